@@ -1,0 +1,145 @@
+//! Per recorded job: instructions and nanoseconds per op, ours beside the reference, against the bars. One run.
+//!
+//! Times are medians over repeats that alternate between the allocators, so that a noisy moment hits both. Instructions
+//! are counted by callgrind, in this same program started again under valgrind, between entry and exit of
+//! `measured_part`. Without valgrind that column stays empty.
+//!
+//! Exits with 1 when a bar is missed. `cargo bench -p symmalloc-benches --bench ratios`
+
+use std::process::{Command, ExitCode};
+use std::time::Instant;
+use std::{env, fs};
+use symmalloc_benches::micro::{ManyFree, PAIRS, Sizes};
+use symmalloc_benches::workload::{Bench, Workload};
+use symmalloc_benches::{Segments, ours, reference};
+use symmalloc_core::config::StreamPolicy;
+use symmalloc_harness::jobs;
+
+/// How many times faster than the reference we must be.
+const RATIO_MIN: f64 = 4.0;
+/// Instructions per op that we may take.
+const INSTRUCTIONS_MAX: f64 = 200.0;
+/// Cost per op with 100,000 free blocks over that with 100.
+const GROWTH_MAX: f64 = 2.0;
+
+const REPEATS: usize = 15;
+const FREE_BLOCKS: [usize; 3] = [100, 10_000, 100_000];
+
+/// Tells this program that it runs under callgrind, and on which case.
+const CASE: &str = "SYMMALLOC_RATIOS_CASE";
+
+fn main() -> ExitCode {
+    if let Ok(case) = env::var(CASE) {
+        count_this(&case);
+        return ExitCode::SUCCESS;
+    }
+    // `cargo bench -- gpt2` keeps the jobs that contain the word; cargo's own flags are not for us.
+    let filter = env::args().skip(1).find(|arg| !arg.starts_with('-')).unwrap_or_default();
+    let mut misses = Vec::new();
+    jobs_table(&filter, &mut misses);
+    if filter.is_empty() {
+        free_blocks_table(&mut misses);
+    }
+    misses.iter().for_each(|miss| println!("missed: {miss}"));
+    if misses.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn jobs_table(filter: &str, misses: &mut Vec<String>) {
+    println!(
+        "{:<22}{:>10}{:>14}{:>12}{:>14}{:>8}",
+        "recorded job", "ops", "instructions", "ours ns", "reference ns", "ratio"
+    );
+    for job in jobs::JOBS.into_iter().filter(|job| job.contains(filter)) {
+        let workload = Workload::from(&jobs::program(job));
+        let ops = workload.len() as f64;
+        let mut ours = Bench::warm(ours(Segments::Expandable, StreamPolicy::Separate), workload.clone());
+        let mut reference = Bench::warm(reference(Segments::Expandable), workload);
+        let (mut our_times, mut reference_times) = (Vec::new(), Vec::new());
+        for _ in 0..REPEATS {
+            our_times.push(nanoseconds(|| ours.repeat()) / ops);
+            reference_times.push(nanoseconds(|| reference.repeat()) / ops);
+        }
+        let (our_time, reference_time) = (median(our_times), median(reference_times));
+        let instructions = count_under_callgrind(job).map(|count| count / ops);
+        let ratio = reference_time / our_time;
+        let shown = instructions.map_or("-".into(), |count| format!("{count:.1}"));
+        println!("{job:<22}{ops:>10}{shown:>14}{our_time:>12.1}{reference_time:>14.1}{ratio:>8.2}");
+        if ratio < RATIO_MIN {
+            misses.push(format!("{job} is {ratio:.2} times faster than the reference, not {RATIO_MIN}"));
+        }
+        if let Some(count) = instructions.filter(|count| *count > INSTRUCTIONS_MAX) {
+            misses.push(format!("{job} takes {count:.1} instructions per op, more than {INSTRUCTIONS_MAX}"));
+        }
+    }
+}
+
+fn free_blocks_table(misses: &mut Vec<String>) {
+    println!("\n{:<22}{:>10}{:>14}{:>12}", "free blocks", "count", "instructions", "ours ns");
+    let ops = f64::from(2 * PAIRS);
+    for (name, sizes) in [("of one size", Sizes::One), ("sizes spread", Sizes::Spread)] {
+        let mut counts = Vec::new();
+        for count in FREE_BLOCKS {
+            let once = || {
+                let mut case = ManyFree::new(ours(Segments::Expandable, StreamPolicy::Separate), count, sizes);
+                nanoseconds(|| case.replace()) / ops
+            };
+            let time = median((0..5).map(|_| once()).collect());
+            let instructions = count_under_callgrind(&format!("{name}/{count}")).map(|count| count / ops);
+            let shown = instructions.map_or("-".into(), |count| format!("{count:.1}"));
+            println!("{name:<22}{count:>10}{shown:>14}{time:>12.1}");
+            counts.push(instructions.unwrap_or(time));
+        }
+        let growth = counts[counts.len() - 1] / counts[0];
+        if growth > GROWTH_MAX {
+            misses.push(format!("{name}: 100,000 free blocks cost {growth:.2} times what 100 cost, not {GROWTH_MAX}"));
+        }
+    }
+}
+
+fn nanoseconds(work: impl FnOnce()) -> f64 {
+    let start = Instant::now();
+    work();
+    start.elapsed().as_nanos() as f64
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// Callgrind counts from entry to exit of this function.
+#[inline(never)]
+fn measured_part(work: &mut dyn FnMut()) {
+    work();
+}
+
+/// Runs the measured part of a case once, in steady state.
+fn count_this(case: &str) {
+    let ours = ours(Segments::Expandable, StreamPolicy::Separate);
+    if let Some((name, count)) = case.split_once('/') {
+        let sizes = if name == "of one size" { Sizes::One } else { Sizes::Spread };
+        let mut case = ManyFree::new(ours, count.parse().expect("a number"), sizes);
+        measured_part(&mut || case.replace());
+    } else {
+        let mut bench = Bench::warm(ours, Workload::from(&jobs::program(case)));
+        measured_part(&mut || bench.repeat());
+    }
+}
+
+/// Instructions of the measured part of a case; `None` without valgrind.
+fn count_under_callgrind(case: &str) -> Option<f64> {
+    let out = env::temp_dir().join(format!("symmalloc-ratios-{}", std::process::id()));
+    let output = Command::new("valgrind")
+        .args(["--tool=callgrind", "--collect-atstart=no", "--toggle-collect=*measured_part*"])
+        .arg(format!("--callgrind-out-file={}", out.display()))
+        .arg(env::current_exe().ok()?)
+        .env(CASE, case)
+        .output()
+        .ok()?;
+    let profile = fs::read_to_string(&out).ok()?;
+    if env::var_os("SYMMALLOC_KEEP_PROFILE").is_none() {
+        fs::remove_file(&out).ok()?;
+    }
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    profile.lines().find_map(|line| line.strip_prefix("summary: ")?.trim().parse().ok())
+}

@@ -1,0 +1,57 @@
+//! What the benchmarks of symmalloc have in common: workloads, and the allocators that they run on.
+//!
+//! ```text
+//!  recorded job ─┐
+//!                ├─► Workload: dense steps ─► run on a Subject ─┬─ Allocator: ours
+//!  micro case ───┘                                              └─ Reference: the obvious way
+//! ```
+//!
+//! | bench | measures | needs |
+//! |---|---|---|
+//! | `ratios` | per recorded job: instructions and ns per op, ours beside the reference, against the bars | valgrind, else times only |
+//! | `instructions` | every case by instruction count | valgrind, and `gungraun-runner` of the crate's version |
+//! | `time` | every case by time | |
+//!
+//! Steady state is measured: a workload frees everything that it allocates, and has run once before. The device costs
+//! nothing, so what is measured is the allocator's own work, on one thread with exclusive access.
+
+use crate::device::Weightless;
+use crate::reference::Reference;
+use symmalloc_core::config::StreamPolicy;
+use symmalloc_core::{Allocator, Config, PoolConfig};
+
+pub mod device;
+pub mod micro;
+pub mod reference;
+pub mod workload;
+
+/// How backing memory is obtained, with default knobs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Segments {
+    /// One growing range per heap.
+    Expandable,
+    /// PyTorch's sizes.
+    Fixed,
+}
+
+/// Our allocator.
+pub type Ours = Allocator<Weightless>;
+
+/// Our allocator, driven by one thread.
+///
+/// # Panics
+/// Never: the default knobs are valid.
+pub fn ours(segments: Segments, streams: StreamPolicy) -> Ours {
+    let pool = PoolConfig::builder().streams(streams);
+    let pool = match segments {
+        Segments::Expandable => pool.expandable(),
+        Segments::Fixed => pool.fixed(),
+    };
+    let config = Config::builder().default_pool(pool.build().expect("valid")).build().expect("valid");
+    Allocator::new(Weightless::default(), config).expect("a valid granularity")
+}
+
+/// The reference, with a heap per stream.
+pub fn reference(segments: Segments) -> Reference<Weightless> {
+    Reference::new(Weightless::default(), segments)
+}

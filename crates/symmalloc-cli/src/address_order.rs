@@ -1,0 +1,293 @@
+//! The old rule, for comparison: free blocks in order of address, and events polled on the host.
+//!
+//! This models PyTorch 2.11's caching allocator (`c10/cuda/CUDACachingAllocator.cpp`) closely enough to place like it
+//! and to hold the same memory. It exists to show, beside our own allocator and on the same trace, what two habits of
+//! it do across ranks:
+//!
+//! ```text
+//! free blocks   ordered by (stream, size, ADDRESS)      the driver gives other addresses on each rank
+//! other uses    record_stream ► at free: an event per stream, the block is put aside
+//!                             ► at each allocation: POLL; done ► the block is free     done when? other on each rank
+//! ```
+//!
+//! The rules, in bytes (K = 2^10, M = 2^20):
+//!
+//! | | small: request ≤ 1 M | large |
+//! |---|---|---|
+//! | rounding | 512 | 512 |
+//! | fixed segment | 2 M | 20 M below 10 M, else a multiple of 2 M |
+//! | fixed: split if the rest is | ≥ 512 | > 1 M |
+//! | expandable: page | 2 M | 20 M |
+//! | expandable: split if the rest is | ≥ 512 | ≥ 512 |
+//!
+//! A free block merges with its free neighbours at once. The driver is a [`SimBackend`]: its addresses and its event
+//! timing come from (seed, rank), so one rank replays the same for ever and two ranks differ as real ones do.
+//!
+//! What it leaves out: knobs of the original that are off by default (maximum split size, power-of-two rounding,
+//! garbage collection), the flush when memory runs out (it has as much as it likes), and graph capture. How a pool is
+//! configured is ignored but for its identity.
+
+mod blocks;
+mod expandable;
+
+use blocks::{Block, Blocks, Class, List, State};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use symmalloc_core::backend::{Backend, BackendError, Event, Range, Reason};
+use symmalloc_core::ids::{AllocationId, Placement, PoolId, SegmentId, StreamId};
+use symmalloc_core::op::Op;
+use symmalloc_core::sim::{Delays, SimBackend, SplitMix64};
+use symmalloc_core::units::{MIB, UNIT_BYTES};
+
+/// Requests up to this are small.
+const SMALL_MAX_BYTES: u64 = MIB;
+/// Large requests from this on get a segment of their own size.
+const OWN_SEGMENT_MIN_BYTES: u64 = 10 * MIB;
+/// Such a segment is a multiple of this.
+const OWN_SEGMENT_ROUND_BYTES: u64 = 2 * MIB;
+/// The longest that an event takes is a power of two below this, drawn per rank.
+const EVENT_TICKS_MAX_LOG2: u64 = 11;
+
+/// How the model obtains memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Segments {
+    /// A segment of a fixed size whenever no free block fits. PyTorch's default.
+    Fixed,
+    /// A growing range per (stream, small or large): PyTorch's `expandable_segments`.
+    Expandable,
+}
+
+/// One rank of a job under the old rule. See the [module documentation](self).
+#[derive(Debug)]
+pub struct AddressOrder {
+    segments: Segments,
+    device: SimBackend,
+    blocks: Blocks,
+    /// Every segment there ever was, by birth.
+    born: Vec<Segment>,
+    allocations: BTreeMap<AllocationId, Allocation>,
+    /// By stream, in the order of recording: events, and the blocks that wait for them.
+    pending: BTreeMap<StreamId, VecDeque<(Event, u64)>>,
+    requested_bytes: u64,
+    requested_bytes_peak: u64,
+}
+
+#[derive(Debug)]
+struct Segment {
+    range: Range,
+    alive: bool,
+}
+
+#[derive(Debug)]
+struct Allocation {
+    address: u64,
+    requested_bytes: u64,
+    /// Streams other than its own that use it.
+    uses: BTreeSet<StreamId>,
+}
+
+impl AddressOrder {
+    /// One rank of the job that `seed` names.
+    pub fn new(seed: u64, segments: Segments, rank: u32) -> Self {
+        let ticks = 1 << SplitMix64::new(seed).split(rank.into()).below(EVENT_TICKS_MAX_LOG2);
+        let device = SimBackend::builder().seed(seed).rank(rank).delays(Delays::UpTo { ticks });
+        AddressOrder::on(device.memory_bytes(u64::MAX).build(), segments)
+    }
+
+    /// One rank whose driver is `device`.
+    pub fn on(device: SimBackend, segments: Segments) -> Self {
+        AddressOrder {
+            segments,
+            device,
+            blocks: Blocks::default(),
+            born: Vec::new(),
+            allocations: BTreeMap::new(),
+            pending: BTreeMap::new(),
+            requested_bytes: 0,
+            requested_bytes_peak: 0,
+        }
+    }
+
+    /// Does what PyTorch does at this op. Returns where an allocation lies (segments numbered by birth over the
+    /// device), and nothing for other ops and for allocations of no bytes. A free or a use of an id that is not live
+    /// is passed over.
+    ///
+    /// # Errors
+    /// When the device refuses a call: there is no memory or no address left, or it has injected faults. The rank has
+    /// left the job then: what it does afterwards means nothing.
+    pub fn step(&mut self, op: &Op) -> Result<Option<Placement>, BackendError> {
+        self.device.tick(1);
+        match *op {
+            Op::Allocate { id, pool, stream, size_bytes } => return self.allocate(id, pool, stream, size_bytes),
+            Op::Free { id } => self.free(id)?,
+            Op::RecordUse { id, stream } => {
+                if let Some(allocation) = self.allocations.get_mut(&id)
+                    && self.blocks.at(allocation.address).list.stream != stream
+                {
+                    allocation.uses.insert(stream);
+                }
+            }
+            Op::Synchronize { stream } => self.device.synchronize(stream)?,
+            Op::Trim { pool } => self.empty_cache(pool)?,
+            Op::DestroyPool { pool } => self.empty_cache(Some(pool))?,
+            // Waits order work on the device; the model sees uses only. The others have no counterpart in PyTorch.
+            _ => {}
+        }
+        Ok(None)
+    }
+
+    /// Device memory held, in bytes.
+    pub fn reserved_bytes(&self) -> u64 {
+        self.device.mapped_bytes()
+    }
+
+    /// The most device memory ever held, in bytes.
+    pub fn reserved_bytes_peak(&self) -> u64 {
+        self.device.mapped_bytes_peak()
+    }
+
+    /// Bytes the program has asked for and not freed.
+    pub fn requested_bytes(&self) -> u64 {
+        self.requested_bytes
+    }
+
+    /// The most of these at any time.
+    pub fn requested_bytes_peak(&self) -> u64 {
+        self.requested_bytes_peak
+    }
+
+    /// Segments held now.
+    pub fn segment_count(&self) -> usize {
+        self.born.iter().filter(|segment| segment.alive).count()
+    }
+
+    fn allocate(
+        &mut self,
+        id: AllocationId,
+        pool: PoolId,
+        stream: StreamId,
+        requested_bytes: u64,
+    ) -> Result<Option<Placement>, BackendError> {
+        if requested_bytes == 0 {
+            return Ok(None);
+        }
+        self.poll()?;
+        let Some(size) = requested_bytes.checked_next_multiple_of(UNIT_BYTES).filter(|size| *size < 1 << 62) else {
+            return Err(BackendError::new("reserve", 2, Reason::OutOfMemory));
+        };
+        let class = if size <= SMALL_MAX_BYTES { Class::Small } else { Class::Large };
+        let list = List { pool, class, stream };
+        let found = match self.segments {
+            Segments::Fixed => self.blocks.best_fit(list, size),
+            Segments::Expandable => self.blocks.best_fit_expandable(list, size),
+        };
+        let address = match (found, self.segments) {
+            (Some(address), _) => address,
+            (None, Segments::Fixed) => self.fixed_segment(list, size)?,
+            (None, Segments::Expandable) => self.expanded_block(list, size)?,
+        };
+        let block = self.blocks.take(address);
+        let rest = block.size_bytes - size;
+        let split = match (self.segments, class) {
+            (Segments::Fixed, Class::Large) => rest > SMALL_MAX_BYTES,
+            _ => rest >= UNIT_BYTES,
+        };
+        let kept = if split { size } else { block.size_bytes };
+        if split {
+            self.blocks.put(address + kept, Block { size_bytes: rest, ..block });
+        }
+        self.blocks.put(address, Block { size_bytes: kept, state: State::Allocated, ..block });
+        self.allocations.insert(id, Allocation { address, requested_bytes, uses: BTreeSet::new() });
+        self.requested_bytes += requested_bytes;
+        self.requested_bytes_peak = self.requested_bytes_peak.max(self.requested_bytes);
+        let base = self.born[block.segment.index()].range.base.0;
+        Ok(Some(Placement { segment: block.segment, offset_bytes: address - base }))
+    }
+
+    /// Obtains a segment of the size that the request asks for: one free block.
+    fn fixed_segment(&mut self, list: List, size: u64) -> Result<u64, BackendError> {
+        let segment_bytes = match list.class {
+            Class::Small => list.class.page_bytes(),
+            Class::Large if size < OWN_SEGMENT_MIN_BYTES => list.class.page_bytes(),
+            Class::Large => size.next_multiple_of(OWN_SEGMENT_ROUND_BYTES),
+        };
+        let range = self.device.reserve(segment_bytes)?;
+        self.device.map(range, 0, segment_bytes)?;
+        Ok(self.add_segment(list, range, State::Free))
+    }
+
+    /// Enters a new segment as one block; returns its address.
+    fn add_segment(&mut self, list: List, range: Range, state: State) -> u64 {
+        let segment = SegmentId(self.born.len() as u32);
+        self.born.push(Segment { range, alive: true });
+        self.blocks.put(range.base.0, Block { size_bytes: range.size_bytes, segment, list, state })
+    }
+
+    fn free(&mut self, id: AllocationId) -> Result<(), BackendError> {
+        let Some(allocation) = self.allocations.remove(&id) else { return Ok(()) };
+        self.requested_bytes -= allocation.requested_bytes;
+        let block = self.blocks.take(allocation.address);
+        let mut events = 0;
+        for &stream in &allocation.uses {
+            let event = self.device.record(stream)?;
+            self.pending.entry(stream).or_default().push_back((event, allocation.address));
+            events += 1;
+        }
+        let state = if events > 0 { State::Pending { events } } else { State::Free };
+        self.blocks.put(allocation.address, Block { state, ..block });
+        Ok(())
+    }
+
+    /// Asks the oldest event of each stream, and the next as long as they are done.
+    fn poll(&mut self) -> Result<(), BackendError> {
+        for queue in self.pending.values_mut() {
+            while let Some(&(event, address)) = queue.front()
+                && self.device.query(event)?
+            {
+                queue.pop_front();
+                self.device.recycle(event);
+                self.blocks.event_done(address);
+            }
+        }
+        Ok(())
+    }
+
+    /// PyTorch's `emptyCache`, of one pool or of all: waits for every event, then gives back what is wholly free.
+    fn empty_cache(&mut self, pool: Option<PoolId>) -> Result<(), BackendError> {
+        for (&stream, queue) in &mut self.pending {
+            let mut index = 0;
+            while let Some(&(event, address)) = queue.get(index) {
+                if pool.is_some_and(|pool| pool != self.blocks.at(address).list.pool) {
+                    index += 1;
+                    continue;
+                }
+                self.device.synchronize(stream)?;
+                queue.remove(index);
+                self.device.recycle(event);
+                self.blocks.event_done(address);
+            }
+        }
+        for address in self.blocks.free_of(pool) {
+            match self.segments {
+                Segments::Fixed => self.release_if_whole(address)?,
+                Segments::Expandable => self.unmap_whole_pages(address)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn release_if_whole(&mut self, address: u64) -> Result<(), BackendError> {
+        let block = self.blocks.at(address);
+        let segment = &mut self.born[block.segment.index()];
+        if block.size_bytes != segment.range.size_bytes {
+            return Ok(());
+        }
+        self.device.unmap(segment.range, 0, block.size_bytes)?;
+        self.device.release(segment.range)?;
+        segment.alive = false;
+        self.blocks.take(address);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;

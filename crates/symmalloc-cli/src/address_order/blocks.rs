@@ -1,0 +1,177 @@
+//! The blocks of the old rule: what tiles each segment, and the free ones in order of (stream, size, address).
+//!
+//! ```text
+//! segment   │ allocated │ free │ allocated │ pending │ free │ ···· unmapped ···· │      (unmapped: expandable only)
+//!             blocks tile the segment; no two neighbours are both free, or both unmapped
+//! ```
+
+use std::collections::{BTreeMap, BTreeSet};
+use symmalloc_core::ids::{PoolId, SegmentId, StreamId};
+use symmalloc_core::units::MIB;
+
+/// Small and large requests never share a segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Class {
+    Small,
+    Large,
+}
+
+impl Class {
+    /// PyTorch's `kSmallBuffer` and `kLargeBuffer`: the page of an expandable segment, in bytes, and the size of a
+    /// fixed one that is shared.
+    pub(super) fn page_bytes(self) -> u64 {
+        match self {
+            Class::Small => 2 * MIB,
+            Class::Large => 20 * MIB,
+        }
+    }
+}
+
+/// What a block may be reused for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct List {
+    pub(super) pool: PoolId,
+    pub(super) class: Class,
+    pub(super) stream: StreamId,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum State {
+    Free,
+    Allocated,
+    /// Freed by the program; free when so many events are done.
+    Pending {
+        events: u32,
+    },
+    /// Addresses without memory.
+    Unmapped,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Block {
+    pub(super) size_bytes: u64,
+    pub(super) segment: SegmentId,
+    pub(super) list: List,
+    pub(super) state: State,
+}
+
+/// All blocks of a rank.
+#[derive(Debug, Default)]
+pub(super) struct Blocks {
+    by_address: BTreeMap<u64, Block>,
+    /// (list, size, address) of the free ones.
+    free: BTreeSet<(List, u64, u64)>,
+    /// (list, address) of the unmapped ones.
+    unmapped: BTreeSet<(List, u64)>,
+}
+
+impl Blocks {
+    /// The block that starts at `address`.
+    ///
+    /// # Panics
+    /// When none does.
+    pub(super) fn at(&self, address: u64) -> Block {
+        self.by_address[&address]
+    }
+
+    /// Takes a block out.
+    ///
+    /// # Panics
+    /// When none starts at `address`.
+    pub(super) fn take(&mut self, address: u64) -> Block {
+        let block = self.by_address.remove(&address).expect("a block starts here");
+        match block.state {
+            State::Free => _ = self.free.remove(&(block.list, block.size_bytes, address)),
+            State::Unmapped => _ = self.unmapped.remove(&(block.list, address)),
+            State::Allocated | State::Pending { .. } => {}
+        }
+        block
+    }
+
+    /// Puts a block in. A free or unmapped one merges with neighbours of its kind; returns where it then starts.
+    pub(super) fn put(&mut self, mut address: u64, mut block: Block) -> u64 {
+        if matches!(block.state, State::Free | State::Unmapped) {
+            if let Some((next, neighbour)) = self.next(address, &block)
+                && neighbour.state == block.state
+            {
+                block.size_bytes += self.take(next).size_bytes;
+            }
+            if let Some((previous, neighbour)) = self.previous(address, &block)
+                && neighbour.state == block.state
+            {
+                block.size_bytes += self.take(previous).size_bytes;
+                address = previous;
+            }
+        }
+        match block.state {
+            State::Free => _ = self.free.insert((block.list, block.size_bytes, address)),
+            State::Unmapped => _ = self.unmapped.insert((block.list, address)),
+            State::Allocated | State::Pending { .. } => {}
+        }
+        self.by_address.insert(address, block);
+        address
+    }
+
+    /// The block right behind, in the same segment.
+    pub(super) fn next(&self, address: u64, block: &Block) -> Option<(u64, Block)> {
+        let next = address + block.size_bytes;
+        let neighbour = *self.by_address.get(&next)?;
+        (neighbour.segment == block.segment).then_some((next, neighbour))
+    }
+
+    /// The block right before, in the same segment.
+    pub(super) fn previous(&self, address: u64, block: &Block) -> Option<(u64, Block)> {
+        let (&previous, &neighbour) = self.by_address.range(..address).next_back()?;
+        let touches = previous + neighbour.size_bytes == address && neighbour.segment == block.segment;
+        touches.then_some((previous, neighbour))
+    }
+
+    /// The smallest free block that fits, the lowest address among equals.
+    pub(super) fn best_fit(&self, list: List, size: u64) -> Option<u64> {
+        self.fitting(list, size).next()
+    }
+
+    fn fitting(&self, list: List, size: u64) -> impl Iterator<Item = u64> {
+        self.free.range((list, size, 0)..=(list, u64::MAX, u64::MAX)).map(|&(_, _, address)| address)
+    }
+
+    /// The same where a block before unmapped addresses counts as large as it could grow: one that cannot grow, or
+    /// less, is taken first.
+    pub(super) fn best_fit_expandable(&self, list: List, size: u64) -> Option<u64> {
+        let room = |address: u64| {
+            let block = self.at(address);
+            let behind = self.next(address, &block).filter(|(_, next)| next.state == State::Unmapped);
+            block.size_bytes + behind.map_or(0, |(_, next)| next.size_bytes)
+        };
+        let mut fitting = self.fitting(list, size);
+        let mut best = fitting.next()?;
+        for address in fitting {
+            if room(address) >= room(best) {
+                break;
+            }
+            best = address;
+        }
+        Some(best)
+    }
+
+    /// The unmapped blocks of a list, ascending by address.
+    pub(super) fn unmapped_of(&self, list: List) -> impl Iterator<Item = u64> {
+        self.unmapped.range((list, 0)..=(list, u64::MAX)).map(|&(_, address)| address)
+    }
+
+    /// The free blocks of a pool, or of all.
+    pub(super) fn free_of(&self, pool: Option<PoolId>) -> Vec<u64> {
+        let of_pool = |list: &List| pool.is_none_or(|pool| pool == list.pool);
+        self.free.iter().filter(|(list, ..)| of_pool(list)).map(|&(_, _, address)| address).collect()
+    }
+
+    /// One of the events that a pending block waits for is done.
+    pub(super) fn event_done(&mut self, address: u64) {
+        let block = self.take(address);
+        let state = match block.state {
+            State::Pending { events } if events > 1 => State::Pending { events: events - 1 },
+            _ => State::Free,
+        };
+        self.put(address, Block { state, ..block });
+    }
+}

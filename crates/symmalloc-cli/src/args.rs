@@ -1,0 +1,157 @@
+//! What the program is asked to do: its commands and flags.
+
+use crate::job::{Order, Segments};
+use clap::{Parser, Subcommand, ValueEnum};
+use std::path::PathBuf;
+use symmalloc_core::config::StreamPolicy;
+
+const EXIT_CODES: &str = "Exit codes: 0 fine, 3 the ranks differ, 2 bad input.";
+
+const REPLAY_EXAMPLES: &str = "\
+Examples:
+  symmalloc replay snapshot.pickle                      a PyTorch job on 8 ranks, beside PyTorch's own rule
+  symmalloc replay snapshot.pickle.gz --ranks 64 --seed 3 --json
+  symmalloc replay snapshot.pickle --order address --segments fixed      PyTorch's rule alone: exits with 3
+  symmalloc replay job.trace --record rank0.trace.zst   our decisions, for `symmalloc diff`
+
+JSON: an array with one object per trace:
+  trace, ops, allocs, ranks, order, segments, streams
+  aligned               whether all ranks placed alike, in every repeat, with equal digests
+  differing_placements  allocations whose (segment, offset) is not the same on all ranks
+  first_divergence      null, or {op, allocation, name?, repeat?, ranks: [{rank, segment, offset}]}; counted from 0;
+                        segment and offset are null where the allocation was refused or has no bytes
+  peak_live_bytes       the most that the program had requested at any time of the first repeat
+  peak_reserved_bytes   the most that was held from the device at any time of the first repeat
+  efficiency            peak_live_bytes / peak_reserved_bytes
+  segment_count         at the end of the first repeat, before what the program left is freed
+  ns_per_op             median repeat after the first on a device that costs nothing; null with --order address
+  digest                16 hex digits over all (op, decision) of rank 0's first repeat; null with --order address
+
+A trace's own configuration and pools hold; --segments and --streams replace the default pool's. The model of address
+order always keeps streams separate, and has fixed and expandable segments only.
+
+Exit codes: 0 fine, 3 the ranks differ, 2 bad input.";
+
+const DIFF_EXAMPLES: &str = "\
+Examples:
+  symmalloc diff rank0.pickle.gz rank1.pickle.gz
+  symmalloc diff rank0.trace.zst rank1.trace.zst --json
+
+JSON: same_ops, allocs, differing_placements (null where one of the two records no placements), first (null, or
+{allocation, op, a: {segment, offset}, b: {segment, offset}}); counted from 0, op in A. A segment is the ordinal of its
+birth. Where the ops differ, placements are compared up to there and first_op_difference says what each did.
+
+Uses by other streams are not compared, unless both are decisions that `replay --record` wrote: a snapshot shows a use
+only where event polling noticed it late, which differs between ranks that made the same calls.
+
+Exit codes: 0 the same, 3 different ops or placements, 2 bad input.";
+
+const IMPORT_EXAMPLES: &str = "\
+Examples:
+  symmalloc import snapshot.pickle job.trace.zst
+  symmalloc import rmm.csv job.trace";
+
+/// A deterministic caching device allocator, on recorded GPU jobs. Needs no GPU.
+#[derive(Debug, Parser)]
+#[command(name = "symmalloc", version, after_help = EXIT_CODES)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    Replay(ReplayArgs),
+    Diff(DiffArgs),
+    Import(ImportArgs),
+}
+
+/// Replay recorded jobs on many ranks and see whether they place alike
+///
+/// Every rank is simulated with its own address order, event timing and handles. Recordings are PyTorch memory
+/// snapshots (torch.cuda.memory._dump_snapshot), RMM logs and symmalloc traces; plain, gzip or zstd.
+#[derive(Debug, clap::Args)]
+#[command(after_help = REPLAY_EXAMPLES)]
+pub(crate) struct ReplayArgs {
+    /// Recordings to replay
+    #[arg(required = true, value_name = "TRACE")]
+    pub(crate) traces: Vec<PathBuf>,
+    /// Ranks to simulate
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) ranks: u32,
+    /// How free blocks are ordered: our rule, or the model of PyTorch's
+    #[arg(long)]
+    pub(crate) order: Option<Order>,
+    /// How the default pool obtains memory [default: as the trace says, else expandable]
+    #[arg(long)]
+    pub(crate) segments: Option<Segments>,
+    /// Whether the default pool's streams share free blocks [default: as the trace says, else separate]
+    #[arg(long)]
+    pub(crate) streams: Option<Streams>,
+    /// Names the simulated job: address orders, event timing and handles of all ranks
+    #[arg(long, value_name = "S", default_value_t = 0)]
+    pub(crate) seed: u64,
+    /// How often each rank carries the trace out; between repeats everything is freed
+    #[arg(long, value_name = "K", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub(crate) repeat: u32,
+    /// Device of a PyTorch snapshot that recorded several
+    #[arg(long, value_name = "D")]
+    pub(crate) device: Option<usize>,
+    /// Write the trace with rank 0's decisions (.zst and .gz compress)
+    #[arg(long, value_name = "OUT")]
+    pub(crate) record: Option<PathBuf>,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Compare two ranks' recordings: the same calls, the same placements?
+#[derive(Debug, clap::Args)]
+#[command(after_help = DIFF_EXAMPLES)]
+pub(crate) struct DiffArgs {
+    /// One rank's recording
+    #[arg(value_name = "A")]
+    pub(crate) a: PathBuf,
+    /// Another rank's recording
+    #[arg(value_name = "B")]
+    pub(crate) b: PathBuf,
+    /// Device of PyTorch snapshots that recorded several
+    #[arg(long, value_name = "D")]
+    pub(crate) device: Option<usize>,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Turn a recording into a symmalloc trace
+#[derive(Debug, clap::Args)]
+#[command(after_help = IMPORT_EXAMPLES)]
+pub(crate) struct ImportArgs {
+    /// A PyTorch memory snapshot, an RMM log or a trace; plain, gzip or zstd
+    #[arg(value_name = "IN")]
+    pub(crate) input: PathBuf,
+    /// The trace to write (.zst and .gz compress)
+    #[arg(value_name = "OUT")]
+    pub(crate) output: PathBuf,
+    /// Device of a PyTorch snapshot that recorded several
+    #[arg(long, value_name = "D")]
+    pub(crate) device: Option<usize>,
+}
+
+/// Whether streams share free blocks.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum Streams {
+    /// A heap per stream
+    Separate,
+    /// One heap for all streams
+    Shared,
+}
+
+impl From<Streams> for StreamPolicy {
+    fn from(streams: Streams) -> Self {
+        match streams {
+            Streams::Separate => StreamPolicy::Separate,
+            Streams::Shared => StreamPolicy::Shared,
+        }
+    }
+}

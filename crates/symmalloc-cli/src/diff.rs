@@ -1,0 +1,214 @@
+//! `symmalloc diff`: two ranks' recordings of one job, compared.
+//!
+//! ```text
+//! A  records ──► calls: ids by order of birth ──┐     the same, call by call? up to the first that differs:
+//! B  records ──► calls                        ──┴───► allocation n of A beside allocation n of B: the same place?
+//! ```
+//!
+//! A call is an op whose allocation is named by its ordinal. Which ids a recorder gave does not matter. In a PyTorch
+//! snapshot a use by another stream shows only where event polling noticed it after the free returned, so the same calls
+//! leave other records on another rank; and a stream may be registered only because of such a use. Both are left out of
+//! the comparison, unless both recordings are decisions of our allocator, which state its configuration.
+
+mod report;
+
+pub(crate) use report::run;
+
+use std::collections::HashMap;
+use symmalloc_core::ids::{AllocationId, Placement};
+use symmalloc_core::op::{Op, Record};
+use symmalloc_import::Recording;
+
+/// What two recordings have in common, and what not.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Diff {
+    /// The first call that is not the same; `None` if both made the same calls.
+    pub first_op: Option<OpDifference>,
+    /// Allocations that were compared: all, or those before the first call that differs.
+    pub allocations: usize,
+    /// How many of them lie elsewhere in B than in A. `None` when one of the two records no placements.
+    pub differing_placements: Option<usize>,
+    /// The first of them.
+    pub first: Option<PlacementDifference>,
+}
+
+/// A call that is not the same in both recordings.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct OpDifference {
+    /// What A did: the op's number, from 0, and the op, its allocation named by ordinal. `None`: A ended before.
+    pub a: Option<(usize, Op)>,
+    /// What B did.
+    pub b: Option<(usize, Op)>,
+}
+
+/// An allocation that lies elsewhere in B than in A.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PlacementDifference {
+    /// The allocation, counted from 0.
+    pub allocation: usize,
+    /// Its op in A, counted from 0.
+    pub op: usize,
+    /// What the program calls it.
+    pub name: Option<Box<str>>,
+    /// Where it lies in A.
+    pub a: Placement,
+    /// Where it lies in B.
+    pub b: Placement,
+}
+
+impl Diff {
+    /// Compares two recordings.
+    pub fn new(a: &Recording, b: &Recording) -> Self {
+        let decided_by_us = a.config.is_some() && b.config.is_some();
+        let detail = if decided_by_us { Detail::Everything } else { Detail::WithoutUses };
+        let places_are_known = has_placements(a) && has_placements(b);
+        let mut diff =
+            Diff { first_op: None, allocations: 0, differing_placements: places_are_known.then_some(0), first: None };
+        let (mut calls_a, mut calls_b) = (calls(&a.records, detail), calls(&b.records, detail));
+        loop {
+            let (one, other) = match (calls_a.next(), calls_b.next()) {
+                (None, None) => return diff,
+                (Some(one), Some(other)) if one.op == other.op => (one, other),
+                (one, other) => {
+                    let told = |call: Option<Call<'_>>| call.map(|call| (call.number, call.op));
+                    diff.first_op = Some(OpDifference { a: told(one), b: told(other) });
+                    return diff;
+                }
+            };
+            if matches!(one.op, Op::Allocate { .. }) {
+                diff.compare_placements(&one, &other);
+                diff.allocations += 1;
+            }
+        }
+    }
+
+    /// Whether both recordings make the same calls.
+    pub fn same_ops(&self) -> bool {
+        self.first_op.is_none()
+    }
+
+    /// Whether both make the same calls, and no placement is known to differ.
+    pub fn is_same(&self) -> bool {
+        self.same_ops() && self.differing_placements.unwrap_or(0) == 0
+    }
+
+    /// A placement that one of the two does not know, such as that of an empty allocation, does not differ.
+    fn compare_placements(&mut self, one: &Call<'_>, other: &Call<'_>) {
+        let (Some(a), Some(b)) = (one.record.placement, other.record.placement) else { return };
+        if a == b {
+            return;
+        }
+        self.differing_placements = self.differing_placements.map(|differing| differing + 1);
+        self.first.get_or_insert_with(|| PlacementDifference {
+            allocation: self.allocations,
+            op: one.number,
+            name: one.record.name.clone(),
+            a,
+            b,
+        });
+    }
+}
+
+fn has_placements(recording: &Recording) -> bool {
+    recording.summary.allocations == 0 || recording.summary.placements > 0
+}
+
+/// What of two recordings is compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Detail {
+    Everything,
+    /// Not what depends on when event polling noticed a use.
+    WithoutUses,
+}
+
+/// A call of the program.
+struct Call<'a> {
+    /// The number of its record, from 0.
+    number: usize,
+    /// The op; its allocation is named by its ordinal.
+    op: Op,
+    record: &'a Record,
+}
+
+/// The calls in records.
+fn calls(records: &[Record], detail: Detail) -> impl Iterator<Item = Call<'_>> {
+    // Looked up only; no decision follows its order.
+    let mut ordinals: HashMap<AllocationId, AllocationId> = HashMap::new();
+    records.iter().enumerate().filter_map(move |(number, record)| {
+        let mut op = record.op.clone();
+        match &mut op {
+            Op::Allocate { id, .. } => {
+                let ordinal = AllocationId(ordinals.len() as u64);
+                ordinals.insert(*id, ordinal);
+                *id = ordinal;
+            }
+            Op::Free { id } | Op::RecordUse { id, .. } => *id = ordinals.get(id).copied().unwrap_or(*id),
+            _ => {}
+        }
+        let depends_on_polling = matches!(op, Op::RecordUse { .. } | Op::RegisterStream { .. });
+        (detail == Detail::Everything || !depends_on_polling).then_some(Call { number, op, record })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use symmalloc_import::{ReadOptions, read_bytes};
+
+    fn recording(lines: &[&str]) -> Recording {
+        let records = lines.iter().filter(|line| !line.starts_with("config")).count();
+        let text = format!("symmalloc-trace 1\n{}\nend {records}\n", lines.join("\n"));
+        read_bytes(text.as_bytes(), &ReadOptions::default()).unwrap()
+    }
+
+    #[test]
+    fn the_same_calls_with_other_ids_and_places_have_the_same_ops() {
+        let a = recording(&["stream s0", "a 0 512 s0 -> 0@0", "a 1 512 s0 -> 0@512", "f 0"]);
+        let b = recording(&["stream s0", "a 7 512 s0 -> 0@0", "a 3 512 s0 -> 1@0", "f 7"]);
+        let diff = Diff::new(&a, &b);
+        assert!(diff.same_ops() && !diff.is_same());
+        assert_eq!((diff.allocations, diff.differing_placements), (2, Some(1)));
+        let first = diff.first.unwrap();
+        assert_eq!((first.allocation, first.op, first.b.segment.0), (1, 2, 1));
+    }
+
+    #[test]
+    fn a_free_of_another_allocation_is_another_call() {
+        let a = recording(&["stream s0", "a 0 512 s0", "a 1 512 s0", "f 0", "f 1"]);
+        let b = recording(&["stream s0", "a 0 512 s0", "a 1 512 s0", "f 1", "f 0"]);
+        let difference = Diff::new(&a, &b).first_op.unwrap();
+        assert_eq!(difference.a, Some((3, Op::Free { id: AllocationId(0) })));
+        assert_eq!(difference.b, Some((3, Op::Free { id: AllocationId(1) })));
+    }
+
+    #[test]
+    fn placements_are_compared_up_to_the_first_call_that_differs() {
+        let a = recording(&["stream s0", "a 0 512 s0 -> 0@0", "a 1 512 s0 -> 0@512"]);
+        let b = recording(&["stream s0", "a 0 512 s0 -> 3@0"]);
+        let diff = Diff::new(&a, &b);
+        assert_eq!((diff.allocations, diff.differing_placements), (1, Some(1)));
+        let difference = diff.first_op.unwrap();
+        assert!(difference.a.is_some() && difference.b.is_none());
+    }
+
+    #[test]
+    fn without_placements_nothing_is_said_about_them() {
+        let a = recording(&["stream s0", "a 0 512 s0"]);
+        let b = recording(&["stream s0", "a 0 512 s0 -> 3@0"]);
+        let diff = Diff::new(&a, &b);
+        assert_eq!((diff.differing_placements, diff.is_same()), (None, true));
+    }
+
+    #[test]
+    fn uses_count_only_between_decisions_of_our_allocator() {
+        let with = ["stream s0", "stream s1", "a 0 512 s0", "u 0 s1", "f 0"];
+        let without = ["stream s0", "a 0 512 s0", "f 0"];
+        assert!(Diff::new(&recording(&with), &recording(&without)).same_ops());
+        let ours = |lines: &[&str]| recording(&[&["config segments:fixed"], lines].concat());
+        assert!(!Diff::new(&ours(&with), &ours(&without)).same_ops());
+        assert!(Diff::new(&ours(&with), &ours(&with)).same_ops());
+    }
+}

@@ -1,0 +1,66 @@
+//! What can go wrong in the program: each error says what to do, and ends it with exit code 2.
+
+use crate::job::JobError;
+use miette::Diagnostic;
+use std::fmt;
+use std::io;
+use std::path::PathBuf;
+use symmalloc_core::replay::ReplayError;
+use symmalloc_core::trace::TraceWriteError;
+use symmalloc_import::{ImportError, ImportErrorKind, SnapshotError};
+use thiserror::Error;
+
+/// Why a command could not be carried out.
+#[derive(Debug, Error)]
+pub(crate) enum CliError {
+    #[error(transparent)]
+    Import(#[from] ImportError),
+    #[error("{}: the recorded ops contradict each other", path.display())]
+    Program { path: PathBuf, source: ReplayError },
+    #[error("{}: cannot be replayed", path.display())]
+    Job { path: PathBuf, source: JobError },
+    #[error("--record writes the decisions of one trace, but {traces} are given")]
+    RecordOfSeveral { traces: usize },
+    #[error("{}: cannot be written", path.display())]
+    Create { path: PathBuf, source: io::Error },
+    #[error("{}: cannot be written", path.display())]
+    Write { path: PathBuf, source: TraceWriteError },
+    #[error("the result cannot be written to stdout")]
+    Print(#[source] io::Error),
+}
+
+impl Diagnostic for CliError {
+    fn help<'a>(&'a self) -> Option<Box<dyn fmt::Display + 'a>> {
+        let help = match self {
+            CliError::Import(error) => return import_help(error.kind()).map(|help| Box::new(help) as Box<_>),
+            CliError::Program { .. } => "record the job again, or repair the trace at that op",
+            CliError::Job { source: JobError::Config(_), .. } => {
+                "change the trace's configuration, or choose with --segments and --streams"
+            }
+            CliError::Job { .. } => "record the job again, or repair the trace at that op (counted from 0)",
+            CliError::RecordOfSeveral { .. } => "replay the traces one by one",
+            CliError::Create { .. } | CliError::Write { .. } => {
+                "choose a path in a folder that exists and that you may write to, on a disk with room"
+            }
+            CliError::Print(_) => "send it elsewhere, or make room",
+        };
+        Some(Box::new(help))
+    }
+}
+
+/// What to do about an unreadable recording, where its message does not say that yet.
+fn import_help(error: &ImportErrorKind) -> Option<&'static str> {
+    match error {
+        ImportErrorKind::Open(error) if error.kind() == io::ErrorKind::NotFound => {
+            Some("check the path; a recording is a PyTorch memory snapshot, an RMM log or a symmalloc trace")
+        }
+        ImportErrorKind::Open(_) | ImportErrorKind::Read(_) => {
+            Some("give a file that you may read: a PyTorch memory snapshot, an RMM log or a symmalloc trace")
+        }
+        ImportErrorKind::Snapshot(SnapshotError::NoSuchTrace { .. } | SnapshotError::SeveralDevices { .. }) => {
+            Some("choose a device that has entries with --device")
+        }
+        ImportErrorKind::Empty => Some("dump the snapshot after the job has allocated something, or record again"),
+        _ => None,
+    }
+}

@@ -1,0 +1,216 @@
+//! A job: a recorded program, carried out on many simulated ranks that are then compared.
+//!
+//! ```text
+//!                      ┌─ rank 0 ──► decisions of each repeat ◄─┐  compare, allocation by allocation
+//! recording ─► Job ────┼─ rank 1 ─────────────────────────────► ┤
+//!                      └─ rank N-1 ───────────────────────────► ┘ ─► Outcome
+//! ```
+//!
+//! Every rank has a device of its own, made from (seed, rank): other addresses, other event timing, other handles. What
+//! a rank does is one file per rule, `sequence` and `address`; how ranks are run and compared is in `ranks`.
+//!
+//! ```
+//! use symmalloc_cli::job::{Job, Options};
+//! use symmalloc_import::{ReadOptions, read_bytes};
+//!
+//! let trace = b"symmalloc-trace 1\nstream s0\na 0 1048576 s0\nf 0\nend 3\n";
+//! let job = Job::new(&read_bytes(trace, &ReadOptions::default())?)?;
+//! let outcome = job.replay(&Options::default(), &|| ())?;
+//! assert!(outcome.is_aligned());
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod address;
+mod outcome;
+mod ranks;
+mod sequence;
+
+pub use outcome::{Decision, Divergence, Outcome};
+
+use crate::address_order;
+use clap::ValueEnum;
+use std::num::NonZeroU32;
+use symmalloc_core::PoolId;
+use symmalloc_core::backend::BackendError;
+use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy, StreamPolicy};
+use symmalloc_core::errors::FreeError;
+use symmalloc_core::op::Op;
+use symmalloc_core::replay::{Program, ReplayError, StepError};
+use symmalloc_import::Recording;
+
+/// How free blocks are ordered.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Order {
+    /// By size, sequence and offset; other streams' uses are fenced (symmalloc)
+    #[default]
+    Sequence,
+    /// By size and address; events are polled (the model of PyTorch)
+    Address,
+}
+
+/// How the default pool obtains memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Segments {
+    /// One growing range per heap
+    Expandable,
+    /// PyTorch's size rules
+    Fixed,
+}
+
+/// How a job is replayed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// Number of simulated ranks.
+    pub ranks: NonZeroU32,
+    /// The rule by which they place.
+    pub order: Order,
+    /// How the default pool obtains memory. `None`: as the recording says, else expandable.
+    pub segments: Option<Segments>,
+    /// Whether the default pool's streams share free blocks. `None`: as the recording says, else separate. The model of
+    /// address order always keeps them separate.
+    pub streams: Option<StreamPolicy>,
+    /// Names the simulated job: the same seed gives the same addresses and timings on every rank for ever.
+    pub seed: u64,
+    /// How often each rank carries the program out, freeing everything in between. The model of address order does it
+    /// once.
+    pub repeats: NonZeroU32,
+}
+
+impl Default for Options {
+    /// Eight ranks, our rule, the recording's configuration, seed 0, two repeats: one from nothing and one from what the
+    /// first has left reserved.
+    fn default() -> Self {
+        Options {
+            ranks: NonZeroU32::new(8).expect("8 is not zero"),
+            order: Order::Sequence,
+            segments: None,
+            streams: None,
+            seed: 0,
+            repeats: NonZeroU32::new(2).expect("2 is not zero"),
+        }
+    }
+}
+
+/// A program and how its allocator is configured.
+#[derive(Clone, Debug)]
+pub struct Job {
+    program: Program,
+    /// What holds over all pools; its default pool does not count.
+    config: Config,
+    default_pool: PoolConfig,
+}
+
+impl Job {
+    /// The job that a recording holds.
+    ///
+    /// # Errors
+    /// When an op names an allocation that was not made before, which no reader lets through.
+    pub fn new(recording: &Recording) -> Result<Self, ReplayError> {
+        let program = Program::new(&recording.records)?;
+        let config = recording.config.clone().unwrap_or_default();
+        // A trace may say how the default pool is configured before it uses it.
+        let stated = program.ops().iter().find_map(default_pool);
+        let default_pool = stated.unwrap_or(config.default_pool()).clone();
+        Ok(Job { program, config, default_pool })
+    }
+
+    /// The ops.
+    pub fn program(&self) -> &Program {
+        &self.program
+    }
+
+    /// Number of streams that the program registers.
+    pub fn stream_count(&self) -> usize {
+        self.program.ops().iter().filter(|op| matches!(op, Op::RegisterStream { .. })).count()
+    }
+
+    /// The configuration of every rank's allocator: the recording's, with the default pool's segments and streams as the
+    /// options say. Where these name what the recording has anyway, its knobs stay.
+    ///
+    /// # Errors
+    /// When the combination is not valid.
+    pub fn config(&self, options: &Options) -> Result<Config, ConfigError> {
+        let mut builder = self.default_pool.to_builder();
+        match (options.segments, self.default_pool.segments()) {
+            (None, _)
+            | (Some(Segments::Expandable), SegmentPolicy::Expandable(_))
+            | (Some(Segments::Fixed), SegmentPolicy::Fixed(_)) => {}
+            (Some(Segments::Expandable), _) => builder = builder.expandable(),
+            (Some(Segments::Fixed), _) => builder = builder.fixed(),
+        }
+        if let Some(streams) = options.streams {
+            builder = builder.streams(streams);
+        }
+        self.config.to_builder().default_pool(builder.build()?).build()
+    }
+
+    /// Carries the program out on every rank, on all cores, and compares them. `rank_done` is called, from any thread,
+    /// whenever a rank is done.
+    ///
+    /// Memory: the decisions of rank 0 (24 bytes per allocation, for each repeat that differs from the one before), and
+    /// one rank's allocator per core. The outcome is a function of the job and the options.
+    ///
+    /// # Errors
+    /// When an op cannot be carried out, other than by refusing memory, which is a decision like others.
+    pub fn replay(&self, options: &Options, rank_done: &(dyn Fn() + Sync)) -> Result<Outcome, JobError> {
+        let config = self.config(options)?;
+        match options.order {
+            Order::Sequence => {
+                let rule = sequence::Sequence { program: &self.program, config: &config, options };
+                ranks::replay(&rule, self, options, rank_done)
+            }
+            Order::Address => {
+                let segments = match config.default_pool().segments() {
+                    SegmentPolicy::Fixed(_) => address_order::Segments::Fixed,
+                    _ => address_order::Segments::Expandable,
+                };
+                let rule = address::Address { program: &self.program, segments, seed: options.seed };
+                ranks::replay(&rule, self, options, rank_done)
+            }
+        }
+    }
+}
+
+fn default_pool(op: &Op) -> Option<&PoolConfig> {
+    match op {
+        Op::CreatePool { pool: PoolId::DEFAULT, config } => Some(config),
+        _ => None,
+    }
+}
+
+/// Why a job could not be replayed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum JobError {
+    /// The configuration that recording and options make together is not valid.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// An op cannot be carried out.
+    #[error("op {op} on rank {rank}: {error}")]
+    Step {
+        /// The rank.
+        rank: u32,
+        /// The op, counted from 0.
+        op: usize,
+        /// Why.
+        error: StepError,
+    },
+    /// What the program left allocated cannot be freed.
+    #[error("freeing what the job left, on rank {rank}: {error}")]
+    Free {
+        /// The rank.
+        rank: u32,
+        /// Why.
+        error: FreeError,
+    },
+    /// The simulated device under the model of address order refused a call.
+    #[error("op {op} on rank {rank}, in the model of address order: {error}")]
+    Model {
+        /// The rank.
+        rank: u32,
+        /// The op, counted from 0.
+        op: usize,
+        /// Why.
+        error: BackendError,
+    },
+}

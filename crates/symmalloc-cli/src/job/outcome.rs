@@ -1,0 +1,81 @@
+//! What became of a job: whether its ranks agree, and what memory it took.
+
+use super::{Order, Segments};
+use symmalloc_core::config::{SegmentPolicy, StreamPolicy};
+use symmalloc_core::ids::Placement;
+
+/// What a rank decided about an allocation: where it lies, [`Placement::NOWHERE`] if it has no bytes, or `None` if the
+/// allocator refused it.
+pub type Decision = Option<Placement>;
+
+/// The outcome of a job on its ranks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Outcome {
+    /// The rule by which the ranks placed.
+    pub order: Order,
+    /// Number of ranks.
+    pub ranks: u32,
+    /// How the default pool obtained memory; `None` if it was reserved up front.
+    pub segments: Option<Segments>,
+    /// Whether the default pool's streams shared free blocks.
+    pub streams: StreamPolicy,
+    /// Number of allocations of the program whose placement is not the same on all ranks, in any repeat.
+    pub differing_placements: usize,
+    /// The first of them.
+    pub first_divergence: Option<Divergence>,
+    /// Ranks whose digest differs from rank 0's after the last repeat. Without a differing placement: a rank was
+    /// refused memory for another reason.
+    pub differing_digests: usize,
+    /// The most bytes that the program had requested at any time.
+    pub peak_live_bytes: u64,
+    /// The most device memory held at any time of the first repeat, in bytes.
+    pub peak_reserved_bytes: u64,
+    /// Segments at the end of the first repeat.
+    pub segment_count: u64,
+    /// Allocations that rank 0 refused in the first repeat.
+    pub refused: usize,
+    /// Over all (op, decision) of rank 0's first repeat, in all pools that exist at its end; `None` for address order.
+    pub digest: Option<u64>,
+    /// Rank 0's decisions in the first repeat, by allocation.
+    pub decisions: Vec<Decision>,
+}
+
+impl Outcome {
+    /// Whether all ranks placed every allocation alike, with equal digests.
+    pub fn is_aligned(&self) -> bool {
+        self.differing_placements == 0 && self.differing_digests == 0
+    }
+
+    /// Peak live over peak reserved; 1 where nothing was reserved.
+    pub fn efficiency(&self) -> f64 {
+        if self.peak_reserved_bytes == 0 { 1.0 } else { self.peak_live_bytes as f64 / self.peak_reserved_bytes as f64 }
+    }
+}
+
+/// An allocation that ranks placed differently.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Divergence {
+    /// The repeat, counted from 0.
+    pub repeat: u32,
+    /// The op, counted from 0.
+    pub op: usize,
+    /// The allocation, counted from 0.
+    pub allocation: usize,
+    /// What the program calls it.
+    pub name: Option<Box<str>>,
+    /// What each rank decided, by rank.
+    pub decisions: Vec<Decision>,
+}
+
+impl Segments {
+    /// The kind of a policy, where it is one of these two.
+    pub(super) fn of(policy: &SegmentPolicy) -> Option<Self> {
+        match policy {
+            SegmentPolicy::Expandable(_) => Some(Segments::Expandable),
+            SegmentPolicy::Fixed(_) => Some(Segments::Fixed),
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,335 @@
+//! Many ranks of one job, run on all cores and compared with rank 0.
+//!
+//! ```text
+//! rank 0                     ──► journal: its decisions, repeat by repeat     (on its own: the others need it)
+//! ranks 1 to N-1, any order  ──► which allocations differ from the journal, and the first of them
+//! first difference, if any   ──► every rank once more, up to there            (so that nobody keeps N journals)
+//! ```
+//!
+//! A repeat that decides what the one before it decided shares its place in the journal: a steady state costs nothing,
+//! however many repeats there are.
+
+use super::{Decision, Divergence, Job, JobError, Options, Outcome, Segments};
+use std::num::NonZeroUsize;
+use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
+use symmalloc_core::config::StreamPolicy;
+use symmalloc_core::ids::AllocationId;
+
+/// A rule by which a rank places.
+pub(super) trait Rule: Sync {
+    /// How the default pool obtains memory; `None` if it is reserved up front.
+    fn segments(&self) -> Option<Segments>;
+
+    /// Whether the default pool's streams share.
+    fn streams(&self) -> StreamPolicy;
+
+    /// Carries the job out on one rank. Gives each decision about an allocation to `decided`, in order, until it says
+    /// to stop.
+    fn run(&self, rank: u32, decided: impl FnMut(At, Decision) -> ControlFlow<()>) -> Result<Report, JobError>;
+}
+
+/// A decision's place in a rank's run, each counted from 0. Ordered by time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct At {
+    pub(super) repeat: u32,
+    pub(super) op: usize,
+    pub(super) allocation: usize,
+}
+
+/// What a rank can tell when it is done.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Report {
+    pub(super) peak_live_bytes: u64,
+    pub(super) peak_reserved_bytes: u64,
+    pub(super) segment_count: u64,
+    /// After the first repeat.
+    pub(super) first_digest: Option<u64>,
+    /// After the last repeat.
+    pub(super) last_digest: Option<u64>,
+}
+
+/// Runs all ranks of a job and compares them.
+pub(super) fn replay(
+    rule: &impl Rule,
+    job: &Job,
+    options: &Options,
+    rank_done: &(dyn Fn() + Sync),
+) -> Result<Outcome, JobError> {
+    let mut journal = Journal::new(job.program.allocation_count());
+    let report = rule.run(0, |at, decision| journal.push(at, decision))?;
+    journal.end_repeat();
+    rank_done();
+    let ranks = options.ranks.get();
+    let differences = compare(rule, &journal, report.last_digest, ranks, rank_done)?;
+    let first_divergence = match differences.first {
+        None => None,
+        Some(at) => Some(Divergence {
+            repeat: at.repeat,
+            op: at.op,
+            allocation: at.allocation,
+            name: job.program.name(AllocationId(at.allocation as u64)).map(Into::into),
+            decisions: on_all_cores(ranks, |rank| decision_at(rule, rank, at))?,
+        }),
+    };
+    let decisions = journal.first_repeat();
+    Ok(Outcome {
+        order: options.order,
+        ranks,
+        segments: rule.segments(),
+        streams: rule.streams(),
+        differing_placements: differences.differs.iter().filter(|differs| **differs).count(),
+        first_divergence,
+        differing_digests: differences.digests,
+        peak_live_bytes: report.peak_live_bytes,
+        peak_reserved_bytes: report.peak_reserved_bytes,
+        segment_count: report.segment_count,
+        refused: decisions.iter().filter(|decision| decision.is_none()).count(),
+        digest: report.first_digest,
+        decisions,
+    })
+}
+
+/// Rank 0's decisions.
+struct Journal {
+    allocations: usize,
+    /// By repeat; equal neighbours are shared.
+    repeats: Vec<Arc<[Decision]>>,
+    /// The repeat that is going on.
+    current: Vec<Decision>,
+}
+
+impl Journal {
+    fn new(allocations: usize) -> Self {
+        Journal { allocations, repeats: Vec::new(), current: Vec::with_capacity(allocations) }
+    }
+
+    fn push(&mut self, at: At, decision: Decision) -> ControlFlow<()> {
+        if self.repeats.len() < at.repeat as usize {
+            self.end_repeat();
+        }
+        self.current.push(decision);
+        ControlFlow::Continue(())
+    }
+
+    fn end_repeat(&mut self) {
+        let repeat = match self.repeats.last() {
+            Some(last) if **last == *self.current => Arc::clone(last),
+            _ => Arc::from(self.current.as_slice()),
+        };
+        debug_assert_eq!(repeat.len(), self.allocations);
+        self.repeats.push(repeat);
+        self.current.clear();
+    }
+
+    fn at(&self, at: At) -> Decision {
+        self.repeats[at.repeat as usize][at.allocation]
+    }
+
+    fn first_repeat(self) -> Vec<Decision> {
+        self.repeats.first().map_or_else(Vec::new, |first| first.to_vec())
+    }
+}
+
+/// Where ranks differ from rank 0.
+#[derive(Debug)]
+struct Differences {
+    /// By allocation.
+    differs: Vec<bool>,
+    first: Option<At>,
+    /// Number of ranks with another digest.
+    digests: usize,
+}
+
+impl Differences {
+    fn none(allocations: usize) -> Self {
+        Differences { differs: vec![false; allocations], first: None, digests: 0 }
+    }
+
+    fn add(&mut self, at: At) {
+        self.differs[at.allocation] = true;
+        self.first = Some(self.first.map_or(at, |first| first.min(at)));
+    }
+
+    fn merge(&mut self, other: &Differences) {
+        for (differs, other) in self.differs.iter_mut().zip(&other.differs) {
+            *differs |= other;
+        }
+        self.first = self.first.into_iter().chain(other.first).min();
+        self.digests += other.digests;
+    }
+}
+
+fn compare(
+    rule: &impl Rule,
+    journal: &Journal,
+    digest: Option<u64>,
+    ranks: u32,
+    rank_done: &(dyn Fn() + Sync),
+) -> Result<Differences, JobError> {
+    let next = AtomicU32::new(1);
+    let compare_some = || {
+        let mut differences = Differences::none(journal.allocations);
+        while let Some(rank) = claim(&next, ranks) {
+            let report = rule.run(rank, |at, decision| {
+                if decision != journal.at(at) {
+                    differences.add(at);
+                }
+                ControlFlow::Continue(())
+            })?;
+            differences.digests += usize::from(report.last_digest != digest);
+            rank_done();
+        }
+        Ok(differences)
+    };
+    let mut all = Differences::none(journal.allocations);
+    for some in workers(ranks - 1, compare_some)? {
+        all.merge(&some);
+    }
+    Ok(all)
+}
+
+/// What one rank decided there.
+fn decision_at(rule: &impl Rule, rank: u32, wanted: At) -> Result<Decision, JobError> {
+    let mut found = None;
+    rule.run(rank, |at, decision| {
+        if at < wanted {
+            return ControlFlow::Continue(());
+        }
+        found = decision;
+        ControlFlow::Break(())
+    })?;
+    Ok(found)
+}
+
+/// The answers of all ranks, by rank.
+fn on_all_cores<T: Send>(ranks: u32, ask: impl Fn(u32) -> Result<T, JobError> + Sync) -> Result<Vec<T>, JobError> {
+    let next = AtomicU32::new(0);
+    let ask_some = || {
+        let mut answers = Vec::new();
+        while let Some(rank) = claim(&next, ranks) {
+            answers.push((rank, ask(rank)?));
+        }
+        Ok(answers)
+    };
+    let mut answers = Vec::new();
+    for some in workers(ranks, ask_some)? {
+        answers.extend(some);
+    }
+    answers.sort_by_key(|(rank, _)| *rank);
+    Ok(answers.into_iter().map(|(_, answer)| answer).collect())
+}
+
+/// The next rank that nobody has taken yet.
+fn claim(next: &AtomicU32, ranks: u32) -> Option<u32> {
+    let rank = next.fetch_add(1, Ordering::Relaxed);
+    (rank < ranks).then_some(rank)
+}
+
+/// Runs `work` on as many threads as there are cores, but no more than `at_most`. The first error counts.
+fn workers<T: Send>(at_most: u32, work: impl Fn() -> Result<T, JobError> + Sync) -> Result<Vec<T>, JobError> {
+    let cores = thread::available_parallelism().map_or(1, NonZeroUsize::get);
+    let threads = cores.min(at_most as usize);
+    if threads <= 1 {
+        return Ok(vec![work()?]);
+    }
+    thread::scope(|scope| {
+        let threads: Vec<_> = (0..threads).map(|_| scope.spawn(&work)).collect();
+        let join = |thread: thread::ScopedJoinHandle<'_, Result<T, JobError>>| {
+            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        };
+        threads.into_iter().map(join).collect()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::job::Order;
+    use symmalloc_core::ids::{Placement, SegmentId};
+    use symmalloc_import::{ReadOptions, read_bytes};
+
+    const ALLOCATIONS: usize = 4;
+    const REPEATS: u32 = 3;
+
+    /// Places allocation n in segment n on every rank, but for the exceptions.
+    struct Scripted {
+        /// (rank, repeat, allocation)s that lie elsewhere.
+        exceptions: Vec<(u32, u32, usize)>,
+        /// Ranks with a digest of their own.
+        odd_digests: Vec<u32>,
+    }
+
+    impl Rule for Scripted {
+        fn segments(&self) -> Option<Segments> {
+            None
+        }
+
+        fn streams(&self) -> StreamPolicy {
+            StreamPolicy::Separate
+        }
+
+        fn run(&self, rank: u32, mut decided: impl FnMut(At, Decision) -> ControlFlow<()>) -> Result<Report, JobError> {
+            for repeat in 0..REPEATS {
+                for allocation in 0..ALLOCATIONS {
+                    let offset_bytes = 512 * u64::from(self.exceptions.contains(&(rank, repeat, allocation)));
+                    let placement = Placement { segment: SegmentId(allocation as u32), offset_bytes };
+                    if decided(At { repeat, op: allocation + 1, allocation }, Some(placement)).is_break() {
+                        return Ok(Report::default());
+                    }
+                }
+            }
+            Ok(Report { last_digest: Some(self.odd_digests.contains(&rank).into()), ..Report::default() })
+        }
+    }
+
+    fn outcome(ranks: u32, exceptions: &[(u32, u32, usize)], odd_digests: &[u32]) -> Outcome {
+        let allocations: String = (0..ALLOCATIONS).map(|id| format!("a {id} 512 s0 \"n{id}\"\n")).collect();
+        let trace = format!("symmalloc-trace 1\nstream s0\n{allocations}end {}\n", ALLOCATIONS + 1);
+        let job = Job::new(&read_bytes(trace.as_bytes(), &ReadOptions::default()).unwrap()).unwrap();
+        let rule = Scripted { exceptions: exceptions.to_vec(), odd_digests: odd_digests.to_vec() };
+        let options = Options { ranks: ranks.try_into().unwrap(), order: Order::Address, ..Options::default() };
+        replay(&rule, &job, &options, &|| ()).unwrap()
+    }
+
+    #[test]
+    fn ranks_that_place_alike_are_aligned() {
+        for ranks in [1, 2, 9] {
+            let outcome = outcome(ranks, &[], &[]);
+            assert!(outcome.is_aligned() && outcome.first_divergence.is_none());
+            assert_eq!(outcome.decisions.len(), ALLOCATIONS);
+        }
+    }
+
+    #[test]
+    fn an_allocation_counts_once_however_many_ranks_and_repeats_differ() {
+        let outcome = outcome(9, &[(3, 0, 2), (5, 0, 2), (5, 1, 2), (8, 2, 3)], &[]);
+        assert!(!outcome.is_aligned());
+        assert_eq!(outcome.differing_placements, 2);
+    }
+
+    #[test]
+    fn the_first_divergence_is_first_in_time_and_shows_every_rank() {
+        let first = outcome(9, &[(3, 1, 0), (8, 0, 2), (4, 0, 3)], &[]).first_divergence.unwrap();
+        assert_eq!((first.repeat, first.op, first.allocation, first.name.as_deref()), (0, 3, 2, Some("n2")));
+        let offsets: Vec<u64> = first.decisions.iter().map(|decision| decision.unwrap().offset_bytes).collect();
+        assert_eq!(offsets, [0, 0, 0, 0, 0, 0, 0, 0, 512]);
+    }
+
+    #[test]
+    fn a_divergence_in_a_later_repeat_is_found() {
+        let first = outcome(2, &[(1, 2, 1)], &[]).first_divergence.unwrap();
+        assert_eq!((first.repeat, first.allocation), (2, 1));
+        let rank_0_alone = outcome(2, &[(0, 1, 1)], &[]).first_divergence.unwrap();
+        assert_eq!((rank_0_alone.repeat, rank_0_alone.allocation), (1, 1));
+    }
+
+    #[test]
+    fn equal_placements_with_another_digest_are_not_aligned() {
+        let outcome = outcome(5, &[], &[2, 4]);
+        assert_eq!((outcome.differing_placements, outcome.differing_digests), (0, 2));
+        assert!(!outcome.is_aligned());
+    }
+}

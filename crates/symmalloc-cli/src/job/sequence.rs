@@ -1,0 +1,82 @@
+//! One rank under our rule: the allocator of the core on a simulated device.
+
+use super::ranks::{At, Report, Rule};
+use super::{Decision, JobError, Options, Segments};
+use std::collections::BTreeSet;
+use std::ops::ControlFlow;
+use symmalloc_core::config::{Config, StreamPolicy};
+use symmalloc_core::errors::AllocateError;
+use symmalloc_core::lock::Exclusive;
+use symmalloc_core::op::Op;
+use symmalloc_core::replay::{Program, Replay, StepError};
+use symmalloc_core::sim::SimBackend;
+use symmalloc_core::{Allocator, PoolId};
+
+/// The rule, for one program.
+pub(super) struct Sequence<'a> {
+    pub(super) program: &'a Program,
+    pub(super) config: &'a Config,
+    pub(super) options: &'a Options,
+}
+
+impl Rule for Sequence<'_> {
+    fn segments(&self) -> Option<Segments> {
+        Segments::of(self.config.default_pool().segments())
+    }
+
+    fn streams(&self) -> StreamPolicy {
+        self.config.default_pool().streams()
+    }
+
+    fn run(&self, rank: u32, mut decided: impl FnMut(At, Decision) -> ControlFlow<()>) -> Result<Report, JobError> {
+        // As much memory as the program wants: what one rank's driver refuses is not this comparison's subject.
+        let device = SimBackend::builder().seed(self.options.seed).rank(rank).memory_bytes(u64::MAX).build();
+        let allocator = Allocator::<_, Exclusive>::new(device, self.config.clone())?;
+        let mut replay = Replay::new(&allocator, self.program);
+        let mut report = Report::default();
+        for repeat in 0..self.options.repeats.get() {
+            let mut refused = BTreeSet::new();
+            let mut allocation = 0;
+            for (op, call) in self.program.ops().iter().enumerate() {
+                let stepped = match (replay.step(call), call) {
+                    (Ok(made), _) => Ok(made.map(|made| Some(made.placement))),
+                    (Err(StepError::Allocate(error)), Op::Allocate { id, .. }) if is_refusal(&error) => {
+                        refused.insert(*id);
+                        Ok(Some(None))
+                    }
+                    (Err(StepError::Allocate(error)), Op::Reserve { .. }) if is_refusal(&error) => Ok(None),
+                    (Err(StepError::NotLive { id }), _) if refused.contains(&id) => Ok(None),
+                    (Err(error), _) => Err(JobError::Step { rank, op, error }),
+                };
+                if let Some(decision) = stepped? {
+                    if decided(At { repeat, op, allocation }, decision).is_break() {
+                        return Ok(report);
+                    }
+                    allocation += 1;
+                }
+            }
+            if repeat == 0 {
+                let stats = allocator.stats();
+                report.peak_live_bytes = stats.usage.all.requested_bytes.peak;
+                report.peak_reserved_bytes = stats.reserved_bytes_peak;
+                report.segment_count = stats.segment_count;
+                report.first_digest = Some(digest(&allocator));
+            }
+            replay.free_all().map_err(|error| JobError::Free { rank, error })?;
+        }
+        report.last_digest = Some(digest(&allocator));
+        Ok(report)
+    }
+}
+
+/// Whether the error is the allocator's decision to give no memory.
+fn is_refusal(error: &AllocateError) -> bool {
+    matches!(error, AllocateError::OutOfMemory(_) | AllocateError::TooLarge { .. })
+}
+
+/// The digest of the default pool if there is no other one, else of all pools that were not destroyed.
+fn digest(allocator: &Allocator<SimBackend, Exclusive>) -> u64 {
+    let pools = (0..allocator.pool_count()).filter_map(|pool| allocator.digest(PoolId(pool)).ok());
+    let fold = |all: u64, pool: u64| all.rotate_left(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ pool;
+    pools.map(|digest| digest.value).reduce(fold).unwrap_or(0)
+}

@@ -1,0 +1,73 @@
+//! `symmalloc`, the program: replays recorded GPU jobs on many simulated ranks, compares two ranks' recordings, and
+//! turns what users have into traces. No GPU is needed.
+//!
+//! ```text
+//!             ┌─ replay ─► job ──► ranks ──► sequence   our allocator          ─┐
+//! args ───────┤                          └─► address    address_order (model)  ─┴─► screen, or JSON
+//!             ├─ diff ───► comparison of two recordings
+//!             └─ import ─► a trace
+//! ```
+//!
+//! [`job`] is the part that others use, too: the golden tests replay the recorded jobs through it. [`address_order`] is
+//! the model of the old rule that `replay` shows beside ours.
+//!
+//! Exit codes: 0 fine, 3 the ranks differ, 2 bad input. Results go to stdout, what went wrong and progress to stderr.
+#![forbid(unsafe_code)]
+
+pub mod address_order;
+mod args;
+pub mod diff;
+mod error;
+mod idle_device;
+mod import;
+pub mod job;
+mod output;
+mod progress;
+mod quantity;
+mod replay;
+pub mod timing;
+
+use args::{Args, Command};
+use clap::Parser;
+use error::CliError;
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+/// Whether ranks agree: what the exit code tells when the input was good.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Verdict {
+    Agree,
+    Differ,
+}
+
+impl From<Verdict> for ExitCode {
+    fn from(verdict: Verdict) -> Self {
+        match verdict {
+            Verdict::Agree => ExitCode::SUCCESS,
+            Verdict::Differ => ExitCode::from(3),
+        }
+    }
+}
+
+/// Runs the program with these arguments, the first of which is its name. Returns its exit code.
+pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let args = match Args::try_parse_from(arguments) {
+        Ok(args) => args,
+        Err(error) => {
+            // Help and version are "errors" that go to stdout. A reader that went away is no failure.
+            let _ = error.print();
+            return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2));
+        }
+    };
+    let done = match args.command {
+        Command::Replay(args) => replay::replay(&args),
+        Command::Diff(args) => diff::run(&args),
+        Command::Import(args) => import::import(&args),
+    };
+    done.map_or_else(|error| failed(&error), ExitCode::from)
+}
+
+fn failed(error: &CliError) -> ExitCode {
+    output::report(error);
+    ExitCode::from(2)
+}

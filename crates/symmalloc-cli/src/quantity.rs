@@ -1,0 +1,52 @@
+//! Quantities as people read them.
+
+/// A count with commas between thousands.
+pub(crate) fn count(number: impl TryInto<u64>) -> String {
+    let digits = number.try_into().unwrap_or(u64::MAX).to_string();
+    let mut out = String::with_capacity(digits.len() * 4 / 3);
+    for (index, digit) in digits.char_indices() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
+/// An amount of memory, in the largest unit of which there is at least one.
+pub(crate) fn memory(size_bytes: u64) -> String {
+    const UNITS: [(&str, u64); 4] = [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
+    match UNITS.iter().find(|(_, unit)| size_bytes >= *unit) {
+        Some((name, unit)) => format!("{:.2} {name}", size_bytes as f64 / *unit as f64),
+        None => format!("{size_bytes} B"),
+    }
+}
+
+/// A count and its noun: `1 stream`, `2 streams`.
+pub(crate) fn counted(number: impl TryInto<u64>, noun: &str) -> String {
+    let number = number.try_into().unwrap_or(u64::MAX);
+    format!("{} {noun}{}", count(number), if number == 1 { "" } else { "s" })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn thousands_are_separated() {
+        assert_eq!([0_u64, 999, 1000, 24_464, 1_234_567].map(count), ["0", "999", "1,000", "24,464", "1,234,567"]);
+    }
+
+    #[test]
+    fn memory_has_the_unit_that_fits() {
+        assert_eq!(
+            [0, 1023, 1 << 10, 3 << 19, 5 << 30].map(memory),
+            ["0 B", "1023 B", "1.00 KiB", "1.50 MiB", "5.00 GiB"]
+        );
+    }
+
+    #[test]
+    fn one_has_no_plural() {
+        assert_eq!([1_u64, 2].map(|n| counted(n, "stream")), ["1 stream", "2 streams"]);
+    }
+}

@@ -1,0 +1,54 @@
+//! How long our allocator takes for an op, once it holds the memory it needs.
+//!
+//! One thread, exclusive access, statistics and digest included; the device below costs nothing. The first repeat, in
+//! which memory is obtained, does not count, and what the program left allocated is freed outside of the measurement.
+
+use crate::idle_device::IdleDevice;
+use crate::job::{Job, JobError};
+use std::hint::black_box;
+use std::num::NonZeroU32;
+use std::time::{Duration, Instant};
+use symmalloc_core::Allocator;
+use symmalloc_core::config::Config;
+use symmalloc_core::lock::Exclusive;
+use symmalloc_core::replay::Replay;
+
+/// Nanoseconds per op of the median repeat after the first, or of the first if it is the only one.
+///
+/// # Errors
+/// When what the program left cannot be freed. Ops that the allocator refuses are timed like others.
+pub fn nanoseconds_per_op(job: &Job, config: &Config, repeats: NonZeroU32) -> Result<f64, JobError> {
+    let program = job.program();
+    let allocator = Allocator::<_, Exclusive>::new(IdleDevice::new(), config.clone())?;
+    let mut replay = Replay::new(&allocator, program);
+    let mut times = Vec::new();
+    for _ in 0..repeats.get() {
+        let start = Instant::now();
+        for op in program.ops() {
+            let _ = black_box(replay.step(op));
+        }
+        times.push(start.elapsed());
+        replay.free_all().map_err(|error| JobError::Free { rank: 0, error })?;
+    }
+    let steady = if times.len() > 1 { &mut times[1..] } else { &mut times[..] };
+    Ok(median(steady).as_nanos() as f64 / program.ops().len().max(1) as f64)
+}
+
+/// The middle one; of an even number, the faster of the two in the middle.
+fn median(times: &mut [Duration]) -> Duration {
+    times.sort_unstable();
+    times[(times.len() - 1) / 2]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_is_the_middle_one() {
+        let milliseconds = |times: &[u64]| times.iter().copied().map(Duration::from_millis).collect::<Vec<_>>();
+        assert_eq!(median(&mut milliseconds(&[9, 1, 5])), Duration::from_millis(5));
+        assert_eq!(median(&mut milliseconds(&[9, 1, 5, 7])), Duration::from_millis(5));
+        assert_eq!(median(&mut milliseconds(&[3])), Duration::from_millis(3));
+    }
+}

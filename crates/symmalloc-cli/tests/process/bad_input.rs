@@ -1,0 +1,159 @@
+//! What is wrong with the input is said on stderr with what to do, and the exit code is 2. Nothing panics.
+
+use crate::{Folder, Said, command, recorded, symmalloc};
+use std::fs::{self, OpenOptions};
+use std::path::Path;
+
+#[track_caller]
+fn assert_refused(said: &Said, wanted: &[&str]) {
+    let Said { code, stdout, stderr } = said;
+    assert_eq!((*code, stdout.as_str()), (Some(2), ""), "stderr:\n{stderr}");
+    for wanted in wanted {
+        assert!(stderr.contains(wanted), "no {wanted:?} in:\n{stderr}");
+    }
+    assert!(!stderr.contains("panicked") && !stderr.contains('\x1b'), "{stderr}");
+}
+
+/// Every command refuses the file, names it, and says all of `wanted`.
+#[track_caller]
+fn assert_unreadable(path: &Path, wanted: &[&str]) {
+    let folder = Folder::new();
+    let good = folder.trace("good.trace", &["stream s0"]);
+    let out = folder.path("out.trace");
+    let wanted = [&[path.to_str().unwrap()], wanted].concat();
+    assert_refused(&symmalloc("replay {} --json", &[path]), &wanted);
+    assert_refused(&symmalloc("replay {}", &[path]), &wanted);
+    assert_refused(&symmalloc("diff {} {}", &[&good, path]), &wanted);
+    assert_refused(&symmalloc("import {} {}", &[path, &out]), &wanted);
+    assert!(!out.exists(), "a trace was written of what cannot be read");
+}
+
+/// A snapshot of one device without entries.
+const NOTHING_RECORDED: &[u8] = b"\x80\x02}X\x0d\x00\x00\x00device_traces]]as.";
+
+#[test]
+fn a_missing_file() {
+    let folder = Folder::new();
+    assert_unreadable(&folder.path("nowhere.pickle"), &["cannot be opened", "check the path"]);
+}
+
+#[test]
+fn a_folder() {
+    let folder = Folder::new();
+    assert_unreadable(folder.0.path(), &["help: give a file"]);
+}
+
+#[test]
+fn an_empty_file() {
+    let folder = Folder::new();
+    assert_unreadable(&folder.file("empty", ""), &["is empty", "record again"]);
+}
+
+#[test]
+fn something_else() {
+    let folder = Folder::new();
+    assert_unreadable(&folder.file("letter.txt", "Dear reader,\n"), &["_dump_snapshot", "symmalloc-trace 1"]);
+}
+
+#[test]
+fn a_torn_or_damaged_archive() {
+    let folder = Folder::new();
+    let gzip = fs::read(recorded("fsdp1_train_rank0.pickle.gz")).unwrap();
+    assert_unreadable(&folder.file("torn.pickle.gz", &gzip[..gzip.len() / 2]), &["ends early", "copy the file again"]);
+    let mut zstd = fs::read(recorded("fsdp1_train_rank0.trace.zst")).unwrap();
+    assert_unreadable(&folder.file("torn.trace.zst", &zstd[..zstd.len() - 7]), &["ends early", "copy the file again"]);
+    let middle = zstd.len() / 2;
+    zstd[middle..middle + 64].fill(0x5a);
+    assert_unreadable(&folder.file("damaged.trace.zst", &zstd), &["copy the file again"]);
+}
+
+#[test]
+fn a_torn_trace() {
+    let folder = Folder::new();
+    let trace = folder.file("torn.trace", "symmalloc-trace 1\nstream s0\na 0 512 s0\nf");
+    assert_unreadable(&trace, &["line 4"]);
+}
+
+#[test]
+fn a_trace_that_contradicts_itself() {
+    let folder = Folder::new();
+    assert_unreadable(
+        &folder.trace("twice.trace", &["stream s0", "a 0 512 s0", "f 0", "f 0"]),
+        &["line 5", "freed already"],
+    );
+    assert_unreadable(&folder.trace("unknown.trace", &["stream s0", "allocate 0 512 s0"]), &["line 3"]);
+}
+
+#[test]
+fn a_pickle_of_something_else() {
+    let folder = Folder::new();
+    assert_unreadable(&folder.file("other.pickle", b"\x80\x04}."), &["device_traces", "_dump_snapshot"]);
+    assert_unreadable(&folder.file("torn.pickle", &NOTHING_RECORDED[..12]), &[]);
+    assert_unreadable(&folder.file("evil.pickle", b"\x80\x02cos\nsystem\n(S'true'\ntR."), &[]);
+    assert_unreadable(&folder.file("nothing.pickle", NOTHING_RECORDED), &["_record_memory_history"]);
+}
+
+#[test]
+fn a_device_that_was_not_recorded() {
+    let snapshot = recorded("fsdp1_train_rank1.pickle.gz");
+    let wanted = ["no trace of device 7", "device 1", "--device"];
+    assert_refused(&symmalloc("replay {} --device 7", &[&snapshot]), &wanted);
+    assert_refused(&symmalloc("diff {} {} --device 7", &[&snapshot, &snapshot]), &wanted);
+    let folder = Folder::new();
+    assert_refused(&symmalloc("import {} {} --device 7", &[&snapshot, &folder.path("out.trace")]), &wanted);
+}
+
+#[test]
+fn arguments_that_cannot_be() {
+    let folder = Folder::new();
+    let trace = folder.trace("good.trace", &["stream s0"]);
+    for (args, wanted) in [
+        ("replay {} --ranks 0", "--ranks"),
+        ("replay {} --repeat 0", "--repeat"),
+        ("replay {} --order random", "sequence"),
+        ("replay {} --segments reserved", "expandable"),
+        ("replay {} --device -1", "-1"),
+        ("replay {} --sead 3", "--seed"),
+        ("diff {}", "<B>"),
+        ("play {}", "replay"),
+    ] {
+        assert_refused(&symmalloc(args, &[&trace]), &[wanted]);
+    }
+    assert_refused(&symmalloc("replay", &[]), &["TRACE"]);
+}
+
+#[test]
+fn a_trace_that_cannot_be_written() {
+    let folder = Folder::new();
+    let trace = folder.trace("good.trace", &["stream s0"]);
+    let out = folder.path("no/such/folder/out.trace");
+    let wanted = [out.to_str().unwrap(), "cannot be written", "choose a path"];
+    assert_refused(&symmalloc("import {} {}", &[&trace, &out]), &wanted);
+    assert_refused(&symmalloc("replay {} --json --record {}", &[&trace, &out]), &wanted);
+}
+
+#[test]
+fn decisions_of_several_traces_for_one_file() {
+    let folder = Folder::new();
+    let trace = folder.trace("good.trace", &["stream s0"]);
+    let out = folder.path("out.trace");
+    let said = symmalloc("replay {} {} --record {}", &[&trace, &trace, &out]);
+    assert_refused(&said, &["--record", "one by one"]);
+}
+
+#[test]
+fn a_pool_that_cannot_be_destroyed_yet() {
+    let folder = Folder::new();
+    let trace = folder.trace("pool.trace", &["stream s0", "pool p1", "a 0 512 s0 p1", "destroy p1"]);
+    assert_refused(&symmalloc("replay {}", &[&trace]), &["op 3", "free them first", "repair the trace"]);
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_full_disk_behind_stdout() {
+    let folder = Folder::new();
+    let trace = folder.trace("good.trace", &["stream s0"]);
+    let full = OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let said: Said = command().arg("replay").arg(&trace).stdout(full).output().unwrap().into();
+    assert_refused(&said, &["stdout"]);
+}

@@ -1,0 +1,106 @@
+//! The program as a user meets it: started as a process, judged by its exit code and by what it prints.
+
+mod bad_input;
+mod diff;
+mod import;
+mod replay;
+
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use tempfile::TempDir;
+
+/// A folder of files that goes away with the test.
+struct Folder(TempDir);
+
+impl Folder {
+    fn new() -> Self {
+        Folder(tempfile::tempdir().unwrap())
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn file(&self, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
+        let path = self.path(name);
+        fs::write(&path, content).unwrap();
+        path
+    }
+
+    /// A trace of these lines, with its first and last one.
+    fn trace(&self, name: &str, lines: &[&str]) -> PathBuf {
+        let records = lines.iter().filter(|line| !line.starts_with("config")).count();
+        self.file(name, format!("symmalloc-trace 1\n{}\nend {records}\n", lines.join("\n")))
+    }
+}
+
+/// What the program said.
+struct Said {
+    code: Option<i32>,
+    stdout: String,
+    stderr: String,
+}
+
+impl Said {
+    /// Its JSON, after it exited with `code` and without a word on stderr.
+    #[track_caller]
+    fn json(&self, code: i32) -> Value {
+        self.exited(code);
+        serde_json::from_str(&self.stdout).unwrap_or_else(|error| panic!("{error} in:\n{}", self.stdout))
+    }
+
+    #[track_caller]
+    fn exited(&self, code: i32) -> &Self {
+        assert_eq!((self.code, self.stderr.as_str()), (Some(code), ""), "stdout:\n{}", self.stdout);
+        self
+    }
+}
+
+impl From<Output> for Said {
+    fn from(output: Output) -> Self {
+        Said {
+            code: output.status.code(),
+            stdout: String::from_utf8(output.stdout).unwrap(),
+            stderr: String::from_utf8(output.stderr).unwrap(),
+        }
+    }
+}
+
+fn command() -> Command {
+    Command::new(env!("CARGO_BIN_EXE_symmalloc"))
+}
+
+/// Runs `symmalloc ARGS`. Arguments are separated by spaces; each `{}` stands for the next path.
+fn symmalloc(args: &str, paths: &[&Path]) -> Said {
+    let mut paths = paths.iter();
+    let mut command = command();
+    for arg in args.split(' ') {
+        match arg {
+            "{}" => command.arg(paths.next().expect("a path for each {}")),
+            arg => command.arg(arg),
+        };
+    }
+    assert_eq!(paths.next(), None, "a path without its {{}}");
+    command.output().unwrap().into()
+}
+
+/// A job that was recorded on a GPU, from the project's collection.
+fn recorded(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/traces").join(name)
+}
+
+/// A program of two streams with everything that makes ranks differ under the old rule: many segments that are freed
+/// and taken again, and uses by the other stream.
+fn busy_trace(folder: &Folder) -> PathBuf {
+    let mut lines = vec!["stream s0".to_owned(), "stream s1".to_owned()];
+    for round in 0..3 {
+        let id = |n: u64| round * 100 + n;
+        lines.extend((0..40).map(|n| format!("a {} {} s{}", id(n), (n + 1) << 19, n % 2)));
+        lines.extend((0..40).step_by(4).map(|n| format!("u {} s1", id(n))));
+        lines.extend((0..40).map(|n| format!("f {}", id(n))));
+    }
+    lines.push("a 999 4096 s1 \"the last one\"".to_owned());
+    folder.trace("busy.trace", &lines.iter().map(String::as_str).collect::<Vec<_>>())
+}

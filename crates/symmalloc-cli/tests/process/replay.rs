@@ -1,0 +1,229 @@
+//! `symmalloc replay`.
+
+use crate::{Folder, busy_trace, command, recorded, symmalloc};
+use serde_json::Value;
+use std::io::Read;
+use std::process::Stdio;
+
+const KEYS: [&str; 16] = [
+    "trace",
+    "ops",
+    "allocs",
+    "ranks",
+    "order",
+    "segments",
+    "streams",
+    "aligned",
+    "differing_placements",
+    "first_divergence",
+    "peak_live_bytes",
+    "peak_reserved_bytes",
+    "efficiency",
+    "segment_count",
+    "ns_per_op",
+    "digest",
+];
+
+const MODES: [&str; 4] = [
+    "--segments expandable --streams separate",
+    "--segments expandable --streams shared",
+    "--segments fixed --streams separate",
+    "--segments fixed --streams shared",
+];
+
+#[track_caller]
+fn assert_keys(object: &Value, keys: &[&str]) {
+    let mut found: Vec<&str> = object.as_object().unwrap().keys().map(String::as_str).collect();
+    let mut wanted = keys.to_vec();
+    found.sort_unstable();
+    wanted.sort_unstable();
+    assert_eq!(found, wanted);
+}
+
+#[test]
+fn json_has_the_promised_keys_and_types() {
+    let folder = Folder::new();
+    let trace = busy_trace(&folder);
+    let said = symmalloc("replay {} --json", &[&trace]).json(0);
+    let [object] = said.as_array().unwrap().as_slice() else { panic!("not one object: {said}") };
+    assert_keys(object, &KEYS);
+    assert_eq!(object["trace"], trace.to_str().unwrap());
+    assert_eq!((&object["ops"], &object["allocs"], &object["ranks"]), (&273.into(), &121.into(), &8.into()));
+    assert_eq!(object["order"], "sequence");
+    assert_eq!((&object["segments"], &object["streams"]), (&"expandable".into(), &"separate".into()));
+    assert_eq!((&object["aligned"], &object["differing_placements"]), (&true.into(), &0.into()));
+    assert!(object["first_divergence"].is_null());
+    let (live, reserved) =
+        (object["peak_live_bytes"].as_u64().unwrap(), object["peak_reserved_bytes"].as_u64().unwrap());
+    assert!(live > 400 << 20 && reserved >= live);
+    let efficiency = object["efficiency"].as_f64().unwrap();
+    assert!((efficiency - live as f64 / reserved as f64).abs() < 1e-5);
+    assert_eq!(object["segment_count"], 2);
+    assert!(object["ns_per_op"].as_f64().unwrap() > 0.0);
+    let digest = object["digest"].as_str().unwrap();
+    assert!(digest.len() == 16 && digest.bytes().all(|byte| byte.is_ascii_hexdigit()), "{digest}");
+}
+
+#[test]
+fn every_mode_places_alike_whatever_the_seed() {
+    let folder = Folder::new();
+    let trace = busy_trace(&folder);
+    for mode in MODES {
+        let run =
+            |seed: u64| symmalloc(&format!("replay {{}} --json --seed {seed} --repeat 3 {mode}"), &[&trace]).json(0);
+        let (one, other) = (run(1), run(77));
+        for said in [&one, &other] {
+            assert_eq!((&said[0]["aligned"], &said[0]["differing_placements"]), (&true.into(), &0.into()), "{mode}");
+        }
+        assert_eq!(one[0]["digest"], other[0]["digest"], "{mode}");
+    }
+}
+
+#[test]
+fn a_recorded_job_places_alike_in_every_mode_and_not_by_address() {
+    let trace = recorded("fsdp1_train_rank0.pickle.gz");
+    let bars = [0.838, 0.938, 0.63, 0.63];
+    for (mode, bar) in MODES.into_iter().zip(bars) {
+        let said = symmalloc(&format!("replay {{}} --json --ranks 3 --repeat 2 {mode}"), &[&trace]).json(0);
+        assert_eq!((&said[0]["aligned"], &said[0]["allocs"]), (&true.into(), &24_464.into()), "{mode}");
+        assert!(said[0]["efficiency"].as_f64().unwrap() >= bar, "{mode}: {}", said[0]["efficiency"]);
+    }
+    let said = symmalloc("replay {} --json --ranks 3 --order address --segments fixed", &[&trace]).json(3);
+    assert_eq!(said[0]["aligned"], false);
+    assert!(said[0]["differing_placements"].as_u64().unwrap() > 10_000);
+}
+
+#[test]
+fn address_order_differs_and_shows_the_first_difference_on_every_rank() {
+    let folder = Folder::new();
+    let trace = busy_trace(&folder);
+    let said = symmalloc("replay {} --json --order address --segments fixed --ranks 5", &[&trace]).json(3);
+    let object = &said[0];
+    assert_keys(object, &KEYS);
+    assert_eq!((&object["order"], &object["aligned"]), (&"address".into(), &false.into()));
+    assert!(object["ns_per_op"].is_null() && object["digest"].is_null());
+    let first = &object["first_divergence"];
+    assert_keys(first, &["op", "allocation", "ranks"]);
+    assert!(first["op"].as_u64().unwrap() > first["allocation"].as_u64().unwrap());
+    let ranks = first["ranks"].as_array().unwrap();
+    assert_eq!(ranks.len(), 5);
+    for (number, rank) in ranks.iter().enumerate() {
+        assert_keys(rank, &["rank", "segment", "offset"]);
+        assert_eq!(rank["rank"], number);
+    }
+    let place = |rank: &Value| (rank["segment"].as_u64().unwrap(), rank["offset"].as_u64().unwrap());
+    assert!(ranks.iter().any(|rank| place(rank) != place(&ranks[0])));
+    assert!(object["differing_placements"].as_u64().unwrap() > 0);
+}
+
+#[test]
+fn people_see_both_rules_side_by_side_and_the_verdict_is_ours() {
+    let folder = Folder::new();
+    let trace = busy_trace(&folder);
+    let said = symmalloc("replay {}", &[&trace]);
+    let screen = &said.exited(0).stdout;
+    for wanted in ["busy.trace", "0 of 121", "model of PyTorch's default", "peak reserved", "ncclSuccess", "digest"] {
+        assert!(screen.contains(wanted), "no {wanted:?} in:\n{screen}");
+    }
+    assert!(screen.lines().count() <= 40);
+    assert!(!screen.contains('\x1b'), "colours into a pipe:\n{screen}");
+    let old_rule = symmalloc("replay {} --order address --segments fixed", &[&trace]);
+    assert!(!old_rule.exited(3).stdout.contains("symmalloc\n"));
+}
+
+#[test]
+fn each_trace_has_its_object_and_one_that_differs_decides() {
+    let folder = Folder::new();
+    let quiet = folder.trace("quiet.trace", &["stream s0", "a 0 512 s0", "f 0"]);
+    let busy = busy_trace(&folder);
+    let said = symmalloc("replay {} {} --json --order address --segments fixed", &[&quiet, &busy]).json(3);
+    assert_eq!((&said[0]["aligned"], &said[1]["aligned"]), (&true.into(), &false.into()));
+    assert_eq!(said.as_array().unwrap().len(), 2);
+}
+
+#[test]
+fn a_trace_says_how_its_default_pool_is_configured_unless_a_flag_does() {
+    let folder = Folder::new();
+    let by_config = folder.trace("config.trace", &["config segments:fixed,streams:shared", "stream s0", "a 0 512 s0"]);
+    let by_pool = folder.trace("pool.trace", &["pool p0 segments:reserved,segment_mb:64", "stream s0", "a 0 512 s0"]);
+    let said = symmalloc("replay {} {} --json", &[&by_config, &by_pool]).json(0);
+    assert_eq!((&said[0]["segments"], &said[0]["streams"]), (&"fixed".into(), &"shared".into()));
+    assert_eq!((&said[1]["segments"], &said[1]["peak_reserved_bytes"]), (&"reserved".into(), &(64 << 20).into()));
+    let said =
+        symmalloc("replay {} {} --json --segments expandable --streams separate", &[&by_config, &by_pool]).json(0);
+    for object in said.as_array().unwrap() {
+        assert_eq!((&object["segments"], &object["streams"]), (&"expandable".into(), &"separate".into()));
+    }
+}
+
+#[test]
+fn pools_of_the_program_keep_their_own_configuration() {
+    let folder = Folder::new();
+    let lines = ["stream s0", "pool p1 segments:reserved,segment_mb:64", "a 0 512 s0 p1", "f 0", "destroy p1"];
+    let trace = folder.trace("pools.trace", &lines);
+    let said = symmalloc("replay {} --json --segments fixed", &[&trace]).json(0);
+    assert_eq!((&said[0]["segments"], &said[0]["peak_reserved_bytes"]), (&"fixed".into(), &(64 << 20).into()));
+}
+
+#[test]
+fn memory_refused_at_a_limit_is_a_decision_like_others() {
+    let folder = Folder::new();
+    let lines =
+        ["config total_limit_mb:16", "stream s0", "a 0 8388608 s0", "a 1 67108864 s0", "u 1 s0", "f 1", "a 2 512 s0"];
+    let trace = folder.trace("limit.trace", &lines);
+    let said = symmalloc("replay {} --json", &[&trace]).json(0);
+    assert_eq!((&said[0]["aligned"], &said[0]["allocs"]), (&true.into(), &3.into()));
+    let screen = symmalloc("replay {}", &[&trace]);
+    assert!(screen.exited(0).stdout.contains("allocations refused"), "{}", screen.stdout);
+}
+
+#[test]
+fn a_program_that_does_nothing_wastes_nothing() {
+    let folder = Folder::new();
+    let trace = folder.file("empty.trace", "symmalloc-trace 1\nend 0\n");
+    let said = symmalloc("replay {} --json --repeat 1", &[&trace]).json(0);
+    assert_eq!((&said[0]["allocs"], &said[0]["efficiency"]), (&0.into(), &1.0.into()));
+    symmalloc("replay {}", &[&trace]).exited(0);
+}
+
+#[test]
+fn recorded_decisions_are_the_same_under_every_seed_and_replay_to_the_same_digest() {
+    let folder = Folder::new();
+    let trace = busy_trace(&folder);
+    let (one, other) = (folder.path("one.trace.zst"), folder.path("other.trace.gz"));
+    let said = symmalloc("replay {} --json --segments fixed --seed 1 --record {}", &[&trace, &one]).json(0);
+    symmalloc("replay {} --json --segments fixed --seed 2 --record {}", &[&trace, &other]).json(0);
+    let diff = symmalloc("diff {} {} --json", &[&one, &other]).json(0);
+    assert_eq!(
+        (&diff["same_ops"], &diff["allocs"], &diff["differing_placements"]),
+        (&true.into(), &121.into(), &0.into())
+    );
+    let again = symmalloc("replay {} --json", &[&one]).json(0);
+    assert_eq!((&again[0]["digest"], &again[0]["segments"]), (&said[0]["digest"], &"fixed".into()));
+    let expandable = folder.path("expandable.trace");
+    symmalloc("replay {} --json --record {}", &[&trace, &expandable]).json(0);
+    let diff = symmalloc("diff {} {} --json", &[&one, &expandable]).json(3);
+    assert_eq!(diff["same_ops"], true);
+    assert!(diff["differing_placements"].as_u64().unwrap() > 0);
+}
+
+#[test]
+fn many_ranks_are_no_trouble() {
+    let folder = Folder::new();
+    let trace = folder.trace("quiet.trace", &["stream s0", "a 0 512 s0", "f 0"]);
+    let said = symmalloc("replay {} --json --ranks 4096", &[&trace]).json(0);
+    assert_eq!((&said[0]["ranks"], &said[0]["aligned"]), (&4096.into(), &true.into()));
+}
+
+#[test]
+fn a_reader_that_goes_away_is_no_failure() {
+    let folder = Folder::new();
+    let trace = busy_trace(&folder);
+    for args in [vec!["replay", "--json"], vec!["replay"], vec!["replay", "--help"]] {
+        let mut child = command().args(args).arg(&trace).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        drop(child.stdout.take());
+        let mut stderr = String::new();
+        child.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
+        assert_eq!((child.wait().unwrap().code(), stderr.as_str()), (Some(0), ""));
+    }
+}

@@ -1,0 +1,344 @@
+//! The block table: every block and every segment of one heap, and how they tile each other.
+//!
+//! Three nouns. A **segment** is one reservation of device memory. A **block** is a contiguous part of one segment;
+//! the blocks of a segment are a doubly linked list in offset order that tiles it without gap or overlap. A **hole** is
+//! a part of an expandable segment whose memory went back to the device; it is a block too, so that the tiling holds.
+//!
+//! ```text
+//!  segment 3   first ─┐                                     ┌─ last        end
+//!                     ▼                                     ▼               ▼
+//!              ┌───────────┬──────┬──────────────┬──────────┬───────────────┐
+//!              │ allocated │ free │  allocated   │   hole   │     free      │   (addresses reserved, not mapped)
+//!              └───────────┴──────┴──────────────┴──────────┴───────────────┘
+//!              0           no two free neighbours: they are merged at once
+//! ```
+//!
+//! The slot of a block is half of a [`Handle`](crate::handle::Handle), the other half is the tag of the allocation, so that
+//! a handle to a slot that was reused is recognised. The table only links and unlinks: keeping the free index in step is
+//! the heap's work, and nothing here calls the backend.
+//!
+//! Segments live in a [`Slab`]. Blocks live in a table of their own in the same manner, a vector whose vacant slots are
+//! linked: an `allocate` and its `free` make and drop a block on most pairs and look a dozen up, and a slab's moves in and
+//! out and its second check on every look-up cost @FIGURE@ of the @TOTAL@ instructions that a pair takes.
+
+use crate::backend::Range;
+use crate::fence::{FenceSetId, Tick};
+use crate::free_index::Slot;
+use crate::ids::{SegmentId, StreamId};
+use crate::size_rules::SizeClass;
+use crate::units::Units;
+use slab::Slab;
+
+/// No block: the end of a list.
+pub(crate) const NONE: Slot = Slot::MAX;
+
+/// One cache line, which is what placing and freeing a block touches of it.
+#[derive(Debug)]
+#[repr(align(64))]
+pub(crate) struct Block {
+    /// From the start of the segment.
+    pub(crate) offset: Units,
+    /// Never zero.
+    pub(crate) size: Units,
+    /// The segment's birth ordinal, inherited by every block split from it (rule D2).
+    pub(crate) sequence: SegmentId,
+    /// Slot of the segment in the table (not its id).
+    pub(crate) segment: u32,
+    /// The neighbour at the lower offset.
+    pub(crate) prev: Slot,
+    /// The neighbour at the higher offset.
+    pub(crate) next: Slot,
+    /// Free: the neighbours in the list of the free index, which owns these two.
+    pub(crate) prev_free: Slot,
+    pub(crate) next_free: Slot,
+    /// Allocated: other streams that use the block. Free: what its next user must wait for. Empty for holes.
+    pub(crate) fences: FenceSetId,
+    /// Free: the bin of the free index, which owns this as well.
+    pub(crate) bin: u16,
+    /// Which free index the block belongs to; the same for all blocks of a segment.
+    pub(crate) home: SizeClass,
+    pub(crate) state: BlockState,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum BlockState {
+    Allocated {
+        /// The stream it was allocated for.
+        stream: StreamId,
+        /// What the program asked for, in bytes; at most the block's size.
+        requested: u64,
+        /// The owner and serial number of the allocation, as in its handle.
+        tag: u64,
+    },
+    Free {
+        /// The stream that used it last. In a heap of one stream, that stream.
+        stream: StreamId,
+        /// When that stream was done with it, on the stream's logical clock.
+        since: Tick,
+    },
+    Hole,
+    /// No block: the slot is free for reuse, and `next` is the next such slot.
+    Vacant,
+}
+
+impl Block {
+    /// A block that covers `size` units of a segment from `offset` on, without neighbours.
+    #[inline(always)]
+    fn new(segment: u32, sequence: SegmentId, home: SizeClass, extent: (Units, Units), state: BlockState) -> Self {
+        let (offset, size) = extent;
+        Block {
+            offset,
+            size,
+            sequence,
+            segment,
+            prev: NONE,
+            next: NONE,
+            prev_free: NONE,
+            next_free: NONE,
+            fences: FenceSetId::EMPTY,
+            bin: 0,
+            home,
+            state,
+        }
+    }
+
+    #[inline]
+    pub(crate) fn is_free(&self) -> bool {
+        matches!(self.state, BlockState::Free { .. })
+    }
+
+    /// Its size if it is free, else 0.
+    #[inline(always)]
+    pub(crate) fn free_size(&self) -> Units {
+        if self.is_free() { self.size } else { 0 }
+    }
+
+    pub(crate) fn is_hole(&self) -> bool {
+        self.state == BlockState::Hole
+    }
+
+    /// The offset behind the block.
+    #[inline]
+    pub(crate) fn end(&self) -> Units {
+        self.offset + self.size
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Segment {
+    /// Birth ordinal in the heap, and the sequence of its blocks.
+    pub(crate) id: SegmentId,
+    pub(crate) range: Range,
+    /// The blocks tile `0..end`.
+    pub(crate) end: Units,
+    /// Mapped part of `0..end`: all but the holes.
+    pub(crate) mapped: Units,
+    pub(crate) first: Slot,
+    pub(crate) last: Slot,
+}
+
+#[derive(Debug)]
+pub(crate) struct BlockTable {
+    blocks: Vec<Block>,
+    /// The vacant slot to use next; `NONE` when there is none.
+    vacant: Slot,
+    segments: Slab<Segment>,
+}
+
+impl Default for BlockTable {
+    fn default() -> Self {
+        BlockTable { blocks: Vec::new(), vacant: NONE, segments: Slab::new() }
+    }
+}
+
+impl BlockTable {
+    #[inline(always)]
+    pub(crate) fn block(&self, slot: Slot) -> &Block {
+        &self.blocks[slot as usize]
+    }
+
+    #[inline(always)]
+    pub(crate) fn block_mut(&mut self, slot: Slot) -> &mut Block {
+        &mut self.blocks[slot as usize]
+    }
+
+    /// The block in a slot that may be stale, or vacant.
+    #[inline(always)]
+    pub(crate) fn find(&self, slot: Slot) -> Option<&Block> {
+        self.blocks.get(slot as usize)
+    }
+
+    /// All slots as a slice: code that goes from block to block keeps its address and length in registers.
+    #[inline(always)]
+    pub(crate) fn blocks_mut(&mut self) -> &mut [Block] {
+        &mut self.blocks
+    }
+
+    #[inline(always)]
+    fn insert(&mut self, block: Block) -> Slot {
+        if self.vacant == NONE {
+            self.add_vacant_slot();
+        }
+        let slot = self.vacant;
+        let vacant = &mut self.blocks[slot as usize];
+        self.vacant = vacant.next;
+        *vacant = block;
+        slot
+    }
+
+    #[cold]
+    fn add_vacant_slot(&mut self) {
+        assert!(self.blocks.len() < NONE as usize - 1, "a heap has more than four billion blocks");
+        let extent = (0, 0);
+        self.vacant = self.blocks.len() as Slot;
+        self.blocks.push(Block::new(0, SegmentId(0), SizeClass::Small, extent, BlockState::Vacant));
+    }
+
+    #[inline(always)]
+    fn vacate(&mut self, slot: Slot) {
+        let block = &mut self.blocks[slot as usize];
+        (block.state, block.next) = (BlockState::Vacant, self.vacant);
+        self.vacant = slot;
+    }
+
+    #[inline]
+    pub(crate) fn segment(&self, segment: u32) -> &Segment {
+        &self.segments[segment as usize]
+    }
+
+    pub(crate) fn segment_mut(&mut self, segment: u32) -> &mut Segment {
+        &mut self.segments[segment as usize]
+    }
+
+    /// Number of blocks. O(blocks), for the invariants.
+    pub(crate) fn block_count(&self) -> usize {
+        self.blocks.iter().filter(|block| block.state != BlockState::Vacant).count()
+    }
+
+    pub(crate) fn segment_count(&self) -> usize {
+        self.segments.len()
+    }
+
+    /// The slots of all segments in sequence order.
+    pub(crate) fn segments_in_order(&self) -> Vec<u32> {
+        let mut slots: Vec<u32> = self.segments.iter().map(|(slot, _)| slot as u32).collect();
+        slots.sort_unstable_by_key(|slot| self.segment(*slot).id);
+        slots
+    }
+
+    /// The slots of a segment's blocks in offset order.
+    pub(crate) fn blocks_of(&self, segment: u32) -> impl Iterator<Item = Slot> + '_ {
+        let start = self.segment(segment).first;
+        std::iter::successors((start != NONE).then_some(start), |slot| {
+            let next = self.block(*slot).next;
+            (next != NONE).then_some(next)
+        })
+    }
+
+    /// Adds a segment that one block covers, and returns the block.
+    pub(crate) fn add_segment(
+        &mut self,
+        id: SegmentId,
+        range: Range,
+        home: SizeClass,
+        size: Units,
+        fresh: BlockState,
+    ) -> Slot {
+        let segment = self.segments.vacant_key() as u32;
+        let slot = self.insert(Block::new(segment, id, home, (0, size), fresh));
+        self.segments.insert(Segment { id, range, end: size, mapped: size, first: slot, last: slot });
+        slot
+    }
+
+    /// Takes out a segment of which nothing is allocated, with all its blocks.
+    pub(crate) fn remove_segment(&mut self, segment: u32) -> Segment {
+        for slot in self.blocks_of(segment).collect::<Vec<_>>() {
+            let state = self.block(slot).state;
+            assert!(!matches!(state, BlockState::Allocated { .. }), "a segment with a live allocation cannot die");
+            self.vacate(slot);
+        }
+        self.segments.remove(segment as usize)
+    }
+
+    /// Puts a new block of `size` in front of a block, which the caller then shortens by as much from its start.
+    #[inline(always)]
+    pub(crate) fn cut_front(&mut self, slot: Slot, size: Units, state: BlockState) -> Slot {
+        if self.vacant == NONE {
+            self.add_vacant_slot();
+        }
+        let front = self.vacant;
+        let blocks = self.blocks.as_mut_slice();
+        let behind = &mut blocks[slot as usize];
+        let (offset, sequence, segment) = (behind.offset, behind.sequence, behind.segment);
+        let (prev, home) = (behind.prev, behind.home);
+        behind.prev = front;
+        match blocks.get_mut(prev as usize) {
+            Some(before) => before.next = front,
+            None => self.segments[segment as usize].first = front,
+        }
+        let vacant = &mut blocks[front as usize];
+        self.vacant = vacant.next;
+        // Field by field: a whole block would be put together on the stack first.
+        vacant.offset = offset;
+        vacant.size = size;
+        vacant.sequence = sequence;
+        vacant.segment = segment;
+        vacant.prev = prev;
+        vacant.next = slot;
+        vacant.fences = FenceSetId::EMPTY;
+        vacant.home = home;
+        vacant.state = state;
+        front
+    }
+
+    /// Takes a block out of the tiling; the caller then extends a neighbour over its place.
+    #[inline(always)]
+    pub(crate) fn take_out(&mut self, slot: Slot) {
+        let blocks = self.blocks.as_mut_slice();
+        let block = &mut blocks[slot as usize];
+        let (prev, next, segment) = (block.prev, block.next, block.segment);
+        (block.state, block.next) = (BlockState::Vacant, self.vacant);
+        self.vacant = slot;
+        match blocks.get_mut(prev as usize) {
+            Some(before) => before.next = next,
+            None => self.segments[segment as usize].first = next,
+        }
+        match blocks.get_mut(next as usize) {
+            Some(behind) => behind.prev = prev,
+            None => self.segments[segment as usize].last = prev,
+        }
+    }
+
+    /// Adds a block of `size` at the end of a segment and returns it.
+    pub(crate) fn extend(&mut self, segment: u32, size: Units, fresh: BlockState) -> Slot {
+        let Segment { last, end, .. } = *self.segment(segment);
+        let Block { sequence, home, .. } = *self.block(last);
+        let block = Block { prev: last, ..Block::new(segment, sequence, home, (end, size), fresh) };
+        let slot = self.insert(block);
+        self.block_mut(last).next = slot;
+        let segment = self.segment_mut(segment);
+        segment.last = slot;
+        segment.end += size;
+        segment.mapped += size;
+        slot
+    }
+
+    /// Takes the hole at the end of a segment away; the segment keeps another block.
+    pub(crate) fn shorten(&mut self, segment: u32) {
+        let last = self.segment(segment).last;
+        let block = self.block(last);
+        assert!(block.is_hole() && block.prev != NONE, "a segment is shortened by a hole, and keeps a block");
+        self.segment_mut(segment).end = block.offset;
+        self.take_out(last);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_takes_one_cache_line() {
+        assert_eq!(size_of::<Block>(), 64);
+    }
+}

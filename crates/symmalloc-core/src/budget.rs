@@ -1,0 +1,122 @@
+//! Budgets: how much device memory may be held, in configured bytes (rule D4).
+//!
+//! A budget is one limit with what is reserved under it: a pool's, or the allocator's over all pools. Only segment
+//! birth, growth and death touch it, so its atomics are off the path of `allocate` and `free`.
+//!
+//! What the driver says is free plays no part: the same program meets the same limit at the same op on every rank.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+/// Which limit was met.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum LimitScope {
+    /// `limit` of the pool.
+    Pool,
+    /// `limit` of the allocator, over all pools.
+    Allocator,
+}
+
+/// A limit that a request would exceed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct LimitMet {
+    pub(crate) scope: LimitScope,
+    pub(crate) limit_bytes: u64,
+}
+
+/// One limit and what is reserved under it.
+#[derive(Debug)]
+pub(crate) struct Budget {
+    limit_bytes: Option<u64>,
+    reserved_bytes: AtomicU64,
+    reserved_bytes_peak: AtomicU64,
+}
+
+impl Budget {
+    pub(crate) fn new(limit_bytes: Option<u64>) -> Self {
+        Budget { limit_bytes, reserved_bytes: AtomicU64::new(0), reserved_bytes_peak: AtomicU64::new(0) }
+    }
+
+    pub(crate) fn reserved_bytes(&self) -> u64 {
+        self.reserved_bytes.load(Relaxed)
+    }
+
+    pub(crate) fn reserved_bytes_peak(&self) -> u64 {
+        self.reserved_bytes_peak.load(Relaxed)
+    }
+
+    pub(crate) fn reset_peak(&self) {
+        self.reserved_bytes_peak.store(self.reserved_bytes(), Relaxed);
+    }
+
+    /// Bytes that may still be reserved.
+    fn headroom_bytes(&self) -> u64 {
+        self.limit_bytes.map_or(u64::MAX, |limit| limit.saturating_sub(self.reserved_bytes()))
+    }
+
+    fn try_charge(&self, size_bytes: u64) -> bool {
+        let charge = |reserved: u64| {
+            let sum = reserved.checked_add(size_bytes)?;
+            self.limit_bytes.is_none_or(|limit| sum <= limit).then_some(sum)
+        };
+        self.reserved_bytes.fetch_update(Relaxed, Relaxed, charge).is_ok()
+    }
+
+    fn note_peak(&self) {
+        self.reserved_bytes_peak.fetch_max(self.reserved_bytes(), Relaxed);
+    }
+
+    fn refund(&self, size_bytes: u64) {
+        let before = self.reserved_bytes.fetch_sub(size_bytes, Relaxed);
+        assert!(before >= size_bytes, "more was refunded than charged");
+    }
+}
+
+/// The two budgets that every reservation of a pool is charged to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Budgets<'a> {
+    pub(crate) pool: &'a Budget,
+    pub(crate) allocator: &'a Budget,
+}
+
+impl Budgets<'_> {
+    pub(crate) fn charge(self, size_bytes: u64) -> Result<(), LimitMet> {
+        let met = |scope, budget: &Budget| LimitMet { scope, limit_bytes: budget.limit_bytes.unwrap_or(u64::MAX) };
+        if !self.pool.try_charge(size_bytes) {
+            return Err(met(LimitScope::Pool, self.pool));
+        }
+        if !self.allocator.try_charge(size_bytes) {
+            self.pool.refund(size_bytes);
+            return Err(met(LimitScope::Allocator, self.allocator));
+        }
+        self.pool.note_peak();
+        self.allocator.note_peak();
+        Ok(())
+    }
+
+    pub(crate) fn refund(self, size_bytes: u64) {
+        self.pool.refund(size_bytes);
+        self.allocator.refund(size_bytes);
+    }
+
+    pub(crate) fn headroom_bytes(self) -> u64 {
+        self.pool.headroom_bytes().min(self.allocator.headroom_bytes())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refused_charge_leaves_both_budgets_as_they_were() {
+        let (pool, allocator) = (Budget::new(Some(100)), Budget::new(Some(60)));
+        let budgets = Budgets { pool: &pool, allocator: &allocator };
+        assert_eq!(budgets.charge(60), Ok(()));
+        assert_eq!(budgets.charge(1), Err(LimitMet { scope: LimitScope::Allocator, limit_bytes: 60 }));
+        assert_eq!(budgets.charge(41), Err(LimitMet { scope: LimitScope::Pool, limit_bytes: 100 }));
+        assert_eq!((pool.reserved_bytes(), allocator.reserved_bytes()), (60, 60));
+        budgets.refund(60);
+        assert_eq!((pool.reserved_bytes(), pool.reserved_bytes_peak()), (0, 60));
+    }
+}

@@ -1,0 +1,278 @@
+//! The settings: a text taken apart into keys and values, each checked by itself.
+//!
+//! ```text
+//! text  = [ item { "," item } [ "," ] ]          item  = key ":" value
+//! value = word | "[" [ pair { "," pair } ] "]"   pair  = ( megabytes | ">" ) ":" divisions
+//! ```
+//!
+//! Blanks around words mean nothing, as in PyTorch.
+
+use super::error::{ConfigTextError, IgnoredKey, IgnoredReason, Refusal};
+use super::keys::{self, Key, Spelling, Takes};
+use crate::config::RoundupPower2Divisions;
+
+/// Who wrote the text, and so how its slips are taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Dialect {
+    /// Us: nothing may be stated twice or without effect.
+    Strict,
+    /// PyTorch's users: the last of two statements counts, keys without effect are listed.
+    PyTorch,
+}
+
+/// What a text states, each key once.
+#[derive(Debug)]
+pub(super) struct Settings {
+    pub(super) dialect: Dialect,
+    stated: Vec<Setting>,
+    pub(super) ignored: Vec<IgnoredKey>,
+}
+
+/// One key and its value.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Setting {
+    pub(super) key: Key,
+    /// The key as it is spelt.
+    pub(super) name: &'static str,
+    /// Where the key starts.
+    pub(super) offset: usize,
+    pub(super) value: Value,
+}
+
+/// A value, as its key takes it.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Value {
+    /// Bytes, or a count.
+    Number(u64),
+    Flag(bool),
+    /// The position of the word among those that the key takes.
+    Word(usize),
+    Divisions(RoundupPower2Divisions),
+}
+
+impl Settings {
+    pub(super) fn parse(text: &str, dialect: Dialect) -> Result<Self, ConfigTextError> {
+        let mut settings = Settings { dialect, stated: Vec::new(), ignored: Vec::new() };
+        let mut rest = Word { text, offset: 0 }.trimmed();
+        while !rest.text.is_empty() {
+            let (key, value, after) = split_item(rest)?;
+            let spelling = keys::find(key.text).ok_or_else(|| ConfigTextError::UnknownKey {
+                offset: key.offset,
+                bytes: key.text.len(),
+                nearest: keys::nearest_name(key.text),
+            })?;
+            settings.state(spelling, key.offset, value)?;
+            rest = after;
+        }
+        Ok(settings)
+    }
+
+    fn state(&mut self, spelling: &Spelling, offset: usize, value: Word<'_>) -> Result<(), ConfigTextError> {
+        let &Spelling { name, key, .. } = spelling;
+        match key {
+            Key::Refused(reason) => return Err(ConfigTextError::Refused { offset, key: name, reason }),
+            Key::Ignored(reason) => return self.ignore(name, offset, reason),
+            _ => {}
+        }
+        let value = parse_value(spelling, value)?;
+        if let (Key::Backend, Value::Word(1..)) = (key, value) {
+            return Err(ConfigTextError::Refused { offset, key: name, reason: Refusal::OtherAllocator });
+        }
+        let setting = Setting { key, name, offset, value };
+        match self.stated.iter_mut().find(|stated| stated.key == key) {
+            None => self.stated.push(setting),
+            Some(stated) if self.dialect == Dialect::PyTorch => *stated = setting,
+            Some(stated) => return Err(ConfigTextError::Duplicate { offset, key: name, first: stated.offset }),
+        }
+        Ok(())
+    }
+
+    /// Lists a key as without effect, or refuses it where nothing may be without effect.
+    pub(super) fn ignore(
+        &mut self,
+        key: &'static str,
+        offset: usize,
+        reason: IgnoredReason,
+    ) -> Result<(), ConfigTextError> {
+        match self.dialect {
+            Dialect::Strict => Err(ConfigTextError::Refused { offset, key, reason: Refusal::NoEffect(reason) }),
+            Dialect::PyTorch => {
+                self.ignored.push(IgnoredKey { offset, key, reason });
+                Ok(())
+            }
+        }
+    }
+
+    /// What is stated.
+    pub(super) fn stated(&self) -> &[Setting] {
+        &self.stated
+    }
+
+    /// What is stated for this key.
+    pub(super) fn find(&self, key: Key) -> Option<Setting> {
+        self.stated.iter().copied().find(|stated| stated.key == key)
+    }
+
+    pub(super) fn number(&self, key: Key) -> Option<u64> {
+        self.find(key).and_then(|stated| if let Value::Number(number) = stated.value { Some(number) } else { None })
+    }
+
+    pub(super) fn flag(&self, key: Key) -> Option<bool> {
+        self.find(key).and_then(|stated| if let Value::Flag(flag) = stated.value { Some(flag) } else { None })
+    }
+
+    pub(super) fn word(&self, key: Key) -> Option<usize> {
+        self.find(key).and_then(|stated| if let Value::Word(word) = stated.value { Some(word) } else { None })
+    }
+
+    pub(super) fn divisions(&self) -> Option<RoundupPower2Divisions> {
+        let stated = self.find(Key::RoundupPower2Divisions)?;
+        if let Value::Divisions(divisions) = stated.value { Some(divisions) } else { None }
+    }
+}
+
+/// A part of the text and where it starts.
+#[derive(Clone, Copy, Debug)]
+struct Word<'a> {
+    text: &'a str,
+    offset: usize,
+}
+
+impl<'a> Word<'a> {
+    fn trimmed(self) -> Self {
+        let text = self.text.trim_ascii_start();
+        let offset = self.offset + self.text.len() - text.len();
+        Word { text: text.trim_ascii_end(), offset }
+    }
+
+    /// The parts before and after the first byte for which `at` holds, both without blanks around them. The byte itself
+    /// belongs to neither.
+    fn split_at_first(self, at: impl Fn(char) -> bool) -> Option<(Self, Self)> {
+        let (index, found) = self.text.char_indices().find(|(_, character)| at(*character))?;
+        let after = index + found.len_utf8();
+        let before = Word { text: &self.text[..index], offset: self.offset };
+        let after = Word { text: &self.text[after..], offset: self.offset + after };
+        Some((before.trimmed(), after.trimmed()))
+    }
+
+    fn end(self) -> usize {
+        self.offset + self.text.len()
+    }
+
+    fn expected(offset: usize, expected: &'static str) -> ConfigTextError {
+        ConfigTextError::Expected { offset, expected }
+    }
+}
+
+/// The first item's key and value, and what follows its comma.
+fn split_item(rest: Word<'_>) -> Result<(Word<'_>, Word<'_>, Word<'_>), ConfigTextError> {
+    let key_end = rest.text.find([':', ',', '[', ']']);
+    let Some((key, after)) = rest.split_at_first(|c| matches!(c, ':' | ',' | '[' | ']')) else {
+        return Err(Word::expected(rest.end(), "a colon and a value after the key"));
+    };
+    if key.text.is_empty() {
+        return Err(Word::expected(key.offset, "a key"));
+    }
+    if key_end.is_some_and(|end| !rest.text[end..].starts_with(':')) {
+        return Err(Word::expected(key.end(), "a colon and a value after the key"));
+    }
+    if after.text.starts_with('[') {
+        let Some((list, after_list)) = after.split_at_first(|c| c == ']') else {
+            return Err(Word::expected(after.end(), "a closing bracket"));
+        };
+        return match after_list.text.strip_prefix(',') {
+            None if after_list.text.is_empty() => Ok((key, list, after_list)),
+            None => Err(Word::expected(after_list.offset, "a comma after the list")),
+            Some(text) => Ok((key, list, Word { text, offset: after_list.offset + 1 }.trimmed())),
+        };
+    }
+    let end = Word { text: "", offset: after.end() };
+    let (value, after) = after.split_at_first(|c| c == ',').unwrap_or((after, end));
+    match value.text.find([':', '[', ']']) {
+        Some(at) => Err(Word::expected(value.offset + at, "a comma")),
+        None if value.text.is_empty() => Err(Word::expected(value.offset, "a value")),
+        None => Ok((key, value, after)),
+    }
+}
+
+fn parse_value(spelling: &Spelling, value: Word<'_>) -> Result<Value, ConfigTextError> {
+    let key = spelling.name;
+    let refused = |allowed| ConfigTextError::Value { offset: value.offset, key, allowed };
+    match spelling.takes {
+        Takes::Bytes(unit) => {
+            let number = parse_number(key, value, u64::MAX / unit, "a whole number")?;
+            Ok(Value::Number(number * unit))
+        }
+        Takes::Count => parse_number(key, value, u32::MAX.into(), "a whole number").map(Value::Number),
+        Takes::Flag => match value.text {
+            "true" | "True" => Ok(Value::Flag(true)),
+            "false" | "False" => Ok(Value::Flag(false)),
+            _ => Err(refused("true or false")),
+        },
+        Takes::Word { words, allowed } => match words.iter().position(|word| *word == value.text) {
+            Some(position) => Ok(Value::Word(position)),
+            None => Err(refused(allowed)),
+        },
+        Takes::Divisions => parse_divisions(key, value).map(Value::Divisions),
+        Takes::Anything => Err(refused("left out")),
+    }
+}
+
+fn parse_number(key: &'static str, digits: Word<'_>, max: u64, allowed: &'static str) -> Result<u64, ConfigTextError> {
+    let Word { text, offset } = digits;
+    if text.is_empty() || !text.bytes().all(|byte| byte.is_ascii_digit()) {
+        return Err(ConfigTextError::Value { offset, key, allowed });
+    }
+    match text.parse() {
+        Ok(number) if number <= max => Ok(number),
+        _ => Err(ConfigTextError::NumberTooLarge { offset, key, max }),
+    }
+}
+
+/// One number for all sizes, or a list as `[256:1,512:2,1024:4,>:8]`: PyTorch's index rule.
+///
+/// Sizes are MiB and powers of two; entry `s:d` sets the divisions of sizes from s MiB up to 2 s MiB, the first entry
+/// also those of all smaller sizes, and `>:d` those of all sizes beyond the entry before it. Sizes between two entries
+/// that are not neighbours stay without rounding.
+fn parse_divisions(key: &'static str, value: Word<'_>) -> Result<RoundupPower2Divisions, ConfigTextError> {
+    const LIST: &str = "a power of two, or a list of MiB:DIVISIONS as in [256:1,512:2,1024:4,>:8]";
+    const DIVISIONS: &str = "divided into zero or a power of two of steps";
+    const SIZE: &str = "listed by sizes in MiB that are powers of two, and a `>` after them";
+    let refused = |offset, allowed| ConfigTextError::Value { offset, key, allowed };
+    let divisions_of = |word: Word<'_>| match parse_number(key, word, 1 << 31, DIVISIONS)? {
+        0 => Ok(0),
+        divisions if divisions.is_power_of_two() => Ok(divisions as u32),
+        _ => Err(refused(word.offset, DIVISIONS)),
+    };
+
+    let mut by_size = [0_u32; 16];
+    let Some(list) = value.text.strip_prefix('[') else {
+        by_size = [divisions_of(value)?; 16];
+        return RoundupPower2Divisions::per_size(by_size).map_err(|_| refused(value.offset, LIST));
+    };
+    let mut rest = Word { text: list, offset: value.offset + 1 }.trimmed();
+    let mut last = None;
+    while !rest.text.is_empty() {
+        let end = Word { text: "", offset: rest.end() };
+        let (pair, after) = rest.split_at_first(|c| c == ',').unwrap_or((rest, end));
+        let (size, divisions) = pair.split_at_first(|c| c == ':').ok_or_else(|| refused(pair.offset, LIST))?;
+        let divisions = divisions_of(divisions)?;
+        if size.text == ">" {
+            let last = last.ok_or_else(|| refused(size.offset, SIZE))?;
+            by_size[last + 1..].fill(divisions);
+        } else {
+            let mebibytes = parse_number(key, size, u64::MAX, SIZE)?;
+            if !mebibytes.is_power_of_two() {
+                return Err(refused(size.offset, SIZE));
+            }
+            let index = (mebibytes.ilog2() as usize).min(by_size.len() - 1);
+            if last.is_none() {
+                by_size[..index].fill(divisions);
+            }
+            by_size[index] = divisions;
+            last = Some(index);
+        }
+        rest = after;
+    }
+    RoundupPower2Divisions::per_size(by_size).map_err(|_| refused(value.offset, LIST))
+}

@@ -1,0 +1,84 @@
+//! The canonical text of a configuration.
+
+use std::fmt;
+
+use super::keys::{EXPANDABLE, FIXED, POINTER_LOOKUP, RECLAIM, RESERVED, SEGMENTS, STREAMS};
+use crate::config::{Config, PointerLookup, PoolConfig, Reclaim, RoundupPower2Divisions, SegmentPolicy, StreamPolicy};
+use crate::units::MIB;
+
+impl fmt::Display for PoolConfig {
+    /// The canonical text; see the [module documentation](super).
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.segments() {
+            SegmentPolicy::Fixed(fixed) => {
+                write!(f, "segments:{}", SEGMENTS[FIXED])?;
+                write_bytes(f, "large_segment_size", Some(fixed.large_segment_bytes))?;
+                write_bytes(f, "max_split_size", fixed.max_split_size_bytes)?;
+                write_bytes(f, "max_non_split_rounding", Some(fixed.max_non_split_rounding_bytes))?;
+            }
+            SegmentPolicy::Expandable(expandable) => {
+                write!(f, "segments:{}", SEGMENTS[EXPANDABLE])?;
+                write_bytes(f, "range", Some(expandable.range_bytes))?;
+                write_bytes(f, "growth", Some(expandable.growth_bytes))?;
+            }
+            SegmentPolicy::Reserved { segment_bytes } => {
+                write!(f, "segments:{}", SEGMENTS[RESERVED])?;
+                write_bytes(f, "segment", Some(*segment_bytes))?;
+            }
+        }
+        let streams = match self.streams() {
+            StreamPolicy::Separate => STREAMS[0],
+            StreamPolicy::Shared => STREAMS[1],
+        };
+        write!(f, ",streams:{streams},symmetric:{}", self.symmetric())?;
+        write_bytes(f, "limit", self.limit_bytes())?;
+        write_bytes(f, "release_threshold", self.release_threshold_bytes())?;
+        let reclaim = match self.reclaim() {
+            Reclaim::Never => RECLAIM[0],
+            Reclaim::Heap => RECLAIM[1],
+            Reclaim::Pool => RECLAIM[2],
+        };
+        write!(f, ",reclaim:{reclaim}")?;
+        write_divisions(f, self.roundup_power2_divisions())
+    }
+}
+
+impl fmt::Display for Config {
+    /// The canonical text: the default pool's, then what holds for the whole allocator.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.default_pool())?;
+        write_bytes(f, "total_limit", self.limit_bytes())?;
+        let lookup = match self.pointer_lookup() {
+            PointerLookup::Off => POINTER_LOOKUP[0],
+            PointerLookup::Exact => POINTER_LOOKUP[1],
+            PointerLookup::Interior => POINTER_LOOKUP[2],
+        };
+        write!(f, ",retries_max:{},pointer_lookup:{lookup}", self.retries_max())
+    }
+}
+
+/// `,name_mb:number`, or `,name_bytes:number` where MiB are too coarse. Nothing when there is no value.
+fn write_bytes(f: &mut fmt::Formatter<'_>, name: &str, bytes: Option<u64>) -> fmt::Result {
+    match bytes {
+        Some(bytes) if bytes.is_multiple_of(MIB) => write!(f, ",{name}_mb:{}", bytes / MIB),
+        Some(bytes) => write!(f, ",{name}_bytes:{bytes}"),
+        None => Ok(()),
+    }
+}
+
+/// Nothing when requests are not rounded, one number when all sizes have the same, otherwise the shortest list: the
+/// first entry stands for all smaller sizes, `>` for the longest run of equal ones at the end.
+fn write_divisions(f: &mut fmt::Formatter<'_>, divisions: RoundupPower2Divisions) -> fmt::Result {
+    let by_size = divisions.divisions();
+    let (first, last) = (by_size[0], by_size[by_size.len() - 1]);
+    let first_other = by_size.iter().position(|divisions| *divisions != first);
+    let Some(first_other) = first_other else {
+        return if first == 0 { Ok(()) } else { write!(f, ",roundup_power2_divisions:{first}") };
+    };
+    let tail = by_size.iter().rposition(|divisions| *divisions != last).map_or(0, |before| before + 1);
+    write!(f, ",roundup_power2_divisions:[")?;
+    for (index, divisions) in by_size.iter().enumerate().take(tail).skip(first_other - 1) {
+        write!(f, "{}:{divisions},", 1_u64 << index)?;
+    }
+    write!(f, ">:{last}]")
+}

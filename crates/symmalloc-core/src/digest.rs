@@ -1,0 +1,128 @@
+//! Digests: one number that is equal on two ranks exactly when their histories of (op, decision) are.
+//!
+//! Every heap folds each op that it carries out, with the decision it came to, into 64 bits: two folded multiplications
+//! (64 x 64 -> 128 bits, halves xored) per op, a few nanoseconds. No address, handle, time or name goes in. A pool's digest
+//! combines its heaps in stream order, so that how threads interleaved does not show (rule D8).
+//!
+//! "Exactly when" is up to a collision: two different histories agree with a probability of about 2^-64. A digest is no
+//! defence against a rank that lies.
+
+use crate::ids::Placement;
+use crate::units::UNIT_BYTES;
+use std::fmt;
+
+/// The digest of a heap's or a pool's history, with the number of ops in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Digest {
+    /// Ops folded in, refused ones included.
+    pub ops: u64,
+    /// The folded value.
+    pub value: u64,
+}
+
+impl fmt::Display for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.value)
+    }
+}
+
+/// What an op was, in a digest.
+#[derive(Clone, Copy, Debug)]
+#[repr(u8)]
+pub(crate) enum Mark {
+    Allocate = 1,
+    AllocateNothing,
+    Free,
+    FreeNothing,
+    RecordUse,
+    Reserve,
+    Trim,
+    Shrink,
+    Death,
+    RefusedByLimit,
+    RefusedByDriver,
+    RefusedBySegment,
+}
+
+// Arbitrary odd constants with about half of their bits set: the fraction of pi, as in Blowfish.
+const SEED: u64 = 0x243f_6a88_85a3_08d3;
+const OP_FACTOR: u64 = 0x1319_8a2e_0370_7345;
+const DECISION_FACTOR: u64 = 0xa409_3822_299f_31d1;
+
+#[inline]
+fn folded_multiply(one: u64, other: u64) -> u64 {
+    let product = u128::from(one) * u128::from(other);
+    (product as u64) ^ ((product >> 64) as u64)
+}
+
+impl Digest {
+    /// The digest of an empty history under a configuration.
+    pub(crate) fn new(configuration: u64) -> Self {
+        Digest { ops: 0, value: SEED ^ configuration }
+    }
+
+    /// Folds an op and the decision about it.
+    #[inline]
+    pub(crate) fn fold(&mut self, op: u64, decision: u64) {
+        // A different rotation per word keeps (a, b) and (b, a) apart; the count of ops keeps a run of zeros apart.
+        let value = folded_multiply(self.value ^ op, OP_FACTOR);
+        self.value = folded_multiply(value.rotate_left(29) ^ decision, DECISION_FACTOR).wrapping_add(self.ops);
+        self.ops += 1;
+    }
+
+    /// Folds another digest in.
+    pub(crate) fn fold_digest(&mut self, other: Digest) {
+        self.fold(other.ops, other.value);
+        self.ops = self.ops - 1 + other.ops;
+    }
+}
+
+/// An op as one word: the mark, a stream and an amount of bytes below 2^42.
+#[inline]
+pub(crate) fn op_word(mark: Mark, stream: crate::ids::StreamId, amount_bytes: u64) -> u64 {
+    debug_assert!(amount_bytes < 1 << 42);
+    ((mark as u64) << 58) | (u64::from(stream.0) << 42) | amount_bytes
+}
+
+/// A decision as one word.
+#[inline]
+pub(crate) fn placement_word(placement: Placement) -> u64 {
+    (u64::from(placement.segment.0) << 32) | (placement.offset_bytes / UNIT_BYTES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ids::StreamId;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn near_histories_have_different_digests() {
+        let histories: [&[(u64, u64)]; 8] = [
+            &[],
+            &[(1, 2)],
+            &[(2, 1)],
+            &[(1, 2), (3, 4)],
+            &[(3, 4), (1, 2)],
+            &[(1, 2), (4, 3)],
+            &[(0, 0)],
+            &[(0, 0), (0, 0)],
+        ];
+        let values: BTreeSet<u64> = histories
+            .iter()
+            .map(|history| {
+                let mut digest = Digest::new(9);
+                history.iter().for_each(|(op, decision)| digest.fold(*op, *decision));
+                digest.value
+            })
+            .collect();
+        assert_eq!(values.len(), histories.len());
+    }
+
+    #[test]
+    fn marks_streams_and_amounts_do_not_overlap() {
+        let most = op_word(Mark::RefusedBySegment, StreamId(u16::MAX), (1 << 42) - 1);
+        assert_eq!(most >> 58, Mark::RefusedBySegment as u64);
+        assert_eq!((most >> 42) & 0xffff, 0xffff);
+    }
+}

@@ -1,0 +1,270 @@
+//! What can go wrong, an enum per operation, with fields to act on and a message that says what to do.
+//!
+//! Three kinds, treated differently. *Misuse* (a stale handle, an unknown stream) and *circumstances* (a limit, a driver
+//! that refuses) are returned as values of these types, and the allocator is as it was before the call. *Corruption* is
+//! an assertion: an allocator that is wrong about its own blocks must not go on.
+
+use crate::backend::{BackendError, DeviceAddress};
+use crate::budget::LimitScope;
+use crate::config::ConfigError;
+use crate::handle::Handle;
+use crate::ids::{PoolId, StreamId};
+use crate::units::SEGMENT_BYTES_MAX;
+use std::fmt;
+use thiserror::Error;
+
+/// A pool or stream that does not exist: what every operation checks first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum UnknownError {
+    /// No pool has this id.
+    #[error("{pool} is unknown; there are {pools} pools: create it with create_pool first")]
+    Pool {
+        /// The id given.
+        pool: PoolId,
+        /// Number of pools created so far.
+        pools: u32,
+    },
+    /// The pool was destroyed.
+    #[error("{pool} was destroyed; ids are not reused: create a new pool")]
+    DestroyedPool {
+        /// The id given.
+        pool: PoolId,
+    },
+    /// No stream has this id.
+    #[error("{stream} is unknown; {streams} streams are registered: call register_stream first")]
+    Stream {
+        /// The id given.
+        stream: StreamId,
+        /// Number of streams registered so far.
+        streams: u32,
+    },
+}
+
+/// Why `register_stream` failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum StreamError {
+    /// All 65,535 ids are taken.
+    #[error("all {streams} stream ids are taken: register a stream once and reuse it")]
+    TooManyStreams {
+        /// Number of streams registered.
+        streams: u32,
+    },
+}
+
+/// Why `create_pool` or `destroy_pool` failed.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum PoolError {
+    /// The pool's configuration does not fit the backend.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The pool does not exist.
+    #[error(transparent)]
+    Unknown(#[from] UnknownError),
+    /// The pool cannot be destroyed while allocations of it are live.
+    #[error(
+        "{pool} still has {allocations} live allocations ({allocated_bytes} bytes): free them first, see leak_report"
+    )]
+    InUse {
+        /// The pool.
+        pool: PoolId,
+        /// Live allocations in it.
+        allocations: u64,
+        /// Bytes of their blocks.
+        allocated_bytes: u64,
+    },
+    /// The pool's windows or other dependants have not let go of it.
+    #[error("{pool} has {observers} observers: let them acknowledge or forget them first")]
+    Observed {
+        /// The pool.
+        pool: PoolId,
+        /// Number of observers.
+        observers: u32,
+    },
+    /// The default pool stays.
+    #[error("the default pool cannot be destroyed: trim it instead")]
+    Default,
+    /// The driver failed. What it had not taken back yet is kept for the next `trim`.
+    #[error(transparent)]
+    Backend(#[from] BackendError),
+}
+
+/// Why `allocate` failed. Nothing was allocated.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum AllocateError {
+    /// The pool or stream does not exist.
+    #[error(transparent)]
+    Unknown(#[from] UnknownError),
+    /// No segment can be that large.
+    #[error("{requested_bytes} bytes are more than a segment can have ({} bytes)", SEGMENT_BYTES_MAX)]
+    TooLarge {
+        /// Bytes asked for.
+        requested_bytes: u64,
+    },
+    /// No memory within the limits, or the driver refused.
+    #[error(transparent)]
+    OutOfMemory(Box<OutOfMemory>),
+    /// The stream could not be told to wait for the block's earlier users. The block is still free.
+    #[error("cannot order {stream} behind the block's earlier users: {error}")]
+    Fence {
+        /// The stream that was to wait.
+        stream: StreamId,
+        /// What the driver said.
+        error: BackendError,
+    },
+}
+
+/// Why `reserve` failed. The heap holds what it held before.
+pub type ReserveError = AllocateError;
+
+/// An allocation that could not be served, with what there was.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct OutOfMemory {
+    /// The pool asked.
+    pub pool: PoolId,
+    /// The stream asked for.
+    pub stream: StreamId,
+    /// Bytes asked for.
+    pub requested_bytes: u64,
+    /// Bytes that had to be obtained for it.
+    pub missing_bytes: u64,
+    /// Bytes of device memory the pool holds.
+    pub reserved_bytes: u64,
+    /// Bytes of the pool's live allocations, rounding included.
+    pub allocated_bytes: u64,
+    /// Bytes of the largest free block that the request could have used.
+    pub largest_free_bytes: u64,
+    /// What stood in the way.
+    pub cause: OutOfMemoryCause,
+}
+
+/// What stood in the way of an allocation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OutOfMemoryCause {
+    /// A configured limit: the same on every rank.
+    Limit {
+        /// Which one.
+        scope: LimitScope,
+        /// Its value in bytes.
+        limit_bytes: u64,
+    },
+    /// The heap's reserved segment or address range is full: the same on every rank.
+    SegmentFull {
+        /// Its size in bytes.
+        segment_bytes: u64,
+    },
+    /// The driver refused. Other ranks may have been served.
+    Driver(BackendError),
+}
+
+impl std::error::Error for OutOfMemory {}
+
+impl fmt::Display for OutOfMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let OutOfMemory { pool, stream, requested_bytes, missing_bytes, .. } = self;
+        write!(
+            f,
+            "out of memory: {requested_bytes} bytes on {stream} in {pool} need {missing_bytes} more bytes of device memory; \
+             the pool holds {} ({} allocated, largest free block {}); ",
+            self.reserved_bytes, self.allocated_bytes, self.largest_free_bytes
+        )?;
+        let free_bytes = self.reserved_bytes - self.allocated_bytes;
+        match &self.cause {
+            OutOfMemoryCause::Limit { scope: LimitScope::Pool, limit_bytes } => {
+                write!(f, "the pool's limit is {limit_bytes}: raise it")?;
+            }
+            OutOfMemoryCause::Limit { scope: LimitScope::Allocator, limit_bytes } => {
+                write!(f, "the allocator's limit is {limit_bytes}: raise it, or trim other pools")?;
+            }
+            OutOfMemoryCause::SegmentFull { segment_bytes } => {
+                write!(f, "its segment of {segment_bytes} bytes cannot grow: configure a larger one")?;
+            }
+            OutOfMemoryCause::Driver(error) => {
+                write!(f, "the driver refused ({error}): nothing was given back unasked; trim, or set a limit")?;
+            }
+        }
+        if free_bytes >= *requested_bytes {
+            write!(f, "; {free_bytes} bytes are free in pieces: try expandable segments, or trim at a quiet point")?;
+        }
+        Ok(())
+    }
+}
+
+/// Why a call with a handle (or a pointer) failed. Nothing changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum HandleError {
+    /// The allocation was freed before this call. From `free`, this is a double free.
+    #[error("{handle} was freed already: drop the handle when you free it")]
+    Stale {
+        /// The handle given.
+        handle: Handle,
+    },
+    /// The handle was never given by this allocator.
+    #[error("{handle} is not of this allocator: use the allocator that gave it")]
+    Foreign {
+        /// The handle given.
+        handle: Handle,
+    },
+    /// No live allocation is at this address.
+    #[error("no live allocation at {:#x}: it was freed already, or is not this allocator's", .address.0)]
+    UnknownAddress {
+        /// The address given.
+        address: DeviceAddress,
+    },
+    /// The address lies inside an allocation, and only first addresses can be looked up.
+    #[error("{:#x} lies in a segment, but no allocation starts there: configure pointer_lookup:interior", .address.0)]
+    InteriorAddress {
+        /// The address given.
+        address: DeviceAddress,
+    },
+    /// Pointers cannot be looked up.
+    #[error("allocations cannot be found by pointer: configure pointer_lookup:exact or pointer_lookup:interior")]
+    LookupOff,
+}
+
+/// Why `free` failed. The allocation is still live, if it was.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum FreeError {
+    /// The handle is no live allocation of this allocator.
+    #[error(transparent)]
+    Handle(#[from] HandleError),
+    /// The uses on other streams could not be fenced; the allocation is still live: free it again later.
+    #[error("cannot fence the uses on other streams, the allocation is still live: {0}")]
+    Fence(#[from] BackendError),
+}
+
+/// Why `record_use` failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum RecordUseError {
+    /// The handle is no live allocation of this allocator.
+    #[error(transparent)]
+    Handle(#[from] HandleError),
+    /// The stream does not exist.
+    #[error(transparent)]
+    Unknown(#[from] UnknownError),
+}
+
+/// Why `trim` failed. What went back before the failure is back; the rest can be trimmed again.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum TrimError {
+    /// The pool does not exist.
+    #[error(transparent)]
+    Unknown(#[from] UnknownError),
+    /// The driver failed after so many bytes went back.
+    #[error("the driver failed after {released_bytes} bytes went back, trim again later: {error}")]
+    Backend {
+        /// Bytes that are back on the device.
+        released_bytes: u64,
+        /// What the driver said.
+        error: BackendError,
+    },
+}

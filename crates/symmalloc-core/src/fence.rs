@@ -1,0 +1,269 @@
+//! Fences: what a free block's next user must wait for, on the device (rule D3).
+//!
+//! A block that other streams used is free at `free`, at the same op on every rank. The uses go with it as fences, and
+//! whoever takes the block waits for them with `cuStreamWaitEvent`. Completion never decides who takes it.
+//!
+//! There are two ways to fence a use, and each has its place:
+//! - an **event recorded at free** on each other stream that used the block. Exact: the taker waits for no more than it must.
+//! - a **tick** of the last owner's logical clock. Free to make; if another stream takes the block (shared heaps only)
+//!   an event is recorded then, on the owner's stream as it stands, which waits for a little more.
+//!
+//! Many fences are void by the time the block is taken, because the taker's stream has waited for the other one since.
+//! [`StreamClocks`] knows that from the program's ops alone: it is bookkeeping on logical clocks, equal on all ranks.
+//!
+//! ```text
+//!  void(fence, taker)  ⇔  fence.tick ≤ waited[taker][fence.stream]  or  fence.tick ≤ synchronized[fence.stream]
+//! ```
+
+use crate::backend::Event;
+use crate::ids::StreamId;
+use slab::Slab;
+use smallvec::SmallVec;
+
+/// A moment of a stream's logical clock. 0 is before everything.
+pub(crate) type Tick = u64;
+
+/// One use that must be over: all work that `stream` was given up to `tick`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Fence {
+    pub(crate) stream: StreamId,
+    pub(crate) tick: Tick,
+    /// The recorded event, owned by this fence alone; `None` while the block is allocated, and for ticks.
+    pub(crate) event: Option<Event>,
+}
+
+/// At most one fence per stream, in stream order. Two streams besides the owner's are rare.
+pub(crate) type FenceSet = SmallVec<[Fence; 2]>;
+
+/// Names a fence set of a [`FenceTable`]; most blocks have the empty one, which takes no room.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct FenceSetId(u32);
+
+impl FenceSetId {
+    pub(crate) const EMPTY: FenceSetId = FenceSetId(u32::MAX);
+
+    #[inline]
+    pub(crate) fn is_empty(self) -> bool {
+        self == Self::EMPTY
+    }
+}
+
+/// The fences of one heap.
+#[derive(Debug, Default)]
+pub(crate) struct FenceTable {
+    sets: Slab<FenceSet>,
+    /// Events that no fence names any more, for the heap to recycle.
+    spent: Vec<Event>,
+}
+
+impl FenceTable {
+    pub(crate) fn fences(&self, set: FenceSetId) -> &[Fence] {
+        if set.is_empty() { &[] } else { &self.sets[set.0 as usize] }
+    }
+
+    /// Adds a fence to a set; of two fences on one stream the later one covers the earlier.
+    pub(crate) fn add(&mut self, set: FenceSetId, fence: Fence) -> FenceSetId {
+        if set.is_empty() {
+            return FenceSetId(self.sets.insert(SmallVec::from_buf_and_len([fence; 2], 1)) as u32);
+        }
+        let fences = &mut self.sets[set.0 as usize];
+        match fences.binary_search_by_key(&fence.stream, |f| f.stream) {
+            Err(at) => fences.insert(at, fence),
+            Ok(at) => {
+                let (later, earlier) =
+                    if fence.tick >= fences[at].tick { (fence, fences[at]) } else { (fences[at], fence) };
+                fences[at] = later;
+                self.spent.extend(earlier.event);
+            }
+        }
+        set
+    }
+
+    /// Gives every fence of the set its event and tick. `recorded` is in the set's order.
+    pub(crate) fn arm(&mut self, set: FenceSetId, recorded: impl IntoIterator<Item = (Tick, Event)>) {
+        for (fence, (tick, event)) in self.sets[set.0 as usize].iter_mut().zip(recorded) {
+            debug_assert!(fence.event.is_none());
+            fence.tick = tick;
+            fence.event = Some(event);
+        }
+    }
+
+    /// The fences of two blocks that become one.
+    pub(crate) fn union(&mut self, one: FenceSetId, other: FenceSetId) -> FenceSetId {
+        if one.is_empty() || other.is_empty() {
+            return if one.is_empty() { other } else { one };
+        }
+        let fences = self.sets.remove(other.0 as usize);
+        fences.into_iter().fold(one, |set, fence| self.add(set, fence))
+    }
+
+    /// Forgets a set.
+    pub(crate) fn clear(&mut self, set: FenceSetId) {
+        if !set.is_empty() {
+            let fences = self.sets.remove(set.0 as usize);
+            self.spent.extend(fences.into_iter().filter_map(|fence| fence.event));
+        }
+    }
+
+    /// Keeps only the fences that `keep` wants; returns the set that is left.
+    pub(crate) fn retain(&mut self, set: FenceSetId, mut keep: impl FnMut(&Fence) -> bool) -> FenceSetId {
+        if set.is_empty() {
+            return set;
+        }
+        let fences = self.sets.remove(set.0 as usize);
+        let (kept, dropped): (FenceSet, FenceSet) = fences.into_iter().partition(|fence| keep(fence));
+        self.spent.extend(dropped.into_iter().filter_map(|fence| fence.event));
+        if kept.is_empty() { FenceSetId::EMPTY } else { FenceSetId(self.sets.insert(kept) as u32) }
+    }
+
+    /// Whether [`drain_spent`](Self::drain_spent) has something to give.
+    #[inline]
+    pub(crate) fn has_spent(&self) -> bool {
+        !self.spent.is_empty()
+    }
+
+    /// Takes the events that no fence names any more.
+    pub(crate) fn drain_spent(&mut self) -> impl Iterator<Item = Event> + '_ {
+        self.spent.drain(..)
+    }
+
+    pub(crate) fn set_count(&self) -> usize {
+        self.sets.len()
+    }
+}
+
+/// Which stream has waited for how much of which other one. See the [module documentation](self).
+#[derive(Debug, Default)]
+pub(crate) struct StreamClocks {
+    streams: Vec<StreamClock>,
+}
+
+#[derive(Debug)]
+struct StreamClock {
+    /// The moment that work submitted now belongs to. Advances whenever someone may wait for "now".
+    now: Tick,
+    /// The host has waited for the stream's work up to this tick.
+    synchronized: Tick,
+    /// `waited[t]`: this stream has waited for stream t's work up to that tick. Grown on demand.
+    waited: Vec<Tick>,
+}
+
+impl StreamClocks {
+    pub(crate) fn register(&mut self) {
+        self.streams.push(StreamClock { now: 1, synchronized: 0, waited: Vec::new() });
+    }
+
+    /// The tick of work that the stream was given last.
+    #[inline]
+    pub(crate) fn now(&self, stream: StreamId) -> Tick {
+        self.streams[stream.index()].now
+    }
+
+    /// Ends the current tick of a stream and returns it: an event recorded now covers it.
+    pub(crate) fn advance(&mut self, stream: StreamId) -> Tick {
+        let clock = &mut self.streams[stream.index()];
+        clock.now += 1;
+        clock.now - 1
+    }
+
+    /// Whether work of `stream` up to `tick` is over, or waited for, before any later work of `taker`.
+    #[inline]
+    pub(crate) fn covers(&self, taker: StreamId, stream: StreamId, tick: Tick) -> bool {
+        taker == stream
+            || tick <= self.streams[stream.index()].synchronized
+            || self.streams[taker.index()].waited.get(stream.index()).is_some_and(|waited| tick <= *waited)
+            || tick == 0
+    }
+
+    /// `stream` has been told to wait for an event that covers `on` up to `tick`.
+    pub(crate) fn waits_for_tick(&mut self, stream: StreamId, on: StreamId, tick: Tick) {
+        let waited = &mut self.streams[stream.index()].waited;
+        if waited.len() <= on.index() {
+            waited.resize(on.index() + 1, 0);
+        }
+        waited[on.index()] = waited[on.index()].max(tick);
+    }
+
+    /// `stream` has been told to wait for all that `on` was given so far, and so for all that `on` waited for.
+    pub(crate) fn waits_for_now(&mut self, stream: StreamId, on: StreamId) {
+        let tick = self.advance(on);
+        for index in 0..self.streams[on.index()].waited.len() {
+            let tick = self.streams[on.index()].waited[index];
+            if tick > 0 && index != stream.index() {
+                self.waits_for_tick(stream, StreamId(index as u16), tick);
+            }
+        }
+        self.waits_for_tick(stream, on, tick);
+    }
+
+    /// The host has waited for all that `stream` was given so far, and so for all that it waited for.
+    pub(crate) fn synchronized(&mut self, stream: StreamId) {
+        let tick = self.advance(stream);
+        for index in 0..self.streams[stream.index()].waited.len() {
+            let waited = self.streams[stream.index()].waited[index];
+            let clock = &mut self.streams[index];
+            clock.synchronized = clock.synchronized.max(waited);
+        }
+        self.streams[stream.index()].synchronized = tick;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const A: StreamId = StreamId(0);
+    const B: StreamId = StreamId(1);
+    const C: StreamId = StreamId(2);
+
+    fn three_streams() -> StreamClocks {
+        let mut clocks = StreamClocks::default();
+        (0..3).for_each(|_| clocks.register());
+        clocks
+    }
+
+    #[test]
+    fn a_wait_covers_what_came_before_it_and_nothing_after() {
+        let mut clocks = three_streams();
+        let before = clocks.now(B);
+        clocks.waits_for_now(A, B);
+        assert!(clocks.covers(A, B, before));
+        assert!(!clocks.covers(A, B, clocks.now(B)));
+        assert!(!clocks.covers(C, B, before));
+    }
+
+    #[test]
+    fn a_wait_carries_what_the_other_stream_waited_for() {
+        let mut clocks = three_streams();
+        let tick = clocks.now(C);
+        clocks.waits_for_now(B, C);
+        clocks.waits_for_now(A, B);
+        assert!(clocks.covers(A, C, tick));
+    }
+
+    #[test]
+    fn a_synchronized_stream_covers_for_everyone() {
+        let mut clocks = three_streams();
+        let (b, c) = (clocks.now(B), clocks.now(C));
+        clocks.waits_for_now(B, C);
+        clocks.synchronized(B);
+        assert!(clocks.covers(A, B, b) && clocks.covers(A, C, c));
+        assert!(!clocks.covers(A, B, clocks.now(B)));
+    }
+
+    #[test]
+    fn of_two_fences_on_one_stream_the_later_event_survives() {
+        let mut table = FenceTable::default();
+        let fence = |stream| Fence { stream, tick: 0, event: None };
+        let early = table.add(FenceSetId::EMPTY, fence(B));
+        let late = table.add(FenceSetId::EMPTY, fence(B));
+        table.arm(early, [(4, Event(40))]);
+        table.arm(late, [(7, Event(70))]);
+        let both = table.union(early, late);
+        assert_eq!(table.fences(both).iter().map(|f| f.tick).collect::<Vec<_>>(), [7]);
+        assert_eq!(table.drain_spent().collect::<Vec<_>>(), [Event(40)]);
+        table.clear(both);
+        assert_eq!(table.drain_spent().collect::<Vec<_>>(), [Event(70)]);
+        assert_eq!(table.set_count(), 0);
+    }
+}

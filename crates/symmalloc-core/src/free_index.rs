@@ -1,0 +1,388 @@
+//! The free index: every free block of one size class of a heap, in the order of rule D2.
+//!
+//! A free block's place in the order is its [`FreeKey`]: (size, sequence, offset), most significant first. The stream, D2's
+//! first criterion, is constant within a heap. Best fit is the least key whose size is at least the request, so the
+//! answer depends on the set of free blocks and not on the order in which they became free: the index is canonical.
+//!
+//! ```text
+//!  size in units   0 1 2 ... 7 │ 8 9 ... 15 │ 16-17 18-19 ... │ 32-35 ...           8 bins per power of two
+//!                  └─ one size a bin ───────┘ └─ 2 sizes a bin ┘ └─ 4 ...
+//!  occupied        one bit per bin: four words
+//!  bin             short: a sorted list, linked through the blocks themselves     long: a SortedRun of their keys
+//! ```
+//!
+//! Finding the bin is a shift and a mask; finding the next occupied one is a bit scan or two. Most bins of most programs hold
+//! one to three blocks, where a linked list costs a dozen instructions and touches only blocks that are touched anyway. A
+//! program that keeps 100,000 free blocks of one size would walk that list for ever, so a bin that grows long turns into
+//! a [`SortedRun`], which is logarithmic.
+
+use crate::block_table::{Block, BlockTable, NONE};
+use crate::sorted_run::SortedRun;
+use crate::units::Units;
+
+/// A slot of the block table.
+pub(crate) type Slot = u32;
+
+/// A free block's place in the order of rule D2, with its slot: size, sequence, offset, slot, 32 bits each.
+///
+/// The slot never decides: no two free blocks of a heap agree in (sequence, offset).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct FreeKey(u128);
+
+impl FreeKey {
+    #[inline]
+    fn new(size: Units, sequence: u32, offset: Units, slot: Slot) -> Self {
+        let high = (u64::from(size) << 32) | u64::from(sequence);
+        let low = (u64::from(offset) << 32) | u64::from(slot);
+        FreeKey((u128::from(high) << 64) | u128::from(low))
+    }
+
+    #[inline]
+    pub(crate) fn of(block: &Block, slot: Slot) -> Self {
+        FreeKey::new(block.size, block.sequence.0, block.offset, slot)
+    }
+
+    /// The least key a block of this size can have.
+    #[inline]
+    fn least_of(size: Units) -> Self {
+        FreeKey(u128::from(size) << 96)
+    }
+
+    #[inline]
+    pub(crate) fn slot(self) -> Slot {
+        self.0 as Slot
+    }
+}
+
+/// Sizes below 2^MANTISSA_BITS have a bin each; above, every power of two is cut into that many bins.
+const MANTISSA_BITS: u32 = 3;
+/// One more than the bin of the largest size, rounded up to a power of two.
+const BIN_COUNT: usize = 256;
+const WORD_COUNT: usize = BIN_COUNT / 64;
+
+/// An insert that has to pass more blocks than this in a list turns the list into a run ...
+const WALK_MAX: u32 = 16;
+/// ... and a run that has fewer keys than this turns back. The distance keeps a bin from turning back and forth.
+const RUN_MIN: usize = 4;
+
+/// In place of the first slot of a long bin, and of the links of its blocks: neither a slot nor "none".
+const RUN: Slot = NONE - 1;
+
+#[inline(always)]
+fn bin_of(size: Units) -> usize {
+    // Sizes below 2^MANTISSA_BITS have the exponent of 2^MANTISSA_BITS, and no shift.
+    let exponent = (size | 1 << MANTISSA_BITS).ilog2();
+    let shift = exponent - MANTISSA_BITS;
+    // The leading one bit of the mantissa adds one to the exponent's part: bins are contiguous.
+    ((shift << MANTISSA_BITS) + (size >> shift)) as usize % BIN_COUNT
+}
+
+/// The free blocks of one size class of a heap.
+#[derive(Debug)]
+pub(crate) struct FreeIndex {
+    /// Bit b of word w is set when bin 64 w + b is not empty.
+    occupied: [u64; WORD_COUNT],
+    /// The least block of each bin's list; `NONE` when the bin is empty, `RUN` when it is long.
+    first: [Slot; BIN_COUNT],
+    /// The keys of long bins, by bin. Empty until there is one.
+    runs: Vec<Option<Box<SortedRun>>>,
+}
+
+impl Default for FreeIndex {
+    fn default() -> Self {
+        FreeIndex { occupied: [0; WORD_COUNT], first: [NONE; BIN_COUNT], runs: Vec::new() }
+    }
+}
+
+impl Block {
+    /// Neither link names a block, and together they do not say "alone".
+    fn mark_in_run(&mut self) {
+        (self.prev_free, self.next_free) = (RUN, RUN);
+    }
+}
+
+impl FreeIndex {
+    /// The least block of at least `size`: the smallest, of the oldest backing memory, at the lowest offset.
+    #[inline(always)]
+    pub(crate) fn best_fit(&self, table: &BlockTable, size: Units) -> Option<Slot> {
+        let bin = bin_of(size);
+        let mut slot = self.first[bin];
+        if slot == RUN {
+            slot = self.first_of_run_at_least(bin, FreeKey::least_of(size));
+        }
+        while slot != NONE {
+            let block = table.block(slot);
+            if block.size >= size {
+                return Some(slot);
+            }
+            slot = block.next_free;
+        }
+        // Every block of a later bin is larger than every block of this one.
+        let bin = self.next_occupied(bin)?;
+        match self.first[bin] {
+            RUN => Some(self.first_of_run_at_least(bin, FreeKey::least_of(size))),
+            slot => Some(slot),
+        }
+    }
+
+    #[inline(always)]
+    fn next_occupied(&self, bin: usize) -> Option<usize> {
+        let mut word = bin / 64;
+        let mut above = self.occupied[word] & (!1 << (bin % 64));
+        while above == 0 {
+            word += 1;
+            above = *self.occupied.get(word)?;
+        }
+        Some((64 * word + above.trailing_zeros() as usize) % BIN_COUNT)
+    }
+
+    /// Puts a free block in. Its size, sequence and offset must not change while it is here, but through
+    /// [`resize`](Self::resize).
+    #[inline(always)]
+    pub(crate) fn insert(&mut self, table: &mut BlockTable, slot: Slot) {
+        let bin = bin_of(table.block(slot).size);
+        self.insert_into(table, slot, bin);
+    }
+
+    #[inline(always)]
+    fn insert_into(&mut self, table: &mut BlockTable, slot: Slot, bin: usize) {
+        let block = table.block_mut(slot);
+        block.bin = bin as u16;
+        if self.first[bin] != NONE {
+            return self.insert_in_order(table, slot, bin);
+        }
+        (block.prev_free, block.next_free) = (NONE, NONE);
+        self.first[bin] = slot;
+        self.occupied[bin / 64] |= 1 << (bin % 64);
+    }
+
+    /// Takes a free block out.
+    ///
+    /// # Panics
+    /// When the block is not in the index: the block table and the index disagree.
+    #[inline(always)]
+    pub(crate) fn remove(&mut self, table: &mut BlockTable, slot: Slot) {
+        let blocks = table.blocks_mut();
+        let block = &blocks[slot as usize];
+        let (prev, next, bin) = (block.prev_free, block.next_free, usize::from(block.bin) % BIN_COUNT);
+        if let Some(after) = blocks.get_mut(next as usize) {
+            after.prev_free = prev;
+        }
+        match blocks.get_mut(prev as usize) {
+            Some(before) => before.next_free = next,
+            None if prev == RUN => self.remove_from_run(table, slot),
+            None => {
+                assert!(self.first[bin] == slot, "the free index lacks a block that the table calls free");
+                self.first[bin] = next;
+                if next == NONE {
+                    self.occupied[bin / 64] &= !(1 << (bin % 64));
+                }
+            }
+        }
+    }
+
+    /// Changes a free block's place and size. A block that is alone in its bin and stays in it does not move.
+    #[inline(always)]
+    pub(crate) fn resize(&mut self, table: &mut BlockTable, slot: Slot, offset: Units, size: Units) {
+        let bin = bin_of(size);
+        let block = table.block_mut(slot);
+        let is_alone = block.prev_free & block.next_free == NONE;
+        if is_alone {
+            let old = usize::from(block.bin) % BIN_COUNT;
+            (block.offset, block.size) = (offset, size);
+            if old == bin {
+                return;
+            }
+            self.first[old] = NONE;
+            self.occupied[old / 64] &= !(1 << (old % 64));
+        } else {
+            self.remove(table, slot);
+            let block = table.block_mut(slot);
+            (block.offset, block.size) = (offset, size);
+        }
+        self.insert_into(table, slot, bin);
+    }
+
+    /// Size of the largest free block.
+    pub(crate) fn largest(&self, table: &BlockTable) -> Option<Units> {
+        let word = self.occupied.iter().rposition(|word| *word != 0)?;
+        let bin = 64 * word + self.occupied[word].ilog2() as usize;
+        self.keys_of(table, bin).last().map(|key| table.block(key.slot()).size)
+    }
+
+    /// All keys in ascending order, for the invariants.
+    pub(crate) fn keys(&self, table: &BlockTable) -> impl Iterator<Item = FreeKey> {
+        (0..BIN_COUNT).flat_map(|bin| self.keys_of(table, bin))
+    }
+
+    /// Puts a block into a bin that is not empty.
+    fn insert_in_order(&mut self, table: &mut BlockTable, slot: Slot, bin: usize) {
+        let key = FreeKey::of(table.block(slot), slot);
+        let (mut prev, mut next) = (NONE, self.first[bin]);
+        let mut walked = 0;
+        while next != NONE {
+            if next == RUN || walked == WALK_MAX {
+                return self.insert_into_run(table, slot, bin);
+            }
+            let block = table.block(next);
+            if FreeKey::of(block, next) > key {
+                break;
+            }
+            (prev, next) = (next, block.next_free);
+            walked += 1;
+        }
+        let block = table.block_mut(slot);
+        (block.prev_free, block.next_free) = (prev, next);
+        if next != NONE {
+            table.block_mut(next).prev_free = slot;
+        }
+        match prev {
+            NONE => self.first[bin] = slot,
+            prev => table.block_mut(prev).next_free = slot,
+        }
+    }
+
+    fn run_of(&self, bin: usize) -> Option<&SortedRun> {
+        self.runs.get(bin)?.as_deref()
+    }
+
+    #[cold]
+    fn first_of_run_at_least(&self, bin: usize, bound: FreeKey) -> Slot {
+        self.run_of(bin).and_then(|run| run.first_at_least(bound)).map_or(NONE, FreeKey::slot)
+    }
+
+    #[cold]
+    fn insert_into_run(&mut self, table: &mut BlockTable, slot: Slot, bin: usize) {
+        if self.first[bin] != RUN {
+            let keys: Vec<FreeKey> = self.keys_of(table, bin).collect();
+            let mut run = Box::<SortedRun>::default();
+            for key in keys {
+                run.insert(key);
+                table.block_mut(key.slot()).mark_in_run();
+            }
+            self.runs.resize_with(BIN_COUNT, || None);
+            self.runs[bin] = Some(run);
+            self.first[bin] = RUN;
+        }
+        let run = self.runs[bin].as_mut().expect("a long bin has a run");
+        run.insert(FreeKey::of(table.block(slot), slot));
+        table.block_mut(slot).mark_in_run();
+    }
+
+    #[cold]
+    fn remove_from_run(&mut self, table: &mut BlockTable, slot: Slot) {
+        let key = FreeKey::of(table.block(slot), slot);
+        let bin = usize::from(table.block(slot).bin);
+        let run = self.runs[bin].as_mut().expect("a block is marked as part of a run that does not exist");
+        run.remove(key);
+        if run.is_shorter_than(RUN_MIN) {
+            let keys: Vec<FreeKey> = run.iter().collect();
+            self.runs[bin] = None;
+            self.first[bin] = NONE;
+            self.occupied[bin / 64] &= !(1 << (bin % 64));
+            keys.into_iter().for_each(|key| self.insert(table, key.slot()));
+        }
+    }
+
+    fn keys_of(&self, table: &BlockTable, bin: usize) -> impl Iterator<Item = FreeKey> {
+        let first = self.first[bin];
+        let run = if first == RUN { self.run_of(bin) } else { None };
+        let list = std::iter::successors((first < RUN).then_some(first), |slot| {
+            let next = table.block(*slot).next_free;
+            (next != NONE).then_some(next)
+        });
+        list.map(|slot| FreeKey::of(table.block(slot), slot)).chain(run.into_iter().flat_map(SortedRun::iter))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::{DeviceAddress, Range};
+    use crate::block_table::BlockState;
+    use crate::ids::{SegmentId, StreamId};
+    use crate::size_rules::SizeClass;
+    use proptest::prelude::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn bins_are_contiguous_and_ascending() {
+        let mut last = bin_of(1);
+        for size in (2..1 << 19).chain((19..32).flat_map(|e| [(1 << e) - 1, 1 << e, (1 << e) + 1])).chain([u32::MAX]) {
+            let bin = bin_of(size);
+            assert!(bin >= last, "size {size} lies in bin {bin}, after bin {last}");
+            assert!(size > 1 << 19 || bin <= last + 1);
+            last = bin;
+        }
+        assert!(last < BIN_COUNT);
+    }
+
+    /// A table with blocks of the given (size, sequence, offset), which need not tile anything.
+    fn table_of(blocks: &[(Units, u32, Units)]) -> (BlockTable, Vec<Slot>) {
+        let mut table = BlockTable::default();
+        let range = Range { base: DeviceAddress(0), size_bytes: 1 << 40 };
+        let free = BlockState::Free { stream: StreamId(0), since: 0 };
+        let slots = blocks.iter().map(|&(size, sequence, offset)| {
+            let slot = table.add_segment(SegmentId(sequence), range, SizeClass::Large, size, free);
+            table.block_mut(slot).offset = offset;
+            slot
+        });
+        let slots = slots.collect();
+        (table, slots)
+    }
+
+    #[test]
+    fn an_equal_size_goes_to_the_oldest_memory_then_to_the_lowest_offset() {
+        let (mut table, slots) = table_of(&[(40, 7, 0), (40, 3, 9), (40, 3, 2), (40, 5, 1)]);
+        let mut index = FreeIndex::default();
+        slots.iter().for_each(|slot| index.insert(&mut table, *slot));
+        assert_eq!(index.best_fit(&table, 33), Some(slots[2]));
+    }
+
+    fn blocks() -> impl Strategy<Value = Vec<(Units, u32, Units)>> {
+        // Few sizes far apart and many near each other: short and long bins, and every word of the bitmap.
+        let size = prop_oneof![1..40u32, 1000..1100u32, (0..31u32).prop_map(|e| 1 << e), Just(77)];
+        prop::collection::vec((size, 0..3u32, 0..5000u32), 0..700)
+    }
+
+    proptest! {
+        #[test]
+        fn agrees_with_an_ordered_set(blocks in blocks(), requests in prop::collection::vec(1..2000u32, 20),
+                                      removals in prop::collection::vec(any::<prop::sample::Index>(), 0..700)) {
+            let (mut table, slots) = table_of(&blocks);
+            let (mut index, mut oracle) = (FreeIndex::default(), BTreeSet::new());
+            let check = |index: &FreeIndex, table: &BlockTable, oracle: &BTreeSet<FreeKey>| {
+                for &size in requests.iter().chain(&[1 << 20, 1 << 30, u32::MAX]) {
+                    let expected = oracle.range(FreeKey::least_of(size)..).next().map(|key| key.slot());
+                    assert_eq!(index.best_fit(table, size), expected);
+                }
+                let largest = oracle.last().map(|key| table.block(key.slot()).size);
+                assert_eq!(index.largest(table), largest);
+                assert_eq!(index.keys(table).count(), oracle.len());
+            };
+            for slot in slots {
+                index.insert(&mut table, slot);
+                oracle.insert(FreeKey::of(table.block(slot), slot));
+            }
+            check(&index, &table, &oracle);
+            for removal in removals {
+                if oracle.is_empty() {
+                    break;
+                }
+                let key = *removal.get(&oracle.iter().copied().collect::<Vec<_>>());
+                index.remove(&mut table, key.slot());
+                oracle.remove(&key);
+            }
+            check(&index, &table, &oracle);
+            prop_assert!(index.keys(&table).eq(oracle.iter().copied()));
+            // Every block changes its size, so that it goes to another bin, or to another place in its own.
+            for key in oracle {
+                let block = table.block(key.slot());
+                let (offset, size) = (block.offset + 1, if block.size > 50 { block.size - 50 } else { block.size + 1 });
+                index.resize(&mut table, key.slot(), offset, size);
+            }
+            prop_assert!(index.keys(&table).is_sorted());
+            prop_assert!(index.keys(&table).all(|key| key == FreeKey::of(table.block(key.slot()), key.slot())));
+        }
+    }
+}

@@ -1,0 +1,83 @@
+//! Handles and what an allocation returns.
+//!
+//! A handle names one allocation of one allocator, for ever: it is never given to another allocation, so using it after
+//! the allocation was freed is an error and not somebody else's memory.
+//!
+//! ```text
+//!  slot 32 │ heap 32 │ tag 64 = owner 16 │ serial 48
+//! ```
+//! The block in `slot` carries the same tag while it is allocated: one comparison recognises a live handle.
+
+use crate::backend::DeviceAddress;
+use crate::ids::{HeapId, Placement};
+use std::fmt;
+
+/// Names one allocation. Copying it copies the name, not the memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Handle {
+    pub(crate) heap: HeapId,
+    pub(crate) slot: u32,
+    pub(crate) tag: u64,
+}
+
+impl Handle {
+    /// The handle as two words, for interfaces that carry integers only.
+    pub fn into_raw(self) -> (u64, u64) {
+        ((u64::from(self.heap.0) << 32) | u64::from(self.slot), self.tag)
+    }
+
+    /// The handle of [`into_raw`](Self::into_raw). Any two words are safe: what is not a live handle is refused by
+    /// every call.
+    pub fn from_raw((place, tag): (u64, u64)) -> Self {
+        Handle { heap: HeapId((place >> 32) as u32), slot: place as u32, tag }
+    }
+}
+
+impl fmt::Display for Handle {
+    /// Heap, slot and serial number.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}#{}", self.heap, self.slot, self.tag & SERIAL_MAX)
+    }
+}
+
+const SERIAL_BITS: u32 = 48;
+const SERIAL_MAX: u64 = (1 << SERIAL_BITS) - 1;
+
+/// Gives the tags of one heap's allocations: the allocator's number and a serial.
+#[derive(Debug)]
+pub(crate) struct Tags {
+    last: u64,
+}
+
+impl Tags {
+    pub(crate) fn new(owner: u16) -> Self {
+        Tags { last: u64::from(owner) << SERIAL_BITS }
+    }
+
+    #[inline]
+    pub(crate) fn next(&mut self) -> u64 {
+        self.last += 1;
+        // At a million allocations a second this takes nine years.
+        debug_assert!(self.last & SERIAL_MAX != 0);
+        self.last
+    }
+
+    /// Whether the tag is, or was, of an allocation of this heap.
+    pub(crate) fn gave(&self, tag: u64) -> bool {
+        tag >> SERIAL_BITS == self.last >> SERIAL_BITS && tag <= self.last && tag & SERIAL_MAX != 0
+    }
+}
+
+/// An allocation: its name, and where it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Allocation {
+    /// The name to use it by.
+    pub handle: Handle,
+    /// The first byte on the device; 0 for an allocation of zero bytes. Differs between ranks.
+    pub address: DeviceAddress,
+    /// Where it lies; equal on all ranks. [`Placement::NOWHERE`] for an allocation of zero bytes.
+    pub placement: Placement,
+    /// Bytes that may be used: the request, rounded up.
+    pub size_bytes: u64,
+}

@@ -1,0 +1,79 @@
+//! The known word nearest to a misspelt one, for errors that say what was probably meant.
+//!
+//! Distance is Levenshtein's: the least number of characters to insert, delete or replace. A word is near when at most
+//! a third of it (at least one character) is wrong.
+
+use std::fmt;
+
+/// The longest word that is looked at; a longer one is not a slip of the fingers.
+const WORD_BYTES_MAX: usize = 64;
+
+/// The first of the `known` words that is nearest to `word`, if any is near.
+pub(crate) fn nearest<'k>(word: &str, known: impl IntoIterator<Item = &'k str>) -> Option<&'k str> {
+    if word.len() > WORD_BYTES_MAX {
+        return None;
+    }
+    known
+        .into_iter()
+        .map(|candidate| (distance(word.as_bytes(), candidate.as_bytes()), candidate))
+        .filter(|(distance, candidate)| *distance <= (candidate.len() / 3).max(1) && *distance < candidate.len())
+        .min_by_key(|(distance, _)| *distance)
+        .map(|(_, candidate)| candidate)
+}
+
+/// The part of an error's message that says what was probably meant, if that is known.
+pub(crate) struct DidYouMean(pub(crate) Option<&'static str>);
+
+impl fmt::Display for DidYouMean {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(word) => write!(f, ", did you mean `{word}`?"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Levenshtein distance in bytes, one row of the table at a time.
+fn distance(from: &[u8], to: &[u8]) -> usize {
+    let mut row: Vec<usize> = (0..=to.len()).collect();
+    for (i, a) in from.iter().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, b) in to.iter().enumerate() {
+            let replaced = diagonal + usize::from(a != b);
+            diagonal = row[j + 1];
+            row[j + 1] = replaced.min(diagonal + 1).min(row[j] + 1);
+        }
+    }
+    row[to.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KNOWN: [&str; 3] = ["max_split_size_mb", "segments", "a"];
+
+    #[test]
+    fn a_slip_of_the_fingers_finds_the_word() {
+        assert_eq!(nearest("max_split_size", KNOWN), Some("max_split_size_mb"));
+        assert_eq!(nearest("segmets", KNOWN), Some("segments"));
+        assert_eq!(nearest("segment", KNOWN), Some("segments"));
+    }
+
+    #[test]
+    fn another_word_finds_nothing() {
+        assert_eq!(nearest("garbage", KNOWN), None);
+        assert_eq!(nearest("b", KNOWN), None);
+        assert_eq!(nearest("", KNOWN), None);
+        assert_eq!(nearest(&"segments".repeat(1000), KNOWN), None);
+    }
+
+    #[test]
+    fn distance_counts_insertions_deletions_and_replacements() {
+        assert_eq!(distance(b"kitten", b"sitting"), 3);
+        assert_eq!(distance(b"", b"abc"), 3);
+        assert_eq!(distance(b"abc", b""), 3);
+        assert_eq!(distance(b"abc", b"abc"), 0);
+    }
+}

@@ -1,0 +1,121 @@
+//! Observers: whoever must know about a pool's segments. See [`crate::segment_log`] for what they are told and when.
+
+use crate::allocator::Allocator;
+use crate::backend::Backend;
+use crate::errors::{TrimError, UnknownError};
+use crate::ids::{HeapId, PoolId};
+use crate::lock::{Lock, LockCell};
+use crate::segment_log::{ObserverId, SegmentEvent, SegmentEventKind, SegmentLog};
+use crate::units::bytes;
+
+/// Which observer watches which pool.
+#[derive(Debug, Default)]
+pub(crate) struct Observers {
+    next: u32,
+    live: Vec<(ObserverId, PoolId)>,
+}
+
+impl Observers {
+    pub(crate) fn count(&self, pool: PoolId) -> u32 {
+        self.of_pool(pool).count() as u32
+    }
+
+    pub(crate) fn of_pool(&self, pool: PoolId) -> impl Iterator<Item = ObserverId> + '_ {
+        self.live.iter().filter(move |(_, watched)| *watched == pool).map(|(observer, _)| *observer)
+    }
+
+    fn pool_of(&self, observer: ObserverId) -> Option<PoolId> {
+        self.live.iter().find(|(id, _)| *id == observer).map(|(_, pool)| *pool)
+    }
+}
+
+/// What an observer has not acknowledged yet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Unread {
+    /// The events, in (stream, order of happening): the same on every rank at the same op.
+    pub events: Vec<SegmentEvent>,
+    /// How far these events reach in the log of each heap.
+    ends: Vec<(HeapId, u64)>,
+}
+
+impl<B: Backend, L: Lock> Allocator<B, L> {
+    /// Starts observing a pool. Returns the observer and, as births, the segments that live already.
+    ///
+    /// From now on dead segments of the pool keep their memory until the observer has acknowledged their death, and
+    /// expandable segments are not shrunk.
+    ///
+    /// # Errors
+    /// When the pool is unknown.
+    pub fn observe(&self, pool: PoolId) -> Result<(ObserverId, Vec<SegmentEvent>), UnknownError> {
+        let entry = self.pool(pool)?;
+        let mut observers = self.observers.lock();
+        let observer = ObserverId(observers.next);
+        observers.next += 1;
+        observers.live.push((observer, pool));
+        let mut births = Vec::new();
+        for heap in entry.heaps() {
+            let mut heap = heap.lock();
+            heap.log.observe(observer);
+            for segment in heap.table.segments_in_order() {
+                let live = heap.table.segment(segment);
+                births.push(SegmentEvent {
+                    kind: SegmentEventKind::Birth,
+                    pool,
+                    stream: heap.stream,
+                    segment: live.id,
+                    base: live.range.base,
+                    offset_bytes: 0,
+                    size_bytes: bytes(live.end),
+                });
+            }
+        }
+        Ok((observer, births))
+    }
+
+    /// What the observer has not acknowledged, in (stream, order of happening). Empty for an observer that was forgotten.
+    pub fn unread(&self, observer: ObserverId) -> Unread {
+        let mut unread = Unread { events: Vec::new(), ends: Vec::new() };
+        let pool = self.observers.lock().pool_of(observer);
+        if let Some(entry) = pool.and_then(|pool| self.pool(pool).ok()) {
+            for heap in entry.heaps() {
+                let heap = heap.lock();
+                unread.events.extend(heap.log.unread(observer));
+                unread.ends.push((heap.id, heap.log.next()));
+            }
+        }
+        unread
+    }
+
+    /// The observer has dealt with these events. Memory of dead segments that no observer holds any more goes back to
+    /// the device; returns how many bytes.
+    ///
+    /// # Errors
+    /// When the driver fails to take memory back; the events are acknowledged, and the next trim tries again.
+    pub fn acknowledge(&self, observer: ObserverId, unread: &Unread) -> Result<u64, TrimError> {
+        self.let_go(&unread.ends, |log, end| log.acknowledge(observer, end))
+    }
+
+    /// Ends an observer, as if it had acknowledged everything; returns how many bytes went back to the device.
+    ///
+    /// # Errors
+    /// When the driver fails to take memory back; the observer is gone, and the next trim tries again.
+    pub fn forget(&self, observer: ObserverId) -> Result<u64, TrimError> {
+        let ends = self.unread(observer).ends;
+        self.observers.lock().live.retain(|(id, _)| *id != observer);
+        self.let_go(&ends, |log, _| log.forget(observer))
+    }
+
+    fn let_go(&self, ends: &[(HeapId, u64)], change: impl Fn(&mut SegmentLog, u64)) -> Result<u64, TrimError> {
+        let (mut released_bytes, mut first_error) = (0, None);
+        for (id, end) in ends {
+            let Some(heap) = self.heaps.get(id.index()) else { continue };
+            let mut heap = heap.lock();
+            change(&mut heap.log, *end);
+            let (released, error) = heap.release_retired(&self.around);
+            released_bytes += released;
+            first_error = first_error.or(error);
+        }
+        first_error.map_or(Ok(released_bytes), |error| Err(TrimError::Backend { released_bytes, error }))
+    }
+}

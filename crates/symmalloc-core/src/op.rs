@@ -1,0 +1,118 @@
+//! The vocabulary: one [`Op`] is one call that a program makes on the allocator.
+//!
+//! An op is at once the step of a test, the input of a fuzzer, a line of a trace, a unit of replay and of a benchmark,
+//! and what a bug report consists of. Whatever fails anywhere can therefore be saved and run everywhere.
+//!
+//! Ops name things by their logical ids only. No op carries an address, a raw handle or a time.
+
+use crate::config::PoolConfig;
+use crate::ids::{AllocationId, Placement, PoolId, StreamId};
+
+/// One call of the vocabulary.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Op {
+    /// The program registers its next stream. Ids are dense: the n-th registration names stream n.
+    RegisterStream {
+        /// The id the stream gets.
+        stream: StreamId,
+    },
+    /// The program makes its next pool. Ids are dense; pool 0 is the default pool and may be stated only before
+    /// anything was allocated, to say how it is configured.
+    CreatePool {
+        /// The id the pool gets.
+        pool: PoolId,
+        /// The pool's policy.
+        config: Box<PoolConfig>,
+    },
+    /// The pool is given up: everything in it must be free, and its memory goes back to the device.
+    DestroyPool {
+        /// The pool.
+        pool: PoolId,
+    },
+    /// Memory of `size_bytes` for work on `stream`.
+    Allocate {
+        /// What later ops call the allocation.
+        id: AllocationId,
+        /// The pool to take it from.
+        pool: PoolId,
+        /// The stream whose work uses it first.
+        stream: StreamId,
+        /// Requested bytes, not rounded. Zero is allowed and takes no memory.
+        size_bytes: u64,
+    },
+    /// The program is done with the allocation (PyTorch's `free_requested`).
+    Free {
+        /// The allocation.
+        id: AllocationId,
+    },
+    /// Work on another stream uses the allocation too (PyTorch's `record_stream`).
+    RecordUse {
+        /// The allocation.
+        id: AllocationId,
+        /// The stream that uses it.
+        stream: StreamId,
+    },
+    /// The program made `stream` wait, on the device, for all work submitted to `on` so far.
+    Wait {
+        /// The stream that waits.
+        stream: StreamId,
+        /// The stream it waits for.
+        on: StreamId,
+    },
+    /// The program waited, on the host, for all work submitted to `stream` so far.
+    Synchronize {
+        /// The stream.
+        stream: StreamId,
+    },
+    /// The heap of (pool, stream) shall hold at least `size_bytes` of device memory.
+    Reserve {
+        /// The pool.
+        pool: PoolId,
+        /// The stream.
+        stream: StreamId,
+        /// Bytes of reserved memory to reach.
+        size_bytes: u64,
+    },
+    /// Give free memory back to the device: of one pool, or of all.
+    Trim {
+        /// The pool, or all pools in order.
+        pool: Option<PoolId>,
+    },
+    /// A point that every rank passes with the same history: where ranks agree and register (rule D6).
+    Sync,
+}
+
+/// An op with what a recording knows of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Record {
+    /// The op.
+    pub op: Op,
+    /// What the program called the allocation (allocate only).
+    pub name: Option<Box<str>>,
+    /// Where the recorded allocator put it (allocate only).
+    pub placement: Option<Placement>,
+}
+
+impl From<Op> for Record {
+    fn from(op: Op) -> Self {
+        Record { op, name: None, placement: None }
+    }
+}
+
+impl Record {
+    /// The same record with the allocation's name.
+    #[must_use]
+    pub fn with_name(mut self, name: &str) -> Self {
+        self.name = Some(name.into());
+        self
+    }
+
+    /// The same record with the recorded decision.
+    #[must_use]
+    pub fn with_placement(mut self, placement: Placement) -> Self {
+        self.placement = Some(placement);
+        self
+    }
+}

@@ -1,0 +1,272 @@
+//! Replay: ops carried out on an allocator.
+//!
+//! A [`Program`] is a list of ops whose allocations are renumbered 0, 1, 2, ... in the order in which they are made, so that
+//! many ranks can share one and each keeps a dense table of handles. A [`Replay`] is one rank's run of it: a test, a fuzz
+//! input, a benchmark and a recorded job all run through here.
+
+use crate::allocator::Allocator;
+use crate::backend::{Backend, BackendError};
+use crate::errors::{AllocateError, FreeError, PoolError, RecordUseError, StreamError, TrimError, UnknownError};
+use crate::handle::{Allocation, Handle};
+use crate::ids::{AllocationId, PoolId, StreamId};
+use crate::lock::Lock;
+use crate::names::slot_map;
+use crate::op::{Op, Record};
+use thiserror::Error;
+
+/// Ops with dense allocation ids.
+#[derive(Clone, Debug, Default)]
+pub struct Program {
+    ops: Vec<Op>,
+    allocation_count: usize,
+    /// Of named allocations, ascending by id.
+    names: Vec<(AllocationId, Box<str>)>,
+}
+
+impl Program {
+    /// Renumbers the allocations of recorded ops.
+    ///
+    /// # Errors
+    /// When an op names an allocation that was not made before, or one is made twice.
+    pub fn new<'a>(records: impl IntoIterator<Item = &'a Record>) -> Result<Self, ReplayError> {
+        let mut program = Program::default();
+        let mut dense = slot_map();
+        for (index, record) in records.into_iter().enumerate() {
+            let mut op = record.op.clone();
+            match &mut op {
+                Op::Allocate { id, .. } => {
+                    let next = AllocationId(dense.len() as u64);
+                    if dense.insert(*id, next).is_some() {
+                        return Err(ReplayError { op: index, error: StepError::MadeTwice { id: *id } });
+                    }
+                    *id = next;
+                    program.allocation_count += 1;
+                    program.names.extend(record.name.clone().map(|name| (next, name)));
+                }
+                Op::Free { id } | Op::RecordUse { id, .. } => {
+                    let known = dense.get(id).copied();
+                    *id = known.ok_or(ReplayError { op: index, error: StepError::NotLive { id: *id } })?;
+                }
+                _ => {}
+            }
+            program.ops.push(op);
+        }
+        Ok(program)
+    }
+
+    /// The ops, their allocations numbered in the order in which they are made.
+    pub fn ops(&self) -> &[Op] {
+        &self.ops
+    }
+
+    /// Number of allocations that the program makes.
+    pub fn allocation_count(&self) -> usize {
+        self.allocation_count
+    }
+
+    /// What the program calls an allocation.
+    #[inline]
+    pub fn name(&self, id: AllocationId) -> Option<&str> {
+        let at = self.names.binary_search_by_key(&id, |(id, _)| *id).ok()?;
+        Some(&self.names[at].1)
+    }
+}
+
+/// One rank's run of a [`Program`].
+#[derive(Debug)]
+pub struct Replay<'a, B: Backend, L: Lock> {
+    allocator: &'a Allocator<B, L>,
+    program: &'a Program,
+    /// Live allocations by dense id.
+    live: Vec<Option<Handle>>,
+    /// The allocator's pool for each pool of the program; `None` once it was destroyed.
+    pools: Vec<Option<PoolId>>,
+}
+
+impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
+    /// A run on an allocator that no other run uses at the same time.
+    pub fn new(allocator: &'a Allocator<B, L>, program: &'a Program) -> Self {
+        let live = vec![None; program.allocation_count()];
+        Replay { allocator, program, live, pools: vec![Some(PoolId::DEFAULT)] }
+    }
+
+    /// Carries one op of the program out. Returns the allocation that it made.
+    ///
+    /// Streams and pools that exist already, from an earlier run of the program, are used again.
+    ///
+    /// # Errors
+    /// Whatever the allocator refuses, and ops on allocations that are not live. The run can go on.
+    #[inline(always)]
+    pub fn step(&mut self, op: &Op) -> Result<Option<Allocation>, StepError> {
+        match *op {
+            Op::Allocate { id, pool, stream, size_bytes } => {
+                let pool = self.pool(pool)?;
+                let allocation = match self.program.name(id) {
+                    None => self.allocator.allocate(pool, stream, size_bytes)?,
+                    Some(name) => self.allocator.allocate_named(pool, stream, size_bytes, name)?,
+                };
+                self.live[id.0 as usize] = Some(allocation.handle);
+                return Ok(Some(allocation));
+            }
+            Op::Free { id } => {
+                let handle = self.live(id)?;
+                self.allocator.free(handle)?;
+                self.live[id.0 as usize] = None;
+            }
+            Op::RecordUse { id, stream } => self.allocator.record_use(self.live(id)?, stream)?,
+            _ => self.step_rarely(op)?,
+        }
+        Ok(None)
+    }
+
+    #[cold]
+    fn step_rarely(&mut self, op: &Op) -> Result<(), StepError> {
+        match op {
+            Op::RegisterStream { stream } => {
+                if u32::from(stream.0) >= self.allocator.stream_count() {
+                    self.allocator.register_stream()?;
+                }
+            }
+            Op::CreatePool { pool, config } => {
+                if self.pools.len() <= pool.index() {
+                    self.pools.resize(pool.index() + 1, None);
+                }
+                if self.pools[pool.index()].is_none() {
+                    self.pools[pool.index()] = Some(self.allocator.create_pool((**config).clone())?);
+                }
+            }
+            Op::DestroyPool { pool } => {
+                self.allocator.destroy_pool(self.pool(*pool)?)?;
+                self.pools[pool.index()] = None;
+            }
+            Op::Wait { stream, on } => self.wait(*stream, *on)?,
+            Op::Synchronize { stream } => {
+                self.known(*stream)?;
+                self.allocator.backend().synchronize(*stream)?;
+                self.allocator.stream_synchronized(*stream)?;
+            }
+            Op::Reserve { pool, stream, size_bytes } => {
+                self.allocator.reserve(self.pool(*pool)?, *stream, *size_bytes)?;
+            }
+            Op::Trim { pool } => {
+                let pool = pool.map(|pool| self.pool(pool)).transpose()?;
+                self.allocator.trim(pool)?;
+            }
+            Op::Allocate { .. } | Op::Free { .. } | Op::RecordUse { .. } | Op::Sync => {}
+        }
+        Ok(())
+    }
+
+    /// Does on the device what the program did, and tells the allocator.
+    fn wait(&self, stream: StreamId, on: StreamId) -> Result<(), StepError> {
+        self.known(stream)?;
+        self.known(on)?;
+        let backend = self.allocator.backend();
+        let event = backend.record(on)?;
+        let waited = backend.wait(stream, event);
+        backend.recycle(event);
+        waited?;
+        Ok(self.allocator.stream_waits(stream, on)?)
+    }
+
+    fn known(&self, stream: StreamId) -> Result<(), UnknownError> {
+        let streams = self.allocator.stream_count();
+        if u32::from(stream.0) < streams { Ok(()) } else { Err(UnknownError::Stream { stream, streams }) }
+    }
+
+    /// Carries the whole program out, up to the first error. Gives each allocation, by dense id, to `placed`.
+    ///
+    /// # Errors
+    /// The first error with the number of its op.
+    pub fn run(&mut self, mut placed: impl FnMut(AllocationId, &Allocation)) -> Result<(), ReplayError> {
+        let program = self.program;
+        let mut next = 0;
+        for (index, op) in program.ops.iter().enumerate() {
+            match self.step(op) {
+                Ok(None) => {}
+                Ok(Some(allocation)) => placed(AllocationId(next), &allocation),
+                Err(error) => return Err(ReplayError { op: index, error }),
+            }
+            next += u64::from(matches!(op, Op::Allocate { .. }));
+        }
+        Ok(())
+    }
+
+    /// Frees what the program left allocated, in the order in which it was made.
+    ///
+    /// # Errors
+    /// When the driver cannot fence a use; what is left then can be freed by another call.
+    pub fn free_all(&mut self) -> Result<(), FreeError> {
+        for live in &mut self.live {
+            if let Some(handle) = *live {
+                self.allocator.free(handle)?;
+                *live = None;
+            }
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn live(&self, id: AllocationId) -> Result<Handle, StepError> {
+        self.live.get(id.0 as usize).copied().flatten().ok_or(StepError::NotLive { id })
+    }
+
+    #[inline]
+    fn pool(&self, pool: PoolId) -> Result<PoolId, UnknownError> {
+        let known = self.pools.get(pool.index()).copied().flatten();
+        known.ok_or(UnknownError::Pool { pool, pools: self.pools.len() as u32 })
+    }
+}
+
+/// The op that stopped a replay, counted from 0, and why.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("op {op}: {error}")]
+#[non_exhaustive]
+pub struct ReplayError {
+    /// The op's number in the program.
+    pub op: usize,
+    /// What was wrong.
+    pub error: StepError,
+}
+
+/// Why an op could not be carried out.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum StepError {
+    /// The allocation was never made, its allocation failed, or it is freed already.
+    #[error("allocation {} is not live", .id.0)]
+    NotLive {
+        /// The allocation.
+        id: AllocationId,
+    },
+    /// Two ops make an allocation of the same id.
+    #[error("allocation {} is made twice", .id.0)]
+    MadeTwice {
+        /// The allocation.
+        id: AllocationId,
+    },
+    /// A pool or stream does not exist.
+    #[error(transparent)]
+    Unknown(#[from] UnknownError),
+    /// The allocator refused.
+    #[error(transparent)]
+    Allocate(#[from] AllocateError),
+    /// The allocator refused.
+    #[error(transparent)]
+    Free(#[from] FreeError),
+    /// The allocator refused.
+    #[error(transparent)]
+    RecordUse(#[from] RecordUseError),
+    /// The allocator refused.
+    #[error(transparent)]
+    Stream(#[from] StreamError),
+    /// The allocator refused.
+    #[error(transparent)]
+    Pool(#[from] PoolError),
+    /// The driver failed.
+    #[error(transparent)]
+    Trim(#[from] TrimError),
+    /// The driver failed.
+    #[error(transparent)]
+    Backend(#[from] BackendError),
+}

@@ -1,0 +1,167 @@
+//! The segment log: births, growths, shrinks and deaths of one heap's segments, in the order in which they happened.
+//!
+//! Whoever must know about segments (a registrar of NCCL windows, a profiler) is an **observer**. The allocator never
+//! calls it: an observer asks for what is new since its cursor, at a point of its own choosing, and acknowledges what it
+//! has dealt with. So no observer ever runs under a lock that `allocate` needs, and a collective never runs by surprise
+//! (rule D6).
+//!
+//! ```text
+//!   dropped (all have passed)      entries                         next
+//!  ──────────────────────────┬───────┬───────┬───────┬───────┬──────┐
+//!                            │ birth │growth │ death │ birth │      │
+//!                            └───────┴───────┴───────┴───────┴──────┘
+//!                            ▲ base          ▲ cursor of one observer
+//! ```
+//!
+//! The log is append-only and its indices are never reused. Entries that every observer has acknowledged are dropped, so
+//! a heap without observers keeps none. A dead segment's memory goes back to the device only after every observer has
+//! acknowledged the death: a window on it is gone by then.
+//!
+//! There is a log per heap, and observers read a pool's logs in stream order. One log over all heaps would record how
+//! threads interleaved, and ranks would register in different orders (rule D8).
+
+use crate::backend::{DeviceAddress, Range};
+use crate::ids::{PoolId, SegmentId, StreamId};
+use smallvec::SmallVec;
+use std::collections::VecDeque;
+
+/// What happened to a segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum SegmentEventKind {
+    /// The segment exists; its first `size_bytes` are backed by memory.
+    Birth,
+    /// `size_bytes` more, from `offset_bytes` on, are backed by memory.
+    Growth,
+    /// The memory of `size_bytes` from `offset_bytes` on went back to the device. Never happens in an observed pool.
+    Shrink,
+    /// The segment is no more. Its memory goes back once every observer has acknowledged this.
+    Death,
+}
+
+/// An entry of the segment log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SegmentEvent {
+    /// What happened.
+    pub kind: SegmentEventKind,
+    /// The pool of the segment.
+    pub pool: PoolId,
+    /// The stream of its heap; `None` when the pool's streams share.
+    pub stream: Option<StreamId>,
+    /// The segment, by birth ordinal in its heap.
+    pub segment: SegmentId,
+    /// Address of the segment's first byte. Differs between ranks.
+    pub base: DeviceAddress,
+    /// Where in the segment, in bytes.
+    pub offset_bytes: u64,
+    /// How much, in bytes.
+    pub size_bytes: u64,
+}
+
+/// Names an observer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ObserverId(pub(crate) u32);
+
+/// A dead segment whose memory is not back on the device yet.
+#[derive(Debug)]
+pub(crate) struct Retired {
+    /// Index of the death in the log: free to go when all cursors have passed it.
+    death: u64,
+    pub(crate) range: Range,
+    /// What is still backed by memory: (offset, size) in bytes.
+    pub(crate) mapped: SmallVec<[(u64, u64); 1]>,
+    /// Streams whose work may still use the memory.
+    pub(crate) streams: SmallVec<[StreamId; 2]>,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct SegmentLog {
+    base: u64,
+    entries: VecDeque<SegmentEvent>,
+    /// One cursor per observer of the pool: the index of the first entry it has not acknowledged.
+    cursors: SmallVec<[(ObserverId, u64); 2]>,
+    /// In order of death.
+    retired: VecDeque<Retired>,
+}
+
+impl SegmentLog {
+    /// Index of the next entry; the number of entries so far.
+    pub(crate) fn next(&self) -> u64 {
+        self.base + self.entries.len() as u64
+    }
+
+    pub(crate) fn is_observed(&self) -> bool {
+        !self.cursors.is_empty()
+    }
+
+    pub(crate) fn append(&mut self, event: SegmentEvent) {
+        self.entries.push_back(event);
+        self.drop_acknowledged();
+    }
+
+    /// Appends a death and keeps its memory until every observer has acknowledged it.
+    pub(crate) fn append_death(
+        &mut self,
+        event: SegmentEvent,
+        range: Range,
+        mapped: SmallVec<[(u64, u64); 1]>,
+        streams: SmallVec<[StreamId; 2]>,
+    ) {
+        self.retired.push_back(Retired { death: self.next(), range, mapped, streams });
+        self.append(event);
+    }
+
+    /// A new observer starts at the end; what lives already it is told separately.
+    pub(crate) fn observe(&mut self, observer: ObserverId) {
+        self.cursors.push((observer, self.next()));
+    }
+
+    pub(crate) fn forget(&mut self, observer: ObserverId) {
+        self.cursors.retain(|(id, _)| *id != observer);
+        self.drop_acknowledged();
+    }
+
+    pub(crate) fn forget_all(&mut self) {
+        self.cursors.clear();
+        self.drop_acknowledged();
+    }
+
+    pub(crate) fn unread(&self, observer: ObserverId) -> impl Iterator<Item = SegmentEvent> + '_ {
+        let cursor = self.cursors.iter().find(|(id, _)| *id == observer).map_or(self.next(), |(_, cursor)| *cursor);
+        self.entries.iter().skip((cursor - self.base) as usize).copied()
+    }
+
+    /// The observer has dealt with every entry before `index`.
+    pub(crate) fn acknowledge(&mut self, observer: ObserverId, index: u64) {
+        let next = self.next();
+        if let Some((_, cursor)) = self.cursors.iter_mut().find(|(id, _)| *id == observer) {
+            *cursor = (*cursor).max(index.min(next));
+        }
+        self.drop_acknowledged();
+    }
+
+    /// The oldest dead segment that every observer has let go.
+    pub(crate) fn first_released(&mut self) -> Option<&mut Retired> {
+        let base = self.base;
+        self.retired.front_mut().filter(|retired| retired.death < base)
+    }
+
+    /// The memory of [`first_released`](Self::first_released) is back on the device.
+    pub(crate) fn drop_first_released(&mut self) {
+        self.retired.pop_front();
+    }
+
+    /// Bytes of dead segments that are not back on the device yet.
+    pub(crate) fn retired_bytes(&self) -> u64 {
+        self.retired.iter().flat_map(|retired| &retired.mapped).map(|(_, size)| size).sum()
+    }
+
+    fn drop_acknowledged(&mut self) {
+        let least = self.cursors.iter().map(|(_, cursor)| *cursor).min().unwrap_or(self.next());
+        while self.base < least {
+            self.entries.pop_front();
+            self.base += 1;
+        }
+    }
+}

@@ -1,0 +1,266 @@
+//! The ledger: what the records so far have declared, so that each further one can be checked by itself.
+//!
+//! Reader and writer keep the same ledger, so a writer writes nothing that a reader refuses. It knows names only: which
+//! streams and pools exist, which allocation ids were given and which of them are free again. Sizes, limits and
+//! whether a pool is empty when it is destroyed are the allocator's business.
+//!
+//! Two bits per allocation id, in pages of 64 ids. Recorders count upwards, so pages are an array while ids stay within
+//! a small multiple of the number of allocations; whatever lies beyond goes into an ordered map. Memory is bounded by
+//! the number of allocations, not by the ids a hostile trace chooses:
+//!
+//! ```text
+//! dense pages ≤ 1024 + 2 · allocations        sparse pages ≤ allocations
+//! ```
+
+use std::collections::BTreeMap;
+
+use super::NAME_BYTES_MAX;
+use super::error::Inconsistency;
+use crate::ids::{AllocationId, PoolId, StreamId};
+use crate::op::{Op, Record};
+
+/// What the records so far have declared.
+#[derive(Debug, Default)]
+pub(super) struct Ledger {
+    /// How many streams are registered; their ids are 0 up to this.
+    streams: u32,
+    /// Whether each pool made after the default pool still exists; element i is pool i + 1.
+    pools_alive: Vec<bool>,
+    /// Whether the default pool can no longer be configured.
+    default_pool_settled: bool,
+    allocations: Allocations,
+}
+
+impl Ledger {
+    /// Checks the record against those before it and takes it in. After an error the ledger is as before.
+    pub(super) fn admit(&mut self, record: &Record) -> Result<(), Inconsistency> {
+        if let Op::Allocate { .. } = record.op {
+            let bytes = record.name.as_ref().map_or(0, |name| name.len());
+            if bytes > NAME_BYTES_MAX {
+                return Err(Inconsistency::NameTooLong { bytes });
+            }
+        } else if record.name.is_some() || record.placement.is_some() {
+            return Err(Inconsistency::NotAnAllocation);
+        }
+        self.admit_op(&record.op)
+    }
+
+    fn admit_op(&mut self, op: &Op) -> Result<(), Inconsistency> {
+        match *op {
+            Op::RegisterStream { stream } => {
+                if u32::from(stream.0) != self.streams {
+                    return Err(Inconsistency::StreamOutOfOrder { stream, next: self.streams });
+                }
+                self.streams += 1;
+            }
+            Op::CreatePool { pool, .. } => self.create_pool(pool)?,
+            Op::DestroyPool { pool } => {
+                self.pool(pool)?;
+                match pool.index().checked_sub(1) {
+                    Some(index) => self.pools_alive[index] = false,
+                    None => return Err(Inconsistency::DefaultPoolDestroyed),
+                }
+            }
+            Op::Allocate { id, pool, stream, .. } => {
+                self.pool(pool)?;
+                self.stream(stream)?;
+                self.allocations.allocate(id)?;
+                self.default_pool_settled = true;
+            }
+            Op::Free { id } => self.allocations.free(id)?,
+            Op::RecordUse { id, stream } => {
+                self.stream(stream)?;
+                self.allocations.live(id)?;
+            }
+            Op::Wait { stream, on } => {
+                self.stream(stream)?;
+                self.stream(on)?;
+            }
+            Op::Synchronize { stream } => self.stream(stream)?,
+            Op::Reserve { pool, stream, .. } => {
+                self.pool(pool)?;
+                self.stream(stream)?;
+                self.default_pool_settled = true;
+            }
+            Op::Trim { pool } => {
+                pool.map_or(Ok(()), |pool| self.pool(pool))?;
+                self.default_pool_settled = true;
+            }
+            Op::Sync => {}
+        }
+        Ok(())
+    }
+
+    fn create_pool(&mut self, pool: PoolId) -> Result<(), Inconsistency> {
+        if pool == PoolId::DEFAULT {
+            if self.default_pool_settled {
+                return Err(Inconsistency::DefaultPoolInUse);
+            }
+            self.default_pool_settled = true;
+        } else if pool.index() != self.pools_alive.len() + 1 {
+            let next = u32::try_from(self.pools_alive.len() + 1).unwrap_or(u32::MAX);
+            return Err(Inconsistency::PoolOutOfOrder { pool, next });
+        } else {
+            self.pools_alive.push(true);
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn stream(&self, stream: StreamId) -> Result<(), Inconsistency> {
+        if u32::from(stream.0) < self.streams { Ok(()) } else { Err(Inconsistency::UnknownStream { stream }) }
+    }
+
+    #[inline]
+    fn pool(&self, pool: PoolId) -> Result<(), Inconsistency> {
+        match pool.index().checked_sub(1).map(|index| self.pools_alive.get(index)) {
+            None | Some(Some(true)) => Ok(()),
+            Some(Some(false)) => Err(Inconsistency::DestroyedPool { pool }),
+            Some(None) => Err(Inconsistency::UnknownPool { pool }),
+        }
+    }
+}
+
+/// Which allocation ids were given, and which of them are freed.
+#[derive(Debug, Default)]
+struct Allocations {
+    /// Pages 0, 1, 2, ...
+    dense: Vec<Page>,
+    /// Pages far beyond the number of allocations. A page may be here and in `dense` (which grew over it later), but
+    /// an id is in one of them only.
+    sparse: BTreeMap<u64, Page>,
+    /// How many ids were given.
+    count: u64,
+}
+
+/// 64 ids, a bit each. Invariant: only given ids are freed.
+#[derive(Clone, Copy, Debug, Default)]
+struct Page {
+    given: u64,
+    freed: u64,
+}
+
+impl Allocations {
+    /// Dense pages beyond twice the number of allocations.
+    const DENSE_SLACK: u64 = 1024;
+
+    fn allocate(&mut self, id: AllocationId) -> Result<(), Inconsistency> {
+        let (page, bit) = place(id);
+        if self.page(page, bit).is_some() {
+            return Err(Inconsistency::DuplicateAllocation { id });
+        }
+        if page < Self::DENSE_SLACK + 2 * self.count {
+            let page = page as usize;
+            if page >= self.dense.len() {
+                self.dense.resize(page + 1, Page::default());
+            }
+            self.dense[page].given |= bit;
+        } else {
+            self.sparse.entry(page).or_default().given |= bit;
+        }
+        self.count += 1;
+        Ok(())
+    }
+
+    fn free(&mut self, id: AllocationId) -> Result<(), Inconsistency> {
+        let (page, bit) = place(id);
+        match self.page(page, bit) {
+            None => Err(Inconsistency::UnknownAllocation { id }),
+            Some(page) if page.freed & bit != 0 => Err(Inconsistency::FreedAllocation { id }),
+            Some(page) => {
+                page.freed |= bit;
+                Ok(())
+            }
+        }
+    }
+
+    fn live(&mut self, id: AllocationId) -> Result<(), Inconsistency> {
+        let (page, bit) = place(id);
+        match self.page(page, bit) {
+            None => Err(Inconsistency::UnknownAllocation { id }),
+            Some(page) if page.freed & bit != 0 => Err(Inconsistency::FreedAllocation { id }),
+            Some(_) => Ok(()),
+        }
+    }
+
+    /// The page in which the id of this bit was given, if it was.
+    #[inline]
+    fn page(&mut self, page: u64, bit: u64) -> Option<&mut Page> {
+        let dense = usize::try_from(page).ok().and_then(|page| self.dense.get_mut(page));
+        match dense {
+            Some(found) if found.given & bit != 0 => Some(found),
+            _ if self.sparse.is_empty() => None,
+            _ => self.sparse.get_mut(&page).filter(|found| found.given & bit != 0),
+        }
+    }
+}
+
+/// Page and bit of an id.
+#[inline]
+fn place(id: AllocationId) -> (u64, u64) {
+    (id.0 / 64, 1 << (id.0 % 64))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn allocation_ids_far_apart_take_no_memory() {
+        let mut allocations = Allocations::default();
+        for i in 0..1000_u64 {
+            allocations.allocate(AllocationId(i << 50)).expect("a new id");
+        }
+        assert!(allocations.dense.len() as u64 <= Allocations::DENSE_SLACK);
+        assert_eq!(allocations.sparse.len(), 999);
+    }
+
+    #[test]
+    fn an_id_given_in_a_sparse_page_is_found_after_dense_pages_grew_over_it() {
+        let mut allocations = Allocations::default();
+        let early = AllocationId((Allocations::DENSE_SLACK + 10) * 64);
+        allocations.allocate(early).expect("a new id");
+        assert_eq!(allocations.sparse.len(), 1);
+        for i in 0..100 {
+            allocations.allocate(AllocationId(i)).expect("a new id");
+        }
+        allocations.allocate(AllocationId(early.0 + 1)).expect("a new id in a dense page");
+        assert!(allocations.dense.len() as u64 > early.0 / 64);
+        assert_eq!(allocations.allocate(early), Err(Inconsistency::DuplicateAllocation { id: early }));
+        assert_eq!(allocations.free(early), Ok(()));
+        assert_eq!(allocations.free(early), Err(Inconsistency::FreedAllocation { id: early }));
+        assert_eq!(allocations.live(AllocationId(early.0 + 1)), Ok(()));
+    }
+
+    proptest! {
+        /// Against the obvious model: a map from id to whether it is live.
+        #[test]
+        fn allocations_agree_with_a_map(steps in prop::collection::vec((0..3_u8, arbitrary_id()), 0..400)) {
+            let mut allocations = Allocations::default();
+            let mut model = BTreeMap::new();
+            for (step, id) in steps {
+                let known = model.get(&id).copied();
+                let id = AllocationId(id);
+                let (answer, expected) = match (step, known) {
+                    (0, None) => (allocations.allocate(id), Ok(())),
+                    (0, Some(_)) => (allocations.allocate(id), Err(Inconsistency::DuplicateAllocation { id })),
+                    (1, Some(true)) => (allocations.free(id), Ok(())),
+                    (2, Some(true)) => (allocations.live(id), Ok(())),
+                    (1, Some(false)) => (allocations.free(id), Err(Inconsistency::FreedAllocation { id })),
+                    (2, Some(false)) => (allocations.live(id), Err(Inconsistency::FreedAllocation { id })),
+                    (1, None) => (allocations.free(id), Err(Inconsistency::UnknownAllocation { id })),
+                    _ => (allocations.live(id), Err(Inconsistency::UnknownAllocation { id })),
+                };
+                prop_assert_eq!(answer, expected);
+                if answer.is_ok() && step < 2 {
+                    model.insert(id.0, step == 0);
+                }
+            }
+        }
+    }
+
+    fn arbitrary_id() -> impl Strategy<Value = u64> {
+        prop_oneof![4 => 0..40_u64, 2 => (1024 * 64 - 20)..(1024 * 64 + 64_000_u64), 1 => any::<u64>()]
+    }
+}

@@ -1,0 +1,137 @@
+//! Round trips of arbitrary traces, and arbitrary text.
+
+use std::collections::BTreeSet;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::config::{Config, PoolConfig};
+use crate::ids::{AllocationId, Placement, PoolId, SegmentId, StreamId};
+use crate::op::Op;
+
+/// One step of the generator: what to do, and raw numbers to choose with.
+type Step = (u8, u64, u64, Option<(String, u64)>);
+
+/// Records that are consistent with each other, whatever the steps: each step takes what it needs from what exists.
+fn consistent_records(steps: Vec<Step>) -> Vec<Record> {
+    let mut records = vec![Op::RegisterStream { stream: StreamId(0) }.into()];
+    let (mut streams, mut pools, mut next_pool) = (1_u16, vec![PoolId::DEFAULT], 1);
+    let (mut given, mut live) = (BTreeSet::new(), Vec::new());
+    for (what, a, b, named) in steps {
+        let stream = StreamId((a % u64::from(streams)) as u16);
+        let pool = pools[(b % pools.len() as u64) as usize];
+        let chosen = (!live.is_empty()).then(|| (a % live.len().max(1) as u64) as usize);
+        let op = match (what, chosen) {
+            (0, _) => {
+                streams += 1;
+                Op::RegisterStream { stream: StreamId(streams - 1) }
+            }
+            (1, _) => {
+                pools.push(PoolId(next_pool));
+                next_pool += 1;
+                let config =
+                    PoolConfig::builder().symmetric(a % 2 == 0).limit_bytes(Some(b)).build().expect("in range");
+                Op::CreatePool { pool: PoolId(next_pool - 1), config: Box::new(config) }
+            }
+            (2, _) if pools.len() > 1 => Op::DestroyPool { pool: pools.remove(1) },
+            (3, _) => Op::Wait { stream, on: StreamId(0) },
+            (4, _) => Op::Synchronize { stream },
+            (5, _) => Op::Reserve { pool, stream, size_bytes: b },
+            (6, _) => Op::Trim { pool: (a % 2 == 0).then_some(pool) },
+            (7, _) => Op::Sync,
+            (8..=9, Some(chosen)) => Op::Free { id: live.swap_remove(chosen) },
+            (10, Some(chosen)) => Op::RecordUse { id: live[chosen], stream: StreamId((b % u64::from(streams)) as u16) },
+            _ => {
+                let mut id = if a % 3 == 0 { b } else { given.len() as u64 };
+                while !given.insert(id) {
+                    id = id.wrapping_add(1);
+                }
+                live.push(AllocationId(id));
+                let mut record = Record::from(Op::Allocate { id: AllocationId(id), pool, stream, size_bytes: b });
+                if let Some((name, offset_bytes)) = named {
+                    record = record.with_name(&name);
+                    record = record.with_placement(Placement { segment: SegmentId(a as u32), offset_bytes });
+                }
+                records.push(record);
+                continue;
+            }
+        };
+        records.push(op.into());
+    }
+    records
+}
+
+/// Lines that are nearly right, which reach further than random characters.
+fn nearly_a_trace() -> impl Strategy<Value = String> {
+    let field = prop_oneof![
+        "[a-z]{1,11}",
+        "s[0-3]",
+        "p[0-3]",
+        "[0-9]{1,3}",
+        "[0-9]{1,22}",
+        "->",
+        "[0-9]@[0-9]",
+        "\"[^\n]{0,6}\"?",
+        "#",
+        "segments:fixed",
+        Just("a".into()),
+        Just("f".into()),
+        Just("u".into()),
+        Just("pool".into()),
+        Just("stream".into()),
+        Just("end".into()),
+        Just("wait".into()),
+        Just("reserve".into()),
+        Just("config".into()),
+        Just("trim".into()),
+        Just("destroy".into()),
+    ];
+    let line = prop::collection::vec(field, 0..6).prop_map(|fields| fields.join(" "));
+    prop::collection::vec(line, 0..12).prop_map(|lines| format!("symmalloc-trace 1\n{}", lines.join("\n")))
+}
+
+proptest! {
+    #[test]
+    fn consistent_records_come_back_from_text(
+        steps in prop::collection::vec(
+            (0..20_u8, any::<u64>(), any::<u64>(), prop::option::weighted(0.3, (any::<String>(), any::<u64>()))),
+            0..60,
+        ),
+        with_config in any::<bool>(),
+    ) {
+        let config = with_config.then(Config::default);
+        let trace = Trace::new(config, consistent_records(steps)).expect("consistent");
+        let text = trace.to_text();
+        prop_assert_eq!(&Trace::parse(&text).expect("a trace reads what it wrote"), &trace);
+        let mut writer = TraceWriter::new(Vec::new(), trace.config()).expect("a vector takes everything");
+        for record in trace.records() {
+            writer.write(record).expect("consistent");
+        }
+        prop_assert_eq!(writer.finish().expect("a vector takes everything"), text.into_bytes());
+    }
+
+    #[test]
+    fn arbitrary_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        prop_assert!(Trace::read(&bytes[..]).is_err(), "no random bytes are a trace");
+    }
+
+    /// What is read at all is consistent, and survives a round trip.
+    #[test]
+    fn nearly_right_text_never_panics(text in nearly_a_trace()) {
+        let reader = TraceReader::new(text.as_bytes());
+        if let Ok(mut reader) = reader {
+            let mut records = Vec::new();
+            let mut errors = 0;
+            for record in reader.by_ref() {
+                match record {
+                    Ok(record) => records.push(record),
+                    Err(_) => errors += 1,
+                }
+            }
+            prop_assert!(errors <= 1);
+            prop_assert_eq!(reader.records(), records.len() as u64);
+            let trace = Trace::new(reader.config().cloned(), records).expect("what was read is consistent");
+            prop_assert_eq!(&Trace::parse(&trace.to_text()).expect("a trace reads what it wrote"), &trace);
+        }
+    }
+}

@@ -1,0 +1,343 @@
+//! The format by example: what reads as what, damage, and contradictions.
+
+use std::io::{self, BufReader};
+
+use super::*;
+use crate::config::{Config, PoolConfig};
+use crate::config_text::ConfigTextError;
+use crate::ids::{AllocationId, Placement, PoolId, SegmentId, StreamId};
+use crate::op::Op;
+
+/// The beginning of a trace, with two streams and a pool; five records.
+const BEGINNING: &str = "symmalloc-trace 1\nstream s0\nstream s1\npool p1 segments:reserved,segment_mb:64\n\
+                         a 0 1048576 s0\na 1 512 s1 p1 \"kv cache\" -> 0@1048576\n";
+
+/// The error of a trace that consists of the beginning and these lines.
+fn error_after_beginning(lines: &str) -> TraceError {
+    Trace::parse(&format!("{BEGINNING}{lines}")).expect_err("the lines are wrong")
+}
+
+fn contradiction(line: &str) -> Inconsistency {
+    match error_after_beginning(&format!("{line}\nend 6\n")) {
+        TraceError::Inconsistent { line: 7, source } => source,
+        other => panic!("not a contradiction in line 7: {other}"),
+    }
+}
+
+fn allocate(id: u64) -> Op {
+    Op::Allocate { id: AllocationId(id), pool: PoolId::DEFAULT, stream: StreamId(0), size_bytes: 512 }
+}
+
+#[test]
+fn every_record_reads_as_it_is_written_in_the_documentation() {
+    let text = "\
+symmalloc-trace 1
+# a comment, then a blank line
+
+config segments:fixed,total_limit_mb:4096
+stream s0
+stream s1 # the second
+pool p0 segments:expandable
+pool p1
+\ta  0\t1048576 s0
+a 1 512 s0 p1 \"kv \\\"cache\\\"\\n\\u{7f}#\" -> 3@1048576 # with everything
+u 0 s1
+wait s1 s0
+f 0
+synchronize s0
+reserve 1048576 s0
+reserve 2097152 s0 p1
+trim
+trim p1
+f 1
+destroy p1
+sync
+end 17
+# a comment
+";
+    let trace = Trace::parse(text).expect("the trace is valid");
+    let (s0, s1, p1) = (StreamId(0), StreamId(1), PoolId(1));
+    let placement = Placement { segment: SegmentId(3), offset_bytes: 1_048_576 };
+    let default_pool = Box::new(PoolConfig::default());
+    let expected = [
+        Op::RegisterStream { stream: s0 }.into(),
+        Op::RegisterStream { stream: s1 }.into(),
+        Op::CreatePool { pool: PoolId::DEFAULT, config: default_pool.clone() }.into(),
+        Op::CreatePool { pool: p1, config: default_pool }.into(),
+        Op::Allocate { id: AllocationId(0), pool: PoolId::DEFAULT, stream: s0, size_bytes: 1_048_576 }.into(),
+        Record::from(Op::Allocate { id: AllocationId(1), pool: p1, stream: s0, size_bytes: 512 })
+            .with_name("kv \"cache\"\n\u{7f}#")
+            .with_placement(placement),
+        Op::RecordUse { id: AllocationId(0), stream: s1 }.into(),
+        Op::Wait { stream: s1, on: s0 }.into(),
+        Op::Free { id: AllocationId(0) }.into(),
+        Op::Synchronize { stream: s0 }.into(),
+        Op::Reserve { pool: PoolId::DEFAULT, stream: s0, size_bytes: 1_048_576 }.into(),
+        Op::Reserve { pool: p1, stream: s0, size_bytes: 2_097_152 }.into(),
+        Op::Trim { pool: None }.into(),
+        Op::Trim { pool: Some(p1) }.into(),
+        Op::Free { id: AllocationId(1) }.into(),
+        Op::DestroyPool { pool: p1 }.into(),
+        Op::Sync.into(),
+    ];
+    assert_eq!(trace.records(), expected);
+    assert_eq!(trace.config().and_then(Config::limit_bytes), Some(4096 << 20));
+    assert_eq!(Trace::parse(&trace.to_text()).expect("the canonical text is valid"), trace);
+}
+
+#[test]
+fn windows_line_breaks_and_a_missing_last_one_are_fine() {
+    let text = "symmalloc-trace 1\r\nstream s0\r\na 0 1 s0 \"n\"\r\nend 2";
+    assert_eq!(Trace::parse(text).expect("valid").records().len(), 2);
+}
+
+#[test]
+fn reader_and_writer_stream_with_a_buffer_of_one_byte() {
+    let trace = Trace::parse(&format!("{BEGINNING}f 0\nend 6\n")).expect("valid");
+    let mut writer = TraceWriter::new(Vec::new(), trace.config()).expect("a vector takes everything");
+    for record in trace.records() {
+        writer.write(record).expect("a vector takes everything");
+    }
+    assert_eq!(writer.records(), 6);
+    let bytes = writer.finish().expect("a vector takes everything");
+    assert_eq!(bytes, trace.to_text().as_bytes());
+    assert_eq!(Trace::read(BufReader::with_capacity(1, &bytes[..])).expect("valid"), trace);
+}
+
+#[test]
+fn other_files_are_not_traces() {
+    for text in
+        ["", "\n", "symmalloc", "symmalloc-trace", "symmalloc-trace1\n", "symmalloc-trace x\n", " symmalloc-trace 1\n"]
+    {
+        assert!(matches!(Trace::parse(text), Err(TraceError::NotATrace)), "{text:?}");
+    }
+    assert!(matches!(Trace::read(&b"\x1f\x8b\x08\0\xff\xff\n"[..]), Err(TraceError::NotATrace)));
+    assert!(matches!(Trace::read(&vec![b'x'; 1 << 20][..]), Err(TraceError::NotATrace)));
+}
+
+#[test]
+fn a_later_version_is_refused() {
+    assert!(matches!(Trace::parse("symmalloc-trace 2\nend 0\n"), Err(TraceError::UnsupportedVersion { found: 2 })));
+    let huge = "symmalloc-trace 99999999999999999999\nend 0\n";
+    assert!(matches!(Trace::parse(huge), Err(TraceError::UnsupportedVersion { found: u64::MAX })));
+}
+
+#[test]
+fn a_misspelt_keyword_names_the_nearest() {
+    match error_after_beginning("  trimm p1\n") {
+        TraceError::UnknownKeyword { line: 7, column: 3, nearest: Some("trim") } => {}
+        other => panic!("{other}"),
+    }
+    assert!(matches!(error_after_beginning("malloc 5\n"), TraceError::UnknownKeyword { nearest: None, .. }));
+}
+
+#[test]
+fn malformed_fields_are_located() {
+    let cases = [
+        ("a", 2),
+        ("a x 5 s0", 3),
+        ("a 2 -5 s0", 5),
+        ("a 2 0x10 s0", 5),
+        ("a 2 +5 s0", 5),
+        ("a 2 5", 6),
+        ("a 2 5 # s0", 7),
+        ("a 2 5 0", 7),
+        ("a 2 5 s", 7),
+        ("a 2 5 p0", 7),
+        ("a 2 5 s0 \"open", 15),
+        ("a 2 5 s0 \"open\\\"", 17),
+        ("a 2 5 s0 \"bad \\x\"", 15),
+        ("a 2 5 s0 \"bad \\u{d800}\"", 15),
+        ("a 2 5 s0 \"bad \\u{}\"", 15),
+        ("a 2 5 s0 \"glued\"-> 0@0", 17),
+        ("a 2 5 s0 -> 0", 13),
+        ("a 2 5 s0 -> @0", 13),
+        ("a 2 5 s0 -> 0@", 15),
+        ("a 2 5 s0 - 0@0", 10),
+        ("wait s0", 8),
+        ("end", 4),
+    ];
+    for (text, expected) in cases {
+        match error_after_beginning(&format!("{text}\n")) {
+            TraceError::Expected { line: 7, column, .. } => assert_eq!(column, expected, "{text}"),
+            other => panic!("{text}: {other}"),
+        }
+    }
+}
+
+#[test]
+fn numbers_too_large_are_told_with_the_largest() {
+    let cases = [
+        ("a 18446744073709551616 5 s0", u64::MAX),
+        ("a 2 99999999999999999999999999 s0", u64::MAX),
+        ("synchronize s65536", u16::MAX.into()),
+        ("trim p4294967296", u32::MAX.into()),
+        ("a 2 5 s0 -> 4294967296@0", u32::MAX.into()),
+    ];
+    for (text, expected) in cases {
+        match error_after_beginning(&format!("{text}\n")) {
+            TraceError::NumberTooLarge { line: 7, max, .. } => assert_eq!(max, expected, "{text}"),
+            other => panic!("{text}: {other}"),
+        }
+    }
+}
+
+#[test]
+fn what_follows_a_complete_record_is_refused() {
+    for text in ["f 0 1", "sync s0", "a 2 5 s0 -> 0@0 p1", "a 2 5 s0 p1 p1", "trim p1 p1"] {
+        assert!(
+            matches!(error_after_beginning(&format!("{text}\n")), TraceError::TrailingField { line: 7, .. }),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn contradictions_are_found_by_the_trace_alone() {
+    let (id, unknown) = (AllocationId(0), AllocationId(7));
+    assert_eq!(contradiction("a 0 5 s0"), Inconsistency::DuplicateAllocation { id });
+    assert_eq!(contradiction("f 7"), Inconsistency::UnknownAllocation { id: unknown });
+    assert_eq!(contradiction("u 7 s0"), Inconsistency::UnknownAllocation { id: unknown });
+    assert_eq!(contradiction("a 2 5 s2"), Inconsistency::UnknownStream { stream: StreamId(2) });
+    assert_eq!(contradiction("u 0 s2"), Inconsistency::UnknownStream { stream: StreamId(2) });
+    assert_eq!(contradiction("wait s0 s2"), Inconsistency::UnknownStream { stream: StreamId(2) });
+    assert_eq!(contradiction("reserve 5 s0 p2"), Inconsistency::UnknownPool { pool: PoolId(2) });
+    assert_eq!(contradiction("trim p4294967295"), Inconsistency::UnknownPool { pool: PoolId(u32::MAX) });
+    assert_eq!(contradiction("stream s1"), Inconsistency::StreamOutOfOrder { stream: StreamId(1), next: 2 });
+    assert_eq!(contradiction("stream s3"), Inconsistency::StreamOutOfOrder { stream: StreamId(3), next: 2 });
+    assert_eq!(contradiction("pool p3"), Inconsistency::PoolOutOfOrder { pool: PoolId(3), next: 2 });
+    assert_eq!(contradiction("pool p0"), Inconsistency::DefaultPoolInUse);
+    assert_eq!(contradiction("destroy p0"), Inconsistency::DefaultPoolDestroyed);
+    let long = format!("a 2 5 s0 \"{}\"", "n".repeat(NAME_BYTES_MAX + 1));
+    assert_eq!(contradiction(&long), Inconsistency::NameTooLong { bytes: NAME_BYTES_MAX + 1 });
+}
+
+#[test]
+fn what_is_gone_cannot_be_used() {
+    let twice = error_after_beginning("f 0\nf 0\n");
+    let freed = Inconsistency::FreedAllocation { id: AllocationId(0) };
+    assert!(matches!(twice, TraceError::Inconsistent { line: 8, source } if source == freed));
+    let reused = error_after_beginning("f 0\na 0 5 s0\n");
+    assert!(matches!(reused, TraceError::Inconsistent { source: Inconsistency::DuplicateAllocation { .. }, .. }));
+    let destroyed = error_after_beginning("f 1\ndestroy p1\na 2 5 s0 p1\n");
+    let gone = Inconsistency::DestroyedPool { pool: PoolId(1) };
+    assert!(matches!(destroyed, TraceError::Inconsistent { line: 9, source } if source == gone));
+}
+
+#[test]
+fn a_trace_that_is_cut_anywhere_yields_its_beginning_and_is_torn() {
+    let text = format!("{BEGINNING}f 0\nu 1 s0\nf 1\nsync\nend 9\n");
+    let whole = Trace::parse(&text).expect("valid");
+    let first_line = text.find('\n').expect("a line") + 1;
+    // One byte less is the missing last line break, which is fine.
+    for cut in first_line..text.len() - 1 {
+        let mut records = Vec::new();
+        let mut reader = TraceReader::new(&text.as_bytes()[..cut]).expect("the first line is whole");
+        let error = loop {
+            match reader.next().expect("the end is missing") {
+                Ok(record) => records.push(record),
+                Err(error) => break error,
+            }
+        };
+        assert_eq!(records, whole.records()[..records.len()]);
+        let whole_lines = text[..cut].matches('\n').count();
+        assert_eq!(records.len(), whole_lines - 1, "every whole record is yielded");
+        match error {
+            TraceError::Torn { records: counted, line } => {
+                assert_eq!((counted, line), (records.len() as u64, whole_lines as u64 + 1));
+            }
+            other => panic!("cut at {cut}: {other}"),
+        }
+        assert!(reader.next().is_none());
+    }
+}
+
+#[test]
+fn a_first_line_without_line_break_is_torn() {
+    assert!(matches!(Trace::parse("symmalloc-trace 1"), Err(TraceError::Torn { records: 0, line: 1 })));
+    assert!(matches!(Trace::parse("symmalloc-trace 1\n"), Err(TraceError::Torn { records: 0, line: 2 })));
+    assert!(matches!(Trace::parse("symmalloc-trace 1\nconfig seg"), Err(TraceError::Torn { records: 0, line: 2 })));
+}
+
+#[test]
+fn a_lost_line_shows_in_the_count() {
+    let error = error_after_beginning("end 6\n");
+    assert!(matches!(error, TraceError::WrongCount { line: 7, stated: 6, records: 5 }));
+}
+
+#[test]
+fn nothing_but_comments_follows_the_end() {
+    assert!(Trace::parse(&format!("{BEGINNING}end 5\n\n# fine")).is_ok());
+    assert!(matches!(error_after_beginning("end 5\nf 0\n"), TraceError::AfterEnd { line: 8 }));
+    assert!(matches!(error_after_beginning("end 5\nend 5\n"), TraceError::AfterEnd { line: 8 }));
+}
+
+#[test]
+fn the_configuration_stands_once_and_first() {
+    assert!(matches!(error_after_beginning("config segments:fixed\n"), TraceError::MisplacedConfig { line: 7 }));
+    let twice = "symmalloc-trace 1\nconfig segments:fixed\nconfig segments:fixed\nend 0\n";
+    assert!(matches!(Trace::parse(twice), Err(TraceError::MisplacedConfig { line: 3 })));
+    match Trace::parse("symmalloc-trace 1\n\nconfig  segments:fixd\nend 0\n") {
+        Err(TraceError::Config { line: 3, column: 9, source: ConfigTextError::Value { offset: 9, .. } }) => {}
+        other => panic!("{other:?}"),
+    }
+    match error_after_beginning("pool p2 symmetric:maybe\n") {
+        TraceError::Config { line: 7, column: 9, source: ConfigTextError::Value { offset: 10, .. } } => {}
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn damaged_bytes_and_endless_lines_are_refused() {
+    let mut bytes = BEGINNING.as_bytes().to_vec();
+    bytes.extend_from_slice(b"# \xff\xfe\n");
+    assert!(matches!(Trace::read(&bytes[..]), Err(TraceError::InvalidUtf8 { line: 7, column: 3 })));
+    let endless = error_after_beginning(&"#".repeat(LINE_BYTES_MAX + 1));
+    assert!(matches!(endless, TraceError::LineTooLong { line: 7 }));
+    let longest = format!("{BEGINNING}{}\nend 5\n", "#".repeat(LINE_BYTES_MAX - 1));
+    assert!(Trace::parse(&longest).is_ok());
+}
+
+#[test]
+fn the_longest_name_fits_on_a_line_however_it_is_escaped() {
+    let record = Record::from(allocate(0)).with_name(&"\u{1}".repeat(NAME_BYTES_MAX));
+    let records = vec![Op::RegisterStream { stream: StreamId(0) }.into(), record];
+    let trace = Trace::new(None, records).expect("consistent");
+    assert_eq!(Trace::parse(&trace.to_text()).expect("valid"), trace);
+}
+
+#[test]
+fn a_failing_reader_is_told_apart_from_a_torn_trace() {
+    struct Failing;
+    impl io::Read for Failing {
+        fn read(&mut self, _: &mut [u8]) -> io::Result<usize> {
+            Err(io::ErrorKind::ConnectionReset.into())
+        }
+    }
+    let input = BufReader::new(io::Read::chain(BEGINNING.as_bytes(), Failing));
+    let error = Trace::read(input).expect_err("the input fails");
+    assert!(matches!(error, TraceError::Io { line: 7, source } if source.kind() == io::ErrorKind::ConnectionReset));
+}
+
+#[test]
+fn a_writer_refuses_what_a_reader_would_refuse_and_goes_on() {
+    let mut writer = TraceWriter::new(Vec::new(), None).expect("a vector takes everything");
+    writer.write(&Op::RegisterStream { stream: StreamId(0) }.into()).expect("consistent");
+    let refused = [
+        (Op::Free { id: AllocationId(0) }.into(), Inconsistency::UnknownAllocation { id: AllocationId(0) }),
+        (Record::from(Op::Sync).with_name("no"), Inconsistency::NotAnAllocation),
+        (
+            Record::from(Op::Sync).with_placement(Placement { segment: SegmentId(0), offset_bytes: 0 }),
+            Inconsistency::NotAnAllocation,
+        ),
+    ];
+    for (record, expected) in refused {
+        match writer.write(&record) {
+            Err(TraceWriteError::Inconsistent { record: 1, source }) => assert_eq!(source, expected),
+            other => panic!("{other:?}"),
+        }
+    }
+    writer.write(&allocate(0).into()).expect("consistent");
+    let text = String::from_utf8(writer.finish().expect("a vector takes everything")).expect("UTF-8");
+    assert_eq!(text, "symmalloc-trace 1\nstream s0\na 0 512 s0\nend 2\n");
+}

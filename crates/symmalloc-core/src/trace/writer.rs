@@ -1,0 +1,123 @@
+//! Writes a trace record by record.
+//!
+//! Spelling is canonical: one space between fields, the default pool left out, no comments. The same records and the
+//! same configuration are the same bytes.
+
+use std::fmt;
+use std::io::{self, Write};
+
+use super::ledger::Ledger;
+use super::{MAGIC, TraceWriteError, VERSION};
+use crate::config::Config;
+use crate::ids::PoolId;
+use crate::op::{Op, Record};
+
+/// Writes a trace, checking each record as a reader would.
+///
+/// The trace is whole only after [`finish`](TraceWriter::finish); without it a reader says that it is torn. Every record
+/// is handed on at once, so `writer` should buffer.
+#[derive(Debug)]
+#[must_use = "a trace without its end is torn: call finish"]
+pub struct TraceWriter<W: Write> {
+    writer: W,
+    ledger: Ledger,
+    records: u64,
+    line: String,
+}
+
+impl<W: Write> TraceWriter<W> {
+    /// Starts a trace: the first line and the allocator's configuration.
+    ///
+    /// # Errors
+    /// When the writer below fails.
+    pub fn new(writer: W, config: Option<&Config>) -> io::Result<Self> {
+        let mut trace = TraceWriter { writer, ledger: Ledger::default(), records: 0, line: String::new() };
+        writeln!(trace.writer, "{MAGIC} {VERSION}")?;
+        if let Some(config) = config {
+            writeln!(trace.writer, "config {config}")?;
+        }
+        Ok(trace)
+    }
+
+    /// Writes a record.
+    ///
+    /// # Errors
+    /// When the record contradicts those before it: nothing is written then, and the trace can go on. When the writer
+    /// below fails: the trace is torn then.
+    pub fn write(&mut self, record: &Record) -> Result<(), TraceWriteError> {
+        self.ledger.admit(record).map_err(|source| TraceWriteError::Inconsistent { record: self.records, source })?;
+        self.line.clear();
+        write_record(&mut self.line, record).map_err(io::Error::other)?;
+        self.line.push('\n');
+        self.writer.write_all(self.line.as_bytes())?;
+        self.records += 1;
+        Ok(())
+    }
+
+    /// How many records were written so far.
+    pub fn records(&self) -> u64 {
+        self.records
+    }
+
+    /// Writes the end, flushes, and gives the writer below back.
+    ///
+    /// # Errors
+    /// When the writer below fails; the trace is torn then.
+    pub fn finish(mut self) -> io::Result<W> {
+        writeln!(self.writer, "end {}", self.records)?;
+        self.writer.flush()?;
+        Ok(self.writer)
+    }
+}
+
+/// The record's line, without the line break.
+pub(super) fn write_record(line: &mut impl fmt::Write, record: &Record) -> fmt::Result {
+    match &record.op {
+        Op::RegisterStream { stream } => write!(line, "stream {stream}"),
+        Op::CreatePool { pool, config } => write!(line, "pool {pool} {config}"),
+        Op::DestroyPool { pool } => write!(line, "destroy {pool}"),
+        Op::Allocate { id, pool, stream, size_bytes } => {
+            write!(line, "a {} {size_bytes} {stream}", id.0)?;
+            write_pool(line, *pool)?;
+            if let Some(name) = &record.name {
+                write_name(line, name)?;
+            }
+            if let Some(placement) = record.placement {
+                write!(line, " -> {placement}")?;
+            }
+            Ok(())
+        }
+        Op::Free { id } => write!(line, "f {}", id.0),
+        Op::RecordUse { id, stream } => write!(line, "u {} {stream}", id.0),
+        Op::Wait { stream, on } => write!(line, "wait {stream} {on}"),
+        Op::Synchronize { stream } => write!(line, "synchronize {stream}"),
+        Op::Reserve { pool, stream, size_bytes } => {
+            write!(line, "reserve {size_bytes} {stream}")?;
+            write_pool(line, *pool)
+        }
+        Op::Trim { pool: Some(pool) } => write!(line, "trim {pool}"),
+        Op::Trim { pool: None } => line.write_str("trim"),
+        Op::Sync => line.write_str("sync"),
+    }
+}
+
+/// The pool, unless it is the default pool, which is implied.
+fn write_pool(line: &mut impl fmt::Write, pool: PoolId) -> fmt::Result {
+    if pool == PoolId::DEFAULT { Ok(()) } else { write!(line, " {pool}") }
+}
+
+fn write_name(line: &mut impl fmt::Write, name: &str) -> fmt::Result {
+    line.write_str(" \"")?;
+    for character in name.chars() {
+        match character {
+            '"' => line.write_str("\\\"")?,
+            '\\' => line.write_str("\\\\")?,
+            '\n' => line.write_str("\\n")?,
+            '\r' => line.write_str("\\r")?,
+            '\t' => line.write_str("\\t")?,
+            _ if character.is_control() => write!(line, "\\u{{{:x}}}", u32::from(character))?,
+            _ => line.write_char(character)?,
+        }
+    }
+    line.write_char('"')
+}

@@ -1,0 +1,292 @@
+//! Giving memory back: the only way from a heap to the device (rule D5). Third part of [`Heap`].
+//!
+//! Nothing goes back unasked: a trim is an op of the program, a configured threshold that one of its frees crossed, or the
+//! documented step before a configured limit refuses an allocation. Segments go in sequence order.
+//!
+//! | what is free | what happens |
+//! |---|---|
+//! | all of a segment | it dies: an entry in the log, and its memory is *retired* until every observer has let go |
+//! | whole granules of an expandable segment | their memory goes back and a hole is left, or the range gets shorter; not while the pool is observed |
+//! | a reserved segment | stays: it is there for ever |
+//!
+//! Before memory goes back, the host waits for the streams that used it: trim is the one call that may block.
+
+use crate::backend::{Backend, BackendError};
+use crate::block_table::{BlockState, NONE};
+use crate::budget::Budgets;
+use crate::config::SegmentPolicy;
+use crate::digest::{Mark, op_word, placement_word};
+use crate::fence::{FenceSetId, Tick};
+use crate::free_index::Slot;
+use crate::heap::{Heap, Surroundings};
+use crate::ids::{Placement, StreamId};
+use crate::lock::{Lock, LockCell};
+use crate::segment_log::SegmentEventKind;
+use crate::units::{Units, bytes};
+use smallvec::SmallVec;
+
+/// How much a trim gives back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TrimGoal {
+    Everything,
+    /// Stop as soon as so many bytes are given up.
+    AtLeast(u64),
+}
+
+/// A trim that the driver cut short.
+#[derive(Debug)]
+pub(crate) struct TrimFailure {
+    pub(crate) released_bytes: u64,
+    pub(crate) error: BackendError,
+}
+
+impl Heap {
+    /// Gives free memory up, and back as far as no observer holds it. Returns the bytes that are back on the device.
+    pub(crate) fn trim<B: Backend, L: Lock>(
+        &mut self,
+        around: &Surroundings<B, L>,
+        goal: TrimGoal,
+    ) -> Result<u64, TrimFailure> {
+        let mapped_before = self.mapped;
+        let mut shrunk_bytes = 0;
+        let mut failure = None;
+        for segment in self.table.segments_in_order() {
+            if matches!(goal, TrimGoal::AtLeast(wanted) if mapped_before - self.mapped >= wanted) {
+                break;
+            }
+            if self.is_unused(segment) {
+                if !matches!(self.config.segments(), SegmentPolicy::Reserved { .. }) {
+                    self.retire(around, segment);
+                }
+            } else if matches!(self.config.segments(), SegmentPolicy::Expandable(_)) && !self.log.is_observed() {
+                let before = self.mapped;
+                let shrunk = self.shrink(around, segment);
+                shrunk_bytes += before - self.mapped;
+                if let Err(error) = shrunk {
+                    self.digest.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
+                    failure = Some(error);
+                    break;
+                }
+            }
+        }
+        self.digest.fold(op_word(Mark::Trim, StreamId(0), 0), mapped_before - self.mapped);
+        self.recycle_spent(around);
+        let (retired_bytes, release_failure) = self.release_retired(around);
+        let released_bytes = shrunk_bytes + retired_bytes;
+        tracing::debug!(
+            name: "heap.trim",
+            target: "symmalloc",
+            pool = self.pool.0,
+            stream = self.stream.map(|stream| stream.0),
+            released_bytes,
+            mapped_bytes = self.mapped,
+        );
+        match failure.or(release_failure) {
+            Some(error) => Err(TrimFailure { released_bytes, error }),
+            None => Ok(released_bytes),
+        }
+    }
+
+    /// Retires every segment, reserved ones too. Nothing may be allocated.
+    pub(crate) fn retire_all<B: Backend, L: Lock>(&mut self, around: &Surroundings<B, L>) {
+        self.table.segments_in_order().into_iter().for_each(|segment| self.retire(around, segment));
+        self.recycle_spent(around);
+    }
+
+    /// Gives everything back at the end of the allocator, live allocations and observed segments too. What the driver
+    /// refuses is left to the end of its context.
+    pub(crate) fn abandon<B: Backend, L: Lock>(&mut self, around: &Surroundings<B, L>) {
+        for segment in self.table.segments_in_order() {
+            for slot in self.table.blocks_of(segment).collect::<Vec<_>>() {
+                if matches!(self.table.block(slot).state, BlockState::Allocated { .. }) {
+                    self.abandon_block(slot);
+                }
+            }
+        }
+        self.retire_all(around);
+        self.log.forget_all();
+        // A failure stops the attempt: a lost device fails every further call as well.
+        let (_, _error) = self.release_retired(around);
+    }
+
+    /// Makes a live block free without an op: its uses stay fences without events.
+    fn abandon_block(&mut self, slot: Slot) {
+        let block = self.table.block_mut(slot);
+        let BlockState::Allocated { stream, .. } = block.state else { return };
+        block.state = BlockState::Free { stream, since: Tick::MAX };
+        self.link(slot);
+    }
+
+    fn is_unused(&self, segment: u32) -> bool {
+        self.table.blocks_of(segment).all(|slot| !matches!(self.table.block(slot).state, BlockState::Allocated { .. }))
+    }
+
+    /// A segment without live allocations dies: its blocks go, and its memory follows when every observer has let go.
+    fn retire<B, L: Lock>(&mut self, around: &Surroundings<B, L>, segment: u32) {
+        let mut mapped: SmallVec<[(u64, u64); 1]> = SmallVec::new();
+        let mut streams: SmallVec<[StreamId; 2]> = SmallVec::new();
+        for slot in self.table.blocks_of(segment).collect::<Vec<_>>() {
+            let block = self.table.block(slot);
+            if block.is_hole() {
+                self.hole_count -= 1;
+                continue;
+            }
+            match mapped.last_mut() {
+                Some((offset, size)) if *offset + *size == bytes(block.offset) => *size += bytes(block.size),
+                _ => mapped.push((bytes(block.offset), bytes(block.size))),
+            }
+            streams.extend(self.streams_of(slot));
+            let fences = block.fences;
+            self.fences.clear(fences);
+            self.unlink(slot);
+        }
+        streams.sort_unstable();
+        streams.dedup();
+        let size_bytes = mapped.iter().map(|(_, size)| size).sum();
+        let event = self.segment_event(SegmentEventKind::Death, segment, 0, size_bytes);
+        let dead = self.table.remove_segment(segment);
+        around.directory.lock().remove(dead.range);
+        self.mapped -= size_bytes;
+        self.digest.fold(
+            op_word(Mark::Death, StreamId(0), size_bytes),
+            placement_word(Placement { segment: dead.id, offset_bytes: 0 }),
+        );
+        self.log.append_death(event, dead.range, mapped, streams);
+    }
+
+    /// Streams whose work may still use a free block.
+    fn streams_of(&self, slot: Slot) -> SmallVec<[StreamId; 2]> {
+        let block = self.table.block(slot);
+        let mut streams: SmallVec<[StreamId; 2]> = self.fences.fences(block.fences).iter().map(|f| f.stream).collect();
+        if let BlockState::Free { stream, .. } = block.state {
+            streams.push(stream);
+        }
+        streams
+    }
+
+    /// Gives the memory of dead segments back, oldest first. What fails stays retired and is tried again.
+    pub(crate) fn release_retired<B: Backend, L: Lock>(
+        &mut self,
+        around: &Surroundings<B, L>,
+    ) -> (u64, Option<BackendError>) {
+        let mut released_bytes = 0;
+        let outcome = self.try_release_retired(around, &mut released_bytes);
+        (released_bytes, outcome.err())
+    }
+
+    fn try_release_retired<B: Backend, L: Lock>(
+        &mut self,
+        around: &Surroundings<B, L>,
+        released_bytes: &mut u64,
+    ) -> Result<(), BackendError> {
+        while let Some(range) = self.stray_ranges.last().copied() {
+            around.backend.release(range)?;
+            self.stray_ranges.pop();
+        }
+        while let Some(retired) = self.log.first_released() {
+            while let Some(stream) = retired.streams.last().copied() {
+                synchronize(around, stream)?;
+                retired.streams.pop();
+            }
+            while let Some((offset_bytes, size_bytes)) = retired.mapped.last().copied() {
+                around.backend.unmap(retired.range, offset_bytes, size_bytes)?;
+                retired.mapped.pop();
+                Budgets { pool: &self.budget, allocator: &around.budget }.refund(size_bytes);
+                *released_bytes += size_bytes;
+            }
+            around.backend.release(retired.range)?;
+            self.log.drop_first_released();
+        }
+        Ok(())
+    }
+
+    /// Gives the memory of every whole free granule of a segment back, from its start on. The driver comes first: a
+    /// block whose memory it keeps stays free.
+    fn shrink<B: Backend, L: Lock>(&mut self, around: &Surroundings<B, L>, segment: u32) -> Result<(), BackendError> {
+        let mut synchronized: SmallVec<[StreamId; 2]> = SmallVec::new();
+        for slot in self.table.blocks_of(segment).filter(|slot| self.table.block(*slot).is_free()).collect::<Vec<_>>() {
+            let block = self.table.block(slot);
+            let granule = self.rules.granule;
+            let (from, to) = (block.offset.next_multiple_of(granule), block.end() / granule * granule);
+            if from >= to {
+                continue;
+            }
+            for stream in self.streams_of(slot) {
+                if !synchronized.contains(&stream) {
+                    synchronize(around, stream)?;
+                    synchronized.push(stream);
+                }
+            }
+            around.backend.unmap(self.table.segment(segment).range, bytes(from), bytes(to - from))?;
+            self.budgets(around).refund(bytes(to - from));
+            self.cut_hole(slot, from, to);
+        }
+        Ok(())
+    }
+
+    /// Turns `from..to` of a free block, whose memory went back, into a hole or, at the end of the segment, into nothing.
+    fn cut_hole(&mut self, slot: Slot, from: Units, to: Units) {
+        let block = self.table.block(slot);
+        let (segment, offset, end, fences) = (block.segment, block.offset, block.end(), block.fences);
+        self.unlink(slot);
+        // The streams are synchronized: nobody need wait for the rest of the block either.
+        self.fences.clear(fences);
+        self.table.block_mut(slot).fences = FenceSetId::EMPTY;
+        let free = self.table.block(slot).state;
+        if from > offset {
+            let front = self.table.cut_front(slot, from - offset, free);
+            self.link(front);
+        }
+        let block = self.table.block_mut(slot);
+        (block.offset, block.size) = (from, end - from);
+        let hole = if to < end {
+            let hole = self.table.cut_front(slot, to - from, BlockState::Hole);
+            let block = self.table.block_mut(slot);
+            (block.offset, block.size) = (to, end - to);
+            self.link(slot);
+            hole
+        } else {
+            self.table.block_mut(slot).state = BlockState::Hole;
+            slot
+        };
+        self.table.segment_mut(segment).mapped -= to - from;
+        self.mapped -= bytes(to - from);
+        self.hole_count += 1;
+        self.log_segment(SegmentEventKind::Shrink, segment, from, bytes(to - from));
+        let word = placement_word(Placement { segment: self.table.segment(segment).id, offset_bytes: bytes(from) });
+        self.digest.fold(op_word(Mark::Shrink, StreamId(0), bytes(to - from)), word);
+        self.join_holes(hole);
+    }
+
+    /// Restores the tiling's canonical form around a new hole: no two neighbouring holes, and none at the end.
+    fn join_holes(&mut self, slot: Slot) {
+        let (prev, next) = (self.table.block(slot).prev, self.table.block(slot).next);
+        let mut slot = slot;
+        if next != NONE && self.table.block(next).is_hole() {
+            self.swallow_hole(slot, next);
+        }
+        if prev != NONE && self.table.block(prev).is_hole() {
+            self.swallow_hole(prev, slot);
+            slot = prev;
+        }
+        if self.table.block(slot).next == NONE {
+            let segment = self.table.block(slot).segment;
+            self.table.shorten(segment);
+            self.hole_count -= 1;
+        }
+    }
+
+    fn swallow_hole(&mut self, lower: Slot, upper: Slot) {
+        let size = self.table.block(upper).size;
+        self.table.take_out(upper);
+        self.table.block_mut(lower).size += size;
+        self.hole_count -= 1;
+    }
+}
+
+/// Blocks the host until the stream's work so far is done.
+fn synchronize<B: Backend, L: Lock>(around: &Surroundings<B, L>, stream: StreamId) -> Result<(), BackendError> {
+    around.backend.synchronize(stream)?;
+    around.clocks.lock().synchronized(stream);
+    Ok(())
+}

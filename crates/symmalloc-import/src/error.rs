@@ -1,0 +1,136 @@
+//! Why an import failed: what was wrong, and with which file.
+
+use std::error::Error;
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use symmalloc_core::trace::TraceError;
+
+use crate::compression::CompressionError;
+use crate::pickle::PickleError;
+use crate::pytorch::SnapshotError;
+use crate::rmm::RmmError;
+
+/// Why a recording could not be read. The message says what to do; [`kind`](ImportError::kind) is for programs.
+#[derive(Debug)]
+pub struct ImportError {
+    path: Option<PathBuf>,
+    kind: Box<ImportErrorKind>,
+}
+
+/// What was wrong with a recording.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ImportErrorKind {
+    /// The file cannot be opened.
+    #[error("cannot be opened")]
+    Open(#[source] io::Error),
+    /// The data cannot be read.
+    #[error("cannot be read")]
+    Read(#[source] io::Error),
+    /// The data cannot be decompressed.
+    #[error(transparent)]
+    Compression(#[from] CompressionError),
+    /// There is no data.
+    #[error("is empty: nothing was recorded, or nothing was written yet")]
+    Empty,
+    /// Nothing that this library reads.
+    #[error(
+        "is no recording that this library reads: a symmalloc trace (first line `symmalloc-trace 1`), a PyTorch memory \
+         snapshot (torch.cuda.memory._dump_snapshot) or an RMM log (first line \
+         `Thread,Time,Action,Pointer,Size,Stream`), each plain, gzip or zstd"
+    )]
+    UnknownFormat,
+    /// A zip archive, such as `torch.save` writes.
+    #[error(
+        "is a zip archive, as torch.save writes it: save the snapshot with torch.cuda.memory._dump_snapshot or \
+         pickle.dump, or unpack the archive"
+    )]
+    ZipArchive,
+    /// A PyTorch snapshot that cannot be made into ops.
+    #[error(transparent)]
+    Snapshot(SnapshotError),
+    /// An RMM log that cannot be made into ops.
+    #[error(transparent)]
+    Rmm(RmmError),
+    /// A trace that cannot be read.
+    #[error(transparent)]
+    Trace(TraceError),
+    /// The records of a trace take more memory than the caller allows.
+    #[error("takes more than {limit_bytes} bytes of memory: raise the limit if it is a trace that you trust")]
+    TooLarge {
+        /// The limit.
+        limit_bytes: u64,
+    },
+}
+
+impl ImportError {
+    pub(crate) fn new(path: Option<&Path>, kind: impl Into<ImportErrorKind>) -> Self {
+        ImportError { path: path.map(Path::to_path_buf), kind: Box::new(kind.into()) }
+    }
+
+    /// The file, where there is one.
+    pub fn path(&self) -> Option<&Path> {
+        self.path.as_deref()
+    }
+
+    /// What was wrong.
+    pub fn kind(&self) -> &ImportErrorKind {
+        &self.kind
+    }
+}
+
+impl fmt::Display for ImportError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.path {
+            Some(path) => write!(f, "{}: {}", path.display(), self.kind),
+            None => write!(f, "the recording: {}", self.kind),
+        }
+    }
+}
+
+impl Error for ImportError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        self.kind.source()
+    }
+}
+
+// An I/O error deep inside a reader may be the decompressor's: what is wrong then is the compressed data, not the line
+// or opcode at which it stopped.
+
+impl From<io::Error> for ImportErrorKind {
+    fn from(error: io::Error) -> Self {
+        CompressionError::of(&error).map_or(ImportErrorKind::Read(error), ImportErrorKind::Compression)
+    }
+}
+
+impl From<SnapshotError> for ImportErrorKind {
+    fn from(error: SnapshotError) -> Self {
+        match &error {
+            SnapshotError::Pickle(PickleError::Read { source, .. }) => CompressionError::of(source),
+            _ => None,
+        }
+        .map_or(ImportErrorKind::Snapshot(error), ImportErrorKind::Compression)
+    }
+}
+
+impl From<RmmError> for ImportErrorKind {
+    fn from(error: RmmError) -> Self {
+        match &error {
+            RmmError::Read { source, .. } => CompressionError::of(source),
+            _ => None,
+        }
+        .map_or(ImportErrorKind::Rmm(error), ImportErrorKind::Compression)
+    }
+}
+
+impl From<TraceError> for ImportErrorKind {
+    fn from(error: TraceError) -> Self {
+        match &error {
+            TraceError::Io { source, .. } => CompressionError::of(source),
+            _ => None,
+        }
+        .map_or(ImportErrorKind::Trace(error), ImportErrorKind::Compression)
+    }
+}

@@ -1,0 +1,231 @@
+//! PyTorch memory snapshots: from what `torch.cuda.memory._dump_snapshot` pickled to the ops of the recorded program.
+//!
+//! Python's writer (any protocol from 2) and the one in C++ (protocol 2) are read alike, with stack frames or without.
+//!
+//! ```text
+//! { 'device_traces': [ [ {'action': 'alloc', 'addr': .., 'size': .., 'stream': .., 'frames': [..], ..}, .. ], .. ],
+//!   'segments': [..], 'allocator_settings': {..}, 'external_annotations': [..] }        a list of entries per device
+//! ```
+//!
+//! | action | becomes |
+//! |---|---|
+//! | `alloc` | [`Allocate`], with the placement that PyTorch chose where its segment's birth is in the recording |
+//! | `free_requested` | [`Free`]; before it a [`RecordUse`] if no `free_completed` follows at once |
+//! | `free_completed` | nothing: it says when PyTorch's event polling noticed, which is not part of the program |
+//! | `segment_*` | placements |
+//! | `oom`, `snapshot`, others | counted in the [`Summary`] |
+//!
+//! PyTorch completes a free within the same call unless another stream used the block, so a `free_completed` that does
+//! not come right after its `free_requested` means just that. The snapshot does not say *which* stream. The use is
+//! given to the lowest-numbered stream other than the allocation's own, and if the recording has no second stream, to
+//! one more that is registered for the purpose. Replays thus wait for some other stream wherever the job did, but not
+//! always for the same one; and a free during CUDA graph capture, which PyTorch also completes later, looks the same.
+//!
+//! When the other stream is done by the next allocation, PyTorch notices then, and the completion comes right after the
+//! request as if there had been no other stream. So recorded uses depend on timing: **two ranks that run the same
+//! program may differ in them** (of the 24,419 frees of one recorded job, 558 did), though not in allocations and frees.
+//!
+//! Streams are numbered by the first appearance of their handle in an `alloc`. All allocations are put in the default
+//! pool: trace entries do not name the pool.
+//!
+//! [`Allocate`]: symmalloc_core::op::Op::Allocate
+//! [`Free`]: symmalloc_core::op::Op::Free
+//! [`RecordUse`]: symmalloc_core::op::Op::RecordUse
+//! [`Summary`]: crate::Summary
+
+use std::io::Read;
+
+mod error;
+mod segments;
+
+pub use error::SnapshotError;
+
+use crate::pickle::{self, DictId, Document, Item, List, Value, Word};
+use crate::recording::ReadOptions;
+use crate::transcript::{Address, Overflow, RawStream, Transcript};
+use segments::{AddressRange, Segments};
+
+/// The text that matters in a snapshot, and its numbers.
+macro_rules! words {
+    ($($name:ident = $text:literal),* $(,)?) => {
+        #[allow(clippy::upper_case_acronyms, non_camel_case_types)]
+        enum Position { $($name),* }
+        $(const $name: Word = Word(Position::$name as u8);)*
+        const VOCABULARY: &[&str] = &[$($text),*];
+    };
+}
+
+words! {
+    DEVICE_TRACES = "device_traces",
+    ACTION = "action",
+    ADDR = "addr",
+    SIZE = "size",
+    STREAM = "stream",
+    ALLOC = "alloc",
+    FREE_REQUESTED = "free_requested",
+    FREE_COMPLETED = "free_completed",
+    SEGMENT_ALLOC = "segment_alloc",
+    SEGMENT_FREE = "segment_free",
+    SEGMENT_MAP = "segment_map",
+    SEGMENT_UNMAP = "segment_unmap",
+    OOM = "oom",
+    SNAPSHOT = "snapshot",
+}
+
+/// Reads a snapshot and retells the trace of one device.
+pub(crate) fn read(source: impl Read, options: &ReadOptions) -> Result<Transcript, SnapshotError> {
+    let document = pickle::read(source, VOCABULARY, options.memory_limit_bytes)?;
+    let traces = device_traces(&document)?;
+    let device = select_device(&traces, options.device)?;
+    Trace { document: &document, device, entries: traces[device] }.retell(options.memory_limit_bytes)
+}
+
+/// The list of entries of each device.
+fn device_traces(document: &Document) -> Result<Vec<&List>, SnapshotError> {
+    let Value::Dict(root) = document.root else { return Err(SnapshotError::NotASnapshot) };
+    let Some(Value::List(traces)) = document.values.field(root, DEVICE_TRACES) else {
+        return Err(SnapshotError::NotASnapshot);
+    };
+    let traces = document.values.list(traces);
+    if !traces.is_whole() {
+        return Err(SnapshotError::NotASnapshot);
+    }
+    let trace = |item: &Item| match item {
+        Item::List(entries) => Ok(document.values.list(*entries)),
+        Item::Dict(_) => Err(SnapshotError::NotASnapshot),
+    };
+    traces.items.iter().map(trace).collect()
+}
+
+/// The device asked for, or the only one with a trace.
+fn select_device(traces: &[&List], wanted: Option<usize>) -> Result<usize, SnapshotError> {
+    let entries = || traces.iter().map(|trace| trace.len).collect::<Vec<u64>>();
+    match wanted {
+        Some(device) => match traces.get(device) {
+            Some(trace) if trace.len > 0 => Ok(device),
+            _ => Err(SnapshotError::NoSuchTrace { device, entries: entries() }),
+        },
+        None => {
+            let mut recorded = (0..traces.len()).filter(|device| traces[*device].len > 0);
+            match (recorded.next(), recorded.next()) {
+                (Some(device), None) => Ok(device),
+                (None, _) => Err(SnapshotError::NothingRecorded { devices: traces.len() }),
+                (Some(_), Some(_)) => Err(SnapshotError::SeveralDevices { entries: entries() }),
+            }
+        }
+    }
+}
+
+/// One device's trace.
+struct Trace<'a> {
+    document: &'a Document,
+    device: usize,
+    entries: &'a List,
+}
+
+/// One entry of a trace.
+#[derive(Clone, Copy)]
+struct Entry<'a> {
+    document: &'a Document,
+    dict: DictId,
+    device: usize,
+    number: u64,
+}
+
+impl<'a> Trace<'a> {
+    fn retell(&self, limit_bytes: u64) -> Result<Transcript, SnapshotError> {
+        let mut transcript = Transcript::new(limit_bytes);
+        let mut segments = Segments::default();
+        transcript.summary.device = Some(self.device);
+        let mut entries = self.entries().peekable();
+        while let Some(entry) = entries.next() {
+            let entry = entry?;
+            match entry.action()? {
+                Value::Word(ALLOC) => {
+                    let (address, stream) = (entry.address()?, entry.stream()?);
+                    let placement = segments.placement(address);
+                    let told = transcript.allocate(address, entry.integer(SIZE)?, stream, placement);
+                    told.map_err(|overflow| entry.overflow(overflow))?;
+                }
+                Value::Word(FREE_REQUESTED) => {
+                    let address = entry.address()?;
+                    let completed = matches!(entries.peek(), Some(Ok(next)) if next.completes_free_of(address));
+                    let told = if completed {
+                        transcript.free(address, None)
+                    } else {
+                        transcript.free_used_elsewhere(address)
+                    };
+                    told.map_err(|overflow| entry.overflow(overflow))?;
+                }
+                Value::Word(FREE_COMPLETED) => {}
+                Value::Word(SEGMENT_ALLOC) => segments.allocated(entry.range()?),
+                Value::Word(SEGMENT_FREE) => segments.freed(entry.address()?),
+                Value::Word(SEGMENT_MAP) => segments.mapped(entry.range()?, entry.stream()?),
+                Value::Word(SEGMENT_UNMAP) => segments.unmapped(entry.range()?),
+                Value::Word(OOM) => transcript.summary.failed_allocations += 1,
+                Value::Word(SNAPSHOT) => transcript.summary.snapshot_marks += 1,
+                _ => transcript.summary.unknown_actions += 1,
+            }
+        }
+        Ok(transcript)
+    }
+
+    fn entries(&self) -> impl Iterator<Item = Result<Entry<'a>, SnapshotError>> {
+        let Trace { document, device, entries } = *self;
+        // Only dicts that hold something and lists are kept, so other items show by their absence.
+        let missing = (!entries.is_whole()).then_some(Err(SnapshotError::NotAnEntry { device }));
+        let entry = move |(item, number): (&Item, u64)| match item {
+            Item::Dict(dict) => Ok(Entry { document, dict: *dict, device, number }),
+            Item::List(_) => Err(SnapshotError::NotAnEntry { device }),
+        };
+        missing.into_iter().chain(entries.items.iter().zip(0..).map(entry))
+    }
+}
+
+impl Entry<'_> {
+    fn action(&self) -> Result<Value, SnapshotError> {
+        self.field(ACTION).ok_or_else(|| self.bad_field(ACTION))
+    }
+
+    fn completes_free_of(&self, address: Address) -> bool {
+        self.field(ACTION) == Some(Value::Word(FREE_COMPLETED)) && self.field(ADDR) == Some(Value::Integer(address.0))
+    }
+
+    fn address(&self) -> Result<Address, SnapshotError> {
+        self.integer(ADDR).map(Address)
+    }
+
+    fn stream(&self) -> Result<RawStream, SnapshotError> {
+        self.integer(STREAM).map(RawStream)
+    }
+
+    fn range(&self) -> Result<AddressRange, SnapshotError> {
+        Ok(AddressRange::new(self.address()?, self.integer(SIZE)?))
+    }
+
+    fn integer(&self, word: Word) -> Result<u64, SnapshotError> {
+        match self.field(word) {
+            Some(Value::Integer(integer)) => Ok(integer),
+            _ => Err(self.bad_field(word)),
+        }
+    }
+
+    fn field(&self, word: Word) -> Option<Value> {
+        self.document.values.field(self.dict, word)
+    }
+
+    fn bad_field(&self, word: Word) -> SnapshotError {
+        SnapshotError::Field { device: self.device, entry: self.number, field: VOCABULARY[usize::from(word.0)] }
+    }
+
+    fn overflow(&self, overflow: Overflow) -> SnapshotError {
+        let (device, entry) = (self.device, self.number);
+        match overflow {
+            Overflow::Streams => SnapshotError::TooManyStreams { device, entry },
+            Overflow::Memory { limit_bytes } => SnapshotError::TooLarge { device, entry, limit_bytes },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

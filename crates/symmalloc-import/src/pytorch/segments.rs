@@ -1,0 +1,206 @@
+//! Where the recorded allocator put things: from an address to (segment, offset).
+//!
+//! A segment is named by the ordinal of its birth over the device, counted from 0 over what the recording shows. That
+//! and an offset is what two ranks can compare; addresses are not.
+//!
+//! ```text
+//! segment_alloc  addr, size     a fixed segment is born: [addr, addr + size)
+//! segment_free   addr           it is gone
+//! segment_map    addr, size     an expandable segment grows, or is born: pages at [addr, addr + size)
+//! segment_unmap  addr, size     pages go; the segment is gone with its last one
+//! ```
+//!
+//! PyTorch does not say which expandable segment a mapping belongs to. It maps from the start of a reserved range
+//! upwards, so a mapping that starts within or right after what a segment of the same stream has ever mapped is part
+//! of that segment, and any other is the birth of one. Where a recording begins after such a segment was born, its
+//! offsets count from the first mapping that the recording shows.
+//!
+//! A segment that the recording does not show being born has no ordinal. The snapshot's own list of segments is sorted
+//! by address, which differs from rank to rank, so no ordinal is made up from it.
+
+use std::collections::BTreeMap;
+
+use symmalloc_core::ids::{Placement, SegmentId};
+
+use crate::transcript::{Address, RawStream};
+
+/// Bytes from `start` up to `end`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct AddressRange {
+    start: Address,
+    end: Address,
+}
+
+impl AddressRange {
+    /// `size_bytes` from `start`, or up to the end of the address space.
+    pub(super) fn new(start: Address, size_bytes: u64) -> Self {
+        AddressRange { start, end: Address(start.0.saturating_add(size_bytes)) }
+    }
+
+    fn size_bytes(self) -> u64 {
+        self.end.0 - self.start.0
+    }
+}
+
+/// A segment that exists. Its start is its key.
+#[derive(Clone, Copy, Debug)]
+struct Segment {
+    id: SegmentId,
+    end: Address,
+    kind: Kind,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Fixed,
+    Expandable { stream: RawStream, mapped_bytes: u64 },
+}
+
+/// The segments that exist at one point of the recording. No two overlap.
+#[derive(Default)]
+pub(super) struct Segments {
+    live: BTreeMap<Address, Segment>,
+    births: u32,
+}
+
+impl Segments {
+    pub(super) fn allocated(&mut self, range: AddressRange) {
+        self.give_birth(range, Kind::Fixed);
+    }
+
+    pub(super) fn freed(&mut self, start: Address) {
+        self.live.remove(&start);
+    }
+
+    pub(super) fn mapped(&mut self, range: AddressRange, on: RawStream) {
+        let below = self.live.range_mut(..=range.start).next_back();
+        let Some((start, segment)) = below.filter(|(_, segment)| range.start <= segment.end) else {
+            return self.give_birth(range, Kind::Expandable { stream: on, mapped_bytes: range.size_bytes() });
+        };
+        match &mut segment.kind {
+            Kind::Expandable { stream, mapped_bytes } if *stream == on => {
+                *mapped_bytes = mapped_bytes.saturating_add(range.size_bytes());
+                segment.end = segment.end.max(range.end);
+                let (start, segment) = (*start, *segment);
+                self.forget_overlapped(AddressRange { start, end: segment.end });
+                self.live.insert(start, segment);
+            }
+            _ => self.give_birth(range, Kind::Expandable { stream: on, mapped_bytes: range.size_bytes() }),
+        }
+    }
+
+    pub(super) fn unmapped(&mut self, range: AddressRange) {
+        let Some((start, segment)) = self.live.range_mut(..=range.start).next_back() else { return };
+        if let Kind::Expandable { mapped_bytes, .. } = &mut segment.kind
+            && range.start < segment.end
+        {
+            *mapped_bytes = mapped_bytes.saturating_sub(range.size_bytes());
+            if *mapped_bytes == 0 {
+                let start = *start;
+                self.live.remove(&start);
+            }
+        }
+    }
+
+    /// Where an address lies, if its segment's birth was seen.
+    pub(super) fn placement(&self, address: Address) -> Option<Placement> {
+        let (start, segment) = self.live.range(..=address).next_back()?;
+        let offset_bytes = address.0 - start.0;
+        (address < segment.end).then_some(Placement { segment: segment.id, offset_bytes })
+    }
+
+    fn give_birth(&mut self, range: AddressRange, kind: Kind) {
+        self.forget_overlapped(range);
+        let id = SegmentId(self.births);
+        // A recording of 2^32 segments would take 100 GB; from there on they would share the last number.
+        self.births = self.births.saturating_add(1);
+        self.live.insert(range.start, Segment { id, end: range.end, kind });
+    }
+
+    /// Removes segments in the range: their death is missing in the recording, or they could not be overlapped.
+    fn forget_overlapped(&mut self, range: AddressRange) {
+        while let Some((start, segment)) = self.live.range(..range.end).next_back()
+            && segment.end > range.start
+        {
+            let start = *start;
+            self.live.remove(&start);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn range(start: u64, size_bytes: u64) -> AddressRange {
+        AddressRange::new(Address(start), size_bytes)
+    }
+
+    fn place(segments: &Segments, address: u64) -> Option<(u32, u64)> {
+        segments.placement(Address(address)).map(|placement| (placement.segment.0, placement.offset_bytes))
+    }
+
+    #[test]
+    fn fixed_segments_are_numbered_by_birth_and_never_again() {
+        let mut segments = Segments::default();
+        segments.allocated(range(5000, 100));
+        segments.allocated(range(1000, 100));
+        assert_eq!(place(&segments, 1050), Some((1, 50)));
+        assert_eq!(place(&segments, 5000), Some((0, 0)));
+        assert_eq!(place(&segments, 1100), None);
+        assert_eq!(place(&segments, 999), None);
+        segments.freed(Address(5000));
+        assert_eq!(place(&segments, 5000), None);
+        segments.allocated(range(5000, 100));
+        assert_eq!(place(&segments, 5000), Some((2, 0)));
+    }
+
+    #[test]
+    fn an_expandable_segment_keeps_its_number_while_it_grows_and_has_holes() {
+        let mut segments = Segments::default();
+        let (stream, other) = (RawStream(0), RawStream(9));
+        segments.mapped(range(1000, 20), stream);
+        segments.mapped(range(1020, 20), stream);
+        segments.mapped(range(3000, 20), other);
+        assert_eq!(place(&segments, 1030), Some((0, 30)));
+        assert_eq!(place(&segments, 3001), Some((1, 1)));
+        segments.unmapped(range(1000, 20));
+        segments.mapped(range(1000, 20), stream);
+        segments.mapped(range(1040, 20), stream);
+        assert_eq!(place(&segments, 1059), Some((0, 59)));
+        segments.unmapped(range(1000, 60));
+        assert_eq!(place(&segments, 1000), None);
+        segments.mapped(range(1000, 20), stream);
+        assert_eq!(place(&segments, 1000), Some((2, 0)));
+    }
+
+    #[test]
+    fn a_mapping_right_behind_another_streams_segment_is_a_birth() {
+        let mut segments = Segments::default();
+        segments.mapped(range(1000, 20), RawStream(0));
+        segments.mapped(range(1020, 20), RawStream(1));
+        segments.allocated(range(1040, 20));
+        segments.mapped(range(1060, 20), RawStream(1));
+        assert_eq!([1000, 1020, 1040, 1060].map(|address| place(&segments, address).unwrap().0), [0, 1, 2, 3]);
+    }
+
+    #[test]
+    fn a_segment_whose_death_was_not_recorded_gives_way() {
+        let mut segments = Segments::default();
+        segments.allocated(range(1000, 100));
+        segments.allocated(range(1100, 100));
+        segments.allocated(range(1050, 100));
+        assert_eq!(place(&segments, 1000), None);
+        assert_eq!(place(&segments, 1149), Some((2, 99)));
+        assert_eq!(place(&segments, 1150), None);
+    }
+
+    #[test]
+    fn ranges_at_the_end_of_the_address_space_do_not_overflow() {
+        let mut segments = Segments::default();
+        segments.allocated(range(u64::MAX - 10, u64::MAX));
+        segments.mapped(range(u64::MAX, 5), RawStream(0));
+        segments.unmapped(range(u64::MAX, u64::MAX));
+        assert_eq!(place(&segments, u64::MAX - 1), Some((0, 9)));
+    }
+}

@@ -1,0 +1,232 @@
+//! Tests of the snapshot reader.
+
+use symmalloc_core::op::{Op, Record};
+
+use super::*;
+use crate::pickle::PickleError;
+use crate::pickle::writer::Pickle;
+
+const APPENDS: u8 = b'e';
+const SETITEMS: u8 = b'u';
+
+/// A trace entry: action, address, size, stream.
+type Row = (&'static str, i64, i64, i64);
+
+/// A snapshot with these traces, one per device.
+fn snapshot(devices: &[&[Row]]) -> Vec<u8> {
+    let mut pickle = Pickle::of_protocol(2).dict().mark().text("segments").list().text("device_traces").list().mark();
+    for rows in devices {
+        pickle = pickle.list().mark();
+        for (action, address, size_bytes, stream) in *rows {
+            let address_key = if *action == "oom" { "device_free" } else { "addr" };
+            pickle = pickle.dict().mark().text("action").text(action).text(address_key).integer(*address);
+            pickle = pickle.text("size").integer(*size_bytes).text("stream").integer(*stream).op(SETITEMS);
+        }
+        pickle = pickle.op(APPENDS);
+    }
+    pickle.op(APPENDS).op(SETITEMS).stop()
+}
+
+fn read_snapshot(devices: &[&[Row]]) -> Transcript {
+    read(&snapshot(devices)[..], &ReadOptions::default()).unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn error_of(pickle: Pickle) -> SnapshotError {
+    read(&pickle.stop()[..], &ReadOptions::default()).err().expect("the snapshot is refused")
+}
+
+/// The records as lines of a trace.
+fn told(rows: &[Row]) -> Vec<String> {
+    read_snapshot(&[rows]).finish().0.iter().map(Record::to_string).collect()
+}
+
+#[test]
+fn allocations_carry_the_place_that_pytorch_chose() {
+    assert_eq!(
+        told(&[
+            ("segment_alloc", 0x10000, 2 << 20, 0),
+            ("alloc", 0x10000, 1000, 0),
+            ("segment_alloc", 0x90000000, 20 << 20, 7),
+            ("alloc", 0x90000200, 3000, 7),
+            ("free_requested", 0x10000, 1000, 0),
+            ("free_completed", 0x10000, 1000, 0),
+            ("alloc", 0x10000, 10, 0),
+            ("alloc", 0x500, 10, 0),
+        ]),
+        [
+            "stream s0",
+            "a 0 1000 s0 -> 0@0",
+            "stream s1",
+            "a 1 3000 s1 -> 1@512",
+            "f 0",
+            "a 2 10 s0 -> 0@0",
+            "a 3 10 s0"
+        ]
+    );
+}
+
+#[test]
+fn a_free_that_completes_later_was_used_by_another_stream() {
+    assert_eq!(
+        told(&[
+            ("alloc", 0x1000, 512, 5),
+            ("alloc", 0x2000, 512, 5),
+            ("free_requested", 0x1000, 512, 5),
+            ("free_requested", 0x2000, 512, 5),
+            ("free_completed", 0x2000, 512, 5),
+            ("free_completed", 0x1000, 512, 5),
+            ("alloc", 0x3000, 512, 6),
+            ("free_requested", 0x3000, 512, 6),
+        ]),
+        ["stream s0", "a 0 512 s0", "a 1 512 s0", "stream s1", "u 0 s1", "f 0", "f 1", "a 2 512 s1", "u 2 s0", "f 2"]
+    );
+}
+
+#[test]
+fn a_recording_that_starts_in_the_middle_is_read_from_there() {
+    let transcript = read_snapshot(&[&[
+        ("free_completed", 0x900, 512, 0),
+        ("free_requested", 0x800, 512, 0),
+        ("free_completed", 0x800, 512, 0),
+        ("free_requested", 0x700, 512, 0),
+        ("segment_free", 0x10000, 2 << 20, 0),
+        ("segment_unmap", 0x20000, 2 << 20, 0),
+        ("alloc", 0x1000, 512, 0),
+    ]]);
+    let summary = transcript.summary.clone();
+    let (records, _) = transcript.finish();
+    assert_eq!(records.len(), 2);
+    assert_eq!((summary.frees_of_unknown, summary.allocations, summary.placements), (2, 1, 0));
+}
+
+#[test]
+fn what_is_no_op_is_counted() {
+    let transcript = read_snapshot(&[&[
+        ("oom", 0x1000, 512, 0),
+        ("snapshot", 0, 0, 0),
+        ("user_defined", 0, 0, 0),
+        ("workspace_snapshot", -1, -1, -1),
+    ]]);
+    let (records, summary) = transcript.finish();
+    assert!(records.is_empty());
+    assert_eq!((summary.failed_allocations, summary.snapshot_marks, summary.unknown_actions), (1, 1, 2));
+}
+
+#[test]
+fn expandable_segments_place_by_their_range() {
+    assert_eq!(
+        told(&[
+            ("segment_map", 0x100000, 0x200000, 0),
+            ("alloc", 0x100000, 512, 0),
+            ("segment_map", 0x300000, 0x200000, 0),
+            ("alloc", 0x300200, 512, 0),
+            ("segment_map", 0x80000000, 0x200000, 0),
+            ("alloc", 0x80000000, 512, 0),
+        ]),
+        ["stream s0", "a 0 512 s0 -> 0@0", "a 1 512 s0 -> 0@2097664", "a 2 512 s0 -> 1@0"]
+    );
+}
+
+#[test]
+fn the_recorded_device_is_found_and_others_can_be_chosen() {
+    let one: &[Row] = &[("alloc", 0x1000, 1, 0)];
+    let two: &[Row] = &[("alloc", 0x1000, 2, 0), ("snapshot", 0, 0, 0)];
+    let device = |devices: &[&[Row]], options: ReadOptions| {
+        read(&snapshot(devices)[..], &options).map(|transcript| transcript.summary.device)
+    };
+    assert_eq!(device(&[&[], one], ReadOptions::default()).unwrap(), Some(1));
+    assert_eq!(device(&[one, two], ReadOptions::default().device(1)).unwrap(), Some(1));
+    let several = device(&[one, &[], two], ReadOptions::default()).unwrap_err();
+    assert!(matches!(&several, SnapshotError::SeveralDevices { entries } if *entries == [1, 0, 2]));
+    assert!(several.to_string().contains("device 0: 1 entries, device 2: 2 entries"), "{several}");
+    for wanted in [1, 3, usize::MAX] {
+        let missing = device(&[one, &[], two], ReadOptions::default().device(wanted)).unwrap_err();
+        assert!(matches!(missing, SnapshotError::NoSuchTrace { device, .. } if device == wanted));
+    }
+    assert!(matches!(
+        device(&[&[], &[]], ReadOptions::default()).unwrap_err(),
+        SnapshotError::NothingRecorded { devices: 2 }
+    ));
+    assert!(matches!(device(&[], ReadOptions::default()).unwrap_err(), SnapshotError::NothingRecorded { devices: 0 }));
+}
+
+#[test]
+fn pickles_of_other_things_are_refused() {
+    let start = || Pickle::of_protocol(2).dict().text("device_traces");
+    for other in [
+        Pickle::of_protocol(2).list(),
+        Pickle::of_protocol(2).dict(),
+        start().integer(1).op(b's'),
+        start().list().dict().op(b'a').op(b's'),
+        start().list().integer(1).op(b'a').op(b's'),
+        start().list().dict().text("action").text("alloc").op(b's').op(b'a').op(b's'),
+    ] {
+        assert!(matches!(error_of(other), SnapshotError::NotASnapshot));
+    }
+    for entry in [start().list().list().integer(5).op(b'a'), start().list().list().list().op(b'a')] {
+        assert!(matches!(error_of(entry.op(b'a').op(b's')), SnapshotError::NotAnEntry { device: 0 }));
+    }
+    assert!(matches!(
+        error_of(Pickle::of_protocol(2).op(b'R')),
+        SnapshotError::Pickle(PickleError::Executes { opcode: "REDUCE", offset: 2 })
+    ));
+}
+
+#[test]
+fn an_entry_without_a_field_is_named() {
+    let entry = |fields: &[(&str, Option<i64>)]| {
+        let mut pickle = Pickle::of_protocol(2).dict().text("device_traces").list().list();
+        pickle = pickle.dict().text("action").text("snapshot").op(b's').op(b'a').dict().mark();
+        for (key, value) in fields {
+            pickle = pickle.text(key);
+            pickle = match value {
+                Some(integer) => pickle.integer(*integer),
+                None => pickle.text("alloc"),
+            };
+        }
+        error_of(pickle.op(SETITEMS).op(b'a').op(b'a').op(b's'))
+    };
+    let (action, addr, size, stream) = (("action", None), ("addr", Some(1)), ("size", Some(1)), ("stream", Some(0)));
+    for (fields, missing) in [
+        (&[addr, size, stream][..], "action"),
+        (&[action, size, stream], "addr"),
+        (&[action, addr, stream], "size"),
+        (&[action, addr, size], "stream"),
+        (&[action, addr, ("size", Some(-1)), stream], "size"),
+        (&[action, ("addr", None), size, stream], "addr"),
+    ] {
+        match entry(fields) {
+            SnapshotError::Field { device: 0, entry: 1, field } => assert_eq!(field, missing),
+            other => panic!("{missing}: {other}"),
+        }
+    }
+}
+
+#[test]
+fn more_streams_than_ids_are_refused() {
+    let rows: Vec<Row> = (0..=65_536).map(|stream| ("alloc", 512 * (stream + 1), 512, stream)).collect();
+    let error = read(&snapshot(&[&rows])[..], &ReadOptions::default()).err().unwrap();
+    assert!(matches!(error, SnapshotError::TooManyStreams { device: 0, entry: 65_536 }), "{error}");
+}
+
+#[test]
+fn ids_are_dense_and_every_stream_is_registered_before_use() {
+    let rows: Vec<Row> = (1..100).map(|n| ("alloc", 512 * n, 512, n % 7)).collect();
+    let (records, summary) = read_snapshot(&[&rows]).finish();
+    let (mut registered, mut allocated) = (0, 0);
+    for record in &records {
+        match record.op {
+            Op::RegisterStream { stream } => {
+                assert_eq!(stream.0, registered);
+                registered += 1;
+            }
+            Op::Allocate { id, stream, .. } => {
+                assert_eq!(id.0, allocated);
+                assert!(stream.0 < registered);
+                allocated += 1;
+            }
+            ref other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!((summary.streams, summary.allocations), (7, 99));
+}

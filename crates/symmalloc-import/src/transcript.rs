@@ -1,0 +1,259 @@
+//! The transcript: a log of addresses and raw handles, retold in logical ids.
+//!
+//! Every foreign log says "this address, that handle". Ops know neither (rule D1), so both importers hand what they
+//! read to a transcript, which
+//!
+//! * numbers streams by the first appearance of their raw handle and registers each right before it is first needed;
+//! * numbers allocations in order and finds, for an address, the allocation that lives there now;
+//! * keeps the recording consistent: an address that is given out again must have been freed.
+//!
+//! The raw default stream (handle 0) is a handle like any other.
+
+use std::collections::HashMap;
+
+use symmalloc_core::ids::{AllocationId, Placement, PoolId, StreamId};
+use symmalloc_core::op::{Op, Record};
+
+use crate::summary::Summary;
+
+/// A device address in a log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct Address(pub(crate) u64);
+
+/// A stream as a log names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct RawStream(pub(crate) u64);
+
+/// Why a transcript cannot go on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Overflow {
+    /// The recording uses more than 65,536 streams.
+    Streams,
+    /// The records take more memory than allowed.
+    Memory {
+        /// What is allowed.
+        limit_bytes: u64,
+    },
+}
+
+/// An allocation that is not freed yet.
+#[derive(Clone, Copy)]
+struct Live {
+    id: AllocationId,
+    stream: StreamId,
+}
+
+/// The ops so far, and what their names stand for.
+pub(crate) struct Transcript {
+    records: Vec<Record>,
+    /// The most that `records` may take.
+    limit_bytes: u64,
+    pub(crate) summary: Summary,
+    /// Looked up only; no decision follows its order.
+    streams: HashMap<RawStream, StreamId>,
+    /// Looked up only. Its allocations are not freed.
+    live: HashMap<Address, Live>,
+}
+
+impl Transcript {
+    pub(crate) fn new(limit_bytes: u64) -> Self {
+        Transcript {
+            records: Vec::new(),
+            limit_bytes,
+            summary: Summary::default(),
+            streams: HashMap::new(),
+            live: HashMap::new(),
+        }
+    }
+
+    pub(crate) fn finish(self) -> (Vec<Record>, Summary) {
+        (self.records, self.summary)
+    }
+
+    /// The log allocated at `address`.
+    pub(crate) fn allocate(
+        &mut self,
+        address: Address,
+        size_bytes: u64,
+        stream: RawStream,
+        placement: Option<Placement>,
+    ) -> Result<(), Overflow> {
+        if let Some(lost) = self.live.remove(&address) {
+            self.summary.frees_supplied += 1;
+            self.push(Op::Free { id: lost.id }.into())?;
+        }
+        let stream = self.stream(stream)?;
+        let id = AllocationId(self.summary.allocations);
+        let mut record = Record::from(Op::Allocate { id, pool: PoolId::DEFAULT, stream, size_bytes });
+        if let Some(placement) = placement {
+            record = record.with_placement(placement);
+        }
+        self.push(record)?;
+        self.live.insert(address, Live { id, stream });
+        Ok(())
+    }
+
+    /// The log freed what lives at `address`. Where it names a stream for that, and another than the allocation's own,
+    /// that stream used the memory.
+    pub(crate) fn free(&mut self, address: Address, stream: Option<RawStream>) -> Result<(), Overflow> {
+        let Some(live) = self.live.remove(&address) else {
+            self.summary.frees_of_unknown += 1;
+            return Ok(());
+        };
+        if let Some(stream) = stream {
+            let stream = self.stream(stream)?;
+            if stream != live.stream {
+                self.push(Op::RecordUse { id: live.id, stream }.into())?;
+            }
+        }
+        self.push(Op::Free { id: live.id }.into())
+    }
+
+    /// The log freed what lives at `address` while a stream that it does not name still used it.
+    ///
+    /// The use is given to the lowest-numbered stream other than the allocation's own, registered now if need be: as
+    /// streams are numbered by appearance, that is also the number it gets when the log names it.
+    pub(crate) fn free_used_elsewhere(&mut self, address: Address) -> Result<(), Overflow> {
+        let Some(live) = self.live.remove(&address) else {
+            self.summary.frees_of_unknown += 1;
+            return Ok(());
+        };
+        let stream = if live.stream == StreamId(0) { StreamId(1) } else { StreamId(0) };
+        self.register_up_to(stream)?;
+        self.push(Op::RecordUse { id: live.id, stream }.into())?;
+        self.push(Op::Free { id: live.id }.into())
+    }
+
+    /// The number of a stream, new or known.
+    fn stream(&mut self, raw: RawStream) -> Result<StreamId, Overflow> {
+        if let Some(stream) = self.streams.get(&raw) {
+            return Ok(*stream);
+        }
+        let stream = u16::try_from(self.streams.len()).map(StreamId).map_err(|_| Overflow::Streams)?;
+        self.streams.insert(raw, stream);
+        self.register_up_to(stream)?;
+        Ok(stream)
+    }
+
+    fn register_up_to(&mut self, stream: StreamId) -> Result<(), Overflow> {
+        for next in self.summary.streams..=u64::from(stream.0) {
+            self.push(Op::RegisterStream { stream: StreamId(next as u16) }.into())?;
+        }
+        Ok(())
+    }
+
+    fn push(&mut self, record: Record) -> Result<(), Overflow> {
+        if (self.records.len() * size_of::<Record>()) as u64 >= self.limit_bytes {
+            return Err(Overflow::Memory { limit_bytes: self.limit_bytes });
+        }
+        self.summary.count(&record);
+        self.records.push(record);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The records as lines, without what the tests here do not look at.
+    fn told(transcript: Transcript) -> Vec<String> {
+        let (records, _) = transcript.finish();
+        let line = |record: &Record| match record.op {
+            Op::RegisterStream { stream } => format!("register {stream}"),
+            Op::Allocate { id, stream, .. } => format!("allocate {id} {stream}"),
+            Op::Free { id } => format!("free {id}"),
+            Op::RecordUse { id, stream } => format!("use {id} {stream}"),
+            ref other => format!("{other:?}"),
+        };
+        records.iter().map(line).collect()
+    }
+
+    fn allocate(transcript: &mut Transcript, address: u64, stream: u64) {
+        transcript.allocate(Address(address), 512, RawStream(stream), None).unwrap();
+    }
+
+    #[test]
+    fn streams_are_numbered_by_first_appearance_and_registered_when_needed() {
+        let mut transcript = Transcript::new(u64::MAX);
+        for (address, stream) in [(1, 77), (2, 0), (3, 77), (4, 5)] {
+            allocate(&mut transcript, address, stream);
+        }
+        assert_eq!(
+            told(transcript),
+            [
+                "register s0",
+                "allocate a0 s0",
+                "register s1",
+                "allocate a1 s1",
+                "allocate a2 s0",
+                "register s2",
+                "allocate a3 s2"
+            ]
+        );
+    }
+
+    #[test]
+    fn an_unnamed_use_goes_to_the_lowest_other_stream_which_keeps_its_number() {
+        let mut transcript = Transcript::new(u64::MAX);
+        allocate(&mut transcript, 1, 77);
+        transcript.free_used_elsewhere(Address(1)).unwrap();
+        allocate(&mut transcript, 2, 99);
+        transcript.free_used_elsewhere(Address(2)).unwrap();
+        assert_eq!(
+            told(transcript),
+            [
+                "register s0",
+                "allocate a0 s0",
+                "register s1",
+                "use a0 s1",
+                "free a0",
+                "allocate a1 s1",
+                "use a1 s0",
+                "free a1"
+            ]
+        );
+    }
+
+    #[test]
+    fn a_free_on_another_stream_is_a_use_of_that_stream() {
+        let mut transcript = Transcript::new(u64::MAX);
+        allocate(&mut transcript, 1, 7);
+        allocate(&mut transcript, 2, 7);
+        transcript.free(Address(1), Some(RawStream(8))).unwrap();
+        transcript.free(Address(2), Some(RawStream(7))).unwrap();
+        assert_eq!(
+            told(transcript),
+            ["register s0", "allocate a0 s0", "allocate a1 s0", "register s1", "use a0 s1", "free a0", "free a1"]
+        );
+    }
+
+    #[test]
+    fn an_address_given_out_twice_was_freed_in_between() {
+        let mut transcript = Transcript::new(u64::MAX);
+        allocate(&mut transcript, 1, 7);
+        allocate(&mut transcript, 1, 7);
+        transcript.free(Address(1), None).unwrap();
+        transcript.free(Address(1), None).unwrap();
+        let summary = transcript.summary.clone();
+        assert_eq!(told(transcript), ["register s0", "allocate a0 s0", "free a0", "allocate a1 s0", "free a1"]);
+        assert_eq!((summary.frees, summary.frees_supplied, summary.frees_of_unknown), (2, 1, 1));
+    }
+
+    #[test]
+    fn more_streams_than_ids_are_refused() {
+        let mut transcript = Transcript::new(u64::MAX);
+        for stream in 0..65_536 {
+            allocate(&mut transcript, stream, stream);
+        }
+        assert_eq!(transcript.allocate(Address(1 << 40), 1, RawStream(65_536), None), Err(Overflow::Streams));
+    }
+
+    #[test]
+    fn records_stay_under_the_limit() {
+        let mut transcript = Transcript::new(10 * size_of::<Record>() as u64);
+        let told = (0..20).map_while(|n| transcript.allocate(Address(n), 1, RawStream(0), None).ok()).count();
+        assert_eq!(told, 9);
+        assert!(matches!(transcript.free(Address(0), None), Err(Overflow::Memory { .. })));
+    }
+}

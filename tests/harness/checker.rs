@@ -1,0 +1,232 @@
+//! The checker: a program on the real allocator, beside the oracle, on a simulated device that notices races.
+//!
+//! ```text
+//!           ┌─► Oracle ──────────────► outcome ─┐
+//!  op ──────┤                                   ├─ equal? snapshot equal? check() green?
+//!           └─► Allocator ─► SimBackend ► outcome┘
+//!                               ▲
+//!   submit: work on every byte of an allocation, on each stream that uses it ─► Race if a wait is missing
+//! ```
+//!
+//! The program is a correct one: a stream that uses another one's allocation waits for it first. All other order between
+//! streams is the allocator's responsibility.
+
+use crate::generate::Scenario;
+use crate::oracle::{Content, Heap, Oracle, Outcome, Refusal};
+use std::collections::BTreeMap;
+use symmalloc_core::backend::Backend;
+use symmalloc_core::errors::{AllocateError, OutOfMemoryCause, PoolError, RecordUseError, UnknownError};
+use symmalloc_core::lock::Lock;
+use symmalloc_core::replay::{Replay, StepError};
+use symmalloc_core::report::{BlockStateSnapshot, SegmentSnapshot};
+use symmalloc_core::sim::SimBackend;
+use symmalloc_core::{Allocation, AllocationId, Allocator, Digest, Op, Placement, PoolId, StreamId};
+
+/// What a run came to: equal for two runs exactly when every decision was.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Decisions {
+    /// Per op.
+    pub outcomes: Vec<Outcome>,
+    /// Per live pool, at the end.
+    pub digests: Vec<(PoolId, Digest)>,
+}
+
+/// Carries a scenario out and compares every decision with the oracle's.
+///
+/// # Panics
+/// At the first difference, violated invariant, race, breach of the backend's contract, or leak.
+pub fn compare_with_oracle(scenario: &Scenario, device: &SimBackend) -> Decisions {
+    let mut oracle = Oracle::new(&scenario.config, scenario.granularity_bytes);
+    run::<symmalloc_core::lock::Exclusive>(scenario, device, |index, op, outcome, allocator| {
+        let expected = oracle.step(op);
+        assert_eq!(outcome, expected, "op {index}, {op:?}: the allocator decided otherwise than the oracle (right)");
+        allocator.check().unwrap_or_else(|violation| panic!("op {index}, {op:?}: {violation}"));
+        compare_state(allocator, &oracle, index);
+    })
+}
+
+/// Carries a scenario out with this kind of lock.
+///
+/// # Panics
+/// At a violated invariant at the end, a race, a breach of the backend's contract, or a leak.
+pub fn decisions<L: Lock>(scenario: &Scenario, device: &SimBackend) -> Decisions {
+    run::<L>(scenario, device, |_, _, _, _| {})
+}
+
+fn run<L: Lock>(
+    scenario: &Scenario,
+    device: &SimBackend,
+    mut look: impl FnMut(usize, &Op, Outcome, &Allocator<&SimBackend, L>),
+) -> Decisions {
+    let _report = PrintOnPanic(scenario);
+    let mut decisions = Decisions::default();
+    {
+        let allocator = Allocator::<_, L>::new(device, scenario.config.clone()).expect("a valid granularity");
+        let mut replay = Replay::new(&allocator, &scenario.program);
+        let mut work = DeviceWork::new(device);
+        for (index, op) in scenario.program.ops().iter().enumerate() {
+            let result = replay.step(op);
+            work.submit(op, &result);
+            let outcome = outcome(result);
+            look(index, op, outcome, &allocator);
+            decisions.outcomes.push(outcome);
+        }
+        allocator.check().unwrap_or_else(|violation| panic!("at the end: {violation}"));
+        let pools = (0..allocator.pool_count()).map(PoolId);
+        decisions.digests = pools.filter_map(|pool| Some((pool, allocator.digest(pool).ok()?))).collect();
+    }
+    assert!(device.leaks().is_empty(), "the allocator was dropped and left behind: {}", device.leaks());
+    decisions
+}
+
+/// Prints the trace of a scenario that failed: the bug report.
+struct PrintOnPanic<'a>(&'a Scenario);
+
+impl Drop for PrintOnPanic<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            println!("granularity {} bytes\n{}", self.0.granularity_bytes, self.0.trace());
+        }
+    }
+}
+
+/// What the allocator's answer means to the oracle.
+///
+/// # Panics
+/// When the answer means nothing that a valid program can meet.
+pub fn outcome(result: Result<Option<Allocation>, StepError>) -> Outcome {
+    let error = match result {
+        Ok(None) => return Outcome::Done,
+        Ok(Some(Allocation { placement, size_bytes, .. })) => return Outcome::Placed { placement, size_bytes },
+        Err(error) => error,
+    };
+    Outcome::Refused(match error {
+        StepError::NotLive { .. } => Refusal::NotLive,
+        StepError::Allocate(AllocateError::TooLarge { .. }) => Refusal::TooLarge,
+        StepError::Allocate(AllocateError::OutOfMemory(error)) => match error.cause {
+            OutOfMemoryCause::Limit { scope, .. } => Refusal::Limit(scope),
+            OutOfMemoryCause::SegmentFull { .. } => Refusal::SegmentFull,
+            _ => Refusal::Driver,
+        },
+        StepError::Pool(PoolError::InUse { .. } | PoolError::Default) => Refusal::PoolInUse,
+        StepError::Unknown(UnknownError::Stream { .. })
+        | StepError::RecordUse(RecordUseError::Unknown(UnknownError::Stream { .. }))
+        | StepError::Allocate(AllocateError::Unknown(UnknownError::Stream { .. })) => Refusal::UnknownStream,
+        StepError::Unknown(_) | StepError::Allocate(AllocateError::Unknown(_)) => Refusal::UnknownPool,
+        _ => Refusal::Driver,
+    })
+}
+
+/// What a correct program does on the device.
+#[derive(Debug)]
+pub struct DeviceWork<'a> {
+    device: &'a SimBackend,
+    /// Live allocations, with the streams that use them.
+    live: BTreeMap<AllocationId, (Allocation, Vec<StreamId>)>,
+}
+
+impl<'a> DeviceWork<'a> {
+    /// Nothing yet.
+    pub fn new(device: &'a SimBackend) -> Self {
+        DeviceWork { device, live: BTreeMap::new() }
+    }
+
+    /// Submits the work that belongs to an op which the allocator answered so.
+    ///
+    /// # Panics
+    /// At a race: the allocator did not order the memory's earlier users before this one.
+    pub fn submit(&mut self, op: &Op, result: &Result<Option<Allocation>, StepError>) {
+        match (op, result) {
+            (Op::Allocate { id, stream, .. }, Ok(Some(allocation))) => {
+                self.use_all(*stream, allocation);
+                self.live.insert(*id, (*allocation, vec![*stream]));
+            }
+            (Op::RecordUse { id, stream }, Ok(None)) => {
+                let Some((allocation, users)) = self.live.get_mut(id) else { return };
+                if !users.contains(stream) {
+                    for earlier in users.iter() {
+                        wait(self.device, *stream, *earlier);
+                    }
+                    users.push(*stream);
+                }
+                let allocation = *allocation;
+                // Only the newest user may use it again without waiting for the others.
+                if self.live[id].1.last() == Some(stream) {
+                    self.use_all(*stream, &allocation);
+                }
+            }
+            (Op::Free { id }, Ok(None)) => {
+                self.live.remove(id);
+            }
+            _ => {}
+        }
+    }
+
+    fn use_all(&self, stream: StreamId, allocation: &Allocation) {
+        let used = self.device.submit(stream, allocation.address, allocation.size_bytes);
+        used.unwrap_or_else(|race| panic!("a wait is missing at {}: {race}", allocation.placement));
+    }
+}
+
+/// What `cudaStreamWaitEvent` of a program does, behind the allocator's back. A program that cannot wait does not go on.
+fn wait(device: &SimBackend, stream: StreamId, on: StreamId) {
+    if let Ok(event) = device.record(on) {
+        device.wait(stream, event).unwrap_or_else(|error| panic!("the program's own wait failed: {error}"));
+        device.recycle(event);
+    }
+}
+
+/// The allocator's blocks are the oracle's, one by one.
+fn compare_state<B: Backend, L: Lock>(allocator: &Allocator<B, L>, oracle: &Oracle, index: usize) {
+    let stats = allocator.stats();
+    let (live, requested) = oracle.live();
+    assert_eq!(stats.reserved_bytes, oracle.reserved_bytes(), "op {index}: reserved bytes");
+    assert_eq!(stats.usage.all.allocations.current, live, "op {index}: live allocations");
+    assert_eq!(stats.usage.all.requested_bytes.current, requested, "op {index}: requested bytes");
+    let snapshot = allocator.snapshot();
+    let mut segments = snapshot.segments.iter();
+    for (pool, entry) in oracle.pools() {
+        // The program's pools and the allocator's have the same ids: both are dense, and none is made twice.
+        assert_eq!(allocator.pool_stats(pool).map(|stats| stats.reserved_bytes), Ok(entry.reserved_bytes()));
+        for (stream, heap) in &entry.heaps {
+            for ordinal in 0..heap.segments.len() {
+                let segment = segments.next().unwrap_or_else(|| panic!("op {index}: {pool} lacks a segment"));
+                assert_eq!((segment.pool, segment.stream), (pool, *stream), "op {index}");
+                compare_segment(segment, heap, ordinal, index);
+            }
+        }
+    }
+    assert_eq!(segments.next(), None, "op {index}: a segment too many");
+}
+
+fn compare_segment(segment: &SegmentSnapshot, heap: &Heap, nth: usize, index: usize) {
+    let expected = &heap.segments[nth];
+    let place = format!("op {index}, {} {:?} segment {}", segment.pool, segment.stream, segment.segment.0);
+    assert_eq!(segment.segment.0, expected.ordinal, "{place}");
+    assert_eq!((segment.size_bytes, segment.mapped_bytes), (expected.end(), expected.mapped()), "{place}");
+    assert_eq!(segment.blocks.len(), expected.blocks.len(), "{place}: {segment:?}\n{expected:?}");
+    for (block, expected) in segment.blocks.iter().zip(&expected.blocks) {
+        assert_eq!((block.offset_bytes, block.size_bytes), (expected.offset, expected.size), "{place}");
+        match (&block.state, expected.content) {
+            (BlockStateSnapshot::Allocated { used_by, .. }, Content::Allocated(_)) => {
+                assert!(used_by.iter().all(|user| expected.users.contains(user)), "{place}: {block:?}");
+            }
+            (BlockStateSnapshot::Free { fenced_by }, Content::Free) => {
+                let stranger = fenced_by.iter().find(|user| !expected.users.contains(user));
+                assert_eq!(stranger, None, "{place}: fenced by a stream that never used it: {block:?}");
+            }
+            (BlockStateSnapshot::Hole, Content::Hole) => {}
+            (state, content) => panic!("{place} at {}: {state:?} is not {content:?}", block.offset_bytes),
+        }
+    }
+}
+
+/// Where each allocation of a run lies, `None` where it was refused.
+pub fn placements(decisions: &Decisions, ops: &[Op]) -> Vec<Option<Placement>> {
+    let made = ops.iter().zip(&decisions.outcomes).filter(|(op, _)| matches!(op, Op::Allocate { .. }));
+    made.map(|(_, outcome)| match outcome {
+        Outcome::Placed { placement, .. } => Some(*placement),
+        _ => None,
+    })
+    .collect()
+}

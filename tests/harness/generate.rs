@@ -1,0 +1,252 @@
+//! Programs out of bytes: what the property tests and the fuzz targets feed the allocator with.
+//!
+//! A [`Tape`] of bytes becomes a [`Scenario`]: a configuration, and ops that are valid when they are carried out in order.
+//! Any bytes will do. Each op takes four of them, so that a shrinker or a fuzzer that deletes four neighbouring bytes
+//! deletes one op and leaves the others as they are.
+//!
+//! ```text
+//!  8 bytes of configuration │ kind what where how │ kind what where how │ ...
+//! ```
+//!
+//! The bytes are translated so that the interesting things happen: sizes come from a short list around every boundary of
+//! the size rules, and are often used again, so that exact fits, splits and merges are common; pools are small; limits
+//! lie near what the program needs.
+
+use proptest::prelude::*;
+use symmalloc_core::config::{
+    Config, ExpandableSegments, FixedSegments, PoolConfig, Reclaim, RoundupPower2Divisions, SegmentPolicy, StreamPolicy,
+};
+use symmalloc_core::op::{Op, Record};
+use symmalloc_core::replay::Program;
+use symmalloc_core::sim::SplitMix64;
+use symmalloc_core::trace::TraceWriter;
+use symmalloc_core::units::{KIB, MIB};
+use symmalloc_core::{AllocationId, PoolId, StreamId};
+
+/// Bytes that decide what is generated; zeros when they are used up.
+#[derive(Clone, Copy, Debug)]
+pub struct Tape<'a> {
+    bytes: &'a [u8],
+}
+
+impl<'a> Tape<'a> {
+    /// A tape of these bytes.
+    pub fn new(bytes: &'a [u8]) -> Self {
+        Tape { bytes }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.bytes.is_empty()
+    }
+
+    fn byte(&mut self) -> u8 {
+        let Some((first, rest)) = self.bytes.split_first() else { return 0 };
+        self.bytes = rest;
+        *first
+    }
+
+    fn pick<T: Clone>(&mut self, choices: &[T]) -> T {
+        choices[usize::from(self.byte()) % choices.len()].clone()
+    }
+}
+
+/// A configuration and a valid program.
+#[derive(Clone, Debug)]
+pub struct Scenario {
+    /// The allocator's configuration.
+    pub config: Config,
+    /// The backend's granularity.
+    pub granularity_bytes: u64,
+    /// The ops.
+    pub program: Program,
+}
+
+/// The most ops of a scenario: longer tapes are cut.
+pub const OPS_MAX: usize = 400;
+
+const CONFIG_BYTES: usize = 8;
+const OP_BYTES: usize = 4;
+
+/// Around every boundary of the size rules.
+const SIZES: [u64; 24] = [
+    512,
+    1,
+    513,
+    4 * KIB,
+    100 * KIB,
+    512 * KIB,
+    MIB,
+    MIB + 1,
+    2 * MIB,
+    2 * MIB - 512,
+    3 * MIB + 512,
+    5 * MIB,
+    6 * MIB - 1,
+    10 * MIB - 512,
+    10 * MIB,
+    11 * MIB + 1,
+    16 * MIB,
+    20 * MIB,
+    24 * MIB,
+    30 * MIB,
+    33 * MIB + 512,
+    64 * MIB,
+    0,
+    (1 << 40) + 1,
+];
+
+impl Scenario {
+    /// The scenario that these bytes stand for. Every sequence of bytes stands for one.
+    ///
+    /// # Panics
+    /// Never: what it makes is valid.
+    pub fn from_bytes(bytes: &[u8]) -> Self {
+        let mut tape = Tape::new(bytes);
+        let granularity_bytes = tape.pick(&[2 * MIB, 2 * MIB, 64 * KIB, 512, 4 * MIB]);
+        let streams = tape.pick(&[2, 1, 3, 4]);
+        let limit = tape.pick(&[None, None, None, Some(40 * MIB), Some(90 * MIB), Some(65 * MIB + 1)]);
+        let default_pool = pool_config(&mut tape);
+        let config = Config::builder().default_pool(default_pool).limit_bytes(limit).build().expect("valid");
+        let mut writer = Writer::new(streams);
+        while !tape.is_empty() && writer.records.len() < OPS_MAX {
+            let mut op = [0; OP_BYTES];
+            op.fill_with(|| tape.byte());
+            writer.write(op);
+        }
+        Scenario { config, granularity_bytes, program: Program::new(&writer.records).expect("valid") }
+    }
+
+    /// The scenario as a trace, to be saved and replayed elsewhere.
+    ///
+    /// # Panics
+    /// Never: a valid program is a valid trace.
+    pub fn trace(&self) -> String {
+        let mut trace = TraceWriter::new(Vec::new(), Some(&self.config)).expect("memory does not fail");
+        for op in self.program.ops() {
+            trace.write(&op.clone().into()).expect("valid");
+        }
+        String::from_utf8(trace.finish().expect("memory does not fail")).expect("text")
+    }
+
+    /// A scenario of `ops` ops that `seed` names for ever.
+    pub fn from_seed(seed: u64, ops: usize) -> Self {
+        let mut random = SplitMix64::new(seed);
+        let bytes: Vec<u8> = (0..CONFIG_BYTES + OP_BYTES * ops).map(|_| random.next_u64() as u8).collect();
+        Scenario::from_bytes(&bytes)
+    }
+}
+
+/// Bytes of scenarios with up to `ops` ops, for proptest.
+pub fn scenario_bytes(ops: usize) -> impl Strategy<Value = Vec<u8>> {
+    let config = prop::collection::vec(any::<u8>(), CONFIG_BYTES);
+    let ops = prop::collection::vec(any::<[u8; OP_BYTES]>(), 0..ops);
+    (config, ops).prop_map(|(mut bytes, ops)| {
+        bytes.extend(ops.into_iter().flatten());
+        bytes
+    })
+}
+
+/// A pool's policy out of five bytes.
+fn pool_config(tape: &mut Tape<'_>) -> PoolConfig {
+    let mut expandable = ExpandableSegments::default();
+    (expandable.range_bytes, expandable.growth_bytes) =
+        tape.pick(&[(512 << 30, 2 * MIB), (64 * MIB, 2 * MIB), (32 * MIB, 8 * MIB), (96 * MIB, 12 * MIB)]);
+    let mut fixed = FixedSegments::default();
+    fixed.max_split_size_bytes = tape.pick(&[None, None, Some(20 * MIB), Some(32 * MIB)]);
+    fixed.max_non_split_rounding_bytes = tape.pick(&[20 * MIB, MIB]);
+    let segments = tape.pick(&[
+        SegmentPolicy::Expandable(expandable.clone()),
+        SegmentPolicy::Fixed(fixed.clone()),
+        SegmentPolicy::Expandable(expandable),
+        SegmentPolicy::Fixed(fixed),
+        SegmentPolicy::Reserved { segment_bytes: 48 * MIB },
+    ]);
+    let flags = tape.byte();
+    let divisions = if flags & 0xc0 == 0xc0 { 4 } else { 0 };
+    PoolConfig::builder()
+        .segments(segments)
+        .streams(if flags & 1 == 0 { StreamPolicy::Separate } else { StreamPolicy::Shared })
+        .symmetric(flags & 2 != 0)
+        .limit_bytes([None, None, Some(36 * MIB), Some(70 * MIB)][usize::from(flags >> 2) & 3])
+        .reclaim([Reclaim::Heap, Reclaim::Pool, Reclaim::Never][usize::from(flags >> 4) % 3])
+        .release_threshold_bytes((flags & 0x30 == 0x30).then_some(24 * MIB))
+        .roundup_power2_divisions(RoundupPower2Divisions::uniform(divisions).expect("a power of two"))
+        .build()
+        .expect("valid")
+}
+
+/// Turns four bytes at a time into an op that is valid after those before it.
+struct Writer {
+    records: Vec<Record>,
+    streams: u16,
+    /// Live pools besides the default one, and the number of pools ever made.
+    pools: Vec<PoolId>,
+    pools_made: u32,
+    /// Made, and not freed by the program. Some were refused when they were made, and are not live.
+    live: Vec<AllocationId>,
+    made: u64,
+}
+
+impl Writer {
+    fn new(streams: u16) -> Self {
+        let records = (0..streams).map(|id| Op::RegisterStream { stream: StreamId(id) }.into()).collect();
+        Writer { records, streams, pools: Vec::new(), pools_made: 1, live: Vec::new(), made: 0 }
+    }
+
+    fn write(&mut self, [kind, what, place, how]: [u8; OP_BYTES]) {
+        let stream = StreamId(u16::from(place & 3) % self.streams);
+        let other = StreamId(u16::from(how & 3) % self.streams);
+        let pool = match usize::from(place >> 2) % (self.pools.len() + 3) {
+            index if index < self.pools.len() => self.pools[index],
+            _ => PoolId::DEFAULT,
+        };
+        let op = match kind % 32 {
+            0..13 => Some(self.allocate(pool, stream, what, how)),
+            13..23 => self.take_live(what).map(|id| Op::Free { id }),
+            23..26 => self.find_live(what).map(|id| Op::RecordUse { id, stream: other }),
+            26 => Some(Op::Wait { stream, on: other }),
+            27 => Some(Op::Synchronize { stream }),
+            28 => Some(Op::Trim { pool: (how & 1 != 0).then_some(pool) }),
+            29 => Some(Op::Reserve { pool, stream, size_bytes: SIZES[usize::from(what) % SIZES.len()] }),
+            30 if self.pools.len() < 3 => Some(self.create_pool([what, place, how, what ^ how, place ^ how])),
+            30 | 31 => self.destroy_pool(what),
+            _ => None,
+        };
+        // What is not possible becomes the commonest thing that always is.
+        let op = op.unwrap_or_else(|| self.allocate(pool, stream, what, how));
+        self.records.push(op.into());
+    }
+
+    fn allocate(&mut self, pool: PoolId, stream: StreamId, what: u8, how: u8) -> Op {
+        let size_bytes = match SIZES[usize::from(what) % SIZES.len()] {
+            odd @ (0 | 0x100_0000_0001) if how >= 16 => odd % 512 + 2 * MIB,
+            size => size + if how >= 200 { u64::from(how) * 512 } else { 0 },
+        };
+        let id = AllocationId(self.made);
+        self.made += 1;
+        self.live.push(id);
+        Op::Allocate { id, pool, stream, size_bytes }
+    }
+
+    fn find_live(&self, what: u8) -> Option<AllocationId> {
+        self.live.get(usize::from(what).checked_rem(self.live.len())?).copied()
+    }
+
+    fn take_live(&mut self, what: u8) -> Option<AllocationId> {
+        let index = usize::from(what).checked_rem(self.live.len())?;
+        Some(self.live.swap_remove(index))
+    }
+
+    fn create_pool(&mut self, bytes: [u8; 5]) -> Op {
+        let pool = PoolId(self.pools_made);
+        self.pools_made += 1;
+        self.pools.push(pool);
+        Op::CreatePool { pool, config: Box::new(pool_config(&mut Tape::new(&bytes))) }
+    }
+
+    /// The pool may still be in use: then it is refused, and lives on without being named again.
+    fn destroy_pool(&mut self, what: u8) -> Option<Op> {
+        let index = usize::from(what).checked_rem(self.pools.len())?;
+        Some(Op::DestroyPool { pool: self.pools.swap_remove(index) })
+    }
+}

@@ -1,0 +1,49 @@
+//! The recorded jobs: what real PyTorch programs did, under `tests/traces/`.
+//!
+//! | job | what it was | streams |
+//! |---|---|---|
+//! | `gpt2_train_varlen` | GPT-2 124M training, sequence lengths 64 to 1024 | 1 |
+//! | `moe_train` | Mixtral-style mixture of experts | 1 |
+//! | `resnet50_multiscale` | ResNet-50, image and batch size vary | 1 |
+//! | `llama_generate` | 1B Llama-style generation, growing KV cache | 1 |
+//! | `fsdp_train_rank{0,1}` | FSDP2 on 2 GPUs, both ranks | 3 |
+//! | `fsdp1_train_rank{0,1}` | FSDP1 on 2 GPUs, `record_stream`, both ranks | 4 |
+
+use std::path::PathBuf;
+use symmalloc_core::op::Record;
+use symmalloc_core::replay::Program;
+use symmalloc_import::{ReadOptions, read_path};
+
+/// The recorded jobs, by file name without its ending.
+pub const JOBS: [&str; 8] = [
+    "gpt2_train_varlen",
+    "moe_train",
+    "resnet50_multiscale",
+    "llama_generate",
+    "fsdp_train_rank0",
+    "fsdp_train_rank1",
+    "fsdp1_train_rank0",
+    "fsdp1_train_rank1",
+];
+
+/// Where the file of a recorded job lies.
+pub fn path(job: &str) -> PathBuf {
+    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/traces")).join(format!("{job}.trace.zst"))
+}
+
+/// What a recorded job did.
+///
+/// # Panics
+/// When the file is missing or damaged.
+pub fn records(job: &str) -> Vec<Record> {
+    let read = read_path(&path(job), &ReadOptions::default());
+    read.unwrap_or_else(|error| panic!("the recorded job {job} cannot be read: {error}")).records
+}
+
+/// A recorded job, ready to be replayed.
+///
+/// # Panics
+/// When the file is missing or damaged.
+pub fn program(job: &str) -> Program {
+    Program::new(&records(job)).unwrap_or_else(|error| panic!("the recorded job {job} is no program: {error}"))
+}

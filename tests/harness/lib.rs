@@ -1,0 +1,15 @@
+//! What the tests, benches and fuzz targets of symmalloc share.
+//!
+//! ```text
+//!  generate  bytes ──► Scenario: configuration and valid ops
+//!  oracle    ops ──► what must be decided, worked out the slow way
+//!  checker   runs a Scenario on the allocator and compares every decision, block and invariant with the oracle
+//!  jobs      the recorded jobs
+//!  conformance   what every backend must do
+//! ```
+
+pub mod checker;
+pub mod conformance;
+pub mod generate;
+pub mod jobs;
+pub mod oracle;

@@ -1,0 +1,62 @@
+//! Random programs: the allocator decides like the oracle, op by op, block by block.
+
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+use symmalloc_core::sim::SimBackend;
+use symmalloc_harness::checker::compare_with_oracle;
+use symmalloc_harness::generate::{Scenario, scenario_bytes};
+use symmalloc_harness::oracle::Outcome;
+
+fn device(scenario: &Scenario, seed: u64) -> SimBackend {
+    SimBackend::builder().seed(seed).granularity_bytes(scenario.granularity_bytes).memory_bytes(1 << 50).build()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1500, ..ProptestConfig::default() })]
+    #[test]
+    fn every_decision_is_the_oracles(bytes in scenario_bytes(120), seed in any::<u64>()) {
+        let scenario = Scenario::from_bytes(&bytes);
+        compare_with_oracle(&scenario, &device(&scenario, seed));
+    }
+}
+
+#[test]
+fn long_programs_are_decided_as_the_oracle_does() {
+    for seed in 0..60 {
+        let scenario = Scenario::from_seed(seed, 400);
+        compare_with_oracle(&scenario, &device(&scenario, seed));
+    }
+}
+
+/// The generator is only worth something if what it makes goes everywhere.
+#[test]
+fn generated_programs_meet_every_outcome() {
+    let mut outcomes = Vec::new();
+    for seed in 0..300 {
+        let scenario = Scenario::from_seed(seed, 200);
+        outcomes.extend(compare_with_oracle(&scenario, &device(&scenario, seed)).outcomes);
+    }
+    let mut shares = BTreeMap::new();
+    for outcome in &outcomes {
+        let name = match outcome {
+            Outcome::Placed { .. } => "placed".to_owned(),
+            Outcome::Done => "done".to_owned(),
+            Outcome::Refused(refusal) => format!("{refusal:?}"),
+        };
+        *shares.entry(name).or_insert(0.0) += 100.0 / outcomes.len() as f64;
+    }
+    let at_least = [
+        ("placed", 20.0),
+        ("done", 20.0),
+        ("Limit(Pool)", 1.0),
+        ("Limit(Allocator)", 1.0),
+        ("SegmentFull", 1.0),
+        ("NotLive", 1.0),
+        ("TooLarge", 0.01),
+        ("PoolInUse", 0.1),
+    ];
+    for (name, percent) in at_least {
+        assert!(shares.get(name).is_some_and(|share| *share >= percent), "{name}: {shares:?}");
+    }
+    assert!(!shares.contains_key("Driver"), "{shares:?}");
+}
