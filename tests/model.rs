@@ -2,21 +2,16 @@
 
 use proptest::prelude::*;
 use std::collections::BTreeMap;
-use symmalloc_core::sim::SimBackend;
 use symmalloc_harness::checker::compare_with_oracle;
 use symmalloc_harness::generate::{Scenario, scenario_bytes};
 use symmalloc_harness::oracle::Outcome;
-
-fn device(scenario: &Scenario, seed: u64) -> SimBackend {
-    SimBackend::builder().seed(seed).granularity_bytes(scenario.granularity_bytes).memory_bytes(1 << 50).build()
-}
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 1500, ..ProptestConfig::default() })]
     #[test]
     fn every_decision_is_the_oracles(bytes in scenario_bytes(120), seed in any::<u64>()) {
         let scenario = Scenario::from_bytes(&bytes);
-        compare_with_oracle(&scenario, &device(&scenario, seed));
+        compare_with_oracle(&scenario, &scenario.device(seed));
     }
 }
 
@@ -24,7 +19,7 @@ proptest! {
 fn long_programs_are_decided_as_the_oracle_does() {
     for seed in 0..60 {
         let scenario = Scenario::from_seed(seed, 400);
-        compare_with_oracle(&scenario, &device(&scenario, seed));
+        compare_with_oracle(&scenario, &scenario.device(seed));
     }
 }
 
@@ -34,7 +29,7 @@ fn generated_programs_meet_every_outcome() {
     let mut outcomes = Vec::new();
     for seed in 0..300 {
         let scenario = Scenario::from_seed(seed, 200);
-        outcomes.extend(compare_with_oracle(&scenario, &device(&scenario, seed)).outcomes);
+        outcomes.extend(compare_with_oracle(&scenario, &scenario.device(seed)).outcomes);
     }
     let mut shares = BTreeMap::new();
     for outcome in &outcomes {

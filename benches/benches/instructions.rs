@@ -4,6 +4,8 @@
 //! per repeat: a recorded job's length, or [`PAIRS`](symmalloc_benches::micro::PAIRS) pairs.
 //! `cargo bench -p symmalloc-benches --bench instructions`
 
+#![allow(unused_qualifications, reason = "gungraun's macros write full paths")]
+
 use gungraun::{library_benchmark, library_benchmark_group, main};
 use std::hint::black_box;
 use symmalloc_benches::device::Weightless;
@@ -38,8 +40,12 @@ fn small(workload: Workload) -> Bench<Ours> {
     Bench::warm(ours(Segments::Expandable, Separate), workload)
 }
 
-fn many((count, sizes): (usize, Sizes)) -> ManyFree<Ours> {
-    ManyFree::new(ours(Segments::Expandable, Separate), count, sizes)
+fn of_one_size(count: usize) -> ManyFree<Ours> {
+    ManyFree::new(ours(Segments::Expandable, Separate), count, Sizes::One)
+}
+
+fn sizes_spread(count: usize) -> ManyFree<Ours> {
+    ManyFree::new(ours(Segments::Expandable, Separate), count, Sizes::Spread)
 }
 
 #[library_benchmark]
@@ -71,8 +77,8 @@ fn micro_case(mut bench: Bench<Ours>) -> Bench<Ours> {
 }
 
 #[library_benchmark]
-#[benches::of_one_size(args = [(100, Sizes::One), (10_000, Sizes::One), (100_000, Sizes::One)], setup = many)]
-#[benches::sizes_spread(args = [(100, Sizes::Spread), (10_000, Sizes::Spread), (100_000, Sizes::Spread)], setup = many)]
+#[benches::of_one_size(args = [100, 10_000, 100_000], setup = of_one_size)]
+#[benches::sizes_spread(args = [100, 10_000, 100_000], setup = sizes_spread)]
 fn many_free_blocks(mut case: ManyFree<Ours>) -> ManyFree<Ours> {
     black_box(&mut case).replace();
     case

@@ -16,11 +16,11 @@ use crate::oracle::{Content, Heap, Oracle, Outcome, Refusal};
 use std::collections::BTreeMap;
 use symmalloc_core::backend::Backend;
 use symmalloc_core::errors::{AllocateError, OutOfMemoryCause, PoolError, RecordUseError, UnknownError};
-use symmalloc_core::lock::Lock;
+use symmalloc_core::lock::{Exclusive, Lock};
 use symmalloc_core::replay::{Replay, StepError};
 use symmalloc_core::report::{BlockStateSnapshot, SegmentSnapshot};
 use symmalloc_core::sim::SimBackend;
-use symmalloc_core::{Allocation, AllocationId, Allocator, Digest, Op, Placement, PoolId, StreamId};
+use symmalloc_core::{Allocation, AllocationId, Allocator, Digest, Op, PoolId, StreamId};
 
 /// What a run came to: equal for two runs exactly when every decision was.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -31,29 +31,35 @@ pub struct Decisions {
     pub digests: Vec<(PoolId, Digest)>,
 }
 
-/// Carries a scenario out and compares every decision with the oracle's.
+/// Carries a scenario out and compares every decision, block and counter with the oracle's.
 ///
 /// # Panics
 /// At the first difference, violated invariant, race, breach of the backend's contract, or leak.
 pub fn compare_with_oracle(scenario: &Scenario, device: &SimBackend) -> Decisions {
+    compare_from(scenario, device, 0)
+}
+
+/// As [`compare_with_oracle`], but looks at blocks and invariants only from the op with this number on.
+///
+/// # Panics
+/// As [`compare_with_oracle`].
+pub fn compare_from(scenario: &Scenario, device: &SimBackend, first: usize) -> Decisions {
     let mut oracle = Oracle::new(&scenario.config, scenario.granularity_bytes);
-    run::<symmalloc_core::lock::Exclusive>(scenario, device, |index, op, outcome, allocator| {
+    decisions::<Exclusive>(scenario, device, |index, op, outcome, allocator| {
         let expected = oracle.step(op);
         assert_eq!(outcome, expected, "op {index}, {op:?}: the allocator decided otherwise than the oracle (right)");
-        allocator.check().unwrap_or_else(|violation| panic!("op {index}, {op:?}: {violation}"));
-        compare_state(allocator, &oracle, index);
+        if index >= first {
+            allocator.check().unwrap_or_else(|violation| panic!("op {index}, {op:?}: {violation}"));
+            compare_state(allocator, &oracle, index);
+        }
     })
 }
 
-/// Carries a scenario out with this kind of lock.
+/// Carries a scenario out with this kind of lock, and shows every decision to `look`.
 ///
 /// # Panics
 /// At a violated invariant at the end, a race, a breach of the backend's contract, or a leak.
-pub fn decisions<L: Lock>(scenario: &Scenario, device: &SimBackend) -> Decisions {
-    run::<L>(scenario, device, |_, _, _, _| {})
-}
-
-fn run<L: Lock>(
+pub fn decisions<L: Lock>(
     scenario: &Scenario,
     device: &SimBackend,
     mut look: impl FnMut(usize, &Op, Outcome, &Allocator<&SimBackend, L>),
@@ -80,7 +86,8 @@ fn run<L: Lock>(
 }
 
 /// Prints the trace of a scenario that failed: the bug report.
-struct PrintOnPanic<'a>(&'a Scenario);
+#[derive(Debug)]
+pub struct PrintOnPanic<'a>(pub &'a Scenario);
 
 impl Drop for PrintOnPanic<'_> {
     fn drop(&mut self) {
@@ -143,15 +150,12 @@ impl<'a> DeviceWork<'a> {
             }
             (Op::RecordUse { id, stream }, Ok(None)) => {
                 let Some((allocation, users)) = self.live.get_mut(id) else { return };
-                if !users.contains(stream) {
-                    for earlier in users.iter() {
-                        wait(self.device, *stream, *earlier);
-                    }
+                if !users.contains(stream) && users.iter().all(|earlier| waits(self.device, *stream, *earlier)) {
                     users.push(*stream);
                 }
-                let allocation = *allocation;
-                // Only the newest user may use it again without waiting for the others.
-                if self.live[id].1.last() == Some(stream) {
+                // An earlier user may not use it again without waiting for the later ones.
+                if users.last() == Some(stream) {
+                    let allocation = *allocation;
                     self.use_all(*stream, &allocation);
                 }
             }
@@ -168,12 +172,13 @@ impl<'a> DeviceWork<'a> {
     }
 }
 
-/// What `cudaStreamWaitEvent` of a program does, behind the allocator's back. A program that cannot wait does not go on.
-fn wait(device: &SimBackend, stream: StreamId, on: StreamId) {
-    if let Ok(event) = device.record(on) {
-        device.wait(stream, event).unwrap_or_else(|error| panic!("the program's own wait failed: {error}"));
-        device.recycle(event);
-    }
+/// What the program itself does before it uses another stream's memory, behind the allocator's back. A program that
+/// cannot wait does not use the memory.
+fn waits(device: &SimBackend, stream: StreamId, on: StreamId) -> bool {
+    let Ok(event) = device.record(on) else { return false };
+    let waited = device.wait(stream, event);
+    device.recycle(event);
+    waited.is_ok()
 }
 
 /// The allocator's blocks are the oracle's, one by one.
@@ -219,14 +224,4 @@ fn compare_segment(segment: &SegmentSnapshot, heap: &Heap, nth: usize, index: us
             (state, content) => panic!("{place} at {}: {state:?} is not {content:?}", block.offset_bytes),
         }
     }
-}
-
-/// Where each allocation of a run lies, `None` where it was refused.
-pub fn placements(decisions: &Decisions, ops: &[Op]) -> Vec<Option<Placement>> {
-    let made = ops.iter().zip(&decisions.outcomes).filter(|(op, _)| matches!(op, Op::Allocate { .. }));
-    made.map(|(_, outcome)| match outcome {
-        Outcome::Placed { placement, .. } => Some(*placement),
-        _ => None,
-    })
-    .collect()
 }

@@ -18,7 +18,7 @@ use symmalloc_core::config::{
 };
 use symmalloc_core::op::{Op, Record};
 use symmalloc_core::replay::Program;
-use symmalloc_core::sim::SplitMix64;
+use symmalloc_core::sim::{SimBackend, SimBuilder, SplitMix64};
 use symmalloc_core::trace::TraceWriter;
 use symmalloc_core::units::{KIB, MIB};
 use symmalloc_core::{AllocationId, PoolId, StreamId};
@@ -96,6 +96,25 @@ const SIZES: [u64; 24] = [
 ];
 
 impl Scenario {
+    /// These ops under this configuration.
+    ///
+    /// # Panics
+    /// When an op names an allocation that was not made before.
+    pub fn new(config: Config, granularity_bytes: u64, ops: impl IntoIterator<Item = Op>) -> Self {
+        let records: Vec<Record> = ops.into_iter().map(Record::from).collect();
+        Scenario { config, granularity_bytes, program: Program::new(&records).expect("valid") }
+    }
+
+    /// A simulated device that fits: more memory than any scenario asks for, and everything else drawn from the seed.
+    pub fn device(&self, seed: u64) -> SimBackend {
+        self.device_builder(seed).build()
+    }
+
+    /// As [`device`](Self::device), to be changed before it is built.
+    pub fn device_builder(&self, seed: u64) -> SimBuilder {
+        SimBackend::builder().seed(seed).granularity_bytes(self.granularity_bytes).memory_bytes(1 << 50)
+    }
+
     /// The scenario that these bytes stand for. Every sequence of bytes stands for one.
     ///
     /// # Panics

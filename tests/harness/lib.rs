@@ -4,6 +4,7 @@
 //!  generate  bytes ──► Scenario: configuration and valid ops
 //!  oracle    ops ──► what must be decided, worked out the slow way
 //!  checker   runs a Scenario on the allocator and compares every decision, block and invariant with the oracle
+//!  targets   the fuzz targets as functions
 //!  jobs      the recorded jobs
 //!  conformance   what every backend must do
 //! ```
@@ -13,3 +14,4 @@ pub mod conformance;
 pub mod generate;
 pub mod jobs;
 pub mod oracle;
+pub mod targets;

@@ -214,3 +214,40 @@ pub enum JobError {
         error: BackendError,
     },
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use symmalloc_import::{ReadOptions, read_bytes};
+
+    fn policy(trace: &str, segments: Option<Segments>) -> SegmentPolicy {
+        let recording = read_bytes(trace.as_bytes(), &ReadOptions::default()).unwrap();
+        let options = Options { segments, ..Options::default() };
+        Job::new(&recording).unwrap().config(&options).unwrap().default_pool().segments().clone()
+    }
+
+    #[test]
+    fn a_choice_that_the_recording_made_too_keeps_its_knobs() {
+        let trace = "symmalloc-trace 1\nconfig segments:fixed,max_split_size_mb:512\nend 0\n";
+        let stated = policy(trace, None);
+        assert!(matches!(&stated, SegmentPolicy::Fixed(fixed) if fixed.max_split_size_bytes == Some(512 << 20)));
+        assert_eq!(policy(trace, Some(Segments::Fixed)), stated);
+        assert!(matches!(policy(trace, Some(Segments::Expandable)), SegmentPolicy::Expandable(_)));
+    }
+
+    #[test]
+    fn the_stated_default_pool_overrides_the_stated_configuration() {
+        let trace = "symmalloc-trace 1\nconfig segments:fixed\npool p0 segments:reserved,segment_mb:2\nend 1\n";
+        assert_eq!(policy(trace, None), SegmentPolicy::Reserved { segment_bytes: 2 << 20 });
+    }
+
+    #[test]
+    fn the_outcome_is_a_function_of_the_job_and_the_options() {
+        let trace = b"symmalloc-trace 1\nstream s0\na 0 512 s0\na 1 3000000 s0\nf 0\na 2 512 s0\nend 5\n";
+        let job = Job::new(&read_bytes(trace, &ReadOptions::default()).unwrap()).unwrap();
+        for order in [Order::Sequence, Order::Address] {
+            let options = Options { order, ..Options::default() };
+            assert_eq!(job.replay(&options, &|| ()), job.replay(&options, &|| ()));
+        }
+    }
+}

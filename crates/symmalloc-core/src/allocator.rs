@@ -261,7 +261,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             Ok(allocation) => allocation,
             Err(shortage) => {
                 let request = Request { pool, stream, size_bytes };
-                self.persist(entry, heap, request, shortage, |heap| heap.allocate(&self.around, stream, size_bytes))?
+                self.persist(entry, heap, request, *shortage, |heap| heap.allocate(&self.around, stream, size_bytes))?
             }
         };
         if self.is_tallied() {
@@ -356,7 +356,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         let outcome = heap.lock().reserve(&self.around, stream, size_bytes);
         let Err(shortage) = outcome else { return Ok(()) };
-        self.persist(entry, heap, Request { pool, stream, size_bytes }, shortage, |heap| {
+        self.persist(entry, heap, Request { pool, stream, size_bytes }, *shortage, |heap| {
             heap.reserve(&self.around, stream, size_bytes)
         })
     }
@@ -421,10 +421,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         entry: &Pool<L>,
         heap: &L::Cell<Heap>,
         request: Request,
-        shortage: Box<Shortage>,
+        mut shortage: Shortage,
         attempt: impl Fn(&mut Heap) -> Result<T, Box<Shortage>>,
     ) -> Result<T, AllocateError> {
-        let mut shortage = *shortage;
         let mut retries = 0;
         let mut has_reclaimed = false;
         loop {
@@ -529,6 +528,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
     }
 
+    #[cold]
     fn allocate_nothing(&self, heap: &L::Cell<Heap>, stream: StreamId) -> Allocation {
         let mut heap = heap.lock();
         heap.digest.fold(op_word(Mark::AllocateNothing, stream, 0), 0);
@@ -653,6 +653,7 @@ struct Request {
 /// The slot in handles of allocations of zero bytes.
 const NO_SLOT: u32 = u32::MAX;
 
+#[cold]
 fn free_nothing(heap: &mut Heap, handle: Handle) -> Result<(), HandleError> {
     if !heap.tags.gave(handle.tag) {
         return Err(HandleError::Foreign { handle });

@@ -312,7 +312,7 @@ impl Heap {
             self.fence_uses(around, slot)?;
         }
         // Nothing fails from here on.
-        let since = if self.stream.is_some() { 0 } else { around.clocks.lock().now(stream) };
+        let since = if self.stream.is_some() { 0 } else { tick_now(around, stream) };
         let block = self.table.block_mut(slot);
         let (size, segment) = (block.size, block.segment);
         let placement = Placement { segment: block.sequence, offset_bytes: bytes(block.offset) };
@@ -321,7 +321,9 @@ impl Heap {
             let base = self.table.segment(segment).range.base;
             self.pointers.remove(DeviceAddress(base.0 + placement.offset_bytes));
         }
-        self.names.remove(slot);
+        if !self.names.is_empty() {
+            self.names.remove(slot);
+        }
         self.put_back(slot);
         if self.fences.has_spent() {
             self.recycle_spent(around);
@@ -490,6 +492,11 @@ impl Heap {
         }
         Ok(dropped)
     }
+}
+
+#[inline(never)]
+fn tick_now<B, L: Lock>(around: &Surroundings<B, L>, stream: StreamId) -> Tick {
+    around.clocks.lock().now(stream)
 }
 
 /// What a free gave back to the heap.

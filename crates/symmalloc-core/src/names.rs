@@ -34,11 +34,14 @@ impl Names {
         self.by_slot.insert(slot, name.into());
     }
 
-    #[inline]
+    #[inline(always)]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.by_slot.is_empty()
+    }
+
+    #[inline(never)]
     pub(crate) fn remove(&mut self, slot: Slot) {
-        if !self.by_slot.is_empty() {
-            self.by_slot.remove(&slot);
-        }
+        self.by_slot.remove(&slot);
     }
 
     pub(crate) fn find(&self, slot: Slot) -> Option<&str> {

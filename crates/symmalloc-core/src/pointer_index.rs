@@ -70,7 +70,7 @@ impl PointerIndex {
         matches!(self, PointerIndex::Off)
     }
 
-    #[inline]
+    #[inline(never)]
     pub(crate) fn insert(&mut self, address: DeviceAddress, slot: Slot) {
         let before = match self {
             PointerIndex::Off => return,
@@ -80,7 +80,7 @@ impl PointerIndex {
         assert!(before.is_none(), "two live allocations at one address");
     }
 
-    #[inline]
+    #[inline(never)]
     pub(crate) fn remove(&mut self, address: DeviceAddress) {
         let before = match self {
             PointerIndex::Off => return,

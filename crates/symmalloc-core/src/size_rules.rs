@@ -128,6 +128,7 @@ impl SizeRules {
     }
 }
 
+#[cold]
 /// PyTorch's `round_size` with `roundup_power2_divisions`.
 fn round_to_division(requested: u64, divisions: RoundupPower2Divisions) -> u64 {
     let log_mib = requested.ilog2().saturating_sub(MIB.ilog2()).min(15);

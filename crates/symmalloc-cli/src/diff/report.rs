@@ -48,7 +48,7 @@ fn findings(diff: &Diff, palette: Palette) -> String {
         None => writeln!(out, "\nops         {}", palette.good("the same")),
         Some(difference) => writeln!(
             out,
-            "\nops         {}: A {}, B {}",
+            "\nops         {}\n            A {}\n            B {}",
             palette.bad("differ"),
             told(difference.a.as_ref()),
             told(difference.b.as_ref())
@@ -84,7 +84,7 @@ fn first_place(first: &PlacementDifference) -> String {
 fn told(call: Option<&(usize, Op)>) -> String {
     match call {
         None => "has ended".to_owned(),
-        Some((number, op)) => format!("at op {}: {}", count(*number), line(op)),
+        Some((number, op)) => format!("at op {} {}", count(*number), line(op)),
     }
 }
 

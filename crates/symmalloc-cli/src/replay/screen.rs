@@ -22,7 +22,7 @@ pub(super) struct Screen<'a> {
 impl Screen<'_> {
     pub(super) fn render(&self, palette: Palette) -> String {
         let mut out = self.job(palette);
-        let _ = writeln!(out, "{}\n", self.table(palette));
+        let _ = writeln!(out, "{}\n", self.table(palette).trim_fmt());
         for line in self.meaning() {
             let _ = writeln!(out, "{line}");
         }
@@ -64,10 +64,10 @@ impl Screen<'_> {
             table.force_no_tty()
         };
         table.set_header(row("", &|outcome| Cell::new(title(outcome)).add_attribute(Attribute::Bold)));
-        table.add_row(row("all ranks place alike", &|outcome| {
+        table.add_row(row("ranks place alike", &|outcome| {
             if outcome.is_aligned() { good("yes") } else { bad("NO") }
         }));
-        table.add_row(row("placements that differ", &|outcome| {
+        table.add_row(row("placements differing", &|outcome| {
             let text = format!("{} of {allocations}", count(outcome.differing_placements));
             if outcome.differing_placements == 0 { Cell::new(text) } else { bad(&text) }
         }));
@@ -90,27 +90,35 @@ impl Screen<'_> {
                 outcome.digest.map_or_else(|| "-".to_owned(), |digest| format!("{digest:016x}"))
             }));
         }
-        table.column_iter_mut().skip(1).for_each(|column| column.set_cell_alignment(CellAlignment::Right));
+        for (index, column) in table.column_iter_mut().enumerate() {
+            let alignment = if index == 0 { CellAlignment::Left } else { CellAlignment::Right };
+            column.set_padding((1, 0)).set_cell_alignment(alignment);
+        }
         table
     }
 
     /// What the table means for a program that hands these addresses to NCCL.
     fn meaning(&self) -> Vec<String> {
-        let seed =
-            format!("Simulated ranks of seed {}, each with its own addresses, event timing and handles.", self.seed);
-        let columns = std::iter::once(&self.finding.outcome).chain(self.others);
-        let example =
-            columns.filter_map(|outcome| Some(example(outcome.order, outcome.first_divergence.as_ref()?))).next();
-        let Some(example) = example else { return vec![seed] };
-        let mut lines = vec![seed, example];
-        lines.push(
-            "In an NCCL symmetric window each rank finds a peer's buffer at its own offset: where these differ, an\n\
-             all-reduce returns wrong numbers and ncclSuccess (262,144 wrong elements of 262,144, on 2 GPUs, NCCL 2.28.9)."
-                .to_owned(),
-        );
+        let ranks = counted(self.finding.outcome.ranks, "simulated rank");
+        let mut lines =
+            vec![format!("{ranks} of seed {}, each with its own addresses, event timing, handles.", self.seed)];
+        let columns = || std::iter::once(&self.finding.outcome).chain(self.others);
+        if columns().any(|outcome| outcome.order == Order::Address) {
+            lines.push("PyTorch (model): free blocks by address, uses by other streams found by polling.".to_owned());
+        }
+        if let Some(first) = columns().find_map(|outcome| outcome.first_divergence.as_ref()) {
+            lines.push(example(first));
+            lines.push(NCCL.to_owned());
+        }
         lines
     }
 }
+
+/// Why a placement that differs matters.
+const NCCL: &str = "\
+NCCL's symmetric kernels find a peer's buffer at (window, their own offset). Where
+these differ, an all-reduce returns wrong numbers and ncclSuccess: on 2 GPUs with
+NCCL 2.28.9, 262,144 elements of 262,144 were wrong.";
 
 fn good(text: &str) -> Cell {
     Cell::new(text).fg(Color::Green).add_attribute(Attribute::Bold)
@@ -120,35 +128,29 @@ fn bad(text: &str) -> Cell {
     Cell::new(text).fg(Color::Red).add_attribute(Attribute::Bold)
 }
 
+/// The head of a column, in lines.
 fn title(outcome: &Outcome) -> String {
     let segments = segments_name(outcome.segments);
-    let streams = streams_name(outcome.streams);
     match (outcome.order, outcome.segments) {
-        (Order::Sequence, _) => format!("symmalloc\n{segments} segments\n{streams} streams"),
-        (Order::Address, Some(Segments::Fixed)) => {
-            "address order,\npolled events\n(model of PyTorch's default)".to_owned()
-        }
-        (Order::Address, _) => "address order,\npolled events\n(with expandable segments)".to_owned(),
+        (Order::Sequence, _) => format!("symmalloc\n{segments} segments\n{} streams", streams_name(outcome.streams)),
+        (Order::Address, Some(Segments::Fixed)) => format!("PyTorch (model)\n{segments} segments\n(its default)"),
+        (Order::Address, _) => format!("PyTorch (model)\n{segments} segments"),
     }
 }
 
-/// The first placement that differs, on two ranks.
-fn example(order: Order, first: &Divergence) -> String {
-    let order = match order {
-        Order::Sequence => "sequence",
-        Order::Address => "address",
-    };
+/// A placement that differs, on two ranks.
+fn example(first: &Divergence) -> String {
     let other = first.decisions.iter().position(|decision| *decision != first.decisions[0]).unwrap_or(0);
     let name = first.name.as_ref().map_or_else(String::new, |name| format!(" ({name})"));
     format!(
-        "With {order} order, allocation {}{name} lies at {} on rank 0 and at {} on rank {other}.",
+        "The first to differ is allocation {}{name}: {} on rank 0,\n{} on rank {other}.",
         count(first.allocation),
         place(&first.decisions[0]),
         place(&first.decisions[other]),
     )
 }
 
-pub(crate) fn place(decision: &Decision) -> String {
+fn place(decision: &Decision) -> String {
     match decision {
         None => "no place (refused)".to_owned(),
         Some(Placement::NOWHERE) => "no place (no bytes)".to_owned(),

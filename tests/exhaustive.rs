@@ -1,0 +1,120 @@
+//! Small programs, all of them: what random programs find with luck, these find for certain.
+//!
+//! The world is tiny so that everything in it happens within a few ops: granules of two units, two sizes of which one
+//! fits a granule and one spans two, and a limit of four granules.
+
+use symmalloc_core::config::{Config, ExpandableSegments, FixedSegments, PoolConfig, SegmentPolicy, StreamPolicy};
+use symmalloc_core::units::MIB;
+use symmalloc_core::{AllocationId, Op, PoolId, StreamId};
+use symmalloc_harness::checker::compare_from;
+use symmalloc_harness::generate::Scenario;
+
+const GRANULE: u64 = 1024;
+
+/// What can be done at any point of a program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Letter {
+    Allocate(StreamId, u64),
+    /// Free the n-th of the live allocations, oldest first.
+    Free(usize),
+    /// Use the oldest live allocation on the other stream.
+    Use(StreamId),
+    Trim,
+}
+
+const S0: StreamId = StreamId(0);
+const S1: StreamId = StreamId(1);
+
+/// The program of a word, or `None` when a letter means nothing where it stands.
+fn spell(word: &[Letter]) -> Option<Vec<Op>> {
+    let mut ops = vec![Op::RegisterStream { stream: S0 }, Op::RegisterStream { stream: S1 }];
+    let (mut live, mut made) = (Vec::new(), 0);
+    for letter in word {
+        ops.push(match *letter {
+            Letter::Allocate(stream, size_bytes) => {
+                let id = AllocationId(made);
+                made += 1;
+                live.push(id);
+                Op::Allocate { id, pool: PoolId::DEFAULT, stream, size_bytes }
+            }
+            Letter::Free(nth) if nth < live.len() => Op::Free { id: live.remove(nth) },
+            Letter::Use(stream) if !live.is_empty() => Op::RecordUse { id: live[0], stream },
+            Letter::Free(_) | Letter::Use(_) => return None,
+            Letter::Trim => Op::Trim { pool: None },
+        });
+    }
+    Some(ops)
+}
+
+/// Compares every word of `length` letters with the oracle. A prefix is looked at closely once only.
+fn all_words(letters: &[Letter], length: usize, config: &Config, granularity_bytes: u64) -> u64 {
+    let mut word = vec![0; length];
+    let (mut changed, mut programs) = (0, 0);
+    loop {
+        let spelt: Vec<Letter> = word.iter().map(|index| letters[*index]).collect();
+        // A word that means nothing from some letter on stands for its prefix: skip all that share it.
+        let valid = (1..=length).take_while(|end| spell(&spelt[..*end]).is_some()).count();
+        if valid == length {
+            let ops = spell(&spelt).expect("valid");
+            let scenario = Scenario::new(config.clone(), granularity_bytes, ops);
+            compare_from(&scenario, &scenario.device(programs), changed + 2);
+            programs += 1;
+        }
+        let last = valid.min(length - 1);
+        word[last + 1..].fill(0);
+        let Some(next) = (0..=last).rev().find(|index| word[*index] + 1 < letters.len()) else { return programs };
+        word[next] += 1;
+        word[next + 1..].fill(0);
+        changed = next;
+    }
+}
+
+fn letters(sizes: [u64; 2]) -> Vec<Letter> {
+    let [small, large] = sizes;
+    vec![
+        Letter::Allocate(S0, small),
+        Letter::Allocate(S0, large),
+        Letter::Allocate(S1, small),
+        Letter::Free(0),
+        Letter::Free(1),
+        Letter::Free(2),
+        Letter::Use(S1),
+        Letter::Trim,
+    ]
+}
+
+fn config(segments: SegmentPolicy, streams: StreamPolicy, limit_bytes: u64) -> Config {
+    let pool = PoolConfig::builder().segments(segments).streams(streams).limit_bytes(Some(limit_bytes));
+    Config::builder().default_pool(pool.build().expect("valid")).build().expect("valid")
+}
+
+fn tiny_expandable() -> SegmentPolicy {
+    let mut knobs = ExpandableSegments::default();
+    (knobs.range_bytes, knobs.growth_bytes) = (2 * MIB, GRANULE);
+    SegmentPolicy::Expandable(knobs)
+}
+
+#[test]
+fn every_short_program_on_separate_expandable_heaps() {
+    let config = config(tiny_expandable(), StreamPolicy::Separate, 4 * GRANULE);
+    assert!(all_words(&letters([512, 1536]), 7, &config, GRANULE) > 100_000);
+}
+
+#[test]
+fn every_short_program_on_a_shared_expandable_heap() {
+    let config = config(tiny_expandable(), StreamPolicy::Shared, 4 * GRANULE);
+    assert!(all_words(&letters([512, 1536]), 7, &config, GRANULE) > 100_000);
+}
+
+#[test]
+fn every_short_program_on_fixed_segments() {
+    let config = config(SegmentPolicy::Fixed(FixedSegments::default()), StreamPolicy::Shared, 44 * MIB);
+    assert!(all_words(&letters([512, 11 * MIB]), 6, &config, 2 * MIB) > 10_000);
+}
+
+#[test]
+fn every_short_program_on_a_reserved_segment() {
+    let segments = SegmentPolicy::Reserved { segment_bytes: 3 * GRANULE };
+    let config = config(segments, StreamPolicy::Shared, 4 * GRANULE);
+    assert!(all_words(&letters([512, 1536]), 6, &config, GRANULE) > 10_000);
+}

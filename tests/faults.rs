@@ -1,0 +1,182 @@
+//! Faults: the driver refuses one call, every call in turn. The op gets a typed error, the allocator stays sound and as
+//! it was, a second attempt goes on as if nothing had happened, and nothing is left behind.
+
+use std::collections::BTreeSet;
+use symmalloc_core::backend::Reason;
+use symmalloc_core::config::Reclaim;
+use symmalloc_core::errors::{AllocateError, FreeError, OutOfMemoryCause, PoolError, TrimError};
+use symmalloc_core::replay::{Replay, StepError};
+use symmalloc_core::sim::{Call, Fault, FaultRule, SimBackend};
+use symmalloc_core::{Allocator, Config, Op, PoolConfig, PoolId};
+use symmalloc_harness::checker::{DeviceWork, PrintOnPanic, outcome};
+use symmalloc_harness::generate::Scenario;
+use symmalloc_harness::oracle::{Outcome, Refusal};
+
+const OPS: usize = 40;
+
+/// What a run with one fault came to.
+struct Run {
+    /// Per op: what its first attempt came to that the driver did not refuse.
+    outcomes: Vec<Outcome>,
+    /// What the refused ops said.
+    errors: Vec<StepError>,
+    fallible_calls: u64,
+    /// The call that was refused.
+    is_noticed: bool,
+}
+
+/// Runs a scenario; a refused op is tried again, once.
+fn run(scenario: &Scenario, device: &SimBackend) -> Run {
+    let _report = PrintOnPanic(scenario);
+    let mut run = Run { outcomes: Vec::new(), errors: Vec::new(), fallible_calls: 0, is_noticed: false };
+    {
+        let allocator: Allocator<_> = Allocator::new(device, scenario.config.clone()).expect("valid");
+        let mut replay = Replay::new(&allocator, &scenario.program);
+        let mut work = DeviceWork::new(device);
+        for (index, op) in scenario.program.ops().iter().enumerate() {
+            let mut result = replay.step(op);
+            allocator.check().unwrap_or_else(|violation| panic!("op {index}, {op:?}: {violation}"));
+            if outcome(result.clone()) == Outcome::Refused(Refusal::Driver) {
+                run.errors.push(result.expect_err("refused"));
+                result = replay.step(op);
+                allocator.check().unwrap_or_else(|violation| panic!("op {index} again, {op:?}: {violation}"));
+            }
+            work.submit(op, &result);
+            run.outcomes.push(outcome(result));
+        }
+        run.fallible_calls = device.calls().fallible();
+        run.is_noticed = device.calls().failed() > 0;
+    }
+    assert!(device.leaks().is_empty(), "left behind: {}", device.leaks());
+    run
+}
+
+/// The scenario without limits and thresholds, which give memory back on the way of other ops: a driver that does not
+/// take it back then is no error of those ops, and their next decisions find more memory than they would have.
+fn that_trims_only_when_told(scenario: &Scenario) -> Scenario {
+    let plain = |pool: &PoolConfig| {
+        pool.to_builder().limit_bytes(None).release_threshold_bytes(None).build().expect("fewer knobs are valid")
+    };
+    let config = Config::builder().default_pool(plain(scenario.config.default_pool())).build().expect("valid");
+    // A pool whose memory could not be given back is destroyed all the same: a second attempt finds no pool.
+    let ops = scenario.program.ops().iter().filter(|op| !matches!(op, Op::DestroyPool { .. })).map(|op| match op {
+        Op::CreatePool { pool, config } => Op::CreatePool { pool: *pool, config: Box::new(plain(config)) },
+        other => other.clone(),
+    });
+    Scenario::new(config, scenario.granularity_bytes, ops)
+}
+
+#[test]
+fn after_any_refused_call_the_program_goes_on_as_if_nothing_had_happened() {
+    let (mut compared, mut kinds) = (0, BTreeSet::new());
+    for seed in 0..120 {
+        let mut scenario = Scenario::from_seed(seed, OPS);
+        let is_compared = seed % 2 == 0;
+        if is_compared {
+            scenario = that_trims_only_when_told(&scenario);
+        }
+        let expected = run(&scenario, &scenario.device(seed));
+        assert!(expected.errors.is_empty());
+        for ordinal in 0..expected.fallible_calls {
+            for fault in [Fault::OutOfMemory, Fault::Refused] {
+                let run = run(&scenario, &scenario.device_builder(seed).fail_at(ordinal, fault).build());
+                assert!(run.is_noticed, "seed {seed}: call {ordinal} was not made");
+                run.errors.iter().for_each(|error| {
+                    kinds.insert(kind(error, fault));
+                });
+                if is_compared {
+                    let differs = run.outcomes.iter().zip(&expected.outcomes).position(|(one, other)| one != other);
+                    assert_eq!(differs, None, "seed {seed}, call {ordinal}: the first op that was decided otherwise");
+                    compared += 1;
+                }
+            }
+        }
+    }
+    assert!(compared > 1000, "{compared}");
+    let all = ["allocate: memory", "allocate: wait", "destroy", "free", "program", "trim"];
+    assert_eq!(kinds.into_iter().collect::<Vec<_>>(), all, "which ops were refused");
+}
+
+/// The kind of a refused op's error; what it says is the fault that was injected.
+fn kind(error: &StepError, fault: Fault) -> &'static str {
+    let (kind, cause) = match error {
+        StepError::Allocate(AllocateError::OutOfMemory(error)) => match &error.cause {
+            OutOfMemoryCause::Driver(cause) => ("allocate: memory", cause),
+            cause => panic!("the driver refused, not {cause:?}"),
+        },
+        StepError::Allocate(AllocateError::Fence { error, .. }) => ("allocate: wait", error),
+        StepError::Free(FreeError::Fence(error)) => ("free", error),
+        StepError::Trim(TrimError::Backend { error, .. }) => ("trim", error),
+        StepError::Pool(PoolError::Backend(error)) => ("destroy", error),
+        StepError::Backend(error) => ("program", error),
+        other => panic!("{other:?} is no answer to a refused call"),
+    };
+    let reason = if fault == Fault::OutOfMemory { Reason::OutOfMemory } else { Reason::Refused };
+    assert_eq!(cause.reason, reason, "{error}");
+    kind
+}
+
+#[test]
+fn with_many_refused_calls_the_allocator_stays_sound_and_leaves_nothing_behind() {
+    for seed in 0..300 {
+        let scenario = Scenario::from_seed(seed, 80);
+        let rule = FaultRule::Chance { per_million: 200_000 };
+        let device = scenario.device_builder(seed).fail(None, rule, Fault::Refused).build();
+        let _report = PrintOnPanic(&scenario);
+        {
+            let allocator: Allocator<_> = Allocator::new(&device, scenario.config.clone()).expect("valid");
+            let mut replay = Replay::new(&allocator, &scenario.program);
+            let mut work = DeviceWork::new(&device);
+            for (index, op) in scenario.program.ops().iter().enumerate() {
+                let result = replay.step(op);
+                allocator.check().unwrap_or_else(|violation| panic!("op {index}, {op:?}: {violation}"));
+                work.submit(op, &result);
+            }
+            device.heal();
+            // Liveness: with a driver that works again, everything can be freed, and everything goes back.
+            replay.free_all().expect("the driver works again");
+            allocator.trim(None).expect("the driver works again");
+            let stats = allocator.stats();
+            assert_eq!(stats.usage.all.allocations.current, 0, "seed {seed}");
+            assert_eq!(stats.retired_bytes, 0, "seed {seed}");
+        }
+        assert!(device.leaks().is_empty(), "seed {seed}, left behind: {}", device.leaks());
+    }
+}
+
+#[test]
+fn a_lost_device_fails_every_call_and_breaks_nothing() {
+    for seed in 0..60 {
+        let scenario = Scenario::from_seed(seed, OPS);
+        let calls = run(&scenario, &scenario.device(seed)).fallible_calls;
+        for ordinal in (0..calls).step_by(5) {
+            let device = scenario.device_builder(seed).fail_at(ordinal, Fault::DeviceLost).build();
+            let _report = PrintOnPanic(&scenario);
+            let allocator: Allocator<_> = Allocator::new(&device, scenario.config.clone()).expect("valid");
+            let mut replay = Replay::new(&allocator, &scenario.program);
+            for op in scenario.program.ops() {
+                let _refused_or_not = replay.step(op);
+                allocator.check().unwrap_or_else(|violation| panic!("seed {seed}, call {ordinal}, {op:?}: {violation}"));
+            }
+        }
+    }
+}
+
+/// Rule D4: when the driver refuses memory on one rank, nothing is given back behind the program's back.
+#[test]
+fn a_refusal_of_the_driver_gives_nothing_back() {
+    let pool = PoolConfig::builder().fixed().reclaim(Reclaim::Pool).build().expect("valid");
+    let config = Config::builder().default_pool(pool).build().expect("valid");
+    let device = SimBackend::builder().memory_bytes(64 << 20).build();
+    let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
+    let stream = allocator.register_stream().expect("the first");
+    let cached = allocator.allocate(PoolId::DEFAULT, stream, 40 << 20).expect("fits");
+    allocator.free(cached.handle).expect("live");
+    let error = allocator.allocate(PoolId::DEFAULT, stream, 50 << 20).expect_err("24 MiB are left");
+    let AllocateError::OutOfMemory(error) = error else { panic!("{error}") };
+    assert!(matches!(error.cause, OutOfMemoryCause::Driver(_)));
+    assert_eq!((error.reserved_bytes, error.largest_free_bytes), (40 << 20, 40 << 20));
+    assert_eq!((device.mapped_bytes(), device.calls().of(Call::Unmap)), (40 << 20, 0));
+    let again = allocator.allocate(PoolId::DEFAULT, stream, 40 << 20).expect("as before");
+    assert_eq!(again.placement, cached.placement);
+}

@@ -1,0 +1,116 @@
+//! The recorded jobs: digests and memory are pinned in `golden/jobs.txt`, and memory is held against the bars.
+//!
+//! A digest that changes means that some placement changed, or what goes into digests: both are news for everyone who
+//! compares ranks of two versions. When that is meant, `SYMMALLOC_BLESS=1 cargo test -p symmalloc-harness --test golden`
+//! writes the file anew, and its difference belongs into the review.
+
+use std::fmt::Write as _;
+use std::path::Path;
+use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
+use symmalloc_core::replay::{Program, Replay};
+use symmalloc_core::sim::SimBackend;
+use symmalloc_core::{Allocator, Digest, PoolId};
+use symmalloc_harness::jobs;
+
+const SEGMENTS: [&str; 2] = ["expandable", "fixed"];
+const STREAMS: [(&str, StreamPolicy); 2] = [("separate", StreamPolicy::Separate), ("shared", StreamPolicy::Shared)];
+
+/// What a job came to.
+struct Summary {
+    allocations: u64,
+    peak_live_bytes: u64,
+    peak_reserved_bytes: u64,
+    segments_born: u64,
+    digest: Digest,
+}
+
+impl Summary {
+    fn efficiency(&self) -> f64 {
+        self.peak_live_bytes as f64 / self.peak_reserved_bytes as f64
+    }
+}
+
+fn replay(program: &Program, segments: &str, streams: StreamPolicy) -> Summary {
+    let pool = PoolConfig::builder().streams(streams);
+    let pool = if segments == "fixed" { pool.fixed() } else { pool.expandable() };
+    let config = Config::builder().default_pool(pool.build().expect("valid")).build().expect("valid");
+    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().seed(1).build(), config).expect("valid");
+    Replay::new(&allocator, program).run(|_, _| {}).expect("the job fits 80 GiB");
+    allocator.check().expect("sound");
+    let stats = allocator.stats();
+    assert_eq!(allocator.backend().mapped_bytes_peak(), stats.reserved_bytes_peak);
+    Summary {
+        allocations: stats.usage.all.allocations.allocated,
+        peak_live_bytes: stats.usage.all.requested_bytes.peak,
+        peak_reserved_bytes: stats.reserved_bytes_peak,
+        segments_born: stats.segments_born,
+        digest: allocator.digest(PoolId::DEFAULT).expect("the default pool"),
+    }
+}
+
+#[test]
+fn recorded_jobs_come_to_what_is_written_down() {
+    let mut table = format!(
+        "{:<20} {:<10} {:<8} {:>11} {:>15} {:>19} {:>8} {:>16}\n",
+        "job", "segments", "streams", "allocations", "peak_live_bytes", "peak_reserved_bytes", "segments", "digest"
+    );
+    for job in jobs::JOBS {
+        let program = jobs::program(job);
+        for segments in SEGMENTS {
+            for (name, streams) in STREAMS {
+                let Summary { allocations, peak_live_bytes, peak_reserved_bytes, segments_born, digest } =
+                    replay(&program, segments, streams);
+                writeln!(
+                    table,
+                    "{job:<20} {segments:<10} {name:<8} {allocations:>11} {peak_live_bytes:>15} \
+                     {peak_reserved_bytes:>19} {segments_born:>8} {digest:>16}"
+                )
+                .expect("memory does not fail");
+            }
+        }
+    }
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("golden/jobs.txt");
+    if std::env::var_os("SYMMALLOC_BLESS").is_some() {
+        std::fs::write(&path, &table).expect("the golden file can be written");
+    }
+    let golden = std::fs::read_to_string(&path).expect("the golden file is there");
+    for (found, expected) in table.lines().zip(golden.lines()) {
+        assert_eq!(found, expected, "set SYMMALLOC_BLESS=1 if this is meant");
+    }
+    assert_eq!(table.lines().count(), golden.lines().count());
+}
+
+#[test]
+fn one_growing_range_with_exact_best_fit_wastes_little() {
+    let bars = [
+        ("gpt2_train_varlen", StreamPolicy::Separate, 0.935),
+        ("moe_train", StreamPolicy::Separate, 0.945),
+        ("resnet50_multiscale", StreamPolicy::Separate, 0.995),
+        ("llama_generate", StreamPolicy::Separate, 0.970),
+        ("fsdp_train_rank0", StreamPolicy::Separate, 0.835),
+        ("fsdp1_train_rank0", StreamPolicy::Separate, 0.838),
+        ("fsdp_train_rank0", StreamPolicy::Shared, 0.938),
+        ("fsdp1_train_rank0", StreamPolicy::Shared, 0.938),
+    ];
+    for (job, streams, least) in bars {
+        let efficiency = replay(&jobs::program(job), "expandable", streams).efficiency();
+        assert!(efficiency >= least, "{job}, {streams:?}: {efficiency:.4} of peak reserved is live, not {least}");
+    }
+}
+
+/// Measured with PyTorch 2.11, each job replayed without side-stream delays.
+#[test]
+fn fixed_segments_hold_as_much_as_pytorch_holds() {
+    let pytorch = [
+        ("gpt2_train_varlen", 22_064_136_192),
+        ("moe_train", 9_453_961_216),
+        ("resnet50_multiscale", 6_880_755_712),
+        ("llama_generate", 3_087_007_744),
+        ("fsdp_train_rank0", 7_881_097_216),
+        ("fsdp1_train_rank0", 7_927_234_560),
+    ];
+    for (job, expected) in pytorch {
+        let found = replay(&jobs::program(job), "fixed", StreamPolicy::Separate).peak_reserved_bytes;
+        assert!(found.abs_diff(expected) * 1000 <= expected, "{job}: {found} bytes, PyTorch {expected}");
+    }
+}

@@ -1,0 +1,117 @@
+//! The fuzz targets as plain functions: each takes any bytes and panics when something is wrong.
+//!
+//! `fuzz/` calls them with what the fuzzer invents; the `seeds` test calls them with the seed corpus, so that every seed
+//! and every input that once failed stays a test.
+
+use crate::checker::{compare_with_oracle, decisions};
+use crate::generate::Scenario;
+use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::lock::{Exclusive, Shared};
+use symmalloc_core::replay::Program;
+use symmalloc_core::sim::Delays;
+use symmalloc_core::trace::{TraceReader, TraceWriter};
+use symmalloc_core::{Op, Record};
+use symmalloc_import::{ReadOptions, read_bytes};
+
+/// Name and function of every target.
+pub const TARGETS: [(&str, fn(&[u8])); 6] = [
+    ("ops_vs_oracle", ops_vs_oracle),
+    ("two_ranks", two_ranks),
+    ("trace_reader", trace_reader),
+    ("config_text", config_text),
+    ("snapshot_reader", snapshot_reader),
+    ("rmm_reader", rmm_reader),
+];
+
+/// A program on the allocator beside the oracle.
+///
+/// # Panics
+/// At the first difference, violated invariant, race, breach of the backend's contract, or leak.
+pub fn ops_vs_oracle(bytes: &[u8]) {
+    let scenario = Scenario::from_bytes(bytes);
+    compare_with_oracle(&scenario, &scenario.device(bytes.len() as u64));
+}
+
+/// A program on two ranks that have nothing in common but the program.
+///
+/// # Panics
+/// When they decide differently.
+pub fn two_ranks(bytes: &[u8]) {
+    let scenario = Scenario::from_bytes(bytes);
+    let one = scenario.device_builder(1).rank(0).delays(Delays::Immediate).build();
+    let other = scenario.device_builder(2).rank(1).delays(Delays::UntilSynchronized).build();
+    let one = decisions::<Exclusive>(&scenario, &one, |_, _, _, allocator| {
+        allocator.drop_completed_fences().expect("no fault was asked for");
+    });
+    let other = decisions::<Shared>(&scenario, &other, |_, _, _, _| {});
+    assert_eq!(one, other, "two ranks decided differently");
+}
+
+/// Text as a trace. What is read is written in one way only, and read back as the same.
+///
+/// # Panics
+/// When the reader panics, or reading back differs.
+pub fn trace_reader(bytes: &[u8]) {
+    let Ok(mut reader) = TraceReader::new(bytes) else { return };
+    let Ok(records) = reader.by_ref().collect::<Result<Vec<Record>, _>>() else { return };
+    let text = written(reader.config(), &records);
+    let mut again = TraceReader::new(text.as_slice()).expect("what was written can be read");
+    let read: Result<Vec<Record>, _> = again.by_ref().collect();
+    assert_eq!(read.expect("what was written can be read"), records);
+    assert_eq!(again.config(), reader.config());
+    assert_eq!(written(again.config(), &records), text, "writing is canonical");
+    Program::new(&records).expect("a consistent trace is a program");
+}
+
+fn written(config: Option<&Config>, records: &[Record]) -> Vec<u8> {
+    let mut trace = TraceWriter::new(Vec::new(), config).expect("memory does not fail");
+    for record in records {
+        trace.write(record).expect("what was read can be written");
+    }
+    trace.finish().expect("memory does not fail")
+}
+
+/// Text as a configuration. What is read is written in a way that is read back as the same.
+///
+/// # Panics
+/// When a parser panics, or reading back differs.
+pub fn config_text(bytes: &[u8]) {
+    let Ok(text) = std::str::from_utf8(bytes) else { return };
+    if let Ok(config) = text.parse::<Config>() {
+        assert_eq!(config.to_string().parse(), Ok(config));
+    }
+    if let Ok(pool) = text.parse::<PoolConfig>() {
+        assert_eq!(pool.to_string().parse(), Ok(pool));
+    }
+    if let Ok(pytorch) = Config::from_pytorch_env(text) {
+        assert_eq!(pytorch.config.to_string().parse(), Ok(pytorch.config));
+    }
+}
+
+/// Bytes as a PyTorch snapshot, plain or compressed. What is read is a consistent trace.
+///
+/// # Panics
+/// When the reader panics, or what it gives is no program.
+pub fn snapshot_reader(bytes: &[u8]) {
+    import(bytes, b"\x80");
+}
+
+/// Text as an RMM log.
+///
+/// # Panics
+/// When the reader panics, or what it gives is no program.
+pub fn rmm_reader(bytes: &[u8]) {
+    import(bytes, b"Thread,Time,Action,Pointer,Size,Stream\n");
+}
+
+/// Reads the bytes as they are, and behind the beginning without which they would not be taken for what is meant.
+fn import(bytes: &[u8], beginning: &[u8]) {
+    let options = ReadOptions::default().memory_limit_bytes(64 << 20).accept_torn();
+    for bytes in [bytes.to_vec(), [beginning, bytes].concat()] {
+        let Ok(recording) = read_bytes(&bytes, &options) else { continue };
+        let made = recording.records.iter().filter(|record| matches!(record.op, Op::Allocate { .. })).count();
+        let program = Program::new(&recording.records).expect("a recording is consistent");
+        assert_eq!(program.allocation_count(), made);
+        written(recording.config.as_ref(), &recording.records);
+    }
+}

@@ -1,0 +1,286 @@
+//! Misuse: every wrong call is a typed error that says what is wrong, and changes nothing.
+
+use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Range};
+use symmalloc_core::config::{Config, ConfigError, FixedSegments, PointerLookup, PoolConfig, SegmentPolicy};
+use symmalloc_core::errors::{
+    AllocateError, FreeError, HandleError, OutOfMemoryCause, PoolError, RecordUseError, TrimError, UnknownError,
+};
+use symmalloc_core::sim::SimBackend;
+use symmalloc_core::units::{MIB, SEGMENT_BYTES_MAX};
+use symmalloc_core::{Allocator, Handle, LimitScope, Placement, PoolId, Retry, StreamId};
+
+const S0: StreamId = StreamId(0);
+const POOL: PoolId = PoolId::DEFAULT;
+
+fn with(config: Config) -> Allocator<SimBackend> {
+    let allocator = Allocator::new(SimBackend::builder().memory_bytes(1 << 50).build(), config).expect("valid");
+    allocator.register_stream().expect("the first");
+    allocator
+}
+
+fn allocator() -> Allocator<SimBackend> {
+    with(Config::default())
+}
+
+/// The state that an error must leave alone.
+fn state(allocator: &Allocator<SimBackend>) -> impl PartialEq + std::fmt::Debug + use<> {
+    allocator.check().expect("sound");
+    (allocator.snapshot(), allocator.stats(), allocator.digest(POOL), allocator.backend().calls())
+}
+
+#[test]
+fn a_double_free_is_stale_even_when_the_memory_is_in_use_again() {
+    let allocator = allocator();
+    let first = allocator.allocate(POOL, S0, 4096).expect("fits");
+    allocator.free(first.handle).expect("live");
+    let stale = FreeError::Handle(HandleError::Stale { handle: first.handle });
+    assert_eq!(allocator.free(first.handle), Err(stale.clone()));
+    let second = allocator.allocate(POOL, S0, 4096).expect("fits");
+    assert_eq!(second.placement, first.placement);
+    let before = state(&allocator);
+    assert_eq!(allocator.free(first.handle), Err(stale));
+    assert_eq!(allocator.record_use(first.handle, S0), Err(HandleError::Stale { handle: first.handle }.into()));
+    assert_eq!(allocator.allocation(first.handle), Err(HandleError::Stale { handle: first.handle }));
+    assert_eq!(state(&allocator), before);
+    allocator.free(second.handle).expect("still live");
+}
+
+#[test]
+fn a_handle_is_stale_when_its_segment_is_gone() {
+    let allocator = allocator();
+    let made = allocator.allocate(POOL, S0, 4096).expect("fits");
+    allocator.free(made.handle).expect("live");
+    allocator.trim(None).expect("no faults");
+    assert_eq!(allocator.free(made.handle), Err(HandleError::Stale { handle: made.handle }.into()));
+}
+
+#[test]
+fn another_allocators_handle_is_foreign() {
+    let (one, other) = (allocator(), allocator());
+    let handle = one.allocate(POOL, S0, 4096).expect("fits").handle;
+    let twin = other.allocate(POOL, S0, 4096).expect("fits").handle;
+    assert_eq!(other.free(handle), Err(HandleError::Foreign { handle }.into()));
+    assert_eq!(other.record_use(handle, S0), Err(HandleError::Foreign { handle }.into()));
+    other.free(twin).expect("not touched");
+    one.free(handle).expect("not touched");
+}
+
+#[test]
+fn no_two_words_make_a_handle_that_was_not_given() {
+    let allocator = allocator();
+    let given = allocator.allocate(POOL, S0, 4096).expect("fits").handle;
+    let (place, tag) = given.into_raw();
+    assert_eq!(Handle::from_raw((place, tag)), given);
+    let before = state(&allocator);
+    let tags = [0, 1, tag - 1, tag + 1, tag ^ (1 << 63), u64::MAX];
+    let places = [0, 1, place + 1, place | 1 << 32, u64::MAX, u64::from(u32::MAX)];
+    for wrong in places.map(|place| (place, tag)).into_iter().chain(tags.map(|tag| (place, tag))) {
+        if wrong == (place, tag) {
+            continue;
+        }
+        let handle = Handle::from_raw(wrong);
+        let refused = allocator.allocation(handle).expect_err("never given");
+        assert!(matches!(refused, HandleError::Foreign { .. } | HandleError::Stale { .. }), "{wrong:x?}: {refused}");
+        // A word pair that looks like an allocation of zero bytes may be taken for one: it owns nothing.
+        if place_slot(wrong.0) != u32::MAX {
+            assert!(allocator.free(handle).is_err(), "{wrong:x?}");
+            assert!(allocator.record_use(handle, S0).is_err(), "{wrong:x?}");
+            assert_eq!(state(&allocator), before, "{wrong:x?}");
+        }
+    }
+    allocator.check().expect("sound");
+    allocator.free(given).expect("still live");
+}
+
+fn place_slot(place: u64) -> u32 {
+    place as u32
+}
+
+#[test]
+fn unknown_streams_and_pools_are_named() {
+    let allocator = allocator();
+    let live = allocator.allocate(POOL, S0, 512).expect("fits").handle;
+    let before = state(&allocator);
+    let (stream, pool) = (StreamId(1), PoolId(1));
+    let unknown_stream = UnknownError::Stream { stream, streams: 1 };
+    let unknown_pool = UnknownError::Pool { pool, pools: 1 };
+    assert_eq!(allocator.allocate(POOL, stream, 512), Err(unknown_stream.into()));
+    assert_eq!(allocator.allocate(pool, S0, 512), Err(unknown_pool.into()));
+    assert_eq!(allocator.allocate(POOL, stream, 0), Err(unknown_stream.into()));
+    assert_eq!(allocator.reserve(pool, S0, 512), Err(unknown_pool.into()));
+    assert_eq!(allocator.record_use(live, stream), Err(RecordUseError::Unknown(unknown_stream)));
+    assert_eq!(allocator.stream_waits(S0, stream), Err(unknown_stream));
+    assert_eq!(allocator.stream_synchronized(stream), Err(unknown_stream));
+    assert_eq!(allocator.trim(Some(pool)), Err(TrimError::Unknown(unknown_pool)));
+    assert_eq!(allocator.destroy_pool(pool), Err(unknown_pool.into()));
+    assert_eq!(allocator.digest(pool), Err(unknown_pool));
+    assert_eq!(allocator.pool_stats(pool).map(drop), Err(unknown_pool));
+    assert_eq!(allocator.observe(pool).map(drop), Err(unknown_pool));
+    assert_eq!(state(&allocator), before);
+    assert!(unknown_stream.to_string().contains("register_stream"));
+    assert!(unknown_pool.to_string().contains("create_pool"));
+}
+
+#[test]
+fn a_pool_in_use_stays_and_a_destroyed_one_is_gone_for_good() {
+    let allocator = allocator();
+    let pool = allocator.create_pool(PoolConfig::default()).expect("valid");
+    let made = allocator.allocate(pool, S0, 1000).expect("fits");
+    let in_use = PoolError::InUse { pool, allocations: 1, allocated_bytes: 1024 };
+    assert_eq!(allocator.destroy_pool(pool), Err(in_use));
+    allocator.free(made.handle).expect("the pool is as it was");
+    assert_eq!(allocator.destroy_pool(POOL), Err(PoolError::Default));
+    allocator.destroy_pool(pool).expect("empty");
+    assert!(allocator.backend().leaks().is_empty());
+    let gone = UnknownError::DestroyedPool { pool };
+    assert_eq!(allocator.allocate(pool, S0, 512), Err(gone.into()));
+    assert_eq!(allocator.destroy_pool(pool), Err(gone.into()));
+    assert_eq!(allocator.free(made.handle), Err(HandleError::Stale { handle: made.handle }.into()));
+    assert_ne!(allocator.create_pool(PoolConfig::default()).expect("valid"), pool);
+}
+
+#[test]
+fn zero_bytes_take_no_memory_and_never_reach_the_driver() {
+    let allocator = allocator();
+    let nothing = allocator.allocate(POOL, S0, 0).expect("always");
+    assert_eq!((nothing.address, nothing.size_bytes), (DeviceAddress(0), 0));
+    assert_eq!(nothing.placement, Placement::NOWHERE);
+    allocator.record_use(nothing.handle, S0).expect("nothing to do");
+    allocator.free(nothing.handle).expect("nothing to do");
+    assert_eq!(allocator.backend().calls().fallible(), 0);
+    assert_eq!(allocator.stats().usage.all.allocations.allocated, 0);
+    assert_ne!(allocator.digest(POOL).map(|digest| digest.ops), Ok(0));
+}
+
+#[test]
+fn huge_sizes_are_refused_without_overflow() {
+    let allocator = allocator();
+    let before = state(&allocator);
+    for requested_bytes in [SEGMENT_BYTES_MAX + 1, u64::MAX - 511, u64::MAX] {
+        assert_eq!(allocator.allocate(POOL, S0, requested_bytes), Err(AllocateError::TooLarge { requested_bytes }));
+        assert_eq!(allocator.reserve(POOL, S0, requested_bytes), Err(AllocateError::TooLarge { requested_bytes }));
+    }
+    assert_eq!(state(&allocator), before);
+    // The default range is smaller than the largest segment.
+    let error = allocator.allocate(POOL, S0, SEGMENT_BYTES_MAX).expect_err("512 GiB of addresses");
+    let AllocateError::OutOfMemory(error) = error else { panic!("{error}") };
+    assert_eq!(error.cause, OutOfMemoryCause::SegmentFull { segment_bytes: 512 << 30 });
+    allocator.check().expect("sound");
+}
+
+#[test]
+fn the_largest_block_is_used_again_when_oversize_blocks_may_be_rounded_as_far_as_can_be() {
+    let mut knobs = FixedSegments::default();
+    knobs.max_split_size_bytes = Some(SEGMENT_BYTES_MAX);
+    knobs.max_non_split_rounding_bytes = SEGMENT_BYTES_MAX;
+    let pool = PoolConfig::builder().segments(SegmentPolicy::Fixed(knobs)).build().expect("valid");
+    let allocator = with(Config::builder().default_pool(pool).build().expect("valid"));
+    let first = allocator.allocate(POOL, S0, SEGMENT_BYTES_MAX).expect("fits");
+    allocator.free(first.handle).expect("live");
+    let second = allocator.allocate(POOL, S0, SEGMENT_BYTES_MAX).expect("fits");
+    assert_eq!(second.placement, first.placement);
+}
+
+#[test]
+fn an_error_at_a_limit_says_what_there_was() {
+    let pool = PoolConfig::builder().limit_bytes(Some(8 * MIB)).build().expect("valid");
+    let allocator = with(Config::builder().default_pool(pool).build().expect("valid"));
+    allocator.allocate(POOL, S0, 5 * MIB).expect("fits");
+    let error = allocator.allocate(POOL, S0, 4 * MIB).expect_err("beyond the limit");
+    let AllocateError::OutOfMemory(error) = error else { panic!("{error}") };
+    assert_eq!((error.pool, error.stream, error.requested_bytes), (POOL, S0, 4 * MIB));
+    assert_eq!((error.reserved_bytes, error.allocated_bytes, error.largest_free_bytes), (6 * MIB, 5 * MIB, MIB));
+    assert_eq!(error.missing_bytes, 4 * MIB);
+    assert_eq!(error.cause, OutOfMemoryCause::Limit { scope: LimitScope::Pool, limit_bytes: 8 * MIB });
+    let text = error.to_string();
+    assert!(text.contains("raise it") && text.contains("8388608"), "{text}");
+}
+
+#[test]
+fn a_failure_callback_frees_and_the_allocation_succeeds() {
+    let pool = PoolConfig::builder().limit_bytes(Some(8 * MIB)).build().expect("valid");
+    let allocator = with(Config::builder().default_pool(pool).retries_max(2).build().expect("valid"));
+    let held = allocator.allocate(POOL, S0, 8 * MIB).expect("fits").handle;
+    let held = std::sync::Mutex::new(Some(held));
+    let calls = std::sync::Arc::new(std::sync::atomic::AtomicU32::new(0));
+    let count = std::sync::Arc::clone(&calls);
+    allocator.set_failure_callback(move |allocator, error| {
+        count.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        assert_eq!(error.requested_bytes, 4 * MIB);
+        if let Some(handle) = held.lock().expect("one thread").take() {
+            allocator.free(handle).expect("live");
+        }
+        Retry::Again
+    });
+    allocator.allocate(POOL, S0, 4 * MIB).expect("the callback made room");
+    assert_eq!(calls.load(std::sync::atomic::Ordering::Relaxed), 1);
+    allocator.allocate(POOL, S0, 4 * MIB).expect("fits");
+    allocator.allocate(POOL, S0, 4 * MIB).expect_err("nothing more to free");
+    assert_eq!(calls.load(std::sync::atomic::Ordering::Relaxed), 3, "retries are bounded");
+}
+
+#[test]
+fn pointers_are_found_as_configured() {
+    let made = |lookup| {
+        let allocator = with(Config::builder().pointer_lookup(lookup).build().expect("valid"));
+        let made = allocator.allocate(POOL, S0, 4096).expect("fits");
+        (allocator, made)
+    };
+    let inside = |address: DeviceAddress| DeviceAddress(address.0 + 100);
+    let (allocator, off) = made(PointerLookup::Off);
+    assert_eq!(allocator.handle_at(off.address), Err(HandleError::LookupOff));
+    let (allocator, exact) = made(PointerLookup::Exact);
+    assert_eq!(allocator.handle_at(exact.address), Ok(exact.handle));
+    let address = inside(exact.address);
+    assert_eq!(allocator.handle_at(address), Err(HandleError::InteriorAddress { address }));
+    let (allocator, interior) = made(PointerLookup::Interior);
+    assert_eq!(allocator.handle_at(inside(interior.address)), Ok(interior.handle));
+    for address in [DeviceAddress(0), DeviceAddress(u64::MAX), DeviceAddress(interior.address.0 + 4096)] {
+        assert_eq!(allocator.handle_at(address), Err(HandleError::UnknownAddress { address }));
+    }
+    allocator.free(interior.handle).expect("live");
+    let address = interior.address;
+    assert_eq!(allocator.handle_at(address), Err(HandleError::UnknownAddress { address }));
+}
+
+#[test]
+fn a_backend_with_an_impossible_granularity_is_refused() {
+    /// Says a granularity and does nothing.
+    struct Odd(u64);
+    impl Backend for Odd {
+        fn granularity_bytes(&self) -> u64 {
+            self.0
+        }
+        fn reserve(&self, _: u64) -> Result<Range, BackendError> {
+            unreachable!()
+        }
+        fn map(&self, _: Range, _: u64, _: u64) -> Result<(), BackendError> {
+            unreachable!()
+        }
+        fn unmap(&self, _: Range, _: u64, _: u64) -> Result<(), BackendError> {
+            unreachable!()
+        }
+        fn release(&self, _: Range) -> Result<(), BackendError> {
+            unreachable!()
+        }
+        fn record(&self, _: StreamId) -> Result<Event, BackendError> {
+            unreachable!()
+        }
+        fn wait(&self, _: StreamId, _: Event) -> Result<(), BackendError> {
+            unreachable!()
+        }
+        fn query(&self, _: Event) -> Result<bool, BackendError> {
+            unreachable!()
+        }
+        fn recycle(&self, _: Event) {}
+        fn synchronize(&self, _: StreamId) -> Result<(), BackendError> {
+            unreachable!()
+        }
+    }
+    let made = |granularity| Allocator::<_>::new(Odd(granularity), Config::default()).map(drop);
+    assert!(matches!(made(3 << 20), Err(ConfigError::NotAPowerOfTwo { value: 0x30_0000, .. })));
+    assert!(matches!(made(0), Err(ConfigError::NotAPowerOfTwo { .. })));
+    assert!(matches!(made(256), Err(ConfigError::OutOfRange { value: 256, .. })));
+    assert!(matches!(made(2 << 30), Err(ConfigError::OutOfRange { .. })));
+    assert_eq!(made(512), Ok(()));
+}

@@ -1,0 +1,191 @@
+//! Observers: what a registrar of windows is told, and what the allocator keeps for it.
+
+use std::collections::BTreeMap;
+use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::errors::PoolError;
+use symmalloc_core::replay::Replay;
+use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};
+use symmalloc_core::sim::SimBackend;
+use symmalloc_core::units::MIB;
+use symmalloc_core::{Allocator, PoolId, SegmentId, StreamId};
+use symmalloc_harness::generate::Scenario;
+
+const POOL: PoolId = PoolId::DEFAULT;
+
+fn fixed(device: &SimBackend) -> Allocator<&SimBackend> {
+    let pool = PoolConfig::builder().fixed().build().expect("valid");
+    let allocator = Allocator::new(device, Config::builder().default_pool(pool).build().expect("valid")).expect("valid");
+    allocator.register_stream().expect("the first");
+    allocator
+}
+
+fn kinds(events: &[SegmentEvent]) -> Vec<(SegmentEventKind, u32)> {
+    events.iter().map(|event| (event.kind, event.segment.0)).collect()
+}
+
+#[test]
+fn a_new_observer_is_told_of_the_segments_that_live_and_then_of_changes_only() {
+    let device = SimBackend::builder().build();
+    let allocator = fixed(&device);
+    let stream = StreamId(0);
+    let old = allocator.allocate(POOL, stream, 30 * MIB).expect("fits");
+    let (observer, births) = allocator.observe(POOL).expect("exists");
+    assert_eq!(kinds(&births), [(SegmentEventKind::Birth, 0)]);
+    assert_eq!((births[0].base, births[0].size_bytes), (old.address, 30 * MIB));
+    assert!(allocator.unread(observer).events.is_empty());
+    allocator.allocate(POOL, stream, 40 * MIB).expect("fits");
+    let unread = allocator.unread(observer);
+    assert_eq!(kinds(&unread.events), [(SegmentEventKind::Birth, 1)]);
+    assert_eq!(allocator.unread(observer), unread, "reading is not acknowledging");
+    assert_eq!(allocator.acknowledge(observer, &unread), Ok(0));
+    assert!(allocator.unread(observer).events.is_empty());
+}
+
+#[test]
+fn memory_of_a_dead_segment_is_held_until_every_observer_has_acknowledged() {
+    let device = SimBackend::builder().build();
+    let allocator = fixed(&device);
+    let made = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("fits");
+    let (one, _) = allocator.observe(POOL).expect("exists");
+    let (other, _) = allocator.observe(POOL).expect("exists");
+    allocator.free(made.handle).expect("live");
+    assert_eq!(allocator.trim(None), Ok(0), "nothing is back yet");
+    let stats = allocator.stats();
+    assert_eq!((device.mapped_bytes(), stats.retired_bytes, stats.reserved_bytes), (30 * MIB, 30 * MIB, 30 * MIB));
+    allocator.check().expect("sound");
+    // The addresses stay taken, too: a new segment must not come to lie under an old window.
+    let new = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("fits");
+    assert_eq!(new.placement.segment, SegmentId(1), "ids are never reused");
+    assert_ne!(new.address, made.address);
+    let unread = allocator.unread(one);
+    assert_eq!(kinds(&unread.events), [(SegmentEventKind::Death, 0), (SegmentEventKind::Birth, 1)]);
+    assert_eq!(allocator.acknowledge(one, &unread), Ok(0), "the other observer has not let go");
+    assert_eq!(allocator.acknowledge(one, &unread), Ok(0), "acknowledging twice changes nothing");
+    assert_eq!(allocator.acknowledge(other, &allocator.unread(other)), Ok(30 * MIB));
+    assert_eq!(device.mapped_bytes(), 30 * MIB);
+    allocator.check().expect("sound");
+}
+
+#[test]
+fn an_observer_that_is_forgotten_lets_go() {
+    let device = SimBackend::builder().build();
+    let allocator = fixed(&device);
+    let made = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("fits");
+    let (observer, _) = allocator.observe(POOL).expect("exists");
+    allocator.free(made.handle).expect("live");
+    allocator.trim(None).expect("no faults");
+    assert_eq!(allocator.forget(observer), Ok(30 * MIB));
+    assert!(device.leaks().is_empty(), "{}", device.leaks());
+    assert!(allocator.unread(observer).events.is_empty());
+    assert_eq!(allocator.forget(observer), Ok(0));
+}
+
+#[test]
+fn what_an_observer_acknowledged_at_an_earlier_point_leaves_later_deaths_alone() {
+    let device = SimBackend::builder().build();
+    let allocator = fixed(&device);
+    let (observer, _) = allocator.observe(POOL).expect("exists");
+    let made = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("fits");
+    let early = allocator.unread(observer);
+    allocator.free(made.handle).expect("live");
+    allocator.trim(None).expect("no faults");
+    assert_eq!(allocator.acknowledge(observer, &early), Ok(0));
+    assert_eq!(kinds(&allocator.unread(observer).events), [(SegmentEventKind::Death, 0)]);
+    assert_eq!(device.mapped_bytes(), 30 * MIB);
+}
+
+#[test]
+fn an_observed_pool_is_not_shrunk_and_not_destroyed() {
+    let device = SimBackend::builder().build();
+    let allocator = fixed(&device);
+    let pool = allocator.create_pool(PoolConfig::default()).expect("valid");
+    let stream = StreamId(0);
+    let kept = allocator.allocate(pool, stream, MIB).expect("fits");
+    let freed = allocator.allocate(pool, stream, 20 * MIB).expect("fits");
+    let (observer, _) = allocator.observe(pool).expect("exists");
+    allocator.free(freed.handle).expect("live");
+    assert_eq!(allocator.trim(Some(pool)), Ok(0), "a window covers it");
+    allocator.free(kept.handle).expect("live");
+    assert_eq!(allocator.destroy_pool(pool), Err(PoolError::Observed { pool, observers: 1 }));
+    allocator.forget(observer).expect("no faults");
+    allocator.destroy_pool(pool).expect("empty and not observed");
+    assert!(device.leaks().is_empty(), "{}", device.leaks());
+}
+
+#[test]
+fn dropping_the_allocator_gives_held_memory_back() {
+    let device = SimBackend::builder().build();
+    {
+        let allocator = fixed(&device);
+        let (_observer, _) = allocator.observe(POOL).expect("exists");
+        let made = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("fits");
+        allocator.free(made.handle).expect("live");
+        allocator.trim(None).expect("no faults");
+        allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("fits");
+    }
+    assert!(device.leaks().is_empty(), "{}", device.leaks());
+}
+
+/// What a registrar that reads now and then knows of a pool: the segments whose windows it holds.
+#[derive(Default)]
+struct Registrar {
+    windows: BTreeMap<(Option<StreamId>, SegmentId), u64>,
+}
+
+impl Registrar {
+    fn read(&mut self, events: &[SegmentEvent]) {
+        for event in events {
+            let key = (event.stream, event.segment);
+            match event.kind {
+                SegmentEventKind::Birth => {
+                    assert_eq!(self.windows.insert(key, event.size_bytes), None, "born twice: {event:?}");
+                }
+                SegmentEventKind::Growth => {
+                    let size = self.windows.get_mut(&key).unwrap_or_else(|| panic!("grown before birth: {event:?}"));
+                    assert_eq!(event.offset_bytes, *size, "grown elsewhere than at the end");
+                    *size += event.size_bytes;
+                }
+                SegmentEventKind::Death => {
+                    let size = self.windows.remove(&key);
+                    assert_eq!(size, Some(event.size_bytes), "dead before birth, or of another size: {event:?}");
+                }
+                kind => panic!("{kind:?} in an observed pool"),
+            }
+        }
+    }
+}
+
+/// On random programs, a registrar's picture is the allocator's at every point where it is up to date.
+#[test]
+fn the_log_tells_every_birth_growth_and_death_in_order() {
+    let mut deaths = 0;
+    for seed in 0..150 {
+        let scenario = Scenario::from_seed(seed, 120);
+        let device = scenario.device(seed);
+        let allocator: Allocator<_> = Allocator::new(&device, scenario.config.clone()).expect("valid");
+        let (observer, births) = allocator.observe(POOL).expect("exists");
+        let mut registrar = Registrar::default();
+        registrar.read(&births);
+        let mut replay = Replay::new(&allocator, &scenario.program);
+        for (index, op) in scenario.program.ops().iter().enumerate() {
+            let _refused_or_not = replay.step(op);
+            if index % 7 == 0 {
+                let unread = allocator.unread(observer);
+                deaths += unread.events.iter().filter(|event| event.kind == SegmentEventKind::Death).count();
+                registrar.read(&unread.events);
+                allocator.acknowledge(observer, &unread).expect("no faults");
+                assert_eq!(allocator.pool_stats(POOL).expect("exists").retired_bytes, 0);
+                let live: BTreeMap<_, _> = allocator
+                    .snapshot()
+                    .segments
+                    .iter()
+                    .filter(|segment| segment.pool == POOL)
+                    .map(|segment| ((segment.stream, segment.segment), segment.size_bytes))
+                    .collect();
+                assert_eq!(registrar.windows, live, "seed {seed}, op {index}");
+                allocator.check().expect("sound");
+            }
+        }
+    }
+    assert!(deaths > 100, "{deaths}");
+}

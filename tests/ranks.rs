@@ -1,0 +1,114 @@
+//! Ranks: the same program in different surroundings decides the same (rules D1, D3, D8).
+//!
+//! Every rank has its own address order, its own event timing and its own raw handles, and asks at its own moments which
+//! events are done.
+
+use proptest::prelude::*;
+use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
+use symmalloc_core::lock::{Exclusive, Lock, Shared};
+use symmalloc_core::replay::Replay;
+use symmalloc_core::sim::{Addresses, Delays, SimBackend, SplitMix64};
+use symmalloc_core::{Allocator, Digest, Placement, PoolId};
+use symmalloc_harness::checker::{Decisions, decisions};
+use symmalloc_harness::generate::{Scenario, scenario_bytes};
+use symmalloc_harness::jobs;
+
+/// A rank's run. Its host looks for finished events whenever it pleases.
+fn rank<L: Lock>(scenario: &Scenario, seed: u64, rank: u32) -> Decisions {
+    let delays = match rank % 4 {
+        0 => Delays::Immediate,
+        1 => Delays::UntilSynchronized,
+        2 => Delays::UpTo { ticks: 20 },
+        _ => Delays::FromSeed,
+    };
+    let device = scenario.device_builder(seed).rank(rank).delays(delays).build();
+    let mut random = SplitMix64::new(seed ^ u64::from(rank));
+    decisions::<L>(scenario, &device, |_, _, _, allocator| {
+        if random.below(4) == 0 {
+            device.tick(random.below(30));
+            allocator.drop_completed_fences().expect("no fault was asked for");
+        }
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
+    #[test]
+    fn ranks_decide_alike_whatever_their_addresses_and_timing(bytes in scenario_bytes(120), seed in any::<u64>()) {
+        let scenario = Scenario::from_bytes(&bytes);
+        let first = rank::<Exclusive>(&scenario, seed, 0);
+        for other in 1..6 {
+            assert_eq!(rank::<Exclusive>(&scenario, seed, other), first, "rank {other} and rank 0");
+        }
+        assert_eq!(rank::<Shared>(&scenario, seed, 6), first, "one thread with locks and one without");
+    }
+}
+
+#[test]
+fn different_programs_have_different_digests() {
+    let mut digests = std::collections::BTreeMap::new();
+    for seed in 0..500 {
+        let scenario = Scenario::from_seed(seed, 60);
+        let run = rank::<Exclusive>(&scenario, seed, 0);
+        if let Some(other) = digests.insert(run.digests[0].1.value, seed) {
+            panic!("programs {seed} and {other} have the same digest");
+        }
+    }
+}
+
+/// A recorded job on a rank: all placements, and the digest.
+fn job_on_rank(program: &symmalloc_core::replay::Program, pool: &PoolConfig, rank: u32) -> (Vec<Placement>, Digest) {
+    let config = Config::builder().default_pool(pool.clone()).build().expect("valid");
+    let allocator: Allocator<_> =
+        Allocator::new(SimBackend::builder().seed(99).rank(rank).build(), config).expect("valid");
+    let mut placements = Vec::with_capacity(program.allocation_count());
+    let mut replay = Replay::new(&allocator, program);
+    replay.run(|_, allocation| placements.push(allocation.placement)).expect("the job fits 80 GiB");
+    allocator.check().expect("sound");
+    (placements, allocator.digest(PoolId::DEFAULT).expect("the default pool"))
+}
+
+#[test]
+fn recorded_jobs_are_placed_alike_on_every_rank() {
+    for job in ["fsdp1_train_rank0", "fsdp_train_rank0", "moe_train"] {
+        let program = jobs::program(job);
+        for streams in [StreamPolicy::Separate, StreamPolicy::Shared] {
+            for pool in [PoolConfig::builder().expandable(), PoolConfig::builder().fixed()] {
+                let pool = pool.streams(streams).build().expect("valid");
+                let first = job_on_rank(&program, &pool, 0);
+                for rank in 1..4 {
+                    assert!(job_on_rank(&program, &pool, rank) == first, "{job}, {pool}: rank {rank} and rank 0 differ");
+                }
+            }
+        }
+    }
+}
+
+/// Both ranks of a job made the same ops, and PyTorch placed most of them differently.
+#[test]
+fn both_ranks_of_a_recorded_job_are_placed_alike() {
+    for [one, other] in [["fsdp1_train_rank0", "fsdp1_train_rank1"], ["fsdp_train_rank0", "fsdp_train_rank1"]] {
+        let pool = PoolConfig::default();
+        let (placements, _) = job_on_rank(&jobs::program(one), &pool, 0);
+        let (others, _) = job_on_rank(&jobs::program(other), &pool, 1);
+        assert_eq!(placements.iter().zip(&others).filter(|(a, b)| a != b).count(), 0, "{one}");
+        assert_eq!(placements.len(), others.len());
+    }
+}
+
+/// The simulator really gives ranks different surroundings; else the tests above prove nothing.
+#[test]
+fn ranks_get_different_addresses() {
+    let scenario = Scenario::from_seed(5, 50);
+    let order = |rank| {
+        let device = scenario.device_builder(1).rank(rank).addresses(Addresses::default()).build();
+        let allocator: Allocator<_> = Allocator::new(&device, scenario.config.clone()).expect("valid");
+        let mut replay = Replay::new(&allocator, &scenario.program);
+        let mut addresses = Vec::new();
+        for op in scenario.program.ops() {
+            addresses.extend(replay.step(op).ok().flatten().map(|allocation| allocation.address));
+        }
+        addresses
+    };
+    assert_ne!(order(0), order(1));
+}

@@ -1,0 +1,125 @@
+//! Threads: a heap's placements and digest are those of its own ops, however threads interleave (rule D8).
+
+use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::lock::Shared;
+use symmalloc_core::sim::{SimBackend, SplitMix64};
+use symmalloc_core::{Allocator, Digest, Handle, PoolId, SharedAllocator, StreamId};
+
+const THREADS: u16 = 4;
+const OPS: u64 = 3000;
+
+/// What one thread does on its own stream, with uses on the others' streams. Returns nothing: its heap's digest says all.
+fn drive(allocator: &SharedAllocator<SimBackend>, pool: PoolId, stream: StreamId, seed: u64) {
+    let mut random = SplitMix64::new(seed ^ u64::from(stream.0));
+    let mut live: Vec<Handle> = Vec::new();
+    for _ in 0..OPS {
+        match random.below(10) {
+            0..=4 => {
+                let size_bytes = 512 << random.below(14);
+                let allocation = allocator.allocate(pool, stream, size_bytes).expect("no limit");
+                let submitted = allocator.backend().submit(stream, allocation.address, allocation.size_bytes);
+                submitted.expect("the earlier users were waited for");
+                live.push(allocation.handle);
+            }
+            5..=7 if !live.is_empty() => {
+                let handle = live.swap_remove(random.below(live.len() as u64) as usize);
+                allocator.free(handle).expect("live");
+            }
+            8 if !live.is_empty() => {
+                let handle = live[random.below(live.len() as u64) as usize];
+                let other = StreamId(random.below(THREADS.into()) as u16);
+                allocator.record_use(handle, other).expect("live");
+            }
+            _ => allocator.reserve(pool, stream, random.below(8) << 20).expect("no limit"),
+        }
+    }
+    live.into_iter().for_each(|handle| allocator.free(handle).expect("live"));
+}
+
+fn allocator(pool: PoolConfig, seed: u64) -> SharedAllocator<SimBackend> {
+    let config = Config::builder().default_pool(pool).build().expect("valid");
+    let allocator = Allocator::<_, Shared>::new(SimBackend::builder().seed(seed).build(), config).expect("valid");
+    (0..THREADS).for_each(|_| drop(allocator.register_stream().expect("few")));
+    allocator
+}
+
+fn digests(allocator: &SharedAllocator<SimBackend>) -> (Digest, Vec<(Option<StreamId>, Digest)>) {
+    allocator.check().expect("sound");
+    let pool = PoolId::DEFAULT;
+    (allocator.digest(pool).expect("exists"), allocator.heap_digests(pool).expect("exists"))
+}
+
+fn threads_decide_like_one(pool: &PoolConfig) {
+    for seed in 0..4 {
+        let alone = allocator(pool.clone(), seed);
+        (0..THREADS).for_each(|stream| drive(&alone, PoolId::DEFAULT, StreamId(stream), seed));
+        let together = allocator(pool.clone(), seed + 100);
+        std::thread::scope(|scope| {
+            for stream in (0..THREADS).rev() {
+                let together = &together;
+                scope.spawn(move || drive(together, PoolId::DEFAULT, StreamId(stream), seed));
+            }
+        });
+        assert_eq!(digests(&together), digests(&alone), "seed {seed}");
+        assert_eq!(digests(&together).1.len(), usize::from(THREADS));
+        assert_eq!(together.stats().usage.all.allocations.current, 0);
+        let backend_leaks = {
+            together.trim(None).expect("no faults");
+            together.backend().leaks()
+        };
+        assert!(backend_leaks.is_empty(), "{backend_leaks}");
+    }
+}
+
+#[test]
+fn threads_on_expandable_heaps_decide_like_one_thread() {
+    threads_decide_like_one(&PoolConfig::default());
+}
+
+#[test]
+fn threads_on_fixed_segments_decide_like_one_thread() {
+    threads_decide_like_one(&PoolConfig::builder().fixed().build().expect("valid"));
+}
+
+/// What a rank does in one pool moves nothing in another (rule D8).
+#[test]
+fn a_pool_does_not_notice_what_happens_in_another() {
+    let run = |is_rank_zero: bool| {
+        let allocator = allocator(PoolConfig::default(), 3);
+        let log = allocator.create_pool(PoolConfig::default()).expect("valid");
+        std::thread::scope(|scope| {
+            if is_rank_zero {
+                scope.spawn(|| drive(&allocator, log, StreamId(0), 77));
+            }
+            drive(&allocator, PoolId::DEFAULT, StreamId(0), 5);
+        });
+        digests(&allocator)
+    };
+    assert_eq!(run(true), run(false));
+}
+
+/// Many threads in one pool whose streams share: the order is theirs, but the heap stays sound and nothing races.
+#[test]
+fn threads_that_share_a_heap_leave_it_sound() {
+    let pool = PoolConfig::builder().streams(symmalloc_core::config::StreamPolicy::Shared).build().expect("valid");
+    let allocator = allocator(pool, 9);
+    std::thread::scope(|scope| {
+        for stream in 0..THREADS {
+            let allocator = &allocator;
+            scope.spawn(move || {
+                let mut random = SplitMix64::new(u64::from(stream));
+                let mut live = Vec::new();
+                for _ in 0..OPS {
+                    if live.len() < 40 && random.below(2) == 0 {
+                        let size_bytes = 512 << random.below(14);
+                        let made = allocator.allocate(PoolId::DEFAULT, StreamId(stream), size_bytes).expect("no limit");
+                        live.push(made.handle);
+                    } else if let Some(handle) = live.pop() {
+                        allocator.free(handle).expect("live");
+                    }
+                }
+            });
+        }
+    });
+    allocator.check().expect("sound");
+}
