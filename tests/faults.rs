@@ -156,7 +156,9 @@ fn a_lost_device_fails_every_call_and_breaks_nothing() {
             let mut replay = Replay::new(&allocator, &scenario.program);
             for op in scenario.program.ops() {
                 let _refused_or_not = replay.step(op);
-                allocator.check().unwrap_or_else(|violation| panic!("seed {seed}, call {ordinal}, {op:?}: {violation}"));
+                allocator
+                    .check()
+                    .unwrap_or_else(|violation| panic!("seed {seed}, call {ordinal}, {op:?}: {violation}"));
             }
         }
     }

@@ -38,11 +38,11 @@ fn replay(program: &Program, segments: &str, streams: StreamPolicy) -> Summary {
     Replay::new(&allocator, program).run(|_, _| {}).expect("the job fits 80 GiB");
     allocator.check().expect("sound");
     let stats = allocator.stats();
-    assert_eq!(allocator.backend().mapped_bytes_peak(), stats.reserved_bytes_peak);
+    assert_eq!(allocator.backend().mapped_bytes_peak(), stats.reserved_bytes.peak);
     Summary {
         allocations: stats.usage.all.allocations.allocated,
         peak_live_bytes: stats.usage.all.requested_bytes.peak,
-        peak_reserved_bytes: stats.reserved_bytes_peak,
+        peak_reserved_bytes: stats.reserved_bytes.peak,
         segments_born: stats.segments_born,
         digest: allocator.digest(PoolId::DEFAULT).expect("the default pool"),
     }

@@ -77,7 +77,10 @@ fn recorded_jobs_are_placed_alike_on_every_rank() {
                 let pool = pool.streams(streams).build().expect("valid");
                 let first = job_on_rank(&program, &pool, 0);
                 for rank in 1..4 {
-                    assert!(job_on_rank(&program, &pool, rank) == first, "{job}, {pool}: rank {rank} and rank 0 differ");
+                    assert!(
+                        job_on_rank(&program, &pool, rank) == first,
+                        "{job}, {pool}: rank {rank} and rank 0 differ"
+                    );
                 }
             }
         }

@@ -39,7 +39,9 @@ fn drive(allocator: &SharedAllocator<SimBackend>, pool: PoolId, stream: StreamId
 fn allocator(pool: PoolConfig, seed: u64) -> SharedAllocator<SimBackend> {
     let config = Config::builder().default_pool(pool).build().expect("valid");
     let allocator = Allocator::<_, Shared>::new(SimBackend::builder().seed(seed).build(), config).expect("valid");
-    (0..THREADS).for_each(|_| drop(allocator.register_stream().expect("few")));
+    for stream in 0..THREADS {
+        assert_eq!(allocator.register_stream(), Ok(StreamId(stream)));
+    }
     allocator
 }
 

@@ -4,7 +4,7 @@
 //! per repeat: a recorded job's length, or [`PAIRS`](symmalloc_benches::micro::PAIRS) pairs.
 //! `cargo bench -p symmalloc-benches --bench instructions`
 
-#![allow(unused_qualifications, reason = "gungraun's macros write full paths")]
+#![allow(missing_docs, unused_qualifications, reason = "for what gungraun's macros make")]
 
 use gungraun::{library_benchmark, library_benchmark_group, main};
 use std::hint::black_box;

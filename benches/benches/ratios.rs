@@ -4,7 +4,8 @@
 //! are counted by callgrind, in this same program started again under valgrind, between entry and exit of
 //! `measured_part`. Without valgrind that column stays empty.
 //!
-//! Exits with 1 when a bar is missed. `cargo bench -p symmalloc-benches --bench ratios`
+//! Exits with 1 when a bar is missed; with `--test`, for machines that are busy with other things, only when a bar on
+//! instructions is. `cargo bench -p symmalloc-benches --bench ratios`
 
 use std::process::{Command, ExitCode};
 use std::time::Instant;
@@ -35,8 +36,9 @@ fn main() -> ExitCode {
     }
     // `cargo bench -- gpt2` keeps the jobs that contain the word; cargo's own flags are not for us.
     let filter = env::args().skip(1).find(|arg| !arg.starts_with('-')).unwrap_or_default();
+    let judges_time = !env::args().any(|arg| arg == "--test");
     let mut misses = Vec::new();
-    jobs_table(&filter, &mut misses);
+    jobs_table(&filter, judges_time, &mut misses);
     if filter.is_empty() {
         free_blocks_table(&mut misses);
     }
@@ -44,7 +46,7 @@ fn main() -> ExitCode {
     if misses.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-fn jobs_table(filter: &str, misses: &mut Vec<String>) {
+fn jobs_table(filter: &str, judges_time: bool, misses: &mut Vec<String>) {
     println!(
         "{:<22}{:>10}{:>14}{:>12}{:>14}{:>8}",
         "recorded job", "ops", "instructions", "ours ns", "reference ns", "ratio"
@@ -64,7 +66,7 @@ fn jobs_table(filter: &str, misses: &mut Vec<String>) {
         let ratio = reference_time / our_time;
         let shown = instructions.map_or("-".into(), |count| format!("{count:.1}"));
         println!("{job:<22}{ops:>10}{shown:>14}{our_time:>12.1}{reference_time:>14.1}{ratio:>8.2}");
-        if ratio < RATIO_MIN {
+        if judges_time && ratio < RATIO_MIN {
             misses.push(format!("{job} is {ratio:.2} times faster than the reference, not {RATIO_MIN}"));
         }
         if let Some(count) = instructions.filter(|count| *count > INSTRUCTIONS_MAX) {
@@ -87,6 +89,7 @@ fn free_blocks_table(misses: &mut Vec<String>) {
             let instructions = count_under_callgrind(&format!("{name}/{count}")).map(|count| count / ops);
             let shown = instructions.map_or("-".into(), |count| format!("{count:.1}"));
             println!("{name:<22}{count:>10}{shown:>14}{time:>12.1}");
+            // Time grows with the caches' misses too; what is held against the bar is work.
             counts.push(instructions.unwrap_or(time));
         }
         let growth = counts[counts.len() - 1] / counts[0];

@@ -247,6 +247,6 @@ impl<B: Backend, L: Lock> Subject for Allocator<B, L> {
     }
 
     fn reserved_bytes(&self) -> u64 {
-        self.stats().reserved_bytes
+        self.stats().reserved_bytes.current
     }
 }

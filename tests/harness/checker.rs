@@ -185,14 +185,14 @@ fn waits(device: &SimBackend, stream: StreamId, on: StreamId) -> bool {
 fn compare_state<B: Backend, L: Lock>(allocator: &Allocator<B, L>, oracle: &Oracle, index: usize) {
     let stats = allocator.stats();
     let (live, requested) = oracle.live();
-    assert_eq!(stats.reserved_bytes, oracle.reserved_bytes(), "op {index}: reserved bytes");
+    assert_eq!(stats.reserved_bytes.current, oracle.reserved_bytes(), "op {index}: reserved bytes");
     assert_eq!(stats.usage.all.allocations.current, live, "op {index}: live allocations");
     assert_eq!(stats.usage.all.requested_bytes.current, requested, "op {index}: requested bytes");
     let snapshot = allocator.snapshot();
     let mut segments = snapshot.segments.iter();
     for (pool, entry) in oracle.pools() {
         // The program's pools and the allocator's have the same ids: both are dense, and none is made twice.
-        assert_eq!(allocator.pool_stats(pool).map(|stats| stats.reserved_bytes), Ok(entry.reserved_bytes()));
+        assert_eq!(allocator.pool_stats(pool).map(|stats| stats.reserved_bytes.current), Ok(entry.reserved_bytes()));
         for (stream, heap) in &entry.heaps {
             for ordinal in 0..heap.segments.len() {
                 let segment = segments.next().unwrap_or_else(|| panic!("op {index}: {pool} lacks a segment"));

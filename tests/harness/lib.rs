@@ -15,3 +15,8 @@ pub mod generate;
 pub mod jobs;
 pub mod oracle;
 pub mod targets;
+
+/// The README's example compiles and runs.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+pub struct Readme;

@@ -13,8 +13,11 @@ use symmalloc_core::trace::{TraceReader, TraceWriter};
 use symmalloc_core::{Op, Record};
 use symmalloc_import::{ReadOptions, read_bytes};
 
+/// Takes any bytes, and panics when something is wrong.
+pub type Target = fn(&[u8]);
+
 /// Name and function of every target.
-pub const TARGETS: [(&str, fn(&[u8])); 6] = [
+pub const TARGETS: [(&str, Target); 6] = [
     ("ops_vs_oracle", ops_vs_oracle),
     ("two_ranks", two_ranks),
     ("trace_reader", trace_reader),

@@ -1,6 +1,6 @@
 //! The allocator: streams, pools and the way from a request to the heap that serves it.
 //!
-//! A placement is decided inside one [`Heap`](crate::heap), by the story told there. This file finds the heap, checks what the
+//! A placement is decided inside one heap, by the story told in `heap.rs`. This file finds the heap, checks what the
 //! program passed, and walks the documented path when memory runs out:
 //!
 //! ```text

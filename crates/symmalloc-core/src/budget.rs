@@ -5,6 +5,7 @@
 //!
 //! What the driver says is free plays no part: the same program meets the same limit at the same op on every rank.
 
+use crate::stats::Stat;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// Which limit was met.
@@ -30,19 +31,27 @@ pub(crate) struct Budget {
     limit_bytes: Option<u64>,
     reserved_bytes: AtomicU64,
     reserved_bytes_peak: AtomicU64,
+    /// Everything that was ever charged and not undone.
+    charged_bytes: AtomicU64,
 }
 
 impl Budget {
     pub(crate) fn new(limit_bytes: Option<u64>) -> Self {
-        Budget { limit_bytes, reserved_bytes: AtomicU64::new(0), reserved_bytes_peak: AtomicU64::new(0) }
+        Budget {
+            limit_bytes,
+            reserved_bytes: AtomicU64::new(0),
+            reserved_bytes_peak: AtomicU64::new(0),
+            charged_bytes: AtomicU64::new(0),
+        }
     }
 
     pub(crate) fn reserved_bytes(&self) -> u64 {
         self.reserved_bytes.load(Relaxed)
     }
 
-    pub(crate) fn reserved_bytes_peak(&self) -> u64 {
-        self.reserved_bytes_peak.load(Relaxed)
+    pub(crate) fn stat(&self) -> Stat {
+        let (current, allocated) = (self.reserved_bytes(), self.charged_bytes.load(Relaxed));
+        Stat { current, peak: self.reserved_bytes_peak.load(Relaxed), allocated, freed: allocated - current }
     }
 
     pub(crate) fn reset_peak(&self) {
@@ -62,7 +71,9 @@ impl Budget {
         self.reserved_bytes.fetch_update(Relaxed, Relaxed, charge).is_ok()
     }
 
-    fn note_peak(&self) {
+    /// The memory that was charged for is there.
+    fn confirm(&self, size_bytes: u64) {
+        self.charged_bytes.fetch_add(size_bytes, Relaxed);
         self.reserved_bytes_peak.fetch_max(self.reserved_bytes(), Relaxed);
     }
 
@@ -72,14 +83,16 @@ impl Budget {
     }
 }
 
-/// The two budgets that every reservation of a pool is charged to.
+/// The three budgets that every reservation of a heap is charged to. The heap's own has no limit; it counts.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Budgets<'a> {
+    pub(crate) heap: &'a Budget,
     pub(crate) pool: &'a Budget,
     pub(crate) allocator: &'a Budget,
 }
 
 impl Budgets<'_> {
+    /// Sets bytes aside before the driver is asked for them: [`confirm`](Self::confirm) or [`refund`](Self::refund) follows.
     pub(crate) fn charge(self, size_bytes: u64) -> Result<(), LimitMet> {
         let met = |scope, budget: &Budget| LimitMet { scope, limit_bytes: budget.limit_bytes.unwrap_or(u64::MAX) };
         if !self.pool.try_charge(size_bytes) {
@@ -89,14 +102,16 @@ impl Budgets<'_> {
             self.pool.refund(size_bytes);
             return Err(met(LimitScope::Allocator, self.allocator));
         }
-        self.pool.note_peak();
-        self.allocator.note_peak();
+        self.heap.try_charge(size_bytes);
         Ok(())
     }
 
+    pub(crate) fn confirm(self, size_bytes: u64) {
+        [self.heap, self.pool, self.allocator].into_iter().for_each(|budget| budget.confirm(size_bytes));
+    }
+
     pub(crate) fn refund(self, size_bytes: u64) {
-        self.pool.refund(size_bytes);
-        self.allocator.refund(size_bytes);
+        [self.heap, self.pool, self.allocator].into_iter().for_each(|budget| budget.refund(size_bytes));
     }
 
     pub(crate) fn headroom_bytes(self) -> u64 {
@@ -109,14 +124,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_refused_charge_leaves_both_budgets_as_they_were() {
-        let (pool, allocator) = (Budget::new(Some(100)), Budget::new(Some(60)));
-        let budgets = Budgets { pool: &pool, allocator: &allocator };
+    fn a_refused_charge_leaves_all_budgets_as_they_were() {
+        let (heap, pool, allocator) = (Budget::new(None), Budget::new(Some(100)), Budget::new(Some(60)));
+        let budgets = Budgets { heap: &heap, pool: &pool, allocator: &allocator };
         assert_eq!(budgets.charge(60), Ok(()));
+        budgets.confirm(60);
         assert_eq!(budgets.charge(1), Err(LimitMet { scope: LimitScope::Allocator, limit_bytes: 60 }));
         assert_eq!(budgets.charge(41), Err(LimitMet { scope: LimitScope::Pool, limit_bytes: 100 }));
-        assert_eq!((pool.reserved_bytes(), allocator.reserved_bytes()), (60, 60));
+        assert_eq!([&heap, &pool, &allocator].map(Budget::reserved_bytes), [60; 3]);
         budgets.refund(60);
-        assert_eq!((pool.reserved_bytes(), pool.reserved_bytes_peak()), (0, 60));
+        assert_eq!(pool.stat(), Stat { current: 0, peak: 60, allocated: 60, freed: 60 });
+    }
+
+    #[test]
+    fn what_the_driver_refused_shows_in_no_peak() {
+        let budget = Budget::new(None);
+        let budgets = Budgets { heap: &budget, pool: &Budget::new(None), allocator: &Budget::new(None) };
+        assert_eq!(budgets.charge(10), Ok(()));
+        budgets.refund(10);
+        assert_eq!(budget.stat(), Stat::default());
     }
 }

@@ -77,7 +77,9 @@ pub(crate) struct Heap {
     pub(crate) stream: Option<StreamId>,
     pub(crate) config: PoolConfig,
     /// The pool's.
-    pub(crate) budget: Arc<Budget>,
+    pub(crate) pool_budget: Arc<Budget>,
+    /// The heap's own: it has no limit, and counts.
+    pub(crate) budget: Budget,
     pub(crate) rules: SizeRules,
     pub(crate) table: BlockTable,
     /// Free blocks of each home class. Holes and allocated blocks are in neither.
@@ -115,7 +117,7 @@ impl Heap {
     pub(crate) fn new(
         identity: HeapIdentity,
         config: PoolConfig,
-        budget: Arc<Budget>,
+        pool_budget: Arc<Budget>,
         granularity_bytes: u64,
         lookup: PointerLookup,
     ) -> Self {
@@ -129,7 +131,8 @@ impl Heap {
             pool,
             stream,
             config,
-            budget,
+            pool_budget,
+            budget: Budget::new(None),
             rules,
             table: BlockTable::default(),
             free: Default::default(),
@@ -150,7 +153,7 @@ impl Heap {
 
     /// What reservations are charged to.
     pub(crate) fn budgets<'a, B, L: Lock>(&'a self, around: &'a Surroundings<B, L>) -> Budgets<'a> {
-        Budgets { pool: &self.budget, allocator: &around.budget }
+        Budgets { heap: &self.budget, pool: &self.pool_budget, allocator: &around.budget }
     }
 
     /// Puts a free block into its free index.

@@ -68,7 +68,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                         return Err(Violation { name, meaning, pool: heap.pool, stream: heap.stream });
                     }
                 }
-                reserved += heap.mapped + heap.log.retired_bytes();
+                let held = heap.mapped + heap.log.retired_bytes();
+                if held != heap.budget.reserved_bytes() {
+                    return Err(budget_violation(PoolId(pool as u32)));
+                }
+                reserved += held;
                 segments_in_all += heap.table.segment_count();
             }
             if reserved != entry.budget.reserved_bytes() {

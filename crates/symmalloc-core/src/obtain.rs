@@ -120,6 +120,7 @@ impl Heap {
                 return Err(Box::new(Shortage::Driver { error, missing: mapped }));
             }
         };
+        self.budgets(around).confirm(size_bytes);
         let id = self.next_segment;
         self.next_segment = SegmentId(id.0.checked_add(1).expect("2^32 segments were born in one heap"));
         let slot = self.table.add_segment(id, range, home, mapped, fresh(stream));
@@ -214,6 +215,7 @@ impl Heap {
             self.budgets(around).refund(size_bytes);
             return Err(Box::new(Shortage::Driver { error, missing: size }));
         }
+        self.budgets(around).confirm(size_bytes);
         self.mapped += size_bytes;
         Ok(())
     }

@@ -8,7 +8,7 @@ use crate::errors::UnknownError;
 use crate::heap::Heap;
 use crate::ids::{PoolId, SegmentId, StreamId};
 use crate::lock::{Lock, LockCell};
-use crate::stats::ClassStats;
+use crate::stats::{ClassStats, Stat};
 use crate::units::bytes;
 use std::fmt;
 
@@ -19,9 +19,7 @@ pub struct MemoryStats {
     /// What programs hold, by size class.
     pub usage: ClassStats,
     /// Bytes of device memory held, dead segments that observers hold included.
-    pub reserved_bytes: u64,
-    /// The most of them at any time. Of a heap: the same as `reserved_bytes`.
-    pub reserved_bytes_peak: u64,
+    pub reserved_bytes: Stat,
     /// Bytes of dead segments that observers hold, or that the driver did not take back yet.
     pub retired_bytes: u64,
     /// Number of live segments.
@@ -190,11 +188,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Statistics over all pools.
     pub fn stats(&self) -> MemoryStats {
-        let mut stats = MemoryStats {
-            reserved_bytes: self.around.budget.reserved_bytes(),
-            reserved_bytes_peak: self.around.budget.reserved_bytes_peak(),
-            ..MemoryStats::default()
-        };
+        let mut stats = MemoryStats { reserved_bytes: self.around.budget.stat(), ..MemoryStats::default() };
         self.heaps.iter().for_each(|(_, heap)| stats.add_heap(&heap.lock()));
         self.set_exact_peaks(&mut stats, self.heaps.len());
         stats
@@ -206,11 +200,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// When the pool is unknown.
     pub fn pool_stats(&self, pool: PoolId) -> Result<MemoryStats, UnknownError> {
         let entry = self.pool(pool)?;
-        let mut stats = MemoryStats {
-            reserved_bytes: entry.budget.reserved_bytes(),
-            reserved_bytes_peak: entry.budget.reserved_bytes_peak(),
-            ..MemoryStats::default()
-        };
+        let mut stats = MemoryStats { reserved_bytes: entry.budget.stat(), ..MemoryStats::default() };
         entry.heaps().for_each(|heap| stats.add_heap(&heap.lock()));
         self.set_exact_peaks(&mut stats, entry.heaps().count());
         Ok(stats)
@@ -226,8 +216,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if let Some(heap) = self.existing_heap(entry, stream) {
             let heap = heap.lock();
             stats.add_heap(&heap);
-            stats.reserved_bytes = heap.mapped + heap.log.retired_bytes();
-            stats.reserved_bytes_peak = stats.reserved_bytes;
+            stats.reserved_bytes = heap.budget.stat();
         }
         Ok(stats)
     }
@@ -248,7 +237,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         for (_, entry) in self.pools.iter() {
             entry.budget.reset_peak();
         }
-        self.heaps.iter().for_each(|(_, heap)| heap.lock().usage.reset_peaks());
+        for (_, heap) in self.heaps.iter() {
+            let mut heap = heap.lock();
+            heap.usage.reset_peaks();
+            heap.budget.reset_peak();
+        }
     }
 
     /// Opens a statistic scope inside the one that is open, if any.
@@ -314,8 +307,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 "{name:<10} {:>16} {:>16} {:>16} {:>16} {:>12} {:>9}\n",
                 all.requested_bytes.current,
                 all.allocated_bytes.current,
-                stats.reserved_bytes,
-                stats.reserved_bytes_peak,
+                stats.reserved_bytes.current,
+                stats.reserved_bytes.peak,
                 all.allocations.current,
                 stats.segment_count,
             ));

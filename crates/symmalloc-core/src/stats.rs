@@ -8,7 +8,7 @@
 //!  all   = small + large                  (current, allocated, freed; a peak is its own)
 //! ```
 //!
-//! A [`StatScope`](crate::allocator::StatScope) asks for the same numbers over a part of the program. Opening one saves the peaks and starts them
+//! A [`StatScope`](crate::report::StatScope) asks for the same numbers over a part of the program. Opening one saves the peaks and starts them
 //! anew; closing one gives the outer scope the larger of both. Scopes nest, and cost nothing between open and close.
 
 use crate::size_rules::SizeClass;

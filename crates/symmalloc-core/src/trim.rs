@@ -191,7 +191,7 @@ impl Heap {
             while let Some((offset_bytes, size_bytes)) = retired.mapped.last().copied() {
                 around.backend.unmap(retired.range, offset_bytes, size_bytes)?;
                 retired.mapped.pop();
-                Budgets { pool: &self.budget, allocator: &around.budget }.refund(size_bytes);
+                Budgets { heap: &self.budget, pool: &self.pool_budget, allocator: &around.budget }.refund(size_bytes);
                 *released_bytes += size_bytes;
             }
             around.backend.release(retired.range)?;

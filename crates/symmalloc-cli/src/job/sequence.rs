@@ -58,7 +58,7 @@ impl Rule for Sequence<'_> {
             if repeat == 0 {
                 let stats = allocator.stats();
                 report.peak_live_bytes = stats.usage.all.requested_bytes.peak;
-                report.peak_reserved_bytes = stats.reserved_bytes_peak;
+                report.peak_reserved_bytes = stats.reserved_bytes.peak;
                 report.segment_count = stats.segment_count;
                 report.first_digest = Some(digest(&allocator));
             }

@@ -1,0 +1,242 @@
+//! A heap of the oracle: where a block is taken from, how memory is obtained, and what a trim gives back.
+
+use super::segment::{Block, Content, Segment};
+use symmalloc_core::config::{PoolConfig, RoundupPower2Divisions, SegmentPolicy};
+use symmalloc_core::units::{MIB, UNIT_BYTES};
+use symmalloc_core::{AllocationId, LimitScope, Placement, SegmentId, StreamId};
+
+/// One (pool, stream), or a pool whose streams share.
+#[derive(Clone, Debug, Default)]
+pub struct Heap {
+    /// Live segments in order of birth.
+    pub segments: Vec<Segment>,
+    pub(super) born: u32,
+}
+/// How much may still be reserved.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Headroom {
+    pub(super) pool: u64,
+    pub(super) all: u64,
+}
+
+impl Headroom {
+    pub(super) fn least(self) -> u64 {
+        self.pool.min(self.all)
+    }
+
+    pub(super) fn charge(self, missing: u64) -> Result<(), Shortage> {
+        if missing > self.pool {
+            return Err(Shortage::Limit(LimitScope::Pool, missing));
+        }
+        if missing > self.all {
+            return Err(Shortage::Limit(LimitScope::Allocator, missing));
+        }
+        Ok(())
+    }
+}
+
+pub(super) enum Shortage {
+    Limit(LimitScope, u64),
+    SegmentFull,
+}
+impl Heap {
+    pub(super) fn free_bytes(&self) -> u64 {
+        let blocks = self.segments.iter().flat_map(|segment| &segment.blocks);
+        blocks.filter(|block| block.is_free()).map(|block| block.size).sum()
+    }
+
+    /// Rule D2: segment and block index of the best fit.
+    pub(super) fn best_fit(&self, config: &PoolConfig, size: u64) -> Option<(usize, usize)> {
+        let is_small = is_small(config, size);
+        let mut fits = Vec::new();
+        for (s, segment) in self.segments.iter().enumerate().filter(|(_, segment)| segment.is_small == is_small) {
+            for (b, block) in
+                segment.blocks.iter().enumerate().filter(|(_, block)| block.is_free() && block.size >= size)
+            {
+                fits.push((block.size, segment.ordinal, block.offset, s, b));
+            }
+        }
+        fits.into_iter().min().map(|(_, _, _, s, b)| (s, b))
+    }
+
+    /// Whether the best fit may be given out: PyTorch keeps blocks of at least `max_split_size` for requests of that size.
+    pub(super) fn accepts(&self, config: &PoolConfig, size: u64, (s, b): (usize, usize)) -> bool {
+        let block = self.segments[s].blocks[b].size;
+        match config.segments() {
+            SegmentPolicy::Fixed(knobs) => match knobs.max_split_size_bytes {
+                Some(max_split) if size < max_split => block < max_split,
+                Some(_) => block < size + knobs.max_non_split_rounding_bytes,
+                None => true,
+            },
+            _ => true,
+        }
+    }
+
+    pub(super) fn take(
+        &mut self,
+        config: &PoolConfig,
+        size: u64,
+        (s, b): (usize, usize),
+        id: AllocationId,
+        stream: StreamId,
+    ) -> (Placement, u64) {
+        let segment = &mut self.segments[s];
+        let whole = segment.blocks[b].clone();
+        let rest = whole.size - size;
+        let is_split = match config.segments() {
+            SegmentPolicy::Fixed(knobs) if !segment.is_small => {
+                knobs.max_split_size_bytes.is_none_or(|max_split| size < max_split) && rest > MIB
+            }
+            _ => true,
+        };
+        let taken = if is_split { size } else { whole.size };
+        let mut lower = Block { size: taken, content: Content::Allocated(id), ..whole.clone() };
+        lower.users.insert(stream);
+        let upper = Block { offset: whole.offset + taken, size: whole.size - taken, ..whole };
+        let placement = Placement { segment: SegmentId(segment.ordinal), offset_bytes: lower.offset };
+        segment.replace(b, [lower, upper]);
+        (placement, taken)
+    }
+
+    /// Makes room for a block of this size that no free block can serve.
+    pub(super) fn obtain(
+        &mut self,
+        config: &PoolConfig,
+        headroom: Headroom,
+        granularity: u64,
+        size: u64,
+    ) -> Result<(), Shortage> {
+        match config.segments() {
+            SegmentPolicy::Fixed(knobs) => {
+                let segment = match size {
+                    small if small <= MIB => 2 * MIB,
+                    medium if medium < knobs.large_segment_bytes / 2 => knobs.large_segment_bytes,
+                    large => large.next_multiple_of(2 * MIB),
+                };
+                let segment = segment.next_multiple_of(granularity);
+                self.bear(headroom, segment, segment, size <= MIB)
+            }
+            SegmentPolicy::Reserved { segment_bytes } => {
+                let segment = segment_bytes.next_multiple_of(granularity);
+                if !self.segments.is_empty() || size > segment {
+                    return Err(Shortage::SegmentFull);
+                }
+                self.bear(headroom, segment, segment, false)
+            }
+            SegmentPolicy::Expandable(knobs) => {
+                if self.fill_hole(headroom, granularity, size)? {
+                    return Ok(());
+                }
+                let at_end = self.segments.last().and_then(|segment| segment.blocks.last());
+                let at_end = at_end.filter(|block| block.is_free()).map_or(0, |block| block.size);
+                let range = knobs.range_bytes.next_multiple_of(granularity);
+                let missing = (size - at_end).next_multiple_of(granularity);
+                let has_room = self.segments.last().is_some_and(|segment| segment.end() + missing <= segment.range);
+                let missing = if has_room { missing } else { size.next_multiple_of(granularity) };
+                self.grow(headroom, granularity, range, knobs.growth_bytes.next_multiple_of(granularity), missing)
+            }
+            _ => unimplemented_policy(),
+        }
+    }
+
+    /// A new segment.
+    pub(super) fn bear(&mut self, headroom: Headroom, range: u64, mapped: u64, is_small: bool) -> Result<(), Shortage> {
+        headroom.charge(mapped)?;
+        let mut segment = Segment { ordinal: self.born, blocks: Vec::new(), range, is_small };
+        segment.extend(mapped);
+        self.segments.push(segment);
+        self.born += 1;
+        Ok(())
+    }
+
+    /// `missing` more bytes at the end of the newest range, or of a new one if it has no room for them. More than that
+    /// up to a multiple of `step`, as far as the range and the limits go.
+    pub(super) fn grow(
+        &mut self,
+        headroom: Headroom,
+        granularity: u64,
+        range: u64,
+        step: u64,
+        missing: u64,
+    ) -> Result<(), Shortage> {
+        let range = range.next_multiple_of(granularity);
+        let newest = self.segments.last_mut().filter(|segment| segment.end() + missing <= segment.range);
+        let room = newest.as_ref().map_or(range, |segment| segment.range - segment.end());
+        if missing > room {
+            return Err(Shortage::SegmentFull);
+        }
+        let wanted = missing.next_multiple_of(step).min(room);
+        let allowed = headroom.least() / granularity * granularity;
+        let growth = wanted.min(allowed).max(missing);
+        match newest {
+            Some(segment) => {
+                headroom.charge(growth)?;
+                segment.extend(growth);
+                Ok(())
+            }
+            None => self.bear(headroom, range, growth, false),
+        }
+    }
+
+    /// Gives memory to the lowest hole that, with its free neighbours, then holds a block of this size.
+    pub(super) fn fill_hole(&mut self, headroom: Headroom, granularity: u64, size: u64) -> Result<bool, Shortage> {
+        for segment in &mut self.segments {
+            for index in 0..segment.blocks.len() {
+                let hole = segment.blocks[index].clone();
+                let free = |index: Option<usize>| {
+                    let block = index.and_then(|index| segment.blocks.get(index));
+                    block.filter(|block| block.is_free()).map_or(0, |block| block.size)
+                };
+                let (before, behind) = (free(index.checked_sub(1)), free(Some(index + 1)));
+                if hole.content != Content::Hole || before + hole.size + behind < size {
+                    continue;
+                }
+                let filled = (size - before).next_multiple_of(granularity).min(hole.size);
+                headroom.charge(filled)?;
+                let lower = Block { size: filled, content: Content::Free, ..hole.clone() };
+                let upper = Block { offset: hole.offset + filled, size: hole.size - filled, ..hole };
+                segment.replace(index, [lower, upper]);
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Gives memory back, segment by segment, until `goal` bytes are given up.
+    pub(super) fn trim(&mut self, config: &PoolConfig, granularity: u64, goal: Option<u64>) {
+        let mut given = 0;
+        for segment in &mut self.segments {
+            if goal.is_some_and(|goal| given >= goal) {
+                break;
+            }
+            let before = segment.mapped();
+            match config.segments() {
+                SegmentPolicy::Reserved { .. } => {}
+                _ if segment.is_unused() => segment.blocks.clear(),
+                SegmentPolicy::Expandable(_) => segment.shrink(granularity),
+                _ => {}
+            }
+            given += before - segment.mapped();
+        }
+        self.segments.retain(|segment| !segment.blocks.is_empty());
+    }
+}
+fn is_small(config: &PoolConfig, size: u64) -> bool {
+    matches!(config.segments(), SegmentPolicy::Fixed(_)) && size <= MIB
+}
+
+/// PyTorch's `round_size`: to 512 bytes, or to a fraction of the power of two below.
+pub(super) fn round(requested: u64, divisions: RoundupPower2Divisions) -> u64 {
+    let index = (0..15).take_while(|index| requested >= (2 * MIB) << index).count();
+    let divisions = u64::from(divisions.divisions()[index]);
+    if divisions > 1 && requested > UNIT_BYTES * divisions {
+        let power = (0..63).map(|bit| 1 << bit).filter(|power| *power <= requested).max().expect("at least 1");
+        requested.next_multiple_of(power / divisions)
+    } else {
+        requested.next_multiple_of(UNIT_BYTES)
+    }
+}
+
+pub(super) fn unimplemented_policy() -> ! {
+    panic!("the oracle does not know this segment policy: teach it")
+}

@@ -1,0 +1,117 @@
+//! A segment of the oracle: a list of blocks that tiles it.
+
+use std::collections::BTreeSet;
+use symmalloc_core::{AllocationId, StreamId};
+
+/// What a block is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Content {
+    /// A live allocation.
+    Allocated(AllocationId),
+    /// Free.
+    Free,
+    /// Without memory.
+    Hole,
+}
+
+/// A part of a segment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Block {
+    /// From the start of the segment.
+    pub offset: u64,
+    /// Its size.
+    pub size: u64,
+    /// What it is.
+    pub content: Content,
+    /// Every stream that may have used any of its bytes since the memory was obtained.
+    pub users: BTreeSet<StreamId>,
+}
+
+impl Block {
+    pub(super) fn end(&self) -> u64 {
+        self.offset + self.size
+    }
+
+    pub(super) fn is_free(&self) -> bool {
+        self.content == Content::Free
+    }
+}
+
+/// A segment; its blocks tile it.
+#[derive(Clone, Debug)]
+pub struct Segment {
+    /// Birth ordinal in its heap.
+    pub ordinal: u32,
+    /// Its blocks in offset order.
+    pub blocks: Vec<Block>,
+    /// Address space.
+    pub(super) range: u64,
+    /// Whether it is for small blocks only (fixed segments).
+    pub(super) is_small: bool,
+}
+
+impl Segment {
+    /// Bytes that its blocks tile.
+    pub fn end(&self) -> u64 {
+        self.blocks.last().map_or(0, Block::end)
+    }
+
+    /// Bytes of them that are backed by memory.
+    pub fn mapped(&self) -> u64 {
+        self.blocks.iter().filter(|block| block.content != Content::Hole).map(|block| block.size).sum()
+    }
+
+    pub(super) fn is_unused(&self) -> bool {
+        !self.blocks.iter().any(|block| matches!(block.content, Content::Allocated(_)))
+    }
+
+    /// Replaces a block by parts that cover it, and merges what must not stand side by side.
+    pub(super) fn replace(&mut self, index: usize, parts: impl IntoIterator<Item = Block>) {
+        self.blocks.splice(index..=index, parts.into_iter().filter(|part| part.size > 0));
+        self.normalize();
+    }
+
+    pub(super) fn normalize(&mut self) {
+        let mut merged: Vec<Block> = Vec::new();
+        for block in self.blocks.drain(..) {
+            match merged.last_mut() {
+                Some(last)
+                    if last.content == block.content && matches!(block.content, Content::Free | Content::Hole) =>
+                {
+                    last.size += block.size;
+                    last.users.extend(block.users);
+                }
+                _ => merged.push(block),
+            }
+        }
+        while merged.last().is_some_and(|block| block.content == Content::Hole) {
+            merged.pop();
+        }
+        self.blocks = merged;
+    }
+
+    pub(super) fn extend(&mut self, size: u64) {
+        let (offset, users) = (self.end(), BTreeSet::new());
+        self.blocks.push(Block { offset, size, content: Content::Free, users });
+        self.normalize();
+    }
+
+    /// Takes the memory of whole free granules away.
+    pub(super) fn shrink(&mut self, granularity: u64) {
+        let mut parts = Vec::new();
+        for block in self.blocks.drain(..) {
+            let from = block.offset.next_multiple_of(granularity);
+            let to = block.end() / granularity * granularity;
+            if !block.is_free() || from >= to {
+                parts.push(block);
+                continue;
+            }
+            let part = |offset, end, content, users| Block { offset, size: end - offset, content, users };
+            parts.push(part(block.offset, from, Content::Free, block.users.clone()));
+            parts.push(part(from, to, Content::Hole, BTreeSet::new()));
+            parts.push(part(to, block.end(), Content::Free, block.users));
+        }
+        self.blocks = parts.into_iter().filter(|block| block.size > 0).collect();
+        self.normalize();
+    }
+}
