@@ -1,7 +1,7 @@
 //! The recorded jobs: digests and memory are pinned in `golden/jobs.txt`, and memory is held against the bars.
 //!
-//! A digest that changes means that some placement changed, or what goes into digests: both are news for everyone who
-//! compares ranks of two versions. When that is meant, `SYMMALLOC_BLESS=1 cargo test -p symmalloc-harness --test golden`
+//! A digest that changes while `placements` does not means that something else goes into digests; both are news for
+//! everyone who compares ranks of two versions. When that is meant, `SYMMALLOC_BLESS=1 cargo test -p symmalloc-harness --test golden`
 //! writes the file anew, and its difference belongs into the review.
 
 use std::fmt::Write as _;
@@ -21,6 +21,8 @@ struct Summary {
     peak_live_bytes: u64,
     peak_reserved_bytes: u64,
     segments_born: u64,
+    /// FNV-1a over all placements: says whether a digest that changed means other placements.
+    placements: u64,
     digest: Digest,
 }
 
@@ -35,7 +37,14 @@ fn replay(program: &Program, segments: &str, streams: StreamPolicy) -> Summary {
     let pool = if segments == "fixed" { pool.fixed() } else { pool.expandable() };
     let config = Config::builder().default_pool(pool.build().expect("valid")).build().expect("valid");
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().seed(1).build(), config).expect("valid");
-    Replay::new(&allocator, program).run(|_, _| {}).expect("the job fits 80 GiB");
+    let mut placements = 0xcbf2_9ce4_8422_2325_u64;
+    let mut fold = |word: u64| placements = (placements ^ word).wrapping_mul(0x100_0000_01b3);
+    Replay::new(&allocator, program)
+        .run(|_, allocation| {
+            fold(allocation.placement.segment.0.into());
+            fold(allocation.placement.offset_bytes);
+        })
+        .expect("the job fits 80 GiB");
     allocator.check().expect("sound");
     let stats = allocator.stats();
     assert_eq!(allocator.backend().mapped_bytes_peak(), stats.reserved_bytes.peak);
@@ -44,6 +53,7 @@ fn replay(program: &Program, segments: &str, streams: StreamPolicy) -> Summary {
         peak_live_bytes: stats.usage.all.requested_bytes.peak,
         peak_reserved_bytes: stats.reserved_bytes.peak,
         segments_born: stats.segments_born,
+        placements,
         digest: allocator.digest(PoolId::DEFAULT).expect("the default pool"),
     }
 }
@@ -51,19 +61,27 @@ fn replay(program: &Program, segments: &str, streams: StreamPolicy) -> Summary {
 #[test]
 fn recorded_jobs_come_to_what_is_written_down() {
     let mut table = format!(
-        "{:<20} {:<10} {:<8} {:>11} {:>15} {:>19} {:>8} {:>16}\n",
-        "job", "segments", "streams", "allocations", "peak_live_bytes", "peak_reserved_bytes", "segments", "digest"
+        "{:<20} {:<10} {:<8} {:>11} {:>15} {:>19} {:>8} {:>16} {:>16}\n",
+        "job",
+        "segments",
+        "streams",
+        "allocations",
+        "peak_live_bytes",
+        "peak_reserved_bytes",
+        "segments",
+        "placements",
+        "digest"
     );
     for job in jobs::JOBS {
         let program = jobs::program(job);
         for segments in SEGMENTS {
             for (name, streams) in STREAMS {
-                let Summary { allocations, peak_live_bytes, peak_reserved_bytes, segments_born, digest } =
+                let Summary { allocations, peak_live_bytes, peak_reserved_bytes, segments_born, placements, digest } =
                     replay(&program, segments, streams);
                 writeln!(
                     table,
                     "{job:<20} {segments:<10} {name:<8} {allocations:>11} {peak_live_bytes:>15} \
-                     {peak_reserved_bytes:>19} {segments_born:>8} {digest:>16}"
+                     {peak_reserved_bytes:>19} {segments_born:>8} {placements:016x} {digest:>16}"
                 )
                 .expect("memory does not fail");
             }

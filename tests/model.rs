@@ -1,4 +1,6 @@
 //! Random programs: the allocator decides like the oracle, op by op, block by block.
+//!
+//! What fails is printed as bytes and as a trace. Save the bytes in `fuzz/seeds/ops_vs_oracle`: then it stays a test.
 
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -7,7 +9,7 @@ use symmalloc_harness::generate::{Scenario, scenario_bytes};
 use symmalloc_harness::oracle::Outcome;
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 1500, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 1500, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
     fn every_decision_is_the_oracles(bytes in scenario_bytes(120), seed in any::<u64>()) {
         let scenario = Scenario::from_bytes(&bytes);

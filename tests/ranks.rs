@@ -32,7 +32,7 @@ fn rank<L: Lock>(scenario: &Scenario, seed: u64, rank: u32) -> Decisions {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
     fn ranks_decide_alike_whatever_their_addresses_and_timing(bytes in scenario_bytes(120), seed in any::<u64>()) {
         let scenario = Scenario::from_bytes(&bytes);

@@ -4,6 +4,7 @@ use crate::job::{Order, Segments};
 use clap::{Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 use symmalloc_core::config::StreamPolicy;
+use symmalloc_import::{MEMORY_LIMIT_BYTES, ReadOptions};
 
 const EXIT_CODES: &str = "Exit codes: 0 fine, 3 the ranks differ, 2 bad input.";
 
@@ -94,9 +95,8 @@ pub(crate) struct ReplayArgs {
     /// How often each rank carries the trace out; between repeats everything is freed
     #[arg(long, value_name = "K", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(crate) repeat: u32,
-    /// Device of a PyTorch snapshot that recorded several
-    #[arg(long, value_name = "D")]
-    pub(crate) device: Option<usize>,
+    #[command(flatten)]
+    pub(crate) reading: ReadingArgs,
     /// Write the trace with rank 0's decisions (.zst and .gz compress)
     #[arg(long, value_name = "OUT")]
     pub(crate) record: Option<PathBuf>,
@@ -115,9 +115,8 @@ pub(crate) struct DiffArgs {
     /// Another rank's recording
     #[arg(value_name = "B")]
     pub(crate) b: PathBuf,
-    /// Device of PyTorch snapshots that recorded several
-    #[arg(long, value_name = "D")]
-    pub(crate) device: Option<usize>,
+    #[command(flatten)]
+    pub(crate) reading: ReadingArgs,
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
@@ -133,9 +132,32 @@ pub(crate) struct ImportArgs {
     /// The trace to write (.zst and .gz compress)
     #[arg(value_name = "OUT")]
     pub(crate) output: PathBuf,
+    #[command(flatten)]
+    pub(crate) reading: ReadingArgs,
+}
+
+/// How recordings are read.
+#[derive(Debug, clap::Args)]
+pub(crate) struct ReadingArgs {
     /// Device of a PyTorch snapshot that recorded several
     #[arg(long, value_name = "D")]
-    pub(crate) device: Option<usize>,
+    device: Option<usize>,
+    /// Take a trace or log that ends in the middle up to there
+    #[arg(long)]
+    accept_torn: bool,
+    /// Memory that one recording may take while it is read, in MiB
+    #[arg(long, value_name = "M", default_value_t = MEMORY_LIMIT_BYTES >> 20,
+          value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
+    memory_limit_mb: u64,
+}
+
+impl From<&ReadingArgs> for ReadOptions {
+    fn from(args: &ReadingArgs) -> Self {
+        let mut options = ReadOptions::default().memory_limit_bytes(args.memory_limit_mb << 20);
+        options.device = args.device;
+        options.accept_torn = args.accept_torn;
+        options
+    }
 }
 
 /// Whether streams share free blocks.

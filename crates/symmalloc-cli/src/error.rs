@@ -6,7 +6,7 @@ use std::fmt;
 use std::io;
 use std::path::PathBuf;
 use symmalloc_core::replay::ReplayError;
-use symmalloc_core::trace::TraceWriteError;
+use symmalloc_core::trace::{TraceError, TraceWriteError};
 use symmalloc_import::{ImportError, ImportErrorKind, SnapshotError};
 use thiserror::Error;
 
@@ -60,6 +60,8 @@ fn import_help(error: &ImportErrorKind) -> Option<&'static str> {
         ImportErrorKind::Snapshot(SnapshotError::NoSuchTrace { .. } | SnapshotError::SeveralDevices { .. }) => {
             Some("choose a device that has entries with --device")
         }
+        ImportErrorKind::TooLarge { .. } => Some("raise --memory-limit-mb"),
+        ImportErrorKind::Trace(TraceError::Torn { .. }) => Some("or take what there is with --accept-torn"),
         ImportErrorKind::Empty => Some("dump the snapshot after the job has allocated something, or record again"),
         _ => None,
     }

@@ -5,16 +5,16 @@ use crate::args::ImportArgs;
 use crate::error::CliError;
 use crate::output::{self, Palette};
 use crate::quantity::{count, counted};
-use crate::replay::{describe, read_options};
+use crate::replay::describe;
 use std::fmt::Write;
 use std::path::Path;
 use symmalloc_core::trace::TraceWriter;
 use symmalloc_import::compression::Compressor;
-use symmalloc_import::{Recording, Summary, read_path};
+use symmalloc_import::{ReadOptions, Recording, Summary, read_path};
 
 /// Reads a recording and writes it as a trace.
 pub(crate) fn import(args: &ImportArgs) -> Result<Verdict, CliError> {
-    let recording = read_path(&args.input, &read_options(args.device))?;
+    let recording = read_path(&args.input, &ReadOptions::from(&args.reading))?;
     write(&recording, &args.output)?;
     output::print(&summary(args, &recording, Palette::of_stdout()))?;
     Ok(Verdict::Agree)

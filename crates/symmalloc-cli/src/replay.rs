@@ -40,7 +40,7 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<Verdict, CliError> {
     let mut objects = Vec::new();
     let mut verdict = Verdict::Agree;
     for path in &args.traces {
-        let recording = read_path(path, &read_options(args.device))?;
+        let recording = read_path(path, &ReadOptions::from(&args.reading))?;
         let job = Job::new(&recording).map_err(|source| CliError::Program { path: path.clone(), source })?;
         let finding = find_out(path, &job, &options(args))?;
         if !finding.outcome.is_aligned() {
@@ -63,10 +63,6 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<Verdict, CliError> {
         output::print(&json::text(&objects))?;
     }
     Ok(verdict)
-}
-
-pub(crate) fn read_options(device: Option<usize>) -> ReadOptions {
-    device.map_or_else(ReadOptions::default, |device| ReadOptions::default().device(device))
 }
 
 fn options(args: &ReplayArgs) -> Options {

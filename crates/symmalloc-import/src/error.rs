@@ -57,6 +57,9 @@ pub enum ImportErrorKind {
     /// A trace that cannot be read.
     #[error(transparent)]
     Trace(TraceError),
+    /// A device was chosen, but only PyTorch snapshots have several.
+    #[error("has no devices to choose from: only a PyTorch snapshot has; leave the device out")]
+    NoDevices,
     /// The records of a trace take more memory than the caller allows.
     #[error("takes more than {limit_bytes} bytes of memory: raise the limit if it is a trace that you trust")]
     TooLarge {

@@ -27,6 +27,7 @@
 
 pub mod compression;
 mod error;
+mod options;
 mod pickle;
 mod pytorch;
 mod recording;
@@ -35,8 +36,9 @@ mod summary;
 mod transcript;
 
 pub use error::{ImportError, ImportErrorKind};
+pub use options::{MEMORY_LIMIT_BYTES, ReadOptions};
 pub use pickle::PickleError;
 pub use pytorch::SnapshotError;
-pub use recording::{Format, MEMORY_LIMIT_BYTES, ReadOptions, Recording, read_bytes, read_from, read_path};
+pub use recording::{Format, Recording, read_bytes, read_from, read_path};
 pub use rmm::RmmError;
 pub use summary::Summary;

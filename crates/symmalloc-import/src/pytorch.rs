@@ -40,8 +40,8 @@ mod segments;
 
 pub use error::SnapshotError;
 
+use crate::options::ReadOptions;
 use crate::pickle::{self, DictId, Document, Item, List, Value, Word};
-use crate::recording::ReadOptions;
 use crate::transcript::{Address, Overflow, RawStream, Transcript};
 use segments::{AddressRange, Segments};
 

@@ -21,7 +21,7 @@ mod error;
 
 pub use error::RmmError;
 
-use crate::recording::ReadOptions;
+use crate::options::ReadOptions;
 use crate::transcript::{Address, Overflow, RawStream, Transcript};
 
 /// How every log starts, which is how one is told from other text.

@@ -6,17 +6,17 @@ use crate::args::DiffArgs;
 use crate::error::CliError;
 use crate::output::{self, Palette};
 use crate::quantity::{count, counted};
-use crate::replay::{describe, read_options};
+use crate::replay::describe;
 use serde::Serialize;
 use std::fmt::Write;
 use std::path::Path;
 use symmalloc_core::ids::Placement;
 use symmalloc_core::op::Op;
-use symmalloc_import::{Recording, read_path};
+use symmalloc_import::{ReadOptions, Recording, read_path};
 
 /// Compares two recordings; the verdict is `Differ` if ops or placements do.
 pub(crate) fn run(args: &DiffArgs) -> Result<Verdict, CliError> {
-    let options = read_options(args.device);
+    let options = ReadOptions::from(&args.reading);
     let (a, b) = (read_path(&args.a, &options)?, read_path(&args.b, &options)?);
     let diff = Diff::new(&a, &b);
     let text = if args.json {

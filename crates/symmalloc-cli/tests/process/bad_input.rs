@@ -157,3 +157,29 @@ fn a_full_disk_behind_stdout() {
     let said: Said = command().arg("replay").arg(&trace).stdout(full).output().unwrap().into();
     assert_refused(&said, &["stdout"]);
 }
+
+#[test]
+fn a_torn_trace_is_taken_up_to_there_when_asked() {
+    let folder = Folder::new();
+    let torn = folder.file("torn.trace", "symmalloc-trace 1\nstream s0\na 0 512 s0\na 1 5");
+    assert_unreadable(&torn, &["torn after 2 whole records", "--accept-torn"]);
+    let said = symmalloc("replay {} --json --accept-torn", &[&torn]);
+    assert_eq!(said.code, Some(0), "{}", said.stderr);
+    assert!(said.stdout.contains("\"allocs\": 1"), "{}", said.stdout);
+}
+
+#[test]
+fn a_trace_beyond_the_memory_limit() {
+    let folder = Folder::new();
+    let lines = (0..20_000).map(|id| format!("a {id} 512 s0\nf {id}\n")).collect::<String>();
+    let large = folder.file("large.trace", format!("symmalloc-trace 1\nstream s0\n{lines}end 40001\n"));
+    assert_eq!(symmalloc("replay {} --json --repeat 1", &[&large]).code, Some(0));
+    assert_refused(&symmalloc("replay {} --json --memory-limit-mb 1", &[&large]), &["raise --memory-limit-mb"]);
+}
+
+#[test]
+fn a_device_of_a_recording_without_devices() {
+    let folder = Folder::new();
+    let trace = folder.trace("one.trace", &["stream s0"]);
+    assert_refused(&symmalloc("replay {} --device 1", &[&trace]), &["only a PyTorch snapshot has"]);
+}
