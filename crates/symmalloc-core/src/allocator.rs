@@ -27,7 +27,7 @@ use crate::handle::{Allocation, Handle};
 use crate::heap::{Freed, Heap, HeapIdentity, Shortage, Surroundings};
 use crate::ids::{HeapId, Placement, PoolId, StreamId};
 use crate::lock::{Exclusive, Lock, LockCell, Shared};
-use crate::observe::Observers;
+use crate::observers::Observers;
 use crate::pointer_index::SegmentDirectory;
 use crate::registry::Registry;
 use crate::stats::ScopedUsage;

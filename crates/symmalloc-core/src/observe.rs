@@ -3,31 +3,12 @@
 use crate::allocator::Allocator;
 use crate::backend::Backend;
 use crate::errors::{TrimError, UnknownError};
+use crate::heap::Heap;
 use crate::ids::{HeapId, PoolId};
 use crate::lock::{Lock, LockCell};
-use crate::segment_log::{ObserverId, SegmentEvent, SegmentEventKind, SegmentLog};
-use crate::units::bytes;
-
-/// Which observer watches which pool.
-#[derive(Debug, Default)]
-pub(crate) struct Observers {
-    next: u32,
-    live: Vec<(ObserverId, PoolId)>,
-}
-
-impl Observers {
-    pub(crate) fn count(&self, pool: PoolId) -> u32 {
-        self.of_pool(pool).count() as u32
-    }
-
-    pub(crate) fn of_pool(&self, pool: PoolId) -> impl Iterator<Item = ObserverId> + '_ {
-        self.live.iter().filter(move |(_, watched)| *watched == pool).map(|(observer, _)| *observer)
-    }
-
-    fn pool_of(&self, observer: ObserverId) -> Option<PoolId> {
-        self.live.iter().find(|(id, _)| *id == observer).map(|(_, pool)| *pool)
-    }
-}
+use crate::observers::ObserverId;
+use crate::segment_log::{SegmentEvent, SegmentEventKind, SegmentLog};
+use crate::units::{Units, bytes};
 
 /// What an observer has not acknowledged yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,24 +31,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn observe(&self, pool: PoolId) -> Result<(ObserverId, Vec<SegmentEvent>), UnknownError> {
         let entry = self.pool(pool)?;
         let mut observers = self.observers.lock();
-        let observer = ObserverId(observers.next);
-        observers.next += 1;
-        observers.live.push((observer, pool));
+        let observer = observers.add(pool);
         let mut births = Vec::new();
         for heap in entry.heaps() {
             let mut heap = heap.lock();
             heap.log.observe(observer);
             for segment in heap.table.segments_in_order() {
-                let live = heap.table.segment(segment);
-                births.push(SegmentEvent {
-                    kind: SegmentEventKind::Birth,
-                    pool,
-                    stream: heap.stream,
-                    segment: live.id,
-                    base: live.range.base,
-                    offset_bytes: 0,
-                    size_bytes: bytes(live.end),
-                });
+                births.extend(events_of_live_segment(&heap, segment));
             }
         }
         Ok((observer, births))
@@ -102,7 +72,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// When the driver fails to take memory back; the observer is gone, and the next trim tries again.
     pub fn forget(&self, observer: ObserverId) -> Result<u64, TrimError> {
         let ends = self.unread(observer).ends;
-        self.observers.lock().live.retain(|(id, _)| *id != observer);
+        self.observers.lock().remove(observer);
         self.let_go(&ends, |log, _| log.forget(observer))
     }
 
@@ -118,4 +88,19 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         first_error.map_or(Ok(released_bytes), |error| Err(TrimError::Backend { released_bytes, error }))
     }
+}
+
+/// What an observer that was there from the start would know of a live segment: a birth with the memory at its start,
+/// and growths for what lies behind holes.
+fn events_of_live_segment(heap: &Heap, segment: u32) -> Vec<SegmentEvent> {
+    let mut runs: Vec<(Units, Units)> = vec![(0, 0)];
+    for block in heap.table.blocks_of(segment).map(|slot| heap.table.block(slot)).filter(|block| !block.is_hole()) {
+        match runs.last_mut() {
+            Some((from, size)) if *from + *size == block.offset => *size += block.size,
+            _ => runs.push((block.offset, block.size)),
+        }
+    }
+    let kinds = std::iter::once(SegmentEventKind::Birth).chain(std::iter::repeat(SegmentEventKind::Growth));
+    let event = |(kind, (from, size))| heap.segment_event(kind, segment, bytes(from), bytes(size));
+    kinds.zip(runs).map(event).collect()
 }

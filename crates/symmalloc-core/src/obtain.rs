@@ -270,6 +270,7 @@ impl Heap {
 
     pub(crate) fn log_segment(&mut self, kind: SegmentEventKind, segment: u32, offset: Units, size_bytes: u64) {
         let event = self.segment_event(kind, segment, bytes(offset), size_bytes);
+        trace_segment(&event);
         self.log.append(event);
     }
 
@@ -281,7 +282,7 @@ impl Heap {
         size_bytes: u64,
     ) -> SegmentEvent {
         let segment = self.table.segment(segment);
-        let event = SegmentEvent {
+        SegmentEvent {
             kind,
             pool: self.pool,
             stream: self.stream,
@@ -289,9 +290,7 @@ impl Heap {
             base: segment.range.base,
             offset_bytes,
             size_bytes,
-        };
-        trace_segment(&event);
-        event
+        }
     }
 }
 
@@ -309,7 +308,7 @@ fn fresh(stream: StreamId) -> BlockState {
 }
 
 /// Tells `tracing` what happened to a segment. Names and fields are stable.
-fn trace_segment(event: &SegmentEvent) {
+pub(crate) fn trace_segment(event: &SegmentEvent) {
     macro_rules! segment {
         ($name:literal) => {
             tracing::debug!(

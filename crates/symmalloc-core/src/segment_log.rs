@@ -22,6 +22,7 @@
 
 use crate::backend::{DeviceAddress, Range};
 use crate::ids::{PoolId, SegmentId, StreamId};
+use crate::observers::ObserverId;
 use smallvec::SmallVec;
 use std::collections::VecDeque;
 
@@ -58,10 +59,6 @@ pub struct SegmentEvent {
     /// How much, in bytes.
     pub size_bytes: u64,
 }
-
-/// Names an observer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct ObserverId(pub(crate) u32);
 
 /// A dead segment whose memory is not back on the device yet.
 #[derive(Debug)]

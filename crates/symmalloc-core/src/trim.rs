@@ -21,6 +21,7 @@ use crate::free_index::Slot;
 use crate::heap::{Heap, Surroundings};
 use crate::ids::{Placement, StreamId};
 use crate::lock::{Lock, LockCell};
+use crate::obtain::trace_segment;
 use crate::segment_log::SegmentEventKind;
 use crate::units::{Units, bytes};
 use smallvec::SmallVec;
@@ -144,6 +145,7 @@ impl Heap {
         streams.dedup();
         let size_bytes = mapped.iter().map(|(_, size)| size).sum();
         let event = self.segment_event(SegmentEventKind::Death, segment, 0, size_bytes);
+        trace_segment(&event);
         let dead = self.table.remove_segment(segment);
         around.directory.lock().remove(dead.range);
         self.mapped -= size_bytes;

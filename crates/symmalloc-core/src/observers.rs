@@ -1,0 +1,38 @@
+//! Which observer watches which pool. What observers are for stands in [`crate::segment_log`].
+
+use crate::ids::PoolId;
+
+/// Names an observer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ObserverId(u32);
+
+#[derive(Debug, Default)]
+pub(crate) struct Observers {
+    next: u32,
+    live: Vec<(ObserverId, PoolId)>,
+}
+
+impl Observers {
+    pub(crate) fn add(&mut self, pool: PoolId) -> ObserverId {
+        let observer = ObserverId(self.next);
+        self.next += 1;
+        self.live.push((observer, pool));
+        observer
+    }
+
+    pub(crate) fn remove(&mut self, observer: ObserverId) {
+        self.live.retain(|(id, _)| *id != observer);
+    }
+
+    pub(crate) fn count(&self, pool: PoolId) -> u32 {
+        self.of_pool(pool).count() as u32
+    }
+
+    pub(crate) fn of_pool(&self, pool: PoolId) -> impl Iterator<Item = ObserverId> + '_ {
+        self.live.iter().filter(move |(_, watched)| *watched == pool).map(|(observer, _)| *observer)
+    }
+
+    pub(crate) fn pool_of(&self, observer: ObserverId) -> Option<PoolId> {
+        self.live.iter().find(|(id, _)| *id == observer).map(|(_, pool)| *pool)
+    }
+}
