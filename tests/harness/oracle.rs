@@ -172,22 +172,30 @@ impl Oracle {
         Ok(())
     }
 
-    /// Tries, and when a limit is in the way gives back what `reclaim` allows and tries once more.
+    /// Tries, and when a limit is in the way gives back what `reclaim` allows and tries once more; not for what is larger
+    /// than the limit itself.
     fn persist<T>(
         &mut self,
         id: PoolId,
         key: Option<StreamId>,
         mut attempt: impl FnMut(&mut Heap, &PoolConfig, Headroom, u64) -> Result<T, Shortage>,
     ) -> Result<T, Refusal> {
+        let limit = self.limit.unwrap_or(u64::MAX);
         for is_last in [false, true] {
             let (headroom, granularity) = (self.headroom(id)?, self.granularity);
             let pool = self.pool(id)?;
             let config = pool.config.clone();
+            let limit_of = |scope| match scope {
+                LimitScope::Pool => config.limit_bytes().unwrap_or(u64::MAX),
+                _ => limit,
+            };
             let heap = pool.heaps.entry(key).or_default();
             match attempt(heap, &config, headroom, granularity) {
                 Ok(done) => return Ok(done),
                 Err(Shortage::SegmentFull) => return Err(Refusal::SegmentFull),
-                Err(Shortage::Limit(scope, _)) if is_last => return Err(Refusal::Limit(scope)),
+                Err(Shortage::Limit(scope, missing)) if is_last || missing > limit_of(scope) => {
+                    return Err(Refusal::Limit(scope));
+                }
                 Err(Shortage::Limit(_, missing)) => match config.reclaim() {
                     Reclaim::Heap => heap.trim(&config, granularity, Some(missing)),
                     Reclaim::Pool => {

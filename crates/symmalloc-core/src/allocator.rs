@@ -6,7 +6,8 @@
 //! ```text
 //!  1. best fit among the heap's free blocks                                             (heap.rs)
 //!  2. obtain memory: fill a hole, grow, or a new segment, within the limits             (obtain.rs)
-//!  3. a configured limit stood in the way: give back free memory as `reclaim` says, try again     (trim.rs)
+//!  3. a configured limit stood in the way, and the request would fit into it: give back free memory as
+//!     `reclaim` says, try again                                                            (trim.rs)
 //!  4. still short, or the driver refused: ask the failure callback, at most `retries_max` times; each yes tries again
 //!  5. a typed error; the heap is as it was, and its digest says that it refused
 //! ```
@@ -439,8 +440,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 Shortage::Fence(error) => return Err(AllocateError::Fence { stream: request.stream, error }),
                 Shortage::Closed => return Err(UnknownError::DestroyedPool { pool: request.pool }.into()),
             };
-            let is_limit = matches!(cause, OutOfMemoryCause::Limit { .. });
-            if is_limit && !has_reclaimed {
+            // What is larger than the limit itself does not fit into an empty pool either: nothing is given back in vain.
+            let can_help =
+                matches!(cause, OutOfMemoryCause::Limit { limit_bytes, .. } if bytes(missing) <= limit_bytes);
+            if can_help && !has_reclaimed {
                 has_reclaimed = true;
                 self.reclaim(entry, heap, TrimGoal::AtLeast(bytes(missing)));
             } else {
