@@ -31,7 +31,7 @@ use crate::lock::{Exclusive, Lock, LockCell, Shared};
 use crate::observers::Observers;
 use crate::pointer_index::SegmentDirectory;
 use crate::registry::Registry;
-use crate::stats::ScopedUsage;
+use crate::stats::{ScopedUsage, UsageStats};
 use crate::trim::TrimGoal;
 use crate::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, bytes};
 use std::fmt;
@@ -223,7 +223,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if observers > 0 {
             return Err(PoolError::Observed { pool, observers });
         }
-        let live = self.pool_stats(pool)?.usage.all;
+        // All heaps at once, so that no other thread allocates between the question and the answer.
+        let mut heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
+        let live = heaps.iter().map(|heap| heap.usage.stats().all).fold(UsageStats::default(), UsageStats::plus);
         if live.allocations.current > 0 {
             return Err(PoolError::InUse {
                 pool,
@@ -233,8 +235,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         entry.is_destroyed.store(true, Ordering::Release);
         let mut first_error = None;
-        for heap in entry.heaps() {
-            let mut heap = heap.lock();
+        for heap in &mut heaps {
             heap.is_closed = true;
             heap.retire_all(&self.around);
             first_error = first_error.or(heap.release_retired(&self.around).1);
