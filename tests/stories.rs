@@ -1,0 +1,28 @@
+//! Every defect that was found once, as a trace with its story on top. None comes back.
+
+use std::fs;
+use std::path::Path;
+use symmalloc_core::replay::Program;
+use symmalloc_core::trace::Trace;
+use symmalloc_core::units::MIB;
+use symmalloc_harness::checker::compare_with_oracle;
+use symmalloc_harness::generate::Scenario;
+
+#[test]
+fn every_story_ends_as_the_oracle_says() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("stories");
+    let mut told = 0;
+    for entry in fs::read_dir(folder).expect("the stories are part of the project") {
+        let path = entry.expect("a readable folder").path();
+        let text = fs::read_to_string(&path).expect("a readable story");
+        let trace: Trace = text.parse().unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        let config = trace.config().cloned().unwrap_or_default();
+        let program = Program::new(trace.records()).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        let scenario = Scenario { config, granularity_bytes: 2 * MIB, program };
+        for seed in 0..4 {
+            compare_with_oracle(&scenario, &scenario.device(seed));
+        }
+        told += 1;
+    }
+    assert!(told > 0, "no story was found");
+}
