@@ -25,7 +25,7 @@ use crate::errors::{
 };
 use crate::fence::StreamClocks;
 use crate::handle::{Allocation, Handle};
-use crate::heap::{Freed, Heap, HeapIdentity, Shortage, Surroundings};
+use crate::heap::{Heap, HeapIdentity, Shortage, Surroundings};
 use crate::ids::{HeapId, Placement, PoolId, StreamId};
 use crate::lock::{Exclusive, Lock, LockCell, Shared};
 use crate::observers::Observers;
@@ -66,7 +66,7 @@ pub struct Allocator<B: Backend, L: Lock = Exclusive> {
     granularity_bytes: u64,
     /// Number of registered streams. Written under the lock of `clocks`.
     streams: AtomicU32,
-    pub(crate) pools: Registry<Pool<L>>,
+    pub(crate) pools: Registry<Box<Pool<L>>>,
     pub(crate) heaps: Registry<Arc<L::Cell<Heap>>>,
     /// Exact usage over all heaps, kept while [`is_tallied`](Self::is_tallied).
     pub(crate) usage: L::Cell<ScopedUsage>,
@@ -146,7 +146,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             });
         }
         let pools = Registry::new();
-        pools.push(|_| Pool::new(config.default_pool().clone()));
+        pools.push(|_| Box::new(Pool::new(config.default_pool().clone())));
         Ok(Allocator {
             around: Surroundings {
                 backend,
@@ -201,7 +201,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// None at present; reserved for policies that a backend cannot serve.
     pub fn create_pool(&self, config: PoolConfig) -> Result<PoolId, PoolError> {
-        Ok(PoolId(self.pools.push(|_| Pool::new(config)) as u32))
+        Ok(PoolId(self.pools.push(|_| Box::new(Pool::new(config))) as u32))
     }
 
     /// Number of pools created so far, the default pool and destroyed ones included.
@@ -249,9 +249,27 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     ///
     /// # Errors
     /// See [`AllocateError`]; nothing is allocated then.
-    #[inline]
+    #[inline(never)]
     pub fn allocate(&self, pool: PoolId, stream: StreamId, size_bytes: u64) -> Result<Allocation, AllocateError> {
-        let (entry, heap) = self.route(pool, stream)?;
+        if let Some(heap) = self.route(pool, stream)
+            && (1..=SEGMENT_BYTES_MAX).contains(&size_bytes)
+            && let Some(allocation) = heap.lock().allocate_at_once(stream, size_bytes)
+        {
+            self.tally(|usage| usage.allocate(allocation.size_bytes, size_bytes));
+            return Ok(allocation);
+        }
+        self.allocate_by_all_means(pool, stream, size_bytes)
+    }
+
+    /// Whatever [`allocate`](Self::allocate) may need besides a free block: a heap, memory, waits, a refusal.
+    #[inline(never)]
+    fn allocate_by_all_means(
+        &self,
+        pool: PoolId,
+        stream: StreamId,
+        size_bytes: u64,
+    ) -> Result<Allocation, AllocateError> {
+        let (entry, heap) = self.route_or_make(pool, stream)?;
         if size_bytes == 0 {
             return Ok(self.allocate_nothing(heap, stream));
         }
@@ -266,9 +284,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 self.persist(entry, heap, request, *shortage, |heap| heap.allocate(&self.around, stream, size_bytes))?
             }
         };
-        if self.is_tallied() {
-            self.usage.lock().allocate(allocation.size_bytes, size_bytes);
-        }
+        self.tally(|usage| usage.allocate(allocation.size_bytes, size_bytes));
         Ok(allocation)
     }
 
@@ -296,17 +312,29 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// When the handle is not live here, or the driver cannot fence the uses; the allocation is still live then.
     #[inline]
     pub fn free(&self, handle: Handle) -> Result<(), FreeError> {
+        if let Some(heap) = self.heaps.get(handle.heap.index())
+            && let Some(freed) = heap.lock().free_at_once(handle)
+        {
+            self.tally(|usage| usage.free(freed.allocated_bytes, freed.requested_bytes));
+            return Ok(());
+        }
+        self.free_by_all_means(handle)
+    }
+
+    /// Whatever [`free`](Self::free) may need besides the block: events, books, a release, a refusal.
+    #[inline(never)]
+    fn free_by_all_means(&self, handle: Handle) -> Result<(), FreeError> {
         let mut heap = self.heap_of(handle)?.lock();
         if handle.slot == NO_SLOT {
             return Ok(free_nothing(&mut heap, handle)?);
         }
-        let Freed { allocated_bytes, requested_bytes } = heap.free(&self.around, handle)?;
+        let freed = heap.free(&self.around, handle)?;
+        heap.recycle_spent(&self.around);
         if let Some(threshold) = heap.config.release_threshold_bytes() {
             self.release_above(&mut heap, threshold);
         }
-        if self.is_tallied() {
-            self.usage.lock().free(allocated_bytes, requested_bytes);
-        }
+        drop(heap);
+        self.tally(|usage| usage.free(freed.allocated_bytes, freed.requested_bytes));
         Ok(())
     }
 
@@ -352,7 +380,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// As [`allocate`](Self::allocate); the heap holds what it held before then.
     pub fn reserve(&self, pool: PoolId, stream: StreamId, size_bytes: u64) -> Result<(), ReserveError> {
-        let (entry, heap) = self.route(pool, stream)?;
+        let (entry, heap) = self.route_or_make(pool, stream)?;
         if size_bytes > SEGMENT_BYTES_MAX {
             return Err(AllocateError::TooLarge { requested_bytes: size_bytes });
         }
@@ -565,6 +593,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         L::IS_EXCLUSIVE && self.heaps.len() > 1
     }
 
+    #[inline(always)]
+    fn tally(&self, count: impl FnOnce(&mut ScopedUsage)) {
+        if self.is_tallied() {
+            count(&mut self.usage.lock());
+        }
+    }
+
     /// A second heap comes to the first: from now on their sum has peaks of its own.
     fn start_tally(&self) {
         if let Some(first) = self.heaps.get(0).filter(|_| L::IS_EXCLUSIVE) {
@@ -576,9 +611,20 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.heaps.get(handle.heap.index()).map(Arc::as_ref).ok_or(HandleError::Foreign { handle })
     }
 
-    /// The heap that serves a stream in a pool, made at the first request.
+    /// The heap that serves a stream in a pool, if it was made already.
     #[inline(always)]
-    fn route(&self, pool: PoolId, stream: StreamId) -> Result<(&Pool<L>, &L::Cell<Heap>), UnknownError> {
+    fn route(&self, pool: PoolId, stream: StreamId) -> Option<&L::Cell<Heap>> {
+        let entry = self.pools.get(pool.index())?;
+        let heap = match entry.config.streams() {
+            // A stream has a heap only if it is registered.
+            StreamPolicy::Separate => entry.routes.get(stream.index()),
+            StreamPolicy::Shared => entry.routes.get(0).filter(|_| self.known_stream(stream).is_ok()),
+        };
+        heap.map(Arc::as_ref)
+    }
+
+    /// The heap that serves a stream in a pool, made at the first request.
+    fn route_or_make(&self, pool: PoolId, stream: StreamId) -> Result<(&Pool<L>, &L::Cell<Heap>), UnknownError> {
         let Some(entry) = self.pools.get(pool.index()) else { return Err(self.unknown_pool(pool)) };
         self.known_stream(stream)?;
         match entry.routes.get(entry.route_index(stream)) {

@@ -54,7 +54,7 @@ pub(crate) struct Block {
     /// Allocated: other streams that use the block. Free: what its next user must wait for. Empty for holes.
     pub(crate) fences: FenceSetId,
     /// Free: the bin of the free index, which owns this as well.
-    pub(crate) bin: u16,
+    pub(crate) bin: u8,
     /// Which free index the block belongs to; the same for all blocks of a segment.
     pub(crate) home: SizeClass,
     pub(crate) state: BlockState,
@@ -107,10 +107,16 @@ impl Block {
         matches!(self.state, BlockState::Free { .. })
     }
 
-    /// Its size if it is free, else 0.
+    /// Its size if it is free.
     #[inline(always)]
-    pub(crate) fn free_size(&self) -> Units {
-        if self.is_free() { self.size } else { 0 }
+    pub(crate) fn free_size(&self) -> Option<Units> {
+        self.is_free().then_some(self.size)
+    }
+
+    /// Whether it is free, and work on `stream` may use it without waiting for anyone.
+    #[inline(always)]
+    pub(crate) fn is_free_for(&self, stream: StreamId) -> bool {
+        matches!(self.state, BlockState::Free { stream: owner, .. } if owner == stream) && self.fences.is_empty()
     }
 
     pub(crate) fn is_hole(&self) -> bool {
@@ -168,10 +174,30 @@ impl BlockTable {
         self.blocks.get(slot as usize)
     }
 
-    /// All slots as a slice: code that goes from block to block keeps its address and length in registers.
+    /// All slots, vacant ones included.
+    #[inline(always)]
+    pub(crate) fn blocks(&self) -> &[Block] {
+        &self.blocks
+    }
+
     #[inline(always)]
     pub(crate) fn blocks_mut(&mut self) -> &mut [Block] {
         &mut self.blocks
+    }
+
+    /// The table in parts, with a vacant slot for a cut.
+    #[inline(always)]
+    pub(crate) fn tiling_with_room(&mut self) -> Tiling<'_> {
+        if self.vacant == NONE {
+            self.add_vacant_slot();
+        }
+        self.tiling()
+    }
+
+    /// The table in parts.
+    #[inline(always)]
+    pub(crate) fn tiling(&mut self) -> Tiling<'_> {
+        Tiling { blocks: &mut self.blocks, vacant: &mut self.vacant, segments: &mut self.segments }
     }
 
     #[inline(always)]
@@ -260,53 +286,14 @@ impl BlockTable {
         self.segments.remove(segment as usize)
     }
 
-    /// Puts a new block of `size` in front of a block, which the caller then shortens by as much from its start.
-    #[inline(always)]
+    /// As [`Tiling::cut_front`].
     pub(crate) fn cut_front(&mut self, slot: Slot, size: Units, state: BlockState) -> Slot {
-        if self.vacant == NONE {
-            self.add_vacant_slot();
-        }
-        let front = self.vacant;
-        let blocks = self.blocks.as_mut_slice();
-        let behind = &mut blocks[slot as usize];
-        let (offset, sequence, segment) = (behind.offset, behind.sequence, behind.segment);
-        let (prev, home) = (behind.prev, behind.home);
-        behind.prev = front;
-        match blocks.get_mut(prev as usize) {
-            Some(before) => before.next = front,
-            None => self.segments[segment as usize].first = front,
-        }
-        let vacant = &mut blocks[front as usize];
-        self.vacant = vacant.next;
-        // Field by field: a whole block would be put together on the stack first.
-        vacant.offset = offset;
-        vacant.size = size;
-        vacant.sequence = sequence;
-        vacant.segment = segment;
-        vacant.prev = prev;
-        vacant.next = slot;
-        vacant.fences = FenceSetId::EMPTY;
-        vacant.home = home;
-        vacant.state = state;
-        front
+        self.tiling_with_room().cut_front(slot, size, state)
     }
 
-    /// Takes a block out of the tiling; the caller then extends a neighbour over its place.
-    #[inline(always)]
+    /// As [`Tiling::take_out`].
     pub(crate) fn take_out(&mut self, slot: Slot) {
-        let blocks = self.blocks.as_mut_slice();
-        let block = &mut blocks[slot as usize];
-        let (prev, next, segment) = (block.prev, block.next, block.segment);
-        (block.state, block.next) = (BlockState::Vacant, self.vacant);
-        self.vacant = slot;
-        match blocks.get_mut(prev as usize) {
-            Some(before) => before.next = next,
-            None => self.segments[segment as usize].first = next,
-        }
-        match blocks.get_mut(next as usize) {
-            Some(behind) => behind.prev = prev,
-            None => self.segments[segment as usize].last = prev,
-        }
+        self.tiling().take_out(slot);
     }
 
     /// Adds a block of `size` at the end of a segment and returns it.
@@ -330,6 +317,68 @@ impl BlockTable {
         assert!(block.is_hole() && block.prev != NONE, "a segment is shortened by a hole, and keeps a block");
         self.segment_mut(segment).end = block.offset;
         self.take_out(last);
+    }
+}
+
+/// The block table in parts: code that goes from block to block keeps the slots' address and number in registers, and
+/// a slot that was checked once is not checked again.
+#[derive(Debug)]
+pub(crate) struct Tiling<'a> {
+    /// All slots, vacant ones included.
+    pub(crate) blocks: &'a mut [Block],
+    vacant: &'a mut Slot,
+    segments: &'a mut Slab<Segment>,
+}
+
+impl Tiling<'_> {
+    /// Puts a new block of `size` in front of a block, which the caller then shortens by as much from its start. Takes
+    /// the vacant slot.
+    #[inline(always)]
+    pub(crate) fn cut_front(&mut self, slot: Slot, size: Units, state: BlockState) -> Slot {
+        let front = *self.vacant;
+        let behind = &mut self.blocks[slot as usize];
+        let (offset, sequence, segment) = (behind.offset, behind.sequence, behind.segment);
+        let (prev, home) = (behind.prev, behind.home);
+        behind.prev = front;
+        match self.blocks.get_mut(prev as usize) {
+            Some(before) => before.next = front,
+            None => self.segments[segment as usize].first = front,
+        }
+        let vacant = &mut self.blocks[front as usize];
+        *self.vacant = vacant.next;
+        // Field by field: a whole block would be put together on the stack first.
+        vacant.offset = offset;
+        vacant.size = size;
+        vacant.sequence = sequence;
+        vacant.segment = segment;
+        vacant.prev = prev;
+        vacant.next = slot;
+        vacant.fences = FenceSetId::EMPTY;
+        vacant.home = home;
+        vacant.state = state;
+        front
+    }
+
+    /// Takes a block out of the tiling; the caller then extends a neighbour over its place.
+    #[inline(always)]
+    pub(crate) fn take_out(&mut self, slot: Slot) {
+        let block = &mut self.blocks[slot as usize];
+        let (prev, next, segment) = (block.prev, block.next, block.segment);
+        (block.state, block.next) = (BlockState::Vacant, *self.vacant);
+        *self.vacant = slot;
+        match self.blocks.get_mut(prev as usize) {
+            Some(before) => before.next = next,
+            None => self.segments[segment as usize].first = next,
+        }
+        match self.blocks.get_mut(next as usize) {
+            Some(behind) => behind.prev = prev,
+            None => self.segments[segment as usize].last = prev,
+        }
+    }
+
+    #[inline(always)]
+    pub(crate) fn segment(&self, segment: u32) -> &Segment {
+        &self.segments[segment as usize]
     }
 }
 

@@ -116,12 +116,6 @@ impl FenceTable {
         if kept.is_empty() { FenceSetId::EMPTY } else { FenceSetId(self.sets.insert(kept) as u32) }
     }
 
-    /// Whether [`drain_spent`](Self::drain_spent) has something to give.
-    #[inline]
-    pub(crate) fn has_spent(&self) -> bool {
-        !self.spent.is_empty()
-    }
-
     /// Takes the events that no fence names any more.
     pub(crate) fn drain_spent(&mut self) -> impl Iterator<Item = Event> + '_ {
         self.spent.drain(..)

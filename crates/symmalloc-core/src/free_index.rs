@@ -16,7 +16,7 @@
 //! program that keeps 100,000 free blocks of one size would walk that list for ever, so a bin that grows long turns into
 //! a [`SortedRun`], which is logarithmic.
 
-use crate::block_table::{Block, BlockTable, NONE};
+use crate::block_table::{Block, NONE};
 use crate::sorted_run::SortedRun;
 use crate::units::Units;
 
@@ -48,6 +48,10 @@ impl FreeKey {
         FreeKey(u128::from(size) << 96)
     }
 
+    fn size(self) -> Units {
+        (self.0 >> 96) as Units
+    }
+
     #[inline]
     pub(crate) fn slot(self) -> Slot {
         self.0 as Slot
@@ -68,13 +72,16 @@ const RUN_MIN: usize = 4;
 /// In place of the first slot of a long bin, and of the links of its blocks: neither a slot nor "none".
 const RUN: Slot = NONE - 1;
 
+/// A bin's number. There are just as many as a byte has values, so a look-up needs no bounds check.
+type Bin = u8;
+
 #[inline(always)]
-fn bin_of(size: Units) -> usize {
+fn bin_of(size: Units) -> Bin {
     // Sizes below 2^MANTISSA_BITS have the exponent of 2^MANTISSA_BITS, and no shift.
     let exponent = (size | 1 << MANTISSA_BITS).ilog2();
     let shift = exponent - MANTISSA_BITS;
     // The leading one bit of the mantissa adds one to the exponent's part: bins are contiguous.
-    ((shift << MANTISSA_BITS) + (size >> shift)) as usize % BIN_COUNT
+    ((shift << MANTISSA_BITS) + (size >> shift)) as Bin
 }
 
 /// The free blocks of one size class of a heap.
@@ -99,61 +106,80 @@ impl Block {
     fn mark_in_run(&mut self) {
         (self.prev_free, self.next_free) = (RUN, RUN);
     }
+
+    /// What two free blocks of a heap are ordered by.
+    #[inline(always)]
+    fn rank(&self) -> (u64, Units) {
+        ((u64::from(self.size) << 32) | u64::from(self.sequence.0), self.offset)
+    }
 }
 
 impl FreeIndex {
     /// The least block of at least `size`: the smallest, of the oldest backing memory, at the lowest offset.
     #[inline(always)]
-    pub(crate) fn best_fit(&self, table: &BlockTable, size: Units) -> Option<Slot> {
+    pub(crate) fn best_fit(&self, blocks: &[Block], size: Units) -> Option<Slot> {
         let bin = bin_of(size);
-        let mut slot = self.first[bin];
-        if slot == RUN {
-            slot = self.first_of_run_at_least(bin, FreeKey::least_of(size));
-        }
-        while slot != NONE {
-            let block = table.block(slot);
+        let mut slot = self.first[usize::from(bin)];
+        while let Some(block) = blocks.get(slot as usize) {
             if block.size >= size {
                 return Some(slot);
             }
             slot = block.next_free;
         }
+        if slot == RUN
+            && let Some(key) = self.first_of_run_at_least(bin, FreeKey::least_of(size))
+        {
+            return Some(key.slot());
+        }
         // Every block of a later bin is larger than every block of this one.
         let bin = self.next_occupied(bin)?;
-        match self.first[bin] {
-            RUN => Some(self.first_of_run_at_least(bin, FreeKey::least_of(size))),
+        match self.first[usize::from(bin)] {
+            RUN => self.first_of_run_at_least(bin, FreeKey::least_of(size)).map(FreeKey::slot),
             slot => Some(slot),
         }
     }
 
     #[inline(always)]
-    fn next_occupied(&self, bin: usize) -> Option<usize> {
+    fn next_occupied(&self, bin: Bin) -> Option<Bin> {
         let mut word = bin / 64;
-        let mut above = self.occupied[word] & (!1 << (bin % 64));
+        let mut above = self.occupied[usize::from(word)] & (!1 << (bin % 64));
         while above == 0 {
             word += 1;
-            above = *self.occupied.get(word)?;
+            above = *self.occupied.get(usize::from(word))?;
         }
-        Some((64 * word + above.trailing_zeros() as usize) % BIN_COUNT)
+        Some(64 * word + above.trailing_zeros() as Bin)
+    }
+
+    /// Makes a block the only one of an empty bin.
+    #[inline(always)]
+    fn open_bin(&mut self, bin: Bin, slot: Slot) {
+        self.first[usize::from(bin)] = slot;
+        self.occupied[usize::from(bin / 64)] |= 1 << (bin % 64);
+    }
+
+    #[inline(always)]
+    fn close_bin(&mut self, bin: Bin) {
+        self.first[usize::from(bin)] = NONE;
+        self.occupied[usize::from(bin / 64)] &= !(1 << (bin % 64));
     }
 
     /// Puts a free block in. Its size, sequence and offset must not change while it is here, but through
     /// [`resize`](Self::resize).
     #[inline(always)]
-    pub(crate) fn insert(&mut self, table: &mut BlockTable, slot: Slot) {
-        let bin = bin_of(table.block(slot).size);
-        self.insert_into(table, slot, bin);
+    pub(crate) fn insert(&mut self, blocks: &mut [Block], slot: Slot) {
+        let bin = bin_of(blocks[slot as usize].size);
+        self.insert_into(blocks, slot, bin);
     }
 
     #[inline(always)]
-    fn insert_into(&mut self, table: &mut BlockTable, slot: Slot, bin: usize) {
-        let block = table.block_mut(slot);
-        block.bin = bin as u16;
-        if self.first[bin] != NONE {
-            return self.insert_in_order(table, slot, bin);
+    fn insert_into(&mut self, blocks: &mut [Block], slot: Slot, bin: Bin) {
+        let block = &mut blocks[slot as usize];
+        block.bin = bin;
+        if self.first[usize::from(bin)] != NONE {
+            return self.insert_in_order(blocks, slot, bin);
         }
         (block.prev_free, block.next_free) = (NONE, NONE);
-        self.first[bin] = slot;
-        self.occupied[bin / 64] |= 1 << (bin % 64);
+        self.open_bin(bin, slot);
     }
 
     /// Takes a free block out.
@@ -161,21 +187,20 @@ impl FreeIndex {
     /// # Panics
     /// When the block is not in the index: the block table and the index disagree.
     #[inline(always)]
-    pub(crate) fn remove(&mut self, table: &mut BlockTable, slot: Slot) {
-        let blocks = table.blocks_mut();
+    pub(crate) fn remove(&mut self, blocks: &mut [Block], slot: Slot) {
         let block = &blocks[slot as usize];
-        let (prev, next, bin) = (block.prev_free, block.next_free, usize::from(block.bin) % BIN_COUNT);
+        let (prev, next, bin) = (block.prev_free, block.next_free, block.bin);
         if let Some(after) = blocks.get_mut(next as usize) {
             after.prev_free = prev;
         }
         match blocks.get_mut(prev as usize) {
             Some(before) => before.next_free = next,
-            None if prev == RUN => self.remove_from_run(table, slot),
+            None if prev == RUN => self.remove_from_run(blocks, slot),
             None => {
-                assert!(self.first[bin] == slot, "the free index lacks a block that the table calls free");
-                self.first[bin] = next;
-                if next == NONE {
-                    self.occupied[bin / 64] &= !(1 << (bin % 64));
+                assert!(self.first[usize::from(bin)] == slot, "the free index lacks a block that the table calls free");
+                match next {
+                    NONE => self.close_bin(bin),
+                    next => self.first[usize::from(bin)] = next,
                 }
             }
         }
@@ -183,115 +208,118 @@ impl FreeIndex {
 
     /// Changes a free block's place and size. A block that is alone in its bin and stays in it does not move.
     #[inline(always)]
-    pub(crate) fn resize(&mut self, table: &mut BlockTable, slot: Slot, offset: Units, size: Units) {
+    pub(crate) fn resize(&mut self, blocks: &mut [Block], slot: Slot, offset: Units, size: Units) {
         let bin = bin_of(size);
-        let block = table.block_mut(slot);
+        let block = &mut blocks[slot as usize];
         let is_alone = block.prev_free & block.next_free == NONE;
         if is_alone {
-            let old = usize::from(block.bin) % BIN_COUNT;
+            let old = block.bin;
             (block.offset, block.size) = (offset, size);
             if old == bin {
                 return;
             }
-            self.first[old] = NONE;
-            self.occupied[old / 64] &= !(1 << (old % 64));
+            self.close_bin(old);
         } else {
-            self.remove(table, slot);
-            let block = table.block_mut(slot);
+            self.remove(blocks, slot);
+            let block = &mut blocks[slot as usize];
             (block.offset, block.size) = (offset, size);
         }
-        self.insert_into(table, slot, bin);
+        self.insert_into(blocks, slot, bin);
     }
 
     /// Size of the largest free block.
-    pub(crate) fn largest(&self, table: &BlockTable) -> Option<Units> {
+    pub(crate) fn largest(&self, blocks: &[Block]) -> Option<Units> {
         let word = self.occupied.iter().rposition(|word| *word != 0)?;
         let bin = 64 * word + self.occupied[word].ilog2() as usize;
-        self.keys_of(table, bin).last().map(|key| table.block(key.slot()).size)
+        self.keys_of(blocks, bin as Bin).last().map(FreeKey::size)
     }
 
     /// All keys in ascending order, for the invariants.
-    pub(crate) fn keys(&self, table: &BlockTable) -> impl Iterator<Item = FreeKey> {
-        (0..BIN_COUNT).flat_map(|bin| self.keys_of(table, bin))
+    pub(crate) fn keys(&self, blocks: &[Block]) -> impl Iterator<Item = FreeKey> {
+        (0..=Bin::MAX).flat_map(|bin| self.keys_of(blocks, bin))
     }
 
     /// Puts a block into a bin that is not empty.
-    fn insert_in_order(&mut self, table: &mut BlockTable, slot: Slot, bin: usize) {
-        let key = FreeKey::of(table.block(slot), slot);
-        let (mut prev, mut next) = (NONE, self.first[bin]);
+    #[inline(never)]
+    fn insert_in_order(&mut self, blocks: &mut [Block], slot: Slot, bin: Bin) {
+        let rank = blocks[slot as usize].rank();
+        let (mut prev, mut next) = (NONE, self.first[usize::from(bin)]);
         let mut walked = 0;
-        while next != NONE {
-            if next == RUN || walked == WALK_MAX {
-                return self.insert_into_run(table, slot, bin);
-            }
-            let block = table.block(next);
-            if FreeKey::of(block, next) > key {
+        while let Some(block) = blocks.get(next as usize) {
+            if block.rank() > rank {
                 break;
             }
             (prev, next) = (next, block.next_free);
             walked += 1;
         }
-        let block = table.block_mut(slot);
+        if next == RUN || walked > WALK_MAX {
+            return self.insert_into_run(blocks, slot, bin);
+        }
+        let block = &mut blocks[slot as usize];
         (block.prev_free, block.next_free) = (prev, next);
-        if next != NONE {
-            table.block_mut(next).prev_free = slot;
+        if let Some(after) = blocks.get_mut(next as usize) {
+            after.prev_free = slot;
         }
-        match prev {
-            NONE => self.first[bin] = slot,
-            prev => table.block_mut(prev).next_free = slot,
+        match blocks.get_mut(prev as usize) {
+            Some(before) => before.next_free = slot,
+            None => self.first[usize::from(bin)] = slot,
         }
     }
 
-    fn run_of(&self, bin: usize) -> Option<&SortedRun> {
-        self.runs.get(bin)?.as_deref()
+    fn run_of(&self, bin: Bin) -> Option<&SortedRun> {
+        self.runs.get(usize::from(bin))?.as_deref()
     }
 
     #[cold]
-    fn first_of_run_at_least(&self, bin: usize, bound: FreeKey) -> Slot {
-        self.run_of(bin).and_then(|run| run.first_at_least(bound)).map_or(NONE, FreeKey::slot)
+    #[inline(never)]
+    fn first_of_run_at_least(&self, bin: Bin, bound: FreeKey) -> Option<FreeKey> {
+        self.run_of(bin)?.first_at_least(bound)
     }
 
     #[cold]
-    fn insert_into_run(&mut self, table: &mut BlockTable, slot: Slot, bin: usize) {
-        if self.first[bin] != RUN {
-            let keys: Vec<FreeKey> = self.keys_of(table, bin).collect();
+    #[inline(never)]
+    fn insert_into_run(&mut self, blocks: &mut [Block], slot: Slot, bin: Bin) {
+        if self.first[usize::from(bin)] != RUN {
+            let keys: Vec<FreeKey> = self.keys_of(blocks, bin).collect();
             let mut run = Box::<SortedRun>::default();
             for key in keys {
                 run.insert(key);
-                table.block_mut(key.slot()).mark_in_run();
+                blocks[key.slot() as usize].mark_in_run();
             }
             self.runs.resize_with(BIN_COUNT, || None);
-            self.runs[bin] = Some(run);
-            self.first[bin] = RUN;
+            self.runs[usize::from(bin)] = Some(run);
+            self.first[usize::from(bin)] = RUN;
         }
-        let run = self.runs[bin].as_mut().expect("a long bin has a run");
-        run.insert(FreeKey::of(table.block(slot), slot));
-        table.block_mut(slot).mark_in_run();
+        let run = self.runs[usize::from(bin)].as_mut().expect("a long bin has a run");
+        let block = &mut blocks[slot as usize];
+        run.insert(FreeKey::of(block, slot));
+        block.mark_in_run();
     }
 
     #[cold]
-    fn remove_from_run(&mut self, table: &mut BlockTable, slot: Slot) {
-        let key = FreeKey::of(table.block(slot), slot);
-        let bin = usize::from(table.block(slot).bin);
-        let run = self.runs[bin].as_mut().expect("a block is marked as part of a run that does not exist");
+    #[inline(never)]
+    fn remove_from_run(&mut self, blocks: &mut [Block], slot: Slot) {
+        let block = &blocks[slot as usize];
+        let (key, bin) = (FreeKey::of(block, slot), block.bin);
+        let run = self.runs[usize::from(bin)].as_mut();
+        let run = run.expect("a block is marked as part of a run that does not exist");
         run.remove(key);
         if run.is_shorter_than(RUN_MIN) {
             let keys: Vec<FreeKey> = run.iter().collect();
-            self.runs[bin] = None;
-            self.first[bin] = NONE;
-            self.occupied[bin / 64] &= !(1 << (bin % 64));
-            keys.into_iter().for_each(|key| self.insert(table, key.slot()));
+            self.runs[usize::from(bin)] = None;
+            self.close_bin(bin);
+            keys.into_iter().for_each(|key| self.insert(blocks, key.slot()));
         }
     }
 
-    fn keys_of(&self, table: &BlockTable, bin: usize) -> impl Iterator<Item = FreeKey> {
-        let first = self.first[bin];
+    fn keys_of(&self, blocks: &[Block], bin: Bin) -> impl Iterator<Item = FreeKey> {
+        let first = self.first[usize::from(bin)];
         let run = if first == RUN { self.run_of(bin) } else { None };
         let list = std::iter::successors((first < RUN).then_some(first), |slot| {
-            let next = table.block(*slot).next_free;
+            let next = blocks[*slot as usize].next_free;
             (next != NONE).then_some(next)
         });
-        list.map(|slot| FreeKey::of(table.block(slot), slot)).chain(run.into_iter().flat_map(SortedRun::iter))
+        list.map(|slot| FreeKey::of(&blocks[slot as usize], slot)).chain(run.into_iter().flat_map(SortedRun::iter))
     }
 }
 
@@ -299,7 +327,7 @@ impl FreeIndex {
 mod tests {
     use super::*;
     use crate::backend::{DeviceAddress, Range};
-    use crate::block_table::BlockState;
+    use crate::block_table::{BlockState, BlockTable};
     use crate::ids::{SegmentId, StreamId};
     use crate::size_rules::SizeClass;
     use proptest::prelude::*;
@@ -314,7 +342,6 @@ mod tests {
             assert!(size > 1 << 19 || bin <= last + 1);
             last = bin;
         }
-        assert!(last < BIN_COUNT);
     }
 
     /// A table with blocks of the given (size, sequence, offset), which need not tile anything.
@@ -335,8 +362,8 @@ mod tests {
     fn an_equal_size_goes_to_the_oldest_memory_then_to_the_lowest_offset() {
         let (mut table, slots) = table_of(&[(40, 7, 0), (40, 3, 9), (40, 3, 2), (40, 5, 1)]);
         let mut index = FreeIndex::default();
-        slots.iter().for_each(|slot| index.insert(&mut table, *slot));
-        assert_eq!(index.best_fit(&table, 33), Some(slots[2]));
+        slots.iter().for_each(|slot| index.insert(table.blocks_mut(), *slot));
+        assert_eq!(index.best_fit(table.blocks(), 33), Some(slots[2]));
     }
 
     fn blocks() -> impl Strategy<Value = Vec<(Units, u32, Units)>> {
@@ -354,14 +381,14 @@ mod tests {
             let check = |index: &FreeIndex, table: &BlockTable, oracle: &BTreeSet<FreeKey>| {
                 for &size in requests.iter().chain(&[1 << 20, 1 << 30, u32::MAX]) {
                     let expected = oracle.range(FreeKey::least_of(size)..).next().map(|key| key.slot());
-                    assert_eq!(index.best_fit(table, size), expected);
+                    assert_eq!(index.best_fit(table.blocks(), size), expected);
                 }
                 let largest = oracle.last().map(|key| table.block(key.slot()).size);
-                assert_eq!(index.largest(table), largest);
-                assert_eq!(index.keys(table).count(), oracle.len());
+                assert_eq!(index.largest(table.blocks()), largest);
+                assert_eq!(index.keys(table.blocks()).count(), oracle.len());
             };
             for slot in slots {
-                index.insert(&mut table, slot);
+                index.insert(table.blocks_mut(), slot);
                 oracle.insert(FreeKey::of(table.block(slot), slot));
             }
             check(&index, &table, &oracle);
@@ -370,19 +397,19 @@ mod tests {
                     break;
                 }
                 let key = *removal.get(&oracle.iter().copied().collect::<Vec<_>>());
-                index.remove(&mut table, key.slot());
+                index.remove(table.blocks_mut(), key.slot());
                 oracle.remove(&key);
             }
             check(&index, &table, &oracle);
-            prop_assert!(index.keys(&table).eq(oracle.iter().copied()));
+            prop_assert!(index.keys(table.blocks()).eq(oracle.iter().copied()));
             // Every block changes its size, so that it goes to another bin, or to another place in its own.
             for key in oracle {
                 let block = table.block(key.slot());
                 let (offset, size) = (block.offset + 1, if block.size > 50 { block.size - 50 } else { block.size + 1 });
-                index.resize(&mut table, key.slot(), offset, size);
+                index.resize(table.blocks_mut(), key.slot(), offset, size);
             }
-            prop_assert!(index.keys(&table).is_sorted());
-            prop_assert!(index.keys(&table).all(|key| key == FreeKey::of(table.block(key.slot()), key.slot())));
+            prop_assert!(index.keys(table.blocks()).is_sorted());
+            prop_assert!(index.keys(table.blocks()).all(|key| key == FreeKey::of(table.block(key.slot()), key.slot())));
         }
     }
 }

@@ -19,7 +19,7 @@
 //! (rule D8), and the heap's lock the only lock on the way.
 
 use crate::backend::{Backend, BackendError, DeviceAddress, Range};
-use crate::block_table::{Block, BlockState, BlockTable};
+use crate::block_table::{Block, BlockState, BlockTable, Tiling};
 use crate::budget::{Budget, Budgets, LimitMet};
 use crate::config::{PointerLookup, PoolConfig};
 use crate::digest::{Digest, Mark, op_word, placement_word};
@@ -101,6 +101,9 @@ pub(crate) struct Heap {
     pub(crate) tags: Tags,
     pub(crate) names: Names,
     pub(crate) pointers: PointerIndex,
+    /// No free of the heap has anything to note elsewhere: its streams do not share, pointers are not looked up, and
+    /// nothing is released at a threshold.
+    keeps_no_books: bool,
 }
 
 /// What makes one heap different from the next.
@@ -123,6 +126,8 @@ impl Heap {
     ) -> Self {
         let HeapIdentity { id, pool, stream, owner } = identity;
         let rules = SizeRules::new(&config, granularity_bytes);
+        let keeps_no_books =
+            stream.is_some() && lookup == PointerLookup::Off && config.release_threshold_bytes().is_none();
         // Whatever decisions depend on besides ops is in the digest from the start: other configurations never agree.
         let mut digest = Digest::new(config.digest());
         digest.fold(granularity_bytes, stream.map_or(u64::MAX, |stream| stream.0.into()));
@@ -148,6 +153,7 @@ impl Heap {
             tags: Tags::new(owner),
             names: Names::default(),
             pointers: PointerIndex::new(lookup),
+            keeps_no_books,
         }
     }
 
@@ -157,28 +163,28 @@ impl Heap {
     }
 
     /// Puts a free block into its free index.
-    #[inline(always)]
     pub(crate) fn link(&mut self, slot: Slot) {
-        let home = self.table.block(slot).home;
-        self.free[home as usize].insert(&mut self.table, slot);
-    }
-
-    /// Gives a free block another place and size.
-    #[inline(always)]
-    pub(crate) fn resize(&mut self, slot: Slot, offset: Units, size: Units) {
-        let home = self.table.block(slot).home;
-        self.free[home as usize].resize(&mut self.table, slot, offset, size);
+        let blocks = self.table.blocks_mut();
+        self.free[blocks[slot as usize].home as usize].insert(blocks, slot);
     }
 
     /// Takes a free block out of its free index: before anything of its key changes.
-    #[inline(always)]
     pub(crate) fn unlink(&mut self, slot: Slot) {
-        let home = self.table.block(slot).home;
-        self.free[home as usize].remove(&mut self.table, slot);
+        let blocks = self.table.blocks_mut();
+        self.free[blocks[slot as usize].home as usize].remove(blocks, slot);
     }
 
-    /// Allocates for work on `stream`. `requested` is from 1 to [`SEGMENT_BYTES_MAX`](crate::units::SEGMENT_BYTES_MAX).
+    /// Allocates for work on `stream` if that takes neither the driver nor a wait: a free block that fits is at hand, and
+    /// nobody else used it. `requested` is from 1 to [`SEGMENT_BYTES_MAX`](crate::units::SEGMENT_BYTES_MAX).
     #[inline(always)]
+    pub(crate) fn allocate_at_once(&mut self, stream: StreamId, requested: u64) -> Option<Allocation> {
+        self.place(stream, requested, |rules, index, blocks, size| {
+            let slot = best_fit(rules, index, blocks, size)?;
+            blocks[slot as usize].is_free_for(stream).then_some(slot)
+        })
+    }
+
+    /// Allocates for work on `stream`, whatever it takes.
     pub(crate) fn allocate<B: Backend, L: Lock>(
         &mut self,
         around: &Surroundings<B, L>,
@@ -186,39 +192,44 @@ impl Heap {
         requested: u64,
     ) -> Result<Allocation, Box<Shortage>> {
         let size = self.rules.block_size(requested);
-        let slot = match self.best_fit(size) {
+        let home = self.rules.home_of(SizeRules::class_of(size));
+        let slot = match best_fit(&self.rules, &self.free[home as usize], self.table.blocks(), size) {
             Some(slot) => slot,
             None => self.obtain(around, stream, size)?,
         };
         self.wait_for_earlier_users(around, slot, stream)?;
         // Nothing fails from here on.
-        Ok(self.place(slot, size, stream, requested))
-    }
-
-    /// The free block that rule D2 gives to a request.
-    #[inline(always)]
-    fn best_fit(&self, size: Units) -> Option<Slot> {
-        let home = self.rules.home_of(SizeRules::class_of(size));
-        let slot = self.free[home as usize].best_fit(&self.table, size)?;
-        self.rules.accepts(size, self.table.block(slot).size).then_some(slot)
+        Ok(self.place(stream, requested, |_, _, _, _| Some(slot)).expect("the block is chosen"))
     }
 
     /// Makes a free block, or as much of its start as is wanted, the allocation. What remains stays free, with the same
-    /// fences.
+    /// fences. `None` when there is no block to choose.
     #[inline(always)]
-    fn place(&mut self, free: Slot, size: Units, stream: StreamId, requested: u64) -> Allocation {
+    fn place(
+        &mut self,
+        stream: StreamId,
+        requested: u64,
+        choose: impl FnOnce(&SizeRules, &FreeIndex, &[Block], Units) -> Option<Slot>,
+    ) -> Option<Allocation> {
+        let size = self.rules.block_size(requested);
+        let home = self.rules.home_of(SizeRules::class_of(size));
+        let index = &mut self.free[home as usize];
+        let mut tiling = self.table.tiling_with_room();
+        let free = choose(&self.rules, index, tiling.blocks, size)?;
+        let block = &tiling.blocks[free as usize];
+        let (offset, whole) = (block.offset, block.size);
+        let placement = Placement { segment: block.sequence, offset_bytes: bytes(offset) };
+        let address = DeviceAddress(tiling.segment(block.segment).range.base.0 + placement.offset_bytes);
         let tag = self.tags.next();
         let state = BlockState::Allocated { stream, requested, tag };
-        let block = self.table.block(free);
-        let (offset, sequence, segment, whole) = (block.offset, block.sequence, block.segment, block.size);
-        let (slot, size) = if self.rules.splits(block.home, size, whole) {
-            // The rest keeps the slot, and most times its place in the free index.
-            let slot = self.table.cut_front(free, size, state);
-            self.resize(free, offset + size, whole - size);
+        let (slot, size) = if self.rules.splits(home, size, whole) {
+            // The rest keeps the slot, and sometimes its place in the free index.
+            let slot = tiling.cut_front(free, size, state);
+            index.resize(tiling.blocks, free, offset + size, whole - size);
             (slot, size)
         } else {
-            self.unlink(free);
-            let block = self.table.block_mut(free);
+            index.remove(tiling.blocks, free);
+            let block = &mut tiling.blocks[free as usize];
             block.state = state;
             if !block.fences.is_empty() {
                 let fences = std::mem::replace(&mut block.fences, FenceSetId::EMPTY);
@@ -226,18 +237,15 @@ impl Heap {
             }
             (free, whole)
         };
-        let placement = Placement { segment: sequence, offset_bytes: bytes(offset) };
-        let address = DeviceAddress(self.table.segment(segment).range.base.0 + placement.offset_bytes);
         if !self.pointers.is_off() {
             self.pointers.insert(address, slot);
         }
         self.usage.allocate(SizeRules::class_of(size), bytes(size), requested);
         self.digest.fold(op_word(Mark::Allocate, stream, requested), placement_word(placement));
-        Allocation { handle: Handle { heap: self.id, slot, tag }, address, placement, size_bytes: bytes(size) }
+        Some(Allocation { handle: Handle { heap: self.id, slot, tag }, address, placement, size_bytes: bytes(size) })
     }
 
     /// Orders `stream` behind everyone who used the free block before, on the device.
-    #[inline(always)]
     fn wait_for_earlier_users<B: Backend, L: Lock>(
         &mut self,
         around: &Surroundings<B, L>,
@@ -263,11 +271,17 @@ impl Heap {
         (owner, since): (StreamId, Tick),
     ) -> Result<(), BackendError> {
         let block = self.table.block(slot);
-        let last_owner = Fence { stream: owner, tick: since, event: None };
         let mut fences: FenceSet = self.fences.fences(block.fences).into();
-        fences.push(last_owner);
+        if owner != stream {
+            fences.push(Fence { stream: owner, tick: since, event: None });
+        }
         for fence in fences {
             self.wait_for(around, stream, fence)?;
+        }
+        if self.stream.is_some() {
+            // No other stream takes from this heap: what this one waits for now, nobody has to wait for again.
+            let waited = std::mem::replace(&mut self.table.block_mut(slot).fences, FenceSetId::EMPTY);
+            self.fences.clear(waited);
         }
         self.recycle_spent(around);
         Ok(())
@@ -302,8 +316,15 @@ impl Heap {
         self.fences.drain_spent().for_each(|event| around.backend.recycle(event));
     }
 
-    /// Frees a live allocation. On an error it is still live.
+    /// Frees a live allocation if that takes neither the driver nor a book but the block's own. Else it is as it was.
     #[inline(always)]
+    pub(crate) fn free_at_once(&mut self, handle: Handle) -> Option<Freed> {
+        let (stream, requested) = self.find_live(handle)?;
+        let is_plain = self.keeps_no_books && self.names.is_empty() && self.table.block(handle.slot).fences.is_empty();
+        is_plain.then(|| self.give_back(handle.slot, stream, requested, 0))
+    }
+
+    /// Frees a live allocation, whatever it takes. On an error it is still live.
     pub(crate) fn free<B: Backend, L: Lock>(
         &mut self,
         around: &Surroundings<B, L>,
@@ -315,95 +336,69 @@ impl Heap {
             self.fence_uses(around, slot)?;
         }
         // Nothing fails from here on.
-        let since = if self.stream.is_some() { 0 } else { tick_now(around, stream) };
-        let block = self.table.block_mut(slot);
-        let (size, segment) = (block.size, block.segment);
-        let placement = Placement { segment: block.sequence, offset_bytes: bytes(block.offset) };
-        block.state = BlockState::Free { stream, since };
+        let since = if self.stream.is_some() { 0 } else { around.clocks.lock().now(stream) };
         if !self.pointers.is_off() {
-            let base = self.table.segment(segment).range.base;
-            self.pointers.remove(DeviceAddress(base.0 + placement.offset_bytes));
+            self.pointers.remove(self.address(slot));
         }
         if !self.names.is_empty() {
             self.names.remove(slot);
         }
-        self.put_back(slot);
-        if self.fences.has_spent() {
-            self.recycle_spent(around);
-        }
+        Ok(self.give_back(slot, stream, requested, since))
+    }
+
+    /// Makes an allocated block free again.
+    #[inline(always)]
+    fn give_back(&mut self, slot: Slot, stream: StreamId, requested: u64, since: Tick) -> Freed {
+        let block = self.table.block_mut(slot);
+        let placement = Placement { segment: block.sequence, offset_bytes: bytes(block.offset) };
+        let size = block.size;
+        block.state = BlockState::Free { stream, since };
         self.usage.free(SizeRules::class_of(size), bytes(size), requested);
         self.digest.fold(op_word(Mark::Free, stream, 0), placement_word(placement));
-        Ok(Freed { allocated_bytes: bytes(size), requested_bytes: requested })
+        self.put_back(slot);
+        Freed { allocated_bytes: bytes(size), requested_bytes: requested }
     }
 
     /// Merges a free block that is in no index with its free neighbours, and puts the result into the free index.
     /// Returns the result.
     #[inline(always)]
     pub(crate) fn put_back(&mut self, slot: Slot) -> Slot {
-        let blocks = self.table.blocks_mut();
-        let block = &blocks[slot as usize];
+        let mut tiling = self.table.tiling();
+        let block = &tiling.blocks[slot as usize];
         let (prev, next, offset, size) = (block.prev, block.next, block.offset, block.size);
-        let next_size = blocks.get(next as usize).map_or(0, Block::free_size);
-        let prev_size = blocks.get(prev as usize).map_or(0, Block::free_size);
-        if prev_size > 0 {
-            self.hand_over(slot, prev);
-            self.table.take_out(slot);
-            if next_size > 0 {
-                self.unlink(next);
-                self.hand_over(next, prev);
-                self.table.take_out(next);
+        let index = &mut self.free[block.home as usize];
+        let users = self.stream.map_or(Users::Several, |_| Users::One);
+        let next_size = tiling.blocks.get(next as usize).and_then(Block::free_size);
+        let prev_size = tiling.blocks.get(prev as usize).and_then(Block::free_size);
+        match (prev_size, next_size) {
+            (None, None) => {
+                index.insert(tiling.blocks, slot);
+                slot
             }
-            self.resize(prev, offset - prev_size, prev_size + size + next_size);
-            prev
-        } else if next_size > 0 {
-            self.hand_over(slot, next);
-            self.table.take_out(slot);
-            self.resize(next, offset, size + next_size);
-            next
-        } else {
-            self.link(slot);
-            slot
+            (None, Some(next_size)) => {
+                merge(&mut tiling, &mut self.fences, users, slot, next);
+                index.resize(tiling.blocks, next, offset, size + next_size);
+                next
+            }
+            (Some(prev_size), None) => {
+                merge(&mut tiling, &mut self.fences, users, slot, prev);
+                index.resize(tiling.blocks, prev, offset - prev_size, prev_size + size);
+                prev
+            }
+            (Some(prev_size), Some(next_size)) => {
+                index.remove(tiling.blocks, next);
+                merge(&mut tiling, &mut self.fences, users, slot, prev);
+                merge(&mut tiling, &mut self.fences, users, next, prev);
+                index.resize(tiling.blocks, prev, offset - prev_size, prev_size + size + next_size);
+                prev
+            }
         }
     }
 
     /// Size of a block if it is there and free, else 0.
     #[inline(always)]
     pub(crate) fn free_size(&self, slot: Slot) -> Units {
-        self.table.find(slot).map_or(0, Block::free_size)
-    }
-
-    /// A free block is merged into another: what had to be waited for before the one is waited for before the other.
-    #[inline(always)]
-    fn hand_over(&mut self, from: Slot, to: Slot) {
-        let (giver, taker) = (self.table.block(from), self.table.block(to));
-        if giver.fences.is_empty() && giver.state == taker.state {
-            return;
-        }
-        self.hand_over_fences(from, to);
-    }
-
-    #[cold]
-    fn hand_over_fences(&mut self, from: Slot, to: Slot) {
-        let (giver, taker) = (self.table.block(from), self.table.block(to));
-        let (BlockState::Free { stream: other, since: other_since }, BlockState::Free { stream, since }) =
-            (giver.state, taker.state)
-        else {
-            unreachable!("only free blocks are merged");
-        };
-        let mut fences = self.fences.union(taker.fences, giver.fences);
-        let state = if stream == other {
-            BlockState::Free { stream, since: since.max(other_since) }
-        } else if since == 0 {
-            // Memory that nobody used yet takes over its neighbour's owner.
-            BlockState::Free { stream: other, since: other_since }
-        } else {
-            if other_since != 0 {
-                fences = self.fences.add(fences, Fence { stream: other, tick: other_since, event: None });
-            }
-            BlockState::Free { stream, since }
-        };
-        let taker = self.table.block_mut(to);
-        (taker.fences, taker.state) = (fences, state);
+        self.table.find(slot).and_then(Block::free_size).unwrap_or(0)
     }
 
     /// Records an event on every other stream that used the block, all or none.
@@ -442,11 +437,15 @@ impl Heap {
     }
 
     /// The stream and requested bytes of a live allocation.
-    #[inline(always)]
     pub(crate) fn live(&self, handle: Handle) -> Result<(StreamId, u64), HandleError> {
-        match self.table.find(handle.slot).map(|block| block.state) {
-            Some(BlockState::Allocated { stream, requested, tag }) if tag == handle.tag => Ok((stream, requested)),
-            _ => Err(self.not_live(handle)),
+        self.find_live(handle).ok_or_else(|| self.not_live(handle))
+    }
+
+    #[inline(always)]
+    fn find_live(&self, handle: Handle) -> Option<(StreamId, u64)> {
+        match self.table.find(handle.slot)?.state {
+            BlockState::Allocated { stream, requested, tag } if tag == handle.tag => Some((stream, requested)),
+            _ => None,
         }
     }
 
@@ -467,7 +466,7 @@ impl Heap {
 
     /// Bytes of the largest free block.
     pub(crate) fn largest_free_bytes(&self) -> u64 {
-        self.free.iter().filter_map(|index| index.largest(&self.table)).max().map_or(0, bytes)
+        self.free.iter().filter_map(|index| index.largest(self.table.blocks())).max().map_or(0, bytes)
     }
 
     /// Drops the fences that are over, asking the backend. Placement does not notice.
@@ -497,9 +496,54 @@ impl Heap {
     }
 }
 
+/// The free block that rule D2 gives to a request.
+#[inline(always)]
+fn best_fit(rules: &SizeRules, index: &FreeIndex, blocks: &[Block], size: Units) -> Option<Slot> {
+    let slot = index.best_fit(blocks, size)?;
+    rules.accepts(size, blocks[slot as usize].size).then_some(slot)
+}
+
+/// Whether the blocks of a heap may have been used by different streams.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Users {
+    One,
+    Several,
+}
+
+/// Takes a free block out of the tiling, for a free neighbour to cover its place. What had to be waited for before the
+/// one is waited for before the other.
+#[inline(always)]
+fn merge(tiling: &mut Tiling<'_>, fences: &mut FenceTable, users: Users, from: Slot, to: Slot) {
+    let (giver, taker) = (&tiling.blocks[from as usize], &tiling.blocks[to as usize]);
+    if !giver.fences.is_empty() || users == Users::Several && giver.state != taker.state {
+        hand_over(fences, tiling.blocks, from, to);
+    }
+    tiling.take_out(from);
+}
+
+#[cold]
 #[inline(never)]
-fn tick_now<B, L: Lock>(around: &Surroundings<B, L>, stream: StreamId) -> Tick {
-    around.clocks.lock().now(stream)
+fn hand_over(table: &mut FenceTable, blocks: &mut [Block], from: Slot, to: Slot) {
+    let (giver, taker) = (&blocks[from as usize], &blocks[to as usize]);
+    let (BlockState::Free { stream: other, since: other_since }, BlockState::Free { stream, since }) =
+        (giver.state, taker.state)
+    else {
+        unreachable!("only free blocks are merged");
+    };
+    let mut fences = table.union(taker.fences, giver.fences);
+    let state = if stream == other {
+        BlockState::Free { stream, since: since.max(other_since) }
+    } else if since == 0 {
+        // Memory that nobody used yet takes over its neighbour's owner.
+        BlockState::Free { stream: other, since: other_since }
+    } else {
+        if other_since != 0 {
+            fences = table.add(fences, Fence { stream: other, tick: other_since, event: None });
+        }
+        BlockState::Free { stream, since }
+    };
+    let taker = &mut blocks[to as usize];
+    (taker.fences, taker.state) = (fences, state);
 }
 
 /// What a free gave back to the heap.

@@ -141,7 +141,7 @@ fn free_index_is_exact(heap: &Heap) -> bool {
     }
     heap.free.iter().zip(&mut expected).all(|(index, expected)| {
         expected.sort_unstable();
-        index.keys(&heap.table).eq(expected.iter().copied())
+        index.keys(heap.table.blocks()).eq(expected.iter().copied())
     })
 }
 

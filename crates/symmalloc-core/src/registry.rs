@@ -1,7 +1,8 @@
 //! A registry: an append-only table that is read without a lock while it grows.
 //!
 //! Pools, heaps and the routes between them are looked up by every `allocate` and `free` and made rarely. The first few
-//! entries, all that most programs have, are one comparison and two loads away; the rest lives in a [`boxcar::Vec`].
+//! entries, all that most programs have, are a comparison and a load away; the rest lives in a [`boxcar::Vec`]. What is
+//! registered should be small, a box or a counted pointer: the first entries lie in the registry itself.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,8 +14,8 @@ const NEAR: usize = 8;
 pub(crate) struct Registry<T> {
     /// One more than the largest index that was made.
     len: AtomicUsize,
-    near: [OnceLock<Box<T>>; NEAR],
-    far: boxcar::Vec<OnceLock<Box<T>>>,
+    near: [OnceLock<T>; NEAR],
+    far: boxcar::Vec<OnceLock<T>>,
 }
 
 impl<T> Registry<T> {
@@ -25,9 +26,14 @@ impl<T> Registry<T> {
     #[inline]
     pub(crate) fn get(&self, index: usize) -> Option<&T> {
         match self.near.get(index) {
-            Some(entry) => entry.get().map(Box::as_ref),
-            None => self.far.get(index - NEAR)?.get().map(Box::as_ref),
+            Some(entry) => entry.get(),
+            None => self.get_far(index),
         }
+    }
+
+    #[inline(never)]
+    fn get_far(&self, index: usize) -> Option<&T> {
+        self.far.get(index - NEAR)?.get()
     }
 
     /// The entry, made now if it was not made before.
@@ -42,7 +48,7 @@ impl<T> Registry<T> {
             }
         };
         self.len.fetch_max(index + 1, Ordering::AcqRel);
-        entry.get_or_init(|| Box::new(make()))
+        entry.get_or_init(make)
     }
 
     /// Adds an entry, which is told its index.

@@ -1,6 +1,6 @@
 //! Reports: what the allocator holds, for programs and for people. Nothing here changes anything but peaks and scopes.
 
-use crate::allocator::{Allocator, Pool};
+use crate::allocator::Allocator;
 use crate::backend::{Backend, DeviceAddress};
 use crate::block_table::BlockState;
 use crate::digest::Digest;
@@ -41,7 +41,8 @@ impl MemoryStats {
         self.retired_bytes += heap.log.retired_bytes();
         self.segment_count += heap.table.segment_count() as u64;
         self.segments_born += u64::from(heap.next_segment.0);
-        self.free_block_count += heap.free.iter().map(|index| index.keys(&heap.table).count() as u64).sum::<u64>();
+        self.free_block_count +=
+            heap.free.iter().map(|index| index.keys(heap.table.blocks()).count() as u64).sum::<u64>();
         self.largest_free_bytes = self.largest_free_bytes.max(heap.largest_free_bytes());
     }
 }
@@ -270,7 +271,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Every live segment and block, in (pool, stream, sequence, offset) order.
     pub fn snapshot(&self) -> Snapshot {
-        let pools = self.pools.iter().flat_map(|(_, entry): (_, &Pool<L>)| entry.heaps());
+        let pools = self.pools.iter().flat_map(|(_, entry)| entry.heaps());
         Snapshot { segments: pools.flat_map(|heap| segments_of(&heap.lock())).collect() }
     }
 

@@ -1,11 +1,12 @@
 //! Statistics, with the words and the meaning of PyTorch's `memory_stats`.
 //!
-//! Counting happens on the path of `allocate` and `free`, so a counter is three integers and nothing is computed there
-//! that can be computed when somebody asks:
+//! Counting happens on the path of `allocate` and `free`, so nothing is computed there that can be computed when somebody
+//! asks. A counter holds its peak and how far below it is: adding takes from that distance, and only when the distance does
+//! not suffice, which in a steady state never happens, is there a new peak.
 //!
 //! ```text
-//!  freed = allocated − current            peak ≥ current
-//!  all   = small + large                  (current, allocated, freed; a peak is its own)
+//!  current = peak − below_peak            freed = allocated − current
+//!  all     = small + large                (current, allocated, freed; a peak is its own)
 //! ```
 //!
 //! A [`StatScope`](crate::report::StatScope) asks for the same numbers over a part of the program. Opening one saves the peaks and starts them
@@ -27,32 +28,51 @@ pub struct Stat {
     pub freed: u64,
 }
 
+/// A quantity while it is counted.
 #[derive(Clone, Copy, Debug, Default)]
 struct Counter {
-    current: u64,
-    peak: u64,
     allocated: u64,
+    peak: u64,
+    /// Peak less current.
+    below_peak: u64,
 }
 
 impl Counter {
-    #[inline]
+    #[inline(always)]
     fn add(&mut self, amount: u64) {
         self.allocated += amount;
-        let current = self.current + amount;
-        self.current = current;
-        // In a steady state the peak is behind: a branch that is never taken costs less than a store.
-        if current > self.peak {
-            self.peak = current;
+        let (below_peak, is_above) = self.below_peak.overflowing_sub(amount);
+        self.below_peak = below_peak;
+        if is_above {
+            self.raise_peak();
         }
     }
 
-    #[inline]
+    /// The distance fell below zero: the peak is higher by as much.
+    #[cold]
+    #[inline(never)]
+    fn raise_peak(&mut self) {
+        self.peak += self.below_peak.wrapping_neg();
+        self.below_peak = 0;
+    }
+
+    #[inline(always)]
     fn take(&mut self, amount: u64) {
-        self.current -= amount;
+        self.below_peak += amount;
+    }
+
+    fn current(&self) -> u64 {
+        self.peak - self.below_peak
+    }
+
+    /// Puts the peak elsewhere, at or above the current value.
+    fn set_peak(&mut self, peak: u64) {
+        (self.peak, self.below_peak) = (peak, peak - self.current());
     }
 
     fn stat(&self) -> Stat {
-        Stat { current: self.current, peak: self.peak, allocated: self.allocated, freed: self.allocated - self.current }
+        let current = self.current();
+        Stat { current, peak: self.peak, allocated: self.allocated, freed: self.allocated - current }
     }
 }
 
@@ -93,14 +113,14 @@ struct Usage {
 }
 
 impl Usage {
-    #[inline]
+    #[inline(always)]
     fn allocate(&mut self, allocated_bytes: u64, requested_bytes: u64) {
         self.allocations.add(1);
         self.allocated_bytes.add(allocated_bytes);
         self.requested_bytes.add(requested_bytes);
     }
 
-    #[inline]
+    #[inline(always)]
     fn free(&mut self, allocated_bytes: u64, requested_bytes: u64) {
         self.allocations.take(1);
         self.allocated_bytes.take(allocated_bytes);
@@ -120,7 +140,7 @@ impl Usage {
     }
 
     fn restart_peaks(&mut self) {
-        self.counters().into_iter().for_each(|counter| counter.peak = counter.current);
+        self.counters().into_iter().for_each(|counter| counter.set_peak(counter.current()));
     }
 }
 
@@ -133,12 +153,12 @@ pub(crate) struct ScopedUsage {
 }
 
 impl ScopedUsage {
-    #[inline]
+    #[inline(always)]
     pub(crate) fn allocate(&mut self, allocated_bytes: u64, requested_bytes: u64) {
         self.usage.allocate(allocated_bytes, requested_bytes);
     }
 
-    #[inline]
+    #[inline(always)]
     pub(crate) fn free(&mut self, allocated_bytes: u64, requested_bytes: u64) {
         self.usage.free(allocated_bytes, requested_bytes);
     }
@@ -162,11 +182,16 @@ impl ScopedUsage {
         let since = |now: Counter, then: Counter| {
             let allocated = now.allocated - then.allocated;
             // current = then.current + allocated - freed
-            Stat { current: now.current, peak: now.peak, allocated, freed: then.current + allocated - now.current }
+            Stat {
+                current: now.current(),
+                peak: now.peak,
+                allocated,
+                freed: then.current() + allocated - now.current(),
+            }
         };
         let (now, then) = (self.usage, outer);
         for (counter, outer) in self.usage.counters().into_iter().zip(outer.counters()) {
-            counter.peak = counter.peak.max(outer.peak);
+            counter.set_peak(counter.peak.max(outer.peak));
         }
         UsageStats {
             allocations: since(now.allocations, then.allocations),
@@ -185,7 +210,7 @@ pub(crate) struct HeapUsage {
 }
 
 impl HeapUsage {
-    #[inline]
+    #[inline(always)]
     fn class(&mut self, class: SizeClass) -> &mut ScopedUsage {
         match class {
             SizeClass::Small => &mut self.small,
@@ -193,13 +218,13 @@ impl HeapUsage {
         }
     }
 
-    #[inline]
+    #[inline(always)]
     pub(crate) fn allocate(&mut self, class: SizeClass, allocated_bytes: u64, requested_bytes: u64) {
         self.class(class).allocate(allocated_bytes, requested_bytes);
         self.all.allocate(allocated_bytes, requested_bytes);
     }
 
-    #[inline]
+    #[inline(always)]
     pub(crate) fn free(&mut self, class: SizeClass, allocated_bytes: u64, requested_bytes: u64) {
         self.class(class).free(allocated_bytes, requested_bytes);
         self.all.free(allocated_bytes, requested_bytes);
