@@ -1,7 +1,7 @@
-//! The allocator: streams, pools and the way from a request to the heap that serves it.
+//! The allocator: what a program calls.
 //!
-//! A placement is decided inside one heap, by the story told in `heap.rs`. This file finds the heap, checks what the
-//! program passed, and walks the documented path when memory runs out:
+//! A placement is decided inside one heap, by the story told in `heap.rs`. An allocation takes these steps, and most end
+//! with the first:
 //!
 //! ```text
 //!  1. best fit among the heap's free blocks                                             (heap.rs)
@@ -17,26 +17,27 @@
 
 use crate::backend::{Backend, BackendError};
 use crate::budget::Budget;
-use crate::config::{Config, ConfigError, PoolConfig, Reclaim, StreamPolicy};
+use crate::config::{Config, ConfigError};
 use crate::digest::{Mark, op_word};
 use crate::errors::{
-    AllocateError, FreeError, HandleError, OutOfMemory, OutOfMemoryCause, PoolError, RecordUseError, ReserveError,
-    StreamError, TrimError, UnknownError,
+    AllocateError, FreeError, HandleError, RecordUseError, ReserveError, StreamError, TrimError, UnknownError,
 };
 use crate::fence::StreamClocks;
 use crate::handle::{Allocation, Handle};
-use crate::heap::{Heap, HeapIdentity, Shortage, Surroundings};
-use crate::ids::{HeapId, Placement, PoolId, StreamId};
+use crate::heap::{Heap, Surroundings};
+use crate::ids::{Placement, PoolId, StreamId};
 use crate::lock::{Exclusive, Lock, LockCell, Shared};
 use crate::observers::Observers;
+use crate::out_of_memory::{FailureCallback, Request};
 use crate::pointer_index::SegmentDirectory;
+use crate::pool::Pool;
 use crate::registry::Registry;
-use crate::stats::{ScopedUsage, UsageStats};
+use crate::stats::ScopedUsage;
 use crate::trim::TrimGoal;
-use crate::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, bytes};
+use crate::units::{SEGMENT_BYTES_MAX, UNIT_BYTES};
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicU32, Ordering};
 
 /// A caching device allocator over a backend, driven by one thread ([`Exclusive`]) or by many ([`Shared`]).
 ///
@@ -62,67 +63,21 @@ pub struct Allocator<B: Backend, L: Lock = Exclusive> {
     pub(crate) around: Surroundings<B, L>,
     config: Config,
     /// Tells this allocator's handles from another's.
-    owner: u16,
-    granularity_bytes: u64,
+    pub(crate) owner: u16,
+    pub(crate) granularity_bytes: u64,
     /// Number of registered streams. Written under the lock of `clocks`.
-    streams: AtomicU32,
+    pub(crate) streams: AtomicU32,
     pub(crate) pools: Registry<Box<Pool<L>>>,
     pub(crate) heaps: Registry<Arc<L::Cell<Heap>>>,
     /// Exact usage over all heaps, kept while [`is_tallied`](Self::is_tallied).
     pub(crate) usage: L::Cell<ScopedUsage>,
     pub(crate) open_scopes: L::Cell<usize>,
     pub(crate) observers: L::Cell<Observers>,
-    failure_callback: L::Cell<Option<FailureCallback<B, L>>>,
+    pub(crate) failure_callback: L::Cell<Option<FailureCallback<B, L>>>,
 }
 
 /// An [`Allocator`] that many threads drive. Put it into an `Arc`.
 pub type SharedAllocator<B> = Allocator<B, Shared>;
-
-/// What a program is asked when an allocation is about to fail. Called without any lock; may free, trim and log.
-type FailureCallback<B, L> = Arc<dyn Fn(&Allocator<B, L>, &OutOfMemory) -> Retry + Send + Sync>;
-
-/// The answer of a failure callback.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Retry {
-    /// Memory was made available: try again.
-    Again,
-    /// Let the allocation fail.
-    GiveUp,
-}
-
-#[derive(Debug)]
-pub(crate) struct Pool<L: Lock> {
-    pub(crate) config: PoolConfig,
-    pub(crate) budget: Arc<Budget>,
-    /// The heap of each stream, by stream; of all streams, at index 0, when they share.
-    routes: Registry<Arc<L::Cell<Heap>>>,
-    pub(crate) is_destroyed: AtomicBool,
-}
-
-impl<L: Lock> Pool<L> {
-    fn new(config: PoolConfig) -> Self {
-        Pool {
-            budget: Arc::new(Budget::new(config.limit_bytes())),
-            config,
-            routes: Registry::new(),
-            is_destroyed: AtomicBool::new(false),
-        }
-    }
-
-    /// The pool's heaps in stream order.
-    pub(crate) fn heaps(&self) -> impl Iterator<Item = &L::Cell<Heap>> {
-        self.routes.iter().map(|(_, heap)| heap.as_ref())
-    }
-
-    /// Which route serves a stream.
-    #[inline]
-    fn route_index(&self, stream: StreamId) -> usize {
-        match self.config.streams() {
-            StreamPolicy::Separate => stream.index(),
-            StreamPolicy::Shared => 0,
-        }
-    }
-}
 
 /// Numbers the allocators of this process. Goes into handles, never into a decision.
 static NEXT_OWNER: AtomicU16 = AtomicU16::new(1);
@@ -194,53 +149,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Number of registered streams.
     pub fn stream_count(&self) -> u32 {
         self.streams.load(Ordering::Acquire)
-    }
-
-    /// Makes the program's next pool. Create pools in the same order on every rank.
-    ///
-    /// # Errors
-    /// None at present; reserved for policies that a backend cannot serve.
-    pub fn create_pool(&self, config: PoolConfig) -> Result<PoolId, PoolError> {
-        Ok(PoolId(self.pools.push(|_| Box::new(Pool::new(config))) as u32))
-    }
-
-    /// Number of pools created so far, the default pool and destroyed ones included.
-    pub fn pool_count(&self) -> u32 {
-        self.pools.len() as u32
-    }
-
-    /// Gives a pool up: all of its memory goes back to the device, reserved segments too. Its id is not reused.
-    ///
-    /// # Errors
-    /// When it does not exist, is the default pool, is observed, or has live allocations; it is as it was then. When the
-    /// driver fails, the pool is destroyed and the next [`trim`](Self::trim) of all pools tries again.
-    pub fn destroy_pool(&self, pool: PoolId) -> Result<(), PoolError> {
-        let entry = self.pool(pool)?;
-        if pool == PoolId::DEFAULT {
-            return Err(PoolError::Default);
-        }
-        let observers = self.observers.lock().count(pool);
-        if observers > 0 {
-            return Err(PoolError::Observed { pool, observers });
-        }
-        // All heaps at once, so that no other thread allocates between the question and the answer.
-        let mut heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
-        let live = heaps.iter().map(|heap| heap.usage.stats().all).fold(UsageStats::default(), UsageStats::plus);
-        if live.allocations.current > 0 {
-            return Err(PoolError::InUse {
-                pool,
-                allocations: live.allocations.current,
-                allocated_bytes: live.allocated_bytes.current,
-            });
-        }
-        entry.is_destroyed.store(true, Ordering::Release);
-        let mut first_error = None;
-        for heap in &mut heaps {
-            heap.is_closed = true;
-            heap.retire_all(&self.around);
-            first_error = first_error.or(heap.release_retired(&self.around).1);
-        }
-        first_error.map_or(Ok(()), |error| Err(error.into()))
     }
 
     /// Allocates `size_bytes` from a pool for work on a stream. Zero bytes take no memory and have address 0.
@@ -408,7 +316,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         released
     }
 
-    fn trim_pool(&self, entry: &Pool<L>, goal: TrimGoal) -> Result<u64, TrimError> {
+    pub(crate) fn trim_pool(&self, entry: &Pool<L>, goal: TrimGoal) -> Result<u64, TrimError> {
         let mut released = Ok(0);
         for heap in entry.heaps() {
             let outcome = heap.lock().trim(&self.around, goal);
@@ -438,116 +346,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(dropped)
     }
 
-    /// Sets what is asked when an allocation is about to fail. It is called without any lock and may use the allocator;
-    /// an allocation inside it that fails asks it again. For ranks to stay alike it must decide from the program alone.
-    pub fn set_failure_callback(&self, callback: impl Fn(&Self, &OutOfMemory) -> Retry + Send + Sync + 'static) {
-        *self.failure_callback.lock() = Some(Arc::new(callback));
-    }
-
-    /// The out-of-memory path: steps 3 to 5 of the [module documentation](self).
-    #[cold]
-    fn persist<T>(
-        &self,
-        entry: &Pool<L>,
-        heap: &L::Cell<Heap>,
-        request: Request,
-        mut shortage: Shortage,
-        attempt: impl Fn(&mut Heap) -> Result<T, Box<Shortage>>,
-    ) -> Result<T, AllocateError> {
-        let mut retries = 0;
-        let mut has_reclaimed = false;
-        loop {
-            let (missing, cause) = match shortage {
-                Shortage::Limit { met, missing } => {
-                    let (scope, limit_bytes) = (met.scope, met.limit_bytes);
-                    (missing, OutOfMemoryCause::Limit { scope, limit_bytes })
-                }
-                Shortage::SegmentFull { segment_bytes, missing } => {
-                    (missing, OutOfMemoryCause::SegmentFull { segment_bytes })
-                }
-                Shortage::Driver { error, missing } => (missing, OutOfMemoryCause::Driver(error)),
-                Shortage::Fence(error) => return Err(AllocateError::Fence { stream: request.stream, error }),
-                Shortage::Closed => return Err(UnknownError::DestroyedPool { pool: request.pool }.into()),
-            };
-            // What is larger than the limit itself does not fit into an empty pool either: nothing is given back in vain.
-            let can_help =
-                matches!(cause, OutOfMemoryCause::Limit { limit_bytes, .. } if bytes(missing) <= limit_bytes);
-            if can_help && !has_reclaimed {
-                has_reclaimed = true;
-                self.reclaim(entry, heap, TrimGoal::AtLeast(bytes(missing)));
-            } else {
-                let error = self.out_of_memory(entry, heap, request, bytes(missing), cause);
-                let callback = self.failure_callback.lock().clone();
-                let may_retry = retries < self.config.retries_max();
-                match callback.filter(|_| may_retry).map(|callback| callback(self, &error)) {
-                    Some(Retry::Again) => retries += 1,
-                    Some(Retry::GiveUp) | None => return Err(self.refuse(heap, request, error)),
-                }
-            }
-            match attempt(&mut heap.lock()) {
-                Ok(done) => return Ok(done),
-                Err(again) => shortage = *again,
-            }
-        }
-    }
-
-    /// Step 3: gives back what `reclaim` allows. What the driver then fails to take back counts as still reserved.
-    fn reclaim(&self, entry: &Pool<L>, heap: &L::Cell<Heap>, goal: TrimGoal) {
-        let failed = match entry.config.reclaim() {
-            Reclaim::Never => None,
-            Reclaim::Heap => heap.lock().trim(&self.around, goal).err().map(|failure| failure.error),
-            Reclaim::Pool => self.trim_pool(entry, goal).err().and_then(|error| match error {
-                TrimError::Backend { error, .. } => Some(error),
-                TrimError::Unknown(_) => None,
-            }),
-        };
-        if let Some(error) = failed {
-            tracing::warn!(name: "trim.failed", target: "symmalloc", %error);
-        }
-    }
-
-    fn out_of_memory(
-        &self,
-        entry: &Pool<L>,
-        heap: &L::Cell<Heap>,
-        request: Request,
-        missing_bytes: u64,
-        cause: OutOfMemoryCause,
-    ) -> OutOfMemory {
-        let allocated_bytes = entry.heaps().map(|heap| heap.lock().usage.stats().all.allocated_bytes.current).sum();
-        OutOfMemory {
-            pool: request.pool,
-            stream: request.stream,
-            requested_bytes: request.size_bytes,
-            missing_bytes,
-            reserved_bytes: entry.budget.reserved_bytes(),
-            allocated_bytes,
-            largest_free_bytes: heap.lock().largest_free_bytes(),
-            cause,
-        }
-    }
-
-    /// Step 5.
-    fn refuse(&self, heap: &L::Cell<Heap>, request: Request, error: OutOfMemory) -> AllocateError {
-        let mark = match error.cause {
-            OutOfMemoryCause::Limit { .. } => Mark::RefusedByLimit,
-            OutOfMemoryCause::SegmentFull { .. } => Mark::RefusedBySegment,
-            OutOfMemoryCause::Driver(_) => Mark::RefusedByDriver,
-        };
-        heap.lock().digest.fold(op_word(mark, request.stream, request.size_bytes), 0);
-        tracing::warn!(
-            name: "memory.refused",
-            target: "symmalloc",
-            pool = request.pool.0,
-            stream = request.stream.0,
-            requested_bytes = request.size_bytes,
-            reserved_bytes = error.reserved_bytes,
-            allocated_bytes = error.allocated_bytes,
-            cause = ?error.cause,
-        );
-        AllocateError::OutOfMemory(Box::new(error))
-    }
-
     /// The configured trigger of rule D5: a heap that holds more free bytes than the threshold gives them back.
     #[cold]
     fn release_above(&self, heap: &mut Heap, threshold_bytes: u64) {
@@ -571,104 +369,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             size_bytes: 0,
         }
     }
-
-    pub(crate) fn pool(&self, pool: PoolId) -> Result<&Pool<L>, UnknownError> {
-        let Some(entry) = self.pools.get(pool.index()) else { return Err(self.unknown_pool(pool)) };
-        if entry.is_destroyed.load(Ordering::Acquire) {
-            return Err(UnknownError::DestroyedPool { pool });
-        }
-        Ok(entry)
-    }
-
-    #[inline]
-    fn known_stream(&self, stream: StreamId) -> Result<(), UnknownError> {
-        let streams = self.streams.load(Ordering::Acquire);
-        if u32::from(stream.0) < streams { Ok(()) } else { Err(UnknownError::Stream { stream, streams }) }
-    }
-
-    /// Whether usage over all heaps is counted beside each heap's own: with one heap they are the same, and several
-    /// threads would meet at the counters.
-    #[inline]
-    pub(crate) fn is_tallied(&self) -> bool {
-        L::IS_EXCLUSIVE && self.heaps.len() > 1
-    }
-
-    #[inline(always)]
-    fn tally(&self, count: impl FnOnce(&mut ScopedUsage)) {
-        if self.is_tallied() {
-            count(&mut self.usage.lock());
-        }
-    }
-
-    /// A second heap comes to the first: from now on their sum has peaks of its own.
-    fn start_tally(&self) {
-        if let Some(first) = self.heaps.get(0).filter(|_| L::IS_EXCLUSIVE) {
-            *self.usage.lock() = first.lock().usage.all().clone();
-        }
-    }
-
-    pub(crate) fn heap_of(&self, handle: Handle) -> Result<&L::Cell<Heap>, HandleError> {
-        self.heaps.get(handle.heap.index()).map(Arc::as_ref).ok_or(HandleError::Foreign { handle })
-    }
-
-    /// The heap that serves a stream in a pool, if it was made already.
-    #[inline(always)]
-    fn route(&self, pool: PoolId, stream: StreamId) -> Option<&L::Cell<Heap>> {
-        let entry = self.pools.get(pool.index())?;
-        let heap = match entry.config.streams() {
-            // A stream has a heap only if it is registered.
-            StreamPolicy::Separate => entry.routes.get(stream.index()),
-            StreamPolicy::Shared => entry.routes.get(0).filter(|_| self.known_stream(stream).is_ok()),
-        };
-        heap.map(Arc::as_ref)
-    }
-
-    /// The heap that serves a stream in a pool, made at the first request.
-    fn route_or_make(&self, pool: PoolId, stream: StreamId) -> Result<(&Pool<L>, &L::Cell<Heap>), UnknownError> {
-        let Some(entry) = self.pools.get(pool.index()) else { return Err(self.unknown_pool(pool)) };
-        self.known_stream(stream)?;
-        match entry.routes.get(entry.route_index(stream)) {
-            Some(heap) => Ok((entry, heap)),
-            None => Ok((entry, self.make_heap(pool, stream)?)),
-        }
-    }
-
-    /// The heap of (pool, stream) if it was made already.
-    pub(crate) fn existing_heap<'a>(&self, entry: &'a Pool<L>, stream: StreamId) -> Option<&'a L::Cell<Heap>> {
-        entry.routes.get(entry.route_index(stream)).map(Arc::as_ref)
-    }
-
-    #[cold]
-    fn make_heap(&self, pool: PoolId, stream: StreamId) -> Result<&L::Cell<Heap>, UnknownError> {
-        let entry = self.pool(pool)?;
-        let heap = entry.routes.get_or_make(entry.route_index(stream), || {
-            let make = |index| {
-                let identity = HeapIdentity {
-                    id: HeapId(index as u32),
-                    pool,
-                    stream: (entry.config.streams() == StreamPolicy::Separate).then_some(stream),
-                    owner: self.owner,
-                };
-                let budget = Arc::clone(&entry.budget);
-                let lookup = self.config.pointer_lookup();
-                let mut heap = Heap::new(identity, entry.config.clone(), budget, self.granularity_bytes, lookup);
-                (0..*self.open_scopes.lock()).for_each(|_| heap.usage.open_scope());
-                self.observers.lock().of_pool(pool).for_each(|observer| heap.log.observe(observer));
-                Arc::new(L::Cell::new(heap))
-            };
-            let index = self.heaps.push(make);
-            if index == 1 {
-                self.start_tally();
-            }
-            Arc::clone(self.heaps.get(index).expect("it was just made"))
-        });
-        Ok(heap)
-    }
-
-    #[cold]
-    fn unknown_pool(&self, pool: PoolId) -> UnknownError {
-        UnknownError::Pool { pool, pools: self.pool_count() }
-    }
 }
 
 impl<B: Backend + fmt::Debug, L: Lock> fmt::Debug for Allocator<B, L> {
@@ -690,14 +390,6 @@ impl<B: Backend, L: Lock> Drop for Allocator<B, L> {
             entry.heaps().for_each(|heap| heap.lock().abandon(&self.around));
         }
     }
-}
-
-/// What was asked for, for errors and digests.
-#[derive(Clone, Copy)]
-struct Request {
-    pool: PoolId,
-    stream: StreamId,
-    size_bytes: u64,
 }
 
 /// The slot in handles of allocations of zero bytes.

@@ -1,0 +1,146 @@
+//! When memory runs out: steps 3 to 5 of an allocation. See [`crate::allocator`] for all of them.
+
+use crate::allocator::Allocator;
+use crate::backend::Backend;
+use crate::config::Reclaim;
+use crate::digest::{Mark, op_word};
+use crate::errors::{AllocateError, OutOfMemory, OutOfMemoryCause, TrimError, UnknownError};
+use crate::heap::{Heap, Shortage};
+use crate::ids::{PoolId, StreamId};
+use crate::lock::{Lock, LockCell};
+use crate::pool::Pool;
+use crate::trim::TrimGoal;
+use crate::units::bytes;
+use std::sync::Arc;
+
+/// What a program is asked when an allocation is about to fail. Called without any lock; may free, trim and log.
+pub(crate) type FailureCallback<B, L> = Arc<dyn Fn(&Allocator<B, L>, &OutOfMemory) -> Retry + Send + Sync>;
+
+/// The answer of a failure callback.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Retry {
+    /// Memory was made available: try again.
+    Again,
+    /// Let the allocation fail.
+    GiveUp,
+}
+
+/// What was asked for, for errors and digests.
+#[derive(Clone, Copy)]
+pub(crate) struct Request {
+    pub(crate) pool: PoolId,
+    pub(crate) stream: StreamId,
+    pub(crate) size_bytes: u64,
+}
+
+impl<B: Backend, L: Lock> Allocator<B, L> {
+    /// Sets what is asked when an allocation is about to fail. It is called without any lock and may use the allocator;
+    /// an allocation inside it that fails asks it again. For ranks to stay alike it must decide from the program alone.
+    pub fn set_failure_callback(&self, callback: impl Fn(&Self, &OutOfMemory) -> Retry + Send + Sync + 'static) {
+        *self.failure_callback.lock() = Some(Arc::new(callback));
+    }
+
+    /// The out-of-memory path: steps 3 to 5 of the [module documentation](self).
+    #[cold]
+    pub(crate) fn persist<T>(
+        &self,
+        entry: &Pool<L>,
+        heap: &L::Cell<Heap>,
+        request: Request,
+        mut shortage: Shortage,
+        attempt: impl Fn(&mut Heap) -> Result<T, Box<Shortage>>,
+    ) -> Result<T, AllocateError> {
+        let mut retries = 0;
+        let mut has_reclaimed = false;
+        loop {
+            let (missing, cause) = match shortage {
+                Shortage::Limit { met, missing } => {
+                    let (scope, limit_bytes) = (met.scope, met.limit_bytes);
+                    (missing, OutOfMemoryCause::Limit { scope, limit_bytes })
+                }
+                Shortage::SegmentFull { segment_bytes, missing } => {
+                    (missing, OutOfMemoryCause::SegmentFull { segment_bytes })
+                }
+                Shortage::Driver { error, missing } => (missing, OutOfMemoryCause::Driver(error)),
+                Shortage::Fence(error) => return Err(AllocateError::Fence { stream: request.stream, error }),
+                Shortage::Closed => return Err(UnknownError::DestroyedPool { pool: request.pool }.into()),
+            };
+            // What is larger than the limit itself does not fit into an empty pool either: nothing is given back in vain.
+            let can_help =
+                matches!(cause, OutOfMemoryCause::Limit { limit_bytes, .. } if bytes(missing) <= limit_bytes);
+            if can_help && !has_reclaimed {
+                has_reclaimed = true;
+                self.reclaim(entry, heap, TrimGoal::AtLeast(bytes(missing)));
+            } else {
+                let error = self.out_of_memory(entry, heap, request, bytes(missing), cause);
+                let callback = self.failure_callback.lock().clone();
+                let may_retry = retries < self.config().retries_max();
+                match callback.filter(|_| may_retry).map(|callback| callback(self, &error)) {
+                    Some(Retry::Again) => retries += 1,
+                    Some(Retry::GiveUp) | None => return Err(self.refuse(heap, request, error)),
+                }
+            }
+            match attempt(&mut heap.lock()) {
+                Ok(done) => return Ok(done),
+                Err(again) => shortage = *again,
+            }
+        }
+    }
+
+    /// Step 3: gives back what `reclaim` allows. What the driver then fails to take back counts as still reserved.
+    fn reclaim(&self, entry: &Pool<L>, heap: &L::Cell<Heap>, goal: TrimGoal) {
+        let failed = match entry.config.reclaim() {
+            Reclaim::Never => None,
+            Reclaim::Heap => heap.lock().trim(&self.around, goal).err().map(|failure| failure.error),
+            Reclaim::Pool => self.trim_pool(entry, goal).err().and_then(|error| match error {
+                TrimError::Backend { error, .. } => Some(error),
+                TrimError::Unknown(_) => None,
+            }),
+        };
+        if let Some(error) = failed {
+            tracing::warn!(name: "trim.failed", target: "symmalloc", %error);
+        }
+    }
+
+    fn out_of_memory(
+        &self,
+        entry: &Pool<L>,
+        heap: &L::Cell<Heap>,
+        request: Request,
+        missing_bytes: u64,
+        cause: OutOfMemoryCause,
+    ) -> OutOfMemory {
+        let allocated_bytes = entry.heaps().map(|heap| heap.lock().usage.stats().all.allocated_bytes.current).sum();
+        OutOfMemory {
+            pool: request.pool,
+            stream: request.stream,
+            requested_bytes: request.size_bytes,
+            missing_bytes,
+            reserved_bytes: entry.budget.reserved_bytes(),
+            allocated_bytes,
+            largest_free_bytes: heap.lock().largest_free_bytes(),
+            cause,
+        }
+    }
+
+    /// Step 5.
+    fn refuse(&self, heap: &L::Cell<Heap>, request: Request, error: OutOfMemory) -> AllocateError {
+        let mark = match error.cause {
+            OutOfMemoryCause::Limit { .. } => Mark::RefusedByLimit,
+            OutOfMemoryCause::SegmentFull { .. } => Mark::RefusedBySegment,
+            OutOfMemoryCause::Driver(_) => Mark::RefusedByDriver,
+        };
+        heap.lock().digest.fold(op_word(mark, request.stream, request.size_bytes), 0);
+        tracing::warn!(
+            name: "memory.refused",
+            target: "symmalloc",
+            pool = request.pool.0,
+            stream = request.stream.0,
+            requested_bytes = request.size_bytes,
+            reserved_bytes = error.reserved_bytes,
+            allocated_bytes = error.allocated_bytes,
+            cause = ?error.cause,
+        );
+        AllocateError::OutOfMemory(Box::new(error))
+    }
+}

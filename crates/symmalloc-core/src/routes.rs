@@ -1,0 +1,105 @@
+//! Routes: from (pool, stream) to the heap that serves it. Heaps are made at the first request, and found without a lock.
+
+use crate::allocator::Allocator;
+use crate::backend::Backend;
+use crate::config::StreamPolicy;
+use crate::errors::{HandleError, UnknownError};
+use crate::handle::Handle;
+use crate::heap::{Heap, HeapIdentity};
+use crate::ids::{HeapId, PoolId, StreamId};
+use crate::lock::{Lock, LockCell};
+use crate::pool::Pool;
+use crate::stats::ScopedUsage;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+impl<B: Backend, L: Lock> Allocator<B, L> {
+    #[inline]
+    pub(crate) fn known_stream(&self, stream: StreamId) -> Result<(), UnknownError> {
+        let streams = self.streams.load(Ordering::Acquire);
+        if u32::from(stream.0) < streams { Ok(()) } else { Err(UnknownError::Stream { stream, streams }) }
+    }
+
+    pub(crate) fn heap_of(&self, handle: Handle) -> Result<&L::Cell<Heap>, HandleError> {
+        self.heaps.get(handle.heap.index()).map(Arc::as_ref).ok_or(HandleError::Foreign { handle })
+    }
+
+    /// The heap that serves a stream in a pool, if it was made already.
+    #[inline(always)]
+    pub(crate) fn route(&self, pool: PoolId, stream: StreamId) -> Option<&L::Cell<Heap>> {
+        let entry = self.pools.get(pool.index())?;
+        let heap = match entry.config.streams() {
+            // A stream has a heap only if it is registered.
+            StreamPolicy::Separate => entry.routes.get(stream.index()),
+            StreamPolicy::Shared => entry.routes.get(0).filter(|_| self.known_stream(stream).is_ok()),
+        };
+        heap.map(Arc::as_ref)
+    }
+
+    /// The heap that serves a stream in a pool, made at the first request.
+    pub(crate) fn route_or_make(
+        &self,
+        pool: PoolId,
+        stream: StreamId,
+    ) -> Result<(&Pool<L>, &L::Cell<Heap>), UnknownError> {
+        let Some(entry) = self.pools.get(pool.index()) else { return Err(self.unknown_pool(pool)) };
+        self.known_stream(stream)?;
+        match entry.routes.get(entry.route_index(stream)) {
+            Some(heap) => Ok((entry, heap)),
+            None => Ok((entry, self.make_heap(pool, stream)?)),
+        }
+    }
+
+    /// The heap of (pool, stream) if it was made already.
+    pub(crate) fn existing_heap<'a>(&self, entry: &'a Pool<L>, stream: StreamId) -> Option<&'a L::Cell<Heap>> {
+        entry.routes.get(entry.route_index(stream)).map(Arc::as_ref)
+    }
+
+    #[cold]
+    fn make_heap(&self, pool: PoolId, stream: StreamId) -> Result<&L::Cell<Heap>, UnknownError> {
+        let entry = self.pool(pool)?;
+        let heap = entry.routes.get_or_make(entry.route_index(stream), || {
+            let make = |index| {
+                let identity = HeapIdentity {
+                    id: HeapId(index as u32),
+                    pool,
+                    stream: (entry.config.streams() == StreamPolicy::Separate).then_some(stream),
+                    owner: self.owner,
+                };
+                let budget = Arc::clone(&entry.budget);
+                let lookup = self.config().pointer_lookup();
+                let mut heap = Heap::new(identity, entry.config.clone(), budget, self.granularity_bytes, lookup);
+                (0..*self.open_scopes.lock()).for_each(|_| heap.usage.open_scope());
+                self.observers.lock().of_pool(pool).for_each(|observer| heap.log.observe(observer));
+                Arc::new(L::Cell::new(heap))
+            };
+            let index = self.heaps.push(make);
+            if index == 1 {
+                self.start_tally();
+            }
+            Arc::clone(self.heaps.get(index).expect("it was just made"))
+        });
+        Ok(heap)
+    }
+
+    /// Whether usage over all heaps is counted beside each heap's own: with one heap they are the same, and several
+    /// threads would meet at the counters.
+    #[inline]
+    pub(crate) fn is_tallied(&self) -> bool {
+        L::IS_EXCLUSIVE && self.heaps.len() > 1
+    }
+
+    #[inline(always)]
+    pub(crate) fn tally(&self, count: impl FnOnce(&mut ScopedUsage)) {
+        if self.is_tallied() {
+            count(&mut self.usage.lock());
+        }
+    }
+
+    /// A second heap comes to the first: from now on their sum has peaks of its own.
+    fn start_tally(&self) {
+        if let Some(first) = self.heaps.get(0).filter(|_| L::IS_EXCLUSIVE) {
+            *self.usage.lock() = first.lock().usage.all().clone();
+        }
+    }
+}
