@@ -24,11 +24,13 @@
 
 use crate::backend::Range;
 use crate::fence::{FenceSetId, Tick};
-use crate::free_index::Slot;
 use crate::ids::{SegmentId, StreamId};
 use crate::size_rules::SizeClass;
 use crate::units::Units;
 use slab::Slab;
+
+/// A slot of the block table.
+pub(crate) type Slot = u32;
 
 /// No block: the end of a list.
 pub(crate) const NONE: Slot = Slot::MAX;

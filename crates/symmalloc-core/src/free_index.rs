@@ -16,47 +16,10 @@
 //! program that keeps 100,000 free blocks of one size would walk that list for ever, so a bin that grows long turns into
 //! a [`SortedRun`], which is logarithmic.
 
-use crate::block_table::{Block, NONE};
+use crate::block_table::{Block, NONE, Slot};
+use crate::free_key::FreeKey;
 use crate::sorted_run::SortedRun;
 use crate::units::Units;
-
-/// A slot of the block table.
-pub(crate) type Slot = u32;
-
-/// A free block's place in the order of rule D2, with its slot: size, sequence, offset, slot, 32 bits each.
-///
-/// The slot never decides: no two free blocks of a heap agree in (sequence, offset).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct FreeKey(u128);
-
-impl FreeKey {
-    #[inline]
-    fn new(size: Units, sequence: u32, offset: Units, slot: Slot) -> Self {
-        let high = (u64::from(size) << 32) | u64::from(sequence);
-        let low = (u64::from(offset) << 32) | u64::from(slot);
-        FreeKey((u128::from(high) << 64) | u128::from(low))
-    }
-
-    #[inline]
-    pub(crate) fn of(block: &Block, slot: Slot) -> Self {
-        FreeKey::new(block.size, block.sequence.0, block.offset, slot)
-    }
-
-    /// The least key a block of this size can have.
-    #[inline]
-    fn least_of(size: Units) -> Self {
-        FreeKey(u128::from(size) << 96)
-    }
-
-    fn size(self) -> Units {
-        (self.0 >> 96) as Units
-    }
-
-    #[inline]
-    pub(crate) fn slot(self) -> Slot {
-        self.0 as Slot
-    }
-}
 
 /// Sizes below 2^MANTISSA_BITS have a bin each; above, every power of two is cut into that many bins.
 const MANTISSA_BITS: u32 = 3;

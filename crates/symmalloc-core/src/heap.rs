@@ -2,8 +2,9 @@
 //!
 //! A heap composes the leaves: the [`BlockTable`] says what lies where, the [`FreeIndex`] says what is free in the order
 //! of rule D2, the [`FenceTable`] says what a block's next user must wait for, and [`SizeRules`] says how large things
-//! are. The heap keeps the three in step, asks the backend for memory when nothing fits ([`crate::obtain`]), gives memory
-//! back when told to ([`crate::trim`]), and folds each decision into its digest.
+//! are. This file keeps them in step and folds each decision into the digest. What needs the driver has files of its
+//! own: [`crate::obtain`] when nothing fits, [`crate::fencing`] when other streams used a block, [`crate::trim`] when
+//! memory goes back.
 //!
 //! ```text
 //!  allocate   best fit in the free index ──found──► wait for its fences ─► split ─► allocated
@@ -19,13 +20,13 @@
 //! (rule D8), and the heap's lock the only lock on the way.
 
 use crate::backend::{Backend, BackendError, DeviceAddress, Range};
-use crate::block_table::{Block, BlockState, BlockTable, Tiling};
+use crate::block_table::{Block, BlockState, BlockTable, Slot, Tiling};
 use crate::budget::{Budget, Budgets, LimitMet};
 use crate::config::{PointerLookup, PoolConfig};
 use crate::digest::{Digest, Mark, op_word, placement_word};
 use crate::errors::{FreeError, HandleError};
-use crate::fence::{Fence, FenceSet, FenceSetId, FenceTable, StreamClocks, Tick};
-use crate::free_index::{FreeIndex, Slot};
+use crate::fence::{Fence, FenceSetId, FenceTable, StreamClocks, Tick};
+use crate::free_index::FreeIndex;
 use crate::handle::{Allocation, Handle, Tags};
 use crate::ids::{HeapId, Placement, PoolId, SegmentId, StreamId};
 use crate::lock::{Lock, LockCell};
@@ -35,7 +36,6 @@ use crate::segment_log::SegmentLog;
 use crate::size_rules::SizeRules;
 use crate::stats::HeapUsage;
 use crate::units::{Units, bytes};
-use smallvec::SmallVec;
 use std::sync::Arc;
 
 /// What a heap needs from outside: nothing of it decides a placement but the budgets.
@@ -245,77 +245,6 @@ impl Heap {
         Some(Allocation { handle: Handle { heap: self.id, slot, tag }, address, placement, size_bytes: bytes(size) })
     }
 
-    /// Orders `stream` behind everyone who used the free block before, on the device.
-    fn wait_for_earlier_users<B: Backend, L: Lock>(
-        &mut self,
-        around: &Surroundings<B, L>,
-        slot: Slot,
-        stream: StreamId,
-    ) -> Result<(), Box<Shortage>> {
-        let block = self.table.block(slot);
-        let BlockState::Free { stream: owner, since } = block.state else {
-            unreachable!("the free index names only free blocks");
-        };
-        if block.fences.is_empty() && owner == stream {
-            return Ok(());
-        }
-        self.wait_for_fences(around, slot, stream, (owner, since)).map_err(|error| Box::new(Shortage::Fence(error)))
-    }
-
-    #[cold]
-    fn wait_for_fences<B: Backend, L: Lock>(
-        &mut self,
-        around: &Surroundings<B, L>,
-        slot: Slot,
-        stream: StreamId,
-        (owner, since): (StreamId, Tick),
-    ) -> Result<(), BackendError> {
-        let block = self.table.block(slot);
-        let mut fences: FenceSet = self.fences.fences(block.fences).into();
-        if owner != stream {
-            fences.push(Fence { stream: owner, tick: since, event: None });
-        }
-        for fence in fences {
-            self.wait_for(around, stream, fence)?;
-        }
-        if self.stream.is_some() {
-            // No other stream takes from this heap: what this one waits for now, nobody has to wait for again.
-            let waited = std::mem::replace(&mut self.table.block_mut(slot).fences, FenceSetId::EMPTY);
-            self.fences.clear(waited);
-        }
-        self.recycle_spent(around);
-        Ok(())
-    }
-
-    fn wait_for<B: Backend, L: Lock>(
-        &self,
-        around: &Surroundings<B, L>,
-        stream: StreamId,
-        fence: Fence,
-    ) -> Result<(), BackendError> {
-        if around.clocks.lock().covers(stream, fence.stream, fence.tick) {
-            return Ok(());
-        }
-        match fence.event {
-            Some(event) => {
-                around.backend.wait(stream, event)?;
-                around.clocks.lock().waits_for_tick(stream, fence.stream, fence.tick);
-            }
-            None => {
-                let event = around.backend.record(fence.stream)?;
-                let waited = around.backend.wait(stream, event);
-                around.backend.recycle(event);
-                waited?;
-                around.clocks.lock().waits_for_now(stream, fence.stream);
-            }
-        }
-        Ok(())
-    }
-
-    pub(crate) fn recycle_spent<B: Backend, L: Lock>(&mut self, around: &Surroundings<B, L>) {
-        self.fences.drain_spent().for_each(|event| around.backend.recycle(event));
-    }
-
     /// Frees a live allocation if that takes neither the driver nor a book but the block's own. Else it is as it was.
     #[inline(always)]
     pub(crate) fn free_at_once(&mut self, handle: Handle) -> Option<Freed> {
@@ -401,36 +330,6 @@ impl Heap {
         self.table.find(slot).and_then(Block::free_size).unwrap_or(0)
     }
 
-    /// Records an event on every other stream that used the block, all or none.
-    #[cold]
-    fn fence_uses<B: Backend, L: Lock>(&mut self, around: &Surroundings<B, L>, slot: Slot) -> Result<(), BackendError> {
-        let set = self.table.block(slot).fences;
-        let mut recorded: SmallVec<[_; 4]> = SmallVec::new();
-        for fence in self.fences.fences(set) {
-            match around.backend.record(fence.stream) {
-                Ok(event) => recorded.push((around.clocks.lock().advance(fence.stream), event)),
-                Err(error) => {
-                    recorded.into_iter().for_each(|(_, event)| around.backend.recycle(event));
-                    return Err(error);
-                }
-            }
-        }
-        self.fences.arm(set, recorded);
-        Ok(())
-    }
-
-    /// Notes that work on `stream` uses the allocation.
-    pub(crate) fn record_use(&mut self, handle: Handle, stream: StreamId) -> Result<(), HandleError> {
-        let (owner, _) = self.live(handle)?;
-        let block = self.table.block_mut(handle.slot);
-        if stream != owner {
-            block.fences = self.fences.add(block.fences, Fence { stream, tick: 0, event: None });
-        }
-        let placement = self.placement(handle.slot);
-        self.digest.fold(op_word(Mark::RecordUse, stream, 0), placement_word(placement));
-        Ok(())
-    }
-
     /// Gives a live allocation a name.
     pub(crate) fn set_name(&mut self, slot: Slot, name: &str) {
         self.names.insert(slot, name);
@@ -467,32 +366,6 @@ impl Heap {
     /// Bytes of the largest free block.
     pub(crate) fn largest_free_bytes(&self) -> u64 {
         self.free.iter().filter_map(|index| index.largest(self.table.blocks())).max().map_or(0, bytes)
-    }
-
-    /// Drops the fences that are over, asking the backend. Placement does not notice.
-    pub(crate) fn drop_completed_fences<B: Backend, L: Lock>(
-        &mut self,
-        around: &Surroundings<B, L>,
-    ) -> Result<u64, BackendError> {
-        let mut dropped = 0;
-        for segment in self.table.segments_in_order() {
-            for slot in self.table.blocks_of(segment).collect::<Vec<_>>() {
-                let set = self.table.block(slot).fences;
-                let mut completed = SmallVec::<[StreamId; 2]>::new();
-                for fence in self.fences.fences(set) {
-                    if let Some(event) = fence.event
-                        && around.backend.query(event)?
-                    {
-                        completed.push(fence.stream);
-                    }
-                }
-                dropped += completed.len() as u64;
-                let left = self.fences.retain(set, |fence| !completed.contains(&fence.stream));
-                self.table.block_mut(slot).fences = left;
-                self.recycle_spent(around);
-            }
-        }
-        Ok(dropped)
     }
 }
 

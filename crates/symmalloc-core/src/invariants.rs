@@ -4,9 +4,9 @@
 
 use crate::allocator::Allocator;
 use crate::backend::Backend;
-use crate::block_table::{Block, BlockState, NONE};
+use crate::block_table::{Block, BlockState, NONE, Slot};
 use crate::config::SegmentPolicy;
-use crate::free_index::{FreeKey, Slot};
+use crate::free_key::FreeKey;
 use crate::heap::Heap;
 use crate::ids::{PoolId, StreamId};
 use crate::lock::{Lock, LockCell};

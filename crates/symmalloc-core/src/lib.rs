@@ -61,8 +61,8 @@
 //! # Implementation
 //! The modules form a line, each using only what comes before it: sizes and ids; errors; configuration; size rules; the
 //! block table, which says what lies where; the free index, a bitmap over size bins whose short lists run through the
-//! blocks themselves; fences; the backend trait; then the heap, which composes them (`heap.rs` is the file to read first,
-//! `obtain.rs` and `trim.rs` are its second and third part), and the allocator, which finds the heap and walks the
+//! blocks themselves; fences; the backend trait; then the heap, which composes them (`heap.rs` is the file to read first;
+//! `obtain.rs`, `trim.rs` and `fencing.rs` are its other parts), and the allocator, which finds the heap and walks the
 //! out-of-memory path. Everything else stands beside: ops, traces, replay, statistics, reports, invariants, the simulator.
 #![forbid(unsafe_code)]
 
@@ -75,7 +75,9 @@ pub mod config_text;
 mod digest;
 pub mod errors;
 mod fence;
+mod fencing;
 mod free_index;
+mod free_key;
 mod handle;
 mod heap;
 pub mod ids;

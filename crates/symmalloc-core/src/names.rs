@@ -1,6 +1,6 @@
 //! Names of live allocations, kept beside the blocks: most programs name few allocations, and a block has no room.
 
-use crate::free_index::Slot;
+use crate::block_table::Slot;
 use ahash::RandomState;
 use std::fmt;
 

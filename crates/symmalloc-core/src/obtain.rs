@@ -10,10 +10,9 @@
 //! way charges the budgets first and undoes everything when the driver refuses: the heap is then as it was (rule D4).
 
 use crate::backend::{Backend, BackendError, Range};
-use crate::block_table::BlockState;
+use crate::block_table::{BlockState, Slot};
 use crate::config::{ExpandableSegments, SegmentPolicy};
 use crate::digest::{Mark, op_word};
-use crate::free_index::Slot;
 use crate::heap::{Heap, Shortage, Surroundings};
 use crate::ids::{SegmentId, StreamId};
 use crate::lock::{Lock, LockCell};

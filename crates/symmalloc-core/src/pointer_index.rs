@@ -7,8 +7,8 @@
 //! map, which also finds the allocation that an address lies in. Addresses only go in as keys and never decide anything.
 
 use crate::backend::{DeviceAddress, Range};
+use crate::block_table::Slot;
 use crate::config::PointerLookup;
-use crate::free_index::Slot;
 use crate::ids::HeapId;
 use crate::names::{SlotMap, slot_map};
 use std::collections::BTreeMap;

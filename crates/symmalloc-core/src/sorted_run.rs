@@ -13,7 +13,7 @@
 //! PAGE_MAX / 2 inserts, a move of the bounds. A best fit is searched for and then taken out, so the run remembers where
 //! it was found last, and a removal looks there first.
 
-use crate::free_index::FreeKey;
+use crate::free_key::FreeKey;
 use std::cell::Cell;
 use std::collections::VecDeque;
 

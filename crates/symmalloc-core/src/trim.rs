@@ -12,12 +12,11 @@
 //! Before memory goes back, the host waits for the streams that used it: trim is the one call that may block.
 
 use crate::backend::{Backend, BackendError};
-use crate::block_table::{BlockState, NONE};
+use crate::block_table::{BlockState, NONE, Slot};
 use crate::budget::Budgets;
 use crate::config::SegmentPolicy;
 use crate::digest::{Mark, op_word, placement_word};
 use crate::fence::{FenceSetId, Tick};
-use crate::free_index::Slot;
 use crate::heap::{Heap, Surroundings};
 use crate::ids::{Placement, StreamId};
 use crate::lock::{Lock, LockCell};

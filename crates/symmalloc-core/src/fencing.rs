@@ -1,0 +1,148 @@
+//! Fencing: what keeps a block's next user behind its earlier ones (rule D3). Fourth part of [`Heap`].
+//!
+//! Uses by other streams are noted while a block is allocated, become events when it is freed, travel with it while it
+//! is free, and are waited for by the stream that takes it. Only this file makes those driver calls.
+
+use crate::backend::{Backend, BackendError};
+use crate::block_table::{BlockState, Slot};
+use crate::digest::{Mark, op_word, placement_word};
+use crate::errors::HandleError;
+use crate::fence::{Fence, FenceSet, FenceSetId, Tick};
+use crate::handle::Handle;
+use crate::heap::{Heap, Shortage, Surroundings};
+use crate::ids::StreamId;
+use crate::lock::{Lock, LockCell};
+use smallvec::SmallVec;
+
+impl Heap {
+    /// Records an event on every other stream that used the block, all or none.
+    #[cold]
+    pub(crate) fn fence_uses<B: Backend, L: Lock>(
+        &mut self,
+        around: &Surroundings<B, L>,
+        slot: Slot,
+    ) -> Result<(), BackendError> {
+        let set = self.table.block(slot).fences;
+        let mut recorded: SmallVec<[_; 4]> = SmallVec::new();
+        for fence in self.fences.fences(set) {
+            match around.backend.record(fence.stream) {
+                Ok(event) => recorded.push((around.clocks.lock().advance(fence.stream), event)),
+                Err(error) => {
+                    recorded.into_iter().for_each(|(_, event)| around.backend.recycle(event));
+                    return Err(error);
+                }
+            }
+        }
+        self.fences.arm(set, recorded);
+        Ok(())
+    }
+
+    /// Notes that work on `stream` uses the allocation.
+    pub(crate) fn record_use(&mut self, handle: Handle, stream: StreamId) -> Result<(), HandleError> {
+        let (owner, _) = self.live(handle)?;
+        let block = self.table.block_mut(handle.slot);
+        if stream != owner {
+            block.fences = self.fences.add(block.fences, Fence { stream, tick: 0, event: None });
+        }
+        let placement = self.placement(handle.slot);
+        self.digest.fold(op_word(Mark::RecordUse, stream, 0), placement_word(placement));
+        Ok(())
+    }
+
+    /// Orders `stream` behind everyone who used the free block before, on the device.
+    pub(crate) fn wait_for_earlier_users<B: Backend, L: Lock>(
+        &mut self,
+        around: &Surroundings<B, L>,
+        slot: Slot,
+        stream: StreamId,
+    ) -> Result<(), Box<Shortage>> {
+        let block = self.table.block(slot);
+        let BlockState::Free { stream: owner, since } = block.state else {
+            unreachable!("the free index names only free blocks");
+        };
+        if block.fences.is_empty() && owner == stream {
+            return Ok(());
+        }
+        self.wait_for_fences(around, slot, stream, (owner, since)).map_err(|error| Box::new(Shortage::Fence(error)))
+    }
+
+    #[cold]
+    fn wait_for_fences<B: Backend, L: Lock>(
+        &mut self,
+        around: &Surroundings<B, L>,
+        slot: Slot,
+        stream: StreamId,
+        (owner, since): (StreamId, Tick),
+    ) -> Result<(), BackendError> {
+        let block = self.table.block(slot);
+        let mut fences: FenceSet = self.fences.fences(block.fences).into();
+        if owner != stream {
+            fences.push(Fence { stream: owner, tick: since, event: None });
+        }
+        for fence in fences {
+            self.wait_for(around, stream, fence)?;
+        }
+        if self.stream.is_some() {
+            // No other stream takes from this heap: what this one waits for now, nobody has to wait for again.
+            let waited = std::mem::replace(&mut self.table.block_mut(slot).fences, FenceSetId::EMPTY);
+            self.fences.clear(waited);
+        }
+        self.recycle_spent(around);
+        Ok(())
+    }
+
+    fn wait_for<B: Backend, L: Lock>(
+        &self,
+        around: &Surroundings<B, L>,
+        stream: StreamId,
+        fence: Fence,
+    ) -> Result<(), BackendError> {
+        if around.clocks.lock().covers(stream, fence.stream, fence.tick) {
+            return Ok(());
+        }
+        match fence.event {
+            Some(event) => {
+                around.backend.wait(stream, event)?;
+                around.clocks.lock().waits_for_tick(stream, fence.stream, fence.tick);
+            }
+            None => {
+                let event = around.backend.record(fence.stream)?;
+                let waited = around.backend.wait(stream, event);
+                around.backend.recycle(event);
+                waited?;
+                around.clocks.lock().waits_for_now(stream, fence.stream);
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn recycle_spent<B: Backend, L: Lock>(&mut self, around: &Surroundings<B, L>) {
+        self.fences.drain_spent().for_each(|event| around.backend.recycle(event));
+    }
+
+    /// Drops the fences that are over, asking the backend. Placement does not notice.
+    pub(crate) fn drop_completed_fences<B: Backend, L: Lock>(
+        &mut self,
+        around: &Surroundings<B, L>,
+    ) -> Result<u64, BackendError> {
+        let mut dropped = 0;
+        for segment in self.table.segments_in_order() {
+            for slot in self.table.blocks_of(segment).collect::<Vec<_>>() {
+                let set = self.table.block(slot).fences;
+                let mut completed = SmallVec::<[StreamId; 2]>::new();
+                for fence in self.fences.fences(set) {
+                    if let Some(event) = fence.event
+                        && around.backend.query(event)?
+                    {
+                        completed.push(fence.stream);
+                    }
+                }
+                dropped += completed.len() as u64;
+                let left = self.fences.retain(set, |fence| !completed.contains(&fence.stream));
+                self.table.block_mut(slot).fences = left;
+                self.recycle_spent(around);
+            }
+        }
+        Ok(dropped)
+    }
+}
