@@ -76,7 +76,7 @@ fn jobs_table(filter: &str, judges_time: bool, misses: &mut Vec<String>) {
         }
     }
     println!(
-        "goal: {INSTRUCTIONS_GOAL} instructions per op; the replay around the allocator takes about 28 of those shown"
+        "goal: {INSTRUCTIONS_GOAL} instructions per op; the replay around the allocator takes about 25 of those shown"
     );
 }
 
