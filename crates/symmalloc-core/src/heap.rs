@@ -13,8 +13,8 @@
 //!  free       fence other streams' uses ─► merge with free neighbours ─► into the free index
 //! ```
 //!
-//! A call that fails has changed nothing that a later decision could see, with one exception that all ranks share: an
-//! allocation whose wait fails after the heap grew leaves the heap grown.
+//! A call that fails has changed nothing that a later decision could see, with one exception: an allocation whose wait
+//! fails after the heap grew leaves the heap grown, as it is by now on the ranks whose wait did not fail.
 //!
 //! Everything a decision reads is in the heap or in its pool's configuration. That is what makes heaps independent
 //! (rule D8), and the heap's lock the only lock on the way.
