@@ -197,9 +197,16 @@ impl Oracle {
                     return Err(Refusal::Limit(scope));
                 }
                 Err(Shortage::Limit(_, missing)) => match config.reclaim() {
-                    Reclaim::Heap => heap.trim(&config, granularity, Some(missing)),
+                    Reclaim::Heap => {
+                        heap.trim(&config, granularity, Some(missing));
+                    }
                     Reclaim::Pool => {
-                        pool.heaps.values_mut().for_each(|heap| heap.trim(&config, granularity, Some(missing)));
+                        let mut left = missing;
+                        for heap in pool.heaps.values_mut() {
+                            if left > 0 {
+                                left = left.saturating_sub(heap.trim(&config, granularity, Some(left)));
+                            }
+                        }
                     }
                     _ => {}
                 },
@@ -314,7 +321,9 @@ impl Oracle {
         let granularity = self.granularity;
         for (id, entry) in self.pools.iter_mut().enumerate() {
             if let Some(entry) = entry.as_mut().filter(|_| pool.is_none_or(|pool| pool.index() == id)) {
-                entry.heaps.values_mut().for_each(|heap| heap.trim(&entry.config, granularity, None));
+                for heap in entry.heaps.values_mut() {
+                    heap.trim(&entry.config, granularity, None);
+                }
             }
         }
         Ok(())

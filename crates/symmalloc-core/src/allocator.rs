@@ -317,9 +317,15 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     pub(crate) fn trim_pool(&self, entry: &Pool<L>, goal: TrimGoal) -> Result<u64, TrimError> {
-        let mut released = Ok(0);
+        let (mut released, mut left) = (Ok(0), goal);
         for heap in entry.heaps() {
-            let outcome = heap.lock().trim(&self.around, goal);
+            if left == TrimGoal::AtLeast(0) {
+                break;
+            }
+            let mut heap = heap.lock();
+            let mapped = heap.mapped;
+            let outcome = heap.trim(&self.around, left);
+            left = left.less(mapped - heap.mapped);
             released = sum_trims(
                 released,
                 outcome.map_err(|failure| TrimError::Backend {

@@ -33,6 +33,16 @@ pub(crate) enum TrimGoal {
     AtLeast(u64),
 }
 
+impl TrimGoal {
+    /// What is left of the goal after so many bytes were given up.
+    pub(crate) fn less(self, given_up_bytes: u64) -> Self {
+        match self {
+            TrimGoal::Everything => TrimGoal::Everything,
+            TrimGoal::AtLeast(wanted) => TrimGoal::AtLeast(wanted.saturating_sub(given_up_bytes)),
+        }
+    }
+}
+
 /// A trim that the driver cut short.
 #[derive(Debug)]
 pub(crate) struct TrimFailure {

@@ -203,7 +203,7 @@ impl Heap {
     }
 
     /// Gives memory back, segment by segment, until `goal` bytes are given up.
-    pub(super) fn trim(&mut self, config: &PoolConfig, granularity: u64, goal: Option<u64>) {
+    pub(super) fn trim(&mut self, config: &PoolConfig, granularity: u64, goal: Option<u64>) -> u64 {
         let mut given = 0;
         for segment in &mut self.segments {
             if goal.is_some_and(|goal| given >= goal) {
@@ -219,6 +219,7 @@ impl Heap {
             given += before - segment.mapped();
         }
         self.segments.retain(|segment| !segment.blocks.is_empty());
+        given
     }
 }
 fn is_small(config: &PoolConfig, size: u64) -> bool {
