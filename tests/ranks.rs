@@ -4,10 +4,12 @@
 //! events are done.
 
 use proptest::prelude::*;
-use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
+use symmalloc_core::config::{Config, ExpandableSegments, PoolConfig, SegmentPolicy, StreamPolicy};
 use symmalloc_core::lock::{Exclusive, Lock, Shared};
 use symmalloc_core::replay::Replay;
+use symmalloc_core::report::BlockStateSnapshot;
 use symmalloc_core::sim::{Addresses, Delays, SimBackend, SplitMix64};
+use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocator, Digest, Placement, PoolId};
 use symmalloc_harness::checker::{Decisions, decisions};
 use symmalloc_harness::generate::{Scenario, scenario_bytes};
@@ -114,4 +116,39 @@ fn ranks_get_different_addresses() {
         addresses
     };
     assert_ne!(order(0), order(1));
+}
+
+#[test]
+fn what_a_rank_holds_in_private_pools_moves_no_block_of_a_symmetric_one() {
+    let mut knobs = ExpandableSegments::default();
+    knobs.growth_bytes = 8 * MIB;
+    let symmetric =
+        PoolConfig::builder().segments(SegmentPolicy::Expandable(knobs)).symmetric(true).build().expect("valid");
+    // One rank keeps 41 MiB of a total of 64 for itself, in a pool that the others leave empty.
+    let placements = [0, 41 * MIB].map(|private_bytes| {
+        let config = Config::builder().limit_bytes(Some(64 * MIB)).build().expect("valid");
+        let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).expect("a device");
+        let stream = allocator.register_stream().expect("few");
+        let pool = allocator.create_pool(symmetric.clone()).expect("a pool");
+        if private_bytes > 0 {
+            allocator.allocate(PoolId::DEFAULT, stream, private_bytes).expect("within the limit");
+        }
+        let mut placed = Vec::new();
+        let mut allocate = |size_bytes| {
+            let made = allocator.allocate(pool, stream, size_bytes).ok();
+            placed.push(made.map(|made| made.placement));
+            made
+        };
+        let first = allocate(3 * MIB).expect("within the limit");
+        let _kept = allocate(9 * MIB).expect("within the limit");
+        allocator.free(first.handle).expect("live");
+        // Fits nowhere without growth: with room left, or refused and nothing given back.
+        allocate(12 * MIB);
+        placed.truncate(2);
+        let snapshot = allocator.snapshot();
+        let held: Vec<_> = snapshot.segments.iter().filter(|segment| segment.pool == pool).collect();
+        let hole = held[0].blocks.iter().any(|block| block.state == BlockStateSnapshot::Hole);
+        (placed, hole, allocator.allocate(pool, stream, 3 * MIB).expect("still there").placement)
+    });
+    assert_eq!(placements[0], placements[1]);
 }

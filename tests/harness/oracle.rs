@@ -160,7 +160,11 @@ impl Oracle {
     fn headroom(&mut self, pool: PoolId) -> Result<Headroom, Refusal> {
         let all = self.limit.map_or(u64::MAX, |limit| limit - self.reserved_bytes());
         let pool = self.pool(pool)?;
-        Ok(Headroom { pool: pool.config.limit_bytes().map_or(u64::MAX, |limit| limit - pool.reserved_bytes()), all })
+        Ok(Headroom {
+            pool: pool.config.limit_bytes().map_or(u64::MAX, |limit| limit - pool.reserved_bytes()),
+            all,
+            is_symmetric: pool.config.symmetric(),
+        })
     }
 
     fn destroy_pool(&mut self, id: PoolId) -> Result<(), Refusal> {
@@ -189,11 +193,13 @@ impl Oracle {
                 LimitScope::Pool => config.limit_bytes().unwrap_or(u64::MAX),
                 _ => limit,
             };
+            // What other pools use up refuses a symmetric one, but gives nothing of it back.
+            let is_foreign = |scope| config.symmetric() && scope == LimitScope::Allocator;
             let heap = pool.heaps.entry(key).or_default();
             match attempt(heap, &config, headroom, granularity) {
                 Ok(done) => return Ok(done),
                 Err(Shortage::SegmentFull) => return Err(Refusal::SegmentFull),
-                Err(Shortage::Limit(scope, missing)) if is_last || missing > limit_of(scope) => {
+                Err(Shortage::Limit(scope, missing)) if is_last || missing > limit_of(scope) || is_foreign(scope) => {
                     return Err(Refusal::Limit(scope));
                 }
                 Err(Shortage::Limit(_, missing)) => match config.reclaim() {

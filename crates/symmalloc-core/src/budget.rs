@@ -5,6 +5,7 @@
 //!
 //! What the driver says is free plays no part: the same program meets the same limit at the same op on every rank.
 
+use crate::config::PoolConfig;
 use crate::stats::Stat;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -114,8 +115,11 @@ impl Budgets<'_> {
         [self.heap, self.pool, self.allocator].into_iter().for_each(|budget| budget.refund(size_bytes));
     }
 
-    pub(crate) fn headroom_bytes(self) -> u64 {
-        self.pool.headroom_bytes().min(self.allocator.headroom_bytes())
+    /// Bytes that a pool of this policy may count on. A symmetric pool does not look at the allocator's limit, which pools
+    /// that differ between ranks use up too: that limit can refuse it memory, but not shape what it takes (rule D8).
+    pub(crate) fn headroom_bytes(self, config: &PoolConfig) -> u64 {
+        let pool = self.pool.headroom_bytes();
+        if config.symmetric() { pool } else { pool.min(self.allocator.headroom_bytes()) }
     }
 }
 

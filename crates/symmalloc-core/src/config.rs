@@ -81,7 +81,8 @@ pub enum StreamPolicy {
 
 /// What an allocation does, before it fails, when a configured limit would be exceeded (rule D5).
 ///
-/// It never reaches beyond the pool, so that what happens in one pool cannot move a block of another.
+/// It never reaches beyond the pool, and a symmetric pool gives nothing back for the limit over all pools, so that what
+/// happens in one pool cannot move a block of a symmetric one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Reclaim {

@@ -194,7 +194,7 @@ impl Heap {
     ) -> Result<Units, Box<Shortage>> {
         let wanted = bytes(needed.div_ceil(step)).saturating_mul(u64::from(step)).min(bytes(room));
         let granule_bytes = bytes(self.rules.granule);
-        let allowed = wanted.min(self.budgets(around).headroom_bytes() / granule_bytes * granule_bytes);
+        let allowed = wanted.min(self.budgets(around).headroom_bytes(&self.config) / granule_bytes * granule_bytes);
         // When not even the need is allowed, charging it names the limit.
         Ok(units(allowed).max(needed))
     }

@@ -2,6 +2,7 @@
 
 use crate::allocator::Allocator;
 use crate::backend::Backend;
+use crate::budget::LimitScope;
 use crate::config::Reclaim;
 use crate::digest::{Mark, op_word};
 use crate::errors::{AllocateError, OutOfMemory, OutOfMemoryCause, TrimError, UnknownError};
@@ -65,9 +66,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 Shortage::Fence(error) => return Err(AllocateError::Fence { stream: request.stream, error }),
                 Shortage::Closed => return Err(UnknownError::DestroyedPool { pool: request.pool }.into()),
             };
-            // What is larger than the limit itself does not fit into an empty pool either: nothing is given back in vain.
-            let can_help =
-                matches!(cause, OutOfMemoryCause::Limit { limit_bytes, .. } if bytes(missing) <= limit_bytes);
+            let can_help = match cause {
+                // Pools that differ between ranks use this limit up too: it must not move a symmetric pool's blocks.
+                OutOfMemoryCause::Limit { scope: LimitScope::Allocator, .. } if entry.config.symmetric() => false,
+                // What is larger than the limit does not fit into an empty pool either: nothing is given back in vain.
+                OutOfMemoryCause::Limit { limit_bytes, .. } => bytes(missing) <= limit_bytes,
+                _ => false,
+            };
             if can_help && !has_reclaimed {
                 has_reclaimed = true;
                 self.reclaim(entry, heap, TrimGoal::AtLeast(bytes(missing)));

@@ -17,11 +17,13 @@ pub struct Heap {
 pub(super) struct Headroom {
     pub(super) pool: u64,
     pub(super) all: u64,
+    pub(super) is_symmetric: bool,
 }
 
 impl Headroom {
+    /// What may shape a decision: of a symmetric pool, nothing that other pools use up.
     pub(super) fn least(self) -> u64 {
-        self.pool.min(self.all)
+        if self.is_symmetric { self.pool } else { self.pool.min(self.all) }
     }
 
     pub(super) fn charge(self, missing: u64) -> Result<(), Shortage> {
