@@ -1,0 +1,128 @@
+//! Guessing why ranks differ, from the ops around the first difference.
+//!
+//! Two histories that went apart look alike again a little later, shifted or not. Which alignment makes the longest stretch
+//! equal tells what happened:
+//!
+//! ```text
+//!   a: x y z w     a: x y z w     a: x y z w
+//!   b: q y z w     b:   y z w     b: y x z w
+//!   another        only a did x   another order
+//!   request
+//! ```
+
+use super::question::{Answer, request_word};
+use super::report::Cause;
+use super::search::{Answered, Found};
+use crate::digest::{Mark, unpack_op};
+
+/// The likely cause of a difference, given all that were found.
+pub(crate) fn cause(found: &Found, all: &[Found]) -> Cause {
+    // The largest group is taken to be right, the first of equally large ones.
+    let Some(most) = found.answers.iter().rev().max_by_key(|answered| answered.ranks.len()) else {
+        return Cause::Unknown;
+    };
+    let others = found.answers.iter().filter(|other| other.ranks != most.ranks);
+    let cause = others.map(|other| between(most, other)).next().unwrap_or(Cause::OlderThanHistory);
+    let is_movable = matches!(cause, Cause::OpOnSomeRanks | Cause::OtherRequest | Cause::OtherOrder);
+    if is_movable && all.iter().any(|other| is_other_stream(found, other)) { Cause::OtherStream } else { cause }
+}
+
+/// The same request went to one heap here and to another there, at the same moment of the program.
+fn is_other_stream(one: &Found, other: &Found) -> bool {
+    let requests = |found: &Found| {
+        let ops = found.answers.iter().filter_map(|answered| match answered.answer {
+            Answer::Op { op, .. } => unpack_op(op),
+            _ => None,
+        });
+        let requests =
+            ops.filter(|(mark, _, _)| matches!(mark, Mark::Allocate | Mark::AllocateNothing | Mark::Reserve));
+        requests.map(|(mark, _, amount_bytes)| (mark, amount_bytes)).collect::<Vec<_>>()
+    };
+    one.heap != other.heap
+        && one.heap.pool == other.heap.pool
+        && one.order.is_some()
+        && one.order == other.order
+        && requests(one).iter().any(|request| requests(other).contains(request))
+}
+
+/// Why two ranks differ.
+fn between(one: &Answered, other: &Answered) -> Cause {
+    match (one.answer, other.answer) {
+        (Answer::Forgotten { .. }, _) | (_, Answer::Forgotten { .. }) => Cause::OlderThanHistory,
+        (Answer::Op { op, decision, .. }, Answer::Op { op: other_op, decision: other_decision, .. }) => {
+            let same_request = request_word(op, decision) == request_word(other_op, other_decision);
+            between_ops((op, &one.window), (other_op, &other.window), same_request)
+        }
+        (Answer::Op { op, .. }, _) => only_one_did(op, one.window.len()),
+        (_, Answer::Op { op, .. }) => only_one_did(op, other.window.len()),
+        (Answer::Ended, Answer::Ended) => Cause::Unknown,
+    }
+}
+
+/// The other's history ends here, this one goes on with `window` ops or more.
+fn only_one_did(op: u64, window: usize) -> Cause {
+    if window == 1 { missing(op) } else { Cause::OpOnSomeRanks }
+}
+
+/// Only some ranks did this op.
+fn missing(op: u64) -> Cause {
+    match unpack_op(op) {
+        Some((Mark::Free | Mark::FreeNothing, _, _)) => Cause::MissingFree,
+        Some((Mark::RecordUse, _, _)) => Cause::MissingRecordUse,
+        _ => Cause::OpOnSomeRanks,
+    }
+}
+
+fn between_ops((op, window): (u64, &[u64]), (other_op, other_window): (u64, &[u64]), same_request: bool) -> Cause {
+    if same_request {
+        return Cause::OtherDecision;
+    }
+    if is_refusal(op) || is_refusal(other_op) {
+        return Cause::RefusedMemory;
+    }
+    let after = |window: &'_ [u64]| window.get(1..).unwrap_or_default().to_vec();
+    let (rest, other_rest) = (after(window), after(other_window));
+    let is_same_kind = op >> 58 == other_op >> 58;
+    // In the order of preference where several alignments are equally long.
+    let candidates = [
+        (common(&rest, &other_rest) + usize::from(is_same_kind), other_request(op, other_op)),
+        (common(&rest, other_window), missing(op)),
+        (common(window, &other_rest), missing(other_op)),
+        (moved(window, other_window).max(moved(other_window, window)), Cause::OtherOrder),
+    ];
+    let best = candidates.iter().map(|(length, _)| *length).max().unwrap_or(0);
+    let found = candidates.into_iter().find(|(length, _)| *length == best);
+    found.map_or(Cause::Unknown, |(_, cause)| cause)
+}
+
+fn is_refusal(op: u64) -> bool {
+    let mark = unpack_op(op).map(|(mark, _, _)| mark);
+    matches!(mark, Some(Mark::RefusedByDriver | Mark::RefusedByLimit | Mark::RefusedBySegment))
+}
+
+/// One asked for something else: the same of another stream, or another amount, or another thing.
+fn other_request(op: u64, other: u64) -> Cause {
+    match (unpack_op(op), unpack_op(other)) {
+        (Some((mark, stream, amount)), Some((other_mark, other_stream, other_amount)))
+            if (mark, amount) == (other_mark, other_amount) && stream != other_stream && mark != Mark::Free =>
+        {
+            Cause::OtherStream
+        }
+        _ => Cause::OtherRequest,
+    }
+}
+
+/// How far two stretches are equal.
+fn common(one: &[u64], other: &[u64]) -> usize {
+    one.iter().zip(other).take_while(|(a, b)| a == b).count()
+}
+
+/// How far the stretches are equal when the first op of `late` is one that `early` did later.
+fn moved(early: &[u64], late: &[u64]) -> usize {
+    let Some(at) = late.first().and_then(|first| early.iter().position(|word| word == first)) else { return 0 };
+    let mut without = early.to_vec();
+    without.remove(at);
+    let equal = common(&without, &late[1..]);
+    // The stretch must reach beyond the place that the op was moved from.
+    if equal >= at { equal + 1 } else { 0 }
+}
