@@ -6,6 +6,7 @@
 //!  checker   runs a Scenario on the allocator and compares every decision, block and invariant with the oracle
 //!  targets   the fuzz targets as functions
 //!  jobs      the recorded jobs
+//!  mutation  one difference in one rank's program
 //!  conformance   what every backend must do
 //! ```
 
@@ -13,6 +14,7 @@ pub mod checker;
 pub mod conformance;
 pub mod generate;
 pub mod jobs;
+pub mod mutation;
 pub mod oracle;
 pub mod targets;
 

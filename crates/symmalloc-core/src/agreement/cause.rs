@@ -14,6 +14,7 @@ use super::question::{Answer, request_word};
 use super::report::Cause;
 use super::search::{Answered, Found};
 use crate::digest::{Mark, unpack_op};
+use crate::ids::StreamId;
 
 /// The likely cause of a difference, given all that were found.
 pub(crate) fn cause(found: &Found, all: &[Found]) -> Cause {
@@ -77,7 +78,7 @@ fn between_ops((op, window): (u64, &[u64]), (other_op, other_window): (u64, &[u6
     if same_request {
         return Cause::OtherDecision;
     }
-    if is_refusal(op) || is_refusal(other_op) {
+    if is_refusal_of_the_same(op, other_op) {
         return Cause::RefusedMemory;
     }
     let after = |window: &'_ [u64]| window.get(1..).unwrap_or_default().to_vec();
@@ -95,9 +96,32 @@ fn between_ops((op, window): (u64, &[u64]), (other_op, other_window): (u64, &[u6
     found.map_or(Cause::Unknown, |(_, cause)| cause)
 }
 
-fn is_refusal(op: u64) -> bool {
-    let mark = unpack_op(op).map(|(mark, _, _)| mark);
-    matches!(mark, Some(Mark::RefusedByDriver | Mark::RefusedByLimit | Mark::RefusedBySegment))
+/// One of them was refused what the other got, or the driver stepped in.
+fn is_refusal_of_the_same(op: u64, other: u64) -> bool {
+    let (Some((mark, stream, amount)), Some((other_mark, other_stream, other_amount))) =
+        (unpack_op(op), unpack_op(other))
+    else {
+        return false;
+    };
+    let is_by_driver = |mark| mark == Mark::RefusedByDriver;
+    let is_refused = |mark| matches!(mark, Mark::RefusedByDriver | Mark::RefusedByLimit | Mark::RefusedBySegment);
+    let is_same = (stream, amount) == (other_stream, other_amount);
+    is_by_driver(mark) != is_by_driver(other_mark) || is_same && (is_refused(mark) || is_refused(other_mark))
+}
+
+/// Whether the ranks asked for the same, as far as can be seen, and only the outcome differs: memory that a limit refused to
+/// some, or that was given back before. Of two differences at the same moment such a one is the consequence.
+pub(crate) fn is_outcome_only(found: &Found) -> bool {
+    let ops = found.answers.iter().filter_map(|answered| match answered.answer {
+        Answer::Op { op, .. } => unpack_op(op),
+        _ => None,
+    });
+    let ops: Vec<(Mark, StreamId, u64)> = ops.collect();
+    let is_given_back = |mark: &Mark| matches!(mark, Mark::Trim | Mark::Shrink | Mark::Death);
+    let is_any = |is: &dyn Fn(&Mark) -> bool| ops.iter().any(|(mark, _, _)| is(mark));
+    let is_request_equal = ops.iter().all(|(_, stream, amount)| (*stream, *amount) == (ops[0].1, ops[0].2));
+    !is_any(&|mark| *mark == Mark::RefusedByDriver)
+        && (is_any(&is_given_back) || is_request_equal && is_any(&|mark| matches!(mark, Mark::RefusedByLimit)))
 }
 
 /// One asked for something else: the same of another stream, or another amount, or another thing.
