@@ -10,7 +10,7 @@
 //!   request
 //! ```
 
-use super::question::{Answer, request_word};
+use super::question::{Answer, Step, WINDOW};
 use super::report::Cause;
 use super::search::{Answered, Found};
 use crate::digest::{Mark, unpack_op};
@@ -31,12 +31,9 @@ pub(crate) fn cause(found: &Found, all: &[Found]) -> Cause {
 /// The same request went to one heap here and to another there, at the same moment of the program.
 fn is_other_stream(one: &Found, other: &Found) -> bool {
     let requests = |found: &Found| {
-        let ops = found.answers.iter().filter_map(|answered| match answered.answer {
-            Answer::Op { op, .. } => unpack_op(op),
-            _ => None,
-        });
+        let firsts = found.answers.iter().filter_map(|answered| unpack_op(answered.window.first()?.op));
         let requests =
-            ops.filter(|(mark, _, _)| matches!(mark, Mark::Allocate | Mark::AllocateNothing | Mark::Reserve));
+            firsts.filter(|(mark, _, _)| matches!(mark, Mark::Allocate | Mark::AllocateNothing | Mark::Reserve));
         requests.map(|(mark, _, amount_bytes)| (mark, amount_bytes)).collect::<Vec<_>>()
     };
     one.heap != other.heap
@@ -51,8 +48,13 @@ fn between(one: &Answered, other: &Answered) -> Cause {
     match (one.answer, other.answer) {
         (Answer::Forgotten { .. }, _) | (_, Answer::Forgotten { .. }) => Cause::OlderThanHistory,
         (Answer::Op { op, decision, .. }, Answer::Op { op: other_op, decision: other_decision, .. }) => {
-            let same_request = request_word(op, decision) == request_word(other_op, other_decision);
-            between_ops((op, &one.window), (other_op, &other.window), same_request)
+            if op == other_op && Step::new(op, decision) == Step::new(other_op, other_decision) {
+                Cause::OtherDecision
+            } else if is_refusal_of_the_same(op, other_op) {
+                Cause::RefusedMemory
+            } else {
+                between_windows(&one.window, &other.window)
+            }
         }
         (Answer::Op { op, .. }, _) => only_one_did(op, one.window.len()),
         (_, Answer::Op { op, .. }) => only_one_did(op, other.window.len()),
@@ -74,25 +76,27 @@ fn missing(op: u64) -> Cause {
     }
 }
 
-fn between_ops((op, window): (u64, &[u64]), (other_op, other_window): (u64, &[u64]), same_request: bool) -> Cause {
-    if same_request {
-        return Cause::OtherDecision;
+/// What aligns two stretches best.
+fn between_windows(window: &[Step], other_window: &[Step]) -> Cause {
+    let (Some(first), Some(other_first)) = (window.first(), other_window.first()) else {
+        let first = window.first().or(other_window.first());
+        return first.map_or(Cause::OpOnSomeRanks, |first| missing(first.op));
+    };
+    if window == other_window {
+        // What differs is no request: memory that was given back.
+        return Cause::OpOnSomeRanks;
     }
-    if is_refusal_of_the_same(op, other_op) {
-        return Cause::RefusedMemory;
-    }
-    let after = |window: &'_ [u64]| window.get(1..).unwrap_or_default().to_vec();
-    let (rest, other_rest) = (after(window), after(other_window));
-    let is_same_kind = op >> 58 == other_op >> 58;
-    // In the order of preference where several alignments are equally long.
+    let (rest, other_rest) = (&window[1..], &other_window[1..]);
+    let is_same_kind = first.op >> 58 == other_first.op >> 58;
+    // In the order of preference where several alignments are equally good.
     let candidates = [
-        (common(&rest, &other_rest) + usize::from(is_same_kind), other_request(op, other_op)),
-        (common(&rest, other_window), missing(op)),
-        (common(window, &other_rest), missing(other_op)),
+        (alike(rest, other_rest) + usize::from(is_same_kind), other_request(first.op, other_first.op)),
+        (alike(rest, other_window), missing(first.op)),
+        (alike(window, other_rest), missing(other_first.op)),
         (moved(window, other_window).max(moved(other_window, window)), Cause::OtherOrder),
     ];
-    let best = candidates.iter().map(|(length, _)| *length).max().unwrap_or(0);
-    let found = candidates.into_iter().find(|(length, _)| *length == best);
+    let best = candidates.iter().map(|(likeness, _)| *likeness).max().unwrap_or(0);
+    let found = candidates.into_iter().find(|(likeness, _)| *likeness == best);
     found.map_or(Cause::Unknown, |(_, cause)| cause)
 }
 
@@ -136,17 +140,22 @@ fn other_request(op: u64, other: u64) -> Cause {
     }
 }
 
-/// How far two stretches are equal.
-fn common(one: &[u64], other: &[u64]) -> usize {
-    one.iter().zip(other).take_while(|(a, b)| a == b).count()
+/// How long two stretches are alike: 2 for a step that is the same, 1 for one that may be the same with an allocation that
+/// lies elsewhere by now, and 3 when they end together.
+fn alike(one: &[Step], other: &[Step]) -> usize {
+    let pairs = || one.iter().zip(other);
+    let same = pairs().take_while(|(one, other)| one.op == other.op).count();
+    let likeness: usize = pairs().take(same).map(|(one, other)| 1 + usize::from(one == other)).sum();
+    let ends_together = same == one.len() && same == other.len() && same + 1 < WINDOW;
+    likeness + if ends_together { 3 } else { 0 }
 }
 
-/// How far the stretches are equal when the first op of `late` is one that `early` did later.
-fn moved(early: &[u64], late: &[u64]) -> usize {
-    let Some(at) = late.first().and_then(|first| early.iter().position(|word| word == first)) else { return 0 };
+/// How long the stretches are alike when the first op of `late` is one that `early` did later.
+fn moved(early: &[Step], late: &[Step]) -> usize {
+    let Some(at) = late.first().and_then(|first| early.iter().position(|step| step == first)) else { return 0 };
     let mut without = early.to_vec();
     without.remove(at);
-    let equal = common(&without, &late[1..]);
     // The stretch must reach beyond the place that the op was moved from.
-    if equal >= at { equal + 1 } else { 0 }
+    let same = without.iter().zip(&late[1..]).take_while(|(one, other)| one.op == other.op).count();
+    if same >= at { 2 + alike(&without, &late[1..]) } else { 0 }
 }

@@ -14,7 +14,7 @@
 use super::inquiry::ProtocolError;
 use super::journal::{CHECKPOINTS_MAX, NAME_BYTES_MAX};
 use super::message::{COMPARE_BYTES, MESSAGE_BYTES, Reader, Writer};
-use crate::digest::{Digest, Mark, folded_multiply, unpack_op};
+use crate::digest::{Digest, Mark, op_word, unpack_op};
 use crate::ids::StreamId;
 
 /// A heap as all ranks name it: the symmetric pool's ordinal among symmetric pools, and the stream. Shared streams come
@@ -68,7 +68,7 @@ const _: () = assert!(4 + 32 * HEAPS_PER_PAGE <= MESSAGE_BYTES);
 const _: () = assert!(4 + 9 * PROBES_MAX <= MESSAGE_BYTES);
 const _: () = assert!(4 + 16 * (CHECKPOINTS_MAX + 3) <= MESSAGE_BYTES);
 const _: () = assert!(25 * SEARCHES_MAX <= MESSAGE_BYTES);
-const _: () = assert!(6 + 8 * WINDOW + NAME_BYTES_MAX <= MESSAGE_BYTES);
+const _: () = assert!(6 + 16 * WINDOW + NAME_BYTES_MAX <= MESSAGE_BYTES);
 
 /// What all ranks ask in a round.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -230,13 +230,31 @@ impl Answer {
     }
 }
 
-/// What the program asked for, in one word: for what names an allocation, the place is part of it.
-pub(crate) fn request_word(op: u64, decision: u64) -> u64 {
-    const KEY: u64 = 0x0823_99f3_1d00_85a3;
-    match unpack_op(op) {
-        Some((Mark::Free | Mark::RecordUse | Mark::Shrink | Mark::Death, _, _)) => {
-            folded_multiply(op ^ KEY, decision.wrapping_add(KEY) | 1)
-        }
-        _ => op,
+/// What the program asked for: an op, and the place of the allocation that it names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Step {
+    pub(crate) op: u64,
+    place: u64,
+}
+
+impl Step {
+    /// What was asked for, whatever came of it; `None` for memory that was given back, which mostly nobody asked for.
+    pub(crate) fn new(op: u64, decision: u64) -> Option<Self> {
+        let (mark, stream, amount) = unpack_op(op)?;
+        let names_allocation = matches!(mark, Mark::Free | Mark::RecordUse);
+        let mark = match mark {
+            Mark::RefusedByLimit | Mark::RefusedByDriver | Mark::RefusedBySegment => Mark::Allocate,
+            Mark::Trim | Mark::Shrink | Mark::Death => return None,
+            mark => mark,
+        };
+        Some(Step { op: op_word(mark, stream, amount), place: if names_allocation { decision } else { 0 } })
+    }
+
+    pub(crate) fn write(&self, writer: &mut Writer<'_>) {
+        writer.u64(self.op).u64(self.place);
+    }
+
+    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self, ProtocolError> {
+        Ok(Step { op: reader.u64()?, place: reader.u64()? })
     }
 }

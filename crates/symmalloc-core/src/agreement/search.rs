@@ -14,7 +14,7 @@ use super::cause;
 use super::directory::Differing;
 use super::inquiry::{Next, ProtocolError, readers};
 use super::journal::CHECKPOINTS_MAX;
-use super::question::{Answer, Ask, HeapKey, Moment, PROBES_MAX, SEARCHES_MAX, WINDOW};
+use super::question::{Answer, Ask, HeapKey, Moment, PROBES_MAX, SEARCHES_MAX, Step, WINDOW};
 use super::ranks::RankSet;
 use super::report::{Action, Cause, Difference, Group, HeapDifference};
 use super::transport::Gathered;
@@ -73,7 +73,7 @@ pub(crate) struct Answered {
     pub(crate) answer: Answer,
     pub(crate) name: Option<Box<str>>,
     /// What the ops from here on asked for.
-    pub(crate) window: Vec<u64>,
+    pub(crate) window: Vec<Step>,
 }
 
 impl Interval {
@@ -294,7 +294,7 @@ impl Search {
             let speaks = |rank: &u32| answered.ranks.first() == Some(*rank);
             let Some((_, mut reader)) = readers.find(|(rank, _)| speaks(rank)) else { break };
             let count = reader.count(WINDOW)?;
-            answered.window = (0..count).map(|_| reader.u64()).collect::<Result<_, _>>()?;
+            answered.window = (0..count).map(|_| Step::read(&mut reader)).collect::<Result<_, _>>()?;
             answered.name = Some(reader.text()?).filter(|name| !name.is_empty()).map(Into::into);
         }
         self.detailed += 1;

@@ -5,8 +5,8 @@ use super::account::Account;
 use super::journal::{Journal, NAME_BYTES_MAX};
 use super::message::Writer;
 use super::question::{
-    Answer, Ask, HEAPS_PER_PAGE, HeapKey, Moment, POLICIES_PER_PAGE, POLICY_BYTES_MAX, Question, Standing, Summary,
-    WINDOW, request_word,
+    Answer, Ask, HEAPS_PER_PAGE, HeapKey, Moment, POLICIES_PER_PAGE, POLICY_BYTES_MAX, Question, Standing, Step,
+    Summary, WINDOW,
 };
 use crate::allocator::Allocator;
 use crate::backend::Backend;
@@ -154,15 +154,16 @@ impl<'a> Witness<'a> {
         let end = self.standing(heap).map_or(0, |standing| standing.digest.ops);
         let (window, name) = self
             .look_back(heap, |journal| {
-                let entries = (ops..end).take(WINDOW).map_while(|op| journal.entry(op));
-                let window: Vec<u64> = entries.map(|entry| request_word(entry.op, entry.decision)).collect();
+                let entries = (ops..end).take(4 * WINDOW).map_while(|op| journal.entry(op));
+                let steps = entries.filter_map(|entry| Step::new(entry.op, entry.decision));
+                let window: Vec<Step> = steps.take(WINDOW).collect();
                 let name = if ops < end { journal.name_of(ops).unwrap_or_default() } else { "" };
                 (window, name.to_owned())
             })
             .unwrap_or_default();
         writer.u32(window.len() as u32);
-        for word in window {
-            writer.u64(word);
+        for step in window {
+            step.write(writer);
         }
         writer.text(&name, NAME_BYTES_MAX);
     }
