@@ -354,7 +354,7 @@ impl fmt::Display for Group {
         let name = Name(self.name.as_deref());
         match self.action {
             Action::Allocated { stream, size_bytes, placement: Placement::NOWHERE } => {
-                write!(f, "allocated {} bytes{name} on {stream}", size_bytes)
+                write!(f, "allocated {size_bytes} bytes{name} on {stream}")
             }
             Action::Allocated { stream, size_bytes, placement } => {
                 write!(f, "allocated {} bytes{name} on {stream} at {placement}", Grouped(size_bytes))
