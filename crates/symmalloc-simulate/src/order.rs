@@ -212,3 +212,117 @@ impl Order {
         &self.next[of(step)..of(step + 1)]
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::{Plan, Size};
+    use crate::schedule::{Schedule, Scheduler};
+    use crate::surroundings::{Purpose, sequence};
+    use std::collections::BTreeSet;
+    use std::num::NonZeroU32;
+    use symmalloc_core::Config;
+
+    fn plan(seed: u64) -> Plan {
+        Plan::from_seed(seed, &Size { ranks: NonZeroU32::MIN, ops: 120 })
+    }
+
+    #[test]
+    fn no_schedule_lets_dependent_steps_change_places() {
+        for seed in 0..60 {
+            let program = plan(seed).program();
+            let threads = 5;
+            let resources = Resources::new(&program.policies, program.streams, threads);
+            for stretch in &program.stretches {
+                let steps = &program.steps[stretch.steps.clone()];
+                let touched: Vec<Vec<usize>> = steps
+                    .iter()
+                    .map(|step| {
+                        let mut touched = Vec::new();
+                        resources.touched(step, &program.homes, &mut touched);
+                        touched
+                    })
+                    .collect();
+                for style in Schedule::ALL {
+                    let mut scheduler = Scheduler::default();
+                    let order = scheduler.schedule(&stretch.order, style, sequence(seed, Purpose::Schedule, 1));
+                    let distinct: BTreeSet<&u32> = order.iter().collect();
+                    assert_eq!(distinct.len(), steps.len());
+                    for (at, &one) in order.iter().enumerate() {
+                        for &other in &order[at + 1..] {
+                            let (one, other) = (one as usize, other as usize);
+                            let is_free = !touched[one].iter().any(|resource| touched[other].contains(resource));
+                            assert!(one < other || is_free, "seed {seed}: {:?} {:?}", steps[one], steps[other]);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Two streams, a sync, and then these ops, each of a thread of its own.
+    fn steps(ops: impl IntoIterator<Item = Op>) -> Vec<Step> {
+        let streams = [A, B].map(|stream| Op::RegisterStream { stream });
+        let ops = streams.into_iter().chain([Op::Sync]).chain(ops);
+        ops.zip(0..).map(|(op, thread)| Step::new(op, thread)).collect()
+    }
+
+    /// How many direct predecessors each step of the last stretch has.
+    fn waits_for(config: &Config, steps: &[Step]) -> Vec<u32> {
+        let program = crate::program::Program::new(config, steps, 1000);
+        program.stretches[program.liveness - 1].order.waits_for.clone()
+    }
+
+    const A: StreamId = StreamId(0);
+    const B: StreamId = StreamId(1);
+
+    fn allocate(id: u64, stream: StreamId) -> Op {
+        Op::Allocate { id: AllocationId(id), pool: PoolId::DEFAULT, stream, size_bytes: 512 }
+    }
+
+    fn two_heaps() -> [Op; 2] {
+        [allocate(0, A), allocate(1, B)]
+    }
+
+    fn config(pool: &str) -> Config {
+        pool.parse().expect("a configuration")
+    }
+
+    #[test]
+    fn heaps_of_one_pool_are_independent() {
+        let uses = [
+            Op::RecordUse { id: AllocationId(0), stream: B },
+            Op::Wait { stream: A, on: B },
+            Op::Synchronize { stream: B },
+            Op::Free { id: AllocationId(1) },
+        ];
+        let steps = steps(two_heaps().into_iter().chain(uses));
+        assert_eq!(waits_for(&Config::default(), &steps), [0, 0, 1, 0, 0, 1]);
+    }
+
+    #[test]
+    fn what_heaps_share_makes_them_dependent() {
+        for shared in ["streams:shared", "limit_mb:64", "total_limit_mb:64", "limit_mb:64,reclaim:pool"] {
+            assert_eq!(waits_for(&config(shared), &steps(two_heaps())), [0, 1], "{shared}");
+        }
+        assert_eq!(waits_for(&config("reclaim:pool"), &steps(two_heaps())), [0, 0], "nothing makes it reclaim");
+    }
+
+    #[test]
+    fn a_free_shares_memory_only_where_it_can_give_some_back_or_have_it_taken() {
+        let free = |config: &Config| {
+            waits_for(config, &steps([allocate(0, A), Op::Sync, allocate(1, B), Op::Free { id: AllocationId(0) }]))
+        };
+        assert_eq!(free(&config("limit_mb:64")), [0, 0]);
+        assert_eq!(free(&config("limit_mb:64,release_threshold_mb:8")), [0, 1]);
+        assert_eq!(free(&config("limit_mb:64,reclaim:pool")), [0, 1]);
+        assert_eq!(free(&config("total_limit_mb:64,reclaim:pool")), [0, 1]);
+        assert_eq!(free(&config("total_limit_mb:64,reclaim:pool,symmetric:true")), [0, 0]);
+    }
+
+    #[test]
+    fn a_trim_of_all_pools_comes_between_everything_before_and_after_it() {
+        let steps = steps([allocate(0, A), allocate(1, B), Op::Trim { pool: None }, allocate(2, A), allocate(3, B)]);
+        assert_eq!(waits_for(&Config::default(), &steps), [0, 0, 2, 1, 1]);
+    }
+}

@@ -196,3 +196,43 @@ fn slots(steps: &[Step], stretches: &[Stretch]) -> (Vec<u32>, usize) {
     }
     (slots, count as usize)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::{Plan, Size};
+    use std::collections::BTreeSet;
+    use std::num::NonZeroU32;
+
+    #[test]
+    fn a_slot_is_given_again_only_after_a_sync() {
+        for seed in 0..40 {
+            let plan = Plan::from_seed(seed, &Size { ranks: NonZeroU32::MIN, ops: 200 });
+            let program = plan.program();
+            let mut taken = BTreeSet::new();
+            for stretch in &program.stretches {
+                let mut freed = BTreeSet::new();
+                for index in stretch.steps.clone() {
+                    let slot = program.slots[index];
+                    match program.steps[index].op {
+                        Op::Allocate { .. } => assert!(taken.insert(slot), "seed {seed}, step {index}"),
+                        Op::Free { .. } => assert!(taken.contains(&slot) && freed.insert(slot)),
+                        Op::RecordUse { .. } => assert!(taken.contains(&slot)),
+                        _ => assert_eq!(slot, NO_SLOT),
+                    }
+                }
+                taken.retain(|slot| !freed.contains(slot));
+            }
+            assert!(taken.is_empty(), "everything is freed in the end");
+        }
+    }
+
+    #[test]
+    fn long_parts_are_cut_and_syncs_are_in_none() {
+        let step = |op| Step::new(op, 0);
+        let mut steps = vec![step(Op::Trim { pool: None }); 7];
+        steps[2] = step(Op::Sync);
+        steps[3] = step(Op::Sync);
+        assert_eq!(stretches(&steps, 2), [0..2, 4..6, 6..7]);
+    }
+}

@@ -9,7 +9,7 @@ use symmalloc_core::lock::Lock;
 /// Starts a rank again after so many stretches. To the new one nothing happens.
 pub(crate) fn rejoin<L: Lock>(
     job: &Job,
-    surroundings: Surroundings,
+    surroundings: &Surroundings,
     incarnation: u32,
     stretches: usize,
 ) -> Result<Rank<L>, Cause> {
@@ -18,7 +18,7 @@ pub(crate) fn rejoin<L: Lock>(
         memory_bytes: None,
         private_per_million: 0,
         restart_at: None,
-        ..surroundings
+        ..surroundings.clone()
     };
     let mut rank = Rank::new(job, restarted, incarnation);
     let mut scheduler = Scheduler::default();

@@ -46,12 +46,12 @@ pub fn simulate(plan: &Plan, workers: NonZeroUsize, progress: &mut dyn FnMut(Pro
         Ok(outcome) => return Ok(outcome),
         Err(failure) => failure,
     };
-    // A digest says that ranks differ, and not since when. Once more, with a look at that rank after each step.
-    match (&failure.cause, failure.rank) {
-        (Cause::OtherDigest { .. }, Some(rank)) if failure.step.is_none() => {
-            let again = run(plan, workers, Some(rank), &mut |_| ());
-            Err(again.err().filter(|again| again.rank == failure.rank).unwrap_or(failure))
-        }
+    let (Cause::OtherDecision { .. } | Cause::OtherDigest { .. }, Some(rank)) = (&failure.cause, failure.rank) else {
+        return Err(failure);
+    };
+    // Ranks may have parted long before a decision shows it. Once more, with a look at that rank's digests after each step.
+    match run(plan, workers, Some(rank), &mut |_| ()) {
+        Err(earlier) if earlier.rank == failure.rank && earlier.step != failure.step => Err(earlier),
         _ => Err(failure),
     }
 }
@@ -310,7 +310,7 @@ impl<'a, L: Lock, C: Crew<L>> Run<'a, L, C> {
         drop(rank);
         let number = surroundings.rank;
         let failed = |cause| Failed { rank: Some(number), step: None, cause };
-        let rank = rejoin(self.job, surroundings, incarnation, stretches).map_err(failed)?;
+        let rank = rejoin(self.job, &surroundings, incarnation, stretches).map_err(failed)?;
         let job = self.job;
         if let Some(heap) = first_difference(&rank.digests(job), &self.reference().digests(job)) {
             return Err(failed(Cause::Rejoined { heap }));

@@ -236,3 +236,34 @@ pub struct BadSurroundings {
     /// The word.
     pub word: Box<str>,
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::{Plan, Size};
+    use std::num::NonZeroU32;
+
+    #[test]
+    fn surroundings_are_read_back_as_they_were_written() {
+        let size = Size { ranks: NonZeroU32::new(64).expect("some"), ops: 10 };
+        let mut faulty = 0;
+        for seed in 0..50 {
+            for mut rank in Plan::from_seed(seed, &size).ranks {
+                faulty += usize::from(rank.is_faulty());
+                if rank.rank % 9 == 0 {
+                    rank.deviation = Some(Deviation::OtherSize { id: AllocationId(7), size_bytes: 513 });
+                }
+                assert_eq!(rank.to_string().parse(), Ok(rank));
+            }
+        }
+        assert!(faulty > 100, "{faulty}");
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_named() {
+        for word in ["rank", "rank:x", "delays:soon", "fault:map@1", "fault:none@1=refused", "speed:9"] {
+            let error = format!("rank:1 {word} pace:3").parse::<Surroundings>().expect_err("no sense");
+            assert_eq!(&*error.word, word);
+        }
+    }
+}
