@@ -52,6 +52,8 @@ mod error;
 mod line;
 mod reader;
 mod rules;
+#[cfg(test)]
+mod tests;
 mod writer;
 
 pub use crate::text::LineError;

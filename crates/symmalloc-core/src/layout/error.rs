@@ -91,6 +91,9 @@ pub enum Contradiction {
         /// The heap's stream.
         stream: StreamId,
     },
+    /// A heap stands in the layout when it has a history.
+    #[error("a heap without ops and segments is left out")]
+    FreshHeap,
     /// A heap counts more ops than there can be.
     #[error("a heap has at most {max} ops")]
     TooManyOps {

@@ -24,7 +24,7 @@ pub(super) struct Draft {
 }
 
 /// Why a statement is not admitted.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(super) enum Refusal {
     /// What must stand there instead.
     Misplaced(&'static str),
@@ -68,7 +68,7 @@ impl Draft {
                 segment.extents.push(extent);
             }
             Statement::Allocation(allocation) => {
-                let heap = self.heaps.last().map_or(None, |heap| heap.stream);
+                let heap = self.heaps.last().and_then(|heap| heap.stream);
                 let segment = open_segment(&mut self.heaps).filter(|segment| !segment.extents.is_empty());
                 let segment = segment.ok_or(Refusal::Misplaced("`memory`"))?;
                 check_allocation(heap, segment, &allocation)?;
@@ -135,6 +135,9 @@ fn check_heap(config: &PoolConfig, before: Option<&HeapLayout>, heap: &HeapLayou
             }
         }
         _ => return Err(Contradiction::HeapPolicy),
+    }
+    if heap.digest.ops == 0 && heap.next_segment == SegmentId(0) {
+        return Err(Contradiction::FreshHeap);
     }
     if heap.digest.ops > OPS_MAX {
         return Err(Contradiction::TooManyOps { max: OPS_MAX });

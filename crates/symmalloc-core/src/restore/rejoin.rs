@@ -27,6 +27,11 @@ struct Obtained {
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
     pub(super) fn rejoin(&self, heaps: &mut [Saved<'_>]) -> Result<(), RestoreError> {
+        for Saved { heap, .. } in &mut *heaps {
+            // What an earlier attempt could not give back is still charged.
+            let (_, failure) = heap.release_retired(&self.around);
+            failure.map_or(Ok(()), Err)?;
+        }
         self.charge_all(heaps)?;
         let mut obtained: Vec<Vec<Obtained>> = Vec::new();
         for at in 0..heaps.len() {

@@ -205,10 +205,8 @@ impl Heap {
                 }
             }
         }
-        match self.release_retired(around) {
-            (_, None) => Ok(()),
-            (_, Some(error)) => Err(error),
-        }
+        let (_, failure) = self.release_retired(around);
+        failure.map_or(Ok(()), Err)
     }
 
     /// Cuts `offset..end` out of a free block, and returns it, in no index. What is left on both sides stays free, with
