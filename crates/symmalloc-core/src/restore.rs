@@ -116,13 +116,14 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         for saved in &layout.heaps {
             self.route_or_make(pool, saved.stream.unwrap_or_default())?;
         }
+        let observers = self.observers.lock().count(pool);
         // All heaps at once: what was found out about one still holds when the last one changes.
         let mut guards: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         let mut heaps: Vec<_> = guards.iter_mut().map(|heap| Saved::find(heap, layout)).collect();
         if is_fresh {
             self.rejoin(&mut heaps)?;
         } else {
-            self.rewind(pool, &mut heaps)?;
+            self.rewind(observers, &mut heaps)?;
         }
         Ok(Restored { heaps: heaps.into_iter().map(|Saved { heap, .. }| restored_heap(heap)).collect() })
     }

@@ -13,9 +13,9 @@ use crate::backend::{Backend, BackendError};
 use crate::block_table::{BlockState, Slot};
 use crate::fence::{Fence, FenceSetId};
 use crate::heap::{Heap, Shortage, Surroundings};
-use crate::ids::{PoolId, StreamId};
+use crate::ids::StreamId;
 use crate::layout::{AllocationLayout, Extent, SegmentLayout};
-use crate::lock::{Lock, LockCell};
+use crate::lock::Lock;
 use crate::trim::synchronize;
 use crate::units::{Units, bytes, units};
 use smallvec::SmallVec;
@@ -37,8 +37,7 @@ enum Surplus {
 }
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    pub(super) fn rewind(&self, pool: PoolId, heaps: &mut [Saved<'_>]) -> Result<(), RestoreError> {
-        let observers = self.observers.lock().count(pool);
+    pub(super) fn rewind(&self, observers: u32, heaps: &mut [Saved<'_>]) -> Result<(), RestoreError> {
         let plans: Vec<Plan> = heaps.iter().map(|saved| saved.plan(observers)).collect::<Result<_, _>>()?;
         for (Saved { heap, .. }, plan) in heaps.iter_mut().zip(&plans) {
             for (slot, stream) in &plan.waits {
@@ -54,7 +53,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             outcome?;
         }
         for saved in heaps {
-            // The segments are those of the layout by now.
+            let segments = saved.heap.table.segment_count();
+            assert_eq!(segments, saved.layout.segments.len(), "what the layout lacks was given back");
             for (segment, layout) in saved.heap.table.segments_in_order().into_iter().zip(&saved.layout.segments) {
                 self.carve_segment(saved.heap, segment, layout);
             }
