@@ -7,6 +7,7 @@
 //!  targets   the fuzz targets as functions
 //!  jobs      the recorded jobs
 //!  restart   a rank that goes on in a new process
+//!  mutation  one difference in one rank's program
 //!  conformance   what every backend must do
 //! ```
 
@@ -14,6 +15,7 @@ pub mod checker;
 pub mod conformance;
 pub mod generate;
 pub mod jobs;
+pub mod mutation;
 pub mod oracle;
 pub mod restart;
 pub mod targets;

@@ -15,6 +15,7 @@
 //! Step 3 is the same on every rank because limits are configured bytes. When the driver refuses, which may happen on one
 //! rank alone, nothing is given back behind the program's back: step 3 is skipped.
 
+use crate::agreement::journal::ProgramOrder;
 use crate::backend::{Backend, BackendError};
 use crate::budget::Budget;
 use crate::config::{Config, ConfigError};
@@ -74,6 +75,8 @@ pub struct Allocator<B: Backend, L: Lock = Exclusive> {
     pub(crate) open_scopes: L::Cell<usize>,
     pub(crate) observers: L::Cell<Observers>,
     pub(crate) failure_callback: L::Cell<Option<FailureCallback<B, L>>>,
+    /// Numbers the ops of symmetric pools, for agreement. In no digest.
+    pub(crate) program_order: Arc<ProgramOrder>,
 }
 
 /// An [`Allocator`] that many threads drive. Put it into an `Arc`.
@@ -118,6 +121,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             open_scopes: L::Cell::new(0),
             observers: L::Cell::new(Observers::default()),
             failure_callback: L::Cell::new(None),
+            program_order: Arc::new(ProgramOrder::new(L::IS_EXCLUSIVE)),
             config,
         })
     }
@@ -367,7 +371,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     #[cold]
     fn allocate_nothing(&self, heap: &L::Cell<Heap>, stream: StreamId) -> Allocation {
         let mut heap = heap.lock();
-        heap.digest.fold(op_word(Mark::AllocateNothing, stream, 0), 0);
+        heap.fold(op_word(Mark::AllocateNothing, stream, 0), 0);
         Allocation {
             handle: Handle { heap: heap.id, slot: NO_SLOT, tag: heap.tags.next() },
             address: crate::backend::DeviceAddress(0),
@@ -406,7 +410,7 @@ fn free_nothing(heap: &mut Heap, handle: Handle) -> Result<(), HandleError> {
     if !heap.tags.gave(handle.tag) {
         return Err(HandleError::Foreign { handle });
     }
-    heap.digest.fold(op_word(Mark::FreeNothing, StreamId(0), 0), 0);
+    heap.fold(op_word(Mark::FreeNothing, StreamId(0), 0), 0);
     Ok(())
 }
 

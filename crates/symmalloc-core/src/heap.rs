@@ -19,6 +19,7 @@
 //! Everything a decision reads is in the heap or in its pool's configuration. That is what makes heaps independent
 //! (rule D8), and the heap's lock the only lock on the way.
 
+use crate::agreement::journal::{Journal, ProgramOrder};
 use crate::backend::{Backend, BackendError, DeviceAddress, Range};
 use crate::block_table::{Block, BlockState, BlockTable, Slot, Tiling};
 use crate::budget::{Budget, Budgets, LimitMet};
@@ -101,8 +102,10 @@ pub(crate) struct Heap {
     pub(crate) tags: Tags,
     pub(crate) names: Names,
     pub(crate) pointers: PointerIndex,
-    /// No free of the heap has anything to note elsewhere: its streams do not share, pointers are not looked up, and
-    /// nothing is released at a threshold.
+    /// What agreement looks back on; heaps of symmetric pools have one.
+    pub(crate) journal: Option<Journal>,
+    /// No op of the heap has anything to note elsewhere: its streams do not share, pointers are not looked up, nothing is
+    /// released at a threshold, and no journal is kept.
     keeps_no_books: bool,
 }
 
@@ -151,6 +154,7 @@ impl Heap {
             tags: Tags::new(owner),
             names: Names::default(),
             pointers: PointerIndex::new(lookup),
+            journal: None,
             keeps_no_books,
         }
     }
@@ -159,6 +163,9 @@ impl Heap {
     /// more. Whatever remembers single ops must forget them here.
     pub(crate) fn begin_history(&mut self, digest: Digest) {
         self.digest = digest;
+        if let Some(journal) = &mut self.journal {
+            journal.begin(digest);
+        }
     }
 
     /// The digest before the first op.
@@ -169,6 +176,27 @@ impl Heap {
     /// Whether nothing ever happened here.
     pub(crate) fn is_fresh(&self) -> bool {
         self.digest.ops == 0 && self.next_segment == SegmentId(0)
+    }
+
+    /// From now on the heap remembers its last ops, for agreement to look back on.
+    pub(crate) fn keep_journal(&mut self, history_ops: u32, order: Arc<ProgramOrder>) {
+        self.journal = Some(Journal::new(history_ops, self.digest, order));
+        self.keeps_no_books = false;
+    }
+
+    /// Folds an op and the decision about it into the digest, and notes them in the journal.
+    #[inline(always)]
+    pub(crate) fn fold(&mut self, op: u64, decision: u64) {
+        self.digest.fold(op, decision);
+        if !self.keeps_no_books {
+            self.note(op, decision);
+        }
+    }
+
+    fn note(&mut self, op: u64, decision: u64) {
+        if let Some(journal) = &mut self.journal {
+            journal.note(op, decision, self.digest);
+        }
     }
 
     /// What reservations are charged to.
@@ -251,11 +279,15 @@ impl Heap {
             }
             (free, whole)
         };
-        if !self.pointers.is_off() {
-            self.pointers.insert(address, slot);
-        }
         self.usage.allocate(SizeRules::class_of(size), bytes(size), requested);
-        self.digest.fold(op_word(Mark::Allocate, stream, requested), placement_word(placement));
+        let (op, decision) = (op_word(Mark::Allocate, stream, requested), placement_word(placement));
+        self.digest.fold(op, decision);
+        if !self.keeps_no_books {
+            self.note(op, decision);
+            if !self.pointers.is_off() {
+                self.pointers.insert(address, slot);
+            }
+        }
         Some(Allocation { handle: Handle { heap: self.id, slot, tag }, address, placement, size_bytes: bytes(size) })
     }
 
@@ -283,10 +315,12 @@ impl Heap {
         if !self.pointers.is_off() {
             self.pointers.remove(self.address(slot));
         }
-        if !self.names.is_empty() {
-            self.names.remove(slot);
+        let name = self.names.take(slot);
+        let freed = self.give_back(slot, stream, requested, since);
+        if let (Some(name), Some(journal)) = (name, &mut self.journal) {
+            journal.name_newest(&name);
         }
-        Ok(self.give_back(slot, stream, requested, since))
+        Ok(freed)
     }
 
     /// Makes an allocated block free again.
@@ -297,7 +331,7 @@ impl Heap {
         let size = block.size;
         block.state = BlockState::Free { stream, since };
         self.usage.free(SizeRules::class_of(size), bytes(size), requested);
-        self.digest.fold(op_word(Mark::Free, stream, 0), placement_word(placement));
+        self.fold(op_word(Mark::Free, stream, 0), placement_word(placement));
         self.put_back(slot);
         Freed { allocated_bytes: bytes(size), requested_bytes: requested }
     }
@@ -346,6 +380,10 @@ impl Heap {
 
     /// Gives a live allocation a name.
     pub(crate) fn set_name(&mut self, slot: Slot, name: &str) {
+        let placed = placement_word(self.placement(slot));
+        if let Some(journal) = &mut self.journal {
+            journal.name_allocation(placed, name);
+        }
         self.names.insert(slot, name);
     }
 

@@ -66,6 +66,7 @@
 //! out-of-memory path. Everything else stands beside: ops, traces, replay, layouts, statistics, reports, invariants, the simulator.
 #![forbid(unsafe_code)]
 
+pub mod agreement;
 pub mod allocator;
 pub mod backend;
 mod block_table;

@@ -81,7 +81,7 @@ impl Heap {
                 }
             }
         }
-        self.digest.fold(op_word(Mark::Reserve, stream, target_bytes), self.mapped - before);
+        self.fold(op_word(Mark::Reserve, stream, target_bytes), self.mapped - before);
         Ok(())
     }
 

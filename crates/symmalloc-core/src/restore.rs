@@ -199,7 +199,7 @@ impl Heap {
         self.table.block_mut(slot).fences = fences;
         match &saved.name {
             Some(name) => self.names.insert(slot, name),
-            None => self.names.remove(slot),
+            None => drop(self.names.take(slot)),
         }
     }
 }

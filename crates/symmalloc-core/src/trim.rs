@@ -73,13 +73,13 @@ impl Heap {
                 let shrunk = self.shrink(around, segment);
                 shrunk_bytes += before - self.mapped;
                 if let Err(error) = shrunk {
-                    self.digest.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
+                    self.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
                     failure = Some(error);
                     break;
                 }
             }
         }
-        self.digest.fold(op_word(Mark::Trim, StreamId(0), 0), mapped_before - self.mapped);
+        self.fold(op_word(Mark::Trim, StreamId(0), 0), mapped_before - self.mapped);
         self.recycle_spent(around);
         let (retired_bytes, release_failure) = self.release_retired(around);
         let released_bytes = shrunk_bytes + retired_bytes;
@@ -158,7 +158,7 @@ impl Heap {
         let dead = self.table.remove_segment(segment);
         around.directory.lock().remove(dead.range);
         self.mapped -= size_bytes;
-        self.digest.fold(
+        self.fold(
             op_word(Mark::Death, StreamId(0), size_bytes),
             placement_word(Placement { segment: dead.id, offset_bytes: 0 }),
         );
@@ -278,7 +278,7 @@ impl Heap {
         self.hole_count += 1;
         self.log_segment(SegmentEventKind::Shrink, segment, from, bytes(to - from));
         let word = placement_word(Placement { segment: self.table.segment(segment).id, offset_bytes: bytes(from) });
-        self.digest.fold(op_word(Mark::Shrink, StreamId(0), bytes(to - from)), word);
+        self.fold(op_word(Mark::Shrink, StreamId(0), bytes(to - from)), word);
         self.join_holes(hole);
     }
 
