@@ -403,7 +403,7 @@ impl<B: Backend, L: Lock> Drop for Allocator<B, L> {
 }
 
 /// The slot in handles of allocations of zero bytes.
-const NO_SLOT: u32 = u32::MAX;
+pub(crate) const NO_SLOT: u32 = u32::MAX;
 
 #[cold]
 fn free_nothing(heap: &mut Heap, handle: Handle) -> Result<(), HandleError> {

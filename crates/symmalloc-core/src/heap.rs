@@ -131,9 +131,7 @@ impl Heap {
         let rules = SizeRules::new(&config, granularity_bytes);
         let keeps_no_books =
             stream.is_some() && lookup == PointerLookup::Off && config.release_threshold_bytes().is_none();
-        // Whatever decisions depend on besides ops is in the digest from the start: other configurations never agree.
-        let mut digest = Digest::new(config.digest());
-        digest.fold(granularity_bytes, stream.map_or(u64::MAX, |stream| stream.0.into()));
+        let digest = first_digest(&config, granularity_bytes, stream);
         Heap {
             id,
             pool,
@@ -152,13 +150,32 @@ impl Heap {
             stray_ranges: Vec::new(),
             is_closed: false,
             usage: HeapUsage::default(),
-            digest: Digest { ops: 0, ..digest },
+            digest,
             tags: Tags::new(owner),
             names: Names::default(),
             pointers: PointerIndex::new(lookup),
             journal: None,
             keeps_no_books,
         }
+    }
+
+    /// Takes up a history that a digest stands for, in place of the heap's own: the ops so far are not of this heap any
+    /// more. Whatever remembers single ops must forget them here.
+    pub(crate) fn begin_history(&mut self, digest: Digest) {
+        self.digest = digest;
+        if let Some(journal) = &mut self.journal {
+            journal.begin(digest);
+        }
+    }
+
+    /// The digest before the first op.
+    pub(crate) fn first_digest(&self) -> Digest {
+        first_digest(&self.config, bytes(self.rules.granule), self.stream)
+    }
+
+    /// Whether nothing ever happened here.
+    pub(crate) fn is_fresh(&self) -> bool {
+        self.digest.ops == 0 && self.next_segment == SegmentId(0)
     }
 
     /// From now on the heap remembers its last ops, for agreement to look back on.
@@ -403,6 +420,13 @@ impl Heap {
     pub(crate) fn largest_free_bytes(&self) -> u64 {
         self.free.iter().filter_map(|index| index.largest(self.table.blocks())).max().map_or(0, bytes)
     }
+}
+
+/// Whatever decisions depend on besides ops is in the digest from the start: other configurations never agree.
+fn first_digest(config: &PoolConfig, granularity_bytes: u64, stream: Option<StreamId>) -> Digest {
+    let mut digest = Digest::new(config.digest());
+    digest.fold(granularity_bytes, stream.map_or(u64::MAX, |stream| stream.0.into()));
+    Digest { ops: 0, ..digest }
 }
 
 /// The free block that rule D2 gives to a request.

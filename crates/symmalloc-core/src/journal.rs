@@ -113,6 +113,11 @@ impl Journal {
         }
     }
 
+    /// Forgets everything: the heap took up a history that `now` stands for, and that every rank has had.
+    pub(crate) fn begin(&mut self, now: Digest) {
+        *self = Journal::new(self.capacity as u32, now, Arc::clone(&self.order));
+    }
+
     /// Notes an op, the decision about it and the digest after it.
     #[inline]
     pub(crate) fn note(&mut self, op: u64, decision: u64, after: Digest) {

@@ -63,7 +63,7 @@
 //! block table, which says what lies where; the free index, a bitmap over size bins whose short lists run through the
 //! blocks themselves; fences; the backend trait; then the heap, which composes them (`heap.rs` is the file to read first;
 //! `obtain.rs`, `trim.rs` and `fencing.rs` are its other parts), and the allocator, which finds the heap and walks the
-//! out-of-memory path. Everything else stands beside: ops, traces, replay, statistics, reports, invariants, the simulator.
+//! out-of-memory path. Everything else stands beside: ops, traces, replay, layouts, statistics, reports, invariants, the simulator.
 #![forbid(unsafe_code)]
 
 pub mod agreement;
@@ -84,6 +84,7 @@ mod heap;
 pub mod ids;
 mod invariants;
 mod journal;
+pub mod layout;
 pub mod lock;
 mod lookup;
 mod names;
@@ -98,12 +99,14 @@ mod pool;
 mod registry;
 pub mod replay;
 pub mod report;
+pub mod restore;
 mod routes;
 pub mod segment_log;
 pub mod sim;
 mod size_rules;
 mod sorted_run;
 pub mod stats;
+mod text;
 pub mod trace;
 mod trim;
 pub mod units;
@@ -116,6 +119,7 @@ pub use digest::Digest;
 pub use handle::{Allocation, Handle};
 pub use ids::{AllocationId, Placement, PoolId, SegmentId, StreamId};
 pub use invariants::Violation;
+pub use layout::Layout;
 pub use lookup::SegmentPosition;
 pub use observe::Unread;
 pub use observers::ObserverId;

@@ -302,7 +302,7 @@ struct Missing {
 }
 
 /// Memory that nobody has used yet: nothing to wait for.
-fn fresh(stream: StreamId) -> BlockState {
+pub(crate) fn fresh(stream: StreamId) -> BlockState {
     BlockState::Free { stream, since: 0 }
 }
 
