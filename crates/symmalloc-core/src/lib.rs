@@ -81,6 +81,8 @@ mod free_key;
 mod handle;
 mod heap;
 pub mod ids;
+#[cfg(all(symmalloc_loom, test))]
+mod interleavings;
 mod invariants;
 pub mod lock;
 mod lookup;
@@ -102,6 +104,7 @@ pub mod sim;
 mod size_rules;
 mod sorted_run;
 pub mod stats;
+mod sync;
 pub mod trace;
 mod trim;
 pub mod units;

@@ -57,6 +57,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     #[cold]
     fn make_heap(&self, pool: PoolId, stream: StreamId) -> Result<&L::Cell<Heap>, UnknownError> {
+        let observers = self.observers.lock();
+        let open_scopes = self.open_scopes.lock();
         let entry = self.pool(pool)?;
         let heap = entry.routes.get_or_make(entry.route_index(stream), || {
             let make = |index| {
@@ -69,8 +71,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 let budget = Arc::clone(&entry.budget);
                 let lookup = self.config().pointer_lookup();
                 let mut heap = Heap::new(identity, entry.config.clone(), budget, self.granularity_bytes, lookup);
-                (0..*self.open_scopes.lock()).for_each(|_| heap.usage.open_scope());
-                self.observers.lock().of_pool(pool).for_each(|observer| heap.log.observe(observer));
+                (0..*open_scopes).for_each(|_| heap.usage.open_scope());
+                observers.of_pool(pool).for_each(|observer| heap.log.observe(observer));
                 Arc::new(L::Cell::new(heap))
             };
             let index = self.heaps.push(make);
