@@ -2,7 +2,49 @@
 
 use std::fs;
 use std::path::Path;
+use symmalloc_core::op::Op;
+use symmalloc_harness::generate::{OPS_MAX, Scenario, bytes_of_job};
+use symmalloc_harness::jobs;
 use symmalloc_harness::targets::TARGETS;
+
+/// Four streams, no limit over all pools; the pool's five bytes choose its segments and whether its streams share.
+const CONFIGS: [[u8; 8]; 3] = [[0, 3, 0, 0, 0, 0, 0, 0], [0, 3, 0, 0, 2, 0, 1, 0], [2, 3, 0, 1, 0, 0, 0, 1]];
+
+/// A part of a recorded job as a seed: from its first, second or third quarter on, with a configuration for each.
+fn part_of_job(job: &str, part: usize) -> Vec<u8> {
+    let records = jobs::records(job);
+    // Frees of what was made before are left out, so more is read than fits.
+    let ops = records.iter().map(|record| record.op.clone()).skip(records.len() * (part + 1) / 4).take(2 * OPS_MAX);
+    let mut bytes = bytes_of_job(CONFIGS[part], &ops.collect::<Vec<Op>>());
+    bytes.truncate(4 * OPS_MAX);
+    bytes
+}
+
+/// Writes the seeds that are parts of recorded jobs: `cargo test -p symmalloc-harness --test seeds -- --ignored`.
+#[test]
+#[ignore = "writes into fuzz/seeds"]
+fn write_the_seeds_of_recorded_jobs() {
+    let seeds = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/seeds");
+    for (index, job) in jobs::JOBS.into_iter().enumerate() {
+        for target in ["ops_vs_oracle", "two_ranks"] {
+            let bytes = part_of_job(job, index % CONFIGS.len());
+            fs::write(seeds.join(target).join(format!("job-{job}")), bytes).expect("writable");
+        }
+    }
+}
+
+/// The parts are programs of the length they were cut to, with most of what the jobs did.
+#[test]
+fn a_part_of_a_recorded_job_is_a_program() {
+    for job in jobs::JOBS {
+        for part in 0..CONFIGS.len() {
+            let scenario = Scenario::from_bytes(&part_of_job(job, part));
+            let ops = scenario.program.ops();
+            assert!(ops.len() > OPS_MAX / 2, "{job}: {} ops", ops.len());
+            assert!(ops.iter().any(|op| matches!(op, Op::Free { .. })), "{job}: nothing is freed");
+        }
+    }
+}
 
 #[test]
 fn every_seed_passes_its_target() {
