@@ -182,3 +182,21 @@ fn a_refusal_of_the_driver_gives_nothing_back() {
     let again = allocator.allocate(PoolId::DEFAULT, stream, 40 << 20).expect("as before");
     assert_eq!(again.placement, cached.placement);
 }
+
+/// Rule D4: the rank whose driver refused differs from the others from then on, whatever it does next.
+#[test]
+fn a_refused_rank_has_another_digest() {
+    let digest = |is_refused: bool| {
+        let device = SimBackend::builder().build();
+        let allocator: Allocator<_> = Allocator::new(&device, Config::default()).expect("valid");
+        let stream = allocator.register_stream().expect("the first");
+        if is_refused {
+            device.inject(Some(Call::Map), FaultRule::At { ordinal: 0 }, Fault::OutOfMemory);
+            allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect_err("refused");
+        }
+        allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory");
+        allocator.digest(PoolId::DEFAULT).expect("the default pool")
+    };
+    assert_eq!(digest(false), digest(false));
+    assert_ne!(digest(false), digest(true));
+}
