@@ -1,7 +1,7 @@
 //! The seed corpus of the fuzz targets, as plain tests: `fuzz/seeds/<target>/*`.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use symmalloc_core::op::Op;
 use symmalloc_harness::generate::{OPS_MAX, Scenario, bytes_of_job};
 use symmalloc_harness::jobs;
@@ -46,19 +46,29 @@ fn a_part_of_a_recorded_job_is_a_program() {
     }
 }
 
+/// The seeds, and with `SYMMALLOC_CORPUS=1` whatever a fuzzer left in `fuzz/corpus`.
 #[test]
 fn every_seed_passes_its_target() {
-    let seeds = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/seeds");
+    let fuzz = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz");
     for (name, target) in TARGETS {
-        let folder = fs::read_dir(seeds.join(name)).unwrap_or_else(|error| panic!("no seeds for {name}: {error}"));
-        let mut paths: Vec<_> = folder.map(|entry| entry.expect("readable").path()).collect();
-        paths.sort();
+        let mut paths = files_in(&fuzz.join("seeds").join(name));
         assert!(!paths.is_empty(), "no seeds for {name}");
+        if std::env::var_os("SYMMALLOC_CORPUS").is_some() {
+            paths.extend(files_in(&fuzz.join("corpus").join(name)));
+        }
         for path in paths {
             println!("{}", path.display());
             target(&fs::read(&path).expect("readable"));
         }
     }
+}
+
+/// The files in a folder, by name; none when there is no folder.
+fn files_in(folder: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
+    let mut paths: Vec<_> = entries.map(|entry| entry.expect("readable").path()).collect();
+    paths.sort();
+    paths
 }
 
 /// A seed folder without a target would never be run.
