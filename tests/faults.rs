@@ -1,15 +1,16 @@
 //! Faults: the driver refuses one call, every call in turn. The op gets a typed error, the allocator stays sound and as
 //! it was, a second attempt goes on as if nothing had happened, and nothing is left behind.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use symmalloc_core::backend::Reason;
 use symmalloc_core::config::Reclaim;
 use symmalloc_core::errors::{AllocateError, FreeError, OutOfMemoryCause, PoolError, TrimError};
 use symmalloc_core::replay::{Replay, StepError};
 use symmalloc_core::sim::{Call, Fault, FaultRule, SimBackend};
-use symmalloc_core::{Allocator, Config, Op, PoolConfig, PoolId};
+use symmalloc_core::{Allocator, Config, Digest, Op, Placement, PoolConfig, PoolId, Retry};
 use symmalloc_harness::checker::{DeviceWork, PrintOnPanic, outcome};
 use symmalloc_harness::generate::Scenario;
+use symmalloc_harness::jobs;
 use symmalloc_harness::oracle::{Outcome, Refusal};
 
 const OPS: usize = 40;
@@ -181,4 +182,200 @@ fn a_refusal_of_the_driver_gives_nothing_back() {
     assert_eq!((device.mapped_bytes(), device.calls().of(Call::Unmap)), (40 << 20, 0));
     let again = allocator.allocate(PoolId::DEFAULT, stream, 40 << 20).expect("as before");
     assert_eq!(again.placement, cached.placement);
+}
+
+/// Rule D4: the rank whose driver refused differs from the others from then on, whatever it does next.
+#[test]
+fn a_refused_rank_has_another_digest() {
+    let digest = |is_refused: bool| {
+        let device = SimBackend::builder().build();
+        let allocator: Allocator<_> = Allocator::new(&device, Config::default()).expect("valid");
+        let stream = allocator.register_stream().expect("the first");
+        if is_refused {
+            device.inject(Some(Call::Map), FaultRule::At { ordinal: 0 }, Fault::OutOfMemory);
+            allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect_err("refused");
+        }
+        allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory");
+        allocator.digest(PoolId::DEFAULT).expect("the default pool")
+    };
+    assert_eq!(digest(false), digest(false));
+    assert_ne!(digest(false), digest(true));
+}
+
+/// A program that makes every kind of call: with observers that come and go, events that are asked for, a failure callback
+/// that trims, pools that are destroyed. Each op is tried until the driver lets it through, at most `attempts` times.
+/// Afterwards the driver works: everything is freed, goes back, and nothing is left. Returns how many ops were refused.
+fn everything(scenario: &Scenario, device: &SimBackend, attempts: usize) -> usize {
+    let _report = PrintOnPanic(scenario);
+    let mut refused = 0;
+    {
+        let allocator: Allocator<_> = Allocator::new(device, scenario.config.clone()).expect("valid");
+        allocator.set_failure_callback(|allocator, _| match allocator.trim(None) {
+            Ok(0) | Err(_) => Retry::GiveUp,
+            Ok(_) => Retry::Again,
+        });
+        let check = |what: &dyn std::fmt::Debug| {
+            allocator.check().unwrap_or_else(|violation| panic!("{what:?}: {violation}"));
+        };
+        let mut replay = Replay::new(&allocator, &scenario.program);
+        let mut work = DeviceWork::new(device);
+        let mut observer = None;
+        for (index, op) in scenario.program.ops().iter().enumerate() {
+            for _ in 0..attempts {
+                let result = replay.step(op);
+                check(op);
+                let is_refused = outcome(result.clone()) == Outcome::Refused(Refusal::Driver);
+                work.submit(op, &result);
+                if !is_refused {
+                    break;
+                }
+                refused += 1;
+            }
+            match (index % 7, observer) {
+                (0, _) => refused += usize::from(allocator.drop_completed_fences().is_err()),
+                (3, None) => observer = allocator.observe(PoolId::DEFAULT).ok().map(|(observer, _)| observer),
+                (4, Some(observer)) => {
+                    refused += usize::from(allocator.acknowledge(observer, &allocator.unread(observer)).is_err());
+                }
+                (5, Some(forgotten)) => {
+                    refused += usize::from(allocator.forget(forgotten).is_err());
+                    observer = None;
+                }
+                _ => {}
+            }
+            check(&"observers and fences");
+        }
+        device.heal();
+        observer.into_iter().for_each(|observer| drop(allocator.forget(observer).expect("the driver works again")));
+        replay.free_all().expect("the driver works again");
+        allocator.trim(None).expect("the driver works again");
+        let stats = allocator.stats();
+        assert_eq!((stats.usage.all.allocations.current, stats.retired_bytes), (0, 0));
+        check(&"at the end");
+    }
+    assert!(device.leaks().is_empty(), "left behind: {}", device.leaks());
+    refused
+}
+
+#[test]
+fn every_kind_of_call_fails_at_every_occurrence_once_and_twice_in_a_row() {
+    let mut made: BTreeMap<Call, u64> = BTreeMap::new();
+    for seed in 0..40 {
+        let scenario = Scenario::from_seed(seed, OPS);
+        let device = scenario.device(seed);
+        assert_eq!(everything(&scenario, &device, 1), 0, "without a fault nothing is refused");
+        for call in Call::ALL {
+            let occurrences = device.calls().of(call);
+            *made.entry(call).or_default() += occurrences;
+            for ordinal in 0..occurrences {
+                let failing = |count: u64| {
+                    let builder = scenario.device_builder(seed);
+                    (ordinal..ordinal + count)
+                        .fold(builder, |builder, ordinal| {
+                            builder.fail(Some(call), FaultRule::At { ordinal }, Fault::Refused)
+                        })
+                        .build()
+                };
+                for count in [1, 2] {
+                    everything(&scenario, &failing(count), 3);
+                }
+            }
+        }
+    }
+    assert!(Call::ALL.iter().all(|call| made[call] > 20), "not every kind of call was made: {made:?}");
+}
+
+#[test]
+fn a_kind_of_call_that_always_fails_or_a_lost_device_is_survived_until_it_works_again() {
+    let mut refused = BTreeMap::new();
+    for seed in 0..60 {
+        let scenario = Scenario::from_seed(seed, 2 * OPS);
+        for call in Call::ALL {
+            for (rule, fault) in [
+                (FaultRule::Every { calls: 1 }, Fault::Refused),
+                (FaultRule::Every { calls: 1 }, Fault::OutOfMemory),
+                (FaultRule::Every { calls: 2 }, Fault::Refused),
+                (FaultRule::At { ordinal: seed % 5 }, Fault::DeviceLost),
+            ] {
+                let device = scenario.device_builder(seed).fail(Some(call), rule, fault).build();
+                *refused.entry(call).or_insert(0) += everything(&scenario, &device, 2);
+            }
+        }
+    }
+    assert!(Call::ALL.iter().all(|call| refused[call] > 0), "nobody noticed: {refused:?}");
+}
+
+/// What the driver keeps then is its own; but there is no panic, and no event is forgotten.
+#[test]
+fn the_allocator_is_dropped_while_calls_fail() {
+    for seed in 0..40 {
+        let scenario = Scenario::from_seed(seed, OPS);
+        let drop_with = |rule: Option<FaultRule>, fault: Fault| {
+            let device = scenario.device(seed);
+            let allocator: Allocator<_> = Allocator::new(&device, scenario.config.clone()).expect("valid");
+            let mut replay = Replay::new(&allocator, &scenario.program);
+            scenario.program.ops().iter().for_each(|op| drop(replay.step(op)));
+            let before = device.calls().fallible();
+            if let Some(FaultRule::At { ordinal }) = rule {
+                device.inject(None, FaultRule::At { ordinal: before + ordinal }, fault);
+            }
+            drop(allocator);
+            assert_eq!(device.leaks().events, 0, "seed {seed}, {rule:?}");
+            (device.calls().fallible() - before, device.leaks())
+        };
+        let (calls, leaks) = drop_with(None, Fault::Refused);
+        assert!(leaks.is_empty());
+        for ordinal in 0..calls {
+            drop_with(Some(FaultRule::At { ordinal }), Fault::Refused);
+            drop_with(Some(FaultRule::At { ordinal }), Fault::DeviceLost);
+        }
+    }
+}
+
+/// A recorded job whose driver refuses the call with this number. Where everything went, and the digest.
+fn job_with_fault(
+    program: &symmalloc_core::replay::Program,
+    pool: &PoolConfig,
+    ordinal: Option<u64>,
+) -> (Vec<Placement>, Digest, u64) {
+    let mut builder = SimBackend::builder().seed(11);
+    if let Some(ordinal) = ordinal {
+        builder = builder.fail_at(ordinal, Fault::Refused);
+    }
+    let device = builder.build();
+    let config = Config::builder().default_pool(pool.clone()).build().expect("valid");
+    let mut placements = Vec::new();
+    let (digest, calls) = {
+        let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
+        let mut replay = Replay::new(&allocator, program);
+        for op in program.ops() {
+            let mut result = replay.step(op);
+            if result.is_err() {
+                allocator.check().expect("sound after the refusal");
+                result = replay.step(op);
+            }
+            placements.extend(result.expect("one call failed").map(|made| made.placement));
+        }
+        allocator.check().expect("sound at the end");
+        (allocator.digest(PoolId::DEFAULT).expect("the default pool"), device.calls().fallible())
+    };
+    assert!(device.leaks().is_empty(), "call {ordinal:?}, left behind: {}", device.leaks());
+    (placements, digest, calls)
+}
+
+#[test]
+fn recorded_jobs_go_on_after_a_refused_call_wherever_it_is() {
+    for (job, runs) in [("fsdp1_train_rank0", 24), ("fsdp_train_rank0", 12), ("moe_train", 12)] {
+        let program = jobs::program(job);
+        for pool in [PoolConfig::default(), PoolConfig::builder().fixed().build().expect("valid")] {
+            let (expected, digest, calls) = job_with_fault(&program, &pool, None);
+            for run in 0..runs {
+                let ordinal = calls * run / runs;
+                let (placements, refused, _) = job_with_fault(&program, &pool, Some(ordinal));
+                assert!(placements == expected, "{job}, {pool}: call {ordinal} moved a block");
+                // Only a refused request for memory is in the digest: other refused ops are as if they had not been.
+                assert!(refused == digest || refused.ops == digest.ops + 1, "{job}: call {ordinal}");
+            }
+        }
+    }
 }

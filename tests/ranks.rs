@@ -10,7 +10,7 @@ use symmalloc_core::replay::Replay;
 use symmalloc_core::report::BlockStateSnapshot;
 use symmalloc_core::sim::{Addresses, Delays, SimBackend, SplitMix64};
 use symmalloc_core::units::MIB;
-use symmalloc_core::{Allocator, Digest, Placement, PoolId};
+use symmalloc_core::{Allocator, Digest, Placement, PoolId, StreamId};
 use symmalloc_harness::checker::{Decisions, decisions};
 use symmalloc_harness::generate::{Scenario, scenario_bytes};
 use symmalloc_harness::jobs;
@@ -151,4 +151,29 @@ fn what_a_rank_holds_in_private_pools_moves_no_block_of_a_symmetric_one() {
         (placed, hole, allocator.allocate(pool, stream, 3 * MIB).expect("still there").placement)
     });
     assert_eq!(placements[0], placements[1]);
+}
+
+/// The digest of a pool after one allocation with these uses.
+fn digest_after(size_bytes: u64, uses: &[StreamId]) -> Digest {
+    let allocator: Allocator<_> =
+        Allocator::new(SimBackend::builder().build(), Config::default()).expect("a valid granularity");
+    let streams: Vec<_> = (0..2).map(|_| allocator.register_stream().expect("few")).collect();
+    let made = allocator.allocate(PoolId::DEFAULT, streams[0], size_bytes).expect("memory");
+    uses.iter().for_each(|stream| allocator.record_use(made.handle, *stream).expect("live"));
+    allocator.digest(PoolId::DEFAULT).expect("the default pool")
+}
+
+/// Both requests take the same block of 1 KiB at the same place.
+#[test]
+fn a_request_that_differs_by_one_byte_shows_in_the_digest() {
+    assert_eq!(digest_after(1000, &[]), digest_after(1000, &[]));
+    assert_ne!(digest_after(1000, &[]), digest_after(1001, &[]));
+}
+
+#[test]
+fn a_use_that_only_one_rank_records_shows_in_the_digest() {
+    let [owner, other] = [StreamId(0), StreamId(1)];
+    let digests = [&[][..], &[owner], &[other], &[owner, other], &[other, owner]].map(|uses| digest_after(1000, uses));
+    let distinct: std::collections::BTreeSet<_> = digests.iter().map(|digest| digest.value).collect();
+    assert_eq!(distinct.len(), digests.len());
 }

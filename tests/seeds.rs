@@ -1,22 +1,74 @@
 //! The seed corpus of the fuzz targets, as plain tests: `fuzz/seeds/<target>/*`.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use symmalloc_core::op::Op;
+use symmalloc_harness::generate::{OPS_MAX, Scenario, bytes_of_job};
+use symmalloc_harness::jobs;
 use symmalloc_harness::targets::TARGETS;
 
+/// Four streams, no limit over all pools; the pool's five bytes choose its segments and whether its streams share.
+const CONFIGS: [[u8; 8]; 3] = [[0, 3, 0, 0, 0, 0, 0, 0], [0, 3, 0, 0, 2, 0, 1, 0], [2, 3, 0, 1, 0, 0, 0, 1]];
+
+/// A part of a recorded job as a seed: from its first, second or third quarter on, with a configuration for each.
+fn part_of_job(job: &str, part: usize) -> Vec<u8> {
+    let records = jobs::records(job);
+    // Frees of what was made before are left out, so more is read than fits.
+    let ops = records.iter().map(|record| record.op.clone()).skip(records.len() * (part + 1) / 4).take(2 * OPS_MAX);
+    let mut bytes = bytes_of_job(CONFIGS[part], &ops.collect::<Vec<Op>>());
+    bytes.truncate(4 * OPS_MAX);
+    bytes
+}
+
+/// Writes the seeds that are parts of recorded jobs: `cargo test -p symmalloc-harness --test seeds -- --ignored`.
+#[test]
+#[ignore = "writes into fuzz/seeds"]
+fn write_the_seeds_of_recorded_jobs() {
+    let seeds = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/seeds");
+    for (index, job) in jobs::JOBS.into_iter().enumerate() {
+        for target in ["ops_vs_oracle", "two_ranks"] {
+            let bytes = part_of_job(job, index % CONFIGS.len());
+            fs::write(seeds.join(target).join(format!("job-{job}")), bytes).expect("writable");
+        }
+    }
+}
+
+/// The parts are programs of the length they were cut to, with most of what the jobs did.
+#[test]
+fn a_part_of_a_recorded_job_is_a_program() {
+    for job in jobs::JOBS {
+        for part in 0..CONFIGS.len() {
+            let scenario = Scenario::from_bytes(&part_of_job(job, part));
+            let ops = scenario.program.ops();
+            assert!(ops.len() > OPS_MAX / 2, "{job}: {} ops", ops.len());
+            assert!(ops.iter().any(|op| matches!(op, Op::Free { .. })), "{job}: nothing is freed");
+        }
+    }
+}
+
+/// The seeds, and with `SYMMALLOC_CORPUS=1` whatever a fuzzer left in `fuzz/corpus`.
 #[test]
 fn every_seed_passes_its_target() {
-    let seeds = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/seeds");
+    let fuzz = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz");
     for (name, target) in TARGETS {
-        let folder = fs::read_dir(seeds.join(name)).unwrap_or_else(|error| panic!("no seeds for {name}: {error}"));
-        let mut paths: Vec<_> = folder.map(|entry| entry.expect("readable").path()).collect();
-        paths.sort();
+        let mut paths = files_in(&fuzz.join("seeds").join(name));
         assert!(!paths.is_empty(), "no seeds for {name}");
+        if std::env::var_os("SYMMALLOC_CORPUS").is_some() {
+            paths.extend(files_in(&fuzz.join("corpus").join(name)));
+        }
         for path in paths {
             println!("{}", path.display());
             target(&fs::read(&path).expect("readable"));
         }
     }
+}
+
+/// The files in a folder, by name; none when there is no folder.
+fn files_in(folder: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
+    let mut paths: Vec<_> = entries.map(|entry| entry.expect("readable").path()).collect();
+    paths.sort();
+    paths
 }
 
 /// A seed folder without a target would never be run.

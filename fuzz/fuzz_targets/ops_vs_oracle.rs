@@ -1,7 +1,10 @@
 //! Programs on the allocator beside the oracle.
 #![no_main]
 
+#[path = "../count.rs"]
+mod count;
+
 use libfuzzer_sys::fuzz_target;
 use symmalloc_harness::targets;
 
-fuzz_target!(|bytes: &[u8]| targets::ops_vs_oracle(bytes));
+fuzz_target!(init: count::print_at_exit(), |bytes: &[u8]| count::add(targets::ops_vs_oracle(bytes)));

@@ -1,7 +1,10 @@
 //! Text as an RMM log.
 #![no_main]
 
+#[path = "../count.rs"]
+mod count;
+
 use libfuzzer_sys::fuzz_target;
 use symmalloc_harness::targets;
 
-fuzz_target!(|bytes: &[u8]| targets::rmm_reader(bytes));
+fuzz_target!(init: count::print_at_exit(), |bytes: &[u8]| count::add(targets::rmm_reader(bytes)));

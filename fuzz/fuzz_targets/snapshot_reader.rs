@@ -1,7 +1,10 @@
 //! Bytes as a PyTorch memory snapshot.
 #![no_main]
 
+#[path = "../count.rs"]
+mod count;
+
 use libfuzzer_sys::fuzz_target;
 use symmalloc_harness::targets;
 
-fuzz_target!(|bytes: &[u8]| targets::snapshot_reader(bytes));
+fuzz_target!(init: count::print_at_exit(), |bytes: &[u8]| count::add(targets::snapshot_reader(bytes)));

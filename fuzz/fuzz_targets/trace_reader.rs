@@ -1,7 +1,10 @@
 //! Text as a trace: read, written and read back.
 #![no_main]
 
+#[path = "../count.rs"]
+mod count;
+
 use libfuzzer_sys::fuzz_target;
 use symmalloc_harness::targets;
 
-fuzz_target!(|bytes: &[u8]| targets::trace_reader(bytes));
+fuzz_target!(init: count::print_at_exit(), |bytes: &[u8]| count::add(targets::trace_reader(bytes)));

@@ -1,7 +1,10 @@
 //! Programs on two ranks that have nothing in common but the program.
 #![no_main]
 
+#[path = "../count.rs"]
+mod count;
+
 use libfuzzer_sys::fuzz_target;
 use symmalloc_harness::targets;
 
-fuzz_target!(|bytes: &[u8]| targets::two_ranks(bytes));
+fuzz_target!(init: count::print_at_exit(), |bytes: &[u8]| count::add(targets::two_ranks(bytes)));

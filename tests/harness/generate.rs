@@ -155,6 +155,47 @@ impl Scenario {
     }
 }
 
+/// An allocation whose last byte is one of these has a size between the boundaries.
+const SMOOTH: u8 = 150;
+const SMOOTH_END: u8 = 200;
+
+/// From 512 bytes to 31 MiB, 16 steps to each power of two.
+fn smooth_size(step: u8) -> u64 {
+    u64::from(16 + (step & 15)) << (5 + (step >> 4))
+}
+
+/// The bytes of a scenario like a part of a recorded job: its streams, order and lifetimes, and nearly its sizes, in the
+/// default pool. What was made before the part, and what a byte cannot name, stays away.
+pub fn bytes_of_job(config: [u8; CONFIG_BYTES], ops: &[Op]) -> Vec<u8> {
+    let mut bytes = config.to_vec();
+    let mut live: Vec<AllocationId> = Vec::new();
+    let place = |stream: StreamId| (stream.0 % 4) as u8;
+    let find = |live: &[AllocationId], id: &AllocationId| live.iter().take(256).position(|live| live == id);
+    for op in ops {
+        bytes.extend(match op {
+            Op::Allocate { id, stream, size_bytes, .. } => {
+                live.push(*id);
+                let what = (0..=u8::MAX).find(|step| smooth_size(*step) >= *size_bytes).unwrap_or(u8::MAX);
+                [0, what, place(*stream), SMOOTH]
+            }
+            Op::Free { id } => {
+                let Some(index) = find(&live, id) else { continue };
+                live.swap_remove(index);
+                [13, index as u8, 0, 0]
+            }
+            Op::RecordUse { id, stream } => {
+                let Some(index) = find(&live, id) else { continue };
+                [23, index as u8, 0, place(*stream)]
+            }
+            Op::Wait { stream, on } => [26, 0, place(*stream), place(*on)],
+            Op::Synchronize { stream } => [27, 0, place(*stream), 0],
+            Op::Trim { .. } => [28, 0, 0, 0],
+            _ => continue,
+        });
+    }
+    bytes
+}
+
 /// Bytes of scenarios with up to `ops` ops, for proptest.
 pub fn scenario_bytes(ops: usize) -> impl Strategy<Value = Vec<u8>> {
     let config = prop::collection::vec(any::<u8>(), CONFIG_BYTES);
@@ -238,6 +279,7 @@ impl Writer {
 
     fn allocate(&mut self, pool: PoolId, stream: StreamId, what: u8, how: u8) -> Op {
         let size_bytes = match SIZES[usize::from(what) % SIZES.len()] {
+            _ if (SMOOTH..SMOOTH_END).contains(&how) => smooth_size(what),
             odd @ (0 | 0x100_0000_0001) if how >= 16 => odd % 512 + 2 * MIB,
             size => size + if how >= 200 { u64::from(how) * 512 } else { 0 },
         };

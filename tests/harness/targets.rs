@@ -3,7 +3,7 @@
 //! `fuzz/` calls them with what the fuzzer invents; the `seeds` test calls them with the seed corpus, so that every seed
 //! and every input that once failed stays a test.
 
-use crate::checker::{compare_with_oracle, decisions};
+use crate::checker::{compare_at, decisions};
 use crate::generate::Scenario;
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::layout::Layout;
@@ -14,8 +14,11 @@ use symmalloc_core::trace::{TraceReader, TraceWriter};
 use symmalloc_core::{Allocator, Op, PoolId, Record};
 use symmalloc_import::{ReadOptions, read_bytes};
 
-/// Takes any bytes, and panics when something is wrong.
-pub type Target = fn(&[u8]);
+/// Takes any bytes, and panics when something is wrong. Returns how many ops it carried out, or read.
+pub type Target = fn(&[u8]) -> u64;
+
+/// How many ops lie between two looks at all blocks and invariants, which cost as much as dozens of ops.
+const LOOK_EVERY: usize = 16;
 
 /// Name and function of every target.
 pub const TARGETS: [(&str, Target); 7] = [
@@ -32,33 +35,38 @@ pub const TARGETS: [(&str, Target); 7] = [
 ///
 /// # Panics
 /// At the first difference, violated invariant, race, breach of the backend's contract, or leak.
-pub fn ops_vs_oracle(bytes: &[u8]) {
+pub fn ops_vs_oracle(bytes: &[u8]) -> u64 {
     let scenario = Scenario::from_bytes(bytes);
-    compare_with_oracle(&scenario, &scenario.device(bytes.len() as u64));
+    let ops = scenario.program.ops().len();
+    compare_at(&scenario, &scenario.device(bytes.len() as u64), |op| (op + 1) % LOOK_EVERY == 0 || op + 1 == ops);
+    ops as u64
 }
 
 /// A program on two ranks that have nothing in common but the program.
 ///
 /// # Panics
 /// When they decide differently.
-pub fn two_ranks(bytes: &[u8]) {
+pub fn two_ranks(bytes: &[u8]) -> u64 {
     let scenario = Scenario::from_bytes(bytes);
     let one = scenario.device_builder(1).rank(0).delays(Delays::Immediate).build();
     let other = scenario.device_builder(2).rank(1).delays(Delays::UntilSynchronized).build();
-    let one = decisions::<Exclusive>(&scenario, &one, |_, _, _, allocator| {
-        allocator.drop_completed_fences().expect("no fault was asked for");
+    let one = decisions::<Exclusive>(&scenario, &one, |op, _, _, allocator| {
+        if op % 8 == 0 {
+            allocator.drop_completed_fences().expect("no fault was asked for");
+        }
     });
     let other = decisions::<Shared>(&scenario, &other, |_, _, _, _| {});
     assert_eq!(one, other, "two ranks decided differently");
+    2 * scenario.program.ops().len() as u64
 }
 
 /// Text as a trace. What is read is written in one way only, and read back as the same.
 ///
 /// # Panics
 /// When the reader panics, or reading back differs.
-pub fn trace_reader(bytes: &[u8]) {
-    let Ok(mut reader) = TraceReader::new(bytes) else { return };
-    let Ok(records) = reader.by_ref().collect::<Result<Vec<Record>, _>>() else { return };
+pub fn trace_reader(bytes: &[u8]) -> u64 {
+    let Ok(mut reader) = TraceReader::new(bytes) else { return 0 };
+    let Ok(records) = reader.by_ref().collect::<Result<Vec<Record>, _>>() else { return 0 };
     let text = written(reader.config(), &records);
     let mut again = TraceReader::new(text.as_slice()).expect("what was written can be read");
     let read: Result<Vec<Record>, _> = again.by_ref().collect();
@@ -66,24 +74,25 @@ pub fn trace_reader(bytes: &[u8]) {
     assert_eq!(again.config(), reader.config());
     assert_eq!(written(again.config(), &records), text, "writing is canonical");
     Program::new(&records).expect("a consistent trace is a program");
+    records.len() as u64
 }
 
 /// Text as a layout. What is read is written in one way only, and can be restored and used.
 ///
 /// # Panics
 /// When the reader panics, reading back differs, or what was restored is not sound.
-pub fn layout_reader(bytes: &[u8]) {
-    restore(bytes);
+pub fn layout_reader(bytes: &[u8]) -> u64 {
+    let as_it_is = restore(bytes);
     // With the right number of lines at its end, for what was cut or doubled to come further than that.
     let text = String::from_utf8_lossy(bytes);
     let lines: Vec<&str> = text.lines().filter(|line| !line.starts_with("end")).collect();
     let said = lines.iter().filter(|line| !line.trim_ascii_start().is_empty() && !line.starts_with('#')).count();
-    restore(format!("{}\nend {}\n", lines.join("\n"), said.saturating_sub(1)).as_bytes());
+    as_it_is + restore(format!("{}\nend {}\n", lines.join("\n"), said.saturating_sub(1)).as_bytes())
 }
 
-/// Restores what can be read into a fresh allocator, uses it, and goes back.
-fn restore(bytes: &[u8]) {
-    let Ok(layout) = Layout::read(bytes) else { return };
+/// Restores what can be read into a fresh allocator, uses it, and goes back. Returns how many allocations it read.
+fn restore(bytes: &[u8]) -> u64 {
+    let Ok(layout) = Layout::read(bytes) else { return 0 };
     assert_eq!(layout.to_text().parse::<Layout>().expect("what was written can be read"), layout);
     let device = SimBackend::builder().granularity_bytes(layout.granularity_bytes()).memory_bytes(1 << 50).build();
     {
@@ -110,6 +119,7 @@ fn restore(bytes: &[u8]) {
         allocator.check().expect("sound");
     }
     assert!(device.leaks().is_empty(), "left behind: {}", device.leaks());
+    layout.allocation_count() as u64
 }
 
 fn written(config: Option<&Config>, records: &[Record]) -> Vec<u8> {
@@ -124,8 +134,8 @@ fn written(config: Option<&Config>, records: &[Record]) -> Vec<u8> {
 ///
 /// # Panics
 /// When a parser panics, or reading back differs.
-pub fn config_text(bytes: &[u8]) {
-    let Ok(text) = std::str::from_utf8(bytes) else { return };
+pub fn config_text(bytes: &[u8]) -> u64 {
+    let Ok(text) = std::str::from_utf8(bytes) else { return 0 };
     if let Ok(config) = text.parse::<Config>() {
         assert_eq!(config.to_string().parse(), Ok(config));
     }
@@ -135,26 +145,28 @@ pub fn config_text(bytes: &[u8]) {
     if let Ok(pytorch) = Config::from_pytorch_env(text) {
         assert_eq!(pytorch.config.to_string().parse(), Ok(pytorch.config));
     }
+    1
 }
 
 /// Bytes as a PyTorch snapshot, plain or compressed. What is read is a consistent trace.
 ///
 /// # Panics
 /// When the reader panics, or what it gives is no program.
-pub fn snapshot_reader(bytes: &[u8]) {
-    import(bytes, b"\x80");
+pub fn snapshot_reader(bytes: &[u8]) -> u64 {
+    import(bytes, b"\x80")
 }
 
 /// Text as an RMM log.
 ///
 /// # Panics
 /// When the reader panics, or what it gives is no program.
-pub fn rmm_reader(bytes: &[u8]) {
-    import(bytes, b"Thread,Time,Action,Pointer,Size,Stream\n");
+pub fn rmm_reader(bytes: &[u8]) -> u64 {
+    import(bytes, b"Thread,Time,Action,Pointer,Size,Stream\n")
 }
 
 /// Reads the bytes as they are, and behind the beginning without which they would not be taken for what is meant.
-fn import(bytes: &[u8], beginning: &[u8]) {
+fn import(bytes: &[u8], beginning: &[u8]) -> u64 {
+    let mut read = 0;
     let options = ReadOptions::default().memory_limit_bytes(64 << 20).accept_torn();
     for bytes in [bytes.to_vec(), [beginning, bytes].concat()] {
         let Ok(recording) = read_bytes(&bytes, &options) else { continue };
@@ -162,5 +174,7 @@ fn import(bytes: &[u8], beginning: &[u8]) {
         let program = Program::new(&recording.records).expect("a recording is consistent");
         assert_eq!(program.allocation_count(), made);
         written(recording.config.as_ref(), &recording.records);
+        read += recording.records.len() as u64;
     }
+    read
 }

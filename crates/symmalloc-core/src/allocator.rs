@@ -34,11 +34,12 @@ use crate::pointer_index::SegmentDirectory;
 use crate::pool::Pool;
 use crate::registry::Registry;
 use crate::stats::ScopedUsage;
+use crate::sync::AtomicU32;
 use crate::trim::TrimGoal;
 use crate::units::{SEGMENT_BYTES_MAX, UNIT_BYTES};
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU16, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU16, Ordering};
 
 /// A caching device allocator over a backend, driven by one thread ([`Exclusive`]) or by many ([`Shared`]).
 ///
@@ -72,7 +73,10 @@ pub struct Allocator<B: Backend, L: Lock = Exclusive> {
     pub(crate) heaps: Registry<Arc<L::Cell<Heap>>>,
     /// Exact usage over all heaps, kept while [`is_tallied`](Self::is_tallied).
     pub(crate) usage: L::Cell<ScopedUsage>,
+    /// Held while a scope is opened or closed, and while a heap is made: every heap has every open scope.
     pub(crate) open_scopes: L::Cell<usize>,
+    /// Held while a pool's observers change, while a pool is destroyed, and while a heap is made: every heap has its pool's
+    /// observers, and none is made in a destroyed pool. Taken before `open_scopes`, and both before any heap.
     pub(crate) observers: L::Cell<Observers>,
     pub(crate) failure_callback: L::Cell<Option<FailureCallback<B, L>>>,
     /// Numbers the ops of symmetric pools, for agreement. In no digest.
@@ -264,7 +268,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     /// Tells that the program made `stream` wait, on the device, for all work given to `on` so far. Fences that this
-    /// covers are not waited for again.
+    /// covers are not waited for again. Call it before another thread gives more work to `on`, or fences of that work
+    /// would be taken for covered too.
     ///
     /// # Errors
     /// When a stream is unknown.
@@ -272,18 +277,23 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.known_stream(stream)?;
         self.known_stream(on)?;
         if stream != on {
-            self.around.clocks.lock().waits_for_now(stream, on);
+            let mut clocks = self.around.clocks.lock();
+            let moment = clocks.moment(on);
+            clocks.waits_for(stream, &moment);
         }
         Ok(())
     }
 
-    /// Tells that the host waited for all work given to `stream` so far.
+    /// Tells that the host waited for all work given to `stream` so far. Call it before another thread gives more work to
+    /// the stream.
     ///
     /// # Errors
     /// When the stream is unknown.
     pub fn stream_synchronized(&self, stream: StreamId) -> Result<(), UnknownError> {
         self.known_stream(stream)?;
-        self.around.clocks.lock().synchronized(stream);
+        let mut clocks = self.around.clocks.lock();
+        let moment = clocks.moment(stream);
+        clocks.synchronized(&moment);
         Ok(())
     }
 

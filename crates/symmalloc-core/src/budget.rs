@@ -7,7 +7,8 @@
 
 use crate::config::PoolConfig;
 use crate::stats::Stat;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use crate::sync::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
 
 /// Which limit was met.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,7 +53,9 @@ impl Budget {
 
     pub(crate) fn stat(&self) -> Stat {
         let (current, allocated) = (self.reserved_bytes(), self.charged_bytes.load(Relaxed));
-        Stat { current, peak: self.reserved_bytes_peak.load(Relaxed), allocated, freed: allocated - current }
+        // What another thread is asking the driver for is reserved already and not yet allocated.
+        let freed = allocated.saturating_sub(current);
+        Stat { current, peak: self.reserved_bytes_peak.load(Relaxed), allocated, freed }
     }
 
     pub(crate) fn reset_peak(&self) {

@@ -178,28 +178,40 @@ impl StreamClocks {
         waited[on.index()] = waited[on.index()].max(tick);
     }
 
-    /// `stream` has been told to wait for all that `on` was given so far, and so for all that `on` waited for.
-    pub(crate) fn waits_for_now(&mut self, stream: StreamId, on: StreamId) {
-        let tick = self.advance(on);
-        for index in 0..self.streams[on.index()].waited.len() {
-            let tick = self.streams[on.index()].waited[index];
-            if tick > 0 && index != stream.index() {
-                self.waits_for_tick(stream, StreamId(index as u16), tick);
-            }
-        }
-        self.waits_for_tick(stream, on, tick);
+    /// The present moment of a stream. Work that is given to it later, by whichever thread, is not part of it.
+    ///
+    /// Whoever makes the driver wait for a stream takes the moment *before* the driver call: what another thread gives to the
+    /// stream meanwhile may or may not be waited for, and must not be taken to be.
+    pub(crate) fn moment(&mut self, stream: StreamId) -> Moment {
+        Moment { stream, tick: self.advance(stream), waited: self.streams[stream.index()].waited.clone() }
     }
 
-    /// The host has waited for all that `stream` was given so far, and so for all that it waited for.
-    pub(crate) fn synchronized(&mut self, stream: StreamId) {
-        let tick = self.advance(stream);
-        for index in 0..self.streams[stream.index()].waited.len() {
-            let waited = self.streams[stream.index()].waited[index];
-            let clock = &mut self.streams[index];
-            clock.synchronized = clock.synchronized.max(waited);
+    /// `stream` has been told to wait for another one up to a moment, and so for all that that one had waited for.
+    pub(crate) fn waits_for(&mut self, stream: StreamId, on: &Moment) {
+        for (index, tick) in on.waited.iter().enumerate() {
+            if *tick > 0 && index != stream.index() {
+                self.waits_for_tick(stream, StreamId(index as u16), *tick);
+            }
         }
-        self.streams[stream.index()].synchronized = tick;
+        self.waits_for_tick(stream, on.stream, on.tick);
     }
+
+    /// The host has waited for a stream up to a moment, and so for all that it had waited for.
+    pub(crate) fn synchronized(&mut self, moment: &Moment) {
+        for (clock, waited) in self.streams.iter_mut().zip(&moment.waited) {
+            clock.synchronized = clock.synchronized.max(*waited);
+        }
+        let clock = &mut self.streams[moment.stream.index()];
+        clock.synchronized = clock.synchronized.max(moment.tick);
+    }
+}
+
+/// A stream up to one of its ticks, with what it had waited for by then.
+#[derive(Clone, Debug)]
+pub(crate) struct Moment {
+    stream: StreamId,
+    tick: Tick,
+    waited: Vec<Tick>,
 }
 
 #[cfg(test)]
@@ -220,7 +232,8 @@ mod tests {
     fn a_wait_covers_what_came_before_it_and_nothing_after() {
         let mut clocks = three_streams();
         let before = clocks.now(B);
-        clocks.waits_for_now(A, B);
+        let moment = clocks.moment(B);
+        clocks.waits_for(A, &moment);
         assert!(clocks.covers(A, B, before));
         assert!(!clocks.covers(A, B, clocks.now(B)));
         assert!(!clocks.covers(C, B, before));
@@ -230,8 +243,10 @@ mod tests {
     fn a_wait_carries_what_the_other_stream_waited_for() {
         let mut clocks = three_streams();
         let tick = clocks.now(C);
-        clocks.waits_for_now(B, C);
-        clocks.waits_for_now(A, B);
+        let moment = clocks.moment(C);
+        clocks.waits_for(B, &moment);
+        let moment = clocks.moment(B);
+        clocks.waits_for(A, &moment);
         assert!(clocks.covers(A, C, tick));
     }
 
@@ -239,10 +254,24 @@ mod tests {
     fn a_synchronized_stream_covers_for_everyone() {
         let mut clocks = three_streams();
         let (b, c) = (clocks.now(B), clocks.now(C));
-        clocks.waits_for_now(B, C);
-        clocks.synchronized(B);
+        let moment = clocks.moment(C);
+        clocks.waits_for(B, &moment);
+        let moment = clocks.moment(B);
+        clocks.synchronized(&moment);
         assert!(clocks.covers(A, B, b) && clocks.covers(A, C, c));
         assert!(!clocks.covers(A, B, clocks.now(B)));
+    }
+
+    /// What another thread gives to a stream while the driver is being told to wait for it.
+    #[test]
+    fn what_comes_after_the_moment_is_not_covered_by_it() {
+        let mut clocks = three_streams();
+        let moment = clocks.moment(B);
+        let later = clocks.advance(B);
+        clocks.waits_for_tick(B, C, 7);
+        clocks.waits_for(A, &moment);
+        clocks.synchronized(&moment);
+        assert!(!clocks.covers(A, B, later) && !clocks.covers(A, C, 7));
     }
 
     #[test]

@@ -109,11 +109,12 @@ impl Heap {
                 around.clocks.lock().waits_for_tick(stream, fence.stream, fence.tick);
             }
             None => {
+                let moment = around.clocks.lock().moment(fence.stream);
                 let event = around.backend.record(fence.stream)?;
                 let waited = around.backend.wait(stream, event);
                 around.backend.recycle(event);
                 waited?;
-                around.clocks.lock().waits_for_now(stream, fence.stream);
+                around.clocks.lock().waits_for(stream, &moment);
             }
         }
         Ok(())

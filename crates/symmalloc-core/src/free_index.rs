@@ -199,7 +199,8 @@ impl FreeIndex {
 
     /// All keys in ascending order, for the invariants.
     pub(crate) fn keys(&self, blocks: &[Block]) -> impl Iterator<Item = FreeKey> {
-        (0..=Bin::MAX).flat_map(|bin| self.keys_of(blocks, bin))
+        let used = (0..=Bin::MAX).filter(|bin| self.first[usize::from(*bin)] != NONE);
+        used.flat_map(|bin| self.keys_of(blocks, bin))
     }
 
     /// Puts a block into a bin that is not empty.

@@ -82,6 +82,8 @@ mod free_key;
 mod handle;
 mod heap;
 pub mod ids;
+#[cfg(all(symmalloc_loom, test))]
+mod interleavings;
 mod invariants;
 mod journal;
 pub mod layout;
@@ -106,6 +108,7 @@ pub mod sim;
 mod size_rules;
 mod sorted_run;
 pub mod stats;
+mod sync;
 mod text;
 pub mod trace;
 mod trim;

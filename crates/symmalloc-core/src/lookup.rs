@@ -70,6 +70,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn segment_at(&self, address: DeviceAddress) -> Option<SegmentPosition> {
         let entry = self.around.directory.lock().around(address)?;
         let heap = self.heaps.get(entry.heap.index())?.lock();
+        // The segment may have died before its heap was locked. Now it cannot.
+        if self.around.directory.lock().around(address) != Some(entry) {
+            return None;
+        }
         let segment = heap.table.segment(entry.segment);
         let offset_bytes = address.0 - segment.range.base.0;
         (offset_bytes < bytes(segment.end)).then_some(SegmentPosition {

@@ -7,6 +7,7 @@ use crate::heap::Heap;
 use crate::ids::{HeapId, PoolId};
 use crate::lock::{Lock, LockCell};
 use crate::observers::ObserverId;
+use crate::pool::Pool;
 use crate::segment_log::{SegmentEvent, SegmentEventKind, SegmentLog};
 use crate::units::{Units, bytes};
 
@@ -29,8 +30,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// When the pool is unknown.
     pub fn observe(&self, pool: PoolId) -> Result<(ObserverId, Vec<SegmentEvent>), UnknownError> {
-        let entry = self.pool(pool)?;
         let mut observers = self.observers.lock();
+        let entry = self.pool(pool)?;
         let observer = observers.add(pool);
         let mut births = Vec::new();
         for heap in entry.heaps() {
@@ -71,9 +72,17 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// When the driver fails to take memory back; the observer is gone, and the next trim tries again.
     pub fn forget(&self, observer: ObserverId) -> Result<u64, TrimError> {
-        let ends = self.unread(observer).ends;
-        self.observers.lock().remove(observer);
+        let mut observers = self.observers.lock();
+        let ends = self.ends_of(observers.pool_of(observer));
+        observers.remove(observer);
+        drop(observers);
         self.let_go(&ends, |log, _| log.forget(observer))
+    }
+
+    /// The heaps of a pool, with how far their logs reach.
+    fn ends_of(&self, pool: Option<PoolId>) -> Vec<(HeapId, u64)> {
+        let heaps = pool.and_then(|pool| self.pool(pool).ok()).into_iter().flat_map(Pool::heaps);
+        heaps.map(LockCell::lock).map(|heap| (heap.id, heap.log.next())).collect()
     }
 
     fn let_go(&self, ends: &[(HeapId, u64)], change: impl Fn(&mut SegmentLog, u64)) -> Result<u64, TrimError> {

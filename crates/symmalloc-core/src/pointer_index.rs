@@ -19,7 +19,7 @@ pub(crate) struct SegmentDirectory {
     by_base: BTreeMap<u64, DirectoryEntry>,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct DirectoryEntry {
     size_bytes: u64,
     pub(crate) heap: HeapId,

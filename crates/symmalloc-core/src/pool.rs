@@ -11,8 +11,9 @@ use crate::ids::{PoolId, StreamId};
 use crate::lock::{Lock, LockCell};
 use crate::registry::Registry;
 use crate::stats::UsageStats;
+use crate::sync::AtomicBool;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 
 #[derive(Debug)]
 pub(crate) struct Pool<L: Lock> {
@@ -71,13 +72,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// When it does not exist, is the default pool, is observed, or has live allocations; it is as it was then. When the
     /// driver fails, the pool is destroyed and the next [`trim`](Self::trim) of all pools tries again.
     pub fn destroy_pool(&self, pool: PoolId) -> Result<(), PoolError> {
+        let observers = self.observers.lock();
         let entry = self.pool(pool)?;
         if pool == PoolId::DEFAULT {
             return Err(PoolError::Default);
         }
-        let observers = self.observers.lock().count(pool);
-        if observers > 0 {
-            return Err(PoolError::Observed { pool, observers });
+        if observers.count(pool) > 0 {
+            return Err(PoolError::Observed { pool, observers: observers.count(pool) });
         }
         // All heaps at once, so that no other thread allocates between the question and the answer.
         let mut heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();

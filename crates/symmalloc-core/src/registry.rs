@@ -4,8 +4,9 @@
 //! entries, all that most programs have, are a comparison and a load away; the rest lives in a [`boxcar::Vec`]. What is
 //! registered should be small, a box or a counted pointer: the first entries lie in the registry itself.
 
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use crate::sync::{AtomicUsize, OnceLock};
+use std::sync::atomic::Ordering;
+use std::sync::{Mutex, PoisonError};
 
 /// Entries that are found the short way.
 const NEAR: usize = 8;
@@ -16,11 +17,18 @@ pub(crate) struct Registry<T> {
     len: AtomicUsize,
     near: [OnceLock<T>; NEAR],
     far: boxcar::Vec<OnceLock<T>>,
+    /// Held while `far` grows: a thread that waits for another one's entry would add entries until it comes.
+    growing: Mutex<()>,
 }
 
 impl<T> Registry<T> {
     pub(crate) fn new() -> Self {
-        Registry { len: AtomicUsize::new(0), near: [const { OnceLock::new() }; NEAR], far: boxcar::Vec::new() }
+        Registry {
+            len: AtomicUsize::new(0),
+            near: std::array::from_fn(|_| OnceLock::new()),
+            far: boxcar::Vec::new(),
+            growing: Mutex::new(()),
+        }
     }
 
     #[inline]
@@ -41,6 +49,7 @@ impl<T> Registry<T> {
         let entry = match self.near.get(index) {
             Some(entry) => entry,
             None => {
+                let _growing = self.growing.lock().unwrap_or_else(PoisonError::into_inner);
                 while self.far.get(index - NEAR).is_none() {
                     self.far.push(OnceLock::new());
                 }

@@ -247,7 +247,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Opens a statistic scope inside the one that is open, if any.
     pub fn open_stat_scope(&self) -> StatScope {
-        *self.open_scopes.lock() += 1;
+        let mut open_scopes = self.open_scopes.lock();
+        *open_scopes += 1;
         self.usage.lock().open_scope();
         self.heaps.iter().for_each(|(_, heap)| heap.lock().usage.open_scope());
         StatScope(())
@@ -259,7 +260,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     #[allow(clippy::needless_pass_by_value, reason = "a scope is closed once")]
     pub fn close_stat_scope(&self, scope: StatScope) -> ClassStats {
         let StatScope(()) = scope;
-        *self.open_scopes.lock() -= 1;
+        let mut open_scopes = self.open_scopes.lock();
+        *open_scopes -= 1;
         let exact = self.usage.lock().close_scope();
         let mut stats = ClassStats::default();
         self.heaps.iter().for_each(|(_, heap)| stats = stats.plus(heap.lock().usage.close_scope()));

@@ -57,6 +57,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     #[cold]
     fn make_heap(&self, pool: PoolId, stream: StreamId) -> Result<&L::Cell<Heap>, UnknownError> {
+        let observers = self.observers.lock();
+        let open_scopes = self.open_scopes.lock();
         let entry = self.pool(pool)?;
         let heap = entry.routes.get_or_make(entry.route_index(stream), || {
             let make = |index| {
@@ -72,8 +74,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 if entry.config.symmetric() && self.config().history_ops() > 0 {
                     heap.keep_journal(self.config().history_ops(), Arc::clone(&self.program_order));
                 }
-                (0..*self.open_scopes.lock()).for_each(|_| heap.usage.open_scope());
-                self.observers.lock().of_pool(pool).for_each(|observer| heap.log.observe(observer));
+                (0..*open_scopes).for_each(|_| heap.usage.open_scope());
+                observers.of_pool(pool).for_each(|observer| heap.log.observe(observer));
                 Arc::new(L::Cell::new(heap))
             };
             let index = self.heaps.push(make);
