@@ -11,7 +11,7 @@ use std::process::{Command, ExitCode};
 use std::time::Instant;
 use std::{env, fs};
 use symmalloc_benches::micro::{ManyFree, PAIRS, Sizes};
-use symmalloc_benches::workload::{Bench, Workload};
+use symmalloc_benches::workload::{Bench, Bound, Nothing, Workload};
 use symmalloc_benches::{Segments, ours, reference};
 use symmalloc_core::config::StreamPolicy;
 use symmalloc_harness::jobs;
@@ -27,6 +27,9 @@ const GROWTH_MAX: f64 = 2.0;
 
 const REPEATS: usize = 15;
 const FREE_BLOCKS: [usize; 3] = [100, 10_000, 100_000];
+
+/// In front of a job's name: only the driver runs it.
+const DRIVER: &str = "driver of ";
 
 /// Tells this program that it runs under callgrind, and on which case.
 const CASE: &str = "SYMMALLOC_RATIOS_CASE";
@@ -56,7 +59,8 @@ fn jobs_table(filter: &str, judges_time: bool, misses: &mut Vec<String>) {
     for job in jobs::JOBS.into_iter().filter(|job| job.contains(filter)) {
         let workload = Workload::from(&jobs::program(job));
         let ops = workload.len() as f64;
-        let mut ours = Bench::warm(ours(Segments::Expandable, StreamPolicy::Separate), workload.clone());
+        let allocator = ours(Segments::Expandable, StreamPolicy::Separate);
+        let mut ours = Bench::warm(Bound::new(&allocator), workload.clone());
         let mut reference = Bench::warm(reference(Segments::Expandable), workload);
         let (mut our_times, mut reference_times) = (Vec::new(), Vec::new());
         for _ in 0..REPEATS {
@@ -87,7 +91,8 @@ fn free_blocks_table(misses: &mut Vec<String>) {
         let mut counts = Vec::new();
         for count in FREE_BLOCKS {
             let once = || {
-                let mut case = ManyFree::new(ours(Segments::Expandable, StreamPolicy::Separate), count, sizes);
+                let allocator = ours(Segments::Expandable, StreamPolicy::Separate);
+                let mut case = ManyFree::new(Bound::new(&allocator), count, sizes);
                 nanoseconds(|| case.replace()) / ops
             };
             let time = median((0..5).map(|_| once()).collect());
@@ -124,7 +129,11 @@ fn measured_part(work: &mut dyn FnMut()) {
 /// Runs the measured part of a case once, in steady state.
 fn count_this(case: &str) {
     let ours = ours(Segments::Expandable, StreamPolicy::Separate);
-    if let Some((name, count)) = case.split_once('/') {
+    let ours = Bound::new(&ours);
+    if let Some(job) = case.strip_prefix(DRIVER) {
+        let mut bench = Bench::warm(Nothing::default(), Workload::from(&jobs::program(job)));
+        measured_part(&mut || bench.repeat());
+    } else if let Some((name, count)) = case.split_once('/') {
         let sizes = if name == "of one size" { Sizes::One } else { Sizes::Spread };
         let mut case = ManyFree::new(ours, count.parse().expect("a number"), sizes);
         measured_part(&mut || case.replace());

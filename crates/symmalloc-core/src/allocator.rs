@@ -160,18 +160,32 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     #[inline(never)]
     pub fn allocate(&self, pool: PoolId, stream: StreamId, size_bytes: u64) -> Result<Allocation, AllocateError> {
         if let Some(heap) = self.route(pool, stream)
-            && (1..=SEGMENT_BYTES_MAX).contains(&size_bytes)
-            && let Some(allocation) = heap.lock().allocate_at_once(stream, size_bytes)
+            && let Some(allocation) = self.allocate_at_once(heap, stream, size_bytes)
         {
-            self.tally(|usage| usage.allocate(allocation.size_bytes, size_bytes));
             return Ok(allocation);
         }
         self.allocate_by_all_means(pool, stream, size_bytes)
     }
 
+    /// The short way, if a free block of the heap is all that it takes.
+    #[inline(always)]
+    pub(crate) fn allocate_at_once(
+        &self,
+        heap: &L::Cell<Heap>,
+        stream: StreamId,
+        size_bytes: u64,
+    ) -> Option<Allocation> {
+        if !(1..=SEGMENT_BYTES_MAX).contains(&size_bytes) {
+            return None;
+        }
+        let allocation = heap.lock().allocate_at_once(stream, size_bytes)?;
+        self.tally(|usage| usage.allocate(allocation.size_bytes, size_bytes));
+        Some(allocation)
+    }
+
     /// Whatever [`allocate`](Self::allocate) may need besides a free block: a heap, memory, waits, a refusal.
     #[inline(never)]
-    fn allocate_by_all_means(
+    pub(crate) fn allocate_by_all_means(
         &self,
         pool: PoolId,
         stream: StreamId,
@@ -221,17 +235,24 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     #[inline]
     pub fn free(&self, handle: Handle) -> Result<(), FreeError> {
         if let Some(heap) = self.heaps.get(handle.heap.index())
-            && let Some(freed) = heap.lock().free_at_once(handle)
+            && self.free_at_once(heap, handle)
         {
-            self.tally(|usage| usage.free(freed.allocated_bytes, freed.requested_bytes));
             return Ok(());
         }
         self.free_by_all_means(handle)
     }
 
+    /// The short way, if the block is all that it takes. Whether it was.
+    #[inline(always)]
+    pub(crate) fn free_at_once(&self, heap: &L::Cell<Heap>, handle: Handle) -> bool {
+        let Some(freed) = heap.lock().free_at_once(handle) else { return false };
+        self.tally(|usage| usage.free(freed.allocated_bytes, freed.requested_bytes));
+        true
+    }
+
     /// Whatever [`free`](Self::free) may need besides the block: events, books, a release, a refusal.
     #[inline(never)]
-    fn free_by_all_means(&self, handle: Handle) -> Result<(), FreeError> {
+    pub(crate) fn free_by_all_means(&self, handle: Handle) -> Result<(), FreeError> {
         let mut heap = self.heap_of(handle)?.lock();
         if handle.slot == NO_SLOT {
             return Ok(free_nothing(&mut heap, handle)?);

@@ -69,6 +69,7 @@
 pub mod allocator;
 pub mod backend;
 mod block_table;
+mod bound;
 mod budget;
 pub mod config;
 pub mod config_text;
@@ -108,6 +109,7 @@ pub mod units;
 
 pub use allocator::{Allocator, SharedAllocator};
 pub use backend::{Backend, BackendError, DeviceAddress};
+pub use bound::BoundHeap;
 pub use budget::LimitScope;
 pub use config::{Config, PoolConfig};
 pub use digest::Digest;
