@@ -223,13 +223,6 @@ impl BlockTable {
         self.blocks.push(Block::new(0, SegmentId(0), SizeClass::Small, extent, BlockState::Vacant));
     }
 
-    #[inline(always)]
-    fn vacate(&mut self, slot: Slot) {
-        let block = &mut self.blocks[slot as usize];
-        (block.state, block.next) = (BlockState::Vacant, self.vacant);
-        self.vacant = slot;
-    }
-
     #[inline]
     pub(crate) fn segment(&self, segment: u32) -> &Segment {
         &self.segments[segment as usize]
@@ -284,7 +277,7 @@ impl BlockTable {
         for slot in self.blocks_of(segment).collect::<Vec<_>>() {
             let state = self.block(slot).state;
             assert!(!matches!(state, BlockState::Allocated { .. }), "a segment with a live allocation cannot die");
-            self.vacate(slot);
+            self.tiling().vacate(slot);
         }
         self.segments.remove(segment as usize)
     }
@@ -294,9 +287,12 @@ impl BlockTable {
         self.tiling_with_room().cut_front(slot, size, state)
     }
 
-    /// As [`Tiling::take_out`].
+    /// Takes a block out of the tiling; the caller then extends a neighbour over its place.
     pub(crate) fn take_out(&mut self, slot: Slot) {
-        self.tiling().take_out(slot);
+        let Block { prev, next, .. } = *self.block(slot);
+        let mut tiling = self.tiling();
+        tiling.vacate(slot);
+        tiling.join(prev, next);
     }
 
     /// Adds a block of `size` at the end of a segment and returns it.
@@ -362,21 +358,38 @@ impl Tiling<'_> {
         front
     }
 
-    /// Takes a block out of the tiling; the caller then extends a neighbour over its place.
+    /// Gives up a block; the caller then [joins](Self::join) its neighbours and extends one of them over its place.
     #[inline(always)]
-    pub(crate) fn take_out(&mut self, slot: Slot) {
+    pub(crate) fn vacate(&mut self, slot: Slot) {
         let block = &mut self.blocks[slot as usize];
-        let (prev, next, segment) = (block.prev, block.next, block.segment);
         (block.state, block.next) = (BlockState::Vacant, *self.vacant);
         *self.vacant = slot;
-        match self.blocks.get_mut(prev as usize) {
-            Some(before) => before.next = next,
-            None => self.segments[segment as usize].first = next,
+    }
+
+    /// Makes two blocks neighbours. One of them may be [`NONE`]: the other is then at that end of its segment.
+    #[inline(always)]
+    pub(crate) fn join(&mut self, before: Slot, behind: Slot) {
+        match self.blocks.get_mut(before as usize) {
+            Some(block) => block.next = behind,
+            None => self.segments[self.blocks[behind as usize].segment as usize].first = behind,
         }
-        match self.blocks.get_mut(next as usize) {
-            Some(behind) => behind.prev = prev,
-            None => self.segments[segment as usize].last = prev,
+        match self.blocks.get_mut(behind as usize) {
+            Some(block) => block.prev = before,
+            None => self.segments[self.blocks[before as usize].segment as usize].last = before,
         }
+    }
+
+    /// Whether there is a block in the slot, and it is free.
+    #[inline(always)]
+    pub(crate) fn is_free(&self, slot: Slot) -> bool {
+        self.blocks.get(slot as usize).is_some_and(Block::is_free)
+    }
+
+    /// Offset and size of a block.
+    #[inline(always)]
+    pub(crate) fn extent(&self, slot: Slot) -> (Units, Units) {
+        let block = &self.blocks[slot as usize];
+        (block.offset, block.size)
     }
 
     #[inline(always)]

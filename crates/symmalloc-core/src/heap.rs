@@ -192,7 +192,7 @@ impl Heap {
         requested: u64,
     ) -> Result<Allocation, Box<Shortage>> {
         let size = self.rules.block_size(requested);
-        let home = self.rules.home_of(SizeRules::class_of(size));
+        let home = self.rules.home_of(size);
         let slot = match best_fit(&self.rules, &self.free[home as usize], self.table.blocks(), size) {
             Some(slot) => slot,
             None => self.obtain(around, stream, size)?,
@@ -212,7 +212,7 @@ impl Heap {
         choose: impl FnOnce(&SizeRules, &FreeIndex, &[Block], Units) -> Option<Slot>,
     ) -> Option<Allocation> {
         let size = self.rules.block_size(requested);
-        let home = self.rules.home_of(SizeRules::class_of(size));
+        let home = self.rules.home_of(size);
         let index = &mut self.free[home as usize];
         let mut tiling = self.table.tiling_with_room();
         let free = choose(&self.rules, index, tiling.blocks, size)?;
@@ -250,7 +250,7 @@ impl Heap {
     pub(crate) fn free_at_once(&mut self, handle: Handle) -> Option<Freed> {
         let (stream, requested) = self.find_live(handle)?;
         let is_plain = self.keeps_no_books && self.names.is_empty() && self.table.block(handle.slot).fences.is_empty();
-        is_plain.then(|| self.give_back(handle.slot, stream, requested, 0))
+        is_plain.then(|| self.give_back(handle.slot, Users::One, stream, requested, 0))
     }
 
     /// Frees a live allocation, whatever it takes. On an error it is still live.
@@ -272,55 +272,62 @@ impl Heap {
         if !self.names.is_empty() {
             self.names.remove(slot);
         }
-        Ok(self.give_back(slot, stream, requested, since))
+        Ok(self.give_back(slot, self.users(), stream, requested, since))
+    }
+
+    fn users(&self) -> Users {
+        self.stream.map_or(Users::Several, |_| Users::One)
     }
 
     /// Makes an allocated block free again.
     #[inline(always)]
-    fn give_back(&mut self, slot: Slot, stream: StreamId, requested: u64, since: Tick) -> Freed {
+    fn give_back(&mut self, slot: Slot, users: Users, stream: StreamId, requested: u64, since: Tick) -> Freed {
         let block = self.table.block_mut(slot);
         let placement = Placement { segment: block.sequence, offset_bytes: bytes(block.offset) };
         let size = block.size;
         block.state = BlockState::Free { stream, since };
         self.usage.free(SizeRules::class_of(size), bytes(size), requested);
         self.digest.fold(op_word(Mark::Free, stream, 0), placement_word(placement));
-        self.put_back(slot);
+        self.merge(slot, users);
         Freed { allocated_bytes: bytes(size), requested_bytes: requested }
     }
 
-    /// Merges a free block that is in no index with its free neighbours, and puts the result into the free index.
-    /// Returns the result.
-    #[inline(always)]
+    /// Puts a free block that is in no index into the free index, merged with its free neighbours. Returns the result.
     pub(crate) fn put_back(&mut self, slot: Slot) -> Slot {
+        self.merge(slot, self.users())
+    }
+
+    #[inline(always)]
+    fn merge(&mut self, slot: Slot, users: Users) -> Slot {
         let mut tiling = self.table.tiling();
         let block = &tiling.blocks[slot as usize];
         let (prev, next, offset, size) = (block.prev, block.next, block.offset, block.size);
         let index = &mut self.free[block.home as usize];
-        let users = self.stream.map_or(Users::Several, |_| Users::One);
-        let next_size = tiling.blocks.get(next as usize).and_then(Block::free_size);
-        let prev_size = tiling.blocks.get(prev as usize).and_then(Block::free_size);
-        match (prev_size, next_size) {
-            (None, None) => {
-                index.insert(tiling.blocks, slot);
-                slot
-            }
-            (None, Some(next_size)) => {
-                merge(&mut tiling, &mut self.fences, users, slot, next);
-                index.resize(tiling.blocks, next, offset, size + next_size);
-                next
-            }
-            (Some(prev_size), None) => {
-                merge(&mut tiling, &mut self.fences, users, slot, prev);
-                index.resize(tiling.blocks, prev, offset - prev_size, prev_size + size);
-                prev
-            }
-            (Some(prev_size), Some(next_size)) => {
+        if tiling.is_free(prev) {
+            let (start, front) = tiling.extent(prev);
+            if tiling.is_free(next) {
                 index.remove(tiling.blocks, next);
-                merge(&mut tiling, &mut self.fences, users, slot, prev);
-                merge(&mut tiling, &mut self.fences, users, next, prev);
-                index.resize(tiling.blocks, prev, offset - prev_size, prev_size + size + next_size);
-                prev
+                let (_, back) = tiling.extent(next);
+                let behind = tiling.blocks[next as usize].next;
+                cover(&mut tiling, &mut self.fences, users, slot, prev);
+                cover(&mut tiling, &mut self.fences, users, next, prev);
+                tiling.join(prev, behind);
+                index.resize(tiling.blocks, prev, start, front + size + back);
+            } else {
+                cover(&mut tiling, &mut self.fences, users, slot, prev);
+                tiling.join(prev, next);
+                index.resize(tiling.blocks, prev, start, front + size);
             }
+            prev
+        } else if tiling.is_free(next) {
+            let (_, back) = tiling.extent(next);
+            cover(&mut tiling, &mut self.fences, users, slot, next);
+            tiling.join(prev, next);
+            index.resize(tiling.blocks, next, offset, size + back);
+            next
+        } else {
+            index.insert(tiling.blocks, slot);
+            slot
         }
     }
 
@@ -383,15 +390,15 @@ enum Users {
     Several,
 }
 
-/// Takes a free block out of the tiling, for a free neighbour to cover its place. What had to be waited for before the
-/// one is waited for before the other.
+/// Gives up a free block whose place a free neighbour is about to cover. What had to be waited for before the one is
+/// waited for before the other.
 #[inline(always)]
-fn merge(tiling: &mut Tiling<'_>, fences: &mut FenceTable, users: Users, from: Slot, to: Slot) {
+fn cover(tiling: &mut Tiling<'_>, fences: &mut FenceTable, users: Users, from: Slot, to: Slot) {
     let (giver, taker) = (&tiling.blocks[from as usize], &tiling.blocks[to as usize]);
     if !giver.fences.is_empty() || users == Users::Several && giver.state != taker.state {
         hand_over(fences, tiling.blocks, from, to);
     }
-    tiling.take_out(from);
+    tiling.vacate(from);
 }
 
 #[cold]

@@ -34,7 +34,7 @@ impl Heap {
         }
         match self.config.segments().clone() {
             SegmentPolicy::Fixed(_) => {
-                let home = self.rules.home_of(SizeRules::class_of(size));
+                let home = self.rules.home_of(size);
                 let size = self.rules.segment_size(size);
                 self.bear(around, stream, home, size, size)
             }
