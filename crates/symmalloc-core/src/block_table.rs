@@ -22,7 +22,7 @@
 //! blocks in and out and checks every look-up twice. With the blocks in a slab the recorded jobs took 322 instructions per
 //! op instead of 274.
 
-use crate::backend::Range;
+use crate::backend::{DeviceAddress, Range};
 use crate::fence::{FenceSetId, Tick};
 use crate::ids::{SegmentId, StreamId};
 use crate::size_rules::SizeClass;
@@ -51,9 +51,8 @@ pub(crate) struct Block {
     pub(crate) prev: Slot,
     /// The neighbour at the higher offset.
     pub(crate) next: Slot,
-    /// Free: the neighbours in the list of the free index, which owns these two.
-    pub(crate) prev_free: Slot,
-    pub(crate) next_free: Slot,
+    /// Free: the previous and the next block in the list of the free index, which owns these two.
+    pub(crate) links: [Slot; 2],
     /// Allocated: other streams that use the block. Free: what its next user must wait for. Empty for holes.
     pub(crate) fences: FenceSetId,
     /// Free: the bin of the free index, which owns this as well.
@@ -96,8 +95,7 @@ impl Block {
             segment,
             prev: NONE,
             next: NONE,
-            prev_free: NONE,
-            next_free: NONE,
+            links: [NONE; 2],
             fences: FenceSetId::EMPTY,
             bin: 0,
             home,
@@ -152,11 +150,13 @@ pub(crate) struct BlockTable {
     /// The vacant slot to use next; `NONE` when there is none.
     vacant: Slot,
     segments: Slab<Segment>,
+    /// The first address of the segment in each slot, beside the slab: every allocation asks for it.
+    bases: Vec<DeviceAddress>,
 }
 
 impl Default for BlockTable {
     fn default() -> Self {
-        BlockTable { blocks: Vec::new(), vacant: NONE, segments: Slab::new() }
+        BlockTable { blocks: Vec::new(), vacant: NONE, segments: Slab::new(), bases: Vec::new() }
     }
 }
 
@@ -200,7 +200,8 @@ impl BlockTable {
     /// The table in parts.
     #[inline(always)]
     pub(crate) fn tiling(&mut self) -> Tiling<'_> {
-        Tiling { blocks: &mut self.blocks, vacant: &mut self.vacant, segments: &mut self.segments }
+        let BlockTable { blocks, vacant, segments, bases } = self;
+        Tiling { blocks, vacant, segments, bases }
     }
 
     #[inline(always)]
@@ -226,6 +227,12 @@ impl BlockTable {
     #[inline]
     pub(crate) fn segment(&self, segment: u32) -> &Segment {
         &self.segments[segment as usize]
+    }
+
+    /// The first address of a segment.
+    #[inline]
+    pub(crate) fn base(&self, segment: u32) -> DeviceAddress {
+        self.bases[segment as usize]
     }
 
     pub(crate) fn segment_mut(&mut self, segment: u32) -> &mut Segment {
@@ -268,6 +275,10 @@ impl BlockTable {
     ) -> Slot {
         let segment = self.segments.vacant_key() as u32;
         let slot = self.insert(Block::new(segment, id, home, (0, size), fresh));
+        if self.bases.len() <= segment as usize {
+            self.bases.resize(segment as usize + 1, DeviceAddress(0));
+        }
+        self.bases[segment as usize] = range.base;
         self.segments.insert(Segment { id, range, end: size, mapped: size, first: slot, last: slot });
         slot
     }
@@ -327,6 +338,7 @@ pub(crate) struct Tiling<'a> {
     pub(crate) blocks: &'a mut [Block],
     vacant: &'a mut Slot,
     segments: &'a mut Slab<Segment>,
+    bases: &'a [DeviceAddress],
 }
 
 impl Tiling<'_> {
@@ -392,9 +404,10 @@ impl Tiling<'_> {
         (block.offset, block.size)
     }
 
+    /// The first address of a segment.
     #[inline(always)]
-    pub(crate) fn segment(&self, segment: u32) -> &Segment {
-        &self.segments[segment as usize]
+    pub(crate) fn base(&self, segment: u32) -> DeviceAddress {
+        self.bases[segment as usize]
     }
 }
 

@@ -35,6 +35,12 @@ const RUN_MIN: usize = 4;
 /// In place of the first slot of a long bin, and of the links of its blocks: neither a slot nor "none".
 const RUN: Slot = NONE - 1;
 
+/// Which of a block's links is which.
+const PREV: usize = 0;
+const NEXT: usize = 1;
+/// The links of a block that is the only one of its bin.
+const ALONE: [Slot; 2] = [NONE, NONE];
+
 /// A bin's number. There are just as many as a byte has values, so a look-up needs no bounds check.
 type Bin = u8;
 
@@ -67,7 +73,7 @@ impl Default for FreeIndex {
 impl Block {
     /// Neither link names a block, and together they do not say "alone".
     fn mark_in_run(&mut self) {
-        (self.prev_free, self.next_free) = (RUN, RUN);
+        self.links = [RUN, RUN];
     }
 
     /// What two free blocks of a heap are ordered by.
@@ -87,7 +93,7 @@ impl FreeIndex {
             if block.size >= size {
                 return Some(slot);
             }
-            slot = block.next_free;
+            slot = block.links[NEXT];
         }
         if slot == RUN
             && let Some(key) = self.first_of_run_at_least(bin, FreeKey::least_of(size))
@@ -141,7 +147,7 @@ impl FreeIndex {
         if self.first[usize::from(bin)] != NONE {
             return self.insert_in_order(blocks, slot, bin);
         }
-        (block.prev_free, block.next_free) = (NONE, NONE);
+        block.links = ALONE;
         self.open_bin(bin, slot);
     }
 
@@ -152,12 +158,12 @@ impl FreeIndex {
     #[inline(always)]
     pub(crate) fn remove(&mut self, blocks: &mut [Block], slot: Slot) {
         let block = &blocks[slot as usize];
-        let (prev, next, bin) = (block.prev_free, block.next_free, block.bin);
+        let ([prev, next], bin) = (block.links, block.bin);
         if let Some(after) = blocks.get_mut(next as usize) {
-            after.prev_free = prev;
+            after.links[PREV] = prev;
         }
         match blocks.get_mut(prev as usize) {
-            Some(before) => before.next_free = next,
+            Some(before) => before.links[NEXT] = next,
             None if prev == RUN => self.remove_from_run(blocks, slot),
             None => {
                 assert!(self.first[usize::from(bin)] == slot, "the free index lacks a block that the table calls free");
@@ -174,8 +180,7 @@ impl FreeIndex {
     pub(crate) fn resize(&mut self, blocks: &mut [Block], slot: Slot, offset: Units, size: Units) {
         let bin = bin_of(size);
         let block = &mut blocks[slot as usize];
-        let is_alone = block.prev_free & block.next_free == NONE;
-        if is_alone {
+        if block.links == ALONE {
             let old = block.bin;
             (block.offset, block.size) = (offset, size);
             if old == bin {
@@ -212,19 +217,19 @@ impl FreeIndex {
             if block.rank() > rank {
                 break;
             }
-            (prev, next) = (next, block.next_free);
+            (prev, next) = (next, block.links[NEXT]);
             walked += 1;
         }
         if next == RUN || walked > WALK_MAX {
             return self.insert_into_run(blocks, slot, bin);
         }
         let block = &mut blocks[slot as usize];
-        (block.prev_free, block.next_free) = (prev, next);
+        block.links = [prev, next];
         if let Some(after) = blocks.get_mut(next as usize) {
-            after.prev_free = slot;
+            after.links[PREV] = slot;
         }
         match blocks.get_mut(prev as usize) {
-            Some(before) => before.next_free = slot,
+            Some(before) => before.links[NEXT] = slot,
             None => self.first[usize::from(bin)] = slot,
         }
     }
@@ -279,7 +284,7 @@ impl FreeIndex {
         let first = self.first[usize::from(bin)];
         let run = if first == RUN { self.run_of(bin) } else { None };
         let list = std::iter::successors((first < RUN).then_some(first), |slot| {
-            let next = blocks[*slot as usize].next_free;
+            let next = blocks[*slot as usize].links[NEXT];
             (next != NONE).then_some(next)
         });
         list.map(|slot| FreeKey::of(&blocks[slot as usize], slot)).chain(run.into_iter().flat_map(SortedRun::iter))

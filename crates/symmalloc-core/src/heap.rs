@@ -211,22 +211,26 @@ impl Heap {
         requested: u64,
         choose: impl FnOnce(&SizeRules, &FreeIndex, &[Block], Units) -> Option<Slot>,
     ) -> Option<Allocation> {
-        let size = self.rules.block_size(requested);
-        let home = self.rules.home_of(size);
+        let wanted = self.rules.block_size(requested);
+        let home = self.rules.home_of(wanted);
         let index = &mut self.free[home as usize];
         let mut tiling = self.table.tiling_with_room();
-        let free = choose(&self.rules, index, tiling.blocks, size)?;
+        let free = choose(&self.rules, index, tiling.blocks, wanted)?;
         let block = &tiling.blocks[free as usize];
         let (offset, whole) = (block.offset, block.size);
         let placement = Placement { segment: block.sequence, offset_bytes: bytes(offset) };
-        let address = DeviceAddress(tiling.segment(block.segment).range.base.0 + placement.offset_bytes);
+        let address = tiling.base(block.segment).plus(placement.offset_bytes);
         let tag = self.tags.next();
         let state = BlockState::Allocated { stream, requested, tag };
-        let (slot, size) = if self.rules.splits(home, size, whole) {
+        let splits = self.rules.splits(home, wanted, whole);
+        let size = if splits { wanted } else { whole };
+        self.usage.allocate(size, requested);
+        self.digest.fold(op_word(Mark::Allocate, stream, requested), placement_word(placement));
+        let slot = if splits {
             // The rest keeps the slot, and sometimes its place in the free index.
             let slot = tiling.cut_front(free, size, state);
             index.resize(tiling.blocks, free, offset + size, whole - size);
-            (slot, size)
+            slot
         } else {
             index.remove(tiling.blocks, free);
             let block = &mut tiling.blocks[free as usize];
@@ -235,13 +239,11 @@ impl Heap {
                 let fences = std::mem::replace(&mut block.fences, FenceSetId::EMPTY);
                 self.fences.clear(fences);
             }
-            (free, whole)
+            free
         };
         if !self.pointers.is_off() {
             self.pointers.insert(address, slot);
         }
-        self.usage.allocate(SizeRules::class_of(size), bytes(size), requested);
-        self.digest.fold(op_word(Mark::Allocate, stream, requested), placement_word(placement));
         Some(Allocation { handle: Handle { heap: self.id, slot, tag }, address, placement, size_bytes: bytes(size) })
     }
 
@@ -282,53 +284,21 @@ impl Heap {
     /// Makes an allocated block free again.
     #[inline(always)]
     fn give_back(&mut self, slot: Slot, users: Users, stream: StreamId, requested: u64, since: Tick) -> Freed {
-        let block = self.table.block_mut(slot);
+        let mut tiling = self.table.tiling();
+        let block = &mut tiling.blocks[slot as usize];
         let placement = Placement { segment: block.sequence, offset_bytes: bytes(block.offset) };
         let size = block.size;
         block.state = BlockState::Free { stream, since };
-        self.usage.free(SizeRules::class_of(size), bytes(size), requested);
+        self.usage.free(size, requested);
         self.digest.fold(op_word(Mark::Free, stream, 0), placement_word(placement));
-        self.merge(slot, users);
+        merge(&mut tiling, &mut self.free, &mut self.fences, users, slot);
         Freed { allocated_bytes: bytes(size), requested_bytes: requested }
     }
 
     /// Puts a free block that is in no index into the free index, merged with its free neighbours. Returns the result.
     pub(crate) fn put_back(&mut self, slot: Slot) -> Slot {
-        self.merge(slot, self.users())
-    }
-
-    #[inline(always)]
-    fn merge(&mut self, slot: Slot, users: Users) -> Slot {
-        let mut tiling = self.table.tiling();
-        let block = &tiling.blocks[slot as usize];
-        let (prev, next, offset, size) = (block.prev, block.next, block.offset, block.size);
-        let index = &mut self.free[block.home as usize];
-        if tiling.is_free(prev) {
-            let (start, front) = tiling.extent(prev);
-            if tiling.is_free(next) {
-                index.remove(tiling.blocks, next);
-                let (_, back) = tiling.extent(next);
-                let behind = tiling.blocks[next as usize].next;
-                cover(&mut tiling, &mut self.fences, users, slot, prev);
-                cover(&mut tiling, &mut self.fences, users, next, prev);
-                tiling.join(prev, behind);
-                index.resize(tiling.blocks, prev, start, front + size + back);
-            } else {
-                cover(&mut tiling, &mut self.fences, users, slot, prev);
-                tiling.join(prev, next);
-                index.resize(tiling.blocks, prev, start, front + size);
-            }
-            prev
-        } else if tiling.is_free(next) {
-            let (_, back) = tiling.extent(next);
-            cover(&mut tiling, &mut self.fences, users, slot, next);
-            tiling.join(prev, next);
-            index.resize(tiling.blocks, next, offset, size + back);
-            next
-        } else {
-            index.insert(tiling.blocks, slot);
-            slot
-        }
+        let users = self.users();
+        merge(&mut self.table.tiling(), &mut self.free, &mut self.fences, users, slot)
     }
 
     /// Size of a block if it is there and free, else 0.
@@ -367,7 +337,7 @@ impl Heap {
 
     pub(crate) fn address(&self, slot: Slot) -> DeviceAddress {
         let block = self.table.block(slot);
-        DeviceAddress(self.table.segment(block.segment).range.base.0 + bytes(block.offset))
+        self.table.base(block.segment).plus(bytes(block.offset))
     }
 
     /// Bytes of the largest free block.
@@ -388,6 +358,45 @@ fn best_fit(rules: &SizeRules, index: &FreeIndex, blocks: &[Block], size: Units)
 enum Users {
     One,
     Several,
+}
+
+/// Puts a free block that is in no index into the free index, merged with its free neighbours. Returns the result.
+#[inline(always)]
+fn merge(
+    tiling: &mut Tiling<'_>,
+    free: &mut [FreeIndex; 2],
+    fences: &mut FenceTable,
+    users: Users,
+    slot: Slot,
+) -> Slot {
+    let Block { prev, next, offset, size, home, .. } = tiling.blocks[slot as usize];
+    let index = &mut free[home as usize];
+    if tiling.is_free(prev) {
+        let (start, front) = tiling.extent(prev);
+        if tiling.is_free(next) {
+            index.remove(tiling.blocks, next);
+            let (_, back) = tiling.extent(next);
+            let behind = tiling.blocks[next as usize].next;
+            cover(tiling, fences, users, slot, prev);
+            cover(tiling, fences, users, next, prev);
+            tiling.join(prev, behind);
+            index.resize(tiling.blocks, prev, start, front + size + back);
+        } else {
+            cover(tiling, fences, users, slot, prev);
+            tiling.join(prev, next);
+            index.resize(tiling.blocks, prev, start, front + size);
+        }
+        prev
+    } else if tiling.is_free(next) {
+        let (_, back) = tiling.extent(next);
+        cover(tiling, fences, users, slot, next);
+        tiling.join(prev, next);
+        index.resize(tiling.blocks, next, offset, size + back);
+        next
+    } else {
+        index.insert(tiling.blocks, slot);
+        slot
+    }
 }
 
 /// Gives up a free block whose place a free neighbour is about to cover. What had to be waited for before the one is

@@ -17,7 +17,7 @@ use crate::heap::{Heap, Shortage, Surroundings};
 use crate::ids::{SegmentId, StreamId};
 use crate::lock::{Lock, LockCell};
 use crate::segment_log::{SegmentEvent, SegmentEventKind};
-use crate::size_rules::{SizeClass, SizeRules};
+use crate::size_rules::SizeClass;
 use crate::units::{UNIT_BYTES, Units, bytes, units};
 
 impl Heap {

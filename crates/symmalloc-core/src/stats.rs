@@ -12,7 +12,8 @@
 //! A [`StatScope`](crate::report::StatScope) asks for the same numbers over a part of the program. Opening one saves the peaks and starts them
 //! anew; closing one gives the outer scope the larger of both. Scopes nest, and cost nothing between open and close.
 
-use crate::size_rules::SizeClass;
+use crate::size_rules::{SizeClass, SizeRules};
+use crate::units::{Units, bytes};
 
 /// A quantity over time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -219,15 +220,15 @@ impl HeapUsage {
     }
 
     #[inline(always)]
-    pub(crate) fn allocate(&mut self, class: SizeClass, allocated_bytes: u64, requested_bytes: u64) {
-        self.class(class).allocate(allocated_bytes, requested_bytes);
-        self.all.allocate(allocated_bytes, requested_bytes);
+    pub(crate) fn allocate(&mut self, size: Units, requested_bytes: u64) {
+        self.class(SizeRules::class_of(size)).allocate(bytes(size), requested_bytes);
+        self.all.allocate(bytes(size), requested_bytes);
     }
 
     #[inline(always)]
-    pub(crate) fn free(&mut self, class: SizeClass, allocated_bytes: u64, requested_bytes: u64) {
-        self.class(class).free(allocated_bytes, requested_bytes);
-        self.all.free(allocated_bytes, requested_bytes);
+    pub(crate) fn free(&mut self, size: Units, requested_bytes: u64) {
+        self.class(SizeRules::class_of(size)).free(bytes(size), requested_bytes);
+        self.all.free(bytes(size), requested_bytes);
     }
 
     pub(crate) fn all(&self) -> &ScopedUsage {
