@@ -338,7 +338,7 @@ pub(crate) struct Tiling<'a> {
     pub(crate) blocks: &'a mut [Block],
     vacant: &'a mut Slot,
     segments: &'a mut Slab<Segment>,
-    bases: &'a [DeviceAddress],
+    bases: &'a Vec<DeviceAddress>,
 }
 
 impl Tiling<'_> {
@@ -395,13 +395,6 @@ impl Tiling<'_> {
     #[inline(always)]
     pub(crate) fn is_free(&self, slot: Slot) -> bool {
         self.blocks.get(slot as usize).is_some_and(Block::is_free)
-    }
-
-    /// Offset and size of a block.
-    #[inline(always)]
-    pub(crate) fn extent(&self, slot: Slot) -> (Units, Units) {
-        let block = &self.blocks[slot as usize];
-        (block.offset, block.size)
     }
 
     /// The first address of a segment.

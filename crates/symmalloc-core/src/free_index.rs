@@ -53,6 +53,12 @@ fn bin_of(size: Units) -> Bin {
     ((shift << MANTISSA_BITS) + (size >> shift)) as Bin
 }
 
+/// The word and the bit of a bin in the bitmap.
+#[inline(always)]
+fn place_of(bin: Bin) -> (usize, u32) {
+    (usize::from(bin) / 64, u32::from(bin) % 64)
+}
+
 /// The free blocks of one size class of a heap.
 #[derive(Debug)]
 pub(crate) struct FreeIndex {
@@ -86,69 +92,88 @@ impl Block {
 impl FreeIndex {
     /// The least block of at least `size`: the smallest, of the oldest backing memory, at the lowest offset.
     #[inline(always)]
-    pub(crate) fn best_fit(&self, blocks: &[Block], size: Units) -> Option<Slot> {
+    pub(crate) fn best_fit<'b>(&self, blocks: &'b [Block], size: Units) -> Option<(Slot, &'b Block)> {
         let bin = bin_of(size);
         let mut slot = self.first[usize::from(bin)];
         while let Some(block) = blocks.get(slot as usize) {
             if block.size >= size {
-                return Some(slot);
+                return Some((slot, block));
             }
             slot = block.links[NEXT];
         }
-        if slot == RUN
-            && let Some(key) = self.first_of_run_at_least(bin, FreeKey::least_of(size))
-        {
-            return Some(key.slot());
+        if slot == RUN {
+            return self.best_fit_of_run(blocks, bin, size);
         }
         // Every block of a later bin is larger than every block of this one.
         let bin = self.next_occupied(bin)?;
-        match self.first[usize::from(bin)] {
-            RUN => self.first_of_run_at_least(bin, FreeKey::least_of(size)).map(FreeKey::slot),
-            slot => Some(slot),
+        let slot = self.first[usize::from(bin)];
+        match blocks.get(slot as usize) {
+            Some(block) => Some((slot, block)),
+            None => self.best_fit_of_run(blocks, bin, size),
+        }
+    }
+
+    /// The best fit when the search has come to a long bin: of its run, or of the bins behind it.
+    #[cold]
+    #[inline(never)]
+    fn best_fit_of_run<'b>(&self, blocks: &'b [Block], mut bin: Bin, size: Units) -> Option<(Slot, &'b Block)> {
+        loop {
+            let least = match self.first[usize::from(bin)] {
+                RUN => self.run_of(bin)?.first_at_least(FreeKey::least_of(size)).map(FreeKey::slot),
+                slot => Some(slot),
+            };
+            if let Some(slot) = least {
+                return Some((slot, &blocks[slot as usize]));
+            }
+            bin = self.next_occupied(bin)?;
         }
     }
 
     #[inline(always)]
     fn next_occupied(&self, bin: Bin) -> Option<Bin> {
-        let mut word = bin / 64;
-        let mut above = self.occupied[usize::from(word)] & (!1 << (bin % 64));
+        let (mut word, bit) = place_of(bin);
+        let mut above = self.occupied[word] & (!1 << bit);
         while above == 0 {
             word += 1;
-            above = *self.occupied.get(usize::from(word))?;
+            above = *self.occupied.get(word)?;
         }
-        Some(64 * word + above.trailing_zeros() as Bin)
+        Some((64 * word) as Bin + above.trailing_zeros() as Bin)
     }
 
     /// Makes a block the only one of an empty bin.
     #[inline(always)]
     fn open_bin(&mut self, bin: Bin, slot: Slot) {
         self.first[usize::from(bin)] = slot;
-        self.occupied[usize::from(bin / 64)] |= 1 << (bin % 64);
+        let (word, bit) = place_of(bin);
+        self.occupied[word] |= 1 << bit;
     }
 
     #[inline(always)]
     fn close_bin(&mut self, bin: Bin) {
         self.first[usize::from(bin)] = NONE;
-        self.occupied[usize::from(bin / 64)] &= !(1 << (bin % 64));
+        let (word, bit) = place_of(bin);
+        self.occupied[word] &= !(1 << bit);
     }
 
     /// Puts a free block in. Its size, sequence and offset must not change while it is here, but through
     /// [`resize`](Self::resize).
     #[inline(always)]
     pub(crate) fn insert(&mut self, blocks: &mut [Block], slot: Slot) {
-        let bin = bin_of(blocks[slot as usize].size);
+        let block = &mut blocks[slot as usize];
+        let bin = bin_of(block.size);
+        block.links = ALONE;
         self.insert_into(blocks, slot, bin);
     }
 
+    /// Puts a block in whose links say that it is alone.
     #[inline(always)]
     fn insert_into(&mut self, blocks: &mut [Block], slot: Slot, bin: Bin) {
-        let block = &mut blocks[slot as usize];
-        block.bin = bin;
-        if self.first[usize::from(bin)] != NONE {
-            return self.insert_in_order(blocks, slot, bin);
+        blocks[slot as usize].bin = bin;
+        if self.first[usize::from(bin)] == NONE {
+            self.open_bin(bin, slot);
+        } else {
+            self.insert_in_order(blocks, slot, bin);
         }
-        block.links = ALONE;
-        self.open_bin(bin, slot);
     }
 
     /// Takes a free block out.
@@ -175,22 +200,34 @@ impl FreeIndex {
         }
     }
 
-    /// Changes a free block's place and size. A block that is alone in its bin and stays in it does not move.
+    /// Changes a free block's size.
     #[inline(always)]
-    pub(crate) fn resize(&mut self, blocks: &mut [Block], slot: Slot, offset: Units, size: Units) {
+    pub(crate) fn resize(&mut self, blocks: &mut [Block], slot: Slot, size: Units) {
+        self.reshape(blocks, slot, size, |block| block.size = size);
+    }
+
+    /// Changes a free block's offset and size.
+    #[inline(always)]
+    pub(crate) fn resize_from(&mut self, blocks: &mut [Block], slot: Slot, offset: Units, size: Units) {
+        self.reshape(blocks, slot, size, |block| (block.offset, block.size) = (offset, size));
+    }
+
+    /// A block that is alone in its bin and stays in it does not move.
+    #[inline(always)]
+    fn reshape(&mut self, blocks: &mut [Block], slot: Slot, size: Units, change: impl Fn(&mut Block)) {
         let bin = bin_of(size);
         let block = &mut blocks[slot as usize];
         if block.links == ALONE {
-            let old = block.bin;
-            (block.offset, block.size) = (offset, size);
-            if old == bin {
+            change(block);
+            if block.bin == bin {
                 return;
             }
-            self.close_bin(old);
+            self.close_bin(block.bin);
         } else {
             self.remove(blocks, slot);
             let block = &mut blocks[slot as usize];
-            (block.offset, block.size) = (offset, size);
+            change(block);
+            block.links = ALONE;
         }
         self.insert_into(blocks, slot, bin);
     }
@@ -236,12 +273,6 @@ impl FreeIndex {
 
     fn run_of(&self, bin: Bin) -> Option<&SortedRun> {
         self.runs.get(usize::from(bin))?.as_deref()
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn first_of_run_at_least(&self, bin: Bin, bound: FreeKey) -> Option<FreeKey> {
-        self.run_of(bin)?.first_at_least(bound)
     }
 
     #[cold]
@@ -331,7 +362,7 @@ mod tests {
         let (mut table, slots) = table_of(&[(40, 7, 0), (40, 3, 9), (40, 3, 2), (40, 5, 1)]);
         let mut index = FreeIndex::default();
         slots.iter().for_each(|slot| index.insert(table.blocks_mut(), *slot));
-        assert_eq!(index.best_fit(table.blocks(), 33), Some(slots[2]));
+        assert_eq!(index.best_fit(table.blocks(), 33).map(|(slot, _)| slot), Some(slots[2]));
     }
 
     fn blocks() -> impl Strategy<Value = Vec<(Units, u32, Units)>> {
@@ -349,7 +380,7 @@ mod tests {
             let check = |index: &FreeIndex, table: &BlockTable, oracle: &BTreeSet<FreeKey>| {
                 for &size in requests.iter().chain(&[1 << 20, 1 << 30, u32::MAX]) {
                     let expected = oracle.range(FreeKey::least_of(size)..).next().map(|key| key.slot());
-                    assert_eq!(index.best_fit(table.blocks(), size), expected);
+                    assert_eq!(index.best_fit(table.blocks(), size).map(|(slot, _)| slot), expected);
                 }
                 let largest = oracle.last().map(|key| table.block(key.slot()).size);
                 assert_eq!(index.largest(table.blocks()), largest);
@@ -374,7 +405,7 @@ mod tests {
             for key in oracle {
                 let block = table.block(key.slot());
                 let (offset, size) = (block.offset + 1, if block.size > 50 { block.size - 50 } else { block.size + 1 });
-                index.resize(table.blocks_mut(), key.slot(), offset, size);
+                index.resize_from(table.blocks_mut(), key.slot(), offset, size);
             }
             prop_assert!(index.keys(table.blocks()).is_sorted());
             prop_assert!(index.keys(table.blocks()).all(|key| key == FreeKey::of(table.block(key.slot()), key.slot())));

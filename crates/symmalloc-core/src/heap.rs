@@ -179,8 +179,8 @@ impl Heap {
     #[inline(always)]
     pub(crate) fn allocate_at_once(&mut self, stream: StreamId, requested: u64) -> Option<Allocation> {
         self.place(stream, requested, |rules, index, blocks, size| {
-            let slot = best_fit(rules, index, blocks, size)?;
-            blocks[slot as usize].is_free_for(stream).then_some(slot)
+            let (slot, block) = best_fit(rules, index, blocks, size)?;
+            block.is_free_for(stream).then_some(slot)
         })
     }
 
@@ -194,7 +194,7 @@ impl Heap {
         let size = self.rules.block_size(requested);
         let home = self.rules.home_of(size);
         let slot = match best_fit(&self.rules, &self.free[home as usize], self.table.blocks(), size) {
-            Some(slot) => slot,
+            Some((slot, _)) => slot,
             None => self.obtain(around, stream, size)?,
         };
         self.wait_for_earlier_users(around, slot, stream)?;
@@ -229,7 +229,7 @@ impl Heap {
         let slot = if splits {
             // The rest keeps the slot, and sometimes its place in the free index.
             let slot = tiling.cut_front(free, size, state);
-            index.resize(tiling.blocks, free, offset + size, whole - size);
+            index.resize_from(tiling.blocks, free, offset + size, whole - size);
             slot
         } else {
             index.remove(tiling.blocks, free);
@@ -348,9 +348,8 @@ impl Heap {
 
 /// The free block that rule D2 gives to a request.
 #[inline(always)]
-fn best_fit(rules: &SizeRules, index: &FreeIndex, blocks: &[Block], size: Units) -> Option<Slot> {
-    let slot = index.best_fit(blocks, size)?;
-    rules.accepts(size, blocks[slot as usize].size).then_some(slot)
+fn best_fit<'b>(rules: &SizeRules, index: &FreeIndex, blocks: &'b [Block], size: Units) -> Option<(Slot, &'b Block)> {
+    index.best_fit(blocks, size).filter(|(_, block)| rules.accepts(size, block.size))
 }
 
 /// Whether the blocks of a heap may have been used by different streams.
@@ -372,26 +371,25 @@ fn merge(
     let Block { prev, next, offset, size, home, .. } = tiling.blocks[slot as usize];
     let index = &mut free[home as usize];
     if tiling.is_free(prev) {
-        let (start, front) = tiling.extent(prev);
+        let front = tiling.blocks[prev as usize].size;
         if tiling.is_free(next) {
             index.remove(tiling.blocks, next);
-            let (_, back) = tiling.extent(next);
-            let behind = tiling.blocks[next as usize].next;
+            let Block { size: back, next: behind, .. } = tiling.blocks[next as usize];
             cover(tiling, fences, users, slot, prev);
             cover(tiling, fences, users, next, prev);
             tiling.join(prev, behind);
-            index.resize(tiling.blocks, prev, start, front + size + back);
+            index.resize(tiling.blocks, prev, front + size + back);
         } else {
             cover(tiling, fences, users, slot, prev);
             tiling.join(prev, next);
-            index.resize(tiling.blocks, prev, start, front + size);
+            index.resize(tiling.blocks, prev, front + size);
         }
         prev
     } else if tiling.is_free(next) {
-        let (_, back) = tiling.extent(next);
+        let back = tiling.blocks[next as usize].size;
         cover(tiling, fences, users, slot, next);
         tiling.join(prev, next);
-        index.resize(tiling.blocks, next, offset, size + back);
+        index.resize_from(tiling.blocks, next, offset, size + back);
         next
     } else {
         index.insert(tiling.blocks, slot);
