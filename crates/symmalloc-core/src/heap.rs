@@ -216,21 +216,16 @@ impl Heap {
         let index = &mut self.free[home as usize];
         let mut tiling = self.table.tiling_with_room();
         let free = choose(&self.rules, index, tiling.blocks, wanted)?;
-        let block = &tiling.blocks[free as usize];
-        let (offset, whole) = (block.offset, block.size);
-        let placement = Placement { segment: block.sequence, offset_bytes: bytes(offset) };
-        let address = tiling.base(block.segment).plus(placement.offset_bytes);
+        let Block { offset, size: whole, sequence, .. } = tiling.blocks[free as usize];
+        let placement = Placement { segment: sequence, offset_bytes: bytes(offset) };
+        self.digest.fold(op_word(Mark::Allocate, stream, requested), placement_word(placement));
         let tag = self.tags.next();
         let state = BlockState::Allocated { stream, requested, tag };
-        let splits = self.rules.splits(home, wanted, whole);
-        let size = if splits { wanted } else { whole };
-        self.usage.allocate(size, requested);
-        self.digest.fold(op_word(Mark::Allocate, stream, requested), placement_word(placement));
-        let slot = if splits {
+        let (slot, size) = if self.rules.splits(home, wanted, whole) {
             // The rest keeps the slot, and sometimes its place in the free index.
-            let slot = tiling.cut_front(free, size, state);
-            index.resize_from(tiling.blocks, free, offset + size, whole - size);
-            slot
+            let slot = tiling.cut_front(free, wanted, state);
+            index.resize_from(tiling.blocks, free, offset + wanted, whole - wanted);
+            (slot, wanted)
         } else {
             index.remove(tiling.blocks, free);
             let block = &mut tiling.blocks[free as usize];
@@ -239,8 +234,12 @@ impl Heap {
                 let fences = std::mem::replace(&mut block.fences, FenceSetId::EMPTY);
                 self.fences.clear(fences);
             }
-            free
+            (free, whole)
         };
+        self.usage.allocate(size, requested);
+        let block = &tiling.blocks[slot as usize];
+        let placement = Placement { segment: block.sequence, offset_bytes: bytes(block.offset) };
+        let address = tiling.base(block.segment).plus(placement.offset_bytes);
         if !self.pointers.is_off() {
             self.pointers.insert(address, slot);
         }
