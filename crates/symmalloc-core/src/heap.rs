@@ -101,9 +101,9 @@ pub(crate) struct Heap {
     pub(crate) tags: Tags,
     pub(crate) names: Names,
     pub(crate) pointers: PointerIndex,
-    /// No free of the heap has anything to note elsewhere: its streams do not share, pointers are not looked up, and
-    /// nothing is released at a threshold.
-    keeps_no_books: bool,
+    /// An allocation or a free has something to note besides its block: streams that share have clocks, pointers can be
+    /// looked up, an allocation has a name, or memory is released at a threshold. [`Self::note_books`] keeps it true.
+    keeps_books: bool,
 }
 
 /// What makes one heap different from the next.
@@ -126,12 +126,10 @@ impl Heap {
     ) -> Self {
         let HeapIdentity { id, pool, stream, owner } = identity;
         let rules = SizeRules::new(&config, granularity_bytes);
-        let keeps_no_books =
-            stream.is_some() && lookup == PointerLookup::Off && config.release_threshold_bytes().is_none();
         // Whatever decisions depend on besides ops is in the digest from the start: other configurations never agree.
         let mut digest = Digest::new(config.digest());
         digest.fold(granularity_bytes, stream.map_or(u64::MAX, |stream| stream.0.into()));
-        Heap {
+        let mut heap = Heap {
             id,
             pool,
             stream,
@@ -153,8 +151,10 @@ impl Heap {
             tags: Tags::new(owner),
             names: Names::default(),
             pointers: PointerIndex::new(lookup),
-            keeps_no_books,
-        }
+            keeps_books: true,
+        };
+        heap.note_books();
+        heap
     }
 
     /// What reservations are charged to.
@@ -240,7 +240,7 @@ impl Heap {
         let block = &tiling.blocks[slot as usize];
         let placement = Placement { segment: block.sequence, offset_bytes: bytes(block.offset) };
         let address = tiling.base(block.segment).plus(placement.offset_bytes);
-        if !self.pointers.is_off() {
+        if self.keeps_books {
             self.pointers.insert(address, slot);
         }
         Some(Allocation { handle: Handle { heap: self.id, slot, tag }, address, placement, size_bytes: bytes(size) })
@@ -250,7 +250,7 @@ impl Heap {
     #[inline(always)]
     pub(crate) fn free_at_once(&mut self, handle: Handle) -> Option<Freed> {
         let (stream, requested) = self.find_live(handle)?;
-        let is_plain = self.keeps_no_books && self.names.is_empty() && self.table.block(handle.slot).fences.is_empty();
+        let is_plain = !self.keeps_books && self.table.block(handle.slot).fences.is_empty();
         is_plain.then(|| self.give_back(handle.slot, Users::One, stream, requested, 0))
     }
 
@@ -267,11 +267,10 @@ impl Heap {
         }
         // Nothing fails from here on.
         let since = if self.stream.is_some() { 0 } else { around.clocks.lock().now(stream) };
-        if !self.pointers.is_off() {
+        if self.keeps_books {
             self.pointers.remove(self.address(slot));
-        }
-        if !self.names.is_empty() {
             self.names.remove(slot);
+            self.note_books();
         }
         Ok(self.give_back(slot, self.users(), stream, requested, since))
     }
@@ -309,6 +308,12 @@ impl Heap {
     /// Gives a live allocation a name.
     pub(crate) fn set_name(&mut self, slot: Slot, name: &str) {
         self.names.insert(slot, name);
+        self.note_books();
+    }
+
+    fn note_books(&mut self) {
+        let releases = self.config.release_threshold_bytes().is_some();
+        self.keeps_books = self.stream.is_none() || !self.pointers.is_off() || releases || !self.names.is_empty();
     }
 
     /// The stream and requested bytes of a live allocation.
