@@ -32,7 +32,7 @@ use crate::out_of_memory::{FailureCallback, Request};
 use crate::pointer_index::SegmentDirectory;
 use crate::pool::Pool;
 use crate::registry::Registry;
-use crate::stats::ScopedUsage;
+use crate::stats::ScopedPeaks;
 use crate::trim::TrimGoal;
 use crate::units::{SEGMENT_BYTES_MAX, UNIT_BYTES};
 use std::fmt;
@@ -69,8 +69,8 @@ pub struct Allocator<B: Backend, L: Lock = Exclusive> {
     pub(crate) streams: AtomicU32,
     pub(crate) pools: Registry<Box<Pool<L>>>,
     pub(crate) heaps: Registry<Arc<L::Cell<Heap>>>,
-    /// Exact usage over all heaps, kept while [`is_tallied`](Self::is_tallied).
-    pub(crate) usage: L::Cell<ScopedUsage>,
+    /// The peaks of usage over all heaps, kept while [`is_tallied`](Self::is_tallied).
+    pub(crate) peaks: L::Cell<ScopedPeaks>,
     pub(crate) open_scopes: L::Cell<usize>,
     pub(crate) observers: L::Cell<Observers>,
     pub(crate) failure_callback: L::Cell<Option<FailureCallback<B, L>>>,
@@ -114,7 +114,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             streams: AtomicU32::new(0),
             pools,
             heaps: Registry::new(),
-            usage: L::Cell::new(ScopedUsage::default()),
+            peaks: L::Cell::new(ScopedPeaks::default()),
             open_scopes: L::Cell::new(0),
             observers: L::Cell::new(Observers::default()),
             failure_callback: L::Cell::new(None),
@@ -179,7 +179,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             return None;
         }
         let allocation = heap.lock().allocate_at_once(stream, size_bytes)?;
-        self.tally(|usage| usage.allocate(allocation.size_bytes, size_bytes));
+        self.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
         Some(allocation)
     }
 
@@ -206,7 +206,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 self.persist(entry, heap, request, *shortage, |heap| heap.allocate(&self.around, stream, size_bytes))?
             }
         };
-        self.tally(|usage| usage.allocate(allocation.size_bytes, size_bytes));
+        self.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
         Ok(allocation)
     }
 
@@ -246,7 +246,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     #[inline(always)]
     pub(crate) fn free_at_once(&self, heap: &L::Cell<Heap>, handle: Handle) -> bool {
         let Some(freed) = heap.lock().free_at_once(handle) else { return false };
-        self.tally(|usage| usage.free(freed.allocated_bytes, freed.requested_bytes));
+        self.tally(|peaks| peaks.free(freed.allocated_bytes, freed.requested_bytes));
         true
     }
 
@@ -263,7 +263,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             self.release_above(&mut heap, threshold);
         }
         drop(heap);
-        self.tally(|usage| usage.free(freed.allocated_bytes, freed.requested_bytes));
+        self.tally(|peaks| peaks.free(freed.allocated_bytes, freed.requested_bytes));
         Ok(())
     }
 
