@@ -245,9 +245,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// The short way, if the block is all that it takes. Whether it was.
     #[inline(always)]
     pub(crate) fn free_at_once(&self, heap: &L::Cell<Heap>, handle: Handle) -> bool {
-        let Some(freed) = heap.lock().free_at_once(handle) else { return false };
-        self.tally(|peaks| peaks.free(freed.allocated_bytes, freed.requested_bytes));
-        true
+        heap.lock().free_at_once(handle, |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested)))
     }
 
     /// Whatever [`free`](Self::free) may need besides the block: events, books, a release, a refusal.
@@ -257,13 +255,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if handle.slot == NO_SLOT {
             return Ok(free_nothing(&mut heap, handle)?);
         }
-        let freed = heap.free(&self.around, handle)?;
+        heap.free(&self.around, handle, |allocated, requested| {
+            self.tally(|peaks| peaks.free(allocated, requested));
+        })?;
         heap.recycle_spent(&self.around);
         if let Some(threshold) = heap.config.release_threshold_bytes() {
             self.release_above(&mut heap, threshold);
         }
-        drop(heap);
-        self.tally(|peaks| peaks.free(freed.allocated_bytes, freed.requested_bytes));
         Ok(())
     }
 

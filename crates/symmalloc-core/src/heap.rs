@@ -246,12 +246,16 @@ impl Heap {
         Some(Allocation { handle: Handle { heap: self.id, slot, tag }, address, placement, size_bytes: bytes(size) })
     }
 
-    /// Frees a live allocation if that takes neither the driver nor a book but the block's own. Else it is as it was.
+    /// Frees a live allocation if that takes neither the driver nor a book but the block's own, and tells its allocated
+    /// and requested bytes to `tally`. Else it is as it was. Whether it did.
     #[inline(always)]
-    pub(crate) fn free_at_once(&mut self, handle: Handle) -> Option<Freed> {
-        let (stream, requested) = self.find_live(handle)?;
-        let is_plain = !self.keeps_books && self.table.block(handle.slot).fences.is_empty();
-        is_plain.then(|| self.give_back(handle.slot, Users::One, stream, requested, 0))
+    pub(crate) fn free_at_once(&mut self, handle: Handle, tally: impl FnOnce(u64, u64)) -> bool {
+        let Some((stream, requested)) = self.find_live(handle) else { return false };
+        if self.keeps_books || !self.table.block(handle.slot).fences.is_empty() {
+            return false;
+        }
+        self.give_back(handle.slot, Users::Owner, stream, requested, 0, tally);
+        true
     }
 
     /// Frees a live allocation, whatever it takes. On an error it is still live.
@@ -259,7 +263,8 @@ impl Heap {
         &mut self,
         around: &Surroundings<B, L>,
         handle: Handle,
-    ) -> Result<Freed, FreeError> {
+        tally: impl FnOnce(u64, u64),
+    ) -> Result<(), FreeError> {
         let (stream, requested) = self.live(handle)?;
         let slot = handle.slot;
         if !self.table.block(slot).fences.is_empty() {
@@ -272,25 +277,34 @@ impl Heap {
             self.names.remove(slot);
             self.note_books();
         }
-        Ok(self.give_back(slot, self.users(), stream, requested, since))
+        self.give_back(slot, self.users(), stream, requested, since, tally);
+        Ok(())
     }
 
     fn users(&self) -> Users {
-        self.stream.map_or(Users::Several, |_| Users::One)
+        self.stream.map_or(Users::Several, |_| Users::Fenced)
     }
 
     /// Makes an allocated block free again.
     #[inline(always)]
-    fn give_back(&mut self, slot: Slot, users: Users, stream: StreamId, requested: u64, since: Tick) -> Freed {
+    fn give_back(
+        &mut self,
+        slot: Slot,
+        users: Users,
+        stream: StreamId,
+        requested: u64,
+        since: Tick,
+        tally: impl FnOnce(u64, u64),
+    ) {
         let mut tiling = self.table.tiling();
         let block = &mut tiling.blocks[slot as usize];
         let placement = Placement { segment: block.sequence, offset_bytes: bytes(block.offset) };
         let size = block.size;
         block.state = BlockState::Free { stream, since };
         self.usage.free(size, requested);
+        tally(bytes(size), requested);
         self.digest.fold(op_word(Mark::Free, stream, 0), placement_word(placement));
         merge(&mut tiling, &mut self.free, &mut self.fences, users, slot);
-        Freed { allocated_bytes: bytes(size), requested_bytes: requested }
     }
 
     /// Puts a free block that is in no index into the free index, merged with its free neighbours. Returns the result.
@@ -356,10 +370,14 @@ fn best_fit<'b>(rules: &SizeRules, index: &FreeIndex, blocks: &'b [Block], size:
     index.best_fit(blocks, size).filter(|(_, block)| rules.accepts(size, block.size))
 }
 
-/// Whether the blocks of a heap may have been used by different streams.
+/// Who may have used a block that is put back.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Users {
-    One,
+    /// The stream of its heap, and nobody else: there is nothing to wait for.
+    Owner,
+    /// The stream of its heap, and others that its fences name.
+    Fenced,
+    /// Any stream: the heap's streams share.
     Several,
 }
 
@@ -372,24 +390,26 @@ fn merge(
     users: Users,
     slot: Slot,
 ) -> Slot {
-    let Block { prev, next, offset, size, home, .. } = tiling.blocks[slot as usize];
+    let Block { prev, next, home, .. } = tiling.blocks[slot as usize];
     let index = &mut free[home as usize];
     if tiling.is_free(prev) {
-        let front = tiling.blocks[prev as usize].size;
+        let size = tiling.blocks[prev as usize].size + tiling.blocks[slot as usize].size;
         if tiling.is_free(next) {
             index.remove(tiling.blocks, next);
             let Block { size: back, next: behind, .. } = tiling.blocks[next as usize];
             cover(tiling, fences, users, slot, prev);
+            let users = if users == Users::Owner { Users::Fenced } else { users };
             cover(tiling, fences, users, next, prev);
             tiling.join(prev, behind);
-            index.resize(tiling.blocks, prev, front + size + back);
+            index.resize(tiling.blocks, prev, size + back);
         } else {
             cover(tiling, fences, users, slot, prev);
             tiling.join(prev, next);
-            index.resize(tiling.blocks, prev, front + size);
+            index.resize(tiling.blocks, prev, size);
         }
         prev
     } else if tiling.is_free(next) {
+        let Block { offset, size, .. } = tiling.blocks[slot as usize];
         let back = tiling.blocks[next as usize].size;
         cover(tiling, fences, users, slot, next);
         tiling.join(prev, next);
@@ -406,7 +426,12 @@ fn merge(
 #[inline(always)]
 fn cover(tiling: &mut Tiling<'_>, fences: &mut FenceTable, users: Users, from: Slot, to: Slot) {
     let (giver, taker) = (&tiling.blocks[from as usize], &tiling.blocks[to as usize]);
-    if !giver.fences.is_empty() || users == Users::Several && giver.state != taker.state {
+    let hands_over = match users {
+        Users::Owner => false,
+        Users::Fenced => !giver.fences.is_empty(),
+        Users::Several => !giver.fences.is_empty() || giver.state != taker.state,
+    };
+    if hands_over {
         hand_over(fences, tiling.blocks, from, to);
     }
     tiling.vacate(from);
@@ -435,11 +460,4 @@ fn hand_over(table: &mut FenceTable, blocks: &mut [Block], from: Slot, to: Slot)
     };
     let taker = &mut blocks[to as usize];
     (taker.fences, taker.state) = (fences, state);
-}
-
-/// What a free gave back to the heap.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Freed {
-    pub(crate) allocated_bytes: u64,
-    pub(crate) requested_bytes: u64,
 }
