@@ -17,7 +17,7 @@ use crate::heap::{Heap, Shortage, Surroundings};
 use crate::ids::{SegmentId, StreamId};
 use crate::lock::{Lock, LockCell};
 use crate::segment_log::{SegmentEvent, SegmentEventKind};
-use crate::size_rules::{SizeClass, SizeRules};
+use crate::size_rules::SizeClass;
 use crate::units::{UNIT_BYTES, Units, bytes, units};
 
 impl Heap {
@@ -34,7 +34,7 @@ impl Heap {
         }
         match self.config.segments().clone() {
             SegmentPolicy::Fixed(_) => {
-                let home = self.rules.home_of(SizeRules::class_of(size));
+                let home = self.rules.home_of(size);
                 let size = self.rules.segment_size(size);
                 self.bear(around, stream, home, size, size)
             }
