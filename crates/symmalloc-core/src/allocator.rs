@@ -199,12 +199,12 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         stream: StreamId,
         size_bytes: u64,
     ) -> Result<Allocation, AllocateError> {
+        if size_bytes > SEGMENT_BYTES_MAX {
+            return Err(AllocateError::TooLarge { requested_bytes: size_bytes });
+        }
         let (entry, heap) = self.route_or_make(pool, stream)?;
         if size_bytes == 0 {
             return Ok(self.allocate_nothing(heap, stream));
-        }
-        if size_bytes > SEGMENT_BYTES_MAX {
-            return Err(AllocateError::TooLarge { requested_bytes: size_bytes });
         }
         let outcome = heap.lock().allocate(&self.around, stream, size_bytes);
         let allocation = match outcome {
@@ -321,10 +321,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// As [`allocate`](Self::allocate); the heap holds what it held before then.
     pub fn reserve(&self, pool: PoolId, stream: StreamId, size_bytes: u64) -> Result<(), ReserveError> {
-        let (entry, heap) = self.route_or_make(pool, stream)?;
         if size_bytes > SEGMENT_BYTES_MAX {
             return Err(AllocateError::TooLarge { requested_bytes: size_bytes });
         }
+        let (entry, heap) = self.route_or_make(pool, stream)?;
         let outcome = heap.lock().reserve(&self.around, stream, size_bytes);
         let Err(shortage) = outcome else { return Ok(()) };
         self.persist(entry, heap, Request { pool, stream, size_bytes }, *shortage, |heap| {

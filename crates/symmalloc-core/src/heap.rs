@@ -277,10 +277,9 @@ impl Heap {
         let block = &tiling.blocks[slot as usize];
         let placement = Placement { segment: block.sequence, offset_bytes: bytes(block.offset) };
         let address = tiling.base(block.segment).plus(placement.offset_bytes);
-        let (op, decision) = (op_word(Mark::Allocate, stream, requested), placement_word(placement));
-        self.digest.fold(op, decision);
         if self.keeps_books {
-            note(&mut self.journal, op, decision, self.digest);
+            let op = op_word(Mark::Allocate, stream, requested);
+            note(&mut self.journal, op, placement_word(placement), self.digest);
             self.pointers.insert(address, slot);
         }
         Some(Allocation { handle: Handle { heap: self.id, slot, tag }, address, placement, size_bytes: bytes(size) })
