@@ -12,7 +12,7 @@ use crate::journal::HeapName;
 use crate::rank::{Job, Rank, Standing};
 use std::collections::BTreeSet;
 use symmalloc_core::agreement::{
-    AgreementError, Difference, Disagreement, HeapDifference, Point, Witness, agree_in_lockstep,
+    Action, AgreementError, Difference, Disagreement, Group, HeapDifference, Point, Witness, agree_in_lockstep,
 };
 use symmalloc_core::lock::Lock;
 
@@ -94,7 +94,7 @@ fn differing<L: Lock>(
             for at in group.ranks.iter() {
                 let (seat, rank) = ranks[at as usize];
                 found.insert(seat);
-                check(job, heap, difference, rank).map_err(|(step, cause)| Disputed {
+                check(job, (heap, difference, group), rank).map_err(|(step, cause)| Disputed {
                     seat,
                     step,
                     cause,
@@ -106,11 +106,10 @@ fn differing<L: Lock>(
     Ok(found)
 }
 
-/// Holds what is reported of a heap of a rank against what is known of it.
+/// Holds what is reported of a heap of a group of ranks against what is known of one of them.
 fn check<L: Lock>(
     job: &Job,
-    heap: HeapName,
-    difference: &HeapDifference,
+    (heap, difference, group): (HeapName, &HeapDifference, &Group),
     rank: &Rank<L>,
 ) -> Result<(), (Option<usize>, Cause)> {
     let departure = match &rank.standing {
@@ -121,8 +120,12 @@ fn check<L: Lock>(
     let named = difference.first_op..difference.last_op + 1;
     // Where heaps take memory from each other, a rank may make up, at another step, for what the reference did: then the
     // histories part later than the steps did.
-    let may_be_later = job.program.policies.reclaims_as_a_whole(heap.pool);
-    if departure.ops.start < named.end && (may_be_later || named.start < departure.ops.end) {
+    let named_may_be_later = job.program.policies.reclaims_as_a_whole(heap.pool);
+    // Histories that do not go back so far tell when the first of all ranks parted, and who differs by now.
+    let parted_may_be_later = group.action == Action::Forgotten;
+    if (named_may_be_later || named.start < departure.ops.end)
+        && (parted_may_be_later || departure.ops.start < named.end)
+    {
         return Ok(());
     }
     let tell =

@@ -15,10 +15,11 @@ use crate::decision::{Decision, Refusal};
 use crate::device_work::{Live, waits};
 use crate::failure::Cause;
 use crate::journal::{HeapDigest, HeapName, Journal, digest_of, first_difference};
+use crate::outcome::Faults;
 use crate::private_work::PrivateWork;
 use crate::program::{Program, Step, Stretch};
 use crate::schedule::Scheduler;
-use crate::surroundings::{Deviation, Purpose, Surroundings, sequence};
+use crate::surroundings::{Deviation, Purpose, RankFault, Surroundings, sequence};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use symmalloc_core::backend::Backend;
@@ -109,6 +110,8 @@ pub(crate) struct Rank<L: Lock> {
     pub(crate) ops: u64,
     /// Of private work that has ended.
     private_ops: u64,
+    /// What happened to it before it was healed.
+    healed_of: Option<Faults>,
 }
 
 impl<L: Lock> Rank<L> {
@@ -143,6 +146,7 @@ impl<L: Lock> Rank<L> {
             },
             ops: 0,
             private_ops: 0,
+            healed_of: None,
             surroundings,
         }
     }
@@ -233,12 +237,35 @@ impl<L: Lock> Rank<L> {
 
     /// Whether the device was lost.
     fn is_lost(&self) -> bool {
-        let mut ends = self.surroundings.faults.iter().filter(|fault| fault.fault == Fault::DeviceLost).peekable();
-        if ends.peek().is_none() {
-            return false;
-        }
+        let is_end = |fault: &RankFault| fault.fault == Fault::DeviceLost && self.has_happened(fault);
+        self.healed_of.is_none() && self.surroundings.faults.iter().any(is_end)
+    }
+
+    /// Whether the call that was to fail was made.
+    fn has_happened(&self, fault: &RankFault) -> bool {
         let calls = self.allocator.backend().calls();
-        ends.any(|fault| fault.call.map_or(calls.fallible(), |call| calls.of(call)) > fault.ordinal)
+        fault.call.map_or(calls.fallible(), |call| calls.of(call)) > fault.ordinal
+    }
+
+    /// What happened to the rank.
+    pub(crate) fn faults(&self) -> Faults {
+        if let Some(faults) = self.healed_of {
+            return faults;
+        }
+        let happened = |fault| {
+            let faults = self.surroundings.faults.iter().filter(|entry| entry.fault == fault);
+            faults.filter(|fault| self.has_happened(fault)).count() as u64
+        };
+        let failed_calls = self.allocator.backend().calls().failed();
+        let is_small = self.surroundings.memory_bytes.is_some() && failed_calls > 0;
+        Faults {
+            failed_calls,
+            ranks: u64::from(failed_calls > 0),
+            out_of_memory: happened(Fault::OutOfMemory),
+            refused: happened(Fault::Refused),
+            losses: happened(Fault::DeviceLost),
+            small_devices: u64::from(is_small),
+        }
     }
 
     /// A rank whose driver refused something is followed from now on.
@@ -468,8 +495,8 @@ impl<L: Lock> Rank<L> {
 
     /// From here on nothing fails any more, and the rank works for itself no longer.
     pub(crate) fn heal(&mut self) {
+        self.healed_of = Some(self.faults());
         self.allocator.backend().heal();
-        self.surroundings.faults.clear();
         if let Some(mut private) = self.private.take() {
             private.end(&self.allocator);
             self.private_ops += private.ops;

@@ -259,7 +259,6 @@ impl<'a, L: Lock, C: Crew<L>> Run<'a, L, C> {
         let mut restarting = BTreeMap::new();
         for (seat, arrival) in arrivals.iter().enumerate() {
             if *arrival == Arrival::Lost {
-                self.outcome.faults.losses += 1;
                 let after_loss = self.seats[seat].0.as_ref().map(|rank| rank.surroundings.after_loss);
                 if after_loss == Some(AfterLoss::Restart) {
                     restarting.insert(seat, Source::Reference);
@@ -320,7 +319,8 @@ impl<'a, L: Lock, C: Crew<L>> Run<'a, L, C> {
             // The old process is gone before the new one begins.
             drop(rank);
             let failed = |cause| Failed::new(surroundings.rank, None, cause);
-            let mut rank = own.as_ref().unwrap_or(&checkpoint).resume(job, &surroundings, incarnation).map_err(failed)?;
+            let mut rank =
+                own.as_ref().unwrap_or(&checkpoint).resume(job, &surroundings, incarnation).map_err(failed)?;
             if let Some(heap) = first_difference(&rank.digests(job), &expected) {
                 return Err(failed(Cause::Rejoined { heap }));
             }
@@ -339,13 +339,10 @@ impl<'a, L: Lock, C: Crew<L>> Run<'a, L, C> {
 
     /// Adds what a rank did and what happened to it.
     fn count(&mut self, rank: &Rank<L>) {
-        let device = rank.allocator.backend();
-        let failed_calls = device.calls().failed();
         let outcome = &mut self.outcome;
         outcome.ops += rank.ops;
         outcome.private_ops += rank.private_ops();
-        outcome.faults.failed_calls += failed_calls;
-        outcome.faults.ranks += u64::from(failed_calls > 0);
-        outcome.device_bytes_peak = outcome.device_bytes_peak.max(device.mapped_bytes_peak());
+        outcome.faults += rank.faults();
+        outcome.device_bytes_peak = outcome.device_bytes_peak.max(rank.allocator.backend().mapped_bytes_peak());
     }
 }
