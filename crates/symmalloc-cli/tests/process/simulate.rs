@@ -68,7 +68,7 @@ fn one_seed_is_shown_with_its_plan() {
 
 #[test]
 fn a_recorded_job_is_simulated() {
-    let job = recorded("fsdp_train_rank0");
+    let job = recorded("fsdp_train_rank0.trace.zst");
     let json = symmalloc("simulate {} --ranks 3 --seed 2 --json", &[&job]).json(0);
     assert_eq!(json[0]["ranks"].as_u64(), Some(3));
     assert!(json[0]["syncs"].as_u64().unwrap() > 10, "{json}");
