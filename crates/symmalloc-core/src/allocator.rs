@@ -15,7 +15,6 @@
 //! Step 3 is the same on every rank because limits are configured bytes. When the driver refuses, which may happen on one
 //! rank alone, nothing is given back behind the program's back: step 3 is skipped.
 
-use crate::agreement::journal::ProgramOrder;
 use crate::backend::{Backend, BackendError};
 use crate::budget::Budget;
 use crate::config::{Config, ConfigError};
@@ -27,6 +26,7 @@ use crate::fence::StreamClocks;
 use crate::handle::{Allocation, Handle};
 use crate::heap::{Heap, Surroundings};
 use crate::ids::{Placement, PoolId, StreamId};
+use crate::journal::ProgramOrder;
 use crate::lock::{Exclusive, Lock, LockCell, Shared};
 use crate::observers::Observers;
 use crate::out_of_memory::{FailureCallback, Request};

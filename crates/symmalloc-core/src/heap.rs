@@ -19,7 +19,6 @@
 //! Everything a decision reads is in the heap or in its pool's configuration. That is what makes heaps independent
 //! (rule D8), and the heap's lock the only lock on the way.
 
-use crate::agreement::journal::{Journal, ProgramOrder};
 use crate::backend::{Backend, BackendError, DeviceAddress, Range};
 use crate::block_table::{Block, BlockState, BlockTable, Slot, Tiling};
 use crate::budget::{Budget, Budgets, LimitMet};
@@ -30,6 +29,7 @@ use crate::fence::{Fence, FenceSetId, FenceTable, StreamClocks, Tick};
 use crate::free_index::FreeIndex;
 use crate::handle::{Allocation, Handle, Tags};
 use crate::ids::{HeapId, Placement, PoolId, SegmentId, StreamId};
+use crate::journal::{Journal, ProgramOrder};
 use crate::lock::{Lock, LockCell};
 use crate::names::Names;
 use crate::pointer_index::{PointerIndex, SegmentDirectory};
@@ -106,7 +106,7 @@ pub(crate) struct Heap {
     pub(crate) names: Names,
     pub(crate) pointers: PointerIndex,
     /// What agreement looks back on; heaps of symmetric pools have one.
-    pub(crate) journal: Option<Journal>,
+    pub(crate) journal: Option<Box<Journal>>,
     /// No op of the heap has anything to note elsewhere: its streams do not share, pointers are not looked up, nothing is
     /// released at a threshold, and no journal is kept.
     keeps_no_books: bool,
@@ -194,7 +194,7 @@ impl Heap {
 
     /// From now on the heap remembers its last ops, for agreement to look back on.
     pub(crate) fn keep_journal(&mut self, history_ops: u32, order: Arc<ProgramOrder>) {
-        self.journal = Some(Journal::new(history_ops, self.digest, order));
+        self.journal = Some(Box::new(Journal::new(history_ops, self.digest, order)));
         self.keeps_no_books = false;
     }
 
@@ -207,6 +207,7 @@ impl Heap {
         }
     }
 
+    #[inline(never)]
     fn note(&mut self, op: u64, decision: u64) {
         if let Some(journal) = &mut self.journal {
             journal.note(op, decision, self.digest);

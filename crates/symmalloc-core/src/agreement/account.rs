@@ -1,6 +1,5 @@
 //! What an allocator can tell about its symmetric pools.
 
-use super::journal::{Journal, ProgramOrder};
 use super::question::{HeapKey, Standing};
 use crate::allocator::Allocator;
 use crate::backend::Backend;
@@ -8,6 +7,7 @@ use crate::config_text::hash_of_text;
 use crate::digest::Digest;
 use crate::heap::Heap;
 use crate::ids::PoolId;
+use crate::journal::{Journal, ProgramOrder};
 use crate::lock::{Lock, LockCell};
 use crate::pool::Pool;
 
@@ -35,7 +35,7 @@ impl<B: Backend, L: Lock> Account for Allocator<B, L> {
             for heap in pool.heaps() {
                 let heap = heap.lock();
                 if heap.digest.ops > 0 && !heap.is_settled {
-                    let oldest = heap.journal.as_ref().map_or(heap.digest.ops, Journal::oldest);
+                    let oldest = heap.journal.as_ref().map_or(heap.digest.ops, |journal| journal.oldest());
                     let key = HeapKey::new(ordinal, heap.stream);
                     standings.push(Standing { key, digest: heap.digest, oldest });
                 }
@@ -91,7 +91,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Bytes that the history of symmetric heaps takes now. See [`ConfigBuilder::history_ops`](crate::config::ConfigBuilder::history_ops).
     pub fn history_bytes(&self) -> u64 {
-        let heaps = self.heaps.iter().map(|(_, heap)| heap.lock().journal.as_ref().map_or(0, Journal::bytes));
+        let heaps =
+            self.heaps.iter().map(|(_, heap)| heap.lock().journal.as_ref().map_or(0, |journal| journal.bytes()));
         heaps.sum()
     }
 

@@ -57,7 +57,6 @@ mod account;
 mod cause;
 mod directory;
 mod inquiry;
-pub(crate) mod journal;
 mod message;
 mod mode;
 mod policies;

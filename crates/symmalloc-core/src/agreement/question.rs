@@ -12,10 +12,10 @@
 //! | details | an op's name, and the ops after it |
 
 use super::inquiry::ProtocolError;
-use super::journal::{CHECKPOINTS_MAX, NAME_BYTES_MAX};
 use super::message::{COMPARE_BYTES, MESSAGE_BYTES, Reader, Writer};
 use crate::digest::{Digest, Mark, op_word, unpack_op};
 use crate::ids::StreamId;
+use crate::journal::{CHECKPOINTS_MAX, NAME_BYTES_MAX};
 
 /// A heap as all ranks name it: the symmetric pool's ordinal among symmetric pools, and the stream. Shared streams come
 /// last.

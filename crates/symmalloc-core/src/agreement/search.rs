@@ -13,11 +13,11 @@
 use super::cause;
 use super::directory::Differing;
 use super::inquiry::{Next, ProtocolError, readers};
-use super::journal::CHECKPOINTS_MAX;
 use super::question::{Answer, Ask, HeapKey, Moment, PROBES_MAX, SEARCHES_MAX, Step, WINDOW};
 use super::ranks::RankSet;
 use super::report::{Action, Cause, Difference, Group, HeapDifference};
 use super::transport::Gathered;
+use crate::journal::CHECKPOINTS_MAX;
 use std::collections::{BTreeMap, VecDeque};
 
 /// Heaps whose ops are told in full, names included.
@@ -46,7 +46,7 @@ struct Interval {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// That the histories are equal after `low` ops is only hoped for: nobody remembers more.
+    /// That the histories are equal after `low` ops is only hoped for: it is the first moment that everybody remembers.
     Hoped,
     Known,
     /// The journals do not go back far enough.

@@ -2,7 +2,6 @@
 
 use super::Point;
 use super::account::Account;
-use super::journal::{Journal, NAME_BYTES_MAX};
 use super::message::Writer;
 use super::question::{
     Answer, Ask, HEAPS_PER_PAGE, HeapKey, Moment, POLICIES_PER_PAGE, POLICY_BYTES_MAX, Question, Standing, Step,
@@ -11,6 +10,7 @@ use super::question::{
 use crate::allocator::Allocator;
 use crate::backend::Backend;
 use crate::digest::{Digest, folded_multiply};
+use crate::journal::{Journal, NAME_BYTES_MAX};
 use crate::lock::Lock;
 use std::fmt;
 
