@@ -615,3 +615,14 @@ fn a_recorded_job_that_restarts_in_its_middle_comes_to_the_same_digest() {
         }
     }
 }
+
+#[test]
+fn a_name_that_no_line_can_hold_is_cut_between_characters() {
+    let device = SimBackend::builder().build();
+    let allocator = rank(&device, &PoolConfig::default(), None);
+    allocator.allocate_named(POOL, S0, 1, &"\u{1f600}x".repeat(1000)).expect("fits");
+    let layout = allocator.save_layout(POOL).expect("nothing is retired");
+    let name = layout.heaps()[0].segments[0].allocations[0].name.clone().expect("it is named");
+    assert_eq!((name.len(), &name[4090..]), (4095, "\u{1f600}x"));
+    assert_eq!(layout.to_text().parse::<Layout>().expect("a layout"), layout);
+}

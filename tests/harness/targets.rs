@@ -73,6 +73,16 @@ pub fn trace_reader(bytes: &[u8]) {
 /// # Panics
 /// When the reader panics, reading back differs, or what was restored is not sound.
 pub fn layout_reader(bytes: &[u8]) {
+    restore(bytes);
+    // With the right number of lines at its end, for what was cut or doubled to come further than that.
+    let text = String::from_utf8_lossy(bytes);
+    let lines: Vec<&str> = text.lines().filter(|line| !line.starts_with("end")).collect();
+    let said = lines.iter().filter(|line| !line.trim_ascii_start().is_empty() && !line.starts_with('#')).count();
+    restore(format!("{}\nend {}\n", lines.join("\n"), said.saturating_sub(1)).as_bytes());
+}
+
+/// Restores what can be read into a fresh allocator, uses it, and goes back.
+fn restore(bytes: &[u8]) {
     let Ok(layout) = Layout::read(bytes) else { return };
     assert_eq!(layout.to_text().parse::<Layout>().expect("what was written can be read"), layout);
     let device = SimBackend::builder().granularity_bytes(layout.granularity_bytes()).memory_bytes(1 << 50).build();
