@@ -95,8 +95,11 @@ pub(crate) struct Heap {
     pub(crate) hole_count: usize,
     /// Address ranges without memory that the driver did not take back.
     pub(crate) stray_ranges: Vec<Range>,
-    /// The pool was destroyed: nothing is obtained any more.
-    pub(crate) is_closed: bool,
+    /// Number of ops after which the pool was destroyed: nothing is obtained any more.
+    pub(crate) closed_after_ops: Option<u64>,
+    /// All ranks agreed on the whole history up to the destruction: it is compared no more. A rank that restarts later
+    /// has no such heap.
+    pub(crate) is_settled: bool,
     pub(crate) usage: HeapUsage,
     pub(crate) digest: Digest,
     pub(crate) tags: Tags,
@@ -147,7 +150,8 @@ impl Heap {
             mapped: 0,
             hole_count: 0,
             stray_ranges: Vec::new(),
-            is_closed: false,
+            closed_after_ops: None,
+            is_settled: false,
             usage: HeapUsage::default(),
             digest,
             tags: Tags::new(owner),
@@ -172,6 +176,16 @@ impl Heap {
     /// The digest before the first op.
     pub(crate) fn first_digest(&self) -> Digest {
         first_digest(&self.config, bytes(self.rules.granule), self.stream)
+    }
+
+    /// The pool is destroyed: that is the last op of the heap's history that ranks compare.
+    pub(crate) fn close(&mut self) {
+        self.fold(op_word(Mark::Destroy, StreamId(0), 0), 0);
+        self.closed_after_ops = Some(self.digest.ops);
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        self.closed_after_ops.is_some()
     }
 
     /// Whether nothing ever happened here.

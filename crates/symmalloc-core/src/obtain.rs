@@ -29,7 +29,7 @@ impl Heap {
         stream: StreamId,
         size: Units,
     ) -> Result<Slot, Box<Shortage>> {
-        if self.is_closed {
+        if self.is_closed() {
             return Err(Box::new(Shortage::Closed));
         }
         match self.config.segments().clone() {
