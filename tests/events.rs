@@ -2,6 +2,8 @@
 
 use std::fmt::{Debug, Write};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use symmalloc_core::agreement::{Point, ThreadTransport, Transport, agree};
 use symmalloc_core::config::PoolConfig;
 use symmalloc_core::sim::SimBackend;
 use symmalloc_core::units::MIB;
@@ -87,4 +89,32 @@ fn what_is_rare_is_told_with_stable_names_and_fields_and_a_cache_hit_is_silent()
             "heap.trim pool=0 stream=0 released_bytes=2097152 mapped_bytes=0",
         ]
     );
+}
+
+#[test]
+fn ranks_that_diverge_are_told_on_every_rank() {
+    let heard = std::thread::scope(|scope| {
+        let ranks = ThreadTransport::group(2, Duration::from_secs(60)).into_iter().map(|transport| {
+            scope.spawn(move || {
+                let listener = Listener::default();
+                let _guard = tracing::subscriber::set_default(listener.clone());
+                let pool = PoolConfig::builder().symmetric(true).build().expect("valid");
+                let config = Config::builder().default_pool(pool).build().expect("valid");
+                let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).expect("a device");
+                let stream = allocator.register_stream().expect("the first");
+                let size_bytes = 2 * MIB + u64::from(transport.rank());
+                allocator.allocate(PoolId::DEFAULT, stream, size_bytes).expect("fits");
+                agree(&allocator, &transport, Point::Sync).expect_err("they differ");
+                listener.heard().pop().expect("the last event")
+            })
+        });
+        ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().expect("no panic")).collect::<Vec<_>>()
+    });
+    for (rank, line) in heard.iter().enumerate() {
+        let expected = format!(
+            "ranks.diverged rank={rank} ranks=2 rounds=4 difference=\"history\" pool=0 stream=0 op=0 \
+             cause=\"other_request\" report=the 2 ranks differ in symmetric pool 0, stream 0, at op 0\n"
+        );
+        assert!(line.starts_with(&expected), "{line}");
+    }
 }

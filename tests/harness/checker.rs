@@ -167,6 +167,15 @@ impl<'a> DeviceWork<'a> {
         }
     }
 
+    /// An allocation is live again after a restore, and its stream uses it at once.
+    ///
+    /// # Panics
+    /// At a race: the restore did not order the memory's earlier users before this one.
+    pub fn adopt(&mut self, id: AllocationId, stream: StreamId, allocation: Allocation) {
+        self.use_all(stream, &allocation);
+        self.live.insert(id, (allocation, vec![stream]));
+    }
+
     fn use_all(&self, stream: StreamId, allocation: &Allocation) {
         let used = self.device.submit(stream, allocation.address, allocation.size_bytes);
         used.unwrap_or_else(|race| panic!("a wait is missing at {}: {race}", allocation.placement));

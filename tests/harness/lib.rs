@@ -6,6 +6,8 @@
 //!  checker   runs a Scenario on the allocator and compares every decision, block and invariant with the oracle
 //!  targets   the fuzz targets as functions
 //!  jobs      the recorded jobs
+//!  restart   a rank that goes on in a new process
+//!  mutation  one difference in one rank's program
 //!  conformance   what every backend must do
 //! ```
 
@@ -13,7 +15,9 @@ pub mod checker;
 pub mod conformance;
 pub mod generate;
 pub mod jobs;
+pub mod mutation;
 pub mod oracle;
+pub mod restart;
 pub mod targets;
 
 /// The README's example compiles and runs.

@@ -6,11 +6,12 @@
 use crate::checker::{compare_at, decisions};
 use crate::generate::Scenario;
 use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::layout::Layout;
 use symmalloc_core::lock::{Exclusive, Shared};
 use symmalloc_core::replay::Program;
-use symmalloc_core::sim::Delays;
+use symmalloc_core::sim::{Delays, SimBackend};
 use symmalloc_core::trace::{TraceReader, TraceWriter};
-use symmalloc_core::{Op, Record};
+use symmalloc_core::{Allocator, Op, PoolId, Record};
 use symmalloc_import::{ReadOptions, read_bytes};
 
 /// Takes any bytes, and panics when something is wrong. Returns how many ops it carried out, or read.
@@ -20,10 +21,11 @@ pub type Target = fn(&[u8]) -> u64;
 const LOOK_EVERY: usize = 16;
 
 /// Name and function of every target.
-pub const TARGETS: [(&str, Target); 6] = [
+pub const TARGETS: [(&str, Target); 7] = [
     ("ops_vs_oracle", ops_vs_oracle),
     ("two_ranks", two_ranks),
     ("trace_reader", trace_reader),
+    ("layout_reader", layout_reader),
     ("config_text", config_text),
     ("snapshot_reader", snapshot_reader),
     ("rmm_reader", rmm_reader),
@@ -73,6 +75,51 @@ pub fn trace_reader(bytes: &[u8]) -> u64 {
     assert_eq!(written(again.config(), &records), text, "writing is canonical");
     Program::new(&records).expect("a consistent trace is a program");
     records.len() as u64
+}
+
+/// Text as a layout. What is read is written in one way only, and can be restored and used.
+///
+/// # Panics
+/// When the reader panics, reading back differs, or what was restored is not sound.
+pub fn layout_reader(bytes: &[u8]) -> u64 {
+    let as_it_is = restore(bytes);
+    // With the right number of lines at its end, for what was cut or doubled to come further than that.
+    let text = String::from_utf8_lossy(bytes);
+    let lines: Vec<&str> = text.lines().filter(|line| !line.starts_with("end")).collect();
+    let said = lines.iter().filter(|line| !line.trim_ascii_start().is_empty() && !line.starts_with('#')).count();
+    as_it_is + restore(format!("{}\nend {}\n", lines.join("\n"), said.saturating_sub(1)).as_bytes())
+}
+
+/// Restores what can be read into a fresh allocator, uses it, and goes back. Returns how many allocations it read.
+fn restore(bytes: &[u8]) -> u64 {
+    let Ok(layout) = Layout::read(bytes) else { return 0 };
+    assert_eq!(layout.to_text().parse::<Layout>().expect("what was written can be read"), layout);
+    let device = SimBackend::builder().granularity_bytes(layout.granularity_bytes()).memory_bytes(1 << 50).build();
+    {
+        let config = Config::builder().default_pool(layout.config().clone()).limit_bytes(layout.total_limit_bytes());
+        let allocator: Allocator<_> = Allocator::new(&device, config.build().expect("valid")).expect("valid");
+        let streams: Vec<_> = (0..4).map(|_| allocator.register_stream().expect("few")).collect();
+        if let Ok(restored) = allocator.restore_layout(PoolId::DEFAULT, &layout) {
+            allocator.check().expect("sound");
+            assert_eq!(allocator.save_layout(PoolId::DEFAULT), Ok(layout.clone()));
+            let freed = restored.allocations().step_by(2);
+            freed.for_each(|live| allocator.free(live.allocation.handle).expect("live"));
+            for (stream, size_bytes) in streams.into_iter().zip([512, 3 << 20, 1 << 20, 40 << 20]) {
+                if let Ok(made) = allocator.allocate(PoolId::DEFAULT, stream, size_bytes) {
+                    allocator.free(made.handle).expect("live");
+                }
+            }
+            let trimmed = bytes.len().is_multiple_of(2).then(|| allocator.trim(None).expect("no faults"));
+            allocator.check().expect("sound");
+            let rewound = allocator.restore_layout(PoolId::DEFAULT, &layout);
+            // A limit or a threshold may have given memory back as well.
+            let may_be_gone = trimmed.is_some() || layout.config() != &PoolConfig::default();
+            assert!(rewound.is_ok() || may_be_gone, "{rewound:?}");
+        }
+        allocator.check().expect("sound");
+    }
+    assert!(device.leaks().is_empty(), "left behind: {}", device.leaks());
+    layout.allocation_count() as u64
 }
 
 fn written(config: Option<&Config>, records: &[Record]) -> Vec<u8> {

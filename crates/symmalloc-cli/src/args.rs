@@ -52,6 +52,30 @@ Examples:
   symmalloc import snapshot.pickle job.trace.zst
   symmalloc import rmm.csv job.trace";
 
+const SIMULATE_EXAMPLES: &str = "\
+Examples:
+  symmalloc simulate --seed 7                           one generated job on 64 ranks, with its plan
+  symmalloc simulate --seeds 1000 --ops 300             a thousand of them
+  symmalloc simulate job.trace.zst --ranks 4096         a recorded job
+  symmalloc simulate simulate-seed-7.trace              a saved failure, as it was
+
+Seeds name everything: the program, what each rank's surroundings are, which driver calls fail. A failure is made as
+small as it gets and saved as a trace with its story on top.
+
+JSON: an array with one object per trace, or for the generated jobs:
+  trace, seed, runs, ranks, seconds     trace is null for generated jobs; ranks are those of all runs
+  ops, private_ops                      carried out, over all ranks; private ones are a rank's own, in pools of its own
+  syncs, checks                         points at which all live ranks are compared; scans of all invariants of a rank
+  failed_calls, ranks_with_failed_calls what drivers refused
+  losses, restarts, left                devices lost; ranks that started again; ranks that left the job
+  caught                                ranks that differed because of what their driver refused, and were caught
+  device_bytes_peak                     the most device memory that one rank held
+  state_bytes_per_rank                  what a rank takes on this machine; null with several runs, or if unknown
+  digest                                16 hex digits over all heaps of the ranks to which nothing happened
+  failure                               null, or {seed, rank, step, op, cause, report, trace, shrunk_ops, shrunk_ranks}
+
+Exit codes: 0 fine, 3 a run failed, 2 bad input.";
+
 /// A deterministic caching device allocator, on recorded GPU jobs. Needs no GPU.
 #[derive(Debug, Parser)]
 #[command(name = "symmalloc", version, after_help = EXIT_CODES)]
@@ -63,6 +87,7 @@ pub(crate) struct Args {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     Replay(ReplayArgs),
+    Simulate(SimulateArgs),
     Diff(DiffArgs),
     Import(ImportArgs),
 }
@@ -100,6 +125,39 @@ pub(crate) struct ReplayArgs {
     /// Write the trace with rank 0's decisions (.zst and .gz compress)
     #[arg(long, value_name = "OUT")]
     pub(crate) record: Option<PathBuf>,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Simulate whole jobs on many adverse ranks: refused memory, lost devices, threads that interleave, restarts
+///
+/// Every rank has addresses, event timing, thread interleaving and faults of its own; the program, drawn from the seed or
+/// taken from a recording, is the same. Ranks to which nothing happens must place alike, others must be caught, and in
+/// the end everything must be given back.
+#[derive(Debug, clap::Args)]
+#[command(after_help = SIMULATE_EXAMPLES)]
+pub(crate) struct SimulateArgs {
+    /// Recordings to simulate, or saved failures [default: generated jobs]
+    #[arg(value_name = "TRACE")]
+    pub(crate) traces: Vec<PathBuf>,
+    /// Ranks of a job
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    pub(crate) ranks: u32,
+    /// Seed of the first run
+    #[arg(long, value_name = "S", default_value_t = 0)]
+    pub(crate) seed: u64,
+    /// Number of runs: seeds S, S + 1, ...
+    #[arg(long, alias = "runs", value_name = "K", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) seeds: u32,
+    /// Ops of a generated program
+    #[arg(long, value_name = "N", default_value_t = 300, value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
+    pub(crate) ops: u32,
+    /// Folder for the traces of failures
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    pub(crate) out: PathBuf,
+    #[command(flatten)]
+    pub(crate) reading: ReadingArgs,
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,

@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use symmalloc_core::replay::ReplayError;
 use symmalloc_core::trace::{TraceError, TraceWriteError};
 use symmalloc_import::{ImportError, ImportErrorKind, SnapshotError};
+use symmalloc_simulate::story::StoryError;
 use thiserror::Error;
 
 /// Why a command could not be carried out.
@@ -25,6 +26,8 @@ pub(crate) enum CliError {
     Create { path: PathBuf, source: io::Error },
     #[error("{}: cannot be written", path.display())]
     Write { path: PathBuf, source: TraceWriteError },
+    #[error("{}: what it says about a simulated job makes no sense", path.display())]
+    Story { path: PathBuf, source: StoryError },
     #[error("the result cannot be written to stdout")]
     Print(#[source] io::Error),
 }
@@ -41,6 +44,9 @@ impl Diagnostic for CliError {
             CliError::RecordOfSeveral { .. } => "replay the traces one by one",
             CliError::Create { .. } | CliError::Write { .. } => {
                 "choose a path in a folder that exists and that you may write to, on a disk with room"
+            }
+            CliError::Story { .. } => {
+                "repair the lines that begin with `#!`, or leave them out: the rest is a plain trace"
             }
             CliError::Print(_) => "send it elsewhere, or make room",
         };

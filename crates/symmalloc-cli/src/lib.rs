@@ -4,6 +4,7 @@
 //! ```text
 //!             ┌─ replay ─► job ──► ranks ──► sequence   our allocator          ─┐
 //! args ───────┤                          └─► address    address_order (model)  ─┴─► screen, or JSON
+//!             ├─ simulate ► whole jobs on adverse ranks (symmalloc-simulate)
 //!             ├─ diff ───► comparison of two recordings
 //!             └─ import ─► a trace
 //! ```
@@ -25,6 +26,7 @@ mod output;
 mod progress;
 mod quantity;
 mod replay;
+mod simulate;
 pub mod timing;
 
 use args::{Args, Command};
@@ -61,6 +63,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     };
     let done = match args.command {
         Command::Replay(args) => replay::replay(&args),
+        Command::Simulate(args) => simulate::simulate(&args),
         Command::Diff(args) => diff::run(&args),
         Command::Import(args) => import::import(&args),
     };

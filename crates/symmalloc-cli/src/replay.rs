@@ -113,8 +113,8 @@ fn comparison(path: &Path, job: &Job, args: &ReplayArgs) -> Result<Vec<Outcome>,
 
 fn run(path: &Path, job: &Job, options: &Options) -> Result<Outcome, CliError> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let progress = Progress::new(&name, options.ranks.get().into());
-    job.replay(options, &|| progress.rank_done()).map_err(|source| failed(path, source))
+    let progress = Progress::new(&name, options.ranks.get().into(), "ranks");
+    job.replay(options, &|| progress.step()).map_err(|source| failed(path, source))
 }
 
 fn failed(path: &Path, source: crate::job::JobError) -> CliError {

@@ -26,6 +26,7 @@ use crate::fence::StreamClocks;
 use crate::handle::{Allocation, Handle};
 use crate::heap::{Heap, Surroundings};
 use crate::ids::{Placement, PoolId, StreamId};
+use crate::journal::ProgramOrder;
 use crate::lock::{Exclusive, Lock, LockCell, Shared};
 use crate::observers::Observers;
 use crate::out_of_memory::{FailureCallback, Request};
@@ -78,6 +79,8 @@ pub struct Allocator<B: Backend, L: Lock = Exclusive> {
     /// observers, and none is made in a destroyed pool. Taken before `open_scopes`, and both before any heap.
     pub(crate) observers: L::Cell<Observers>,
     pub(crate) failure_callback: L::Cell<Option<FailureCallback<B, L>>>,
+    /// Numbers the ops of symmetric pools, for agreement. In no digest.
+    pub(crate) program_order: Arc<ProgramOrder>,
 }
 
 /// An [`Allocator`] that many threads drive. Put it into an `Arc`.
@@ -122,6 +125,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             open_scopes: L::Cell::new(0),
             observers: L::Cell::new(Observers::default()),
             failure_callback: L::Cell::new(None),
+            program_order: Arc::new(ProgramOrder::new(L::IS_EXCLUSIVE)),
             config,
         })
     }
@@ -377,7 +381,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     #[cold]
     fn allocate_nothing(&self, heap: &L::Cell<Heap>, stream: StreamId) -> Allocation {
         let mut heap = heap.lock();
-        heap.digest.fold(op_word(Mark::AllocateNothing, stream, 0), 0);
+        heap.fold(op_word(Mark::AllocateNothing, stream, 0), 0);
         Allocation {
             handle: Handle { heap: heap.id, slot: NO_SLOT, tag: heap.tags.next() },
             address: crate::backend::DeviceAddress(0),
@@ -409,14 +413,14 @@ impl<B: Backend, L: Lock> Drop for Allocator<B, L> {
 }
 
 /// The slot in handles of allocations of zero bytes.
-const NO_SLOT: u32 = u32::MAX;
+pub(crate) const NO_SLOT: u32 = u32::MAX;
 
 #[cold]
 fn free_nothing(heap: &mut Heap, handle: Handle) -> Result<(), HandleError> {
     if !heap.tags.gave(handle.tag) {
         return Err(HandleError::Foreign { handle });
     }
-    heap.digest.fold(op_word(Mark::FreeNothing, StreamId(0), 0), 0);
+    heap.fold(op_word(Mark::FreeNothing, StreamId(0), 0), 0);
     Ok(())
 }
 

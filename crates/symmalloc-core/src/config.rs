@@ -305,6 +305,7 @@ pub struct Config {
     pub(crate) limit_bytes: Option<u64>,
     pub(crate) retries_max: u32,
     pub(crate) pointer_lookup: PointerLookup,
+    pub(crate) history_ops: u32,
 }
 
 /// Whether allocations can be found by device pointer, and what that costs.
@@ -327,6 +328,7 @@ impl Default for Config {
             limit_bytes: None,
             retries_max: 3,
             pointer_lookup: PointerLookup::Off,
+            history_ops: 4096,
         }
     }
 }
@@ -360,6 +362,12 @@ impl Config {
     /// Whether allocations can be found by device pointer.
     pub fn pointer_lookup(&self) -> PointerLookup {
         self.pointer_lookup
+    }
+
+    /// How many ops each heap of a symmetric pool remembers, for [agreement](crate::agreement) to name the first that
+    /// differs.
+    pub fn history_ops(&self) -> u32 {
+        self.history_ops
     }
 }
 
@@ -395,12 +403,20 @@ impl ConfigBuilder {
         self
     }
 
+    /// How many ops each heap of a symmetric pool remembers: 32 bytes each, and up to 112 more where the allocation has
+    /// a name. 0: none. Decides no placement.
+    pub fn history_ops(mut self, history_ops: u32) -> Self {
+        self.config.history_ops = history_ops;
+        self
+    }
+
     /// Checks the values.
     ///
     /// # Errors
     /// When a value is out of its range, with the key, the value and the range.
     pub fn build(self) -> Result<Config, ConfigError> {
         in_range("retries_max", self.config.retries_max.into(), 0, 1000)?;
+        in_range("history_ops", self.config.history_ops.into(), 0, 1 << 24)?;
         Ok(self.config)
     }
 }

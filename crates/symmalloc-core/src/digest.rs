@@ -7,7 +7,7 @@
 //! "Exactly when" is up to a collision: two different histories agree with a probability of about 2^-64. A digest is no
 //! defence against a rank that lies.
 
-use crate::ids::Placement;
+use crate::ids::{Placement, SegmentId, StreamId};
 use crate::units::UNIT_BYTES;
 use std::fmt;
 
@@ -27,7 +27,7 @@ impl fmt::Display for Digest {
 }
 
 /// What an op was, in a digest.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Mark {
     Allocate = 1,
@@ -42,6 +42,26 @@ pub(crate) enum Mark {
     RefusedByLimit,
     RefusedByDriver,
     RefusedBySegment,
+    Destroy,
+}
+
+impl Mark {
+    /// Every mark, in the order of its number.
+    const ALL: [Mark; 13] = [
+        Mark::Allocate,
+        Mark::AllocateNothing,
+        Mark::Free,
+        Mark::FreeNothing,
+        Mark::RecordUse,
+        Mark::Reserve,
+        Mark::Trim,
+        Mark::Shrink,
+        Mark::Death,
+        Mark::RefusedByLimit,
+        Mark::RefusedByDriver,
+        Mark::RefusedBySegment,
+        Mark::Destroy,
+    ];
 }
 
 // Arbitrary constants with about half of their bits set: digits of pi, as in Blowfish.
@@ -49,7 +69,7 @@ const SEED: u64 = 0x243f_6a88_85a3_08d3;
 const DECISION_KEY: u64 = 0xa409_3822_299f_31d1;
 
 #[inline]
-fn folded_multiply(one: u64, other: u64) -> u64 {
+pub(crate) fn folded_multiply(one: u64, other: u64) -> u64 {
     let product = u128::from(one) * u128::from(other);
     (product as u64) ^ ((product >> 64) as u64)
 }
@@ -77,9 +97,15 @@ impl Digest {
 
 /// An op as one word: the mark, a stream and an amount of bytes below 2^42.
 #[inline]
-pub(crate) fn op_word(mark: Mark, stream: crate::ids::StreamId, amount_bytes: u64) -> u64 {
+pub(crate) fn op_word(mark: Mark, stream: StreamId, amount_bytes: u64) -> u64 {
     debug_assert!(amount_bytes < 1 << 42);
     ((mark as u64) << 58) | (u64::from(stream.0) << 42) | amount_bytes
+}
+
+/// What [`op_word`] made the word from; `None` for a word that it does not make.
+pub(crate) fn unpack_op(word: u64) -> Option<(Mark, StreamId, u64)> {
+    let mark = *Mark::ALL.get(((word >> 58) as usize).checked_sub(1)?)?;
+    Some((mark, StreamId((word >> 42) as u16), word & ((1 << 42) - 1)))
 }
 
 /// A decision as one word.
@@ -88,10 +114,14 @@ pub(crate) fn placement_word(placement: Placement) -> u64 {
     (u64::from(placement.segment.0) << 32) | (placement.offset_bytes / UNIT_BYTES)
 }
 
+/// What [`placement_word`] made the word from.
+pub(crate) fn unpack_placement(word: u64) -> Placement {
+    Placement { segment: SegmentId((word >> 32) as u32), offset_bytes: (word & u64::from(u32::MAX)) * UNIT_BYTES }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ids::StreamId;
     use std::collections::BTreeSet;
 
     #[test]
@@ -118,9 +148,21 @@ mod tests {
     }
 
     #[test]
+    fn words_can_be_read_back() {
+        for (number, mark) in Mark::ALL.into_iter().enumerate() {
+            assert_eq!(mark as usize, number + 1);
+            assert_eq!(unpack_op(op_word(mark, StreamId(7), 99)), Some((mark, StreamId(7), 99)));
+        }
+        assert_eq!((unpack_op(0), unpack_op(u64::MAX)), (None, None));
+        let placement = Placement { segment: SegmentId(3), offset_bytes: 5 << 20 };
+        assert_eq!(unpack_placement(placement_word(placement)), placement);
+    }
+
+    #[test]
     fn marks_streams_and_amounts_do_not_overlap() {
         let most = op_word(Mark::RefusedBySegment, StreamId(u16::MAX), (1 << 42) - 1);
         assert_eq!(most >> 58, Mark::RefusedBySegment as u64);
         assert_eq!((most >> 42) & 0xffff, 0xffff);
+        assert_eq!(unpack_op(most), Some((Mark::RefusedBySegment, StreamId(u16::MAX), (1 << 42) - 1)));
     }
 }

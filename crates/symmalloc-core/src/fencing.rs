@@ -45,7 +45,10 @@ impl Heap {
             block.fences = self.fences.add(block.fences, Fence { stream, tick: 0, event: None });
         }
         let placement = self.placement(handle.slot);
-        self.digest.fold(op_word(Mark::RecordUse, stream, 0), placement_word(placement));
+        self.fold(op_word(Mark::RecordUse, stream, 0), placement_word(placement));
+        if let (Some(name), Some(journal)) = (self.names.find(handle.slot), &mut self.journal) {
+            journal.name_newest(name);
+        }
         Ok(())
     }
 

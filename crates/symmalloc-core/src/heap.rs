@@ -29,6 +29,7 @@ use crate::fence::{Fence, FenceSetId, FenceTable, StreamClocks, Tick};
 use crate::free_index::FreeIndex;
 use crate::handle::{Allocation, Handle, Tags};
 use crate::ids::{HeapId, Placement, PoolId, SegmentId, StreamId};
+use crate::journal::{Journal, ProgramOrder};
 use crate::lock::{Lock, LockCell};
 use crate::names::Names;
 use crate::pointer_index::{PointerIndex, SegmentDirectory};
@@ -101,8 +102,10 @@ pub(crate) struct Heap {
     pub(crate) tags: Tags,
     pub(crate) names: Names,
     pub(crate) pointers: PointerIndex,
-    /// No free of the heap has anything to note elsewhere: its streams do not share, pointers are not looked up, and
-    /// nothing is released at a threshold.
+    /// What agreement looks back on; heaps of symmetric pools have one.
+    pub(crate) journal: Option<Box<Journal>>,
+    /// No op of the heap has anything to note elsewhere: its streams do not share, pointers are not looked up, nothing is
+    /// released at a threshold, and no journal is kept.
     keeps_no_books: bool,
 }
 
@@ -128,9 +131,7 @@ impl Heap {
         let rules = SizeRules::new(&config, granularity_bytes);
         let keeps_no_books =
             stream.is_some() && lookup == PointerLookup::Off && config.release_threshold_bytes().is_none();
-        // Whatever decisions depend on besides ops is in the digest from the start: other configurations never agree.
-        let mut digest = Digest::new(config.digest());
-        digest.fold(granularity_bytes, stream.map_or(u64::MAX, |stream| stream.0.into()));
+        let digest = first_digest(&config, granularity_bytes, stream);
         Heap {
             id,
             pool,
@@ -149,11 +150,53 @@ impl Heap {
             stray_ranges: Vec::new(),
             is_closed: false,
             usage: HeapUsage::default(),
-            digest: Digest { ops: 0, ..digest },
+            digest,
             tags: Tags::new(owner),
             names: Names::default(),
             pointers: PointerIndex::new(lookup),
+            journal: None,
             keeps_no_books,
+        }
+    }
+
+    /// Takes up a history that a digest stands for, in place of the heap's own: the ops so far are not of this heap any
+    /// more. Whatever remembers single ops must forget them here.
+    pub(crate) fn begin_history(&mut self, digest: Digest) {
+        self.digest = digest;
+        if let Some(journal) = &mut self.journal {
+            journal.begin(digest);
+        }
+    }
+
+    /// The digest before the first op.
+    pub(crate) fn first_digest(&self) -> Digest {
+        first_digest(&self.config, bytes(self.rules.granule), self.stream)
+    }
+
+    /// Whether nothing ever happened here.
+    pub(crate) fn is_fresh(&self) -> bool {
+        self.digest.ops == 0 && self.next_segment == SegmentId(0)
+    }
+
+    /// From now on the heap remembers its last ops, for agreement to look back on.
+    pub(crate) fn keep_journal(&mut self, history_ops: u32, order: Arc<ProgramOrder>) {
+        self.journal = Some(Box::new(Journal::new(history_ops, self.digest, order)));
+        self.keeps_no_books = false;
+    }
+
+    /// Folds an op and the decision about it into the digest, and notes them in the journal.
+    #[inline(always)]
+    pub(crate) fn fold(&mut self, op: u64, decision: u64) {
+        self.digest.fold(op, decision);
+        if !self.keeps_no_books {
+            self.note(op, decision);
+        }
+    }
+
+    #[inline(never)]
+    fn note(&mut self, op: u64, decision: u64) {
+        if let Some(journal) = &mut self.journal {
+            journal.note(op, decision, self.digest);
         }
     }
 
@@ -237,11 +280,15 @@ impl Heap {
             }
             (free, whole)
         };
-        if !self.pointers.is_off() {
-            self.pointers.insert(address, slot);
-        }
         self.usage.allocate(SizeRules::class_of(size), bytes(size), requested);
-        self.digest.fold(op_word(Mark::Allocate, stream, requested), placement_word(placement));
+        let (op, decision) = (op_word(Mark::Allocate, stream, requested), placement_word(placement));
+        self.digest.fold(op, decision);
+        if !self.keeps_no_books {
+            self.note(op, decision);
+            if !self.pointers.is_off() {
+                self.pointers.insert(address, slot);
+            }
+        }
         Some(Allocation { handle: Handle { heap: self.id, slot, tag }, address, placement, size_bytes: bytes(size) })
     }
 
@@ -269,10 +316,12 @@ impl Heap {
         if !self.pointers.is_off() {
             self.pointers.remove(self.address(slot));
         }
-        if !self.names.is_empty() {
-            self.names.remove(slot);
+        let name = self.names.take(slot);
+        let freed = self.give_back(slot, stream, requested, since);
+        if let (Some(name), Some(journal)) = (name, &mut self.journal) {
+            journal.name_newest(&name);
         }
-        Ok(self.give_back(slot, stream, requested, since))
+        Ok(freed)
     }
 
     /// Makes an allocated block free again.
@@ -283,7 +332,7 @@ impl Heap {
         let size = block.size;
         block.state = BlockState::Free { stream, since };
         self.usage.free(SizeRules::class_of(size), bytes(size), requested);
-        self.digest.fold(op_word(Mark::Free, stream, 0), placement_word(placement));
+        self.fold(op_word(Mark::Free, stream, 0), placement_word(placement));
         self.put_back(slot);
         Freed { allocated_bytes: bytes(size), requested_bytes: requested }
     }
@@ -332,6 +381,10 @@ impl Heap {
 
     /// Gives a live allocation a name.
     pub(crate) fn set_name(&mut self, slot: Slot, name: &str) {
+        let placed = placement_word(self.placement(slot));
+        if let Some(journal) = &mut self.journal {
+            journal.name_allocation(placed, name);
+        }
         self.names.insert(slot, name);
     }
 
@@ -367,6 +420,13 @@ impl Heap {
     pub(crate) fn largest_free_bytes(&self) -> u64 {
         self.free.iter().filter_map(|index| index.largest(self.table.blocks())).max().map_or(0, bytes)
     }
+}
+
+/// Whatever decisions depend on besides ops is in the digest from the start: other configurations never agree.
+fn first_digest(config: &PoolConfig, granularity_bytes: u64, stream: Option<StreamId>) -> Digest {
+    let mut digest = Digest::new(config.digest());
+    digest.fold(granularity_bytes, stream.map_or(u64::MAX, |stream| stream.0.into()));
+    Digest { ops: 0, ..digest }
 }
 
 /// The free block that rule D2 gives to a request.

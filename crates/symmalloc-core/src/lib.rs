@@ -51,7 +51,7 @@
 //! The rules D1 to D8 that the documentation names stand in `docs/determinism.md`. In short: a decision depends on the
 //! configuration and the ops of its heap (D1); free blocks are ordered by (size, sequence, offset) within the stream (D2);
 //! uses by other streams are waited for on the device and never polled (D3); limits are configured bytes (D4); memory goes
-//! back only when told to, in order (D5); the allocator calls no collective (D6); ranks compare digests (D7); heaps are
+//! back only when told to, in order (D5); the allocator calls no collective (D6); ranks compare digests (D7, see [`agreement`]); heaps are
 //! independent (D8).
 //!
 //! # Limits
@@ -63,9 +63,10 @@
 //! block table, which says what lies where; the free index, a bitmap over size bins whose short lists run through the
 //! blocks themselves; fences; the backend trait; then the heap, which composes them (`heap.rs` is the file to read first;
 //! `obtain.rs`, `trim.rs` and `fencing.rs` are its other parts), and the allocator, which finds the heap and walks the
-//! out-of-memory path. Everything else stands beside: ops, traces, replay, statistics, reports, invariants, the simulator.
+//! out-of-memory path. Everything else stands beside: ops, traces, replay, layouts, statistics, reports, invariants, the simulator.
 #![forbid(unsafe_code)]
 
+pub mod agreement;
 pub mod allocator;
 pub mod backend;
 mod block_table;
@@ -84,6 +85,8 @@ pub mod ids;
 #[cfg(all(symmalloc_loom, test))]
 mod interleavings;
 mod invariants;
+mod journal;
+pub mod layout;
 pub mod lock;
 mod lookup;
 mod names;
@@ -98,6 +101,7 @@ mod pool;
 mod registry;
 pub mod replay;
 pub mod report;
+pub mod restore;
 mod routes;
 pub mod segment_log;
 pub mod sim;
@@ -105,6 +109,7 @@ mod size_rules;
 mod sorted_run;
 pub mod stats;
 mod sync;
+mod text;
 pub mod trace;
 mod trim;
 pub mod units;
@@ -117,6 +122,7 @@ pub use digest::Digest;
 pub use handle::{Allocation, Handle};
 pub use ids::{AllocationId, Placement, PoolId, SegmentId, StreamId};
 pub use invariants::Violation;
+pub use layout::Layout;
 pub use lookup::SegmentPosition;
 pub use observe::Unread;
 pub use observers::ObserverId;

@@ -39,9 +39,9 @@ impl Names {
         self.by_slot.is_empty()
     }
 
-    #[inline(never)]
-    pub(crate) fn remove(&mut self, slot: Slot) {
-        self.by_slot.remove(&slot);
+    #[inline]
+    pub(crate) fn take(&mut self, slot: Slot) -> Option<Box<str>> {
+        if self.is_empty() { None } else { self.by_slot.remove(&slot) }
     }
 
     pub(crate) fn find(&self, slot: Slot) -> Option<&str> {

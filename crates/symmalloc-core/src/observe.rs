@@ -101,7 +101,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
 /// What an observer that was there from the start would know of a live segment: a birth with the memory at its start,
 /// and growths for what lies behind holes.
-fn events_of_live_segment(heap: &Heap, segment: u32) -> Vec<SegmentEvent> {
+pub(crate) fn events_of_live_segment(heap: &Heap, segment: u32) -> Vec<SegmentEvent> {
     let mut runs: Vec<(Units, Units)> = vec![(0, 0)];
     for block in heap.table.blocks_of(segment).map(|slot| heap.table.block(slot)).filter(|block| !block.is_hole()) {
         match runs.last_mut() {

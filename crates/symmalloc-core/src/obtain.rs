@@ -81,7 +81,7 @@ impl Heap {
                 }
             }
         }
-        self.digest.fold(op_word(Mark::Reserve, stream, target_bytes), self.mapped - before);
+        self.fold(op_word(Mark::Reserve, stream, target_bytes), self.mapped - before);
         Ok(())
     }
 
@@ -302,7 +302,7 @@ struct Missing {
 }
 
 /// Memory that nobody has used yet: nothing to wait for.
-fn fresh(stream: StreamId) -> BlockState {
+pub(crate) fn fresh(stream: StreamId) -> BlockState {
     BlockState::Free { stream, since: 0 }
 }
 

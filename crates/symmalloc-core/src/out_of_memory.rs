@@ -135,7 +135,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             OutOfMemoryCause::SegmentFull { .. } => Mark::RefusedBySegment,
             OutOfMemoryCause::Driver(_) => Mark::RefusedByDriver,
         };
-        heap.lock().digest.fold(op_word(mark, request.stream, request.size_bytes), 0);
+        heap.lock().fold(op_word(mark, request.stream, request.size_bytes), 0);
         tracing::warn!(
             name: "memory.refused",
             target: "symmalloc",

@@ -4,6 +4,7 @@ use crate::allocator::Allocator;
 use crate::backend::Backend;
 use crate::budget::Budget;
 use crate::config::{PoolConfig, StreamPolicy};
+use crate::digest::{Mark, op_word};
 use crate::errors::{PoolError, UnknownError};
 use crate::heap::Heap;
 use crate::ids::{PoolId, StreamId};
@@ -17,6 +18,8 @@ use std::sync::atomic::Ordering;
 #[derive(Debug)]
 pub(crate) struct Pool<L: Lock> {
     pub(crate) config: PoolConfig,
+    /// Of the configuration: ranks compare it at every agreement.
+    pub(crate) config_digest: u64,
     pub(crate) budget: Arc<Budget>,
     /// The heap of each stream, by stream; of all streams, at index 0, when they share.
     pub(crate) routes: Registry<Arc<L::Cell<Heap>>>,
@@ -27,6 +30,7 @@ impl<L: Lock> Pool<L> {
     pub(crate) fn new(config: PoolConfig) -> Self {
         Pool {
             budget: Arc::new(Budget::new(config.limit_bytes())),
+            config_digest: config.digest(),
             config,
             routes: Registry::new(),
             is_destroyed: AtomicBool::new(false),
@@ -90,6 +94,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut first_error = None;
         for heap in &mut heaps {
             heap.is_closed = true;
+            heap.fold(op_word(Mark::Destroy, StreamId(0), 0), 0);
             heap.retire_all(&self.around);
             first_error = first_error.or(heap.release_retired(&self.around).1);
         }

@@ -192,6 +192,20 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         Ok(())
     }
 
+    /// Takes an allocation over that the program made before this run, on a rank that was restored. Ops that made streams and
+    /// pools before are to be carried out again; what they make is there to be restored into.
+    ///
+    /// # Panics
+    /// When the program makes no such allocation.
+    pub fn adopt(&mut self, id: AllocationId, handle: Handle) {
+        self.live[id.0 as usize] = Some(handle);
+    }
+
+    /// The live allocation that the program calls by this id.
+    pub fn handle(&self, id: AllocationId) -> Option<Handle> {
+        self.live.get(id.0 as usize).copied().flatten()
+    }
+
     /// Frees what the program left allocated, in the order in which it was made.
     ///
     /// # Errors
@@ -208,7 +222,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
 
     #[inline]
     fn live(&self, id: AllocationId) -> Result<Handle, StepError> {
-        self.live.get(id.0 as usize).copied().flatten().ok_or(StepError::NotLive { id })
+        self.handle(id).ok_or(StepError::NotLive { id })
     }
 
     #[inline]

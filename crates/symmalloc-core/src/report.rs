@@ -165,7 +165,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// When the pool is unknown.
     pub fn digest(&self, pool: PoolId) -> Result<Digest, UnknownError> {
         let entry = self.pool(pool)?;
-        let mut digest = Digest::new(entry.config.digest());
+        let mut digest = Digest::new(entry.config_digest);
         for heap in entry.heaps() {
             let heap = heap.lock();
             if heap.digest.ops > 0 {

@@ -71,6 +71,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 let budget = Arc::clone(&entry.budget);
                 let lookup = self.config().pointer_lookup();
                 let mut heap = Heap::new(identity, entry.config.clone(), budget, self.granularity_bytes, lookup);
+                if entry.config.symmetric() && self.config().history_ops() > 0 {
+                    heap.keep_journal(self.config().history_ops(), Arc::clone(&self.program_order));
+                }
                 (0..*open_scopes).for_each(|_| heap.usage.open_scope());
                 observers.of_pool(pool).for_each(|observer| heap.log.observe(observer));
                 Arc::new(L::Cell::new(heap))

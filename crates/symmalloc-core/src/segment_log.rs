@@ -63,8 +63,8 @@ pub struct SegmentEvent {
 /// A dead segment whose memory is not back on the device yet.
 #[derive(Debug)]
 pub(crate) struct Retired {
-    /// Index of the death in the log: free to go when all cursors have passed it.
-    death: u64,
+    /// Length of the log after the death: free to go when all cursors have come so far.
+    held_until: u64,
     pub(crate) range: Range,
     /// What is still backed by memory: (offset, size) in bytes.
     pub(crate) mapped: SmallVec<[(u64, u64); 1]>,
@@ -105,8 +105,13 @@ impl SegmentLog {
         mapped: SmallVec<[(u64, u64); 1]>,
         streams: SmallVec<[StreamId; 2]>,
     ) {
-        self.retired.push_back(Retired { death: self.next(), range, mapped, streams });
+        self.retired.push_back(Retired { held_until: self.next() + 1, range, mapped, streams });
         self.append(event);
+    }
+
+    /// Keeps a range that never became a segment, and that the driver did not take back: no observer knows of it.
+    pub(crate) fn keep_stray(&mut self, range: Range, mapped: SmallVec<[(u64, u64); 1]>) {
+        self.retired.push_front(Retired { held_until: 0, range, mapped, streams: SmallVec::new() });
     }
 
     /// A new observer starts at the end; what lives already it is told separately.
@@ -141,7 +146,7 @@ impl SegmentLog {
     /// The oldest dead segment that every observer has let go.
     pub(crate) fn first_released(&mut self) -> Option<&mut Retired> {
         let base = self.base;
-        self.retired.front_mut().filter(|retired| retired.death < base)
+        self.retired.front_mut().filter(|retired| retired.held_until <= base)
     }
 
     /// The memory of [`first_released`](Self::first_released) is back on the device.

@@ -73,13 +73,13 @@ impl Heap {
                 let shrunk = self.shrink(around, segment);
                 shrunk_bytes += before - self.mapped;
                 if let Err(error) = shrunk {
-                    self.digest.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
+                    self.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
                     failure = Some(error);
                     break;
                 }
             }
         }
-        self.digest.fold(op_word(Mark::Trim, StreamId(0), 0), mapped_before - self.mapped);
+        self.fold(op_word(Mark::Trim, StreamId(0), 0), mapped_before - self.mapped);
         self.recycle_spent(around);
         let (retired_bytes, release_failure) = self.release_retired(around);
         let released_bytes = shrunk_bytes + retired_bytes;
@@ -132,7 +132,7 @@ impl Heap {
     }
 
     /// A segment without live allocations dies: its blocks go, and its memory follows when every observer has let go.
-    fn retire<B, L: Lock>(&mut self, around: &Surroundings<B, L>, segment: u32) {
+    pub(crate) fn retire<B, L: Lock>(&mut self, around: &Surroundings<B, L>, segment: u32) {
         let mut mapped: SmallVec<[(u64, u64); 1]> = SmallVec::new();
         let mut streams: SmallVec<[StreamId; 2]> = SmallVec::new();
         for slot in self.table.blocks_of(segment).collect::<Vec<_>>() {
@@ -158,7 +158,7 @@ impl Heap {
         let dead = self.table.remove_segment(segment);
         around.directory.lock().remove(dead.range);
         self.mapped -= size_bytes;
-        self.digest.fold(
+        self.fold(
             op_word(Mark::Death, StreamId(0), size_bytes),
             placement_word(Placement { segment: dead.id, offset_bytes: 0 }),
         );
@@ -166,7 +166,7 @@ impl Heap {
     }
 
     /// Streams whose work may still use a free block.
-    fn streams_of(&self, slot: Slot) -> SmallVec<[StreamId; 2]> {
+    pub(crate) fn streams_of(&self, slot: Slot) -> SmallVec<[StreamId; 2]> {
         let block = self.table.block(slot);
         let mut streams: SmallVec<[StreamId; 2]> = self.fences.fences(block.fences).iter().map(|f| f.stream).collect();
         if let BlockState::Free { stream, .. } = block.state {
@@ -228,10 +228,23 @@ impl Heap {
                     synchronized.push(stream);
                 }
             }
-            around.backend.unmap(self.table.segment(segment).range, bytes(from), bytes(to - from))?;
-            self.budgets(around).refund(bytes(to - from));
-            self.cut_hole(slot, from, to);
+            self.give_memory_back(around, slot, from, to)?;
         }
+        Ok(())
+    }
+
+    /// Gives the memory of `from..to`, whole granules of a free block whose users are synchronized, back to the device.
+    pub(crate) fn give_memory_back<B: Backend, L: Lock>(
+        &mut self,
+        around: &Surroundings<B, L>,
+        slot: Slot,
+        from: Units,
+        to: Units,
+    ) -> Result<(), BackendError> {
+        let range = self.table.segment(self.table.block(slot).segment).range;
+        around.backend.unmap(range, bytes(from), bytes(to - from))?;
+        self.budgets(around).refund(bytes(to - from));
+        self.cut_hole(slot, from, to);
         Ok(())
     }
 
@@ -265,7 +278,7 @@ impl Heap {
         self.hole_count += 1;
         self.log_segment(SegmentEventKind::Shrink, segment, from, bytes(to - from));
         let word = placement_word(Placement { segment: self.table.segment(segment).id, offset_bytes: bytes(from) });
-        self.digest.fold(op_word(Mark::Shrink, StreamId(0), bytes(to - from)), word);
+        self.fold(op_word(Mark::Shrink, StreamId(0), bytes(to - from)), word);
         self.join_holes(hole);
     }
 
@@ -296,7 +309,7 @@ impl Heap {
 }
 
 /// Blocks the host until the stream's work so far is done.
-fn synchronize<B: Backend, L: Lock>(around: &Surroundings<B, L>, stream: StreamId) -> Result<(), BackendError> {
+pub(crate) fn synchronize<B: Backend, L: Lock>(around: &Surroundings<B, L>, stream: StreamId) -> Result<(), BackendError> {
     let moment = around.clocks.lock().moment(stream);
     around.backend.synchronize(stream)?;
     around.clocks.lock().synchronized(&moment);

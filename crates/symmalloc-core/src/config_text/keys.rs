@@ -25,6 +25,7 @@ pub(super) enum Key {
     TotalLimit,
     RetriesMax,
     PointerLookup,
+    HistoryOps,
     /// PyTorch's, and without a meaning here.
     Ignored(IgnoredReason),
     /// PyTorch's, and never taken.
@@ -80,7 +81,7 @@ const fn word(words: &'static [&'static str], allowed: &'static str) -> Takes {
 }
 
 /// Keys that this library knows a meaning for.
-static MEANT: [Spelling; 27] = {
+static MEANT: [Spelling; 28] = {
     use Key::*;
     [
         spelling("segments", Segments, word(SEGMENTS, "fixed, expandable or reserved")),
@@ -110,6 +111,7 @@ static MEANT: [Spelling; 27] = {
         spelling("total_limit_bytes", TotalLimit, Takes::Bytes(1)),
         spelling("retries_max", RetriesMax, Takes::Count),
         spelling("pointer_lookup", PointerLookup, word(POINTER_LOOKUP, "off, exact or interior")),
+        spelling("history_ops", HistoryOps, Takes::Count),
     ]
 };
 
@@ -163,6 +165,6 @@ impl Key {
 
     /// Whether the key holds for the whole allocator, so that a pool cannot state it.
     pub(super) fn is_for_the_allocator(self) -> bool {
-        matches!(self, Key::TotalLimit | Key::RetriesMax | Key::PointerLookup)
+        matches!(self, Key::TotalLimit | Key::RetriesMax | Key::PointerLookup | Key::HistoryOps)
     }
 }

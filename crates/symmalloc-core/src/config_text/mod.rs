@@ -75,7 +75,7 @@ impl PoolConfig {
 }
 
 /// 64-bit FNV-1a.
-fn hash_of_text(text: &str) -> u64 {
+pub(crate) fn hash_of_text(text: &str) -> u64 {
     const OFFSET_BASIS: u64 = 0xcbf2_9ce4_8422_2325;
     const PRIME: u64 = 0x0000_0100_0000_01b3;
     text.bytes().fold(OFFSET_BASIS, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(PRIME))
@@ -110,6 +110,9 @@ fn build_config(settings: &mut Settings) -> Result<Config, ConfigTextError> {
     config = config.limit_bytes(settings.number(Key::TotalLimit));
     if let Some(retries) = settings.number(Key::RetriesMax) {
         config = config.retries_max(u32::try_from(retries).unwrap_or(u32::MAX));
+    }
+    if let Some(ops) = settings.number(Key::HistoryOps) {
+        config = config.history_ops(u32::try_from(ops).unwrap_or(u32::MAX));
     }
     if let Some(lookup) = settings.word(Key::PointerLookup) {
         config = config.pointer_lookup([PointerLookup::Off, PointerLookup::Exact, PointerLookup::Interior][lookup]);

@@ -7,7 +7,7 @@ use crate::config::RoundupPower2Divisions;
 use crate::units::MIB;
 
 /// FNV-1a of [`Config::default`]'s canonical text.
-const DEFAULT_DIGEST: u64 = 0xe976_bfc1_68f6_cd52;
+const DEFAULT_DIGEST: u64 = 0xd282_16fe_c351_a7c6;
 
 fn pool(text: &str) -> PoolConfig {
     text.parse().unwrap_or_else(|error| panic!("{text}: {error}"))
@@ -40,7 +40,7 @@ fn the_canonical_text_states_every_value() {
     assert_eq!(
         Config::default().to_string(),
         "segments:expandable,range_mb:524288,growth_mb:2,streams:separate,symmetric:false,reclaim:heap,\
-         retries_max:3,pointer_lookup:off"
+         retries_max:3,pointer_lookup:off,history_ops:4096"
     );
     assert_eq!(
         pool("segments:reserved, segment_bytes:67109376, symmetric:True, release_threshold_mb:0, limit_mb:8")
@@ -63,7 +63,7 @@ fn the_allocators_keys_hold_beside_the_default_pools() {
     assert_eq!(config.default_pool().limit_bytes(), Some(1024 * MIB));
     assert_eq!(config.retries_max(), 0);
     assert_eq!(config.pointer_lookup(), PointerLookup::Interior);
-    for text in ["total_limit_mb:4096", "retries_max:1", "pointer_lookup:off"] {
+    for text in ["total_limit_mb:4096", "retries_max:1", "pointer_lookup:off", "history_ops:0"] {
         assert!(
             matches!(pool_error(text), ConfigTextError::Refused { offset: 0, reason: Refusal::WholeAllocator, .. }),
             "{text}"
@@ -321,11 +321,11 @@ fn any_config() -> impl Strategy<Value = Config> {
             divisions
         }),
     ];
-    let choices = (any::<bool>(), any::<bool>(), 0..3_usize, 0..3_usize, 0..1001_u32);
+    let choices = (any::<bool>(), any::<bool>(), 0..3_usize, 0..3_usize, 0..1001_u32, 0..(1_u32 << 24) + 1);
     let limits =
         prop::array::uniform3(prop::option::of(prop_oneof![any::<u64>(), (0..1_u64 << 20).prop_map(|mb| mb * MIB)]));
     (any_segments(), divisions, choices, limits).prop_map(
-        |(segments, divisions, (shared, symmetric, reclaim, lookup, retries), [limit, threshold, total])| {
+        |(segments, divisions, (shared, symmetric, reclaim, lookup, retries, history), [limit, threshold, total])| {
             let pool = PoolConfig::builder()
                 .segments(segments)
                 .streams(if shared { StreamPolicy::Shared } else { StreamPolicy::Separate })
@@ -340,6 +340,7 @@ fn any_config() -> impl Strategy<Value = Config> {
                 .default_pool(pool)
                 .limit_bytes(total)
                 .retries_max(retries)
+                .history_ops(history)
                 .pointer_lookup([PointerLookup::Off, PointerLookup::Exact, PointerLookup::Interior][lookup])
                 .build()
                 .expect("in range")

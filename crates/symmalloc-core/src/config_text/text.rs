@@ -53,7 +53,7 @@ impl fmt::Display for Config {
             PointerLookup::Exact => POINTER_LOOKUP[1],
             PointerLookup::Interior => POINTER_LOOKUP[2],
         };
-        write!(f, ",retries_max:{},pointer_lookup:{lookup}", self.retries_max())
+        write!(f, ",retries_max:{},pointer_lookup:{lookup},history_ops:{}", self.retries_max(), self.history_ops())
     }
 }
 

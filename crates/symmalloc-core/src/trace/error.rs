@@ -9,6 +9,7 @@ use super::{LINE_BYTES_MAX, NAME_BYTES_MAX, VERSION};
 use crate::config_text::ConfigTextError;
 use crate::ids::{AllocationId, PoolId, StreamId};
 use crate::nearest::DidYouMean;
+use crate::text::LineError;
 
 /// Why a trace, or its next record, could not be read.
 #[derive(Debug, thiserror::Error)]
@@ -143,6 +144,20 @@ pub enum TraceError {
         /// The line.
         line: u64,
     },
+}
+
+impl From<LineError> for TraceError {
+    fn from(error: LineError) -> Self {
+        match error {
+            LineError::Io { line, source } => TraceError::Io { line, source },
+            LineError::InvalidUtf8 { line, column } => TraceError::InvalidUtf8 { line, column },
+            LineError::TooLong { line } => TraceError::LineTooLong { line },
+            LineError::Expected { line, column, expected } => TraceError::Expected { line, column, expected },
+            LineError::NumberTooLarge { line, column, max } => TraceError::NumberTooLarge { line, column, max },
+            LineError::TrailingField { line, column } => TraceError::TrailingField { line, column },
+            LineError::Config { line, column, source } => TraceError::Config { line, column, source },
+        }
+    }
 }
 
 /// A record that contradicts the records before it.

@@ -44,6 +44,7 @@ use std::str::FromStr;
 
 use crate::config::Config;
 use crate::op::Record;
+use crate::text;
 
 /// The first word of every trace.
 pub const MAGIC: &str = "symmalloc-trace";
@@ -52,10 +53,10 @@ pub const MAGIC: &str = "symmalloc-trace";
 pub const VERSION: u64 = 1;
 
 /// The longest line, in bytes, its line break included. No record needs more.
-pub const LINE_BYTES_MAX: usize = 64 << 10;
+pub const LINE_BYTES_MAX: usize = text::LINE_BYTES_MAX;
 
 /// The longest name of an allocation, in bytes of UTF-8. Escaped it takes at most six times as many.
-pub const NAME_BYTES_MAX: usize = 4 << 10;
+pub const NAME_BYTES_MAX: usize = text::NAME_BYTES_MAX;
 
 /// A whole trace in memory: a configuration and records that are consistent with each other.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -5,14 +5,15 @@
 //!                                  └── input ends here: torn, all whole records were yielded
 //! ```
 
-use std::io::{BufRead, Read};
+use std::io::BufRead;
 use std::iter::FusedIterator;
 
 use super::ledger::Ledger;
 use super::line::{self, Statement};
-use super::{LINE_BYTES_MAX, MAGIC, TraceError, VERSION};
+use super::{MAGIC, TraceError, VERSION};
 use crate::config::Config;
 use crate::op::Record;
+use crate::text::{Ending, FirstLine, Lines};
 
 /// Reads a trace: an iterator over its records, each checked by itself and against those before it.
 ///
@@ -29,28 +30,14 @@ use crate::op::Record;
 /// ```
 #[derive(Debug)]
 pub struct TraceReader<R> {
-    reader: R,
+    lines: Lines<R>,
     config: Option<Config>,
     ledger: Ledger,
-    /// The line in `buffer`, counted from 1.
-    line: u64,
-    buffer: Vec<u8>,
     /// A line that `new` read and did not use.
-    pending: Option<Line>,
+    pending: Option<Ending>,
     records: u64,
     /// Nothing is to be read any more.
     done: bool,
-}
-
-/// How the line in the buffer ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Line {
-    /// With a line break.
-    Whole,
-    /// With the input: its end may be missing.
-    Cut,
-    /// There is no line: the input ended before it.
-    Missing,
 }
 
 impl<R: BufRead> TraceReader<R> {
@@ -60,11 +47,9 @@ impl<R: BufRead> TraceReader<R> {
     /// When the input is no trace, one of an unknown version, or its configuration is not valid.
     pub fn new(reader: R) -> Result<Self, TraceError> {
         let mut trace = TraceReader {
-            reader,
+            lines: Lines::new(reader),
             config: None,
             ledger: Ledger::default(),
-            line: 0,
-            buffer: Vec::new(),
             pending: None,
             records: 0,
             done: false,
@@ -86,41 +71,29 @@ impl<R: BufRead> TraceReader<R> {
 
     /// The line of the record that was yielded last, counted from 1.
     pub fn line(&self) -> u64 {
-        self.line
+        self.lines.number()
     }
 
     fn read_version(&mut self) -> Result<(), TraceError> {
-        let ending = match self.read_line() {
-            // A file of another kind, such as a compressed one, may well have no line breaks.
-            Err(TraceError::LineTooLong { .. }) => return Err(TraceError::NotATrace),
-            ending => ending?,
-        };
-        let text = std::str::from_utf8(without_break(&self.buffer)).map_err(|_| TraceError::NotATrace)?;
-        let version = text.strip_prefix(MAGIC).and_then(|rest| rest.strip_prefix(' ')).ok_or(TraceError::NotATrace)?;
-        let version = version.trim_ascii_end();
-        if ending != Line::Whole {
-            return Err(self.torn());
-        }
-        if version.is_empty() || !version.bytes().all(|byte| byte.is_ascii_digit()) {
-            return Err(TraceError::NotATrace);
-        }
-        match version.parse().unwrap_or(u64::MAX) {
-            VERSION => Ok(()),
-            found => Err(TraceError::UnsupportedVersion { found }),
+        match self.lines.read_first(MAGIC)? {
+            FirstLine::Version(VERSION) => Ok(()),
+            FirstLine::Version(found) => Err(TraceError::UnsupportedVersion { found }),
+            FirstLine::Foreign => Err(TraceError::NotATrace),
+            FirstLine::Torn => Err(self.torn()),
         }
     }
 
     fn read_config(&mut self) -> Result<(), TraceError> {
         loop {
-            let ending = self.read_line()?;
-            if ending == Line::Whole {
+            let ending = self.lines.read()?;
+            if ending == Ending::Whole {
                 // Not parsed further: an error in a record is the iterator's to tell.
-                let text = without_break(&self.buffer).trim_ascii_start();
+                let text = self.lines.bytes().trim_ascii_start();
                 if text.is_empty() || text[0] == b'#' {
                     continue;
                 }
                 if text.starts_with(b"config")
-                    && let Statement::Config(config) = line::parse(self.line, self.text()?)?
+                    && let Statement::Config(config) = line::parse(self.line(), self.lines.text()?)?
                 {
                     self.config = Some(config);
                     return Ok(());
@@ -136,20 +109,20 @@ impl<R: BufRead> TraceReader<R> {
         loop {
             let ending = match self.pending.take() {
                 Some(ending) => ending,
-                None => self.read_line()?,
+                None => self.lines.read()?,
             };
-            if ending != Line::Whole {
+            if ending != Ending::Whole {
                 return self.read_last(ending);
             }
-            match line::parse(self.line, self.text()?)? {
+            match line::parse(self.line(), self.lines.text()?)? {
                 Statement::Nothing => {}
                 Statement::Record(record) => {
-                    let line = self.line;
+                    let line = self.line();
                     self.ledger.admit(&record).map_err(|source| TraceError::Inconsistent { line, source })?;
                     self.records += 1;
                     return Ok(Some(record));
                 }
-                Statement::Config(_) => return Err(TraceError::MisplacedConfig { line: self.line }),
+                Statement::Config(_) => return Err(TraceError::MisplacedConfig { line: self.line() }),
                 Statement::End { records } => {
                     self.check_count(records)?;
                     self.read_nothing_more()?;
@@ -161,10 +134,10 @@ impl<R: BufRead> TraceReader<R> {
 
     /// The input ended in this line or before it. The line may lack its end (`end 1` of `end 12`), so it counts only when
     /// it is an `end` with the right number.
-    fn read_last(&self, ending: Line) -> Result<Option<Record>, TraceError> {
+    fn read_last(&self, ending: Ending) -> Result<Option<Record>, TraceError> {
         let statement = match ending {
-            Line::Cut => self.text().and_then(|text| line::parse(self.line, text)),
-            Line::Whole | Line::Missing => Ok(Statement::Nothing),
+            Ending::Cut => self.lines.text().map_err(TraceError::from).and_then(|text| line::parse(self.line(), text)),
+            Ending::Whole | Ending::Missing => Ok(Statement::Nothing),
         };
         match statement {
             Ok(Statement::End { records }) if records == self.records => Ok(None),
@@ -176,50 +149,23 @@ impl<R: BufRead> TraceReader<R> {
         if stated == self.records {
             Ok(())
         } else {
-            Err(TraceError::WrongCount { line: self.line, stated, records: self.records })
+            Err(TraceError::WrongCount { line: self.line(), stated, records: self.records })
         }
     }
 
     fn read_nothing_more(&mut self) -> Result<(), TraceError> {
-        while self.read_line()? != Line::Missing {
-            match self.text().and_then(|text| line::parse(self.line, text)) {
+        while self.lines.read()? != Ending::Missing {
+            match self.lines.text().map_err(TraceError::from).and_then(|text| line::parse(self.line(), text)) {
                 Ok(Statement::Nothing) => {}
-                _ => return Err(TraceError::AfterEnd { line: self.line }),
+                _ => return Err(TraceError::AfterEnd { line: self.line() }),
             }
         }
         Ok(())
     }
 
     fn torn(&self) -> TraceError {
-        TraceError::Torn { records: self.records, line: self.line }
+        TraceError::Torn { records: self.records, line: self.line() }
     }
-
-    /// Reads the next line into the buffer.
-    fn read_line(&mut self) -> Result<Line, TraceError> {
-        self.buffer.clear();
-        self.line += 1;
-        let line = self.line;
-        let mut bounded = self.reader.by_ref().take(LINE_BYTES_MAX as u64 + 1);
-        bounded.read_until(b'\n', &mut self.buffer).map_err(|source| TraceError::Io { line, source })?;
-        match self.buffer.last() {
-            None => Ok(Line::Missing),
-            Some(b'\n') => Ok(Line::Whole),
-            Some(_) if self.buffer.len() > LINE_BYTES_MAX => Err(TraceError::LineTooLong { line }),
-            Some(_) => Ok(Line::Cut),
-        }
-    }
-
-    /// The line in the buffer, without its line break.
-    fn text(&self) -> Result<&str, TraceError> {
-        std::str::from_utf8(without_break(&self.buffer))
-            .map_err(|error| TraceError::InvalidUtf8 { line: self.line, column: error.valid_up_to() + 1 })
-    }
-}
-
-/// The line without `\n` or `\r\n`.
-fn without_break(line: &[u8]) -> &[u8] {
-    let line = line.strip_suffix(b"\n").unwrap_or(line);
-    line.strip_suffix(b"\r").unwrap_or(line)
 }
 
 impl<R: BufRead> Iterator for TraceReader<R> {

@@ -11,6 +11,7 @@ use super::{MAGIC, TraceWriteError, VERSION};
 use crate::config::Config;
 use crate::ids::PoolId;
 use crate::op::{Op, Record};
+use crate::text::write_name;
 
 /// Writes a trace, checking each record as a reader would.
 ///
@@ -104,20 +105,4 @@ pub(super) fn write_record(line: &mut impl fmt::Write, record: &Record) -> fmt::
 /// The pool, unless it is the default pool, which is implied.
 fn write_pool(line: &mut impl fmt::Write, pool: PoolId) -> fmt::Result {
     if pool == PoolId::DEFAULT { Ok(()) } else { write!(line, " {pool}") }
-}
-
-fn write_name(line: &mut impl fmt::Write, name: &str) -> fmt::Result {
-    line.write_str(" \"")?;
-    for character in name.chars() {
-        match character {
-            '"' => line.write_str("\\\"")?,
-            '\\' => line.write_str("\\\\")?,
-            '\n' => line.write_str("\\n")?,
-            '\r' => line.write_str("\\r")?,
-            '\t' => line.write_str("\\t")?,
-            _ if character.is_control() => write!(line, "\\u{{{:x}}}", u32::from(character))?,
-            _ => line.write_char(character)?,
-        }
-    }
-    line.write_char('"')
 }

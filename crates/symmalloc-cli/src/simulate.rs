@@ -1,0 +1,242 @@
+//! `symmalloc simulate`: whole jobs on many adverse ranks; a failure is shrunk and saved as a trace.
+
+mod json;
+mod resident;
+mod screen;
+
+use crate::Verdict;
+use crate::args::SimulateArgs;
+use crate::error::CliError;
+use crate::output::{self, Palette};
+use crate::progress::Progress;
+use std::fs;
+use std::io::Read;
+use std::num::{NonZeroU32, NonZeroUsize};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+use symmalloc_core::trace::MAGIC;
+use symmalloc_import::{ReadOptions, Recording, read_path};
+use symmalloc_simulate::shrink::{Shrunk, shrink};
+use symmalloc_simulate::{Failure, Outcome, Plan, Size, simulate as run_plan, story};
+
+/// Steps times ranks that shrinking a failure may cost, about: some minutes.
+const SHRINK_STEPS: usize = 400_000_000;
+/// Runs that shrinking may take.
+const SHRINK_RUNS_MAX: usize = 3000;
+/// Larger files are recordings, and not what was written about a failure.
+const STORY_BYTES_MAX: u64 = 64 << 20;
+
+/// Where the programs of the runs come from.
+enum Source {
+    /// From their seeds.
+    Generated,
+    /// From a recording.
+    Recorded { path: PathBuf, recording: Box<Recording> },
+    /// From what was written about a failure.
+    Story { path: PathBuf, plan: Box<Plan> },
+}
+
+/// What became of the runs of one source.
+struct Finding<'a> {
+    source: &'a Source,
+    args: &'a SimulateArgs,
+    runs: u64,
+    outcome: Outcome,
+    elapsed: Duration,
+    /// What a rank takes on this machine, in bytes; `None` where it cannot be told.
+    state_bytes_per_rank: Option<u64>,
+    failure: Option<Told>,
+}
+
+/// A failure, and where its story was saved.
+struct Told {
+    shrunk: Shrunk,
+    /// Before it was shrunk.
+    first: Failure,
+    story: PathBuf,
+}
+
+/// Simulates; the verdict is `Differ` if any run failed.
+pub(crate) fn simulate(args: &SimulateArgs) -> Result<Verdict, CliError> {
+    let mut findings = Vec::new();
+    let mut verdict = Verdict::Agree;
+    let sources = sources(args)?;
+    // A panic is a finding, told like others: with the seed and the op.
+    let hook = std::panic::take_hook();
+    std::panic::set_hook(Box::new(|_| ()));
+    for source in &sources {
+        let found = find_out(source, args);
+        if found.is_err() {
+            drop(std::panic::take_hook());
+        }
+        let finding = found?;
+        if finding.failure.is_some() {
+            verdict = Verdict::Differ;
+        }
+        if args.json {
+            findings.push(json::Object::new(&finding));
+        } else {
+            output::print(&screen::render(&finding, Palette::of_stdout()))?;
+        }
+    }
+    std::panic::set_hook(hook);
+    if args.json {
+        output::print(&json::text(&findings))?;
+    }
+    Ok(verdict)
+}
+
+fn sources(args: &SimulateArgs) -> Result<Vec<Source>, CliError> {
+    if args.traces.is_empty() {
+        return Ok(vec![Source::Generated]);
+    }
+    args.traces.iter().map(|path| source(path, args)).collect()
+}
+
+fn source(path: &Path, args: &SimulateArgs) -> Result<Source, CliError> {
+    let path = path.to_path_buf();
+    if let Some(text) = story_text(&path)
+        && let Some(plan) = story::read(&text).map_err(|source| CliError::Story { path: path.clone(), source })?
+    {
+        return Ok(Source::Story { path, plan: Box::new(plan) });
+    }
+    let recording = Box::new(read_path(&path, &ReadOptions::from(&args.reading))?);
+    Ok(Source::Recorded { path, recording })
+}
+
+/// The text of a file that may be a story. What cannot be read is left to the reader of recordings, which says why.
+fn story_text(path: &Path) -> Option<String> {
+    let file = fs::File::open(path).ok()?;
+    let mut bytes = Vec::new();
+    file.take(STORY_BYTES_MAX + 1).read_to_end(&mut bytes).ok()?;
+    let is_trace = bytes.starts_with(MAGIC.as_bytes()) && bytes.len() as u64 <= STORY_BYTES_MAX;
+    is_trace.then(|| String::from_utf8(bytes).ok()).flatten()
+}
+
+impl Source {
+    /// The plan of a run.
+    fn plan(&self, args: &SimulateArgs, seed: u64) -> Plan {
+        match self {
+            Source::Generated => Plan::from_seed(seed, &Size { ranks: ranks(args), ops: args.ops as usize }),
+            Source::Recorded { recording, .. } => Plan::of_recording(recording, seed, ranks(args)),
+            Source::Story { plan, .. } => (**plan).clone(),
+        }
+    }
+
+    /// A story is one run, whatever was asked for.
+    fn runs(&self, args: &SimulateArgs) -> u64 {
+        if matches!(self, Source::Story { .. }) { 1 } else { args.seeds.into() }
+    }
+
+    fn path(&self) -> Option<&Path> {
+        match self {
+            Source::Generated => None,
+            Source::Recorded { path, .. } | Source::Story { path, .. } => Some(path),
+        }
+    }
+
+    fn name(&self) -> String {
+        let name = self.path().map(|path| path.file_name().unwrap_or_default().to_string_lossy().into_owned());
+        name.unwrap_or_else(|| "generated jobs".to_owned())
+    }
+}
+
+/// The arguments are checked to be at least one where they are parsed.
+fn ranks(args: &SimulateArgs) -> NonZeroU32 {
+    NonZeroU32::new(args.ranks).unwrap_or(NonZeroU32::MIN)
+}
+
+fn find_out<'a>(source: &'a Source, args: &'a SimulateArgs) -> Result<Finding<'a>, CliError> {
+    let start = Instant::now();
+    let runs = source.runs(args);
+    let resident_before = resident::bytes();
+    let (outcome, failed, resident_peak) = if runs == 1 { one(source, args) } else { many(source, args, runs) };
+    let elapsed = start.elapsed();
+    let ranks = outcome.ranks.max(1);
+    let state_bytes_per_rank =
+        resident_before.zip(resident_peak).map(|(before, peak)| peak.saturating_sub(before) / ranks);
+    let failure = failed.map(|(plan, failure)| tell(source, args, plan, failure)).transpose()?;
+    Ok(Finding { source, args, runs, outcome, elapsed, state_bytes_per_rank, failure })
+}
+
+type Ran = (Outcome, Option<(Plan, Failure)>, Option<u64>);
+
+/// One run, its ranks on all cores.
+fn one(source: &Source, args: &SimulateArgs) -> Ran {
+    let plan = source.plan(args, args.seed);
+    let progress = Progress::new(&source.name(), 0, "steps");
+    let mut resident_peak = None;
+    let ran = run_plan(&plan, cores(), &mut |at| {
+        progress.set(at.steps as u64, at.steps_total as u64);
+        resident_peak = resident_peak.max(resident::bytes());
+    });
+    match ran {
+        Ok(outcome) => (outcome, None, resident_peak),
+        Err(failure) => (Outcome::default(), Some((plan, failure)), None),
+    }
+}
+
+/// Many runs, each on a core of its own. The failure is that of the least seed.
+fn many(source: &Source, args: &SimulateArgs, runs: u64) -> Ran {
+    let progress = Progress::new(&source.name(), runs, "runs");
+    let (next, first_failed) = (AtomicU64::new(0), AtomicU64::new(u64::MAX));
+    let work = || {
+        let mut ran = Vec::new();
+        loop {
+            let run = next.fetch_add(1, Ordering::Relaxed);
+            // Runs of lesser seeds than that of a failure are still carried out: the least one is told.
+            if run >= runs.min(first_failed.load(Ordering::Relaxed)) {
+                return ran;
+            }
+            let plan = source.plan(args, args.seed.wrapping_add(run));
+            let result = run_plan(&plan, NonZeroUsize::MIN, &mut |_| ());
+            if result.is_err() {
+                first_failed.fetch_min(run, Ordering::Relaxed);
+            }
+            progress.step();
+            ran.push((run, result.map_err(|failure| (plan, failure))));
+        }
+    };
+    let mut ran: Vec<_> = thread::scope(|scope| {
+        let workers: Vec<_> = (0..cores().get()).map(|_| scope.spawn(work)).collect();
+        workers.into_iter().flat_map(|worker| worker.join().expect("a run catches its panics")).collect()
+    });
+    ran.sort_by_key(|(run, _)| *run);
+    let mut outcome = Outcome::default();
+    for (_, result) in ran {
+        match result {
+            Ok(one) => outcome += one,
+            Err(failed) => return (outcome, Some(failed), None),
+        }
+    }
+    (outcome, None, None)
+}
+
+fn cores() -> NonZeroUsize {
+    thread::available_parallelism().unwrap_or(NonZeroUsize::MIN)
+}
+
+/// Shrinks a failure and saves its story.
+fn tell(source: &Source, args: &SimulateArgs, plan: Plan, first: Failure) -> Result<Told, CliError> {
+    let seed = plan.seed();
+    let (ops, ranks) = (plan.steps().len(), plan.ranks().len());
+    let runs_max = (SHRINK_STEPS / (ops * ranks).max(1)).clamp(50, SHRINK_RUNS_MAX);
+    let shrunk = shrink(plan, first.clone(), runs_max);
+    let story = args.out.join(format!("simulate-seed-{seed}.trace"));
+    let found = match source {
+        Source::Generated => format!("--seed {seed} --ranks {ranks} --ops {}", args.ops),
+        _ => format!("{} --seed {seed} --ranks {ranks}", source.name()),
+    };
+    let comment = format!(
+        "Found by `symmalloc simulate {found}` (version {}).\nShrunk from {ops} ops on {ranks} ranks. `symmalloc simulate` runs this file again.",
+        env!("CARGO_PKG_VERSION")
+    );
+    let text = story::write(&shrunk.plan, &shrunk.failure, &comment)
+        .map_err(|source| CliError::Write { path: story.clone(), source })?;
+    fs::create_dir_all(&args.out)
+        .and_then(|()| fs::write(&story, text))
+        .map_err(|source| CliError::Create { path: story.clone(), source })?;
+    Ok(Told { shrunk, first, story })
+}

@@ -1,0 +1,72 @@
+//! What `simulate` shows to people: the plan of a single run, what happened to ranks, and what came of it.
+
+use super::{Finding, Source, Told};
+use crate::output::Palette;
+use crate::quantity::{count, counted, memory};
+use comfy_table::{CellAlignment, Table, presets};
+use std::fmt::Write;
+
+pub(super) fn render(finding: &Finding<'_>, palette: Palette) -> String {
+    let Finding { source, args, runs, outcome, .. } = finding;
+    let mut out = String::new();
+    let title = source.path().map_or_else(|| "generated jobs".to_owned(), |path| path.display().to_string());
+    let seeds = match (source, runs) {
+        (Source::Story { .. }, _) => "as it says".to_owned(),
+        (_, 1) => format!("seed {}", args.seed),
+        _ => format!("seeds {} to {}", args.seed, args.seed.wrapping_add(runs - 1)),
+    };
+    let _ = writeln!(out, "{}  {}", palette.title(&title), palette.aside(&seeds));
+    if *runs == 1 && matches!(source, Source::Generated) {
+        let _ = writeln!(out, "{}", source.plan(args, args.seed).to_string().trim_end());
+    }
+    out.push('\n');
+    if let Some(told) = &finding.failure {
+        failure(&mut out, told, palette);
+        return out;
+    }
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING);
+    if !palette.is_colourful() {
+        table.force_no_tty();
+    }
+    let faults = &outcome.faults;
+    let refused = format!("{} on {}", counted(faults.failed_calls, "call"), counted(faults.ranks, "rank"));
+    let mut rows = vec![
+        ("runs", count(*runs)),
+        ("ranks", count(outcome.ranks)),
+        ("ops carried out", count(outcome.ops)),
+        ("  for themselves", count(outcome.private_ops)),
+        ("syncs", count(outcome.syncs)),
+        ("scans of invariants", count(outcome.checks)),
+        ("failed driver calls", refused),
+        ("  ranks caught", count(outcome.caught)),
+        ("  devices lost", count(faults.losses)),
+        ("ranks restarted", count(outcome.restarts)),
+        ("ranks that left", count(outcome.left)),
+        ("device memory, peak", memory(outcome.device_bytes_peak)),
+    ];
+    if let Some(bytes) = finding.state_bytes_per_rank {
+        rows.push(("state per rank", memory(bytes)));
+    }
+    rows.push(("time", format!("{:.1} s", finding.elapsed.as_secs_f64())));
+    for (name, value) in rows {
+        table.add_row([name.to_owned(), value]);
+    }
+    for (index, column) in table.column_iter_mut().enumerate() {
+        let alignment = if index == 0 { CellAlignment::Left } else { CellAlignment::Right };
+        column.set_padding((0, 2)).set_cell_alignment(alignment);
+    }
+    let _ = writeln!(out, "{}\n", table.trim_fmt());
+    let verdict = palette.good("Every rank to which nothing happened placed alike; every other one was caught.");
+    let _ = writeln!(out, "{verdict}\nEverything was freed and given back, on all ranks.");
+    out
+}
+
+fn failure(out: &mut String, told: &Told, palette: Palette) {
+    let Told { shrunk, first, story } = told;
+    let _ = writeln!(out, "{}", palette.bad("FAILED"));
+    let _ = writeln!(out, "{first}\n");
+    let (ops, ranks) = (shrunk.plan.steps().len(), shrunk.plan.ranks().len());
+    let _ = writeln!(out, "Shrunk to {} on {}: {}", counted(ops, "op"), counted(ranks, "rank"), shrunk.failure);
+    let _ = writeln!(out, "Saved as {}; run it again with `symmalloc simulate {0}`.", story.display());
+}

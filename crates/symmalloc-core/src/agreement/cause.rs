@@ -1,0 +1,161 @@
+//! Guessing why ranks differ, from the ops around the first difference.
+//!
+//! Two histories that went apart look alike again a little later, shifted or not. Which alignment makes the longest stretch
+//! equal tells what happened:
+//!
+//! ```text
+//!   a: x y z w     a: x y z w     a: x y z w
+//!   b: q y z w     b:   y z w     b: y x z w
+//!   another        only a did x   another order
+//!   request
+//! ```
+
+use super::question::{Answer, Step, WINDOW};
+use super::report::Cause;
+use super::search::{Answered, Found};
+use crate::digest::{Mark, unpack_op};
+use crate::ids::StreamId;
+
+/// The likely cause of a difference, given all that were found.
+pub(crate) fn cause(found: &Found, all: &[Found]) -> Cause {
+    // The largest group is taken to be right, the first of equally large ones.
+    let Some(most) = found.answers.iter().rev().max_by_key(|answered| answered.ranks.len()) else {
+        return Cause::Unknown;
+    };
+    let others = found.answers.iter().filter(|other| other.ranks != most.ranks);
+    let cause = others.map(|other| between(most, other)).next().unwrap_or(Cause::OlderThanHistory);
+    let is_movable = matches!(cause, Cause::OpOnSomeRanks | Cause::OtherRequest | Cause::OtherOrder);
+    if is_movable && all.iter().any(|other| is_other_stream(found, other)) { Cause::OtherStream } else { cause }
+}
+
+/// The same request went to one heap here and to another there, at the same moment of the program.
+fn is_other_stream(one: &Found, other: &Found) -> bool {
+    let requests = |found: &Found| {
+        let firsts = found.answers.iter().filter_map(|answered| unpack_op(answered.window.first()?.op));
+        let requests =
+            firsts.filter(|(mark, _, _)| matches!(mark, Mark::Allocate | Mark::AllocateNothing | Mark::Reserve));
+        requests.map(|(mark, _, amount_bytes)| (mark, amount_bytes)).collect::<Vec<_>>()
+    };
+    one.heap != other.heap
+        && one.heap.pool == other.heap.pool
+        && one.order.is_some()
+        && one.order == other.order
+        && requests(one).iter().any(|request| requests(other).contains(request))
+}
+
+/// Why two ranks differ.
+fn between(one: &Answered, other: &Answered) -> Cause {
+    match (one.answer, other.answer) {
+        (Answer::Forgotten { .. }, _) | (_, Answer::Forgotten { .. }) => Cause::OlderThanHistory,
+        (Answer::Op { op, decision, .. }, Answer::Op { op: other_op, decision: other_decision, .. }) => {
+            if op == other_op && Step::new(op, decision) == Step::new(other_op, other_decision) {
+                Cause::OtherDecision
+            } else if is_refusal_of_the_same(op, other_op) {
+                Cause::RefusedMemory
+            } else {
+                between_windows(&one.window, &other.window)
+            }
+        }
+        (Answer::Op { op, .. }, _) => only_one_did(op, one.window.len()),
+        (_, Answer::Op { op, .. }) => only_one_did(op, other.window.len()),
+        (Answer::Ended, Answer::Ended) => Cause::Unknown,
+    }
+}
+
+/// The other's history ends here, this one goes on with `window` ops or more.
+fn only_one_did(op: u64, window: usize) -> Cause {
+    if window == 1 { missing(op) } else { Cause::OpOnSomeRanks }
+}
+
+/// Only some ranks did this op.
+fn missing(op: u64) -> Cause {
+    match unpack_op(op) {
+        Some((Mark::Free | Mark::FreeNothing, _, _)) => Cause::MissingFree,
+        Some((Mark::RecordUse, _, _)) => Cause::MissingRecordUse,
+        _ => Cause::OpOnSomeRanks,
+    }
+}
+
+/// What aligns two stretches best.
+fn between_windows(window: &[Step], other_window: &[Step]) -> Cause {
+    let (Some(first), Some(other_first)) = (window.first(), other_window.first()) else {
+        let first = window.first().or(other_window.first());
+        return first.map_or(Cause::OpOnSomeRanks, |first| missing(first.op));
+    };
+    if window == other_window {
+        // What differs is no request: memory that was given back.
+        return Cause::OpOnSomeRanks;
+    }
+    let (rest, other_rest) = (&window[1..], &other_window[1..]);
+    let is_same_kind = first.op >> 58 == other_first.op >> 58;
+    // In the order of preference where several alignments are equally good.
+    let candidates = [
+        (alike(rest, other_rest) + usize::from(is_same_kind), other_request(first.op, other_first.op)),
+        (alike(rest, other_window), missing(first.op)),
+        (alike(window, other_rest), missing(other_first.op)),
+        (moved(window, other_window).max(moved(other_window, window)), Cause::OtherOrder),
+    ];
+    let best = candidates.iter().map(|(likeness, _)| *likeness).max().unwrap_or(0);
+    let found = candidates.into_iter().find(|(likeness, _)| *likeness == best);
+    found.map_or(Cause::Unknown, |(_, cause)| cause)
+}
+
+/// One of them was refused what the other got, or the driver stepped in.
+fn is_refusal_of_the_same(op: u64, other: u64) -> bool {
+    let (Some((mark, stream, amount)), Some((other_mark, other_stream, other_amount))) =
+        (unpack_op(op), unpack_op(other))
+    else {
+        return false;
+    };
+    let is_by_driver = |mark| mark == Mark::RefusedByDriver;
+    let is_refused = |mark| matches!(mark, Mark::RefusedByDriver | Mark::RefusedByLimit | Mark::RefusedBySegment);
+    let is_same = (stream, amount) == (other_stream, other_amount);
+    is_by_driver(mark) != is_by_driver(other_mark) || is_same && (is_refused(mark) || is_refused(other_mark))
+}
+
+/// Whether the ranks asked for the same, as far as can be seen, and only the outcome differs: memory that a limit refused to
+/// some, or that was given back before. Of two differences at the same moment such a one is the consequence.
+pub(crate) fn is_outcome_only(found: &Found) -> bool {
+    let ops = found.answers.iter().filter_map(|answered| match answered.answer {
+        Answer::Op { op, .. } => unpack_op(op),
+        _ => None,
+    });
+    let ops: Vec<(Mark, StreamId, u64)> = ops.collect();
+    let is_given_back = |mark: &Mark| matches!(mark, Mark::Trim | Mark::Shrink | Mark::Death);
+    let is_any = |is: &dyn Fn(&Mark) -> bool| ops.iter().any(|(mark, _, _)| is(mark));
+    let is_request_equal = ops.iter().all(|(_, stream, amount)| (*stream, *amount) == (ops[0].1, ops[0].2));
+    !is_any(&|mark| *mark == Mark::RefusedByDriver)
+        && (is_any(&is_given_back) || is_request_equal && is_any(&|mark| matches!(mark, Mark::RefusedByLimit)))
+}
+
+/// One asked for something else: the same of another stream, or another amount, or another thing.
+fn other_request(op: u64, other: u64) -> Cause {
+    match (unpack_op(op), unpack_op(other)) {
+        (Some((mark, stream, amount)), Some((other_mark, other_stream, other_amount)))
+            if (mark, amount) == (other_mark, other_amount) && stream != other_stream && mark != Mark::Free =>
+        {
+            Cause::OtherStream
+        }
+        _ => Cause::OtherRequest,
+    }
+}
+
+/// How long two stretches are alike: 2 for a step that is the same, 1 for one that may be the same with an allocation that
+/// lies elsewhere by now, and 3 when they end together.
+fn alike(one: &[Step], other: &[Step]) -> usize {
+    let pairs = || one.iter().zip(other);
+    let same = pairs().take_while(|(one, other)| one.op == other.op).count();
+    let likeness: usize = pairs().take(same).map(|(one, other)| 1 + usize::from(one == other)).sum();
+    let ends_together = same == one.len() && same == other.len() && same + 1 < WINDOW;
+    likeness + if ends_together { 3 } else { 0 }
+}
+
+/// How long the stretches are alike when the first op of `late` is one that `early` did later.
+fn moved(early: &[Step], late: &[Step]) -> usize {
+    let Some(at) = late.first().and_then(|first| early.iter().position(|step| step == first)) else { return 0 };
+    let mut without = early.to_vec();
+    without.remove(at);
+    // The stretch must reach beyond the place that the op was moved from.
+    let same = without.iter().zip(&late[1..]).take_while(|(one, other)| one.op == other.op).count();
+    if same >= at { 2 + alike(&without, &late[1..]) } else { 0 }
+}

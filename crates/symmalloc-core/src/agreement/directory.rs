@@ -1,0 +1,104 @@
+//! Which heaps there are, and which of them differ: a merge of all ranks' lists, a page of each at a time.
+//!
+//! Every rank sends its next heaps in order. The lists are complete up to the least key at which a full page ends; what
+//! lies beyond is asked for again.
+
+use super::inquiry::{ProtocolError, readers};
+use super::question::{Ask, HEAPS_PER_PAGE, HeapKey, Standing};
+use super::transport::Gathered;
+use crate::digest::Digest;
+use std::collections::BTreeMap;
+
+#[derive(Debug, Default)]
+pub(crate) struct Directory {
+    /// Those that differ, so far.
+    differing: Vec<Differing>,
+    /// The heap up to which all lists were merged.
+    after: Option<HeapKey>,
+}
+
+/// One heap over all ranks.
+#[derive(Clone, Copy, Debug)]
+struct Tally {
+    ranks: u32,
+    digest: Digest,
+    differs: bool,
+    ops_min: u64,
+    ops_max: u64,
+    oldest_max: u64,
+}
+
+/// A heap whose history is not the same everywhere.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Differing {
+    pub(crate) key: HeapKey,
+    /// After so many ops the histories are known to differ: their digests do, or one has ended.
+    pub(crate) differs_after: u64,
+    /// The least number of ops whose digest every journal has.
+    pub(crate) oldest: u64,
+}
+
+impl Tally {
+    fn new(standing: &Standing) -> Self {
+        let ops = standing.digest.ops;
+        Tally {
+            ranks: 0,
+            digest: standing.digest,
+            differs: false,
+            ops_min: ops,
+            ops_max: ops,
+            oldest_max: standing.oldest,
+        }
+    }
+
+    fn add(&mut self, standing: &Standing) {
+        let ops = standing.digest.ops;
+        self.ranks += 1;
+        self.differs |= self.digest != standing.digest;
+        (self.ops_min, self.ops_max) = (self.ops_min.min(ops), self.ops_max.max(ops));
+        self.oldest_max = self.oldest_max.max(standing.oldest);
+    }
+
+    fn differing(&self, key: HeapKey, ranks: u32) -> Option<Differing> {
+        let is_everywhere = self.ranks == ranks;
+        if is_everywhere && !self.differs {
+            return None;
+        }
+        let ops_min = if is_everywhere { self.ops_min } else { 0 };
+        let differs_after = if is_everywhere && self.ops_max == ops_min { ops_min } else { ops_min + 1 };
+        Some(Differing { key, differs_after, oldest: self.oldest_max })
+    }
+}
+
+impl Directory {
+    /// Takes a page of every rank's list. Returns the question for the next one, `None` after the last.
+    pub(crate) fn page(&mut self, ranks: u32, gathered: &Gathered) -> Result<Option<Ask>, ProtocolError> {
+        let mut tallies: BTreeMap<HeapKey, Tally> = BTreeMap::new();
+        let mut complete_to: Option<HeapKey> = None;
+        for (_, mut reader) in readers(gathered) {
+            let count = reader.count(HEAPS_PER_PAGE)?;
+            let mut last = self.after;
+            for _ in 0..count {
+                let standing = Standing::read(&mut reader)?;
+                if Some(standing.key) <= last {
+                    return Err(reader.garbled());
+                }
+                last = Some(standing.key);
+                tallies.entry(standing.key).or_insert_with(|| Tally::new(&standing)).add(&standing);
+            }
+            if count == HEAPS_PER_PAGE {
+                complete_to = complete_to.map_or(last, |to| last.map(|last| last.min(to)));
+            }
+        }
+        let is_complete = |key: &HeapKey| complete_to.is_none_or(|to| *key <= to);
+        let complete = tallies.into_iter().filter(|(key, _)| is_complete(key));
+        self.differing.extend(complete.filter_map(|(key, tally)| tally.differing(key, ranks)));
+        self.after = complete_to;
+        Ok(complete_to.map(|to| Ask::Heaps { after: Some(to) }))
+    }
+
+    /// The heaps that differ, in order, when all pages have come.
+    pub(crate) fn take_differing(&mut self) -> Vec<Differing> {
+        std::mem::take(&mut self.differing)
+    }
+}

@@ -1,0 +1,199 @@
+//! The inquiry: what the ranks find out together, a question and a round at a time.
+//!
+//! ```text
+//!  compare ──all equal──────────────────────────────────────────────► agreed
+//!     │ configurations differ          │ histories differ
+//!     ▼                                ▼
+//!  policies (pages) ─► policy       heaps (pages) ─► search: digests, checkpoints, ops ─► details
+//!                        │             (16 heaps at once, until all heaps that differ are searched)  │
+//!                        └─────────────────► disagreed ◄────────────────────────────────────────────┘
+//! ```
+//!
+//! It is a function of the gathered messages and of nothing else, so all ranks ask the same next question and come to the
+//! same end, an error included. It keeps what all ranks share, not what each said: a few words per heap that differs,
+//! and a set of ranks per different answer.
+
+use super::directory::Directory;
+use super::message::Reader;
+use super::policies::Policies;
+use super::question::{Ask, Question, Summary, VERSION};
+use super::ranks::RankSet;
+use super::report::{Difference, Disagreement};
+use super::search::Search;
+use super::transport::Gathered;
+use super::{Agreed, Point};
+use std::collections::BTreeMap;
+use thiserror::Error;
+
+/// Rounds after which something must be wrong: enough for a hundred thousand heaps.
+const ROUNDS_MAX: u32 = 1 << 12;
+
+/// What a round came to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Progress {
+    /// There is a next [question](Inquiry::question).
+    Asked,
+    /// All ranks have the same history. Every witness is to [settle](super::Witness::settle).
+    Agreed(Agreed),
+    /// They do not.
+    Disagreed(Box<Disagreement>),
+}
+
+/// What a rank said means nothing. Every rank gets the same error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum ProtocolError {
+    /// A round has another number of messages, or messages of another length, than was asked for.
+    #[error(
+        "{messages} messages of {message_bytes} bytes were gathered from {ranks} ranks: the transport mixes rounds"
+    )]
+    WrongShape {
+        /// Messages that came.
+        messages: usize,
+        /// Bytes of each.
+        message_bytes: usize,
+        /// Number of ranks.
+        ranks: u32,
+    },
+    /// A rank runs another version of this library.
+    #[error("rank {rank} speaks version {version} of the agreement protocol, this one {VERSION}: run one version")]
+    OtherVersion {
+        /// The rank.
+        rank: u32,
+        /// Its version.
+        version: u32,
+    },
+    /// A rank's message is no answer to the question.
+    #[error("rank {rank} sent something that is no answer: its memory or the transport is damaged")]
+    Garbled {
+        /// The rank.
+        rank: u32,
+    },
+    /// The answers contradict those of earlier rounds.
+    #[error("the ranks contradict what they said before: do other threads use symmetric pools during an agreement?")]
+    Contradiction,
+    /// The ranks do not come to an end.
+    #[error("no end after {rounds} rounds")]
+    TooManyRounds {
+        /// Rounds so far.
+        rounds: u32,
+    },
+}
+
+/// The state machine of one agreement: the same on every rank, or one for all of them.
+#[derive(Debug)]
+pub struct Inquiry {
+    ranks: u32,
+    rounds: u32,
+    question: Question,
+    policies: Policies,
+    directory: Directory,
+    search: Search,
+}
+
+/// What follows from a round.
+pub(crate) enum Next {
+    Ask(Ask),
+    Agreed(Agreed),
+    Disagreed(Difference),
+}
+
+/// A rank's number with its message.
+pub(crate) fn readers(gathered: &Gathered) -> impl Iterator<Item = (u32, Reader<'_>)> {
+    (0..).zip(gathered.iter()).map(|(rank, message)| (rank, Reader::new(rank, message)))
+}
+
+impl Inquiry {
+    /// An inquiry among so many ranks.
+    pub fn new(ranks: u32) -> Self {
+        Inquiry {
+            ranks,
+            rounds: 0,
+            question: Question(Ask::Compare),
+            policies: Policies::default(),
+            directory: Directory::default(),
+            search: Search::new(ranks),
+        }
+    }
+
+    /// What every rank is to answer now.
+    pub fn question(&self) -> &Question {
+        &self.question
+    }
+
+    /// Number of rounds so far.
+    pub fn rounds(&self) -> u32 {
+        self.rounds
+    }
+
+    /// Takes the answers of all ranks to the question.
+    ///
+    /// # Errors
+    /// When they make no sense; the inquiry is over then.
+    pub fn advance(&mut self, gathered: &Gathered) -> Result<Progress, ProtocolError> {
+        let (messages, message_bytes, ranks) = (gathered.len(), gathered.message_bytes(), self.ranks);
+        if messages != ranks as usize || message_bytes != self.question.message_bytes() {
+            return Err(ProtocolError::WrongShape { messages, message_bytes, ranks });
+        }
+        self.rounds += 1;
+        if self.rounds > ROUNDS_MAX {
+            return Err(ProtocolError::TooManyRounds { rounds: self.rounds });
+        }
+        let next = match &self.question.0 {
+            Ask::Compare => compare(gathered)?,
+            Ask::Policies { first } => self.policies.page(*first, gathered)?,
+            Ask::Policy { number } => self.policies.texts(*number, gathered)?,
+            Ask::Heaps { .. } => match self.directory.page(ranks, gathered)? {
+                Some(ask) => Next::Ask(ask),
+                None => self.search.begin(self.directory.take_differing())?,
+            },
+            Ask::Digests { at } => self.search.digests(at, gathered)?,
+            Ask::Checkpoints { heap } => self.search.checkpoints(*heap, gathered)?,
+            Ask::Ops { at } => self.search.ops(at, gathered)?,
+            Ask::Details { at } => self.search.details(*at, gathered)?,
+        };
+        Ok(match next {
+            Next::Ask(ask) => {
+                self.question = Question(ask);
+                Progress::Asked
+            }
+            Next::Agreed(agreed) => Progress::Agreed(agreed),
+            Next::Disagreed(difference) => {
+                Progress::Disagreed(Box::new(Disagreement { ranks, rounds: self.rounds, difference }))
+            }
+        })
+    }
+}
+
+/// The first round, and mostly the only one.
+fn compare(gathered: &Gathered) -> Result<Next, ProtocolError> {
+    let mut points: BTreeMap<u8, RankSet> = BTreeMap::new();
+    let mut first = None;
+    let (mut are_policies_equal, mut are_histories_equal) = (true, true);
+    for (rank, mut reader) in readers(gathered) {
+        let summary = Summary::read(&mut reader)?;
+        if point(summary.point).is_none() {
+            return Err(reader.garbled());
+        }
+        points.entry(summary.point).or_default().push(rank);
+        let first = first.get_or_insert(summary);
+        are_policies_equal &= (summary.policies, summary.policy_digest) == (first.policies, first.policy_digest);
+        are_histories_equal &= (summary.heaps, summary.digest) == (first.heaps, first.digest);
+    }
+    Ok(if !are_policies_equal {
+        Next::Ask(Ask::Policies { first: 0 })
+    } else if !are_histories_equal {
+        Next::Ask(Ask::Heaps { after: None })
+    } else if points.len() > 1 {
+        Next::Disagreed(Difference::Point(
+            points.into_iter().filter_map(|(p, ranks)| Some((ranks, point(p)?))).collect(),
+        ))
+    } else {
+        Next::Agreed(Agreed { ops: first.map_or(0, |first| first.digest.ops) })
+    })
+}
+
+fn point(number: u8) -> Option<Point> {
+    [Point::Sync, Point::Op].into_iter().find(|point| *point as u8 == number)
+}

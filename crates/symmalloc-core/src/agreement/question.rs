@@ -1,0 +1,260 @@
+//! What the ranks ask themselves in one round, and what one rank answers. Every rank asks the same.
+//!
+//! | question | one rank's answer |
+//! |---|---|
+//! | compare | configuration, number of ops, one digest over all symmetric heaps |
+//! | policies | a digest per symmetric pool's configuration, a page of them |
+//! | policy | the text of one of them |
+//! | heaps | (pool, stream, ops, oldest op, digest) of each heap, a page of them |
+//! | digests | the digests after the given numbers of ops |
+//! | checkpoints | the digests that are kept of the time before the journal |
+//! | ops | the op with the given number, in each of several heaps |
+//! | details | an op's name, and the ops after it |
+
+use super::inquiry::ProtocolError;
+use super::message::{COMPARE_BYTES, MESSAGE_BYTES, Reader, Writer};
+use crate::digest::{Digest, Mark, op_word, unpack_op};
+use crate::ids::StreamId;
+use crate::journal::{CHECKPOINTS_MAX, NAME_BYTES_MAX};
+
+/// A heap as all ranks name it: the symmetric pool's ordinal among symmetric pools, and the stream. Shared streams come
+/// last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct HeapKey {
+    pub(crate) pool: u32,
+    stream: u32,
+}
+
+impl HeapKey {
+    pub(crate) fn new(pool: u32, stream: Option<StreamId>) -> Self {
+        HeapKey { pool, stream: stream.map_or(u32::MAX, |stream| stream.0.into()) }
+    }
+
+    pub(crate) fn stream(self) -> Option<StreamId> {
+        u16::try_from(self.stream).ok().map(StreamId)
+    }
+
+    fn write(self, writer: &mut Writer<'_>) {
+        writer.u32(self.pool).u32(self.stream);
+    }
+
+    fn read(reader: &mut Reader<'_>) -> Result<Self, ProtocolError> {
+        let (pool, stream) = (reader.u32()?, reader.u32()?);
+        if stream >= u16::MAX.into() && stream != u32::MAX {
+            return Err(reader.garbled());
+        }
+        Ok(HeapKey { pool, stream })
+    }
+}
+
+/// The number of an op in a heap, or a number of ops.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Moment {
+    pub(crate) heap: HeapKey,
+    pub(crate) ops: u64,
+}
+
+pub(crate) const POLICIES_PER_PAGE: usize = 120;
+pub(crate) const POLICY_BYTES_MAX: usize = 1000;
+pub(crate) const HEAPS_PER_PAGE: usize = 31;
+pub(crate) const PROBES_MAX: usize = 96;
+/// Heaps that are searched at once.
+pub(crate) const SEARCHES_MAX: usize = 16;
+/// Ops from the first difference on that are compared to tell the cause.
+pub(crate) const WINDOW: usize = 8;
+
+const _: () = assert!(4 + 8 * POLICIES_PER_PAGE <= MESSAGE_BYTES);
+const _: () = assert!(4 + 32 * HEAPS_PER_PAGE <= MESSAGE_BYTES);
+const _: () = assert!(4 + 9 * PROBES_MAX <= MESSAGE_BYTES);
+const _: () = assert!(4 + 16 * (CHECKPOINTS_MAX + 3) <= MESSAGE_BYTES);
+const _: () = assert!(25 * SEARCHES_MAX <= MESSAGE_BYTES);
+const _: () = assert!(6 + 16 * WINDOW + NAME_BYTES_MAX <= MESSAGE_BYTES);
+
+/// What all ranks ask in a round.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Question(pub(crate) Ask);
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Ask {
+    Compare,
+    /// Of the policies from this one on. Number 0 is the allocator's, the others are the symmetric pools'.
+    Policies {
+        first: u32,
+    },
+    Policy {
+        number: u32,
+    },
+    /// Of the heaps behind this one.
+    Heaps {
+        after: Option<HeapKey>,
+    },
+    Digests {
+        at: Vec<Moment>,
+    },
+    Checkpoints {
+        heap: HeapKey,
+    },
+    Ops {
+        at: Vec<Moment>,
+    },
+    Details {
+        at: Moment,
+    },
+}
+
+impl Question {
+    /// Bytes of every rank's answer.
+    pub fn message_bytes(&self) -> usize {
+        if self.0 == Ask::Compare { COMPARE_BYTES } else { MESSAGE_BYTES }
+    }
+}
+
+/// Answer to [`Ask::Compare`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Summary {
+    /// What kind of point of the program the rank has come to.
+    pub(crate) point: u8,
+    pub(crate) policies: u32,
+    pub(crate) policy_digest: u64,
+    pub(crate) heaps: u32,
+    pub(crate) digest: Digest,
+}
+
+const MAGIC: u32 = u32::from_le_bytes(*b"symm");
+/// Of the protocol and of what goes into a digest.
+pub(crate) const VERSION: u32 = 1;
+
+impl Summary {
+    pub(crate) fn write(&self, writer: &mut Writer<'_>) {
+        writer.u32(MAGIC).u32(VERSION).u8(self.point).u32(self.policies).u64(self.policy_digest);
+        writer.u32(self.heaps).u64(self.digest.ops).u64(self.digest.value);
+    }
+
+    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self, ProtocolError> {
+        if reader.u32()? != MAGIC {
+            return Err(reader.garbled());
+        }
+        let version = reader.u32()?;
+        if version != VERSION {
+            return Err(reader.other_version(version));
+        }
+        Ok(Summary {
+            point: reader.u8()?,
+            policies: reader.u32()?,
+            policy_digest: reader.u64()?,
+            heaps: reader.u32()?,
+            digest: Digest { ops: reader.u64()?, value: reader.u64()? },
+        })
+    }
+}
+
+/// One heap in an answer to [`Ask::Heaps`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Standing {
+    pub(crate) key: HeapKey,
+    pub(crate) digest: Digest,
+    /// The least number of ops whose digest the journal has, checkpoints aside.
+    pub(crate) oldest: u64,
+}
+
+impl Standing {
+    pub(crate) fn write(&self, writer: &mut Writer<'_>) {
+        self.key.write(writer);
+        writer.u64(self.digest.ops).u64(self.oldest).u64(self.digest.value);
+    }
+
+    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self, ProtocolError> {
+        let key = HeapKey::read(reader)?;
+        let (ops, oldest, value) = (reader.u64()?, reader.u64()?, reader.u64()?);
+        if oldest > ops || ops == u64::MAX {
+            Err(reader.garbled())
+        } else {
+            Ok(Standing { key, digest: Digest { ops, value }, oldest })
+        }
+    }
+}
+
+/// One op in an answer to [`Ask::Ops`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Answer {
+    /// The heap has fewer ops on this rank.
+    Ended,
+    /// The journal does not go back so far. What it still knows begins with this number in program order.
+    Forgotten {
+        order: Option<u64>,
+    },
+    Op {
+        op: u64,
+        decision: u64,
+        order: u64,
+    },
+}
+
+impl Answer {
+    pub(crate) fn write(&self, writer: &mut Writer<'_>) {
+        match *self {
+            Answer::Ended => writer.u8(0).u64(0).u64(0).u64(0),
+            Answer::Op { op, decision, order } => writer.u8(1).u64(op).u64(decision).u64(order),
+            Answer::Forgotten { order: Some(order) } => writer.u8(2).u64(0).u64(0).u64(order),
+            Answer::Forgotten { order: None } => writer.u8(3).u64(0).u64(0).u64(0),
+        };
+    }
+
+    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self, ProtocolError> {
+        let (kind, op, decision, order) = (reader.u8()?, reader.u64()?, reader.u64()?, reader.u64()?);
+        match kind {
+            0 => Ok(Answer::Ended),
+            1 => Ok(Answer::Op { op, decision, order }),
+            2 => Ok(Answer::Forgotten { order: Some(order) }),
+            3 => Ok(Answer::Forgotten { order: None }),
+            _ => Err(reader.garbled()),
+        }
+    }
+
+    /// What is the same on ranks that did the same.
+    pub(crate) fn without_order(self) -> Self {
+        match self {
+            Answer::Ended => Answer::Ended,
+            Answer::Forgotten { .. } => Answer::Forgotten { order: None },
+            Answer::Op { op, decision, .. } => Answer::Op { op, decision, order: 0 },
+        }
+    }
+
+    /// The op's number in its rank's program order, or one that is certainly not less.
+    pub(crate) fn order(&self) -> Option<u64> {
+        match *self {
+            Answer::Ended => None,
+            Answer::Forgotten { order } => order,
+            Answer::Op { order, .. } => Some(order),
+        }
+    }
+}
+
+/// What the program asked for: an op, and the place of the allocation that it names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Step {
+    pub(crate) op: u64,
+    place: u64,
+}
+
+impl Step {
+    /// What was asked for, whatever came of it; `None` for memory that was given back, which mostly nobody asked for.
+    pub(crate) fn new(op: u64, decision: u64) -> Option<Self> {
+        let (mark, stream, amount) = unpack_op(op)?;
+        let names_allocation = matches!(mark, Mark::Free | Mark::RecordUse);
+        let mark = match mark {
+            Mark::RefusedByLimit | Mark::RefusedByDriver | Mark::RefusedBySegment => Mark::Allocate,
+            Mark::Trim | Mark::Shrink | Mark::Death => return None,
+            mark => mark,
+        };
+        Some(Step { op: op_word(mark, stream, amount), place: if names_allocation { decision } else { 0 } })
+    }
+
+    pub(crate) fn write(&self, writer: &mut Writer<'_>) {
+        writer.u64(self.op).u64(self.place);
+    }
+
+    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self, ProtocolError> {
+        Ok(Step { op: reader.u64()?, place: reader.u64()? })
+    }
+}

@@ -1,0 +1,332 @@
+//! The search for the first op that differs, in up to [`SEARCHES_MAX`] heaps at once.
+//!
+//! Histories that differ after n ops differ after every larger number, so the first difference is found by halving, or
+//! rather by cutting into as many parts as a message has room for: with one heap 97 at a time, with 16 heaps 7. Where the
+//! journals do not go back far enough, their checkpoints bound the difference.
+//!
+//! ```text
+//!   equal                                         differ
+//!     low ──┬─────┬─────┬─────┬─────┬─────┬───── high        a round asks for the digest at each ┬
+//!                       low ──┬──┬──┬──┬─ high               until high = low + 1: op `low` is the first
+//! ```
+
+use super::cause;
+use super::directory::Differing;
+use super::inquiry::{Next, ProtocolError, readers};
+use super::question::{Answer, Ask, HeapKey, Moment, PROBES_MAX, SEARCHES_MAX, Step, WINDOW};
+use super::ranks::RankSet;
+use super::report::{Action, Cause, Difference, Group, HeapDifference};
+use super::transport::Gathered;
+use crate::journal::CHECKPOINTS_MAX;
+use std::collections::{BTreeMap, VecDeque};
+
+/// Heaps whose ops are told in full, names included.
+const HEAPS_TOLD: usize = 4;
+
+#[derive(Debug)]
+pub(crate) struct Search {
+    ranks: u32,
+    waiting: VecDeque<Differing>,
+    open: Vec<Interval>,
+    found: Vec<Found>,
+    /// Of heaps whose journals do not go back far enough: the ranks by what has become of the heap by now.
+    lost: BTreeMap<HeapKey, Vec<RankSet>>,
+    /// Of `found`, whose details have come.
+    detailed: usize,
+}
+
+/// Where the first difference of a heap lies: the histories are equal after `low` ops and differ after `high`.
+#[derive(Clone, Copy, Debug)]
+struct Interval {
+    heap: HeapKey,
+    low: u64,
+    high: u64,
+    state: State,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// That the histories are equal after `low` ops is only hoped for: it is the first moment that everybody remembers.
+    Hoped,
+    Known,
+    /// The journals do not go back far enough.
+    Lost,
+    /// As narrow as it gets.
+    Bounded,
+}
+
+/// A first difference.
+#[derive(Clone, Debug)]
+pub(crate) struct Found {
+    pub(crate) heap: HeapKey,
+    pub(crate) first: u64,
+    pub(crate) last: u64,
+    /// The least number in program order over the ranks.
+    pub(crate) order: Option<u64>,
+    pub(crate) answers: Vec<Answered>,
+}
+
+/// Ranks that answered alike.
+#[derive(Clone, Debug)]
+pub(crate) struct Answered {
+    pub(crate) ranks: RankSet,
+    pub(crate) answer: Answer,
+    pub(crate) name: Option<Box<str>>,
+    /// What the ops from here on asked for.
+    pub(crate) window: Vec<Step>,
+}
+
+impl Interval {
+    fn new(differing: Differing) -> Self {
+        let (low, high) = (differing.oldest, differing.differs_after);
+        // Before the first op the histories are equal: the configurations are.
+        let (low, state) = match (low, high) {
+            (_, 1) | (0, _) => (0, State::Known),
+            _ if low < high => (low, State::Hoped),
+            _ => (0, State::Lost),
+        };
+        Interval { heap: differing.key, low, high, state }
+    }
+
+    fn is_open(&self) -> bool {
+        match self.state {
+            State::Hoped => true,
+            State::Known => self.high - self.low > 1,
+            State::Lost | State::Bounded => false,
+        }
+    }
+
+    /// So many numbers of ops, at which to compare.
+    fn probes(&self, count: u64) -> Vec<Moment> {
+        let width = self.high - self.low;
+        let inner = count - u64::from(self.state == State::Hoped);
+        let at = |part: u64| self.low + (u128::from(width) * u128::from(part) / (u128::from(inner) + 1)) as u64;
+        let first = (self.state == State::Hoped).then_some(self.low);
+        let mut ops: Vec<u64> = first.into_iter().chain((1..=inner).map(at).filter(|ops| *ops > self.low)).collect();
+        ops.dedup();
+        ops.into_iter().map(|ops| Moment { heap: self.heap, ops }).collect()
+    }
+}
+
+/// What all ranks say about one number of ops.
+#[derive(Clone, Copy, Debug, Default)]
+struct Tally {
+    ranks: u32,
+    value: u64,
+    differs: bool,
+}
+
+impl Tally {
+    fn add(&mut self, value: u64) {
+        if self.ranks == 0 {
+            self.value = value;
+        }
+        self.differs |= self.value != value;
+        self.ranks += 1;
+    }
+}
+
+impl Search {
+    pub(crate) fn new(ranks: u32) -> Self {
+        Search {
+            ranks,
+            waiting: VecDeque::new(),
+            open: Vec::new(),
+            found: Vec::new(),
+            lost: BTreeMap::new(),
+            detailed: 0,
+        }
+    }
+
+    /// Begins with the heaps that differ.
+    pub(crate) fn begin(&mut self, differing: Vec<Differing>) -> Result<Next, ProtocolError> {
+        if differing.is_empty() {
+            return Err(ProtocolError::Contradiction);
+        }
+        self.waiting = differing.into();
+        Ok(self.next())
+    }
+
+    fn next(&mut self) -> Next {
+        if self.open.is_empty() {
+            let batch = self.waiting.len().min(SEARCHES_MAX);
+            self.open.extend(self.waiting.drain(..batch).map(Interval::new));
+        }
+        if self.open.is_empty() {
+            return self.next_details();
+        }
+        if let Some(lost) = self.open.iter().find(|interval| interval.state == State::Lost) {
+            return Next::Ask(Ask::Checkpoints { heap: lost.heap });
+        }
+        let open: Vec<&Interval> = self.open.iter().filter(|interval| interval.is_open()).collect();
+        Next::Ask(if open.is_empty() {
+            Ask::Ops {
+                at: self.open.iter().map(|interval| Moment { heap: interval.heap, ops: interval.low }).collect(),
+            }
+        } else {
+            let count = (PROBES_MAX / open.len()) as u64;
+            Ask::Digests { at: open.iter().flat_map(|interval| interval.probes(count)).collect() }
+        })
+    }
+
+    pub(crate) fn digests(&mut self, at: &[Moment], gathered: &Gathered) -> Result<Next, ProtocolError> {
+        let mut tallies = vec![Tally::default(); at.len()];
+        for (_, mut reader) in readers(gathered) {
+            if reader.count(PROBES_MAX)? != at.len() {
+                return Err(reader.garbled());
+            }
+            for tally in &mut tallies {
+                match (reader.u8()?, reader.u64()?) {
+                    (0, _) => {}
+                    (1, value) => tally.add(value),
+                    _ => return Err(reader.garbled()),
+                }
+            }
+        }
+        for interval in &mut self.open {
+            let of_heap = at.iter().zip(&tallies).filter(|(moment, _)| moment.heap == interval.heap);
+            for (moment, tally) in of_heap {
+                if tally.ranks < self.ranks {
+                    interval.state = State::Lost;
+                    break;
+                }
+                if tally.differs {
+                    let is_hope_lost = interval.state == State::Hoped;
+                    interval.high = moment.ops;
+                    interval.state = if is_hope_lost { State::Lost } else { State::Known };
+                    break;
+                }
+                (interval.low, interval.state) = (moment.ops, State::Known);
+            }
+            if interval.state == State::Lost {
+                interval.low = 0;
+            }
+        }
+        Ok(self.next())
+    }
+
+    pub(crate) fn checkpoints(&mut self, heap: HeapKey, gathered: &Gathered) -> Result<Next, ProtocolError> {
+        let mut tallies: BTreeMap<u64, Tally> = BTreeMap::new();
+        let mut groups: BTreeMap<Option<(u64, u64)>, RankSet> = BTreeMap::new();
+        for (rank, mut reader) in readers(gathered) {
+            let mut last: Option<(u64, u64)> = None;
+            for _ in 0..reader.count(CHECKPOINTS_MAX + 3)? {
+                let (ops, value) = (reader.u64()?, reader.u64()?);
+                if last.is_some_and(|(last, _)| ops <= last) {
+                    return Err(reader.garbled());
+                }
+                last = Some((ops, value));
+                tallies.entry(ops).or_default().add(value);
+            }
+            groups.entry(last).or_default().push(rank);
+        }
+        let mut groups: Vec<RankSet> = groups.into_values().collect();
+        groups.sort_by_key(RankSet::first);
+        self.lost.insert(heap, groups);
+        for interval in self.open.iter_mut().filter(|interval| interval.heap == heap) {
+            interval.state = State::Bounded;
+            for (ops, tally) in tallies.range(..interval.high).filter(|(_, tally)| tally.ranks == self.ranks) {
+                if tally.differs {
+                    interval.high = *ops;
+                    break;
+                }
+                interval.low = *ops;
+            }
+            if interval.high <= interval.low {
+                return Err(ProtocolError::Contradiction);
+            }
+        }
+        Ok(self.next())
+    }
+
+    pub(crate) fn ops(&mut self, at: &[Moment], gathered: &Gathered) -> Result<Next, ProtocolError> {
+        let mut answers: Vec<BTreeMap<Answer, RankSet>> = vec![BTreeMap::new(); at.len()];
+        let mut orders: Vec<Option<u64>> = vec![None; at.len()];
+        for (rank, mut reader) in readers(gathered) {
+            for (answers, least) in answers.iter_mut().zip(&mut orders) {
+                let answer = Answer::read(&mut reader)?;
+                let order = answer.order();
+                *least = least.map_or(order, |least| Some(order.map_or(least, |order| order.min(least))));
+                answers.entry(answer.without_order()).or_default().push(rank);
+            }
+        }
+        for ((interval, answers), order) in self.open.drain(..).zip(answers).zip(orders) {
+            let is_exact = interval.high - interval.low == 1;
+            let is_told = !answers.keys().any(|answer| matches!(answer, Answer::Forgotten { .. }));
+            if is_exact && is_told && answers.len() < 2 {
+                return Err(ProtocolError::Contradiction);
+            }
+            let answered = |(answer, ranks)| Answered { ranks, answer, name: None, window: Vec::new() };
+            let forgotten = Answer::Forgotten { order: None };
+            let mut answers: Vec<Answered> = match self.lost.remove(&interval.heap) {
+                Some(groups) if !is_exact || answers.len() < 2 => {
+                    groups.into_iter().map(|ranks| answered((forgotten, ranks))).collect()
+                }
+                _ => answers.into_iter().map(answered).collect(),
+            };
+            answers.sort_by_key(|answered| answered.ranks.first());
+            let (first, last) = (interval.low, interval.high - 1);
+            self.found.push(Found { heap: interval.heap, first, last, order, answers });
+        }
+        Ok(self.next())
+    }
+
+    /// When all heaps are searched: the details of the first few in program order.
+    fn next_details(&mut self) -> Next {
+        if self.detailed == 0 {
+            let order = |found: &Found| (found.order.unwrap_or(u64::MAX), cause::is_outcome_only(found), found.heap);
+            self.found.sort_by_key(order);
+        }
+        let told = self.found.iter().take(HEAPS_TOLD).skip(self.detailed);
+        match told.map(|found| Moment { heap: found.heap, ops: found.first }).next() {
+            Some(at) => Next::Ask(Ask::Details { at }),
+            None => Next::Disagreed(self.conclude()),
+        }
+    }
+
+    pub(crate) fn details(&mut self, at: Moment, gathered: &Gathered) -> Result<Next, ProtocolError> {
+        debug_assert_eq!(self.found[self.detailed].heap, at.heap);
+        let mut readers = readers(gathered);
+        let mut answers: Vec<&mut Answered> = self.found[self.detailed].answers.iter_mut().collect();
+        answers.sort_by_key(|answered| answered.ranks.first());
+        // The first rank of each group speaks for it.
+        for answered in answers {
+            let speaks = |rank: &u32| answered.ranks.first() == Some(*rank);
+            let Some((_, mut reader)) = readers.find(|(rank, _)| speaks(rank)) else { break };
+            let count = reader.count(WINDOW)?;
+            answered.window = (0..count).map(|_| Step::read(&mut reader)).collect::<Result<_, _>>()?;
+            answered.name = Some(reader.text()?).filter(|name| !name.is_empty()).map(Into::into);
+        }
+        self.detailed += 1;
+        Ok(self.next())
+    }
+
+    fn conclude(&mut self) -> Difference {
+        let found = std::mem::take(&mut self.found);
+        let cause = |index: usize| {
+            if index < self.detailed { cause::cause(&found[index], &found) } else { Cause::Consequence }
+        };
+        let mut heaps: Vec<HeapDifference> =
+            (0..found.len()).map(|index| heap_difference(&found[index], cause(index))).collect();
+        let others = heaps.split_off(1);
+        let first = heaps.remove(0);
+        Difference::History { first, others }
+    }
+}
+
+fn heap_difference(found: &Found, cause: Cause) -> HeapDifference {
+    let group = |answered: &Answered| Group {
+        ranks: answered.ranks.clone(),
+        action: Action::new(answered.answer),
+        name: answered.name.clone(),
+    };
+    HeapDifference {
+        pool: found.heap.pool,
+        stream: found.heap.stream(),
+        first_op: found.first,
+        last_op: found.last,
+        order: found.order,
+        groups: found.answers.iter().map(group).collect(),
+        cause,
+    }
+}

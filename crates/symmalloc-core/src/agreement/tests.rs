@@ -1,0 +1,245 @@
+//! What ranks that lie, forget or send garbage get, and what journals keep.
+
+use super::question::{Ask, HEAPS_PER_PAGE};
+use super::*;
+use crate::config::{Config, PoolConfig};
+use crate::digest::{Digest, Mark, op_word};
+use crate::ids::{PoolId, StreamId};
+use crate::journal::{CHECKPOINTS_MAX, Journal, ProgramOrder};
+use crate::sim::{SimBackend, SplitMix64};
+use proptest::prelude::*;
+use std::sync::Arc;
+
+fn journal(history_ops: u32) -> (Journal, Digest) {
+    let digest = Digest { ops: 0, value: 7 };
+    (Journal::new(history_ops, digest, Arc::new(ProgramOrder::new(true))), digest)
+}
+
+/// Folds and notes an op.
+fn note(journal: &mut Journal, digest: &mut Digest, op: u64) {
+    digest.fold(op, 1);
+    journal.note(op, 1, *digest);
+}
+
+#[test]
+fn a_journal_answers_for_its_last_ops_as_one_that_forgets_nothing() {
+    let (mut short, mut digest) = journal(10);
+    let mut all = vec![digest];
+    for op in 0..1000 {
+        note(&mut short, &mut digest, op);
+        all.push(digest);
+        let oldest = (op + 1).saturating_sub(10);
+        assert_eq!((short.ops(), short.oldest()), (op + 1, oldest));
+        for (at, digest) in (0..).zip(&all) {
+            let known = (at >= oldest).then_some(digest.value);
+            assert_eq!(short.digest_at(at), known);
+            assert_eq!(short.entry(at).map(|entry| entry.op), (at >= oldest && at <= op).then_some(at));
+        }
+        assert!(short.checkpoints().all(|checkpoint| all[checkpoint.ops as usize] == checkpoint));
+    }
+}
+
+#[test]
+fn checkpoints_are_few_spread_and_at_the_same_ops_whatever_a_rank_remembers() {
+    let (mut one, mut digest) = journal(16);
+    let (mut other, mut other_digest) = journal(100);
+    for op in 0..100_000 {
+        note(&mut one, &mut digest, op);
+        note(&mut other, &mut other_digest, op);
+    }
+    let kept: Vec<Digest> = one.checkpoints().collect();
+    assert!(kept.len() <= CHECKPOINTS_MAX + 2, "{}", kept.len());
+    assert_eq!(kept[0].ops, 0, "where ranks agreed is never thinned out");
+    let widest = kept.windows(2).map(|pair| pair[1].ops - pair[0].ops).max().expect("several");
+    assert!(widest <= 2 * 100_000 / (CHECKPOINTS_MAX as u64 / 2), "{widest}");
+    let shared = other.checkpoints().filter(|checkpoint| kept.contains(checkpoint)).count();
+    assert!(shared >= CHECKPOINTS_MAX / 2, "{shared}");
+}
+
+#[test]
+fn an_agreement_empties_the_journal_and_its_memory_is_bounded() {
+    let (mut journal, mut digest) = journal(500);
+    let name = "ü".repeat(100);
+    for op in 0..3000 {
+        note(&mut journal, &mut digest, op_word(Mark::Allocate, StreamId(0), op));
+        journal.name_allocation(1, &name);
+    }
+    assert!(journal.name_of(2999).is_some_and(|kept| kept.len() == 64 && name.starts_with(kept)));
+    assert!(journal.bytes() <= 500 * (32 + 112) + 16 * 64, "{}", journal.bytes());
+    journal.agree(digest);
+    assert_eq!((journal.oldest(), journal.ops()), (3000, 3000));
+    assert_eq!(journal.checkpoints().collect::<Vec<_>>(), [digest]);
+    assert_eq!(journal.name_of(2999), None);
+    journal.close();
+    assert!(journal.bytes() <= 16 * 64, "{}", journal.bytes());
+}
+
+fn symmetric_allocator(rank: u32) -> Allocator<SimBackend> {
+    let pool = PoolConfig::builder().symmetric(true).build().expect("valid");
+    let config = Config::builder().default_pool(pool).build().expect("valid");
+    Allocator::new(SimBackend::builder().rank(rank).build(), config).expect("valid")
+}
+
+/// Three ranks with 40 heaps of some ops each, all of which differ on rank 1.
+fn ranks_that_differ() -> Vec<Allocator<SimBackend>> {
+    let rank = |rank| {
+        let allocator = symmetric_allocator(rank);
+        for _ in 0..40 {
+            let stream = allocator.register_stream().expect("few");
+            for op in 0..20 {
+                let size_bytes = 512 + u64::from(rank == 1 && op == 10);
+                allocator.allocate_named(PoolId::DEFAULT, stream, size_bytes, "block").expect("fits");
+            }
+        }
+        allocator
+    };
+    (0..3).map(rank).collect()
+}
+
+/// Runs an inquiry whose messages are tampered with. `None` when it did not end.
+fn interrogate(
+    allocators: &[Allocator<SimBackend>],
+    mut tamper: impl FnMut(u32, &Question, &mut Vec<u8>),
+) -> Result<Progress, ProtocolError> {
+    let witnesses: Vec<Witness<'_>> = allocators.iter().map(|allocator| Witness::new(allocator, Point::Sync)).collect();
+    let mut inquiry = Inquiry::new(witnesses.len() as u32);
+    loop {
+        let mut messages = Vec::new();
+        witnesses.iter().for_each(|witness| witness.answer(inquiry.question(), &mut messages));
+        tamper(inquiry.rounds(), inquiry.question(), &mut messages);
+        let progress = inquiry.advance(&Gathered::new(messages, inquiry.question().message_bytes()))?;
+        if progress != Progress::Asked {
+            return Ok(progress);
+        }
+    }
+}
+
+#[test]
+fn more_heaps_than_a_page_holds_or_are_searched_at_once_are_all_found() {
+    let allocators = ranks_that_differ();
+    let Ok(Progress::Disagreed(disagreement)) = interrogate(&allocators, |_, _, _| {}) else { panic!("they differ") };
+    let Difference::History { first, others } = &disagreement.difference else { panic!("{disagreement}") };
+    const { assert!(40 > HEAPS_PER_PAGE) };
+    let found: Vec<_> = std::iter::once(first).chain(others).collect();
+    assert_eq!(found.len(), 40);
+    for (difference, stream) in found.into_iter().zip(0..) {
+        // In program order, which was stream after stream.
+        assert_eq!((difference.stream, difference.first_op, difference.last_op), (Some(StreamId(stream)), 10, 10));
+        assert_eq!(difference.order, Some(u64::from(stream) * 20 + 10));
+    }
+    assert_eq!(first.cause, Cause::OtherRequest);
+}
+
+#[test]
+fn garbage_is_a_typed_error_or_a_report_and_never_a_panic() {
+    let allocators = ranks_that_differ();
+    let (mut errors, mut reports) = (0, 0);
+    for seed in 0..3000 {
+        let mut random = SplitMix64::new(seed);
+        let from = random.below(8) as u32;
+        let outcome = interrogate(&allocators, |round, question, messages| {
+            if round != from {
+                return;
+            }
+            let bytes = question.message_bytes();
+            let liar = random.below(3) as usize * bytes;
+            // A few bytes, or all of them.
+            let count = if random.below(8) == 0 { bytes } else { 1 + random.below(4) as usize };
+            for _ in 0..count {
+                messages[liar + random.below(bytes.min(200) as u64) as usize] = random.next_u64() as u8;
+            }
+        });
+        match outcome {
+            Err(_) => errors += 1,
+            Ok(progress) => {
+                let Progress::Disagreed(disagreement) = progress else { panic!("they differ, and round 0 lies") };
+                assert!(!disagreement.to_string().is_empty());
+                reports += 1;
+            }
+        }
+    }
+    assert!(errors > 100 && reports > 100, "{errors} errors, {reports} reports");
+}
+
+#[test]
+fn messages_of_another_shape_or_version_are_refused() {
+    let mut inquiry = Inquiry::new(2);
+    let short = Gathered::new(vec![0; 64], 64);
+    assert_eq!(inquiry.advance(&short), Err(ProtocolError::WrongShape { messages: 1, message_bytes: 64, ranks: 2 }));
+    let allocators = [symmetric_allocator(0), symmetric_allocator(1)];
+    let version = |number: u8| interrogate(&allocators, |_, _, messages| messages[64 + 4] = number);
+    assert_eq!(version(2), Err(ProtocolError::OtherVersion { rank: 1, version: 2 }));
+    assert!(matches!(version(1), Ok(Progress::Agreed(_))));
+    assert_eq!(interrogate(&allocators, |_, _, messages| messages[64] ^= 1), Err(ProtocolError::Garbled { rank: 1 }));
+}
+
+#[test]
+fn a_rank_that_sends_heaps_without_end_is_stopped() {
+    let allocators = ranks_that_differ();
+    let mut next = 100_u32;
+    let outcome = interrogate(&allocators, |_, question, messages| {
+        if let Ask::Heaps { .. } = question.0 {
+            // Rank 2 answers with a full page of heaps in pools that nobody else has.
+            let message = &mut messages[2 * question.message_bytes()..];
+            message[..4].copy_from_slice(&(HEAPS_PER_PAGE as u32).to_le_bytes());
+            for heap in message[4..].chunks_exact_mut(32).take(HEAPS_PER_PAGE) {
+                heap.fill(0);
+                heap[..4].copy_from_slice(&next.to_le_bytes());
+                heap[8] = 1;
+                next += 1;
+            }
+        }
+    });
+    assert!(matches!(outcome, Err(ProtocolError::TooManyRounds { .. })), "{outcome:?}");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+    /// Whatever the two histories, whatever each rank remembers, and whatever they agreed on before: what is reported is
+    /// the first difference, or bounds it.
+    #[test]
+    fn the_first_difference_is_found_or_bounded(
+        lens in prop::array::uniform2(1..400_u64),
+        memories in prop::array::uniform2(1..300_u32),
+        at in 0..400_u64,
+        agreed in 0..200_u64,
+    ) {
+        let agreed = agreed.min(at).min(lens[0]).min(lens[1]);
+        let rank = |rank: usize| {
+            let pool = PoolConfig::builder().symmetric(true).build().expect("valid");
+            let config = Config::builder().default_pool(pool).history_ops(memories[rank]).build().expect("valid");
+            let allocator: Allocator<SimBackend> =
+                Allocator::new(SimBackend::builder().rank(rank as u32).build(), config).expect("valid");
+            allocator.register_stream().expect("the first");
+            allocator
+        };
+        let allocators = [rank(0), rank(1)];
+        let allocate = |rank: usize, ops: std::ops::Range<u64>| {
+            for op in ops {
+                let size_bytes = 512 + u64::from(rank == 1 && op == at);
+                allocators[rank].allocate(PoolId::DEFAULT, StreamId(0), size_bytes).expect("fits");
+            }
+        };
+        let witnesses = || [0, 1].map(|rank| Witness::new(&allocators[rank], Point::Sync));
+        allocate(0, 0..agreed);
+        allocate(1, 0..agreed);
+        agree_in_lockstep(&witnesses()).expect("nothing differs yet");
+        allocate(0, agreed..lens[0]);
+        allocate(1, agreed..lens[1]);
+        let first = if at < lens[1] { at.min(lens[0]) } else { lens[0].min(lens[1]) };
+        match agree_in_lockstep(&witnesses()) {
+            Ok(_) => prop_assert!(lens[0] == lens[1] && at >= lens[1]),
+            Err(AgreementError::Disagreed(disagreement)) => {
+                let heap = disagreement.first_heap().expect("a heap");
+                prop_assert!((heap.first_op..=heap.last_op).contains(&first), "{first}: {disagreement}");
+                prop_assert!(heap.first_op >= agreed, "{agreed}: {disagreement}");
+                let oldest = lens[0].saturating_sub(memories[0].into()).max(lens[1].saturating_sub(memories[1].into()));
+                if oldest.max(agreed) <= first {
+                    prop_assert_eq!(heap.first_op, heap.last_op, "everybody remembers it");
+                    prop_assert!(heap.cause != Cause::OlderThanHistory);
+                }
+            }
+            Err(error) => prop_assert!(false, "{error}"),
+        }
+    }
+}

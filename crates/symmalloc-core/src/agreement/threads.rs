@@ -1,0 +1,170 @@
+//! A transport between threads of one process: for tests, for simulated jobs, and for programs that drive one device
+//! per thread.
+//!
+//! ```text
+//!  open:   rank 0 ─► slot 0 ┐
+//!          rank 1 ─► slot 1 ├─ the last one closes the round ─► all read the same bytes ─► next round opens
+//!          rank 2 ─► slot 2 ┘
+//! ```
+//! A rank can be at most one round ahead: nobody enters a round before having read the one before.
+
+use super::ranks::RankSet;
+use super::transport::{Gathered, Transport, TransportError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// One rank's end. Dropping it tells the others that the rank is gone.
+#[derive(Debug)]
+pub struct ThreadTransport {
+    rank: u32,
+    timeout: Duration,
+    meeting: Arc<Meeting>,
+}
+
+#[derive(Debug)]
+struct Meeting {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    /// Rounds that are complete.
+    rounds: u64,
+    /// Messages of the open round.
+    given: Vec<Option<Box<[u8]>>>,
+    /// What the last complete round came to.
+    last: Result<Gathered, TransportError>,
+    gone: Option<u32>,
+}
+
+impl ThreadTransport {
+    /// The ends of `ranks` ranks. None waits longer than `timeout` for the others.
+    pub fn group(ranks: u32, timeout: Duration) -> Vec<ThreadTransport> {
+        let state = State {
+            rounds: 0,
+            given: vec![None; ranks as usize],
+            last: Ok(Gathered::new([].as_slice(), 0)),
+            gone: None,
+        };
+        let meeting = Arc::new(Meeting { state: Mutex::new(state), changed: Condvar::new() });
+        (0..ranks).map(|rank| ThreadTransport { rank, timeout, meeting: Arc::clone(&meeting) }).collect()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.meeting.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Transport for ThreadTransport {
+    fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    fn ranks(&self) -> u32 {
+        self.lock().given.len() as u32
+    }
+
+    fn all_gather(&self, message: &[u8]) -> Result<Gathered, TransportError> {
+        let mut state = self.lock();
+        let round = state.rounds;
+        state.given[self.rank as usize] = Some(message.into());
+        if state.given.iter().all(Option::is_some) {
+            state.close_round();
+            self.meeting.changed.notify_all();
+            return state.last.clone();
+        }
+        let is_open = |state: &mut State| state.rounds == round && state.gone.is_none();
+        let waited = self.meeting.changed.wait_timeout_while(state, self.timeout, is_open);
+        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        if state.rounds > round {
+            return state.last.clone();
+        }
+        let missing = state.missing();
+        // A round that this rank has left must not be completed with its message.
+        state.given[self.rank as usize] = None;
+        match state.gone {
+            Some(rank) => Err(TransportError::RankLost { rank }),
+            None => Err(TransportError::TimedOut { missing, waited: self.timeout }),
+        }
+    }
+}
+
+impl Drop for ThreadTransport {
+    fn drop(&mut self) {
+        self.lock().gone.get_or_insert(self.rank);
+        self.meeting.changed.notify_all();
+    }
+}
+
+impl State {
+    fn missing(&self) -> RankSet {
+        self.given.iter().zip(0..).filter(|(given, _)| given.is_none()).map(|(_, rank)| rank).collect()
+    }
+
+    /// Everybody gave a message: they become the round.
+    fn close_round(&mut self) {
+        let messages: Vec<_> = self.given.iter_mut().filter_map(Option::take).collect();
+        let expected_bytes = messages.first().map_or(0, |first| first.len());
+        let unequal = messages.iter().zip(0..).find(|(message, _)| message.len() != expected_bytes);
+        self.last = match unequal {
+            None => Ok(Gathered::new(messages.concat(), expected_bytes)),
+            Some((message, rank)) => {
+                Err(TransportError::UnequalLengths { rank, given_bytes: message.len(), expected_bytes })
+            }
+        };
+        self.rounds += 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::thread;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn everybody_hears_everybody_round_after_round() {
+        thread::scope(|scope| {
+            for end in ThreadTransport::group(5, LONG) {
+                scope.spawn(move || {
+                    for round in 0..200_u8 {
+                        let gathered = end.all_gather(&[round, end.rank() as u8]).expect("all are there");
+                        let expected: Vec<Vec<u8>> = (0..5).map(|rank| vec![round, rank]).collect();
+                        assert_eq!(gathered.iter().map(<[u8]>::to_vec).collect::<Vec<_>>(), expected);
+                    }
+                    end
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn a_rank_that_is_dropped_is_named_to_the_others() {
+        let mut ends = ThreadTransport::group(3, LONG);
+        drop(ends.remove(1));
+        for end in &ends {
+            assert_eq!(end.all_gather(&[1]), Err(TransportError::RankLost { rank: 1 }));
+        }
+    }
+
+    #[test]
+    fn ranks_that_do_not_come_are_named() {
+        let ends = ThreadTransport::group(4, Duration::from_millis(5));
+        let Err(TransportError::TimedOut { missing, .. }) = ends[2].all_gather(&[1]) else {
+            panic!("nobody else came")
+        };
+        assert_eq!(missing.to_string(), "0-1,3");
+    }
+
+    #[test]
+    fn messages_of_different_lengths_are_refused_on_every_rank() {
+        let ends = ThreadTransport::group(2, LONG);
+        let expected = Err(TransportError::UnequalLengths { rank: 1, given_bytes: 2, expected_bytes: 1 });
+        thread::scope(|scope| {
+            scope.spawn(|| assert_eq!(ends[0].all_gather(&[1]), expected));
+            assert_eq!(ends[1].all_gather(&[1, 2]), expected);
+        });
+    }
+}

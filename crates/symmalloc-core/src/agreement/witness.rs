@@ -1,0 +1,174 @@
+//! A witness: one rank's side of an agreement. It answers questions about its allocator, and decides nothing.
+
+use super::Point;
+use super::account::Account;
+use super::message::Writer;
+use super::question::{
+    Answer, Ask, HEAPS_PER_PAGE, HeapKey, Moment, POLICIES_PER_PAGE, POLICY_BYTES_MAX, Question, Standing, Step,
+    Summary, WINDOW,
+};
+use crate::allocator::Allocator;
+use crate::backend::Backend;
+use crate::digest::{Digest, folded_multiply};
+use crate::journal::{Journal, NAME_BYTES_MAX};
+use crate::lock::Lock;
+use std::fmt;
+
+/// One rank's answers, about the moment at which the witness was made: ops that other threads carry out meanwhile are
+/// not in them.
+pub struct Witness<'a> {
+    account: &'a dyn Account,
+    point: Point,
+    /// Ascending by heap.
+    standings: Vec<Standing>,
+    /// The next number in program order.
+    order: u64,
+}
+
+impl fmt::Debug for Witness<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Witness").field("point", &self.point).field("heaps", &self.standings.len()).finish()
+    }
+}
+
+impl<'a> Witness<'a> {
+    /// The witness of an allocator's symmetric pools as they are now.
+    pub fn new<B: Backend, L: Lock>(allocator: &'a Allocator<B, L>, point: Point) -> Self {
+        let account: &dyn Account = allocator;
+        Witness { account, point, order: account.order().next(), standings: account.standings() }
+    }
+
+    /// Appends the answer to a question, of [`Question::message_bytes`] bytes.
+    pub fn answer(&self, question: &Question, message: &mut Vec<u8>) {
+        let mut writer = Writer::new(message, question.message_bytes());
+        match &question.0 {
+            Ask::Compare => self.summary().write(&mut writer),
+            Ask::Policies { first } => {
+                let digests = self.account.policy_digests();
+                let page = digests.get(*first as usize..).unwrap_or_default();
+                let page = &page[..page.len().min(POLICIES_PER_PAGE)];
+                writer.u32(page.len() as u32);
+                for digest in page {
+                    writer.u64(*digest);
+                }
+            }
+            Ask::Policy { number } => match self.account.policy(*number) {
+                Some(text) => {
+                    writer.u8(1).text(&text, POLICY_BYTES_MAX);
+                }
+                None => {
+                    writer.u8(0);
+                }
+            },
+            Ask::Heaps { after } => {
+                let first = self.standings.partition_point(|standing| Some(standing.key) <= *after);
+                let page = &self.standings[first..];
+                let page = &page[..page.len().min(HEAPS_PER_PAGE)];
+                writer.u32(page.len() as u32);
+                page.iter().for_each(|standing| standing.write(&mut writer));
+            }
+            Ask::Digests { at } => {
+                writer.u32(at.len() as u32);
+                for digest in at.iter().map(|moment| self.digest_at(*moment)) {
+                    writer.u8(digest.is_some().into()).u64(digest.unwrap_or(0));
+                }
+            }
+            Ask::Checkpoints { heap } => {
+                let kept = self.checkpoints(*heap);
+                writer.u32(kept.len() as u32);
+                for digest in kept {
+                    writer.u64(digest.ops).u64(digest.value);
+                }
+            }
+            Ask::Ops { at } => at.iter().for_each(|moment| self.op_at(*moment).write(&mut writer)),
+            Ask::Details { at } => self.write_details(*at, &mut writer),
+        }
+    }
+
+    /// All ranks agreed on what this witness said: the histories before it are forgotten.
+    pub fn settle(&self) {
+        self.account.order().agree(self.order);
+        self.standings.iter().for_each(|standing| self.account.settle(standing.key, standing.digest));
+    }
+
+    fn summary(&self) -> Summary {
+        let policies = self.account.policy_digests();
+        let mut digest = Digest { ops: 0, value: 0 };
+        for Standing { key, digest: heap, .. } in &self.standings {
+            let name = (u64::from(key.pool) << 32) | key.stream().map_or(u64::from(u32::MAX), |stream| stream.0.into());
+            digest.value =
+                folded_multiply(digest.value ^ name ^ NAME_KEY, heap.value ^ DIGEST_KEY).wrapping_add(heap.ops);
+            digest.ops += heap.ops;
+        }
+        Summary {
+            point: self.point as u8,
+            policies: policies.len() as u32,
+            policy_digest: policies.iter().fold(0, |all, one| folded_multiply(all ^ NAME_KEY, one ^ DIGEST_KEY)),
+            heaps: self.standings.len() as u32,
+            digest,
+        }
+    }
+
+    fn standing(&self, heap: HeapKey) -> Option<&Standing> {
+        let at = self.standings.binary_search_by_key(&heap, |standing| standing.key).ok()?;
+        Some(&self.standings[at])
+    }
+
+    /// What the journal of a heap says.
+    fn look_back<T>(&self, heap: HeapKey, look: impl Fn(&Journal) -> T) -> Option<T> {
+        let mut found = None;
+        self.account.look_back(heap, &mut |journal| found = Some(look(journal)));
+        found
+    }
+
+    fn digest_at(&self, Moment { heap, ops }: Moment) -> Option<u64> {
+        let standing = self.standing(heap)?.digest;
+        if ops >= standing.ops {
+            return (ops == standing.ops).then_some(standing.value);
+        }
+        self.look_back(heap, |journal| journal.digest_at(ops))?
+    }
+
+    fn checkpoints(&self, heap: HeapKey) -> Vec<Digest> {
+        let Some(standing) = self.standing(heap) else { return Vec::new() };
+        let kept = self.look_back(heap, |journal| journal.checkpoints().collect::<Vec<_>>());
+        let mut kept = kept.unwrap_or_default();
+        kept.retain(|digest| digest.ops < standing.digest.ops);
+        kept.push(standing.digest);
+        kept
+    }
+
+    fn op_at(&self, Moment { heap, ops }: Moment) -> Answer {
+        if self.standing(heap).is_none_or(|standing| standing.digest.ops <= ops) {
+            return Answer::Ended;
+        }
+        let order = |number| self.account.order().since_agreed(number);
+        let answer = self.look_back(heap, |journal| match journal.entry(ops) {
+            Some(entry) => Answer::Op { op: entry.op, decision: entry.decision, order: order(entry.order) },
+            None => Answer::Forgotten { order: journal.entry(journal.oldest()).map(|entry| order(entry.order)) },
+        });
+        answer.unwrap_or(Answer::Forgotten { order: None })
+    }
+
+    fn write_details(&self, Moment { heap, ops }: Moment, writer: &mut Writer<'_>) {
+        let end = self.standing(heap).map_or(0, |standing| standing.digest.ops);
+        let (window, name) = self
+            .look_back(heap, |journal| {
+                let entries = (ops..end).take(4 * WINDOW).map_while(|op| journal.entry(op));
+                let steps = entries.filter_map(|entry| Step::new(entry.op, entry.decision));
+                let window: Vec<Step> = steps.take(WINDOW).collect();
+                let name = if ops < end { journal.name_of(ops).unwrap_or_default() } else { "" };
+                (window, name.to_owned())
+            })
+            .unwrap_or_default();
+        writer.u32(window.len() as u32);
+        for step in window {
+            step.write(writer);
+        }
+        writer.text(&name, NAME_BYTES_MAX);
+    }
+}
+
+// Digits of pi, like the digest's constants.
+const NAME_KEY: u64 = 0x13198a2e_03707344;
+const DIGEST_KEY: u64 = 0x452821e6_38d01377;

@@ -1,0 +1,341 @@
+//! The layout of a pool: everything that its future depends on, and nothing else.
+//!
+//! A saved layout serves two ends. A **restarted rank** restores it into the same pool of a new process, on whatever device
+//! it finds, and from then on places as the ranks that did not restart. A **graph tree** restores it into the same pool later,
+//! and finds every allocation of that moment at its place. What a restore does stands in [`crate::restore`].
+//!
+//! ```text
+//!  Layout ── configuration, granularity, total limit
+//!    └── HeapLayout, by stream ── digest, next segment
+//!          └── SegmentLayout, by id ── extents that memory backs, live allocations
+//!
+//!   segment   ┌───────────┬──────┬───────────┬╌╌╌╌╌╌┬──────┬───────────┬──────┐
+//!             │ allocated │      │ allocated │      │      │ allocated │      │
+//!             └───────────┴──────┴───────────┴╌╌╌╌╌╌┴──────┴───────────┴──────┘
+//!   extents   ├──────────────────────────────┤      ├─────────────────────────┤
+//!   free = within an extent, and not allocated          hole = between extents
+//! ```
+//!
+//! It is small because the tiling of a segment is canonical (invariant I2): no two neighbours are both free or both holes, so
+//! live allocations and extents say where every block is. The free index follows from the blocks, budgets and thresholds
+//! from the sums. Fences are not part of it: they decide who waits, never who lies where.
+//!
+//! A `Layout` is consistent by construction: it comes from [`save_layout`](crate::Allocator::save_layout) or from the
+//! [reader](Layout::read), which refuses what no heap could look like. The text format stands in `docs/layout.md`.
+//!
+//! # Examples
+//! ```
+//! use symmalloc_core::{Allocator, Config, PoolId, layout::Layout, sim::SimBackend};
+//!
+//! let rank = |device| Allocator::<_>::new(SimBackend::builder().rank(device).build(), Config::default());
+//! let old = rank(0)?;
+//! let stream = old.register_stream()?;
+//! let weights = old.allocate_named(PoolId::DEFAULT, stream, 48 << 20, "weights")?;
+//! let text = old.save_layout(PoolId::DEFAULT)?.to_text();
+//!
+//! // The rank restarts, on another device.
+//! let new = rank(1)?;
+//! let stream = new.register_stream()?;
+//! let restored = new.restore_layout(PoolId::DEFAULT, &Layout::parse(&text)?)?;
+//! let again = restored.find(stream, weights.placement).expect("it was live");
+//! assert_eq!(again.name.as_deref(), Some("weights"));
+//!
+//! // Both go on alike.
+//! for allocator in [&old, &new] {
+//!     allocator.allocate(PoolId::DEFAULT, stream, 5 << 20)?;
+//! }
+//! assert_eq!(old.digest(PoolId::DEFAULT)?, new.digest(PoolId::DEFAULT)?);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod error;
+mod line;
+mod reader;
+mod rules;
+#[cfg(test)]
+mod tests;
+mod writer;
+
+pub use crate::text::LineError;
+pub use error::{Contradiction, LayoutTextError};
+
+use crate::allocator::Allocator;
+use crate::backend::Backend;
+use crate::block_table::BlockState;
+use crate::config::PoolConfig;
+use crate::digest::Digest;
+use crate::errors::UnknownError;
+use crate::heap::Heap;
+use crate::ids::{PoolId, SegmentId, StreamId};
+use crate::lock::{Lock, LockCell};
+use crate::size_rules::SizeClass;
+use crate::text::NAME_BYTES_MAX;
+use crate::units::bytes;
+use smallvec::SmallVec;
+use thiserror::Error;
+
+/// The first word of every layout's text.
+pub const MAGIC: &str = "symmalloc-layout";
+
+/// The version of the format that this library writes, and the only one it reads.
+pub const VERSION: u64 = 1;
+
+/// What a pool's future depends on. See the [module documentation](self).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Layout {
+    pub(crate) config: PoolConfig,
+    pub(crate) granularity_bytes: u64,
+    pub(crate) total_limit_bytes: Option<u64>,
+    pub(crate) heaps: Vec<HeapLayout>,
+}
+
+/// One heap of a [`Layout`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct HeapLayout {
+    /// Its stream; `None` when the pool's streams share.
+    pub stream: Option<StreamId>,
+    /// The digest of its history.
+    pub digest: Digest,
+    /// The id that its next segment gets.
+    pub next_segment: SegmentId,
+    /// Its live segments, by id.
+    pub segments: Vec<SegmentLayout>,
+}
+
+/// One live segment of a [`HeapLayout`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SegmentLayout {
+    /// Birth ordinal in its heap.
+    pub id: SegmentId,
+    /// Which requests it serves. Only fixed segments keep small ones apart; all others are `Large`.
+    pub class: SizeClass,
+    /// The parts that memory backs, in order, with a hole between each two. At least one.
+    pub extents: Vec<Extent>,
+    /// The live allocations, by offset, each within one extent.
+    pub allocations: Vec<AllocationLayout>,
+}
+
+/// A part of a segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Extent {
+    /// Where it starts in the segment, in bytes.
+    pub offset_bytes: u64,
+    /// Its size in bytes.
+    pub size_bytes: u64,
+}
+
+/// One live allocation of a [`SegmentLayout`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct AllocationLayout {
+    /// Where it starts in the segment, in bytes.
+    pub offset_bytes: u64,
+    /// Bytes of its block.
+    pub size_bytes: u64,
+    /// Bytes that the program asked for.
+    pub requested_bytes: u64,
+    /// The stream it was allocated for.
+    pub stream: StreamId,
+    /// The other streams that use it, ascending.
+    pub used_by: SmallVec<[StreamId; 2]>,
+    /// What the program called it.
+    pub name: Option<Box<str>>,
+}
+
+impl Layout {
+    /// The pool's configuration.
+    pub fn config(&self) -> &PoolConfig {
+        &self.config
+    }
+
+    /// The backend's granularity in bytes.
+    pub fn granularity_bytes(&self) -> u64 {
+        self.granularity_bytes
+    }
+
+    /// The limit over all pools of the allocator, in bytes.
+    pub fn total_limit_bytes(&self) -> Option<u64> {
+        self.total_limit_bytes
+    }
+
+    /// The heaps in which anything ever happened, by stream.
+    pub fn heaps(&self) -> &[HeapLayout] {
+        &self.heaps
+    }
+
+    /// Bytes of device memory that the pool held.
+    pub fn reserved_bytes(&self) -> u64 {
+        self.heaps.iter().fold(0, |sum, heap| sum.saturating_add(heap.reserved_bytes()))
+    }
+
+    /// Number of live allocations of at least one byte.
+    pub fn allocation_count(&self) -> usize {
+        self.heaps.iter().flat_map(|heap| &heap.segments).map(|segment| segment.allocations.len()).sum()
+    }
+}
+
+impl HeapLayout {
+    /// Bytes of device memory that the heap held.
+    pub fn reserved_bytes(&self) -> u64 {
+        let extents = self.segments.iter().flat_map(|segment| &segment.extents);
+        extents.fold(0, |sum, extent| sum.saturating_add(extent.size_bytes))
+    }
+
+    /// Of a heap in which nothing happened yet.
+    pub(crate) fn of_fresh(heap: &Heap) -> Self {
+        HeapLayout {
+            stream: heap.stream,
+            digest: heap.first_digest(),
+            next_segment: SegmentId(0),
+            segments: Vec::new(),
+        }
+    }
+
+    fn of(heap: &Heap) -> Self {
+        HeapLayout {
+            stream: heap.stream,
+            digest: heap.digest,
+            next_segment: heap.next_segment,
+            segments: heap.table.segments_in_order().into_iter().map(|slot| SegmentLayout::of(heap, slot)).collect(),
+        }
+    }
+}
+
+impl SegmentLayout {
+    fn of(heap: &Heap, segment: u32) -> Self {
+        let first = heap.table.block(heap.table.segment(segment).first);
+        let mut layout = SegmentLayout {
+            id: heap.table.segment(segment).id,
+            class: first.home,
+            extents: Vec::new(),
+            allocations: Vec::new(),
+        };
+        for slot in heap.table.blocks_of(segment) {
+            let block = heap.table.block(slot);
+            let (offset_bytes, size_bytes) = (bytes(block.offset), bytes(block.size));
+            if block.is_hole() {
+                continue;
+            }
+            match layout.extents.last_mut() {
+                Some(extent) if extent.end_bytes() == offset_bytes => extent.size_bytes += size_bytes,
+                _ => layout.extents.push(Extent { offset_bytes, size_bytes }),
+            }
+            if let BlockState::Allocated { stream, requested, .. } = block.state {
+                layout.allocations.push(AllocationLayout {
+                    offset_bytes,
+                    size_bytes,
+                    requested_bytes: requested,
+                    stream,
+                    used_by: heap.fences.fences(block.fences).iter().map(|fence| fence.stream).collect(),
+                    name: heap.names.find(slot).map(|name| beginning(name).into()),
+                });
+            }
+        }
+        layout
+    }
+
+    /// Bytes that its blocks tile.
+    pub(crate) fn end_bytes(&self) -> u64 {
+        self.extents.last().map_or(0, |extent| extent.end_bytes())
+    }
+
+    /// All of its blocks, in order.
+    pub(crate) fn pieces(&self) -> Vec<Piece<'_>> {
+        let mut pieces = Vec::new();
+        let mut end = 0;
+        let fill = |pieces: &mut Vec<_>, end: &mut u64, to, content| {
+            if *end < to {
+                pieces.push(Piece { size_bytes: to - *end, content });
+                *end = to;
+            }
+        };
+        let mut allocations = self.allocations.iter().peekable();
+        for extent in &self.extents {
+            fill(&mut pieces, &mut end, extent.offset_bytes, Content::Hole);
+            while let Some(allocation) = allocations.next_if(|next| next.offset_bytes < extent.end_bytes()) {
+                fill(&mut pieces, &mut end, allocation.offset_bytes, Content::Free);
+                fill(&mut pieces, &mut end, allocation.end_bytes(), Content::Allocated(allocation));
+            }
+            fill(&mut pieces, &mut end, extent.end_bytes(), Content::Free);
+        }
+        pieces
+    }
+}
+
+impl Extent {
+    pub(crate) fn end_bytes(self) -> u64 {
+        self.offset_bytes + self.size_bytes
+    }
+}
+
+impl AllocationLayout {
+    pub(crate) fn end_bytes(&self) -> u64 {
+        self.offset_bytes + self.size_bytes
+    }
+}
+
+/// A block of a [`SegmentLayout`].
+pub(crate) struct Piece<'a> {
+    pub(crate) size_bytes: u64,
+    pub(crate) content: Content<'a>,
+}
+
+pub(crate) enum Content<'a> {
+    Allocated(&'a AllocationLayout),
+    Free,
+    Hole,
+}
+
+/// As much of a name as its text can hold.
+fn beginning(name: &str) -> &str {
+    let end = (0..=name.len().min(NAME_BYTES_MAX)).rev().find(|end| name.is_char_boundary(*end));
+    &name[..end.unwrap_or(0)]
+}
+
+/// Why `save_layout` failed.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum LayoutError {
+    /// The pool does not exist.
+    #[error(transparent)]
+    Unknown(#[from] UnknownError),
+    /// Dead segments still count towards the limits, and a layout cannot hold them.
+    #[error(
+        "{retired_bytes} bytes of dead segments of {pool} are not back on the device: let the observers acknowledge, or trim"
+    )]
+    Retired {
+        /// The pool.
+        pool: PoolId,
+        /// Bytes of dead segments that observers hold, or that the driver did not take back.
+        retired_bytes: u64,
+    },
+}
+
+impl<B: Backend, L: Lock> Allocator<B, L> {
+    /// The layout of a pool as it is now. Allocations of zero bytes lie nowhere and are not in it; of a name longer than
+    /// 4,096 bytes, the beginning is.
+    ///
+    /// With several threads, call it when none of them is in the pool: a layout is of one moment, and its place in each
+    /// heap's history should be the same on every rank.
+    ///
+    /// # Errors
+    /// When the pool is unknown, or holds memory of dead segments.
+    pub fn save_layout(&self, pool: PoolId) -> Result<Layout, LayoutError> {
+        let entry = self.pool(pool)?;
+        // All heaps at once, so that the layout is of one moment.
+        let heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
+        let retired_bytes = heaps.iter().map(|heap| heap.log.retired_bytes()).sum();
+        if retired_bytes > 0 {
+            return Err(LayoutError::Retired { pool, retired_bytes });
+        }
+        Ok(Layout {
+            config: entry.config.clone(),
+            granularity_bytes: self.granularity_bytes,
+            total_limit_bytes: self.config().limit_bytes(),
+            heaps: heaps.iter().filter(|heap| !heap.is_fresh()).map(|heap| HeapLayout::of(heap)).collect(),
+        })
+    }
+}

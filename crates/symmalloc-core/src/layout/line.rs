@@ -1,0 +1,113 @@
+//! One line of a layout, read by itself.
+
+use super::{AllocationLayout, Extent, LayoutTextError};
+use crate::config::PoolConfig;
+use crate::digest::Digest;
+use crate::ids::{SegmentId, StreamId};
+use crate::nearest::nearest;
+use crate::size_rules::SizeClass;
+use crate::text::{Fields, LineError};
+use smallvec::SmallVec;
+
+/// The words that a line can start with, after the first line.
+pub(super) const KEYWORDS: [&str; 9] =
+    ["pool", "granularity", "total_limit", "heap", "segment", "memory", "a", "u", "end"];
+
+/// The word for the heap of a pool whose streams share.
+pub(super) const SHARED: &str = "shared";
+
+/// The words for the classes of segments.
+pub(super) const CLASSES: [(SizeClass, &str); 2] = [(SizeClass::Small, "small"), (SizeClass::Large, "large")];
+
+/// What a line says.
+#[derive(Debug)]
+pub(super) enum Statement {
+    /// Blank, or a comment.
+    Nothing,
+    Pool(PoolConfig),
+    Granularity(u64),
+    TotalLimit(u64),
+    Heap {
+        stream: Option<StreamId>,
+        digest: Digest,
+        next_segment: SegmentId,
+    },
+    Segment {
+        id: SegmentId,
+        class: SizeClass,
+    },
+    Memory(Extent),
+    Allocation(AllocationLayout),
+    /// Another stream uses the last allocation.
+    Use(StreamId),
+    /// The number of statements before.
+    End(u64),
+}
+
+/// Reads one line, given without its line break.
+pub(super) fn parse(line: u64, text: &str) -> Result<Statement, LayoutTextError> {
+    let mut fields = Fields::new(line, text);
+    let Some(keyword) = fields.next() else { return Ok(Statement::Nothing) };
+    let statement = match keyword.text {
+        "pool" => Statement::Pool(fields.config()?),
+        "granularity" => Statement::Granularity(fields.bytes()?),
+        "total_limit" => Statement::TotalLimit(fields.bytes()?),
+        "heap" => Statement::Heap {
+            stream: fields.heap_stream()?,
+            digest: Digest { ops: fields.number("the number of ops", u64::MAX)?, value: fields.hexadecimal()? },
+            next_segment: fields.segment()?,
+        },
+        "segment" => Statement::Segment { id: fields.segment()?, class: fields.class()? },
+        "memory" => Statement::Memory(Extent { offset_bytes: fields.bytes()?, size_bytes: fields.bytes()? }),
+        "a" => Statement::Allocation(AllocationLayout {
+            offset_bytes: fields.bytes()?,
+            size_bytes: fields.bytes()?,
+            requested_bytes: fields.bytes()?,
+            stream: fields.stream()?,
+            used_by: SmallVec::new(),
+            name: if fields.ahead() == Some(b'"') { Some(fields.name()?) } else { None },
+        }),
+        "u" => Statement::Use(fields.stream()?),
+        "end" => Statement::End(fields.number("the number of lines", u64::MAX)?),
+        word => {
+            let (column, nearest) = (keyword.column, nearest(word, KEYWORDS));
+            return Err(LayoutTextError::UnknownKeyword { line, column, nearest });
+        }
+    };
+    fields.finish()?;
+    Ok(statement)
+}
+
+impl Fields<'_> {
+    fn bytes(&mut self) -> Result<u64, LineError> {
+        self.number("a number of bytes", u64::MAX)
+    }
+
+    fn segment(&mut self) -> Result<SegmentId, LineError> {
+        self.number("a segment's id, a number", u32::MAX.into()).map(|id| SegmentId(id as u32))
+    }
+
+    fn class(&mut self) -> Result<SizeClass, LineError> {
+        const EXPECTED: &str = "a class of segments: small or large";
+        let field = self.expect(EXPECTED)?;
+        let class = CLASSES.iter().find(|(_, word)| *word == field.text);
+        class.map(|(class, _)| *class).ok_or_else(|| self.expected(field.column, EXPECTED))
+    }
+
+    fn heap_stream(&mut self) -> Result<Option<StreamId>, LineError> {
+        const EXPECTED: &str = "a stream (s0, s1, ...), or `shared`";
+        if self.ahead() == Some(b's') && self.clone().expect(EXPECTED)?.text == SHARED {
+            self.next();
+            return Ok(None);
+        }
+        self.stream().map(Some)
+    }
+
+    fn hexadecimal(&mut self) -> Result<u64, LineError> {
+        const EXPECTED: &str = "a digest: 16 hexadecimal digits";
+        let field = self.expect(EXPECTED)?;
+        let is_one = field.text.len() == 16 && field.text.bytes().all(|digit| digit.is_ascii_hexdigit());
+        let value = u64::from_str_radix(field.text, 16).ok().filter(|_| is_one);
+        value.ok_or_else(|| self.expected(field.column, EXPECTED))
+    }
+}

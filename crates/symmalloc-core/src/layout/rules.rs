@@ -1,0 +1,227 @@
+//! What a layout's statements must be, one after the other, for a heap to look like that.
+
+use super::line::Statement;
+use super::{AllocationLayout, Contradiction, Extent, HeapLayout, Layout, SegmentLayout};
+use crate::config::{PoolConfig, SegmentPolicy, StreamPolicy};
+use crate::ids::{SegmentId, StreamId};
+use crate::size_rules::SizeClass;
+use crate::text::NAME_BYTES_MAX;
+use crate::units::{SEGMENT_BYTES_MAX, UNIT_BYTES};
+
+/// More ops than a heap carries out in nine years, a million a second. The sum over all heaps fits a digest's count.
+const OPS_MAX: u64 = 1 << 48;
+
+/// Half of the ids: the heap can go on.
+const SEGMENTS_MAX: u32 = 1 << 31;
+
+/// A layout that is being read.
+#[derive(Debug, Default)]
+pub(super) struct Draft {
+    config: Option<PoolConfig>,
+    granularity_bytes: Option<u64>,
+    total_limit_bytes: Option<u64>,
+    heaps: Vec<HeapLayout>,
+}
+
+/// Why a statement is not admitted.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Refusal {
+    /// What must stand there instead.
+    Misplaced(&'static str),
+    Contradiction(Contradiction),
+}
+
+impl From<Contradiction> for Refusal {
+    fn from(contradiction: Contradiction) -> Self {
+        Refusal::Contradiction(contradiction)
+    }
+}
+
+impl Draft {
+    /// Adds a statement. `Nothing` and `End` are not this one's business.
+    pub(super) fn admit(&mut self, statement: Statement) -> Result<(), Refusal> {
+        let (Some(config), Some(granularity_bytes)) = (&self.config, self.granularity_bytes) else {
+            return self.admit_head(statement);
+        };
+        match statement {
+            Statement::TotalLimit(limit) if self.heaps.is_empty() && self.total_limit_bytes.is_none() => {
+                self.total_limit_bytes = Some(limit);
+            }
+            Statement::Heap { stream, digest, next_segment } => {
+                close_segment(self.heaps.last())?;
+                let heap = HeapLayout { stream, digest, next_segment, segments: Vec::new() };
+                check_heap(config, self.heaps.last(), &heap)?;
+                self.heaps.push(heap);
+            }
+            Statement::Segment { id, class } => {
+                let heap = self.heaps.last_mut().ok_or(Refusal::Misplaced("`heap`"))?;
+                close_segment(Some(heap))?;
+                check_segment(config, heap, id, class)?;
+                heap.segments.push(SegmentLayout { id, class, extents: Vec::new(), allocations: Vec::new() });
+            }
+            Statement::Memory(extent) => {
+                let segment = open_segment(&mut self.heaps).ok_or(Refusal::Misplaced("`segment`"))?;
+                if !segment.allocations.is_empty() {
+                    return Err(Refusal::Misplaced("`a`, `u`, `segment`, `heap` or `end`"));
+                }
+                check_memory(config, granularity_bytes, segment.extents.last(), extent)?;
+                segment.extents.push(extent);
+            }
+            Statement::Allocation(allocation) => {
+                let heap = self.heaps.last().and_then(|heap| heap.stream);
+                let segment = open_segment(&mut self.heaps).filter(|segment| !segment.extents.is_empty());
+                let segment = segment.ok_or(Refusal::Misplaced("`memory`"))?;
+                check_allocation(heap, segment, &allocation)?;
+                segment.allocations.push(allocation);
+            }
+            Statement::Use(stream) => {
+                let segment = open_segment(&mut self.heaps).and_then(|segment| segment.allocations.last_mut());
+                let allocation = segment.ok_or(Refusal::Misplaced("`a`"))?;
+                let is_next = allocation.used_by.last().is_none_or(|last| *last < stream);
+                if stream == allocation.stream || !is_next {
+                    return Err(Contradiction::UserOutOfOrder { stream }.into());
+                }
+                allocation.used_by.push(stream);
+            }
+            _ => return Err(Refusal::Misplaced("`heap`, or what belongs to one")),
+        }
+        Ok(())
+    }
+
+    /// The first two statements.
+    fn admit_head(&mut self, statement: Statement) -> Result<(), Refusal> {
+        match (statement, &self.config) {
+            (Statement::Pool(config), None) => self.config = Some(config),
+            (_, None) => return Err(Refusal::Misplaced("`pool`")),
+            (Statement::Granularity(bytes), Some(_)) => {
+                if !bytes.is_power_of_two() || !(UNIT_BYTES..=1 << 30).contains(&bytes) {
+                    return Err(Contradiction::Granularity.into());
+                }
+                self.granularity_bytes = Some(bytes);
+            }
+            _ => return Err(Refusal::Misplaced("`granularity`")),
+        }
+        Ok(())
+    }
+
+    /// The layout, when nothing is missing.
+    pub(super) fn finish(self) -> Result<Layout, Refusal> {
+        close_segment(self.heaps.last())?;
+        let config = self.config.ok_or(Refusal::Misplaced("`pool`"))?;
+        let granularity_bytes = self.granularity_bytes.ok_or(Refusal::Misplaced("`granularity`"))?;
+        Ok(Layout { config, granularity_bytes, total_limit_bytes: self.total_limit_bytes, heaps: self.heaps })
+    }
+}
+
+/// The segment that memory and allocations belong to.
+fn open_segment(heaps: &mut [HeapLayout]) -> Option<&mut SegmentLayout> {
+    heaps.last_mut()?.segments.last_mut()
+}
+
+/// Nothing follows in the heap's last segment.
+fn close_segment(heap: Option<&HeapLayout>) -> Result<(), Contradiction> {
+    match heap.and_then(|heap| heap.segments.last()) {
+        Some(SegmentLayout { id, extents, .. }) if extents.is_empty() => Err(Contradiction::NoMemory { segment: *id }),
+        _ => Ok(()),
+    }
+}
+
+fn check_heap(config: &PoolConfig, before: Option<&HeapLayout>, heap: &HeapLayout) -> Result<(), Contradiction> {
+    match (config.streams(), heap.stream, before) {
+        (StreamPolicy::Shared, None, None) | (StreamPolicy::Separate, Some(_), None) => {}
+        (StreamPolicy::Separate, Some(stream), Some(before)) => {
+            if before.stream >= Some(stream) {
+                return Err(Contradiction::HeapOutOfOrder { stream });
+            }
+        }
+        _ => return Err(Contradiction::HeapPolicy),
+    }
+    if heap.digest.ops == 0 && heap.next_segment == SegmentId(0) {
+        return Err(Contradiction::FreshHeap);
+    }
+    if heap.digest.ops > OPS_MAX {
+        return Err(Contradiction::TooManyOps { max: OPS_MAX });
+    }
+    if heap.next_segment.0 > SEGMENTS_MAX {
+        return Err(Contradiction::TooManySegments { max: SEGMENTS_MAX });
+    }
+    Ok(())
+}
+
+fn check_segment(
+    config: &PoolConfig,
+    heap: &HeapLayout,
+    segment: SegmentId,
+    class: SizeClass,
+) -> Result<(), Contradiction> {
+    if heap.segments.last().is_some_and(|before| before.id >= segment) {
+        return Err(Contradiction::SegmentOutOfOrder { segment });
+    }
+    if segment >= heap.next_segment {
+        return Err(Contradiction::SegmentNotBorn { segment, next: heap.next_segment });
+    }
+    if class == SizeClass::Small && !matches!(config.segments(), SegmentPolicy::Fixed(_)) {
+        return Err(Contradiction::SegmentClass { segment });
+    }
+    if matches!(config.segments(), SegmentPolicy::Reserved { .. }) && !heap.segments.is_empty() {
+        return Err(Contradiction::SecondSegment);
+    }
+    Ok(())
+}
+
+fn check_memory(
+    config: &PoolConfig,
+    granularity_bytes: u64,
+    before: Option<&Extent>,
+    extent: Extent,
+) -> Result<(), Contradiction> {
+    let Extent { offset_bytes, size_bytes } = extent;
+    let is_granular = |bytes: u64| bytes.is_multiple_of(granularity_bytes);
+    if !is_granular(offset_bytes) || !is_granular(size_bytes) || size_bytes == 0 {
+        return Err(Contradiction::MemoryGranule);
+    }
+    if before.is_some_and(|before| before.end_bytes() >= offset_bytes) {
+        return Err(Contradiction::MemoryOutOfOrder);
+    }
+    let whole = |bytes: u64| bytes.next_multiple_of(granularity_bytes);
+    let is_whole = before.is_none() && offset_bytes == 0;
+    let (expected_bytes, fits) = match config.segments() {
+        SegmentPolicy::Expandable(knobs) => (whole(knobs.range_bytes), true),
+        SegmentPolicy::Fixed(_) => (SEGMENT_BYTES_MAX, is_whole),
+        SegmentPolicy::Reserved { segment_bytes } => {
+            (whole(*segment_bytes), is_whole && size_bytes == whole(*segment_bytes))
+        }
+    };
+    let end = offset_bytes.checked_add(size_bytes).filter(|end| fits && *end <= expected_bytes);
+    end.map(drop).ok_or(Contradiction::MemoryOutOfRange { expected_bytes })
+}
+
+fn check_allocation(
+    heap: Option<StreamId>,
+    segment: &SegmentLayout,
+    allocation: &AllocationLayout,
+) -> Result<(), Contradiction> {
+    let AllocationLayout { offset_bytes, size_bytes, requested_bytes, stream, .. } = *allocation;
+    if !offset_bytes.is_multiple_of(UNIT_BYTES) || !size_bytes.is_multiple_of(UNIT_BYTES) || size_bytes == 0 {
+        return Err(Contradiction::Unaligned);
+    }
+    if segment.allocations.last().is_some_and(|before| before.end_bytes() > offset_bytes) {
+        return Err(Contradiction::AllocationOutOfOrder);
+    }
+    let at = segment.extents.partition_point(|extent| extent.end_bytes() <= offset_bytes);
+    let is_inside =
+        |extent: &&Extent| extent.offset_bytes <= offset_bytes && size_bytes <= extent.end_bytes() - offset_bytes;
+    if segment.extents.get(at).filter(is_inside).is_none() {
+        return Err(Contradiction::AllocationOutside);
+    }
+    if !(1..=size_bytes).contains(&requested_bytes) {
+        return Err(Contradiction::Request { size_bytes });
+    }
+    if heap.is_some_and(|own| own != stream) {
+        return Err(Contradiction::OtherStream { stream });
+    }
+    match allocation.name.as_ref().map(|name| name.len()) {
+        Some(bytes) if bytes > NAME_BYTES_MAX => Err(Contradiction::NameTooLong { bytes }),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,62 @@
+//! What a correct program does on the device with its allocations, for the race detector to look at.
+//!
+//! Each stream that uses an allocation writes all of it, after waiting for the other users. All other order between
+//! streams is the allocator's responsibility.
+
+use symmalloc_core::backend::{Backend, DeviceAddress};
+use symmalloc_core::sim::{Race, SimBackend};
+use symmalloc_core::{Allocation, Handle, StreamId};
+
+/// A live allocation of the program.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Live {
+    pub(crate) handle: Handle,
+    pub(crate) address: DeviceAddress,
+    pub(crate) size_bytes: u64,
+    /// Streams that use it, one bit each. Streams from 64 on are not followed.
+    users: u64,
+    last_user: StreamId,
+}
+
+impl Live {
+    /// Work on `stream` uses the allocation for the first time.
+    pub(crate) fn begin(device: &SimBackend, stream: StreamId, allocation: &Allocation) -> Result<Self, Race> {
+        let Allocation { handle, address, size_bytes, .. } = *allocation;
+        device.submit(stream, address, size_bytes)?;
+        Ok(Live { handle, address, size_bytes, users: bit(stream), last_user: stream })
+    }
+
+    /// The same allocation after its rank started again, on another device.
+    pub(crate) fn moved(self, handle: Handle, address: DeviceAddress) -> Self {
+        Live { handle, address, ..self }
+    }
+
+    /// Work on `stream` uses the allocation, too. A program that cannot wait does not use it.
+    pub(crate) fn shared(&mut self, device: &SimBackend, stream: StreamId) -> Result<(), Race> {
+        if self.users & bit(stream) == 0 {
+            let mut earlier = (0..64).map(StreamId).filter(|user| self.users & bit(*user) != 0);
+            if !earlier.all(|user| waits(device, stream, user)) {
+                return Ok(());
+            }
+            self.users |= bit(stream);
+            self.last_user = stream;
+        }
+        // An earlier user may not use it again without waiting for the later ones.
+        if self.last_user == stream && bit(stream) != 0 {
+            device.submit(stream, self.address, self.size_bytes)?;
+        }
+        Ok(())
+    }
+}
+
+fn bit(stream: StreamId) -> u64 {
+    1_u64.checked_shl(stream.0.into()).unwrap_or(0)
+}
+
+/// Makes `stream` wait for all work on `on`, behind the allocator's back. Whether it does.
+pub(crate) fn waits(device: &SimBackend, stream: StreamId, on: StreamId) -> bool {
+    let Ok(event) = device.record(on) else { return false };
+    let waited = device.wait(stream, event);
+    device.recycle(event);
+    waited.is_ok()
+}

@@ -1,0 +1,62 @@
+//! What a run came to.
+
+use std::ops::AddAssign;
+
+/// The outcome of a run that is as it must be. A function of the plan alone.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Outcome {
+    /// Ranks at the start.
+    pub ranks: u64,
+    /// Ops carried out, over all ranks.
+    pub ops: u64,
+    /// Ops that ranks carried out for themselves, in private pools.
+    pub private_ops: u64,
+    /// Points at which all live ranks were compared.
+    pub syncs: u64,
+    /// What happened to ranks.
+    pub faults: Faults,
+    /// Ranks that started again, for whatever reason.
+    pub restarts: u64,
+    /// Ranks that were lost and left the job.
+    pub left: u64,
+    /// Ranks that differed, because their driver refused memory, and were caught.
+    pub caught: u64,
+    /// Full scans of a rank's invariants.
+    pub checks: u64,
+    /// The most device memory that one rank held at once, in bytes.
+    pub device_bytes_peak: u64,
+    /// Over all heaps of the reference rank, at the last sync before everything was given up.
+    pub digest: u64,
+}
+
+/// What happened to ranks, by kind.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Faults {
+    /// Calls of drivers that failed, whatever the reason.
+    pub failed_calls: u64,
+    /// Ranks to which at least one of them happened.
+    pub ranks: u64,
+    /// Devices that were lost.
+    pub losses: u64,
+}
+
+impl AddAssign for Outcome {
+    /// Adds up runs. Peaks are the larger one; digests are folded.
+    fn add_assign(&mut self, other: Self) {
+        self.ranks += other.ranks;
+        self.ops += other.ops;
+        self.private_ops += other.private_ops;
+        self.syncs += other.syncs;
+        self.faults.failed_calls += other.faults.failed_calls;
+        self.faults.ranks += other.faults.ranks;
+        self.faults.losses += other.faults.losses;
+        self.restarts += other.restarts;
+        self.left += other.left;
+        self.caught += other.caught;
+        self.checks += other.checks;
+        self.device_bytes_peak = self.device_bytes_peak.max(other.device_bytes_peak);
+        self.digest = self.digest.rotate_left(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ other.digest;
+    }
+}

@@ -1,0 +1,503 @@
+//! One rank: its allocator on its device, in its surroundings.
+//!
+//! Between syncs a rank carries the steps of a stretch out in the order of its own schedule. What it decides is compared,
+//! step by step, with what the reference rank decided; only the reference writes a [`Journal`].
+//!
+//! ```text
+//!  alike ───the driver refuses something───► followed ───another digest after a step───► departed
+//!    │ another decision: a failure                │ the same digests: fine
+//! ```
+//! A rank to which nothing happened must decide as the reference does. A rank to which something happened may come to
+//! differ; it is followed digest by digest, so that it is known at which step each of its heaps departed. The agreement
+//! is held against that.
+
+use crate::decision::{Decision, Refusal};
+use crate::device_work::{Live, waits};
+use crate::failure::Cause;
+use crate::journal::{HeapDigest, HeapName, Journal};
+use crate::private_work::PrivateWork;
+use crate::program::{Program, Step, Stretch};
+use crate::schedule::Scheduler;
+use crate::surroundings::{Deviation, Purpose, Surroundings, sequence};
+use std::collections::BTreeMap;
+use symmalloc_core::backend::Backend;
+use symmalloc_core::config::{Config, SegmentPolicy, StreamPolicy};
+use symmalloc_core::errors::{AllocateError, FreeError};
+use symmalloc_core::lock::Lock;
+use symmalloc_core::sim::{Fault, FaultRule, SimBackend, SplitMix64};
+use symmalloc_core::{Allocator, Digest, Op, PoolId, StreamId};
+
+/// What every rank of a job has in common.
+#[derive(Clone, Debug)]
+pub(crate) struct Job {
+    pub(crate) seed: u64,
+    pub(crate) config: Config,
+    pub(crate) granularity_bytes: u64,
+    pub(crate) program: Program,
+    /// Ranks may use up the limit over all pools for themselves: pools that are not symmetric may differ then.
+    pub(crate) may_starve: bool,
+    /// A rank that is followed digest by digest from the start, to find the step at which it departs.
+    pub(crate) watched: Option<u32>,
+}
+
+impl Job {
+    /// Whether ranks are compared in a pool.
+    pub(crate) fn compares(&self, pool: PoolId) -> bool {
+        !self.may_starve || self.program.policies.of(pool).symmetric()
+    }
+
+    /// The pool of a step that is about one.
+    fn pool_of(&self, op: &Op) -> Option<PoolId> {
+        match op {
+            Op::Allocate { pool, .. } | Op::Reserve { pool, .. } | Op::DestroyPool { pool } => Some(*pool),
+            Op::Trim { pool } => *pool,
+            Op::Free { id } | Op::RecordUse { id, .. } => self.program.homes.get(id).map(|(pool, _)| *pool),
+            _ => None,
+        }
+    }
+}
+
+/// Why a rank did not get to the sync.
+#[derive(Clone, Debug)]
+pub(crate) enum Stop {
+    /// Its device is lost.
+    Lost,
+    /// Something that must not be.
+    Failed { step: Option<usize>, cause: Cause },
+}
+
+/// Whether a rank must be like the reference.
+#[derive(Clone, Debug)]
+pub(crate) enum Standing {
+    Alike,
+    /// Something happened to it. By heap that differs now: the step after which it began to.
+    Followed {
+        departed: BTreeMap<HeapName, usize>,
+    },
+}
+
+/// Attempts at a call that the driver refuses, before a program gives up.
+const ATTEMPTS_MAX: usize = 100;
+
+/// One rank. See the [module documentation](self).
+#[derive(Debug)]
+pub(crate) struct Rank<L: Lock> {
+    pub(crate) surroundings: Surroundings,
+    /// How often it was started again.
+    pub(crate) incarnation: u32,
+    pub(crate) allocator: Allocator<SimBackend, L>,
+    /// By slot.
+    pub(crate) live: Vec<Option<Live>>,
+    /// The allocator's pools by the program's.
+    pub(crate) pools: Vec<PoolId>,
+    private: Option<PrivateWork>,
+    moments: SplitMix64,
+    failed_calls: u64,
+    pub(crate) standing: Standing,
+    pub(crate) ops: u64,
+    /// Of private work that has ended.
+    private_ops: u64,
+}
+
+impl<L: Lock> Rank<L> {
+    /// A rank that has done nothing yet.
+    pub(crate) fn new(job: &Job, surroundings: Surroundings, incarnation: u32) -> Self {
+        let mut device = SimBackend::builder()
+            .seed(job.seed.wrapping_add(u64::from(incarnation) << 32))
+            .rank(surroundings.rank)
+            .granularity_bytes(job.granularity_bytes)
+            .delays(surroundings.delays)
+            .memory_bytes(surroundings.memory_bytes.unwrap_or(1 << 50));
+        // A lost device first: of two rules that apply, the first decides.
+        let mut faults = surroundings.faults.clone();
+        faults.sort_by_key(|fault| fault.fault != Fault::DeviceLost);
+        for fault in faults {
+            device = device.fail(fault.call, FaultRule::At { ordinal: fault.ordinal }, fault.fault);
+        }
+        let sequence_of = |purpose| sequence(job.seed, purpose, u64::from(surroundings.rank)).split(incarnation.into());
+        Rank {
+            incarnation,
+            allocator: Allocator::new(device.build(), job.config.clone()).expect("a valid granularity"),
+            live: vec![None; job.program.slot_count],
+            pools: vec![PoolId::DEFAULT],
+            private: (surroundings.private_per_million > 0)
+                .then(|| PrivateWork::new(sequence_of(Purpose::Private), job.program.streams.max(1))),
+            moments: sequence_of(Purpose::Moments),
+            failed_calls: 0,
+            standing: match job.watched {
+                Some(watched) if watched == surroundings.rank => Standing::Followed { departed: BTreeMap::new() },
+                _ => Standing::Alike,
+            },
+            ops: 0,
+            private_ops: 0,
+            surroundings,
+        }
+    }
+
+    /// Carries a stretch out, and enters what it decides.
+    pub(crate) fn lead(&mut self, job: &Job, stretch: usize, scheduler: &mut Scheduler) -> Result<Journal, Stop> {
+        let steps = job.program.stretches[stretch].steps.clone();
+        let mut journal = Journal::of(steps.len());
+        self.carry_out(job, stretch, scheduler, |rank, index, decision| {
+            let digests = rank.touched_digests(job, &job.program.steps[steps.start + index].op);
+            journal.enter(index, decision, digests);
+            Ok(())
+        })?;
+        journal.last = self.digests(job);
+        Ok(journal)
+    }
+
+    /// Carries a stretch out, and compares what it decides with the journal.
+    pub(crate) fn follow(
+        &mut self,
+        job: &Job,
+        stretch: usize,
+        scheduler: &mut Scheduler,
+        journal: &Journal,
+    ) -> Result<(), Stop> {
+        let start = job.program.stretches[stretch].steps.start;
+        self.carry_out(job, stretch, scheduler, |rank, index, decision| {
+            rank.compare(job, start + index, decision, journal.decision(index), journal.digests(index))
+        })?;
+        let digests = self.digests(job);
+        match &mut self.standing {
+            Standing::Alike => first_difference(&digests, &journal.last)
+                .map_or(Ok(()), |heap| Err(Stop::Failed { step: None, cause: Cause::OtherDigest { heap } })),
+            Standing::Followed { departed } => {
+                // A heap whose pool was given up since is on none of the two.
+                departed.retain(|heap, _| digest_of(&digests, *heap) != digest_of(&journal.last, *heap));
+                Ok(())
+            }
+        }
+    }
+
+    /// Carries a stretch out without looking at it: it was compared before.
+    pub(crate) fn repeat(&mut self, job: &Job, stretch: usize, scheduler: &mut Scheduler) -> Result<(), Stop> {
+        self.carry_out(job, stretch, scheduler, |_, _, _| Ok(()))
+    }
+
+    fn carry_out(
+        &mut self,
+        job: &Job,
+        stretch: usize,
+        scheduler: &mut Scheduler,
+        mut decided: impl FnMut(&mut Self, usize, Decision) -> Result<(), Stop>,
+    ) -> Result<(), Stop> {
+        let Stretch { steps, order } = &job.program.stretches[stretch];
+        let random = sequence(job.seed, Purpose::Schedule, self.surroundings.rank.into());
+        let random = random.split(self.incarnation.into()).split(stretch as u64);
+        for &index in scheduler.schedule(order, self.surroundings.schedule, random) {
+            let index = index as usize;
+            let number = steps.start + index;
+            let failed = |race| Stop::Failed { step: Some(number), cause: Cause::Race(race) };
+            self.moment(job).map_err(failed)?;
+            let decision = self.step(job, number).map_err(failed)?;
+            self.ops += 1;
+            if self.is_lost() {
+                return Err(Stop::Lost);
+            }
+            self.notice_refusals();
+            decided(self, index, decision)?;
+        }
+        Ok(())
+    }
+
+    /// What happens between two steps, on this rank alone.
+    fn moment(&mut self, job: &Job) -> Result<(), symmalloc_core::sim::Race> {
+        let Surroundings { pace_ticks, asks_per_million, private_per_million, .. } = self.surroundings;
+        if pace_ticks > 0 {
+            self.allocator.backend().tick(self.moments.below(u64::from(pace_ticks) + 1));
+        }
+        if asks_per_million > 0 && self.moments.chance(asks_per_million) {
+            // Whatever the driver says: nobody may notice.
+            let _answer = self.allocator.drop_completed_fences();
+        }
+        let has_all = self.pools.len() == job.program.pools()
+            && self.allocator.stream_count() as usize >= job.program.streams.max(1);
+        if let Some(private) = self.private.as_mut().filter(|_| has_all)
+            && self.moments.chance(private_per_million)
+        {
+            private.work(&self.allocator)?;
+        }
+        Ok(())
+    }
+
+    /// Whether the device was lost.
+    fn is_lost(&self) -> bool {
+        let mut ends = self.surroundings.faults.iter().filter(|fault| fault.fault == Fault::DeviceLost).peekable();
+        if ends.peek().is_none() {
+            return false;
+        }
+        let calls = self.allocator.backend().calls();
+        ends.any(|fault| fault.call.map_or(calls.fallible(), |call| calls.of(call)) > fault.ordinal)
+    }
+
+    /// A rank whose driver refused something is followed from now on.
+    fn notice_refusals(&mut self) {
+        if !self.surroundings.is_faulty() {
+            return;
+        }
+        let failed_calls = self.allocator.backend().calls().failed();
+        if failed_calls > self.failed_calls {
+            self.failed_calls = failed_calls;
+            self.begin_to_follow();
+        }
+    }
+
+    fn begin_to_follow(&mut self) {
+        if let Standing::Alike = self.standing {
+            self.standing = Standing::Followed { departed: BTreeMap::new() };
+        }
+    }
+
+    fn compare(
+        &mut self,
+        job: &Job,
+        number: usize,
+        decision: Decision,
+        expected: Decision,
+        expected_digests: &[HeapDigest],
+    ) -> Result<(), Stop> {
+        let op = &job.program.steps[number].op;
+        let is_compared = job.pool_of(op).is_none_or(|pool| job.compares(pool));
+        if let Standing::Alike = self.standing
+            && decision != expected
+            && is_compared
+        {
+            let starved = Decision::Refused(Refusal::LimitOverAll);
+            if !(job.may_starve && [decision, expected].contains(&starved)) {
+                let cause = Cause::OtherDecision { decision, expected };
+                return Err(Stop::Failed { step: Some(number), cause });
+            }
+            self.begin_to_follow();
+        }
+        if matches!(self.standing, Standing::Followed { .. }) {
+            let digests = self.touched_digests(job, op);
+            self.depart(&digests, expected_digests, number);
+        }
+        match &self.standing {
+            Standing::Followed { departed } if job.watched == Some(self.surroundings.rank) => {
+                match departed.keys().next() {
+                    Some(&heap) => Err(Stop::Failed { step: Some(number), cause: Cause::OtherDigest { heap } }),
+                    None => Ok(()),
+                }
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Notes which heaps differ after a step.
+    fn depart(&mut self, digests: &[HeapDigest], expected: &[HeapDigest], number: usize) {
+        let Standing::Followed { departed } = &mut self.standing else { return };
+        for (heap, _) in digests.iter().chain(expected) {
+            if digest_of(digests, *heap) != digest_of(expected, *heap) {
+                departed.entry(*heap).or_insert(number);
+            } else {
+                // Its neighbour took the same from it, only at another step: its history is the same again.
+                departed.remove(heap);
+            }
+        }
+    }
+
+    /// The digests of all compared heaps.
+    pub(crate) fn digests(&self, job: &Job) -> Vec<HeapDigest> {
+        let mut digests = Vec::new();
+        for pool in (0..self.pools.len() as u32).map(PoolId).filter(|pool| job.compares(*pool)) {
+            self.add_digests(pool, |_| true, &mut digests);
+        }
+        digests
+    }
+
+    /// The digests of the compared heaps that an op touched.
+    fn touched_digests(&self, job: &Job, op: &Op) -> Vec<HeapDigest> {
+        let policies = &job.program.policies;
+        let mut digests = Vec::new();
+        match op {
+            Op::Trim { pool: None } => return self.digests(job),
+            Op::Trim { pool: Some(pool) } | Op::DestroyPool { pool } if job.compares(*pool) => {
+                self.add_digests(*pool, |_| true, &mut digests);
+            }
+            Op::Allocate { .. } | Op::Reserve { .. } | Op::Free { .. } | Op::RecordUse { .. } => {
+                let (pool, stream) = match op {
+                    Op::Allocate { pool, stream, .. } | Op::Reserve { pool, stream, .. } => (*pool, *stream),
+                    Op::Free { id } | Op::RecordUse { id, .. } => job.program.homes[id],
+                    _ => unreachable!("matched above"),
+                };
+                let is_shared = policies.of(pool).streams() == StreamPolicy::Shared;
+                let is_whole = is_shared || policies.reclaims_as_a_whole(pool);
+                if job.compares(pool) {
+                    self.add_digests(pool, |heap| is_whole || heap == Some(stream), &mut digests);
+                }
+            }
+            _ => {}
+        }
+        digests
+    }
+
+    fn add_digests(&self, pool: PoolId, wanted: impl Fn(Option<StreamId>) -> bool, digests: &mut Vec<HeapDigest>) {
+        let Some(own) = self.pools.get(pool.index()) else { return };
+        let all = self.allocator.heap_digests(*own).unwrap_or_default();
+        let wanted = all.into_iter().filter(|(stream, _)| wanted(*stream));
+        digests.extend(wanted.map(|(stream, digest)| (HeapName { pool, stream }, digest)));
+    }
+
+    /// Carries one step out. A call that the driver refuses without an effect is tried again.
+    fn step(&mut self, job: &Job, number: usize) -> Result<Decision, symmalloc_core::sim::Race> {
+        let Step { op, name, .. } = &job.program.steps[number];
+        let slot = job.program.slots[number] as usize;
+        let refused = |refusal| Ok(Decision::Refused(refusal));
+        match *op {
+            Op::Allocate { id, pool, stream, size_bytes } => {
+                self.live[slot] = None;
+                let size_bytes = match self.surroundings.deviation {
+                    Some(Deviation::OtherSize { id: other, size_bytes }) if other == id => size_bytes,
+                    _ => size_bytes,
+                };
+                let pool = self.pools[pool.index()];
+                let allocate = || match name {
+                    None => self.allocator.allocate(pool, stream, size_bytes),
+                    Some(name) => self.allocator.allocate_named(pool, stream, size_bytes, name),
+                };
+                match insist(allocate, |error| matches!(error, AllocateError::Fence { .. })) {
+                    Err(error) => return refused(Refusal::from(&error)),
+                    Ok(allocation) => {
+                        self.live[slot] = Some(Live::begin(self.allocator.backend(), stream, &allocation)?);
+                        return Ok(Decision::Placed(allocation.placement));
+                    }
+                }
+            }
+            Op::Free { id } => {
+                let Some(live) = self.live[slot] else { return refused(Refusal::NotLive) };
+                if self.surroundings.deviation == Some(Deviation::KeepAllocation { id }) {
+                    return Ok(Decision::Done);
+                }
+                let free = || self.allocator.free(live.handle);
+                if let Err(error) = insist(free, |error| matches!(error, FreeError::Fence(_))) {
+                    return refused(Refusal::from(&error));
+                }
+                self.live[slot] = None;
+            }
+            Op::RecordUse { stream, .. } => {
+                let Some(live) = &mut self.live[slot] else { return refused(Refusal::NotLive) };
+                if let Err(error) = self.allocator.record_use(live.handle, stream) {
+                    return refused(Refusal::from(&error));
+                }
+                live.shared(self.allocator.backend(), stream)?;
+            }
+            Op::Wait { stream, on } => {
+                let backend = self.allocator.backend();
+                if (0..ATTEMPTS_MAX).any(|_| waits(backend, stream, on)) {
+                    self.allocator.stream_waits(stream, on).expect("both are registered");
+                }
+            }
+            Op::Synchronize { stream } => {
+                let backend = self.allocator.backend();
+                if insist(|| backend.synchronize(stream), |_| true).is_ok() {
+                    self.allocator.stream_synchronized(stream).expect("it is registered");
+                }
+            }
+            _ => return Ok(self.step_rarely(op)),
+        }
+        Ok(Decision::Done)
+    }
+
+    fn step_rarely(&mut self, op: &Op) -> Decision {
+        let refused = |refusal| Decision::Refused(refusal);
+        match op {
+            Op::Reserve { pool, stream, size_bytes } => {
+                let pool = self.pools[pool.index()];
+                let reserve = || self.allocator.reserve(pool, *stream, *size_bytes);
+                match insist(reserve, |error| matches!(error, AllocateError::Fence { .. })) {
+                    Ok(()) => Decision::Done,
+                    Err(error) => refused(Refusal::from(&error)),
+                }
+            }
+            Op::Trim { pool } => match self.allocator.trim(pool.map(|pool| self.pools[pool.index()])) {
+                Ok(_) => Decision::Done,
+                Err(error) => refused(Refusal::from(&error)),
+            },
+            Op::RegisterStream { .. } => {
+                self.allocator.register_stream().expect("few");
+                Decision::Done
+            }
+            Op::CreatePool { config, .. } => {
+                self.pools.push(self.allocator.create_pool((**config).clone()).expect("it always can"));
+                Decision::Done
+            }
+            Op::DestroyPool { pool } => match self.allocator.destroy_pool(self.pools[pool.index()]) {
+                Ok(()) => Decision::Done,
+                Err(error) => refused(Refusal::from(&error)),
+            },
+            _ => Decision::Done,
+        }
+    }
+
+    /// From here on nothing fails any more, and the rank works for itself no longer.
+    pub(crate) fn heal(&mut self) {
+        self.allocator.backend().heal();
+        self.surroundings.faults.clear();
+        if let Some(mut private) = self.private.take() {
+            private.end(&self.allocator);
+            self.private_ops += private.ops;
+        }
+    }
+
+    /// How much the rank did for itself.
+    pub(crate) fn private_ops(&self) -> u64 {
+        self.private_ops + self.private.as_ref().map_or(0, |private| private.ops)
+    }
+
+    /// Liveness: everything was freed and given back.
+    pub(crate) fn ended(&self, job: &Job) -> Result<(), Cause> {
+        // What the last users of a segment that stays have left is waited for, and then forgotten.
+        for stream in (0..self.allocator.stream_count() as u16).map(StreamId) {
+            self.allocator.backend().synchronize(stream).expect("the driver works");
+            self.allocator.stream_synchronized(stream).expect("it is registered");
+        }
+        self.allocator.drop_completed_fences().expect("the driver works");
+        self.allocator.check().map_err(|violation| Cause::Violation(violation.to_string().into()))?;
+        let stats = self.allocator.stats();
+        let kept = match job.program.policies.of(PoolId::DEFAULT).segments() {
+            // Such a segment is there for ever, and the default pool is never destroyed.
+            SegmentPolicy::Reserved { .. } => {
+                self.allocator.pool_stats(PoolId::DEFAULT).map_or(0, |stats| stats.reserved_bytes.current)
+            }
+            _ => 0,
+        };
+        let leaks = self.allocator.backend().leaks();
+        let allocations = stats.usage.all.allocations.current;
+        let is_clean = allocations == 0
+            && stats.reserved_bytes.current == kept
+            && stats.retired_bytes == 0
+            && leaks.mapped_bytes == kept
+            && leaks.events == 0
+            && (leaks.ranges == 0 || kept > 0);
+        let reserved_bytes = stats.reserved_bytes.current;
+        if is_clean { Ok(()) } else { Err(Cause::LeftBehind { allocations, reserved_bytes, leaks }) }
+    }
+}
+
+/// Tries again what failed for a reason that may pass.
+fn insist<T, E>(attempt: impl Fn() -> Result<T, E>, may_pass: impl Fn(&E) -> bool) -> Result<T, E> {
+    for _ in 1..ATTEMPTS_MAX {
+        match attempt() {
+            Err(error) if may_pass(&error) => {}
+            done => return done,
+        }
+    }
+    attempt()
+}
+
+/// A heap's digest; `None` if it has done nothing, or its pool is gone.
+fn digest_of(digests: &[HeapDigest], heap: HeapName) -> Option<Digest> {
+    digests.iter().find(|(name, _)| *name == heap).map(|(_, digest)| *digest)
+}
+
+/// The first heap that is not the same in both.
+pub(crate) fn first_difference(digests: &[HeapDigest], expected: &[HeapDigest]) -> Option<HeapName> {
+    if digests == expected {
+        return None;
+    }
+    let differs = |one: &[HeapDigest], other: &[HeapDigest]| one.iter().find(|entry| !other.contains(entry)).copied();
+    differs(expected, digests).or_else(|| differs(digests, expected)).map(|(heap, _)| heap)
+}

@@ -1,0 +1,333 @@
+//! A run: all ranks of a plan, stretch by stretch, compared at every sync.
+//!
+//! ```text
+//!           ┌─ reference ──► journal ─┐
+//!  stretch ─┤                         ├─ compared step by step ─► sync: digests, agreement, check()
+//!           └─ the other ranks ◄──────┘                            │
+//!                                                                  ├─ departed ranks start again
+//!                                                                  └─ lost ranks start again, or leave
+//!  ... and after the last stretch of the safety phase: heal, free everything, give everything back
+//! ```
+
+use crate::agreement::agree;
+use crate::crew::{Alone, Crew, Workers};
+use crate::failure::{Cause, Failure};
+use crate::journal::Journal;
+use crate::outcome::Outcome;
+use crate::plan::Plan;
+use crate::rank::{Job, Rank, Standing, Stop, first_difference};
+use crate::rejoin::rejoin;
+use crate::schedule::Scheduler;
+use crate::surroundings::{AfterLoss, Purpose, Surroundings, sequence};
+use std::num::NonZeroUsize;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use symmalloc_core::Record;
+use symmalloc_core::lock::{Exclusive, Lock};
+
+/// How far a run is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Progress {
+    /// Steps of the program that every rank is through with.
+    pub steps: usize,
+    /// Steps of the program, those of the liveness phase included.
+    pub steps_total: usize,
+}
+
+/// Simulates a job on so many threads of this machine. `progress` is called at every sync.
+///
+/// # Errors
+/// When something went wrong that must not: the first thing, in the order of steps between two syncs and then of ranks.
+///
+/// # Determinism
+/// The outcome, and a failure, is a function of the plan. The number of threads decides nothing.
+pub fn simulate(plan: &Plan, workers: NonZeroUsize, progress: &mut dyn FnMut(Progress)) -> Result<Outcome, Failure> {
+    let failure = match run(plan, workers, None, progress) {
+        Ok(outcome) => return Ok(outcome),
+        Err(failure) => failure,
+    };
+    let (Cause::OtherDecision { .. } | Cause::OtherDigest { .. }, Some(rank)) = (&failure.cause, failure.rank) else {
+        return Err(failure);
+    };
+    // Ranks may have parted long before a decision shows it. Once more, with a look at that rank's digests after each step.
+    match run(plan, workers, Some(rank), &mut |_| ()) {
+        Err(earlier) if earlier.rank == failure.rank && earlier.step != failure.step => Err(earlier),
+        _ => Err(failure),
+    }
+}
+
+fn run(
+    plan: &Plan,
+    workers: NonZeroUsize,
+    watched: Option<u32>,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<Outcome, Failure> {
+    let Some(reference) = plan.reference() else {
+        return Err(Failure {
+            seed: plan.seed,
+            rank: None,
+            step: None,
+            op: None,
+            cause: Cause::NoReference,
+            report: None,
+        });
+    };
+    let has_private = plan.ranks.iter().any(|rank| rank.private_per_million > 0);
+    let job = Job {
+        seed: plan.seed,
+        config: plan.config.clone(),
+        granularity_bytes: plan.granularity_bytes,
+        program: plan.program(),
+        may_starve: has_private && plan.config.limit_bytes().is_some(),
+        watched,
+    };
+    let run = AssertUnwindSafe(|| match workers.get() {
+        1 => Run::<Exclusive, _>::new(&job, plan, reference, Alone).run(progress),
+        _ => Run::new(&job, plan, reference, Workers(workers)).run(progress),
+    });
+    let failed = |rank, step: Option<usize>, cause| {
+        let line = |step: usize| Record::from(job.program.steps[step].op.clone()).to_string().into();
+        Failure { seed: plan.seed, rank, step, op: step.map(line), cause, report: None }
+    };
+    match catch_unwind(run) {
+        Ok(Ok(outcome)) => Ok(outcome),
+        Ok(Err(Failed { rank, step, cause })) => Err(failed(rank, step, cause)),
+        Err(panic) => Err(failed(None, None, Cause::Panic(message(panic.as_ref())))),
+    }
+}
+
+/// What a panic said.
+fn message(panic: &(dyn std::any::Any + Send)) -> Box<str> {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message").into()
+}
+
+/// A failure before it is told to people.
+struct Failed {
+    rank: Option<u32>,
+    step: Option<usize>,
+    cause: Cause,
+}
+
+/// A place in the job: a rank that works, or nobody any more.
+#[derive(Debug)]
+pub(crate) struct Seat<L: Lock>(Option<Box<Rank<L>>>);
+
+/// What became of a rank in a stretch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Arrival {
+    AtSync,
+    /// Its device is lost.
+    Lost,
+    /// There was none.
+    Nobody,
+}
+
+impl<L: Lock> Seat<L> {
+    /// Lets its rank carry a stretch out, if there is one.
+    fn follow(
+        &mut self,
+        job: &Job,
+        stretch: usize,
+        scheduler: &mut Scheduler,
+        journal: &Journal,
+    ) -> Result<Arrival, Failed> {
+        let Some(rank) = &mut self.0 else { return Ok(Arrival::Nobody) };
+        let number = Some(rank.surroundings.rank);
+        match catch_unwind(AssertUnwindSafe(|| rank.follow(job, stretch, scheduler, journal))) {
+            Ok(Ok(())) => Ok(Arrival::AtSync),
+            Ok(Err(Stop::Lost)) => Ok(Arrival::Lost),
+            Ok(Err(Stop::Failed { step, cause })) => Err(Failed { rank: number, step, cause }),
+            Err(panic) => Err(Failed { rank: number, step: None, cause: Cause::Panic(message(panic.as_ref())) }),
+        }
+    }
+}
+
+struct Run<'a, L: Lock, C> {
+    job: &'a Job,
+    seats: Vec<Seat<L>>,
+    /// The seat of the reference.
+    reference: usize,
+    crew: C,
+    outcome: Outcome,
+}
+
+/// One rank in so many is scanned at a sync, besides the reference.
+const CHECKED_ONE_IN: u64 = 16;
+
+impl<'a, L: Lock, C: Crew<L>> Run<'a, L, C> {
+    fn new(job: &'a Job, plan: &Plan, reference: usize, crew: C) -> Self {
+        let seat = |surroundings: &Surroundings| Seat(Some(Box::new(Rank::new(job, surroundings.clone(), 0))));
+        let outcome = Outcome { ranks: plan.ranks.len() as u64, ..Outcome::default() };
+        Run { job, seats: plan.ranks.iter().map(seat).collect(), reference, crew, outcome }
+    }
+
+    fn run(mut self, progress: &mut dyn FnMut(Progress)) -> Result<Outcome, Failed> {
+        let program = &self.job.program;
+        for stretch in 0..program.stretches.len() {
+            if stretch == program.liveness {
+                self.outcome.digest = self.digest();
+                self.ranks_mut().for_each(Rank::heal);
+            }
+            let arrivals = self.stretch(stretch)?;
+            self.sync(stretch, &arrivals)?;
+            progress(Progress { steps: program.stretches[stretch].steps.end, steps_total: program.steps.len() });
+        }
+        for seat in 0..self.seats.len() {
+            if let Some(rank) = self.seats[seat].0.take() {
+                let failed = |cause| Failed { rank: Some(rank.surroundings.rank), step: None, cause };
+                rank.ended(self.job).map_err(failed)?;
+                self.count(&rank);
+            }
+        }
+        Ok(self.outcome)
+    }
+
+    fn ranks_mut(&mut self) -> impl Iterator<Item = &mut Rank<L>> {
+        self.seats.iter_mut().filter_map(|seat| seat.0.as_deref_mut())
+    }
+
+    fn reference(&mut self) -> &mut Rank<L> {
+        self.seats[self.reference].0.as_deref_mut().expect("nothing happens to the reference")
+    }
+
+    /// Over all digests of the reference.
+    fn digest(&mut self) -> u64 {
+        let job = self.job;
+        let digests = self.reference().digests(job).into_iter().map(|(_, digest)| digest.value);
+        digests.fold(0, |all, one| all.rotate_left(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ one)
+    }
+
+    /// Lets every rank carry a stretch out: the reference first.
+    fn stretch(&mut self, stretch: usize) -> Result<Vec<Arrival>, Failed> {
+        let job = self.job;
+        let reference = self.reference();
+        let number = Some(reference.surroundings.rank);
+        let journal = match reference.lead(job, stretch, &mut Scheduler::default()) {
+            Ok(journal) => journal,
+            Err(Stop::Failed { step, cause }) => return Err(Failed { rank: number, step, cause }),
+            Err(Stop::Lost) => unreachable!("nothing happens to the reference"),
+        };
+        let leader = self.seats[self.reference].0.take();
+        let answers = self.crew.each(&mut self.seats, |seat, scheduler| seat.follow(job, stretch, scheduler, &journal));
+        self.seats[self.reference].0 = leader;
+        // The earliest step first, then the lowest rank: whichever thread was faster.
+        let failed =
+            |answer: &Result<Arrival, Failed>| answer.as_ref().err().map(|failed| failed.step.unwrap_or(usize::MAX));
+        let first = (0..answers.len()).filter_map(|seat| Some((failed(&answers[seat])?, seat))).min();
+        let mut arrivals = Vec::with_capacity(answers.len());
+        for (seat, answer) in answers.into_iter().enumerate() {
+            match answer {
+                Ok(arrival) => arrivals.push(arrival),
+                Err(failed) if first.is_some_and(|(_, first)| first == seat) => return Err(failed),
+                Err(_) => arrivals.push(Arrival::Nobody),
+            }
+        }
+        Ok(arrivals)
+    }
+
+    /// All ranks are together: they are compared, and what happened to some is repaired.
+    fn sync(&mut self, stretch: usize, arrivals: &[Arrival]) -> Result<(), Failed> {
+        self.outcome.syncs += 1;
+        for (seat, arrival) in arrivals.iter().enumerate() {
+            if *arrival == Arrival::Lost {
+                self.outcome.faults.losses += 1;
+                let after_loss = self.seats[seat].0.as_ref().map(|rank| rank.surroundings.after_loss);
+                if after_loss == Some(AfterLoss::Restart) {
+                    self.restart(seat, stretch + 1)?;
+                } else if let Some(rank) = self.seats[seat].0.take() {
+                    self.outcome.left += 1;
+                    self.count(&rank);
+                }
+            }
+        }
+        self.check(stretch)?;
+        for seat in self.agree()? {
+            self.outcome.caught += 1;
+            self.restart(seat, stretch + 1)?;
+        }
+        let syncs = stretch as u32 + 1;
+        for seat in 0..self.seats.len() {
+            if self.seats[seat].0.as_ref().is_some_and(|rank| rank.surroundings.restart_at == Some(syncs)) {
+                self.restart(seat, stretch + 1)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Scans some ranks.
+    fn check(&mut self, stretch: usize) -> Result<(), Failed> {
+        let mut random = sequence(self.job.seed, Purpose::Checks, stretch as u64);
+        for (seat, rank) in self.seats.iter().enumerate().filter_map(|(seat, rank)| Some((seat, rank.0.as_ref()?))) {
+            if random.below(CHECKED_ONE_IN) == 0 || seat == self.reference {
+                self.outcome.checks += 1;
+                let failed = |cause| Failed { rank: Some(rank.surroundings.rank), step: None, cause };
+                rank.allocator.check().map_err(|error| failed(Cause::Violation(error.to_string().into())))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets the ranks agree, and holds that against what is known about each. Returns the seats that must start again:
+    /// those of ranks that departed, in symmetric pools or in others.
+    fn agree(&self) -> Result<Vec<usize>, Failed> {
+        let live: Vec<(usize, &Rank<L>)> =
+            self.seats.iter().enumerate().filter_map(|(seat, rank)| Some((seat, rank.0.as_deref()?))).collect();
+        let differences = agree(self.job, &live, self.reference);
+        let mut departed = Vec::new();
+        for (seat, rank) in live {
+            let known = match &rank.standing {
+                Standing::Followed { departed } => Some(departed),
+                Standing::Alike => None,
+            };
+            let failed = |step, cause| Failed { rank: Some(rank.surroundings.rank), step, cause };
+            for difference in differences.iter().filter(|difference| difference.seat == seat) {
+                if known.is_none_or(|known| !known.contains_key(&difference.heap)) {
+                    return Err(failed(None, Cause::FalseAlarm));
+                }
+            }
+            for (heap, step) in known.into_iter().flatten() {
+                let is_symmetric = self.job.program.policies.of(heap.pool).symmetric();
+                let is_reported =
+                    differences.iter().any(|difference| difference.seat == seat && difference.heap == *heap);
+                if is_symmetric && !is_reported {
+                    return Err(failed(Some(*step), Cause::Missed));
+                }
+            }
+            if known.is_some_and(|known| !known.is_empty()) {
+                departed.push(seat);
+            }
+        }
+        Ok(departed)
+    }
+
+    /// Starts a rank again, which has the same future as the others from here on.
+    fn restart(&mut self, seat: usize, stretches: usize) -> Result<(), Failed> {
+        let Some(rank) = self.seats[seat].0.take() else { return Ok(()) };
+        self.count(&rank);
+        self.outcome.restarts += 1;
+        let (surroundings, incarnation) = (rank.surroundings.clone(), rank.incarnation + 1);
+        drop(rank);
+        let number = surroundings.rank;
+        let failed = |cause| Failed { rank: Some(number), step: None, cause };
+        let rank = rejoin(self.job, &surroundings, incarnation, stretches).map_err(failed)?;
+        let job = self.job;
+        if let Some(heap) = first_difference(&rank.digests(job), &self.reference().digests(job)) {
+            return Err(failed(Cause::Rejoined { heap }));
+        }
+        self.seats[seat].0 = Some(Box::new(rank));
+        Ok(())
+    }
+
+    /// Adds what a rank did and what happened to it.
+    fn count(&mut self, rank: &Rank<L>) {
+        let device = rank.allocator.backend();
+        let failed_calls = device.calls().failed();
+        let outcome = &mut self.outcome;
+        outcome.ops += rank.ops;
+        outcome.private_ops += rank.private_ops();
+        outcome.faults.failed_calls += failed_calls;
+        outcome.faults.ranks += u64::from(failed_calls > 0);
+        outcome.device_bytes_peak = outcome.device_bytes_peak.max(device.mapped_bytes_peak());
+    }
+}

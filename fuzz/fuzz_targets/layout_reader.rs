@@ -1,0 +1,10 @@
+//! Text as a layout: read, written, read back, restored and used.
+#![no_main]
+
+#[path = "../count.rs"]
+mod count;
+
+use libfuzzer_sys::fuzz_target;
+use symmalloc_harness::targets;
+
+fuzz_target!(init: count::print_at_exit(), |bytes: &[u8]| count::add(targets::layout_reader(bytes)));

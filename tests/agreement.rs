@@ -1,0 +1,357 @@
+//! Agreement: a difference of any kind, at any place, on any rank, is caught at the next agreement and named (rule D7).
+//!
+//! `SYMMALLOC_INJECTIONS=1000000 cargo test --release --test agreement -- --nocapture` injects more, and prints the table.
+
+use std::collections::BTreeMap;
+use symmalloc_core::agreement::{
+    Action, AgreementError, Cause, Difference, Disagreement, Point, Witness, agree_in_lockstep,
+};
+use symmalloc_core::errors::{AllocateError, OutOfMemoryCause};
+use symmalloc_core::op::{Op, Record};
+use symmalloc_core::replay::{Program, Replay, StepError};
+use symmalloc_core::sim::{Call, Fault, FaultRule, SimBackend, SplitMix64};
+use symmalloc_core::{Allocator, Config, PoolId, StreamId};
+use symmalloc_harness::generate::Scenario;
+use symmalloc_harness::jobs;
+use symmalloc_harness::mutation::{Kind, Mutant, SymmetricProgram};
+
+/// Injections of a plain run, over all kinds.
+const INJECTIONS: u64 = 10_000;
+
+/// Ops of a generated program, and of a window of a recorded job.
+const OPS: usize = 100;
+
+type HeapName = (PoolId, Option<StreamId>);
+
+/// Which op of the program did which ops of which heap.
+#[derive(Default)]
+struct Origins {
+    /// By heap: (number of ops after it, op of the program, digest), ascending.
+    heaps: BTreeMap<HeapName, Vec<(u64, usize, u64)>>,
+}
+
+impl Origins {
+    fn note(&mut self, index: usize, allocator: &Allocator<SimBackend>) {
+        for pool in (0..allocator.pool_count()).map(PoolId) {
+            for (stream, digest) in allocator.heap_digests(pool).unwrap_or_default() {
+                let heap = self.heaps.entry((pool, stream)).or_default();
+                if heap.last().is_none_or(|(ops, _, _)| *ops < digest.ops) {
+                    heap.push((digest.ops, index, digest.value));
+                }
+            }
+        }
+    }
+
+    /// The op of the program that did this op of the heap.
+    fn of(&self, heap: HeapName, op: u64) -> Option<usize> {
+        let heap = self.heaps.get(&heap)?;
+        heap.get(heap.partition_point(|(ops, _, _)| *ops <= op)).map(|(_, index, _)| *index)
+    }
+
+    /// Whether this op of the program did several ops of heaps: it gave memory back before a limit refused it. When the next
+    /// op of the program begins by doing the same, leaving out either begins alike, and there is no telling which it was.
+    fn gives_back_on_the_way(&self, index: usize) -> bool {
+        let ops_of = |heap: &Vec<(u64, usize, u64)>| {
+            let at = heap.iter().position(|(_, origin, _)| *origin == index)?;
+            let before = at.checked_sub(1).map_or(0, |before| heap[before].0);
+            Some(heap[at].0 - before)
+        };
+        self.heaps.values().filter_map(ops_of).sum::<u64>() > 1
+    }
+
+    /// Where, by the digests after each op of the program, the first difference of a heap lies: in ops.
+    fn first_difference(&self, other: &Origins, heap: HeapName) -> Option<(u64, u64)> {
+        let none = Vec::new();
+        let [one, other] = [self, other].map(|origins| origins.heaps.get(&heap).unwrap_or(&none));
+        let digests: BTreeMap<u64, u64> = other.iter().map(|(ops, _, digest)| (*ops, *digest)).collect();
+        let mut equal = 0;
+        for (ops, _, digest) in one {
+            match digests.get(ops) {
+                Some(same) if same == digest => equal = *ops,
+                Some(_) => return Some((equal, *ops)),
+                None => {}
+            }
+        }
+        let [end, other_end] = [one, other].map(|heap| heap.last().map_or(0, |(ops, _, _)| *ops));
+        (end != other_end).then_some((equal, end.min(other_end) + 1))
+    }
+}
+
+/// One rank.
+struct Rank<'a> {
+    allocator: &'a Allocator<SimBackend>,
+    replay: Replay<'a, SimBackend, symmalloc_core::lock::Exclusive>,
+    program: &'a Program,
+}
+
+/// What a job of several ranks came to.
+struct Outcome {
+    disagreement: Option<Disagreement>,
+    /// Op of the program after which they disagreed.
+    caught_at: usize,
+    regular: Origins,
+    mutant: Origins,
+    /// The mutant's first op that the driver refused.
+    refused: Option<usize>,
+    /// Ops of the program on whose ranks agreed for the last time.
+    agreed_at: Option<usize>,
+}
+
+/// Runs a job in which one rank is different, with an agreement after each of `agreements`, up to the first that fails.
+fn run(
+    program: &SymmetricProgram,
+    mutant: &SymmetricProgram,
+    ranks: u32,
+    odd: u32,
+    fault: Option<(Call, u64)>,
+    agreements: &[usize],
+) -> Outcome {
+    let regular_ops = Program::new(&program.records).expect("valid");
+    let mutant_ops = Program::new(&mutant.records).expect("valid");
+    let allocators: Vec<Allocator<SimBackend>> = (0..ranks)
+        .map(|rank| {
+            let mut device = SimBackend::builder().seed(ranks.into()).rank(rank).memory_bytes(1 << 50);
+            if let (true, Some((call, ordinal))) = (rank == odd, fault) {
+                device = device.fail(Some(call), FaultRule::At { ordinal }, Fault::OutOfMemory);
+            }
+            let config = if rank == odd { &mutant.config } else { &program.config };
+            Allocator::new(device.build(), config.clone()).expect("valid")
+        })
+        .collect();
+    let mut running: Vec<Rank<'_>> = (0..ranks)
+        .zip(&allocators)
+        .map(|(rank, allocator)| {
+            let program = if rank == odd { &mutant_ops } else { &regular_ops };
+            Rank { allocator, replay: Replay::new(allocator, program), program }
+        })
+        .collect();
+    let regular = u32::from(odd == 0);
+    let mut outcome = Outcome {
+        disagreement: None,
+        caught_at: 0,
+        regular: Origins::default(),
+        mutant: Origins::default(),
+        refused: None,
+        agreed_at: None,
+    };
+    for index in 0..program.records.len() {
+        for (rank, running) in (0..ranks).zip(&mut running) {
+            let result = running.replay.step(&running.program.ops()[index]);
+            if rank == odd {
+                outcome.mutant.note(index, running.allocator);
+                if outcome.refused.is_none() && is_refused_by_driver(&result) {
+                    outcome.refused = Some(index);
+                }
+            } else if rank == regular {
+                outcome.regular.note(index, running.allocator);
+            }
+        }
+        if agreements.contains(&index) || index + 1 == program.records.len() {
+            let witnesses: Vec<Witness<'_>> =
+                allocators.iter().map(|allocator| Witness::new(allocator, Point::Sync)).collect();
+            match agree_in_lockstep(&witnesses) {
+                Ok(_) => outcome.agreed_at = Some(index),
+                Err(AgreementError::Disagreed(disagreement)) => {
+                    outcome.disagreement = Some(*disagreement);
+                    outcome.caught_at = index;
+                    return outcome;
+                }
+                Err(error) => panic!("{error}"),
+            }
+        }
+    }
+    outcome
+}
+
+fn is_refused_by_driver<T>(result: &Result<T, StepError>) -> bool {
+    let Err(StepError::Allocate(AllocateError::OutOfMemory(error))) = result else { return false };
+    matches!(error.cause, OutOfMemoryCause::Driver(_))
+}
+
+#[derive(Default)]
+struct Row {
+    injected: u64,
+    /// Mutations that changed nothing.
+    unchanged: u64,
+    /// Caught, and not counted as injected: see [`Origins::gives_back_on_the_way`].
+    blurred: u64,
+    caught: u64,
+    named: u64,
+    cause: u64,
+    rounds: u32,
+}
+
+/// The programs: generated ones, and windows of recorded jobs.
+struct Programs {
+    jobs: Vec<Vec<Record>>,
+}
+
+impl Programs {
+    fn new() -> Self {
+        let jobs = ["fsdp1_train_rank0", "fsdp_train_rank0", "moe_train", "gpt2_train_varlen"];
+        Programs { jobs: jobs.map(jobs::records).into() }
+    }
+
+    fn pick(&self, random: &mut SplitMix64, kind: Kind) -> SymmetricProgram {
+        // Only jobs on several streams record uses.
+        let jobs = if kind == Kind::MissingRecordUse { 1 } else { self.jobs.len() };
+        if random.below(3) > 0 {
+            let scenario = Scenario::from_seed(random.next_u64(), OPS);
+            let records: Vec<Record> = scenario.program.ops().iter().cloned().map(Record::from).collect();
+            return SymmetricProgram::new(&scenario.config, &records);
+        }
+        let job = &self.jobs[random.below(jobs as u64) as usize];
+        let first = random.below((job.len() - OPS) as u64) as usize;
+        let streams = job.iter().filter(|record| matches!(record.op, Op::RegisterStream { .. }));
+        let pools = job[..first].iter().filter(|record| matches!(record.op, Op::CreatePool { .. }));
+        let window = job[first..first + OPS].iter().filter(|record| !matches!(record.op, Op::RegisterStream { .. }));
+        let config = Config::builder();
+        SymmetricProgram::new(&config.build().expect("valid"), streams.chain(pools).chain(window))
+    }
+}
+
+#[test]
+fn every_injected_difference_is_caught_at_the_next_agreement_and_named() {
+    let injections = std::env::var("SYMMALLOC_INJECTIONS").map_or(INJECTIONS, |text| text.parse().expect("a number"));
+    let programs = Programs::new();
+    let mut table: BTreeMap<Kind, Row> = BTreeMap::new();
+    let mut seed = 0;
+    for kind in Kind::ALL {
+        let row = table.entry(kind).or_default();
+        while row.injected < injections.div_ceil(Kind::ALL.len() as u64) {
+            seed += 1;
+            inject(kind, seed, &programs, row);
+        }
+    }
+    println!(
+        "{:<18} {:>9} {:>9} {:>9} {:>9} {:>9} {:>10} {:>7}",
+        "kind", "injected", "caught", "named", "cause", "blurred", "unchanged", "rounds"
+    );
+    for (kind, row) in &table {
+        let Row { injected, unchanged, blurred, caught, named, cause, rounds } = row;
+        println!(
+            "{:<18} {injected:>9} {caught:>9} {named:>9} {cause:>9} {blurred:>9} {unchanged:>10} {rounds:>7}",
+            format!("{kind:?}")
+        );
+        assert_eq!((caught, named), (injected, injected), "{kind:?}");
+        assert!(blurred * 100 <= *injected, "{kind:?}: {blurred} of {injected} blurred");
+        assert!(cause * 100 >= injected * 90, "{kind:?}: the cause is guessed right in {cause} of {injected} cases");
+    }
+}
+
+/// Injects one difference, and checks what the ranks are told.
+fn inject(kind: Kind, seed: u64, programs: &Programs, row: &mut Row) {
+    let mut random = SplitMix64::new(seed);
+    let mut program = programs.pick(&mut random, kind);
+    let ranks = 2 + random.below(7) as u32;
+    let odd = random.below(ranks.into()) as u32;
+    let mut fault = None;
+    let mutant = if kind == Kind::RefusedMemory {
+        let call = [Call::Map, Call::Reserve][random.below(2) as usize];
+        fault = Some((call, random.below(12)));
+        Some(Mutant { program: program.clone(), op: 0, key: None })
+    } else {
+        program.mutate(kind, &mut random)
+    };
+    let Some(mut mutant) = mutant else {
+        row.unchanged += 1;
+        return;
+    };
+    let len = program.records.len() as u64;
+    let agreements: Vec<usize> = (0..4).map(|_| random.below(len) as usize).collect();
+    let outcome = run(&program, &mutant.program, ranks, odd, fault, &agreements);
+    let at_end = |origins: &Origins| {
+        origins
+            .heaps
+            .iter()
+            .map(|(heap, ops)| (*heap, ops.last().map(|(ops, _, digest)| (*ops, *digest))))
+            .collect::<Vec<_>>()
+    };
+    let Some(disagreement) = outcome.disagreement else {
+        // The only excuse: there is no difference to be seen.
+        assert_eq!(at_end(&outcome.regular), at_end(&outcome.mutant), "{kind:?}, seed {seed}: not caught");
+        assert_ne!(kind, Kind::Configuration, "seed {seed}: not caught");
+        row.unchanged += 1;
+        return;
+    };
+    if kind == Kind::RefusedMemory {
+        mutant.op = outcome.refused.expect("nothing else differs");
+    }
+    row.injected += 1;
+    row.rounds = row.rounds.max(disagreement.rounds);
+    let place = || {
+        let ops = [&program, &mutant.program].map(|program| &program.records[mutant.op].op);
+        format!("{kind:?}, seed {seed}, op {} on rank {odd}, {ops:?}: {disagreement}", mutant.op)
+    };
+    // Caught at the next agreement: none was passed from the injected op on.
+    assert!(outcome.agreed_at.is_none_or(|agreed| agreed < mutant.op), "{}", place());
+    assert!(outcome.caught_at >= mutant.op, "{}", place());
+    row.caught += 1;
+    match &disagreement.difference {
+        Difference::Configuration(policies) => {
+            assert_eq!(kind, Kind::Configuration, "{}", place());
+            assert_eq!(policies.len(), 1, "{}", place());
+            assert_eq!(Some(&*policies[0].key), mutant.key, "{}", place());
+            let is_odd = policies[0].values.iter().any(|(ranks, _)| ranks.iter().eq([odd]));
+            assert!(is_odd && policies[0].values.len() == 2, "{}", place());
+            row.named += 1;
+            row.cause += 1;
+        }
+        Difference::History { first, .. } => {
+            assert_ne!(kind, Kind::Configuration, "{}", place());
+            let heap = (PoolId(first.pool), first.stream);
+            let origins = [&outcome.regular, &outcome.mutant].map(|origins| origins.of(heap, first.first_op));
+            if !origins.contains(&Some(mutant.op)) {
+                let runs = [&outcome.regular, &outcome.mutant];
+                assert!(runs.iter().any(|run| run.gives_back_on_the_way(mutant.op)), "of {origins:?}: {}", place());
+                (row.injected, row.caught, row.blurred) = (row.injected - 1, row.caught - 1, row.blurred + 1);
+                return;
+            }
+            let (equal, differs) = outcome.regular.first_difference(&outcome.mutant, heap).expect("it differs");
+            assert!(first.first_op == first.last_op && (equal..differs).contains(&first.first_op), "{}", place());
+            let is_odd = first.groups.iter().any(|group| group.ranks.iter().eq([odd]));
+            assert!(is_odd && first.groups.len() == 2, "{}", place());
+            check_names(&program, &mutant, first, odd);
+            row.named += 1;
+            row.cause += u64::from(first.cause == expected_cause(kind));
+            if first.cause != expected_cause(kind) && std::env::var_os("SYMMALLOC_SHOW").is_some() {
+                println!("{}\n", place());
+            }
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+fn expected_cause(kind: Kind) -> Cause {
+    match kind {
+        Kind::Size => Cause::OtherRequest,
+        Kind::Swap => Cause::OtherOrder,
+        Kind::MissingFree => Cause::MissingFree,
+        Kind::MissingRecordUse => Cause::MissingRecordUse,
+        Kind::OtherStream => Cause::OtherStream,
+        Kind::ExtraOp => Cause::OpOnSomeRanks,
+        Kind::RefusedMemory => Cause::RefusedMemory,
+        Kind::Configuration => Cause::Unknown,
+    }
+}
+
+/// Where the injected op is an allocation with a name, that name is told.
+fn check_names(
+    program: &SymmetricProgram,
+    mutant: &Mutant,
+    first: &symmalloc_core::agreement::HeapDifference,
+    odd: u32,
+) {
+    for (records, is_odd) in [(&program.records, false), (&mutant.program.records, true)] {
+        let Record { op: Op::Allocate { size_bytes, stream, .. }, name: Some(name), .. } = &records[mutant.op] else {
+            continue;
+        };
+        let group = first.groups.iter().find(|group| group.ranks.contains(odd) == is_odd).expect("two groups");
+        if let Action::Allocated { stream: told, size_bytes: bytes, .. } = group.action
+            && (told, bytes) == (*stream, *size_bytes)
+            && bytes > 0
+        {
+            assert!(group.name.is_some(), "{name} is not told");
+        }
+    }
+}

@@ -1,0 +1,334 @@
+//! Agreement: what it costs, what it leaves alone, and what happens when ranks die, forget or come at other times.
+
+use std::num::NonZeroU64;
+use std::sync::Mutex;
+use std::thread;
+use std::time::Duration;
+use symmalloc_core::agreement::{
+    Action, Agreement, AgreementError, Cause, Difference, Disagreement, Gathered, Mode, Point, ThreadTransport,
+    Transport, TransportError, Witness, agree, agree_in_lockstep,
+};
+use symmalloc_core::sim::SimBackend;
+use symmalloc_core::units::MIB;
+use symmalloc_core::{Allocator, Config, PoolConfig, PoolId, StreamId};
+
+const LONG: Duration = Duration::from_secs(60);
+
+fn symmetric() -> PoolConfig {
+    PoolConfig::builder().symmetric(true).build().expect("valid")
+}
+
+/// A rank whose default pool is symmetric, with one stream.
+fn rank_that_remembers(rank: u32, history_ops: u32) -> Allocator<SimBackend> {
+    let config = Config::builder().default_pool(symmetric()).history_ops(history_ops).build().expect("valid");
+    let allocator = Allocator::new(SimBackend::builder().rank(rank).build(), config).expect("valid");
+    allocator.register_stream().expect("the first");
+    allocator
+}
+
+/// Allocations of 512 bytes, but for the one with this number.
+fn allocate(allocator: &Allocator<SimBackend>, ops: u64, other: Option<u64>) {
+    for op in 0..ops {
+        let size_bytes = 512 - u64::from(other == Some(op));
+        allocator.allocate_named(PoolId::DEFAULT, StreamId(0), size_bytes, "block").expect("fits");
+    }
+}
+
+fn compare(allocators: &[Allocator<SimBackend>]) -> Option<Disagreement> {
+    let witnesses: Vec<_> = allocators.iter().map(|allocator| Witness::new(allocator, Point::Sync)).collect();
+    match agree_in_lockstep(&witnesses) {
+        Ok(_) => None,
+        Err(AgreementError::Disagreed(disagreement)) => Some(*disagreement),
+        Err(error) => panic!("{error}"),
+    }
+}
+
+#[test]
+fn four_thousand_ranks_agree_in_lockstep_and_name_the_odd_one() {
+    const RANKS: u32 = 4096;
+    let allocators: Vec<_> = (0..RANKS).map(|rank| rank_that_remembers(rank, 64)).collect();
+    for (rank, allocator) in (0..).zip(&allocators) {
+        allocate(allocator, 100, None);
+        assert!(allocator.history_bytes() <= 64 * (32 + 112) + 16 * 64, "rank {rank}");
+    }
+    assert_eq!(compare(&allocators), None);
+    allocators.iter().for_each(|allocator| allocate(allocator, 10, None));
+    allocate(&allocators[2077], 1, None);
+    allocators.iter().for_each(|allocator| allocate(allocator, 10, None));
+    // Equal requests: what is missing on the others is the last of them.
+    let disagreement = compare(&allocators).expect("one rank did more");
+    let first = disagreement.first_heap().expect("a heap");
+    assert_eq!((first.first_op, first.last_op), (120, 120));
+    assert_eq!(first.groups[0].ranks.to_string(), "0-2076,2078-4095");
+    assert_eq!((first.groups[0].action, first.groups[1].ranks.to_string()), (Action::Nothing, "2077".to_owned()));
+    assert_eq!(disagreement.ranks, RANKS);
+}
+
+#[test]
+fn rounds_grow_with_the_logarithm_of_the_history() {
+    for ops in [10, 100, 1000, 10_000, 100_000] {
+        let allocators = [0, 1].map(|rank| rank_that_remembers(rank, 1 << 20));
+        allocate(&allocators[0], ops, None);
+        allocate(&allocators[1], ops, Some(ops / 3));
+        let disagreement = compare(&allocators).expect("they differ");
+        assert_eq!(disagreement.first_heap().expect("a heap").first_op, ops / 3);
+        // Compare, heaps, ops, details; and a search that cuts into 97 parts.
+        let searches = (1..).find(|rounds| 97_u64.pow(*rounds) >= ops).expect("soon");
+        assert!(disagreement.rounds <= 4 + searches, "{} rounds for {ops} ops", disagreement.rounds);
+    }
+}
+
+#[test]
+fn what_all_ranks_agreed_on_is_forgotten() {
+    let allocators = [0, 1].map(|rank| rank_that_remembers(rank, 100));
+    for _ in 0..50 {
+        allocators.iter().for_each(|allocator| allocate(allocator, 90, None));
+        assert_eq!(compare(&allocators), None);
+    }
+    allocate(&allocators[0], 90, None);
+    allocate(&allocators[1], 90, Some(0));
+    let disagreement = compare(&allocators).expect("they differ");
+    let first = disagreement.first_heap().expect("a heap");
+    assert_eq!((first.first_op, first.last_op, first.order), (4500, 4500, Some(0)));
+    assert_eq!(first.cause, Cause::OtherRequest);
+    assert_eq!(first.groups[1].name.as_deref(), Some("block"));
+}
+
+#[test]
+fn a_difference_that_is_older_than_the_history_is_bounded() {
+    let allocators = [0, 1, 2].map(|rank| rank_that_remembers(rank, 256));
+    allocators.iter().for_each(|allocator| allocate(allocator, 1000, None));
+    assert_eq!(compare(&allocators), None);
+    let other = 12_345;
+    allocate(&allocators[0], 50_000, None);
+    allocate(&allocators[1], 50_000, Some(other));
+    allocate(&allocators[2], 50_000, None);
+    let disagreement = compare(&allocators).expect("they differ");
+    let first = disagreement.first_heap().expect("a heap");
+    assert!((first.first_op..=first.last_op).contains(&(1000 + other)), "{disagreement}");
+    assert!(first.last_op - first.first_op <= 50_000 / 8, "{disagreement}");
+    assert_eq!(first.cause, Cause::OlderThanHistory);
+    let groups: Vec<_> = first.groups.iter().map(|group| group.ranks.to_string()).collect();
+    assert_eq!(groups, ["0,2", "1"]);
+    assert!(disagreement.to_string().contains("agree more often"), "{disagreement}");
+}
+
+#[test]
+fn without_a_history_a_difference_is_still_caught() {
+    let allocators = [0, 1].map(|rank| rank_that_remembers(rank, 0));
+    allocate(&allocators[0], 20, None);
+    allocate(&allocators[1], 20, Some(7));
+    assert!(allocators.iter().all(|allocator| allocator.history_bytes() == 0));
+    let disagreement = compare(&allocators).expect("they differ");
+    let first = disagreement.first_heap().expect("a heap");
+    assert_eq!((first.first_op, first.last_op, first.cause), (0, 19, Cause::OlderThanHistory));
+}
+
+#[test]
+fn a_rank_may_do_in_private_pools_what_it_likes() {
+    let rank = |rank: u32| {
+        let allocator: Allocator<SimBackend> =
+            Allocator::new(SimBackend::builder().rank(rank).build(), Config::default()).expect("valid");
+        let stream = allocator.register_stream().expect("few");
+        let mut private = vec![PoolId::DEFAULT];
+        let mut create = |count: u32| {
+            private.extend((0..count).map(|_| allocator.create_pool(PoolConfig::default()).expect("a pool")));
+        };
+        create(rank);
+        let one = allocator.create_pool(symmetric()).expect("a pool");
+        create(3 * rank);
+        let other = allocator.create_pool(symmetric()).expect("a pool");
+        let logging = (0..=rank).map(|_| allocator.register_stream().expect("few")).collect::<Vec<_>>();
+        let mut placed = Vec::new();
+        for op in 0..200_u64 {
+            for (index, pool) in private.iter().enumerate() {
+                let size_bytes = 1 + op * 1000 * u64::from(rank) + index as u64;
+                let made = allocator.allocate(*pool, logging[index % logging.len()], size_bytes).expect("fits");
+                if op % 3 == u64::from(rank % 3) {
+                    allocator.free(made.handle).expect("live");
+                }
+            }
+            let pool = if op % 2 == 0 { one } else { other };
+            let made = allocator.allocate(pool, stream, 1 + op * 5000).expect("fits");
+            placed.push(made.placement);
+            if op % 5 == 0 {
+                allocator.free(made.handle).expect("live");
+            }
+        }
+        assert_eq!(allocator.symmetric_pool(1), Some(other));
+        (allocator, placed)
+    };
+    let (allocators, placed): (Vec<_>, Vec<_>) = (0..5).map(rank).unzip();
+    assert_eq!(compare(&allocators), None);
+    assert!(placed.iter().all(|placements| *placements == placed[0]));
+    // The same ordinal is another id on each rank, and is compared all the same.
+    let other = allocators[3].symmetric_pool(1).expect("it was made");
+    allocators[3].allocate(other, StreamId(0), 1).expect("fits");
+    let disagreement = compare(&allocators).expect("they differ");
+    let first = disagreement.first_heap().expect("a heap");
+    assert_eq!((first.pool, first.groups[1].ranks.to_string()), (1, "3".to_owned()));
+}
+
+#[test]
+fn configurations_that_differ_are_named_by_pool_key_and_rank() {
+    let rank = |rank: u32| {
+        let granularity_bytes = if rank == 3 { 64 << 10 } else { 2 * MIB };
+        let device = SimBackend::builder().rank(rank).granularity_bytes(granularity_bytes).build();
+        let config = Config::builder().retries_max(if rank == 0 { 5 } else { 3 }).build().expect("valid");
+        let allocator = Allocator::new(device, config).expect("valid");
+        allocator.create_pool(symmetric()).expect("a pool");
+        let limit = Some(if rank < 2 { 8 * MIB } else { 9 * MIB });
+        allocator.create_pool(symmetric().to_builder().limit_bytes(limit).build().expect("valid")).expect("a pool");
+        if rank != 1 {
+            allocator.create_pool(symmetric()).expect("a pool");
+        }
+        allocator
+    };
+    let disagreement = compare(&[0, 1, 2, 3].map(rank)).expect("they differ");
+    let lines: Vec<_> = disagreement.to_string().lines().map(str::to_owned).collect();
+    assert_eq!(
+        lines,
+        [
+            "the 4 ranks are configured differently",
+            "  all pools, granularity_bytes: 2097152 on ranks 0-2; 65536 on rank 3",
+            "  all pools, retries_max: 5 on rank 0; 3 on ranks 1-3",
+            "  symmetric pool 1, limit_bytes: 8388608 on ranks 0-1; 9437184 on ranks 2-3",
+            "  symmetric pool 2, pool: created on ranks 0,2-3; not set on rank 1",
+        ]
+    );
+    assert!(matches!(disagreement.difference, Difference::Configuration(policies) if policies.len() == 4));
+}
+
+/// A transport that counts its rounds, and leaves before one of them.
+struct Leaving {
+    transport: Mutex<Option<ThreadTransport>>,
+    rank: u32,
+    ranks: u32,
+    rounds: Mutex<u32>,
+    leaves_after: u32,
+}
+
+impl Leaving {
+    fn new(transport: ThreadTransport, leaves_after: u32) -> Self {
+        let (rank, ranks) = (transport.rank(), transport.ranks());
+        Leaving { transport: Mutex::new(Some(transport)), rank, ranks, rounds: Mutex::new(0), leaves_after }
+    }
+}
+
+impl Transport for Leaving {
+    fn rank(&self) -> u32 {
+        self.rank
+    }
+    fn ranks(&self) -> u32 {
+        self.ranks
+    }
+    fn all_gather(&self, message: &[u8]) -> Result<Gathered, TransportError> {
+        let mut transport = self.transport.lock().expect("no panic");
+        let mut rounds = self.rounds.lock().expect("no panic");
+        if *rounds == self.leaves_after {
+            *transport = None;
+        }
+        *rounds += 1;
+        let gone = TransportError::Failed { call: "all_gather", code: -1 };
+        transport.as_ref().ok_or(gone)?.all_gather(message)
+    }
+}
+
+#[test]
+fn a_rank_that_dies_in_any_round_is_named_to_the_others() {
+    for leaves_after in 0..4 {
+        thread::scope(|scope| {
+            for transport in ThreadTransport::group(4, LONG) {
+                scope.spawn(move || {
+                    let rank = transport.rank();
+                    let transport = Leaving::new(transport, if rank == 2 { leaves_after } else { u32::MAX });
+                    let allocator = rank_that_remembers(rank, 4096);
+                    allocate(&allocator, 50, (rank == 1).then_some(20));
+                    let error = agree(&allocator, &transport, Point::Sync).expect_err("one leaves");
+                    let lost = TransportError::RankLost { rank: 2 };
+                    let own = TransportError::Failed { call: "all_gather", code: -1 };
+                    assert_eq!(error, AgreementError::Transport(if rank == 2 { own } else { lost }));
+                });
+            }
+        });
+    }
+}
+
+/// Two ranks that allocate 60 times, syncing after every 20; rank 1 asks for something else once. Returns the number of
+/// ops after which each learnt of it, with the number of rounds.
+fn with_mode(mode: Mode, other: u64) -> Vec<(Option<u64>, u32)> {
+    let run = |transport: ThreadTransport| {
+        let rank = transport.rank();
+        let transport = Leaving::new(transport, u32::MAX);
+        let allocator = rank_that_remembers(rank, 4096);
+        let mut agreement = Agreement::new(mode, &transport);
+        let mut caught = None;
+        for op in 0..60 {
+            let size_bytes = 512 - u64::from(rank == 1 && op == other);
+            allocator.allocate(PoolId::DEFAULT, StreamId(0), size_bytes).expect("fits");
+            let told = agreement.after_op(&allocator).and_then(|agreed| match op % 20 {
+                19 => agreement.at_sync(&allocator),
+                _ => Ok(agreed),
+            });
+            if let Err(error) = told {
+                let AgreementError::Disagreed(disagreement) = error else { panic!("{error}") };
+                assert_eq!(disagreement.first_heap().expect("a heap").first_op, other);
+                caught = Some(op + 1);
+                break;
+            }
+        }
+        let rounds = *transport.rounds.lock().expect("no panic");
+        (caught, rounds)
+    };
+    thread::scope(|scope| {
+        let ranks = ThreadTransport::group(2, LONG).into_iter().map(|transport| scope.spawn(|| run(transport)));
+        ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().expect("no panic")).collect()
+    })
+}
+
+#[test]
+fn each_mode_compares_when_it_says() {
+    let never = 1000;
+    let every = |ops| Mode::EveryOps(NonZeroU64::new(ops).expect("not 0"));
+    // An agreement without a difference is one round.
+    assert_eq!(with_mode(Mode::Off, never), [(None, 0); 2]);
+    assert_eq!(with_mode(Mode::AtSync, never), [(None, 3); 2]);
+    assert_eq!(with_mode(every(7), never), [(None, 3 + 8); 2]);
+    assert_eq!(with_mode(Mode::EachOp, never), [(None, 3 + 60); 2]);
+    // The ops after which a difference at op 25 is known.
+    let caught = |mode| with_mode(mode, 25).into_iter().map(|(caught, _)| caught).collect::<Vec<_>>();
+    assert_eq!(caught(Mode::Off), [None; 2]);
+    assert_eq!(caught(Mode::AtSync), [Some(40); 2]);
+    assert_eq!(caught(every(7)), [Some(28); 2]);
+    assert_eq!(caught(Mode::EachOp), [Some(26); 2]);
+    assert_eq!(Mode::default(), Mode::AtSync);
+}
+
+#[test]
+fn ranks_that_agree_a_different_number_of_times_are_told() {
+    thread::scope(|scope| {
+        for transport in ThreadTransport::group(2, LONG) {
+            scope.spawn(move || {
+                let rank = transport.rank();
+                let allocator = rank_that_remembers(rank, 4096);
+                let mut agreement = Agreement::new(Mode::EachOp, transport);
+                // Rank 1 forgets to tell of an op: its sync meets the other's agreement after the op.
+                if rank == 0 {
+                    allocate(&allocator, 1, None);
+                    let error = agreement.after_op(&allocator).expect_err("the other is at its sync");
+                    let AgreementError::Disagreed(disagreement) = error else { panic!("{error}") };
+                    let Difference::Point(points) = &disagreement.difference else { panic!("{disagreement}") };
+                    assert_eq!(points.len(), 2);
+                    let text = disagreement.to_string();
+                    assert!(text.ends_with("\n  rank 1: a sync\n  rank 0: an op"), "{text}");
+                    // It comes once more, and the other one does not.
+                    let error = agreement.at_sync(&allocator).expect_err("the other is gone");
+                    assert_eq!(error, AgreementError::Transport(TransportError::RankLost { rank: 1 }));
+                } else {
+                    allocate(&allocator, 1, None);
+                    agreement.at_sync(&allocator).expect_err("the other is at an op");
+                }
+            });
+        }
+    });
+}

@@ -1,0 +1,334 @@
+//! Mutations: one difference, injected into one rank's program.
+//!
+//! A program and its mutant have the same number of ops, so that an op number means the same in both: an op that is missing
+//! is a [`Op::Sync`] instead, and one that is too many stands where the program has a `Sync`.
+//!
+//! *The injected op* is the first place at which the two differ. That is exact but for one case: of neighbouring equal
+//! requests in a heap (two allocations of 512 bytes in a row), leaving out any is the same as leaving out the last. The
+//! last is taken. Mutations that change nothing, such as swapping equal requests, are not made.
+
+use std::collections::BTreeMap;
+use symmalloc_core::config::{Config, PoolConfig, Reclaim, RoundupPower2Divisions, StreamPolicy};
+use symmalloc_core::op::{Op, Record};
+use symmalloc_core::sim::SplitMix64;
+use symmalloc_core::units::MIB;
+use symmalloc_core::{AllocationId, PoolId, StreamId};
+
+/// A kind of difference.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Kind {
+    /// An allocation is one byte larger.
+    Size,
+    /// Two neighbouring ops of a heap change places.
+    Swap,
+    /// A free is missing.
+    MissingFree,
+    /// A record use is missing: the fence that it asks for, too.
+    MissingRecordUse,
+    /// An allocation is made on another stream, which may be one that only this rank registers.
+    OtherStream,
+    /// An allocation or a reservation is made on this rank only.
+    ExtraOp,
+    /// A value of the configuration is another.
+    Configuration,
+    /// The driver refuses memory, once.
+    RefusedMemory,
+}
+
+impl Kind {
+    /// Every kind.
+    pub const ALL: [Kind; 8] = [
+        Kind::Size,
+        Kind::Swap,
+        Kind::MissingFree,
+        Kind::MissingRecordUse,
+        Kind::OtherStream,
+        Kind::ExtraOp,
+        Kind::Configuration,
+        Kind::RefusedMemory,
+    ];
+}
+
+/// A program whose pools are all symmetric, with places for ops that are too many.
+#[derive(Clone, Debug)]
+pub struct SymmetricProgram {
+    /// The allocator's configuration.
+    pub config: Config,
+    /// Its ops: stream registrations, a `Sync` where one more may come, and the rest.
+    pub records: Vec<Record>,
+    streams: u16,
+    /// Of each allocation: its heap and its size.
+    allocations: BTreeMap<AllocationId, (Heap, u64)>,
+    pools: BTreeMap<PoolId, PoolConfig>,
+}
+
+/// A heap as the program names it.
+type Heap = (PoolId, Option<StreamId>);
+
+/// What is different on the mutant.
+#[derive(Clone, Debug)]
+pub struct Mutant {
+    /// Its program.
+    pub program: SymmetricProgram,
+    /// The injected op.
+    pub op: usize,
+    /// The configuration's key, for [`Kind::Configuration`].
+    pub key: Option<&'static str>,
+}
+
+impl SymmetricProgram {
+    /// Makes every pool of a program symmetric, and names every second allocation. Ops on allocations that were made before
+    /// `records` are left out.
+    ///
+    /// # Panics
+    /// When a configuration without a threshold is no configuration: never.
+    pub fn new<'a>(config: &Config, records: impl IntoIterator<Item = &'a Record>) -> Self {
+        let symmetric = |pool: &PoolConfig| pool.to_builder().symmetric(true).build().expect("valid");
+        let config = config.to_builder().default_pool(symmetric(config.default_pool())).build().expect("valid");
+        let mut program = SymmetricProgram {
+            pools: BTreeMap::from([(PoolId::DEFAULT, config.default_pool().clone())]),
+            config,
+            records: Vec::new(),
+            streams: 0,
+            allocations: BTreeMap::new(),
+        };
+        let mut body = Vec::new();
+        for record in records {
+            let mut record = record.clone();
+            match &mut record.op {
+                Op::RegisterStream { .. } => {
+                    program.records.push(Op::RegisterStream { stream: StreamId(program.streams) }.into());
+                    program.streams += 1;
+                    continue;
+                }
+                Op::CreatePool { pool, config } => {
+                    **config = symmetric(config);
+                    program.pools.insert(*pool, (**config).clone());
+                }
+                Op::Allocate { id, pool, stream, size_bytes } => {
+                    program.allocations.insert(*id, (program.heap(*pool, *stream), *size_bytes));
+                    if id.0 % 2 == 0 {
+                        record.name = Some(format!("tensor {}", id.0).into());
+                    }
+                }
+                Op::Free { id } | Op::RecordUse { id, .. } if !program.allocations.contains_key(id) => continue,
+                _ => {}
+            }
+            body.push(record);
+        }
+        program.records.push(Op::Sync.into());
+        program.records.extend(body);
+        program
+    }
+
+    /// Number of the first op behind the registrations.
+    fn begin(&self) -> usize {
+        usize::from(self.streams) + 1
+    }
+
+    fn heap(&self, pool: PoolId, stream: StreamId) -> Heap {
+        let is_shared = self.pools.get(&pool).is_some_and(|pool| pool.streams() == StreamPolicy::Shared);
+        (pool, (!is_shared).then_some(stream))
+    }
+
+    /// The one heap that an op is about.
+    fn heap_of(&self, op: &Op) -> Option<Heap> {
+        match op {
+            Op::Allocate { pool, stream, .. } | Op::Reserve { pool, stream, .. } => Some(self.heap(*pool, *stream)),
+            Op::Free { id } | Op::RecordUse { id, .. } => self.allocations.get(id).map(|(heap, _)| *heap),
+            _ => None,
+        }
+    }
+
+    fn touches(&self, op: &Op, heap: Heap) -> bool {
+        match op {
+            Op::Trim { pool } => pool.is_none_or(|pool| pool == heap.0),
+            Op::DestroyPool { pool } => *pool == heap.0,
+            _ => self.heap_of(op) == Some(heap),
+        }
+    }
+
+    fn next_in(&self, heap: Heap, after: usize) -> Option<usize> {
+        (after + 1..self.records.len()).find(|index| self.touches(&self.records[*index].op, heap))
+    }
+
+    /// Whether two ops ask for the same.
+    fn is_same(&self, one: &Op, other: &Op) -> bool {
+        let is_empty = |id: &AllocationId| self.allocations.get(id).is_some_and(|(_, size_bytes)| *size_bytes == 0);
+        match (one, other) {
+            (Op::Allocate { stream, size_bytes, .. }, Op::Allocate { stream: other, size_bytes: other_bytes, .. }) => {
+                (stream, size_bytes) == (other, other_bytes)
+            }
+            (Op::Free { id }, Op::Free { id: other }) => id == other || is_empty(id) && is_empty(other),
+            _ => one == other,
+        }
+    }
+
+    /// The last of the equal requests that follow one another in the heap from here on.
+    fn last_equal(&self, heap: Heap, op: &Op, from: usize) -> usize {
+        match self.next_in(heap, from) {
+            Some(next) if self.is_same(&self.records[next].op, op) => self.last_equal(heap, op, next),
+            _ => from,
+        }
+    }
+
+    fn at(&self, index: usize) -> &Op {
+        &self.records[index].op
+    }
+
+    /// A random op that is so.
+    fn pick(&self, random: &mut SplitMix64, is_it: impl Fn(&Op) -> bool) -> Option<usize> {
+        let (begin, len) = (self.begin(), self.records.len());
+        let first = begin + random.below((len - begin) as u64) as usize;
+        (first..len).chain(begin..first).find(|index| is_it(self.at(*index)))
+    }
+
+    fn mutant(&self, op: usize, change: impl FnOnce(&mut SymmetricProgram)) -> Option<Mutant> {
+        let mut program = self.clone();
+        change(&mut program);
+        Some(Mutant { program, op, key: None })
+    }
+
+    /// The program with one difference of this kind at a random place; `None` where it would change nothing. Refused memory
+    /// is no difference of the program.
+    ///
+    /// For [`Kind::ExtraOp`] the program gets a `Sync`, too.
+    pub fn mutate(&mut self, kind: Kind, random: &mut SplitMix64) -> Option<Mutant> {
+        match kind {
+            Kind::Size => {
+                let index = self.pick(random, |op| matches!(op, Op::Allocate { size_bytes: 1.., .. }))?;
+                self.mutant(index, |program| {
+                    if let Op::Allocate { size_bytes, .. } = &mut program.records[index].op {
+                        *size_bytes += 1;
+                    }
+                })
+            }
+            Kind::Swap => {
+                let one = self.pick(random, |op| self.heap_of(op).is_some())?;
+                let other = self.next_in(self.heap_of(self.at(one))?, one)?;
+                self.heap_of(self.at(other))?;
+                let (id, other_id) = (id_of(self.at(one)), id_of(self.at(other)));
+                if self.is_same(self.at(one), self.at(other)) || id.is_some() && id == other_id {
+                    return None;
+                }
+                self.mutant(one, |program| program.records.swap(one, other))
+            }
+            Kind::MissingFree => self.leave_out(self.pick(random, |op| matches!(op, Op::Free { .. }))?),
+            Kind::MissingRecordUse => self.leave_out(self.pick(random, |op| matches!(op, Op::RecordUse { .. }))?),
+            Kind::OtherStream => self.move_stream(random),
+            Kind::ExtraOp => self.add_op(random),
+            Kind::Configuration => self.reconfigure(random),
+            Kind::RefusedMemory => None,
+        }
+    }
+
+    fn leave_out(&self, index: usize) -> Option<Mutant> {
+        let op = self.at(index);
+        let index = self.last_equal(self.heap_of(op)?, op, index);
+        self.mutant(index, |program| program.records[index] = Op::Sync.into())
+    }
+
+    fn move_stream(&self, random: &mut SplitMix64) -> Option<Mutant> {
+        let index = self.pick(random, |op| matches!(op, Op::Allocate { .. }))?;
+        let mut moved = self.records[index].clone();
+        let Op::Allocate { id, pool, stream, size_bytes } = &mut moved.op else { return None };
+        let old = *stream;
+        *stream = StreamId(random.below(u64::from(self.streams) + 1) as u16);
+        let (new, id, heap) = (*stream, *id, (self.heap(*pool, *stream), *size_bytes));
+        // Where an equal request follows, in the one heap or the other, it is another mutation.
+        let is_last = |heap, op: &Op| self.last_equal(heap, op, index) == index;
+        let is_exact = is_last(self.heap_of(self.at(index))?, self.at(index)) && is_last(heap.0, &moved.op);
+        if new == old || !is_exact {
+            return None;
+        }
+        let registers = self.begin() - 1;
+        self.mutant(index, |program| {
+            if new.0 == self.streams {
+                program.records[registers] = Op::RegisterStream { stream: new }.into();
+            }
+            program.records[index] = moved;
+            program.allocations.insert(id, heap);
+        })
+    }
+
+    fn add_op(&mut self, random: &mut SplitMix64) -> Option<Mutant> {
+        let begin = self.begin();
+        let at = begin + random.below((self.records.len() - begin) as u64) as usize;
+        let created = self.records[..at].iter().filter_map(|record| match &record.op {
+            Op::CreatePool { pool, .. } => Some(*pool),
+            _ => None,
+        });
+        let pools: Vec<PoolId> = [PoolId::DEFAULT].into_iter().chain(created).collect();
+        let pool = pools[random.below(pools.len() as u64) as usize];
+        let stream = StreamId(random.below(self.streams.into()) as u16);
+        let size_bytes = [1, 512, 70_000, 3 * MIB, 21 * MIB][random.below(5) as usize];
+        let id = AllocationId(u64::MAX);
+        let op = match random.below(4) {
+            0 => Op::Reserve { pool, stream, size_bytes },
+            _ => Op::Allocate { id, pool, stream, size_bytes },
+        };
+        let heap = self.heap(pool, stream);
+        // A heap that this op makes has trims that the others' heap, which is not there yet, has not.
+        let is_first = !self.records[..at].iter().any(|record| self.heap_of(&record.op) == Some(heap));
+        let next = self.records[at..].iter().find(|record| self.heap_of(&record.op) == Some(heap));
+        if is_first && next.is_some_and(|next| self.is_same(&next.op, &op)) {
+            return None;
+        }
+        // Behind the equal requests that would follow.
+        let index = self.last_equal(heap, &op, at - 1) + 1;
+        self.records.insert(index, Op::Sync.into());
+        self.mutant(index, |program| program.records[index] = op.into())
+    }
+
+    fn reconfigure(&self, random: &mut SplitMix64) -> Option<Mutant> {
+        if random.below(6) == 0 {
+            let limit = self.config.limit_bytes().map_or(70_000 * MIB, |limit| limit + MIB);
+            let mut mutant = self.mutant(0, |program| {
+                program.config = program.config.to_builder().limit_bytes(Some(limit)).build().expect("valid");
+            })?;
+            mutant.key = Some("total_limit_bytes");
+            return Some(mutant);
+        }
+        let created = self.pick(random, |op| matches!(op, Op::CreatePool { .. }));
+        let index = created.filter(|_| random.below(2) == 0);
+        let old = match index.map(|index| self.at(index)) {
+            Some(Op::CreatePool { config, .. }) => (**config).clone(),
+            _ => self.config.default_pool().clone(),
+        };
+        let (pool, key) = match random.below(4) {
+            0 => (old.to_builder().limit_bytes(Some(old.limit_bytes().unwrap_or(0) + MIB)), "limit_bytes"),
+            1 => {
+                let reclaim = if old.reclaim() == Reclaim::Never { Reclaim::Pool } else { Reclaim::Never };
+                (old.to_builder().reclaim(reclaim), "reclaim")
+            }
+            2 => {
+                let is_shared = old.streams() == StreamPolicy::Shared;
+                let streams = if is_shared { StreamPolicy::Separate } else { StreamPolicy::Shared };
+                (old.to_builder().streams(streams), "streams")
+            }
+            _ => {
+                let is_rounded = old.roundup_power2_divisions().divisions()[0] != 0;
+                let divisions = RoundupPower2Divisions::uniform(if is_rounded { 0 } else { 8 }).expect("valid");
+                (old.to_builder().roundup_power2_divisions(divisions), "roundup_power2_divisions")
+            }
+        };
+        let new = pool.build().expect("valid");
+        let mut mutant = self.mutant(index.unwrap_or(0), |program| match index {
+            Some(index) => {
+                if let Op::CreatePool { config, .. } = &mut program.records[index].op {
+                    **config = new;
+                }
+            }
+            None => program.config = program.config.to_builder().default_pool(new).build().expect("valid"),
+        })?;
+        mutant.key = Some(key);
+        Some(mutant)
+    }
+}
+
+fn id_of(op: &Op) -> Option<AllocationId> {
+    match op {
+        Op::Allocate { id, .. } | Op::Free { id } | Op::RecordUse { id, .. } => Some(*id),
+        _ => None,
+    }
+}

@@ -1,0 +1,148 @@
+//! The job simulator: ranks in adverse surroundings place alike, those that cannot are caught, and a failure is told with
+//! a story that can be run again.
+
+use std::num::{NonZeroU32, NonZeroUsize};
+use std::sync::atomic::{AtomicU64, Ordering};
+use symmalloc_core::{Op, PoolId};
+use symmalloc_harness::jobs;
+use symmalloc_import::{ReadOptions, read_path};
+use symmalloc_simulate::shrink::shrink;
+use symmalloc_simulate::{Cause, Deviation, Failure, Outcome, Plan, Size, simulate, story};
+
+fn size(ranks: u32, ops: usize) -> Size {
+    Size { ranks: NonZeroU32::new(ranks).expect("some"), ops }
+}
+
+fn run(plan: &Plan) -> Result<Outcome, Failure> {
+    simulate(plan, NonZeroUsize::MIN, &mut |_| ())
+}
+
+/// Simulates the jobs of these seeds, on all cores.
+fn seeds(count: u64, size: Size) -> Outcome {
+    let next = AtomicU64::new(0);
+    let work = || {
+        let mut sum = Outcome::default();
+        loop {
+            let seed = next.fetch_add(1, Ordering::Relaxed);
+            if seed >= count {
+                return sum;
+            }
+            sum += run(&Plan::from_seed(seed, &size)).unwrap_or_else(|failure| {
+                panic!(
+                    "{failure}\nTo have it shrunk: symmalloc simulate --seed {seed} --ranks {} --ops {}",
+                    size.ranks, size.ops
+                )
+            });
+        }
+    };
+    let mut sum = Outcome::default();
+    std::thread::scope(|scope| {
+        let cores = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
+        let workers: Vec<_> = (0..cores).map(|_| scope.spawn(work)).collect();
+        for worker in workers {
+            sum += worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        }
+    });
+    sum
+}
+
+#[test]
+fn a_thousand_jobs_of_64_ranks_place_alike_whatever_happens() {
+    let outcome = seeds(1000, size(64, 300));
+    println!("{outcome:?}");
+    assert_eq!(outcome.ranks, 64_000);
+    assert!(outcome.ops > 20_000_000, "{outcome:?}");
+    // What is said to happen does happen.
+    assert!(outcome.private_ops > 100_000, "{outcome:?}");
+    assert!(outcome.faults.failed_calls > 10_000 && outcome.faults.losses > 500, "{outcome:?}");
+    assert!(outcome.caught > 2000 && outcome.restarts > 3000 && outcome.left > 100, "{outcome:?}");
+}
+
+#[test]
+fn recorded_jobs_place_alike_on_64_ranks() {
+    for (job, seed) in [("fsdp1_train_rank0", 7), ("fsdp_train_rank1", 1)] {
+        let recording = read_path(&jobs::path(job), &ReadOptions::default()).expect("part of the project");
+        let plan = Plan::of_recording(&recording, seed, NonZeroU32::new(64).expect("some"));
+        let outcome = run(&plan).unwrap_or_else(|failure| panic!("{job}: {failure}"));
+        assert!(outcome.ops > 64 * recording.records.len() as u64 / 2, "{outcome:?}");
+        assert!(outcome.syncs > 10, "{outcome:?}");
+    }
+}
+
+#[test]
+fn the_outcome_is_a_function_of_the_plan_and_not_of_the_threads_that_work_it_out() {
+    for seed in 0..30 {
+        let plan = Plan::from_seed(seed, &size(9, 150));
+        let alone = run(&plan).expect("a good run");
+        for workers in [2, 5] {
+            let workers = NonZeroUsize::new(workers).expect("some");
+            assert_eq!(simulate(&plan, workers, &mut |_| ()).expect("a good run"), alone, "seed {seed}");
+        }
+        assert_eq!(Plan::from_seed(seed, &size(9, 150)), plan);
+    }
+}
+
+/// A rank of the plan that can be made to deviate, and an allocation in a symmetric pool that the program frees.
+fn deviation(plan: &Plan, deviate: impl Fn(&Op) -> Option<Deviation>) -> Option<Plan> {
+    let symmetric = |pool: PoolId| {
+        let created = plan.steps().iter().find_map(|step| match &step.op {
+            Op::CreatePool { pool: id, config } if *id == pool => Some(config.symmetric()),
+            _ => None,
+        });
+        created == Some(true)
+    };
+    let in_symmetric = |op: &Op| match *op {
+        Op::Allocate { pool, size_bytes, .. } => symmetric(pool) && (1..=1 << 20).contains(&size_bytes),
+        _ => false,
+    };
+    let allocate = plan.steps().iter().map(|step| &step.op).filter(|op| in_symmetric(op));
+    let deviation = allocate.filter_map(deviate).next()?;
+    let quiet = plan.ranks().iter().rev().find(|rank| !rank.is_faulty() && rank.restart_at.is_none())?;
+    Some(plan.clone().with_deviation(quiet.rank, deviation))
+}
+
+/// The first failure that a deviation of some seed leads to.
+fn failing(deviate: impl Fn(&Plan, &Op) -> Option<Deviation>) -> (Plan, Failure) {
+    let plans = (0..100).map(|seed| Plan::from_seed(seed, &size(16, 200)));
+    let mut deviating = plans.filter_map(|plan| deviation(&plan, |op| deviate(&plan, op)));
+    deviating.find_map(|plan| run(&plan).err().map(|failure| (plan, failure))).expect("a deviation is noticed")
+}
+
+fn told(plan: &Plan, failure: &Failure) {
+    let deviating = plan.ranks().iter().find(|rank| rank.deviation.is_some()).expect("one was made to").rank;
+    assert_eq!(failure.rank, Some(deviating));
+    let shrunk = shrink(plan.clone(), failure.clone(), 2000);
+    assert!(shrunk.plan.steps().len() <= 6, "{}", shrunk.failure);
+    assert_eq!(shrunk.plan.ranks().len(), 2);
+    assert_eq!(shrunk.failure.rank, Some(deviating));
+    let text = story::write(&shrunk.plan, &shrunk.failure, "A test.").expect("a valid plan is a valid trace");
+    let again = story::read(&text).expect("what was written").expect("it is a story");
+    assert_eq!(again, shrunk.plan);
+    let failure = run(&again).expect_err("it fails again");
+    assert_eq!((failure.step, failure.to_string()), (shrunk.failure.step, shrunk.failure.to_string()));
+    assert!(text.contains(&format!("# {}", failure.to_string().lines().next().unwrap_or_default())), "{text}");
+}
+
+#[test]
+fn a_rank_that_forgets_a_free_is_named_with_that_free() {
+    let freed = |plan: &Plan, op: &Op| match *op {
+        Op::Allocate { id, .. } => {
+            plan.steps().iter().any(|step| step.op == Op::Free { id }).then_some(Deviation::KeepAllocation { id })
+        }
+        _ => None,
+    };
+    let (plan, failure) = failing(freed);
+    assert!(failure.op.as_ref().is_some_and(|op| op.starts_with("f ")), "{failure}");
+    assert!(matches!(failure.cause, Cause::OtherDigest { .. }), "{failure}");
+    told(&plan, &failure);
+}
+
+#[test]
+fn a_rank_that_asks_for_one_byte_more_is_named_with_that_request() {
+    let (plan, failure) = failing(|_, op| match *op {
+        Op::Allocate { id, size_bytes, .. } => Some(Deviation::OtherSize { id, size_bytes: size_bytes + 1 }),
+        _ => None,
+    });
+    assert!(failure.op.as_ref().is_some_and(|op| op.starts_with("a ")), "{failure}");
+    told(&plan, &failure);
+}
