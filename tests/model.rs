@@ -47,7 +47,7 @@ fn generated_programs_meet_every_outcome() {
         ("done", 20.0),
         ("Limit(Pool)", 1.0),
         ("Limit(Allocator)", 1.0),
-        ("SegmentFull", 1.0),
+        ("SegmentFull", 0.5),
         ("NotLive", 1.0),
         ("TooLarge", 0.01),
         ("PoolInUse", 0.1),

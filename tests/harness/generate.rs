@@ -14,7 +14,8 @@
 
 use proptest::prelude::*;
 use symmalloc_core::config::{
-    Config, ExpandableSegments, FixedSegments, PoolConfig, Reclaim, RoundupPower2Divisions, SegmentPolicy, StreamPolicy,
+    Config, ExpandableSegments, FixedSegments, PointerLookup, PoolConfig, Reclaim, RoundupPower2Divisions,
+    SegmentPolicy, StreamPolicy,
 };
 use symmalloc_core::op::{Op, Record};
 use symmalloc_core::replay::Program;
@@ -122,10 +123,14 @@ impl Scenario {
     pub fn from_bytes(bytes: &[u8]) -> Self {
         let mut tape = Tape::new(bytes);
         let granularity_bytes = tape.pick(&[2 * MIB, 2 * MIB, 64 * KIB, 512, 4 * MIB]);
-        let streams = tape.pick(&[2, 1, 3, 4]);
+        let byte = tape.byte();
+        let streams = [2, 1, 3, 4][usize::from(byte & 3)];
+        let lookup = [PointerLookup::Off, PointerLookup::Off, PointerLookup::Exact, PointerLookup::Interior];
+        let lookup = lookup[usize::from(byte >> 6)];
         let limit = tape.pick(&[None, None, None, Some(40 * MIB), Some(90 * MIB), Some(65 * MIB + 1)]);
         let default_pool = pool_config(&mut tape);
-        let config = Config::builder().default_pool(default_pool).limit_bytes(limit).build().expect("valid");
+        let config = Config::builder().default_pool(default_pool).limit_bytes(limit).pointer_lookup(lookup);
+        let config = config.build().expect("valid");
         let mut writer = Writer::new(streams);
         while !tape.is_empty() && writer.records.len() < OPS_MAX {
             let mut op = [0; OP_BYTES];
@@ -154,6 +159,12 @@ impl Scenario {
         Scenario::from_bytes(&bytes)
     }
 }
+
+/// The first byte of an op that stands for many.
+const BURST: u8 = 255;
+
+/// An allocation whose last byte is one of these has a name.
+const NAMED: std::ops::Range<u8> = 90..100;
 
 /// An allocation whose last byte is one of these has a size between the boundaries.
 const SMOOTH: u8 = 150;
@@ -260,6 +271,9 @@ impl Writer {
             index if index < self.pools.len() => self.pools[index],
             _ => PoolId::DEFAULT,
         };
+        if kind == BURST {
+            return self.burst(pool, stream, what);
+        }
         let op = match kind % 32 {
             0..13 => Some(self.allocate(pool, stream, what, how)),
             13..23 => self.take_live(what).map(|id| Op::Free { id }),
@@ -274,7 +288,22 @@ impl Writer {
         };
         // What is not possible becomes the commonest thing that always is.
         let op = op.unwrap_or_else(|| self.allocate(pool, stream, what, how));
-        self.records.push(op.into());
+        let record = Record::from(op);
+        let is_named = matches!(record.op, Op::Allocate { .. }) && NAMED.contains(&how);
+        self.records.push(if is_named { record.with_name("named") } else { record });
+    }
+
+    /// Many blocks of one size, every second of which is freed: the free index keeps that many in another way.
+    fn burst(&mut self, pool: PoolId, stream: StreamId, what: u8) {
+        let first = self.live.len();
+        for _ in 0..40 {
+            let op = self.allocate(pool, stream, what % 5, 0);
+            self.records.push(op.into());
+        }
+        for index in (first..first + 20).rev() {
+            let id = self.live.remove(first + 2 * (index - first));
+            self.records.push(Op::Free { id }.into());
+        }
     }
 
     fn allocate(&mut self, pool: PoolId, stream: StreamId, what: u8, how: u8) -> Op {

@@ -54,6 +54,7 @@ const INVARIANTS: [(&str, &str, Check); 9] = [
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Checks every invariant of every heap, and that the budgets equal the sums over heaps (`I10`). Slow; for tests.
+    /// Between ops only: with another thread in the middle of one, sums may differ.
     ///
     /// # Errors
     /// The first violation found, in (pool, stream) order.
