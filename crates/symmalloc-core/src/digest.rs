@@ -43,11 +43,12 @@ pub(crate) enum Mark {
     RefusedByDriver,
     RefusedBySegment,
     Destroy,
+    Obtain,
 }
 
 impl Mark {
     /// Every mark, in the order of its number.
-    const ALL: [Mark; 13] = [
+    const ALL: [Mark; 14] = [
         Mark::Allocate,
         Mark::AllocateNothing,
         Mark::Free,
@@ -61,6 +62,7 @@ impl Mark {
         Mark::RefusedByDriver,
         Mark::RefusedBySegment,
         Mark::Destroy,
+        Mark::Obtain,
     ];
 }
 
@@ -86,11 +88,6 @@ impl Digest {
         // One folded multiplication per op, as in wyhash. Adding the count keeps a run of equal ops moving.
         self.value = folded_multiply(self.value ^ op, DECISION_KEY ^ decision).wrapping_add(self.ops);
         self.ops += 1;
-    }
-
-    /// Mixes in what an op decided on its way. The op itself is folded afterwards, and shows it.
-    pub(crate) fn mix(&mut self, decision: u64) {
-        self.value = folded_multiply(self.value, DECISION_KEY ^ decision);
     }
 
     /// Folds another digest in.

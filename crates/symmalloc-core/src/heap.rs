@@ -242,6 +242,25 @@ impl Heap {
         stream: StreamId,
         requested: u64,
     ) -> Result<Allocation, Box<Shortage>> {
+        let mapped_before = self.mapped;
+        let chosen = self.choose(around, stream, requested);
+        // Nothing fails from here on.
+        let allocated =
+            chosen.map(|slot| self.place(stream, requested, |_, _, _, _| Some(slot)).expect("the block is chosen"));
+        // How much was obtained is a decision too: a limit that several heaps share may have shaped it.
+        if self.mapped > mapped_before {
+            self.fold(op_word(Mark::Obtain, stream, self.mapped - mapped_before), 0);
+        }
+        allocated
+    }
+
+    /// A free block for a request, obtained if need be, which work on `stream` may use.
+    fn choose<B: Backend, L: Lock>(
+        &mut self,
+        around: &Surroundings<B, L>,
+        stream: StreamId,
+        requested: u64,
+    ) -> Result<Slot, Box<Shortage>> {
         let size = self.rules.block_size(requested);
         let home = self.rules.home_of(size);
         let slot = match best_fit(&self.rules, &self.free[home as usize], self.table.blocks(), size) {
@@ -249,8 +268,7 @@ impl Heap {
             None => self.obtain(around, stream, size)?,
         };
         self.wait_for_earlier_users(around, slot, stream)?;
-        // Nothing fails from here on.
-        Ok(self.place(stream, requested, |_, _, _, _| Some(slot)).expect("the block is chosen"))
+        Ok(slot)
     }
 
     /// Makes a free block, or as much of its start as is wanted, the allocation. What remains stays free, with the same

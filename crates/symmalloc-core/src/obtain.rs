@@ -123,7 +123,7 @@ impl Heap {
         let id = self.next_segment;
         self.next_segment = SegmentId(id.0.checked_add(1).expect("2^32 segments were born in one heap"));
         let slot = self.table.add_segment(id, range, home, mapped, fresh(stream));
-        self.count_obtained(size_bytes);
+        self.mapped += size_bytes;
         self.link(slot);
         let segment = self.table.block(slot).segment;
         around.directory.lock().insert(range, self.id, segment);
@@ -215,15 +215,8 @@ impl Heap {
             return Err(Box::new(Shortage::Driver { error, missing: size }));
         }
         self.budgets(around).confirm(size_bytes);
-        self.count_obtained(size_bytes);
-        Ok(())
-    }
-
-    /// Counts memory that was obtained. How much it was is a part of the op's decision: a limit that several heaps share
-    /// may have shaped it, and later decisions depend on it.
-    fn count_obtained(&mut self, size_bytes: u64) {
         self.mapped += size_bytes;
-        self.digest.mix(size_bytes);
+        Ok(())
     }
 
     /// Gives memory to the lowest hole that, with its free neighbours, then has `size` units. As little as is needed,

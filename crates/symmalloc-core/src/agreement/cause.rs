@@ -48,7 +48,9 @@ fn between(one: &Answered, other: &Answered) -> Cause {
     match (one.answer, other.answer) {
         (Answer::Forgotten { .. }, _) | (_, Answer::Forgotten { .. }) => Cause::OlderThanHistory,
         (Answer::Op { op, decision, .. }, Answer::Op { op: other_op, decision: other_decision, .. }) => {
-            if op == other_op && Step::new(op, decision) == Step::new(other_op, other_decision) {
+            if is_obtained(op) || is_obtained(other_op) {
+                Cause::OtherGrowth
+            } else if op == other_op && Step::new(op, decision) == Step::new(other_op, other_decision) {
                 Cause::OtherDecision
             } else if is_refusal_of_the_same(op, other_op) {
                 Cause::RefusedMemory
@@ -62,9 +64,18 @@ fn between(one: &Answered, other: &Answered) -> Cause {
     }
 }
 
+/// Whether it is what came of the op before: memory that was obtained.
+fn is_obtained(op: u64) -> bool {
+    matches!(unpack_op(op), Some((Mark::Obtain, _, _)))
+}
+
 /// The other's history ends here, this one goes on with `window` ops or more.
 fn only_one_did(op: u64, window: usize) -> Cause {
-    if window == 1 { missing(op) } else { Cause::OpOnSomeRanks }
+    match window {
+        _ if is_obtained(op) => Cause::OtherGrowth,
+        1 => missing(op),
+        _ => Cause::OpOnSomeRanks,
+    }
 }
 
 /// Only some ranks did this op.
@@ -114,18 +125,18 @@ fn is_refusal_of_the_same(op: u64, other: u64) -> bool {
 }
 
 /// Whether the ranks asked for the same, as far as can be seen, and only the outcome differs: memory that a limit refused to
-/// some, or that was given back before. Of two differences at the same moment such a one is the consequence.
+/// some, or that was obtained or given back on the way. Of two differences at the same moment such a one is the consequence.
 pub(crate) fn is_outcome_only(found: &Found) -> bool {
     let ops = found.answers.iter().filter_map(|answered| match answered.answer {
         Answer::Op { op, .. } => unpack_op(op),
         _ => None,
     });
     let ops: Vec<(Mark, StreamId, u64)> = ops.collect();
-    let is_given_back = |mark: &Mark| matches!(mark, Mark::Trim | Mark::Shrink | Mark::Death);
+    let is_memory_moved = |mark: &Mark| matches!(mark, Mark::Trim | Mark::Shrink | Mark::Death | Mark::Obtain);
     let is_any = |is: &dyn Fn(&Mark) -> bool| ops.iter().any(|(mark, _, _)| is(mark));
     let is_request_equal = ops.iter().all(|(_, stream, amount)| (*stream, *amount) == (ops[0].1, ops[0].2));
     !is_any(&|mark| *mark == Mark::RefusedByDriver)
-        && (is_any(&is_given_back) || is_request_equal && is_any(&|mark| matches!(mark, Mark::RefusedByLimit)))
+        && (is_any(&is_memory_moved) || is_request_equal && is_any(&|mark| matches!(mark, Mark::RefusedByLimit)))
 }
 
 /// One asked for something else: the same of another stream, or another amount, or another thing.

@@ -238,13 +238,14 @@ pub(crate) struct Step {
 }
 
 impl Step {
-    /// What was asked for, whatever came of it; `None` for memory that was given back, which mostly nobody asked for.
+    /// What was asked for, whatever came of it; `None` for memory that was obtained or given back, which mostly nobody
+    /// asked for.
     pub(crate) fn new(op: u64, decision: u64) -> Option<Self> {
         let (mark, stream, amount) = unpack_op(op)?;
         let names_allocation = matches!(mark, Mark::Free | Mark::RecordUse);
         let mark = match mark {
             Mark::RefusedByLimit | Mark::RefusedByDriver | Mark::RefusedBySegment => Mark::Allocate,
-            Mark::Trim | Mark::Shrink | Mark::Death => return None,
+            Mark::Trim | Mark::Shrink | Mark::Death | Mark::Obtain => return None,
             mark => mark,
         };
         Some(Step { op: op_word(mark, stream, amount), place: if names_allocation { decision } else { 0 } })

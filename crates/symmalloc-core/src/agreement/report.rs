@@ -111,6 +111,13 @@ pub enum Action {
         /// Where it lies.
         placement: Placement,
     },
+    /// Memory obtained for the op before.
+    Obtained {
+        /// The stream.
+        stream: StreamId,
+        /// Bytes.
+        size_bytes: u64,
+    },
     /// A reservation of `target_bytes`, for which `obtained_bytes` were obtained.
     Reserved {
         /// The stream.
@@ -195,6 +202,8 @@ pub enum Cause {
     OtherStream,
     /// The same request in the same heap was placed differently: what must not happen.
     OtherDecision,
+    /// The same request obtained another amount of memory: a limit that several heaps share was used up in another order.
+    OtherGrowth,
     /// The histories do not go back so far.
     OlderThanHistory,
     /// Not looked into: another heap differed before.
@@ -226,6 +235,7 @@ impl Action {
             Mark::RefusedByDriver => Action::RefusedByDriver { stream, size_bytes },
             Mark::RefusedBySegment => Action::RefusedBySegment { stream, size_bytes },
             Mark::Destroy => Action::Destroyed,
+            Mark::Obtain => Action::Obtained { stream, size_bytes },
         }
     }
 }
@@ -242,6 +252,7 @@ impl Cause {
             Cause::OpOnSomeRanks => "op_on_some_ranks",
             Cause::OtherStream => "other_stream",
             Cause::OtherDecision => "other_decision",
+            Cause::OtherGrowth => "other_growth",
             Cause::OlderThanHistory => "older_than_history",
             Cause::Consequence => "consequence",
             Cause::Unknown => "unknown",
@@ -261,6 +272,9 @@ impl fmt::Display for Cause {
             Cause::OtherStream => "some ranks did it on another stream; are all streams registered in the same order?",
             Cause::OtherDecision => {
                 "the same request was placed differently: please report it, with the traces of two of the ranks"
+            }
+            Cause::OtherGrowth => {
+                "the ranks obtained different amounts of memory: was a limit that several heaps share used up in another order?"
             }
             Cause::OlderThanHistory => "older than what is remembered: agree more often, or raise history_ops",
             Cause::Consequence => "not looked into",
@@ -364,6 +378,7 @@ impl fmt::Display for Group {
             Action::RecordedUse { stream, placement } => {
                 write!(f, "recorded the use{name} of what lay at {placement} by {stream}")
             }
+            Action::Obtained { stream, size_bytes } => write!(f, "obtained {} bytes for {stream}", Grouped(size_bytes)),
             Action::Reserved { stream, target_bytes, obtained_bytes } => {
                 write!(
                     f,
