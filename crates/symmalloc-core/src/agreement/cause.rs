@@ -38,8 +38,8 @@ fn is_other_stream(one: &Found, other: &Found) -> bool {
     };
     one.heap != other.heap
         && one.heap.pool == other.heap.pool
-        && one.order.is_some()
-        && one.order == other.order
+        && one.order().is_some()
+        && one.order() == other.order()
         && requests(one).iter().any(|request| requests(other).contains(request))
 }
 
@@ -62,6 +62,11 @@ fn between(one: &Answered, other: &Answered) -> Cause {
         (_, Answer::Op { op, .. }) => only_one_did(op, other.window.len()),
         (Answer::Ended, Answer::Ended) => Cause::Unknown,
     }
+}
+
+/// Whether it is what came of another op: memory that was obtained or given back.
+pub(crate) fn is_memory_moved(op: u64) -> bool {
+    matches!(unpack_op(op), Some((Mark::Trim | Mark::Shrink | Mark::Death | Mark::Obtain, _, _)))
 }
 
 /// Whether it is what came of the op before: memory that was obtained.
@@ -132,11 +137,11 @@ pub(crate) fn is_outcome_only(found: &Found) -> bool {
         _ => None,
     });
     let ops: Vec<(Mark, StreamId, u64)> = ops.collect();
-    let is_memory_moved = |mark: &Mark| matches!(mark, Mark::Trim | Mark::Shrink | Mark::Death | Mark::Obtain);
     let is_any = |is: &dyn Fn(&Mark) -> bool| ops.iter().any(|(mark, _, _)| is(mark));
     let is_request_equal = ops.iter().all(|(_, stream, amount)| (*stream, *amount) == (ops[0].1, ops[0].2));
     !is_any(&|mark| *mark == Mark::RefusedByDriver)
-        && (is_any(&is_memory_moved) || is_request_equal && is_any(&|mark| matches!(mark, Mark::RefusedByLimit)))
+        && (found.earliest.is_some_and(|earliest| earliest.is_memory_moved)
+            || is_request_equal && is_any(&|mark| matches!(mark, Mark::RefusedByLimit)))
 }
 
 /// One asked for something else: the same of another stream, or another amount, or another thing.

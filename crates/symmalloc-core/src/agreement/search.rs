@@ -61,9 +61,41 @@ pub(crate) struct Found {
     pub(crate) heap: HeapKey,
     pub(crate) first: u64,
     pub(crate) last: u64,
-    /// The least number in program order over the ranks.
-    pub(crate) order: Option<u64>,
+    pub(crate) earliest: Option<Earliest>,
     pub(crate) answers: Vec<Answered>,
+}
+
+impl Found {
+    /// Its number in program order, the least over the ranks.
+    pub(crate) fn order(&self) -> Option<u64> {
+        self.earliest.map(|earliest| earliest.order)
+    }
+}
+
+/// When a difference shows first, over all ranks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Earliest {
+    /// The number in program order.
+    order: u64,
+    /// What a rank did at that moment was to obtain memory, or to give it back: what came of another op.
+    pub(crate) is_memory_moved: bool,
+}
+
+impl Earliest {
+    fn of(answer: Answer) -> Option<Self> {
+        let is_memory_moved = matches!(answer, Answer::Op { op, .. } if cause::is_memory_moved(op));
+        Some(Earliest { order: answer.order()?, is_memory_moved })
+    }
+
+    fn or_before(self, other: Option<Self>) -> Self {
+        match other {
+            Some(other) if other.order < self.order => other,
+            Some(other) if other.order == self.order => {
+                Earliest { is_memory_moved: self.is_memory_moved || other.is_memory_moved, ..self }
+            }
+            _ => self,
+        }
+    }
 }
 
 /// Ranks that answered alike.
@@ -241,16 +273,15 @@ impl Search {
 
     pub(crate) fn ops(&mut self, at: &[Moment], gathered: &Gathered) -> Result<Next, ProtocolError> {
         let mut answers: Vec<BTreeMap<Answer, RankSet>> = vec![BTreeMap::new(); at.len()];
-        let mut orders: Vec<Option<u64>> = vec![None; at.len()];
+        let mut earliest: Vec<Option<Earliest>> = vec![None; at.len()];
         for (rank, mut reader) in readers(gathered) {
-            for (answers, least) in answers.iter_mut().zip(&mut orders) {
+            for (answers, earliest) in answers.iter_mut().zip(&mut earliest) {
                 let answer = Answer::read(&mut reader)?;
-                let order = answer.order();
-                *least = least.map_or(order, |least| Some(order.map_or(least, |order| order.min(least))));
+                *earliest = Earliest::of(answer).map_or(*earliest, |this| Some(this.or_before(*earliest)));
                 answers.entry(answer.without_order()).or_default().push(rank);
             }
         }
-        for ((interval, answers), order) in self.open.drain(..).zip(answers).zip(orders) {
+        for ((interval, answers), earliest) in self.open.drain(..).zip(answers).zip(earliest) {
             let is_exact = interval.high - interval.low == 1;
             let is_told = !answers.keys().any(|answer| matches!(answer, Answer::Forgotten { .. }));
             if is_exact && is_told && answers.len() < 2 {
@@ -266,7 +297,7 @@ impl Search {
             };
             answers.sort_by_key(|answered| answered.ranks.first());
             let (first, last) = (interval.low, interval.high - 1);
-            self.found.push(Found { heap: interval.heap, first, last, order, answers });
+            self.found.push(Found { heap: interval.heap, first, last, earliest, answers });
         }
         Ok(self.next())
     }
@@ -274,7 +305,7 @@ impl Search {
     /// When all heaps are searched: the details of the first few in program order.
     fn next_details(&mut self) -> Next {
         if self.detailed == 0 {
-            let order = |found: &Found| (found.order.unwrap_or(u64::MAX), cause::is_outcome_only(found), found.heap);
+            let order = |found: &Found| (found.order().unwrap_or(u64::MAX), cause::is_outcome_only(found), found.heap);
             self.found.sort_by_key(order);
         }
         let told = self.found.iter().take(HEAPS_TOLD).skip(self.detailed);
@@ -325,7 +356,7 @@ fn heap_difference(found: &Found, cause: Cause) -> HeapDifference {
         stream: found.heap.stream(),
         first_op: found.first,
         last_op: found.last,
-        order: found.order,
+        order: found.order(),
         groups: found.answers.iter().map(group).collect(),
         cause,
     }
