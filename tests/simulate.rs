@@ -3,8 +3,9 @@
 
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::sync::atomic::{AtomicU64, Ordering};
+use symmalloc_core::sim::SplitMix64;
 use symmalloc_core::{Op, PoolId};
-use symmalloc_harness::jobs;
+use symmalloc_harness::{jobs, targets};
 use symmalloc_import::{ReadOptions, read_path};
 use symmalloc_simulate::shrink::shrink;
 use symmalloc_simulate::{Cause, Deviation, Failure, Faults, Outcome, Plan, Size, simulate, story};
@@ -70,6 +71,16 @@ fn recorded_jobs_place_alike_on_64_ranks() {
         let outcome = run(&plan).unwrap_or_else(|failure| panic!("{job}: {failure}"));
         assert!(outcome.ops > 64 * recording.records.len() as u64 / 2, "{outcome:?}");
         assert!(outcome.syncs > 10, "{outcome:?}");
+    }
+}
+
+/// What the fuzzer does, with bytes of its beginner's luck.
+#[test]
+fn any_bytes_are_a_job_that_ends_well() {
+    for seed in 0..1000 {
+        let mut random = SplitMix64::new(seed);
+        let bytes: Vec<u8> = (0..8 + 4 * random.below(150)).map(|_| random.next_u64() as u8).collect();
+        targets::job(&bytes);
     }
 }
 

@@ -5,6 +5,7 @@
 
 use crate::checker::{compare_at, decisions};
 use crate::generate::Scenario;
+use std::num::{NonZeroU32, NonZeroUsize};
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::layout::Layout;
 use symmalloc_core::lock::{Exclusive, Shared};
@@ -13,6 +14,7 @@ use symmalloc_core::sim::{Delays, SimBackend};
 use symmalloc_core::trace::{TraceReader, TraceWriter};
 use symmalloc_core::{Allocator, Op, PoolId, Record};
 use symmalloc_import::{ReadOptions, read_bytes};
+use symmalloc_simulate::{Plan, simulate, story};
 
 /// Takes any bytes, and panics when something is wrong. Returns how many ops it carried out, or read.
 pub type Target = fn(&[u8]) -> u64;
@@ -21,9 +23,10 @@ pub type Target = fn(&[u8]) -> u64;
 const LOOK_EVERY: usize = 16;
 
 /// Name and function of every target.
-pub const TARGETS: [(&str, Target); 7] = [
+pub const TARGETS: [(&str, Target); 8] = [
     ("ops_vs_oracle", ops_vs_oracle),
     ("two_ranks", two_ranks),
+    ("job", job),
     ("trace_reader", trace_reader),
     ("layout_reader", layout_reader),
     ("config_text", config_text),
@@ -58,6 +61,26 @@ pub fn two_ranks(bytes: &[u8]) -> u64 {
     let other = decisions::<Shared>(&scenario, &other, |_, _, _, _| {});
     assert_eq!(one, other, "two ranks decided differently");
     2 * scenario.program.ops().len() as u64
+}
+
+/// Ops from one sync of a [`job`] to the next.
+const OPS_A_SYNC: usize = 24;
+
+/// A program on a few ranks in adverse surroundings, whose threads interleave differently: a whole job.
+///
+/// # Panics
+/// When ranks differ that must not, one that differs is not reported, or anything is left in the end.
+pub fn job(bytes: &[u8]) {
+    let scenario = Scenario::from_bytes(bytes);
+    let seed =
+        bytes.iter().fold(0, |seed: u64, byte| seed.rotate_left(7).wrapping_mul(0x100_0000_01b3) ^ u64::from(*byte));
+    let ops = scenario.program.ops().chunks(OPS_A_SYNC).flat_map(|ops| ops.iter().cloned().chain([Op::Sync]));
+    let plan = Plan::of_records(scenario.config, ops.map(Record::from), seed, NonZeroU32::new(5).expect("some"));
+    let plan = plan.with_granularity_bytes(scenario.granularity_bytes);
+    if let Err(failure) = simulate(&plan, NonZeroUsize::MIN, &mut |_| ()) {
+        let story = story::write(&plan, &failure, "Found by the fuzz target `job`.");
+        panic!("{}", story.unwrap_or_else(|_| failure.to_string()));
+    }
 }
 
 /// Text as a trace. What is read is written in one way only, and read back as the same.

@@ -9,7 +9,7 @@
 
 use crate::failure::Cause;
 use crate::journal::HeapName;
-use crate::rank::{Job, Rank, Standing};
+use crate::rank::{Job, Rank};
 use std::collections::BTreeSet;
 use symmalloc_core::agreement::{
     Action, AgreementError, Difference, Disagreement, Group, HeapDifference, Point, Witness, agree_in_lockstep,
@@ -70,8 +70,7 @@ pub(crate) fn compare<L: Lock>(ranks: &[Seated<'_, L>]) -> Result<(), Box<Disagr
 
 /// The step at which a symmetric heap of the rank began to differ; `None` if none does.
 fn began_to_differ<L: Lock>(job: &Job, rank: &Rank<L>) -> Option<usize> {
-    let Standing::Followed { departed } = &rank.standing else { return None };
-    let symmetric = departed.iter().filter(|(heap, _)| job.program.policies.of(heap.pool).symmetric());
+    let symmetric = rank.standing.departed().filter(|(heap, _)| job.program.policies.of(heap.pool).symmetric());
     symmetric.map(|(_, departure)| departure.step).min()
 }
 
@@ -112,11 +111,7 @@ fn check<L: Lock>(
     (heap, difference, group): (HeapName, &HeapDifference, &Group),
     rank: &Rank<L>,
 ) -> Result<(), (Option<usize>, Cause)> {
-    let departure = match &rank.standing {
-        Standing::Followed { departed } => departed.get(&heap),
-        Standing::Alike => None,
-    };
-    let departure = departure.ok_or((None, Cause::FalseAlarm))?;
+    let departure = rank.standing.departure(heap).ok_or((None, Cause::FalseAlarm))?;
     let named = difference.first_op..difference.last_op + 1;
     // Where heaps take memory from each other, a rank may make up, at another step, for what the reference did: then the
     // histories part later than the steps did.

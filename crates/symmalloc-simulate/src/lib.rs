@@ -45,6 +45,8 @@ mod rejoin;
 mod run;
 mod schedule;
 pub mod shrink;
+mod standing;
+mod step;
 pub mod story;
 mod surroundings;
 mod swarm;

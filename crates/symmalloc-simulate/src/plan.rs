@@ -9,7 +9,7 @@ use std::num::NonZeroU32;
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::sim::{Call, Fault, SplitMix64};
 use symmalloc_core::units::MIB;
-use symmalloc_core::{Op, PoolId};
+use symmalloc_core::{Op, PoolId, Record};
 use symmalloc_import::Recording;
 
 /// How large a generated job is.
@@ -35,8 +35,8 @@ pub struct Plan {
 /// Between two syncs a recorded job makes at most so many steps: it is compared at least so often.
 pub(crate) const STRETCH_MAX: usize = 2048;
 
-/// Host threads that a recorded job is spread over, by stream.
-const RECORDED_THREADS: u16 = 8;
+/// Host threads that a program is spread over where it does not name them.
+const THREADS_BY_STREAM: u16 = 8;
 
 /// Ops that a heap of a recorded job remembers.
 const RECORDED_HISTORY_OPS: u32 = 256;
@@ -57,11 +57,29 @@ impl Plan {
     /// A recorded job on `ranks` ranks, in surroundings that `seed` names. All of its pools are taken for symmetric ones,
     /// so that the ranks agree on them, with a history of few ops: there may be thousands of ranks.
     pub fn of_recording(recording: &Recording, seed: u64, ranks: NonZeroU32) -> Self {
-        let mut config = recording.config.clone().unwrap_or_default();
-        config = with_default_pool(&config, config.default_pool());
-        let mut steps = Vec::with_capacity(recording.records.len());
-        let mut streams = BTreeMap::new();
-        for record in &recording.records {
+        let config = recording.config.clone().unwrap_or_default();
+        let config = with_default_pool(&config, &symmetric(config.default_pool()));
+        let config = config.to_builder().history_ops(RECORDED_HISTORY_OPS).build().expect("in range");
+        let records = recording.records.iter().map(|record| {
+            let mut record = record.clone();
+            if let Op::CreatePool { config, .. } = &mut record.op {
+                **config = symmetric(config);
+            }
+            record
+        });
+        Plan::of_records(config, records, seed, ranks)
+    }
+
+    /// A program on `ranks` ranks, in surroundings that `seed` names. Each stream has a thread that drives it, up to eight
+    /// of them. The records must be consistent with each other, as those of a trace are.
+    pub fn of_records(
+        mut config: Config,
+        records: impl IntoIterator<Item = Record>,
+        seed: u64,
+        ranks: NonZeroU32,
+    ) -> Self {
+        let (mut steps, mut streams) = (Vec::new(), BTreeMap::new());
+        for record in records {
             let thread = match record.op {
                 // A trace may say how the default pool is configured before it uses it.
                 Op::CreatePool { pool: PoolId::DEFAULT, config: ref stated } => {
@@ -79,15 +97,17 @@ impl Plan {
                 | Op::Reserve { stream, .. } => stream.0,
                 _ => 0,
             };
-            let thread = (thread % RECORDED_THREADS) as u8;
-            let mut op = record.op.clone();
-            if let Op::CreatePool { config, .. } = &mut op {
-                **config = symmetric(config);
-            }
-            steps.push(Step { op, thread, name: record.name.clone() });
+            steps.push(Step { op: record.op, thread: (thread % THREADS_BY_STREAM) as u8, name: record.name });
         }
         let ranks = surroundings(seed, ranks, steps.len() as u64);
         Plan { seed, config, granularity_bytes: 2 * MIB, steps, ranks }
+    }
+
+    /// The same plan on devices of another granularity: a power of two from 512 bytes to 1 GiB.
+    #[must_use]
+    pub fn with_granularity_bytes(mut self, granularity_bytes: u64) -> Self {
+        self.granularity_bytes = granularity_bytes;
+        self
     }
 
     /// The same plan with one rank that carries out another program. For tests: the run must fail.
@@ -126,8 +146,7 @@ impl Plan {
 }
 
 fn with_default_pool(config: &Config, pool: &PoolConfig) -> Config {
-    let builder = config.to_builder().default_pool(symmetric(pool)).history_ops(RECORDED_HISTORY_OPS);
-    builder.build().expect("each part is valid, and so is the whole")
+    config.to_builder().default_pool(pool.clone()).build().expect("each part is valid, and so is the whole")
 }
 
 fn symmetric(pool: &PoolConfig) -> PoolConfig {

@@ -3,28 +3,20 @@
 //! Between syncs a rank carries the steps of a stretch out in the order of its own schedule. What it decides is compared,
 //! step by step, with what the reference rank decided; only the reference writes a [`Journal`].
 //!
-//! ```text
-//!  alike ───the driver refuses something───► followed ───another digest after a step───► departed
-//!    │ another decision: a failure                │ the same digests: fine
-//! ```
-//! A rank to which nothing happened must decide as the reference does. A rank to which something happened may come to
-//! differ; it is followed digest by digest, so that it is known at which step each of its heaps departed. The agreement
-//! is held against that.
+//! How it then stands to the reference is told in [`crate::standing`], what it does with one step in `step.rs`.
 
 use crate::decision::{Decision, Refusal};
-use crate::device_work::{Live, waits};
+use crate::device_work::Live;
 use crate::failure::Cause;
-use crate::journal::{HeapDigest, HeapName, Journal, digest_of, first_difference};
+use crate::journal::{HeapDigest, HeapName, Journal, first_difference};
 use crate::outcome::Faults;
 use crate::private_work::PrivateWork;
-use crate::program::{Program, Step, Stretch};
+use crate::program::{Program, Stretch};
 use crate::schedule::Scheduler;
-use crate::surroundings::{Deviation, Purpose, RankFault, Surroundings, sequence};
-use std::collections::BTreeMap;
-use std::ops::Range;
+use crate::standing::Standing;
+use crate::surroundings::{Purpose, RankFault, Surroundings, sequence};
 use symmalloc_core::backend::Backend;
-use symmalloc_core::config::{Config, PoolConfig, SegmentPolicy, StreamPolicy};
-use symmalloc_core::errors::{AllocateError, FreeError};
+use symmalloc_core::config::{Config, SegmentPolicy, StreamPolicy};
 use symmalloc_core::lock::Lock;
 use symmalloc_core::sim::{Fault, FaultRule, SimBackend, SplitMix64};
 use symmalloc_core::{Allocator, Op, PoolId, StreamId};
@@ -67,28 +59,6 @@ pub(crate) enum Stop {
     /// Something that must not be.
     Failed { step: Option<usize>, cause: Cause },
 }
-
-/// Whether a rank must be like the reference.
-#[derive(Clone, Debug)]
-pub(crate) enum Standing {
-    Alike,
-    /// Something happened to it. By heap that differs now, or did when its pool was given up: since when.
-    Followed {
-        departed: BTreeMap<HeapName, Departure>,
-    },
-}
-
-/// Where a heap began to differ from the reference's.
-#[derive(Clone, Debug)]
-pub(crate) struct Departure {
-    /// The step of the program.
-    pub(crate) step: usize,
-    /// Ops of the heap, counted from 0, among which the first that differs is: those that the step made.
-    pub(crate) ops: Range<u64>,
-}
-
-/// Attempts at a call that the driver refuses, before a program gives up.
-const ATTEMPTS_MAX: usize = 100;
 
 /// One rank. See the [module documentation](self).
 #[derive(Debug)]
@@ -141,7 +111,7 @@ impl<L: Lock> Rank<L> {
             moments: sequence_of(Purpose::Moments),
             failed_calls: 0,
             standing: match job.watched {
-                Some(watched) if watched == surroundings.rank => Standing::Followed { departed: BTreeMap::new() },
+                Some(watched) if watched == surroundings.rank => Standing::followed(),
                 _ => Standing::Alike,
             },
             ops: 0,
@@ -276,13 +246,7 @@ impl<L: Lock> Rank<L> {
         let failed_calls = self.allocator.backend().calls().failed();
         if failed_calls > self.failed_calls {
             self.failed_calls = failed_calls;
-            self.begin_to_follow();
-        }
-    }
-
-    fn begin_to_follow(&mut self) {
-        if let Standing::Alike = self.standing {
-            self.standing = Standing::Followed { departed: BTreeMap::new() };
+            self.standing.begin_to_follow();
         }
     }
 
@@ -308,40 +272,18 @@ impl<L: Lock> Rank<L> {
                 let cause = Cause::OtherDecision { decision, expected };
                 return Err(Stop::Failed { step: Some(number), cause });
             }
-            self.begin_to_follow();
+            self.standing.begin_to_follow();
         }
         if let Standing::Alike = self.standing {
             return Ok(());
         }
         let digests = self.touched_digests(job, op);
-        self.depart(&digests, journal, index, number);
-        match &self.standing {
-            Standing::Followed { departed } if job.watched == Some(self.surroundings.rank) => {
-                departed.keys().next().map_or(Ok(()), |heap| {
-                    Err(Stop::Failed { step: Some(number), cause: Cause::OtherDigest { heap: *heap } })
-                })
+        self.standing.follow(&digests, journal, index, number);
+        match self.standing.first_departed() {
+            Some(heap) if job.watched == Some(self.surroundings.rank) => {
+                Err(Stop::Failed { step: Some(number), cause: Cause::OtherDigest { heap } })
             }
             _ => Ok(()),
-        }
-    }
-
-    /// Notes which heaps differ after a step.
-    fn depart(&mut self, digests: &[HeapDigest], journal: &Journal, index: usize, number: usize) {
-        let Standing::Followed { departed } = &mut self.standing else { return };
-        let expected = journal.digests(index);
-        for (heap, _) in digests.iter().chain(expected) {
-            let (own, theirs) = (digest_of(digests, *heap), digest_of(expected, *heap));
-            if own == theirs {
-                // Its neighbour took the same from it, only at another step: its history is the same again.
-                departed.remove(heap);
-            } else {
-                departed.entry(*heap).or_insert_with(|| {
-                    let before = journal.ops_before(*heap, index);
-                    // A heap whose pool was given up on one side made one op more there.
-                    let after = own.into_iter().chain(theirs).map(|digest| digest.ops).max().unwrap_or(0);
-                    Departure { step: number, ops: before..after.max(before) + 1 }
-                });
-            }
         }
     }
 
@@ -387,112 +329,6 @@ impl<L: Lock> Rank<L> {
         digests.extend(wanted.map(|(stream, digest)| (HeapName { pool, stream }, digest)));
     }
 
-    /// Carries one step out. A call that the driver refuses without an effect is tried again.
-    fn step(&mut self, job: &Job, number: usize) -> Result<Decision, symmalloc_core::sim::Race> {
-        let Step { op, name, .. } = &job.program.steps[number];
-        let slot = job.program.slots[number] as usize;
-        let refused = |refusal| Ok(Decision::Refused(refusal));
-        match *op {
-            Op::Allocate { id, pool, stream, size_bytes } => {
-                self.live[slot] = None;
-                let size_bytes = match self.surroundings.deviation {
-                    Some(Deviation::OtherSize { id: other, size_bytes }) if other == id => size_bytes,
-                    _ => size_bytes,
-                };
-                let pool = self.pools[pool.index()];
-                let allocate = || match name {
-                    None => self.allocator.allocate(pool, stream, size_bytes),
-                    Some(name) => self.allocator.allocate_named(pool, stream, size_bytes, name),
-                };
-                match insist(allocate, |error| matches!(error, AllocateError::Fence { .. })) {
-                    Err(error) => return refused(Refusal::from(&error)),
-                    Ok(allocation) => {
-                        self.live[slot] = Some(Live::begin(self.allocator.backend(), stream, &allocation)?);
-                        return Ok(Decision::Placed(allocation.placement));
-                    }
-                }
-            }
-            Op::Free { id } => {
-                let Some(live) = self.live[slot] else { return refused(Refusal::NotLive) };
-                if self.surroundings.deviation == Some(Deviation::KeepAllocation { id }) {
-                    return Ok(Decision::Done);
-                }
-                if let Some(handle) = live.handle {
-                    let free = || self.allocator.free(handle);
-                    if let Err(error) = insist(free, |error| matches!(error, FreeError::Fence(_))) {
-                        return refused(Refusal::from(&error));
-                    }
-                }
-                self.live[slot] = None;
-            }
-            Op::RecordUse { stream, .. } => {
-                let Some(live) = &mut self.live[slot] else { return refused(Refusal::NotLive) };
-                if let Some(handle) = live.handle
-                    && let Err(error) = self.allocator.record_use(handle, stream)
-                {
-                    return refused(Refusal::from(&error));
-                }
-                live.shared(self.allocator.backend(), stream)?;
-            }
-            Op::Wait { stream, on } => {
-                let backend = self.allocator.backend();
-                if (0..ATTEMPTS_MAX).any(|_| waits(backend, stream, on)) {
-                    self.allocator.stream_waits(stream, on).expect("both are registered");
-                }
-            }
-            Op::Synchronize { stream } => {
-                let backend = self.allocator.backend();
-                if insist(|| backend.synchronize(stream), |_| true).is_ok() {
-                    self.allocator.stream_synchronized(stream).expect("it is registered");
-                }
-            }
-            _ => return Ok(self.step_rarely(op)),
-        }
-        Ok(Decision::Done)
-    }
-
-    fn step_rarely(&mut self, op: &Op) -> Decision {
-        let refused = |refusal| Decision::Refused(refusal);
-        match op {
-            Op::Reserve { pool, stream, size_bytes } => {
-                let pool = self.pools[pool.index()];
-                let reserve = || self.allocator.reserve(pool, *stream, *size_bytes);
-                match insist(reserve, |error| matches!(error, AllocateError::Fence { .. })) {
-                    Ok(()) => Decision::Done,
-                    Err(error) => refused(Refusal::from(&error)),
-                }
-            }
-            Op::Trim { pool } => match self.allocator.trim(pool.map(|pool| self.pools[pool.index()])) {
-                Ok(_) => Decision::Done,
-                Err(error) => refused(Refusal::from(&error)),
-            },
-            Op::RegisterStream { .. } => {
-                self.register_stream();
-                Decision::Done
-            }
-            Op::CreatePool { config, .. } => {
-                self.create_pool(config);
-                Decision::Done
-            }
-            Op::DestroyPool { pool } => match self.allocator.destroy_pool(self.pools[pool.index()]) {
-                Ok(()) => Decision::Done,
-                Err(error) => refused(Refusal::from(&error)),
-            },
-            _ => Decision::Done,
-        }
-    }
-
-    /// The program registers its next stream.
-    pub(crate) fn register_stream(&mut self) {
-        self.allocator.register_stream().expect("a program has few");
-        self.streams += 1;
-    }
-
-    /// The program makes its next pool.
-    pub(crate) fn create_pool(&mut self, config: &PoolConfig) {
-        self.pools.push(self.allocator.create_pool(config.clone()).expect("it always can"));
-    }
-
     /// From here on nothing fails any more, and the rank works for itself no longer.
     pub(crate) fn heal(&mut self) {
         self.healed_of = Some(self.faults());
@@ -501,11 +337,6 @@ impl<L: Lock> Rank<L> {
             private.end(&self.allocator);
             self.private_ops += private.ops;
         }
-    }
-
-    /// Whether any of its heaps differs from the reference's, in a symmetric pool or another one.
-    pub(crate) fn has_departed(&self) -> bool {
-        matches!(&self.standing, Standing::Followed { departed } if !departed.is_empty())
     }
 
     /// How much the rank did for itself.
@@ -541,15 +372,4 @@ impl<L: Lock> Rank<L> {
         let reserved_bytes = stats.reserved_bytes.current;
         if is_clean { Ok(()) } else { Err(Cause::LeftBehind { allocations, reserved_bytes, leaks }) }
     }
-}
-
-/// Tries again what failed for a reason that may pass.
-fn insist<T, E>(attempt: impl Fn() -> Result<T, E>, may_pass: impl Fn(&E) -> bool) -> Result<T, E> {
-    for _ in 1..ATTEMPTS_MAX {
-        match attempt() {
-            Err(error) if may_pass(&error) => {}
-            done => return done,
-        }
-    }
-    attempt()
 }

@@ -278,7 +278,7 @@ impl<'a, L: Lock, C: Crew<L>> Run<'a, L, C> {
         let syncs = stretch as u32 + 1;
         for (seat, rank) in live {
             // Those that differ in other pools only are nobody's business but the simulator's, which compares these, too.
-            if reported.contains(&seat) || rank.has_departed() {
+            if reported.contains(&seat) || rank.standing.first_departed().is_some() {
                 restarting.insert(seat, Source::Reference);
             } else if rank.surroundings.restart_at == Some(syncs) {
                 restarting.insert(seat, Source::Own);
