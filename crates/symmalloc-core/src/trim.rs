@@ -309,7 +309,10 @@ impl Heap {
 }
 
 /// Blocks the host until the stream's work so far is done.
-pub(crate) fn synchronize<B: Backend, L: Lock>(around: &Surroundings<B, L>, stream: StreamId) -> Result<(), BackendError> {
+pub(crate) fn synchronize<B: Backend, L: Lock>(
+    around: &Surroundings<B, L>,
+    stream: StreamId,
+) -> Result<(), BackendError> {
     let moment = around.clocks.lock().moment(stream);
     around.backend.synchronize(stream)?;
     around.clocks.lock().synchronized(&moment);
