@@ -7,7 +7,7 @@ use symmalloc_core::{Op, PoolId};
 use symmalloc_harness::jobs;
 use symmalloc_import::{ReadOptions, read_path};
 use symmalloc_simulate::shrink::shrink;
-use symmalloc_simulate::{Cause, Deviation, Failure, Outcome, Plan, Size, simulate, story};
+use symmalloc_simulate::{Cause, Deviation, Failure, Faults, Outcome, Plan, Size, simulate, story};
 
 fn size(ranks: u32, ops: usize) -> Size {
     Size { ranks: NonZeroU32::new(ranks).expect("some"), ops }
@@ -54,7 +54,11 @@ fn a_thousand_jobs_of_64_ranks_place_alike_whatever_happens() {
     assert!(outcome.ops > 20_000_000, "{outcome:?}");
     // What is said to happen does happen.
     assert!(outcome.private_ops > 100_000, "{outcome:?}");
-    assert!(outcome.faults.failed_calls > 10_000 && outcome.faults.losses > 500, "{outcome:?}");
+    let Faults { failed_calls, out_of_memory, refused, losses, small_devices, .. } = outcome.faults;
+    assert!(
+        failed_calls > 10_000 && [out_of_memory, refused, losses, small_devices].iter().all(|n| *n > 500),
+        "{outcome:?}"
+    );
     assert!(outcome.caught > 2000 && outcome.restarts > 3000 && outcome.left > 100, "{outcome:?}");
 }
 
@@ -111,6 +115,8 @@ fn failing(deviate: impl Fn(&Plan, &Op) -> Option<Deviation>) -> (Plan, Failure)
 fn told(plan: &Plan, failure: &Failure) {
     let deviating = plan.ranks().iter().find(|rank| rank.deviation.is_some()).expect("one was made to").rank;
     assert_eq!(failure.rank, Some(deviating));
+    let report = failure.report.as_ref().expect("the ranks have something to say about it");
+    assert!(report.contains("likely cause"), "{report}");
     let shrunk = shrink(plan.clone(), failure.clone(), 2000);
     assert!(shrunk.plan.steps().len() <= 6, "{}", shrunk.failure);
     assert_eq!(shrunk.plan.ranks().len(), 2);

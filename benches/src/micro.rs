@@ -10,7 +10,7 @@
 //! An op pair frees a random allocated block, which puts a key into the middle of the index, and allocates again, which
 //! searches it and takes one out.
 
-use crate::workload::{Step, Subject, Workload};
+use crate::workload::{Subject, Workload};
 use symmalloc_core::ids::StreamId;
 use symmalloc_core::sim::SplitMix64;
 
@@ -24,8 +24,8 @@ pub const PAIRS: u32 = 1000;
 pub fn pair(size_bytes: u64) -> Workload {
     let mut workload = Workload::default();
     for number in 0..PAIRS {
-        workload.push(Step::Allocate { number, stream: S0, size_bytes });
-        workload.push(Step::Free { number });
+        workload.allocate(S0, size_bytes);
+        workload.free(number);
     }
     workload
 }
@@ -38,9 +38,9 @@ pub fn replacement() -> Workload {
     for number in 0..11_000 {
         if live.len() == 1000 {
             let victim = live.swap_remove(random.below(1000) as usize);
-            workload.push(Step::Free { number: victim });
+            workload.free(victim);
         }
-        workload.push(Step::Allocate { number, stream: S0, size_bytes: log_uniform(&mut random) });
+        workload.allocate(S0, log_uniform(&mut random));
         live.push(number);
     }
     workload.close();
@@ -51,9 +51,9 @@ pub fn replacement() -> Workload {
 pub fn cross_stream(size_bytes: u64) -> Workload {
     let mut workload = Workload::default();
     for number in 0..PAIRS {
-        workload.push(Step::Allocate { number, stream: S0, size_bytes });
-        workload.push(Step::RecordUse { number, stream: S1 });
-        workload.push(Step::Free { number });
+        workload.allocate(S0, size_bytes);
+        workload.record_use(number, S1);
+        workload.free(number);
     }
     workload
 }
@@ -92,7 +92,7 @@ impl<S: Subject> ManyFree<S> {
         }
         for _ in 0..count {
             let victim = live.swap_remove(random.below(live.len() as u64) as usize);
-            subject.free(victim);
+            subject.free(S0, victim);
         }
         let replacements = (0..PAIRS).map(|_| (random.below(count as u64) as usize, size(&mut random))).collect();
         ManyFree { subject, live, replacements }
@@ -102,7 +102,7 @@ impl<S: Subject> ManyFree<S> {
     #[inline]
     pub fn replace(&mut self) {
         for &(victim, size_bytes) in &self.replacements {
-            self.subject.free(self.live[victim]);
+            self.subject.free(S0, self.live[victim]);
             self.live[victim] = self.subject.allocate(S0, size_bytes);
         }
     }

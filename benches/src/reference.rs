@@ -264,7 +264,7 @@ impl<B: Backend> Subject for Reference<B> {
         pointer
     }
 
-    fn free(&mut self, pointer: u64) {
+    fn free(&mut self, _: StreamId, pointer: u64) {
         let block = self.blocks.get_mut(&pointer).expect("live");
         block.is_free = true;
         for stream in std::mem::take(&mut block.used_by) {

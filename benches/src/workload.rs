@@ -9,7 +9,7 @@ use symmalloc_core::ids::{Placement, PoolId, StreamId};
 use symmalloc_core::lock::Lock;
 use symmalloc_core::op::Op;
 use symmalloc_core::replay::Program;
-use symmalloc_core::{Allocator, Handle};
+use symmalloc_core::{Allocator, BoundHeap, Handle};
 
 /// One op.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,6 +27,8 @@ pub enum Step {
     Free {
         /// The allocation.
         number: u32,
+        /// The stream that it was made for, which a runtime's buffer knows.
+        stream: StreamId,
     },
     /// Another stream uses the allocation of this number.
     RecordUse {
@@ -41,7 +43,8 @@ pub enum Step {
 #[derive(Clone, Debug, Default)]
 pub struct Workload {
     steps: Vec<Step>,
-    allocations: u32,
+    /// The stream of each allocation.
+    owners: Vec<StreamId>,
     streams: u16,
 }
 
@@ -56,8 +59,8 @@ pub trait Subject {
     /// Allocates for work on a stream.
     fn allocate(&mut self, stream: StreamId, size_bytes: u64) -> Self::Handle;
 
-    /// Frees.
-    fn free(&mut self, handle: Self::Handle);
+    /// Frees what was allocated for work on a stream.
+    fn free(&mut self, stream: StreamId, handle: Self::Handle);
 
     /// Notes a use on another stream.
     fn record_use(&mut self, handle: Self::Handle, stream: StreamId);
@@ -70,38 +73,40 @@ pub trait Subject {
 }
 
 impl Workload {
-    /// Adds a step. Allocations are numbered 0, 1, 2 ... in the order in which they are made.
+    /// Makes the next allocation. They are numbered 0, 1, 2 ... in the order in which they are made.
+    pub fn allocate(&mut self, stream: StreamId, size_bytes: u64) {
+        let number = self.owners.len() as u32;
+        self.streams = self.streams.max(stream.0 + 1);
+        self.owners.push(stream);
+        self.steps.push(Step::Allocate { number, stream, size_bytes });
+    }
+
+    /// Frees an allocation.
     ///
     /// # Panics
-    /// When the allocation is not the next one, or was not made before.
-    pub fn push(&mut self, step: Step) {
-        let (number, stream) = match step {
-            Step::Allocate { number, stream, .. } => {
-                assert_eq!(number, self.allocations, "allocations are numbered in order");
-                self.allocations += 1;
-                (number, Some(stream))
-            }
-            Step::Free { number } => (number, None),
-            Step::RecordUse { number, stream } => (number, Some(stream)),
-        };
-        assert!(number < self.allocations, "allocation {number} was not made before");
-        self.streams = self.streams.max(stream.map_or(1, |stream| stream.0 + 1));
-        self.steps.push(step);
+    /// When it was not made before.
+    pub fn free(&mut self, number: u32) {
+        let stream = self.owners[number as usize];
+        self.steps.push(Step::Free { number, stream });
+    }
+
+    /// Uses an allocation on another stream.
+    pub fn record_use(&mut self, number: u32, stream: StreamId) {
+        self.streams = self.streams.max(stream.0 + 1);
+        self.steps.push(Step::RecordUse { number, stream });
     }
 
     /// Frees what is still allocated, in the order in which it was made.
     pub fn close(&mut self) {
-        let mut live = vec![false; self.allocations as usize];
+        let mut live = vec![false; self.owners.len()];
         for step in &self.steps {
             match *step {
                 Step::Allocate { number, .. } => live[number as usize] = true,
-                Step::Free { number } => live[number as usize] = false,
+                Step::Free { number, .. } => live[number as usize] = false,
                 Step::RecordUse { .. } => {}
             }
         }
-        for number in (0..self.allocations).filter(|number| live[*number as usize]) {
-            self.push(Step::Free { number });
-        }
+        (0..live.len()).filter(|number| live[*number]).for_each(|number| self.free(number as u32));
     }
 
     /// The steps.
@@ -121,7 +126,7 @@ impl Workload {
 
     /// Number of allocations.
     pub fn allocations(&self) -> usize {
-        self.allocations as usize
+        self.owners.len()
     }
 
     /// Number of streams.
@@ -136,11 +141,9 @@ impl From<&Program> for Workload {
         let mut workload = Workload::default();
         for op in program.ops() {
             match *op {
-                Op::Allocate { id, stream, size_bytes, .. } => {
-                    workload.push(Step::Allocate { number: id.0 as u32, stream, size_bytes });
-                }
-                Op::Free { id } => workload.push(Step::Free { number: id.0 as u32 }),
-                Op::RecordUse { id, stream } => workload.push(Step::RecordUse { number: id.0 as u32, stream }),
+                Op::Allocate { stream, size_bytes, .. } => workload.allocate(stream, size_bytes),
+                Op::Free { id } => workload.free(id.0 as u32),
+                Op::RecordUse { id, stream } => workload.record_use(id.0 as u32, stream),
                 _ => {}
             }
         }
@@ -175,9 +178,9 @@ impl<S: Subject> Bench<S> {
                 Step::Allocate { number, stream, size_bytes } => {
                     self.handles[number as usize] = Some(self.subject.allocate(stream, size_bytes));
                 }
-                Step::Free { number } => {
+                Step::Free { number, stream } => {
                     if let Some(handle) = self.handles[number as usize] {
-                        self.subject.free(handle);
+                        self.subject.free(stream, handle);
                     }
                 }
                 Step::RecordUse { number, stream } => {
@@ -200,7 +203,9 @@ impl<S: Subject> Bench<S> {
                     placements.push(self.subject.placement(handle));
                     self.handles[number as usize] = Some(handle);
                 }
-                Step::Free { number } => self.subject.free(self.handles[number as usize].expect("made before")),
+                Step::Free { number, stream } => {
+                    self.subject.free(stream, self.handles[number as usize].expect("made before"));
+                }
                 Step::RecordUse { number, stream } => {
                     self.subject.record_use(self.handles[number as usize].expect("made before"), stream);
                 }
@@ -233,7 +238,7 @@ impl<B: Backend, L: Lock> Subject for Allocator<B, L> {
     }
 
     #[inline]
-    fn free(&mut self, handle: Handle) {
+    fn free(&mut self, _: StreamId, handle: Handle) {
         Allocator::free(self, handle).expect("freed once");
     }
 
@@ -248,5 +253,93 @@ impl<B: Backend, L: Lock> Subject for Allocator<B, L> {
 
     fn reserved_bytes(&self) -> u64 {
         self.stats().reserved_bytes.current
+    }
+}
+
+/// An allocator driven as a runtime drives it: it holds the heap of each of its streams.
+#[derive(Clone, Debug)]
+pub struct Bound<'a, B: Backend, L: Lock> {
+    allocator: &'a Allocator<B, L>,
+    /// By stream.
+    heaps: Vec<BoundHeap<'a, B, L>>,
+}
+
+impl<'a, B: Backend, L: Lock> Bound<'a, B, L> {
+    /// No streams yet.
+    pub fn new(allocator: &'a Allocator<B, L>) -> Self {
+        Bound { allocator, heaps: Vec::new() }
+    }
+}
+
+impl<B: Backend, L: Lock> Subject for Bound<'_, B, L> {
+    type Handle = Handle;
+
+    fn register_stream(&mut self) {
+        let stream = self.allocator.register_stream().expect("fewer than 65,535 streams");
+        self.heaps.push(self.allocator.bind(PoolId::DEFAULT, stream).expect("both exist"));
+    }
+
+    #[inline]
+    fn allocate(&mut self, stream: StreamId, size_bytes: u64) -> Handle {
+        self.heaps[stream.index()].allocate(size_bytes).expect("memory is endless").handle
+    }
+
+    #[inline]
+    fn free(&mut self, stream: StreamId, handle: Handle) {
+        self.heaps[stream.index()].free(handle).expect("freed once");
+    }
+
+    #[inline]
+    fn record_use(&mut self, handle: Handle, stream: StreamId) {
+        self.allocator.record_use(handle, stream).expect("live");
+    }
+
+    fn placement(&self, handle: Handle) -> Placement {
+        self.allocator.allocation(handle).expect("live").placement
+    }
+
+    fn reserved_bytes(&self) -> u64 {
+        self.allocator.stats().reserved_bytes.current
+    }
+}
+
+/// No allocator at all: what is measured on it is the driver, which the other figures contain.
+///
+/// It does what a driver must do to reach an allocator, and has handles of the size of ours.
+#[derive(Clone, Debug, Default)]
+pub struct Nothing {
+    /// By stream, in place of a heap: the last handle given.
+    heaps: Vec<(u64, u64)>,
+}
+
+impl Subject for Nothing {
+    type Handle = (u64, u64);
+
+    fn register_stream(&mut self) {
+        self.heaps.push((0, 0));
+    }
+
+    #[inline]
+    fn allocate(&mut self, stream: StreamId, size_bytes: u64) -> (u64, u64) {
+        black_box(size_bytes);
+        *black_box(&mut self.heaps[stream.index()])
+    }
+
+    #[inline]
+    fn free(&mut self, stream: StreamId, handle: (u64, u64)) {
+        black_box((&mut self.heaps[stream.index()], handle.0, handle.1));
+    }
+
+    #[inline]
+    fn record_use(&mut self, handle: (u64, u64), stream: StreamId) {
+        black_box((handle.0, handle.1, stream));
+    }
+
+    fn placement(&self, _: (u64, u64)) -> Placement {
+        Placement::NOWHERE
+    }
+
+    fn reserved_bytes(&self) -> u64 {
+        0
     }
 }

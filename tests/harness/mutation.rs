@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use symmalloc_core::config::{Config, PoolConfig, Reclaim, RoundupPower2Divisions, StreamPolicy};
 use symmalloc_core::op::{Op, Record};
 use symmalloc_core::sim::SplitMix64;
-use symmalloc_core::units::MIB;
+use symmalloc_core::units::{MIB, SEGMENT_BYTES_MAX};
 use symmalloc_core::{AllocationId, PoolId, StreamId};
 
 /// A kind of difference.
@@ -229,7 +229,10 @@ impl SymmetricProgram {
     }
 
     fn move_stream(&self, random: &mut SplitMix64) -> Option<Mutant> {
-        let index = self.pick(random, |op| matches!(op, Op::Allocate { .. }))?;
+        // What is larger than any segment is refused before it is an op of a heap.
+        let fits = 0..=SEGMENT_BYTES_MAX;
+        let index =
+            self.pick(random, |op| matches!(op, Op::Allocate { size_bytes, .. } if fits.contains(size_bytes)))?;
         let mut moved = self.records[index].clone();
         let Op::Allocate { id, pool, stream, size_bytes } = &mut moved.op else { return None };
         let old = *stream;

@@ -67,7 +67,9 @@ JSON: an array with one object per trace, or for the generated jobs:
   ops, private_ops                      carried out, over all ranks; private ones are a rank's own, in pools of its own
   syncs, checks                         points at which all live ranks are compared; scans of all invariants of a rank
   failed_calls, ranks_with_failed_calls what drivers refused
-  losses, restarts, left                devices lost; ranks that started again; ranks that left the job
+  out_of_memory, refused, losses        injected: memory refused, other calls refused, devices lost
+  small_devices                         ranks whose device has less memory than the program wants
+  restarts, left                        ranks that started again; ranks that left the job
   caught                                ranks that differed because of what their driver refused, and were caught
   device_bytes_peak                     the most device memory that one rank held
   state_bytes_per_rank                  what a rank takes on this machine; null with several runs, or if unknown

@@ -33,7 +33,7 @@ use crate::out_of_memory::{FailureCallback, Request};
 use crate::pointer_index::SegmentDirectory;
 use crate::pool::Pool;
 use crate::registry::Registry;
-use crate::stats::ScopedUsage;
+use crate::stats::ScopedPeaks;
 use crate::sync::AtomicU32;
 use crate::trim::TrimGoal;
 use crate::units::{SEGMENT_BYTES_MAX, UNIT_BYTES};
@@ -71,8 +71,8 @@ pub struct Allocator<B: Backend, L: Lock = Exclusive> {
     pub(crate) streams: AtomicU32,
     pub(crate) pools: Registry<Box<Pool<L>>>,
     pub(crate) heaps: Registry<Arc<L::Cell<Heap>>>,
-    /// Exact usage over all heaps, kept while [`is_tallied`](Self::is_tallied).
-    pub(crate) usage: L::Cell<ScopedUsage>,
+    /// The peaks of usage over all heaps, kept while [`is_tallied`](Self::is_tallied).
+    pub(crate) peaks: L::Cell<ScopedPeaks>,
     /// Held while a scope is opened or closed, and while a heap is made: every heap has every open scope.
     pub(crate) open_scopes: L::Cell<usize>,
     /// Held while a pool's observers change, while a pool is destroyed, and while a heap is made: every heap has its pool's
@@ -121,7 +121,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             streams: AtomicU32::new(0),
             pools,
             heaps: Registry::new(),
-            usage: L::Cell::new(ScopedUsage::default()),
+            peaks: L::Cell::new(ScopedPeaks::default()),
             open_scopes: L::Cell::new(0),
             observers: L::Cell::new(Observers::default()),
             failure_callback: L::Cell::new(None),
@@ -168,29 +168,43 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     #[inline(never)]
     pub fn allocate(&self, pool: PoolId, stream: StreamId, size_bytes: u64) -> Result<Allocation, AllocateError> {
         if let Some(heap) = self.route(pool, stream)
-            && (1..=SEGMENT_BYTES_MAX).contains(&size_bytes)
-            && let Some(allocation) = heap.lock().allocate_at_once(stream, size_bytes)
+            && let Some(allocation) = self.allocate_at_once(heap, stream, size_bytes)
         {
-            self.tally(|usage| usage.allocate(allocation.size_bytes, size_bytes));
             return Ok(allocation);
         }
         self.allocate_by_all_means(pool, stream, size_bytes)
     }
 
+    /// The short way, if a free block of the heap is all that it takes.
+    #[inline(always)]
+    pub(crate) fn allocate_at_once(
+        &self,
+        heap: &L::Cell<Heap>,
+        stream: StreamId,
+        size_bytes: u64,
+    ) -> Option<Allocation> {
+        if !(1..=SEGMENT_BYTES_MAX).contains(&size_bytes) {
+            return None;
+        }
+        let allocation = heap.lock().allocate_at_once(stream, size_bytes)?;
+        self.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
+        Some(allocation)
+    }
+
     /// Whatever [`allocate`](Self::allocate) may need besides a free block: a heap, memory, waits, a refusal.
     #[inline(never)]
-    fn allocate_by_all_means(
+    pub(crate) fn allocate_by_all_means(
         &self,
         pool: PoolId,
         stream: StreamId,
         size_bytes: u64,
     ) -> Result<Allocation, AllocateError> {
+        if size_bytes > SEGMENT_BYTES_MAX {
+            return Err(AllocateError::TooLarge { requested_bytes: size_bytes });
+        }
         let (entry, heap) = self.route_or_make(pool, stream)?;
         if size_bytes == 0 {
             return Ok(self.allocate_nothing(heap, stream));
-        }
-        if size_bytes > SEGMENT_BYTES_MAX {
-            return Err(AllocateError::TooLarge { requested_bytes: size_bytes });
         }
         let outcome = heap.lock().allocate(&self.around, stream, size_bytes);
         let allocation = match outcome {
@@ -200,7 +214,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 self.persist(entry, heap, request, *shortage, |heap| heap.allocate(&self.around, stream, size_bytes))?
             }
         };
-        self.tally(|usage| usage.allocate(allocation.size_bytes, size_bytes));
+        self.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
         Ok(allocation)
     }
 
@@ -229,28 +243,33 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     #[inline]
     pub fn free(&self, handle: Handle) -> Result<(), FreeError> {
         if let Some(heap) = self.heaps.get(handle.heap.index())
-            && let Some(freed) = heap.lock().free_at_once(handle)
+            && self.free_at_once(heap, handle)
         {
-            self.tally(|usage| usage.free(freed.allocated_bytes, freed.requested_bytes));
             return Ok(());
         }
         self.free_by_all_means(handle)
     }
 
+    /// The short way, if the block is all that it takes. Whether it was.
+    #[inline(always)]
+    pub(crate) fn free_at_once(&self, heap: &L::Cell<Heap>, handle: Handle) -> bool {
+        heap.lock().free_at_once(handle, |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested)))
+    }
+
     /// Whatever [`free`](Self::free) may need besides the block: events, books, a release, a refusal.
     #[inline(never)]
-    fn free_by_all_means(&self, handle: Handle) -> Result<(), FreeError> {
+    pub(crate) fn free_by_all_means(&self, handle: Handle) -> Result<(), FreeError> {
         let mut heap = self.heap_of(handle)?.lock();
         if handle.slot == NO_SLOT {
             return Ok(free_nothing(&mut heap, handle)?);
         }
-        let freed = heap.free(&self.around, handle)?;
+        heap.free(&self.around, handle, |allocated, requested| {
+            self.tally(|peaks| peaks.free(allocated, requested));
+        })?;
         heap.recycle_spent(&self.around);
         if let Some(threshold) = heap.config.release_threshold_bytes() {
             self.release_above(&mut heap, threshold);
         }
-        drop(heap);
-        self.tally(|usage| usage.free(freed.allocated_bytes, freed.requested_bytes));
         Ok(())
     }
 
@@ -302,10 +321,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// As [`allocate`](Self::allocate); the heap holds what it held before then.
     pub fn reserve(&self, pool: PoolId, stream: StreamId, size_bytes: u64) -> Result<(), ReserveError> {
-        let (entry, heap) = self.route_or_make(pool, stream)?;
         if size_bytes > SEGMENT_BYTES_MAX {
             return Err(AllocateError::TooLarge { requested_bytes: size_bytes });
         }
+        let (entry, heap) = self.route_or_make(pool, stream)?;
         let outcome = heap.lock().reserve(&self.around, stream, size_bytes);
         let Err(shortage) = outcome else { return Ok(()) };
         self.persist(entry, heap, Request { pool, stream, size_bytes }, *shortage, |heap| {

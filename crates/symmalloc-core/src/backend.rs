@@ -25,6 +25,14 @@ use crate::ids::StreamId;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DeviceAddress(pub u64);
 
+impl DeviceAddress {
+    /// The address so many bytes further.
+    #[inline(always)]
+    pub(crate) fn plus(self, offset_bytes: u64) -> Self {
+        DeviceAddress(self.0 + offset_bytes)
+    }
+}
+
 /// A reserved address range, as the backend names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Range {

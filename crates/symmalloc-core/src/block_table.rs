@@ -22,7 +22,7 @@
 //! blocks in and out and checks every look-up twice. With the blocks in a slab the recorded jobs took 322 instructions per
 //! op instead of 274.
 
-use crate::backend::Range;
+use crate::backend::{DeviceAddress, Range};
 use crate::fence::{FenceSetId, Tick};
 use crate::ids::{SegmentId, StreamId};
 use crate::size_rules::SizeClass;
@@ -51,9 +51,8 @@ pub(crate) struct Block {
     pub(crate) prev: Slot,
     /// The neighbour at the higher offset.
     pub(crate) next: Slot,
-    /// Free: the neighbours in the list of the free index, which owns these two.
-    pub(crate) prev_free: Slot,
-    pub(crate) next_free: Slot,
+    /// Free: the previous and the next block in the list of the free index, which owns these two.
+    pub(crate) links: [Slot; 2],
     /// Allocated: other streams that use the block. Free: what its next user must wait for. Empty for holes.
     pub(crate) fences: FenceSetId,
     /// Free: the bin of the free index, which owns this as well.
@@ -96,8 +95,7 @@ impl Block {
             segment,
             prev: NONE,
             next: NONE,
-            prev_free: NONE,
-            next_free: NONE,
+            links: [NONE; 2],
             fences: FenceSetId::EMPTY,
             bin: 0,
             home,
@@ -152,11 +150,13 @@ pub(crate) struct BlockTable {
     /// The vacant slot to use next; `NONE` when there is none.
     vacant: Slot,
     segments: Slab<Segment>,
+    /// The first address of the segment in each slot, beside the slab: every allocation asks for it.
+    bases: Vec<DeviceAddress>,
 }
 
 impl Default for BlockTable {
     fn default() -> Self {
-        BlockTable { blocks: Vec::new(), vacant: NONE, segments: Slab::new() }
+        BlockTable { blocks: Vec::new(), vacant: NONE, segments: Slab::new(), bases: Vec::new() }
     }
 }
 
@@ -200,7 +200,8 @@ impl BlockTable {
     /// The table in parts.
     #[inline(always)]
     pub(crate) fn tiling(&mut self) -> Tiling<'_> {
-        Tiling { blocks: &mut self.blocks, vacant: &mut self.vacant, segments: &mut self.segments }
+        let BlockTable { blocks, vacant, segments, bases } = self;
+        Tiling { blocks, vacant, segments, bases }
     }
 
     #[inline(always)]
@@ -223,16 +224,15 @@ impl BlockTable {
         self.blocks.push(Block::new(0, SegmentId(0), SizeClass::Small, extent, BlockState::Vacant));
     }
 
-    #[inline(always)]
-    fn vacate(&mut self, slot: Slot) {
-        let block = &mut self.blocks[slot as usize];
-        (block.state, block.next) = (BlockState::Vacant, self.vacant);
-        self.vacant = slot;
-    }
-
     #[inline]
     pub(crate) fn segment(&self, segment: u32) -> &Segment {
         &self.segments[segment as usize]
+    }
+
+    /// The first address of a segment.
+    #[inline]
+    pub(crate) fn base(&self, segment: u32) -> DeviceAddress {
+        self.bases[segment as usize]
     }
 
     pub(crate) fn segment_mut(&mut self, segment: u32) -> &mut Segment {
@@ -275,6 +275,10 @@ impl BlockTable {
     ) -> Slot {
         let segment = self.segments.vacant_key() as u32;
         let slot = self.insert(Block::new(segment, id, home, (0, size), fresh));
+        if self.bases.len() <= segment as usize {
+            self.bases.resize(segment as usize + 1, DeviceAddress(0));
+        }
+        self.bases[segment as usize] = range.base;
         self.segments.insert(Segment { id, range, end: size, mapped: size, first: slot, last: slot });
         slot
     }
@@ -284,7 +288,7 @@ impl BlockTable {
         for slot in self.blocks_of(segment).collect::<Vec<_>>() {
             let state = self.block(slot).state;
             assert!(!matches!(state, BlockState::Allocated { .. }), "a segment with a live allocation cannot die");
-            self.vacate(slot);
+            self.tiling().vacate(slot);
         }
         self.segments.remove(segment as usize)
     }
@@ -294,9 +298,12 @@ impl BlockTable {
         self.tiling_with_room().cut_front(slot, size, state)
     }
 
-    /// As [`Tiling::take_out`].
+    /// Takes a block out of the tiling; the caller then extends a neighbour over its place.
     pub(crate) fn take_out(&mut self, slot: Slot) {
-        self.tiling().take_out(slot);
+        let Block { prev, next, .. } = *self.block(slot);
+        let mut tiling = self.tiling();
+        tiling.vacate(slot);
+        tiling.join(prev, next);
     }
 
     /// Adds a block of `size` at the end of a segment and returns it.
@@ -331,6 +338,7 @@ pub(crate) struct Tiling<'a> {
     pub(crate) blocks: &'a mut [Block],
     vacant: &'a mut Slot,
     segments: &'a mut Slab<Segment>,
+    bases: &'a Vec<DeviceAddress>,
 }
 
 impl Tiling<'_> {
@@ -362,26 +370,37 @@ impl Tiling<'_> {
         front
     }
 
-    /// Takes a block out of the tiling; the caller then extends a neighbour over its place.
+    /// Gives up a block; the caller then [joins](Self::join) its neighbours and extends one of them over its place.
     #[inline(always)]
-    pub(crate) fn take_out(&mut self, slot: Slot) {
+    pub(crate) fn vacate(&mut self, slot: Slot) {
         let block = &mut self.blocks[slot as usize];
-        let (prev, next, segment) = (block.prev, block.next, block.segment);
         (block.state, block.next) = (BlockState::Vacant, *self.vacant);
         *self.vacant = slot;
-        match self.blocks.get_mut(prev as usize) {
-            Some(before) => before.next = next,
-            None => self.segments[segment as usize].first = next,
+    }
+
+    /// Makes two blocks neighbours. One of them may be [`NONE`]: the other is then at that end of its segment.
+    #[inline(always)]
+    pub(crate) fn join(&mut self, before: Slot, behind: Slot) {
+        match self.blocks.get_mut(before as usize) {
+            Some(block) => block.next = behind,
+            None => self.segments[self.blocks[behind as usize].segment as usize].first = behind,
         }
-        match self.blocks.get_mut(next as usize) {
-            Some(behind) => behind.prev = prev,
-            None => self.segments[segment as usize].last = prev,
+        match self.blocks.get_mut(behind as usize) {
+            Some(block) => block.prev = before,
+            None => self.segments[self.blocks[before as usize].segment as usize].last = before,
         }
     }
 
+    /// Whether there is a block in the slot, and it is free.
     #[inline(always)]
-    pub(crate) fn segment(&self, segment: u32) -> &Segment {
-        &self.segments[segment as usize]
+    pub(crate) fn is_free(&self, slot: Slot) -> bool {
+        self.blocks.get(slot as usize).is_some_and(Block::is_free)
+    }
+
+    /// The first address of a segment.
+    #[inline(always)]
+    pub(crate) fn base(&self, segment: u32) -> DeviceAddress {
+        self.bases[segment as usize]
     }
 }
 

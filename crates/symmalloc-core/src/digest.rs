@@ -88,6 +88,11 @@ impl Digest {
         self.ops += 1;
     }
 
+    /// Mixes in what an op decided on its way. The op itself is folded afterwards, and shows it.
+    pub(crate) fn mix(&mut self, decision: u64) {
+        self.value = folded_multiply(self.value, DECISION_KEY ^ decision);
+    }
+
     /// Folds another digest in.
     pub(crate) fn fold_digest(&mut self, other: Digest) {
         self.fold(other.ops, other.value);

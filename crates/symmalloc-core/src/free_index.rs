@@ -35,6 +35,12 @@ const RUN_MIN: usize = 4;
 /// In place of the first slot of a long bin, and of the links of its blocks: neither a slot nor "none".
 const RUN: Slot = NONE - 1;
 
+/// Which of a block's links is which.
+const PREV: usize = 0;
+const NEXT: usize = 1;
+/// The links of a block that is the only one of its bin.
+const ALONE: [Slot; 2] = [NONE, NONE];
+
 /// A bin's number. There are just as many as a byte has values, so a look-up needs no bounds check.
 type Bin = u8;
 
@@ -45,6 +51,12 @@ fn bin_of(size: Units) -> Bin {
     let shift = exponent - MANTISSA_BITS;
     // The leading one bit of the mantissa adds one to the exponent's part: bins are contiguous.
     ((shift << MANTISSA_BITS) + (size >> shift)) as Bin
+}
+
+/// The word and the bit of a bin in the bitmap.
+#[inline(always)]
+fn place_of(bin: Bin) -> (usize, u32) {
+    (usize::from(bin) / 64, u32::from(bin) % 64)
 }
 
 /// The free blocks of one size class of a heap.
@@ -67,7 +79,7 @@ impl Default for FreeIndex {
 impl Block {
     /// Neither link names a block, and together they do not say "alone".
     fn mark_in_run(&mut self) {
-        (self.prev_free, self.next_free) = (RUN, RUN);
+        self.links = [RUN, RUN];
     }
 
     /// What two free blocks of a heap are ordered by.
@@ -80,69 +92,88 @@ impl Block {
 impl FreeIndex {
     /// The least block of at least `size`: the smallest, of the oldest backing memory, at the lowest offset.
     #[inline(always)]
-    pub(crate) fn best_fit(&self, blocks: &[Block], size: Units) -> Option<Slot> {
+    pub(crate) fn best_fit<'b>(&self, blocks: &'b [Block], size: Units) -> Option<(Slot, &'b Block)> {
         let bin = bin_of(size);
         let mut slot = self.first[usize::from(bin)];
         while let Some(block) = blocks.get(slot as usize) {
             if block.size >= size {
-                return Some(slot);
+                return Some((slot, block));
             }
-            slot = block.next_free;
+            slot = block.links[NEXT];
         }
-        if slot == RUN
-            && let Some(key) = self.first_of_run_at_least(bin, FreeKey::least_of(size))
-        {
-            return Some(key.slot());
+        if slot == RUN {
+            return self.best_fit_of_run(blocks, bin, size);
         }
         // Every block of a later bin is larger than every block of this one.
         let bin = self.next_occupied(bin)?;
-        match self.first[usize::from(bin)] {
-            RUN => self.first_of_run_at_least(bin, FreeKey::least_of(size)).map(FreeKey::slot),
-            slot => Some(slot),
+        let slot = self.first[usize::from(bin)];
+        match blocks.get(slot as usize) {
+            Some(block) => Some((slot, block)),
+            None => self.best_fit_of_run(blocks, bin, size),
+        }
+    }
+
+    /// The best fit when the search has come to a long bin: of its run, or of the bins behind it.
+    #[cold]
+    #[inline(never)]
+    fn best_fit_of_run<'b>(&self, blocks: &'b [Block], mut bin: Bin, size: Units) -> Option<(Slot, &'b Block)> {
+        loop {
+            let least = match self.first[usize::from(bin)] {
+                RUN => self.run_of(bin)?.first_at_least(FreeKey::least_of(size)).map(FreeKey::slot),
+                slot => Some(slot),
+            };
+            if let Some(slot) = least {
+                return Some((slot, &blocks[slot as usize]));
+            }
+            bin = self.next_occupied(bin)?;
         }
     }
 
     #[inline(always)]
     fn next_occupied(&self, bin: Bin) -> Option<Bin> {
-        let mut word = bin / 64;
-        let mut above = self.occupied[usize::from(word)] & (!1 << (bin % 64));
+        let (mut word, bit) = place_of(bin);
+        let mut above = self.occupied[word] & (!1 << bit);
         while above == 0 {
             word += 1;
-            above = *self.occupied.get(usize::from(word))?;
+            above = *self.occupied.get(word)?;
         }
-        Some(64 * word + above.trailing_zeros() as Bin)
+        Some((64 * word) as Bin + above.trailing_zeros() as Bin)
     }
 
     /// Makes a block the only one of an empty bin.
     #[inline(always)]
     fn open_bin(&mut self, bin: Bin, slot: Slot) {
         self.first[usize::from(bin)] = slot;
-        self.occupied[usize::from(bin / 64)] |= 1 << (bin % 64);
+        let (word, bit) = place_of(bin);
+        self.occupied[word] |= 1 << bit;
     }
 
     #[inline(always)]
     fn close_bin(&mut self, bin: Bin) {
         self.first[usize::from(bin)] = NONE;
-        self.occupied[usize::from(bin / 64)] &= !(1 << (bin % 64));
+        let (word, bit) = place_of(bin);
+        self.occupied[word] &= !(1 << bit);
     }
 
     /// Puts a free block in. Its size, sequence and offset must not change while it is here, but through
     /// [`resize`](Self::resize).
     #[inline(always)]
     pub(crate) fn insert(&mut self, blocks: &mut [Block], slot: Slot) {
-        let bin = bin_of(blocks[slot as usize].size);
+        let block = &mut blocks[slot as usize];
+        let bin = bin_of(block.size);
+        block.links = ALONE;
         self.insert_into(blocks, slot, bin);
     }
 
+    /// Puts a block in whose links say that it is alone.
     #[inline(always)]
     fn insert_into(&mut self, blocks: &mut [Block], slot: Slot, bin: Bin) {
-        let block = &mut blocks[slot as usize];
-        block.bin = bin;
-        if self.first[usize::from(bin)] != NONE {
-            return self.insert_in_order(blocks, slot, bin);
+        blocks[slot as usize].bin = bin;
+        if self.first[usize::from(bin)] == NONE {
+            self.open_bin(bin, slot);
+        } else {
+            self.insert_in_order(blocks, slot, bin);
         }
-        (block.prev_free, block.next_free) = (NONE, NONE);
-        self.open_bin(bin, slot);
     }
 
     /// Takes a free block out.
@@ -152,12 +183,12 @@ impl FreeIndex {
     #[inline(always)]
     pub(crate) fn remove(&mut self, blocks: &mut [Block], slot: Slot) {
         let block = &blocks[slot as usize];
-        let (prev, next, bin) = (block.prev_free, block.next_free, block.bin);
+        let ([prev, next], bin) = (block.links, block.bin);
         if let Some(after) = blocks.get_mut(next as usize) {
-            after.prev_free = prev;
+            after.links[PREV] = prev;
         }
         match blocks.get_mut(prev as usize) {
-            Some(before) => before.next_free = next,
+            Some(before) => before.links[NEXT] = next,
             None if prev == RUN => self.remove_from_run(blocks, slot),
             None => {
                 assert!(self.first[usize::from(bin)] == slot, "the free index lacks a block that the table calls free");
@@ -169,23 +200,34 @@ impl FreeIndex {
         }
     }
 
-    /// Changes a free block's place and size. A block that is alone in its bin and stays in it does not move.
+    /// Changes a free block's size.
     #[inline(always)]
-    pub(crate) fn resize(&mut self, blocks: &mut [Block], slot: Slot, offset: Units, size: Units) {
+    pub(crate) fn resize(&mut self, blocks: &mut [Block], slot: Slot, size: Units) {
+        self.reshape(blocks, slot, size, |block| block.size = size);
+    }
+
+    /// Changes a free block's offset and size.
+    #[inline(always)]
+    pub(crate) fn resize_from(&mut self, blocks: &mut [Block], slot: Slot, offset: Units, size: Units) {
+        self.reshape(blocks, slot, size, |block| (block.offset, block.size) = (offset, size));
+    }
+
+    /// A block that is alone in its bin and stays in it does not move.
+    #[inline(always)]
+    fn reshape(&mut self, blocks: &mut [Block], slot: Slot, size: Units, change: impl Fn(&mut Block)) {
         let bin = bin_of(size);
         let block = &mut blocks[slot as usize];
-        let is_alone = block.prev_free & block.next_free == NONE;
-        if is_alone {
-            let old = block.bin;
-            (block.offset, block.size) = (offset, size);
-            if old == bin {
+        if block.links == ALONE {
+            change(block);
+            if block.bin == bin {
                 return;
             }
-            self.close_bin(old);
+            self.close_bin(block.bin);
         } else {
             self.remove(blocks, slot);
             let block = &mut blocks[slot as usize];
-            (block.offset, block.size) = (offset, size);
+            change(block);
+            block.links = ALONE;
         }
         self.insert_into(blocks, slot, bin);
     }
@@ -213,31 +255,25 @@ impl FreeIndex {
             if block.rank() > rank {
                 break;
             }
-            (prev, next) = (next, block.next_free);
+            (prev, next) = (next, block.links[NEXT]);
             walked += 1;
         }
         if next == RUN || walked > WALK_MAX {
             return self.insert_into_run(blocks, slot, bin);
         }
         let block = &mut blocks[slot as usize];
-        (block.prev_free, block.next_free) = (prev, next);
+        block.links = [prev, next];
         if let Some(after) = blocks.get_mut(next as usize) {
-            after.prev_free = slot;
+            after.links[PREV] = slot;
         }
         match blocks.get_mut(prev as usize) {
-            Some(before) => before.next_free = slot,
+            Some(before) => before.links[NEXT] = slot,
             None => self.first[usize::from(bin)] = slot,
         }
     }
 
     fn run_of(&self, bin: Bin) -> Option<&SortedRun> {
         self.runs.get(usize::from(bin))?.as_deref()
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn first_of_run_at_least(&self, bin: Bin, bound: FreeKey) -> Option<FreeKey> {
-        self.run_of(bin)?.first_at_least(bound)
     }
 
     #[cold]
@@ -280,7 +316,7 @@ impl FreeIndex {
         let first = self.first[usize::from(bin)];
         let run = if first == RUN { self.run_of(bin) } else { None };
         let list = std::iter::successors((first < RUN).then_some(first), |slot| {
-            let next = blocks[*slot as usize].next_free;
+            let next = blocks[*slot as usize].links[NEXT];
             (next != NONE).then_some(next)
         });
         list.map(|slot| FreeKey::of(&blocks[slot as usize], slot)).chain(run.into_iter().flat_map(SortedRun::iter))
@@ -327,7 +363,7 @@ mod tests {
         let (mut table, slots) = table_of(&[(40, 7, 0), (40, 3, 9), (40, 3, 2), (40, 5, 1)]);
         let mut index = FreeIndex::default();
         slots.iter().for_each(|slot| index.insert(table.blocks_mut(), *slot));
-        assert_eq!(index.best_fit(table.blocks(), 33), Some(slots[2]));
+        assert_eq!(index.best_fit(table.blocks(), 33).map(|(slot, _)| slot), Some(slots[2]));
     }
 
     fn blocks() -> impl Strategy<Value = Vec<(Units, u32, Units)>> {
@@ -345,7 +381,7 @@ mod tests {
             let check = |index: &FreeIndex, table: &BlockTable, oracle: &BTreeSet<FreeKey>| {
                 for &size in requests.iter().chain(&[1 << 20, 1 << 30, u32::MAX]) {
                     let expected = oracle.range(FreeKey::least_of(size)..).next().map(|key| key.slot());
-                    assert_eq!(index.best_fit(table.blocks(), size), expected);
+                    assert_eq!(index.best_fit(table.blocks(), size).map(|(slot, _)| slot), expected);
                 }
                 let largest = oracle.last().map(|key| table.block(key.slot()).size);
                 assert_eq!(index.largest(table.blocks()), largest);
@@ -370,7 +406,7 @@ mod tests {
             for key in oracle {
                 let block = table.block(key.slot());
                 let (offset, size) = (block.offset + 1, if block.size > 50 { block.size - 50 } else { block.size + 1 });
-                index.resize(table.blocks_mut(), key.slot(), offset, size);
+                index.resize_from(table.blocks_mut(), key.slot(), offset, size);
             }
             prop_assert!(index.keys(table.blocks()).is_sorted());
             prop_assert!(index.keys(table.blocks()).all(|key| key == FreeKey::of(table.block(key.slot()), key.slot())));

@@ -95,8 +95,11 @@ pub(crate) struct Heap {
     pub(crate) hole_count: usize,
     /// Address ranges without memory that the driver did not take back.
     pub(crate) stray_ranges: Vec<Range>,
-    /// The pool was destroyed: nothing is obtained any more.
-    pub(crate) is_closed: bool,
+    /// Number of ops after which the pool was destroyed: nothing is obtained any more.
+    pub(crate) closed_after_ops: Option<u64>,
+    /// All ranks agreed on the whole history up to the destruction: it is compared no more. A rank that restarts later
+    /// has no such heap.
+    pub(crate) is_settled: bool,
     pub(crate) usage: HeapUsage,
     pub(crate) digest: Digest,
     pub(crate) tags: Tags,
@@ -104,9 +107,10 @@ pub(crate) struct Heap {
     pub(crate) pointers: PointerIndex,
     /// What agreement looks back on; heaps of symmetric pools have one.
     pub(crate) journal: Option<Box<Journal>>,
-    /// No op of the heap has anything to note elsewhere: its streams do not share, pointers are not looked up, nothing is
-    /// released at a threshold, and no journal is kept.
-    keeps_no_books: bool,
+    /// An allocation or a free has something to note besides its block: streams that share have clocks, pointers can be
+    /// looked up, an allocation has a name, memory is released at a threshold, or agreement looks back on ops.
+    /// [`Self::note_books`] keeps it true.
+    keeps_books: bool,
 }
 
 /// What makes one heap different from the next.
@@ -129,10 +133,8 @@ impl Heap {
     ) -> Self {
         let HeapIdentity { id, pool, stream, owner } = identity;
         let rules = SizeRules::new(&config, granularity_bytes);
-        let keeps_no_books =
-            stream.is_some() && lookup == PointerLookup::Off && config.release_threshold_bytes().is_none();
         let digest = first_digest(&config, granularity_bytes, stream);
-        Heap {
+        let mut heap = Heap {
             id,
             pool,
             stream,
@@ -148,15 +150,18 @@ impl Heap {
             mapped: 0,
             hole_count: 0,
             stray_ranges: Vec::new(),
-            is_closed: false,
+            closed_after_ops: None,
+            is_settled: false,
             usage: HeapUsage::default(),
             digest,
             tags: Tags::new(owner),
             names: Names::default(),
             pointers: PointerIndex::new(lookup),
             journal: None,
-            keeps_no_books,
-        }
+            keeps_books: true,
+        };
+        heap.note_books();
+        heap
     }
 
     /// Takes up a history that a digest stands for, in place of the heap's own: the ops so far are not of this heap any
@@ -173,6 +178,16 @@ impl Heap {
         first_digest(&self.config, bytes(self.rules.granule), self.stream)
     }
 
+    /// The pool is destroyed: that is the last op of the heap's history that ranks compare.
+    pub(crate) fn close(&mut self) {
+        self.fold(op_word(Mark::Destroy, StreamId(0), 0), 0);
+        self.closed_after_ops = Some(self.digest.ops);
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        self.closed_after_ops.is_some()
+    }
+
     /// Whether nothing ever happened here.
     pub(crate) fn is_fresh(&self) -> bool {
         self.digest.ops == 0 && self.next_segment == SegmentId(0)
@@ -181,22 +196,15 @@ impl Heap {
     /// From now on the heap remembers its last ops, for agreement to look back on.
     pub(crate) fn keep_journal(&mut self, history_ops: u32, order: Arc<ProgramOrder>) {
         self.journal = Some(Box::new(Journal::new(history_ops, self.digest, order)));
-        self.keeps_no_books = false;
+        self.note_books();
     }
 
     /// Folds an op and the decision about it into the digest, and notes them in the journal.
     #[inline(always)]
     pub(crate) fn fold(&mut self, op: u64, decision: u64) {
         self.digest.fold(op, decision);
-        if !self.keeps_no_books {
-            self.note(op, decision);
-        }
-    }
-
-    #[inline(never)]
-    fn note(&mut self, op: u64, decision: u64) {
-        if let Some(journal) = &mut self.journal {
-            journal.note(op, decision, self.digest);
+        if self.keeps_books {
+            note(&mut self.journal, op, decision, self.digest);
         }
     }
 
@@ -222,8 +230,8 @@ impl Heap {
     #[inline(always)]
     pub(crate) fn allocate_at_once(&mut self, stream: StreamId, requested: u64) -> Option<Allocation> {
         self.place(stream, requested, |rules, index, blocks, size| {
-            let slot = best_fit(rules, index, blocks, size)?;
-            blocks[slot as usize].is_free_for(stream).then_some(slot)
+            let (slot, block) = best_fit(rules, index, blocks, size)?;
+            block.is_free_for(stream).then_some(slot)
         })
     }
 
@@ -235,9 +243,9 @@ impl Heap {
         requested: u64,
     ) -> Result<Allocation, Box<Shortage>> {
         let size = self.rules.block_size(requested);
-        let home = self.rules.home_of(SizeRules::class_of(size));
+        let home = self.rules.home_of(size);
         let slot = match best_fit(&self.rules, &self.free[home as usize], self.table.blocks(), size) {
-            Some(slot) => slot,
+            Some((slot, _)) => slot,
             None => self.obtain(around, stream, size)?,
         };
         self.wait_for_earlier_users(around, slot, stream)?;
@@ -254,22 +262,21 @@ impl Heap {
         requested: u64,
         choose: impl FnOnce(&SizeRules, &FreeIndex, &[Block], Units) -> Option<Slot>,
     ) -> Option<Allocation> {
-        let size = self.rules.block_size(requested);
-        let home = self.rules.home_of(SizeRules::class_of(size));
+        let wanted = self.rules.block_size(requested);
+        let home = self.rules.home_of(wanted);
         let index = &mut self.free[home as usize];
         let mut tiling = self.table.tiling_with_room();
-        let free = choose(&self.rules, index, tiling.blocks, size)?;
-        let block = &tiling.blocks[free as usize];
-        let (offset, whole) = (block.offset, block.size);
-        let placement = Placement { segment: block.sequence, offset_bytes: bytes(offset) };
-        let address = DeviceAddress(tiling.segment(block.segment).range.base.0 + placement.offset_bytes);
+        let free = choose(&self.rules, index, tiling.blocks, wanted)?;
+        let Block { offset, size: whole, sequence, .. } = tiling.blocks[free as usize];
+        let placement = Placement { segment: sequence, offset_bytes: bytes(offset) };
+        self.digest.fold(op_word(Mark::Allocate, stream, requested), placement_word(placement));
         let tag = self.tags.next();
         let state = BlockState::Allocated { stream, requested, tag };
-        let (slot, size) = if self.rules.splits(home, size, whole) {
+        let (slot, size) = if self.rules.splits(home, wanted, whole) {
             // The rest keeps the slot, and sometimes its place in the free index.
-            let slot = tiling.cut_front(free, size, state);
-            index.resize(tiling.blocks, free, offset + size, whole - size);
-            (slot, size)
+            let slot = tiling.cut_front(free, wanted, state);
+            index.resize_from(tiling.blocks, free, offset + wanted, whole - wanted);
+            (slot, wanted)
         } else {
             index.remove(tiling.blocks, free);
             let block = &mut tiling.blocks[free as usize];
@@ -280,24 +287,28 @@ impl Heap {
             }
             (free, whole)
         };
-        self.usage.allocate(SizeRules::class_of(size), bytes(size), requested);
-        let (op, decision) = (op_word(Mark::Allocate, stream, requested), placement_word(placement));
-        self.digest.fold(op, decision);
-        if !self.keeps_no_books {
-            self.note(op, decision);
-            if !self.pointers.is_off() {
-                self.pointers.insert(address, slot);
-            }
+        self.usage.allocate(size, requested);
+        let block = &tiling.blocks[slot as usize];
+        let placement = Placement { segment: block.sequence, offset_bytes: bytes(block.offset) };
+        let address = tiling.base(block.segment).plus(placement.offset_bytes);
+        if self.keeps_books {
+            let op = op_word(Mark::Allocate, stream, requested);
+            note(&mut self.journal, op, placement_word(placement), self.digest);
+            self.pointers.insert(address, slot);
         }
         Some(Allocation { handle: Handle { heap: self.id, slot, tag }, address, placement, size_bytes: bytes(size) })
     }
 
-    /// Frees a live allocation if that takes neither the driver nor a book but the block's own. Else it is as it was.
+    /// Frees a live allocation if that takes neither the driver nor a book but the block's own, and tells its allocated
+    /// and requested bytes to `tally`. Else it is as it was. Whether it did.
     #[inline(always)]
-    pub(crate) fn free_at_once(&mut self, handle: Handle) -> Option<Freed> {
-        let (stream, requested) = self.find_live(handle)?;
-        let is_plain = self.keeps_no_books && self.names.is_empty() && self.table.block(handle.slot).fences.is_empty();
-        is_plain.then(|| self.give_back(handle.slot, stream, requested, 0))
+    pub(crate) fn free_at_once(&mut self, handle: Handle, tally: impl FnOnce(u64, u64)) -> bool {
+        let Some((stream, requested)) = self.find_live(handle) else { return false };
+        if self.keeps_books || !self.table.block(handle.slot).fences.is_empty() {
+            return false;
+        }
+        self.give_back(handle.slot, Users::Owner, stream, requested, 0, tally);
+        true
     }
 
     /// Frees a live allocation, whatever it takes. On an error it is still live.
@@ -305,7 +316,8 @@ impl Heap {
         &mut self,
         around: &Surroundings<B, L>,
         handle: Handle,
-    ) -> Result<Freed, FreeError> {
+        tally: impl FnOnce(u64, u64),
+    ) -> Result<(), FreeError> {
         let (stream, requested) = self.live(handle)?;
         let slot = handle.slot;
         if !self.table.block(slot).fences.is_empty() {
@@ -313,64 +325,53 @@ impl Heap {
         }
         // Nothing fails from here on.
         let since = if self.stream.is_some() { 0 } else { around.clocks.lock().now(stream) };
-        if !self.pointers.is_off() {
+        let mut name = None;
+        if self.keeps_books {
             self.pointers.remove(self.address(slot));
+            name = self.names.take(slot);
+            self.note_books();
         }
-        let name = self.names.take(slot);
-        let freed = self.give_back(slot, stream, requested, since);
+        self.give_back(slot, self.users(), stream, requested, since, tally);
         if let (Some(name), Some(journal)) = (name, &mut self.journal) {
             journal.name_newest(&name);
         }
-        Ok(freed)
+        Ok(())
+    }
+
+    fn users(&self) -> Users {
+        self.stream.map_or(Users::Several, |_| Users::Fenced)
     }
 
     /// Makes an allocated block free again.
     #[inline(always)]
-    fn give_back(&mut self, slot: Slot, stream: StreamId, requested: u64, since: Tick) -> Freed {
-        let block = self.table.block_mut(slot);
+    fn give_back(
+        &mut self,
+        slot: Slot,
+        users: Users,
+        stream: StreamId,
+        requested: u64,
+        since: Tick,
+        tally: impl FnOnce(u64, u64),
+    ) {
+        let mut tiling = self.table.tiling();
+        let block = &mut tiling.blocks[slot as usize];
         let placement = Placement { segment: block.sequence, offset_bytes: bytes(block.offset) };
         let size = block.size;
         block.state = BlockState::Free { stream, since };
-        self.usage.free(SizeRules::class_of(size), bytes(size), requested);
-        self.fold(op_word(Mark::Free, stream, 0), placement_word(placement));
-        self.put_back(slot);
-        Freed { allocated_bytes: bytes(size), requested_bytes: requested }
+        self.usage.free(size, requested);
+        tally(bytes(size), requested);
+        let (op, decision) = (op_word(Mark::Free, stream, 0), placement_word(placement));
+        self.digest.fold(op, decision);
+        if self.keeps_books {
+            note(&mut self.journal, op, decision, self.digest);
+        }
+        merge(&mut tiling, &mut self.free, &mut self.fences, users, slot);
     }
 
-    /// Merges a free block that is in no index with its free neighbours, and puts the result into the free index.
-    /// Returns the result.
-    #[inline(always)]
+    /// Puts a free block that is in no index into the free index, merged with its free neighbours. Returns the result.
     pub(crate) fn put_back(&mut self, slot: Slot) -> Slot {
-        let mut tiling = self.table.tiling();
-        let block = &tiling.blocks[slot as usize];
-        let (prev, next, offset, size) = (block.prev, block.next, block.offset, block.size);
-        let index = &mut self.free[block.home as usize];
-        let users = self.stream.map_or(Users::Several, |_| Users::One);
-        let next_size = tiling.blocks.get(next as usize).and_then(Block::free_size);
-        let prev_size = tiling.blocks.get(prev as usize).and_then(Block::free_size);
-        match (prev_size, next_size) {
-            (None, None) => {
-                index.insert(tiling.blocks, slot);
-                slot
-            }
-            (None, Some(next_size)) => {
-                merge(&mut tiling, &mut self.fences, users, slot, next);
-                index.resize(tiling.blocks, next, offset, size + next_size);
-                next
-            }
-            (Some(prev_size), None) => {
-                merge(&mut tiling, &mut self.fences, users, slot, prev);
-                index.resize(tiling.blocks, prev, offset - prev_size, prev_size + size);
-                prev
-            }
-            (Some(prev_size), Some(next_size)) => {
-                index.remove(tiling.blocks, next);
-                merge(&mut tiling, &mut self.fences, users, slot, prev);
-                merge(&mut tiling, &mut self.fences, users, next, prev);
-                index.resize(tiling.blocks, prev, offset - prev_size, prev_size + size + next_size);
-                prev
-            }
-        }
+        let users = self.users();
+        merge(&mut self.table.tiling(), &mut self.free, &mut self.fences, users, slot)
     }
 
     /// Size of a block if it is there and free, else 0.
@@ -386,6 +387,16 @@ impl Heap {
             journal.name_allocation(placed, name);
         }
         self.names.insert(slot, name);
+        self.note_books();
+    }
+
+    fn note_books(&mut self) {
+        let releases = self.config.release_threshold_bytes().is_some();
+        self.keeps_books = self.stream.is_none()
+            || !self.pointers.is_off()
+            || releases
+            || !self.names.is_empty()
+            || self.journal.is_some();
     }
 
     /// The stream and requested bytes of a live allocation.
@@ -413,12 +424,20 @@ impl Heap {
 
     pub(crate) fn address(&self, slot: Slot) -> DeviceAddress {
         let block = self.table.block(slot);
-        DeviceAddress(self.table.segment(block.segment).range.base.0 + bytes(block.offset))
+        self.table.base(block.segment).plus(bytes(block.offset))
     }
 
     /// Bytes of the largest free block.
     pub(crate) fn largest_free_bytes(&self) -> u64 {
         self.free.iter().filter_map(|index| index.largest(self.table.blocks())).max().map_or(0, bytes)
+    }
+}
+
+/// Remembers an op that was folded, where agreement looks back on ops.
+#[inline(never)]
+fn note(journal: &mut Option<Box<Journal>>, op: u64, decision: u64, after: Digest) {
+    if let Some(journal) = journal {
+        journal.note(op, decision, after);
     }
 }
 
@@ -431,27 +450,75 @@ fn first_digest(config: &PoolConfig, granularity_bytes: u64, stream: Option<Stre
 
 /// The free block that rule D2 gives to a request.
 #[inline(always)]
-fn best_fit(rules: &SizeRules, index: &FreeIndex, blocks: &[Block], size: Units) -> Option<Slot> {
-    let slot = index.best_fit(blocks, size)?;
-    rules.accepts(size, blocks[slot as usize].size).then_some(slot)
+fn best_fit<'b>(rules: &SizeRules, index: &FreeIndex, blocks: &'b [Block], size: Units) -> Option<(Slot, &'b Block)> {
+    index.best_fit(blocks, size).filter(|(_, block)| rules.accepts(size, block.size))
 }
 
-/// Whether the blocks of a heap may have been used by different streams.
+/// Who may have used a block that is put back.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Users {
-    One,
+    /// The stream of its heap, and nobody else: there is nothing to wait for.
+    Owner,
+    /// The stream of its heap, and others that its fences name.
+    Fenced,
+    /// Any stream: the heap's streams share.
     Several,
 }
 
-/// Takes a free block out of the tiling, for a free neighbour to cover its place. What had to be waited for before the
-/// one is waited for before the other.
+/// Puts a free block that is in no index into the free index, merged with its free neighbours. Returns the result.
 #[inline(always)]
-fn merge(tiling: &mut Tiling<'_>, fences: &mut FenceTable, users: Users, from: Slot, to: Slot) {
+fn merge(
+    tiling: &mut Tiling<'_>,
+    free: &mut [FreeIndex; 2],
+    fences: &mut FenceTable,
+    users: Users,
+    slot: Slot,
+) -> Slot {
+    let Block { prev, next, home, .. } = tiling.blocks[slot as usize];
+    let index = &mut free[home as usize];
+    if tiling.is_free(prev) {
+        let size = tiling.blocks[prev as usize].size + tiling.blocks[slot as usize].size;
+        if tiling.is_free(next) {
+            index.remove(tiling.blocks, next);
+            let Block { size: back, next: behind, .. } = tiling.blocks[next as usize];
+            cover(tiling, fences, users, slot, prev);
+            let users = if users == Users::Owner { Users::Fenced } else { users };
+            cover(tiling, fences, users, next, prev);
+            tiling.join(prev, behind);
+            index.resize(tiling.blocks, prev, size + back);
+        } else {
+            cover(tiling, fences, users, slot, prev);
+            tiling.join(prev, next);
+            index.resize(tiling.blocks, prev, size);
+        }
+        prev
+    } else if tiling.is_free(next) {
+        let Block { offset, size, .. } = tiling.blocks[slot as usize];
+        let back = tiling.blocks[next as usize].size;
+        cover(tiling, fences, users, slot, next);
+        tiling.join(prev, next);
+        index.resize_from(tiling.blocks, next, offset, size + back);
+        next
+    } else {
+        index.insert(tiling.blocks, slot);
+        slot
+    }
+}
+
+/// Gives up a free block whose place a free neighbour is about to cover. What had to be waited for before the one is
+/// waited for before the other.
+#[inline(always)]
+fn cover(tiling: &mut Tiling<'_>, fences: &mut FenceTable, users: Users, from: Slot, to: Slot) {
     let (giver, taker) = (&tiling.blocks[from as usize], &tiling.blocks[to as usize]);
-    if !giver.fences.is_empty() || users == Users::Several && giver.state != taker.state {
+    let hands_over = match users {
+        Users::Owner => false,
+        Users::Fenced => !giver.fences.is_empty(),
+        Users::Several => !giver.fences.is_empty() || giver.state != taker.state,
+    };
+    if hands_over {
         hand_over(fences, tiling.blocks, from, to);
     }
-    tiling.take_out(from);
+    tiling.vacate(from);
 }
 
 #[cold]
@@ -477,11 +544,4 @@ fn hand_over(table: &mut FenceTable, blocks: &mut [Block], from: Slot, to: Slot)
     };
     let taker = &mut blocks[to as usize];
     (taker.fences, taker.state) = (fences, state);
-}
-
-/// What a free gave back to the heap.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Freed {
-    pub(crate) allocated_bytes: u64,
-    pub(crate) requested_bytes: u64,
 }

@@ -70,6 +70,7 @@ pub mod agreement;
 pub mod allocator;
 pub mod backend;
 mod block_table;
+mod bound;
 mod budget;
 pub mod config;
 pub mod config_text;
@@ -116,6 +117,7 @@ pub mod units;
 
 pub use allocator::{Allocator, SharedAllocator};
 pub use backend::{Backend, BackendError, DeviceAddress};
+pub use bound::BoundHeap;
 pub use budget::LimitScope;
 pub use config::{Config, PoolConfig};
 pub use digest::Digest;

@@ -17,7 +17,7 @@ use crate::heap::{Heap, Shortage, Surroundings};
 use crate::ids::{SegmentId, StreamId};
 use crate::lock::{Lock, LockCell};
 use crate::segment_log::{SegmentEvent, SegmentEventKind};
-use crate::size_rules::{SizeClass, SizeRules};
+use crate::size_rules::SizeClass;
 use crate::units::{UNIT_BYTES, Units, bytes, units};
 
 impl Heap {
@@ -29,12 +29,12 @@ impl Heap {
         stream: StreamId,
         size: Units,
     ) -> Result<Slot, Box<Shortage>> {
-        if self.is_closed {
+        if self.is_closed() {
             return Err(Box::new(Shortage::Closed));
         }
         match self.config.segments().clone() {
             SegmentPolicy::Fixed(_) => {
-                let home = self.rules.home_of(SizeRules::class_of(size));
+                let home = self.rules.home_of(size);
                 let size = self.rules.segment_size(size);
                 self.bear(around, stream, home, size, size)
             }
@@ -123,7 +123,7 @@ impl Heap {
         let id = self.next_segment;
         self.next_segment = SegmentId(id.0.checked_add(1).expect("2^32 segments were born in one heap"));
         let slot = self.table.add_segment(id, range, home, mapped, fresh(stream));
-        self.mapped += size_bytes;
+        self.count_obtained(size_bytes);
         self.link(slot);
         let segment = self.table.block(slot).segment;
         around.directory.lock().insert(range, self.id, segment);
@@ -215,8 +215,15 @@ impl Heap {
             return Err(Box::new(Shortage::Driver { error, missing: size }));
         }
         self.budgets(around).confirm(size_bytes);
-        self.mapped += size_bytes;
+        self.count_obtained(size_bytes);
         Ok(())
+    }
+
+    /// Counts memory that was obtained. How much it was is a part of the op's decision: a limit that several heaps share
+    /// may have shaped it, and later decisions depend on it.
+    fn count_obtained(&mut self, size_bytes: u64) {
+        self.mapped += size_bytes;
+        self.digest.mix(size_bytes);
     }
 
     /// Gives memory to the lowest hole that, with its free neighbours, then has `size` units. As little as is needed,

@@ -4,7 +4,6 @@ use crate::allocator::Allocator;
 use crate::backend::Backend;
 use crate::budget::Budget;
 use crate::config::{PoolConfig, StreamPolicy};
-use crate::digest::{Mark, op_word};
 use crate::errors::{PoolError, UnknownError};
 use crate::heap::Heap;
 use crate::ids::{PoolId, StreamId};
@@ -93,8 +92,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         entry.is_destroyed.store(true, Ordering::Release);
         let mut first_error = None;
         for heap in &mut heaps {
-            heap.is_closed = true;
-            heap.fold(op_word(Mark::Destroy, StreamId(0), 0), 0);
+            heap.close();
             heap.retire_all(&self.around);
             first_error = first_error.or(heap.release_retired(&self.around).1);
         }

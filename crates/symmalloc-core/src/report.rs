@@ -227,14 +227,14 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let is_tallied = self.is_tallied() && heaps == self.heaps.len();
         stats.peaks_are_exact = heaps <= 1 || is_tallied;
         if is_tallied {
-            stats.usage.all = self.usage.lock().stats();
+            stats.usage.all = self.peaks.lock().stats(stats.usage.all);
         }
     }
 
     /// Starts all peaks anew at the current values.
     pub fn reset_peak_stats(&self) {
         self.around.budget.reset_peak();
-        self.usage.lock().reset_peaks();
+        self.peaks.lock().reset_peaks();
         for (_, entry) in self.pools.iter() {
             entry.budget.reset_peak();
         }
@@ -249,7 +249,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn open_stat_scope(&self) -> StatScope {
         let mut open_scopes = self.open_scopes.lock();
         *open_scopes += 1;
-        self.usage.lock().open_scope();
+        self.peaks.lock().open_scope();
         self.heaps.iter().for_each(|(_, heap)| heap.lock().usage.open_scope());
         StatScope(())
     }
@@ -262,9 +262,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let StatScope(()) = scope;
         let mut open_scopes = self.open_scopes.lock();
         *open_scopes -= 1;
-        let exact = self.usage.lock().close_scope();
         let mut stats = ClassStats::default();
         self.heaps.iter().for_each(|(_, heap)| stats = stats.plus(heap.lock().usage.close_scope()));
+        let exact = self.peaks.lock().close_scope(stats.all);
         if self.is_tallied() {
             stats.all = exact;
         }

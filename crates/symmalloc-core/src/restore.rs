@@ -35,7 +35,6 @@ use crate::ids::{Placement, PoolId, StreamId};
 use crate::layout::{AllocationLayout, HeapLayout, Layout};
 use crate::lock::{Lock, LockCell};
 use crate::pool::Pool;
-use crate::size_rules::SizeRules;
 use crate::units::bytes;
 use std::borrow::Cow;
 
@@ -185,7 +184,7 @@ impl Heap {
             self.pointers.insert(self.address(slot), slot);
         }
         let size = self.table.block(slot).size;
-        self.usage.allocate(SizeRules::class_of(size), bytes(size), requested);
+        self.usage.allocate(size, requested);
         self.note_uses_and_name(slot, saved);
         bytes(size)
     }

@@ -9,7 +9,7 @@ use crate::heap::{Heap, HeapIdentity};
 use crate::ids::{HeapId, PoolId, StreamId};
 use crate::lock::{Lock, LockCell};
 use crate::pool::Pool;
-use crate::stats::ScopedUsage;
+use crate::stats::ScopedPeaks;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -95,16 +95,16 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     #[inline(always)]
-    pub(crate) fn tally(&self, count: impl FnOnce(&mut ScopedUsage)) {
+    pub(crate) fn tally(&self, count: impl FnOnce(&mut ScopedPeaks)) {
         if self.is_tallied() {
-            count(&mut self.usage.lock());
+            count(&mut self.peaks.lock());
         }
     }
 
     /// A second heap comes to the first: from now on their sum has peaks of its own.
     fn start_tally(&self) {
         if let Some(first) = self.heaps.get(0).filter(|_| L::IS_EXCLUSIVE) {
-            *self.usage.lock() = first.lock().usage.all().clone();
+            *self.peaks.lock() = first.lock().usage.peaks().clone();
         }
     }
 }

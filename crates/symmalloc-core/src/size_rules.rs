@@ -28,6 +28,8 @@ pub enum SizeClass {
 #[derive(Debug)]
 pub(crate) struct SizeRules {
     shape: Shape,
+    /// Blocks up to this size have a home of their own: those of the small class with fixed segments, else none.
+    small_home_max: Units,
     divisions: Option<RoundupPower2Divisions>,
     /// The backend's granularity.
     pub(crate) granule: Units,
@@ -53,6 +55,7 @@ impl SizeRules {
         };
         let divisions = config.roundup_power2_divisions;
         SizeRules {
+            small_home_max: if matches!(shape, Shape::Fixed { .. }) { units(SMALL_BYTES_MAX) } else { 0 },
             shape,
             divisions: divisions.divisions().iter().any(|d| *d > 1).then_some(divisions),
             granule: units(granularity_bytes),
@@ -71,16 +74,13 @@ impl SizeRules {
 
     #[inline]
     pub(crate) fn class_of(size: Units) -> SizeClass {
-        if bytes(size) <= SMALL_BYTES_MAX { SizeClass::Small } else { SizeClass::Large }
+        if size <= const { (SMALL_BYTES_MAX / UNIT_BYTES) as Units } { SizeClass::Small } else { SizeClass::Large }
     }
 
-    /// The class whose free blocks and segments serve a block of this class: one for all unless segments are fixed.
+    /// The class whose free blocks and segments serve a block of this size: one for all unless segments are fixed.
     #[inline]
-    pub(crate) fn home_of(&self, class: SizeClass) -> SizeClass {
-        match self.shape {
-            Shape::Fixed { .. } => class,
-            Shape::Whole => SizeClass::Large,
-        }
+    pub(crate) fn home_of(&self, size: Units) -> SizeClass {
+        if size <= self.small_home_max { SizeClass::Small } else { SizeClass::Large }
     }
 
     /// Whether a free block that is large enough may serve the request: oversize blocks are kept for oversize requests.

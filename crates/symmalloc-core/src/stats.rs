@@ -12,7 +12,8 @@
 //! A [`StatScope`](crate::report::StatScope) asks for the same numbers over a part of the program. Opening one saves the peaks and starts them
 //! anew; closing one gives the outer scope the larger of both. Scopes nest, and cost nothing between open and close.
 
-use crate::size_rules::SizeClass;
+use crate::size_rules::{SizeClass, SizeRules};
+use crate::units::{Units, bytes};
 
 /// A quantity over time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -28,19 +29,17 @@ pub struct Stat {
     pub freed: u64,
 }
 
-/// A quantity while it is counted.
+/// How high a quantity is, and was at most.
 #[derive(Clone, Copy, Debug, Default)]
-struct Counter {
-    allocated: u64,
+struct Level {
     peak: u64,
     /// Peak less current.
     below_peak: u64,
 }
 
-impl Counter {
+impl Level {
     #[inline(always)]
     fn add(&mut self, amount: u64) {
-        self.allocated += amount;
         let (below_peak, is_above) = self.below_peak.overflowing_sub(amount);
         self.below_peak = below_peak;
         if is_above {
@@ -61,18 +60,43 @@ impl Counter {
         self.below_peak += amount;
     }
 
-    fn current(&self) -> u64 {
+    fn current(self) -> u64 {
         self.peak - self.below_peak
     }
 
     /// Puts the peak elsewhere, at or above the current value.
     fn set_peak(&mut self, peak: u64) {
-        (self.peak, self.below_peak) = (peak, peak - self.current());
+        *self = Level { peak, below_peak: peak - self.current() };
+    }
+
+    /// The sum over parts, of which this is the level.
+    fn stat(self, sum: Stat) -> Stat {
+        Stat { current: self.current(), peak: self.peak, ..sum }
+    }
+}
+
+/// A quantity while it is counted: its level, and everything that was ever added.
+#[derive(Clone, Copy, Debug, Default)]
+struct Counter {
+    allocated: u64,
+    level: Level,
+}
+
+impl Counter {
+    #[inline(always)]
+    fn add(&mut self, amount: u64) {
+        self.allocated += amount;
+        self.level.add(amount);
+    }
+
+    #[inline(always)]
+    fn take(&mut self, amount: u64) {
+        self.level.take(amount);
     }
 
     fn stat(&self) -> Stat {
-        let current = self.current();
-        Stat { current, peak: self.peak, allocated: self.allocated, freed: self.allocated - current }
+        let Counter { allocated, level } = *self;
+        Stat { current: level.current(), peak: level.peak, allocated, freed: allocated - level.current() }
     }
 }
 
@@ -135,12 +159,12 @@ impl Usage {
         }
     }
 
-    fn counters(&mut self) -> [&mut Counter; 3] {
-        [&mut self.allocations, &mut self.allocated_bytes, &mut self.requested_bytes]
+    fn levels(&mut self) -> [&mut Level; 3] {
+        [&mut self.allocations, &mut self.allocated_bytes, &mut self.requested_bytes].map(|counter| &mut counter.level)
     }
 
     fn restart_peaks(&mut self) {
-        self.counters().into_iter().for_each(|counter| counter.set_peak(counter.current()));
+        self.levels().into_iter().for_each(|level| level.set_peak(level.current()));
     }
 }
 
@@ -183,15 +207,15 @@ impl ScopedUsage {
             let allocated = now.allocated - then.allocated;
             // current = then.current + allocated - freed
             Stat {
-                current: now.current(),
-                peak: now.peak,
+                current: now.level.current(),
+                peak: now.level.peak,
                 allocated,
-                freed: then.current() + allocated - now.current(),
+                freed: then.level.current() + allocated - now.level.current(),
             }
         };
         let (now, then) = (self.usage, outer);
-        for (counter, outer) in self.usage.counters().into_iter().zip(outer.counters()) {
-            counter.set_peak(counter.peak.max(outer.peak));
+        for (level, outer) in self.usage.levels().into_iter().zip(outer.levels()) {
+            level.set_peak(level.peak.max(outer.peak));
         }
         UsageStats {
             allocations: since(now.allocations, then.allocations),
@@ -201,12 +225,68 @@ impl ScopedUsage {
     }
 }
 
+/// The peaks of a sum over parts that count for themselves, with nested scopes. All else is added up when somebody asks.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct ScopedPeaks {
+    /// Of allocations, allocated bytes and requested bytes.
+    levels: [Level; 3],
+    /// What the levels were when each open scope began; outermost first.
+    scopes: Vec<[Level; 3]>,
+}
+
+impl ScopedPeaks {
+    #[inline(always)]
+    pub(crate) fn allocate(&mut self, allocated_bytes: u64, requested_bytes: u64) {
+        let [allocations, allocated, requested] = &mut self.levels;
+        allocations.add(1);
+        allocated.add(allocated_bytes);
+        requested.add(requested_bytes);
+    }
+
+    #[inline(always)]
+    pub(crate) fn free(&mut self, allocated_bytes: u64, requested_bytes: u64) {
+        let [allocations, allocated, requested] = &mut self.levels;
+        allocations.take(1);
+        allocated.take(allocated_bytes);
+        requested.take(requested_bytes);
+    }
+
+    /// The sum over the parts with its own peaks.
+    pub(crate) fn stats(&self, sum: UsageStats) -> UsageStats {
+        let [allocations, allocated, requested] = self.levels;
+        UsageStats {
+            allocations: allocations.stat(sum.allocations),
+            allocated_bytes: allocated.stat(sum.allocated_bytes),
+            requested_bytes: requested.stat(sum.requested_bytes),
+        }
+    }
+
+    pub(crate) fn reset_peaks(&mut self) {
+        self.levels.iter_mut().for_each(|level| level.set_peak(level.current()));
+    }
+
+    pub(crate) fn open_scope(&mut self) {
+        self.scopes.push(self.levels);
+        self.reset_peaks();
+    }
+
+    /// What happened since the innermost scope was opened, of which `sum` is what happened in the parts.
+    pub(crate) fn close_scope(&mut self, sum: UsageStats) -> UsageStats {
+        let Some(outer) = self.scopes.pop() else { return UsageStats::default() };
+        let stats = self.stats(sum);
+        for (level, outer) in self.levels.iter_mut().zip(outer) {
+            level.set_peak(level.peak.max(outer.peak));
+        }
+        stats
+    }
+}
+
 /// The usage of one heap, by size class.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct HeapUsage {
     small: ScopedUsage,
     large: ScopedUsage,
-    all: ScopedUsage,
+    all: ScopedPeaks,
 }
 
 impl HeapUsage {
@@ -219,35 +299,39 @@ impl HeapUsage {
     }
 
     #[inline(always)]
-    pub(crate) fn allocate(&mut self, class: SizeClass, allocated_bytes: u64, requested_bytes: u64) {
-        self.class(class).allocate(allocated_bytes, requested_bytes);
-        self.all.allocate(allocated_bytes, requested_bytes);
+    pub(crate) fn allocate(&mut self, size: Units, requested_bytes: u64) {
+        self.class(SizeRules::class_of(size)).allocate(bytes(size), requested_bytes);
+        self.all.allocate(bytes(size), requested_bytes);
     }
 
     #[inline(always)]
-    pub(crate) fn free(&mut self, class: SizeClass, allocated_bytes: u64, requested_bytes: u64) {
-        self.class(class).free(allocated_bytes, requested_bytes);
-        self.all.free(allocated_bytes, requested_bytes);
+    pub(crate) fn free(&mut self, size: Units, requested_bytes: u64) {
+        self.class(SizeRules::class_of(size)).free(bytes(size), requested_bytes);
+        self.all.free(bytes(size), requested_bytes);
     }
 
-    pub(crate) fn all(&self) -> &ScopedUsage {
+    pub(crate) fn peaks(&self) -> &ScopedPeaks {
         &self.all
     }
 
     pub(crate) fn stats(&self) -> ClassStats {
-        ClassStats { all: self.all.stats(), small: self.small.stats(), large: self.large.stats() }
+        let (small, large) = (self.small.stats(), self.large.stats());
+        ClassStats { all: self.all.stats(small.plus(large)), small, large }
     }
 
     pub(crate) fn reset_peaks(&mut self) {
-        [&mut self.small, &mut self.large, &mut self.all].into_iter().for_each(ScopedUsage::reset_peaks);
+        [&mut self.small, &mut self.large].into_iter().for_each(ScopedUsage::reset_peaks);
+        self.all.reset_peaks();
     }
 
     pub(crate) fn open_scope(&mut self) {
-        [&mut self.small, &mut self.large, &mut self.all].into_iter().for_each(ScopedUsage::open_scope);
+        [&mut self.small, &mut self.large].into_iter().for_each(ScopedUsage::open_scope);
+        self.all.open_scope();
     }
 
     pub(crate) fn close_scope(&mut self) -> ClassStats {
-        ClassStats { all: self.all.close_scope(), small: self.small.close_scope(), large: self.large.close_scope() }
+        let (small, large) = (self.small.close_scope(), self.large.close_scope());
+        ClassStats { all: self.all.close_scope(small.plus(large)), small, large }
     }
 }
 

@@ -10,9 +10,10 @@ use symmalloc_core::{Allocation, Handle, StreamId};
 /// A live allocation of the program.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Live {
-    pub(crate) handle: Handle,
-    pub(crate) address: DeviceAddress,
-    pub(crate) size_bytes: u64,
+    /// `None` for one of zero bytes whose pool was given up before its rank started again.
+    pub(crate) handle: Option<Handle>,
+    address: DeviceAddress,
+    size_bytes: u64,
     /// Streams that use it, one bit each. Streams from 64 on are not followed.
     users: u64,
     last_user: StreamId,
@@ -23,12 +24,17 @@ impl Live {
     pub(crate) fn begin(device: &SimBackend, stream: StreamId, allocation: &Allocation) -> Result<Self, Race> {
         let Allocation { handle, address, size_bytes, .. } = *allocation;
         device.submit(stream, address, size_bytes)?;
-        Ok(Live { handle, address, size_bytes, users: bit(stream), last_user: stream })
+        Ok(Live { handle: Some(handle), address, size_bytes, users: bit(stream), last_user: stream })
     }
 
-    /// The same allocation after its rank started again, on another device.
-    pub(crate) fn moved(self, handle: Handle, address: DeviceAddress) -> Self {
-        Live { handle, address, ..self }
+    /// An allocation of zero bytes.
+    pub(crate) fn nothing(handle: Handle) -> Self {
+        Live { handle: Some(handle), ..Live::of_a_pool_that_is_gone() }
+    }
+
+    /// An allocation of zero bytes that outlived its pool.
+    pub(crate) fn of_a_pool_that_is_gone() -> Self {
+        Live { handle: None, address: DeviceAddress(0), size_bytes: 0, users: 0, last_user: StreamId(0) }
     }
 
     /// Work on `stream` uses the allocation, too. A program that cannot wait does not use it.

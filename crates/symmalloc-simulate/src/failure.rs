@@ -68,6 +68,9 @@ pub enum Cause {
         /// The first heap that differs.
         heap: HeapName,
     },
+    /// A rank could not start again.
+    #[error("the rank cannot start again: {0}")]
+    NotRestored(Box<str>),
     /// Ranks differ, and the agreement did not notice, or did not name the rank.
     #[error("the rank differs from this step on, and the agreement did not report it")]
     Missed,
@@ -88,10 +91,14 @@ pub enum Cause {
 }
 
 impl Cause {
+    /// Whether a rank differs from the others for no reason.
+    pub(crate) fn is_difference(&self) -> bool {
+        matches!(self, Cause::OtherDecision { .. } | Cause::OtherDigest { .. })
+    }
+
     /// Whether two failures are of one kind, so that one may stand for the other.
     pub(crate) fn is_like(&self, other: &Cause) -> bool {
-        let differs = |cause: &Cause| matches!(cause, Cause::OtherDecision { .. } | Cause::OtherDigest { .. });
-        differs(self) && differs(other) || std::mem::discriminant(self) == std::mem::discriminant(other)
+        self.is_difference() && other.is_difference() || std::mem::discriminant(self) == std::mem::discriminant(other)
     }
 }
 

@@ -32,6 +32,8 @@ pub(crate) struct Journal {
     /// By step of the stretch.
     entries: Vec<Entry>,
     digests: Vec<HeapDigest>,
+    /// Of all compared heaps, before the stretch.
+    pub(crate) first: Vec<HeapDigest>,
     /// Of all compared heaps, after the stretch.
     pub(crate) last: Vec<HeapDigest>,
 }
@@ -45,9 +47,9 @@ struct Entry {
 
 impl Journal {
     /// An empty journal of a stretch of so many steps.
-    pub(crate) fn of(steps: usize) -> Self {
+    pub(crate) fn new(steps: usize, first: Vec<HeapDigest>) -> Self {
         let entry = Entry { decision: Decision::Done, digests: (0, 0) };
-        Journal { entries: vec![entry; steps], ..Journal::default() }
+        Journal { entries: vec![entry; steps], first, ..Journal::default() }
     }
 
     /// Enters a step.
@@ -62,9 +64,29 @@ impl Journal {
         self.entries[step].decision
     }
 
+    /// How many ops a heap had carried out before the step. Steps that touch one heap are in the program's order.
+    pub(crate) fn ops_before(&self, heap: HeapName, step: usize) -> u64 {
+        let earlier = (0..step).rev().find_map(|earlier| digest_of(self.digests(earlier), heap));
+        earlier.or_else(|| digest_of(&self.first, heap)).map_or(0, |digest| digest.ops)
+    }
+
     /// The digests of the heaps that the step touched, after it.
     pub(crate) fn digests(&self, step: usize) -> &[HeapDigest] {
         let (start, end) = self.entries[step].digests;
         &self.digests[start as usize..end as usize]
     }
+}
+
+/// A heap's digest; `None` if it has done nothing, or its pool is gone.
+pub(crate) fn digest_of(digests: &[HeapDigest], heap: HeapName) -> Option<Digest> {
+    digests.iter().find(|(name, _)| *name == heap).map(|(_, digest)| *digest)
+}
+
+/// The first heap that is not the same in both.
+pub(crate) fn first_difference(digests: &[HeapDigest], expected: &[HeapDigest]) -> Option<HeapName> {
+    if digests == expected {
+        return None;
+    }
+    let differs = |one: &[HeapDigest], other: &[HeapDigest]| one.iter().find(|entry| !other.contains(entry)).copied();
+    differs(expected, digests).or_else(|| differs(digests, expected)).map(|(heap, _)| heap)
 }

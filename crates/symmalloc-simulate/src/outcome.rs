@@ -38,8 +38,25 @@ pub struct Faults {
     pub failed_calls: u64,
     /// Ranks to which at least one of them happened.
     pub ranks: u64,
-    /// Devices that were lost.
+    /// Injected: the driver had no memory.
+    pub out_of_memory: u64,
+    /// Injected: the driver refused a call.
+    pub refused: u64,
+    /// Injected: devices that were lost.
     pub losses: u64,
+    /// Ranks whose device had less memory than the program wanted.
+    pub small_devices: u64,
+}
+
+impl AddAssign for Faults {
+    fn add_assign(&mut self, other: Self) {
+        self.failed_calls += other.failed_calls;
+        self.ranks += other.ranks;
+        self.out_of_memory += other.out_of_memory;
+        self.refused += other.refused;
+        self.losses += other.losses;
+        self.small_devices += other.small_devices;
+    }
 }
 
 impl AddAssign for Outcome {
@@ -49,9 +66,7 @@ impl AddAssign for Outcome {
         self.ops += other.ops;
         self.private_ops += other.private_ops;
         self.syncs += other.syncs;
-        self.faults.failed_calls += other.faults.failed_calls;
-        self.faults.ranks += other.faults.ranks;
-        self.faults.losses += other.faults.losses;
+        self.faults += other.faults;
         self.restarts += other.restarts;
         self.left += other.left;
         self.caught += other.caught;

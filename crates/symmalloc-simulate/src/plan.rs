@@ -38,6 +38,9 @@ pub(crate) const STRETCH_MAX: usize = 2048;
 /// Host threads that a recorded job is spread over, by stream.
 const RECORDED_THREADS: u16 = 8;
 
+/// Ops that a heap of a recorded job remembers.
+const RECORDED_HISTORY_OPS: u32 = 256;
+
 impl Plan {
     /// The job that a seed names.
     pub fn from_seed(seed: u64, size: &Size) -> Self {
@@ -51,9 +54,11 @@ impl Plan {
         }
     }
 
-    /// A recorded job on `ranks` ranks, in surroundings that `seed` names.
+    /// A recorded job on `ranks` ranks, in surroundings that `seed` names. All of its pools are taken for symmetric ones,
+    /// so that the ranks agree on them, with a history of few ops: there may be thousands of ranks.
     pub fn of_recording(recording: &Recording, seed: u64, ranks: NonZeroU32) -> Self {
         let mut config = recording.config.clone().unwrap_or_default();
+        config = with_default_pool(&config, config.default_pool());
         let mut steps = Vec::with_capacity(recording.records.len());
         let mut streams = BTreeMap::new();
         for record in &recording.records {
@@ -75,7 +80,11 @@ impl Plan {
                 _ => 0,
             };
             let thread = (thread % RECORDED_THREADS) as u8;
-            steps.push(Step { op: record.op.clone(), thread, name: record.name.clone() });
+            let mut op = record.op.clone();
+            if let Op::CreatePool { config, .. } = &mut op {
+                **config = symmetric(config);
+            }
+            steps.push(Step { op, thread, name: record.name.clone() });
         }
         let ranks = surroundings(seed, ranks, steps.len() as u64);
         Plan { seed, config, granularity_bytes: 2 * MIB, steps, ranks }
@@ -117,7 +126,12 @@ impl Plan {
 }
 
 fn with_default_pool(config: &Config, pool: &PoolConfig) -> Config {
-    config.to_builder().default_pool(pool.clone()).build().expect("each part is valid, and so is the whole")
+    let builder = config.to_builder().default_pool(symmetric(pool)).history_ops(RECORDED_HISTORY_OPS);
+    builder.build().expect("each part is valid, and so is the whole")
+}
+
+fn symmetric(pool: &PoolConfig) -> PoolConfig {
+    pool.to_builder().symmetric(true).build().expect("it was valid before")
 }
 
 /// How many ranks meet something, of one hundred.

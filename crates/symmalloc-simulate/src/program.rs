@@ -63,6 +63,12 @@ impl PoolPolicies {
         (0..self.pools.len() as u32).map(PoolId)
     }
 
+    /// The pool with this ordinal among the symmetric ones, as the agreement names pools.
+    pub(crate) fn symmetric(&self, ordinal: u32) -> PoolId {
+        let mut symmetric = self.pools().filter(|pool| self.of(*pool).symmetric());
+        symmetric.nth(ordinal as usize).expect("a rank has no symmetric pools but the program's")
+    }
+
     pub(crate) fn limit_bytes(&self) -> Option<u64> {
         self.limit_bytes
     }

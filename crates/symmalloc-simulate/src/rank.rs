@@ -14,18 +14,20 @@
 use crate::decision::{Decision, Refusal};
 use crate::device_work::{Live, waits};
 use crate::failure::Cause;
-use crate::journal::{HeapDigest, HeapName, Journal};
+use crate::journal::{HeapDigest, HeapName, Journal, digest_of, first_difference};
+use crate::outcome::Faults;
 use crate::private_work::PrivateWork;
 use crate::program::{Program, Step, Stretch};
 use crate::schedule::Scheduler;
-use crate::surroundings::{Deviation, Purpose, Surroundings, sequence};
+use crate::surroundings::{Deviation, Purpose, RankFault, Surroundings, sequence};
 use std::collections::BTreeMap;
+use std::ops::Range;
 use symmalloc_core::backend::Backend;
-use symmalloc_core::config::{Config, SegmentPolicy, StreamPolicy};
+use symmalloc_core::config::{Config, PoolConfig, SegmentPolicy, StreamPolicy};
 use symmalloc_core::errors::{AllocateError, FreeError};
 use symmalloc_core::lock::Lock;
 use symmalloc_core::sim::{Fault, FaultRule, SimBackend, SplitMix64};
-use symmalloc_core::{Allocator, Digest, Op, PoolId, StreamId};
+use symmalloc_core::{Allocator, Op, PoolId, StreamId};
 
 /// What every rank of a job has in common.
 #[derive(Clone, Debug)]
@@ -70,10 +72,19 @@ pub(crate) enum Stop {
 #[derive(Clone, Debug)]
 pub(crate) enum Standing {
     Alike,
-    /// Something happened to it. By heap that differs now: the step after which it began to.
+    /// Something happened to it. By heap that differs now, or did when its pool was given up: since when.
     Followed {
-        departed: BTreeMap<HeapName, usize>,
+        departed: BTreeMap<HeapName, Departure>,
     },
+}
+
+/// Where a heap began to differ from the reference's.
+#[derive(Clone, Debug)]
+pub(crate) struct Departure {
+    /// The step of the program.
+    pub(crate) step: usize,
+    /// Ops of the heap, counted from 0, among which the first that differs is: those that the step made.
+    pub(crate) ops: Range<u64>,
 }
 
 /// Attempts at a call that the driver refuses, before a program gives up.
@@ -90,6 +101,8 @@ pub(crate) struct Rank<L: Lock> {
     pub(crate) live: Vec<Option<Live>>,
     /// The allocator's pools by the program's.
     pub(crate) pools: Vec<PoolId>,
+    /// Number of streams that the program has registered.
+    pub(crate) streams: usize,
     private: Option<PrivateWork>,
     moments: SplitMix64,
     failed_calls: u64,
@@ -97,6 +110,8 @@ pub(crate) struct Rank<L: Lock> {
     pub(crate) ops: u64,
     /// Of private work that has ended.
     private_ops: u64,
+    /// What happened to it before it was healed.
+    healed_of: Option<Faults>,
 }
 
 impl<L: Lock> Rank<L> {
@@ -120,6 +135,7 @@ impl<L: Lock> Rank<L> {
             allocator: Allocator::new(device.build(), job.config.clone()).expect("a valid granularity"),
             live: vec![None; job.program.slot_count],
             pools: vec![PoolId::DEFAULT],
+            streams: 0,
             private: (surroundings.private_per_million > 0)
                 .then(|| PrivateWork::new(sequence_of(Purpose::Private), job.program.streams.max(1))),
             moments: sequence_of(Purpose::Moments),
@@ -130,6 +146,7 @@ impl<L: Lock> Rank<L> {
             },
             ops: 0,
             private_ops: 0,
+            healed_of: None,
             surroundings,
         }
     }
@@ -137,7 +154,7 @@ impl<L: Lock> Rank<L> {
     /// Carries a stretch out, and enters what it decides.
     pub(crate) fn lead(&mut self, job: &Job, stretch: usize, scheduler: &mut Scheduler) -> Result<Journal, Stop> {
         let steps = job.program.stretches[stretch].steps.clone();
-        let mut journal = Journal::of(steps.len());
+        let mut journal = Journal::new(steps.len(), self.digests(job));
         self.carry_out(job, stretch, scheduler, |rank, index, decision| {
             let digests = rank.touched_digests(job, &job.program.steps[steps.start + index].op);
             journal.enter(index, decision, digests);
@@ -147,7 +164,8 @@ impl<L: Lock> Rank<L> {
         Ok(journal)
     }
 
-    /// Carries a stretch out, and compares what it decides with the journal.
+    /// Carries a stretch out, and compares what it decides with the journal. A rank that differs for no reason goes on to
+    /// the sync, for the agreement to say what it thinks of it.
     pub(crate) fn follow(
         &mut self,
         job: &Job,
@@ -155,25 +173,20 @@ impl<L: Lock> Rank<L> {
         scheduler: &mut Scheduler,
         journal: &Journal,
     ) -> Result<(), Stop> {
-        let start = job.program.stretches[stretch].steps.start;
+        let mut compared = Ok(());
         self.carry_out(job, stretch, scheduler, |rank, index, decision| {
-            rank.compare(job, start + index, decision, journal.decision(index), journal.digests(index))
+            if compared.is_ok() {
+                compared = rank.compare(job, stretch, index, decision, journal);
+            }
+            Ok(())
         })?;
+        compared?;
         let digests = self.digests(job);
         match &mut self.standing {
             Standing::Alike => first_difference(&digests, &journal.last)
                 .map_or(Ok(()), |heap| Err(Stop::Failed { step: None, cause: Cause::OtherDigest { heap } })),
-            Standing::Followed { departed } => {
-                // A heap whose pool was given up since is on none of the two.
-                departed.retain(|heap, _| digest_of(&digests, *heap) != digest_of(&journal.last, *heap));
-                Ok(())
-            }
+            Standing::Followed { .. } => Ok(()),
         }
-    }
-
-    /// Carries a stretch out without looking at it: it was compared before.
-    pub(crate) fn repeat(&mut self, job: &Job, stretch: usize, scheduler: &mut Scheduler) -> Result<(), Stop> {
-        self.carry_out(job, stretch, scheduler, |_, _, _| Ok(()))
     }
 
     fn carry_out(
@@ -212,8 +225,8 @@ impl<L: Lock> Rank<L> {
             // Whatever the driver says: nobody may notice.
             let _answer = self.allocator.drop_completed_fences();
         }
-        let has_all = self.pools.len() == job.program.pools()
-            && self.allocator.stream_count() as usize >= job.program.streams.max(1);
+        let has_all =
+            self.pools.len() == job.program.pools() && self.streams == job.program.streams && self.streams > 0;
         if let Some(private) = self.private.as_mut().filter(|_| has_all)
             && self.moments.chance(private_per_million)
         {
@@ -224,12 +237,35 @@ impl<L: Lock> Rank<L> {
 
     /// Whether the device was lost.
     fn is_lost(&self) -> bool {
-        let mut ends = self.surroundings.faults.iter().filter(|fault| fault.fault == Fault::DeviceLost).peekable();
-        if ends.peek().is_none() {
-            return false;
-        }
+        let is_end = |fault: &RankFault| fault.fault == Fault::DeviceLost && self.has_happened(fault);
+        self.healed_of.is_none() && self.surroundings.faults.iter().any(is_end)
+    }
+
+    /// Whether the call that was to fail was made.
+    fn has_happened(&self, fault: &RankFault) -> bool {
         let calls = self.allocator.backend().calls();
-        ends.any(|fault| fault.call.map_or(calls.fallible(), |call| calls.of(call)) > fault.ordinal)
+        fault.call.map_or(calls.fallible(), |call| calls.of(call)) > fault.ordinal
+    }
+
+    /// What happened to the rank.
+    pub(crate) fn faults(&self) -> Faults {
+        if let Some(faults) = self.healed_of {
+            return faults;
+        }
+        let happened = |fault| {
+            let faults = self.surroundings.faults.iter().filter(|entry| entry.fault == fault);
+            faults.filter(|fault| self.has_happened(fault)).count() as u64
+        };
+        let failed_calls = self.allocator.backend().calls().failed();
+        let is_small = self.surroundings.memory_bytes.is_some() && failed_calls > 0;
+        Faults {
+            failed_calls,
+            ranks: u64::from(failed_calls > 0),
+            out_of_memory: happened(Fault::OutOfMemory),
+            refused: happened(Fault::Refused),
+            losses: happened(Fault::DeviceLost),
+            small_devices: u64::from(is_small),
+        }
     }
 
     /// A rank whose driver refused something is followed from now on.
@@ -250,15 +286,18 @@ impl<L: Lock> Rank<L> {
         }
     }
 
+    /// Compares the step with this index in a stretch.
     fn compare(
         &mut self,
         job: &Job,
-        number: usize,
+        stretch: usize,
+        index: usize,
         decision: Decision,
-        expected: Decision,
-        expected_digests: &[HeapDigest],
+        journal: &Journal,
     ) -> Result<(), Stop> {
+        let number = job.program.stretches[stretch].steps.start + index;
         let op = &job.program.steps[number].op;
+        let expected = journal.decision(index);
         let is_compared = job.pool_of(op).is_none_or(|pool| job.compares(pool));
         if let Standing::Alike = self.standing
             && decision != expected
@@ -271,30 +310,37 @@ impl<L: Lock> Rank<L> {
             }
             self.begin_to_follow();
         }
-        if matches!(self.standing, Standing::Followed { .. }) {
-            let digests = self.touched_digests(job, op);
-            self.depart(&digests, expected_digests, number);
+        if let Standing::Alike = self.standing {
+            return Ok(());
         }
+        let digests = self.touched_digests(job, op);
+        self.depart(&digests, journal, index, number);
         match &self.standing {
             Standing::Followed { departed } if job.watched == Some(self.surroundings.rank) => {
-                match departed.keys().next() {
-                    Some(&heap) => Err(Stop::Failed { step: Some(number), cause: Cause::OtherDigest { heap } }),
-                    None => Ok(()),
-                }
+                departed.keys().next().map_or(Ok(()), |heap| {
+                    Err(Stop::Failed { step: Some(number), cause: Cause::OtherDigest { heap: *heap } })
+                })
             }
             _ => Ok(()),
         }
     }
 
     /// Notes which heaps differ after a step.
-    fn depart(&mut self, digests: &[HeapDigest], expected: &[HeapDigest], number: usize) {
+    fn depart(&mut self, digests: &[HeapDigest], journal: &Journal, index: usize, number: usize) {
         let Standing::Followed { departed } = &mut self.standing else { return };
+        let expected = journal.digests(index);
         for (heap, _) in digests.iter().chain(expected) {
-            if digest_of(digests, *heap) != digest_of(expected, *heap) {
-                departed.entry(*heap).or_insert(number);
-            } else {
+            let (own, theirs) = (digest_of(digests, *heap), digest_of(expected, *heap));
+            if own == theirs {
                 // Its neighbour took the same from it, only at another step: its history is the same again.
                 departed.remove(heap);
+            } else {
+                departed.entry(*heap).or_insert_with(|| {
+                    let before = journal.ops_before(*heap, index);
+                    // A heap whose pool was given up on one side made one op more there.
+                    let after = own.into_iter().chain(theirs).map(|digest| digest.ops).max().unwrap_or(0);
+                    Departure { step: number, ops: before..after.max(before) + 1 }
+                });
             }
         }
     }
@@ -371,15 +417,19 @@ impl<L: Lock> Rank<L> {
                 if self.surroundings.deviation == Some(Deviation::KeepAllocation { id }) {
                     return Ok(Decision::Done);
                 }
-                let free = || self.allocator.free(live.handle);
-                if let Err(error) = insist(free, |error| matches!(error, FreeError::Fence(_))) {
-                    return refused(Refusal::from(&error));
+                if let Some(handle) = live.handle {
+                    let free = || self.allocator.free(handle);
+                    if let Err(error) = insist(free, |error| matches!(error, FreeError::Fence(_))) {
+                        return refused(Refusal::from(&error));
+                    }
                 }
                 self.live[slot] = None;
             }
             Op::RecordUse { stream, .. } => {
                 let Some(live) = &mut self.live[slot] else { return refused(Refusal::NotLive) };
-                if let Err(error) = self.allocator.record_use(live.handle, stream) {
+                if let Some(handle) = live.handle
+                    && let Err(error) = self.allocator.record_use(handle, stream)
+                {
                     return refused(Refusal::from(&error));
                 }
                 live.shared(self.allocator.backend(), stream)?;
@@ -417,11 +467,11 @@ impl<L: Lock> Rank<L> {
                 Err(error) => refused(Refusal::from(&error)),
             },
             Op::RegisterStream { .. } => {
-                self.allocator.register_stream().expect("few");
+                self.register_stream();
                 Decision::Done
             }
             Op::CreatePool { config, .. } => {
-                self.pools.push(self.allocator.create_pool((**config).clone()).expect("it always can"));
+                self.create_pool(config);
                 Decision::Done
             }
             Op::DestroyPool { pool } => match self.allocator.destroy_pool(self.pools[pool.index()]) {
@@ -432,14 +482,30 @@ impl<L: Lock> Rank<L> {
         }
     }
 
+    /// The program registers its next stream.
+    pub(crate) fn register_stream(&mut self) {
+        self.allocator.register_stream().expect("a program has few");
+        self.streams += 1;
+    }
+
+    /// The program makes its next pool.
+    pub(crate) fn create_pool(&mut self, config: &PoolConfig) {
+        self.pools.push(self.allocator.create_pool(config.clone()).expect("it always can"));
+    }
+
     /// From here on nothing fails any more, and the rank works for itself no longer.
     pub(crate) fn heal(&mut self) {
+        self.healed_of = Some(self.faults());
         self.allocator.backend().heal();
-        self.surroundings.faults.clear();
         if let Some(mut private) = self.private.take() {
             private.end(&self.allocator);
             self.private_ops += private.ops;
         }
+    }
+
+    /// Whether any of its heaps differs from the reference's, in a symmetric pool or another one.
+    pub(crate) fn has_departed(&self) -> bool {
+        matches!(&self.standing, Standing::Followed { departed } if !departed.is_empty())
     }
 
     /// How much the rank did for itself.
@@ -486,18 +552,4 @@ fn insist<T, E>(attempt: impl Fn() -> Result<T, E>, may_pass: impl Fn(&E) -> boo
         }
     }
     attempt()
-}
-
-/// A heap's digest; `None` if it has done nothing, or its pool is gone.
-fn digest_of(digests: &[HeapDigest], heap: HeapName) -> Option<Digest> {
-    digests.iter().find(|(name, _)| *name == heap).map(|(_, digest)| *digest)
-}
-
-/// The first heap that is not the same in both.
-pub(crate) fn first_difference(digests: &[HeapDigest], expected: &[HeapDigest]) -> Option<HeapName> {
-    if digests == expected {
-        return None;
-    }
-    let differs = |one: &[HeapDigest], other: &[HeapDigest]| one.iter().find(|entry| !other.contains(entry)).copied();
-    differs(expected, digests).or_else(|| differs(digests, expected)).map(|(heap, _)| heap)
 }

@@ -9,16 +9,17 @@
 //!  ... and after the last stretch of the safety phase: heal, free everything, give everything back
 //! ```
 
-use crate::agreement::agree;
+use crate::agreement::{Seated, agree, compare};
 use crate::crew::{Alone, Crew, Workers};
 use crate::failure::{Cause, Failure};
-use crate::journal::Journal;
+use crate::journal::{Journal, first_difference};
 use crate::outcome::Outcome;
 use crate::plan::Plan;
-use crate::rank::{Job, Rank, Standing, Stop, first_difference};
-use crate::rejoin::rejoin;
+use crate::rank::{Job, Rank, Stop};
+use crate::rejoin::Checkpoint;
 use crate::schedule::Scheduler;
 use crate::surroundings::{AfterLoss, Purpose, Surroundings, sequence};
+use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use symmalloc_core::Record;
@@ -91,7 +92,7 @@ fn run(
     };
     match catch_unwind(run) {
         Ok(Ok(outcome)) => Ok(outcome),
-        Ok(Err(Failed { rank, step, cause })) => Err(failed(rank, step, cause)),
+        Ok(Err(Failed { rank, step, cause, report })) => Err(Failure { report, ..failed(rank, step, cause) }),
         Err(panic) => Err(failed(None, None, Cause::Panic(message(panic.as_ref())))),
     }
 }
@@ -103,10 +104,18 @@ fn message(panic: &(dyn std::any::Any + Send)) -> Box<str> {
 }
 
 /// A failure before it is told to people.
+#[derive(Debug)]
 struct Failed {
     rank: Option<u32>,
     step: Option<usize>,
     cause: Cause,
+    report: Option<Box<str>>,
+}
+
+impl Failed {
+    fn new(rank: u32, step: Option<usize>, cause: Cause) -> Self {
+        Failed { rank: Some(rank), step, cause, report: None }
+    }
 }
 
 /// A place in the job: a rank that works, or nobody any more.
@@ -133,14 +142,21 @@ impl<L: Lock> Seat<L> {
         journal: &Journal,
     ) -> Result<Arrival, Failed> {
         let Some(rank) = &mut self.0 else { return Ok(Arrival::Nobody) };
-        let number = Some(rank.surroundings.rank);
+        let number = rank.surroundings.rank;
         match catch_unwind(AssertUnwindSafe(|| rank.follow(job, stretch, scheduler, journal))) {
             Ok(Ok(())) => Ok(Arrival::AtSync),
             Ok(Err(Stop::Lost)) => Ok(Arrival::Lost),
-            Ok(Err(Stop::Failed { step, cause })) => Err(Failed { rank: number, step, cause }),
-            Err(panic) => Err(Failed { rank: number, step: None, cause: Cause::Panic(message(panic.as_ref())) }),
+            Ok(Err(Stop::Failed { step, cause })) => Err(Failed::new(number, step, cause)),
+            Err(panic) => Err(Failed::new(number, None, Cause::Panic(message(panic.as_ref())))),
         }
     }
+}
+
+/// Whose layouts a rank starts again from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Source {
+    Own,
+    Reference,
 }
 
 struct Run<'a, L: Lock, C> {
@@ -175,7 +191,7 @@ impl<'a, L: Lock, C: Crew<L>> Run<'a, L, C> {
         }
         for seat in 0..self.seats.len() {
             if let Some(rank) = self.seats[seat].0.take() {
-                let failed = |cause| Failed { rank: Some(rank.surroundings.rank), step: None, cause };
+                let failed = |cause| Failed::new(rank.surroundings.rank, None, cause);
                 rank.ended(self.job).map_err(failed)?;
                 self.count(&rank);
             }
@@ -202,39 +218,50 @@ impl<'a, L: Lock, C: Crew<L>> Run<'a, L, C> {
     fn stretch(&mut self, stretch: usize) -> Result<Vec<Arrival>, Failed> {
         let job = self.job;
         let reference = self.reference();
-        let number = Some(reference.surroundings.rank);
+        let number = reference.surroundings.rank;
         let journal = match reference.lead(job, stretch, &mut Scheduler::default()) {
             Ok(journal) => journal,
-            Err(Stop::Failed { step, cause }) => return Err(Failed { rank: number, step, cause }),
+            Err(Stop::Failed { step, cause }) => return Err(Failed::new(number, step, cause)),
             Err(Stop::Lost) => unreachable!("nothing happens to the reference"),
         };
         let leader = self.seats[self.reference].0.take();
         let answers = self.crew.each(&mut self.seats, |seat, scheduler| seat.follow(job, stretch, scheduler, &journal));
         self.seats[self.reference].0 = leader;
-        // The earliest step first, then the lowest rank: whichever thread was faster.
-        let failed =
-            |answer: &Result<Arrival, Failed>| answer.as_ref().err().map(|failed| failed.step.unwrap_or(usize::MAX));
-        let first = (0..answers.len()).filter_map(|seat| Some((failed(&answers[seat])?, seat))).min();
-        let mut arrivals = Vec::with_capacity(answers.len());
-        for (seat, answer) in answers.into_iter().enumerate() {
-            match answer {
-                Ok(arrival) => arrivals.push(arrival),
-                Err(failed) if first.is_some_and(|(_, first)| first == seat) => return Err(failed),
-                Err(_) => arrivals.push(Arrival::Nobody),
-            }
+        self.first_failure(answers)
+    }
+
+    /// The failure of the earliest step, then of the first seat: whichever thread of this machine was faster.
+    fn first_failure(&self, answers: Vec<Result<Arrival, Failed>>) -> Result<Vec<Arrival>, Failed> {
+        let failed_at = |seat: usize| answers[seat].as_ref().err().map(|failed| failed.step.unwrap_or(usize::MAX));
+        let first = (0..answers.len()).filter_map(|seat| Some((failed_at(seat)?, seat))).min();
+        let Some((_, first)) = first else { return answers.into_iter().collect() };
+        let is_at_sync = |seat: usize| !matches!(answers[seat], Ok(Arrival::Lost));
+        let live: Vec<_> = self.live().into_iter().filter(|(seat, _)| is_at_sync(*seat)).collect();
+        let mut failed = answers.into_iter().nth(first).and_then(Result::err).expect("it failed");
+        // What do the ranks at the sync think of it?
+        if failed.cause.is_difference() {
+            failed.report = Some(match compare(&live) {
+                Ok(()) => "the ranks agree: their symmetric pools have equal histories".into(),
+                Err(disagreement) => disagreement.to_string().into(),
+            });
         }
-        Ok(arrivals)
+        Err(failed)
+    }
+
+    /// The ranks that are left, by seat.
+    fn live(&self) -> Vec<Seated<'_, L>> {
+        self.seats.iter().enumerate().filter_map(|(seat, rank)| Some((seat, rank.0.as_deref()?))).collect()
     }
 
     /// All ranks are together: they are compared, and what happened to some is repaired.
     fn sync(&mut self, stretch: usize, arrivals: &[Arrival]) -> Result<(), Failed> {
         self.outcome.syncs += 1;
+        let mut restarting = BTreeMap::new();
         for (seat, arrival) in arrivals.iter().enumerate() {
             if *arrival == Arrival::Lost {
-                self.outcome.faults.losses += 1;
                 let after_loss = self.seats[seat].0.as_ref().map(|rank| rank.surroundings.after_loss);
                 if after_loss == Some(AfterLoss::Restart) {
-                    self.restart(seat, stretch + 1)?;
+                    restarting.insert(seat, Source::Reference);
                 } else if let Some(rank) = self.seats[seat].0.take() {
                     self.outcome.left += 1;
                     self.count(&rank);
@@ -242,17 +269,23 @@ impl<'a, L: Lock, C: Crew<L>> Run<'a, L, C> {
             }
         }
         self.check(stretch)?;
-        for seat in self.agree()? {
-            self.outcome.caught += 1;
-            self.restart(seat, stretch + 1)?;
-        }
+        // Lost ranks have nothing to say any more.
+        let live: Vec<_> = self.live().into_iter().filter(|(seat, _)| !restarting.contains_key(seat)).collect();
+        let reported = agree(self.job, &live, self.reference).map_err(|disputed| {
+            let rank = self.seats[disputed.seat].0.as_ref().map(|rank| rank.surroundings.rank);
+            Failed { rank, step: disputed.step, cause: disputed.cause, report: Some(disputed.report) }
+        })?;
         let syncs = stretch as u32 + 1;
-        for seat in 0..self.seats.len() {
-            if self.seats[seat].0.as_ref().is_some_and(|rank| rank.surroundings.restart_at == Some(syncs)) {
-                self.restart(seat, stretch + 1)?;
+        for (seat, rank) in live {
+            // Those that differ in other pools only are nobody's business but the simulator's, which compares these, too.
+            if reported.contains(&seat) || rank.has_departed() {
+                restarting.insert(seat, Source::Reference);
+            } else if rank.surroundings.restart_at == Some(syncs) {
+                restarting.insert(seat, Source::Own);
             }
         }
-        Ok(())
+        self.outcome.caught += reported.len() as u64;
+        if restarting.is_empty() { Ok(()) } else { self.restart(&restarting, stretch + 1) }
     }
 
     /// Scans some ranks.
@@ -261,73 +294,55 @@ impl<'a, L: Lock, C: Crew<L>> Run<'a, L, C> {
         for (seat, rank) in self.seats.iter().enumerate().filter_map(|(seat, rank)| Some((seat, rank.0.as_ref()?))) {
             if random.below(CHECKED_ONE_IN) == 0 || seat == self.reference {
                 self.outcome.checks += 1;
-                let failed = |cause| Failed { rank: Some(rank.surroundings.rank), step: None, cause };
+                let failed = |cause| Failed::new(rank.surroundings.rank, None, cause);
                 rank.allocator.check().map_err(|error| failed(Cause::Violation(error.to_string().into())))?;
             }
         }
         Ok(())
     }
 
-    /// Lets the ranks agree, and holds that against what is known about each. Returns the seats that must start again:
-    /// those of ranks that departed, in symmetric pools or in others.
-    fn agree(&self) -> Result<Vec<usize>, Failed> {
-        let live: Vec<(usize, &Rank<L>)> =
-            self.seats.iter().enumerate().filter_map(|(seat, rank)| Some((seat, rank.0.as_deref()?))).collect();
-        let differences = agree(self.job, &live, self.reference);
-        let mut departed = Vec::new();
-        for (seat, rank) in live {
-            let known = match &rank.standing {
-                Standing::Followed { departed } => Some(departed),
-                Standing::Alike => None,
-            };
-            let failed = |step, cause| Failed { rank: Some(rank.surroundings.rank), step, cause };
-            for difference in differences.iter().filter(|difference| difference.seat == seat) {
-                if known.is_none_or(|known| !known.contains_key(&difference.heap)) {
-                    return Err(failed(None, Cause::FalseAlarm));
-                }
-            }
-            for (heap, step) in known.into_iter().flatten() {
-                let is_symmetric = self.job.program.policies.of(heap.pool).symmetric();
-                let is_reported =
-                    differences.iter().any(|difference| difference.seat == seat && difference.heap == *heap);
-                if is_symmetric && !is_reported {
-                    return Err(failed(Some(*step), Cause::Missed));
-                }
-            }
-            if known.is_some_and(|known| !known.is_empty()) {
-                departed.push(seat);
-            }
-        }
-        Ok(departed)
-    }
-
-    /// Starts a rank again, which has the same future as the others from here on.
-    fn restart(&mut self, seat: usize, stretches: usize) -> Result<(), Failed> {
-        let Some(rank) = self.seats[seat].0.take() else { return Ok(()) };
-        self.count(&rank);
-        self.outcome.restarts += 1;
-        let (surroundings, incarnation) = (rank.surroundings.clone(), rank.incarnation + 1);
-        drop(rank);
-        let number = surroundings.rank;
-        let failed = |cause| Failed { rank: Some(number), step: None, cause };
-        let rank = rejoin(self.job, &surroundings, incarnation, stretches).map_err(failed)?;
+    /// Starts ranks again, which have the same future as the others from here on.
+    fn restart(&mut self, seats: &BTreeMap<usize, Source>, stretches: usize) -> Result<(), Failed> {
         let job = self.job;
-        if let Some(heap) = first_difference(&rank.digests(job), &self.reference().digests(job)) {
-            return Err(failed(Cause::Rejoined { heap }));
+        let reference = self.seats[self.reference].0.as_deref().expect("nothing happens to the reference");
+        let checkpoint = Checkpoint::take(job, reference, stretches).expect("its driver takes everything back");
+        let expected = reference.digests(job);
+        for (seat, source) in seats {
+            let Some(rank) = self.seats[*seat].0.take() else { continue };
+            self.count(&rank);
+            self.outcome.restarts += 1;
+            let own = match source {
+                Source::Own => Checkpoint::take(job, &rank, stretches),
+                Source::Reference => None,
+            };
+            let (surroundings, incarnation) = (rank.surroundings.clone(), rank.incarnation + 1);
+            // The old process is gone before the new one begins.
+            drop(rank);
+            let failed = |cause| Failed::new(surroundings.rank, None, cause);
+            let mut rank =
+                own.as_ref().unwrap_or(&checkpoint).resume(job, &surroundings, incarnation).map_err(failed)?;
+            if let Some(heap) = first_difference(&rank.digests(job), &expected) {
+                return Err(failed(Cause::Rejoined { heap }));
+            }
+            if stretches > job.program.liveness {
+                rank.heal();
+            }
+            self.seats[*seat].0 = Some(Box::new(rank));
         }
-        self.seats[seat].0 = Some(Box::new(rank));
-        Ok(())
+        compare(&self.live()).map_err(|disagreement| Failed {
+            rank: None,
+            step: None,
+            cause: Cause::FalseAlarm,
+            report: Some(disagreement.to_string().into()),
+        })
     }
 
     /// Adds what a rank did and what happened to it.
     fn count(&mut self, rank: &Rank<L>) {
-        let device = rank.allocator.backend();
-        let failed_calls = device.calls().failed();
         let outcome = &mut self.outcome;
         outcome.ops += rank.ops;
         outcome.private_ops += rank.private_ops();
-        outcome.faults.failed_calls += failed_calls;
-        outcome.faults.ranks += u64::from(failed_calls > 0);
-        outcome.device_bytes_peak = outcome.device_bytes_peak.max(device.mapped_bytes_peak());
+        outcome.faults += rank.faults();
+        outcome.device_bytes_peak = outcome.device_bytes_peak.max(rank.allocator.backend().mapped_bytes_peak());
     }
 }

@@ -4,6 +4,7 @@ mod bad_input;
 mod diff;
 mod import;
 mod replay;
+mod simulate;
 
 use serde_json::Value;
 use std::fs;

@@ -13,7 +13,8 @@ use crate::pool::Pool;
 
 /// An allocator without its type parameters.
 pub(crate) trait Account {
-    /// The heaps of symmetric pools that have carried out an op, ascending.
+    /// The heaps of symmetric pools that have carried out an op, ascending; not those of destroyed pools whose end was
+    /// agreed on.
     fn standings(&self) -> Vec<Standing>;
     /// Digests of the configurations: the allocator's, then each symmetric pool's.
     fn policy_digests(&self) -> Vec<u64>;
@@ -33,7 +34,7 @@ impl<B: Backend, L: Lock> Account for Allocator<B, L> {
         for ((_, pool), ordinal) in self.symmetric_pools().zip(0..) {
             for heap in pool.heaps() {
                 let heap = heap.lock();
-                if heap.digest.ops > 0 {
+                if heap.digest.ops > 0 && !heap.is_settled {
                     let oldest = heap.journal.as_ref().map_or(heap.digest.ops, |journal| journal.oldest());
                     let key = HeapKey::new(ordinal, heap.stream);
                     standings.push(Standing { key, digest: heap.digest, oldest });
@@ -69,10 +70,12 @@ impl<B: Backend, L: Lock> Account for Allocator<B, L> {
     fn settle(&self, heap: HeapKey, digest: Digest) {
         let Some(heap) = self.symmetric_heap(heap) else { return };
         let mut heap = heap.lock();
-        let is_closed = heap.is_closed;
+        // Told by what was agreed on, and not by what happened since on this rank alone.
+        heap.is_settled = heap.closed_after_ops.is_some_and(|ops| ops <= digest.ops);
+        let is_settled = heap.is_settled;
         if let Some(journal) = &mut heap.journal {
             journal.agree(digest);
-            if is_closed {
+            if is_settled {
                 journal.close();
             }
         }

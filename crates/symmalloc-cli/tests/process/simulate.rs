@@ -1,0 +1,136 @@
+//! `symmalloc simulate`.
+
+use crate::{Folder, command, recorded, symmalloc};
+use std::fs;
+use std::num::{NonZeroU32, NonZeroUsize};
+use symmalloc_core::{AllocationId, Op};
+use symmalloc_simulate::{Deviation, Plan, Size, simulate, story};
+
+const KEYS: [&str; 22] = [
+    "caught",
+    "checks",
+    "device_bytes_peak",
+    "digest",
+    "failed_calls",
+    "failure",
+    "left",
+    "losses",
+    "ops",
+    "out_of_memory",
+    "private_ops",
+    "ranks",
+    "ranks_with_failed_calls",
+    "refused",
+    "restarts",
+    "runs",
+    "seconds",
+    "seed",
+    "small_devices",
+    "state_bytes_per_rank",
+    "syncs",
+    "trace",
+];
+
+#[test]
+fn generated_jobs_are_a_function_of_their_seeds() {
+    let run = || {
+        let mut json = symmalloc("simulate --seed 3 --seeds 6 --ranks 8 --ops 80 --json", &[]).json(0);
+        let object = json[0].as_object_mut().unwrap();
+        object.remove("seconds");
+        json
+    };
+    let json = run();
+    assert_eq!(run(), json);
+    assert_eq!((json[0]["runs"].as_u64(), json[0]["ranks"].as_u64()), (Some(6), Some(48)));
+    assert!(json[0]["failure"].is_null() && json[0]["trace"].is_null());
+    assert!(json[0]["ops"].as_u64().unwrap() > 6 * 8 * 60, "{json}");
+}
+
+#[test]
+fn json_has_the_keys_that_help_lists() {
+    let json = symmalloc("simulate --ranks 2 --ops 10 --json", &[]).json(0);
+    let keys: Vec<_> = json[0].as_object().unwrap().keys().map(String::as_str).collect();
+    let mut sorted = keys.clone();
+    sorted.sort_unstable();
+    assert_eq!(sorted, KEYS);
+    let help = symmalloc("simulate --help", &[]).stdout;
+    assert!(keys.iter().all(|key| help.contains(key)), "{help}");
+}
+
+#[test]
+fn one_seed_is_shown_with_its_plan() {
+    let said = symmalloc("simulate --seed 7 --ranks 4 --ops 60", &[]);
+    let said = said.exited(0);
+    for wanted in ["seed 7: 60 ops", "on 4 ranks", "config segments:", "ops carried out", "Everything was freed"] {
+        assert!(said.stdout.contains(wanted), "no {wanted:?} in:\n{}", said.stdout);
+    }
+}
+
+#[test]
+fn a_recorded_job_is_simulated() {
+    let job = recorded("fsdp_train_rank0.trace.zst");
+    let json = symmalloc("simulate {} --ranks 3 --seed 2 --json", &[&job]).json(0);
+    assert_eq!(json[0]["ranks"].as_u64(), Some(3));
+    assert!(json[0]["syncs"].as_u64().unwrap() > 10, "{json}");
+    assert_eq!(json[0]["trace"].as_str(), job.to_str());
+}
+
+/// The story of a rank that forgets a free.
+fn story_of_a_failure() -> String {
+    let size = Size { ranks: NonZeroU32::new(4).unwrap(), ops: 150 };
+    let fails = |seed| {
+        let plan = Plan::from_seed(seed, &size);
+        let freed = plan.steps().iter().find_map(|step| match step.op {
+            Op::Free { id } => Some(id),
+            _ => None,
+        });
+        let id: AllocationId = freed?;
+        let rank = plan.ranks().iter().find(|rank| !rank.is_faulty())?.rank;
+        let plan = plan.with_deviation(rank, Deviation::KeepAllocation { id });
+        let failure = simulate(&plan, NonZeroUsize::MIN, &mut |_| ()).err()?;
+        story::write(&plan, &failure, "A test.").ok()
+    };
+    (0..50).find_map(fails).expect("a forgotten free is noticed")
+}
+
+#[test]
+fn a_failure_is_shrunk_saved_and_found_again() {
+    let folder = Folder::new();
+    let story = folder.file("failed.trace", story_of_a_failure());
+    let json = symmalloc("simulate {} --out {} --json", &[&story, folder.0.path()]).json(3);
+    let failure = &json[0]["failure"];
+    assert!(failure["op"].as_str().unwrap().starts_with("f "), "{json}");
+    assert_eq!(failure["shrunk_ranks"].as_u64(), Some(2), "{json}");
+    assert!(failure["shrunk_ops"].as_u64().unwrap() <= 8, "{json}");
+    let saved = folder.path(&format!("simulate-seed-{}.trace", failure["seed"]));
+    assert_eq!(failure["trace"].as_str(), saved.to_str());
+    let text = fs::read_to_string(&saved).unwrap();
+    assert!(text.starts_with("symmalloc-trace 1\n") && text.contains("# Found by `symmalloc simulate"), "{text}");
+
+    // The saved trace fails again by itself, and people are told where.
+    let said = symmalloc("simulate {} --out {}", &[&saved, folder.0.path()]);
+    let said = said.exited(3);
+    let seed = failure["seed"].as_u64().unwrap();
+    for wanted in ["FAILED", &format!("seed {seed}, rank"), "(`f ", "Saved as", saved.to_str().unwrap()] {
+        assert!(said.stdout.contains(wanted), "no {wanted:?} in:\n{}", said.stdout);
+    }
+    // Other commands take it for the plain trace that it is.
+    symmalloc("replay {} --ranks 2 --json", &[&saved]).json(0);
+}
+
+#[test]
+fn a_story_that_makes_no_sense_is_refused() {
+    let folder = Folder::new();
+    let trace = "symmalloc-trace 1\n#! seed:1 granularity:3\nstream s0\nend 1\n";
+    let said = symmalloc("simulate {}", &[&folder.file("bad.trace", trace)]);
+    assert_eq!((said.code, said.stdout.as_str()), (Some(2), ""));
+    assert!(said.stderr.contains("line 2: `granularity:3`") && said.stderr.contains("help:"), "{}", said.stderr);
+}
+
+#[test]
+fn bad_arguments_are_refused() {
+    for args in ["--ranks 0", "--seeds 0", "--ops 0", "--seed x"] {
+        let output = command().arg("simulate").args(args.split(' ')).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{args}");
+    }
+}

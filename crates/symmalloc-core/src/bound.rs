@@ -1,0 +1,158 @@
+//! Bound heaps: the heap of (pool, stream), found once and used many times.
+//!
+//! A runtime drives few streams and allocates for each of them again and again. [`Allocator::bind`] finds the heap that
+//! serves a stream in a pool; a [`BoundHeap`] then allocates and frees without looking for it. Both ways lead to the same
+//! heap and mix freely: what is decided, counted and folded into digests is the same.
+
+use crate::allocator::Allocator;
+use crate::backend::Backend;
+use crate::errors::{AllocateError, FreeError, UnknownError};
+use crate::handle::{Allocation, Handle};
+use crate::heap::Heap;
+use crate::ids::{HeapId, PoolId, StreamId};
+use crate::lock::{Exclusive, Lock, LockCell};
+use std::fmt;
+
+/// The heap that serves a stream in a pool, for programs that allocate from it often. Keep one beside each stream, and a
+/// copy in whatever frees.
+///
+/// # Determinism
+/// As through the [`Allocator`]: binding is no op, and leaves no trace in a digest.
+///
+/// # Examples
+/// ```
+/// use symmalloc_core::{Allocator, Config, PoolId, sim::SimBackend};
+///
+/// let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default())?;
+/// let stream = allocator.register_stream()?;
+/// let heap = allocator.bind(PoolId::DEFAULT, stream)?;
+/// let a = heap.allocate(3 << 20)?;
+/// heap.free(a.handle)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct BoundHeap<'a, B: Backend, L: Lock = Exclusive> {
+    allocator: &'a Allocator<B, L>,
+    heap: &'a L::Cell<Heap>,
+    id: HeapId,
+    pool: PoolId,
+    stream: StreamId,
+}
+
+impl<B: Backend, L: Lock> Allocator<B, L> {
+    /// Finds the heap that serves a stream in a pool, and makes it if this is the first request.
+    ///
+    /// # Errors
+    /// When the pool or the stream is unknown.
+    pub fn bind(&self, pool: PoolId, stream: StreamId) -> Result<BoundHeap<'_, B, L>, UnknownError> {
+        let (_, heap) = self.route_or_make(pool, stream)?;
+        let id = heap.lock().id;
+        Ok(BoundHeap { allocator: self, heap, id, pool, stream })
+    }
+}
+
+impl<B: Backend, L: Lock> BoundHeap<'_, B, L> {
+    /// As [`Allocator::allocate`] for this pool and stream.
+    ///
+    /// # Errors
+    /// See [`AllocateError`]; nothing is allocated then. After the pool was destroyed, it is unknown.
+    #[inline(never)]
+    pub fn allocate(&self, size_bytes: u64) -> Result<Allocation, AllocateError> {
+        match self.allocator.allocate_at_once(self.heap, self.stream, size_bytes) {
+            Some(allocation) => Ok(allocation),
+            None => self.allocator.allocate_by_all_means(self.pool, self.stream, size_bytes),
+        }
+    }
+
+    /// As [`Allocator::free`]. An allocation of another heap of the same allocator is freed as well, the longer way.
+    ///
+    /// # Errors
+    /// When the handle is not live here, or the driver cannot fence the uses; the allocation is still live then.
+    #[inline(never)]
+    pub fn free(&self, handle: Handle) -> Result<(), FreeError> {
+        if handle.heap == self.id && self.allocator.free_at_once(self.heap, handle) {
+            return Ok(());
+        }
+        self.allocator.free_by_all_means(handle)
+    }
+
+    /// The pool that it allocates from.
+    pub fn pool(&self) -> PoolId {
+        self.pool
+    }
+
+    /// The stream that it allocates for.
+    pub fn stream(&self) -> StreamId {
+        self.stream
+    }
+}
+
+impl<B: Backend, L: Lock> Clone for BoundHeap<'_, B, L> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B: Backend, L: Lock> Copy for BoundHeap<'_, B, L> {}
+
+impl<B: Backend, L: Lock> fmt::Debug for BoundHeap<'_, B, L> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BoundHeap").field("pool", &self.pool).field("stream", &self.stream).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Config, PoolConfig};
+    use crate::errors::HandleError;
+    use crate::sim::SimBackend;
+
+    fn allocator() -> Allocator<SimBackend> {
+        let allocator = Allocator::new(SimBackend::builder().seed(1).build(), Config::default()).expect("valid");
+        for _ in 0..2 {
+            allocator.register_stream().expect("few streams");
+        }
+        allocator
+    }
+
+    const SIZES: [u64; 6] = [1, 4096, 3 << 20, 700, 64 << 20, 0];
+
+    #[test]
+    fn the_way_to_a_heap_does_not_show_in_placements_and_digests() {
+        let (direct, bound) = (allocator(), allocator());
+        let heap = bound.bind(PoolId::DEFAULT, StreamId(1)).expect("both exist");
+        for size in SIZES.into_iter().chain(SIZES) {
+            let one = direct.allocate(PoolId::DEFAULT, StreamId(1), size).expect("memory");
+            let other = heap.allocate(size).expect("memory");
+            assert_eq!((one.placement, one.size_bytes), (other.placement, other.size_bytes));
+            if size > 1000 {
+                direct.free(one.handle).expect("live");
+                heap.free(other.handle).expect("live");
+            }
+        }
+        assert_eq!(direct.digest(PoolId::DEFAULT), bound.digest(PoolId::DEFAULT));
+        assert_eq!(direct.stats(), bound.stats());
+        bound.check().expect("sane");
+    }
+
+    #[test]
+    fn an_allocation_of_another_heap_is_freed_there_and_only_once() {
+        let allocator = allocator();
+        let [one, other] = [0, 1].map(|stream| allocator.bind(PoolId::DEFAULT, StreamId(stream)).expect("both exist"));
+        let (kept, freed) = (one.allocate(512).expect("memory"), other.allocate(512).expect("memory"));
+        one.free(freed.handle).expect("live, in the other heap");
+        assert_eq!(one.free(freed.handle), Err(FreeError::Handle(HandleError::Stale { handle: freed.handle })));
+        assert_eq!(other.free(kept.handle), Ok(()));
+        assert_eq!(allocator.stats().usage.all.allocations.current, 0);
+    }
+
+    #[test]
+    fn a_bound_heap_of_a_destroyed_pool_refuses() {
+        let allocator = allocator();
+        let config = PoolConfig::builder().expandable().build().expect("valid");
+        let pool = allocator.create_pool(config).expect("a pool");
+        let heap = allocator.bind(pool, StreamId(0)).expect("both exist");
+        allocator.destroy_pool(pool).expect("nothing is live");
+        assert_eq!(heap.allocate(512), Err(AllocateError::Unknown(UnknownError::DestroyedPool { pool })));
+    }
+}
