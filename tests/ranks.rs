@@ -177,3 +177,25 @@ fn a_use_that_only_one_rank_records_shows_in_the_digest() {
     let distinct: std::collections::BTreeSet<_> = digests.iter().map(|digest| digest.value).collect();
     assert_eq!(distinct.len(), digests.len());
 }
+
+/// What a rank holds privately may refuse a symmetric pool its step of growth, but never make the step smaller.
+#[test]
+fn the_limit_over_all_pools_does_not_shape_how_far_a_symmetric_pool_grows() {
+    let mut knobs = ExpandableSegments::default();
+    knobs.growth_bytes = 8 * MIB;
+    let symmetric =
+        PoolConfig::builder().segments(SegmentPolicy::Expandable(knobs)).symmetric(true).build().expect("valid");
+    // Of 64 MiB, 6 are left to the symmetric pool of one rank: enough for the request, and not for the step.
+    let reserved = [0, 58 * MIB].map(|private_bytes| {
+        let config = Config::builder().limit_bytes(Some(64 * MIB)).build().expect("valid");
+        let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).expect("a device");
+        let stream = allocator.register_stream().expect("few");
+        let pool = allocator.create_pool(symmetric.clone()).expect("a pool");
+        if private_bytes > 0 {
+            allocator.allocate(PoolId::DEFAULT, stream, private_bytes).expect("within the limit");
+        }
+        let made = allocator.allocate(pool, stream, 3 * MIB).is_ok();
+        made.then(|| allocator.pool_stats(pool).expect("it exists").reserved_bytes.current)
+    });
+    assert_eq!(reserved, [Some(8 * MIB), None]);
+}
