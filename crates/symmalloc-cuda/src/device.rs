@@ -120,6 +120,16 @@ impl CudaDevice {
         Ok(MemoryInfo { free_bytes: free as u64, total_bytes: total as u64 })
     }
 
+    /// Blocks the host until all work given to the context so far is done.
+    ///
+    /// # Errors
+    /// When the driver refuses or reports that work failed.
+    pub fn synchronize(&self) -> Result<(), DriverError> {
+        let _current = self.enter()?;
+        // SAFETY: takes no pointers, and the context is current.
+        unsafe { self.driver.context_synchronize() }
+    }
+
     /// Number of driver calls that this crate made in this process so far, over all devices and threads. A difference of
     /// zero around an allocation shows that it came from the cache.
     pub fn driver_calls() -> u64 {

@@ -81,10 +81,9 @@ pub(crate) mod attribute {
 
 /// Symbols that cudarc itself calls on the paths of this crate: it would panic without them.
 #[cfg(not(feature = "dynamic-linking"))]
-const USED_BY_CUDARC: [&str; 14] = [
+const USED_BY_CUDARC: [&str; 13] = [
     "cuDevicePrimaryCtxRetain",
     "cuDevicePrimaryCtxRelease_v2",
-    "cuCtxSynchronize",
     "cuStreamCreate",
     "cuStreamDestroy_v2",
     "cuStreamBeginCapture_v2",
@@ -153,6 +152,7 @@ driver_calls! {
     context_set = cuCtxSetCurrent(context: CUcontext);
     context_push = cuCtxPushCurrent_v2(context: CUcontext);
     context_pop = cuCtxPopCurrent_v2(context: *mut CUcontext);
+    context_synchronize = cuCtxSynchronize();
     memory_info = cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
     granularity = cuMemGetAllocationGranularity(bytes: *mut usize, properties: *const MemProperties, option: c_int);
     address_reserve = cuMemAddressReserve(base: *mut CUdeviceptr, size: usize, alignment: usize, hint: CUdeviceptr, flags: c_ulonglong);

@@ -102,7 +102,7 @@ impl Uses {
         outcome.unwrap_or_else(|error| {
             block.state.note_drop_error(DropError::Order(error));
             // The host waits, before and after: slow and safe. What the driver refuses even then is a lost device.
-            let _waited = block.state.order().device.context().synchronize();
+            let _waited = block.state.order().device.synchronize();
             SyncOnDrop::sync_stream(stream)
         })
     }

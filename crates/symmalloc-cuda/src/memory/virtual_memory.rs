@@ -15,7 +15,7 @@ use crate::error::{CudaError, DriverError, INVALID_VALUE, OUT_OF_MEMORY};
 use cudarc::driver::sys::CUdeviceptr;
 use smallvec::SmallVec;
 use std::collections::BTreeMap;
-use std::ffi::c_uint;
+use std::ffi::{c_uint, c_ulonglong};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::{BackendError, DeviceAddress, Range};
 
@@ -27,6 +27,8 @@ pub(crate) struct Virtual {
     chunk_bytes: u64,
     /// By base address. Each has a lock of its own: mapping takes tens of microseconds.
     ranges: Mutex<BTreeMap<u64, Arc<Mutex<Chunks>>>>,
+    /// Handles that the driver did not take back when it should have: tried again when memory goes back.
+    unreleased: Mutex<Vec<c_ulonglong>>,
 }
 
 // SAFETY: the only pointer is `properties.win32`, which is null and unused here.
@@ -56,7 +58,7 @@ impl Virtual {
         if chunk_bytes == 0 || !chunk_bytes.is_multiple_of(granularity_bytes) {
             return Err(CudaError::ChunkSize { chunk_bytes, granularity_bytes });
         }
-        Ok(Virtual { device, properties, access, granularity_bytes, chunk_bytes, ranges: Mutex::default() })
+        Ok(Virtual { device, properties, access, granularity_bytes, chunk_bytes, ranges: Mutex::default(), unreleased: Mutex::default() })
     }
 
     /// The kinds of handles that memory can be exported as.
@@ -105,12 +107,22 @@ impl Virtual {
         unsafe { driver.create(&raw mut handle, size, &raw const self.properties, 0) }?;
         // SAFETY: the addresses are reserved and no chunk covers them; the handle has this size.
         let mapped = unsafe { driver.map(range.base.0 + chunk.start, size, 0, handle, 0) };
-        // SAFETY: the handle is ours and not used again; the mapping, if there is one, keeps the memory.
-        let released = unsafe { driver.release(handle) };
-        if let Err(error) = released {
-            tracing::warn!(name: "memory.handle_kept", target: "symmalloc", size_bytes = size, %error);
-        }
+        self.release_handle(handle);
         mapped
+    }
+
+    /// Gives a handle up; the mapping, if there is one, keeps the memory.
+    fn release_handle(&self, handle: c_ulonglong) {
+        // SAFETY: the handle is ours, and not used again once this succeeds.
+        if let Err(error) = unsafe { self.device.driver.release(handle) } {
+            tracing::warn!(name: "memory.handle_kept", target: "symmalloc", %error);
+            self.unreleased.lock().unwrap_or_else(PoisonError::into_inner).push(handle);
+        }
+    }
+
+    fn release_handles_again(&self) {
+        let handles = std::mem::take(&mut *self.unreleased.lock().unwrap_or_else(PoisonError::into_inner));
+        handles.into_iter().for_each(|handle| self.release_handle(handle));
     }
 
     fn set_access(&self, range: Range, part: &Part) -> Result<(), DriverError> {
@@ -182,6 +194,7 @@ impl Memory for Virtual {
         debug_assert!(chunks.is_mapped(&part));
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver.relax_capture();
+        self.release_handles_again();
         chunks.unmap(&part);
         let mut runs = chunks.unused_runs(&part).into_iter();
         if let Some(run) = runs.next() {
@@ -226,6 +239,7 @@ fn lock(chunks: &Mutex<Chunks>) -> MutexGuard<'_, Chunks> {
 }
 
 fn granularity_of(device: &CudaDevice, properties: &MemProperties) -> Result<u64, DriverError> {
+    let _current = device.enter()?;
     let mut bytes = 0_usize;
     // SAFETY: `bytes` is valid for writing, the properties for reading. 1: the recommended granularity.
     unsafe { device.driver.granularity(&raw mut bytes, &raw const *properties, 1) }?;
