@@ -2,7 +2,7 @@
 
 use crate::device;
 use crate::kernels::Kernels;
-use cudarc::driver::{CudaStream, LaunchConfig, PushKernelArg};
+use cudarc::driver::{LaunchConfig, PushKernelArg};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use symmalloc_core::backend::{Backend, BackendError, Event, Range};
@@ -66,11 +66,6 @@ fn wrong_elements(device: &Arc<CudaDevice>, waits: bool, lasting: Duration) -> (
     let (main_id, side_id) = (allocator.register_stream().expect("an id"), allocator.register_stream().expect("an id"));
     let wrong = side.alloc_zeros::<u32>(1).expect("a counter");
     side.synchronize().expect("done");
-    let launch = |stream: &Arc<CudaStream>, kernel, arguments: &dyn Fn(&mut cudarc::driver::LaunchArgs<'_>)| {
-        let mut builder = stream.launch_builder(kernel);
-        arguments(&mut builder);
-    };
-    let _ = launch;
     let grid = LaunchConfig::for_num_elems(COUNT);
     let one = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (1, 1, 1), shared_mem_bytes: 0 };
     let (start, mut round) = (Instant::now(), 0_u32);
