@@ -10,7 +10,7 @@
 use crate::backend::{CudaBackend, CudaMemory};
 use crate::capture::CaptureId;
 use crate::device::CudaDevice;
-use crate::error::CudaError;
+use crate::error::{CudaError, DriverError};
 use crate::pool::{Lease, Pool};
 use cudarc::driver::CudaStream;
 use cudarc::driver::sys::CUstream;
@@ -117,7 +117,8 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// When the configuration does not fit the device.
     pub fn with_backend(backend: B, config: Config) -> Result<Self, CudaError> {
         let pool = fitting(&backend, config.default_pool().clone())?;
-        let config = config.to_builder().default_pool(pool).build()?;
+        let config =
+            if pool == *config.default_pool() { config } else { config.to_builder().default_pool(pool).build()? };
         let state = State {
             core: SharedAllocator::new(backend, config)?,
             registration: Mutex::default(),
@@ -186,7 +187,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// When a stream cannot be registered or the driver refuses; nothing waits then.
     pub fn wait(&self, stream: &Arc<CudaStream>, on: &Arc<CudaStream>) -> Result<(), CudaError> {
         let (stream, on) = (self.register_stream(stream)?, self.register_stream(on)?);
-        Ok(self.state.wait(stream, on).map_err(to_driver_error)?)
+        Ok(self.state.wait(stream, on).map_err(DriverError::from)?)
     }
 
     /// Blocks the host until all work given to the stream so far is done. Fences on it are void from then on.
@@ -195,7 +196,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// When the stream cannot be registered, or the driver refuses or reports that work failed.
     pub fn synchronize(&self, stream: &Arc<CudaStream>) -> Result<(), CudaError> {
         let stream = self.register_stream(stream)?;
-        Ok(self.state.synchronize(stream).map_err(to_driver_error)?)
+        Ok(self.state.synchronize(stream).map_err(DriverError::from)?)
     }
 
     /// Allocates bytes for work on a stream, to be freed with [`free`](Self::free). Buffers are the safe way.
@@ -254,11 +255,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
 
     /// The same allocator, taking memory from this pool for as long as the returned name is used.
     pub fn with_pool(&self, pool: &Pool<B>) -> Self {
-        CachingAllocator {
-            state: Arc::clone(&self.state),
-            pool: pool.id(),
-            lease: Some(Arc::clone(&pool.lease)),
-        }
+        CachingAllocator { state: Arc::clone(&self.state), pool: pool.id(), lease: Some(Arc::clone(&pool.lease)) }
     }
 
     /// Gives free memory of all pools but those of graphs back to the device, and destroys abandoned pools that are empty.
@@ -372,7 +369,7 @@ impl<B: CudaMemory> State<B> {
     #[cold]
     fn capture_pool(&self, stream: StreamId, otherwise: PoolId) -> Result<PoolId, AllocateError> {
         let Some(raw) = self.order().stream(stream).map(|stream| stream.cu_stream()) else { return Ok(otherwise) };
-        let fence = |error: crate::error::DriverError| AllocateError::Fence { stream, error: error.into() };
+        let fence = |error: DriverError| AllocateError::Fence { stream, error: error.into() };
         let Some(capture) = self.order().capture_of(raw).map_err(fence)? else { return Ok(otherwise) };
         let pools = lock(&self.capture_pools);
         Ok(pools.iter().find(|(id, _)| *id == capture).map_or(otherwise, |(_, pool)| *pool))
@@ -411,7 +408,7 @@ impl<B: CudaMemory> State<B> {
 
     fn destroy(&self, entry: &mut Abandoned) -> Result<(), CudaError> {
         while let Some(stream) = entry.streams.last().copied() {
-            self.synchronize(stream).map_err(to_driver_error)?;
+            self.synchronize(stream).map_err(DriverError::from)?;
             entry.streams.pop();
         }
         if let Some(observer) = entry.observer.take() {
@@ -444,17 +441,15 @@ pub(crate) fn fitting<B: CudaMemory>(backend: &B, config: PoolConfig) -> Result<
     Ok(config.to_builder().fixed().build()?)
 }
 
-/// Backend errors of this crate come from driver calls.
-pub(crate) fn to_driver_error(error: BackendError) -> crate::error::DriverError {
-    crate::error::DriverError { call: error.call, code: error.code }
-}
-
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<B: CudaMemory> fmt::Debug for CachingAllocator<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CachingAllocator").field("device", self.device()).field("pool", &self.pool).finish_non_exhaustive()
+        f.debug_struct("CachingAllocator")
+            .field("device", self.device())
+            .field("pool", &self.pool)
+            .finish_non_exhaustive()
     }
 }

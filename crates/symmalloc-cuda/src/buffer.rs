@@ -3,12 +3,13 @@
 use crate::allocator::{CudaAllocator, DropError, State};
 use crate::backend::CudaBackend;
 use crate::block::Block;
-use crate::error::CudaError;
+use crate::error::{CudaError, DriverError};
 use crate::uses::{Access, Uses};
 use crate::view::{BufferView, BufferViewMut};
 use cudarc::driver::sys::CUdeviceptr;
 use cudarc::driver::{
-    CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DeviceSlice, LaunchArgs, PushKernelArg, SyncOnDrop, ValidAsZeroBits,
+    CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DeviceSlice, LaunchArgs, PushKernelArg, SyncOnDrop,
+    ValidAsZeroBits,
 };
 use std::fmt;
 use std::marker::PhantomData;
@@ -57,7 +58,11 @@ impl CudaAllocator {
     ///
     /// # Errors
     /// When the stream cannot be registered or the allocator refuses.
-    pub unsafe fn alloc<T: DeviceRepr>(&self, stream: &Arc<CudaStream>, len: usize) -> Result<DeviceBuffer<T>, CudaError> {
+    pub unsafe fn alloc<T: DeviceRepr>(
+        &self,
+        stream: &Arc<CudaStream>,
+        len: usize,
+    ) -> Result<DeviceBuffer<T>, CudaError> {
         self.buffer(stream, len, None)
     }
 
@@ -106,7 +111,12 @@ impl CudaAllocator {
         Ok(buffer)
     }
 
-    fn buffer<T>(&self, stream: &Arc<CudaStream>, len: usize, name: Option<&str>) -> Result<DeviceBuffer<T>, CudaError> {
+    fn buffer<T>(
+        &self,
+        stream: &Arc<CudaStream>,
+        len: usize,
+        name: Option<&str>,
+    ) -> Result<DeviceBuffer<T>, CudaError> {
         let owner = self.register_stream(stream)?;
         let block = Block::allocate::<T>(&self.state, self.pool_for(owner)?, owner, len, name)?;
         Ok(DeviceBuffer::from_block(block, len))
@@ -136,7 +146,11 @@ impl<T> DeviceBuffer<T> {
 
     /// Where it lies; equal on all ranks.
     pub fn placement(&self) -> symmalloc_core::Placement {
-        self.block.state.core.allocation(self.block.handle).map_or(symmalloc_core::Placement::NOWHERE, |it| it.placement)
+        self.block
+            .state
+            .core
+            .allocation(self.block.handle)
+            .map_or(symmalloc_core::Placement::NOWHERE, |it| it.placement)
     }
 
     /// The buffer as an argument of a kernel that is launched on `stream`: records the use and orders the streams, as
@@ -185,7 +199,7 @@ impl<T> DeviceBuffer<T> {
     /// # Errors
     /// When uses by streams that are not registered cannot be ordered; the buffer is dropped then.
     pub fn into_raw(mut self) -> Result<RawDeviceBuffer, CudaError> {
-        self.uses.settle(&self.block).map_err(crate::allocator::to_driver_error)?;
+        self.uses.settle(&self.block).map_err(DriverError::from)?;
         self.block.keep();
         let Block { handle, address: pointer, owner: stream, .. } = self.block;
         Ok(RawDeviceBuffer { handle, pointer, len: self.len, stream })

@@ -122,6 +122,7 @@ fn overlapping<'a>(intervals: &'a BTreeMap<u64, u64>, part: &Part) -> impl Itera
 }
 
 #[cfg(test)]
+#[allow(clippy::single_range_in_vec_init, reason = "lists of parts, some of them short")]
 mod tests {
     use super::*;
 

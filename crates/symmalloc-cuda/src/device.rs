@@ -58,8 +58,8 @@ impl CudaDevice {
         let restore = RestoreCurrent::of(driver)?;
         let context = CudaContext::new(ordinal);
         drop(restore);
-        let context = context
-            .map_err(|error| DriverError { call: "cuDevicePrimaryCtxRetain", code: error.0 as i32 })?;
+        let context =
+            context.map_err(|error| DriverError { call: "cuDevicePrimaryCtxRetain", code: error.0 as i32 })?;
         Self::with_context(context)
     }
 

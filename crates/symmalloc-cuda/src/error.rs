@@ -105,12 +105,16 @@ impl DriverError {
     fn advice(&self) -> &'static str {
         match (self.code, self.reason()) {
             (OUT_OF_MEMORY, _) => "free or trim memory, or end other processes on the device (nvidia-smi lists them)",
-            (34, _) => "the library found is the toolkit's stub: put the driver's own libcuda first on the library path",
+            (34, _) => {
+                "the library found is the toolkit's stub: put the driver's own libcuda first on the library path"
+            }
             (NO_DEVICE | 101, _) => "check nvidia-smi and CUDA_VISIBLE_DEVICES",
             (802, _) => "start nvidia-fabricmanager, or wait for it",
             (803 | 804, _) => "library and kernel module of the driver differ: update both, and restart",
             (999, _) => "check dmesg and nvidia-smi; the kernel module may need to be reloaded",
-            (CAPTURE_UNSUPPORTED | 901 | CAPTURE_ISOLATION, _) => "a stream capture forbids it: do it before the capture",
+            (CAPTURE_UNSUPPORTED | 901 | CAPTURE_ISOLATION, _) => {
+                "a stream capture forbids it: do it before the capture"
+            }
             (_, Reason::DeviceLost) => "a kernel failed or the device is gone: end the process; its context is lost",
             _ => "see the documentation of the call",
         }
@@ -128,6 +132,13 @@ impl fmt::Display for DriverError {
 impl From<DriverError> for BackendError {
     fn from(error: DriverError) -> Self {
         BackendError::new(error.call, error.code, error.reason())
+    }
+}
+
+impl From<BackendError> for DriverError {
+    /// Backend errors of this crate come from driver calls.
+    fn from(error: BackendError) -> Self {
+        DriverError { call: error.call, code: error.code }
     }
 }
 

@@ -25,7 +25,7 @@
 //! the program. Asking an event during a capture, or waiting for it from outside, would spoil the capture; the backend does
 //! neither (the table is in `order.rs`).
 
-use crate::allocator::{Abandoned, CudaAllocator, State, lock, to_driver_error};
+use crate::allocator::{Abandoned, CudaAllocator, State, lock};
 use crate::backend::CudaBackend;
 use crate::capture::{CaptureId, capture_of};
 use crate::device::RestoreCurrent;
@@ -57,6 +57,7 @@ impl GraphPool {
     ///
     /// # Errors
     /// When the policy does not fit the device.
+    #[allow(clippy::needless_pass_by_value, reason = "like `create_pool`")]
     pub fn new(allocator: &CudaAllocator, config: PoolConfig) -> Result<Self, CudaError> {
         let config = config.to_builder().reclaim(Reclaim::Never).release_threshold_bytes(None).build()?;
         let config = crate::allocator::fitting(allocator.core().backend(), config)?;
@@ -89,7 +90,7 @@ impl GraphPool {
         }
         for (other, raw) in order.streams() {
             if order.capture_of(raw.cu_stream())?.is_none() {
-                self.inner.state.synchronize(other).map_err(to_driver_error)?;
+                self.inner.state.synchronize(other).map_err(DriverError::from)?;
             }
         }
         let _restore = RestoreCurrent::of(order.device.driver)?;

@@ -128,9 +128,8 @@ impl Order {
         let event = self.take_event()?;
         let capture = self.capture_of(stream);
         // SAFETY: the event is this pool's and the stream is alive, both of the context that is current.
-        let recorded = capture.and_then(|capture| {
-            unsafe { self.device.driver.event_record(event.0, stream) }.map(|()| capture)
-        });
+        let recorded =
+            capture.and_then(|capture| unsafe { self.device.driver.event_record(event.0, stream) }.map(|()| capture));
         match recorded {
             Ok(capture) => {
                 let event = Event(event.0 as u64);
@@ -178,7 +177,8 @@ impl Order {
     pub(crate) fn order_behind(&self, stream: StreamId, on: StreamId) -> Result<(), BackendError> {
         let raw = self.raw(stream, "cuStreamWaitEvent")?;
         let event = self.record(on)?;
-        let waited = if self.capture_at(event).is_some() { self.wait_now(raw, event) } else { self.wait_raw(raw, event) };
+        let waited =
+            if self.capture_at(event).is_some() { self.wait_now(raw, event) } else { self.wait_raw(raw, event) };
         self.recycle(event);
         Ok(waited?)
     }

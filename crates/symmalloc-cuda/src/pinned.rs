@@ -8,7 +8,7 @@ use crate::allocator::CachingAllocator;
 use crate::backend::PinnedBackend;
 use crate::block::Block;
 use crate::device::CudaDevice;
-use crate::error::CudaError;
+use crate::error::{CudaError, DriverError};
 use cudarc::driver::{CudaStream, DeviceRepr, HostSlice, SyncOnDrop, ValidAsZeroBits};
 use smallvec::SmallVec;
 use std::fmt;
@@ -110,7 +110,7 @@ impl<T> PinnedBuffer<T> {
     fn wait_for_pending(&self) -> Result<(), CudaError> {
         let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
         while let Some(stream) = pending.last().copied() {
-            self.block.state.synchronize(stream).map_err(crate::allocator::to_driver_error)?;
+            self.block.state.synchronize(stream).map_err(DriverError::from)?;
             pending.pop();
         }
         Ok(())

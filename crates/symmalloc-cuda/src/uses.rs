@@ -13,7 +13,7 @@
 //! In a stream capture only streams of the same capture are ordered; what came before is the program's to order, before it
 //! launches the graph.
 
-use crate::allocator::{DropError, to_driver_error};
+use crate::allocator::DropError;
 use crate::backend::CudaBackend;
 use crate::block::Block;
 use crate::device::RestoreCurrent;
@@ -108,7 +108,12 @@ impl Uses {
     }
 
     /// Makes a registered stream wait for whom it must.
-    fn order_registered(&self, block: &Block<CudaBackend>, stream: StreamId, access: Access) -> Result<(), BackendError> {
+    fn order_registered(
+        &self,
+        block: &Block<CudaBackend>,
+        stream: StreamId,
+        access: Access,
+    ) -> Result<(), BackendError> {
         let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
         let is_behind_writer = registered.writer == stream || registered.readers.contains(&stream);
         if !is_behind_writer {
@@ -200,5 +205,5 @@ fn order_behind(block: &Block<CudaBackend>, stream: StreamId, on: StreamId) -> R
             return Ok(());
         }
     }
-    block.state.wait(stream, on).map_err(|error| to_driver_error(error).into())
+    block.state.wait(stream, on)
 }

@@ -295,7 +295,8 @@ impl State {
 
     /// See `stub_live`.
     pub fn live(&self, what: c_int) -> u64 {
-        let allocated = |host| self.allocations.values().filter(|(_, of)| *of == host).map(|(size, _)| size).sum::<u64>();
+        let allocated =
+            |host| self.allocations.values().filter(|(_, of)| *of == host).map(|(size, _)| size).sum::<u64>();
         match what {
             0 => self.physical_bytes(),
             1 => self.ranges.len() as u64,

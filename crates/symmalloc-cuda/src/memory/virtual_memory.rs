@@ -58,7 +58,15 @@ impl Virtual {
         if chunk_bytes == 0 || !chunk_bytes.is_multiple_of(granularity_bytes) {
             return Err(CudaError::ChunkSize { chunk_bytes, granularity_bytes });
         }
-        Ok(Virtual { device, properties, access, granularity_bytes, chunk_bytes, ranges: Mutex::default(), unreleased: Mutex::default() })
+        Ok(Virtual {
+            device,
+            properties,
+            access,
+            granularity_bytes,
+            chunk_bytes,
+            ranges: Mutex::default(),
+            unreleased: Mutex::default(),
+        })
     }
 
     /// The kinds of handles that memory can be exported as.

@@ -66,7 +66,9 @@ fn growth_and_births_beside_the_drivers_own() {
         let (grown, back) = growth(&device, chunk * MIB, step * MIB);
         println!("  steps of {step} MiB in chunks of {chunk} MiB: {grown:.2} ({back:.2})");
     }
-    println!("one segment, us for its birth (and death); cuMemAlloc (cuMemFree); cuMemAllocAsync, cold (free, and trim):");
+    println!(
+        "one segment, us for its birth (and death); cuMemAlloc (cuMemFree); cuMemAllocAsync, cold (free, and trim):"
+    );
     for size in [2, 20, 64, 256, 1280] {
         let (born, died) = birth(&device, size * MIB);
         let bytes = (size * MIB) as usize;

@@ -45,7 +45,10 @@ fn run(device: &Arc<CudaDevice>, job: &str, config: &Config) {
         }
         let (real, expected) = (one.step(op), other.step(op));
         let placement = |outcome: &Result<Option<symmalloc_core::Allocation>, _>| {
-            outcome.as_ref().map(|made| made.map(|made| made.placement)).map_err(|error: &symmalloc_core::replay::StepError| error.clone())
+            outcome
+                .as_ref()
+                .map(|made| made.map(|made| made.placement))
+                .map_err(|error: &symmalloc_core::replay::StepError| error.clone())
         };
         assert_eq!(placement(&real), placement(&expected), "{job}, op {index}: {op:?}");
         let digests = (on_device.digest(PoolId::DEFAULT), simulated.digest(PoolId::DEFAULT));

@@ -78,7 +78,8 @@ fn a_graph_keeps_its_memory_and_a_second_capture_its_places() {
     let (a, b) = (device.context().new_stream().expect("a stream"), device.context().new_stream().expect("a stream"));
     allocator.register_stream(&a).expect("registered");
     allocator.register_stream(&b).expect("registered");
-    let pool = GraphPool::new(&allocator, PoolConfig::builder().reserved(256 << 20).build().expect("valid")).expect("made");
+    let pool =
+        GraphPool::new(&allocator, PoolConfig::builder().reserved(256 << 20).build().expect("valid")).expect("made");
     let count = MIB as u32;
     let grid = LaunchConfig::for_num_elems(count);
     let capture = |value: u32| {
@@ -95,7 +96,8 @@ fn a_graph_keeps_its_memory_and_a_second_capture_its_places() {
             places.push(side.placement());
             let pointer = side.device_ptr(&b).0;
             // SAFETY: writes the elements of a buffer that has them.
-            unsafe { b.launch_builder(&kernels.fill).arg(&pointer).arg(&value).arg(&count).launch(grid) }.expect("captured");
+            unsafe { b.launch_builder(&kernels.fill).arg(&pointer).arg(&value).arg(&count).launch(grid) }
+                .expect("captured");
             allocator.wait(&a, &b).expect("joins back");
         }
         // SAFETY: as above.

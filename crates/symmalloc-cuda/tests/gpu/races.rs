@@ -74,7 +74,8 @@ fn wrong_elements(device: &Arc<CudaDevice>, waits: bool, lasting: Duration) -> (
         let block = allocator.allocate(PoolId::DEFAULT, main_id, u64::from(COUNT) * 4).expect("allocated");
         let (pointer, cycles) = (block.address.0, 200_000_u64);
         // SAFETY: the kernel writes COUNT elements of a block that has them.
-        unsafe { main.launch_builder(&kernels.fill).arg(&pointer).arg(&round).arg(&COUNT).launch(grid) }.expect("launched");
+        unsafe { main.launch_builder(&kernels.fill).arg(&pointer).arg(&round).arg(&COUNT).launch(grid) }
+            .expect("launched");
         side.join(&main).expect("ordered");
         // SAFETY: touches no memory.
         unsafe { side.launch_builder(&kernels.delay).arg(&cycles).launch(one) }.expect("launched");

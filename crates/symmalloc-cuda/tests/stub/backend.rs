@@ -69,7 +69,7 @@ stub_test!(a_map_that_fails_at_any_call_leaves_nothing, {
         for nth in 1..=occurrences {
             fail(call, nth, 2);
             let error = backend.map(range, 0, 8 * MIB).expect_err("a call fails");
-            assert_eq!((error.call, error.code, error.reason.clone()), (call, 2, Reason::OutOfMemory), "{error}");
+            assert_eq!((error.call, error.code, error.reason), (call, 2, Reason::OutOfMemory), "{error}");
             assert_eq!((live().device_bytes, live().mappings, backend.idle_bytes()), (0, 0, 0), "{call} {nth}");
         }
     }
@@ -157,7 +157,7 @@ stub_test!(a_stream_that_is_not_registered_is_refused_without_a_call, {
     let backend = with_streams(&device, CudaBackend::builder(&device));
     let before = CudaDevice::driver_calls();
     let error = backend.record(StreamId(9)).expect_err("unknown");
-    assert_eq!((error.call, error.reason.clone()), ("cuEventRecord", Reason::Refused));
+    assert_eq!((error.call, error.reason), ("cuEventRecord", Reason::Refused));
     assert_eq!(backend.synchronize(StreamId(9)).expect_err("unknown").call, "cuStreamSynchronize");
     assert_eq!(CudaDevice::driver_calls(), before);
 });

@@ -163,7 +163,10 @@ stub_test!(a_buffer_can_be_taken_apart_and_put_together, {
     assert!(allocator.leak_report().to_string().contains("taken apart"), "{}", allocator.leak_report());
     // SAFETY: from `into_raw`, once.
     let buffer = unsafe { DeviceBuffer::<u16>::from_raw(&allocator, raw) };
-    assert_eq!((buffer.placement(), buffer.len(), DeviceSlice::stream(&buffer).cu_stream()), (placement, 10, stream.cu_stream()));
+    assert_eq!(
+        (buffer.placement(), buffer.len(), DeviceSlice::stream(&buffer).cu_stream()),
+        (placement, 10, stream.cu_stream())
+    );
     drop(buffer);
     assert_eq!(allocator.stats().usage.all.allocations.current, 0);
     let leaked = allocator.alloc_zeroed::<u16>(&stream, 10).expect("allocated").leak();
@@ -289,7 +292,8 @@ stub_test!(devices_have_allocators_of_their_own, ["STUB_DEVICES" = "2"], {
         .map(|device| {
             let allocator = CudaAllocator::new(device, Config::default()).expect("made");
             let stream = device.context().new_stream().expect("a stream");
-            let buffers: Vec<_> = (1..9).map(|n| allocator.alloc_zeroed::<u8>(&stream, n * MIB).expect("made")).collect();
+            let buffers: Vec<_> =
+                (1..9).map(|n| allocator.alloc_zeroed::<u8>(&stream, n * MIB).expect("made")).collect();
             let places: Vec<_> = buffers.iter().map(DeviceBuffer::placement).collect();
             (places, allocator.digest(PoolId::DEFAULT).expect("known"))
         })

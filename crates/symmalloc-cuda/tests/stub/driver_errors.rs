@@ -86,7 +86,9 @@ stub_test!(a_lost_device_is_said_and_nothing_panics, {
     let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
     let buffer = allocator.alloc_zeroed::<u8>(&a, 1 << 20).expect("allocated");
     drop(buffer.device_ptr(&b));
-    for call in CALLS.into_iter().filter(|call| call.starts_with("cuMem") || call.contains("Stream") || call.contains("Event")) {
+    for call in
+        CALLS.into_iter().filter(|call| call.starts_with("cuMem") || call.contains("Stream") || call.contains("Event"))
+    {
         fail(call, 0, 700);
     }
     let error = allocator.alloc_zeroed::<u8>(&a, 50 << 20).expect_err("the device is lost");

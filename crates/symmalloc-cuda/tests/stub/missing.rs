@@ -33,10 +33,7 @@ stub_test!(what_cudarc_needs_is_looked_up_too, Library::StubWithout("cuDevicePri
 
 stub_test!(without_a_device_the_error_says_where_to_look, ["STUB_NO_DEVICE" = "1"], {
     let error = CudaDevice::new(0).expect_err("there is no device").to_string();
-    assert_eq!(
-        error,
-        "cuInit failed with 100 (CUDA_ERROR_NO_DEVICE): check nvidia-smi and CUDA_VISIBLE_DEVICES"
-    );
+    assert_eq!(error, "cuInit failed with 100 (CUDA_ERROR_NO_DEVICE): check nvidia-smi and CUDA_VISIBLE_DEVICES");
 });
 
 stub_test!(an_ordinal_beyond_the_devices_is_refused, ["STUB_DEVICES" = "2"], {

@@ -3,8 +3,8 @@
 use crate::process::{calls, device, live, stub_test};
 use symmalloc_core::config::Config;
 use symmalloc_core::{PoolId, StreamId};
-use symmalloc_cuda::{CudaAllocator, PinnedAllocator, PinnedBackend};
 use symmalloc_cuda::CudaMemory;
+use symmalloc_cuda::{CudaAllocator, PinnedAllocator, PinnedBackend};
 
 stub_test!(pinned_buffers_carry_data_both_ways, {
     let device = device();
