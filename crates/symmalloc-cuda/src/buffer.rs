@@ -18,8 +18,9 @@ use std::sync::Arc;
 use symmalloc_core::{Handle, StreamId};
 
 /// `len` elements of device memory, freed when dropped: at once for the allocator, behind all uses for the device. Dropping
-/// never blocks (unless the pool has a release threshold) and never panics; errors are counted by
-/// [`CachingAllocator::drop_errors`](crate::CachingAllocator::drop_errors).
+/// never blocks and never panics; errors are counted by [`CachingAllocator::drop_errors`](crate::CachingAllocator::drop_errors).
+/// Memory goes back to the device, which may block, only where the program says so: in `trim`, above a release threshold that
+/// a pool has, and with the last owner of the allocator.
 ///
 /// It implements cudarc's [`DeviceSlice`], [`DevicePtr`] and [`DevicePtrMut`], so copies, memset, cuBLAS and NCCL take it.
 /// Taking its pointer on another stream than its own records the use and orders the streams. A kernel launch does not say

@@ -96,7 +96,14 @@ impl GraphPool {
         let _restore = RestoreCurrent::of(order.device.driver)?;
         let begun = stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);
         begun.map_err(|error| DriverError { call: "cuStreamBeginCapture", code: error.0 as i32 })?;
-        let mut capture = GraphCapture { pool: self.clone(), stream: Arc::clone(stream), id, capture: None, under_way };
+        let mut capture = GraphCapture {
+            pool: self.clone(),
+            stream: Arc::clone(stream),
+            id,
+            capture: None,
+            is_ended: false,
+            under_way,
+        };
         // SAFETY: the stream is alive.
         capture.capture = unsafe { capture_of(order.device.driver, stream.cu_stream()) }?;
         let entry = capture.capture.map(|capture| (capture, self.inner.pool));
@@ -143,8 +150,9 @@ pub struct GraphCapture {
     pool: GraphPool,
     stream: Arc<CudaStream>,
     id: StreamId,
-    /// `None` once the capture is ended.
+    /// The driver's number of the capture.
     capture: Option<CaptureId>,
+    is_ended: bool,
     under_way: UnderWay,
 }
 
@@ -159,8 +167,10 @@ impl GraphCapture {
     }
 
     fn end_capture(&mut self) -> Result<Option<CudaGraph>, DriverError> {
-        let Some(capture) = self.capture.take() else { return Ok(None) };
-        lock(&self.under_way.state.capture_pools).retain(|(id, _)| *id != capture);
+        if std::mem::replace(&mut self.is_ended, true) {
+            return Ok(None);
+        }
+        lock(&self.under_way.state.capture_pools).retain(|(id, _)| Some(*id) != self.capture);
         let _restore = RestoreCurrent::of(self.under_way.state.order().device.driver)?;
         let ended = self.stream.end_capture(CUgraphInstantiate_flags(0));
         ended.map_err(|error| DriverError { call: "cuStreamEndCapture", code: error.0 as i32 })

@@ -76,7 +76,7 @@ impl Order {
     /// The id of a registered stream.
     #[inline]
     pub(crate) fn find(&self, stream: &CudaStream) -> Option<StreamId> {
-        self.streams().find(|(_, known)| known.cu_stream() == stream.cu_stream()).map(|(id, _)| id)
+        self.streams().find(|(_, known)| is_same(known, stream)).map(|(id, _)| id)
     }
 
     /// A registered stream of the device.
@@ -263,6 +263,12 @@ impl Order {
     fn captured(&self) -> MutexGuard<'_, BTreeMap<u64, CaptureId>> {
         self.captured.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Whether two names are of one stream. The default streams of all contexts have one handle.
+#[inline]
+pub(crate) fn is_same(one: &CudaStream, other: &CudaStream) -> bool {
+    one.cu_stream() == other.cu_stream() && one.context().cu_ctx() == other.context().cu_ctx()
 }
 
 impl Drop for Order {

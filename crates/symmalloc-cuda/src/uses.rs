@@ -17,6 +17,7 @@ use crate::allocator::DropError;
 use crate::backend::CudaBackend;
 use crate::block::Block;
 use crate::device::RestoreCurrent;
+use crate::order::is_same;
 use cudarc::driver::{CudaEvent, CudaStream, SyncOnDrop};
 use smallvec::SmallVec;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -73,7 +74,7 @@ impl Uses {
         access: Access,
     ) -> SyncOnDrop<'a> {
         let order = block.state.order();
-        let is_owner = order.stream(block.owner).is_some_and(|owner| owner.cu_stream() == stream.cu_stream());
+        let is_owner = order.stream(block.owner).is_some_and(|owner| is_same(owner, stream));
         if block.address == 0 || (is_owner && !self.shared.load(Ordering::Acquire)) {
             return SyncOnDrop::Record(None);
         }
@@ -148,6 +149,11 @@ impl Uses {
         is_ordered: bool,
     ) -> Result<SyncOnDrop<'a>, BackendError> {
         let order = block.state.order();
+        if stream.context().cu_ctx() != order.device.context().cu_ctx() {
+            // Events of this context cannot be recorded on a stream of another one: the host waits, before and after.
+            order.device.synchronize()?;
+            return Ok(SyncOnDrop::sync_stream(stream));
+        }
         if is_ordered {
             let registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
             for &user in std::iter::once(&registered.writer).chain(&registered.readers) {
@@ -160,7 +166,7 @@ impl Uses {
         // Also its own earlier uses: recording its event again must not lose them.
         self.order_behind_foreign(block, stream)?;
         if !stream.context().is_managing_stream_synchronization() {
-            // cudarc would not record the event.
+            // cudarc would not record the event: the host waits.
             return Ok(SyncOnDrop::sync_stream(stream));
         }
         Ok(SyncOnDrop::record_event(self.foreign_event(block, stream)?, stream))

@@ -331,3 +331,17 @@ stub_test!(placements_do_not_depend_on_chunks, {
     assert_eq!((&small.0, small.1), (&large.0, large.1));
     assert_eq!(small.2, 0);
 });
+
+stub_test!(the_default_streams_of_two_devices_are_two_streams, ["STUB_DEVICES" = "2"], {
+    let allocator = allocator();
+    let own = allocator.device().context().default_stream();
+    let other = CudaDevice::new(1).expect("the second device").context().default_stream();
+    allocator.register_stream(&own).expect("registered");
+    assert_eq!(allocator.stream_id(&other), None);
+    let buffer = allocator.alloc_zeroed::<u8>(&own, MIB).expect("allocated");
+    let before = calls("cuStreamSynchronize");
+    drop(buffer.device_ptr(&other));
+    assert_eq!(calls("cuStreamSynchronize"), before + 1, "no event of this context can be recorded there");
+    drop(buffer);
+    assert_eq!(allocator.drop_errors().count, 0);
+});

@@ -32,7 +32,7 @@ fn program(allocator: &CudaAllocator, a: &Arc<CudaStream>, b: &Arc<CudaStream>) 
     let inside = allocator.with_pool(&pool);
     allocator.register_stream(a)?;
     allocator.register_stream(b)?;
-    for size in [1 << 20, 9 << 20, 30 << 20] {
+    for size in [200 << 10, 3 << 20] {
         let buffer = allocator.alloc_zeroed::<u8>(a, size)?;
         let other = inside.alloc_zeroed::<u8>(b, size / 2)?;
         drop(buffer.device_ptr(b));
