@@ -4,7 +4,7 @@
 //! through this crate is under way: in all other moments one relaxed load answers.
 
 use crate::driver::{CAPTURE_ACTIVE, Driver};
-use crate::error::DriverError;
+use crate::error::{CAPTURE_IMPLICIT, DriverError};
 use cudarc::driver::sys::CUstream;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -53,6 +53,10 @@ pub(crate) unsafe fn capture_of(driver: &Driver, stream: CUstream) -> Result<Opt
     let (mut status, mut id) = (0, 0);
     let (no_graph, no_nodes, no_count) = (std::ptr::null_mut(), std::ptr::null_mut(), std::ptr::null_mut());
     // SAFETY: both answers are valid for writing, the others may be null; the stream is alive by the caller's contract.
-    unsafe { driver.capture_info(stream, &raw mut status, &raw mut id, no_graph, no_nodes, no_count) }?;
-    Ok((status == CAPTURE_ACTIVE).then_some(id))
+    match unsafe { driver.capture_info(stream, &raw mut status, &raw mut id, no_graph, no_nodes, no_count) } {
+        Ok(()) => Ok((status == CAPTURE_ACTIVE).then_some(id)),
+        // The legacy default stream, while a stream that synchronises with it is captured: it is not part of the capture.
+        Err(DriverError { code: CAPTURE_IMPLICIT, .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
 }

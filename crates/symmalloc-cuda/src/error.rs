@@ -50,6 +50,8 @@ pub(crate) const NOT_READY: i32 = 600;
 pub(crate) const CAPTURE_UNSUPPORTED: i32 = 900;
 /// `CUDA_ERROR_STREAM_CAPTURE_ISOLATION`.
 pub(crate) const CAPTURE_ISOLATION: i32 = 905;
+/// `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT`.
+pub(crate) const CAPTURE_IMPLICIT: i32 = 906;
 
 impl DriverError {
     /// What the code means for an allocator.

@@ -126,10 +126,11 @@ impl Order {
     pub(crate) fn record_raw(&self, stream: CUstream) -> Result<Event, DriverError> {
         let _current = self.device.enter()?;
         let event = self.take_event()?;
-        let capture = self.capture_of(stream);
-        // SAFETY: the event is this pool's and the stream is alive, both of the context that is current.
-        let recorded =
-            capture.and_then(|capture| unsafe { self.device.driver.event_record(event.0, stream) }.map(|()| capture));
+        let recorded = self.capture_of(stream).and_then(|capture| {
+            // SAFETY: the event is this pool's and the stream is alive, both of the context that is current.
+            unsafe { self.device.driver.event_record(event.0, stream) }?;
+            Ok(capture)
+        });
         match recorded {
             Ok(capture) => {
                 let event = Event(event.0 as u64);
