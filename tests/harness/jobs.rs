@@ -26,9 +26,12 @@ pub const JOBS: [&str; 8] = [
     "fsdp1_train_rank1",
 ];
 
-/// Where the file of a recorded job lies.
+/// Where the file of a recorded job lies: in the folder `SYMMALLOC_TRACES`, for executables that were copied to another
+/// machine, or where this package was built.
 pub fn path(job: &str) -> PathBuf {
-    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/traces")).join(format!("{job}.trace.zst"))
+    let traces = std::env::var_os("SYMMALLOC_TRACES").map(PathBuf::from);
+    let traces = traces.unwrap_or_else(|| PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/traces")));
+    traces.join(format!("{job}.trace.zst"))
 }
 
 /// What a recorded job did.

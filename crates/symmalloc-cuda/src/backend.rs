@@ -1,0 +1,239 @@
+//! The two backends: device memory and pinned host memory. Each is memory and an order of work on streams.
+
+use crate::device::CudaDevice;
+use crate::driver::{HANDLE_FABRIC, HANDLE_POSIX_FD};
+use crate::error::CudaError;
+use crate::memory::{Memory, Source, Virtual, VirtualOptions, Whole};
+use crate::order::Order;
+use std::fmt;
+use std::sync::Arc;
+use symmalloc_core::backend::{Backend, BackendError, Event, Range};
+use symmalloc_core::ids::StreamId;
+
+/// Granularity of memory that has none of its own, in bytes.
+const WHOLE_GRANULARITY_BYTES: u64 = 2 << 20;
+
+/// Memory of a device, as the allocator takes it. Made by [`CudaBackend::builder`].
+pub struct CudaBackend {
+    // Dropped first: it needs the streams no more, and the device it does.
+    memory: Box<dyn Memory>,
+    order: Order,
+    traits: MemoryTraits,
+}
+
+/// What the memory of a [`CudaBackend`] is like.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MemoryTraits {
+    /// Ranges can grow: expandable segments work.
+    pub virtual_memory: bool,
+    /// Memory can be exported as a file descriptor; NCCL's windows need it.
+    pub posix_fd: bool,
+    /// Memory can be exported as a fabric handle.
+    pub fabric: bool,
+    /// Network cards can reach it.
+    pub gpu_direct_rdma: bool,
+}
+
+/// Makes a [`CudaBackend`].
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct CudaBackendBuilder {
+    device: Arc<CudaDevice>,
+    options: VirtualOptions,
+    plain: bool,
+}
+
+impl CudaBackendBuilder {
+    /// Size of the physical chunks in which expandable ranges grow, in bytes; a multiple of the granularity, which is the
+    /// default. Growth by larger chunks is faster (a chunk costs some 15 us), but trimming gives memory back in whole
+    /// chunks only. Placements do not depend on it.
+    pub fn chunk_bytes(mut self, chunk_bytes: u64) -> Self {
+        self.options.chunk_bytes = Some(chunk_bytes);
+        self
+    }
+
+    /// Other devices that may read and write the memory, by ordinal. None by default: mapping for peers slows launches.
+    pub fn peers(mut self, peers: impl IntoIterator<Item = usize>) -> Self {
+        self.options.peers = peers.into_iter().collect();
+        self
+    }
+
+    /// Takes memory from `cuMemAlloc` even where the device has virtual memory. Neither NCCL windows nor expandable
+    /// segments work then.
+    pub fn plain(mut self) -> Self {
+        self.plain = true;
+        self
+    }
+
+    /// Asks the device what it can do.
+    ///
+    /// # Errors
+    /// When a peer cannot access the memory, the chunk size does not fit, or the driver refuses.
+    pub fn build(self) -> Result<CudaBackend, CudaError> {
+        let CudaBackendBuilder { device, options, plain } = self;
+        let order = Order::new(Arc::clone(&device));
+        if plain || !device.features().virtual_memory {
+            if let Some(&peer) = options.peers.first() {
+                return Err(CudaError::NoPeerAccess { ordinal: device.ordinal(), peer });
+            }
+            tracing::warn!(
+                name: "memory.plain",
+                target: "symmalloc",
+                device = device.ordinal(),
+                "device memory comes from cuMemAlloc: no expandable segments, no NCCL windows",
+            );
+            let memory = Box::new(Whole::new(device, Source::Device, WHOLE_GRANULARITY_BYTES));
+            let traits = MemoryTraits { virtual_memory: false, posix_fd: false, fabric: false, gpu_direct_rdma: false };
+            return Ok(CudaBackend { memory, order, traits });
+        }
+        let memory = Virtual::new(device, &options)?;
+        let traits = MemoryTraits {
+            virtual_memory: true,
+            posix_fd: memory.handle_types() & HANDLE_POSIX_FD != 0,
+            fabric: memory.handle_types() & HANDLE_FABRIC != 0,
+            gpu_direct_rdma: memory.is_gpu_direct_rdma_capable(),
+        };
+        tracing::debug!(name: "memory.virtual", target: "symmalloc", ?traits, chunk_bytes = options.chunk_bytes);
+        Ok(CudaBackend { memory: Box::new(memory), order, traits })
+    }
+}
+
+impl CudaBackend {
+    /// Starts from the defaults: virtual memory where the device has it, no peers.
+    pub fn builder(device: &Arc<CudaDevice>) -> CudaBackendBuilder {
+        CudaBackendBuilder { device: Arc::clone(device), options: VirtualOptions::default(), plain: false }
+    }
+
+    /// What the memory is like.
+    pub fn traits(&self) -> MemoryTraits {
+        self.traits
+    }
+}
+
+/// Page-locked memory of the host, as the allocator takes it.
+pub struct PinnedBackend {
+    memory: Whole,
+    order: Order,
+}
+
+impl PinnedBackend {
+    /// Pinned memory that every context of the process can use.
+    pub fn new(device: &Arc<CudaDevice>) -> Self {
+        PinnedBackend {
+            memory: Whole::new(Arc::clone(device), Source::PinnedHost, WHOLE_GRANULARITY_BYTES),
+            order: Order::new(Arc::clone(device)),
+        }
+    }
+}
+
+/// A backend of this crate: what an allocator with streams needs besides [`Backend`]. Sealed.
+pub trait CudaMemory: Backend + sealed::Parts + Send + Sync + 'static {
+    /// The device.
+    fn device(&self) -> &Arc<CudaDevice> {
+        &self.order().device
+    }
+
+    /// Registers a stream with the backend alone, for a core allocator that is driven directly. Streams must be added in the
+    /// order in which they are registered with that allocator.
+    fn add_stream(&self, stream: Arc<cudarc::driver::CudaStream>) -> StreamId {
+        StreamId(self.order().add_stream(stream) as u16)
+    }
+
+    /// Bytes that the allocator gave up and the device could not take back yet: parts of larger chunks, and what the
+    /// driver refused.
+    fn idle_bytes(&self) -> u64 {
+        self.memory().idle_bytes()
+    }
+
+    /// Whether ranges can be larger than the memory behind them.
+    fn is_expandable(&self) -> bool;
+}
+
+impl CudaMemory for CudaBackend {
+    fn is_expandable(&self) -> bool {
+        self.traits.virtual_memory
+    }
+}
+
+impl CudaMemory for PinnedBackend {
+    fn is_expandable(&self) -> bool {
+        false
+    }
+}
+
+pub(crate) mod sealed {
+    use super::{CudaBackend, Memory, Order, PinnedBackend};
+
+    /// What both backends consist of.
+    pub trait Parts {
+        #[doc(hidden)]
+        fn order(&self) -> &Order;
+        #[doc(hidden)]
+        fn memory(&self) -> &dyn Memory;
+    }
+
+    impl Parts for CudaBackend {
+        fn order(&self) -> &Order {
+            &self.order
+        }
+        fn memory(&self) -> &dyn Memory {
+            self.memory.as_ref()
+        }
+    }
+
+    impl Parts for PinnedBackend {
+        fn order(&self) -> &Order {
+            &self.order
+        }
+        fn memory(&self) -> &dyn Memory {
+            &self.memory
+        }
+    }
+}
+
+macro_rules! backend {
+    ($name:ident) => {
+        impl Backend for $name {
+            fn granularity_bytes(&self) -> u64 {
+                self.memory.granularity_bytes()
+            }
+            fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
+                self.memory.reserve(size_bytes)
+            }
+            fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
+                self.memory.map(range, offset_bytes, size_bytes)
+            }
+            fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
+                self.memory.unmap(range, offset_bytes, size_bytes)
+            }
+            fn release(&self, range: Range) -> Result<(), BackendError> {
+                self.memory.release(range)
+            }
+            fn record(&self, stream: StreamId) -> Result<Event, BackendError> {
+                self.order.record(stream)
+            }
+            fn wait(&self, stream: StreamId, event: Event) -> Result<(), BackendError> {
+                self.order.wait(stream, event)
+            }
+            fn query(&self, event: Event) -> Result<bool, BackendError> {
+                self.order.query(event)
+            }
+            fn recycle(&self, event: Event) {
+                self.order.recycle(event);
+            }
+            fn synchronize(&self, stream: StreamId) -> Result<(), BackendError> {
+                self.order.synchronize(stream)
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.debug_struct(stringify!($name)).field("device", &self.order.device).finish_non_exhaustive()
+            }
+        }
+    };
+}
+
+backend!(CudaBackend);
+backend!(PinnedBackend);

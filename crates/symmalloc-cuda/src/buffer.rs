@@ -1,0 +1,326 @@
+//! Buffers of device memory that go wherever a `CudaSlice` goes.
+
+use crate::allocator::{CudaAllocator, DropError, State};
+use crate::backend::CudaBackend;
+use crate::block::Block;
+use crate::error::{CudaError, DriverError};
+use crate::uses::{Access, Uses};
+use crate::view::{BufferView, BufferViewMut};
+use cudarc::driver::sys::CUdeviceptr;
+use cudarc::driver::{
+    CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DeviceSlice, LaunchArgs, PushKernelArg, SyncOnDrop,
+    ValidAsZeroBits,
+};
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::RangeBounds;
+use std::sync::Arc;
+use symmalloc_core::{Handle, StreamId};
+
+/// `len` elements of device memory, freed when dropped: at once for the allocator, behind all uses for the device. Dropping
+/// never blocks and never panics; errors are counted by [`CachingAllocator::drop_errors`](crate::CachingAllocator::drop_errors).
+/// Memory goes back to the device, which may block, only where the program says so: in `trim`, above a release threshold that
+/// a pool has, and with the last owner of the allocator.
+///
+/// It implements cudarc's [`DeviceSlice`], [`DevicePtr`] and [`DevicePtrMut`], so copies, memset, cuBLAS and NCCL take it.
+/// Taking its pointer on another stream than its own records the use and orders the streams. A kernel launch does not say
+/// on which stream it is, so give it [`on`](DeviceBuffer::on) (or the buffer itself on the buffer's own stream).
+pub struct DeviceBuffer<T> {
+    pub(crate) block: Block<CudaBackend>,
+    pub(crate) uses: Uses,
+    len: usize,
+    elements: PhantomData<*const T>,
+}
+
+// SAFETY: like `CudaSlice`: the host never dereferences the memory, and the device's work is ordered by streams. The elements
+// are plain data to the device, so `T` does not matter.
+unsafe impl<T> Send for DeviceBuffer<T> {}
+// SAFETY: as above; what changes through a shared buffer is behind a lock.
+unsafe impl<T> Sync for DeviceBuffer<T> {}
+
+/// A [`DeviceBuffer`] taken apart: plain numbers, for interfaces that carry nothing else.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RawDeviceBuffer {
+    /// The allocation.
+    pub handle: Handle,
+    /// Its first byte; 0 when there are no bytes.
+    pub pointer: CUdeviceptr,
+    /// Number of elements.
+    pub len: usize,
+    /// The stream it was allocated on.
+    pub stream: StreamId,
+}
+
+impl CudaAllocator {
+    /// A buffer whose content is whatever was there before.
+    ///
+    /// # Safety
+    /// Nothing may read elements before they are written, unless any bits make a `T`.
+    ///
+    /// # Errors
+    /// When the stream cannot be registered or the allocator refuses.
+    pub unsafe fn alloc<T: DeviceRepr>(
+        &self,
+        stream: &Arc<CudaStream>,
+        len: usize,
+    ) -> Result<DeviceBuffer<T>, CudaError> {
+        self.buffer(stream, len, None)
+    }
+
+    /// As [`alloc`](Self::alloc), with a name for snapshots and reports.
+    ///
+    /// # Safety
+    /// As [`alloc`](Self::alloc).
+    ///
+    /// # Errors
+    /// As [`alloc`](Self::alloc).
+    pub unsafe fn alloc_named<T: DeviceRepr>(
+        &self,
+        stream: &Arc<CudaStream>,
+        len: usize,
+        name: &str,
+    ) -> Result<DeviceBuffer<T>, CudaError> {
+        self.buffer(stream, len, Some(name))
+    }
+
+    /// A buffer of zeros, written on the stream.
+    ///
+    /// # Errors
+    /// When the stream cannot be registered, or the allocator or the driver refuses.
+    pub fn alloc_zeroed<T: DeviceRepr + ValidAsZeroBits>(
+        &self,
+        stream: &Arc<CudaStream>,
+        len: usize,
+    ) -> Result<DeviceBuffer<T>, CudaError> {
+        let buffer = self.buffer(stream, len, None)?;
+        buffer.fill_with_zeros()?;
+        Ok(buffer)
+    }
+
+    /// As [`alloc_zeroed`](Self::alloc_zeroed), with a name for snapshots and reports.
+    ///
+    /// # Errors
+    /// As [`alloc_zeroed`](Self::alloc_zeroed).
+    pub fn alloc_zeroed_named<T: DeviceRepr + ValidAsZeroBits>(
+        &self,
+        stream: &Arc<CudaStream>,
+        len: usize,
+        name: &str,
+    ) -> Result<DeviceBuffer<T>, CudaError> {
+        let buffer = self.buffer(stream, len, Some(name))?;
+        buffer.fill_with_zeros()?;
+        Ok(buffer)
+    }
+
+    fn buffer<T>(
+        &self,
+        stream: &Arc<CudaStream>,
+        len: usize,
+        name: Option<&str>,
+    ) -> Result<DeviceBuffer<T>, CudaError> {
+        let owner = self.register_stream(stream)?;
+        let block = Block::allocate::<T>(&self.state, self.pool_for(owner)?, owner, len, name)?;
+        Ok(DeviceBuffer::from_block(block, len))
+    }
+}
+
+impl<T> DeviceBuffer<T> {
+    fn from_block(block: Block<CudaBackend>, len: usize) -> Self {
+        let uses = Uses::new(block.owner);
+        DeviceBuffer { block, uses, len, elements: PhantomData }
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The allocation, for the core's reports.
+    pub fn handle(&self) -> Handle {
+        self.block.handle
+    }
+
+    /// Where it lies; equal on all ranks.
+    pub fn placement(&self) -> symmalloc_core::Placement {
+        self.block
+            .state
+            .core
+            .allocation(self.block.handle)
+            .map_or(symmalloc_core::Placement::NOWHERE, |it| it.placement)
+    }
+
+    /// The buffer as an argument of a kernel that is launched on `stream`: records the use and orders the streams, as
+    /// taking its pointer does.
+    pub fn on<'a>(&'a mut self, stream: &'a CudaStream) -> KernelArg<'a> {
+        let guard = self.uses.begin(&self.block, stream, Access::Write);
+        KernelArg::new(self.block.address, guard)
+    }
+
+    /// As [`on`](Self::on), for kernels that only read it.
+    pub fn read_on<'a>(&'a self, stream: &'a CudaStream) -> KernelArg<'a> {
+        let guard = self.uses.begin(&self.block, stream, Access::Read);
+        KernelArg::new(self.block.address, guard)
+    }
+
+    /// All of it.
+    pub fn as_view(&self) -> BufferView<'_, T> {
+        BufferView::new(self, 0, self.len)
+    }
+
+    /// All of it, to be written.
+    pub fn as_view_mut(&mut self) -> BufferViewMut<'_, T> {
+        let len = self.len;
+        BufferViewMut::new(self, 0, len)
+    }
+
+    /// A part of it.
+    ///
+    /// # Panics
+    /// When the bounds are not within the buffer, as slices do.
+    pub fn slice(&self, bounds: impl RangeBounds<usize>) -> BufferView<'_, T> {
+        self.as_view().slice(bounds)
+    }
+
+    /// A part of it, to be written.
+    ///
+    /// # Panics
+    /// When the bounds are not within the buffer, as slices do.
+    pub fn slice_mut(&mut self, bounds: impl RangeBounds<usize>) -> BufferViewMut<'_, T> {
+        self.as_view_mut().into_slice(bounds)
+    }
+
+    /// Takes the buffer apart. It is not freed before [`from_raw`](Self::from_raw) puts it together again, or its handle is
+    /// freed with the allocator.
+    ///
+    /// # Errors
+    /// When uses by streams that are not registered cannot be ordered; the buffer is dropped then.
+    pub fn into_raw(mut self) -> Result<RawDeviceBuffer, CudaError> {
+        self.uses.settle(&self.block).map_err(DriverError::from)?;
+        self.block.keep();
+        let Block { handle, address: pointer, owner: stream, .. } = self.block;
+        Ok(RawDeviceBuffer { handle, pointer, len: self.len, stream })
+    }
+
+    /// Puts a buffer together again.
+    ///
+    /// # Safety
+    /// `raw` came from [`into_raw`](Self::into_raw) of a buffer of this allocator and of elements of the same size, and is
+    /// put together once. If other streams than the buffer's own used it since, [`CachingAllocator::wait`] made its own
+    /// stream wait for them.
+    ///
+    /// [`CachingAllocator::wait`]: crate::CachingAllocator::wait
+    pub unsafe fn from_raw(allocator: &CudaAllocator, raw: RawDeviceBuffer) -> Self {
+        let RawDeviceBuffer { handle, pointer, len, stream } = raw;
+        let state: &Arc<State<CudaBackend>> = &allocator.state;
+        Self::from_block(Block::of(Arc::clone(state), handle, pointer, stream), len)
+    }
+
+    /// Never frees it, and returns its pointer. The memory stays in its segment until the allocator's last owner is gone.
+    pub fn leak(mut self) -> CUdeviceptr {
+        self.block.keep();
+        self.block.address
+    }
+
+    fn fill_with_zeros(&self) -> Result<(), CudaError> {
+        let size_bytes = self.len * size_of::<T>();
+        if size_bytes == 0 {
+            return Ok(());
+        }
+        let stream = self.stream();
+        let device = &self.block.state.order().device;
+        let _current = device.enter()?;
+        // SAFETY: the buffer has this many bytes, and the stream that it was allocated on is ordered behind earlier uses.
+        Ok(unsafe { device.driver.memset_async(self.block.address, 0, size_bytes, stream.cu_stream()) }?)
+    }
+}
+
+impl<T> Drop for DeviceBuffer<T> {
+    fn drop(&mut self) {
+        if let Err(error) = self.uses.settle(&self.block) {
+            // Nothing orders the next user behind a stream that may still use the memory: keep it.
+            self.block.keep();
+            self.block.state.note_drop_error(DropError::Order(error));
+        }
+    }
+}
+
+impl<T> DeviceSlice<T> for DeviceBuffer<T> {
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn stream(&self) -> &Arc<CudaStream> {
+        self.block.state.order().stream(self.block.owner).expect("a buffer's stream is registered for ever")
+    }
+}
+
+impl<T> DevicePtr<T> for DeviceBuffer<T> {
+    fn device_ptr<'a>(&'a self, stream: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
+        (self.block.address, self.uses.begin(&self.block, stream, Access::Read))
+    }
+}
+
+impl<T> DevicePtrMut<T> for DeviceBuffer<T> {
+    fn device_ptr_mut<'a>(&'a mut self, stream: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
+        (self.block.address, self.uses.begin(&self.block, stream, Access::Write))
+    }
+}
+
+/// A buffer as a kernel's argument; keep it until the kernel is launched. See [`DeviceBuffer::on`].
+#[derive(Debug)]
+#[must_use]
+pub struct KernelArg<'a> {
+    pointer: CUdeviceptr,
+    _guard: SyncOnDrop<'a>,
+}
+
+impl<'a> KernelArg<'a> {
+    pub(crate) fn new(pointer: CUdeviceptr, guard: SyncOnDrop<'a>) -> Self {
+        KernelArg { pointer, _guard: guard }
+    }
+
+    /// The first byte.
+    pub fn pointer(&self) -> CUdeviceptr {
+        self.pointer
+    }
+}
+
+// SAFETY: pushes the address of a pointer that lives as long as the arguments; kernels take pointers by value.
+unsafe impl<'a, 'b: 'a, 'c: 'b> PushKernelArg<&'b KernelArg<'c>> for LaunchArgs<'a> {
+    #[inline(always)]
+    fn arg(&mut self, arg: &'b KernelArg<'c>) -> &mut Self {
+        self.arg(&arg.pointer)
+    }
+}
+
+// SAFETY: as above. `LaunchArgs` does not show its stream, so that no use is recorded: part of the contract of `launch` is
+// that it is the buffer's own stream.
+unsafe impl<'a, 'b: 'a, T> PushKernelArg<&'b DeviceBuffer<T>> for LaunchArgs<'a> {
+    #[inline(always)]
+    fn arg(&mut self, arg: &'b DeviceBuffer<T>) -> &mut Self {
+        self.arg(&arg.block.address)
+    }
+}
+
+// SAFETY: as above.
+unsafe impl<'a, 'b: 'a, T> PushKernelArg<&'b mut DeviceBuffer<T>> for LaunchArgs<'a> {
+    #[inline(always)]
+    fn arg(&mut self, arg: &'b mut DeviceBuffer<T>) -> &mut Self {
+        self.arg(&arg.block.address)
+    }
+}
+
+impl<T> fmt::Debug for DeviceBuffer<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DeviceBuffer")
+            .field("pointer", &format_args!("{:#x}", self.block.address))
+            .field("len", &self.len)
+            .field("stream", &self.block.owner)
+            .finish()
+    }
+}

@@ -1,0 +1,62 @@
+//! Which stream captures are under way. See [`crate::graph`] for what follows from them.
+//!
+//! Asking the driver whether a stream is being captured costs a call, so it is asked only while a capture that was begun
+//! through this crate is under way: in all other moments one relaxed load answers.
+
+use crate::driver::{CAPTURE_ACTIVE, Driver};
+use crate::error::{CAPTURE_IMPLICIT, DriverError};
+use cudarc::driver::sys::CUstream;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// A capture, as the driver numbers them; unique in the process.
+pub(crate) type CaptureId = u64;
+
+/// The captures under way on one device.
+#[derive(Debug, Default)]
+pub(crate) struct Captures {
+    active: AtomicUsize,
+}
+
+impl Captures {
+    pub(crate) fn begin(&self) {
+        self.active.fetch_add(1, Ordering::AcqRel);
+    }
+
+    pub(crate) fn end(&self) {
+        self.active.fetch_sub(1, Ordering::AcqRel);
+    }
+
+    #[inline]
+    pub(crate) fn any(&self) -> bool {
+        self.active.load(Ordering::Acquire) != 0
+    }
+
+    /// The capture that the stream is part of, if any capture is under way.
+    ///
+    /// # Safety
+    /// The stream is alive.
+    #[inline]
+    pub(crate) unsafe fn of(&self, driver: &Driver, stream: CUstream) -> Result<Option<CaptureId>, DriverError> {
+        if !self.any() {
+            return Ok(None);
+        }
+        // SAFETY: the caller's contract.
+        unsafe { capture_of(driver, stream) }
+    }
+}
+
+/// Asks the driver which capture a stream is part of.
+///
+/// # Safety
+/// The stream is alive.
+pub(crate) unsafe fn capture_of(driver: &Driver, stream: CUstream) -> Result<Option<CaptureId>, DriverError> {
+    let (mut status, mut id) = (0, 0);
+    let (no_graph, no_nodes, no_count) = (std::ptr::null_mut(), std::ptr::null_mut(), std::ptr::null_mut());
+    // SAFETY: both answers are valid for writing, the others may be null; the stream is alive by the caller's contract.
+    match unsafe { driver.capture_info(stream, &raw mut status, &raw mut id, no_graph, no_nodes, no_count) } {
+        Ok(()) => Ok((status == CAPTURE_ACTIVE).then_some(id)),
+        // The legacy default stream, while a stream that synchronises with it is captured: it is not part of the capture.
+        Err(DriverError { code: CAPTURE_IMPLICIT, .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
+}

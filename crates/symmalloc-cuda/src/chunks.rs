@@ -1,0 +1,217 @@
+//! Which parts of a range are backed, and by which physical chunks.
+//!
+//! The driver gives memory back in the chunks in which it was mapped: it cannot cut one. The allocator may give any granule
+//! back. The two are kept apart:
+//!
+//! ```text
+//!  range    0        2        4        6        8 MiB
+//!  chunks   ├────────┼─────────────────┤                   physical, never cut
+//!  mapped   ├────────┤        ├────────┤                   what the allocator has
+//!                    └─ idle ─┘                            given up, and kept until its whole chunk is
+//! ```
+//!
+//! C1: what is mapped lies in chunks. A chunk of which nothing is mapped any more goes back to the driver; an idle part that
+//! is mapped again takes no new memory. With chunks of one granule nothing is ever idle.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// Offsets in bytes from the start of the range.
+pub(crate) type Part = Range<u64>;
+
+#[derive(Debug, Default)]
+pub(crate) struct Chunks {
+    /// Start to end; disjoint.
+    chunks: BTreeMap<u64, u64>,
+    /// Start to end; disjoint, no two touch.
+    mapped: BTreeMap<u64, u64>,
+}
+
+impl Chunks {
+    /// What of `part` no chunk covers, in order.
+    pub(crate) fn gaps(&self, part: &Part) -> Vec<Part> {
+        let mut gaps = Vec::new();
+        let mut at = part.start;
+        for (start, end) in overlapping(&self.chunks, part) {
+            if at < start {
+                gaps.push(at..start);
+            }
+            at = at.max(end);
+        }
+        if at < part.end {
+            gaps.push(at..part.end);
+        }
+        gaps
+    }
+
+    pub(crate) fn add_chunk(&mut self, chunk: &Part) {
+        self.chunks.insert(chunk.start, chunk.end);
+    }
+
+    /// Forgets the chunks that tile `run`.
+    pub(crate) fn remove_chunks(&mut self, run: &Part) {
+        self.chunks.retain(|start, _| !run.contains(start));
+    }
+
+    /// Notes that the allocator has `part`, which chunks cover.
+    pub(crate) fn map(&mut self, part: &Part) {
+        let mut merged = part.clone();
+        if let Some((&start, &end)) = self.mapped.range(..part.start).next_back()
+            && end == part.start
+        {
+            merged.start = start;
+        }
+        if let Some(&end) = self.mapped.get(&part.end) {
+            self.mapped.remove(&part.end);
+            merged.end = end;
+        }
+        self.mapped.insert(merged.start, merged.end);
+    }
+
+    /// Notes that the allocator has given `part` up.
+    pub(crate) fn unmap(&mut self, part: &Part) {
+        let touched: Vec<(u64, u64)> = overlapping(&self.mapped, part).collect();
+        for (start, end) in touched {
+            self.mapped.remove(&start);
+            if start < part.start {
+                self.mapped.insert(start, part.start);
+            }
+            if part.end < end {
+                self.mapped.insert(part.end, end);
+            }
+        }
+    }
+
+    /// Whether the allocator has all of `part`.
+    pub(crate) fn is_mapped(&self, part: &Part) -> bool {
+        overlapping(&self.mapped, part).any(|(start, end)| start <= part.start && part.end <= end)
+    }
+
+    /// Whether the allocator has any of `part`.
+    pub(crate) fn is_any_mapped(&self, part: &Part) -> bool {
+        overlapping(&self.mapped, part).next().is_some()
+    }
+
+    /// Chunks that touch `part` and of which nothing is mapped, neighbours joined, in order.
+    pub(crate) fn unused_runs(&self, part: &Part) -> Vec<Part> {
+        let mut runs: Vec<Part> = Vec::new();
+        for (start, end) in overlapping(&self.chunks, part) {
+            if self.is_any_mapped(&(start..end)) {
+                continue;
+            }
+            match runs.last_mut() {
+                Some(run) if run.end == start => run.end = end,
+                _ => runs.push(start..end),
+            }
+        }
+        runs
+    }
+
+    /// Bytes that are backed and not mapped.
+    pub(crate) fn idle_bytes(&self) -> u64 {
+        let sum = |parts: &BTreeMap<u64, u64>| parts.iter().map(|(start, end)| end - start).sum::<u64>();
+        sum(&self.chunks) - sum(&self.mapped)
+    }
+}
+
+/// The intervals that share a byte with `part`, in order.
+fn overlapping<'a>(intervals: &'a BTreeMap<u64, u64>, part: &Part) -> impl Iterator<Item = (u64, u64)> + 'a {
+    let (from, to) = (part.start, part.end);
+    let first = intervals.range(..=from).next_back().filter(|(_, end)| **end > from).map_or(from, |(start, _)| *start);
+    intervals.range(first..to.max(first)).map(|(start, end)| (*start, *end))
+}
+
+#[cfg(test)]
+#[allow(clippy::single_range_in_vec_init, reason = "lists of parts, some of them short")]
+mod tests {
+    use super::*;
+
+    fn mapped_in(chunks: &[Part]) -> Chunks {
+        let mut state = Chunks::default();
+        for chunk in chunks {
+            state.add_chunk(chunk);
+            state.map(chunk);
+        }
+        state
+    }
+
+    #[test]
+    fn a_chunk_goes_when_its_last_byte_was_given_up() {
+        let mut state = mapped_in(&[0..6]);
+        for (part, idle) in [(2..4, 2), (0..1, 3), (5..6, 4), (4..5, 5)] {
+            state.unmap(&part);
+            assert_eq!(state.unused_runs(&part), [], "{part:?}");
+            assert_eq!(state.idle_bytes(), idle);
+        }
+        state.unmap(&(1..2));
+        assert_eq!(state.unused_runs(&(1..2)), [0..6]);
+        state.remove_chunks(&(0..6));
+        assert_eq!(state.idle_bytes(), 0);
+        assert_eq!(state.gaps(&(0..6)), [0..6]);
+    }
+
+    #[test]
+    fn neighbouring_chunks_go_in_one_run() {
+        let mut state = mapped_in(&[0..2, 2..4, 4..6, 6..8]);
+        state.unmap(&(2..6));
+        assert_eq!(state.unused_runs(&(2..6)), [2..6]);
+        assert!(state.is_mapped(&(0..2)) && state.is_mapped(&(6..8)) && !state.is_any_mapped(&(2..6)));
+    }
+
+    #[test]
+    fn idle_memory_is_mapped_again_without_new_chunks() {
+        let mut state = mapped_in(&[0..8]);
+        state.unmap(&(2..6));
+        assert_eq!(state.gaps(&(2..10)), [8..10]);
+        state.map(&(2..6));
+        assert_eq!(state.idle_bytes(), 0);
+        assert!(state.is_mapped(&(0..8)));
+    }
+
+    /// Against one bit per byte, over every sequence that a small generator makes.
+    #[test]
+    fn intervals_agree_with_single_bytes() {
+        const END: u64 = 24;
+        let mut seed = 1_u64;
+        let mut next = |below: u64| {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (seed >> 33) % below
+        };
+        for _ in 0..300 {
+            let mut state = Chunks::default();
+            let (mut backed, mut mapped) = ([0_u64; END as usize], [false; END as usize]);
+            let mut serial = 0;
+            for _ in 0..40 {
+                let from = next(END);
+                let part = from..from + 1 + next(END - from);
+                let bytes = || part.clone().map(|at| at as usize);
+                assert_eq!(state.is_mapped(&part), bytes().all(|at| mapped[at]));
+                assert_eq!(state.is_any_mapped(&part), bytes().any(|at| mapped[at]));
+                if bytes().all(|at| !mapped[at]) {
+                    for gap in state.gaps(&part) {
+                        serial += 1;
+                        assert!(gap.clone().all(|at| backed[at as usize] == 0));
+                        gap.clone().for_each(|at| backed[at as usize] = serial);
+                        state.add_chunk(&gap);
+                    }
+                    state.map(&part);
+                    bytes().for_each(|at| mapped[at] = true);
+                } else if bytes().all(|at| mapped[at]) {
+                    state.unmap(&part);
+                    bytes().for_each(|at| mapped[at] = false);
+                    for run in state.unused_runs(&part) {
+                        run.clone().for_each(|at| {
+                            assert!(backed[at as usize] != 0 && !mapped[at as usize]);
+                            backed[at as usize] = 0;
+                        });
+                        state.remove_chunks(&run);
+                    }
+                }
+                let idle = (0..END as usize).filter(|at| backed[*at] != 0 && !mapped[*at]).count();
+                assert_eq!(state.idle_bytes(), idle as u64);
+                // No chunk is left of which nothing is mapped.
+                assert_eq!(state.unused_runs(&(0..END)), []);
+            }
+        }
+    }
+}

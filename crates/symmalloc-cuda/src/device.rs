@@ -1,0 +1,220 @@
+//! A device with the context that the allocator works in.
+//!
+//! A context is the user's own ([`CudaDevice::with_context`]) or the device's primary one ([`CudaDevice::new`]). Every driver
+//! call is made inside of a [`Current`] guard, so that a thread's current context is the same before and after.
+
+use crate::capture::Captures;
+use crate::driver::{Driver, attribute};
+use crate::error::{CudaError, DriverError};
+use cudarc::driver::CudaContext;
+use cudarc::driver::sys::{CUcontext, CUdevice};
+use std::ffi::c_int;
+use std::fmt;
+use std::sync::Arc;
+
+/// A device and the context in which its memory is allocated.
+pub struct CudaDevice {
+    pub(crate) driver: &'static Driver,
+    pub(crate) captures: Captures,
+    context: Arc<CudaContext>,
+    features: DeviceFeatures,
+}
+
+/// What the device can do, as far as an allocator cares.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DeviceFeatures {
+    /// Address ranges can be reserved and backed piece by piece. Without it memory comes from `cuMemAlloc`.
+    pub virtual_memory: bool,
+    /// Memory can be handed to other processes as a file descriptor.
+    pub posix_fd: bool,
+    /// Memory can be handed to other machines of an NVLink fabric.
+    pub fabric: bool,
+    /// Network cards can reach memory directly.
+    pub gpu_direct_rdma: bool,
+}
+
+/// What the driver says about the device's memory, other processes included.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MemoryInfo {
+    /// Bytes that nobody uses.
+    pub free_bytes: u64,
+    /// Bytes that there are.
+    pub total_bytes: u64,
+}
+
+impl CudaDevice {
+    /// The device of this ordinal, with its primary context (the one that CUDA's runtime API uses).
+    ///
+    /// # Errors
+    /// When libcuda or the device is missing or the context cannot be made. See [`CudaError`].
+    pub fn new(ordinal: usize) -> Result<Arc<Self>, CudaError> {
+        let devices = Self::count()?;
+        if ordinal >= devices {
+            return Err(CudaError::NoSuchDevice { ordinal, devices });
+        }
+        let driver = Driver::load()?;
+        let restore = RestoreCurrent::of(driver)?;
+        let context = CudaContext::new(ordinal);
+        drop(restore);
+        let context =
+            context.map_err(|error| DriverError { call: "cuDevicePrimaryCtxRetain", code: error.0 as i32 })?;
+        Self::with_context(context)
+    }
+
+    /// The device of a context that the program has made already.
+    ///
+    /// # Errors
+    /// When the driver lacks a call that is needed, or refuses one.
+    pub fn with_context(context: Arc<CudaContext>) -> Result<Arc<Self>, CudaError> {
+        let driver = Driver::load()?;
+        let has = |attribute| has_attribute(driver, context.cu_device(), attribute);
+        let features = DeviceFeatures {
+            virtual_memory: has(attribute::VIRTUAL_MEMORY),
+            posix_fd: has(attribute::POSIX_FD),
+            fabric: has(attribute::FABRIC),
+            gpu_direct_rdma: has(attribute::GPU_DIRECT_RDMA),
+        };
+        Ok(Arc::new(CudaDevice { driver, captures: Captures::default(), context, features }))
+    }
+
+    /// Number of devices that the driver shows.
+    ///
+    /// # Errors
+    /// When libcuda is missing or cannot be initialised.
+    pub fn count() -> Result<usize, CudaError> {
+        let driver = Driver::load()?;
+        // SAFETY: takes no pointers; may be called any number of times.
+        unsafe { driver.init(0) }?;
+        let mut count = 0;
+        // SAFETY: `count` is valid for writing.
+        unsafe { driver.device_count(&raw mut count) }?;
+        Ok(usize::try_from(count).unwrap_or(0))
+    }
+
+    /// The context.
+    pub fn context(&self) -> &Arc<CudaContext> {
+        &self.context
+    }
+
+    /// The device's number.
+    pub fn ordinal(&self) -> usize {
+        self.context.ordinal()
+    }
+
+    /// What the device can do.
+    pub fn features(&self) -> DeviceFeatures {
+        self.features
+    }
+
+    /// Free and total memory, read from the driver. Never read by the allocator itself (rule D4).
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub fn memory_info(&self) -> Result<MemoryInfo, DriverError> {
+        let _current = self.enter()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: both are valid for writing, and a context is current.
+        unsafe { self.driver.memory_info(&raw mut free, &raw mut total) }?;
+        Ok(MemoryInfo { free_bytes: free as u64, total_bytes: total as u64 })
+    }
+
+    /// Blocks the host until all work given to the context so far is done.
+    ///
+    /// # Errors
+    /// When the driver refuses or reports that work failed.
+    pub fn synchronize(&self) -> Result<(), DriverError> {
+        let _current = self.enter()?;
+        // SAFETY: takes no pointers, and the context is current.
+        unsafe { self.driver.context_synchronize() }
+    }
+
+    /// Number of driver calls that this crate made in this process so far, over all devices and threads. A difference of
+    /// zero around an allocation shows that it came from the cache.
+    pub fn driver_calls() -> u64 {
+        Driver::calls()
+    }
+
+    pub(crate) fn raw_device(&self) -> CUdevice {
+        self.context.cu_device()
+    }
+
+    /// Whether the peer's kernels can be given access to this device's memory.
+    pub(crate) fn can_be_accessed_by(&self, peer: usize) -> Result<Option<CUdevice>, DriverError> {
+        let Ok(ordinal) = c_int::try_from(peer) else { return Ok(None) };
+        let mut device: CUdevice = 0;
+        // SAFETY: `device` is valid for writing.
+        if unsafe { self.driver.device_get(&raw mut device, ordinal) }.is_err() {
+            return Ok(None);
+        }
+        let mut can = 0;
+        // SAFETY: `can` is valid for writing, both devices exist.
+        unsafe { self.driver.device_can_access_peer(&raw mut can, device, self.raw_device()) }?;
+        Ok((can != 0).then_some(device))
+    }
+
+    /// Makes the context current on this thread until the guard is dropped.
+    pub(crate) fn enter(&self) -> Result<Current<'_>, DriverError> {
+        let mut before: CUcontext = std::ptr::null_mut();
+        // SAFETY: `before` is valid for writing.
+        unsafe { self.driver.context_current(&raw mut before) }?;
+        let pushed = before != self.context.cu_ctx();
+        if pushed {
+            // SAFETY: the context lives as long as `self`, which the guard borrows.
+            unsafe { self.driver.context_push(self.context.cu_ctx()) }?;
+        }
+        Ok(Current { driver: self.driver, pushed })
+    }
+}
+
+impl fmt::Debug for CudaDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CudaDevice").field("ordinal", &self.ordinal()).field("features", &self.features).finish()
+    }
+}
+
+fn has_attribute(driver: &Driver, device: CUdevice, attribute: c_int) -> bool {
+    let mut value = 0;
+    // SAFETY: `value` is valid for writing; an attribute that the driver does not know is an error.
+    unsafe { driver.device_attribute(&raw mut value, attribute, device) }.is_ok() && value != 0
+}
+
+/// The device's context is current on this thread; dropped, the one before is.
+pub(crate) struct Current<'a> {
+    driver: &'a Driver,
+    pushed: bool,
+}
+
+impl Drop for Current<'_> {
+    fn drop(&mut self) {
+        if self.pushed {
+            let mut popped: CUcontext = std::ptr::null_mut();
+            // SAFETY: `popped` is valid for writing. Fails only when somebody popped in between: nothing to restore then.
+            let _popped = unsafe { self.driver.context_pop(&raw mut popped) };
+        }
+    }
+}
+
+/// Puts back, when dropped, what was the thread's current context: for cudarc's calls, which change it.
+pub(crate) struct RestoreCurrent {
+    driver: &'static Driver,
+    before: CUcontext,
+}
+
+impl RestoreCurrent {
+    pub(crate) fn of(driver: &'static Driver) -> Result<Self, DriverError> {
+        let mut before: CUcontext = std::ptr::null_mut();
+        // SAFETY: `before` is valid for writing.
+        unsafe { driver.context_current(&raw mut before) }?;
+        Ok(RestoreCurrent { driver, before })
+    }
+}
+
+impl Drop for RestoreCurrent {
+    fn drop(&mut self) {
+        // SAFETY: it was current when this guard was made. Should it be destroyed since, the driver refuses, and the
+        // thread is left without a context that is alive, which is the truth.
+        let _restored = unsafe { self.driver.context_set(self.before) };
+    }
+}

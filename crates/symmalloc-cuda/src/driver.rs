@@ -1,0 +1,250 @@
+//! The driver calls of this crate, resolved once.
+//!
+//! cudarc resolves a symbol when it is first called, and panics when it is not there; its `CUresult` is a Rust enum, so a
+//! code that is newer than the bindings has no valid value. An allocator must survive both. So its own calls go through
+//! this table: every symbol is looked up in the library that cudarc opened before anything is called, a missing one is a
+//! [`LoadError`], and codes are plain integers.
+//!
+//! ```text
+//!  Driver::load ── library there? ── every symbol there? ── Driver ── method per call ── Result<(), DriverError>
+//! ```
+
+use crate::error::{DriverError, LoadError};
+use cudarc::driver::sys::{CUcontext, CUdevice, CUdeviceptr, CUevent, CUgraph, CUgraphExec, CUstream};
+use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Number of calls made through the table, over all threads.
+static CALLS: AtomicU64 = AtomicU64::new(0);
+
+/// `CUmemLocation` of a device, as all versions of CUDA lay it out.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(crate) struct MemLocation {
+    /// 1: a device.
+    pub(crate) kind: c_int,
+    pub(crate) id: c_int,
+}
+
+impl MemLocation {
+    pub(crate) fn device(device: CUdevice) -> Self {
+        MemLocation { kind: 1, id: device }
+    }
+}
+
+/// `CUmemAllocationProp`, as all versions of CUDA lay it out.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(crate) struct MemProperties {
+    /// 1: pinned, the only kind.
+    pub(crate) kind: c_int,
+    /// [`HANDLE_POSIX_FD`] and [`HANDLE_FABRIC`], or-ed.
+    pub(crate) handle_types: c_uint,
+    pub(crate) location: MemLocation,
+    pub(crate) win32: *mut c_void,
+    pub(crate) compression: u8,
+    pub(crate) gpu_direct_rdma: u8,
+    pub(crate) usage: u16,
+    pub(crate) reserved: [u8; 4],
+}
+
+pub(crate) const HANDLE_POSIX_FD: c_uint = 1;
+pub(crate) const HANDLE_FABRIC: c_uint = 8;
+
+/// `CUmemAccessDesc`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(crate) struct MemAccess {
+    pub(crate) location: MemLocation,
+    /// 3: read and write.
+    pub(crate) flags: c_int,
+}
+
+/// `CU_EVENT_DISABLE_TIMING`.
+pub(crate) const EVENT_DISABLE_TIMING: c_uint = 2;
+/// `CU_MEMHOSTALLOC_PORTABLE`: pinned for every context.
+pub(crate) const HOST_PORTABLE: c_uint = 1;
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`.
+pub(crate) const CAPTURE_RELAXED: c_int = 2;
+/// `CU_STREAM_CAPTURE_STATUS_ACTIVE`.
+pub(crate) const CAPTURE_ACTIVE: c_int = 1;
+
+/// Device attributes, by number: numbers never change, and older headers lack some names.
+pub(crate) mod attribute {
+    use std::ffi::c_int;
+    pub(crate) const VIRTUAL_MEMORY: c_int = 102;
+    pub(crate) const POSIX_FD: c_int = 103;
+    pub(crate) const GPU_DIRECT_RDMA: c_int = 110;
+    pub(crate) const FABRIC: c_int = 128;
+}
+
+/// Symbols that cudarc itself calls on the paths of this crate: it would panic without them.
+#[cfg(not(feature = "dynamic-linking"))]
+const USED_BY_CUDARC: [&str; 13] = [
+    "cuDevicePrimaryCtxRetain",
+    "cuDevicePrimaryCtxRelease_v2",
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
+    "cuStreamBeginCapture_v2",
+    "cuStreamEndCapture",
+    "cuStreamIsCapturing",
+    "cuGraphInstantiateWithFlags",
+    "cuGraphDestroy",
+    "cuGraphExecDestroy",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuGetErrorString",
+];
+
+macro_rules! driver_calls {
+    ($($name:ident = $symbol:ident ($($arg:ident: $type:ty),*);)*) => {
+        /// libcuda, with every call resolved.
+        pub(crate) struct Driver {
+            $($name: unsafe extern "C" fn($($type),*) -> c_int,)*
+        }
+
+        #[cfg(feature = "dynamic-linking")]
+        // SAFETY: the signatures are those of cuda.h with integers for enums.
+        unsafe extern "C" {
+            $(fn $symbol($($arg: $type),*) -> c_int;)*
+        }
+
+        impl Driver {
+            #[cfg(feature = "dynamic-linking")]
+            fn resolve() -> Result<Driver, LoadError> {
+                Ok(Driver { $($name: $symbol,)* })
+            }
+
+            #[cfg(not(feature = "dynamic-linking"))]
+            fn resolve() -> Result<Driver, LoadError> {
+                Ok(Driver {
+                    $($name: {
+                        // SAFETY: the type is the symbol's signature in cuda.h, with integers for enums, and the library
+                        // stays open for the life of the process.
+                        unsafe { symbol::<unsafe extern "C" fn($($type),*) -> c_int>(stringify!($symbol)) }?
+                    },)*
+                })
+            }
+
+            $(
+                /// # Safety
+                /// As the call of this name in the CUDA driver API: handles live, pointers valid.
+                #[allow(clippy::too_many_arguments, reason = "the driver's signature")]
+                pub(crate) unsafe fn $name(&self, $($arg: $type),*) -> Result<(), DriverError> {
+                    CALLS.fetch_add(1, Ordering::Relaxed);
+                    // SAFETY: the caller's contract.
+                    let code = unsafe { (self.$name)($($arg),*) };
+                    if code == 0 { Ok(()) } else { Err(DriverError { call: stringify!($symbol), code }) }
+                }
+            )*
+        }
+    };
+}
+
+driver_calls! {
+    init = cuInit(flags: c_uint);
+    device_count = cuDeviceGetCount(count: *mut c_int);
+    device_attribute = cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, device: CUdevice);
+    device_can_access_peer = cuDeviceCanAccessPeer(can: *mut c_int, device: CUdevice, peer: CUdevice);
+    device_get = cuDeviceGet(device: *mut CUdevice, ordinal: c_int);
+    context_current = cuCtxGetCurrent(context: *mut CUcontext);
+    context_set = cuCtxSetCurrent(context: CUcontext);
+    context_push = cuCtxPushCurrent_v2(context: CUcontext);
+    context_pop = cuCtxPopCurrent_v2(context: *mut CUcontext);
+    context_synchronize = cuCtxSynchronize();
+    memory_info = cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
+    granularity = cuMemGetAllocationGranularity(bytes: *mut usize, properties: *const MemProperties, option: c_int);
+    address_reserve = cuMemAddressReserve(base: *mut CUdeviceptr, size: usize, alignment: usize, hint: CUdeviceptr, flags: c_ulonglong);
+    address_free = cuMemAddressFree(base: CUdeviceptr, size: usize);
+    create = cuMemCreate(handle: *mut c_ulonglong, size: usize, properties: *const MemProperties, flags: c_ulonglong);
+    release = cuMemRelease(handle: c_ulonglong);
+    map = cuMemMap(address: CUdeviceptr, size: usize, offset: usize, handle: c_ulonglong, flags: c_ulonglong);
+    unmap = cuMemUnmap(address: CUdeviceptr, size: usize);
+    set_access = cuMemSetAccess(address: CUdeviceptr, size: usize, access: *const MemAccess, count: usize);
+    allocate = cuMemAlloc_v2(address: *mut CUdeviceptr, size: usize);
+    free = cuMemFree_v2(address: CUdeviceptr);
+    host_allocate = cuMemHostAlloc(address: *mut *mut c_void, size: usize, flags: c_uint);
+    host_free = cuMemFreeHost(address: *mut c_void);
+    memset_async = cuMemsetD8Async(address: CUdeviceptr, value: u8, count: usize, stream: CUstream);
+    event_create = cuEventCreate(event: *mut CUevent, flags: c_uint);
+    event_destroy = cuEventDestroy_v2(event: CUevent);
+    event_record = cuEventRecord(event: CUevent, stream: CUstream);
+    event_query = cuEventQuery(event: CUevent);
+    event_synchronize = cuEventSynchronize(event: CUevent);
+    stream_wait = cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);
+    stream_synchronize = cuStreamSynchronize(stream: CUstream);
+    capture_info = cuStreamGetCaptureInfo_v2(stream: CUstream, status: *mut c_int, id: *mut u64, graph: *mut CUgraph, dependencies: *mut *const c_void, count: *mut usize);
+    exchange_capture_mode = cuThreadExchangeStreamCaptureMode(mode: *mut c_int);
+    graph_launch = cuGraphLaunch(graph: CUgraphExec, stream: CUstream);
+}
+
+/// Looks a symbol up in libcuda, once it is known that the library can be opened.
+///
+/// # Safety
+/// `F` must be the symbol's type.
+#[cfg(not(feature = "dynamic-linking"))]
+unsafe fn symbol<F: Copy>(name: &'static str) -> Result<F, LoadError> {
+    // SAFETY: the library can be opened, so this does not panic.
+    let library = unsafe { cudarc::driver::sys::culib() };
+    // SAFETY: the caller's contract.
+    let symbol = unsafe { library.get::<F>(name.as_bytes()) };
+    symbol.map(|symbol| *symbol).map_err(|_| LoadError::SymbolMissing { symbol: name })
+}
+
+impl Driver {
+    /// The driver of this process.
+    pub(crate) fn load() -> Result<&'static Driver, LoadError> {
+        static DRIVER: OnceLock<Result<Driver, LoadError>> = OnceLock::new();
+        DRIVER.get_or_init(Driver::open).as_ref().map_err(Clone::clone)
+    }
+
+    #[cfg(feature = "dynamic-linking")]
+    fn open() -> Result<Driver, LoadError> {
+        Driver::resolve()
+    }
+
+    #[cfg(not(feature = "dynamic-linking"))]
+    fn open() -> Result<Driver, LoadError> {
+        // SAFETY: opens libcuda, whose initialisers may run at any time.
+        if !unsafe { cudarc::driver::sys::is_culib_present() } {
+            let names = ["cuda", "nvcuda"].into_iter().flat_map(cudarc::get_lib_name_candidates).collect();
+            return Err(LoadError::LibraryMissing { names });
+        }
+        for name in USED_BY_CUDARC {
+            // SAFETY: looked up only, never called through this type.
+            unsafe { symbol::<unsafe extern "C" fn()>(name) }?;
+        }
+        Driver::resolve()
+    }
+
+    /// Driver calls made by this crate in this process so far.
+    pub(crate) fn calls() -> u64 {
+        CALLS.load(Ordering::Relaxed)
+    }
+
+    /// Lets this thread make calls, until the guard is dropped, that a stream capture on it would otherwise forbid:
+    /// getting memory and events has nothing to do with what is captured.
+    pub(crate) fn relax_capture(&self) -> RelaxedCapture<'_> {
+        let mut mode = CAPTURE_RELAXED;
+        // SAFETY: `mode` is valid for reading and writing.
+        let exchanged = unsafe { self.exchange_capture_mode(&raw mut mode) };
+        RelaxedCapture { driver: self, before: exchanged.ok().map(|()| mode) }
+    }
+}
+
+/// See [`Driver::relax_capture`].
+pub(crate) struct RelaxedCapture<'a> {
+    driver: &'a Driver,
+    /// The thread's mode before; `None` when it could not be changed.
+    before: Option<c_int>,
+}
+
+impl Drop for RelaxedCapture<'_> {
+    fn drop(&mut self) {
+        if let Some(mut mode) = self.before {
+            // SAFETY: `mode` is valid for reading and writing, and a mode that the driver gave. It cannot fail then.
+            let _restored = unsafe { self.driver.exchange_capture_mode(&raw mut mode) };
+        }
+    }
+}

@@ -1,0 +1,219 @@
+//! What can go wrong with the driver: the library, the call, the code, and what to do about it.
+
+use std::fmt;
+use symmalloc_core::backend::{BackendError, Reason};
+use symmalloc_core::config::ConfigError;
+use symmalloc_core::errors::{AllocateError, PoolError, StreamError, TrimError, UnknownError};
+use thiserror::Error;
+
+/// libcuda could not be used at all. Nothing was called in it.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum LoadError {
+    /// No library of any of these names can be opened.
+    #[error(
+        "libcuda cannot be opened under any of the names {}: install the NVIDIA driver, or put the folder of its library \
+         on LD_LIBRARY_PATH; under another name, link it to libcuda.so.1", .names.join(", ")
+    )]
+    LibraryMissing {
+        /// The names tried, in order.
+        names: Vec<String>,
+    },
+    /// The library lacks a call that is needed: the driver is older than the program, or it is not libcuda.
+    #[error("libcuda has no {symbol}: the driver is too old, install a newer one (CUDA 11.4 at least)")]
+    SymbolMissing {
+        /// The call.
+        symbol: &'static str,
+    },
+}
+
+/// A driver call that failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DriverError {
+    /// The call, for example `cuMemCreate`.
+    pub call: &'static str,
+    /// The driver's code (`CUresult`).
+    pub code: i32,
+}
+
+/// `CUDA_ERROR_INVALID_VALUE`.
+pub(crate) const INVALID_VALUE: i32 = 1;
+/// `CUDA_ERROR_OUT_OF_MEMORY`.
+pub(crate) const OUT_OF_MEMORY: i32 = 2;
+/// `CUDA_ERROR_NO_DEVICE`.
+pub(crate) const NO_DEVICE: i32 = 100;
+/// `CUDA_ERROR_INVALID_HANDLE`.
+pub(crate) const INVALID_HANDLE: i32 = 400;
+/// `CUDA_ERROR_NOT_READY`.
+pub(crate) const NOT_READY: i32 = 600;
+/// `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`.
+pub(crate) const CAPTURE_UNSUPPORTED: i32 = 900;
+/// `CUDA_ERROR_STREAM_CAPTURE_ISOLATION`.
+pub(crate) const CAPTURE_ISOLATION: i32 = 905;
+/// `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT`.
+pub(crate) const CAPTURE_IMPLICIT: i32 = 906;
+
+impl DriverError {
+    /// What the code means for an allocator.
+    pub fn reason(&self) -> Reason {
+        match self.code {
+            OUT_OF_MEMORY => Reason::OutOfMemory,
+            // Codes after which every call in the context fails, by the driver's own documentation.
+            46 | 214 | 220 | 226 | 700 | 702 | 709 | 710 | 714..=719 => Reason::DeviceLost,
+            _ => Reason::Refused,
+        }
+    }
+
+    /// The code's name, for the codes an allocator can meet.
+    pub fn name(&self) -> &'static str {
+        match self.code {
+            INVALID_VALUE => "CUDA_ERROR_INVALID_VALUE",
+            OUT_OF_MEMORY => "CUDA_ERROR_OUT_OF_MEMORY",
+            3 => "CUDA_ERROR_NOT_INITIALIZED",
+            4 => "CUDA_ERROR_DEINITIALIZED",
+            34 => "CUDA_ERROR_STUB_LIBRARY",
+            46 => "CUDA_ERROR_DEVICE_UNAVAILABLE",
+            NO_DEVICE => "CUDA_ERROR_NO_DEVICE",
+            101 => "CUDA_ERROR_INVALID_DEVICE",
+            201 => "CUDA_ERROR_INVALID_CONTEXT",
+            214 => "CUDA_ERROR_ECC_UNCORRECTABLE",
+            220 => "CUDA_ERROR_NVLINK_UNCORRECTABLE",
+            INVALID_HANDLE => "CUDA_ERROR_INVALID_HANDLE",
+            NOT_READY => "CUDA_ERROR_NOT_READY",
+            700 => "CUDA_ERROR_ILLEGAL_ADDRESS",
+            702 => "CUDA_ERROR_LAUNCH_TIMEOUT",
+            704 => "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED",
+            709 => "CUDA_ERROR_CONTEXT_IS_DESTROYED",
+            710 => "CUDA_ERROR_ASSERT",
+            714 => "CUDA_ERROR_HARDWARE_STACK_ERROR",
+            715 => "CUDA_ERROR_ILLEGAL_INSTRUCTION",
+            716 => "CUDA_ERROR_MISALIGNED_ADDRESS",
+            717 => "CUDA_ERROR_INVALID_ADDRESS_SPACE",
+            718 => "CUDA_ERROR_INVALID_PC",
+            719 => "CUDA_ERROR_LAUNCH_FAILED",
+            800 => "CUDA_ERROR_NOT_PERMITTED",
+            801 => "CUDA_ERROR_NOT_SUPPORTED",
+            802 => "CUDA_ERROR_SYSTEM_NOT_READY",
+            803 => "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
+            804 => "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE",
+            CAPTURE_UNSUPPORTED => "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+            901 => "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
+            CAPTURE_ISOLATION => "CUDA_ERROR_STREAM_CAPTURE_ISOLATION",
+            999 => "CUDA_ERROR_UNKNOWN",
+            _ => "a CUresult",
+        }
+    }
+
+    fn advice(&self) -> &'static str {
+        match (self.code, self.reason()) {
+            (OUT_OF_MEMORY, _) => "free or trim memory, or end other processes on the device (nvidia-smi lists them)",
+            (34, _) => {
+                "the library found is the toolkit's stub: put the driver's own libcuda first on the library path"
+            }
+            (NO_DEVICE | 101, _) => "check nvidia-smi and CUDA_VISIBLE_DEVICES",
+            (802, _) => "start nvidia-fabricmanager, or wait for it",
+            (803 | 804, _) => "library and kernel module of the driver differ: update both, and restart",
+            (999, _) => "check dmesg and nvidia-smi; the kernel module may need to be reloaded",
+            (CAPTURE_UNSUPPORTED | 901 | CAPTURE_ISOLATION, _) => {
+                "a stream capture forbids it: do it before the capture"
+            }
+            (_, Reason::DeviceLost) => "a kernel failed or the device is gone: end the process; its context is lost",
+            _ => "see the documentation of the call",
+        }
+    }
+}
+
+impl std::error::Error for DriverError {}
+
+impl fmt::Display for DriverError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} failed with {} ({}): {}", self.call, self.code, self.name(), self.advice())
+    }
+}
+
+impl From<DriverError> for BackendError {
+    fn from(error: DriverError) -> Self {
+        BackendError::new(error.call, error.code, error.reason())
+    }
+}
+
+impl From<BackendError> for DriverError {
+    /// Backend errors of this crate come from driver calls.
+    fn from(error: BackendError) -> Self {
+        DriverError { call: error.call, code: error.code }
+    }
+}
+
+/// Why an operation of this crate failed.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum CudaError {
+    /// libcuda cannot be used.
+    #[error(transparent)]
+    Load(#[from] LoadError),
+    /// The driver refused a call.
+    #[error(transparent)]
+    Driver(#[from] DriverError),
+    /// There is no such device.
+    #[error("there is no device {ordinal}, the driver shows {devices}: check nvidia-smi and CUDA_VISIBLE_DEVICES")]
+    NoSuchDevice {
+        /// The ordinal asked for.
+        ordinal: usize,
+        /// Number of devices the driver shows.
+        devices: usize,
+    },
+    /// The device cannot reach its peer's memory, or the memory cannot be mapped for it.
+    #[error("device {peer} cannot access the memory of device {ordinal}: leave it out of the peers")]
+    NoPeerAccess {
+        /// The device that has the memory.
+        ordinal: usize,
+        /// The device that was to access it.
+        peer: usize,
+    },
+    /// The chunk size is not a positive multiple of the device's granularity.
+    #[error("chunks of {chunk_bytes} bytes cannot be mapped: use a positive multiple of {granularity_bytes}")]
+    ChunkSize {
+        /// The size given.
+        chunk_bytes: u64,
+        /// What the device maps at least.
+        granularity_bytes: u64,
+    },
+    /// The stream is the one that has a different meaning in each thread (handle 2).
+    #[error("the per-thread default stream names another stream in every thread: create a stream and register that")]
+    PerThreadStream,
+    /// The stream belongs to another context.
+    #[error("the stream belongs to another context than the allocator: use a stream of the allocator's context")]
+    ForeignStream,
+    /// The stream is being captured by the program itself.
+    #[error("the stream is being captured already: begin the capture with GraphPool::begin")]
+    AlreadyCapturing,
+    /// The capture recorded nothing or was invalidated.
+    #[error("the capture ended without a graph: nothing was submitted to the stream, or a call in it was not allowed")]
+    EmptyCapture,
+    /// The configuration does not hold together.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The allocator refused.
+    #[error(transparent)]
+    Allocate(#[from] AllocateError),
+    /// The allocator refused.
+    #[error(transparent)]
+    Stream(#[from] StreamError),
+    /// The allocator refused.
+    #[error(transparent)]
+    Pool(#[from] PoolError),
+    /// The allocator refused.
+    #[error(transparent)]
+    Trim(#[from] TrimError),
+    /// A pool or stream does not exist.
+    #[error(transparent)]
+    Unknown(#[from] UnknownError),
+    /// The size in bytes is more than an address can hold.
+    #[error("{len} elements of {element_bytes} bytes are more than can be addressed")]
+    TooLarge {
+        /// Number of elements.
+        len: usize,
+        /// Size of one, in bytes.
+        element_bytes: usize,
+    },
+}

@@ -1,0 +1,235 @@
+//! CUDA graphs: memory that a captured graph uses, at the same addresses for as long as the graph lives.
+//!
+//! ```text
+//!  GraphPool ── begin(stream) ──► GraphCapture ── end() ──► DeviceGraph ── launch(stream), any number of times
+//!      ▲            allocations on streams of the capture           │
+//!      └────────────── come from the pool ◄──────── keeps it ───────┘
+//! ```
+//!
+//! While a stream is part of a capture that a [`GraphPool`] began, everything that is allocated on it comes from the pool,
+//! whichever name of the allocator is used. A block that is freed during the capture is reused by later allocations of the
+//! same capture; between streams the fence is an edge of the graph. The pool's memory is never given back by `trim` or a
+//! limit, and nothing else is allocated from it. It goes back when the pool's last owner is gone: every `GraphPool` of that
+//! name, every graph, and every buffer.
+//!
+//! **Sharing.** Graphs that are captured from one pool share its memory, so they must not run at the same time: launch them
+//! on one stream, or order them. What one graph leaves in a buffer that was freed, the next overwrites. A buffer that is
+//! kept alive keeps its place to itself.
+//!
+//! **Same places.** A capture of the same program from a new pool lands on the same offsets, and so does a second capture
+//! from a pool with a reserved segment (`PoolConfig::builder().reserved(bytes)`) once the buffers of the first are dropped.
+//! A growing pool is larger for the second capture than it was for the first, so the best fit may be another block.
+//!
+//! **Before and after.** Beginning a capture waits, on the host, for all registered streams: no fence from before is left, and
+//! a graph cannot wait for what was not captured. Work that fills the graph's inputs must be ordered before each launch by
+//! the program. Asking an event during a capture, or waiting for it from outside, would spoil the capture; the backend does
+//! neither (the table is in `order.rs`).
+
+use crate::allocator::{Abandoned, CudaAllocator, State, lock};
+use crate::backend::CudaBackend;
+use crate::capture::{CaptureId, capture_of};
+use crate::device::RestoreCurrent;
+use crate::error::{CudaError, DriverError};
+use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
+use cudarc::driver::{CudaGraph, CudaStream};
+use std::fmt;
+use std::sync::{Arc, Mutex};
+use symmalloc_core::config::{PoolConfig, Reclaim};
+use symmalloc_core::{ObserverId, PoolId, StreamId};
+
+/// Memory for graphs. Cloning it gives another name of the same pool.
+#[derive(Clone, Debug)]
+pub struct GraphPool {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    state: Arc<State<CudaBackend>>,
+    pool: PoolId,
+    /// Keeps the memory of segments that die for the core, should anyone trim the pool through it.
+    observer: ObserverId,
+    /// Streams on which graphs of this pool were launched.
+    launched_on: Mutex<Vec<StreamId>>,
+}
+
+impl GraphPool {
+    /// A pool for graphs. Of the policy, `reclaim` and the release threshold are ignored: its memory stays.
+    ///
+    /// # Errors
+    /// When the policy does not fit the device.
+    #[allow(clippy::needless_pass_by_value, reason = "like `create_pool`")]
+    pub fn new(allocator: &CudaAllocator, config: PoolConfig) -> Result<Self, CudaError> {
+        let config = config.to_builder().reclaim(Reclaim::Never).release_threshold_bytes(None).build()?;
+        let config = crate::allocator::fitting(allocator.core().backend(), config)?;
+        let state = Arc::clone(&allocator.state);
+        let pool = state.core.create_pool(config)?;
+        let (observer, _) = state.core.observe(pool)?;
+        Ok(GraphPool { inner: Arc::new(Inner { state, pool, observer, launched_on: Mutex::default() }) })
+    }
+
+    /// The pool's id, equal on all ranks.
+    pub fn id(&self) -> PoolId {
+        self.inner.pool
+    }
+
+    /// Begins to capture what is submitted to the stream, and to streams that are made to wait for it with
+    /// [`CachingAllocator::wait`](crate::CachingAllocator::wait). Waits on the host for all registered streams first.
+    ///
+    /// Other threads go on; this thread is restricted as in CUDA's thread-local capture mode, but for what the allocator
+    /// itself does.
+    ///
+    /// # Errors
+    /// When the stream is being captured already or cannot be registered, or the driver refuses; nothing is captured then.
+    pub fn begin(&self, stream: &Arc<CudaStream>) -> Result<GraphCapture, CudaError> {
+        let allocator = CudaAllocator::of_state(&self.inner.state);
+        let id = allocator.register_stream(stream)?;
+        let under_way = UnderWay::begin(&self.inner.state);
+        let order = self.inner.state.order();
+        if order.capture_of(stream.cu_stream())?.is_some() {
+            return Err(CudaError::AlreadyCapturing);
+        }
+        for (other, raw) in order.streams() {
+            if order.capture_of(raw.cu_stream())?.is_none() {
+                self.inner.state.synchronize(other).map_err(DriverError::from)?;
+            }
+        }
+        let _restore = RestoreCurrent::of(order.device.driver)?;
+        let begun = stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);
+        begun.map_err(|error| DriverError { call: "cuStreamBeginCapture", code: error.0 as i32 })?;
+        let mut capture = GraphCapture {
+            pool: self.clone(),
+            stream: Arc::clone(stream),
+            id,
+            capture: None,
+            is_ended: false,
+            under_way,
+        };
+        // SAFETY: the stream is alive.
+        capture.capture = unsafe { capture_of(order.device.driver, stream.cu_stream()) }?;
+        let entry = capture.capture.map(|capture| (capture, self.inner.pool));
+        lock(&self.inner.state.capture_pools).extend(entry);
+        Ok(capture)
+    }
+}
+
+impl Drop for Inner {
+    /// The memory goes back with the allocator's next trim: that may block, and this must not.
+    fn drop(&mut self) {
+        let streams = std::mem::take(&mut *lock(&self.launched_on));
+        self.state.abandon(Abandoned { pool: self.pool, observer: Some(self.observer), streams });
+    }
+}
+
+impl fmt::Debug for Inner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GraphPool").field("pool", &self.pool).finish_non_exhaustive()
+    }
+}
+
+/// A capture is under way on the device.
+struct UnderWay {
+    state: Arc<State<CudaBackend>>,
+}
+
+impl UnderWay {
+    fn begin(state: &Arc<State<CudaBackend>>) -> Self {
+        state.order().device.captures.begin();
+        UnderWay { state: Arc::clone(state) }
+    }
+}
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        self.state.order().device.captures.end();
+    }
+}
+
+/// A capture under way. Dropped without [`end`](GraphCapture::end), it captures nothing.
+#[must_use = "end the capture to get its graph"]
+pub struct GraphCapture {
+    pool: GraphPool,
+    stream: Arc<CudaStream>,
+    id: StreamId,
+    /// The driver's number of the capture.
+    capture: Option<CaptureId>,
+    is_ended: bool,
+    under_way: UnderWay,
+}
+
+impl GraphCapture {
+    /// Ends the capture and makes its graph ready to be launched.
+    ///
+    /// # Errors
+    /// When a call during the capture was not allowed, a stream that joined was not joined back, or nothing was captured.
+    pub fn end(mut self) -> Result<DeviceGraph, CudaError> {
+        let graph = self.end_capture().map_err(CudaError::Driver)?.ok_or(CudaError::EmptyCapture)?;
+        Ok(DeviceGraph { graph, pool: self.pool.clone() })
+    }
+
+    fn end_capture(&mut self) -> Result<Option<CudaGraph>, DriverError> {
+        if std::mem::replace(&mut self.is_ended, true) {
+            return Ok(None);
+        }
+        lock(&self.under_way.state.capture_pools).retain(|(id, _)| Some(*id) != self.capture);
+        let _restore = RestoreCurrent::of(self.under_way.state.order().device.driver)?;
+        let ended = self.stream.end_capture(CUgraphInstantiate_flags(0));
+        ended.map_err(|error| DriverError { call: "cuStreamEndCapture", code: error.0 as i32 })
+    }
+}
+
+impl Drop for GraphCapture {
+    fn drop(&mut self) {
+        // An error means that the driver has ended it: there is no capture left to end.
+        let _graph = self.end_capture();
+    }
+}
+
+impl fmt::Debug for GraphCapture {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GraphCapture").field("pool", &self.pool.id()).field("stream", &self.id).finish_non_exhaustive()
+    }
+}
+
+/// A captured graph with its memory. As in CUDA, a graph belongs to one thread at a time.
+pub struct DeviceGraph {
+    // Dropped first: its memory must outlive it.
+    graph: CudaGraph,
+    pool: GraphPool,
+}
+
+impl DeviceGraph {
+    /// Submits the graph to a stream.
+    ///
+    /// # Errors
+    /// When the stream cannot be registered or the driver refuses.
+    pub fn launch(&self, stream: &Arc<CudaStream>) -> Result<(), CudaError> {
+        let state = &self.pool.inner.state;
+        let id = CudaAllocator::of_state(state).register_stream(stream)?;
+        {
+            let mut launched_on = lock(&self.pool.inner.launched_on);
+            if !launched_on.contains(&id) {
+                launched_on.push(id);
+            }
+        }
+        let device = &state.order().device;
+        let _current = device.enter()?;
+        // SAFETY: the graph is alive and ready, and its memory is kept by the pool.
+        Ok(unsafe { device.driver.graph_launch(self.graph.cu_graph_exec(), stream.cu_stream()) }?)
+    }
+
+    /// The pool that has its memory.
+    pub fn pool(&self) -> &GraphPool {
+        &self.pool
+    }
+
+    /// cudarc's graph.
+    pub fn graph(&self) -> &CudaGraph {
+        &self.graph
+    }
+}
+
+impl fmt::Debug for DeviceGraph {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DeviceGraph").field("pool", &self.pool.id()).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,82 @@
+//! Deterministic device memory for CUDA: the placements of `symmalloc-core` on real GPUs, and buffers that fit cudarc.
+//!
+//! A runtime asks this crate for memory where it would ask `cuMemAlloc`, and gets what the core promises: the n-th
+//! allocation lies at the same segment and offset on every rank and in every run, uses by other streams are waited for on
+//! the device and never polled, and in a steady state no allocation makes a driver call.
+//!
+//! # Examples
+//! ```no_run
+//! use symmalloc_core::Config;
+//! use symmalloc_cuda::{CudaAllocator, CudaDevice};
+//!
+//! let device = CudaDevice::new(0)?;
+//! let (compute, copies) = (device.context().new_stream()?, device.context().new_stream()?);
+//! let allocator = CudaAllocator::new(&device, Config::default())?;
+//!
+//! let mut input = allocator.alloc_zeroed_named::<f32>(&compute, 4096, "input")?;
+//! copies.memcpy_htod(&vec![1.0_f32; 4096], &mut input)?; // waits for `compute`, and is noted as a use
+//! let host = compute.clone_dtoh(&input)?; // waits for `copies`
+//! drop(input); // free at once: whoever takes the memory waits for `copies` on the device
+//! compute.synchronize()?;
+//! assert_eq!(host, vec![1.0_f32; 4096]);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! # What there is
+//! | type | what it is |
+//! |---|---|
+//! | [`CudaDevice`] | a device with a context: its primary one, or your own |
+//! | [`CudaAllocator`] | the allocator, shared by threads, one per device |
+//! | [`DeviceBuffer`] | memory that is freed when dropped and goes wherever a `CudaSlice` goes |
+//! | [`Pool`] | a policy of its own, for a part of the program |
+//! | [`PinnedAllocator`], [`PinnedBuffer`] | the same for page-locked host memory |
+//! | [`GraphPool`], [`DeviceGraph`] | memory that a captured graph keeps |
+//! | [`CudaBackend`] | the driver behind all this, for a core allocator that you drive yourself |
+//!
+//! # Choosing the CUDA version
+//! cudarc's bindings follow one version of the CUDA headers, and so one of the features `cuda-11040` ... `cuda-13040` (or
+//! `cuda-version-from-build-system`) must be chosen, here or on cudarc, by the program at the end of the line. None is the
+//! default, because two together do not compile. This crate behaves alike with all of them: it resolves its own driver calls.
+//! Within the repository `.cargo/config.toml` chooses.
+//!
+//! libcuda is opened when it is first needed, so everything builds and runs without CUDA, up to the first
+//! [`CudaDevice::new`], which then returns an error that says what is missing. The feature `dynamic-linking` asks the linker
+//! instead; choose it here and not on cudarc.
+//!
+//! # Errors
+//! No call of this crate panics because of the driver: [`LoadError`] when the library or a call in it is missing,
+//! [`DriverError`] with the call, the code and what to do about it otherwise. cudarc's own safe calls still panic when a
+//! symbol is missing that this crate does not need.
+//!
+//! # Implementation
+//! `driver.rs` resolves the calls; `device.rs` keeps the thread's current context as it was. A backend is memory
+//! (`memory.rs`: virtual memory with `chunks.rs` as its books, or whole allocations) and an order of work (`order.rs`:
+//! streams and events, also in captures). `allocator.rs` puts the core on top; `block.rs` and `uses.rs` are what buffers
+//! consist of. `unsafe` stands only where the driver is called, pointers are taken apart or cudarc's traits demand it.
+
+mod allocator;
+mod backend;
+mod block;
+mod buffer;
+mod capture;
+mod chunks;
+mod device;
+mod driver;
+mod error;
+mod graph;
+mod memory;
+mod order;
+mod pinned;
+mod pool;
+mod uses;
+mod view;
+
+pub use allocator::{CachingAllocator, CudaAllocator, DropError, DropErrors};
+pub use backend::{CudaBackend, CudaBackendBuilder, CudaMemory, MemoryTraits, PinnedBackend};
+pub use buffer::{DeviceBuffer, KernelArg, RawDeviceBuffer};
+pub use device::{CudaDevice, DeviceFeatures, MemoryInfo};
+pub use error::{CudaError, DriverError, LoadError};
+pub use graph::{DeviceGraph, GraphCapture, GraphPool};
+pub use pinned::{PinnedAllocator, PinnedBuffer};
+pub use pool::Pool;
+pub use view::{BufferView, BufferViewMut};

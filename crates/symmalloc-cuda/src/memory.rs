@@ -1,0 +1,29 @@
+//! Where a backend's bytes come from: virtual memory of a device, or whole allocations of a device or of the host.
+//!
+//! | kind | reserve | map | unmap | release |
+//! |---|---|---|---|---|
+//! | [`Virtual`] | addresses | `cuMemCreate`, `cuMemMap`, access | `cuMemUnmap` | addresses back |
+//! | [`Whole`] | an allocation | nothing | nothing | the allocation back |
+//!
+//! A whole allocation has no addresses without memory, so that `reserve` takes what `map` would take. Pools of fixed and
+//! reserved segments map what they reserve at once, and notice no difference; expandable ones need virtual memory.
+
+mod virtual_memory;
+mod whole;
+
+pub(crate) use virtual_memory::{Virtual, VirtualOptions};
+pub(crate) use whole::{Source, Whole};
+
+use symmalloc_core::backend::{BackendError, Range};
+
+/// Memory in ranges. The contract is that of [`symmalloc_core::backend`].
+#[doc(hidden)]
+pub trait Memory: Send + Sync {
+    fn granularity_bytes(&self) -> u64;
+    fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError>;
+    fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError>;
+    fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError>;
+    fn release(&self, range: Range) -> Result<(), BackendError>;
+    /// Bytes that the allocator gave up and the device could not take back yet.
+    fn idle_bytes(&self) -> u64;
+}

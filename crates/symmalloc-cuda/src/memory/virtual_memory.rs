@@ -1,0 +1,296 @@
+//! Virtual memory of a device: addresses first, physical chunks behind them as the allocator asks.
+//!
+//! A chunk's handle is released as soon as it is mapped; the mapping keeps the memory, and unmapping it gives it back. Who
+//! needs the handle (NCCL does) gets it with `cuMemRetainAllocationHandle`.
+//!
+//! How large chunks are: a map of a whole range (fixed and reserved segments) is one chunk, because NCCL before 2.30.3 takes
+//! one physical allocation per window. Growth of an expandable range is cut into chunks of `chunk_bytes`, since trimming
+//! must be able to give any granule back; access is set once per map, which is what costs most (21 to 45 us).
+
+use super::Memory;
+use crate::chunks::{Chunks, Part};
+use crate::device::CudaDevice;
+use crate::driver::{HANDLE_FABRIC, HANDLE_POSIX_FD, MemAccess, MemLocation, MemProperties};
+use crate::error::{CudaError, DriverError, INVALID_VALUE, OUT_OF_MEMORY};
+use cudarc::driver::sys::CUdeviceptr;
+use smallvec::SmallVec;
+use std::collections::BTreeMap;
+use std::ffi::{c_uint, c_ulonglong};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use symmalloc_core::backend::{BackendError, DeviceAddress, Range};
+
+pub(crate) struct Virtual {
+    device: Arc<CudaDevice>,
+    properties: MemProperties,
+    access: SmallVec<[MemAccess; 1]>,
+    granularity_bytes: u64,
+    chunk_bytes: u64,
+    /// By base address. Each has a lock of its own: mapping takes tens of microseconds.
+    ranges: Mutex<BTreeMap<u64, Arc<Mutex<Chunks>>>>,
+    /// Handles that the driver did not take back when it should have: tried again when memory goes back.
+    unreleased: Mutex<Vec<c_ulonglong>>,
+}
+
+// SAFETY: the only pointer is `properties.win32`, which is null and unused here.
+unsafe impl Send for Virtual {}
+// SAFETY: as above.
+unsafe impl Sync for Virtual {}
+
+/// What a program may choose.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct VirtualOptions {
+    pub(crate) chunk_bytes: Option<u64>,
+    pub(crate) peers: Vec<usize>,
+}
+
+impl Virtual {
+    pub(crate) fn new(device: Arc<CudaDevice>, options: &VirtualOptions) -> Result<Self, CudaError> {
+        let location = MemLocation::device(device.raw_device());
+        let mut access = SmallVec::from_slice(&[MemAccess { location, flags: 3 }]);
+        for &peer in &options.peers {
+            let ordinal = device.ordinal();
+            let reached = device.can_be_accessed_by(peer)?.ok_or(CudaError::NoPeerAccess { ordinal, peer })?;
+            access.push(MemAccess { location: MemLocation::device(reached), flags: 3 });
+        }
+        let properties = supported_properties(&device, location)?;
+        let granularity_bytes = granularity_of(&device, &properties)?;
+        let chunk_bytes = options.chunk_bytes.unwrap_or(granularity_bytes);
+        if chunk_bytes == 0 || !chunk_bytes.is_multiple_of(granularity_bytes) {
+            return Err(CudaError::ChunkSize { chunk_bytes, granularity_bytes });
+        }
+        Ok(Virtual {
+            device,
+            properties,
+            access,
+            granularity_bytes,
+            chunk_bytes,
+            ranges: Mutex::default(),
+            unreleased: Mutex::default(),
+        })
+    }
+
+    /// The kinds of handles that memory can be exported as.
+    pub(crate) fn handle_types(&self) -> c_uint {
+        self.properties.handle_types
+    }
+
+    pub(crate) fn is_gpu_direct_rdma_capable(&self) -> bool {
+        self.properties.gpu_direct_rdma != 0
+    }
+
+    fn ranges(&self) -> MutexGuard<'_, BTreeMap<u64, Arc<Mutex<Chunks>>>> {
+        self.ranges.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn chunks(&self, range: Range, call: &'static str) -> Result<Arc<Mutex<Chunks>>, DriverError> {
+        self.ranges().get(&range.base.0).cloned().ok_or(DriverError { call, code: INVALID_VALUE })
+    }
+
+    /// Backs `gap` with new chunks, which are accessible; on an error none is left, but for what the driver did not take
+    /// back, which stays as idle chunks.
+    fn back(&self, chunks: &mut Chunks, range: Range, gap: &Part) -> Result<(), DriverError> {
+        let step = if *gap == (0..range.size_bytes) { range.size_bytes } else { self.chunk_bytes };
+        let mut at = gap.start;
+        let mut outcome = Ok(());
+        while at < gap.end && outcome.is_ok() {
+            let chunk = at..gap.end.min(at + step);
+            outcome = self.create_and_map(range, &chunk);
+            if outcome.is_ok() {
+                chunks.add_chunk(&chunk);
+                at = chunk.end;
+            }
+        }
+        let outcome = outcome.and_then(|()| self.set_access(range, gap));
+        if outcome.is_err() && at > gap.start {
+            self.give_back(chunks, range, &(gap.start..at));
+        }
+        outcome
+    }
+
+    fn create_and_map(&self, range: Range, chunk: &Part) -> Result<(), DriverError> {
+        let driver = self.device.driver;
+        let size = (chunk.end - chunk.start) as usize;
+        let mut handle = 0;
+        // SAFETY: `handle` is valid for writing, the properties are valid, and the size is a multiple of the granularity.
+        unsafe { driver.create(&raw mut handle, size, &raw const self.properties, 0) }?;
+        // SAFETY: the addresses are reserved and no chunk covers them; the handle has this size.
+        let mapped = unsafe { driver.map(range.base.0 + chunk.start, size, 0, handle, 0) };
+        self.release_handle(handle);
+        mapped
+    }
+
+    /// Gives a handle up; the mapping, if there is one, keeps the memory.
+    fn release_handle(&self, handle: c_ulonglong) {
+        // SAFETY: the handle is ours, and not used again once this succeeds.
+        if let Err(error) = unsafe { self.device.driver.release(handle) } {
+            tracing::warn!(name: "memory.handle_kept", target: "symmalloc", %error);
+            self.unreleased.lock().unwrap_or_else(PoisonError::into_inner).push(handle);
+        }
+    }
+
+    fn release_handles_again(&self) {
+        let handles = std::mem::take(&mut *self.unreleased.lock().unwrap_or_else(PoisonError::into_inner));
+        handles.into_iter().for_each(|handle| self.release_handle(handle));
+    }
+
+    fn set_access(&self, range: Range, part: &Part) -> Result<(), DriverError> {
+        let size = (part.end - part.start) as usize;
+        // SAFETY: the part is mapped, and the descriptors are valid for reading.
+        unsafe {
+            self.device.driver.set_access(range.base.0 + part.start, size, self.access.as_ptr(), self.access.len())
+        }
+    }
+
+    fn unmap_run(&self, range: Range, run: &Part) -> Result<(), DriverError> {
+        // SAFETY: chunks tile the run exactly, none of them is used by the allocator, and by the contract of `Backend` no
+        // stream uses it any more.
+        unsafe { self.device.driver.unmap(range.base.0 + run.start, (run.end - run.start) as usize) }
+    }
+
+    /// Gives unused chunks back; what the driver refuses stays as idle chunks, which later maps use first.
+    fn give_back(&self, chunks: &mut Chunks, range: Range, run: &Part) {
+        match self.unmap_run(range, run) {
+            Ok(()) => chunks.remove_chunks(run),
+            Err(error) => tracing::warn!(
+                name: "memory.kept",
+                target: "symmalloc",
+                size_bytes = run.end - run.start,
+                %error,
+            ),
+        }
+    }
+}
+
+impl Memory for Virtual {
+    fn granularity_bytes(&self) -> u64 {
+        self.granularity_bytes
+    }
+
+    fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
+        let _current = self.device.enter()?;
+        let _relaxed = self.device.driver.relax_capture();
+        let mut base: CUdeviceptr = 0;
+        let alignment = self.granularity_bytes as usize;
+        // SAFETY: `base` is valid for writing.
+        unsafe { self.device.driver.address_reserve(&raw mut base, size_bytes as usize, alignment, 0, 0) }?;
+        self.ranges().insert(base, Arc::default());
+        Ok(Range { base: DeviceAddress(base), size_bytes })
+    }
+
+    fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
+        let chunks = self.chunks(range, "cuMemMap")?;
+        let mut chunks = lock(&chunks);
+        let part = offset_bytes..offset_bytes + size_bytes;
+        debug_assert!(!chunks.is_any_mapped(&part));
+        let _current = self.device.enter()?;
+        let _relaxed = self.device.driver.relax_capture();
+        let gaps = chunks.gaps(&part);
+        for (index, gap) in gaps.iter().enumerate() {
+            if let Err(error) = self.back(&mut chunks, range, gap) {
+                gaps[..index].iter().for_each(|gap| self.give_back(&mut chunks, range, gap));
+                return Err(error.into());
+            }
+        }
+        chunks.map(&part);
+        Ok(())
+    }
+
+    fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
+        let chunks = self.chunks(range, "cuMemUnmap")?;
+        let mut chunks = lock(&chunks);
+        let part = offset_bytes..offset_bytes + size_bytes;
+        debug_assert!(chunks.is_mapped(&part));
+        let _current = self.device.enter()?;
+        let _relaxed = self.device.driver.relax_capture();
+        self.release_handles_again();
+        chunks.unmap(&part);
+        let mut runs = chunks.unused_runs(&part).into_iter();
+        if let Some(run) = runs.next() {
+            if let Err(error) = self.unmap_run(range, &run) {
+                chunks.map(&part);
+                return Err(error.into());
+            }
+            chunks.remove_chunks(&run);
+        }
+        // Too late to change nothing: what the driver keeps from here on is idle, and said in the log.
+        runs.for_each(|run| self.give_back(&mut chunks, range, &run));
+        Ok(())
+    }
+
+    fn release(&self, range: Range) -> Result<(), BackendError> {
+        let chunks = self.chunks(range, "cuMemAddressFree")?;
+        let mut chunks = lock(&chunks);
+        let _current = self.device.enter()?;
+        let _relaxed = self.device.driver.relax_capture();
+        for run in chunks.unused_runs(&(0..range.size_bytes)) {
+            self.unmap_run(range, &run)?;
+            chunks.remove_chunks(&run);
+        }
+        // Before the driver has it back: from then on it may give the address to another thread's `reserve`.
+        let removed = self.ranges().remove(&range.base.0);
+        // SAFETY: the range was reserved with this size, and no chunk is mapped into it.
+        let freed = unsafe { self.device.driver.address_free(range.base.0, range.size_bytes as usize) };
+        if let (Err(_), Some(removed)) = (freed, removed) {
+            self.ranges().insert(range.base.0, removed);
+        }
+        Ok(freed?)
+    }
+
+    fn idle_bytes(&self) -> u64 {
+        let ranges: Vec<_> = self.ranges().values().cloned().collect();
+        ranges.iter().map(|chunks| lock(chunks).idle_bytes()).sum()
+    }
+}
+
+fn lock(chunks: &Mutex<Chunks>) -> MutexGuard<'_, Chunks> {
+    chunks.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn granularity_of(device: &CudaDevice, properties: &MemProperties) -> Result<u64, DriverError> {
+    let _current = device.enter()?;
+    let mut bytes = 0_usize;
+    // SAFETY: `bytes` is valid for writing, the properties for reading. 1: the recommended granularity.
+    unsafe { device.driver.granularity(&raw mut bytes, &raw const *properties, 1) }?;
+    Ok(bytes as u64)
+}
+
+/// The most capable memory that the device really gives. A device may say that it supports a kind of handle which the
+/// system then refuses (FABRIC needs a running IMEX service), so each kind is tried with one granule.
+fn supported_properties(device: &CudaDevice, location: MemLocation) -> Result<MemProperties, CudaError> {
+    let features = device.features();
+    let posix_fd = if features.posix_fd { HANDLE_POSIX_FD } else { 0 };
+    let fabric = if features.fabric { HANDLE_FABRIC } else { 0 };
+    let rdma = u8::from(features.gpu_direct_rdma);
+    let properties = |handle_types, gpu_direct_rdma| MemProperties {
+        kind: 1,
+        handle_types,
+        location,
+        win32: std::ptr::null_mut(),
+        compression: 0,
+        gpu_direct_rdma,
+        usage: 0,
+        reserved: [0; 4],
+    };
+    let candidates = [(posix_fd | fabric, rdma), (posix_fd, rdma), (posix_fd, 0), (0, 0)];
+    let _current = device.enter()?;
+    let mut refusal = None;
+    for (handle_types, gpu_direct_rdma) in candidates {
+        let candidate = properties(handle_types, gpu_direct_rdma);
+        match try_one_granule(device, &candidate) {
+            Ok(()) => return Ok(candidate),
+            // A full device says nothing about kinds of handles.
+            Err(DriverError { code: OUT_OF_MEMORY, .. }) => return Ok(properties(posix_fd, rdma)),
+            Err(error) => refusal = Some(error),
+        }
+    }
+    Err(refusal.map_or(CudaError::Driver(DriverError { call: "cuMemCreate", code: INVALID_VALUE }), Into::into))
+}
+
+fn try_one_granule(device: &CudaDevice, properties: &MemProperties) -> Result<(), DriverError> {
+    let size = granularity_of(device, properties)? as usize;
+    let mut handle = 0;
+    // SAFETY: `handle` is valid for writing, the properties are valid, the size is one granule.
+    unsafe { device.driver.create(&raw mut handle, size, &raw const *properties, 0) }?;
+    // SAFETY: just made, and not used again.
+    unsafe { device.driver.release(handle) }
+}

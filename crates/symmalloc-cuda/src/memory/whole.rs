@@ -1,0 +1,136 @@
+//! Whole allocations: of a device without virtual memory, or of pinned host memory.
+//!
+//! What a range reserves is there until the range is released; parts that are unmapped in between are idle.
+
+use super::Memory;
+use crate::chunks::Chunks;
+use crate::device::CudaDevice;
+use crate::driver::HOST_PORTABLE;
+use crate::error::{DriverError, INVALID_VALUE};
+use cudarc::driver::sys::CUdeviceptr;
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use symmalloc_core::backend::{BackendError, DeviceAddress, Range};
+
+/// What is allocated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Source {
+    /// `cuMemAlloc`.
+    Device,
+    /// `cuMemHostAlloc`: page-locked for every context.
+    PinnedHost,
+}
+
+pub(crate) struct Whole {
+    device: Arc<CudaDevice>,
+    source: Source,
+    granularity_bytes: u64,
+    ranges: Mutex<BTreeMap<u64, WholeRange>>,
+}
+
+struct WholeRange {
+    /// What the driver returned: at or before the range's base.
+    allocation: u64,
+    chunks: Chunks,
+}
+
+impl Whole {
+    pub(crate) fn new(device: Arc<CudaDevice>, source: Source, granularity_bytes: u64) -> Self {
+        Whole { device, source, granularity_bytes, ranges: Mutex::default() }
+    }
+
+    fn ranges(&self) -> MutexGuard<'_, BTreeMap<u64, WholeRange>> {
+        self.ranges.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn allocate(&self, size_bytes: u64) -> Result<u64, DriverError> {
+        match self.source {
+            Source::Device => {
+                let mut address: CUdeviceptr = 0;
+                // SAFETY: `address` is valid for writing, and a context is current.
+                unsafe { self.device.driver.allocate(&raw mut address, size_bytes as usize) }?;
+                Ok(address)
+            }
+            Source::PinnedHost => {
+                let mut address: *mut c_void = std::ptr::null_mut();
+                // SAFETY: `address` is valid for writing, and a context is current.
+                unsafe { self.device.driver.host_allocate(&raw mut address, size_bytes as usize, HOST_PORTABLE) }?;
+                Ok(address as u64)
+            }
+        }
+    }
+
+    fn free(&self, address: u64) -> Result<(), DriverError> {
+        match self.source {
+            // SAFETY: allocated by `allocate`, freed once, and by the contract of `Backend` unused by any stream.
+            Source::Device => unsafe { self.device.driver.free(address) },
+            // SAFETY: as above.
+            Source::PinnedHost => unsafe { self.device.driver.host_free(address as *mut c_void) },
+        }
+    }
+
+    /// An allocation, and the aligned base in it.
+    fn allocate_aligned(&self, size_bytes: u64) -> Result<(u64, u64), DriverError> {
+        let allocation = self.allocate(size_bytes)?;
+        if allocation.is_multiple_of(self.granularity_bytes) {
+            return Ok((allocation, allocation));
+        }
+        // Not aligned by itself: take a granule more, and leave out what lies before the boundary.
+        self.free(allocation)?;
+        let allocation = self.allocate(size_bytes.saturating_add(self.granularity_bytes))?;
+        Ok((allocation, allocation.next_multiple_of(self.granularity_bytes)))
+    }
+
+    fn change<T>(
+        &self,
+        range: Range,
+        call: &'static str,
+        change: impl FnOnce(&mut Chunks) -> T,
+    ) -> Result<T, BackendError> {
+        let mut ranges = self.ranges();
+        let found = ranges.get_mut(&range.base.0).ok_or(DriverError { call, code: INVALID_VALUE })?;
+        Ok(change(&mut found.chunks))
+    }
+}
+
+impl Memory for Whole {
+    fn granularity_bytes(&self) -> u64 {
+        self.granularity_bytes
+    }
+
+    fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
+        let _current = self.device.enter()?;
+        let _relaxed = self.device.driver.relax_capture();
+        let (allocation, base) = self.allocate_aligned(size_bytes)?;
+        let mut chunks = Chunks::default();
+        chunks.add_chunk(&(0..size_bytes));
+        self.ranges().insert(base, WholeRange { allocation, chunks });
+        Ok(Range { base: DeviceAddress(base), size_bytes })
+    }
+
+    fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
+        self.change(range, "map", |chunks| chunks.map(&(offset_bytes..offset_bytes + size_bytes)))
+    }
+
+    fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
+        self.change(range, "unmap", |chunks| chunks.unmap(&(offset_bytes..offset_bytes + size_bytes)))
+    }
+
+    fn release(&self, range: Range) -> Result<(), BackendError> {
+        let _current = self.device.enter()?;
+        let _relaxed = self.device.driver.relax_capture();
+        // Before the driver has it back: from then on it may give the address to another thread's `reserve`.
+        let removed = self.ranges().remove(&range.base.0);
+        let removed = removed.ok_or(DriverError { call: "release", code: INVALID_VALUE })?;
+        let freed = self.free(removed.allocation);
+        if freed.is_err() {
+            self.ranges().insert(range.base.0, removed);
+        }
+        Ok(freed?)
+    }
+
+    fn idle_bytes(&self) -> u64 {
+        self.ranges().values().map(|range| range.chunks.idle_bytes()).sum()
+    }
+}

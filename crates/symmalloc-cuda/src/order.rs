@@ -1,0 +1,287 @@
+//! What orders work on streams: the registered streams, and a pool of events. Half of every backend of this crate.
+//!
+//! The host is a stream as well, for memory that it reads and writes: it waits for an event by blocking until the work
+//! before the event is done, and its own work is done when it is submitted.
+//!
+//! Events come from a pool and go back to it: making one costs a driver call, recording one costs 109 ns. Timing is off.
+//! Recording an event again does not disturb streams that were told to wait for what it stood for before.
+//!
+//! During a stream capture an event records a place in the graph and not a moment of the device. Such an event means
+//! something in its own capture only:
+//!
+//! | recorded in | waited for in | what happens |
+//! |---|---|---|
+//! | no capture | no capture | `cuStreamWaitEvent` |
+//! | a capture | the same capture | `cuStreamWaitEvent`: an edge of the graph |
+//! | a capture | anything else | nothing: captured work runs when the graph is launched, which the program orders |
+//! | no capture | a capture | refused, without a call that would spoil the capture |
+
+use crate::capture::CaptureId;
+use crate::device::{CudaDevice, RestoreCurrent};
+use crate::driver::EVENT_DISABLE_TIMING;
+use crate::error::{CAPTURE_ISOLATION, CAPTURE_UNSUPPORTED, DriverError, INVALID_HANDLE, NOT_READY};
+use cudarc::driver::CudaStream;
+use cudarc::driver::sys::{CUevent, CUstream};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use symmalloc_core::backend::{BackendError, Event};
+use symmalloc_core::ids::StreamId;
+
+/// Streams and events of one backend.
+#[doc(hidden)]
+pub struct Order {
+    pub(crate) device: Arc<CudaDevice>,
+    /// By [`StreamId`]. Kept alive, so that the driver gives none of their handles to another stream.
+    streams: boxcar::Vec<Lane>,
+    events: Mutex<Vec<SpareEvent>>,
+    captured: Mutex<BTreeMap<u64, CaptureId>>,
+    /// Size of `captured`, readable without its lock.
+    captured_count: AtomicUsize,
+}
+
+/// What a [`StreamId`] stands for.
+enum Lane {
+    Host,
+    Device(Arc<CudaStream>),
+}
+
+/// An event that nobody uses.
+struct SpareEvent(CUevent);
+
+// SAFETY: the driver lets any thread use any event.
+unsafe impl Send for SpareEvent {}
+
+impl Order {
+    pub(crate) fn new(device: Arc<CudaDevice>) -> Self {
+        Order {
+            device,
+            streams: boxcar::Vec::new(),
+            events: Mutex::default(),
+            captured: Mutex::default(),
+            captured_count: AtomicUsize::new(0),
+        }
+    }
+
+    /// Appends the host as a stream, see [`add_stream`](Self::add_stream).
+    pub(crate) fn add_host(&self) -> usize {
+        self.streams.push(Lane::Host)
+    }
+
+    /// Appends a stream; returns its index. The caller sees to it that indices are the ids that the allocator gives.
+    pub(crate) fn add_stream(&self, stream: Arc<CudaStream>) -> usize {
+        self.streams.push(Lane::Device(stream))
+    }
+
+    /// The id of a registered stream.
+    #[inline]
+    pub(crate) fn find(&self, stream: &CudaStream) -> Option<StreamId> {
+        self.streams().find(|(_, known)| is_same(known, stream)).map(|(id, _)| id)
+    }
+
+    /// A registered stream of the device.
+    #[inline]
+    pub(crate) fn stream(&self, stream: StreamId) -> Option<&Arc<CudaStream>> {
+        match self.streams.get(stream.index()) {
+            Some(Lane::Device(stream)) => Some(stream),
+            Some(Lane::Host) | None => None,
+        }
+    }
+
+    /// The registered streams of the device.
+    pub(crate) fn streams(&self) -> impl Iterator<Item = (StreamId, &Arc<CudaStream>)> {
+        self.streams.iter().filter_map(|(index, lane)| match lane {
+            Lane::Device(stream) => Some((StreamId(index as u16), stream)),
+            Lane::Host => None,
+        })
+    }
+
+    fn is_host(&self, stream: StreamId) -> bool {
+        matches!(self.streams.get(stream.index()), Some(Lane::Host))
+    }
+
+    fn raw(&self, stream: StreamId, call: &'static str) -> Result<CUstream, DriverError> {
+        let stream = self.stream(stream).ok_or(DriverError { call, code: INVALID_HANDLE })?;
+        Ok(stream.cu_stream())
+    }
+
+    /// The capture that a registered stream is part of.
+    pub(crate) fn capture_of(&self, stream: CUstream) -> Result<Option<CaptureId>, DriverError> {
+        // SAFETY: registered streams are kept alive.
+        unsafe { self.device.captures.of(self.device.driver, stream) }
+    }
+
+    /// Records an event on a stream after its work so far.
+    pub(crate) fn record(&self, stream: StreamId) -> Result<Event, BackendError> {
+        if self.is_host(stream) {
+            // An event that was never recorded is done.
+            let _current = self.device.enter()?;
+            return Ok(self.new_event().map(|event| Event(event.0 as u64))?);
+        }
+        let raw = self.raw(stream, "cuEventRecord")?;
+        Ok(self.record_raw(raw)?)
+    }
+
+    /// As [`record`](Self::record), on a stream that is alive but may not be registered.
+    pub(crate) fn record_raw(&self, stream: CUstream) -> Result<Event, DriverError> {
+        let _current = self.device.enter()?;
+        let event = self.take_event()?;
+        let recorded = self.capture_of(stream).and_then(|capture| {
+            // SAFETY: the event is this pool's and the stream is alive, both of the context that is current.
+            unsafe { self.device.driver.event_record(event.0, stream) }?;
+            Ok(capture)
+        });
+        match recorded {
+            Ok(capture) => {
+                let event = Event(event.0 as u64);
+                if let Some(capture) = capture {
+                    self.captured().insert(event.0, capture);
+                    self.captured_count.fetch_add(1, Ordering::Release);
+                }
+                Ok(event)
+            }
+            Err(error) => {
+                self.spare().push(event);
+                Err(error)
+            }
+        }
+    }
+
+    /// Makes later work on the stream wait for the event on the device.
+    pub(crate) fn wait(&self, stream: StreamId, event: Event) -> Result<(), BackendError> {
+        if self.is_host(stream) {
+            return Ok(self.wait_on_host(event)?);
+        }
+        let raw = self.raw(stream, "cuStreamWaitEvent")?;
+        Ok(self.wait_raw(raw, event)?)
+    }
+
+    /// As [`wait`](Self::wait), on a stream that is alive but may not be registered.
+    pub(crate) fn wait_raw(&self, stream: CUstream, event: Event) -> Result<(), DriverError> {
+        match (self.capture_at(event), self.capture_of(stream)?) {
+            (None, None) => {}
+            (Some(recorded), Some(waiting)) if recorded == waiting => {}
+            (Some(_), _) => return Ok(()),
+            (None, Some(_)) => return Err(DriverError { call: "cuStreamWaitEvent", code: CAPTURE_ISOLATION }),
+        }
+        self.wait_now(stream, event)
+    }
+
+    fn wait_now(&self, stream: CUstream, event: Event) -> Result<(), DriverError> {
+        let _current = self.device.enter()?;
+        // SAFETY: the event is this pool's and the stream is alive.
+        unsafe { self.device.driver.stream_wait(stream, event.0 as CUevent, 0) }
+    }
+
+    /// Makes later work on `stream` wait for all work of `on` so far, because the program wants it. Unlike a fence, this
+    /// may make a stream part of a capture.
+    pub(crate) fn order_behind(&self, stream: StreamId, on: StreamId) -> Result<(), BackendError> {
+        let raw = self.raw(stream, "cuStreamWaitEvent")?;
+        let event = self.record(on)?;
+        let waited =
+            if self.capture_at(event).is_some() { self.wait_now(raw, event) } else { self.wait_raw(raw, event) };
+        self.recycle(event);
+        Ok(waited?)
+    }
+
+    fn wait_on_host(&self, event: Event) -> Result<(), DriverError> {
+        if self.capture_at(event).is_some() {
+            return Ok(());
+        }
+        let _current = self.device.enter()?;
+        let _relaxed = self.device.driver.relax_capture();
+        // SAFETY: the event is this pool's.
+        unsafe { self.device.driver.event_synchronize(event.0 as CUevent) }
+    }
+
+    /// Whether the work before the event is done. Captured work never is: it has no moment.
+    pub(crate) fn query(&self, event: Event) -> Result<bool, BackendError> {
+        if self.capture_at(event).is_some() {
+            return Ok(false);
+        }
+        let _current = self.device.enter()?;
+        let _relaxed = self.device.driver.relax_capture();
+        // SAFETY: the event is this pool's.
+        match unsafe { self.device.driver.event_query(event.0 as CUevent) } {
+            Ok(()) => Ok(true),
+            Err(DriverError { code: NOT_READY, .. }) => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Takes an event back.
+    pub(crate) fn recycle(&self, event: Event) {
+        if self.captured_count.load(Ordering::Acquire) > 0 && self.captured().remove(&event.0).is_some() {
+            self.captured_count.fetch_sub(1, Ordering::Release);
+        }
+        self.spare().push(SpareEvent(event.0 as CUevent));
+    }
+
+    /// Blocks the host until the stream's work so far is done.
+    pub(crate) fn synchronize(&self, stream: StreamId) -> Result<(), BackendError> {
+        if self.is_host(stream) {
+            return Ok(());
+        }
+        let raw = self.raw(stream, "cuStreamSynchronize")?;
+        if self.capture_of(raw)?.is_some() {
+            // The driver would refuse as well, and end the capture.
+            return Err(DriverError { call: "cuStreamSynchronize", code: CAPTURE_UNSUPPORTED }.into());
+        }
+        let _current = self.device.enter()?;
+        let _relaxed = self.device.driver.relax_capture();
+        // SAFETY: registered streams are kept alive.
+        Ok(unsafe { self.device.driver.stream_synchronize(raw) }?)
+    }
+
+    fn capture_at(&self, event: Event) -> Option<CaptureId> {
+        if self.captured_count.load(Ordering::Acquire) == 0 {
+            return None;
+        }
+        self.captured().get(&event.0).copied()
+    }
+
+    /// A spare event, or a new one. The context is current.
+    fn take_event(&self) -> Result<SpareEvent, DriverError> {
+        if let Some(event) = self.spare().pop() {
+            return Ok(event);
+        }
+        self.new_event()
+    }
+
+    /// The context is current.
+    fn new_event(&self) -> Result<SpareEvent, DriverError> {
+        let _relaxed = self.device.driver.relax_capture();
+        let mut event: CUevent = std::ptr::null_mut();
+        // SAFETY: `event` is valid for writing, and a context is current.
+        unsafe { self.device.driver.event_create(&raw mut event, EVENT_DISABLE_TIMING) }?;
+        Ok(SpareEvent(event))
+    }
+
+    fn spare(&self) -> MutexGuard<'_, Vec<SpareEvent>> {
+        self.events.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn captured(&self) -> MutexGuard<'_, BTreeMap<u64, CaptureId>> {
+        self.captured.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Whether two names are of one stream. The default streams of all contexts have one handle.
+#[inline]
+pub(crate) fn is_same(one: &CudaStream, other: &CudaStream) -> bool {
+    one.cu_stream() == other.cu_stream() && one.context().cu_ctx() == other.context().cu_ctx()
+}
+
+impl Drop for Order {
+    /// Destroys the spare events; the driver keeps what streams still wait for. A lost device has lost them already.
+    fn drop(&mut self) {
+        // Streams that are dropped here would leave their context current.
+        let _restore = RestoreCurrent::of(self.device.driver);
+        let Ok(_current) = self.device.enter() else { return };
+        for event in self.spare().drain(..) {
+            // SAFETY: made by this pool and used by nobody else.
+            let _destroyed = unsafe { self.device.driver.event_destroy(event.0) };
+        }
+        self.streams = boxcar::Vec::new();
+    }
+}

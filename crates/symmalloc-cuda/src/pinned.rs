@@ -1,0 +1,157 @@
+//! Pinned host memory with the same rules: a pool of page-locked memory whose places are a function of the program.
+//!
+//! The host is the stream that these buffers are allocated on. So memory that a copy still reads or writes is waited for by
+//! the host when it is handed out again, and not before: that is the one place where an allocation of this crate may block,
+//! and only where the memory would otherwise be overwritten under a running copy.
+
+use crate::allocator::CachingAllocator;
+use crate::backend::PinnedBackend;
+use crate::block::Block;
+use crate::device::CudaDevice;
+use crate::error::{CudaError, DriverError};
+use cudarc::driver::{CudaStream, DeviceRepr, HostSlice, SyncOnDrop, ValidAsZeroBits};
+use smallvec::SmallVec;
+use std::fmt;
+use std::marker::PhantomData;
+use std::sync::{Arc, Mutex, PoisonError};
+use symmalloc_core::config::Config;
+use symmalloc_core::{Handle, StreamId};
+
+/// The allocator of pinned host memory.
+pub type PinnedAllocator = CachingAllocator<PinnedBackend>;
+
+/// The host, registered first by every [`PinnedAllocator`].
+const HOST: StreamId = StreamId(0);
+
+impl PinnedAllocator {
+    /// An allocator of pinned host memory. Expandable segments become fixed ones: host memory cannot be mapped in pieces.
+    ///
+    /// # Errors
+    /// When the configuration does not fit.
+    pub fn pinned(device: &Arc<CudaDevice>, config: Config) -> Result<Self, CudaError> {
+        let allocator = Self::with_backend(PinnedBackend::new(device), config)?;
+        let host = allocator.state.register_host()?;
+        assert_eq!(host, HOST, "the host is the first stream");
+        Ok(allocator)
+    }
+
+    /// A buffer of zeros.
+    ///
+    /// # Errors
+    /// When the allocator or the driver refuses.
+    pub fn alloc_host_zeroed<T: DeviceRepr + ValidAsZeroBits>(&self, len: usize) -> Result<PinnedBuffer<T>, CudaError> {
+        let block = Block::allocate::<T>(&self.state, self.pool(), HOST, len, None)?;
+        let buffer = PinnedBuffer { block, len, pending: Mutex::default(), elements: PhantomData };
+        let start = buffer.start();
+        // SAFETY: the block has room for `len` elements, it is this buffer's alone, and the host waited for earlier uses.
+        unsafe { std::ptr::write_bytes(start, 0, len) };
+        Ok(buffer)
+    }
+}
+
+/// `len` elements of pinned host memory, freed when dropped.
+///
+/// It implements cudarc's [`HostSlice`]: copies take it, and run asynchronously with it. The host waits for them when it looks
+/// at the elements again.
+pub struct PinnedBuffer<T> {
+    block: Block<PinnedBackend>,
+    len: usize,
+    /// Streams whose work uses it since the host looked last.
+    pending: Mutex<SmallVec<[StreamId; 2]>>,
+    elements: PhantomData<T>,
+}
+
+// SAFETY: owns its elements like a `Vec`.
+unsafe impl<T: Send> Send for PinnedBuffer<T> {}
+// SAFETY: as above; what changes through a shared buffer is behind a lock.
+unsafe impl<T: Sync> Sync for PinnedBuffer<T> {}
+
+impl<T> PinnedBuffer<T> {
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The allocation, for the core's reports.
+    pub fn handle(&self) -> Handle {
+        self.block.handle
+    }
+
+    /// The elements. Blocks until the work that uses them is done.
+    ///
+    /// # Errors
+    /// When the driver reports that the work failed.
+    pub fn as_slice(&self) -> Result<&[T], CudaError> {
+        self.wait_for_pending()?;
+        // SAFETY: `len` initialised elements; no work uses them, and new work that writes needs the buffer mutably.
+        Ok(unsafe { std::slice::from_raw_parts(self.start(), self.len) })
+    }
+
+    /// The elements, to be written. Blocks until the work that uses them is done.
+    ///
+    /// # Errors
+    /// When the driver reports that the work failed.
+    pub fn as_mut_slice(&mut self) -> Result<&mut [T], CudaError> {
+        self.wait_for_pending()?;
+        // SAFETY: as above, and borrowed mutably.
+        Ok(unsafe { std::slice::from_raw_parts_mut(self.start(), self.len) })
+    }
+
+    fn start(&self) -> *mut T {
+        // Nothing lies at address 0: no elements.
+        if self.block.address == 0 { std::ptr::dangling_mut() } else { self.block.address as *mut T }
+    }
+
+    fn wait_for_pending(&self) -> Result<(), CudaError> {
+        let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
+        while let Some(stream) = pending.last().copied() {
+            self.block.state.synchronize(stream).map_err(DriverError::from)?;
+            pending.pop();
+        }
+        Ok(())
+    }
+
+    /// Notes a use by work that is submitted to the stream while the guard lives.
+    fn begin<'a>(&self, stream: &'a CudaStream) -> SyncOnDrop<'a> {
+        let Some(id) = self.block.state.order().find(stream) else {
+            // No event could be recorded on it later: the host waits for this use at once.
+            return SyncOnDrop::sync_stream(stream);
+        };
+        self.block.record_use(id);
+        let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
+        if !pending.contains(&id) {
+            pending.push(id);
+        }
+        SyncOnDrop::Record(None)
+    }
+}
+
+impl<T> HostSlice<T> for PinnedBuffer<T> {
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    unsafe fn stream_synced_slice<'a>(&'a self, stream: &'a CudaStream) -> (&'a [T], SyncOnDrop<'a>) {
+        // SAFETY: `len` initialised elements; by the caller's contract they are used on `stream` only.
+        let elements = unsafe { std::slice::from_raw_parts(self.start(), self.len) };
+        (elements, self.begin(stream))
+    }
+
+    unsafe fn stream_synced_mut_slice<'a>(&'a mut self, stream: &'a CudaStream) -> (&'a mut [T], SyncOnDrop<'a>) {
+        let guard = self.begin(stream);
+        // SAFETY: as above, and borrowed mutably.
+        let elements = unsafe { std::slice::from_raw_parts_mut(self.start(), self.len) };
+        (elements, guard)
+    }
+}
+
+impl<T> fmt::Debug for PinnedBuffer<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PinnedBuffer").field("len", &self.len).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,24 @@
+//! The CUDA backend on a device. Without one every test says so and passes. Commands and what was seen: `docs/gpu.md`.
+//!
+//! Run with `--test-threads=1`: some tests look at how much memory the device has left.
+
+mod conformance;
+mod costs;
+mod jobs;
+mod kernels;
+mod memory;
+mod races;
+
+use std::sync::Arc;
+use symmalloc_cuda::CudaDevice;
+
+/// The first device; prints why there is none.
+fn device() -> Option<Arc<CudaDevice>> {
+    match CudaDevice::new(0) {
+        Ok(device) => Some(device),
+        Err(error) => {
+            println!("skipped, no device: {error}");
+            None
+        }
+    }
+}

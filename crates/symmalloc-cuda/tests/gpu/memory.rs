@@ -1,0 +1,122 @@
+//! Buffers, driver calls and memory on the device.
+
+use crate::device;
+use crate::kernels::Kernels;
+use cudarc::driver::{DevicePtr, LaunchConfig, PushKernelArg};
+use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_cuda::{CudaAllocator, CudaDevice, DeviceBuffer, GraphPool, PinnedAllocator};
+
+const MIB: usize = 1 << 20;
+
+#[test]
+fn a_cache_hit_without_fences_makes_no_driver_call() {
+    let Some(device) = device() else { return };
+    let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+    let stream = device.context().new_stream().expect("a stream");
+    drop(allocator.alloc_zeroed::<u8>(&stream, 64 * MIB).expect("allocated"));
+    let before = CudaDevice::driver_calls();
+    for round in 0..1000_usize {
+        // SAFETY: never read.
+        let buffers = [3, 7, 1].map(|size| unsafe { allocator.alloc::<u8>(&stream, size * MIB + round) });
+        drop(buffers);
+    }
+    let calls = CudaDevice::driver_calls() - before;
+    println!("3000 allocations and frees: {calls} driver calls");
+    assert_eq!(calls, 0);
+}
+
+#[test]
+fn memory_really_comes_back_after_a_trim() {
+    let Some(device) = device() else { return };
+    let free = || device.memory_info().expect("asked").free_bytes;
+    let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+    let stream = device.context().new_stream().expect("a stream");
+    let small = allocator.alloc_zeroed::<u8>(&stream, MIB).expect("allocated");
+    let before = free();
+    drop(allocator.alloc_zeroed::<u8>(&stream, 4096 * MIB).expect("allocated"));
+    let held = before - free();
+    let released = allocator.trim().expect("trimmed");
+    let left = before.saturating_sub(free());
+    println!("4 GiB: the driver shows {held} bytes held, trim says {released}, {left} left");
+    assert!(held >= 4096 * MIB as u64 - (2 << 20) && released >= 4094 * MIB as u64 && left <= 2 << 20);
+    assert_eq!(stream.clone_dtoh(&small).expect("copied"), vec![0; MIB], "the rest is as it was");
+}
+
+#[test]
+fn buffers_go_through_copies_kernels_and_other_streams() {
+    let Some(device) = device() else { return };
+    let kernels = Kernels::compile(device.context());
+    let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+    let pinned = PinnedAllocator::pinned(&device, Config::default()).expect("made");
+    let (a, b) = (device.context().new_stream().expect("a stream"), device.context().new_stream().expect("a stream"));
+    pinned.register_stream(&b).expect("registered");
+    for round in 0..200_u32 {
+        let count = 100_000 + round;
+        let mut buffer = allocator.alloc_zeroed::<u32>(&a, count as usize).expect("allocated");
+        {
+            let argument = buffer.on(&a);
+            // SAFETY: writes `count` elements of a buffer that has them, on the stream that the argument was made for.
+            unsafe {
+                let mut launch = a.launch_builder(&kernels.fill);
+                launch.arg(&argument).arg(&round).arg(&count).launch(LaunchConfig::for_num_elems(count))
+            }
+            .expect("launched");
+        }
+        let mut host = pinned.alloc_host_zeroed::<u32>(count as usize).expect("allocated");
+        b.memcpy_dtoh(&buffer, &mut host).expect("copied on another stream, which waits");
+        drop(buffer);
+        assert!(host.as_slice().expect("done").iter().all(|value| *value == round));
+    }
+    assert_eq!(allocator.drop_errors().count, 0);
+}
+
+#[test]
+fn a_graph_keeps_its_memory_and_a_second_capture_its_places() {
+    let Some(device) = device() else { return };
+    let kernels = Kernels::compile(device.context());
+    let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+    let (a, b) = (device.context().new_stream().expect("a stream"), device.context().new_stream().expect("a stream"));
+    allocator.register_stream(&a).expect("registered");
+    allocator.register_stream(&b).expect("registered");
+    let pool =
+        GraphPool::new(&allocator, PoolConfig::builder().reserved(256 << 20).build().expect("valid")).expect("made");
+    let count = MIB as u32;
+    let grid = LaunchConfig::for_num_elems(count);
+    let capture = |value: u32| {
+        let under_way = pool.begin(&a).expect("begun");
+        let mut places = Vec::new();
+        let output = allocator.alloc_zeroed::<u32>(&a, MIB).expect("allocated");
+        places.push(output.placement());
+        for step in 0..4 {
+            // SAFETY: never read.
+            let temporary = unsafe { allocator.alloc::<u32>(&a, MIB * (1 + step)) }.expect("allocated");
+            places.push(temporary.placement());
+            allocator.wait(&b, &a).expect("joins");
+            let side: DeviceBuffer<u32> = allocator.alloc_zeroed(&b, MIB).expect("allocated");
+            places.push(side.placement());
+            let pointer = side.device_ptr(&b).0;
+            // SAFETY: writes the elements of a buffer that has them.
+            unsafe { b.launch_builder(&kernels.fill).arg(&pointer).arg(&value).arg(&count).launch(grid) }
+                .expect("captured");
+            allocator.wait(&a, &b).expect("joins back");
+        }
+        // SAFETY: as above.
+        unsafe { a.launch_builder(&kernels.fill).arg(&output).arg(&value).arg(&count).launch(grid) }.expect("captured");
+        (under_way.end().expect("legal"), output, places)
+    };
+    let (first, output, places) = capture(7);
+    drop(output);
+    let (second, mut output, again) = capture(8);
+    assert_eq!(places, again);
+    // Eager work and a trim between: nothing of it may touch the graphs' memory.
+    drop(allocator.alloc_zeroed::<u8>(&a, 512 * MIB).expect("allocated"));
+    allocator.trim().expect("trimmed");
+    for _ in 0..20 {
+        for (graph, value) in [(&first, 7), (&second, 8)] {
+            a.memset_zeros(&mut output).expect("set");
+            graph.launch(&a).expect("launched");
+            assert!(a.clone_dtoh(&output).expect("copied").iter().all(|found| *found == value));
+        }
+    }
+    assert_eq!(allocator.drop_errors().count, 0);
+}

@@ -1,0 +1,112 @@
+//! Cross-stream reuse with real kernels: without fences it corrupts data within a second, with them never.
+
+use crate::device;
+use crate::kernels::Kernels;
+use cudarc::driver::{LaunchConfig, PushKernelArg};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use symmalloc_core::backend::{Backend, BackendError, Event, Range};
+use symmalloc_core::config::Config;
+use symmalloc_core::{PoolId, SharedAllocator, StreamId};
+use symmalloc_cuda::{CudaBackend, CudaDevice, CudaMemory};
+
+const COUNT: u32 = 256 << 10;
+
+/// The test-only switch: a backend that may forget to wait.
+struct Fenced {
+    backend: CudaBackend,
+    waits: bool,
+}
+
+impl Backend for Fenced {
+    fn granularity_bytes(&self) -> u64 {
+        self.backend.granularity_bytes()
+    }
+    fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
+        self.backend.reserve(size_bytes)
+    }
+    fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
+        self.backend.map(range, offset_bytes, size_bytes)
+    }
+    fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
+        self.backend.unmap(range, offset_bytes, size_bytes)
+    }
+    fn release(&self, range: Range) -> Result<(), BackendError> {
+        self.backend.release(range)
+    }
+    fn record(&self, stream: StreamId) -> Result<Event, BackendError> {
+        self.backend.record(stream)
+    }
+    fn wait(&self, stream: StreamId, event: Event) -> Result<(), BackendError> {
+        if self.waits { self.backend.wait(stream, event) } else { Ok(()) }
+    }
+    fn query(&self, event: Event) -> Result<bool, BackendError> {
+        self.backend.query(event)
+    }
+    fn recycle(&self, event: Event) {
+        self.backend.recycle(event);
+    }
+    fn synchronize(&self, stream: StreamId) -> Result<(), BackendError> {
+        self.backend.synchronize(stream)
+    }
+}
+
+/// For so long: a block filled on one stream is read on a slow second one, freed, and taken again by the first. Returns how
+/// many elements the reader found changed, and in how many rounds.
+fn wrong_elements(device: &Arc<CudaDevice>, waits: bool, lasting: Duration) -> (u32, u32) {
+    let context = device.context();
+    // SAFETY: the streams are ordered by hand here.
+    unsafe { context.disable_event_tracking() };
+    let kernels = Kernels::compile(context);
+    let backend = CudaBackend::builder(device).build().expect("supported");
+    let (main, side) = (context.new_stream().expect("a stream"), context.new_stream().expect("a stream"));
+    backend.add_stream(Arc::clone(&main));
+    backend.add_stream(Arc::clone(&side));
+    let allocator = SharedAllocator::new(Fenced { backend, waits }, Config::default()).expect("valid");
+    let (main_id, side_id) = (allocator.register_stream().expect("an id"), allocator.register_stream().expect("an id"));
+    let wrong = side.alloc_zeros::<u32>(1).expect("a counter");
+    side.synchronize().expect("done");
+    let grid = LaunchConfig::for_num_elems(COUNT);
+    let one = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (1, 1, 1), shared_mem_bytes: 0 };
+    let (start, mut round) = (Instant::now(), 0_u32);
+    while start.elapsed() < lasting {
+        round += 1;
+        let block = allocator.allocate(PoolId::DEFAULT, main_id, u64::from(COUNT) * 4).expect("allocated");
+        let (pointer, cycles) = (block.address.0, 200_000_u64);
+        // SAFETY: the kernel writes COUNT elements of a block that has them.
+        unsafe { main.launch_builder(&kernels.fill).arg(&pointer).arg(&round).arg(&COUNT).launch(grid) }
+            .expect("launched");
+        side.join(&main).expect("ordered");
+        // SAFETY: touches no memory.
+        unsafe { side.launch_builder(&kernels.delay).arg(&cycles).launch(one) }.expect("launched");
+        // SAFETY: reads the block, which is noted as used by `side`, and counts into a counter of its own.
+        unsafe {
+            side.launch_builder(&kernels.count_others).arg(&pointer).arg(&round).arg(&COUNT).arg(&wrong).launch(grid)
+        }
+        .expect("launched");
+        allocator.record_use(block.handle, side_id).expect("known");
+        allocator.free(block.handle).expect("freed");
+        if round.is_multiple_of(64) {
+            side.synchronize().expect("the queues stay short");
+        }
+    }
+    side.synchronize().expect("done");
+    (side.clone_dtoh(&wrong).expect("copied")[0], round)
+}
+
+#[test]
+fn without_fences_data_is_corrupted_within_a_second() {
+    let Some(device) = device() else { return };
+    let (wrong, rounds) = wrong_elements(&device, false, Duration::from_secs(1));
+    println!("without fences: {wrong} wrong elements in {rounds} rounds");
+    assert!(wrong > 0);
+}
+
+#[test]
+fn with_fences_data_is_never_corrupted() {
+    let Some(device) = device() else { return };
+    let seconds = std::env::var("SYMMALLOC_RACE_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(5);
+    let (wrong, rounds) = wrong_elements(&device, true, Duration::from_secs(seconds));
+    println!("with fences: {wrong} wrong elements in {rounds} rounds, {seconds} s");
+    assert_eq!(wrong, 0);
+}

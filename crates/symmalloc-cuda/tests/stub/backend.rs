@@ -1,0 +1,177 @@
+//! The backend: its contract, its memory, the thread's context.
+
+use crate::process::{calls, device, fail, heal, live, stub_test};
+use cudarc::driver::result::ctx;
+use cudarc::driver::sys::CUcontext;
+use std::sync::Arc;
+use symmalloc_core::backend::{Backend, Reason};
+use symmalloc_core::ids::StreamId;
+use symmalloc_cuda::{CudaBackend, CudaBackendBuilder, CudaDevice, CudaError, CudaMemory};
+use symmalloc_harness::conformance::conformance;
+
+const MIB: u64 = 1 << 20;
+
+/// A backend with four streams.
+fn with_streams(device: &Arc<CudaDevice>, builder: CudaBackendBuilder) -> CudaBackend {
+    let backend = builder.build().expect("the stub supports it");
+    for id in 0..4 {
+        let stream = device.context().new_stream().expect("a stream");
+        assert_eq!(backend.add_stream(stream), StreamId(id));
+    }
+    backend
+}
+
+stub_test!(the_backend_keeps_the_contract, {
+    let device = device();
+    conformance(|| with_streams(&device, CudaBackend::builder(&device)));
+    let left = live();
+    assert_eq!((left.device_bytes, left.ranges, left.events, left.mappings), (0, 0, 0, 0), "{left:?}");
+});
+
+stub_test!(the_backend_keeps_the_contract_with_large_chunks, {
+    let device = device();
+    conformance(|| with_streams(&device, CudaBackend::builder(&device).chunk_bytes(8 * MIB)));
+    let left = live();
+    assert_eq!((left.device_bytes, left.ranges, left.events, left.mappings), (0, 0, 0, 0), "{left:?}");
+});
+
+stub_test!(a_map_of_a_whole_range_is_one_chunk_and_growth_is_cut, {
+    let device = device();
+    let backend = with_streams(&device, CudaBackend::builder(&device));
+    let whole = backend.reserve(16 * MIB).expect("reserve");
+    backend.map(whole, 0, 16 * MIB).expect("map");
+    assert_eq!(live().mappings, 1);
+    let growing = backend.reserve(64 * MIB).expect("reserve");
+    backend.map(growing, 0, 16 * MIB).expect("map");
+    assert_eq!(live().mappings, 1 + 8);
+    assert_eq!(calls("cuMemSetAccess"), 2, "access is set once per map");
+
+    // A part of the growing range goes back at once; of the whole one only with the rest.
+    backend.unmap(growing, 4 * MIB, 6 * MIB).expect("unmap");
+    assert_eq!((live().device_bytes, backend.idle_bytes()), (26 * MIB, 0));
+    backend.unmap(whole, 4 * MIB, 6 * MIB).expect("unmap");
+    assert_eq!((live().device_bytes, backend.idle_bytes()), (26 * MIB, 6 * MIB));
+    backend.map(whole, 4 * MIB, 2 * MIB).expect("idle memory is used again");
+    assert_eq!((live().device_bytes, backend.idle_bytes()), (26 * MIB, 4 * MIB));
+    for (range, offset, size) in [(whole, 0, 6), (whole, 10, 6), (growing, 0, 4), (growing, 10, 6)] {
+        backend.unmap(range, offset * MIB, size * MIB).expect("unmap");
+    }
+    backend.release(whole).expect("release");
+    backend.release(growing).expect("release");
+    assert_eq!((live().device_bytes, live().ranges), (0, 0));
+});
+
+stub_test!(a_map_that_fails_at_any_call_leaves_nothing, {
+    let device = device();
+    let backend = with_streams(&device, CudaBackend::builder(&device));
+    let range = backend.reserve(64 * MIB).expect("reserve");
+    for (call, occurrences) in [("cuMemCreate", 4), ("cuMemMap", 4), ("cuMemSetAccess", 1)] {
+        for nth in 1..=occurrences {
+            fail(call, nth, 2);
+            let error = backend.map(range, 0, 8 * MIB).expect_err("a call fails");
+            assert_eq!((error.call, error.code, error.reason), (call, 2, Reason::OutOfMemory), "{error}");
+            assert_eq!((live().device_bytes, live().mappings, backend.idle_bytes()), (0, 0, 0), "{call} {nth}");
+        }
+    }
+    backend.map(range, 0, 8 * MIB).expect("the range is as it was");
+    fail("cuMemUnmap", 1, 999);
+    backend.unmap(range, 0, 8 * MIB).expect_err("the driver refuses");
+    assert_eq!(backend.idle_bytes(), 0, "the part stays mapped");
+    backend.unmap(range, 0, 8 * MIB).expect("unmap");
+    fail("cuMemAddressFree", 1, 999);
+    backend.release(range).expect_err("the driver refuses");
+    backend.release(range).expect("the range stayed reserved");
+    assert_eq!((live().device_bytes, live().ranges), (0, 0));
+});
+
+stub_test!(what_the_driver_keeps_after_a_failed_map_is_used_by_the_next, {
+    let device = device();
+    let backend = with_streams(&device, CudaBackend::builder(&device));
+    let range = backend.reserve(64 * MIB).expect("reserve");
+    fail("cuMemCreate", 3, 2);
+    fail("cuMemUnmap", 1, 999);
+    backend.map(range, 0, 8 * MIB).expect_err("out of memory");
+    assert_eq!((live().device_bytes, backend.idle_bytes()), (4 * MIB, 4 * MIB));
+    heal();
+    backend.map(range, 0, 8 * MIB).expect("map");
+    assert_eq!((live().device_bytes, backend.idle_bytes()), (8 * MIB, 0));
+});
+
+stub_test!(fabric_handles_are_left_out_where_the_system_refuses_them, ["STUB_FABRIC_REFUSED" = "1"], {
+    let device = device();
+    assert!(device.features().fabric);
+    let traits = CudaBackend::builder(&device).build().expect("without fabric").traits();
+    assert!(traits.virtual_memory && traits.posix_fd && !traits.fabric && traits.gpu_direct_rdma, "{traits:?}");
+});
+
+stub_test!(everything_the_device_offers_is_asked_for, {
+    let traits = CudaBackend::builder(&device()).build().expect("supported").traits();
+    assert!(traits.virtual_memory && traits.posix_fd && traits.fabric && traits.gpu_direct_rdma, "{traits:?}");
+});
+
+stub_test!(peers_are_checked, ["STUB_DEVICES" = "2"], {
+    let device = device();
+    let backend = with_streams(&device, CudaBackend::builder(&device).peers([1]));
+    let range = backend.reserve(2 * MIB).expect("reserve");
+    backend.map(range, 0, 2 * MIB).expect("map for two devices");
+    for peer in [0, 7] {
+        let error = CudaBackend::builder(&device).peers([peer]).build().expect_err("no such peer");
+        assert_eq!(error, CudaError::NoPeerAccess { ordinal: 0, peer });
+    }
+});
+
+stub_test!(chunks_must_be_granules, {
+    for chunk_bytes in [0, MIB, 3 * MIB] {
+        let error = CudaBackend::builder(&device()).chunk_bytes(chunk_bytes).build().expect_err("no granules");
+        assert_eq!(error, CudaError::ChunkSize { chunk_bytes, granularity_bytes: 2 * MIB });
+    }
+});
+
+stub_test!(the_current_context_is_left_as_it_was, ["STUB_DEVICES" = "2"], {
+    let (device, other) = (device(), CudaDevice::new(1).expect("the second device"));
+    let current = || ctx::get_current().expect("asked").map_or(0, |context| context as usize);
+    assert_eq!(current(), 0, "making devices leaves the thread without a context");
+    let backend = with_streams(&device, CudaBackend::builder(&device));
+    for context in [std::ptr::null_mut(), other.context().cu_ctx(), device.context().cu_ctx()] {
+        let context: CUcontext = context;
+        // SAFETY: null, or a context that is alive.
+        unsafe { ctx::set_current(context) }.expect("set");
+        let range = backend.reserve(2 * MIB).expect("reserve");
+        backend.map(range, 0, 2 * MIB).expect("map");
+        let event = backend.record(StreamId(0)).expect("record");
+        backend.wait(StreamId(1), event).expect("wait");
+        backend.query(event).expect("query");
+        backend.recycle(event);
+        backend.synchronize(StreamId(1)).expect("synchronize");
+        fail("cuMemUnmap", 1, 999);
+        backend.unmap(range, 0, 2 * MIB).expect_err("the driver refuses");
+        backend.unmap(range, 0, 2 * MIB).expect("unmap");
+        backend.release(range).expect("release");
+        device.memory_info().expect("asked");
+        assert_eq!(current(), context as usize);
+    }
+});
+
+stub_test!(a_stream_that_is_not_registered_is_refused_without_a_call, {
+    let device = device();
+    let backend = with_streams(&device, CudaBackend::builder(&device));
+    let before = CudaDevice::driver_calls();
+    let error = backend.record(StreamId(9)).expect_err("unknown");
+    assert_eq!((error.call, error.reason), ("cuEventRecord", Reason::Refused));
+    assert_eq!(backend.synchronize(StreamId(9)).expect_err("unknown").call, "cuStreamSynchronize");
+    assert_eq!(CudaDevice::driver_calls(), before);
+});
+
+stub_test!(without_virtual_memory_segments_are_whole_allocations, ["STUB_NO_VMM" = "1"], {
+    let device = device();
+    let backend = with_streams(&device, CudaBackend::builder(&device));
+    assert!(!backend.traits().virtual_memory && !backend.is_expandable());
+    // The stub's second allocation is not aligned by itself.
+    for _ in 0..3 {
+        let range = backend.reserve(4 * MIB).expect("reserve");
+        assert!(range.base.0.is_multiple_of(backend.granularity_bytes()));
+        backend.map(range, 0, 4 * MIB).expect("map");
+    }
+    assert_eq!(calls("cuMemAddressReserve"), 0);
+    assert!(live().device_bytes >= 12 * MIB);
+});

@@ -1,0 +1,347 @@
+//! Buffers and allocators on the stub: content, streams, and what they cost.
+
+use crate::process::{all_calls, calls, device, fail, heal, live, stub_test};
+use cudarc::driver::{DevicePtr, DevicePtrMut, DeviceSlice};
+use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::errors::{AllocateError, OutOfMemoryCause};
+use symmalloc_core::{PoolId, StreamId};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaError, CudaMemory, DeviceBuffer, DropError};
+
+const MIB: usize = 1 << 20;
+
+fn allocator() -> CudaAllocator {
+    CudaAllocator::new(&device(), Config::default()).expect("the stub supports it")
+}
+
+fn is_send_and_sync<T: Send + Sync>(_: &T) {}
+
+stub_test!(buffers_hold_what_is_copied_into_them, {
+    let allocator = allocator();
+    is_send_and_sync(&allocator);
+    let stream = allocator.device().context().new_stream().expect("a stream");
+    let mut buffer = allocator.alloc_zeroed::<u32>(&stream, 1000).expect("allocated");
+    is_send_and_sync(&buffer);
+    assert_eq!(stream.clone_dtoh(&buffer).expect("copied"), vec![0; 1000]);
+    let numbers: Vec<u32> = (0..1000).collect();
+    stream.memcpy_htod(&numbers, &mut buffer).expect("copied");
+    assert_eq!(stream.clone_dtoh(&buffer.slice(100..=199)).expect("copied"), numbers[100..200]);
+    stream.memset_zeros(&mut buffer.slice_mut(..500)).expect("set");
+    let (zeros, rest) = buffer.as_view().split_at(500);
+    assert_eq!(stream.clone_dtoh(&zeros).expect("copied"), vec![0; 500]);
+    assert_eq!(stream.clone_dtoh(&rest).expect("copied"), numbers[500..]);
+    // SAFETY: written before it is read.
+    let mut copy = unsafe { allocator.alloc::<u32>(&stream, 1000) }.expect("allocated");
+    stream.memcpy_dtod(&buffer, &mut copy).expect("copied");
+    assert_eq!(stream.clone_dtoh(&copy.slice(700..)).expect("copied"), numbers[700..]);
+    let (mut low, mut high) = copy.as_view_mut().split_at_mut(10);
+    stream.memcpy_htod(&[7; 10], &mut low).expect("copied");
+    stream.memcpy_htod(&[9; 10], &mut high.slice_mut(..10)).expect("copied");
+    assert_eq!(stream.clone_dtoh(&copy.slice(9..11)).expect("copied"), [7, 9]);
+});
+
+stub_test!(a_buffer_of_nothing_makes_no_driver_call, {
+    let allocator = allocator();
+    let stream = allocator.device().context().new_stream().expect("a stream");
+    allocator.register_stream(&stream).expect("registered");
+    let before = all_calls();
+    let empty = allocator.alloc_zeroed::<f64>(&stream, 0).expect("nothing");
+    assert!(empty.is_empty() && empty.as_view().is_empty());
+    assert_eq!(empty.device_ptr(&stream).0, 0);
+    drop(empty);
+    assert_eq!(all_calls(), before);
+});
+
+stub_test!(a_cache_hit_without_fences_makes_no_driver_call, {
+    let allocator = allocator();
+    let stream = allocator.device().context().new_stream().expect("a stream");
+    drop(allocator.alloc_zeroed::<u8>(&stream, 3 * MIB).expect("allocated"));
+    let (before, ours) = (all_calls(), CudaDevice::driver_calls());
+    for len in [3 * MIB, MIB, 100] {
+        // SAFETY: never read.
+        let buffer = unsafe { allocator.alloc::<u8>(&stream, len) }.expect("allocated");
+        let _pointer = buffer.device_ptr(&stream).0;
+        drop(buffer);
+    }
+    assert_eq!((all_calls(), CudaDevice::driver_calls()), (before, ours));
+});
+
+stub_test!(allocating_and_freeing_never_waits_on_the_host, {
+    let allocator = allocator();
+    let context = allocator.device().context();
+    let (a, b) = (context.new_stream().expect("a stream"), context.new_stream().expect("a stream"));
+    let waits = || calls("cuStreamSynchronize") + calls("cuEventSynchronize") + calls("cuEventQuery");
+    let before = waits();
+    for _ in 0..50 {
+        let buffer = allocator.alloc_zeroed::<u8>(&a, 2 * MIB).expect("allocated");
+        let _ = buffer.device_ptr(&b);
+        drop(buffer);
+    }
+    assert_eq!(waits(), before);
+});
+
+stub_test!(taking_a_pointer_on_another_stream_orders_both_and_fences_the_memory, {
+    let allocator = allocator();
+    let context = allocator.device().context();
+    let (a, b) = (context.new_stream().expect("a stream"), context.new_stream().expect("a stream"));
+    allocator.register_stream(&a).expect("registered");
+    allocator.register_stream(&b).expect("registered");
+    let mut buffer = allocator.alloc_zeroed::<u8>(&a, MIB).expect("allocated");
+    let counts = || (calls("cuEventRecord"), calls("cuStreamWaitEvent"));
+    assert_eq!(counts(), (0, 0), "its own stream needs nothing");
+    let _ = buffer.device_ptr(&b);
+    assert_eq!(counts(), (1, 1), "the reader waits for the writer");
+    let _ = buffer.device_ptr(&b);
+    assert_eq!(counts(), (1, 1), "once");
+    let _ = buffer.device_ptr(&a);
+    assert_eq!(counts(), (1, 1), "the writer's own stream is behind it");
+    let _ = buffer.device_ptr_mut(&a);
+    assert_eq!(counts(), (2, 2), "a writer waits for the readers");
+    drop(buffer);
+    assert_eq!(counts(), (3, 2), "freeing records the use on the other stream");
+    // SAFETY: never read.
+    let next = unsafe { allocator.alloc::<u8>(&a, MIB) }.expect("allocated");
+    assert_eq!(counts(), (3, 3), "whoever takes the memory waits on the device");
+    drop(next);
+});
+
+stub_test!(a_stream_that_was_never_registered_is_waited_for_as_well, {
+    let allocator = allocator();
+    let context = allocator.device().context();
+    let (a, foreign) = (context.new_stream().expect("a stream"), context.new_stream().expect("a stream"));
+    let buffer = allocator.alloc_zeroed::<u8>(&a, MIB).expect("allocated");
+    assert_eq!(allocator.stream_id(&foreign), None);
+    for _ in 0..3 {
+        drop(buffer.device_ptr(&foreign));
+    }
+    assert_eq!(calls("cuEventCreate"), 2, "one from the pool, and one for the foreign stream");
+    let before = calls("cuStreamWaitEvent");
+    drop(buffer);
+    assert_eq!(calls("cuStreamWaitEvent"), before + 1, "the buffer's own stream waits for the foreign one");
+    assert_eq!(allocator.drop_errors().count, 0);
+});
+
+stub_test!(without_event_tracking_the_program_orders_and_memory_is_still_fenced, {
+    let allocator = allocator();
+    let context = allocator.device().context();
+    let (a, b) = (context.new_stream().expect("a stream"), context.new_stream().expect("a stream"));
+    // SAFETY: this test orders nothing and reads nothing.
+    unsafe { context.disable_event_tracking() };
+    allocator.register_stream(&b).expect("registered");
+    let buffer = allocator.alloc_zeroed::<u8>(&a, MIB).expect("allocated");
+    drop(buffer.device_ptr(&b));
+    assert_eq!(calls("cuEventRecord"), 0);
+    drop(buffer);
+    assert_eq!(calls("cuEventRecord"), 1);
+});
+
+stub_test!(streams_are_told_apart_kept_and_checked, ["STUB_DEVICES" = "2"], {
+    let allocator = allocator();
+    let context = allocator.device().context();
+    let (a, b) = (context.new_stream().expect("a stream"), context.new_stream().expect("a stream"));
+    assert_eq!(allocator.register_stream(&a).expect("registered"), StreamId(0));
+    assert_eq!(allocator.register_stream(&b).expect("registered"), StreamId(1));
+    assert_eq!(allocator.register_stream(&a).expect("registered"), StreamId(0));
+    // SAFETY: the stream is alive as long as `b`, which outlives the allocator's use of it here.
+    assert_eq!(unsafe { allocator.register_raw_stream(b.cu_stream()) }.expect("found"), StreamId(1));
+    assert_eq!(allocator.register_stream(&context.default_stream()).expect("registered"), StreamId(2));
+    let error = allocator.register_stream(&context.per_thread_stream()).expect_err("differs by thread");
+    assert_eq!(error, CudaError::PerThreadStream);
+    let other = CudaDevice::new(1).expect("the second device").context().new_stream().expect("a stream");
+    assert_eq!(allocator.register_stream(&other).expect_err("elsewhere"), CudaError::ForeignStream);
+    drop(a);
+    assert_eq!(calls("cuStreamDestroy_v2"), 0, "registered streams are kept");
+});
+
+stub_test!(a_buffer_can_be_taken_apart_and_put_together, {
+    let allocator = allocator();
+    let stream = allocator.device().context().new_stream().expect("a stream");
+    let buffer = allocator.alloc_zeroed_named::<u16>(&stream, 10, "taken apart").expect("allocated");
+    let placement = buffer.placement();
+    let raw = buffer.into_raw().expect("no foreign use");
+    assert_eq!(raw.len, 10);
+    assert_eq!(allocator.stats().usage.all.allocations.current, 1);
+    assert!(allocator.leak_report().to_string().contains("taken apart"), "{}", allocator.leak_report());
+    // SAFETY: from `into_raw`, once.
+    let buffer = unsafe { DeviceBuffer::<u16>::from_raw(&allocator, raw) };
+    assert_eq!(
+        (buffer.placement(), buffer.len(), DeviceSlice::stream(&buffer).cu_stream()),
+        (placement, 10, stream.cu_stream())
+    );
+    drop(buffer);
+    assert_eq!(allocator.stats().usage.all.allocations.current, 0);
+    let leaked = allocator.alloc_zeroed::<u16>(&stream, 10).expect("allocated").leak();
+    assert_ne!(leaked, 0);
+    assert_eq!(allocator.stats().usage.all.allocations.current, 1);
+});
+
+stub_test!(pools_are_scopes, {
+    let allocator = allocator();
+    let stream = allocator.device().context().new_stream().expect("a stream");
+    let pool = allocator.create_pool(PoolConfig::default()).expect("made");
+    let inside = allocator.with_pool(&pool);
+    let id = pool.id();
+    assert_eq!((allocator.pool(), inside.pool()), (PoolId::DEFAULT, id));
+    let buffer = inside.alloc_zeroed::<u8>(&stream, 5 * MIB).expect("allocated");
+    assert_eq!(allocator.core().pool_stats(id).expect("known").usage.all.allocations.current, 1);
+    drop((pool, inside));
+    allocator.trim().expect("trimmed");
+    assert!(live().device_bytes >= 5 * MIB as u64, "a live buffer keeps the pool");
+    drop(buffer);
+    assert!(live().device_bytes >= 5 * MIB as u64, "dropping never gives memory back");
+    allocator.trim().expect("trimmed");
+    assert_eq!(live().device_bytes, 0);
+    assert!(allocator.core().pool_stats(id).is_err(), "destroyed");
+});
+
+stub_test!(memory_comes_back_after_a_trim, {
+    let allocator = allocator();
+    let stream = allocator.device().context().new_stream().expect("a stream");
+    let free = || allocator.device().memory_info().expect("asked").free_bytes;
+    let before = free();
+    let kept = allocator.alloc_zeroed::<u8>(&stream, MIB).expect("allocated");
+    drop(allocator.alloc_zeroed::<u8>(&stream, 100 * MIB).expect("allocated"));
+    assert!(free() <= before - 100 * MIB as u64);
+    let released = allocator.trim().expect("trimmed");
+    assert_eq!(released, 100 * MIB as u64 / (2 << 20) * (2 << 20));
+    assert_eq!(free(), before - (2 << 20), "the granule of the live buffer stays");
+    drop(kept);
+    allocator.trim().expect("trimmed");
+    assert_eq!(free(), before);
+});
+
+stub_test!(memory_that_another_process_took_is_a_typed_error, ["STUB_MEMORY_BYTES" = "67108864"], {
+    let allocator = allocator();
+    let stream = allocator.device().context().new_stream().expect("a stream");
+    let kept = allocator.alloc_zeroed::<u8>(&stream, 40 * MIB).expect("allocated");
+    let error = allocator.alloc_zeroed::<u8>(&stream, 40 * MIB).expect_err("full");
+    let CudaError::Allocate(AllocateError::OutOfMemory(out)) = &error else { panic!("{error:?}") };
+    let OutOfMemoryCause::Driver(driver) = &out.cause else { panic!("{error:?}") };
+    assert_eq!((driver.call, driver.code), ("cuMemCreate", 2));
+    assert!(error.to_string().contains("cuMemCreate failed with 2"), "{error}");
+    drop(kept);
+    allocator.alloc_zeroed::<u8>(&stream, 40 * MIB).expect("as if nothing had happened");
+    allocator.core().check().expect("sound");
+});
+
+stub_test!(an_error_while_dropping_is_counted_and_the_memory_kept, {
+    let allocator = allocator();
+    let context = allocator.device().context();
+    let (a, b) = (context.new_stream().expect("a stream"), context.new_stream().expect("a stream"));
+    allocator.register_stream(&b).expect("registered");
+    let buffer = allocator.alloc_zeroed::<u8>(&a, MIB).expect("allocated");
+    drop(buffer.device_ptr(&b));
+    fail("cuEventRecord", 0, 719);
+    drop(buffer);
+    let errors = allocator.drop_errors();
+    assert_eq!(errors.count, 1);
+    assert!(matches!(errors.last, Some(DropError::Free(_))), "{errors:?}");
+    assert_eq!(allocator.stats().usage.all.allocations.current, 1);
+    heal();
+});
+
+stub_test!(a_use_that_cannot_be_ordered_is_waited_for_by_the_host, {
+    let allocator = allocator();
+    let context = allocator.device().context();
+    let (a, b) = (context.new_stream().expect("a stream"), context.new_stream().expect("a stream"));
+    allocator.register_stream(&b).expect("registered");
+    let buffer = allocator.alloc_zeroed::<u8>(&a, MIB).expect("allocated");
+    fail("cuStreamWaitEvent", 1, 999);
+    let before = (calls("cuCtxSynchronize"), calls("cuStreamSynchronize"));
+    drop(buffer.device_ptr(&b));
+    assert_eq!((calls("cuCtxSynchronize"), calls("cuStreamSynchronize")), (before.0 + 1, before.1 + 1));
+    assert!(matches!(allocator.drop_errors().last, Some(DropError::Order(_))));
+});
+
+stub_test!(nothing_is_left_when_the_last_owner_is_gone, {
+    let allocator = allocator();
+    let device = allocator.device().clone();
+    let context = device.context();
+    let (a, b) = (context.new_stream().expect("a stream"), context.new_stream().expect("a stream"));
+    let buffers: Vec<_> =
+        (1..20).map(|size| allocator.alloc_zeroed::<u8>(&a, size * MIB / 3).expect("allocated")).collect();
+    buffers.iter().for_each(|buffer| drop(buffer.device_ptr(&b)));
+    drop(allocator);
+    drop((a, b));
+    assert!(live().device_bytes > 0, "buffers keep the allocator");
+    drop(buffers);
+    let left = live();
+    assert_eq!((left.device_bytes, left.ranges, left.events, left.streams), (0, 0, 0, 0), "{left:?}");
+});
+
+stub_test!(threads_share_an_allocator, {
+    let allocator = allocator();
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let stream = allocator.device().context().new_stream().expect("a stream");
+                for size in 1..50_usize {
+                    let buffer = allocator.alloc_zeroed::<u8>(&stream, size * 10_000).expect("allocated");
+                    assert!(stream.clone_dtoh(&buffer).expect("copied").iter().all(|byte| *byte == 0));
+                }
+            });
+        }
+    });
+    allocator.core().check().expect("sound");
+    assert_eq!(allocator.stats().usage.all.allocations.current, 0);
+});
+
+stub_test!(devices_have_allocators_of_their_own, ["STUB_DEVICES" = "2"], {
+    let devices: Vec<_> = (0..2).map(|ordinal| CudaDevice::new(ordinal).expect("a device")).collect();
+    let digests: Vec<_> = devices
+        .iter()
+        .map(|device| {
+            let allocator = CudaAllocator::new(device, Config::default()).expect("made");
+            let stream = device.context().new_stream().expect("a stream");
+            let buffers: Vec<_> =
+                (1..9).map(|n| allocator.alloc_zeroed::<u8>(&stream, n * MIB).expect("made")).collect();
+            let places: Vec<_> = buffers.iter().map(DeviceBuffer::placement).collect();
+            (places, allocator.digest(PoolId::DEFAULT).expect("known"))
+        })
+        .collect();
+    assert_eq!(digests[0], digests[1]);
+});
+
+stub_test!(without_virtual_memory_pools_get_fixed_segments, ["STUB_NO_VMM" = "1"], {
+    let allocator = allocator();
+    let stream = allocator.device().context().new_stream().expect("a stream");
+    let buffer = allocator.alloc_zeroed::<u8>(&stream, MIB).expect("allocated");
+    assert_eq!(stream.clone_dtoh(&buffer).expect("copied"), vec![0; MIB]);
+    drop(buffer);
+    allocator.trim().expect("trimmed");
+    assert_eq!(live().device_bytes, 0);
+});
+
+stub_test!(placements_do_not_depend_on_chunks, {
+    let device = device();
+    let places = |chunk_bytes| {
+        let backend = CudaBackend::builder(&device).chunk_bytes(chunk_bytes).build().expect("made");
+        let allocator = CudaAllocator::with_backend(backend, Config::default()).expect("made");
+        let stream = device.context().new_stream().expect("a stream");
+        let mut buffers = Vec::new();
+        for size in [30, 1, 17, 4, 4, 9] {
+            buffers.push(allocator.alloc_zeroed::<u8>(&stream, size * MIB).expect("allocated"));
+        }
+        buffers.remove(2);
+        allocator.trim().expect("trimmed");
+        buffers.push(allocator.alloc_zeroed::<u8>(&stream, 3 * MIB).expect("allocated"));
+        let places: Vec<_> = buffers.iter().map(DeviceBuffer::placement).collect();
+        (places, allocator.digest(PoolId::DEFAULT).expect("known"), allocator.core().backend().idle_bytes())
+    };
+    let (small, large) = (places(2 << 20), places(16 << 20));
+    assert_eq!((&small.0, small.1), (&large.0, large.1));
+    assert_eq!(small.2, 0);
+});
+
+stub_test!(the_default_streams_of_two_devices_are_two_streams, ["STUB_DEVICES" = "2"], {
+    let allocator = allocator();
+    let own = allocator.device().context().default_stream();
+    let other = CudaDevice::new(1).expect("the second device").context().default_stream();
+    allocator.register_stream(&own).expect("registered");
+    assert_eq!(allocator.stream_id(&other), None);
+    let buffer = allocator.alloc_zeroed::<u8>(&own, MIB).expect("allocated");
+    let before = calls("cuStreamSynchronize");
+    drop(buffer.device_ptr(&other));
+    assert_eq!(calls("cuStreamSynchronize"), before + 1, "no event of this context can be recorded there");
+    drop(buffer);
+    assert_eq!(allocator.drop_errors().count, 0);
+});

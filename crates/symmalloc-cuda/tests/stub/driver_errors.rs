@@ -1,0 +1,101 @@
+//! Every driver call fails at every occurrence: a typed error, a sound allocator, nothing lost.
+
+use crate::process::{calls, device, fail, heal, live, stub_test};
+use cudarc::driver::{CudaStream, DevicePtr};
+use std::sync::Arc;
+use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_cuda::{CudaAllocator, CudaError, DriverError};
+
+/// The calls of the allocator once it is made.
+const CALLS: [&str; 16] = [
+    "cuCtxGetCurrent",
+    "cuCtxPushCurrent_v2",
+    "cuCtxPopCurrent_v2",
+    "cuThreadExchangeStreamCaptureMode",
+    "cuMemAddressReserve",
+    "cuMemAddressFree",
+    "cuMemCreate",
+    "cuMemMap",
+    "cuMemSetAccess",
+    "cuMemUnmap",
+    "cuMemRelease",
+    "cuEventCreate",
+    "cuEventRecord",
+    "cuStreamWaitEvent",
+    "cuStreamSynchronize",
+    "cuMemsetD8Async",
+];
+
+/// A program that makes each of [`CALLS`], and stops at the first error.
+fn program(allocator: &CudaAllocator, a: &Arc<CudaStream>, b: &Arc<CudaStream>) -> Result<(), CudaError> {
+    let pool = allocator.create_pool(PoolConfig::builder().fixed().build()?)?;
+    let inside = allocator.with_pool(&pool);
+    allocator.register_stream(a)?;
+    allocator.register_stream(b)?;
+    for size in [200 << 10, 3 << 20] {
+        let buffer = allocator.alloc_zeroed::<u8>(a, size)?;
+        let other = inside.alloc_zeroed::<u8>(b, size / 2)?;
+        drop(buffer.device_ptr(b));
+        drop(other.device_ptr(a));
+        drop((buffer, other));
+        allocator.wait(a, b)?;
+        drop(inside.alloc_zeroed::<u8>(b, size / 3)?);
+    }
+    allocator.trim()?;
+    drop((inside, pool));
+    allocator.trim()?;
+    allocator.synchronize(a)?;
+    Ok(())
+}
+
+stub_test!(every_call_fails_once_at_every_occurrence_and_the_program_goes_on, {
+    let device = device();
+    let (a, b) = (device.context().new_stream().expect("a stream"), device.context().new_stream().expect("a stream"));
+    for call in CALLS {
+        let mut nth = 1;
+        loop {
+            let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+            // Without a current context, which cudarc leaves behind, each call has to push and pop it.
+            // SAFETY: no context at all.
+            unsafe { cudarc::driver::result::ctx::set_current(std::ptr::null_mut()) }.expect("set");
+            let before = calls(call);
+            fail(call, nth, 999);
+            let outcome = program(&allocator, &a, &b);
+            let was_reached = calls(call) - before >= nth;
+            heal();
+            allocator.core().check().unwrap_or_else(|violation| panic!("{call} {nth}: {violation:?}"));
+            if let Err(error) = outcome {
+                assert!(error.to_string().contains("999"), "{call} {nth}: {error}");
+            }
+            program(&allocator, &a, &b).unwrap_or_else(|error| panic!("{call} {nth}, healed: {error}"));
+            drop(allocator);
+            if !was_reached {
+                break;
+            }
+            nth += 1;
+        }
+        assert!(nth > 1, "the program never calls {call}");
+        let left = live();
+        assert_eq!((left.mappings, left.device_bytes, left.ranges), (0, 0, 0), "{call}: {left:?}");
+    }
+});
+
+stub_test!(a_lost_device_is_said_and_nothing_panics, {
+    let device = device();
+    let (a, b) = (device.context().new_stream().expect("a stream"), device.context().new_stream().expect("a stream"));
+    let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+    let buffer = allocator.alloc_zeroed::<u8>(&a, 1 << 20).expect("allocated");
+    drop(buffer.device_ptr(&b));
+    for call in
+        CALLS.into_iter().filter(|call| call.starts_with("cuMem") || call.contains("Stream") || call.contains("Event"))
+    {
+        fail(call, 0, 700);
+    }
+    let error = allocator.alloc_zeroed::<u8>(&a, 50 << 20).expect_err("the device is lost");
+    assert!(error.to_string().contains("the device is lost"), "{error}");
+    drop(buffer);
+    let error = allocator.synchronize(&a).expect_err("the device is lost");
+    assert_eq!(error, CudaError::Driver(DriverError { call: "cuStreamSynchronize", code: 700 }));
+    assert!(error.to_string().contains("its context is lost"), "{error}");
+    drop(allocator);
+});

@@ -1,0 +1,165 @@
+//! Stream captures: memory from the graph pool, legal calls only, the same places again.
+
+use crate::process::{calls, device, live, stub_test};
+use cudarc::driver::CudaStream;
+use std::sync::Arc;
+use symmalloc_core::Placement;
+use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_cuda::{CudaAllocator, CudaError, DeviceBuffer, DeviceGraph, GraphPool};
+
+fn allocator() -> CudaAllocator {
+    CudaAllocator::new(&device(), Config::default()).expect("the stub supports it")
+}
+
+fn reserved() -> PoolConfig {
+    PoolConfig::builder().reserved(64 << 20).build().expect("valid")
+}
+
+fn streams(allocator: &CudaAllocator) -> (Arc<CudaStream>, Arc<CudaStream>) {
+    let context = allocator.device().context();
+    (context.new_stream().expect("a stream"), context.new_stream().expect("a stream"))
+}
+
+/// Captures a program on two streams that writes `value` into the returned buffer; temporaries come and go.
+fn capture(
+    allocator: &CudaAllocator,
+    pool: &GraphPool,
+    (a, b): &(Arc<CudaStream>, Arc<CudaStream>),
+) -> (DeviceGraph, DeviceBuffer<u8>, Vec<Placement>) {
+    let capture = pool.begin(a).expect("begun");
+    let mut places = Vec::new();
+    let mut take = |stream: &Arc<CudaStream>, len: usize| {
+        let buffer = allocator.alloc_zeroed::<u8>(stream, len).expect("allocated");
+        places.push(buffer.placement());
+        buffer
+    };
+    let output = take(a, 3 << 20);
+    let temporary = take(a, 5 << 20);
+    allocator.wait(b, a).expect("the second stream joins");
+    let side = take(b, 4 << 20);
+    let mut early = take(a, 1 << 20);
+    b.memcpy_dtod(&temporary.slice(..1 << 20), &mut early).expect("copied on the side");
+    drop((temporary, early));
+    let later = take(a, 4 << 20);
+    allocator.wait(a, b).expect("joined back");
+    drop((side, later));
+    let graph = capture.end().expect("legal");
+    (graph, output, places)
+}
+
+stub_test!(memory_in_a_capture_comes_from_the_graph_pool_and_stays, {
+    let allocator = allocator();
+    let streams = streams(&allocator);
+    let pool = GraphPool::new(&allocator, reserved()).expect("made");
+    let outside = allocator.alloc_zeroed::<u8>(&streams.0, 1 << 20).expect("allocated");
+    let (graph, mut output, _) = capture(&allocator, &pool, &streams);
+    assert_eq!(allocator.core().pool_stats(pool.id()).expect("known").usage.all.allocations.current, 1);
+    let before = live().device_bytes;
+    allocator.trim().expect("trimmed");
+    assert!(live().device_bytes + (2 << 20) > before, "the graph's memory stays");
+
+    for value in [1_u8, 2] {
+        streams.0.memcpy_htod(&vec![value; 3 << 20], &mut output).expect("copied");
+        assert_eq!(streams.0.clone_dtoh(&output.slice(..4)).expect("copied"), [value; 4]);
+        graph.launch(&streams.1).expect("launched");
+        assert_eq!(streams.0.clone_dtoh(&output.slice(..4)).expect("copied"), [0; 4]);
+    }
+    // The graph keeps the memory when pool and buffers are gone.
+    drop((pool, output));
+    allocator.trim().expect("trimmed");
+    graph.launch(&streams.0).expect("launched");
+    drop((graph, outside));
+    allocator.trim().expect("trimmed");
+    assert_eq!((live().device_bytes, live().graphs), (0, 0));
+});
+
+stub_test!(a_second_capture_lands_on_the_same_places, {
+    let allocator = allocator();
+    let streams = streams(&allocator);
+    let pool = GraphPool::new(&allocator, reserved()).expect("made");
+    let (first, output, places) = capture(&allocator, &pool, &streams);
+    drop(output);
+    let (second, _output, again) = capture(&allocator, &pool, &streams);
+    assert_eq!(places, again, "graphs of one pool share its memory");
+    let other = GraphPool::new(&allocator, PoolConfig::default()).expect("made");
+    let growing = capture(&allocator, &other, &streams).2;
+    let fresh = GraphPool::new(&allocator, PoolConfig::default()).expect("made");
+    assert_eq!(capture(&allocator, &fresh, &streams).2, growing, "a new pool is a new start");
+    first.launch(&streams.0).expect("launched");
+    second.launch(&streams.0).expect("launched");
+});
+
+stub_test!(two_captures_at_once_keep_to_their_pools, {
+    let allocator = allocator();
+    let streams = streams(&allocator);
+    let pools = [(); 2].map(|()| GraphPool::new(&allocator, reserved()).expect("made"));
+    let first = pools[0].begin(&streams.0).expect("begun");
+    let one = allocator.alloc_zeroed::<u8>(&streams.0, 1 << 20).expect("allocated");
+    let second = pools[1].begin(&streams.1).expect("begun beside the other");
+    let two = allocator.alloc_zeroed::<u8>(&streams.1, 1 << 20).expect("allocated");
+    let eager = allocator.device().context().new_stream().expect("a stream");
+    let three = allocator.alloc_zeroed::<u8>(&eager, 1 << 20).expect("allocated");
+    let live_in = |pool| allocator.core().pool_stats(pool).expect("known").usage.all.allocations.current;
+    assert_eq!((live_in(pools[0].id()), live_in(pools[1].id()), live_in(allocator.pool())), (1, 1, 1));
+    first.end().expect("legal");
+    second.end().expect("legal");
+    drop((one, two, three));
+    assert_eq!(allocator.drop_errors().count, 0);
+});
+
+stub_test!(what_came_before_a_capture_is_waited_for_before_it_begins, {
+    let allocator = allocator();
+    let (a, b) = streams(&allocator);
+    let pool = GraphPool::new(&allocator, reserved()).expect("made");
+    let shared = allocator.alloc_zeroed::<u8>(&a, 1 << 20).expect("allocated");
+    allocator.register_stream(&b).expect("registered");
+    let before = calls("cuStreamSynchronize");
+    let under_way = pool.begin(&a).expect("begun");
+    assert_eq!(calls("cuStreamSynchronize"), before + 2);
+    // An eager buffer read in the capture: no edge to the world outside, and no error.
+    let mut copy = allocator.alloc_zeroed::<u8>(&a, 1 << 20).expect("allocated");
+    a.memcpy_dtod(&shared, &mut copy).expect("captured");
+    // Asking and trimming during a capture does not spoil it.
+    allocator.core().drop_completed_fences().expect("asked");
+    drop(allocator.alloc_zeroed::<u8>(&b, 9 << 20).expect("allocated on a stream outside"));
+    let graph = under_way.end().expect("legal");
+    assert_eq!(allocator.drop_errors().count, 0);
+    graph.launch(&a).expect("launched");
+});
+
+stub_test!(fences_of_a_capture_do_not_reach_out_of_it, {
+    let allocator = allocator();
+    let streams = streams(&allocator);
+    let pool = GraphPool::new(&allocator, reserved()).expect("made");
+    // The capture leaves blocks that the other stream used; the second capture takes them.
+    for _ in 0..3 {
+        let (graph, output, _) = capture(&allocator, &pool, &streams);
+        drop(output);
+        graph.launch(&streams.0).expect("launched");
+    }
+    assert_eq!(allocator.drop_errors().count, 0);
+    allocator.core().check().expect("sound");
+});
+
+stub_test!(a_capture_that_is_dropped_captures_nothing, {
+    let allocator = allocator();
+    let (a, _) = streams(&allocator);
+    let pool = GraphPool::new(&allocator, reserved()).expect("made");
+    drop(pool.begin(&a).expect("begun"));
+    let again = pool.begin(&a).expect("begun again");
+    assert_eq!(pool.begin(&a).expect_err("under way"), CudaError::AlreadyCapturing);
+    again.end().expect("an empty graph");
+    allocator.synchronize(&a).expect("no capture is under way");
+});
+
+stub_test!(a_stream_that_is_not_joined_back_spoils_the_capture, {
+    let allocator = allocator();
+    let (a, b) = streams(&allocator);
+    let pool = GraphPool::new(&allocator, reserved()).expect("made");
+    let under_way = pool.begin(&a).expect("begun");
+    allocator.wait(&b, &a).expect("joins");
+    drop(allocator.alloc_zeroed::<u8>(&b, 100).expect("allocated"));
+    let error = under_way.end().expect_err("not joined back");
+    assert!(matches!(error, CudaError::Driver(error) if error.code == 904), "{error}");
+    allocator.synchronize(&a).expect("no capture is under way");
+});

@@ -1,0 +1,10 @@
+//! The CUDA backend on a stub of libcuda: everything but the device. Runs everywhere, and each test in a process of its own
+//! (see `process.rs`).
+
+mod backend;
+mod buffers;
+mod driver_errors;
+mod graphs;
+mod missing;
+mod pinned;
+mod process;

@@ -1,0 +1,78 @@
+//! Pinned host memory on the stub.
+
+use crate::process::{calls, device, live, stub_test};
+use symmalloc_core::config::Config;
+use symmalloc_core::{PoolId, StreamId};
+use symmalloc_cuda::CudaMemory;
+use symmalloc_cuda::{CudaAllocator, PinnedAllocator, PinnedBackend};
+
+stub_test!(pinned_buffers_carry_data_both_ways, {
+    let device = device();
+    let stream = device.context().new_stream().expect("a stream");
+    let pinned = PinnedAllocator::pinned(&device, Config::default()).expect("made");
+    let memory = CudaAllocator::new(&device, Config::default()).expect("made");
+    pinned.register_stream(&stream).expect("registered");
+    let mut from = pinned.alloc_host_zeroed::<u32>(1000).expect("allocated");
+    assert!(from.as_slice().expect("idle").iter().all(|number| *number == 0));
+    from.as_mut_slice().expect("idle").iter_mut().zip(0..).for_each(|(number, index)| *number = index);
+    let mut there = memory.alloc_zeroed::<u32>(&stream, 1000).expect("allocated");
+    stream.memcpy_htod(&from, &mut there).expect("copied");
+    let mut back = pinned.alloc_host_zeroed::<u32>(1000).expect("allocated");
+    stream.memcpy_dtoh(&there, &mut back).expect("copied");
+    let waits = calls("cuStreamSynchronize");
+    assert_eq!(back.as_slice().expect("done"), from.as_slice().expect("done"));
+    assert_eq!(calls("cuStreamSynchronize"), waits + 2, "the host waits when it looks");
+    assert_eq!(back.as_slice().expect("done")[999], 999);
+    assert_eq!(calls("cuStreamSynchronize"), waits + 2, "and then no more");
+    drop((from, back));
+    pinned.trim().expect("trimmed");
+    assert_eq!(live().host_bytes, 0);
+});
+
+stub_test!(pinned_memory_under_a_copy_is_waited_for_when_it_is_handed_out_again, {
+    let device = device();
+    let stream = device.context().new_stream().expect("a stream");
+    let pinned = PinnedAllocator::pinned(&device, Config::default()).expect("made");
+    let memory = CudaAllocator::new(&device, Config::default()).expect("made");
+    assert_eq!(pinned.register_stream(&stream).expect("registered"), StreamId(1));
+    let mut there = memory.alloc_zeroed::<u8>(&stream, 4096).expect("allocated");
+    let first = pinned.alloc_host_zeroed::<u8>(4096).expect("allocated");
+    let place = pinned.core().allocation(first.handle()).expect("live").placement;
+    stream.memcpy_htod(&first, &mut there).expect("copied");
+    drop(first);
+    let waits = || (calls("cuEventSynchronize"), calls("cuStreamSynchronize"));
+    let before = waits();
+    let second = pinned.alloc_host_zeroed::<u8>(4096).expect("allocated");
+    assert_eq!(pinned.core().allocation(second.handle()).expect("live").placement, place);
+    assert_eq!(waits(), (before.0 + 1, before.1), "for this copy, and not for the stream");
+    drop(second);
+    drop(pinned.alloc_host_zeroed::<u8>(4096).expect("allocated"));
+    assert_eq!(waits(), (before.0 + 1, before.1), "memory that nobody copies is free at once");
+});
+
+stub_test!(a_copy_on_a_stream_that_is_not_registered_is_waited_for_at_once, {
+    let device = device();
+    let stream = device.context().new_stream().expect("a stream");
+    let pinned = PinnedAllocator::pinned(&device, Config::default()).expect("made");
+    let memory = CudaAllocator::new(&device, Config::default()).expect("made");
+    let mut there = memory.alloc_zeroed::<u8>(&stream, 64).expect("allocated");
+    let from = pinned.alloc_host_zeroed::<u8>(64).expect("allocated");
+    let before = calls("cuStreamSynchronize");
+    stream.memcpy_htod(&from, &mut there).expect("copied");
+    assert_eq!(calls("cuStreamSynchronize"), before + 1);
+});
+
+stub_test!(pinned_memory_has_the_same_places_everywhere, {
+    let device = device();
+    let history = || {
+        let pinned = PinnedAllocator::pinned(&device, Config::default()).expect("made");
+        let kept: Vec<_> = (1..30).map(|n| pinned.alloc_host_zeroed::<u8>(n * 50_000).expect("allocated")).collect();
+        drop(kept);
+        let _again: Vec<_> = (1..9).map(|n| pinned.alloc_host_zeroed::<u8>(n * 99_000).expect("allocated")).collect();
+        assert!(!pinned.core().backend().is_expandable());
+        pinned.digest(PoolId::DEFAULT).expect("known")
+    };
+    assert_eq!(history(), history());
+    assert_eq!(live().host_bytes, 0);
+    drop(PinnedBackend::new(&device));
+});
