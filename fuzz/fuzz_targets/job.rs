@@ -1,7 +1,10 @@
 //! Programs as whole jobs: a few ranks in adverse surroundings, whose threads interleave.
 #![no_main]
 
+#[path = "../count.rs"]
+mod count;
+
 use libfuzzer_sys::fuzz_target;
 use symmalloc_harness::targets;
 
-fuzz_target!(|bytes: &[u8]| targets::job(bytes));
+fuzz_target!(init: count::print_at_exit(), |bytes: &[u8]| count::add(targets::job(bytes)));

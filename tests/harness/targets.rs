@@ -70,16 +70,19 @@ const OPS_A_SYNC: usize = 24;
 ///
 /// # Panics
 /// When ranks differ that must not, one that differs is not reported, or anything is left in the end.
-pub fn job(bytes: &[u8]) {
+pub fn job(bytes: &[u8]) -> u64 {
     let scenario = Scenario::from_bytes(bytes);
     let seed =
         bytes.iter().fold(0, |seed: u64, byte| seed.rotate_left(7).wrapping_mul(0x100_0000_01b3) ^ u64::from(*byte));
     let ops = scenario.program.ops().chunks(OPS_A_SYNC).flat_map(|ops| ops.iter().cloned().chain([Op::Sync]));
     let plan = Plan::of_records(scenario.config, ops.map(Record::from), seed, NonZeroU32::new(5).expect("some"));
     let plan = plan.with_granularity_bytes(scenario.granularity_bytes);
-    if let Err(failure) = simulate(&plan, NonZeroUsize::MIN, &mut |_| ()) {
-        let story = story::write(&plan, &failure, "Found by the fuzz target `job`.");
-        panic!("{}", story.unwrap_or_else(|_| failure.to_string()));
+    match simulate(&plan, NonZeroUsize::MIN, &mut |_| ()) {
+        Ok(outcome) => outcome.ops + outcome.private_ops,
+        Err(failure) => {
+            let story = story::write(&plan, &failure, "Found by the fuzz target `job`.");
+            panic!("{}", story.unwrap_or_else(|_| failure.to_string()));
+        }
     }
 }
 
