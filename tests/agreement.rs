@@ -317,15 +317,6 @@ fn inject(kind: Kind, seed: u64, programs: &Programs, row: &mut Row) {
                 let is_excused = runs.iter().any(|run| run.gives_back_on_the_way(mutant.op))
                     || runs[0].is_made_up_for(mutant.op, runs[1])
                     || runs[1].is_made_up_for(mutant.op, runs[0]);
-                if !is_excused {
-                    for run in runs {
-                        let heap = &run.heaps[&heap];
-                        println!("{:?}", heap.iter().filter(|h| h.0.abs_diff(first.first_op) < 4).collect::<Vec<_>>());
-                    }
-                    for i in mutant.op.saturating_sub(3)..(mutant.op + 8).min(program.records.len()) {
-                        println!("{i} {:?} | {:?}", program.records[i].op, mutant.program.records[i].op);
-                    }
-                }
                 assert!(is_excused, "of {origins:?}: {}", place());
                 (row.injected, row.caught, row.blurred) = (row.injected - 1, row.caught - 1, row.blurred + 1);
                 return;

@@ -129,19 +129,34 @@ fn is_refusal_of_the_same(op: u64, other: u64) -> bool {
     is_by_driver(mark) != is_by_driver(other_mark) || is_same && (is_refused(mark) || is_refused(other_mark))
 }
 
-/// Whether the ranks asked for the same, as far as can be seen, and only the outcome differs: memory that a limit refused to
-/// some, or that was obtained or given back on the way. Of two differences at the same moment such a one is the consequence.
-pub(crate) fn is_outcome_only(found: &Found) -> bool {
-    let ops = found.answers.iter().filter_map(|answered| match answered.answer {
-        Answer::Op { op, .. } => unpack_op(op),
+/// How much a difference looks like the consequence of another one at the same moment: the ranks asked for the same, as far
+/// as can be seen, and only what came of it differs. That is memory that was obtained or given back on the way, at that very
+/// moment or later, or that a limit refused to some.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Consequence {
+    Unlikely,
+    Likely,
+    Certain,
+}
+
+pub(crate) fn consequence(found: &Found) -> Consequence {
+    let words = found.answers.iter().filter_map(|answered| match answered.answer {
+        Answer::Op { op, .. } => Some(op),
         _ => None,
     });
-    let ops: Vec<(Mark, StreamId, u64)> = ops.collect();
-    let is_any = |is: &dyn Fn(&Mark) -> bool| ops.iter().any(|(mark, _, _)| is(mark));
+    let words: Vec<u64> = words.collect();
+    let ops: Vec<(Mark, StreamId, u64)> = words.iter().filter_map(|op| unpack_op(*op)).collect();
+    let is_any = |mark: Mark| ops.iter().any(|(other, _, _)| *other == mark);
     let is_request_equal = ops.iter().all(|(_, stream, amount)| (*stream, *amount) == (ops[0].1, ops[0].2));
-    !is_any(&|mark| *mark == Mark::RefusedByDriver)
-        && (found.earliest.is_some_and(|earliest| earliest.is_memory_moved)
-            || is_request_equal && is_any(&|mark| matches!(mark, Mark::RefusedByLimit)))
+    if is_any(Mark::RefusedByDriver) {
+        Consequence::Unlikely
+    } else if found.earliest.is_some_and(|earliest| earliest.is_memory_moved) {
+        Consequence::Certain
+    } else if words.iter().any(|op| is_memory_moved(*op)) || is_request_equal && is_any(Mark::RefusedByLimit) {
+        Consequence::Likely
+    } else {
+        Consequence::Unlikely
+    }
 }
 
 /// One asked for something else: the same of another stream, or another amount, or another thing.

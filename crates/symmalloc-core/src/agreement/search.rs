@@ -305,7 +305,7 @@ impl Search {
     /// When all heaps are searched: the details of the first few in program order.
     fn next_details(&mut self) -> Next {
         if self.detailed == 0 {
-            let order = |found: &Found| (found.order().unwrap_or(u64::MAX), cause::is_outcome_only(found), found.heap);
+            let order = |found: &Found| (found.order().unwrap_or(u64::MAX), cause::consequence(found), found.heap);
             self.found.sort_by_key(order);
         }
         let told = self.found.iter().take(HEAPS_TOLD).skip(self.detailed);
