@@ -104,7 +104,7 @@ fn drive<L: Lock>(allocator: &Allocator<SimBackend, L>, stream: StreamId, seed: 
     let mut live: Vec<Allocation> = Vec::new();
     let mut lent: Vec<Handle> = Vec::new();
     let give_back = |made: Allocation| match made.handle {
-        handle if made.size_bytes / 512 % 3 == 0 => free(handle),
+        handle if (made.size_bytes / 512).is_multiple_of(3) => free(handle),
         handle => allocator.free(handle).expect("live"),
     };
     for _ in 0..14 {
@@ -253,7 +253,7 @@ fn a_shared_heap_with_a_limit_stays_sound_and_loses_no_free() {
                 asking.fetch_add(1, Relaxed);
                 assert!(error.reserved_bytes <= 8 * MIB);
                 allocator.trim(None).expect("no faults");
-                if asking.load(Relaxed) % 2 == 0 { Retry::Again } else { Retry::GiveUp }
+                if asking.load(Relaxed).is_multiple_of(2) { Retry::Again } else { Retry::GiveUp }
             });
             let bag = Arc::new(Mutex::new(Vec::new()));
             let threads = (0..STREAMS).map(StreamId).map(|stream| {
