@@ -34,6 +34,11 @@ fn allocate(allocator: &Allocator<SimBackend>, ops: u64, other: Option<u64>) {
     }
 }
 
+/// The number in its heap of an allocation of 512 bytes: the memory that was obtained for those before counts as well.
+fn number_in_heap(allocation: u64) -> u64 {
+    allocation + (allocation * 512).div_ceil(2 << 20)
+}
+
 fn compare(allocators: &[Allocator<SimBackend>]) -> Option<Disagreement> {
     let witnesses: Vec<_> = allocators.iter().map(|allocator| Witness::new(allocator, Point::Sync)).collect();
     match agree_in_lockstep(&witnesses) {
@@ -58,7 +63,7 @@ fn four_thousand_ranks_agree_in_lockstep_and_name_the_odd_one() {
     // Equal requests: what is missing on the others is the last of them.
     let disagreement = compare(&allocators).expect("one rank did more");
     let first = disagreement.first_heap().expect("a heap");
-    assert_eq!((first.first_op, first.last_op), (120, 120));
+    assert_eq!((first.first_op, first.last_op), (number_in_heap(120), number_in_heap(120)));
     assert_eq!(first.groups[0].ranks.to_string(), "0-2076,2078-4095");
     assert_eq!((first.groups[0].action, first.groups[1].ranks.to_string()), (Action::Nothing, "2077".to_owned()));
     assert_eq!(disagreement.ranks, RANKS);
@@ -71,7 +76,7 @@ fn rounds_grow_with_the_logarithm_of_the_history() {
         allocate(&allocators[0], ops, None);
         allocate(&allocators[1], ops, Some(ops / 3));
         let disagreement = compare(&allocators).expect("they differ");
-        assert_eq!(disagreement.first_heap().expect("a heap").first_op, ops / 3);
+        assert_eq!(disagreement.first_heap().expect("a heap").first_op, number_in_heap(ops / 3));
         // Compare, heaps, ops, details; and a search that cuts into 97 parts.
         let searches = (1..).find(|rounds| 97_u64.pow(*rounds) >= ops).expect("soon");
         assert!(disagreement.rounds <= 4 + searches, "{} rounds for {ops} ops", disagreement.rounds);
@@ -89,7 +94,7 @@ fn what_all_ranks_agreed_on_is_forgotten() {
     allocate(&allocators[1], 90, Some(0));
     let disagreement = compare(&allocators).expect("they differ");
     let first = disagreement.first_heap().expect("a heap");
-    assert_eq!((first.first_op, first.last_op, first.order), (4500, 4500, Some(0)));
+    assert_eq!((first.first_op, first.last_op, first.order), (number_in_heap(4500), number_in_heap(4500), Some(0)));
     assert_eq!(first.cause, Cause::OtherRequest);
     assert_eq!(first.groups[1].name.as_deref(), Some("block"));
 }
@@ -153,7 +158,7 @@ fn without_a_history_a_difference_is_still_caught() {
     assert!(allocators.iter().all(|allocator| allocator.history_bytes() == 0));
     let disagreement = compare(&allocators).expect("they differ");
     let first = disagreement.first_heap().expect("a heap");
-    assert_eq!((first.first_op, first.last_op, first.cause), (0, 19, Cause::OlderThanHistory));
+    assert_eq!((first.first_op, first.last_op, first.cause), (0, number_in_heap(19), Cause::OlderThanHistory));
 }
 
 #[test]
@@ -304,7 +309,7 @@ fn with_mode(mode: Mode, other: u64) -> Vec<(Option<u64>, u32)> {
             });
             if let Err(error) = told {
                 let AgreementError::Disagreed(disagreement) = error else { panic!("{error}") };
-                assert_eq!(disagreement.first_heap().expect("a heap").first_op, other);
+                assert_eq!(disagreement.first_heap().expect("a heap").first_op, number_in_heap(other));
                 caught = Some(op + 1);
                 break;
             }

@@ -112,7 +112,7 @@ fn ranks_that_diverge_are_told_on_every_rank() {
     });
     for (rank, line) in heard.iter().enumerate() {
         let expected = format!(
-            "ranks.diverged rank={rank} ranks=2 rounds=4 difference=\"history\" pool=0 stream=0 op=0 \
+            "ranks.diverged rank={rank} ranks=2 rounds=5 difference=\"history\" pool=0 stream=0 op=0 \
              cause=\"other_request\" report=the 2 ranks differ in symmetric pool 0, stream 0, at op 0\n"
         );
         assert!(line.starts_with(&expected), "{line}");

@@ -561,7 +561,7 @@ fn the_text_names_what_is_live_and_allocations_of_nothing_can_still_be_freed() {
          pool segments:expandable,range_mb:524288,growth_mb:2,streams:shared,symmetric:false,limit_mb:64,reclaim:heap\n\
          granularity 2097152\n\
          total_limit 104857600\n\
-         heap shared 3 {digest} 1\n\
+         heap shared 4 {digest} 1\n\
          segment 0 large\n\
          memory 0 4194304\n\
          a 0 3145728 3145728 s0 \"weights \\\"0\\\"\"\n\

@@ -408,7 +408,8 @@ impl Heap {
         self.note_books();
     }
 
-    fn note_books(&mut self) {
+    /// Keeps [`keeps_books`](Self::keeps_books) true: after a name came or went.
+    pub(crate) fn note_books(&mut self) {
         let releases = self.config.release_threshold_bytes().is_some();
         self.keeps_books = self.stream.is_none()
             || !self.pointers.is_off()

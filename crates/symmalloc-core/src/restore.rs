@@ -200,6 +200,7 @@ impl Heap {
             Some(name) => self.names.insert(slot, name),
             None => drop(self.names.take(slot)),
         }
+        self.note_books();
     }
 }
 

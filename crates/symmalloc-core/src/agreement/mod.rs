@@ -48,7 +48,8 @@
 //! let witnesses: Vec<_> = ranks.iter().map(|allocator| Witness::new(allocator, Point::Sync)).collect();
 //! let Err(AgreementError::Disagreed(disagreement)) = agree_in_lockstep(&witnesses) else { panic!("they differ") };
 //! let first = disagreement.first_heap().expect("a heap differs");
-//! assert_eq!((first.first_op, first.groups[1].ranks.to_string().as_str()), (1, "2"));
+//! // After the allocation of the weights, and the memory that was obtained for it.
+//! assert_eq!((first.first_op, first.groups[1].ranks.to_string().as_str()), (2, "2"));
 //! assert!(disagreement.to_string().contains("allocated 1,048,577 bytes \"gradient\""));
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```

@@ -42,7 +42,8 @@ pub enum Mode {
 ///             let mut agreement = Agreement::new(Mode::AtSync, transport);
 ///             let stream = allocator.register_stream().unwrap();
 ///             allocator.allocate(symmalloc_core::PoolId::DEFAULT, stream, 1 << 20).unwrap();
-///             assert_eq!(agreement.at_sync(&allocator).unwrap().unwrap().ops, 1);
+///             // The allocation, and the memory that was obtained for it.
+///             assert_eq!(agreement.at_sync(&allocator).unwrap().unwrap().ops, 2);
 ///         });
 ///     }
 /// });

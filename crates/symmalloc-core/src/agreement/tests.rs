@@ -123,9 +123,9 @@ fn more_heaps_than_a_page_holds_or_are_searched_at_once_are_all_found() {
     let found: Vec<_> = std::iter::once(first).chain(others).collect();
     assert_eq!(found.len(), 40);
     for (difference, stream) in found.into_iter().zip(0..) {
-        // In program order, which was stream after stream.
-        assert_eq!((difference.stream, difference.first_op, difference.last_op), (Some(StreamId(stream)), 10, 10));
-        assert_eq!(difference.order, Some(u64::from(stream) * 20 + 10));
+        // In program order, which was stream after stream. Memory is obtained for each stream's first allocation.
+        assert_eq!((difference.stream, difference.first_op, difference.last_op), (Some(StreamId(stream)), 11, 11));
+        assert_eq!(difference.order, Some(u64::from(stream) * 21 + 11));
     }
     assert_eq!(first.cause, Cause::OtherRequest);
 }
@@ -226,14 +226,17 @@ proptest! {
         agree_in_lockstep(&witnesses()).expect("nothing differs yet");
         allocate(0, agreed..lens[0]);
         allocate(1, agreed..lens[1]);
-        let first = if at < lens[1] { at.min(lens[0]) } else { lens[0].min(lens[1]) };
+        // Memory is obtained for the first allocation, and counts as an op.
+        let number = |op: u64| op + u64::from(op > 0);
+        let (ends, agreed) = (lens.map(number), number(agreed));
+        let first = number(if at < lens[1] { at.min(lens[0]) } else { lens[0].min(lens[1]) });
         match agree_in_lockstep(&witnesses()) {
             Ok(_) => prop_assert!(lens[0] == lens[1] && at >= lens[1]),
             Err(AgreementError::Disagreed(disagreement)) => {
                 let heap = disagreement.first_heap().expect("a heap");
                 prop_assert!((heap.first_op..=heap.last_op).contains(&first), "{first}: {disagreement}");
                 prop_assert!(heap.first_op >= agreed, "{agreed}: {disagreement}");
-                let oldest = lens[0].saturating_sub(memories[0].into()).max(lens[1].saturating_sub(memories[1].into()));
+                let oldest = ends[0].saturating_sub(memories[0].into()).max(ends[1].saturating_sub(memories[1].into()));
                 if oldest.max(agreed) <= first {
                     prop_assert_eq!(heap.first_op, heap.last_op, "everybody remembers it");
                     prop_assert!(heap.cause != Cause::OlderThanHistory);
