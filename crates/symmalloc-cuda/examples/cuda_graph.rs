@@ -63,7 +63,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     main.synchronize()?;
     assert!(found.iter().all(|value| *value == 400.0));
     println!("100 launches are right; the second capture lies at the same places:");
-    places.iter().for_each(|place| println!("  {place}"));
+    for (name, place) in ["left, first stream", "right, second stream", "output, first stream"].iter().zip(&places) {
+        println!("  {name}: {place}");
+    }
     assert_eq!(allocator.drop_errors().count, 0);
     Ok(())
 }

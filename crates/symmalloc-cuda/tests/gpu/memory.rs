@@ -2,9 +2,12 @@
 
 use crate::device;
 use crate::kernels::Kernels;
-use cudarc::driver::{DevicePtr, LaunchConfig, PushKernelArg};
+use cudarc::driver::result::{self, ctx};
+use cudarc::driver::{DevicePtr, LaunchConfig, PushKernelArg, sys};
+use symmalloc_core::PoolId;
 use symmalloc_core::config::{Config, PoolConfig};
-use symmalloc_cuda::{CudaAllocator, CudaDevice, DeviceBuffer, GraphPool, PinnedAllocator};
+use symmalloc_core::errors::{AllocateError, OutOfMemoryCause};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaError, DeviceBuffer, GraphPool, PinnedAllocator};
 
 const MIB: usize = 1 << 20;
 
@@ -40,6 +43,95 @@ fn memory_really_comes_back_after_a_trim() {
     println!("4 GiB: the driver shows {held} bytes held, trim says {released}, {left} left");
     assert!(held >= 4096 * MIB as u64 - (2 << 20) && released >= 4094 * MIB as u64 && left <= 2 << 20);
     assert_eq!(stream.clone_dtoh(&small).expect("copied"), vec![0; MIB], "the rest is as it was");
+}
+
+#[test]
+fn a_device_that_others_filled_is_an_error_that_changes_nothing() {
+    let Some(device) = device() else { return };
+    let free = || device.memory_info().expect("asked").free_bytes;
+    let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+    let stream = device.context().new_stream().expect("a stream");
+    let kept = allocator.alloc_zeroed::<u8>(&stream, 8 * MIB).expect("allocated");
+    device.context().bind_to_thread().expect("current");
+    // SAFETY: freed below, used by nobody.
+    let others = unsafe { result::malloc_sync(free() as usize - 1024 * MIB) }.expect("allocated");
+    let (before, reserved) = (free(), allocator.stats().reserved_bytes.current);
+    // SAFETY: never read.
+    let error = unsafe { allocator.alloc::<u8>(&stream, 4096 * MIB) }.expect_err("there is 1 GiB");
+    println!("{error}");
+    let CudaError::Allocate(AllocateError::OutOfMemory(error)) = error else { panic!("another error: {error:?}") };
+    assert!(matches!(error.cause, OutOfMemoryCause::Driver(_)), "{error:?}");
+    assert_eq!((free(), allocator.stats().reserved_bytes.current), (before, reserved));
+    // SAFETY: allocated above.
+    unsafe { result::free_sync(others) }.expect("freed");
+    drop(allocator.alloc_zeroed::<u8>(&stream, 4096 * MIB).expect("there is memory again"));
+    assert_eq!(stream.clone_dtoh(&kept).expect("copied"), vec![0; 8 * MIB]);
+}
+
+#[cfg(unix)]
+#[test]
+fn memory_can_be_exported_as_its_traits_say() {
+    use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+    let Some(device) = device() else { return };
+    let backend = CudaBackend::builder(&device).build().expect("supported");
+    let traits = backend.traits();
+    let allocator = CudaAllocator::with_backend(backend, Config::default()).expect("made");
+    let stream = device.context().new_stream().expect("a stream");
+    let buffer = allocator.alloc_zeroed::<u8>(&stream, MIB).expect("allocated");
+    let (address, posix_fd) =
+        (buffer.device_ptr(&stream).0, sys::CUmemAllocationHandleType_enum::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    device.context().bind_to_thread().expect("current");
+    let (mut handle, mut fd) = (0, RawFd::from(-1));
+    // SAFETY: `handle` is valid for writing, and the address is mapped.
+    unsafe { sys::cuMemRetainAllocationHandle(&raw mut handle, address as *mut _) }.result().expect("a handle");
+    // As words: kinds of handles are or-ed, which cudarc's enum cannot hold.
+    let mut properties = [0_u64; size_of::<sys::CUmemAllocationProp>() / 8];
+    // SAFETY: the properties have this size and alignment and are valid for writing, and the handle is alive.
+    unsafe { sys::cuMemGetAllocationPropertiesFromHandle(properties.as_mut_ptr().cast(), handle) }
+        .result()
+        .expect("known");
+    let [_, _, _, flags] = properties.map(u64::to_ne_bytes);
+    assert_eq!(flags[1] != 0, traits.gpu_direct_rdma);
+    // SAFETY: `fd` is valid for writing, and the handle is alive.
+    let exported = unsafe { sys::cuMemExportToShareableHandle((&raw mut fd).cast(), handle, posix_fd, 0) }.result();
+    assert_eq!(exported.is_ok(), traits.posix_fd, "{exported:?}");
+    // SAFETY: retained above.
+    unsafe { sys::cuMemRelease(handle) }.result().expect("released");
+    if exported.is_ok() {
+        // SAFETY: just made, and nobody else's.
+        drop(unsafe { OwnedFd::from_raw_fd(fd) });
+    }
+    println!("{traits:?}");
+}
+
+#[test]
+fn a_thread_without_a_context_stays_without_one() {
+    let Some(device) = device() else { return };
+    let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+    let (a, b) = (device.context().new_stream().expect("a stream"), device.context().new_stream().expect("a stream"));
+    let (main, side) = (allocator.register_stream(&a).expect("an id"), allocator.register_stream(&b).expect("an id"));
+    std::thread::spawn(move || {
+        let is_without = || ctx::get_current().expect("asked").is_none();
+        assert!(is_without());
+        for _ in 0..2 {
+            let block = allocator.core().allocate(PoolId::DEFAULT, main, 4 << 20).expect("allocated");
+            allocator.core().record_use(block.handle, side).expect("known");
+            allocator.core().free(block.handle).expect("freed");
+            assert!(is_without());
+        }
+        let buffer = allocator.alloc_zeroed::<u8>(&a, 8 * MIB).expect("allocated");
+        assert!(is_without());
+        let _pointer = buffer.device_ptr(&b).0;
+        drop(buffer);
+        allocator.wait(&a, &b).expect("ordered");
+        allocator.synchronize(&a).expect("done");
+        allocator.trim().expect("trimmed");
+        assert!(is_without());
+        drop((allocator, a, b));
+        device.memory_info().expect("asked");
+    })
+    .join()
+    .expect("no context is left current");
 }
 
 #[test]
