@@ -163,6 +163,61 @@ fn buffers_go_through_copies_kernels_and_other_streams() {
 }
 
 #[test]
+fn a_kernel_that_takes_the_buffer_itself_is_ordered_behind_other_streams() {
+    let Some(device) = device() else { return };
+    let kernels = Kernels::compile(device.context());
+    let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+    let (a, b) = (device.context().new_stream().expect("a stream"), device.context().new_stream().expect("a stream"));
+    let count = MIB as u32;
+    let (grid, one) = (LaunchConfig::for_num_elems(count), LaunchConfig::for_num_elems(1));
+    let mut buffer = allocator.alloc_zeroed::<u32>(&a, MIB).expect("allocated");
+    let wrong = [&a, &b].map(|stream| stream.alloc_zeros::<u32>(1).expect("a counter"));
+    let delay = || {
+        let cycles = 400_000_u64;
+        // SAFETY: touches no memory.
+        unsafe { b.launch_builder(&kernels.delay).arg(&cycles).launch(one) }.expect("launched");
+    };
+    for round in 1..=100_u32 {
+        let (theirs, ours) = (2 * round, 2 * round + 1);
+        delay();
+        {
+            let argument = buffer.on(&b);
+            // SAFETY: writes the elements of a buffer that has them, on the stream that the argument was made for.
+            unsafe { b.launch_builder(&kernels.fill).arg(&argument).arg(&theirs).arg(&count).launch(grid) }
+                .expect("launched");
+        }
+        // SAFETY: reads the buffer on its own stream.
+        unsafe {
+            let mut launch = a.launch_builder(&kernels.count_others);
+            launch.arg(&buffer).arg(&theirs).arg(&count).arg(&wrong[0]).launch(grid)
+        }
+        .expect("launched behind the writer");
+        // SAFETY: writes the buffer on its own stream.
+        unsafe { a.launch_builder(&kernels.fill).arg(&mut buffer).arg(&ours).arg(&count).launch(grid) }
+            .expect("launched");
+        for late in [true, false] {
+            if late {
+                delay();
+            }
+            let argument = buffer.read_on(&b);
+            // SAFETY: reads the buffer on the stream that the argument was made for.
+            unsafe {
+                let mut launch = b.launch_builder(&kernels.count_others);
+                launch.arg(&argument).arg(&ours).arg(&count).arg(&wrong[1]).launch(grid)
+            }
+            .expect("launched behind the writer");
+        }
+        // SAFETY: writes the buffer on its own stream.
+        unsafe { a.launch_builder(&kernels.fill).arg(&mut buffer).arg(&0_u32).arg(&count).launch(grid) }
+            .expect("launched behind the readers");
+    }
+    let found = [&a, &b].map(|stream| stream.synchronize());
+    assert!(found.iter().all(Result::is_ok), "{found:?}");
+    let wrong = [a.clone_dtoh(&wrong[0]).expect("copied")[0], b.clone_dtoh(&wrong[1]).expect("copied")[0]];
+    assert_eq!(wrong, [0, 0], "wrong elements read on the own stream and on the other");
+}
+
+#[test]
 fn a_graph_keeps_its_memory_and_a_second_capture_its_places() {
     let Some(device) = device() else { return };
     let kernels = Kernels::compile(device.context());
@@ -177,7 +232,7 @@ fn a_graph_keeps_its_memory_and_a_second_capture_its_places() {
     let capture = |value: u32| {
         let under_way = pool.begin(&a).expect("begun");
         let mut places = Vec::new();
-        let output = allocator.alloc_zeroed::<u32>(&a, MIB).expect("allocated");
+        let mut output = allocator.alloc_zeroed::<u32>(&a, MIB).expect("allocated");
         places.push(output.placement());
         for step in 0..4 {
             // SAFETY: never read.
@@ -193,7 +248,8 @@ fn a_graph_keeps_its_memory_and_a_second_capture_its_places() {
             allocator.wait(&a, &b).expect("joins back");
         }
         // SAFETY: as above.
-        unsafe { a.launch_builder(&kernels.fill).arg(&output).arg(&value).arg(&count).launch(grid) }.expect("captured");
+        unsafe { a.launch_builder(&kernels.fill).arg(&mut output).arg(&value).arg(&count).launch(grid) }
+            .expect("captured");
         (under_way.end().expect("legal"), output, places)
     };
     let (first, output, places) = capture(7);
