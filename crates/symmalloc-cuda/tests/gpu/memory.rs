@@ -46,6 +46,25 @@ fn memory_really_comes_back_after_a_trim() {
 }
 
 #[test]
+fn without_virtual_memory_segments_are_fixed_and_come_back_as_well() {
+    let Some(device) = device() else { return };
+    let free = || device.memory_info().expect("asked").free_bytes;
+    let backend = CudaBackend::builder(&device).plain().build().expect("any device can");
+    let allocator = CudaAllocator::with_backend(backend, Config::default()).expect("made");
+    let stream = device.context().new_stream().expect("a stream");
+    let small = allocator.alloc_zeroed::<u8>(&stream, MIB / 2).expect("allocated");
+    let before = free();
+    let large = allocator.alloc_zeroed::<u8>(&stream, 1024 * MIB).expect("allocated");
+    assert_eq!(stream.clone_dtoh(&large.slice(1023 * MIB..)).expect("copied"), vec![0; MIB]);
+    drop(large);
+    let held = before - free();
+    let released = allocator.trim().expect("trimmed");
+    println!("1 GiB of cuMemAlloc: {held} bytes held, trim says {released}, {} left", before - free());
+    assert_eq!((held, released, free()), (1 << 30, 1 << 30, before));
+    assert_eq!(stream.clone_dtoh(&small).expect("copied"), vec![0; MIB / 2]);
+}
+
+#[test]
 fn a_device_that_others_filled_is_an_error_that_changes_nothing() {
     let Some(device) = device() else { return };
     let free = || device.memory_info().expect("asked").free_bytes;
