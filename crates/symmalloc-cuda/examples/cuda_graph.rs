@@ -63,7 +63,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     main.synchronize()?;
     assert!(found.iter().all(|value| *value == 400.0));
     println!("100 launches are right; the second capture lies at the same places:");
-    places.iter().for_each(|place| println!("  {place}"));
+    for (name, place) in ["left, first stream", "right, second stream", "output, first stream"].iter().zip(&places) {
+        println!("  {name}: {place}");
+    }
     assert_eq!(allocator.drop_errors().count, 0);
     Ok(())
 }
@@ -79,22 +81,22 @@ fn capture(
 ) -> Result<Program, Box<dyn Error>> {
     let grid = LaunchConfig::for_num_elems(COUNT);
     let capture = pool.begin(main)?;
-    let left = allocator.alloc_zeroed::<f32>(main, COUNT as usize)?;
+    let mut left = allocator.alloc_zeroed::<f32>(main, COUNT as usize)?;
     allocator.wait(side, main)?;
     let mut right = allocator.alloc_zeroed::<f32>(side, COUNT as usize)?;
     // SAFETY: the kernel's parameters, on buffers with COUNT elements; each is written by the stream it belongs to.
-    unsafe { main.launch_builder(add).arg(&left).arg(input).arg(input).arg(&COUNT).launch(grid) }?;
+    unsafe { main.launch_builder(add).arg(&mut left).arg(input).arg(input).arg(&COUNT).launch(grid) }?;
     {
         let (to, from) = (right.on(side), input.read_on(side));
         // SAFETY: as above; the arguments are made for this stream.
         unsafe { side.launch_builder(add).arg(&to).arg(&from).arg(&from).arg(&COUNT).launch(grid) }?;
     }
     allocator.wait(main, side)?;
-    let output = allocator.alloc_zeroed::<f32>(main, COUNT as usize)?;
+    let mut output = allocator.alloc_zeroed::<f32>(main, COUNT as usize)?;
     {
         let from = right.read_on(main);
         // SAFETY: as above.
-        unsafe { main.launch_builder(add).arg(&output).arg(&left).arg(&from).arg(&COUNT).launch(grid) }?;
+        unsafe { main.launch_builder(add).arg(&mut output).arg(&left).arg(&from).arg(&COUNT).launch(grid) }?;
     }
     let places = vec![left.placement(), right.placement(), output.placement()];
     drop((left, right)); // free for the rest of the capture and for other graphs of the pool

@@ -139,7 +139,9 @@ fn answer(
         let bias = layer.device_bias.read_on(stream);
         let elements = LaunchConfig::for_num_elems(row_count * columns);
         // SAFETY: the kernel's parameters; `y` is of this stream.
-        unsafe { stream.launch_builder(bias_relu).arg(&y).arg(&bias).arg(&row_count).arg(&columns).launch(elements) }?;
+        unsafe {
+            stream.launch_builder(bias_relu).arg(&mut y).arg(&bias).arg(&row_count).arg(&columns).launch(elements)
+        }?;
         x = y;
     }
     let mut result = pinned.alloc_host_zeroed::<f32>(x.len())?;

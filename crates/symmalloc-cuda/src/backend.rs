@@ -6,6 +6,7 @@ use crate::error::CudaError;
 use crate::memory::{Memory, Source, Virtual, VirtualOptions, Whole};
 use crate::order::Order;
 use std::fmt;
+use std::path::PathBuf;
 use std::sync::Arc;
 use symmalloc_core::backend::{Backend, BackendError, Event, Range};
 use symmalloc_core::ids::StreamId;
@@ -46,8 +47,8 @@ pub struct CudaBackendBuilder {
 
 impl CudaBackendBuilder {
     /// Size of the physical chunks in which expandable ranges grow, in bytes; a multiple of the granularity, which is the
-    /// default. Growth by larger chunks is faster (a chunk costs some 15 us), but trimming gives memory back in whole
-    /// chunks only. Placements do not depend on it.
+    /// default. A chunk costs the same whatever its size (`docs/gpu.md`), so larger ones make growth faster, but trimming
+    /// gives memory back in whole chunks only. Placements do not depend on it.
     pub fn chunk_bytes(mut self, chunk_bytes: u64) -> Self {
         self.options.chunk_bytes = Some(chunk_bytes);
         self
@@ -56,6 +57,13 @@ impl CudaBackendBuilder {
     /// Other devices that may read and write the memory, by ordinal. None by default: mapping for peers slows launches.
     pub fn peers(mut self, peers: impl IntoIterator<Item = usize>) -> Self {
         self.options.peers = peers.into_iter().collect();
+        self
+    }
+
+    /// Folder in which the system shows IMEX channels, `/dev/nvidia-caps-imex-channels` by default. Memory gets fabric
+    /// handles only where there is a channel: the driver refuses them otherwise.
+    pub fn imex_channels(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.options.imex_channels = folder.into();
         self
     }
 

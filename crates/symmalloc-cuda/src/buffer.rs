@@ -24,7 +24,8 @@ use symmalloc_core::{Handle, StreamId};
 ///
 /// It implements cudarc's [`DeviceSlice`], [`DevicePtr`] and [`DevicePtrMut`], so copies, memset, cuBLAS and NCCL take it.
 /// Taking its pointer on another stream than its own records the use and orders the streams. A kernel launch does not say
-/// on which stream it is, so give it [`on`](DeviceBuffer::on) (or the buffer itself on the buffer's own stream).
+/// on which stream it is, so give it [`on`](DeviceBuffer::on) or [`read_on`](DeviceBuffer::read_on). On the buffer's own
+/// stream the buffer itself is an argument as well: `&mut` when the kernel writes it, `&` when it only reads.
 pub struct DeviceBuffer<T> {
     pub(crate) block: Block<CudaBackend>,
     pub(crate) uses: Uses,
@@ -298,11 +299,12 @@ unsafe impl<'a, 'b: 'a, 'c: 'b> PushKernelArg<&'b KernelArg<'c>> for LaunchArgs<
     }
 }
 
-// SAFETY: as above. `LaunchArgs` does not show its stream, so that no use is recorded: part of the contract of `launch` is
-// that it is the buffer's own stream.
+// SAFETY: as above. `LaunchArgs` does not show its stream: part of the contract of `launch` is that it is the buffer's own,
+// and that the kernel writes only what it got as `&mut`.
 unsafe impl<'a, 'b: 'a, T> PushKernelArg<&'b DeviceBuffer<T>> for LaunchArgs<'a> {
     #[inline(always)]
     fn arg(&mut self, arg: &'b DeviceBuffer<T>) -> &mut Self {
+        arg.uses.on_own_stream(&arg.block, Access::Read);
         self.arg(&arg.block.address)
     }
 }
@@ -311,6 +313,7 @@ unsafe impl<'a, 'b: 'a, T> PushKernelArg<&'b DeviceBuffer<T>> for LaunchArgs<'a>
 unsafe impl<'a, 'b: 'a, T> PushKernelArg<&'b mut DeviceBuffer<T>> for LaunchArgs<'a> {
     #[inline(always)]
     fn arg(&mut self, arg: &'b mut DeviceBuffer<T>) -> &mut Self {
+        arg.uses.on_own_stream(&arg.block, Access::Write);
         self.arg(&arg.block.address)
     }
 }

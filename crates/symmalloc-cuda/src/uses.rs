@@ -7,6 +7,8 @@
 //!    for the buffer's last writer, and a writer for all readers as well: what `CudaSlice` does, but with events that are
 //!    recorded when a stream changes and not at each use.
 //!
+//! A kernel on the buffer's own stream that takes the buffer itself as its argument is ordered like any other use.
+//!
 //! A stream that is not registered has no id. Its use is covered by an event that cudarc records when the pointer's guard is
 //! dropped, and for which the buffer's own stream waits before the buffer is freed.
 //!
@@ -81,6 +83,18 @@ impl Uses {
         self.begin_across(block, stream, access)
     }
 
+    /// Notes a use of the block by work that is submitted to its own stream next.
+    #[inline]
+    pub(crate) fn on_own_stream(&self, block: &Block<CudaBackend>, access: Access) {
+        if !self.shared.load(Ordering::Acquire) {
+            return;
+        }
+        if let Some(owner) = block.state.order().stream(block.owner) {
+            // A registered stream leaves nothing to do after its work.
+            drop(self.begin_across(block, owner, access));
+        }
+    }
+
     #[cold]
     fn begin_across<'a>(
         &'a self,
@@ -108,7 +122,7 @@ impl Uses {
         })
     }
 
-    /// Makes a registered stream wait for whom it must.
+    /// Makes a registered stream wait for whom it must. The use is noted also when that fails: the host waits then.
     fn order_registered(
         &self,
         block: &Block<CudaBackend>,
@@ -117,20 +131,19 @@ impl Uses {
     ) -> Result<(), BackendError> {
         let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
         let is_behind_writer = registered.writer == stream || registered.readers.contains(&stream);
+        let mut behind: SmallVec<[StreamId; 3]> = SmallVec::new();
         if !is_behind_writer {
-            order_behind(block, stream, registered.writer)?;
+            behind.push(registered.writer);
         }
         match access {
             Access::Read if !is_behind_writer => registered.readers.push(stream),
             Access::Read => {}
             Access::Write => {
-                for &reader in registered.readers.iter().filter(|reader| **reader != stream) {
-                    order_behind(block, stream, reader)?;
-                }
+                behind.extend(registered.readers.iter().copied().filter(|reader| *reader != stream));
                 *registered = Registered { writer: stream, readers: SmallVec::new() };
             }
         }
-        Ok(())
+        behind.into_iter().try_for_each(|on| order_behind(block, stream, on))
     }
 
     /// Makes a stream wait for all uses by streams that are not registered.

@@ -268,6 +268,16 @@ stub! {
     call cuGraphDestroy(graph: u64) |state| state.graphs.remove(&graph).map(|_| ()).ok_or(INVALID_HANDLE);
     call cuGraphExecDestroy(graph: u64) |state| state.graphs.remove(&graph).map(|_| ()).ok_or(INVALID_HANDLE);
 
+    call_in_context cuModuleLoadData(module: *mut u64, image: *const c_void) |state| {
+        answer(module, state.handle());
+        Ok(())
+    };
+    call cuModuleGetFunction(function: *mut u64, module: u64, name: *const c_char) |state| {
+        answer(function, state.handle());
+        Ok(())
+    };
+    call cuModuleUnload(module: u64) |state| Ok(());
+
     call_in_context cuEventCreate(event: *mut u64, flags: c_uint) |state| {
         let handle = state.handle();
         state.events.insert(handle, model::Event::default());

@@ -5,7 +5,8 @@
 //!
 //! How large chunks are: a map of a whole range (fixed and reserved segments) is one chunk, because NCCL before 2.30.3 takes
 //! one physical allocation per window. Growth of an expandable range is cut into chunks of `chunk_bytes`, since trimming
-//! must be able to give any granule back; access is set once per map, which is what costs most (21 to 45 us).
+//! must be able to give any granule back. On an H200 a chunk of 2 to 64 MiB costs 34 to 38 us to make and 29 to 45 us to give
+//! back: their number counts, not their size, and setting access for many in one call saves nothing (`docs/gpu.md`).
 
 use super::Memory;
 use crate::chunks::{Chunks, Part};
@@ -16,6 +17,7 @@ use cudarc::driver::sys::CUdeviceptr;
 use smallvec::SmallVec;
 use std::collections::BTreeMap;
 use std::ffi::{c_uint, c_ulonglong};
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::{BackendError, DeviceAddress, Range};
 
@@ -37,10 +39,19 @@ unsafe impl Send for Virtual {}
 unsafe impl Sync for Virtual {}
 
 /// What a program may choose.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(crate) struct VirtualOptions {
     pub(crate) chunk_bytes: Option<u64>,
     pub(crate) peers: Vec<usize>,
+    /// Where the system shows its IMEX channels.
+    pub(crate) imex_channels: PathBuf,
+}
+
+impl Default for VirtualOptions {
+    fn default() -> Self {
+        let imex_channels = PathBuf::from("/dev/nvidia-caps-imex-channels");
+        VirtualOptions { chunk_bytes: None, peers: Vec::new(), imex_channels }
+    }
 }
 
 impl Virtual {
@@ -52,7 +63,7 @@ impl Virtual {
             let reached = device.can_be_accessed_by(peer)?.ok_or(CudaError::NoPeerAccess { ordinal, peer })?;
             access.push(MemAccess { location: MemLocation::device(reached), flags: 3 });
         }
-        let properties = supported_properties(&device, location)?;
+        let properties = supported_properties(&device, location, &options.imex_channels)?;
         let granularity_bytes = granularity_of(&device, &properties)?;
         let chunk_bytes = options.chunk_bytes.unwrap_or(granularity_bytes);
         if chunk_bytes == 0 || !chunk_bytes.is_multiple_of(granularity_bytes) {
@@ -255,11 +266,16 @@ fn granularity_of(device: &CudaDevice, properties: &MemProperties) -> Result<u64
 }
 
 /// The most capable memory that the device really gives. A device may say that it supports a kind of handle which the
-/// system then refuses (FABRIC needs a running IMEX service), so each kind is tried with one granule.
-fn supported_properties(device: &CudaDevice, location: MemLocation) -> Result<MemProperties, CudaError> {
+/// system then refuses, so each kind is tried with one granule. Fabric handles are tried only where the process can see an
+/// IMEX channel: the driver makes none without, and compute-sanitizer reports every call that it refuses.
+fn supported_properties(
+    device: &CudaDevice,
+    location: MemLocation,
+    imex_channels: &Path,
+) -> Result<MemProperties, CudaError> {
     let features = device.features();
     let posix_fd = if features.posix_fd { HANDLE_POSIX_FD } else { 0 };
-    let fabric = if features.fabric { HANDLE_FABRIC } else { 0 };
+    let fabric = if features.fabric && is_inhabited(imex_channels) { HANDLE_FABRIC } else { 0 };
     let rdma = u8::from(features.gpu_direct_rdma);
     let properties = |handle_types, gpu_direct_rdma| MemProperties {
         kind: 1,
@@ -284,6 +300,10 @@ fn supported_properties(device: &CudaDevice, location: MemLocation) -> Result<Me
         }
     }
     Err(refusal.map_or(CudaError::Driver(DriverError { call: "cuMemCreate", code: INVALID_VALUE }), Into::into))
+}
+
+fn is_inhabited(folder: &Path) -> bool {
+    folder.read_dir().is_ok_and(|mut entries| entries.next().is_some())
 }
 
 fn try_one_granule(device: &CudaDevice, properties: &MemProperties) -> Result<(), DriverError> {

@@ -122,11 +122,13 @@ fn a_cached_pair_beside_cu_mem_alloc_async() {
         // SAFETY: never read.
         drop(unsafe { allocator.alloc::<u8>(&a, 1 << 20) }.expect("cached"));
     });
+    let calls_before = CudaDevice::driver_calls();
     let fenced = ns(&mut || {
         let block = core.allocate(allocator.pool(), main, 1 << 20).expect("cached");
         core.record_use(block.handle, side).expect("known");
         core.free(block.handle).expect("freed");
     });
+    let calls = (CudaDevice::driver_calls() - calls_before) as f64 / f64::from(pairs + 1000);
     device.context().bind_to_thread().expect("current");
     let pooled = ns(&mut || {
         // SAFETY: freed at once, used by nobody.
@@ -135,7 +137,7 @@ fn a_cached_pair_beside_cu_mem_alloc_async() {
         unsafe { result::free_async(pointer, a.cu_stream()) }.expect("freed");
     });
     println!(
-        "allocate and free 1 MiB, ns: core {own:.0}, DeviceBuffer {buffer:.0}, with a use on another stream {fenced:.0}, \
-         cuMemAllocAsync {pooled:.0}"
+        "allocate and free 1 MiB, ns: core {own:.0}, DeviceBuffer {buffer:.0}, with a use on another stream {fenced:.0} \
+         ({calls:.2} driver calls), cuMemAllocAsync {pooled:.0}"
     );
 }

@@ -2,9 +2,12 @@
 
 use crate::device;
 use crate::kernels::Kernels;
-use cudarc::driver::{DevicePtr, LaunchConfig, PushKernelArg};
+use cudarc::driver::result::{self, ctx};
+use cudarc::driver::{DevicePtr, LaunchConfig, PushKernelArg, sys};
+use symmalloc_core::PoolId;
 use symmalloc_core::config::{Config, PoolConfig};
-use symmalloc_cuda::{CudaAllocator, CudaDevice, DeviceBuffer, GraphPool, PinnedAllocator};
+use symmalloc_core::errors::{AllocateError, OutOfMemoryCause};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaError, DeviceBuffer, GraphPool, PinnedAllocator};
 
 const MIB: usize = 1 << 20;
 
@@ -43,6 +46,114 @@ fn memory_really_comes_back_after_a_trim() {
 }
 
 #[test]
+fn without_virtual_memory_segments_are_fixed_and_come_back_as_well() {
+    let Some(device) = device() else { return };
+    let free = || device.memory_info().expect("asked").free_bytes;
+    let backend = CudaBackend::builder(&device).plain().build().expect("any device can");
+    let allocator = CudaAllocator::with_backend(backend, Config::default()).expect("made");
+    let stream = device.context().new_stream().expect("a stream");
+    let small = allocator.alloc_zeroed::<u8>(&stream, MIB / 2).expect("allocated");
+    let before = free();
+    let large = allocator.alloc_zeroed::<u8>(&stream, 1024 * MIB).expect("allocated");
+    assert_eq!(stream.clone_dtoh(&large.slice(1023 * MIB..)).expect("copied"), vec![0; MIB]);
+    drop(large);
+    let held = before - free();
+    let released = allocator.trim().expect("trimmed");
+    println!("1 GiB of cuMemAlloc: {held} bytes held, trim says {released}, {} left", before - free());
+    assert_eq!((held, released, free()), (1 << 30, 1 << 30, before));
+    assert_eq!(stream.clone_dtoh(&small).expect("copied"), vec![0; MIB / 2]);
+}
+
+#[test]
+fn a_device_that_others_filled_is_an_error_that_changes_nothing() {
+    let Some(device) = device() else { return };
+    let free = || device.memory_info().expect("asked").free_bytes;
+    let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+    let stream = device.context().new_stream().expect("a stream");
+    let kept = allocator.alloc_zeroed::<u8>(&stream, 8 * MIB).expect("allocated");
+    device.context().bind_to_thread().expect("current");
+    // SAFETY: freed below, used by nobody.
+    let others = unsafe { result::malloc_sync(free() as usize - 1024 * MIB) }.expect("allocated");
+    let (before, reserved) = (free(), allocator.stats().reserved_bytes.current);
+    // SAFETY: never read.
+    let error = unsafe { allocator.alloc::<u8>(&stream, 4096 * MIB) }.expect_err("there is 1 GiB");
+    println!("{error}");
+    let CudaError::Allocate(AllocateError::OutOfMemory(error)) = error else { panic!("another error: {error:?}") };
+    assert!(matches!(error.cause, OutOfMemoryCause::Driver(_)), "{error:?}");
+    assert_eq!((free(), allocator.stats().reserved_bytes.current), (before, reserved));
+    // SAFETY: allocated above.
+    unsafe { result::free_sync(others) }.expect("freed");
+    drop(allocator.alloc_zeroed::<u8>(&stream, 4096 * MIB).expect("there is memory again"));
+    assert_eq!(stream.clone_dtoh(&kept).expect("copied"), vec![0; 8 * MIB]);
+}
+
+#[cfg(unix)]
+#[test]
+fn memory_can_be_exported_as_its_traits_say() {
+    use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+    let Some(device) = device() else { return };
+    let backend = CudaBackend::builder(&device).build().expect("supported");
+    let traits = backend.traits();
+    let allocator = CudaAllocator::with_backend(backend, Config::default()).expect("made");
+    let stream = device.context().new_stream().expect("a stream");
+    let buffer = allocator.alloc_zeroed::<u8>(&stream, MIB).expect("allocated");
+    let (address, posix_fd) =
+        (buffer.device_ptr(&stream).0, sys::CUmemAllocationHandleType_enum::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    device.context().bind_to_thread().expect("current");
+    let (mut handle, mut fd) = (0, RawFd::from(-1));
+    // SAFETY: `handle` is valid for writing, and the address is mapped.
+    unsafe { sys::cuMemRetainAllocationHandle(&raw mut handle, address as *mut _) }.result().expect("a handle");
+    // As words: kinds of handles are or-ed, which cudarc's enum cannot hold.
+    let mut properties = [0_u64; size_of::<sys::CUmemAllocationProp>() / 8];
+    // SAFETY: the properties have this size and alignment and are valid for writing, and the handle is alive.
+    unsafe { sys::cuMemGetAllocationPropertiesFromHandle(properties.as_mut_ptr().cast(), handle) }
+        .result()
+        .expect("known");
+    let [_, _, _, flags] = properties.map(u64::to_ne_bytes);
+    assert_eq!(flags[1] != 0, traits.gpu_direct_rdma);
+    // SAFETY: `fd` is valid for writing, and the handle is alive.
+    let exported = unsafe { sys::cuMemExportToShareableHandle((&raw mut fd).cast(), handle, posix_fd, 0) }.result();
+    assert_eq!(exported.is_ok(), traits.posix_fd, "{exported:?}");
+    // SAFETY: retained above.
+    unsafe { sys::cuMemRelease(handle) }.result().expect("released");
+    if exported.is_ok() {
+        // SAFETY: just made, and nobody else's.
+        drop(unsafe { OwnedFd::from_raw_fd(fd) });
+    }
+    println!("{traits:?}");
+}
+
+#[test]
+fn a_thread_without_a_context_stays_without_one() {
+    let Some(device) = device() else { return };
+    let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+    let (a, b) = (device.context().new_stream().expect("a stream"), device.context().new_stream().expect("a stream"));
+    let (main, side) = (allocator.register_stream(&a).expect("an id"), allocator.register_stream(&b).expect("an id"));
+    std::thread::spawn(move || {
+        let is_without = || ctx::get_current().expect("asked").is_none();
+        assert!(is_without());
+        for _ in 0..2 {
+            let block = allocator.core().allocate(PoolId::DEFAULT, main, 4 << 20).expect("allocated");
+            allocator.core().record_use(block.handle, side).expect("known");
+            allocator.core().free(block.handle).expect("freed");
+            assert!(is_without());
+        }
+        let buffer = allocator.alloc_zeroed::<u8>(&a, 8 * MIB).expect("allocated");
+        assert!(is_without());
+        let _pointer = buffer.device_ptr(&b).0;
+        drop(buffer);
+        allocator.wait(&a, &b).expect("ordered");
+        allocator.synchronize(&a).expect("done");
+        allocator.trim().expect("trimmed");
+        assert!(is_without());
+        drop((allocator, a, b));
+        device.memory_info().expect("asked");
+    })
+    .join()
+    .expect("no context is left current");
+}
+
+#[test]
 fn buffers_go_through_copies_kernels_and_other_streams() {
     let Some(device) = device() else { return };
     let kernels = Kernels::compile(device.context());
@@ -71,6 +182,61 @@ fn buffers_go_through_copies_kernels_and_other_streams() {
 }
 
 #[test]
+fn a_kernel_that_takes_the_buffer_itself_is_ordered_behind_other_streams() {
+    let Some(device) = device() else { return };
+    let kernels = Kernels::compile(device.context());
+    let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+    let (a, b) = (device.context().new_stream().expect("a stream"), device.context().new_stream().expect("a stream"));
+    let count = MIB as u32;
+    let (grid, one) = (LaunchConfig::for_num_elems(count), LaunchConfig::for_num_elems(1));
+    let mut buffer = allocator.alloc_zeroed::<u32>(&a, MIB).expect("allocated");
+    let wrong = [&a, &b].map(|stream| stream.alloc_zeros::<u32>(1).expect("a counter"));
+    let delay = || {
+        let cycles = 400_000_u64;
+        // SAFETY: touches no memory.
+        unsafe { b.launch_builder(&kernels.delay).arg(&cycles).launch(one) }.expect("launched");
+    };
+    for round in 1..=100_u32 {
+        let (theirs, ours) = (2 * round, 2 * round + 1);
+        delay();
+        {
+            let argument = buffer.on(&b);
+            // SAFETY: writes the elements of a buffer that has them, on the stream that the argument was made for.
+            unsafe { b.launch_builder(&kernels.fill).arg(&argument).arg(&theirs).arg(&count).launch(grid) }
+                .expect("launched");
+        }
+        // SAFETY: reads the buffer on its own stream.
+        unsafe {
+            let mut launch = a.launch_builder(&kernels.count_others);
+            launch.arg(&buffer).arg(&theirs).arg(&count).arg(&wrong[0]).launch(grid)
+        }
+        .expect("launched behind the writer");
+        // SAFETY: writes the buffer on its own stream.
+        unsafe { a.launch_builder(&kernels.fill).arg(&mut buffer).arg(&ours).arg(&count).launch(grid) }
+            .expect("launched");
+        for late in [true, false] {
+            if late {
+                delay();
+            }
+            let argument = buffer.read_on(&b);
+            // SAFETY: reads the buffer on the stream that the argument was made for.
+            unsafe {
+                let mut launch = b.launch_builder(&kernels.count_others);
+                launch.arg(&argument).arg(&ours).arg(&count).arg(&wrong[1]).launch(grid)
+            }
+            .expect("launched behind the writer");
+        }
+        // SAFETY: writes the buffer on its own stream.
+        unsafe { a.launch_builder(&kernels.fill).arg(&mut buffer).arg(&0_u32).arg(&count).launch(grid) }
+            .expect("launched behind the readers");
+    }
+    let found = [&a, &b].map(|stream| stream.synchronize());
+    assert!(found.iter().all(Result::is_ok), "{found:?}");
+    let wrong = [a.clone_dtoh(&wrong[0]).expect("copied")[0], b.clone_dtoh(&wrong[1]).expect("copied")[0]];
+    assert_eq!(wrong, [0, 0], "wrong elements read on the own stream and on the other");
+}
+
+#[test]
 fn a_graph_keeps_its_memory_and_a_second_capture_its_places() {
     let Some(device) = device() else { return };
     let kernels = Kernels::compile(device.context());
@@ -85,7 +251,7 @@ fn a_graph_keeps_its_memory_and_a_second_capture_its_places() {
     let capture = |value: u32| {
         let under_way = pool.begin(&a).expect("begun");
         let mut places = Vec::new();
-        let output = allocator.alloc_zeroed::<u32>(&a, MIB).expect("allocated");
+        let mut output = allocator.alloc_zeroed::<u32>(&a, MIB).expect("allocated");
         places.push(output.placement());
         for step in 0..4 {
             // SAFETY: never read.
@@ -101,7 +267,8 @@ fn a_graph_keeps_its_memory_and_a_second_capture_its_places() {
             allocator.wait(&a, &b).expect("joins back");
         }
         // SAFETY: as above.
-        unsafe { a.launch_builder(&kernels.fill).arg(&output).arg(&value).arg(&count).launch(grid) }.expect("captured");
+        unsafe { a.launch_builder(&kernels.fill).arg(&mut output).arg(&value).arg(&count).launch(grid) }
+            .expect("captured");
         (under_way.end().expect("legal"), output, places)
     };
     let (first, output, places) = capture(7);

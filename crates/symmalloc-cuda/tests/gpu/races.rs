@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use symmalloc_core::backend::{Backend, BackendError, Event, Range};
 use symmalloc_core::config::Config;
 use symmalloc_core::{PoolId, SharedAllocator, StreamId};
-use symmalloc_cuda::{CudaBackend, CudaDevice, CudaMemory};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaMemory};
 
 const COUNT: u32 = 256 << 10;
 
@@ -109,4 +109,50 @@ fn with_fences_data_is_never_corrupted() {
     let (wrong, rounds) = wrong_elements(&device, true, Duration::from_secs(seconds));
     println!("with fences: {wrong} wrong elements in {rounds} rounds, {seconds} s");
     assert_eq!(wrong, 0);
+}
+
+#[test]
+fn buffers_that_are_dropped_under_a_reader_are_not_overwritten() {
+    let Some(device) = device() else { return };
+    let kernels = Kernels::compile(device.context());
+    let grid = LaunchConfig::for_num_elems(COUNT);
+    let one = LaunchConfig::for_num_elems(1);
+    for is_registered in [true, false] {
+        let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+        let streams = [device.context().new_stream(), device.context().new_stream()];
+        let [main, side] = streams.map(|stream| stream.expect("a stream"));
+        allocator.register_stream(&main).expect("registered");
+        if is_registered {
+            allocator.register_stream(&side).expect("registered");
+        }
+        let wrong = side.alloc_zeros::<u32>(1).expect("a counter");
+        for round in 0..2000_u32 {
+            // SAFETY: written before it is read.
+            let mut buffer = unsafe { allocator.alloc::<u32>(&main, COUNT as usize) }.expect("allocated");
+            // SAFETY: the kernel writes COUNT elements of a buffer that has them, on its own stream.
+            unsafe { main.launch_builder(&kernels.fill).arg(&mut buffer).arg(&round).arg(&COUNT).launch(grid) }
+                .expect("launched");
+            let cycles = 100_000_u64;
+            // SAFETY: touches no memory.
+            unsafe { side.launch_builder(&kernels.delay).arg(&cycles).launch(one) }.expect("launched");
+            {
+                let argument = buffer.read_on(&side);
+                // SAFETY: reads the buffer on the stream that the argument was made for.
+                unsafe {
+                    let mut launch = side.launch_builder(&kernels.count_others);
+                    launch.arg(&argument).arg(&round).arg(&COUNT).arg(&wrong).launch(grid)
+                }
+                .expect("launched");
+            }
+            drop(buffer);
+            if round.is_multiple_of(64) {
+                side.synchronize().expect("the queues stay short");
+            }
+        }
+        let wrong = side.clone_dtoh(&wrong).expect("copied")[0];
+        let reserved = allocator.stats().reserved_bytes.peak;
+        println!("registered: {is_registered}, {wrong} wrong elements in 2000 rounds, {reserved} bytes reserved");
+        assert_eq!((wrong, allocator.drop_errors().count), (0, 0));
+        assert_eq!(reserved, 2 << 20, "every round had the same memory");
+    }
 }

@@ -97,15 +97,32 @@ stub_test!(what_the_driver_keeps_after_a_failed_map_is_used_by_the_next, {
     assert_eq!((live().device_bytes, backend.idle_bytes()), (8 * MIB, 0));
 });
 
+/// A folder with one channel, which is a plain file here.
+fn imex_channels() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    std::fs::write(folder.path().join("channel0"), []).expect("written");
+    folder
+}
+
 stub_test!(fabric_handles_are_left_out_where_the_system_refuses_them, ["STUB_FABRIC_REFUSED" = "1"], {
-    let device = device();
+    let (device, channels) = (device(), imex_channels());
     assert!(device.features().fabric);
-    let traits = CudaBackend::builder(&device).build().expect("without fabric").traits();
+    let traits = CudaBackend::builder(&device).imex_channels(channels.path()).build().expect("without fabric").traits();
     assert!(traits.virtual_memory && traits.posix_fd && !traits.fabric && traits.gpu_direct_rdma, "{traits:?}");
 });
 
+stub_test!(fabric_handles_are_not_tried_without_an_imex_channel, {
+    let (device, none) = (device(), tempfile::tempdir().expect("a temporary folder"));
+    for (builds, folder) in (1..).zip([none.path().to_owned(), none.path().join("missing")]) {
+        let traits = CudaBackend::builder(&device).imex_channels(folder).build().expect("supported").traits();
+        assert!(traits.posix_fd && !traits.fabric && traits.gpu_direct_rdma, "{traits:?}");
+        assert_eq!(calls("cuMemCreate"), builds, "one granule, at the first try");
+    }
+});
+
 stub_test!(everything_the_device_offers_is_asked_for, {
-    let traits = CudaBackend::builder(&device()).build().expect("supported").traits();
+    let channels = imex_channels();
+    let traits = CudaBackend::builder(&device()).imex_channels(channels.path()).build().expect("supported").traits();
     assert!(traits.virtual_memory && traits.posix_fd && traits.fabric && traits.gpu_direct_rdma, "{traits:?}");
 });
 

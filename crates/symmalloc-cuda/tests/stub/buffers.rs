@@ -1,7 +1,8 @@
 //! Buffers and allocators on the stub: content, streams, and what they cost.
 
 use crate::process::{all_calls, calls, device, fail, heal, live, stub_test};
-use cudarc::driver::{DevicePtr, DevicePtrMut, DeviceSlice};
+use cudarc::driver::{DevicePtr, DevicePtrMut, DeviceSlice, PushKernelArg};
+use cudarc::nvrtc::Ptx;
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::errors::{AllocateError, OutOfMemoryCause};
 use symmalloc_core::{PoolId, StreamId};
@@ -102,6 +103,32 @@ stub_test!(taking_a_pointer_on_another_stream_orders_both_and_fences_the_memory,
     let next = unsafe { allocator.alloc::<u8>(&a, MIB) }.expect("allocated");
     assert_eq!(counts(), (3, 3), "whoever takes the memory waits on the device");
     drop(next);
+});
+
+stub_test!(a_buffer_given_to_a_kernel_is_ordered_behind_other_streams, {
+    let allocator = allocator();
+    let context = allocator.device().context();
+    let (a, b) = (context.new_stream().expect("a stream"), context.new_stream().expect("a stream"));
+    allocator.register_stream(&a).expect("registered");
+    allocator.register_stream(&b).expect("registered");
+    let module = context.load_module(Ptx::from_src("")).expect("loaded");
+    let kernel = module.load_function("kernel").expect("any name is there");
+    let mut buffer = allocator.alloc_zeroed::<u8>(&a, MIB).expect("allocated");
+    let waits = || calls("cuStreamWaitEvent");
+    a.launch_builder(&kernel).arg(&buffer);
+    a.launch_builder(&kernel).arg(&mut buffer);
+    assert_eq!(waits(), 0, "its own stream needs nothing");
+    let _ = buffer.device_ptr_mut(&b);
+    assert_eq!(waits(), 1, "the other writer waits");
+    a.launch_builder(&kernel).arg(&buffer);
+    assert_eq!(waits(), 2, "a kernel that reads waits for the writer");
+    a.launch_builder(&kernel).arg(&buffer);
+    assert_eq!(waits(), 2, "once");
+    a.launch_builder(&kernel).arg(&mut buffer);
+    let _ = buffer.device_ptr(&b);
+    assert_eq!(waits(), 3, "whoever reads next waits for the kernel that wrote");
+    a.launch_builder(&kernel).arg(&mut buffer);
+    assert_eq!(waits(), 4, "a kernel that writes waits for the reader");
 });
 
 stub_test!(a_stream_that_was_never_registered_is_waited_for_as_well, {
