@@ -78,6 +78,8 @@ pub(crate) struct Rank<L: Lock> {
     failed_calls: u64,
     pub(crate) standing: Standing,
     pub(crate) ops: u64,
+    /// The step that was begun last: where it was when it panicked.
+    pub(crate) begun: Option<usize>,
     /// Of private work that has ended.
     private_ops: u64,
     /// What happened to it before it was healed.
@@ -112,6 +114,7 @@ impl<L: Lock> Rank<L> {
             failed_calls: 0,
             standing: Standing::Alike,
             ops: 0,
+            begun: None,
             private_ops: 0,
             healed_of: None,
             surroundings,
@@ -170,6 +173,7 @@ impl<L: Lock> Rank<L> {
             let index = index as usize;
             let number = steps.start + index;
             let failed = |race| Stop::Failed { step: Some(number), cause: Cause::Race(race) };
+            self.begun = Some(number);
             self.moment(job).map_err(failed)?;
             let decision = self.step(job, number).map_err(failed)?;
             self.ops += 1;
