@@ -1,6 +1,7 @@
 //! The job simulator: ranks in adverse surroundings place alike, those that cannot are caught, and a failure is told with
 //! a story that can be run again.
 
+use std::fs;
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::sync::atomic::{AtomicU64, Ordering};
 use symmalloc_core::sim::SplitMix64;
@@ -72,6 +73,23 @@ fn recorded_jobs_place_alike_on_64_ranks() {
         assert!(outcome.ops > 64 * recording.records.len() as u64 / 2, "{outcome:?}");
         assert!(outcome.syncs > 10, "{outcome:?}");
     }
+}
+
+/// Stories of defects that took several ranks to show: the others are told by `stories.rs`.
+#[test]
+fn every_story_of_several_ranks_ends_well() {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/stories");
+    let mut told = 0;
+    for entry in fs::read_dir(folder).expect("the stories are part of the project") {
+        let path = entry.expect("a readable folder").path();
+        let text = fs::read_to_string(&path).expect("a readable story");
+        let plan = story::read(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        if let Some(plan) = plan {
+            run(&plan).unwrap_or_else(|failure| panic!("{}: {failure}", path.display()));
+            told += 1;
+        }
+    }
+    assert!(told > 0, "no story was found");
 }
 
 /// What the fuzzer does, with bytes of its beginner's luck.

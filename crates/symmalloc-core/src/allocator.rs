@@ -356,6 +356,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 break;
             }
             let mut heap = heap.lock();
+            if !heap.has_history() {
+                continue;
+            }
             let mapped = heap.mapped;
             let outcome = heap.trim(&self.around, left);
             left = left.less(mapped - heap.mapped);

@@ -180,8 +180,16 @@ impl Heap {
 
     /// The pool is destroyed: that is the last op of the heap's history that ranks compare.
     pub(crate) fn close(&mut self) {
-        self.fold(op_word(Mark::Destroy, StreamId(0), 0), 0);
+        if self.has_history() {
+            self.fold(op_word(Mark::Destroy, StreamId(0), 0), 0);
+        }
         self.closed_after_ops = Some(self.digest.ops);
+    }
+
+    /// Whether the heap has done anything. One that was made for a request which is no op, being too large for any heap,
+    /// is as good as not there: nothing may tell it from one that was not made, or is not any more after a restart.
+    pub(crate) fn has_history(&self) -> bool {
+        self.digest.ops > 0
     }
 
     pub(crate) fn is_closed(&self) -> bool {

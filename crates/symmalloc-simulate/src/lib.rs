@@ -15,7 +15,7 @@
 //! phase everything is freed and given back: nothing stays reserved on any rank, no event is forgotten.
 //!
 //! A run is a function of its plan, and a generated plan of its seed: no clock, no thread of this machine and no hash
-//! order decides anything. A failure is [shrunk](shrink) and saved as a trace with its [story](story) on top, which
+//! order decides anything. A failure is [shrunk](shrink) and saved as a trace with its [story] on top, which
 //! `symmalloc simulate` runs again.
 //!
 //! ```

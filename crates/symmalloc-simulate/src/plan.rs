@@ -21,7 +21,7 @@ pub struct Size {
     pub ops: usize,
 }
 
-/// The program of a job and the surroundings of its ranks. See the [module documentation](self).
+/// The program of a job and the surroundings of its ranks. A run is a function of its plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
     pub(crate) seed: u64,

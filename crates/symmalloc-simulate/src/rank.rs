@@ -30,7 +30,7 @@ pub(crate) struct Job {
     pub(crate) program: Program,
     /// Ranks may use up the limit over all pools for themselves: pools that are not symmetric may differ then.
     pub(crate) may_starve: bool,
-    /// A rank that is followed digest by digest from the start, to find the step at which it departs.
+    /// A rank whose digests are compared after each step, while nothing happens to it: to find the step at which it parts.
     pub(crate) watched: Option<u32>,
 }
 
@@ -78,6 +78,8 @@ pub(crate) struct Rank<L: Lock> {
     failed_calls: u64,
     pub(crate) standing: Standing,
     pub(crate) ops: u64,
+    /// The step that was begun last: where it was when it panicked.
+    pub(crate) begun: Option<usize>,
     /// Of private work that has ended.
     private_ops: u64,
     /// What happened to it before it was healed.
@@ -110,11 +112,9 @@ impl<L: Lock> Rank<L> {
                 .then(|| PrivateWork::new(sequence_of(Purpose::Private), job.program.streams.max(1))),
             moments: sequence_of(Purpose::Moments),
             failed_calls: 0,
-            standing: match job.watched {
-                Some(watched) if watched == surroundings.rank => Standing::followed(),
-                _ => Standing::Alike,
-            },
+            standing: Standing::Alike,
             ops: 0,
+            begun: None,
             private_ops: 0,
             healed_of: None,
             surroundings,
@@ -173,6 +173,7 @@ impl<L: Lock> Rank<L> {
             let index = index as usize;
             let number = steps.start + index;
             let failed = |race| Stop::Failed { step: Some(number), cause: Cause::Race(race) };
+            self.begun = Some(number);
             self.moment(job).map_err(failed)?;
             let decision = self.step(job, number).map_err(failed)?;
             self.ops += 1;
@@ -274,17 +275,17 @@ impl<L: Lock> Rank<L> {
             }
             self.standing.begin_to_follow();
         }
-        if let Standing::Alike = self.standing {
+        let is_alike = matches!(self.standing, Standing::Alike);
+        if is_alike && job.watched != Some(self.surroundings.rank) {
             return Ok(());
         }
         let digests = self.touched_digests(job, op);
-        self.standing.follow(&digests, journal, index, number);
-        match self.standing.first_departed() {
-            Some(heap) if job.watched == Some(self.surroundings.rank) => {
-                Err(Stop::Failed { step: Some(number), cause: Cause::OtherDigest { heap } })
-            }
-            _ => Ok(()),
+        if !is_alike {
+            self.standing.follow(&digests, journal, index, number);
+            return Ok(());
         }
+        first_difference(&digests, journal.digests(index))
+            .map_or(Ok(()), |heap| Err(Stop::Failed { step: Some(number), cause: Cause::OtherDigest { heap } }))
     }
 
     /// The digests of all compared heaps.

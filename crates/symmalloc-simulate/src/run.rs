@@ -147,7 +147,7 @@ impl<L: Lock> Seat<L> {
             Ok(Ok(())) => Ok(Arrival::AtSync),
             Ok(Err(Stop::Lost)) => Ok(Arrival::Lost),
             Ok(Err(Stop::Failed { step, cause })) => Err(Failed::new(number, step, cause)),
-            Err(panic) => Err(Failed::new(number, None, Cause::Panic(message(panic.as_ref())))),
+            Err(panic) => Err(Failed::new(number, rank.begun, Cause::Panic(message(panic.as_ref())))),
         }
     }
 }
@@ -219,10 +219,14 @@ impl<'a, L: Lock, C: Crew<L>> Run<'a, L, C> {
         let job = self.job;
         let reference = self.reference();
         let number = reference.surroundings.rank;
-        let journal = match reference.lead(job, stretch, &mut Scheduler::default()) {
-            Ok(journal) => journal,
-            Err(Stop::Failed { step, cause }) => return Err(Failed::new(number, step, cause)),
-            Err(Stop::Lost) => unreachable!("nothing happens to the reference"),
+        let led = catch_unwind(AssertUnwindSafe(|| reference.lead(job, stretch, &mut Scheduler::default())));
+        let journal = match led {
+            Ok(Ok(journal)) => journal,
+            Ok(Err(Stop::Failed { step, cause })) => return Err(Failed::new(number, step, cause)),
+            Ok(Err(Stop::Lost)) => unreachable!("nothing happens to the reference"),
+            Err(panic) => {
+                return Err(Failed::new(number, reference.begun, Cause::Panic(message(panic.as_ref()))));
+            }
         };
         let leader = self.seats[self.reference].0.take();
         let answers = self.crew.each(&mut self.seats, |seat, scheduler| seat.follow(job, stretch, scheduler, &journal));
