@@ -230,8 +230,7 @@ impl Heap {
     #[inline(always)]
     pub(crate) fn allocate_at_once(&mut self, stream: StreamId, requested: u64) -> Option<Allocation> {
         self.place(stream, requested, |rules, index, blocks, size| {
-            let (slot, block) = best_fit(rules, index, blocks, size)?;
-            block.is_free_for(stream).then_some(slot)
+            best_fit(rules, index, blocks, size).filter(|slot| blocks[*slot as usize].is_free_for(stream))
         })
     }
 
@@ -245,7 +244,7 @@ impl Heap {
         let size = self.rules.block_size(requested);
         let home = self.rules.home_of(size);
         let slot = match best_fit(&self.rules, &self.free[home as usize], self.table.blocks(), size) {
-            Some((slot, _)) => slot,
+            Some(slot) => slot,
             None => self.obtain(around, stream, size)?,
         };
         self.wait_for_earlier_users(around, slot, stream)?;
@@ -450,8 +449,8 @@ fn first_digest(config: &PoolConfig, granularity_bytes: u64, stream: Option<Stre
 
 /// The free block that rule D2 gives to a request.
 #[inline(always)]
-fn best_fit<'b>(rules: &SizeRules, index: &FreeIndex, blocks: &'b [Block], size: Units) -> Option<(Slot, &'b Block)> {
-    index.best_fit(blocks, size).filter(|(_, block)| rules.accepts(size, block.size))
+fn best_fit(rules: &SizeRules, index: &FreeIndex, blocks: &[Block], size: Units) -> Option<Slot> {
+    index.best_fit(blocks, size).filter(|slot| rules.accepts(size, blocks[*slot as usize].size))
 }
 
 /// Who may have used a block that is put back.
