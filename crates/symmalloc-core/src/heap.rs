@@ -404,7 +404,7 @@ impl Heap {
     }
 
     #[inline(always)]
-    fn find_live(&self, handle: Handle) -> Option<(StreamId, u64)> {
+    pub(crate) fn find_live(&self, handle: Handle) -> Option<(StreamId, u64)> {
         match self.table.find(handle.slot)?.state {
             BlockState::Allocated { stream, requested, tag } if tag == handle.tag => Some((stream, requested)),
             _ => None,
@@ -412,7 +412,7 @@ impl Heap {
     }
 
     #[cold]
-    fn not_live(&self, handle: Handle) -> HandleError {
+    pub(crate) fn not_live(&self, handle: Handle) -> HandleError {
         if self.tags.gave(handle.tag) { HandleError::Stale { handle } } else { HandleError::Foreign { handle } }
     }
 
@@ -509,15 +509,22 @@ fn merge(
 #[inline(always)]
 fn cover(tiling: &mut Tiling<'_>, fences: &mut FenceTable, users: Users, from: Slot, to: Slot) {
     let (giver, taker) = (&tiling.blocks[from as usize], &tiling.blocks[to as usize]);
-    let hands_over = match users {
-        Users::Owner => false,
-        Users::Fenced => !giver.fences.is_empty(),
-        Users::Several => !giver.fences.is_empty() || giver.state != taker.state,
-    };
-    if hands_over {
-        hand_over(fences, tiling.blocks, from, to);
+    match users {
+        Users::Owner => {}
+        Users::Fenced if giver.fences.is_empty() => {}
+        Users::Fenced => hand_over_fences(fences, tiling.blocks, from, to),
+        Users::Several if giver.fences.is_empty() && giver.state == taker.state => {}
+        Users::Several => hand_over(fences, tiling.blocks, from, to),
     }
     tiling.vacate(from);
+}
+
+/// As [`hand_over`], where both blocks are the same stream's: there are only fences to hand over.
+#[cold]
+#[inline(never)]
+fn hand_over_fences(table: &mut FenceTable, blocks: &mut [Block], from: Slot, to: Slot) {
+    let fences = table.union(blocks[to as usize].fences, blocks[from as usize].fences);
+    blocks[to as usize].fences = fences;
 }
 
 #[cold]
