@@ -298,12 +298,12 @@ impl Heap {
         Some(Allocation { handle: Handle { heap: self.id, slot, tag }, address, placement, size_bytes: bytes(size) })
     }
 
-    /// Frees a live allocation if that takes neither the driver nor a book but the block's own, and tells its allocated
+    /// Frees a live allocation if that takes neither the driver nor a book but the journal, and tells its allocated
     /// and requested bytes to `tally`. Else it is as it was. Whether it did.
     #[inline(always)]
     pub(crate) fn free_at_once(&mut self, handle: Handle, tally: impl FnOnce(u64, u64)) -> bool {
         let Some((stream, requested)) = self.find_live(handle) else { return false };
-        if self.keeps_books || !self.table.block(handle.slot).fences.is_empty() {
+        if !self.table.block(handle.slot).fences.is_empty() || self.keeps_books && self.has_books_of_frees() {
             return false;
         }
         self.give_back(handle.slot, Users::Owner, stream, requested, 0, tally);
@@ -390,12 +390,13 @@ impl Heap {
     }
 
     fn note_books(&mut self) {
+        self.keeps_books = self.has_books_of_frees() || self.journal.is_some();
+    }
+
+    /// Whether a free has more to note than the op.
+    fn has_books_of_frees(&self) -> bool {
         let releases = self.config.release_threshold_bytes().is_some();
-        self.keeps_books = self.stream.is_none()
-            || !self.pointers.is_off()
-            || releases
-            || !self.names.is_empty()
-            || self.journal.is_some();
+        self.stream.is_none() || !self.pointers.is_off() || releases || !self.names.is_empty()
     }
 
     /// The stream and requested bytes of a live allocation.
