@@ -22,7 +22,7 @@ const RATIO_MIN: f64 = 4.0;
 /// Instructions per op, the driver's not counted, that we want to come down to; reported.
 const INSTRUCTIONS_GOAL: f64 = 200.0;
 /// Instructions per op, the driver's not counted, that no job may take: what was reached, with little room.
-const INSTRUCTIONS_MAX: f64 = 240.0;
+const INSTRUCTIONS_MAX: f64 = 232.0;
 /// Cost per op with 100,000 free blocks over that with 100.
 const GROWTH_MAX: f64 = 2.0;
 

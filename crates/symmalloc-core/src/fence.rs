@@ -17,7 +17,6 @@
 
 use crate::backend::Event;
 use crate::ids::StreamId;
-use slab::Slab;
 use smallvec::SmallVec;
 
 /// A moment of a stream's logical clock. 0 is before everything.
@@ -48,61 +47,92 @@ impl FenceSetId {
     }
 }
 
-/// The fences of one heap.
+/// The fences of one heap. Blocks are fenced and waited for over and over: ids and the room of sets are reused in place.
 #[derive(Debug, Default)]
 pub(crate) struct FenceTable {
-    sets: Slab<FenceSet>,
+    /// By id; vacant ones are empty.
+    sets: Vec<FenceSet>,
+    vacant: Vec<FenceSetId>,
     /// Events that no fence names any more, for the heap to recycle.
     spent: Vec<Event>,
 }
 
 impl FenceTable {
+    #[inline]
     pub(crate) fn fences(&self, set: FenceSetId) -> &[Fence] {
         if set.is_empty() { &[] } else { &self.sets[set.0 as usize] }
     }
 
     /// Adds a fence to a set; of two fences on one stream the later one covers the earlier.
     pub(crate) fn add(&mut self, set: FenceSetId, fence: Fence) -> FenceSetId {
-        if set.is_empty() {
-            return FenceSetId(self.sets.insert(SmallVec::from_buf_and_len([fence; 2], 1)) as u32);
-        }
+        let set = if set.is_empty() { self.take_vacant() } else { set };
         let fences = &mut self.sets[set.0 as usize];
-        match fences.binary_search_by_key(&fence.stream, |f| f.stream) {
-            Err(at) => fences.insert(at, fence),
-            Ok(at) => {
-                let (later, earlier) =
-                    if fence.tick >= fences[at].tick { (fence, fences[at]) } else { (fences[at], fence) };
-                fences[at] = later;
+        let at = fences.iter().position(|f| f.stream >= fence.stream).unwrap_or(fences.len());
+        match fences.get_mut(at) {
+            Some(there) if there.stream == fence.stream => {
+                let (later, earlier) = if fence.tick >= there.tick { (fence, *there) } else { (*there, fence) };
+                *there = later;
                 self.spent.extend(earlier.event);
             }
+            Some(_) => fences.insert(at, fence),
+            None => fences.push(fence),
         }
         set
     }
 
-    /// Gives every fence of the set its event and tick. `recorded` is in the set's order.
-    pub(crate) fn arm(&mut self, set: FenceSetId, recorded: impl IntoIterator<Item = (Tick, Event)>) {
-        for (fence, (tick, event)) in self.sets[set.0 as usize].iter_mut().zip(recorded) {
-            debug_assert!(fence.event.is_none());
-            fence.tick = tick;
-            fence.event = Some(event);
+    #[inline]
+    fn take_vacant(&mut self) -> FenceSetId {
+        self.vacant.pop().unwrap_or_else(|| {
+            self.sets.push(FenceSet::new());
+            FenceSetId(self.sets.len() as u32 - 1)
+        })
+    }
+
+    /// Gives a fence of the set, by its place in the set's order, its event and tick.
+    #[inline]
+    pub(crate) fn arm(&mut self, set: FenceSetId, at: usize, (tick, event): (Tick, Event)) {
+        let fence = &mut self.sets[set.0 as usize][at];
+        debug_assert!(fence.event.is_none());
+        fence.tick = tick;
+        fence.event = Some(event);
+    }
+
+    /// Takes the events of a set's fences away again.
+    pub(crate) fn disarm(&mut self, set: FenceSetId) {
+        for fence in &mut self.sets[set.0 as usize] {
+            fence.tick = 0;
+            self.spent.extend(fence.event.take());
         }
     }
 
     /// The fences of two blocks that become one.
+    #[inline]
     pub(crate) fn union(&mut self, one: FenceSetId, other: FenceSetId) -> FenceSetId {
         if one.is_empty() || other.is_empty() {
             return if one.is_empty() { other } else { one };
         }
-        let fences = self.sets.remove(other.0 as usize);
-        fences.into_iter().fold(one, |set, fence| self.add(set, fence))
+        for at in 0..self.fences(other).len() {
+            self.add(one, self.fences(other)[at]);
+        }
+        self.vacate(other);
+        one
     }
 
     /// Forgets a set.
+    #[inline]
     pub(crate) fn clear(&mut self, set: FenceSetId) {
         if !set.is_empty() {
-            let fences = self.sets.remove(set.0 as usize);
-            self.spent.extend(fences.into_iter().filter_map(|fence| fence.event));
+            for fence in &self.sets[set.0 as usize] {
+                self.spent.extend(fence.event);
+            }
+            self.vacate(set);
         }
+    }
+
+    #[inline]
+    fn vacate(&mut self, set: FenceSetId) {
+        self.sets[set.0 as usize].clear();
+        self.vacant.push(set);
     }
 
     /// Keeps only the fences that `keep` wants; returns the set that is left.
@@ -110,19 +140,32 @@ impl FenceTable {
         if set.is_empty() {
             return set;
         }
-        let fences = self.sets.remove(set.0 as usize);
-        let (kept, dropped): (FenceSet, FenceSet) = fences.into_iter().partition(|fence| keep(fence));
-        self.spent.extend(dropped.into_iter().filter_map(|fence| fence.event));
-        if kept.is_empty() { FenceSetId::EMPTY } else { FenceSetId(self.sets.insert(kept) as u32) }
+        let fences = &mut self.sets[set.0 as usize];
+        fences.retain(|fence| {
+            let is_kept = keep(fence);
+            if !is_kept {
+                self.spent.extend(fence.event);
+            }
+            is_kept
+        });
+        if !fences.is_empty() {
+            return set;
+        }
+        self.vacate(set);
+        FenceSetId::EMPTY
     }
 
-    /// Takes the events that no fence names any more.
-    pub(crate) fn drain_spent(&mut self) -> impl Iterator<Item = Event> + '_ {
-        self.spent.drain(..)
+    /// Hands over the events that no fence names any more, in the order in which they were given up.
+    #[inline]
+    pub(crate) fn drain_spent(&mut self, recycle: impl FnMut(Event)) {
+        if !self.spent.is_empty() {
+            self.spent.iter().copied().for_each(recycle);
+            self.spent.clear();
+        }
     }
 
     pub(crate) fn set_count(&self) -> usize {
-        self.sets.len()
+        self.sets.len() - self.vacant.len()
     }
 }
 
@@ -274,19 +317,25 @@ mod tests {
         assert!(!clocks.covers(A, B, later) && !clocks.covers(A, C, 7));
     }
 
+    fn spent(table: &mut FenceTable) -> Vec<Event> {
+        let mut events = Vec::new();
+        table.drain_spent(|event| events.push(event));
+        events
+    }
+
     #[test]
     fn of_two_fences_on_one_stream_the_later_event_survives() {
         let mut table = FenceTable::default();
         let fence = |stream| Fence { stream, tick: 0, event: None };
         let early = table.add(FenceSetId::EMPTY, fence(B));
         let late = table.add(FenceSetId::EMPTY, fence(B));
-        table.arm(early, [(4, Event(40))]);
-        table.arm(late, [(7, Event(70))]);
+        table.arm(early, 0, (4, Event(40)));
+        table.arm(late, 0, (7, Event(70)));
         let both = table.union(early, late);
         assert_eq!(table.fences(both).iter().map(|f| f.tick).collect::<Vec<_>>(), [7]);
-        assert_eq!(table.drain_spent().collect::<Vec<_>>(), [Event(40)]);
+        assert_eq!(spent(&mut table), [Event(40)]);
         table.clear(both);
-        assert_eq!(table.drain_spent().collect::<Vec<_>>(), [Event(70)]);
+        assert_eq!(spent(&mut table), [Event(70)]);
         assert_eq!(table.set_count(), 0);
     }
 }

@@ -7,7 +7,7 @@ use crate::backend::{Backend, BackendError};
 use crate::block_table::{BlockState, Slot};
 use crate::digest::{Mark, op_word, placement_word};
 use crate::errors::HandleError;
-use crate::fence::{Fence, FenceSet, FenceSetId, Tick};
+use crate::fence::{Fence, FenceSetId, Tick};
 use crate::handle::Handle;
 use crate::heap::{Heap, Shortage, Surroundings};
 use crate::ids::StreamId;
@@ -23,30 +23,32 @@ impl Heap {
         slot: Slot,
     ) -> Result<(), BackendError> {
         let set = self.table.block(slot).fences;
-        let mut recorded: SmallVec<[_; 4]> = SmallVec::new();
-        for fence in self.fences.fences(set) {
-            match around.backend.record(fence.stream) {
-                Ok(event) => recorded.push((around.clocks.lock().advance(fence.stream), event)),
+        for at in 0..self.fences.fences(set).len() {
+            let stream = self.fences.fences(set)[at].stream;
+            match around.backend.record(stream) {
+                Ok(event) => self.fences.arm(set, at, (around.clocks.lock().advance(stream), event)),
                 Err(error) => {
-                    recorded.into_iter().for_each(|(_, event)| around.backend.recycle(event));
+                    self.fences.disarm(set);
+                    self.recycle_spent(around);
                     return Err(error);
                 }
             }
         }
-        self.fences.arm(set, recorded);
         Ok(())
     }
 
     /// Notes that work on `stream` uses the allocation.
     pub(crate) fn record_use(&mut self, handle: Handle, stream: StreamId) -> Result<(), HandleError> {
-        let (owner, _) = self.live(handle)?;
+        let Some((owner, _)) = self.find_live(handle) else { return Err(self.not_live(handle)) };
         let block = self.table.block_mut(handle.slot);
         if stream != owner {
             block.fences = self.fences.add(block.fences, Fence { stream, tick: 0, event: None });
         }
         let placement = self.placement(handle.slot);
         self.fold(op_word(Mark::RecordUse, stream, 0), placement_word(placement));
-        if let (Some(name), Some(journal)) = (self.names.find(handle.slot), &mut self.journal) {
+        if let Some(journal) = &mut self.journal
+            && let Some(name) = self.names.find(handle.slot)
+        {
             journal.name_newest(name);
         }
         Ok(())
@@ -69,7 +71,6 @@ impl Heap {
         self.wait_for_fences(around, slot, stream, (owner, since)).map_err(|error| Box::new(Shortage::Fence(error)))
     }
 
-    #[cold]
     fn wait_for_fences<B: Backend, L: Lock>(
         &mut self,
         around: &Surroundings<B, L>,
@@ -77,23 +78,23 @@ impl Heap {
         stream: StreamId,
         (owner, since): (StreamId, Tick),
     ) -> Result<(), BackendError> {
-        let block = self.table.block(slot);
-        let mut fences: FenceSet = self.fences.fences(block.fences).into();
-        if owner != stream {
-            fences.push(Fence { stream: owner, tick: since, event: None });
+        let set = self.table.block(slot).fences;
+        for at in 0..self.fences.fences(set).len() {
+            self.wait_for(around, stream, self.fences.fences(set)[at])?;
         }
-        for fence in fences {
-            self.wait_for(around, stream, fence)?;
+        if owner != stream {
+            self.wait_for(around, stream, Fence { stream: owner, tick: since, event: None })?;
         }
         if self.stream.is_some() {
             // No other stream takes from this heap: what this one waits for now, nobody has to wait for again.
-            let waited = std::mem::replace(&mut self.table.block_mut(slot).fences, FenceSetId::EMPTY);
-            self.fences.clear(waited);
+            self.table.block_mut(slot).fences = FenceSetId::EMPTY;
+            self.fences.clear(set);
         }
         self.recycle_spent(around);
         Ok(())
     }
 
+    #[inline]
     fn wait_for<B: Backend, L: Lock>(
         &self,
         around: &Surroundings<B, L>,
@@ -121,7 +122,7 @@ impl Heap {
     }
 
     pub(crate) fn recycle_spent<B: Backend, L: Lock>(&mut self, around: &Surroundings<B, L>) {
-        self.fences.drain_spent().for_each(|event| around.backend.recycle(event));
+        self.fences.drain_spent(|event| around.backend.recycle(event));
     }
 
     /// Drops the fences that are over, asking the backend. Placement does not notice.

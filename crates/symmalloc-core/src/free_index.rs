@@ -92,38 +92,37 @@ impl Block {
 impl FreeIndex {
     /// The least block of at least `size`: the smallest, of the oldest backing memory, at the lowest offset.
     #[inline(always)]
-    pub(crate) fn best_fit<'b>(&self, blocks: &'b [Block], size: Units) -> Option<(Slot, &'b Block)> {
+    pub(crate) fn best_fit(&self, blocks: &[Block], size: Units) -> Option<Slot> {
         let bin = bin_of(size);
         let mut slot = self.first[usize::from(bin)];
         while let Some(block) = blocks.get(slot as usize) {
             if block.size >= size {
-                return Some((slot, block));
+                return Some(slot);
             }
             slot = block.links[NEXT];
         }
         if slot == RUN {
-            return self.best_fit_of_run(blocks, bin, size);
+            return self.best_fit_of_run(bin, size);
         }
         // Every block of a later bin is larger than every block of this one.
         let bin = self.next_occupied(bin)?;
-        let slot = self.first[usize::from(bin)];
-        match blocks.get(slot as usize) {
-            Some(block) => Some((slot, block)),
-            None => self.best_fit_of_run(blocks, bin, size),
+        match self.first[usize::from(bin)] {
+            RUN => self.best_fit_of_run(bin, size),
+            slot => Some(slot),
         }
     }
 
     /// The best fit when the search has come to a long bin: of its run, or of the bins behind it.
     #[cold]
     #[inline(never)]
-    fn best_fit_of_run<'b>(&self, blocks: &'b [Block], mut bin: Bin, size: Units) -> Option<(Slot, &'b Block)> {
+    fn best_fit_of_run(&self, mut bin: Bin, size: Units) -> Option<Slot> {
         loop {
             let least = match self.first[usize::from(bin)] {
                 RUN => self.run_of(bin)?.first_at_least(FreeKey::least_of(size)).map(FreeKey::slot),
                 slot => Some(slot),
             };
-            if let Some(slot) = least {
-                return Some((slot, &blocks[slot as usize]));
+            if least.is_some() {
+                return least;
             }
             bin = self.next_occupied(bin)?;
         }
@@ -248,24 +247,24 @@ impl FreeIndex {
     /// Puts a block into a bin that is not empty.
     #[inline(never)]
     fn insert_in_order(&mut self, blocks: &mut [Block], slot: Slot, bin: Bin) {
-        let rank = blocks[slot as usize].rank();
         let (mut prev, mut next) = (NONE, self.first[usize::from(bin)]);
-        let mut walked = 0;
-        while let Some(block) = blocks.get(next as usize) {
-            if block.rank() > rank {
-                break;
-            }
-            (prev, next) = (next, block.links[NEXT]);
-            walked += 1;
-        }
-        if next == RUN || walked > WALK_MAX {
+        if next == RUN {
             return self.insert_into_run(blocks, slot, bin);
         }
-        let block = &mut blocks[slot as usize];
-        block.links = [prev, next];
-        if let Some(after) = blocks.get_mut(next as usize) {
-            after.links[PREV] = slot;
+        let rank = blocks[slot as usize].rank();
+        let mut walk_left = WALK_MAX;
+        while let Some(block) = blocks.get_mut(next as usize) {
+            if block.rank() > rank {
+                block.links[PREV] = slot;
+                break;
+            }
+            if walk_left == 0 {
+                return self.insert_into_run(blocks, slot, bin);
+            }
+            walk_left -= 1;
+            (prev, next) = (next, block.links[NEXT]);
         }
+        blocks[slot as usize].links = [prev, next];
         match blocks.get_mut(prev as usize) {
             Some(before) => before.links[NEXT] = slot,
             None => self.first[usize::from(bin)] = slot,
@@ -280,20 +279,27 @@ impl FreeIndex {
     #[inline(never)]
     fn insert_into_run(&mut self, blocks: &mut [Block], slot: Slot, bin: Bin) {
         if self.first[usize::from(bin)] != RUN {
-            let keys: Vec<FreeKey> = self.keys_of(blocks, bin).collect();
-            let mut run = Box::<SortedRun>::default();
-            for key in keys {
-                run.insert(key);
-                blocks[key.slot() as usize].mark_in_run();
-            }
-            self.runs.resize_with(BIN_COUNT, || None);
-            self.runs[usize::from(bin)] = Some(run);
-            self.first[usize::from(bin)] = RUN;
+            self.turn_into_run(blocks, bin);
         }
         let run = self.runs[usize::from(bin)].as_mut().expect("a long bin has a run");
         let block = &mut blocks[slot as usize];
         run.insert(FreeKey::of(block, slot));
         block.mark_in_run();
+    }
+
+    /// Makes a list a run.
+    #[cold]
+    #[inline(never)]
+    fn turn_into_run(&mut self, blocks: &mut [Block], bin: Bin) {
+        let keys: Vec<FreeKey> = self.keys_of(blocks, bin).collect();
+        let mut run = Box::<SortedRun>::default();
+        for key in keys {
+            run.insert(key);
+            blocks[key.slot() as usize].mark_in_run();
+        }
+        self.runs.resize_with(BIN_COUNT, || None);
+        self.runs[usize::from(bin)] = Some(run);
+        self.first[usize::from(bin)] = RUN;
     }
 
     #[cold]
@@ -305,11 +311,18 @@ impl FreeIndex {
         let run = run.expect("a block is marked as part of a run that does not exist");
         run.remove(key);
         if run.is_shorter_than(RUN_MIN) {
-            let keys: Vec<FreeKey> = run.iter().collect();
-            self.runs[usize::from(bin)] = None;
-            self.close_bin(bin);
-            keys.into_iter().for_each(|key| self.insert(blocks, key.slot()));
+            self.turn_into_list(blocks, bin);
         }
+    }
+
+    /// Makes a run a list again.
+    #[cold]
+    #[inline(never)]
+    fn turn_into_list(&mut self, blocks: &mut [Block], bin: Bin) {
+        let keys: Vec<FreeKey> = self.keys_of(blocks, bin).collect();
+        self.runs[usize::from(bin)] = None;
+        self.close_bin(bin);
+        keys.into_iter().for_each(|key| self.insert(blocks, key.slot()));
     }
 
     fn keys_of(&self, blocks: &[Block], bin: Bin) -> impl Iterator<Item = FreeKey> {
@@ -363,7 +376,7 @@ mod tests {
         let (mut table, slots) = table_of(&[(40, 7, 0), (40, 3, 9), (40, 3, 2), (40, 5, 1)]);
         let mut index = FreeIndex::default();
         slots.iter().for_each(|slot| index.insert(table.blocks_mut(), *slot));
-        assert_eq!(index.best_fit(table.blocks(), 33).map(|(slot, _)| slot), Some(slots[2]));
+        assert_eq!(index.best_fit(table.blocks(), 33), Some(slots[2]));
     }
 
     fn blocks() -> impl Strategy<Value = Vec<(Units, u32, Units)>> {
@@ -381,7 +394,7 @@ mod tests {
             let check = |index: &FreeIndex, table: &BlockTable, oracle: &BTreeSet<FreeKey>| {
                 for &size in requests.iter().chain(&[1 << 20, 1 << 30, u32::MAX]) {
                     let expected = oracle.range(FreeKey::least_of(size)..).next().map(|key| key.slot());
-                    assert_eq!(index.best_fit(table.blocks(), size).map(|(slot, _)| slot), expected);
+                    assert_eq!(index.best_fit(table.blocks(), size), expected);
                 }
                 let largest = oracle.last().map(|key| table.block(key.slot()).size);
                 assert_eq!(index.largest(table.blocks()), largest);

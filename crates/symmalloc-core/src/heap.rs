@@ -238,8 +238,7 @@ impl Heap {
     #[inline(always)]
     pub(crate) fn allocate_at_once(&mut self, stream: StreamId, requested: u64) -> Option<Allocation> {
         self.place(stream, requested, |rules, index, blocks, size| {
-            let (slot, block) = best_fit(rules, index, blocks, size)?;
-            block.is_free_for(stream).then_some(slot)
+            best_fit(rules, index, blocks, size).filter(|slot| blocks[*slot as usize].is_free_for(stream))
         })
     }
 
@@ -272,7 +271,7 @@ impl Heap {
         let size = self.rules.block_size(requested);
         let home = self.rules.home_of(size);
         let slot = match best_fit(&self.rules, &self.free[home as usize], self.table.blocks(), size) {
-            Some((slot, _)) => slot,
+            Some(slot) => slot,
             None => self.obtain(around, stream, size)?,
         };
         self.wait_for_earlier_users(around, slot, stream)?;
@@ -325,12 +324,12 @@ impl Heap {
         Some(Allocation { handle: Handle { heap: self.id, slot, tag }, address, placement, size_bytes: bytes(size) })
     }
 
-    /// Frees a live allocation if that takes neither the driver nor a book but the block's own, and tells its allocated
+    /// Frees a live allocation if that takes neither the driver nor a book but the journal, and tells its allocated
     /// and requested bytes to `tally`. Else it is as it was. Whether it did.
     #[inline(always)]
     pub(crate) fn free_at_once(&mut self, handle: Handle, tally: impl FnOnce(u64, u64)) -> bool {
         let Some((stream, requested)) = self.find_live(handle) else { return false };
-        if self.keeps_books || !self.table.block(handle.slot).fences.is_empty() {
+        if !self.table.block(handle.slot).fences.is_empty() || self.keeps_books && self.has_books_of_frees() {
             return false;
         }
         self.give_back(handle.slot, Users::Owner, stream, requested, 0, tally);
@@ -418,12 +417,13 @@ impl Heap {
 
     /// Keeps [`keeps_books`](Self::keeps_books) true: after a name came or went.
     pub(crate) fn note_books(&mut self) {
+        self.keeps_books = self.has_books_of_frees() || self.journal.is_some();
+    }
+
+    /// Whether a free has more to note than the op.
+    fn has_books_of_frees(&self) -> bool {
         let releases = self.config.release_threshold_bytes().is_some();
-        self.keeps_books = self.stream.is_none()
-            || !self.pointers.is_off()
-            || releases
-            || !self.names.is_empty()
-            || self.journal.is_some();
+        self.stream.is_none() || !self.pointers.is_off() || releases || !self.names.is_empty()
     }
 
     /// The stream and requested bytes of a live allocation.
@@ -432,7 +432,7 @@ impl Heap {
     }
 
     #[inline(always)]
-    fn find_live(&self, handle: Handle) -> Option<(StreamId, u64)> {
+    pub(crate) fn find_live(&self, handle: Handle) -> Option<(StreamId, u64)> {
         match self.table.find(handle.slot)?.state {
             BlockState::Allocated { stream, requested, tag } if tag == handle.tag => Some((stream, requested)),
             _ => None,
@@ -440,7 +440,7 @@ impl Heap {
     }
 
     #[cold]
-    fn not_live(&self, handle: Handle) -> HandleError {
+    pub(crate) fn not_live(&self, handle: Handle) -> HandleError {
         if self.tags.gave(handle.tag) { HandleError::Stale { handle } } else { HandleError::Foreign { handle } }
     }
 
@@ -477,8 +477,8 @@ fn first_digest(config: &PoolConfig, granularity_bytes: u64, stream: Option<Stre
 
 /// The free block that rule D2 gives to a request.
 #[inline(always)]
-fn best_fit<'b>(rules: &SizeRules, index: &FreeIndex, blocks: &'b [Block], size: Units) -> Option<(Slot, &'b Block)> {
-    index.best_fit(blocks, size).filter(|(_, block)| rules.accepts(size, block.size))
+fn best_fit(rules: &SizeRules, index: &FreeIndex, blocks: &[Block], size: Units) -> Option<Slot> {
+    index.best_fit(blocks, size).filter(|slot| rules.accepts(size, blocks[*slot as usize].size))
 }
 
 /// Who may have used a block that is put back.
@@ -537,15 +537,22 @@ fn merge(
 #[inline(always)]
 fn cover(tiling: &mut Tiling<'_>, fences: &mut FenceTable, users: Users, from: Slot, to: Slot) {
     let (giver, taker) = (&tiling.blocks[from as usize], &tiling.blocks[to as usize]);
-    let hands_over = match users {
-        Users::Owner => false,
-        Users::Fenced => !giver.fences.is_empty(),
-        Users::Several => !giver.fences.is_empty() || giver.state != taker.state,
-    };
-    if hands_over {
-        hand_over(fences, tiling.blocks, from, to);
+    match users {
+        Users::Owner => {}
+        Users::Fenced if giver.fences.is_empty() => {}
+        Users::Fenced => hand_over_fences(fences, tiling.blocks, from, to),
+        Users::Several if giver.fences.is_empty() && giver.state == taker.state => {}
+        Users::Several => hand_over(fences, tiling.blocks, from, to),
     }
     tiling.vacate(from);
+}
+
+/// As [`hand_over`], where both blocks are the same stream's: there are only fences to hand over.
+#[cold]
+#[inline(never)]
+fn hand_over_fences(table: &mut FenceTable, blocks: &mut [Block], from: Slot, to: Slot) {
+    let fences = table.union(blocks[to as usize].fences, blocks[from as usize].fences);
+    blocks[to as usize].fences = fences;
 }
 
 #[cold]

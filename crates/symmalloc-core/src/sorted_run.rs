@@ -9,13 +9,15 @@
 //!  bounds   [ 10  │ 28 ]         every key of page i is at least bounds[i], every key before it is less
 //! ```
 //!
+//! The pages after the head lie in descending order: best fits empty the first ones, and the end of a `Vec` is where one
+//! goes without moving the others.
+//!
 //! Search: two binary searches, O(log n). Insert and remove: one search and at most one page moved, plus, once in
 //! PAGE_MAX / 2 inserts, a move of the bounds. A best fit is searched for and then taken out, so the run remembers where
 //! it was found last, and a removal looks there first.
 
 use crate::free_key::FreeKey;
 use std::cell::Cell;
-use std::collections::VecDeque;
 
 /// A page of this many keys is cut in two: 1 KiB, which one `memmove` shifts in a few dozen instructions.
 const PAGE_MAX: usize = 64;
@@ -34,20 +36,22 @@ pub(crate) struct SortedRun {
     found: Cell<Position>,
 }
 
-/// A page, 0 for the head, and a place in it.
+/// A page and a place in it.
 #[derive(Clone, Copy, Debug, Default)]
 struct Position {
+    /// In `pages` of the tail; their number is the head.
     page: usize,
     at: usize,
 }
 
-/// The pages after the first, and what separates all pages. Best fits are taken from the front, where a deque moves little.
+/// The pages after the first, and what separates all pages, in descending order.
 #[derive(Debug, Default)]
 struct Tail {
-    /// `bounds[i]` is the least key that page i of `pages` may hold: every key before that page is less.
-    bounds: VecDeque<FreeKey>,
+    /// `bounds[i]` is the least key that page i of `pages` may hold: every key of the pages behind it, and of the head, is
+    /// less.
+    bounds: Vec<FreeKey>,
     /// None is empty.
-    pages: VecDeque<Vec<FreeKey>>,
+    pages: Vec<Vec<FreeKey>>,
 }
 
 impl SortedRun {
@@ -55,37 +59,40 @@ impl SortedRun {
     #[inline]
     pub(crate) fn first_at_least(&self, bound: FreeKey) -> Option<FreeKey> {
         let mut found = self.search(bound);
-        if found.at == self.page(found.page)?.len() {
+        if found.at == self.page(found.page).len() {
             // A page may end before `bound` although the bound of the next one lies behind it.
-            found = Position { page: found.page + 1, at: 0 };
+            found = Position { page: found.page.checked_sub(1)?, at: 0 };
         }
         self.found.set(found);
-        self.page(found.page)?.get(found.at).copied()
+        self.page(found.page).get(found.at).copied()
     }
 
     /// Where a key lies, or belongs.
     #[inline]
     fn search(&self, key: FreeKey) -> Position {
-        let page = self.tail.as_ref().map_or(0, |tail| tail.page_of(key).map_or(0, |page| page + 1));
-        Position { page, at: self.page(page).map_or(0, |keys| position(keys, key)) }
+        let (page, keys) = match &self.tail {
+            None => (0, &self.head),
+            Some(tail) => {
+                let page = tail.page_of(key);
+                (page, tail.pages.get(page).unwrap_or(&self.head))
+            }
+        };
+        Position { page, at: position(keys, key) }
     }
 
     #[inline]
-    fn page(&self, page: usize) -> Option<&Vec<FreeKey>> {
-        match page.checked_sub(1) {
-            None => Some(&self.head),
-            Some(page) => self.tail.as_ref()?.pages.get(page),
-        }
+    fn page(&self, page: usize) -> &Vec<FreeKey> {
+        self.tail.as_ref().and_then(|tail| tail.pages.get(page)).unwrap_or(&self.head)
     }
 
     #[inline]
     pub(crate) fn insert(&mut self, key: FreeKey) {
         let page = match &mut self.tail {
             None => &mut self.head,
-            Some(tail) => match tail.page_of(key) {
-                None => &mut self.head,
-                Some(page) => &mut tail.pages[page],
-            },
+            Some(tail) => {
+                let page = tail.page_of(key);
+                tail.pages.get_mut(page).unwrap_or(&mut self.head)
+            }
         };
         let at = position(page, key);
         page.insert(at, key);
@@ -100,21 +107,26 @@ impl SortedRun {
     /// When the run does not hold the key.
     #[inline]
     pub(crate) fn remove(&mut self, key: FreeKey) {
-        let holds = |place: &Position| self.page(place.page).and_then(|keys| keys.get(place.at)) == Some(&key);
+        let holds = |place: &Position| self.page(place.page).get(place.at) == Some(&key);
         let found = Some(self.found.get()).filter(holds).or_else(|| Some(self.search(key)).filter(holds));
         let Position { page, at } = found.expect("the free index lacks a block that the table calls free");
-        match (page.checked_sub(1), &mut self.tail) {
-            (Some(page), Some(tail)) => {
-                tail.pages[page].remove(at);
-                self.join(page);
+        let Some(tail) = &mut self.tail else {
+            self.head.remove(at);
+            return;
+        };
+        // A page that lost a key is joined with the one before it, the head with the one behind it.
+        let (len, upper) = match tail.pages.get_mut(page) {
+            Some(keys) => {
+                keys.remove(at);
+                (keys.len(), page)
             }
-            (_, tail) => {
-                let is_paged = tail.is_some();
+            None => {
                 self.head.remove(at);
-                if is_paged {
-                    self.refill_head();
-                }
+                (self.head.len(), tail.pages.len() - 1)
             }
+        };
+        if len < PAGE_JOIN {
+            self.join(upper);
         }
     }
 
@@ -123,7 +135,7 @@ impl SortedRun {
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = FreeKey> + '_ {
-        let tail = self.tail.iter().flat_map(|tail| tail.pages.iter().flatten());
+        let tail = self.tail.iter().flat_map(|tail| tail.pages.iter().rev().flatten());
         self.head.iter().chain(tail).copied()
     }
 
@@ -131,55 +143,37 @@ impl SortedRun {
     #[cold]
     fn cut(&mut self, key: FreeKey) {
         let tail = self.tail.get_or_insert_default();
-        let (page, next) = match tail.page_of(key) {
-            None => (&mut self.head, 0),
-            Some(page) => (&mut tail.pages[page], page + 1),
-        };
+        let at = tail.page_of(key);
+        let page = tail.pages.get_mut(at).unwrap_or(&mut self.head);
         let mut upper = Vec::with_capacity(PAGE_MAX);
         upper.extend(page.drain(PAGE_MAX / 2..));
-        tail.bounds.insert(next, upper[0]);
-        tail.pages.insert(next, upper);
+        tail.bounds.insert(at, upper[0]);
+        tail.pages.insert(at, upper);
     }
 
-    /// Joins a page that lost a key with the one before it if they have few keys.
+    /// Joins a page of the tail with the one before it if they have few keys, or if one of them has none.
+    #[cold]
     fn join(&mut self, page: usize) {
         let tail = self.tail.as_mut().expect("a paged run has a tail");
         let len = tail.pages[page].len();
-        let before = if page == 0 { &mut self.head } else { &mut tail.pages[page - 1] };
-        if len + before.len() < PAGE_JOIN || len == 0 {
-            let mut moved = tail.remove(page);
-            let before = if page == 0 { &mut self.head } else { &mut tail.pages[page - 1] };
-            before.append(&mut moved);
-            self.drop_empty_tail();
+        let before = tail.pages.get(page + 1).unwrap_or(&self.head).len();
+        if len + before >= PAGE_JOIN && len > 0 && before > 0 {
+            return;
         }
-    }
-
-    /// The head may be empty only when the run is: refills it from the page behind it.
-    fn refill_head(&mut self) {
-        let tail = self.tail.as_mut().expect("a paged run has a tail");
-        if self.head.len() + tail.pages[0].len() < PAGE_JOIN || self.head.is_empty() {
-            self.head.append(&mut tail.remove(0));
-            self.drop_empty_tail();
-        }
-    }
-
-    fn drop_empty_tail(&mut self) {
-        if self.tail.as_ref().is_some_and(|tail| tail.pages.is_empty()) {
+        tail.bounds.remove(page);
+        let mut moved = tail.pages.remove(page);
+        tail.pages.get_mut(page).unwrap_or(&mut self.head).append(&mut moved);
+        if tail.pages.is_empty() {
             self.tail = None;
         }
     }
 }
 
 impl Tail {
-    /// The page of `pages` that may hold the key; `None` is the head.
+    /// The page that may hold the key: one of `pages`, or the head if it is none of them.
     #[inline]
-    fn page_of(&self, key: FreeKey) -> Option<usize> {
-        self.bounds.partition_point(|bound| *bound <= key).checked_sub(1)
-    }
-
-    fn remove(&mut self, page: usize) -> Vec<FreeKey> {
-        self.bounds.remove(page);
-        self.pages.remove(page).expect("the page is there")
+    fn page_of(&self, key: FreeKey) -> usize {
+        self.bounds.partition_point(|bound| *bound > key)
     }
 }
 
