@@ -91,6 +91,9 @@ fn buffers_are_copied_from_device_to_device() {
         let mut from = unsafe { allocators[0].alloc::<u32>(&source.stream, MIB) }.expect("allocated");
         source.delay();
         source.fill(&mut from, round);
+        // The copy is later than the next round's writer would be, were the source's stream not ordered.
+        target.delay();
+        target.delay();
         // SAFETY: as above.
         let mut to = unsafe { allocators[1].alloc::<u32>(&target.stream, MIB) }.expect("allocated");
         target.stream.memcpy_dtod(&from, &mut to).expect("copied behind the writer");
