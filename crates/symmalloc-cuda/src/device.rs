@@ -142,13 +142,13 @@ impl CudaDevice {
 
     /// Whether the peer's kernels can be given access to this device's memory.
     pub(crate) fn can_be_accessed_by(&self, peer: usize) -> Result<Option<CUdevice>, DriverError> {
-        let Ok(ordinal) = c_int::try_from(peer) else { return Ok(None) };
-        let mut device: CUdevice = 0;
+        let mut count = 0;
+        // SAFETY: `count` is valid for writing.
+        unsafe { self.driver.device_count(&raw mut count) }?;
+        let Some(ordinal) = c_int::try_from(peer).ok().filter(|ordinal| *ordinal < count) else { return Ok(None) };
+        let (mut device, mut can): (CUdevice, c_int) = (0, 0);
         // SAFETY: `device` is valid for writing.
-        if unsafe { self.driver.device_get(&raw mut device, ordinal) }.is_err() {
-            return Ok(None);
-        }
-        let mut can = 0;
+        unsafe { self.driver.device_get(&raw mut device, ordinal) }?;
         // SAFETY: `can` is valid for writing, both devices exist.
         unsafe { self.driver.device_can_access_peer(&raw mut can, device, self.raw_device()) }?;
         Ok((can != 0).then_some(device))

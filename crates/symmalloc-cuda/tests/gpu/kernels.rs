@@ -1,7 +1,9 @@
 //! Kernels of the tests, compiled with nvrtc.
 
-use cudarc::driver::{CudaContext, CudaFunction};
+use cudarc::driver::sys::CUdeviceptr;
+use cudarc::driver::{CudaContext, CudaFunction, CudaSlice, CudaStream, LaunchConfig, PushKernelArg};
 use std::sync::Arc;
+use symmalloc_cuda::DeviceBuffer;
 
 const SOURCE: &str = r#"
 extern "C" __global__ void fill(unsigned int* to, unsigned int value, unsigned int count) {
@@ -31,5 +33,69 @@ impl Kernels {
         let module = context.load_module(ptx).expect("the driver takes it");
         let function = |name| module.load_function(name).expect("it is there");
         Kernels { fill: function("fill"), delay: function("delay"), count_others: function("count_others") }
+    }
+}
+
+/// Kernels on one stream, and how many elements they found wrong.
+pub(crate) struct Worker {
+    pub(crate) stream: Arc<CudaStream>,
+    kernels: Kernels,
+    wrong: CudaSlice<u32>,
+}
+
+impl Worker {
+    pub(crate) fn new(stream: Arc<CudaStream>) -> Self {
+        let kernels = Kernels::compile(stream.context());
+        let wrong = stream.alloc_zeros::<u32>(1).expect("a counter");
+        Worker { stream, kernels, wrong }
+    }
+
+    pub(crate) fn on_new_stream(context: &Arc<CudaContext>) -> Self {
+        Self::new(context.new_stream().expect("a stream"))
+    }
+
+    /// Makes what follows on the stream late by some 0.2 ms.
+    pub(crate) fn delay(&self) {
+        let cycles = 400_000_u64;
+        // SAFETY: touches no memory.
+        unsafe { self.stream.launch_builder(&self.kernels.delay).arg(&cycles).launch(LaunchConfig::for_num_elems(1)) }
+            .expect("launched");
+    }
+
+    pub(crate) fn fill(&self, buffer: &mut DeviceBuffer<u32>, value: u32) {
+        let count = buffer.len() as u32;
+        let argument = buffer.on(&self.stream);
+        // SAFETY: the buffer has so many elements, and the argument, which orders the streams, lives until the launch.
+        unsafe { self.fill_at(argument.pointer(), value, count) };
+    }
+
+    /// Counts the elements that differ.
+    pub(crate) fn expect(&self, buffer: &DeviceBuffer<u32>, value: u32) {
+        let argument = buffer.read_on(&self.stream);
+        // SAFETY: as in `fill`.
+        unsafe { self.expect_at(argument.pointer(), value, buffer.len() as u32) };
+    }
+
+    /// # Safety
+    /// So many elements lie there, and nobody else uses them before the kernel is done.
+    pub(crate) unsafe fn fill_at(&self, pointer: CUdeviceptr, value: u32, count: u32) {
+        let mut launch = self.stream.launch_builder(&self.kernels.fill);
+        launch.arg(&pointer).arg(&value).arg(&count);
+        // SAFETY: the caller's contract.
+        unsafe { launch.launch(LaunchConfig::for_num_elems(count)) }.expect("launched");
+    }
+
+    /// # Safety
+    /// So many elements lie there, and nobody writes them before the kernel is done.
+    pub(crate) unsafe fn expect_at(&self, pointer: CUdeviceptr, value: u32, count: u32) {
+        let mut launch = self.stream.launch_builder(&self.kernels.count_others);
+        launch.arg(&pointer).arg(&value).arg(&count).arg(&self.wrong);
+        // SAFETY: the caller's contract, and the counter is this stream's own.
+        unsafe { launch.launch(LaunchConfig::for_num_elems(count)) }.expect("launched");
+    }
+
+    /// Waits for the stream.
+    pub(crate) fn wrong_elements(&self) -> u32 {
+        self.stream.clone_dtoh(&self.wrong).expect("the kernels ran")[0]
     }
 }

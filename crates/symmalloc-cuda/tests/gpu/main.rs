@@ -2,12 +2,16 @@
 //!
 //! Run with `--test-threads=1`: some tests look at how much memory the device has left.
 
+mod collectives;
 mod conformance;
 mod costs;
+mod devices;
 mod jobs;
 mod kernels;
 mod memory;
+mod pools;
 mod races;
+mod raw;
 
 use std::sync::Arc;
 use symmalloc_cuda::CudaDevice;
@@ -18,6 +22,18 @@ fn device() -> Option<Arc<CudaDevice>> {
         Ok(device) => Some(device),
         Err(error) => {
             println!("skipped, no device: {error}");
+            None
+        }
+    }
+}
+
+/// The first two devices; prints why there are fewer.
+fn two_devices() -> Option<[Arc<CudaDevice>; 2]> {
+    let first = device()?;
+    match CudaDevice::new(1) {
+        Ok(second) => Some([first, second]),
+        Err(error) => {
+            println!("skipped, no second device: {error}");
             None
         }
     }

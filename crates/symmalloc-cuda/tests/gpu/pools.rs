@@ -1,0 +1,92 @@
+//! Pools, limits and the failure callback, with what the driver says of the memory.
+
+use crate::device;
+use cudarc::driver::result;
+use std::sync::{Arc, Mutex};
+use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::errors::{AllocateError, OutOfMemory, OutOfMemoryCause};
+use symmalloc_core::{LimitScope, PoolId, Retry};
+use symmalloc_cuda::{CudaAllocator, CudaError};
+
+const MIB: usize = 1 << 20;
+
+fn out_of_memory(error: CudaError) -> Box<OutOfMemory> {
+    match error {
+        CudaError::Allocate(AllocateError::OutOfMemory(error)) => error,
+        error => panic!("another error: {error:?}"),
+    }
+}
+
+#[test]
+fn a_pool_is_a_scope_with_a_limit_and_gives_its_memory_back() {
+    let Some(device) = device() else { return };
+    let free = || device.memory_info().expect("asked").free_bytes;
+    let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+    let stream = device.context().new_stream().expect("a stream");
+    let outside = allocator.alloc_zeroed::<u8>(&stream, 8 * MIB).expect("allocated");
+    let before = free();
+    let config = PoolConfig::builder().limit_bytes(Some(256 << 20)).build().expect("valid");
+    let pool = allocator.create_pool(config).expect("made");
+    let inside = allocator.with_pool(&pool);
+    let id = pool.id();
+    let first = inside.alloc_zeroed::<u8>(&stream, 200 * MIB).expect("allocated");
+    assert_eq!(before - free(), 200 << 20);
+    let error = out_of_memory(inside.alloc_zeroed::<u8>(&stream, 100 * MIB).expect_err("above the limit"));
+    println!("{error}");
+    assert_eq!(error.cause, OutOfMemoryCause::Limit { scope: LimitScope::Pool, limit_bytes: 256 << 20 });
+    assert_eq!((error.pool, before - free()), (id, 200 << 20), "nothing was taken");
+    drop(allocator.alloc_zeroed::<u8>(&stream, 400 * MIB).expect("the limit is the pool's alone"));
+    drop((pool, inside));
+    allocator.trim().expect("trimmed");
+    assert_eq!(before - free(), 200 << 20, "a live buffer keeps the pool");
+    assert_eq!(stream.clone_dtoh(&first.slice(199 * MIB..)).expect("copied"), vec![0; MIB]);
+    drop(first);
+    assert_eq!(before - free(), 200 << 20, "dropping never gives memory back");
+    allocator.trim().expect("trimmed");
+    assert_eq!(free(), before);
+    assert!(allocator.core().pool_stats(id).is_err(), "destroyed");
+    assert_eq!(stream.clone_dtoh(&outside).expect("copied"), vec![0; 8 * MIB]);
+}
+
+#[test]
+fn the_failure_callback_makes_room_on_a_full_device() {
+    let Some(device) = device() else { return };
+    let free = || device.memory_info().expect("asked").free_bytes;
+    let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+    let stream = device.context().new_stream().expect("a stream");
+    let pool = allocator.create_pool(PoolConfig::default()).expect("made");
+    let cache = Arc::new(Mutex::new(Vec::new()));
+    for _ in 0..4 {
+        let buffer = allocator.with_pool(&pool).alloc_zeroed::<u8>(&stream, 512 * MIB).expect("allocated");
+        cache.lock().expect("sound").push(buffer);
+    }
+    device.context().bind_to_thread().expect("current");
+    // SAFETY: freed below, used by nobody.
+    let others = unsafe { result::malloc_sync(free() as usize - 1024 * MIB) }.expect("allocated");
+    let asked = Arc::new(Mutex::new(Vec::new()));
+    let (theirs, notes, id) = (Arc::clone(&cache), Arc::clone(&asked), pool.id());
+    allocator.set_failure_callback(move |core, error| {
+        notes.lock().expect("sound").push(error.clone());
+        if theirs.lock().expect("sound").pop().is_none() {
+            return Retry::GiveUp;
+        }
+        core.trim(Some(id)).expect("trimmed");
+        Retry::Again
+    });
+    let large = allocator.alloc_zeroed::<u8>(&stream, 2048 * MIB).expect("the callback makes room");
+    let asked = || asked.lock().expect("sound").clone();
+    println!("asked {} times, {} of 4 left, {} bytes free", asked().len(), cache.lock().expect("sound").len(), free());
+    assert!(asked().iter().all(|error| error.pool == PoolId::DEFAULT && error.requested_bytes == 2048 << 20));
+    assert!(asked().iter().all(|error| matches!(error.cause, OutOfMemoryCause::Driver(_))), "{:?}", asked());
+    assert!((1..4).contains(&cache.lock().expect("sound").len()), "it was asked as often as was needed");
+    assert_eq!(stream.clone_dtoh(&large.slice(2047 * MIB..)).expect("copied"), vec![0; MIB]);
+    cache.lock().expect("sound").clear();
+    allocator.trim().expect("trimmed");
+    let (before, times) = (free(), asked().len());
+    let error = out_of_memory(allocator.alloc_zeroed::<u8>(&stream, 8192 * MIB).expect_err("nothing is left to give"));
+    println!("{error}");
+    assert_eq!((free(), asked().len()), (before, times + 1), "asked once more, and nothing was taken");
+    // SAFETY: allocated above.
+    unsafe { result::free_sync(others) }.expect("freed");
+    assert_eq!(allocator.drop_errors().count, 0);
+}
