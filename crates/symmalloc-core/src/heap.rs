@@ -186,8 +186,9 @@ impl Heap {
         self.closed_after_ops = Some(self.digest.ops);
     }
 
-    /// Whether the heap has done anything. One that was made for a request which is no op, being too large for any heap,
-    /// is as good as not there: nothing may tell it from one that was not made, or is not any more after a restart.
+    /// Whether the heap has done anything. One that was made for a request which came to nothing, because its pool was
+    /// destroyed at the same time, say, is as good as not there: nothing may tell it from one that was not made, or is not
+    /// any more after a restart.
     pub(crate) fn has_history(&self) -> bool {
         self.digest.ops > 0
     }
