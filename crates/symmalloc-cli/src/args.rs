@@ -3,7 +3,8 @@
 use crate::job::{Order, Segments};
 use clap::{Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
-use symmalloc_core::config::StreamPolicy;
+use std::str::FromStr;
+use symmalloc_core::config::{Config, StreamPolicy};
 use symmalloc_import::{MEMORY_LIMIT_BYTES, ReadOptions};
 
 const EXIT_CODES: &str = "Exit codes: 0 fine, 3 the ranks differ, 2 bad input.";
@@ -52,6 +53,17 @@ Examples:
   symmalloc import snapshot.pickle job.trace.zst
   symmalloc import rmm.csv job.trace";
 
+const EXPORT_EXAMPLES: &str = "\
+Examples:
+  symmalloc export job.trace.zst snapshot.pickle                 open it at https://pytorch.org/memory_viz
+  symmalloc export snapshot.pickle ours.pickle.gz                a PyTorch job, as our allocator places it
+  symmalloc export job.trace fixed.pickle --config segments:fixed,max_split_size_mb:256
+
+JSON: trace, snapshot, entries, allocations, refused (by a limit), segments and blocks (at the end),
+ops_without_entry (that PyTorch's allocator does not have).
+
+Exit codes: 0 fine, 2 bad input.";
+
 const SIMULATE_EXAMPLES: &str = "\
 Examples:
   symmalloc simulate --seed 7                           one generated job on 64 ranks, with its plan
@@ -92,6 +104,7 @@ pub(crate) enum Command {
     Simulate(SimulateArgs),
     Diff(DiffArgs),
     Import(ImportArgs),
+    Export(ExportArgs),
 }
 
 /// Replay recorded jobs on many ranks and see whether they place alike
@@ -116,6 +129,9 @@ pub(crate) struct ReplayArgs {
     /// Whether the default pool's streams share free blocks [default: as the trace says, else separate]
     #[arg(long)]
     pub(crate) streams: Option<Streams>,
+    /// Settings in the place of the trace's own, as in docs/configuration.md: segments:fixed,max_split_size_mb:256
+    #[arg(long, value_name = "SETTINGS", value_parser = Config::from_str)]
+    pub(crate) config: Option<Config>,
     /// Names the simulated job: address orders, event timing and handles of all ranks
     #[arg(long, value_name = "S", default_value_t = 0)]
     pub(crate) seed: u64,
@@ -194,6 +210,39 @@ pub(crate) struct ImportArgs {
     pub(crate) output: PathBuf,
     #[command(flatten)]
     pub(crate) reading: ReadingArgs,
+}
+
+/// Write what our allocator makes of a recording as a snapshot that PyTorch's memory_viz reads
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXPORT_EXAMPLES)]
+pub(crate) struct ExportArgs {
+    /// A trace, a PyTorch memory snapshot or an RMM log; plain, gzip or zstd
+    #[arg(value_name = "TRACE")]
+    pub(crate) input: PathBuf,
+    /// The snapshot to write (.gz and .zst compress)
+    #[arg(value_name = "OUT")]
+    pub(crate) output: PathBuf,
+    #[command(flatten)]
+    pub(crate) policy: PolicyArgs,
+    #[command(flatten)]
+    pub(crate) reading: ReadingArgs,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// How the allocator is configured.
+#[derive(Debug, clap::Args)]
+pub(crate) struct PolicyArgs {
+    /// How the default pool obtains memory [default: as the trace says, else expandable]
+    #[arg(long)]
+    pub(crate) segments: Option<Segments>,
+    /// Whether the default pool's streams share free blocks [default: as the trace says, else separate]
+    #[arg(long)]
+    pub(crate) streams: Option<Streams>,
+    /// Settings in the place of the trace's own, as in docs/configuration.md: segments:fixed,max_split_size_mb:256
+    #[arg(long, value_name = "SETTINGS", value_parser = Config::from_str)]
+    pub(crate) config: Option<Config>,
 }
 
 /// How recordings are read.

@@ -7,6 +7,7 @@ use std::io;
 use std::path::PathBuf;
 use symmalloc_core::replay::ReplayError;
 use symmalloc_core::trace::{TraceError, TraceWriteError};
+use symmalloc_import::rerun::RerunError;
 use symmalloc_import::{ImportError, ImportErrorKind, SnapshotError};
 use symmalloc_simulate::story::StoryError;
 use thiserror::Error;
@@ -20,6 +21,8 @@ pub(crate) enum CliError {
     Program { path: PathBuf, source: ReplayError },
     #[error("{}: cannot be replayed", path.display())]
     Job { path: PathBuf, source: JobError },
+    #[error("{}: cannot be carried out", path.display())]
+    Rerun { path: PathBuf, source: RerunError },
     #[error("--record writes the decisions of one trace, but {traces} are given")]
     RecordOfSeveral { traces: usize },
     #[error("{}: cannot be written", path.display())]
@@ -37,10 +40,13 @@ impl Diagnostic for CliError {
         let help = match self {
             CliError::Import(error) => return import_help(error.kind()).map(|help| Box::new(help) as Box<_>),
             CliError::Program { .. } => "record the job again, or repair the trace at that op",
-            CliError::Job { source: JobError::Config(_), .. } => {
-                "change the trace's configuration, or choose with --segments and --streams"
+            CliError::Job { source: JobError::Config(_), .. }
+            | CliError::Rerun { source: RerunError::Config(_), .. } => {
+                "change the trace's configuration, or choose with --segments, --streams and --config"
             }
-            CliError::Job { .. } => "record the job again, or repair the trace at that op (counted from 0)",
+            CliError::Job { .. } | CliError::Rerun { .. } => {
+                "record the job again, or repair the trace at that op (counted from 0)"
+            }
             CliError::RecordOfSeveral { .. } => "replay the traces one by one",
             CliError::Create { .. } | CliError::Write { .. } => {
                 "choose a path in a folder that exists and that you may write to, on a disk with room"

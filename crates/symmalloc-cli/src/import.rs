@@ -56,6 +56,7 @@ fn remarks(found: &Summary) -> Vec<String> {
     let counts = [
         (found.frees_supplied, "supplied: frees that the recording lacks"),
         (found.frees_of_unknown, "left out: frees of what was allocated before the recording began"),
+        (found.uses_of_unknown, "left out: uses of what was allocated before the recording began"),
         (found.failed_allocations, "left out: allocations that the recorded allocator refused"),
         (found.empty_allocations, "left out: allocations and frees of no memory"),
         (found.snapshot_marks, "left out: marks of a snapshot being taken"),

@@ -6,7 +6,8 @@
 //! args ───────┤                          └─► address    address_order (model)  ─┴─► screen, or JSON
 //!             ├─ simulate ► whole jobs on adverse ranks (symmalloc-simulate)
 //!             ├─ diff ───► comparison of two recordings
-//!             └─ import ─► a trace
+//!             ├─ import ─► a trace
+//!             └─ export ─► a PyTorch snapshot
 //! ```
 //!
 //! [`job`] is the part that others use, too: the golden tests replay the recorded jobs through it. [`address_order`] is
@@ -19,12 +20,14 @@ pub mod address_order;
 mod args;
 pub mod diff;
 mod error;
+mod export;
 mod idle_device;
 mod import;
 pub mod job;
 mod output;
 mod progress;
 mod quantity;
+mod recorded;
 mod replay;
 mod simulate;
 pub mod timing;
@@ -66,6 +69,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Simulate(args) => simulate::simulate(&args),
         Command::Diff(args) => diff::run(&args),
         Command::Import(args) => import::import(&args),
+        Command::Export(args) => export::export(&args),
     };
     done.map_or_else(|error| failed(&error), ExitCode::from)
 }

@@ -17,6 +17,16 @@ pub(crate) fn print(text: &str) -> Result<(), CliError> {
     }
 }
 
+/// Writes a result to stdout as JSON.
+///
+/// # Errors
+/// When stdout cannot be written.
+pub(crate) fn print_json(object: &impl serde::Serialize) -> Result<(), CliError> {
+    let mut text = serde_json::to_string_pretty(object).expect("plain numbers and strings have a JSON form");
+    text.push('\n');
+    print(&text)
+}
+
 /// Tells on stderr what went wrong, because of what, and what to do.
 pub(crate) fn report(error: &CliError) {
     let theme = if is_colourful(&io::stderr()) { GraphicalTheme::unicode() } else { GraphicalTheme::unicode_nocolor() };

@@ -9,6 +9,7 @@ use crate::error::CliError;
 use crate::job::{Job, Options, Order, Outcome, Segments};
 use crate::output::{self, Palette};
 use crate::progress::Progress;
+use crate::recorded::reconfigure;
 use crate::timing;
 use screen::Screen;
 pub(crate) use screen::kind_of as describe;
@@ -40,7 +41,10 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<Verdict, CliError> {
     let mut objects = Vec::new();
     let mut verdict = Verdict::Agree;
     for path in &args.traces {
-        let recording = read_path(path, &ReadOptions::from(&args.reading))?;
+        let mut recording = read_path(path, &ReadOptions::from(&args.reading))?;
+        if let Some(config) = &args.config {
+            reconfigure(&mut recording, config);
+        }
         let job = Job::new(&recording).map_err(|source| CliError::Program { path: path.clone(), source })?;
         let finding = find_out(path, &job, &options(args))?;
         if !finding.outcome.is_aligned() {

@@ -23,14 +23,19 @@
 //! keys that matter, to `pytorch.rs`, whose doc says what each trace entry becomes; logs go through `rmm.rs`. Both
 //! retell what they read to a transcript, which turns addresses and raw handles into logical ids. Text traces are the
 //! core's business. [`compression`] stands below all of them and is public for those who write traces.
+//!
+//! The way back is [`export()`](export::export): what our allocator makes of a program, as a PyTorch snapshot. It watches a
+//! [`rerun`], as charts do.
 #![forbid(unsafe_code)]
 
 pub mod compression;
 mod error;
+pub mod export;
 mod options;
 mod pickle;
 mod pytorch;
 mod recording;
+pub mod rerun;
 mod rmm;
 mod summary;
 mod transcript;

@@ -26,9 +26,11 @@ use std::io::Read;
 mod error;
 mod input;
 mod opcode;
+mod output;
 mod values;
 
 pub use error::PickleError;
+pub(crate) use output::{Memo, PickleWriter};
 pub(crate) use values::{DictId, Item, List, Value, Values, Word};
 
 use input::Input;

@@ -12,6 +12,7 @@
 //! | `alloc` | [`Allocate`], with the placement that PyTorch chose where its segment's birth is in the recording |
 //! | `free_requested` | [`Free`]; before it a [`RecordUse`] if no `free_completed` follows at once |
 //! | `free_completed` | nothing: it says when PyTorch's event polling noticed, which is not part of the program |
+//! | `record_use` | [`RecordUse`]: written by our [export](crate::export), which knows the stream |
 //! | `segment_*` | placements |
 //! | `oom`, `snapshot`, others | counted in the [`Summary`] |
 //!
@@ -70,6 +71,7 @@ words! {
     SEGMENT_UNMAP = "segment_unmap",
     OOM = "oom",
     SNAPSHOT = "snapshot",
+    RECORD_USE = "record_use",
 }
 
 /// Reads a snapshot and retells the trace of one device.
@@ -158,6 +160,10 @@ impl<'a> Trace<'a> {
                     told.map_err(|overflow| entry.overflow(overflow))?;
                 }
                 Value::Word(FREE_COMPLETED) => {}
+                Value::Word(RECORD_USE) => {
+                    let told = transcript.record_use(entry.address()?, entry.stream()?);
+                    told.map_err(|overflow| entry.overflow(overflow))?;
+                }
                 Value::Word(SEGMENT_ALLOC) => segments.allocated(entry.range()?),
                 Value::Word(SEGMENT_FREE) => segments.freed(entry.address()?),
                 Value::Word(SEGMENT_MAP) => segments.mapped(entry.range()?, entry.stream()?),

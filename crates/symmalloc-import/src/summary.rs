@@ -24,6 +24,8 @@ pub struct Summary {
     /// Frees of addresses whose allocation is not in the recording, left out: it began before them, or its beginning
     /// was overwritten (`max_entries`).
     pub frees_of_unknown: u64,
+    /// Uses of addresses whose allocation is not in the recording, left out (exported snapshots).
+    pub uses_of_unknown: u64,
     /// Allocations that the recorded allocator refused, left out.
     pub failed_allocations: u64,
     /// Allocations and frees of no memory (the null pointer), left out.

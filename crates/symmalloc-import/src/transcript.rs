@@ -93,6 +93,16 @@ impl Transcript {
         Ok(())
     }
 
+    /// The log says that `stream` uses what lives at `address`.
+    pub(crate) fn record_use(&mut self, address: Address, stream: RawStream) -> Result<(), Overflow> {
+        let Some(live) = self.live.get(&address).copied() else {
+            self.summary.uses_of_unknown += 1;
+            return Ok(());
+        };
+        let stream = self.stream(stream)?;
+        self.push(Op::RecordUse { id: live.id, stream }.into())
+    }
+
     /// The log freed what lives at `address`. Where it names a stream for that, and another than the allocation's own,
     /// that stream used the memory.
     pub(crate) fn free(&mut self, address: Address, stream: Option<RawStream>) -> Result<(), Overflow> {

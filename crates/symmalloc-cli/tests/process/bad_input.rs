@@ -25,6 +25,7 @@ fn assert_unreadable(path: &Path, wanted: &[&str]) {
     assert_refused(&symmalloc("replay {}", &[path]), &wanted);
     assert_refused(&symmalloc("diff {} {}", &[&good, path]), &wanted);
     assert_refused(&symmalloc("import {} {}", &[path, &out]), &wanted);
+    assert_refused(&symmalloc("export {} {}", &[path, &out]), &wanted);
     assert!(!out.exists(), "a trace was written of what cannot be read");
 }
 
@@ -115,6 +116,8 @@ fn arguments_that_cannot_be() {
         ("replay {} --device -1", "-1"),
         ("replay {} --sead 3", "--seed"),
         ("diff {}", "<B>"),
+        ("replay {} --config segments:fixd", "fixed"),
+        ("export {} out.pickle --config max_split_mb:3", "max_split_size_mb"),
         ("play {}", "replay"),
     ] {
         assert_refused(&symmalloc(args, &[&trace]), &[wanted]);
@@ -130,6 +133,7 @@ fn a_trace_that_cannot_be_written() {
     let wanted = [out.to_str().unwrap(), "cannot be written", "choose a path"];
     assert_refused(&symmalloc("import {} {}", &[&trace, &out]), &wanted);
     assert_refused(&symmalloc("replay {} --json --record {}", &[&trace, &out]), &wanted);
+    assert_refused(&symmalloc("export {} {}", &[&trace, &out]), &wanted);
 }
 
 #[test]
@@ -145,7 +149,11 @@ fn decisions_of_several_traces_for_one_file() {
 fn a_pool_that_cannot_be_destroyed_yet() {
     let folder = Folder::new();
     let trace = folder.trace("pool.trace", &["stream s0", "pool p1", "a 0 512 s0 p1", "destroy p1"]);
-    assert_refused(&symmalloc("replay {}", &[&trace]), &["op 3", "free them first", "repair the trace"]);
+    let wanted = ["op 3", "free them first", "repair the trace"];
+    assert_refused(&symmalloc("replay {}", &[&trace]), &wanted);
+    let out = folder.path("out.pickle");
+    assert_refused(&symmalloc("export {} {}", &[&trace, &out]), &wanted);
+    assert!(!out.exists(), "a snapshot was written of half a job");
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 mod bad_input;
 mod diff;
+mod export;
 mod import;
 mod replay;
 mod simulate;

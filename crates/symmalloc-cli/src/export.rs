@@ -1,0 +1,82 @@
+//! `symmalloc export`: what our allocator makes of a recording, as a snapshot for PyTorch's viewer.
+
+use crate::Verdict;
+use crate::args::ExportArgs;
+use crate::error::CliError;
+use crate::output::{self, Palette};
+use crate::quantity::{count, counted};
+use crate::recorded::Recorded;
+use serde::Serialize;
+use std::fmt::Write as _;
+use std::io::Write as _;
+use symmalloc_import::compression::Compressor;
+use symmalloc_import::export::{ExportError, ExportSummary, export as export_program};
+
+/// What `export --json` prints. Its keys are an interface: `symmalloc export --help` lists them.
+#[derive(Serialize)]
+struct Object {
+    trace: String,
+    snapshot: String,
+    entries: u64,
+    allocations: u64,
+    refused: u64,
+    segments: u64,
+    blocks: u64,
+    ops_without_entry: u64,
+}
+
+/// Reads a recording, carries it out, and writes what happened.
+pub(crate) fn export(args: &ExportArgs) -> Result<Verdict, CliError> {
+    let recorded = Recorded::read(&args.input, &args.reading, &args.policy)?;
+    // The file is written when all of it is known, so a job that cannot be carried out leaves none.
+    let mut snapshot = Vec::new();
+    let exported = export_program(recorded.program(), &recorded.config, &mut snapshot);
+    let unwritten = |source| CliError::Create { path: args.output.clone(), source };
+    let summary = exported.map_err(|error| match error {
+        ExportError::Rerun(source) => recorded.failed(source),
+        ExportError::Write(source) => unwritten(source),
+        other => unwritten(std::io::Error::other(other)),
+    })?;
+    let mut file = Compressor::create(&args.output).map_err(unwritten)?;
+    file.write_all(&snapshot).and_then(|()| file.finish()).map_err(unwritten)?;
+    if args.json {
+        output::print_json(&object(args, &summary))?;
+    } else {
+        output::print(&screen(args, &summary, Palette::of_stdout()))?;
+    }
+    Ok(Verdict::Agree)
+}
+
+fn object(args: &ExportArgs, summary: &ExportSummary) -> Object {
+    Object {
+        trace: args.input.display().to_string(),
+        snapshot: args.output.display().to_string(),
+        entries: summary.entries,
+        allocations: summary.allocations,
+        refused: summary.refused,
+        segments: summary.segments,
+        blocks: summary.blocks,
+        ops_without_entry: summary.ops_without_entry,
+    }
+}
+
+fn screen(args: &ExportArgs, summary: &ExportSummary, palette: Palette) -> String {
+    let mut out = format!(
+        "{}\n{} of {}; at the end {} of {}\n",
+        palette.title(&args.input.display().to_string()),
+        format!("{} trace entries", count(summary.entries)),
+        counted(summary.allocations, "allocation"),
+        counted(summary.segments, "segment"),
+        counted(summary.blocks, "block"),
+    );
+    for (number, what) in [
+        (summary.refused, "allocations that a limit refused"),
+        (summary.ops_without_entry, "left out: ops that PyTorch's allocator does not have"),
+    ] {
+        if number > 0 {
+            let _ = writeln!(out, "  {what}: {}", count(number));
+        }
+    }
+    let _ = writeln!(out, "written to {}: open it at https://pytorch.org/memory_viz", args.output.display());
+    out
+}

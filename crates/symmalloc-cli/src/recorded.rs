@@ -1,0 +1,55 @@
+//! A recording as a command takes it: read, with its allocator configured as the flags say.
+
+use crate::args::{PolicyArgs, ReadingArgs};
+use crate::error::CliError;
+use crate::job::{Job, JobError, Options};
+use std::path::{Path, PathBuf};
+use symmalloc_core::PoolId;
+use symmalloc_core::config::Config;
+use symmalloc_core::op::Op;
+use symmalloc_core::replay::Program;
+use symmalloc_import::rerun::RerunError;
+use symmalloc_import::{ReadOptions, Recording, read_path};
+
+/// A recording and its allocator's configuration.
+pub(crate) struct Recorded {
+    pub(crate) path: PathBuf,
+    pub(crate) recording: Recording,
+    pub(crate) job: Job,
+    pub(crate) config: Config,
+}
+
+impl Recorded {
+    pub(crate) fn read(path: &Path, reading: &ReadingArgs, policy: &PolicyArgs) -> Result<Self, CliError> {
+        let mut recording = read_path(path, &ReadOptions::from(reading))?;
+        if let Some(config) = &policy.config {
+            reconfigure(&mut recording, config);
+        }
+        let job = Job::new(&recording).map_err(|source| CliError::Program { path: path.to_path_buf(), source })?;
+        let options =
+            Options { segments: policy.segments, streams: policy.streams.map(Into::into), ..Options::default() };
+        let config = job.config(&options);
+        let invalid = |error| CliError::Job { path: path.to_path_buf(), source: JobError::Config(error) };
+        let config = config.map_err(invalid)?;
+        Ok(Recorded { path: path.to_path_buf(), recording, job, config })
+    }
+
+    pub(crate) fn program(&self) -> &Program {
+        self.job.program()
+    }
+
+    pub(crate) fn op_count(&self) -> usize {
+        self.program().ops().len()
+    }
+
+    /// The error of a program that cannot be carried out.
+    pub(crate) fn failed(&self, source: RerunError) -> CliError {
+        CliError::Rerun { path: self.path.clone(), source }
+    }
+}
+
+/// Puts a configuration in the place of whatever the recording says about its default pool and limits.
+pub(crate) fn reconfigure(recording: &mut Recording, config: &Config) {
+    recording.config = Some(config.clone());
+    recording.records.retain(|record| !matches!(record.op, Op::CreatePool { pool: PoolId::DEFAULT, .. }));
+}

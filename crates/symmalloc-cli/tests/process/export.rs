@@ -1,0 +1,44 @@
+//! `symmalloc export`.
+
+use crate::{Folder, recorded, symmalloc};
+use std::fs;
+
+#[test]
+fn what_is_exported_is_read_back_as_the_same_program() {
+    let folder = Folder::new();
+    let job = recorded("fsdp1_train_rank0.trace.zst");
+    let snapshot = folder.path("ours.pickle.gz");
+    let said = symmalloc("export {} {} --segments fixed --json", &[&job, &snapshot]).json(0);
+    assert_eq!((said["allocations"].as_u64(), said["refused"].as_u64()), (Some(24_464), Some(0)), "{said}");
+    assert_eq!(fs::read(&snapshot).unwrap()[..2], [0x1f, 0x8b]);
+    let compared = symmalloc("diff {} {} --json", &[&job, &snapshot]).json(3);
+    assert_eq!(compared["same_ops"], true, "{compared}");
+}
+
+#[test]
+fn the_same_job_is_exported_as_the_same_bytes_and_places_as_a_replay_does() {
+    let folder = Folder::new();
+    let job = folder.trace("job.trace", &["stream s0", "a 0 3000000 s0", "a 1 512 s0 \"weights\"", "f 0"]);
+    let [a, b, replayed] = ["a.pickle", "b.pickle", "replayed.trace"].map(|name| folder.path(name));
+    let words = symmalloc("export {} {}", &[&job, &a]).exited(0).stdout.clone();
+    assert!(words.contains("2 allocations") && words.contains("memory_viz"), "{words}");
+    symmalloc("export {} {}", &[&job, &b]).exited(0);
+    assert!(fs::read(&a).unwrap() == fs::read(&b).unwrap());
+    symmalloc("replay {} --json --record {}", &[&job, &replayed]).json(0);
+    let compared = symmalloc("diff {} {} --json", &[&a, &replayed]).json(0);
+    assert_eq!(compared["differing_placements"], 0, "{compared}");
+}
+
+#[test]
+fn settings_take_the_place_of_the_traces_own() {
+    let folder = Folder::new();
+    let lines = ["config limit_mb:2", "pool p0 segments:fixed,limit_mb:2", "stream s0", "a 0 9000000 s0"];
+    let job = folder.trace("job.trace", &lines);
+    let out = folder.path("out.pickle");
+    let refused = |args: &str| symmalloc(args, &[&job, &out]).json(0)["refused"].clone();
+    assert_eq!(refused("export {} {} --json"), 1);
+    assert_eq!(refused("export {} {} --json --config segments:expandable"), 0);
+    let reserved = |args: &str| symmalloc(args, &[&job]).json(0)[0]["peak_reserved_bytes"].clone();
+    assert_eq!(reserved("replay {} --json"), 0);
+    assert_eq!(reserved("replay {} --json --config segments:fixed"), 20 << 20);
+}

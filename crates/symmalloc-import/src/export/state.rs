@@ -1,0 +1,141 @@
+//! The segments and blocks of a snapshot.
+//!
+//! PyTorch calls each stretch of mapped memory a segment, so one of our expandable segments with holes becomes several:
+//!
+//! ```text
+//! ours      ┌─ block ─┬─ block ─┐╌╌ hole ╌╌┌─ block ─┐
+//! PyTorch's └── segment, blocks ┘          └ segment ┘
+//! ```
+
+use std::collections::BTreeMap;
+use std::io::{self, Write};
+
+use symmalloc_core::backend::DeviceAddress;
+use symmalloc_core::config::{PoolConfig, SegmentPolicy};
+use symmalloc_core::ids::{PoolId, StreamId};
+use symmalloc_core::report::{BlockSnapshot, BlockStateSnapshot, SegmentSnapshot, Snapshot};
+use symmalloc_core::units::MIB;
+
+use super::SnapshotWriter;
+use crate::rerun::MemoryChange;
+
+/// The size of PyTorch's segments for small requests.
+const SMALL_SEGMENT_BYTES: u64 = 2 * MIB;
+
+/// For which stream each stretch of memory was obtained, by its address.
+#[derive(Default)]
+pub(super) struct Origins(BTreeMap<DeviceAddress, StreamId>);
+
+impl Origins {
+    pub(super) fn note(&mut self, changes: &[MemoryChange]) {
+        self.0.extend(changes.iter().filter(|change| change.is_mapped).map(|change| (change.address, change.stream)));
+    }
+
+    /// The stream for which the memory at an address was obtained, if that was seen.
+    fn stream(&self, address: DeviceAddress) -> Option<StreamId> {
+        self.0.range(..=address).next_back().map(|(_, stream)| *stream)
+    }
+}
+
+/// A stretch of mapped memory.
+struct Stretch<'a> {
+    segment: &'a SegmentSnapshot,
+    blocks: &'a [BlockSnapshot],
+}
+
+impl Stretch<'_> {
+    fn address(&self) -> u64 {
+        self.segment.base.0 + self.blocks[0].offset_bytes
+    }
+
+    fn sum(&self, bytes: impl Fn(&BlockSnapshot) -> u64) -> u64 {
+        self.blocks.iter().map(bytes).sum()
+    }
+}
+
+impl<W: Write> SnapshotWriter<W> {
+    /// Writes `segments`, by address as PyTorch does.
+    pub(super) fn state(
+        &mut self,
+        snapshot: &Snapshot,
+        origins: &Origins,
+        pool_config: &dyn Fn(PoolId) -> Option<PoolConfig>,
+    ) -> io::Result<()> {
+        let mut stretches: Vec<Stretch<'_>> = snapshot.segments.iter().flat_map(stretches_of).collect();
+        stretches.sort_by_key(Stretch::address);
+        self.pickle.text("segments")?;
+        self.pickle.open_list()?;
+        for stretch in &stretches {
+            self.stretch(stretch, origins, pool_config(stretch.segment.pool).as_ref())?;
+        }
+        self.pickle.close_list()
+    }
+
+    fn stretch(&mut self, stretch: &Stretch<'_>, origins: &Origins, config: Option<&PoolConfig>) -> io::Result<()> {
+        self.summary.segments += 1;
+        let SegmentSnapshot { pool, stream, .. } = *stretch.segment;
+        let address = stretch.address();
+        let stream = stream.or_else(|| origins.stream(DeviceAddress(address))).unwrap_or_default();
+        let total_bytes = stretch.sum(|block| block.size_bytes);
+        let allocated_bytes = stretch.sum(|block| if is_live(block) { block.size_bytes } else { 0 });
+        let policy = config.map(PoolConfig::segments);
+        let is_small = matches!(policy, Some(SegmentPolicy::Fixed(_))) && total_bytes == SMALL_SEGMENT_BYTES;
+        self.pickle.open_dict()?;
+        self.field("device", 0)?;
+        self.field("address", address)?;
+        self.field("total_size", total_bytes)?;
+        self.field("allocated_size", allocated_bytes)?;
+        self.field("active_size", allocated_bytes)?;
+        self.field("requested_size", stretch.sum(requested_bytes))?;
+        self.field("stream", stream.0.into())?;
+        self.pickle.text("segment_type")?;
+        self.pickle.text(if is_small { "small" } else { "large" })?;
+        self.pickle.text("segment_pool_id")?;
+        self.pickle.integer(0)?;
+        self.pickle.integer(pool.0.into())?;
+        self.pickle.pair()?;
+        self.pickle.text("is_expandable")?;
+        self.pickle.boolean(matches!(policy, Some(SegmentPolicy::Expandable(_))))?;
+        self.frames(None)?;
+        self.pickle.text("blocks")?;
+        self.pickle.open_list()?;
+        for block in stretch.blocks {
+            self.block(block, stretch.segment)?;
+        }
+        self.pickle.close_list()?;
+        self.pickle.close_dict()
+    }
+
+    fn block(&mut self, block: &BlockSnapshot, segment: &SegmentSnapshot) -> io::Result<()> {
+        self.summary.blocks += 1;
+        self.pickle.open_dict()?;
+        self.field("address", segment.base.0 + block.offset_bytes)?;
+        self.field("size", block.size_bytes)?;
+        self.field("requested_size", requested_bytes(block))?;
+        self.pickle.text("state")?;
+        self.pickle.text(if is_live(block) { "active_allocated" } else { "inactive" })?;
+        let name = match &block.state {
+            BlockStateSnapshot::Allocated { name, .. } => name.as_deref(),
+            _ => None,
+        };
+        self.frames(name.map(|name| (segment.pool, name)))?;
+        self.pickle.close_dict()
+    }
+}
+
+fn stretches_of(segment: &SegmentSnapshot) -> impl Iterator<Item = Stretch<'_>> {
+    let is_hole = |block: &BlockSnapshot| block.state == BlockStateSnapshot::Hole;
+    let mapped = segment.blocks.split(is_hole).filter(|blocks| !blocks.is_empty());
+    mapped.map(move |blocks| Stretch { segment, blocks })
+}
+
+fn is_live(block: &BlockSnapshot) -> bool {
+    matches!(block.state, BlockStateSnapshot::Allocated { .. })
+}
+
+fn requested_bytes(block: &BlockSnapshot) -> u64 {
+    match block.state {
+        BlockStateSnapshot::Allocated { requested_bytes, .. } => requested_bytes,
+        _ => 0,
+    }
+}

@@ -1,0 +1,72 @@
+//! Tests of the export, read back by our own reader. `tests/export.rs` reads with Python's.
+
+use symmalloc_core::Allocator;
+use symmalloc_core::op::Record;
+use symmalloc_core::sim::SimBackend;
+
+use super::*;
+use crate::{ReadOptions, Recording, read_bytes};
+
+fn read(bytes: &[u8]) -> Recording {
+    read_bytes(bytes, &ReadOptions::default()).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// Exports a trace of these lines.
+fn exported(lines: &[&str], config: &str) -> (Vec<u8>, ExportSummary) {
+    let text = format!("symmalloc-trace 1\n{}\nend {}\n", lines.join("\n"), lines.len());
+    let program = Program::new(&read(text.as_bytes()).records).unwrap();
+    let mut bytes = Vec::new();
+    let summary = export(&program, &config.parse().unwrap(), &mut bytes).unwrap();
+    (bytes, summary)
+}
+
+#[test]
+fn the_program_comes_back_with_our_placements() {
+    let lines = ["stream s0", "a 0 1000 s0", "stream s1", "a 1 512 s1", "u 0 s1", "f 0", "a 2 1024 s0"];
+    let (bytes, summary) = exported(&lines, "segments:fixed");
+    let lines: Vec<String> = read(&bytes).records.iter().map(Record::to_string).collect();
+    assert_eq!(
+        lines,
+        ["stream s0", "a 0 1000 s0 -> 0@0", "stream s1", "a 1 512 s1 -> 1@0", "u 0 s1", "f 0", "a 2 1024 s0 -> 0@0"]
+    );
+    assert_eq!((summary.entries, summary.allocations, summary.segments, summary.blocks), (8, 3, 2, 4));
+}
+
+#[test]
+fn what_has_no_entry_is_counted() {
+    let lines = ["stream s0", "pool p1", "a 0 0 s0", "a 1 512 s0 p1", "synchronize s0", "sync", "f 1", "trim p1"];
+    let (bytes, summary) = exported(&lines, "segments:fixed");
+    // Streams, pools, synchronize and sync; trim gives the segment back.
+    assert_eq!((summary.ops_without_entry, summary.allocations, summary.segments), (4, 1, 0));
+    assert_eq!(read(&bytes).summary.allocations, 1);
+}
+
+#[test]
+fn a_refused_allocation_is_out_of_memory() {
+    let (bytes, summary) = exported(&["stream s0", "a 0 5000000 s0", "f 0"], "limit_mb:2");
+    assert_eq!((summary.refused, summary.entries), (1, 1));
+    assert_eq!(read(&bytes).summary.failed_allocations, 1);
+}
+
+#[test]
+fn equal_jobs_are_equal_bytes() {
+    let lines = ["stream s0", "a 0 1000 s0 \"weights\"", "a 1 1000 s0 \"weights\"", "a 2 1 s0 \"a;b\\n\""];
+    let (bytes, _) = exported(&lines, "segments:expandable");
+    assert_eq!(exported(&lines, "segments:expandable").0, bytes);
+    // A name is written once, and without what ends a stack.
+    let count = |text: &[u8]| bytes.windows(text.len()).filter(|window| *window == text).count();
+    assert_eq!((count(b"weights"), count(b"a b "), count(b"a;b")), (1, 1, 0));
+}
+
+#[test]
+fn a_running_allocator_is_exported_as_it_is() {
+    let allocator = Allocator::<_>::new(SimBackend::builder().build(), Config::default()).unwrap();
+    let stream = allocator.register_stream().unwrap();
+    let kept = allocator.allocate_named(PoolId::DEFAULT, stream, 1000, "kept").unwrap();
+    let mut bytes = Vec::new();
+    let summary = export_allocator(&allocator, &mut bytes).unwrap();
+    assert_eq!((summary.segments, summary.blocks, summary.entries), (1, 2, 0));
+    assert!(bytes.windows(4).any(|window| window == b"kept"));
+    let address = kept.address.0.to_le_bytes();
+    assert!(bytes.windows(6).any(|window| window == &address[..6]), "the device's own address");
+}

@@ -1,0 +1,194 @@
+//! Writes pickles of dicts, lists, numbers and text: protocol 2, which every Python 3 and PyTorch's own reader take.
+//!
+//! Text and values that come again are written once and fetched from the memo after that, so a million trace entries
+//! do not spell `free_requested` a million times. What is written follows from the calls alone: equal calls, equal bytes.
+
+use std::collections::HashMap;
+use std::io::{self, Write};
+
+use super::opcode;
+
+/// A value that was put into the memo.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Memo(u32);
+
+/// A pickle on its way to `sink`.
+///
+/// Dicts and lists are opened, filled (a dict with a key before each value) and closed.
+pub(crate) struct PickleWriter<W> {
+    sink: W,
+    memo_count: u32,
+    /// Text that was written. Looked up only.
+    texts: HashMap<Box<str>, Memo>,
+}
+
+impl<W: Write> PickleWriter<W> {
+    pub(crate) fn new(mut sink: W) -> io::Result<Self> {
+        sink.write_all(&[opcode::PROTO, 2])?;
+        Ok(PickleWriter { sink, memo_count: 0, texts: HashMap::new() })
+    }
+
+    /// Ends the pickle.
+    pub(crate) fn finish(mut self) -> io::Result<W> {
+        self.sink.write_all(&[opcode::STOP])?;
+        Ok(self.sink)
+    }
+
+    pub(crate) fn open_dict(&mut self) -> io::Result<()> {
+        self.sink.write_all(&[opcode::EMPTY_DICT, opcode::MARK])
+    }
+
+    pub(crate) fn close_dict(&mut self) -> io::Result<()> {
+        self.sink.write_all(&[opcode::SETITEMS])
+    }
+
+    pub(crate) fn open_list(&mut self) -> io::Result<()> {
+        self.sink.write_all(&[opcode::EMPTY_LIST, opcode::MARK])
+    }
+
+    pub(crate) fn close_list(&mut self) -> io::Result<()> {
+        self.sink.write_all(&[opcode::APPENDS])
+    }
+
+    /// Makes a tuple of the last two values.
+    pub(crate) fn pair(&mut self) -> io::Result<()> {
+        self.sink.write_all(&[opcode::TUPLE2])
+    }
+
+    pub(crate) fn text(&mut self, text: &str) -> io::Result<()> {
+        if let Some(memo) = self.texts.get(text) {
+            return self.fetch(*memo);
+        }
+        let length = u32::try_from(text.len()).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
+        self.sink.write_all(&[opcode::BINUNICODE])?;
+        self.sink.write_all(&length.to_le_bytes())?;
+        self.sink.write_all(text.as_bytes())?;
+        let memo = self.keep()?;
+        self.texts.insert(text.into(), memo);
+        Ok(())
+    }
+
+    pub(crate) fn integer(&mut self, number: u64) -> io::Result<()> {
+        match number {
+            0..=0xff => self.sink.write_all(&[opcode::BININT1, number as u8]),
+            0x100..=0xffff => {
+                let [low, high] = (number as u16).to_le_bytes();
+                self.sink.write_all(&[opcode::BININT2, low, high])
+            }
+            0x1_0000..=0x7fff_ffff => {
+                self.sink.write_all(&[opcode::BININT])?;
+                self.sink.write_all(&(number as u32).to_le_bytes())
+            }
+            _ => {
+                // As few bytes as hold it and its sign.
+                let bytes = number.to_le_bytes();
+                let length =
+                    9 - (number.leading_zeros().saturating_sub(1) / 8) as usize - usize::from(number >> 63 == 0);
+                self.sink.write_all(&[opcode::LONG1, length as u8])?;
+                self.sink.write_all(&bytes[..length.min(8)])?;
+                self.sink.write_all(&[0][..length.saturating_sub(8)])
+            }
+        }
+    }
+
+    /// The number -1.
+    pub(crate) fn minus_one(&mut self) -> io::Result<()> {
+        self.sink.write_all(&[opcode::BININT])?;
+        self.sink.write_all(&(-1_i32).to_le_bytes())
+    }
+
+    /// The floating-point number 0.0.
+    pub(crate) fn zero(&mut self) -> io::Result<()> {
+        self.sink.write_all(&[opcode::BINFLOAT])?;
+        self.sink.write_all(&0_f64.to_be_bytes())
+    }
+
+    pub(crate) fn boolean(&mut self, is_true: bool) -> io::Result<()> {
+        self.sink.write_all(&[if is_true { opcode::NEWTRUE } else { opcode::NEWFALSE }])
+    }
+
+    /// Puts the last value into the memo.
+    pub(crate) fn keep(&mut self) -> io::Result<Memo> {
+        let memo = self.memo_count;
+        match u8::try_from(memo) {
+            Ok(short) => self.sink.write_all(&[opcode::BINPUT, short])?,
+            Err(_) => {
+                self.sink.write_all(&[opcode::LONG_BINPUT])?;
+                self.sink.write_all(&memo.to_le_bytes())?;
+            }
+        }
+        self.memo_count += 1;
+        Ok(Memo(memo))
+    }
+
+    /// Writes a value of the memo again. It is the same object then, not an equal one.
+    pub(crate) fn fetch(&mut self, Memo(memo): Memo) -> io::Result<()> {
+        match u8::try_from(memo) {
+            Ok(short) => self.sink.write_all(&[opcode::BINGET, short]),
+            Err(_) => {
+                self.sink.write_all(&[opcode::LONG_BINGET])?;
+                self.sink.write_all(&memo.to_le_bytes())
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pickle::{Document, Value, Word, read};
+
+    const VOCABULARY: &[&str] = &["key", "other"];
+
+    fn read_back(write: impl FnOnce(&mut PickleWriter<Vec<u8>>) -> io::Result<()>) -> Document {
+        let mut pickle = PickleWriter::new(Vec::new()).unwrap();
+        write(&mut pickle).unwrap();
+        read(&pickle.finish().unwrap()[..], VOCABULARY, u64::MAX).unwrap()
+    }
+
+    #[test]
+    fn integers_come_back_at_every_width() {
+        let mut numbers: Vec<u64> = (0..64).flat_map(|bits| [(1 << bits) - 1, 1 << bits, (1 << bits) + 1]).collect();
+        numbers.push(u64::MAX);
+        for number in numbers {
+            let document = read_back(|pickle| pickle.integer(number));
+            assert_eq!(document.root, Value::Integer(number), "{number:#x}");
+        }
+    }
+
+    #[test]
+    fn text_that_comes_again_is_fetched() {
+        let mut pickle = PickleWriter::new(Vec::new()).unwrap();
+        pickle.open_dict().unwrap();
+        for key in ["key", "other"] {
+            pickle.text(key).unwrap();
+            pickle.text("key").unwrap();
+        }
+        pickle.close_dict().unwrap();
+        let bytes = pickle.finish().unwrap();
+        assert_eq!(bytes.windows(3).filter(|window| window == b"key").count(), 1);
+        let document = read(&bytes[..], VOCABULARY, u64::MAX).unwrap();
+        let Value::Dict(root) = document.root else { panic!("{:?}", document.root) };
+        for word in [Word(0), Word(1)] {
+            assert_eq!(document.values.field(root, word), Some(Value::Word(Word(0))));
+        }
+    }
+
+    #[test]
+    fn more_than_255_memos_are_told_apart() {
+        let document = read_back(|pickle| {
+            pickle.open_dict()?;
+            pickle.text("other")?;
+            pickle.open_list()?;
+            for n in 0..300 {
+                pickle.text(&format!("word {n}"))?;
+            }
+            pickle.close_list()?;
+            pickle.text("key")?;
+            pickle.text("key")?;
+            pickle.close_dict()
+        });
+        let Value::Dict(root) = document.root else { panic!("{:?}", document.root) };
+        assert_eq!(document.values.field(root, Word(0)), Some(Value::Word(Word(0))));
+    }
+}

@@ -1,0 +1,253 @@
+//! A rerun: a recorded program carried out once more on our allocator, and watched op by op.
+//!
+//! ```text
+//! Program ──► Rerun ──► each op: what became of it, and what memory came from or went back to the device
+//!               └─────► a snapshot of every segment and block, whenever it is wanted
+//! ```
+//!
+//! Whoever wants to show a job (a snapshot for PyTorch's viewer, a chart) watches a rerun. Nothing is kept for the
+//! watcher but the live allocations, so it may stop anywhere and run again: by rule D1 every rerun is the same, and the
+//! same as what the job itself did on this allocator.
+//!
+//! The device below grants everything, as much as is asked for, at addresses that count upwards. Placements do not
+//! depend on it, and configured limits still hold.
+
+mod device;
+
+pub use device::MemoryChange;
+
+use std::borrow::Cow;
+
+use symmalloc_core::Allocator;
+use symmalloc_core::backend::DeviceAddress;
+use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy, StreamPolicy};
+use symmalloc_core::errors::{AllocateError, OutOfMemory};
+use symmalloc_core::ids::{AllocationId, Placement, PoolId, StreamId};
+use symmalloc_core::op::Op;
+use symmalloc_core::replay::{Program, Replay, StepError};
+use symmalloc_core::report::Snapshot;
+
+use device::NotingDevice;
+
+/// A program on an allocator of its own. See the [module documentation](self).
+#[derive(Debug)]
+pub struct Rerun<'p> {
+    program: &'p Program,
+    allocator: Allocator<NotingDevice>,
+    /// How each pool is configured, by id.
+    pools: Vec<Cow<'p, PoolConfig>>,
+}
+
+/// Whose memory it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Owner {
+    /// The pool.
+    pub pool: PoolId,
+    /// The stream of the heap; `None` when the pool's streams share.
+    pub stream: Option<StreamId>,
+}
+
+/// A live allocation of at least one byte.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Live {
+    /// What the program calls it.
+    pub id: AllocationId,
+    /// Whose memory it lies in.
+    pub owner: Owner,
+    /// The stream it was allocated for.
+    pub stream: StreamId,
+    /// Where it lies.
+    pub placement: Placement,
+    /// The address of its first byte.
+    pub address: DeviceAddress,
+    /// Bytes that the program asked for.
+    pub requested_bytes: u64,
+    /// Bytes of its block.
+    pub block_bytes: u64,
+}
+
+/// What became of an op.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Happened {
+    /// The allocation is live.
+    Allocated(Live),
+    /// The allocation is free.
+    Freed(Live),
+    /// The allocation is used by another stream, too.
+    Used {
+        /// The allocation.
+        live: Live,
+        /// The other stream.
+        stream: StreamId,
+    },
+    /// A configured limit refused the allocation, or it is larger than a segment can be.
+    Refused {
+        /// Bytes that the program asked for.
+        requested_bytes: u64,
+        /// The stream it was for.
+        stream: StreamId,
+        /// Bytes that the limit leaves.
+        left_bytes: u64,
+    },
+    /// Anything else: an allocation of no bytes, an op on a refused allocation, an op on streams or pools.
+    Nothing,
+}
+
+/// One op of a rerun.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Moment<'a> {
+    /// The op's number in the program, counted from 0.
+    pub number: usize,
+    /// The op.
+    pub op: &'a Op,
+    /// What became of it.
+    pub happened: Happened,
+    /// What came from the device and went back to it, in order.
+    pub memory: &'a [MemoryChange],
+}
+
+/// Why a program cannot be carried out.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum RerunError {
+    /// The configuration is not valid.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// An op cannot be carried out.
+    #[error("op {op}: {error}")]
+    Step {
+        /// The op's number in the program, counted from 0.
+        op: usize,
+        /// Why.
+        error: StepError,
+    },
+}
+
+impl<'p> Rerun<'p> {
+    /// A rerun of the program under a configuration. What the program says about its default pool is not applied: the
+    /// configuration does.
+    ///
+    /// # Errors
+    /// When the configuration is not valid for the device, whose granularity is 2 MiB.
+    pub fn new(program: &'p Program, config: &Config) -> Result<Self, RerunError> {
+        let allocator = Allocator::new(NotingDevice::new(), config.clone())?;
+        Ok(Rerun { program, allocator, pools: vec![Cow::Owned(config.default_pool().clone())] })
+    }
+
+    /// Carries the program out, up to its first `ops` ops, and shows `watch` each of them.
+    ///
+    /// # Errors
+    /// The first error of `watch`, or of an op. A refused allocation is no error.
+    ///
+    /// # Panics
+    /// When it is called a second time.
+    pub fn run<E: From<RerunError>>(
+        &mut self,
+        ops: usize,
+        mut watch: impl FnMut(&Moment<'_>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        assert_eq!(self.allocator.stream_count(), 0, "a rerun runs once");
+        let Rerun { program, allocator, pools } = self;
+        let mut replay = Replay::new(allocator, program);
+        let mut live: Vec<Option<Live>> = vec![None; program.allocation_count()];
+        let mut refused = vec![false; program.allocation_count()];
+        for (number, op) in program.ops().iter().take(ops).enumerate() {
+            if let Op::CreatePool { pool, config } = op
+                && pool.index() == pools.len()
+            {
+                pools.push(Cow::Borrowed(&**config));
+            }
+            allocator.backend().begin(owner(op, pools), is_expandable(op, pools));
+            let happened = match (replay.step(op), op) {
+                (Ok(Some(made)), Op::Allocate { id, pool, stream, size_bytes })
+                    if made.placement != Placement::NOWHERE =>
+                {
+                    let live_now = Live {
+                        id: *id,
+                        owner: owner_of(*pool, *stream, pools),
+                        stream: *stream,
+                        placement: made.placement,
+                        address: made.address,
+                        requested_bytes: *size_bytes,
+                        block_bytes: made.size_bytes,
+                    };
+                    live[id.0 as usize] = Some(live_now);
+                    Happened::Allocated(live_now)
+                }
+                (Ok(_), Op::Free { id }) => live[id.0 as usize].take().map_or(Happened::Nothing, Happened::Freed),
+                (Ok(_), Op::RecordUse { id, stream }) => {
+                    live[id.0 as usize].map_or(Happened::Nothing, |live| Happened::Used { live, stream: *stream })
+                }
+                (Ok(_), _) => Happened::Nothing,
+                (Err(StepError::Allocate(error)), op) if is_refusal(&error) => match op {
+                    Op::Allocate { id, stream, size_bytes, .. } => {
+                        refused[id.0 as usize] = true;
+                        let left_bytes = left_bytes(&error);
+                        Happened::Refused { requested_bytes: *size_bytes, stream: *stream, left_bytes }
+                    }
+                    _ => Happened::Nothing,
+                },
+                (Err(StepError::NotLive { id }), _) if refused[id.0 as usize] => Happened::Nothing,
+                (Err(error), _) => return Err(RerunError::Step { op: number, error }.into()),
+            };
+            let memory = allocator.backend().end();
+            watch(&Moment { number, op, happened, memory: &memory })?;
+        }
+        Ok(())
+    }
+
+    /// Every segment and block as they are now.
+    pub fn snapshot(&self) -> Snapshot {
+        self.allocator.snapshot()
+    }
+
+    /// How a pool that the program has made is configured.
+    pub fn pool_config(&self, pool: PoolId) -> Option<&PoolConfig> {
+        self.pools.get(pool.index()).map(|config| &**config)
+    }
+}
+
+/// Whether the error is the allocator's decision to give no memory.
+fn is_refusal(error: &AllocateError) -> bool {
+    matches!(error, AllocateError::OutOfMemory(_) | AllocateError::TooLarge { .. })
+}
+
+/// What the limit that refused leaves to obtain; the device itself refuses nothing.
+fn left_bytes(error: &AllocateError) -> u64 {
+    use symmalloc_core::errors::OutOfMemoryCause;
+    match error {
+        AllocateError::OutOfMemory(refusal) => match &**refusal {
+            OutOfMemory { cause: OutOfMemoryCause::Limit { limit_bytes, .. }, reserved_bytes, .. } => {
+                limit_bytes.saturating_sub(*reserved_bytes)
+            }
+            _ => 0,
+        },
+        _ => 0,
+    }
+}
+
+/// In which heap an op may obtain memory, and the stream it is for.
+fn owner(op: &Op, pools: &[Cow<'_, PoolConfig>]) -> Option<(Owner, StreamId)> {
+    match *op {
+        Op::Allocate { pool, stream, .. } | Op::Reserve { pool, stream, .. } => {
+            Some((owner_of(pool, stream, pools), stream))
+        }
+        _ => None,
+    }
+}
+
+fn owner_of(pool: PoolId, stream: StreamId, pools: &[Cow<'_, PoolConfig>]) -> Owner {
+    let shared = pools.get(pool.index()).is_some_and(|config| config.streams() == StreamPolicy::Shared);
+    Owner { pool, stream: (!shared).then_some(stream) }
+}
+
+fn is_expandable(op: &Op, pools: &[Cow<'_, PoolConfig>]) -> bool {
+    let (Op::Allocate { pool, .. } | Op::Reserve { pool, .. }) = op else { return false };
+    pools.get(pool.index()).is_some_and(|config| matches!(config.segments(), SegmentPolicy::Expandable(_)))
+}
+
+#[cfg(test)]
+mod tests;

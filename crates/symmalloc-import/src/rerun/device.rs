@@ -1,0 +1,131 @@
+//! The device of a rerun: grants everything, and notes what memory was mapped and unmapped, for whom.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+
+use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Range, Reason};
+use symmalloc_core::ids::StreamId;
+use symmalloc_core::units::{GIB, MIB};
+
+use super::Owner;
+
+const GRANULARITY_BYTES: u64 = 2 * MIB;
+/// The address of the first range.
+const FIRST_ADDRESS: u64 = 1024 * GIB;
+/// Between two ranges, so that no viewer takes neighbours for one.
+const GAP_BYTES: u64 = GRANULARITY_BYTES;
+
+/// Memory that came from the device, or went back to it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MemoryChange {
+    /// Whether it came; otherwise it went back.
+    pub is_mapped: bool,
+    /// Whose it is.
+    pub owner: Owner,
+    /// The stream for which the segment was obtained.
+    pub stream: StreamId,
+    /// Whether it is part of an expandable segment; otherwise it is a whole one.
+    pub is_expandable: bool,
+    /// The address of its first byte.
+    pub address: DeviceAddress,
+    /// Its size in bytes.
+    pub size_bytes: u64,
+}
+
+/// Who reserved a range, and what for.
+#[derive(Clone, Copy, Debug)]
+struct Reserved {
+    owner: Owner,
+    stream: StreamId,
+    is_expandable: bool,
+}
+
+#[derive(Debug)]
+struct State {
+    next_address: u64,
+    /// Whoever is at work: ranges reserved now are its.
+    current: Option<Reserved>,
+    /// By base.
+    ranges: BTreeMap<DeviceAddress, Reserved>,
+    changes: Vec<MemoryChange>,
+}
+
+/// The device. See the [module documentation](self).
+#[derive(Debug)]
+pub(crate) struct NotingDevice(RefCell<State>);
+
+impl NotingDevice {
+    pub(super) fn new() -> Self {
+        let ranges = BTreeMap::new();
+        NotingDevice(RefCell::new(State { next_address: FIRST_ADDRESS, current: None, ranges, changes: Vec::new() }))
+    }
+
+    /// An op begins that may obtain memory for an owner and a stream of its.
+    pub(super) fn begin(&self, owner: Option<(Owner, StreamId)>, is_expandable: bool) {
+        self.0.borrow_mut().current = owner.map(|(owner, stream)| Reserved { owner, stream, is_expandable });
+    }
+
+    /// The op is over: what it changed.
+    pub(super) fn end(&self) -> Vec<MemoryChange> {
+        std::mem::take(&mut self.0.borrow_mut().changes)
+    }
+
+    fn note(&self, is_mapped: bool, range: Range, offset_bytes: u64, size_bytes: u64) {
+        let mut state = self.0.borrow_mut();
+        let Reserved { owner, stream, is_expandable } = state.ranges[&range.base];
+        let address = DeviceAddress(range.base.0 + offset_bytes);
+        state.changes.push(MemoryChange { is_mapped, owner, stream, is_expandable, address, size_bytes });
+    }
+}
+
+impl Backend for NotingDevice {
+    fn granularity_bytes(&self) -> u64 {
+        GRANULARITY_BYTES
+    }
+
+    fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
+        let mut state = self.0.borrow_mut();
+        let base = state.next_address;
+        let next = base.checked_add(size_bytes).and_then(|end| end.checked_add(GAP_BYTES));
+        let full = || BackendError::new("reserve", 2, Reason::OutOfMemory);
+        state.next_address = next.and_then(|next| next.checked_next_multiple_of(GRANULARITY_BYTES)).ok_or_else(full)?;
+        let reserved = state.current.expect("only allocate and reserve obtain memory");
+        state.ranges.insert(DeviceAddress(base), reserved);
+        Ok(Range { base: DeviceAddress(base), size_bytes })
+    }
+
+    fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
+        self.note(true, range, offset_bytes, size_bytes);
+        Ok(())
+    }
+
+    fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
+        self.note(false, range, offset_bytes, size_bytes);
+        Ok(())
+    }
+
+    fn release(&self, range: Range) -> Result<(), BackendError> {
+        self.0.borrow_mut().ranges.remove(&range.base);
+        Ok(())
+    }
+
+    fn record(&self, _: StreamId) -> Result<Event, BackendError> {
+        Ok(Event(0))
+    }
+
+    fn wait(&self, _: StreamId, _: Event) -> Result<(), BackendError> {
+        Ok(())
+    }
+
+    /// Never done, so that a snapshot shows every fence that a program left.
+    fn query(&self, _: Event) -> Result<bool, BackendError> {
+        Ok(false)
+    }
+
+    fn recycle(&self, _: Event) {}
+
+    fn synchronize(&self, _: StreamId) -> Result<(), BackendError> {
+        Ok(())
+    }
+}
