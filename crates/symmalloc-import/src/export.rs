@@ -204,6 +204,7 @@ impl<W: Write> SnapshotWriter<W> {
     }
 
     fn entry(&mut self, entry: &Entry<'_>) -> io::Result<()> {
+        self.pickle.item(self.summary.entries as usize)?;
         self.summary.entries += 1;
         self.pickle.open_dict()?;
         self.pickle.text("action")?;

@@ -21,7 +21,7 @@ use std::borrow::Cow;
 use symmalloc_core::Allocator;
 use symmalloc_core::backend::DeviceAddress;
 use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy, StreamPolicy};
-use symmalloc_core::errors::{AllocateError, OutOfMemory};
+use symmalloc_core::errors::{AllocateError, OutOfMemory, OutOfMemoryCause};
 use symmalloc_core::ids::{AllocationId, Placement, PoolId, StreamId};
 use symmalloc_core::op::Op;
 use symmalloc_core::replay::{Program, Replay, StepError};
@@ -217,7 +217,6 @@ fn is_refusal(error: &AllocateError) -> bool {
 
 /// What the limit that refused leaves to obtain; the device itself refuses nothing.
 fn left_bytes(error: &AllocateError) -> u64 {
-    use symmalloc_core::errors::OutOfMemoryCause;
     match error {
         AllocateError::OutOfMemory(refusal) => match &**refusal {
             OutOfMemory { cause: OutOfMemoryCause::Limit { limit_bytes, .. }, reserved_bytes, .. } => {

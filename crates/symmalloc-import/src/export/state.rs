@@ -65,7 +65,8 @@ impl<W: Write> SnapshotWriter<W> {
         stretches.sort_by_key(Stretch::address);
         self.pickle.text("segments")?;
         self.pickle.open_list()?;
-        for stretch in &stretches {
+        for (number, stretch) in stretches.iter().enumerate() {
+            self.pickle.item(number)?;
             self.stretch(stretch, origins, pool_config(stretch.segment.pool).as_ref())?;
         }
         self.pickle.close_list()
@@ -99,7 +100,8 @@ impl<W: Write> SnapshotWriter<W> {
         self.frames(None)?;
         self.pickle.text("blocks")?;
         self.pickle.open_list()?;
-        for block in stretch.blocks {
+        for (number, block) in stretch.blocks.iter().enumerate() {
+            self.pickle.item(number)?;
             self.block(block, stretch.segment)?;
         }
         self.pickle.close_list()?;

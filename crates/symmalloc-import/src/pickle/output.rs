@@ -8,6 +8,9 @@ use std::io::{self, Write};
 
 use super::opcode;
 
+/// As in Python's own writer.
+const BATCH_ITEMS: usize = 1000;
+
 /// A value that was put into the memo.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Memo(u32);
@@ -48,6 +51,15 @@ impl<W: Write> PickleWriter<W> {
 
     pub(crate) fn close_list(&mut self) -> io::Result<()> {
         self.sink.write_all(&[opcode::APPENDS])
+    }
+
+    /// To be called before each item of a list, with the number of items before it: cuts long lists into batches. Python
+    /// writes them so, and the viewer's JavaScript cannot take a batch of many thousands.
+    pub(crate) fn item(&mut self, number: usize) -> io::Result<()> {
+        if number > 0 && number.is_multiple_of(BATCH_ITEMS) {
+            self.sink.write_all(&[opcode::APPENDS, opcode::MARK])?;
+        }
+        Ok(())
     }
 
     /// Makes a tuple of the last two values.
@@ -172,6 +184,25 @@ mod tests {
         for word in [Word(0), Word(1)] {
             assert_eq!(document.values.field(root, word), Some(Value::Word(Word(0))));
         }
+    }
+
+    #[test]
+    fn long_lists_are_cut_into_batches() {
+        let mut pickle = PickleWriter::new(Vec::new()).unwrap();
+        pickle.open_list().unwrap();
+        for n in 0..2001 {
+            pickle.item(n).unwrap();
+            pickle.open_dict().unwrap();
+            pickle.text("key").unwrap();
+            pickle.boolean(true).unwrap();
+            pickle.close_dict().unwrap();
+        }
+        pickle.close_list().unwrap();
+        let bytes = pickle.finish().unwrap();
+        assert_eq!(bytes.iter().filter(|byte| **byte == opcode::APPENDS).count(), 3 + 1, "and the e of `key`");
+        let document = read(&bytes[..], VOCABULARY, u64::MAX).unwrap();
+        let Value::List(list) = document.root else { panic!("{:?}", document.root) };
+        assert_eq!(document.values.list(list).len, 2001);
     }
 
     #[test]
