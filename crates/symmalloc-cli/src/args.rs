@@ -29,7 +29,8 @@ JSON: an array with one object per trace:
   ns_per_op             median repeat after the first on a device that costs nothing; null with --order address
   digest                16 hex digits over all (op, decision) of rank 0's first repeat; null with --order address
 
-A trace's own configuration and pools hold; --segments and --streams replace the default pool's. The model of address
+A trace's own configuration and pools hold; --segments and --streams replace the default pool's, and --config replaces
+the whole of it but for the pools that the program makes. The model of address
 order always keeps streams separate, and has fixed and expandable segments only.
 
 Exit codes: 0 fine, 3 the ranks differ, 2 bad input.";
@@ -61,6 +62,37 @@ Examples:
 
 JSON: trace, snapshot, entries, allocations, refused (by a limit), segments and blocks (at the end),
 ops_without_entry (that PyTorch's allocator does not have).
+
+Exit codes: 0 fine, 2 bad input.";
+
+const CHART_EXAMPLES: &str = "\
+Examples:
+  symmalloc chart job.trace.zst -o job.html                      memory over ops, and a map of the peak
+  symmalloc chart job.trace.zst -o job.svg                       memory over ops alone
+  symmalloc chart job.trace.zst -o map.svg --map --op 12000      segments and blocks after op 12000
+  symmalloc chart rank0.pickle.gz --beside rank1.pickle.gz -o ranks.svg
+
+Two ranks are drawn where their recordings say that each allocation was placed; where these do not, as our allocator
+places them. Pictures need no script and no network. Equal jobs are equal bytes.
+
+JSON: trace, picture, ops, op (that the map shows), refused (allocations, by a limit), live, allocated, reserved
+({peak_bytes, op}), heaps ([{pool, stream, live, allocated, reserved}]; stream is null where streams share), and with
+--beside: beside ({trace, placements: recorded or replayed, allocs, differing_placements, differing_live}).
+
+Exit codes: 0 fine, 2 bad input.";
+
+const REPORT_EXAMPLES: &str = "\
+Examples:
+  symmalloc report job.trace.zst -o report.html
+  symmalloc report snapshot.pickle -o report.html --segments fixed --json
+
+One page that needs no script and no network: peaks, what holds memory at the peak, fragmentation, pictures, and what
+other settings would make of the same ops, each with the command that does it again.
+
+JSON: trace, report, ops, op (of holders and fragmentation), refused, live, allocated, reserved ({peak_bytes, op}),
+efficiency (peak live / peak reserved), holders ([{name, each_bytes?, allocations, requested_bytes}]: by name, or by size
+where name is null), free_bytes, largest_free_bytes, fragmentation (1 - largest / free),
+settings ([{settings, command, is_own, peak_reserved_bytes, refused}], least peak first).
 
 Exit codes: 0 fine, 2 bad input.";
 
@@ -105,6 +137,8 @@ pub(crate) enum Command {
     Diff(DiffArgs),
     Import(ImportArgs),
     Export(ExportArgs),
+    Chart(ChartArgs),
+    Report(ReportArgs),
 }
 
 /// Replay recorded jobs on many ranks and see whether they place alike
@@ -123,15 +157,8 @@ pub(crate) struct ReplayArgs {
     /// How free blocks are ordered: our rule, or the model of PyTorch's
     #[arg(long)]
     pub(crate) order: Option<Order>,
-    /// How the default pool obtains memory [default: as the trace says, else expandable]
-    #[arg(long)]
-    pub(crate) segments: Option<Segments>,
-    /// Whether the default pool's streams share free blocks [default: as the trace says, else separate]
-    #[arg(long)]
-    pub(crate) streams: Option<Streams>,
-    /// Settings in the place of the trace's own, as in docs/configuration.md: segments:fixed,max_split_size_mb:256
-    #[arg(long, value_name = "SETTINGS", value_parser = Config::from_str)]
-    pub(crate) config: Option<Config>,
+    #[command(flatten)]
+    pub(crate) policy: PolicyArgs,
     /// Names the simulated job: address orders, event timing and handles of all ranks
     #[arg(long, value_name = "S", default_value_t = 0)]
     pub(crate) seed: u64,
@@ -231,6 +258,72 @@ pub(crate) struct ExportArgs {
     pub(crate) json: bool,
 }
 
+/// Draw a job: memory over ops, a map of segments and blocks, two ranks side by side
+#[derive(Debug, clap::Args)]
+#[command(after_help = CHART_EXAMPLES)]
+pub(crate) struct ChartArgs {
+    /// A trace, a PyTorch memory snapshot or an RMM log; plain, gzip or zstd
+    #[arg(value_name = "TRACE")]
+    pub(crate) input: PathBuf,
+    /// The picture to write: .svg for one, .html for all
+    #[arg(short, long, value_name = "OUT")]
+    pub(crate) output: PathBuf,
+    /// Map the memory after this op, counted from 0 [default: where most is allocated]
+    #[arg(long, value_name = "N")]
+    pub(crate) op: Option<usize>,
+    /// In an .svg, draw the map in place of memory over ops
+    #[arg(long, conflicts_with = "beside")]
+    pub(crate) map: bool,
+    /// Another rank's recording, to draw beside with differing blocks marked
+    #[arg(long, value_name = "TRACE")]
+    pub(crate) beside: Option<PathBuf>,
+    /// Show this pool only
+    #[arg(long, value_name = "P", value_parser = parse_pool)]
+    pub(crate) pool: Option<u32>,
+    /// Show this stream's heaps only
+    #[arg(long, value_name = "S", value_parser = parse_stream)]
+    pub(crate) stream: Option<u16>,
+    #[command(flatten)]
+    pub(crate) policy: PolicyArgs,
+    #[command(flatten)]
+    pub(crate) reading: ReadingArgs,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Write one page about a job: peaks, what holds memory, fragmentation, settings to try
+#[derive(Debug, clap::Args)]
+#[command(after_help = REPORT_EXAMPLES)]
+pub(crate) struct ReportArgs {
+    /// A trace, a PyTorch memory snapshot or an RMM log; plain, gzip or zstd
+    #[arg(value_name = "TRACE")]
+    pub(crate) input: PathBuf,
+    /// The page to write (.html)
+    #[arg(short, long, value_name = "OUT")]
+    pub(crate) output: PathBuf,
+    /// Look at the memory after this op, counted from 0 [default: where most is allocated]
+    #[arg(long, value_name = "N")]
+    pub(crate) op: Option<usize>,
+    #[command(flatten)]
+    pub(crate) policy: PolicyArgs,
+    #[command(flatten)]
+    pub(crate) reading: ReadingArgs,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// A pool: `1` or, as in a trace, `p1`.
+fn parse_pool(text: &str) -> Result<u32, std::num::ParseIntError> {
+    text.strip_prefix('p').unwrap_or(text).parse()
+}
+
+/// A stream: `1` or, as in a trace, `s1`.
+fn parse_stream(text: &str) -> Result<u16, std::num::ParseIntError> {
+    text.strip_prefix('s').unwrap_or(text).parse()
+}
+
 /// How the allocator is configured.
 #[derive(Debug, clap::Args)]
 pub(crate) struct PolicyArgs {
@@ -258,6 +351,20 @@ pub(crate) struct ReadingArgs {
     #[arg(long, value_name = "M", default_value_t = MEMORY_LIMIT_BYTES >> 20,
           value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
     memory_limit_mb: u64,
+}
+
+impl ReadingArgs {
+    /// The flags that say the same, each after a blank.
+    pub(crate) fn flags(&self) -> String {
+        let mut flags = self.device.map_or_else(String::new, |device| format!(" --device {device}"));
+        if self.accept_torn {
+            flags += " --accept-torn";
+        }
+        if self.memory_limit_mb != MEMORY_LIMIT_BYTES >> 20 {
+            flags += &format!(" --memory-limit-mb {}", self.memory_limit_mb);
+        }
+        flags
+    }
 }
 
 impl From<&ReadingArgs> for ReadOptions {

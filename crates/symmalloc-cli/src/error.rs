@@ -23,6 +23,14 @@ pub(crate) enum CliError {
     Job { path: PathBuf, source: JobError },
     #[error("{}: cannot be carried out", path.display())]
     Rerun { path: PathBuf, source: RerunError },
+    #[error("{}: no kind of picture goes by this name", path.display())]
+    UnknownPicture { path: PathBuf },
+    #[error("{}: a report is a page, and pages are called .html", path.display())]
+    UnknownPage { path: PathBuf },
+    #[error("{}: there is no op {op} to look at: the recording has {ops}", path.display())]
+    NoSuchOp { path: PathBuf, op: usize, ops: usize },
+    #[error("{}: there is no memory to show", path.display())]
+    NothingToShow { path: PathBuf, heaps: Vec<String> },
     #[error("--record writes the decisions of one trace, but {traces} are given")]
     RecordOfSeveral { traces: usize },
     #[error("{}: cannot be written", path.display())]
@@ -38,6 +46,13 @@ pub(crate) enum CliError {
 impl Diagnostic for CliError {
     fn help<'a>(&'a self) -> Option<Box<dyn fmt::Display + 'a>> {
         let help = match self {
+            CliError::NothingToShow { heaps, .. } if !heaps.is_empty() => {
+                return Some(Box::new(format!("choose with --pool and --stream among: {}", heaps.join("; "))));
+            }
+            CliError::NothingToShow { .. } => "record a job that allocates something",
+            CliError::UnknownPicture { .. } => "name it .svg for one picture or .html for a page of them",
+            CliError::UnknownPage { .. } => "name it .html",
+            CliError::NoSuchOp { .. } => "ops are counted from 0; without --op, the map shows the peak",
             CliError::Import(error) => return import_help(error.kind()).map(|help| Box::new(help) as Box<_>),
             CliError::Program { .. } => "record the job again, or repair the trace at that op",
             CliError::Job { source: JobError::Config(_), .. }

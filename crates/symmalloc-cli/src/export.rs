@@ -62,9 +62,9 @@ fn object(args: &ExportArgs, summary: &ExportSummary) -> Object {
 
 fn screen(args: &ExportArgs, summary: &ExportSummary, palette: Palette) -> String {
     let mut out = format!(
-        "{}\n{} of {}; at the end {} of {}\n",
+        "{}\n{} trace entries of {}; at the end {} of {}\n",
         palette.title(&args.input.display().to_string()),
-        format!("{} trace entries", count(summary.entries)),
+        count(summary.entries),
         counted(summary.allocations, "allocation"),
         counted(summary.segments, "segment"),
         counted(summary.blocks, "block"),

@@ -7,7 +7,9 @@
 //!             ├─ simulate ► whole jobs on adverse ranks (symmalloc-simulate)
 //!             ├─ diff ───► comparison of two recordings
 //!             ├─ import ─► a trace
-//!             └─ export ─► a PyTorch snapshot
+//!             ├─ export ─► a PyTorch snapshot
+//!             ├─ chart ──► pictures
+//!             └─ report ─► a page about a job, and settings to try
 //! ```
 //!
 //! [`job`] is the part that others use, too: the golden tests replay the recorded jobs through it. [`address_order`] is
@@ -18,6 +20,7 @@
 
 pub mod address_order;
 mod args;
+mod chart;
 pub mod diff;
 mod error;
 mod export;
@@ -25,10 +28,12 @@ mod idle_device;
 mod import;
 pub mod job;
 mod output;
+mod picture;
 mod progress;
 mod quantity;
 mod recorded;
 mod replay;
+mod report;
 mod simulate;
 pub mod timing;
 
@@ -70,6 +75,8 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Diff(args) => diff::run(&args),
         Command::Import(args) => import::import(&args),
         Command::Export(args) => export::export(&args),
+        Command::Chart(args) => chart::chart(&args),
+        Command::Report(args) => report::report(&args),
     };
     done.map_or_else(|error| failed(&error), ExitCode::from)
 }

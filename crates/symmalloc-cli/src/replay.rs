@@ -42,7 +42,7 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<Verdict, CliError> {
     let mut verdict = Verdict::Agree;
     for path in &args.traces {
         let mut recording = read_path(path, &ReadOptions::from(&args.reading))?;
-        if let Some(config) = &args.config {
+        if let Some(config) = &args.policy.config {
             reconfigure(&mut recording, config);
         }
         let job = Job::new(&recording).map_err(|source| CliError::Program { path: path.clone(), source })?;
@@ -73,8 +73,8 @@ fn options(args: &ReplayArgs) -> Options {
     Options {
         ranks: at_least_one(args.ranks),
         order: args.order.unwrap_or_default(),
-        segments: args.segments,
-        streams: args.streams.map(Into::into),
+        segments: args.policy.segments,
+        streams: args.policy.streams.map(Into::into),
         seed: args.seed,
         repeats: at_least_one(args.repeat),
     }

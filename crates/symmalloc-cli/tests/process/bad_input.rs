@@ -2,7 +2,7 @@
 
 use crate::{Folder, Said, command, recorded, symmalloc};
 use std::fs::{self, OpenOptions};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 #[track_caller]
 fn assert_refused(said: &Said, wanted: &[&str]) {
@@ -26,7 +26,17 @@ fn assert_unreadable(path: &Path, wanted: &[&str]) {
     assert_refused(&symmalloc("diff {} {}", &[&good, path]), &wanted);
     assert_refused(&symmalloc("import {} {}", &[path, &out]), &wanted);
     assert_refused(&symmalloc("export {} {}", &[path, &out]), &wanted);
+    let picture = folder.path("out.html");
+    assert_refused(&symmalloc("chart {} -o {}", &[path, &picture]), &wanted);
+    assert_refused(&symmalloc("chart {} -o {} --beside {}", &[&good_job(&folder), &picture, path]), &wanted);
+    assert_refused(&symmalloc("report {} -o {}", &[path, &picture]), &wanted);
+    assert!(!picture.exists(), "a picture was drawn of what cannot be read");
     assert!(!out.exists(), "a trace was written of what cannot be read");
+}
+
+/// A trace that can be drawn.
+fn good_job(folder: &Folder) -> PathBuf {
+    folder.trace("job.trace", &["stream s0", "a 0 512 s0"])
 }
 
 /// A snapshot of one device without entries.
@@ -134,6 +144,39 @@ fn a_trace_that_cannot_be_written() {
     assert_refused(&symmalloc("import {} {}", &[&trace, &out]), &wanted);
     assert_refused(&symmalloc("replay {} --json --record {}", &[&trace, &out]), &wanted);
     assert_refused(&symmalloc("export {} {}", &[&trace, &out]), &wanted);
+    let out = folder.path("no/such/folder/out.svg");
+    let wanted = [out.to_str().unwrap(), "cannot be written", "choose a path"];
+    assert_refused(&symmalloc("chart {} -o {}", &[&good_job(&folder), &out]), &wanted);
+    let out = folder.path("no/such/folder/out.html");
+    let wanted = [out.to_str().unwrap(), "cannot be written", "choose a path"];
+    assert_refused(&symmalloc("report {} -o {}", &[&good_job(&folder), &out]), &wanted);
+}
+
+#[test]
+fn a_picture_of_what_is_not_there() {
+    let folder = Folder::new();
+    let (job, out) = (good_job(&folder), folder.path("out.svg"));
+    for (args, wanted) in [
+        ("chart {} -o {} --op 2", &["no op 2", "the recording has 2"][..]),
+        ("chart {} -o {} --op -1", &["-1"]),
+        ("chart {} -o {} --pool 7", &["no memory to show", "--pool", "pool 0, stream 0"]),
+        ("chart {} -o {} --stream s1", &["no memory to show", "pool 0, stream 0"]),
+        ("chart {} -o {} --pool x1", &["invalid value"]),
+    ] {
+        assert_refused(&symmalloc(args, &[&job, &out]), wanted);
+    }
+    let page = folder.path("out.html");
+    assert_refused(&symmalloc("report {} -o {} --op 2", &[&job, &page]), &["no op 2", "the recording has 2"]);
+    assert_refused(&symmalloc("report {} -o {}", &[&job, &out]), &["out.svg", "name it .html"]);
+    assert!(!page.exists());
+    let nothing = folder.trace("nothing.trace", &["stream s0"]);
+    assert_refused(&symmalloc("report {} -o {}", &[&nothing, &page]), &["no memory to show"]);
+    assert_refused(&symmalloc("chart {} -o {}", &[&nothing, &out]), &["no memory to show", "allocates something"]);
+    for name in ["out.png", "out", "svg"] {
+        let wanted = [name, "no kind of picture", ".html"];
+        assert_refused(&symmalloc("chart {} -o {}", &[&job, &folder.path(name)]), &wanted);
+    }
+    assert!(!out.exists());
 }
 
 #[test]

@@ -1,10 +1,12 @@
 //! The program as a user meets it: started as a process, judged by its exit code and by what it prints.
 
 mod bad_input;
+mod chart;
 mod diff;
 mod export;
 mod import;
 mod replay;
+mod report;
 mod simulate;
 
 use serde_json::Value;

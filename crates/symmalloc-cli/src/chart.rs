@@ -1,0 +1,291 @@
+//! `symmalloc chart`: a job as a picture.
+
+use crate::Verdict;
+use crate::args::ChartArgs;
+use crate::diff::Diff;
+use crate::error::CliError;
+use crate::output::{self, Palette};
+use crate::picture::history::{self, Words};
+use crate::picture::memory::{Memory, has_placements, same_point};
+use crate::picture::timeline::{ALLOCATED, LIVE, Peak, RESERVED, Timeline};
+use crate::picture::{NARROW, Selection, WIDE, heap_name, map, page};
+use crate::quantity::{count, memory};
+use crate::recorded::Recorded;
+use serde::Serialize;
+use std::fs;
+use std::path::Path;
+use symmalloc_core::Placement;
+use symmalloc_import::rerun::{Happened, Rerun};
+
+/// The kinds of picture file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Svg,
+    Html,
+}
+
+impl Kind {
+    fn of(path: &Path) -> Result<Self, CliError> {
+        match path.extension().and_then(|extension| extension.to_str()) {
+            Some("svg") => Ok(Kind::Svg),
+            Some("html" | "htm") => Ok(Kind::Html),
+            _ => Err(CliError::UnknownPicture { path: path.to_path_buf() }),
+        }
+    }
+}
+
+/// What `chart --json` prints. Its keys are an interface: `symmalloc chart --help` lists them.
+#[derive(Serialize)]
+struct Object {
+    trace: String,
+    picture: String,
+    ops: usize,
+    op: usize,
+    refused: u64,
+    live: PeakObject,
+    allocated: PeakObject,
+    reserved: PeakObject,
+    heaps: Vec<HeapObject>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    beside: Option<BesideObject>,
+}
+
+/// A peak.
+#[derive(Serialize)]
+pub(crate) struct PeakObject {
+    peak_bytes: u64,
+    op: usize,
+}
+
+#[derive(Serialize)]
+struct HeapObject {
+    pool: u32,
+    stream: Option<u16>,
+    live: PeakObject,
+    allocated: PeakObject,
+    reserved: PeakObject,
+}
+
+#[derive(Serialize)]
+struct BesideObject {
+    trace: String,
+    placements: &'static str,
+    allocs: usize,
+    differing_placements: usize,
+    differing_live: usize,
+}
+
+impl From<Peak> for PeakObject {
+    fn from(peak: Peak) -> Self {
+        PeakObject { peak_bytes: peak.bytes, op: peak.op }
+    }
+}
+
+/// Two ranks at one op.
+struct Beside {
+    memories: [Memory; 2],
+    object: BesideObject,
+}
+
+/// Draws the pictures that the arguments ask for.
+pub(crate) fn chart(args: &ChartArgs) -> Result<Verdict, CliError> {
+    let kind = Kind::of(&args.output)?;
+    let recorded = Recorded::read(&args.input, &args.reading, &args.policy)?;
+    let selection = Selection { pool: args.pool, stream: args.stream };
+    let timeline = timeline_of(&recorded, selection)?;
+    let op = op_of(args.op, &recorded, &timeline)?;
+    let other = args.beside.as_deref().map(|path| Recorded::read(path, &args.reading, &args.policy)).transpose()?;
+    let beside = other.map(|other| beside(&recorded, &other, op, selection)).transpose()?;
+    let memory_map = Memory::replayed(&recorded, op, selection)?;
+    let name = file_name(&recorded.path);
+    let text = match (kind, &beside) {
+        (Kind::Svg, None) if args.map => map_of(&name, &recorded, &memory_map, WIDE, "m", ""),
+        (Kind::Svg, None) => history_of(&name, &recorded, &timeline, WIDE, "h", ""),
+        (Kind::Svg, Some(beside)) => beside_of(&name, beside, WIDE, "b", ""),
+        (Kind::Html, _) => {
+            let mut body = format!("<h1>{}</h1>\n", crate::picture::svg::escape(&name));
+            body += &history_figure(&name, &recorded, &timeline);
+            body += &map_figure(&name, &recorded, &memory_map);
+            if let Some(beside) = &beside {
+                let [wide, narrow] = [(WIDE, "bw", "wide"), (NARROW, "bn", "narrow")]
+                    .map(|(width, prefix, class)| beside_of(&name, beside, width, prefix, class));
+                body += &page::figure(&wide, &narrow);
+            }
+            page::html(&format!("Memory of {name}"), &body)
+        }
+    };
+    fs::write(&args.output, text).map_err(|source| CliError::Create { path: args.output.clone(), source })?;
+    let object = object(args, &timeline, op, beside.map(|beside| beside.object));
+    if args.json {
+        output::print_json(&object)?;
+    } else {
+        output::print(&screen(&object, &timeline, Palette::of_stdout()))?;
+    }
+    Ok(Verdict::Agree)
+}
+
+/// A job over its ops; refused if nothing of it is selected.
+pub(crate) fn timeline_of(recorded: &Recorded, selection: Selection) -> Result<Timeline, CliError> {
+    let timeline = Timeline::of(recorded, selection)?;
+    if timeline.heaps.is_empty() {
+        let all = Timeline::of(recorded, Selection::default())?;
+        let heaps = all.heaps.iter().map(|(owner, _)| heap_name(*owner)).collect();
+        return Err(CliError::NothingToShow { path: recorded.path.clone(), heaps });
+    }
+    Ok(timeline)
+}
+
+/// The op asked for, or that after which most is allocated.
+pub(crate) fn op_of(wanted: Option<usize>, recorded: &Recorded, timeline: &Timeline) -> Result<usize, CliError> {
+    let ops = recorded.op_count();
+    match wanted {
+        Some(op) if op >= ops => Err(CliError::NoSuchOp { path: recorded.path.clone(), op, ops }),
+        Some(op) => Ok(op),
+        None => Ok(timeline.total.peaks[ALLOCATED].op),
+    }
+}
+
+fn beside(one: &Recorded, other: &Recorded, op: usize, selection: Selection) -> Result<Beside, CliError> {
+    let other_op = same_point(one, op, other);
+    let are_recorded = has_placements(one) && has_placements(other);
+    let mut memories = if are_recorded {
+        [Memory::recorded(one, op, selection), Memory::recorded(other, other_op, selection)]
+    } else {
+        [Memory::replayed(one, op, selection)?, Memory::replayed(other, other_op, selection)?]
+    };
+    let [a, b] = &mut memories;
+    let as_they_were = a.clone();
+    let differing_live = a.mark(b);
+    b.mark(&as_they_were);
+    let (allocs, differing_placements) = if are_recorded {
+        let diff = Diff::new(&one.recording, &other.recording);
+        (diff.allocations, diff.differing_placements.unwrap_or(0))
+    } else {
+        let [a, b] = [placements(one)?, placements(other)?];
+        (a.len().min(b.len()), a.iter().zip(&b).filter(|(a, b)| a != b).count())
+    };
+    let placements = if are_recorded { "recorded" } else { "replayed" };
+    let trace = other.path.display().to_string();
+    let object = BesideObject { trace, placements, allocs, differing_placements, differing_live };
+    Ok(Beside { memories, object })
+}
+
+/// Where our allocator places every allocation; `None` if it has no bytes or was refused.
+fn placements(recorded: &Recorded) -> Result<Vec<Option<Placement>>, CliError> {
+    let failed = |error| recorded.failed(error);
+    let mut placements = vec![None; recorded.program().allocation_count()];
+    let mut rerun = Rerun::new(recorded.program(), &recorded.config).map_err(failed)?;
+    rerun
+        .run(recorded.op_count(), |moment| {
+            if let Happened::Allocated(live) = &moment.happened {
+                placements[live.id.index()] = Some(live.placement);
+            }
+            Ok(())
+        })
+        .map_err(failed)?;
+    Ok(placements)
+}
+
+pub(crate) fn file_name(path: &Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
+pub(crate) fn history_figure(name: &str, recorded: &Recorded, timeline: &Timeline) -> String {
+    let [wide, narrow] = [(WIDE, "hw", "wide"), (NARROW, "hn", "narrow")]
+        .map(|(width, prefix, class)| history_of(name, recorded, timeline, width, prefix, class));
+    page::figure(&wide, &narrow)
+}
+
+pub(crate) fn map_figure(name: &str, recorded: &Recorded, memory: &Memory) -> String {
+    let [wide, narrow] = [(WIDE, "mw", "wide"), (NARROW, "mn", "narrow")]
+        .map(|(width, prefix, class)| map_of(name, recorded, memory, width, prefix, class));
+    page::figure(&wide, &narrow)
+}
+
+fn history_of(
+    name: &str,
+    recorded: &Recorded,
+    timeline: &Timeline,
+    width: u32,
+    prefix: &'static str,
+    class: &str,
+) -> String {
+    let title = format!("Memory over the ops of {name}");
+    history::draw(timeline, width, prefix, class, &Words { title: &title, aside: &configuration(recorded) })
+}
+
+fn map_of(name: &str, recorded: &Recorded, memory: &Memory, width: u32, prefix: &'static str, class: &str) -> String {
+    let title = format!("Segments and blocks of {name} after op {}", count(memory.op));
+    map::draw(memory, width, prefix, class, &Words { title: &title, aside: &configuration(recorded) })
+}
+
+fn beside_of(name: &str, beside: &Beside, width: u32, prefix: &'static str, class: &str) -> String {
+    let Beside { memories: [a, b], object } = beside;
+    let other = file_name(Path::new(&object.trace));
+    let title =
+        format!("Two ranks after op {}: {} live allocations lie elsewhere", count(a.op), count(object.differing_live));
+    let how = match object.placements {
+        "recorded" => "Where the recorded allocator placed them; segments as far as allocations reached.",
+        _ => "As our allocator places them.",
+    };
+    let aside = format!(
+        "{how} Over the whole job {} of {} allocations differ.",
+        count(object.differing_placements),
+        count(object.allocs)
+    );
+    let names = [name, other.as_str()];
+    map::draw_beside([a, b], names, width, prefix, class, &Words { title: &title, aside: &aside })
+}
+
+/// The settings that decide most, in words.
+fn configuration(recorded: &Recorded) -> String {
+    format!("Settings: {}", recorded.config.default_pool().to_string().replace(',', ", "))
+}
+
+fn object(args: &ChartArgs, timeline: &Timeline, op: usize, beside: Option<BesideObject>) -> Object {
+    let peaks = timeline.total.peaks;
+    Object {
+        trace: args.input.display().to_string(),
+        picture: args.output.display().to_string(),
+        ops: timeline.op_count,
+        op,
+        refused: timeline.refused,
+        live: peaks[LIVE].into(),
+        allocated: peaks[ALLOCATED].into(),
+        reserved: peaks[RESERVED].into(),
+        heaps: timeline
+            .heaps
+            .iter()
+            .map(|(owner, curve)| HeapObject {
+                pool: owner.pool.0,
+                stream: owner.stream.map(|stream| stream.0),
+                live: curve.peaks[LIVE].into(),
+                allocated: curve.peaks[ALLOCATED].into(),
+                reserved: curve.peaks[RESERVED].into(),
+            })
+            .collect(),
+        beside,
+    }
+}
+
+fn screen(object: &Object, timeline: &Timeline, palette: Palette) -> String {
+    let mut out = format!("{}\n", palette.title(&object.trace));
+    for (name, quantity) in [("reserved", RESERVED), ("allocated", ALLOCATED), ("live", LIVE)] {
+        let Peak { bytes, op } = timeline.total.peaks[quantity];
+        out += &format!("peak {name:<9}  {:>10}  after op {}\n", memory(bytes), count(op));
+    }
+    if object.refused > 0 {
+        out += &format!("refused by a limit: {} allocations\n", count(object.refused));
+    }
+    if let Some(beside) = &object.beside {
+        out += &format!(
+            "beside {}: {} of {} placements differ, {} of those live after op {}\n",
+            beside.trace,
+            count(beside.differing_placements),
+            count(beside.allocs),
+            count(beside.differing_live),
+            count(object.op)
+        );
+    }
+    out + &format!("written to {}\n", object.picture)
+}

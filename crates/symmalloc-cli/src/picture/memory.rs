@@ -1,0 +1,249 @@
+//! Where everything lies at one op: heaps, their segments, and the blocks of these.
+
+use super::Selection;
+use crate::error::CliError;
+use crate::recorded::Recorded;
+use std::collections::{BTreeMap, BTreeSet};
+use symmalloc_core::config::StreamPolicy;
+use symmalloc_core::ids::{AllocationId, Placement, PoolId};
+use symmalloc_core::op::Op;
+use symmalloc_core::report::{BlockStateSnapshot, SegmentSnapshot};
+use symmalloc_core::units::UNIT_BYTES;
+use symmalloc_import::rerun::{Happened, Owner, Rerun};
+
+/// What a block is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum State {
+    /// A live allocation.
+    Live,
+    /// A live allocation that lies elsewhere on the other rank.
+    Differs,
+    /// Free.
+    Free,
+    /// Free; whoever takes it may have to wait for other streams first.
+    Fenced,
+}
+
+/// A block.
+#[derive(Clone, Debug)]
+pub(crate) struct Block {
+    pub(crate) size_bytes: u64,
+    pub(crate) state: State,
+    /// Of a live block.
+    pub(crate) held: Option<Held>,
+}
+
+/// A live allocation.
+#[derive(Clone, Debug)]
+pub(crate) struct Held {
+    pub(crate) id: AllocationId,
+    pub(crate) name: Option<Box<str>>,
+    pub(crate) requested_bytes: u64,
+    pub(crate) placement: Placement,
+}
+
+impl Held {
+    /// What it is called: by the program, else by its number.
+    pub(crate) fn label(&self) -> String {
+        self.name.as_deref().map_or_else(|| format!("allocation {}", self.id.0), str::to_owned)
+    }
+}
+
+/// A segment: the memory that it has, without holes.
+#[derive(Clone, Debug)]
+pub(crate) struct Segment {
+    pub(crate) id: u32,
+    pub(crate) blocks: Vec<Block>,
+}
+
+/// A heap.
+#[derive(Clone, Debug)]
+pub(crate) struct Heap {
+    pub(crate) owner: Owner,
+    pub(crate) segments: Vec<Segment>,
+}
+
+/// The memory of the selected heaps after one op.
+#[derive(Clone, Debug)]
+pub(crate) struct Memory {
+    pub(crate) op: usize,
+    pub(crate) heaps: Vec<Heap>,
+}
+
+impl Heap {
+    pub(crate) fn blocks(&self) -> impl Iterator<Item = &Block> {
+        self.segments.iter().flat_map(|segment| &segment.blocks)
+    }
+
+    pub(crate) fn size_bytes(&self) -> u64 {
+        self.blocks().map(|block| block.size_bytes).sum()
+    }
+}
+
+impl Memory {
+    /// After `op`, as our allocator places.
+    pub(crate) fn replayed(recorded: &Recorded, op: usize, selection: Selection) -> Result<Self, CliError> {
+        let failed = |error| recorded.failed(error);
+        let program = recorded.program();
+        let mut rerun = Rerun::new(program, &recorded.config).map_err(failed)?;
+        let mut ids = BTreeMap::new();
+        rerun
+            .run(op + 1, |moment| {
+                match &moment.happened {
+                    Happened::Allocated(live) => drop(ids.insert(live.address.0, live.id)),
+                    Happened::Freed(live) => drop(ids.remove(&live.address.0)),
+                    _ => {}
+                }
+                Ok(())
+            })
+            .map_err(failed)?;
+        let mut heaps: Vec<Heap> = Vec::new();
+        for segment in rerun.snapshot().segments {
+            let owner = Owner { pool: segment.pool, stream: segment.stream };
+            if !selection.has(owner) {
+                continue;
+            }
+            let shown = segment_of(&segment, &ids);
+            match heaps.last_mut() {
+                Some(heap) if heap.owner == owner => heap.segments.push(shown),
+                _ => heaps.push(Heap { owner, segments: vec![shown] }),
+            }
+        }
+        Ok(Memory { op, heaps })
+    }
+
+    /// After `op`, as the recorded allocator placed. Segments are known as far as allocations up to then reached.
+    pub(crate) fn recorded(recorded: &Recorded, op: usize, selection: Selection) -> Self {
+        let mut live: BTreeMap<AllocationId, (Owner, Held)> = BTreeMap::new();
+        let mut ends: BTreeMap<(Owner, u32), u64> = BTreeMap::new();
+        let mut pools: BTreeMap<PoolId, StreamPolicy> = BTreeMap::new();
+        pools.insert(PoolId::DEFAULT, recorded.config.default_pool().streams());
+        for (record, call) in recorded.recording.records.iter().zip(recorded.program().ops()).take(op + 1) {
+            match call {
+                Op::CreatePool { pool, config } => drop(pools.insert(*pool, config.streams())),
+                Op::Allocate { id, pool, stream, size_bytes } => {
+                    let shared = pools.get(pool) == Some(&StreamPolicy::Shared);
+                    let owner = Owner { pool: *pool, stream: (!shared).then_some(*stream) };
+                    let Some(placement) = record.placement.filter(|_| *size_bytes > 0 && selection.has(owner)) else {
+                        continue;
+                    };
+                    let end = placement.offset_bytes + rounded(*size_bytes);
+                    let known = ends.entry((owner, placement.segment.0)).or_default();
+                    *known = end.max(*known);
+                    let name = record.name.clone();
+                    live.insert(*id, (owner, Held { id: *id, name, requested_bytes: *size_bytes, placement }));
+                }
+                Op::Free { id } => drop(live.remove(id)),
+                _ => {}
+            }
+        }
+        Memory { op, heaps: tiled(live, &ends) }
+    }
+
+    pub(crate) fn blocks(&self) -> impl Iterator<Item = &Block> {
+        self.heaps.iter().flat_map(Heap::blocks)
+    }
+
+    pub(crate) fn size_bytes(&self) -> u64 {
+        self.heaps.iter().map(Heap::size_bytes).sum()
+    }
+
+    /// Live allocations, the largest first.
+    pub(crate) fn largest(&self) -> Vec<(Owner, &Held)> {
+        let mut all: Vec<(Owner, &Held)> = Vec::new();
+        for heap in &self.heaps {
+            all.extend(heap.blocks().filter_map(|block| block.held.as_ref()).map(|held| (heap.owner, held)));
+        }
+        all.sort_by_key(|(_, held)| (std::cmp::Reverse(held.requested_bytes), held.id));
+        all
+    }
+
+    /// Marks what lies elsewhere in `other`; returns how many blocks that are.
+    pub(crate) fn mark(&mut self, other: &Memory) -> usize {
+        let places: BTreeSet<(AllocationId, Placement)> =
+            other.blocks().filter_map(|block| block.held.as_ref()).map(|held| (held.id, held.placement)).collect();
+        let mut differing = 0;
+        let segments = self.heaps.iter_mut().flat_map(|heap| &mut heap.segments);
+        for block in segments.flat_map(|segment| &mut segment.blocks) {
+            if block.held.as_ref().is_some_and(|held| !places.contains(&(held.id, held.placement))) {
+                block.state = State::Differs;
+                differing += 1;
+            }
+        }
+        differing
+    }
+}
+
+fn rounded(size_bytes: u64) -> u64 {
+    size_bytes.checked_next_multiple_of(UNIT_BYTES).unwrap_or(size_bytes)
+}
+
+fn segment_of(segment: &SegmentSnapshot, ids: &BTreeMap<u64, AllocationId>) -> Segment {
+    let blocks = segment.blocks.iter().filter_map(|block| {
+        let size_bytes = block.size_bytes;
+        let placement = Placement { segment: segment.segment, offset_bytes: block.offset_bytes };
+        Some(match &block.state {
+            BlockStateSnapshot::Allocated { requested_bytes, name, .. } => {
+                let id = ids.get(&(segment.base.0 + block.offset_bytes)).copied().unwrap_or_default();
+                let held = Held { id, name: name.clone(), requested_bytes: *requested_bytes, placement };
+                Block { size_bytes, state: State::Live, held: Some(held) }
+            }
+            BlockStateSnapshot::Free { fenced_by } if fenced_by.is_empty() => {
+                Block { size_bytes, state: State::Free, held: None }
+            }
+            BlockStateSnapshot::Free { .. } => Block { size_bytes, state: State::Fenced, held: None },
+            _ => return None,
+        })
+    });
+    Segment { id: segment.segment.0, blocks: blocks.collect() }
+}
+
+/// Segments of which only allocations are known: what lies between is free.
+fn tiled(live: BTreeMap<AllocationId, (Owner, Held)>, ends: &BTreeMap<(Owner, u32), u64>) -> Vec<Heap> {
+    let mut by_segment: BTreeMap<(Owner, u32), Vec<Held>> = BTreeMap::new();
+    for (owner, held) in live.into_values() {
+        by_segment.entry((owner, held.placement.segment.0)).or_default().push(held);
+    }
+    let mut heaps: Vec<Heap> = Vec::new();
+    for (&(owner, id), &end) in ends {
+        let mut held = by_segment.remove(&(owner, id)).unwrap_or_default();
+        held.sort_by_key(|held| held.placement.offset_bytes);
+        let (mut blocks, mut at) = (Vec::new(), 0);
+        let free = |size_bytes| Block { size_bytes, state: State::Free, held: None };
+        for held in held {
+            let (offset, size_bytes) = (held.placement.offset_bytes, rounded(held.requested_bytes));
+            // A recording that contradicts itself may let two overlap: the first one is shown whole.
+            if offset < at {
+                continue;
+            }
+            if offset > at {
+                blocks.push(free(offset - at));
+            }
+            at = offset + size_bytes;
+            blocks.push(Block { size_bytes, state: State::Live, held: Some(held) });
+        }
+        if at < end {
+            blocks.push(free(end - at));
+        }
+        let segment = Segment { id, blocks };
+        match heaps.last_mut() {
+            Some(heap) if heap.owner == owner => heap.segments.push(segment),
+            _ => heaps.push(Heap { owner, segments: vec![segment] }),
+        }
+    }
+    heaps
+}
+
+/// Whether a recording says where its allocations were placed.
+pub(crate) fn has_placements(recorded: &Recorded) -> bool {
+    recorded.recording.summary.placements > 0
+}
+
+/// The op of `other` after which it has made as many allocations and frees as `one` has after `op`.
+pub(crate) fn same_point(one: &Recorded, op: usize, other: &Recorded) -> usize {
+    let counts = |op: &Op| matches!(op, Op::Allocate { .. } | Op::Free { .. });
+    let calls = one.program().ops().iter().take(op + 1).filter(|op| counts(op)).count();
+    let mut numbers = other.program().ops().iter().enumerate().filter(|(_, op)| counts(op)).map(|(number, _)| number);
+    let last = other.op_count().saturating_sub(1);
+    if calls == 0 { 0 } else { numbers.nth(calls - 1).unwrap_or(last) }
+}

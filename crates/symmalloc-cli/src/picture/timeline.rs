@@ -1,0 +1,179 @@
+//! What memory a job took, op by op, kept small: a fixed number of columns, each with the least and the most of it.
+//!
+//! ```text
+//! ops      0 ........ k | k+1 ....... 2k | ...
+//! column   least, most  | least, most    |
+//! ```
+//!
+//! However many ops there are, a peak is in its column with its exact height, and its exact op is kept beside.
+
+use super::Selection;
+use crate::error::CliError;
+use crate::recorded::Recorded;
+use symmalloc_import::rerun::{Happened, Moment, Owner, Rerun};
+
+/// Columns of a timeline at most; jobs with fewer ops have one for each.
+const COLUMNS: usize = 400;
+
+/// Quantities: bytes that the program asked for, bytes of their blocks, bytes held from the device.
+pub(crate) const LIVE: usize = 0;
+pub(crate) const ALLOCATED: usize = 1;
+pub(crate) const RESERVED: usize = 2;
+
+/// The most of a quantity, and after which op it was reached first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Peak {
+    pub(crate) bytes: u64,
+    pub(crate) op: usize,
+}
+
+/// The least and the most of a quantity within a column.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Span {
+    pub(crate) least: u64,
+    pub(crate) most: u64,
+}
+
+/// One heap, or all of them, over the columns.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Curve {
+    /// By quantity, then by column.
+    pub(crate) spans: [Vec<Span>; 3],
+    pub(crate) peaks: [Peak; 3],
+    now: [u64; 3],
+}
+
+impl Curve {
+    /// A heap that did not exist during the first columns had nothing then.
+    fn after(columns: usize) -> Self {
+        let nothing = Span { least: 0, most: 0 };
+        Curve { spans: [0; 3].map(|_| vec![nothing; columns]), ..Curve::default() }
+    }
+
+    fn begin_column(&mut self) {
+        for (spans, now) in self.spans.iter_mut().zip(self.now) {
+            spans.push(Span { least: now, most: now });
+        }
+    }
+
+    fn change(&mut self, quantity: usize, value: u64, op: usize) {
+        self.now[quantity] = value;
+        if value > self.peaks[quantity].bytes {
+            self.peaks[quantity] = Peak { bytes: value, op };
+        }
+        if let Some(span) = self.spans[quantity].last_mut() {
+            *span = Span { least: span.least.min(value), most: span.most.max(value) };
+        }
+    }
+}
+
+/// A job over its ops.
+#[derive(Clone, Debug)]
+pub(crate) struct Timeline {
+    pub(crate) op_count: usize,
+    pub(crate) columns: usize,
+    /// The heaps, by pool and stream.
+    pub(crate) heaps: Vec<(Owner, Curve)>,
+    pub(crate) total: Curve,
+    /// By column: allocated bytes of every heap at the op after which their sum is the most.
+    pub(crate) stacks: Vec<Vec<u64>>,
+    /// Allocations that a limit refused.
+    pub(crate) refused: u64,
+}
+
+impl Timeline {
+    /// Carries a job out and keeps what the selected heaps held.
+    pub(crate) fn of(recorded: &Recorded, selection: Selection) -> Result<Self, CliError> {
+        let op_count = recorded.op_count();
+        let mut watcher = Watcher {
+            selection,
+            timeline: Timeline {
+                op_count,
+                columns: op_count.min(COLUMNS),
+                heaps: Vec::new(),
+                total: Curve::default(),
+                stacks: Vec::new(),
+                refused: 0,
+            },
+            column: None,
+            stacked_bytes: 0,
+        };
+        let failed = |error| recorded.failed(error);
+        let mut rerun = Rerun::new(recorded.program(), &recorded.config).map_err(failed)?;
+        rerun
+            .run(op_count, |moment| {
+                watcher.see(moment);
+                Ok(())
+            })
+            .map_err(failed)?;
+        Ok(watcher.timeline)
+    }
+}
+
+struct Watcher {
+    selection: Selection,
+    timeline: Timeline,
+    column: Option<usize>,
+    /// The sum of the present column's stack.
+    stacked_bytes: u64,
+}
+
+impl Watcher {
+    fn see(&mut self, moment: &Moment<'_>) {
+        let op = moment.number;
+        let column = op * self.timeline.columns / self.timeline.op_count;
+        if self.column != Some(column) {
+            self.column = Some(column);
+            self.begin_column();
+        }
+        for change in moment.memory {
+            let bytes = change.size_bytes;
+            self.change(change.owner, RESERVED, op, |now| if change.is_mapped { now + bytes } else { now - bytes });
+        }
+        match &moment.happened {
+            Happened::Allocated(live) => {
+                self.change(live.owner, LIVE, op, |now| now + live.requested_bytes);
+                self.change(live.owner, ALLOCATED, op, |now| now + live.block_bytes);
+            }
+            Happened::Freed(live) => {
+                self.change(live.owner, LIVE, op, |now| now - live.requested_bytes);
+                self.change(live.owner, ALLOCATED, op, |now| now - live.block_bytes);
+            }
+            Happened::Refused { .. } => self.timeline.refused += 1,
+            _ => {}
+        }
+        if self.timeline.total.now[ALLOCATED] > self.stacked_bytes {
+            self.timeline.stacks.pop();
+            self.push_stack();
+        }
+    }
+
+    fn change(&mut self, owner: Owner, quantity: usize, op: usize, value: impl Fn(u64) -> u64) {
+        if !self.selection.has(owner) {
+            return;
+        }
+        let heaps = &mut self.timeline.heaps;
+        let index = heaps.binary_search_by_key(&owner, |(owner, _)| *owner).unwrap_or_else(|index| {
+            let mut curve = Curve::after(self.timeline.stacks.len() - 1);
+            curve.begin_column();
+            heaps.insert(index, (owner, curve));
+            self.timeline.stacks.iter_mut().for_each(|stack| stack.insert(index, 0));
+            index
+        });
+        let curve = &mut heaps[index].1;
+        curve.change(quantity, value(curve.now[quantity]), op);
+        let total = &mut self.timeline.total;
+        total.change(quantity, value(total.now[quantity]), op);
+    }
+
+    fn begin_column(&mut self) {
+        let curves = self.timeline.heaps.iter_mut().map(|(_, curve)| curve);
+        curves.chain([&mut self.timeline.total]).for_each(Curve::begin_column);
+        self.push_stack();
+    }
+
+    fn push_stack(&mut self) {
+        self.stacked_bytes = self.timeline.total.now[ALLOCATED];
+        self.timeline.stacks.push(self.timeline.heaps.iter().map(|(_, curve)| curve.now[ALLOCATED]).collect());
+    }
+}

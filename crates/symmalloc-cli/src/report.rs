@@ -1,0 +1,143 @@
+//! `symmalloc report`: one page about a job's memory, and what other settings would make of it.
+//!
+//! ```text
+//!            ┌─► timeline ──► peaks, picture
+//! Recorded ──┼─► memory at the peak ──► holders by name, fragmentation, map
+//!            └─► settings: the same ops carried out under others, each with the command that does it again
+//! ```
+
+mod holders;
+mod page;
+mod settings;
+
+use crate::Verdict;
+use crate::args::ReportArgs;
+use crate::chart::{PeakObject, op_of, timeline_of};
+use crate::error::CliError;
+use crate::output::{self, Palette};
+use crate::picture::Selection;
+use crate::picture::memory::{Block, Memory, State};
+use crate::picture::timeline::{ALLOCATED, LIVE, RESERVED, Timeline};
+use crate::quantity::{count, memory};
+use crate::recorded::Recorded;
+use holders::Holder;
+use serde::Serialize;
+use settings::Trial;
+use std::fs;
+
+/// What was found out about a job.
+struct Findings<'a> {
+    recorded: &'a Recorded,
+    timeline: Timeline,
+    /// At the op that was asked for, else where most is allocated.
+    memory: Memory,
+    holders: Vec<Holder>,
+    trials: Vec<Trial>,
+}
+
+/// Free memory, and how much of it is in one piece.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+struct Fragmentation {
+    free_bytes: u64,
+    largest_free_bytes: u64,
+    /// 1 - largest / free: 0 when all that is free is one block, near 1 when it is in many pieces.
+    fragmentation: f64,
+}
+
+/// What `report --json` prints. Its keys are an interface: `symmalloc report --help` lists them.
+#[derive(Serialize)]
+struct Object<'a> {
+    trace: String,
+    report: String,
+    ops: usize,
+    op: usize,
+    refused: u64,
+    live: PeakObject,
+    allocated: PeakObject,
+    reserved: PeakObject,
+    efficiency: f64,
+    holders: &'a [Holder],
+    #[serde(flatten)]
+    fragmentation: Fragmentation,
+    settings: &'a [Trial],
+}
+
+/// Finds everything out and writes the page.
+pub(crate) fn report(args: &ReportArgs) -> Result<Verdict, CliError> {
+    if !args.output.extension().is_some_and(|extension| extension == "html" || extension == "htm") {
+        return Err(CliError::UnknownPage { path: args.output.clone() });
+    }
+    let recorded = Recorded::read(&args.input, &args.reading, &args.policy)?;
+    let timeline = timeline_of(&recorded, Selection::default())?;
+    let op = op_of(args.op, &recorded, &timeline)?;
+    let memory = Memory::replayed(&recorded, op, Selection::default())?;
+    let holders = holders::of(&memory);
+    let trials = settings::trials(&recorded, &args.reading)?;
+    let findings = Findings { recorded: &recorded, timeline, memory, holders, trials };
+    let page = page::html(&findings);
+    fs::write(&args.output, page).map_err(|source| CliError::Create { path: args.output.clone(), source })?;
+    if args.json {
+        output::print_json(&findings.object(args))?;
+    } else {
+        output::print(&findings.screen(args, Palette::of_stdout()))?;
+    }
+    Ok(Verdict::Agree)
+}
+
+impl Fragmentation {
+    fn of<'a>(blocks: impl Iterator<Item = &'a Block>) -> Self {
+        let free = blocks.filter(|block| matches!(block.state, State::Free | State::Fenced));
+        let (free_bytes, largest_free_bytes) =
+            free.fold((0, 0), |(sum, largest), block| (sum + block.size_bytes, block.size_bytes.max(largest)));
+        let in_one = if free_bytes == 0 { 1.0 } else { largest_free_bytes as f64 / free_bytes as f64 };
+        Fragmentation { free_bytes, largest_free_bytes, fragmentation: ((1.0 - in_one) * 1e6).round() / 1e6 }
+    }
+}
+
+impl Findings<'_> {
+    /// Peak live over peak reserved.
+    fn efficiency(&self) -> f64 {
+        let peaks = &self.timeline.total.peaks;
+        peaks[LIVE].bytes as f64 / peaks[RESERVED].bytes.max(1) as f64
+    }
+
+    /// The settings that hold the least, if they are not the job's own.
+    fn best(&self) -> Option<&Trial> {
+        let own = self.timeline.total.peaks[RESERVED].bytes;
+        let fits = |trial: &&Trial| trial.refused <= self.timeline.refused && trial.peak_reserved_bytes < own;
+        self.trials.iter().filter(fits).min_by_key(|trial| trial.peak_reserved_bytes)
+    }
+
+    fn object(&self, args: &ReportArgs) -> Object<'_> {
+        let peaks = self.timeline.total.peaks;
+        Object {
+            trace: args.input.display().to_string(),
+            report: args.output.display().to_string(),
+            ops: self.timeline.op_count,
+            op: self.memory.op,
+            refused: self.timeline.refused,
+            live: peaks[LIVE].into(),
+            allocated: peaks[ALLOCATED].into(),
+            reserved: peaks[RESERVED].into(),
+            efficiency: (self.efficiency() * 1e6).round() / 1e6,
+            holders: &self.holders,
+            fragmentation: Fragmentation::of(self.memory.blocks()),
+            settings: &self.trials,
+        }
+    }
+
+    fn screen(&self, args: &ReportArgs, palette: Palette) -> String {
+        let peaks = &self.timeline.total.peaks;
+        let mut out = format!(
+            "{}\npeak reserved {}, live {}\n",
+            palette.title(&args.input.display().to_string()),
+            memory(peaks[RESERVED].bytes),
+            memory(peaks[LIVE].bytes)
+        );
+        if let Some(best) = self.best() {
+            out += &format!("least with {}: {} reserved\n", best.settings, memory(best.peak_reserved_bytes));
+        }
+        let trials = count(self.trials.len());
+        out + &format!("{trials} settings tried; written to {}\n", args.output.display())
+    }
+}

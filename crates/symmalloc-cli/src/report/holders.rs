@@ -1,0 +1,47 @@
+//! What holds memory: live allocations by name, those without one by size.
+
+use crate::picture::memory::Memory;
+use crate::quantity::memory;
+use serde::Serialize;
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+
+/// Live allocations of one name, or without a name and of one size.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub(super) struct Holder {
+    /// What the program calls them.
+    pub(super) name: Option<Box<str>>,
+    /// What each of them asked for, where they have no name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) each_bytes: Option<u64>,
+    pub(super) allocations: usize,
+    pub(super) requested_bytes: u64,
+}
+
+impl Holder {
+    pub(super) fn label(&self) -> String {
+        match (&self.name, self.each_bytes) {
+            (Some(name), _) => name.to_string(),
+            (None, each) => format!("without a name, {} each", memory(each.unwrap_or(0))),
+        }
+    }
+}
+
+/// The holders, those with the most bytes first.
+pub(super) fn of(memory: &Memory) -> Vec<Holder> {
+    let mut holders: BTreeMap<(Option<Box<str>>, Option<u64>), Holder> = BTreeMap::new();
+    for held in memory.blocks().filter_map(|block| block.held.as_ref()) {
+        let each_bytes = held.name.is_none().then_some(held.requested_bytes);
+        let holder = holders.entry((held.name.clone(), each_bytes)).or_insert_with(|| Holder {
+            name: held.name.clone(),
+            each_bytes,
+            allocations: 0,
+            requested_bytes: 0,
+        });
+        holder.allocations += 1;
+        holder.requested_bytes += held.requested_bytes;
+    }
+    let mut holders: Vec<Holder> = holders.into_values().collect();
+    holders.sort_by_key(|holder| Reverse(holder.requested_bytes));
+    holders
+}

@@ -1,0 +1,188 @@
+//! Settings to try: the same ops, carried out under other configurations of the default pool.
+
+use crate::args::ReadingArgs;
+use crate::error::CliError;
+use crate::progress::Progress;
+use crate::recorded::Recorded;
+use serde::Serialize;
+use std::thread;
+use symmalloc_core::config::{
+    Config, ConfigError, FixedSegments, PoolConfigBuilder, RoundupPower2Divisions, SegmentPolicy, StreamPolicy,
+};
+use symmalloc_core::units::MIB;
+use symmalloc_import::rerun::{Happened, Rerun};
+
+/// What a configuration made of the job.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct Trial {
+    /// The configuration, as `--config` takes it.
+    pub(super) settings: String,
+    /// Does it again.
+    pub(super) command: String,
+    /// Whether it is what the recording and the flags say.
+    pub(super) is_own: bool,
+    pub(super) peak_reserved_bytes: u64,
+    pub(super) refused: u64,
+}
+
+/// Tries the job's own settings and others, on all cores. Ascending by peak, the job's own among them.
+pub(super) fn trials(recorded: &Recorded, reading: &ReadingArgs) -> Result<Vec<Trial>, CliError> {
+    let mut configs = vec![recorded.config.clone()];
+    for config in candidates(&recorded.config, recorded.job.stream_count()) {
+        if !configs.contains(&config) {
+            configs.push(config);
+        }
+    }
+    let progress = Progress::new(&recorded.path.to_string_lossy(), configs.len() as u64, "settings");
+    let run = |config: &Config| {
+        let measured = measure(recorded, config);
+        progress.step();
+        measured
+    };
+    let cores = thread::available_parallelism().map_or(1, usize::from);
+    let mut measured = Vec::new();
+    for some in configs.chunks(cores) {
+        thread::scope(|scope| {
+            let workers: Vec<_> = some.iter().map(|config| scope.spawn(|| run(config))).collect();
+            measured.extend(workers.into_iter().map(|worker| worker.join().expect("a rerun does not panic")));
+        });
+    }
+    let mut trials = Vec::new();
+    for (index, (config, measured)) in configs.iter().zip(measured).enumerate() {
+        let (peak_reserved_bytes, refused) = measured?;
+        let settings = text(config);
+        let command = format!(
+            "symmalloc replay {}{} --ranks 1 --config {}",
+            quoted(&recorded.path.to_string_lossy()),
+            reading.flags(),
+            quoted(&settings)
+        );
+        trials.push(Trial { settings, command, is_own: index == 0, peak_reserved_bytes, refused });
+    }
+    trials.sort_by_key(|trial| trial.peak_reserved_bytes);
+    Ok(trials)
+}
+
+/// Peak reserved bytes, and how many allocations are refused.
+fn measure(recorded: &Recorded, config: &Config) -> Result<(u64, u64), CliError> {
+    let failed = |error| recorded.failed(error);
+    let (mut reserved, mut peak, mut refused) = (0_u64, 0, 0);
+    let mut rerun = Rerun::new(recorded.program(), config).map_err(failed)?;
+    rerun
+        .run(recorded.op_count(), |moment| {
+            for change in moment.memory {
+                reserved = if change.is_mapped { reserved + change.size_bytes } else { reserved - change.size_bytes };
+                peak = reserved.max(peak);
+            }
+            refused += u64::from(matches!(moment.happened, Happened::Refused { .. }));
+            Ok(())
+        })
+        .map_err(failed)?;
+    Ok((peak, refused))
+}
+
+/// Configurations that differ from the job's own in how its default pool obtains, splits and rounds.
+fn candidates(own: &Config, streams: usize) -> Vec<Config> {
+    let fixed = |max_split_size_mb: Option<u64>| {
+        move |pool: PoolConfigBuilder| {
+            let mut fixed = FixedSegments::default();
+            fixed.max_split_size_bytes = max_split_size_mb.map(|mb| mb * MIB);
+            Ok(pool.segments(SegmentPolicy::Fixed(fixed)))
+        }
+    };
+    let rounded = |divisions: u32| {
+        move |pool: PoolConfigBuilder| Ok(pool.roundup_power2_divisions(RoundupPower2Divisions::uniform(divisions)?))
+    };
+    let mut configs = vec![with(own, |pool| Ok(pool.expandable()))];
+    configs.extend([None, Some(128), Some(256), Some(512)].map(|mb| with(own, fixed(mb))));
+    configs.extend([4, 8].map(|divisions| with(own, rounded(divisions))));
+    if streams > 1 {
+        configs.push(with(own, |pool| Ok(pool.expandable().streams(StreamPolicy::Shared))));
+        configs.push(with(own, |pool| Ok(pool.fixed().streams(StreamPolicy::Shared))));
+    }
+    // A combination that is not valid is no candidate.
+    configs.into_iter().flatten().collect()
+}
+
+fn with(
+    own: &Config,
+    change: impl FnOnce(PoolConfigBuilder) -> Result<PoolConfigBuilder, ConfigError>,
+) -> Result<Config, ConfigError> {
+    let pool = change(own.default_pool().to_builder())?.build()?;
+    own.to_builder().default_pool(pool).build()
+}
+
+/// The shortest text that means this configuration and says how it obtains memory: its canonical text without all other
+/// keys that say the default.
+pub(super) fn text(config: &Config) -> String {
+    let canonical = config.to_string();
+    let mut kept: Vec<&str> = keys(&canonical);
+    let mut index = 0;
+    while index < kept.len() {
+        let mut fewer = kept.clone();
+        fewer.remove(index);
+        if !kept[index].starts_with("segments:") && fewer.join(",").parse::<Config>().as_ref() == Ok(config) {
+            kept = fewer;
+        } else {
+            index += 1;
+        }
+    }
+    kept.join(",")
+}
+
+/// Splits a text at its commas, but not within brackets.
+fn keys(text: &str) -> Vec<&str> {
+    let mut depth = 0;
+    let split = |character: char| {
+        match character {
+            '[' => depth += 1,
+            ']' => depth -= 1,
+            _ => {}
+        }
+        character == ',' && depth == 0
+    };
+    text.split(split).collect()
+}
+
+/// An argument as a shell takes it.
+fn quoted(argument: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "._-/:,=+".contains(c);
+    if !argument.is_empty() && argument.chars().all(is_plain) {
+        argument.to_owned()
+    } else {
+        format!("'{}'", argument.replace('\'', "'\\''"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_are_said_in_as_few_words_as_they_need() {
+        for (long, short) in [
+            ("", "segments:expandable"),
+            ("streams:shared", "segments:expandable,streams:shared"),
+            ("max_split_size_mb:256,segments:fixed,streams:separate", "segments:fixed,max_split_size_mb:256"),
+            ("retries_max:3,total_limit_mb:64", "segments:expandable,total_limit_mb:64"),
+        ] {
+            assert_eq!(text(&long.parse().unwrap()), short);
+        }
+        let listed: Config = "roundup_power2_divisions:[256:1,512:2,1024:4,>:8]".parse().unwrap();
+        assert_eq!(text(&listed).parse::<Config>().unwrap(), listed);
+    }
+
+    #[test]
+    fn arguments_are_quoted_where_a_shell_needs_it() {
+        assert_eq!(quoted("a/b.trace"), "a/b.trace");
+        assert_eq!(quoted("it's [x]"), "'it'\\''s [x]'");
+    }
+
+    #[test]
+    fn candidates_are_valid_and_keep_the_limits() {
+        let own: Config = "segments:reserved,segment_mb:64,total_limit_mb:512".parse().unwrap();
+        let configs = candidates(&own, 2);
+        assert_eq!(configs.len(), 9);
+        assert!(configs.iter().all(|config| config.limit_bytes() == Some(512 * MIB)));
+    }
+}

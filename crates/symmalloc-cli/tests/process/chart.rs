@@ -1,0 +1,130 @@
+//! `symmalloc chart`.
+
+use crate::{Folder, busy_trace, recorded, symmalloc};
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+
+/// Checks that tags match, and that nothing outside of the file is needed to show it.
+#[track_caller]
+pub(crate) fn assert_stands_alone(text: &str) {
+    let mut open = Vec::new();
+    for tag in text.split('<').skip(1) {
+        let (tag, _) = tag.split_once('>').unwrap_or_else(|| panic!("a tag without an end: {tag}"));
+        let name = tag.split([' ', '\n', '/']).next().unwrap();
+        match tag.strip_prefix('/') {
+            Some(closed) => assert_eq!(open.pop(), Some(closed), "closed out of order"),
+            None if tag.ends_with('/') || ["!DOCTYPE", "meta", "br"].contains(&name) => {}
+            None => open.push(name),
+        }
+    }
+    assert!(open.is_empty(), "left open: {open:?}");
+    let links = text.replace("http://www.w3.org/2000/svg", "");
+    for word in ["<script", "http://", "https://", "@import", "url(//"] {
+        assert!(!links.contains(word), "{word}");
+    }
+}
+
+fn charted(args: &str, paths: &[&Path]) -> (Value, String) {
+    let said = symmalloc(args, paths).json(0);
+    let text = fs::read_to_string(said["picture"].as_str().unwrap()).unwrap();
+    assert_stands_alone(&text);
+    (said, text)
+}
+
+#[test]
+fn peaks_are_those_of_a_replay() {
+    let folder = Folder::new();
+    let out = folder.path("out.svg");
+    for job in [busy_trace(&folder), recorded("fsdp1_train_rank0.trace.zst"), recorded("llama_generate.trace.zst")] {
+        for segments in ["expandable", "fixed"] {
+            let (said, text) = charted(&format!("chart {{}} -o {{}} --json --segments {segments}"), &[&job, &out]);
+            let args = format!("replay {{}} --json --ranks 1 --repeat 1 --segments {segments}");
+            let replayed = &symmalloc(&args, &[&job]).json(0)[0];
+            assert_eq!(said["reserved"]["peak_bytes"], replayed["peak_reserved_bytes"]);
+            assert_eq!(said["live"]["peak_bytes"], replayed["peak_live_bytes"]);
+            assert_eq!(said["op"], said["allocated"]["op"]);
+            assert!(text.len() < 200_000, "{} bytes of {}", text.len(), job.display());
+        }
+    }
+}
+
+#[test]
+fn a_page_has_every_picture_twice_and_is_the_same_bytes_again() {
+    let folder = Folder::new();
+    let (job, a, b) = (busy_trace(&folder), folder.path("a.html"), folder.path("b.html"));
+    let (said, text) = charted("chart {} -o {} --json --op 91", &[&job, &a]);
+    assert_eq!((text.matches("class=\"wide\"").count(), text.matches("class=\"narrow\"").count()), (2, 2));
+    assert!(text.contains("pool 0, stream 1") && text.contains("free, fenced"), "no heap, or no fence");
+    let ids: Vec<&str> = text.split(" id=\"").skip(1).map(|rest| rest.split('"').next().unwrap()).collect();
+    assert_eq!(ids.len(), ids.iter().collect::<std::collections::BTreeSet<_>>().len(), "{ids:?}");
+    assert_eq!(said["heaps"].as_array().unwrap().len(), 2);
+    charted("chart {} -o {} --json --op 91", &[&job, &b]);
+    assert!(fs::read(&a).unwrap() == fs::read(&b).unwrap());
+}
+
+#[test]
+fn the_map_names_the_largest_allocations_of_the_op_that_was_asked_for() {
+    let folder = Folder::new();
+    let lines = ["stream s0", "pool p1", "a 0 9000000 s0 \"kv <cache>\"", "a 7 4000000 s0 p1", "f 7", "f 0"];
+    let (job, out) = (folder.trace("job.trace", &lines), folder.path("map.svg"));
+    let (said, text) = charted("chart {} -o {} --map --json", &[&job, &out]);
+    assert_eq!(said["op"], 3);
+    assert!(text.contains("1 kv &lt;cache&gt;") && text.contains("allocation 1<"), "{text}");
+    assert!(text.contains("3.81 MiB live, 189.50 KiB free (largest block 189.50 KiB)"), "{text}");
+    let (_, text) = charted("chart {} -o {} --map --op 5 --json", &[&job, &out]);
+    assert!(text.contains("0 B live, 10.00 MiB free") && !text.contains("kv"), "{text}");
+    let (said, text) = charted("chart {} -o {} --map --pool p1 --stream s0 --json", &[&job, &out]);
+    assert_eq!((&said["op"], &said["reserved"]["peak_bytes"]), (&3.into(), &(4 << 20).into()));
+    assert!(text.contains("pool 1") && !text.contains("pool 0"), "{text}");
+}
+
+#[test]
+fn two_ranks_stand_side_by_side_with_what_differs_marked() {
+    let folder = Folder::new();
+    let out = folder.path("ranks.svg");
+    let ranks = [recorded("fsdp1_train_rank0.pickle.gz"), recorded("fsdp1_train_rank1.pickle.gz")];
+    let (said, text) = charted("chart {} --beside {} -o {} --json", &[&ranks[0], &ranks[1], &out]);
+    let beside = &said["beside"];
+    assert_eq!((&beside["placements"], &beside["allocs"]), (&"recorded".into(), &24_464.into()));
+    assert_eq!((&beside["differing_placements"], &beside["differing_live"]), (&15_265.into(), &164.into()));
+    assert!(text.contains("live, elsewhere on the other") && text.contains("The largest that lie elsewhere"));
+}
+
+#[test]
+fn ranks_on_our_allocator_do_not_differ() {
+    let folder = Folder::new();
+    let out = folder.path("ranks.html");
+    let job = busy_trace(&folder);
+    let (said, text) = charted("chart {} --beside {} -o {} --json", &[&job, &job, &out]);
+    let beside = &said["beside"];
+    assert_eq!((&beside["placements"], &beside["differing_placements"]), (&"replayed".into(), &0.into()));
+    assert!(!text.contains("elsewhere on the other"));
+}
+
+#[test]
+fn people_are_told_the_peaks() {
+    let folder = Folder::new();
+    let (job, out) = (folder.trace("job.trace", &["stream s0", "a 0 3000000 s0"]), folder.path("out.svg"));
+    let words = symmalloc("chart {} -o {}", &[&job, &out]).exited(0).stdout.clone();
+    assert!(words.contains("peak reserved") && words.contains("4.00 MiB  after op 1"), "{words}");
+}
+
+#[test]
+fn what_a_limit_refuses_is_counted_and_not_drawn() {
+    let folder = Folder::new();
+    let lines = ["config limit_mb:4", "stream s0", "a 0 3000000 s0", "a 1 3000000 s0", "f 1"];
+    let (job, out) = (folder.trace("job.trace", &lines), folder.path("out.svg"));
+    let (said, _) = charted("chart {} -o {} --json", &[&job, &out]);
+    assert_eq!((&said["refused"], &said["live"]["peak_bytes"]), (&1.into(), &3_000_000.into()));
+}
+
+#[test]
+fn the_picture_in_the_docs_is_what_the_command_beside_it_draws() {
+    let folder = Folder::new();
+    let out = folder.path("ranks.svg");
+    let ranks = [recorded("fsdp1_train_rank0.pickle.gz"), recorded("fsdp1_train_rank1.pickle.gz")];
+    symmalloc("chart {} --beside {} -o {}", &[&ranks[0], &ranks[1], &out]).exited(0);
+    let kept = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/pictures/fsdp1_ranks.svg");
+    assert!(fs::read(out).unwrap() == fs::read(kept).unwrap(), "draw it again with the command in docs/pictures.md");
+}

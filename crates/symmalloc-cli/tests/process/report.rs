@@ -1,0 +1,72 @@
+//! `symmalloc report`.
+
+use crate::chart::assert_stands_alone;
+use crate::{Folder, busy_trace, command, recorded, symmalloc};
+use serde_json::Value;
+use std::fs;
+
+#[test]
+fn the_page_says_what_holds_memory_and_how_it_is_fragmented() {
+    let folder = Folder::new();
+    let lines =
+        ["stream s0", "a 0 4194304 s0 \"<kv>\"", "a 1 2097152 s0", "a 2 4194304 s0 \"<kv>\"", "a 3 2097152 s0", "f 1"];
+    let (job, out) = (folder.trace("job.trace", &lines), folder.path("report.html"));
+    let said = symmalloc("report {} -o {} --op 5 --json", &[&job, &out]).json(0);
+    let holders = said["holders"].as_array().unwrap();
+    assert_eq!((&holders[0]["name"], &holders[0]["allocations"]), (&"<kv>".into(), &2.into()), "{said}");
+    assert_eq!((&holders[1]["name"], &holders[1]["each_bytes"]), (&Value::Null, &(2 << 20).into()), "{said}");
+    assert_eq!((&said["free_bytes"], &said["fragmentation"]), (&(2 << 20).into(), &0.0.into()), "{said}");
+    assert_eq!(said["efficiency"], 1.0);
+    let text = fs::read_to_string(&out).unwrap();
+    assert_stands_alone(&text);
+    for words in ["&lt;kv&gt;", "without a name, 2.00 MiB each", "80.0 %", "Settings to try", "after op 5"] {
+        assert!(text.contains(words), "{words} in\n{text}");
+    }
+}
+
+#[test]
+fn every_command_does_again_what_the_page_says() {
+    let folder = Folder::new();
+    let (job, out) = (busy_trace(&folder), folder.path("report.html"));
+    let said = symmalloc("report {} -o {} --json", &[&job, &out]).json(0);
+    let page = fs::read_to_string(&out).unwrap();
+    let settings = said["settings"].as_array().unwrap();
+    assert_eq!(settings.len(), 9, "{said}");
+    let own: Vec<&Value> = settings.iter().filter(|trial| trial["is_own"] == true).collect();
+    assert_eq!((own.len(), &own[0]["peak_reserved_bytes"]), (1, &said["reserved"]["peak_bytes"]));
+    for trial in settings {
+        let text = trial["command"].as_str().unwrap();
+        assert!(page.contains(text), "{text}");
+        let words: Vec<&str> = text.split(' ').map(|word| word.trim_matches('\'')).collect();
+        assert_eq!(words[0], "symmalloc");
+        let output = command().args(&words[1..]).arg("--json").output().unwrap();
+        let replayed: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(replayed[0]["peak_reserved_bytes"], trial["peak_reserved_bytes"], "{text}");
+    }
+}
+
+#[test]
+fn the_best_settings_are_named_and_the_page_is_the_same_again() {
+    let folder = Folder::new();
+    let job = recorded("fsdp1_train_rank0.trace.zst");
+    let pages = ["a.html", "b.html"].map(|name| folder.path(name));
+    let words = pages.each_ref().map(|page| symmalloc("report {} -o {}", &[&job, page]).exited(0).stdout.clone());
+    assert!(words[0].contains("least with segments:expandable,streams:shared"), "{}", words[0]);
+    let text = fs::read_to_string(&pages[0]).unwrap();
+    assert!(text.contains("With <code>segments:expandable,streams:shared</code> the peak would be"));
+    assert!(text == fs::read_to_string(&pages[1]).unwrap());
+}
+
+#[test]
+fn a_limit_that_refuses_is_said() {
+    let folder = Folder::new();
+    let lines = ["config limit_mb:4", "stream s0", "a 0 3000000 s0", "a 1 3000000 s0", "f 1"];
+    let (job, out) = (folder.trace("a job.trace", &lines), folder.path("report.html"));
+    let words = symmalloc("report {} -o {}", &[&job, &out]).exited(0).stdout.clone();
+    assert!(!words.contains("least with"), "what refuses more is no advice: {words}");
+    let text = fs::read_to_string(&out).unwrap();
+    assert!(
+        text.contains("1 refused") && text.contains("a job.trace' --ranks 1 --config segments:expandable,limit_mb:4"),
+        "{text}"
+    );
+}
