@@ -149,7 +149,7 @@ fn beside(one: &Recorded, other: &Recorded, op: usize, selection: Selection) -> 
     let other_op = same_point(one, op, other);
     let are_recorded = has_placements(one) && has_placements(other);
     let mut memories = if are_recorded {
-        [Memory::recorded(one, op, selection), Memory::recorded(other, other_op, selection)]
+        [Memory::recorded(one, op, selection)?, Memory::recorded(other, other_op, selection)?]
     } else {
         [Memory::replayed(one, op, selection)?, Memory::replayed(other, other_op, selection)?]
     };

@@ -25,6 +25,8 @@ pub(crate) enum CliError {
     Rerun { path: PathBuf, source: RerunError },
     #[error("{}: no kind of picture goes by this name", path.display())]
     UnknownPicture { path: PathBuf },
+    #[error("{}: the placement that op {op} records lies beyond any device's memory", path.display())]
+    ImpossiblePlacement { path: PathBuf, op: usize },
     #[error("{}: a report is a page, and pages are called .html", path.display())]
     UnknownPage { path: PathBuf },
     #[error("{}: there is no op {op} to look at: the recording has {ops}", path.display())]
@@ -51,6 +53,9 @@ impl Diagnostic for CliError {
             }
             CliError::NothingToShow { .. } => "record a job that allocates something",
             CliError::UnknownPicture { .. } => "name it .svg for one picture or .html for a page of them",
+            CliError::ImpossiblePlacement { .. } => {
+                "record the job again, or leave the placement out: without placements the job is carried out"
+            }
             CliError::UnknownPage { .. } => "name it .html",
             CliError::NoSuchOp { .. } => "ops are counted from 0; without --op, the map shows the peak",
             CliError::Import(error) => return import_help(error.kind()).map(|help| Box::new(help) as Box<_>),

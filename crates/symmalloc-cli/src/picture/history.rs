@@ -318,7 +318,7 @@ fn heap(svg: &mut Svg, y: f64, timeline: &Timeline, fill: Fill, index: usize) ->
 
 /// Room above the peak.
 fn headroom(bytes: u64) -> u64 {
-    bytes + bytes / 10
+    bytes.saturating_add(bytes / 10)
 }
 
 /// Round amounts up to the largest: steps of a power of two, about so many.

@@ -11,6 +11,9 @@ use symmalloc_core::report::{BlockStateSnapshot, SegmentSnapshot};
 use symmalloc_core::units::UNIT_BYTES;
 use symmalloc_import::rerun::{Happened, Owner, Rerun};
 
+/// More than a device has, and so little that no sum overflows: 1 PiB.
+const DEVICE_BYTES_MAX: u64 = 1 << 50;
+
 /// What a block is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum State {
@@ -113,12 +116,18 @@ impl Memory {
     }
 
     /// After `op`, as the recorded allocator placed. Segments are known as far as allocations up to then reached.
-    pub(crate) fn recorded(recorded: &Recorded, op: usize, selection: Selection) -> Self {
+    ///
+    /// # Errors
+    /// When placements reach further than any device's memory.
+    pub(crate) fn recorded(recorded: &Recorded, op: usize, selection: Selection) -> Result<Self, CliError> {
+        let impossible = |op| CliError::ImpossiblePlacement { path: recorded.path.clone(), op };
+        let mut total_bytes = 0;
         let mut live: BTreeMap<AllocationId, (Owner, Held)> = BTreeMap::new();
         let mut ends: BTreeMap<(Owner, u32), u64> = BTreeMap::new();
         let mut pools: BTreeMap<PoolId, StreamPolicy> = BTreeMap::new();
         pools.insert(PoolId::DEFAULT, recorded.config.default_pool().streams());
-        for (record, call) in recorded.recording.records.iter().zip(recorded.program().ops()).take(op + 1) {
+        let calls = recorded.recording.records.iter().zip(recorded.program().ops());
+        for (number, (record, call)) in calls.take(op + 1).enumerate() {
             match call {
                 Op::CreatePool { pool, config } => drop(pools.insert(*pool, config.streams())),
                 Op::Allocate { id, pool, stream, size_bytes } => {
@@ -127,8 +136,12 @@ impl Memory {
                     let Some(placement) = record.placement.filter(|_| *size_bytes > 0 && selection.has(owner)) else {
                         continue;
                     };
-                    let end = placement.offset_bytes + rounded(*size_bytes);
+                    let end = placement.offset_bytes.saturating_add(rounded(*size_bytes));
                     let known = ends.entry((owner, placement.segment.0)).or_default();
+                    total_bytes = end.saturating_sub(*known).saturating_add(total_bytes);
+                    if total_bytes > DEVICE_BYTES_MAX {
+                        return Err(impossible(number));
+                    }
                     *known = end.max(*known);
                     let name = record.name.clone();
                     live.insert(*id, (owner, Held { id: *id, name, requested_bytes: *size_bytes, placement }));
@@ -137,7 +150,7 @@ impl Memory {
                 _ => {}
             }
         }
-        Memory { op, heaps: tiled(live, &ends) }
+        Ok(Memory { op, heaps: tiled(live, &ends) })
     }
 
     pub(crate) fn blocks(&self) -> impl Iterator<Item = &Block> {

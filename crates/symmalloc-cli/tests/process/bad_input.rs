@@ -165,6 +165,12 @@ fn a_picture_of_what_is_not_there() {
     ] {
         assert_refused(&symmalloc(args, &[&job, &out]), wanted);
     }
+    let far = folder.trace("far.trace", &["stream s0", "a 0 512 s0 -> 0@18446744073709551000"]);
+    let said = symmalloc("chart {} -o {} --beside {}", &[&job, &out, &far]);
+    assert_eq!(said.code, Some(0), "{}", said.stderr);
+    fs::remove_file(&out).unwrap();
+    let said = symmalloc("chart {} -o {} --beside {}", &[&far, &out, &far]);
+    assert_refused(&said, &["far.trace", "op 1", "beyond any device's memory"]);
     let page = folder.path("out.html");
     assert_refused(&symmalloc("report {} -o {} --op 2", &[&job, &page]), &["no op 2", "the recording has 2"]);
     assert_refused(&symmalloc("report {} -o {}", &[&job, &out]), &["out.svg", "name it .html"]);
