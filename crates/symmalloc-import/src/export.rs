@@ -26,6 +26,20 @@
 //!
 //! A running allocator has no past. Let it record a trace, and export that: by rule D1 the rerun places as the job did.
 //! Its present can be exported by itself, with [`export_allocator`].
+//!
+//! ```
+//! use symmalloc_core::config::Config;
+//! use symmalloc_core::replay::Program;
+//! use symmalloc_import::{ReadOptions, export::export, read_bytes};
+//!
+//! let trace = b"symmalloc-trace 1\nstream s0\na 0 1048576 s0 \"weights\"\nend 2\n";
+//! let recording = read_bytes(trace, &ReadOptions::default())?;
+//! let mut pickle = Vec::new();
+//! let summary = export(&Program::new(&recording.records)?, &Config::default(), &mut pickle)?;
+//! assert_eq!((summary.allocations, summary.segments), (1, 1));
+//! assert_eq!(read_bytes(&pickle, &ReadOptions::default())?.summary.allocations, 1);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 mod error;
 mod settings;

@@ -11,6 +11,26 @@
 //!
 //! The device below grants everything, as much as is asked for, at addresses that count upwards. Placements do not
 //! depend on it, and configured limits still hold.
+//!
+//! ```
+//! use symmalloc_core::config::Config;
+//! use symmalloc_core::op::{Op, Record};
+//! use symmalloc_core::replay::Program;
+//! use symmalloc_core::{AllocationId, PoolId, StreamId};
+//! use symmalloc_import::rerun::{Rerun, RerunError};
+//!
+//! let allocate = Op::Allocate { id: AllocationId(0), pool: PoolId::DEFAULT, stream: StreamId(0), size_bytes: 1000 };
+//! let records = [Op::RegisterStream { stream: StreamId(0) }, allocate].map(Record::from);
+//! let program = Program::new(&records)?;
+//! let mut rerun = Rerun::new(&program, &Config::default())?;
+//! let mut obtained_bytes = 0;
+//! rerun.run::<RerunError>(program.ops().len(), |moment| {
+//!     obtained_bytes += moment.memory.iter().map(|change| change.size_bytes).sum::<u64>();
+//!     Ok(())
+//! })?;
+//! assert_eq!((obtained_bytes, rerun.snapshot().segments.len()), (2 << 20, 1));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 mod device;
 
