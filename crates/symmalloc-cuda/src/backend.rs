@@ -60,6 +60,15 @@ impl CudaBackendBuilder {
         self
     }
 
+    /// Hands out addresses in descending order, from the end of one reservation of `space_bytes`, a multiple of the
+    /// granularity that must hold all ranges together (an expandable heap reserves 512 GiB unless configured). Drivers hand
+    /// them out in ascending order mostly, so a test that runs one rank with this and another without shows that placements
+    /// do not depend on addresses, and what breaks where they do. Nothing else changes.
+    pub fn descending_addresses(mut self, space_bytes: u64) -> Self {
+        self.options.descending_bytes = Some(space_bytes);
+        self
+    }
+
     /// Folder in which the system shows IMEX channels, `/dev/nvidia-caps-imex-channels` by default. Memory gets fabric
     /// handles only where there is a channel: the driver refuses them otherwise.
     pub fn imex_channels(mut self, folder: impl Into<PathBuf>) -> Self {
@@ -77,7 +86,7 @@ impl CudaBackendBuilder {
     /// Asks the device what it can do.
     ///
     /// # Errors
-    /// When a peer cannot access the memory, the chunk size does not fit, or the driver refuses.
+    /// When a peer cannot access the memory, a size does not fit, or the driver refuses.
     pub fn build(self) -> Result<CudaBackend, CudaError> {
         let CudaBackendBuilder { device, options, plain } = self;
         let order = Order::new(Arc::clone(&device));

@@ -178,6 +178,14 @@ pub enum CudaError {
         /// What the device maps at least.
         granularity_bytes: u64,
     },
+    /// The address space to be handed out in descending order is not a positive multiple of the device's granularity.
+    #[error("addresses cannot descend in {size_bytes} bytes: use a positive multiple of {granularity_bytes}")]
+    AddressSpace {
+        /// The size given.
+        size_bytes: u64,
+        /// What the device maps at least.
+        granularity_bytes: u64,
+    },
     /// The stream is the one that has a different meaning in each thread (handle 2).
     #[error("the per-thread default stream names another stream in every thread: create a stream and register that")]
     PerThreadStream,

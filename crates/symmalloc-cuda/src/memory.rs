@@ -8,6 +8,7 @@
 //! A whole allocation has no addresses without memory, so that `reserve` takes what `map` would take. Pools of fixed and
 //! reserved segments map what they reserve at once, and notice no difference; expandable ones need virtual memory.
 
+mod addresses;
 mod virtual_memory;
 mod whole;
 

@@ -9,11 +9,11 @@
 //! back: their number counts, not their size, and setting access for many in one call saves nothing (`docs/gpu.md`).
 
 use super::Memory;
+use super::addresses::{Addresses, Descending};
 use crate::chunks::{Chunks, Part};
 use crate::device::CudaDevice;
 use crate::driver::{HANDLE_FABRIC, HANDLE_POSIX_FD, MemAccess, MemLocation, MemProperties};
 use crate::error::{CudaError, DriverError, INVALID_VALUE, OUT_OF_MEMORY};
-use cudarc::driver::sys::CUdeviceptr;
 use smallvec::SmallVec;
 use std::collections::BTreeMap;
 use std::ffi::{c_uint, c_ulonglong};
@@ -27,6 +27,7 @@ pub(crate) struct Virtual {
     access: SmallVec<[MemAccess; 1]>,
     granularity_bytes: u64,
     chunk_bytes: u64,
+    addresses: Addresses,
     /// By base address. Each has a lock of its own: mapping takes tens of microseconds.
     ranges: Mutex<BTreeMap<u64, Arc<Mutex<Chunks>>>>,
     /// Handles that the driver did not take back when it should have: tried again when memory goes back.
@@ -42,6 +43,8 @@ unsafe impl Sync for Virtual {}
 #[derive(Clone, Debug)]
 pub(crate) struct VirtualOptions {
     pub(crate) chunk_bytes: Option<u64>,
+    /// Size of the reservation whose addresses are handed out from its end.
+    pub(crate) descending_bytes: Option<u64>,
     pub(crate) peers: Vec<usize>,
     /// Where the system shows its IMEX channels.
     pub(crate) imex_channels: PathBuf,
@@ -50,7 +53,7 @@ pub(crate) struct VirtualOptions {
 impl Default for VirtualOptions {
     fn default() -> Self {
         let imex_channels = PathBuf::from("/dev/nvidia-caps-imex-channels");
-        VirtualOptions { chunk_bytes: None, peers: Vec::new(), imex_channels }
+        VirtualOptions { chunk_bytes: None, descending_bytes: None, peers: Vec::new(), imex_channels }
     }
 }
 
@@ -69,12 +72,22 @@ impl Virtual {
         if chunk_bytes == 0 || !chunk_bytes.is_multiple_of(granularity_bytes) {
             return Err(CudaError::ChunkSize { chunk_bytes, granularity_bytes });
         }
+        let addresses = match options.descending_bytes {
+            None => Addresses::Driver(Arc::clone(&device)),
+            Some(size_bytes) if size_bytes == 0 || !size_bytes.is_multiple_of(granularity_bytes) => {
+                return Err(CudaError::AddressSpace { size_bytes, granularity_bytes });
+            }
+            Some(size_bytes) => {
+                Addresses::Descending(Descending::new(Arc::clone(&device), size_bytes, granularity_bytes)?)
+            }
+        };
         Ok(Virtual {
             device,
             properties,
             access,
             granularity_bytes,
             chunk_bytes,
+            addresses,
             ranges: Mutex::default(),
             unreleased: Mutex::default(),
         })
@@ -180,10 +193,7 @@ impl Memory for Virtual {
     fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver.relax_capture();
-        let mut base: CUdeviceptr = 0;
-        let alignment = self.granularity_bytes as usize;
-        // SAFETY: `base` is valid for writing.
-        unsafe { self.device.driver.address_reserve(&raw mut base, size_bytes as usize, alignment, 0, 0) }?;
+        let base = self.addresses.reserve(size_bytes, self.granularity_bytes)?;
         self.ranges().insert(base, Arc::default());
         Ok(Range { base: DeviceAddress(base), size_bytes })
     }
@@ -239,8 +249,7 @@ impl Memory for Virtual {
         }
         // Before the driver has it back: from then on it may give the address to another thread's `reserve`.
         let removed = self.ranges().remove(&range.base.0);
-        // SAFETY: the range was reserved with this size, and no chunk is mapped into it.
-        let freed = unsafe { self.device.driver.address_free(range.base.0, range.size_bytes as usize) };
+        let freed = self.addresses.free(range.base.0, range.size_bytes);
         if let (Err(_), Some(removed)) = (freed, removed) {
             self.ranges().insert(range.base.0, removed);
         }

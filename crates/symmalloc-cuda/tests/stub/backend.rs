@@ -4,7 +4,7 @@ use crate::process::{calls, device, fail, heal, live, stub_test};
 use cudarc::driver::result::ctx;
 use cudarc::driver::sys::CUcontext;
 use std::sync::Arc;
-use symmalloc_core::backend::{Backend, Reason};
+use symmalloc_core::backend::{Backend, Range, Reason};
 use symmalloc_core::ids::StreamId;
 use symmalloc_cuda::{CudaBackend, CudaBackendBuilder, CudaDevice, CudaError, CudaMemory};
 use symmalloc_harness::conformance::conformance;
@@ -82,6 +82,40 @@ stub_test!(a_map_that_fails_at_any_call_leaves_nothing, {
     backend.release(range).expect_err("the driver refuses");
     backend.release(range).expect("the range stayed reserved");
     assert_eq!((live().device_bytes, live().ranges), (0, 0));
+});
+
+stub_test!(descending_addresses_come_from_the_end_and_are_used_again, {
+    let device = device();
+    conformance(|| with_streams(&device, CudaBackend::builder(&device).descending_addresses(1 << 40)));
+    assert_eq!((live().device_bytes, live().ranges), (0, 0));
+
+    let backend = with_streams(&device, CudaBackend::builder(&device).descending_addresses(16 * MIB));
+    let reserve = |mib: u64| backend.reserve(mib * MIB);
+    let ranges = [reserve(2), reserve(4), reserve(6)].map(|range| range.expect("there is room"));
+    let end = ranges[0].base.0 + 2 * MIB;
+    let below = |range: &Range| (end - range.base.0) / MIB;
+    assert_eq!(ranges.each_ref().map(below), [2, 6, 12]);
+    assert_eq!(live().ranges, 1, "one reservation");
+    for range in &ranges {
+        backend.map(*range, 0, range.size_bytes).expect("map");
+    }
+    let error = reserve(6).expect_err("4 MiB are left");
+    assert_eq!((error.call, error.reason), ("cuMemAddressReserve", Reason::OutOfMemory), "{error}");
+    backend.unmap(ranges[1], 0, 4 * MIB).expect("unmap");
+    backend.release(ranges[1]).expect("release");
+    backend.release(ranges[1]).expect_err("it is not reserved any more");
+    let again = [reserve(2), reserve(2), reserve(4)].map(|range| range.expect("there is room"));
+    assert_eq!(again.each_ref().map(below), [4, 6, 16], "the highest gap that fits");
+    for range in [ranges[0], ranges[2]] {
+        backend.unmap(range, 0, range.size_bytes).expect("unmap");
+        backend.release(range).expect("release");
+    }
+    drop(backend);
+    assert_eq!((live().device_bytes, live().ranges), (0, 0), "the reservation went back");
+    for space in [0, 3 * MIB] {
+        let error = CudaBackend::builder(&device).descending_addresses(space).build().expect_err("no such space");
+        assert_eq!(error, CudaError::AddressSpace { size_bytes: space, granularity_bytes: 2 * MIB });
+    }
 });
 
 stub_test!(what_the_driver_keeps_after_a_failed_map_is_used_by_the_next, {

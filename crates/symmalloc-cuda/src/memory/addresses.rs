@@ -1,0 +1,108 @@
+//! Where the addresses of ranges come from: the driver, range by range, or one reservation that is handed out from its end.
+//!
+//! ```text
+//!  base                                          end
+//!   ├──────────── free ────────────┬─ 3rd ─┬─2nd┬─1st─┤
+//! ```
+//!
+//! The second kind turns the order of addresses round: a program runs on one rank with the driver's addresses and on another
+//! with these, and whatever differs then depended on an address.
+
+use crate::device::CudaDevice;
+use crate::error::{DriverError, INVALID_VALUE, OUT_OF_MEMORY};
+use cudarc::driver::sys::CUdeviceptr;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The caller has entered the device's context.
+pub(crate) enum Addresses {
+    /// Each range is a reservation of its own.
+    Driver(Arc<CudaDevice>),
+    /// Parts of one reservation, the highest first.
+    Descending(Descending),
+}
+
+impl Addresses {
+    pub(crate) fn reserve(&self, size_bytes: u64, alignment_bytes: u64) -> Result<u64, DriverError> {
+        match self {
+            Addresses::Driver(device) => reserve(device, size_bytes, alignment_bytes),
+            Addresses::Descending(space) => space.take(size_bytes),
+        }
+    }
+
+    pub(crate) fn free(&self, base: u64, size_bytes: u64) -> Result<(), DriverError> {
+        match self {
+            // SAFETY: reserved with this size, and by the contract of `Memory` nothing is mapped there any more.
+            Addresses::Driver(device) => unsafe { device.driver.address_free(base, size_bytes as usize) },
+            Addresses::Descending(space) => space.give_back(base),
+        }
+    }
+}
+
+fn reserve(device: &CudaDevice, size_bytes: u64, alignment_bytes: u64) -> Result<u64, DriverError> {
+    let mut base: CUdeviceptr = 0;
+    // SAFETY: `base` is valid for writing.
+    unsafe {
+        device.driver.address_reserve(&raw mut base, size_bytes as usize, alignment_bytes as usize, 0, 0)?;
+    }
+    Ok(base)
+}
+
+/// One reservation, handed out from its end.
+pub(crate) struct Descending {
+    device: Arc<CudaDevice>,
+    base: u64,
+    size_bytes: u64,
+    /// Parts that are handed out, start to end; disjoint.
+    taken: Mutex<BTreeMap<u64, u64>>,
+}
+
+impl Descending {
+    pub(crate) fn new(device: Arc<CudaDevice>, size_bytes: u64, alignment_bytes: u64) -> Result<Self, DriverError> {
+        let base = {
+            let _current = device.enter()?;
+            reserve(&device, size_bytes, alignment_bytes)?
+        };
+        Ok(Descending { device, base, size_bytes, taken: Mutex::default() })
+    }
+
+    fn taken(&self) -> MutexGuard<'_, BTreeMap<u64, u64>> {
+        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The highest free part of this size.
+    fn take(&self, size_bytes: u64) -> Result<u64, DriverError> {
+        let mut taken = self.taken();
+        let mut end = self.base + self.size_bytes;
+        for (&start, &after) in taken.iter().rev() {
+            if end - after >= size_bytes {
+                break;
+            }
+            end = start;
+        }
+        match end.checked_sub(size_bytes).filter(|start| *start >= self.base) {
+            Some(start) => {
+                taken.insert(start, end);
+                Ok(start)
+            }
+            None => Err(DriverError { call: "cuMemAddressReserve", code: OUT_OF_MEMORY }),
+        }
+    }
+
+    fn give_back(&self, base: u64) -> Result<(), DriverError> {
+        let error = DriverError { call: "cuMemAddressFree", code: INVALID_VALUE };
+        self.taken().remove(&base).map(|_| ()).ok_or(error)
+    }
+}
+
+impl Drop for Descending {
+    fn drop(&mut self) {
+        let freed = self.device.enter().and_then(|_current| {
+            // SAFETY: reserved with this size. Whoever drops a backend has given its ranges back, or the driver refuses.
+            unsafe { self.device.driver.address_free(self.base, self.size_bytes as usize) }
+        });
+        if let Err(error) = freed {
+            tracing::warn!(name: "memory.addresses_kept", target: "symmalloc", size_bytes = self.size_bytes, %error);
+        }
+    }
+}
