@@ -43,6 +43,23 @@ fn a_new_observer_is_told_of_the_segments_that_live_and_then_of_changes_only() {
 }
 
 #[test]
+fn whether_there_is_anything_new_can_be_asked_without_reading() {
+    let device = SimBackend::builder().build();
+    let allocator = fixed(&device);
+    assert_eq!(allocator.segment_log_entries(POOL), 0);
+    let made = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("fits");
+    let born = allocator.segment_log_entries(POOL);
+    assert_eq!(born, 1);
+    allocator.free(made.handle).expect("live");
+    allocator.allocate(POOL, StreamId(0), 20 * MIB).expect("fits into what was freed");
+    assert_eq!(allocator.segment_log_entries(POOL), born, "no segment came or went");
+    let other = allocator.register_stream().expect("the second");
+    allocator.allocate(POOL, other, MIB).expect("fits");
+    assert_eq!(allocator.segment_log_entries(POOL), born + 1, "all heaps of the pool count");
+    assert_eq!(allocator.segment_log_entries(PoolId(7)), 0, "no such pool");
+}
+
+#[test]
 fn memory_of_a_dead_segment_is_held_until_every_observer_has_acknowledged() {
     let device = SimBackend::builder().build();
     let allocator = fixed(&device);

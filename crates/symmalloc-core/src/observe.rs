@@ -10,6 +10,7 @@ use crate::observers::ObserverId;
 use crate::pool::Pool;
 use crate::segment_log::{SegmentEvent, SegmentEventKind, SegmentLog};
 use crate::units::{Units, bytes};
+use std::sync::atomic::Ordering;
 
 /// What an observer has not acknowledged yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -42,6 +43,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             }
         }
         Ok((observer, births))
+    }
+
+    /// Number of entries that the segment logs of a pool have had so far; 0 for a pool that does not exist. While it stays
+    /// the same, an observer has nothing new to read. Takes no lock and costs a few nanoseconds.
+    #[inline]
+    pub fn segment_log_entries(&self, pool: PoolId) -> u64 {
+        self.pools.get(pool.index()).map_or(0, |entry| entry.log_entries.load(Ordering::Acquire))
     }
 
     /// What the observer has not acknowledged, in (stream, order of happening). Empty for an observer that was forgotten.

@@ -10,7 +10,7 @@ use crate::ids::{PoolId, StreamId};
 use crate::lock::{Lock, LockCell};
 use crate::registry::Registry;
 use crate::stats::UsageStats;
-use crate::sync::AtomicBool;
+use crate::sync::{AtomicBool, AtomicU64};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -23,6 +23,8 @@ pub(crate) struct Pool<L: Lock> {
     /// The heap of each stream, by stream; of all streams, at index 0, when they share.
     pub(crate) routes: Registry<Arc<L::Cell<Heap>>>,
     pub(crate) is_destroyed: AtomicBool,
+    /// Entries so far in the segment logs of its heaps.
+    pub(crate) log_entries: Arc<AtomicU64>,
 }
 
 impl<L: Lock> Pool<L> {
@@ -33,6 +35,7 @@ impl<L: Lock> Pool<L> {
             config,
             routes: Registry::new(),
             is_destroyed: AtomicBool::new(false),
+            log_entries: Arc::new(AtomicU64::new(0)),
         }
     }
 
@@ -63,6 +66,14 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Number of pools created so far, the default pool and destroyed ones included.
     pub fn pool_count(&self) -> u32 {
         self.pools.len() as u32
+    }
+
+    /// A pool's policy.
+    ///
+    /// # Errors
+    /// When the pool is unknown.
+    pub fn pool_config(&self, pool: PoolId) -> Result<&PoolConfig, UnknownError> {
+        Ok(&self.pool(pool)?.config)
     }
 
     /// Gives a pool up: all of its memory goes back to the device, reserved segments too. Its id is not reused.

@@ -9,6 +9,7 @@ use crate::heap::{Heap, HeapIdentity};
 use crate::ids::{HeapId, PoolId, StreamId};
 use crate::lock::{Lock, LockCell};
 use crate::pool::Pool;
+use crate::segment_log::SegmentLog;
 use crate::stats::ScopedPeaks;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -71,6 +72,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 let budget = Arc::clone(&entry.budget);
                 let lookup = self.config().pointer_lookup();
                 let mut heap = Heap::new(identity, entry.config.clone(), budget, self.granularity_bytes, lookup);
+                heap.log = SegmentLog::new(Arc::clone(&entry.log_entries));
                 if entry.config.symmetric() && self.config().history_ops() > 0 {
                     heap.keep_journal(self.config().history_ops(), Arc::clone(&self.program_order));
                 }

@@ -17,14 +17,19 @@
 //! a heap without observers keeps none. A dead segment's memory goes back to the device only after every observer has
 //! acknowledged the death: a window on it is gone by then.
 //!
+//! An observer learns without a lock whether there is anything to ask for: each pool counts the entries of its heaps' logs.
+//!
 //! There is a log per heap, and observers read a pool's logs in stream order. One log over all heaps would record how
 //! threads interleaved, and ranks would register in different orders (rule D8).
 
 use crate::backend::{DeviceAddress, Range};
 use crate::ids::{PoolId, SegmentId, StreamId};
 use crate::observers::ObserverId;
+use crate::sync::AtomicU64;
 use smallvec::SmallVec;
 use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// What happened to a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,9 +85,16 @@ pub(crate) struct SegmentLog {
     cursors: SmallVec<[(ObserverId, u64); 2]>,
     /// In order of death.
     retired: VecDeque<Retired>,
+    /// Entries so far in the logs of all heaps of the pool.
+    pool_entries: Arc<AtomicU64>,
 }
 
 impl SegmentLog {
+    /// The log of a heap of the pool that counts its entries here.
+    pub(crate) fn new(pool_entries: Arc<AtomicU64>) -> Self {
+        SegmentLog { pool_entries, ..SegmentLog::default() }
+    }
+
     /// Index of the next entry; the number of entries so far.
     pub(crate) fn next(&self) -> u64 {
         self.base + self.entries.len() as u64
@@ -94,6 +106,7 @@ impl SegmentLog {
 
     pub(crate) fn append(&mut self, event: SegmentEvent) {
         self.entries.push_back(event);
+        self.pool_entries.fetch_add(1, Ordering::Release);
         self.drop_acknowledged();
     }
 

@@ -17,6 +17,7 @@ use cudarc::driver::sys::CUstream;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 use symmalloc_core::backend::BackendError;
 use symmalloc_core::config::{Config, PoolConfig, SegmentPolicy};
 use symmalloc_core::errors::{AllocateError, FreeError, OutOfMemory, PoolError};
@@ -199,6 +200,24 @@ impl<B: CudaMemory> CachingAllocator<B> {
         Ok(self.state.synchronize(stream).map_err(DriverError::from)?)
     }
 
+    /// Blocks the host until the work given to every registered stream so far is done, but not beyond the deadline.
+    /// Returns whether it is done.
+    ///
+    /// # Errors
+    /// When the driver refuses or reports that work failed.
+    pub fn synchronize_all(&self, deadline: Instant) -> Result<bool, CudaError> {
+        Ok(self.state.order().synchronize_all(deadline).map_err(DriverError::from)?)
+    }
+
+    /// Whether a capture that a [`GraphPool`](crate::GraphPool) began on the device is under way, or a registered stream is
+    /// part of anybody's. Asks the driver once per registered stream.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub fn is_capturing(&self) -> Result<bool, CudaError> {
+        Ok(self.state.order().is_capturing()?)
+    }
+
     /// Allocates bytes for work on a stream, to be freed with [`free`](Self::free). Buffers are the safe way.
     ///
     /// # Errors
@@ -242,7 +261,8 @@ impl<B: CudaMemory> CachingAllocator<B> {
     }
 
     /// Makes a pool with a policy of its own. It is destroyed when the returned owner and every allocator of
-    /// [`with_pool`](Self::with_pool) are gone and its buffers are freed, by the next [`trim`](Self::trim).
+    /// [`with_pool`](Self::with_pool) are gone and its buffers are freed, by the next [`trim`](Self::trim); while somebody
+    /// observes it, a later one.
     ///
     /// # Errors
     /// When the policy does not fit the device.
@@ -386,14 +406,14 @@ impl<B: CudaMemory> State<B> {
         lock(&self.abandoned).push(abandoned);
     }
 
-    /// Destroys the abandoned pools in which nothing is allocated any more.
+    /// Destroys the abandoned pools in which nothing is allocated any more and that nobody observes.
     fn destroy_abandoned(&self) -> Result<(), CudaError> {
         let abandoned = std::mem::take(&mut *lock(&self.abandoned));
         let mut first_error = Ok(());
         for mut entry in abandoned {
             match self.destroy(&mut entry) {
                 Ok(()) => {}
-                Err(CudaError::Pool(PoolError::InUse { .. })) => lock(&self.abandoned).push(entry),
+                Err(CudaError::Pool(PoolError::InUse { .. } | PoolError::Observed { .. })) => lock(&self.abandoned).push(entry),
                 Err(error) => {
                     // A pool that the driver did not take back entirely is destroyed for the core, which tries again.
                     if !matches!(error, CudaError::Pool(PoolError::Backend(_))) {

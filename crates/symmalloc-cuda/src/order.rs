@@ -16,7 +16,7 @@
 //! | a capture | anything else | nothing: captured work runs when the graph is launched, which the program orders |
 //! | no capture | a capture | refused, without a call that would spoil the capture |
 
-use crate::capture::CaptureId;
+use crate::capture::{CaptureId, capture_of};
 use crate::device::{CudaDevice, RestoreCurrent};
 use crate::driver::EVENT_DISABLE_TIMING;
 use crate::error::{CAPTURE_ISOLATION, CAPTURE_UNSUPPORTED, DriverError, INVALID_HANDLE, NOT_READY};
@@ -25,8 +25,13 @@ use cudarc::driver::sys::{CUevent, CUstream};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
 use symmalloc_core::backend::{BackendError, Event};
 use symmalloc_core::ids::StreamId;
+
+/// How often an event is asked while the host waits with a deadline: a question costs 1.2 us.
+const POLL: Duration = Duration::from_micros(20);
 
 /// Streams and events of one backend.
 #[doc(hidden)]
@@ -231,6 +236,45 @@ impl Order {
         let _relaxed = self.device.driver.relax_capture();
         // SAFETY: registered streams are kept alive.
         Ok(unsafe { self.device.driver.stream_synchronize(raw) }?)
+    }
+
+    /// Blocks the host until the work given to every stream so far is done, but not beyond the deadline. Whether it is done.
+    pub(crate) fn synchronize_all(&self, deadline: Instant) -> Result<bool, BackendError> {
+        let mut events = Vec::new();
+        let recorded = self.streams().try_for_each(|(_, stream)| {
+            events.push(self.record_raw(stream.cu_stream())?);
+            Ok::<_, DriverError>(())
+        });
+        let done = recorded.map_err(BackendError::from).and_then(|()| self.wait_for_all(&events, deadline));
+        events.into_iter().for_each(|event| self.recycle(event));
+        done
+    }
+
+    fn wait_for_all(&self, events: &[Event], deadline: Instant) -> Result<bool, BackendError> {
+        for event in events {
+            while !self.query(*event)? {
+                if Instant::now() >= deadline {
+                    return Ok(false);
+                }
+                thread::sleep(POLL);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Whether a registered stream is part of a capture, whoever began it.
+    pub(crate) fn is_capturing(&self) -> Result<bool, DriverError> {
+        if self.device.captures.any() {
+            return Ok(true);
+        }
+        let _current = self.device.enter()?;
+        for (_, stream) in self.streams() {
+            // SAFETY: registered streams are kept alive.
+            if unsafe { capture_of(self.device.driver, stream.cu_stream()) }?.is_some() {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     fn capture_at(&self, event: Event) -> Option<CaptureId> {

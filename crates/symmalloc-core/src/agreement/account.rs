@@ -89,6 +89,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.symmetric_pools().nth(ordinal as usize).map(|(pool, _)| pool)
     }
 
+    /// The ordinal of a pool among the symmetric ones: the other way round. `None` for a pool that is not symmetric.
+    pub fn symmetric_ordinal(&self, pool: PoolId) -> Option<u32> {
+        self.symmetric_pools().zip(0..).find(|((id, _), _)| *id == pool).map(|(_, ordinal)| ordinal)
+    }
+
     /// Bytes that the history of symmetric heaps takes now. See [`ConfigBuilder::history_ops`](crate::config::ConfigBuilder::history_ops).
     pub fn history_bytes(&self) -> u64 {
         let heaps =
