@@ -1,0 +1,85 @@
+//! The order in which a rank that has several communicators goes through them: the same on every rank, by construction.
+
+use crate::unique_id::UniqueId;
+use std::sync::Arc;
+
+/// A communicator's place among all of a job. Its ranks all have the same one, and no other communicator has it.
+///
+/// What several communicators do one after the other (registering memory, comparing histories) must happen in one order on all
+/// ranks, or two ranks wait for each other in two communicators. Sorted by this, it does. The order is by name, then by what a
+/// communicator came from: its unique id, or the communicator it was split from, which stands before it.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct CommOrder(Arc<[u8]>);
+
+impl CommOrder {
+    /// A connected communicator. `ordinal` counts those of this rank with the same id.
+    pub(crate) fn connected(name: &str, id: &UniqueId, ordinal: u32) -> Self {
+        let mut key = Self::named(b'c', name);
+        key.extend_from_slice(id.as_bytes());
+        key.extend_from_slice(&ordinal.to_be_bytes());
+        CommOrder(key.into())
+    }
+
+    /// A communicator that other code made: its name is all there is.
+    pub(crate) fn borrowed(name: &str) -> Self {
+        CommOrder(Self::named(b'b', name).into())
+    }
+
+    /// The part with this color of the `ordinal`th split.
+    pub(crate) fn split(&self, ordinal: u32, color: u32) -> Self {
+        let mut key = self.0.to_vec();
+        key.push(b's');
+        key.extend_from_slice(&ordinal.to_be_bytes());
+        key.extend_from_slice(&color.to_be_bytes());
+        CommOrder(key.into())
+    }
+
+    fn named(kind: u8, name: &str) -> Vec<u8> {
+        let mut key = name.as_bytes().to_vec();
+        // Names hold no zero byte, so none is the beginning of another one's key.
+        key.extend_from_slice(&[0, kind]);
+        key
+    }
+
+    /// The order as bytes, which compare as it does: for digests.
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn world(name: &str, byte: u8) -> CommOrder {
+        CommOrder::connected(name, &UniqueId::from_bytes([byte; UniqueId::BYTES]), 0)
+    }
+
+    #[test]
+    fn names_come_first_so_that_runs_with_other_ids_have_one_order() {
+        assert!(world("dp", 9) < world("tp", 1));
+        assert!(world("dp", 9).split(1, 0) < world("tp", 1));
+    }
+
+    #[test]
+    fn a_split_stands_behind_its_parent_and_before_the_next_one() {
+        let parent = world("world", 7);
+        let (first, second) = (parent.split(1, 300), parent.split(2, 0));
+        assert!(parent < first && first < second);
+        assert!(parent.split(1, 2) < first, "colors compare as numbers");
+        assert!(first < world("world", 8));
+    }
+
+    #[test]
+    fn communicators_of_one_id_differ_by_their_ordinal() {
+        let id = UniqueId::from_bytes([3; UniqueId::BYTES]);
+        assert!(CommOrder::connected("w", &id, 0) < CommOrder::connected("w", &id, 1));
+    }
+
+    #[test]
+    fn a_borrowed_communicator_is_its_name() {
+        assert_eq!(CommOrder::borrowed("tp"), CommOrder::borrowed("tp"));
+        assert_ne!(CommOrder::borrowed("tp"), CommOrder::borrowed("tp2"));
+        assert_ne!(CommOrder::borrowed("tp"), world("tp", 0));
+    }
+}

@@ -1,0 +1,66 @@
+//! What a communicator is doing, and what became of it.
+
+use std::fmt;
+
+/// What became of a communicator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum CommState {
+    /// It can be used.
+    Ready,
+    /// It was destroyed in order. Its windows are gone.
+    Destroyed,
+    /// It was aborted, by the program or because of an error. Its windows are gone.
+    Aborted,
+    /// It is lost: a host thread is inside a call of NCCL's that does not end, so nothing can be taken back. What it holds
+    /// stays until the process ends.
+    Lost,
+}
+
+impl fmt::Display for CommState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            CommState::Ready => "ready",
+            CommState::Destroyed => "destroyed",
+            CommState::Aborted => "aborted",
+            CommState::Lost => "lost",
+        })
+    }
+}
+
+/// What was waited for when a deadline passed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Stage {
+    /// The ranks connect.
+    Connect,
+    /// The communicator is split.
+    Split,
+    /// Memory is registered.
+    Register,
+    /// Memory is deregistered.
+    Deregister,
+    /// A collective is given to the stream.
+    Submit,
+    /// A collective runs on the device.
+    Run,
+    /// The communicator is destroyed.
+    Destroy,
+    /// The communicator is aborted.
+    Abort,
+}
+
+impl fmt::Display for Stage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Stage::Connect => "connecting",
+            Stage::Split => "splitting",
+            Stage::Register => "registering memory",
+            Stage::Deregister => "deregistering memory",
+            Stage::Submit => "submitting a collective",
+            Stage::Run => "a collective on the device",
+            Stage::Destroy => "destroying it",
+            Stage::Abort => "aborting it",
+        })
+    }
+}

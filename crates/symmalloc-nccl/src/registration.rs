@@ -1,0 +1,120 @@
+//! What NCCL gives for memory that was registered. The kind is in the type, so that the wrong deregistration cannot be called.
+
+use crate::calls::{RawRegistration, RawWindow};
+use std::ffi::c_void;
+use std::fmt;
+use std::sync::Arc;
+
+/// `NCCL_WIN_REQUIRED_ALIGNMENT`: where a window may start.
+pub const WINDOW_ALIGNMENT: u64 = 4096;
+
+/// What became of memory that was to be a window.
+#[derive(Debug)]
+#[must_use = "deregister it before the memory goes back"]
+pub enum Registered {
+    /// A window: kernels reach the peers' memory through it.
+    Window(Window),
+    /// The ranks cannot reach each other's memory (no NVLink, no peer access): a plain registration of this rank's.
+    Plain(BufferRegistration),
+}
+
+/// A window of one communicator over a whole segment, on all its ranks.
+///
+/// Give it back with [`Communicator::deregister_window`](crate::Communicator::deregister_window) before the memory is
+/// unmapped. It is gone, without a call, when its communicator is.
+#[must_use = "deregister it before the memory goes back"]
+pub struct Window {
+    pub(crate) raw: WindowHandle,
+    pub(crate) memory: Memory,
+}
+
+/// A registration of memory that is this rank's own matter.
+///
+/// Give it back with [`Communicator::deregister_buffer`](crate::Communicator::deregister_buffer) before the memory is unmapped.
+/// It is gone, without a call, when its communicator is.
+#[must_use = "deregister it before the memory goes back"]
+pub struct BufferRegistration {
+    pub(crate) raw: RegistrationHandle,
+    pub(crate) memory: Memory,
+}
+
+/// Which memory, on which communicator.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Memory {
+    pub(crate) base: u64,
+    pub(crate) size_bytes: u64,
+    /// [`Communicator::serial`](crate::Communicator) of the owner.
+    pub(crate) owner: u64,
+    pub(crate) owner_name: Arc<str>,
+}
+
+/// NCCL's `ncclWindow_t`: an address that only NCCL and kernels understand.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct WindowHandle(pub(crate) RawWindow);
+
+/// What `ncclCommRegister` gave.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct RegistrationHandle(pub(crate) RawRegistration);
+
+// SAFETY: a name for something of NCCL's; only calls on the communicator, one at a time, look behind it.
+unsafe impl Send for WindowHandle {}
+// SAFETY: as above.
+unsafe impl Sync for WindowHandle {}
+// SAFETY: as above.
+unsafe impl Send for RegistrationHandle {}
+// SAFETY: as above.
+unsafe impl Sync for RegistrationHandle {}
+
+impl WindowHandle {
+    /// The `ncclWindow_t`, for kernels and for NCCL's own calls.
+    pub fn as_ptr(self) -> *mut c_void {
+        self.0
+    }
+}
+
+impl Window {
+    /// NCCL's name for it; valid until it is deregistered or its communicator is gone.
+    pub fn handle(&self) -> WindowHandle {
+        self.raw
+    }
+
+    /// Its first byte on this rank.
+    pub fn base(&self) -> u64 {
+        self.memory.base
+    }
+
+    /// Its size in bytes.
+    pub fn size_bytes(&self) -> u64 {
+        self.memory.size_bytes
+    }
+}
+
+impl BufferRegistration {
+    /// Its first byte.
+    pub fn base(&self) -> u64 {
+        self.memory.base
+    }
+
+    /// Its size in bytes.
+    pub fn size_bytes(&self) -> u64 {
+        self.memory.size_bytes
+    }
+}
+
+impl fmt::Debug for WindowHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "WindowHandle({:p})", self.0)
+    }
+}
+
+impl fmt::Debug for Window {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Window").field("handle", &self.raw).field("memory", &self.memory).finish()
+    }
+}
+
+impl fmt::Debug for BufferRegistration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BufferRegistration").field("memory", &self.memory).finish_non_exhaustive()
+    }
+}
