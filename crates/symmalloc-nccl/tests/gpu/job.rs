@@ -1,0 +1,141 @@
+//! Ranks as threads, a device for each.
+
+use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
+use std::process::Command;
+use std::sync::{Arc, Barrier};
+use std::time::Duration;
+use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice};
+use symmalloc_nccl::{Communicator, CommunicatorBuilder, Nccl, Registrar, UniqueId};
+
+pub(crate) const MIB: u64 = 1 << 20;
+pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
+
+/// Number of devices that take part; prints why there are too few.
+pub(crate) fn devices() -> Option<u32> {
+    let count = match CudaDevice::count() {
+        Ok(count) => count as u32,
+        Err(error) => {
+            println!("skipped, no device: {error}");
+            return None;
+        }
+    };
+    if let Err(error) = Nccl::load() {
+        println!("skipped, no NCCL: {error}");
+        return None;
+    }
+    if count < 2 {
+        println!("skipped, {count} device: two are needed");
+        return None;
+    }
+    Some(count)
+}
+
+/// Runs a body on every rank and returns what they did, by rank.
+pub(crate) fn ranks<T: Send>(count: u32, body: impl Fn(&Rank<'_>) -> T + Sync) -> Vec<T> {
+    let barrier = Barrier::new(count as usize);
+    let run = |rank| {
+        let device = CudaDevice::new(rank as usize).expect("a device");
+        let stream = device.context().new_stream().expect("a stream");
+        body(&Rank { rank, ranks: count, device, stream, barrier: &barrier })
+    };
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..count).map(|rank| scope.spawn(move || run(rank))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("the rank passed")).collect()
+    })
+}
+
+/// A rank's seat.
+pub(crate) struct Rank<'a> {
+    pub(crate) rank: u32,
+    pub(crate) ranks: u32,
+    pub(crate) device: Arc<CudaDevice>,
+    pub(crate) stream: Arc<CudaStream>,
+    barrier: &'a Barrier,
+}
+
+/// How NCCL's calls behave towards the host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Calls {
+    Blocking,
+    Nonblocking,
+}
+
+impl Rank<'_> {
+    pub(crate) fn builder(&self, calls: Calls) -> CommunicatorBuilder {
+        let builder = Communicator::builder(&self.device).deadline(DEADLINE);
+        if calls == Calls::Blocking { builder.blocking() } else { builder }
+    }
+
+    pub(crate) fn connect(&self, id: UniqueId, calls: Calls) -> Communicator {
+        self.builder(calls).connect(id, self.rank, self.ranks).expect("all ranks are there")
+    }
+
+    /// An allocator whose default pool has this policy. Odd ranks get their addresses in descending order.
+    pub(crate) fn allocator(&self, pool: PoolConfig) -> CudaAllocator {
+        let builder = CudaBackend::builder(&self.device);
+        let builder = if self.rank % 2 == 1 { builder.descending_addresses(256 << 30) } else { builder };
+        let config = Config::builder().default_pool(pool).build().expect("valid");
+        let allocator = CudaAllocator::with_backend(builder.build().expect("supported"), config).expect("made");
+        allocator.register_stream(&self.stream).expect("registered");
+        allocator
+    }
+
+    pub(crate) fn registrar(&self, allocator: &CudaAllocator) -> Registrar {
+        Registrar::builder(allocator).build().expect("made")
+    }
+
+    /// Waits for all ranks, which do not differ here.
+    pub(crate) fn meet(&self) {
+        self.barrier.wait();
+    }
+
+    pub(crate) fn is_first(&self) -> bool {
+        self.rank == 0
+    }
+
+    /// What this rank gives in a round.
+    pub(crate) fn write<T: DevicePtrMut<f32>>(&self, buffer: &mut T, round: u64) {
+        self.write_on(&self.stream, buffer, round);
+    }
+
+    /// Elements that are not the sum over all ranks.
+    pub(crate) fn wrong_sums<T: DevicePtr<f32>>(&self, buffer: &T, round: u64) -> usize {
+        self.wrong_sums_on(&self.stream, buffer, round)
+    }
+
+    pub(crate) fn write_on<T: DevicePtrMut<f32>>(&self, stream: &Arc<CudaStream>, buffer: &mut T, round: u64) {
+        let host: Vec<f32> = (0..buffer.len()).map(|element| given(self.rank, round, element)).collect();
+        stream.memcpy_htod(&host, buffer).expect("copied");
+    }
+
+    pub(crate) fn wrong_sums_on<T: DevicePtr<f32>>(&self, stream: &Arc<CudaStream>, buffer: &T, round: u64) -> usize {
+        let host = stream.clone_dtoh(buffer).expect("copied");
+        stream.synchronize().expect("done");
+        let sum = |element| (0..self.ranks).map(|rank| given(rank, round, element)).sum::<f32>();
+        host.iter().enumerate().filter(|(element, value)| **value != sum(*element)).count()
+    }
+}
+
+/// Small whole numbers: their sums are exact.
+fn given(rank: u32, round: u64, element: usize) -> f32 {
+    (1000 * rank as usize + (round % 100) as usize + element % 613) as f32
+}
+
+/// A symmetric pool with one segment, obtained up front.
+pub(crate) fn reserved(segment_bytes: u64) -> PoolConfig {
+    PoolConfig::builder().reserved(segment_bytes).symmetric(true).build().expect("valid")
+}
+
+/// A symmetric pool of PyTorch's segments.
+pub(crate) fn fixed() -> PoolConfig {
+    PoolConfig::builder().fixed().symmetric(true).build().expect("valid")
+}
+
+/// This test again, in a process of its own: the environment of NCCL is read once, and a kernel that never ends goes with its
+/// process only.
+pub(crate) fn again(test: &str) -> Command {
+    let mut command = Command::new(std::env::current_exe().expect("the test's executable"));
+    command.args([test, "--exact", "--nocapture", "--test-threads=1"]);
+    command
+}

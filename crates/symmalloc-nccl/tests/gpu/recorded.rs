@@ -1,0 +1,117 @@
+//! A recorded training job with real memory and real collectives: after the warm-up, nothing is registered.
+//!
+//! The job is FSDP1 on 2 GPUs, sequence lengths vary from step to step. Each of its 16 steps begins with the shard that the
+//! network gathers, 65,537,024 bytes on the network's stream: that buffer is reduced over all ranks. The recording is replayed
+//! over and over, and what it left allocated is freed between. All ranks replay rank 0's recording: the program was the same,
+//! the recordings differ only in when PyTorch's event polling noticed the ends of uses.
+
+use crate::job::{Calls, Rank, devices, ranks};
+use cudarc::driver::{CudaSlice, CudaStream};
+use std::mem::ManuallyDrop;
+use std::sync::Arc;
+use std::time::Instant;
+use symmalloc_core::config::StreamPolicy;
+use symmalloc_core::op::Op;
+use symmalloc_core::replay::{Program, Replay};
+use symmalloc_core::{Allocation, Digest, PoolConfig, PoolId, StreamId};
+use symmalloc_harness::jobs;
+use symmalloc_nccl::{Communicator, ReduceOp, Registration, UniqueId};
+
+const JOB: &str = "fsdp1_train_rank0";
+const STEPS_PER_PASS: u64 = 16;
+const SHARD_BYTES: u64 = 65_537_024;
+const NETWORK: StreamId = StreamId(1);
+/// Holds the job's peak of 5,314,183,168 bytes.
+const SEGMENT_BYTES: u64 = 6 << 30;
+const CHECK_EVERY: u64 = 100;
+
+/// `SYMMALLOC_STEPS`, 10,000 by default.
+fn steps() -> u64 {
+    std::env::var("SYMMALLOC_STEPS").ok().and_then(|steps| steps.parse().ok()).unwrap_or(10_000)
+}
+
+fn begins_step(op: &Op) -> bool {
+    matches!(op, Op::Allocate { stream, size_bytes, .. } if (*stream, *size_bytes) == (NETWORK, SHARD_BYTES))
+}
+
+/// What a rank saw.
+#[derive(Debug)]
+struct Run {
+    steps: u64,
+    ops: u64,
+    seconds: f64,
+    digest: Digest,
+}
+
+#[test]
+fn a_training_job_registers_nothing_after_its_warm_up() {
+    let Some(count) = devices() else { return };
+    let program = jobs::program(JOB);
+    let recorded_steps = program.ops().iter().filter(|op| begins_step(op)).count() as u64;
+    assert_eq!(recorded_steps, STEPS_PER_PASS);
+    let id = UniqueId::new().expect("NCCL makes one");
+    let runs = ranks(count, |rank| train(rank, &program, &rank.connect(id, Calls::Blocking)));
+    println!("{JOB}: {:?}", runs[0]);
+    assert!(runs.iter().all(|run| run.digest == runs[0].digest), "{runs:?}");
+}
+
+fn train(rank: &Rank<'_>, program: &Program, comm: &Communicator) -> Run {
+    let pool = PoolConfig::builder().reserved(SEGMENT_BYTES).symmetric(true).streams(StreamPolicy::Shared);
+    let allocator = rank.allocator(pool.build().expect("valid"));
+    let mut streams = vec![Arc::clone(&rank.stream)];
+    for _ in program.ops().iter().filter(|op| matches!(op, Op::RegisterStream { .. })).skip(1) {
+        streams.push(rank.device.context().new_stream().expect("a stream"));
+        allocator.register_stream(streams.last().expect("just made")).expect("registered");
+    }
+    let registrar = rank.registrar(&allocator);
+    registrar.attach(comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
+
+    let mut replay = Replay::new(allocator.core(), program);
+    let mut warm: Option<(u64, u64)> = None;
+    let (mut begun, mut step, mut ops) = (Instant::now(), 0, 0);
+    // The first pass is the warm-up.
+    'passes: for pass in 0.. {
+        for op in program.ops() {
+            let made = replay.step(op).expect("the memory holds the job");
+            ops += u64::from(pass > 0);
+            let Some(allocation) = made.filter(|_| begins_step(op)) else { continue };
+            registrar.sync(&[comm]).expect("the ranks agree");
+            reduce(rank, comm, &streams[NETWORK.index()], &allocation, step);
+            if pass > 0 {
+                step += 1;
+            }
+            if pass > 0 && step == steps() {
+                break 'passes;
+            }
+        }
+        replay.free_all().expect("freed");
+        if pass == 0 {
+            let stats = registrar.stats();
+            warm = Some((stats.registrations, stats.deregistrations));
+            (begun, ops) = (Instant::now(), 0);
+        }
+    }
+    rank.device.synchronize().expect("all work is done");
+    let seconds = begun.elapsed().as_secs_f64();
+    let stats = registrar.stats();
+    assert_eq!(Some((stats.registrations, stats.deregistrations)), warm, "after the warm-up");
+    assert_eq!(warm, Some((1, 0)), "one segment, one window");
+    replay.free_all().expect("freed");
+    Run { steps: step, ops, seconds, digest: allocator.digest(PoolId::DEFAULT).expect("known") }
+}
+
+/// Reduces the step's own buffer on the network's stream; now and then with values that are checked.
+fn reduce(rank: &Rank<'_>, comm: &Communicator, network: &Arc<CudaStream>, allocation: &Allocation, step: u64) {
+    let length = (SHARD_BYTES / 4) as usize;
+    // SAFETY: an allocation of this size on this stream, and the slice is not dropped.
+    let shard = unsafe { network.upgrade_device_ptr::<f32>(allocation.address.0, length) };
+    let mut shard: ManuallyDrop<CudaSlice<f32>> = ManuallyDrop::new(shard);
+    let is_checked = step.is_multiple_of(CHECK_EVERY);
+    if is_checked {
+        rank.write_on(network, &mut *shard, step);
+    }
+    comm.all_reduce_in_place(&mut *shard, ReduceOp::Sum, network).expect("submitted");
+    if is_checked {
+        assert_eq!(rank.wrong_sums_on(network, &*shard, step), 0, "step {step}");
+    }
+}

@@ -1,0 +1,68 @@
+//! The reported failure and its cure: `examples/all_reduce.rs` as a test, with threads, with processes, and with NCCL's own check.
+
+use crate::job::{again, devices};
+use std::net::TcpListener;
+use symmalloc_nccl::{Nccl, NcclVersion};
+
+#[allow(dead_code, reason = "the example's main is not called")]
+#[path = "../../examples/all_reduce.rs"]
+mod all_reduce;
+
+const CHILD: &str = "SYMMALLOC_TABLE_CHILD";
+
+/// `SYMMALLOC_ROUNDS`, 1,000 by default.
+fn rounds() -> u32 {
+    std::env::var("SYMMALLOC_ROUNDS").ok().and_then(|rounds| rounds.parse().ok()).unwrap_or(1000)
+}
+
+fn run(options: &all_reduce::Options) {
+    if let Some(table) = all_reduce::run(options).expect("all ranks got through") {
+        print!("{table}");
+        assert!(table.is_as_claimed());
+    }
+}
+
+#[test]
+fn the_old_order_is_wrong_and_ours_right_with_a_thread_for_each_device() {
+    let Some(ranks) = devices() else { return };
+    run(&all_reduce::Options { ranks: Some(ranks), rounds: rounds(), threads: true });
+}
+
+#[test]
+fn the_old_order_is_wrong_and_ours_right_with_a_process_for_each_device() {
+    const NAME: &str = "table::the_old_order_is_wrong_and_ours_right_with_a_process_for_each_device";
+    if std::env::var_os(CHILD).is_some() {
+        return run(&all_reduce::Options { ranks: None, rounds: rounds() / 10, threads: false });
+    }
+    let Some(ranks) = devices() else { return };
+    let free = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port");
+    let children: Vec<_> = (0..ranks)
+        .map(|rank| {
+            let count = ranks.to_string();
+            let (rank, world) = (rank.to_string(), count.as_str());
+            again(NAME)
+                .env(CHILD, "1")
+                .env("SYMMALLOC_RENDEZVOUS", free.to_string())
+                .envs([("RANK", rank.as_str()), ("LOCAL_RANK", &rank), ("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", world)])
+                .spawn()
+                .expect("started again")
+        })
+        .collect();
+    for mut child in children {
+        assert!(child.wait().expect("waited for").success());
+    }
+}
+
+#[test]
+fn nccl_itself_finds_no_mismatch_in_ours() {
+    let Some(_) = devices() else { return };
+    // `NCCL_CHECK_MODE` came with 2.29.7.
+    let (version, since) = (Nccl::load().expect("there").version(), NcclVersion::new(2, 29, 7));
+    if version < since {
+        println!("skipped: NCCL {version} has no NCCL_CHECK_MODE, {since} brought it");
+        return;
+    }
+    let name = "collectives::windows_reduce_right_over_frees_and_new_segments";
+    let status = again(name).env("NCCL_CHECK_MODE", "DEBUG_GLOBAL").status().expect("started again");
+    assert!(status.success());
+}
