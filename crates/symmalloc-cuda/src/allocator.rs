@@ -413,7 +413,9 @@ impl<B: CudaMemory> State<B> {
         for mut entry in abandoned {
             match self.destroy(&mut entry) {
                 Ok(()) => {}
-                Err(CudaError::Pool(PoolError::InUse { .. } | PoolError::Observed { .. })) => lock(&self.abandoned).push(entry),
+                Err(CudaError::Pool(PoolError::InUse { .. } | PoolError::Observed { .. })) => {
+                    lock(&self.abandoned).push(entry)
+                }
                 Err(error) => {
                     // A pool that the driver did not take back entirely is destroyed for the core, which tries again.
                     if !matches!(error, CudaError::Pool(PoolError::Backend(_))) {

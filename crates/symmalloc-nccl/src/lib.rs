@@ -1,25 +1,47 @@
 //! NCCL for symmalloc.
 
+mod attachment;
 mod calls;
 mod collectives;
 mod communicator;
 mod data_type;
 mod error;
 mod group;
+mod invalidation;
 mod launch;
 mod library;
+mod offset_check;
+mod plan;
+mod plan_summary;
+mod registrar;
+mod registrar_error;
 mod registration;
 mod rendezvous;
+mod round;
+mod scope;
+mod segment_key;
+mod stats;
+mod symmetric_space;
 mod transport;
 mod unique_id;
+mod window;
 
 pub use communicator::{CommOrder, CommState, Communicator, CommunicatorBuilder, Stage};
 pub use data_type::{DataType, NcclType, ReduceOp};
 pub use error::{CommError, LoadError, NcclError};
 pub use group::Group;
+pub use invalidation::{Invalidated, InvalidationCursor};
 pub use launch::{Launch, LaunchError, Launcher};
 pub use library::{Capability, Nccl, NcclVersion};
+pub use offset_check::{BufferPlace, CheckedCollectives, Collective, CollectiveCall, OffsetDifference};
+pub use plan::{PlanStep, SegmentName, StepKind};
+pub use plan_summary::{PlanDifference, PlanField, PlanGroup, StepDifference};
+pub use registrar::{Registrar, RegistrarBuilder, Registration, Synced};
+pub use registrar_error::{AttachError, LookupError, SyncError};
 pub use registration::{BufferRegistration, Registered, WINDOW_ALIGNMENT, Window, WindowHandle};
 pub use rendezvous::RendezvousError;
+pub use segment_key::{Generation, SegmentKey};
+pub use stats::{CommunicatorStats, RegistrarStats};
 pub use transport::NcclTransport;
 pub use unique_id::UniqueId;
+pub use window::WindowSpan;

@@ -293,7 +293,7 @@ impl Disagreement {
     }
 
     /// Tells `tracing`, as rank `rank`. Names and fields are stable.
-    pub(crate) fn tell(&self, rank: u32) {
+    pub fn tell(&self, rank: u32) {
         let first = self.first_heap();
         tracing::error!(
             name: "ranks.diverged",

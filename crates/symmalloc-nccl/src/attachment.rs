@@ -1,0 +1,601 @@
+//! What a registrar knows of one communicator: which pools it watches for it, and what is registered on it.
+//!
+//! ```text
+//!  Attachment ── Communicator
+//!    ├── State, behind the lock of a sync: one at a time per communicator
+//!    │     ├── pools         an observer each: its cursor in the segment log, and what keeps dead memory from going back
+//!    │     ├── book          the live segments as of the last sync
+//!    │     ├── windows, buffers          what NCCL gave, to be given back
+//!    │     └── space         the symmetric address space, as NCCL counts it
+//!    └── View, behind a lock of its own: what lookups see while a sync runs
+//! ```
+//!
+//! Memory of a dead segment goes back when the last observer has let go of it, and an observer here lets go only after its
+//! windows are gone. So a segment outlives its windows on every communicator, whatever the order of things elsewhere.
+
+use crate::communicator::{CommState, Communicator, Stage};
+use crate::error::CommError;
+use crate::invalidation::Invalidations;
+use crate::plan::{Book, Plan, SegmentName, Step, StepKind, dead_keys, fold, generation};
+use crate::plan_summary::{Circumstances, Summary};
+use crate::registrar::{Registration, Settings, Synced};
+use crate::registrar_error::{AttachError, SyncError};
+use crate::registration::{BufferRegistration, Registered};
+use crate::round::consent;
+use crate::segment_key::{Generation, SegmentKey};
+use crate::stats::Counters;
+use crate::symmetric_space::SymmetricSpace;
+use crate::transport::NcclTransport;
+use crate::window::{Entry, Kind, WindowMap};
+use smallvec::SmallVec;
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::time::Instant;
+use symmalloc_core::agreement::Witness;
+use symmalloc_core::errors::UnknownError;
+use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};
+use symmalloc_core::{Backend, ObserverId, PoolId, Unread};
+use symmalloc_cuda::CudaAllocator;
+
+pub(crate) struct Attachment {
+    pub(crate) comm: Communicator,
+    state: Mutex<State>,
+    view: RwLock<View>,
+}
+
+/// What changes in a sync.
+#[derive(Default)]
+pub(crate) struct State {
+    /// Ascending by pool.
+    pools: Vec<Watched>,
+    book: Book,
+    /// Of pools that are attached for windows.
+    windows: BTreeMap<Generation, Registered>,
+    window_bytes: u64,
+    /// Of pools that are attached for buffers, a registration per piece of memory.
+    buffers: BTreeMap<Generation, SmallVec<[BufferRegistration; 1]>>,
+    /// Known from the first plan on.
+    space: Option<SymmetricSpace>,
+    transport: Option<NcclTransport>,
+    /// Collectives of syncs so far: equal on all ranks.
+    rounds: u64,
+    /// The communicator is gone, and everything with it.
+    is_dropped: bool,
+}
+
+/// A pool that is watched for one communicator.
+struct Watched {
+    pool: PoolId,
+    /// Among symmetric pools; 0 for a private one, which no other rank hears of.
+    ordinal: u32,
+    registration: Registration,
+    observer: ObserverId,
+    /// The segments that lived when it was attached, until the first sync.
+    births: Vec<SegmentEvent>,
+    /// Entries of the pool's log when it was last read.
+    seen: u64,
+    /// It is to be let go of at the next sync.
+    is_leaving: bool,
+}
+
+/// What can be asked at any time.
+#[derive(Default)]
+pub(crate) struct View {
+    pub(crate) windows: WindowMap,
+    pub(crate) invalidations: Invalidations,
+    pub(crate) space_used_bytes: u64,
+    pub(crate) space_limit_bytes: u64,
+    pub(crate) window_count: u64,
+    pub(crate) window_bytes: u64,
+    pub(crate) buffer_count: u64,
+}
+
+/// What a sync has from its registrar.
+pub(crate) struct Job<'a> {
+    pub(crate) allocator: &'a CudaAllocator,
+    pub(crate) settings: &'a Settings,
+    pub(crate) counters: &'a Counters,
+    /// `None` when histories are not compared.
+    pub(crate) witness: Option<&'a Witness<'a>>,
+}
+
+/// What happened to the pools of one kind since they were last read.
+struct News {
+    events: Vec<SegmentEvent>,
+    leaving: Vec<PoolId>,
+}
+
+impl Attachment {
+    pub(crate) fn new(comm: &Communicator) -> Self {
+        Attachment { comm: comm.clone(), state: Mutex::default(), view: RwLock::default() }
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn view(&self) -> RwLockReadGuard<'_, View> {
+        self.view.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn view_mut(&self) -> RwLockWriteGuard<'_, View> {
+        self.view.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn name(&self) -> String {
+        self.comm.name().to_owned()
+    }
+
+    fn failed(&self, error: CommError) -> SyncError {
+        SyncError::Communicator { communicator: self.name(), error }
+    }
+
+    fn gone(&self) -> SyncError {
+        SyncError::Gone { communicator: self.name(), state: self.comm.state() }
+    }
+
+    /// Whether there is certainly nothing to do: no log has grown, no pool leaves, and the communicator lives.
+    #[inline]
+    pub(crate) fn is_current(&self, allocator: &CudaAllocator) -> bool {
+        let state = self.lock();
+        let is_read = |pool: &Watched| !pool.is_leaving && allocator.core().segment_log_entries(pool.pool) == pool.seen;
+        !state.is_dropped && self.comm.state() == CommState::Ready && state.pools.iter().all(is_read)
+    }
+
+    /// Registers what is new and deregisters what is dead, in step with all other ranks.
+    pub(crate) fn sync(&self, job: &Job<'_>) -> Result<Synced, SyncError> {
+        let mut state = self.lock();
+        if state.is_dropped || self.comm.state() != CommState::Ready {
+            self.drop_everything(&mut state, job.allocator);
+            return Err(self.gone());
+        }
+        let outcome = self.sync_ready(&mut state, job);
+        self.show(&state);
+        if let Err(error) = &outcome
+            && error.is_fatal()
+        {
+            tracing::error!(name: "sync.failed", target: "symmalloc", communicator = self.comm.name(), %error);
+            job.counters.failures.add(1);
+            self.end(&mut state, job.allocator);
+        }
+        outcome
+    }
+
+    fn sync_ready(&self, state: &mut State, job: &Job<'_>) -> Result<Synced, SyncError> {
+        let unread = state.read(job.allocator);
+        let (windows, buffers) =
+            (state.news(&unread, Registration::Windows), state.news(&unread, Registration::Buffers));
+        let plan = Plan::new(&state.book, &windows.events, &windows.leaving, |pool| state.ordinal(pool));
+        let mut synced = Synced::default();
+        if job.witness.is_some() || !plan.steps.is_empty() {
+            synced.rounds = self.agree(state, job, &plan)?;
+        }
+        let dead: Vec<SegmentKey> = [&windows, &buffers]
+            .into_iter()
+            .flat_map(|news| dead_keys(&state.book, &news.events, &news.leaving))
+            .collect();
+        if !plan.steps.is_empty() || !buffers.is_empty() {
+            if plan.takes_away() || buffers.takes_away() {
+                self.quiesce(job.allocator)?;
+            }
+            for step in &plan.steps {
+                self.carry_out(state, step, &mut synced)?;
+            }
+            self.follow(state, &buffers, &mut synced)?;
+        }
+        plan.write_to(&mut state.book);
+        Plan::new(&state.book, &buffers.events, &buffers.leaving, |_| 0).write_to(&mut state.book);
+        self.view_mut().invalidations.extend(dead);
+        state.acknowledge(job.allocator, unread, &mut synced);
+        job.counters.registrations.add(synced.registrations);
+        job.counters.deregistrations.add(synced.deregistrations);
+        job.counters.rounds.add(synced.rounds);
+        Ok(synced)
+    }
+
+    /// Asks the other ranks whether they would do the same, and sees to it that NCCL can. Returns the collectives that took.
+    fn agree(&self, state: &mut State, job: &Job<'_>, plan: &Plan) -> Result<u64, SyncError> {
+        let library = self.comm.nccl().version();
+        let circumstances = Circumstances {
+            mode: job.settings.mode_word(),
+            offset_checks: job.settings.check_offsets,
+            library: u64::from(library.major) * 10_000 + u64::from(library.minor) * 100 + u64::from(library.patch),
+            sync_number: state.rounds,
+            attached: state.attached_digest(),
+            windows: state.windows.len() as u64,
+            window_bytes: state.window_bytes,
+            space_bytes: job.settings.space_bytes,
+        };
+        let summary = Summary::new(plan, &circumstances);
+        let transport = match state.transport.take() {
+            Some(transport) => transport,
+            None => NcclTransport::new(&self.comm).map_err(|error| self.failed(error))?,
+        };
+        let consent = consent(state.transport.insert(transport), self.comm.name(), job.witness, plan, &summary)?;
+        state.rounds += 1;
+        if !plan.steps.is_empty() {
+            let granularity_bytes = job.allocator.core().backend().granularity_bytes();
+            let space = state.space.clone();
+            let space =
+                space.unwrap_or_else(|| SymmetricSpace::new(consent.space_bytes, granularity_bytes, self.comm.ranks()));
+            state.space = Some(self.place(space, plan)?);
+        }
+        Ok(consent.rounds)
+    }
+
+    /// The space after the plan, if everything finds its place.
+    fn place(&self, mut space: SymmetricSpace, plan: &Plan) -> Result<SymmetricSpace, SyncError> {
+        for step in &plan.steps {
+            if step.told.kind != StepKind::Register {
+                space.give_back(step.segment);
+            }
+            if step.told.kind != StepKind::Deregister && !space.take(step.segment, step.told.size_bytes) {
+                return Err(SyncError::SymmetricSpace {
+                    communicator: self.name(),
+                    needed_bytes: step.told.size_bytes,
+                    used_bytes: space.used_bytes(),
+                    budget_bytes: space.limit_bytes(),
+                });
+            }
+        }
+        Ok(space)
+    }
+
+    /// Waits for all work that may use what is about to go.
+    fn quiesce(&self, allocator: &CudaAllocator) -> Result<(), SyncError> {
+        let waited = self.comm.deadline();
+        let done = allocator.synchronize_all(Instant::now() + waited);
+        if done.map_err(|error| SyncError::Cuda { communicator: self.name(), error })? {
+            return Ok(());
+        }
+        Err(self.failed(CommError::Deadline { name: self.comm.name().into(), stage: Stage::Run, waited }))
+    }
+
+    fn carry_out(&self, state: &mut State, step: &Step, synced: &mut Synced) -> Result<(), SyncError> {
+        if step.told.kind != StepKind::Register {
+            self.deregister(state, step, synced).map_err(|error| self.failed(error))?;
+        }
+        if step.told.kind != StepKind::Deregister {
+            self.register(state, step, synced).map_err(|error| self.failed(error))?;
+        }
+        Ok(())
+    }
+
+    fn register(&self, state: &mut State, step: &Step, synced: &mut Synced) -> Result<(), CommError> {
+        let registered = self.comm.register_window(step.base, step.told.size_bytes)?;
+        let kind = match &registered {
+            Registered::Window(window) => Kind::Window(window.handle()),
+            Registered::Plain(_) => Kind::Plain,
+        };
+        let key = SegmentKey { base: step.base, size_bytes: step.told.size_bytes, generation: step.segment };
+        self.view_mut().windows.insert(Entry { segment: key, name: Some(step.told.segment), kind });
+        state.windows.insert(step.segment, registered);
+        state.window_bytes += step.told.size_bytes;
+        synced.registrations += 1;
+        tell(self.comm.name(), step, true);
+        Ok(())
+    }
+
+    fn deregister(&self, state: &mut State, step: &Step, synced: &mut Synced) -> Result<(), CommError> {
+        let Some(registered) = state.windows.remove(&step.segment) else { return Ok(()) };
+        self.view_mut().windows.remove(step.base);
+        state.window_bytes -= registered.size_bytes();
+        self.give_back(registered)?;
+        synced.deregistrations += 1;
+        tell(self.comm.name(), step, false);
+        Ok(())
+    }
+
+    fn give_back(&self, registered: Registered) -> Result<(), CommError> {
+        match registered {
+            Registered::Window(window) => self.comm.deregister_window(window),
+            Registered::Plain(registration) => self.comm.deregister_buffer(registration),
+        }
+    }
+
+    /// Registers and deregisters the pieces of pools that are attached for buffers: this rank's own matter.
+    fn follow(&self, state: &mut State, news: &News, synced: &mut Synced) -> Result<(), SyncError> {
+        let mut gone: Vec<Generation> = Vec::new();
+        for event in &news.events {
+            let segment = generation(event);
+            match event.kind {
+                SegmentEventKind::Birth | SegmentEventKind::Growth if !news.leaving.contains(&event.pool) => {
+                    if news.dies(segment) {
+                        continue;
+                    }
+                    let base = event.base.0 + event.offset_bytes;
+                    let registration =
+                        self.comm.register_buffer(base, event.size_bytes).map_err(|error| self.failed(error))?;
+                    state.buffers.entry(segment).or_default().push(registration);
+                    synced.registrations += 1;
+                    let mut view = self.view_mut();
+                    let known = view.windows.find(event.base.0, 0).map_or(0, |entry| entry.segment.size_bytes);
+                    let size_bytes = known.max(event.offset_bytes + event.size_bytes);
+                    let key = SegmentKey { base: event.base.0, size_bytes, generation: segment };
+                    view.windows.insert(Entry { segment: key, name: None, kind: Kind::Plain });
+                }
+                SegmentEventKind::Death => gone.push(segment),
+                _ => {}
+            }
+        }
+        gone.extend(state.buffers.keys().filter(|segment| news.leaving.contains(&segment.pool)));
+        for segment in gone {
+            let Some(registrations) = state.buffers.remove(&segment) else { continue };
+            for registration in registrations {
+                let base = registration.base();
+                self.view_mut().windows.remove(base);
+                self.comm.deregister_buffer(registration).map_err(|error| self.failed(error))?;
+                synced.deregistrations += 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// Watches pools from now on; all of them or none.
+    pub(crate) fn watch(
+        &self,
+        allocator: &CudaAllocator,
+        pools: &[PoolId],
+        registration: Registration,
+    ) -> Result<(), AttachError> {
+        let core = allocator.core();
+        let mut state = self.lock();
+        let mut added: SmallVec<[Watched; 4]> = SmallVec::new();
+        for &pool in pools {
+            let is_known = |watched: &Watched| watched.pool == pool;
+            let watched = if state.pools.iter().any(is_known) || added.iter().any(is_known) {
+                Err(AttachError::Already { pool, communicator: self.name() })
+            } else {
+                Watched::new(allocator, pool, registration).map_err(AttachError::from)
+            };
+            match watched {
+                Ok(watched) => added.push(watched),
+                Err(error) => {
+                    for watched in added {
+                        // Nothing died since it began to watch, so there is nothing that could fail to go back.
+                        let _released = core.forget(watched.observer);
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        state.pools.extend(added);
+        state.pools.sort_by_key(|watched| watched.pool);
+        Ok(())
+    }
+
+    /// How a pool is watched, if it is.
+    pub(crate) fn registration_of(&self, pool: PoolId) -> Option<Registration> {
+        let state = self.lock();
+        state.pools.iter().find(|watched| watched.pool == pool).map(|watched| watched.registration)
+    }
+
+    /// Lets go of a pool at the next sync. Whether it was watched.
+    pub(crate) fn leave(&self, pool: PoolId) -> bool {
+        let mut state = self.lock();
+        let found = state.pools.iter_mut().find(|watched| watched.pool == pool);
+        found.map(|watched| watched.is_leaving = true).is_some()
+    }
+
+    /// Runs a talk of its own on the communicator, between two syncs.
+    pub(crate) fn converse<T>(
+        &self,
+        allocator: &CudaAllocator,
+        talk: impl FnOnce(&NcclTransport) -> Result<T, SyncError>,
+    ) -> Result<T, SyncError> {
+        let mut state = self.lock();
+        if state.is_dropped || self.comm.state() != CommState::Ready {
+            return Err(self.gone());
+        }
+        let transport = match state.transport.take() {
+            Some(transport) => transport,
+            None => NcclTransport::new(&self.comm).map_err(|error| self.failed(error))?,
+        };
+        let outcome = talk(state.transport.insert(transport));
+        if outcome.as_ref().is_err_and(SyncError::is_fatal) {
+            self.end(&mut state, allocator);
+        }
+        outcome
+    }
+
+    /// Lets go of everything if the communicator is gone. Whether it is.
+    pub(crate) fn sweep(&self, allocator: &CudaAllocator) -> bool {
+        if self.comm.state() == CommState::Ready {
+            return false;
+        }
+        self.drop_everything(&mut self.lock(), allocator);
+        true
+    }
+
+    /// Aborts the communicator and lets go of everything.
+    fn end(&self, state: &mut State, allocator: &CudaAllocator) {
+        if self.comm.state() == CommState::Ready
+            && let Err(error) = self.comm.abort()
+        {
+            tracing::error!(name: "communicator.abort_failed", target: "symmalloc", communicator = self.comm.name(), %error);
+        }
+        self.drop_everything(state, allocator);
+    }
+
+    /// The communicator is gone: its windows went with it and are not touched, and the segments are let go.
+    fn drop_everything(&self, state: &mut State, allocator: &CudaAllocator) {
+        if std::mem::replace(&mut state.is_dropped, true) {
+            return;
+        }
+        let windows = state.windows.len();
+        let observers: Vec<ObserverId> = state.pools.drain(..).map(|watched| watched.observer).collect();
+        *state = State { is_dropped: true, ..State::default() };
+        {
+            let mut view = self.view_mut();
+            view.windows.clear();
+            view.invalidations.everything();
+        }
+        self.show(state);
+        tracing::warn!(
+            name: "communicator.dropped",
+            target: "symmalloc",
+            communicator = self.comm.name(),
+            state = %self.comm.state(),
+            windows,
+        );
+        if self.comm.state() == CommState::Lost {
+            // NCCL may still be inside: the memory stays where it is until the allocator goes.
+            return;
+        }
+        for observer in observers {
+            if let Err(error) = allocator.core().forget(observer) {
+                tracing::warn!(name: "memory.kept", target: "symmalloc", %error);
+            }
+        }
+    }
+
+    /// Deregisters everything at once, without the other ranks, and lets go: when the registrar goes while the communicator
+    /// stays. When work that may use the windows does not end in time, the communicator is aborted.
+    pub(crate) fn close(&self, allocator: &CudaAllocator) {
+        let mut state = self.lock();
+        if state.is_dropped {
+            return;
+        }
+        if self.comm.state() == CommState::Ready && !(state.windows.is_empty() && state.buffers.is_empty()) {
+            let outcome = self.quiesce(allocator).and_then(|()| {
+                let windows = std::mem::take(&mut state.windows).into_values();
+                let buffers = std::mem::take(&mut state.buffers).into_values().flatten();
+                windows
+                    .chain(buffers.map(Registered::Plain))
+                    .try_for_each(|registered| self.give_back(registered))
+                    .map_err(|error| self.failed(error))
+            });
+            if let Err(error) = outcome {
+                tracing::error!(name: "registrar.close_failed", target: "symmalloc", communicator = self.comm.name(), %error);
+                return self.end(&mut state, allocator);
+            }
+        }
+        self.drop_everything(&mut state, allocator);
+    }
+
+    /// Shows the numbers to whoever asks.
+    fn show(&self, state: &State) {
+        let mut view = self.view_mut();
+        view.space_used_bytes = state.space.as_ref().map_or(0, SymmetricSpace::used_bytes);
+        view.space_limit_bytes = state.space.as_ref().map_or(0, SymmetricSpace::limit_bytes);
+        view.window_count = state.windows.len() as u64;
+        view.window_bytes = state.window_bytes;
+        view.buffer_count = state.buffers.values().map(|pieces| pieces.len() as u64).sum();
+    }
+}
+
+impl Watched {
+    fn new(allocator: &CudaAllocator, pool: PoolId, registration: Registration) -> Result<Self, UnknownError> {
+        let core = allocator.core();
+        let seen = core.segment_log_entries(pool);
+        let (observer, births) = core.observe(pool)?;
+        Ok(Watched {
+            pool,
+            ordinal: core.symmetric_ordinal(pool).unwrap_or(0),
+            registration,
+            observer,
+            // With births to tell of, the first sync reads the log whatever it says.
+            seen: if births.is_empty() { seen } else { u64::MAX },
+            births,
+            is_leaving: false,
+        })
+    }
+}
+
+impl State {
+    /// Reads the logs of all pools, in order.
+    fn read(&mut self, allocator: &CudaAllocator) -> Vec<Unread> {
+        let core = allocator.core();
+        let read = |watched: &mut Watched| {
+            // Before the log is read: what comes later shows as new next time.
+            watched.seen = core.segment_log_entries(watched.pool);
+            core.unread(watched.observer)
+        };
+        self.pools.iter_mut().map(read).collect()
+    }
+
+    fn news(&self, unread: &[Unread], registration: Registration) -> News {
+        let mut news = News { events: Vec::new(), leaving: Vec::new() };
+        for (watched, unread) in self.pools.iter().zip(unread) {
+            if watched.registration == registration {
+                news.events.extend(watched.births.iter().chain(&unread.events));
+                news.leaving.extend(watched.is_leaving.then_some(watched.pool));
+            }
+        }
+        news
+    }
+
+    fn ordinal(&self, pool: PoolId) -> u32 {
+        self.pools.iter().find(|watched| watched.pool == pool).map_or(0, |watched| watched.ordinal)
+    }
+
+    /// Which symmetric pools are attached for windows, and which of them leave.
+    fn attached_digest(&self) -> u64 {
+        let pools = self.pools.iter().filter(|watched| watched.registration == Registration::Windows);
+        pools.fold(0, |digest, watched| fold(digest, (u64::from(watched.ordinal) << 1) | u64::from(watched.is_leaving)))
+    }
+
+    /// Everything that was read is dealt with: memory that nobody holds any more goes back.
+    fn acknowledge(&mut self, allocator: &CudaAllocator, unread: Vec<Unread>, synced: &mut Synced) {
+        let core = allocator.core();
+        for (watched, unread) in self.pools.iter_mut().zip(unread) {
+            watched.births.clear();
+            let outcome = if watched.is_leaving {
+                core.forget(watched.observer)
+            } else {
+                core.acknowledge(watched.observer, &unread)
+            };
+            match outcome {
+                Ok(released_bytes) => synced.released_bytes += released_bytes,
+                Err(error) => {
+                    tracing::warn!(name: "memory.kept", target: "symmalloc", %error);
+                    synced.not_released.get_or_insert(error);
+                }
+            }
+        }
+        self.pools.retain(|watched| !watched.is_leaving);
+    }
+}
+
+impl News {
+    fn is_empty(&self) -> bool {
+        self.events.is_empty() && self.leaving.is_empty()
+    }
+
+    /// Whether something that work on the device may use is to be deregistered.
+    fn takes_away(&self) -> bool {
+        !self.leaving.is_empty() || self.events.iter().any(|event| event.kind == SegmentEventKind::Death)
+    }
+
+    fn dies(&self, segment: Generation) -> bool {
+        self.events.iter().any(|event| event.kind == SegmentEventKind::Death && generation(event) == segment)
+    }
+}
+
+impl Registered {
+    fn size_bytes(&self) -> u64 {
+        match self {
+            Registered::Window(window) => window.size_bytes(),
+            Registered::Plain(registration) => registration.size_bytes(),
+        }
+    }
+}
+
+/// Tells `tracing`. Names and fields are stable.
+fn tell(communicator: &str, step: &Step, is_registered: bool) {
+    let SegmentName { pool, stream, segment } = step.told.segment;
+    macro_rules! window {
+        ($name:literal) => {
+            tracing::debug!(
+                name: $name,
+                target: "symmalloc",
+                communicator,
+                symmetric_pool = pool,
+                stream = stream.map(|stream| stream.0),
+                segment = segment.0,
+                size_bytes = step.told.size_bytes,
+            )
+        };
+    }
+    if is_registered { window!("window.registered") } else { window!("window.deregistered") }
+}

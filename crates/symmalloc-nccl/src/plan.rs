@@ -1,0 +1,446 @@
+//! What one sync does on one communicator, worked out before anything is done.
+//!
+//! ```text
+//!   segment log since the last sync      plan                      why
+//!   birth  g0                            register   g0             new, and lives
+//!   birth  g1, growth g1                 register   g1, whole      once, at its size by now
+//!   growth g2                            grow       g2             the old window goes, a larger one comes
+//!   birth  g3, death g3                  nothing                   nobody will ever see it
+//!   death  g4                            deregister g4             last, and in order of death
+//! ```
+//!
+//! A plan is a function of the log and of the windows that there are, so it is the same on every rank whose history is the
+//! same. It changes nothing: a sync that is refused leaves log and books as they were, and the next one plans again.
+
+use crate::segment_key::{Generation, SegmentKey};
+use std::collections::BTreeMap;
+use std::fmt;
+use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};
+use symmalloc_core::{PoolId, SegmentId, StreamId};
+
+/// A segment as all ranks name it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub struct SegmentName {
+    /// Ordinal of its pool among the symmetric ones.
+    pub pool: u32,
+    /// The stream of its heap; `None` when the pool's streams share.
+    pub stream: Option<StreamId>,
+    /// Its birth ordinal in the heap.
+    pub segment: SegmentId,
+}
+
+impl fmt::Display for SegmentName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "segment {} of symmetric pool {}", self.segment.0, self.pool)?;
+        self.stream.map_or(Ok(()), |stream| write!(f, ", stream {}", stream.0))
+    }
+}
+
+/// What a step of a plan does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum StepKind {
+    /// A window on a new segment.
+    Register,
+    /// A window on the larger whole in place of the one on a segment that grew.
+    Grow,
+    /// The window of a dead segment goes.
+    Deregister,
+}
+
+/// One step of a plan, as all ranks see it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub struct PlanStep {
+    /// What it does.
+    pub kind: StepKind,
+    /// To which segment.
+    pub segment: SegmentName,
+    /// Bytes of the window.
+    pub size_bytes: u64,
+}
+
+impl fmt::Display for PlanStep {
+    /// `register segment 3 of symmetric pool 0, stream 1 (2097152 bytes)`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let verb = match self.kind {
+            StepKind::Register => "register",
+            StepKind::Grow => "grow",
+            StepKind::Deregister => "deregister",
+        };
+        write!(f, "{verb} {} ({} bytes)", self.segment, self.size_bytes)
+    }
+}
+
+/// A step with what it means on this rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Step {
+    pub(crate) told: PlanStep,
+    pub(crate) segment: Generation,
+    pub(crate) base: u64,
+}
+
+/// What is known of a live segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Standing {
+    pub(crate) base: u64,
+    /// Where its last memory ends.
+    pub(crate) end_bytes: u64,
+    mapped_bytes: u64,
+    /// Bytes that its window covers; 0 while it has none.
+    pub(crate) window_bytes: u64,
+}
+
+impl Standing {
+    /// Whether memory is behind all of it. A window cannot cover a hole.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.mapped_bytes == self.end_bytes
+    }
+}
+
+/// The live segments of the pools that an attachment watches.
+pub(crate) type Book = BTreeMap<Generation, Standing>;
+
+/// Which segment an event is about.
+pub(crate) fn generation(event: &SegmentEvent) -> Generation {
+    Generation { pool: event.pool, stream: event.stream, segment: event.segment }
+}
+
+/// What is to be done, and what the book says afterwards.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Plan {
+    /// Registrations in log order, then deregistrations in log order.
+    pub(crate) steps: Vec<Step>,
+    /// The segments that something happened to; `None` for the dead.
+    changes: BTreeMap<Generation, Option<Standing>>,
+}
+
+impl Plan {
+    /// Plans for what happened since the book was written. `leaving` are pools whose windows are all to go.
+    pub(crate) fn new(
+        book: &Book,
+        events: &[SegmentEvent],
+        leaving: &[PoolId],
+        ordinal: impl Fn(PoolId) -> u32,
+    ) -> Self {
+        let mut changes: BTreeMap<Generation, Option<Standing>> = BTreeMap::new();
+        let (mut touched, mut dead) = (Vec::new(), Vec::new());
+        for event in events {
+            let segment = generation(event);
+            let now = changes.entry(segment).or_insert_with(|| {
+                touched.push(segment);
+                book.get(&segment).copied()
+            });
+            match event.kind {
+                SegmentEventKind::Birth => {
+                    *now = Some(Standing {
+                        base: event.base.0,
+                        end_bytes: event.size_bytes,
+                        mapped_bytes: event.size_bytes,
+                        window_bytes: 0,
+                    });
+                }
+                SegmentEventKind::Growth => {
+                    if let Some(now) = now {
+                        now.end_bytes = now.end_bytes.max(event.offset_bytes + event.size_bytes);
+                        now.mapped_bytes += event.size_bytes;
+                    }
+                }
+                SegmentEventKind::Death => {
+                    *now = None;
+                    dead.push(segment);
+                }
+                // Never happens in an observed pool.
+                _ => {}
+            }
+        }
+        let leaves = |segment: &Generation| leaving.contains(&segment.pool);
+        let gone = book.keys().filter(|segment| leaves(segment) && !dead.contains(segment)).copied();
+        dead.extend(gone.collect::<Vec<_>>());
+        touched.retain(|segment| !leaves(segment));
+        changes.retain(|segment, _| !leaves(segment));
+
+        let step = |kind, segment: Generation, size_bytes, base| Step {
+            told: PlanStep {
+                kind,
+                segment: SegmentName { pool: ordinal(segment.pool), stream: segment.stream, segment: segment.segment },
+                size_bytes,
+            },
+            segment,
+            base,
+        };
+        let mut steps = Vec::new();
+        for segment in touched {
+            let Some(Some(now)) = changes.get_mut(&segment) else { continue };
+            if now.is_whole() && now.window_bytes < now.end_bytes {
+                let kind = if now.window_bytes == 0 { StepKind::Register } else { StepKind::Grow };
+                steps.push(step(kind, segment, now.end_bytes, now.base));
+                now.window_bytes = now.end_bytes;
+            }
+        }
+        for segment in dead {
+            if let Some(old) = book.get(&segment) {
+                if old.window_bytes > 0 {
+                    steps.push(step(StepKind::Deregister, segment, old.window_bytes, old.base));
+                }
+                changes.insert(segment, None);
+            }
+        }
+        Plan { steps, changes }
+    }
+
+    /// The plan was carried out.
+    pub(crate) fn write_to(&self, book: &mut Book) {
+        for (segment, now) in &self.changes {
+            match now {
+                Some(now) => book.insert(*segment, *now),
+                None => book.remove(segment),
+            };
+        }
+    }
+
+    /// Of the steps that add a window, and of those that only take one away.
+    pub(crate) fn counts(&self) -> (u64, u64) {
+        let deregistrations = self.steps.iter().filter(|step| step.told.kind == StepKind::Deregister).count();
+        ((self.steps.len() - deregistrations) as u64, deregistrations as u64)
+    }
+
+    /// Whether a window that work on the device may use is to go.
+    pub(crate) fn takes_away(&self) -> bool {
+        self.steps.iter().any(|step| step.told.kind != StepKind::Register)
+    }
+
+    /// Equal on two ranks exactly when their steps are.
+    pub(crate) fn digest(&self) -> u64 {
+        let words = self.steps.iter().flat_map(|step| step.told.words());
+        words.fold(self.steps.len() as u64, fold)
+    }
+}
+
+/// The keys that these events end, in order: of segments that died, and of segments as they were before they grew. All keys
+/// of pools that leave come last.
+pub(crate) fn dead_keys(book: &Book, events: &[SegmentEvent], leaving: &[PoolId]) -> Vec<SegmentKey> {
+    let key = |generation, base, size_bytes| SegmentKey { base, size_bytes, generation };
+    let mut ends: BTreeMap<Generation, u64> = book.iter().map(|(segment, now)| (*segment, now.end_bytes)).collect();
+    let mut dead = Vec::new();
+    for event in events {
+        let (segment, base) = (generation(event), event.base.0);
+        match event.kind {
+            SegmentEventKind::Birth => {
+                ends.insert(segment, event.size_bytes);
+            }
+            SegmentEventKind::Growth => {
+                let end = ends.entry(segment).or_default();
+                let grown = (*end).max(event.offset_bytes + event.size_bytes);
+                if *end < grown {
+                    dead.push(key(segment, base, *end));
+                    *end = grown;
+                }
+            }
+            SegmentEventKind::Death => dead.extend(ends.remove(&segment).map(|end| key(segment, base, end))),
+            _ => {}
+        }
+    }
+    let left = book.iter().filter(|(segment, _)| leaving.contains(&segment.pool) && ends.contains_key(segment));
+    dead.extend(left.map(|(segment, now)| key(*segment, now.base, ends[segment])));
+    dead
+}
+
+/// Bytes of one step in a message.
+pub(crate) const STEP_BYTES: usize = 24;
+
+impl PlanStep {
+    fn words(&self) -> [u64; 3] {
+        let stream = self.segment.stream.map_or(u32::MAX, |stream| stream.0.into());
+        let kind = match self.kind {
+            StepKind::Register => 1,
+            StepKind::Grow => 2,
+            StepKind::Deregister => 3,
+        };
+        [
+            (u64::from(self.segment.pool) << 32) | u64::from(stream),
+            (u64::from(self.segment.segment.0) << 32) | kind,
+            self.size_bytes,
+        ]
+    }
+
+    pub(crate) fn write(&self, message: &mut Vec<u8>) {
+        message.extend(self.words().into_iter().flat_map(u64::to_le_bytes));
+    }
+
+    /// `None` where a message has no step.
+    pub(crate) fn read(bytes: &[u8]) -> Option<Self> {
+        let mut words = bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default()));
+        let (heap, segment, size_bytes) = (words.next()?, words.next()?, words.next()?);
+        let kind = match segment as u32 {
+            1 => StepKind::Register,
+            2 => StepKind::Grow,
+            3 => StepKind::Deregister,
+            _ => return None,
+        };
+        let segment = SegmentName {
+            pool: (heap >> 32) as u32,
+            stream: u16::try_from(heap as u32).ok().map(StreamId),
+            segment: SegmentId((segment >> 32) as u32),
+        };
+        Some(PlanStep { kind, segment, size_bytes })
+    }
+}
+
+/// Folds a word into a digest.
+pub(crate) fn fold(digest: u64, word: u64) -> u64 {
+    // Digits of pi.
+    let wide = u128::from(digest ^ word ^ 0x243f6a88_85a308d3) * 0x9e3779b9_7f4a7c15_u128;
+    ((wide as u64) ^ ((wide >> 64) as u64)).rotate_left(23).wrapping_add(word)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use symmalloc_core::config::{Config, PoolConfig};
+    use symmalloc_core::sim::SimBackend;
+    use symmalloc_core::units::MIB;
+    use symmalloc_core::{Allocator, ObserverId};
+
+    /// An allocator with a watched default pool, and the book about it.
+    struct Watched {
+        allocator: Allocator<SimBackend>,
+        observer: ObserverId,
+        book: Book,
+        dead: Vec<SegmentKey>,
+    }
+
+    impl Watched {
+        fn new(pool: PoolConfig) -> Self {
+            let config = Config::builder().default_pool(pool).build().expect("valid");
+            let allocator = Allocator::new(SimBackend::builder().build(), config).expect("valid");
+            allocator.register_stream().expect("the first");
+            let (observer, births) = allocator.observe(PoolId::DEFAULT).expect("exists");
+            assert!(births.is_empty());
+            Watched { allocator, observer, book: Book::new(), dead: Vec::new() }
+        }
+
+        fn plan(&self) -> Plan {
+            Plan::new(&self.book, &self.allocator.unread(self.observer).events, &[], |_| 0)
+        }
+
+        fn sync(&mut self) -> Vec<(StepKind, u32, u64)> {
+            let plan = self.plan();
+            assert_eq!(plan, self.plan(), "planning changes nothing");
+            let mut dead: Vec<_> = dead_keys(&self.book, &self.allocator.unread(self.observer).events, &[]);
+            self.dead.append(&mut dead);
+            plan.write_to(&mut self.book);
+            self.allocator.acknowledge(self.observer, &self.allocator.unread(self.observer)).expect("no faults");
+            assert!(self.plan().steps.is_empty(), "never twice");
+            let seen = |step: &Step| (step.told.kind, step.told.segment.segment.0, step.told.size_bytes);
+            plan.steps.iter().map(seen).collect()
+        }
+
+        fn take(&self, size_bytes: u64) -> symmalloc_core::Handle {
+            self.allocator.allocate(PoolId::DEFAULT, StreamId(0), size_bytes).expect("fits").handle
+        }
+
+        fn free(&self, handle: symmalloc_core::Handle) {
+            self.allocator.free(handle).expect("live");
+        }
+
+        fn trim(&self) {
+            self.allocator.trim(None).expect("no faults");
+        }
+    }
+
+    fn fixed() -> PoolConfig {
+        PoolConfig::builder().fixed().symmetric(true).build().expect("valid")
+    }
+
+    #[test]
+    fn new_segments_are_registered_once_and_dead_ones_deregistered_in_order_of_death() {
+        let mut watched = Watched::new(fixed());
+        let (a, b) = (watched.take(30 * MIB), watched.take(40 * MIB));
+        assert_eq!(watched.sync(), [(StepKind::Register, 0, 30 * MIB), (StepKind::Register, 1, 40 * MIB)]);
+        watched.free(b);
+        watched.trim();
+        watched.free(a);
+        watched.trim();
+        watched.take(50 * MIB);
+        let expected = [
+            (StepKind::Register, 2, 50 * MIB),
+            (StepKind::Deregister, 1, 40 * MIB),
+            (StepKind::Deregister, 0, 30 * MIB),
+        ];
+        assert_eq!(watched.sync(), expected);
+        let dead: Vec<_> = watched.dead.iter().map(|key| (key.generation.segment.0, key.size_bytes)).collect();
+        assert_eq!(dead, [(1, 40 * MIB), (0, 30 * MIB)]);
+    }
+
+    #[test]
+    fn a_segment_that_came_and_went_between_two_syncs_is_never_registered() {
+        let mut watched = Watched::new(fixed());
+        let a = watched.take(30 * MIB);
+        watched.free(a);
+        watched.trim();
+        assert_eq!(watched.sync(), []);
+        assert!(watched.book.is_empty());
+    }
+
+    #[test]
+    fn a_growing_segment_gets_one_window_at_a_time_over_all_of_it() {
+        let mut watched = Watched::new(PoolConfig::builder().symmetric(true).build().expect("valid"));
+        watched.take(2 * MIB);
+        watched.take(4 * MIB);
+        assert_eq!(watched.sync(), [(StepKind::Register, 0, 6 * MIB)], "birth and growth are one");
+        watched.take(2 * MIB);
+        watched.take(2 * MIB);
+        assert_eq!(watched.sync(), [(StepKind::Grow, 0, 10 * MIB)]);
+        let dead: Vec<_> = watched.dead.iter().map(|key| key.size_bytes).collect();
+        assert_eq!(dead, [2 * MIB, 6 * MIB, 8 * MIB], "whoever asked in between had one of these");
+    }
+
+    #[test]
+    fn a_segment_with_holes_gets_its_window_when_the_holes_are_filled() {
+        let mut watched = Watched::new(PoolConfig::builder().symmetric(true).build().expect("valid"));
+        watched.allocator.forget(watched.observer).expect("no faults");
+        let (hole, _kept) = (watched.take(4 * MIB), watched.take(2 * MIB));
+        watched.free(hole);
+        watched.trim();
+        let (observer, births) = watched.allocator.observe(PoolId::DEFAULT).expect("exists");
+        watched.observer = observer;
+        let plan = Plan::new(&watched.book, &births, &[], |_| 0);
+        assert!(plan.steps.is_empty());
+        plan.write_to(&mut watched.book);
+        watched.take(4 * MIB);
+        assert_eq!(watched.sync(), [(StepKind::Register, 0, 6 * MIB)]);
+    }
+
+    #[test]
+    fn a_pool_that_leaves_loses_all_windows_and_gets_no_new_ones() {
+        let mut watched = Watched::new(fixed());
+        watched.take(30 * MIB);
+        watched.sync();
+        watched.take(40 * MIB);
+        let events = watched.allocator.unread(watched.observer).events;
+        let plan = Plan::new(&watched.book, &events, &[PoolId::DEFAULT], |_| 0);
+        assert_eq!(plan.counts(), (0, 1));
+        plan.write_to(&mut watched.book);
+        assert!(watched.book.is_empty());
+    }
+
+    #[test]
+    fn steps_survive_a_message_and_show_in_the_digest() {
+        let watched = Watched::new(fixed());
+        watched.take(30 * MIB);
+        let one = watched.plan();
+        let mut message = Vec::new();
+        one.steps[0].told.write(&mut message);
+        assert_eq!(message.len(), STEP_BYTES);
+        assert_eq!(PlanStep::read(&message), Some(one.steps[0].told));
+        assert_eq!(PlanStep::read(&[0; STEP_BYTES]), None);
+        watched.take(30 * MIB);
+        let two = watched.plan();
+        assert_ne!(one.digest(), two.digest());
+        let swapped = Plan { steps: vec![two.steps[1], two.steps[0]], changes: BTreeMap::new() };
+        assert_ne!(two.digest(), swapped.digest(), "order counts");
+        assert_eq!(one.steps[0].told.to_string(), "register segment 0 of symmetric pool 0, stream 0 (31457280 bytes)");
+    }
+}

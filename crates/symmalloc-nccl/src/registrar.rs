@@ -1,0 +1,485 @@
+//! The registrar: keeps NCCL's registrations in step with an allocator's segments, and the ranks in step with each other.
+//!
+//! ```text
+//!  allocator ── segment log ──► Registrar ── one attachment per communicator ──► windows
+//!      ▲                           │ sync: every rank, at the same point
+//!      └── memory goes back ◄──────┘ after the last window over it is gone
+//! ```
+//!
+//! The allocator never calls it. A program attaches pools to communicators, allocates and frees as it likes, and calls
+//! [`sync`](Registrar::sync) on every rank where it wants windows to be right: after a warm-up, at the end of a scope, before a
+//! capture. A sync that finds nothing new costs less than a microsecond, so it may stand in front of every step.
+
+use crate::attachment::{Attachment, Job};
+use crate::communicator::{CommState, Communicator};
+use crate::error::CommError;
+use crate::invalidation::{Invalidated, InvalidationCursor};
+use crate::library::{Capability, NcclVersion};
+use crate::registrar_error::{AttachError, LookupError, SyncError};
+use crate::segment_key::{Generation, SegmentKey};
+use crate::stats::{CommunicatorStats, Counters, RegistrarStats};
+use crate::symmetric_space::wanted_bytes;
+use crate::window::{Entry, Kind, WindowSpan};
+use smallvec::SmallVec;
+use std::fmt;
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use symmalloc_core::agreement::{Mode, Point, Witness};
+use symmalloc_core::backend::DeviceAddress;
+use symmalloc_core::config::SegmentPolicy;
+use symmalloc_core::errors::TrimError;
+use symmalloc_core::{Handle, PoolId};
+use symmalloc_cuda::{CudaAllocator, CudaError, DeviceBuffer};
+
+/// How the memory of a pool is registered on a communicator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Registration {
+    /// A symmetric window over each segment, made by all ranks together: kernels of NCCL's symmetric kind read and write
+    /// peers' memory at their own offset. For symmetric pools.
+    Windows,
+    /// `ncclCommRegister` for each piece of memory: this rank's own matter, so that NCCL needs no copies through its own
+    /// buffers. For any pool, and for ranges that grow.
+    Buffers,
+}
+
+/// What a sync did, over all of its communicators.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Synced {
+    /// Windows and buffers that were registered.
+    pub registrations: u64,
+    /// Windows and buffers that were deregistered.
+    pub deregistrations: u64,
+    /// Bytes of dead segments that went back to the device.
+    pub released_bytes: u64,
+    /// Collectives that the ranks talked in.
+    pub rounds: u64,
+    /// Why memory did not go back, if it did not: the next trim tries again.
+    pub not_released: Option<TrimError>,
+}
+
+/// What all ranks configure alike.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Settings {
+    pub(crate) mode: Mode,
+    pub(crate) check_offsets: bool,
+    /// What this rank says about the symmetric space.
+    pub(crate) space_bytes: u64,
+}
+
+impl Settings {
+    /// The mode as ranks compare it.
+    pub(crate) fn mode_word(&self) -> u64 {
+        match self.mode {
+            Mode::Off => 0,
+            Mode::AtSync => 1,
+            Mode::EachOp => 2,
+            Mode::EveryOps(ops) => ops.get().saturating_add(2),
+            _ => u64::MAX,
+        }
+    }
+}
+
+/// Makes a [`Registrar`]. All ranks configure theirs alike.
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct RegistrarBuilder {
+    allocator: CudaAllocator,
+    mode: Mode,
+    check_offsets: bool,
+    symmetric_space_bytes: Option<u64>,
+}
+
+impl RegistrarBuilder {
+    /// When ranks compare their histories. [`Mode::AtSync`] by default: at every sync, for one small collective. With
+    /// [`Mode::Off`] a sync with nothing new returns at once, and ranks that differ in *whether* there is something new are
+    /// noticed by the deadline only. The other modes sync as `AtSync` does.
+    pub fn agreement(mut self, mode: Mode) -> Self {
+        self.mode = mode;
+        self
+    }
+
+    /// Whether [`Registrar::checked`] compares offsets over all ranks before each collective: to find a bug. Off by default.
+    pub fn check_offsets(mut self, check_offsets: bool) -> Self {
+        self.check_offsets = check_offsets;
+        self
+    }
+
+    /// Bytes of the symmetric address space of each communicator, where NCCL's own rule (`NCCL_WIN_STRIDE`, else the memory of
+    /// the largest device) is not what it uses. Rounded up to 4 GiB; ranks take the largest.
+    pub fn symmetric_space_bytes(mut self, bytes: u64) -> Self {
+        self.symmetric_space_bytes = Some(bytes);
+        self
+    }
+
+    /// The registrar.
+    ///
+    /// # Errors
+    /// When the driver does not say how much memory the device has.
+    pub fn build(self) -> Result<Registrar, CudaError> {
+        let space_bytes = match self.symmetric_space_bytes {
+            Some(bytes) => bytes,
+            None => {
+                let stride = std::env::var("NCCL_WIN_STRIDE").ok();
+                wanted_bytes(self.allocator.device().memory_info()?.total_bytes, stride.as_deref())
+            }
+        };
+        Ok(Registrar {
+            settings: Settings { mode: self.mode, check_offsets: self.check_offsets, space_bytes },
+            allocator: self.allocator,
+            attachments: RwLock::default(),
+            counters: Counters::default(),
+        })
+    }
+}
+
+/// Registers the memory of an allocator's pools on communicators. Threads may share it; one per allocator.
+///
+/// An attached communicator is kept alive until it is destroyed or aborted, or the registrar is dropped. Dropping the registrar
+/// deregisters what is registered, without the other ranks, after waiting for the device's work for at most the
+/// communicator's deadline; syncing after [`detach`](Self::detach), or destroying the communicators, leaves it nothing to do.
+pub struct Registrar {
+    allocator: CudaAllocator,
+    settings: Settings,
+    attachments: RwLock<Vec<Arc<Attachment>>>,
+    counters: Counters,
+}
+
+impl Registrar {
+    /// Starts from the defaults: agreement at every sync, no offset checks.
+    pub fn builder(allocator: &CudaAllocator) -> RegistrarBuilder {
+        RegistrarBuilder {
+            allocator: allocator.clone(),
+            mode: Mode::default(),
+            check_offsets: false,
+            symmetric_space_bytes: None,
+        }
+    }
+
+    /// The allocator whose memory it registers.
+    pub fn allocator(&self) -> &CudaAllocator {
+        &self.allocator
+    }
+
+    pub(crate) fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    /// Registers the memory of these pools on a communicator, from the next [`sync`](Self::sync) on. Local: no other rank is
+    /// asked. Every rank attaches the same symmetric pools in the same way; private ones are its own matter.
+    ///
+    /// From now on dead segments of the pools keep their memory until a sync has deregistered them, and expandable segments
+    /// are not shrunk. A pool can be attached to any number of communicators, each with windows of its own: one pool for all
+    /// communicators, or one per communicator. The pools of a [`GraphPool`](symmalloc_cuda::GraphPool) can be attached, too.
+    ///
+    /// # Errors
+    /// See [`AttachError`]; none of the pools is attached then.
+    pub fn attach(&self, comm: &Communicator, pools: &[PoolId], registration: Registration) -> Result<(), AttachError> {
+        self.check(comm, pools, registration)?;
+        self.add(comm).watch(&self.allocator, pools, registration)
+    }
+
+    fn check(&self, comm: &Communicator, pools: &[PoolId], registration: Registration) -> Result<(), AttachError> {
+        comm.check()?;
+        let (expected, actual) = (self.allocator.device().ordinal(), comm.device().ordinal());
+        if expected != actual {
+            return Err(AttachError::OtherDevice { communicator: comm.name().to_owned(), expected, actual });
+        }
+        let capability = match registration {
+            Registration::Windows => Capability::Windows,
+            Registration::Buffers => Capability::BufferRegistration,
+        };
+        let version = comm.nccl().version();
+        if !comm.nccl().supports(capability) {
+            return Err(CommError::Unsupported { capability, version }.into());
+        }
+        if registration == Registration::Windows && !self.allocator.core().backend().traits().posix_fd {
+            return Err(AttachError::NotShareable);
+        }
+        for &pool in pools {
+            let config = self.allocator.core().pool_config(pool)?;
+            if registration == Registration::Buffers {
+                continue;
+            }
+            if !config.symmetric() {
+                return Err(AttachError::NotSymmetric { pool });
+            }
+            if matches!(config.segments(), SegmentPolicy::Expandable(_)) && version < GROWING_WINDOWS {
+                return Err(AttachError::Growing { pool, version });
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets go of pools on a communicator: the next sync, on every rank, deregisters what is registered of them. Detach a pool
+    /// before it is given up, or its memory does not go back.
+    ///
+    /// # Errors
+    /// [`SyncError::NotAttached`] when one of them is not attached; the others are detached all the same.
+    pub fn detach(&self, comm: &Communicator, pools: &[PoolId]) -> Result<(), SyncError> {
+        let attachment = self.attachment(comm)?;
+        let missing = pools.iter().filter(|pool| !attachment.leave(**pool)).count();
+        let pool = pools.iter().copied().find(|pool| missing > 0 && attachment.registration_of(*pool).is_none());
+        pool.map_or(Ok(()), |pool| {
+            Err(SyncError::NotAttached { communicator: comm.name().to_owned(), pool: Some(pool) })
+        })
+    }
+
+    /// How a pool is attached to a communicator, if it is.
+    pub fn registration(&self, comm: &Communicator, pool: PoolId) -> Option<Registration> {
+        self.find(comm)?.registration_of(pool)
+    }
+
+    /// Brings the registrations of these communicators up to date. Every rank of each calls it, at the same point of the
+    /// program, with the same communicators in any order: they are gone through in one order that all ranks know.
+    ///
+    /// On each of them: the ranks agree on their histories and on what is to be done, in one small collective; new segments
+    /// are registered in log order, a window per whole segment, never twice; dead ones are deregistered in log order, after
+    /// the device's work so far is done; and their memory goes back, unless another communicator still has windows on it.
+    ///
+    /// # Errors
+    /// That of the first communicator, in their order, that failed. The others are brought up to date all the same, since
+    /// their ranks wait for this one. See [`SyncError`] for what becomes of the one that failed.
+    pub fn sync(&self, comms: &[&Communicator]) -> Result<Synced, SyncError> {
+        self.counters.syncs.add(1);
+        let mut attachments: SmallVec<[Arc<Attachment>; 4]> = SmallVec::new();
+        let mut is_quiet = self.settings.mode == Mode::Off;
+        {
+            let all = self.read();
+            for comm in comms {
+                let Some(attachment) = all.iter().find(|other| other.comm.serial() == comm.serial()) else {
+                    return Err(not_attached(comm));
+                };
+                is_quiet = is_quiet && attachment.is_current(&self.allocator);
+                attachments.push(Arc::clone(attachment));
+            }
+        }
+        if is_quiet {
+            self.counters.quiet_syncs.add(1);
+            return Ok(Synced::default());
+        }
+        self.sync_all(attachments)
+    }
+
+    #[cold]
+    fn sync_all(&self, mut attachments: SmallVec<[Arc<Attachment>; 4]>) -> Result<Synced, SyncError> {
+        attachments.sort_by(|one, other| one.comm.order().cmp(other.comm.order()));
+        attachments.dedup_by(|one, other| Arc::ptr_eq(one, other));
+        let Some(first) = attachments.first() else { return Ok(Synced::default()) };
+        let is_capturing = self.allocator.is_capturing();
+        if is_capturing.map_err(|error| SyncError::Cuda { communicator: first.comm.name().to_owned(), error })? {
+            return Err(SyncError::Capturing);
+        }
+        // All communicators compare the history up to one moment.
+        let witness = (self.settings.mode != Mode::Off).then(|| Witness::new(self.allocator.core(), Point::Sync));
+        let job = Job {
+            allocator: &self.allocator,
+            settings: &self.settings,
+            counters: &self.counters,
+            witness: witness.as_ref(),
+        };
+        let mut total = Ok(Synced::default());
+        for attachment in &attachments {
+            match (attachment.sync(&job), &mut total) {
+                (Ok(synced), Ok(total)) => total.add(synced),
+                (Err(error), Ok(_)) => total = Err(error),
+                (_, Err(_)) => {}
+            }
+        }
+        self.sweep();
+        // Ranks that share another communicator with this one may not have come so far.
+        if let Some(witness) = witness.filter(|_| total.is_ok() && attachments.len() == self.read().len()) {
+            witness.settle();
+        }
+        total
+    }
+
+    /// Lets go of communicators that were destroyed, aborted or lost since: their windows are not touched, and memory that was
+    /// kept for them goes back. A sync does it, too. Returns how many there were.
+    pub fn sweep(&self) -> usize {
+        let all: SmallVec<[Arc<Attachment>; 4]> = self.read().iter().map(Arc::clone).collect();
+        let gone: SmallVec<[Arc<Attachment>; 4]> =
+            all.into_iter().filter(|attachment| attachment.sweep(&self.allocator)).collect();
+        self.write().retain(|attachment| !gone.iter().any(|other| Arc::ptr_eq(attachment, other)));
+        gone.len()
+    }
+
+    /// The window that a buffer lies in, and where: equal offsets on all ranks.
+    ///
+    /// # Errors
+    /// When the buffer is not registered on the communicator as a window, see [`LookupError`].
+    pub fn window_of<T>(&self, comm: &Communicator, buffer: &DeviceBuffer<T>) -> Result<WindowSpan, LookupError> {
+        let (address, size_bytes) = self.place_of(buffer.handle(), buffer.is_empty())?;
+        self.window_at(comm, address, size_bytes)
+    }
+
+    /// As [`window_of`](Self::window_of), for `size_bytes` bytes from an address on: of a part of a buffer, say.
+    ///
+    /// # Errors
+    /// As [`window_of`](Self::window_of).
+    pub fn window_at(&self, comm: &Communicator, address: u64, size_bytes: u64) -> Result<WindowSpan, LookupError> {
+        let communicator = || comm.name().to_owned();
+        let Some(attachment) = self.find(comm) else {
+            return Err(LookupError::NotAttached { communicator: communicator() });
+        };
+        let entry = attachment.view().windows.find(address, size_bytes).copied();
+        match entry {
+            Some(Entry { segment, kind: Kind::Window(window), .. }) => {
+                Ok(WindowSpan { window, offset_bytes: address - segment.base, segment })
+            }
+            Some(Entry { segment, kind: Kind::Plain, .. }) => {
+                Err(LookupError::Plain { segment, communicator: communicator() })
+            }
+            None => {
+                let segment = self.key_at(address)?;
+                let is_capturing = self.allocator.is_capturing().unwrap_or(false);
+                Err(if is_capturing {
+                    LookupError::Capturing { segment, communicator: communicator() }
+                } else {
+                    LookupError::NotRegistered { segment, communicator: communicator() }
+                })
+            }
+        }
+    }
+
+    /// The key of the segment that a buffer lies in: what channels, contexts and graphs are to be cached by.
+    ///
+    /// # Errors
+    /// When the buffer is of another allocator or has no bytes.
+    pub fn key_of<T>(&self, buffer: &DeviceBuffer<T>) -> Result<SegmentKey, LookupError> {
+        let (address, _) = self.place_of(buffer.handle(), buffer.is_empty())?;
+        self.key_at(address)
+    }
+
+    /// As [`key_of`](Self::key_of), of any address in a segment.
+    ///
+    /// # Errors
+    /// When no live segment of the allocator is there.
+    pub fn key_at(&self, address: u64) -> Result<SegmentKey, LookupError> {
+        let position = self.allocator.core().segment_at(DeviceAddress(address));
+        let position = position.ok_or(LookupError::UnknownAddress { address })?;
+        Ok(SegmentKey {
+            base: position.base.0,
+            size_bytes: position.size_bytes,
+            generation: Generation { pool: position.pool, stream: position.stream, segment: position.segment },
+        })
+    }
+
+    /// Which keys died on a communicator since the cursor, in the order of the log: the same on every rank. Ask after each
+    /// sync, and drop what is cached by them.
+    ///
+    /// A key dies when its segment dies or grows, and when its pool is detached; [`Invalidated::Everything`] when the
+    /// communicator is gone.
+    pub fn invalidations(&self, comm: &Communicator, cursor: &mut InvalidationCursor) -> Invalidated {
+        match self.find(comm) {
+            Some(attachment) => attachment.view().invalidations.since(cursor),
+            None => Invalidated::Everything,
+        }
+    }
+
+    /// Counts over all communicators.
+    pub fn stats(&self) -> RegistrarStats {
+        let mut stats = RegistrarStats {
+            syncs: self.counters.syncs.get(),
+            quiet_syncs: self.counters.quiet_syncs.get(),
+            rounds: self.counters.rounds.get(),
+            registrations: self.counters.registrations.get(),
+            deregistrations: self.counters.deregistrations.get(),
+            failures: self.counters.failures.get(),
+            dead_bytes: self.allocator.stats().retired_bytes,
+            ..RegistrarStats::default()
+        };
+        for attachment in self.read().iter().filter(|attachment| attachment.comm.state() == CommState::Ready) {
+            let view = attachment.view();
+            stats.communicators += 1;
+            stats.windows += view.window_count;
+            stats.window_bytes += view.window_bytes;
+            stats.buffers += view.buffer_count;
+        }
+        stats
+    }
+
+    /// What is registered on one communicator; `None` when nothing was ever attached to it, or it is gone.
+    pub fn communicator_stats(&self, comm: &Communicator) -> Option<CommunicatorStats> {
+        let attachment = self.find(comm)?;
+        let view = attachment.view();
+        Some(CommunicatorStats {
+            windows: view.window_count,
+            window_bytes: view.window_bytes,
+            buffers: view.buffer_count,
+            space_used_bytes: view.space_used_bytes,
+            space_budget_bytes: view.space_limit_bytes,
+        })
+    }
+
+    /// Address and size of an allocation.
+    fn place_of(&self, handle: Handle, is_empty: bool) -> Result<(u64, u64), LookupError> {
+        if is_empty {
+            return Err(LookupError::Empty);
+        }
+        let allocation = self.allocator.core().allocation(handle)?;
+        Ok((allocation.address.0, allocation.size_bytes))
+    }
+
+    pub(crate) fn attachment(&self, comm: &Communicator) -> Result<Arc<Attachment>, SyncError> {
+        self.find(comm).ok_or_else(|| not_attached(comm))
+    }
+
+    fn find(&self, comm: &Communicator) -> Option<Arc<Attachment>> {
+        self.read().iter().find(|attachment| attachment.comm.serial() == comm.serial()).map(Arc::clone)
+    }
+
+    fn add(&self, comm: &Communicator) -> Arc<Attachment> {
+        let mut all = self.write();
+        if let Some(attachment) = all.iter().find(|attachment| attachment.comm.serial() == comm.serial()) {
+            return Arc::clone(attachment);
+        }
+        let attachment = Arc::new(Attachment::new(comm));
+        all.push(Arc::clone(&attachment));
+        attachment
+    }
+
+    fn read(&self) -> RwLockReadGuard<'_, Vec<Arc<Attachment>>> {
+        self.attachments.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Vec<Arc<Attachment>>> {
+        self.attachments.write().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Windows over memory that grew piece by piece.
+const GROWING_WINDOWS: NcclVersion = NcclVersion::new(2, 30, 3);
+
+fn not_attached(comm: &Communicator) -> SyncError {
+    let communicator = comm.name().to_owned();
+    match comm.state() {
+        CommState::Ready => SyncError::NotAttached { communicator, pool: None },
+        state => SyncError::Gone { communicator, state },
+    }
+}
+
+impl Synced {
+    fn add(&mut self, other: Synced) {
+        self.registrations += other.registrations;
+        self.deregistrations += other.deregistrations;
+        self.released_bytes += other.released_bytes;
+        self.rounds += other.rounds;
+        self.not_released = self.not_released.take().or(other.not_released);
+    }
+}
+
+impl Drop for Registrar {
+    fn drop(&mut self) {
+        let attachments = std::mem::take(&mut *self.write());
+        attachments.iter().for_each(|attachment| attachment.close(&self.allocator));
+    }
+}
+
+impl fmt::Debug for Registrar {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Registrar")
+            .field("allocator", &self.allocator)
+            .field("settings", &self.settings)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,197 @@
+//! The talk of one sync: usually one collective, more only when ranks differ.
+//!
+//! ```text
+//!   agreement's answer + plan's summary ──► all-gather ─┬─ all equal ─────────────────────────► carry the plan out
+//!                                                       ├─ histories differ ─► the core's inquiry ─► Disagreed
+//!                                                       └─ plans differ ─► steps, page by page ─► PlansDiffer
+//! ```
+//!
+//! All ranks see the same messages and so come to the same end.
+
+use crate::plan::Plan;
+use crate::plan_summary::{PlanField, StepSearch, Summary, compare};
+use crate::registrar_error::SyncError;
+use symmalloc_core::agreement::{Gathered, Inquiry, Progress, ProtocolError, Transport, Witness};
+
+/// What came out of it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Consent {
+    /// Collectives that it took.
+    pub(crate) rounds: u64,
+    /// What the rank with the most says about the symmetric space.
+    pub(crate) space_bytes: u64,
+}
+
+/// Asks all ranks of a communicator whether they have the same history, if there is a witness, and the same plan.
+pub(crate) fn consent(
+    transport: &impl Transport,
+    communicator: &str,
+    witness: Option<&Witness<'_>>,
+    plan: &Plan,
+    summary: &Summary,
+) -> Result<Consent, SyncError> {
+    let communicator = || communicator.to_owned();
+    let lost = |error| SyncError::Transport { communicator: communicator(), error };
+    let nonsense = |error| SyncError::Protocol { communicator: communicator(), error };
+    let differ = |difference| SyncError::PlansDiffer { communicator: communicator(), difference };
+
+    let mut inquiry = Inquiry::new(transport.ranks());
+    let answer_bytes = inquiry.question().message_bytes();
+    let mut message = Vec::with_capacity(answer_bytes + Summary::BYTES);
+    match witness {
+        Some(witness) => witness.answer(inquiry.question(), &mut message),
+        None => message.resize(answer_bytes, 0),
+    }
+    summary.write(&mut message);
+    let gathered = transport.all_gather(&message).map_err(lost)?;
+    let (messages, message_bytes, ranks) = (gathered.len(), gathered.message_bytes(), transport.ranks());
+    if messages != ranks as usize || message_bytes != message.len() {
+        return Err(nonsense(ProtocolError::WrongShape { messages, message_bytes, ranks }));
+    }
+    let summaries: Vec<Summary> = gathered.iter().map(|message| Summary::read(&message[answer_bytes..])).collect();
+    let difference = compare(&summaries).err();
+    // Ranks of another version or mode did not answer the same question.
+    if let Some(difference) = difference.as_ref().filter(|difference| difference.field <= PlanField::Mode) {
+        return Err(differ(difference.clone()));
+    }
+    let mut rounds = 1;
+    if let Some(witness) = witness {
+        let answers: Vec<u8> = gathered.iter().flat_map(|message| &message[..answer_bytes]).copied().collect();
+        let mut gathered = Gathered::new(answers, answer_bytes);
+        while let Progress::Asked = match inquiry.advance(&gathered).map_err(nonsense)? {
+            Progress::Disagreed(disagreement) => {
+                disagreement.tell(transport.rank());
+                return Err(SyncError::Disagreed { communicator: communicator(), disagreement });
+            }
+            progress => progress,
+        } {
+            message.clear();
+            witness.answer(inquiry.question(), &mut message);
+            gathered = transport.all_gather(&message).map_err(lost)?;
+            rounds += 1;
+        }
+    }
+    if let Some(mut difference) = difference {
+        if difference.is_about_steps() {
+            let mut search = StepSearch::default();
+            loop {
+                message.clear();
+                search.write(plan, &mut message);
+                let gathered = transport.all_gather(&message).map_err(lost)?;
+                match search.advance(&gathered) {
+                    Ok(None) => {}
+                    Ok(found) => break difference.first_step = found,
+                    Err(()) => break,
+                }
+            }
+        }
+        tracing::error!(
+            name: "plans.diverged",
+            target: "symmalloc",
+            communicator = communicator(),
+            rank = transport.rank(),
+            field = %difference.field,
+            %difference,
+        );
+        return Err(differ(difference));
+    }
+    Ok(Consent { rounds, space_bytes: summaries.iter().map(|summary| summary.space_bytes).max().unwrap_or(0) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::Book;
+    use crate::plan_summary::Circumstances;
+    use std::thread;
+    use std::time::Duration;
+    use symmalloc_core::agreement::{Point, ThreadTransport};
+    use symmalloc_core::config::{Config, PoolConfig};
+    use symmalloc_core::sim::SimBackend;
+    use symmalloc_core::{PoolId, SharedAllocator, StreamId};
+
+    /// What rank `rank` of two does before it asks.
+    struct Program {
+        sizes: &'static [u64],
+        /// Whether the histories are compared.
+        agrees: bool,
+        space_bytes: u64,
+    }
+
+    fn run(programs: [Program; 2]) -> Vec<Result<Consent, SyncError>> {
+        let ends = ThreadTransport::group(2, Duration::from_secs(60));
+        thread::scope(|scope| {
+            let threads: Vec<_> = programs
+                .into_iter()
+                .zip(ends)
+                .map(|(program, transport)| {
+                    scope.spawn(move || {
+                        let pool = PoolConfig::builder().fixed().symmetric(true).build().expect("valid");
+                        let config = Config::builder().default_pool(pool).build().expect("valid");
+                        let allocator = SharedAllocator::new(SimBackend::builder().build(), config).expect("valid");
+                        allocator.register_stream().expect("the first");
+                        let (observer, _) = allocator.observe(PoolId::DEFAULT).expect("exists");
+                        for size in program.sizes {
+                            allocator.allocate(PoolId::DEFAULT, StreamId(0), *size).expect("fits");
+                        }
+                        let plan = Plan::new(&Book::new(), &allocator.unread(observer).events, &[], |_| 0);
+                        let around = Circumstances {
+                            mode: program.agrees.into(),
+                            offset_checks: false,
+                            library: 22809,
+                            sync_number: 0,
+                            attached: 0,
+                            windows: 0,
+                            window_bytes: 0,
+                            space_bytes: program.space_bytes,
+                        };
+                        let witness = program.agrees.then(|| Witness::new(&allocator, Point::Sync));
+                        consent(&transport, "tp", witness.as_ref(), &plan, &Summary::new(&plan, &around))
+                    })
+                })
+                .collect();
+            threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+        })
+    }
+
+    fn program(sizes: &'static [u64], agrees: bool) -> Program {
+        Program { sizes, agrees, space_bytes: 1 }
+    }
+
+    #[test]
+    fn ranks_that_did_the_same_need_one_collective_and_take_the_largest_space() {
+        for agrees in [false, true] {
+            let outcomes =
+                run([Program { space_bytes: 9, ..program(&[1 << 20], agrees) }, program(&[1 << 20], agrees)]);
+            for outcome in outcomes {
+                let consent = outcome.expect("they agree");
+                assert_eq!((consent.rounds, consent.space_bytes), (1, 9));
+            }
+        }
+    }
+
+    #[test]
+    fn the_cores_report_comes_first() {
+        for outcome in run([program(&[1 << 20, 30 << 20], true), program(&[1 << 20, 40 << 20], true)]) {
+            let Err(SyncError::Disagreed { disagreement, .. }) = outcome else { panic!("{outcome:?}") };
+            assert_eq!(disagreement.first_heap().expect("a heap differs").first_op, 2);
+        }
+    }
+
+    #[test]
+    fn without_agreement_the_plans_are_compared_all_the_same() {
+        for outcome in run([program(&[30 << 20, 30 << 20], false), program(&[30 << 20, 40 << 20], false)]) {
+            let Err(SyncError::PlansDiffer { difference, .. }) = outcome else { panic!("{outcome:?}") };
+            assert_eq!(difference.field, PlanField::Steps);
+            assert_eq!(difference.first_step.expect("was searched").step, 1);
+        }
+    }
+
+    #[test]
+    fn ranks_with_other_modes_are_told_so() {
+        for outcome in run([program(&[1 << 20], true), program(&[1 << 20], false)]) {
+            let Err(SyncError::PlansDiffer { difference, .. }) = outcome else { panic!("{outcome:?}") };
+            assert_eq!(difference.field, PlanField::Mode);
+        }
+    }
+}
