@@ -1,6 +1,7 @@
 //! NCCL for symmalloc.
 
 mod attachment;
+mod all_to_all;
 mod calls;
 mod collectives;
 mod communicator;
@@ -22,10 +23,12 @@ mod scope;
 mod segment_key;
 mod stats;
 mod symmetric_space;
+mod splits;
 mod transport;
 mod unique_id;
 mod window;
 
+pub use all_to_all::{AllToAll, AllToAllBuilder, AllToAllError};
 pub use communicator::{CommOrder, CommState, Communicator, CommunicatorBuilder, Stage};
 pub use data_type::{DataType, NcclType, ReduceOp};
 pub use error::{CommError, LoadError, NcclError};
@@ -42,6 +45,7 @@ pub use registration::{BufferRegistration, Registered, WINDOW_ALIGNMENT, Window,
 pub use rendezvous::RendezvousError;
 pub use segment_key::{Generation, SegmentKey};
 pub use stats::{CommunicatorStats, RegistrarStats};
+pub use splits::{Sending, Side, Split, Splits, SplitsError};
 pub use transport::NcclTransport;
 pub use unique_id::UniqueId;
 pub use window::WindowSpan;

@@ -1,0 +1,268 @@
+//! All-to-all-v: every rank sends rows to every other, as many as it likes.
+//!
+//! ```text
+//!            rank 0              rank 1              rank 2
+//!  input   │a a│b b b│c│      │d│e│f f f f│      │g g│h│i i│       parts by receiver: the input's splits
+//!            └──┬──┘ ...
+//!  output  │a a│d│g g│        │b b b│e│h│        │c│f f f f│i i│   parts by sender: the output's splits
+//! ```
+//! It is PyTorch's `all_to_all_single`: parts of any number of rows, also none, equal parts when no splits are given, elements
+//! of any type, because they are only moved. One thing is wider: a buffer may be longer than its rows, and the rest of it is
+//! left alone, so that one buffer serves steps of different sizes.
+//!
+//! A call is one NCCL group of sends and receives, and a copy on the device for the part that a rank keeps. It allocates
+//! nothing on the device, registers nothing and waits for nothing on the host, so it can be captured in a graph.
+//!
+//! # Splits are exchanged when the program says so
+//! A rank cannot know alone whether another rank's splits changed. So nothing here decides by itself whether to exchange
+//! them: [`AllToAll::exchange_splits`] always does, [`AllToAll::run`] never. Splits are a value that the program keeps for as
+//! long as they are right, and every rank calls the same functions in the same order, as for any collective. A program that
+//! knows both sides, or that repeats its splits, exchanges nothing.
+//!
+//! There is no call that exchanges "if they changed". Every rank would have to enter it to learn whether another one's
+//! changed, with a message of its own: the fewest bytes that can be gathered from all ranks cost the same wait as all their
+//! counts do, eight bytes per pair of ranks. A call that skipped the wait on the ranks whose own counts are as before would
+//! leave those that have new ones waiting for ever.
+//!
+//! # What is kept
+//! Where calls demand registered memory, the segments that were found registered are remembered by their
+//! [`SegmentKey`](crate::SegmentKey), which stays the same whatever the sizes of tensors and splits. A key is forgotten when the
+//! registrar says that it is invalid, and by nothing else. What is remembered is an answer of the registrar's and not a
+//! resource: forgetting it tears down nothing that work in flight might use. Memory and windows are the registrar's, which
+//! waits for the work before it takes them back. The exchange has one staging buffer for what is sent and one for what
+//! comes, made once.
+
+mod error;
+mod message;
+mod plan;
+
+pub use error::AllToAllError;
+
+use crate::communicator::Communicator;
+use crate::data_type::DataType;
+use crate::error::CommError;
+use crate::group::Group;
+use crate::splits::{Side, Split, Splits};
+use crate::transport::NcclTransport;
+use cudarc::driver::sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop, result};
+use message::Messages;
+use plan::{Plan, Region, Shape};
+use std::fmt;
+use symmalloc_core::agreement::Transport;
+use symmalloc_cuda::DriverError;
+
+/// Exchanges rows among the ranks of a communicator, see the [module](self).
+///
+/// # Errors
+/// A call that is refused submits nothing on its rank. Other ranks do not know that: their streams wait for rows that do not
+/// come, as for any collective that one rank leaves out, until [`Communicator::abort`]. With
+/// [checks](AllToAllBuilder::check_calls) all ranks are told and none submits anything.
+pub struct AllToAll {
+    comm: Communicator,
+    messages: Messages,
+    transport: NcclTransport,
+}
+
+/// Makes an [`AllToAll`]. All ranks give the same options.
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct AllToAllBuilder {
+    comm: Communicator,
+    is_checked: bool,
+}
+
+/// A call that can be submitted.
+struct Call<'a> {
+    plan: Plan<'a>,
+    input: Region,
+    output: Region,
+    /// Uses of both buffers, for as long as work is submitted.
+    _uses: [SyncOnDrop<'a>; 2],
+}
+
+impl AllToAllBuilder {
+    /// Compares the splits of all ranks before each [`run`](AllToAll::run), so that ranks that disagree get an error with
+    /// the rows in question and not a hang or wrong rows. For finding mistakes: it costs an exchange per call, for which the
+    /// host waits. Calls that are captured are not compared; run them once before the capture.
+    pub fn check_calls(mut self) -> Self {
+        self.is_checked = true;
+        self
+    }
+
+    /// Makes the staging buffers of the exchange. Talks to nobody.
+    ///
+    /// # Errors
+    /// When the communicator is gone or there is no memory for the staging buffers.
+    pub fn build(self) -> Result<AllToAll, CommError> {
+        let AllToAllBuilder { comm, is_checked } = self;
+        let messages = Messages { rank: comm.rank() as usize, ranks: comm.ranks() as usize, is_checked };
+        Ok(AllToAll { transport: NcclTransport::new(&comm)?, messages, comm })
+    }
+}
+
+impl AllToAll {
+    /// Without options: any memory, no checks.
+    ///
+    /// # Errors
+    /// As [`build`](AllToAllBuilder::build).
+    pub fn new(comm: &Communicator) -> Result<Self, CommError> {
+        Self::builder(comm).build()
+    }
+
+    /// A builder for this communicator.
+    pub fn builder(comm: &Communicator) -> AllToAllBuilder {
+        AllToAllBuilder { comm: comm.clone(), is_checked: false }
+    }
+
+    /// The communicator.
+    pub fn communicator(&self) -> &Communicator {
+        &self.comm
+    }
+
+    /// Tells all ranks how many rows this one sends to each, and returns the splits of both sides. All ranks call it: when
+    /// the splits of any of them changed, and at no other time. The host waits for the answer.
+    ///
+    /// # Errors
+    /// When `rows` are not as many as there are ranks or overflow: all other ranks get [`AllToAllError::Refused`] then. When a
+    /// capture is under way, a rank does not come within the communicator's deadline, or NCCL fails.
+    pub fn exchange_splits(&self, rows: &[u64]) -> Result<Splits, AllToAllError> {
+        let Messages { ranks, .. } = self.messages;
+        let sent = match rows.len() == ranks {
+            true => Split::new(rows.iter().copied(), Side::Input).map_err(AllToAllError::from),
+            false => Err(AllToAllError::SplitCount { given: rows.len(), ranks }),
+        };
+        let message = sent.as_ref().map_or_else(|_| self.messages.refusal(), |_| self.messages.exchange(rows));
+        let gathered = self.transport.all_gather(&message)?;
+        sent?;
+        self.messages.read_exchange(&gathered)
+    }
+
+    /// Sends the input's parts to all ranks, and receives theirs in the output. A row is `row_elements` elements. `splits`
+    /// are `&Splits`, or `None` for equal parts of both whole buffers. All ranks call it. Returns when the work is in the
+    /// stream; the buffers may be dropped at once.
+    ///
+    /// All ranks give elements of the same type.
+    ///
+    /// # Errors
+    /// Before anything is submitted: when the splits are not for this communicator, the buffers are too short, overlap, or
+    /// belong to another context. With [checks](AllToAllBuilder::check_calls): when the ranks disagree. Otherwise when NCCL or
+    /// the driver fails.
+    pub fn run<'s, T, I, O>(
+        &self,
+        stream: &CudaStream,
+        input: &I,
+        output: &mut O,
+        row_elements: usize,
+        splits: impl Into<Option<&'s Splits>>,
+    ) -> Result<(), AllToAllError>
+    where
+        T: DeviceRepr,
+        I: DevicePtr<T> + ?Sized,
+        O: DevicePtrMut<T> + ?Sized,
+    {
+        let call = self.prepare(stream, input, output, row_elements, splits.into());
+        if self.messages.is_checked && !is_captured(stream)? {
+            let message =
+                call.as_ref().map_or_else(|_| self.messages.refusal(), |call| self.messages.check(&call.plan));
+            let gathered = self.transport.all_gather(&message)?;
+            let call = call?;
+            self.messages.read_check(&gathered)?;
+            return self.submit(stream, &call);
+        }
+        self.submit(stream, &call?)
+    }
+
+    /// All that can be refused on this rank alone.
+    fn prepare<'a, T, I, O>(
+        &self,
+        stream: &'a CudaStream,
+        input: &'a I,
+        output: &'a mut O,
+        row_elements: usize,
+        splits: Option<&'a Splits>,
+    ) -> Result<Call<'a>, AllToAllError>
+    where
+        T: DeviceRepr,
+        I: DevicePtr<T> + ?Sized,
+        O: DevicePtrMut<T> + ?Sized,
+    {
+        let Messages { rank, ranks, .. } = self.messages;
+        let (input_len, output_len) = (input.len(), output.len());
+        let shape = Shape { input_len, output_len, element_bytes: size_of::<T>(), row_elements };
+        let plan = Plan::new(rank, ranks, splits, shape)?;
+        let context = self.comm.device().context();
+        for (side, other) in [(Side::Input, input.stream().context()), (Side::Output, output.stream().context())] {
+            if other.cu_ctx() != context.cu_ctx() {
+                let (ordinal, expected) = (other.ordinal(), context.ordinal());
+                return Err(AllToAllError::OtherContext { side, ordinal, expected });
+            }
+        }
+        if stream.context().cu_ctx() != context.cu_ctx() {
+            return Err(CommError::ForeignStream { name: self.comm.name().into() }.into());
+        }
+        let (input_address, reading) = input.device_ptr(stream);
+        let (output_address, writing) = output.device_ptr_mut(stream);
+        let input = Region { address: input_address, size_bytes: plan.input_bytes };
+        let output = Region { address: output_address, size_bytes: plan.output_bytes };
+        if input.overlaps(&output) {
+            return Err(AllToAllError::Overlap {
+                input: input.address,
+                input_bytes: input.size_bytes,
+                output: output.address,
+                output_bytes: output.size_bytes,
+            });
+        }
+        Ok(Call { plan, input, output, _uses: [reading, writing] })
+    }
+
+    fn submit(&self, stream: &CudaStream, call: &Call<'_>) -> Result<(), AllToAllError> {
+        let Messages { rank, ranks, .. } = self.messages;
+        let part = |side, peer| match side {
+            Side::Input => call.plan.part(side, call.input.address, peer),
+            Side::Output => call.plan.part(side, call.output.address, peer),
+        };
+        let mut group = Group::new();
+        for peer in (0..ranks).filter(|peer| *peer != rank) {
+            let number = peer as u32;
+            if let Some(sent) = part(Side::Input, peer) {
+                // SAFETY: within the input, which is in use on the stream while its guard lives.
+                unsafe {
+                    group.send_raw(&self.comm, sent.address, sent.size_bytes as usize, DataType::Uint8, number, stream)
+                }?;
+            }
+            if let Some(received) = part(Side::Output, peer) {
+                let count = received.size_bytes as usize;
+                // SAFETY: within the output, which is borrowed mutably and in use on the stream while its guard lives.
+                unsafe { group.receive_raw(&self.comm, received.address, count, DataType::Uint8, number, stream) }?;
+            }
+        }
+        group.submit()?;
+        match (part(Side::Input, rank), part(Side::Output, rank)) {
+            (Some(from), Some(to)) => self.copy(stream, from, to),
+            _ => Ok(()),
+        }
+    }
+
+    fn copy(&self, stream: &CudaStream, from: Region, to: Region) -> Result<(), AllToAllError> {
+        let count = from.size_bytes as usize;
+        // SAFETY: equal parts of two buffers that do not overlap and are in use on the stream.
+        let copied = unsafe { result::memcpy_dtod_async(to.address, from.address, count, stream.cu_stream()) };
+        Ok(copied.map_err(|error| DriverError { call: "cuMemcpyDtoDAsync", code: error.0 as i32 })?)
+    }
+}
+
+fn is_captured(stream: &CudaStream) -> Result<bool, DriverError> {
+    let status = stream.capture_status();
+    let status = status.map_err(|error| DriverError { call: "cuStreamIsCapturing", code: error.0 as i32 })?;
+    Ok(status != CU_STREAM_CAPTURE_STATUS_NONE)
+}
+
+impl fmt::Debug for AllToAll {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AllToAll")
+            .field("comm", &self.comm)
+            .field("is_checked", &self.messages.is_checked)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,282 @@
+//! How many rows go from every rank to every other.
+//!
+//! ```text
+//!              rank 0   rank 1   rank 2            the buffers of rank 1
+//!   rank 0        2        1        0      input   │ 3 for rank 0 │ 4 for rank 1 │ 1 for rank 2 │
+//!   rank 1        3        4        1              0              3              7              8
+//!   rank 2        0        5        2      output  │ 1 │ 4 from rank 1 │ 5 from rank 2          │
+//!     from         to ──►                          0   1               5                       10
+//! ```
+//! A row of the matrix is what a rank sends (PyTorch's `input_split_sizes`), a column what it receives
+//! (`output_split_sizes`). The parts of a buffer follow one another, so a part begins where those before it end: that is its
+//! displacement. Both are worked out here, once for all calls that use them.
+//!
+//! What is built here holds together: totals do not overflow, and both sides name the same number of ranks.
+
+mod matrix;
+
+use matrix::Matrix;
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+use thiserror::Error;
+
+/// One of the two buffers of an exchange.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// What this rank sends.
+    Input,
+    /// What this rank receives.
+    Output,
+}
+
+impl fmt::Display for Side {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Side::Input => "input",
+            Side::Output => "output",
+        })
+    }
+}
+
+/// Numbers of rows that do not make splits. Nothing was sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum SplitsError {
+    /// The sides name different numbers of ranks.
+    #[error("the input is split for {input} ranks and the output for {output}: give every rank a part on both sides")]
+    Unequal {
+        /// Parts of the input.
+        input: usize,
+        /// Parts of the output.
+        output: usize,
+    },
+    /// The rows are more than can be counted.
+    #[error("the {side}'s rows of the ranks up to {rank} are more than 2^64: these are not numbers of rows")]
+    TooMany {
+        /// The side.
+        side: Side,
+        /// The first rank whose part cannot be added.
+        rank: usize,
+    },
+}
+
+/// How the rows of two buffers are split among ranks, see the [module](self). Cloning it shares it.
+///
+/// # Examples
+/// ```
+/// use symmalloc_nccl::Splits;
+///
+/// // Rank 1 of the picture.
+/// let splits = Splits::sending(&[3, 4, 1]).receiving(&[1, 4, 5])?;
+/// assert_eq!((splits.input().displacements(), splits.input().total()), (&[0, 3, 7][..], 8));
+/// assert_eq!(splits.output().part(2), 5..10);
+/// // The way back.
+/// assert_eq!(splits.reversed().input(), splits.output());
+/// # Ok::<(), symmalloc_nccl::SplitsError>(())
+/// ```
+#[derive(Clone, PartialEq, Eq)]
+pub struct Splits {
+    input: Arc<Split>,
+    output: Arc<Split>,
+    /// What all ranks send, where it is known.
+    matrix: Option<Matrix>,
+}
+
+/// How the rows of one buffer are split among ranks.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Split {
+    /// By rank.
+    rows: Box<[u64]>,
+    /// By rank: the sum of the rows before.
+    displacements: Box<[u64]>,
+    total: u64,
+}
+
+/// The input's half of splits that are being made.
+#[derive(Clone, Copy, Debug)]
+#[must_use = "say what is received"]
+pub struct Sending<'a> {
+    input: &'a [u64],
+}
+
+impl Splits {
+    /// What this rank sends to every rank, in rows; [`Sending::receiving`] adds what it receives. A caller that knows both
+    /// needs no exchange of splits.
+    pub fn sending(rows: &[u64]) -> Sending<'_> {
+        Sending { input: rows }
+    }
+
+    /// From what all ranks send: `ranks` rows of `ranks` numbers, as rank `rank` sees it.
+    pub(crate) fn of_matrix(counts: impl Into<Arc<[u64]>>, ranks: usize, rank: usize) -> Result<Self, SplitsError> {
+        let matrix = Matrix::new(counts.into(), ranks)?;
+        let input = Split::new(matrix.sent_by(rank), Side::Input)?;
+        let output = Split::new(matrix.received_by(rank), Side::Output)?;
+        Ok(Splits { input: Arc::new(input), output: Arc::new(output), matrix: Some(matrix) })
+    }
+
+    /// How the input is split.
+    pub fn input(&self) -> &Split {
+        &self.input
+    }
+
+    /// How the output is split.
+    pub fn output(&self) -> &Split {
+        &self.output
+    }
+
+    /// Number of ranks.
+    pub fn ranks(&self) -> usize {
+        self.input.rows.len()
+    }
+
+    /// The same rows on their way back: what was received is sent to where it came from.
+    pub fn reversed(&self) -> Self {
+        Splits {
+            input: Arc::clone(&self.output),
+            output: Arc::clone(&self.input),
+            matrix: self.matrix.as_ref().map(Matrix::reversed),
+        }
+    }
+
+    /// Rows that rank `from` sends to rank `to`. `None` when the splits were not exchanged, or there is no such rank.
+    pub fn rows_between(&self, from: usize, to: usize) -> Option<u64> {
+        self.matrix.as_ref()?.get(from, to)
+    }
+
+    /// The most rows that any rank sends, equal on all ranks. `None` when the splits were not exchanged.
+    pub fn input_rows_max(&self) -> Option<u64> {
+        self.matrix.as_ref().map(Matrix::sent_max)
+    }
+
+    /// The most rows that any rank receives, equal on all ranks. `None` when the splits were not exchanged.
+    ///
+    /// In a symmetric pool all ranks must ask for the same sizes: allocate an output of this many rows, and every rank's
+    /// buffer lies at the same place, whatever its own part is.
+    pub fn output_rows_max(&self) -> Option<u64> {
+        self.matrix.as_ref().map(Matrix::received_max)
+    }
+}
+
+impl Sending<'_> {
+    /// What this rank receives from every rank, in rows.
+    ///
+    /// # Errors
+    /// When the sides name different numbers of ranks, or a sum overflows.
+    pub fn receiving(self, rows: &[u64]) -> Result<Splits, SplitsError> {
+        if self.input.len() != rows.len() {
+            return Err(SplitsError::Unequal { input: self.input.len(), output: rows.len() });
+        }
+        let input = Split::new(self.input.iter().copied(), Side::Input)?;
+        let output = Split::new(rows.iter().copied(), Side::Output)?;
+        Ok(Splits { input: Arc::new(input), output: Arc::new(output), matrix: None })
+    }
+}
+
+impl Split {
+    pub(crate) fn new(rows: impl Iterator<Item = u64>, side: Side) -> Result<Self, SplitsError> {
+        let rows: Box<[u64]> = rows.collect();
+        let mut displacements = Vec::with_capacity(rows.len());
+        let mut total = 0_u64;
+        for (rank, count) in rows.iter().enumerate() {
+            displacements.push(total);
+            total = total.checked_add(*count).ok_or(SplitsError::TooMany { side, rank })?;
+        }
+        Ok(Split { rows, displacements: displacements.into(), total })
+    }
+
+    /// Rows of every rank.
+    pub fn rows(&self) -> &[u64] {
+        &self.rows
+    }
+
+    /// The first row of every rank.
+    pub fn displacements(&self) -> &[u64] {
+        &self.displacements
+    }
+
+    /// Rows of all ranks together.
+    pub fn total(&self) -> u64 {
+        self.total
+    }
+
+    /// The rows of a rank.
+    ///
+    /// # Panics
+    /// When there is no such rank.
+    pub fn part(&self, rank: usize) -> Range<u64> {
+        let start = self.displacements[rank];
+        start..start + self.rows[rank]
+    }
+}
+
+impl fmt::Debug for Splits {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Splits")
+            .field("input", &self.input.rows)
+            .field("output", &self.output.rows)
+            .field("is_exchanged", &self.matrix.is_some())
+            .finish()
+    }
+}
+
+impl fmt::Debug for Split {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.rows.fmt(f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const TOP: u64 = u64::MAX;
+
+    #[test]
+    fn sides_for_different_numbers_of_ranks_are_refused() {
+        let refused = Splits::sending(&[1, 2]).receiving(&[3]);
+        assert_eq!(refused, Err(SplitsError::Unequal { input: 2, output: 1 }));
+    }
+
+    #[test]
+    fn sums_that_overflow_are_refused_with_the_side_and_the_rank() {
+        let refused = Splits::sending(&[TOP, 0, 1]).receiving(&[0; 3]);
+        assert_eq!(refused, Err(SplitsError::TooMany { side: Side::Input, rank: 2 }));
+        let refused = Splits::sending(&[0; 2]).receiving(&[1, TOP]);
+        assert_eq!(refused, Err(SplitsError::TooMany { side: Side::Output, rank: 1 }));
+        let counts = [TOP, 0, 1, 0];
+        assert_eq!(Splits::of_matrix(counts, 2, 1), Err(SplitsError::TooMany { side: Side::Output, rank: 1 }));
+    }
+
+    #[test]
+    fn no_rank_knows_of_others_what_it_was_not_told() {
+        let splits = Splits::sending(&[1, 2]).receiving(&[1, 3]).expect("they fit");
+        assert_eq!((splits.rows_between(0, 1), splits.input_rows_max(), splits.output_rows_max()), (None, None, None));
+    }
+
+    proptest! {
+        #[test]
+        fn every_rank_makes_the_same_of_one_matrix(ranks in 1_usize..9, seed in proptest::collection::vec(0_u64..50, 64)) {
+            let counts = &seed[..ranks * ranks];
+            let all: Vec<Splits> =
+                (0..ranks).map(|rank| Splits::of_matrix(counts, ranks, rank).expect("they fit")).collect();
+            for (from, sender) in all.iter().enumerate() {
+                for (to, receiver) in all.iter().enumerate() {
+                    prop_assert_eq!(sender.input().rows()[to], receiver.output().rows()[from]);
+                    prop_assert_eq!(sender.rows_between(from, to), Some(counts[from * ranks + to]));
+                    prop_assert_eq!(sender.reversed().rows_between(to, from), Some(counts[from * ranks + to]));
+                }
+                let parts: Vec<_> = (0..ranks).map(|rank| sender.output().part(rank)).collect();
+                prop_assert!(parts.windows(2).all(|pair| pair[0].end == pair[1].start));
+                prop_assert_eq!((parts[0].start, parts[ranks - 1].end), (0, sender.output().total()));
+            }
+            let most = |total: fn(&Splits) -> u64| all.iter().map(total).max();
+            for splits in &all {
+                prop_assert_eq!(splits.output_rows_max(), most(|it| it.output().total()));
+                prop_assert_eq!(splits.reversed().output_rows_max(), most(|it| it.input().total()));
+                prop_assert_eq!(&splits.reversed().reversed(), splits);
+            }
+        }
+    }
+}
