@@ -35,6 +35,7 @@
 mod error;
 mod message;
 mod plan;
+mod registered;
 
 pub use error::AllToAllError;
 
@@ -42,13 +43,17 @@ use crate::communicator::Communicator;
 use crate::data_type::DataType;
 use crate::error::CommError;
 use crate::group::Group;
+use crate::registrar::Registrar;
+use crate::segment_key::SegmentKey;
 use crate::splits::{Side, Split, Splits};
 use crate::transport::NcclTransport;
 use cudarc::driver::sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop, result};
 use message::Messages;
 use plan::{Plan, Region, Shape};
+use registered::RegisteredSegments;
 use std::fmt;
+use std::sync::Arc;
 use symmalloc_core::agreement::Transport;
 use symmalloc_cuda::DriverError;
 
@@ -62,6 +67,8 @@ pub struct AllToAll {
     comm: Communicator,
     messages: Messages,
     transport: NcclTransport,
+    /// Where calls demand registered memory.
+    registered: Option<RegisteredSegments>,
 }
 
 /// Makes an [`AllToAll`]. All ranks give the same options.
@@ -69,6 +76,7 @@ pub struct AllToAll {
 #[must_use]
 pub struct AllToAllBuilder {
     comm: Communicator,
+    registrar: Option<Arc<Registrar>>,
     is_checked: bool,
 }
 
@@ -82,6 +90,13 @@ struct Call<'a> {
 }
 
 impl AllToAllBuilder {
+    /// Refuses buffers that this registrar has not registered on the communicator, as windows or for this rank alone. NCCL
+    /// moves other memory as well, through buffers of its own.
+    pub fn require_registered(mut self, registrar: &Arc<Registrar>) -> Self {
+        self.registrar = Some(Arc::clone(registrar));
+        self
+    }
+
     /// Compares the splits of all ranks before each [`run`](AllToAll::run), so that ranks that disagree get an error with
     /// the rows in question and not a hang or wrong rows. For finding mistakes: it costs an exchange per call, for which the
     /// host waits. Calls that are captured are not compared; run them once before the capture.
@@ -95,9 +110,10 @@ impl AllToAllBuilder {
     /// # Errors
     /// When the communicator is gone or there is no memory for the staging buffers.
     pub fn build(self) -> Result<AllToAll, CommError> {
-        let AllToAllBuilder { comm, is_checked } = self;
+        let AllToAllBuilder { comm, registrar, is_checked } = self;
+        let registered = registrar.as_ref().map(RegisteredSegments::new);
         let messages = Messages { rank: comm.rank() as usize, ranks: comm.ranks() as usize, is_checked };
-        Ok(AllToAll { transport: NcclTransport::new(&comm)?, messages, comm })
+        Ok(AllToAll { transport: NcclTransport::new(&comm)?, messages, registered, comm })
     }
 }
 
@@ -112,12 +128,18 @@ impl AllToAll {
 
     /// A builder for this communicator.
     pub fn builder(comm: &Communicator) -> AllToAllBuilder {
-        AllToAllBuilder { comm: comm.clone(), is_checked: false }
+        AllToAllBuilder { comm: comm.clone(), registrar: None, is_checked: false }
     }
 
     /// The communicator.
     pub fn communicator(&self) -> &Communicator {
         &self.comm
+    }
+
+    /// The segments that calls were found to use, by address: only where registered memory is
+    /// [required](AllToAllBuilder::require_registered).
+    pub fn segments(&self) -> Vec<SegmentKey> {
+        self.registered.as_ref().map(RegisteredSegments::keys).unwrap_or_default()
     }
 
     /// Tells all ranks how many rows this one sends to each, and returns the splits of both sides. All ranks call it: when
@@ -127,6 +149,9 @@ impl AllToAll {
     /// When `rows` are not as many as there are ranks or overflow: all other ranks get [`AllToAllError::Refused`] then. When a
     /// capture is under way, a rank does not come within the communicator's deadline, or NCCL fails.
     pub fn exchange_splits(&self, rows: &[u64]) -> Result<Splits, AllToAllError> {
+        if self.comm.device().is_capturing() {
+            return Err(AllToAllError::Capturing);
+        }
         let Messages { ranks, .. } = self.messages;
         let sent = match rows.len() == ranks {
             true => Split::new(rows.iter().copied(), Side::Input).map_err(AllToAllError::from),
@@ -145,8 +170,8 @@ impl AllToAll {
     /// All ranks give elements of the same type.
     ///
     /// # Errors
-    /// Before anything is submitted: when the splits are not for this communicator, the buffers are too short, overlap, or
-    /// belong to another context. With [checks](AllToAllBuilder::check_calls): when the ranks disagree. Otherwise when NCCL or
+    /// Before anything is submitted: when the splits are not for this communicator, the buffers are too short, overlap,
+    /// belong to another context, or are not registered where they must be. With [checks](AllToAllBuilder::check_calls): when the ranks disagree. Otherwise when NCCL or
     /// the driver fails.
     pub fn run<'s, T, I, O>(
         &self,
@@ -162,7 +187,7 @@ impl AllToAll {
         O: DevicePtrMut<T> + ?Sized,
     {
         let call = self.prepare(stream, input, output, row_elements, splits.into());
-        if self.messages.is_checked && !is_captured(stream)? {
+        if self.messages.is_checked && !self.is_captured(stream)? {
             let message =
                 call.as_ref().map_or_else(|_| self.messages.refusal(), |call| self.messages.check(&call.plan));
             let gathered = self.transport.all_gather(&message)?;
@@ -213,6 +238,10 @@ impl AllToAll {
                 output_bytes: output.size_bytes,
             });
         }
+        if let Some(registered) = &self.registered {
+            registered.check(&self.comm, Side::Input, input)?;
+            registered.check(&self.comm, Side::Output, output)?;
+        }
         Ok(Call { plan, input, output, _uses: [reading, writing] })
     }
 
@@ -244,18 +273,21 @@ impl AllToAll {
         }
     }
 
+    fn is_captured(&self, stream: &CudaStream) -> Result<bool, DriverError> {
+        let _current = self.comm.device().enter()?;
+        // SAFETY: the stream lives.
+        let status = unsafe { result::stream::is_capturing(stream.cu_stream()) };
+        let status = status.map_err(|error| DriverError { call: "cuStreamIsCapturing", code: error.0 as i32 })?;
+        Ok(status != CU_STREAM_CAPTURE_STATUS_NONE)
+    }
+
     fn copy(&self, stream: &CudaStream, from: Region, to: Region) -> Result<(), AllToAllError> {
         let count = from.size_bytes as usize;
+        let _current = self.comm.device().enter()?;
         // SAFETY: equal parts of two buffers that do not overlap and are in use on the stream.
         let copied = unsafe { result::memcpy_dtod_async(to.address, from.address, count, stream.cu_stream()) };
         Ok(copied.map_err(|error| DriverError { call: "cuMemcpyDtoDAsync", code: error.0 as i32 })?)
     }
-}
-
-fn is_captured(stream: &CudaStream) -> Result<bool, DriverError> {
-    let status = stream.capture_status();
-    let status = status.map_err(|error| DriverError { call: "cuStreamIsCapturing", code: error.0 as i32 })?;
-    Ok(status != CU_STREAM_CAPTURE_STATUS_NONE)
 }
 
 impl fmt::Debug for AllToAll {

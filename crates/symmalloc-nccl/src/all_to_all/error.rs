@@ -1,6 +1,7 @@
 //! Why an all-to-all-v was not made.
 
 use crate::error::CommError;
+use crate::registrar_error::LookupError;
 use crate::splits::{Side, SplitsError};
 use symmalloc_core::agreement::TransportError;
 use symmalloc_cuda::DriverError;
@@ -93,15 +94,12 @@ pub enum AllToAllError {
         expected: usize,
     },
     /// Registered memory was demanded, and a buffer is not registered on this communicator.
-    #[error(
-        "the {side} at {address:#x} is not registered on this communicator: take it from a pool that is attached to it, and \
-         call sync after its segment was born"
-    )]
+    #[error("the {side} is not in registered memory: {error}")]
     NotRegistered {
         /// Which buffer.
         side: Side,
-        /// Its first byte.
-        address: u64,
+        /// What the registrar says.
+        error: LookupError,
     },
     /// A rank could not take part. No rank submitted anything.
     #[error("rank {rank} could not take part: its own error says why. Nothing was sent on any rank")]
@@ -134,9 +132,9 @@ pub enum AllToAllError {
         /// Bytes of the receiver's rows.
         expected_row_bytes: u64,
     },
-    /// Splits cannot be exchanged while a graph is captured: the host needs the answer.
+    /// Splits cannot be exchanged while a graph is captured on the device: the host needs the answer.
     #[error(
-        "splits cannot be exchanged while the stream is captured: exchange them before, and capture calls that use them"
+        "splits cannot be exchanged while a graph is captured: exchange them before, and capture calls that use them"
     )]
     Capturing,
     /// The communicator or NCCL refused. If it happened while the rows were submitted, the communicator is lost.

@@ -1,0 +1,139 @@
+//! The segments that were found registered, for calls that demand registered memory.
+//!
+//! ```text
+//!  call ── address ──► known segments ── not there ──► registrar: is it registered? ──► known from now on
+//!                           ▲
+//!                           └── keys that died, in the order of the log ◄── registrar, at each sync
+//! ```
+//! The registrar lets a key die only after the device's work so far is done, so a segment that is forgotten here is one that
+//! no call in flight uses.
+
+use super::error::AllToAllError;
+use super::plan::Region;
+use crate::communicator::Communicator;
+use crate::invalidation::{Invalidated, InvalidationCursor};
+use crate::registrar::Registrar;
+use crate::registrar_error::LookupError;
+use crate::segment_key::SegmentKey;
+use crate::splits::Side;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Registered segments of one communicator, as far as calls met them.
+pub(super) struct RegisteredSegments {
+    registrar: Arc<Registrar>,
+    known: Mutex<Known>,
+}
+
+#[derive(Default)]
+struct Known {
+    segments: Segments,
+    cursor: InvalidationCursor,
+}
+
+/// Segments that do not overlap.
+#[derive(Debug, Default)]
+struct Segments {
+    /// Ascending by base.
+    keys: Vec<SegmentKey>,
+}
+
+impl RegisteredSegments {
+    pub(super) fn new(registrar: &Arc<Registrar>) -> Self {
+        RegisteredSegments { registrar: Arc::clone(registrar), known: Mutex::default() }
+    }
+
+    /// Refuses a buffer that is not registered on the communicator, as a window or for this rank alone.
+    pub(super) fn check(&self, comm: &Communicator, side: Side, region: Region) -> Result<(), AllToAllError> {
+        if region.size_bytes == 0 {
+            return Ok(());
+        }
+        let mut known = self.lock();
+        let Known { segments, cursor } = &mut *known;
+        segments.forget(self.registrar.invalidations(comm, cursor));
+        if segments.hold(region) {
+            return Ok(());
+        }
+        let segment = match self.registrar.window_at(comm, region.address, region.size_bytes) {
+            Ok(span) => span.segment,
+            Err(LookupError::Plain { segment, .. }) => segment,
+            Err(error) => return Err(AllToAllError::NotRegistered { side, error }),
+        };
+        segments.insert(segment);
+        Ok(())
+    }
+
+    /// The known segments, by address.
+    pub(super) fn keys(&self) -> Vec<SegmentKey> {
+        self.lock().segments.keys.clone()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Segments {
+    fn forget(&mut self, dead: Invalidated) {
+        match dead {
+            Invalidated::Keys(dead) if dead.is_empty() => {}
+            Invalidated::Keys(dead) => self.keys.retain(|key| !dead.contains(key)),
+            Invalidated::Everything => self.keys.clear(),
+        }
+    }
+
+    /// Whether all bytes of the region lie in one of them.
+    fn hold(&self, region: Region) -> bool {
+        let behind = self.keys.partition_point(|key| key.base <= region.address);
+        let Some(key) = behind.checked_sub(1).map(|at| self.keys[at]) else { return false };
+        let offset_bytes = region.address - key.base;
+        key.size_bytes.checked_sub(offset_bytes).is_some_and(|room| region.size_bytes <= room)
+    }
+
+    /// Adds a segment, or replaces the smaller one that it grew from.
+    fn insert(&mut self, key: SegmentKey) {
+        let at = self.keys.partition_point(|other| other.base < key.base);
+        match self.keys.get_mut(at) {
+            Some(other) if other.base == key.base => *other = key,
+            _ => self.keys.insert(at, key),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::segment_key::Generation;
+    use symmalloc_core::{PoolId, SegmentId};
+
+    fn key(segment: u32, base: u64) -> SegmentKey {
+        let generation = Generation { pool: PoolId::DEFAULT, stream: None, segment: SegmentId(segment) };
+        SegmentKey { base, size_bytes: 0x1000, generation }
+    }
+
+    fn region(address: u64, size_bytes: u64) -> Region {
+        Region { address, size_bytes }
+    }
+
+    #[test]
+    fn a_buffer_is_known_when_one_segment_holds_all_of_it() {
+        let mut segments = Segments::default();
+        assert!(!segments.hold(region(0x1000, 1)));
+        segments.insert(key(0, 0x3000));
+        segments.insert(key(1, 0x1000));
+        assert!(segments.hold(region(0x1000, 0x1000)) && segments.hold(region(0x3fff, 1)));
+        assert!(!segments.hold(region(0xfff, 1)) && !segments.hold(region(0x1fff, 2)) && !segments.hold(region(0x2000, 1)));
+    }
+
+    #[test]
+    fn what_died_is_forgotten_and_nothing_else() {
+        let mut segments = Segments::default();
+        (0..4_u32).for_each(|at| segments.insert(key(at, 0x1000 * u64::from(at))));
+        segments.forget(Invalidated::Keys(vec![]));
+        assert_eq!(segments.keys.len(), 4);
+        // A segment of another generation at the address of one that is known.
+        segments.forget(Invalidated::Keys(vec![key(2, 0x2000), key(9, 0x1000)]));
+        assert_eq!(segments.keys, [key(0, 0), key(1, 0x1000), key(3, 0x3000)]);
+        segments.forget(Invalidated::Everything);
+        assert!(segments.keys.is_empty());
+    }
+}
