@@ -23,7 +23,8 @@ impl Router {
     /// nothing, and with one that gets everything.
     pub(crate) fn route(&self, pattern: u64, rank: usize) -> Routing {
         let experts = self.ranks * self.experts_per_rank;
-        let draw = |token: usize, what: u64| mix(mix(mix(self.seed ^ pattern) ^ rank as u64) ^ token as u64 ^ (what << 32));
+        let draw =
+            |token: usize, what: u64| mix(mix(mix(self.seed ^ pattern) ^ rank as u64) ^ token as u64 ^ (what << 32));
         let favourite = (mix(self.seed ^ pattern) % experts as u64) as usize;
         let spared = favourite / self.experts_per_rank;
         let choose = |token: usize| {

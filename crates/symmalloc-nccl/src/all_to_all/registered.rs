@@ -121,7 +121,9 @@ mod tests {
         segments.insert(key(0, 0x3000));
         segments.insert(key(1, 0x1000));
         assert!(segments.hold(region(0x1000, 0x1000)) && segments.hold(region(0x3fff, 1)));
-        assert!(!segments.hold(region(0xfff, 1)) && !segments.hold(region(0x1fff, 2)) && !segments.hold(region(0x2000, 1)));
+        assert!(
+            !segments.hold(region(0xfff, 1)) && !segments.hold(region(0x1fff, 2)) && !segments.hold(region(0x2000, 1))
+        );
     }
 
     #[test]

@@ -1,0 +1,444 @@
+//! Mixture of experts: tokens go to their experts with an all-to-all-v, and come back with another one.
+//!
+//! ```text
+//!  tokens of a rank, by expert      rows of a rank's experts           tokens again
+//!  │ e0 e0 │ e1 │ e2 e2 │ e3 │ ──►  │ from rank 0 │ from rank 1 │ ──►  │ e0 e0 │ e1 │ e2 e2 │ e3 │
+//!                          dispatch              │ the experts        combine: the splits reversed
+//!                                                ▼
+//!                                    2 · element + expert, on the host: nothing to compile
+//! ```
+//! A seeded router gives the experts loads that change every few steps: even ones, a favourite, a rank with nothing to do, a
+//! rank with everything. Whenever they change, and only then, the splits are exchanged. Every rank takes buffers for the most
+//! rows that any rank receives, so all ranks ask their symmetric pool for the same sizes and all buffers lie at the same
+//! places, in one window. Every row is checked, after the dispatch and after the combination.
+//!
+//! ```sh
+//! cargo run --release -p symmalloc-nccl --example moe_dispatch                # a thread for each GPU
+//! torchrun --no-python --nproc-per-node 2 target/release/examples/moe_dispatch -- --steps 200   # a process for each
+//! ```
+//!
+//! Ends with 0 when every row was right and nothing was registered and nothing grew after the warm-up, with 1 when not, and
+//! with 2 when it could not run.
+
+mod router;
+
+use cudarc::driver::CudaStream;
+use router::{Router, Routing, element, expert_output};
+use std::error::Error;
+use std::fmt;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use symmalloc_core::{Config, PoolConfig};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer, Pool};
+use symmalloc_nccl::{AllToAll, Communicator, Launch, LaunchError, Nccl, Registrar, Registration, Splits, UniqueId};
+
+const DEADLINE: Duration = Duration::from_secs(60);
+/// Steps with one set of splits.
+const STEPS_PER_LOAD: u64 = 3;
+/// Steps before anything is counted: every load pattern comes once.
+const WARM_UP_STEPS: u64 = 4 * STEPS_PER_LOAD;
+
+type Failure = Box<dyn Error + Send + Sync>;
+
+/// What the command line asks for.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Number of ranks; `None`: as many as there are devices, or as the launcher says.
+    pub ranks: Option<u32>,
+    /// Steps after the warm-up.
+    pub steps: u64,
+    /// Tokens of a rank.
+    pub tokens: usize,
+    /// Elements of a token.
+    pub hidden: usize,
+    /// Experts of a rank.
+    pub experts: usize,
+    /// What the router draws from.
+    pub seed: u64,
+    /// A thread for each rank, also where a launcher's variables are set.
+    pub threads: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options { ranks: None, steps: 60, tokens: 2048, hidden: 1024, experts: 8, seed: 1, threads: false }
+    }
+}
+
+const USAGE: &str =
+    "usage: moe_dispatch [--ranks N] [--steps N] [--tokens N] [--hidden N] [--experts N] [--seed N] [--threads]";
+
+impl Options {
+    fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Self, Failure> {
+        let mut options = Options::default();
+        while let Some(argument) = arguments.next() {
+            let mut number = || -> Result<u32, Failure> {
+                let value = arguments.next().ok_or_else(|| format!("{argument} needs a number"))?;
+                let number = value.parse().ok().filter(|number| *number > 0);
+                number.ok_or_else(|| format!("{argument} needs a number from 1 on, not \"{value}\"").into())
+            };
+            match argument.as_str() {
+                "--ranks" => options.ranks = Some(number()?),
+                "--steps" => options.steps = number()?.into(),
+                "--tokens" => options.tokens = number()? as usize,
+                "--hidden" => options.hidden = number()? as usize,
+                "--experts" => options.experts = number()? as usize,
+                "--seed" => options.seed = number()?.into(),
+                "--threads" => options.threads = true,
+                "--" => {}
+                _ => return Err(USAGE.into()),
+            }
+        }
+        Ok(options)
+    }
+}
+
+fn main() -> ExitCode {
+    match Options::parse(std::env::args().skip(1)).and_then(|options| run(&options)) {
+        Ok(reports) => {
+            print!("{}", Table(&reports));
+            if reports.iter().all(Report::is_right) { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+        }
+        Err(error) => {
+            eprintln!("moe_dispatch: {error}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// Runs this process's ranks: one when a launcher started it, else all of them, a thread each.
+pub fn run(options: &Options) -> Result<Vec<Report>, Failure> {
+    Nccl::load()?;
+    let devices = CudaDevice::count()? as u32;
+    match Launch::from_env() {
+        Ok(launch) if !options.threads => {
+            let device = CudaDevice::new(launch.local_rank as usize)?;
+            let comm = Communicator::builder(&device).name("experts").blocking().deadline(DEADLINE).connect_env()?;
+            Ok(vec![Rank::new(comm, options)?.run(options)?])
+        }
+        Err(error) if error != LaunchError::NotLaunched && !options.threads => Err(error.into()),
+        _ => {
+            let ranks = options.ranks.unwrap_or(devices);
+            if ranks > devices {
+                return Err(format!("{ranks} ranks need a device each, and there are {devices}: give --ranks").into());
+            }
+            let id = UniqueId::new()?;
+            std::thread::scope(|scope| {
+                let rank = |rank| {
+                    scope.spawn(move || {
+                        let rank_program = || {
+                            let device = CudaDevice::new(rank as usize)?;
+                            let builder = Communicator::builder(&device).name("experts").blocking().deadline(DEADLINE);
+                            Rank::new(builder.connect(id, rank, ranks)?, options)?.run(options)
+                        };
+                        rank_program().unwrap_or_else(|error: Failure| {
+                            // The others may be waiting on their devices for this one.
+                            eprintln!("moe_dispatch: rank {rank}: {error}");
+                            std::process::exit(2)
+                        })
+                    })
+                };
+                let threads: Vec<_> = (0..ranks).map(rank).collect();
+                Ok(threads.into_iter().map(|thread| thread.join().expect("no rank panics")).collect())
+            })
+        }
+    }
+}
+
+/// One rank.
+struct Rank {
+    rank: usize,
+    comm: Communicator,
+    stream: Arc<CudaStream>,
+    pool: Pool<CudaBackend>,
+    allocator: CudaAllocator,
+    registrar: Arc<Registrar>,
+    all_to_all: AllToAll,
+    router: Router,
+    hidden: usize,
+}
+
+/// What a load lasts for.
+struct Load {
+    routing: Routing,
+    splits: Splits,
+    /// (source, token, expert) of every row that comes.
+    received: Vec<(usize, usize, usize)>,
+}
+
+/// How long the parts of a step took.
+#[derive(Clone, Copy, Debug, Default)]
+struct Times {
+    exchanges: u64,
+    exchange: Duration,
+    dispatch: Duration,
+    combine: Duration,
+}
+
+impl Rank {
+    fn new(comm: Communicator, options: &Options) -> Result<Self, Failure> {
+        let (rank, ranks) = (comm.rank() as usize, comm.ranks() as usize);
+        let Options { tokens, hidden, experts, seed, .. } = *options;
+        let router = Router { seed, ranks, experts_per_rank: experts, tokens_per_rank: tokens };
+        let allocator = CudaAllocator::new(comm.device(), Config::default())?;
+        let stream = comm.device().context().new_stream()?;
+        allocator.register_stream(&stream)?;
+        // Tokens and results, and twice the most rows that one rank can get, each rounded up.
+        let rows_max = 2 * (tokens + router.rows_max());
+        let capacity_bytes = (rows_max * hidden * size_of::<f32>()) as u64 + (2 << 20);
+        let pool = allocator.create_pool(PoolConfig::builder().reserved(capacity_bytes).symmetric(true).build()?)?;
+        let registrar = Arc::new(Registrar::builder(&allocator).build()?);
+        registrar.attach(&comm, &[pool.id()], Registration::Windows)?;
+        let all_to_all = AllToAll::builder(&comm).require_registered(&registrar).build()?;
+        let allocator = allocator.with_pool(&pool);
+        Ok(Rank { rank, comm, stream, pool, allocator, registrar, all_to_all, router, hidden })
+    }
+
+    fn run(self, options: &Options) -> Result<Report, Failure> {
+        // The pool's one segment is born with its first buffer, and registered once.
+        drop(self.rows(1)?);
+        self.registrar.sync(&[&self.comm])?;
+        let mut report = Report::new(&self.comm);
+        let mut before = Holdings::default();
+        let mut load = self.load(0, &mut report.times)?;
+        for step in 0..WARM_UP_STEPS + options.steps {
+            if step == WARM_UP_STEPS {
+                before = self.holdings()?;
+                report.times = Times::default();
+            }
+            if step > 0 && step % STEPS_PER_LOAD == 0 {
+                // Every rank knows that the loads change with this step, so all of them exchange splits here.
+                load = self.load(step / STEPS_PER_LOAD, &mut report.times)?;
+            }
+            let wrong_rows = self.step(step, &load, &mut report.times)?;
+            report.wrong_rows += wrong_rows;
+            if step >= WARM_UP_STEPS {
+                report.count(&load.splits, self.hidden);
+            }
+        }
+        report.grown = self.holdings()?.since(before);
+        self.registrar.detach(&self.comm, &[self.pool.id()])?;
+        self.registrar.sync(&[&self.comm])?;
+        Ok(report)
+    }
+
+    /// The next load: routes this rank's tokens and tells all ranks how many each gets.
+    fn load(&self, load: u64, times: &mut Times) -> Result<Load, Failure> {
+        let routing = self.router.route(load, self.rank);
+        let begun = Instant::now();
+        let splits = self.all_to_all.exchange_splits(&routing.rows)?;
+        times.exchange += begun.elapsed();
+        times.exchanges += 1;
+        // What the others send, as their routers say: to check what comes.
+        let mine = |(expert, _): &(usize, usize)| expert / self.router.experts_per_rank == self.rank;
+        let received = (0..self.router.ranks).flat_map(|source| {
+            let theirs = self.router.route(load, source).order;
+            theirs.into_iter().filter(mine).map(move |(expert, token)| (source, token, expert)).collect::<Vec<_>>()
+        });
+        Ok(Load { received: received.collect(), routing, splits })
+    }
+
+    /// Dispatches the tokens, has the experts work, and combines. Returns how many rows were wrong on their way.
+    fn step(&self, step: u64, load: &Load, times: &mut Times) -> Result<u64, Failure> {
+        let hidden = self.hidden;
+        let tokens: Vec<f32> = load
+            .routing
+            .order
+            .iter()
+            .flat_map(|(_, token)| (0..hidden).map(|column| element(step, self.rank, *token, column)))
+            .collect();
+        let mut input = self.rows(self.router.tokens_per_rank)?;
+        self.stream.memcpy_htod(&tokens, &mut input)?;
+
+        // As many rows on every rank as any of them needs: the ranks' allocations stay the same.
+        let rows_max = load.splits.output_rows_max().expect("the splits were exchanged") as usize;
+        let mut received = self.rows(rows_max)?;
+        self.stream.synchronize()?;
+        let begun = Instant::now();
+        self.all_to_all.run(&self.stream, &input, &mut received, hidden, &load.splits)?;
+        self.stream.synchronize()?;
+        times.dispatch += begun.elapsed();
+
+        let mut rows = self.stream.clone_dtoh(&received)?;
+        self.stream.synchronize()?;
+        let mut wrong_rows = 0;
+        for (row, (source, token, expert)) in rows.chunks_exact_mut(hidden).zip(&load.received) {
+            let is_right = |(column, found): (usize, &f32)| *found == element(step, *source, *token, column);
+            wrong_rows += u64::from(!row.iter().enumerate().all(is_right));
+            row.iter_mut().for_each(|element| *element = expert_output(*expert, *element));
+        }
+        let mut processed = self.rows(rows_max)?;
+        self.stream.memcpy_htod(&rows, &mut processed)?;
+
+        let mut combined = self.rows(self.router.tokens_per_rank)?;
+        let back = load.splits.reversed();
+        self.stream.synchronize()?;
+        let begun = Instant::now();
+        self.all_to_all.run(&self.stream, &processed, &mut combined, hidden, &back)?;
+        // They may go at once: the memory is not used again before the stream is past the call.
+        drop((input, received, processed));
+        self.stream.synchronize()?;
+        times.combine += begun.elapsed();
+
+        let rows = self.stream.clone_dtoh(&combined)?;
+        self.stream.synchronize()?;
+        for (row, (expert, token)) in rows.chunks_exact(hidden).zip(&load.routing.order) {
+            let expected = |column| expert_output(*expert, element(step, self.rank, *token, column));
+            wrong_rows += u64::from(!row.iter().enumerate().all(|(column, found)| *found == expected(column)));
+        }
+        Ok(wrong_rows)
+    }
+
+    fn rows(&self, rows: usize) -> Result<DeviceBuffer<f32>, Failure> {
+        Ok(self.allocator.alloc_zeroed(&self.stream, rows * self.hidden)?)
+    }
+
+    fn holdings(&self) -> Result<Holdings, Failure> {
+        let stats = self.registrar.stats();
+        Ok(Holdings {
+            registrations: stats.registrations,
+            deregistrations: stats.deregistrations,
+            device_bytes: self.comm.device().memory_info()?.free_bytes,
+            files: std::fs::read_dir("/proc/self/fd").map_or(0, |files| files.count() as u64),
+        })
+    }
+}
+
+/// What a rank holds, as far as it may grow.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Holdings {
+    registrations: u64,
+    deregistrations: u64,
+    /// Free bytes of the device.
+    device_bytes: u64,
+    /// Open file descriptors of the process.
+    files: u64,
+}
+
+impl Holdings {
+    /// What came since then.
+    fn since(self, before: Holdings) -> Growth {
+        Growth {
+            registrations: self.registrations - before.registrations,
+            deregistrations: self.deregistrations - before.deregistrations,
+            device_bytes: before.device_bytes as i64 - self.device_bytes as i64,
+            files: self.files as i64 - before.files as i64,
+        }
+    }
+}
+
+/// What came after the warm-up: nothing should.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Growth {
+    registrations: u64,
+    deregistrations: u64,
+    device_bytes: i64,
+    files: i64,
+}
+
+/// What a rank saw after the warm-up.
+#[derive(Clone, Debug)]
+pub struct Report {
+    rank: u32,
+    ranks: u32,
+    library: String,
+    steps: u64,
+    rows_sent: u64,
+    rows_received: u64,
+    fewest_rows: u64,
+    most_rows: u64,
+    bytes: u64,
+    /// Rows that were not what they must be, at any step.
+    pub wrong_rows: u64,
+    times: Times,
+    grown: Growth,
+}
+
+impl Report {
+    fn new(comm: &Communicator) -> Self {
+        Report {
+            rank: comm.rank(),
+            ranks: comm.ranks(),
+            library: format!("NCCL {} at {}", comm.nccl().version(), comm.nccl().path().display()),
+            steps: 0,
+            rows_sent: 0,
+            rows_received: 0,
+            fewest_rows: u64::MAX,
+            most_rows: 0,
+            bytes: 0,
+            wrong_rows: 0,
+            times: Times::default(),
+            grown: Growth::default(),
+        }
+    }
+
+    fn count(&mut self, splits: &Splits, hidden: usize) {
+        let received = splits.output().total();
+        self.steps += 1;
+        self.rows_sent += splits.input().total();
+        self.rows_received += received;
+        self.fewest_rows = self.fewest_rows.min(received);
+        self.most_rows = self.most_rows.max(received);
+        // There and back.
+        self.bytes += 2 * splits.input().total() * (hidden * size_of::<f32>()) as u64;
+    }
+
+    /// Whether every row was right, and nothing was registered and nothing grew after the warm-up.
+    pub fn is_right(&self) -> bool {
+        self.wrong_rows == 0 && self.grown == Growth::default()
+    }
+}
+
+/// The reports of this process's ranks.
+pub struct Table<'a>(pub &'a [Report]);
+
+impl fmt::Display for Table<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Of the ranks of other processes, rank 0 writes the head.
+        if let Some(first) = self.0.first().filter(|report| report.rank == 0) {
+            writeln!(f, "{} ranks, {}; after {WARM_UP_STEPS} steps of warm-up:", first.ranks, first.library)?;
+            writeln!(
+                f,
+                "{:>4} {:>6} {:>10} {:>19} {:>8} │ {:>8} {:>8} {:>7} │ {:>10} {:>10} {:>5} │ {:>10}",
+                "rank",
+                "steps",
+                "tokens",
+                "rows of experts",
+                "MiB",
+                "exchange",
+                "dispatch",
+                "combine",
+                "registered",
+                "device",
+                "files",
+                "wrong rows"
+            )?;
+            writeln!(
+                f,
+                "{:>4} {:>6} {:>10} {:>19} {:>8} │ {:>8} {:>8} {:>7} │ {:>10} {:>10} {:>5} │",
+                "", "", "sent", "mean (range)", "moved", "us each", "us each", "us each", "", "bytes", ""
+            )?;
+        }
+        self.0.iter().try_for_each(|report| writeln!(f, "{report}"))
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Report { rank, steps, rows_sent, times, grown, wrong_rows, .. } = self;
+        let per = |time: Duration, times: u64| time.as_secs_f64() * 1e6 / times.max(1) as f64;
+        let rows = format!("{} ({} to {})", self.rows_received / steps.max(&1), self.fewest_rows, self.most_rows);
+        write!(
+            f,
+            "{rank:>4} {steps:>6} {rows_sent:>10} {rows:>19} {:>8} │ {:>8.1} {:>8.1} {:>7.1} │ {:>10} {:>10} {:>5} │ {wrong_rows:>10}",
+            self.bytes >> 20,
+            per(times.exchange, times.exchanges),
+            per(times.dispatch, *steps),
+            per(times.combine, *steps),
+            grown.registrations + grown.deregistrations,
+            grown.device_bytes,
+            grown.files,
+        )
+    }
+}
