@@ -33,7 +33,9 @@ use std::time::{Duration, Instant};
 use symmalloc_core::backend::{Backend, Range};
 use symmalloc_core::{Config, PoolConfig};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer, Pool};
-use symmalloc_nccl::{Communicator, Launch, LaunchError, Nccl, ReduceOp, Registered, Registrar, Registration, UniqueId};
+use symmalloc_nccl::{
+    Communicator, Launch, LaunchError, Nccl, ReduceOp, Registered, Registrar, Registration, UniqueId,
+};
 
 const MIB: u64 = 1 << 20;
 const SEGMENT_BYTES: u64 = 2 * MIB;
@@ -109,7 +111,11 @@ pub fn run(options: &Options) -> Result<Option<Table>, Failure> {
             let table = Rank::new(&device, comm)?.run(options.rounds)?;
             if launch.rank != 0 {
                 // Its own verdict stands in its exit status.
-                return if table.is_as_claimed() { Ok(None) } else { Err(format!("rank {}: {table}", launch.rank).into()) };
+                return if table.is_as_claimed() {
+                    Ok(None)
+                } else {
+                    Err(format!("rank {}: {table}", launch.rank).into())
+                };
             }
             Ok(Some(table))
         }
@@ -245,7 +251,7 @@ impl Rank {
             if round.is_multiple_of(TRIM_EVERY) {
                 self.allocator.core().trim(Some(pool.id()))?;
             }
-            let lengths = std::array::from_fn(|_| 1 + self.random.below(MIB / 4) as usize);
+            let lengths: [usize; TENSORS] = std::array::from_fn(|_| 1 + self.random.below(MIB / 4) as usize);
             let (old, ours) = (self.old_round(round)?, self.our_round(&pool, &lengths, round)?);
             self.count(&mut churn, &old, &ours)?;
         }

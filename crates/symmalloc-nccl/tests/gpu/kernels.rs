@@ -28,7 +28,9 @@ fn collectives_on_windows_run_the_symmetric_kernels() {
     }
     let Some(ranks) = devices() else { return };
     let (registered, plain) = (symmetric_kernels(true), symmetric_kernels(false));
-    println!("symmetric kernels in {COLLECTIVES} collectives of {ranks} ranks: {registered} on windows, {plain} on plain buffers");
+    println!(
+        "symmetric kernels in {COLLECTIVES} collectives of {ranks} ranks: {registered} on windows, {plain} on plain buffers"
+    );
     assert_eq!((registered, plain), (COLLECTIVES * ranks as usize, 0));
 }
 

@@ -43,7 +43,12 @@ fn the_old_order_is_wrong_and_ours_right_with_a_process_for_each_device() {
             again(NAME)
                 .env(CHILD, "1")
                 .env("SYMMALLOC_RENDEZVOUS", free.to_string())
-                .envs([("RANK", rank.as_str()), ("LOCAL_RANK", &rank), ("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", world)])
+                .envs([
+                    ("RANK", rank.as_str()),
+                    ("LOCAL_RANK", &rank),
+                    ("WORLD_SIZE", world),
+                    ("LOCAL_WORLD_SIZE", world),
+                ])
                 .spawn()
                 .expect("started again")
         })

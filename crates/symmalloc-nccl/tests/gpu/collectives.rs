@@ -1,0 +1,226 @@
+//! Collectives on windows, right and how fast: beside plain buffers here, and beside PyTorch's with
+//! `pytorch_collectives.py`.
+
+use crate::job::{Calls, MIB, Rank, devices, fixed, ranks, reserved};
+use std::sync::Arc;
+use std::time::Instant;
+use symmalloc_core::{PoolConfig, PoolId};
+use symmalloc_cuda::{CudaAllocator, DeviceBuffer};
+use symmalloc_nccl::{AllToAll, Communicator, ReduceOp, Registration, Splits, UniqueId};
+
+/// Bytes of the input on each rank.
+const SIZES: [usize; 8] = [8 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20, 16 << 20, 64 << 20, 256 << 20];
+
+/// Frees and new segments between collectives, several communicators with windows on the same memory.
+#[test]
+fn windows_reduce_right_over_frees_and_new_segments() {
+    let Some(count) = devices() else { return };
+    for calls in [Calls::Blocking, Calls::Nonblocking] {
+        let ids = [(); 2].map(|()| UniqueId::new().expect("NCCL makes one"));
+        ranks(count, |rank| {
+            let comms = ids.map(|id| rank.connect(id, calls));
+            let split = comms[0].split(Some(0), rank.ranks - rank.rank).expect("split").expect("it has a color");
+            assert_eq!((split.rank(), split.ranks()), (rank.ranks - 1 - rank.rank, rank.ranks));
+            let comms = [&comms[0], &comms[1], &split];
+            let allocator = rank.allocator(fixed());
+            let registrar = rank.registrar(&allocator);
+            for comm in comms {
+                registrar.attach(comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
+            }
+            let mut tensors: Vec<DeviceBuffer<f32>> = Vec::new();
+            for round in 0..60_u64 {
+                let length = 1000 + 37_003 * (round as usize % 17);
+                // SAFETY: written before it is read.
+                tensors.push(unsafe { allocator.alloc(&rank.stream, length) }.expect("allocated"));
+                if tensors.len() > 6 {
+                    drop(tensors.swap_remove(round as usize % 5));
+                }
+                if round % 20 == 19 {
+                    allocator.trim().expect("given up");
+                }
+                // Ranks name them in other orders.
+                let mut order = comms;
+                order.rotate_left((rank.rank as usize + round as usize) % 3);
+                registrar.sync(&order).expect("the ranks agree");
+                for (index, tensor) in tensors.iter_mut().enumerate() {
+                    rank.write(tensor, round + index as u64);
+                    let comm = comms[(round as usize + index) % 3];
+                    comm.all_reduce_in_place(tensor, ReduceOp::Sum, &rank.stream).expect("submitted");
+                }
+                for (index, tensor) in tensors.iter().enumerate() {
+                    assert_eq!(rank.wrong_sums(tensor, round + index as u64), 0, "round {round}, tensor {index}");
+                }
+            }
+            if rank.is_first() {
+                println!("{calls:?}: {:?}", registrar.stats());
+            }
+        });
+    }
+}
+
+/// One rank's memory of one kind.
+struct Memory {
+    allocator: CudaAllocator,
+    send: DeviceBuffer<f32>,
+    receive: DeviceBuffer<f32>,
+}
+
+impl Memory {
+    fn new(rank: &Rank<'_>, pool: PoolConfig) -> Self {
+        let allocator = rank.allocator(pool);
+        let largest = SIZES[SIZES.len() - 1] / 4;
+        let send = allocator.alloc_zeroed(&rank.stream, largest).expect("allocated");
+        let receive = allocator.alloc_zeroed(&rank.stream, rank.ranks as usize * largest).expect("allocated");
+        Memory { allocator, send, receive }
+    }
+}
+
+/// Microseconds per collective, back to back.
+fn microseconds(rank: &Rank<'_>, size_bytes: usize, mut collective: impl FnMut()) -> f64 {
+    let count = (200 << 20_usize).div_ceil(size_bytes).clamp(10, 500);
+    (0..count.min(30)).for_each(|_| collective());
+    let mut best = f64::MAX;
+    for _ in 0..3 {
+        rank.stream.synchronize().expect("done");
+        rank.meet();
+        let begun = Instant::now();
+        (0..count).for_each(|_| collective());
+        rank.stream.synchronize().expect("done");
+        best = best.min(begun.elapsed().as_secs_f64() * 1e6 / count as f64);
+    }
+    best
+}
+
+fn row(rank: &Rank<'_>, comm: &Communicator, memory: &mut Memory, all_to_all: &AllToAll, size: usize) -> [f64; 3] {
+    let (stream, length, world) = (&rank.stream, size / 4, rank.ranks as usize);
+    let reduce = microseconds(rank, size, || {
+        let (send, mut receive) = (memory.send.slice(..length), memory.receive.slice_mut(..length));
+        comm.all_reduce(&send, &mut receive, ReduceOp::Sum, stream).expect("submitted");
+    });
+    let gather = microseconds(rank, size, || {
+        let (send, mut receive) = (memory.send.slice(..length), memory.receive.slice_mut(..world * length));
+        comm.all_gather(&send, &mut receive, stream).expect("submitted");
+    });
+    // Uneven: what goes to rank i is proportional to i + 1, wherever it comes from.
+    let parts: u64 = (1..=world as u64).sum();
+    let rows = |to: usize| (length as u64 / parts) * (to as u64 + 1);
+    let sent: Vec<u64> = (0..world).map(rows).collect();
+    let received = vec![rows(rank.rank as usize); world];
+    let splits = Splits::sending(&sent).receiving(&received).expect("they fit");
+    let exchange = microseconds(rank, size, || {
+        all_to_all.run(stream, &memory.send, &mut memory.receive, 1, &splits).expect("submitted");
+    });
+    [reduce, gather, exchange]
+}
+
+#[test]
+fn times_on_windows_and_on_plain_buffers() {
+    let Some(count) = devices() else { return };
+    for calls in [Calls::Blocking, Calls::Nonblocking] {
+        let id = UniqueId::new().expect("NCCL makes one");
+        ranks(count, |rank| {
+            let comm = rank.connect(id, calls);
+            let mut plain = Memory::new(rank, PoolConfig::default());
+            let windows = (rank.ranks as u64 + 1) * (256 << 20) + 2 * MIB;
+            let mut windows = Memory::new(rank, reserved(windows));
+            let registrar = Arc::new(rank.registrar(&windows.allocator));
+            registrar.attach(&comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
+            registrar.sync(&[&comm]).expect("registered");
+            let on_plain = AllToAll::new(&comm).expect("made");
+            let on_windows = AllToAll::builder(&comm).require_registered(&registrar).build().expect("made");
+            if rank.is_first() {
+                println!(
+                    "{calls:?}, {count} ranks, us per collective: all-reduce, all-gather, all-to-all-v; plain / window"
+                );
+            }
+            for size in SIZES {
+                let plain = row(rank, &comm, &mut plain, &on_plain, size);
+                let window = row(rank, &comm, &mut windows, &on_windows, size);
+                if rank.is_first() {
+                    let cells = [0, 1, 2].map(|kind| format!("{:>9.1} / {:<9.1}", plain[kind], window[kind]));
+                    println!("{:>9} KiB {}", size >> 10, cells.join("  "));
+                }
+            }
+        });
+    }
+}
+
+/// What 100,000 calls with changing splits leave behind: nothing.
+#[test]
+fn all_to_all_with_changing_splits_grows_nothing() {
+    let Some(count) = devices() else { return };
+    let calls = std::env::var("SYMMALLOC_CALLS").ok().and_then(|calls| calls.parse().ok()).unwrap_or(100_000_u64);
+    let id = UniqueId::new().expect("NCCL makes one");
+    ranks(count, |rank| {
+        const ROWS: usize = 512;
+        let (comm, world) = (rank.connect(id, Calls::Blocking), rank.ranks as usize);
+        let allocator = rank.allocator(reserved(64 * MIB));
+        let registrar = Arc::new(rank.registrar(&allocator));
+        registrar.attach(&comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
+        let all_to_all = AllToAll::builder(&comm).require_registered(&registrar).build().expect("made");
+        let input: Vec<u32> = (0..world * ROWS).map(|row| (rank.rank << 16) + row as u32).collect();
+        let mut send = allocator.alloc_zeroed::<u32>(&rank.stream, world * ROWS).expect("allocated");
+        rank.stream.memcpy_htod(&input, &mut send).expect("copied");
+        registrar.sync(&[&comm]).expect("registered");
+        // Rows that a rank sends to another in a call: any rank knows them, so that every answer can be checked.
+        let rows = |call: u64, from: usize, to: usize| {
+            let mixed = (call * 31 + from as u64 * 7 + to as u64 * 13).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 33;
+            if mixed % 5 == 0 { 0 } else { mixed % ROWS as u64 }
+        };
+        let mut before = None;
+        let begun = Instant::now();
+        for call in 0..calls {
+            let sent: Vec<u64> = (0..world).map(|to| rows(call, rank.rank as usize, to)).collect();
+            // Every tenth call has new splits and asks the others; the rest know them.
+            let splits = if call % 10 == 0 {
+                all_to_all.exchange_splits(&sent).expect("exchanged")
+            } else {
+                let received: Vec<u64> = (0..world).map(|from| rows(call, from, rank.rank as usize)).collect();
+                Splits::sending(&sent).receiving(&received).expect("they fit")
+            };
+            // A new output each time, of one size on all ranks.
+            let mut receive = allocator.alloc_zeroed::<u32>(&rank.stream, world * ROWS).expect("allocated");
+            all_to_all.run(&rank.stream, &send, &mut receive, 1, &splits).expect("submitted");
+            if call % 1000 == 0 {
+                let host = rank.stream.clone_dtoh(&receive).expect("copied");
+                rank.stream.synchronize().expect("done");
+                let mut expected = Vec::new();
+                for from in 0..world {
+                    let first: u64 = (0..rank.rank as usize).map(|to| rows(call, from, to)).sum();
+                    let range = first..first + rows(call, from, rank.rank as usize);
+                    expected.extend(range.map(|row| ((from as u32) << 16) + row as u32));
+                }
+                assert_eq!(host[..expected.len()], expected, "call {call}");
+            }
+            if call == calls / 100 {
+                rank.stream.synchronize().expect("done");
+                rank.meet();
+                before = Some(seen(rank, &registrar.stats()));
+                rank.meet();
+            }
+        }
+        rank.stream.synchronize().expect("done");
+        let seconds = begun.elapsed().as_secs_f64();
+        rank.meet();
+        let after = seen(rank, &registrar.stats());
+        if rank.is_first() {
+            println!(
+                "{calls} calls of {count} ranks, {:.1} us each: {before:?} before, {after:?} after",
+                seconds * 1e6 / calls as f64
+            );
+        }
+        let before = before.expect("seen");
+        assert_eq!((before.0, before.1, before.2), (after.0, after.1, after.2));
+        assert!(after.3 <= before.3 + 16 * 1024, "resident KiB: {before:?}, {after:?}");
+        rank.meet();
+    });
+}
+
+/// Registrations, file descriptors, device memory in MiB, resident memory of the host in KiB.
+fn seen(rank: &Rank<'_>, stats: &symmalloc_nccl::RegistrarStats) -> (u64, usize, u64, u64) {
+    let info = rank.device.memory_info().expect("asked");
+    let pages = std::fs::read_to_string("/proc/self/statm").expect("a page count");
+    let resident: u64 = pages.split(' ').nth(1).and_then(|pages| pages.parse().ok()).expect("a number");
+    let descriptors = std::fs::read_dir("/proc/self/fd").expect("a folder").count();
+    (stats.registrations, descriptors, (info.total_bytes - info.free_bytes) >> 20, resident * 4)
+}

@@ -1,0 +1,145 @@
+//! What syncs and registrations cost, beside NCCL's own calls.
+
+use crate::job::{Calls, MIB, Rank, devices, fixed, ranks, reserved};
+use cudarc::driver::DevicePtrMut;
+use std::time::Instant;
+use symmalloc_core::PoolId;
+use symmalloc_core::agreement::Mode;
+use symmalloc_core::backend::Backend;
+use symmalloc_cuda::{CudaAllocator, CudaBackend};
+use symmalloc_nccl::{Communicator, ReduceOp, Registered, Registrar, Registration, UniqueId};
+
+const WINDOWS: usize = 16;
+
+/// Median and 99th percentile of `count` runs, in microseconds.
+fn timed(count: usize, mut run: impl FnMut()) -> (f64, f64) {
+    let mut times: Vec<f64> = Vec::new();
+    for _ in 0..count {
+        let begun = Instant::now();
+        run();
+        times.push(begun.elapsed().as_secs_f64() * 1e6);
+    }
+    times.sort_by(f64::total_cmp);
+    (times[count / 2], times[count * 99 / 100])
+}
+
+fn registrar(allocator: &CudaAllocator, mode: Mode, comms: &[&Communicator]) -> Registrar {
+    let registrar = Registrar::builder(allocator).agreement(mode).build().expect("made");
+    for comm in comms {
+        registrar.attach(comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
+    }
+    registrar.sync(comms).expect("registered");
+    registrar
+}
+
+/// One all-reduce, until the host knows that it is done.
+fn small_all_reduce<T: DevicePtrMut<f32>>(rank: &Rank<'_>, comm: &Communicator, buffer: &mut T) {
+    comm.all_reduce_in_place(buffer, ReduceOp::Sum, &rank.stream).expect("submitted");
+    rank.stream.synchronize().expect("done");
+}
+
+#[test]
+fn a_sync_with_nothing_new_is_cheap() {
+    let Some(count) = devices() else { return };
+    for calls in [Calls::Blocking, Calls::Nonblocking] {
+        let id = [(); 2].map(|()| UniqueId::new().expect("NCCL makes one"));
+        let quiet = ranks(count, |rank| {
+            let comms = id.map(|id| rank.connect(id, calls));
+            let allocator = rank.allocator(reserved(8 * MIB));
+            let mut buffer = allocator.alloc_zeroed::<f32>(&rank.stream, 16).expect("allocated");
+            let off = registrar(&allocator, Mode::Off, &[&comms[0], &comms[1]]);
+            let mut quiet = [0.0; 2];
+            for (many, quiet) in quiet.iter_mut().enumerate() {
+                let both = [&comms[0], &comms[1]];
+                let mut best = f64::MAX;
+                for _ in 0..20 {
+                    let begun = Instant::now();
+                    for _ in 0..10_000 {
+                        off.sync(&both[..=many]).expect("nothing to do");
+                    }
+                    best = best.min(begun.elapsed().as_secs_f64() * 1e9 / 10_000.0);
+                }
+                *quiet = best;
+            }
+            drop(off);
+            let agreeing = registrar(&allocator, Mode::AtSync, &[&comms[0]]);
+            (0..100).for_each(|_| small_all_reduce(rank, &comms[0], &mut buffer));
+            (0..100).for_each(|_| assert_eq!(agreeing.sync(&[&comms[0]]).expect("agreed").registrations, 0));
+            rank.meet();
+            let collective = timed(2000, || small_all_reduce(rank, &comms[0], &mut buffer));
+            rank.meet();
+            let sync = timed(2000, || assert_eq!(agreeing.sync(&[&comms[0]]).expect("agreed").rounds, 1));
+            if rank.is_first() {
+                println!(
+                    "{calls:?}, {count} ranks: sync with nothing new {:.0} ns (two communicators {:.0} ns); with agreement {:.1} us \
+                     (p99 {:.1}); an all-reduce of 64 bytes until the host knows {:.1} us (p99 {:.1})",
+                    quiet[0], quiet[1], sync.0, sync.1, collective.0, collective.1
+                );
+            }
+            quiet[0]
+        });
+        assert!(quiet.iter().all(|nanoseconds| *nanoseconds <= 200.0), "{quiet:?} ns");
+    }
+}
+
+#[test]
+fn a_registration_costs_what_nccls_own_does() {
+    let Some(count) = devices() else { return };
+    for calls in [Calls::Blocking, Calls::Nonblocking] {
+        let id = UniqueId::new().expect("NCCL makes one");
+        ranks(count, |rank| {
+            let comm = rank.connect(id, calls);
+            // NCCL's calls alone, on memory of the backend.
+            let backend = CudaBackend::builder(&rank.device).build().expect("supported");
+            let segments: Vec<_> = (0..WINDOWS)
+                .map(|_| {
+                    let range = backend.reserve(2 * MIB).expect("reserved");
+                    backend.map(range, 0, 2 * MIB).expect("mapped");
+                    range
+                })
+                .collect();
+            let mut windows: Vec<Registered> = Vec::new();
+            rank.meet();
+            let first =
+                timed(1, || windows.push(comm.register_window(segments[0].base.0, 2 * MIB).expect("registered")));
+            let mut rest = segments[1..].iter();
+            let own = timed(WINDOWS - 1, || {
+                let segment = rest.next().expect("as many");
+                windows.push(comm.register_window(segment.base.0, 2 * MIB).expect("registered"));
+            });
+            let mut gone = windows.into_iter();
+            let own_back = timed(WINDOWS, || match gone.next().expect("as many") {
+                Registered::Window(window) => comm.deregister_window(window).expect("deregistered"),
+                Registered::Plain(registration) => comm.deregister_buffer(registration).expect("deregistered"),
+            });
+            for segment in segments {
+                backend.unmap(segment, 0, 2 * MIB).expect("unmapped");
+                backend.release(segment).expect("released");
+            }
+            // The same through a registrar: as many segments of a pool, in one sync.
+            let allocator = rank.allocator(fixed());
+            let registrar = registrar(&allocator, Mode::AtSync, &[&comm]);
+            let blocks: Vec<_> =
+                (0..2 * WINDOWS).map(|_| allocator.allocate(&rank.stream, MIB).expect("allocated").handle).collect();
+            rank.meet();
+            let begun = Instant::now();
+            assert_eq!(registrar.sync(&[&comm]).expect("registered").registrations, WINDOWS as u64);
+            let ours = begun.elapsed().as_secs_f64() * 1e6 / WINDOWS as f64;
+            blocks.into_iter().for_each(|block| allocator.free(block).expect("freed"));
+            allocator.trim().expect("given up");
+            rank.meet();
+            let begun = Instant::now();
+            let synced = registrar.sync(&[&comm]).expect("deregistered");
+            let ours_back = begun.elapsed().as_secs_f64() * 1e6 / WINDOWS as f64;
+            assert_eq!((synced.deregistrations, synced.released_bytes), (WINDOWS as u64, 2 * MIB * WINDOWS as u64));
+            if rank.is_first() {
+                println!(
+                    "{calls:?}, {count} ranks: window of 2 MiB, us: first {:.0}, NCCL's call {:.0}, in a sync of {WINDOWS} {ours:.0}; \
+                     deregister {:.0}, in a sync with the memory given back {ours_back:.0}",
+                    first.0, own.0, own_back.0
+                );
+            }
+            assert!(ours <= 1.5 * own.0 + 500.0, "{ours} us, NCCL alone {} us", own.0);
+        });
+    }
+}

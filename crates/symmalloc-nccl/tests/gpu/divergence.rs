@@ -1,0 +1,218 @@
+//! Ranks that differ: every difference ends in the right report, on every rank, within the deadline.
+
+use crate::job::{Calls, DEADLINE, MIB, Rank, devices, fixed, ranks, reserved};
+use std::time::{Duration, Instant};
+use symmalloc_core::agreement::Disagreement;
+use symmalloc_core::{Config, PoolConfig, PoolId};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, DeviceBuffer};
+use symmalloc_nccl::{CommState, Communicator, ReduceOp, Registrar, Registration, SyncError, UniqueId};
+
+/// What every rank did before the difference.
+fn begin(rank: &Rank<'_>, comm: &Communicator, allocator: &CudaAllocator) -> (Registrar, DeviceBuffer<f32>) {
+    let registrar = rank.registrar(allocator);
+    registrar.attach(comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
+    let weights = allocator.alloc_zeroed_named::<f32>(&rank.stream, 1 << 18, "weights").expect("allocated");
+    registrar.sync(&[comm]).expect("the ranks agree so far");
+    (registrar, weights)
+}
+
+/// Does something else on one rank and returns the report that all ranks got.
+fn disagreement(calls: Calls, differs: impl Fn(&Rank<'_>, &CudaAllocator) + Sync) -> Option<Disagreement> {
+    let count = devices()?;
+    let id = UniqueId::new().expect("NCCL makes one");
+    let reports = ranks(count, |rank| {
+        let comm = rank.connect(id, calls);
+        let allocator = rank.allocator(fixed());
+        let (registrar, mut weights) = begin(rank, &comm, &allocator);
+        differs(rank, &allocator);
+        let begun = Instant::now();
+        let error = registrar.sync(&[&comm]).expect_err("the ranks differ");
+        let took = begun.elapsed();
+        assert!(took < DEADLINE, "{took:?}");
+        let SyncError::Disagreed { disagreement, .. } = error else { panic!("another report: {error}") };
+        // Nothing was registered, and the communicator works: on windows that are as they were.
+        assert_eq!((comm.state(), registrar.stats().windows), (CommState::Ready, 1));
+        rank.write(&mut weights, 5);
+        comm.all_reduce_in_place(&mut weights, ReduceOp::Sum, &rank.stream).expect("submitted");
+        assert_eq!(rank.wrong_sums(&weights, 5), 0);
+        (*disagreement, took)
+    });
+    let (first, took) = &reports[0];
+    assert!(reports.iter().all(|(report, _)| report == first), "every rank has the same report");
+    println!("{calls:?}, {} ms: {first}", took.as_millis());
+    Some(first.clone())
+}
+
+fn last_rank(rank: &Rank<'_>) -> bool {
+    rank.rank + 1 == rank.ranks
+}
+
+fn allocate(rank: &Rank<'_>, allocator: &CudaAllocator, size_bytes: u64, name: &str) {
+    let allocated = allocator.allocate_named(&rank.stream, size_bytes, name);
+    // Stays allocated.
+    let _handle = allocated.expect("allocated").handle;
+}
+
+#[test]
+fn another_size_is_reported() {
+    for calls in [Calls::Blocking, Calls::Nonblocking] {
+        let report = disagreement(calls, |rank, allocator| {
+            allocate(rank, allocator, if last_rank(rank) { MIB + 512 } else { MIB }, "gradient");
+        });
+        let Some(report) = report else { return };
+        let heap = report.first_heap().expect("a heap differs");
+        assert_eq!(heap.groups.len(), 2, "{report}");
+        assert!(report.to_string().contains("1,049,088 bytes \"gradient\""), "{report}");
+    }
+}
+
+#[test]
+fn another_order_is_reported() {
+    let report = disagreement(Calls::Blocking, |rank, allocator| {
+        let mut sizes = [(MIB, "first"), (MIB / 2, "second")];
+        if last_rank(rank) {
+            sizes.reverse();
+        }
+        sizes.iter().for_each(|(size, name)| allocate(rank, allocator, *size, name));
+    });
+    let Some(report) = report else { return };
+    let text = report.to_string();
+    assert!(text.contains("\"first\"") && text.contains("\"second\""), "{text}");
+}
+
+#[test]
+fn another_op_is_reported() {
+    let report = disagreement(Calls::Blocking, |rank, allocator| {
+        let block = allocator.allocate_named(&rank.stream, MIB, "activation").expect("allocated").handle;
+        if last_rank(rank) {
+            allocator.free(block).expect("freed");
+        } else {
+            allocate(rank, allocator, MIB, "activation");
+        }
+    });
+    let Some(report) = report else { return };
+    assert!(report.first_heap().is_some(), "{report}");
+}
+
+/// One rank's device has no memory (here: no addresses) for the next segment.
+#[test]
+fn memory_that_one_rank_is_refused_is_reported() {
+    let Some(count) = devices() else { return };
+    let id = UniqueId::new().expect("NCCL makes one");
+    let reports = ranks(count, |rank| {
+        let comm = rank.connect(id, Calls::Blocking);
+        let room = if last_rank(rank) { 4 * MIB } else { 64 * MIB };
+        let backend = CudaBackend::builder(&rank.device).descending_addresses(room).build().expect("supported");
+        let config = Config::builder().default_pool(fixed()).build().expect("valid");
+        let allocator = CudaAllocator::with_backend(backend, config).expect("made");
+        let (registrar, _weights) = begin(rank, &comm, &allocator);
+        let allocated = allocator.allocate_named(&rank.stream, 12 * MIB, "cache");
+        assert_eq!(allocated.is_err(), last_rank(rank));
+        let error = registrar.sync(&[&comm]).expect_err("the ranks differ");
+        let SyncError::Disagreed { disagreement, .. } = error else { panic!("another report: {error}") };
+        assert_eq!(comm.state(), CommState::Ready);
+        *disagreement
+    });
+    println!("{}", reports[0]);
+    assert!(reports.iter().all(|report| *report == reports[0]));
+}
+
+/// Ranks that are configured differently.
+#[test]
+fn another_configuration_is_reported() {
+    let Some(count) = devices() else { return };
+    let id = UniqueId::new().expect("NCCL makes one");
+    ranks(count, |rank| {
+        let comm = rank.connect(id, Calls::Blocking);
+        let size = if last_rank(rank) { 16 * MIB } else { 8 * MIB };
+        let allocator = rank.allocator(reserved(size));
+        let registrar = rank.registrar(&allocator);
+        registrar.attach(&comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
+        allocate(rank, &allocator, MIB, "weights");
+        let error = registrar.sync(&[&comm]).expect_err("the ranks differ");
+        if rank.is_first() {
+            println!("{error}");
+        }
+        assert!(matches!(error, SyncError::Disagreed { .. }), "{error}");
+    });
+}
+
+/// A rank that comes to no sync any more: the others' ends at the deadline, and their allocators go on.
+#[test]
+fn a_rank_that_stops_ends_the_others_sync_within_the_deadline() {
+    let Some(count) = devices() else { return };
+    let deadline = Duration::from_secs(2);
+    for calls in [Calls::Blocking, Calls::Nonblocking] {
+        let id = UniqueId::new().expect("NCCL makes one");
+        ranks(count, |rank| {
+            let comm = rank.builder(calls).deadline(deadline).connect(id, rank.rank, rank.ranks).expect("connected");
+            let allocator = rank.allocator(fixed());
+            let (registrar, weights) = begin(rank, &comm, &allocator);
+            if last_rank(rank) {
+                // It does nothing until the others have given up.
+                rank.meet();
+                comm.abort().expect("aborted");
+                return;
+            }
+            let begun = Instant::now();
+            let error = registrar.sync(&[&comm]).expect_err("a rank is missing");
+            let took = begun.elapsed();
+            println!("{calls:?}, after {} ms: {error}", took.as_millis());
+            assert!(matches!(error, SyncError::Transport { .. }), "{error}");
+            assert!((deadline..deadline + Duration::from_secs(3)).contains(&took), "{took:?}");
+            assert_ne!(comm.state(), CommState::Ready);
+            // The allocator goes on, and memory can go back.
+            drop(weights);
+            allocate(rank, &allocator, 30 * MIB, "later");
+            allocator.trim().expect("given back");
+            assert_eq!(registrar.stats().dead_bytes, 0);
+            let error = registrar.sync(&[&comm]).expect_err("it is gone");
+            assert!(matches!(error, SyncError::Gone { .. } | SyncError::NotAttached { .. }), "{error}");
+            rank.meet();
+        });
+    }
+}
+
+/// A new communicator registers what lives.
+#[test]
+fn a_new_communicator_takes_over_from_an_aborted_one() {
+    let Some(count) = devices() else { return };
+    let ids = [(); 2].map(|()| UniqueId::new().expect("NCCL makes one"));
+    ranks(count, |rank| {
+        let allocator = rank.allocator(fixed());
+        let old = rank.connect(ids[0], Calls::Blocking);
+        let (registrar, mut weights) = begin(rank, &old, &allocator);
+        rank.meet();
+        old.abort().expect("aborted");
+        let new = rank.connect(ids[1], Calls::Blocking);
+        registrar.attach(&new, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
+        assert_eq!(registrar.sync(&[&new]).expect("registered").registrations, 1);
+        assert!(registrar.window_of(&old, &weights).is_err());
+        let window = registrar.window_of(&new, &weights).expect("it has a window");
+        assert_eq!(window.offset_bytes, 0);
+        rank.write(&mut weights, 9);
+        new.all_reduce_in_place(&mut weights, ReduceOp::Sum, &rank.stream).expect("submitted");
+        assert_eq!(rank.wrong_sums(&weights, 9), 0);
+    });
+}
+
+/// A private pool may differ between ranks.
+#[test]
+fn what_is_private_may_differ() {
+    let Some(count) = devices() else { return };
+    let id = UniqueId::new().expect("NCCL makes one");
+    ranks(count, |rank| {
+        let comm = rank.connect(id, Calls::Blocking);
+        let allocator = rank.allocator(fixed());
+        let (registrar, _weights) = begin(rank, &comm, &allocator);
+        let pool = allocator.create_pool(PoolConfig::default()).expect("made");
+        let private = allocator.with_pool(&pool);
+        let blocks: Vec<_> = (0..=rank.rank)
+            .map(|count| private.alloc_zeroed::<u8>(&rank.stream, (1 + count as usize) << 20).expect("allocated"))
+            .collect();
+        registrar.attach(&comm, &[pool.id()], Registration::Buffers).expect("attached");
+        registrar.sync(&[&comm]).expect("the symmetric pools agree");
+        let span = registrar.window_of(&comm, &blocks[0]);
+        assert!(span.is_err(), "registered for this rank alone: {span:?}");
+    });
+}
