@@ -1,7 +1,7 @@
 //! A device with the context that the allocator works in.
 //!
 //! A context is the user's own ([`CudaDevice::with_context`]) or the device's primary one ([`CudaDevice::new`]). Every driver
-//! call is made inside of a [`Current`] guard, so that a thread's current context is the same before and after.
+//! call is made inside of a [`CurrentContext`] guard, so that a thread's current context is the same before and after.
 
 use crate::capture::Captures;
 use crate::driver::{Driver, attribute};
@@ -10,6 +10,7 @@ use cudarc::driver::CudaContext;
 use cudarc::driver::sys::{CUcontext, CUdevice};
 use std::ffi::c_int;
 use std::fmt;
+use std::marker::PhantomData;
 use std::sync::Arc;
 
 /// A device and the context in which its memory is allocated.
@@ -154,8 +155,18 @@ impl CudaDevice {
         Ok((can != 0).then_some(device))
     }
 
-    /// Makes the context current on this thread until the guard is dropped.
-    pub(crate) fn enter(&self) -> Result<Current<'_>, DriverError> {
+    /// Whether a stream of the device is being captured, by a capture that was begun with
+    /// [`GraphPool::begin`](crate::GraphPool::begin).
+    pub fn is_capturing(&self) -> bool {
+        self.captures.any()
+    }
+
+    /// Makes the context current on this thread until the guard is dropped, for calls of other libraries that work in the
+    /// current context.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub fn enter(&self) -> Result<CurrentContext<'_>, DriverError> {
         let mut before: CUcontext = std::ptr::null_mut();
         // SAFETY: `before` is valid for writing.
         unsafe { self.driver.context_current(&raw mut before) }?;
@@ -164,7 +175,7 @@ impl CudaDevice {
             // SAFETY: the context lives as long as `self`, which the guard borrows.
             unsafe { self.driver.context_push(self.context.cu_ctx()) }?;
         }
-        Ok(Current { driver: self.driver, pushed })
+        Ok(CurrentContext { driver: self.driver, pushed, thread: PhantomData })
     }
 }
 
@@ -180,13 +191,22 @@ fn has_attribute(driver: &Driver, device: CUdevice, attribute: c_int) -> bool {
     unsafe { driver.device_attribute(&raw mut value, attribute, device) }.is_ok() && value != 0
 }
 
-/// The device's context is current on this thread; dropped, the one before is.
-pub(crate) struct Current<'a> {
+/// The device's context is current on this thread; dropped, the one before is. See [`CudaDevice::enter`].
+#[must_use = "the context is current only as long as this lives"]
+pub struct CurrentContext<'a> {
     driver: &'a Driver,
     pushed: bool,
+    /// It is about this thread, and stays on it.
+    thread: PhantomData<*mut ()>,
 }
 
-impl Drop for Current<'_> {
+impl fmt::Debug for CurrentContext<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CurrentContext").field("pushed", &self.pushed).finish_non_exhaustive()
+    }
+}
+
+impl Drop for CurrentContext<'_> {
     fn drop(&mut self) {
         if self.pushed {
             let mut popped: CUcontext = std::ptr::null_mut();

@@ -74,7 +74,7 @@ mod view;
 pub use allocator::{CachingAllocator, CudaAllocator, DropError, DropErrors};
 pub use backend::{CudaBackend, CudaBackendBuilder, CudaMemory, MemoryTraits, PinnedBackend};
 pub use buffer::{DeviceBuffer, KernelArg, RawDeviceBuffer};
-pub use device::{CudaDevice, DeviceFeatures, MemoryInfo};
+pub use device::{CudaDevice, CurrentContext, DeviceFeatures, MemoryInfo};
 pub use error::{CudaError, DriverError, LoadError};
 pub use graph::{DeviceGraph, GraphCapture, GraphPool};
 pub use pinned::{PinnedAllocator, PinnedBuffer};

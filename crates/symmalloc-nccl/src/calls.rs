@@ -187,6 +187,7 @@ nccl_calls! {
         buffer_deregister = ncclCommDeregister(comm: RawComm, registration: RawRegistration);
         window_register = ncclCommWindowRegister(comm: RawComm, base: *mut c_void, size: usize, window: *mut RawWindow, flags: c_int);
         window_deregister = ncclCommWindowDeregister(comm: RawComm, window: RawWindow);
+        revoke = ncclCommRevoke(comm: RawComm, flags: c_int);
     }
 }
 

@@ -143,10 +143,10 @@ pub enum CommError {
     /// The allocator or the driver refused.
     #[error(transparent)]
     Cuda(#[from] CudaError),
-    /// Other ranks did not come in time. The communicator is aborted, or left alone where that cannot be done.
+    /// Other ranks did not come in time, and the communicator was ended. NCCL does not tell which ranks they are.
     #[error(
-        "communicator \"{name}\": {stage} took longer than {waited:?}: another rank died, is stuck, or does not make this call; \
-         the communicator cannot be used any more. Look for the first error among the ranks"
+        "communicator \"{name}\": {stage} took longer than {waited:?}: another rank died, is stuck, or does not make this call \
+         (NCCL does not tell which). The communicator is {state} now. Look for the first error among the ranks"
     )]
     Deadline {
         /// The communicator's name.
@@ -155,6 +155,8 @@ pub enum CommError {
         stage: Stage,
         /// How long.
         waited: Duration,
+        /// What became of the communicator.
+        state: CommState,
     },
     /// The communicator was destroyed, aborted or lost before.
     #[error(
@@ -184,6 +186,20 @@ pub enum CommError {
         rank: u32,
         /// Number of ranks.
         ranks: u32,
+    },
+    /// A split's color or key is more than NCCL's integers hold.
+    #[error("color {color} and key {key} must be below 2^31")]
+    SplitArgument {
+        /// The color.
+        color: u32,
+        /// The key.
+        key: u32,
+    },
+    /// There is no communicator where one must be.
+    #[error("{call} came without a communicator")]
+    NoCommunicator {
+        /// Where.
+        call: &'static str,
     },
     /// The device's context is not its primary one, in which NCCL works.
     #[error("NCCL works in the primary context of device {ordinal}: make the CudaDevice with CudaDevice::new")]

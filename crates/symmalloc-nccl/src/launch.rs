@@ -1,4 +1,11 @@
 //! Which rank this process is, as its launcher says.
+//!
+//! | launcher | rank, ranks | local rank, local ranks | this start of the job |
+//! |---|---|---|---|
+//! | torchrun | `RANK`, `WORLD_SIZE` | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | `TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT` |
+//! | Open MPI | `OMPI_COMM_WORLD_RANK`, `.._SIZE` | `OMPI_COMM_WORLD_LOCAL_RANK`, `.._LOCAL_SIZE` | `PMIX_NAMESPACE` or `OMPI_MCA_ess_base_jobid` |
+//! | MPICH | `PMI_RANK`, `PMI_SIZE` | `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` | `PMI_JOBID` |
+//! | Slurm | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` | `SLURM_LOCALID`, `SLURM_STEP_TASKS_PER_NODE` | `SLURM_JOB_ID`, `SLURM_STEP_ID`, `SLURM_RESTART_COUNT` |
 
 use std::fmt;
 use thiserror::Error;
@@ -17,7 +24,7 @@ pub struct Launch {
     pub local_ranks: u32,
     /// Who said so.
     pub launcher: Launcher,
-    /// What tells this start of this job from all others, as far as the launcher gives it.
+    /// What tells this start of this job from all others, as far as the launcher gives it; may be empty.
     pub job: String,
 }
 
@@ -29,7 +36,7 @@ pub enum Launcher {
     Torchrun,
     /// Open MPI's mpirun.
     OpenMpi,
-    /// MPICH's mpiexec, and those that follow it: Hydra, Intel MPI, MVAPICH.
+    /// MPICH's mpiexec, and those that follow it: Hydra, Intel MPI.
     Mpich,
     /// Slurm's srun.
     Slurm,
@@ -46,7 +53,7 @@ pub enum LaunchError {
     )]
     NotLaunched,
     /// A launcher's variable is missing beside others of its.
-    #[error("{launcher} set {present} but not {missing}: set both")]
+    #[error("{present} of {launcher} is set, but not {missing}: set both")]
     Incomplete {
         /// The launcher.
         launcher: Launcher,
@@ -55,16 +62,18 @@ pub enum LaunchError {
         /// The variable that is missing.
         missing: &'static str,
     },
-    /// A variable does not hold a number.
-    #[error("{variable} is \"{value}\", not a number")]
-    NotANumber {
+    /// A variable does not hold what it must.
+    #[error("{variable} is \"{value}\", which is not {expected}")]
+    Malformed {
         /// The variable.
         variable: &'static str,
         /// What it holds.
         value: String,
+        /// What it must hold.
+        expected: &'static str,
     },
     /// A rank is not below the number of ranks.
-    #[error("{rank_variable} is {rank}, but {ranks_variable} is {ranks}")]
+    #[error("{rank_variable} is {rank}, but {ranks_variable} says {ranks}: ranks count from 0")]
     OutOfRange {
         /// The variable of the rank.
         rank_variable: &'static str,
@@ -77,11 +86,59 @@ pub enum LaunchError {
     },
 }
 
+/// The variables of one launcher.
+struct Variables {
+    launcher: Launcher,
+    rank: &'static str,
+    ranks: &'static str,
+    local_rank: &'static str,
+    local_ranks: &'static str,
+    /// Together they name the start of the job.
+    job: &'static [&'static str],
+}
+
+const TORCHRUN: Variables = Variables {
+    launcher: Launcher::Torchrun,
+    rank: "RANK",
+    ranks: "WORLD_SIZE",
+    local_rank: "LOCAL_RANK",
+    local_ranks: "LOCAL_WORLD_SIZE",
+    job: &["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"],
+};
+const OPEN_MPI: Variables = Variables {
+    launcher: Launcher::OpenMpi,
+    rank: "OMPI_COMM_WORLD_RANK",
+    ranks: "OMPI_COMM_WORLD_SIZE",
+    local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
+    local_ranks: "OMPI_COMM_WORLD_LOCAL_SIZE",
+    job: &["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"],
+};
+const MPICH: Variables = Variables {
+    launcher: Launcher::Mpich,
+    rank: "PMI_RANK",
+    ranks: "PMI_SIZE",
+    local_rank: "MPI_LOCALRANKID",
+    local_ranks: "MPI_LOCALNRANKS",
+    job: &["PMI_JOBID"],
+};
+const SLURM: Variables = Variables {
+    launcher: Launcher::Slurm,
+    rank: "SLURM_PROCID",
+    // Not SLURM_NTASKS: a batch script has that one too, and is no rank.
+    ranks: "SLURM_STEP_NUM_TASKS",
+    local_rank: "SLURM_LOCALID",
+    local_ranks: "SLURM_STEP_TASKS_PER_NODE",
+    job: &["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"],
+};
+/// Which machine of a step a Slurm process is on.
+const SLURM_NODE: &str = "SLURM_NODEID";
+
 impl Launch {
     /// From this process's environment.
     ///
-    /// Launchers are asked in this order: torchrun, Open MPI, MPICH, Slurm; the first whose rank is set answers. (A program that
-    /// sets `RANK` and `WORLD_SIZE` under mpirun means them.)
+    /// Launchers are asked in this order: torchrun, Open MPI, MPICH, Slurm; the first whose rank is set answers. (A program
+    /// that sets `RANK` and `WORLD_SIZE` under mpirun means them; mpiexec may start its helpers with srun.) `PMI_RANK` without
+    /// a local rank, as srun sets it, is Slurm's.
     ///
     /// # Errors
     /// When no launcher's variables are set, or they do not fit together.
@@ -94,9 +151,74 @@ impl Launch {
     /// # Errors
     /// As [`from_env`](Self::from_env).
     pub fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Result<Self, LaunchError> {
-        let _ = variable;
-        todo!()
+        let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
+        let is_set = |name| variable(name).is_some();
+        let variables = if is_set(TORCHRUN.rank) {
+            &TORCHRUN
+        } else if is_set(OPEN_MPI.rank) {
+            &OPEN_MPI
+        } else if is_set(MPICH.rank) && is_set(MPICH.local_rank) {
+            &MPICH
+        } else if is_set(SLURM.rank) && is_set(SLURM.ranks) {
+            &SLURM
+        } else if is_set(MPICH.rank) {
+            &MPICH
+        } else {
+            return Err(LaunchError::NotLaunched);
+        };
+        variables.read(variable)
     }
+}
+
+impl Variables {
+    fn read(&self, variable: impl Fn(&str) -> Option<String>) -> Result<Launch, LaunchError> {
+        let Variables { launcher, .. } = *self;
+        let text = |name: &'static str| {
+            variable(name).ok_or(LaunchError::Incomplete { launcher, present: self.rank, missing: name })
+        };
+        let number = |name: &'static str| {
+            let value = text(name)?;
+            let parsed = value.trim().parse::<u32>();
+            parsed.map_err(|_| LaunchError::Malformed { variable: name, value, expected: "a number" })
+        };
+        let (rank, ranks) = (number(self.rank)?, number(self.ranks)?);
+        let local_rank = number(self.local_rank)?;
+        let local_ranks = match launcher {
+            Launcher::Slurm => {
+                let (value, node) = (text(self.local_ranks)?, number(SLURM_NODE)?);
+                tasks_of_node(&value, node).ok_or(LaunchError::Malformed {
+                    variable: self.local_ranks,
+                    value,
+                    expected: "a list like 4(x2),3 with an entry for this machine",
+                })?
+            }
+            _ => number(self.local_ranks)?,
+        };
+        let places = [(self.rank, rank, self.ranks, ranks), (self.local_rank, local_rank, self.local_ranks, local_ranks)];
+        for (rank_variable, rank, ranks_variable, ranks) in places {
+            if rank >= ranks {
+                return Err(LaunchError::OutOfRange { rank_variable, rank, ranks_variable, ranks });
+            }
+        }
+        let job: Vec<String> = self.job.iter().filter_map(|name| variable(name)).collect();
+        Ok(Launch { rank, ranks, local_rank, local_ranks, launcher, job: job.join(".") })
+    }
+}
+
+/// The number of tasks on a machine, from Slurm's list: `4(x2),3` is 4, 4, 3.
+fn tasks_of_node(list: &str, node: u32) -> Option<u32> {
+    let mut before = 0_u32;
+    for entry in list.split(',') {
+        let (tasks, times) = match entry.split_once("(x") {
+            Some((tasks, times)) => (tasks, times.strip_suffix(')')?.parse().ok()?),
+            None => (entry, 1),
+        };
+        before = before.checked_add(times)?;
+        if node < before {
+            return tasks.trim().parse().ok();
+        }
+    }
+    None
 }
 
 impl fmt::Display for Launcher {
@@ -107,5 +229,127 @@ impl fmt::Display for Launcher {
             Launcher::Mpich => "MPICH",
             Launcher::Slurm => "Slurm",
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn launch(variables: &[(&str, &str)]) -> Result<Launch, LaunchError> {
+        Launch::from_variables(|name| {
+            variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
+        })
+    }
+
+    const TORCH: [(&str, &str); 6] = [
+        ("RANK", "5"),
+        ("WORLD_SIZE", "8"),
+        ("LOCAL_RANK", "1"),
+        ("LOCAL_WORLD_SIZE", "4"),
+        ("TORCHELASTIC_RUN_ID", "none"),
+        ("TORCHELASTIC_RESTART_COUNT", "2"),
+    ];
+    const SRUN: [(&str, &str); 6] = [
+        ("SLURM_PROCID", "9"),
+        ("SLURM_STEP_NUM_TASKS", "11"),
+        ("SLURM_LOCALID", "1"),
+        ("SLURM_STEP_TASKS_PER_NODE", "4(x2),3"),
+        ("SLURM_NODEID", "2"),
+        ("SLURM_JOB_ID", "77"),
+    ];
+
+    #[test]
+    fn torchrun_says_it_all() {
+        let launch = launch(&TORCH).expect("complete");
+        assert_eq!((launch.rank, launch.ranks, launch.local_rank, launch.local_ranks), (5, 8, 1, 4));
+        assert_eq!((launch.launcher, launch.job.as_str()), (Launcher::Torchrun, "none.2"));
+    }
+
+    #[test]
+    fn open_mpi_says_it_all() {
+        let launch = launch(&[
+            ("OMPI_COMM_WORLD_RANK", "1"),
+            ("OMPI_COMM_WORLD_SIZE", "2"),
+            ("OMPI_COMM_WORLD_LOCAL_RANK", "0"),
+            ("OMPI_COMM_WORLD_LOCAL_SIZE", "1"),
+            ("PMIX_NAMESPACE", "prterun-7@1"),
+        ]);
+        let launch = launch.expect("complete");
+        assert_eq!((launch.rank, launch.ranks, launch.local_rank, launch.local_ranks), (1, 2, 0, 1));
+        assert_eq!((launch.launcher, launch.job.as_str()), (Launcher::OpenMpi, "prterun-7@1"));
+    }
+
+    #[test]
+    fn mpich_says_it_all_also_when_its_helpers_came_from_srun() {
+        let mut variables =
+            vec![("PMI_RANK", "3"), ("PMI_SIZE", "4"), ("MPI_LOCALRANKID", "3"), ("MPI_LOCALNRANKS", "4")];
+        variables.extend(SRUN);
+        let launch = launch(&variables).expect("complete");
+        assert_eq!((launch.rank, launch.ranks, launch.local_rank, launch.local_ranks), (3, 4, 3, 4));
+        assert_eq!((launch.launcher, launch.job.as_str()), (Launcher::Mpich, ""));
+    }
+
+    #[test]
+    fn srun_says_it_all_also_when_it_speaks_pmi() {
+        for extra in [vec![], vec![("PMI_RANK", "9"), ("PMI_SIZE", "11")]] {
+            let launch = launch(&[&SRUN[..], &extra].concat()).expect("complete");
+            assert_eq!((launch.rank, launch.ranks, launch.local_rank, launch.local_ranks), (9, 11, 1, 3));
+            assert_eq!((launch.launcher, launch.job.as_str()), (Launcher::Slurm, "77"));
+        }
+    }
+
+    #[test]
+    fn a_batch_script_is_no_rank() {
+        assert_eq!(launch(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "8")]), Err(LaunchError::NotLaunched));
+        assert_eq!(launch(&[]), Err(LaunchError::NotLaunched));
+        assert_eq!(launch(&[("RANK", "")]), Err(LaunchError::NotLaunched));
+    }
+
+    #[test]
+    fn what_the_program_sets_itself_goes_before_mpi() {
+        let mut variables = TORCH.to_vec();
+        variables.extend([("OMPI_COMM_WORLD_RANK", "0"), ("PMI_RANK", "0"), ("MPI_LOCALRANKID", "0")]);
+        assert_eq!(launch(&variables).expect("complete").launcher, Launcher::Torchrun);
+    }
+
+    #[test]
+    fn every_missing_variable_is_named() {
+        for missing in ["WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"] {
+            let variables: Vec<_> = TORCH.into_iter().filter(|(name, _)| *name != missing).collect();
+            let expected = LaunchError::Incomplete { launcher: Launcher::Torchrun, present: "RANK", missing };
+            assert_eq!(launch(&variables), Err(expected));
+        }
+        let only_pmi = launch(&[("PMI_RANK", "0"), ("PMI_SIZE", "1")]);
+        let expected =
+            LaunchError::Incomplete { launcher: Launcher::Mpich, present: "PMI_RANK", missing: "MPI_LOCALRANKID" };
+        assert_eq!(only_pmi, Err(expected.clone()));
+        assert_eq!(expected.to_string(), "PMI_RANK of MPICH is set, but not MPI_LOCALRANKID: set both");
+    }
+
+    #[test]
+    fn what_is_no_number_or_no_rank_is_refused() {
+        let with = |name: &str, value: &'static str| {
+            let variables: Vec<_> = TORCH.iter().map(|(key, old)| (*key, if *key == name { value } else { old })).collect();
+            launch(&variables)
+        };
+        for value in ["x", "-1", "1.5", "4294967296"] {
+            let expected = LaunchError::Malformed { variable: "RANK", value: value.to_owned(), expected: "a number" };
+            assert_eq!(with("RANK", value), Err(expected));
+        }
+        assert!(matches!(with("RANK", "8"), Err(LaunchError::OutOfRange { rank: 8, ranks: 8, .. })));
+        assert!(matches!(with("LOCAL_RANK", "4"), Err(LaunchError::OutOfRange { rank_variable: "LOCAL_RANK", .. })));
+        assert!(matches!(with("WORLD_SIZE", "0"), Err(LaunchError::OutOfRange { ranks: 0, .. })));
+    }
+
+    #[test]
+    fn slurms_lists_are_counted_by_machine() {
+        let tasks = |list, node| tasks_of_node(list, node);
+        assert_eq!([0, 1, 2].map(|node| tasks("4(x2),3", node)), [Some(4), Some(4), Some(3)]);
+        assert_eq!(tasks("4(x2),3", 3), None);
+        assert_eq!(tasks("8", 0), Some(8));
+        for wrong in ["", "x", "4(x", "4(xy)", "4(x2"] {
+            assert_eq!(tasks(wrong, 0), None, "{wrong}");
+        }
     }
 }

@@ -16,6 +16,8 @@ mod plan;
 mod plan_summary;
 mod registrar;
 mod registrar_error;
+mod operation;
+mod patience;
 mod registration;
 mod rendezvous;
 mod round;

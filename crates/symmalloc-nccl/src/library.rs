@@ -47,6 +47,8 @@ pub enum Capability {
     Windows,
     /// A window that cannot be symmetric is refused; before, it was a plain registration that posed as one (2.29).
     WindowRefusal,
+    /// `ncclCommRevoke`: what hangs in a communicator can be stopped without freeing it under the thread that hangs (2.28.9).
+    Revoke,
     /// Windows can be registered while a stream is captured into a graph (2.30.7).
     RegistrationInCapture,
 }
@@ -80,6 +82,7 @@ impl Capability {
         match self {
             Capability::BufferRegistration => NcclVersion::new(2, 19, 1),
             Capability::Windows => NcclVersion::new(2, 27, 3),
+            Capability::Revoke => NcclVersion::new(2, 28, 9),
             Capability::WindowRefusal => NcclVersion::new(2, 29, 1),
             Capability::RegistrationInCapture => NcclVersion::new(2, 30, 7),
         }
@@ -91,6 +94,7 @@ impl fmt::Display for Capability {
         f.write_str(match self {
             Capability::BufferRegistration => "ncclCommRegister",
             Capability::Windows => "symmetric windows",
+            Capability::Revoke => "ncclCommRevoke",
             Capability::WindowRefusal => "refusal of windows that cannot be symmetric",
             Capability::RegistrationInCapture => "registration while a stream is captured",
         })
@@ -169,6 +173,7 @@ impl Nccl {
                 self.calls.buffer_register.is_some() && self.calls.buffer_deregister.is_some()
             }
             Capability::Windows => self.calls.window_register.is_some() && self.calls.window_deregister.is_some(),
+            Capability::Revoke => self.calls.revoke.is_some(),
             Capability::WindowRefusal | Capability::RegistrationInCapture => true,
         };
         has_calls && self.version >= capability.since()

@@ -53,7 +53,7 @@ pub(crate) struct Memory {
 pub struct WindowHandle(pub(crate) RawWindow);
 
 /// What `ncclCommRegister` gave.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RegistrationHandle(pub(crate) RawRegistration);
 
 // SAFETY: a name for something of NCCL's; only calls on the communicator, one at a time, look behind it.

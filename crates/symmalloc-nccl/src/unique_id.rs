@@ -6,9 +6,12 @@ use crate::library::Nccl;
 use std::ffi::c_char;
 use std::fmt;
 
+/// NCCL's variable for the address of rank 0. Set, every rank gets the same id from NCCL.
+pub(crate) const COMM_ID_VARIABLE: &str = "NCCL_COMM_ID";
+
 /// What all ranks of one communicator give to connect: 128 bytes that one rank gets from NCCL and the others from it.
 ///
-/// [`Communicator::builder`](crate::Communicator::builder) and `connect_env` bring it to all ranks without a side channel.
+/// [`Launch::unique_id`](crate::Launch::unique_id) brings one to all ranks of a job without a side channel.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct UniqueId {
     bytes: [u8; Self::BYTES],

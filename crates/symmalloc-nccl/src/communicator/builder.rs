@@ -1,21 +1,48 @@
 //! How a communicator comes to be.
 
-use super::Communicator;
+use super::call::{Kept, Waited, start, wait_for};
+use super::ending::{Ending, end_all};
+use super::shared::{Inner, Life, Mode, Ownership, Shared, lock};
+use super::{CommOrder, CommState, Communicator, Stage};
+use crate::calls::RawConfig;
 use crate::error::CommError;
+use crate::launch::Launch;
 use crate::library::Nccl;
-use crate::unique_id::UniqueId;
-use std::ffi::c_void;
-use std::sync::Arc;
+use crate::patience::Patience;
+use crate::unique_id::{COMM_ID_VARIABLE, UniqueId};
+use cudarc::driver::result::primary_ctx;
+use std::collections::BTreeMap;
+use std::ffi::{CStr, CString, c_int, c_void};
+use std::slice::from_mut;
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use symmalloc_cuda::CudaDevice;
+use symmalloc_cuda::{CudaDevice, DriverError};
+
+/// NCCL's own switch, which it puts above the program's.
+const BLOCKING_VARIABLE: &str = "NCCL_COMM_BLOCKING";
 
 /// Makes a [`Communicator`].
+///
+/// # Examples
+/// ```no_run
+/// use std::time::Duration;
+/// use symmalloc_cuda::CudaDevice;
+/// use symmalloc_nccl::{Communicator, Launch};
+///
+/// let launch = Launch::from_env()?; // torchrun, mpirun, mpiexec, srun
+/// let device = CudaDevice::new(launch.local_rank as usize)?;
+/// let world = Communicator::builder(&device).deadline(Duration::from_secs(60)).connect_env()?;
+/// let pair = world.split(Some(world.rank() / 2), world.rank())?.expect("every rank has a color");
+/// assert_eq!(pair.name(), format!("world/1.{}", world.rank() / 2));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct CommunicatorBuilder {
     device: Arc<CudaDevice>,
     nccl: Option<&'static Nccl>,
     deadline: Duration,
-    blocking: bool,
+    mode: Mode,
     name: String,
 }
 
@@ -25,22 +52,24 @@ impl CommunicatorBuilder {
             device: Arc::clone(device),
             nccl: None,
             deadline: Communicator::DEFAULT_DEADLINE,
-            blocking: false,
+            mode: Mode::Blocking,
             name: "world".to_owned(),
         }
     }
 
     /// How long anything that depends on other ranks may take, each time: [`Communicator::DEFAULT_DEADLINE`] by default.
+    /// An abort that follows may take five seconds more.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
         self
     }
 
-    /// Lets NCCL's calls block the host.
+    /// Lets NCCL work on threads of its own. After a deadline, also while connecting, everything can be taken back, and
+    /// each collective costs the host nine times as much. See [`Communicator`] for the choice.
     #[must_use]
-    pub fn blocking(mut self) -> Self {
-        self.blocking = true;
+    pub fn nonblocking(mut self) -> Self {
+        self.mode = Mode::Nonblocking;
         self
     }
 
@@ -59,25 +88,82 @@ impl CommunicatorBuilder {
         self
     }
 
-    /// Connects with the other ranks, which call it with the same id and number of ranks. Blocks until all have come.
+    /// Connects with the other ranks, which call it with the same id and number of ranks. Waits until all have come.
     ///
     /// # Errors
-    /// When ranks do not come within the deadline, or NCCL or the driver refuses. Nothing is left then.
+    /// When ranks do not come within the deadline, or NCCL or the driver refuses. Nothing is left then, but for a deadline in
+    /// blocking mode: the thread that connects stays in NCCL as long as the process.
     pub fn connect(self, id: UniqueId, rank: u32, ranks: u32) -> Result<Communicator, CommError> {
-        let _ = (id, rank, ranks);
-        todo!()
+        let patience = Patience::new(self.deadline);
+        self.connect_until(id, rank, ranks, &patience)
     }
 
-    /// Connects all ranks of the job, as the launcher's variables say: see [`Launch`](crate::Launch) and
-    /// [`Rendezvous`](crate::Rendezvous).
+    /// Connects all ranks of the job, as the launcher's variables say, with an id that comes to all ranks as
+    /// [`Launch::unique_id`] describes.
     ///
     /// # Errors
     /// When the environment does not say enough, and as [`connect`](Self::connect).
     pub fn connect_env(self) -> Result<Communicator, CommError> {
-        todo!()
+        let patience = Patience::new(self.deadline);
+        let launch = Launch::from_env()?;
+        let id = launch.unique_id_from(self.nccl()?, &patience)?;
+        self.connect_until(id, launch.rank, launch.ranks, &patience)
     }
 
-    /// A communicator that other code made and destroys, under this builder's name. All ranks give the same name.
+    fn nccl(&self) -> Result<&'static Nccl, CommError> {
+        match self.nccl {
+            Some(nccl) => Ok(nccl),
+            None => Ok(Nccl::load()?),
+        }
+    }
+
+    fn connect_until(
+        self,
+        id: UniqueId,
+        rank: u32,
+        ranks: u32,
+        patience: &Patience,
+    ) -> Result<Communicator, CommError> {
+        let nccl = self.nccl()?;
+        let (raw_rank, raw_ranks) = match (c_int::try_from(rank), c_int::try_from(ranks)) {
+            (Ok(raw_rank), Ok(raw_ranks)) if rank < ranks => (raw_rank, raw_ranks),
+            _ => return Err(CommError::NoSuchRank { rank, ranks }),
+        };
+        check_context(&self.device)?;
+        let (name, c_name) = self.names()?;
+        let order = CommOrder::connected(&name, &id, ordinal_of(&id, rank));
+
+        let place = Arc::new((AtomicPtr::<c_void>::new(std::ptr::null_mut()), Arc::clone(&c_name)));
+        let kept: Kept = Arc::clone(&place) as Kept;
+        let (out, mode) = (Arc::clone(&place), self.mode);
+        let caller = start(&self.device, kept, move || {
+            let mut config = RawConfig::new(mode == Mode::Blocking, out.1.as_ptr());
+            // SAFETY: the context is current; the answer's place and the name are kept until NCCL is done with them.
+            unsafe { nccl.calls().init(out.0.as_ptr(), raw_ranks, id.raw(), raw_rank, &raw mut config) }
+        });
+        let answer = match wait_for(&caller, patience, || false) {
+            Waited::Came(answer) => answer,
+            Waited::Stopped | Waited::TooLong => {
+                let (stage, waited, state) = (Stage::Connect, patience.waited(), CommState::Lost);
+                return Err(CommError::Deadline { name, stage, waited, state });
+            }
+        };
+        let comm = place.0.load(Ordering::Acquire);
+        if comm.is_null() {
+            answer?;
+            return Err(CommError::NoCommunicator { call: "ncclCommInitRankConfig" });
+        }
+        let shared = self.shared(nccl, (name, c_name), order, Ownership::Owned, comm);
+        if let Err(error) = answer {
+            let error = Arc::new(CommError::from(error));
+            end_all(from_mut(&mut shared.access()?), Ending::Unborn, Some(&error));
+            return Err(Arc::unwrap_or_clone(error));
+        }
+        Communicator::settled(shared, patience)
+    }
+
+    /// A communicator that other code made and destroys, under this builder's name, which all ranks give alike. It is never
+    /// aborted: after a deadline it is [`Lost`](CommState::Lost) to this crate, and its owner's to abort.
     ///
     /// # Safety
     /// `comm` is a live `ncclComm_t` of this library, ready, and of this device. It lives, and nobody else calls NCCL with it
@@ -86,7 +172,102 @@ impl CommunicatorBuilder {
     /// # Errors
     /// When NCCL does not know it or it is on another device.
     pub unsafe fn borrow(self, comm: *mut c_void) -> Result<Communicator, CommError> {
-        let _ = comm;
-        todo!()
+        let nccl = self.nccl()?;
+        let names = self.names()?;
+        if comm.is_null() {
+            return Err(CommError::NoCommunicator { call: "borrow" });
+        }
+        let (mut actual, ordinal) = (0, self.device.ordinal());
+        {
+            let _current = self.device.enter()?;
+            // SAFETY: the caller's contract; the answer is valid for writing.
+            unsafe { nccl.calls().cu_device(comm, &raw mut actual) }?;
+        }
+        if usize::try_from(actual) != Ok(ordinal) {
+            return Err(CommError::OtherDevice { ordinal, actual });
+        }
+        let (order, patience) = (CommOrder::borrowed(&names.0), Patience::new(self.deadline));
+        Communicator::settled(self.shared(nccl, names, order, Ownership::Borrowed, comm), &patience)
+    }
+
+    fn names(&self) -> Result<(Arc<str>, Arc<CStr>), CommError> {
+        let c_name = CString::new(self.name.as_str()).map_err(|_| CommError::Name)?;
+        if self.name.is_empty() {
+            return Err(CommError::Name);
+        }
+        Ok((self.name.as_str().into(), c_name.into()))
+    }
+
+    fn shared(
+        self,
+        nccl: &'static Nccl,
+        (name, c_name): (Arc<str>, Arc<CStr>),
+        order: CommOrder,
+        ownership: Ownership,
+        comm: *mut c_void,
+    ) -> Shared {
+        Shared {
+            nccl,
+            device: self.device,
+            name,
+            c_name,
+            rank: 0,
+            ranks: 0,
+            deadline: self.deadline,
+            mode: effective_mode(self.mode, std::env::var(BLOCKING_VARIABLE).ok().as_deref()),
+            ownership,
+            order,
+            serial: Shared::next_serial(),
+            abort_asked: AtomicBool::new(false),
+            inner: Mutex::new(Inner::default()),
+            life: Life::ready(comm),
+        }
+    }
+}
+
+/// The mode that NCCL works in, which its own variable decides if it is set. NCCL reads its configuration files into the
+/// environment when it connects first.
+fn effective_mode(asked: Mode, variable: Option<&str>) -> Mode {
+    match variable.map(str::trim) {
+        Some("0") => Mode::Nonblocking,
+        Some("1") => Mode::Blocking,
+        _ => asked,
+    }
+}
+
+/// NCCL works through CUDA's runtime, and so in the primary context.
+fn check_context(device: &CudaDevice) -> Result<(), CommError> {
+    let context = device.context();
+    let refused = |error: cudarc::driver::DriverError| DriverError { call: "cuDevicePrimaryCtxRetain", code: error.0 as i32 };
+    // SAFETY: a device that exists; released below.
+    let primary = unsafe { primary_ctx::retain(context.cu_device()) }.map_err(refused)?;
+    // SAFETY: retained above, and not used after this.
+    unsafe { primary_ctx::release(context.cu_device()) }.map_err(refused)?;
+    if primary == context.cu_ctx() { Ok(()) } else { Err(CommError::ForeignContext { ordinal: device.ordinal() }) }
+}
+
+/// How many communicators this rank has connected with this id before. Ids are used once, but for that of `NCCL_COMM_ID`.
+fn ordinal_of(id: &UniqueId, rank: u32) -> u32 {
+    static COUNTS: Mutex<BTreeMap<(UniqueId, u32), u32>> = Mutex::new(BTreeMap::new());
+    if std::env::var_os(COMM_ID_VARIABLE).is_none() {
+        return 0;
+    }
+    let mut counts = lock(&COUNTS);
+    let count = counts.entry((*id, rank)).or_default();
+    *count += 1;
+    *count - 1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nccls_own_variable_decides_the_mode() {
+        assert_eq!(effective_mode(Mode::Blocking, None), Mode::Blocking);
+        assert_eq!(effective_mode(Mode::Blocking, Some("0")), Mode::Nonblocking);
+        assert_eq!(effective_mode(Mode::Nonblocking, Some(" 1")), Mode::Blocking);
+        assert_eq!(effective_mode(Mode::Nonblocking, Some("yes")), Mode::Nonblocking);
+        assert_eq!(effective_mode(Mode::Nonblocking, Some("")), Mode::Nonblocking);
     }
 }

@@ -36,8 +36,10 @@ pub enum Stage {
     Connect,
     /// The communicator is split.
     Split,
-    /// Memory is registered.
+    /// A window is made.
     Register,
+    /// A buffer of this rank's is registered.
+    RegisterBuffer,
     /// Memory is deregistered.
     Deregister,
     /// A collective is given to the stream.
@@ -50,12 +52,34 @@ pub enum Stage {
     Abort,
 }
 
+impl Stage {
+    /// Whether a communicator in this stage was never ready.
+    pub(super) fn is_birth(self) -> bool {
+        self == Stage::Connect
+    }
+
+    /// The call whose outcome NCCL reports later.
+    pub(super) fn call(self) -> &'static str {
+        match self {
+            Stage::Connect => "ncclCommInitRankConfig",
+            Stage::Split => "ncclCommSplit",
+            Stage::Register => "ncclCommWindowRegister",
+            Stage::RegisterBuffer => "ncclCommRegister",
+            Stage::Deregister => "ncclCommWindowDeregister",
+            Stage::Submit | Stage::Run => "ncclGroupEnd",
+            Stage::Destroy => "ncclCommFinalize",
+            Stage::Abort => "ncclCommAbort",
+        }
+    }
+}
+
 impl fmt::Display for Stage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Stage::Connect => "connecting",
             Stage::Split => "splitting",
-            Stage::Register => "registering memory",
+            Stage::Register => "registering a window",
+            Stage::RegisterBuffer => "registering a buffer",
             Stage::Deregister => "deregistering memory",
             Stage::Submit => "submitting a collective",
             Stage::Run => "a collective on the device",

@@ -1,0 +1,176 @@
+//! How a communicator ends when it does not end in order.
+//!
+//! Whatever is called here may hang as well: a symmetric kernel has no abort flag, and NCCL waits for its kernels. So it is called
+//! on a thread of its own, which is waited for [`ABORT_LIMIT`] long. If it is not through by then, the communicator is
+//! [`Lost`](CommState::Lost); should the thread come through later, it is [`Aborted`](CommState::Aborted) from then on.
+//!
+//! | what NCCL is doing | what is called |
+//! |---|---|
+//! | nothing that we know of | `ncclCommRevoke` and deregistration where there is a revoke, then `ncclCommAbort` |
+//! | a thread of NCCL's works | `ncclCommAbort`, which stops it |
+//! | a thread of ours is inside | `ncclCommRevoke`; when the thread is back, deregistration and `ncclCommAbort` |
+//!
+//! Deregistration comes first because up to 2.28 an abort keeps the physical memory of windows for good. It needs a communicator
+//! whose kernels have stopped, which is what a revoke does: without one, windows are left to the abort.
+
+use super::call::{Answer, Kept};
+use super::shared::{Access, CommPtr, Life, Mode, Ownership, lock};
+use super::state::{CommState, Stage};
+use crate::calls::{Calls, Progress};
+use crate::error::CommError;
+use crate::library::Capability;
+use crate::patience::Patience;
+use crate::registration::{RegistrationHandle, WindowHandle};
+use std::ffi::CStr;
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// How long an abort may take.
+pub(super) const ABORT_LIMIT: Duration = Duration::from_secs(5);
+
+/// What is going on when a communicator is ended.
+pub(super) enum Ending {
+    /// No host call.
+    Idle,
+    /// No host call, and it was never ready.
+    Unborn,
+    /// A thread of NCCL's works for it, and may write to what is kept.
+    Underway { kept: Kept },
+    /// A thread of ours is inside a call.
+    Inside { stage: Stage, caller: Receiver<Answer> },
+}
+
+impl Ending {
+    /// Whether a revoke can be tried.
+    fn can_revoke(&self) -> bool {
+        match self {
+            Ending::Idle => true,
+            // NCCL's revoke needs a connected communicator, and refuses one that is being destroyed.
+            Ending::Inside { stage, .. } => !matches!(stage, Stage::Connect | Stage::Destroy),
+            Ending::Unborn | Ending::Underway { .. } => false,
+        }
+    }
+}
+
+/// What is left of a communicator that is being ended.
+struct Remains {
+    calls: &'static Calls,
+    comm: CommPtr,
+    mode: Mode,
+    windows: Vec<WindowHandle>,
+    buffers: Vec<RegistrationHandle>,
+    life: Arc<Mutex<Life>>,
+    /// NCCL points to it until the abort.
+    _name: Arc<CStr>,
+}
+
+/// Ends these communicators. They are aborted or lost afterwards.
+pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option<&Arc<CommError>>) {
+    for access in &mut *accesses {
+        // From here on nobody else calls NCCL with it.
+        lock(&access.shared.life).end(CommState::Lost, cause.cloned());
+    }
+    let owned = || accesses.iter().all(|access| access.shared.ownership == Ownership::Owned);
+    let has_revoke = || accesses.iter().all(|access| access.shared.nccl.supports(Capability::Revoke));
+    let revokes = ending.can_revoke() && owned() && has_revoke();
+    let is_inside = matches!(ending, Ending::Inside { .. });
+    if !owned() || (is_inside && !revokes) {
+        // Another one's to abort, or a thread is in a call that nothing stops: what NCCL points to stays.
+        std::mem::forget(ending);
+        for access in &*accesses {
+            std::mem::forget(Arc::clone(&access.shared.c_name));
+            report(access);
+        }
+        return;
+    }
+    let device = Arc::clone(&accesses[0].shared.device);
+    let remains: Vec<Remains> = accesses.iter_mut().map(remains).collect();
+    let (sender, through) = channel();
+    std::thread::spawn(move || {
+        // Without a context there is no device left to end anything on.
+        if let Ok(_current) = device.enter() {
+            end(ending, &remains, revokes);
+            for one in &remains {
+                lock(&one.life).state = CommState::Aborted;
+            }
+        }
+        // Nobody listens any more when it took too long.
+        let _heard = sender.send(());
+    });
+    let _in_time = through.recv_timeout(ABORT_LIMIT);
+    accesses.iter().for_each(report);
+}
+
+fn remains(access: &mut Access<'_>) -> Remains {
+    Remains {
+        calls: access.shared.nccl.calls(),
+        comm: access.comm,
+        mode: access.shared.mode,
+        windows: std::mem::take(&mut access.inner.windows),
+        buffers: std::mem::take(&mut access.inner.buffers),
+        life: Arc::clone(&access.shared.life),
+        _name: Arc::clone(&access.shared.c_name),
+    }
+}
+
+fn report(access: &Access<'_>) {
+    let (name, state) = (&*access.shared.name, access.shared.state());
+    tracing::warn!(name: "communicator.ended", target: "symmalloc", communicator = name, %state);
+}
+
+fn end(ending: Ending, remains: &[Remains], revokes: bool) {
+    let revoked = revokes && remains.iter().all(Remains::revoke);
+    let kept = match ending {
+        Ending::Inside { caller, .. } => {
+            // What it came to does not matter any more; that it is out of NCCL does.
+            let _answer = caller.recv();
+            None
+        }
+        Ending::Underway { kept } => Some(kept),
+        Ending::Idle | Ending::Unborn => None,
+    };
+    for one in remains {
+        if revoked {
+            one.deregister();
+        }
+        one.abort();
+    }
+    drop(kept);
+}
+
+impl Remains {
+    /// Stops what is in flight, on the host and on the device. Whether that worked.
+    fn revoke(&self) -> bool {
+        // SAFETY: it lives, and is connected. A revoke may come while another thread is inside a call: that is what it is for.
+        let Some(Ok(_)) = (unsafe { self.calls.revoke(self.comm.0, 0) }) else { return false };
+        let patience = Patience::new(ABORT_LIMIT);
+        loop {
+            // SAFETY: it lives.
+            match unsafe { self.calls.poll("ncclCommRevoke", self.comm.0) } {
+                Ok(Progress::Underway) if self.mode == Mode::Nonblocking && patience.pause() => {}
+                answer => return answer == Ok(Progress::Done),
+            }
+        }
+    }
+
+    /// Gives back what is registered. Errors change nothing: the abort follows.
+    fn deregister(&self) {
+        for window in &self.windows {
+            // SAFETY: the window is this communicator's, and nothing of its runs any more.
+            let _given_back = unsafe { self.calls.window_deregister(self.comm.0, window.0) };
+        }
+        for buffer in &self.buffers {
+            // SAFETY: the registration is this communicator's, and nothing of its runs any more.
+            let _given_back = unsafe { self.calls.buffer_deregister(self.comm.0, buffer.0) };
+        }
+    }
+
+    fn abort(&self) {
+        // SAFETY: it lives, and no thread of ours is inside a call with it; NCCL joins its own.
+        let aborted = unsafe { self.calls.abort(self.comm.0) };
+        if let Err(error) = aborted {
+            tracing::warn!(name: "communicator.abort_failed", target: "symmalloc", %error);
+        }
+    }
+}

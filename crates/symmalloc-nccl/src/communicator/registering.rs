@@ -1,0 +1,174 @@
+//! Windows and buffers: how memory becomes known to NCCL, and ceases to be.
+
+use super::call::{Kept, Route, perform};
+use super::shared::Access;
+use super::state::Stage;
+use super::Communicator;
+use crate::calls::{Calls, Progress, RawComm, WINDOW_SYMMETRIC};
+use crate::error::{CommError, NcclError};
+use crate::library::Capability;
+use crate::registration::{
+    BufferRegistration, Memory, Registered, RegistrationHandle, WINDOW_ALIGNMENT, Window, WindowHandle,
+};
+use std::ffi::c_void;
+use std::slice::from_mut;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+impl Communicator {
+    /// Makes a window of a whole segment, together with all other ranks, which give segments of the same size in the same order.
+    ///
+    /// The memory must be of the communicator's device, made by `cuMemCreate` with a handle that can be shared, in one piece.
+    /// Where the ranks cannot reach each other's memory, NCCL refuses from 2.29 on, and a plain registration is made instead; before,
+    /// it makes one that poses as a window.
+    ///
+    /// # Errors
+    /// Without effect: when the communicator is gone, the library has no windows, the base is not a multiple of
+    /// [`WINDOW_ALIGNMENT`] or a capture is under way (before 2.30.7). When ranks do not come within the deadline or NCCL
+    /// refuses, the communicator is gone: a failed registration leaves tasks behind in it.
+    pub fn register_window(&self, base: u64, size_bytes: u64) -> Result<Registered, CommError> {
+        self.require(Capability::Windows)?;
+        if size_bytes == 0 {
+            return Err(CommError::Empty);
+        }
+        if base % WINDOW_ALIGNMENT != 0 {
+            return Err(CommError::Unaligned { base });
+        }
+        if self.shared.device.is_capturing() && !self.shared.nccl.supports(Capability::RegistrationInCapture) {
+            return Err(CommError::Capturing);
+        }
+        let mut access = self.shared.access()?;
+        let window = Arc::new(AtomicPtr::<c_void>::new(std::ptr::null_mut()));
+        let kept: Kept = Arc::clone(&window) as Kept;
+        let (comm, out) = (access.comm, Arc::clone(&window));
+        let route = Route::when_blocking(self.shared.mode, Route::Apart);
+        perform(from_mut(&mut access), Stage::Register, route, &kept, move |calls| {
+            let (base, size) = (base as *mut c_void, size_bytes as usize);
+            // SAFETY: the communicator lives; the answer's place is kept until NCCL is done with it. NCCL checks the memory.
+            let registered = unsafe { calls.window_register(comm.raw(), base, size, out.as_ptr(), WINDOW_SYMMETRIC) };
+            registered.unwrap_or(Ok(Progress::Done))
+        })?;
+        let raw = WindowHandle(window.load(Ordering::Acquire));
+        if raw.0.is_null() {
+            return Ok(Registered::Plain(self.register_buffer_with(&mut access, base, size_bytes)?));
+        }
+        access.inner.windows.push(raw);
+        Ok(Registered::Window(Window { raw, memory: self.memory(base, size_bytes) }))
+    }
+
+    /// Gives a window back. Local, but all ranks do so at the same point: the others must not use it any more. It waits for
+    /// kernels that run on the device.
+    ///
+    /// # Errors
+    /// When the communicator is gone, and the window with it; when it is another communicator's; when NCCL refuses.
+    pub fn deregister_window(&self, window: Window) -> Result<(), CommError> {
+        self.check_owner(&window.memory)?;
+        let mut access = self.shared.access()?;
+        let Some(place) = access.inner.windows.iter().position(|known| *known == window.raw) else {
+            return Err(self.shared.gone());
+        };
+        access.inner.windows.remove(place);
+        self.deregister(&mut access, vec![window.raw], vec![])
+    }
+
+    /// Registers memory of this rank's, of any kind and size. No other rank takes part; it takes microseconds.
+    ///
+    /// # Errors
+    /// When the communicator is gone, the library is too old, or NCCL refuses.
+    pub fn register_buffer(&self, base: u64, size_bytes: u64) -> Result<BufferRegistration, CommError> {
+        self.require(Capability::BufferRegistration)?;
+        if size_bytes == 0 {
+            return Err(CommError::Empty);
+        }
+        let mut access = self.shared.access()?;
+        self.register_buffer_with(&mut access, base, size_bytes)
+    }
+
+    fn register_buffer_with(
+        &self,
+        access: &mut Access<'_>,
+        base: u64,
+        size_bytes: u64,
+    ) -> Result<BufferRegistration, CommError> {
+        self.require(Capability::BufferRegistration)?;
+        let registration = Arc::new(AtomicPtr::<c_void>::new(std::ptr::null_mut()));
+        let kept: Kept = Arc::clone(&registration) as Kept;
+        let (comm, out) = (access.comm, Arc::clone(&registration));
+        perform(from_mut(access), Stage::RegisterBuffer, Route::Here, &kept, move |calls| {
+            let (base, size) = (base as *mut c_void, size_bytes as usize);
+            // SAFETY: the communicator lives; the answer's place is kept until NCCL is done with it. NCCL notes the range
+            // and looks at the memory when a collective uses it.
+            unsafe { calls.buffer_register(comm.raw(), base, size, out.as_ptr()) }.unwrap_or(Ok(Progress::Done))
+        })?;
+        let raw = RegistrationHandle(registration.load(Ordering::Acquire));
+        if !raw.0.is_null() {
+            // Null where NCCL_LOCAL_REGISTER=0: nothing was registered, and nothing is to be given back.
+            access.inner.buffers.push(raw);
+        }
+        Ok(BufferRegistration { raw, memory: self.memory(base, size_bytes) })
+    }
+
+    /// Gives a registration back. It waits for kernels that run on the device where peers had mapped the memory.
+    ///
+    /// # Errors
+    /// When the communicator is gone, and the registration with it; when it is another communicator's; when NCCL refuses.
+    pub fn deregister_buffer(&self, registration: BufferRegistration) -> Result<(), CommError> {
+        self.check_owner(&registration.memory)?;
+        let mut access = self.shared.access()?;
+        if registration.raw.0.is_null() {
+            return Ok(());
+        }
+        let Some(place) = access.inner.buffers.iter().position(|known| *known == registration.raw) else {
+            return Err(self.shared.gone());
+        };
+        access.inner.buffers.remove(place);
+        self.deregister(&mut access, vec![], vec![registration.raw])
+    }
+
+    fn deregister(
+        &self,
+        access: &mut Access<'_>,
+        windows: Vec<WindowHandle>,
+        buffers: Vec<RegistrationHandle>,
+    ) -> Result<(), CommError> {
+        let comm = access.comm;
+        perform(from_mut(access), Stage::Deregister, Route::Apart, &super::nothing(), move |calls| {
+            deregister(calls, comm.raw(), &windows, &buffers)
+        })
+    }
+
+    fn memory(&self, base: u64, size_bytes: u64) -> Memory {
+        Memory { base, size_bytes, owner: self.serial(), owner_name: Arc::clone(&self.shared.name) }
+    }
+
+    fn check_owner(&self, memory: &Memory) -> Result<(), CommError> {
+        if memory.owner == self.serial() {
+            return Ok(());
+        }
+        Err(CommError::ForeignRegistration {
+            name: Arc::clone(&self.shared.name),
+            owner: Arc::clone(&memory.owner_name),
+        })
+    }
+}
+
+/// Gives all of these back, in order. The first error is returned; the rest is tried all the same.
+pub(super) fn deregister(
+    calls: &Calls,
+    comm: RawComm,
+    windows: &[WindowHandle],
+    buffers: &[RegistrationHandle],
+) -> Result<Progress, NcclError> {
+    let mut outcome = Ok(Progress::Done);
+    for window in windows {
+        // SAFETY: the communicator lives, and the window is its own.
+        let given_back = unsafe { calls.window_deregister(comm, window.0) };
+        outcome = outcome.and(given_back.unwrap_or(Ok(Progress::Done)));
+    }
+    for buffer in buffers {
+        // SAFETY: the communicator lives, and the registration is its own.
+        let given_back = unsafe { calls.buffer_deregister(comm, buffer.0) };
+        outcome = outcome.and(given_back.unwrap_or(Ok(Progress::Done)));
+    }
+    outcome
+}

@@ -1,0 +1,148 @@
+//! What the clones of a communicator share, and who may call NCCL with it.
+//!
+//! ```text
+//!  Communicator ─┐          ┌─ fixed: rank, ranks, name, order, deadline, mode
+//!  Communicator ─┼─ Arc ── Shared ─┼─ Inner, behind the call lock: one host call at a time, as NCCL demands
+//!  Window        ┘ (serial)        └─ Life, behind a lock of its own: never held during a call, so that state() never waits
+//! ```
+
+use super::{CommOrder, CommState};
+use crate::calls::RawComm;
+use crate::error::CommError;
+use crate::library::Nccl;
+use crate::operation::Shapes;
+use crate::registration::{RegistrationHandle, WindowHandle};
+use std::ffi::CStr;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use symmalloc_cuda::CudaDevice;
+
+/// Whether NCCL's calls return before their work on the host is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Mode {
+    /// They block: those that may wait for other ranks are made on a thread of their own.
+    Blocking,
+    /// They return, and NCCL is asked until it is done.
+    Nonblocking,
+}
+
+/// Who destroys the communicator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Ownership {
+    Owned,
+    Borrowed,
+}
+
+pub(super) struct Shared {
+    pub(super) nccl: &'static Nccl,
+    pub(super) device: Arc<CudaDevice>,
+    pub(super) name: Arc<str>,
+    /// NCCL keeps a pointer to it, so it goes wherever the communicator goes.
+    pub(super) c_name: Arc<CStr>,
+    pub(super) rank: u32,
+    pub(super) ranks: u32,
+    pub(super) deadline: Duration,
+    pub(super) mode: Mode,
+    pub(super) ownership: Ownership,
+    pub(super) order: CommOrder,
+    /// Unique in the process.
+    pub(super) serial: u64,
+    /// Set by [`abort`](super::Communicator::abort), for a thread that waits with the call lock held.
+    pub(super) abort_asked: AtomicBool,
+    pub(super) inner: Mutex<Inner>,
+    pub(super) life: Arc<Mutex<Life>>,
+}
+
+/// What changes from call to call.
+#[derive(Debug, Default)]
+pub(super) struct Inner {
+    pub(super) shapes: Shapes,
+    /// Windows that are there, in the order of their registration.
+    pub(super) windows: Vec<WindowHandle>,
+    /// Registrations that are there, in order.
+    pub(super) buffers: Vec<RegistrationHandle>,
+    /// Number of splits so far; equal on all ranks.
+    pub(super) splits: u32,
+}
+
+/// What became of it.
+#[derive(Debug)]
+pub(super) struct Life {
+    /// Null exactly when it is not ready.
+    pub(super) comm: CommPtr,
+    pub(super) state: CommState,
+    /// The error that ended it.
+    pub(super) cause: Option<Arc<CommError>>,
+}
+
+/// An `ncclComm_t` on its way to another thread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct CommPtr(pub(crate) RawComm);
+
+// SAFETY: NCCL lets any thread use a communicator, one at a time; the call lock sees to that.
+unsafe impl Send for CommPtr {}
+// SAFETY: as above.
+unsafe impl Sync for CommPtr {}
+
+impl CommPtr {
+    /// The pointer. (As a method, so that a closure takes the whole of it along.)
+    pub(crate) fn raw(self) -> RawComm {
+        self.0
+    }
+}
+
+impl Life {
+    pub(super) fn ready(comm: RawComm) -> Arc<Mutex<Self>> {
+        Arc::new(Mutex::new(Life { comm: CommPtr(comm), state: CommState::Ready, cause: None }))
+    }
+
+    /// It is over. Calls from now on fail.
+    pub(super) fn end(&mut self, state: CommState, cause: Option<Arc<CommError>>) {
+        self.comm = CommPtr(std::ptr::null_mut());
+        self.state = state;
+        self.cause = cause;
+    }
+}
+
+/// The right to call NCCL with a communicator that is ready.
+pub(super) struct Access<'a> {
+    pub(super) shared: &'a Shared,
+    pub(super) inner: MutexGuard<'a, Inner>,
+    pub(super) comm: CommPtr,
+}
+
+impl Shared {
+    /// A number that no other communicator of this process has.
+    pub(super) fn next_serial() -> u64 {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        NEXT.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Waits until no other thread calls NCCL with it.
+    pub(super) fn access(&self) -> Result<Access<'_>, CommError> {
+        self.access_with(lock(&self.inner))
+    }
+
+    pub(super) fn access_with<'a>(&'a self, inner: MutexGuard<'a, Inner>) -> Result<Access<'a>, CommError> {
+        let comm = lock(&self.life).comm;
+        if comm.0.is_null() {
+            return Err(self.gone());
+        }
+        Ok(Access { shared: self, inner, comm })
+    }
+
+    /// The error of a communicator that is not ready.
+    pub(super) fn gone(&self) -> CommError {
+        let life = lock(&self.life);
+        CommError::Gone { name: Arc::clone(&self.name), state: life.state, cause: life.cause.clone() }
+    }
+
+    pub(super) fn state(&self) -> CommState {
+        lock(&self.life).state
+    }
+}
+
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
