@@ -107,7 +107,7 @@ pub fn run(options: &Options) -> Result<Option<Table>, Failure> {
     match Launch::from_env() {
         Ok(launch) if !options.threads => {
             let device = CudaDevice::new(launch.local_rank as usize)?;
-            let comm = Communicator::builder(&device).blocking().deadline(DEADLINE).connect_env()?;
+            let comm = Communicator::builder(&device).deadline(DEADLINE).connect_env()?;
             let table = Rank::new(&device, comm)?.run(options.rounds)?;
             if launch.rank != 0 {
                 // Its own verdict stands in its exit status.
@@ -131,7 +131,7 @@ pub fn run(options: &Options) -> Result<Option<Table>, Failure> {
                     .map(|rank| {
                         scope.spawn(move || {
                             let device = CudaDevice::new(rank as usize)?;
-                            let builder = Communicator::builder(&device).blocking().deadline(DEADLINE);
+                            let builder = Communicator::builder(&device).deadline(DEADLINE);
                             Rank::new(&device, builder.connect(id, rank, ranks)?)?.run(options.rounds)
                         })
                     })

@@ -77,7 +77,7 @@ impl Memory {
 
 /// Microseconds per collective, back to back.
 fn microseconds(rank: &Rank<'_>, size_bytes: usize, mut collective: impl FnMut()) -> f64 {
-    let count = (200 << 20_usize).div_ceil(size_bytes).clamp(10, 500);
+    let count = (200_usize << 20).div_ceil(size_bytes).clamp(10, 500);
     (0..count.min(30)).for_each(|_| collective());
     let mut best = f64::MAX;
     for _ in 0..3 {

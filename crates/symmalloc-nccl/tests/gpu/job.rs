@@ -64,7 +64,7 @@ pub(crate) enum Calls {
 impl Rank<'_> {
     pub(crate) fn builder(&self, calls: Calls) -> CommunicatorBuilder {
         let builder = Communicator::builder(&self.device).deadline(DEADLINE);
-        if calls == Calls::Blocking { builder.blocking() } else { builder }
+        if calls == Calls::Nonblocking { builder.nonblocking() } else { builder }
     }
 
     pub(crate) fn connect(&self, id: UniqueId, calls: Calls) -> Communicator {
