@@ -51,13 +51,13 @@ type Failure = Box<dyn Error + Send + Sync>;
 
 /// What the command line asks for.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub(crate) struct Options {
     /// Number of ranks; `None`: as many as there are devices, or as the launcher says.
-    pub ranks: Option<u32>,
+    pub(crate) ranks: Option<u32>,
     /// Rounds with random frees.
-    pub rounds: u32,
+    pub(crate) rounds: u32,
     /// A thread for each rank, also where a launcher's variables are set.
-    pub threads: bool,
+    pub(crate) threads: bool,
 }
 
 impl Default for Options {
@@ -101,7 +101,7 @@ fn main() -> ExitCode {
 }
 
 /// Runs the ranks. The table comes from rank 0: `None` in the processes of other ranks.
-pub fn run(options: &Options) -> Result<Option<Table>, Failure> {
+pub(crate) fn run(options: &Options) -> Result<Option<Table>, Failure> {
     Nccl::load()?;
     let devices = CudaDevice::count()? as u32;
     match Launch::from_env() {
@@ -146,7 +146,7 @@ pub fn run(options: &Options) -> Result<Option<Table>, Failure> {
 
 /// How many tensors were right on every rank.
 #[derive(Clone, Debug)]
-pub struct Table {
+pub(crate) struct Table {
     ranks: u32,
     library: String,
     rows: Vec<Row>,
@@ -183,7 +183,7 @@ impl Row {
 
 impl Table {
     /// Whether symmalloc was always right, and the old order was not.
-    pub fn is_as_claimed(&self) -> bool {
+    pub(crate) fn is_as_claimed(&self) -> bool {
         let ours = self.rows.iter().all(|row| row.ours_right == row.tensors);
         ours && self.rows.iter().any(|row| row.old_right < row.tensors)
     }

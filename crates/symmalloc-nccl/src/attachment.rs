@@ -248,7 +248,12 @@ impl Attachment {
         if done.map_err(|error| SyncError::Cuda { communicator: self.name(), error })? {
             return Ok(());
         }
-        Err(self.failed(CommError::Deadline { name: self.comm.name().into(), stage: Stage::Run, waited, state: self.comm.state() }))
+        Err(self.failed(CommError::Deadline {
+            name: self.comm.name().into(),
+            stage: Stage::Run,
+            waited,
+            state: self.comm.state(),
+        }))
     }
 
     fn carry_out(&self, state: &mut State, step: &Step, synced: &mut Synced) -> Result<(), SyncError> {

@@ -153,7 +153,8 @@ impl Communicator {
     /// already.
     pub fn split(&self, color: Option<u32>, key: u32) -> Result<Option<Communicator>, CommError> {
         let shared = &self.shared;
-        let (raw_color, raw_key) = (color.map_or(Some(NO_COLOR), |color| c_int::try_from(color).ok()), c_int::try_from(key));
+        let (raw_color, raw_key) =
+            (color.map_or(Some(NO_COLOR), |color| c_int::try_from(color).ok()), c_int::try_from(key));
         let (Some(raw_color), Ok(raw_key)) = (raw_color, raw_key) else {
             return Err(CommError::SplitArgument { color: color.unwrap_or(0), key });
         };

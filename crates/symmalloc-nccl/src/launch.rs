@@ -194,7 +194,8 @@ impl Variables {
             }
             _ => number(self.local_ranks)?,
         };
-        let places = [(self.rank, rank, self.ranks, ranks), (self.local_rank, local_rank, self.local_ranks, local_ranks)];
+        let places =
+            [(self.rank, rank, self.ranks, ranks), (self.local_rank, local_rank, self.local_ranks, local_ranks)];
         for (rank_variable, rank, ranks_variable, ranks) in places {
             if rank >= ranks {
                 return Err(LaunchError::OutOfRange { rank_variable, rank, ranks_variable, ranks });
@@ -330,7 +331,8 @@ mod tests {
     #[test]
     fn what_is_no_number_or_no_rank_is_refused() {
         let with = |name: &str, value: &'static str| {
-            let variables: Vec<_> = TORCH.iter().map(|(key, old)| (*key, if *key == name { value } else { old })).collect();
+            let variables: Vec<_> =
+                TORCH.iter().map(|(key, old)| (*key, if *key == name { value } else { old })).collect();
             launch(&variables)
         };
         for value in ["x", "-1", "1.5", "4294967296"] {

@@ -51,9 +51,7 @@ impl Operation {
                 Kind::AllGather => calls.all_gather(send, receive, count, data_type, comm, stream),
                 Kind::ReduceScatter { op } => calls.reduce_scatter(send, receive, count, data_type, op, comm, stream),
                 Kind::Broadcast { root } => calls.broadcast(send, receive, count, data_type, root, comm, stream),
-                Kind::Reduce { op, root } => {
-                    calls.reduce(send, receive, count, data_type, op, root, comm, stream)
-                }
+                Kind::Reduce { op, root } => calls.reduce(send, receive, count, data_type, op, root, comm, stream),
                 Kind::Send { peer } => calls.send(send, count, data_type, peer, comm, stream),
                 Kind::Receive { peer } => calls.receive(receive, count, data_type, peer, comm, stream),
             }
@@ -100,7 +98,8 @@ pub(crate) struct Shapes {
 impl Shapes {
     /// Whether this shape has run.
     pub(crate) fn contains(&self, shape: Shape) -> bool {
-        let has = |peers: &[u64], peer: u32| peers.get(peer as usize / 64).is_some_and(|bits| bits & (1 << (peer % 64)) != 0);
+        let has =
+            |peers: &[u64], peer: u32| peers.get(peer as usize / 64).is_some_and(|bits| bits & (1 << (peer % 64)) != 0);
         match shape {
             Shape::Collective { kind, op, data_type, magnitude } => self
                 .collectives
@@ -120,7 +119,8 @@ impl Shapes {
         };
         match shape {
             Shape::Collective { kind, op, data_type, magnitude } => {
-                let is_it = |known: &&mut (u8, c_int, DataType, u128)| (known.0, known.1, known.2) == (kind, op, data_type);
+                let is_it =
+                    |known: &&mut (u8, c_int, DataType, u128)| (known.0, known.1, known.2) == (kind, op, data_type);
                 match self.collectives.iter_mut().find(is_it) {
                     Some(known) => known.3 |= 1 << magnitude,
                     None => self.collectives.push((kind, op, data_type, 1 << magnitude)),

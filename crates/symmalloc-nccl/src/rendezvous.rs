@@ -59,7 +59,9 @@ pub enum RendezvousError {
     )]
     NoAddress,
     /// The address cannot be used.
-    #[error("{variable}=\"{value}\" is no address that can be found: write host:port, with a host that this machine knows")]
+    #[error(
+        "{variable}=\"{value}\" is no address that can be found: write host:port, with a host that this machine knows"
+    )]
     BadAddress {
         /// Where it came from.
         variable: &'static str,
@@ -149,7 +151,11 @@ impl Place {
             let ports = (1..=PORTS).filter_map(|step| port.checked_add(step));
             let addresses: Vec<_> =
                 ports.flat_map(|port| first.iter().map(move |it| SocketAddr::new(it.ip(), port))).collect();
-            return if addresses.is_empty() { Err(bad(MASTER_PORT_VARIABLE, "65535")) } else { Ok(Place { addresses }) };
+            return if addresses.is_empty() {
+                Err(bad(MASTER_PORT_VARIABLE, "65535"))
+            } else {
+                Ok(Place { addresses })
+            };
         }
         if launch.ranks == launch.local_ranks {
             let ports = JOB_PORTS.end - JOB_PORTS.start - u64::from(PORTS);
@@ -388,7 +394,8 @@ fn knock(address: SocketAddr, hello: &[u8; HELLO_BYTES], limit: Duration) -> io:
     stream.write_all(hello)?;
     let mut reply = [0; REPLY_BYTES];
     stream.read_exact(&mut reply)?;
-    let verdict = [Verdict::Welcome, Verdict::OtherJob, Verdict::RankTwice].into_iter().find(|it| it.byte() == reply[8]);
+    let verdict =
+        [Verdict::Welcome, Verdict::OtherJob, Verdict::RankTwice].into_iter().find(|it| it.byte() == reply[8]);
     match verdict {
         Some(verdict) if reply[..8] == MAGIC => {
             Ok((verdict, UniqueId::from_bytes(std::array::from_fn(|index| reply[9 + index]))))

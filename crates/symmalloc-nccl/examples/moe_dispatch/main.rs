@@ -114,7 +114,7 @@ pub fn run(options: &Options) -> Result<Vec<Report>, Failure> {
     match Launch::from_env() {
         Ok(launch) if !options.threads => {
             let device = CudaDevice::new(launch.local_rank as usize)?;
-            let comm = Communicator::builder(&device).name("experts").blocking().deadline(DEADLINE).connect_env()?;
+            let comm = Communicator::builder(&device).name("experts").deadline(DEADLINE).connect_env()?;
             Ok(vec![Rank::new(comm, options)?.run(options)?])
         }
         Err(error) if error != LaunchError::NotLaunched && !options.threads => Err(error.into()),
@@ -129,7 +129,7 @@ pub fn run(options: &Options) -> Result<Vec<Report>, Failure> {
                     scope.spawn(move || {
                         let rank_program = || {
                             let device = CudaDevice::new(rank as usize)?;
-                            let builder = Communicator::builder(&device).name("experts").blocking().deadline(DEADLINE);
+                            let builder = Communicator::builder(&device).name("experts").deadline(DEADLINE);
                             Rank::new(builder.connect(id, rank, ranks)?, options)?.run(options)
                         };
                         rank_program().unwrap_or_else(|error: Failure| {

@@ -238,7 +238,8 @@ fn effective_mode(asked: Mode, variable: Option<&str>) -> Mode {
 /// NCCL works through CUDA's runtime, and so in the primary context.
 fn check_context(device: &CudaDevice) -> Result<(), CommError> {
     let context = device.context();
-    let refused = |error: cudarc::driver::DriverError| DriverError { call: "cuDevicePrimaryCtxRetain", code: error.0 as i32 };
+    let refused =
+        |error: cudarc::driver::DriverError| DriverError { call: "cuDevicePrimaryCtxRetain", code: error.0 as i32 };
     // SAFETY: a device that exists; released below.
     let primary = unsafe { primary_ctx::retain(context.cu_device()) }.map_err(refused)?;
     // SAFETY: retained above, and not used after this.

@@ -17,9 +17,9 @@ use crate::calls::{Calls, Progress};
 use crate::error::{CommError, NcclError};
 use crate::patience::Patience;
 use std::any::Any;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::sync::Arc;
 use std::time::Duration;
 use symmalloc_cuda::{CudaDevice, DriverError};
 

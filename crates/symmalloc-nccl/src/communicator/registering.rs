@@ -1,9 +1,9 @@
 //! Windows and buffers: how memory becomes known to NCCL, and ceases to be.
 
+use super::Communicator;
 use super::call::{Kept, Route, perform};
 use super::shared::Access;
 use super::state::Stage;
-use super::Communicator;
 use crate::calls::{Calls, Progress, RawComm, WINDOW_SYMMETRIC};
 use crate::error::{CommError, NcclError};
 use crate::library::Capability;
