@@ -89,6 +89,18 @@ pub enum TransportError {
         /// How long this rank waited.
         waited: Duration,
     },
+    /// Some ranks did not come in time, and the medium cannot tell which. NCCL cannot.
+    #[error(
+        "some ranks did not come within {waited:?} (the transport cannot tell which): they died, are stuck, or reach fewer \
+         agreements than this one. Look for the first error among the ranks"
+    )]
+    Overdue {
+        /// How long this rank waited.
+        waited: Duration,
+    },
+    /// The medium was closed or lost before.
+    #[error("the transport is closed: an earlier error or the program ended it")]
+    Closed,
     /// Ranks gave messages of different lengths: they are not in the same collective.
     #[error(
         "rank {rank} gave {given_bytes} bytes where others gave {expected_bytes}: the ranks are in different collectives"
