@@ -244,6 +244,14 @@ impl Communicator {
         Ok(Communicator { shared: Arc::new(shared) })
     }
 
+    /// Ends it because a wait on the device was too long.
+    pub(crate) fn give_up(&self, stage: Stage, patience: &Patience) -> CommError {
+        match self.shared.access() {
+            Ok(mut access) => call::overdue(from_mut(&mut access), stage, patience, Ending::Idle),
+            Err(gone) => gone,
+        }
+    }
+
     pub(crate) fn serial(&self) -> u64 {
         self.shared.serial
     }

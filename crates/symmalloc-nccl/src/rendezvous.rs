@@ -410,3 +410,216 @@ fn visit() -> u64 {
     let nanos = since_epoch.map_or(0, |since| since.as_nanos() as u64);
     nanos ^ u64::from(std::process::id()).rotate_left(40)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::thread;
+
+    const ID: [u8; UniqueId::BYTES] = [7; UniqueId::BYTES];
+
+    fn launch(ranks: u32, local_ranks: u32, job: &str) -> Launch {
+        let variables = [
+            ("RANK", "0".to_owned()),
+            ("WORLD_SIZE", ranks.to_string()),
+            ("LOCAL_RANK", "0".to_owned()),
+            ("LOCAL_WORLD_SIZE", local_ranks.to_string()),
+            ("TORCHELASTIC_RUN_ID", job.to_owned()),
+        ];
+        let variable = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.clone());
+        Launch::from_variables(variable).expect("complete")
+    }
+
+    fn place(launch: &Launch, variables: &[(&str, &str)]) -> Result<Place, RendezvousError> {
+        Place::of(launch, |name| {
+            variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
+        })
+    }
+
+    fn anywhere() -> (TcpListener, SocketAddr) {
+        let listener = listen_at("127.0.0.1:0".parse().expect("an address")).expect("a free port");
+        let address = listener.local_addr().expect("bound");
+        (listener, address)
+    }
+
+    fn patience(millis: u64) -> Patience {
+        Patience::new(Duration::from_millis(millis))
+    }
+
+    fn meeting(ranks: u32) -> Meeting {
+        Meeting { job: 0xABCD, ranks }
+    }
+
+    #[test]
+    fn all_ranks_get_the_id_in_whatever_order_they_come() {
+        let (listener, address) = anywhere();
+        thread::scope(|scope| {
+            let others: Vec<_> = (1..6_u32)
+                .map(|rank| {
+                    scope.spawn(move || {
+                        thread::sleep(Duration::from_millis(u64::from(7 - rank) * 10));
+                        meeting(6).ask(&[address], rank, &patience(10_000))
+                    })
+                })
+                .collect();
+            meeting(6).give(&listener, &UniqueId::from_bytes(ID), &patience(10_000)).expect("all come");
+            for other in others {
+                assert_eq!(other.join().expect("no panic"), Ok(UniqueId::from_bytes(ID)));
+            }
+        });
+    }
+
+    #[test]
+    fn rank_0_may_come_last() {
+        let (listener, address) = anywhere();
+        drop(listener);
+        thread::scope(|scope| {
+            let other = scope.spawn(move || meeting(2).ask(&[address], 1, &patience(10_000)));
+            thread::sleep(Duration::from_millis(60));
+            let listener = listen_at(address).expect("still free");
+            meeting(2).give(&listener, &UniqueId::from_bytes(ID), &patience(10_000)).expect("it comes");
+            assert_eq!(other.join().expect("no panic"), Ok(UniqueId::from_bytes(ID)));
+        });
+    }
+
+    #[test]
+    fn strangers_and_other_jobs_neither_get_the_id_nor_hold_it_up() {
+        let (listener, address) = anywhere();
+        thread::scope(|scope| {
+            let silent = TcpStream::connect(address).expect("listening");
+            let mut babbling = TcpStream::connect(address).expect("listening");
+            babbling.write_all(b"GET / HTTP/1.1\r\nHost: nobody at all\r\n\r\n").expect("sent");
+            let other_job = scope.spawn(move || Meeting { job: 1, ranks: 2 }.ask(&[address], 1, &patience(150)));
+            let other_size = scope.spawn(move || meeting(3).ask(&[address], 1, &patience(150)));
+            let late = scope.spawn(move || {
+                thread::sleep(Duration::from_millis(250));
+                meeting(2).ask(&[address], 1, &patience(10_000))
+            });
+            let since = Instant::now();
+            meeting(2).give(&listener, &UniqueId::from_bytes(ID), &patience(10_000)).expect("it comes");
+            assert!(since.elapsed() < PATIENCE_WITH_ONE, "the silent one held it up");
+            assert!(matches!(other_job.join().expect("no panic"), Err(RendezvousError::NoAnswer { .. })));
+            assert!(matches!(other_size.join().expect("no panic"), Err(RendezvousError::NoAnswer { .. })));
+            assert_eq!(late.join().expect("no panic"), Ok(UniqueId::from_bytes(ID)));
+            let mut answer = vec![];
+            // Reset or closed, but not answered.
+            let _closed = babbling.read_to_end(&mut answer);
+            assert_eq!(answer, []);
+            drop(silent);
+        });
+    }
+
+    #[test]
+    fn rank_0_names_the_ranks_that_did_not_come() {
+        let (listener, address) = anywhere();
+        thread::scope(|scope| {
+            let other = scope.spawn(move || meeting(4).ask(&[address], 2, &patience(5_000)));
+            let given = meeting(4).give(&listener, &UniqueId::from_bytes(ID), &patience(300));
+            let Err(RendezvousError::Missing { missing, waited }) = given else { panic!("{given:?}") };
+            assert_eq!(missing, [1, 3]);
+            assert!(waited >= Duration::from_millis(300));
+            assert_eq!(other.join().expect("no panic"), Ok(UniqueId::from_bytes(ID)), "it has its id all the same");
+        });
+    }
+
+    #[test]
+    fn without_rank_0_the_others_say_so_in_time() {
+        let (listener, address) = anywhere();
+        drop(listener);
+        let since = Instant::now();
+        let asked = meeting(2).ask(&[address], 1, &patience(120));
+        assert!(matches!(asked, Err(RendezvousError::NoAnswer { address: at, .. }) if at == address));
+        assert!(since.elapsed() < Duration::from_secs(2));
+    }
+
+    #[test]
+    fn a_second_process_with_a_rank_is_turned_away_and_the_same_one_again_is_not() {
+        let came = [None, Some(5), None];
+        let hello = |rank, visit| Hello { job: 0xABCD, ranks: 3, rank, visit };
+        assert_eq!(meeting(3).verdict(&came, hello(1, 6)), Verdict::RankTwice);
+        assert_eq!(meeting(3).verdict(&came, hello(1, 5)), Verdict::Welcome);
+        assert_eq!(meeting(3).verdict(&came, hello(2, 6)), Verdict::Welcome);
+        assert_eq!(meeting(3).verdict(&came, hello(0, 6)), Verdict::OtherJob);
+        assert_eq!(meeting(3).verdict(&came, hello(3, 6)), Verdict::OtherJob);
+    }
+
+    #[test]
+    fn a_hello_that_comes_in_pieces_is_heard() {
+        let (listener, address) = anywhere();
+        thread::scope(|scope| {
+            let other = scope.spawn(move || {
+                let mut stream = TcpStream::connect(address).expect("listening");
+                for byte in (Hello { job: 0xABCD, ranks: 2, rank: 1, visit: 3 }).bytes() {
+                    stream.write_all(&[byte]).expect("sent");
+                    thread::sleep(Duration::from_millis(2));
+                }
+                let mut reply = [0; REPLY_BYTES];
+                stream.read_exact(&mut reply).map(|()| reply)
+            });
+            meeting(2).give(&listener, &UniqueId::from_bytes(ID), &patience(10_000)).expect("it comes");
+            let reply = other.join().expect("no panic").expect("answered");
+            assert_eq!((&reply[..8], reply[8], &reply[9..]), (&MAGIC[..], 0, &ID[..]));
+        });
+    }
+
+    #[test]
+    fn a_port_that_is_taken_is_passed_over_and_still_found() {
+        let (taken, first) = anywhere();
+        let (free, second) = anywhere();
+        drop(free);
+        let place = Place { addresses: vec![first, second] };
+        let listener = place.listen().expect("the second is free");
+        assert_eq!(listener.local_addr().expect("bound"), second);
+        thread::scope(|scope| {
+            let addresses = &place.addresses;
+            let other = scope.spawn(move || meeting(2).ask(addresses, 1, &patience(20_000)));
+            // The stranger on the first port hangs up on whoever comes.
+            scope.spawn(move || {
+                let until = Instant::now() + Duration::from_millis(200);
+                while Instant::now() < until {
+                    drop(taken.accept());
+                    thread::sleep(Duration::from_millis(5));
+                }
+            });
+            meeting(2).give(&listener, &UniqueId::from_bytes(ID), &patience(20_000)).expect("it comes");
+            assert_eq!(other.join().expect("no panic"), Ok(UniqueId::from_bytes(ID)));
+        });
+    }
+
+    #[test]
+    fn the_place_is_what_is_said_first_or_follows_from_the_job() {
+        let job = launch(4, 4, "job");
+        let said =
+            place(&job, &[("SYMMALLOC_RENDEZVOUS", "127.0.0.1:4000"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1")]);
+        assert_eq!(said.expect("an address").addresses, ["127.0.0.1:4000".parse().expect("an address")]);
+
+        let master = place(&job, &[("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")]).expect("addresses");
+        let ports: Vec<u16> = master.addresses.iter().map(SocketAddr::port).collect();
+        assert_eq!(ports, [29501, 29502, 29503, 29504, 29505, 29506, 29507, 29508]);
+
+        let (one, again, other) = (place(&job, &[]), place(&job, &[]), place(&launch(4, 4, "other"), &[]));
+        assert_eq!(one, again);
+        assert_ne!(one, other);
+        for address in one.expect("local").addresses {
+            assert!(address.ip().is_loopback() && JOB_PORTS.contains(&u64::from(address.port())));
+        }
+        assert_eq!(place(&launch(4, 2, "job"), &[]), Err(RendezvousError::NoAddress));
+    }
+
+    #[test]
+    fn a_place_that_cannot_be_is_refused_by_name() {
+        let job = launch(4, 4, "job");
+        let bad = |variable, value: &str| Err(RendezvousError::BadAddress { variable, value: value.to_owned() });
+        assert_eq!(place(&job, &[("SYMMALLOC_RENDEZVOUS", "nowhere")]), bad("SYMMALLOC_RENDEZVOUS", "nowhere"));
+        assert_eq!(place(&job, &[("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "99999")]), bad("MASTER_PORT", "99999"));
+        assert_eq!(place(&job, &[("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "65535")]), bad("MASTER_PORT", "65535"));
+    }
+
+    #[test]
+    fn meetings_differ_by_job_restart_and_turn() {
+        let job = |text, turn| Meeting::new(&launch(2, 2, text), turn).job;
+        assert_eq!(job("a.0", 0), job("a.0", 0));
+        assert_ne!(job("a.0", 0), job("a.1", 0));
+        assert_ne!(job("a.0", 0), job("a.0", 1));
+    }
+}

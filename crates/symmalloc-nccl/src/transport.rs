@@ -1,21 +1,103 @@
 //! The core's agreement over NCCL itself.
+//!
+//! ```text
+//!  pinned host memory   [ rank 0 | rank 1 | ... | this rank's message | ... ]
+//!                          ▲ ncclAllGather in place, on a stream of the transport's own ── event ── asked until done
+//! ```
+//!
+//! Messages are small (64 bytes when ranks agree), so the kernel reads and writes pinned host memory: 21 us on 2 H200 from the
+//! call to the answer, against 29 us with copies to the device and back; equal at 4 KiB in all. The memory is no window, so the
+//! kernel is one that NCCL can abort.
 
-use crate::communicator::Communicator;
+use crate::communicator::{Communicator, Stage, submit};
+use crate::data_type::DataType;
 use crate::error::CommError;
+use crate::operation::{Kind, Operation};
+use crate::patience::Patience;
+use cudarc::driver::{CudaEvent, CudaStream};
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 use symmalloc_core::agreement::{Gathered, Transport, TransportError};
+use symmalloc_core::config::Config;
+use symmalloc_cuda::{CudaError, DriverError, PinnedAllocator, PinnedBuffer};
 
-/// A [`Transport`] over a communicator's all-gather, with buffers and a stream of its own.
+/// From here on a wait also asks NCCL whether a rank was lost.
+const ASK_NCCL_AFTER: Duration = Duration::from_millis(5);
+
+/// A [`Transport`] over a communicator's all-gather, with memory and a stream of its own.
+///
+/// Its all-gathers count among the communicator's collectives: every rank calls them at the same points. A rank that does not
+/// come within the communicator's deadline ends the communicator on the others, with [`TransportError::Overdue`].
 pub struct NcclTransport {
     comm: Communicator,
+    staging: Mutex<Option<Staging>>,
+}
+
+/// What an all-gather needs. Missing after a wait that was given up: the device may still write there.
+struct Staging {
+    stream: Arc<CudaStream>,
+    event: CudaEvent,
+    memory: PinnedAllocator,
+    /// All ranks' messages.
+    messages: PinnedBuffer<u8>,
 }
 
 impl NcclTransport {
-    /// A transport over this communicator. All ranks make one, and use it at the same points.
+    /// A transport over this communicator.
     ///
     /// # Errors
-    /// When a stream or staging memory cannot be made.
+    /// When a stream, an event or pinned memory cannot be had.
     pub fn new(comm: &Communicator) -> Result<Self, CommError> {
-        Ok(NcclTransport { comm: comm.clone() })
+        let device = comm.device();
+        let _current = device.enter()?;
+        let refused = |call| move |error: cudarc::driver::DriverError| DriverError { call, code: error.0 as i32 };
+        let stream = device.context().new_stream().map_err(refused("cuStreamCreate"))?;
+        let event = device.context().new_event(None).map_err(refused("cuEventCreate"))?;
+        let memory = PinnedAllocator::pinned(device, Config::default())?;
+        let messages = memory.alloc_host_zeroed(64 * comm.ranks() as usize)?;
+        Ok(NcclTransport { comm: comm.clone(), staging: Mutex::new(Some(Staging { stream, event, memory, messages })) })
+    }
+
+    /// The communicator.
+    pub fn communicator(&self) -> &Communicator {
+        &self.comm
+    }
+
+    fn gather(&self, staging: &mut Staging, message: &[u8]) -> Result<Gathered, CommError> {
+        let (rank, ranks) = (self.comm.rank() as usize, self.comm.ranks() as usize);
+        let all_bytes = message.len() * ranks;
+        if staging.messages.len() < all_bytes {
+            staging.messages = staging.memory.alloc_host_zeroed(all_bytes.next_power_of_two())?;
+        }
+        let messages = staging.messages.as_mut_slice()?;
+        let mine = rank * message.len();
+        messages[mine..mine + message.len()].copy_from_slice(message);
+        let receive = messages.as_mut_ptr() as u64;
+        let operation = Operation {
+            kind: Kind::AllGather,
+            send: receive + mine as u64,
+            receive,
+            count: message.len(),
+            data_type: DataType::Uint8,
+            stream: staging.stream.cu_stream(),
+        };
+        let _current = self.comm.device().enter()?;
+        // SAFETY: pinned memory, which the device reaches under the host's addresses; nobody touches it before the event is
+        // done, and it is never freed otherwise. The stream is the device's and lives.
+        unsafe { submit(&[(&self.comm, operation)]) }?;
+        let refused = |call| move |error: cudarc::driver::DriverError| DriverError { call, code: error.0 as i32 };
+        staging.event.record(&staging.stream).map_err(refused("cuEventRecord"))?;
+        let patience = Patience::new(self.comm.deadline());
+        while !staging.event.try_is_complete().map_err(refused("cuEventQuery"))? {
+            if patience.waited() > ASK_NCCL_AFTER {
+                self.comm.check()?;
+            }
+            if !patience.pause() {
+                return Err(self.comm.give_up(Stage::Run, &patience));
+            }
+        }
+        Ok(Gathered::new(&messages[..all_bytes], message.len()))
     }
 }
 
@@ -28,8 +110,37 @@ impl Transport for NcclTransport {
         self.comm.ranks()
     }
 
+    /// # Errors
+    /// As the trait. NCCL does not notice messages of different lengths: the core's are equal by construction.
     fn all_gather(&self, message: &[u8]) -> Result<Gathered, TransportError> {
-        let _ = message;
-        todo!()
+        if message.is_empty() {
+            return Ok(Gathered::new([].as_slice(), 0));
+        }
+        let mut slot = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(staging) = slot.as_mut() else { return Err(TransportError::Closed) };
+        self.gather(staging, message).map_err(|error| {
+            // A kernel may still run: what it writes to is left to it.
+            std::mem::forget(slot.take());
+            tracing::warn!(name: "transport.failed", target: "symmalloc", communicator = self.comm.name(), %error);
+            transport_error(&error)
+        })
+    }
+}
+
+fn transport_error(error: &CommError) -> TransportError {
+    match error {
+        CommError::Deadline { waited, .. } => TransportError::Overdue { waited: *waited },
+        CommError::Nccl(error) => TransportError::Failed { call: error.call, code: error.code.into() },
+        CommError::Cuda(CudaError::Driver(error)) => {
+            TransportError::Failed { call: error.call, code: error.code.into() }
+        }
+        CommError::Gone { cause: Some(cause), .. } => transport_error(cause),
+        _ => TransportError::Closed,
+    }
+}
+
+impl fmt::Debug for NcclTransport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("NcclTransport").field("communicator", &self.comm).finish_non_exhaustive()
     }
 }

@@ -212,7 +212,7 @@ fn is_broken(access: &Access<'_>) -> bool {
 }
 
 /// The deadline passed.
-fn overdue(accesses: &mut [Access<'_>], stage: Stage, patience: &Patience, ending: Ending) -> CommError {
+pub(super) fn overdue(accesses: &mut [Access<'_>], stage: Stage, patience: &Patience, ending: Ending) -> CommError {
     let waited = patience.waited();
     let name = Arc::clone(&accesses[0].shared.name);
     end_all(accesses, ending, None);
