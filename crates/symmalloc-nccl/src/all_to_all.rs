@@ -183,8 +183,8 @@ impl AllToAll {
     ) -> Result<(), AllToAllError>
     where
         T: DeviceRepr,
-        I: DevicePtr<T> + ?Sized,
-        O: DevicePtrMut<T> + ?Sized,
+        I: DevicePtr<T>,
+        O: DevicePtrMut<T>,
     {
         let call = self.prepare(stream, input, output, row_elements, splits.into());
         if self.messages.is_checked && !self.is_captured(stream)? {
@@ -209,8 +209,8 @@ impl AllToAll {
     ) -> Result<Call<'a>, AllToAllError>
     where
         T: DeviceRepr,
-        I: DevicePtr<T> + ?Sized,
-        O: DevicePtrMut<T> + ?Sized,
+        I: DevicePtr<T>,
+        O: DevicePtrMut<T>,
     {
         let Messages { rank, ranks, .. } = self.messages;
         let (input_len, output_len) = (input.len(), output.len());

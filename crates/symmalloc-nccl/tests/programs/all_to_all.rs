@@ -25,7 +25,7 @@ pub(crate) struct Rank {
 
 /// Runs a program on every rank, a thread and a device each; returns what they returned, by rank.
 pub(crate) fn on_ranks<R: Send>(ranks: u32, program: impl Fn(Rank) -> R + Sync) -> Vec<R> {
-    on_ranks_with(ranks, CommunicatorBuilder::blocking, program)
+    on_ranks_with(ranks, |builder| builder, program)
 }
 
 /// As [`on_ranks`], with communicators of another kind.
@@ -92,10 +92,12 @@ impl Rank {
     /// What this rank sends with these splits, and what it receives, in rows of `row_elements`.
     pub(crate) fn elements<T: Element>(&self, seed: u64, splits: &Splits, row_elements: usize) -> (Vec<T>, Vec<T>) {
         let rows = |from: usize, to: usize, rows: u64| {
-            (0..rows as usize * row_elements).map(move |at| T::of(mix(seed ^ mix((from << 32 | to) as u64) ^ at as u64)))
+            (0..rows as usize * row_elements)
+                .map(move |at| T::of(mix(seed ^ mix((from << 32 | to) as u64) ^ at as u64)))
         };
         let sent = splits.input().rows().iter().enumerate().flat_map(|(to, count)| rows(self.rank, to, *count));
-        let received = splits.output().rows().iter().enumerate().flat_map(|(from, count)| rows(from, self.rank, *count));
+        let received =
+            splits.output().rows().iter().enumerate().flat_map(|(from, count)| rows(from, self.rank, *count));
         (sent.collect(), received.collect())
     }
 
@@ -180,7 +182,13 @@ pub(crate) fn many_calls<H: Holdings>(calls: u64, ranks: u32) -> i64 {
         };
         let held = || {
             barrier.wait();
-            let held = (H::now(), it.registrar.stats(), it.allocator.stats().segments_born, all_to_all.segments(), open_files());
+            let held = (
+                H::now(),
+                it.registrar.stats(),
+                it.allocator.stats().segments_born,
+                all_to_all.segments(),
+                open_files(),
+            );
             let resident = resident_bytes();
             barrier.wait();
             (held, resident)
