@@ -2,11 +2,13 @@
 
 use cudarc::driver::{CudaStream, DeviceRepr, ValidAsZeroBits};
 use std::fmt::Debug;
-use std::sync::{Arc, Barrier};
+use std::sync::Arc;
 use std::time::Duration;
 use symmalloc_core::{Config, PoolConfig};
-use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer, Pool};
-use symmalloc_nccl::{AllToAll, Communicator, CommunicatorBuilder, Registrar, Registration, Splits, UniqueId};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer, GraphPool, Pool};
+use symmalloc_nccl::{
+    AllToAll, AllToAllError, Communicator, CommunicatorBuilder, Registrar, Registration, Side, Splits, UniqueId,
+};
 
 /// Registered memory of every rank.
 const POOL_BYTES: u64 = 16 << 20;
@@ -17,14 +19,14 @@ pub(crate) struct Rank {
     pub(crate) ranks: usize,
     pub(crate) comm: Communicator,
     pub(crate) stream: Arc<CudaStream>,
-    pub(crate) pool: Pool<CudaBackend>,
+    _pool: Pool<CudaBackend>,
     /// Of the pool.
     pub(crate) allocator: CudaAllocator,
     pub(crate) registrar: Arc<Registrar>,
 }
 
 /// Runs a program on every rank, a thread and a device each; returns what they returned, by rank.
-pub(crate) fn on_ranks<R: Send>(ranks: u32, program: impl Fn(Rank) -> R + Sync) -> Vec<R> {
+pub(crate) fn on_ranks<R: Send>(ranks: u32, program: impl Fn(&Rank) -> R + Sync) -> Vec<R> {
     on_ranks_with(ranks, |builder| builder, program)
 }
 
@@ -32,7 +34,7 @@ pub(crate) fn on_ranks<R: Send>(ranks: u32, program: impl Fn(Rank) -> R + Sync) 
 pub(crate) fn on_ranks_with<R: Send>(
     ranks: u32,
     options: impl Fn(CommunicatorBuilder) -> CommunicatorBuilder + Sync,
-    program: impl Fn(Rank) -> R + Sync,
+    program: impl Fn(&Rank) -> R + Sync,
 ) -> Vec<R> {
     let id = UniqueId::new().expect("NCCL gives an id");
     let (options, program) = (&options, &program);
@@ -42,7 +44,7 @@ pub(crate) fn on_ranks_with<R: Send>(
                 let device = CudaDevice::new(rank as usize).expect("a device for every rank");
                 let builder = Communicator::builder(&device).deadline(Duration::from_secs(60));
                 let comm = options(builder).connect(id, rank, ranks).expect("connected");
-                program(Rank::new(comm))
+                program(&Rank::new(comm))
             })
         };
         let threads: Vec<_> = (0..ranks).map(run).collect();
@@ -61,13 +63,14 @@ impl Rank {
         registrar.attach(&comm, &[pool.id()], Registration::Windows).expect("attached");
         let allocator = allocator.with_pool(&pool);
         let (rank, ranks) = (comm.rank() as usize, comm.ranks() as usize);
-        let it = Rank { rank, ranks, comm, stream, pool, allocator, registrar };
+        let it = Rank { rank, ranks, comm, stream, _pool: pool, allocator, registrar };
         // The pool's only segment is born, and gets its window.
         drop(it.zeros::<u8>(1));
         it.registrar.sync(&[&it.comm]).expect("in step");
         it
     }
 
+    /// One that demands registered memory.
     pub(crate) fn all_to_all(&self) -> AllToAll {
         AllToAll::builder(&self.comm).require_registered(&self.registrar).build().expect("built")
     }
@@ -77,12 +80,14 @@ impl Rank {
         self.allocator.alloc_zeroed(&self.stream, len).expect("allocated")
     }
 
+    /// A buffer in registered memory, with these elements.
     pub(crate) fn buffer<T: Element>(&self, elements: &[T]) -> DeviceBuffer<T> {
         let mut buffer = self.zeros(elements.len());
         self.stream.memcpy_htod(elements, &mut buffer).expect("copied");
         buffer
     }
 
+    /// What is in a buffer, once the work before is done.
     pub(crate) fn read<T: Element>(&self, buffer: &DeviceBuffer<T>) -> Vec<T> {
         let elements = self.stream.clone_dtoh(buffer).expect("copied");
         self.stream.synchronize().expect("done");
@@ -160,61 +165,105 @@ pub(crate) fn mix(value: u64) -> u64 {
     value ^ (value >> 31)
 }
 
-/// Calls of [`many_calls`] before anything is counted.
-const WARM_UP_CALLS: u64 = 1_000;
-
-/// What a process and its driver hold, as far as a program may leak it.
-pub(crate) trait Holdings: Copy + Debug + PartialEq {
-    fn now() -> Self;
+/// Rows of all types and sizes, with splits that are known.
+pub(crate) fn uneven_rows(it: &Rank) {
+    let all_to_all = it.all_to_all();
+    for seed in 0..40 {
+        let splits = known_splits(&counts(seed, it.ranks), it.rank);
+        it.round::<u8>(&all_to_all, seed, &splits, 1);
+        it.round::<u16>(&all_to_all, seed, &splits, 3);
+        it.round::<f32>(&all_to_all, seed, &splits, 17);
+        it.round::<f64>(&all_to_all, seed, &splits, 2);
+        it.round::<i32>(&all_to_all, seed, &splits.reversed(), 5);
+    }
+    assert_eq!(all_to_all.segments().len(), 1, "one segment, whatever the sizes");
 }
 
-/// Makes many calls, with splits that change with each of them, and compares what there is before and after. Buffers are
-/// taken and dropped for each call. Returns what is left of the resident memory of the process, in bytes, between the first
-/// and the second half of the calls.
-pub(crate) fn many_calls<H: Holdings>(calls: u64, ranks: u32) -> i64 {
-    let barrier = Barrier::new(ranks as usize);
-    let grown = on_ranks(ranks, |it| {
-        let all_to_all = it.all_to_all();
-        let call = |seed| {
-            let counts = counts(seed, it.ranks);
-            let splits = all_to_all.exchange_splits(&counts[it.rank]).expect("exchanged");
-            it.round::<u32>(&all_to_all, seed, &splits, 1 + seed as usize % 3);
-        };
-        let held = || {
-            barrier.wait();
-            let held = (
-                H::now(),
-                it.registrar.stats(),
-                it.allocator.stats().segments_born,
-                all_to_all.segments(),
-                open_files(),
-            );
-            let resident = resident_bytes();
-            barrier.wait();
-            (held, resident)
-        };
-        (0..WARM_UP_CALLS).for_each(call);
-        let (before, _) = held();
-        (WARM_UP_CALLS..WARM_UP_CALLS + calls / 2).for_each(call);
-        let (half, resident_half) = held();
-        (WARM_UP_CALLS + calls / 2..WARM_UP_CALLS + calls).for_each(call);
-        let (after, resident_after) = held();
-        assert_eq!(half, before, "rank {} after half of the calls", it.rank);
-        assert_eq!(after, before, "rank {} after all calls", it.rank);
-        assert_eq!(it.allocator.drop_errors().count, 0);
-        resident_after as i64 - resident_half as i64
-    });
-    grown[0]
+/// As many rows from and to every rank, without splits.
+pub(crate) fn equal_parts(it: &Rank) {
+    let all_to_all = it.all_to_all();
+    let part = |from: usize, to: usize| (0..4).map(move |at| (from * 1000 + to * 10 + at) as u32);
+    let sent: Vec<u32> = (0..it.ranks).flat_map(|to| part(it.rank, to)).collect();
+    let (input, mut output) = (it.buffer(&sent), it.zeros::<u32>(sent.len()));
+    all_to_all.run(&it.stream, &input, &mut output, 2, None).expect("exchanged");
+    assert_eq!(it.read(&output), (0..it.ranks).flat_map(|from| part(from, it.rank)).collect::<Vec<_>>());
 }
 
-/// Open file descriptors of this process.
-fn open_files() -> usize {
-    std::fs::read_dir("/proc/self/fd").expect("Linux").count()
+/// Everything from the first rank to the last.
+pub(crate) fn one_way(it: &Rank) {
+    let all_to_all = it.all_to_all();
+    let mut rows = vec![0; it.ranks];
+    if it.rank == 0 {
+        rows[it.ranks - 1] = 6;
+    }
+    let splits = all_to_all.exchange_splits(&rows).expect("exchanged");
+    let sent = it.buffer::<u64>(&vec![7; splits.input().total() as usize]);
+    let mut received = it.zeros::<u64>(splits.output().total() as usize);
+    all_to_all.run(&it.stream, &sent, &mut received, 1, &splits).expect("exchanged");
+    let expected = if it.rank == it.ranks - 1 { vec![7; 6] } else { vec![] };
+    assert_eq!(it.read(&received), expected);
 }
 
-/// Memory of this process that is in RAM.
-fn resident_bytes() -> u64 {
-    let statm = std::fs::read_to_string("/proc/self/statm").expect("Linux");
-    let pages = statm.split_whitespace().nth(1).expect("the second field").parse::<u64>().expect("a number");
-    pages * 4096
+/// Ranks that differ, where calls are checked: all of them get the error, and go on.
+pub(crate) fn disagreements(it: &Rank) {
+    let all_to_all = AllToAll::builder(&it.comm).check_calls().build().expect("built");
+    let counts = counts(5, it.ranks);
+    let right = known_splits(&counts, it.rank);
+    it.round::<u32>(&all_to_all, 5, &right, 2);
+    let (input, mut output) = (it.zeros::<u32>(4000), it.zeros::<u32>(4000));
+    let last = it.ranks - 1;
+
+    // The splits changed on the last rank only.
+    let mut changed = counts.clone();
+    changed[last][0] += 1;
+    let splits = if it.rank == last { known_splits(&changed, it.rank) } else { right.clone() };
+    let refused = all_to_all.run(&it.stream, &input, &mut output, 2, &splits).expect_err("they disagree");
+    let AllToAllError::Disagreement { from, to: 0, sent_rows, expected_rows, .. } = refused else {
+        panic!("{refused}")
+    };
+    assert_eq!((from, sent_rows, expected_rows), (last, counts[last][0] + 1, counts[last][0]));
+
+    // The rows are longer on rank 1 only.
+    let row = if it.rank == 1 { 3 } else { 2 };
+    let refused = all_to_all.run(&it.stream, &input, &mut output, row, &right).expect_err("they disagree");
+    assert!(matches!(refused, AllToAllError::Disagreement { sent_row_bytes: 8 | 12, .. }), "{refused}");
+
+    // Rank 0 gives a buffer that is too short.
+    let len = if it.rank == 0 { 0 } else { 4000 };
+    let refused = all_to_all.run(&it.stream, &input.slice(..len), &mut output, 2, &right).expect_err("refused");
+    match it.rank {
+        0 => assert!(matches!(refused, AllToAllError::BufferTooShort { side: Side::Input, len: 0, .. }), "{refused}"),
+        _ => assert_eq!(refused, AllToAllError::Refused { rank: 0 }),
+    }
+
+    // Rank 1 exchanges splits where the others move rows.
+    let refused = match it.rank {
+        1 => all_to_all.exchange_splits(&counts[1]).map(|_| ()),
+        _ => all_to_all.run(&it.stream, &input, &mut output, 2, &right),
+    };
+    assert_eq!(refused, Err(AllToAllError::DifferentCalls { rank: usize::from(it.rank != 1) }));
+    it.round::<u32>(&all_to_all, 6, &right, 2);
+}
+
+/// A call that is captured and launched with other rows each time.
+pub(crate) fn captured(it: &Rank) {
+    let all_to_all = it.all_to_all();
+    let counts = counts(8, it.ranks);
+    let splits = all_to_all.exchange_splits(&counts[it.rank]).expect("exchanged");
+    let rows_max = splits.input_rows_max().max(splits.output_rows_max()).expect("exchanged");
+    let (mut input, mut output) = (it.zeros::<u32>(3 * rows_max as usize), it.zeros::<u32>(3 * rows_max as usize));
+    // Connects the ranks.
+    all_to_all.run(&it.stream, &input, &mut output, 3, &splits).expect("exchanged");
+
+    let graphs = GraphPool::new(it.registrar.allocator(), PoolConfig::default()).expect("a pool");
+    let capture = graphs.begin(&it.stream).expect("begun");
+    assert_eq!(all_to_all.exchange_splits(&counts[it.rank]), Err(AllToAllError::Capturing));
+    all_to_all.run(&it.stream, &input, &mut output, 3, &splits).expect("captured");
+    let graph = capture.end().expect("ended");
+    for seed in 0..5 {
+        let (sent, received) = it.elements::<u32>(seed, &splits, 3);
+        it.stream.memcpy_htod(&sent, &mut input).expect("copied");
+        graph.launch(&it.stream).expect("launched");
+        assert_eq!(it.read(&output)[..received.len()], received, "launch {seed}");
+    }
 }

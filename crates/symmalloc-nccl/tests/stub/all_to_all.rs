@@ -1,70 +1,70 @@
 //! All-to-all-v on the stubs: what arrives, what is refused, what is kept, and what leaks: nothing.
 
-use crate::process::{Live, live, nccl_calls, stub_test};
-use crate::programs::all_to_all::{Holdings, Rank, counts, known_splits, many_calls, on_ranks, on_ranks_with};
+use crate::process::{calls, live, nccl_calls, stub_test};
+use crate::programs::all_to_all::{
+    Rank, captured, counts, disagreements, equal_parts, known_splits, on_ranks, on_ranks_with, one_way, uneven_rows,
+};
 use cudarc::driver::DevicePtr;
+use std::fmt::Debug;
 use std::sync::Barrier;
 use symmalloc_core::PoolConfig;
 use symmalloc_cuda::{CudaAllocator, DeviceBuffer, GraphPool};
 use symmalloc_nccl::{AllToAll, AllToAllError, CommunicatorBuilder, LookupError, Registration, Side, Splits};
 
 stub_test!(uneven_rows_of_any_type_arrive_where_the_splits_say, ["STUB_DEVICES" = "4"], {
-    for ranks in 1..=4 {
-        on_ranks(ranks, |it| {
-            let all_to_all = it.all_to_all();
-            for seed in 0..40 {
-                let splits = known_splits(&counts(seed, it.ranks), it.rank);
-                it.round::<u8>(&all_to_all, seed, &splits, 1);
-                it.round::<u16>(&all_to_all, seed, &splits, 3);
-                it.round::<f32>(&all_to_all, seed, &splits, 17);
-                it.round::<f64>(&all_to_all, seed, &splits, 2);
-                it.round::<f32>(&all_to_all, seed, &splits.reversed(), 5);
-            }
-            assert_eq!(all_to_all.segments().len(), 1, "one segment, whatever the sizes");
-        });
-    }
+    (1..=4).for_each(|ranks| drop(on_ranks(ranks, uneven_rows)));
 });
 
 stub_test!(a_communicator_that_does_not_block_does_the_same, ["STUB_DEVICES" = "2"], {
-    on_ranks_with(2, CommunicatorBuilder::nonblocking, |it| {
-        let all_to_all = it.all_to_all();
-        for seed in 0..10 {
-            let splits = all_to_all.exchange_splits(&counts(seed, it.ranks)[it.rank]).expect("exchanged");
-            it.round::<f32>(&all_to_all, seed, &splits, 4);
-        }
-    });
+    on_ranks_with(2, CommunicatorBuilder::nonblocking, uneven_rows);
 });
 
 stub_test!(without_splits_whole_buffers_are_split_equally, ["STUB_DEVICES" = "3"], {
-    on_ranks(3, |it| {
-        let all_to_all = it.all_to_all();
-        let part = |from: usize, to: usize| (0..4).map(move |at| (from * 100 + to * 10 + at) as u32);
-        let input = it.buffer::<u32>(&(0..3).flat_map(|to| part(it.rank, to)).collect::<Vec<_>>());
-        let mut output = it.zeros::<u32>(12);
-        all_to_all.run(&it.stream, &input, &mut output, 2, None).expect("exchanged");
-        assert_eq!(it.read(&output), (0..3).flat_map(|from| part(from, it.rank)).collect::<Vec<_>>());
-    });
+    on_ranks(3, equal_parts);
 });
 
 stub_test!(ranks_may_have_nothing_to_send_or_nothing_at_all, ["STUB_DEVICES" = "2"], {
     on_ranks(2, |it| {
+        one_way(it);
         let all_to_all = it.all_to_all();
-        // Everything from rank 0 to rank 1.
-        let splits = all_to_all.exchange_splits(if it.rank == 0 { &[0, 6] } else { &[0, 0] }).expect("exchanged");
-        let full = it.buffer::<u64>(&[7; 6]);
-        let (none, mut nothing, mut six) = (it.zeros::<u64>(0), it.zeros::<u64>(0), it.zeros::<u64>(6));
-        match it.rank {
-            0 => all_to_all.run(&it.stream, &full, &mut nothing, 1, &splits).expect("sent"),
-            _ => {
-                all_to_all.run(&it.stream, &none, &mut six, 1, &splits).expect("received");
-                assert_eq!(it.read(&six), [7; 6]);
-            }
-        }
-        let before = nccl_calls("ncclGroupStart");
+        let (none, mut nothing) = (it.zeros::<u64>(0), it.zeros::<u64>(0));
         all_to_all.run(&it.stream, &none, &mut nothing, 1, None).expect("nothing");
         all_to_all.run(&it.stream, &none, &mut nothing, 0, None).expect("nothing");
-        assert_eq!(nccl_calls("ncclGroupStart"), before, "nothing is submitted for nothing");
     });
+    // Rank 0 sends, and the last one receives.
+    assert_eq!((nccl_calls("ncclSend"), nccl_calls("ncclRecv")), (1, 1), "nothing is submitted for nothing");
+});
+
+stub_test!(where_calls_are_checked_ranks_that_disagree_get_the_same_error, ["STUB_DEVICES" = "3"], {
+    on_ranks(3, |it| disagreements(it));
+});
+
+stub_test!(refused_calls_submit_nothing_where_they_are_checked, ["STUB_DEVICES" = "2"], {
+    on_ranks(2, |it| {
+        let all_to_all = AllToAll::builder(&it.comm).check_calls().build().expect("built");
+        let rows: &[u64] = if it.rank == 0 { &[1, 2] } else { &[1, 1] };
+        let splits = Splits::sending(rows).receiving(&[1, 1]);
+        let (input, mut output) = (it.zeros::<u32>(4), it.zeros::<u32>(4));
+        all_to_all.run(&it.stream, &input, &mut output, 1, &splits.expect("they fit")).expect_err("they disagree");
+    });
+    assert_eq!((nccl_calls("ncclSend"), nccl_calls("ncclRecv"), calls("cuMemcpyDtoDAsync_v2")), (0, 0, 0));
+});
+
+stub_test!(a_captured_call_moves_what_is_there_at_each_launch, ["STUB_DEVICES" = "2"], {
+    on_ranks(2, captured);
+});
+
+stub_test!(captured_calls_are_not_compared, ["STUB_DEVICES" = "2"], {
+    on_ranks(2, |it| {
+        let all_to_all = AllToAll::builder(&it.comm).check_calls().build().expect("built");
+        let (input, mut output) = (it.zeros::<u32>(2), it.zeros::<u32>(2));
+        all_to_all.run(&it.stream, &input, &mut output, 1, None).expect("exchanged");
+        let graphs = GraphPool::new(it.registrar.allocator(), PoolConfig::default()).expect("a pool");
+        let capture = graphs.begin(&it.stream).expect("begun");
+        all_to_all.run(&it.stream, &input, &mut output, 1, None).expect("captured");
+        capture.end().expect("ended");
+    });
+    assert_eq!(nccl_calls("ncclAllGather"), 4, "two of the registrars' sync, two of the first calls");
 });
 
 stub_test!(splits_that_are_known_or_repeated_cost_no_exchange, ["STUB_DEVICES" = "2"], {
@@ -75,13 +75,12 @@ stub_test!(splits_that_are_known_or_repeated_cost_no_exchange, ["STUB_DEVICES" =
         let known = known_splits(&counts, it.rank);
         assert_eq!((exchanged.input(), exchanged.output()), (known.input(), known.output()));
         assert_eq!(exchanged.rows_between(1, 0), Some(counts[1][0]));
-        let before = nccl_calls("ncclAllGather");
         for seed in 0..10 {
             it.round::<u32>(&all_to_all, seed, &exchanged, 2);
             it.round::<u32>(&all_to_all, seed, &known, 2);
         }
-        assert_eq!(nccl_calls("ncclAllGather"), before);
     });
+    assert_eq!(nccl_calls("ncclAllGather"), 4, "two of the registrars' sync, two of the exchange");
 });
 
 stub_test!(what_is_refused_is_refused_before_anything_is_submitted, ["STUB_DEVICES" = "2"], {
@@ -113,9 +112,8 @@ stub_test!(what_is_refused_is_refused_before_anything_is_submitted, ["STUB_DEVIC
         let overlap = all_to_all.run(&it.stream, &input, &mut twice, 1, &splits);
         assert!(matches!(overlap, Err(AllToAllError::Overlap { input_bytes: 20, output_bytes: 20, .. })));
         std::mem::forget(twice);
-        assert_eq!(nccl_calls("ncclSend") + nccl_calls("ncclRecv"), before);
-        it.round::<u32>(&all_to_all, 1, &splits, 2);
     });
+    assert_eq!((nccl_calls("ncclSend"), nccl_calls("ncclRecv"), calls("cuMemcpyDtoDAsync_v2")), (0, 0, 0));
 });
 
 stub_test!(a_rank_that_cannot_tell_its_splits_is_named_to_the_others, ["STUB_DEVICES" = "3"], {
@@ -128,52 +126,6 @@ stub_test!(a_rank_that_cannot_tell_its_splits_is_named_to_the_others, ["STUB_DEV
             _ => assert_eq!(refused, AllToAllError::Refused { rank: 1 }),
         }
         all_to_all.exchange_splits(&[1, 2, 3]).expect("all can go on");
-    });
-});
-
-stub_test!(where_calls_are_checked_ranks_that_disagree_get_the_same_error, ["STUB_DEVICES" = "3"], {
-    on_ranks(3, |it| {
-        let all_to_all = AllToAll::builder(&it.comm).check_calls().build().expect("built");
-        let counts = counts(5, it.ranks);
-        let right = known_splits(&counts, it.rank);
-        it.round::<u32>(&all_to_all, 5, &right, 2);
-        let before = nccl_calls("ncclSend") + nccl_calls("ncclRecv");
-        let (input, mut output) = (it.zeros::<u32>(400), it.zeros::<u32>(400));
-
-        // The splits changed on rank 2 only.
-        let mut changed = counts.clone();
-        changed[2][0] += 1;
-        let splits = if it.rank == 2 { known_splits(&changed, it.rank) } else { right.clone() };
-        let refused = all_to_all.run(&it.stream, &input, &mut output, 2, &splits).expect_err("they disagree");
-        let AllToAllError::Disagreement { from: 2, to: 0, sent_rows, expected_rows, .. } = refused else {
-            panic!("{refused}");
-        };
-        assert_eq!((sent_rows, expected_rows), (counts[2][0] + 1, counts[2][0]));
-
-        // The rows are longer on rank 1 only.
-        let row = if it.rank == 1 { 3 } else { 2 };
-        let refused = all_to_all.run(&it.stream, &input, &mut output, row, &right).expect_err("they disagree");
-        assert!(matches!(refused, AllToAllError::Disagreement { sent_row_bytes: 8 | 12, .. }), "{refused}");
-
-        // Rank 0 gives a buffer that is too short.
-        let len = if it.rank == 0 { 0 } else { 400 };
-        let refused = all_to_all.run(&it.stream, &input.slice(..len), &mut output, 2, &right).expect_err("refused");
-        match it.rank {
-            0 => {
-                assert!(matches!(refused, AllToAllError::BufferTooShort { side: Side::Input, len: 0, .. }), "{refused}")
-            }
-            _ => assert_eq!(refused, AllToAllError::Refused { rank: 0 }),
-        }
-        // Rank 1 exchanges splits where the others move rows.
-        let refused = match it.rank {
-            1 => all_to_all.exchange_splits(&counts[1]).map(|_| ()),
-            _ => all_to_all.run(&it.stream, &input, &mut output, 2, &right),
-        };
-        let named = if it.rank == 1 { 0 } else { 1 };
-        assert_eq!(refused, Err(AllToAllError::DifferentCalls { rank: named }));
-
-        assert_eq!(nccl_calls("ncclSend") + nccl_calls("ncclRecv"), before, "nothing was submitted");
-        it.round::<u32>(&all_to_all, 6, &known_splits(&counts, it.rank), 2);
     });
 });
 
@@ -270,53 +222,50 @@ stub_test!(buffers_may_be_dropped_while_the_rows_wait_for_the_other_rank, ["STUB
     });
 });
 
-stub_test!(calls_with_fixed_splits_are_captured_and_splits_are_not_exchanged_in_captures, ["STUB_DEVICES" = "2"], {
-    on_ranks(2, |it| {
-        let all_to_all =
-            AllToAll::builder(&it.comm).require_registered(&it.registrar).check_calls().build().expect("built");
-        let counts = counts(8, it.ranks);
-        let splits = all_to_all.exchange_splits(&counts[it.rank]).expect("exchanged");
-        let len = 3 * splits.input_rows_max().max(splits.output_rows_max()).expect("exchanged") as usize;
-        let (mut input, mut output) = (it.zeros::<u32>(len), it.zeros::<u32>(len));
-        // Connects the ranks, and compares the splits.
-        all_to_all.run(&it.stream, &input, &mut output, 3, &splits).expect("exchanged");
+/// Calls before anything is counted, and calls between two counts.
+const WARM_UP_CALLS: u64 = 1_000;
+const HALF_OF_CALLS: u64 = 50_000;
 
-        let graphs = GraphPool::new(it.registrar.allocator(), PoolConfig::default()).expect("a pool");
-        let capture = graphs.begin(&it.stream).expect("begun");
-        let gathers = nccl_calls("ncclAllGather");
-        assert_eq!(all_to_all.exchange_splits(&counts[it.rank]), Err(AllToAllError::Capturing));
-        all_to_all.run(&it.stream, &input, &mut output, 3, &splits).expect("captured");
-        assert_eq!(nccl_calls("ncclAllGather"), gathers, "captured calls are not compared");
-        let graph = capture.end().expect("ended");
-        for seed in 0..5 {
-            let (sent, received) = it.elements::<u32>(seed, &splits, 3);
-            it.stream.memcpy_htod(&sent, &mut input).expect("copied");
-            graph.launch(&it.stream).expect("launched");
-            assert_eq!(it.read(&output)[..received.len()], received);
-        }
-    });
-});
-
-/// What the stubs count.
-#[derive(Clone, Copy, Debug, PartialEq)]
-struct StubHoldings {
-    live: Live,
-    registrations: u64,
-    deregistrations: u64,
+/// What the process, the stubs and the crates hold.
+fn holdings(it: &Rank, all_to_all: &AllToAll) -> impl Debug + PartialEq {
+    let stats = it.registrar.stats();
+    let registered = ["ncclCommWindowRegister", "ncclCommRegister", "ncclCommWindowDeregister", "ncclCommDeregister"];
+    let files = std::fs::read_dir("/proc/self/fd").expect("Linux").count();
+    (live(), registered.map(nccl_calls), stats, it.allocator.stats().segments_born, all_to_all.segments(), files)
 }
 
-impl Holdings for StubHoldings {
-    fn now() -> Self {
-        StubHoldings {
-            live: live(),
-            registrations: nccl_calls("ncclCommWindowRegister") + nccl_calls("ncclCommRegister"),
-            deregistrations: nccl_calls("ncclCommWindowDeregister") + nccl_calls("ncclCommDeregister"),
-        }
-    }
+fn resident_bytes() -> u64 {
+    let statm = std::fs::read_to_string("/proc/self/statm").expect("Linux");
+    let pages = statm.split_whitespace().nth(1).expect("the second field");
+    4096 * pages.parse::<u64>().expect("a number")
 }
 
 stub_test!(a_hundred_thousand_calls_with_changing_splits_leave_nothing_behind, ["STUB_DEVICES" = "2"], {
-    let resident_bytes = many_calls::<StubHoldings>(100_000, 2);
-    // Fifty thousand calls: a word leaked by each would be 400 KB.
-    assert!(resident_bytes < 200_000, "{resident_bytes} bytes more in the second half");
+    let barrier = Barrier::new(2);
+    on_ranks(2, |it| {
+        let all_to_all = it.all_to_all();
+        let call = |seed| {
+            let splits = all_to_all.exchange_splits(&counts(seed, it.ranks)[it.rank]).expect("exchanged");
+            it.round::<u32>(&all_to_all, seed, &splits, 1 + seed as usize % 3);
+        };
+        let look = || {
+            barrier.wait();
+            let seen = (holdings(it, &all_to_all), resident_bytes());
+            barrier.wait();
+            seen
+        };
+        let marks = [0, WARM_UP_CALLS, WARM_UP_CALLS + HALF_OF_CALLS, WARM_UP_CALLS + 2 * HALF_OF_CALLS];
+        let seen: Vec<_> = marks
+            .windows(2)
+            .map(|between| {
+                (between[0]..between[1]).for_each(call);
+                look()
+            })
+            .collect();
+        assert_eq!(seen[1].0, seen[0].0, "after half of the calls");
+        assert_eq!(seen[2].0, seen[0].0, "after all calls");
+        // Eight bytes lost by each call would be 400 KB.
+        assert!(seen[2].1 < seen[1].1 + 200_000, "{} and {} resident bytes", seen[1].1, seen[2].1);
+        assert_eq!(it.allocator.drop_errors().count, 0);
+    });
 });
