@@ -29,8 +29,8 @@
 //! [`SegmentKey`](crate::SegmentKey), which stays the same whatever the sizes of tensors and splits. A key is forgotten when the
 //! registrar says that it is invalid, and by nothing else. What is remembered is an answer of the registrar's and not a
 //! resource: forgetting it tears down nothing that work in flight might use. Memory and windows are the registrar's, which
-//! waits for the work before it takes them back. The exchange has one staging buffer for what is sent and one for what
-//! comes, made once.
+//! waits for the work before it takes them back. The exchange has one staging buffer in pinned memory, made once and not
+//! written while a copy of it is under way.
 
 mod error;
 mod message;

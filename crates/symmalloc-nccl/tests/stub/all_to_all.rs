@@ -269,3 +269,45 @@ stub_test!(a_hundred_thousand_calls_with_changing_splits_leave_nothing_behind, [
         assert_eq!(it.allocator.drop_errors().count, 0);
     });
 });
+
+#[path = "../../examples/moe_dispatch/main.rs"]
+#[allow(dead_code, unreachable_pub, reason = "a program of its own")]
+mod moe_dispatch;
+
+fn small_model() -> moe_dispatch::Options {
+    moe_dispatch::Options { steps: 24, tokens: 40, hidden: 7, experts: 3, ..Default::default() }
+}
+
+stub_test!(moe_dispatch_is_right_with_a_thread_for_each_device, ["STUB_DEVICES" = "4"], {
+    let reports = moe_dispatch::run(&small_model()).expect("it runs");
+    assert_eq!(reports.len(), 4);
+    print!("{}", moe_dispatch::Table(&reports));
+    assert!(reports.iter().all(moe_dispatch::Report::is_right));
+});
+
+stub_test!(moe_dispatch_is_right_with_processes_that_torchrun_starts, ["STUB_DEVICES" = "2"], {
+    if std::env::var_os("RANK").is_some() {
+        let reports = moe_dispatch::run(&small_model()).expect("it runs");
+        assert!(reports.len() == 1 && reports[0].is_right(), "{}", moe_dispatch::Table(&reports));
+        return;
+    }
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let start = |rank: u32| {
+        std::process::Command::new(std::env::current_exe().expect("this test"))
+            .args(&arguments)
+            .envs([("RANK", rank.to_string()), ("LOCAL_RANK", rank.to_string())])
+            .envs([("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")])
+            .env("MASTER_PORT", "29731")
+            .spawn()
+            .expect("started")
+    };
+    let ranks = [start(0), start(1)];
+    for (rank, mut process) in ranks.into_iter().enumerate() {
+        assert!(process.wait().expect("it ends").success(), "rank {rank}");
+    }
+});
+
+stub_test!(moe_dispatch_says_what_is_missing, ["STUB_NO_DEVICE" = "1"], {
+    let error = moe_dispatch::run(&small_model()).expect_err("there is no device");
+    assert!(error.to_string().contains("nvidia-smi"), "{error}");
+});
