@@ -200,11 +200,11 @@ impl Rank {
         drop(self.rows(1)?);
         self.registrar.sync(&[&self.comm])?;
         let mut report = Report::new(&self.comm);
-        let mut before = Holdings::default();
+        let (mut before, mut resident_before) = (Holdings::default(), 0);
         let mut load = self.load(0, &mut report.times)?;
         for step in 0..WARM_UP_STEPS + options.steps {
             if step == WARM_UP_STEPS {
-                before = self.holdings()?;
+                (before, resident_before) = (self.holdings()?, resident_bytes());
                 report.times = Times::default();
             }
             if step > 0 && step % STEPS_PER_LOAD == 0 {
@@ -218,6 +218,7 @@ impl Rank {
             }
         }
         report.grown = self.holdings()?.since(before);
+        report.resident_bytes = resident_bytes() - resident_before;
         self.registrar.detach(&self.comm, &[self.pool.id()])?;
         self.registrar.sync(&[&self.comm])?;
         Ok(report)
@@ -328,6 +329,12 @@ impl Holdings {
     }
 }
 
+/// Bytes of this process that are in RAM.
+fn resident_bytes() -> i64 {
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
+    statm.split_whitespace().nth(1).and_then(|pages| pages.parse::<i64>().ok()).map_or(0, |pages| pages * 4096)
+}
+
 /// What came after the warm-up: nothing should.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Growth {
@@ -353,6 +360,8 @@ pub struct Report {
     pub wrong_rows: u64,
     times: Times,
     grown: Growth,
+    /// What the process has more in RAM. Shown and not judged: the host's allocator keeps what this program frees.
+    resident_bytes: i64,
 }
 
 impl Report {
@@ -370,6 +379,7 @@ impl Report {
             wrong_rows: 0,
             times: Times::default(),
             grown: Growth::default(),
+            resident_bytes: 0,
         }
     }
 
@@ -390,6 +400,46 @@ impl Report {
     }
 }
 
+/// The table's head: what a rank did, how long it took, what there is more of after the warm-up, and what was wrong.
+const HEAD: [[&str; COLUMNS]; 2] = [
+    [
+        "",
+        "",
+        "tokens",
+        "rows of its experts",
+        "MiB",
+        "exchange",
+        "dispatch",
+        "combine",
+        "more",
+        "device",
+        "open",
+        "host",
+        "wrong",
+    ],
+    [
+        "rank",
+        "steps",
+        "sent",
+        "mean (range)",
+        "moved",
+        "us each",
+        "us each",
+        "us each",
+        "registered",
+        "bytes",
+        "files",
+        "KiB",
+        "rows",
+    ],
+];
+const COLUMNS: usize = 13;
+const WIDTHS: [usize; COLUMNS] = [4, 6, 9, 24, 7, 9, 9, 9, 10, 7, 6, 6, 6];
+
+fn line(cells: [impl AsRef<str>; COLUMNS]) -> String {
+    cells.iter().zip(WIDTHS).map(|(cell, width)| format!("{:>width$} ", cell.as_ref())).collect::<String>()
+}
+
 /// The reports of this process's ranks.
 pub struct Table<'a>(pub &'a [Report]);
 
@@ -398,27 +448,7 @@ impl fmt::Display for Table<'_> {
         // Of the ranks of other processes, rank 0 writes the head.
         if let Some(first) = self.0.first().filter(|report| report.rank == 0) {
             writeln!(f, "{} ranks, {}; after {WARM_UP_STEPS} steps of warm-up:", first.ranks, first.library)?;
-            writeln!(
-                f,
-                "{:>4} {:>6} {:>10} {:>19} {:>8} │ {:>8} {:>8} {:>7} │ {:>10} {:>10} {:>5} │ {:>10}",
-                "rank",
-                "steps",
-                "tokens",
-                "rows of experts",
-                "MiB",
-                "exchange",
-                "dispatch",
-                "combine",
-                "registered",
-                "device",
-                "files",
-                "wrong rows"
-            )?;
-            writeln!(
-                f,
-                "{:>4} {:>6} {:>10} {:>19} {:>8} │ {:>8} {:>8} {:>7} │ {:>10} {:>10} {:>5} │",
-                "", "", "sent", "mean (range)", "moved", "us each", "us each", "us each", "", "bytes", ""
-            )?;
+            HEAD.into_iter().try_for_each(|cells| writeln!(f, "{}", line(cells)))?;
         }
         self.0.iter().try_for_each(|report| writeln!(f, "{report}"))
     }
@@ -426,19 +456,23 @@ impl fmt::Display for Table<'_> {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Report { rank, steps, rows_sent, times, grown, wrong_rows, .. } = self;
-        let per = |time: Duration, times: u64| time.as_secs_f64() * 1e6 / times.max(1) as f64;
-        let rows = format!("{} ({} to {})", self.rows_received / steps.max(&1), self.fewest_rows, self.most_rows);
-        write!(
-            f,
-            "{rank:>4} {steps:>6} {rows_sent:>10} {rows:>19} {:>8} │ {:>8.1} {:>8.1} {:>7.1} │ {:>10} {:>10} {:>5} │ {wrong_rows:>10}",
-            self.bytes >> 20,
+        let Report { steps, times, grown, .. } = self;
+        let per = |time: Duration, times: u64| format!("{:.1}", time.as_secs_f64() * 1e6 / times.max(1) as f64);
+        let cells = [
+            self.rank.to_string(),
+            steps.to_string(),
+            self.rows_sent.to_string(),
+            format!("{} ({} to {})", self.rows_received / steps.max(&1), self.fewest_rows, self.most_rows),
+            (self.bytes >> 20).to_string(),
             per(times.exchange, times.exchanges),
             per(times.dispatch, *steps),
             per(times.combine, *steps),
-            grown.registrations + grown.deregistrations,
-            grown.device_bytes,
-            grown.files,
-        )
+            (grown.registrations + grown.deregistrations).to_string(),
+            grown.device_bytes.to_string(),
+            grown.files.to_string(),
+            (self.resident_bytes >> 10).to_string(),
+            self.wrong_rows.to_string(),
+        ];
+        f.write_str(&line(cells))
     }
 }
