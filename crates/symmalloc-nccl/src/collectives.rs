@@ -19,7 +19,7 @@ impl Communicator {
     ///
     /// # Errors
     /// See [`CommError`]. Where it does not end the communicator, nothing was submitted.
-    pub fn all_reduce<T: NcclType, S: DevicePtr<T>, R: DevicePtrMut<T>>(
+    pub fn all_reduce<T: NcclType, S: DevicePtr<T> + ?Sized, R: DevicePtrMut<T> + ?Sized>(
         &self,
         send: &S,
         receive: &mut R,
@@ -34,7 +34,7 @@ impl Communicator {
     ///
     /// # Errors
     /// See [`CommError`]. Where it does not end the communicator, nothing was submitted.
-    pub fn all_reduce_in_place<T: NcclType, R: DevicePtrMut<T>>(
+    pub fn all_reduce_in_place<T: NcclType, R: DevicePtrMut<T> + ?Sized>(
         &self,
         buffer: &mut R,
         op: ReduceOp,
@@ -48,7 +48,7 @@ impl Communicator {
     ///
     /// # Errors
     /// See [`CommError`]. Where it does not end the communicator, nothing was submitted.
-    pub fn all_gather<T: NcclType, S: DevicePtr<T>, R: DevicePtrMut<T>>(
+    pub fn all_gather<T: NcclType, S: DevicePtr<T> + ?Sized, R: DevicePtrMut<T> + ?Sized>(
         &self,
         send: &S,
         receive: &mut R,
@@ -63,7 +63,7 @@ impl Communicator {
     ///
     /// # Errors
     /// See [`CommError`]. Where it does not end the communicator, nothing was submitted.
-    pub fn reduce_scatter<T: NcclType, S: DevicePtr<T>, R: DevicePtrMut<T>>(
+    pub fn reduce_scatter<T: NcclType, S: DevicePtr<T> + ?Sized, R: DevicePtrMut<T> + ?Sized>(
         &self,
         send: &S,
         receive: &mut R,
@@ -79,7 +79,7 @@ impl Communicator {
     ///
     /// # Errors
     /// See [`CommError`]. Where it does not end the communicator, nothing was submitted.
-    pub fn broadcast<T: NcclType, R: DevicePtrMut<T>>(
+    pub fn broadcast<T: NcclType, R: DevicePtrMut<T> + ?Sized>(
         &self,
         buffer: &mut R,
         root: u32,
@@ -95,7 +95,7 @@ impl Communicator {
     ///
     /// # Errors
     /// See [`CommError`]. Where it does not end the communicator, nothing was submitted.
-    pub fn reduce<T: NcclType, S: DevicePtr<T>, R: DevicePtrMut<T>>(
+    pub fn reduce<T: NcclType, S: DevicePtr<T> + ?Sized, R: DevicePtrMut<T> + ?Sized>(
         &self,
         send: &S,
         receive: &mut R,
@@ -112,7 +112,7 @@ impl Communicator {
     ///
     /// # Errors
     /// See [`CommError`]. Where it does not end the communicator, nothing was submitted.
-    pub fn send<T: NcclType, S: DevicePtr<T>>(
+    pub fn send<T: NcclType, S: DevicePtr<T> + ?Sized>(
         &self,
         buffer: &S,
         peer: u32,
@@ -127,7 +127,7 @@ impl Communicator {
     ///
     /// # Errors
     /// See [`CommError`]. Where it does not end the communicator, nothing was submitted.
-    pub fn receive<T: NcclType, R: DevicePtrMut<T>>(
+    pub fn receive<T: NcclType, R: DevicePtrMut<T> + ?Sized>(
         &self,
         buffer: &mut R,
         peer: u32,
@@ -138,7 +138,7 @@ impl Communicator {
         group.submit()
     }
 
-    fn submit_pair<T: NcclType, S: DevicePtr<T>, R: DevicePtrMut<T>>(
+    fn submit_pair<T: NcclType, S: DevicePtr<T> + ?Sized, R: DevicePtrMut<T> + ?Sized>(
         &self,
         kind: Kind,
         count: usize,
@@ -153,7 +153,7 @@ impl Communicator {
         unsafe { submit(&[(self, operation)]) }
     }
 
-    fn submit_in_place<T: NcclType, R: DevicePtrMut<T>>(
+    fn submit_in_place<T: NcclType, R: DevicePtrMut<T> + ?Sized>(
         &self,
         kind: Kind,
         count: usize,

@@ -52,7 +52,7 @@ impl<'a> Group<'a> {
     ///
     /// # Errors
     /// When the peer does not exist or the stream is of another device. The group is as it was then.
-    pub fn send<T: NcclType, S: DevicePtr<T>>(
+    pub fn send<T: NcclType, S: DevicePtr<T> + ?Sized>(
         &mut self,
         comm: &'a Communicator,
         buffer: &'a S,
@@ -72,7 +72,7 @@ impl<'a> Group<'a> {
     ///
     /// # Errors
     /// When the peer does not exist or the stream is of another device. The group is as it was then.
-    pub fn receive<T: NcclType, R: DevicePtrMut<T>>(
+    pub fn receive<T: NcclType, R: DevicePtrMut<T> + ?Sized>(
         &mut self,
         comm: &'a Communicator,
         buffer: &'a mut R,
@@ -92,7 +92,7 @@ impl<'a> Group<'a> {
     ///
     /// # Errors
     /// When the lengths differ or the stream is of another device. The group is as it was then.
-    pub fn all_reduce<T: NcclType, S: DevicePtr<T>, R: DevicePtrMut<T>>(
+    pub fn all_reduce<T: NcclType, S: DevicePtr<T> + ?Sized, R: DevicePtrMut<T> + ?Sized>(
         &mut self,
         comm: &'a Communicator,
         send: &'a S,
