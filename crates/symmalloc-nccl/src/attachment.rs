@@ -29,7 +29,7 @@ use crate::transport::NcclTransport;
 use crate::window::{Entry, Kind, WindowMap};
 use smallvec::SmallVec;
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 use std::time::Instant;
 use symmalloc_core::agreement::Witness;
 use symmalloc_core::errors::UnknownError;
@@ -81,6 +81,8 @@ struct Watched {
 /// What can be asked at any time.
 #[derive(Default)]
 pub(crate) struct View {
+    /// The pools that are attached for windows, whose histories must be equal.
+    pub(crate) window_pools: SmallVec<[PoolId; 4]>,
     pub(crate) windows: WindowMap,
     pub(crate) invalidations: Invalidations,
     pub(crate) space_used_bytes: u64,
@@ -95,8 +97,6 @@ pub(crate) struct Job<'a> {
     pub(crate) allocator: &'a CudaAllocator,
     pub(crate) settings: &'a Settings,
     pub(crate) counters: &'a Counters,
-    /// `None` when histories are not compared.
-    pub(crate) witness: Option<&'a Witness<'a>>,
 }
 
 /// What happened to the pools of one kind since they were last read.
@@ -142,14 +142,15 @@ impl Attachment {
         !state.is_dropped && self.comm.state() == CommState::Ready && state.pools.iter().all(is_read)
     }
 
-    /// Registers what is new and deregisters what is dead, in step with all other ranks.
-    pub(crate) fn sync(&self, job: &Job<'_>) -> Result<Synced, SyncError> {
+    /// Registers what is new and deregisters what is dead, in step with all other ranks. Histories are compared if there is a
+    /// witness of the pools.
+    pub(crate) fn sync(&self, job: &Job<'_>, witness: Option<&Witness<'_>>) -> Result<Synced, SyncError> {
         let mut state = self.lock();
         if state.is_dropped || self.comm.state() != CommState::Ready {
             self.drop_everything(&mut state, job.allocator);
             return Err(self.gone());
         }
-        let outcome = self.sync_ready(&mut state, job);
+        let outcome = self.sync_ready(&mut state, job, witness);
         self.show(&state);
         if let Err(error) = &outcome
             && error.is_fatal()
@@ -161,14 +162,14 @@ impl Attachment {
         outcome
     }
 
-    fn sync_ready(&self, state: &mut State, job: &Job<'_>) -> Result<Synced, SyncError> {
+    fn sync_ready(&self, state: &mut State, job: &Job<'_>, witness: Option<&Witness<'_>>) -> Result<Synced, SyncError> {
         let unread = state.read(job.allocator);
         let (windows, buffers) =
             (state.news(&unread, Registration::Windows), state.news(&unread, Registration::Buffers));
         let plan = Plan::new(&state.book, &windows.events, &windows.leaving, |pool| state.ordinal(pool));
         let mut synced = Synced::default();
-        if job.witness.is_some() || !plan.steps.is_empty() {
-            synced.rounds = self.agree(state, job, &plan)?;
+        if witness.is_some() || !plan.steps.is_empty() {
+            synced.rounds = self.agree(state, job, witness, &plan)?;
         }
         let dead: Vec<SegmentKey> = [&windows, &buffers]
             .into_iter()
@@ -194,7 +195,13 @@ impl Attachment {
     }
 
     /// Asks the other ranks whether they would do the same, and sees to it that NCCL can. Returns the collectives that took.
-    fn agree(&self, state: &mut State, job: &Job<'_>, plan: &Plan) -> Result<u64, SyncError> {
+    fn agree(
+        &self,
+        state: &mut State,
+        job: &Job<'_>,
+        witness: Option<&Witness<'_>>,
+        plan: &Plan,
+    ) -> Result<u64, SyncError> {
         let library = self.comm.nccl().version();
         let circumstances = Circumstances {
             mode: job.settings.mode_word(),
@@ -211,7 +218,7 @@ impl Attachment {
             Some(transport) => transport,
             None => NcclTransport::new(&self.comm).map_err(|error| self.failed(error))?,
         };
-        let consent = consent(state.transport.insert(transport), self.comm.name(), job.witness, plan, &summary)?;
+        let consent = consent(state.transport.insert(transport), self.comm.name(), witness, plan, &summary)?;
         state.rounds += 1;
         if !plan.steps.is_empty() {
             let granularity_bytes = job.allocator.core().backend().granularity_bytes();
@@ -366,6 +373,7 @@ impl Attachment {
         }
         state.pools.extend(added);
         state.pools.sort_by_key(|watched| watched.pool);
+        self.show(&state);
         Ok(())
     }
 
@@ -403,12 +411,17 @@ impl Attachment {
         outcome
     }
 
-    /// Lets go of everything if the communicator is gone. Whether it is.
+    /// Lets go of everything if the communicator is gone. Whether that is done. Who is inside a sync does so itself.
     pub(crate) fn sweep(&self, allocator: &CudaAllocator) -> bool {
         if self.comm.state() == CommState::Ready {
             return false;
         }
-        self.drop_everything(&mut self.lock(), allocator);
+        let mut state = match self.state.try_lock() {
+            Ok(state) => state,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return false,
+        };
+        self.drop_everything(&mut state, allocator);
         true
     }
 
@@ -481,6 +494,8 @@ impl Attachment {
     /// Shows the numbers to whoever asks.
     fn show(&self, state: &State) {
         let mut view = self.view_mut();
+        let for_windows = state.pools.iter().filter(|watched| watched.registration == Registration::Windows);
+        view.window_pools = for_windows.map(|watched| watched.pool).collect();
         view.space_used_bytes = state.space.as_ref().map_or(0, SymmetricSpace::used_bytes);
         view.space_limit_bytes = state.space.as_ref().map_or(0, SymmetricSpace::limit_bytes);
         view.window_count = state.windows.len() as u64;

@@ -47,10 +47,10 @@ fields! {
     OffsetChecks = "whether offsets are checked",
     /// The version of libnccl.
     Library = "the version of libnccl",
-    /// How many syncs of this communicator came before.
-    SyncNumber = "the number of syncs of this communicator so far",
     /// Which symmetric pools are attached for windows.
     Attached = "the pools that are attached for windows",
+    /// How many syncs of this communicator came before.
+    SyncNumber = "the number of syncs of this communicator so far",
     /// Live windows before this sync.
     Windows = "the number of live windows",
     /// Bytes of live windows before this sync.
@@ -177,6 +177,11 @@ impl PlanDifference {
     /// Whether comparing the steps one by one would tell more.
     pub(crate) fn is_about_steps(&self) -> bool {
         matches!(self.field, PlanField::Registrations | PlanField::Deregistrations | PlanField::Steps)
+    }
+
+    /// Whether such ranks do not answer the same question.
+    pub(crate) fn precludes_agreement(&self) -> bool {
+        matches!(self.field, PlanField::Protocol | PlanField::Mode | PlanField::Attached)
     }
 
     fn is_digest(&self) -> bool {

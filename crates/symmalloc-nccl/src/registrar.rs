@@ -90,7 +90,8 @@ pub struct RegistrarBuilder {
 }
 
 impl RegistrarBuilder {
-    /// When ranks compare their histories. [`Mode::AtSync`] by default: at every sync, for one small collective. With
+    /// When ranks compare the histories of the pools that are attached to a communicator for windows. [`Mode::AtSync`] by
+    /// default: at every sync, for one small collective. With
     /// [`Mode::Off`] a sync with nothing new returns at once, and ranks that differ in *whether* there is something new are
     /// noticed by the deadline only. The other modes sync as `AtSync` does.
     pub fn agreement(mut self, mode: Mode) -> Self {
@@ -242,18 +243,17 @@ impl Registrar {
     pub fn sync(&self, comms: &[&Communicator]) -> Result<Synced, SyncError> {
         self.counters.syncs.add(1);
         let mut attachments: SmallVec<[Arc<Attachment>; 4]> = SmallVec::new();
-        let mut is_quiet = self.settings.mode == Mode::Off;
         {
             let all = self.read();
             for comm in comms {
                 let Some(attachment) = all.iter().find(|other| other.comm.serial() == comm.serial()) else {
                     return Err(not_attached(comm));
                 };
-                is_quiet = is_quiet && attachment.is_current(&self.allocator);
                 attachments.push(Arc::clone(attachment));
             }
         }
-        if is_quiet {
+        let is_current = |attachment: &Arc<Attachment>| attachment.is_current(&self.allocator);
+        if self.settings.mode == Mode::Off && attachments.iter().all(is_current) {
             self.counters.quiet_syncs.add(1);
             return Ok(Synced::default());
         }
@@ -269,28 +269,41 @@ impl Registrar {
         if is_capturing.map_err(|error| SyncError::Cuda { communicator: first.comm.name().to_owned(), error })? {
             return Err(SyncError::Capturing);
         }
-        // All communicators compare the history up to one moment.
-        let witness = (self.settings.mode != Mode::Off).then(|| Witness::new(self.allocator.core(), Point::Sync));
-        let job = Job {
-            allocator: &self.allocator,
-            settings: &self.settings,
-            counters: &self.counters,
-            witness: witness.as_ref(),
+        // All communicators compare histories up to one moment.
+        let witness = |attachment: &Arc<Attachment>| {
+            let pools = attachment.view().window_pools.clone();
+            (self.settings.mode != Mode::Off).then(|| Witness::of_pools(self.allocator.core(), Point::Sync, &pools))
         };
+        let witnesses: SmallVec<[Option<Witness<'_>>; 4]> = attachments.iter().map(witness).collect();
+        let job = Job { allocator: &self.allocator, settings: &self.settings, counters: &self.counters };
         let mut total = Ok(Synced::default());
-        for attachment in &attachments {
-            match (attachment.sync(&job), &mut total) {
+        for (attachment, witness) in attachments.iter().zip(&witnesses) {
+            match (attachment.sync(&job, witness.as_ref()), &mut total) {
                 (Ok(synced), Ok(total)) => total.add(synced),
                 (Err(error), Ok(_)) => total = Err(error),
                 (_, Err(_)) => {}
             }
         }
         self.sweep();
-        // Ranks that share another communicator with this one may not have come so far.
-        if let Some(witness) = witness.filter(|_| total.is_ok() && attachments.len() == self.read().len()) {
-            witness.settle();
+        if total.is_ok() {
+            self.settle(&attachments, &witnesses);
         }
         total
+    }
+
+    /// Forgets the histories of pools on which all ranks have agreed: those that are attached to no other communicator, whose
+    /// ranks may not have come so far.
+    fn settle(&self, synced: &[Arc<Attachment>], witnesses: &[Option<Witness<'_>>]) {
+        let is_synced = |attachment: &Arc<Attachment>| synced.iter().any(|other| Arc::ptr_eq(attachment, other));
+        let elsewhere: Vec<u32> = {
+            let all = self.read();
+            let others = all.iter().filter(|attachment| !is_synced(attachment));
+            let pools = others.flat_map(|attachment| attachment.view().window_pools.clone());
+            pools.filter_map(|pool| self.allocator.core().symmetric_ordinal(pool)).collect()
+        };
+        for witness in witnesses.iter().flatten() {
+            witness.settle_pools(|ordinal| !elsewhere.contains(&ordinal));
+        }
     }
 
     /// Lets go of communicators that were destroyed, aborted or lost since: their windows are not touched, and memory that was

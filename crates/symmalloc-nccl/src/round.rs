@@ -9,7 +9,7 @@
 //! All ranks see the same messages and so come to the same end.
 
 use crate::plan::Plan;
-use crate::plan_summary::{PlanField, StepSearch, Summary, compare};
+use crate::plan_summary::{StepSearch, Summary, compare};
 use crate::registrar_error::SyncError;
 use symmalloc_core::agreement::{Gathered, Inquiry, Progress, ProtocolError, Transport, Witness};
 
@@ -50,8 +50,7 @@ pub(crate) fn consent(
     }
     let summaries: Vec<Summary> = gathered.iter().map(|message| Summary::read(&message[answer_bytes..])).collect();
     let difference = compare(&summaries).err();
-    // Ranks of another version or mode did not answer the same question.
-    if let Some(difference) = difference.as_ref().filter(|difference| difference.field <= PlanField::Mode) {
+    if let Some(difference) = difference.as_ref().filter(|difference| difference.precludes_agreement()) {
         return Err(differ(difference.clone()));
     }
     let mut rounds = 1;
@@ -102,7 +101,7 @@ pub(crate) fn consent(
 mod tests {
     use super::*;
     use crate::plan::Book;
-    use crate::plan_summary::Circumstances;
+    use crate::plan_summary::{Circumstances, PlanField};
     use std::thread;
     use std::time::Duration;
     use symmalloc_core::agreement::{Point, ThreadTransport};

@@ -57,6 +57,52 @@ fn checkpoints_are_few_spread_and_at_the_same_ops_whatever_a_rank_remembers() {
 }
 
 #[test]
+fn ranks_may_agree_on_some_pools_and_leave_the_others_alone() {
+    let alike = PoolConfig::builder().symmetric(true).build().expect("valid");
+    let ranks = [1, 2].map(|rank| {
+        let allocator: Allocator<_> =
+            Allocator::new(SimBackend::builder().rank(rank).build(), Config::default()).expect("valid");
+        let stream = allocator.register_stream().expect("the first");
+        // A pool that only some ranks use in the same way, with another configuration, stands first.
+        let other = PoolConfig::builder().symmetric(true).limit_bytes(Some(u64::from(rank) << 30)).build();
+        let other = allocator.create_pool(other.expect("valid")).expect("fits");
+        let shared = allocator.create_pool(alike.clone()).expect("fits");
+        allocator.allocate(other, stream, u64::from(rank) << 20).expect("fits");
+        allocator.allocate(shared, stream, 3 << 20).expect("fits");
+        (allocator, other, shared)
+    });
+    let witnesses = ranks.each_ref().map(|(allocator, _, shared)| {
+        // A private pool is ignored.
+        Witness::of_pools(allocator, Point::Sync, &[*shared, PoolId::DEFAULT])
+    });
+    assert_eq!(agree_in_lockstep(&witnesses), Ok(Agreed { ops: 2 }));
+    let witnesses = ranks.each_ref().map(|(allocator, other, _)| Witness::of_pools(allocator, Point::Sync, &[*other]));
+    let Err(AgreementError::Disagreed(disagreement)) = agree_in_lockstep(&witnesses) else { panic!("limits differ") };
+    assert!(disagreement.to_string().contains("symmetric pool 0"), "{disagreement}");
+    let nothing = ranks.each_ref().map(|(allocator, _, _)| Witness::of_pools(allocator, Point::Sync, &[]));
+    assert_eq!(agree_in_lockstep(&nothing), Ok(Agreed { ops: 0 }));
+}
+
+#[test]
+fn pools_that_are_not_settled_keep_their_history() {
+    let pool = PoolConfig::builder().symmetric(true).build().expect("valid");
+    let config = Config::builder().default_pool(pool.clone()).build().expect("valid");
+    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).expect("valid");
+    let stream = allocator.register_stream().expect("the first");
+    let second = allocator.create_pool(pool).expect("fits");
+    for pool in [PoolId::DEFAULT, second] {
+        allocator.allocate(pool, stream, 1 << 20).expect("fits");
+    }
+    let oldest = || {
+        let standings = super::account::Account::standings(&allocator);
+        standings.iter().map(|standing| (standing.key.pool, standing.oldest)).collect::<Vec<_>>()
+    };
+    assert_eq!(oldest(), [(0, 0), (1, 0)]);
+    Witness::new(&allocator, Point::Sync).settle_pools(|ordinal| ordinal == 1);
+    assert_eq!(oldest(), [(0, 0), (1, 2)]);
+}
+
+#[test]
 fn an_agreement_empties_the_journal_and_its_memory_is_bounded() {
     let (mut journal, mut digest) = journal(500);
     let name = "ü".repeat(100);

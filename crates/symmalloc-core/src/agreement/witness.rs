@@ -10,6 +10,7 @@ use super::question::{
 use crate::allocator::Allocator;
 use crate::backend::Backend;
 use crate::digest::{Digest, folded_multiply};
+use crate::ids::PoolId;
 use crate::journal::{Journal, NAME_BYTES_MAX};
 use crate::lock::Lock;
 use std::fmt;
@@ -23,6 +24,8 @@ pub struct Witness<'a> {
     standings: Vec<Standing>,
     /// The next number in program order.
     order: u64,
+    /// The pools that it is about, by ordinal, ascending; `None` for all symmetric ones.
+    pools: Option<Vec<u32>>,
 }
 
 impl fmt::Debug for Witness<'_> {
@@ -35,7 +38,18 @@ impl<'a> Witness<'a> {
     /// The witness of an allocator's symmetric pools as they are now.
     pub fn new<B: Backend, L: Lock>(allocator: &'a Allocator<B, L>, point: Point) -> Self {
         let account: &dyn Account = allocator;
-        Witness { account, point, order: account.order().next(), standings: account.standings() }
+        Witness { account, point, order: account.order().next(), standings: account.standings(), pools: None }
+    }
+
+    /// As [`new`](Self::new), of these pools only: for ranks that share no others, or whose other pools are in use by other
+    /// threads meanwhile. Every rank names the same ones. Pools that are not symmetric are ignored.
+    pub fn of_pools<B: Backend, L: Lock>(allocator: &'a Allocator<B, L>, point: Point, pools: &[PoolId]) -> Self {
+        let mut ordinals: Vec<u32> = pools.iter().filter_map(|pool| allocator.symmetric_ordinal(*pool)).collect();
+        ordinals.sort_unstable();
+        let mut witness = Witness::new(allocator, point);
+        witness.standings.retain(|standing| ordinals.binary_search(&standing.key.pool).is_ok());
+        witness.pools = Some(ordinals);
+        witness
     }
 
     /// Appends the answer to a question, of [`Question::message_bytes`] bytes.
@@ -44,7 +58,7 @@ impl<'a> Witness<'a> {
         match &question.0 {
             Ask::Compare => self.summary().write(&mut writer),
             Ask::Policies { first } => {
-                let digests = self.account.policy_digests();
+                let digests = self.policy_digests();
                 let page = digests.get(*first as usize..).unwrap_or_default();
                 let page = &page[..page.len().min(POLICIES_PER_PAGE)];
                 writer.u32(page.len() as u32);
@@ -87,12 +101,33 @@ impl<'a> Witness<'a> {
 
     /// All ranks agreed on what this witness said: the histories before it are forgotten.
     pub fn settle(&self) {
+        self.settle_pools(|_| true);
+    }
+
+    /// As [`settle`](Self::settle), of those symmetric pools that are chosen by their ordinals: the others are compared from
+    /// where they are now with ranks that did not agree here.
+    pub fn settle_pools(&self, is_chosen: impl Fn(u32) -> bool) {
         self.account.order().agree(self.order);
-        self.standings.iter().for_each(|standing| self.account.settle(standing.key, standing.digest));
+        let chosen = self.standings.iter().filter(|standing| is_chosen(standing.key.pool));
+        chosen.for_each(|standing| self.account.settle(standing.key, standing.digest));
+    }
+
+    /// Digests of the configurations, by number; 0 in place of those it is not about.
+    fn policy_digests(&self) -> Vec<u64> {
+        let mut digests = self.account.policy_digests();
+        if let Some(pools) = &self.pools {
+            digests.truncate(pools.last().map_or(1, |last| *last as usize + 2));
+            for (digest, ordinal) in digests.iter_mut().skip(1).zip(0..) {
+                if pools.binary_search(&ordinal).is_err() {
+                    *digest = 0;
+                }
+            }
+        }
+        digests
     }
 
     fn summary(&self) -> Summary {
-        let policies = self.account.policy_digests();
+        let policies = self.policy_digests();
         let mut digest = Digest { ops: 0, value: 0 };
         for Standing { key, digest: heap, .. } in &self.standings {
             let name = (u64::from(key.pool) << 32) | key.stream().map_or(u64::from(u32::MAX), |stream| stream.0.into());
