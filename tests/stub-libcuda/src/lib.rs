@@ -2,7 +2,8 @@
 //!
 //! Tests put the shared library of this package on the library path under the name `libcuda.so`. It is strict where the
 //! driver is (current contexts, whole mappings, what a stream capture forbids), and its memory is real host memory, so copies
-//! and zeros can be checked. Work is done when it is submitted, but *counts* as done only once somebody waited for it.
+//! and zeros can be checked. Work is done when it is submitted, but *counts* as done only once somebody waited for it. The stub of libnccl
+//! puts work of its own on the streams, see `external.rs`.
 //!
 //! | control | meaning |
 //! |---|---|
@@ -15,12 +16,23 @@
 #![allow(non_snake_case, reason = "the driver's names")]
 #![allow(clippy::missing_safety_doc, reason = "each call is the driver's: see the CUDA driver API")]
 
+pub mod abi;
+pub mod control;
+pub mod external;
+pub mod memory;
 pub mod model;
+pub mod space;
+pub mod streams;
 
-use model::{Access, Capture, Code, Op, State, Stream, THREAD, with};
-use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
+use external::{deliver, stream_key};
+use memory::Access;
+use model::{Code, State, THREAD, Thread, WAIT, with, with_waiting};
+use std::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
+use streams::{Capture, Event, Op, Stream};
 
 const OK: c_int = 0;
+/// The device number of host memory.
+const HOST: c_int = -1;
 const INVALID_VALUE: Code = Code(1);
 const OUT_OF_MEMORY: Code = Code(2);
 const INVALID_DEVICE: Code = Code(101);
@@ -34,33 +46,34 @@ const CAPTURE_UNJOINED: Code = Code(904);
 const CAPTURE_ISOLATION: Code = Code(905);
 const CAPTURED_EVENT: Code = Code(907);
 
-/// Makes one call: counts it, injects a fault, or acts.
-fn call(name: &'static str, act: impl FnOnce(&mut State) -> Result<(), Code>) -> c_int {
-    match with(|state| state.enter(name).and_then(|()| act(state))) {
+/// Makes one call: counts it, injects a fault, or acts, once what it waits for took effect.
+fn call(name: &'static str, mut act: impl FnMut(&mut State) -> Result<(), Code>) -> c_int {
+    let outcome = with(|state| state.enter(name)).and_then(|()| with_waiting(&mut act));
+    deliver();
+    match outcome {
         Ok(()) => OK,
         Err(Code(code)) => code,
     }
 }
 
 /// As [`call`], for calls that want a current context.
-fn call_in_context(name: &'static str, act: impl FnOnce(&mut State) -> Result<(), Code>) -> c_int {
-    call(name, |state| {
-        let current = THREAD.with_borrow(|thread| thread.contexts.last().copied().unwrap_or(0));
-        if current == 0 { Err(INVALID_CONTEXT) } else { act(state) }
-    })
+fn call_in_context(name: &'static str, mut act: impl FnMut(&mut State) -> Result<(), Code>) -> c_int {
+    call(name, |state| if device().is_none() { Err(INVALID_CONTEXT) } else { act(state) })
 }
 
 /// As [`call_in_context`], for calls that a thread-local capture on this thread forbids, and that spoil it.
-fn call_outside_capture(name: &'static str, act: impl FnOnce(&mut State) -> Result<(), Code>) -> c_int {
-    call_in_context(name, |state| {
-        let is_relaxed = THREAD.with_borrow(|thread| thread.capture_mode == 2);
-        let thread = std::thread::current().id();
-        if !is_relaxed && let Some(capture) = state.captures.values_mut().find(|capture| capture.thread == thread) {
-            capture.is_valid = false;
-            return Err(CAPTURE_UNSUPPORTED);
-        }
-        act(state)
-    })
+fn call_outside_capture(name: &'static str, mut act: impl FnMut(&mut State) -> Result<(), Code>) -> c_int {
+    call_in_context(name, |state| if state.spoil_capture() { Err(CAPTURE_UNSUPPORTED) } else { act(state) })
+}
+
+/// The device of the current context.
+fn device() -> Option<c_int> {
+    THREAD.with_borrow(Thread::device)
+}
+
+/// The same for calls that were let in with a context.
+fn here() -> c_int {
+    device().expect("a context is current")
 }
 
 /// Writes an answer of the driver.
@@ -128,9 +141,13 @@ stub! {
         answer(context, popped);
         Ok(())
     };
-    call_outside_capture cuCtxSynchronize() |state| { state.complete_all(); Ok(()) };
+    call_outside_capture cuCtxSynchronize() |state| {
+        if !state.has_run_all(here()) { return Err(WAIT); }
+        state.complete_all(here());
+        Ok(())
+    };
     call_in_context cuMemGetInfo_v2(free: *mut usize, total: *mut usize) |state| {
-        answer(free, (state.options.memory_bytes - state.physical_bytes()) as usize);
+        answer(free, (state.options.memory_bytes - state.memory.used_bytes(here())) as usize);
         answer(total, state.options.memory_bytes as usize);
         Ok(())
     };
@@ -140,21 +157,22 @@ stub! {
         Ok(())
     };
     call_outside_capture cuMemAddressReserve(base: *mut u64, size: usize, alignment: usize, hint: u64, flags: c_ulonglong) |state| {
-        answer(base, state.reserve(size as u64).ok_or(OUT_OF_MEMORY)?);
+        answer(base, state.reserve(size as u64, here()).ok_or(OUT_OF_MEMORY)?);
         Ok(())
     };
     call_outside_capture cuMemAddressFree(base: u64, size: usize) |state| {
-        let is_empty = state.mapping_addresses().range(base..base + size as u64).next().is_none();
-        if state.ranges.get(&base) != Some(&(size as u64)) || !is_empty { return Err(INVALID_VALUE); }
+        let is_empty = state.memory.mappings.range(base..base + size as u64).next().is_none();
+        let reserved = state.memory.ranges.get(&base).map(|(size, _)| *size);
+        if reserved != Some(size as u64) || !is_empty { return Err(INVALID_VALUE); }
         state.unreserve(base);
         Ok(())
     };
     call_outside_capture cuMemCreate(handle: *mut u64, size: usize, properties: *const c_int, flags: c_ulonglong) |state| {
-        // The second word of the properties: kinds of handles; the last two words: flags.
-        let wants_fabric = properties.add(1).read() & 8 != 0;
-        if wants_fabric && state.options.fabric_refused { return Err(NOT_SUPPORTED); }
+        // The words of the properties: kind, kinds of handles, kind of location, device.
+        let (handle_types, device) = (properties.add(1).read(), properties.add(3).read());
+        if handle_types & 8 != 0 && state.options.fabric_refused { return Err(NOT_SUPPORTED); }
         if !(size as u64).is_multiple_of(model::GRANULARITY) || size == 0 { return Err(INVALID_VALUE); }
-        answer(handle, state.create(size as u64).ok_or(OUT_OF_MEMORY)?);
+        answer(handle, state.create(size as u64, device, handle_types as u32).ok_or(OUT_OF_MEMORY)?);
         Ok(())
     };
     call_outside_capture cuMemRelease(handle: u64) |state| state.release(handle).ok_or(INVALID_VALUE);
@@ -166,47 +184,50 @@ stub! {
     };
     call_outside_capture cuMemUnmap(address: u64, size: usize) |state| state.unmap(address, size as u64).ok_or(INVALID_VALUE);
     call_outside_capture cuMemAlloc_v2(address: *mut u64, size: usize) |state| {
-        answer(address, state.allocate(size as u64, false).ok_or(OUT_OF_MEMORY)?);
+        answer(address, state.allocate(size as u64, here()).ok_or(OUT_OF_MEMORY)?);
         Ok(())
     };
     call_outside_capture cuMemFree_v2(address: u64) |state| state.free(address).ok_or(INVALID_VALUE);
     call_outside_capture cuMemHostAlloc(address: *mut u64, size: usize, flags: c_uint) |state| {
-        answer(address, state.allocate(size as u64, true).ok_or(OUT_OF_MEMORY)?);
+        answer(address, state.allocate(size as u64, HOST).ok_or(OUT_OF_MEMORY)?);
         Ok(())
     };
     call_outside_capture cuMemFreeHost(address: u64) |state| state.free(address).ok_or(INVALID_VALUE);
 
     call_in_context cuMemsetD8Async(address: u64, value: u8, count: usize, stream: u64) |state| {
-        state.submit(stream, Op::Set { address, value, count })
+        state.submit(stream_key(stream), Op::Set { address, value, count })
     };
     call_in_context cuMemcpyHtoDAsync_v2(to: u64, from: u64, count: usize, stream: u64) |state| {
-        state.submit(stream, Op::Copy { to, from, count })
+        state.submit(stream_key(stream), Op::Copy { to, from, count })
     };
     call_in_context cuMemcpyDtoHAsync_v2(to: u64, from: u64, count: usize, stream: u64) |state| {
-        state.submit(stream, Op::Copy { to, from, count })
+        state.submit(stream_key(stream), Op::Copy { to, from, count })
     };
     call_in_context cuMemcpyDtoDAsync_v2(to: u64, from: u64, count: usize, stream: u64) |state| {
-        state.submit(stream, Op::Copy { to, from, count })
+        state.submit(stream_key(stream), Op::Copy { to, from, count })
     };
 
     call_in_context cuStreamCreate(stream: *mut u64, flags: c_uint) |state| {
         let handle = state.handle();
-        state.streams.insert(handle, Stream::default());
+        state.streams.insert(handle, Stream::new(here()));
         answer(stream, handle);
         Ok(())
     };
-    call_in_context cuStreamDestroy_v2(stream: u64) |state| state.streams.remove(&stream).map(|_| ()).ok_or(INVALID_HANDLE);
+    call_in_context cuStreamDestroy_v2(stream: u64) |state| state.destroy_stream(stream).ok_or(INVALID_HANDLE);
     call_outside_capture cuStreamSynchronize(stream: u64) |state| {
+        let stream = stream_key(stream);
         let known = state.stream(stream).ok_or(INVALID_HANDLE)?;
         if let Some(capture) = known.capture {
             state.captures.get_mut(&capture).expect("under way").is_valid = false;
             return Err(CAPTURE_UNSUPPORTED);
         }
         let last = known.submitted;
+        if !state.has_run(stream, last) { return Err(WAIT); }
         state.complete(stream, last);
         Ok(())
     };
     call_in_context cuStreamWaitEvent(stream: u64, event: u64, flags: c_uint) |state| {
+        let stream = stream_key(stream);
         let event = *state.events.get(&event).ok_or(INVALID_HANDLE)?;
         let waiting = state.stream(stream).ok_or(INVALID_HANDLE)?.capture;
         match (event.capture, waiting) {
@@ -220,16 +241,17 @@ stub! {
         Ok(())
     };
     call_in_context cuStreamIsCapturing(stream: u64, status: *mut c_int) |state| {
-        answer(status, c_int::from(state.stream(stream).ok_or(INVALID_HANDLE)?.capture.is_some()));
+        answer(status, c_int::from(state.stream(stream_key(stream)).ok_or(INVALID_HANDLE)?.capture.is_some()));
         Ok(())
     };
     call cuStreamGetCaptureInfo_v2(stream: u64, status: *mut c_int, id: *mut u64, graph: *mut u64, dependencies: *mut u64, count: *mut usize) |state| {
-        let capture = state.stream(stream).ok_or(INVALID_HANDLE)?.capture;
+        let capture = state.stream(stream_key(stream)).ok_or(INVALID_HANDLE)?.capture;
         answer(status, c_int::from(capture.is_some()));
         answer(id, capture.unwrap_or(0));
         Ok(())
     };
     call_in_context cuStreamBeginCapture_v2(stream: u64, mode: c_int) |state| {
+        let stream = stream_key(stream);
         if state.stream(stream).ok_or(INVALID_HANDLE)?.capture.is_some() { return Err(CAPTURE_UNSUPPORTED); }
         let id = state.handle();
         state.captures.insert(id, Capture::begin(stream));
@@ -237,7 +259,7 @@ stub! {
         Ok(())
     };
     call_in_context cuStreamEndCapture(stream: u64, graph: *mut u64) |state| {
-        let id = state.stream(stream).ok_or(INVALID_HANDLE)?.capture.ok_or(CAPTURE_UNSUPPORTED)?;
+        let id = state.stream(stream_key(stream)).ok_or(INVALID_HANDLE)?.capture.ok_or(CAPTURE_UNSUPPORTED)?;
         let is_joined = state.is_joined(id);
         let capture = state.captures.remove(&id).expect("under way");
         state.streams.values_mut().filter(|stream| stream.capture == Some(id)).for_each(|stream| stream.capture = None);
@@ -263,7 +285,7 @@ stub! {
     };
     call_in_context cuGraphLaunch(exec: u64, stream: u64) |state| {
         let ops = state.graphs.get(&exec).cloned().ok_or(INVALID_HANDLE)?;
-        ops.into_iter().try_for_each(|op| state.submit(stream, op))
+        ops.into_iter().try_for_each(|op| state.submit(stream_key(stream), op))
     };
     call cuGraphDestroy(graph: u64) |state| state.graphs.remove(&graph).map(|_| ()).ok_or(INVALID_HANDLE);
     call cuGraphExecDestroy(graph: u64) |state| state.graphs.remove(&graph).map(|_| ()).ok_or(INVALID_HANDLE);
@@ -280,26 +302,26 @@ stub! {
 
     call_in_context cuEventCreate(event: *mut u64, flags: c_uint) |state| {
         let handle = state.handle();
-        state.events.insert(handle, model::Event::default());
+        state.events.insert(handle, Event::default());
         answer(event, handle);
         Ok(())
     };
     call_in_context cuEventDestroy_v2(event: u64) |state| state.events.remove(&event).map(|_| ()).ok_or(INVALID_HANDLE);
     call_in_context cuEventRecord(event: u64, stream: u64) |state| {
-        let known = state.stream(stream).ok_or(INVALID_HANDLE)?;
-        known.submitted += 1;
-        let recorded = model::Event { stream, seq: known.submitted, capture: known.capture };
-        *state.events.get_mut(&event).ok_or(INVALID_HANDLE)? = recorded;
+        if !state.events.contains_key(&event) { return Err(INVALID_HANDLE); }
+        let recorded = state.record(stream_key(stream)).ok_or(INVALID_HANDLE)?;
+        state.events.insert(event, recorded);
         Ok(())
     };
     call_outside_capture cuEventQuery(event: u64) |state| {
-        let event = *state.events.get(&event).ok_or(INVALID_HANDLE)?;
-        if event.capture.is_some() { return Err(CAPTURED_EVENT); }
-        if state.is_complete(event) { Ok(()) } else { Err(NOT_READY) }
+        let known = *state.events.get(&event).ok_or(INVALID_HANDLE)?;
+        if known.capture.is_some() { return Err(CAPTURED_EVENT); }
+        if state.poll(event) { Ok(()) } else { Err(NOT_READY) }
     };
     call_outside_capture cuEventSynchronize(event: u64) |state| {
         let event = *state.events.get(&event).ok_or(INVALID_HANDLE)?;
         if event.capture.is_some() { return Err(CAPTURED_EVENT); }
+        if !state.has_run(event.stream, event.seq) { return Err(WAIT); }
         state.complete(event.stream, event.seq);
         Ok(())
     };
@@ -315,41 +337,4 @@ pub extern "C" fn cuGetErrorName(_code: c_int, _text: *mut *const c_char) -> c_i
 #[unsafe(no_mangle)]
 pub extern "C" fn cuGetErrorString(_code: c_int, _text: *mut *const c_char) -> c_int {
     INVALID_VALUE.0
-}
-
-/// The `nth` call of `name` from now on fails with `code`; with 0, every call does.
-///
-/// # Safety
-/// `name` is a C string.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn stub_fail(name: *const c_char, nth: u64, code: c_int) {
-    // SAFETY: the caller's contract.
-    let name = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
-    with(|state| state.fail(name, nth, Code(code)));
-}
-
-/// No call fails any more.
-#[unsafe(no_mangle)]
-pub extern "C" fn stub_heal() {
-    with(State::heal);
-}
-
-/// How often `name` was called; null: all calls together.
-///
-/// # Safety
-/// `name` is a C string or null.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn stub_calls(name: *const c_char) -> u64 {
-    if name.is_null() {
-        return with(|state| state.calls.values().sum());
-    }
-    // SAFETY: the caller's contract.
-    let name = unsafe { CStr::from_ptr(name) }.to_string_lossy();
-    with(|state| state.calls.get(name.as_ref()).copied().unwrap_or(0))
-}
-
-/// How much is left of [`model::Live`] number `what`.
-#[unsafe(no_mangle)]
-pub extern "C" fn stub_live(what: c_int) -> u64 {
-    with(|state| state.live(what))
 }

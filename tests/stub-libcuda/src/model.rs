@@ -1,13 +1,13 @@
-//! What the stub knows: memory in ranges and mappings, streams and events as counters, captures as lists of ops.
-//!
-//! Every piece of work has a number on its stream. Work takes effect when it is submitted; it is *complete* when somebody
-//! waited for it, on the host, directly or through another stream. So a query says "not ready" as long as it can.
+//! What the stub knows: options, faults, and the one state of a process, whose parts are in `memory.rs` and `streams.rs`.
 
+use crate::abi::Hooks;
+use crate::external::Notice;
+use crate::memory::Memory;
+use crate::streams::{Capture, Event, Op, Stream};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::c_int;
-use std::sync::{Mutex, PoisonError};
-use std::thread::ThreadId;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 /// Unit of physical memory, in bytes.
 pub const GRANULARITY: u64 = 2 << 20;
@@ -15,6 +15,12 @@ pub const GRANULARITY: u64 = 2 << 20;
 /// A `CUresult`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Code(pub c_int);
+
+/// What an act returns that has to wait for work, see [`with_waiting`].
+pub const WAIT: Code = Code(c_int::MIN);
+
+const FIRST_CONTEXT: usize = 0x1_0000;
+const CONTEXT_STEP: usize = 0x100;
 
 /// What `stub_live` counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,6 +51,14 @@ pub struct Thread {
     pub capture_mode: c_int,
 }
 
+impl Thread {
+    /// The device of the current context.
+    pub fn device(&self) -> Option<c_int> {
+        let current = *self.contexts.last().filter(|context| **context != 0)?;
+        Some(((current - FIRST_CONTEXT) / CONTEXT_STEP) as c_int)
+    }
+}
+
 thread_local! {
     /// This thread.
     pub static THREAD: RefCell<Thread> = RefCell::default();
@@ -52,7 +66,7 @@ thread_local! {
 
 /// The primary context of a device.
 pub fn context_of(device: c_int) -> usize {
-    0x1_0000 + device as usize * 0x100
+    FIRST_CONTEXT + device as usize * CONTEXT_STEP
 }
 
 /// What the device is like, from the environment.
@@ -62,8 +76,12 @@ pub struct Options {
     pub no_device: bool,
     /// `STUB_DEVICES`: 1 by default.
     pub devices: c_int,
-    /// `STUB_MEMORY_BYTES`: 1 GiB by default.
+    /// `STUB_MEMORY_BYTES`: of each device, 1 GiB by default.
     pub memory_bytes: u64,
+    /// `STUB_DESCENDING_DEVICES`, as `1,3`: devices that hand out their highest free addresses first.
+    pub descending: BTreeSet<c_int>,
+    /// `STUB_POLLS`: so many queries find work not ready that took effect and that nobody waited for. 0, the default: all.
+    pub polls: u64,
     /// `STUB_FABRIC_REFUSED`: the device says that it has fabric handles, and refuses to make them.
     pub fabric_refused: bool,
     no_vmm: bool,
@@ -74,10 +92,16 @@ impl Options {
     fn from_environment() -> Self {
         let flag = |name| std::env::var_os(name).is_some();
         let number = |name, otherwise| std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(otherwise);
+        let list = |name| std::env::var(name).unwrap_or_default();
         Options {
             no_device: flag("STUB_NO_DEVICE"),
             devices: number("STUB_DEVICES", 1) as c_int,
             memory_bytes: number("STUB_MEMORY_BYTES", 1 << 30),
+            descending: list("STUB_DESCENDING_DEVICES")
+                .split(',')
+                .filter_map(|text| text.trim().parse().ok())
+                .collect(),
+            polls: number("STUB_POLLS", 0),
             fabric_refused: flag("STUB_FABRIC_REFUSED"),
             no_vmm: flag("STUB_NO_VMM"),
             no_fabric: flag("STUB_NO_FABRIC"),
@@ -95,107 +119,6 @@ impl Options {
     }
 }
 
-/// Work that has an effect.
-#[derive(Clone, Copy, Debug)]
-pub enum Op {
-    /// Sets bytes.
-    Set {
-        /// First byte.
-        address: u64,
-        /// Their value.
-        value: u8,
-        /// How many.
-        count: usize,
-    },
-    /// Copies bytes.
-    Copy {
-        /// First byte written.
-        to: u64,
-        /// First byte read.
-        from: u64,
-        /// How many.
-        count: usize,
-    },
-}
-
-impl Op {
-    fn run(self) {
-        match self {
-            // SAFETY: the caller of the driver's call says that the bytes are there; where they are not, the test dies as a
-            // kernel would.
-            Op::Set { address, value, count } => unsafe { std::ptr::write_bytes(address as *mut u8, value, count) },
-            // SAFETY: as above.
-            Op::Copy { to, from, count } => unsafe { std::ptr::copy(from as *const u8, to as *mut u8, count) },
-        }
-    }
-}
-
-/// What may be done with mapped memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
-    /// Nothing yet.
-    None,
-    /// Everything.
-    ReadWrite,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Mapping {
-    size: u64,
-    handle: u64,
-    access: Access,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Physical {
-    size: u64,
-    /// The handle itself and each mapping.
-    owners: u32,
-}
-
-/// A stream.
-#[derive(Clone, Debug, Default)]
-pub struct Stream {
-    /// Number of its last work.
-    pub submitted: u64,
-    completed: u64,
-    /// (own work, stream waited for, its work).
-    waits: Vec<(u64, u64, u64)>,
-    /// The capture it is part of.
-    pub capture: Option<u64>,
-}
-
-/// An event.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Event {
-    /// The stream it was recorded on; 0: never.
-    pub stream: u64,
-    /// After which of its work.
-    pub seq: u64,
-    /// In which capture.
-    pub capture: Option<u64>,
-}
-
-/// A capture under way.
-#[derive(Debug)]
-pub struct Capture {
-    /// Where it began.
-    origin: u64,
-    /// Who began it.
-    pub thread: ThreadId,
-    /// Whether nothing forbidden happened so far.
-    pub is_valid: bool,
-    /// What was captured.
-    pub ops: Vec<Op>,
-}
-
-impl Capture {
-    /// A capture of what is submitted to `origin`, by this thread.
-    pub fn begin(origin: u64) -> Self {
-        Capture { origin, thread: std::thread::current().id(), is_valid: true, ops: Vec::new() }
-    }
-}
-
 #[derive(Debug)]
 struct Fault {
     call: String,
@@ -204,23 +127,18 @@ struct Fault {
     code: Code,
 }
 
-/// The device and the driver.
+/// The devices and the driver.
 #[derive(Debug)]
 pub struct State {
-    /// What the device is like.
+    /// What the devices are like.
     pub options: Options,
     /// How often each call was made.
     pub calls: BTreeMap<&'static str, u64>,
     /// References to primary contexts.
     pub retained: i64,
-    /// Reserved addresses: base to size.
-    pub ranges: BTreeMap<u64, u64>,
-    /// Mapped memory, by address.
-    mappings_by_address: BTreeMap<u64, Mapping>,
-    physical: BTreeMap<u64, Physical>,
-    /// Whole allocations: size, and whether of the host.
-    allocations: BTreeMap<u64, (u64, bool)>,
-    /// Streams by handle. 0 is the default stream.
+    /// Memory of all devices.
+    pub memory: Memory,
+    /// Streams by key: handles of those that were made, and for each device its number, the default stream.
     pub streams: BTreeMap<u64, Stream>,
     /// Events by handle.
     pub events: BTreeMap<u64, Event>,
@@ -228,31 +146,71 @@ pub struct State {
     pub captures: BTreeMap<u64, Capture>,
     /// Graphs by handle.
     pub graphs: BTreeMap<u64, Vec<Op>>,
+    /// Work of another library that did not take effect yet, and its stream.
+    pub external_streams: BTreeMap<u64, u64>,
+    /// Of that, what is done as soon as its turn comes.
+    pub external_done: BTreeSet<u64>,
+    /// That library's hooks.
+    pub hooks: Option<Hooks>,
+    /// What it was not told yet.
+    pub notices: Vec<Notice>,
+    /// It is being told something.
+    pub is_delivering: bool,
+    /// Memory that it wants to know about: base and size.
+    pub guards: BTreeMap<u64, (u64, u64)>,
     faults: Vec<Fault>,
     next_handle: u64,
 }
 
+static STATE: Mutex<Option<State>> = Mutex::new(None);
+/// Work took effect.
+static CHANGED: Condvar = Condvar::new();
+
+fn lock() -> MutexGuard<'static, Option<State>> {
+    STATE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// The one state of this process.
 pub fn with<T>(act: impl FnOnce(&mut State) -> T) -> T {
-    static STATE: Mutex<Option<State>> = Mutex::new(None);
-    let mut state = STATE.lock().unwrap_or_else(PoisonError::into_inner);
-    act(state.get_or_insert_with(State::new))
+    act(lock().get_or_insert_with(State::new))
+}
+
+/// As [`with`], again and again until `act` need not wait for work.
+pub fn with_waiting(mut act: impl FnMut(&mut State) -> Result<(), Code>) -> Result<(), Code> {
+    let mut state = lock();
+    loop {
+        let outcome = act(state.get_or_insert_with(State::new));
+        if outcome != Err(WAIT) {
+            return outcome;
+        }
+        state = CHANGED.wait(state).unwrap_or_else(PoisonError::into_inner);
+    }
+}
+
+/// Wakes those who wait for work.
+pub fn notify() {
+    CHANGED.notify_all();
 }
 
 impl State {
     fn new() -> Self {
+        let options = Options::from_environment();
+        let default_stream = |device| (device as u64, Stream::new(device));
         State {
-            options: Options::from_environment(),
+            streams: (0..options.devices).map(default_stream).collect(),
+            options,
             calls: BTreeMap::new(),
             retained: 0,
-            ranges: BTreeMap::new(),
-            mappings_by_address: BTreeMap::new(),
-            physical: BTreeMap::new(),
-            allocations: BTreeMap::new(),
-            streams: BTreeMap::from([(0, Stream::default())]),
+            memory: Memory::empty(),
             events: BTreeMap::new(),
             captures: BTreeMap::new(),
             graphs: BTreeMap::new(),
+            external_streams: BTreeMap::new(),
+            external_done: BTreeSet::new(),
+            hooks: None,
+            notices: Vec::new(),
+            is_delivering: false,
+            guards: BTreeMap::new(),
             faults: Vec::new(),
             next_handle: 0x1000,
         }
@@ -293,206 +251,29 @@ impl State {
         self.next_handle
     }
 
+    /// Whether a capture on this thread forbids what is no work of a stream. It is spoilt then.
+    pub fn spoil_capture(&mut self) -> bool {
+        let is_relaxed = THREAD.with_borrow(|thread| thread.capture_mode == 2);
+        let thread = std::thread::current().id();
+        if is_relaxed {
+            return false;
+        }
+        let Some(capture) = self.captures.values_mut().find(|capture| capture.thread == thread) else { return false };
+        capture.is_valid = false;
+        true
+    }
+
     /// See `stub_live`.
     pub fn live(&self, what: c_int) -> u64 {
-        let allocated =
-            |host| self.allocations.values().filter(|(_, of)| *of == host).map(|(size, _)| size).sum::<u64>();
         match what {
-            0 => self.physical_bytes(),
-            1 => self.ranges.len() as u64,
+            0 => self.memory.device_bytes(),
+            1 => self.memory.ranges.len() as u64,
             2 => self.events.len() as u64,
-            3 => self.streams.len() as u64 - 1,
-            4 => allocated(true),
+            3 => self.stream_count(),
+            4 => self.memory.host_bytes(),
             5 => self.graphs.len() as u64,
-            6 => self.mappings_by_address.len() as u64,
+            6 => self.memory.mappings.len() as u64,
             _ => 0,
         }
     }
-
-    /// Device memory in use, in bytes.
-    pub fn physical_bytes(&self) -> u64 {
-        let allocated = self.allocations.values().filter(|(_, host)| !host).map(|(size, _)| size).sum::<u64>();
-        self.physical.values().map(|physical| physical.size).sum::<u64>() + allocated
-    }
-
-    /// Reserves addresses.
-    pub fn reserve(&mut self, size: u64) -> Option<u64> {
-        // Room to align the base: the rest is never used, and costs addresses only.
-        let base = mmap(0, size + GRANULARITY, libc::PROT_NONE, 0)?.next_multiple_of(GRANULARITY);
-        self.ranges.insert(base, size);
-        Some(base)
-    }
-
-    /// Gives addresses up.
-    pub fn unreserve(&mut self, base: u64) {
-        if let Some(size) = self.ranges.remove(&base) {
-            // SAFETY: reserved with this size, and nothing is mapped there.
-            unsafe { libc::munmap(base as *mut _, size as usize) };
-        }
-    }
-
-    /// Takes physical memory.
-    pub fn create(&mut self, size: u64) -> Option<u64> {
-        if size > self.options.memory_bytes - self.physical_bytes() {
-            return None;
-        }
-        let handle = self.handle();
-        self.physical.insert(handle, Physical { size, owners: 1 });
-        Some(handle)
-    }
-
-    /// Gives a handle, or a mapping of it, up.
-    pub fn release(&mut self, handle: u64) -> Option<()> {
-        let physical = self.physical.get_mut(&handle)?;
-        physical.owners -= 1;
-        if physical.owners == 0 {
-            self.physical.remove(&handle);
-        }
-        Some(())
-    }
-
-    /// Maps all of a handle into a free part of a range.
-    pub fn map(&mut self, address: u64, size: u64, handle: u64) -> Option<()> {
-        let (base, range) = self.ranges.range(..=address).next_back()?;
-        let is_inside = address + size <= base + range;
-        let is_free = self.mappings(address, size).is_empty();
-        let physical = self.physical.get_mut(&handle)?;
-        if !is_inside || !is_free || physical.size != size {
-            return None;
-        }
-        physical.owners += 1;
-        self.mappings_by_address.insert(address, Mapping { size, handle, access: Access::None });
-        Some(())
-    }
-
-    /// Makes mapped memory accessible, all of it.
-    pub fn set_access(&mut self, address: u64, size: u64, access: Access) -> Option<()> {
-        let parts = self.mappings(address, size);
-        if !tile(&parts, address, size) {
-            return None;
-        }
-        mmap(address, size, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_FIXED)?;
-        for (at, _) in parts {
-            self.mappings_by_address.get_mut(&at).expect("just found").access = access;
-        }
-        Some(())
-    }
-
-    /// Unmaps whole mappings.
-    pub fn unmap(&mut self, address: u64, size: u64) -> Option<()> {
-        let parts = self.mappings(address, size);
-        if !tile(&parts, address, size) {
-            return None;
-        }
-        for (at, _) in parts {
-            let mapping = self.mappings_by_address.remove(&at).expect("just found");
-            self.release(mapping.handle)?;
-        }
-        mmap(address, size, libc::PROT_NONE, libc::MAP_FIXED)?;
-        Some(())
-    }
-
-    /// Mappings that share a byte with the part: address and size.
-    fn mappings(&self, address: u64, size: u64) -> Vec<(u64, u64)> {
-        let all = self.mappings_by_address.iter().map(|(at, mapping)| (*at, mapping.size));
-        all.filter(|(at, length)| *at < address + size && address < at + length).collect()
-    }
-
-    /// Addresses of all mappings.
-    pub fn mapping_addresses(&self) -> BTreeSet<u64> {
-        self.mappings_by_address.keys().copied().collect()
-    }
-
-    /// A whole allocation, aligned to 512 bytes and, on purpose, not always to a granule.
-    pub fn allocate(&mut self, size: u64, host: bool) -> Option<u64> {
-        if !host && size > self.options.memory_bytes - self.physical_bytes() {
-            return None;
-        }
-        let shift = 512 * (self.allocations.len() as u64 % 2);
-        let address = mmap(0, size + GRANULARITY, libc::PROT_READ | libc::PROT_WRITE, 0)?;
-        let address = address.next_multiple_of(GRANULARITY) + shift;
-        self.allocations.insert(address, (size, host));
-        Some(address)
-    }
-
-    /// Gives an allocation up. Its addresses are not used again.
-    pub fn free(&mut self, address: u64) -> Option<()> {
-        let (size, _) = self.allocations.remove(&address)?;
-        mmap(address / 4096 * 4096, size, libc::PROT_NONE, libc::MAP_FIXED).map(|_| ())
-    }
-
-    /// A stream.
-    pub fn stream(&mut self, stream: u64) -> Option<&mut Stream> {
-        self.streams.get_mut(&stream)
-    }
-
-    /// Submits work: runs it, or captures it.
-    pub fn submit(&mut self, stream: u64, op: Op) -> Result<(), Code> {
-        let known = self.streams.get_mut(&stream).ok_or(Code(400))?;
-        known.submitted += 1;
-        match known.capture {
-            Some(capture) => self.captures.get_mut(&capture).expect("under way").ops.push(op),
-            None => op.run(),
-        }
-        Ok(())
-    }
-
-    /// Makes later work of the stream wait.
-    pub fn wait(&mut self, stream: u64, event: Event) {
-        let known = self.streams.get_mut(&stream).expect("known");
-        known.submitted += 1;
-        known.waits.push((known.submitted, event.stream, event.seq));
-    }
-
-    /// Whether the work before the event counts as done.
-    pub fn is_complete(&self, event: Event) -> bool {
-        self.streams.get(&event.stream).is_none_or(|stream| event.seq <= stream.completed)
-    }
-
-    /// Completes work of a stream, and what it waited for.
-    pub fn complete(&mut self, stream: u64, seq: u64) {
-        let Some(known) = self.streams.get_mut(&stream) else { return };
-        if seq <= known.completed {
-            return;
-        }
-        known.completed = seq;
-        let (due, later) = std::mem::take(&mut known.waits).into_iter().partition(|(own, _, _)| *own <= seq);
-        known.waits = later;
-        let due: Vec<_> = due;
-        due.into_iter().for_each(|(_, other, work)| self.complete(other, work));
-    }
-
-    /// Completes all work.
-    pub fn complete_all(&mut self) {
-        self.streams.values_mut().for_each(|stream| {
-            stream.completed = stream.submitted;
-            stream.waits.clear();
-        });
-    }
-
-    /// Whether the origin of a capture waits for the last work of every other stream of it.
-    pub fn is_joined(&self, capture: u64) -> bool {
-        let origin = self.captures[&capture].origin;
-        let waits = &self.streams[&origin].waits;
-        let others = self.streams.iter().filter(|(id, stream)| stream.capture == Some(capture) && **id != origin);
-        others.into_iter().all(|(id, stream)| waits.contains(&(waits_at(waits, *id), *id, stream.submitted)))
-    }
-}
-
-/// Which of the origin's own works is its last wait for `stream`.
-fn waits_at(waits: &[(u64, u64, u64)], stream: u64) -> u64 {
-    waits.iter().rev().find(|(_, other, _)| *other == stream).map_or(0, |(own, _, _)| *own)
-}
-
-/// Whether mappings cover the part exactly.
-fn tile(parts: &[(u64, u64)], address: u64, size: u64) -> bool {
-    let inside = parts.iter().all(|(at, length)| *at >= address && at + length <= address + size);
-    size > 0 && inside && parts.iter().map(|(_, length)| length).sum::<u64>() == size
-}
-
-fn mmap(address: u64, size: u64, protection: c_int, flags: c_int) -> Option<u64> {
-    let flags = flags | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-    // SAFETY: a fixed address is one that this file has reserved before.
-    let mapped = unsafe { libc::mmap(address as *mut _, size as usize, protection, flags, -1, 0) };
-    (mapped != libc::MAP_FAILED).then_some(mapped as u64)
 }

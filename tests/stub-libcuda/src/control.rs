@@ -1,0 +1,41 @@
+//! What a test asks the stub, and tells it.
+
+use crate::model::{Code, State, with};
+use std::ffi::{CStr, c_char, c_int};
+
+/// The `nth` call of `name` from now on fails with `code`; with 0, every call does.
+///
+/// # Safety
+/// `name` is a C string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn stub_fail(name: *const c_char, nth: u64, code: c_int) {
+    // SAFETY: the caller's contract.
+    let name = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
+    with(|state| state.fail(name, nth, Code(code)));
+}
+
+/// No call fails any more.
+#[unsafe(no_mangle)]
+pub extern "C" fn stub_heal() {
+    with(State::heal);
+}
+
+/// How often `name` was called; null: all calls together.
+///
+/// # Safety
+/// `name` is a C string or null.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn stub_calls(name: *const c_char) -> u64 {
+    if name.is_null() {
+        return with(|state| state.calls.values().sum());
+    }
+    // SAFETY: the caller's contract.
+    let name = unsafe { CStr::from_ptr(name) }.to_string_lossy();
+    with(|state| state.calls.get(name.as_ref()).copied().unwrap_or(0))
+}
+
+/// How much is left of [`crate::model::Live`] number `what`.
+#[unsafe(no_mangle)]
+pub extern "C" fn stub_live(what: c_int) -> u64 {
+    with(|state| state.live(what))
+}

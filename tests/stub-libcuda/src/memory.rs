@@ -1,0 +1,340 @@
+//! The memory of all stub devices: one sparse file per process, mapped at the addresses that the driver hands out.
+//!
+//! ```text
+//!  addresses of device 0      addresses of device 1                     the whole file, at `base`
+//!  ├ range ┬ range ─┬ ...     ├ range ┬ ...                             ├──────────────────────────┤
+//!      │ map            map       │                                      ▲            ▲
+//!      ▼ offset          ▼        ▼                                      │ another    │ device's
+//!  ┌── physical ─────── physical ─ physical ──── memory file ────────────┴ process, another library
+//! ```
+//!
+//! So physical memory has a place of its own, whatever addresses it is mapped at. A device that still knows the place sees
+//! the **old** memory after an address got new memory, as NCCL's windows do, and another process can map the file too.
+
+use crate::model::{GRANULARITY, Options, State};
+use crate::space::{End, Space};
+use std::collections::BTreeMap;
+use std::ffi::c_int;
+
+/// Bytes of the memory file: sparse, and more than all devices have.
+const FILE_BYTES: u64 = 8 << 40;
+/// Addresses of one device.
+const ARENA_BYTES: u64 = 1 << 40;
+/// The device number of host memory.
+const HOST: c_int = -1;
+
+/// What may be done with mapped memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Nothing yet.
+    None,
+    /// Everything.
+    ReadWrite,
+}
+
+/// Memory mapped into a range.
+#[derive(Clone, Copy, Debug)]
+pub struct Mapping {
+    /// In bytes.
+    pub size: u64,
+    /// What is mapped.
+    pub handle: u64,
+    access: Access,
+}
+
+/// Physical memory with a handle.
+#[derive(Clone, Copy, Debug)]
+pub struct Physical {
+    /// In bytes.
+    pub size: u64,
+    /// Where in the memory file.
+    pub offset: u64,
+    /// Of which device.
+    pub device: c_int,
+    /// Kinds of handles that it can be exported as, or-ed: 1 a file descriptor, 8 fabric.
+    pub handle_types: u32,
+    /// The handle itself, each mapping, and each retainer.
+    owners: u32,
+}
+
+/// A whole allocation.
+#[derive(Clone, Copy, Debug)]
+struct Allocation {
+    size: u64,
+    offset: u64,
+    device: c_int,
+}
+
+#[derive(Debug)]
+struct Arena {
+    base: u64,
+    space: Space,
+    end: End,
+}
+
+/// See the file's comment.
+#[derive(Debug)]
+pub struct Memory {
+    /// The memory file.
+    pub file: c_int,
+    /// Where all of it is mapped.
+    pub base: u64,
+    file_space: Space,
+    arenas: BTreeMap<c_int, Arena>,
+    /// Reserved addresses: base to size and device.
+    pub ranges: BTreeMap<u64, (u64, c_int)>,
+    /// Mapped memory, by address.
+    pub mappings: BTreeMap<u64, Mapping>,
+    /// By handle.
+    pub physical: BTreeMap<u64, Physical>,
+    allocations: BTreeMap<u64, Allocation>,
+    /// Bytes in use on each device.
+    used: BTreeMap<c_int, u64>,
+}
+
+impl Memory {
+    /// Nothing is used.
+    pub fn empty() -> Self {
+        // SAFETY: a C string.
+        let file = unsafe { libc::memfd_create(c"stub-memory".as_ptr(), libc::MFD_CLOEXEC) };
+        // SAFETY: a file of this process.
+        let sized = unsafe { libc::ftruncate(file, FILE_BYTES as libc::off_t) };
+        assert!(file >= 0 && sized == 0, "a sparse file in memory");
+        let base = map_file(0, FILE_BYTES, file, 0, 0).expect("addresses for the memory file");
+        Memory {
+            file,
+            base,
+            file_space: Space::new(FILE_BYTES),
+            arenas: BTreeMap::new(),
+            ranges: BTreeMap::new(),
+            mappings: BTreeMap::new(),
+            physical: BTreeMap::new(),
+            allocations: BTreeMap::new(),
+            used: BTreeMap::new(),
+        }
+    }
+
+    fn take_file(&mut self, size: u64, device: c_int) -> Option<u64> {
+        let offset = self.file_space.take(size.next_multiple_of(GRANULARITY), End::Lowest)?;
+        *self.used.entry(device).or_default() += size;
+        Some(offset)
+    }
+
+    fn give_file(&mut self, offset: u64, size: u64, device: c_int) {
+        *self.used.get_mut(&device).expect("taken") -= size;
+        let size = size.next_multiple_of(GRANULARITY);
+        let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        // SAFETY: a part of this process's memory file that nothing is mapped to but `base`.
+        unsafe { libc::fallocate(self.file, mode, offset as libc::off_t, size as libc::off_t) };
+        self.file_space.give(offset, size);
+    }
+
+    /// Memory in use on a device, in bytes.
+    pub fn used_bytes(&self, device: c_int) -> u64 {
+        self.used.get(&device).copied().unwrap_or(0)
+    }
+
+    /// Memory in use on all devices, in bytes.
+    pub fn device_bytes(&self) -> u64 {
+        self.used.iter().filter(|(device, _)| **device != HOST).map(|(_, bytes)| bytes).sum()
+    }
+
+    /// Pinned host memory, in bytes.
+    pub fn host_bytes(&self) -> u64 {
+        self.used_bytes(HOST)
+    }
+
+    fn arena(&mut self, device: c_int, options: &Options) -> &mut Arena {
+        self.arenas.entry(device).or_insert_with(|| {
+            let base = map_nothing(0, ARENA_BYTES + GRANULARITY).expect("addresses for a device");
+            let end = if options.descending.contains(&device) { End::Highest } else { End::Lowest };
+            Arena { base: base.next_multiple_of(GRANULARITY), space: Space::new(ARENA_BYTES), end }
+        })
+    }
+
+    fn take_addresses(&mut self, size: u64, device: c_int, options: &Options) -> Option<u64> {
+        let arena = self.arena(device, options);
+        arena.space.take(size.next_multiple_of(GRANULARITY), arena.end).map(|at| arena.base + at)
+    }
+
+    /// Mappings that share a byte with the part: address and size.
+    fn parts(&self, address: u64, size: u64) -> Vec<(u64, u64)> {
+        let all = self.mappings.range(..address + size).rev();
+        let mut parts: Vec<_> =
+            all.map(|(at, mapping)| (*at, mapping.size)).take_while(|(at, length)| at + length > address).collect();
+        parts.reverse();
+        parts
+    }
+
+    /// The whole allocation around an address: first byte, size, device.
+    pub fn allocation(&self, address: u64) -> Option<(u64, u64, c_int)> {
+        let (base, of) = self.allocations.range(..=address).next_back()?;
+        (address < base + of.size).then_some((*base, of.size, of.device))
+    }
+
+    /// The parts of the memory file behind some addresses; `None` where there is no memory behind a byte.
+    pub fn extents(&self, address: u64, size: u64) -> Option<Vec<(u64, u64)>> {
+        let mut extents = Vec::new();
+        let mut at = address;
+        while at < address + size {
+            let mapped = self.mappings.range(..=at).next_back().map(|(start, mapping)| {
+                (*start, mapping.size, self.physical[&mapping.handle].offset, mapping.access == Access::ReadWrite)
+            });
+            let whole = self.allocations.range(..=at).next_back();
+            let whole = whole.map(|(start, of)| (*start, of.size, of.offset + *start % GRANULARITY, true));
+            let found = [mapped, whole].into_iter().flatten().find(|(start, size, ..)| at < start + size);
+            let (start, length, offset, is_accessible) = found?;
+            if !is_accessible {
+                return None;
+            }
+            let end = (start + length).min(address + size);
+            extents.push((offset + (at - start), end - at));
+            at = end;
+        }
+        Some(extents)
+    }
+}
+
+impl State {
+    /// Reserves addresses.
+    pub fn reserve(&mut self, size: u64, device: c_int) -> Option<u64> {
+        let base = self.memory.take_addresses(size, device, &self.options)?;
+        self.memory.ranges.insert(base, (size, device));
+        Some(base)
+    }
+
+    /// Gives addresses up.
+    pub fn unreserve(&mut self, base: u64) {
+        if let Some((size, device)) = self.memory.ranges.remove(&base) {
+            let arena = self.memory.arena(device, &self.options);
+            arena.space.give(base - arena.base, size.next_multiple_of(GRANULARITY));
+        }
+    }
+
+    fn has_room(&self, size: u64, device: c_int) -> bool {
+        size <= self.options.memory_bytes.saturating_sub(self.memory.used_bytes(device))
+    }
+
+    /// Takes physical memory.
+    pub fn create(&mut self, size: u64, device: c_int, handle_types: u32) -> Option<u64> {
+        if !self.has_room(size, device) {
+            return None;
+        }
+        let offset = self.memory.take_file(size, device)?;
+        let handle = self.handle();
+        self.memory.physical.insert(handle, Physical { size, offset, device, handle_types, owners: 1 });
+        Some(handle)
+    }
+
+    /// One owner more.
+    pub fn retain(&mut self, handle: u64) -> Option<()> {
+        self.memory.physical.get_mut(&handle)?.owners += 1;
+        Some(())
+    }
+
+    /// One owner less: a handle, a mapping of it, or a retainer.
+    pub fn release(&mut self, handle: u64) -> Option<()> {
+        let physical = self.memory.physical.get_mut(&handle)?;
+        physical.owners -= 1;
+        if physical.owners == 0 {
+            let Physical { size, offset, device, .. } = *physical;
+            self.memory.physical.remove(&handle);
+            self.memory.give_file(offset, size, device);
+        }
+        Some(())
+    }
+
+    /// Maps all of a handle into a free part of a range.
+    pub fn map(&mut self, address: u64, size: u64, handle: u64) -> Option<()> {
+        let (base, (range, _)) = self.memory.ranges.range(..=address).next_back()?;
+        let is_inside = address + size <= base + range;
+        let is_free = self.memory.parts(address, size).is_empty();
+        let physical = self.memory.physical.get_mut(&handle)?;
+        if !is_inside || !is_free || physical.size != size {
+            return None;
+        }
+        physical.owners += 1;
+        self.memory.mappings.insert(address, Mapping { size, handle, access: Access::None });
+        Some(())
+    }
+
+    /// Makes mapped memory accessible, all of it.
+    pub fn set_access(&mut self, address: u64, size: u64, access: Access) -> Option<()> {
+        let parts = self.memory.parts(address, size);
+        if !tile(&parts, address, size) {
+            return None;
+        }
+        for (at, length) in parts {
+            let mapping = self.memory.mappings.get_mut(&at).expect("just found");
+            mapping.access = access;
+            let offset = self.memory.physical[&mapping.handle].offset;
+            map_file(at, length, self.memory.file, offset, libc::MAP_FIXED)?;
+        }
+        Some(())
+    }
+
+    /// Unmaps whole mappings.
+    pub fn unmap(&mut self, address: u64, size: u64) -> Option<()> {
+        let parts = self.memory.parts(address, size);
+        if !tile(&parts, address, size) {
+            return None;
+        }
+        self.note_unmapped(address, size);
+        map_nothing(address, size)?;
+        for (at, _) in parts {
+            let mapping = self.memory.mappings.remove(&at).expect("just found");
+            self.release(mapping.handle)?;
+        }
+        Some(())
+    }
+
+    /// A whole allocation, aligned to 512 bytes and, on purpose, not always to a granule.
+    pub fn allocate(&mut self, size: u64, device: c_int) -> Option<u64> {
+        if !self.has_room(size, device) && device != HOST {
+            return None;
+        }
+        let shift = 512 * (self.memory.allocations.len() as u64 % 2);
+        let base = self.memory.take_addresses(size + shift, device, &self.options)?;
+        let offset = self.memory.take_file(size + shift, device)?;
+        *self.memory.used.get_mut(&device).expect("taken") -= shift;
+        map_file(base, (size + shift).next_multiple_of(4096), self.memory.file, offset, libc::MAP_FIXED)?;
+        self.memory.allocations.insert(base + shift, Allocation { size, offset, device });
+        Some(base + shift)
+    }
+
+    /// Gives an allocation up. Its addresses are not used again.
+    pub fn free(&mut self, address: u64) -> Option<()> {
+        let Allocation { size, offset, device } = self.memory.allocations.remove(&address)?;
+        self.note_unmapped(address, size);
+        let shift = address % GRANULARITY;
+        map_nothing(address - shift, (size + shift).next_multiple_of(4096))?;
+        *self.memory.used.get_mut(&device).expect("taken") += shift;
+        self.memory.give_file(offset, size + shift, device);
+        Some(())
+    }
+}
+
+/// Whether mappings cover the part exactly.
+fn tile(parts: &[(u64, u64)], address: u64, size: u64) -> bool {
+    let inside = parts.iter().all(|(at, length)| *at >= address && at + length <= address + size);
+    size > 0 && inside && parts.iter().map(|(_, length)| length).sum::<u64>() == size
+}
+
+/// Addresses without memory: new ones at 0, else at `address`, which this file has mapped before.
+fn map_nothing(address: u64, size: u64) -> Option<u64> {
+    let fixed = if address == 0 { 0 } else { libc::MAP_FIXED };
+    let flags = fixed | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // SAFETY: see above.
+    let mapped = unsafe { libc::mmap(address as *mut _, size as usize, libc::PROT_NONE, flags, -1, 0) };
+    (mapped != libc::MAP_FAILED).then_some(mapped as u64)
+}
+
+/// A part of the memory file: at a fixed address only where this file has mapped before.
+fn map_file(address: u64, size: u64, file: c_int, offset: u64, fixed: c_int) -> Option<u64> {
+    let flags = fixed | libc::MAP_SHARED | libc::MAP_NORESERVE;
+    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: see above.
+    let mapped =
+        unsafe { libc::mmap(address as *mut _, size as usize, protection, flags, file, offset as libc::off_t) };
+    (mapped != libc::MAP_FAILED).then_some(mapped as u64)
+}

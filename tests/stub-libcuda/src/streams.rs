@@ -1,0 +1,308 @@
+//! Streams as queues, events as places in them, and captures as lists of ops.
+//!
+//! ```text
+//!  numbers of a stream's work:   1 ... completed ... ran ... submitted
+//!                                 somebody waited     │ queue ────────
+//!                                                      ╰ front: waits for another stream, or for a library
+//! ```
+//!
+//! Work takes effect when it is submitted, unless something before it on its stream is held up: a wait for another stream
+//! that is held up, or work of another library that waits for its peers. It is *complete* when it took effect and somebody
+//! waited for it on the host, directly, through another stream, or by polling often enough (`STUB_POLLS`). So a query says
+//! "not ready" as long as it can.
+
+use crate::external::Notice;
+use crate::model::{Code, State};
+use std::collections::VecDeque;
+use std::ffi::c_int;
+use std::thread::ThreadId;
+
+/// Work that has an effect.
+#[derive(Clone, Copy, Debug)]
+pub enum Op {
+    /// Sets bytes.
+    Set {
+        /// First byte.
+        address: u64,
+        /// Their value.
+        value: u8,
+        /// How many.
+        count: usize,
+    },
+    /// Copies bytes.
+    Copy {
+        /// First byte written.
+        to: u64,
+        /// First byte read.
+        from: u64,
+        /// How many.
+        count: usize,
+    },
+    /// Work of another library, see `external.rs`.
+    External {
+        /// Its name for this work.
+        template: u64,
+    },
+}
+
+/// What stands in a queue.
+#[derive(Clone, Copy, Debug)]
+enum Work {
+    Set { address: u64, value: u8, count: usize },
+    Copy { to: u64, from: u64, count: usize },
+    External { instance: u64, has_arrived: bool },
+    Wait { stream: u64, seq: u64 },
+    Mark,
+}
+
+/// A stream.
+#[derive(Clone, Debug, Default)]
+pub struct Stream {
+    /// Of which device.
+    pub device: c_int,
+    /// Number of its last work.
+    pub submitted: u64,
+    /// Number of the last work that took effect.
+    ran: u64,
+    completed: u64,
+    /// Work that did not take effect yet, in order: `ran + 1` to `submitted`.
+    queue: VecDeque<Work>,
+    /// (own work, stream waited for, its work).
+    waits: Vec<(u64, u64, u64)>,
+    /// The capture it is part of.
+    pub capture: Option<u64>,
+    /// Destroyed, with work left.
+    is_gone: bool,
+}
+
+impl Stream {
+    /// A stream of a device, without work.
+    pub fn new(device: c_int) -> Self {
+        Stream { device, ..Stream::default() }
+    }
+}
+
+/// An event.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Event {
+    /// Whether it was ever recorded.
+    pub is_recorded: bool,
+    /// The stream it was recorded on.
+    pub stream: u64,
+    /// After which of its work.
+    pub seq: u64,
+    /// In which capture.
+    pub capture: Option<u64>,
+    /// How often it was found done but not waited for.
+    polls: u64,
+}
+
+/// A capture under way.
+#[derive(Debug)]
+pub struct Capture {
+    /// Where it began.
+    origin: u64,
+    /// Who began it.
+    pub thread: ThreadId,
+    /// Whether nothing forbidden happened so far.
+    pub is_valid: bool,
+    /// What was captured.
+    pub ops: Vec<Op>,
+}
+
+impl Capture {
+    /// A capture of what is submitted to `origin`, by this thread.
+    pub fn begin(origin: u64) -> Self {
+        Capture { origin, thread: std::thread::current().id(), is_valid: true, ops: Vec::new() }
+    }
+}
+
+impl State {
+    /// A stream that was not destroyed.
+    pub fn stream(&mut self, stream: u64) -> Option<&mut Stream> {
+        self.streams.get_mut(&stream).filter(|stream| !stream.is_gone)
+    }
+
+    /// Streams that a program made and did not destroy.
+    pub fn stream_count(&self) -> u64 {
+        self.streams.values().filter(|stream| !stream.is_gone).count() as u64 - self.options.devices as u64
+    }
+
+    /// Destroys a stream; its work goes on.
+    pub fn destroy_stream(&mut self, stream: u64) -> Option<()> {
+        let known = self.stream(stream)?;
+        known.is_gone = true;
+        if known.queue.is_empty() {
+            self.streams.remove(&stream);
+        }
+        Some(())
+    }
+
+    /// Submits work: runs it, queues it, or captures it.
+    pub fn submit(&mut self, stream: u64, op: Op) -> Result<(), Code> {
+        let capture = self.stream(stream).ok_or(Code(400))?.capture;
+        if let Some(capture) = capture {
+            self.captures.get_mut(&capture).expect("under way").ops.push(op);
+            self.enqueue(stream, Work::Mark);
+            return Ok(());
+        }
+        let work = match op {
+            Op::Set { address, value, count } => Work::Set { address, value, count },
+            Op::Copy { to, from, count } => Work::Copy { to, from, count },
+            Op::External { template } => {
+                let instance = self.handle();
+                self.external_streams.insert(instance, stream);
+                self.notices.push(Notice::Submitted { template, instance });
+                Work::External { instance, has_arrived: false }
+            }
+        };
+        self.enqueue(stream, work);
+        Ok(())
+    }
+
+    /// Records an event, and says where.
+    pub fn record(&mut self, stream: u64) -> Option<Event> {
+        let capture = self.stream(stream)?.capture;
+        let seq = self.enqueue(stream, Work::Mark);
+        Some(Event { is_recorded: true, stream, seq, capture, polls: 0 })
+    }
+
+    /// Makes later work of the stream wait.
+    pub fn wait(&mut self, stream: u64, event: Event) {
+        let is_captured = self.streams[&stream].capture.is_some();
+        let held_by = Work::Wait { stream: event.stream, seq: event.seq };
+        let seq = self.enqueue(stream, if is_captured || !event.is_recorded { Work::Mark } else { held_by });
+        if event.is_recorded {
+            self.streams.get_mut(&stream).expect("known").waits.push((seq, event.stream, event.seq));
+        }
+    }
+
+    fn enqueue(&mut self, stream: u64, work: Work) -> u64 {
+        let known = self.streams.get_mut(&stream).expect("known");
+        known.submitted += 1;
+        known.queue.push_back(work);
+        let seq = known.submitted;
+        if known.queue.len() == 1 {
+            self.advance(stream);
+        }
+        seq
+    }
+
+    /// Lets the work at the front of a queue take effect as far as nothing holds it up. Whether any did.
+    fn advance(&mut self, stream: u64) -> bool {
+        let mut has_moved = false;
+        while let Some(front) = self.streams.get(&stream).and_then(|stream| stream.queue.front().copied()) {
+            match front {
+                // SAFETY: the caller of the driver's call says that the bytes are there; where they are not, the test dies
+                // as a kernel would.
+                Work::Set { address, value, count } => unsafe {
+                    std::ptr::write_bytes(address as *mut u8, value, count);
+                },
+                // SAFETY: as above.
+                Work::Copy { to, from, count } => unsafe { std::ptr::copy(from as *const u8, to as *mut u8, count) },
+                Work::Wait { stream: other, seq } if self.streams.get(&other).is_some_and(|other| other.ran < seq) => {
+                    break;
+                }
+                Work::External { instance, has_arrived } => {
+                    if !self.external_done.remove(&instance) {
+                        if !has_arrived {
+                            let front = self.streams.get_mut(&stream).and_then(|stream| stream.queue.front_mut());
+                            *front.expect("just seen") = Work::External { instance, has_arrived: true };
+                            self.notices.push(Notice::Arrived { instance });
+                        }
+                        break;
+                    }
+                    self.external_streams.remove(&instance);
+                }
+                Work::Wait { .. } | Work::Mark => {}
+            }
+            let known = self.streams.get_mut(&stream).expect("just seen");
+            known.queue.pop_front();
+            known.ran += 1;
+            has_moved = true;
+        }
+        if self.streams.get(&stream).is_some_and(|stream| stream.is_gone && stream.queue.is_empty()) {
+            self.streams.remove(&stream);
+        }
+        has_moved
+    }
+
+    /// Work of another library is done: what it held up takes effect.
+    pub fn external_is_done(&mut self, instance: u64) {
+        if !self.external_streams.contains_key(&instance) {
+            return;
+        }
+        self.external_done.insert(instance);
+        let mut has_moved = true;
+        while has_moved {
+            let held: Vec<u64> =
+                self.streams.iter().filter(|(_, of)| !of.queue.is_empty()).map(|(id, _)| *id).collect();
+            has_moved = false;
+            for stream in held {
+                has_moved |= self.advance(stream);
+            }
+        }
+    }
+
+    /// Whether the work took effect.
+    pub fn has_run(&self, stream: u64, seq: u64) -> bool {
+        self.streams.get(&stream).is_none_or(|stream| seq <= stream.ran)
+    }
+
+    /// Whether all work of a device took effect.
+    pub fn has_run_all(&self, device: c_int) -> bool {
+        self.streams.values().filter(|stream| stream.device == device).all(|stream| stream.queue.is_empty())
+    }
+
+    /// Whether the work before the event counts as done; asking often enough makes it so.
+    pub fn poll(&mut self, event: u64) -> bool {
+        let Event { stream, seq, .. } = self.events[&event];
+        if self.streams.get(&stream).is_none_or(|stream| seq <= stream.completed) {
+            return true;
+        }
+        if self.options.polls == 0 || !self.has_run(stream, seq) {
+            return false;
+        }
+        let known = self.events.get_mut(&event).expect("just seen");
+        known.polls += 1;
+        let is_enough = known.polls > self.options.polls;
+        if is_enough {
+            self.complete(stream, seq);
+        }
+        is_enough
+    }
+
+    /// Completes work of a stream that took effect, and what it waited for.
+    pub fn complete(&mut self, stream: u64, seq: u64) {
+        let Some(known) = self.streams.get_mut(&stream) else { return };
+        if seq <= known.completed {
+            return;
+        }
+        known.completed = seq;
+        let (due, later) = std::mem::take(&mut known.waits).into_iter().partition(|(own, _, _)| *own <= seq);
+        known.waits = later;
+        let due: Vec<_> = due;
+        due.into_iter().for_each(|(_, other, work)| self.complete(other, work));
+    }
+
+    /// Completes all work of a device that took effect.
+    pub fn complete_all(&mut self, device: c_int) {
+        for stream in self.streams.values_mut().filter(|stream| stream.device == device) {
+            stream.completed = stream.ran;
+            stream.waits.clear();
+        }
+    }
+
+    /// Whether the origin of a capture waits for the last work of every other stream of it.
+    pub fn is_joined(&self, capture: u64) -> bool {
+        let origin = self.captures[&capture].origin;
+        let waits = &self.streams[&origin].waits;
+        let others = self.streams.iter().filter(|(id, stream)| stream.capture == Some(capture) && **id != origin);
+        others.into_iter().all(|(id, stream)| waits.contains(&(waits_at(waits, *id), *id, stream.submitted)))
+    }
+}
+
+/// Which of the origin's own works is its last wait for `stream`.
+fn waits_at(waits: &[(u64, u64, u64)], stream: u64) -> u64 {
+    waits.iter().rev().find(|(_, other, _)| *other == stream).map_or(0, |(own, _, _)| *own)
+}
