@@ -261,6 +261,7 @@ impl Attachment {
             waited,
             state: self.comm.state(),
         }))
+        Err(self.failed(self.comm.give_up(Stage::Run, waited)))
     }
 
     fn carry_out(&self, state: &mut State, step: &Step, synced: &mut Synced) -> Result<(), SyncError> {

@@ -245,9 +245,9 @@ impl Communicator {
     }
 
     /// Ends it because a wait on the device was too long.
-    pub(crate) fn give_up(&self, stage: Stage, patience: &Patience) -> CommError {
+    pub(crate) fn give_up(&self, stage: Stage, waited: Duration) -> CommError {
         match self.shared.access() {
-            Ok(mut access) => call::overdue(from_mut(&mut access), stage, patience, Ending::Idle),
+            Ok(mut access) => call::overdue(from_mut(&mut access), stage, waited, Ending::Idle),
             Err(gone) => gone,
         }
     }

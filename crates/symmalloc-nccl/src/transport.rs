@@ -94,7 +94,7 @@ impl NcclTransport {
                 self.comm.check()?;
             }
             if !patience.pause() {
-                return Err(self.comm.give_up(Stage::Run, &patience));
+                return Err(self.comm.give_up(Stage::Run, patience.waited()));
             }
         }
         Ok(Gathered::new(&messages[..all_bytes], message.len()))

@@ -108,7 +108,9 @@ pub(super) fn make(
             match wait_for(&caller, patience, || is_abort_asked(accesses)) {
                 Waited::Came(answer) => answer,
                 Waited::Stopped => return Err(stopped(accesses, Ending::Inside { stage, caller })),
-                Waited::TooLong => return Err(overdue(accesses, stage, patience, Ending::Inside { stage, caller })),
+                Waited::TooLong => {
+                    return Err(overdue(accesses, stage, patience.waited(), Ending::Inside { stage, caller }));
+                }
             }
         }
     };
@@ -133,7 +135,7 @@ pub(super) fn settle(
             }
             Ok(Progress::Underway) if patience.pause() => {}
             Ok(Progress::Underway) => {
-                return Err(overdue(accesses, stage, patience, Ending::Underway { kept: Arc::clone(kept) }));
+                return Err(overdue(accesses, stage, patience.waited(), Ending::Underway { kept: Arc::clone(kept) }));
             }
             Err(error) => {
                 let error = Arc::new(CommError::from(error));
@@ -212,8 +214,7 @@ fn is_broken(access: &Access<'_>) -> bool {
 }
 
 /// The deadline passed.
-pub(super) fn overdue(accesses: &mut [Access<'_>], stage: Stage, patience: &Patience, ending: Ending) -> CommError {
-    let waited = patience.waited();
+pub(super) fn overdue(accesses: &mut [Access<'_>], stage: Stage, waited: Duration, ending: Ending) -> CommError {
     let name = Arc::clone(&accesses[0].shared.name);
     end_all(accesses, ending, None);
     let error = CommError::Deadline { name, stage, waited, state: accesses[0].shared.state() };
