@@ -16,6 +16,7 @@
 use crate::communicator::{CommState, Communicator, Stage};
 use crate::error::CommError;
 use crate::invalidation::Invalidations;
+use crate::patience::Patience;
 use crate::plan::{Book, Plan, SegmentName, Step, StepKind, dead_keys, fold, generation};
 use crate::plan_summary::{Circumstances, Summary};
 use crate::registrar::{Registration, Settings, Synced};
@@ -61,6 +62,8 @@ pub(crate) struct State {
     rounds: u64,
     /// The communicator is gone, and everything with it.
     is_dropped: bool,
+    /// Observers that are not forgotten yet, because NCCL may still be inside the communicator.
+    held: Vec<ObserverId>,
 }
 
 /// A pool that is watched for one communicator.
@@ -250,8 +253,8 @@ impl Attachment {
 
     /// Waits for all work that may use what is about to go.
     fn quiesce(&self, allocator: &CudaAllocator) -> Result<(), SyncError> {
-        let waited = self.comm.deadline();
-        let done = allocator.synchronize_all(Instant::now() + waited);
+        let patience = Patience::new(self.comm.deadline());
+        let done = allocator.synchronize_all(Instant::now() + self.comm.deadline());
         if done.map_err(|error| SyncError::Cuda { communicator: self.name(), error })? {
             return Ok(());
         }
@@ -262,6 +265,7 @@ impl Attachment {
             state: self.comm.state(),
         }))
         Err(self.failed(self.comm.give_up(Stage::Run, waited)))
+        Err(self.failed(self.comm.give_up(Stage::Run, &patience)))
     }
 
     fn carry_out(&self, state: &mut State, step: &Step, synced: &mut Synced) -> Result<(), SyncError> {
@@ -423,7 +427,7 @@ impl Attachment {
             Err(TryLockError::WouldBlock) => return false,
         };
         self.drop_everything(&mut state, allocator);
-        true
+        state.held.is_empty()
     }
 
     /// Aborts the communicator and lets go of everything.
@@ -436,32 +440,29 @@ impl Attachment {
         self.drop_everything(state, allocator);
     }
 
-    /// The communicator is gone: its windows went with it and are not touched, and the segments are let go.
+    /// The communicator is gone: its windows went with it and are not touched, and the segments are let go. While NCCL may
+    /// still be inside a lost one, their memory is kept.
     fn drop_everything(&self, state: &mut State, allocator: &CudaAllocator) {
-        if std::mem::replace(&mut state.is_dropped, true) {
-            return;
-        }
-        let windows = state.windows.len();
-        let observers: Vec<ObserverId> = state.pools.drain(..).map(|watched| watched.observer).collect();
-        *state = State { is_dropped: true, ..State::default() };
-        {
+        if !state.is_dropped {
+            tracing::warn!(
+                name: "communicator.dropped",
+                target: "symmalloc",
+                communicator = self.comm.name(),
+                state = %self.comm.state(),
+                windows = state.windows.len(),
+            );
+            let held = state.pools.drain(..).map(|watched| watched.observer).collect();
+            *state = State { is_dropped: true, held, ..State::default() };
             let mut view = self.view_mut();
             view.windows.clear();
             view.invalidations.everything();
+            drop(view);
+            self.show(state);
         }
-        self.show(state);
-        tracing::warn!(
-            name: "communicator.dropped",
-            target: "symmalloc",
-            communicator = self.comm.name(),
-            state = %self.comm.state(),
-            windows,
-        );
         if self.comm.state() == CommState::Lost {
-            // NCCL may still be inside: the memory stays where it is until the allocator goes.
             return;
         }
-        for observer in observers {
+        for observer in state.held.drain(..) {
             if let Err(error) = allocator.core().forget(observer) {
                 tracing::warn!(name: "memory.kept", target: "symmalloc", %error);
             }
