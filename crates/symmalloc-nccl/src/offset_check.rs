@@ -209,7 +209,7 @@ impl CheckedCollectives<'_> {
     ///
     /// # Errors
     /// [`SyncError::OffsetsDiffer`] on every rank when they do, and as [`Communicator::all_reduce`].
-    pub fn all_reduce<T: NcclType, S: DevicePtr<T>, R: DevicePtrMut<T>>(
+    pub fn all_reduce<T: NcclType, S: DevicePtr<T> + ?Sized, R: DevicePtrMut<T> + ?Sized>(
         &self,
         send: &S,
         receive: &mut R,
@@ -224,7 +224,7 @@ impl CheckedCollectives<'_> {
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).
-    pub fn all_reduce_in_place<T: NcclType, R: DevicePtrMut<T>>(
+    pub fn all_reduce_in_place<T: NcclType, R: DevicePtrMut<T> + ?Sized>(
         &self,
         buffer: &mut R,
         op: ReduceOp,
@@ -238,7 +238,7 @@ impl CheckedCollectives<'_> {
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).
-    pub fn all_gather<T: NcclType, S: DevicePtr<T>, R: DevicePtrMut<T>>(
+    pub fn all_gather<T: NcclType, S: DevicePtr<T> + ?Sized, R: DevicePtrMut<T> + ?Sized>(
         &self,
         send: &S,
         receive: &mut R,
@@ -252,7 +252,7 @@ impl CheckedCollectives<'_> {
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).
-    pub fn reduce_scatter<T: NcclType, S: DevicePtr<T>, R: DevicePtrMut<T>>(
+    pub fn reduce_scatter<T: NcclType, S: DevicePtr<T> + ?Sized, R: DevicePtrMut<T> + ?Sized>(
         &self,
         send: &S,
         receive: &mut R,
@@ -267,7 +267,7 @@ impl CheckedCollectives<'_> {
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).
-    pub fn broadcast<T: NcclType, R: DevicePtrMut<T>>(
+    pub fn broadcast<T: NcclType, R: DevicePtrMut<T> + ?Sized>(
         &self,
         buffer: &mut R,
         root: u32,
@@ -281,7 +281,7 @@ impl CheckedCollectives<'_> {
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).
-    pub fn reduce<T: NcclType, S: DevicePtr<T>, R: DevicePtrMut<T>>(
+    pub fn reduce<T: NcclType, S: DevicePtr<T> + ?Sized, R: DevicePtrMut<T> + ?Sized>(
         &self,
         send: &S,
         receive: &mut R,
@@ -336,12 +336,12 @@ impl CheckedCollectives<'_> {
 }
 
 /// Address and bytes of a buffer that is read on the stream.
-fn read<T: NcclType, S: DevicePtr<T>>(buffer: &S, stream: &CudaStream) -> (u64, u64) {
+fn read<T: NcclType, S: DevicePtr<T> + ?Sized>(buffer: &S, stream: &CudaStream) -> (u64, u64) {
     (buffer.device_ptr(stream).0, (buffer.len() * size_of::<T>()) as u64)
 }
 
 /// Address and bytes of a buffer that is written on the stream.
-fn written<T: NcclType, R: DevicePtrMut<T>>(buffer: &mut R, stream: &CudaStream) -> (u64, u64) {
+fn written<T: NcclType, R: DevicePtrMut<T> + ?Sized>(buffer: &mut R, stream: &CudaStream) -> (u64, u64) {
     let size_bytes = (buffer.len() * size_of::<T>()) as u64;
     (buffer.device_ptr_mut(stream).0, size_bytes)
 }
