@@ -4,6 +4,7 @@
 //! Run with `--test-threads=1`: some tests look at how much memory the devices have left. All devices that the process can see
 //! take part, a thread for each; `CUDA_VISIBLE_DEVICES` makes them fewer.
 
+mod all_to_all;
 mod collectives;
 mod costs;
 mod divergence;
