@@ -133,7 +133,7 @@ impl Communicator {
     pub fn check(&self) -> Result<(), CommError> {
         let mut access = self.shared.access()?;
         let patience = Patience::new(self.shared.deadline);
-        settle(from_mut(&mut access), Stage::Submit, &nothing(), &patience)
+        settle(from_mut(&mut access), Stage::Submit, &None, &patience)
     }
 
     /// NCCL's communicator, for calls that this type does not offer; null when it is gone. Never waits.
@@ -165,7 +165,7 @@ impl Communicator {
         let c_name: Arc<std::ffi::CStr> = CString::new(name.as_str()).map_err(|_| CommError::Name)?.into();
         let child = Arc::new((AtomicPtr::<c_void>::new(std::ptr::null_mut()), Arc::clone(&c_name)));
         let (comm, out, mode) = (access.comm, Arc::clone(&child), shared.mode);
-        let kept: Kept = Arc::clone(&child) as Kept;
+        let kept: Kept = Some(Arc::clone(&child) as _);
         perform(from_mut(&mut access), Stage::Split, Route::when_blocking(mode, Route::Apart), &kept, move |calls| {
             let mut config = RawConfig::new(mode == Mode::Blocking, out.1.as_ptr());
             // SAFETY: the communicator lives; the answer's place and the name are kept until NCCL is done with them.
@@ -229,7 +229,7 @@ impl Communicator {
     /// Waits until it is connected, and asks NCCL for the rank and the number of ranks.
     fn settled(mut shared: Shared, patience: &Patience) -> Result<Communicator, CommError> {
         let mut access = shared.access()?;
-        settle(from_mut(&mut access), Stage::Connect, &nothing(), patience)?;
+        settle(from_mut(&mut access), Stage::Connect, &None, patience)?;
         let (calls, comm) = (shared.nccl.calls(), access.comm.0);
         let (mut rank, mut ranks) = (0, 0);
         {
@@ -265,17 +265,12 @@ impl Communicator {
     }
 }
 
-/// Nothing to keep.
-fn nothing() -> Kept {
-    Arc::new(())
-}
-
 impl Shared {
     fn destroy(&self) -> Result<(), CommError> {
         let Ok(mut access) = self.access() else { return Ok(()) };
         let (windows, buffers) = (std::mem::take(&mut access.inner.windows), std::mem::take(&mut access.inner.buffers));
         let comm = access.comm;
-        let kept: Kept = Arc::new(Arc::clone(&self.c_name));
+        let kept: Kept = Some(Arc::new(Arc::clone(&self.c_name)));
         let accesses = from_mut(&mut access);
         let mut deregistered = Ok(());
         if !windows.is_empty() || !buffers.is_empty() {
@@ -346,7 +341,7 @@ impl Shared {
             return;
         }
         let calls = self.nccl.calls();
-        call::start(&self.device, nothing(), move || {
+        call::start(&self.device, None, move || {
             // SAFETY: it lives: whoever ends it needs the call lock, and its holder is inside a call.
             unsafe { calls.revoke(comm.raw(), 0) }.unwrap_or(Ok(crate::calls::Progress::Done))
         });

@@ -1,4 +1,56 @@
-//! NCCL for symmalloc.
+//! NCCL registration that is always right: memory in the same places on every rank, windows made in the same order by all, and
+//! a deadline on everything that waits.
+//!
+//! NCCL's symmetric kernels find a peer's buffer by window and offset, and do not check that the ranks agree: where they do not,
+//! every element is wrong and the return code is `ncclSuccess`. `symmalloc-core` places the n-th allocation alike on every rank;
+//! this crate registers the segments, and compares what the ranks did before it does.
+//!
+//! # Examples
+//! Started with `torchrun --no-python`, mpirun, mpiexec or srun, one process per GPU:
+//! ```no_run
+//! use symmalloc_core::Config;
+//! use symmalloc_cuda::{CudaAllocator, CudaDevice};
+//! use symmalloc_nccl::{Communicator, Launch, ReduceOp};
+//!
+//! let launch = Launch::from_env()?;
+//! let device = CudaDevice::new(launch.local_rank as usize)?;
+//! let world = Communicator::builder(&device).connect_env()?;
+//!
+//! let allocator = CudaAllocator::new(&device, Config::default())?;
+//! let stream = device.context().new_stream()?;
+//! let mut gradients = allocator.alloc_zeroed::<f32>(&stream, 1 << 20)?;
+//! world.all_reduce_in_place(&mut gradients, ReduceOp::Sum, &stream)?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! # What there is
+//! | type | what it is |
+//! |---|---|
+//! | [`Nccl`] | the libnccl of this process: found, opened, its version and what it can do |
+//! | [`Launch`], [`UniqueId`] | which rank this is, and an id for all ranks, without a side channel |
+//! | [`Communicator`] | ranks that call the same collectives: connect, split, register, destroy, abort |
+//! | [`Group`] | several collectives as one |
+//! | [`Registrar`] | windows over the segments of pools, in step on all ranks |
+//! | [`Window`], [`WindowSpan`], [`SegmentKey`] | a window, a buffer's place in it, and what to cache by |
+//! | [`NcclTransport`] | the core's agreement over NCCL |
+//! | [`CheckedCollectives`] | a debug mode: are the offsets of this call equal on all ranks? |
+//! | [`AllToAll`] | all-to-all-v on registered memory |
+//!
+//! # Deadlines and errors
+//! Anything that waits for other ranks ends at the communicator's deadline, with an error that says what was waited for. The
+//! communicator is gone then; the allocator and other communicators go on. NCCL does not tell who is missing, and its symmetric
+//! kernels cannot be stopped: see [`Communicator`]. Errors are typed and say what to do; no call panics because of NCCL.
+//!
+//! # libnccl
+//! It is opened when it is first needed, so everything builds and runs without it up to then. NCCL 2.18 is the oldest that works,
+//! 2.27 the oldest with windows ([`Capability`]). The library that the process has already, PyTorch's or cudarc's, is shared.
+//! `SYMMALLOC_NCCL_LIBRARY` names another one. CUDA versions are chosen as in `symmalloc-cuda`.
+//!
+//! # Implementation
+//! `calls.rs` resolves NCCL's calls; `communicator/call.rs` says on which thread they are made and for how long,
+//! `communicator/ending.rs` what happens when one does not come back. `registrar.rs` follows the segment log of the allocator,
+//! `plan.rs` says what one sync does, `round.rs` compares the plans of the ranks in one collective. `unsafe` stands only where
+//! NCCL or the driver is called, and where collectives take memory by its address.
 
 mod attachment;
 mod all_to_all;
@@ -28,6 +80,7 @@ mod stats;
 mod symmetric_space;
 mod splits;
 mod transport;
+mod turns;
 mod unique_id;
 mod window;
 

@@ -20,10 +20,10 @@ use crate::error::CommError;
 use crate::launch::Launch;
 use crate::library::Nccl;
 use crate::patience::Patience;
+use crate::turns::Turns;
 use crate::unique_id::{COMM_ID_VARIABLE, UniqueId};
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
@@ -113,13 +113,14 @@ impl Launch {
     }
 
     pub(crate) fn unique_id_from(&self, nccl: &Nccl, patience: &Patience) -> Result<UniqueId, CommError> {
-        static ORDINAL: AtomicU32 = AtomicU32::new(0);
+        static TURNS: Turns<u64> = Turns::new();
         if self.ranks == 1 || std::env::var_os(COMM_ID_VARIABLE).is_some() {
             return UniqueId::from_nccl(nccl);
         }
         let place = Place::of(self, |name| std::env::var(name).ok())?;
         // The n-th meeting of one rank is the n-th of every other.
-        let meeting = Meeting::new(self, ORDINAL.fetch_add(1, Ordering::Relaxed));
+        let turn = TURNS.next(hash(job_of(self).as_bytes()), self.rank);
+        let meeting = Meeting::new(self, turn);
         if self.rank == 0 {
             // Listening first: whoever knocks meanwhile waits.
             let listener = place.listen()?;
@@ -313,8 +314,8 @@ impl Visitor {
 }
 
 impl Meeting {
-    fn new(launch: &Launch, ordinal: u32) -> Self {
-        Meeting { job: hash(format!("{}.{ordinal}", job_of(launch)).as_bytes()), ranks: launch.ranks }
+    fn new(launch: &Launch, turn: u32) -> Self {
+        Meeting { job: hash(format!("{}.{turn}", job_of(launch)).as_bytes()), ranks: launch.ranks }
     }
 
     /// Rank 0's side: gives the id to every other rank, once each.

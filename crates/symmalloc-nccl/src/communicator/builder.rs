@@ -2,16 +2,16 @@
 
 use super::call::{Kept, Waited, start, wait_for};
 use super::ending::{Ending, end_all};
-use super::shared::{Inner, Life, Mode, Ownership, Shared, lock};
+use super::shared::{Inner, Life, Mode, Ownership, Shared};
 use super::{CommOrder, CommState, Communicator, Stage};
 use crate::calls::RawConfig;
 use crate::error::CommError;
 use crate::launch::Launch;
 use crate::library::Nccl;
 use crate::patience::Patience;
+use crate::turns::Turns;
 use crate::unique_id::{COMM_ID_VARIABLE, UniqueId};
 use cudarc::driver::result::primary_ctx;
-use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::slice::from_mut;
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
@@ -134,7 +134,7 @@ impl CommunicatorBuilder {
         let order = CommOrder::connected(&name, &id, ordinal_of(&id, rank));
 
         let place = Arc::new((AtomicPtr::<c_void>::new(std::ptr::null_mut()), Arc::clone(&c_name)));
-        let kept: Kept = Arc::clone(&place) as Kept;
+        let kept: Kept = Some(Arc::clone(&place) as _);
         let (out, mode) = (Arc::clone(&place), self.mode);
         let caller = start(&self.device, kept, move || {
             let mut config = RawConfig::new(mode == Mode::Blocking, out.1.as_ptr());
@@ -249,14 +249,11 @@ fn check_context(device: &CudaDevice) -> Result<(), CommError> {
 
 /// How many communicators this rank has connected with this id before. Ids are used once, but for that of `NCCL_COMM_ID`.
 fn ordinal_of(id: &UniqueId, rank: u32) -> u32 {
-    static COUNTS: Mutex<BTreeMap<(UniqueId, u32), u32>> = Mutex::new(BTreeMap::new());
     if std::env::var_os(COMM_ID_VARIABLE).is_none() {
         return 0;
     }
-    let mut counts = lock(&COUNTS);
-    let count = counts.entry((*id, rank)).or_default();
-    *count += 1;
-    *count - 1
+    static TURNS: Turns<UniqueId> = Turns::new();
+    TURNS.next(*id, rank)
 }
 
 #[cfg(test)]

@@ -46,7 +46,7 @@ impl Route {
 }
 
 /// What a call wrote to, and what NCCL points to: kept until NCCL is surely done with it.
-pub(super) type Kept = Arc<dyn Any + Send + Sync>;
+pub(super) type Kept = Option<Arc<dyn Any + Send + Sync>>;
 
 /// What a call came to.
 pub(super) type Answer = Result<Progress, CallError>;
@@ -104,7 +104,7 @@ pub(super) fn make(
             call(calls).map_err(CallError::Nccl)
         }
         Route::Apart => {
-            let caller = start(device, Arc::clone(kept), move || call(calls));
+            let caller = start(device, kept.clone(), move || call(calls));
             match wait_for(&caller, patience, || is_abort_asked(accesses)) {
                 Waited::Came(answer) => answer,
                 Waited::Stopped => return Err(stopped(accesses, Ending::Inside { stage, caller })),
@@ -131,11 +131,11 @@ pub(super) fn settle(
         match unsafe { access.shared.nccl.calls().poll(call, access.comm.0) } {
             Ok(Progress::Done) => next += 1,
             Ok(Progress::Underway) if is_abort_asked(accesses) => {
-                return Err(stopped(accesses, Ending::Underway { kept: Arc::clone(kept) }));
+                return Err(stopped(accesses, Ending::Underway { kept: kept.clone() }));
             }
             Ok(Progress::Underway) if patience.pause() => {}
             Ok(Progress::Underway) => {
-                return Err(overdue(accesses, stage, patience.waited(), Ending::Underway { kept: Arc::clone(kept) }));
+                return Err(overdue(accesses, stage, patience.waited(), Ending::Underway { kept: kept.clone() }));
             }
             Err(error) => {
                 let error = Arc::new(CommError::from(error));

@@ -127,7 +127,7 @@ fn end(ending: Ending, remains: &[Remains], revokes: bool) {
             let _answer = caller.recv();
             None
         }
-        Ending::Underway { kept } => Some(kept),
+        Ending::Underway { kept } => kept,
         Ending::Idle | Ending::Unborn => None,
     };
     for one in remains {

@@ -31,7 +31,7 @@ impl Communicator {
         if size_bytes == 0 {
             return Err(CommError::Empty);
         }
-        if base % WINDOW_ALIGNMENT != 0 {
+        if !base.is_multiple_of(WINDOW_ALIGNMENT) {
             return Err(CommError::Unaligned { base });
         }
         if self.shared.device.is_capturing() && !self.shared.nccl.supports(Capability::RegistrationInCapture) {
@@ -39,7 +39,7 @@ impl Communicator {
         }
         let mut access = self.shared.access()?;
         let window = Arc::new(AtomicPtr::<c_void>::new(std::ptr::null_mut()));
-        let kept: Kept = Arc::clone(&window) as Kept;
+        let kept: Kept = Some(Arc::clone(&window) as _);
         let (comm, out) = (access.comm, Arc::clone(&window));
         let route = Route::when_blocking(self.shared.mode, Route::Apart);
         perform(from_mut(&mut access), Stage::Register, route, &kept, move |calls| {
@@ -62,13 +62,14 @@ impl Communicator {
     /// # Errors
     /// When the communicator is gone, and the window with it; when it is another communicator's; when NCCL refuses.
     pub fn deregister_window(&self, window: Window) -> Result<(), CommError> {
-        self.check_owner(&window.memory)?;
+        let Window { raw, memory } = window;
+        self.check_owner(&memory)?;
         let mut access = self.shared.access()?;
-        let Some(place) = access.inner.windows.iter().position(|known| *known == window.raw) else {
+        let Some(place) = access.inner.windows.iter().position(|known| *known == raw) else {
             return Err(self.shared.gone());
         };
         access.inner.windows.remove(place);
-        self.deregister(&mut access, vec![window.raw], vec![])
+        self.deregister(&mut access, vec![raw], vec![])
     }
 
     /// Registers memory of this rank's, of any kind and size. No other rank takes part; it takes microseconds.
@@ -92,7 +93,7 @@ impl Communicator {
     ) -> Result<BufferRegistration, CommError> {
         self.require(Capability::BufferRegistration)?;
         let registration = Arc::new(AtomicPtr::<c_void>::new(std::ptr::null_mut()));
-        let kept: Kept = Arc::clone(&registration) as Kept;
+        let kept: Kept = Some(Arc::clone(&registration) as _);
         let (comm, out) = (access.comm, Arc::clone(&registration));
         perform(from_mut(access), Stage::RegisterBuffer, Route::Here, &kept, move |calls| {
             let (base, size) = (base as *mut c_void, size_bytes as usize);
@@ -113,16 +114,17 @@ impl Communicator {
     /// # Errors
     /// When the communicator is gone, and the registration with it; when it is another communicator's; when NCCL refuses.
     pub fn deregister_buffer(&self, registration: BufferRegistration) -> Result<(), CommError> {
-        self.check_owner(&registration.memory)?;
+        let BufferRegistration { raw, memory } = registration;
+        self.check_owner(&memory)?;
         let mut access = self.shared.access()?;
-        if registration.raw.0.is_null() {
+        if raw.0.is_null() {
             return Ok(());
         }
-        let Some(place) = access.inner.buffers.iter().position(|known| *known == registration.raw) else {
+        let Some(place) = access.inner.buffers.iter().position(|known| *known == raw) else {
             return Err(self.shared.gone());
         };
         access.inner.buffers.remove(place);
-        self.deregister(&mut access, vec![], vec![registration.raw])
+        self.deregister(&mut access, vec![], vec![raw])
     }
 
     fn deregister(
@@ -132,7 +134,7 @@ impl Communicator {
         buffers: Vec<RegistrationHandle>,
     ) -> Result<(), CommError> {
         let comm = access.comm;
-        perform(from_mut(access), Stage::Deregister, Route::Apart, &super::nothing(), move |calls| {
+        perform(from_mut(access), Stage::Deregister, Route::Apart, &None, move |calls| {
             deregister(calls, comm.raw(), &windows, &buffers)
         })
     }

@@ -29,7 +29,7 @@ pub(crate) unsafe fn submit(operations: &[(&Communicator, Operation)]) -> Result
     let Some(first) = accesses.first() else { return Ok(()) };
     let route = if has_run { Route::Here } else { Route::when_blocking(first.shared.mode, Route::Apart) };
     // SAFETY: the caller's contract; the accesses are held until the call is through.
-    perform(&mut accesses, Stage::Submit, route, &super::nothing(), move |calls| unsafe { issue(calls, &issues) })?;
+    perform(&mut accesses, Stage::Submit, route, &None, move |calls| unsafe { issue(calls, &issues) })?;
     if !has_run {
         for (comm, operation) in operations {
             find(&mut accesses, comm).inner.shapes.insert(operation.shape());
