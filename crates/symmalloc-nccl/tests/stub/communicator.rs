@@ -1,0 +1,696 @@
+//! Communicators on the stub: connecting, collectives, splits, deadlines, and ends of every kind.
+
+use cudarc::driver::CudaStream;
+use std::sync::{Arc, Barrier};
+use std::time::{Duration, Instant};
+use stub_process::{Library, nccl, nccl_test};
+use symmalloc_core::Config;
+use symmalloc_core::agreement::{Transport, TransportError};
+use symmalloc_core::config::PoolConfig;
+use symmalloc_cuda::{CudaAllocator, CudaDevice, DeviceBuffer, GraphPool};
+use symmalloc_nccl::{
+    Capability, CommError, CommState, Communicator, CommunicatorBuilder, Group, LoadError, Nccl, NcclError,
+    NcclTransport, NcclVersion, ReduceOp, Registered, Stage, UniqueId, Window,
+};
+
+const MIB: u64 = 1 << 20;
+/// Long enough for a busy machine, short enough for a test.
+const SHORT: Duration = Duration::from_millis(400);
+
+/// A rank: a thread with a device, a stream, memory and a communicator over all.
+struct Rank {
+    comm: Communicator,
+    allocator: CudaAllocator,
+    stream: Arc<CudaStream>,
+    barrier: Arc<Barrier>,
+}
+
+impl Rank {
+    fn number(&self) -> u32 {
+        self.comm.rank()
+    }
+
+    /// Waits for the other threads.
+    fn meet(&self) {
+        self.barrier.wait();
+    }
+
+    fn buffer(&self, values: &[f32]) -> DeviceBuffer<f32> {
+        let mut buffer = self.allocator.alloc_zeroed::<f32>(&self.stream, values.len()).expect("memory");
+        self.stream.memcpy_htod(values, &mut buffer).expect("copied");
+        buffer
+    }
+
+    fn read(&self, buffer: &DeviceBuffer<f32>) -> Vec<f32> {
+        let values = self.stream.clone_dtoh(buffer).expect("copied");
+        self.stream.synchronize().expect("done");
+        values
+    }
+
+    /// A segment of its own: one allocation that fills it, and its address.
+    fn segment(&self) -> (symmalloc_core::Allocation, u64) {
+        let allocation = self.allocator.allocate(&self.stream, 2 * MIB).expect("memory");
+        (allocation, allocation.address)
+    }
+
+    fn register(&self, base: u64) -> Result<Window, CommError> {
+        match self.comm.register_window(base, 2 * MIB)? {
+            Registered::Window(window) => Ok(window),
+            Registered::Plain(plain) => panic!("{plain:?} is no window"),
+        }
+    }
+}
+
+/// Whole segments of 2 MiB and more: what NCCL can make windows of.
+fn fixed() -> Config {
+    Config::builder().default_pool(PoolConfig::builder().fixed().build().expect("it fits")).build().expect("it fits")
+}
+
+fn builder(device: &Arc<CudaDevice>) -> CommunicatorBuilder {
+    Communicator::builder(device).deadline(Duration::from_secs(20))
+}
+
+/// Runs a body on one thread per rank, connected by `connect`.
+fn ranks_with(
+    ranks: u32,
+    connect: impl Fn(CommunicatorBuilder) -> CommunicatorBuilder + Sync,
+    body: impl Fn(&Rank) + Sync,
+) {
+    let id = UniqueId::new().expect("an id");
+    let barrier = Arc::new(Barrier::new(ranks as usize));
+    std::thread::scope(|scope| {
+        for rank in 0..ranks {
+            let (body, connect, barrier) = (&body, &connect, Arc::clone(&barrier));
+            scope.spawn(move || {
+                let device = CudaDevice::new(rank as usize).expect("a stub device");
+                let comm = connect(builder(&device)).connect(id, rank, ranks).expect("all come");
+                let allocator = CudaAllocator::new(&device, fixed()).expect("an allocator");
+                let stream = device.context().new_stream().expect("a stream");
+                body(&Rank { comm, allocator, stream, barrier });
+            });
+        }
+    });
+}
+
+fn ranks(count: u32, body: impl Fn(&Rank) + Sync) {
+    ranks_with(count, |builder| builder, body);
+}
+
+/// As `ranks`, in both modes one after the other.
+fn in_both_modes(count: u32, body: impl Fn(&Rank) + Sync) {
+    ranks(count, &body);
+    ranks_with(count, CommunicatorBuilder::nonblocking, &body);
+}
+
+nccl_test!(ranks_connect_and_know_themselves, {
+    for count in [1, 2, 3, 8] {
+        in_both_modes(count, |rank| {
+            assert_eq!((rank.comm.ranks(), rank.comm.name()), (count, "world"));
+            assert_eq!(rank.comm.device().ordinal() as u32, rank.number());
+            assert_eq!(rank.comm.state(), CommState::Ready);
+            assert!(rank.comm.cause().is_none() && !rank.comm.raw().is_null());
+            rank.comm.check().expect("nothing is wrong");
+        });
+    }
+    assert_eq!(nccl::live().communicators, 0, "dropped ones are destroyed");
+    nccl::assert_clean();
+});
+
+nccl_test!(every_collective_computes_what_it_says, {
+    in_both_modes(4, |rank| {
+        let (comm, stream, r) = (&rank.comm, &rank.stream, rank.number() as f32);
+        let mine = rank.buffer(&[r, 10.0 * r]);
+
+        let mut sum = rank.buffer(&[-1.0; 2]);
+        comm.all_reduce(&mine, &mut sum, ReduceOp::Sum, stream).expect("submitted");
+        assert_eq!(rank.read(&sum), [6.0, 60.0]);
+        let mut max = rank.buffer(&[r, -r]);
+        comm.all_reduce_in_place(&mut max, ReduceOp::Max, stream).expect("submitted");
+        assert_eq!(rank.read(&max), [3.0, 0.0]);
+        let mut mean = rank.buffer(&[r]);
+        comm.all_reduce_in_place(&mut mean, ReduceOp::Average, stream).expect("submitted");
+        assert_eq!(rank.read(&mean), [1.5]);
+
+        let mut all = rank.buffer(&[-1.0; 8]);
+        comm.all_gather(&mine, &mut all, stream).expect("submitted");
+        assert_eq!(rank.read(&all), [0.0, 0.0, 1.0, 10.0, 2.0, 20.0, 3.0, 30.0]);
+
+        let parts = rank.buffer(&[r, r + 1.0, r + 2.0, r + 3.0]);
+        let mut part = rank.buffer(&[-1.0]);
+        comm.reduce_scatter(&parts, &mut part, ReduceOp::Sum, stream).expect("submitted");
+        assert_eq!(rank.read(&part), [6.0 + 4.0 * r]);
+
+        let mut told = rank.buffer(&[r]);
+        comm.broadcast(&mut told, 2, stream).expect("submitted");
+        assert_eq!(rank.read(&told), [2.0]);
+
+        let mut product = rank.buffer(&[-1.0]);
+        let factor = rank.buffer(&[r + 1.0]);
+        comm.reduce(&factor, &mut product, ReduceOp::Product, 1, stream).expect("submitted");
+        assert_eq!(rank.read(&product), [if rank.number() == 1 { 24.0 } else { -1.0 }]);
+
+        if rank.number() == 0 {
+            comm.send(&mine, 3, stream).expect("submitted");
+        } else if rank.number() == 3 {
+            let mut theirs = rank.buffer(&[-1.0; 2]);
+            comm.receive(&mut theirs, 0, stream).expect("submitted");
+            assert_eq!(rank.read(&theirs), [0.0, 0.0]);
+        }
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(a_group_sends_and_receives_at_once, {
+    in_both_modes(3, |rank| {
+        let (comm, stream, r) = (&rank.comm, &rank.stream, rank.number());
+        let mine = rank.buffer(&[r as f32; 5]);
+        let mut theirs = rank.buffer(&[-1.0; 5]);
+        let mut sum = rank.buffer(&[-1.0; 5]);
+        let mut group = Group::new();
+        group.send(comm, &mine, (r + 1) % 3, stream).expect("a peer");
+        group.receive(comm, &mut theirs, (r + 2) % 3, stream).expect("a peer");
+        group.all_reduce(comm, &mine, &mut sum, ReduceOp::Sum, stream).expect("it fits");
+        group.submit().expect("submitted");
+        assert_eq!(rank.read(&theirs), [((r + 2) % 3) as f32; 5]);
+        assert_eq!(rank.read(&sum), [3.0; 5]);
+        Group::new().submit().expect("nothing is nothing");
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(an_abandoned_group_called_nothing, {
+    ranks(2, |rank| {
+        let buffer = rank.buffer(&[1.0]);
+        let before = nccl::calls("ncclSend") + nccl::calls("ncclGroupStart");
+        let mut group = Group::new();
+        group.send(&rank.comm, &buffer, 0, &rank.stream).expect("a peer");
+        drop(group);
+        assert_eq!(nccl::calls("ncclSend") + nccl::calls("ncclGroupStart"), before);
+    });
+});
+
+nccl_test!(one_thread_drives_several_devices_with_a_group, {
+    let id = UniqueId::new().expect("an id");
+    let devices = [0, 1].map(|ordinal| CudaDevice::new(ordinal).expect("a stub device"));
+    let comms: Vec<Communicator> = std::thread::scope(|scope| {
+        let connecting: Vec<_> = (0..2_u32)
+            .map(|rank| {
+                let device = &devices[rank as usize];
+                scope.spawn(move || builder(device).connect(id, rank, 2).expect("both come"))
+            })
+            .collect();
+        connecting.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+    });
+    let streams = [0, 1].map(|rank: usize| devices[rank].context().new_stream().expect("a stream"));
+    let allocators = [0, 1].map(|rank: usize| CudaAllocator::new(&devices[rank], fixed()).expect("an allocator"));
+    let ones = [0, 1].map(|rank: usize| {
+        let mut buffer = allocators[rank].alloc_zeroed::<f32>(&streams[rank], 3).expect("memory");
+        streams[rank].memcpy_htod(&[1.0; 3], &mut buffer).expect("copied");
+        buffer
+    });
+    let mut sums = [0, 1].map(|rank: usize| allocators[rank].alloc_zeroed::<f32>(&streams[rank], 3).expect("memory"));
+    let mut group = Group::new();
+    for (rank, sum) in sums.iter_mut().enumerate() {
+        group.all_reduce(&comms[rank], &ones[rank], sum, ReduceOp::Sum, &streams[rank]).expect("it fits");
+    }
+    group.submit().expect("submitted");
+    for rank in [0, 1] {
+        assert_eq!(streams[rank].clone_dtoh(&sums[rank]).expect("copied"), [2.0; 3]);
+    }
+    nccl::assert_clean();
+});
+
+nccl_test!(parts_of_a_split_have_names_and_an_order, {
+    in_both_modes(4, |rank| {
+        let r = rank.number();
+        // Ranks 0 and 2 together, 3 alone, 1 nowhere; keys turn the first part round.
+        let color = [Some(0), None, Some(0), Some(7)][r as usize];
+        let part = rank.comm.split(color, 10 - r).expect("all split");
+        let Some(part) = part else {
+            assert_eq!(r, 1);
+            return;
+        };
+        let expected = [("world/1.0", 1, 2), ("", 0, 0), ("world/1.0", 0, 2), ("world/1.7", 0, 1)][r as usize];
+        assert_eq!((part.name(), part.rank(), part.ranks()), expected);
+        assert!(rank.comm.order() < part.order());
+        assert_eq!(part.deadline(), rank.comm.deadline());
+        let mut sum = rank.buffer(&[r as f32]);
+        part.all_reduce_in_place(&mut sum, ReduceOp::Sum, &rank.stream).expect("submitted");
+        assert_eq!(rank.read(&sum), [[2.0, -1.0, 2.0, 3.0][r as usize]]);
+        part.destroy().expect("idle");
+        assert_eq!((part.state(), rank.comm.state()), (CommState::Destroyed, CommState::Ready));
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(orders_are_equal_on_all_ranks, {
+    let orders = std::sync::Mutex::new(vec![]);
+    ranks(3, |rank| {
+        let parts = [0, 1].map(|_| rank.comm.split(Some(0), 0).expect("all split").expect("a color"));
+        let order = [rank.comm.order(), parts[0].order(), parts[1].order()].map(|order| order.as_bytes().to_vec());
+        assert!(order[0] < order[1] && order[1] < order[2]);
+        orders.lock().expect("no panic").push(order);
+    });
+    let orders = orders.into_inner().expect("no panic");
+    assert!(orders.iter().all(|order| *order == orders[0]));
+});
+
+nccl_test!(windows_and_buffers_come_and_go, {
+    in_both_modes(2, |rank| {
+        let (_allocation, base) = rank.segment();
+        let window = rank.register(base).expect("a window");
+        assert_eq!((window.base(), window.size_bytes()), (base, 2 * MIB));
+        assert!(!window.handle().as_ptr().is_null());
+        let buffer = rank.comm.register_buffer(base + 512, 1000).expect("any memory");
+        assert_eq!((buffer.base(), buffer.size_bytes()), (base + 512, 1000));
+        rank.meet();
+        assert_eq!((nccl::live().windows, nccl::live().buffers), (2, 2));
+        rank.meet();
+        rank.comm.deregister_buffer(buffer).expect("known");
+        rank.comm.deregister_window(window).expect("known");
+        rank.meet();
+        assert_eq!((nccl::live().windows, nccl::live().buffers), (0, 0));
+        rank.meet();
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(destroying_gives_windows_back_first, {
+    in_both_modes(2, |rank| {
+        let (allocation, base) = rank.segment();
+        let window = rank.register(base).expect("a window");
+        let _buffer = rank.comm.register_buffer(base, 4096).expect("any memory");
+        rank.meet();
+        rank.comm.destroy().expect("idle");
+        rank.comm.destroy().expect("again is nothing");
+        rank.meet();
+        assert_eq!((nccl::live().windows, nccl::live().buffers, nccl::live().kept_rounds), (0, 0, 0));
+        let calls = nccl::calls("ncclCommWindowDeregister");
+        assert!(matches!(rank.comm.deregister_window(window), Err(CommError::Gone { state: CommState::Destroyed, .. })));
+        assert_eq!(nccl::calls("ncclCommWindowDeregister"), calls, "a window of a gone communicator is not touched");
+        rank.allocator.free(allocation.handle).expect("live");
+        rank.meet();
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(a_gone_communicator_says_so, {
+    ranks(2, |rank| {
+        rank.comm.destroy().expect("idle");
+        assert!(rank.comm.raw().is_null());
+        let mut buffer = rank.buffer(&[1.0]);
+        let refused = rank.comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream);
+        let Err(error) = refused else { panic!("a collective on a destroyed communicator") };
+        assert_eq!(error.to_string(), "communicator \"world\" is destroyed: connect a new one");
+        assert!(matches!(rank.comm.split(None, 0), Err(CommError::Gone { .. })));
+        assert!(matches!(rank.comm.register_buffer(4096, 1), Err(CommError::Gone { .. })));
+        rank.comm.abort().expect("nothing to do");
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(what_does_not_fit_is_refused_before_nccl_sees_it, {
+    ranks(2, |rank| {
+        let (comm, stream) = (&rank.comm, &rank.stream);
+        let before = nccl::calls("ncclAllReduce") + nccl::calls("ncclAllGather") + nccl::calls("ncclBroadcast");
+        let (one, mut two) = (rank.buffer(&[1.0]), rank.buffer(&[1.0; 2]));
+        let length = comm.all_reduce(&one, &mut two, ReduceOp::Sum, stream);
+        let expected =
+            CommError::Length { collective: "ncclAllReduce", role: "receive", actual: 2, expected: 1 };
+        assert_eq!(length, Err(expected));
+        let mut three = rank.buffer(&[1.0; 3]);
+        assert!(matches!(comm.all_gather(&one, &mut three, stream), Err(CommError::Length { expected: 2, .. })));
+        assert_eq!(comm.broadcast(&mut two, 2, stream), Err(CommError::NoSuchRank { rank: 2, ranks: 2 }));
+        assert!(matches!(comm.send(&one, 5, stream), Err(CommError::NoSuchRank { rank: 5, .. })));
+        let other = CudaDevice::new(5).expect("a stub device").context().new_stream().expect("a stream");
+        assert!(matches!(comm.broadcast(&mut two, 0, &other), Err(CommError::ForeignStream { .. })));
+        let after = nccl::calls("ncclAllReduce") + nccl::calls("ncclAllGather") + nccl::calls("ncclBroadcast");
+        assert_eq!(before, after);
+
+        assert_eq!(comm.register_window(4097, 4096).map(|_| ()), Err(CommError::Unaligned { base: 4097 }));
+        assert_eq!(comm.register_window(4096, 0).map(|_| ()), Err(CommError::Empty));
+        assert_eq!(comm.register_buffer(4096, 0).map(|_| ()), Err(CommError::Empty));
+        assert_eq!(comm.state(), CommState::Ready);
+        rank.meet();
+    });
+    assert_eq!(nccl::calls("ncclCommWindowRegister"), 0);
+});
+
+nccl_test!(a_registration_goes_back_where_it_came_from, {
+    ranks(2, |rank| {
+        let other = rank.comm.split(Some(0), 0).expect("all split").expect("a color");
+        let buffer = rank.comm.register_buffer(4096, 4096).expect("any memory");
+        let refused = other.deregister_buffer(buffer);
+        let expected = CommError::ForeignRegistration { name: "world/1.0".into(), owner: "world".into() };
+        assert_eq!(refused, Err(expected));
+    });
+});
+
+nccl_test!(ranks_that_cannot_be_are_refused, {
+    let id = UniqueId::new().expect("an id");
+    let device = CudaDevice::new(0).expect("a stub device");
+    for (rank, ranks) in [(0, 0), (2, 2), (u32::MAX, u32::MAX), (0, u32::MAX)] {
+        let refused = builder(&device).connect(id, rank, ranks).map(|_| ());
+        assert_eq!(refused, Err(CommError::NoSuchRank { rank, ranks }));
+    }
+    assert_eq!(builder(&device).name("").connect(id, 0, 1).map(|_| ()), Err(CommError::Name));
+    assert_eq!(builder(&device).name("a\0b").connect(id, 0, 1).map(|_| ()), Err(CommError::Name));
+    assert_eq!(nccl::calls("ncclCommInitRankConfig"), 0);
+});
+
+nccl_test!(a_rank_that_never_comes_is_an_error_within_the_deadline, {
+    let device = CudaDevice::new(0).expect("a stub device");
+    for (is_blocking, expected) in [(true, CommState::Lost), (false, CommState::Aborted)] {
+        let id = UniqueId::new().expect("an id");
+        let builder = builder(&device).deadline(SHORT);
+        let builder = if is_blocking { builder } else { builder.nonblocking() };
+        let since = Instant::now();
+        let Err(CommError::Deadline { name, stage, waited, state }) = builder.connect(id, 0, 2).map(|_| ()) else {
+            panic!("connected without the other rank");
+        };
+        assert_eq!((&*name, stage, state), ("world", Stage::Connect, expected));
+        assert!(waited >= SHORT && since.elapsed() < Duration::from_secs(5), "{:?}", since.elapsed());
+    }
+    nccl::assert_clean();
+});
+
+/// Rank 1 does not register: what rank 0 is told, and what is left of its communicator.
+fn lone_registration(is_blocking: bool) -> CommState {
+    let left = std::sync::Mutex::new(None);
+    let mode = |builder: CommunicatorBuilder| {
+        let builder = builder.deadline(SHORT);
+        if is_blocking { builder } else { builder.nonblocking() }
+    };
+    ranks_with(2, mode, |rank| {
+        let (_allocation, base) = rank.segment();
+        if rank.number() == 0 {
+            let since = Instant::now();
+            let Err(CommError::Deadline { stage, waited, state, .. }) = rank.register(base).map(|_| ()) else {
+                panic!("a window without the other rank");
+            };
+            assert_eq!((stage, state), (Stage::Register, rank.comm.state()));
+            assert!(waited >= SHORT && since.elapsed() < Duration::from_secs(6), "{:?}", since.elapsed());
+            let later = rank.comm.split(Some(0), 0).map(|_| ());
+            let Err(CommError::Gone { cause: Some(cause), .. }) = later else { panic!("{later:?}") };
+            assert!(matches!(*cause, CommError::Deadline { stage: Stage::Register, .. }));
+            *left.lock().expect("no panic") = Some(state);
+        }
+        rank.meet();
+    });
+    left.into_inner().expect("no panic").expect("rank 0 said")
+}
+
+nccl_test!(a_lone_registration_is_revoked_and_aborted, {
+    assert_eq!(lone_registration(true), CommState::Aborted);
+    nccl::assert_clean();
+});
+
+nccl_test!(a_lone_registration_without_revoke_is_lost, Library::StubWithout("ncclCommRevoke"), [], {
+    assert_eq!(lone_registration(true), CommState::Lost);
+    assert_eq!(nccl::calls("ncclCommAbort"), 0, "a thread is still inside");
+    nccl::assert_clean();
+});
+
+nccl_test!(a_lone_nonblocking_registration_is_aborted, Library::StubWithout("ncclCommRevoke"), [], {
+    assert_eq!(lone_registration(false), CommState::Aborted);
+    nccl::assert_clean();
+});
+
+nccl_test!(abort_gets_another_thread_out_of_a_call, {
+    in_both_modes(2, |rank| {
+        let (_allocation, base) = rank.segment();
+        if rank.number() == 0 {
+            std::thread::scope(|scope| {
+                let registering = scope.spawn(|| rank.register(base).map(|_| ()));
+                std::thread::sleep(Duration::from_millis(100));
+                let since = Instant::now();
+                rank.comm.abort().expect("ended");
+                assert!(since.elapsed() < Duration::from_secs(4), "{:?}", since.elapsed());
+                let outcome = registering.join().expect("no panic");
+                let expected = CommError::Gone { name: "world".into(), state: CommState::Aborted, cause: None };
+                assert_eq!(outcome, Err(expected));
+            });
+        }
+        rank.meet();
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(abort_gives_windows_back_where_there_is_a_revoke, {
+    in_both_modes(2, |rank| {
+        let (_allocation, base) = rank.segment();
+        let _window = rank.register(base).expect("a window");
+        rank.meet();
+        rank.comm.abort().expect("ended");
+        assert_eq!(rank.comm.state(), CommState::Aborted);
+        rank.meet();
+        assert_eq!((nccl::live().windows, nccl::live().kept_rounds, nccl::live().communicators), (0, 0, 0));
+        rank.meet();
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(a_lost_peer_ends_the_communicator_with_its_error, {
+    in_both_modes(3, |rank| {
+        rank.meet();
+        if rank.number() == 0 {
+            nccl::kill(2);
+        }
+        rank.meet();
+        if rank.number() != 2 {
+            let mut buffer = rank.buffer(&[1.0]);
+            let refused = rank.comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream);
+            let Err(CommError::Nccl(error)) = refused else { panic!("{refused:?}") };
+            assert_eq!((error.code, error.name()), (6, "ncclRemoteError"));
+            assert_eq!(rank.comm.state(), CommState::Aborted);
+            assert_eq!(rank.comm.cause(), Some(CommError::Nccl(error)));
+        }
+        rank.meet();
+    });
+});
+
+nccl_test!(an_argument_that_nccl_refuses_does_not_end_the_communicator, {
+    ranks(2, |rank| {
+        nccl::fail("ncclAllReduce", Some(rank.number() as usize), 1, 4);
+        let mut buffer = rank.buffer(&[1.0]);
+        let refused = rank.comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream);
+        assert!(matches!(&refused, Err(CommError::Nccl(NcclError { call: "ncclAllReduce", code: 4, .. }))), "{refused:?}");
+        assert_eq!(rank.comm.state(), CommState::Ready);
+        rank.meet();
+        rank.comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream).expect("submitted");
+        assert_eq!(rank.read(&buffer), [2.0]);
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(a_failed_registration_ends_the_communicator, {
+    in_both_modes(2, |rank| {
+        nccl::fail("ncclCommWindowRegister", Some(rank.number() as usize), 1, 4);
+        let (_allocation, base) = rank.segment();
+        let refused = rank.register(base).map(|_| ());
+        assert!(matches!(&refused, Err(CommError::Nccl(NcclError { code: 4, .. }))), "{refused:?}");
+        assert_eq!(rank.comm.state(), CommState::Aborted);
+        rank.meet();
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(a_failed_connection_leaves_nothing, {
+    let device = CudaDevice::new(0).expect("a stub device");
+    nccl::fail("ncclCommInitRankConfig", None, 1, 2);
+    let id = UniqueId::new().expect("an id");
+    let refused = builder(&device).connect(id, 0, 1).map(|_| ());
+    assert!(matches!(&refused, Err(CommError::Nccl(NcclError { code: 2, .. }))), "{refused:?}");
+    assert_eq!(nccl::live().communicators, 0);
+    builder(&device).connect(UniqueId::new().expect("an id"), 0, 1).expect("again");
+});
+
+nccl_test!(blocking_and_nonblocking_do_not_mix_in_a_group, {
+    let id = UniqueId::new().expect("an id");
+    let device = CudaDevice::new(0).expect("a stub device");
+    let blocking = builder(&device).name("b").connect(id, 0, 1).expect("alone");
+    let id = UniqueId::new().expect("an id");
+    let nonblocking = builder(&device).name("n").nonblocking().connect(id, 0, 1).expect("alone");
+    let stream = device.context().new_stream().expect("a stream");
+    let allocator = CudaAllocator::new(&device, fixed()).expect("an allocator");
+    let [one, two] = [0, 1].map(|_| allocator.alloc_zeroed::<f32>(&stream, 1).expect("memory"));
+    let mut group = Group::new();
+    group.send(&blocking, &one, 0, &stream).expect("a peer");
+    group.send(&nonblocking, &two, 0, &stream).expect("a peer");
+    assert_eq!(group.submit(), Err(CommError::MixedGroup { blocking: "b".into(), nonblocking: "n".into() }));
+    nccl::assert_clean();
+});
+
+nccl_test!(nccls_own_variable_decides_how_calls_are_made, ["NCCL_COMM_BLOCKING" = "0"], {
+    ranks(2, |rank| assert!(!rank.comm.is_blocking()));
+});
+
+nccl_test!(a_first_collective_that_waits_for_ranks_ends_at_the_deadline, ["STUB_NCCL_CONNECT_BLOCKS" = "1"], {
+    ranks_with(
+        2,
+        |builder| builder.deadline(SHORT),
+        |rank| {
+            let mut buffer = rank.buffer(&[1.0]);
+            if rank.number() == 0 {
+                let late = rank.comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream);
+                assert!(matches!(late, Err(CommError::Deadline { stage: Stage::Submit, .. })), "{late:?}");
+                assert_ne!(rank.comm.state(), CommState::Ready);
+            }
+            rank.meet();
+        },
+    );
+    nccl::assert_clean();
+});
+
+nccl_test!(a_borrowed_communicator_is_left_to_its_owner, {
+    ranks(2, |rank| {
+        let raw = rank.comm.raw();
+        // SAFETY: the owner keeps it until the end of this body, and does not call NCCL with it meanwhile.
+        let borrowed = unsafe { builder(rank.comm.device()).name("theirs").borrow(raw) }.expect("a communicator");
+        assert_eq!((borrowed.rank(), borrowed.ranks(), borrowed.name()), (rank.number(), 2, "theirs"));
+        let mut buffer = rank.buffer(&[1.0]);
+        borrowed.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream).expect("submitted");
+        assert_eq!(rank.read(&buffer), [2.0]);
+        let (_allocation, base) = rank.segment();
+        let _window = borrowed.register_window(base, 2 * MIB).expect("a window");
+        rank.meet();
+        drop(borrowed);
+        rank.meet();
+        assert_eq!((nccl::live().windows, nccl::live().communicators), (0, 2), "its windows go, the communicator stays");
+        rank.comm.check().expect("untouched");
+
+        let elsewhere = CudaDevice::new(7).expect("a stub device");
+        // SAFETY: as above.
+        let refused = unsafe { builder(&elsewhere).borrow(raw) }.map(|_| ());
+        let expected = CommError::OtherDevice { ordinal: 7, actual: rank.number() as i32 };
+        assert_eq!(refused, Err(expected));
+        rank.meet();
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(agreement_speaks_over_the_communicator, {
+    in_both_modes(3, |rank| {
+        let transport = NcclTransport::new(&rank.comm).expect("memory");
+        assert_eq!((transport.rank(), transport.ranks()), (rank.number(), 3));
+        for bytes in [1_usize, 64, 1024, 5000] {
+            let message = vec![rank.number() as u8 + 1; bytes];
+            let gathered = transport.all_gather(&message).expect("all speak");
+            assert_eq!((gathered.len(), gathered.message_bytes()), (3, bytes));
+            for (speaker, said) in gathered.iter().enumerate() {
+                assert!(said.iter().all(|byte| usize::from(*byte) == speaker + 1));
+            }
+        }
+        assert!(transport.all_gather(&[]).expect("nothing to say").is_empty());
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(a_rank_that_does_not_speak_is_overdue, {
+    ranks_with(
+        2,
+        |builder| builder.deadline(SHORT),
+        |rank| {
+            let transport = NcclTransport::new(&rank.comm).expect("memory");
+            if rank.number() == 0 {
+                let since = Instant::now();
+                let gathered = transport.all_gather(&[1; 64]);
+                assert!(matches!(gathered, Err(TransportError::Overdue { waited }) if waited >= SHORT), "{gathered:?}");
+                assert!(since.elapsed() < Duration::from_secs(6));
+                assert_eq!(rank.comm.state(), CommState::Aborted);
+                assert!(matches!(rank.comm.cause(), Some(CommError::Deadline { stage: Stage::Run, .. })));
+                assert_eq!(transport.all_gather(&[1; 64]), Err(TransportError::Closed));
+            }
+            rank.meet();
+        },
+    );
+    nccl::assert_clean();
+});
+
+nccl_test!(registering_in_a_capture_says_what_to_do, {
+    ranks(1, |rank| {
+        let (_allocation, base) = rank.segment();
+        let pool = GraphPool::new(&rank.allocator).expect("a pool");
+        let capture = pool.begin(&rank.stream).expect("a capture");
+        let refused = rank.comm.register_window(base, 2 * MIB).map(|_| ());
+        assert_eq!(refused, Err(CommError::Capturing));
+        drop(capture);
+        let window = rank.register(base).expect("after the capture");
+        rank.comm.deregister_window(window).expect("known");
+    });
+});
+
+nccl_test!(without_nvlink_newer_libraries_register_plainly, ["STUB_NCCL_NO_SYMMETRIC" = "1", "STUB_NCCL_VERSION" = "22907"], {
+    ranks(2, |rank| {
+        let (_allocation, base) = rank.segment();
+        let Registered::Plain(plain) = rank.comm.register_window(base, 2 * MIB).expect("registered") else {
+            panic!("a window without NVLink");
+        };
+        assert_eq!((plain.base(), plain.size_bytes()), (base, 2 * MIB));
+        rank.comm.deregister_buffer(plain).expect("known");
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(a_library_under_its_other_name_is_found, Library::Named("libnccl.so"), [], {
+    let nccl = Nccl::load().expect("libnccl.so");
+    assert_eq!(nccl.version(), NcclVersion::new(2, 28, 9));
+    assert!(nccl.path().ends_with("libnccl.so"), "{}", nccl.path().display());
+});
+
+nccl_test!(a_missing_library_is_an_error_that_says_what_was_tried, Library::Missing, [], {
+    let Err(LoadError::LibraryMissing { tried }) = Nccl::load().map(|_| ()) else { panic!("found a library") };
+    assert!(tried[0].contains("libnccl.so.2") && tried[1].contains("libnccl.so"), "{tried:?}");
+    let refused = UniqueId::new().map(|_| ());
+    assert!(matches!(refused, Err(CommError::Load(LoadError::LibraryMissing { .. }))));
+});
+
+nccl_test!(a_library_that_is_loaded_already_is_shared, {
+    // SAFETY: opens the stub.
+    let loaded = unsafe { libloading::Library::new("libnccl.so.2") }.expect("on the path");
+    // SAFETY: the symbol's type.
+    let version = unsafe { loaded.get::<unsafe extern "C" fn(*mut i32) -> i32>("ncclGetVersion") }.expect("a symbol");
+    let mut code = 0;
+    // SAFETY: valid for writing.
+    assert_eq!(unsafe { version(&raw mut code) }, 0);
+    let before = nccl::calls("ncclGetVersion");
+    Nccl::load().expect("the same");
+    assert_eq!(nccl::calls("ncclGetVersion"), before + 1, "one library has all the calls");
+});
+
+nccl_test!(a_library_without_a_needed_call_is_refused, Library::StubWithout("ncclCommSplit"), [], {
+    let Err(LoadError::SymbolMissing { symbol, .. }) = Nccl::load().map(|_| ()) else { panic!("loaded") };
+    assert_eq!(symbol, "ncclCommSplit");
+});
+
+nccl_test!(an_old_library_is_refused_by_version, ["STUB_NCCL_VERSION" = "21701"], {
+    let Err(LoadError::TooOld { version, .. }) = Nccl::load().map(|_| ()) else { panic!("loaded") };
+    assert_eq!(version, NcclVersion::new(2, 17, 1));
+});
+
+nccl_test!(
+    an_older_library_does_what_it_can,
+    Library::StubWithoutAll(&["ncclCommWindowRegister", "ncclCommWindowDeregister", "ncclCommRevoke"]),
+    ["STUB_NCCL_VERSION" = "22106"],
+    {
+        let loaded = Nccl::load().expect("old enough");
+        assert!(loaded.supports(Capability::BufferRegistration));
+        assert!(!loaded.supports(Capability::Windows) && !loaded.supports(Capability::Revoke));
+        ranks(2, |rank| {
+            let version = NcclVersion::new(2, 21, 6);
+            let expected = CommError::Unsupported { capability: Capability::Windows, version };
+            assert_eq!(
+                expected.to_string(),
+                "symmetric windows needs NCCL 2.27.3, the library is 2.21.6: install a newer one, or name it in \
+                 SYMMALLOC_NCCL_LIBRARY"
+            );
+            assert_eq!(rank.comm.register_window(4096, 4096).map(|_| ()), Err(expected));
+            let buffer = rank.comm.register_buffer(4096, 4096).expect("any memory");
+            rank.comm.deregister_buffer(buffer).expect("known");
+            let mut sum = rank.buffer(&[1.0]);
+            rank.comm.all_reduce_in_place(&mut sum, ReduceOp::Sum, &rank.stream).expect("submitted");
+            assert_eq!(rank.read(&sum), [2.0]);
+        });
+        nccl::assert_clean();
+    }
+);
