@@ -1,0 +1,5 @@
+//! NCCL registration on stubs of libcuda and libnccl: everything but the devices. Runs everywhere, and each test in a
+//! process of its own (see `stub_process`).
+
+mod raw;
+mod stub_itself;

@@ -1,0 +1,173 @@
+//! `ncclGroupStart` and `ncclGroupEnd`: calls of a thread that are made together at the end of the outermost group.
+//!
+//! Host steps of all communicators begin before any is waited for, so that one thread can make them for several ranks.
+//! Windows come before collectives, and the sends and receives of one communicator and stream are one kernel.
+
+use crate::codes::{IN_PROGRESS, INVALID_ARGUMENT, SUCCESS};
+use crate::member::{Member, Step};
+use crate::messages::{Join, Kind, Round};
+use crate::options::options;
+use crate::registry::{self, Link};
+use crate::streams::{self, Kernel, Launch};
+use std::cell::RefCell;
+use std::ffi::c_int;
+use std::mem::take;
+use std::sync::Arc;
+
+/// A call that a group makes at its end.
+#[derive(Debug)]
+pub enum Action {
+    /// A communicator joins its job; `None`: it hangs.
+    Init(Option<Join>),
+    /// A host step begins; without a round, it hangs.
+    Step(Step, Option<Round>),
+    /// A kernel goes to a stream.
+    Launch(Launch),
+}
+
+#[derive(Debug, Default)]
+struct Group {
+    depth: u32,
+    actions: Vec<(Arc<Member>, Action)>,
+    /// The first error of a call in it.
+    error: c_int,
+}
+
+thread_local! {
+    static GROUP: RefCell<Group> = RefCell::default();
+}
+
+/// As `ncclGroupStart`.
+pub fn start() -> c_int {
+    GROUP.with_borrow_mut(|group| group.depth += 1);
+    SUCCESS
+}
+
+/// As `ncclGroupEnd`.
+pub fn end() -> c_int {
+    let ended = GROUP.with_borrow_mut(|group| {
+        if group.depth == 0 {
+            return Err(crate::codes::INVALID_USAGE);
+        }
+        group.depth -= 1;
+        if group.depth > 0 {
+            return Err(SUCCESS);
+        }
+        Ok((take(&mut group.actions), take(&mut group.error)))
+    });
+    match ended {
+        Err(code) => code,
+        Ok((_, error)) if error != SUCCESS => error,
+        Ok((actions, _)) => run(actions),
+    }
+}
+
+/// Whether this thread is in a group.
+pub fn is_open() -> bool {
+    GROUP.with_borrow(|group| group.depth > 0)
+}
+
+/// A call in a group failed: its end says so too.
+pub fn note(code: c_int) {
+    GROUP.with_borrow_mut(|group| {
+        if group.depth > 0 && group.error == SUCCESS && code != IN_PROGRESS {
+            group.error = code;
+        }
+    });
+}
+
+/// Makes a call: now, or at the end of the group.
+pub fn submit(member: Arc<Member>, action: Action) -> c_int {
+    if is_open() {
+        GROUP.with_borrow_mut(|group| group.actions.push((member, action)));
+        return SUCCESS;
+    }
+    run(vec![(member, action)])
+}
+
+fn run(actions: Vec<(Arc<Member>, Action)>) -> c_int {
+    let Some((first, _)) = actions.first() else { return SUCCESS };
+    let is_blocking = first.is_blocking;
+    if actions.iter().any(|(member, _)| member.is_blocking != is_blocking) {
+        // NCCL: "Blocking and nonblocking communicators are not allowed in the same group".
+        return INVALID_ARGUMENT;
+    }
+    let mut joining = Vec::new();
+    let mut tickets = Vec::new();
+    let mut launches: Vec<(Arc<Member>, Launch)> = Vec::new();
+    for (member, action) in actions {
+        match action {
+            Action::Init(Some(join)) => {
+                let link = Link::Local { member: member.handle };
+                registry::join(join, link);
+                joining.push(member);
+            }
+            Action::Init(None) => joining.push(member),
+            Action::Step(step, round) => {
+                let ticket = member.begin(step, round);
+                tickets.push((member, ticket));
+            }
+            Action::Launch(launch) => fuse(&mut launches, member, launch),
+        }
+    }
+    if !is_blocking {
+        for (member, launch) in launches {
+            member.lock().launches.push_back(launch);
+        }
+        return IN_PROGRESS;
+    }
+    let joined = joining.iter().map(|member| member.wait_until_joined()).find(|code| *code != SUCCESS);
+    let stepped: Vec<c_int> = tickets.into_iter().map(|(member, ticket)| member.wait(ticket)).collect();
+    let failed = joined.or_else(|| stepped.into_iter().find(|code| *code != SUCCESS));
+    if let Some(code) = failed {
+        return code;
+    }
+    for (member, launch) in &launches {
+        let code = prepare(member, launch);
+        if code != SUCCESS {
+            return code;
+        }
+    }
+    let codes = launches.into_iter().map(|(member, launch)| streams::launch(&member, launch));
+    codes.fold(SUCCESS, |first, code| if first == SUCCESS { code } else { first })
+}
+
+/// What a blocking collective does with the other ranks on the host before its launch.
+fn prepare(member: &Arc<Member>, launch: &Launch) -> c_int {
+    let Kernel::Collective { signature, send, receive, .. } = &launch.kernel else { return SUCCESS };
+    let (connects, places) = {
+        let mut inner = member.lock();
+        let connects = options().connect_blocks && !std::mem::replace(&mut inner.is_connected, true);
+        (connects, (inner.windows.place(send.0), inner.windows.place(receive.0)))
+    };
+    if connects {
+        let ticket = member.begin(Step::Meet, (!launch.is_hung).then_some(Round::Meet));
+        let code = member.wait(ticket);
+        if code != SUCCESS {
+            return code;
+        }
+    }
+    if !options().checks || signature.kind == Kind::Scatter {
+        return SUCCESS;
+    }
+    let round = Round::Check { signature: *signature, places };
+    let ticket = member.begin(Step::Meet, (!launch.is_hung).then_some(round));
+    member.wait(ticket)
+}
+
+/// Adds a kernel; transfers of one communicator and stream become one.
+fn fuse(launches: &mut Vec<(Arc<Member>, Launch)>, member: Arc<Member>, launch: Launch) {
+    if let Kernel::Transfers(new) = &launch.kernel {
+        for (other, known) in launches.iter_mut() {
+            if let Kernel::Transfers(transfers) = &mut known.kernel
+                && Arc::ptr_eq(other, &member)
+                && known.stream == launch.stream
+            {
+                transfers.extend_from_slice(new);
+                known.is_hung |= launch.is_hung;
+                return;
+            }
+        }
+    }
+    launches.push((member, launch));
+}

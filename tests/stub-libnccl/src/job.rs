@@ -1,0 +1,345 @@
+//! One communicator over all its ranks: a state machine that ranks tell what they do, and that says when it is done.
+//!
+//! ```text
+//!  rank 0 ─ Arrived ─┐                          ┌─ Done ─► rank 0
+//!  rank 1 ─ Arrived ─┼─► all ranks' heads are ──┼─ Done ─► rank 1
+//!  rank 2 ─ Arrived ─┘   there: data moves      └─ Done ─► rank 2
+//! ```
+//!
+//! It lives in the process that made the unique id. `Round`s are the same on the host: registration, split. Neither has a
+//! timeout. A collective of a rank that left or died is never done; a round of it ends in an error, as its sockets do.
+
+use crate::codes::{CUDA_ERROR, INVALID_ARGUMENT, REMOTE_ERROR, SUCCESS};
+use crate::data::{self, Base, Rounds};
+use crate::ledger::violate;
+use crate::messages::{Collective, Extent, Join, Kind, Place, Round, Signature, ToJob, ToRank, Transfer, Work};
+use crate::options::options;
+use crate::registry::Link;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::c_int;
+
+/// One rank's place in a job.
+#[derive(Debug)]
+pub struct Seat {
+    /// Who it is.
+    pub join: Join,
+    /// How it is told things.
+    pub link: Link,
+    /// Where its memory file is mapped here.
+    pub base: Base,
+    /// Its communicator is gone.
+    has_left: bool,
+    /// Work at the front of its stream.
+    head: Option<(u64, Work)>,
+    /// Host steps that the other ranks did not make yet.
+    rounds: Vec<(u64, Round)>,
+}
+
+/// See the file's comment.
+#[derive(Debug)]
+pub struct Job {
+    /// By rank.
+    pub seats: Vec<Seat>,
+    /// Memory of registrations that some rank still maps.
+    registered: Rounds,
+    /// Who does not map it any more.
+    dropped: BTreeMap<u64, BTreeSet<usize>>,
+    next_round: u64,
+    /// Work that can never be done was reported.
+    is_stuck: bool,
+}
+
+/// What is to be told to whom.
+pub type Outbox = Vec<(Link, ToRank)>;
+
+/// Ranks that a split brings together: color and the ranks' keys, old ranks and new communicators.
+pub type Parts = BTreeMap<c_int, Vec<(c_int, usize, u64)>>;
+
+impl Job {
+    /// A job whose ranks are all there, in their order.
+    pub fn new(seats: Vec<(Join, Link, Base)>) -> Self {
+        let seat = |(join, link, base)| Seat { join, link, base, has_left: false, head: None, rounds: Vec::new() };
+        Job {
+            seats: seats.into_iter().map(seat).collect(),
+            registered: BTreeMap::new(),
+            dropped: BTreeMap::new(),
+            next_round: 0,
+            is_stuck: false,
+        }
+    }
+
+    /// Takes a message. Answers go to the outbox; the parts of a split are for the registry to bring together.
+    pub fn handle(&mut self, from: usize, message: ToJob, outbox: &mut Outbox) -> Option<Parts> {
+        match message {
+            ToJob::Arrived { instance, work } => {
+                self.seats[from].head = Some((instance, work));
+                self.advance(outbox);
+            }
+            ToJob::Round { ticket, round } => {
+                self.seats[from].rounds.push((ticket, round));
+                return self.meet(outbox);
+            }
+            ToJob::Drop { round } => self.drop_round(from, round, outbox),
+            ToJob::Leave => self.leave(from, outbox),
+            ToJob::Die => {
+                let link = self.seats[from].link.clone();
+                self.leave(from, outbox);
+                let others = self.seats.iter().filter(|seat| seat.link != link && !seat.has_left);
+                outbox.extend(others.map(|seat| (seat.link.clone(), ToRank::Failed { code: REMOTE_ERROR })));
+            }
+        }
+        None
+    }
+
+    /// Whether all ranks' communicators are gone.
+    pub fn is_over(&self) -> bool {
+        self.seats.iter().all(|seat| seat.has_left)
+    }
+
+    fn finish(&mut self, ticket_of: impl Fn(usize) -> u64, code: c_int, outbox: &mut Outbox) {
+        let round = self.next_round;
+        for (rank, seat) in self.seats.iter().enumerate() {
+            outbox.push((seat.link.clone(), ToRank::Finished { ticket: ticket_of(rank), round, code }));
+        }
+        self.next_round += 1;
+    }
+
+    /// Ends a round that all ranks have come to.
+    fn meet(&mut self, outbox: &mut Outbox) -> Option<Parts> {
+        if self.seats.iter().any(|seat| seat.has_left) {
+            self.fail_rounds(outbox);
+            return None;
+        }
+        if self.seats.iter().any(|seat| seat.rounds.is_empty()) {
+            return None;
+        }
+        let came: Vec<(u64, Round)> = self.seats.iter_mut().map(|seat| seat.rounds.remove(0)).collect();
+        let ticket_of = |rank: usize| came[rank].0;
+        let kind = std::mem::discriminant(&came[0].1);
+        if came.iter().any(|(_, round)| std::mem::discriminant(round) != kind) {
+            let names: Vec<_> = came.iter().map(|(_, round)| round.name()).collect();
+            violate(format!("ranks do different things on the host: {}", names.join(", ")));
+            // They wait for each other's messages for ever.
+            return None;
+        }
+        let mut parts = None;
+        let code = match &came[0].1 {
+            Round::Window { .. } => self.register(&came),
+            Round::Check { .. } => check(&came),
+            Round::Meet => SUCCESS,
+            Round::Split { .. } => {
+                let mut by_color = Parts::new();
+                for (rank, (_, round)) in came.iter().enumerate() {
+                    if let Round::Split { color, key, member } = round
+                        && *color >= 0
+                    {
+                        by_color.entry(*color).or_default().push((*key, rank, *member));
+                    }
+                }
+                by_color.values_mut().for_each(|part| part.sort_unstable());
+                parts = Some(by_color);
+                SUCCESS
+            }
+        };
+        self.finish(ticket_of, code, outbox);
+        parts
+    }
+
+    /// Windows over the ranks' memory. Its number is `next_round`.
+    fn register(&mut self, came: &[(u64, Round)]) -> c_int {
+        let memories: Vec<(Vec<Extent>, u64)> = came
+            .iter()
+            .map(|(_, round)| match round {
+                Round::Window { memory, size } => (memory.clone(), *size),
+                _ => unreachable!("all ranks register"),
+            })
+            .collect();
+        let sizes: BTreeSet<u64> = memories.iter().map(|(_, size)| *size).collect();
+        let mapped: BTreeSet<u64> =
+            memories.iter().map(|(memory, _)| memory.iter().map(|(_, length)| length).sum()).collect();
+        if (sizes.len() > 1 || mapped.len() > 1) && options().version < 23_006 {
+            violate(format!(
+                "windows of different sizes: {:?}",
+                memories.iter().map(|(_, size)| size).collect::<Vec<_>>()
+            ));
+            return CUDA_ERROR;
+        }
+        self.registered.insert(self.next_round, memories.into_iter().map(|(memory, _)| memory).collect());
+        SUCCESS
+    }
+
+    fn drop_round(&mut self, from: usize, round: u64, outbox: &mut Outbox) {
+        if !self.registered.contains_key(&round) {
+            return;
+        }
+        let dropped = self.dropped.entry(round).or_default();
+        dropped.insert(from);
+        if dropped.len() == self.seats.len() {
+            self.dropped.remove(&round);
+            self.registered.remove(&round);
+            outbox.extend(self.seats.iter().map(|seat| (seat.link.clone(), ToRank::Free { round })));
+        }
+    }
+
+    fn leave(&mut self, from: usize, outbox: &mut Outbox) {
+        if std::mem::replace(&mut self.seats[from].has_left, true) {
+            return;
+        }
+        self.seats[from].head = None;
+        for round in self.registered.keys().copied().collect::<Vec<_>>() {
+            self.drop_round(from, round, outbox);
+        }
+        self.seats[from].rounds.clear();
+        self.fail_rounds(outbox);
+    }
+
+    /// Rounds that a rank will never come to end in an error.
+    fn fail_rounds(&mut self, outbox: &mut Outbox) {
+        for seat in &mut self.seats {
+            for (ticket, _) in seat.rounds.drain(..) {
+                let failed = ToRank::Finished { ticket, round: u64::MAX, code: REMOTE_ERROR };
+                outbox.push((seat.link.clone(), failed));
+            }
+        }
+    }
+
+    /// Does what can be done of the work at the fronts of the ranks' streams.
+    fn advance(&mut self, outbox: &mut Outbox) {
+        self.transfer(outbox);
+        let heads: Option<Vec<&Collective>> = self
+            .seats
+            .iter()
+            .map(|seat| match &seat.head {
+                Some((_, Work::Collective(collective))) => Some(collective),
+                _ => None,
+            })
+            .collect();
+        let Some(heads) = heads else { return };
+        let first = heads[0].signature;
+        if self.is_stuck {
+            return;
+        }
+        if let Some(rank) = heads.iter().position(|head| head.signature != first) {
+            violate(format!("collectives differ: rank 0 {first:?}, rank {rank} {:?}", heads[rank].signature));
+            self.is_stuck = true;
+            return;
+        }
+        let symmetric = heads.iter().filter(|head| head.symmetric.is_some()).count();
+        if symmetric != 0 && symmetric != heads.len() {
+            violate(format!("{:?}: {symmetric} of {} ranks have both buffers in windows", first.kind, heads.len()));
+            self.is_stuck = true;
+            return;
+        }
+        if let Some(text) = differing(&heads) {
+            violate(text);
+        }
+        let parts: Vec<Collective> = heads.into_iter().cloned().collect();
+        let bases: Vec<Base> = self.seats.iter().map(|seat| seat.base).collect();
+        data::run(&bases, &self.registered, &parts);
+        for seat in &mut self.seats {
+            let (instance, _) = seat.head.take().expect("all heads are there");
+            outbox.push((seat.link.clone(), ToRank::Done { instance }));
+        }
+    }
+
+    /// Matches sends with receives.
+    fn transfer(&mut self, outbox: &mut Outbox) {
+        for from in 0..self.seats.len() {
+            for to in 0..self.seats.len() {
+                while let Some((send, receive)) = self.pair(from, to) {
+                    if send.bytes != receive.bytes {
+                        violate(format!(
+                            "rank {from} sends {} bytes, rank {to} receives {}",
+                            send.bytes, receive.bytes
+                        ));
+                        break;
+                    }
+                    let bytes =
+                        data::read(self.seats[from].base, send.extents.as_deref().unwrap_or_default(), 0, send.bytes);
+                    data::write(self.seats[to].base, receive.extents.as_deref().unwrap_or_default(), 0, &bytes);
+                    *self.open(from, to, true).map(|transfer| &mut transfer.is_done).expect("just seen") = true;
+                    *self.open(to, from, false).map(|transfer| &mut transfer.is_done).expect("just seen") = true;
+                }
+            }
+        }
+        for seat in &mut self.seats {
+            if let Some((instance, Work::Transfers(transfers))) = &seat.head
+                && transfers.iter().all(|transfer| transfer.is_done)
+            {
+                outbox.push((seat.link.clone(), ToRank::Done { instance: *instance }));
+                seat.head = None;
+            }
+        }
+    }
+
+    /// The first transfer of a rank with a peer that did not happen yet.
+    fn open(&mut self, rank: usize, peer: usize, is_send: bool) -> Option<&mut Transfer> {
+        match &mut self.seats[rank].head {
+            Some((_, Work::Transfers(transfers))) => transfers
+                .iter_mut()
+                .find(|transfer| transfer.peer == peer && transfer.is_send == is_send && !transfer.is_done),
+            _ => None,
+        }
+    }
+
+    fn pair(&mut self, from: usize, to: usize) -> Option<(Transfer, Transfer)> {
+        let send = self.open(from, to, true)?.clone();
+        let receive = self.open(to, from, false)?.clone();
+        Some((send, receive))
+    }
+}
+
+impl Round {
+    fn name(&self) -> &'static str {
+        match self {
+            Round::Window { .. } => "ncclCommWindowRegister",
+            Round::Split { .. } => "ncclCommSplit",
+            Round::Check { .. } => "a collective, with checks",
+            Round::Meet => "connecting",
+        }
+    }
+}
+
+/// Whether ranks use one place for a buffer.
+fn is_one(places: &[Place]) -> bool {
+    places.iter().all(|place| (place.space_offset, place.offset) == (places[0].space_offset, places[0].offset))
+}
+
+/// Whether the places of send and receive buffers count, as in `ncclArgsGlobalCheck`.
+fn counts(kind: Kind) -> (bool, bool) {
+    (matches!(kind, Kind::AllReduce | Kind::ReduceScatter), matches!(kind, Kind::AllReduce | Kind::AllGather))
+}
+
+/// How ranks that all use symmetric kernels differ in their places.
+fn differing(heads: &[&Collective]) -> Option<String> {
+    let places: Option<Vec<(Place, Place)>> = heads.iter().map(|head| head.symmetric).collect();
+    let (sends, receives): (Vec<_>, Vec<_>) = places?.into_iter().unzip();
+    let kind = heads[0].signature.kind;
+    let (send_counts, receive_counts) = counts(kind);
+    let is_wrong = (send_counts && !is_one(&sends)) || (receive_counts && !is_one(&receives));
+    let show = |places: &[Place]| {
+        let texts: Vec<_> = places.iter().map(|place| format!("{:#x}+{}", place.space_offset, place.offset)).collect();
+        texts.join(" ")
+    };
+    is_wrong.then(|| format!("{kind:?} on places that differ: send {}, receive {}", show(&sends), show(&receives)))
+}
+
+/// As `ncclArgsGlobalCheck`: what every rank says of its buffers must be the same.
+fn check(came: &[(u64, Round)]) -> c_int {
+    let told: Vec<(Signature, (Option<Place>, Option<Place>))> = came
+        .iter()
+        .map(|(_, round)| match round {
+            Round::Check { signature, places } => (*signature, *places),
+            _ => unreachable!("all ranks check"),
+        })
+        .collect();
+    let (send_counts, receive_counts) = counts(told[0].0.kind);
+    let agrees = |places: Vec<Option<Place>>, place_counts: bool| {
+        let are_equal = places.iter().all(|place| place.is_some() == places[0].is_some());
+        let known: Vec<Place> = places.into_iter().flatten().collect();
+        are_equal && (!place_counts || known.is_empty() || is_one(&known))
+    };
+    let sends = agrees(told.iter().map(|(_, (send, _))| *send).collect(), send_counts);
+    let receives = agrees(told.iter().map(|(_, (_, receive))| *receive).collect(), receive_counts);
+    if sends && receives { SUCCESS } else { INVALID_ARGUMENT }
+}

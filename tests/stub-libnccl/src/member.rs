@@ -1,0 +1,353 @@
+//! One rank's communicator: what `ncclComm_t` points to.
+//!
+//! Host steps that need the other ranks have a ticket: a blocking communicator waits for it on the calling thread, another
+//! one says `ncclInProgress` until it is over. Nothing here has a timeout.
+
+use crate::codes::{IN_PROGRESS, INTERNAL_ERROR, INVALID_ARGUMENT, SUCCESS};
+use crate::ledger::violate;
+use crate::messages::{Round, ToJob, ToRank};
+use crate::registry;
+use crate::streams::{self, Launch, Queued};
+use crate::window::{PendingWindow, Windows};
+use std::collections::{BTreeMap, VecDeque};
+use std::ffi::c_int;
+use std::mem::take;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+/// What may be done with a communicator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Life {
+    /// Not all ranks are there.
+    Joining,
+    /// Everything.
+    Live,
+    /// `ncclCommFinalize` was called.
+    Finalized,
+    /// `ncclCommDestroy` was called.
+    Destroyed,
+    /// `ncclCommAbort` was called.
+    Aborted,
+    /// It never came to be, with this code.
+    Refused(c_int),
+}
+
+/// A host step that waits for the other ranks.
+#[derive(Debug)]
+pub enum Step {
+    /// A window is registered.
+    Window(PendingWindow),
+    /// A communicator is split: the new one, and where its handle is written.
+    Split {
+        /// `None`: this rank is in no part.
+        child: Option<Arc<Member>>,
+        /// An address of the caller.
+        out: usize,
+    },
+    /// Arguments are compared, or connections made.
+    Meet,
+}
+
+/// What changes.
+#[derive(Debug)]
+pub struct Inner {
+    /// See [`Life`].
+    pub life: Life,
+    /// The job, and the rank in it.
+    pub job: u64,
+    /// See `job`.
+    pub rank: usize,
+    /// How many ranks there are.
+    pub ranks: usize,
+    /// An error that `ncclCommGetAsyncError` says from now on.
+    pub error: c_int,
+    /// Host steps under way.
+    pub steps: BTreeMap<u64, Step>,
+    /// Host steps that are over, and their codes. A blocking caller takes its own.
+    finished: BTreeMap<u64, c_int>,
+    /// Collectives of a nonblocking communicator that its thread has not put on a stream yet.
+    pub launches: VecDeque<Launch>,
+    /// The thread was asked once how far it is.
+    polled: bool,
+    /// Work on streams, in order.
+    pub queue: VecDeque<Queued>,
+    /// Windows and registered buffers.
+    pub windows: Windows,
+    /// Connections were made.
+    pub is_connected: bool,
+}
+
+/// See the file's comment.
+#[derive(Debug)]
+pub struct Member {
+    /// `ncclComm_t`.
+    pub handle: u64,
+    /// Its rank in the first communicator.
+    pub world: usize,
+    /// Its device.
+    pub device: c_int,
+    /// Calls wait.
+    pub is_blocking: bool,
+    busy: AtomicBool,
+    inner: Mutex<Inner>,
+    changed: Condvar,
+}
+
+static MEMBERS: Mutex<BTreeMap<u64, Arc<Member>>> = Mutex::new(BTreeMap::new());
+static NEXT: AtomicU64 = AtomicU64::new(1);
+
+fn members() -> MutexGuard<'static, BTreeMap<u64, Arc<Member>>> {
+    MEMBERS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A number that was never given before: for handles and tickets.
+pub fn fresh() -> u64 {
+    0x5000_0000_0000 + NEXT.fetch_add(1, Ordering::Relaxed) * 0x100
+}
+
+/// A communicator by its handle, also one that is gone.
+pub fn find(handle: u64) -> Option<Arc<Member>> {
+    members().get(&handle).cloned()
+}
+
+/// All communicators.
+pub fn all() -> Vec<Arc<Member>> {
+    members().values().cloned().collect()
+}
+
+/// A message of a job.
+pub fn deliver(handle: u64, message: ToRank) {
+    if let Some(member) = find(handle) {
+        member.receive(message);
+    }
+}
+
+impl Member {
+    /// A communicator that joins a job.
+    pub fn create(world: usize, device: c_int, is_blocking: bool) -> Arc<Member> {
+        let inner = Inner {
+            life: Life::Joining,
+            job: 0,
+            rank: 0,
+            ranks: 0,
+            error: SUCCESS,
+            steps: BTreeMap::new(),
+            finished: BTreeMap::new(),
+            launches: VecDeque::new(),
+            polled: false,
+            queue: VecDeque::new(),
+            windows: Windows::default(),
+            is_connected: false,
+        };
+        let member = Arc::new(Member {
+            handle: fresh(),
+            world,
+            device,
+            is_blocking,
+            busy: AtomicBool::new(false),
+            inner: Mutex::new(inner),
+            changed: Condvar::new(),
+        });
+        members().insert(member.handle, Arc::clone(&member));
+        member
+    }
+
+    /// What changes.
+    pub fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes that a thread is in a call on it. `false`: another one is.
+    pub fn occupy(&self) -> bool {
+        !self.busy.swap(true, Ordering::AcqRel)
+    }
+
+    /// The thread left.
+    pub fn vacate(&self) {
+        self.busy.store(false, Ordering::Release);
+    }
+
+    /// Tells the job something.
+    pub fn tell(&self, message: ToJob) {
+        let (job, rank) = {
+            let inner = self.lock();
+            (inner.job, inner.rank)
+        };
+        registry::tell(job, rank, message);
+    }
+
+    /// Begins a host step. The ticket.
+    pub fn begin(&self, step: Step, round: Option<Round>) -> u64 {
+        let ticket = fresh();
+        self.lock().steps.insert(ticket, step);
+        if let Some(round) = round {
+            self.tell(ToJob::Round { ticket, round });
+        }
+        ticket
+    }
+
+    /// Waits for a host step.
+    pub fn wait(&self, ticket: u64) -> c_int {
+        let mut inner = self.lock();
+        loop {
+            if let Some(code) = inner.finished.remove(&ticket) {
+                return code;
+            }
+            if matches!(inner.life, Life::Aborted | Life::Destroyed) {
+                return INTERNAL_ERROR;
+            }
+            inner = self.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Waits until it joined its job, or did not.
+    pub fn wait_until_joined(&self) -> c_int {
+        let mut inner = self.lock();
+        while inner.life == Life::Joining {
+            inner = self.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
+        }
+        match inner.life {
+            Life::Refused(code) => code,
+            Life::Aborted => INTERNAL_ERROR,
+            _ => SUCCESS,
+        }
+    }
+
+    /// As `ncclCommGetAsyncError`.
+    pub fn poll(self: &Arc<Self>) -> c_int {
+        let launches = {
+            let mut inner = self.lock();
+            match inner.life {
+                Life::Joining => return IN_PROGRESS,
+                Life::Refused(code) => return code,
+                _ if inner.error != SUCCESS => return inner.error,
+                _ if !inner.steps.is_empty() => return IN_PROGRESS,
+                _ if inner.launches.is_empty() => return SUCCESS,
+                _ => {}
+            }
+            // The thread is as late as it can be.
+            inner.polled = !inner.polled;
+            if inner.polled {
+                return IN_PROGRESS;
+            }
+            take(&mut inner.launches)
+        };
+        for launch in launches {
+            let code = streams::launch(self, launch);
+            if code != SUCCESS {
+                self.lock().error = code;
+                return code;
+            }
+        }
+        SUCCESS
+    }
+
+    /// Whether the last call is over, as NCCL demands before the next one.
+    pub fn is_ready(&self) -> bool {
+        let inner = self.lock();
+        inner.life != Life::Joining && inner.steps.is_empty() && inner.launches.is_empty()
+    }
+
+    /// Waits until all work took effect, or it is aborted.
+    pub fn drain(&self) {
+        let mut inner = self.lock();
+        while !inner.queue.is_empty() && inner.life != Life::Aborted {
+            inner = self.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Ends it: nothing of it is left but its tombstone.
+    pub fn end(self: &Arc<Self>, life: Life) {
+        let queue = {
+            let mut inner = self.lock();
+            if matches!(inner.life, Life::Destroyed | Life::Aborted) {
+                return;
+            }
+            inner.life = life;
+            for step in take(&mut inner.steps).into_values() {
+                if let Step::Window(window) = &step {
+                    inner.windows.cancel(window);
+                }
+            }
+            inner.launches.clear();
+            inner.windows.forget();
+            take(&mut inner.queue)
+        };
+        self.changed.notify_all();
+        self.tell(ToJob::Leave);
+        queue.into_iter().for_each(streams::cancel);
+    }
+
+    fn receive(self: &Arc<Self>, message: ToRank) {
+        match message {
+            ToRank::Joined { job, rank, ranks } => {
+                let mut inner = self.lock();
+                (inner.job, inner.rank, inner.ranks) = (job, rank, ranks);
+                if inner.life == Life::Joining {
+                    inner.life = Life::Live;
+                } else {
+                    drop(inner);
+                    self.tell(ToJob::Leave);
+                }
+            }
+            ToRank::Refused { code } => {
+                let mut inner = self.lock();
+                if inner.life == Life::Joining {
+                    inner.life = Life::Refused(code);
+                }
+            }
+            ToRank::Done { instance } => streams::done(self, instance),
+            ToRank::Finished { ticket, round, code } => self.finish(ticket, round, code),
+            ToRank::Free { round } => self.lock().windows.free(round),
+            ToRank::Failed { code } => {
+                let mut inner = self.lock();
+                if inner.error == SUCCESS {
+                    inner.error = code;
+                }
+            }
+        }
+        self.changed.notify_all();
+    }
+
+    fn finish(&self, ticket: u64, round: u64, code: c_int) {
+        let mut inner = self.lock();
+        let Some(step) = inner.steps.remove(&ticket) else { return };
+        match step {
+            Step::Window(window) => inner.windows.install(window, round, code),
+            Step::Split { child, out } if code == SUCCESS => {
+                let handle = child.map_or(0, |child| child.handle);
+                // SAFETY: the caller of `ncclCommSplit` keeps the place until the call is over.
+                unsafe { (out as *mut u64).write(handle) };
+            }
+            Step::Split { child, .. } => {
+                if let Some(child) = child {
+                    child.lock().life = Life::Refused(code);
+                }
+            }
+            Step::Meet => {}
+        }
+        if self.is_blocking {
+            inner.finished.insert(ticket, code);
+        } else if code != SUCCESS {
+            inner.error = code;
+        }
+    }
+}
+
+/// Why a call on a handle cannot be made.
+pub fn check(call: &str, handle: u64) -> Result<Arc<Member>, c_int> {
+    let Some(member) = find(handle) else {
+        if handle != 0 {
+            violate(format!("{call} on {handle:#x}, which is no communicator"));
+        }
+        return Err(INVALID_ARGUMENT);
+    };
+    let life = member.lock().life;
+    match life {
+        Life::Destroyed | Life::Aborted => {
+            violate(format!("{call} on a communicator of rank {} that is {life:?}", member.world));
+            Err(INVALID_ARGUMENT)
+        }
+        _ => Ok(member),
+    }
+}

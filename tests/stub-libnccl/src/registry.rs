@@ -1,0 +1,173 @@
+//! The jobs of this process: who joins which, and messages between ranks and jobs.
+
+use crate::calls::UniqueId;
+use crate::codes::{INVALID_USAGE, REMOTE_ERROR};
+use crate::cuda;
+use crate::data::Base;
+use crate::job::{Job, Outbox, Parts};
+use crate::ledger::violate;
+use crate::member::{self, fresh};
+use crate::messages::{Join, ToJob, ToRank};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// How a rank is told things.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Link {
+    /// It is a communicator of this process.
+    Local {
+        /// Which.
+        member: u64,
+    },
+}
+
+/// A job that waits for ranks.
+type Forming = BTreeMap<usize, (Join, Link, Base)>;
+
+/// See the file's comment.
+#[derive(Debug, Default)]
+struct Registry {
+    forming: BTreeMap<Vec<u8>, Forming>,
+    jobs: BTreeMap<u64, Arc<Mutex<Job>>>,
+    next_job: u64,
+    /// Ranks of first communicators that are gone for good.
+    dead: BTreeSet<usize>,
+}
+
+static REGISTRY: Mutex<Option<Registry>> = Mutex::new(None);
+
+fn with<T>(act: impl FnOnce(&mut Registry) -> T) -> T {
+    act(REGISTRY.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default())
+}
+
+fn lock(job: &Mutex<Job>) -> MutexGuard<'_, Job> {
+    job.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A rank wants to join. It is told when all are there.
+pub fn join(join: Join, link: Link) {
+    let mut outbox = Outbox::new();
+    with(|registry| {
+        if registry.dead.contains(&join.world) {
+            return;
+        }
+        let base = cuda::memory_file().1;
+        let (id, ranks, rank) = (join.id.clone(), join.ranks, join.rank);
+        let forming = registry.forming.entry(id.clone()).or_default();
+        if forming.values().any(|(other, ..)| other.ranks != ranks) || forming.contains_key(&rank) {
+            violate(format!("rank {rank} of {ranks} joins twice, or the ranks do not agree how many they are"));
+            outbox.push((link, ToRank::Refused { code: INVALID_USAGE }));
+            return;
+        }
+        forming.insert(rank, (join, link, base));
+        if forming.len() < ranks {
+            return;
+        }
+        let forming = registry.forming.remove(&id).expect("just seen");
+        let devices: BTreeSet<_> = forming.values().map(|(join, ..)| join.device).collect();
+        if devices.len() < ranks {
+            // NCCL: "Duplicate GPU detected".
+            outbox.extend(forming.into_values().map(|(_, link, _)| (link, ToRank::Refused { code: INVALID_USAGE })));
+            return;
+        }
+        registry.found(forming.into_values().collect(), &mut outbox);
+    });
+    deliver(outbox);
+}
+
+impl Registry {
+    /// A job of these ranks.
+    fn found(&mut self, seats: Vec<(Join, Link, Base)>, outbox: &mut Outbox) {
+        self.next_job += 1;
+        let (job, ranks) = (self.next_job, seats.len());
+        for (rank, (_, link, _)) in seats.iter().enumerate() {
+            outbox.push((link.clone(), ToRank::Joined { job, rank, ranks }));
+        }
+        self.jobs.insert(job, Arc::new(Mutex::new(Job::new(seats))));
+    }
+}
+
+/// A rank tells its job something.
+pub fn tell(job: u64, rank: usize, message: ToJob) {
+    let Some(found) = with(|registry| registry.jobs.get(&job).cloned()) else { return };
+    let mut outbox = Outbox::new();
+    let (parts, is_over) = {
+        let mut found = lock(&found);
+        let parts = found.handle(rank, message, &mut outbox);
+        (parts, found.is_over())
+    };
+    if is_over {
+        with(|registry| registry.jobs.remove(&job));
+    }
+    if let Some(parts) = parts {
+        divide(&found, parts, &mut outbox);
+    }
+    deliver(outbox);
+}
+
+/// The jobs that a split makes. Children are told before their parents.
+fn divide(parent: &Mutex<Job>, parts: Parts, outbox: &mut Outbox) {
+    let mut joined = Outbox::new();
+    let parent = lock(parent);
+    with(|registry| {
+        for part in parts.into_values() {
+            let ranks = part.len();
+            let seat = |(rank, (_, old, member)): (usize, (i32, usize, u64))| {
+                let seat = &parent.seats[old];
+                let join = Join { rank, ranks, member, ..seat.join.clone() };
+                (join, seat.link.to_member(member), seat.base)
+            };
+            let seats = part.into_iter().enumerate().map(seat).collect();
+            registry.found(seats, &mut joined);
+        }
+    });
+    joined.append(outbox);
+    *outbox = joined;
+}
+
+impl Link {
+    /// The way to another communicator of the same process.
+    fn to_member(&self, member: u64) -> Link {
+        match self {
+            Link::Local { .. } => Link::Local { member },
+        }
+    }
+}
+
+fn deliver(outbox: Outbox) {
+    for (link, message) in outbox {
+        match link {
+            Link::Local { member } => member::deliver(member, message),
+        }
+    }
+}
+
+/// All communicators of a rank are gone at once, without a word. The others learn of it as by their sockets.
+pub fn kill(world: usize) {
+    let jobs: Vec<_> = with(|registry| {
+        registry.dead.insert(world);
+        registry.jobs.iter().map(|(id, job)| (*id, Arc::clone(job))).collect()
+    });
+    for (id, job) in jobs {
+        let rank = lock(&job).seats.iter().position(|seat| seat.join.world == world);
+        if let Some(rank) = rank {
+            tell(id, rank, ToJob::Die);
+        }
+    }
+    // Who waits for the rank in a job that is still forming has a socket error too.
+    let forming = with(|registry| std::mem::take(&mut registry.forming));
+    let links = forming.into_values().flat_map(BTreeMap::into_values).map(|(_, link, _)| link);
+    deliver(links.map(|link| (link, ToRank::Refused { code: REMOTE_ERROR })).collect());
+}
+
+/// As `ncclGetUniqueId`: names this process, or the place that `NCCL_COMM_ID` names.
+pub fn unique_id() -> UniqueId {
+    let name = match std::env::var("NCCL_COMM_ID") {
+        Ok(place) => format!("stub-nccl at {place}"),
+        Err(_) => format!("stub-nccl {} {:x}", std::process::id(), fresh()),
+    };
+    let mut internal = [0; 128];
+    let length = name.len().min(internal.len());
+    internal[..length].copy_from_slice(&name.as_bytes()[..length]);
+    UniqueId { internal }
+}

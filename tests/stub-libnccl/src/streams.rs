@@ -1,0 +1,187 @@
+//! Collectives on streams: put there as work of the stub of libcuda, one after the other per communicator.
+//!
+//! ```text
+//!  launch ─► stream ─► submitted: joins the communicator's queue ─► arrived: its data may be used ─► the job
+//!                                                                                                    │ all ranks
+//!            the stream goes on  ◄──────────────── done: leaves the queue  ◄─────────────────────────╯
+//! ```
+
+use crate::codes::{CUDA_ERROR, SUCCESS};
+use crate::cuda;
+use crate::ledger::violate;
+use crate::member::{Life, Member, fresh};
+use crate::messages::{Collective, Place, Signature, ToJob, Transfer, Work};
+use std::collections::BTreeMap;
+use std::ffi::c_int;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// A buffer: address and bytes. Address 0: there is none.
+pub type Buffer = (u64, u64);
+
+/// What is launched.
+#[derive(Clone, Debug)]
+pub enum Kernel {
+    /// A collective.
+    Collective {
+        /// What is called.
+        signature: Signature,
+        /// What is read.
+        send: Buffer,
+        /// What is written.
+        receive: Buffer,
+        /// Where the buffers lie in windows.
+        symmetric: Option<(Place, Place)>,
+    },
+    /// The sends and receives of a group: peer, whether it is sent, buffer.
+    Transfers(Vec<(usize, bool, Buffer)>),
+}
+
+/// A kernel and its stream.
+#[derive(Clone, Debug)]
+pub struct Launch {
+    /// See [`Kernel`].
+    pub kernel: Kernel,
+    /// `cudaStream_t`.
+    pub stream: u64,
+    /// The rank stops here.
+    pub is_hung: bool,
+}
+
+/// Work on a stream that did not take effect yet.
+#[derive(Debug)]
+pub struct Queued {
+    instance: u64,
+    kernel: Arc<Kernel>,
+    is_hung: bool,
+    has_arrived: bool,
+    is_told: bool,
+}
+
+type Template = (Arc<Member>, Arc<Kernel>, bool);
+
+static TEMPLATES: Mutex<BTreeMap<u64, Template>> = Mutex::new(BTreeMap::new());
+static INSTANCES: Mutex<BTreeMap<u64, Arc<Member>>> = Mutex::new(BTreeMap::new());
+
+fn lock<T>(map: &'static Mutex<T>) -> std::sync::MutexGuard<'static, T> {
+    map.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Puts a kernel on its stream.
+pub fn launch(member: &Arc<Member>, launch: Launch) -> c_int {
+    if cuda::stream_device(launch.stream).is_some_and(|device| device != member.device) {
+        violate(format!("rank {}: the stream is of another device than the communicator", member.world));
+    }
+    let template = fresh();
+    lock(&TEMPLATES).insert(template, (Arc::clone(member), Arc::new(launch.kernel), launch.is_hung));
+    match cuda::submit(launch.stream, template) {
+        // A graph launches it again and again.
+        Ok(true) => SUCCESS,
+        Ok(false) => {
+            lock(&TEMPLATES).remove(&template);
+            SUCCESS
+        }
+        Err(_) => {
+            lock(&TEMPLATES).remove(&template);
+            CUDA_ERROR
+        }
+    }
+}
+
+/// Hook: a kernel stands on a stream.
+pub extern "C" fn submitted(template: u64, instance: u64) {
+    let found = lock(&TEMPLATES).get(&template).cloned();
+    let Some((member, kernel, is_hung)) = found else { return cuda::complete(instance) };
+    lock(&INSTANCES).insert(instance, Arc::clone(&member));
+    let mut inner = member.lock();
+    if matches!(inner.life, Life::Destroyed | Life::Aborted) {
+        drop(inner);
+        violate(format!("rank {}: a graph launched a collective of a communicator that is gone", member.world));
+        lock(&INSTANCES).remove(&instance);
+        return cuda::complete(instance);
+    }
+    inner.queue.push_back(Queued { instance, kernel, is_hung, has_arrived: false, is_told: false });
+}
+
+/// Hook: all before it on its stream took effect.
+pub extern "C" fn arrived(instance: u64) {
+    let Some(member) = lock(&INSTANCES).get(&instance).cloned() else { return };
+    if let Some(queued) = member.lock().queue.iter_mut().find(|queued| queued.instance == instance) {
+        queued.has_arrived = true;
+    }
+    pump(&member);
+}
+
+/// Tells the job of the first work in a communicator's queue, once it may run.
+fn pump(member: &Arc<Member>) {
+    let (instance, kernel) = {
+        let mut inner = member.lock();
+        let Some(front) = inner.queue.front_mut() else { return };
+        if !front.has_arrived || front.is_told || front.is_hung {
+            return;
+        }
+        front.is_told = true;
+        let told = (front.instance, Arc::clone(&front.kernel));
+        if let Kernel::Collective { symmetric: Some(places), .. } = &*told.1
+            && !(inner.windows.has_round(places.0.round) && inner.windows.has_round(places.1.round))
+        {
+            violate(format!("rank {}: a kernel uses a window that was deregistered", member.world));
+        }
+        told
+    };
+    member.tell(ToJob::Arrived { instance, work: work(member, &kernel) });
+}
+
+fn extents(member: &Member, (address, bytes): Buffer) -> Option<Vec<(u64, u64)>> {
+    if address == 0 {
+        return None;
+    }
+    let extents = cuda::extents(address, bytes);
+    if extents.is_none() {
+        violate(format!("rank {}: a kernel uses {bytes} bytes at {address:#x}, which are no memory", member.world));
+    }
+    extents
+}
+
+fn work(member: &Member, kernel: &Kernel) -> Work {
+    match kernel {
+        Kernel::Collective { signature, send, receive, symmetric } => Work::Collective(Collective {
+            signature: *signature,
+            send: extents(member, *send),
+            receive: extents(member, *receive),
+            symmetric: *symmetric,
+        }),
+        Kernel::Transfers(transfers) => {
+            let transfer = |&(peer, is_send, buffer): &(usize, bool, Buffer)| Transfer {
+                peer,
+                is_send,
+                bytes: buffer.1,
+                extents: extents(member, buffer),
+                is_done: false,
+            };
+            Work::Transfers(transfers.iter().map(transfer).collect())
+        }
+    }
+}
+
+/// The job made it.
+pub fn done(member: &Arc<Member>, instance: u64) {
+    let was_queued = {
+        let mut inner = member.lock();
+        let is_first = inner.queue.front().is_some_and(|front| front.instance == instance);
+        if is_first {
+            inner.queue.pop_front();
+        }
+        is_first
+    };
+    if was_queued {
+        lock(&INSTANCES).remove(&instance);
+        cuda::complete(instance);
+        pump(member);
+    }
+}
+
+/// It will never be made: the stream goes on without it.
+pub fn cancel(queued: Queued) {
+    lock(&INSTANCES).remove(&queued.instance);
+    cuda::complete(queued.instance);
+}

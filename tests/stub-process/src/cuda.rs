@@ -1,0 +1,65 @@
+//! The controls of the stub of libcuda.
+
+use crate::library::symbol;
+use std::ffi::{CString, c_char, c_int};
+
+fn control<F: Copy>(name: &str) -> F {
+    // SAFETY: the callers below name the symbols' types.
+    unsafe { symbol(&["libcuda.so", "libcuda.so.1"], name) }
+}
+
+/// The n-th call from now on fails once; with 0, every call does.
+pub fn fail(call: &str, nth: u64, code: i32) {
+    let call = CString::new(call).expect("no zero byte");
+    // SAFETY: the symbol's type, and a C string.
+    unsafe { control::<unsafe extern "C" fn(*const c_char, u64, c_int)>("stub_fail")(call.as_ptr(), nth, code) };
+}
+
+/// No call fails any more.
+pub fn heal() {
+    // SAFETY: the symbol's type.
+    unsafe { control::<unsafe extern "C" fn()>("stub_heal")() };
+}
+
+/// How often a call was made.
+pub fn calls(call: &str) -> u64 {
+    let call = CString::new(call).expect("no zero byte");
+    // SAFETY: the symbol's type, and a C string.
+    unsafe { control::<unsafe extern "C" fn(*const c_char) -> u64>("stub_calls")(call.as_ptr()) }
+}
+
+/// How often any call was made.
+pub fn all_calls() -> u64 {
+    // SAFETY: the symbol's type; null asks for all.
+    unsafe { control::<unsafe extern "C" fn(*const c_char) -> u64>("stub_calls")(std::ptr::null()) }
+}
+
+/// What the driver still has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[allow(missing_docs, reason = "the names say it")]
+pub struct Live {
+    pub device_bytes: u64,
+    pub ranges: u64,
+    pub events: u64,
+    pub streams: u64,
+    pub host_bytes: u64,
+    pub graphs: u64,
+    pub mappings: u64,
+}
+
+/// What the driver still has.
+pub fn live() -> Live {
+    let of = |what: c_int| {
+        // SAFETY: the symbol's type.
+        unsafe { control::<unsafe extern "C" fn(c_int) -> u64>("stub_live")(what) }
+    };
+    Live {
+        device_bytes: of(0),
+        ranges: of(1),
+        events: of(2),
+        streams: of(3),
+        host_bytes: of(4),
+        graphs: of(5),
+        mappings: of(6),
+    }
+}

@@ -1,0 +1,102 @@
+//! Runs a test in a process that has the stubs on its library path.
+//!
+//! A library path counts when a process starts, and a stub keeps one state per process. So a test starts its own
+//! executable again, for itself alone, with the stubs in a fresh folder:
+//!
+//! ```text
+//!  cargo test ── test `a` ── process: test `a` alone, libcuda.so and libnccl.so.2 are the stubs ── body
+//!                                      ╰── ranks(4, ..) ── 4 processes: test `a` alone, rank 0 to 3 ── body of a rank
+//! ```
+//!
+//! [`cuda`] and [`nccl`] are what a body asks the stubs, and tells them.
+
+pub mod cuda;
+mod library;
+pub mod nccl;
+mod ranks;
+
+pub use library::Library;
+pub use ranks::{RankOutput, ranks};
+
+use std::process::Command;
+
+/// Which test this process runs.
+const MARK: &str = "SYMMALLOC_STUB_TEST";
+
+/// A test on the stub of libcuda: `stub_test!(name, ["STUB_OPTION" = "value"], { body })`.
+#[macro_export]
+macro_rules! stub_test {
+    ($name:ident, $body:block) => {
+        $crate::stub_test!($name, $crate::Library::Stub, [], $body);
+    };
+    ($name:ident, [$($key:literal = $value:expr),*], $body:block) => {
+        $crate::stub_test!($name, $crate::Library::Stub, [$($key = $value),*], $body);
+    };
+    ($name:ident, $library:expr, [$($key:literal = $value:expr),*], $body:block) => {
+        #[test]
+        fn $name() {
+            let test = $crate::test_name(module_path!(), stringify!($name));
+            $crate::run(&test, $library, None, &[$(($key, $value)),*], || $body);
+        }
+    };
+}
+
+/// A test on both stubs: `nccl_test!(name, ["STUB_OPTION" = "value"], { body })`. There are eight devices unless
+/// `STUB_DEVICES` says otherwise, and polling an event that nobody waited for finds it ready in the end.
+#[macro_export]
+macro_rules! nccl_test {
+    ($name:ident, $body:block) => {
+        $crate::nccl_test!($name, $crate::Library::Stub, [], $body);
+    };
+    ($name:ident, [$($key:literal = $value:expr),*], $body:block) => {
+        $crate::nccl_test!($name, $crate::Library::Stub, [$($key = $value),*], $body);
+    };
+    ($name:ident, $library:expr, [$($key:literal = $value:expr),*], $body:block) => {
+        #[test]
+        fn $name() {
+            let test = $crate::test_name(module_path!(), stringify!($name));
+            let options = [("STUB_DEVICES", "8"), ("STUB_POLLS", "1") $(, ($key, $value))*];
+            $crate::run(&test, $crate::Library::Stub, Some($library), &options, || $body);
+        }
+    };
+}
+
+/// The name by which the test harness knows a test.
+pub fn test_name(module: &str, test: &str) -> String {
+    match module.split_once("::") {
+        Some((_, inner)) => format!("{inner}::{test}"),
+        None => test.to_owned(),
+    }
+}
+
+/// Runs `body` in a process of its own, which finds these libraries. Later options win.
+///
+/// # Panics
+/// When the process fails.
+pub fn run(test: &str, cuda: Library, nccl: Option<Library>, options: &[(&str, &str)], body: impl FnOnce()) {
+    if std::env::var_os(MARK).is_some_and(|mark| mark == test) {
+        return body();
+    }
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    cuda.place("libstub_libcuda.so", "libcuda.so", folder.path());
+    if let Some(nccl) = nccl {
+        nccl.place("libstub_libnccl.so", "libnccl.so.2", folder.path());
+    }
+    let output = alone(test)
+        .env(MARK, test)
+        .env("LD_LIBRARY_PATH", folder.path())
+        .envs(options.iter().copied())
+        .output()
+        .expect("the test can be started again");
+    let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(stdout.contains("1 passed") || !output.status.success(), "{test} did not run\n{stdout}\n{stderr}");
+    assert!(output.status.success(), "{test} failed on the stub ({})\n{stdout}\n{stderr}", output.status);
+    print!("{stdout}");
+}
+
+/// This executable, for one test.
+fn alone(test: &str) -> Command {
+    let mut command = Command::new(std::env::current_exe().expect("the test's executable"));
+    command.args([test, "--exact", "--nocapture", "--test-threads=1"]);
+    command
+}

@@ -1,0 +1,42 @@
+//! Ranks as processes.
+
+use crate::alone;
+use std::process::{Child, Stdio};
+
+const RANK: &str = "SYMMALLOC_STUB_RANK";
+
+/// How the process of a rank ended.
+#[derive(Clone, Debug)]
+pub struct RankOutput {
+    /// Its rank.
+    pub rank: usize,
+    /// Whether its body returned.
+    pub is_success: bool,
+    /// What it printed.
+    pub text: String,
+}
+
+/// In a test on the stubs: runs `body` in one process per rank, with `options` in the environment on top of the test's, and
+/// says how each ended. In the process of a rank, runs `body` and ends the process.
+///
+/// # Panics
+/// When a process cannot be started.
+pub fn ranks(count: usize, options: &[(&str, &str)], body: impl FnOnce(usize)) -> Vec<RankOutput> {
+    if let Ok(rank) = std::env::var(RANK) {
+        body(rank.parse().expect("a number"));
+        std::process::exit(0);
+    }
+    let test = std::env::var(crate::MARK).expect("in a test on the stubs");
+    let start = |rank: usize| -> Child {
+        let mut command = alone(&test);
+        command.env(RANK, rank.to_string()).envs(options.iter().copied());
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the test can be started again")
+    };
+    let children: Vec<Child> = (0..count).map(start).collect();
+    let wait = |(rank, child): (usize, Child)| {
+        let output = child.wait_with_output().expect("a child");
+        let text = [String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr)].concat();
+        RankOutput { rank, is_success: output.status.success(), text }
+    };
+    children.into_iter().enumerate().map(wait).collect()
+}
