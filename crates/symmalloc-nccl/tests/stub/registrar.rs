@@ -1,0 +1,381 @@
+//! The registrar on the stubs: what is registered when, on which communicators, and when memory goes back.
+
+mod divergence;
+mod faults;
+mod graphs;
+mod programs;
+mod support;
+
+use std::sync::Mutex;
+use stub_process::{nccl, nccl_test};
+use support::{Job, MIB, nothing_is_left};
+use symmalloc_core::PoolId;
+use symmalloc_core::config::PoolConfig;
+use symmalloc_nccl::{
+    AttachError, Invalidated, InvalidationCursor, LookupError, Registrar, Registration, SyncError,
+};
+
+nccl_test!(what_is_allocated_is_in_windows_after_a_sync_and_reduces_right, {
+    Job::new(4).run(|it| {
+        let pool = it.attached_pool();
+        let mut tensors: Vec<_> = (0..8).map(|_| it.take(&pool, MIB)).collect();
+        assert!(matches!(it.registrar.window_of(&it.world, &tensors[0]), Err(LookupError::NotRegistered { .. })));
+        let synced = it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        assert_eq!((synced.registrations, synced.deregistrations, synced.rounds), (4, 0, 1), "four segments of 2 MiB");
+        let offsets: Vec<u64> = tensors.iter().map(|tensor| it.offset_of(&it.world, tensor)).collect();
+        assert_eq!(offsets, [0, MIB, 0, MIB, 0, MIB, 0, MIB]);
+        tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
+        // Freed and taken again: the same places, and nothing to register.
+        tensors.clear();
+        let mut tensors: Vec<_> = (0..8).map(|_| it.take(&pool, MIB)).collect();
+        assert_eq!(it.registrar.sync(&[&it.world]).expect("nothing new").registrations, 0);
+        tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
+        let stats = it.registrar.stats();
+        assert_eq!((stats.windows, stats.window_bytes, stats.registrations, stats.syncs), (4, 8 * MIB, 4, 2));
+    });
+    nothing_is_left();
+});
+
+nccl_test!(without_agreement_a_sync_with_nothing_new_makes_no_call_at_all, {
+    Job::new(2).quiet().run(|it| {
+        let pool = it.attached_pool();
+        let _kept = it.take(&pool, MIB);
+        assert_eq!(it.registrar.sync(&[&it.world]).expect("all ranks did the same").rounds, 1);
+        it.meet();
+        let (calls, driver_calls) = (nccl::all_calls(), stub_process::cuda::all_calls());
+        it.meet();
+        for _ in 0..100 {
+            assert_eq!(it.registrar.sync(&[&it.world]).expect("nothing new").rounds, 0);
+        }
+        it.meet();
+        assert_eq!((nccl::all_calls(), stub_process::cuda::all_calls()), (calls, driver_calls));
+        it.meet();
+        assert_eq!(it.registrar.stats().quiet_syncs, 100);
+    });
+    nothing_is_left();
+});
+
+nccl_test!(memory_goes_back_after_its_window_and_not_before, {
+    Job::new(2).run(|it| {
+        let pool = it.attached_pool();
+        let large = it.take(&pool, 30 * MIB);
+        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        drop(large);
+        assert_eq!(it.trim(&pool), 0, "the window is over it");
+        assert_eq!(it.registrar.stats().dead_bytes, 30 * MIB);
+        let synced = it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        assert_eq!((synced.deregistrations, synced.released_bytes), (1, 30 * MIB));
+        assert_eq!((it.registrar.stats().dead_bytes, it.registrar.stats().windows), (0, 0));
+        it.check();
+    });
+    assert_eq!(nccl::calls("ncclCommWindowDeregister"), 2);
+    nothing_is_left();
+});
+
+nccl_test!(one_pool_has_windows_of_its_own_on_each_communicator_and_goes_back_with_the_last, {
+    Job::new(4).run(|it| {
+        let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks come").expect("with a color");
+        let pool = it.attached_pool();
+        it.registrar.attach(&pair, &[pool.id()], Registration::Windows).expect("another communicator");
+        let mut tensor = it.take(&pool, 30 * MIB);
+        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        it.registrar.sync(&[&pair]).expect("all ranks did the same");
+        let (one, other) = (
+            it.registrar.window_of(&it.world, &tensor).expect("a window"),
+            it.registrar.window_of(&pair, &tensor).expect("a window"),
+        );
+        assert_ne!(one.window, other.window);
+        assert_eq!((one.segment, one.offset_bytes), (other.segment, other.offset_bytes));
+        it.reduce_right(&it.world, &mut tensor);
+        it.reduce_right(&pair, &mut tensor);
+        drop(tensor);
+        it.trim(&pool);
+        assert_eq!(it.registrar.sync(&[&it.world]).expect("the same").released_bytes, 0, "the pair has a window on it");
+        assert_eq!(it.registrar.sync(&[&pair]).expect("the same").released_bytes, 30 * MIB);
+    });
+    nothing_is_left();
+});
+
+nccl_test!(communicators_named_in_opposite_orders_do_not_wait_for_each_other, {
+    Job::new(8).run(|it| {
+        // Tensor parallel pairs, data parallel groups of four across them.
+        let (rank, pool) = (it.world.rank(), it.pool());
+        let tp = it.world.split(Some(rank / 2), 0).expect("all ranks come").expect("with a color");
+        let dp = it.world.split(Some(rank % 2), 0).expect("all ranks come").expect("with a color");
+        for comm in [&it.world, &tp, &dp] {
+            it.registrar.attach(comm, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+        }
+        let mut tensors = Vec::new();
+        for round in 0..3 {
+            tensors.push(it.take(&pool, (20 + 10 * round) * MIB));
+            let order: [&_; 4] = if rank.is_multiple_of(2) { [&tp, &dp, &it.world, &tp] } else { [&it.world, &dp, &tp, &dp] };
+            let synced = it.registrar.sync(&order).expect("all ranks did the same");
+            assert_eq!((synced.registrations, synced.rounds), (3, 3), "a communicator counts once");
+            let tensor = tensors.last_mut().expect("just taken");
+            [&dp, &tp, &it.world].into_iter().for_each(|comm| it.reduce_right(comm, tensor));
+        }
+    });
+    nothing_is_left();
+});
+
+nccl_test!(threads_with_a_communicator_and_a_pool_each_do_not_disturb_each_other, {
+    Job::new(2).run(|it| {
+        let lane = |name| {
+            let comm = it.world.split(Some(0), 0).expect("all ranks come").expect("with a color");
+            let stream = it.device.context().new_stream().expect("a stream");
+            it.allocator.register_stream(&stream).expect("ids are left");
+            let pool = it.pool();
+            it.registrar.attach(&comm, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+            (name, comm, stream, pool)
+        };
+        // Made in the same order on every rank.
+        let lanes = ["a", "b"].map(lane);
+        std::thread::scope(|scope| {
+            for (name, comm, stream, pool) in &lanes {
+                scope.spawn(move || {
+                    let allocator = it.allocator.with_pool(pool);
+                    for round in 0..40_u64 {
+                        let size = ((round % 5) * 7 + 3) * MIB + if *name == "a" { 0 } else { 512 };
+                        let tensor = allocator.alloc_zeroed::<f32>(stream, size as usize / 4).expect("fits");
+                        it.registrar.sync(&[comm]).expect("both ranks did the same");
+                        it.registrar.window_of(comm, &tensor).expect("it is in a window");
+                        drop(tensor);
+                        if round % 3 == 0 {
+                            it.allocator.core().trim(Some(pool.id())).expect("no faults");
+                        }
+                    }
+                });
+            }
+        });
+        it.check();
+    });
+    nothing_is_left();
+});
+
+nccl_test!(a_new_communicator_gets_windows_on_what_lives, {
+    let id = Mutex::new(None);
+    Job::new(2).run(|it| {
+        let pool = it.attached_pool();
+        let mut tensors = [it.take(&pool, 30 * MIB), it.take(&pool, 40 * MIB)];
+        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        let late = it.connect("late", &id);
+        it.registrar.attach(&late, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+        let synced = it.registrar.sync(&[&late, &it.world]).expect("all ranks did the same");
+        assert_eq!((synced.registrations, synced.rounds), (2, 2));
+        tensors.iter_mut().for_each(|tensor| it.reduce_right(&late, tensor));
+        late.destroy().expect("idle");
+    });
+    nothing_is_left();
+});
+
+nccl_test!(windows_of_a_communicator_that_is_gone_are_not_touched_and_its_memory_goes_back, {
+    let id = Mutex::new(None);
+    for aborts in [false, true] {
+        Job::new(2).run(|it| {
+            let other = it.connect("other", &id);
+            let pool = it.attached_pool();
+            it.registrar.attach(&other, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+            let tensor = it.take(&pool, 30 * MIB);
+            it.registrar.sync(&[&it.world, &other]).expect("all ranks did the same");
+            drop(tensor);
+            it.trim(&pool);
+            it.meet();
+            if aborts { other.abort().expect("in time") } else { other.destroy().expect("idle") }
+            let synced = it.registrar.sync(&[&it.world]).expect("the other one is swept up");
+            assert_eq!(synced.deregistrations, 1, "those of the other one went with it");
+            assert_eq!(it.registrar.stats().dead_bytes, 0);
+            assert!(matches!(it.registrar.sync(&[&other]), Err(SyncError::Gone { .. })));
+            let mut cursor = InvalidationCursor::default();
+            assert_eq!(it.registrar.invalidations(&other, &mut cursor), Invalidated::Everything);
+            assert_eq!(it.registrar.stats().communicators, 1);
+            it.check();
+        });
+    }
+    nothing_is_left();
+});
+
+nccl_test!(a_growing_pool_gets_one_larger_window_where_nccl_can, ["STUB_NCCL_VERSION" = "23007"], {
+    Job::new(2).run(|it| {
+        let pool = it.pool_with(|config| config);
+        it.registrar.attach(&it.world, &[pool.id()], Registration::Windows).expect("2.30.7 can");
+        let mut first = it.take(&pool, 2 * MIB);
+        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        let before = it.registrar.window_of(&it.world, &first).expect("a window");
+        let mut second = it.take(&pool, 6 * MIB);
+        assert!(matches!(it.registrar.window_of(&it.world, &second), Err(LookupError::NotRegistered { .. })));
+        it.reduce_right(&it.world, &mut first);
+        let synced = it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        assert_eq!((synced.registrations, synced.deregistrations), (1, 1));
+        let after = it.registrar.window_of(&it.world, &first).expect("a window");
+        assert_ne!(before.segment, after.segment, "the key changes");
+        let mut cursor = InvalidationCursor::default();
+        assert_eq!(it.registrar.invalidations(&it.world, &mut cursor), Invalidated::Keys(vec![before.segment]));
+        [&mut first, &mut second].into_iter().for_each(|tensor| it.reduce_right(&it.world, tensor));
+    });
+    nothing_is_left();
+});
+
+nccl_test!(what_cannot_have_windows_is_refused_with_what_to_do, {
+    Job::new(2).run(|it| {
+        let attach = |pool, registration| it.registrar.attach(&it.world, &[pool], registration);
+        let private = attach(PoolId::DEFAULT, Registration::Windows).expect_err("private");
+        assert!(matches!(private, AttachError::NotSymmetric { .. }) && private.to_string().contains("symmetric:true"));
+        let growing = it.pool_with(|config| config);
+        let error = attach(growing.id(), Registration::Windows).expect_err("2.28.9 cannot");
+        assert!(matches!(error, AttachError::Growing { .. }) && error.to_string().contains("reserved or fixed"));
+        attach(growing.id(), Registration::Buffers).expect("any memory");
+        let twice = attach(growing.id(), Registration::Buffers).expect_err("twice");
+        assert!(matches!(twice, AttachError::Already { .. }));
+        assert!(matches!(attach(PoolId(99), Registration::Buffers), Err(AttachError::Unknown(_))));
+        let pool = it.pool();
+        let error = it.registrar.attach(&it.world, &[pool.id(), PoolId::DEFAULT], Registration::Windows);
+        error.expect_err("one of them is private");
+        assert_eq!(it.registrar.registration(&it.world, pool.id()), None, "none of them is attached");
+    });
+    nothing_is_left();
+});
+
+nccl_test!(a_pool_that_is_detached_loses_its_windows_at_the_next_sync_and_can_go, {
+    Job::new(2).run(|it| {
+        let pool = it.attached_pool();
+        let tensor = it.take(&pool, 30 * MIB);
+        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        let key = it.registrar.key_of(&tensor).expect("it lies in a segment");
+        drop(tensor);
+        it.registrar.detach(&it.world, &[pool.id()]).expect("it was attached");
+        let id = pool.id();
+        drop(pool);
+        it.allocator.trim().expect("a pool that is watched stays without an error");
+        assert_eq!(it.registrar.sync(&[&it.world]).expect("all ranks did the same").deregistrations, 1);
+        let mut cursor = InvalidationCursor::default();
+        assert_eq!(it.registrar.invalidations(&it.world, &mut cursor), Invalidated::Keys(vec![key]));
+        it.allocator.trim().expect("nobody watches it any more");
+        assert!(it.allocator.core().pool_config(id).is_err(), "the pool is destroyed");
+        assert!(matches!(it.registrar.detach(&it.world, &[id]), Err(SyncError::NotAttached { pool: Some(_), .. })));
+        assert_eq!(it.allocator.stats().reserved_bytes.current, 0);
+    });
+    nothing_is_left();
+});
+
+nccl_test!(buffers_of_private_pools_follow_their_segments_without_a_word_to_other_ranks, {
+    Job::new(2).quiet().run(|it| {
+        // Only rank 1 has a private pool, and it grows.
+        if it.rank == 1 {
+            let pool = it.allocator.create_pool(PoolConfig::default()).expect("fits");
+            it.registrar.attach(&it.world, &[pool.id()], Registration::Buffers).expect("any memory");
+            let first = it.take(&pool, 2 * MIB);
+            let second = it.take(&pool, 4 * MIB);
+            let synced = it.registrar.sync(&[&it.world]).expect("nobody else is asked");
+            assert_eq!((synced.registrations, synced.rounds), (2, 0), "a registration per piece of memory");
+            assert!(matches!(it.registrar.window_of(&it.world, &second), Err(LookupError::Plain { .. })));
+            assert_eq!(it.registrar.stats().buffers, 2);
+            drop((first, second));
+            it.trim(&pool);
+            let synced = it.registrar.sync(&[&it.world]).expect("nobody else is asked");
+            assert_eq!((synced.deregistrations, synced.released_bytes), (2, 6 * MIB));
+        }
+    });
+    assert_eq!((nccl::calls("ncclCommRegister"), nccl::calls("ncclAllGather")), (2, 0));
+    nothing_is_left();
+});
+
+nccl_test!(ranks_that_cannot_reach_each_other_get_plain_registrations, ["STUB_NCCL_VERSION" = "23007", "STUB_NCCL_NO_SYMMETRIC" = "1"], {
+    Job::new(2).run(|it| {
+        let pool = it.attached_pool();
+        let mut tensor = it.take(&pool, 30 * MIB);
+        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        assert!(matches!(it.registrar.window_of(&it.world, &tensor), Err(LookupError::Plain { .. })));
+        it.reduce_right(&it.world, &mut tensor);
+        drop(tensor);
+        it.trim(&pool);
+        assert_eq!(it.registrar.sync(&[&it.world]).expect("the same").released_bytes, 30 * MIB);
+    });
+    assert_eq!((nccl::calls("ncclCommDeregister"), nccl::calls("ncclCommWindowDeregister")), (2, 0));
+    nothing_is_left();
+});
+
+nccl_test!(a_scope_registers_what_was_taken_inside_also_when_its_work_fails, {
+    Job::new(2).run(|it| {
+        let pool = it.attached_pool();
+        let take = |allocator: &symmalloc_cuda::CudaAllocator, bytes: u64| {
+            allocator.alloc_zeroed::<f32>(&it.stream, bytes as usize / 4)
+        };
+        let comms = [&it.world];
+        let made = it.registrar.with_symmetric(&comms, &pool, |allocator| take(allocator, 30 * MIB));
+        let mut made = made.expect("all ranks did the same").expect("fits");
+        it.reduce_right(&it.world, &mut made);
+        let failed: Result<Result<(), &str>, _> = it.registrar.with_symmetric(&comms, &pool, |allocator| {
+            std::mem::forget(take(allocator, 40 * MIB));
+            Err("the work's own")
+        });
+        assert_eq!(failed.expect("the sync went well"), Err("the work's own"));
+        assert_eq!(it.registrar.stats().windows, 2, "what was taken is registered all the same");
+        let other = it.pool();
+        let refused = it.registrar.with_symmetric(&comms, &other, |_| panic!("nothing is done"));
+        assert!(matches!(refused, Err(SyncError::NotAttached { pool: Some(_), .. })));
+        assert!(it.allocator.with_pool(&pool).pool() == pool.id());
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(keys_are_stable_over_sizes_and_never_come_back, {
+    Job::new(2).run(|it| {
+        let pool = it.attached_pool();
+        let mut cursor = InvalidationCursor::default();
+        let [a, b] = [3, 5].map(|kib: u64| it.take(&pool, kib << 10));
+        let key = it.registrar.key_of(&a).expect("it lies in a segment");
+        assert_eq!(it.registrar.key_of(&b).expect("it lies in a segment"), key);
+        assert_eq!(it.registrar.key_at(key.base).expect("its first byte"), key);
+        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        assert_eq!(it.registrar.window_of(&it.world, &b).expect("a window").segment, key);
+        assert_eq!(it.registrar.invalidations(&it.world, &mut cursor), Invalidated::Keys(vec![]));
+        drop((a, b));
+        it.trim(&pool);
+        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        assert_eq!(it.registrar.invalidations(&it.world, &mut cursor), Invalidated::Keys(vec![key]));
+        let again = it.take(&pool, 3 << 10);
+        assert_ne!(it.registrar.key_of(&again).expect("it lies in a segment"), key);
+        let nothing = it.take(&pool, 0);
+        assert_eq!(it.registrar.key_of(&nothing), Err(LookupError::Empty));
+        assert!(matches!(it.registrar.key_at(8), Err(LookupError::UnknownAddress { .. })));
+    });
+    nothing_is_left();
+});
+
+nccl_test!(running_out_of_symmetric_space_is_said_on_every_rank_before_nccl_fails, ["STUB_NCCL_WIN_STRIDE" = "4294967296", "NCCL_WIN_STRIDE" = "4294967296"], {
+    Job::new(2).run(|it| {
+        let pool = it.attached_pool();
+        let fits = it.take(&pool, 3072 * MIB);
+        it.registrar.sync(&[&it.world]).expect("it fits");
+        let too_much = it.take(&pool, 2048 * MIB);
+        let error = it.registrar.sync(&[&it.world]).expect_err("it does not fit");
+        let SyncError::SymmetricSpace { needed_bytes, used_bytes, budget_bytes, .. } = &error else { panic!("{error}") };
+        assert_eq!((*needed_bytes, *budget_bytes), (2048 * MIB, 4096 * MIB));
+        assert_eq!(*used_bytes, (3072 + 10) * MIB);
+        assert!(error.to_string().contains("NCCL_WIN_STRIDE"));
+        // Nothing was done, and what is too much can go.
+        drop(too_much);
+        it.trim(&pool);
+        it.registrar.sync(&[&it.world]).expect("nothing to register");
+        let stats = it.registrar.communicator_stats(&it.world).expect("attached");
+        assert_eq!((stats.windows, stats.space_used_bytes, stats.space_budget_bytes), (1, *used_bytes, 4096 * MIB));
+        drop(fits);
+    });
+    nothing_is_left();
+});
+
+nccl_test!(a_registrar_that_is_dropped_takes_its_windows_along, {
+    Job::new(2).run(|it| {
+        let pool = it.pool();
+        let registrar = Registrar::builder(&it.allocator).build().expect("the device says how large it is");
+        registrar.attach(&it.world, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+        let tensor = it.take(&pool, 30 * MIB);
+        registrar.sync(&[&it.world]).expect("all ranks did the same");
+        drop(tensor);
+        it.trim(&pool);
+        drop(registrar);
+        assert_eq!(it.allocator.stats().reserved_bytes.current, 0, "its memory is back");
+        it.world.check().expect("the communicator goes on");
+    });
+    nothing_is_left();
+});

@@ -1,0 +1,184 @@
+//! Ranks that do different things: every one of them gets a report within the deadline, never a hang and never wrong numbers.
+
+use super::support::{IMPATIENT, Job, MIB, Rank, nothing_is_left};
+use std::time::Instant;
+use stub_process::{cuda, nccl, nccl_test};
+use symmalloc_core::agreement::Cause;
+use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
+use symmalloc_nccl::{PlanField, ReduceOp, Registration, SyncError};
+
+/// Runs a program in which rank 1 differs, and returns what a sync came to on each rank. Nothing may be registered then.
+fn injected(ranks: usize, program: impl Fn(&Rank, &Pool<CudaBackend>, &mut Vec<DeviceBuffer<f32>>) + Sync) -> Vec<SyncError> {
+    let outcomes = Job::new(ranks).run(|it| {
+        let pool = it.attached_pool();
+        let mut tensors = vec![it.take(&pool, MIB)];
+        it.registrar.sync(&[&it.world]).expect("the same so far");
+        program(it, &pool, &mut tensors);
+        let error = it.registrar.sync(&[&it.world]).expect_err("they differ");
+        assert_eq!(it.registrar.stats().windows, 1, "nothing was registered");
+        it.world.check().expect("the communicator goes on");
+        it.reduce_right(&it.world, &mut tensors[0]);
+        it.check();
+        error
+    });
+    assert!(outcomes.iter().all(|error| *error == outcomes[0]), "every rank has the same report");
+    nothing_is_left();
+    outcomes
+}
+
+fn cause(errors: &[SyncError]) -> Cause {
+    let SyncError::Disagreed { disagreement, .. } = &errors[0] else { panic!("{}", errors[0]) };
+    let first = disagreement.first_heap().expect("a heap differs");
+    assert!(first.groups.iter().any(|group| group.ranks.to_string() == "1"), "{disagreement}");
+    first.cause
+}
+
+nccl_test!(another_size_on_one_rank_is_reported_on_all, {
+    let errors = injected(4, |it, pool, tensors| {
+        tensors.push(it.take(pool, if it.rank == 1 { 30 * MIB + 512 } else { 30 * MIB }));
+    });
+    assert_eq!(cause(&errors), Cause::OtherRequest);
+});
+
+nccl_test!(an_allocation_on_one_rank_only_is_reported_on_all, {
+    let errors = injected(3, |it, pool, tensors| {
+        if it.rank == 1 {
+            tensors.push(it.take(pool, 30 * MIB));
+        }
+    });
+    assert_eq!(cause(&errors), Cause::OpOnSomeRanks);
+});
+
+nccl_test!(another_order_on_one_rank_is_reported_on_all, {
+    let errors = injected(2, |it, pool, tensors| {
+        let sizes = if it.rank == 1 { [40 * MIB, 30 * MIB] } else { [30 * MIB, 40 * MIB] };
+        tensors.extend(sizes.map(|size| it.take(pool, size)));
+        tensors.push(it.take(pool, 50 * MIB));
+    });
+    assert_eq!(cause(&errors), Cause::OtherOrder);
+});
+
+nccl_test!(memory_that_one_rank_is_refused_is_reported_on_all, {
+    let errors = injected(2, |it, pool, tensors| {
+        // One rank after the other, so that the refusal is rank 1's.
+        let take = || it.allocator.with_pool(pool).alloc_zeroed::<f32>(&it.stream, 30 << 18);
+        if it.rank == 0 {
+            tensors.push(take().expect("fits"));
+            it.meet();
+            it.meet();
+        } else {
+            it.meet();
+            cuda::fail("cuMemCreate", 1, 2);
+            take().expect_err("the driver refuses");
+            cuda::heal();
+            it.meet();
+        }
+    });
+    assert_eq!(cause(&errors), Cause::RefusedMemory);
+});
+
+nccl_test!(without_agreement_plans_that_differ_are_reported_on_all, {
+    let outcomes = Job::new(3).quiet().run(|it| {
+        let pool = it.attached_pool();
+        let _tensors = [30, if it.rank == 1 { 50 } else { 40 }].map(|size| it.take(&pool, size * MIB));
+        let error = it.registrar.sync(&[&it.world]).expect_err("they differ");
+        let SyncError::PlansDiffer { difference, .. } = &error else { panic!("{error}") };
+        assert_eq!(difference.field, PlanField::Steps);
+        let first = difference.first_step.as_ref().expect("the steps were compared");
+        assert_eq!((first.step, first.groups.len()), (1, 2));
+        assert!(error.to_string().contains("ranks 0,2: register segment 1"), "{error}");
+        it.world.check().expect("the communicator goes on");
+        error
+    });
+    assert!(outcomes.iter().all(|error| *error == outcomes[0]));
+    nothing_is_left();
+});
+
+nccl_test!(pools_that_are_attached_on_some_ranks_only_are_reported_on_all, {
+    let outcomes = Job::new(2).run(|it| {
+        let (pool, other) = (it.attached_pool(), it.pool());
+        if it.rank == 1 {
+            it.registrar.attach(&it.world, &[other.id()], Registration::Windows).expect("symmetric and shareable");
+        }
+        let _tensor = it.take(&pool, MIB);
+        it.registrar.sync(&[&it.world]).expect_err("they differ")
+    });
+    for error in outcomes {
+        let SyncError::PlansDiffer { difference, .. } = &error else { panic!("{error}") };
+        assert_eq!(difference.field, PlanField::Attached);
+    }
+    nothing_is_left();
+});
+
+nccl_test!(a_rank_that_does_not_come_is_an_error_on_the_others_within_the_deadline, {
+    Job::new(3).impatient().run(|it| {
+        let pool = it.attached_pool();
+        let tensor = it.take(&pool, 30 * MIB);
+        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        drop(tensor);
+        it.trim(&pool);
+        if it.rank == 1 {
+            it.meet();
+            return;
+        }
+        let begun = Instant::now();
+        let error = it.registrar.sync(&[&it.world]).expect_err("rank 1 does not come");
+        assert!(matches!(error, SyncError::Transport { .. }), "{error}");
+        assert!(begun.elapsed() < 20 * IMPATIENT, "{:?}", begun.elapsed());
+        assert_eq!(it.registrar.stats().dead_bytes, 0, "its segments are let go");
+        assert!(matches!(it.registrar.sync(&[&it.world]), Err(SyncError::Gone { .. })));
+        // The allocator goes on.
+        drop(it.take(&pool, 40 * MIB));
+        it.check();
+        it.meet();
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(a_rank_that_dies_is_an_error_on_the_others_and_other_communicators_go_on, {
+    Job::new(3).impatient().run(|it| {
+        let rest = it.world.split((it.rank != 2).then_some(0), 0).expect("all ranks come");
+        let pool = it.attached_pool();
+        if let Some(rest) = &rest {
+            it.registrar.attach(rest, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+        }
+        let mut tensor = it.take(&pool, 30 * MIB);
+        it.meet();
+        let Some(rest) = rest else {
+            // Without a word.
+            it.meet();
+            return;
+        };
+        it.registrar.sync(&[&it.world, &rest]).expect_err("rank 2 is gone");
+        // What the others have among themselves was brought up to date all the same.
+        assert_eq!(it.offset_of(&rest, &tensor), 0);
+        it.reduce_right(&rest, &mut tensor);
+        drop(tensor);
+        it.trim(&pool);
+        assert_eq!(it.registrar.sync(&[&rest]).expect("two ranks did the same").released_bytes, 30 * MIB);
+        it.meet();
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(buffers_that_are_not_the_same_are_reported_before_the_collective_runs, {
+    let outcomes = Job::new(3).checking_offsets().run(|it| {
+        let pool = it.attached_pool();
+        let mut tensors = [it.take(&pool, MIB), it.take(&pool, MIB)];
+        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        let checked = it.registrar.checked(&it.world);
+        let [one, other] = &mut tensors;
+        checked.all_reduce_in_place(one, ReduceOp::Sum, &it.stream).expect("the same on all ranks");
+        let given = if it.rank == 1 { other } else { one };
+        let error = checked.all_reduce_in_place(given, ReduceOp::Sum, &it.stream).expect_err("rank 1 gives another");
+        let SyncError::OffsetsDiffer { difference, .. } = &error else { panic!("{error}") };
+        assert_eq!(difference.groups.len(), 2);
+        assert!(error.to_string().contains("ranks 0,2: all-reduce of 1048576 bytes"), "{error}");
+        assert!(error.to_string().contains("offset 1048576"), "{error}");
+        it.world.check().expect("the communicator goes on");
+        error
+    });
+    assert!(outcomes.iter().all(|error| *error == outcomes[0]));
+    assert_eq!(nccl::calls("ncclAllReduce"), 3, "the second was never made");
+    nothing_is_left();
+});

@@ -1,0 +1,119 @@
+//! A fault at each call of a sync, on one rank: the communicator ends, on every rank within the deadline, and nothing else
+//! does. The allocators are right, memory goes back, and nobody does what nobody should do.
+
+use super::support::{IMPATIENT, Job, MIB, Rank};
+use std::time::Instant;
+use stub_process::{cuda, nccl, nccl_test};
+use symmalloc_nccl::{Communicator, Registration, SyncError};
+
+/// What strikes.
+#[derive(Clone, Copy, Debug)]
+enum Fault {
+    /// The n-th call of this name on rank 1 fails.
+    Fails(&'static str, u64),
+    /// It never comes to the other ranks.
+    Hangs(&'static str, u64),
+}
+
+/// Two syncs' worth of work on `comm`: windows that come, then some that come and some that go.
+fn work(it: &Rank, comm: &Communicator) -> Result<(), SyncError> {
+    let pool = it.pool();
+    it.registrar.attach(comm, &[pool.id()], Registration::Windows).map_err(|error| match error {
+        symmalloc_nccl::AttachError::Communicator(error) => {
+            SyncError::Communicator { communicator: comm.name().to_owned(), error }
+        }
+        error => panic!("{error}"),
+    })?;
+    let tensors = [20, 30, 40].map(|size| it.take(&pool, size * MIB));
+    let synced = it.registrar.sync(&[comm]);
+    let [first, .., last] = tensors;
+    drop((first, last));
+    it.trim(&pool);
+    let kept = it.take(&pool, 50 * MIB);
+    let synced = synced.and_then(|_| it.registrar.sync(&[comm]));
+    drop(kept);
+    synced.map(|_| ())
+}
+
+/// Strikes once. Whether anything failed.
+fn strike(fault: Fault) -> bool {
+    let struck = Job::new(2).impatient().run(|it| {
+        let other = it.world.split(Some(0), 0).expect("all ranks come").expect("with a color");
+        it.meet();
+        if it.rank == 0 {
+            match fault {
+                Fault::Fails(call, nth) => nccl::fail(call, Some(1), nth, 3),
+                Fault::Hangs(call, nth) => nccl::hang(call, Some(1), nth),
+            }
+        }
+        it.meet();
+        let begun = Instant::now();
+        let outcome = work(it, &other);
+        assert!(begun.elapsed() < 30 * IMPATIENT, "{fault:?}: {:?}", begun.elapsed());
+        it.check();
+        it.meet();
+        if it.rank == 0 {
+            nccl::heal();
+        }
+        it.meet();
+        if outcome.is_err() {
+            // Whoever has not noticed does so at the next collective, or destroys it in vain.
+            other.abort().expect("in time");
+        } else {
+            other.destroy().expect("idle");
+        }
+        it.registrar.sweep();
+        assert_eq!(it.registrar.stats().dead_bytes, 0, "{fault:?}: rank {} holds dead memory", it.rank);
+        // Every other communicator stays right.
+        let pool = it.attached_pool();
+        let mut tensor = it.take(&pool, 30 * MIB);
+        it.registrar.sync(&[&it.world]).expect("the world goes on");
+        it.reduce_right(&it.world, &mut tensor);
+        outcome.is_err()
+    });
+    nccl::assert_clean();
+    let live = nccl::live();
+    assert_eq!((live.communicators, live.windows, live.kept_rounds), (0, 0, 0), "{fault:?}");
+    assert_eq!(cuda::live().device_bytes, 0, "{fault:?}: device memory is left");
+    struck.into_iter().any(|struck| struck)
+}
+
+nccl_test!(a_call_that_fails_at_any_point_of_a_sync_ends_the_communicator_and_nothing_else, {
+    for call in ["ncclCommWindowRegister", "ncclCommWindowDeregister", "ncclAllGather"] {
+        let nth = (1..).take_while(|nth| strike(Fault::Fails(call, *nth))).count();
+        assert!(nth >= 2, "{call} was made {nth} times");
+    }
+});
+
+nccl_test!(a_call_that_hangs_at_any_point_of_a_sync_ends_the_communicator_within_the_deadline, {
+    for call in ["ncclCommWindowRegister", "ncclAllGather"] {
+        let nth = (1..).take_while(|nth| strike(Fault::Hangs(call, *nth))).count();
+        assert!(nth >= 2, "{call} was made {nth} times");
+    }
+});
+
+nccl_test!(memory_that_the_driver_does_not_take_back_is_kept_and_said, {
+    Job::new(2).run(|it| {
+        let pool = it.attached_pool();
+        let tensor = it.take(&pool, 30 * MIB);
+        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        drop(tensor);
+        it.trim(&pool);
+        it.meet();
+        if it.rank == 0 {
+            cuda::fail("cuMemUnmap", 0, 700);
+        }
+        it.meet();
+        let synced = it.registrar.sync(&[&it.world]).expect("the windows are gone all the same");
+        assert_eq!((synced.deregistrations, synced.released_bytes), (1, 0));
+        assert!(synced.not_released.is_some());
+        assert_eq!(it.registrar.stats().dead_bytes, 30 * MIB);
+        it.meet();
+        if it.rank == 0 {
+            cuda::heal();
+        }
+        it.meet();
+        assert_eq!(it.trim(&pool), 30 * MIB, "the next trim tries again");
+    });
+    super::support::nothing_is_left();
+});

@@ -1,0 +1,233 @@
+//! Random programs: thousands of seeds of allocations, frees, trims, pools, syncs, communicators that come and go, and faults,
+//! on 2 to 4 ranks. After every sync all-reduces in windows are right, nobody did what nobody should do, and at the end nothing
+//! is left.
+
+use super::support::{Job, MIB, Rank, nothing_is_left};
+use std::sync::Mutex;
+use stub_process::{nccl, nccl_test};
+use symmalloc_core::agreement::Mode;
+use symmalloc_core::sim::SplitMix64;
+use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
+use symmalloc_nccl::{Communicator, Invalidated, InvalidationCursor, Registration, SegmentKey, UniqueId};
+
+/// Programs that one test runs; `SYMMALLOC_SEEDS` says otherwise.
+const SEEDS: u64 = 250;
+const STEPS: u64 = 40;
+
+/// What one rank has. All ranks draw the same numbers.
+struct Program<'a> {
+    it: &'a Rank,
+    draw: SplitMix64,
+    id: &'a Mutex<Option<UniqueId>>,
+    /// With their pools' indices.
+    tensors: Vec<(usize, DeviceBuffer<f32>)>,
+    pools: Vec<Pool<CudaBackend>>,
+    comms: Vec<Lane>,
+    made: u32,
+}
+
+/// A communicator with what is attached to it.
+struct Lane {
+    comm: Communicator,
+    /// Indices of pools.
+    pools: Vec<usize>,
+    cursor: InvalidationCursor,
+    /// Keys that were seen in windows and are not dead.
+    keys: Vec<SegmentKey>,
+    is_aborted: bool,
+}
+
+impl Program<'_> {
+    fn below(&mut self, limit: usize) -> usize {
+        (self.draw.next() % limit.max(1) as u64) as usize
+    }
+
+    fn step(&mut self) {
+        match self.below(100) {
+            0..35 => self.allocate(),
+            35..60 if !self.tensors.is_empty() => {
+                let index = self.below(self.tensors.len());
+                self.tensors.swap_remove(index);
+            }
+            60..68 => {
+                let pool = self.below(self.pools.len());
+                self.it.trim(&self.pools[pool]);
+            }
+            68..88 => self.sync(),
+            88..91 if self.pools.len() < 4 => self.make_pool(),
+            91..94 if self.comms.len() < 4 => self.connect(),
+            94..96 if self.comms.len() > 1 => self.destroy(),
+            96..98 => self.detach(),
+            98..100 if self.comms.len() > 1 => self.end_without_a_word(),
+            _ => self.private(),
+        }
+    }
+
+    fn allocate(&mut self) {
+        let pool = self.below(self.pools.len());
+        let size = match self.below(4) {
+            0 => 512 * (1 + self.below(64) as u64),
+            1 => MIB * (1 + self.below(9) as u64),
+            _ => MIB * (11 + self.below(40) as u64),
+        };
+        let tensor = self.it.take(&self.pools[pool], size);
+        self.tensors.push((pool, tensor));
+    }
+
+    /// What ranks do on their own does not matter.
+    fn private(&mut self) {
+        if self.it.rank == 1 {
+            let stream = &self.it.stream;
+            drop(self.it.allocator.alloc_zeroed::<u8>(stream, 30 << 20).expect("fits"));
+        }
+    }
+
+    fn make_pool(&mut self) {
+        let pool = if self.below(3) == 0 {
+            self.it.pool_with(|config| config.reserved(128 * MIB))
+        } else {
+            self.it.pool()
+        };
+        let index = self.pools.len();
+        for lane in &mut self.comms {
+            if self.draw.next() % 2 == 0 {
+                attach(self.it, lane, index, &pool);
+            }
+        }
+        self.pools.push(pool);
+    }
+
+    fn connect(&mut self) {
+        self.made += 1;
+        let comm = self.it.connect(&format!("c{}", self.made), self.id);
+        self.add(comm);
+    }
+
+    fn add(&mut self, comm: Communicator) {
+        let (cursor, keys, pools) = (InvalidationCursor::default(), Vec::new(), Vec::new());
+        let mut lane = Lane { comm, pools, cursor, keys, is_aborted: false };
+        for index in 0..self.pools.len() {
+            if index == 0 || self.draw.next() % 2 == 0 {
+                attach(self.it, &mut lane, index, &self.pools[index]);
+            }
+        }
+        self.comms.push(lane);
+    }
+
+    fn destroy(&mut self) {
+        let index = 1 + self.below(self.comms.len() - 1);
+        let lane = self.comms.remove(index);
+        lane.comm.destroy().expect("idle");
+    }
+
+    /// Every rank aborts; some only find out at the next sync.
+    fn end_without_a_word(&mut self) {
+        let index = 1 + self.below(self.comms.len() - 1);
+        let lane = &mut self.comms[index];
+        lane.comm.abort().expect("in time");
+        lane.is_aborted = true;
+    }
+
+    fn detach(&mut self) {
+        let index = self.below(self.comms.len());
+        let lane = &mut self.comms[index];
+        if lane.is_aborted || lane.pools.len() < 2 {
+            return;
+        }
+        let pool = lane.pools.pop().expect("two at least");
+        self.it.registrar.detach(&lane.comm, &[self.pools[pool].id()]).expect("it was attached");
+        // Whatever was left is done before anything else happens to the pool.
+        let comm = lane.comm.clone();
+        self.it.registrar.sync(&[&comm]).expect("all ranks did the same");
+        self.check();
+    }
+
+    fn sync(&mut self) {
+        let mut chosen: Vec<usize> = (0..self.comms.len()).filter(|_| self.draw.next() % 3 != 0).collect();
+        // Each rank names them in an order of its own.
+        let turn = self.it.rank % chosen.len().max(1);
+        chosen.rotate_left(turn);
+        let comms: Vec<Communicator> = chosen.iter().map(|index| self.comms[*index].comm.clone()).collect();
+        let gone = chosen.iter().any(|index| self.comms[*index].is_aborted);
+        let outcome = self.it.registrar.sync(&comms.iter().collect::<Vec<_>>());
+        assert_eq!(outcome.is_err(), gone, "{outcome:?}");
+        self.comms.retain(|lane| !(lane.is_aborted && comms.iter().any(|comm| comm.order() == lane.comm.order())));
+        self.check();
+        if !gone {
+            for comm in &comms {
+                self.use_windows(comm);
+            }
+        }
+    }
+
+    /// A tensor of each attached pool is reduced in its window.
+    fn use_windows(&mut self, comm: &Communicator) {
+        let lane = self.comms.iter_mut().find(|lane| lane.comm.order() == comm.order()).expect("it lives");
+        let it = self.it;
+        match it.registrar.invalidations(comm, &mut lane.cursor) {
+            Invalidated::Keys(dead) => lane.keys.retain(|key| !dead.contains(key)),
+            Invalidated::Everything => lane.keys.clear(),
+        }
+        for pool in &lane.pools {
+            let Some((_, tensor)) = self.tensors.iter_mut().rev().find(|(index, _)| index == pool) else { continue };
+            let span = it.registrar.window_of(comm, tensor).expect("it was synced");
+            assert_eq!(span.segment, it.registrar.key_of(tensor).expect("it lives"));
+            if !lane.keys.contains(&span.segment) {
+                lane.keys.push(span.segment);
+            }
+            it.reduce_right(comm, tensor);
+        }
+        // No key that is said to live lies where another segment does.
+        for key in &lane.keys {
+            let overlaps = |other: &&SegmentKey| *other != key && key.base < other.base + other.size_bytes && other.base < key.base + key.size_bytes;
+            assert_eq!(lane.keys.iter().find(overlaps), None, "{key}");
+        }
+    }
+
+    fn check(&self) {
+        self.it.check();
+        nccl::assert_clean();
+    }
+}
+
+fn attach(it: &Rank, lane: &mut Lane, index: usize, pool: &Pool<CudaBackend>) {
+    if !lane.is_aborted {
+        it.registrar.attach(&lane.comm, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+        lane.pools.push(index);
+    }
+}
+
+fn run(first_seed: u64, mode: Mode) {
+    let seeds = std::env::var("SYMMALLOC_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(SEEDS);
+    for seed in first_seed..first_seed + seeds {
+        let id = Mutex::new(None);
+        let job = Job { mode, ..Job::new(2 + (seed % 3) as usize) };
+        let digests = job.run(|it| {
+            let draw = SplitMix64::new(seed);
+            let mut program =
+                Program { it, draw, id: &id, tensors: Vec::new(), pools: Vec::new(), comms: Vec::new(), made: 0 };
+            program.make_pool();
+            program.add(it.world.clone());
+            (0..STEPS).for_each(|_| program.step());
+            let digests: Vec<_> =
+                program.pools.iter().map(|pool| it.allocator.digest(pool.id()).expect("it lives")).collect();
+            it.meet();
+            for lane in program.comms.drain(1..) {
+                if !lane.is_aborted {
+                    lane.comm.destroy().expect("idle");
+                }
+            }
+            digests
+        });
+        assert!(digests.iter().all(|other| *other == digests[0]), "seed {seed}: placements differ");
+        nothing_is_left();
+    }
+}
+
+nccl_test!(random_programs_are_right_with_agreement, {
+    run(0, Mode::AtSync);
+});
+
+nccl_test!(random_programs_are_right_without_agreement, {
+    run(1_000_000, Mode::Off);
+});

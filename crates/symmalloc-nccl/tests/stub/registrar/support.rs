@@ -1,0 +1,190 @@
+//! Jobs of ranks that are threads, each with a device, an allocator and a registrar, for tests of the registrar.
+
+use cudarc::driver::CudaStream;
+use std::sync::{Arc, Barrier, Mutex};
+use std::time::Duration;
+use stub_process::{cuda, nccl};
+use symmalloc_core::agreement::Mode;
+use symmalloc_core::config::{Config, PoolConfig, PoolConfigBuilder};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer, Pool};
+use symmalloc_nccl::{Communicator, ReduceOp, Registrar, Registration, UniqueId};
+
+pub(crate) const MIB: u64 = 1 << 20;
+
+/// Long enough for everything that is to come.
+pub(crate) const PATIENT: Duration = Duration::from_secs(60);
+
+/// Long enough for everything that is to come, and short enough to wait for what is not.
+pub(crate) const IMPATIENT: Duration = Duration::from_millis(400);
+
+/// What all ranks of a job have in common.
+pub(crate) struct Job {
+    pub(crate) ranks: usize,
+    pub(crate) mode: Mode,
+    pub(crate) deadline: Duration,
+    pub(crate) check_offsets: bool,
+}
+
+/// One rank.
+pub(crate) struct Rank {
+    pub(crate) rank: usize,
+    pub(crate) ranks: usize,
+    pub(crate) device: Arc<CudaDevice>,
+    pub(crate) allocator: CudaAllocator,
+    pub(crate) stream: Arc<CudaStream>,
+    pub(crate) registrar: Registrar,
+    pub(crate) world: Communicator,
+    pub(crate) deadline: Duration,
+    barrier: Arc<Barrier>,
+}
+
+impl Job {
+    pub(crate) fn new(ranks: usize) -> Self {
+        Job { ranks, mode: Mode::AtSync, deadline: PATIENT, check_offsets: false }
+    }
+
+    pub(crate) fn quiet(mut self) -> Self {
+        self.mode = Mode::Off;
+        self
+    }
+
+    pub(crate) fn impatient(mut self) -> Self {
+        self.deadline = IMPATIENT;
+        self
+    }
+
+    pub(crate) fn checking_offsets(mut self) -> Self {
+        self.check_offsets = true;
+        self
+    }
+
+    /// Runs `body` on one thread per rank. Returns what the ranks returned.
+    pub(crate) fn run<R: Send>(&self, body: impl Fn(&Rank) -> R + Sync) -> Vec<R> {
+        let id = UniqueId::new().expect("the stub gives ids");
+        let barrier = Arc::new(Barrier::new(self.ranks));
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..self.ranks)
+                .map(|rank| {
+                    let (body, barrier) = (&body, Arc::clone(&barrier));
+                    scope.spawn(move || {
+                        let rank = self.join(rank, id, barrier);
+                        let result = body(&rank);
+                        rank.leave();
+                        result
+                    })
+                })
+                .collect();
+            threads.into_iter().map(|thread| thread.join().expect("no rank panics")).collect()
+        })
+    }
+
+    fn join(&self, rank: usize, id: UniqueId, barrier: Arc<Barrier>) -> Rank {
+        let device = CudaDevice::new(rank).expect("a stub device");
+        let allocator = CudaAllocator::new(&device, Config::default()).expect("a configuration that fits");
+        let stream = device.context().new_stream().expect("a stream");
+        allocator.register_stream(&stream).expect("the first");
+        let registrar = Registrar::builder(&allocator).agreement(self.mode).check_offsets(self.check_offsets).build();
+        let world = Communicator::builder(&device).deadline(self.deadline).connect(id, rank as u32, self.ranks as u32);
+        Rank {
+            rank,
+            ranks: self.ranks,
+            device,
+            allocator,
+            stream,
+            registrar: registrar.expect("the device says how large it is"),
+            world: world.expect("all ranks come"),
+            deadline: self.deadline,
+            barrier,
+        }
+    }
+}
+
+impl Rank {
+    /// Waits for the other threads.
+    pub(crate) fn meet(&self) {
+        self.barrier.wait();
+    }
+
+    /// A symmetric pool of fixed segments.
+    pub(crate) fn pool(&self) -> Pool<CudaBackend> {
+        self.pool_with(PoolConfigBuilder::fixed)
+    }
+
+    pub(crate) fn pool_with(&self, configure: impl FnOnce(PoolConfigBuilder) -> PoolConfigBuilder) -> Pool<CudaBackend> {
+        let config = configure(PoolConfig::builder().symmetric(true)).build().expect("valid");
+        self.allocator.create_pool(config).expect("fits the device")
+    }
+
+    /// A symmetric pool of fixed segments, attached to the world for windows.
+    pub(crate) fn attached_pool(&self) -> Pool<CudaBackend> {
+        let pool = self.pool();
+        self.registrar.attach(&self.world, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+        pool
+    }
+
+    /// A buffer in a pool, of so many bytes.
+    pub(crate) fn take(&self, pool: &Pool<CudaBackend>, size_bytes: u64) -> DeviceBuffer<f32> {
+        self.allocator.with_pool(pool).alloc_zeroed(&self.stream, size_bytes as usize / 4).expect("fits")
+    }
+
+    /// Gives free memory of a pool up.
+    pub(crate) fn trim(&self, pool: &Pool<CudaBackend>) -> u64 {
+        self.allocator.core().trim(Some(pool.id())).expect("no faults")
+    }
+
+    /// The names of windows under a buffer, as far as they are equal on all ranks.
+    pub(crate) fn offset_of(&self, comm: &Communicator, buffer: &DeviceBuffer<f32>) -> u64 {
+        self.registrar.window_of(comm, buffer).expect("it has a window").offset_bytes
+    }
+
+    /// All-reduces a buffer, which is in windows, and checks every element.
+    pub(crate) fn reduce_right(&self, comm: &Communicator, buffer: &mut DeviceBuffer<f32>) {
+        let input: Vec<f32> = (0..buffer.len()).map(|index| (comm.rank() as usize * 1000 + index % 97) as f32).collect();
+        self.stream.memcpy_htod(&input, buffer).expect("copied");
+        comm.all_reduce_in_place(buffer, ReduceOp::Sum, &self.stream).expect("all ranks come");
+        let output = self.stream.clone_dtoh(&*buffer).expect("copied");
+        self.stream.synchronize().expect("idle");
+        let ranks = comm.ranks() as usize;
+        for (index, value) in output.into_iter().enumerate() {
+            let expected: usize = (0..ranks).map(|rank| rank * 1000 + index % 97).sum();
+            assert_eq!(value, expected as f32, "rank {}, element {index}", self.rank);
+        }
+    }
+
+    /// Another communicator over all ranks, by an id that rank 0 gives.
+    pub(crate) fn connect(&self, name: &str, shared: &Mutex<Option<UniqueId>>) -> Communicator {
+        if self.rank == 0 {
+            *shared.lock().expect("no panic") = Some(UniqueId::new().expect("the stub gives ids"));
+        }
+        self.meet();
+        let id = shared.lock().expect("no panic").expect("rank 0 gave it");
+        let comm = Communicator::builder(&self.device).deadline(self.deadline).name(name);
+        comm.connect(id, self.rank as u32, self.ranks as u32).expect("all ranks come")
+    }
+
+    /// The allocator's books are right.
+    pub(crate) fn check(&self) {
+        self.allocator.core().check().expect("sound");
+    }
+
+    fn leave(self) {
+        self.check();
+        let Rank { registrar, allocator, world, .. } = self;
+        if let Err(error) = world.destroy() {
+            panic!("the communicator cannot be destroyed: {error}");
+        }
+        registrar.sweep();
+        assert_eq!(allocator.stats().retired_bytes, 0, "dead memory is held when all communicators are gone");
+        drop(registrar);
+    }
+}
+
+/// Nobody did what nobody should do, and nothing is left.
+#[track_caller]
+pub(crate) fn nothing_is_left() {
+    nccl::assert_clean();
+    let live = nccl::live();
+    assert_eq!(live, nccl::Live { pending: live.pending, ..nccl::Live::default() });
+    let cuda::Live { device_bytes, ranges, mappings, .. } = cuda::live();
+    assert_eq!((device_bytes, ranges, mappings), (0, 0, 0), "device memory and addresses are back");
+}
