@@ -2,4 +2,5 @@
 //! process of its own (see `stub_process`).
 
 mod raw;
+mod registrar;
 mod stub_itself;

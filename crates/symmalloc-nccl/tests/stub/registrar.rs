@@ -11,9 +11,7 @@ use stub_process::{nccl, nccl_test};
 use support::{Job, MIB, nothing_is_left};
 use symmalloc_core::PoolId;
 use symmalloc_core::config::PoolConfig;
-use symmalloc_nccl::{
-    AttachError, Invalidated, InvalidationCursor, LookupError, Registrar, Registration, SyncError,
-};
+use symmalloc_nccl::{AttachError, Invalidated, InvalidationCursor, LookupError, Registrar, Registration, SyncError};
 
 nccl_test!(what_is_allocated_is_in_windows_after_a_sync_and_reduces_right, {
     Job::new(4).run(|it| {
@@ -108,7 +106,8 @@ nccl_test!(communicators_named_in_opposite_orders_do_not_wait_for_each_other, {
         let mut tensors = Vec::new();
         for round in 0..3 {
             tensors.push(it.take(&pool, (20 + 10 * round) * MIB));
-            let order: [&_; 4] = if rank.is_multiple_of(2) { [&tp, &dp, &it.world, &tp] } else { [&it.world, &dp, &tp, &dp] };
+            let order: [&_; 4] =
+                if rank.is_multiple_of(2) { [&tp, &dp, &it.world, &tp] } else { [&it.world, &dp, &tp, &dp] };
             let synced = it.registrar.sync(&order).expect("all ranks did the same");
             assert_eq!((synced.registrations, synced.rounds), (3, 3), "a communicator counts once");
             let tensor = tensors.last_mut().expect("just taken");
@@ -180,7 +179,11 @@ nccl_test!(windows_of_a_communicator_that_is_gone_are_not_touched_and_its_memory
             drop(tensor);
             it.trim(&pool);
             it.meet();
-            if aborts { other.abort().expect("in time") } else { other.destroy().expect("idle") }
+            if aborts {
+                other.abort().expect("in time")
+            } else {
+                other.destroy().expect("idle")
+            }
             let synced = it.registrar.sync(&[&it.world]).expect("the other one is swept up");
             assert_eq!(synced.deregistrations, 1, "those of the other one went with it");
             assert_eq!(it.registrar.stats().dead_bytes, 0);
@@ -279,20 +282,24 @@ nccl_test!(buffers_of_private_pools_follow_their_segments_without_a_word_to_othe
     nothing_is_left();
 });
 
-nccl_test!(ranks_that_cannot_reach_each_other_get_plain_registrations, ["STUB_NCCL_VERSION" = "23007", "STUB_NCCL_NO_SYMMETRIC" = "1"], {
-    Job::new(2).run(|it| {
-        let pool = it.attached_pool();
-        let mut tensor = it.take(&pool, 30 * MIB);
-        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
-        assert!(matches!(it.registrar.window_of(&it.world, &tensor), Err(LookupError::Plain { .. })));
-        it.reduce_right(&it.world, &mut tensor);
-        drop(tensor);
-        it.trim(&pool);
-        assert_eq!(it.registrar.sync(&[&it.world]).expect("the same").released_bytes, 30 * MIB);
-    });
-    assert_eq!((nccl::calls("ncclCommDeregister"), nccl::calls("ncclCommWindowDeregister")), (2, 0));
-    nothing_is_left();
-});
+nccl_test!(
+    ranks_that_cannot_reach_each_other_get_plain_registrations,
+    ["STUB_NCCL_VERSION" = "23007", "STUB_NCCL_NO_SYMMETRIC" = "1"],
+    {
+        Job::new(2).run(|it| {
+            let pool = it.attached_pool();
+            let mut tensor = it.take(&pool, 30 * MIB);
+            it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+            assert!(matches!(it.registrar.window_of(&it.world, &tensor), Err(LookupError::Plain { .. })));
+            it.reduce_right(&it.world, &mut tensor);
+            drop(tensor);
+            it.trim(&pool);
+            assert_eq!(it.registrar.sync(&[&it.world]).expect("the same").released_bytes, 30 * MIB);
+        });
+        assert_eq!((nccl::calls("ncclCommDeregister"), nccl::calls("ncclCommWindowDeregister")), (2, 0));
+        nothing_is_left();
+    }
+);
 
 nccl_test!(a_scope_registers_what_was_taken_inside_also_when_its_work_fails, {
     Job::new(2).run(|it| {
@@ -342,27 +349,33 @@ nccl_test!(keys_are_stable_over_sizes_and_never_come_back, {
     nothing_is_left();
 });
 
-nccl_test!(running_out_of_symmetric_space_is_said_on_every_rank_before_nccl_fails, ["STUB_NCCL_WIN_STRIDE" = "4294967296", "NCCL_WIN_STRIDE" = "4294967296"], {
-    Job::new(2).run(|it| {
-        let pool = it.attached_pool();
-        let fits = it.take(&pool, 3072 * MIB);
-        it.registrar.sync(&[&it.world]).expect("it fits");
-        let too_much = it.take(&pool, 2048 * MIB);
-        let error = it.registrar.sync(&[&it.world]).expect_err("it does not fit");
-        let SyncError::SymmetricSpace { needed_bytes, used_bytes, budget_bytes, .. } = &error else { panic!("{error}") };
-        assert_eq!((*needed_bytes, *budget_bytes), (2048 * MIB, 4096 * MIB));
-        assert_eq!(*used_bytes, (3072 + 10) * MIB);
-        assert!(error.to_string().contains("NCCL_WIN_STRIDE"));
-        // Nothing was done, and what is too much can go.
-        drop(too_much);
-        it.trim(&pool);
-        it.registrar.sync(&[&it.world]).expect("nothing to register");
-        let stats = it.registrar.communicator_stats(&it.world).expect("attached");
-        assert_eq!((stats.windows, stats.space_used_bytes, stats.space_budget_bytes), (1, *used_bytes, 4096 * MIB));
-        drop(fits);
-    });
-    nothing_is_left();
-});
+nccl_test!(
+    running_out_of_symmetric_space_is_said_on_every_rank_before_nccl_fails,
+    ["STUB_NCCL_WIN_STRIDE" = "4294967296", "NCCL_WIN_STRIDE" = "4294967296"],
+    {
+        Job::new(2).run(|it| {
+            let pool = it.attached_pool();
+            let fits = it.take(&pool, 3072 * MIB);
+            it.registrar.sync(&[&it.world]).expect("it fits");
+            let too_much = it.take(&pool, 2048 * MIB);
+            let error = it.registrar.sync(&[&it.world]).expect_err("it does not fit");
+            let SyncError::SymmetricSpace { needed_bytes, used_bytes, budget_bytes, .. } = &error else {
+                panic!("{error}")
+            };
+            assert_eq!((*needed_bytes, *budget_bytes), (2048 * MIB, 4096 * MIB));
+            assert_eq!(*used_bytes, (3072 + 10) * MIB);
+            assert!(error.to_string().contains("NCCL_WIN_STRIDE"));
+            // Nothing was done, and what is too much can go.
+            drop(too_much);
+            it.trim(&pool);
+            it.registrar.sync(&[&it.world]).expect("nothing to register");
+            let stats = it.registrar.communicator_stats(&it.world).expect("attached");
+            assert_eq!((stats.windows, stats.space_used_bytes, stats.space_budget_bytes), (1, *used_bytes, 4096 * MIB));
+            drop(fits);
+        });
+        nothing_is_left();
+    }
+);
 
 nccl_test!(a_registrar_that_is_dropped_takes_its_windows_along, {
     Job::new(2).run(|it| {

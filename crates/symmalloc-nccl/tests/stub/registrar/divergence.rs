@@ -8,7 +8,10 @@ use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
 use symmalloc_nccl::{PlanField, ReduceOp, Registration, SyncError};
 
 /// Runs a program in which rank 1 differs, and returns what a sync came to on each rank. Nothing may be registered then.
-fn injected(ranks: usize, program: impl Fn(&Rank, &Pool<CudaBackend>, &mut Vec<DeviceBuffer<f32>>) + Sync) -> Vec<SyncError> {
+fn injected(
+    ranks: usize,
+    program: impl Fn(&Rank, &Pool<CudaBackend>, &mut Vec<DeviceBuffer<f32>>) + Sync,
+) -> Vec<SyncError> {
     let outcomes = Job::new(ranks).run(|it| {
         let pool = it.attached_pool();
         let mut tensors = vec![it.take(&pool, MIB)];

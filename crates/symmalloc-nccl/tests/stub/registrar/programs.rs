@@ -83,11 +83,8 @@ impl Program<'_> {
     }
 
     fn make_pool(&mut self) {
-        let pool = if self.below(3) == 0 {
-            self.it.pool_with(|config| config.reserved(128 * MIB))
-        } else {
-            self.it.pool()
-        };
+        let pool =
+            if self.below(3) == 0 { self.it.pool_with(|config| config.reserved(128 * MIB)) } else { self.it.pool() };
         let index = self.pools.len();
         for lane in &mut self.comms {
             if self.draw.next() % 2 == 0 {
@@ -179,7 +176,9 @@ impl Program<'_> {
         }
         // No key that is said to live lies where another segment does.
         for key in &lane.keys {
-            let overlaps = |other: &&SegmentKey| *other != key && key.base < other.base + other.size_bytes && other.base < key.base + key.size_bytes;
+            let overlaps = |other: &&SegmentKey| {
+                *other != key && key.base < other.base + other.size_bytes && other.base < key.base + key.size_bytes
+            };
             assert_eq!(lane.keys.iter().find(overlaps), None, "{key}");
         }
     }

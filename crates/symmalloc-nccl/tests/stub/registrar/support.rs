@@ -110,7 +110,10 @@ impl Rank {
         self.pool_with(PoolConfigBuilder::fixed)
     }
 
-    pub(crate) fn pool_with(&self, configure: impl FnOnce(PoolConfigBuilder) -> PoolConfigBuilder) -> Pool<CudaBackend> {
+    pub(crate) fn pool_with(
+        &self,
+        configure: impl FnOnce(PoolConfigBuilder) -> PoolConfigBuilder,
+    ) -> Pool<CudaBackend> {
         let config = configure(PoolConfig::builder().symmetric(true)).build().expect("valid");
         self.allocator.create_pool(config).expect("fits the device")
     }
@@ -139,7 +142,8 @@ impl Rank {
 
     /// All-reduces a buffer, which is in windows, and checks every element.
     pub(crate) fn reduce_right(&self, comm: &Communicator, buffer: &mut DeviceBuffer<f32>) {
-        let input: Vec<f32> = (0..buffer.len()).map(|index| (comm.rank() as usize * 1000 + index % 97) as f32).collect();
+        let input: Vec<f32> =
+            (0..buffer.len()).map(|index| (comm.rank() as usize * 1000 + index % 97) as f32).collect();
         self.stream.memcpy_htod(&input, buffer).expect("copied");
         comm.all_reduce_in_place(buffer, ReduceOp::Sum, &self.stream).expect("all ranks come");
         let output = self.stream.clone_dtoh(&*buffer).expect("copied");
