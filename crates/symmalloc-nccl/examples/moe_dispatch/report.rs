@@ -34,7 +34,7 @@ impl Holdings {
             registrations: stats.registrations,
             deregistrations: stats.deregistrations,
             device_bytes: comm.device().memory_info()?.free_bytes,
-            files: std::fs::read_dir("/proc/self/fd").map_or(0, |files| files.count() as u64),
+            files: open_files(),
         })
     }
 
@@ -47,6 +47,12 @@ impl Holdings {
             files: self.files as i64 - before.files as i64,
         }
     }
+}
+
+/// Open files of this process, but for the folder in which another rank's thread is looking as well.
+fn open_files() -> u64 {
+    let files = std::fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
+    files.filter_map(|file| std::fs::read_link(file.path()).ok()).filter(|to| !to.starts_with("/proc")).count() as u64
 }
 
 /// Bytes of this process that are in RAM.
