@@ -57,7 +57,40 @@ use std::sync::Arc;
 use symmalloc_core::agreement::Transport;
 use symmalloc_cuda::DriverError;
 
-/// Exchanges rows among the ranks of a communicator, see the [module](self).
+/// Exchanges rows among the ranks of a communicator: PyTorch's `all_to_all_single`, with splits that are exchanged when the
+/// program says so. Threads may share it, if they call it in one order that all ranks keep.
+///
+/// A rank cannot know alone whether another rank's splits changed, so nothing here decides by itself whether to exchange them:
+/// [`exchange_splits`](Self::exchange_splits) always does, [`run`](Self::run) never. A program that knows both sides, or that
+/// repeats its splits, exchanges nothing.
+///
+/// # Examples
+/// ```no_run
+/// use cudarc::driver::CudaStream;
+/// use std::{error::Error, sync::Arc};
+/// use symmalloc_cuda::{CudaAllocator, DeviceBuffer};
+/// use symmalloc_nccl::AllToAll;
+///
+/// /// Tokens to the ranks of their experts, and back.
+/// fn layer(
+///     all_to_all: &AllToAll,
+///     allocator: &CudaAllocator,
+///     stream: &Arc<CudaStream>,
+///     tokens: &DeviceBuffer<f32>,
+///     rows_by_rank: &[u64],
+///     hidden: usize,
+/// ) -> Result<DeviceBuffer<f32>, Box<dyn Error>> {
+///     let splits = all_to_all.exchange_splits(rows_by_rank)?;
+///     // The same size on every rank, as symmetric memory wants it.
+///     let rows_max = splits.output_rows_max().expect("they were exchanged") as usize;
+///     let mut received = allocator.alloc_zeroed(stream, rows_max * hidden)?;
+///     all_to_all.run(stream, tokens, &mut received, hidden, &splits)?;
+///     // ... the experts change what was received ...
+///     let mut combined = allocator.alloc_zeroed(stream, tokens.len())?;
+///     all_to_all.run(stream, &received, &mut combined, hidden, &splits.reversed())?;
+///     Ok(combined)
+/// }
+/// ```
 ///
 /// # Errors
 /// A call that is refused submits nothing on its rank. Other ranks do not know that: their streams wait for rows that do not

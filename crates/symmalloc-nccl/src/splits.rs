@@ -61,13 +61,14 @@ pub enum SplitsError {
     },
 }
 
-/// How the rows of two buffers are split among ranks, see the [module](self). Cloning it shares it.
+/// How the rows of two buffers are split among ranks: a part for each rank, in rank order, also of no rows. Totals and
+/// displacements are worked out once for all calls. Cloning it shares it.
 ///
 /// # Examples
 /// ```
 /// use symmalloc_nccl::Splits;
 ///
-/// // Rank 1 of the picture.
+/// // Rank 1 of three.
 /// let splits = Splits::sending(&[3, 4, 1]).receiving(&[1, 4, 5])?;
 /// assert_eq!((splits.input().displacements(), splits.input().total()), (&[0, 3, 7][..], 8));
 /// assert_eq!(splits.output().part(2), 5..10);

@@ -1,29 +1,32 @@
 //! All-to-all-v on the stubs: what arrives, what is refused, what is kept, and what leaks: nothing.
 
-use crate::process::{calls, live, nccl_calls, stub_test};
 use crate::programs::all_to_all::{
     Rank, captured, counts, disagreements, equal_parts, known_splits, on_ranks, on_ranks_with, one_way, uneven_rows,
 };
 use cudarc::driver::DevicePtr;
 use std::fmt::Debug;
 use std::sync::Barrier;
+use stub_process::{cuda, nccl, nccl_test};
 use symmalloc_core::PoolConfig;
 use symmalloc_cuda::{CudaAllocator, DeviceBuffer, GraphPool};
 use symmalloc_nccl::{AllToAll, AllToAllError, CommunicatorBuilder, LookupError, Registration, Side, Splits};
 
-stub_test!(uneven_rows_of_any_type_arrive_where_the_splits_say, ["STUB_DEVICES" = "4"], {
+nccl_test!(uneven_rows_of_any_type_arrive_where_the_splits_say, {
     (1..=4).for_each(|ranks| drop(on_ranks(ranks, uneven_rows)));
+    nccl::assert_clean();
 });
 
-stub_test!(a_communicator_that_does_not_block_does_the_same, ["STUB_DEVICES" = "2"], {
+nccl_test!(a_communicator_that_does_not_block_does_the_same, {
     on_ranks_with(2, CommunicatorBuilder::nonblocking, uneven_rows);
+    nccl::assert_clean();
 });
 
-stub_test!(without_splits_whole_buffers_are_split_equally, ["STUB_DEVICES" = "3"], {
+nccl_test!(without_splits_whole_buffers_are_split_equally, {
     on_ranks(3, equal_parts);
+    nccl::assert_clean();
 });
 
-stub_test!(ranks_may_have_nothing_to_send_or_nothing_at_all, ["STUB_DEVICES" = "2"], {
+nccl_test!(ranks_may_have_nothing_to_send_or_nothing_at_all, {
     on_ranks(2, |it| {
         one_way(it);
         let all_to_all = it.all_to_all();
@@ -32,14 +35,16 @@ stub_test!(ranks_may_have_nothing_to_send_or_nothing_at_all, ["STUB_DEVICES" = "
         all_to_all.run(&it.stream, &none, &mut nothing, 0, None).expect("nothing");
     });
     // Rank 0 sends, and the last one receives.
-    assert_eq!((nccl_calls("ncclSend"), nccl_calls("ncclRecv")), (1, 1), "nothing is submitted for nothing");
+    assert_eq!((nccl::calls("ncclSend"), nccl::calls("ncclRecv")), (1, 1), "nothing is submitted for nothing");
+    nccl::assert_clean();
 });
 
-stub_test!(where_calls_are_checked_ranks_that_disagree_get_the_same_error, ["STUB_DEVICES" = "3"], {
+nccl_test!(where_calls_are_checked_ranks_that_disagree_get_the_same_error, {
     on_ranks(3, |it| disagreements(it));
+    nccl::assert_clean();
 });
 
-stub_test!(refused_calls_submit_nothing_where_they_are_checked, ["STUB_DEVICES" = "2"], {
+nccl_test!(refused_calls_submit_nothing_where_they_are_checked, {
     on_ranks(2, |it| {
         let all_to_all = AllToAll::builder(&it.comm).check_calls().build().expect("built");
         let rows: &[u64] = if it.rank == 0 { &[1, 2] } else { &[1, 1] };
@@ -47,14 +52,16 @@ stub_test!(refused_calls_submit_nothing_where_they_are_checked, ["STUB_DEVICES" 
         let (input, mut output) = (it.zeros::<u32>(4), it.zeros::<u32>(4));
         all_to_all.run(&it.stream, &input, &mut output, 1, &splits.expect("they fit")).expect_err("they disagree");
     });
-    assert_eq!((nccl_calls("ncclSend"), nccl_calls("ncclRecv"), calls("cuMemcpyDtoDAsync_v2")), (0, 0, 0));
+    assert_eq!((nccl::calls("ncclSend"), nccl::calls("ncclRecv"), cuda::calls("cuMemcpyDtoDAsync_v2")), (0, 0, 0));
+    nccl::assert_clean();
 });
 
-stub_test!(a_captured_call_moves_what_is_there_at_each_launch, ["STUB_DEVICES" = "2"], {
+nccl_test!(a_captured_call_moves_what_is_there_at_each_launch, {
     on_ranks(2, captured);
+    nccl::assert_clean();
 });
 
-stub_test!(captured_calls_are_not_compared, ["STUB_DEVICES" = "2"], {
+nccl_test!(captured_calls_are_not_compared, {
     on_ranks(2, |it| {
         let all_to_all = AllToAll::builder(&it.comm).check_calls().build().expect("built");
         let (input, mut output) = (it.zeros::<u32>(2), it.zeros::<u32>(2));
@@ -64,10 +71,11 @@ stub_test!(captured_calls_are_not_compared, ["STUB_DEVICES" = "2"], {
         all_to_all.run(&it.stream, &input, &mut output, 1, None).expect("captured");
         capture.end().expect("ended");
     });
-    assert_eq!(nccl_calls("ncclAllGather"), 4, "two of the registrars' sync, two of the first calls");
+    assert_eq!(nccl::calls("ncclAllGather"), 4, "two of the registrars' sync, two of the first calls");
+    nccl::assert_clean();
 });
 
-stub_test!(splits_that_are_known_or_repeated_cost_no_exchange, ["STUB_DEVICES" = "2"], {
+nccl_test!(splits_that_are_known_or_repeated_cost_no_exchange, {
     on_ranks(2, |it| {
         let all_to_all = it.all_to_all();
         let counts = counts(3, it.ranks);
@@ -80,16 +88,17 @@ stub_test!(splits_that_are_known_or_repeated_cost_no_exchange, ["STUB_DEVICES" =
             it.round::<u32>(&all_to_all, seed, &known, 2);
         }
     });
-    assert_eq!(nccl_calls("ncclAllGather"), 4, "two of the registrars' sync, two of the exchange");
+    assert_eq!(nccl::calls("ncclAllGather"), 4, "two of the registrars' sync, two of the exchange");
+    nccl::assert_clean();
 });
 
-stub_test!(what_is_refused_is_refused_before_anything_is_submitted, ["STUB_DEVICES" = "2"], {
+nccl_test!(what_is_refused_is_refused_before_anything_is_submitted, {
     on_ranks(2, |it| {
         let all_to_all = it.all_to_all();
         let splits = Splits::sending(&[2, 3]).receiving(&[2, 3]).expect("they fit");
         let splits = if it.rank == 0 { splits } else { Splits::sending(&[3, 2]).receiving(&[3, 2]).expect("they fit") };
         let (input, mut output) = (it.buffer::<u32>(&[1; 10]), it.zeros::<u32>(10));
-        let before = nccl_calls("ncclSend") + nccl_calls("ncclRecv");
+        let before = nccl::calls("ncclSend") + nccl::calls("ncclRecv");
         let mut refused =
             |splits: &Splits, row| all_to_all.run(&it.stream, &input, &mut output, row, splits).expect_err("refused");
         assert!(matches!(
@@ -113,10 +122,11 @@ stub_test!(what_is_refused_is_refused_before_anything_is_submitted, ["STUB_DEVIC
         assert!(matches!(overlap, Err(AllToAllError::Overlap { input_bytes: 20, output_bytes: 20, .. })));
         std::mem::forget(twice);
     });
-    assert_eq!((nccl_calls("ncclSend"), nccl_calls("ncclRecv"), calls("cuMemcpyDtoDAsync_v2")), (0, 0, 0));
+    assert_eq!((nccl::calls("ncclSend"), nccl::calls("ncclRecv"), cuda::calls("cuMemcpyDtoDAsync_v2")), (0, 0, 0));
+    nccl::assert_clean();
 });
 
-stub_test!(a_rank_that_cannot_tell_its_splits_is_named_to_the_others, ["STUB_DEVICES" = "3"], {
+nccl_test!(a_rank_that_cannot_tell_its_splits_is_named_to_the_others, {
     on_ranks(3, |it| {
         let all_to_all = it.all_to_all();
         let rows: &[u64] = if it.rank == 1 { &[u64::MAX, 1, 0] } else { &[1, 2, 3] };
@@ -127,9 +137,10 @@ stub_test!(a_rank_that_cannot_tell_its_splits_is_named_to_the_others, ["STUB_DEV
         }
         all_to_all.exchange_splits(&[1, 2, 3]).expect("all can go on");
     });
+    nccl::assert_clean();
 });
 
-stub_test!(memory_that_is_not_registered_is_refused_where_it_must_be, ["STUB_DEVICES" = "2"], {
+nccl_test!(memory_that_is_not_registered_is_refused_where_it_must_be, {
     on_ranks(2, |it| {
         let (strict, any) = (it.all_to_all(), AllToAll::new(&it.comm).expect("built"));
         let plain = CudaAllocator::new(it.comm.device(), Default::default()).expect("an allocator");
@@ -146,9 +157,10 @@ stub_test!(memory_that_is_not_registered_is_refused_where_it_must_be, ["STUB_DEV
         any.run(&it.stream, &input, &mut output, 1, &splits).expect("NCCL moves any memory");
         assert!(any.segments().is_empty());
     });
+    nccl::assert_clean();
 });
 
-stub_test!(a_segment_is_remembered_until_the_registrar_says_that_it_is_dead, ["STUB_DEVICES" = "2"], {
+nccl_test!(a_segment_is_remembered_until_the_registrar_says_that_it_is_dead, {
     on_ranks(2, |it| {
         let all_to_all = it.all_to_all();
         let pool = it
@@ -191,9 +203,10 @@ stub_test!(a_segment_is_remembered_until_the_registrar_says_that_it_is_dead, ["S
         both.sort_unstable();
         assert_eq!(all_to_all.segments(), both);
     });
+    nccl::assert_clean();
 });
 
-stub_test!(buffers_may_be_dropped_while_the_rows_wait_for_the_other_rank, ["STUB_DEVICES" = "2"], {
+nccl_test!(buffers_may_be_dropped_while_the_rows_wait_for_the_other_rank, {
     let barrier = Barrier::new(2);
     on_ranks(2, |it| {
         let all_to_all = it.all_to_all();
@@ -220,6 +233,7 @@ stub_test!(buffers_may_be_dropped_while_the_rows_wait_for_the_other_rank, ["STUB
         }
         assert_eq!(it.allocator.drop_errors().count, 0);
     });
+    nccl::assert_clean();
 });
 
 /// Calls before anything is counted, and calls between two counts.
@@ -230,7 +244,15 @@ const HALF_OF_CALLS: u64 = 50_000;
 fn holdings(it: &Rank, all_to_all: &AllToAll) -> impl Debug + PartialEq {
     let stats = it.registrar.stats();
     let registered = ["ncclCommWindowRegister", "ncclCommRegister", "ncclCommWindowDeregister", "ncclCommDeregister"];
-    (live(), registered.map(nccl_calls), stats, it.allocator.stats().segments_born, all_to_all.segments(), open_files())
+    (
+        cuda::live(),
+        nccl::live(),
+        registered.map(nccl::calls),
+        stats,
+        it.allocator.stats().segments_born,
+        all_to_all.segments(),
+        open_files(),
+    )
 }
 
 /// Open files of this process, but for the folder in which the other rank's thread is looking as well.
@@ -245,7 +267,7 @@ fn resident_bytes() -> u64 {
     4096 * pages.parse::<u64>().expect("a number")
 }
 
-stub_test!(a_hundred_thousand_calls_with_changing_splits_leave_nothing_behind, ["STUB_DEVICES" = "2"], {
+nccl_test!(a_hundred_thousand_calls_with_changing_splits_leave_nothing_behind, {
     let barrier = Barrier::new(2);
     on_ranks(2, |it| {
         let all_to_all = it.all_to_all();
@@ -273,6 +295,7 @@ stub_test!(a_hundred_thousand_calls_with_changing_splits_leave_nothing_behind, [
         assert!(seen[2].1 < seen[1].1 + 200_000, "{} and {} resident bytes", seen[1].1, seen[2].1);
         assert_eq!(it.allocator.drop_errors().count, 0);
     });
+    nccl::assert_clean();
 });
 
 #[path = "../../examples/moe_dispatch/main.rs"]
@@ -283,36 +306,30 @@ fn small_model() -> moe_dispatch::Options {
     moe_dispatch::Options { steps: 24, tokens: 40, hidden: 7, experts: 3, ..Default::default() }
 }
 
-stub_test!(moe_dispatch_is_right_with_a_thread_for_each_device, ["STUB_DEVICES" = "4"], {
-    let reports = moe_dispatch::run(&small_model()).expect("it runs");
+nccl_test!(moe_dispatch_is_right_with_a_thread_for_each_device, {
+    let reports = moe_dispatch::run(&moe_dispatch::Options { ranks: Some(4), ..small_model() }).expect("it runs");
     assert_eq!(reports.len(), 4);
     print!("{}", moe_dispatch::Table(&reports));
     assert!(reports.iter().all(moe_dispatch::Report::is_right));
+    nccl::assert_clean();
 });
 
-stub_test!(moe_dispatch_is_right_with_processes_that_torchrun_starts, ["STUB_DEVICES" = "2"], {
-    if std::env::var_os("RANK").is_some() {
+nccl_test!(moe_dispatch_is_right_with_the_processes_of_torchrun, {
+    let torchrun =
+        [("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29731")];
+    let ended = stub_process::ranks(2, &torchrun, |rank| {
+        for variable in ["RANK", "LOCAL_RANK"] {
+            // SAFETY: the process has no other thread yet that looks at its environment.
+            unsafe { std::env::set_var(variable, rank.to_string()) };
+        }
         let reports = moe_dispatch::run(&small_model()).expect("it runs");
         assert!(reports.len() == 1 && reports[0].is_right(), "{}", moe_dispatch::Table(&reports));
-        return;
-    }
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let start = |rank: u32| {
-        std::process::Command::new(std::env::current_exe().expect("this test"))
-            .args(&arguments)
-            .envs([("RANK", rank.to_string()), ("LOCAL_RANK", rank.to_string())])
-            .envs([("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")])
-            .env("MASTER_PORT", "29731")
-            .spawn()
-            .expect("started")
-    };
-    let ranks = [start(0), start(1)];
-    for (rank, mut process) in ranks.into_iter().enumerate() {
-        assert!(process.wait().expect("it ends").success(), "rank {rank}");
-    }
+        nccl::assert_clean();
+    });
+    assert!(ended.iter().all(|rank| rank.is_success), "{ended:#?}");
 });
 
-stub_test!(moe_dispatch_says_what_is_missing, ["STUB_NO_DEVICE" = "1"], {
+nccl_test!(moe_dispatch_says_what_is_missing, ["STUB_NO_DEVICE" = "1"], {
     let error = moe_dispatch::run(&small_model()).expect_err("there is no device");
     assert!(error.to_string().contains("nvidia-smi"), "{error}");
 });
