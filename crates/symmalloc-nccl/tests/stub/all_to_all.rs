@@ -1,9 +1,12 @@
 //! All-to-all-v on the stubs: what arrives, what is refused, what is kept, and what leaks: nothing.
 
-use crate::programs::all_to_all::{
+#[path = "../programs/all_to_all.rs"]
+mod programs;
+
+use cudarc::driver::DevicePtr;
+use programs::{
     Rank, captured, counts, disagreements, equal_parts, known_splits, on_ranks, on_ranks_with, one_way, uneven_rows,
 };
-use cudarc::driver::DevicePtr;
 use std::fmt::Debug;
 use std::sync::Barrier;
 use stub_process::{cuda, nccl, nccl_test};
@@ -98,7 +101,6 @@ nccl_test!(what_is_refused_is_refused_before_anything_is_submitted, {
         let splits = Splits::sending(&[2, 3]).receiving(&[2, 3]).expect("they fit");
         let splits = if it.rank == 0 { splits } else { Splits::sending(&[3, 2]).receiving(&[3, 2]).expect("they fit") };
         let (input, mut output) = (it.buffer::<u32>(&[1; 10]), it.zeros::<u32>(10));
-        let before = nccl::calls("ncclSend") + nccl::calls("ncclRecv");
         let mut refused =
             |splits: &Splits, row| all_to_all.run(&it.stream, &input, &mut output, row, splits).expect_err("refused");
         assert!(matches!(
