@@ -130,15 +130,19 @@ pub(crate) fn run(options: &Options) -> Result<Option<Table>, Failure> {
                 let threads: Vec<_> = (0..ranks)
                     .map(|rank| {
                         scope.spawn(move || {
-                            let device = CudaDevice::new(rank as usize)?;
-                            let builder = Communicator::builder(&device).deadline(DEADLINE);
-                            Rank::new(&device, builder.connect(id, rank, ranks)?)?.run(options.rounds)
+                            let run = || {
+                                let device = CudaDevice::new(rank as usize)?;
+                                let comm =
+                                    Communicator::builder(&device).deadline(DEADLINE).connect(id, rank, ranks)?;
+                                Rank::new(&device, comm)?.run(options.rounds)
+                            };
+                            // At once: the others may wait for this rank until the deadline.
+                            run().inspect_err(|error: &Failure| eprintln!("all_reduce, rank {rank}: {error}"))
                         })
                     })
                     .collect();
                 threads.into_iter().map(|thread| thread.join().expect("no rank panics")).collect::<Vec<_>>()
             });
-            // The first error is the cause more often than not; later ones are ranks that waited for it.
             tables.into_iter().collect::<Result<Vec<_>, Failure>>().map(|mut tables| Some(tables.swap_remove(0)))
         }
     }
@@ -223,7 +227,8 @@ impl Rank {
             if is_odd { builder.descending_addresses(ADDRESS_SPACE_BYTES) } else { builder }.build()
         };
         let stream = device.context().new_stream()?;
-        let allocator = CudaAllocator::with_backend(backend()?, Config::default())?;
+        let config = Config::builder().default_pool(PoolConfig::builder().fixed().build()?).build()?;
+        let allocator = CudaAllocator::with_backend(backend()?, config)?;
         allocator.register_stream(&stream)?;
         let registrar = Registrar::builder(&allocator).build()?;
         let old = OldOrder::new(backend()?);

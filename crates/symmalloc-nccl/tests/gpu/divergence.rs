@@ -151,7 +151,7 @@ fn a_rank_that_stops_ends_the_others_sync_within_the_deadline() {
             if last_rank(rank) {
                 // It does nothing until the others have given up.
                 rank.meet();
-                comm.abort().expect("aborted");
+                let _ended = comm.abort();
                 return;
             }
             let begun = Instant::now();
@@ -159,16 +159,23 @@ fn a_rank_that_stops_ends_the_others_sync_within_the_deadline() {
             let took = begun.elapsed();
             println!("{calls:?}, after {} ms: {error}", took.as_millis());
             assert!(matches!(error, SyncError::Transport { .. }), "{error}");
-            assert!((deadline..deadline + Duration::from_secs(3)).contains(&took), "{took:?}");
+            assert!((deadline..deadline + Duration::from_secs(6)).contains(&took), "{took:?}");
             assert_ne!(comm.state(), CommState::Ready);
-            // The allocator goes on, and memory can go back.
+            // The allocator goes on.
             drop(weights);
             allocate(rank, &allocator, 30 * MIB, "later");
-            allocator.trim().expect("given back");
-            assert_eq!(registrar.stats().dead_bytes, 0);
             let error = registrar.sync(&[&comm]).expect_err("it is gone");
             assert!(matches!(error, SyncError::Gone { .. } | SyncError::NotAttached { .. }), "{error}");
             rank.meet();
+            // NCCL lets go when the last rank has ended its communicator, or its process has; then memory goes back.
+            let begun = Instant::now();
+            while comm.state() == CommState::Lost && begun.elapsed() < DEADLINE {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            registrar.sweep();
+            allocator.trim().expect("given back");
+            println!("{calls:?}: {} after {} ms more", comm.state(), begun.elapsed().as_millis());
+            assert_eq!((comm.state(), registrar.stats().dead_bytes), (CommState::Aborted, 0));
         });
     }
 }

@@ -74,7 +74,7 @@ impl Rank<'_> {
     /// An allocator whose default pool has this policy. Odd ranks get their addresses in descending order.
     pub(crate) fn allocator(&self, pool: PoolConfig) -> CudaAllocator {
         let builder = CudaBackend::builder(&self.device);
-        let builder = if self.rank % 2 == 1 { builder.descending_addresses(256 << 30) } else { builder };
+        let builder = if self.rank % 2 == 1 { builder.descending_addresses(1 << 40) } else { builder };
         let config = Config::builder().default_pool(pool).build().expect("valid");
         let allocator = CudaAllocator::with_backend(builder.build().expect("supported"), config).expect("made");
         allocator.register_stream(&self.stream).expect("registered");

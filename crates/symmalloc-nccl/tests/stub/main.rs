@@ -1,6 +1,7 @@
 //! NCCL registration on stubs of libcuda and libnccl: everything but the devices. Runs everywhere, and each test in a
 //! process of its own (see `stub_process`).
 
+mod all_reduce;
 mod all_to_all;
 mod raw;
 mod registrar;

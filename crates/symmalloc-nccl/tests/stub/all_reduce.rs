@@ -1,0 +1,23 @@
+//! The example `all_reduce` on the stubs, which address a peer's buffer as NCCL does: by this rank's own offset.
+
+use stub_process::{nccl, nccl_test};
+
+#[allow(dead_code, reason = "the example's main is not called")]
+#[path = "../../examples/all_reduce.rs"]
+mod example;
+
+fn run(ranks: u32, rounds: u32) {
+    let options = example::Options { ranks: Some(ranks), rounds, threads: true };
+    let table = example::run(&options).expect("all ranks get through").expect("rank 0 is here");
+    print!("{table}");
+    assert!(table.is_as_claimed(), "{table}");
+    nccl::assert_clean();
+}
+
+nccl_test!(the_old_order_is_wrong_and_ours_right_on_two_ranks, {
+    run(2, 105);
+});
+
+nccl_test!(the_old_order_is_wrong_and_ours_right_on_four_ranks, {
+    run(4, 12);
+});
