@@ -271,7 +271,7 @@ nccl! {
         SUCCESS
     });
     ncclCommAbort(comm: u64) ask("ncclCommAbort", comm, |member| { member.end(Life::Aborted); SUCCESS });
-    ncclCommRevoke(comm: u64, flags: c_int) on("ncclCommRevoke", comm, |member, is_hung| INVALID_USAGE);
+    ncclCommRevoke(comm: u64, flags: c_int) ask("ncclCommRevoke", comm, |member| member.revoke());
     ncclCommSplit(comm: u64, color: c_int, key: c_int, out: *mut u64, config: *const Config)
         on("ncclCommSplit", comm, |member, is_hung| {
             let blocking = match is_blocking(config, member.is_blocking) {

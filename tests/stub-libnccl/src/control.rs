@@ -79,7 +79,7 @@ pub extern "C" fn stub_nccl_live(what: c_int) -> u64 {
         let inner = member.lock();
         let [windows, buffers, rounds] = inner.windows.counts();
         match what {
-            0 => u64::from(matches!(inner.life, Life::Joining | Life::Live | Life::Finalized)),
+            0 => u64::from(matches!(inner.life, Life::Joining | Life::Live | Life::Revoked | Life::Finalized)),
             1 => windows,
             2 => buffers,
             3 => rounds,

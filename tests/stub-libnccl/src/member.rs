@@ -22,6 +22,8 @@ pub enum Life {
     Joining,
     /// Everything.
     Live,
+    /// `ncclCommRevoke` was called: what was under way is stopped, and nothing new begins.
+    Revoked,
     /// `ncclCommFinalize` was called.
     Finalized,
     /// `ncclCommDestroy` was called.
@@ -193,7 +195,7 @@ impl Member {
             if let Some(code) = inner.finished.remove(&ticket) {
                 return code;
             }
-            if matches!(inner.life, Life::Aborted | Life::Destroyed) {
+            if matches!(inner.life, Life::Revoked | Life::Aborted | Life::Destroyed) {
                 return INTERNAL_ERROR;
             }
             inner = self.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
@@ -254,6 +256,28 @@ impl Member {
         while !inner.queue.is_empty() && inner.life != Life::Aborted {
             inner = self.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
         }
+    }
+
+    /// Stops what is under way, as `ncclCommRevoke`: a thread that waits in a call gets an error. Windows stay.
+    pub fn revoke(self: &Arc<Self>) -> c_int {
+        let queue = {
+            let mut inner = self.lock();
+            if inner.life != Life::Live {
+                return INVALID_ARGUMENT;
+            }
+            inner.life = Life::Revoked;
+            for step in take(&mut inner.steps).into_values() {
+                if let Step::Window(window) = &step {
+                    inner.windows.cancel(window);
+                }
+            }
+            inner.launches.clear();
+            inner.error = SUCCESS;
+            take(&mut inner.queue)
+        };
+        self.changed.notify_all();
+        queue.into_iter().for_each(streams::cancel);
+        SUCCESS
     }
 
     /// Ends it: nothing of it is left but its tombstone.

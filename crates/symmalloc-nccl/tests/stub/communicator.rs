@@ -50,7 +50,7 @@ impl Rank {
     /// A segment of its own: one allocation that fills it, and its address.
     fn segment(&self) -> (symmalloc_core::Allocation, u64) {
         let allocation = self.allocator.allocate(&self.stream, 2 * MIB).expect("memory");
-        (allocation, allocation.address)
+        (allocation, allocation.address.0)
     }
 
     fn register(&self, base: u64) -> Result<Window, CommError> {
@@ -286,7 +286,10 @@ nccl_test!(destroying_gives_windows_back_first, {
         rank.meet();
         assert_eq!((nccl::live().windows, nccl::live().buffers, nccl::live().kept_rounds), (0, 0, 0));
         let calls = nccl::calls("ncclCommWindowDeregister");
-        assert!(matches!(rank.comm.deregister_window(window), Err(CommError::Gone { state: CommState::Destroyed, .. })));
+        assert!(matches!(
+            rank.comm.deregister_window(window),
+            Err(CommError::Gone { state: CommState::Destroyed, .. })
+        ));
         assert_eq!(nccl::calls("ncclCommWindowDeregister"), calls, "a window of a gone communicator is not touched");
         rank.allocator.free(allocation.handle).expect("live");
         rank.meet();
@@ -315,8 +318,7 @@ nccl_test!(what_does_not_fit_is_refused_before_nccl_sees_it, {
         let before = nccl::calls("ncclAllReduce") + nccl::calls("ncclAllGather") + nccl::calls("ncclBroadcast");
         let (one, mut two) = (rank.buffer(&[1.0]), rank.buffer(&[1.0; 2]));
         let length = comm.all_reduce(&one, &mut two, ReduceOp::Sum, stream);
-        let expected =
-            CommError::Length { collective: "ncclAllReduce", role: "receive", actual: 2, expected: 1 };
+        let expected = CommError::Length { collective: "ncclAllReduce", role: "receive", actual: 2, expected: 1 };
         assert_eq!(length, Err(expected));
         let mut three = rank.buffer(&[1.0; 3]);
         assert!(matches!(comm.all_gather(&one, &mut three, stream), Err(CommError::Length { expected: 2, .. })));
@@ -474,7 +476,10 @@ nccl_test!(an_argument_that_nccl_refuses_does_not_end_the_communicator, {
         nccl::fail("ncclAllReduce", Some(rank.number() as usize), 1, 4);
         let mut buffer = rank.buffer(&[1.0]);
         let refused = rank.comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream);
-        assert!(matches!(&refused, Err(CommError::Nccl(NcclError { call: "ncclAllReduce", code: 4, .. }))), "{refused:?}");
+        assert!(
+            matches!(&refused, Err(CommError::Nccl(NcclError { call: "ncclAllReduce", code: 4, .. }))),
+            "{refused:?}"
+        );
         assert_eq!(rank.comm.state(), CommState::Ready);
         rank.meet();
         rank.comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream).expect("submitted");
@@ -556,7 +561,11 @@ nccl_test!(a_borrowed_communicator_is_left_to_its_owner, {
         rank.meet();
         drop(borrowed);
         rank.meet();
-        assert_eq!((nccl::live().windows, nccl::live().communicators), (0, 2), "its windows go, the communicator stays");
+        assert_eq!(
+            (nccl::live().windows, nccl::live().communicators),
+            (0, 2),
+            "its windows go, the communicator stays"
+        );
         rank.comm.check().expect("untouched");
 
         let elsewhere = CudaDevice::new(7).expect("a stub device");
@@ -610,7 +619,7 @@ nccl_test!(a_rank_that_does_not_speak_is_overdue, {
 nccl_test!(registering_in_a_capture_says_what_to_do, {
     ranks(1, |rank| {
         let (_allocation, base) = rank.segment();
-        let pool = GraphPool::new(&rank.allocator).expect("a pool");
+        let pool = GraphPool::new(&rank.allocator, PoolConfig::default()).expect("a pool");
         let capture = pool.begin(&rank.stream).expect("a capture");
         let refused = rank.comm.register_window(base, 2 * MIB).map(|_| ());
         assert_eq!(refused, Err(CommError::Capturing));
@@ -620,17 +629,21 @@ nccl_test!(registering_in_a_capture_says_what_to_do, {
     });
 });
 
-nccl_test!(without_nvlink_newer_libraries_register_plainly, ["STUB_NCCL_NO_SYMMETRIC" = "1", "STUB_NCCL_VERSION" = "22907"], {
-    ranks(2, |rank| {
-        let (_allocation, base) = rank.segment();
-        let Registered::Plain(plain) = rank.comm.register_window(base, 2 * MIB).expect("registered") else {
-            panic!("a window without NVLink");
-        };
-        assert_eq!((plain.base(), plain.size_bytes()), (base, 2 * MIB));
-        rank.comm.deregister_buffer(plain).expect("known");
-    });
-    nccl::assert_clean();
-});
+nccl_test!(
+    without_nvlink_newer_libraries_register_plainly,
+    ["STUB_NCCL_NO_SYMMETRIC" = "1", "STUB_NCCL_VERSION" = "22907"],
+    {
+        ranks(2, |rank| {
+            let (_allocation, base) = rank.segment();
+            let Registered::Plain(plain) = rank.comm.register_window(base, 2 * MIB).expect("registered") else {
+                panic!("a window without NVLink");
+            };
+            assert_eq!((plain.base(), plain.size_bytes()), (base, 2 * MIB));
+            rank.comm.deregister_buffer(plain).expect("known");
+        });
+        nccl::assert_clean();
+    }
+);
 
 nccl_test!(a_library_under_its_other_name_is_found, Library::Named("libnccl.so"), [], {
     let nccl = Nccl::load().expect("libnccl.so");

@@ -3,6 +3,8 @@
 
 mod all_reduce;
 mod all_to_all;
+mod communicator;
+mod launched;
 mod raw;
 mod registrar;
 mod stub_itself;
