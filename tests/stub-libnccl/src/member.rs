@@ -223,6 +223,7 @@ impl Member {
                 Life::Joining => return IN_PROGRESS,
                 Life::Refused(code) => return code,
                 _ if inner.error != SUCCESS => return inner.error,
+                Life::Finalized if !inner.queue.is_empty() => return IN_PROGRESS,
                 _ if !inner.steps.is_empty() => return IN_PROGRESS,
                 _ if inner.launches.is_empty() => return SUCCESS,
                 _ => {}

@@ -13,7 +13,8 @@ use symmalloc_nccl::{
     NcclTransport, NcclVersion, ReduceOp, Registered, Stage, UniqueId, Window,
 };
 
-const MIB: u64 = 1 << 20;
+/// More than a large segment: an allocation of it has a segment for itself.
+const SEGMENT_BYTES: u64 = 32 << 20;
 /// Long enough for a busy machine, short enough for a test.
 const SHORT: Duration = Duration::from_millis(400);
 
@@ -49,12 +50,12 @@ impl Rank {
 
     /// A segment of its own: one allocation that fills it, and its address.
     fn segment(&self) -> (symmalloc_core::Allocation, u64) {
-        let allocation = self.allocator.allocate(&self.stream, 2 * MIB).expect("memory");
+        let allocation = self.allocator.allocate(&self.stream, SEGMENT_BYTES).expect("memory");
         (allocation, allocation.address.0)
     }
 
     fn register(&self, base: u64) -> Result<Window, CommError> {
-        match self.comm.register_window(base, 2 * MIB)? {
+        match self.comm.register_window(base, SEGMENT_BYTES)? {
             Registered::Window(window) => Ok(window),
             Registered::Plain(plain) => panic!("{plain:?} is no window"),
         }
@@ -259,7 +260,7 @@ nccl_test!(windows_and_buffers_come_and_go, {
     in_both_modes(2, |rank| {
         let (_allocation, base) = rank.segment();
         let window = rank.register(base).expect("a window");
-        assert_eq!((window.base(), window.size_bytes()), (base, 2 * MIB));
+        assert_eq!((window.base(), window.size_bytes()), (base, SEGMENT_BYTES));
         assert!(!window.handle().as_ptr().is_null());
         let buffer = rank.comm.register_buffer(base + 512, 1000).expect("any memory");
         assert_eq!((buffer.base(), buffer.size_bytes()), (base + 512, 1000));
@@ -341,7 +342,8 @@ nccl_test!(what_does_not_fit_is_refused_before_nccl_sees_it, {
 nccl_test!(a_registration_goes_back_where_it_came_from, {
     ranks(2, |rank| {
         let other = rank.comm.split(Some(0), 0).expect("all split").expect("a color");
-        let buffer = rank.comm.register_buffer(4096, 4096).expect("any memory");
+        let (_allocation, base) = rank.segment();
+        let buffer = rank.comm.register_buffer(base, 4096).expect("any memory");
         let refused = other.deregister_buffer(buffer);
         let expected = CommError::ForeignRegistration { name: "world/1.0".into(), owner: "world".into() };
         assert_eq!(refused, Err(expected));
@@ -452,8 +454,9 @@ nccl_test!(abort_gives_windows_back_where_there_is_a_revoke, {
     nccl::assert_clean();
 });
 
-nccl_test!(a_lost_peer_ends_the_communicator_with_its_error, {
-    in_both_modes(3, |rank| {
+/// Rank 2 is gone: what the others are told.
+fn lost_peer(mode: impl Fn(CommunicatorBuilder) -> CommunicatorBuilder + Sync) {
+    ranks_with(3, mode, |rank| {
         rank.meet();
         if rank.number() == 0 {
             nccl::kill(2);
@@ -469,6 +472,14 @@ nccl_test!(a_lost_peer_ends_the_communicator_with_its_error, {
         }
         rank.meet();
     });
+}
+
+nccl_test!(a_lost_peer_ends_the_communicator_with_its_error, {
+    lost_peer(|builder| builder);
+});
+
+nccl_test!(a_lost_peer_ends_a_nonblocking_communicator_too, {
+    lost_peer(CommunicatorBuilder::nonblocking);
 });
 
 nccl_test!(an_argument_that_nccl_refuses_does_not_end_the_communicator, {
@@ -557,7 +568,7 @@ nccl_test!(a_borrowed_communicator_is_left_to_its_owner, {
         borrowed.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream).expect("submitted");
         assert_eq!(rank.read(&buffer), [2.0]);
         let (_allocation, base) = rank.segment();
-        let _window = borrowed.register_window(base, 2 * MIB).expect("a window");
+        let _window = borrowed.register_window(base, SEGMENT_BYTES).expect("a window");
         rank.meet();
         drop(borrowed);
         rank.meet();
@@ -621,7 +632,7 @@ nccl_test!(registering_in_a_capture_says_what_to_do, {
         let (_allocation, base) = rank.segment();
         let pool = GraphPool::new(&rank.allocator, PoolConfig::default()).expect("a pool");
         let capture = pool.begin(&rank.stream).expect("a capture");
-        let refused = rank.comm.register_window(base, 2 * MIB).map(|_| ());
+        let refused = rank.comm.register_window(base, SEGMENT_BYTES).map(|_| ());
         assert_eq!(refused, Err(CommError::Capturing));
         drop(capture);
         let window = rank.register(base).expect("after the capture");
@@ -635,10 +646,10 @@ nccl_test!(
     {
         ranks(2, |rank| {
             let (_allocation, base) = rank.segment();
-            let Registered::Plain(plain) = rank.comm.register_window(base, 2 * MIB).expect("registered") else {
+            let Registered::Plain(plain) = rank.comm.register_window(base, SEGMENT_BYTES).expect("registered") else {
                 panic!("a window without NVLink");
             };
-            assert_eq!((plain.base(), plain.size_bytes()), (base, 2 * MIB));
+            assert_eq!((plain.base(), plain.size_bytes()), (base, SEGMENT_BYTES));
             rank.comm.deregister_buffer(plain).expect("known");
         });
         nccl::assert_clean();
@@ -698,7 +709,8 @@ nccl_test!(
                  SYMMALLOC_NCCL_LIBRARY"
             );
             assert_eq!(rank.comm.register_window(4096, 4096).map(|_| ()), Err(expected));
-            let buffer = rank.comm.register_buffer(4096, 4096).expect("any memory");
+            let (_allocation, base) = rank.segment();
+            let buffer = rank.comm.register_buffer(base, 4096).expect("any memory");
             rank.comm.deregister_buffer(buffer).expect("known");
             let mut sum = rank.buffer(&[1.0]);
             rank.comm.all_reduce_in_place(&mut sum, ReduceOp::Sum, &rank.stream).expect("submitted");

@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 use stub_process::{RankOutput, nccl_test, ranks};
-use symmalloc_cuda::{CudaAllocator, CudaDevice};
-use symmalloc_nccl::{CommError, Communicator, ReduceOp, RendezvousError};
+use symmalloc_cuda::CudaDevice;
+use symmalloc_nccl::{CommError, CommState, Communicator, Launch, RendezvousError};
 
 const DEADLINE: Duration = Duration::from_secs(20);
 
-/// Sets what torchrun would set for this rank.
-fn as_torchrun(rank: usize, ranks: usize, job: &str) {
+/// What torchrun says to this rank.
+fn as_torchrun(rank: usize, ranks: usize, job: &str) -> Launch {
     let variables = [
         ("RANK", rank.to_string()),
         ("WORLD_SIZE", ranks.to_string()),
@@ -16,66 +16,82 @@ fn as_torchrun(rank: usize, ranks: usize, job: &str) {
         ("LOCAL_WORLD_SIZE", ranks.to_string()),
         ("TORCHELASTIC_RUN_ID", job.to_owned()),
     ];
-    for (name, value) in variables {
-        // SAFETY: the process has one thread.
-        unsafe { std::env::set_var(name, value) };
-    }
+    let variable = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.clone());
+    Launch::from_variables(variable).expect("complete")
 }
 
-/// Connects, and adds up 1 over all ranks.
-fn connect_and_sum(rank: usize) -> f32 {
-    let device = CudaDevice::new(rank).expect("a stub device");
-    let comm = Communicator::builder(&device).deadline(DEADLINE).connect_env().expect("all come");
-    let allocator = CudaAllocator::new(&device, symmalloc_core::Config::default()).expect("an allocator");
-    let stream = device.context().new_stream().expect("a stream");
-    let mut sum = allocator.alloc_zeroed::<f32>(&stream, 1).expect("memory");
-    stream.memcpy_htod(&[1.0], &mut sum).expect("copied");
-    comm.all_reduce_in_place(&mut sum, ReduceOp::Sum, &stream).expect("submitted");
-    let sum = stream.clone_dtoh(&sum).expect("copied")[0];
-    comm.destroy().expect("idle");
-    sum
-}
-
-fn assert_all_well(outputs: &[RankOutput]) {
-    for output in outputs {
+/// The ids that each rank printed.
+fn ids(outputs: &[RankOutput]) -> Vec<Vec<String>> {
+    let ids = |output: &RankOutput| -> Vec<String> {
         assert!(output.is_success, "rank {}:\n{}", output.rank, output.text);
-    }
+        output.text.lines().filter_map(|line| line.split_once("id [")).map(|(_, id)| id.to_owned()).collect()
+    };
+    outputs.iter().map(ids).collect()
 }
 
-nccl_test!(processes_of_one_machine_find_each_other_by_their_job, {
+nccl_test!(processes_of_one_machine_get_the_same_ids_in_turn, {
     let job = format!("job-{}", std::process::id());
     let outputs = ranks(3, &[("TEST_JOB", &job)], |rank| {
-        as_torchrun(rank, 3, &std::env::var("TEST_JOB").expect("set"));
-        // Twice: the second meeting of each is the second of all.
-        assert_eq!([connect_and_sum(rank), connect_and_sum(rank)], [3.0; 2]);
+        let launch = as_torchrun(rank, 3, &std::env::var("TEST_JOB").expect("set"));
+        for _ in 0..2 {
+            println!("id {:?}", launch.unique_id(DEADLINE).expect("all come").as_bytes());
+        }
     });
-    assert_all_well(&outputs);
+    let ids = ids(&outputs);
+    assert_eq!(ids[0].len(), 2);
+    assert_ne!(ids[0][0], ids[0][1], "each meeting has its own");
+    assert!(ids.iter().all(|of_rank| *of_rank == ids[0]));
 });
 
 nccl_test!(a_named_place_brings_them_together, {
     let port = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port").local_addr().expect("bound").port();
     let place = format!("127.0.0.1:{port}");
     let outputs = ranks(2, &[("SYMMALLOC_RENDEZVOUS", &place)], |rank| {
-        as_torchrun(rank, 2, "job");
-        assert_eq!(connect_and_sum(rank), 2.0);
+        println!("id {:?}", as_torchrun(rank, 2, "job").unique_id(DEADLINE).expect("both come").as_bytes());
     });
-    assert_all_well(&outputs);
+    let ids = ids(&outputs);
+    assert_eq!((ids[0].len(), &ids[0]), (1, &ids[1]));
+});
+
+nccl_test!(nccls_own_address_needs_no_meeting, {
+    let outputs = ranks(2, &[("NCCL_COMM_ID", "127.0.0.1:4000")], |rank| {
+        // Neither waits for the other.
+        let id = as_torchrun(0, 2, "job").unique_id(Duration::ZERO).expect("from NCCL");
+        println!("id {:?}", id.as_bytes());
+        assert!(rank < 2);
+    });
+    let ids = ids(&outputs);
+    assert_eq!((ids[0].len(), &ids[0]), (1, &ids[1]));
 });
 
 nccl_test!(a_process_that_is_never_started_is_named, {
     let job = format!("short-{}", std::process::id());
     let outputs = ranks(2, &[("TEST_JOB", &job)], |rank| {
         // Three ranks are said to be; two are.
-        as_torchrun(rank, 3, &std::env::var("TEST_JOB").expect("set"));
-        let device = CudaDevice::new(rank).expect("a stub device");
-        let builder = Communicator::builder(&device).deadline(Duration::from_millis(800));
-        match builder.connect_env().map(|_| ()) {
+        let launch = as_torchrun(rank, 3, &std::env::var("TEST_JOB").expect("set"));
+        match launch.unique_id(Duration::from_millis(800)).map(|_| ()) {
             Err(CommError::Rendezvous(RendezvousError::Missing { missing, .. })) => {
                 assert_eq!((rank, missing), (0, vec![2]));
             }
-            Err(CommError::Deadline { .. }) => assert_eq!(rank, 1),
-            other => panic!("{other:?}"),
+            // It has the id, and misses the third one when it connects.
+            met => assert_eq!((rank, met), (1, Ok(()))),
         }
     });
-    assert_all_well(&outputs);
+    ids(&outputs);
+});
+
+nccl_test!(
+    one_rank_connects_from_its_environment,
+    ["RANK" = "0", "WORLD_SIZE" = "1", "LOCAL_RANK" = "0", "LOCAL_WORLD_SIZE" = "1"],
+    {
+        let device = CudaDevice::new(0).expect("a stub device");
+        let comm = Communicator::builder(&device).deadline(DEADLINE).name("job").connect_env().expect("alone");
+        assert_eq!((comm.rank(), comm.ranks(), comm.name(), comm.state()), (0, 1, "job", CommState::Ready));
+    }
+);
+
+nccl_test!(without_a_launcher_the_error_says_how_to_start, {
+    let device = CudaDevice::new(0).expect("a stub device");
+    let refused = Communicator::builder(&device).connect_env().map(|_| ());
+    assert!(matches!(refused, Err(CommError::Launch(_))), "{refused:?}");
 });
