@@ -17,9 +17,12 @@ use std::collections::BTreeMap;
 use std::ffi::c_int;
 
 /// Bytes of the memory file: sparse, and more than all devices have.
-const FILE_BYTES: u64 = 8 << 40;
-/// Addresses of one device.
-const ARENA_BYTES: u64 = 1 << 40;
+const FILE_BYTES: u64 = 1 << 40;
+/// Addresses that all devices share evenly, of the 128 TiB of a process, and the most that one gets.
+const ADDRESS_BYTES: u64 = 80 << 40;
+const DEVICE_ADDRESS_BYTES: u64 = 32 << 40;
+/// Addresses of pinned host memory.
+const HOST_ADDRESS_BYTES: u64 = 1 << 40;
 /// The device number of host memory.
 const HOST: c_int = -1;
 
@@ -146,9 +149,12 @@ impl Memory {
 
     fn arena(&mut self, device: c_int, options: &Options) -> &mut Arena {
         self.arenas.entry(device).or_insert_with(|| {
-            let base = map_nothing(0, ARENA_BYTES + GRANULARITY).expect("addresses for a device");
+            let share = (ADDRESS_BYTES / options.devices.max(1) as u64).min(DEVICE_ADDRESS_BYTES);
+            let bytes = if device == HOST { HOST_ADDRESS_BYTES } else { share };
+            let bytes = bytes / GRANULARITY * GRANULARITY;
+            let base = map_nothing(0, bytes + GRANULARITY).expect("addresses for a device");
             let end = if options.descending.contains(&device) { End::Highest } else { End::Lowest };
-            Arena { base: base.next_multiple_of(GRANULARITY), space: Space::new(ARENA_BYTES), end }
+            Arena { base: base.next_multiple_of(GRANULARITY), space: Space::new(bytes), end }
         })
     }
 

@@ -131,7 +131,7 @@ fn f32_to_f16(value: f32) -> u16 {
     let exponent = ((magnitude.to_bits() >> 23) as i32 - 127).max(-14);
     let steps = (magnitude / 2f32.powi(exponent - 10)).round_ties_even() as u16;
     // Steps of 0x400 and more carry into the exponent by themselves.
-    sign | (((exponent + 14) as u16) << 10) + steps
+    sign | ((((exponent + 14) as u16) << 10) + steps)
 }
 
 /// To nearest, ties to even.

@@ -153,6 +153,10 @@ fn collective(call: &'static str, comm: u64, stream: u64, signature: Signature, 
             if inner.error != SUCCESS {
                 return inner.error;
             }
+            if inner.life != Life::Live {
+                violate(format!("{call} on a communicator of rank {} that is {:?}", member.world, inner.life));
+                return INVALID_ARGUMENT;
+            }
             (inner.rank, inner.ranks)
         };
         let Some(bytes) = bytes(signature.count, signature.data_type) else { return INVALID_ARGUMENT };
@@ -259,7 +263,7 @@ nccl! {
         inner.life = Life::Finalized;
         drop(inner);
         if member.is_blocking { member.drain(); }
-        SUCCESS
+        if member.is_blocking { SUCCESS } else { IN_PROGRESS }
     });
     ncclCommDestroy(comm: u64) on("ncclCommDestroy", comm, |member, is_hung| {
         let pending = member.lock().queue.len();
@@ -272,6 +276,9 @@ nccl! {
     });
     ncclCommAbort(comm: u64) ask("ncclCommAbort", comm, |member| { member.end(Life::Aborted); SUCCESS });
     ncclCommRevoke(comm: u64, flags: c_int) ask("ncclCommRevoke", comm, |member| member.revoke());
+    ncclCommRevoke(comm: u64, flags: c_int) ask("ncclCommRevoke", comm, |member| {
+        if flags == 0 { member.revoke() } else { INVALID_ARGUMENT }
+    });
     ncclCommSplit(comm: u64, color: c_int, key: c_int, out: *mut u64, config: *const Config)
         on("ncclCommSplit", comm, |member, is_hung| {
             let blocking = match is_blocking(config, member.is_blocking) {

@@ -9,7 +9,7 @@
 //! | `stub_nccl_heal()` | no call fails or hangs any more; an init that hangs ends in an error |
 //! | `stub_nccl_kill(rank)` | the rank is gone without a word: the others have `ncclRemoteError` |
 //! | `stub_nccl_calls(call)` | how often it was called; null: all calls together |
-//! | `stub_nccl_live(what)` | what is left: 0 communicators, 1 windows, 2 registered buffers, 3 rounds whose memory is kept, 4 bytes of symmetric address space, 5 work on streams |
+//! | `stub_nccl_live(what)` | what is left: 0 communicators, 1 windows, 2 registered buffers, 3 rounds whose memory is kept, 4 bytes of symmetric address space, 5 work on streams, 6 physical memory that ended communicators leaked (before 2.29) |
 //! | `stub_nccl_violations(from, text, capacity)` | how many there were; those from `from` on, one a line |
 //! | `stub_nccl_forget()` | forgets violations |
 
@@ -77,14 +77,16 @@ pub unsafe extern "C" fn stub_nccl_calls(call: *const c_char) -> u64 {
 pub extern "C" fn stub_nccl_live(what: c_int) -> u64 {
     let of = |member: &member::Member| {
         let inner = member.lock();
-        let [windows, buffers, rounds] = inner.windows.counts();
+        let [windows, buffers, rounds, leaked] = inner.windows.counts();
         match what {
             0 => u64::from(matches!(inner.life, Life::Joining | Life::Live | Life::Revoked | Life::Finalized)),
+            0 => u64::from(matches!(inner.life, Life::Joining | Life::Live | Life::Finalized | Life::Revoked)),
             1 => windows,
             2 => buffers,
             3 => rounds,
             4 => inner.windows.space_used(),
             5 => inner.queue.len() as u64,
+            6 => leaked,
             _ => 0,
         }
     };

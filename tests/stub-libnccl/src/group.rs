@@ -7,7 +7,7 @@ use crate::codes::{IN_PROGRESS, INVALID_ARGUMENT, SUCCESS};
 use crate::member::{Member, Step};
 use crate::messages::{Join, Kind, Round};
 use crate::options::options;
-use crate::registry::{self, Link};
+use crate::registry;
 use crate::streams::{self, Kernel, Launch};
 use std::cell::RefCell;
 use std::ffi::c_int;
@@ -98,8 +98,7 @@ fn run(actions: Vec<(Arc<Member>, Action)>) -> c_int {
     for (member, action) in actions {
         match action {
             Action::Init(Some(join)) => {
-                let link = Link::Local { member: member.handle };
-                registry::join(join, link);
+                registry::begin(join);
                 joining.push(member);
             }
             Action::Init(None) => joining.push(member),

@@ -12,7 +12,7 @@
 use crate::codes::{CUDA_ERROR, INVALID_ARGUMENT, REMOTE_ERROR, SUCCESS};
 use crate::data::{self, Base, Rounds};
 use crate::ledger::violate;
-use crate::messages::{Collective, Extent, Join, Kind, Place, Round, Signature, ToJob, ToRank, Transfer, Work};
+use crate::messages::{Collective, Extent, Join, Kind, Place, Round, ToJob, ToRank, Transfer, Work};
 use crate::options::options;
 use crate::registry::Link;
 use std::collections::{BTreeMap, BTreeSet};
@@ -81,10 +81,14 @@ impl Job {
             }
             ToJob::Drop { round } => self.drop_round(from, round, outbox),
             ToJob::Leave => self.leave(from, outbox),
+            ToJob::Withdraw => {
+                self.seats[from].head = None;
+                self.seats[from].rounds.clear();
+            }
+            ToJob::Die if self.seats[from].has_left => {}
             ToJob::Die => {
-                let link = self.seats[from].link.clone();
                 self.leave(from, outbox);
-                let others = self.seats.iter().filter(|seat| seat.link != link && !seat.has_left);
+                let others = self.seats.iter().filter(|seat| !seat.has_left);
                 outbox.extend(others.map(|seat| (seat.link.clone(), ToRank::Failed { code: REMOTE_ERROR })));
             }
         }
@@ -326,20 +330,17 @@ fn differing(heads: &[&Collective]) -> Option<String> {
 
 /// As `ncclArgsGlobalCheck`: what every rank says of its buffers must be the same.
 fn check(came: &[(u64, Round)]) -> c_int {
-    let told: Vec<(Signature, (Option<Place>, Option<Place>))> = came
-        .iter()
-        .map(|(_, round)| match round {
-            Round::Check { signature, places } => (*signature, *places),
-            _ => unreachable!("all ranks check"),
-        })
-        .collect();
-    let (send_counts, receive_counts) = counts(told[0].0.kind);
+    let told = came.iter().map(|(_, round)| match round {
+        Round::Check { signature, places } => (signature.kind, *places),
+        _ => unreachable!("all ranks check"),
+    });
+    let (kinds, places): (Vec<_>, Vec<_>) = told.unzip();
+    let (send_counts, receive_counts) = counts(kinds[0]);
     let agrees = |places: Vec<Option<Place>>, place_counts: bool| {
         let are_equal = places.iter().all(|place| place.is_some() == places[0].is_some());
         let known: Vec<Place> = places.into_iter().flatten().collect();
         are_equal && (!place_counts || known.is_empty() || is_one(&known))
     };
-    let sends = agrees(told.iter().map(|(_, (send, _))| *send).collect(), send_counts);
-    let receives = agrees(told.iter().map(|(_, (_, receive))| *receive).collect(), receive_counts);
-    if sends && receives { SUCCESS } else { INVALID_ARGUMENT }
+    let (sends, receives) = places.into_iter().unzip();
+    if agrees(sends, send_counts) && agrees(receives, receive_counts) { SUCCESS } else { INVALID_ARGUMENT }
 }

@@ -12,6 +12,7 @@
 //! | `window` | its windows and registered buffers |
 //! | `group`, `streams` | its calls, and its collectives on streams |
 //! | `job`, `registry` | a communicator over all ranks, and who joins which |
+//! | `wire` | ranks in other processes |
 //! | `data`, `arithmetic` | what collectives compute |
 //! | `ledger` | counts, faults, violations |
 //!
@@ -40,3 +41,4 @@ pub mod options;
 pub mod registry;
 pub mod streams;
 pub mod window;
+pub mod wire;

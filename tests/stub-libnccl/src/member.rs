@@ -3,12 +3,13 @@
 //! Host steps that need the other ranks have a ticket: a blocking communicator waits for it on the calling thread, another
 //! one says `ncclInProgress` until it is over. Nothing here has a timeout.
 
-use crate::codes::{IN_PROGRESS, INTERNAL_ERROR, INVALID_ARGUMENT, SUCCESS};
+use crate::codes::{IN_PROGRESS, INTERNAL_ERROR, INVALID_ARGUMENT, REMOTE_ERROR, SUCCESS};
 use crate::ledger::violate;
 use crate::messages::{Round, ToJob, ToRank};
 use crate::registry;
 use crate::streams::{self, Launch, Queued};
 use crate::window::{PendingWindow, Windows};
+use crate::wire::Connection;
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::c_int;
 use std::mem::take;
@@ -25,7 +26,10 @@ pub enum Life {
     /// `ncclCommRevoke` was called: what was under way is stopped, and nothing new begins.
     Revoked,
     /// `ncclCommFinalize` was called.
+    /// `ncclCommFinalize` was called: it is over once all work took effect.
     Finalized,
+    /// `ncclCommRevoke` was called: nothing is under way, and it can only be ended.
+    Revoked,
     /// `ncclCommDestroy` was called.
     Destroyed,
     /// `ncclCommAbort` was called.
@@ -57,6 +61,8 @@ pub struct Inner {
     pub life: Life,
     /// The job, and the rank in it.
     pub job: u64,
+    /// The socket to the job's process; `None`: it is this one.
+    via: Option<Arc<Connection>>,
     /// See `job`.
     pub rank: usize,
     /// How many ranks there are.
@@ -117,10 +123,26 @@ pub fn all() -> Vec<Arc<Member>> {
     members().values().cloned().collect()
 }
 
-/// A message of a job.
-pub fn deliver(handle: u64, message: ToRank) {
+/// A message of a job, from another process or this one.
+pub fn deliver(handle: u64, message: &ToRank, via: Option<&Arc<Connection>>) {
     if let Some(member) = find(handle) {
-        member.receive(message);
+        member.receive(message, via);
+    }
+}
+
+/// The process with the jobs behind a socket is gone.
+pub fn lose(connection: &Arc<Connection>) {
+    let is_lost = |via: &Option<Arc<Connection>>| via.as_ref().is_some_and(|via| Arc::ptr_eq(via, connection));
+    for member in all().into_iter().filter(|member| is_lost(&member.lock().via)) {
+        let (tickets, rounds): (Vec<u64>, Vec<u64>) = {
+            let inner = member.lock();
+            (inner.steps.keys().copied().collect(), inner.windows.kept_rounds())
+        };
+        for ticket in tickets {
+            member.receive(&ToRank::Finished { ticket, round: u64::MAX, code: REMOTE_ERROR }, None);
+        }
+        member.receive(&ToRank::Failed { code: REMOTE_ERROR }, None);
+        rounds.into_iter().for_each(|round| member.receive(&ToRank::Free { round }, None));
     }
 }
 
@@ -130,6 +152,7 @@ impl Member {
         let inner = Inner {
             life: Life::Joining,
             job: 0,
+            via: None,
             rank: 0,
             ranks: 0,
             error: SUCCESS,
@@ -171,11 +194,14 @@ impl Member {
 
     /// Tells the job something.
     pub fn tell(&self, message: ToJob) {
-        let (job, rank) = {
+        let (job, rank, via) = {
             let inner = self.lock();
-            (inner.job, inner.rank)
+            (inner.job, inner.rank, inner.via.clone())
         };
-        registry::tell(job, rank, message);
+        match via {
+            Some(connection) => connection.tell_job(job, rank, message),
+            None => registry::tell(job, rank, message),
+        }
     }
 
     /// Begins a host step. The ticket.
@@ -196,6 +222,7 @@ impl Member {
                 return code;
             }
             if matches!(inner.life, Life::Revoked | Life::Aborted | Life::Destroyed) {
+            if matches!(inner.life, Life::Aborted | Life::Destroyed | Life::Revoked) {
                 return INTERNAL_ERROR;
             }
             inner = self.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
@@ -225,6 +252,7 @@ impl Member {
                 _ if inner.error != SUCCESS => return inner.error,
                 Life::Finalized if !inner.queue.is_empty() => return IN_PROGRESS,
                 _ if !inner.steps.is_empty() => return IN_PROGRESS,
+                Life::Finalized if !inner.queue.is_empty() => return IN_PROGRESS,
                 _ if inner.launches.is_empty() => return SUCCESS,
                 _ => {}
             }
@@ -248,13 +276,14 @@ impl Member {
     /// Whether the last call is over, as NCCL demands before the next one.
     pub fn is_ready(&self) -> bool {
         let inner = self.lock();
-        inner.life != Life::Joining && inner.steps.is_empty() && inner.launches.is_empty()
+        let is_flushed = inner.life != Life::Finalized || inner.queue.is_empty();
+        inner.life != Life::Joining && inner.steps.is_empty() && inner.launches.is_empty() && is_flushed
     }
 
     /// Waits until all work took effect, or it is aborted.
     pub fn drain(&self) {
         let mut inner = self.lock();
-        while !inner.queue.is_empty() && inner.life != Life::Aborted {
+        while !inner.queue.is_empty() && !matches!(inner.life, Life::Aborted | Life::Revoked) {
             inner = self.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
         }
     }
@@ -282,32 +311,49 @@ impl Member {
     }
 
     /// Ends it: nothing of it is left but its tombstone.
+    /// Ends it: nothing of it is left but its tombstone, and what an old NCCL forgets.
     pub fn end(self: &Arc<Self>, life: Life) {
-        let queue = {
-            let mut inner = self.lock();
-            if matches!(inner.life, Life::Destroyed | Life::Aborted) {
-                return;
-            }
-            inner.life = life;
-            for step in take(&mut inner.steps).into_values() {
-                if let Step::Window(window) = &step {
-                    inner.windows.cancel(window);
-                }
-            }
-            inner.launches.clear();
-            inner.windows.forget();
-            take(&mut inner.queue)
-        };
-        self.changed.notify_all();
+        let Some(queue) = self.stop(life) else { return };
+        self.lock().windows.forget();
         self.tell(ToJob::Leave);
-        queue.into_iter().for_each(streams::cancel);
+        queue.iter().for_each(streams::cancel);
     }
 
-    fn receive(self: &Arc<Self>, message: ToRank) {
-        match message {
+    /// As `ncclCommRevoke`: what is under way ends without effect, also for a thread that is inside a call.
+    pub fn revoke(self: &Arc<Self>) -> c_int {
+        if self.lock().life != Life::Live {
+            return INVALID_ARGUMENT;
+        }
+        let Some(queue) = self.stop(Life::Revoked) else { return INVALID_ARGUMENT };
+        self.tell(ToJob::Withdraw);
+        queue.iter().for_each(streams::cancel);
+        SUCCESS
+    }
+
+    /// Lets go of what is under way.
+    fn stop(&self, life: Life) -> Option<VecDeque<Queued>> {
+        let mut inner = self.lock();
+        if matches!(inner.life, Life::Destroyed | Life::Aborted) {
+            return None;
+        }
+        inner.life = life;
+        for step in take(&mut inner.steps).into_values() {
+            if let Step::Window(window) = &step {
+                inner.windows.cancel(window);
+            }
+        }
+        inner.launches.clear();
+        let queue = take(&mut inner.queue);
+        drop(inner);
+        self.changed.notify_all();
+        Some(queue)
+    }
+
+    fn receive(self: &Arc<Self>, message: &ToRank, via: Option<&Arc<Connection>>) {
+        match *message {
             ToRank::Joined { job, rank, ranks } => {
                 let mut inner = self.lock();
-                (inner.job, inner.rank, inner.ranks) = (job, rank, ranks);
+                (inner.job, inner.rank, inner.ranks, inner.via) = (job, rank, ranks, via.cloned());
                 if inner.life == Life::Joining {
                     inner.life = Life::Live;
                 } else {

@@ -136,6 +136,8 @@ pub enum ToJob {
         /// Which registration.
         round: u64,
     },
+    /// The rank's communicator was revoked: it does nothing of what it had begun.
+    Withdraw,
     /// The rank's communicator is gone.
     Leave,
     /// The rank's process or thread is gone.

@@ -8,14 +8,22 @@ use crate::job::{Job, Outbox, Parts};
 use crate::ledger::violate;
 use crate::member::{self, fresh};
 use crate::messages::{Join, ToJob, ToRank};
+use crate::wire::{self, Connection};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// How a rank is told things.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub enum Link {
     /// It is a communicator of this process.
     Local {
+        /// Which.
+        member: u64,
+    },
+    /// It is one of another process.
+    Remote {
+        /// The socket to it.
+        connection: Arc<Connection>,
         /// Which.
         member: u64,
     },
@@ -45,13 +53,12 @@ fn lock(job: &Mutex<Job>) -> MutexGuard<'_, Job> {
 }
 
 /// A rank wants to join. It is told when all are there.
-pub fn join(join: Join, link: Link) {
+pub fn join(join: Join, link: Link, base: Base) {
     let mut outbox = Outbox::new();
     with(|registry| {
         if registry.dead.contains(&join.world) {
             return;
         }
-        let base = cuda::memory_file().1;
         let (id, ranks, rank) = (join.id.clone(), join.ranks, join.rank);
         let forming = registry.forming.entry(id.clone()).or_default();
         if forming.values().any(|(other, ..)| other.ranks != ranks) || forming.contains_key(&rank) {
@@ -130,6 +137,7 @@ impl Link {
     fn to_member(&self, member: u64) -> Link {
         match self {
             Link::Local { .. } => Link::Local { member },
+            Link::Remote { connection, .. } => Link::Remote { connection: Arc::clone(connection), member },
         }
     }
 }
@@ -137,7 +145,8 @@ impl Link {
 fn deliver(outbox: Outbox) {
     for (link, message) in outbox {
         match link {
-            Link::Local { member } => member::deliver(member, message),
+            Link::Local { member } => member::deliver(member, &message, None),
+            Link::Remote { connection, member } => connection.tell_rank(member, message),
         }
     }
 }
@@ -160,14 +169,62 @@ pub fn kill(world: usize) {
     deliver(links.map(|link| (link, ToRank::Refused { code: REMOTE_ERROR })).collect());
 }
 
+/// The process behind a socket is gone, and with it all its ranks.
+pub fn lose(connection: &Arc<Connection>) {
+    let is_lost =
+        |link: &Link| matches!(link, Link::Remote { connection: other, .. } if Arc::ptr_eq(other, connection));
+    let jobs: Vec<_> = with(|registry| {
+        for forming in registry.forming.values_mut() {
+            forming.retain(|_, (_, link, _)| !is_lost(link));
+        }
+        registry.jobs.iter().map(|(id, job)| (*id, Arc::clone(job))).collect()
+    });
+    for (id, job) in jobs {
+        let ranks: Vec<usize> = {
+            let job = lock(&job);
+            (0..job.seats.len()).filter(|rank| is_lost(&job.seats[*rank].link)).collect()
+        };
+        ranks.into_iter().for_each(|rank| tell(id, rank, ToJob::Die));
+    }
+}
+
+/// What a unique id of a process of its own begins with.
+const OF_PROCESS: &str = "stub-nccl of ";
+/// What a unique id begins with that names a place, as `NCCL_COMM_ID` does.
+const AT_PLACE: &str = "stub-nccl at ";
+
 /// As `ncclGetUniqueId`: names this process, or the place that `NCCL_COMM_ID` names.
 pub fn unique_id() -> UniqueId {
     let name = match std::env::var("NCCL_COMM_ID") {
-        Ok(place) => format!("stub-nccl at {place}"),
-        Err(_) => format!("stub-nccl {} {:x}", std::process::id(), fresh()),
+        Ok(place) => format!("{AT_PLACE}{place}"),
+        Err(_) => {
+            let process = std::process::id();
+            wire::listen(&format!("{OF_PROCESS}{process}"));
+            format!("{OF_PROCESS}{process} {:x}", fresh())
+        }
     };
     let mut internal = [0; 128];
     let length = name.len().min(internal.len());
     internal[..length].copy_from_slice(&name.as_bytes()[..length]);
     UniqueId { internal }
+}
+
+/// A rank of this process joins a job, here or in the process that its id names.
+pub fn begin(wanted: Join) {
+    let text = String::from_utf8_lossy(&wanted.id);
+    let text = text.trim_end_matches('\0');
+    if let Some(process) = text.strip_prefix(OF_PROCESS).and_then(|rest| rest.split(' ').next())
+        && process != std::process::id().to_string()
+    {
+        return wire::join(format!("{OF_PROCESS}{process}"), wanted);
+    }
+    if text.starts_with(AT_PLACE) {
+        let place = text.to_owned();
+        if wanted.rank > 0 {
+            return wire::join(place, wanted);
+        }
+        wire::listen(&place);
+    }
+    let link = Link::Local { member: wanted.member };
+    join(wanted, link, cuda::memory_file().1);
 }

@@ -94,6 +94,7 @@ pub extern "C" fn submitted(template: u64, instance: u64) {
     lock(&INSTANCES).insert(instance, Arc::clone(&member));
     let mut inner = member.lock();
     if matches!(inner.life, Life::Revoked | Life::Destroyed | Life::Aborted) {
+    if matches!(inner.life, Life::Destroyed | Life::Aborted | Life::Revoked) {
         drop(inner);
         violate(format!("rank {}: a graph launched a collective of a communicator that is gone", member.world));
         lock(&INSTANCES).remove(&instance);
@@ -181,7 +182,7 @@ pub fn done(member: &Arc<Member>, instance: u64) {
 }
 
 /// It will never be made: the stream goes on without it.
-pub fn cancel(queued: Queued) {
+pub fn cancel(queued: &Queued) {
     lock(&INSTANCES).remove(&queued.instance);
     cuda::complete(queued.instance);
 }

@@ -68,6 +68,8 @@ pub struct Windows {
     space: Option<Space>,
     /// Physical memory by round, until no rank maps it.
     kept: BTreeMap<u64, Vec<u64>>,
+    /// Physical memory that nobody will release: handles.
+    leaked: u64,
     /// Registered buffers and their guards.
     buffers: BTreeMap<u64, u64>,
 }
@@ -95,9 +97,14 @@ pub extern "C" fn unmapped(guard: u64) {
 }
 
 impl Windows {
-    /// How much is left: windows, registered buffers, rounds whose memory is kept.
-    pub fn counts(&self) -> [u64; 3] {
-        [self.windows.len() as u64, self.buffers.len() as u64, self.kept.len() as u64]
+    /// How much is left: windows, registered buffers, rounds whose memory is kept, physical memory that leaked.
+    pub fn counts(&self) -> [u64; 4] {
+        [self.windows.len() as u64, self.buffers.len() as u64, self.kept.len() as u64, self.leaked]
+    }
+
+    /// Rounds whose memory is kept.
+    pub fn kept_rounds(&self) -> Vec<u64> {
+        self.kept.keys().copied().collect()
     }
 
     /// Symmetric address space in use, in bytes.
@@ -161,8 +168,13 @@ impl Windows {
         }
     }
 
-    /// The communicator is gone, and with it its windows.
+    /// The communicator is gone, and with it its windows. Before 2.29, NCCL forgets to release their physical memory.
     pub fn forget(&mut self) {
+        if options().version < 22_900 {
+            for memory in self.memories.values() {
+                self.leaked += self.kept.remove(&memory.round).map_or(0, |handles| handles.len() as u64);
+            }
+        }
         let guards = self.windows.values().map(|window| window.guard).chain(self.buffers.values().copied());
         guards.for_each(unguard);
         self.windows.clear();

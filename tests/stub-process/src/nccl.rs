@@ -67,6 +67,8 @@ pub struct Live {
     pub space_bytes: u64,
     /// Collectives that did not take effect.
     pub pending: u64,
+    /// Physical memory that communicators took along when they ended with windows (before 2.29).
+    pub leaked: u64,
 }
 
 /// What NCCL still has.
@@ -82,6 +84,7 @@ pub fn live() -> Live {
         kept_rounds: of(3),
         space_bytes: of(4),
         pending: of(5),
+        leaked: of(6),
     }
 }
 

@@ -1,0 +1,159 @@
+//! Ranks in other processes: lines of JSON over a socket to the process that has the job.
+//!
+//! ```text
+//!  process A: made the unique id                   process B
+//!  registry ◄── reader thread ◄── Join, Tell ───── join, tell
+//!           ──► link ─────────────── ToRank ─────► reader thread ──► communicator
+//! ```
+//!
+//! The data of collectives does not go this way: A maps B's memory file. When a socket ends, so did the process behind it.
+
+use crate::data::Base;
+use crate::member;
+use crate::messages::{Join, ToJob, ToRank};
+use crate::registry::{self, Link};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::AsRawFd;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// From a process with ranks to the process with the job.
+#[derive(Debug, Serialize, Deserialize)]
+enum Up {
+    Join(Join),
+    Tell { job: u64, rank: usize, message: ToJob },
+}
+
+/// The other way.
+#[derive(Debug, Serialize, Deserialize)]
+struct Down {
+    member: u64,
+    message: ToRank,
+}
+
+/// One end of a socket.
+#[derive(Debug)]
+pub struct Connection {
+    stream: Mutex<UnixStream>,
+}
+
+/// Sockets to processes with jobs, by name; and the names under which this process has jobs.
+static CONNECTIONS: Mutex<BTreeMap<String, Arc<Connection>>> = Mutex::new(BTreeMap::new());
+static LISTENING: Mutex<Vec<String>> = Mutex::new(Vec::new());
+/// Memory files of other processes.
+static MAPPED: Mutex<BTreeMap<u32, Base>> = Mutex::new(BTreeMap::new());
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn address(name: &str) -> SocketAddr {
+    SocketAddr::from_abstract_name(name).expect("a short name")
+}
+
+impl Connection {
+    fn send(&self, message: &impl Serialize) {
+        let line = serde_json::to_string(message).expect("plain data") + "\n";
+        // A socket that ended is noticed by its reader.
+        let _sent = lock(&self.stream).write_all(line.as_bytes());
+    }
+
+    /// Tells a rank of the other process something.
+    pub fn tell_rank(&self, member: u64, message: ToRank) {
+        self.send(&Down { member, message });
+    }
+
+    /// Tells a job of the other process something.
+    pub fn tell_job(&self, job: u64, rank: usize, message: ToJob) {
+        self.send(&Up::Tell { job, rank, message });
+    }
+}
+
+/// Calls `act` with each message, until the socket ends.
+fn read<T: for<'a> Deserialize<'a>>(stream: UnixStream, mut act: impl FnMut(T)) {
+    for line in BufReader::new(stream).lines() {
+        let Ok(message) = line.as_deref().map(serde_json::from_str::<T>) else { return };
+        act(message.expect("the same stub on both sides"));
+    }
+}
+
+/// Takes ranks of other processes in, under a name.
+pub fn listen(name: &str) {
+    let mut listening = lock(&LISTENING);
+    if listening.iter().any(|known| known == name) {
+        return;
+    }
+    let listener = UnixListener::bind_addr(&address(name)).unwrap_or_else(|error| panic!("{name}: {error}"));
+    listening.push(name.to_owned());
+    std::thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            let reader = stream.try_clone().expect("a descriptor");
+            let connection = Arc::new(Connection { stream: Mutex::new(stream) });
+            std::thread::spawn(move || {
+                read(reader, |message| match message {
+                    Up::Join(join) => {
+                        let member = join.member;
+                        let base = map(join.process, join.file);
+                        registry::join(join, Link::Remote { connection: Arc::clone(&connection), member }, base);
+                    }
+                    Up::Tell { job, rank, message } => registry::tell(job, rank, message),
+                });
+                registry::lose(&connection);
+            });
+        }
+    });
+}
+
+/// Joins a job of another process, once that listens.
+pub fn join(name: String, join: Join) {
+    std::thread::spawn(move || {
+        let known = lock(&CONNECTIONS).get(&name).cloned();
+        known.unwrap_or_else(|| connect(&name)).send(&Up::Join(join));
+    });
+}
+
+fn connect(name: &str) -> Arc<Connection> {
+    let mut connections = lock(&CONNECTIONS);
+    if let Some(known) = connections.get(name) {
+        return Arc::clone(known);
+    }
+    let stream = loop {
+        match UnixStream::connect_addr(&address(name)) {
+            Ok(stream) => break stream,
+            Err(_) => std::thread::sleep(Duration::from_millis(1)),
+        }
+    };
+    let reader = stream.try_clone().expect("a descriptor");
+    let connection = Arc::new(Connection { stream: Mutex::new(stream) });
+    connections.insert(name.to_owned(), Arc::clone(&connection));
+    let (name, ours) = (name.to_owned(), Arc::clone(&connection));
+    std::thread::spawn(move || {
+        read(reader, |Down { member, message }| member::deliver(member, &message, Some(&ours)));
+        lock(&CONNECTIONS).remove(&name);
+        member::lose(&ours);
+    });
+    connection
+}
+
+/// Maps another process's memory file, once.
+fn map(process: u32, file: i32) -> Base {
+    if process == std::process::id() {
+        return crate::cuda::memory_file().1;
+    }
+    *lock(&MAPPED).entry(process).or_insert_with(|| {
+        let path = format!("/proc/{process}/fd/{file}");
+        let file = File::options().read(true).write(true).open(&path).unwrap_or_else(|error| panic!("{path}: {error}"));
+        let bytes = file.metadata().expect("a file").len() as usize;
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        let flags = libc::MAP_SHARED | libc::MAP_NORESERVE;
+        // SAFETY: new addresses for a file.
+        let base = unsafe { libc::mmap(std::ptr::null_mut(), bytes, protection, flags, file.as_raw_fd(), 0) };
+        assert!(base != libc::MAP_FAILED, "addresses for {path}");
+        base as Base
+    })
+}
