@@ -218,7 +218,7 @@ impl Communicator {
         self.shared.abort_asked.store(true, Ordering::Release);
         let inner = self.shared.lock_against_waiting()?;
         if let Ok(mut access) = self.shared.access_with(inner) {
-            end_all(from_mut(&mut access), Ending::Idle, None);
+            end_all(from_mut(&mut access), Ending::Idle, None, ABORT_LIMIT);
         }
         match self.state() {
             CommState::Lost => Err(self.shared.gone()),
@@ -352,7 +352,7 @@ impl Drop for Shared {
     fn drop(&mut self) {
         if std::thread::panicking() {
             if let Ok(mut access) = self.access() {
-                end_all(from_mut(&mut access), Ending::Idle, None);
+                end_all(from_mut(&mut access), Ending::Idle, None, ABORT_LIMIT);
             }
             return;
         }

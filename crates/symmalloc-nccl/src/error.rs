@@ -265,6 +265,14 @@ pub enum CommError {
         /// One that does not.
         nonblocking: Arc<str>,
     },
+    /// The system refused a thread for a call that may wait for other ranks.
+    #[error(
+        "no thread can be started for a call that may wait ({kind}): raise the limit on threads (ulimit -u, cgroup pids)"
+    )]
+    Thread {
+        /// The system's reason.
+        kind: std::io::ErrorKind,
+    },
     /// The name holds a zero byte or is empty.
     #[error("a communicator's name must not be empty nor hold a zero byte")]
     Name,

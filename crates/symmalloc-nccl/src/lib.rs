@@ -79,6 +79,7 @@ mod splits;
 mod stats;
 mod symmetric_space;
 mod splits;
+mod threads;
 mod transport;
 mod turns;
 mod unique_id;

@@ -1,7 +1,7 @@
 //! How a communicator comes to be.
 
 use super::call::{Kept, Waited, start, wait_for};
-use super::ending::{Ending, end_all};
+use super::ending::{Ending, GRACE, end_all};
 use super::shared::{Inner, Life, Mode, Ownership, Shared};
 use super::{CommOrder, CommState, Communicator, Stage};
 use crate::calls::RawConfig;
@@ -58,7 +58,7 @@ impl CommunicatorBuilder {
     }
 
     /// How long anything that depends on other ranks may take, each time: [`Communicator::DEFAULT_DEADLINE`] by default.
-    /// An abort that follows may take five seconds more.
+    /// The error comes at most a quarter of a second later.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
@@ -156,7 +156,7 @@ impl CommunicatorBuilder {
         let shared = self.shared(nccl, (name, c_name), order, Ownership::Owned, comm);
         if let Err(error) = answer {
             let error = Arc::new(CommError::from(error));
-            end_all(from_mut(&mut shared.access()?), Ending::Unborn, Some(&error));
+            end_all(from_mut(&mut shared.access()?), Ending::Unborn, Some(&error), GRACE);
             return Err(Arc::unwrap_or_clone(error));
         }
         Communicator::settled(shared, patience)

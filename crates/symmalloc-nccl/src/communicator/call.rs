@@ -10,13 +10,15 @@
 //! In both modes NCCL is asked afterwards (`ncclCommGetAsyncError`) until nothing is under way, which in blocking mode is one
 //! question: window registration returns success in any case, and errors of NCCL's own threads show only there.
 
-use super::ending::{Ending, end_all};
+use super::ending::{ABORT_LIMIT, Ending, GRACE, end_all};
 use super::shared::{Access, Mode};
 use super::state::Stage;
 use crate::calls::{Calls, Progress};
 use crate::error::{CommError, NcclError};
 use crate::patience::Patience;
+use crate::threads;
 use std::any::Any;
+use std::io::ErrorKind;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -56,6 +58,8 @@ pub(super) type Answer = Result<Progress, CallError>;
 pub(super) enum CallError {
     Nccl(NcclError),
     Driver(DriverError),
+    /// There was no thread to make it.
+    Thread(ErrorKind),
 }
 
 impl From<NcclError> for CallError {
@@ -69,6 +73,7 @@ impl From<CallError> for CommError {
         match error {
             CallError::Nccl(error) => error.into(),
             CallError::Driver(error) => error.into(),
+            CallError::Thread(kind) => CommError::Thread { kind },
         }
     }
 }
@@ -140,7 +145,7 @@ pub(super) fn settle(
             Err(error) => {
                 let error = Arc::new(CommError::from(error));
                 let ending = if stage.is_birth() { Ending::Unborn } else { Ending::Idle };
-                end_all(accesses, ending, Some(&error));
+                end_all(accesses, ending, Some(&error), GRACE);
                 return Err(Arc::unwrap_or_clone(error));
             }
         }
@@ -148,15 +153,15 @@ pub(super) fn settle(
     Ok(())
 }
 
-/// Starts a thread that makes a call with the device's context current.
+/// Makes a call on another thread, with the device's context current.
 pub(super) fn start(
     device: &Arc<CudaDevice>,
     kept: Kept,
     call: impl FnOnce() -> Result<Progress, NcclError> + Send + 'static,
 ) -> Receiver<Answer> {
     let (sender, receiver) = channel();
-    let device = Arc::clone(device);
-    std::thread::spawn(move || {
+    let (device, refused) = (Arc::clone(device), sender.clone());
+    let started = threads::run(move || {
         let answer = match device.enter() {
             Ok(_current) => call().map_err(CallError::Nccl),
             Err(error) => Err(CallError::Driver(error)),
@@ -165,6 +170,9 @@ pub(super) fn start(
         // Nobody listens any more when the call came back too late.
         let _heard = sender.send(answer);
     });
+    if let Err(error) = started {
+        let _heard = refused.send(Err(CallError::Thread(error.kind())));
+    }
     receiver
 }
 
@@ -180,7 +188,7 @@ pub(super) fn wait_for(caller: &Receiver<Answer>, patience: &Patience, stop: imp
     loop {
         match caller.recv_timeout(patience.left().min(LOOK)) {
             Ok(answer) => return Waited::Came(answer),
-            Err(RecvTimeoutError::Disconnected) => panic!("the thread that called NCCL panicked"),
+            Err(RecvTimeoutError::Disconnected) => return Waited::Came(Err(CallError::Thread(ErrorKind::Other))),
             Err(RecvTimeoutError::Timeout) if stop() => return Waited::Stopped,
             Err(RecvTimeoutError::Timeout) if patience.left().is_zero() => return Waited::TooLong,
             Err(RecvTimeoutError::Timeout) => {}
@@ -195,13 +203,13 @@ fn is_abort_asked(accesses: &[Access<'_>]) -> bool {
 /// A call returned an error: ends the communicators if it is one that they do not survive.
 fn failed(accesses: &mut [Access<'_>], stage: Stage, error: CallError) -> CommError {
     let is_fatal = match &error {
-        CallError::Driver(_) => false,
+        CallError::Driver(_) | CallError::Thread(_) => false,
         // A failed registration leaves tasks behind in NCCL's group that would run with the next call.
         CallError::Nccl(error) => stage == Stage::Register || error.is_fatal() || accesses.iter().any(is_broken),
     };
     let error = Arc::new(CommError::from(error));
     if is_fatal {
-        end_all(accesses, if stage.is_birth() { Ending::Unborn } else { Ending::Idle }, Some(&error));
+        end_all(accesses, if stage.is_birth() { Ending::Unborn } else { Ending::Idle }, Some(&error), GRACE);
     }
     Arc::unwrap_or_clone(error)
 }
@@ -216,7 +224,7 @@ fn is_broken(access: &Access<'_>) -> bool {
 /// The deadline passed.
 pub(super) fn overdue(accesses: &mut [Access<'_>], stage: Stage, waited: Duration, ending: Ending) -> CommError {
     let name = Arc::clone(&accesses[0].shared.name);
-    end_all(accesses, ending, None);
+    end_all(accesses, ending, None, GRACE);
     let error = CommError::Deadline { name, stage, waited, state: accesses[0].shared.state() };
     let cause = Arc::new(error.clone());
     for access in accesses {
@@ -227,6 +235,6 @@ pub(super) fn overdue(accesses: &mut [Access<'_>], stage: Stage, waited: Duratio
 
 /// The program asked for an abort.
 fn stopped(accesses: &mut [Access<'_>], ending: Ending) -> CommError {
-    end_all(accesses, ending, None);
+    end_all(accesses, ending, None, ABORT_LIMIT);
     accesses[0].shared.gone()
 }

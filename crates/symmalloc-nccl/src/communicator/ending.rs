@@ -1,8 +1,10 @@
 //! How a communicator ends when it does not end in order.
 //!
 //! Whatever is called here may hang as well: a symmetric kernel has no abort flag, and NCCL waits for its kernels. So it is called
-//! on a thread of its own, which is waited for [`ABORT_LIMIT`] long. If it is not through by then, the communicator is
-//! [`Lost`](CommState::Lost); should the thread come through later, it is [`Aborted`](CommState::Aborted) from then on.
+//! on a thread of its own, which is waited for: [`ABORT_LIMIT`] long where the program asked for an abort, [`GRACE`] where it waits
+//! for an error. If it is not through by then, the communicator is [`Lost`](CommState::Lost); when the thread comes through later,
+//! it is [`Aborted`](CommState::Aborted) from then on. (NCCL's proxy thread, which an abort joins, stays as long as peers are
+//! connected to it: behind a peer that is stuck but alive, an abort ends when that peer's does.)
 //!
 //! | what NCCL is doing | what is called |
 //! |---|---|
@@ -21,13 +23,16 @@ use crate::error::CommError;
 use crate::library::Capability;
 use crate::patience::Patience;
 use crate::registration::{RegistrationHandle, WindowHandle};
+use crate::threads;
 use std::ffi::CStr;
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// How long an abort may take.
+/// How long an abort that the program asked for may take.
 pub(super) const ABORT_LIMIT: Duration = Duration::from_secs(5);
+/// How long an error waits for the abort that follows from it.
+pub(super) const GRACE: Duration = Duration::from_millis(250);
 
 /// What is going on when a communicator is ended.
 pub(super) enum Ending {
@@ -65,8 +70,8 @@ struct Remains {
     _name: Arc<CStr>,
 }
 
-/// Ends these communicators. They are aborted or lost afterwards.
-pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option<&Arc<CommError>>) {
+/// Ends these communicators, and waits so long for it. They are aborted or lost afterwards.
+pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option<&Arc<CommError>>, limit: Duration) {
     for access in &mut *accesses {
         // From here on nobody else calls NCCL with it.
         lock(&access.shared.life).end(CommState::Lost, cause.cloned());
@@ -87,7 +92,7 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
     let device = Arc::clone(&accesses[0].shared.device);
     let remains: Vec<Remains> = accesses.iter_mut().map(remains).collect();
     let (sender, through) = channel();
-    std::thread::spawn(move || {
+    let started = threads::run(move || {
         // Without a context there is no device left to end anything on.
         if let Ok(_current) = device.enter() {
             end(ending, &remains, revokes);
@@ -98,7 +103,9 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
         // Nobody listens any more when it took too long.
         let _heard = sender.send(());
     });
-    let _in_time = through.recv_timeout(ABORT_LIMIT);
+    if started.is_ok() {
+        let _in_time = through.recv_timeout(limit);
+    }
     accesses.iter().for_each(report);
 }
 

@@ -12,8 +12,8 @@ pub enum CommState {
     Destroyed,
     /// It was aborted, by the program or because of an error. Its windows are gone.
     Aborted,
-    /// It is lost: a host thread is inside a call of NCCL's that does not end, so nothing can be taken back. What it holds
-    /// stays until the process ends.
+    /// It is lost: a call of NCCL's does not end, so nothing can be taken back yet. It becomes [`Aborted`](Self::Aborted) if it
+    /// ends after all, for example when the peers are gone; until then what it holds stays as it is.
     Lost,
 }
 

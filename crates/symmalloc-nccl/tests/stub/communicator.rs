@@ -393,7 +393,7 @@ fn lone_registration(is_blocking: bool) -> CommState {
                 panic!("a window without the other rank");
             };
             assert_eq!((stage, state), (Stage::Register, rank.comm.state()));
-            assert!(waited >= SHORT && since.elapsed() < Duration::from_secs(6), "{:?}", since.elapsed());
+            assert!(waited >= SHORT && since.elapsed() < SHORT + Duration::from_secs(3), "{:?}", since.elapsed());
             let later = rank.comm.split(Some(0), 0).map(|_| ());
             let Err(CommError::Gone { cause: Some(cause), .. }) = later else { panic!("{later:?}") };
             assert!(matches!(*cause, CommError::Deadline { stage: Stage::Register, .. }));
@@ -616,7 +616,7 @@ nccl_test!(a_rank_that_does_not_speak_is_overdue, {
                 let since = Instant::now();
                 let gathered = transport.all_gather(&[1; 64]);
                 assert!(matches!(gathered, Err(TransportError::Overdue { waited }) if waited >= SHORT), "{gathered:?}");
-                assert!(since.elapsed() < Duration::from_secs(6));
+                assert!(since.elapsed() < SHORT + Duration::from_secs(3));
                 assert_eq!(rank.comm.state(), CommState::Aborted);
                 assert!(matches!(rank.comm.cause(), Some(CommError::Deadline { stage: Stage::Run, .. })));
                 assert_eq!(transport.all_gather(&[1; 64]), Err(TransportError::Closed));
