@@ -37,6 +37,8 @@ use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer, Pool}
 use symmalloc_nccl::{AllToAll, Communicator, Launch, LaunchError, Nccl, Registrar, Registration, Splits, UniqueId};
 
 const DEADLINE: Duration = Duration::from_secs(60);
+/// What rounding may take of the pool.
+const SPARE_BYTES: u64 = 2 << 20;
 /// Steps with one set of splits.
 const STEPS_PER_LOAD: u64 = 3;
 /// Steps before anything is counted: every load pattern comes once.
@@ -180,7 +182,7 @@ impl Rank {
         allocator.register_stream(&stream)?;
         // Tokens and results, and twice the most rows that one rank can get, each rounded up.
         let rows_max = 2 * (tokens + router.rows_max());
-        let capacity_bytes = (rows_max * hidden * size_of::<f32>()) as u64 + (2 << 20);
+        let capacity_bytes = ((rows_max * hidden * size_of::<f32>()) as u64 + SPARE_BYTES).next_multiple_of(SPARE_BYTES);
         let pool = allocator.create_pool(PoolConfig::builder().reserved(capacity_bytes).symmetric(true).build()?)?;
         let registrar = Arc::new(Registrar::builder(&allocator).build()?);
         registrar.attach(&comm, &[pool.id()], Registration::Windows)?;
