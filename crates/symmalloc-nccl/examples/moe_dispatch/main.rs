@@ -182,7 +182,8 @@ impl Rank {
         allocator.register_stream(&stream)?;
         // Tokens and results, and twice the most rows that one rank can get, each rounded up.
         let rows_max = 2 * (tokens + router.rows_max());
-        let capacity_bytes = ((rows_max * hidden * size_of::<f32>()) as u64 + SPARE_BYTES).next_multiple_of(SPARE_BYTES);
+        let capacity_bytes =
+            ((rows_max * hidden * size_of::<f32>()) as u64 + SPARE_BYTES).next_multiple_of(SPARE_BYTES);
         let pool = allocator.create_pool(PoolConfig::builder().reserved(capacity_bytes).symmetric(true).build()?)?;
         let registrar = Arc::new(Registrar::builder(&allocator).build()?);
         registrar.attach(&comm, &[pool.id()], Registration::Windows)?;

@@ -163,7 +163,9 @@ const COLUMNS: usize = 13;
 const WIDTHS: [usize; COLUMNS] = [4, 6, 9, 24, 7, 9, 9, 9, 10, 7, 6, 6, 6];
 
 fn line(cells: &[impl AsRef<str>; COLUMNS]) -> String {
-    cells.iter().zip(WIDTHS).map(|(cell, width)| format!("{:>width$} ", cell.as_ref())).collect::<String>()
+    let cells: Vec<String> =
+        cells.iter().zip(WIDTHS).map(|(cell, width)| format!("{:>width$}", cell.as_ref())).collect();
+    cells.join(" ")
 }
 
 /// The reports of this process's ranks.

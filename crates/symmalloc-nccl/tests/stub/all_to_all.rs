@@ -9,8 +9,10 @@ use programs::{
 };
 use std::fmt::Debug;
 use std::sync::Barrier;
-use stub_process::{cuda, nccl, nccl_test};
+use std::time::Duration;
+use stub_process::{Library, cuda, nccl, nccl_test};
 use symmalloc_core::PoolConfig;
+use symmalloc_core::agreement::TransportError;
 use symmalloc_cuda::{CudaAllocator, DeviceBuffer, GraphPool};
 use symmalloc_nccl::{AllToAll, AllToAllError, CommunicatorBuilder, LookupError, Registration, Side, Splits};
 
@@ -40,6 +42,20 @@ nccl_test!(ranks_may_have_nothing_to_send_or_nothing_at_all, {
     // Rank 0 sends, and the last one receives.
     assert_eq!((nccl::calls("ncclSend"), nccl::calls("ncclRecv")), (1, 1), "nothing is submitted for nothing");
     nccl::assert_clean();
+});
+
+nccl_test!(a_rank_that_does_not_exchange_is_noticed_by_the_deadline, {
+    let deadline = |builder: CommunicatorBuilder| builder.deadline(Duration::from_millis(500));
+    let barrier = Barrier::new(2);
+    on_ranks_with(2, deadline, |it| {
+        let all_to_all = it.all_to_all();
+        if it.rank == 0 {
+            let late = all_to_all.exchange_splits(&[1, 2]).expect_err("rank 1 does not come");
+            assert!(matches!(late, AllToAllError::Transport(TransportError::Overdue { .. })), "{late}");
+            all_to_all.exchange_splits(&[1, 2]).expect_err("the communicator is gone");
+        }
+        barrier.wait();
+    });
 });
 
 nccl_test!(where_calls_are_checked_ranks_that_disagree_get_the_same_error, {
@@ -331,7 +347,12 @@ nccl_test!(moe_dispatch_is_right_with_the_processes_of_torchrun, {
     assert!(ended.iter().all(|rank| rank.is_success), "{ended:#?}");
 });
 
-nccl_test!(moe_dispatch_says_what_is_missing, ["STUB_NO_DEVICE" = "1"], {
+nccl_test!(moe_dispatch_says_that_there_is_no_device, ["STUB_NO_DEVICE" = "1"], {
     let error = moe_dispatch::run(&small_model()).expect_err("there is no device");
     assert!(error.to_string().contains("nvidia-smi"), "{error}");
+});
+
+nccl_test!(moe_dispatch_says_that_there_is_no_libnccl, Library::Missing, [], {
+    let error = moe_dispatch::run(&small_model()).expect_err("there is no library");
+    assert!(error.to_string().contains("SYMMALLOC_NCCL_LIBRARY"), "{error}");
 });
