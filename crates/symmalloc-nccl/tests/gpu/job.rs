@@ -1,7 +1,8 @@
 //! Ranks as threads, a device for each.
 
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
-use std::process::Command;
+use std::net::TcpListener;
+use std::process::{Child, Command};
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
 use symmalloc_core::config::{Config, PoolConfig};
@@ -51,7 +52,7 @@ pub(crate) struct Rank<'a> {
     pub(crate) ranks: u32,
     pub(crate) device: Arc<CudaDevice>,
     pub(crate) stream: Arc<CudaStream>,
-    barrier: &'a Barrier,
+    pub(crate) barrier: &'a Barrier,
 }
 
 /// How NCCL's calls behave towards the host.
@@ -138,4 +139,20 @@ pub(crate) fn again(test: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().expect("the test's executable"));
     command.args([test, "--exact", "--nocapture", "--test-threads=1"]);
     command
+}
+
+/// This test again, in a process for each rank, with the variables of torchrun and one more.
+pub(crate) fn processes(test: &str, ranks: u32, variable: (&str, &str)) -> Vec<Child> {
+    let free = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port");
+    let world = ranks.to_string();
+    let start = |rank: u32| {
+        let rank = rank.to_string();
+        again(test)
+            .envs([("RANK", &rank), ("LOCAL_RANK", &rank), ("WORLD_SIZE", &world), ("LOCAL_WORLD_SIZE", &world)])
+            .env("SYMMALLOC_RENDEZVOUS", free.to_string())
+            .env(variable.0, variable.1)
+            .spawn()
+            .expect("started again")
+    };
+    (0..ranks).map(start).collect()
 }

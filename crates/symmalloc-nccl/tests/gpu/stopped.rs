@@ -1,72 +1,121 @@
-//! A peer that dies while a collective on windows runs. NCCL's symmetric kernels do not look whether they were aborted, so the
-//! device never gets done. What is asked for then is that every call of this crate returns within the deadline, with an error
-//! that says what happened. In a process of its own, since only its end ends the kernel.
+//! A peer that dies. NCCL's symmetric kernels do not look whether they were aborted: one that waits for a dead peer never ends.
+//! What is asked for then is that every call of this crate returns soon after the deadline, with an error that says what
+//! happened. In processes of their own, since only their end ends the kernel.
 
-use crate::job::{Calls, MIB, Rank, again, devices, ranks, reserved};
+use crate::job::{Calls, MIB, Rank, again, devices, processes, ranks, reserved};
+use std::process::Child;
+use std::sync::Barrier;
 use std::time::{Duration, Instant};
 use symmalloc_core::PoolId;
-use symmalloc_nccl::{ReduceOp, Registration, UniqueId};
+use symmalloc_cuda::CudaDevice;
+use symmalloc_nccl::{Communicator, CommunicatorBuilder, Launch, ReduceOp, Registration, UniqueId};
 
 const CHILD: &str = "SYMMALLOC_STOPPED_CHILD";
-const NAME: &str = "stopped::a_peer_that_dies_under_a_collective_on_windows_ends_in_an_error";
 const WAIT: Duration = Duration::from_secs(2);
+/// How a survivor ends, and how the dead one did.
+const SURVIVED: i32 = 7;
+const DEAD: i32 = 9;
 
-#[test]
-fn a_peer_that_dies_under_a_collective_on_windows_ends_in_an_error() {
-    if let Ok(calls) = std::env::var(CHILD) {
-        return live(if calls == "blocking" { Calls::Blocking } else { Calls::Nonblocking });
-    }
-    let Some(_) = devices() else { return };
-    for calls in ["blocking", "nonblocking"] {
-        let begun = Instant::now();
-        let mut child = again(NAME).env(CHILD, calls).spawn().expect("started again");
-        let status = loop {
-            if let Some(status) = child.try_wait().expect("asked") {
-                break status;
-            }
-            if begun.elapsed() > Duration::from_secs(40) {
-                child.kill().expect("killed");
-                panic!("{calls}: it hangs");
-            }
-            std::thread::sleep(Duration::from_millis(50));
-        };
-        // 7: the survivor got through.
-        assert_eq!(status.code(), Some(7), "{calls}");
+/// What the survivors have in flight when they notice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum InFlight {
+    Nothing,
+    CollectiveOnWindows,
+}
+
+/// Waits for a child's exit status, at most so long.
+fn status_of(child: &mut Child) -> Option<i32> {
+    let begun = Instant::now();
+    loop {
+        if let Some(status) = child.try_wait().expect("asked") {
+            return status.code();
+        }
+        if begun.elapsed() > Duration::from_secs(30) {
+            child.kill().expect("killed");
+            panic!("it hangs");
+        }
+        std::thread::sleep(Duration::from_millis(50));
     }
 }
 
-/// All ranks but one, whose collective has no peer.
-fn live(calls: Calls) {
-    let id = UniqueId::new().expect("NCCL makes one");
-    ranks(devices().expect("as before"), |rank: &Rank<'_>| {
-        let comm = rank.builder(calls).deadline(WAIT).connect(id, rank.rank, rank.ranks).expect("connected");
-        let allocator = rank.allocator(reserved(64 * MIB));
-        let registrar = rank.registrar(&allocator);
-        registrar.attach(&comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
-        let mut buffer = allocator.alloc_zeroed::<f32>(&rank.stream, 1 << 18).expect("allocated");
-        registrar.sync(&[&comm]).expect("registered");
-        rank.write(&mut buffer, 1);
-        comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream).expect("submitted");
-        assert_eq!(rank.wrong_sums(&buffer, 1), 0);
-        rank.meet();
-        if !rank.is_first() {
-            // Dead: it comes to nothing any more.
-            loop {
+#[test]
+fn a_thread_that_stops_under_a_collective_on_windows_ends_in_an_error() {
+    const NAME: &str = "stopped::a_thread_that_stops_under_a_collective_on_windows_ends_in_an_error";
+    if let Ok(calls) = std::env::var(CHILD) {
+        let calls = if calls == "blocking" { Calls::Blocking } else { Calls::Nonblocking };
+        let id = UniqueId::new().expect("NCCL makes one");
+        ranks(devices().expect("as before"), |rank| {
+            let connect = |builder: CommunicatorBuilder| builder.connect(id, rank.rank, rank.ranks);
+            let stop = || loop {
                 std::thread::park();
-            }
-        }
+            };
+            live(
+                rank,
+                connect(rank.builder(calls).deadline(WAIT)).expect("connected"),
+                InFlight::CollectiveOnWindows,
+                stop,
+            );
+        });
+        return;
+    }
+    let Some(_) = devices() else { return };
+    for calls in ["blocking", "nonblocking"] {
+        let mut child = again(NAME).env(CHILD, calls).spawn().expect("started again");
+        assert_eq!(status_of(&mut child), Some(SURVIVED), "{calls}");
+    }
+}
+
+#[test]
+fn a_process_that_dies_ends_in_an_error_on_all_others() {
+    const NAME: &str = "stopped::a_process_that_dies_ends_in_an_error_on_all_others";
+    if let Ok(in_flight) = std::env::var(CHILD) {
+        let in_flight = if in_flight == "nothing" { InFlight::Nothing } else { InFlight::CollectiveOnWindows };
+        let launch = Launch::from_env().expect("started as a rank");
+        let device = CudaDevice::new(launch.local_rank as usize).expect("a device");
+        let stream = device.context().new_stream().expect("a stream");
+        let comm = Communicator::builder(&device).deadline(WAIT).connect_env().expect("connected");
+        let barrier = Barrier::new(1);
+        let rank = Rank { rank: launch.rank, ranks: launch.ranks, device, stream, barrier: &barrier };
+        live(&rank, comm, in_flight, || std::process::exit(DEAD));
+        return;
+    }
+    let Some(count) = devices() else { return };
+    for in_flight in ["nothing", "collective"] {
+        let children = processes(NAME, count, (CHILD, in_flight));
+        let statuses: Vec<_> = children.into_iter().map(|mut child| status_of(&mut child)).collect();
+        let (dead, survivors) = statuses.split_last().expect("two at least");
+        assert_eq!(*dead, Some(DEAD), "{in_flight}");
+        assert!(survivors.iter().all(|status| *status == Some(SURVIVED)), "{in_flight}: {statuses:?}");
+    }
+}
+
+/// The last rank stops after a good collective; the first of the others ends the process.
+fn live(rank: &Rank<'_>, comm: Communicator, in_flight: InFlight, stop: impl Fn()) {
+    let allocator = rank.allocator(reserved(64 * MIB));
+    let registrar = rank.registrar(&allocator);
+    registrar.attach(&comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
+    let mut buffer = allocator.alloc_zeroed::<f32>(&rank.stream, 1 << 18).expect("allocated");
+    registrar.sync(&[&comm]).expect("registered");
+    rank.write(&mut buffer, 1);
+    comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream).expect("submitted");
+    assert_eq!(rank.wrong_sums(&buffer, 1), 0);
+    rank.meet();
+    if rank.rank + 1 == rank.ranks {
+        stop();
+    }
+    if in_flight == InFlight::CollectiveOnWindows {
         comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream).expect("submitted");
-        let begun = Instant::now();
-        let error = registrar.sync(&[&comm]).expect_err("the peers are gone");
-        println!("{calls:?}, sync, after {} ms: {error}", begun.elapsed().as_millis());
-        assert!(begun.elapsed() < WAIT + Duration::from_secs(10), "{:?}", begun.elapsed());
-        // Allocating goes on, since nothing there waits on the host.
-        drop(buffer);
-        let _later = allocator.allocate(&rank.stream, MIB).expect("allocated");
-        let begun = Instant::now();
-        let ended = comm.abort();
-        println!("{calls:?}, state {}, abort again: {ended:?} after {} ms", comm.state(), begun.elapsed().as_millis());
-        assert!(begun.elapsed() < WAIT + Duration::from_secs(10), "{:?}", begun.elapsed());
-        std::process::exit(7);
-    });
+    }
+    let begun = Instant::now();
+    let error = registrar.sync(&[&comm]).expect_err("a peer is gone");
+    println!("rank {}, {in_flight:?}, sync, after {} ms: {error}", rank.rank, begun.elapsed().as_millis());
+    assert!(begun.elapsed() < WAIT + Duration::from_secs(2), "{:?}", begun.elapsed());
+    // Allocating goes on, since nothing there waits on the host.
+    drop(buffer);
+    let _later = allocator.allocate(&rank.stream, MIB).expect("allocated");
+    let begun = Instant::now();
+    let ended = comm.abort();
+    println!("rank {}, {}, abort again: {ended:?} after {} ms", rank.rank, comm.state(), begun.elapsed().as_millis());
+    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+    std::process::exit(SURVIVED);
 }

@@ -1,7 +1,6 @@
 //! The reported failure and its cure: `examples/all_reduce.rs` as a test, with threads, with processes, and with NCCL's own check.
 
-use crate::job::{again, devices};
-use std::net::TcpListener;
+use crate::job::{again, devices, processes};
 use symmalloc_nccl::{Nccl, NcclVersion};
 
 #[allow(dead_code, reason = "the example's main is not called")]
@@ -35,24 +34,7 @@ fn the_old_order_is_wrong_and_ours_right_with_a_process_for_each_device() {
         return run(&all_reduce::Options { ranks: None, rounds: rounds() / 10, threads: false });
     }
     let Some(ranks) = devices() else { return };
-    let free = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port");
-    let children: Vec<_> = (0..ranks)
-        .map(|rank| {
-            let count = ranks.to_string();
-            let (rank, world) = (rank.to_string(), count.as_str());
-            again(NAME)
-                .env(CHILD, "1")
-                .env("SYMMALLOC_RENDEZVOUS", free.to_string())
-                .envs([
-                    ("RANK", rank.as_str()),
-                    ("LOCAL_RANK", &rank),
-                    ("WORLD_SIZE", world),
-                    ("LOCAL_WORLD_SIZE", world),
-                ])
-                .spawn()
-                .expect("started again")
-        })
-        .collect();
+    let children = processes(NAME, ranks, (CHILD, "1"));
     for mut child in children {
         assert!(child.wait().expect("waited for").success());
     }
