@@ -4,10 +4,10 @@ use crate::job::{Calls, MIB, Rank, devices, fixed, ranks, reserved};
 use cudarc::driver::DevicePtrMut;
 use std::time::Instant;
 use symmalloc_core::PoolId;
-use symmalloc_core::agreement::Mode;
+use symmalloc_core::agreement::{Mode, Transport};
 use symmalloc_core::backend::Backend;
 use symmalloc_cuda::{CudaAllocator, CudaBackend};
-use symmalloc_nccl::{Communicator, ReduceOp, Registered, Registrar, Registration, UniqueId};
+use symmalloc_nccl::{Communicator, NcclTransport, ReduceOp, Registered, Registrar, Registration, UniqueId};
 
 const WINDOWS: usize = 16;
 
@@ -68,12 +68,18 @@ fn a_sync_with_nothing_new_is_cheap() {
             rank.meet();
             let collective = timed(2000, || small_all_reduce(rank, &comms[0], &mut buffer));
             rank.meet();
+            let transport = NcclTransport::new(&comms[0]).expect("made");
+            (0..100).for_each(|_| drop(transport.all_gather(&[0; 64]).expect("gathered")));
+            rank.meet();
+            let gather = timed(2000, || drop(transport.all_gather(&[0; 64]).expect("gathered")));
+            rank.meet();
             let sync = timed(2000, || assert_eq!(agreeing.sync(&[&comms[0]]).expect("agreed").rounds, 1));
             if rank.is_first() {
                 println!(
                     "{calls:?}, {count} ranks: sync with nothing new {:.0} ns (two communicators {:.0} ns); with agreement {:.1} us \
-                     (p99 {:.1}); an all-reduce of 64 bytes until the host knows {:.1} us (p99 {:.1})",
-                    quiet[0], quiet[1], sync.0, sync.1, collective.0, collective.1
+                     (p99 {:.1}); until the host knows, an all-gather of 64 bytes {:.1} us (p99 {:.1}), an all-reduce {:.1} us \
+                     (p99 {:.1})",
+                    quiet[0], quiet[1], sync.0, sync.1, gather.0, gather.1, collective.0, collective.1
                 );
             }
             quiet[0]
