@@ -87,6 +87,11 @@ mod tests {
         let id = UniqueId::from_bytes(bytes);
         assert_eq!(UniqueId::from_c_chars(&id.to_c_chars()), id);
         assert_eq!(id.as_bytes(), &bytes);
+        assert_eq!(
+            UniqueId::from_c_chars(cudarc::nccl::Id::uninit(id.to_c_chars()).internal()),
+            id,
+            "and one for cudarc"
+        );
         assert_eq!(format!("{id:?}"), "UniqueId(00020406080a0c0e10121416181a1c1e..)");
     }
 }

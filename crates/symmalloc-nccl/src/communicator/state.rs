@@ -66,7 +66,7 @@ impl Stage {
             Stage::Register => "ncclCommWindowRegister",
             Stage::RegisterBuffer => "ncclCommRegister",
             Stage::Deregister => "ncclCommWindowDeregister",
-            Stage::Submit | Stage::Run => "ncclGroupEnd",
+            Stage::Submit | Stage::Run => "ncclCommGetAsyncError",
             Stage::Destroy => "ncclCommFinalize",
             Stage::Abort => "ncclCommAbort",
         }
