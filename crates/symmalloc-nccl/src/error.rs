@@ -283,3 +283,45 @@ impl From<DriverError> for CommError {
         CommError::Cuda(error.into())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_say_what_happened_and_what_to_do() {
+        let nccl = NcclError { call: "ncclCommSplit", code: 6, detail: Some("Connection closed".into()) };
+        assert_eq!(
+            nccl.to_string(),
+            "ncclCommSplit failed with 6 (ncclRemoteError), last message: Connection closed: another rank is gone or the \
+             network failed: look for the first error among the ranks"
+        );
+        let (name, waited): (Arc<str>, _) = ("tp".into(), Duration::from_secs(60));
+        let deadline = CommError::Deadline { name, stage: Stage::Register, waited, state: CommState::Aborted };
+        assert_eq!(
+            deadline.to_string(),
+            "communicator \"tp\": registering a window took longer than 60s: another rank died, is stuck, or does not make \
+             this call (NCCL does not tell which). The communicator is aborted now. Look for the first error among the ranks"
+        );
+        let gone = CommError::Gone { name: "tp".into(), state: CommState::Aborted, cause: Some(Arc::new(nccl.into())) };
+        assert!(gone.to_string().starts_with("communicator \"tp\" is aborted because of this: ncclCommSplit failed"));
+        let missing = LoadError::LibraryMissing { tried: vec!["libnccl.so.2: no".into(), "libnccl.so: no".into()] };
+        assert_eq!(
+            missing.to_string(),
+            "libnccl cannot be opened (libnccl.so.2: no; libnccl.so: no): install NCCL, put the folder of libnccl.so.2 on \
+             LD_LIBRARY_PATH, or name the file in SYMMALLOC_NCCL_LIBRARY"
+        );
+        let old = LoadError::TooOld { path: "/x/libnccl.so".into(), version: NcclVersion::new(2, 17, 1) };
+        assert_eq!(
+            old.to_string(),
+            "/x/libnccl.so is NCCL 2.17.1: install 2.18.1 or newer, or name one in SYMMALLOC_NCCL_LIBRARY"
+        );
+    }
+
+    #[test]
+    fn only_refused_arguments_leave_a_communicator_usable() {
+        let is_fatal = |code| NcclError { call: "ncclAllReduce", code, detail: None }.is_fatal();
+        assert_eq!([1, 2, 3, 6, 99].map(is_fatal), [true; 5]);
+        assert_eq!([4, 5].map(is_fatal), [false; 2]);
+    }
+}

@@ -1,6 +1,6 @@
 //! How a communicator comes to be.
 
-use super::call::{Kept, Waited, start, wait_for};
+use super::call::{Answer, Kept, Waited, start, wait_for};
 use super::ending::{Ending, GRACE, end_all};
 use super::shared::{Inner, Life, Mode, Ownership, Shared};
 use super::{CommOrder, CommState, Communicator, Stage};
@@ -9,12 +9,14 @@ use crate::error::CommError;
 use crate::launch::Launch;
 use crate::library::Nccl;
 use crate::patience::Patience;
+use crate::threads;
 use crate::turns::Turns;
 use crate::unique_id::{COMM_ID_VARIABLE, UniqueId};
 use cudarc::driver::result::primary_ctx;
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::slice::from_mut;
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use symmalloc_cuda::{CudaDevice, DriverError};
@@ -92,7 +94,7 @@ impl CommunicatorBuilder {
     ///
     /// # Errors
     /// When ranks do not come within the deadline, or NCCL or the driver refuses. Nothing is left then, but for a deadline in
-    /// blocking mode: the thread that connects stays in NCCL as long as the process.
+    /// blocking mode: the thread that connects stays in NCCL until the other ranks have come or are gone.
     pub fn connect(self, id: UniqueId, rank: u32, ranks: u32) -> Result<Communicator, CommError> {
         let patience = Patience::new(self.deadline);
         self.connect_until(id, rank, ranks, &patience)
@@ -144,6 +146,7 @@ impl CommunicatorBuilder {
         let answer = match wait_for(&caller, patience, || false) {
             Waited::Came(answer) => answer,
             Waited::Stopped | Waited::TooLong => {
+                abort_when_back(caller, &self.device, nccl, place);
                 let (stage, waited, state) = (Stage::Connect, patience.waited(), CommState::Lost);
                 return Err(CommError::Deadline { name, stage, waited, state });
             }
@@ -223,6 +226,21 @@ impl CommunicatorBuilder {
             life: Life::ready(comm),
         }
     }
+}
+
+/// What NCCL writes the new communicator to, and the name that it points to.
+type Place = Arc<(AtomicPtr<c_void>, Arc<CStr>)>;
+
+/// Nobody waits any more for a thread that connects. Should it come back, what it brings is aborted.
+fn abort_when_back(caller: Receiver<Answer>, device: &Arc<CudaDevice>, nccl: &'static Nccl, place: Place) {
+    let device = Arc::clone(device);
+    let _started = threads::run(move || {
+        let (_answer, comm) = (caller.recv(), place.0.load(Ordering::Acquire));
+        if let (false, Ok(_current)) = (comm.is_null(), device.enter()) {
+            // SAFETY: the communicator lives, and nobody else knows it.
+            let _aborted = unsafe { nccl.calls().abort(comm) };
+        }
+    });
 }
 
 /// The mode that NCCL works in, which its own variable decides if it is set. NCCL reads its configuration files into the

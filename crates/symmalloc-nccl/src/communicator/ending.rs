@@ -10,7 +10,7 @@
 //! |---|---|
 //! | nothing that we know of | `ncclCommRevoke` and deregistration where there is a revoke, then `ncclCommAbort` |
 //! | a thread of NCCL's works | `ncclCommAbort`, which stops it |
-//! | a thread of ours is inside | `ncclCommRevoke`; when the thread is back, deregistration and `ncclCommAbort` |
+//! | a thread of ours is inside | `ncclCommRevoke` where there is one; when the thread is back, deregistration and `ncclCommAbort` |
 //!
 //! Deregistration comes first because up to 2.28 an abort keeps the physical memory of windows for good. It needs a communicator
 //! whose kernels have stopped, which is what a revoke does: without one, windows are left to the abort.
@@ -79,9 +79,8 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
     let owned = || accesses.iter().all(|access| access.shared.ownership == Ownership::Owned);
     let has_revoke = || accesses.iter().all(|access| access.shared.nccl.supports(Capability::Revoke));
     let revokes = ending.can_revoke() && owned() && has_revoke();
-    let is_inside = matches!(ending, Ending::Inside { .. });
-    if !owned() || (is_inside && !revokes) {
-        // Another one's to abort, or a thread is in a call that nothing stops: what NCCL points to stays.
+    if !owned() {
+        // Another one's to abort: what NCCL may still write to or point to stays.
         std::mem::forget(ending);
         for access in &*accesses {
             std::mem::forget(Arc::clone(&access.shared.c_name));
@@ -89,6 +88,8 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
         }
         return;
     }
+    // Nothing gets a thread out of a call without a revoke; should it come back, the communicator is aborted then.
+    let limit = if matches!(ending, Ending::Inside { .. }) && !revokes { Duration::ZERO } else { limit };
     let device = Arc::clone(&accesses[0].shared.device);
     let remains: Vec<Remains> = accesses.iter_mut().map(remains).collect();
     let (sender, through) = channel();

@@ -378,8 +378,8 @@ nccl_test!(a_rank_that_never_comes_is_an_error_within_the_deadline, {
     nccl::assert_clean();
 });
 
-/// Rank 1 does not register: what rank 0 is told, and what is left of its communicator.
-fn lone_registration(is_blocking: bool) -> CommState {
+/// Rank 1 does not register: what is left of rank 0's communicator, and how often it was aborted.
+fn lone_registration(is_blocking: bool) -> (CommState, u64) {
     let left = std::sync::Mutex::new(None);
     let mode = |builder: CommunicatorBuilder| {
         let builder = builder.deadline(SHORT);
@@ -397,7 +397,7 @@ fn lone_registration(is_blocking: bool) -> CommState {
             let later = rank.comm.split(Some(0), 0).map(|_| ());
             let Err(CommError::Gone { cause: Some(cause), .. }) = later else { panic!("{later:?}") };
             assert!(matches!(*cause, CommError::Deadline { stage: Stage::Register, .. }));
-            *left.lock().expect("no panic") = Some(state);
+            *left.lock().expect("no panic") = Some((state, nccl::calls("ncclCommAbort")));
         }
         rank.meet();
     });
@@ -405,18 +405,65 @@ fn lone_registration(is_blocking: bool) -> CommState {
 }
 
 nccl_test!(a_lone_registration_is_revoked_and_aborted, {
-    assert_eq!(lone_registration(true), CommState::Aborted);
+    assert_eq!(lone_registration(true), (CommState::Aborted, 1));
     nccl::assert_clean();
 });
 
 nccl_test!(a_lone_registration_without_revoke_is_lost, Library::StubWithout("ncclCommRevoke"), [], {
-    assert_eq!(lone_registration(true), CommState::Lost);
-    assert_eq!(nccl::calls("ncclCommAbort"), 0, "a thread is still inside");
+    assert_eq!(lone_registration(true), (CommState::Lost, 0), "a thread is still inside");
+    nccl::assert_clean();
+});
+
+nccl_test!(a_lost_communicator_is_aborted_when_its_call_comes_back, Library::StubWithout("ncclCommRevoke"), [], {
+    ranks_with(
+        2,
+        |builder| builder.deadline(SHORT),
+        |rank| {
+            let (_allocation, base) = rank.segment();
+            if rank.number() == 0 {
+                let late = rank.register(base).map(|_| ());
+                assert!(matches!(late, Err(CommError::Deadline { state: CommState::Lost, .. })), "{late:?}");
+            }
+            rank.meet();
+            if rank.number() == 1 {
+                // The rank that was missed comes after all, and gets rank 0's thread out of its call.
+                let _window = rank.register(base).expect("a window");
+            } else {
+                let since = Instant::now();
+                while rank.comm.state() != CommState::Aborted {
+                    assert!(since.elapsed() < Duration::from_secs(10), "it is still {}", rank.comm.state());
+                    std::thread::sleep(Duration::from_millis(2));
+                }
+                assert!(matches!(rank.comm.cause(), Some(CommError::Deadline { .. })));
+            }
+            rank.meet();
+        },
+    );
+    nccl::assert_clean();
+});
+
+nccl_test!(threads_that_share_a_communicator_call_one_at_a_time, {
+    ranks(1, |rank| {
+        let (_allocation, base) = rank.segment();
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    let stream = rank.comm.device().context().new_stream().expect("a stream");
+                    let mut buffer = rank.allocator.alloc_zeroed::<f32>(&stream, 8).expect("memory");
+                    for _ in 0..50 {
+                        rank.comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &stream).expect("submitted");
+                        let registration = rank.comm.register_buffer(base, 4096).expect("any memory");
+                        rank.comm.deregister_buffer(registration).expect("known");
+                    }
+                });
+            }
+        });
+    });
     nccl::assert_clean();
 });
 
 nccl_test!(a_lone_nonblocking_registration_is_aborted, Library::StubWithout("ncclCommRevoke"), [], {
-    assert_eq!(lone_registration(false), CommState::Aborted);
+    assert_eq!(lone_registration(false), (CommState::Aborted, 1));
     nccl::assert_clean();
 });
 
