@@ -143,6 +143,8 @@ nccl_test!(threads_with_a_communicator_and_a_pool_each_do_not_disturb_each_other
                             it.allocator.core().trim(Some(pool.id())).expect("no faults");
                         }
                     }
+                    // The registrar keeps it alive otherwise.
+                    comm.destroy().expect("idle");
                 });
             }
         });
@@ -351,7 +353,7 @@ nccl_test!(keys_are_stable_over_sizes_and_never_come_back, {
 
 nccl_test!(
     running_out_of_symmetric_space_is_said_on_every_rank_before_nccl_fails,
-    ["STUB_NCCL_WIN_STRIDE" = "4294967296", "NCCL_WIN_STRIDE" = "4294967296"],
+    ["STUB_NCCL_WIN_STRIDE" = "4294967296", "NCCL_WIN_STRIDE" = "4294967296", "STUB_MEMORY_BYTES" = "17179869184"],
     {
         Job::new(2).run(|it| {
             let pool = it.attached_pool();

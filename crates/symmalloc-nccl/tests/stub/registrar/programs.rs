@@ -70,8 +70,10 @@ impl Program<'_> {
             1 => MIB * (1 + self.below(9) as u64),
             _ => MIB * (11 + self.below(40) as u64),
         };
-        let tensor = self.it.take(&self.pools[pool], size);
-        self.tensors.push((pool, tensor));
+        // SAFETY: any bits make a float.
+        let taken = unsafe { self.it.allocator.with_pool(&self.pools[pool]).alloc(&self.it.stream, size as usize / 4) };
+        // A reserved segment may be full: on all ranks alike.
+        self.tensors.extend(taken.ok().map(|tensor| (pool, tensor)));
     }
 
     /// What ranks do on their own does not matter.
@@ -151,8 +153,11 @@ impl Program<'_> {
         self.comms.retain(|lane| !(lane.is_aborted && comms.iter().any(|comm| comm.order() == lane.comm.order())));
         self.check();
         if !gone {
-            for comm in &comms {
-                self.use_windows(comm);
+            // Collectives come in one order on all ranks.
+            chosen.sort_unstable();
+            for index in chosen {
+                let comm = self.comms[index].comm.clone();
+                self.use_windows(&comm);
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Jobs of ranks that are threads, each with a device, an allocator and a registrar, for tests of the registrar.
 
-use cudarc::driver::CudaStream;
+use cudarc::driver::{CudaStream, DeviceSlice};
 use std::sync::{Arc, Barrier, Mutex};
 use std::time::Duration;
 use stub_process::{cuda, nccl};
@@ -15,7 +15,7 @@ pub(crate) const MIB: u64 = 1 << 20;
 pub(crate) const PATIENT: Duration = Duration::from_secs(60);
 
 /// Long enough for everything that is to come, and short enough to wait for what is not.
-pub(crate) const IMPATIENT: Duration = Duration::from_millis(400);
+pub(crate) const IMPATIENT: Duration = Duration::from_millis(1500);
 
 /// What all ranks of a job have in common.
 pub(crate) struct Job {
@@ -36,6 +36,17 @@ pub(crate) struct Rank {
     pub(crate) world: Communicator,
     pub(crate) deadline: Duration,
     barrier: Arc<Barrier>,
+}
+
+/// Ends the process of the test when a rank panics: the others would wait for it.
+struct ExitOnPanic;
+
+impl Drop for ExitOnPanic {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            std::process::exit(101);
+        }
+    }
 }
 
 impl Job {
@@ -67,6 +78,7 @@ impl Job {
                 .map(|rank| {
                     let (body, barrier) = (&body, Arc::clone(&barrier));
                     scope.spawn(move || {
+                        let _exit = ExitOnPanic;
                         let rank = self.join(rank, id, barrier);
                         let result = body(&rank);
                         rank.leave();
@@ -127,7 +139,8 @@ impl Rank {
 
     /// A buffer in a pool, of so many bytes.
     pub(crate) fn take(&self, pool: &Pool<CudaBackend>, size_bytes: u64) -> DeviceBuffer<f32> {
-        self.allocator.with_pool(pool).alloc_zeroed(&self.stream, size_bytes as usize / 4).expect("fits")
+        // SAFETY: any bits make a float.
+        unsafe { self.allocator.with_pool(pool).alloc(&self.stream, size_bytes as usize / 4) }.expect("fits")
     }
 
     /// Gives free memory of a pool up.
@@ -140,18 +153,19 @@ impl Rank {
         self.registrar.window_of(comm, buffer).expect("it has a window").offset_bytes
     }
 
-    /// All-reduces a buffer, which is in windows, and checks every element.
+    /// All-reduces the end of a buffer and checks every element.
     pub(crate) fn reduce_right(&self, comm: &Communicator, buffer: &mut DeviceBuffer<f32>) {
-        let input: Vec<f32> =
-            (0..buffer.len()).map(|index| (comm.rank() as usize * 1000 + index % 97) as f32).collect();
-        self.stream.memcpy_htod(&input, buffer).expect("copied");
-        comm.all_reduce_in_place(buffer, ReduceOp::Sum, &self.stream).expect("all ranks come");
-        let output = self.stream.clone_dtoh(&*buffer).expect("copied");
+        let from = buffer.len().saturating_sub(256);
+        let mut end = buffer.slice_mut(from..);
+        let value = |rank: usize, index: usize| (rank * 1000 + index % 97) as f32;
+        let input: Vec<f32> = (0..end.len()).map(|index| value(comm.rank() as usize, index)).collect();
+        self.stream.memcpy_htod(&input, &mut end).expect("copied");
+        comm.all_reduce_in_place(&mut end, ReduceOp::Sum, &self.stream).expect("all ranks come");
+        let output = self.stream.clone_dtoh(&end).expect("copied");
         self.stream.synchronize().expect("idle");
-        let ranks = comm.ranks() as usize;
-        for (index, value) in output.into_iter().enumerate() {
-            let expected: usize = (0..ranks).map(|rank| rank * 1000 + index % 97).sum();
-            assert_eq!(value, expected as f32, "rank {}, element {index}", self.rank);
+        for (index, sum) in output.into_iter().enumerate() {
+            let expected: f32 = (0..comm.ranks() as usize).map(|rank| value(rank, index)).sum();
+            assert_eq!(sum, expected, "rank {}, element {index}", self.rank);
         }
     }
 
