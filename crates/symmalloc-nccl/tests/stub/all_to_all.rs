@@ -8,8 +8,9 @@ use programs::{
     Rank, captured, counts, disagreements, equal_parts, known_splits, on_ranks, on_ranks_with, one_way, uneven_rows,
 };
 use std::fmt::Debug;
+use std::path::Path;
 use std::sync::Barrier;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use stub_process::{Library, cuda, nccl, nccl_test};
 use symmalloc_core::PoolConfig;
 use symmalloc_core::agreement::TransportError;
@@ -333,9 +334,16 @@ nccl_test!(moe_dispatch_is_right_with_a_thread_for_each_device, {
 });
 
 nccl_test!(moe_dispatch_is_right_with_the_processes_of_torchrun, {
-    let torchrun =
-        [("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29731")];
-    let ended = stub_process::ranks(2, &torchrun, |rank| {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let folder = folder.path().to_string_lossy();
+    let variables = [
+        ("WORLD_SIZE", "2"),
+        ("LOCAL_WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "29731"),
+        ("STUB_TEST_FOLDER", &*folder),
+    ];
+    let ended = stub_process::ranks(2, &variables, |rank| {
         for variable in ["RANK", "LOCAL_RANK"] {
             // SAFETY: the process has no other thread yet that looks at its environment.
             unsafe { std::env::set_var(variable, rank.to_string()) };
@@ -343,6 +351,15 @@ nccl_test!(moe_dispatch_is_right_with_the_processes_of_torchrun, {
         let reports = moe_dispatch::run(&small_model()).expect("it runs");
         assert!(reports.len() == 1 && reports[0].is_right(), "{}", moe_dispatch::Table(&reports));
         nccl::assert_clean();
+        // The stub's jobs live in the process of rank 0, which therefore leaves last.
+        let done = Path::new(&std::env::var_os("STUB_TEST_FOLDER").expect("set for every rank")).join("done");
+        if rank == 1 {
+            std::fs::write(&done, "").expect("written");
+        }
+        let since = Instant::now();
+        while !done.exists() && since.elapsed() < Duration::from_secs(60) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
     });
     assert!(ended.iter().all(|rank| rank.is_success), "{ended:#?}");
 });
