@@ -268,7 +268,7 @@ impl Communicator {
 impl Shared {
     fn destroy(&self) -> Result<(), CommError> {
         let Ok(mut access) = self.access() else { return Ok(()) };
-        let (windows, buffers) = (std::mem::take(&mut access.inner.windows), std::mem::take(&mut access.inner.buffers));
+        let (windows, buffers) = (access.inner.windows.clone(), access.inner.buffers.clone());
         let comm = access.comm;
         let kept: Kept = Some(Arc::new(Arc::clone(&self.c_name)));
         let accesses = from_mut(&mut access);

@@ -60,16 +60,15 @@ impl Communicator {
     /// kernels that run on the device.
     ///
     /// # Errors
-    /// When the communicator is gone, and the window with it; when it is another communicator's; when NCCL refuses.
+    /// When the communicator is gone, and the window with it; when it is another communicator's; when NCCL refuses: it is given
+    /// back with the communicator then.
     pub fn deregister_window(&self, window: Window) -> Result<(), CommError> {
         let Window { raw, memory } = window;
         self.check_owner(&memory)?;
         let mut access = self.shared.access()?;
-        let Some(place) = access.inner.windows.iter().position(|known| *known == raw) else {
-            return Err(self.shared.gone());
-        };
-        access.inner.windows.remove(place);
-        self.deregister(&mut access, vec![raw], vec![])
+        self.deregister(&mut access, vec![raw], vec![])?;
+        access.inner.windows.retain(|known| *known != raw);
+        Ok(())
     }
 
     /// Registers memory of this rank's, of any kind and size. No other rank takes part; it takes microseconds.
@@ -112,7 +111,8 @@ impl Communicator {
     /// Gives a registration back. It waits for kernels that run on the device where peers had mapped the memory.
     ///
     /// # Errors
-    /// When the communicator is gone, and the registration with it; when it is another communicator's; when NCCL refuses.
+    /// When the communicator is gone, and the registration with it; when it is another communicator's; when NCCL refuses: it is
+    /// given back with the communicator then.
     pub fn deregister_buffer(&self, registration: BufferRegistration) -> Result<(), CommError> {
         let BufferRegistration { raw, memory } = registration;
         self.check_owner(&memory)?;
@@ -120,11 +120,9 @@ impl Communicator {
         if raw.0.is_null() {
             return Ok(());
         }
-        let Some(place) = access.inner.buffers.iter().position(|known| *known == raw) else {
-            return Err(self.shared.gone());
-        };
-        access.inner.buffers.remove(place);
-        self.deregister(&mut access, vec![], vec![raw])
+        self.deregister(&mut access, vec![], vec![raw])?;
+        access.inner.buffers.retain(|known| *known != raw);
+        Ok(())
     }
 
     fn deregister(
