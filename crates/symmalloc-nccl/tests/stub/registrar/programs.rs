@@ -2,13 +2,14 @@
 //! on 2 to 4 ranks. After every sync all-reduces in windows are right, nobody did what nobody should do, and at the end nothing
 //! is left.
 
-use super::support::{Job, MIB, Rank, nothing_is_left};
+use super::support::{IMPATIENT, Job, MIB, PATIENT, Rank, nothing_is_left};
+use std::collections::BTreeSet;
 use std::sync::Mutex;
 use stub_process::{nccl, nccl_test};
 use symmalloc_core::agreement::Mode;
 use symmalloc_core::sim::SplitMix64;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
-use symmalloc_nccl::{Communicator, Invalidated, InvalidationCursor, Registration, SegmentKey, UniqueId};
+use symmalloc_nccl::{CommState, Communicator, Invalidated, InvalidationCursor, Registration, SegmentKey, UniqueId};
 
 /// Programs that one test runs; `SYMMALLOC_SEEDS` says otherwise.
 const SEEDS: u64 = 250;
@@ -24,6 +25,10 @@ struct Program<'a> {
     pools: Vec<Pool<CudaBackend>>,
     comms: Vec<Lane>,
     made: u32,
+    /// Whether calls of syncs fail and hang now and then.
+    faults: bool,
+    /// Names of communicators that ended on some rank.
+    ended: &'a Mutex<BTreeSet<String>>,
 }
 
 /// A communicator with what is attached to it.
@@ -148,7 +153,13 @@ impl Program<'_> {
         chosen.rotate_left(turn);
         let comms: Vec<Communicator> = chosen.iter().map(|index| self.comms[*index].comm.clone()).collect();
         let gone = chosen.iter().any(|index| self.comms[*index].is_aborted);
-        let outcome = self.it.registrar.sync(&comms.iter().collect::<Vec<_>>());
+        let comm_refs: Vec<&Communicator> = comms.iter().collect();
+        if self.faults && self.below(3) == 0 {
+            self.strike();
+            let _outcome = self.it.registrar.sync(&comm_refs);
+            return self.clear_up();
+        }
+        let outcome = self.it.registrar.sync(&comm_refs);
         assert_eq!(outcome.is_err(), gone, "{outcome:?}");
         self.comms.retain(|lane| !(lane.is_aborted && comms.iter().any(|comm| comm.order() == lane.comm.order())));
         self.check();
@@ -159,6 +170,39 @@ impl Program<'_> {
                 let comm = self.comms[index].comm.clone();
                 self.use_windows(&comm);
             }
+        }
+    }
+
+    /// A call of the next sync fails or hangs on one rank.
+    fn strike(&mut self) {
+        let call = ["ncclCommWindowRegister", "ncclCommWindowDeregister", "ncclAllGather"][self.below(3)];
+        let (rank, nth, hangs) = (self.below(self.it.ranks), 1 + self.below(4) as u64, self.below(3) == 0);
+        self.it.meet();
+        if self.it.rank == 0 {
+            if hangs { nccl::hang(call, Some(rank), nth) } else { nccl::fail(call, Some(rank), nth, 3) }
+        }
+        self.it.meet();
+    }
+
+    /// The ranks tell each other which communicators ended, end them everywhere, and go on with the others.
+    fn clear_up(&mut self) {
+        self.it.meet();
+        if self.it.rank == 0 {
+            nccl::heal();
+        }
+        let is_gone = |lane: &&Lane| lane.comm.state() != CommState::Ready;
+        let ended = self.comms.iter().filter(is_gone).map(|lane| lane.comm.name().to_owned());
+        self.ended.lock().expect("no panic").extend(ended);
+        self.it.meet();
+        let ended = self.ended.lock().expect("no panic").clone();
+        for lane in self.comms.extract_if(.., |lane| ended.contains(lane.comm.name())) {
+            lane.comm.abort().expect("in time");
+        }
+        self.it.registrar.sweep();
+        self.check();
+        self.it.meet();
+        if self.comms.is_empty() {
+            self.connect();
         }
     }
 
@@ -201,25 +245,34 @@ fn attach(it: &Rank, lane: &mut Lane, index: usize, pool: &Pool<CudaBackend>) {
     }
 }
 
-fn run(first_seed: u64, mode: Mode) {
+fn run(first_seed: u64, mode: Mode, faults: bool) {
     let seeds = std::env::var("SYMMALLOC_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(SEEDS);
+    let seeds = if faults { seeds.div_ceil(20) } else { seeds };
     for seed in first_seed..first_seed + seeds {
-        let id = Mutex::new(None);
-        let job = Job { mode, ..Job::new(2 + (seed % 3) as usize) };
+        let (id, ended) = (Mutex::new(None), Mutex::default());
+        let deadline = if faults { IMPATIENT } else { PATIENT };
+        let job = Job { mode, deadline, ..Job::new(2 + (seed % 3) as usize) };
         let digests = job.run(|it| {
             let draw = SplitMix64::new(seed);
-            let mut program =
-                Program { it, draw, id: &id, tensors: Vec::new(), pools: Vec::new(), comms: Vec::new(), made: 0 };
+            let mut program = Program {
+                it,
+                draw,
+                id: &id,
+                tensors: Vec::new(),
+                pools: Vec::new(),
+                comms: Vec::new(),
+                made: 0,
+                faults,
+                ended: &ended,
+            };
             program.make_pool();
             program.add(it.world.clone());
             (0..STEPS).for_each(|_| program.step());
             let digests: Vec<_> =
                 program.pools.iter().map(|pool| it.allocator.digest(pool.id()).expect("it lives")).collect();
             it.meet();
-            for lane in program.comms.drain(1..) {
-                if !lane.is_aborted {
-                    lane.comm.destroy().expect("idle");
-                }
+            for lane in program.comms.drain(..) {
+                lane.comm.destroy().expect("idle");
             }
             digests
         });
@@ -229,9 +282,13 @@ fn run(first_seed: u64, mode: Mode) {
 }
 
 nccl_test!(random_programs_are_right_with_agreement, {
-    run(0, Mode::AtSync);
+    run(0, Mode::AtSync, false);
 });
 
 nccl_test!(random_programs_are_right_without_agreement, {
-    run(1_000_000, Mode::Off);
+    run(1_000_000, Mode::Off, false);
+});
+
+nccl_test!(random_programs_are_right_when_calls_fail_and_hang, {
+    run(2_000_000, Mode::AtSync, true);
 });
