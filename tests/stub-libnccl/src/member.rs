@@ -325,6 +325,7 @@ impl Member {
             return INVALID_ARGUMENT;
         }
         let Some(queue) = self.stop(Life::Revoked) else { return INVALID_ARGUMENT };
+        self.lock().error = SUCCESS;
         self.tell(ToJob::Withdraw);
         queue.iter().for_each(streams::cancel);
         SUCCESS

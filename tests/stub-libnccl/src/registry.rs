@@ -142,7 +142,9 @@ impl Link {
     }
 }
 
-fn deliver(outbox: Outbox) {
+/// Ranks of other processes first: once a rank of this one goes on, the process may end.
+fn deliver(mut outbox: Outbox) {
+    outbox.sort_by_key(|(link, _)| matches!(link, Link::Local { .. }));
     for (link, message) in outbox {
         match link {
             Link::Local { member } => member::deliver(member, &message, None),

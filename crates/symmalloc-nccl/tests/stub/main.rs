@@ -7,4 +7,7 @@ mod communicator;
 mod launched;
 mod raw;
 mod registrar;
+mod stub_faults;
 mod stub_itself;
+mod stub_processes;
+mod stub_violations;

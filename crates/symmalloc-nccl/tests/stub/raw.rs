@@ -62,6 +62,8 @@ calls! {
     group_end = ncclGroupEnd();
     all_reduce = ncclAllReduce(send: u64, receive: u64, count: usize, data_type: c_int, op: c_int, comm: u64, stream: u64);
     all_gather = ncclAllGather(send: u64, receive: u64, count: usize, data_type: c_int, comm: u64, stream: u64);
+    reduce = ncclReduce(send: u64, receive: u64, count: usize, data_type: c_int, op: c_int, root: c_int, comm: u64, stream: u64);
+    revoke = ncclCommRevoke(comm: u64, flags: c_int);
     reduce_scatter = ncclReduceScatter(send: u64, receive: u64, count: usize, data_type: c_int, op: c_int, comm: u64, stream: u64);
     broadcast = ncclBroadcast(send: u64, receive: u64, count: usize, data_type: c_int, root: c_int, comm: u64, stream: u64);
     send = ncclSend(send: u64, count: usize, data_type: c_int, peer: c_int, comm: u64, stream: u64);
@@ -149,14 +151,14 @@ impl Rank {
         (window_register(self.comm, base, size, &raw mut window, 1), window)
     }
 
-    pub(crate) fn write(&self, address: u64, values: &[f32]) {
+    pub(crate) fn write<T: Copy>(&self, address: u64, values: &[T]) {
         // SAFETY: memory of this rank that nothing uses, of that size.
         unsafe { cudarc::driver::result::memcpy_htod_async(address, values, self.stream.cu_stream()) }.expect("copied");
         self.stream.synchronize().expect("idle");
     }
 
-    pub(crate) fn read(&self, address: u64, count: usize) -> Vec<f32> {
-        let mut values = vec![0.0; count];
+    pub(crate) fn read<T: Copy + Default>(&self, address: u64, count: usize) -> Vec<T> {
+        let mut values = vec![T::default(); count];
         // SAFETY: memory of this rank, of that size.
         unsafe { cudarc::driver::result::memcpy_dtoh_async(&mut values, address, self.stream.cu_stream()) }
             .expect("copied");

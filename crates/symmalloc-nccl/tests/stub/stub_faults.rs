@@ -1,0 +1,211 @@
+//! The stub of libnccl when something goes wrong: ranks that never come, stop, or die, and calls that fail.
+
+use crate::raw::{IN_PROGRESS, MIB, Rank, SUCCESS, UniqueId, abort, async_error, destroy, init, memory_free, ranks};
+use crate::raw::{all_reduce, revoke, unique_id, window_deregister};
+use crate::stub_itself::{COUNT, input, sum};
+use cudarc::driver::sys::{self, CUresult};
+use std::sync::Mutex;
+use stub_process::{cuda, nccl, nccl_test};
+
+const REMOTE_ERROR: i32 = 6;
+const INTERNAL_ERROR: i32 = 3;
+
+fn query(event: &cudarc::driver::CudaEvent) -> CUresult {
+    // SAFETY: the event lives.
+    unsafe { sys::cuEventQuery(event.cu_event()) }
+}
+
+nccl_test!(a_collective_whose_peer_never_comes_is_never_done_and_blocks_nobody, {
+    ranks(2, |rank| {
+        let segment = rank.segment(2 * MIB);
+        if rank.rank == 0 {
+            rank.write(segment, &input(0));
+            assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
+            let event = rank.stream.record_event(None).expect("recorded");
+            for _ in 0..10 {
+                assert_eq!(query(&event), CUresult::CUDA_ERROR_NOT_READY);
+                assert_eq!(async_error(rank.comm), SUCCESS);
+            }
+            assert_eq!(abort(rank.comm), SUCCESS);
+            while query(&event) != CUresult::CUDA_SUCCESS {}
+            assert_eq!(rank.read::<f32>(segment, COUNT), input(0), "aborted: nothing was written");
+        }
+        rank.meet();
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(work_behind_a_collective_waits_with_it_also_on_other_streams, {
+    ranks(2, |rank| {
+        let segment = rank.segment(2 * MIB);
+        rank.write(segment, &input(rank.rank));
+        let (other, order) = (rank.stream.context().new_stream().expect("a stream"), Mutex::new(()));
+        if rank.rank == 0 {
+            assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
+            other.wait(&rank.stream.record_event(None).expect("recorded")).expect("submitted");
+            let mut copy = vec![0.0f32; COUNT];
+            // SAFETY: memory of that size; the copy lives until the stream is idle.
+            unsafe { cudarc::driver::result::memcpy_dtoh_async(&mut copy, segment, other.cu_stream()) }
+                .expect("submitted");
+            assert_eq!(copy, [0.0; COUNT], "the peer did not come yet");
+            rank.meet();
+            other.synchronize().expect("idle");
+            assert_eq!(copy, sum(2));
+        } else {
+            rank.meet();
+            assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
+        }
+        drop(order);
+        rank.stream.synchronize().expect("idle");
+        assert_eq!(destroy(rank.comm), SUCCESS);
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(a_call_fails_when_it_is_told_to, {
+    ranks(2, |rank| {
+        let segment = rank.segment(2 * MIB);
+        if rank.rank == 1 {
+            nccl::fail("ncclAllReduce", Some(1), 2, 2);
+        }
+        rank.meet();
+        assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
+        rank.stream.synchronize().expect("idle");
+        if rank.rank == 1 {
+            assert_eq!(rank.sum(segment, segment, COUNT), 2);
+        }
+        assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS, "once");
+        rank.stream.synchronize().expect("idle");
+        assert_eq!(destroy(rank.comm), SUCCESS);
+    });
+    assert_eq!((nccl::calls("ncclAllReduce"), nccl::calls("ncclCommDestroy")), (5, 2));
+    nccl::assert_clean();
+});
+
+nccl_test!(a_rank_that_hangs_in_a_registration_is_freed_by_a_revoke_or_an_abort, {
+    for ends in [abort as fn(u64) -> i32, |comm| revoke(comm, 0)] {
+        nccl::hang("ncclCommWindowRegister", Some(1), 1);
+        ranks(2, |rank| {
+            let segment = rank.segment(2 * MIB);
+            std::thread::scope(|scope| {
+                let caller = scope.spawn(|| rank.window(segment, 2 * MIB));
+                // Both threads are inside: rank 0 waits for rank 1, which stopped.
+                while nccl::calls("ncclCommWindowRegister") % 2 == 1 || nccl::calls("ncclCommWindowRegister") == 0 {
+                    std::thread::yield_now();
+                }
+                rank.meet();
+                assert_eq!(ends(rank.comm), SUCCESS);
+                let (code, window) = caller.join().expect("it came back");
+                assert!([INTERNAL_ERROR, REMOTE_ERROR].contains(&code), "{code}");
+                assert_eq!(window, 0);
+            });
+            rank.meet();
+            let _already = abort(rank.comm);
+            assert_eq!(memory_free(segment), SUCCESS);
+        });
+        nccl::forget();
+    }
+    assert_eq!(cuda::live().device_bytes, 0, "what the registration had taken was given back");
+});
+
+nccl_test!(a_dead_rank_is_a_remote_error_for_the_living, {
+    ranks(3, |rank| {
+        let segment = rank.segment(2 * MIB);
+        assert_eq!(rank.window(segment, 2 * MIB).0, SUCCESS);
+        rank.meet();
+        if rank.rank == 2 {
+            nccl::kill(2);
+        }
+        rank.meet();
+        if rank.rank < 2 {
+            assert_eq!(async_error(rank.comm), REMOTE_ERROR);
+            let other = rank.segment(2 * MIB);
+            assert_eq!(rank.window(other, 2 * MIB), (REMOTE_ERROR, 0));
+            assert_eq!(abort(rank.comm), SUCCESS);
+        }
+    });
+    nccl::assert_clean();
+});
+
+/// Joins without waiting.
+fn join_nonblocking(id: UniqueId, rank: usize) -> u64 {
+    let (code, comm) = init(2, id, rank, false);
+    assert_eq!(code, IN_PROGRESS);
+    comm
+}
+
+fn settle(comm: u64) -> i32 {
+    loop {
+        match async_error(comm) {
+            IN_PROGRESS => std::thread::yield_now(),
+            code => return code,
+        }
+    }
+}
+
+nccl_test!(a_nonblocking_communicator_is_under_way_until_it_was_asked, {
+    let id = unique_id();
+    let first = Mutex::new(0);
+    std::thread::scope(|scope| {
+        for rank in 0..2 {
+            let first = &first;
+            scope.spawn(move || {
+                let context = cudarc::driver::CudaContext::new(rank).expect("a stub device");
+                let stream = context.new_stream().expect("a stream");
+                let comm = join_nonblocking(id, rank);
+                assert_eq!(settle(comm), SUCCESS);
+                *first.lock().expect("not poisoned") += 1;
+                let raw = stream.cu_stream() as u64;
+                let mut base = 0;
+                assert_eq!(crate::raw::memory_allocate(&raw mut base, 2 * MIB), SUCCESS);
+                // The thread of NCCL is late: an event that is recorded before it was asked for is ready at once.
+                assert_eq!(all_reduce(base, base, COUNT, 7, 0, comm, raw), IN_PROGRESS);
+                let early = stream.record_event(None).expect("recorded");
+                while query(&early) != CUresult::CUDA_SUCCESS {}
+                assert_eq!(async_error(comm), IN_PROGRESS);
+                assert_eq!(settle(comm), SUCCESS);
+                stream.synchronize().expect("idle");
+                let mut window = 1;
+                assert_eq!(crate::raw::window_register(comm, base, 2 * MIB, &raw mut window, 1), IN_PROGRESS);
+                assert_eq!(settle(comm), SUCCESS);
+                assert!(window > 1, "written by the time that it is over");
+                assert_eq!(window_deregister(comm, window), SUCCESS);
+                assert_eq!(destroy(comm), SUCCESS);
+            });
+        }
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(an_init_that_hangs_ends_when_it_is_healed, {
+    nccl::hang("ncclCommInitRankConfig", Some(0), 1);
+    let id = unique_id();
+    let _context = cudarc::driver::CudaContext::new(0).expect("a stub device");
+    std::thread::scope(|scope| {
+        let hung = scope.spawn(|| init(2, id, 0, true).0);
+        while nccl::calls("ncclCommInitRankConfig") == 0 {
+            std::thread::yield_now();
+        }
+        while !hung.is_finished() {
+            nccl::heal();
+            std::thread::yield_now();
+        }
+        assert_eq!(hung.join().expect("it came back"), 2);
+    });
+});
+
+nccl_test!(thousands_of_jobs_run_in_one_process, {
+    for seed in 0..1000 {
+        ranks(2 + seed % 3, |rank: &Rank| {
+            let segment = rank.segment(2 * MIB);
+            let (code, window) = rank.window(segment, 2 * MIB);
+            assert_eq!(code, SUCCESS);
+            assert_eq!(rank.sum(segment, segment, 16), SUCCESS);
+            rank.stream.synchronize().expect("idle");
+            assert_eq!(window_deregister(rank.comm, window), SUCCESS);
+            assert_eq!((memory_free(segment), destroy(rank.comm)), (SUCCESS, SUCCESS));
+        });
+    }
+    nccl::assert_clean();
+    assert_eq!((nccl::live(), cuda::live().device_bytes), (nccl::Live::default(), 0));
+});

@@ -1,0 +1,376 @@
+//! What the stub of libnccl sees that NCCL does not check, and what depends on NCCL's version.
+
+use crate::raw::{F32, MIB, Rank, SUCCESS, abort, all_gather, all_reduce, buffer_deregister, buffer_register};
+use crate::raw::{destroy, group_end, group_start, memory_free, ranks, split_into, version, window_deregister};
+use crate::stub_itself::{COUNT, input, sum};
+use cudarc::driver::sys::{self, CUstreamCaptureMode};
+use stub_process::{nccl, nccl_test};
+
+const CUDA_ERROR: i32 = 1;
+const INTERNAL_ERROR: i32 = 3;
+const INVALID_ARGUMENT: i32 = 4;
+const SEGMENT: usize = 2 * MIB;
+
+/// Each of these was seen, and nothing else.
+#[track_caller]
+fn saw(expected: &[&str]) {
+    let seen = nccl::violations();
+    let is_each = expected.iter().all(|text| seen.iter().any(|line| line.contains(text)));
+    let is_all = seen.iter().all(|line| expected.iter().any(|text| line.contains(text)));
+    assert!(is_each && is_all, "{expected:?} expected, {seen:#?} seen");
+    nccl::forget();
+}
+
+/// A range with memory in `chunks` mappings, exportable as a file descriptor or not.
+fn mapped(rank: &Rank, chunks: usize, is_exportable: bool) -> u64 {
+    let mut base = 0;
+    let device = rank.rank as i32;
+    // SAFETY: pointers to locals that are valid for the call, and what was just made.
+    unsafe {
+        sys::cuMemAddressReserve(&raw mut base, chunks * SEGMENT, 0, 0, 0).result().expect("reserved");
+        for chunk in 0..chunks {
+            let at = base + (chunk * SEGMENT) as u64;
+            let mut handle = 0;
+            let mut properties: sys::CUmemAllocationProp = std::mem::zeroed();
+            properties.type_ = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
+            properties.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
+            properties.location.id = device;
+            if is_exportable {
+                properties.requestedHandleTypes =
+                    sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+            }
+            sys::cuMemCreate(&raw mut handle, SEGMENT, &raw const properties, 0).result().expect("created");
+            sys::cuMemMap(at, SEGMENT, 0, handle, 0).result().expect("mapped");
+            let access = sys::CUmemAccessDesc {
+                location: properties.location,
+                flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+            };
+            sys::cuMemSetAccess(at, SEGMENT, &raw const access, 1).result().expect("accessible");
+            sys::cuMemRelease(handle).result().expect("released");
+        }
+    }
+    base
+}
+
+nccl_test!(registrations_that_nobody_should_make, {
+    ranks(1, |rank| {
+        let segment = rank.segment(2 * SEGMENT);
+        let mut plain = 0;
+        // SAFETY: valid for writing.
+        unsafe { sys::cuMemAlloc_v2(&raw mut plain, SEGMENT) }.result().expect("allocated");
+        assert_eq!(rank.window(plain, SEGMENT), (CUDA_ERROR, 0));
+        saw(&["no virtual memory management memory"]);
+        assert_eq!(rank.window(segment + 512, SEGMENT), (INVALID_ARGUMENT, 0));
+        saw(&["no multiple of 4096"]);
+        let (code, part) = rank.window(segment + 4096, SEGMENT);
+        assert_eq!(code, SUCCESS);
+        saw(&["not all of what is mapped"]);
+        assert_eq!(window_deregister(rank.comm, part), SUCCESS);
+        let private = mapped(rank, 1, false);
+        assert_eq!(rank.window(private, SEGMENT), (CUDA_ERROR, 0));
+        saw(&["no file descriptor"]);
+
+        let (_, window) = rank.window(segment, 2 * SEGMENT);
+        nccl::assert_clean();
+        let used = nccl::live().space_bytes;
+        let (code, again) = rank.window(segment, 2 * SEGMENT);
+        assert_eq!((code, nccl::live().space_bytes), (SUCCESS, used), "2.28 takes the memory once");
+        saw(&["registered twice"]);
+        let mut buffer = 0;
+        assert_eq!(buffer_register(rank.comm, plain, SEGMENT, &raw mut buffer), SUCCESS);
+        assert_eq!(window_deregister(rank.comm, buffer), INVALID_ARGUMENT);
+        saw(&["ncclCommWindowDeregister of a registered buffer"]);
+        assert_eq!(buffer_deregister(rank.comm, window), INVALID_ARGUMENT);
+        saw(&["ncclCommDeregister of a window"]);
+        assert_eq!(window_deregister(rank.comm, 1), INVALID_ARGUMENT);
+        saw(&["ncclCommWindowDeregister of no window"]);
+        // SAFETY: nothing uses it.
+        unsafe { sys::cuMemFree_v2(plain) }.result().expect("freed");
+        saw(&["unmapped or freed under registered buffer"]);
+        assert_eq!(buffer_deregister(rank.comm, buffer), SUCCESS);
+        assert_eq!(window_deregister(rank.comm, again), SUCCESS);
+        assert_eq!(memory_free(segment), SUCCESS);
+        saw(&["unmapped or freed under window"]);
+        assert_eq!((window_deregister(rank.comm, window), destroy(rank.comm)), (SUCCESS, SUCCESS));
+        assert_eq!(window_deregister(rank.comm, window), INVALID_ARGUMENT);
+        saw(&["ncclCommWindowDeregister on a communicator of rank 0 that is Destroyed"]);
+    });
+});
+
+nccl_test!(collectives_that_differ_between_ranks_are_never_done, {
+    type Call = fn(&Rank, u64) -> i32;
+    let differing: [(Call, Call); 3] = [
+        (|rank, at| rank.sum(at, at, 8), |rank, at| rank.sum(at, at, 9)),
+        (|rank, at| rank.sum(at, at, 8), |rank, at| all_reduce(at, at, 8, 2, 0, rank.comm, rank.raw_stream())),
+        (|rank, at| rank.sum(at, at, 8), |rank, at| all_gather(at, at + 4096, 8, F32, rank.comm, rank.raw_stream())),
+    ];
+    for (zero, one) in differing {
+        ranks(2, |rank| {
+            let segment = rank.segment(SEGMENT);
+            assert_eq!([zero, one][rank.rank](rank, segment), SUCCESS);
+            rank.meet();
+            assert_eq!(nccl::live().pending, 2);
+            rank.meet();
+            assert_eq!(abort(rank.comm), SUCCESS);
+        });
+        saw(&["collectives differ"]);
+    }
+});
+
+nccl_test!(windows_that_not_all_ranks_have_end_in_no_result, {
+    ranks(2, |rank| {
+        let (windowed, other) = (rank.segment(SEGMENT), rank.segment(SEGMENT));
+        assert_eq!(rank.window(windowed, SEGMENT).0, SUCCESS);
+        let at = [windowed, other][rank.rank];
+        assert_eq!(rank.sum(at, at, COUNT), SUCCESS);
+        rank.meet();
+        assert_eq!(nccl::live().pending, 2);
+        rank.meet();
+        assert_eq!(abort(rank.comm), SUCCESS);
+    });
+    saw(&["1 of 2 ranks have both buffers in windows"]);
+});
+
+nccl_test!(different_steps_on_the_host_wait_for_ever, {
+    ranks(2, |rank| {
+        let segment = rank.segment(SEGMENT);
+        std::thread::scope(|scope| {
+            let inside = scope.spawn(|| {
+                let mut part = 0;
+                match rank.rank {
+                    0 => rank.window(segment, SEGMENT).0,
+                    _ => split_into(rank.comm, 0, 0, &raw mut part, std::ptr::null_mut()),
+                }
+            });
+            while nccl::violations().is_empty() {
+                std::thread::yield_now();
+            }
+            rank.meet();
+            assert!(!inside.is_finished());
+            assert_eq!(abort(rank.comm), SUCCESS);
+            assert_ne!(inside.join().expect("it came back"), SUCCESS);
+        });
+    });
+    saw(&["different things on the host"]);
+});
+
+nccl_test!(what_a_dead_or_busy_communicator_is_asked, {
+    ranks(2, |rank| {
+        let segment = rank.segment(SEGMENT);
+        assert_eq!(rank.window(segment, SEGMENT).0, SUCCESS);
+        assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
+        rank.stream.synchronize().expect("idle");
+        rank.meet();
+        if rank.rank == 0 {
+            std::thread::scope(|scope| {
+                let inside = scope.spawn(|| rank.window(segment, SEGMENT));
+                // Two violations: registered twice, and the call below.
+                while nccl::violations().is_empty() {
+                    std::thread::yield_now();
+                }
+                while nccl::violations().len() == 1 {
+                    let _busy = rank.sum(segment, segment, 0);
+                }
+                assert_eq!(abort(rank.comm), SUCCESS);
+                assert_ne!(inside.join().expect("it came back").0, SUCCESS);
+            });
+            saw(&["registered twice", "while another thread is in a call"]);
+            assert_eq!(rank.sum(segment, segment, COUNT), INVALID_ARGUMENT);
+            saw(&["that is Aborted"]);
+        }
+        rank.meet();
+        if rank.rank == 1 {
+            assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
+            std::thread::scope(|scope| {
+                let inside = scope.spawn(|| destroy(rank.comm));
+                while nccl::violations().is_empty() {
+                    std::thread::yield_now();
+                }
+                assert_eq!(abort(rank.comm), SUCCESS);
+                inside.join().expect("it came back");
+            });
+        }
+    });
+    saw(&["destroyed with 1 collectives under way"]);
+});
+
+nccl_test!(a_graph_must_not_outlive_its_communicator_or_windows, {
+    ranks(1, |rank| {
+        let segment = rank.segment(SEGMENT);
+        rank.stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).expect("begun");
+        assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
+        let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+        let graph = rank.stream.end_capture(flags).expect("ended").expect("a graph");
+        assert_eq!(destroy(rank.comm), SUCCESS);
+        graph.launch().expect("launched");
+        rank.stream.synchronize().expect("idle");
+    });
+    saw(&["a graph launched a collective of a communicator that is gone"]);
+});
+
+nccl_test!(a_registration_in_a_capture_fails_and_spoils_it, {
+    ranks(1, |rank| {
+        let segment = rank.segment(SEGMENT);
+        rank.stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).expect("begun");
+        assert_eq!(rank.window(segment, SEGMENT).0, CUDA_ERROR);
+        let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+        assert!(rank.stream.end_capture(flags).is_err());
+    });
+    saw(&["during a capture"]);
+});
+
+nccl_test!(
+    from_2_30_7_a_capture_does_not_mind_a_registration_and_nothing_is_taken_twice,
+    ["STUB_NCCL_VERSION" = "23007"],
+    {
+        ranks(2, |rank| {
+            let segment = rank.segment(SEGMENT);
+            rank.stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).expect("begun");
+            let (code, window) = rank.window(segment, SEGMENT);
+            assert_eq!(code, SUCCESS);
+            let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+            rank.stream.end_capture(flags).expect("not spoilt");
+            nccl::assert_clean();
+            let mut code = 0;
+            assert_eq!((version(&raw mut code), code), (SUCCESS, 23_007));
+            rank.meet();
+            let used = nccl::live().space_bytes;
+            rank.meet();
+            let (code, again) = rank.window(segment, SEGMENT);
+            assert_eq!(code, SUCCESS);
+            rank.meet();
+            assert_eq!(nccl::live().space_bytes, 2 * used);
+            rank.meet();
+            assert_eq!((window_deregister(rank.comm, again), window_deregister(rank.comm, window)), (SUCCESS, SUCCESS));
+            assert_eq!(destroy(rank.comm), SUCCESS);
+        });
+        saw(&["registered twice"]);
+    }
+);
+
+nccl_test!(windows_of_different_sizes_are_refused, {
+    ranks(2, |rank| {
+        let segment = rank.segment((1 + rank.rank) * SEGMENT);
+        assert_eq!(rank.window(segment, (1 + rank.rank) * SEGMENT), (CUDA_ERROR, 0));
+    });
+    saw(&["windows of different sizes"]);
+    assert_eq!(nccl::live().kept_rounds, 0);
+});
+
+/// All-reduce beyond the first of two mappings.
+fn reduce_in_second_mapping(rank: &Rank) -> Vec<f32> {
+    let base = mapped(rank, 2, true);
+    let (code, window) = rank.window(base, 2 * SEGMENT);
+    assert_eq!(code, SUCCESS);
+    let at = base + SEGMENT as u64;
+    rank.write(at, &input(rank.rank));
+    rank.meet();
+    assert_eq!(rank.sum(at, at, COUNT), SUCCESS);
+    let answer = rank.read::<f32>(at, COUNT);
+    assert_eq!((window_deregister(rank.comm, window), destroy(rank.comm)), (SUCCESS, SUCCESS));
+    answer
+}
+
+nccl_test!(before_2_30_3_a_window_has_the_first_mapping_only, ["STUB_NCCL_VERSION" = "23002"], {
+    ranks(2, |rank| assert_ne!(reduce_in_second_mapping(rank), sum(2)));
+    saw(&["NCCL takes the first only", "beyond its memory"]);
+});
+
+nccl_test!(from_2_30_3_a_window_has_all_mappings, ["STUB_NCCL_VERSION" = "23003"], {
+    ranks(2, |rank| assert_eq!(reduce_in_second_mapping(rank), sum(2)));
+    nccl::assert_clean();
+});
+
+nccl_test!(
+    symmetric_address_space_runs_out,
+    ["STUB_NCCL_WIN_STRIDE" = "4294967296", "STUB_MEMORY_BYTES" = "8589934592"],
+    {
+        ranks(2, |rank| {
+            let half = rank.segment(2 << 30);
+            let more = rank.segment((2 << 30) + SEGMENT);
+            assert_eq!(rank.window(half, 2 << 30).0, SUCCESS);
+            assert_eq!(rank.window(more, (2 << 30) + SEGMENT), (INTERNAL_ERROR, 0));
+        });
+        nccl::assert_clean();
+    }
+);
+
+nccl_test!(without_symmetric_support_2_28_lets_a_registration_pose_as_a_window, ["STUB_NCCL_NO_SYMMETRIC" = "1"], {
+    ranks(2, |rank| {
+        let segment = rank.segment(SEGMENT);
+        let (code, window) = rank.window(segment, SEGMENT);
+        assert!(code == SUCCESS && window != 0);
+        rank.write(segment, &input(rank.rank));
+        // It is no symmetric window: places may differ.
+        let at = segment + 4096 * (1 + rank.rank as u64);
+        assert_eq!(rank.sum(segment, at, COUNT), SUCCESS);
+        assert_eq!(rank.read::<f32>(at, COUNT), sum(2));
+        assert_eq!((window_deregister(rank.comm, window), destroy(rank.comm)), (SUCCESS, SUCCESS));
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(
+    without_symmetric_support_2_29_gives_no_window,
+    ["STUB_NCCL_NO_SYMMETRIC" = "1", "STUB_NCCL_VERSION" = "22900"],
+    {
+        ranks(1, |rank| {
+            let segment = rank.segment(SEGMENT);
+            assert_eq!(rank.window(segment, SEGMENT), (SUCCESS, 0));
+            assert_eq!((window_deregister(rank.comm, 0), destroy(rank.comm)), (SUCCESS, SUCCESS));
+        });
+        nccl::assert_clean();
+    }
+);
+
+nccl_test!(a_check_of_all_arguments_finds_places_that_differ, ["STUB_NCCL_CHECK_MODE" = "1"], {
+    ranks(2, |rank| {
+        let segment = rank.segment(SEGMENT);
+        assert_eq!(rank.window(segment, SEGMENT).0, SUCCESS);
+        assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
+        let at = segment + 4096 * rank.rank as u64;
+        assert_eq!(rank.sum(at, at, COUNT), INVALID_ARGUMENT);
+        assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
+        rank.stream.synchronize().expect("idle");
+        assert_eq!(destroy(rank.comm), SUCCESS);
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(before_2_29_a_communicator_takes_the_memory_of_its_windows_along, {
+    ranks(2, |rank| {
+        let segment = rank.segment(SEGMENT);
+        assert_eq!(rank.window(segment, SEGMENT).0, SUCCESS);
+        assert_eq!((destroy(rank.comm), memory_free(segment)), (SUCCESS, SUCCESS));
+    });
+    nccl::assert_clean();
+    assert_eq!((nccl::live().leaked, stub_process::cuda::live().device_bytes), (2, 2 * SEGMENT as u64));
+});
+
+nccl_test!(one_thread_makes_steps_of_several_ranks_in_a_group, {
+    let id = crate::raw::unique_id();
+    let streams: Vec<_> = (0..2)
+        .map(|rank| cudarc::driver::CudaContext::new(rank).expect("a stub device").new_stream().expect("a stream"))
+        .collect();
+    let mut comms = [0; 2];
+    assert_eq!(group_start(), SUCCESS);
+    for (rank, stream) in streams.iter().enumerate() {
+        stream.context().bind_to_thread().expect("current");
+        let (code, comm) = crate::raw::init(2, id, rank, true);
+        assert_eq!(code, SUCCESS);
+        comms[rank] = comm;
+    }
+    assert_eq!(group_end(), SUCCESS);
+    let mut segments = [0; 2];
+    let mut windows = [0; 2];
+    assert_eq!(group_start(), SUCCESS);
+    for rank in 0..2 {
+        streams[rank].context().bind_to_thread().expect("current");
+        assert_eq!(crate::raw::memory_allocate(&raw mut segments[rank], SEGMENT), SUCCESS);
+        let code = crate::raw::window_register(comms[rank], segments[rank], SEGMENT, &raw mut windows[rank], 1);
+        assert_eq!((code, windows[rank]), (SUCCESS, 0), "not before the end of the group");
+    }
+    assert_eq!(group_end(), SUCCESS);
+    assert!(windows.iter().all(|window| *window != 0));
+    nccl::assert_clean();
+});
