@@ -113,7 +113,6 @@ pub(crate) fn async_error(comm: u64) -> c_int {
 /// A rank: its thread, device, stream and communicator over all ranks.
 pub(crate) struct Rank {
     pub(crate) rank: usize,
-    pub(crate) ranks: usize,
     pub(crate) comm: u64,
     pub(crate) stream: Arc<CudaStream>,
     barrier: Arc<Barrier>,
@@ -126,7 +125,7 @@ impl Rank {
         let stream = context.new_stream().expect("a stream");
         let (code, comm) = init(ranks, id, rank, true);
         assert_eq!(code, SUCCESS, "rank {rank} joins");
-        Rank { rank, ranks, comm, stream, barrier: Arc::clone(barrier) }
+        Rank { rank, comm, stream, barrier: Arc::clone(barrier) }
     }
 
     /// Waits for the other threads.

@@ -37,7 +37,7 @@ nccl_test!(collectives_compute_what_they_should, {
             let last = count as i32 - 1;
             assert_eq!(broadcast(segment, out, COUNT, F32, last, rank.comm, stream), SUCCESS);
             assert_eq!(rank.read::<f32>(out, COUNT), input(count - 1));
-            rank.write(out, &[-1.0; COUNT]);
+            rank.write(out, &[-1.0f32; COUNT]);
             assert_eq!(reduce(segment, out, COUNT, F32, 0, last, rank.comm, stream), SUCCESS);
             let expected = if rank.rank == count - 1 { sum(count) } else { vec![-1.0; COUNT] };
             assert_eq!(rank.read::<f32>(out, COUNT), expected);
