@@ -268,23 +268,15 @@ impl Communicator {
 impl Shared {
     fn destroy(&self) -> Result<(), CommError> {
         let Ok(mut access) = self.access() else { return Ok(()) };
-        let (windows, buffers) = (access.inner.windows.clone(), access.inner.buffers.clone());
-        let comm = access.comm;
-        let kept: Kept = Some(Arc::new(Arc::clone(&self.c_name)));
-        let accesses = from_mut(&mut access);
-        let mut deregistered = Ok(());
-        if !windows.is_empty() || !buffers.is_empty() {
-            deregistered = perform(accesses, Stage::Deregister, Route::Apart, &kept, move |calls| {
-                registering::deregister(calls, comm.raw(), &windows, &buffers)
-            });
-        }
+        let deregistered = registering::deregister_all(&mut access);
         if self.ownership == Ownership::Borrowed {
             lock(&self.life).end(CommState::Destroyed, None);
         }
         if self.state() != CommState::Ready {
             return deregistered;
         }
-        perform(accesses, Stage::Destroy, Route::Apart, &kept, move |calls| {
+        let (comm, kept): (_, Kept) = (access.comm, Some(Arc::new(Arc::clone(&self.c_name))));
+        perform(from_mut(&mut access), Stage::Destroy, Route::Apart, &kept, move |calls| {
             // SAFETY: the communicator lives; after this it is only asked how far it is, and destroyed.
             unsafe { calls.finalize(comm.raw()) }
         })?;

@@ -72,6 +72,12 @@ impl WindowHandle {
     }
 }
 
+impl RegistrationHandle {
+    pub(crate) fn as_ptr(self) -> *mut c_void {
+        self.0
+    }
+}
+
 impl Window {
     /// NCCL's name for it; valid until it is deregistered or its communicator is gone.
     pub fn handle(&self) -> WindowHandle {

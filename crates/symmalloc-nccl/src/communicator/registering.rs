@@ -3,8 +3,8 @@
 use super::Communicator;
 use super::call::{Kept, Route, perform};
 use super::shared::Access;
-use super::state::Stage;
-use crate::calls::{Calls, Progress, RawComm, WINDOW_SYMMETRIC};
+use super::state::{CommState, Stage};
+use crate::calls::{Calls, Progress, WINDOW_SYMMETRIC};
 use crate::error::{CommError, NcclError};
 use crate::library::Capability;
 use crate::registration::{
@@ -66,9 +66,7 @@ impl Communicator {
         let Window { raw, memory } = window;
         self.check_owner(&memory)?;
         let mut access = self.shared.access()?;
-        self.deregister(&mut access, vec![raw], vec![])?;
-        access.inner.windows.retain(|known| *known != raw);
-        Ok(())
+        deregister_window(&mut access, raw)
     }
 
     /// Registers memory of this rank's, of any kind and size. No other rank takes part; it takes microseconds.
@@ -120,21 +118,7 @@ impl Communicator {
         if raw.0.is_null() {
             return Ok(());
         }
-        self.deregister(&mut access, vec![], vec![raw])?;
-        access.inner.buffers.retain(|known| *known != raw);
-        Ok(())
-    }
-
-    fn deregister(
-        &self,
-        access: &mut Access<'_>,
-        windows: Vec<WindowHandle>,
-        buffers: Vec<RegistrationHandle>,
-    ) -> Result<(), CommError> {
-        let comm = access.comm;
-        perform(from_mut(access), Stage::Deregister, Route::Apart, &None, move |calls| {
-            deregister(calls, comm.raw(), &windows, &buffers)
-        })
+        deregister_buffer(&mut access, raw)
     }
 
     fn memory(&self, base: u64, size_bytes: u64) -> Memory {
@@ -152,23 +136,45 @@ impl Communicator {
     }
 }
 
-/// Gives all of these back, in order. The first error is returned; the rest is tried all the same.
-pub(super) fn deregister(
-    calls: &Calls,
-    comm: RawComm,
-    windows: &[WindowHandle],
-    buffers: &[RegistrationHandle],
-) -> Result<Progress, NcclError> {
-    let mut outcome = Ok(Progress::Done);
-    for window in windows {
-        // SAFETY: the communicator lives, and the window is its own.
-        let given_back = unsafe { calls.window_deregister(comm, window.0) };
-        outcome = outcome.and(given_back.unwrap_or(Ok(Progress::Done)));
+/// Gives all that is left back, in order. The first error is returned; as long as the communicator is ready, the rest is tried
+/// all the same.
+pub(super) fn deregister_all(access: &mut Access<'_>) -> Result<(), CommError> {
+    let mut outcome = Ok(());
+    for window in access.inner.windows.clone() {
+        outcome = outcome.and(deregister_window(access, window));
     }
-    for buffer in buffers {
-        // SAFETY: the communicator lives, and the registration is its own.
-        let given_back = unsafe { calls.buffer_deregister(comm, buffer.0) };
-        outcome = outcome.and(given_back.unwrap_or(Ok(Progress::Done)));
+    for buffer in access.inner.buffers.clone() {
+        outcome = outcome.and(deregister_buffer(access, buffer));
     }
     outcome
+}
+
+fn deregister_window(access: &mut Access<'_>, window: WindowHandle) -> Result<(), CommError> {
+    let comm = access.comm;
+    deregister(access, move |calls| {
+        // SAFETY: the communicator lives, and the window is its own.
+        unsafe { calls.window_deregister(comm.raw(), window.as_ptr()) }
+    })?;
+    access.inner.windows.retain(|known| *known != window);
+    Ok(())
+}
+
+fn deregister_buffer(access: &mut Access<'_>, buffer: RegistrationHandle) -> Result<(), CommError> {
+    let comm = access.comm;
+    deregister(access, move |calls| {
+        // SAFETY: the communicator lives, and the registration is its own.
+        unsafe { calls.buffer_deregister(comm.raw(), buffer.as_ptr()) }
+    })?;
+    access.inner.buffers.retain(|known| *known != buffer);
+    Ok(())
+}
+
+fn deregister(
+    access: &mut Access<'_>,
+    call: impl FnOnce(&Calls) -> Option<Result<Progress, NcclError>> + Send + 'static,
+) -> Result<(), CommError> {
+    if access.shared.state() != CommState::Ready {
+        return Err(access.shared.gone());
+    }
+    perform(from_mut(access), Stage::Deregister, Route::Apart, &None, |calls| call(calls).unwrap_or(Ok(Progress::Done)))
 }
