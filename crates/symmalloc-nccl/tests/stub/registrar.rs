@@ -1,5 +1,6 @@
 //! The registrar on the stubs: what is registered when, on which communicators, and when memory goes back.
 
+mod costs;
 mod divergence;
 mod faults;
 mod graphs;

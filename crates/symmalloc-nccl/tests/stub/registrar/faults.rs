@@ -46,6 +46,7 @@ fn until_over(it: &Rank, comm: &Communicator) {
 
 /// Strikes once. Whether anything failed.
 fn strike(fault: Fault) -> bool {
+    let before = cuda::live().device_bytes;
     let struck = Job::new(2).impatient().run(|it| {
         let other = it.world.split(Some(0), 0).expect("all ranks come").expect("with a color");
         it.meet();
@@ -80,7 +81,10 @@ fn strike(fault: Fault) -> bool {
     nccl::assert_clean();
     let live = nccl::live();
     assert_eq!((live.communicators, live.windows, live.kept_rounds), (0, 0, 0), "{fault:?}");
-    assert_eq!(cuda::live().device_bytes, 0, "{fault:?}: device memory is left");
+    // A window that NCCL does not give back stays its own, on the one rank.
+    let is_refused = matches!(fault, Fault::Fails("ncclCommWindowDeregister", _));
+    let kept = cuda::live().device_bytes - before;
+    assert!(kept == 0 || is_refused && kept <= 40 * MIB, "{fault:?}: {kept} bytes of device memory are left");
     struck.into_iter().any(|struck| struck)
 }
 

@@ -1,0 +1,33 @@
+//! What a sync with nothing new costs the host.
+
+use super::support::{Job, MIB};
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+use stub_process::nccl_test;
+use symmalloc_nccl::Registration;
+
+const CALLS: u32 = 100_000;
+
+nccl_test!(a_sync_with_nothing_new_takes_nanoseconds, {
+    Job::new(1).quiet().run(|it| {
+        // Two pools on two communicators, with heaps and windows.
+        let other = it.world.split(Some(0), 0).expect("one rank").expect("with a color");
+        let pools = [it.attached_pool(), it.attached_pool()];
+        let ids = pools.each_ref().map(|pool| pool.id());
+        it.registrar.attach(&other, &ids, Registration::Windows).expect("symmetric and shareable");
+        let kept: Vec<_> = (0..32).map(|index| it.take(&pools[index % 2], 30 * MIB)).collect();
+        for comms in [&[&it.world] as &[_], &[&it.world, &other]] {
+            it.registrar.sync(comms).expect("one rank agrees with itself");
+            // The least of several: other tests run at the same time.
+            let round = |_| {
+                let begun = Instant::now();
+                (0..CALLS).for_each(|_| drop(black_box(it.registrar.sync(black_box(comms)))));
+                begun.elapsed() / CALLS
+            };
+            let least = (0..5).map(round).min().expect("some rounds");
+            println!("sync of {} communicators with nothing new: {least:?}", comms.len());
+            assert!(least < Duration::from_micros(10), "{least:?}");
+        }
+        drop(kept);
+    });
+});
