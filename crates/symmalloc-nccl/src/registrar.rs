@@ -135,6 +135,31 @@ impl RegistrarBuilder {
 
 /// Registers the memory of an allocator's pools on communicators. Threads may share it; one per allocator.
 ///
+/// # Examples
+/// ```no_run
+/// use symmalloc_core::{Config, PoolConfig};
+/// use symmalloc_cuda::{CudaAllocator, CudaDevice};
+/// use symmalloc_nccl::{Communicator, Launch, ReduceOp, Registrar, Registration};
+///
+/// let device = CudaDevice::new(Launch::from_env()?.local_rank as usize)?;
+/// let world = Communicator::builder(&device).connect_env()?;
+/// let tp = world.split(Some(world.rank() / 2), world.rank())?.expect("every rank has a color");
+/// let allocator = CudaAllocator::new(&device, Config::default())?;
+/// let stream = device.context().new_stream()?;
+///
+/// // One pool for both communicators: each has a window of its own on every segment.
+/// let registrar = Registrar::builder(&allocator).build()?;
+/// let pool = allocator.create_pool(PoolConfig::builder().symmetric(true).reserved(1 << 30).build()?)?;
+/// registrar.attach(&world, &[pool.id()], Registration::Windows)?;
+/// registrar.attach(&tp, &[pool.id()], Registration::Windows)?;
+///
+/// let mut gradients = allocator.with_pool(&pool).alloc_zeroed::<f32>(&stream, 1 << 20)?;
+/// registrar.sync(&[&world, &tp])?;
+/// assert_eq!(registrar.window_of(&tp, &gradients)?.offset_bytes, 0);
+/// tp.all_reduce_in_place(&mut gradients, ReduceOp::Sum, &stream)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
 /// An attached communicator is kept alive until it is destroyed or aborted, or the registrar is dropped. Dropping the registrar
 /// deregisters what is registered, without the other ranks, after waiting for the device's work for at most the
 /// communicator's deadline; syncing after [`detach`](Self::detach), or destroying the communicators, leaves it nothing to do.

@@ -49,7 +49,9 @@ pub enum AttachError {
         version: NcclVersion,
     },
     /// The pool is attached to this communicator already.
-    #[error("{pool} is attached to communicator \"{communicator}\" already: detach it first")]
+    #[error(
+        "{pool} is attached to communicator \"{communicator}\" already: detach it and sync before you attach it in another way"
+    )]
     Already {
         /// The pool.
         pool: PoolId,

@@ -3,6 +3,7 @@
 use crate::process::{all_calls, calls, device, fail, heal, live, stub_test};
 use cudarc::driver::{DevicePtr, DevicePtrMut, DeviceSlice, PushKernelArg};
 use cudarc::nvrtc::Ptx;
+use std::time::{Duration, Instant};
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::errors::{AllocateError, OutOfMemoryCause};
 use symmalloc_core::{PoolId, StreamId};
@@ -218,6 +219,42 @@ stub_test!(pools_are_scopes, {
     allocator.trim().expect("trimmed");
     assert_eq!(live().device_bytes, 0);
     assert!(allocator.core().pool_stats(id).is_err(), "destroyed");
+});
+
+stub_test!(an_abandoned_pool_that_is_observed_waits_without_an_error, {
+    let allocator = allocator();
+    let pool = allocator.create_pool(PoolConfig::default()).expect("made");
+    let id = pool.id();
+    let (observer, _) = allocator.core().observe(id).expect("known");
+    drop(pool);
+    allocator.trim().expect("trimmed");
+    assert!(allocator.core().pool_stats(id).is_ok(), "somebody watches it");
+    allocator.core().forget(observer).expect("forgotten");
+    allocator.trim().expect("trimmed");
+    assert!(allocator.core().pool_stats(id).is_err(), "destroyed");
+});
+
+/// Whether work on two streams is seen to end within the limit.
+fn ends_within(limit: Duration) -> bool {
+    let allocator = allocator();
+    let context = allocator.device().context();
+    let streams = [context.new_stream().expect("a stream"), context.new_stream().expect("a stream")];
+    let buffers = streams.each_ref().map(|stream| allocator.alloc_zeroed::<u8>(stream, MIB).expect("allocated"));
+    let events = live().events;
+    let done = allocator.synchronize_all(Instant::now() + limit).expect("asked");
+    assert!(live().events <= events + 2, "events are used again");
+    drop(buffers);
+    done
+}
+
+stub_test!(waiting_for_all_streams_ends_with_the_work, ["STUB_POLLS" = "3"], {
+    assert!(ends_within(Duration::from_secs(60)));
+});
+
+stub_test!(waiting_for_all_streams_ends_with_the_deadline, {
+    let begun = Instant::now();
+    assert!(!ends_within(Duration::from_millis(20)), "on this stub, polling alone sees no end");
+    assert!(begun.elapsed() < Duration::from_secs(30));
 });
 
 stub_test!(memory_comes_back_after_a_trim, {

@@ -163,3 +163,19 @@ stub_test!(a_stream_that_is_not_joined_back_spoils_the_capture, {
     assert!(matches!(error, CudaError::Driver(error) if error.code == 904), "{error}");
     allocator.synchronize(&a).expect("no capture is under way");
 });
+
+stub_test!(captures_are_seen_whoever_began_them, {
+    let allocator = allocator();
+    let (stream, other) = streams(&allocator);
+    allocator.register_stream(&stream).expect("registered");
+    assert!(!allocator.is_capturing().expect("asked"));
+    let pool = GraphPool::new(&allocator, reserved()).expect("made");
+    let ours = pool.begin(&other).expect("begun");
+    assert!(allocator.is_capturing().expect("asked"));
+    drop(ours);
+    let mode = cudarc::driver::sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+    stream.begin_capture(mode).expect("begun");
+    assert!(allocator.is_capturing().expect("asked"), "by cudarc, on a registered stream");
+    stream.end_capture(cudarc::driver::sys::CUgraphInstantiate_flags(0)).expect("ended");
+    assert!(!allocator.is_capturing().expect("asked"));
+});
