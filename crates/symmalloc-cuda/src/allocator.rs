@@ -414,7 +414,7 @@ impl<B: CudaMemory> State<B> {
             match self.destroy(&mut entry) {
                 Ok(()) => {}
                 Err(CudaError::Pool(PoolError::InUse { .. } | PoolError::Observed { .. })) => {
-                    lock(&self.abandoned).push(entry)
+                    lock(&self.abandoned).push(entry);
                 }
                 Err(error) => {
                     // A pool that the driver did not take back entirely is destroyed for the core, which tries again.

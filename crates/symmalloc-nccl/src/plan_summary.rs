@@ -193,11 +193,8 @@ impl fmt::Display for PlanDifference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "the ranks differ in {}", self.field)?;
         for PlanGroup { ranks, value } in &self.groups {
-            if self.is_digest() {
-                write!(f, "; ranks {ranks}: digest {value:016x}")?
-            } else {
-                write!(f, "; ranks {ranks}: {value}")?
-            }
+            write!(f, "; ranks {ranks}: ")?;
+            if self.is_digest() { write!(f, "digest {value:016x}") } else { write!(f, "{value}") }?;
         }
         let Some(first) = &self.first_step else { return Ok(()) };
         write!(f, "; the first difference is step {}", first.step)?;
