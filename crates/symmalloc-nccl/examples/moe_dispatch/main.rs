@@ -34,7 +34,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use symmalloc_core::{Config, PoolConfig};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer, Pool};
-use symmalloc_nccl::{AllToAll, Communicator, Launch, LaunchError, Nccl, Registrar, Registration, Splits, UniqueId};
+use symmalloc_nccl::{
+    AllToAll, Communicator, Launch, LaunchError, Nccl, ReduceOp, Registrar, Registration, Splits, UniqueId,
+};
 
 const DEADLINE: Duration = Duration::from_secs(60);
 /// What rounding may take of the pool.
@@ -180,8 +182,8 @@ impl Rank {
         let allocator = CudaAllocator::new(comm.device(), Config::default())?;
         let stream = comm.device().context().new_stream()?;
         allocator.register_stream(&stream)?;
-        // Tokens and results, and twice the most rows that one rank can get, each rounded up.
-        let rows_max = 2 * (tokens + router.rows_max());
+        // Tokens and results, twice the most rows that one rank can get, and the row of `start_together`, each rounded up.
+        let rows_max = 2 * (tokens + router.rows_max()) + 1;
         let capacity_bytes =
             ((rows_max * hidden * size_of::<f32>()) as u64 + SPARE_BYTES).next_multiple_of(SPARE_BYTES);
         let pool = allocator.create_pool(PoolConfig::builder().reserved(capacity_bytes).symmetric(true).build()?)?;
@@ -224,7 +226,7 @@ impl Rank {
     /// The next load: routes this rank's tokens and tells all ranks how many each gets.
     fn load(&self, load: u64, times: &mut Times) -> Result<Load, Failure> {
         let routing = self.router.route(load, self.rank);
-        let begun = Instant::now();
+        let begun = self.start_together()?;
         let splits = self.all_to_all.exchange_splits(&routing.rows)?;
         times.exchange += begun.elapsed();
         times.exchanges += 1;
@@ -252,8 +254,7 @@ impl Rank {
         // As many rows on every rank as any of them needs: the ranks' allocations stay the same.
         let rows_max = load.splits.output_rows_max().expect("the splits were exchanged") as usize;
         let mut received = self.rows(rows_max)?;
-        self.stream.synchronize()?;
-        let begun = Instant::now();
+        let begun = self.start_together()?;
         self.all_to_all.run(&self.stream, &input, &mut received, hidden, &load.splits)?;
         self.stream.synchronize()?;
         times.dispatch += begun.elapsed();
@@ -271,8 +272,7 @@ impl Rank {
 
         let mut combined = self.rows(self.router.tokens_per_rank)?;
         let back = load.splits.reversed();
-        self.stream.synchronize()?;
-        let begun = Instant::now();
+        let begun = self.start_together()?;
         self.all_to_all.run(&self.stream, &processed, &mut combined, hidden, &back)?;
         // They may go at once: the memory is not used again before the stream is past the call.
         drop((input, received, processed));
@@ -286,6 +286,15 @@ impl Rank {
             wrong_rows += u64::from(!row.iter().enumerate().all(|(column, found)| *found == expected(column)));
         }
         Ok(wrong_rows)
+    }
+
+    /// Waits for this rank's work and for the other ranks, which check other numbers of rows and are done sooner or later:
+    /// what is timed from here on is the call and not the wait for them.
+    fn start_together(&self) -> Result<Instant, Failure> {
+        let mut word = self.rows(1)?;
+        self.comm.all_reduce_in_place(&mut word, ReduceOp::Max, &self.stream)?;
+        self.stream.synchronize()?;
+        Ok(Instant::now())
     }
 
     fn rows(&self, rows: usize) -> Result<DeviceBuffer<f32>, Failure> {
