@@ -206,7 +206,7 @@ impl Rank {
                 (before, resident_before) = (Holdings::now(&self.comm, &self.registrar)?, resident_bytes());
                 report.times = Times::default();
             }
-            if step > 0 && step % STEPS_PER_LOAD == 0 {
+            if step > 0 && step.is_multiple_of(STEPS_PER_LOAD) {
                 // Every rank knows that the loads change with this step, so all of them exchange splits here.
                 load = self.load(step / STEPS_PER_LOAD, &mut report.times)?;
             }

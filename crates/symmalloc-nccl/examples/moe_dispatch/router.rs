@@ -30,7 +30,7 @@ impl Router {
         let choose = |token: usize| {
             let any = (draw(token, 0) % experts as u64) as usize;
             match pattern % 4 {
-                1 if draw(token, 1) % 2 == 0 => favourite,
+                1 if draw(token, 1).is_multiple_of(2) => favourite,
                 2 if self.ranks > 1 && any / self.experts_per_rank == spared => (any + self.experts_per_rank) % experts,
                 3 => spared * self.experts_per_rank + any % self.experts_per_rank,
                 _ => any,

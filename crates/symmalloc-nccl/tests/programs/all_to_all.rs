@@ -127,7 +127,7 @@ const ROWS_MAX: u64 = 22;
 pub(crate) fn counts(seed: u64, ranks: usize) -> Vec<Vec<u64>> {
     let count = |from: usize, to: usize| {
         let drawn = mix(seed ^ mix((from << 16 | to) as u64));
-        if drawn % 3 == 0 { 0 } else { (drawn >> 8) % (ROWS_MAX + 1) }
+        if drawn.is_multiple_of(3) { 0 } else { (drawn >> 8) % (ROWS_MAX + 1) }
     };
     (0..ranks).map(|from| (0..ranks).map(|to| count(from, to)).collect()).collect()
 }

@@ -60,7 +60,7 @@ nccl_test!(a_rank_that_does_not_exchange_is_noticed_by_the_deadline, {
 });
 
 nccl_test!(where_calls_are_checked_ranks_that_disagree_get_the_same_error, {
-    on_ranks(3, |it| disagreements(it));
+    on_ranks(3, disagreements);
     nccl::assert_clean();
 });
 
