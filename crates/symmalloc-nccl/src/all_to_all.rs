@@ -3,7 +3,6 @@
 //! ```text
 //!            rank 0              rank 1              rank 2
 //!  input   │a a│b b b│c│      │d│e│f f f f│      │g g│h│i i│       parts by receiver: the input's splits
-//!            └──┬──┘ ...
 //!  output  │a a│d│g g│        │b b b│e│h│        │c│f f f f│i i│   parts by sender: the output's splits
 //! ```
 //! It is PyTorch's `all_to_all_single`: parts of any number of rows, also none, equal parts when no splits are given, elements
@@ -186,9 +185,10 @@ impl AllToAll {
             return Err(AllToAllError::Capturing);
         }
         let Messages { ranks, .. } = self.messages;
-        let sent = match rows.len() == ranks {
-            true => Split::new(rows.iter().copied(), Side::Input).map_err(AllToAllError::from),
-            false => Err(AllToAllError::SplitCount { given: rows.len(), ranks }),
+        let sent = if rows.len() == ranks {
+            Split::new(rows.iter().copied(), Side::Input).map_err(AllToAllError::from)
+        } else {
+            Err(AllToAllError::SplitCount { given: rows.len(), ranks })
         };
         let message = sent.as_ref().map_or_else(|_| self.messages.refusal(), |_| self.messages.exchange(rows));
         let gathered = self.transport.all_gather(&message)?;
@@ -204,8 +204,8 @@ impl AllToAll {
     ///
     /// # Errors
     /// Before anything is submitted: when the splits are not for this communicator, the buffers are too short, overlap,
-    /// belong to another context, or are not registered where they must be. With [checks](AllToAllBuilder::check_calls): when the ranks disagree. Otherwise when NCCL or
-    /// the driver fails.
+    /// belong to another context, or are not registered where they must be. With [checks](AllToAllBuilder::check_calls): when
+    /// the ranks disagree. Otherwise when NCCL or the driver fails.
     pub fn run<'s, T, I, O>(
         &self,
         stream: &CudaStream,
