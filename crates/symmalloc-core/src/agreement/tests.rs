@@ -94,7 +94,7 @@ fn pools_that_are_not_settled_keep_their_history() {
         allocator.allocate(pool, stream, 1 << 20).expect("fits");
     }
     let oldest = || {
-        let standings = super::account::Account::standings(&allocator);
+        let standings = account::Account::standings(&allocator);
         standings.iter().map(|standing| (standing.key.pool, standing.oldest)).collect::<Vec<_>>()
     };
     assert_eq!(oldest(), [(0, 0), (1, 0)]);

@@ -2,6 +2,7 @@
 
 mod costs;
 mod divergence;
+mod events;
 mod faults;
 mod graphs;
 mod programs;
@@ -182,11 +183,8 @@ nccl_test!(windows_of_a_communicator_that_is_gone_are_not_touched_and_its_memory
             drop(tensor);
             it.trim(&pool);
             it.meet();
-            if aborts {
-                other.abort().expect("in time")
-            } else {
-                other.destroy().expect("idle")
-            }
+            let ended = if aborts { other.abort() } else { other.destroy() };
+            ended.expect("in time");
             let synced = it.registrar.sync(&[&it.world]).expect("the other one is swept up");
             assert_eq!(synced.deregistrations, 1, "those of the other one went with it");
             assert_eq!(it.registrar.stats().dead_bytes, 0);

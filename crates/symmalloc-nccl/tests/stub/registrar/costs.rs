@@ -4,6 +4,7 @@ use super::support::{Job, MIB};
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 use stub_process::nccl_test;
+use symmalloc_cuda::Pool;
 use symmalloc_nccl::Registration;
 
 const CALLS: u32 = 100_000;
@@ -13,7 +14,7 @@ nccl_test!(a_sync_with_nothing_new_takes_nanoseconds, {
         // Two pools on two communicators, with heaps and windows.
         let other = it.world.split(Some(0), 0).expect("one rank").expect("with a color");
         let pools = [it.attached_pool(), it.attached_pool()];
-        let ids = pools.each_ref().map(|pool| pool.id());
+        let ids = pools.each_ref().map(Pool::id);
         it.registrar.attach(&other, &ids, Registration::Windows).expect("symmetric and shareable");
         let kept: Vec<_> = (0..32).map(|index| it.take(&pools[index % 2], 30 * MIB)).collect();
         for comms in [&[&it.world] as &[_], &[&it.world, &other]] {

@@ -95,6 +95,7 @@ impl Program<'_> {
         let index = self.pools.len();
         for lane in &mut self.comms {
             if self.draw.next() % 2 == 0 {
+            if self.draw.next_u64().is_multiple_of(2) {
                 attach(self.it, lane, index, &pool);
             }
         }
@@ -112,6 +113,7 @@ impl Program<'_> {
         let mut lane = Lane { comm, pools, cursor, keys, is_aborted: false };
         for index in 0..self.pools.len() {
             if index == 0 || self.draw.next() % 2 == 0 {
+            if index == 0 || self.draw.next_u64().is_multiple_of(2) {
                 attach(self.it, &mut lane, index, &self.pools[index]);
             }
         }
@@ -148,6 +150,8 @@ impl Program<'_> {
 
     fn sync(&mut self) {
         let mut chosen: Vec<usize> = (0..self.comms.len()).filter(|_| self.draw.next() % 3 != 0).collect();
+        let mut chosen: Vec<usize> =
+            (0..self.comms.len()).filter(|_| !self.draw.next_u64().is_multiple_of(3)).collect();
         // Each rank names them in an order of its own.
         let turn = self.it.rank % chosen.len().max(1);
         chosen.rotate_left(turn);

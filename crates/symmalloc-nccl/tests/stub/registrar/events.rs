@@ -1,0 +1,76 @@
+//! What `tracing` is told: names and fields that programs may rely on.
+
+use super::support::{Job, MIB};
+use std::fmt::{Debug, Write};
+use std::sync::{Arc, Mutex};
+use stub_process::nccl_test;
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Metadata, Subscriber};
+
+/// Writes down the events of windows and communicators as `name field=value ...`.
+#[derive(Clone, Default)]
+struct Listener(Arc<Mutex<Vec<String>>>);
+
+impl Listener {
+    fn heard(&self) -> Vec<String> {
+        std::mem::take(&mut self.0.lock().expect("no panic"))
+    }
+}
+
+struct Fields<'a>(&'a mut String);
+
+impl Visit for Fields<'_> {
+    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
+        write!(self.0, " {field}={value:?}").expect("a string takes all");
+    }
+}
+
+impl Subscriber for Listener {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        let told = ["window.registered", "window.deregistered", "communicator.dropped", "plans.diverged"];
+        metadata.target() == "symmalloc" && told.contains(&metadata.name())
+    }
+    fn event(&self, event: &Event<'_>) {
+        let mut line = event.metadata().name().to_owned();
+        event.record(&mut Fields(&mut line));
+        self.0.lock().expect("no panic").push(line);
+    }
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+    fn enter(&self, _: &Id) {}
+    fn exit(&self, _: &Id) {}
+}
+
+nccl_test!(windows_and_communicators_are_told_with_stable_names_and_fields, {
+    Job::new(2).quiet().run(|it| {
+        let listener = Listener::default();
+        let _guard = tracing::subscriber::set_default(listener.clone());
+        let other = it.world.split(Some(0), 0).expect("all ranks come").expect("with a color");
+        let pool = it.pool();
+        it.registrar.attach(&other, &[pool.id()], symmalloc_nccl::Registration::Windows).expect("symmetric");
+        let tensor = it.take(&pool, 30 * MIB);
+        it.registrar.sync(&[&other]).expect("all ranks did the same");
+        let window = "communicator=\"world/1.0\" symmetric_pool=0 stream=0 segment=0 size_bytes=31457280";
+        assert_eq!(listener.heard(), [format!("window.registered {window}")]);
+        it.registrar.sync(&[&other]).expect("nothing new");
+        assert!(listener.heard().is_empty(), "a quiet sync says nothing");
+        drop(tensor);
+        it.trim(&pool);
+        it.registrar.sync(&[&other]).expect("all ranks did the same");
+        assert_eq!(listener.heard(), [format!("window.deregistered {window}")]);
+
+        let sizes = if it.rank == 0 { 1 } else { 2 };
+        let _tensors: Vec<_> = (0..sizes).map(|_| it.take(&pool, 30 * MIB)).collect();
+        it.registrar.sync(&[&other]).expect_err("they differ");
+        let heard = listener.heard();
+        assert!(heard[0].starts_with("plans.diverged communicator=\"world/1.0\" rank="), "{heard:?}");
+        other.abort().expect("in time");
+        it.registrar.sweep();
+        let dropped = "communicator.dropped communicator=\"world/1.0\" state=aborted windows=0";
+        assert_eq!(listener.heard(), [dropped]);
+    });
+});
