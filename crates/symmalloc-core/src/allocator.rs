@@ -33,6 +33,7 @@ use crate::out_of_memory::{FailureCallback, Request};
 use crate::pointer_index::SegmentDirectory;
 use crate::pool::Pool;
 use crate::registry::Registry;
+use crate::routes::Route;
 use crate::stats::ScopedPeaks;
 use crate::sync::AtomicU32;
 use crate::trim::TrimGoal;
@@ -167,31 +168,14 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// See [`AllocateError`]; nothing is allocated then.
     #[inline(never)]
     pub fn allocate(&self, pool: PoolId, stream: StreamId, size_bytes: u64) -> Result<Allocation, AllocateError> {
-        if let Some(heap) = self.route(pool, stream)
-            && let Some(allocation) = self.allocate_at_once(heap, stream, size_bytes)
-        {
-            return Ok(allocation);
+        match self.route(pool, stream) {
+            Some(heap) => Route { allocator: self, heap, pool, stream }.allocate(size_bytes),
+            None => self.allocate_by_all_means(pool, stream, size_bytes),
         }
-        self.allocate_by_all_means(pool, stream, size_bytes)
     }
 
-    /// The short way, if a free block of the heap is all that it takes.
-    #[inline(always)]
-    pub(crate) fn allocate_at_once(
-        &self,
-        heap: &L::Cell<Heap>,
-        stream: StreamId,
-        size_bytes: u64,
-    ) -> Option<Allocation> {
-        if !(1..=SEGMENT_BYTES_MAX).contains(&size_bytes) {
-            return None;
-        }
-        let allocation = heap.lock().allocate_at_once(stream, size_bytes)?;
-        self.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
-        Some(allocation)
-    }
-
-    /// Whatever [`allocate`](Self::allocate) may need besides a free block: a heap, memory, waits, a refusal.
+    /// Allocates from a heap that may have to be made, or nothing, or refuses.
+    #[cold]
     #[inline(never)]
     pub(crate) fn allocate_by_all_means(
         &self,
@@ -202,20 +186,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if size_bytes > SEGMENT_BYTES_MAX {
             return Err(AllocateError::TooLarge { requested_bytes: size_bytes });
         }
-        let (entry, heap) = self.route_or_make(pool, stream)?;
+        let (_, heap) = self.route_or_make(pool, stream)?;
         if size_bytes == 0 {
             return Ok(self.allocate_nothing(heap, stream));
         }
-        let outcome = heap.lock().allocate(&self.around, stream, size_bytes);
-        let allocation = match outcome {
-            Ok(allocation) => allocation,
-            Err(shortage) => {
-                let request = Request { pool, stream, size_bytes };
-                self.persist(entry, heap, request, *shortage, |heap| heap.allocate(&self.around, stream, size_bytes))?
-            }
-        };
-        self.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
-        Ok(allocation)
+        Route { allocator: self, heap, pool, stream }.allocate_otherwise(size_bytes)
     }
 
     /// Allocates as [`allocate`](Self::allocate) does and names the allocation, for snapshots and reports.
@@ -242,24 +217,20 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// When the handle is not live here, or the driver cannot fence the uses; the allocation is still live then.
     #[inline]
     pub fn free(&self, handle: Handle) -> Result<(), FreeError> {
-        if let Some(heap) = self.heaps.get(handle.heap.index())
-            && self.free_at_once(heap, handle)
-        {
-            return Ok(());
-        }
-        self.free_by_all_means(handle)
+        self.free_from(self.heap_of(handle)?, handle)
     }
 
-    /// The short way, if the block is all that it takes. Whether it was.
+    /// Frees an allocation of the heap.
     #[inline(always)]
-    pub(crate) fn free_at_once(&self, heap: &L::Cell<Heap>, handle: Handle) -> bool {
-        heap.lock().free_at_once(handle, |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested)))
+    pub(crate) fn free_from(&self, heap: &L::Cell<Heap>, handle: Handle) -> Result<(), FreeError> {
+        let tally = |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested));
+        if heap.lock().free_at_once(handle, tally) { Ok(()) } else { self.free_otherwise(heap, handle) }
     }
 
     /// Whatever [`free`](Self::free) may need besides the block: events, books, a release, a refusal.
     #[inline(never)]
-    pub(crate) fn free_by_all_means(&self, handle: Handle) -> Result<(), FreeError> {
-        let mut heap = self.heap_of(handle)?.lock();
+    fn free_otherwise(&self, heap: &L::Cell<Heap>, handle: Handle) -> Result<(), FreeError> {
+        let mut heap = heap.lock();
         if handle.slot == NO_SLOT {
             return Ok(free_nothing(&mut heap, handle)?);
         }

@@ -114,12 +114,6 @@ impl Block {
         self.is_free().then_some(self.size)
     }
 
-    /// Whether it is free, and work on `stream` may use it without waiting for anyone.
-    #[inline(always)]
-    pub(crate) fn is_free_for(&self, stream: StreamId) -> bool {
-        matches!(self.state, BlockState::Free { stream: owner, .. } if owner == stream) && self.fences.is_empty()
-    }
-
     pub(crate) fn is_hole(&self) -> bool {
         self.state == BlockState::Hole
     }
@@ -293,9 +287,10 @@ impl BlockTable {
         self.segments.remove(segment as usize)
     }
 
-    /// As [`Tiling::cut_front`].
+    /// Puts a new block of `size` in front of a block, which the caller then shortens by as much from its start.
     pub(crate) fn cut_front(&mut self, slot: Slot, size: Units, state: BlockState) -> Slot {
-        self.tiling_with_room().cut_front(slot, size, state)
+        let offset = self.block(slot).offset;
+        self.tiling_with_room().put_in_front(slot, (offset, size), state)
     }
 
     /// Takes a block out of the tiling; the caller then extends a neighbour over its place.
@@ -342,13 +337,14 @@ pub(crate) struct Tiling<'a> {
 }
 
 impl Tiling<'_> {
-    /// Puts a new block of `size` in front of a block, which the caller then shortens by as much from its start. Takes
-    /// the vacant slot.
+    /// Puts a new block, of an offset and a size, in front of a block that begins where it ends, or soon will. Takes the
+    /// vacant slot.
     #[inline(always)]
-    pub(crate) fn cut_front(&mut self, slot: Slot, size: Units, state: BlockState) -> Slot {
+    pub(crate) fn put_in_front(&mut self, slot: Slot, extent: (Units, Units), state: BlockState) -> Slot {
         let front = *self.vacant;
+        let (offset, size) = extent;
         let behind = &mut self.blocks[slot as usize];
-        let (offset, sequence, segment) = (behind.offset, behind.sequence, behind.segment);
+        let (sequence, segment) = (behind.sequence, behind.segment);
         let (prev, home) = (behind.prev, behind.home);
         behind.prev = front;
         match self.blocks.get_mut(prev as usize) {

@@ -8,9 +8,9 @@ use crate::allocator::Allocator;
 use crate::backend::Backend;
 use crate::errors::{AllocateError, FreeError, UnknownError};
 use crate::handle::{Allocation, Handle};
-use crate::heap::Heap;
 use crate::ids::{HeapId, PoolId, StreamId};
 use crate::lock::{Exclusive, Lock, LockCell};
+use crate::routes::Route;
 use std::fmt;
 
 /// The heap that serves a stream in a pool, for programs that allocate from it often. Keep one beside each stream, and a
@@ -31,11 +31,8 @@ use std::fmt;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct BoundHeap<'a, B: Backend, L: Lock = Exclusive> {
-    allocator: &'a Allocator<B, L>,
-    heap: &'a L::Cell<Heap>,
+    route: Route<'a, B, L>,
     id: HeapId,
-    pool: PoolId,
-    stream: StreamId,
 }
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
@@ -46,7 +43,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn bind(&self, pool: PoolId, stream: StreamId) -> Result<BoundHeap<'_, B, L>, UnknownError> {
         let (_, heap) = self.route_or_make(pool, stream)?;
         let id = heap.lock().id;
-        Ok(BoundHeap { allocator: self, heap, id, pool, stream })
+        Ok(BoundHeap { route: Route { allocator: self, heap, pool, stream }, id })
     }
 }
 
@@ -57,10 +54,7 @@ impl<B: Backend, L: Lock> BoundHeap<'_, B, L> {
     /// See [`AllocateError`]; nothing is allocated then. After the pool was destroyed, it is unknown.
     #[inline(never)]
     pub fn allocate(&self, size_bytes: u64) -> Result<Allocation, AllocateError> {
-        match self.allocator.allocate_at_once(self.heap, self.stream, size_bytes) {
-            Some(allocation) => Ok(allocation),
-            None => self.allocator.allocate_by_all_means(self.pool, self.stream, size_bytes),
-        }
+        self.route.allocate(size_bytes)
     }
 
     /// As [`Allocator::free`]. An allocation of another heap of the same allocator is freed as well, the longer way.
@@ -69,20 +63,18 @@ impl<B: Backend, L: Lock> BoundHeap<'_, B, L> {
     /// When the handle is not live here, or the driver cannot fence the uses; the allocation is still live then.
     #[inline(never)]
     pub fn free(&self, handle: Handle) -> Result<(), FreeError> {
-        if handle.heap == self.id && self.allocator.free_at_once(self.heap, handle) {
-            return Ok(());
-        }
-        self.allocator.free_by_all_means(handle)
+        let Route { allocator, heap, .. } = self.route;
+        if handle.heap == self.id { allocator.free_from(heap, handle) } else { allocator.free(handle) }
     }
 
     /// The pool that it allocates from.
     pub fn pool(&self) -> PoolId {
-        self.pool
+        self.route.pool
     }
 
     /// The stream that it allocates for.
     pub fn stream(&self) -> StreamId {
-        self.stream
+        self.route.stream
     }
 }
 
@@ -96,7 +88,7 @@ impl<B: Backend, L: Lock> Copy for BoundHeap<'_, B, L> {}
 
 impl<B: Backend, L: Lock> fmt::Debug for BoundHeap<'_, B, L> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("BoundHeap").field("pool", &self.pool).field("stream", &self.stream).finish_non_exhaustive()
+        f.debug_struct("BoundHeap").field("pool", &self.pool()).field("stream", &self.stream()).finish_non_exhaustive()
     }
 }
 

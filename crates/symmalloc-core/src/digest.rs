@@ -97,11 +97,28 @@ impl Digest {
     }
 }
 
+/// What all ops of one mark on one stream have in common. A heap that knows its own need not make them again and again.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OpKind(u64);
+
+impl OpKind {
+    #[inline]
+    pub(crate) fn new(mark: Mark, stream: StreamId) -> Self {
+        OpKind(((mark as u64) << 58) | (u64::from(stream.0) << 42))
+    }
+
+    /// The op as one word, with an amount of bytes below 2^42.
+    #[inline]
+    pub(crate) fn with(self, amount_bytes: u64) -> u64 {
+        debug_assert!(amount_bytes < 1 << 42);
+        self.0 | amount_bytes
+    }
+}
+
 /// An op as one word: the mark, a stream and an amount of bytes below 2^42.
 #[inline]
 pub(crate) fn op_word(mark: Mark, stream: StreamId, amount_bytes: u64) -> u64 {
-    debug_assert!(amount_bytes < 1 << 42);
-    ((mark as u64) << 58) | (u64::from(stream.0) << 42) | amount_bytes
+    OpKind::new(mark, stream).with(amount_bytes)
 }
 
 /// What [`op_word`] made the word from; `None` for a word that it does not make.

@@ -93,50 +93,48 @@ impl FreeIndex {
     /// The least block of at least `size`: the smallest, of the oldest backing memory, at the lowest offset.
     #[inline(always)]
     pub(crate) fn best_fit(&self, blocks: &[Block], size: Units) -> Option<Slot> {
-        let bin = bin_of(size);
+        let bin = self.occupied_from(bin_of(size))?;
         let mut slot = self.first[usize::from(bin)];
-        while let Some(block) = blocks.get(slot as usize) {
-            if block.size >= size {
+        // Every block of a later bin than the size's own is large enough.
+        loop {
+            if blocks.get(slot as usize).is_some_and(|block| block.size >= size) {
                 return Some(slot);
             }
-            slot = block.links[NEXT];
-        }
-        if slot == RUN {
-            return self.best_fit_of_run(bin, size);
-        }
-        // Every block of a later bin is larger than every block of this one.
-        let bin = self.next_occupied(bin)?;
-        match self.first[usize::from(bin)] {
-            RUN => self.best_fit_of_run(bin, size),
-            slot => Some(slot),
+            slot = self.best_fit_behind(blocks, bin, size)?;
         }
     }
 
-    /// The best fit when the search has come to a long bin: of its run, or of the bins behind it.
+    /// The best fit when the least block of the bin is too small, or the bin is long: of this bin, or of those behind it.
     #[cold]
     #[inline(never)]
-    fn best_fit_of_run(&self, mut bin: Bin, size: Units) -> Option<Slot> {
+    fn best_fit_behind(&self, blocks: &[Block], mut bin: Bin, size: Units) -> Option<Slot> {
         loop {
-            let least = match self.first[usize::from(bin)] {
-                RUN => self.run_of(bin)?.first_at_least(FreeKey::least_of(size)).map(FreeKey::slot),
-                slot => Some(slot),
-            };
-            if least.is_some() {
-                return least;
+            let mut slot = self.first[usize::from(bin)];
+            while let Some(block) = blocks.get(slot as usize) {
+                if block.size >= size {
+                    return Some(slot);
+                }
+                slot = block.links[NEXT];
             }
-            bin = self.next_occupied(bin)?;
+            if slot == RUN
+                && let Some(key) = self.run_of(bin)?.first_at_least(FreeKey::least_of(size))
+            {
+                return Some(key.slot());
+            }
+            bin = self.occupied_from(bin.checked_add(1)?)?;
         }
     }
 
+    /// The first bin from this one on that is not empty.
     #[inline(always)]
-    fn next_occupied(&self, bin: Bin) -> Option<Bin> {
+    fn occupied_from(&self, bin: Bin) -> Option<Bin> {
         let (mut word, bit) = place_of(bin);
-        let mut above = self.occupied[word] & (!1 << bit);
-        while above == 0 {
+        let mut from = self.occupied[word] & (!0 << bit);
+        while from == 0 {
             word += 1;
-            above = *self.occupied.get(word)?;
+            from = *self.occupied.get(word)?;
         }
-        Some((64 * word) as Bin + above.trailing_zeros() as Bin)
+        Some((64 * word) as Bin + from.trailing_zeros() as Bin)
     }
 
     /// Makes a block the only one of an empty bin.

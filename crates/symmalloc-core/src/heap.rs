@@ -23,7 +23,7 @@ use crate::backend::{Backend, BackendError, DeviceAddress, Range};
 use crate::block_table::{Block, BlockState, BlockTable, Slot, Tiling};
 use crate::budget::{Budget, Budgets, LimitMet};
 use crate::config::{PointerLookup, PoolConfig};
-use crate::digest::{Digest, Mark, op_word, placement_word};
+use crate::digest::{Digest, Mark, OpKind, op_word, placement_word};
 use crate::errors::{FreeError, HandleError};
 use crate::fence::{Fence, FenceSetId, FenceTable, StreamClocks, Tick};
 use crate::free_index::FreeIndex;
@@ -34,7 +34,7 @@ use crate::lock::{Lock, LockCell};
 use crate::names::Names;
 use crate::pointer_index::{PointerIndex, SegmentDirectory};
 use crate::segment_log::SegmentLog;
-use crate::size_rules::SizeRules;
+use crate::size_rules::{ByRule, Exact, SizeClass, SizeRules, Sizing};
 use crate::stats::HeapUsage;
 use crate::units::{Units, bytes};
 use std::sync::Arc;
@@ -111,6 +111,16 @@ pub(crate) struct Heap {
     /// looked up, an allocation has a name, memory is released at a threshold, or agreement looks back on ops.
     /// [`Self::note_books`] keeps it true.
     keeps_books: bool,
+    /// Of a heap without peculiarities, as most are. [`Self::note_books`] keeps it true.
+    plain: Option<Plain>,
+}
+
+/// What is known of a plain heap ahead of time. It has one stream, its sizes are [`Exact`], and it keeps no books.
+#[derive(Clone, Copy, Debug)]
+struct Plain {
+    stream: StreamId,
+    allocates: OpKind,
+    frees: OpKind,
 }
 
 /// What makes one heap different from the next.
@@ -159,6 +169,7 @@ impl Heap {
             pointers: PointerIndex::new(lookup),
             journal: None,
             keeps_books: true,
+            plain: None,
         };
         heap.note_books();
         heap
@@ -234,12 +245,13 @@ impl Heap {
         self.free[blocks[slot as usize].home as usize].remove(blocks, slot);
     }
 
-    /// Allocates for work on `stream` if that takes neither the driver nor a wait: a free block that fits is at hand, and
-    /// nobody else used it. `requested` is from 1 to [`SEGMENT_BYTES_MAX`](crate::units::SEGMENT_BYTES_MAX).
+    /// Allocates if the heap is plain and a free block is at hand that nobody else used: that takes
+    /// neither the driver nor a wait. `requested` is from 1 to [`SEGMENT_BYTES_MAX`](crate::units::SEGMENT_BYTES_MAX).
     #[inline(always)]
-    pub(crate) fn allocate_at_once(&mut self, stream: StreamId, requested: u64) -> Option<Allocation> {
-        self.place(stream, requested, |rules, index, blocks, size| {
-            best_fit(rules, index, blocks, size).filter(|slot| blocks[*slot as usize].is_free_for(stream))
+    pub(crate) fn allocate_at_once(&mut self, requested: u64) -> Option<Allocation> {
+        let Plain { stream, allocates, .. } = self.plain?;
+        self.place::<Exact>(stream, allocates, requested, |index, blocks, size| {
+            index.best_fit(blocks, size).filter(|slot| blocks[*slot as usize].fences.is_empty())
         })
     }
 
@@ -250,11 +262,32 @@ impl Heap {
         stream: StreamId,
         requested: u64,
     ) -> Result<Allocation, Box<Shortage>> {
+        match self.plain {
+            Some(_) => self.allocate_with::<B, L, Exact>(around, stream, requested),
+            None => self.allocate_with::<B, L, ByRule>(around, stream, requested),
+        }
+    }
+
+    #[inline(always)]
+    fn allocate_with<B: Backend, L: Lock, S: Sizing>(
+        &mut self,
+        around: &Surroundings<B, L>,
+        stream: StreamId,
+        requested: u64,
+    ) -> Result<Allocation, Box<Shortage>> {
         let mapped_before = self.mapped;
-        let chosen = self.choose(around, stream, requested);
+        let chosen = self.choose::<B, L, S>(around, stream, requested);
         // Nothing fails from here on.
-        let allocated =
-            chosen.map(|slot| self.place(stream, requested, |_, _, _, _| Some(slot)).expect("the block is chosen"));
+        let allocated = chosen.map(|slot| {
+            let allocates = OpKind::new(Mark::Allocate, stream);
+            let placed = self.place::<S>(stream, allocates, requested, |_, _, _| Some(slot));
+            let placed = placed.expect("the block is chosen");
+            if self.keeps_books {
+                note(&mut self.journal, allocates.with(requested), placement_word(placed.placement), self.digest);
+                self.pointers.insert(placed.address, placed.handle.slot);
+            }
+            placed
+        });
         // How much was obtained is a decision too: a limit that several heaps share may have shaped it.
         if self.mapped > mapped_before {
             self.fold(op_word(Mark::Obtain, stream, self.mapped - mapped_before), 0);
@@ -263,15 +296,18 @@ impl Heap {
     }
 
     /// A free block for a request, obtained if need be, which work on `stream` may use.
-    fn choose<B: Backend, L: Lock>(
+    #[inline(always)]
+    fn choose<B: Backend, L: Lock, S: Sizing>(
         &mut self,
         around: &Surroundings<B, L>,
         stream: StreamId,
         requested: u64,
     ) -> Result<Slot, Box<Shortage>> {
-        let size = self.rules.block_size(requested);
-        let home = self.rules.home_of(size);
-        let slot = match best_fit(&self.rules, &self.free[home as usize], self.table.blocks(), size) {
+        let size = S::block_size(&self.rules, requested);
+        let home = S::home_of(&self.rules, size);
+        let blocks = self.table.blocks();
+        let fit = self.free[home as usize].best_fit(blocks, size);
+        let slot = match fit.filter(|slot| S::accepts(&self.rules, size, blocks[*slot as usize].size)) {
             Some(slot) => slot,
             None => self.obtain(around, stream, size)?,
         };
@@ -282,27 +318,29 @@ impl Heap {
     /// Makes a free block, or as much of its start as is wanted, the allocation. What remains stays free, with the same
     /// fences. `None` when there is no block to choose.
     #[inline(always)]
-    fn place(
+    fn place<S: Sizing>(
         &mut self,
         stream: StreamId,
+        allocates: OpKind,
         requested: u64,
-        choose: impl FnOnce(&SizeRules, &FreeIndex, &[Block], Units) -> Option<Slot>,
+        choose: impl FnOnce(&FreeIndex, &[Block], Units) -> Option<Slot>,
     ) -> Option<Allocation> {
-        let wanted = self.rules.block_size(requested);
-        let home = self.rules.home_of(wanted);
+        let wanted = S::block_size(&self.rules, requested);
+        let home = S::home_of(&self.rules, wanted);
         let index = &mut self.free[home as usize];
         let mut tiling = self.table.tiling_with_room();
-        let free = choose(&self.rules, index, tiling.blocks, wanted)?;
-        let Block { offset, size: whole, sequence, .. } = tiling.blocks[free as usize];
+        let free = choose(index, tiling.blocks, wanted)?;
+        let Block { offset, size: whole, sequence, segment, .. } = tiling.blocks[free as usize];
         let placement = Placement { segment: sequence, offset_bytes: bytes(offset) };
-        self.digest.fold(op_word(Mark::Allocate, stream, requested), placement_word(placement));
+        let address = tiling.base(segment).plus(placement.offset_bytes);
+        self.digest.fold(allocates.with(requested), placement_word(placement));
         let tag = self.tags.next();
         let state = BlockState::Allocated { stream, requested, tag };
-        let (slot, size) = if self.rules.splits(home, wanted, whole) {
+        let (slot, size) = if S::splits(&self.rules, home, wanted, whole) {
             // The rest keeps the slot, and sometimes its place in the free index.
-            let slot = tiling.cut_front(free, wanted, state);
+            let front = tiling.put_in_front(free, (offset, wanted), state);
             index.resize_from(tiling.blocks, free, offset + wanted, whole - wanted);
-            (slot, wanted)
+            (front, wanted)
         } else {
             index.remove(tiling.blocks, free);
             let block = &mut tiling.blocks[free as usize];
@@ -314,26 +352,19 @@ impl Heap {
             (free, whole)
         };
         self.usage.allocate(size, requested);
-        let block = &tiling.blocks[slot as usize];
-        let placement = Placement { segment: block.sequence, offset_bytes: bytes(block.offset) };
-        let address = tiling.base(block.segment).plus(placement.offset_bytes);
-        if self.keeps_books {
-            let op = op_word(Mark::Allocate, stream, requested);
-            note(&mut self.journal, op, placement_word(placement), self.digest);
-            self.pointers.insert(address, slot);
-        }
         Some(Allocation { handle: Handle { heap: self.id, slot, tag }, address, placement, size_bytes: bytes(size) })
     }
 
-    /// Frees a live allocation if that takes neither the driver nor a book but the journal, and tells its allocated
-    /// and requested bytes to `tally`. Else it is as it was. Whether it did.
+    /// Frees a live allocation if the heap is plain and nobody else used the block, and tells its allocated and
+    /// requested bytes to `tally`. Else it is as it was. Whether it did.
     #[inline(always)]
     pub(crate) fn free_at_once(&mut self, handle: Handle, tally: impl FnOnce(u64, u64)) -> bool {
-        let Some((stream, requested)) = self.find_live(handle) else { return false };
-        if !self.table.block(handle.slot).fences.is_empty() || self.keeps_books && self.has_books_of_frees() {
+        let (Some(plain), Some((stream, requested))) = (self.plain, self.find_live(handle)) else { return false };
+        if !self.table.block(handle.slot).fences.is_empty() {
             return false;
         }
-        self.give_back(handle.slot, Users::Owner, stream, requested, 0, tally);
+        let home = Exact::home_of(&self.rules, 0);
+        self.give_back(handle.slot, home, Users::Owner, stream, plain.frees, requested, 0, tally);
         true
     }
 
@@ -350,16 +381,19 @@ impl Heap {
             self.fence_uses(around, slot)?;
         }
         // Nothing fails from here on.
-        let since = if self.stream.is_some() { 0 } else { around.clocks.lock().now(stream) };
-        let mut name = None;
-        if self.keeps_books {
-            self.pointers.remove(self.address(slot));
-            name = self.names.take(slot);
-            self.note_books();
+        if let Some(Plain { frees, .. }) = self.plain {
+            let home = Exact::home_of(&self.rules, 0);
+            self.give_back(slot, home, Users::Fenced, stream, frees, requested, 0, tally);
+            return Ok(());
         }
-        self.give_back(slot, self.users(), stream, requested, since, tally);
-        if let (Some(name), Some(journal)) = (name, &mut self.journal) {
-            journal.name_newest(&name);
+        let since = if self.stream.is_some() { 0 } else { around.clocks.lock().now(stream) };
+        let home = self.table.block(slot).home;
+        let struck = if self.keeps_books { Some(self.strike(slot)) } else { None };
+        let frees = OpKind::new(Mark::Free, stream);
+        self.give_back(slot, home, self.users(), stream, frees, requested, since, tally);
+        if let (Some((placement, name)), Some(journal)) = (struck, &mut self.journal) {
+            journal.note(frees.with(0), placement_word(placement), self.digest);
+            name.iter().for_each(|name| journal.name_newest(name));
         }
         Ok(())
     }
@@ -373,8 +407,10 @@ impl Heap {
     fn give_back(
         &mut self,
         slot: Slot,
+        home: SizeClass,
         users: Users,
         stream: StreamId,
+        frees: OpKind,
         requested: u64,
         since: Tick,
         tally: impl FnOnce(u64, u64),
@@ -386,18 +422,24 @@ impl Heap {
         block.state = BlockState::Free { stream, since };
         self.usage.free(size, requested);
         tally(bytes(size), requested);
-        let (op, decision) = (op_word(Mark::Free, stream, 0), placement_word(placement));
-        self.digest.fold(op, decision);
-        if self.keeps_books {
-            note(&mut self.journal, op, decision, self.digest);
-        }
-        merge(&mut tiling, &mut self.free, &mut self.fences, users, slot);
+        self.digest.fold(frees.with(0), placement_word(placement));
+        merge(&mut tiling, &mut self.free[home as usize], &mut self.fences, users, slot);
+    }
+
+    /// Strikes an allocation that is about to be freed from the books. What its entry in the journal will need.
+    #[inline(never)]
+    fn strike(&mut self, slot: Slot) -> (Placement, Option<Box<str>>) {
+        self.pointers.remove(self.address(slot));
+        let name = self.names.take(slot);
+        self.note_books();
+        (self.placement(slot), name)
     }
 
     /// Puts a free block that is in no index into the free index, merged with its free neighbours. Returns the result.
     pub(crate) fn put_back(&mut self, slot: Slot) -> Slot {
         let users = self.users();
-        merge(&mut self.table.tiling(), &mut self.free, &mut self.fences, users, slot)
+        let home = self.table.block(slot).home;
+        merge(&mut self.table.tiling(), &mut self.free[home as usize], &mut self.fences, users, slot)
     }
 
     /// Size of a block if it is there and free, else 0.
@@ -418,13 +460,15 @@ impl Heap {
 
     /// Keeps [`keeps_books`](Self::keeps_books) true: after a name came or went.
     pub(crate) fn note_books(&mut self) {
-        self.keeps_books = self.has_books_of_frees() || self.journal.is_some();
-    }
-
-    /// Whether a free has more to note than the op.
-    fn has_books_of_frees(&self) -> bool {
         let releases = self.config.release_threshold_bytes().is_some();
-        self.stream.is_none() || !self.pointers.is_off() || releases || !self.names.is_empty()
+        let looks_up = !self.pointers.is_off() || !self.names.is_empty();
+        self.keeps_books = self.stream.is_none() || looks_up || releases || self.journal.is_some();
+        let plain = self.stream.filter(|_| !self.keeps_books && self.rules.are_exact());
+        self.plain = plain.map(|stream| Plain {
+            stream,
+            allocates: OpKind::new(Mark::Allocate, stream),
+            frees: OpKind::new(Mark::Free, stream),
+        });
     }
 
     /// The stream and requested bytes of a live allocation.
@@ -476,12 +520,6 @@ fn first_digest(config: &PoolConfig, granularity_bytes: u64, stream: Option<Stre
     Digest { ops: 0, ..digest }
 }
 
-/// The free block that rule D2 gives to a request.
-#[inline(always)]
-fn best_fit(rules: &SizeRules, index: &FreeIndex, blocks: &[Block], size: Units) -> Option<Slot> {
-    index.best_fit(blocks, size).filter(|slot| rules.accepts(size, blocks[*slot as usize].size))
-}
-
 /// Who may have used a block that is put back.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Users {
@@ -495,15 +533,8 @@ enum Users {
 
 /// Puts a free block that is in no index into the free index, merged with its free neighbours. Returns the result.
 #[inline(always)]
-fn merge(
-    tiling: &mut Tiling<'_>,
-    free: &mut [FreeIndex; 2],
-    fences: &mut FenceTable,
-    users: Users,
-    slot: Slot,
-) -> Slot {
-    let Block { prev, next, home, .. } = tiling.blocks[slot as usize];
-    let index = &mut free[home as usize];
+fn merge(tiling: &mut Tiling<'_>, index: &mut FreeIndex, fences: &mut FenceTable, users: Users, slot: Slot) -> Slot {
+    let Block { prev, next, .. } = tiling.blocks[slot as usize];
     if tiling.is_free(prev) {
         let size = tiling.blocks[prev as usize].size + tiling.blocks[slot as usize].size;
         if tiling.is_free(next) {

@@ -3,16 +3,64 @@
 use crate::allocator::Allocator;
 use crate::backend::Backend;
 use crate::config::StreamPolicy;
-use crate::errors::{HandleError, UnknownError};
-use crate::handle::Handle;
+use crate::errors::{AllocateError, HandleError, UnknownError};
+use crate::handle::{Allocation, Handle};
 use crate::heap::{Heap, HeapIdentity};
 use crate::ids::{HeapId, PoolId, StreamId};
 use crate::lock::{Lock, LockCell};
+use crate::out_of_memory::Request;
 use crate::pool::Pool;
 use crate::segment_log::SegmentLog;
 use crate::stats::ScopedPeaks;
+use crate::units::SEGMENT_BYTES_MAX;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+
+/// The heap of (pool, stream), with what its requests need.
+pub(crate) struct Route<'a, B: Backend, L: Lock> {
+    pub(crate) allocator: &'a Allocator<B, L>,
+    pub(crate) heap: &'a L::Cell<Heap>,
+    pub(crate) pool: PoolId,
+    pub(crate) stream: StreamId,
+}
+
+impl<B: Backend, L: Lock> Clone for Route<'_, B, L> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B: Backend, L: Lock> Copy for Route<'_, B, L> {}
+
+impl<B: Backend, L: Lock> Route<'_, B, L> {
+    #[inline(always)]
+    pub(crate) fn allocate(&self, size_bytes: u64) -> Result<Allocation, AllocateError> {
+        if !(1..=SEGMENT_BYTES_MAX).contains(&size_bytes) {
+            return self.allocator.allocate_by_all_means(self.pool, self.stream, size_bytes);
+        }
+        let allocation = self.heap.lock().allocate_at_once(size_bytes);
+        let Some(allocation) = allocation else { return self.allocate_otherwise(size_bytes) };
+        self.allocator.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
+        Ok(allocation)
+    }
+
+    /// Allocates what may need more than a free block: memory, waits, books, a refusal.
+    #[inline(never)]
+    pub(crate) fn allocate_otherwise(&self, size_bytes: u64) -> Result<Allocation, AllocateError> {
+        let Route { allocator, heap, pool, stream } = *self;
+        let outcome = heap.lock().allocate(&allocator.around, stream, size_bytes);
+        let allocation = match outcome {
+            Ok(allocation) => allocation,
+            Err(shortage) => {
+                let request = Request { pool, stream, size_bytes };
+                let again = |heap: &mut Heap| heap.allocate(&allocator.around, stream, size_bytes);
+                allocator.persist(allocator.pool(pool)?, heap, request, *shortage, again)?
+            }
+        };
+        allocator.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
+        Ok(allocation)
+    }
+}
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
     #[inline]

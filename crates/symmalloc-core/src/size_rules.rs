@@ -62,6 +62,11 @@ impl SizeRules {
         }
     }
 
+    /// Whether the rules are those of [`Exact`].
+    pub(crate) fn are_exact(&self) -> bool {
+        matches!(self.shape, Shape::Whole) && self.divisions.is_none()
+    }
+
     /// The size of the block that serves a request of `requested` bytes, which is from 1 to [`SEGMENT_BYTES_MAX`].
     #[inline]
     pub(crate) fn block_size(&self, requested: u64) -> Units {
@@ -125,6 +130,71 @@ impl SizeRules {
     /// The size rounded up to the backend's granularity.
     pub(crate) fn whole_granules(&self, size: Units) -> Units {
         size.next_multiple_of(self.granule)
+    }
+}
+
+/// What placing a block asks of a heap's rules.
+pub(crate) trait Sizing {
+    /// See [`SizeRules::block_size`].
+    fn block_size(rules: &SizeRules, requested: u64) -> Units;
+    /// See [`SizeRules::home_of`].
+    fn home_of(rules: &SizeRules, size: Units) -> SizeClass;
+    /// See [`SizeRules::accepts`].
+    fn accepts(rules: &SizeRules, request: Units, block: Units) -> bool;
+    /// See [`SizeRules::splits`].
+    fn splits(rules: &SizeRules, home: SizeClass, request: Units, block: Units) -> bool;
+}
+
+/// The rules decide.
+#[derive(Debug)]
+pub(crate) enum ByRule {}
+
+impl Sizing for ByRule {
+    #[inline(always)]
+    fn block_size(rules: &SizeRules, requested: u64) -> Units {
+        rules.block_size(requested)
+    }
+
+    #[inline(always)]
+    fn home_of(rules: &SizeRules, size: Units) -> SizeClass {
+        rules.home_of(size)
+    }
+
+    #[inline(always)]
+    fn accepts(rules: &SizeRules, request: Units, block: Units) -> bool {
+        rules.accepts(request, block)
+    }
+
+    #[inline(always)]
+    fn splits(rules: &SizeRules, home: SizeClass, request: Units, block: Units) -> bool {
+        rules.splits(home, request, block)
+    }
+}
+
+/// The answers are known before the question, where [`SizeRules::are_exact`]: sizes are rounded to units, all blocks have
+/// one home, every block that is large enough serves, and what remains of it is a block.
+#[derive(Debug)]
+pub(crate) enum Exact {}
+
+impl Sizing for Exact {
+    #[inline(always)]
+    fn block_size(_: &SizeRules, requested: u64) -> Units {
+        requested.div_ceil(UNIT_BYTES) as Units
+    }
+
+    #[inline(always)]
+    fn home_of(_: &SizeRules, _: Units) -> SizeClass {
+        SizeClass::Large
+    }
+
+    #[inline(always)]
+    fn accepts(_: &SizeRules, _: Units, _: Units) -> bool {
+        true
+    }
+
+    #[inline(always)]
+    fn splits(_: &SizeRules, _: SizeClass, request: Units, block: Units) -> bool {
+        block > request
     }
 }
 

@@ -75,31 +75,6 @@ impl Level {
     }
 }
 
-/// A quantity while it is counted: its level, and everything that was ever added.
-#[derive(Clone, Copy, Debug, Default)]
-struct Counter {
-    allocated: u64,
-    level: Level,
-}
-
-impl Counter {
-    #[inline(always)]
-    fn add(&mut self, amount: u64) {
-        self.allocated += amount;
-        self.level.add(amount);
-    }
-
-    #[inline(always)]
-    fn take(&mut self, amount: u64) {
-        self.level.take(amount);
-    }
-
-    fn stat(&self) -> Stat {
-        let Counter { allocated, level } = *self;
-        Stat { current: level.current(), peak: level.peak, allocated, freed: allocated - level.current() }
-    }
-}
-
 /// What programs hold: allocations, and the bytes of their blocks and of their requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -129,42 +104,63 @@ impl UsageStats {
     }
 }
 
+/// The levels of allocations, allocated bytes and requested bytes.
+#[derive(Clone, Copy, Debug, Default)]
+struct Levels([Level; 3]);
+
+impl Levels {
+    #[inline(always)]
+    fn allocate(&mut self, allocated_bytes: u64, requested_bytes: u64) {
+        let [allocations, allocated, requested] = &mut self.0;
+        allocations.add(1);
+        allocated.add(allocated_bytes);
+        requested.add(requested_bytes);
+    }
+
+    #[inline(always)]
+    fn free(&mut self, allocated_bytes: u64, requested_bytes: u64) {
+        let [allocations, allocated, requested] = &mut self.0;
+        allocations.take(1);
+        allocated.take(allocated_bytes);
+        requested.take(requested_bytes);
+    }
+
+    fn restart_peaks(&mut self) {
+        self.0.iter_mut().for_each(|level| level.set_peak(level.current()));
+    }
+
+    /// Takes the peaks of an outer scope over, where they are higher.
+    fn raise_peaks(&mut self, outer: Levels) {
+        self.0.iter_mut().zip(outer.0).for_each(|(level, outer)| level.set_peak(level.peak.max(outer.peak)));
+    }
+}
+
+/// Quantities while they are counted: their levels, and everything that was ever added.
 #[derive(Clone, Copy, Debug, Default)]
 struct Usage {
-    allocations: Counter,
-    allocated_bytes: Counter,
-    requested_bytes: Counter,
+    levels: Levels,
+    allocated: [u64; 3],
 }
 
 impl Usage {
     #[inline(always)]
     fn allocate(&mut self, allocated_bytes: u64, requested_bytes: u64) {
-        self.allocations.add(1);
-        self.allocated_bytes.add(allocated_bytes);
-        self.requested_bytes.add(requested_bytes);
-    }
-
-    #[inline(always)]
-    fn free(&mut self, allocated_bytes: u64, requested_bytes: u64) {
-        self.allocations.take(1);
-        self.allocated_bytes.take(allocated_bytes);
-        self.requested_bytes.take(requested_bytes);
-    }
-
-    fn stats(&self) -> UsageStats {
-        UsageStats {
-            allocations: self.allocations.stat(),
-            allocated_bytes: self.allocated_bytes.stat(),
-            requested_bytes: self.requested_bytes.stat(),
+        // One quantity after the other: two sums side by side become a vector, which takes longer to put together.
+        for (quantity, amount) in [1, allocated_bytes, requested_bytes].into_iter().enumerate() {
+            self.allocated[quantity] += amount;
+            self.levels.0[quantity].add(amount);
         }
     }
 
-    fn levels(&mut self) -> [&mut Level; 3] {
-        [&mut self.allocations, &mut self.allocated_bytes, &mut self.requested_bytes].map(|counter| &mut counter.level)
-    }
-
-    fn restart_peaks(&mut self) {
-        self.levels().into_iter().for_each(|level| level.set_peak(level.current()));
+    /// What happened since an earlier moment.
+    fn since(&self, then: &Usage) -> UsageStats {
+        let stat = |quantity: usize| {
+            let (level, allocated) = (self.levels.0[quantity], self.allocated[quantity] - then.allocated[quantity]);
+            // current = then.current + allocated - freed
+            let freed = then.levels.0[quantity].current() + allocated - level.current();
+            Stat { current: level.current(), peak: level.peak, allocated, freed }
+        };
+        UsageStats { allocations: stat(0), allocated_bytes: stat(1), requested_bytes: stat(2) }
     }
 }
 
@@ -184,76 +180,53 @@ impl ScopedUsage {
 
     #[inline(always)]
     pub(crate) fn free(&mut self, allocated_bytes: u64, requested_bytes: u64) {
-        self.usage.free(allocated_bytes, requested_bytes);
+        self.usage.levels.free(allocated_bytes, requested_bytes);
     }
 
     pub(crate) fn stats(&self) -> UsageStats {
-        self.usage.stats()
+        self.usage.since(&Usage::default())
     }
 
     pub(crate) fn reset_peaks(&mut self) {
-        self.usage.restart_peaks();
+        self.usage.levels.restart_peaks();
     }
 
     pub(crate) fn open_scope(&mut self) {
         self.scopes.push(self.usage);
-        self.usage.restart_peaks();
+        self.usage.levels.restart_peaks();
     }
 
     /// What happened since the innermost scope was opened; `allocated` and `freed` count from there.
     pub(crate) fn close_scope(&mut self) -> UsageStats {
-        let Some(mut outer) = self.scopes.pop() else { return UsageStats::default() };
-        let since = |now: Counter, then: Counter| {
-            let allocated = now.allocated - then.allocated;
-            // current = then.current + allocated - freed
-            Stat {
-                current: now.level.current(),
-                peak: now.level.peak,
-                allocated,
-                freed: then.level.current() + allocated - now.level.current(),
-            }
-        };
-        let (now, then) = (self.usage, outer);
-        for (level, outer) in self.usage.levels().into_iter().zip(outer.levels()) {
-            level.set_peak(level.peak.max(outer.peak));
-        }
-        UsageStats {
-            allocations: since(now.allocations, then.allocations),
-            allocated_bytes: since(now.allocated_bytes, then.allocated_bytes),
-            requested_bytes: since(now.requested_bytes, then.requested_bytes),
-        }
+        let Some(outer) = self.scopes.pop() else { return UsageStats::default() };
+        let stats = self.usage.since(&outer);
+        self.usage.levels.raise_peaks(outer.levels);
+        stats
     }
 }
 
 /// The peaks of a sum over parts that count for themselves, with nested scopes. All else is added up when somebody asks.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ScopedPeaks {
-    /// Of allocations, allocated bytes and requested bytes.
-    levels: [Level; 3],
+    levels: Levels,
     /// What the levels were when each open scope began; outermost first.
-    scopes: Vec<[Level; 3]>,
+    scopes: Vec<Levels>,
 }
 
 impl ScopedPeaks {
     #[inline(always)]
     pub(crate) fn allocate(&mut self, allocated_bytes: u64, requested_bytes: u64) {
-        let [allocations, allocated, requested] = &mut self.levels;
-        allocations.add(1);
-        allocated.add(allocated_bytes);
-        requested.add(requested_bytes);
+        self.levels.allocate(allocated_bytes, requested_bytes);
     }
 
     #[inline(always)]
     pub(crate) fn free(&mut self, allocated_bytes: u64, requested_bytes: u64) {
-        let [allocations, allocated, requested] = &mut self.levels;
-        allocations.take(1);
-        allocated.take(allocated_bytes);
-        requested.take(requested_bytes);
+        self.levels.free(allocated_bytes, requested_bytes);
     }
 
     /// The sum over the parts with its own peaks.
     pub(crate) fn stats(&self, sum: UsageStats) -> UsageStats {
-        let [allocations, allocated, requested] = self.levels;
+        let [allocations, allocated, requested] = self.levels.0;
         UsageStats {
             allocations: allocations.stat(sum.allocations),
             allocated_bytes: allocated.stat(sum.allocated_bytes),
@@ -262,7 +235,7 @@ impl ScopedPeaks {
     }
 
     pub(crate) fn reset_peaks(&mut self) {
-        self.levels.iter_mut().for_each(|level| level.set_peak(level.current()));
+        self.levels.restart_peaks();
     }
 
     pub(crate) fn open_scope(&mut self) {
@@ -274,9 +247,7 @@ impl ScopedPeaks {
     pub(crate) fn close_scope(&mut self, sum: UsageStats) -> UsageStats {
         let Some(outer) = self.scopes.pop() else { return UsageStats::default() };
         let stats = self.stats(sum);
-        for (level, outer) in self.levels.iter_mut().zip(outer) {
-            level.set_peak(level.peak.max(outer.peak));
-        }
+        self.levels.raise_peaks(outer);
         stats
     }
 }
