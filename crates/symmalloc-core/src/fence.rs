@@ -17,7 +17,6 @@
 
 use crate::backend::Event;
 use crate::ids::StreamId;
-use smallvec::SmallVec;
 
 /// A moment of a stream's logical clock. 0 is before everything.
 pub(crate) type Tick = u64;
@@ -31,10 +30,8 @@ pub(crate) struct Fence {
     pub(crate) event: Option<Event>,
 }
 
-/// At most one fence per stream, in stream order. Two streams besides the owner's are rare.
-pub(crate) type FenceSet = SmallVec<[Fence; 2]>;
-
-/// Names a fence set of a [`FenceTable`]; most blocks have the empty one, which takes no room.
+/// Names a set of fences of a [`FenceTable`], at most one per stream, in stream order: it is the place of the first one.
+/// Most blocks have the empty set, which has none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct FenceSetId(u32);
 
@@ -47,61 +44,113 @@ impl FenceSetId {
     }
 }
 
-/// The fences of one heap. Blocks are fenced and waited for over and over: ids and the room of sets are reused in place.
-#[derive(Debug, Default)]
+/// The fences of one heap, in lists: a set is its first fence and, behind it, a set again.
+///
+/// ```text
+///  set ──► s1 │ tick │ event │ rest ──► s3 │ tick │ event │ rest ──► empty
+/// ```
+/// Blocks are fenced and waited for over and over, so a fence that is over leaves its place to the next one.
+#[derive(Debug)]
 pub(crate) struct FenceTable {
-    /// By id; vacant ones are empty.
-    sets: Vec<FenceSet>,
-    vacant: Vec<FenceSetId>,
+    places: Vec<Place>,
+    /// The vacant places, as a set.
+    vacant: FenceSetId,
     /// Events that no fence names any more, for the heap to recycle.
     spent: Vec<Event>,
 }
 
+#[derive(Debug)]
+struct Place {
+    fence: Fence,
+    rest: FenceSetId,
+}
+
+impl Default for FenceTable {
+    fn default() -> Self {
+        FenceTable { places: Vec::new(), vacant: FenceSetId::EMPTY, spent: Vec::new() }
+    }
+}
+
 impl FenceTable {
-    #[inline]
-    pub(crate) fn fences(&self, set: FenceSetId) -> &[Fence] {
-        if set.is_empty() { &[] } else { &self.sets[set.0 as usize] }
-    }
-
-    /// Adds a fence to a set; of two fences on one stream the later one covers the earlier.
-    pub(crate) fn add(&mut self, set: FenceSetId, fence: Fence) -> FenceSetId {
-        let set = if set.is_empty() { self.take_vacant() } else { set };
-        let fences = &mut self.sets[set.0 as usize];
-        let at = fences.iter().position(|f| f.stream >= fence.stream).unwrap_or(fences.len());
-        match fences.get_mut(at) {
-            Some(there) if there.stream == fence.stream => {
-                let (later, earlier) = if fence.tick >= there.tick { (fence, *there) } else { (*there, fence) };
-                *there = later;
-                self.spent.extend(earlier.event);
-            }
-            Some(_) => fences.insert(at, fence),
-            None => fences.push(fence),
-        }
-        set
-    }
-
-    #[inline]
-    fn take_vacant(&mut self) -> FenceSetId {
-        self.vacant.pop().unwrap_or_else(|| {
-            self.sets.push(FenceSet::new());
-            FenceSetId(self.sets.len() as u32 - 1)
+    /// The fences of a set.
+    pub(crate) fn fences(&self, mut set: FenceSetId) -> impl Iterator<Item = Fence> {
+        std::iter::from_fn(move || {
+            let (fence, rest) = self.first(set)?;
+            set = rest;
+            Some(fence)
         })
     }
 
-    /// Gives a fence of the set, by its place in the set's order, its event and tick.
+    /// The first fence of a set, and the set of all others.
     #[inline]
-    pub(crate) fn arm(&mut self, set: FenceSetId, at: usize, (tick, event): (Tick, Event)) {
-        let fence = &mut self.sets[set.0 as usize][at];
+    pub(crate) fn first(&self, set: FenceSetId) -> Option<(Fence, FenceSetId)> {
+        self.places.get(set.0 as usize).map(|place| (place.fence, place.rest))
+    }
+
+    /// Adds a fence to a set; of two fences on one stream the later one covers the earlier.
+    #[inline]
+    pub(crate) fn add(&mut self, set: FenceSetId, fence: Fence) -> FenceSetId {
+        let place = match self.places.get_mut(self.vacant.0 as usize) {
+            Some(place) => {
+                let new = std::mem::replace(&mut self.vacant, place.rest);
+                (place.fence, place.rest) = (fence, FenceSetId::EMPTY);
+                new
+            }
+            None => self.add_place(fence),
+        };
+        if set.is_empty() { place } else { self.link(set, place) }
+    }
+
+    #[cold]
+    fn add_place(&mut self, fence: Fence) -> FenceSetId {
+        self.places.push(Place { fence, rest: FenceSetId::EMPTY });
+        FenceSetId(self.places.len() as u32 - 1)
+    }
+
+    /// Puts the first fence of another set into this one. Returns what this one is then.
+    fn link(&mut self, set: FenceSetId, new: FenceSetId) -> FenceSetId {
+        let fence = self.places[new.0 as usize].fence;
+        let (mut before, mut at) = (FenceSetId::EMPTY, set);
+        while let Some(place) = self.places.get_mut(at.0 as usize) {
+            if place.fence.stream == fence.stream {
+                let is_later = fence.tick >= place.fence.tick;
+                let (later, earlier) = if is_later { (fence, place.fence) } else { (place.fence, fence) };
+                place.fence = later;
+                self.spent.extend(earlier.event);
+                self.vacate(new, new);
+                return set;
+            }
+            if place.fence.stream > fence.stream {
+                break;
+            }
+            (before, at) = (at, place.rest);
+        }
+        self.places[new.0 as usize].rest = at;
+        match self.places.get_mut(before.0 as usize) {
+            Some(place) => {
+                place.rest = new;
+                set
+            }
+            None => new,
+        }
+    }
+
+    /// Gives the first fence of a set its event and tick. Returns the set of all others.
+    #[inline]
+    pub(crate) fn arm(&mut self, set: FenceSetId, (tick, event): (Tick, Event)) -> FenceSetId {
+        let Place { fence, rest } = &mut self.places[set.0 as usize];
         debug_assert!(fence.event.is_none());
         fence.tick = tick;
         fence.event = Some(event);
+        *rest
     }
 
     /// Takes the events of a set's fences away again.
-    pub(crate) fn disarm(&mut self, set: FenceSetId) {
-        for fence in &mut self.sets[set.0 as usize] {
-            fence.tick = 0;
-            self.spent.extend(fence.event.take());
+    pub(crate) fn disarm(&mut self, mut set: FenceSetId) {
+        while let Some(place) = self.places.get_mut(set.0 as usize) {
+            place.fence.tick = 0;
+            self.spent.extend(place.fence.event.take());
+            set = place.rest;
         }
     }
 
@@ -111,48 +160,60 @@ impl FenceTable {
         if one.is_empty() || other.is_empty() {
             return if one.is_empty() { other } else { one };
         }
-        for at in 0..self.fences(other).len() {
-            self.add(one, self.fences(other)[at]);
+        self.union_of_two(one, other)
+    }
+
+    #[inline(never)]
+    fn union_of_two(&mut self, mut one: FenceSetId, mut other: FenceSetId) -> FenceSetId {
+        while let Some((_, rest)) = self.first(other) {
+            one = self.link(one, other);
+            other = rest;
         }
-        self.vacate(other);
         one
     }
 
-    /// Forgets a set.
-    #[inline]
+    /// Forgets a set; its events are spent.
     pub(crate) fn clear(&mut self, set: FenceSetId) {
+        let mut spent = std::mem::take(&mut self.spent);
+        self.release(set, |event| spent.push(event));
+        self.spent = spent;
+    }
+
+    /// Forgets a set, and hands over its events.
+    #[inline]
+    pub(crate) fn release(&mut self, set: FenceSetId, mut recycle: impl FnMut(Event)) {
+        let mut next = set;
+        let mut last = set;
+        while let Some((fence, rest)) = self.first(next) {
+            fence.event.into_iter().for_each(&mut recycle);
+            (last, next) = (next, rest);
+        }
         if !set.is_empty() {
-            for fence in &self.sets[set.0 as usize] {
-                self.spent.extend(fence.event);
-            }
-            self.vacate(set);
+            self.vacate(set, last);
         }
     }
 
+    /// Gives up the places from the first to the last one of a set.
     #[inline]
-    fn vacate(&mut self, set: FenceSetId) {
-        self.sets[set.0 as usize].clear();
-        self.vacant.push(set);
+    fn vacate(&mut self, first: FenceSetId, last: FenceSetId) {
+        self.places[last.0 as usize].rest = self.vacant;
+        self.vacant = first;
     }
 
     /// Keeps only the fences that `keep` wants; returns the set that is left.
-    pub(crate) fn retain(&mut self, set: FenceSetId, mut keep: impl FnMut(&Fence) -> bool) -> FenceSetId {
-        if set.is_empty() {
-            return set;
-        }
-        let fences = &mut self.sets[set.0 as usize];
-        fences.retain(|fence| {
-            let is_kept = keep(fence);
-            if !is_kept {
+    pub(crate) fn retain(&mut self, mut set: FenceSetId, keep: impl Fn(&Fence) -> bool) -> FenceSetId {
+        let mut kept = FenceSetId::EMPTY;
+        while let Some((fence, rest)) = self.first(set) {
+            if keep(&fence) {
+                self.places[set.0 as usize].rest = FenceSetId::EMPTY;
+                kept = if kept.is_empty() { set } else { self.link(kept, set) };
+            } else {
                 self.spent.extend(fence.event);
+                self.vacate(set, set);
             }
-            is_kept
-        });
-        if !fences.is_empty() {
-            return set;
+            set = rest;
         }
-        self.vacate(set);
-        FenceSetId::EMPTY
+        kept
     }
 
     /// Hands over the events that no fence names any more, in the order in which they were given up.
@@ -164,8 +225,9 @@ impl FenceTable {
         }
     }
 
-    pub(crate) fn set_count(&self) -> usize {
-        self.sets.len() - self.vacant.len()
+    /// Number of fences in all sets. O(fences), for the invariants.
+    pub(crate) fn fence_count(&self) -> usize {
+        self.places.len() - self.fences(self.vacant).count()
     }
 }
 
@@ -197,6 +259,7 @@ impl StreamClocks {
     }
 
     /// Ends the current tick of a stream and returns it: an event recorded now covers it.
+    #[inline]
     pub(crate) fn advance(&mut self, stream: StreamId) -> Tick {
         let clock = &mut self.streams[stream.index()];
         clock.now += 1;
@@ -213,6 +276,7 @@ impl StreamClocks {
     }
 
     /// `stream` has been told to wait for an event that covers `on` up to `tick`.
+    #[inline]
     pub(crate) fn waits_for_tick(&mut self, stream: StreamId, on: StreamId, tick: Tick) {
         let waited = &mut self.streams[stream.index()].waited;
         if waited.len() <= on.index() {
@@ -329,13 +393,13 @@ mod tests {
         let fence = |stream| Fence { stream, tick: 0, event: None };
         let early = table.add(FenceSetId::EMPTY, fence(B));
         let late = table.add(FenceSetId::EMPTY, fence(B));
-        table.arm(early, 0, (4, Event(40)));
-        table.arm(late, 0, (7, Event(70)));
+        table.arm(early, (4, Event(40)));
+        table.arm(late, (7, Event(70)));
         let both = table.union(early, late);
-        assert_eq!(table.fences(both).iter().map(|f| f.tick).collect::<Vec<_>>(), [7]);
+        assert_eq!(table.fences(both).map(|f| f.tick).collect::<Vec<_>>(), [7]);
         assert_eq!(spent(&mut table), [Event(40)]);
         table.clear(both);
         assert_eq!(spent(&mut table), [Event(70)]);
-        assert_eq!(table.set_count(), 0);
+        assert_eq!(table.fence_count(), 0);
     }
 }

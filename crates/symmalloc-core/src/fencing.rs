@@ -9,7 +9,7 @@ use crate::digest::{Mark, op_word, placement_word};
 use crate::errors::HandleError;
 use crate::fence::{Fence, FenceSetId, Tick};
 use crate::handle::Handle;
-use crate::heap::{Heap, Shortage, Surroundings};
+use crate::heap::{Heap, Live, Shortage, Surroundings};
 use crate::ids::StreamId;
 use crate::lock::{Lock, LockCell};
 use smallvec::SmallVec;
@@ -23,10 +23,10 @@ impl Heap {
         slot: Slot,
     ) -> Result<(), BackendError> {
         let set = self.table.block(slot).fences;
-        for at in 0..self.fences.fences(set).len() {
-            let stream = self.fences.fences(set)[at].stream;
+        let mut unarmed = set;
+        while let Some((Fence { stream, .. }, _)) = self.fences.first(unarmed) {
             match around.backend.record(stream) {
-                Ok(event) => self.fences.arm(set, at, (around.clocks.lock().advance(stream), event)),
+                Ok(event) => unarmed = self.fences.arm(unarmed, (around.clocks.lock().advance(stream), event)),
                 Err(error) => {
                     self.fences.disarm(set);
                     self.recycle_spent(around);
@@ -39,7 +39,7 @@ impl Heap {
 
     /// Notes that work on `stream` uses the allocation.
     pub(crate) fn record_use(&mut self, handle: Handle, stream: StreamId) -> Result<(), HandleError> {
-        let Some((owner, _)) = self.find_live(handle) else { return Err(self.not_live(handle)) };
+        let Some(Live { stream: owner, .. }) = self.find_live(handle) else { return Err(self.not_live(handle)) };
         let block = self.table.block_mut(handle.slot);
         if stream != owner {
             block.fences = self.fences.add(block.fences, Fence { stream, tick: 0, event: None });
@@ -79,8 +79,10 @@ impl Heap {
         (owner, since): (StreamId, Tick),
     ) -> Result<(), BackendError> {
         let set = self.table.block(slot).fences;
-        for at in 0..self.fences.fences(set).len() {
-            self.wait_for(around, stream, self.fences.fences(set)[at])?;
+        let mut unmet = set;
+        while let Some((fence, rest)) = self.fences.first(unmet) {
+            self.wait_for(around, stream, fence)?;
+            unmet = rest;
         }
         if owner != stream {
             self.wait_for(around, stream, Fence { stream: owner, tick: since, event: None })?;
@@ -88,7 +90,7 @@ impl Heap {
         if self.stream.is_some() {
             // No other stream takes from this heap: what this one waits for now, nobody has to wait for again.
             self.table.block_mut(slot).fences = FenceSetId::EMPTY;
-            self.fences.clear(set);
+            self.fences.release(set, |event| around.backend.recycle(event));
         }
         self.recycle_spent(around);
         Ok(())

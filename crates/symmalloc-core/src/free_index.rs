@@ -181,6 +181,10 @@ impl FreeIndex {
     pub(crate) fn remove(&mut self, blocks: &mut [Block], slot: Slot) {
         let block = &blocks[slot as usize];
         let ([prev, next], bin) = (block.links, block.bin);
+        if block.links == ALONE {
+            assert!(self.first[usize::from(bin)] == slot, "the free index lacks a block that the table calls free");
+            return self.close_bin(bin);
+        }
         if let Some(after) = blocks.get_mut(next as usize) {
             after.links[PREV] = prev;
         }
@@ -189,10 +193,7 @@ impl FreeIndex {
             None if prev == RUN => self.remove_from_run(blocks, slot),
             None => {
                 assert!(self.first[usize::from(bin)] == slot, "the free index lacks a block that the table calls free");
-                match next {
-                    NONE => self.close_bin(bin),
-                    next => self.first[usize::from(bin)] = next,
-                }
+                self.first[usize::from(bin)] = next;
             }
         }
     }

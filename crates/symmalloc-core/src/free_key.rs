@@ -10,6 +10,9 @@ use crate::units::Units;
 pub(crate) struct FreeKey(u128);
 
 impl FreeKey {
+    /// Greater than every key of a block.
+    pub(crate) const MAX: FreeKey = FreeKey(u128::MAX);
+
     #[inline]
     fn new(size: Units, sequence: u32, offset: Units, slot: Slot) -> Self {
         let high = (u64::from(size) << 32) | u64::from(sequence);

@@ -20,17 +20,18 @@
 //! (rule D8), and the heap's lock the only lock on the way.
 
 use crate::backend::{Backend, BackendError, DeviceAddress, Range};
-use crate::block_table::{Block, BlockState, BlockTable, Slot, Tiling};
+use crate::block_table::{Block, BlockState, BlockTable, Slot};
 use crate::budget::{Budget, Budgets, LimitMet};
 use crate::config::{PointerLookup, PoolConfig};
 use crate::digest::{Digest, Mark, OpKind, op_word, placement_word};
 use crate::errors::{FreeError, HandleError};
-use crate::fence::{Fence, FenceSetId, FenceTable, StreamClocks, Tick};
+use crate::fence::{FenceSetId, FenceTable, StreamClocks, Tick};
 use crate::free_index::FreeIndex;
 use crate::handle::{Allocation, Handle, Tags};
 use crate::ids::{HeapId, Placement, PoolId, SegmentId, StreamId};
 use crate::journal::{Journal, ProgramOrder};
 use crate::lock::{Lock, LockCell};
+use crate::merging::{Users, merge};
 use crate::names::Names;
 use crate::pointer_index::{PointerIndex, SegmentDirectory};
 use crate::segment_log::SegmentLog;
@@ -121,6 +122,14 @@ struct Plain {
     stream: StreamId,
     allocates: OpKind,
     frees: OpKind,
+}
+
+/// A live allocation, as its block knows it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Live {
+    pub(crate) slot: Slot,
+    pub(crate) stream: StreamId,
+    pub(crate) requested: u64,
 }
 
 /// What makes one heap different from the next.
@@ -359,12 +368,12 @@ impl Heap {
     /// requested bytes to `tally`. Else it is as it was. Whether it did.
     #[inline(always)]
     pub(crate) fn free_at_once(&mut self, handle: Handle, tally: impl FnOnce(u64, u64)) -> bool {
-        let (Some(plain), Some((stream, requested))) = (self.plain, self.find_live(handle)) else { return false };
-        if !self.table.block(handle.slot).fences.is_empty() {
+        let (Some(plain), Some(live)) = (self.plain, self.find_live(handle)) else { return false };
+        if !self.table.block(live.slot).fences.is_empty() {
             return false;
         }
         let home = Exact::home_of(&self.rules, 0);
-        self.give_back(handle.slot, home, Users::Owner, stream, plain.frees, requested, 0, tally);
+        self.give_back(live, home, Users::Owner, plain.frees, 0, tally);
         true
     }
 
@@ -375,22 +384,21 @@ impl Heap {
         handle: Handle,
         tally: impl FnOnce(u64, u64),
     ) -> Result<(), FreeError> {
-        let (stream, requested) = self.live(handle)?;
-        let slot = handle.slot;
+        let live = self.live(handle)?;
+        let Live { slot, stream, .. } = live;
         if !self.table.block(slot).fences.is_empty() {
             self.fence_uses(around, slot)?;
         }
         // Nothing fails from here on.
         if let Some(Plain { frees, .. }) = self.plain {
             let home = Exact::home_of(&self.rules, 0);
-            self.give_back(slot, home, Users::Fenced, stream, frees, requested, 0, tally);
+            self.give_back(live, home, Users::Fenced, frees, 0, tally);
             return Ok(());
         }
         let since = if self.stream.is_some() { 0 } else { around.clocks.lock().now(stream) };
-        let home = self.table.block(slot).home;
         let struck = if self.keeps_books { Some(self.strike(slot)) } else { None };
-        let frees = OpKind::new(Mark::Free, stream);
-        self.give_back(slot, home, self.users(), stream, frees, requested, since, tally);
+        let (home, frees) = (self.table.block(slot).home, OpKind::new(Mark::Free, stream));
+        self.give_back(live, home, self.users(), frees, since, tally);
         if let (Some((placement, name)), Some(journal)) = (struck, &mut self.journal) {
             journal.note(frees.with(0), placement_word(placement), self.digest);
             name.iter().for_each(|name| journal.name_newest(name));
@@ -406,15 +414,14 @@ impl Heap {
     #[inline(always)]
     fn give_back(
         &mut self,
-        slot: Slot,
+        live: Live,
         home: SizeClass,
         users: Users,
-        stream: StreamId,
         frees: OpKind,
-        requested: u64,
         since: Tick,
         tally: impl FnOnce(u64, u64),
     ) {
+        let Live { slot, stream, requested } = live;
         let mut tiling = self.table.tiling();
         let block = &mut tiling.blocks[slot as usize];
         let placement = Placement { segment: block.sequence, offset_bytes: bytes(block.offset) };
@@ -471,15 +478,17 @@ impl Heap {
         });
     }
 
-    /// The stream and requested bytes of a live allocation.
-    pub(crate) fn live(&self, handle: Handle) -> Result<(StreamId, u64), HandleError> {
+    pub(crate) fn live(&self, handle: Handle) -> Result<Live, HandleError> {
         self.find_live(handle).ok_or_else(|| self.not_live(handle))
     }
 
     #[inline(always)]
-    pub(crate) fn find_live(&self, handle: Handle) -> Option<(StreamId, u64)> {
-        match self.table.find(handle.slot)?.state {
-            BlockState::Allocated { stream, requested, tag } if tag == handle.tag => Some((stream, requested)),
+    pub(crate) fn find_live(&self, handle: Handle) -> Option<Live> {
+        let slot = handle.slot;
+        match self.table.find(slot)?.state {
+            BlockState::Allocated { stream, requested, tag } if tag == handle.tag => {
+                Some(Live { slot, stream, requested })
+            }
             _ => None,
         }
     }
@@ -518,96 +527,4 @@ fn first_digest(config: &PoolConfig, granularity_bytes: u64, stream: Option<Stre
     let mut digest = Digest::new(config.digest());
     digest.fold(granularity_bytes, stream.map_or(u64::MAX, |stream| stream.0.into()));
     Digest { ops: 0, ..digest }
-}
-
-/// Who may have used a block that is put back.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Users {
-    /// The stream of its heap, and nobody else: there is nothing to wait for.
-    Owner,
-    /// The stream of its heap, and others that its fences name.
-    Fenced,
-    /// Any stream: the heap's streams share.
-    Several,
-}
-
-/// Puts a free block that is in no index into the free index, merged with its free neighbours. Returns the result.
-#[inline(always)]
-fn merge(tiling: &mut Tiling<'_>, index: &mut FreeIndex, fences: &mut FenceTable, users: Users, slot: Slot) -> Slot {
-    let Block { prev, next, .. } = tiling.blocks[slot as usize];
-    if tiling.is_free(prev) {
-        let size = tiling.blocks[prev as usize].size + tiling.blocks[slot as usize].size;
-        if tiling.is_free(next) {
-            index.remove(tiling.blocks, next);
-            let Block { size: back, next: behind, .. } = tiling.blocks[next as usize];
-            cover(tiling, fences, users, slot, prev);
-            let users = if users == Users::Owner { Users::Fenced } else { users };
-            cover(tiling, fences, users, next, prev);
-            tiling.join(prev, behind);
-            index.resize(tiling.blocks, prev, size + back);
-        } else {
-            cover(tiling, fences, users, slot, prev);
-            tiling.join(prev, next);
-            index.resize(tiling.blocks, prev, size);
-        }
-        prev
-    } else if tiling.is_free(next) {
-        let Block { offset, size, .. } = tiling.blocks[slot as usize];
-        let back = tiling.blocks[next as usize].size;
-        cover(tiling, fences, users, slot, next);
-        tiling.join(prev, next);
-        index.resize_from(tiling.blocks, next, offset, size + back);
-        next
-    } else {
-        index.insert(tiling.blocks, slot);
-        slot
-    }
-}
-
-/// Gives up a free block whose place a free neighbour is about to cover. What had to be waited for before the one is
-/// waited for before the other.
-#[inline(always)]
-fn cover(tiling: &mut Tiling<'_>, fences: &mut FenceTable, users: Users, from: Slot, to: Slot) {
-    let (giver, taker) = (&tiling.blocks[from as usize], &tiling.blocks[to as usize]);
-    match users {
-        Users::Owner => {}
-        Users::Fenced if giver.fences.is_empty() => {}
-        Users::Fenced => hand_over_fences(fences, tiling.blocks, from, to),
-        Users::Several if giver.fences.is_empty() && giver.state == taker.state => {}
-        Users::Several => hand_over(fences, tiling.blocks, from, to),
-    }
-    tiling.vacate(from);
-}
-
-/// As [`hand_over`], where both blocks are the same stream's: there are only fences to hand over.
-#[cold]
-#[inline(never)]
-fn hand_over_fences(table: &mut FenceTable, blocks: &mut [Block], from: Slot, to: Slot) {
-    let fences = table.union(blocks[to as usize].fences, blocks[from as usize].fences);
-    blocks[to as usize].fences = fences;
-}
-
-#[cold]
-#[inline(never)]
-fn hand_over(table: &mut FenceTable, blocks: &mut [Block], from: Slot, to: Slot) {
-    let (giver, taker) = (&blocks[from as usize], &blocks[to as usize]);
-    let (BlockState::Free { stream: other, since: other_since }, BlockState::Free { stream, since }) =
-        (giver.state, taker.state)
-    else {
-        unreachable!("only free blocks are merged");
-    };
-    let mut fences = table.union(taker.fences, giver.fences);
-    let state = if stream == other {
-        BlockState::Free { stream, since: since.max(other_since) }
-    } else if since == 0 {
-        // Memory that nobody used yet takes over its neighbour's owner.
-        BlockState::Free { stream: other, since: other_since }
-    } else {
-        if other_since != 0 {
-            fences = table.add(fences, Fence { stream: other, tick: other_since, event: None });
-        }
-        BlockState::Free { stream, since }
-    };
-    let taker = &mut blocks[to as usize];
-    (taker.fences, taker.state) = (fences, state);
 }

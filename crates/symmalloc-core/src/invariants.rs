@@ -6,6 +6,7 @@ use crate::allocator::Allocator;
 use crate::backend::Backend;
 use crate::block_table::{Block, BlockState, NONE, Slot};
 use crate::config::SegmentPolicy;
+use crate::fence::Fence;
 use crate::free_key::FreeKey;
 use crate::heap::Heap;
 use crate::ids::{PoolId, StreamId};
@@ -177,10 +178,11 @@ fn usage_adds_up(heap: &Heap) -> bool {
 }
 
 fn fences_are_owned(heap: &Heap) -> bool {
-    let (mut sets, mut set_count) = (BTreeSet::new(), 0);
+    let (mut sets, mut set_count, mut fence_count) = (BTreeSet::new(), 0, 0);
     let (mut events, mut event_count) = (BTreeSet::new(), 0);
     for (_, block) in blocks(heap) {
-        let fences = heap.fences.fences(block.fences);
+        let fences: Vec<Fence> = heap.fences.fences(block.fences).collect();
+        fence_count += fences.len();
         if !block.fences.is_empty() {
             set_count += 1;
             sets.insert(block.fences);
@@ -196,7 +198,7 @@ fn fences_are_owned(heap: &Heap) -> bool {
             events.insert(event.0);
         }
     }
-    set_count == sets.len() && set_count == heap.fences.set_count() && event_count == events.len()
+    set_count == sets.len() && fence_count == heap.fences.fence_count() && event_count == events.len()
 }
 
 fn live_ones_are_sane(heap: &Heap) -> bool {

@@ -229,7 +229,7 @@ impl SegmentLayout {
                     size_bytes,
                     requested_bytes: requested,
                     stream,
-                    used_by: heap.fences.fences(block.fences).iter().map(|fence| fence.stream).collect(),
+                    used_by: heap.fences.fences(block.fences).map(|fence| fence.stream).collect(),
                     name: heap.names.find(slot).map(|name| beginning(name).into()),
                 });
             }

@@ -344,7 +344,7 @@ fn segments_of(heap: &Heap) -> Vec<SegmentSnapshot> {
 
 fn block_snapshot(heap: &Heap, slot: u32) -> BlockSnapshot {
     let block = heap.table.block(slot);
-    let fenced = heap.fences.fences(block.fences).iter().map(|fence| fence.stream).collect();
+    let fenced = heap.fences.fences(block.fences).map(|fence| fence.stream).collect();
     let state = match block.state {
         BlockState::Allocated { stream, requested, .. } => BlockStateSnapshot::Allocated {
             stream,

@@ -17,19 +17,15 @@
 //! it was found last, and a removal looks there first.
 
 use crate::free_key::FreeKey;
+use crate::key_page::{KeyPage, PAGE_MAX};
 use std::cell::Cell;
 
-/// A page of this many keys is cut in two: 1 KiB, which one `memmove` shifts in a few dozen instructions.
-const PAGE_MAX: usize = 64;
 /// Two neighbouring pages with fewer keys than this together are joined.
 const PAGE_JOIN: usize = PAGE_MAX / 4;
-/// Up to this many keys a walk is cheaper than a binary search.
-const WALK_MAX: usize = 8;
-
 #[derive(Debug, Default)]
 pub(crate) struct SortedRun {
     /// The first page; the only one of a short run. Empty only when the run is empty.
-    head: Vec<FreeKey>,
+    head: KeyPage,
     /// The pages after the first. `None` in a short run.
     tail: Option<Box<Tail>>,
     /// Where the last search ended. Need not be true any more.
@@ -51,53 +47,50 @@ struct Tail {
     /// less.
     bounds: Vec<FreeKey>,
     /// None is empty.
-    pages: Vec<Vec<FreeKey>>,
+    pages: Vec<KeyPage>,
 }
 
 impl SortedRun {
     /// The least key that is not less than `bound`.
     #[inline]
     pub(crate) fn first_at_least(&self, bound: FreeKey) -> Option<FreeKey> {
-        let mut found = self.search(bound);
-        if found.at == self.page(found.page).len() {
-            // A page may end before `bound` although the bound of the next one lies behind it.
-            found = Position { page: found.page.checked_sub(1)?, at: 0 };
+        let page = self.page_of(bound);
+        let keys = self.page(page);
+        let at = keys.position(bound);
+        if at < keys.len() {
+            self.found.set(Position { page, at });
+            return Some(keys.key(at));
         }
-        self.found.set(found);
-        self.page(found.page).get(found.at).copied()
+        // A page may end before `bound` although the bound of the next one lies behind it.
+        let next = page.checked_sub(1)?;
+        self.found.set(Position { page: next, at: 0 });
+        Some(self.page(next).key(0))
     }
 
-    /// Where a key lies, or belongs.
+    /// The page that a key lies in, or belongs to.
     #[inline]
-    fn search(&self, key: FreeKey) -> Position {
-        let (page, keys) = match &self.tail {
-            None => (0, &self.head),
-            Some(tail) => {
-                let page = tail.page_of(key);
-                (page, tail.pages.get(page).unwrap_or(&self.head))
-            }
-        };
-        Position { page, at: position(keys, key) }
+    fn page_of(&self, key: FreeKey) -> usize {
+        self.tail.as_ref().map_or(0, |tail| tail.page_of(key))
     }
 
     #[inline]
-    fn page(&self, page: usize) -> &Vec<FreeKey> {
+    fn page(&self, page: usize) -> &KeyPage {
         self.tail.as_ref().and_then(|tail| tail.pages.get(page)).unwrap_or(&self.head)
     }
 
     #[inline]
+    fn page_mut(&mut self, page: usize) -> &mut KeyPage {
+        self.tail.as_mut().and_then(|tail| tail.pages.get_mut(page)).unwrap_or(&mut self.head)
+    }
+
+    #[inline]
     pub(crate) fn insert(&mut self, key: FreeKey) {
-        let page = match &mut self.tail {
-            None => &mut self.head,
-            Some(tail) => {
-                let page = tail.page_of(key);
-                tail.pages.get_mut(page).unwrap_or(&mut self.head)
-            }
-        };
-        let at = position(page, key);
-        page.insert(at, key);
-        if page.len() == PAGE_MAX {
-            self.cut(key);
+        let page = self.page_of(key);
+        let keys = self.page_mut(page);
+        let at = keys.position(key);
+        keys.insert(at, key);
+        if keys.len() == PAGE_MAX {
+            self.cut(page);
         }
     }
 
@@ -107,26 +100,16 @@ impl SortedRun {
     /// When the run does not hold the key.
     #[inline]
     pub(crate) fn remove(&mut self, key: FreeKey) {
-        let holds = |place: &Position| self.page(place.page).get(place.at) == Some(&key);
-        let found = Some(self.found.get()).filter(holds).or_else(|| Some(self.search(key)).filter(holds));
-        let Position { page, at } = found.expect("the free index lacks a block that the table calls free");
-        let Some(tail) = &mut self.tail else {
-            self.head.remove(at);
-            return;
-        };
-        // A page that lost a key is joined with the one before it, the head with the one behind it.
-        let (len, upper) = match tail.pages.get_mut(page) {
-            Some(keys) => {
-                keys.remove(at);
-                (keys.len(), page)
-            }
-            None => {
-                self.head.remove(at);
-                (self.head.len(), tail.pages.len() - 1)
-            }
-        };
-        if len < PAGE_JOIN {
-            self.join(upper);
+        let Position { mut page, mut at } = self.found.get();
+        if self.page(page).key(at) != key {
+            page = self.page_of(key);
+            at = self.page(page).position(key);
+        }
+        let keys = self.page_mut(page);
+        assert!(keys.key(at) == key, "the free index lacks a block that the table calls free");
+        keys.remove(at);
+        if keys.len() < PAGE_JOIN {
+            self.join(page);
         }
     }
 
@@ -135,34 +118,34 @@ impl SortedRun {
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = FreeKey> + '_ {
-        let tail = self.tail.iter().flat_map(|tail| tail.pages.iter().rev().flatten());
-        self.head.iter().chain(tail).copied()
+        let tail = self.tail.iter().flat_map(|tail| tail.pages.iter().rev());
+        std::iter::once(&self.head).chain(tail).flat_map(|page| page.keys().iter().copied())
     }
 
-    /// Cuts the full page that holds `key` in two.
+    /// Cuts a full page in two.
     #[cold]
-    fn cut(&mut self, key: FreeKey) {
+    fn cut(&mut self, page: usize) {
         let tail = self.tail.get_or_insert_default();
-        let at = tail.page_of(key);
-        let page = tail.pages.get_mut(at).unwrap_or(&mut self.head);
-        let mut upper = Vec::with_capacity(PAGE_MAX);
-        upper.extend(page.drain(PAGE_MAX / 2..));
-        tail.bounds.insert(at, upper[0]);
-        tail.pages.insert(at, upper);
+        let lower = tail.pages.get_mut(page).unwrap_or(&mut self.head);
+        let upper = lower.split_off();
+        tail.bounds.insert(page, upper.key(0));
+        tail.pages.insert(page, upper);
     }
 
-    /// Joins a page of the tail with the one before it if they have few keys, or if one of them has none.
+    /// Joins a page that lost a key with the one before it, the head with the one behind it, if they have few keys, or if
+    /// one of them has none.
     #[cold]
     fn join(&mut self, page: usize) {
-        let tail = self.tail.as_mut().expect("a paged run has a tail");
+        let Some(tail) = &mut self.tail else { return };
+        let page = page.min(tail.pages.len() - 1);
         let len = tail.pages[page].len();
         let before = tail.pages.get(page + 1).unwrap_or(&self.head).len();
         if len + before >= PAGE_JOIN && len > 0 && before > 0 {
             return;
         }
         tail.bounds.remove(page);
-        let mut moved = tail.pages.remove(page);
-        tail.pages.get_mut(page).unwrap_or(&mut self.head).append(&mut moved);
+        let moved = tail.pages.remove(page);
+        tail.pages.get_mut(page).unwrap_or(&mut self.head).append(&moved);
         if tail.pages.is_empty() {
             self.tail = None;
         }
@@ -175,13 +158,4 @@ impl Tail {
     fn page_of(&self, key: FreeKey) -> usize {
         self.bounds.partition_point(|bound| *bound > key)
     }
-}
-
-/// Where `key` lies, or belongs, in a sorted page.
-#[inline]
-fn position(page: &[FreeKey], key: FreeKey) -> usize {
-    if page.len() <= WALK_MAX {
-        return page.iter().take_while(|k| **k < key).count();
-    }
-    page.partition_point(|k| *k < key)
 }

@@ -168,7 +168,7 @@ impl Heap {
     /// Streams whose work may still use a free block.
     pub(crate) fn streams_of(&self, slot: Slot) -> SmallVec<[StreamId; 2]> {
         let block = self.table.block(slot);
-        let mut streams: SmallVec<[StreamId; 2]> = self.fences.fences(block.fences).iter().map(|f| f.stream).collect();
+        let mut streams: SmallVec<[StreamId; 2]> = self.fences.fences(block.fences).map(|f| f.stream).collect();
         if let BlockState::Free { stream, .. } = block.state {
             streams.push(stream);
         }

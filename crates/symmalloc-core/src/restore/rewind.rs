@@ -242,7 +242,7 @@ impl Heap {
     /// Another set of the same fences. An event belongs to one fence, so whoever takes this set waits for its streams as
     /// they stand then, which is a little more.
     fn without_events(&mut self, set: FenceSetId) -> FenceSetId {
-        let fences: SmallVec<[Fence; 2]> = self.fences.fences(set).into();
+        let fences: SmallVec<[Fence; 2]> = self.fences.fences(set).collect();
         let copy = |set, fence: Fence| self.fences.add(set, Fence { event: None, ..fence });
         fences.into_iter().fold(FenceSetId::EMPTY, copy)
     }

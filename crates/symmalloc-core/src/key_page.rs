@@ -1,0 +1,88 @@
+//! A page of free keys: what a [sorted run](crate::sorted_run) keeps its keys in.
+//!
+//! ```text
+//!  keys   [ 11 │ 30 │ 41 │ MAX │ MAX ... MAX ]        len 3; sorted as a whole, PAGE_MAX places
+//! ```
+//! Behind its keys a page is filled up with a key that is greater than all. So a search always halves PAGE_MAX places:
+//! the compiler knows every step, and no step depends on how many keys there are.
+
+use crate::free_key::FreeKey;
+
+/// A page of this many keys is full: 1 KiB, which one `memmove` shifts in a few dozen instructions. A power of two.
+pub(crate) const PAGE_MAX: usize = 64;
+
+#[derive(Debug)]
+pub(crate) struct KeyPage {
+    keys: Box<[FreeKey; PAGE_MAX]>,
+    /// Less than `PAGE_MAX` between two calls of the run.
+    len: usize,
+}
+
+impl Default for KeyPage {
+    fn default() -> Self {
+        KeyPage { keys: Box::new([FreeKey::MAX; PAGE_MAX]), len: 0 }
+    }
+}
+
+impl KeyPage {
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(crate) fn keys(&self) -> &[FreeKey] {
+        &self.keys[..self.len]
+    }
+
+    /// The key in a place; `MAX` when there is none.
+    #[inline(always)]
+    pub(crate) fn key(&self, at: usize) -> FreeKey {
+        self.keys[at % PAGE_MAX]
+    }
+
+    /// Where a key lies, or belongs, in a page that is not full.
+    #[inline(always)]
+    pub(crate) fn position(&self, key: FreeKey) -> usize {
+        let (mut at, mut half) = (0, PAGE_MAX / 2);
+        while half > 0 {
+            if self.key(at + half - 1) < key {
+                at += half;
+            }
+            half /= 2;
+        }
+        at
+    }
+
+    /// Puts a key into its place.
+    #[inline]
+    pub(crate) fn insert(&mut self, at: usize, key: FreeKey) {
+        self.keys.copy_within(at..self.len, at + 1);
+        self.keys[at] = key;
+        self.len += 1;
+    }
+
+    /// Takes the key in a place out.
+    #[inline]
+    pub(crate) fn remove(&mut self, at: usize) {
+        self.keys.copy_within(at + 1..self.len, at);
+        self.len -= 1;
+        self.keys[self.len] = FreeKey::MAX;
+    }
+
+    /// Cuts a page in two. Returns the upper half.
+    pub(crate) fn split_off(&mut self) -> KeyPage {
+        let mut upper = KeyPage::default();
+        let half = self.len / 2;
+        upper.len = self.len - half;
+        upper.keys[..upper.len].copy_from_slice(&self.keys[half..self.len]);
+        self.keys[half..].fill(FreeKey::MAX);
+        self.len = half;
+        upper
+    }
+
+    /// Adds the keys of the page behind this one, which fit.
+    pub(crate) fn append(&mut self, behind: &KeyPage) {
+        let len = self.len + behind.len;
+        self.keys[self.len..len].copy_from_slice(behind.keys());
+        self.len = len;
+    }
+}

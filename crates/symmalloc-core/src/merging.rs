@@ -1,0 +1,112 @@
+//! Merging: a block that becomes free and its free neighbours become one block, at once.
+//!
+//! ```text
+//!  prev      freed     next                          prev keeps its slot if it is free, else next does:
+//!  free    + block   + free    ──►  prev             what is free already has a place in the free index
+//!  free    + block             ──►  prev
+//!            block   + free    ──►  next
+//! ```
+//! What had to be waited for before one of them is used must be waited for before the result is.
+
+use crate::block_table::{Block, BlockState, Slot, Tiling};
+use crate::fence::{Fence, FenceTable};
+use crate::free_index::FreeIndex;
+
+/// Who may have used a block that is put back.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Users {
+    /// The stream of its heap, and nobody else: there is nothing to wait for.
+    Owner,
+    /// The stream of its heap, and others that its fences name.
+    Fenced,
+    /// Any stream: the heap's streams share.
+    Several,
+}
+
+/// Puts a free block that is in no index into the free index, merged with its free neighbours. Returns the result.
+#[inline(always)]
+pub(crate) fn merge(
+    tiling: &mut Tiling<'_>,
+    index: &mut FreeIndex,
+    fences: &mut FenceTable,
+    users: Users,
+    slot: Slot,
+) -> Slot {
+    let Block { prev, next, .. } = tiling.blocks[slot as usize];
+    if tiling.is_free(prev) {
+        let size = tiling.blocks[prev as usize].size + tiling.blocks[slot as usize].size;
+        if tiling.is_free(next) {
+            index.remove(tiling.blocks, next);
+            let Block { size: back, next: behind, .. } = tiling.blocks[next as usize];
+            cover(tiling, fences, users, slot, prev);
+            let users = if users == Users::Owner { Users::Fenced } else { users };
+            cover(tiling, fences, users, next, prev);
+            tiling.join(prev, behind);
+            index.resize(tiling.blocks, prev, size + back);
+        } else {
+            cover(tiling, fences, users, slot, prev);
+            tiling.join(prev, next);
+            index.resize(tiling.blocks, prev, size);
+        }
+        prev
+    } else if tiling.is_free(next) {
+        let Block { offset, size, .. } = tiling.blocks[slot as usize];
+        let back = tiling.blocks[next as usize].size;
+        cover(tiling, fences, users, slot, next);
+        tiling.join(prev, next);
+        index.resize_from(tiling.blocks, next, offset, size + back);
+        next
+    } else {
+        index.insert(tiling.blocks, slot);
+        slot
+    }
+}
+
+/// Gives up a free block whose place a free neighbour is about to cover. What had to be waited for before the one is
+/// waited for before the other.
+#[inline(always)]
+fn cover(tiling: &mut Tiling<'_>, fences: &mut FenceTable, users: Users, from: Slot, to: Slot) {
+    let (giver, taker) = (&tiling.blocks[from as usize], &tiling.blocks[to as usize]);
+    match users {
+        Users::Owner => {}
+        Users::Fenced if giver.fences.is_empty() => {}
+        Users::Fenced if taker.fences.is_empty() => tiling.blocks[to as usize].fences = giver.fences,
+        Users::Fenced => hand_over_fences(fences, tiling.blocks, from, to),
+        Users::Several if giver.fences.is_empty() && giver.state == taker.state => {}
+        Users::Several => hand_over(fences, tiling.blocks, from, to),
+    }
+    tiling.vacate(from);
+}
+
+/// As [`hand_over`], where both blocks are the same stream's: there are only fences to hand over.
+#[cold]
+#[inline(never)]
+fn hand_over_fences(table: &mut FenceTable, blocks: &mut [Block], from: Slot, to: Slot) {
+    let fences = table.union(blocks[to as usize].fences, blocks[from as usize].fences);
+    blocks[to as usize].fences = fences;
+}
+
+#[cold]
+#[inline(never)]
+fn hand_over(table: &mut FenceTable, blocks: &mut [Block], from: Slot, to: Slot) {
+    let (giver, taker) = (&blocks[from as usize], &blocks[to as usize]);
+    let (BlockState::Free { stream: other, since: other_since }, BlockState::Free { stream, since }) =
+        (giver.state, taker.state)
+    else {
+        unreachable!("only free blocks are merged");
+    };
+    let mut fences = table.union(taker.fences, giver.fences);
+    let state = if stream == other {
+        BlockState::Free { stream, since: since.max(other_since) }
+    } else if since == 0 {
+        // Memory that nobody used yet takes over its neighbour's owner.
+        BlockState::Free { stream: other, since: other_since }
+    } else {
+        if other_since != 0 {
+            fences = table.add(fences, Fence { stream: other, tick: other_since, event: None });
+        }
+        BlockState::Free { stream, since }
+    };
+    let taker = &mut blocks[to as usize];
+    (taker.fences, taker.state) = (fences, state);
+}
