@@ -252,6 +252,13 @@ impl Communicator {
         }
     }
 
+    /// Numbers a transport's gather, on all ranks alike.
+    pub(crate) fn next_gather(&self) -> Result<u64, CommError> {
+        let mut access = self.shared.access()?;
+        access.inner.gathers += 1;
+        Ok(access.inner.gathers)
+    }
+
     pub(crate) fn serial(&self) -> u64 {
         self.shared.serial
     }

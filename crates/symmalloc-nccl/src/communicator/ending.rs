@@ -28,6 +28,7 @@ use std::ffi::CStr;
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
+use symmalloc_cuda::CudaDevice;
 
 /// How long an abort that the program asked for may take.
 pub(super) const ABORT_LIMIT: Duration = Duration::from_secs(5);
@@ -96,7 +97,7 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
     let started = threads::run(move || {
         // Without a context there is no device left to end anything on.
         if let Ok(_current) = device.enter() {
-            end(ending, &remains, revokes);
+            end(ending, &remains, revokes, &device);
             for one in &remains {
                 lock(&one.life).state = CommState::Aborted;
             }
@@ -127,7 +128,7 @@ fn report(access: &Access<'_>) {
     tracing::warn!(name: "communicator.ended", target: "symmalloc", communicator = name, %state);
 }
 
-fn end(ending: Ending, remains: &[Remains], revokes: bool) {
+fn end(ending: Ending, remains: &[Remains], revokes: bool, device: &CudaDevice) {
     let revoked = revokes && remains.iter().all(Remains::revoke);
     let kept = match ending {
         Ending::Inside { caller, .. } => {
@@ -138,6 +139,11 @@ fn end(ending: Ending, remains: &[Remains], revokes: bool) {
         Ending::Underway { kept } => kept,
         Ending::Idle | Ending::Unborn => None,
     };
+    if revoked && remains.iter().any(|one| !one.windows.is_empty()) {
+        // The revoke has stopped all kernels but symmetric ones. While one of these waits for a dead peer this waits as well;
+        // further on, the thread would wait inside the driver, and the process could not even exit.
+        let _done = device.synchronize();
+    }
     for one in remains {
         if revoked {
             one.deregister();

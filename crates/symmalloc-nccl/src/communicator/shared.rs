@@ -64,6 +64,8 @@ pub(super) struct Inner {
     pub(super) buffers: Vec<RegistrationHandle>,
     /// Number of splits so far; equal on all ranks.
     pub(super) splits: u32,
+    /// Number of gathers by transports so far; equal on all ranks.
+    pub(super) gathers: u64,
 }
 
 /// What became of it.
