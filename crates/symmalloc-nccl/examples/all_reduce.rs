@@ -40,9 +40,9 @@ use symmalloc_nccl::{
 const MIB: u64 = 1 << 20;
 const SEGMENT_BYTES: u64 = 2 * MIB;
 const TENSORS: usize = 8;
-/// Memory is given back in every tenth round, and every hundredth has a new pool.
+/// Memory is given back in every tenth round, and every twentieth has a new pool.
 const TRIM_EVERY: u32 = 10;
-const POOL_EVERY: u32 = 100;
+const POOL_EVERY: u32 = 20;
 /// Room for the segments of a rank whose addresses descend.
 const ADDRESS_SPACE_BYTES: u64 = 64 << 30;
 const DEADLINE: Duration = Duration::from_secs(60);
@@ -186,10 +186,15 @@ impl Row {
 }
 
 impl Table {
+    /// Tensors that the old order got wrong.
+    pub(crate) fn old_wrong(&self) -> u64 {
+        self.rows.iter().map(|row| row.tensors - row.old_right).sum()
+    }
+
     /// Whether symmalloc was always right, and the old order was not.
     pub(crate) fn is_as_claimed(&self) -> bool {
         let ours = self.rows.iter().all(|row| row.ours_right == row.tensors);
-        ours && self.rows.iter().any(|row| row.old_right < row.tensors)
+        ours && self.old_wrong() > 0
     }
 }
 
