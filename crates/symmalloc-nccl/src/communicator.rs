@@ -52,7 +52,8 @@ use symmalloc_cuda::CudaDevice;
 /// agreement's [transport](crate::NcclTransport) watches its own.
 ///
 /// A kernel on symmetric windows has no abort flag. When a peer is missing there, the communicator is
-/// [`Lost`](CommState::Lost): report it and end the process, and do not synchronize that stream.
+/// [`Lost`](CommState::Lost): report it, do not synchronize that stream, and end the process with a signal or `_exit`: the driver
+/// waits for the kernel in `exit`.
 ///
 /// # Blocking or not
 /// | | [blocking](CommunicatorBuilder), the default | [`nonblocking`](CommunicatorBuilder::nonblocking) |

@@ -140,8 +140,8 @@ fn end(ending: Ending, remains: &[Remains], revokes: bool, device: &CudaDevice) 
         Ending::Idle | Ending::Unborn => None,
     };
     if revoked && remains.iter().any(|one| !one.windows.is_empty()) {
-        // The revoke has stopped all kernels but symmetric ones. While one of these waits for a dead peer this waits as well;
-        // further on, the thread would wait inside the driver, and the process could not even exit.
+        // The revoke has stopped all kernels but symmetric ones. While one of these waits for a dead peer, this waits as well:
+        // nothing may be taken from under it.
         let _done = device.synchronize();
     }
     for one in remains {
