@@ -1,16 +1,19 @@
-//! Communicators on the stub: connecting, collectives, splits, deadlines, and ends of every kind.
+//! Communicators on the stub: connecting, collectives, splits, registrations.
+
+mod endings;
+mod library;
 
 use cudarc::driver::CudaStream;
 use std::sync::{Arc, Barrier};
-use std::time::{Duration, Instant};
-use stub_process::{Library, nccl, nccl_test};
+use std::time::Duration;
+use stub_process::{nccl, nccl_test};
 use symmalloc_core::Config;
-use symmalloc_core::agreement::{Transport, TransportError};
+use symmalloc_core::agreement::Transport;
 use symmalloc_core::config::PoolConfig;
 use symmalloc_cuda::{CudaAllocator, CudaDevice, DeviceBuffer, GraphPool};
 use symmalloc_nccl::{
-    Capability, CommError, CommState, Communicator, CommunicatorBuilder, Group, LoadError, Nccl, NcclError,
-    NcclTransport, NcclVersion, ReduceOp, Registered, Stage, UniqueId, Window,
+    CommError, CommState, Communicator, CommunicatorBuilder, Group, NcclTransport, ReduceOp, Registered, UniqueId,
+    Window,
 };
 
 /// More than a large segment: an allocation of it has a segment for itself.
@@ -362,212 +365,6 @@ nccl_test!(ranks_that_cannot_be_are_refused, {
     assert_eq!(nccl::calls("ncclCommInitRankConfig"), 0);
 });
 
-nccl_test!(a_rank_that_never_comes_is_an_error_within_the_deadline, {
-    let device = CudaDevice::new(0).expect("a stub device");
-    for (is_blocking, expected) in [(true, CommState::Lost), (false, CommState::Aborted)] {
-        let id = UniqueId::new().expect("an id");
-        let builder = builder(&device).deadline(SHORT);
-        let builder = if is_blocking { builder } else { builder.nonblocking() };
-        let since = Instant::now();
-        let Err(CommError::Deadline { name, stage, waited, state }) = builder.connect(id, 0, 2).map(|_| ()) else {
-            panic!("connected without the other rank");
-        };
-        assert_eq!((&*name, stage, state), ("world", Stage::Connect, expected));
-        assert!(waited >= SHORT && since.elapsed() < Duration::from_secs(5), "{:?}", since.elapsed());
-    }
-    nccl::assert_clean();
-});
-
-/// Rank 1 does not register: what is left of rank 0's communicator, and how often it was aborted.
-fn lone_registration(is_blocking: bool) -> (CommState, u64) {
-    let left = std::sync::Mutex::new(None);
-    let mode = |builder: CommunicatorBuilder| {
-        let builder = builder.deadline(SHORT);
-        if is_blocking { builder } else { builder.nonblocking() }
-    };
-    ranks_with(2, mode, |rank| {
-        let (_allocation, base) = rank.segment();
-        if rank.number() == 0 {
-            let since = Instant::now();
-            let Err(CommError::Deadline { stage, waited, state, .. }) = rank.register(base).map(|_| ()) else {
-                panic!("a window without the other rank");
-            };
-            assert_eq!((stage, state), (Stage::Register, rank.comm.state()));
-            assert!(waited >= SHORT && since.elapsed() < SHORT + Duration::from_secs(3), "{:?}", since.elapsed());
-            let later = rank.comm.split(Some(0), 0).map(|_| ());
-            let Err(CommError::Gone { cause: Some(cause), .. }) = later else { panic!("{later:?}") };
-            assert!(matches!(*cause, CommError::Deadline { stage: Stage::Register, .. }));
-            *left.lock().expect("no panic") = Some((state, nccl::calls("ncclCommAbort")));
-        }
-        rank.meet();
-    });
-    left.into_inner().expect("no panic").expect("rank 0 said")
-}
-
-nccl_test!(a_lone_registration_is_revoked_and_aborted, {
-    assert_eq!(lone_registration(true), (CommState::Aborted, 1));
-    nccl::assert_clean();
-});
-
-nccl_test!(a_lone_registration_without_revoke_is_lost, Library::StubWithout("ncclCommRevoke"), [], {
-    assert_eq!(lone_registration(true), (CommState::Lost, 0), "a thread is still inside");
-    nccl::assert_clean();
-});
-
-nccl_test!(a_lost_communicator_is_aborted_when_its_call_comes_back, Library::StubWithout("ncclCommRevoke"), [], {
-    ranks_with(
-        2,
-        |builder| builder.deadline(SHORT),
-        |rank| {
-            let (_allocation, base) = rank.segment();
-            if rank.number() == 0 {
-                let late = rank.register(base).map(|_| ());
-                assert!(matches!(late, Err(CommError::Deadline { state: CommState::Lost, .. })), "{late:?}");
-            }
-            rank.meet();
-            if rank.number() == 1 {
-                // The rank that was missed comes after all, and gets rank 0's thread out of its call.
-                let _window = rank.register(base).expect("a window");
-            } else {
-                let since = Instant::now();
-                while rank.comm.state() != CommState::Aborted {
-                    assert!(since.elapsed() < Duration::from_secs(10), "it is still {}", rank.comm.state());
-                    std::thread::sleep(Duration::from_millis(2));
-                }
-                assert!(matches!(rank.comm.cause(), Some(CommError::Deadline { .. })));
-            }
-            rank.meet();
-        },
-    );
-    nccl::assert_clean();
-});
-
-nccl_test!(threads_that_share_a_communicator_call_one_at_a_time, {
-    ranks(1, |rank| {
-        let (_allocation, base) = rank.segment();
-        std::thread::scope(|scope| {
-            for _ in 0..3 {
-                scope.spawn(|| {
-                    let stream = rank.comm.device().context().new_stream().expect("a stream");
-                    let mut buffer = rank.allocator.alloc_zeroed::<f32>(&stream, 8).expect("memory");
-                    for _ in 0..50 {
-                        rank.comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &stream).expect("submitted");
-                        let registration = rank.comm.register_buffer(base, 4096).expect("any memory");
-                        rank.comm.deregister_buffer(registration).expect("known");
-                    }
-                });
-            }
-        });
-    });
-    nccl::assert_clean();
-});
-
-nccl_test!(a_lone_nonblocking_registration_is_aborted, Library::StubWithout("ncclCommRevoke"), [], {
-    assert_eq!(lone_registration(false), (CommState::Aborted, 1));
-    nccl::assert_clean();
-});
-
-nccl_test!(abort_gets_another_thread_out_of_a_call, {
-    in_both_modes(2, |rank| {
-        let (_allocation, base) = rank.segment();
-        if rank.number() == 0 {
-            std::thread::scope(|scope| {
-                let registering = scope.spawn(|| rank.register(base).map(|_| ()));
-                std::thread::sleep(Duration::from_millis(100));
-                let since = Instant::now();
-                rank.comm.abort().expect("ended");
-                assert!(since.elapsed() < Duration::from_secs(4), "{:?}", since.elapsed());
-                let outcome = registering.join().expect("no panic");
-                let expected = CommError::Gone { name: "world".into(), state: CommState::Aborted, cause: None };
-                assert_eq!(outcome, Err(expected));
-            });
-        }
-        rank.meet();
-    });
-    nccl::assert_clean();
-});
-
-nccl_test!(abort_gives_windows_back_where_there_is_a_revoke, {
-    in_both_modes(2, |rank| {
-        let (_allocation, base) = rank.segment();
-        let _window = rank.register(base).expect("a window");
-        rank.meet();
-        rank.comm.abort().expect("ended");
-        assert_eq!(rank.comm.state(), CommState::Aborted);
-        rank.meet();
-        assert_eq!((nccl::live().windows, nccl::live().kept_rounds, nccl::live().communicators), (0, 0, 0));
-        rank.meet();
-    });
-    nccl::assert_clean();
-});
-
-/// Rank 2 is gone: what the others are told.
-fn lost_peer(mode: impl Fn(CommunicatorBuilder) -> CommunicatorBuilder + Sync) {
-    ranks_with(3, mode, |rank| {
-        rank.meet();
-        if rank.number() == 0 {
-            nccl::kill(2);
-        }
-        rank.meet();
-        if rank.number() != 2 {
-            let mut buffer = rank.buffer(&[1.0]);
-            let refused = rank.comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream);
-            let Err(CommError::Nccl(error)) = refused else { panic!("{refused:?}") };
-            assert_eq!((error.code, error.name()), (6, "ncclRemoteError"));
-            assert_eq!(rank.comm.state(), CommState::Aborted);
-            assert_eq!(rank.comm.cause(), Some(CommError::Nccl(error)));
-        }
-        rank.meet();
-    });
-}
-
-nccl_test!(a_lost_peer_ends_the_communicator_with_its_error, {
-    lost_peer(|builder| builder);
-});
-
-nccl_test!(a_lost_peer_ends_a_nonblocking_communicator_too, {
-    lost_peer(CommunicatorBuilder::nonblocking);
-});
-
-nccl_test!(an_argument_that_nccl_refuses_does_not_end_the_communicator, {
-    ranks(2, |rank| {
-        nccl::fail("ncclAllReduce", Some(rank.number() as usize), 1, 4);
-        let mut buffer = rank.buffer(&[1.0]);
-        let refused = rank.comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream);
-        assert!(
-            matches!(&refused, Err(CommError::Nccl(NcclError { call: "ncclAllReduce", code: 4, .. }))),
-            "{refused:?}"
-        );
-        assert_eq!(rank.comm.state(), CommState::Ready);
-        rank.meet();
-        rank.comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream).expect("submitted");
-        assert_eq!(rank.read(&buffer), [2.0]);
-    });
-    nccl::assert_clean();
-});
-
-nccl_test!(a_failed_registration_ends_the_communicator, {
-    in_both_modes(2, |rank| {
-        nccl::fail("ncclCommWindowRegister", Some(rank.number() as usize), 1, 4);
-        let (_allocation, base) = rank.segment();
-        let refused = rank.register(base).map(|_| ());
-        assert!(matches!(&refused, Err(CommError::Nccl(NcclError { code: 4, .. }))), "{refused:?}");
-        assert_eq!(rank.comm.state(), CommState::Aborted);
-        rank.meet();
-    });
-    nccl::assert_clean();
-});
-
-nccl_test!(a_failed_connection_leaves_nothing, {
-    let device = CudaDevice::new(0).expect("a stub device");
-    nccl::fail("ncclCommInitRankConfig", None, 1, 2);
-    let id = UniqueId::new().expect("an id");
-    let refused = builder(&device).connect(id, 0, 1).map(|_| ());
-    assert!(matches!(&refused, Err(CommError::Nccl(NcclError { code: 2, .. }))), "{refused:?}");
-    assert_eq!(nccl::live().communicators, 0);
-    builder(&device).connect(UniqueId::new().expect("an id"), 0, 1).expect("again");
-});
-
 nccl_test!(blocking_and_nonblocking_do_not_mix_in_a_group, {
     let id = UniqueId::new().expect("an id");
     let device = CudaDevice::new(0).expect("a stub device");
@@ -586,23 +383,6 @@ nccl_test!(blocking_and_nonblocking_do_not_mix_in_a_group, {
 
 nccl_test!(nccls_own_variable_decides_how_calls_are_made, ["NCCL_COMM_BLOCKING" = "0"], {
     ranks(2, |rank| assert!(!rank.comm.is_blocking()));
-});
-
-nccl_test!(a_first_collective_that_waits_for_ranks_ends_at_the_deadline, ["STUB_NCCL_CONNECT_BLOCKS" = "1"], {
-    ranks_with(
-        2,
-        |builder| builder.deadline(SHORT),
-        |rank| {
-            let mut buffer = rank.buffer(&[1.0]);
-            if rank.number() == 0 {
-                let late = rank.comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream);
-                assert!(matches!(late, Err(CommError::Deadline { stage: Stage::Submit, .. })), "{late:?}");
-                assert_ne!(rank.comm.state(), CommState::Ready);
-            }
-            rank.meet();
-        },
-    );
-    nccl::assert_clean();
 });
 
 nccl_test!(a_borrowed_communicator_is_left_to_its_owner, {
@@ -653,27 +433,6 @@ nccl_test!(agreement_speaks_over_the_communicator, {
     nccl::assert_clean();
 });
 
-nccl_test!(a_rank_that_does_not_speak_is_overdue, {
-    ranks_with(
-        2,
-        |builder| builder.deadline(SHORT),
-        |rank| {
-            let transport = NcclTransport::new(&rank.comm).expect("memory");
-            if rank.number() == 0 {
-                let since = Instant::now();
-                let gathered = transport.all_gather(&[1; 64]);
-                assert!(matches!(gathered, Err(TransportError::Overdue { waited }) if waited >= SHORT), "{gathered:?}");
-                assert!(since.elapsed() < SHORT + Duration::from_secs(3));
-                assert_eq!(rank.comm.state(), CommState::Aborted);
-                assert!(matches!(rank.comm.cause(), Some(CommError::Deadline { stage: Stage::Run, .. })));
-                assert_eq!(transport.all_gather(&[1; 64]), Err(TransportError::Closed));
-            }
-            rank.meet();
-        },
-    );
-    nccl::assert_clean();
-});
-
 nccl_test!(registering_in_a_capture_says_what_to_do, {
     ranks(1, |rank| {
         let (_allocation, base) = rank.segment();
@@ -698,70 +457,6 @@ nccl_test!(
             };
             assert_eq!((plain.base(), plain.size_bytes()), (base, SEGMENT_BYTES));
             rank.comm.deregister_buffer(plain).expect("known");
-        });
-        nccl::assert_clean();
-    }
-);
-
-nccl_test!(a_library_under_its_other_name_is_found, Library::Named("libnccl.so"), [], {
-    let nccl = Nccl::load().expect("libnccl.so");
-    assert_eq!(nccl.version(), NcclVersion::new(2, 28, 9));
-    assert!(nccl.path().ends_with("libnccl.so"), "{}", nccl.path().display());
-});
-
-nccl_test!(a_missing_library_is_an_error_that_says_what_was_tried, Library::Missing, [], {
-    let Err(LoadError::LibraryMissing { tried }) = Nccl::load().map(|_| ()) else { panic!("found a library") };
-    assert!(tried[0].contains("libnccl.so.2") && tried[1].contains("libnccl.so"), "{tried:?}");
-    let refused = UniqueId::new().map(|_| ());
-    assert!(matches!(refused, Err(CommError::Load(LoadError::LibraryMissing { .. }))));
-});
-
-nccl_test!(a_library_that_is_loaded_already_is_shared, {
-    // SAFETY: opens the stub.
-    let loaded = unsafe { libloading::Library::new("libnccl.so.2") }.expect("on the path");
-    // SAFETY: the symbol's type.
-    let version = unsafe { loaded.get::<unsafe extern "C" fn(*mut i32) -> i32>("ncclGetVersion") }.expect("a symbol");
-    let mut code = 0;
-    // SAFETY: valid for writing.
-    assert_eq!(unsafe { version(&raw mut code) }, 0);
-    let before = nccl::calls("ncclGetVersion");
-    Nccl::load().expect("the same");
-    assert_eq!(nccl::calls("ncclGetVersion"), before + 1, "one library has all the calls");
-});
-
-nccl_test!(a_library_without_a_needed_call_is_refused, Library::StubWithout("ncclCommSplit"), [], {
-    let Err(LoadError::SymbolMissing { symbol, .. }) = Nccl::load().map(|_| ()) else { panic!("loaded") };
-    assert_eq!(symbol, "ncclCommSplit");
-});
-
-nccl_test!(an_old_library_is_refused_by_version, ["STUB_NCCL_VERSION" = "21701"], {
-    let Err(LoadError::TooOld { version, .. }) = Nccl::load().map(|_| ()) else { panic!("loaded") };
-    assert_eq!(version, NcclVersion::new(2, 17, 1));
-});
-
-nccl_test!(
-    an_older_library_does_what_it_can,
-    Library::StubWithoutAll(&["ncclCommWindowRegister", "ncclCommWindowDeregister", "ncclCommRevoke"]),
-    ["STUB_NCCL_VERSION" = "22106"],
-    {
-        let loaded = Nccl::load().expect("old enough");
-        assert!(loaded.supports(Capability::BufferRegistration));
-        assert!(!loaded.supports(Capability::Windows) && !loaded.supports(Capability::Revoke));
-        ranks(2, |rank| {
-            let version = NcclVersion::new(2, 21, 6);
-            let expected = CommError::Unsupported { capability: Capability::Windows, version };
-            assert_eq!(
-                expected.to_string(),
-                "symmetric windows needs NCCL 2.27.3, the library is 2.21.6: install a newer one, or name it in \
-                 SYMMALLOC_NCCL_LIBRARY"
-            );
-            assert_eq!(rank.comm.register_window(4096, 4096).map(|_| ()), Err(expected));
-            let (_allocation, base) = rank.segment();
-            let buffer = rank.comm.register_buffer(base, 4096).expect("any memory");
-            rank.comm.deregister_buffer(buffer).expect("known");
-            let mut sum = rank.buffer(&[1.0]);
-            rank.comm.all_reduce_in_place(&mut sum, ReduceOp::Sum, &rank.stream).expect("submitted");
-            assert_eq!(rank.read(&sum), [2.0]);
         });
         nccl::assert_clean();
     }

@@ -1,0 +1,252 @@
+//! Ranks that do not come, calls that fail or hang, aborts: what is said, and what is left.
+
+use super::{SHORT, builder, in_both_modes, ranks, ranks_with};
+use std::time::{Duration, Instant};
+use stub_process::{Library, nccl, nccl_test};
+use symmalloc_core::agreement::{Transport, TransportError};
+use symmalloc_cuda::CudaDevice;
+use symmalloc_nccl::{CommError, CommState, CommunicatorBuilder, NcclError, NcclTransport, ReduceOp, Stage, UniqueId};
+
+nccl_test!(a_rank_that_never_comes_is_an_error_within_the_deadline, {
+    let device = CudaDevice::new(0).expect("a stub device");
+    for (is_blocking, expected) in [(true, CommState::Lost), (false, CommState::Aborted)] {
+        let id = UniqueId::new().expect("an id");
+        let builder = builder(&device).deadline(SHORT);
+        let builder = if is_blocking { builder } else { builder.nonblocking() };
+        let since = Instant::now();
+        let Err(CommError::Deadline { name, stage, waited, state }) = builder.connect(id, 0, 2).map(|_| ()) else {
+            panic!("connected without the other rank");
+        };
+        assert_eq!((&*name, stage, state), ("world", Stage::Connect, expected));
+        assert!(waited >= SHORT && since.elapsed() < Duration::from_secs(5), "{:?}", since.elapsed());
+    }
+    nccl::assert_clean();
+});
+
+/// Rank 1 does not register: what is left of rank 0's communicator, and how often it was aborted.
+fn lone_registration(is_blocking: bool) -> (CommState, u64) {
+    let left = std::sync::Mutex::new(None);
+    let mode = |builder: CommunicatorBuilder| {
+        let builder = builder.deadline(SHORT);
+        if is_blocking { builder } else { builder.nonblocking() }
+    };
+    ranks_with(2, mode, |rank| {
+        let (_allocation, base) = rank.segment();
+        if rank.number() == 0 {
+            let since = Instant::now();
+            let Err(CommError::Deadline { stage, waited, state, .. }) = rank.register(base).map(|_| ()) else {
+                panic!("a window without the other rank");
+            };
+            assert_eq!((stage, state), (Stage::Register, rank.comm.state()));
+            assert!(waited >= SHORT && since.elapsed() < SHORT + Duration::from_secs(3), "{:?}", since.elapsed());
+            let later = rank.comm.split(Some(0), 0).map(|_| ());
+            let Err(CommError::Gone { cause: Some(cause), .. }) = later else { panic!("{later:?}") };
+            assert!(matches!(*cause, CommError::Deadline { stage: Stage::Register, .. }));
+            *left.lock().expect("no panic") = Some((state, nccl::calls("ncclCommAbort")));
+        }
+        rank.meet();
+    });
+    left.into_inner().expect("no panic").expect("rank 0 said")
+}
+
+nccl_test!(a_lone_registration_is_revoked_and_aborted, {
+    assert_eq!(lone_registration(true), (CommState::Aborted, 1));
+    nccl::assert_clean();
+});
+
+nccl_test!(a_lone_registration_without_revoke_is_lost, Library::StubWithout("ncclCommRevoke"), [], {
+    assert_eq!(lone_registration(true), (CommState::Lost, 0), "a thread is still inside");
+    nccl::assert_clean();
+});
+
+nccl_test!(a_lost_communicator_is_aborted_when_its_call_comes_back, Library::StubWithout("ncclCommRevoke"), [], {
+    ranks_with(
+        2,
+        |builder| builder.deadline(SHORT),
+        |rank| {
+            let (_allocation, base) = rank.segment();
+            if rank.number() == 0 {
+                let late = rank.register(base).map(|_| ());
+                assert!(matches!(late, Err(CommError::Deadline { state: CommState::Lost, .. })), "{late:?}");
+            }
+            rank.meet();
+            if rank.number() == 1 {
+                // The rank that was missed comes after all, and gets rank 0's thread out of its call.
+                let _window = rank.register(base).expect("a window");
+            } else {
+                let since = Instant::now();
+                while rank.comm.state() != CommState::Aborted {
+                    assert!(since.elapsed() < Duration::from_secs(10), "it is still {}", rank.comm.state());
+                    std::thread::sleep(Duration::from_millis(2));
+                }
+                assert!(matches!(rank.comm.cause(), Some(CommError::Deadline { .. })));
+            }
+            rank.meet();
+        },
+    );
+    nccl::assert_clean();
+});
+
+nccl_test!(threads_that_share_a_communicator_call_one_at_a_time, {
+    ranks(1, |rank| {
+        let (_allocation, base) = rank.segment();
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    let stream = rank.comm.device().context().new_stream().expect("a stream");
+                    let mut buffer = rank.allocator.alloc_zeroed::<f32>(&stream, 8).expect("memory");
+                    for _ in 0..50 {
+                        rank.comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &stream).expect("submitted");
+                        let registration = rank.comm.register_buffer(base, 4096).expect("any memory");
+                        rank.comm.deregister_buffer(registration).expect("known");
+                    }
+                });
+            }
+        });
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(a_lone_nonblocking_registration_is_aborted, Library::StubWithout("ncclCommRevoke"), [], {
+    assert_eq!(lone_registration(false), (CommState::Aborted, 1));
+    nccl::assert_clean();
+});
+
+nccl_test!(abort_gets_another_thread_out_of_a_call, {
+    in_both_modes(2, |rank| {
+        let (_allocation, base) = rank.segment();
+        if rank.number() == 0 {
+            std::thread::scope(|scope| {
+                let registering = scope.spawn(|| rank.register(base).map(|_| ()));
+                std::thread::sleep(Duration::from_millis(100));
+                let since = Instant::now();
+                rank.comm.abort().expect("ended");
+                assert!(since.elapsed() < Duration::from_secs(4), "{:?}", since.elapsed());
+                let outcome = registering.join().expect("no panic");
+                let expected = CommError::Gone { name: "world".into(), state: CommState::Aborted, cause: None };
+                assert_eq!(outcome, Err(expected));
+            });
+        }
+        rank.meet();
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(abort_gives_windows_back_where_there_is_a_revoke, {
+    in_both_modes(2, |rank| {
+        let (_allocation, base) = rank.segment();
+        let _window = rank.register(base).expect("a window");
+        rank.meet();
+        rank.comm.abort().expect("ended");
+        assert_eq!(rank.comm.state(), CommState::Aborted);
+        rank.meet();
+        assert_eq!((nccl::live().windows, nccl::live().kept_rounds, nccl::live().communicators), (0, 0, 0));
+        rank.meet();
+    });
+    nccl::assert_clean();
+});
+
+/// Rank 2 is gone: what the others are told.
+fn lost_peer(mode: impl Fn(CommunicatorBuilder) -> CommunicatorBuilder + Sync) {
+    ranks_with(3, mode, |rank| {
+        rank.meet();
+        if rank.number() == 0 {
+            nccl::kill(2);
+        }
+        rank.meet();
+        if rank.number() != 2 {
+            let mut buffer = rank.buffer(&[1.0]);
+            let refused = rank.comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream);
+            let Err(CommError::Nccl(error)) = refused else { panic!("{refused:?}") };
+            assert_eq!((error.code, error.name()), (6, "ncclRemoteError"));
+            assert_eq!(rank.comm.state(), CommState::Aborted);
+            assert_eq!(rank.comm.cause(), Some(CommError::Nccl(error)));
+        }
+        rank.meet();
+    });
+}
+
+nccl_test!(a_lost_peer_ends_the_communicator_with_its_error, {
+    lost_peer(|builder| builder);
+});
+
+nccl_test!(a_lost_peer_ends_a_nonblocking_communicator_too, {
+    lost_peer(CommunicatorBuilder::nonblocking);
+});
+
+nccl_test!(an_argument_that_nccl_refuses_does_not_end_the_communicator, {
+    ranks(2, |rank| {
+        nccl::fail("ncclAllReduce", Some(rank.number() as usize), 1, 4);
+        let mut buffer = rank.buffer(&[1.0]);
+        let refused = rank.comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream);
+        assert!(
+            matches!(&refused, Err(CommError::Nccl(NcclError { call: "ncclAllReduce", code: 4, .. }))),
+            "{refused:?}"
+        );
+        assert_eq!(rank.comm.state(), CommState::Ready);
+        rank.meet();
+        rank.comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream).expect("submitted");
+        assert_eq!(rank.read(&buffer), [2.0]);
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(a_failed_registration_ends_the_communicator, {
+    in_both_modes(2, |rank| {
+        nccl::fail("ncclCommWindowRegister", Some(rank.number() as usize), 1, 4);
+        let (_allocation, base) = rank.segment();
+        let refused = rank.register(base).map(|_| ());
+        assert!(matches!(&refused, Err(CommError::Nccl(NcclError { code: 4, .. }))), "{refused:?}");
+        assert_eq!(rank.comm.state(), CommState::Aborted);
+        rank.meet();
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(a_failed_connection_leaves_nothing, {
+    let device = CudaDevice::new(0).expect("a stub device");
+    nccl::fail("ncclCommInitRankConfig", None, 1, 2);
+    let id = UniqueId::new().expect("an id");
+    let refused = builder(&device).connect(id, 0, 1).map(|_| ());
+    assert!(matches!(&refused, Err(CommError::Nccl(NcclError { code: 2, .. }))), "{refused:?}");
+    assert_eq!(nccl::live().communicators, 0);
+    builder(&device).connect(UniqueId::new().expect("an id"), 0, 1).expect("again");
+});
+
+nccl_test!(a_first_collective_that_waits_for_ranks_ends_at_the_deadline, ["STUB_NCCL_CONNECT_BLOCKS" = "1"], {
+    ranks_with(
+        2,
+        |builder| builder.deadline(SHORT),
+        |rank| {
+            let mut buffer = rank.buffer(&[1.0]);
+            if rank.number() == 0 {
+                let late = rank.comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream);
+                assert!(matches!(late, Err(CommError::Deadline { stage: Stage::Submit, .. })), "{late:?}");
+                assert_ne!(rank.comm.state(), CommState::Ready);
+            }
+            rank.meet();
+        },
+    );
+    nccl::assert_clean();
+});
+
+nccl_test!(a_rank_that_does_not_speak_is_overdue, {
+    ranks_with(
+        2,
+        |builder| builder.deadline(SHORT),
+        |rank| {
+            let transport = NcclTransport::new(&rank.comm).expect("memory");
+            if rank.number() == 0 {
+                let since = Instant::now();
+                let gathered = transport.all_gather(&[1; 64]);
+                assert!(matches!(gathered, Err(TransportError::Overdue { waited }) if waited >= SHORT), "{gathered:?}");
+                assert!(since.elapsed() < SHORT + Duration::from_secs(3));
+                assert_eq!(rank.comm.state(), CommState::Aborted);
+                assert!(matches!(rank.comm.cause(), Some(CommError::Deadline { stage: Stage::Run, .. })));
+                assert_eq!(transport.all_gather(&[1; 64]), Err(TransportError::Closed));
+            }
+            rank.meet();
+        },
+    );
+    nccl::assert_clean();
+});
