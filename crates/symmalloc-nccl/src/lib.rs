@@ -107,3 +107,12 @@ pub use splits::{Sending, Side, Split, Splits, SplitsError};
 pub use transport::NcclTransport;
 pub use unique_id::UniqueId;
 pub use window::WindowSpan;
+
+/// What threads may share.
+const _: () = {
+    const fn shared<T: Send + Sync>() {}
+    shared::<Communicator>();
+    shared::<NcclTransport>();
+    shared::<Window>();
+    shared::<BufferRegistration>();
+};
