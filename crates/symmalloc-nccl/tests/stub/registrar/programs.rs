@@ -179,7 +179,8 @@ impl Program<'_> {
 
     /// A call of the next sync fails or hangs on one rank.
     fn strike(&mut self) {
-        let call = ["ncclCommWindowRegister", "ncclCommWindowDeregister", "ncclAllGather"][self.below(3)];
+        // NCCL keeps the memory of a window that it does not give back, so that does not fail here.
+        let call = ["ncclCommWindowRegister", "ncclAllGather"][self.below(2)];
         let (rank, nth, hangs) = (self.below(self.it.ranks), 1 + self.below(4) as u64, self.below(3) == 0);
         self.it.meet();
         if self.it.rank == 0 {
