@@ -137,7 +137,8 @@ nccl_test!(threads_with_a_communicator_and_a_pool_each_do_not_disturb_each_other
                     let allocator = it.allocator.with_pool(pool);
                     for round in 0..40_u64 {
                         let size = ((round % 5) * 7 + 3) * MIB + if *name == "a" { 0 } else { 512 };
-                        let tensor = allocator.alloc_zeroed::<f32>(stream, size as usize / 4).expect("fits");
+                        // SAFETY: any bits make a float.
+                        let tensor = unsafe { allocator.alloc::<f32>(stream, size as usize / 4) }.expect("fits");
                         it.registrar.sync(&[comm]).expect("both ranks did the same");
                         it.registrar.window_of(comm, &tensor).expect("it is in a window");
                         drop(tensor);
@@ -306,7 +307,8 @@ nccl_test!(a_scope_registers_what_was_taken_inside_also_when_its_work_fails, {
     Job::new(2).run(|it| {
         let pool = it.attached_pool();
         let take = |allocator: &symmalloc_cuda::CudaAllocator, bytes: u64| {
-            allocator.alloc_zeroed::<f32>(&it.stream, bytes as usize / 4)
+            // SAFETY: any bits make a float.
+            unsafe { allocator.alloc::<f32>(&it.stream, bytes as usize / 4) }
         };
         let comms = [&it.world];
         let made = it.registrar.with_symmetric(&comms, &pool, |allocator| take(allocator, 30 * MIB));
