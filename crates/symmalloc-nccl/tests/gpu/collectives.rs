@@ -121,7 +121,7 @@ fn times_on_windows_and_on_plain_buffers() {
         ranks(count, |rank| {
             let comm = rank.connect(id, calls);
             let mut plain = Memory::new(rank, PoolConfig::default());
-            let windows = (rank.ranks as u64 + 1) * (256 << 20) + 2 * MIB;
+            let windows = (u64::from(rank.ranks) + 1) * (256 << 20) + 2 * MIB;
             let mut windows = Memory::new(rank, reserved(windows));
             let registrar = Arc::new(rank.registrar(&windows.allocator));
             registrar.attach(&comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
@@ -165,7 +165,7 @@ fn all_to_all_with_changing_splits_grows_nothing() {
         // Rows that a rank sends to another in a call: any rank knows them, so that every answer can be checked.
         let rows = |call: u64, from: usize, to: usize| {
             let mixed = (call * 31 + from as u64 * 7 + to as u64 * 13).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 33;
-            if mixed % 5 == 0 { 0 } else { mixed % ROWS as u64 }
+            if mixed.is_multiple_of(5) { 0 } else { mixed % ROWS as u64 }
         };
         let mut before = None;
         let begun = Instant::now();

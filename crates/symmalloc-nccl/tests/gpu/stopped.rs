@@ -49,12 +49,8 @@ fn a_thread_that_stops_under_a_collective_on_windows_ends_in_an_error() {
             let stop = || loop {
                 std::thread::park();
             };
-            live(
-                rank,
-                connect(rank.builder(calls).deadline(WAIT)).expect("connected"),
-                InFlight::CollectiveOnWindows,
-                stop,
-            );
+            let comm = connect(rank.builder(calls).deadline(WAIT)).expect("connected");
+            live(rank, &comm, InFlight::CollectiveOnWindows, stop);
         });
         return;
     }
@@ -76,7 +72,7 @@ fn a_process_that_dies_ends_in_an_error_on_all_others() {
         let comm = Communicator::builder(&device).deadline(WAIT).connect_env().expect("connected");
         let barrier = Barrier::new(1);
         let rank = Rank { rank: launch.rank, ranks: launch.ranks, device, stream, barrier: &barrier };
-        live(&rank, comm, in_flight, || {
+        live(&rank, &comm, in_flight, || {
             // SAFETY: ends the process as a crash does.
             unsafe { libc::_exit(DEAD) }
         });
@@ -93,12 +89,12 @@ fn a_process_that_dies_ends_in_an_error_on_all_others() {
 }
 
 /// The last rank stops after a good collective; the first of the others ends the process.
-fn live(rank: &Rank<'_>, comm: Communicator, in_flight: InFlight, stop: impl Fn()) {
+fn live(rank: &Rank<'_>, comm: &Communicator, in_flight: InFlight, stop: impl Fn()) {
     let allocator = rank.allocator(reserved(64 * MIB));
     let registrar = rank.registrar(&allocator);
-    registrar.attach(&comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
+    registrar.attach(comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
     let mut buffer = allocator.alloc_zeroed::<f32>(&rank.stream, 1 << 18).expect("allocated");
-    registrar.sync(&[&comm]).expect("registered");
+    registrar.sync(&[comm]).expect("registered");
     rank.write(&mut buffer, 1);
     comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream).expect("submitted");
     assert_eq!(rank.wrong_sums(&buffer, 1), 0);
@@ -110,7 +106,7 @@ fn live(rank: &Rank<'_>, comm: Communicator, in_flight: InFlight, stop: impl Fn(
         comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream).expect("submitted");
     }
     let begun = Instant::now();
-    let error = registrar.sync(&[&comm]).expect_err("a peer is gone");
+    let error = registrar.sync(&[comm]).expect_err("a peer is gone");
     println!("rank {}, {in_flight:?}, sync, after {} ms: {error}", rank.rank, begun.elapsed().as_millis());
     assert!(begun.elapsed() < WAIT + Duration::from_secs(2), "{:?}", begun.elapsed());
     // Allocating goes on, since nothing there waits on the host.
