@@ -20,9 +20,9 @@ fn run(ranks: u32, rounds: u32) {
 }
 
 nccl_test!(the_old_order_is_wrong_and_ours_right_on_two_ranks, {
-    run(2, 25);
+    run(2, 21);
 });
 
 nccl_test!(the_old_order_is_wrong_and_ours_right_on_four_ranks, {
-    run(4, 12);
+    run(4, 3);
 });
