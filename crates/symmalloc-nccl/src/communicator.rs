@@ -253,6 +253,17 @@ impl Communicator {
         }
     }
 
+    /// Ends it because a rank's message did not arrive, although NCCL says that the collective is done.
+    pub(crate) fn miss(&self, rank: u32) -> CommError {
+        let name = Arc::clone(&self.shared.name);
+        match self.shared.access() {
+            Ok(mut access) => {
+                call::give_up(from_mut(&mut access), Ending::Idle, |state| CommError::PeerLost { name, rank, state })
+            }
+            Err(gone) => gone,
+        }
+    }
+
     /// Numbers a transport's gather, on all ranks alike.
     pub(crate) fn next_gather(&self) -> Result<u64, CommError> {
         let mut access = self.shared.access()?;

@@ -158,6 +158,20 @@ pub enum CommError {
         /// What became of the communicator.
         state: CommState,
     },
+    /// A collective ended without a rank's message. NCCL says nothing of it: so it goes when another rank aborts the
+    /// communicator because it misses that rank.
+    #[error(
+        "communicator \"{name}\": the message of rank {rank} did not arrive: it died or is stuck, or gave up itself. The \
+         communicator is {state} now. Look for the first error among the ranks"
+    )]
+    PeerLost {
+        /// The communicator's name.
+        name: Arc<str>,
+        /// The first rank whose message is missing.
+        rank: u32,
+        /// What became of the communicator.
+        state: CommState,
+    },
     /// The communicator was destroyed, aborted or lost before.
     #[error(
         "communicator \"{name}\" is {state}{}: connect a new one",

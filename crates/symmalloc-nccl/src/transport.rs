@@ -35,7 +35,8 @@ const SEAL_BYTES: usize = size_of::<u64>();
 /// A [`Transport`] over a communicator's all-gather, with memory and a stream of its own.
 ///
 /// Its all-gathers count among the communicator's collectives: every rank calls them at the same points. A rank that does not
-/// come within the communicator's deadline ends the communicator on the others, with [`TransportError::Overdue`].
+/// come within the communicator's deadline ends the communicator on the others, with [`TransportError::Overdue`], or, where
+/// another rank's end was faster than the own deadline, with [`TransportError::RankLost`].
 pub struct NcclTransport {
     comm: Communicator,
     staging: Mutex<Option<Staging>>,
@@ -111,8 +112,8 @@ impl NcclTransport {
             }
         }
         let slots = messages[..all_bytes].chunks_exact(slot_bytes).map(|slot| slot.split_at(message.len()));
-        if slots.clone().any(|(bytes, sealed)| sealed != seal(number, bytes)) {
-            return Err(self.comm.give_up(Stage::Run, patience.waited()));
+        if let Some(rank) = slots.clone().position(|(bytes, sealed)| sealed != seal(number, bytes)) {
+            return Err(self.comm.miss(rank as u32));
         }
         let bytes: Vec<u8> = slots.flat_map(|(bytes, _)| bytes).copied().collect();
         Ok(Gathered::new(bytes, message.len()))
@@ -156,6 +157,7 @@ impl Transport for NcclTransport {
 fn transport_error(error: &CommError) -> TransportError {
     match error {
         CommError::Deadline { waited, .. } => TransportError::Overdue { waited: *waited },
+        CommError::PeerLost { rank, .. } => TransportError::RankLost { rank: *rank },
         CommError::Nccl(error) => TransportError::Failed { call: error.call, code: error.code.into() },
         CommError::Cuda(CudaError::Driver(error)) => {
             TransportError::Failed { call: error.call, code: error.code.into() }

@@ -11,8 +11,8 @@
 //! question: window registration returns success in any case, and errors of NCCL's own threads show only there.
 
 use super::ending::{ABORT_LIMIT, Ending, GRACE, end_all};
-use super::shared::{Access, Mode};
-use super::state::Stage;
+use super::shared::{Access, Mode, lock};
+use super::state::{CommState, Stage};
 use crate::calls::{Calls, Progress};
 use crate::error::{CommError, NcclError};
 use crate::patience::Patience;
@@ -224,11 +224,20 @@ fn is_broken(access: &Access<'_>) -> bool {
 /// The deadline passed.
 pub(super) fn overdue(accesses: &mut [Access<'_>], stage: Stage, waited: Duration, ending: Ending) -> CommError {
     let name = Arc::clone(&accesses[0].shared.name);
+    give_up(accesses, ending, |state| CommError::Deadline { name, stage, waited, state })
+}
+
+/// Other ranks cannot be counted on any more. The error is told what became of the communicator, and is the cause of its end.
+pub(super) fn give_up(
+    accesses: &mut [Access<'_>],
+    ending: Ending,
+    error: impl FnOnce(CommState) -> CommError,
+) -> CommError {
     end_all(accesses, ending, None, GRACE);
-    let error = CommError::Deadline { name, stage, waited, state: accesses[0].shared.state() };
+    let error = error(accesses[0].shared.state());
     let cause = Arc::new(error.clone());
     for access in accesses {
-        super::shared::lock(&access.shared.life).cause = Some(Arc::clone(&cause));
+        lock(&access.shared.life).cause = Some(Arc::clone(&cause));
     }
     error
 }

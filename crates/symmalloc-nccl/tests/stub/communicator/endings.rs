@@ -250,3 +250,21 @@ nccl_test!(a_rank_that_does_not_speak_is_overdue, {
     );
     nccl::assert_clean();
 });
+
+nccl_test!(a_gather_that_ends_without_a_message_names_the_rank, {
+    ranks(3, |rank| {
+        if rank.number() == 2 {
+            // As an aborted kernel leaves it: a slot that nobody wrote. 64 bytes and the transport's seal.
+            let nothing = rank.allocator.alloc_zeroed::<u8>(&rank.stream, 72).expect("memory");
+            let mut all = rank.allocator.alloc_zeroed::<u8>(&rank.stream, 3 * 72).expect("memory");
+            rank.comm.all_gather(&nothing, &mut all, &rank.stream).expect("submitted");
+        } else {
+            let transport = NcclTransport::new(&rank.comm).expect("memory");
+            assert_eq!(transport.all_gather(&[1; 64]), Err(TransportError::RankLost { rank: 2 }));
+            assert!(matches!(rank.comm.cause(), Some(CommError::PeerLost { rank: 2, .. })));
+            assert_ne!(rank.comm.state(), CommState::Ready);
+        }
+        rank.meet();
+    });
+    nccl::assert_clean();
+});
