@@ -32,6 +32,7 @@ pub(crate) const MIB: usize = 1 << 20;
 macro_rules! calls {
     ($($name:ident = $symbol:ident ($($arg:ident: $type:ty),*);)*) => {
         $(
+            #[allow(clippy::too_many_arguments, reason = "NCCL's signature")]
             pub(crate) fn $name($($arg: $type),*) -> c_int {
                 // SAFETY: the symbol's type, and arguments that the tests keep valid where the call is not to refuse them.
                 unsafe {

@@ -4,7 +4,6 @@ use crate::raw::{IN_PROGRESS, MIB, Rank, SUCCESS, UniqueId, abort, async_error, 
 use crate::raw::{all_reduce, revoke, unique_id, window_deregister};
 use crate::stub_itself::{COUNT, input, sum};
 use cudarc::driver::sys::{self, CUresult};
-use std::sync::Mutex;
 use stub_process::{cuda, nccl, nccl_test};
 
 const REMOTE_ERROR: i32 = 6;
@@ -39,7 +38,7 @@ nccl_test!(work_behind_a_collective_waits_with_it_also_on_other_streams, {
     ranks(2, |rank| {
         let segment = rank.segment(2 * MIB);
         rank.write(segment, &input(rank.rank));
-        let (other, order) = (rank.stream.context().new_stream().expect("a stream"), Mutex::new(()));
+        let other = rank.stream.context().new_stream().expect("a stream");
         if rank.rank == 0 {
             assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
             other.wait(&rank.stream.record_event(None).expect("recorded")).expect("submitted");
@@ -55,7 +54,6 @@ nccl_test!(work_behind_a_collective_waits_with_it_also_on_other_streams, {
             rank.meet();
             assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
         }
-        drop(order);
         rank.stream.synchronize().expect("idle");
         assert_eq!(destroy(rank.comm), SUCCESS);
     });
@@ -145,16 +143,13 @@ fn settle(comm: u64) -> i32 {
 
 nccl_test!(a_nonblocking_communicator_is_under_way_until_it_was_asked, {
     let id = unique_id();
-    let first = Mutex::new(0);
     std::thread::scope(|scope| {
         for rank in 0..2 {
-            let first = &first;
             scope.spawn(move || {
                 let context = cudarc::driver::CudaContext::new(rank).expect("a stub device");
                 let stream = context.new_stream().expect("a stream");
                 let comm = join_nonblocking(id, rank);
                 assert_eq!(settle(comm), SUCCESS);
-                *first.lock().expect("not poisoned") += 1;
                 let raw = stream.cu_stream() as u64;
                 let mut base = 0;
                 assert_eq!(crate::raw::memory_allocate(&raw mut base, 2 * MIB), SUCCESS);

@@ -50,8 +50,9 @@ nccl_test!(collectives_compute_what_they_should, {
 });
 
 nccl_test!(every_type_and_operation_reduces, {
+    type Bytes = fn(u8) -> Vec<u8>;
     // Type, bytes of 1, 2 and 3 in it. Sum, product, max, min, average of 1 and 3 are 4, 3, 3, 1, 2.
-    let types: [(i32, fn(u8) -> Vec<u8>); 10] = [
+    let types: [(i32, Bytes); 10] = [
         (0, |value| (value as i8).to_ne_bytes().to_vec()),
         (1, |value| value.to_ne_bytes().to_vec()),
         (2, |value| i32::from(value).to_ne_bytes().to_vec()),
