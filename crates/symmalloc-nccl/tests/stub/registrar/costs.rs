@@ -29,6 +29,7 @@ nccl_test!(a_sync_with_nothing_new_takes_nanoseconds, {
             println!("sync of {} communicators with nothing new: {least:?}", comms.len());
             assert!(least < Duration::from_micros(10), "{least:?}");
         }
+        assert_eq!(it.registrar.stats().quiet_syncs, 2 * 5 * u64::from(CALLS));
         drop(kept);
     });
 });
