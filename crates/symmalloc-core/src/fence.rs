@@ -402,4 +402,22 @@ mod tests {
         assert_eq!(spent(&mut table), [Event(70)]);
         assert_eq!(table.fence_count(), 0);
     }
+
+    #[test]
+    fn a_set_is_in_stream_order_whatever_came_first() {
+        let mut table = FenceTable::default();
+        let fence = |stream| Fence { stream, tick: 0, event: None };
+        let streams = |table: &FenceTable, set| table.fences(set).map(|fence| fence.stream).collect::<Vec<_>>();
+        let outer = table.add(FenceSetId::EMPTY, fence(C));
+        let outer = table.add(outer, fence(A));
+        let inner = table.add(FenceSetId::EMPTY, fence(B));
+        let all = table.union(inner, outer);
+        assert_eq!(streams(&table, all), [A, B, C]);
+        assert_eq!(table.add(all, fence(B)), all);
+        assert_eq!((streams(&table, all), table.fence_count()), (vec![A, B, C], 3));
+        let left = table.retain(all, |fence| fence.stream != A);
+        assert_eq!((streams(&table, left), table.fence_count()), (vec![B, C], 2));
+        assert_eq!(table.retain(left, |_| false), FenceSetId::EMPTY);
+        assert_eq!(table.fence_count(), 0);
+    }
 }

@@ -2,9 +2,9 @@
 //!
 //! A heap composes the leaves: the [`BlockTable`] says what lies where, the [`FreeIndex`] says what is free in the order
 //! of rule D2, the [`FenceTable`] says what a block's next user must wait for, and [`SizeRules`] says how large things
-//! are. This file keeps them in step and folds each decision into the digest. What needs the driver has files of its
-//! own: [`crate::obtain`] when nothing fits, [`crate::fencing`] when other streams used a block, [`crate::trim`] when
-//! memory goes back.
+//! are. This file keeps them in step and folds each decision into the digest. [`crate::merging`] makes one block of a freed
+//! one and its free neighbours. What needs the driver has files of its own: [`crate::obtain`] when nothing fits,
+//! [`crate::fencing`] when other streams used a block, [`crate::trim`] when memory goes back.
 //!
 //! ```text
 //!  allocate   best fit in the free index ──found──► wait for its fences ─► split ─► allocated
@@ -15,6 +15,10 @@
 //!
 //! A call that fails has changed nothing that a later decision could see, with one exception: an allocation whose wait
 //! fails after the heap grew leaves the heap grown, as it is by now on the ranks whose wait did not fail.
+//!
+//! Most heaps are *plain*: one stream, sizes that are exact, no books. What their blocks are placed by is known ahead of
+//! time ([`Exact`]), and most of their requests end in `allocate_at_once` and `free_at_once`. Everything else takes the
+//! longer way, by the same code and to the same places.
 //!
 //! Everything a decision reads is in the heap or in its pool's configuration. That is what makes heaps independent
 //! (rule D8), and the heap's lock the only lock on the way.
@@ -265,6 +269,7 @@ impl Heap {
     }
 
     /// Allocates for work on `stream`, whatever it takes.
+    #[inline(always)]
     pub(crate) fn allocate<B: Backend, L: Lock>(
         &mut self,
         around: &Surroundings<B, L>,
@@ -273,8 +278,19 @@ impl Heap {
     ) -> Result<Allocation, Box<Shortage>> {
         match self.plain {
             Some(_) => self.allocate_with::<B, L, Exact>(around, stream, requested),
-            None => self.allocate_with::<B, L, ByRule>(around, stream, requested),
+            None => self.allocate_by_rule(around, stream, requested),
         }
+    }
+
+    /// As [`allocate`](Self::allocate), by the rules, which every heap has.
+    #[inline(never)]
+    pub(crate) fn allocate_by_rule<B: Backend, L: Lock>(
+        &mut self,
+        around: &Surroundings<B, L>,
+        stream: StreamId,
+        requested: u64,
+    ) -> Result<Allocation, Box<Shortage>> {
+        self.allocate_with::<B, L, ByRule>(around, stream, requested)
     }
 
     #[inline(always)]

@@ -86,3 +86,48 @@ impl KeyPage {
         self.len = len;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn key(size: u32) -> FreeKey {
+        FreeKey::least_of(size)
+    }
+
+    /// Every other size, put in from both ends to the middle.
+    fn nearly_full_page() -> (KeyPage, Vec<FreeKey>) {
+        let (mut page, mut oracle) = (KeyPage::default(), Vec::new());
+        for number in 1..PAGE_MAX as u32 {
+            let new = key(if number % 2 == 0 { number } else { 1000 - number });
+            page.insert(page.position(new), new);
+            oracle.push(new);
+            oracle.sort_unstable();
+            assert_eq!(page.keys(), oracle);
+        }
+        (page, oracle)
+    }
+
+    #[test]
+    fn a_key_belongs_before_the_first_greater_one() {
+        let (page, oracle) = nearly_full_page();
+        for size in 0..1010 {
+            assert_eq!(page.position(key(size)), oracle.partition_point(|there| *there < key(size)));
+        }
+        assert_eq!(page.key(page.len()), FreeKey::MAX);
+    }
+
+    #[test]
+    fn a_page_that_is_cut_and_joined_again_holds_the_same_keys() {
+        let (mut page, mut oracle) = nearly_full_page();
+        let at = page.position(oracle[20]);
+        page.remove(at);
+        oracle.remove(20);
+        let upper = page.split_off();
+        assert_eq!((page.len(), upper.len()), (31, 31));
+        assert_eq!((page.keys(), upper.keys()), oracle.split_at(31));
+        assert_eq!(page.position(upper.key(0)), 31);
+        page.append(&upper);
+        assert_eq!(page.keys(), oracle);
+    }
+}

@@ -53,7 +53,7 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
             Ok(allocation) => allocation,
             Err(shortage) => {
                 let request = Request { pool, stream, size_bytes };
-                let again = |heap: &mut Heap| heap.allocate(&allocator.around, stream, size_bytes);
+                let again = |heap: &mut Heap| heap.allocate_by_rule(&allocator.around, stream, size_bytes);
                 allocator.persist(allocator.pool(pool)?, heap, request, *shortage, again)?
             }
         };

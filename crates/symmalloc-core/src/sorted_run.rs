@@ -1,11 +1,11 @@
 //! A sorted run of free keys: the content of a long bin of the free index.
 //!
-//! A program that frees 100,000 blocks of one size fills one bin with all of them. A run keeps their keys in pages, so
-//! that a search is two binary searches and a change moves at most one page:
+//! A program that frees 100,000 blocks of one size fills one bin with all of them. A run keeps their keys in
+//! [pages](KeyPage), so that a search is two binary searches and a change moves at most one page:
 //!
 //! ```text
 //!  head     [ 2 5 9 ]
-//!  pages    [ 11 ][ 30 41 57 ]   1 to PAGE_MAX keys each, sorted
+//!  pages    [ 11 ][ 30 41 57 ]   1 to PAGE_MAX - 1 keys each, sorted
 //!  bounds   [ 10  │ 28 ]         every key of page i is at least bounds[i], every key before it is less
 //! ```
 //!
