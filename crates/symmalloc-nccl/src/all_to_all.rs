@@ -43,7 +43,7 @@ use crate::data_type::DataType;
 use crate::error::CommError;
 use crate::group::Group;
 use crate::registrar::Registrar;
-use crate::segment_key::SegmentKey;
+use crate::registrar::segment_key::SegmentKey;
 use crate::splits::{Side, Split, Splits};
 use crate::transport::NcclTransport;
 use cudarc::driver::sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;

@@ -6,10 +6,10 @@
 //!
 //! What only moves elements (gather, broadcast, send) can be used for any type as its bytes.
 
+use crate::communicator::operation::{Kind, Operation};
 use crate::communicator::{Communicator, submit};
 use crate::data_type::{NcclType, ReduceOp};
 use crate::error::CommError;
-use crate::operation::{Kind, Operation};
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 use std::ffi::c_int;
 use std::sync::Arc;

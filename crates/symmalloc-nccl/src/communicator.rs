@@ -4,20 +4,24 @@
 //!  communicator.rs     what a program sees
 //!    builder.rs        connect, connect_env, borrow
 //!    shared.rs         what the clones share, the call lock
-//!    call.rs           how NCCL is called: on which thread, and for how long
-//!    ending.rs         what happens when it does not end in order
-//!    registering.rs    windows and buffers
+//!    call.rs           how NCCL is called: on which thread (threads.rs), and for how long
+//!    ending.rs         what happens when it does not end in order (state.rs)
+//!    registering.rs    windows and buffers (registration.rs)
+//!    submit.rs         collectives (operation.rs)
 //!    order.rs          one order of all communicators, on every rank
 //! ```
 
 mod builder;
 mod call;
 mod ending;
+pub(crate) mod operation;
 mod order;
 mod registering;
+pub(crate) mod registration;
 mod shared;
 mod state;
 mod submit;
+mod threads;
 
 pub use builder::CommunicatorBuilder;
 pub use order::CommOrder;

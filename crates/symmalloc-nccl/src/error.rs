@@ -246,7 +246,10 @@ pub enum CommError {
         owner: Arc<str>,
     },
     /// The base of a window is not where NCCL can start one.
-    #[error("a window cannot start at {base:#x}: NCCL needs a multiple of {}", crate::registration::WINDOW_ALIGNMENT)]
+    #[error(
+        "a window cannot start at {base:#x}: NCCL needs a multiple of {}",
+        crate::communicator::registration::WINDOW_ALIGNMENT
+    )]
     Unaligned {
         /// The address.
         base: u64,

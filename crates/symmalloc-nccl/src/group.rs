@@ -3,10 +3,10 @@
 //! NCCL's own groups are a state of the calling thread, in which pointers are taken long before the work is in the stream. Here a
 //! group is a value: it borrows the buffers until it is submitted, and an abandoned one has called nothing.
 
+use crate::communicator::operation::{Kind, Operation};
 use crate::communicator::{Communicator, submit};
 use crate::data_type::{DataType, NcclType, ReduceOp};
 use crate::error::CommError;
-use crate::operation::{Kind, Operation};
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use smallvec::SmallVec;
 use std::fmt;

@@ -49,7 +49,7 @@
 //! # Implementation
 //! `calls.rs` resolves NCCL's calls; `communicator/call.rs` says on which thread they are made and for how long,
 //! `communicator/ending.rs` what happens when one does not come back. `registrar.rs` follows the segment log of the allocator,
-//! `plan.rs` says what one sync does, `round.rs` compares the plans of the ranks in one collective. `unsafe` stands only where
+//! `registrar/plan.rs` says what one sync does, `registrar/round.rs` compares the plans of the ranks in one collective. `unsafe` stands only where
 //! NCCL or the driver is called, and where collectives take memory by its address.
 
 mod attachment;
@@ -60,21 +60,11 @@ mod communicator;
 mod data_type;
 mod error;
 mod group;
-mod invalidation;
 mod launch;
 mod library;
-mod offset_check;
-mod operation;
 mod patience;
-mod plan;
-mod plan_summary;
 mod registrar;
-mod registrar_error;
-mod registration;
 mod rendezvous;
-mod round;
-mod scope;
-mod segment_key;
 mod splits;
 mod stats;
 mod symmetric_space;
@@ -83,30 +73,30 @@ mod threads;
 mod transport;
 mod turns;
 mod unique_id;
-mod window;
 
 pub use all_to_all::{AllToAll, AllToAllBuilder, AllToAllError};
+pub use communicator::registration::{BufferRegistration, Registered, WINDOW_ALIGNMENT, Window, WindowHandle};
 pub use communicator::{CommOrder, CommState, Communicator, CommunicatorBuilder, Stage};
 pub use data_type::{DataType, NcclType, ReduceOp};
 pub use error::{CommError, LoadError, NcclError};
 pub use group::Group;
-pub use invalidation::{Invalidated, InvalidationCursor};
 pub use launch::{Launch, LaunchError, Launcher};
 pub use library::{Capability, Nccl, NcclVersion};
-pub use offset_check::{BufferPlace, CheckedCollectives, Collective, CollectiveCall, OffsetDifference};
-pub use plan::{PlanStep, SegmentName, StepKind};
-pub use plan_summary::{PlanDifference, PlanField, PlanGroup, StepDifference};
+pub use registrar::error::{AttachError, LookupError, SyncError};
+pub use registrar::invalidation::{Invalidated, InvalidationCursor};
+pub use registrar::offset_check::{BufferPlace, CheckedCollectives, Collective, CollectiveCall, OffsetDifference};
+pub use registrar::plan::{PlanStep, SegmentName, StepKind};
+pub use registrar::plan_summary::{PlanDifference, PlanField, PlanGroup, StepDifference};
+pub use registrar::segment_key::{Generation, SegmentKey};
+pub use registrar::stats::{CommunicatorStats, RegistrarStats};
+pub use registrar::window::WindowSpan;
 pub use registrar::{Registrar, RegistrarBuilder, Registration, Synced};
-pub use registrar_error::{AttachError, LookupError, SyncError};
-pub use registration::{BufferRegistration, Registered, WINDOW_ALIGNMENT, Window, WindowHandle};
 pub use rendezvous::RendezvousError;
-pub use segment_key::{Generation, SegmentKey};
 pub use splits::{Sending, Side, Split, Splits, SplitsError};
 pub use stats::{CommunicatorStats, RegistrarStats};
 pub use splits::{Sending, Side, Split, Splits, SplitsError};
 pub use transport::NcclTransport;
 pub use unique_id::UniqueId;
-pub use window::WindowSpan;
 
 /// What threads may share.
 const _: () = {

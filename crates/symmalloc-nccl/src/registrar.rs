@@ -6,21 +6,41 @@
 //!      └── memory goes back ◄──────┘ after the last window over it is gone
 //! ```
 //!
+//! | file | |
+//! |---|---|
+//! | `attachment.rs` | what it knows of one communicator, and one sync of it |
+//! | `plan.rs`, `plan_summary.rs` | what that sync is to do, and how ranks compare it |
+//! | `round.rs` | the collective in which they do |
+//! | `symmetric_space.rs` | NCCL's address space, counted |
+//! | `window.rs`, `segment_key.rs`, `invalidation.rs` | what can be looked up, what to cache by, and until when |
+//! | `scope.rs`, `offset_check.rs` | a sync at the end of a scope; a check of each collective |
+//!
 //! The allocator never calls it. A program attaches pools to communicators, allocates and frees as it likes, and calls
 //! [`sync`](Registrar::sync) on every rank where it wants windows to be right: after a warm-up, at the end of a scope, before a
 //! capture. A sync that finds nothing new costs less than a microsecond, so it may stand in front of every step.
 
-use crate::attachment::{Attachment, Job};
+mod attachment;
+pub(crate) mod error;
+pub(crate) mod invalidation;
+pub(crate) mod offset_check;
+pub(crate) mod plan;
+pub(crate) mod plan_summary;
+mod round;
+mod scope;
+pub(crate) mod segment_key;
+pub(crate) mod stats;
+mod symmetric_space;
+pub(crate) mod window;
+
 use crate::communicator::{CommState, Communicator};
 use crate::error::CommError;
-use crate::invalidation::{Invalidated, InvalidationCursor};
 use crate::library::{Capability, NcclVersion};
-use crate::registrar_error::{AttachError, LookupError, SyncError};
-use crate::segment_key::{Generation, SegmentKey};
-use crate::stats::{CommunicatorStats, Counters, RegistrarStats};
-use crate::symmetric_space::wanted_bytes;
-use crate::window::{Entry, Kind, WindowSpan};
+use attachment::{Attachment, Job};
+use error::{AttachError, LookupError, SyncError};
+use invalidation::{Invalidated, InvalidationCursor};
+use segment_key::{Generation, SegmentKey};
 use smallvec::SmallVec;
+use stats::{CommunicatorStats, Counters, RegistrarStats};
 use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use symmalloc_core::agreement::{Mode, Point, Witness};
@@ -29,6 +49,8 @@ use symmalloc_core::config::SegmentPolicy;
 use symmalloc_core::errors::TrimError;
 use symmalloc_core::{Handle, PoolId};
 use symmalloc_cuda::{CudaAllocator, CudaError, DeviceBuffer};
+use symmetric_space::wanted_bytes;
+use window::{Entry, Kind, WindowSpan};
 
 /// How the memory of a pool is registered on a communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -13,10 +13,10 @@
 //! (seen on 4 H200). So each message carries a seal of its bytes and of the gather's number, and a slot whose seal does not fit
 //! means that another rank gave up.
 
+use crate::communicator::operation::{Kind, Operation};
 use crate::communicator::{Communicator, Stage, submit};
 use crate::data_type::DataType;
 use crate::error::CommError;
-use crate::operation::{Kind, Operation};
 use crate::patience::Patience;
 use cudarc::driver::{CudaEvent, CudaStream};
 use std::fmt;

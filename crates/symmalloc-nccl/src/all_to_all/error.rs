@@ -1,7 +1,7 @@
 //! Why an all-to-all-v was not made.
 
 use crate::error::CommError;
-use crate::registrar_error::LookupError;
+use crate::registrar::error::LookupError;
 use crate::splits::{Side, SplitsError};
 use symmalloc_core::agreement::TransportError;
 use symmalloc_cuda::DriverError;

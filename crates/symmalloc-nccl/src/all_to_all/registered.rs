@@ -11,10 +11,10 @@
 use super::error::AllToAllError;
 use super::plan::Region;
 use crate::communicator::Communicator;
-use crate::invalidation::{Invalidated, InvalidationCursor};
 use crate::registrar::Registrar;
-use crate::registrar_error::LookupError;
-use crate::segment_key::SegmentKey;
+use crate::registrar::error::LookupError;
+use crate::registrar::invalidation::{Invalidated, InvalidationCursor};
+use crate::registrar::segment_key::SegmentKey;
 use crate::splits::Side;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -102,7 +102,7 @@ impl Segments {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::segment_key::Generation;
+    use crate::registrar::segment_key::Generation;
     use symmalloc_core::{PoolId, SegmentId};
 
     fn key(segment: u32, base: u64) -> SegmentKey {

@@ -5,11 +5,11 @@ use super::call::{Kept, Route, perform};
 use super::shared::Access;
 use super::state::{CommState, Stage};
 use crate::calls::{Calls, Progress, WINDOW_SYMMETRIC};
-use crate::error::{CommError, NcclError};
-use crate::library::Capability;
-use crate::registration::{
+use crate::communicator::registration::{
     BufferRegistration, Memory, Registered, RegistrationHandle, WINDOW_ALIGNMENT, Window, WindowHandle,
 };
+use crate::error::{CommError, NcclError};
+use crate::library::Capability;
 use std::ffi::c_void;
 use std::slice::from_mut;
 use std::sync::Arc;

@@ -8,10 +8,10 @@
 
 use super::{CommOrder, CommState};
 use crate::calls::RawComm;
+use crate::communicator::operation::Shapes;
+use crate::communicator::registration::{RegistrationHandle, WindowHandle};
 use crate::error::CommError;
 use crate::library::Nccl;
-use crate::operation::Shapes;
-use crate::registration::{RegistrationHandle, WindowHandle};
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -4,8 +4,8 @@ use super::call::{Route, perform};
 use super::shared::{Access, Mode};
 use super::{Communicator, Stage};
 use crate::calls::{Calls, Progress};
+use crate::communicator::operation::Operation;
 use crate::error::{CommError, NcclError};
-use crate::operation::Operation;
 use smallvec::SmallVec;
 use std::sync::Arc;
 

@@ -3,9 +3,9 @@
 use crate::communicator::CommState;
 use crate::error::CommError;
 use crate::library::NcclVersion;
-use crate::offset_check::OffsetDifference;
-use crate::plan_summary::PlanDifference;
-use crate::segment_key::SegmentKey;
+use crate::registrar::offset_check::OffsetDifference;
+use crate::registrar::plan_summary::PlanDifference;
+use crate::registrar::segment_key::SegmentKey;
 use symmalloc_core::PoolId;
 use symmalloc_core::agreement::{Disagreement, ProtocolError, TransportError};
 use symmalloc_core::errors::{HandleError, UnknownError};

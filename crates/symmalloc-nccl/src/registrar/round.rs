@@ -8,9 +8,9 @@
 //!
 //! All ranks see the same messages and so come to the same end.
 
-use crate::plan::Plan;
-use crate::plan_summary::{StepSearch, Summary, compare};
-use crate::registrar_error::SyncError;
+use crate::registrar::error::SyncError;
+use crate::registrar::plan::Plan;
+use crate::registrar::plan_summary::{StepSearch, Summary, compare};
 use symmalloc_core::agreement::{Gathered, Inquiry, Progress, ProtocolError, Transport, Witness};
 
 /// What came out of it.
@@ -100,8 +100,8 @@ pub(crate) fn consent(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::Book;
-    use crate::plan_summary::{Circumstances, PlanField};
+    use crate::registrar::plan::Book;
+    use crate::registrar::plan_summary::{Circumstances, PlanField};
     use std::thread;
     use std::time::Duration;
     use symmalloc_core::agreement::{Point, ThreadTransport};

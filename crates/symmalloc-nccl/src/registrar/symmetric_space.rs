@@ -13,7 +13,7 @@
 //!
 //! Windows come and go in the same order on every rank, so the books are the same everywhere.
 
-use crate::segment_key::Generation;
+use crate::registrar::segment_key::Generation;
 use std::collections::BTreeMap;
 
 /// NCCL rounds the range up to a multiple of this (`ncclDevrInitOnce`).

@@ -1,8 +1,8 @@
 //! Scopes: what is taken inside is registered at the end, as in sglang's `use_symmetric_memory`.
 
 use crate::communicator::Communicator;
+use crate::registrar::error::SyncError;
 use crate::registrar::{Registrar, Registration};
-use crate::registrar_error::SyncError;
 use symmalloc_cuda::{CudaAllocator, CudaBackend, Pool};
 
 impl Registrar {

@@ -12,7 +12,7 @@
 //! A plan is a function of the log and of the windows that there are, so it is the same on every rank whose history is the
 //! same. It changes nothing: a sync that is refused leaves log and books as they were, and the next one plans again.
 
-use crate::segment_key::{Generation, SegmentKey};
+use crate::registrar::segment_key::{Generation, SegmentKey};
 use std::collections::BTreeMap;
 use std::fmt;
 use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};

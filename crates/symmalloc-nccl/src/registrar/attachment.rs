@@ -13,21 +13,24 @@
 //! Memory of a dead segment goes back when the last observer has let go of it, and an observer here lets go only after its
 //! windows are gone. So a segment outlives its windows on every communicator, whatever the order of things elsewhere.
 
+use crate::communicator::registration::{BufferRegistration, Registered};
 use crate::communicator::{CommState, Communicator, Stage};
 use crate::error::CommError;
 use crate::invalidation::Invalidations;
 use crate::patience::Patience;
 use crate::plan::{Book, Plan, SegmentName, Step, StepKind, dead_keys, fold, generation};
 use crate::plan_summary::{Circumstances, Summary};
+use crate::registrar::error::{AttachError, SyncError};
+use crate::registrar::invalidation::Invalidations;
+use crate::registrar::plan::{Book, Plan, SegmentName, Step, StepKind, dead_keys, fold, generation};
+use crate::registrar::plan_summary::{Circumstances, Summary};
+use crate::registrar::round::consent;
+use crate::registrar::segment_key::{Generation, SegmentKey};
+use crate::registrar::stats::Counters;
+use crate::registrar::symmetric_space::SymmetricSpace;
+use crate::registrar::window::{Entry, Kind, WindowMap};
 use crate::registrar::{Registration, Settings, Synced};
-use crate::registrar_error::{AttachError, SyncError};
-use crate::registration::{BufferRegistration, Registered};
-use crate::round::consent;
-use crate::segment_key::{Generation, SegmentKey};
-use crate::stats::Counters;
-use crate::symmetric_space::SymmetricSpace;
 use crate::transport::NcclTransport;
-use crate::window::{Entry, Kind, WindowMap};
 use smallvec::SmallVec;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};

@@ -1,8 +1,8 @@
 //! Where a buffer lies in a window: what NCCL's device code and a peer's mapping are addressed by.
 
-use crate::plan::SegmentName;
-use crate::registration::WindowHandle;
-use crate::segment_key::SegmentKey;
+use crate::communicator::registration::WindowHandle;
+use crate::registrar::plan::SegmentName;
+use crate::registrar::segment_key::SegmentKey;
 
 /// A place in a window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -73,7 +73,7 @@ impl WindowMap {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::segment_key::Generation;
+    use crate::registrar::segment_key::Generation;
     use symmalloc_core::{PoolId, SegmentId};
 
     fn entry(segment: u32, base: u64, size_bytes: u64) -> Entry {

@@ -10,7 +10,7 @@
 //! So one collective settles both. When histories are equal, plans can only differ because the program did: another
 //! configuration, another pool attached, another number of syncs.
 
-use crate::plan::{Plan, PlanStep, STEP_BYTES};
+use crate::registrar::plan::{Plan, PlanStep, STEP_BYTES};
 use std::collections::BTreeMap;
 use std::fmt;
 use symmalloc_core::agreement::{Gathered, RankSet};
@@ -250,8 +250,8 @@ impl StepSearch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::{Book, SegmentName, StepKind};
-    use crate::segment_key::Generation;
+    use crate::registrar::plan::{Book, SegmentName, StepKind};
+    use crate::registrar::segment_key::Generation;
     use symmalloc_core::backend::DeviceAddress;
     use symmalloc_core::{PoolId, SegmentId};
 
@@ -270,7 +270,7 @@ mod tests {
     fn plan(segments: u32, other: u32) -> Plan {
         let mut plan = Plan::new(&Book::new(), &[], &[], |_| 0);
         plan.steps = (0..segments)
-            .map(|segment| crate::plan::Step {
+            .map(|segment| crate::registrar::plan::Step {
                 told: PlanStep {
                     kind: StepKind::Register,
                     segment: SegmentName { pool: 0, stream: None, segment: SegmentId(segment) },

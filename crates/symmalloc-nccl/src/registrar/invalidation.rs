@@ -1,6 +1,6 @@
 //! Keys that died, in the order in which they died: what caches listen to.
 
-use crate::segment_key::SegmentKey;
+use crate::registrar::segment_key::SegmentKey;
 use std::collections::VecDeque;
 
 /// Keys that are remembered. Who comes later than that drops everything.
@@ -63,7 +63,7 @@ impl Invalidations {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::segment_key::Generation;
+    use crate::registrar::segment_key::Generation;
     use symmalloc_core::{PoolId, SegmentId};
 
     fn key(segment: u32) -> SegmentKey {

@@ -13,11 +13,11 @@
 
 use crate::communicator::Communicator;
 use crate::data_type::{NcclType, ReduceOp};
-use crate::plan::SegmentName;
-use crate::plan_summary::groups;
 use crate::registrar::Registrar;
-use crate::registrar_error::SyncError;
-use crate::window::{Entry, Kind};
+use crate::registrar::error::SyncError;
+use crate::registrar::plan::SegmentName;
+use crate::registrar::plan_summary::groups;
+use crate::registrar::window::{Entry, Kind};
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 use std::fmt;
 use symmalloc_core::agreement::{RankSet, Transport};
