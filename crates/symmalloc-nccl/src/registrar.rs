@@ -9,6 +9,7 @@
 //! | file | |
 //! |---|---|
 //! | `attachment.rs` | what it knows of one communicator, and one sync of it |
+//! | `watchlist.rs` | the pools that are watched for it, and what is new in their logs |
 //! | `plan.rs`, `plan_summary.rs` | what that sync is to do, and how ranks compare it |
 //! | `round.rs` | the collective in which they do |
 //! | `symmetric_space.rs` | NCCL's address space, counted |
@@ -30,6 +31,7 @@ mod scope;
 pub(crate) mod segment_key;
 pub(crate) mod stats;
 mod symmetric_space;
+mod watchlist;
 pub(crate) mod window;
 
 use crate::communicator::{CommState, Communicator};

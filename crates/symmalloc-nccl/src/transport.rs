@@ -120,13 +120,23 @@ impl NcclTransport {
     }
 }
 
-/// Tells a message of this gather from what else may lie in a slot.
+/// Tells a message of this gather from what else may lie in a slot. Goes through all ranks' messages, so by words.
 fn seal(number: u64, message: &[u8]) -> [u8; SEAL_BYTES] {
-    let mix = |state: u64, byte: &u8| (state ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3);
-    let folded = message.iter().fold(number.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0xcbf2_9ce4_8422_2325, mix);
+    let mix = |state: u64, word: u64| {
+        let product = u128::from(state ^ word) * u128::from(SEAL_KEY);
+        (product as u64) ^ ((product >> 64) as u64)
+    };
+    let (words, rest) = message.as_chunks::<8>();
+    let mut last = [0; 8];
+    last[..rest.len()].copy_from_slice(rest);
+    let begun = mix(number, SEAL_KEY ^ message.len() as u64);
+    let folded = words.iter().chain([&last]).fold(begun, |state, word| mix(state, u64::from_le_bytes(*word)));
     // Never zero, which is what an empty slot holds.
     folded.max(1).to_le_bytes()
 }
+
+// Digits of pi, like the digest's constants.
+const SEAL_KEY: u64 = 0x9216_d5d9_8979_fb1b;
 
 impl Transport for NcclTransport {
     fn rank(&self) -> u32 {
@@ -179,11 +189,12 @@ mod tests {
 
     #[test]
     fn a_seal_fits_its_message_and_gather_alone() {
-        let message = [7_u8; 64];
+        let message = [7_u8; 67];
         let sealed = seal(3, &message);
         assert_eq!(sealed, seal(3, &message));
         assert_ne!(sealed, seal(2, &message), "an earlier gather with the same message");
         assert_ne!(seal(3, &[0; 64]), [0; SEAL_BYTES], "an empty slot");
+        assert_ne!(seal(3, &[0; 64]), seal(3, &[0; 65]), "another length");
         for byte in 0..message.len() {
             let mut other = message;
             other[byte] ^= 1;

@@ -22,12 +22,13 @@ use crate::plan::{Book, Plan, SegmentName, Step, StepKind, dead_keys, fold, gene
 use crate::plan_summary::{Circumstances, Summary};
 use crate::registrar::error::{AttachError, SyncError};
 use crate::registrar::invalidation::Invalidations;
-use crate::registrar::plan::{Book, Plan, SegmentName, Step, StepKind, dead_keys, fold, generation};
+use crate::registrar::plan::{Book, Plan, SegmentName, Step, StepKind, dead_keys, generation};
 use crate::registrar::plan_summary::{Circumstances, Summary};
 use crate::registrar::round::consent;
 use crate::registrar::segment_key::{Generation, SegmentKey};
 use crate::registrar::stats::Counters;
 use crate::registrar::symmetric_space::SymmetricSpace;
+use crate::registrar::watchlist::{News, Watchlist};
 use crate::registrar::window::{Entry, Kind, WindowMap};
 use crate::registrar::{Registration, Settings, Synced};
 use crate::transport::NcclTransport;
@@ -36,9 +37,8 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 use std::time::Instant;
 use symmalloc_core::agreement::Witness;
-use symmalloc_core::errors::UnknownError;
-use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};
-use symmalloc_core::{Backend, ObserverId, PoolId, Unread};
+use symmalloc_core::segment_log::SegmentEventKind;
+use symmalloc_core::{Backend, ObserverId, PoolId};
 use symmalloc_cuda::CudaAllocator;
 
 pub(crate) struct Attachment {
@@ -50,8 +50,7 @@ pub(crate) struct Attachment {
 /// What changes in a sync.
 #[derive(Default)]
 pub(crate) struct State {
-    /// Ascending by pool.
-    pools: Vec<Watched>,
+    pools: Watchlist,
     book: Book,
     /// Of pools that are attached for windows.
     windows: BTreeMap<Generation, Registered>,
@@ -67,21 +66,6 @@ pub(crate) struct State {
     is_dropped: bool,
     /// Observers that are not forgotten yet, because NCCL may still be inside the communicator.
     held: Vec<ObserverId>,
-}
-
-/// A pool that is watched for one communicator.
-struct Watched {
-    pool: PoolId,
-    /// Among symmetric pools; 0 for a private one, which no other rank hears of.
-    ordinal: u32,
-    registration: Registration,
-    observer: ObserverId,
-    /// The segments that lived when it was attached, until the first sync.
-    births: Vec<SegmentEvent>,
-    /// Entries of the pool's log when it was last read.
-    seen: u64,
-    /// It is to be let go of at the next sync.
-    is_leaving: bool,
 }
 
 /// What can be asked at any time.
@@ -103,12 +87,6 @@ pub(crate) struct Job<'a> {
     pub(crate) allocator: &'a CudaAllocator,
     pub(crate) settings: &'a Settings,
     pub(crate) counters: &'a Counters,
-}
-
-/// What happened to the pools of one kind since they were last read.
-struct News {
-    events: Vec<SegmentEvent>,
-    leaving: Vec<PoolId>,
 }
 
 impl Attachment {
@@ -144,8 +122,7 @@ impl Attachment {
     #[inline]
     pub(crate) fn is_current(&self, allocator: &CudaAllocator) -> bool {
         let state = self.lock();
-        let is_read = |pool: &Watched| !pool.is_leaving && allocator.core().segment_log_entries(pool.pool) == pool.seen;
-        !state.is_dropped && self.comm.state() == CommState::Ready && state.pools.iter().all(is_read)
+        !state.is_dropped && self.comm.state() == CommState::Ready && state.pools.is_read(allocator)
     }
 
     /// Registers what is new and deregisters what is dead, in step with all other ranks. Histories are compared if there is a
@@ -169,10 +146,10 @@ impl Attachment {
     }
 
     fn sync_ready(&self, state: &mut State, job: &Job<'_>, witness: Option<&Witness<'_>>) -> Result<Synced, SyncError> {
-        let unread = state.read(job.allocator);
+        let unread = state.pools.read(job.allocator);
         let (windows, buffers) =
-            (state.news(&unread, Registration::Windows), state.news(&unread, Registration::Buffers));
-        let plan = Plan::new(&state.book, &windows.events, &windows.leaving, |pool| state.ordinal(pool));
+            (state.pools.news(&unread, Registration::Windows), state.pools.news(&unread, Registration::Buffers));
+        let plan = Plan::new(&state.book, &windows.events, &windows.leaving, |pool| state.pools.ordinal(pool));
         let mut synced = Synced::default();
         if witness.is_some() || !plan.steps.is_empty() {
             synced.rounds = self.agree(state, job, witness, &plan)?;
@@ -193,7 +170,7 @@ impl Attachment {
         plan.write_to(&mut state.book);
         Plan::new(&state.book, &buffers.events, &buffers.leaving, |_| 0).write_to(&mut state.book);
         self.view_mut().invalidations.extend(dead);
-        state.acknowledge(job.allocator, unread, &mut synced);
+        state.pools.acknowledge(job.allocator, unread, &mut synced);
         job.counters.registrations.add(synced.registrations);
         job.counters.deregistrations.add(synced.deregistrations);
         job.counters.rounds.add(synced.rounds);
@@ -214,7 +191,7 @@ impl Attachment {
             offset_checks: job.settings.check_offsets,
             library: u64::from(library.major) * 10_000 + u64::from(library.minor) * 100 + u64::from(library.patch),
             sync_number: state.rounds,
-            attached: state.attached_digest(),
+            attached: state.pools.digest(),
             windows: state.windows.len() as u64,
             window_bytes: state.window_bytes,
             space_bytes: job.settings.space_bytes,
@@ -358,44 +335,20 @@ impl Attachment {
         pools: &[PoolId],
         registration: Registration,
     ) -> Result<(), AttachError> {
-        let core = allocator.core();
         let mut state = self.lock();
-        let mut added: SmallVec<[Watched; 4]> = SmallVec::new();
-        for &pool in pools {
-            let is_known = |watched: &Watched| watched.pool == pool;
-            let watched = if state.pools.iter().any(is_known) || added.iter().any(is_known) {
-                Err(AttachError::Already { pool, communicator: self.name() })
-            } else {
-                Watched::new(allocator, pool, registration).map_err(AttachError::from)
-            };
-            match watched {
-                Ok(watched) => added.push(watched),
-                Err(error) => {
-                    for watched in added {
-                        // Nothing died since it began to watch, so there is nothing that could fail to go back.
-                        let _released = core.forget(watched.observer);
-                    }
-                    return Err(error);
-                }
-            }
-        }
-        state.pools.extend(added);
-        state.pools.sort_by_key(|watched| watched.pool);
+        state.pools.watch(allocator, self.comm.name(), pools, registration)?;
         self.show(&state);
         Ok(())
     }
 
     /// How a pool is watched, if it is.
     pub(crate) fn registration_of(&self, pool: PoolId) -> Option<Registration> {
-        let state = self.lock();
-        state.pools.iter().find(|watched| watched.pool == pool).map(|watched| watched.registration)
+        self.lock().pools.registration_of(pool)
     }
 
     /// Lets go of a pool at the next sync. Whether it was watched.
     pub(crate) fn leave(&self, pool: PoolId) -> bool {
-        let mut state = self.lock();
-        let found = state.pools.iter_mut().find(|watched| watched.pool == pool);
-        found.map(|watched| watched.is_leaving = true).is_some()
+        self.lock().pools.leave(pool)
     }
 
     /// Runs a talk of its own on the communicator, between two syncs.
@@ -454,7 +407,7 @@ impl Attachment {
                 state = %self.comm.state(),
                 windows = state.windows.len(),
             );
-            let held = state.pools.drain(..).map(|watched| watched.observer).collect();
+            let held = std::mem::take(&mut state.pools).into_observers();
             *state = State { is_dropped: true, held, ..State::default() };
             let mut view = self.view_mut();
             view.windows.clear();
@@ -499,101 +452,12 @@ impl Attachment {
     /// Shows the numbers to whoever asks.
     fn show(&self, state: &State) {
         let mut view = self.view_mut();
-        let for_windows = state.pools.iter().filter(|watched| watched.registration == Registration::Windows);
-        view.window_pools = for_windows.map(|watched| watched.pool).collect();
+        view.window_pools = state.pools.of(Registration::Windows).collect();
         view.space_used_bytes = state.space.as_ref().map_or(0, SymmetricSpace::used_bytes);
         view.space_limit_bytes = state.space.as_ref().map_or(0, SymmetricSpace::limit_bytes);
         view.window_count = state.windows.len() as u64;
         view.window_bytes = state.window_bytes;
         view.buffer_count = state.buffers.values().map(|pieces| pieces.len() as u64).sum();
-    }
-}
-
-impl Watched {
-    fn new(allocator: &CudaAllocator, pool: PoolId, registration: Registration) -> Result<Self, UnknownError> {
-        let core = allocator.core();
-        let seen = core.segment_log_entries(pool);
-        let (observer, births) = core.observe(pool)?;
-        Ok(Watched {
-            pool,
-            ordinal: core.symmetric_ordinal(pool).unwrap_or(0),
-            registration,
-            observer,
-            // With births to tell of, the first sync reads the log whatever it says.
-            seen: if births.is_empty() { seen } else { u64::MAX },
-            births,
-            is_leaving: false,
-        })
-    }
-}
-
-impl State {
-    /// Reads the logs of all pools, in order.
-    fn read(&mut self, allocator: &CudaAllocator) -> Vec<Unread> {
-        let core = allocator.core();
-        let read = |watched: &mut Watched| {
-            // Before the log is read: what comes later shows as new next time.
-            watched.seen = core.segment_log_entries(watched.pool);
-            core.unread(watched.observer)
-        };
-        self.pools.iter_mut().map(read).collect()
-    }
-
-    fn news(&self, unread: &[Unread], registration: Registration) -> News {
-        let mut news = News { events: Vec::new(), leaving: Vec::new() };
-        for (watched, unread) in self.pools.iter().zip(unread) {
-            if watched.registration == registration {
-                news.events.extend(watched.births.iter().chain(&unread.events));
-                news.leaving.extend(watched.is_leaving.then_some(watched.pool));
-            }
-        }
-        news
-    }
-
-    fn ordinal(&self, pool: PoolId) -> u32 {
-        self.pools.iter().find(|watched| watched.pool == pool).map_or(0, |watched| watched.ordinal)
-    }
-
-    /// Which symmetric pools are attached for windows, and which of them leave.
-    fn attached_digest(&self) -> u64 {
-        let pools = self.pools.iter().filter(|watched| watched.registration == Registration::Windows);
-        pools.fold(0, |digest, watched| fold(digest, (u64::from(watched.ordinal) << 1) | u64::from(watched.is_leaving)))
-    }
-
-    /// Everything that was read is dealt with: memory that nobody holds any more goes back.
-    fn acknowledge(&mut self, allocator: &CudaAllocator, unread: Vec<Unread>, synced: &mut Synced) {
-        let core = allocator.core();
-        for (watched, unread) in self.pools.iter_mut().zip(unread) {
-            watched.births.clear();
-            let outcome = if watched.is_leaving {
-                core.forget(watched.observer)
-            } else {
-                core.acknowledge(watched.observer, &unread)
-            };
-            match outcome {
-                Ok(released_bytes) => synced.released_bytes += released_bytes,
-                Err(error) => {
-                    tracing::warn!(name: "memory.kept", target: "symmalloc", %error);
-                    synced.not_released.get_or_insert(error);
-                }
-            }
-        }
-        self.pools.retain(|watched| !watched.is_leaving);
-    }
-}
-
-impl News {
-    fn is_empty(&self) -> bool {
-        self.events.is_empty() && self.leaving.is_empty()
-    }
-
-    /// Whether something that work on the device may use is to be deregistered.
-    fn takes_away(&self) -> bool {
-        !self.leaving.is_empty() || self.events.iter().any(|event| event.kind == SegmentEventKind::Death)
-    }
-
-    fn dies(&self, segment: Generation) -> bool {
-        self.events.iter().any(|event| event.kind == SegmentEventKind::Death && generation(event) == segment)
     }
 }
 
