@@ -224,7 +224,20 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     #[inline(always)]
     pub(crate) fn free_from(&self, heap: &L::Cell<Heap>, handle: Handle) -> Result<(), FreeError> {
         let tally = |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested));
-        if heap.lock().free_at_once(handle, tally) { Ok(()) } else { self.free_otherwise(heap, handle) }
+        let mut guard = heap.lock();
+        if guard.free_at_once(handle, tally) {
+            return Ok(());
+        }
+        let is_plain = guard.is_plain();
+        drop(guard);
+        if is_plain { self.free_otherwise(heap, handle) } else { self.free_by_rule(heap, handle) }
+    }
+
+    /// Frees in a heap that is not plain.
+    #[inline(never)]
+    fn free_by_rule(&self, heap: &L::Cell<Heap>, handle: Handle) -> Result<(), FreeError> {
+        let tally = |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested));
+        if heap.lock().free_at_once_by_rule(handle, tally) { Ok(()) } else { self.free_otherwise(heap, handle) }
     }
 
     /// Whatever [`free`](Self::free) may need besides the block: events, books, a release, a refusal.

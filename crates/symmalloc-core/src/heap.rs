@@ -268,6 +268,36 @@ impl Heap {
         })
     }
 
+    /// As [`allocate_at_once`](Self::allocate_at_once), in a heap that is not plain.
+    #[inline(always)]
+    pub(crate) fn allocate_at_once_by_rule(&mut self, stream: StreamId, requested: u64) -> Option<Allocation> {
+        let wanted = ByRule::block_size(&self.rules, requested);
+        let index = &self.free[ByRule::home_of(&self.rules, wanted) as usize];
+        let blocks = self.table.blocks();
+        let slot = index.best_fit(blocks, wanted)?;
+        let block = &blocks[slot as usize];
+        if !self.rules.accepts(wanted, block.size) || !block.is_free_for(stream) {
+            return None;
+        }
+        let allocates = OpKind::new(Mark::Allocate, stream);
+        let placed = self.place::<ByRule>(stream, allocates, requested, |_, _, _| Some(slot))?;
+        if self.keeps_books {
+            self.book(&placed, allocates.with(requested));
+        }
+        Some(placed)
+    }
+
+    /// Notes an allocation in the books.
+    #[inline(always)]
+    fn book(&mut self, placed: &Allocation, op: u64) {
+        note(&mut self.journal, op, placement_word(placed.placement), self.digest);
+        self.pointers.insert(placed.address, placed.handle.slot);
+    }
+
+    pub(crate) fn is_plain(&self) -> bool {
+        self.plain.is_some()
+    }
+
     /// Allocates for work on `stream`, whatever it takes.
     #[inline(always)]
     pub(crate) fn allocate<B: Backend, L: Lock>(
@@ -308,8 +338,7 @@ impl Heap {
             let placed = self.place::<S>(stream, allocates, requested, |_, _, _| Some(slot));
             let placed = placed.expect("the block is chosen");
             if self.keeps_books {
-                note(&mut self.journal, allocates.with(requested), placement_word(placed.placement), self.digest);
-                self.pointers.insert(placed.address, placed.handle.slot);
+                self.book(&placed, allocates.with(requested));
             }
             placed
         });
@@ -390,6 +419,23 @@ impl Heap {
         }
         let home = Exact::home_of(&self.rules, 0);
         self.give_back(live, home, Users::Owner, plain.frees, 0, tally);
+        true
+    }
+
+    /// As [`free_at_once`](Self::free_at_once), in a heap that is not plain and keeps no book but the journal.
+    #[inline(always)]
+    pub(crate) fn free_at_once_by_rule(&mut self, handle: Handle, tally: impl FnOnce(u64, u64)) -> bool {
+        let Some(live) = self.find_live(handle) else { return false };
+        let Block { home, fences, .. } = *self.table.block(live.slot);
+        if !fences.is_empty() || self.keeps_books && self.has_books_of_frees() {
+            return false;
+        }
+        let placed = placement_word(self.placement(live.slot));
+        let frees = OpKind::new(Mark::Free, live.stream);
+        self.give_back(live, home, Users::Owner, frees, 0, tally);
+        if self.keeps_books {
+            note(&mut self.journal, frees.with(0), placed, self.digest);
+        }
         true
     }
 
@@ -483,15 +529,19 @@ impl Heap {
 
     /// Keeps [`keeps_books`](Self::keeps_books) true: after a name came or went.
     pub(crate) fn note_books(&mut self) {
-        let releases = self.config.release_threshold_bytes().is_some();
-        let looks_up = !self.pointers.is_off() || !self.names.is_empty();
-        self.keeps_books = self.stream.is_none() || looks_up || releases || self.journal.is_some();
+        self.keeps_books = self.has_books_of_frees() || self.journal.is_some();
         let plain = self.stream.filter(|_| !self.keeps_books && self.rules.are_exact());
         self.plain = plain.map(|stream| Plain {
             stream,
             allocates: OpKind::new(Mark::Allocate, stream),
             frees: OpKind::new(Mark::Free, stream),
         });
+    }
+
+    /// Whether a free has more to note than the op.
+    fn has_books_of_frees(&self) -> bool {
+        let releases = self.config.release_threshold_bytes().is_some();
+        self.stream.is_none() || !self.pointers.is_off() || releases || !self.names.is_empty()
     }
 
     pub(crate) fn live(&self, handle: Handle) -> Result<Live, HandleError> {

@@ -38,7 +38,21 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
         if !(1..=SEGMENT_BYTES_MAX).contains(&size_bytes) {
             return self.allocator.allocate_by_all_means(self.pool, self.stream, size_bytes);
         }
-        let allocation = self.heap.lock().allocate_at_once(size_bytes);
+        let mut heap = self.heap.lock();
+        let Some(allocation) = heap.allocate_at_once(size_bytes) else {
+            let is_plain = heap.is_plain();
+            drop(heap);
+            return if is_plain { self.allocate_otherwise(size_bytes) } else { self.allocate_by_rule(size_bytes) };
+        };
+        drop(heap);
+        self.allocator.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
+        Ok(allocation)
+    }
+
+    /// Allocates in a heap that is not plain.
+    #[inline(never)]
+    fn allocate_by_rule(&self, size_bytes: u64) -> Result<Allocation, AllocateError> {
+        let allocation = self.heap.lock().allocate_at_once_by_rule(self.stream, size_bytes);
         let Some(allocation) = allocation else { return self.allocate_otherwise(size_bytes) };
         self.allocator.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
         Ok(allocation)
