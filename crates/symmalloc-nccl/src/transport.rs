@@ -115,7 +115,8 @@ impl NcclTransport {
         if let Some(rank) = slots.clone().position(|(bytes, sealed)| sealed != seal(number, bytes)) {
             return Err(self.comm.miss(rank as u32));
         }
-        let bytes: Vec<u8> = slots.flat_map(|(bytes, _)| bytes).copied().collect();
+        let mut bytes = Vec::with_capacity(ranks * message.len());
+        slots.for_each(|(message, _)| bytes.extend_from_slice(message));
         Ok(Gathered::new(bytes, message.len()))
     }
 }

@@ -125,7 +125,7 @@ pub enum SyncError {
         budget_bytes: u64,
     },
     /// The ranks could not hear each other: one died, is stuck, or does not sync here.
-    #[error("communicator \"{communicator}\": {error}; it is aborted, connect a new one")]
+    #[error("communicator \"{communicator}\": {error}; it is ended, connect a new one")]
     Transport {
         /// The communicator.
         communicator: String,
