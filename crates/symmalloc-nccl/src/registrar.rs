@@ -8,12 +8,13 @@
 //!
 //! | file | |
 //! |---|---|
+//! | `builder.rs`, `lookup.rs` | how it is configured, and what can be asked of it |
 //! | `attachment.rs` | what it knows of one communicator, and one sync of it |
 //! | `watchlist.rs` | the pools that are watched for it, and what is new in their logs |
 //! | `plan.rs`, `plan_summary.rs` | what that sync is to do, and how ranks compare it |
 //! | `round.rs` | the collective in which they do |
 //! | `symmetric_space.rs` | NCCL's address space, counted |
-//! | `window.rs`, `segment_key.rs`, `invalidation.rs` | what can be looked up, what to cache by, and until when |
+//! | `window.rs`, `segment_key.rs`, `invalidation.rs` | what a lookup gives, what to cache by, and until when |
 //! | `scope.rs`, `offset_check.rs` | a sync at the end of a scope; a check of each collective |
 //!
 //! The allocator never calls it. A program attaches pools to communicators, allocates and frees as it likes, and calls
@@ -21,8 +22,10 @@
 //! capture. A sync that finds nothing new costs less than a microsecond, so it may stand in front of every step.
 
 mod attachment;
+mod builder;
 pub(crate) mod error;
 pub(crate) mod invalidation;
+mod lookup;
 pub(crate) mod offset_check;
 pub(crate) mod plan;
 pub(crate) mod plan_summary;
@@ -34,25 +37,22 @@ mod symmetric_space;
 mod watchlist;
 pub(crate) mod window;
 
+pub use builder::RegistrarBuilder;
+
 use crate::communicator::{CommState, Communicator};
 use crate::error::CommError;
 use crate::library::{Capability, NcclVersion};
 use attachment::{Attachment, Job};
-use error::{AttachError, LookupError, SyncError};
-use invalidation::{Invalidated, InvalidationCursor};
-use segment_key::{Generation, SegmentKey};
+use error::{AttachError, SyncError};
 use smallvec::SmallVec;
 use stats::{CommunicatorStats, Counters, RegistrarStats};
 use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use symmalloc_core::PoolId;
 use symmalloc_core::agreement::{Mode, Point, Witness};
-use symmalloc_core::backend::DeviceAddress;
 use symmalloc_core::config::SegmentPolicy;
 use symmalloc_core::errors::TrimError;
-use symmalloc_core::{Handle, PoolId};
-use symmalloc_cuda::{CudaAllocator, CudaError, DeviceBuffer};
-use symmetric_space::wanted_bytes;
-use window::{Entry, Kind, WindowSpan};
+use symmalloc_cuda::CudaAllocator;
 
 /// How the memory of a pool is registered on a communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -103,60 +103,6 @@ impl Settings {
     }
 }
 
-/// Makes a [`Registrar`]. All ranks configure theirs alike.
-#[derive(Clone, Debug)]
-#[must_use]
-pub struct RegistrarBuilder {
-    allocator: CudaAllocator,
-    mode: Mode,
-    check_offsets: bool,
-    symmetric_space_bytes: Option<u64>,
-}
-
-impl RegistrarBuilder {
-    /// When ranks compare the histories of the pools that are attached to a communicator for windows. [`Mode::AtSync`] by
-    /// default: at every sync, for one small collective. With
-    /// [`Mode::Off`] a sync with nothing new returns at once, and ranks that differ in *whether* there is something new are
-    /// noticed by the deadline only. The other modes sync as `AtSync` does.
-    pub fn agreement(mut self, mode: Mode) -> Self {
-        self.mode = mode;
-        self
-    }
-
-    /// Whether [`Registrar::checked`] compares offsets over all ranks before each collective: to find a bug. Off by default.
-    pub fn check_offsets(mut self, check_offsets: bool) -> Self {
-        self.check_offsets = check_offsets;
-        self
-    }
-
-    /// Bytes of the symmetric address space of each communicator, where NCCL's own rule (`NCCL_WIN_STRIDE`, else the memory of
-    /// the largest device) is not what it uses. Rounded up to 4 GiB; ranks take the largest.
-    pub fn symmetric_space_bytes(mut self, bytes: u64) -> Self {
-        self.symmetric_space_bytes = Some(bytes);
-        self
-    }
-
-    /// The registrar.
-    ///
-    /// # Errors
-    /// When the driver does not say how much memory the device has.
-    pub fn build(self) -> Result<Registrar, CudaError> {
-        let space_bytes = match self.symmetric_space_bytes {
-            Some(bytes) => bytes,
-            None => {
-                let stride = std::env::var("NCCL_WIN_STRIDE").ok();
-                wanted_bytes(self.allocator.device().memory_info()?.total_bytes, stride.as_deref())
-            }
-        };
-        Ok(Registrar {
-            settings: Settings { mode: self.mode, check_offsets: self.check_offsets, space_bytes },
-            allocator: self.allocator,
-            attachments: RwLock::default(),
-            counters: Counters::default(),
-        })
-    }
-}
-
 /// Registers the memory of an allocator's pools on communicators. Threads may share it; one per allocator.
 ///
 /// # Examples
@@ -197,12 +143,7 @@ pub struct Registrar {
 impl Registrar {
     /// Starts from the defaults: agreement at every sync, no offset checks.
     pub fn builder(allocator: &CudaAllocator) -> RegistrarBuilder {
-        RegistrarBuilder {
-            allocator: allocator.clone(),
-            mode: Mode::default(),
-            check_offsets: false,
-            symmetric_space_bytes: None,
-        }
+        RegistrarBuilder::new(allocator)
     }
 
     /// The allocator whose memory it registers.
@@ -365,79 +306,6 @@ impl Registrar {
         gone.len()
     }
 
-    /// The window that a buffer lies in, and where: equal offsets on all ranks.
-    ///
-    /// # Errors
-    /// When the buffer is not registered on the communicator as a window, see [`LookupError`].
-    pub fn window_of<T>(&self, comm: &Communicator, buffer: &DeviceBuffer<T>) -> Result<WindowSpan, LookupError> {
-        let (address, size_bytes) = self.place_of(buffer.handle(), buffer.is_empty())?;
-        self.window_at(comm, address, size_bytes)
-    }
-
-    /// As [`window_of`](Self::window_of), for `size_bytes` bytes from an address on: of a part of a buffer, say.
-    ///
-    /// # Errors
-    /// As [`window_of`](Self::window_of).
-    pub fn window_at(&self, comm: &Communicator, address: u64, size_bytes: u64) -> Result<WindowSpan, LookupError> {
-        let communicator = || comm.name().to_owned();
-        let Some(attachment) = self.find(comm) else {
-            return Err(LookupError::NotAttached { communicator: communicator() });
-        };
-        let entry = attachment.view().windows.find(address, size_bytes).copied();
-        match entry {
-            Some(Entry { segment, kind: Kind::Window(window), .. }) => {
-                Ok(WindowSpan { window, offset_bytes: address - segment.base, segment })
-            }
-            Some(Entry { segment, kind: Kind::Plain, .. }) => {
-                Err(LookupError::Plain { segment, communicator: communicator() })
-            }
-            None => {
-                let segment = self.key_at(address)?;
-                let is_capturing = self.allocator.is_capturing().unwrap_or(false);
-                Err(if is_capturing {
-                    LookupError::Capturing { segment, communicator: communicator() }
-                } else {
-                    LookupError::NotRegistered { segment, communicator: communicator() }
-                })
-            }
-        }
-    }
-
-    /// The key of the segment that a buffer lies in: what channels, contexts and graphs are to be cached by.
-    ///
-    /// # Errors
-    /// When the buffer is of another allocator or has no bytes.
-    pub fn key_of<T>(&self, buffer: &DeviceBuffer<T>) -> Result<SegmentKey, LookupError> {
-        let (address, _) = self.place_of(buffer.handle(), buffer.is_empty())?;
-        self.key_at(address)
-    }
-
-    /// As [`key_of`](Self::key_of), of any address in a segment.
-    ///
-    /// # Errors
-    /// When no live segment of the allocator is there.
-    pub fn key_at(&self, address: u64) -> Result<SegmentKey, LookupError> {
-        let position = self.allocator.core().segment_at(DeviceAddress(address));
-        let position = position.ok_or(LookupError::UnknownAddress { address })?;
-        Ok(SegmentKey {
-            base: position.base.0,
-            size_bytes: position.size_bytes,
-            generation: Generation { pool: position.pool, stream: position.stream, segment: position.segment },
-        })
-    }
-
-    /// Which keys died on a communicator since the cursor, in the order of the log: the same on every rank. Ask after each
-    /// sync, and drop what is cached by them.
-    ///
-    /// A key dies when its segment dies or grows, and when its pool is detached; [`Invalidated::Everything`] when the
-    /// communicator is gone.
-    pub fn invalidations(&self, comm: &Communicator, cursor: &mut InvalidationCursor) -> Invalidated {
-        match self.find(comm) {
-            Some(attachment) => attachment.view().invalidations.since(cursor),
-            None => Invalidated::Everything,
-        }
-    }
-
     /// Counts over all communicators.
     pub fn stats(&self) -> RegistrarStats {
         let mut stats = RegistrarStats {
@@ -471,15 +339,6 @@ impl Registrar {
             space_used_bytes: view.space_used_bytes,
             space_budget_bytes: view.space_limit_bytes,
         })
-    }
-
-    /// Address and size of an allocation.
-    fn place_of(&self, handle: Handle, is_empty: bool) -> Result<(u64, u64), LookupError> {
-        if is_empty {
-            return Err(LookupError::Empty);
-        }
-        let allocation = self.allocator.core().allocation(handle)?;
-        Ok((allocation.address.0, allocation.size_bytes))
     }
 
     pub(crate) fn attachment(&self, comm: &Communicator) -> Result<Arc<Attachment>, SyncError> {
