@@ -27,13 +27,14 @@ use crate::handle::{Allocation, Handle};
 use crate::heap::{Heap, Surroundings};
 use crate::ids::{Placement, PoolId, StreamId};
 use crate::journal::ProgramOrder;
-use crate::lock::{Exclusive, Lock, LockCell, Shared};
+use crate::lock::{Exclusive, Guard, Lock, LockCell, Shared};
 use crate::observers::Observers;
 use crate::out_of_memory::{FailureCallback, Request};
 use crate::pointer_index::SegmentDirectory;
 use crate::pool::Pool;
 use crate::registry::Registry;
 use crate::routes::Route;
+use crate::size_rules::ByRule;
 use crate::stats::ScopedPeaks;
 use crate::sync::AtomicU32;
 use crate::trim::TrimGoal;
@@ -190,7 +191,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if size_bytes == 0 {
             return Ok(self.allocate_nothing(heap, stream));
         }
-        Route { allocator: self, heap, pool, stream }.allocate_otherwise(size_bytes)
+        Route { allocator: self, heap, pool, stream }.allocate_by::<ByRule>(heap.lock(), size_bytes)
     }
 
     /// Allocates as [`allocate`](Self::allocate) does and names the allocation, for snapshots and reports.
@@ -223,27 +224,18 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Frees an allocation of the heap.
     #[inline(always)]
     pub(crate) fn free_from(&self, heap: &L::Cell<Heap>, handle: Handle) -> Result<(), FreeError> {
+        let mut heap = heap.lock();
         let tally = |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested));
-        let mut guard = heap.lock();
-        if guard.free_at_once(handle, tally) {
-            return Ok(());
-        }
-        let is_plain = guard.is_plain();
-        drop(guard);
-        if is_plain { self.free_otherwise(heap, handle) } else { self.free_by_rule(heap, handle) }
-    }
-
-    /// Frees in a heap that is not plain.
-    #[inline(never)]
-    fn free_by_rule(&self, heap: &L::Cell<Heap>, handle: Handle) -> Result<(), FreeError> {
-        let tally = |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested));
-        if heap.lock().free_at_once_by_rule(handle, tally) { Ok(()) } else { self.free_otherwise(heap, handle) }
+        let is_freed = match heap.plain {
+            Some(plain) => heap.free_at_once(plain, handle, tally),
+            None => heap.free_at_once_by_rule(handle, tally),
+        };
+        if is_freed { Ok(()) } else { self.free_by_all_means(heap, handle) }
     }
 
     /// Whatever [`free`](Self::free) may need besides the block: events, books, a release, a refusal.
     #[inline(never)]
-    fn free_otherwise(&self, heap: &L::Cell<Heap>, handle: Handle) -> Result<(), FreeError> {
-        let mut heap = heap.lock();
+    fn free_by_all_means(&self, mut heap: Guard<'_, L, Heap>, handle: Handle) -> Result<(), FreeError> {
         if handle.slot == NO_SLOT {
             return Ok(free_nothing(&mut heap, handle)?);
         }

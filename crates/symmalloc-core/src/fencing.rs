@@ -55,6 +55,7 @@ impl Heap {
     }
 
     /// Orders `stream` behind everyone who used the free block before, on the device.
+    #[inline(always)]
     pub(crate) fn wait_for_earlier_users<B: Backend, L: Lock>(
         &mut self,
         around: &Surroundings<B, L>,
@@ -71,6 +72,7 @@ impl Heap {
         self.wait_for_fences(around, slot, stream, (owner, since)).map_err(|error| Box::new(Shortage::Fence(error)))
     }
 
+    #[inline(never)]
     fn wait_for_fences<B: Backend, L: Lock>(
         &mut self,
         around: &Surroundings<B, L>,

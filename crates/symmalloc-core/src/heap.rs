@@ -117,12 +117,12 @@ pub(crate) struct Heap {
     /// [`Self::note_books`] keeps it true.
     keeps_books: bool,
     /// Of a heap without peculiarities, as most are. [`Self::note_books`] keeps it true.
-    plain: Option<Plain>,
+    pub(crate) plain: Option<Plain>,
 }
 
 /// What is known of a plain heap ahead of time. It has one stream, its sizes are [`Exact`], and it keeps no books.
 #[derive(Clone, Copy, Debug)]
-struct Plain {
+pub(crate) struct Plain {
     stream: StreamId,
     allocates: OpKind,
     frees: OpKind,
@@ -258,12 +258,12 @@ impl Heap {
         self.free[blocks[slot as usize].home as usize].remove(blocks, slot);
     }
 
-    /// Allocates if the heap is plain and a free block is at hand that nobody else used: that takes
-    /// neither the driver nor a wait. `requested` is from 1 to [`SEGMENT_BYTES_MAX`](crate::units::SEGMENT_BYTES_MAX).
+    /// Allocates if a free block is at hand that nobody else used: that takes neither the driver nor a wait. `plain` is
+    /// the heap's own, and `requested` from 1 to [`SEGMENT_BYTES_MAX`](crate::units::SEGMENT_BYTES_MAX).
     #[inline(always)]
-    pub(crate) fn allocate_at_once(&mut self, requested: u64) -> Option<Allocation> {
-        let Plain { stream, allocates, .. } = self.plain?;
-        self.place::<Exact>(stream, allocates, requested, |index, blocks, size| {
+    pub(crate) fn allocate_at_once(&mut self, plain: Plain, requested: u64) -> Option<Allocation> {
+        let Plain { stream, allocates, .. } = plain;
+        self.place::<Exact>(stream, allocates, requested, |_, index, blocks, size| {
             index.best_fit(blocks, size).filter(|slot| blocks[*slot as usize].fences.is_empty())
         })
     }
@@ -271,16 +271,11 @@ impl Heap {
     /// As [`allocate_at_once`](Self::allocate_at_once), in a heap that is not plain.
     #[inline(always)]
     pub(crate) fn allocate_at_once_by_rule(&mut self, stream: StreamId, requested: u64) -> Option<Allocation> {
-        let wanted = ByRule::block_size(&self.rules, requested);
-        let index = &self.free[ByRule::home_of(&self.rules, wanted) as usize];
-        let blocks = self.table.blocks();
-        let slot = index.best_fit(blocks, wanted)?;
-        let block = &blocks[slot as usize];
-        if !self.rules.accepts(wanted, block.size) || !block.is_free_for(stream) {
-            return None;
-        }
         let allocates = OpKind::new(Mark::Allocate, stream);
-        let placed = self.place::<ByRule>(stream, allocates, requested, |_, _, _| Some(slot))?;
+        let placed = self.place::<ByRule>(stream, allocates, requested, |rules, index, blocks, size| {
+            let serves = |block: &Block| rules.accepts(size, block.size) && block.is_free_for(stream);
+            index.best_fit(blocks, size).filter(|slot| serves(&blocks[*slot as usize]))
+        })?;
         if self.keeps_books {
             self.book(&placed, allocates.with(requested));
         }
@@ -291,62 +286,44 @@ impl Heap {
     #[inline(always)]
     fn book(&mut self, placed: &Allocation, op: u64) {
         note(&mut self.journal, op, placement_word(placed.placement), self.digest);
-        self.pointers.insert(placed.address, placed.handle.slot);
-    }
-
-    pub(crate) fn is_plain(&self) -> bool {
-        self.plain.is_some()
-    }
-
-    /// Allocates for work on `stream`, whatever it takes.
-    #[inline(always)]
-    pub(crate) fn allocate<B: Backend, L: Lock>(
-        &mut self,
-        around: &Surroundings<B, L>,
-        stream: StreamId,
-        requested: u64,
-    ) -> Result<Allocation, Box<Shortage>> {
-        match self.plain {
-            Some(_) => self.allocate_with::<B, L, Exact>(around, stream, requested),
-            None => self.allocate_by_rule(around, stream, requested),
+        if !self.pointers.is_off() {
+            self.pointers.insert(placed.address, placed.handle.slot);
         }
     }
 
-    /// As [`allocate`](Self::allocate), by the rules, which every heap has.
-    #[inline(never)]
-    pub(crate) fn allocate_by_rule<B: Backend, L: Lock>(
-        &mut self,
-        around: &Surroundings<B, L>,
-        stream: StreamId,
-        requested: u64,
-    ) -> Result<Allocation, Box<Shortage>> {
-        self.allocate_with::<B, L, ByRule>(around, stream, requested)
-    }
-
+    /// Allocates for work on `stream`, whatever it takes. `S` is the heap's sizing; [`ByRule`] is every heap's.
     #[inline(always)]
-    fn allocate_with<B: Backend, L: Lock, S: Sizing>(
+    pub(crate) fn allocate<B: Backend, L: Lock, S: Sizing>(
         &mut self,
         around: &Surroundings<B, L>,
         stream: StreamId,
         requested: u64,
     ) -> Result<Allocation, Box<Shortage>> {
         let mapped_before = self.mapped;
-        let chosen = self.choose::<B, L, S>(around, stream, requested);
-        // Nothing fails from here on.
-        let allocated = chosen.map(|slot| {
-            let allocates = OpKind::new(Mark::Allocate, stream);
-            let placed = self.place::<S>(stream, allocates, requested, |_, _, _| Some(slot));
-            let placed = placed.expect("the block is chosen");
-            if self.keeps_books {
-                self.book(&placed, allocates.with(requested));
+        let slot = match self.choose::<B, L, S>(around, stream, requested) {
+            Ok(slot) => slot,
+            Err(shortage) => {
+                self.fold_obtained(stream, mapped_before);
+                return Err(shortage);
             }
-            placed
-        });
-        // How much was obtained is a decision too: a limit that several heaps share may have shaped it.
+        };
+        // Nothing fails from here on.
+        let allocates = OpKind::new(Mark::Allocate, stream);
+        let placed = self.place::<S>(stream, allocates, requested, |_, _, _, _| Some(slot));
+        let placed = placed.expect("the block is chosen");
+        if self.keeps_books {
+            self.book(&placed, allocates.with(requested));
+        }
+        self.fold_obtained(stream, mapped_before);
+        Ok(placed)
+    }
+
+    /// How much was obtained is a decision too: a limit that several heaps share may have shaped it.
+    #[inline(always)]
+    fn fold_obtained(&mut self, stream: StreamId, mapped_before: u64) {
         if self.mapped > mapped_before {
             self.fold(op_word(Mark::Obtain, stream, self.mapped - mapped_before), 0);
         }
-        allocated
     }
 
     /// A free block for a request, obtained if need be, which work on `stream` may use.
@@ -377,13 +354,13 @@ impl Heap {
         stream: StreamId,
         allocates: OpKind,
         requested: u64,
-        choose: impl FnOnce(&FreeIndex, &[Block], Units) -> Option<Slot>,
+        choose: impl FnOnce(&SizeRules, &FreeIndex, &[Block], Units) -> Option<Slot>,
     ) -> Option<Allocation> {
         let wanted = S::block_size(&self.rules, requested);
         let home = S::home_of(&self.rules, wanted);
         let index = &mut self.free[home as usize];
         let mut tiling = self.table.tiling_with_room();
-        let free = choose(index, tiling.blocks, wanted)?;
+        let free = choose(&self.rules, index, tiling.blocks, wanted)?;
         let Block { offset, size: whole, sequence, segment, .. } = tiling.blocks[free as usize];
         let placement = Placement { segment: sequence, offset_bytes: bytes(offset) };
         let address = tiling.base(segment).plus(placement.offset_bytes);
@@ -409,11 +386,11 @@ impl Heap {
         Some(Allocation { handle: Handle { heap: self.id, slot, tag }, address, placement, size_bytes: bytes(size) })
     }
 
-    /// Frees a live allocation if the heap is plain and nobody else used the block, and tells its allocated and
-    /// requested bytes to `tally`. Else it is as it was. Whether it did.
+    /// Frees a live allocation if nobody else used the block, and tells its allocated and requested bytes to `tally`.
+    /// Else it is as it was. Whether it did. `plain` is the heap's own.
     #[inline(always)]
-    pub(crate) fn free_at_once(&mut self, handle: Handle, tally: impl FnOnce(u64, u64)) -> bool {
-        let (Some(plain), Some(live)) = (self.plain, self.find_live(handle)) else { return false };
+    pub(crate) fn free_at_once(&mut self, plain: Plain, handle: Handle, tally: impl FnOnce(u64, u64)) -> bool {
+        let Some(live) = self.find_live(handle) else { return false };
         if !self.table.block(live.slot).fences.is_empty() {
             return false;
         }
@@ -430,9 +407,8 @@ impl Heap {
         if !fences.is_empty() || self.keeps_books && self.has_books_of_frees() {
             return false;
         }
-        let placed = placement_word(self.placement(live.slot));
         let frees = OpKind::new(Mark::Free, live.stream);
-        self.give_back(live, home, Users::Owner, frees, 0, tally);
+        let placed = self.give_back(live, home, Users::Owner, frees, 0, tally);
         if self.keeps_books {
             note(&mut self.journal, frees.with(0), placed, self.digest);
         }
@@ -458,12 +434,14 @@ impl Heap {
             return Ok(());
         }
         let since = if self.stream.is_some() { 0 } else { around.clocks.lock().now(stream) };
-        let struck = if self.keeps_books { Some(self.strike(slot)) } else { None };
+        let name = if self.keeps_books { self.strike(slot) } else { None };
         let (home, frees) = (self.table.block(slot).home, OpKind::new(Mark::Free, stream));
-        self.give_back(live, home, self.users(), frees, since, tally);
-        if let (Some((placement, name)), Some(journal)) = (struck, &mut self.journal) {
-            journal.note(frees.with(0), placement_word(placement), self.digest);
-            name.iter().for_each(|name| journal.name_newest(name));
+        let placed = self.give_back(live, home, self.users(), frees, since, tally);
+        if self.keeps_books {
+            note(&mut self.journal, frees.with(0), placed, self.digest);
+        }
+        if let (Some(name), Some(journal)) = (name, &mut self.journal) {
+            journal.name_newest(&name);
         }
         Ok(())
     }
@@ -472,7 +450,7 @@ impl Heap {
         self.stream.map_or(Users::Several, |_| Users::Fenced)
     }
 
-    /// Makes an allocated block free again.
+    /// Makes an allocated block free again. What was decided is where it lay, as a word.
     #[inline(always)]
     fn give_back(
         &mut self,
@@ -482,7 +460,7 @@ impl Heap {
         frees: OpKind,
         since: Tick,
         tally: impl FnOnce(u64, u64),
-    ) {
+    ) -> u64 {
         let Live { slot, stream, requested } = live;
         let mut tiling = self.table.tiling();
         let block = &mut tiling.blocks[slot as usize];
@@ -491,17 +469,24 @@ impl Heap {
         block.state = BlockState::Free { stream, since };
         self.usage.free(size, requested);
         tally(bytes(size), requested);
-        self.digest.fold(frees.with(0), placement_word(placement));
+        let placed = placement_word(placement);
+        self.digest.fold(frees.with(0), placed);
         merge(&mut tiling, &mut self.free[home as usize], &mut self.fences, users, slot);
+        placed
     }
 
-    /// Strikes an allocation that is about to be freed from the books. What its entry in the journal will need.
-    #[inline(never)]
-    fn strike(&mut self, slot: Slot) -> (Placement, Option<Box<str>>) {
-        self.pointers.remove(self.address(slot));
+    /// Strikes an allocation that is about to be freed from the books. The name that it had.
+    #[inline(always)]
+    fn strike(&mut self, slot: Slot) -> Option<Box<str>> {
+        if !self.pointers.is_off() {
+            self.pointers.remove(self.address(slot));
+        }
+        if self.names.is_empty() {
+            return None;
+        }
         let name = self.names.take(slot);
         self.note_books();
-        (self.placement(slot), name)
+        name
     }
 
     /// Puts a free block that is in no index into the free index, merged with its free neighbours. Returns the result.
@@ -581,7 +566,7 @@ impl Heap {
 }
 
 /// Remembers an op that was folded, where agreement looks back on ops.
-#[inline(never)]
+#[inline(always)]
 fn note(journal: &mut Option<Box<Journal>>, op: u64, decision: u64, after: Digest) {
     if let Some(journal) = journal {
         journal.note(op, decision, after);

@@ -119,7 +119,7 @@ impl Journal {
     }
 
     /// Notes an op, the decision about it and the digest after it.
-    #[inline]
+    #[inline(never)]
     pub(crate) fn note(&mut self, op: u64, decision: u64, after: Digest) {
         debug_assert_eq!(after.ops, self.ops() + 1, "an op was folded without being noted");
         if self.entries.len() == self.capacity {

@@ -18,6 +18,9 @@ pub trait Lock: Debug + 'static {
     type Cell<T>: LockCell<T>;
 }
 
+/// Access to a `T` behind a lock of this kind.
+pub(crate) type Guard<'a, L, T> = <<L as Lock>::Cell<T> as LockCell<T>>::Guard<'a>;
+
 /// A `T` behind a lock.
 pub trait LockCell<T> {
     /// Access to the `T` for as long as it lives.

@@ -5,12 +5,13 @@ use crate::backend::Backend;
 use crate::config::StreamPolicy;
 use crate::errors::{AllocateError, HandleError, UnknownError};
 use crate::handle::{Allocation, Handle};
-use crate::heap::{Heap, HeapIdentity};
+use crate::heap::{Heap, HeapIdentity, Shortage};
 use crate::ids::{HeapId, PoolId, StreamId};
-use crate::lock::{Lock, LockCell};
+use crate::lock::{Guard, Lock, LockCell};
 use crate::out_of_memory::Request;
 use crate::pool::Pool;
 use crate::segment_log::SegmentLog;
+use crate::size_rules::{ByRule, Exact, Sizing};
 use crate::stats::ScopedPeaks;
 use crate::units::SEGMENT_BYTES_MAX;
 use std::sync::Arc;
@@ -39,40 +40,47 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
             return self.allocator.allocate_by_all_means(self.pool, self.stream, size_bytes);
         }
         let mut heap = self.heap.lock();
-        let Some(allocation) = heap.allocate_at_once(size_bytes) else {
-            let is_plain = heap.is_plain();
-            drop(heap);
-            return if is_plain { self.allocate_otherwise(size_bytes) } else { self.allocate_by_rule(size_bytes) };
+        let at_once = match heap.plain {
+            Some(plain) => heap.allocate_at_once(plain, size_bytes),
+            None => heap.allocate_at_once_by_rule(self.stream, size_bytes),
+        };
+        let Some(allocation) = at_once else {
+            return match heap.plain {
+                Some(_) => self.allocate_by::<Exact>(heap, size_bytes),
+                None => self.allocate_by::<ByRule>(heap, size_bytes),
+            };
         };
         drop(heap);
         self.allocator.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
         Ok(allocation)
     }
 
-    /// Allocates in a heap that is not plain.
+    /// Allocates what may need more than a free block: memory, waits, books, a refusal. The heap is this route's, and `S`
+    /// its sizing; [`ByRule`] is every heap's.
     #[inline(never)]
-    fn allocate_by_rule(&self, size_bytes: u64) -> Result<Allocation, AllocateError> {
-        let allocation = self.heap.lock().allocate_at_once_by_rule(self.stream, size_bytes);
-        let Some(allocation) = allocation else { return self.allocate_otherwise(size_bytes) };
+    pub(crate) fn allocate_by<S: Sizing>(
+        &self,
+        mut heap: Guard<'_, L, Heap>,
+        size_bytes: u64,
+    ) -> Result<Allocation, AllocateError> {
+        let outcome = heap.allocate::<B, L, S>(&self.allocator.around, self.stream, size_bytes);
+        drop(heap);
+        let allocation = match outcome {
+            Ok(allocation) => allocation,
+            Err(shortage) => self.persist(size_bytes, *shortage)?,
+        };
         self.allocator.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
         Ok(allocation)
     }
 
-    /// Allocates what may need more than a free block: memory, waits, books, a refusal.
+    /// Does what may end a shortage, and allocates then.
+    #[cold]
     #[inline(never)]
-    pub(crate) fn allocate_otherwise(&self, size_bytes: u64) -> Result<Allocation, AllocateError> {
+    fn persist(&self, size_bytes: u64, shortage: Shortage) -> Result<Allocation, AllocateError> {
         let Route { allocator, heap, pool, stream } = *self;
-        let outcome = heap.lock().allocate(&allocator.around, stream, size_bytes);
-        let allocation = match outcome {
-            Ok(allocation) => allocation,
-            Err(shortage) => {
-                let request = Request { pool, stream, size_bytes };
-                let again = |heap: &mut Heap| heap.allocate_by_rule(&allocator.around, stream, size_bytes);
-                allocator.persist(allocator.pool(pool)?, heap, request, *shortage, again)?
-            }
-        };
-        allocator.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
-        Ok(allocation)
+        let request = Request { pool, stream, size_bytes };
+        let again = |heap: &mut Heap| heap.allocate::<B, L, ByRule>(&allocator.around, stream, size_bytes);
+        allocator.persist(allocator.pool(pool)?, heap, request, shortage, again)
     }
 }
 
