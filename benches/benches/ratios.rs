@@ -5,6 +5,9 @@
 //! `measured_part`. They contain the driver that walks through the job's steps. It is counted alone as well, on a subject
 //! that allocates nothing, and the bar is on the difference. Without valgrind these columns stay empty.
 //!
+//! A second table has the instructions on heaps that are not plain: of fixed segments, of streams that share, and of a
+//! symmetric pool.
+//!
 //! Exits with 1 when a bar is missed; with `--test`, for machines that are busy with other things, only when a bar on
 //! instructions is. `cargo bench -p symmalloc-benches --bench ratios`
 
@@ -13,7 +16,7 @@ use std::time::Instant;
 use std::{env, fs};
 use symmalloc_benches::micro::{ManyFree, PAIRS, Sizes};
 use symmalloc_benches::workload::{Bench, Bound, Nothing, Workload};
-use symmalloc_benches::{Segments, ours, reference};
+use symmalloc_benches::{Ours, Segments, ours, ours_symmetric, reference};
 use symmalloc_core::config::StreamPolicy;
 use symmalloc_harness::jobs;
 
@@ -33,6 +36,21 @@ const DRIVER: &str = "driver of ";
 /// Tells this program that it runs under callgrind, and on which case.
 const CASE: &str = "SYMMALLOC_RATIOS_CASE";
 
+/// Tells it, beside the case, on which of the [`SORTS`] of heap; on plain ones when it is not set.
+const HEAPS: &str = "SYMMALLOC_RATIOS_HEAPS";
+
+/// A sort of heap by name, with what makes an allocator that has such heaps.
+type Sort = (&'static str, fn() -> Ours);
+
+const PLAIN: &str = "plain";
+/// Plain heaps have the shortest way. Each of the others has something that makes it longer.
+const SORTS: [Sort; 4] = [
+    (PLAIN, || ours(Segments::Expandable, StreamPolicy::Separate)),
+    ("fixed", || ours(Segments::Fixed, StreamPolicy::Separate)),
+    ("shared", || ours(Segments::Expandable, StreamPolicy::Shared)),
+    ("symmetric", ours_symmetric),
+];
+
 fn main() -> ExitCode {
     if let Ok(case) = env::var(CASE) {
         count_this(&case);
@@ -43,6 +61,7 @@ fn main() -> ExitCode {
     let judges_time = !env::args().any(|arg| arg == "--test");
     let mut misses = Vec::new();
     jobs_table(&filter, judges_time, &mut misses);
+    heaps_table(&filter);
     if filter.is_empty() {
         free_blocks_table(&mut misses);
     }
@@ -67,7 +86,7 @@ fn jobs_table(filter: &str, judges_time: bool, misses: &mut Vec<String>) {
             reference_times.push(nanoseconds(|| reference.repeat()) / ops);
         }
         let (our_time, reference_time) = (median(our_times), median(reference_times));
-        let per_op = |case: &str| count_under_callgrind(case).map(|count| count / ops);
+        let per_op = |case: &str| count_under_callgrind(case, PLAIN).map(|count| count / ops);
         let (in_all, driver) = (per_op(job), per_op(&format!("{DRIVER}{job}")));
         let instructions = in_all.zip(driver).map(|(in_all, driver)| in_all - driver);
         let ratio = reference_time / our_time;
@@ -86,6 +105,20 @@ fn jobs_table(filter: &str, judges_time: bool, misses: &mut Vec<String>) {
     println!("at most {INSTRUCTIONS_MAX} instructions per op in the column \"ours\"");
 }
 
+/// Instructions per op of the allocator on heaps that are not plain. No bar: they are there to be watched.
+fn heaps_table(filter: &str) {
+    let sorts = || SORTS.into_iter().map(|(name, _)| name).filter(|name| *name != PLAIN);
+    let columns = |cells: Vec<String>| cells.iter().map(|cell| format!("{cell:>14}")).collect::<String>();
+    println!("\n{:<22}{}", "instructions on heaps", columns(sorts().map(String::from).collect()));
+    for job in jobs::JOBS.into_iter().filter(|job| job.contains(filter)) {
+        let ops = Workload::from(&jobs::program(job)).len() as f64;
+        let driver = count_under_callgrind(&format!("{DRIVER}{job}"), PLAIN);
+        let per_op = |heaps| Some((count_under_callgrind(job, heaps)? - driver?) / ops);
+        let cells = sorts().map(|heaps| per_op(heaps).map_or("-".into(), |count| format!("{count:.1}")));
+        println!("{job:<22}{}", columns(cells.collect()));
+    }
+}
+
 fn free_blocks_table(misses: &mut Vec<String>) {
     println!("\n{:<22}{:>10}{:>14}{:>12}", "free blocks", "count", "instructions", "ours ns");
     let ops = f64::from(2 * PAIRS);
@@ -98,7 +131,7 @@ fn free_blocks_table(misses: &mut Vec<String>) {
                 nanoseconds(|| case.replace()) / ops
             };
             let time = median((0..5).map(|_| once()).collect());
-            let instructions = count_under_callgrind(&format!("{name}/{count}")).map(|count| count / ops);
+            let instructions = count_under_callgrind(&format!("{name}/{count}"), PLAIN).map(|count| count / ops);
             let shown = instructions.map_or("-".into(), |count| format!("{count:.1}"));
             println!("{name:<22}{count:>10}{shown:>14}{time:>12.1}");
             // Time grows with the caches' misses too; what is held against the bar is work.
@@ -130,7 +163,9 @@ fn measured_part(work: &mut dyn FnMut()) {
 
 /// Runs the measured part of a case once, in steady state.
 fn count_this(case: &str) {
-    let ours = ours(Segments::Expandable, StreamPolicy::Separate);
+    let heaps = env::var(HEAPS).unwrap_or_else(|_| PLAIN.into());
+    let (_, ours) = SORTS.into_iter().find(|(name, _)| *name == heaps).expect("a sort of heap");
+    let ours = ours();
     let ours = Bound::new(&ours);
     if let Some(job) = case.strip_prefix(DRIVER) {
         let mut bench = Bench::warm(Nothing::default(), Workload::from(&jobs::program(job)));
@@ -145,14 +180,16 @@ fn count_this(case: &str) {
     }
 }
 
-/// Instructions of the measured part of a case; `None` without valgrind.
-fn count_under_callgrind(case: &str) -> Option<f64> {
-    let out = env::temp_dir().join(format!("symmalloc-ratios-{}", std::process::id()));
+/// Instructions of the measured part of a case on a sort of heap; `None` without valgrind.
+fn count_under_callgrind(case: &str, heaps: &str) -> Option<f64> {
+    let name = case.replace([' ', '/'], "_");
+    let out = env::temp_dir().join(format!("symmalloc-ratios-{}-{name}-{heaps}", std::process::id()));
     let output = Command::new("valgrind")
         .args(["--tool=callgrind", "--collect-atstart=no", "--toggle-collect=*measured_part*"])
         .arg(format!("--callgrind-out-file={}", out.display()))
         .arg(env::current_exe().ok()?)
         .env(CASE, case)
+        .env(HEAPS, heaps)
         .output()
         .ok()?;
     let profile = fs::read_to_string(&out).ok()?;

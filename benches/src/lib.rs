@@ -17,7 +17,7 @@
 
 use crate::device::Weightless;
 use crate::reference::Reference;
-use symmalloc_core::config::StreamPolicy;
+use symmalloc_core::config::{PoolConfigBuilder, StreamPolicy};
 use symmalloc_core::{Allocator, Config, PoolConfig};
 
 pub mod device;
@@ -43,11 +43,22 @@ pub type Ours = Allocator<Weightless>;
 /// Never: the default knobs are valid.
 pub fn ours(segments: Segments, streams: StreamPolicy) -> Ours {
     let pool = PoolConfig::builder().streams(streams);
-    let pool = match segments {
+    ours_with(match segments {
         Segments::Expandable => pool.expandable(),
         Segments::Fixed => pool.fixed(),
-    };
-    let config = Config::builder().default_pool(pool.build().expect("valid")).build().expect("valid");
+    })
+}
+
+/// Our allocator, driven by one thread, with a symmetric pool: its heaps keep a journal.
+///
+/// # Panics
+/// Never: the default knobs are valid.
+pub fn ours_symmetric() -> Ours {
+    ours_with(PoolConfig::builder().expandable().symmetric(true))
+}
+
+fn ours_with(default_pool: PoolConfigBuilder) -> Ours {
+    let config = Config::builder().default_pool(default_pool.build().expect("valid")).build().expect("valid");
     Allocator::new(Weightless::default(), config).expect("a valid granularity")
 }
 
