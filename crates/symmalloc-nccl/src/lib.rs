@@ -52,7 +52,6 @@
 //! `registrar/plan.rs` says what one sync does, `registrar/round.rs` compares the plans of the ranks in one collective. `unsafe` stands only where
 //! NCCL or the driver is called, and where collectives take memory by its address.
 
-mod attachment;
 mod all_to_all;
 mod calls;
 mod collectives;
@@ -66,10 +65,6 @@ mod patience;
 mod registrar;
 mod rendezvous;
 mod splits;
-mod stats;
-mod symmetric_space;
-mod splits;
-mod threads;
 mod transport;
 mod turns;
 mod unique_id;
@@ -92,8 +87,6 @@ pub use registrar::stats::{CommunicatorStats, RegistrarStats};
 pub use registrar::window::WindowSpan;
 pub use registrar::{Registrar, RegistrarBuilder, Registration, Synced};
 pub use rendezvous::RendezvousError;
-pub use splits::{Sending, Side, Split, Splits, SplitsError};
-pub use stats::{CommunicatorStats, RegistrarStats};
 pub use splits::{Sending, Side, Split, Splits, SplitsError};
 pub use transport::NcclTransport;
 pub use unique_id::UniqueId;

@@ -275,7 +275,6 @@ nccl! {
         SUCCESS
     });
     ncclCommAbort(comm: u64) ask("ncclCommAbort", comm, |member| { member.end(Life::Aborted); SUCCESS });
-    ncclCommRevoke(comm: u64, flags: c_int) ask("ncclCommRevoke", comm, |member| member.revoke());
     ncclCommRevoke(comm: u64, flags: c_int) ask("ncclCommRevoke", comm, |member| {
         if flags == 0 { member.revoke() } else { INVALID_ARGUMENT }
     });

@@ -1,5 +1,8 @@
 //! What a test asks the stub, and tells it.
 //!
+//! With `STUB_NCCL_STRICT` in the environment, the first violation ends the process. Of ranks in several processes, the one
+//! that made the unique id sees what concerns more than one rank.
+//!
 //! Ranks are those of the first communicator, also for communicators split from it; -1 means all.
 //!
 //! | control | meaning |
@@ -9,13 +12,14 @@
 //! | `stub_nccl_heal()` | no call fails or hangs any more; an init that hangs ends in an error |
 //! | `stub_nccl_kill(rank)` | the rank is gone without a word: the others have `ncclRemoteError` |
 //! | `stub_nccl_calls(call)` | how often it was called; null: all calls together |
-//! | `stub_nccl_live(what)` | what is left: 0 communicators, 1 windows, 2 registered buffers, 3 rounds whose memory is kept, 4 bytes of symmetric address space, 5 work on streams, 6 physical memory that ended communicators leaked (before 2.29) |
+//! | `stub_nccl_live(what)` | what is left: 0 communicators, 1 windows, 2 registered buffers, 3 rounds whose memory is kept, 4 bytes of symmetric address space, 5 work on streams, 6 physical memory that ended communicators leaked (before 2.29), 7 sockets to other processes |
 //! | `stub_nccl_violations(from, text, capacity)` | how many there were; those from `from` on, one a line |
 //! | `stub_nccl_forget()` | forgets violations |
 
 use crate::ledger::{self, Verdict};
 use crate::member::{self, Life};
 use crate::registry;
+use crate::wire;
 use std::ffi::{CStr, c_char, c_int};
 
 fn rank_of(rank: c_int) -> Option<usize> {
@@ -75,11 +79,13 @@ pub unsafe extern "C" fn stub_nccl_calls(call: *const c_char) -> u64 {
 /// See the file's table.
 #[unsafe(no_mangle)]
 pub extern "C" fn stub_nccl_live(what: c_int) -> u64 {
+    if what == 7 {
+        return wire::sockets();
+    }
     let of = |member: &member::Member| {
         let inner = member.lock();
         let [windows, buffers, rounds, leaked] = inner.windows.counts();
         match what {
-            0 => u64::from(matches!(inner.life, Life::Joining | Life::Live | Life::Revoked | Life::Finalized)),
             0 => u64::from(matches!(inner.life, Life::Joining | Life::Live | Life::Finalized | Life::Revoked)),
             1 => windows,
             2 => buffers,

@@ -5,7 +5,7 @@
 
 use crate::codes::{IN_PROGRESS, INVALID_ARGUMENT, SUCCESS};
 use crate::member::{Member, Step};
-use crate::messages::{Join, Kind, Round};
+use crate::messages::{Join, Round};
 use crate::options::options;
 use crate::registry;
 use crate::streams::{self, Kernel, Launch};
@@ -111,6 +111,9 @@ fn run(actions: Vec<(Arc<Member>, Action)>) -> c_int {
     }
     if !is_blocking {
         for (member, launch) in launches {
+            for round in steps_before(&member, &launch) {
+                member.begin(Step::Meet, round);
+            }
             member.lock().launches.push_back(launch);
         }
         return IN_PROGRESS;
@@ -121,37 +124,34 @@ fn run(actions: Vec<(Arc<Member>, Action)>) -> c_int {
     if let Some(code) = failed {
         return code;
     }
-    for (member, launch) in &launches {
-        let code = prepare(member, launch);
-        if code != SUCCESS {
-            return code;
-        }
+    let tickets: Vec<(Arc<Member>, u64)> = launches
+        .iter()
+        .flat_map(|(member, launch)| {
+            let steps = steps_before(member, launch).into_iter();
+            steps.map(|round| (Arc::clone(member), member.begin(Step::Meet, round))).collect::<Vec<_>>()
+        })
+        .collect();
+    let stepped: Vec<c_int> = tickets.into_iter().map(|(member, ticket)| member.wait(ticket)).collect();
+    if let Some(code) = stepped.into_iter().find(|code| *code != SUCCESS) {
+        return code;
     }
     let codes = launches.into_iter().map(|(member, launch)| streams::launch(&member, launch));
     codes.fold(SUCCESS, |first, code| if first == SUCCESS { code } else { first })
 }
 
-/// What a blocking collective does with the other ranks on the host before its launch.
-fn prepare(member: &Arc<Member>, launch: &Launch) -> c_int {
-    let Kernel::Collective { signature, send, receive, .. } = &launch.kernel else { return SUCCESS };
-    let (connects, places) = {
-        let mut inner = member.lock();
-        let connects = options().connect_blocks && !std::mem::replace(&mut inner.is_connected, true);
-        (connects, (inner.windows.place(send.0), inner.windows.place(receive.0)))
-    };
-    if connects {
-        let ticket = member.begin(Step::Meet, (!launch.is_hung).then_some(Round::Meet));
-        let code = member.wait(ticket);
-        if code != SUCCESS {
-            return code;
-        }
+/// What a collective does with the other ranks on the host before its launch; `None`: it hangs there.
+fn steps_before(member: &Member, launch: &Launch) -> Vec<Option<Round>> {
+    let Kernel::Collective { signature, send, receive, .. } = &launch.kernel else { return Vec::new() };
+    let mut rounds = Vec::new();
+    let mut inner = member.lock();
+    if options().connect_blocks && !std::mem::replace(&mut inner.is_connected, true) {
+        rounds.push((!launch.is_hung).then_some(Round::Meet));
     }
-    if !options().checks || signature.kind == Kind::Scatter {
-        return SUCCESS;
+    if options().checks {
+        let places = (inner.windows.place(send.0), inner.windows.place(receive.0));
+        rounds.push((!launch.is_hung).then_some(Round::Check { signature: *signature, places }));
     }
-    let round = Round::Check { signature: *signature, places };
-    let ticket = member.begin(Step::Meet, (!launch.is_hung).then_some(round));
-    member.wait(ticket)
+    rounds
 }
 
 /// Adds a kernel; transfers of one communicator and stream become one.

@@ -23,9 +23,6 @@ pub enum Life {
     Joining,
     /// Everything.
     Live,
-    /// `ncclCommRevoke` was called: what was under way is stopped, and nothing new begins.
-    Revoked,
-    /// `ncclCommFinalize` was called.
     /// `ncclCommFinalize` was called: it is over once all work took effect.
     Finalized,
     /// `ncclCommRevoke` was called: nothing is under way, and it can only be ended.
@@ -221,7 +218,6 @@ impl Member {
             if let Some(code) = inner.finished.remove(&ticket) {
                 return code;
             }
-            if matches!(inner.life, Life::Revoked | Life::Aborted | Life::Destroyed) {
             if matches!(inner.life, Life::Aborted | Life::Destroyed | Life::Revoked) {
                 return INTERNAL_ERROR;
             }
@@ -250,7 +246,6 @@ impl Member {
                 Life::Joining => return IN_PROGRESS,
                 Life::Refused(code) => return code,
                 _ if inner.error != SUCCESS => return inner.error,
-                Life::Finalized if !inner.queue.is_empty() => return IN_PROGRESS,
                 _ if !inner.steps.is_empty() => return IN_PROGRESS,
                 Life::Finalized if !inner.queue.is_empty() => return IN_PROGRESS,
                 _ if inner.launches.is_empty() => return SUCCESS,
@@ -288,29 +283,6 @@ impl Member {
         }
     }
 
-    /// Stops what is under way, as `ncclCommRevoke`: a thread that waits in a call gets an error. Windows stay.
-    pub fn revoke(self: &Arc<Self>) -> c_int {
-        let queue = {
-            let mut inner = self.lock();
-            if inner.life != Life::Live {
-                return INVALID_ARGUMENT;
-            }
-            inner.life = Life::Revoked;
-            for step in take(&mut inner.steps).into_values() {
-                if let Step::Window(window) = &step {
-                    inner.windows.cancel(window);
-                }
-            }
-            inner.launches.clear();
-            inner.error = SUCCESS;
-            take(&mut inner.queue)
-        };
-        self.changed.notify_all();
-        queue.into_iter().for_each(streams::cancel);
-        SUCCESS
-    }
-
-    /// Ends it: nothing of it is left but its tombstone.
     /// Ends it: nothing of it is left but its tombstone, and what an old NCCL forgets.
     pub fn end(self: &Arc<Self>, life: Life) {
         let Some(queue) = self.stop(life) else { return };

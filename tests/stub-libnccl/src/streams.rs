@@ -93,7 +93,6 @@ pub extern "C" fn submitted(template: u64, instance: u64) {
     let Some((member, kernel, is_hung)) = found else { return cuda::complete(instance) };
     lock(&INSTANCES).insert(instance, Arc::clone(&member));
     let mut inner = member.lock();
-    if matches!(inner.life, Life::Revoked | Life::Destroyed | Life::Aborted) {
     if matches!(inner.life, Life::Destroyed | Life::Aborted | Life::Revoked) {
         drop(inner);
         violate(format!("rank {}: a graph launched a collective of a communicator that is gone", member.world));

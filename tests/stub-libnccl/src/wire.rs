@@ -19,6 +19,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsRawFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -42,8 +43,9 @@ pub struct Connection {
     stream: Mutex<UnixStream>,
 }
 
-/// Sockets to processes with jobs, by name; and the names under which this process has jobs.
+/// Sockets to processes with jobs, by name; how many came from other processes; and the names under which this one has jobs.
 static CONNECTIONS: Mutex<BTreeMap<String, Arc<Connection>>> = Mutex::new(BTreeMap::new());
+static ACCEPTED: AtomicU64 = AtomicU64::new(0);
 static LISTENING: Mutex<Vec<String>> = Mutex::new(Vec::new());
 /// Memory files of other processes.
 static MAPPED: Mutex<BTreeMap<u32, Base>> = Mutex::new(BTreeMap::new());
@@ -54,6 +56,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 fn address(name: &str) -> SocketAddr {
     SocketAddr::from_abstract_name(name).expect("a short name")
+}
+
+/// Sockets to other processes.
+pub fn sockets() -> u64 {
+    lock(&CONNECTIONS).len() as u64 + ACCEPTED.load(Ordering::Relaxed)
 }
 
 impl Connection {
@@ -92,6 +99,7 @@ pub fn listen(name: &str) {
     listening.push(name.to_owned());
     std::thread::spawn(move || {
         for stream in listener.incoming().flatten() {
+            ACCEPTED.fetch_add(1, Ordering::Relaxed);
             let reader = stream.try_clone().expect("a descriptor");
             let connection = Arc::new(Connection { stream: Mutex::new(stream) });
             std::thread::spawn(move || {
@@ -104,6 +112,7 @@ pub fn listen(name: &str) {
                     Up::Tell { job, rank, message } => registry::tell(job, rank, message),
                 });
                 registry::lose(&connection);
+                ACCEPTED.fetch_sub(1, Ordering::Relaxed);
             });
         }
     });

@@ -69,6 +69,8 @@ pub struct Live {
     pub pending: u64,
     /// Physical memory that communicators took along when they ended with windows (before 2.29).
     pub leaked: u64,
+    /// Sockets to other processes.
+    pub sockets: u64,
 }
 
 /// What NCCL still has.
@@ -85,6 +87,7 @@ pub fn live() -> Live {
         space_bytes: of(4),
         pending: of(5),
         leaked: of(6),
+        sockets: of(7),
     }
 }
 

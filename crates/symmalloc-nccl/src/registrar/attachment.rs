@@ -16,10 +16,6 @@
 use crate::communicator::registration::{BufferRegistration, Registered};
 use crate::communicator::{CommState, Communicator, Stage};
 use crate::error::CommError;
-use crate::invalidation::Invalidations;
-use crate::patience::Patience;
-use crate::plan::{Book, Plan, SegmentName, Step, StepKind, dead_keys, fold, generation};
-use crate::plan_summary::{Circumstances, Summary};
 use crate::registrar::error::{AttachError, SyncError};
 use crate::registrar::invalidation::Invalidations;
 use crate::registrar::plan::{Book, Plan, SegmentName, Step, StepKind, dead_keys, generation};
@@ -233,19 +229,12 @@ impl Attachment {
 
     /// Waits for all work that may use what is about to go.
     fn quiesce(&self, allocator: &CudaAllocator) -> Result<(), SyncError> {
-        let patience = Patience::new(self.comm.deadline());
-        let done = allocator.synchronize_all(Instant::now() + self.comm.deadline());
+        let waited = self.comm.deadline();
+        let done = allocator.synchronize_all(Instant::now() + waited);
         if done.map_err(|error| SyncError::Cuda { communicator: self.name(), error })? {
             return Ok(());
         }
-        Err(self.failed(CommError::Deadline {
-            name: self.comm.name().into(),
-            stage: Stage::Run,
-            waited,
-            state: self.comm.state(),
-        }))
         Err(self.failed(self.comm.give_up(Stage::Run, waited)))
-        Err(self.failed(self.comm.give_up(Stage::Run, &patience)))
     }
 
     fn carry_out(&self, state: &mut State, step: &Step, synced: &mut Synced) -> Result<(), SyncError> {

@@ -337,6 +337,34 @@ nccl_test!(a_check_of_all_arguments_finds_places_that_differ, ["STUB_NCCL_CHECK_
     nccl::assert_clean();
 });
 
+nccl_test!(the_first_collective_can_be_made_to_wait_for_the_peers_on_the_host, ["STUB_NCCL_CONNECT_BLOCKS" = "1"], {
+    ranks(2, |rank| {
+        let segment = rank.segment(SEGMENT);
+        std::thread::scope(|scope| {
+            if rank.rank == 0 {
+                let inside = scope.spawn(|| rank.sum(segment, segment, COUNT));
+                while nccl::calls("ncclAllReduce") == 0 {
+                    std::thread::yield_now();
+                }
+                assert!(!inside.is_finished(), "rank 1 did not come yet");
+                rank.meet();
+                assert_eq!(inside.join().expect("it came back"), SUCCESS);
+            } else {
+                rank.meet();
+                assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
+            }
+        });
+        rank.meet();
+        // The second one does not wait.
+        if rank.rank == 0 {
+            assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
+        }
+        rank.meet();
+        assert_eq!(abort(rank.comm), SUCCESS);
+    });
+    nccl::assert_clean();
+});
+
 nccl_test!(before_2_29_a_communicator_takes_the_memory_of_its_windows_along, {
     ranks(2, |rank| {
         let segment = rank.segment(SEGMENT);

@@ -44,7 +44,7 @@ struct Lane {
 
 impl Program<'_> {
     fn below(&mut self, limit: usize) -> usize {
-        (self.draw.next() % limit.max(1) as u64) as usize
+        (self.draw.next_u64() % limit.max(1) as u64) as usize
     }
 
     fn step(&mut self) {
@@ -94,7 +94,6 @@ impl Program<'_> {
             if self.below(3) == 0 { self.it.pool_with(|config| config.reserved(128 * MIB)) } else { self.it.pool() };
         let index = self.pools.len();
         for lane in &mut self.comms {
-            if self.draw.next() % 2 == 0 {
             if self.draw.next_u64().is_multiple_of(2) {
                 attach(self.it, lane, index, &pool);
             }
@@ -112,7 +111,6 @@ impl Program<'_> {
         let (cursor, keys, pools) = (InvalidationCursor::default(), Vec::new(), Vec::new());
         let mut lane = Lane { comm, pools, cursor, keys, is_aborted: false };
         for index in 0..self.pools.len() {
-            if index == 0 || self.draw.next() % 2 == 0 {
             if index == 0 || self.draw.next_u64().is_multiple_of(2) {
                 attach(self.it, &mut lane, index, &self.pools[index]);
             }
@@ -149,7 +147,6 @@ impl Program<'_> {
     }
 
     fn sync(&mut self) {
-        let mut chosen: Vec<usize> = (0..self.comms.len()).filter(|_| self.draw.next() % 3 != 0).collect();
         let mut chosen: Vec<usize> =
             (0..self.comms.len()).filter(|_| !self.draw.next_u64().is_multiple_of(3)).collect();
         // Each rank names them in an order of its own.
