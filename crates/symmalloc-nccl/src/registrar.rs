@@ -19,7 +19,8 @@
 //!
 //! The allocator never calls it. A program attaches pools to communicators, allocates and frees as it likes, and calls
 //! [`sync`](Registrar::sync) on every rank where it wants windows to be right: after a warm-up, at the end of a scope, before a
-//! capture. A sync that finds nothing new costs less than a microsecond, so it may stand in front of every step.
+//! capture. A sync that finds nothing new costs one small collective, in which the ranks agree; without agreement it costs a
+//! tenth of a microsecond and no call of NCCL's. Either may stand in front of every step.
 
 mod attachment;
 mod builder;

@@ -72,8 +72,8 @@ impl Registrar {
         })
     }
 
-    /// Which keys died on a communicator since the cursor, in the order of the log: the same on every rank. Ask after each
-    /// sync, and drop what is cached by them.
+    /// Which keys died on a communicator since the cursor, in the order of the log: those of windows are the same on every
+    /// rank, those of buffers are this rank's own. Ask after each sync, and drop what is cached by them.
     ///
     /// A key dies when its segment dies or grows, and when its pool is detached; [`Invalidated::Everything`] when the
     /// communicator is gone.
