@@ -142,6 +142,22 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         &self.config
     }
 
+    /// The most device memory all pools together may hold now: [`Config::limit_bytes`], or what
+    /// [`set_limit_bytes`](Self::set_limit_bytes) said since.
+    pub fn limit_bytes(&self) -> Option<u64> {
+        self.around.budget.limit_bytes()
+    }
+
+    /// Changes the most device memory all pools together may hold. What is held beyond it stays; the next request for more
+    /// is refused.
+    ///
+    /// # Determinism
+    /// The limit is an input of every later decision, like the configuration (rule D4): set the same number of bytes at the
+    /// same point of the program on every rank. [Agreement](crate::agreement) compares it.
+    pub fn set_limit_bytes(&self, limit_bytes: Option<u64>) {
+        self.around.budget.set_limit_bytes(limit_bytes);
+    }
+
     /// Registers the program's next stream. Register streams in the same order on every rank.
     ///
     /// # Errors

@@ -27,10 +27,14 @@ pub(crate) struct LimitMet {
     pub(crate) limit_bytes: u64,
 }
 
+/// Stands for no limit: nobody has so much.
+const UNLIMITED: u64 = u64::MAX;
+
 /// One limit and what is reserved under it.
 #[derive(Debug)]
 pub(crate) struct Budget {
-    limit_bytes: Option<u64>,
+    /// [`UNLIMITED`] when there is none.
+    limit_bytes: AtomicU64,
     reserved_bytes: AtomicU64,
     reserved_bytes_peak: AtomicU64,
     /// Everything that was ever charged and not undone.
@@ -40,11 +44,21 @@ pub(crate) struct Budget {
 impl Budget {
     pub(crate) fn new(limit_bytes: Option<u64>) -> Self {
         Budget {
-            limit_bytes,
+            limit_bytes: AtomicU64::new(limit_bytes.unwrap_or(UNLIMITED)),
             reserved_bytes: AtomicU64::new(0),
             reserved_bytes_peak: AtomicU64::new(0),
             charged_bytes: AtomicU64::new(0),
         }
+    }
+
+    pub(crate) fn limit_bytes(&self) -> Option<u64> {
+        let limit_bytes = self.limit_bytes.load(Relaxed);
+        (limit_bytes != UNLIMITED).then_some(limit_bytes)
+    }
+
+    /// What is reserved beyond a lower limit stays; the next charge meets it.
+    pub(crate) fn set_limit_bytes(&self, limit_bytes: Option<u64>) {
+        self.limit_bytes.store(limit_bytes.unwrap_or(UNLIMITED), Relaxed);
     }
 
     pub(crate) fn reserved_bytes(&self) -> u64 {
@@ -64,13 +78,13 @@ impl Budget {
 
     /// Bytes that may still be reserved.
     fn headroom_bytes(&self) -> u64 {
-        self.limit_bytes.map_or(u64::MAX, |limit| limit.saturating_sub(self.reserved_bytes()))
+        self.limit_bytes().map_or(u64::MAX, |limit| limit.saturating_sub(self.reserved_bytes()))
     }
 
     fn try_charge(&self, size_bytes: u64) -> bool {
         let charge = |reserved: u64| {
             let sum = reserved.checked_add(size_bytes)?;
-            self.limit_bytes.is_none_or(|limit| sum <= limit).then_some(sum)
+            self.limit_bytes().is_none_or(|limit| sum <= limit).then_some(sum)
         };
         self.reserved_bytes.fetch_update(Relaxed, Relaxed, charge).is_ok()
     }
@@ -98,7 +112,7 @@ pub(crate) struct Budgets<'a> {
 impl Budgets<'_> {
     /// Sets bytes aside before the driver is asked for them: [`confirm`](Self::confirm) or [`refund`](Self::refund) follows.
     pub(crate) fn charge(self, size_bytes: u64) -> Result<(), LimitMet> {
-        let met = |scope, budget: &Budget| LimitMet { scope, limit_bytes: budget.limit_bytes.unwrap_or(u64::MAX) };
+        let met = |scope, budget: &Budget| LimitMet { scope, limit_bytes: budget.limit_bytes().unwrap_or(UNLIMITED) };
         if !self.pool.try_charge(size_bytes) {
             return Err(met(LimitScope::Pool, self.pool));
         }
@@ -150,5 +164,18 @@ mod tests {
         assert_eq!(budgets.charge(10), Ok(()));
         budgets.refund(10);
         assert_eq!(budget.stat(), Stat::default());
+    }
+
+    #[test]
+    fn a_lower_limit_takes_nothing_back_and_refuses_more() {
+        let budget = Budget::new(None);
+        assert!(budget.try_charge(100));
+        budget.set_limit_bytes(Some(60));
+        assert!(!budget.try_charge(1));
+        assert_eq!((budget.limit_bytes(), budget.reserved_bytes(), budget.headroom_bytes()), (Some(60), 100, 0));
+        budget.refund(50);
+        assert!(budget.try_charge(10) && !budget.try_charge(1));
+        budget.set_limit_bytes(None);
+        assert!(budget.try_charge(1));
     }
 }

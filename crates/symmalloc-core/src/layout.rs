@@ -334,7 +334,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(Layout {
             config: entry.config.clone(),
             granularity_bytes: self.granularity_bytes,
-            total_limit_bytes: self.config().limit_bytes(),
+            total_limit_bytes: self.limit_bytes(),
             heaps: heaps.iter().filter(|heap| !heap.is_fresh()).map(|heap| HeapLayout::of(heap)).collect(),
         })
     }

@@ -9,7 +9,7 @@ use std::fmt;
 const WORD_BYTES_MAX: usize = 64;
 
 /// The first of the `known` words that is nearest to `word`, if any is near.
-pub(crate) fn nearest<'k>(word: &str, known: impl IntoIterator<Item = &'k str>) -> Option<&'k str> {
+pub fn nearest<'k>(word: &str, known: impl IntoIterator<Item = &'k str>) -> Option<&'k str> {
     if word.len() > WORD_BYTES_MAX {
         return None;
     }

@@ -137,8 +137,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             let (saved_bytes, here_bytes) = (layout.granularity_bytes, self.granularity_bytes);
             return Err(RestoreError::Granularity { saved_bytes, here_bytes });
         }
-        if layout.total_limit_bytes != self.config().limit_bytes() {
-            let (saved_bytes, here_bytes) = (layout.total_limit_bytes, self.config().limit_bytes());
+        if layout.total_limit_bytes != self.limit_bytes() {
+            let (saved_bytes, here_bytes) = (layout.total_limit_bytes, self.limit_bytes());
             return Err(RestoreError::TotalLimit { saved_bytes, here_bytes });
         }
         for heap in &layout.heaps {

@@ -114,7 +114,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// What decides in symmetric pools and is not in their own configurations.
     fn shared_policy(&self) -> String {
-        let limit = self.config().limit_bytes().map_or_else(|| "none".to_owned(), |bytes| bytes.to_string());
+        let limit = self.limit_bytes().map_or_else(|| "none".to_owned(), |bytes| bytes.to_string());
         let retries_max = self.config().retries_max();
         format!("granularity_bytes:{},total_limit_bytes:{limit},retries_max:{retries_max}", self.granularity_bytes)
     }

@@ -21,6 +21,7 @@ mod settings;
 mod tests;
 mod text;
 
+pub use crate::nearest::nearest;
 pub use error::{ConfigTextError, IgnoredKey, IgnoredReason, Refusal};
 
 use std::str::FromStr;
