@@ -209,6 +209,21 @@ impl<B: CudaMemory> CachingAllocator<B> {
         Ok(self.state.order().synchronize_all(deadline).map_err(DriverError::from)?)
     }
 
+    /// Blocks the host until the work given so far to every registered stream that is in no capture is done. Fences on them
+    /// are void from then on. Before a capture begins, this leaves nothing for which the capture would have to wait.
+    ///
+    /// # Errors
+    /// When the driver refuses or reports that work failed.
+    pub fn synchronize_uncaptured(&self) -> Result<(), CudaError> {
+        let order = self.state.order();
+        for (stream, raw) in order.streams() {
+            if order.capture_of(raw.cu_stream())?.is_none() {
+                self.state.synchronize(stream).map_err(DriverError::from)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Whether a capture that a [`GraphPool`](crate::GraphPool) began on the device is under way, or a registered stream is
     /// part of anybody's. Asks the driver once per registered stream.
     ///

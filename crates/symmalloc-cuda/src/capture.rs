@@ -3,9 +3,11 @@
 //! Asking the driver whether a stream is being captured costs a call, so it is asked only while a capture that was begun
 //! through this crate is under way: in all other moments one relaxed load answers.
 
+use crate::device::CudaDevice;
 use crate::driver::{CAPTURE_ACTIVE, Driver};
 use crate::error::{CAPTURE_IMPLICIT, DriverError};
 use cudarc::driver::sys::CUstream;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// A capture, as the driver numbers them; unique in the process.
@@ -42,6 +44,29 @@ impl Captures {
         }
         // SAFETY: the caller's contract.
         unsafe { capture_of(driver, stream) }
+    }
+}
+
+/// Streams of the device may be in a capture that other code began. While this lives, the driver is asked which streams
+/// are, so that events are recorded and waited for as a capture allows. Made by [`CudaDevice::watch_captures`].
+#[derive(Debug)]
+#[must_use = "captures are watched as long as this lives"]
+pub struct CaptureWatch {
+    device: Arc<CudaDevice>,
+}
+
+impl CudaDevice {
+    /// Tells that other code may capture streams of the device from now on, until the returned value is dropped. A capture
+    /// that a [`GraphPool`](crate::GraphPool) begins needs no such call.
+    pub fn watch_captures(self: &Arc<Self>) -> CaptureWatch {
+        self.captures.begin();
+        CaptureWatch { device: Arc::clone(self) }
+    }
+}
+
+impl Drop for CaptureWatch {
+    fn drop(&mut self) {
+        self.device.captures.end();
     }
 }
 

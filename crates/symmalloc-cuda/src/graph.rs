@@ -27,7 +27,7 @@
 
 use crate::allocator::{Abandoned, CudaAllocator, State, lock};
 use crate::backend::CudaBackend;
-use crate::capture::{CaptureId, capture_of};
+use crate::capture::{CaptureId, CaptureWatch, capture_of};
 use crate::device::RestoreCurrent;
 use crate::error::{CudaError, DriverError};
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
@@ -83,16 +83,12 @@ impl GraphPool {
     pub fn begin(&self, stream: &Arc<CudaStream>) -> Result<GraphCapture, CudaError> {
         let allocator = CudaAllocator::of_state(&self.inner.state);
         let id = allocator.register_stream(stream)?;
-        let under_way = UnderWay::begin(&self.inner.state);
+        let under_way = allocator.device().watch_captures();
         let order = self.inner.state.order();
         if order.capture_of(stream.cu_stream())?.is_some() {
             return Err(CudaError::AlreadyCapturing);
         }
-        for (other, raw) in order.streams() {
-            if order.capture_of(raw.cu_stream())?.is_none() {
-                self.inner.state.synchronize(other).map_err(DriverError::from)?;
-            }
-        }
+        allocator.synchronize_uncaptured()?;
         let _restore = RestoreCurrent::of(order.device.driver)?;
         let begun = stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);
         begun.map_err(|error| DriverError { call: "cuStreamBeginCapture", code: error.0 as i32 })?;
@@ -102,7 +98,7 @@ impl GraphPool {
             id,
             capture: None,
             is_ended: false,
-            under_way,
+            _under_way: under_way,
         };
         // SAFETY: the stream is alive.
         capture.capture = unsafe { capture_of(order.device.driver, stream.cu_stream()) }?;
@@ -126,24 +122,6 @@ impl fmt::Debug for Inner {
     }
 }
 
-/// A capture is under way on the device.
-struct UnderWay {
-    state: Arc<State<CudaBackend>>,
-}
-
-impl UnderWay {
-    fn begin(state: &Arc<State<CudaBackend>>) -> Self {
-        state.order().device.captures.begin();
-        UnderWay { state: Arc::clone(state) }
-    }
-}
-
-impl Drop for UnderWay {
-    fn drop(&mut self) {
-        self.state.order().device.captures.end();
-    }
-}
-
 /// A capture under way. Dropped without [`end`](GraphCapture::end), it captures nothing.
 #[must_use = "end the capture to get its graph"]
 pub struct GraphCapture {
@@ -153,7 +131,7 @@ pub struct GraphCapture {
     /// The driver's number of the capture.
     capture: Option<CaptureId>,
     is_ended: bool,
-    under_way: UnderWay,
+    _under_way: CaptureWatch,
 }
 
 impl GraphCapture {
@@ -170,8 +148,9 @@ impl GraphCapture {
         if std::mem::replace(&mut self.is_ended, true) {
             return Ok(None);
         }
-        lock(&self.under_way.state.capture_pools).retain(|(id, _)| Some(*id) != self.capture);
-        let _restore = RestoreCurrent::of(self.under_way.state.order().device.driver)?;
+        let state = &self.pool.inner.state;
+        lock(&state.capture_pools).retain(|(id, _)| Some(*id) != self.capture);
+        let _restore = RestoreCurrent::of(state.order().device.driver)?;
         let ended = self.stream.end_capture(CUgraphInstantiate_flags(0));
         ended.map_err(|error| DriverError { call: "cuStreamEndCapture", code: error.0 as i32 })
     }

@@ -74,6 +74,7 @@ mod view;
 pub use allocator::{CachingAllocator, CudaAllocator, DropError, DropErrors};
 pub use backend::{CudaBackend, CudaBackendBuilder, CudaMemory, MemoryTraits, PinnedBackend};
 pub use buffer::{DeviceBuffer, KernelArg, RawDeviceBuffer};
+pub use capture::CaptureWatch;
 pub use device::{CudaDevice, CurrentContext, DeviceFeatures, MemoryInfo};
 pub use error::{CudaError, DriverError, LoadError};
 pub use graph::{DeviceGraph, GraphCapture, GraphPool};

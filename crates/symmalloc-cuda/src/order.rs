@@ -14,12 +14,12 @@
 //! | no capture | no capture | `cuStreamWaitEvent` |
 //! | a capture | the same capture | `cuStreamWaitEvent`: an edge of the graph |
 //! | a capture | anything else | nothing: captured work runs when the graph is launched, which the program orders |
-//! | no capture | a capture | refused, without a call that would spoil the capture |
+//! | no capture | a capture | the host waits: the graph runs later, and then that work is over |
 
 use crate::capture::{CaptureId, capture_of};
 use crate::device::{CudaDevice, RestoreCurrent};
 use crate::driver::EVENT_DISABLE_TIMING;
-use crate::error::{CAPTURE_ISOLATION, CAPTURE_UNSUPPORTED, DriverError, INVALID_HANDLE, NOT_READY};
+use crate::error::{CAPTURE_UNSUPPORTED, DriverError, INVALID_HANDLE, NOT_READY};
 use cudarc::driver::CudaStream;
 use cudarc::driver::sys::{CUevent, CUstream};
 use std::collections::BTreeMap;
@@ -167,7 +167,7 @@ impl Order {
             (None, None) => {}
             (Some(recorded), Some(waiting)) if recorded == waiting => {}
             (Some(_), _) => return Ok(()),
-            (None, Some(_)) => return Err(DriverError { call: "cuStreamWaitEvent", code: CAPTURE_ISOLATION }),
+            (None, Some(_)) => return self.wait_on_host(event),
         }
         self.wait_now(stream, event)
     }
