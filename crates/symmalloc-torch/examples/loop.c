@@ -1,0 +1,66 @@
+/* A program that uses the allocator from C: a training step's worth of memory, again and again, at the same places.
+ *
+ *   cargo build --release -p symmalloc-torch
+ *   cc -Icrates/symmalloc-torch/include crates/symmalloc-torch/examples/loop.c -Ltarget/release -lsymmalloc_torch -o loop
+ *   LD_LIBRARY_PATH=target/release ./loop
+ */
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "symmalloc.h"
+
+#define STEPS 100
+#define BUFFERS 8
+
+static void check(symmalloc_status status, const char *call) {
+  if (status != SYMMALLOC_OK) {
+    fprintf(stderr, "%s: %s\n", call, symmalloc_error_message());
+    exit(1);
+  }
+}
+
+int main(void) {
+  symmalloc_allocator *allocator = NULL;
+  check(symmalloc_create(0, "total_limit_mb:512", &allocator), "symmalloc_create");
+
+  /* A segment for ever, obtained now: what a collective library would register once. */
+  uint32_t symmetric = 0;
+  void *stream = NULL; /* the default stream; any cudaStream_t or CUstream will do */
+  check(symmalloc_pool_create(allocator, "symmetric:true,segments:reserved,segment_mb:64", &symmetric), "pool_create");
+  check(symmalloc_reserve(allocator, symmetric, stream, 64 << 20), "symmalloc_reserve");
+
+  symmalloc_placement first[BUFFERS], now;
+  for (int step = 0; step < STEPS; ++step) {
+    void *buffers[BUFFERS];
+    for (int i = 0; i < BUFFERS; ++i) {
+      const uint32_t pool = i % 2 ? symmetric : 0;
+      check(symmalloc_allocate_named(allocator, pool, (size_t)(i + 1) << 20, stream, "activation", &buffers[i]),
+            "symmalloc_allocate_named");
+      check(symmalloc_placement_of(allocator, buffers[i], &now), "symmalloc_placement_of");
+      if (step == 0)
+        first[i] = now;
+      if (memcmp(&now, &first[i], sizeof now) != 0) {
+        fprintf(stderr, "step %d, buffer %d: not where it was in the first step\n", step, i);
+        return 1;
+      }
+    }
+    for (int i = 0; i < BUFFERS; ++i)
+      check(symmalloc_free(allocator, buffers[i]), "symmalloc_free");
+  }
+
+  uint64_t digest = 0, released = 0;
+  check(symmalloc_digest(allocator, symmetric, &digest), "symmalloc_digest");
+  check(symmalloc_trim(allocator, &released), "symmalloc_trim");
+  printf("%d steps at the same places; digest %016llx; %llu bytes went back\n", STEPS, (unsigned long long)digest,
+         (unsigned long long)released);
+
+  void *none = NULL;
+  if (symmalloc_allocate(allocator, 0, (size_t)1 << 30, stream, &none) != SYMMALLOC_OUT_OF_MEMORY)
+    return 1;
+  printf("as it should be: %s\n", symmalloc_error_message());
+
+  check(symmalloc_destroy(allocator), "symmalloc_destroy");
+  return 0;
+}

@@ -1,0 +1,184 @@
+//! Alignment: do all ranks have the same history? Over whatever the caller can gather with.
+//!
+//! Symmetric pools go through the core's agreement, which finds the first op that differs. Of other pools nobody keeps the
+//! history: their heaps are compared by digest, in one round when all are equal and in two when they are not.
+//!
+//! ```text
+//!  round 1   heaps 4 │ unused 4 │ digest of all heaps 8                          per rank
+//!  round 2   [ pool 4 │ stream 4 │ ops 8 │ digest 8 ] × the most heaps of a rank
+//! ```
+//!
+//! Heaps are named by their pool's id and their stream's, so ranks that make private pools of their own differ here.
+
+use crate::device::DeviceAllocator;
+use crate::error::Error;
+use std::collections::BTreeMap;
+use std::ffi::{c_int, c_void};
+use std::fmt::Write;
+use symmalloc_core::PoolId;
+use symmalloc_core::agreement::{AgreementError, Gathered, Point, RankSet, Transport, TransportError, agree};
+
+/// Gives `len` bytes of this rank to all ranks and writes everybody's, in rank order, to `all` (world times `len` bytes). Zero
+/// when it is done. It must not throw.
+#[allow(non_camel_case_types, reason = "C's names")]
+pub type symmalloc_gather_fn =
+    Option<unsafe extern "C" fn(context: *mut c_void, mine: *const u8, len: usize, all: *mut u8) -> c_int>;
+
+/// Ranks that hear each other through a function of the caller's.
+pub(crate) struct Gathering {
+    rank: u32,
+    ranks: u32,
+    gather: unsafe extern "C" fn(*mut c_void, *const u8, usize, *mut u8) -> c_int,
+    context: *mut c_void,
+}
+
+impl Gathering {
+    /// # Safety
+    /// The function does what [`symmalloc_gather_fn`] says, with this context, on the calling thread, while this lives.
+    pub(crate) unsafe fn new(
+        rank: u32,
+        ranks: u32,
+        gather: symmalloc_gather_fn,
+        context: *mut c_void,
+    ) -> Result<Self, Error> {
+        let gather = gather.ok_or(Error::Null { argument: "gather" })?;
+        if rank >= ranks {
+            return Err(Error::Argument { argument: "rank", value: rank.into(), expected: "a number below `world`" });
+        }
+        Ok(Gathering { rank, ranks, gather, context })
+    }
+}
+
+impl Transport for Gathering {
+    fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    fn ranks(&self) -> u32 {
+        self.ranks
+    }
+
+    fn all_gather(&self, message: &[u8]) -> Result<Gathered, TransportError> {
+        let mut all = vec![0; message.len() * self.ranks as usize];
+        // SAFETY: the contract of `new`; both places have the sizes that the function is told.
+        let code = unsafe { (self.gather)(self.context, message.as_ptr(), message.len(), all.as_mut_ptr()) };
+        match code {
+            0 => Ok(Gathered::new(all, message.len())),
+            code => Err(TransportError::Failed { call: "the gather function", code: code.into() }),
+        }
+    }
+}
+
+/// Compares this rank's history in symmetric pools with all others'. Every rank calls it at the same point of the program.
+pub(crate) fn compare_symmetric(allocator: &DeviceAllocator, transport: &Gathering) -> Result<(), Error> {
+    agree(allocator.core(), transport, Point::Sync)?;
+    Ok(())
+}
+
+/// A heap's name: its pool, and its stream or [`NO_STREAM`].
+type HeapName = (u32, u32);
+
+/// In place of the stream of a heap whose streams share.
+const NO_STREAM: u32 = u32::MAX;
+
+const ENTRY_BYTES: usize = 24;
+
+/// A heap's history: ops and digest.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct History {
+    ops: u64,
+    value: u64,
+}
+
+/// Compares the heaps of pools that are not symmetric.
+pub(crate) fn compare_private(allocator: &DeviceAllocator, transport: &Gathering) -> Result<(), Error> {
+    let heaps = private_heaps(allocator);
+    let mut digest = heaps.len() as u64;
+    for (&(pool, stream), history) in &heaps {
+        for word in [u64::from(pool), stream.into(), history.ops, history.value] {
+            digest = (digest ^ word).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(23);
+        }
+    }
+    let mine = [&(heaps.len() as u64).to_le_bytes()[..], &digest.to_le_bytes()].concat();
+    let first = transport.all_gather(&mine).map_err(AgreementError::from)?;
+    if first.iter().all(|theirs| theirs == mine) {
+        return Ok(());
+    }
+    let most = first.iter().map(|theirs| word(theirs, 0)).max().unwrap_or(0) as usize;
+    let mut mine = Vec::with_capacity(most * ENTRY_BYTES);
+    for (&(pool, stream), history) in &heaps {
+        mine.extend([pool.to_le_bytes(), stream.to_le_bytes()].as_flattened());
+        mine.extend([history.ops.to_le_bytes(), history.value.to_le_bytes()].as_flattened());
+    }
+    mine.resize(most * ENTRY_BYTES, 0);
+    let second = transport.all_gather(&mine).map_err(AgreementError::from)?;
+    Err(Error::Heaps(difference(&first, &second)))
+}
+
+fn private_heaps(allocator: &DeviceAllocator) -> BTreeMap<HeapName, History> {
+    let core = allocator.core();
+    let mut heaps = BTreeMap::new();
+    for pool in (0..core.pool_count()).map(PoolId) {
+        if core.pool_config(pool).is_ok_and(|config| config.symmetric()) {
+            continue;
+        }
+        // A pool that was destroyed has no heaps.
+        for (stream, digest) in core.heap_digests(pool).unwrap_or_default() {
+            let stream = stream.map_or(NO_STREAM, |stream| stream.0.into());
+            heaps.insert((pool.0, stream), History { ops: digest.ops, value: digest.value });
+        }
+    }
+    heaps
+}
+
+fn word(bytes: &[u8], at: usize) -> u64 {
+    let mut word = [0; 8];
+    word.copy_from_slice(&bytes[at..at + 8]);
+    u64::from_le_bytes(word)
+}
+
+/// Which heaps differ, and which ranks have which history of them.
+fn difference(first: &Gathered, second: &Gathered) -> String {
+    let mut heaps: BTreeMap<HeapName, BTreeMap<Option<History>, Vec<u32>>> = BTreeMap::new();
+    let ranks: Vec<BTreeMap<HeapName, History>> = first
+        .iter()
+        .zip(second.iter())
+        .map(|(summary, entries)| {
+            let count = word(summary, 0) as usize;
+            let entries = entries.chunks_exact(ENTRY_BYTES).take(count);
+            let read = |entry: &[u8]| {
+                let name = word(entry, 0);
+                ((name as u32, (name >> 32) as u32), History { ops: word(entry, 8), value: word(entry, 16) })
+            };
+            entries.map(read).collect()
+        })
+        .collect();
+    for name in ranks.iter().flat_map(BTreeMap::keys) {
+        heaps.entry(*name).or_default();
+    }
+    for (name, histories) in &mut heaps {
+        for (rank, heaps) in (0..).zip(&ranks) {
+            histories.entry(heaps.get(name).copied()).or_default().push(rank);
+        }
+    }
+    heaps.retain(|_, histories| histories.len() > 1);
+    let mut text = format!("the ranks differ in {} heaps of pools that are not symmetric:", heaps.len());
+    for ((pool, stream), histories) in &heaps {
+        let _ = match *stream {
+            NO_STREAM => write!(text, "\n  pool {pool}"),
+            stream => write!(text, "\n  pool {pool}, stream {stream}"),
+        };
+        for (history, ranks) in histories {
+            let ranks: RankSet = ranks.iter().copied().collect();
+            let _ = match history {
+                Some(History { ops, value }) => write!(text, "\n    {ops} ops, digest {value:016x}: ranks {ranks}"),
+                None => write!(text, "\n    no op: ranks {ranks}"),
+            };
+        }
+    }
+    text.push_str(
+        "\nTo learn the first op that differs, make the pool symmetric (symmetric:true), or record a trace on each rank \
+         (SYMMALLOC_TRACE) and compare them with `symmalloc diff`.",
+    );
+    text
+}

@@ -1,0 +1,330 @@
+//! One device's allocator: raw streams and raw pointers in place of ids and handles.
+//!
+//! ```text
+//!   raw stream ──► Streams ──► heap ─┐
+//!                                    ├─► symmalloc_core ──► (address, handle) ──► Pointers ──► raw pointer
+//!   scopes, pools ─────────► pool id ┘                                              │
+//!   raw pointer ──► Pointers ──► handle ──► free, record_use            ◄───────────┘
+//! ```
+//!
+//! Everything that decides is the core's. What stands here are names: which stream, which pool, which allocation is meant.
+
+use crate::cxx_abi::StreamFilter;
+use crate::error::Error;
+use crate::pointers::{Live, Pointers};
+use crate::private_pools::PrivatePools;
+use crate::process;
+use crate::refusal::Refusals;
+use crate::registrations::Registrations;
+use crate::scopes::{Begun, MempoolId, Scopes};
+use crate::settings::{OutOfMemoryPolicy, Settings};
+use crate::streams::{RawStream, Streams};
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use symmalloc_core::backend::DeviceAddress;
+use symmalloc_core::config::PoolConfig;
+use symmalloc_core::errors::AllocateError;
+use symmalloc_core::{Allocation, PoolId, SegmentPosition, SharedAllocator};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaError, DriverError, Pool};
+
+/// The allocator of one device.
+pub struct DeviceAllocator {
+    // Before `allocator`, from which its lanes borrow.
+    streams: Streams,
+    pointers: Pointers,
+    scopes: Scopes,
+    allocator: CudaAllocator,
+    settings: Settings,
+    /// Pools that the program made, by id.
+    user_pools: Mutex<BTreeMap<PoolId, Pool<CudaBackend>>>,
+    private_pools: Arc<PrivatePools>,
+    refusals: Arc<Refusals>,
+    pub(crate) registrations: Registrations,
+    pub(crate) failures: Failures,
+}
+
+/// Errors of calls that can return none.
+#[derive(Default)]
+pub(crate) struct Failures {
+    pub(crate) unknown_frees: AtomicU64,
+    pub(crate) failed_calls: AtomicU64,
+    pub(crate) last: Mutex<Option<String>>,
+}
+
+/// What is known of a live allocation.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Found {
+    pub(crate) pool: PoolId,
+    pub(crate) allocation: Allocation,
+    pub(crate) position: SegmentPosition,
+    pub(crate) requested_bytes: u64,
+}
+
+impl DeviceAllocator {
+    pub(crate) fn new(ordinal: usize, settings: Settings) -> Result<Self, Error> {
+        let device = CudaDevice::new(ordinal)?;
+        let mut backend = CudaBackend::builder(&device).peers(settings.peers.iter().copied());
+        if let Some(chunk_bytes) = settings.chunk_bytes {
+            backend = backend.chunk_bytes(chunk_bytes);
+        }
+        let allocator = CudaAllocator::with_backend(backend.build()?, settings.config.clone())?;
+        let (private_pools, refusals) = (Arc::<PrivatePools>::default(), Arc::<Refusals>::default());
+        if settings.out_of_memory == OutOfMemoryPolicy::Trim {
+            Refusals::trim_when_refused(&refusals, &allocator, &private_pools);
+        }
+        Ok(DeviceAllocator {
+            streams: Streams::new(allocator.clone()),
+            pointers: Pointers::new(),
+            scopes: Scopes::new(),
+            registrations: Registrations::new(&allocator),
+            allocator,
+            settings,
+            user_pools: Mutex::default(),
+            private_pools,
+            refusals,
+            failures: Failures::default(),
+        })
+    }
+
+    pub(crate) fn allocator(&self) -> &CudaAllocator {
+        &self.allocator
+    }
+
+    pub(crate) fn core(&self) -> &SharedAllocator<CudaBackend> {
+        self.allocator.core()
+    }
+
+    pub(crate) fn ordinal(&self) -> usize {
+        self.allocator.device().ordinal()
+    }
+
+    pub(crate) fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    pub(crate) fn refusals(&self) -> &Refusals {
+        &self.refusals
+    }
+
+    pub(crate) fn private_pools(&self) -> &PrivatePools {
+        &self.private_pools
+    }
+
+    /// Where an allocation of this thread goes that names no pool. Calls PyTorch's filters, which may throw.
+    #[inline]
+    pub(crate) fn current_pool(&self, stream: RawStream) -> PoolId {
+        if !self.scopes.any() {
+            return PoolId::DEFAULT;
+        }
+        self.scopes.pool_for(stream).unwrap_or(PoolId::DEFAULT)
+    }
+
+    /// Allocates. Zero bytes are a null pointer and no op.
+    ///
+    /// # Safety
+    /// The stream belongs to the device's primary context and lives as long as the allocator.
+    #[inline]
+    pub(crate) unsafe fn allocate(
+        &self,
+        pool: PoolId,
+        size_bytes: u64,
+        stream: RawStream,
+        name: Option<&str>,
+    ) -> Result<*mut c_void, Error> {
+        if size_bytes == 0 {
+            return Ok(std::ptr::null_mut());
+        }
+        // SAFETY: the caller's contract.
+        let lane = unsafe { self.streams.lane(stream) }?;
+        let allocation = match name {
+            None if pool == PoolId::DEFAULT => lane.heap.allocate(size_bytes),
+            None => self.core().allocate(pool, lane.id, size_bytes),
+            Some(name) => self.core().allocate_named(pool, lane.id, size_bytes, name),
+        };
+        match allocation {
+            Ok(Allocation { handle, address, .. }) => {
+                self.pointers.insert(address.0, Live { handle, pool, requested_bytes: size_bytes });
+                Ok(address.0 as *mut c_void)
+            }
+            Err(error) => Err(self.refused(error)),
+        }
+    }
+
+    #[cold]
+    fn refused(&self, error: AllocateError) -> Error {
+        if matches!(error, AllocateError::OutOfMemory(_)) {
+            self.refusals.count();
+        }
+        error.into()
+    }
+
+    /// Frees. A null pointer is no op.
+    #[inline]
+    pub(crate) fn free(&self, pointer: *mut c_void) -> Result<(), Error> {
+        if pointer.is_null() {
+            return Ok(());
+        }
+        let address = pointer as u64;
+        let Some(live) = self.pointers.remove(address) else { return Err(self.unknown(address)) };
+        match self.core().free(live.handle) {
+            Ok(()) => Ok(()),
+            Err(error) => {
+                // Still live: it can be freed again later.
+                self.pointers.insert(address, live);
+                Err(error.into())
+            }
+        }
+    }
+
+    #[cold]
+    fn unknown(&self, address: u64) -> Error {
+        Error::UnknownPointer { address, device: self.ordinal() }
+    }
+
+    /// Whether the pointer is a live allocation.
+    pub(crate) fn owns(&self, pointer: *const c_void) -> bool {
+        self.pointers.find(pointer as u64).is_some()
+    }
+
+    /// Tells that work on the stream, too, uses the allocation.
+    ///
+    /// # Safety
+    /// As [`allocate`](Self::allocate).
+    pub(crate) unsafe fn record_use(&self, pointer: *const c_void, stream: RawStream) -> Result<(), Error> {
+        if pointer.is_null() {
+            return Ok(());
+        }
+        let address = pointer as u64;
+        let live = self.pointers.find(address).ok_or_else(|| self.unknown(address))?;
+        // SAFETY: the caller's contract.
+        let lane = unsafe { self.streams.lane(stream) }?;
+        Ok(self.core().record_use(live.handle, lane.id)?)
+    }
+
+    /// The live allocation at a pointer.
+    pub(crate) fn find(&self, pointer: *const c_void) -> Result<Found, Error> {
+        let address = pointer as u64;
+        let live = self.pointers.find(address).ok_or_else(|| self.unknown(address))?;
+        let allocation = self.core().allocation(live.handle).map_err(|_| self.unknown(address))?;
+        let position = self.core().segment_at(DeviceAddress(address)).ok_or_else(|| self.unknown(address))?;
+        Ok(Found { pool: live.pool, allocation, position, requested_bytes: live.requested_bytes })
+    }
+
+    /// Makes a pool. Without a text it is as the default pool, but private.
+    pub(crate) fn create_pool(&self, text: Option<&str>) -> Result<PoolId, Error> {
+        let config = match text {
+            None => {
+                let default = self.core().config().default_pool().to_builder();
+                default.symmetric(false).build().map_err(CudaError::from)?
+            }
+            Some(text) => text.parse::<PoolConfig>().map_err(crate::settings::SettingsError::from)?,
+        };
+        let pool = self.allocator.create_pool(config)?;
+        let id = pool.id();
+        self.user_pools().insert(id, pool);
+        Ok(id)
+    }
+
+    /// Gives a pool up: nothing can be allocated in it any more, and its memory goes back at the first trim after its last
+    /// block was freed.
+    pub(crate) fn destroy_pool(&self, pool: PoolId) -> Result<(), Error> {
+        let owner = self.user_pools().remove(&pool);
+        // Dropped when the list is unlocked.
+        owner.map(drop).ok_or(Error::UnknownPool { pool: pool.0 })
+    }
+
+    /// A pool that a program may name.
+    pub(crate) fn known_pool(&self, pool: u32) -> Result<PoolId, Error> {
+        let id = PoolId(pool);
+        let is_known = id == PoolId::DEFAULT || self.user_pools().contains_key(&id);
+        if is_known { Ok(id) } else { Err(Error::UnknownPool { pool }) }
+    }
+
+    /// The ids of the pools that the program made.
+    pub(crate) fn user_pool_ids(&self) -> Vec<PoolId> {
+        self.user_pools().keys().copied().collect()
+    }
+
+    fn user_pools(&self) -> MutexGuard<'_, BTreeMap<PoolId, Pool<CudaBackend>>> {
+        self.user_pools.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Obtains memory for a stream ahead of its allocations.
+    ///
+    /// # Safety
+    /// As [`allocate`](Self::allocate).
+    pub(crate) unsafe fn reserve(&self, pool: PoolId, stream: RawStream, size_bytes: u64) -> Result<(), Error> {
+        // SAFETY: the caller's contract.
+        let lane = unsafe { self.streams.lane(stream) }?;
+        self.core().reserve(pool, lane.id, size_bytes).map_err(|error| self.refused(error))
+    }
+
+    /// Gives all free memory back but that of private pools in use. Returns the bytes that went back.
+    pub(crate) fn trim(&self) -> Result<u64, Error> {
+        let private = self.private_pools.give_back(self.core(), || self.allocator.is_capturing());
+        let others = self.allocator.trim();
+        Ok(private? + others?)
+    }
+
+    /// Limits all pools together to a share of the device's memory. The share is of what the device has, not of what is
+    /// free (rule D4): equal devices get equal limits.
+    pub(crate) fn set_memory_fraction(&self, fraction: f64) -> Result<(), Error> {
+        if !(0.0..=1.0).contains(&fraction) {
+            return Err(Error::Fraction { fraction });
+        }
+        let total_bytes = self.allocator.device().memory_info().map_err(CudaError::from)?.total_bytes;
+        self.core().set_limit_bytes(Some((fraction * total_bytes as f64) as u64));
+        Ok(())
+    }
+
+    /// PyTorch begins to allocate to a private pool on the streams that the filter takes. May throw what the filter throws.
+    pub(crate) fn begin_private(&self, id: MempoolId, filter: StreamFilter) -> Result<(), Error> {
+        // A filter of this thread takes any stream; that of a capture none before the capture has begun.
+        let streams = self.streams.all();
+        let may_capture = !streams.iter().any(|(_, raw)| !raw.handle().is_null() && filter.accepts(raw.handle()));
+        if may_capture {
+            // What was submitted so far is in no graph, and no graph has to wait for it.
+            self.allocator.synchronize_uncaptured()?;
+        }
+        let pool = self.private_pools.begin(self.core(), id)?;
+        self.scopes.begin(Begun { id, pool, filter, _watch: self.allocator.device().watch_captures() });
+        Ok(())
+    }
+
+    pub(crate) fn end_private(&self, id: MempoolId) -> Result<(), Error> {
+        let error = Error::NoScope { device: self.ordinal(), scope: "private pool" };
+        if self.scopes.end(id) { Ok(()) } else { Err(error) }
+    }
+
+    pub(crate) fn release_private(&self, id: MempoolId) -> Result<(), Error> {
+        let error = Error::NoScope { device: self.ordinal(), scope: "use of a private pool" };
+        if self.private_pools.release(id) { Ok(()) } else { Err(error) }
+    }
+
+    pub(crate) fn push_pool(&self, pool: PoolId) {
+        self.scopes.push(pool);
+    }
+
+    pub(crate) fn pop_pool(&self) -> Result<(), Error> {
+        self.scopes.pop(self.ordinal())
+    }
+
+    /// Notes an error of a call that can return none. The first one is also written to the error output.
+    #[cold]
+    pub(crate) fn note(&self, error: &Error) {
+        if matches!(error, Error::UnknownPointer { .. }) {
+            self.failures.unknown_frees.fetch_add(1, Ordering::Relaxed);
+        }
+        self.failures.failed_calls.fetch_add(1, Ordering::Relaxed);
+        *self.failures.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
+        process::complain(error);
+    }
+}
+
+impl From<DriverError> for Error {
+    fn from(error: DriverError) -> Self {
+        Error::Cuda(error.into())
+    }
+}

@@ -1,0 +1,65 @@
+//! symmalloc as PyTorch's CUDA allocator, and as a C library.
+//!
+//! PyTorch lets a program replace its CUDA allocator by functions of a shared library (`CUDAPluggableAllocator`). This crate is
+//! such a library: the placements of `symmalloc-core` on CUDA's memory under every tensor, so that the n-th allocation lies at
+//! the same segment and offset on every rank. The Python package beside it (`python/symmalloc`) installs it:
+//!
+//! ```python
+//! import torch, symmalloc
+//! symmalloc.install()          # before CUDA is used
+//! ```
+//!
+//! The same library is a C interface to the allocator, `include/symmalloc.h`, for programs that are not PyTorch.
+//!
+//! # What there is
+//! | | |
+//! |---|---|
+//! | `symmalloc_create` ... `symmalloc_destroy` | an allocator of a device by raw streams and raw pointers |
+//! | `symmalloc_torch_alloc` ... `symmalloc_torch_release_pool` | PyTorch's entry points, over one allocator per device |
+//! | `symmalloc_torch_push_pool`, `symmalloc_torch_pop_pool` | a thread's allocations go to a pool |
+//! | `symmalloc_agree` | ranks compare their histories, over any gather |
+//! | `symmalloc_registrar_create` ... | NCCL windows over a symmetric pool, on a communicator of PyTorch's |
+//!
+//! # What is different from PyTorch's allocator
+//! - A block that other streams used is free at `free`, and its next user waits on the device: `record_stream` costs nothing
+//!   until then, and no event is polled.
+//! - Streams are numbered by their first use. Programs that use them in the same order on every rank get the same places.
+//! - Segments are expandable unless `SYMMALLOC_CONF` says otherwise.
+//! - Before an allocation fails, the free memory of private pools goes back, as PyTorch's does; symmetric pools keep theirs,
+//!   so that one rank that is short of memory does not place differently from then on. `out_of_memory:fail` gives nothing back.
+//!   The default pool is private unless the settings say `symmetric:true`: then every op is remembered, so that agreement can
+//!   name the first that differs, at about a hundred instructions each.
+//! - `set_per_process_memory_fraction` is a share of the device's *total* memory, in bytes from then on: the same on equal
+//!   devices, and compared between ranks (rule D4).
+//!
+//! # Implementation
+//! `device.rs` is one device's allocator: `streams.rs` turns raw streams into bound heaps, `pointers.rs` raw pointers into
+//! handles, `scopes.rs` says which pool is meant and `private_pools.rs` what PyTorch's pool ids stand for. `process.rs` has the
+//! allocators behind PyTorch's entry points (`torch_entry.rs`). `cxx_abi.rs` throws C++ exceptions and calls C++ functions
+//! without a C++ compiler, and says what it relies on. `c_interface.rs` is the header, function by function; cbindgen makes
+//! `include/symmalloc.h` of it, and a test says when that is stale.
+
+mod alignment;
+mod c_interface;
+mod cxx_abi;
+mod device;
+mod error;
+mod pointers;
+mod private_pools;
+mod process;
+mod refusal;
+mod registrations;
+mod scopes;
+mod settings;
+mod statistics;
+mod status;
+mod streams;
+mod torch_entry;
+
+pub use alignment::symmalloc_gather_fn;
+pub use c_interface::*;
+pub use cxx_abi::StdFunction;
+pub use device::DeviceAllocator;
+pub use registrations::PoolRegistration;
+pub use status::{symmalloc_error_message, symmalloc_status};
+pub use torch_entry::*;

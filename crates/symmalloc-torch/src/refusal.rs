@@ -1,0 +1,73 @@
+//! What happens before an allocation fails: `out_of_memory:trim`.
+//!
+//! PyTorch's own allocator gives its whole cache back when the driver refuses, and programs run close to the limit because of
+//! it. Here pools that all ranks share must not do so on one rank alone (rule D4). So the free memory of the *other* pools goes
+//! back, in the order of their ids, and the allocation is tried again: symmetric pools keep their places, and private ones,
+//! which ranks do not compare, make room.
+
+use crate::private_pools::PrivatePools;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use symmalloc_core::{PoolId, Retry, SharedAllocator};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaMemory};
+
+/// How often memory was short.
+#[derive(Default)]
+pub(crate) struct Refusals {
+    retries: AtomicU64,
+    failures: AtomicU64,
+}
+
+impl Refusals {
+    /// Answers the core's question.
+    pub(crate) fn trim_when_refused(refusals: &Arc<Self>, allocator: &CudaAllocator, private: &Arc<PrivatePools>) {
+        let (refusals, private) = (Arc::clone(refusals), Arc::clone(private));
+        allocator.set_failure_callback(move |core, _| {
+            let released_bytes = trim_private(core, &private);
+            tracing::info!(name: "memory.trimmed", target: "symmalloc", released_bytes);
+            if released_bytes == 0 {
+                return Retry::GiveUp;
+            }
+            refusals.retries.fetch_add(1, Ordering::Relaxed);
+            Retry::Again
+        });
+    }
+
+    /// An allocation failed.
+    pub(crate) fn count(&self) {
+        self.failures.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Allocations that were tried again.
+    pub(crate) fn retries(&self) -> u64 {
+        self.retries.load(Ordering::Relaxed)
+    }
+
+    /// Allocations that failed.
+    pub(crate) fn failures(&self) -> u64 {
+        self.failures.load(Ordering::Relaxed)
+    }
+}
+
+/// Gives back the free memory of all pools that are neither symmetric nor a graph's. What cannot go back stays.
+fn trim_private(core: &SharedAllocator<CudaBackend>, private: &PrivatePools) -> u64 {
+    let is_capturing = core.backend().device().is_capturing();
+    let mut released_bytes = private.give_back(core, || Ok(is_capturing)).unwrap_or(0);
+    let in_use = private.list();
+    for pool in (0..core.pool_count()).map(PoolId) {
+        let is_symmetric = core.pool_config(pool).is_ok_and(|config| config.symmetric());
+        if is_symmetric || in_use.iter().any(|entry| entry.pool == pool) {
+            continue;
+        }
+        match core.trim(Some(pool)) {
+            Ok(bytes) => released_bytes += bytes,
+            Err(error) => {
+                tracing::debug!(name: "trim.failed", target: "symmalloc", %error);
+                if let symmalloc_core::errors::TrimError::Backend { released_bytes: some, .. } = error {
+                    released_bytes += some;
+                }
+            }
+        }
+    }
+    released_bytes
+}

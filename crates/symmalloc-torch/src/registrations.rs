@@ -1,0 +1,75 @@
+//! Registrations: NCCL windows over pools, on communicators that another library owns (PyTorch's `ProcessGroupNCCL`).
+//!
+//! One registrar of `symmalloc-nccl` per allocator, with an attachment for each communicator.
+
+use crate::device::DeviceAllocator;
+use crate::error::Error;
+use std::ffi::c_void;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+use symmalloc_core::PoolId;
+use symmalloc_cuda::CudaAllocator;
+use symmalloc_nccl::{Communicator, Registrar, Registration, SyncError, Synced};
+
+/// The registrar of one allocator, made when the first communicator comes.
+pub(crate) struct Registrations {
+    allocator: CudaAllocator,
+    registrar: OnceLock<Arc<Registrar>>,
+}
+
+impl Registrations {
+    pub(crate) fn new(allocator: &CudaAllocator) -> Self {
+        Registrations { allocator: allocator.clone(), registrar: OnceLock::new() }
+    }
+
+    fn registrar(&self) -> Result<&Arc<Registrar>, Error> {
+        if let Some(registrar) = self.registrar.get() {
+            return Ok(registrar);
+        }
+        let registrar = Arc::new(Registrar::builder(&self.allocator).build()?);
+        Ok(self.registrar.get_or_init(|| registrar))
+    }
+}
+
+/// One pool on one communicator.
+pub struct PoolRegistration {
+    registrar: Arc<Registrar>,
+    communicator: Communicator,
+    pool: PoolId,
+}
+
+impl PoolRegistration {
+    /// Attaches a pool. Nothing is registered before the first sync.
+    ///
+    /// # Safety
+    /// `communicator` is a live `ncclComm_t` of the NCCL library of this process, ready, and on the allocator's device. It
+    /// lives as long as the answer, and nobody else calls NCCL with it while this does.
+    pub(crate) unsafe fn new(
+        allocator: &DeviceAllocator,
+        pool: PoolId,
+        communicator: *mut c_void,
+        deadline: Duration,
+    ) -> Result<Self, Error> {
+        let builder = Communicator::builder(allocator.allocator().device()).name("borrowed").deadline(deadline);
+        // SAFETY: the caller's contract.
+        let communicator = unsafe { builder.borrow(communicator) }?;
+        let registrar = Arc::clone(allocator.registrations.registrar()?);
+        registrar.attach(&communicator, &[pool], Registration::Windows)?;
+        Ok(PoolRegistration { registrar, communicator, pool })
+    }
+
+    /// Brings the windows up to date, on every rank of the communicator.
+    pub(crate) fn sync(&self) -> Result<Synced, Error> {
+        Ok(self.registrar.sync(&[&self.communicator])?)
+    }
+
+    /// Deregisters everything, on every rank of the communicator.
+    pub(crate) fn end(self) -> Result<(), Error> {
+        match self.registrar.detach(&self.communicator, &[self.pool]) {
+            Ok(()) => self.registrar.sync(&[&self.communicator]).map(|_| ()).map_err(Error::from),
+            // The communicator is gone, and its windows with it.
+            Err(SyncError::NotAttached { .. } | SyncError::Gone { .. }) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+}

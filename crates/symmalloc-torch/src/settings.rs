@@ -1,0 +1,212 @@
+//! Settings: the text of `SYMMALLOC_CONF`, read.
+//!
+//! Most keys are the core's (`docs/configuration.md`). This crate adds those that are about a device of PyTorch's:
+//!
+//! | key | values | default | meaning |
+//! |---|---|---|---|
+//! | `peers` | `[1,2]`, `[]` | `[]` | Devices that may read and write the memory. |
+//! | `chunk_mb`, `chunk_bytes` | a multiple of the granularity | the granularity | Size of the physical chunks in which expandable ranges grow. |
+//! | `out_of_memory` | `trim`, `fail` | `trim` | What happens before an allocation fails. |
+//!
+//! They are taken out of the text and blanks put in their place, so that the bytes that the core's errors name are right.
+
+use std::fmt;
+use std::ops::Range;
+use std::str::FromStr;
+use symmalloc_core::Config;
+use symmalloc_core::config_text::{ConfigTextError, nearest};
+use thiserror::Error;
+
+/// What happens before an allocation fails, at a limit or because the driver refuses.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum OutOfMemoryPolicy {
+    /// The free memory of pools that are neither symmetric nor a graph's goes back, and the allocation is tried again.
+    /// PyTorch's programs count on it. Symmetric pools notice nothing.
+    #[default]
+    Trim,
+    /// Nothing (rule D4).
+    Fail,
+}
+
+/// Everything that `SYMMALLOC_CONF` can say.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Settings {
+    pub(crate) config: Config,
+    pub(crate) peers: Vec<usize>,
+    pub(crate) chunk_bytes: Option<u64>,
+    pub(crate) out_of_memory: OutOfMemoryPolicy,
+}
+
+/// Why a text is no settings. Names the byte at which it was found, counted from 0.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub(crate) enum SettingsError {
+    /// The core does not take it.
+    #[error(transparent)]
+    Config(#[from] ConfigTextError),
+    /// No key has this name, and one of this crate's is near.
+    #[error("byte {offset}: unknown key, did you mean `{nearest}`?")]
+    UnknownKey {
+        /// Where the key starts.
+        offset: usize,
+        /// The key that was probably meant.
+        nearest: &'static str,
+    },
+    /// The value is none that the key takes.
+    #[error("byte {offset}: {key} must be {allowed}")]
+    Value {
+        /// Where the value starts.
+        offset: usize,
+        /// The key.
+        key: &'static str,
+        /// What the key takes.
+        allowed: &'static str,
+    },
+    /// The key is stated twice, perhaps in another unit.
+    #[error("byte {offset}: {key} is stated already; keep one of them")]
+    Duplicate {
+        /// Where the key starts the second time.
+        offset: usize,
+        /// The key.
+        key: &'static str,
+    },
+}
+
+/// The keys of this crate.
+const KEYS: [&str; 4] = ["peers", "chunk_mb", "chunk_bytes", "out_of_memory"];
+
+impl FromStr for Settings {
+    type Err = SettingsError;
+
+    fn from_str(text: &str) -> Result<Self, SettingsError> {
+        let mut settings = Settings::default();
+        let mut rest = text.to_owned();
+        let mut has_policy = false;
+        let mut has_peers = false;
+        for item in items(text) {
+            let Some((key, value)) = text[item.clone()].split_once(':') else { continue };
+            let Some(key) = KEYS.into_iter().find(|known| *known == key.trim()) else { continue };
+            let key_at = item.start + text[item.clone()].len() - text[item.clone()].trim_start().len();
+            let value_at = item.end - value.trim_start().len();
+            let refuse = |allowed| SettingsError::Value { offset: value_at, key, allowed };
+            let value = value.trim();
+            let is_repeated = match key {
+                "peers" => std::mem::replace(&mut has_peers, true),
+                "out_of_memory" => std::mem::replace(&mut has_policy, true),
+                _ => settings.chunk_bytes.is_some(),
+            };
+            if is_repeated {
+                return Err(SettingsError::Duplicate { offset: key_at, key });
+            }
+            match key {
+                "peers" => settings.peers = peers(value).ok_or_else(|| refuse("a list of device numbers: [1,2]"))?,
+                "out_of_memory" => {
+                    settings.out_of_memory = match value {
+                        "trim" => OutOfMemoryPolicy::Trim,
+                        "fail" => OutOfMemoryPolicy::Fail,
+                        _ => return Err(refuse("trim or fail")),
+                    }
+                }
+                _ => {
+                    let unit: u64 = if key == "chunk_mb" { 1 << 20 } else { 1 };
+                    let number = value.parse::<u64>().ok().and_then(|number| number.checked_mul(unit));
+                    settings.chunk_bytes = Some(number.ok_or_else(|| refuse("a number"))?);
+                }
+            }
+            let end = if text[item.end..].starts_with(',') { item.end + 1 } else { item.end };
+            rest.replace_range(item.start..end, &" ".repeat(end - item.start));
+        }
+        settings.config = rest.parse().map_err(|error| with_own_keys(text, error))?;
+        Ok(settings)
+    }
+}
+
+impl fmt::Display for Settings {
+    /// The canonical text: every value that is set, defaults too, in a fixed order.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.config)?;
+        if !self.peers.is_empty() {
+            let peers: Vec<String> = self.peers.iter().map(ToString::to_string).collect();
+            write!(f, ",peers:[{}]", peers.join(","))?;
+        }
+        if let Some(chunk_bytes) = self.chunk_bytes {
+            write!(f, ",chunk_bytes:{chunk_bytes}")?;
+        }
+        f.write_str(match self.out_of_memory {
+            OutOfMemoryPolicy::Trim => ",out_of_memory:trim",
+            OutOfMemoryPolicy::Fail => ",out_of_memory:fail",
+        })
+    }
+}
+
+/// The stretches between the commas that stand in no brackets.
+fn items(text: &str) -> Vec<Range<usize>> {
+    let (mut items, mut start, mut depth) = (Vec::new(), 0, 0_usize);
+    for (at, byte) in text.bytes().enumerate() {
+        match byte {
+            b'[' => depth += 1,
+            b']' => depth = depth.saturating_sub(1),
+            b',' if depth == 0 => {
+                items.push(start..at);
+                start = at + 1;
+            }
+            _ => {}
+        }
+    }
+    items.push(start..text.len());
+    items
+}
+
+fn peers(value: &str) -> Option<Vec<usize>> {
+    let list = value.strip_prefix('[')?.strip_suffix(']')?.trim();
+    if list.is_empty() {
+        return Some(Vec::new());
+    }
+    list.split(',').map(|number| number.trim().parse().ok()).collect()
+}
+
+/// The core does not know this crate's keys: one that was misspelt may be nearer than any of the core's.
+fn with_own_keys(text: &str, error: ConfigTextError) -> SettingsError {
+    if let ConfigTextError::UnknownKey { offset, bytes, nearest: theirs } = error {
+        let word = &text[offset..offset + bytes];
+        let all = theirs.into_iter().chain(KEYS);
+        if let Some(nearest) = nearest(word, all).filter(|nearest| KEYS.contains(nearest)) {
+            return SettingsError::UnknownKey { offset, nearest };
+        }
+    }
+    error.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn own_keys_stand_anywhere_among_the_cores() {
+        let text = "peers:[1, 2],segments:fixed , out_of_memory:fail,roundup_power2_divisions:[256:1,>:8],chunk_mb:20";
+        let settings: Settings = text.parse().expect("valid");
+        let core: Config = "segments:fixed,roundup_power2_divisions:[256:1,>:8]".parse().expect("valid");
+        assert_eq!(settings.config, core);
+        assert_eq!((settings.peers.as_slice(), settings.chunk_bytes), ([1, 2].as_slice(), Some(20 << 20)));
+        assert_eq!(settings.out_of_memory, OutOfMemoryPolicy::Fail);
+        assert_eq!(settings.to_string().parse::<Settings>(), Ok(settings));
+    }
+
+    #[test]
+    fn errors_name_the_byte_of_the_whole_text() {
+        let parse = |text: &str| text.parse::<Settings>().expect_err("wrong").to_string();
+        assert_eq!(parse("peers:[1],out_of_memory: never"), "byte 25: out_of_memory must be trim or fail");
+        assert_eq!(parse("peers:1"), "byte 6: peers must be a list of device numbers: [1,2]");
+        assert_eq!(parse("chunk_mb:1, chunk_bytes:2"), "byte 12: chunk_bytes is stated already; keep one of them");
+        assert_eq!(parse("segments:fixed,pears:[1]"), "byte 15: unknown key, did you mean `peers`?");
+        assert!(parse("peers:[1],segment:fixed").starts_with("byte 10: unknown key, did you mean `segments`?"));
+        assert_eq!(parse("peers:[]extra"), "byte 6: peers must be a list of device numbers: [1,2]");
+    }
+
+    #[test]
+    fn no_text_means_expandable_segments_in_a_private_pool() {
+        let settings: Settings = "".parse().expect("valid");
+        assert_eq!(settings, Settings::default());
+        assert_eq!(settings.config, Config::default());
+    }
+}

@@ -1,0 +1,111 @@
+//! Statistics as JSON, under the keys of PyTorch's `torch.cuda.memory_stats_as_nested_dict`.
+//!
+//! | PyTorch's key | here |
+//! |---|---|
+//! | `allocation`, `allocated_bytes`, `requested_bytes` | the core's, in all and by size class |
+//! | `active`, `active_bytes` | the same: a freed block never waits for an event before it is free (rule D3) |
+//! | `reserved_bytes` | device memory held, in all: an expandable range serves both classes |
+//! | `segment` | segments in all; no peak, which nobody counts |
+//! | `inactive_split`, `inactive_split_bytes` | free blocks, and their bytes |
+//! | `num_alloc_retries`, `num_ooms` | allocations that were tried again, and that failed |
+//! | `num_device_alloc`, `num_device_free` | births and deaths of segments |
+//!
+//! Keys for which there is no number are left out.
+
+use crate::device::DeviceAllocator;
+use serde_json::{Map, Value, json};
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+use symmalloc_core::PoolId;
+use symmalloc_core::report::MemoryStats;
+use symmalloc_core::stats::{Stat, UsageStats};
+use symmalloc_cuda::CudaDevice;
+
+/// Everything that is counted.
+pub(crate) fn as_json(allocator: &DeviceAllocator) -> Value {
+    let core = allocator.core();
+    let mut total = nested(&core.stats());
+    let (retries, failures) = (allocator.refusals().retries(), allocator.refusals().failures());
+    total.insert("num_alloc_retries".into(), retries.into());
+    total.insert("num_ooms".into(), failures.into());
+    let errors = &allocator.failures;
+    let last = errors.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    json!({
+        "device": allocator.ordinal(),
+        "total": total,
+        "pools": pools(allocator),
+        "streams": core.stream_count(),
+        "reserved_limit_bytes": core.limit_bytes(),
+        "history_bytes": core.history_bytes(),
+        "errors": {
+            "unknown_frees": errors.unknown_frees.load(Ordering::Relaxed),
+            "failed_calls": errors.failed_calls.load(Ordering::Relaxed),
+            "last": last,
+        },
+        "driver_calls": CudaDevice::driver_calls(),
+    })
+}
+
+/// The pools that are not destroyed, by id.
+fn pools(allocator: &DeviceAllocator) -> Vec<Value> {
+    let core = allocator.core();
+    let (private, user) = (allocator.private_pools().list(), allocator.user_pool_ids());
+    let describe = |pool: PoolId| {
+        let (config, stats, digest) =
+            (core.pool_config(pool).ok()?, core.pool_stats(pool).ok()?, core.digest(pool).ok()?);
+        let graph = private.iter().find(|entry| entry.pool == pool);
+        let kind = match graph {
+            _ if pool == PoolId::DEFAULT => "default",
+            Some(_) => "graph",
+            None if user.contains(&pool) => "user",
+            None => "given up",
+        };
+        Some(json!({
+            "pool": pool.0,
+            "kind": kind,
+            "symmetric": config.symmetric(),
+            "config": config.to_string(),
+            "digest": digest.to_string(),
+            "ops": digest.ops,
+            "graph_uses": graph.map_or(0, |graph| graph.uses),
+            "stats": nested(&stats),
+        }))
+    };
+    (0..core.pool_count()).filter_map(|pool| describe(PoolId(pool))).collect()
+}
+
+/// As `torch.cuda.memory_stats_as_nested_dict`.
+fn nested(stats: &MemoryStats) -> Map<String, Value> {
+    let classes = [("all", &stats.usage.all), ("small_pool", &stats.usage.small), ("large_pool", &stats.usage.large)];
+    let by_class = |quantity: fn(&UsageStats) -> &Stat| {
+        let entries = classes.iter().map(|(class, usage)| ((*class).to_owned(), stat(quantity(usage))));
+        Value::Object(entries.collect())
+    };
+    let dead = stats.segments_born - stats.segment_count;
+    let free_bytes = stats.reserved_bytes.current.saturating_sub(stats.usage.all.allocated_bytes.current);
+    let map = json!({
+        "allocation": by_class(|usage| &usage.allocations),
+        "active": by_class(|usage| &usage.allocations),
+        "allocated_bytes": by_class(|usage| &usage.allocated_bytes),
+        "active_bytes": by_class(|usage| &usage.allocated_bytes),
+        "requested_bytes": by_class(|usage| &usage.requested_bytes),
+        "reserved_bytes": { "all": stat(&stats.reserved_bytes) },
+        "segment": { "all": { "current": stats.segment_count, "allocated": stats.segments_born, "freed": dead } },
+        "inactive_split": { "all": { "current": stats.free_block_count } },
+        "inactive_split_bytes": { "all": { "current": free_bytes } },
+        "num_device_alloc": stats.segments_born,
+        "num_device_free": dead,
+        "largest_free_bytes": stats.largest_free_bytes,
+        "retired_bytes": stats.retired_bytes,
+        "peaks_are_exact": stats.peaks_are_exact,
+    });
+    match map {
+        Value::Object(map) => map,
+        _ => Map::new(),
+    }
+}
+
+fn stat(stat: &Stat) -> Value {
+    let Stat { current, peak, allocated, freed, .. } = *stat;
+    json!({ "current": current, "peak": peak, "allocated": allocated, "freed": freed })
+}

@@ -1,0 +1,113 @@
+//! Raw streams: from the handle that a call carries to the heap of the default pool that serves it, without a lock.
+//!
+//! ```text
+//!  CUstream ── hash ──► cache[256] ── hit ──► Lane { raw, id, heap }
+//!                          │ miss                    ▲
+//!                          └──► known, under a lock ─┘  registers a stream at its first use: ids are in program order
+//! ```
+//!
+//! The cache decides nothing: two streams that share a place in it push each other out, and are found the longer way.
+
+use crate::error::Error;
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Mutex, PoisonError};
+use symmalloc_core::lock::Shared;
+use symmalloc_core::{BoundHeap, PoolId, SharedAllocator, StreamId};
+use symmalloc_cuda::{CudaAllocator, CudaBackend};
+
+const CACHE_BITS: u32 = 8;
+
+/// `cudaStreamLegacy`: another name of the default stream, whose handle is null.
+const LEGACY: usize = 1;
+
+/// A raw stream handle, as a number. Equal numbers are one stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct RawStream(usize);
+
+impl RawStream {
+    #[inline]
+    pub(crate) fn new(stream: *mut c_void) -> Self {
+        let handle = stream as usize;
+        RawStream(if handle == LEGACY { 0 } else { handle })
+    }
+
+    pub(crate) fn handle(self) -> *mut c_void {
+        self.0 as *mut c_void
+    }
+
+    #[inline]
+    fn place(self) -> usize {
+        ((self.0 as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (u64::BITS - CACHE_BITS)) as usize
+    }
+}
+
+/// What is known of one stream.
+pub(crate) struct Lane {
+    raw: RawStream,
+    pub(crate) id: StreamId,
+    /// Of the default pool.
+    pub(crate) heap: BoundHeap<'static, CudaBackend, Shared>,
+}
+
+/// The streams of one allocator.
+pub(crate) struct Streams {
+    cache: [AtomicPtr<Lane>; 1 << CACHE_BITS],
+    /// Grows only: a lane stays where it is as long as this lives. Looked up only, so its order matters to nobody.
+    known: Mutex<HashMap<RawStream, Box<Lane>>>,
+    /// Last: the lanes borrow from it.
+    allocator: CudaAllocator,
+}
+
+impl Streams {
+    pub(crate) fn new(allocator: CudaAllocator) -> Self {
+        let cache = [const { AtomicPtr::new(std::ptr::null_mut()) }; 1 << CACHE_BITS];
+        Streams { cache, known: Mutex::default(), allocator }
+    }
+
+    /// The lane of a stream, which is registered if this is its first use.
+    ///
+    /// # Safety
+    /// The stream belongs to the device's primary context and lives as long as this. PyTorch's streams do: they are never
+    /// destroyed.
+    #[inline]
+    pub(crate) unsafe fn lane(&self, raw: RawStream) -> Result<&Lane, Error> {
+        let cached = self.cache[raw.place()].load(Ordering::Acquire);
+        // SAFETY: null, or a lane of `known`, which is boxed and lives as long as `self`.
+        match unsafe { cached.as_ref() } {
+            Some(lane) if lane.raw == raw => Ok(lane),
+            // SAFETY: the caller's contract.
+            _ => unsafe { self.find_or_register(raw) },
+        }
+    }
+
+    /// # Safety
+    /// As [`lane`](Self::lane).
+    #[cold]
+    unsafe fn find_or_register(&self, raw: RawStream) -> Result<&Lane, Error> {
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        if !known.contains_key(&raw) {
+            // SAFETY: the caller's contract.
+            let id = unsafe { self.allocator.register_raw_stream(raw.handle().cast()) }?;
+            let core: *const SharedAllocator<CudaBackend> = self.allocator.core();
+            // SAFETY: the core's allocator lies in an `Arc` that `self.allocator` shares and does not give up while `self`
+            // lives. Lanes do not leave `self`, and a bound heap does nothing when it is dropped.
+            let core: &'static SharedAllocator<CudaBackend> = unsafe { &*core };
+            let heap = core.bind(PoolId::DEFAULT, id).map_err(symmalloc_cuda::CudaError::from)?;
+            known.insert(raw, Box::new(Lane { raw, id, heap }));
+        }
+        let lane: *const Lane = &raw const *known[&raw];
+        self.cache[raw.place()].store(lane.cast_mut(), Ordering::Release);
+        // SAFETY: boxed, never removed, and `self` is borrowed for as long as the answer.
+        Ok(unsafe { &*lane })
+    }
+
+    /// The streams so far, by id.
+    pub(crate) fn all(&self) -> Vec<(StreamId, RawStream)> {
+        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all: Vec<_> = known.values().map(|lane| (lane.id, lane.raw)).collect();
+        all.sort_unstable_by_key(|(id, _)| *id);
+        all
+    }
+}

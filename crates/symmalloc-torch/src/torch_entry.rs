@@ -1,0 +1,250 @@
+//! PyTorch's entry points: the functions that `CUDAPluggableAllocator` and its setters take, as of PyTorch 2.11.
+//!
+//! | PyTorch | here |
+//! |---|---|
+//! | `alloc_fn`, `free_fn` | [`symmalloc_torch_alloc`], [`symmalloc_torch_free`] |
+//! | `set_init_fn` | [`symmalloc_torch_init`] |
+//! | `set_reset_fn` (`empty_cache`) | [`symmalloc_torch_reset`] |
+//! | `set_memory_fraction_fn` | [`symmalloc_torch_memory_fraction`] |
+//! | `set_base_alloc_fn` | [`symmalloc_torch_base_alloc`] |
+//! | `set_record_stream_fn` | [`symmalloc_torch_record_stream`] |
+//! | `set_begin_allocate_to_pool`, `set_end_allocate_to_pool_fn`, `set_release_pool` | the three of the same names |
+//!
+//! What fails throws a C++ exception, see `cxx_abi.rs`; `free` never does, because PyTorch frees in destructors.
+
+use crate::cxx_abi::{Kind, StdFunction, StreamFilter, throw};
+use crate::device::DeviceAllocator;
+use crate::error::Error;
+use crate::process;
+use crate::status::{guarded, report, symmalloc_status};
+use crate::streams::RawStream;
+use std::ffi::{c_char, c_int, c_void};
+use symmalloc_core::backend::DeviceAddress;
+
+/// Makes an exception of an error. No frame below PyTorch's has anything left to drop.
+///
+/// # Safety
+/// Called outside of any `catch_unwind`, from a function that is `extern "C-unwind"`.
+#[cold]
+unsafe fn raise(error: Error) {
+    let is_out_of_memory = error.status() == symmalloc_status::SYMMALLOC_OUT_OF_MEMORY;
+    let kind = if is_out_of_memory { Kind::OutOfMemory } else { Kind::Other };
+    let message = format!("symmalloc: {error}");
+    drop(error);
+    // SAFETY: the caller's contract. The message is dropped as the exception passes.
+    unsafe { throw(kind, &message) };
+}
+
+/// Allocates for work on a stream; PyTorch's `alloc_fn`. Zero bytes are a null pointer.
+///
+/// Throws `c10::OutOfMemoryError` when there is no memory, and `c10::Error` when anything else is wrong.
+///
+/// # Safety
+/// The stream is one of the device's primary context and lives as long as the process.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn symmalloc_torch_alloc(size: isize, device: c_int, stream: *mut c_void) -> *mut c_void {
+    match unsafe { allocate(size, device, stream) } {
+        Ok(pointer) => pointer,
+        Err(error) => {
+            // SAFETY: outside of any `catch_unwind`.
+            unsafe { raise(error) };
+            std::ptr::null_mut()
+        }
+    }
+}
+
+/// # Safety
+/// As [`symmalloc_torch_alloc`].
+#[inline]
+unsafe fn allocate(size: isize, device: c_int, stream: *mut c_void) -> Result<*mut c_void, Error> {
+    let size_bytes = u64::try_from(size).map_err(|_| Error::Size { size: size as i64 })?;
+    let stream = RawStream::new(stream);
+    let allocator = match process::existing(device) {
+        Some(allocator) => allocator,
+        None => guarded(|| process::allocator(device))?,
+    };
+    // Outside of the guard: a filter of PyTorch's may throw.
+    let pool = allocator.current_pool(stream);
+    // SAFETY: the caller's contract.
+    guarded(|| unsafe { allocator.allocate(pool, size_bytes, stream, None) })
+}
+
+/// Frees; PyTorch's `free_fn`. Never throws: what fails is counted, logged, and once written to the error output.
+///
+/// # Safety
+/// None: a pointer that is no live allocation of the device is an error.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_torch_free(pointer: *mut c_void, _size: isize, device: c_int, _stream: *mut c_void) {
+    let Some(allocator) = process::existing(device) else {
+        if !pointer.is_null() && !process::is_forked() {
+            process::complain(&Error::UnknownPointer { address: pointer as u64, device: device.max(0) as usize });
+        }
+        return;
+    };
+    if let Err(error) = guarded(|| allocator.free(pointer)) {
+        allocator.note(&error);
+    }
+}
+
+/// PyTorch begins to use CUDA. Allocators are made when they are needed; what is wrong with the settings shows here.
+///
+/// # Safety
+/// None.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn symmalloc_torch_init(_device_count: c_int) {
+    if let Err(error) = guarded(process::check_settings) {
+        // SAFETY: outside of any `catch_unwind`.
+        unsafe { raise(error) };
+    }
+}
+
+/// Gives free memory of all devices back: `torch.cuda.empty_cache()`. Memory of private pools that a graph uses stays.
+///
+/// # Safety
+/// None.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn symmalloc_torch_reset() {
+    for allocator in process::all() {
+        if let Err(error) = guarded(|| allocator.trim()) {
+            allocator.note(&error);
+        }
+    }
+}
+
+/// Limits the device's memory: `torch.cuda.set_per_process_memory_fraction(fraction, device)`.
+///
+/// # Safety
+/// None.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn symmalloc_torch_memory_fraction(fraction: f64, device: c_int) {
+    if let Err(error) = guarded(|| process::allocator(device)?.set_memory_fraction(fraction)) {
+        // SAFETY: outside of any `catch_unwind`.
+        unsafe { raise(error) };
+    }
+}
+
+/// The segment that a pointer lies in: its first byte, and its size if `size` is not null. What is in no segment is its own
+/// base.
+///
+/// # Safety
+/// `size` is null or valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn symmalloc_torch_base_alloc(pointer: *mut c_void, size: *mut usize) -> *mut c_void {
+    let position = process::all().find_map(|allocator| {
+        let found = guarded(|| Ok(allocator.core().segment_at(DeviceAddress(pointer as u64))));
+        found.ok().flatten()
+    });
+    let (base, size_bytes) = position.map_or((pointer as u64, 0), |position| (position.base.0, position.size_bytes));
+    if !size.is_null() {
+        // SAFETY: the caller's contract.
+        unsafe { size.write(size_bytes as usize) };
+    }
+    base as *mut c_void
+}
+
+/// `tensor.record_stream(stream)`. A pointer that no allocator of this process gave is passed over, as PyTorch does.
+///
+/// # Safety
+/// The stream is one of the primary context of the pointer's device and lives as long as the process.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn symmalloc_torch_record_stream(pointer: *mut c_void, stream: *mut c_void) {
+    if pointer.is_null() {
+        return;
+    }
+    let Some(allocator) = process::all().find(|allocator| allocator.owns(pointer)) else { return };
+    // SAFETY: the caller's contract.
+    if let Err(error) = guarded(|| unsafe { allocator.record_use(pointer, RawStream::new(stream)) }) {
+        // SAFETY: outside of any `catch_unwind`.
+        unsafe { raise(error) };
+    }
+}
+
+/// From now on allocations on the streams that the filter takes come from the private pool of this id, which is made if there
+/// is none. The id's two words come as PyTorch's `MempoolId_t` does, in two registers.
+///
+/// # Safety
+/// `filter` is null or points to a living `std::function<bool(cudaStream_t)>` of libstdc++.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn symmalloc_torch_begin_allocate_to_pool(
+    device: c_int,
+    id_first: u64,
+    id_second: u64,
+    filter: *mut StdFunction,
+) {
+    // SAFETY: the caller's contract.
+    let filter = unsafe { StreamFilter::copy(filter) };
+    // Not guarded: the filter, which is asked, may throw. A panic passes as an exception that ends the process.
+    let begun = process::allocator(device).and_then(|allocator| allocator.begin_private((id_first, id_second), filter));
+    if let Err(error) = begun {
+        // SAFETY: outside of any `catch_unwind`.
+        unsafe { raise(error) };
+    }
+}
+
+/// Ends what was begun last for the private pool of this id.
+///
+/// # Safety
+/// None.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn symmalloc_torch_end_allocate_to_pool(device: c_int, id_first: u64, id_second: u64) {
+    with_existing(device, |allocator| allocator.end_private((id_first, id_second)));
+}
+
+/// Gives up one use of the private pool of this id. After the last its memory goes back with the next `empty_cache`, or before
+/// an allocation fails.
+///
+/// # Safety
+/// None.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn symmalloc_torch_release_pool(device: c_int, id_first: u64, id_second: u64) {
+    with_existing(device, |allocator| allocator.release_private((id_first, id_second)));
+}
+
+/// PyTorch calls these in destructors: an error is noted.
+fn with_existing(device: c_int, act: impl FnOnce(&DeviceAllocator) -> Result<(), Error>) {
+    let Some(allocator) = process::existing(device) else { return };
+    if let Err(error) = guarded(|| act(allocator)) {
+        allocator.note(&error);
+    }
+}
+
+/// Settings for the allocators behind the entry points, in place of `SYMMALLOC_CONF`: before the first use of CUDA memory.
+///
+/// # Safety
+/// `conf` is a C string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_torch_configure(conf: *const c_char) -> symmalloc_status {
+    // SAFETY: the caller's contract.
+    report(|| process::configure(unsafe { crate::c_interface::required_text(conf, "conf") }?))
+}
+
+/// The allocator behind the entry points for a device. It is made if there is none, and belongs to the library: do not destroy
+/// it.
+///
+/// # Safety
+/// `out` is valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_torch_allocator(device: i32, out: *mut *mut DeviceAllocator) -> symmalloc_status {
+    report(|| {
+        let allocator = process::allocator(device)?;
+        // SAFETY: the caller's contract.
+        unsafe { crate::c_interface::write(out, "out", std::ptr::from_ref(allocator).cast_mut()) }
+    })
+}
+
+/// Sends what this thread allocates on the device without naming a pool to this one, until [`symmalloc_torch_pop_pool`].
+/// Nests. A pushed pool comes before those that PyTorch began.
+#[unsafe(no_mangle)]
+pub extern "C" fn symmalloc_torch_push_pool(device: i32, pool: u32) -> symmalloc_status {
+    report(|| {
+        let allocator = process::allocator(device)?;
+        allocator.push_pool(allocator.known_pool(pool)?);
+        Ok(())
+    })
+}
+
+/// Takes back this thread's last push on the device.
+#[unsafe(no_mangle)]
+pub extern "C" fn symmalloc_torch_pop_pool(device: i32) -> symmalloc_status {
+    report(|| process::allocator(device)?.pop_pool())
+}

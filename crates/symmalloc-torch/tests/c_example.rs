@@ -1,0 +1,30 @@
+//! `examples/loop.c`, compiled and run on a stub of libcuda. Where there is no compiler the test says so and passes.
+
+use std::path::Path;
+use std::process::Command;
+use stub_process::stub_test;
+
+stub_test!(the_example_in_c_runs, {
+    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let executable = std::env::current_exe().expect("the test's executable");
+    let library = executable.parent().expect("a folder");
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let program = folder.path().join("loop");
+    let mut compiler = Command::new(std::env::var("CC").unwrap_or_else(|_| "cc".to_owned()));
+    compiler.args(["-std=c11", "-Wall", "-Wextra", "-Werror", "-pedantic"]);
+    compiler.arg("-I").arg(package.join("include")).arg(package.join("examples/loop.c"));
+    compiler.arg("-L").arg(library).arg(format!("-Wl,-rpath,{}", library.display())).arg("-lsymmalloc_torch");
+    let compiled = match compiler.arg("-o").arg(&program).output() {
+        Ok(compiled) => compiled,
+        Err(error) => {
+            println!("skipped: no C compiler ({error}); set CC");
+            return;
+        }
+    };
+    assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
+    let output = Command::new(&program).output().expect("the program starts");
+    let text = [String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr)].concat();
+    assert!(output.status.success(), "{}\n{text}", output.status);
+    assert!(text.contains("100 steps at the same places"), "{text}");
+    assert!(text.contains("as it should be: out of memory: 1073741824 bytes on s0 in p0"), "{text}");
+});

@@ -1,0 +1,96 @@
+//! The C++ side, with a real compiler: exceptions, `std::function`, fork, exit. `cxx/torch.cc` does what PyTorch does;
+//! `cxx/c10.cc` is what of libc10 is needed. Where there is no compiler these tests say so and pass.
+//!
+//! With `SYMMALLOC_TORCH_LIB=.../site-packages/torch/lib` the libc10 of that PyTorch is used as well.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use stub_process::stub_test;
+
+fn package() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// Cargo puts the library beside the test's executable.
+fn library_folder() -> PathBuf {
+    std::env::current_exe().expect("the test's executable").parent().expect("a folder").to_owned()
+}
+
+/// Runs the compiler; `None` where there is none.
+fn compile(folder: &Path, arguments: &[&str], output: &str) -> Option<PathBuf> {
+    let output = folder.join(output);
+    let mut command = Command::new(std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned()));
+    command.args(["-std=c++17", "-Wall", "-Werror", "-g"]).args(arguments).arg("-o").arg(&output);
+    let compiled = match command.output() {
+        Ok(compiled) => compiled,
+        Err(error) => {
+            println!("skipped: no C++ compiler ({error}); set CXX");
+            return None;
+        }
+    };
+    assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
+    Some(output)
+}
+
+fn program(folder: &Path) -> Option<PathBuf> {
+    let (source, include, library) = (package().join("tests/cxx/torch.cc"), package().join("include"), library_folder());
+    let text = |path: &Path| path.to_str().expect("text").to_owned();
+    let arguments = [
+        text(&source),
+        format!("-I{}", text(&include)),
+        format!("-L{}", text(&library)),
+        format!("-Wl,-rpath,{}", text(&library)),
+        "-lsymmalloc_torch".to_owned(),
+        "-ldl".to_owned(),
+        "-lpthread".to_owned(),
+    ];
+    compile(folder, &arguments.each_ref().map(String::as_str), "torch")
+}
+
+/// Runs a case of the program. The test's process has the stub on its library path, and so has the program.
+fn run(arguments: &[&str]) {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let Some(program) = program(folder.path()) else { return };
+    run_program(&program, arguments);
+}
+
+fn run_program(program: &Path, arguments: &[&str]) {
+    let output = Command::new(program).args(arguments).output().expect("the program starts");
+    let text = [String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr)].concat();
+    assert!(output.status.success() && text.contains("passed"), "{arguments:?}: {}\n{text}", output.status);
+}
+
+stub_test!(without_pytorch_an_error_is_a_runtime_error, ["STUB_MEMORY_BYTES" = "1073741824"], {
+    run(&["runtime_error"]);
+});
+
+stub_test!(with_libc10_it_is_pytorchs_out_of_memory_error, ["STUB_MEMORY_BYTES" = "1073741824"], {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let Some(program) = program(folder.path()) else { return };
+    let source = package().join("tests/cxx/c10.cc");
+    let source = source.to_str().expect("text");
+    let library = compile(folder.path(), &["-shared", "-fPIC", "-Wl,-soname,libc10.so", source], "libc10.so");
+    run_program(&program, &["torch_error", library.expect("compiled before").to_str().expect("text")]);
+});
+
+stub_test!(with_a_real_libc10_too, ["STUB_MEMORY_BYTES" = "1073741824"], {
+    let Some(torch) = std::env::var_os("SYMMALLOC_TORCH_LIB") else {
+        println!("skipped: SYMMALLOC_TORCH_LIB names no folder of PyTorch's libraries");
+        return;
+    };
+    let libraries = ["libc10.so", "libc10_cuda.so"].map(|name| Path::new(&torch).join(name));
+    let [c10, cuda] = libraries.each_ref().map(|path| path.to_str().expect("text"));
+    run(&["torch_error", c10, cuda]);
+});
+
+stub_test!(filters_are_copied_called_and_destroyed, {
+    run(&["scopes"]);
+});
+
+stub_test!(a_forked_child_frees_nothing_and_allocates_nothing, {
+    run(&["fork"]);
+});
+
+stub_test!(memory_can_be_freed_while_the_process_ends, {
+    run(&["late"]);
+});

@@ -1,0 +1,26 @@
+//! `include/symmalloc.h` is what cbindgen makes of the sources. After a change: `UPDATE_HEADER=1 cargo test -p symmalloc-torch
+//! --test header`.
+
+use std::path::Path;
+
+#[test]
+fn the_header_is_what_the_sources_say() {
+    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let config = cbindgen::Config::from_file(package.join("cbindgen.toml")).expect("a configuration");
+    let sources = ["status.rs", "cxx_abi.rs", "alignment.rs", "c_interface.rs", "torch_entry.rs"];
+    let builder = sources.iter().fold(cbindgen::Builder::new().with_config(config), |builder, source| {
+        builder.with_src(package.join("src").join(source))
+    });
+    let mut header = Vec::new();
+    builder.generate().expect("sources that cbindgen understands").write(&mut header);
+    let header = String::from_utf8(header).expect("text");
+    let path = package.join("include/symmalloc.h");
+    if std::env::var_os("UPDATE_HEADER").is_some() {
+        std::fs::write(&path, &header).expect("the header can be written");
+    }
+    let kept = std::fs::read_to_string(&path).unwrap_or_default();
+    assert!(
+        kept == header,
+        "include/symmalloc.h is stale: UPDATE_HEADER=1 cargo test -p symmalloc-torch --test header"
+    );
+}

@@ -1,0 +1,222 @@
+//! The C interface: what each call does, and what it says when it cannot.
+
+use crate::library::*;
+use std::ptr::{null, null_mut};
+use symmalloc_torch::*;
+
+stub_test!(a_loop_gets_the_same_places_and_no_driver_call, {
+    let (allocator, streams) = (Allocator::new(""), Streams::new(2));
+    let (a, b) = (streams.get(0), streams.get(1));
+    let step = || {
+        let (weights, bucket) = (allocator.allocate(0, 48 * MIB, a), allocator.allocate(0, 5 * MIB, a));
+        let other = allocator.allocate(0, 700, b);
+        let places = [weights, bucket, other].map(|pointer| allocator.placement(pointer));
+        for pointer in [bucket, weights, other] {
+            allocator.free(pointer);
+        }
+        places
+    };
+    let first = step();
+    assert_eq!(first.map(|place| (place.stream, place.offset_bytes)), [(0, 0), (0, 48 << 20), (1, 0)]);
+    assert_eq!((first[2].size_bytes, first[2].requested_bytes, first[2].pool), (1024, 700, 0));
+    let before = allocator.stats()["driver_calls"].clone();
+    assert!((0..100).all(|_| step() == first));
+    assert_eq!(allocator.stats()["driver_calls"], before);
+    allocator.destroy();
+    assert_eq!((live().device_bytes, live().ranges), (0, 0), "everything went back");
+    assert_eq!(live().streams, 2, "streams of other code are left alone");
+});
+
+stub_test!(a_stream_gets_its_number_at_its_first_use, {
+    let (allocator, streams) = (Allocator::new(""), Streams::new(40));
+    for (index, expected) in [(7, 0), (3, 1), (7, 0), (20, 2)] {
+        let pointer = allocator.allocate(0, 512, streams.get(index));
+        assert_eq!(allocator.placement(pointer).stream, expected);
+    }
+    // 1 is another name of the default stream, and 2 is a different stream in each thread.
+    let [zero, legacy] = [0, 1].map(|handle| allocator.allocate(0, 512, handle as *mut _));
+    assert_eq!(allocator.placement(zero).stream, allocator.placement(legacy).stream);
+    assert_eq!(allocator.try_allocate(0, 512, 2 as *mut _), Err(SYMMALLOC_CUDA));
+    assert!(message().contains("per-thread default stream"), "{}", message());
+    // More streams than the cache has places.
+    let many: Vec<_> = (0..40).map(|index| allocator.allocate(0, 512, streams.get(index))).collect();
+    let mut numbers: Vec<_> = many.iter().map(|pointer| allocator.placement(*pointer).stream).collect();
+    numbers.sort_unstable();
+    numbers.dedup();
+    assert_eq!(numbers.len(), 40);
+});
+
+stub_test!(a_pointer_is_freed_once_and_only_where_it_is_from, {
+    let (allocator, other) = (Allocator::new(""), Allocator::new(""));
+    let pointer = allocator.allocate(0, 4096, null_mut());
+    assert_eq!(other.try_free(pointer), SYMMALLOC_UNKNOWN_POINTER);
+    assert!(message().contains(&format!("{pointer:#x} is no live allocation of device 0")), "{}", message());
+    assert_eq!(allocator.try_free(pointer + 512), SYMMALLOC_UNKNOWN_POINTER);
+    allocator.free(pointer);
+    assert_eq!(allocator.try_free(pointer), SYMMALLOC_UNKNOWN_POINTER);
+    assert_eq!(allocator.try_record_use(pointer, null_mut()), SYMMALLOC_UNKNOWN_POINTER);
+    assert_eq!(allocator.try_placement(pointer), Err(SYMMALLOC_UNKNOWN_POINTER));
+    allocator.free(0);
+    assert_eq!(allocator.allocate(0, 0, null_mut()), 0);
+    assert_eq!(allocator.total("allocation/all/allocated"), 1);
+});
+
+stub_test!(a_use_on_another_stream_is_waited_for_on_the_device, {
+    let (allocator, streams) = (Allocator::new(""), Streams::new(2));
+    let (a, b) = (streams.get(0), streams.get(1));
+    let pointer = allocator.allocate(0, MIB, a);
+    done(allocator.try_record_use(pointer, b));
+    done(allocator.try_record_use(0, b));
+    let before = (calls("cuEventRecord"), calls("cuStreamWaitEvent"));
+    allocator.free(pointer);
+    assert_eq!(calls("cuEventRecord") - before.0, 1);
+    assert_eq!(allocator.allocate(0, MIB, a), pointer, "free at once");
+    assert_eq!(calls("cuStreamWaitEvent") - before.1, 1);
+    assert_eq!(calls("cuEventQuery"), 0);
+});
+
+stub_test!(a_fence_that_fails_leaves_the_allocation_live, {
+    let (allocator, streams) = (Allocator::new(""), Streams::new(2));
+    let pointer = allocator.allocate(0, MIB, streams.get(0));
+    done(allocator.try_record_use(pointer, streams.get(1)));
+    fail("cuEventRecord", 1, 999);
+    assert_eq!(allocator.try_free(pointer), SYMMALLOC_CUDA);
+    assert!(message().contains("still live"), "{}", message());
+    heal();
+    allocator.free(pointer);
+});
+
+stub_test!(memory_that_the_driver_refuses_is_made_room_for, ["STUB_MEMORY_BYTES" = "268435456"], {
+    let (allocator, streams) = (Allocator::new(""), Streams::new(2));
+    let symmetric = allocator.create_pool(Some("symmetric:true"));
+    let kept = allocator.allocate(symmetric, 20 * MIB, streams.get(0));
+    allocator.free(kept);
+    let cached = allocator.allocate(0, 200 * MIB, streams.get(0));
+    allocator.free(cached);
+    // The other stream's memory goes back, and the symmetric pool's does not.
+    let pointer = allocator.allocate(0, 150 * MIB, streams.get(1));
+    assert_eq!((allocator.total("num_alloc_retries"), allocator.total("num_ooms")), (1, 0));
+    assert_eq!(allocator.stats()["pools"][1]["stats"]["reserved_bytes"]["all"]["current"], 20 << 20);
+    assert_eq!(allocator.try_allocate(0, 150 * MIB, streams.get(0)), Err(SYMMALLOC_OUT_OF_MEMORY));
+    assert!(message().contains("the driver refused (cuMemCreate failed"), "{}", message());
+    assert_eq!(allocator.total("num_ooms"), 1);
+    allocator.free(pointer);
+});
+
+stub_test!(out_of_memory_fail_gives_nothing_back_unasked, ["STUB_MEMORY_BYTES" = "268435456"], {
+    let (allocator, streams) = (Allocator::new("out_of_memory:fail"), Streams::new(2));
+    let cached = allocator.allocate(0, 200 * MIB, streams.get(0));
+    allocator.free(cached);
+    assert_eq!(allocator.try_allocate(0, 150 * MIB, streams.get(1)), Err(SYMMALLOC_OUT_OF_MEMORY));
+    assert_eq!(live().device_bytes, 200 << 20);
+    assert_eq!(allocator.trim(), 200 << 20);
+    allocator.allocate(0, 150 * MIB, streams.get(1));
+});
+
+stub_test!(statistics_have_pytorchs_names, {
+    let (allocator, streams) = (Allocator::new(""), Streams::new(1));
+    let small = allocator.allocate(0, 700, streams.get(0));
+    let large = allocator.allocate(0, 5 * MIB, streams.get(0));
+    allocator.free(large);
+    for (path, expected) in [
+        ("allocated_bytes/all/current", 1024),
+        ("allocated_bytes/small_pool/current", 1024),
+        ("allocated_bytes/large_pool/current", 0),
+        ("allocated_bytes/all/peak", 1024 + 5 * 1048576),
+        ("requested_bytes/all/current", 700),
+        ("active_bytes/all/current", 1024),
+        ("allocation/all/allocated", 2),
+        ("allocation/large_pool/freed", 1),
+        ("reserved_bytes/all/current", 6 << 20),
+        ("segment/all/current", 1),
+        ("inactive_split_bytes/all/current", (6 << 20) - 1024),
+        ("num_ooms", 0),
+    ] {
+        assert_eq!(allocator.total(path), expected, "{path}");
+    }
+    // SAFETY: a live allocator.
+    done(unsafe { symmalloc_reset_peaks(allocator.0) });
+    assert_eq!(allocator.total("allocated_bytes/all/peak"), 1024);
+    allocator.free(small);
+    let pool = &allocator.stats()["pools"][0];
+    assert_eq!((pool["kind"].as_str(), pool["symmetric"].as_bool()), (Some("default"), Some(false)));
+    assert_eq!(pool["digest"].as_str().map(|text| u64::from_str_radix(text, 16)), Some(Ok(allocator.digest(0))));
+});
+
+stub_test!(reports_are_handed_out_and_taken_back, {
+    let (allocator, streams) = (Allocator::new("out_of_memory:fail,total_limit_mb:64"), Streams::new(1));
+    let (name, mut pointer) = (c_text("weights"), null_mut());
+    // SAFETY: a live allocator and stream, a C string, and a place for the answer.
+    done(unsafe {
+        symmalloc_allocate_named(allocator.0, 0, MIB, streams.get(0), name.as_ptr(), &raw mut pointer)
+    });
+    let (mut leaks, mut config) = (null_mut(), null_mut());
+    // SAFETY: a live allocator, and a place for the answer.
+    done(unsafe { symmalloc_leak_report(allocator.0, &raw mut leaks) });
+    assert!(taken(leaks).contains("1048576 bytes  weights  p0 s0 0@0"));
+    // SAFETY: as above.
+    done(unsafe { symmalloc_config(allocator.0, &raw mut config) });
+    let config = taken(config);
+    assert!(config.contains("total_limit_mb:64") && config.ends_with("out_of_memory:fail"), "{config}");
+    let (mut bytes, mut len) = (null_mut(), 0);
+    // SAFETY: as above.
+    done(unsafe { symmalloc_snapshot(allocator.0, &raw mut bytes, &raw mut len) });
+    // SAFETY: so many bytes were handed out.
+    let pickle = unsafe { std::slice::from_raw_parts(bytes, len) };
+    let read = symmalloc_import::read_bytes(pickle, &symmalloc_import::ReadOptions::default());
+    assert_eq!(read.expect("a snapshot").format, symmalloc_import::Format::PyTorchSnapshot);
+    // SAFETY: handed out, and not used after this.
+    unsafe { symmalloc_release_bytes(bytes.cast()) };
+});
+
+stub_test!(what_is_wrong_with_settings_is_said_with_the_byte, {
+    for (conf, expected) in [
+        ("segments:fixed,pears:[1]", "byte 15: unknown key, did you mean `peers`?"),
+        ("out_of_memory:flush", "byte 14: out_of_memory must be trim or fail"),
+        ("expandable_segments:maybe", "byte 20:"),
+    ] {
+        let (conf, mut out) = (c_text(conf), null_mut());
+        // SAFETY: a C string, and a place for the answer.
+        let status = unsafe { symmalloc_create(0, conf.as_ptr(), &raw mut out) };
+        assert_eq!(status, SYMMALLOC_INVALID_SETTINGS);
+        assert!(out.is_null() && message().contains(expected), "{}", message());
+    }
+});
+
+stub_test!(arguments_that_mean_nothing_are_refused, {
+    let allocator = Allocator::new("");
+    let mut out = null_mut();
+    // SAFETY: null where a pointer is checked, and places for answers.
+    let statuses = unsafe {
+        [
+            symmalloc_create(-1, null(), &raw mut out),
+            symmalloc_create(0, null(), null_mut()),
+            symmalloc_create(0, c"\xff".as_ptr(), &raw mut out),
+            symmalloc_allocate(null_mut(), 0, 512, null_mut(), null_mut()),
+            symmalloc_allocate(allocator.0, 0, 512, null_mut(), null_mut()),
+            symmalloc_free(null_mut(), null_mut()),
+            symmalloc_agree(allocator.0, 2, 2, None, null_mut()),
+            symmalloc_registrar_create(allocator.0, 0, null_mut(), 0, null_mut()),
+            symmalloc_registrar_sync(null_mut(), null_mut(), null_mut()),
+        ]
+    };
+    assert_eq!(statuses, [SYMMALLOC_INVALID_ARGUMENT; 9]);
+    // SAFETY: a place for the answer.
+    assert_eq!(unsafe { symmalloc_create(9, null(), &raw mut out) }, SYMMALLOC_CUDA);
+    assert!(message().contains("no device 9"), "{}", message());
+    assert_eq!(allocator.try_allocate(5, 512, null_mut()), Err(SYMMALLOC_UNKNOWN_POOL));
+    // SAFETY: null is no op.
+    done(unsafe { symmalloc_destroy(null_mut()) });
+    // SAFETY: null is no op.
+    done(unsafe { symmalloc_registrar_destroy(null_mut()) });
+    // SAFETY: null is no op.
+    unsafe { symmalloc_release_bytes(null_mut()) };
+    assert_eq!(allocator.total("allocation/all/allocated"), 0, "nothing was half done");
+});
+
+#[test]
+fn the_version_is_the_packages() {
+    // SAFETY: a C string for ever.
+    let version = unsafe { std::ffi::CStr::from_ptr(symmalloc_version()) };
+    assert_eq!(version.to_str(), Ok(env!("CARGO_PKG_VERSION")));
+}

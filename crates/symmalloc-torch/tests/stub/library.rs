@@ -1,0 +1,231 @@
+//! The library's calls as Rust would have them, and streams that other code owns.
+
+pub(crate) use stub_process::cuda::{calls, fail, heal, live};
+pub(crate) use stub_process::stub_test;
+use serde_json::Value;
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::ptr::{null, null_mut};
+use std::sync::Arc;
+use symmalloc_cuda::CudaDevice;
+use symmalloc_torch::*;
+
+pub(crate) use symmalloc_torch::symmalloc_status::*;
+
+pub(crate) const MIB: usize = 1 << 20;
+
+/// A pointer as a number, so that it can be compared, sent and kept.
+pub(crate) type Pointer = usize;
+
+/// The thread's last message.
+pub(crate) fn message() -> String {
+    // SAFETY: a C string that stays until the next failure of this thread.
+    unsafe { CStr::from_ptr(symmalloc_error_message()) }.to_string_lossy().into_owned()
+}
+
+#[track_caller]
+pub(crate) fn done(status: symmalloc_status) {
+    assert_eq!(status, SYMMALLOC_OK, "{}", message());
+}
+
+pub(crate) fn c_text(text: &str) -> CString {
+    CString::new(text).expect("no zero byte")
+}
+
+/// Takes a text that the library handed out.
+pub(crate) fn taken(text: *mut c_char) -> String {
+    // SAFETY: a C string of the library's.
+    let copy = unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned();
+    // SAFETY: handed out, and not used after this.
+    unsafe { symmalloc_release_bytes(text.cast()) };
+    copy
+}
+
+/// An allocator by its C functions.
+#[derive(Clone, Copy)]
+pub(crate) struct Allocator(pub(crate) *mut DeviceAllocator);
+
+// SAFETY: all functions are thread-safe.
+unsafe impl Send for Allocator {}
+// SAFETY: as above.
+unsafe impl Sync for Allocator {}
+
+impl Allocator {
+    pub(crate) fn new(conf: &str) -> Self {
+        let (conf, mut out) = (c_text(conf), null_mut());
+        // SAFETY: a C string, and a place for the answer.
+        done(unsafe { symmalloc_create(0, conf.as_ptr(), &raw mut out) });
+        Allocator(out)
+    }
+
+    /// The one behind PyTorch's entry points.
+    pub(crate) fn of_torch() -> Self {
+        let mut out = null_mut();
+        // SAFETY: a place for the answer.
+        done(unsafe { symmalloc_torch_allocator(0, &raw mut out) });
+        Allocator(out)
+    }
+
+    pub(crate) fn try_allocate(
+        self,
+        pool: u32,
+        bytes: usize,
+        stream: *mut c_void,
+    ) -> Result<Pointer, symmalloc_status> {
+        let mut out = null_mut();
+        // SAFETY: a live allocator and stream, and a place for the answer.
+        match unsafe { symmalloc_allocate(self.0, pool, bytes, stream, &raw mut out) } {
+            SYMMALLOC_OK => Ok(out as Pointer),
+            status => Err(status),
+        }
+    }
+
+    #[track_caller]
+    pub(crate) fn allocate(self, pool: u32, bytes: usize, stream: *mut c_void) -> Pointer {
+        self.try_allocate(pool, bytes, stream).unwrap_or_else(|status| panic!("{status:?}: {}", message()))
+    }
+
+    pub(crate) fn try_free(self, pointer: Pointer) -> symmalloc_status {
+        // SAFETY: a live allocator.
+        unsafe { symmalloc_free(self.0, pointer as *mut c_void) }
+    }
+
+    #[track_caller]
+    pub(crate) fn free(self, pointer: Pointer) {
+        done(self.try_free(pointer));
+    }
+
+    pub(crate) fn try_record_use(self, pointer: Pointer, stream: *mut c_void) -> symmalloc_status {
+        // SAFETY: a live allocator and stream.
+        unsafe { symmalloc_record_use(self.0, pointer as *mut c_void, stream) }
+    }
+
+    #[track_caller]
+    pub(crate) fn create_pool(self, conf: Option<&str>) -> u32 {
+        let (conf, mut out) = (conf.map(c_text), 0);
+        let conf = conf.as_ref().map_or(null(), |conf| conf.as_ptr());
+        // SAFETY: a live allocator, a C string or null, and a place for the answer.
+        done(unsafe { symmalloc_pool_create(self.0, conf, &raw mut out) });
+        out
+    }
+
+    pub(crate) fn destroy_pool(self, pool: u32) -> symmalloc_status {
+        // SAFETY: a live allocator.
+        unsafe { symmalloc_pool_destroy(self.0, pool) }
+    }
+
+    #[track_caller]
+    pub(crate) fn trim(self) -> u64 {
+        let mut out = 0;
+        // SAFETY: a live allocator, and a place for the answer.
+        done(unsafe { symmalloc_trim(self.0, &raw mut out) });
+        out
+    }
+
+    pub(crate) fn try_placement(self, pointer: Pointer) -> Result<symmalloc_placement, symmalloc_status> {
+        let mut out = symmalloc_placement::default();
+        // SAFETY: a live allocator, and a place for the answer.
+        match unsafe { symmalloc_placement_of(self.0, pointer as *const c_void, &raw mut out) } {
+            SYMMALLOC_OK => Ok(out),
+            status => Err(status),
+        }
+    }
+
+    #[track_caller]
+    pub(crate) fn placement(self, pointer: Pointer) -> symmalloc_placement {
+        self.try_placement(pointer).unwrap_or_else(|status| panic!("{status:?}: {}", message()))
+    }
+
+    pub(crate) fn stats(self) -> Value {
+        let mut out = null_mut();
+        // SAFETY: a live allocator, and a place for the answer.
+        done(unsafe { symmalloc_stats_json(self.0, &raw mut out) });
+        serde_json::from_str(&taken(out)).expect("JSON")
+    }
+
+    /// A number of the totals: `allocated_bytes/all/current`.
+    pub(crate) fn total(self, path: &str) -> u64 {
+        let stats = self.stats();
+        stats.pointer(&format!("/total/{path}")).and_then(Value::as_u64).unwrap_or_else(|| panic!("{path} in {stats}"))
+    }
+
+    pub(crate) fn digest(self, pool: u32) -> u64 {
+        let mut out = 0;
+        // SAFETY: a live allocator, and a place for the answer.
+        done(unsafe { symmalloc_digest(self.0, pool, &raw mut out) });
+        out
+    }
+
+    #[track_caller]
+    pub(crate) fn destroy(self) {
+        // SAFETY: used by nobody after this.
+        done(unsafe { symmalloc_destroy(self.0) });
+    }
+}
+
+/// Streams that another library made: they live as long as this.
+pub(crate) struct Streams {
+    streams: Vec<Box<dyn Fn() -> usize>>,
+}
+
+impl Streams {
+    pub(crate) fn new(count: usize) -> Self {
+        let device: Arc<CudaDevice> = CudaDevice::new(0).expect("the stub has a device");
+        let new = |_| {
+            let stream = device.context().new_stream().expect("a stream");
+            Box::new(move || stream.cu_stream() as usize) as Box<dyn Fn() -> usize>
+        };
+        Streams { streams: (0..count).map(new).collect() }
+    }
+
+    pub(crate) fn get(&self, index: usize) -> *mut c_void {
+        self.streams[index]() as *mut c_void
+    }
+}
+
+/// PyTorch's entry points. What they throw ends a Rust test: `cxx.rs` has the tests of errors.
+pub(crate) mod torch {
+    use super::*;
+
+    pub(crate) fn allocate(bytes: usize, stream: *mut c_void) -> Pointer {
+        // SAFETY: a stream that lives.
+        unsafe { symmalloc_torch_alloc(bytes as isize, 0, stream) as Pointer }
+    }
+
+    pub(crate) fn free(pointer: Pointer, bytes: usize, stream: *mut c_void) {
+        // SAFETY: any pointer may be given.
+        unsafe { symmalloc_torch_free(pointer as *mut c_void, bytes as isize, 0, stream) };
+    }
+
+    pub(crate) fn record_stream(pointer: Pointer, stream: *mut c_void) {
+        // SAFETY: a stream that lives.
+        unsafe { symmalloc_torch_record_stream(pointer as *mut c_void, stream) };
+    }
+
+    /// An empty filter takes all streams.
+    pub(crate) fn begin(id: (u64, u64)) {
+        // SAFETY: no filter.
+        unsafe { symmalloc_torch_begin_allocate_to_pool(0, id.0, id.1, null_mut()) };
+    }
+
+    pub(crate) fn end(id: (u64, u64)) {
+        // SAFETY: nothing is asked of the caller.
+        unsafe { symmalloc_torch_end_allocate_to_pool(0, id.0, id.1) };
+    }
+
+    pub(crate) fn release(id: (u64, u64)) {
+        // SAFETY: nothing is asked of the caller.
+        unsafe { symmalloc_torch_release_pool(0, id.0, id.1) };
+    }
+
+    pub(crate) fn empty_cache() {
+        // SAFETY: nothing is asked of the caller.
+        unsafe { symmalloc_torch_reset() };
+    }
+
+    pub(crate) fn base(pointer: Pointer) -> (Pointer, usize) {
+        let mut size = 0;
+        // SAFETY: a place for the answer.
+        let base = unsafe { symmalloc_torch_base_alloc(pointer as *mut c_void, &raw mut size) };
+        (base as Pointer, size)
+    }
+}

@@ -1,0 +1,8 @@
+//! The library on a stub of libcuda, through its C functions: everything but C++. Each test is a process of its own.
+
+mod alignment;
+mod c_calls;
+mod library;
+mod pools;
+mod threads;
+mod torch_calls;

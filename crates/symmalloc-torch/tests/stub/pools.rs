@@ -1,0 +1,84 @@
+//! Pools of the program's: made, pushed, popped, given up.
+
+use crate::library::*;
+use std::ptr::null_mut;
+use std::thread;
+use symmalloc_torch::*;
+
+stub_test!(a_pool_has_a_policy_and_a_history_of_its_own, {
+    let (allocator, streams) = (Allocator::new("total_limit_mb:64"), Streams::new(1));
+    let stream = streams.get(0);
+    let reserved = allocator.create_pool(Some("segments:reserved,segment_mb:32,symmetric:true"));
+    // SAFETY: a live allocator and stream.
+    done(unsafe { symmalloc_reserve(allocator.0, reserved, stream, 32 * MIB) });
+    let digest = allocator.digest(0);
+    let (one, two) = (allocator.allocate(reserved, MIB, stream), allocator.allocate(reserved, MIB, stream));
+    assert_eq!((allocator.placement(one).offset_bytes, allocator.placement(two).offset_bytes), (0, 1 << 20));
+    assert_eq!(allocator.placement(two).pool, reserved);
+    assert_eq!(allocator.digest(0), digest, "the default pool did not notice");
+    let like_default = allocator.create_pool(None);
+    let stats = allocator.stats();
+    assert_eq!(stats["pools"][reserved as usize]["symmetric"], true);
+    assert_eq!(stats["pools"][like_default as usize]["symmetric"], false);
+    assert_eq!(stats["pools"][like_default as usize]["kind"], "user");
+    assert_eq!(stats["reserved_limit_bytes"], 64 << 20);
+    let mut out = 0;
+    // SAFETY: a live allocator, a C string, and a place for the answer.
+    let status = unsafe { symmalloc_pool_create(allocator.0, c"total_limit_mb:1".as_ptr(), &raw mut out) };
+    assert_eq!(status, SYMMALLOC_INVALID_SETTINGS, "{}", message());
+});
+
+stub_test!(a_pool_that_is_given_up_goes_when_its_last_block_does, {
+    let (allocator, streams) = (Allocator::new(""), Streams::new(1));
+    let pool = allocator.create_pool(None);
+    let pointer = allocator.allocate(pool, 8 * MIB, streams.get(0));
+    done(allocator.destroy_pool(pool));
+    assert_eq!(allocator.destroy_pool(pool), SYMMALLOC_UNKNOWN_POOL);
+    assert_eq!(allocator.try_allocate(pool, MIB, streams.get(0)), Err(SYMMALLOC_UNKNOWN_POOL));
+    allocator.trim();
+    assert_eq!(live().device_bytes, 8 << 20, "a block is live");
+    assert_eq!(allocator.placement(pointer).pool, pool);
+    allocator.free(pointer);
+    allocator.trim();
+    assert_eq!((live().device_bytes, live().ranges), (0, 0));
+    assert_eq!(allocator.destroy_pool(0), SYMMALLOC_UNKNOWN_POOL, "the default pool stays");
+});
+
+stub_test!(a_pushed_pool_takes_what_this_thread_allocates, {
+    let (allocator, streams) = (Allocator::of_torch(), Streams::new(1));
+    let (stream, id) = (streams.get(0) as usize, |pointer| allocator.placement(pointer).pool);
+    let (outer, inner) = (allocator.create_pool(None), allocator.create_pool(None));
+    let take = || torch::allocate(MIB, stream as *mut _);
+    done(symmalloc_torch_push_pool(0, outer));
+    done(symmalloc_torch_push_pool(0, inner));
+    assert_eq!(id(take()), inner);
+    // Another thread is in no scope, and its own ends with it.
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            assert_eq!(id(take()), 0);
+            done(symmalloc_torch_push_pool(0, outer));
+            assert_eq!(id(take()), outer);
+        });
+    });
+    // What PyTorch began comes after what the program pushed.
+    torch::begin((1, 0));
+    assert_eq!(id(take()), inner);
+    torch::end((1, 0));
+    done(symmalloc_torch_pop_pool(0));
+    assert_eq!(id(take()), outer);
+    done(symmalloc_torch_pop_pool(0));
+    assert_eq!(id(take()), 0);
+    assert_eq!(symmalloc_torch_pop_pool(0), SYMMALLOC_INVALID_STATE);
+    assert!(message().contains("pair begin with end, push with pop"), "{}", message());
+    assert_eq!(symmalloc_torch_push_pool(0, 99), SYMMALLOC_UNKNOWN_POOL);
+});
+
+stub_test!(a_pool_of_another_allocator_is_not_pushed_here, {
+    let (torch_one, own) = (Allocator::of_torch(), Allocator::new(""));
+    let pool = torch_one.create_pool(None);
+    done(symmalloc_torch_push_pool(0, pool));
+    let pointer = own.allocate(0, MIB, null_mut());
+    assert_eq!(own.placement(pointer).pool, 0);
+    done(symmalloc_torch_pop_pool(0));
+    own.destroy();
+});

@@ -1,0 +1,134 @@
+//! PyTorch's entry points: allocations, graph pools, `empty_cache`, limits.
+
+use crate::library::*;
+use std::ptr::null_mut;
+use symmalloc_torch::*;
+
+stub_test!(tensors_come_and_go, {
+    let streams = Streams::new(2);
+    let (a, b) = (streams.get(0), streams.get(1));
+    let tensor = torch::allocate(5 * MIB, a);
+    torch::record_stream(tensor, b);
+    // Pointers of others, and none, are passed over.
+    torch::record_stream(0, b);
+    torch::record_stream(tensor + 512, b);
+    assert_eq!(torch::base(tensor + 4096), (tensor, 6 * MIB));
+    assert_eq!(torch::base(64), (64, 0));
+    torch::free(tensor, 5 * MIB, a);
+    assert_eq!(torch::allocate(5 * MIB, a), tensor);
+    assert_eq!(calls("cuStreamWaitEvent"), 1);
+    assert_eq!(torch::allocate(0, a), 0);
+    torch::free(0, 0, a);
+    assert_eq!(live().device_bytes, 6 << 20);
+    torch::free(tensor, 5 * MIB, a);
+    torch::empty_cache();
+    assert_eq!(live().device_bytes, 0);
+});
+
+stub_test!(free_never_fails_and_says_what_was_wrong, {
+    torch::free(4096, 512, null_mut());
+    let (allocator, tensor) = (Allocator::of_torch(), torch::allocate(512, null_mut()));
+    torch::free(tensor, 512, null_mut());
+    torch::free(tensor, 512, null_mut());
+    let errors = &allocator.stats()["errors"];
+    assert_eq!((&errors["unknown_frees"], &errors["failed_calls"]), (&1.into(), &1.into()));
+    assert!(errors["last"].as_str().expect("text").contains("no live allocation of device 0"));
+});
+
+stub_test!(settings_of_the_environment_hold_and_the_programs_come_first, ["SYMMALLOC_CONF" = "total_limit_mb:64"], {
+    // SAFETY: a C string.
+    done(unsafe { symmalloc_torch_configure(c"total_limit_mb:32".as_ptr()) });
+    let allocator = Allocator::of_torch();
+    assert_eq!(allocator.stats()["reserved_limit_bytes"], 32 << 20);
+    // SAFETY: a C string.
+    assert_eq!(unsafe { symmalloc_torch_configure(c"total_limit_mb:16".as_ptr()) }, SYMMALLOC_INVALID_STATE);
+    assert!(message().contains("before the first use"), "{}", message());
+});
+
+stub_test!(wrong_settings_of_the_environment_are_an_error, ["SYMMALLOC_CONF" = "total_limit:64"], {
+    let mut out = null_mut();
+    // SAFETY: a place for the answer.
+    assert_eq!(unsafe { symmalloc_torch_allocator(0, &raw mut out) }, SYMMALLOC_INVALID_SETTINGS);
+    assert!(message().contains("byte 0: unknown key") && out.is_null(), "{}", message());
+});
+
+stub_test!(a_memory_fraction_is_a_limit_in_bytes, {
+    let allocator = Allocator::of_torch();
+    // SAFETY: nothing is asked of the caller.
+    unsafe { symmalloc_torch_memory_fraction(0.25, 0) };
+    assert_eq!(allocator.stats()["reserved_limit_bytes"], 256 << 20);
+    let half = torch::allocate(200 * MIB, null_mut());
+    assert_eq!(allocator.try_allocate(0, 100 * MIB, null_mut()), Err(SYMMALLOC_OUT_OF_MEMORY));
+    assert!(message().contains("the allocator's limit is 268435456"), "{}", message());
+    // SAFETY: as above.
+    unsafe { symmalloc_torch_memory_fraction(1.0, 0) };
+    allocator.allocate(0, 100 * MIB, null_mut());
+    torch::free(half, 200 * MIB, null_mut());
+});
+
+stub_test!(two_graph_pools_keep_their_memory_until_they_are_released, {
+    let (allocator, streams) = (Allocator::of_torch(), Streams::new(1));
+    let stream = streams.get(0);
+    let pool = |pointer| allocator.placement(pointer).pool;
+    let take_and_free = |id| {
+        torch::begin(id);
+        let pointer = torch::allocate(8 * MIB, stream);
+        let taken = pool(pointer);
+        torch::free(pointer, 8 * MIB, stream);
+        torch::end(id);
+        (pointer, taken)
+    };
+    let (first, second) = (take_and_free((1, 0)), take_and_free((2, 0)));
+    assert_ne!(first.1, second.1);
+    let outside = torch::allocate(8 * MIB, stream);
+    assert_eq!(pool(outside), 0);
+    torch::free(outside, 8 * MIB, stream);
+    torch::empty_cache();
+    assert_eq!(live().device_bytes, 16 << 20, "both graphs keep theirs");
+    // A second graph of the first pool, at the same place.
+    assert_eq!(take_and_free((1, 0)), first);
+    torch::release((1, 0));
+    torch::empty_cache();
+    assert_eq!(live().device_bytes, 16 << 20, "one graph of the first pool is left");
+    torch::release((1, 0));
+    assert_eq!(live().device_bytes, 16 << 20, "the device may still run it");
+    torch::empty_cache();
+    assert_eq!(live().device_bytes, 8 << 20);
+    // Used again before it went: still the same pool.
+    torch::release((2, 0));
+    assert_eq!(take_and_free((2, 0)), second);
+    torch::release((2, 0));
+    torch::empty_cache();
+    assert_eq!(live().device_bytes, 0);
+    // A release too many is counted.
+    torch::release((2, 0));
+    assert_eq!(allocator.stats()["errors"]["failed_calls"], 1);
+});
+
+stub_test!(a_tensor_outlives_its_graph_pool, {
+    let (allocator, streams) = (Allocator::of_torch(), Streams::new(1));
+    torch::begin((1, 0));
+    let (kept, freed) = (torch::allocate(8 * MIB, streams.get(0)), torch::allocate(8 * MIB, streams.get(0)));
+    torch::end((1, 0));
+    torch::release((1, 0));
+    torch::free(freed, 8 * MIB, streams.get(0));
+    torch::empty_cache();
+    assert_eq!(live().device_bytes, 8 << 20, "what is free went");
+    assert_eq!(allocator.stats()["pools"][1]["kind"], "graph");
+    torch::free(kept, 8 * MIB, streams.get(0));
+    torch::empty_cache();
+    assert_eq!(live().device_bytes, 0);
+});
+
+stub_test!(a_graph_pool_gives_nothing_back_when_memory_is_short, ["STUB_MEMORY_BYTES" = "268435456"], {
+    let (allocator, streams) = (Allocator::of_torch(), Streams::new(1));
+    torch::begin((1, 0));
+    let tensor = torch::allocate(200 * MIB, streams.get(0));
+    torch::free(tensor, 200 * MIB, streams.get(0));
+    torch::end((1, 0));
+    assert_eq!(allocator.try_allocate(0, 100 * MIB, streams.get(0)), Err(SYMMALLOC_OUT_OF_MEMORY));
+    assert_eq!(live().device_bytes, 200 << 20);
+    torch::release((1, 0));
+    allocator.allocate(0, 100 * MIB, streams.get(0));
+    assert_eq!(live().device_bytes, 100 << 20, "no graph uses it any more");
+});
