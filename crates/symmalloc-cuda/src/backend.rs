@@ -54,7 +54,8 @@ impl CudaBackendBuilder {
         self
     }
 
-    /// Other devices that may read and write the memory, by ordinal. None by default: mapping for peers slows launches.
+    /// Other devices that may read and write the memory, by ordinal; the device itself may be among them. None by default:
+    /// mapping for peers slows launches.
     pub fn peers(mut self, peers: impl IntoIterator<Item = usize>) -> Self {
         self.options.peers = peers.into_iter().collect();
         self
@@ -120,6 +121,17 @@ impl CudaBackend {
     /// Starts from the defaults: virtual memory where the device has it, no peers.
     pub fn builder(device: &Arc<CudaDevice>) -> CudaBackendBuilder {
         CudaBackendBuilder { device: Arc::clone(device), options: VirtualOptions::default(), plain: false }
+    }
+
+    /// Lets another device read and write the memory: what is mapped already, and what will be. As
+    /// [`CudaBackendBuilder::peers`], for programs that learn later which devices talk to each other. The device itself may be
+    /// named, and a peer twice.
+    ///
+    /// # Errors
+    /// When the peer cannot access the memory, or the driver refuses; the peer may have access to a part of what is mapped
+    /// then, and will have none to what comes.
+    pub fn grant_access(&self, peer: usize) -> Result<(), CudaError> {
+        self.memory.grant_access(peer)
     }
 
     /// What the memory is like.

@@ -107,6 +107,18 @@ impl Chunks {
         runs
     }
 
+    /// All chunks, neighbours joined, in order.
+    pub(crate) fn runs(&self) -> Vec<Part> {
+        let mut runs: Vec<Part> = Vec::new();
+        for (&start, &end) in &self.chunks {
+            match runs.last_mut() {
+                Some(run) if run.end == start => run.end = end,
+                _ => runs.push(start..end),
+            }
+        }
+        runs
+    }
+
     /// Bytes that are backed and not mapped.
     pub(crate) fn idle_bytes(&self) -> u64 {
         let sum = |parts: &BTreeMap<u64, u64>| parts.iter().map(|(start, end)| end - start).sum::<u64>();

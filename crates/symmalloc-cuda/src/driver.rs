@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 static CALLS: AtomicU64 = AtomicU64::new(0);
 
 /// `CUmemLocation` of a device, as all versions of CUDA lay it out.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub(crate) struct MemLocation {
     /// 1: a device.

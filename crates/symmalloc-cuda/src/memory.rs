@@ -15,6 +15,7 @@ mod whole;
 pub(crate) use virtual_memory::{Virtual, VirtualOptions};
 pub(crate) use whole::{Source, Whole};
 
+use crate::error::CudaError;
 use symmalloc_core::backend::{BackendError, Range};
 
 /// Memory in ranges. The contract is that of [`symmalloc_core::backend`].
@@ -25,6 +26,8 @@ pub trait Memory: Send + Sync {
     fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError>;
     fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError>;
     fn release(&self, range: Range) -> Result<(), BackendError>;
+    /// Lets another device read and write the memory, what is mapped already and what will be.
+    fn grant_access(&self, peer: usize) -> Result<(), CudaError>;
     /// Bytes that the allocator gave up and the device could not take back yet.
     fn idle_bytes(&self) -> u64;
 }

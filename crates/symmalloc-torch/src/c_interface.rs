@@ -218,6 +218,20 @@ pub unsafe extern "C" fn symmalloc_trim(allocator: *mut DeviceAllocator, release
     })
 }
 
+/// Lets another device read and write the allocator's memory: what there is, and what will be.
+///
+/// # Safety
+/// `allocator` is live.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_grant_access(allocator: *mut DeviceAllocator, peer: i32) -> symmalloc_status {
+    report(|| {
+        // SAFETY: the caller's contract.
+        let allocator = unsafe { living(allocator) }?;
+        let wrong = |_| Error::Argument { argument: "peer", value: peer.into(), expected: "a device number" };
+        allocator.grant_access(usize::try_from(peer).map_err(wrong)?)
+    })
+}
+
 /// Where a live allocation lies.
 ///
 /// # Safety

@@ -217,7 +217,7 @@ fn symbol(name: &CStr) -> Option<*const c_void> {
 
 /// `std::function<bool(cudaStream_t)>`.
 #[repr(C)]
-pub struct StdFunction {
+pub(crate) struct StdFunction {
     /// The functor, or a pointer to it.
     functor: [usize; 2],
     /// Copies and destroys the functor. Null when the function is empty.

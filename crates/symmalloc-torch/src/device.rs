@@ -268,6 +268,11 @@ impl DeviceAllocator {
         Ok(private? + others?)
     }
 
+    /// Lets another device read and write the memory: what there is, and what will be.
+    pub(crate) fn grant_access(&self, peer: usize) -> Result<(), Error> {
+        Ok(self.core().backend().grant_access(peer)?)
+    }
+
     /// Limits all pools together to a share of the device's memory. The share is of what the device has, not of what is
     /// free (rule D4): equal devices get equal limits.
     pub(crate) fn set_memory_fraction(&self, fraction: f64) -> Result<(), Error> {

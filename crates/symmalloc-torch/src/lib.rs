@@ -58,7 +58,6 @@ mod torch_entry;
 
 pub use alignment::symmalloc_gather_fn;
 pub use c_interface::*;
-pub use cxx_abi::StdFunction;
 pub use device::DeviceAllocator;
 pub use registrations::PoolRegistration;
 pub use status::{symmalloc_error_message, symmalloc_status};

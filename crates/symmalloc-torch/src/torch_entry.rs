@@ -12,7 +12,7 @@
 //!
 //! What fails throws a C++ exception, see `cxx_abi.rs`; `free` never does, because PyTorch frees in destructors.
 
-use crate::cxx_abi::{Kind, StdFunction, StreamFilter, throw};
+use crate::cxx_abi::{Kind, StreamFilter, throw};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
 use crate::process;
@@ -169,10 +169,10 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_begin_allocate_to_pool(
     device: c_int,
     id_first: u64,
     id_second: u64,
-    filter: *mut StdFunction,
+    filter: *mut c_void,
 ) {
     // SAFETY: the caller's contract.
-    let filter = unsafe { StreamFilter::copy(filter) };
+    let filter = unsafe { StreamFilter::copy(filter.cast()) };
     // Not guarded: the filter, which is asked, may throw. A panic passes as an exception that ends the process.
     let begun = process::allocator(device).and_then(|allocator| allocator.begin_private((id_first, id_second), filter));
     if let Err(error) = begun {

@@ -33,7 +33,8 @@ fn compile(folder: &Path, arguments: &[&str], output: &str) -> Option<PathBuf> {
 }
 
 fn program(folder: &Path) -> Option<PathBuf> {
-    let (source, include, library) = (package().join("tests/cxx/torch.cc"), package().join("include"), library_folder());
+    let (source, include, library) =
+        (package().join("tests/cxx/torch.cc"), package().join("include"), library_folder());
     let text = |path: &Path| path.to_str().expect("text").to_owned();
     let arguments = [
         text(&source),

@@ -6,8 +6,9 @@ use std::path::Path;
 #[test]
 fn the_header_is_what_the_sources_say() {
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let config = cbindgen::Config::from_file(package.join("cbindgen.toml")).expect("a configuration");
-    let sources = ["status.rs", "cxx_abi.rs", "alignment.rs", "c_interface.rs", "torch_entry.rs"];
+    let mut config = cbindgen::Config::from_file(package.join("cbindgen.toml")).expect("a configuration");
+    config.after_includes = Some(format!("\n#define SYMMALLOC_VERSION \"{}\"", env!("CARGO_PKG_VERSION")));
+    let sources = ["status.rs", "device.rs", "registrations.rs", "alignment.rs", "c_interface.rs", "torch_entry.rs"];
     let builder = sources.iter().fold(cbindgen::Builder::new().with_config(config), |builder, source| {
         builder.with_src(package.join("src").join(source))
     });

@@ -18,13 +18,15 @@ use smallvec::SmallVec;
 use std::collections::BTreeMap;
 use std::ffi::{c_uint, c_ulonglong};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use symmalloc_core::backend::{BackendError, DeviceAddress, Range};
 
 pub(crate) struct Virtual {
     device: Arc<CudaDevice>,
     properties: MemProperties,
-    access: SmallVec<[MemAccess; 1]>,
+    /// Who may use the memory. Read under the lock of the range that is mapped, so that a range is either mapped with a new
+    /// entry or there to be found when [`grant_access`](Memory::grant_access) goes through them.
+    access: RwLock<SmallVec<[MemAccess; 1]>>,
     granularity_bytes: u64,
     chunk_bytes: u64,
     addresses: Addresses,
@@ -62,9 +64,9 @@ impl Virtual {
         let location = MemLocation::device(device.raw_device());
         let mut access = SmallVec::from_slice(&[MemAccess { location, flags: 3 }]);
         for &peer in &options.peers {
-            let ordinal = device.ordinal();
-            let reached = device.can_be_accessed_by(peer)?.ok_or(CudaError::NoPeerAccess { ordinal, peer })?;
-            access.push(MemAccess { location: MemLocation::device(reached), flags: 3 });
+            if peer != device.ordinal() {
+                access.push(access_of(&device, peer)?);
+            }
         }
         let properties = supported_properties(&device, location, &options.imex_channels)?;
         let granularity_bytes = granularity_of(&device, &properties)?;
@@ -84,7 +86,7 @@ impl Virtual {
         Ok(Virtual {
             device,
             properties,
-            access,
+            access: RwLock::new(access),
             granularity_bytes,
             chunk_bytes,
             addresses,
@@ -159,10 +161,9 @@ impl Virtual {
 
     fn set_access(&self, range: Range, part: &Part) -> Result<(), DriverError> {
         let size = (part.end - part.start) as usize;
+        let access = self.access.read().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: the part is mapped, and the descriptors are valid for reading.
-        unsafe {
-            self.device.driver.set_access(range.base.0 + part.start, size, self.access.as_ptr(), self.access.len())
-        }
+        unsafe { self.device.driver.set_access(range.base.0 + part.start, size, access.as_ptr(), access.len()) }
     }
 
     fn unmap_run(&self, range: Range, run: &Part) -> Result<(), DriverError> {
@@ -256,10 +257,45 @@ impl Memory for Virtual {
         Ok(freed?)
     }
 
+    fn grant_access(&self, peer: usize) -> Result<(), CudaError> {
+        if peer == self.device.ordinal() {
+            return Ok(());
+        }
+        let granted = access_of(&self.device, peer)?;
+        {
+            let mut access = self.access.write().unwrap_or_else(PoisonError::into_inner);
+            if access.iter().any(|entry| entry.location == granted.location) {
+                return Ok(());
+            }
+            access.push(granted);
+        }
+        let ranges: Vec<_> = self.ranges().iter().map(|(base, chunks)| (*base, Arc::clone(chunks))).collect();
+        let _current = self.device.enter()?;
+        let _relaxed = self.device.driver.relax_capture();
+        let set = ranges.iter().try_for_each(|(base, chunks)| {
+            let chunks = lock(chunks);
+            let range = Range { base: DeviceAddress(*base), size_bytes: 0 };
+            chunks.runs().iter().try_for_each(|run| self.set_access(range, run))
+        });
+        if set.is_err() {
+            // What was set stays set, and does no harm.
+            let mut access = self.access.write().unwrap_or_else(PoisonError::into_inner);
+            access.retain(|entry| entry.location != granted.location);
+        }
+        Ok(set?)
+    }
+
     fn idle_bytes(&self) -> u64 {
         let ranges: Vec<_> = self.ranges().values().cloned().collect();
         ranges.iter().map(|chunks| lock(chunks).idle_bytes()).sum()
     }
+}
+
+/// Access for another device's kernels and copies.
+fn access_of(device: &CudaDevice, peer: usize) -> Result<MemAccess, CudaError> {
+    let ordinal = device.ordinal();
+    let reached = device.can_be_accessed_by(peer)?.ok_or(CudaError::NoPeerAccess { ordinal, peer })?;
+    Ok(MemAccess { location: MemLocation::device(reached), flags: 3 })
 }
 
 fn lock(chunks: &Mutex<Chunks>) -> MutexGuard<'_, Chunks> {

@@ -6,7 +6,7 @@ use super::Memory;
 use crate::chunks::Chunks;
 use crate::device::CudaDevice;
 use crate::driver::HOST_PORTABLE;
-use crate::error::{DriverError, INVALID_VALUE};
+use crate::error::{CudaError, DriverError, INVALID_VALUE};
 use cudarc::driver::sys::CUdeviceptr;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -128,6 +128,11 @@ impl Memory for Whole {
             self.ranges().insert(range.base.0, removed);
         }
         Ok(freed?)
+    }
+
+    fn grant_access(&self, peer: usize) -> Result<(), CudaError> {
+        let ordinal = self.device.ordinal();
+        if peer == ordinal { Ok(()) } else { Err(CudaError::NoPeerAccess { ordinal, peer }) }
     }
 
     fn idle_bytes(&self) -> u64 {

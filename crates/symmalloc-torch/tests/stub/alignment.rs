@@ -33,8 +33,7 @@ unsafe extern "C" fn broken(_: *mut c_void, _: *const u8, _: usize, _: *mut u8) 
     7
 }
 
-type Agree =
-    unsafe extern "C" fn(*mut DeviceAllocator, u32, u32, symmalloc_gather_fn, *mut c_void) -> symmalloc_status;
+type Agree = unsafe extern "C" fn(*mut DeviceAllocator, u32, u32, symmalloc_gather_fn, *mut c_void) -> symmalloc_status;
 
 /// Both ranks' statuses and messages.
 fn compared(allocators: [Allocator; 2], agree: Agree) -> [(symmalloc_status, String); 2] {

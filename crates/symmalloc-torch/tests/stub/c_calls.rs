@@ -147,9 +147,7 @@ stub_test!(reports_are_handed_out_and_taken_back, {
     let (allocator, streams) = (Allocator::new("out_of_memory:fail,total_limit_mb:64"), Streams::new(1));
     let (name, mut pointer) = (c_text("weights"), null_mut());
     // SAFETY: a live allocator and stream, a C string, and a place for the answer.
-    done(unsafe {
-        symmalloc_allocate_named(allocator.0, 0, MIB, streams.get(0), name.as_ptr(), &raw mut pointer)
-    });
+    done(unsafe { symmalloc_allocate_named(allocator.0, 0, MIB, streams.get(0), name.as_ptr(), &raw mut pointer) });
     let (mut leaks, mut config) = (null_mut(), null_mut());
     // SAFETY: a live allocator, and a place for the answer.
     done(unsafe { symmalloc_leak_report(allocator.0, &raw mut leaks) });
@@ -163,8 +161,8 @@ stub_test!(reports_are_handed_out_and_taken_back, {
     done(unsafe { symmalloc_snapshot(allocator.0, &raw mut bytes, &raw mut len) });
     // SAFETY: so many bytes were handed out.
     let pickle = unsafe { std::slice::from_raw_parts(bytes, len) };
-    let read = symmalloc_import::read_bytes(pickle, &symmalloc_import::ReadOptions::default());
-    assert_eq!(read.expect("a snapshot").format, symmalloc_import::Format::PyTorchSnapshot);
+    let has = |key: &str| pickle.windows(key.len()).any(|window| window == key.as_bytes());
+    assert!(pickle.starts_with(b"\x80") && has("segments") && has("active_allocated") && has("weights"));
     // SAFETY: handed out, and not used after this.
     unsafe { symmalloc_release_bytes(bytes.cast()) };
 });

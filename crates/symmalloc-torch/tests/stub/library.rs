@@ -1,11 +1,11 @@
 //! The library's calls as Rust would have them, and streams that other code owns.
 
-pub(crate) use stub_process::cuda::{calls, fail, heal, live};
-pub(crate) use stub_process::stub_test;
 use serde_json::Value;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::ptr::{null, null_mut};
 use std::sync::Arc;
+pub(crate) use stub_process::cuda::{calls, fail, heal, live};
+pub(crate) use stub_process::stub_test;
 use symmalloc_cuda::CudaDevice;
 use symmalloc_torch::*;
 

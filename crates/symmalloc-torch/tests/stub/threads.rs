@@ -15,8 +15,9 @@ stub_test!(threads_allocate_on_streams_of_their_own_and_free_each_others, {
         let pointer = allocator.allocate(0, 512, *stream as *mut _);
         allocator.free(pointer);
     }
-    let (senders, receivers): (Vec<_>, Vec<_>) = (0..THREADS).map(|_| mpsc::channel::<Pointer>()).unzip();
+    let (senders, receivers): (Vec<_>, Vec<_>) = (0..THREADS).map(|_| mpsc::sync_channel::<Pointer>(4)).unzip();
     thread::scope(|scope| {
+        let senders = senders;
         for (index, receiver) in receivers.into_iter().enumerate() {
             let (next, stream) = (senders[(index + 1) % THREADS].clone(), streams[index]);
             scope.spawn(move || {
@@ -26,21 +27,22 @@ stub_test!(threads_allocate_on_streams_of_their_own_and_free_each_others, {
                         (allocator.allocate(0, size, stream as *mut _), allocator.allocate(0, size, stream as *mut _));
                     assert_ne!(own, given);
                     done(allocator.try_record_use(own, stream as *mut _));
-                    next.send(given).expect("a neighbour");
-                    allocator.free(own);
-                    if let Ok(theirs) = receiver.try_recv() {
-                        allocator.free(theirs);
+                    if next.try_send(given).is_err() {
+                        allocator.free(given);
                     }
+                    allocator.free(own);
+                    receiver.try_iter().for_each(|theirs| allocator.free(theirs));
                 }
                 drop(next);
-                receiver
+                // Ends when the neighbour has ended.
+                receiver.iter().for_each(|theirs| allocator.free(theirs));
             });
         }
     });
-    drop(senders);
     let stats = allocator.stats();
     let allocations = &stats["total"]["allocation"]["all"];
     assert_eq!(allocations["allocated"], THREADS * (2 * ROUNDS + 1));
+    assert_eq!(allocations["current"], 0);
     allocator.destroy();
     assert_eq!(live().device_bytes, 0);
 });

@@ -1,0 +1,552 @@
+/*
+ * symmalloc: a deterministic caching allocator for CUDA devices. Equal programs get equal places on every rank.
+ *
+ * Every call returns a status, 0 when it did what it says; after anything else, symmalloc_error_message() says what
+ * happened and what to do. All functions are thread-safe. Streams are CUstream or cudaStream_t; NULL is the legacy
+ * default stream. A stream gets its number at its first use: use streams in the same order on every rank.
+ *
+ * examples/loop.c is a whole program.
+ */
+
+#ifndef SYMMALLOC_H
+#define SYMMALLOC_H
+
+/* Made by cbindgen from the Rust sources; do not edit. */
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define SYMMALLOC_VERSION "0.1.0"
+
+/**
+ * How a call ended. After anything but `SYMMALLOC_OK`, `symmalloc_error_message` says what happened and what to do.
+ */
+enum symmalloc_status
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  /**
+   * Done.
+   */
+  SYMMALLOC_OK = 0,
+  /**
+   * An argument is missing or means nothing: a null pointer, a text that is not UTF-8, a device below 0.
+   */
+  SYMMALLOC_INVALID_ARGUMENT = 1,
+  /**
+   * A configuration is not understood; the message names the byte.
+   */
+  SYMMALLOC_INVALID_SETTINGS = 2,
+  /**
+   * There is no memory within the limits, or the driver refused it.
+   */
+  SYMMALLOC_OUT_OF_MEMORY = 3,
+  /**
+   * The pointer is no live allocation of this allocator.
+   */
+  SYMMALLOC_UNKNOWN_POINTER = 4,
+  /**
+   * There is no such pool, or it was given up.
+   */
+  SYMMALLOC_UNKNOWN_POOL = 5,
+  /**
+   * libcuda cannot be used, a call of it failed, or there is no such device.
+   */
+  SYMMALLOC_CUDA = 6,
+  /**
+   * The ranks differ; the message says where.
+   */
+  SYMMALLOC_MISALIGNED = 7,
+  /**
+   * The ranks could not hear each other.
+   */
+  SYMMALLOC_TRANSPORT = 8,
+  /**
+   * libnccl cannot be used, or a call of it failed or took too long.
+   */
+  SYMMALLOC_NCCL = 9,
+  /**
+   * A file could not be written.
+   */
+  SYMMALLOC_IO = 10,
+  /**
+   * The call does not fit what was called before: scopes that do not nest, settings after the first allocation.
+   */
+  SYMMALLOC_INVALID_STATE = 11,
+  /**
+   * An assertion of this library failed. Please report it.
+   */
+  SYMMALLOC_INTERNAL = 12,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum symmalloc_status symmalloc_status;
+#else
+typedef uint32_t symmalloc_status;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+/**
+ * The allocator of one device.
+ */
+typedef struct symmalloc_allocator symmalloc_allocator;
+
+typedef struct Option_Invoker Option_Invoker;
+
+typedef struct Option_Manager Option_Manager;
+
+/**
+ * One pool on one communicator.
+ */
+typedef struct symmalloc_registrar symmalloc_registrar;
+
+/**
+ * Where an allocation lies. Equal on all ranks that ran the same program.
+ */
+typedef struct symmalloc_placement {
+  /**
+   * The pool.
+   */
+  uint32_t pool;
+  /**
+   * The stream of the heap, in the order of first use; `UINT32_MAX` where the pool's streams share.
+   */
+  uint32_t stream;
+  /**
+   * The segment, by birth ordinal in its heap.
+   */
+  uint64_t segment;
+  /**
+   * Bytes from the segment's first byte.
+   */
+  uint64_t offset_bytes;
+  /**
+   * Bytes that may be used: the request, rounded up.
+   */
+  uint64_t size_bytes;
+  /**
+   * Bytes that were asked for.
+   */
+  uint64_t requested_bytes;
+} symmalloc_placement;
+
+/**
+ * Gives `len` bytes of this rank to all ranks and writes everybody's, in rank order, to `all` (world times `len` bytes). Zero
+ * when it is done. It must not throw.
+ */
+typedef int (*symmalloc_gather_fn)(void *context, const uint8_t *mine, size_t len, uint8_t *all);
+
+/**
+ * `std::function<bool(cudaStream_t)>`.
+ */
+typedef struct symmalloc_std_function {
+  /**
+   * The functor, or a pointer to it.
+   */
+  size_t functor[2];
+  /**
+   * Copies and destroys the functor. Null when the function is empty.
+   */
+  struct Option_Manager manager;
+  /**
+   * Calls it. Arguments come by reference.
+   */
+  struct Option_Invoker invoker;
+} symmalloc_std_function;
+
+#ifdef __cplusplus
+extern "C" {
+#endif // __cplusplus
+
+/**
+ * The message of the calling thread's last failure; empty if there was none. It stays until this thread's next failure.
+ */
+const char *symmalloc_error_message(void);
+
+/**
+ * The library's version, as in its package.
+ */
+const char *symmalloc_version(void);
+
+/**
+ * Makes the allocator of a device. `conf` is a text as in SYMMALLOC_CONF; NULL: the defaults.
+ *
+ * # Safety
+ * `conf` is NULL or a C string; `out` is valid for writing.
+ */
+symmalloc_status symmalloc_create(int32_t device, const char *conf, struct symmalloc_allocator **out);
+
+/**
+ * Ends an allocator that `symmalloc_create` made. All of its memory goes back, live allocations included. NULL is no op.
+ *
+ * # Safety
+ * The allocator is used by nobody else and not after this; work on its memory is done; it has no registrar.
+ */
+symmalloc_status symmalloc_destroy(struct symmalloc_allocator *allocator);
+
+/**
+ * Allocates from a pool for work on a stream. Zero bytes are a null pointer.
+ *
+ * # Safety
+ * `allocator` is live; the stream is one of the device's primary context and lives as long as the allocator; `out` is valid for
+ * writing.
+ */
+symmalloc_status symmalloc_allocate(struct symmalloc_allocator *allocator,
+                                    uint32_t pool,
+                                    size_t bytes,
+                                    void *stream,
+                                    void **out);
+
+/**
+ * As `symmalloc_allocate`, with a name for snapshots and reports.
+ *
+ * # Safety
+ * As `symmalloc_allocate`; `name` is NULL or a C string.
+ */
+symmalloc_status symmalloc_allocate_named(struct symmalloc_allocator *allocator,
+                                          uint32_t pool,
+                                          size_t bytes,
+                                          void *stream,
+                                          const char *name,
+                                          void **out);
+
+/**
+ * Frees an allocation: other work may use the memory at once, ordered behind this one's uses on the device. NULL is no op.
+ *
+ * # Safety
+ * `allocator` is live.
+ */
+symmalloc_status symmalloc_free(struct symmalloc_allocator *allocator,
+                                void *pointer);
+
+/**
+ * Tells that work on another stream uses the allocation, too. Whoever takes the memory after the free waits for it on the
+ * device.
+ *
+ * # Safety
+ * As `symmalloc_allocate`.
+ */
+symmalloc_status symmalloc_record_use(struct symmalloc_allocator *allocator,
+                                      void *pointer,
+                                      void *stream);
+
+/**
+ * Makes a pool with a policy of its own, the keys of a pool as in SYMMALLOC_CONF. NULL: as the default pool, but private.
+ * Make pools in the same order on every rank.
+ *
+ * # Safety
+ * `allocator` is live; `conf` is NULL or a C string; `out` is valid for writing.
+ */
+symmalloc_status symmalloc_pool_create(struct symmalloc_allocator *allocator,
+                                       const char *conf,
+                                       uint32_t *out);
+
+/**
+ * Gives a pool up. Nothing can be allocated in it any more; its memory goes back with the first trim after its last
+ * allocation was freed.
+ *
+ * # Safety
+ * `allocator` is live.
+ */
+symmalloc_status symmalloc_pool_destroy(struct symmalloc_allocator *allocator,
+                                        uint32_t pool);
+
+/**
+ * Brings the device memory that a stream has in a pool to at least so many bytes, so that later allocations find it.
+ *
+ * # Safety
+ * As `symmalloc_allocate`.
+ */
+symmalloc_status symmalloc_reserve(struct symmalloc_allocator *allocator,
+                                   uint32_t pool,
+                                   void *stream,
+                                   size_t bytes);
+
+/**
+ * Gives the free memory of all pools back to the device, but not that of private pools that a graph uses. Waits for streams
+ * that used it. `released_bytes` may be NULL.
+ *
+ * # Safety
+ * `allocator` is live; `released_bytes` is NULL or valid for writing.
+ */
+symmalloc_status symmalloc_trim(struct symmalloc_allocator *allocator,
+                                uint64_t *released_bytes);
+
+/**
+ * Where a live allocation lies.
+ *
+ * # Safety
+ * `allocator` is live; `out` is valid for writing.
+ */
+symmalloc_status symmalloc_placement_of(struct symmalloc_allocator *allocator,
+                                        const void *pointer,
+                                        struct symmalloc_placement *out);
+
+/**
+ * Everything that is counted, as JSON. Free the text with `symmalloc_release_bytes`.
+ *
+ * # Safety
+ * `allocator` is live; `json` is valid for writing.
+ */
+symmalloc_status symmalloc_stats_json(struct symmalloc_allocator *allocator, char **json);
+
+/**
+ * Starts all peaks anew at the current values.
+ *
+ * # Safety
+ * `allocator` is live.
+ */
+symmalloc_status symmalloc_reset_peaks(struct symmalloc_allocator *allocator);
+
+/**
+ * The history of a pool as one number: equal on two ranks exactly when their ops and placements in it are.
+ *
+ * # Safety
+ * `allocator` is live; `out` is valid for writing.
+ */
+symmalloc_status symmalloc_digest(struct symmalloc_allocator *allocator, uint32_t pool, uint64_t *out);
+
+/**
+ * What the allocator holds now, as a pickle in the form of PyTorch's memory snapshots. Free the bytes with
+ * `symmalloc_release_bytes`.
+ *
+ * # Safety
+ * `allocator` is live; `bytes` and `len` are valid for writing.
+ */
+symmalloc_status symmalloc_snapshot(struct symmalloc_allocator *allocator, uint8_t **bytes, size_t *len);
+
+/**
+ * The live allocations, largest first, for people. Free the text with `symmalloc_release_bytes`.
+ *
+ * # Safety
+ * `allocator` is live; `text` is valid for writing.
+ */
+symmalloc_status symmalloc_leak_report(struct symmalloc_allocator *allocator, char **text);
+
+/**
+ * The settings as canonical text: every value that is set, defaults too. Free the text with `symmalloc_release_bytes`.
+ *
+ * # Safety
+ * `allocator` is live; `text` is valid for writing.
+ */
+symmalloc_status symmalloc_config(struct symmalloc_allocator *allocator,
+                                  char **text);
+
+/**
+ * Frees what another call handed out. NULL is no op.
+ *
+ * # Safety
+ * It was handed out by this library and is not used after this.
+ */
+void symmalloc_release_bytes(void *bytes);
+
+/**
+ * Records every op from now on to a file.
+ *
+ * # Safety
+ * `allocator` is live; `path` is a C string.
+ */
+symmalloc_status symmalloc_trace_start(struct symmalloc_allocator *allocator, const char *path);
+
+/**
+ * Ends the recording.
+ *
+ * # Safety
+ * `allocator` is live.
+ */
+symmalloc_status symmalloc_trace_stop(struct symmalloc_allocator *allocator);
+
+/**
+ * Compares this rank's history in symmetric pools with all other ranks'. Every rank calls it, at the same point of its program.
+ *
+ * `SYMMALLOC_MISALIGNED` when they differ: on every rank, and the message names the first op that differs.
+ *
+ * # Safety
+ * `allocator` is live; `gather` does what its type says with `context`.
+ */
+symmalloc_status symmalloc_agree(struct symmalloc_allocator *allocator,
+                                 uint32_t rank,
+                                 uint32_t world,
+                                 symmalloc_gather_fn gather,
+                                 void *context);
+
+/**
+ * As `symmalloc_agree`, and then compares the heaps of all other pools, whose histories nobody keeps: the message names the
+ * heaps that differ.
+ *
+ * # Safety
+ * As `symmalloc_agree`.
+ */
+symmalloc_status symmalloc_agree_all(struct symmalloc_allocator *allocator,
+                                     uint32_t rank,
+                                     uint32_t world,
+                                     symmalloc_gather_fn gather,
+                                     void *context);
+
+/**
+ * Attaches a symmetric pool to a communicator that other code owns. Nothing is registered before the first sync. Every rank
+ * of the communicator calls it. Anything that waits for other ranks ends after `deadline_ms` milliseconds; 0: NCCL's default
+ * deadline of this library.
+ *
+ * # Safety
+ * `allocator` is live; `nccl_comm` is a live and ready `ncclComm_t` on its device, of the NCCL library of this process, which
+ * lives until the registrar is destroyed and is not used by other threads while a call of this library uses it; `out` is valid
+ * for writing.
+ */
+symmalloc_status symmalloc_registrar_create(struct symmalloc_allocator *allocator,
+                                            uint32_t pool,
+                                            void *nccl_comm,
+                                            uint32_t deadline_ms,
+                                            struct symmalloc_registrar **out);
+
+/**
+ * Registers new segments of the pool and deregisters dead ones, on every rank of the communicator, after the ranks have
+ * compared what they did. Both counts may be NULL.
+ *
+ * # Safety
+ * The registrar is live; the counts are NULL or valid for writing.
+ */
+symmalloc_status symmalloc_registrar_sync(struct symmalloc_registrar *registrar,
+                                          uint64_t *registered,
+                                          uint64_t *deregistered);
+
+/**
+ * Deregisters everything, on every rank of the communicator, and lets go of it. NULL is no op. The registrar is gone also when
+ * an error is returned.
+ *
+ * # Safety
+ * The registrar is live and not used after this.
+ */
+symmalloc_status symmalloc_registrar_destroy(struct symmalloc_registrar *registrar);
+
+/**
+ * Allocates for work on a stream; PyTorch's `alloc_fn`. Zero bytes are a null pointer.
+ *
+ * Throws `c10::OutOfMemoryError` when there is no memory, and `c10::Error` when anything else is wrong.
+ *
+ * # Safety
+ * The stream is one of the device's primary context and lives as long as the process.
+ */
+void *symmalloc_torch_alloc(ptrdiff_t size, int device, void *stream);
+
+/**
+ * Frees; PyTorch's `free_fn`. Never throws: what fails is counted, logged, and once written to the error output.
+ *
+ * # Safety
+ * None: a pointer that is no live allocation of the device is an error.
+ */
+void symmalloc_torch_free(void *pointer,
+                          ptrdiff_t _size,
+                          int device,
+                          void *_stream);
+
+/**
+ * PyTorch begins to use CUDA. Allocators are made when they are needed; what is wrong with the settings shows here.
+ *
+ * # Safety
+ * None.
+ */
+void symmalloc_torch_init(int _device_count);
+
+/**
+ * Gives free memory of all devices back: `torch.cuda.empty_cache()`. Memory of private pools that a graph uses stays.
+ *
+ * # Safety
+ * None.
+ */
+void symmalloc_torch_reset(void);
+
+/**
+ * Limits the device's memory: `torch.cuda.set_per_process_memory_fraction(fraction, device)`.
+ *
+ * # Safety
+ * None.
+ */
+void symmalloc_torch_memory_fraction(double fraction, int device);
+
+/**
+ * The segment that a pointer lies in: its first byte, and its size if `size` is not null. What is in no segment is its own
+ * base.
+ *
+ * # Safety
+ * `size` is null or valid for writing.
+ */
+void *symmalloc_torch_base_alloc(void *pointer,
+                                 size_t *size);
+
+/**
+ * `tensor.record_stream(stream)`. A pointer that no allocator of this process gave is passed over, as PyTorch does.
+ *
+ * # Safety
+ * The stream is one of the primary context of the pointer's device and lives as long as the process.
+ */
+void symmalloc_torch_record_stream(void *pointer,
+                                   void *stream);
+
+/**
+ * From now on allocations on the streams that the filter takes come from the private pool of this id, which is made if there
+ * is none. The id's two words come as PyTorch's `MempoolId_t` does, in two registers.
+ *
+ * # Safety
+ * `filter` is null or points to a living `std::function<bool(cudaStream_t)>` of libstdc++.
+ */
+void symmalloc_torch_begin_allocate_to_pool(int device,
+                                            uint64_t id_first,
+                                            uint64_t id_second,
+                                            struct symmalloc_std_function *filter);
+
+/**
+ * Ends what was begun last for the private pool of this id.
+ *
+ * # Safety
+ * None.
+ */
+void symmalloc_torch_end_allocate_to_pool(int device, uint64_t id_first, uint64_t id_second);
+
+/**
+ * Gives up one use of the private pool of this id. After the last its memory goes back with the next `empty_cache`, or before
+ * an allocation fails.
+ *
+ * # Safety
+ * None.
+ */
+void symmalloc_torch_release_pool(int device,
+                                  uint64_t id_first,
+                                  uint64_t id_second);
+
+/**
+ * Settings for the allocators behind the entry points, in place of `SYMMALLOC_CONF`: before the first use of CUDA memory.
+ *
+ * # Safety
+ * `conf` is a C string.
+ */
+symmalloc_status symmalloc_torch_configure(const char *conf);
+
+/**
+ * The allocator behind the entry points for a device. It is made if there is none, and belongs to the library: do not destroy
+ * it.
+ *
+ * # Safety
+ * `out` is valid for writing.
+ */
+symmalloc_status symmalloc_torch_allocator(int32_t device,
+                                           struct symmalloc_allocator **out);
+
+/**
+ * Sends what this thread allocates on the device without naming a pool to this one, until [`symmalloc_torch_pop_pool`].
+ * Nests. A pushed pool comes before those that PyTorch began.
+ */
+symmalloc_status symmalloc_torch_push_pool(int32_t device,
+                                           uint32_t pool);
+
+/**
+ * Takes back this thread's last push on the device.
+ */
+symmalloc_status symmalloc_torch_pop_pool(int32_t device);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif  // __cplusplus
+
+#endif  /* SYMMALLOC_H */
