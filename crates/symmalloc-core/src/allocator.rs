@@ -29,19 +29,22 @@ use crate::ids::{Placement, PoolId, StreamId};
 use crate::journal::ProgramOrder;
 use crate::lock::{Exclusive, Guard, Lock, LockCell, Shared};
 use crate::observers::Observers;
+use crate::op::Op;
 use crate::out_of_memory::{FailureCallback, Request};
 use crate::pointer_index::SegmentDirectory;
 use crate::pool::Pool;
+use crate::recording::Recorder;
 use crate::registry::Registry;
 use crate::routes::Route;
 use crate::size_rules::ByRule;
 use crate::stats::ScopedPeaks;
 use crate::sync::AtomicU32;
-use crate::trim::TrimGoal;
+use crate::trim::{TrimFailure, TrimGoal};
 use crate::units::{SEGMENT_BYTES_MAX, UNIT_BYTES};
 use std::fmt;
+use std::ops::DerefMut;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU16, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 
 /// A caching device allocator over a backend, driven by one thread ([`Exclusive`]) or by many ([`Shared`]).
 ///
@@ -83,6 +86,10 @@ pub struct Allocator<B: Backend, L: Lock = Exclusive> {
     pub(crate) failure_callback: L::Cell<Option<FailureCallback<B, L>>>,
     /// Numbers the ops of symmetric pools, for agreement. In no digest.
     pub(crate) program_order: Arc<ProgramOrder>,
+    /// The gate that recorded ops pass one at a time. Taken before every other lock.
+    pub(crate) recorder: L::Cell<Recorder>,
+    /// Whether new heaps are recorded. Changes behind the gate, with `observers` and `open_scopes` held.
+    pub(crate) is_recording: AtomicBool,
 }
 
 /// An [`Allocator`] that many threads drive. Put it into an `Arc`.
@@ -128,6 +135,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             observers: L::Cell::new(Observers::default()),
             failure_callback: L::Cell::new(None),
             program_order: Arc::new(ProgramOrder::new(L::IS_EXCLUSIVE)),
+            recorder: L::Cell::new(Recorder::Off),
+            is_recording: AtomicBool::new(false),
             config,
         })
     }
@@ -163,12 +172,15 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// When all 65,535 ids are taken.
     pub fn register_stream(&self) -> Result<StreamId, StreamError> {
+        let mut tape = self.tape();
         let mut clocks = self.around.clocks.lock();
         let streams = self.streams.load(Ordering::Relaxed);
         let id = u16::try_from(streams).ok().filter(|id| *id < u16::MAX);
         let id = id.ok_or(StreamError::TooManyStreams { streams })?;
         clocks.register();
         self.streams.store(streams + 1, Ordering::Release);
+        drop(clocks);
+        tape.note(Op::RegisterStream { stream: StreamId(id) });
         Ok(StreamId(id))
     }
 
@@ -204,10 +216,16 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             return Err(AllocateError::TooLarge { requested_bytes: size_bytes });
         }
         let (_, heap) = self.route_or_make(pool, stream)?;
-        if size_bytes == 0 {
-            return Ok(self.allocate_nothing(heap, stream));
+        let route = Route { allocator: self, heap, pool, stream };
+        let guard = heap.lock();
+        if guard.is_recorded {
+            drop(guard);
+            return route.allocate_recorded(size_bytes, None);
         }
-        Route { allocator: self, heap, pool, stream }.allocate_by::<ByRule>(heap.lock(), size_bytes)
+        if size_bytes == 0 {
+            return Ok(allocate_nothing(guard, stream));
+        }
+        route.allocate_by::<ByRule>(guard, size_bytes)
     }
 
     /// Allocates as [`allocate`](Self::allocate) does and names the allocation, for snapshots and reports.
@@ -221,6 +239,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         size_bytes: u64,
         name: &str,
     ) -> Result<Allocation, AllocateError> {
+        if self.is_recording() && size_bytes <= SEGMENT_BYTES_MAX {
+            let (_, heap) = self.route_or_make(pool, stream)?;
+            return Route { allocator: self, heap, pool, stream }.allocate_recorded(size_bytes, Some(name));
+        }
         let allocation = self.allocate(pool, stream, size_bytes)?;
         if let (1.., Ok(heap)) = (size_bytes, self.heap_of(allocation.handle)) {
             heap.lock().set_name(allocation.handle.slot, name);
@@ -239,30 +261,56 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Frees an allocation of the heap.
     #[inline(always)]
-    pub(crate) fn free_from(&self, heap: &L::Cell<Heap>, handle: Handle) -> Result<(), FreeError> {
-        let mut heap = heap.lock();
+    pub(crate) fn free_from(&self, cell: &L::Cell<Heap>, handle: Handle) -> Result<(), FreeError> {
+        let mut heap = cell.lock();
         let tally = |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested));
         let is_freed = match heap.plain {
             Some(plain) => heap.free_at_once(plain, handle, tally),
+            None if heap.is_recorded => {
+                drop(heap);
+                return self.free_recorded(cell, handle);
+            }
             None => heap.free_at_once_by_rule(handle, tally),
         };
-        if is_freed { Ok(()) } else { self.free_by_all_means(heap, handle) }
+        if is_freed { Ok(()) } else { self.free_by_all_means(heap, handle).map(drop) }
     }
 
-    /// Whatever [`free`](Self::free) may need besides the block: events, books, a release, a refusal.
+    /// Frees an allocation of a heap that is recorded.
     #[inline(never)]
-    fn free_by_all_means(&self, mut heap: Guard<'_, L, Heap>, handle: Handle) -> Result<(), FreeError> {
+    fn free_recorded(&self, heap: &L::Cell<Heap>, handle: Handle) -> Result<(), FreeError> {
+        let mut tape = self.tape_of_recorded();
+        let mut heap = heap.lock();
+        let tally = |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested));
+        let failure = if heap.free_at_once_by_rule(handle, tally) {
+            drop(heap);
+            None
+        } else {
+            self.free_by_all_means(heap, handle)?
+        };
+        tape.note_free(handle);
+        if let Some(error) = failure {
+            tape.driver_failed(error);
+        }
+        Ok(())
+    }
+
+    /// Whatever [`free`](Self::free) may need besides the block: events, books, a release, a refusal. Returns why the driver
+    /// did not take back what was to be released.
+    #[inline(never)]
+    fn free_by_all_means(
+        &self,
+        mut heap: Guard<'_, L, Heap>,
+        handle: Handle,
+    ) -> Result<Option<BackendError>, FreeError> {
         if handle.slot == NO_SLOT {
-            return Ok(free_nothing(&mut heap, handle)?);
+            free_nothing(&mut heap, handle)?;
+            return Ok(None);
         }
         heap.free(&self.around, handle, |allocated, requested| {
             self.tally(|peaks| peaks.free(allocated, requested));
         })?;
         heap.recycle_spent(&self.around);
-        if let Some(threshold) = heap.config.release_threshold_bytes() {
-            self.release_above(&mut heap, threshold);
-        }
-        Ok(())
+        Ok(heap.config.release_threshold_bytes().and_then(|threshold| self.release_above(&mut heap, threshold)))
     }
 
     /// Tells that work on `stream`, too, uses the allocation (`record_stream` in PyTorch). Whoever takes the memory
@@ -272,10 +320,12 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// When the handle is not live here or the stream is unknown.
     pub fn record_use(&self, handle: Handle, stream: StreamId) -> Result<(), RecordUseError> {
         self.known_stream(stream)?;
-        if handle.slot == NO_SLOT {
-            return Ok(());
+        let mut tape = self.tape();
+        if handle.slot != NO_SLOT {
+            self.heap_of(handle)?.lock().record_use(handle, stream)?;
         }
-        Ok(self.heap_of(handle)?.lock().record_use(handle, stream)?)
+        tape.note_use(handle, stream);
+        Ok(())
     }
 
     /// Tells that the program made `stream` wait, on the device, for all work given to `on` so far. Fences that this
@@ -287,11 +337,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn stream_waits(&self, stream: StreamId, on: StreamId) -> Result<(), UnknownError> {
         self.known_stream(stream)?;
         self.known_stream(on)?;
+        let mut tape = self.tape();
         if stream != on {
             let mut clocks = self.around.clocks.lock();
             let moment = clocks.moment(on);
             clocks.waits_for(stream, &moment);
         }
+        tape.note(Op::Wait { stream, on });
         Ok(())
     }
 
@@ -302,9 +354,12 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// When the stream is unknown.
     pub fn stream_synchronized(&self, stream: StreamId) -> Result<(), UnknownError> {
         self.known_stream(stream)?;
+        let mut tape = self.tape();
         let mut clocks = self.around.clocks.lock();
         let moment = clocks.moment(stream);
         clocks.synchronized(&moment);
+        drop(clocks);
+        tape.note(Op::Synchronize { stream });
         Ok(())
     }
 
@@ -317,11 +372,15 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             return Err(AllocateError::TooLarge { requested_bytes: size_bytes });
         }
         let (entry, heap) = self.route_or_make(pool, stream)?;
+        let mut tape = self.tape();
         let outcome = heap.lock().reserve(&self.around, stream, size_bytes);
-        let Err(shortage) = outcome else { return Ok(()) };
-        self.persist(entry, heap, Request { pool, stream, size_bytes }, *shortage, |heap| {
-            heap.reserve(&self.around, stream, size_bytes)
-        })
+        if let Err(shortage) = outcome {
+            self.persist(entry, heap, Request { pool, stream, size_bytes }, *shortage, &mut tape, |heap| {
+                heap.reserve(&self.around, stream, size_bytes)
+            })?;
+        }
+        tape.note(Op::Reserve { pool, stream, size_bytes });
+        Ok(())
     }
 
     /// Gives the free memory of a pool, or of all pools, back to the device, in (pool, stream, sequence) order. Returns
@@ -331,12 +390,17 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// When the pool is unknown, or the driver fails; every heap is consistent then and the rest can be trimmed again.
     pub fn trim(&self, pool: Option<PoolId>) -> Result<u64, TrimError> {
-        if let Some(pool) = pool {
-            return self.trim_pool(self.pool(pool)?, TrimGoal::Everything);
-        }
-        let mut released = Ok(0);
-        for (_, entry) in self.pools.iter() {
-            released = sum_trims(released, self.trim_pool(entry, TrimGoal::Everything));
+        let mut tape = self.tape();
+        let released = match pool {
+            Some(pool) => self.trim_pool(self.pool(pool)?, TrimGoal::Everything),
+            None => {
+                let trims = self.pools.iter().map(|(_, entry)| self.trim_pool(entry, TrimGoal::Everything));
+                trims.fold(Ok(0), sum_trims)
+            }
+        };
+        tape.note(Op::Trim { pool });
+        if let Err(TrimError::Backend { error, .. }) = &released {
+            tape.driver_failed(error.clone());
         }
         released
     }
@@ -382,26 +446,14 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// The configured trigger of rule D5: a heap that holds more free bytes than the threshold gives them back.
     #[cold]
-    fn release_above(&self, heap: &mut Heap, threshold_bytes: u64) {
+    fn release_above(&self, heap: &mut Heap, threshold_bytes: u64) -> Option<BackendError> {
         let free_bytes = heap.mapped - heap.usage.stats().all.allocated_bytes.current;
         if free_bytes <= threshold_bytes {
-            return;
+            return None;
         }
-        if let Err(failure) = heap.trim(&self.around, TrimGoal::Everything) {
-            tracing::warn!(name: "trim.failed", target: "symmalloc", error = %failure.error);
-        }
-    }
-
-    #[cold]
-    fn allocate_nothing(&self, heap: &L::Cell<Heap>, stream: StreamId) -> Allocation {
-        let mut heap = heap.lock();
-        heap.fold(op_word(Mark::AllocateNothing, stream, 0), 0);
-        Allocation {
-            handle: Handle { heap: heap.id, slot: NO_SLOT, tag: heap.tags.next() },
-            address: crate::backend::DeviceAddress(0),
-            placement: Placement::NOWHERE,
-            size_bytes: 0,
-        }
+        let TrimFailure { error, .. } = heap.trim(&self.around, TrimGoal::Everything).err()?;
+        tracing::warn!(name: "trim.failed", target: "symmalloc", %error);
+        Some(error)
     }
 }
 
@@ -418,8 +470,10 @@ impl<B: Backend + fmt::Debug, L: Lock> fmt::Debug for Allocator<B, L> {
 }
 
 impl<B: Backend, L: Lock> Drop for Allocator<B, L> {
-    /// Gives all memory back, live allocations included; what the driver refuses is left to the end of its context.
+    /// Ends a recording, and gives all memory back, live allocations included; what the driver refuses is left to the end of
+    /// its context.
     fn drop(&mut self) {
+        self.end_recording();
         for (_, entry) in self.pools.iter() {
             entry.heaps().for_each(|heap| heap.lock().abandon(&self.around));
         }
@@ -428,6 +482,17 @@ impl<B: Backend, L: Lock> Drop for Allocator<B, L> {
 
 /// The slot in handles of allocations of zero bytes.
 pub(crate) const NO_SLOT: u32 = u32::MAX;
+
+#[cold]
+pub(crate) fn allocate_nothing(mut heap: impl DerefMut<Target = Heap>, stream: StreamId) -> Allocation {
+    heap.fold(op_word(Mark::AllocateNothing, stream, 0), 0);
+    Allocation {
+        handle: Handle { heap: heap.id, slot: NO_SLOT, tag: heap.tags.next() },
+        address: crate::backend::DeviceAddress(0),
+        placement: Placement::NOWHERE,
+        size_bytes: 0,
+    }
+}
 
 #[cold]
 fn free_nothing(heap: &mut Heap, handle: Handle) -> Result<(), HandleError> {

@@ -16,7 +16,7 @@
 //! A call that fails has changed nothing that a later decision could see, with one exception: an allocation whose wait
 //! fails after the heap grew leaves the heap grown, as it is by now on the ranks whose wait did not fail.
 //!
-//! Most heaps are *plain*: one stream, sizes that are exact, no books. What their blocks are placed by is known ahead of
+//! Most heaps are *plain*: one stream, sizes that are exact, no books, no recording. What their blocks are placed by is known ahead of
 //! time ([`Exact`]), and most of their requests end in `allocate_at_once` and `free_at_once`. Everything else takes the
 //! longer way, by the same code and to the same places.
 //!
@@ -112,6 +112,8 @@ pub(crate) struct Heap {
     pub(crate) pointers: PointerIndex,
     /// What agreement looks back on; heaps of symmetric pools have one.
     pub(crate) journal: Option<Box<Journal>>,
+    /// Ops are recorded: they pass the gate first, see [`crate::recording`].
+    pub(crate) is_recorded: bool,
     /// An allocation or a free has something to note besides its block: streams that share have clocks, pointers can be
     /// looked up, an allocation has a name, memory is released at a threshold, or agreement looks back on ops.
     /// [`Self::note_books`] keeps it true.
@@ -120,7 +122,8 @@ pub(crate) struct Heap {
     pub(crate) plain: Option<Plain>,
 }
 
-/// What is known of a plain heap ahead of time. It has one stream, its sizes are [`Exact`], and it keeps no books.
+/// What is known of a plain heap ahead of time. It has one stream, its sizes are [`Exact`], it keeps no books, and it is not
+/// recorded.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Plain {
     stream: StreamId,
@@ -181,6 +184,7 @@ impl Heap {
             names: Names::default(),
             pointers: PointerIndex::new(lookup),
             journal: None,
+            is_recorded: false,
             keeps_books: true,
             plain: None,
         };
@@ -229,6 +233,12 @@ impl Heap {
     /// From now on the heap remembers its last ops, for agreement to look back on.
     pub(crate) fn keep_journal(&mut self, history_ops: u32, order: Arc<ProgramOrder>) {
         self.journal = Some(Box::new(Journal::new(history_ops, self.digest, order)));
+        self.note_books();
+    }
+
+    /// From now on ops are recorded, or not any more.
+    pub(crate) fn set_recorded(&mut self, is_recorded: bool) {
+        self.is_recorded = is_recorded;
         self.note_books();
     }
 
@@ -515,7 +525,8 @@ impl Heap {
     /// Keeps [`keeps_books`](Self::keeps_books) true: after a name came or went.
     pub(crate) fn note_books(&mut self) {
         self.keeps_books = self.has_books_of_frees() || self.journal.is_some();
-        let plain = self.stream.filter(|_| !self.keeps_books && self.rules.are_exact());
+        let is_plain = !self.keeps_books && !self.is_recorded && self.rules.are_exact();
+        let plain = self.stream.filter(|_| is_plain);
         self.plain = plain.map(|stream| Plain {
             stream,
             allocates: OpKind::new(Mark::Allocate, stream),

@@ -101,6 +101,7 @@ pub mod op;
 mod out_of_memory;
 mod pointer_index;
 mod pool;
+pub mod recording;
 mod registry;
 pub mod replay;
 pub mod report;

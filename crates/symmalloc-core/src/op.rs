@@ -81,6 +81,54 @@ pub enum Op {
     },
     /// A point that every rank passes with the same history: where ranks agree and register (rule D6).
     Sync,
+    /// A request for (pool, stream) met a limit: free memory was given back as the pool's `reclaim` says, until
+    /// `size_bytes` were, and the request was not served by that. Only recordings of running allocators have it.
+    Reclaim {
+        /// The pool.
+        pool: PoolId,
+        /// The stream.
+        stream: StreamId,
+        /// Bytes of reserved memory that were missing.
+        size_bytes: u64,
+    },
+    /// A request for (pool, stream) was refused. It took nothing, but the digest says so. Only recordings of running
+    /// allocators have it.
+    Refuse {
+        /// The pool.
+        pool: PoolId,
+        /// The stream.
+        stream: StreamId,
+        /// Requested bytes.
+        size_bytes: u64,
+        /// What stood in the way.
+        refusal: Refusal,
+    },
+}
+
+/// What stood in the way of a request that was refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// A configured limit.
+    Limit,
+    /// The heap's reserved segment or address range is full.
+    Segment,
+    /// The driver.
+    Driver,
+}
+
+impl Refusal {
+    /// Every refusal.
+    pub const ALL: [Refusal; 3] = [Refusal::Limit, Refusal::Segment, Refusal::Driver];
+
+    /// Its word in a trace.
+    pub fn word(self) -> &'static str {
+        match self {
+            Refusal::Limit => "limit",
+            Refusal::Segment => "segment",
+            Refusal::Driver => "driver",
+        }
+    }
 }
 
 /// An op with what a recording knows of it.

@@ -9,7 +9,9 @@ use crate::errors::{AllocateError, OutOfMemory, OutOfMemoryCause, TrimError, Unk
 use crate::heap::{Heap, Shortage};
 use crate::ids::{PoolId, StreamId};
 use crate::lock::{Lock, LockCell};
+use crate::op::{Op, Refusal};
 use crate::pool::Pool;
+use crate::recording::Tape;
 use crate::trim::TrimGoal;
 use crate::units::bytes;
 use std::sync::Arc;
@@ -49,10 +51,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         heap: &L::Cell<Heap>,
         request: Request,
         mut shortage: Shortage,
+        tape: &mut Tape<'_, B, L>,
         attempt: impl Fn(&mut Heap) -> Result<T, Box<Shortage>>,
     ) -> Result<T, AllocateError> {
         let mut retries = 0;
         let mut has_reclaimed = false;
+        // What was given back for this request, and replay would not know of unless the request is served by it.
+        let mut unsaid = None;
         loop {
             let (missing, cause) = match shortage {
                 Shortage::Limit { met, missing } => {
@@ -63,7 +68,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                     (missing, OutOfMemoryCause::SegmentFull { segment_bytes })
                 }
                 Shortage::Driver { error, missing } => (missing, OutOfMemoryCause::Driver(error)),
-                Shortage::Fence(error) => return Err(AllocateError::Fence { stream: request.stream, error }),
+                Shortage::Fence(error) => {
+                    tape.driver_failed(error.clone());
+                    return Err(AllocateError::Fence { stream: request.stream, error });
+                }
                 Shortage::Closed => return Err(UnknownError::DestroyedPool { pool: request.pool }.into()),
             };
             let can_help = match cause {
@@ -75,14 +83,18 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             };
             if can_help && !has_reclaimed {
                 has_reclaimed = true;
-                self.reclaim(entry, heap, TrimGoal::AtLeast(bytes(missing)));
+                self.reclaim(entry, heap, bytes(missing), tape);
+                unsaid = Some(bytes(missing));
             } else {
+                if let Some(size_bytes) = unsaid.take() {
+                    tape.note(Op::Reclaim { pool: request.pool, stream: request.stream, size_bytes });
+                }
                 let error = self.out_of_memory(entry, heap, request, bytes(missing), cause);
                 let callback = self.failure_callback.lock().clone();
                 let may_retry = retries < self.config().retries_max();
-                match callback.filter(|_| may_retry).map(|callback| callback(self, &error)) {
+                match callback.filter(|_| may_retry).map(|callback| tape.open(|| callback(self, &error))) {
                     Some(Retry::Again) => retries += 1,
-                    Some(Retry::GiveUp) | None => return Err(self.refuse(heap, request, error)),
+                    Some(Retry::GiveUp) | None => return Err(self.refuse(heap, request, error, tape)),
                 }
             }
             match attempt(&mut heap.lock()) {
@@ -93,7 +105,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     /// Step 3: gives back what `reclaim` allows. What the driver then fails to take back counts as still reserved.
-    fn reclaim(&self, entry: &Pool<L>, heap: &L::Cell<Heap>, goal: TrimGoal) {
+    fn reclaim(&self, entry: &Pool<L>, heap: &L::Cell<Heap>, missing_bytes: u64, tape: &mut Tape<'_, B, L>) {
+        let goal = TrimGoal::AtLeast(missing_bytes);
         let failed = match entry.config.reclaim() {
             Reclaim::Never => None,
             Reclaim::Heap => heap.lock().trim(&self.around, goal).err().map(|failure| failure.error),
@@ -104,7 +117,31 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         };
         if let Some(error) = failed {
             tracing::warn!(name: "trim.failed", target: "symmalloc", %error);
+            tape.driver_failed(error);
         }
+    }
+
+    /// What a recorded request gave back in vain.
+    ///
+    /// # Errors
+    /// When the pool or the stream is unknown.
+    pub(crate) fn reclaim_again(&self, request: Request) -> Result<(), UnknownError> {
+        let Request { pool, stream, size_bytes } = request;
+        let (entry, heap) = self.route_or_make(pool, stream)?;
+        let mut tape = self.tape();
+        self.reclaim(entry, heap, size_bytes, &mut tape);
+        tape.note(Op::Reclaim { pool, stream, size_bytes });
+        Ok(())
+    }
+
+    /// That a recorded request was refused.
+    ///
+    /// # Errors
+    /// When the pool or the stream is unknown.
+    pub(crate) fn refuse_again(&self, request: Request, refusal: Refusal) -> Result<(), UnknownError> {
+        let (_, heap) = self.route_or_make(request.pool, request.stream)?;
+        fold_refusal(heap, request, refusal, &mut self.tape());
+        Ok(())
     }
 
     fn out_of_memory(
@@ -129,13 +166,19 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     /// Step 5.
-    fn refuse(&self, heap: &L::Cell<Heap>, request: Request, error: OutOfMemory) -> AllocateError {
-        let mark = match error.cause {
-            OutOfMemoryCause::Limit { .. } => Mark::RefusedByLimit,
-            OutOfMemoryCause::SegmentFull { .. } => Mark::RefusedBySegment,
-            OutOfMemoryCause::Driver(_) => Mark::RefusedByDriver,
+    fn refuse(
+        &self,
+        heap: &L::Cell<Heap>,
+        request: Request,
+        error: OutOfMemory,
+        tape: &mut Tape<'_, B, L>,
+    ) -> AllocateError {
+        let refusal = match error.cause {
+            OutOfMemoryCause::Limit { .. } => Refusal::Limit,
+            OutOfMemoryCause::SegmentFull { .. } => Refusal::Segment,
+            OutOfMemoryCause::Driver(_) => Refusal::Driver,
         };
-        heap.lock().fold(op_word(mark, request.stream, request.size_bytes), 0);
+        fold_refusal(heap, request, refusal, tape);
         tracing::warn!(
             name: "memory.refused",
             target: "symmalloc",
@@ -148,4 +191,21 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         );
         AllocateError::OutOfMemory(Box::new(error))
     }
+}
+
+/// The digest says that the request was refused, and so does the recording.
+fn fold_refusal<B: Backend, L: Lock>(
+    heap: &L::Cell<Heap>,
+    request: Request,
+    refusal: Refusal,
+    tape: &mut Tape<'_, B, L>,
+) {
+    let mark = match refusal {
+        Refusal::Limit => Mark::RefusedByLimit,
+        Refusal::Segment => Mark::RefusedBySegment,
+        Refusal::Driver => Mark::RefusedByDriver,
+    };
+    let Request { pool, stream, size_bytes } = request;
+    heap.lock().fold(op_word(mark, stream, size_bytes), 0);
+    tape.note(Op::Refuse { pool, stream, size_bytes, refusal });
 }

@@ -8,6 +8,7 @@ use crate::errors::{PoolError, UnknownError};
 use crate::heap::Heap;
 use crate::ids::{PoolId, StreamId};
 use crate::lock::{Lock, LockCell};
+use crate::op::Op;
 use crate::registry::Registry;
 use crate::stats::UsageStats;
 use crate::sync::{AtomicBool, AtomicU64};
@@ -60,7 +61,14 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// None at present; reserved for policies that a backend cannot serve.
     pub fn create_pool(&self, config: PoolConfig) -> Result<PoolId, PoolError> {
-        Ok(PoolId(self.pools.push(|_| Box::new(Pool::new(config))) as u32))
+        let mut tape = self.tape();
+        let entry = Box::new(Pool::new(config));
+        let config = tape.is_recording().then(|| Box::new(entry.config.clone()));
+        let pool = PoolId(self.pools.push(|_| entry) as u32);
+        if let Some(config) = config {
+            tape.note(Op::CreatePool { pool, config });
+        }
+        Ok(pool)
     }
 
     /// Number of pools created so far, the default pool and destroyed ones included.
@@ -82,6 +90,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// When it does not exist, is the default pool, is observed, or has live allocations; it is as it was then. When the
     /// driver fails, the pool is destroyed and the next [`trim`](Self::trim) of all pools tries again.
     pub fn destroy_pool(&self, pool: PoolId) -> Result<(), PoolError> {
+        let mut tape = self.tape();
         let observers = self.observers.lock();
         let entry = self.pool(pool)?;
         if pool == PoolId::DEFAULT {
@@ -107,7 +116,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             heap.retire_all(&self.around);
             first_error = first_error.or(heap.release_retired(&self.around).1);
         }
-        first_error.map_or(Ok(()), |error| Err(error.into()))
+        drop((heaps, observers));
+        tape.note(Op::DestroyPool { pool });
+        let Some(error) = first_error else { return Ok(()) };
+        tape.driver_failed(error.clone());
+        Err(error.into())
     }
 
     pub(crate) fn pool(&self, pool: PoolId) -> Result<&Pool<L>, UnknownError> {

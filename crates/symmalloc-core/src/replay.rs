@@ -12,6 +12,7 @@ use crate::ids::{AllocationId, PoolId, StreamId};
 use crate::lock::Lock;
 use crate::names::slot_map;
 use crate::op::{Op, Record};
+use crate::out_of_memory::Request;
 use thiserror::Error;
 
 /// Ops with dense allocation ids.
@@ -151,6 +152,14 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
             Op::Trim { pool } => {
                 let pool = pool.map(|pool| self.pool(pool)).transpose()?;
                 self.allocator.trim(pool)?;
+            }
+            Op::Reclaim { pool, stream, size_bytes } => {
+                let request = Request { pool: self.pool(*pool)?, stream: *stream, size_bytes: *size_bytes };
+                self.allocator.reclaim_again(request)?;
+            }
+            Op::Refuse { pool, stream, size_bytes, refusal } => {
+                let request = Request { pool: self.pool(*pool)?, stream: *stream, size_bytes: *size_bytes };
+                self.allocator.refuse_again(request, *refusal)?;
             }
             Op::Allocate { .. } | Op::Free { .. } | Op::RecordUse { .. } | Op::Sync => {}
         }

@@ -109,6 +109,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// See [`RestoreError`]. Nothing has changed then, unless it is [`RestoreError::Backend`] or
     /// [`RestoreError::Fence`]: then the pool is sound, and can be restored again.
     pub fn restore_layout(&self, pool: PoolId, layout: &Layout) -> Result<Restored, RestoreError> {
+        let mut tape = self.tape();
         let entry = self.pool(pool)?;
         self.check_it_fits(entry, layout)?;
         let is_fresh = entry.heaps().all(|heap| heap.lock().is_fresh());
@@ -119,12 +120,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         // All heaps at once: what was found out about one still holds when the last one changes.
         let mut guards: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         let mut heaps: Vec<_> = guards.iter_mut().map(|heap| Saved::find(heap, layout)).collect();
-        if is_fresh {
-            self.rejoin(&mut heaps)?;
-        } else {
-            self.rewind(observers, &mut heaps)?;
+        let outcome = if is_fresh { self.rejoin(&mut heaps) } else { self.rewind(observers, &mut heaps) };
+        let restored = outcome.map(|()| heaps.into_iter().map(|Saved { heap, .. }| restored_heap(heap)).collect());
+        drop(guards);
+        if matches!(restored, Ok(_) | Err(RestoreError::Backend { .. } | RestoreError::Fence { .. })) {
+            tape.restored(pool);
         }
-        Ok(Restored { heaps: heaps.into_iter().map(|Saved { heap, .. }| restored_heap(heap)).collect() })
+        Ok(Restored { heaps: restored? })
     }
 
     /// What can be told without looking at blocks.

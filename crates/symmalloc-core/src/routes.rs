@@ -1,15 +1,17 @@
 //! Routes: from (pool, stream) to the heap that serves it. Heaps are made at the first request, and found without a lock.
 
-use crate::allocator::Allocator;
+use crate::allocator::{Allocator, allocate_nothing};
 use crate::backend::Backend;
 use crate::config::StreamPolicy;
 use crate::errors::{AllocateError, HandleError, UnknownError};
 use crate::handle::{Allocation, Handle};
 use crate::heap::{Heap, HeapIdentity, Shortage};
-use crate::ids::{HeapId, PoolId, StreamId};
+use crate::ids::{AllocationId, HeapId, PoolId, StreamId};
 use crate::lock::{Guard, Lock, LockCell};
+use crate::op::Op;
 use crate::out_of_memory::Request;
 use crate::pool::Pool;
+use crate::recording::Tape;
 use crate::segment_log::SegmentLog;
 use crate::size_rules::{ByRule, Exact, Sizing};
 use crate::stats::ScopedPeaks;
@@ -42,6 +44,10 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
         let mut heap = self.heap.lock();
         let at_once = match heap.plain {
             Some(plain) => heap.allocate_at_once(plain, size_bytes),
+            None if heap.is_recorded => {
+                drop(heap);
+                return self.allocate_recorded(size_bytes, None);
+            }
             None => heap.allocate_at_once_by_rule(self.stream, size_bytes),
         };
         let Some(allocation) = at_once else {
@@ -67,20 +73,60 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
         drop(heap);
         let allocation = match outcome {
             Ok(allocation) => allocation,
-            Err(shortage) => self.persist(size_bytes, *shortage)?,
+            Err(shortage) => self.persist(size_bytes, *shortage, &mut self.allocator.blank_tape())?,
         };
         self.allocator.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
+        Ok(allocation)
+    }
+
+    /// Allocates from a heap that is recorded, up to [`SEGMENT_BYTES_MAX`] bytes.
+    #[inline(never)]
+    pub(crate) fn allocate_recorded(&self, size_bytes: u64, name: Option<&str>) -> Result<Allocation, AllocateError> {
+        let Route { allocator, heap, pool, stream } = *self;
+        let mut tape = allocator.tape_of_recorded();
+        let allocation = self.allocate_behind_gate(size_bytes, &mut tape)?;
+        if let (Some(name), 1..) = (name, size_bytes) {
+            heap.lock().set_name(allocation.handle.slot, name);
+        }
+        let op = Op::Allocate { id: AllocationId(0), pool, stream, size_bytes };
+        tape.note_allocation(&allocation, op, name);
+        Ok(allocation)
+    }
+
+    #[inline(always)]
+    fn allocate_behind_gate(&self, size_bytes: u64, tape: &mut Tape<'_, B, L>) -> Result<Allocation, AllocateError> {
+        let Route { allocator, stream, .. } = *self;
+        let mut heap = self.heap.lock();
+        if size_bytes == 0 {
+            return Ok(allocate_nothing(heap, stream));
+        }
+        let allocation = match heap.allocate_at_once_by_rule(stream, size_bytes) {
+            Some(allocation) => allocation,
+            None => match heap.allocate::<B, L, ByRule>(&allocator.around, stream, size_bytes) {
+                Ok(allocation) => allocation,
+                Err(shortage) => {
+                    drop(heap);
+                    self.persist(size_bytes, *shortage, tape)?
+                }
+            },
+        };
+        allocator.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
         Ok(allocation)
     }
 
     /// Does what may end a shortage, and allocates then.
     #[cold]
     #[inline(never)]
-    fn persist(&self, size_bytes: u64, shortage: Shortage) -> Result<Allocation, AllocateError> {
+    fn persist(
+        &self,
+        size_bytes: u64,
+        shortage: Shortage,
+        tape: &mut Tape<'_, B, L>,
+    ) -> Result<Allocation, AllocateError> {
         let Route { allocator, heap, pool, stream } = *self;
         let request = Request { pool, stream, size_bytes };
         let again = |heap: &mut Heap| heap.allocate::<B, L, ByRule>(&allocator.around, stream, size_bytes);
-        allocator.persist(allocator.pool(pool)?, heap, request, shortage, again)
+        allocator.persist(allocator.pool(pool)?, heap, request, shortage, tape, again)
     }
 }
 
@@ -148,6 +194,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 }
                 (0..*open_scopes).for_each(|_| heap.usage.open_scope());
                 observers.of_pool(pool).for_each(|observer| heap.log.observe(observer));
+                heap.set_recorded(self.is_recording());
                 Arc::new(L::Cell::new(heap))
             };
             let index = self.heaps.push(make);

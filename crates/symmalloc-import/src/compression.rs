@@ -12,6 +12,7 @@
 //! Compressed data that ends early is [`CompressionError::Torn`], carried inside the [`io::Error`] that `Read` can
 //! return; [`CompressionError::of`] finds it there again.
 
+use std::fmt;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, BufWriter, Chain, Cursor, Read, Write};
 use std::path::Path;
@@ -203,6 +204,17 @@ enum Encoder<W: Write> {
 /// Writes plain, gzip or zstd data. Only [`Compressor::finish`] makes it complete; dropped before, it leaves torn data.
 pub struct Compressor<W: Write> {
     encoder: Encoder<W>,
+}
+
+impl<W: Write> fmt::Debug for Compressor<W> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let compression = match self.encoder {
+            Encoder::Plain(_) => Compression::Plain,
+            Encoder::Gzip(_) => Compression::Gzip,
+            Encoder::Zstd(_) => Compression::Zstd,
+        };
+        f.debug_struct("Compressor").field("compression", &compression).finish_non_exhaustive()
+    }
 }
 
 impl Compressor<File> {

@@ -38,6 +38,7 @@ mod recording;
 pub mod rerun;
 mod rmm;
 mod summary;
+pub mod trace_file;
 mod transcript;
 
 pub use error::{ImportError, ImportErrorKind};
@@ -47,3 +48,4 @@ pub use pytorch::SnapshotError;
 pub use recording::{Format, Recording, read_bytes, read_from, read_path};
 pub use rmm::RmmError;
 pub use summary::Summary;
+pub use trace_file::{TraceFile, TraceFileError, TraceFileOptions};

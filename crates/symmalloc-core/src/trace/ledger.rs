@@ -77,7 +77,7 @@ impl Ledger {
                 self.stream(on)?;
             }
             Op::Synchronize { stream } => self.stream(stream)?,
-            Op::Reserve { pool, stream, .. } => {
+            Op::Reserve { pool, stream, .. } | Op::Reclaim { pool, stream, .. } | Op::Refuse { pool, stream, .. } => {
                 self.pool(pool)?;
                 self.stream(stream)?;
                 self.default_pool_settled = true;

@@ -12,12 +12,27 @@ use super::error::TraceError;
 use crate::config::{Config, PoolConfig};
 use crate::ids::{AllocationId, Placement, PoolId, SegmentId};
 use crate::nearest::nearest;
-use crate::op::{Op, Record};
+use crate::op::{Op, Record, Refusal};
 use crate::text::{Fields, LineError};
 
 /// The words that a line can start with, after the first line.
-pub(super) const KEYWORDS: [&str; 13] =
-    ["a", "f", "u", "wait", "synchronize", "reserve", "trim", "sync", "stream", "pool", "destroy", "config", "end"];
+pub(super) const KEYWORDS: [&str; 15] = [
+    "a",
+    "f",
+    "u",
+    "wait",
+    "synchronize",
+    "reserve",
+    "trim",
+    "sync",
+    "stream",
+    "pool",
+    "destroy",
+    "reclaim",
+    "refuse",
+    "config",
+    "end",
+];
 
 /// What a line says.
 #[derive(Debug)]
@@ -53,6 +68,16 @@ pub(super) fn parse(line: u64, text: &str) -> Result<Statement, TraceError> {
         }
         "trim" => Op::Trim { pool: fields.ahead().is_some().then(|| fields.pool()).transpose()? }.into(),
         "sync" => Op::Sync.into(),
+        "reclaim" => {
+            let size_bytes = fields.size()?;
+            let stream = fields.stream()?;
+            Op::Reclaim { pool: fields.pool_or_default()?, stream, size_bytes }.into()
+        }
+        "refuse" => {
+            let size_bytes = fields.size()?;
+            let stream = fields.stream()?;
+            Op::Refuse { pool: fields.pool_or_default()?, stream, size_bytes, refusal: fields.refusal()? }.into()
+        }
         "stream" => Op::RegisterStream { stream: fields.stream()? }.into(),
         "pool" => Op::CreatePool { pool: fields.pool()?, config: Box::new(fields.config::<PoolConfig>()?) }.into(),
         "destroy" => Op::DestroyPool { pool: fields.pool()? }.into(),
@@ -96,6 +121,13 @@ impl Fields<'_> {
     #[inline]
     fn pool_or_default(&mut self) -> Result<PoolId, LineError> {
         if self.ahead() == Some(b'p') { self.pool() } else { Ok(PoolId::DEFAULT) }
+    }
+
+    fn refusal(&mut self) -> Result<Refusal, LineError> {
+        const EXPECTED: &str = "why it was refused: limit, segment or driver";
+        let field = self.expect(EXPECTED)?;
+        let refusal = Refusal::ALL.into_iter().find(|refusal| refusal.word() == field.text);
+        refusal.ok_or_else(|| self.expected(field.column, EXPECTED))
     }
 
     /// `ID SIZE sN [pN] ["NAME"] [-> SEGMENT@OFFSET]`

@@ -55,6 +55,14 @@ impl<W: Write> TraceWriter<W> {
         Ok(())
     }
 
+    /// Hands everything on to where it goes: what follows may be lost, what was written may not.
+    ///
+    /// # Errors
+    /// When the writer below fails; the trace is torn then.
+    pub fn flush(&mut self) -> io::Result<()> {
+        self.writer.flush()
+    }
+
     /// How many records were written so far.
     pub fn records(&self) -> u64 {
         self.records
@@ -99,6 +107,15 @@ pub(super) fn write_record(line: &mut impl fmt::Write, record: &Record) -> fmt::
         Op::Trim { pool: Some(pool) } => write!(line, "trim {pool}"),
         Op::Trim { pool: None } => line.write_str("trim"),
         Op::Sync => line.write_str("sync"),
+        Op::Reclaim { pool, stream, size_bytes } => {
+            write!(line, "reclaim {size_bytes} {stream}")?;
+            write_pool(line, *pool)
+        }
+        Op::Refuse { pool, stream, size_bytes, refusal } => {
+            write!(line, "refuse {size_bytes} {stream}")?;
+            write_pool(line, *pool)?;
+            write!(line, " {}", refusal.word())
+        }
     }
 }
 
