@@ -399,9 +399,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             }
         };
         tape.note(Op::Trim { pool });
-        if let Err(TrimError::Backend { error, .. }) = &released {
-            tape.driver_failed(error.clone());
-        }
+        tape.note_failed_trim(&released);
         released
     }
 

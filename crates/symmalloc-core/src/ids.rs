@@ -56,6 +56,11 @@ id! {
     AllocationId(u64), "a"
 }
 
+id! {
+    /// An observer of a pool's segments, numbered in the order in which observers come. Never reused.
+    ObserverId(u32), "o"
+}
+
 impl PoolId {
     /// The pool that exists from the start.
     pub const DEFAULT: PoolId = PoolId(0);

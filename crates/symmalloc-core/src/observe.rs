@@ -4,9 +4,9 @@ use crate::allocator::Allocator;
 use crate::backend::Backend;
 use crate::errors::{TrimError, UnknownError};
 use crate::heap::Heap;
+use crate::ids::ObserverId;
 use crate::ids::{HeapId, PoolId};
 use crate::lock::{Lock, LockCell};
-use crate::observers::ObserverId;
 use crate::pool::Pool;
 use crate::segment_log::{SegmentEvent, SegmentEventKind, SegmentLog};
 use crate::units::{Units, bytes};
@@ -31,6 +31,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// When the pool is unknown.
     pub fn observe(&self, pool: PoolId) -> Result<(ObserverId, Vec<SegmentEvent>), UnknownError> {
+        let mut tape = self.tape();
         let mut observers = self.observers.lock();
         let entry = self.pool(pool)?;
         let observer = observers.add(pool);
@@ -42,6 +43,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 births.extend(events_of_live_segment(&heap, segment));
             }
         }
+        drop(observers);
+        tape.note_observer(observer, pool);
         Ok((observer, births))
     }
 
@@ -72,7 +75,16 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// When the driver fails to take memory back; the events are acknowledged, and the next trim tries again.
     pub fn acknowledge(&self, observer: ObserverId, unread: &Unread) -> Result<u64, TrimError> {
-        self.let_go(&unread.ends, |log, end| log.acknowledge(observer, end))
+        let mut tape = self.tape();
+        // Replay acknowledges everything that happened so far: more than this observer has read, if something came in between.
+        let is_late = tape.is_recording() && self.has_death_since(&unread.ends);
+        let released = self.let_go(&unread.ends, |log, end| log.acknowledge(observer, end));
+        if is_late {
+            tape.late_death();
+        }
+        tape.note_acknowledgement(observer);
+        tape.note_failed_trim(&released);
+        released
     }
 
     /// Ends an observer, as if it had acknowledged everything; returns how many bytes went back to the device.
@@ -80,11 +92,21 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// When the driver fails to take memory back; the observer is gone, and the next trim tries again.
     pub fn forget(&self, observer: ObserverId) -> Result<u64, TrimError> {
+        let mut tape = self.tape();
         let mut observers = self.observers.lock();
         let ends = self.ends_of(observers.pool_of(observer));
         observers.remove(observer);
         drop(observers);
-        self.let_go(&ends, |log, _| log.forget(observer))
+        let released = self.let_go(&ends, |log, _| log.forget(observer));
+        tape.note_forgotten(observer);
+        tape.note_failed_trim(&released);
+        released
+    }
+
+    /// Whether a segment died that these ends of logs do not cover.
+    fn has_death_since(&self, ends: &[(HeapId, u64)]) -> bool {
+        ends.iter()
+            .any(|(id, end)| self.heaps.get(id.index()).is_some_and(|heap| heap.lock().log.has_death_since(*end)))
     }
 
     /// The heaps of a pool, with how far their logs reach.

@@ -1,10 +1,6 @@
 //! Which observer watches which pool. What observers are for stands in [`crate::segment_log`].
 
-use crate::ids::PoolId;
-
-/// Names an observer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct ObserverId(u32);
+use crate::ids::{ObserverId, PoolId};
 
 #[derive(Debug, Default)]
 pub(crate) struct Observers {
@@ -22,6 +18,11 @@ impl Observers {
 
     pub(crate) fn remove(&mut self, observer: ObserverId) {
         self.live.retain(|(id, _)| *id != observer);
+    }
+
+    /// All observers, in the order in which they came.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (ObserverId, PoolId)> + '_ {
+        self.live.iter().copied()
     }
 
     pub(crate) fn count(&self, pool: PoolId) -> u32 {

@@ -6,7 +6,7 @@
 //! Ops name things by their logical ids only. No op carries an address, a raw handle or a time.
 
 use crate::config::PoolConfig;
-use crate::ids::{AllocationId, Placement, PoolId, StreamId};
+use crate::ids::{AllocationId, ObserverId, Placement, PoolId, StreamId};
 
 /// One call of the vocabulary.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -81,6 +81,23 @@ pub enum Op {
     },
     /// A point that every rank passes with the same history: where ranks agree and register (rule D6).
     Sync,
+    /// Somebody observes the pool's segments: dead ones keep their memory until the observer lets go, and none is shrunk.
+    Observe {
+        /// The id the observer gets. Ids are dense, over all pools.
+        observer: ObserverId,
+        /// The pool.
+        pool: PoolId,
+    },
+    /// The observer has dealt with everything that happened so far.
+    Acknowledge {
+        /// The observer.
+        observer: ObserverId,
+    },
+    /// The observer is gone.
+    Forget {
+        /// The observer.
+        observer: ObserverId,
+    },
     /// A request for (pool, stream) met a limit: free memory was given back as the pool's `reclaim` says, until
     /// `size_bytes` were, and the request was not served by that. Only recordings of running allocators have it.
     Reclaim {

@@ -28,10 +28,12 @@
 use crate::allocator::{Allocator, NO_SLOT};
 use crate::backend::{Backend, BackendError};
 use crate::config::Config;
+use crate::errors::TrimError;
 use crate::handle::{Allocation, Handle};
-use crate::ids::{AllocationId, HeapId, PoolId};
+use crate::ids::{AllocationId, HeapId, ObserverId, PoolId, StreamId};
 use crate::lock::{Guard, Lock, LockCell};
 use crate::names::{SlotMap, slot_map};
+use crate::observers::Observers;
 use crate::op::{Op, Record};
 use crate::trace::NAME_BYTES_MAX;
 use std::error::Error;
@@ -128,6 +130,16 @@ pub enum RecordingError {
         /// The pool.
         pool: PoolId,
     },
+    /// A segment died while its observer was dealing with what had happened before: no trace can say which of it the observer
+    /// let go. What was recorded before is whole.
+    #[error(
+        "the recording ended after {records} records, because a segment died between an observer's `unread` and its \
+         `acknowledge`: trim observed pools at another time"
+    )]
+    LateDeath {
+        /// Records that the sink had got.
+        records: u64,
+    },
     /// An allocation of zero bytes was freed twice, which no handle tells and no trace can say. What was recorded before is
     /// whole.
     #[error("the recording ended after {records} records, because {handle}, of zero bytes, was freed twice")]
@@ -165,6 +177,8 @@ pub(crate) struct Recording {
     ids: Vec<Vec<AllocationId>>,
     /// Those of zero bytes, by heap and tag: they share a slot.
     nothings: SlotMap<(HeapId, u64), AllocationId>,
+    /// The observers that came so far, and are there still. Their place is their id in the records.
+    observers: Vec<Option<ObserverId>>,
 }
 
 impl Recording {
@@ -201,6 +215,12 @@ impl Recording {
         }
         self.ids.get(handle.heap.index())?.get(handle.slot as usize).copied()
     }
+
+    /// The id of an observer that is there.
+    fn observer(&self, observer: ObserverId) -> Option<ObserverId> {
+        let id = self.observers.iter().position(|known| *known == Some(observer))?;
+        Some(ObserverId(id as u32))
+    }
 }
 
 /// The way through the gate: who has it is the only one who carries out a recorded op.
@@ -211,8 +231,8 @@ pub(crate) struct Tape<'a, B: Backend, L: Lock> {
 }
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// Records every op from now on, and the decision about it, into the sink: first the streams and pools that there are
-    /// already. Begin before the first allocation. No other thread may use the allocator meanwhile.
+    /// Records every op from now on, and the decision about it, into the sink: first the streams, pools and observers that there
+    /// are already. Begin before the first allocation. No other thread may use the allocator meanwhile.
     ///
     /// While it lasts, ops of all threads pass one at a time, from their first lock to their decision, and heaps take their
     /// longer way. Statistics, digests and placements are the same as without.
@@ -234,7 +254,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         sink.begin(self.config()).map_err(StartRecordingError::Sink)?;
         let mut records = 0;
-        for record in self.standing() {
+        for record in self.standing(&observers) {
             sink.record(record).map_err(StartRecordingError::Sink)?;
             records += 1;
         }
@@ -244,6 +264,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             next_id: 0,
             ids: Vec::new(),
             nothings: slot_map(),
+            observers: observers.iter().map(|(observer, _)| Some(observer)).collect(),
         }));
         self.is_recording.store(true, Ordering::Release);
         heaps.iter_mut().for_each(|heap| heap.set_recorded(true));
@@ -284,9 +305,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.is_recording.load(Ordering::Acquire)
     }
 
-    /// The streams and pools that there are before the first op, as the ops that made them.
-    fn standing(&self) -> Vec<Record> {
-        let streams = (0..self.stream_count()).map(|id| Op::RegisterStream { stream: crate::StreamId(id as u16) });
+    /// The streams, pools and observers that there are before the first op, as the ops that made them.
+    fn standing(&self, observers: &Observers) -> Vec<Record> {
+        let streams = (0..self.stream_count()).map(|id| Op::RegisterStream { stream: StreamId(id as u16) });
         let mut ops: Vec<Op> = streams.collect();
         for (index, entry) in self.pools.iter().skip(1) {
             let pool = PoolId(index as u32);
@@ -295,6 +316,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 ops.push(Op::DestroyPool { pool });
             }
         }
+        let observing = observers.iter().zip(0..);
+        ops.extend(observing.map(|((_, pool), id)| Op::Observe { observer: ObserverId(id), pool }));
         ops.into_iter().map(Record::from).collect()
     }
 
@@ -377,10 +400,47 @@ impl<B: Backend, L: Lock> Tape<'_, B, L> {
     }
 
     /// Records the use of an allocation by another stream.
-    pub(crate) fn note_use(&mut self, handle: Handle, stream: crate::StreamId) {
+    pub(crate) fn note_use(&mut self, handle: Handle, stream: StreamId) {
         let Some(recording) = self.recording() else { return };
         if let Some(id) = recording.id_of(handle) {
             self.note(Op::RecordUse { id, stream });
+        }
+    }
+
+    /// Records that an observer came.
+    pub(crate) fn note_observer(&mut self, observer: ObserverId, pool: PoolId) {
+        let Some(recording) = self.recording() else { return };
+        let id = ObserverId(recording.observers.len() as u32);
+        recording.observers.push(Some(observer));
+        self.note(Op::Observe { observer: id, pool });
+    }
+
+    /// Records that an observer acknowledged everything so far.
+    pub(crate) fn note_acknowledgement(&mut self, observer: ObserverId) {
+        if let Some(id) = self.recording().and_then(|recording| recording.observer(observer)) {
+            self.note(Op::Acknowledge { observer: id });
+        }
+    }
+
+    /// Records that an observer is gone.
+    pub(crate) fn note_forgotten(&mut self, observer: ObserverId) {
+        let Some(recording) = self.recording() else { return };
+        if let Some(id) = recording.observer(observer) {
+            recording.observers[id.index()] = None;
+            self.note(Op::Forget { observer: id });
+        }
+    }
+
+    /// A segment died behind the back of an observer.
+    #[cold]
+    pub(crate) fn late_death(&mut self) {
+        self.end(|records| RecordingError::LateDeath { records });
+    }
+
+    /// Ends the recording where the driver kept what a trim was to give back.
+    pub(crate) fn note_failed_trim(&mut self, outcome: &Result<u64, TrimError>) {
+        if let Err(TrimError::Backend { error, .. }) = outcome {
+            self.driver_failed(error.clone());
         }
     }
 

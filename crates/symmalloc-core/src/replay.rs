@@ -8,7 +8,7 @@ use crate::allocator::Allocator;
 use crate::backend::{Backend, BackendError};
 use crate::errors::{AllocateError, FreeError, PoolError, RecordUseError, StreamError, TrimError, UnknownError};
 use crate::handle::{Allocation, Handle};
-use crate::ids::{AllocationId, PoolId, StreamId};
+use crate::ids::{AllocationId, ObserverId, PoolId, StreamId};
 use crate::lock::Lock;
 use crate::names::slot_map;
 use crate::op::{Op, Record};
@@ -82,13 +82,15 @@ pub struct Replay<'a, B: Backend, L: Lock> {
     live: Vec<Option<Handle>>,
     /// The allocator's pool for each pool of the program; `None` once it was destroyed.
     pools: Vec<Option<PoolId>>,
+    /// The allocator's observer for each one of the program; `None` once it is gone.
+    observers: Vec<Option<ObserverId>>,
 }
 
 impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
     /// A run on an allocator that no other run uses at the same time.
     pub fn new(allocator: &'a Allocator<B, L>, program: &'a Program) -> Self {
         let live = vec![None; program.allocation_count()];
-        Replay { allocator, program, live, pools: vec![Some(PoolId::DEFAULT)] }
+        Replay { allocator, program, live, pools: vec![Some(PoolId::DEFAULT)], observers: Vec::new() }
     }
 
     /// Carries one op of the program out. Returns the allocation that it made.
@@ -152,6 +154,21 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
             Op::Trim { pool } => {
                 let pool = pool.map(|pool| self.pool(pool)).transpose()?;
                 self.allocator.trim(pool)?;
+            }
+            Op::Observe { observer, pool } => {
+                let (observing, _births) = self.allocator.observe(self.pool(*pool)?)?;
+                if self.observers.len() <= observer.index() {
+                    self.observers.resize(observer.index() + 1, None);
+                }
+                self.observers[observer.index()] = Some(observing);
+            }
+            Op::Acknowledge { observer } => {
+                let observer = self.observer(*observer)?;
+                self.allocator.acknowledge(observer, &self.allocator.unread(observer))?;
+            }
+            Op::Forget { observer } => {
+                self.allocator.forget(self.observer(*observer)?)?;
+                self.observers[observer.index()] = None;
             }
             Op::Reclaim { pool, stream, size_bytes } => {
                 let request = Request { pool: self.pool(*pool)?, stream: *stream, size_bytes: *size_bytes };
@@ -234,6 +251,11 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         self.handle(id).ok_or(StepError::NotLive { id })
     }
 
+    fn observer(&self, observer: ObserverId) -> Result<ObserverId, StepError> {
+        let known = self.observers.get(observer.index()).copied().flatten();
+        known.ok_or(StepError::NotObserving { observer })
+    }
+
     #[inline]
     fn pool(&self, pool: PoolId) -> Result<PoolId, UnknownError> {
         let known = self.pools.get(pool.index()).copied().flatten();
@@ -267,6 +289,12 @@ pub enum StepError {
     MadeTwice {
         /// The allocation.
         id: AllocationId,
+    },
+    /// The observer never came, or is gone already.
+    #[error("observer {observer} is not there")]
+    NotObserving {
+        /// The observer.
+        observer: ObserverId,
     },
     /// A pool or stream does not exist.
     #[error(transparent)]

@@ -23,8 +23,8 @@
 //! threads interleaved, and ranks would register in different orders (rule D8).
 
 use crate::backend::{DeviceAddress, Range};
+use crate::ids::ObserverId;
 use crate::ids::{PoolId, SegmentId, StreamId};
-use crate::observers::ObserverId;
 use crate::sync::AtomicU64;
 use smallvec::SmallVec;
 use std::collections::VecDeque;
@@ -154,6 +154,12 @@ impl SegmentLog {
             *cursor = (*cursor).max(index.min(next));
         }
         self.drop_acknowledged();
+    }
+
+    /// Whether a segment died at this entry or later.
+    pub(crate) fn has_death_since(&self, index: u64) -> bool {
+        let later = self.entries.iter().skip(index.saturating_sub(self.base) as usize);
+        later.into_iter().any(|event| event.kind == SegmentEventKind::Death)
     }
 
     /// The oldest dead segment that every observer has let go.

@@ -9,6 +9,7 @@ use crate::heap::Heap;
 use crate::ids::PoolId;
 use crate::journal::{Journal, ProgramOrder};
 use crate::lock::{Lock, LockCell};
+use crate::op::Op;
 use crate::pool::Pool;
 
 /// An allocator without its type parameters.
@@ -24,6 +25,8 @@ pub(crate) trait Account {
     fn look_back(&self, heap: HeapKey, look: &mut dyn FnMut(&Journal));
     /// The order of ops over the heaps.
     fn order(&self) -> &ProgramOrder;
+    /// All ranks are at this sync.
+    fn pass_sync(&self);
     /// All ranks have this digest here.
     fn settle(&self, heap: HeapKey, digest: Digest);
 }
@@ -65,6 +68,10 @@ impl<B: Backend, L: Lock> Account for Allocator<B, L> {
 
     fn order(&self) -> &ProgramOrder {
         &self.program_order
+    }
+
+    fn pass_sync(&self) {
+        self.tape().note(Op::Sync);
     }
 
     fn settle(&self, heap: HeapKey, digest: Digest) {

@@ -108,6 +108,9 @@ impl<'a> Witness<'a> {
     /// where they are now with ranks that did not agree here.
     pub fn settle_pools(&self, is_chosen: impl Fn(u32) -> bool) {
         self.account.order().agree(self.order);
+        if self.point == Point::Sync {
+            self.account.pass_sync();
+        }
         let chosen = self.standings.iter().filter(|standing| is_chosen(standing.key.pool));
         chosen.for_each(|standing| self.account.settle(standing.key, standing.digest));
     }

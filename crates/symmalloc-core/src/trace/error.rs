@@ -7,7 +7,7 @@ use std::io;
 use super::line::KEYWORDS;
 use super::{LINE_BYTES_MAX, NAME_BYTES_MAX, VERSION};
 use crate::config_text::ConfigTextError;
-use crate::ids::{AllocationId, PoolId, StreamId};
+use crate::ids::{AllocationId, ObserverId, PoolId, StreamId};
 use crate::nearest::DidYouMean;
 use crate::text::LineError;
 
@@ -203,6 +203,20 @@ pub enum Inconsistency {
     DestroyedPool {
         /// The pool of the record.
         pool: PoolId,
+    },
+    /// Observers must come in the order of their ids, without a gap.
+    #[error("observer {observer} comes, but the next one must be o{next}")]
+    ObserverOutOfOrder {
+        /// The observer of the record.
+        observer: ObserverId,
+        /// The id that the next observer has.
+        next: u32,
+    },
+    /// No observer has this id, or it is gone.
+    #[error("observer {observer} is not there; put its `observe` before this record, and `forget` behind it")]
+    UnknownObserver {
+        /// The observer of the record.
+        observer: ObserverId,
     },
     /// The id was given to an allocation before, which may be freed already.
     #[error("allocation {} exists already; ids are not reused, give a new one", id.0)]

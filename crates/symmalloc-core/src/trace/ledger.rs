@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 
 use super::NAME_BYTES_MAX;
 use super::error::Inconsistency;
-use crate::ids::{AllocationId, PoolId, StreamId};
+use crate::ids::{AllocationId, ObserverId, PoolId, StreamId};
 use crate::op::{Op, Record};
 
 /// What the records so far have declared.
@@ -28,6 +28,8 @@ pub(super) struct Ledger {
     pools_alive: Vec<bool>,
     /// Whether the default pool can no longer be configured.
     default_pool_settled: bool,
+    /// Whether each observer is still there.
+    observers_alive: Vec<bool>,
     allocations: Allocations,
 }
 
@@ -86,6 +88,12 @@ impl Ledger {
                 pool.map_or(Ok(()), |pool| self.pool(pool))?;
                 self.default_pool_settled = true;
             }
+            Op::Observe { observer, pool } => {
+                self.pool(pool)?;
+                self.observe(observer)?;
+            }
+            Op::Acknowledge { observer } => drop(self.observer(observer)?),
+            Op::Forget { observer } => *self.observer(observer)? = false,
             Op::Sync => {}
         }
         Ok(())
@@ -104,6 +112,20 @@ impl Ledger {
             self.pools_alive.push(true);
         }
         Ok(())
+    }
+
+    fn observe(&mut self, observer: ObserverId) -> Result<(), Inconsistency> {
+        if observer.index() != self.observers_alive.len() {
+            let next = u32::try_from(self.observers_alive.len()).unwrap_or(u32::MAX);
+            return Err(Inconsistency::ObserverOutOfOrder { observer, next });
+        }
+        self.observers_alive.push(true);
+        Ok(())
+    }
+
+    fn observer(&mut self, observer: ObserverId) -> Result<&mut bool, Inconsistency> {
+        let alive = self.observers_alive.get_mut(observer.index()).filter(|is_alive| **is_alive);
+        alive.ok_or(Inconsistency::UnknownObserver { observer })
     }
 
     #[inline]

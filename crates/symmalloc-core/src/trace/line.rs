@@ -10,13 +10,13 @@
 
 use super::error::TraceError;
 use crate::config::{Config, PoolConfig};
-use crate::ids::{AllocationId, Placement, PoolId, SegmentId};
+use crate::ids::{AllocationId, ObserverId, Placement, PoolId, SegmentId};
 use crate::nearest::nearest;
 use crate::op::{Op, Record, Refusal};
 use crate::text::{Fields, LineError};
 
 /// The words that a line can start with, after the first line.
-pub(super) const KEYWORDS: [&str; 15] = [
+pub(super) const KEYWORDS: [&str; 18] = [
     "a",
     "f",
     "u",
@@ -28,6 +28,9 @@ pub(super) const KEYWORDS: [&str; 15] = [
     "stream",
     "pool",
     "destroy",
+    "observe",
+    "acknowledge",
+    "forget",
     "reclaim",
     "refuse",
     "config",
@@ -68,6 +71,9 @@ pub(super) fn parse(line: u64, text: &str) -> Result<Statement, TraceError> {
         }
         "trim" => Op::Trim { pool: fields.ahead().is_some().then(|| fields.pool()).transpose()? }.into(),
         "sync" => Op::Sync.into(),
+        "observe" => Op::Observe { observer: fields.observer()?, pool: fields.pool()? }.into(),
+        "acknowledge" => Op::Acknowledge { observer: fields.observer()? }.into(),
+        "forget" => Op::Forget { observer: fields.observer()? }.into(),
         "reclaim" => {
             let size_bytes = fields.size()?;
             let stream = fields.stream()?;
@@ -121,6 +127,13 @@ impl Fields<'_> {
     #[inline]
     fn pool_or_default(&mut self) -> Result<PoolId, LineError> {
         if self.ahead() == Some(b'p') { self.pool() } else { Ok(PoolId::DEFAULT) }
+    }
+
+    fn observer(&mut self) -> Result<ObserverId, LineError> {
+        const EXPECTED: &str = "an observer: o0, o1, ...";
+        let field = self.expect(EXPECTED)?;
+        let digits = field.text.strip_prefix('o').ok_or_else(|| self.expected(field.column, EXPECTED))?;
+        Ok(ObserverId(self.decimal(digits, field.column, EXPECTED, u32::MAX.into())? as u32))
     }
 
     fn refusal(&mut self) -> Result<Refusal, LineError> {

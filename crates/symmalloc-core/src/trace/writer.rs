@@ -107,6 +107,9 @@ pub(super) fn write_record(line: &mut impl fmt::Write, record: &Record) -> fmt::
         Op::Trim { pool: Some(pool) } => write!(line, "trim {pool}"),
         Op::Trim { pool: None } => line.write_str("trim"),
         Op::Sync => line.write_str("sync"),
+        Op::Observe { observer, pool } => write!(line, "observe {observer} {pool}"),
+        Op::Acknowledge { observer } => write!(line, "acknowledge {observer}"),
+        Op::Forget { observer } => write!(line, "forget {observer}"),
         Op::Reclaim { pool, stream, size_bytes } => {
             write!(line, "reclaim {size_bytes} {stream}")?;
             write_pool(line, *pool)
