@@ -52,7 +52,8 @@ Exit codes: 0 the same, 3 different ops or placements, 2 bad input.";
 const IMPORT_EXAMPLES: &str = "\
 Examples:
   symmalloc import snapshot.pickle job.trace.zst
-  symmalloc import rmm.csv job.trace";
+  symmalloc import rmm.csv job.trace
+  symmalloc import killed.trace.zst whole.trace.zst --accept-torn        what a job that was killed left";
 
 const EXPORT_EXAMPLES: &str = "\
 Examples:

@@ -93,7 +93,9 @@ fn import_help(error: &ImportErrorKind) -> Option<&'static str> {
             Some("choose a device that has entries with --device")
         }
         ImportErrorKind::TooLarge { .. } => Some("raise --memory-limit-mb"),
-        ImportErrorKind::Trace(TraceError::Torn { .. }) => Some("or take what there is with --accept-torn"),
+        ImportErrorKind::Trace(TraceError::Torn { .. }) | ImportErrorKind::TornTrace { .. } => {
+            Some("or take what there is with --accept-torn")
+        }
         ImportErrorKind::Empty => Some("dump the snapshot after the job has allocated something, or record again"),
         _ => None,
     }

@@ -56,13 +56,15 @@ impl Compression {
             _ => Compression::Plain,
         }
     }
+}
 
-    fn name(self) -> &'static str {
-        match self {
+impl fmt::Display for Compression {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
             Compression::Plain => "plain",
             Compression::Gzip => "gzip",
             Compression::Zstd => "zstd",
-        }
+        })
     }
 }
 
@@ -72,9 +74,8 @@ impl Compression {
 pub enum CompressionError {
     /// The data ends before the compressed stream does: the file was cut off, or is still being written.
     #[error(
-        "the {} data ends early, after {decompressed_bytes} decompressed bytes: copy the file again, or wait until \
-         it is written",
-        compression.name()
+        "the {compression} data ends early, after {decompressed_bytes} decompressed bytes: copy the file again, or wait until \
+         it is written"
     )]
     Torn {
         /// The compression.
@@ -83,10 +84,7 @@ pub enum CompressionError {
         decompressed_bytes: u64,
     },
     /// The data is not what its first bytes promise.
-    #[error(
-        "the {} data is damaged after {decompressed_bytes} decompressed bytes: copy the file again",
-        compression.name()
-    )]
+    #[error("the {compression} data is damaged after {decompressed_bytes} decompressed bytes: copy the file again")]
     Corrupt {
         /// The compression.
         compression: Compression,

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use symmalloc_core::trace::TraceError;
 
-use crate::compression::CompressionError;
+use crate::compression::{Compression, CompressionError};
 use crate::pickle::PickleError;
 use crate::pytorch::SnapshotError;
 use crate::rmm::RmmError;
@@ -57,6 +57,19 @@ pub enum ImportErrorKind {
     /// A trace that cannot be read.
     #[error(transparent)]
     Trace(TraceError),
+    /// A compressed trace that ends early: the file was cut off, or the recorder was stopped before the end.
+    #[error(
+        "line {line}: the {compression} data ends early, after {records} whole records: copy the file again, or read it with \
+         accept_torn to keep these"
+    )]
+    TornTrace {
+        /// How it is compressed.
+        compression: Compression,
+        /// How many whole records can be read.
+        records: u64,
+        /// The line at which it ends.
+        line: u64,
+    },
     /// A device was chosen, but only PyTorch snapshots have several.
     #[error("has no devices to choose from: only a PyTorch snapshot has; leave the device out")]
     NoDevices,

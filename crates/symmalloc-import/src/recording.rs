@@ -85,7 +85,7 @@ fn read_any(mut source: impl Read, options: &ReadOptions) -> Result<Recording, I
         return Err(ImportErrorKind::NoDevices);
     }
     let (records, config, summary) = match format {
-        Format::Trace => read_trace(source, options)?,
+        Format::Trace => read_trace(source, compression, options)?,
         Format::PyTorchSnapshot => told(pytorch::read(source, options)?.finish()),
         Format::RmmLog => told(rmm::read(source, options)?.finish()),
     };
@@ -112,7 +112,7 @@ fn format_of(start: &[u8]) -> Result<Format, ImportErrorKind> {
     }
 }
 
-fn read_trace(source: impl BufRead, options: &ReadOptions) -> Result<Parts, ImportErrorKind> {
+fn read_trace(source: impl BufRead, compression: Compression, options: &ReadOptions) -> Result<Parts, ImportErrorKind> {
     let mut reader = TraceReader::new(source)?;
     let (mut records, mut summary) = (Vec::new(), Summary::default());
     let mut held_bytes = 0;
@@ -130,6 +130,9 @@ fn read_trace(source: impl BufRead, options: &ReadOptions) -> Result<Parts, Impo
                 Some(line) if options.accept_torn => {
                     summary.torn_at_line = Some(line);
                     break;
+                }
+                Some(line) if matches!(error, TraceError::Io { .. }) => {
+                    return Err(ImportErrorKind::TornTrace { compression, records: records.len() as u64, line });
                 }
                 _ => return Err(error.into()),
             },

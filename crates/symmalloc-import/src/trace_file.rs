@@ -42,7 +42,7 @@ const CHUNK_RECORDS: usize = 4096;
 pub struct TraceFileOptions {
     /// The most records that wait for the disk, at about 70 bytes each and their names. The program waits when it has more.
     pub pending_records_max: usize,
-    /// How long a record may be lost by a crash: what is older has been flushed.
+    /// How long a record may be lost by a crash: what is older has been flushed. At least a millisecond.
     pub flush_interval: Duration,
 }
 
@@ -282,7 +282,8 @@ impl Sink for TraceFile {
             return Err(TraceFileError::Gone { path: self.path.clone() }.into());
         };
         let shared = Arc::new(Shared::new(CHUNK_RECORDS.min(self.options.pending_records_max).max(1)));
-        let (taken, config, flush_interval) = (Arc::clone(&shared), config.clone(), self.options.flush_interval);
+        let (taken, config, flush_interval) =
+            (Arc::clone(&shared), config.clone(), self.options.flush_interval.max(Duration::from_millis(1)));
         let body = move || {
             let _leave = Leave(&taken);
             write(&taken, file, &config, flush_interval)
