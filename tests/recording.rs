@@ -3,6 +3,7 @@
 
 use proptest::prelude::*;
 use std::sync::{Arc, Mutex};
+use symmalloc_core::agreement::{Point, Witness, agree_in_lockstep};
 use symmalloc_core::config::{Config, PoolConfig, Reclaim, StreamPolicy};
 use symmalloc_core::lock::{Exclusive, Lock, Shared};
 use symmalloc_core::op::Record;
@@ -12,7 +13,7 @@ use symmalloc_core::sim::{Call, Fault, FaultRule, SimBackend, SplitMix64};
 use symmalloc_core::trace::Trace;
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocator, Backend, Digest, Handle, Op, PoolId, Retry, SharedAllocator, StreamId};
-use symmalloc_harness::checker::PrintOnPanic;
+use symmalloc_harness::checker::{PrintOnPanic, outcome};
 use symmalloc_harness::generate::{Scenario, scenario_bytes};
 use symmalloc_harness::jobs;
 
@@ -90,7 +91,7 @@ fn replays(records: &[Record], config: &Config, granularity_bytes: u64, expected
 
 /// A program that makes every kind of call, with a driver that sometimes has no memory: observers that come and go, fences
 /// that are dropped, a failure callback that frees what it can.
-fn adverse_run<L: Lock>(scenario: &Scenario, seed: u64, refusals_per_million: u32) -> usize {
+fn adverse_run<L: Lock>(scenario: &Scenario, seed: u64, refusals_per_million: u32) -> Vec<Record> {
     let _report = PrintOnPanic(scenario);
     let rule = FaultRule::Chance { per_million: refusals_per_million };
     let device = scenario.device_builder(seed).fail(Some(Call::Map), rule, Fault::OutOfMemory).build();
@@ -122,7 +123,7 @@ fn adverse_run<L: Lock>(scenario: &Scenario, seed: u64, refusals_per_million: u3
                 drop(allocator.acknowledge(observer, &allocator.unread(observer)).expect("no fault"))
             }
             (4, Some(forgotten)) => {
-                allocator.forget(forgotten).expect("no fault");
+                allocator.forget(forgotten).expect("only maps fail");
                 observer = None;
             }
             (5, _) if allocator.stream_count() > 0 => {
@@ -140,7 +141,7 @@ fn adverse_run<L: Lock>(scenario: &Scenario, seed: u64, refusals_per_million: u3
     assert_eq!(recorded.records, records.len() as u64);
     assert!(*sink.is_finished.lock().unwrap());
     replays(&records, &scenario.config, scenario.granularity_bytes, &digests(&allocator));
-    records.iter().filter(|record| matches!(record.op, Op::Refuse { .. } | Op::Reclaim { .. })).count()
+    records
 }
 
 proptest! {
@@ -150,5 +151,299 @@ proptest! {
         let scenario = Scenario::from_bytes(&bytes);
         adverse_run::<Exclusive>(&scenario, seed, 0);
         adverse_run::<Shared>(&scenario, seed, 150_000);
+    }
+}
+
+/// The test above proves something only if all of this happens.
+#[test]
+fn generated_programs_come_to_every_kind_of_record() {
+    let mut words = std::collections::BTreeMap::new();
+    for seed in 0..400 {
+        for record in adverse_run::<Exclusive>(&Scenario::from_seed(seed, 120), seed, 100_000) {
+            let line = record.to_string();
+            let word = line.split(' ').next().unwrap_or_default();
+            let cause = line.rsplit(' ').next().filter(|_| word == "refuse").unwrap_or_default();
+            *words.entry(format!("{word} {cause}")).or_insert(0) += 1;
+        }
+    }
+    let common: Vec<&str> = words.iter().filter(|(_, count)| **count > 20).map(|(word, _)| word.trim_end()).collect();
+    let all = [
+        "a",
+        "acknowledge",
+        "destroy",
+        "f",
+        "forget",
+        "observe",
+        "pool",
+        "reclaim",
+        "refuse driver",
+        "refuse limit",
+        "refuse segment",
+        "reserve",
+        "stream",
+        "synchronize",
+        "trim",
+        "u",
+        "wait",
+    ];
+    assert_eq!(common, all, "{words:?}");
+}
+
+/// Four threads on heaps of their own and one that they share, near a limit that all heaps share: they free each other's
+/// allocations, trim, and a failure callback frees and trims.
+fn threads_run(config: &Config, seed: u64) {
+    const THREADS: u16 = 4;
+    const OPS: usize = 400;
+    let device = SimBackend::builder().seed(seed).build();
+    let allocator: SharedAllocator<_> = Allocator::<_, Shared>::new(&device, config.clone()).expect("valid");
+    let shared = PoolConfig::builder().streams(StreamPolicy::Shared).build().expect("valid");
+    let shared = allocator.create_pool(shared).expect("valid");
+    let sink = Memory::new();
+    allocator.start_recording(sink.clone()).expect("nothing was allocated");
+    let live = Arc::new(Mutex::new(Vec::<Handle>::new()));
+    let others = Arc::clone(&live);
+    allocator.set_failure_callback(move |allocator, _| {
+        let freed = others.lock().unwrap().pop();
+        match freed {
+            Some(handle) => allocator.free(handle).map_or(Retry::GiveUp, |()| Retry::Again),
+            None => Retry::GiveUp,
+        }
+    });
+    let streams: Vec<StreamId> = (0..THREADS).map(|_| allocator.register_stream().expect("few")).collect();
+    std::thread::scope(|scope| {
+        for stream in streams {
+            let (allocator, live) = (&allocator, &live);
+            scope.spawn(move || {
+                let mut random = SplitMix64::new(seed ^ (u64::from(stream.0) << 32));
+                for _ in 0..OPS {
+                    let pool = if random.below(3) == 0 { shared } else { PoolId::DEFAULT };
+                    match random.below(16) {
+                        0..8 => {
+                            let made = allocator.allocate(pool, stream, 512 << random.below(14));
+                            live.lock().unwrap().extend(made.map(|made| made.handle));
+                        }
+                        8..13 => {
+                            let handle = live.lock().unwrap().pop();
+                            handle.map(|handle| allocator.free(handle).expect("nobody else has it"));
+                        }
+                        13 => {
+                            let handle = live.lock().unwrap().first().copied();
+                            // Another thread may have freed it meanwhile.
+                            let _stale = handle.map(|handle| allocator.record_use(handle, stream));
+                        }
+                        14 => drop(allocator.trim((random.below(2) == 0).then_some(pool))),
+                        _ => drop(allocator.reserve(pool, stream, random.below(8) << 20)),
+                    }
+                }
+            });
+        }
+    });
+    allocator.check().expect("sound");
+    allocator.stop_recording().expect("a sink with room");
+    replays(&sink.records(), config, 2 << 20, &digests(&allocator));
+}
+
+#[test]
+fn what_threads_did_together_replays_in_one() {
+    for seed in 0..8 {
+        for pool in [PoolConfig::builder().expandable(), PoolConfig::builder().fixed()] {
+            let pool = pool.reclaim(Reclaim::Pool).build().expect("valid");
+            let config = Config::builder().default_pool(pool).limit_bytes(Some(90 * MIB)).build().expect("valid");
+            threads_run(&config, seed);
+        }
+    }
+}
+
+/// A program recorded with and without a sink that fails after so many records: the same outcomes, and the error says when.
+#[test]
+fn a_sink_that_fails_disturbs_nothing() {
+    for seed in 0..6 {
+        let scenario = Scenario::from_seed(seed, 60);
+        let run = |sink: Option<Memory>| {
+            let allocator: Allocator<_> =
+                Allocator::new(scenario.device(seed), scenario.config.clone()).expect("valid");
+            let started = sink.map(|sink| allocator.start_recording(sink));
+            let mut replay = Replay::new(&allocator, &scenario.program);
+            let outcomes: Vec<_> = scenario.program.ops().iter().map(|op| outcome(replay.step(op))).collect();
+            allocator.check().expect("sound");
+            let was_recording = allocator.is_recording();
+            let stopped = allocator.stop_recording();
+            assert!(matches!(allocator.stop_recording(), Err(RecordingError::NotRecording)));
+            assert!(!allocator.is_recording());
+            (outcomes, digests(&allocator), started, was_recording, stopped)
+        };
+        let (outcomes, expected, ..) = run(None);
+        let whole = Memory::new();
+        let (_, _, _, _, stopped) = run(Some(whole.clone()));
+        let length = whole.records().len();
+        assert_eq!(stopped.expect("a sink with room").records, length as u64);
+        for room in 0..=length {
+            let sink = Memory::with_room(room);
+            let (others, digests, started, was_recording, stopped) = run(Some(sink.clone()));
+            assert!(others == outcomes && digests == expected, "seed {seed}: a sink with room for {room} was noticed");
+            match started.expect("there was a sink") {
+                Err(StartRecordingError::Sink(error)) => {
+                    assert_eq!((room, error.to_string().as_str()), (0, "no room"));
+                    assert!(matches!(stopped, Err(RecordingError::NotRecording)));
+                }
+                Err(other) => panic!("{other}"),
+                Ok(()) if room == length => assert_eq!(stopped.expect("room enough").records, length as u64),
+                Ok(()) => {
+                    assert!(!was_recording);
+                    let Err(RecordingError::Sink { records, .. }) = stopped else { panic!("{stopped:?}") };
+                    assert_eq!(records, room as u64);
+                    assert_eq!(sink.records(), whole.records()[..room]);
+                    assert!(!*sink.is_finished.lock().unwrap(), "a sink that failed is called no more");
+                }
+            }
+        }
+    }
+}
+
+/// Whatever the driver refuses, wherever: either the recording goes on and replays, or it ends with an error, and what was
+/// recorded before replays up to there.
+#[test]
+fn a_driver_that_fails_in_the_middle_of_an_op_ends_the_recording() {
+    let (mut ended, mut went_on) = (0, 0);
+    for seed in 0..40 {
+        let scenario = Scenario::from_seed(seed, 60);
+        let calls = {
+            let device = scenario.device(seed);
+            let allocator: Allocator<_> = Allocator::new(&device, scenario.config.clone()).expect("valid");
+            let mut replay = Replay::new(&allocator, &scenario.program);
+            scenario.program.ops().iter().for_each(|op| drop(replay.step(op)));
+            device.calls().fallible()
+        };
+        for ordinal in 0..calls {
+            let _report = PrintOnPanic(&scenario);
+            let device = scenario.device_builder(seed).fail_at(ordinal, Fault::Refused).build();
+            let allocator: Allocator<_> = Allocator::new(&device, scenario.config.clone()).expect("valid");
+            let sink = Memory::new();
+            allocator.start_recording(sink.clone()).expect("nothing was allocated");
+            let mut replay = Replay::new(&allocator, &scenario.program);
+            scenario.program.ops().iter().for_each(|op| drop(replay.step(op)));
+            let whole = digests(&allocator);
+            match allocator.stop_recording() {
+                Ok(_) => {
+                    replays(&sink.records(), &scenario.config, scenario.granularity_bytes, &whole);
+                    went_on += 1;
+                }
+                Err(RecordingError::Driver { records, .. }) => {
+                    assert_eq!(records, sink.records().len() as u64);
+                    assert!(*sink.is_finished.lock().unwrap(), "what was recorded before is whole");
+                    ended += 1;
+                }
+                Err(other) => panic!("{other}"),
+            }
+        }
+    }
+    assert!(ended > 50 && went_on > 500, "{ended} {went_on}");
+}
+
+#[test]
+fn a_recording_begins_before_the_first_allocation_and_once() {
+    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
+    let stream = allocator.register_stream().expect("few");
+    let pool = allocator.create_pool(PoolConfig::default()).expect("valid");
+    let gone = allocator.create_pool(PoolConfig::default()).expect("valid");
+    allocator.destroy_pool(gone).expect("empty");
+    let (observer, _) = allocator.observe(pool).expect("exists");
+    let sink = Memory::new();
+    allocator.start_recording(sink.clone()).expect("nothing was allocated");
+    assert!(matches!(allocator.start_recording(Memory::new()), Err(StartRecordingError::AlreadyRecording)));
+    let a = allocator.allocate(pool, stream, 1 << 20).expect("memory");
+    allocator.forget(observer).expect("no fault");
+    allocator.forget(observer).expect("again, which says nothing");
+    assert_eq!(allocator.stop_recording().expect("room").records, 7);
+    let lines: Vec<String> = sink.records().iter().map(ToString::to_string).collect();
+    let pool_line = |id: u32| format!("pool p{id} {}", PoolConfig::default());
+    let expected = [
+        "stream s0",
+        &pool_line(1),
+        &pool_line(2),
+        "destroy p2",
+        "observe o0 p1",
+        "a 0 1048576 s0 p1 -> 0@0",
+        "forget o0",
+    ];
+    assert_eq!(lines, expected);
+    allocator.free(a.handle).expect("live");
+    let late = allocator.start_recording(Memory::new()).expect_err("the pool was used");
+    assert!(matches!(late, StartRecordingError::InUse { pool: used, .. } if used == pool), "{late}");
+    assert_eq!(sink.records().len(), 7);
+}
+
+#[test]
+fn a_restored_pool_ends_the_recording() {
+    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
+    let stream = allocator.register_stream().expect("few");
+    let sink = Memory::new();
+    allocator.start_recording(sink.clone()).expect("nothing was allocated");
+    allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory");
+    let layout = allocator.save_layout(PoolId::DEFAULT).expect("exists");
+    allocator.restore_layout(PoolId::DEFAULT, &layout).expect("nothing has changed");
+    assert!(!allocator.is_recording());
+    allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory");
+    let Err(RecordingError::Restored { records: 2, pool: PoolId::DEFAULT }) = allocator.stop_recording() else {
+        panic!("the default pool was restored after two records");
+    };
+    assert_eq!(sink.records().len(), 2);
+}
+
+#[test]
+fn a_segment_that_dies_under_its_observer_ends_the_recording() {
+    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
+    let stream = allocator.register_stream().expect("few");
+    let sink = Memory::new();
+    allocator.start_recording(sink.clone()).expect("nothing was allocated");
+    let (observer, _) = allocator.observe(PoolId::DEFAULT).expect("exists");
+    let a = allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory");
+    let unread = allocator.unread(observer);
+    allocator.free(a.handle).expect("live");
+    allocator.trim(None).expect("no fault");
+    allocator.acknowledge(observer, &unread).expect("no fault");
+    assert!(matches!(allocator.stop_recording(), Err(RecordingError::LateDeath { records: 5 })));
+}
+
+/// An agreement is a sync, and a recording says so.
+#[test]
+fn ranks_that_agree_record_a_sync() {
+    let pool = PoolConfig::builder().symmetric(true).build().expect("valid");
+    let config = Config::builder().default_pool(pool).build().expect("valid");
+    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).expect("valid");
+    let sink = Memory::new();
+    allocator.start_recording(sink.clone()).expect("nothing was allocated");
+    let stream = allocator.register_stream().expect("few");
+    allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory");
+    agree_in_lockstep(&[Witness::new(&allocator, Point::Sync)]).expect("one rank");
+    agree_in_lockstep(&[Witness::new(&allocator, Point::Op)]).expect("one rank");
+    allocator.stop_recording().expect("room");
+    assert_eq!(sink.records().iter().filter(|record| record.op == Op::Sync).count(), 1);
+}
+
+/// A recorded job recorded again: the same ops under the same names, where our allocator places them; and that recording
+/// recorded again is the same bytes.
+#[test]
+fn recorded_jobs_are_recorded_again_byte_for_byte() {
+    for job in jobs::JOBS {
+        let original = jobs::records(job);
+        let record = |records: &[Record]| {
+            let program = Program::new(records).expect("a recorded job");
+            let allocator: Allocator<_> =
+                Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
+            let sink = Memory::new();
+            allocator.start_recording(sink.clone()).expect("nothing was allocated");
+            let mut replay = Replay::new(&allocator, &program);
+            replay.run(|_, _| {}).expect("the job fits");
+            allocator.stop_recording().expect("room");
+            Trace::new(Some(Config::default()), sink.records()).expect("consistent")
+        };
+        let once = record(&original);
+        let dense = Program::new(&original).expect("a recorded job");
+        let ops: Vec<&Op> = once.records().iter().map(|record| &record.op).collect();
+        assert!(ops.iter().copied().eq(dense.ops()), "{job}: other ops than the job's");
+        let names = |records: &[Record]| records.iter().map(|record| record.name.clone()).collect::<Vec<_>>();
+        assert!(names(once.records()) == names(&original), "{job}: other names than the job's");
+        assert!(record(once.records()).to_text() == once.to_text(), "{job}: recorded again it is another text");
     }
 }

@@ -5,8 +5,8 @@
 //! `measured_part`. They contain the driver that walks through the job's steps. It is counted alone as well, on a subject
 //! that allocates nothing, and the bar is on the difference. Without valgrind these columns stay empty.
 //!
-//! A second table has the instructions on heaps that are not plain: of fixed segments, of streams that share, and of a
-//! symmetric pool.
+//! A second table has the instructions on heaps that are not plain: of fixed segments, of streams that share, of a symmetric
+//! pool, and recorded into a trace file (the thread that writes it not counted).
 //!
 //! Exits with 1 when a bar is missed; with `--test`, for machines that are busy with other things, only when a bar on
 //! instructions is. `cargo bench -p symmalloc-benches --bench ratios`
@@ -16,7 +16,7 @@ use std::time::Instant;
 use std::{env, fs};
 use symmalloc_benches::micro::{ManyFree, PAIRS, Sizes};
 use symmalloc_benches::workload::{Bench, Bound, Nothing, Workload};
-use symmalloc_benches::{Ours, Segments, ours, ours_symmetric, reference};
+use symmalloc_benches::{Ours, Segments, ours, ours_recorded, ours_symmetric, reference};
 use symmalloc_core::config::StreamPolicy;
 use symmalloc_harness::jobs;
 
@@ -44,11 +44,12 @@ type Sort = (&'static str, fn() -> Ours);
 
 const PLAIN: &str = "plain";
 /// Plain heaps have the shortest way. Each of the others has something that makes it longer.
-const SORTS: [Sort; 4] = [
+const SORTS: [Sort; 5] = [
     (PLAIN, || ours(Segments::Expandable, StreamPolicy::Separate)),
     ("fixed", || ours(Segments::Fixed, StreamPolicy::Separate)),
     ("shared", || ours(Segments::Expandable, StreamPolicy::Shared)),
     ("symmetric", ours_symmetric),
+    ("recorded", ours_recorded),
 ];
 
 fn main() -> ExitCode {

@@ -17,8 +17,10 @@
 
 use crate::device::Weightless;
 use crate::reference::Reference;
+use std::sync::atomic::{AtomicU32, Ordering};
 use symmalloc_core::config::{PoolConfigBuilder, StreamPolicy};
 use symmalloc_core::{Allocator, Config, PoolConfig};
+use symmalloc_import::{TraceFile, TraceFileOptions};
 
 pub mod device;
 pub mod micro;
@@ -55,6 +57,21 @@ pub fn ours(segments: Segments, streams: StreamPolicy) -> Ours {
 /// Never: the default knobs are valid.
 pub fn ours_symmetric() -> Ours {
     ours_with(PoolConfig::builder().expandable().symmetric(true))
+}
+
+/// Our allocator, driven by one thread, that records what it does into a file, which is gone when it is closed.
+///
+/// # Panics
+/// When no file can be made in the folder for temporary files.
+pub fn ours_recorded() -> Ours {
+    static FILES: AtomicU32 = AtomicU32::new(0);
+    let name = format!("symmalloc-{}-{}.trace.zst", std::process::id(), FILES.fetch_add(1, Ordering::Relaxed));
+    let path = std::env::temp_dir().join(name);
+    let file = TraceFile::create(&path, TraceFileOptions::default()).expect("a folder for temporary files");
+    std::fs::remove_file(&path).expect("it was just made");
+    let allocator = ours(Segments::Expandable, StreamPolicy::Separate);
+    allocator.start_recording(file).expect("nothing was allocated");
+    allocator
 }
 
 fn ours_with(default_pool: PoolConfigBuilder) -> Ours {
