@@ -162,9 +162,14 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     ///
     /// # Determinism
     /// The limit is an input of every later decision, like the configuration (rule D4): set the same number of bytes at the
-    /// same point of the program on every rank. [Agreement](crate::agreement) compares it.
+    /// same point of the program on every rank. [Agreement](crate::agreement) compares it. No op of a trace says it: a change
+    /// ends a [recording](crate::recording) that is on, and one that begins later has the new limit.
     pub fn set_limit_bytes(&self, limit_bytes: Option<u64>) {
-        self.around.budget.set_limit_bytes(limit_bytes);
+        let mut tape = self.tape();
+        if limit_bytes != self.limit_bytes() {
+            self.around.budget.set_limit_bytes(limit_bytes);
+            tape.note_limit();
+        }
     }
 
     /// Registers the program's next stream. Register streams in the same order on every rank.

@@ -130,6 +130,15 @@ pub enum RecordingError {
         /// The pool.
         pool: PoolId,
     },
+    /// The limit over all pools was changed: no op says so. What was recorded before is whole.
+    #[error(
+        "the recording ended after {records} records, because the limit over all pools was changed: set it before the \
+         recording begins"
+    )]
+    LimitChanged {
+        /// Records that the sink had got.
+        records: u64,
+    },
     /// A segment died while its observer was dealing with what had happened before: no trace can say which of it the observer
     /// let go. What was recorded before is whole.
     #[error(
@@ -252,7 +261,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if let Some(heap) = heaps.iter().find(|heap| !heap.is_fresh()) {
             return Err(StartRecordingError::InUse { pool: heap.pool, ops: heap.digest.ops });
         }
-        sink.begin(self.config()).map_err(StartRecordingError::Sink)?;
+        // With the limit that holds now: the same configuration, and so nothing to check.
+        let config = Config { limit_bytes: self.limit_bytes(), ..self.config().clone() };
+        sink.begin(&config).map_err(StartRecordingError::Sink)?;
         let mut records = 0;
         for record in self.standing(&observers) {
             sink.record(record).map_err(StartRecordingError::Sink)?;
@@ -454,6 +465,11 @@ impl<B: Backend, L: Lock> Tape<'_, B, L> {
     #[cold]
     pub(crate) fn restored(&mut self, pool: PoolId) {
         self.end(|records| RecordingError::Restored { records, pool });
+    }
+
+    /// The limit over all pools is another one from here on.
+    pub(crate) fn note_limit(&mut self) {
+        self.end(|records| RecordingError::LimitChanged { records });
     }
 
     /// Ends the recording before its time. The allocator goes on.

@@ -92,10 +92,6 @@ typedef uint32_t symmalloc_status;
  */
 typedef struct symmalloc_allocator symmalloc_allocator;
 
-typedef struct Option_Invoker Option_Invoker;
-
-typedef struct Option_Manager Option_Manager;
-
 /**
  * One pool on one communicator.
  */
@@ -136,24 +132,6 @@ typedef struct symmalloc_placement {
  * when it is done. It must not throw.
  */
 typedef int (*symmalloc_gather_fn)(void *context, const uint8_t *mine, size_t len, uint8_t *all);
-
-/**
- * `std::function<bool(cudaStream_t)>`.
- */
-typedef struct symmalloc_std_function {
-  /**
-   * The functor, or a pointer to it.
-   */
-  size_t functor[2];
-  /**
-   * Copies and destroys the functor. Null when the function is empty.
-   */
-  struct Option_Manager manager;
-  /**
-   * Calls it. Arguments come by reference.
-   */
-  struct Option_Invoker invoker;
-} symmalloc_std_function;
 
 #ifdef __cplusplus
 extern "C" {
@@ -274,6 +252,14 @@ symmalloc_status symmalloc_trim(struct symmalloc_allocator *allocator,
                                 uint64_t *released_bytes);
 
 /**
+ * Lets another device read and write the allocator's memory: what there is, and what will be.
+ *
+ * # Safety
+ * `allocator` is live.
+ */
+symmalloc_status symmalloc_grant_access(struct symmalloc_allocator *allocator, int32_t peer);
+
+/**
  * Where a live allocation lies.
  *
  * # Safety
@@ -342,15 +328,17 @@ symmalloc_status symmalloc_config(struct symmalloc_allocator *allocator,
 void symmalloc_release_bytes(void *bytes);
 
 /**
- * Records every op from now on to a file.
+ * Records every op from now on to a file, as text, or compressed where its name ends in `.zst` or `.gz`: what `symmalloc replay`
+ * reads. Begin before the first allocation, while no other thread uses the allocator. Ops take longer meanwhile.
  *
  * # Safety
  * `allocator` is live; `path` is a C string.
  */
-symmalloc_status symmalloc_trace_start(struct symmalloc_allocator *allocator, const char *path);
+symmalloc_status symmalloc_trace_start(struct symmalloc_allocator *allocator,
+                                       const char *path);
 
 /**
- * Ends the recording.
+ * Ends the recording. What was recorded is on disk then. Ending the allocator does the same.
  *
  * # Safety
  * `allocator` is live.
@@ -494,7 +482,7 @@ void symmalloc_torch_record_stream(void *pointer,
 void symmalloc_torch_begin_allocate_to_pool(int device,
                                             uint64_t id_first,
                                             uint64_t id_second,
-                                            struct symmalloc_std_function *filter);
+                                            void *filter);
 
 /**
  * Ends what was begun last for the private pool of this id.

@@ -4,7 +4,7 @@
 //! pointer it writes only when it succeeds.
 
 use crate::alignment::{self, Gathering, symmalloc_gather_fn};
-use crate::device::DeviceAllocator;
+use crate::device::{DeviceAllocator, Tracing};
 use crate::error::Error;
 use crate::process;
 use crate::registrations::PoolRegistration;
@@ -12,7 +12,9 @@ use crate::settings::Settings;
 use crate::statistics;
 use crate::status::{report, symmalloc_status};
 use crate::streams::RawStream;
+use crate::trace;
 use std::ffi::{CStr, c_char, c_void};
+use std::path::Path;
 use std::time::Duration;
 
 /// Where an allocation lies. Equal on all ranks that ran the same program.
@@ -59,7 +61,7 @@ pub unsafe extern "C" fn symmalloc_create(
         let settings: Settings = unsafe { text(conf, "conf") }?.unwrap_or_default().parse()?;
         not_null(out, "out")?;
         process::watch_forks();
-        let allocator = Box::into_raw(Box::new(DeviceAllocator::new(ordinal, settings)?));
+        let allocator = Box::into_raw(Box::new(DeviceAllocator::new(ordinal, settings, Tracing::OnRequest)?));
         // SAFETY: the caller's contract.
         unsafe { write(out, "out", allocator) }
     })
@@ -323,8 +325,7 @@ pub unsafe extern "C" fn symmalloc_snapshot(
         not_null(bytes, "bytes")?;
         not_null(len, "len")?;
         let mut pickle = Vec::new();
-        symmalloc_import::export::export_allocator(allocator.core(), &mut pickle)
-            .map_err(|source| Error::File { path: "snapshot".to_owned(), source })?;
+        symmalloc_import::export::export_allocator(allocator.core(), &mut pickle)?;
         // SAFETY: the caller's contract.
         unsafe {
             write(len, "len", pickle.len())?;
@@ -374,7 +375,8 @@ pub unsafe extern "C" fn symmalloc_release_bytes(bytes: *mut c_void) {
     unsafe { libc::free(bytes) };
 }
 
-/// Records every op from now on to a file.
+/// Records every op from now on to a file, as text, or compressed where its name ends in `.zst` or `.gz`: what `symmalloc replay`
+/// reads. Begin before the first allocation, while no other thread uses the allocator. Ops take longer meanwhile.
 ///
 /// # Safety
 /// `allocator` is live; `path` is a C string.
@@ -385,20 +387,19 @@ pub unsafe extern "C" fn symmalloc_trace_start(
 ) -> symmalloc_status {
     report(|| {
         // SAFETY: the caller's contract.
-        let (_allocator, path) = unsafe { (living(allocator)?, required_text(path, "path")?) };
-        let source = std::io::ErrorKind::Unsupported.into();
-        Err(Error::File { path: path.to_owned(), source })
+        let (allocator, path) = unsafe { (living(allocator)?, required_text(path, "path")?) };
+        trace::start(allocator, Path::new(path))
     })
 }
 
-/// Ends the recording.
+/// Ends the recording. What was recorded is on disk then. Ending the allocator does the same.
 ///
 /// # Safety
 /// `allocator` is live.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_trace_stop(allocator: *mut DeviceAllocator) -> symmalloc_status {
     // SAFETY: the caller's contract.
-    report(|| unsafe { living(allocator) }.map(|_| ()))
+    report(|| trace::stop(unsafe { living(allocator) }?))
 }
 
 /// Compares this rank's history in symmetric pools with all other ranks'. Every rank calls it, at the same point of its program.

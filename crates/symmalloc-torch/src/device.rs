@@ -18,7 +18,8 @@ use crate::refusal::Refusals;
 use crate::registrations::Registrations;
 use crate::scopes::{Begun, MempoolId, Scopes};
 use crate::settings::{OutOfMemoryPolicy, Settings};
-use crate::streams::{RawStream, Streams};
+use crate::streams::{Lane, RawStream, Streams};
+use crate::trace;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -31,18 +32,27 @@ use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaError, DriverEr
 
 /// The allocator of one device.
 pub struct DeviceAllocator {
-    // Before `allocator`, from which its lanes borrow.
     streams: Streams,
     pointers: Pointers,
     scopes: Scopes,
     allocator: CudaAllocator,
     settings: Settings,
+    tracing: Tracing,
     /// Pools that the program made, by id.
     user_pools: Mutex<BTreeMap<PoolId, Pool<CudaBackend>>>,
     private_pools: Arc<PrivatePools>,
     refusals: Arc<Refusals>,
     pub(crate) registrations: Registrations,
     pub(crate) failures: Failures,
+}
+
+/// When an allocator is recorded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Tracing {
+    /// As `SYMMALLOC_TRACE` says, from its first use on.
+    FromFirstUse,
+    /// When the program asks for it.
+    OnRequest,
 }
 
 /// Errors of calls that can return none.
@@ -63,7 +73,7 @@ pub(crate) struct Found {
 }
 
 impl DeviceAllocator {
-    pub(crate) fn new(ordinal: usize, settings: Settings) -> Result<Self, Error> {
+    pub(crate) fn new(ordinal: usize, settings: Settings, tracing: Tracing) -> Result<Self, Error> {
         let device = CudaDevice::new(ordinal)?;
         let mut backend = CudaBackend::builder(&device).peers(settings.peers.iter().copied());
         if let Some(chunk_bytes) = settings.chunk_bytes {
@@ -81,6 +91,7 @@ impl DeviceAllocator {
             registrations: Registrations::new(&allocator),
             allocator,
             settings,
+            tracing,
             user_pools: Mutex::default(),
             private_pools,
             refusals,
@@ -112,6 +123,27 @@ impl DeviceAllocator {
         &self.private_pools
     }
 
+    /// The lane of a stream.
+    ///
+    /// # Safety
+    /// As [`allocate`](Self::allocate).
+    #[inline]
+    unsafe fn lane(&self, stream: RawStream) -> Result<&Lane, Error> {
+        match self.streams.cached(stream) {
+            Some(lane) => Ok(lane),
+            // SAFETY: the caller's contract.
+            None => unsafe { self.streams.find_or_register(stream, || self.begin()) },
+        }
+    }
+
+    /// Before the first stream is used.
+    fn begin(&self) -> Result<(), Error> {
+        match self.tracing {
+            Tracing::FromFirstUse => trace::start_from_environment(self),
+            Tracing::OnRequest => Ok(()),
+        }
+    }
+
     /// Where an allocation of this thread goes that names no pool. Calls PyTorch's filters, which may throw.
     #[inline]
     pub(crate) fn current_pool(&self, stream: RawStream) -> PoolId {
@@ -137,7 +169,7 @@ impl DeviceAllocator {
             return Ok(std::ptr::null_mut());
         }
         // SAFETY: the caller's contract.
-        let lane = unsafe { self.streams.lane(stream) }?;
+        let lane = unsafe { self.lane(stream) }?;
         let allocation = match name {
             None if pool == PoolId::DEFAULT => lane.heap.allocate(size_bytes),
             None => self.core().allocate(pool, lane.id, size_bytes),
@@ -199,7 +231,7 @@ impl DeviceAllocator {
         let address = pointer as u64;
         let live = self.pointers.find(address).ok_or_else(|| self.unknown(address))?;
         // SAFETY: the caller's contract.
-        let lane = unsafe { self.streams.lane(stream) }?;
+        let lane = unsafe { self.lane(stream) }?;
         Ok(self.core().record_use(live.handle, lane.id)?)
     }
 
@@ -257,7 +289,7 @@ impl DeviceAllocator {
     /// As [`allocate`](Self::allocate).
     pub(crate) unsafe fn reserve(&self, pool: PoolId, stream: RawStream, size_bytes: u64) -> Result<(), Error> {
         // SAFETY: the caller's contract.
-        let lane = unsafe { self.streams.lane(stream) }?;
+        let lane = unsafe { self.lane(stream) }?;
         self.core().reserve(pool, lane.id, size_bytes).map_err(|error| self.refused(error))
     }
 

@@ -5,6 +5,7 @@ use crate::status::symmalloc_status;
 use std::io;
 use symmalloc_core::agreement::AgreementError;
 use symmalloc_core::errors::{AllocateError, FreeError, RecordUseError, TrimError, UnknownError};
+use symmalloc_core::recording::{RecordingError, StartRecordingError};
 use symmalloc_cuda::CudaError;
 use symmalloc_nccl::{AttachError, CommError, SyncError};
 use thiserror::Error;
@@ -111,14 +112,15 @@ pub(crate) enum Error {
     /// Registration failed.
     #[error(transparent)]
     Sync(#[from] SyncError),
-    /// A file could not be written.
-    #[error("{path}: {source}")]
-    File {
-        /// The file.
-        path: String,
-        /// What the system said.
-        source: io::Error,
-    },
+    /// A snapshot could not be written.
+    #[error("the snapshot cannot be written: {0}")]
+    Snapshot(#[from] io::Error),
+    /// A trace cannot begin.
+    #[error(transparent)]
+    StartRecording(#[from] StartRecordingError),
+    /// A trace ended early, or there is none.
+    #[error(transparent)]
+    Recording(#[from] RecordingError),
     /// An assertion failed.
     #[error("symmalloc found itself in a state that must not be, please report it: {message}")]
     Internal {
@@ -152,7 +154,13 @@ impl Error {
                 SyncError::Disagreed { .. } | SyncError::PlansDiffer { .. } | SyncError::OffsetsDiffer { .. },
             ) => SYMMALLOC_MISALIGNED,
             Error::Communicator(_) | Error::Attach(_) | Error::Sync(_) => SYMMALLOC_NCCL,
-            Error::File { .. } => SYMMALLOC_IO,
+            Error::StartRecording(StartRecordingError::AlreadyRecording | StartRecordingError::InUse { .. }) => {
+                SYMMALLOC_INVALID_STATE
+            }
+            Error::Recording(RecordingError::Sink { .. }) | Error::StartRecording(_) | Error::Snapshot(_) => {
+                SYMMALLOC_IO
+            }
+            Error::Recording(_) => SYMMALLOC_INVALID_STATE,
             Error::Internal { .. } => SYMMALLOC_INTERNAL,
         }
     }

@@ -55,6 +55,7 @@ mod statistics;
 mod status;
 mod streams;
 mod torch_entry;
+mod trace;
 
 pub use alignment::symmalloc_gather_fn;
 pub use c_interface::*;

@@ -5,7 +5,7 @@
 //!
 //! A child that was forked has no CUDA. It finds no allocators here: allocating is an error, freeing does nothing.
 
-use crate::device::DeviceAllocator;
+use crate::device::{DeviceAllocator, Tracing};
 use crate::error::Error;
 use crate::settings::Settings;
 use std::ffi::c_int;
@@ -70,7 +70,7 @@ fn make(device: c_int) -> Result<&'static DeviceAllocator, Error> {
         None => settings.insert(from_environment()?).clone(),
     };
     watch_forks();
-    let allocator = Box::leak(Box::new(DeviceAllocator::new(ordinal, current)?));
+    let allocator = Box::leak(Box::new(DeviceAllocator::new(ordinal, current, Tracing::FromFirstUse)?));
     place.store(allocator, Ordering::Release);
     Ok(allocator)
 }

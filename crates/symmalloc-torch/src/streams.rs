@@ -66,27 +66,29 @@ impl Streams {
         Streams { cache, known: Mutex::default(), allocator }
     }
 
-    /// The lane of a stream, which is registered if this is its first use.
+    /// The lane of a stream, if it is in the cache.
+    #[inline]
+    pub(crate) fn cached(&self, raw: RawStream) -> Option<&Lane> {
+        let cached = self.cache[raw.place()].load(Ordering::Acquire);
+        // SAFETY: null, or a lane of `known`, which is boxed and lives as long as `self`.
+        unsafe { cached.as_ref() }.filter(|lane| lane.raw == raw)
+    }
+
+    /// The lane of a stream, which is registered if this is its first use. Before the first stream of all, calls `begin`.
     ///
     /// # Safety
     /// The stream belongs to the device's primary context and lives as long as this. PyTorch's streams do: they are never
     /// destroyed.
-    #[inline]
-    pub(crate) unsafe fn lane(&self, raw: RawStream) -> Result<&Lane, Error> {
-        let cached = self.cache[raw.place()].load(Ordering::Acquire);
-        // SAFETY: null, or a lane of `known`, which is boxed and lives as long as `self`.
-        match unsafe { cached.as_ref() } {
-            Some(lane) if lane.raw == raw => Ok(lane),
-            // SAFETY: the caller's contract.
-            _ => unsafe { self.find_or_register(raw) },
-        }
-    }
-
-    /// # Safety
-    /// As [`lane`](Self::lane).
     #[cold]
-    unsafe fn find_or_register(&self, raw: RawStream) -> Result<&Lane, Error> {
+    pub(crate) unsafe fn find_or_register(
+        &self,
+        raw: RawStream,
+        begin: impl FnOnce() -> Result<(), Error>,
+    ) -> Result<&Lane, Error> {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        if known.is_empty() {
+            begin()?;
+        }
         if !known.contains_key(&raw) {
             // SAFETY: the caller's contract.
             let id = unsafe { self.allocator.register_raw_stream(raw.handle().cast()) }?;

@@ -6,3 +6,4 @@ mod library;
 mod pools;
 mod threads;
 mod torch_calls;
+mod traces;
