@@ -1,0 +1,107 @@
+"""What the jobs share: the allocator they run on, repeatable arithmetic, and what is measured.
+
+A job is a function that makes a `step`: a function of the step's number that does the work and returns its loss. The sizes
+of steps repeat after `Job.period`, so that windows of that many steps are equal work and their times can be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+ALLOCATORS = ("native", "expandable", "symmalloc")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a job."""
+
+    name: str
+    allocator: str
+    device: str
+    trace: str | None
+    is_tiny: bool
+    """A smaller model, so that the script can be tried on a CPU."""
+    windows: int
+
+    @staticmethod
+    def from_command_line(name: str, description: str | None) -> Job:
+        """Reads the command line, and puts the allocator under PyTorch."""
+        parser = argparse.ArgumentParser(description=description)
+        parser.add_argument("--allocator", choices=ALLOCATORS, default="symmalloc")
+        parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+        parser.add_argument("--windows", type=int, default=4, help="how many equal windows of steps are timed")
+        parser.add_argument("--trace", help="record every op to this file (symmalloc) or a snapshot (others)")
+        options = parser.parse_args()
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        if options.allocator == "expandable":
+            os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        import torch
+
+        if options.allocator == "symmalloc":
+            import symmalloc
+
+            symmalloc.install(trace=options.trace)
+        elif options.trace and options.device == "cuda":
+            torch.cuda.memory._record_memory_history(context=None)
+        # Equal bits from run to run, as far as PyTorch offers them.
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.manual_seed(1)
+        is_tiny = options.device == "cpu"
+        return Job(name, options.allocator, options.device, options.trace, is_tiny, options.windows)
+
+    def measure(self, period: int, step: Callable[[int], object]) -> dict[str, object]:
+        """Runs a period to warm up, then the windows. Returns the figures."""
+        import torch
+
+        losses, speeds = [step(number) for number in range(period)], []
+        for window in range(1, self.windows + 1):
+            self.synchronize()
+            start = time.perf_counter()
+            losses += [step(window * period + number) for number in range(period)]
+            self.synchronize()
+            speeds.append(period / (time.perf_counter() - start))
+        values = torch.stack(losses).double().cpu().tolist()
+        figures = {
+            "job": self.name,
+            "allocator": self.allocator,
+            "steps": len(values),
+            "losses": hashlib.sha256(struct.pack(f"{len(values)}d", *values)).hexdigest()[:16],
+            "last_losses": values[-3:],
+            "steps_per_s": round(statistics.median(speeds), 3),
+            "window_speeds": [round(speed, 3) for speed in speeds],
+        }
+        if self.device == "cuda":
+            figures["reserved_peak_mib"] = torch.cuda.max_memory_reserved() / 2**20
+            figures["allocated_peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
+        return figures
+
+    def end_trace(self) -> None:
+        """Completes the recording."""
+        if self.trace and self.allocator == "symmalloc":
+            import symmalloc
+
+            symmalloc.stop_trace()
+        elif self.trace and self.device == "cuda":
+            import torch
+
+            torch.cuda.memory._dump_snapshot(self.trace.replace("%r", os.environ.get("RANK", "0")))
+
+    def synchronize(self) -> None:
+        if self.device == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+
+
+def report(figures: dict[str, object]) -> None:
+    """Prints one line that `run` reads."""
+    print("figures " + json.dumps(figures), flush=True)

@@ -1,0 +1,90 @@
+"""A deterministic caching allocator under PyTorch: equal places on every rank, less memory reserved.
+
+    import torch, symmalloc
+    symmalloc.install()
+
+See docs/pytorch.md in the repository.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .agreement import assert_aligned
+from .allocator import Allocator, Placement
+from .devices import Device
+from .errors import (
+    CudaError,
+    Error,
+    FileError,
+    InternalError,
+    InvalidArgument,
+    InvalidSettings,
+    InvalidState,
+    LibraryNotFound,
+    MisalignedError,
+    NcclError,
+    NotInstalled,
+    OutOfMemory,
+    TorchError,
+    TransportError,
+    UnknownPointer,
+    UnknownPool,
+)
+from .installation import allocator, install, installed
+from .library import VERSION as __version__
+from .library import library_path
+from .pool import MemPool, use_mem_pool
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "Allocator", "CudaError", "Device", "Error", "FileError", "InternalError", "InvalidArgument", "InvalidSettings",
+    "InvalidState", "LibraryNotFound", "MemPool", "MisalignedError", "NcclError", "NotInstalled", "OutOfMemory",
+    "Placement", "TorchError", "TransportError", "UnknownPointer", "UnknownPool", "__version__", "allocator",
+    "assert_aligned", "digest", "dump_snapshot", "install", "installed", "library_path", "placement", "snapshot",
+    "start_trace", "stats", "stop_trace", "use_mem_pool",
+]  # fmt: skip
+
+
+def stats(device: Device = None) -> dict[str, Any]:
+    """Counters of a device's allocator, total and per pool, with PyTorch's names. Raises `NotInstalled`."""
+    return allocator(device).stats()
+
+
+def snapshot(device: Device = None) -> dict[str, Any]:
+    """What `torch.cuda.memory._snapshot()` returns, for one device. Raises `NotInstalled`."""
+    return allocator(device).snapshot()
+
+
+def dump_snapshot(path: str | os.PathLike[str], device: Device = None) -> None:
+    """Writes a snapshot for https://pytorch.org/memory_viz and `torch.cuda._memory_viz`. Raises `NotInstalled`."""
+    import pickle
+
+    Path(path).write_bytes(pickle.dumps(snapshot(device)))
+
+
+def digest(device: Device = None, pool: MemPool | None = None) -> int:
+    """64 bits over the history of a pool; None: the default pool. Equal on all ranks exactly when their placements are.
+
+    Raises `NotInstalled`.
+    """
+    return pool.digest() if pool is not None else allocator(device).digest()
+
+
+def placement(tensor: torch.Tensor) -> Placement:
+    """Where a CUDA tensor's storage lies. Raises `NotInstalled`, `UnknownPointer` for memory that is not ours."""
+    return allocator(tensor.device).placement_of(tensor.untyped_storage().data_ptr())
+
+
+def start_trace(path: str | os.PathLike[str], device: Device = None) -> None:
+    """Records every op of a device from now on. Raises `NotInstalled`."""
+    allocator(device).start_trace(path)
+
+
+def stop_trace(device: Device = None) -> None:
+    """Ends a recording; the file is complete afterwards. Raises `NotInstalled`."""
+    allocator(device).stop_trace()

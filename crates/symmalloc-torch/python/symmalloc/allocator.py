@@ -1,0 +1,169 @@
+"""One device's allocator: the C interface as an object. Knows nothing of PyTorch."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import pickle
+from collections.abc import Callable
+from ctypes import byref, c_size_t, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+from .library import GatherFunction, PlacementStruct, call, data, encoded, text
+
+DEFAULT_POOL = 0
+
+Gather = Callable[[bytes], bytes]
+"""Takes this rank's bytes; returns all ranks' bytes, each as many, in rank order."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a block lies. Equal on all ranks that ran the same program."""
+
+    pool: int
+    stream: int
+    """The number of its stream in the order of first use, not a raw handle."""
+    segment: int
+    """The birth ordinal of its segment in its heap."""
+    offset_bytes: int
+    size_bytes: int
+    requested_bytes: int
+
+
+class Allocator:
+    """A deterministic caching allocator of one device.
+
+    `conf` is a text as in `SYMMALLOC_CONF`; None: the defaults. Streams are raw handles (`cudaStream_t` as an int), 0 the
+    default stream. All methods are thread-safe. Those of a closed allocator raise `InvalidArgument`.
+
+    PyTorch's own is `symmalloc.allocator(device)`.
+    """
+
+    def __init__(self, device: int = 0, conf: str | None = None) -> None:
+        self._handle, self._is_owned = c_void_p(), True
+        call("create", device, encoded(conf), byref(self._handle))
+
+    @classmethod
+    def _of_torch(cls, device: int) -> Allocator:
+        """The allocator behind PyTorch's entry points. It lives as long as the process."""
+        self = cls.__new__(cls)
+        self._handle, self._is_owned = c_void_p(), False
+        call("torch_allocator", device, byref(self._handle))
+        return self
+
+    def close(self) -> None:
+        """Gives all memory back to the device. Does nothing the second time."""
+        handle, self._handle = self._handle, c_void_p()
+        if self._is_owned and handle:
+            call("destroy", handle)
+
+    def __enter__(self) -> Allocator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def allocate(self, size_bytes: int, stream: int = 0, pool: int = DEFAULT_POOL, name: str | None = None) -> int:
+        """Returns a device address. Raises `OutOfMemory`, `UnknownPool`."""
+        out = c_void_p()
+        if name is None:
+            call("allocate", self._handle, pool, size_bytes, stream, byref(out))
+        else:
+            call("allocate_named", self._handle, pool, size_bytes, stream, name.encode(), byref(out))
+        return out.value or 0
+
+    def free(self, pointer: int) -> None:
+        """Frees at once: the next user waits on the device for those of other streams. Raises `UnknownPointer`."""
+        call("free", self._handle, pointer)
+
+    def record_use(self, pointer: int, stream: int) -> None:
+        """Says that another stream uses a block. Raises `UnknownPointer`."""
+        call("record_use", self._handle, pointer, stream)
+
+    def create_pool(self, conf: str | None = None) -> int:
+        """Returns the new pool's number. Raises `InvalidSettings`."""
+        out = c_uint32()
+        call("pool_create", self._handle, encoded(conf), byref(out))
+        return out.value
+
+    def destroy_pool(self, pool: int) -> None:
+        """Gives a pool up. Raises `InvalidState` while it holds allocations."""
+        call("pool_destroy", self._handle, pool)
+
+    def reserve(self, size_bytes: int, stream: int = 0, pool: int = DEFAULT_POOL) -> None:
+        """Obtains memory for later allocations of a pool on a stream. Raises `OutOfMemory`."""
+        call("reserve", self._handle, pool, stream, size_bytes)
+
+    def trim(self) -> int:
+        """Gives free memory back to the device, but for graphs' pools. Returns how many bytes."""
+        out = c_uint64()
+        call("trim", self._handle, byref(out))
+        return out.value
+
+    def placement_of(self, pointer: int) -> Placement:
+        """Raises `UnknownPointer`."""
+        out = PlacementStruct()
+        call("placement_of", self._handle, pointer, byref(out))
+        return Placement(**{name: getattr(out, name) for name in Placement.__dataclass_fields__})
+
+    def stats(self) -> dict[str, Any]:
+        """Counters with PyTorch's names: `{"device", "total", "pools": [...]}`."""
+        return json.loads(text("stats_json", self._handle))
+
+    def reset_peaks(self) -> None:
+        """Sets every peak to the current value."""
+        call("reset_peaks", self._handle)
+
+    def digest(self, pool: int = DEFAULT_POOL) -> int:
+        """64 bits over the pool's history: equal on ranks exactly when the ops and their placements are."""
+        out = c_uint64()
+        call("digest", self._handle, pool, byref(out))
+        return out.value
+
+    def snapshot(self) -> dict[str, Any]:
+        """What `torch.cuda.memory._snapshot()` returns, for this device. PyTorch's viewer reads it."""
+        return pickle.loads(data("snapshot", self._handle))
+
+    def leak_report(self) -> str:
+        """What is allocated now, by pool and name."""
+        return text("leak_report", self._handle)
+
+    def config(self) -> str:
+        """The configuration's canonical text: every value, defaults too."""
+        return text("config", self._handle)
+
+    def start_trace(self, path: str | os.PathLike[str]) -> None:
+        """Records every op from now on to a file that `symmalloc replay` and `symmalloc diff` read."""
+        call("trace_start", self._handle, os.fsencode(path))
+
+    def stop_trace(self) -> None:
+        """Ends the recording. What was recorded is on disk afterwards."""
+        call("trace_stop", self._handle)
+
+    def agree(self, rank: int, world: int, gather: Gather) -> None:
+        """Compares the histories of symmetric pools over all ranks, which must all call this at the same point.
+
+        Raises `MisalignedError` on every rank alike, and what `gather` raised.
+        """
+        failures: list[BaseException] = []
+
+        def gather_bytes(_context: int, mine: Any, length: int, everyone: Any) -> int:
+            try:
+                gathered = gather(ctypes.string_at(mine, length))
+                if len(gathered) != world * length:
+                    raise ValueError(f"gather returned {len(gathered)} bytes for {world} ranks of {length}")
+                ctypes.memmove(everyone, gathered, len(gathered))
+                return 0
+            except BaseException as error:  # it must not pass through the library; raised below
+                failures.append(error)
+                return 1
+
+        try:
+            call("agree", self._handle, rank, world, GatherFunction(gather_bytes), None)
+        except Exception:
+            if failures:
+                raise failures[0] from None
+            raise

@@ -1,0 +1,26 @@
+"""PyTorch's devices and streams as numbers. The only file besides those that install that asks PyTorch for them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Union
+
+from .errors import TorchError
+
+if TYPE_CHECKING:
+    import torch
+
+Device = Union["torch.device", int, str, None]
+
+
+def device_index(device: Device = None) -> int:
+    """The number of a device; None: the current one. Raises `TorchError` for a device that is none of CUDA's."""
+    if isinstance(device, int):
+        return device
+    import torch
+
+    if device is None:
+        return torch.cuda.current_device()
+    device = torch.device(device)
+    if device.type != "cuda":
+        raise TorchError(f"{device} is no CUDA device")
+    return torch.cuda.current_device() if device.index is None else device.index

@@ -1,0 +1,96 @@
+"""Puts the library under PyTorch: `install()` before CUDA is used, and nothing afterwards."""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+
+from . import statistics as pytorch_statistics
+from .devices import Device, device_index
+from .errors import InvalidState, NotInstalled, TorchError
+from .library import address, call, encoded, library, library_path
+from .allocator import Allocator
+
+TORCH_MINIMUM = (2, 5)
+
+# PyTorch's setters, and what they are given.
+SETTERS = {
+    "set_init_fn": "symmalloc_torch_init",
+    "set_reset_fn": "symmalloc_torch_reset",
+    "set_memory_fraction_fn": "symmalloc_torch_memory_fraction",
+    "set_base_alloc_fn": "symmalloc_torch_base_alloc",
+    "set_record_stream_fn": "symmalloc_torch_record_stream",
+    "set_begin_allocate_to_pool": "symmalloc_torch_begin_allocate_to_pool",
+    "set_end_allocate_to_pool_fn": "symmalloc_torch_end_allocate_to_pool",
+    "set_release_pool": "symmalloc_torch_release_pool",
+}
+
+# What install() was called with; None before. PyTorch keeps the allocator for the rest of the process.
+_installed_with: tuple[str | None, str | None] | None = None
+
+
+def install(conf: str | None = None, *, trace: str | os.PathLike[str] | None = None, statistics: bool = True) -> None:
+    """Makes symmalloc the allocator of all CUDA tensors of this process.
+
+    Call it after `import torch` and before anything uses CUDA: before the first tensor there, `torch.cuda.set_device`,
+    or `init_process_group` with a device. A second call with the same arguments does nothing.
+
+    conf        configuration text, PyTorch's syntax and our keys; None: `SYMMALLOC_CONF`, or the defaults
+    trace       record every op to this file, as `SYMMALLOC_TRACE` does; `%r` is the rank, `%d` the device, `%p` the process
+    statistics  teach `torch.cuda.memory_stats`, `memory_allocated`, `max_memory_reserved`, `memory_summary`,
+                `memory._snapshot` and their kin our numbers; PyTorch raises for them with any pluggable allocator
+
+    Raises `TorchError` when PyTorch is missing, too old or has used CUDA, `InvalidSettings` for a configuration that is
+    not understood, `LibraryNotFound`.
+    """
+    global _installed_with
+    arguments = (conf, None if trace is None else os.fspath(trace))
+    if _installed_with is not None:
+        if _installed_with != arguments:
+            raise InvalidState(f"symmalloc is installed already, with conf and trace {_installed_with}: install it once")
+        return
+    torch = _usable_torch()
+    library()
+    if conf is not None:
+        call("torch_configure", encoded(conf))
+    if trace is not None:
+        os.environ["SYMMALLOC_TRACE"] = os.fspath(trace)
+    pluggable = torch.cuda.memory.CUDAPluggableAllocator(
+        str(library_path()), "symmalloc_torch_alloc", "symmalloc_torch_free"
+    )
+    for setter, function in SETTERS.items():
+        getattr(pluggable.allocator(), setter)(address(function))
+    torch.cuda.memory.change_current_allocator(pluggable)
+    if statistics:
+        pytorch_statistics.teach(torch)
+    _installed_with = arguments
+
+
+def installed() -> bool:
+    """Whether `install()` was done in this process."""
+    return _installed_with is not None
+
+
+def allocator(device: Device = None) -> Allocator:
+    """The allocator behind PyTorch's CUDA tensors on a device. Raises `NotInstalled`."""
+    if not installed():
+        raise NotInstalled("PyTorch does not use symmalloc: call symmalloc.install() before CUDA is used")
+    return Allocator._of_torch(device_index(device))
+
+
+def _usable_torch() -> ModuleType:
+    try:
+        import torch
+    except ImportError as error:
+        raise TorchError(f"PyTorch cannot be imported ({error}): install() puts symmalloc under it") from error
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < TORCH_MINIMUM:
+        raise TorchError(f"PyTorch {torch.__version__} is too old: from {'.'.join(map(str, TORCH_MINIMUM))} on")
+    if torch.version.cuda is None or not hasattr(torch._C, "_cuda_customAllocator"):
+        raise TorchError(f"PyTorch {torch.__version__} was built without CUDA")
+    if torch.cuda.is_initialized():
+        raise TorchError(
+            "CUDA is in use already: call symmalloc.install() right after `import torch`, before the first CUDA tensor, "
+            "torch.cuda.set_device() or init_process_group()"
+        )
+    return torch

@@ -1,0 +1,136 @@
+"""The C library: where it lies, its calls with their types (`include/symmalloc.h`), and its failures as exceptions."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import POINTER, byref, c_char_p, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from . import errors
+
+LIBRARY = "libsymmalloc_torch.so"
+VERSION = "0.1.0"
+
+GatherFunction = ctypes.CFUNCTYPE(c_int32, c_void_p, POINTER(ctypes.c_uint8), c_size_t, POINTER(ctypes.c_uint8))
+"""`gather(context, mine, len, all)`: fills `all` with every rank's `len` bytes, in rank order. 0 when done."""
+
+class PlacementStruct(ctypes.Structure):
+    """symmalloc_placement in the header."""
+
+    _fields_ = [
+        ("pool", c_uint32),
+        ("stream", c_uint32),
+        ("segment", c_uint64),
+        ("offset_bytes", c_uint64),
+        ("size_bytes", c_uint64),
+        ("requested_bytes", c_uint64),
+    ]
+
+
+# Calls that return a symmalloc_status.
+CALLS: dict[str, list[Any]] = {
+    "create": [c_int32, c_char_p, POINTER(c_void_p)],
+    "destroy": [c_void_p],
+    "allocate": [c_void_p, c_uint32, c_size_t, c_void_p, POINTER(c_void_p)],
+    "allocate_named": [c_void_p, c_uint32, c_size_t, c_void_p, c_char_p, POINTER(c_void_p)],
+    "free": [c_void_p, c_void_p],
+    "record_use": [c_void_p, c_void_p, c_void_p],
+    "pool_create": [c_void_p, c_char_p, POINTER(c_uint32)],
+    "pool_destroy": [c_void_p, c_uint32],
+    "reserve": [c_void_p, c_uint32, c_void_p, c_size_t],
+    "trim": [c_void_p, POINTER(c_uint64)],
+    "placement_of": [c_void_p, c_void_p, POINTER(PlacementStruct)],
+    "stats_json": [c_void_p, POINTER(c_void_p)],
+    "reset_peaks": [c_void_p],
+    "digest": [c_void_p, c_uint32, POINTER(c_uint64)],
+    "snapshot": [c_void_p, POINTER(c_void_p), POINTER(c_size_t)],
+    "leak_report": [c_void_p, POINTER(c_void_p)],
+    "config": [c_void_p, POINTER(c_void_p)],
+    "trace_start": [c_void_p, c_char_p],
+    "trace_stop": [c_void_p],
+    "agree": [c_void_p, c_uint32, c_uint32, GatherFunction, c_void_p],
+    "registrar_create": [c_void_p, c_uint32, c_void_p, c_uint32, POINTER(c_void_p)],
+    "registrar_sync": [c_void_p, POINTER(c_uint64), POINTER(c_uint64)],
+    "registrar_destroy": [c_void_p],
+    "torch_configure": [c_char_p],
+    "torch_allocator": [c_int32, POINTER(c_void_p)],
+    "torch_push_pool": [c_int32, c_uint32],
+    "torch_pop_pool": [c_int32],
+}
+
+
+def library_path() -> Path:
+    """The library's file: `SYMMALLOC_LIBRARY` from the environment, or the one in this package.
+
+    Raises `LibraryNotFound`.
+    """
+    given = os.environ.get("SYMMALLOC_LIBRARY")
+    path = Path(given) if given else Path(__file__).resolve().parent / LIBRARY
+    if not path.is_file():
+        source = "SYMMALLOC_LIBRARY names it" if given else "it belongs to this package"
+        raise errors.LibraryNotFound(
+            f"{path} is no file ({source}): install with `pip install ./crates/symmalloc-torch`, or set "
+            f"SYMMALLOC_LIBRARY to a {LIBRARY} that cargo built"
+        )
+    return path
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The loaded library. Raises `LibraryNotFound`."""
+    path = library_path()
+    try:
+        loaded = ctypes.CDLL(str(path))
+        loaded.symmalloc_version.restype = c_char_p
+        version = loaded.symmalloc_version().decode()
+        if version != VERSION:
+            raise errors.LibraryNotFound(f"{path} has version {version}, this package {VERSION}: install both anew")
+        for name, types in CALLS.items():
+            function = getattr(loaded, f"symmalloc_{name}")
+            function.argtypes, function.restype = types, c_int32
+    except (OSError, AttributeError) as error:
+        raise errors.LibraryNotFound(f"{path} cannot be used: {error}") from error
+    loaded.symmalloc_error_message.restype = c_char_p
+    loaded.symmalloc_release_bytes.argtypes, loaded.symmalloc_release_bytes.restype = [c_void_p], None
+    return loaded
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Makes the call `symmalloc_{name}`. Raises the error that its status means."""
+    loaded = library()
+    status = getattr(loaded, f"symmalloc_{name}")(*arguments)
+    if status != 0:
+        message = (loaded.symmalloc_error_message() or b"").decode(errors="replace")
+        raise errors.BY_STATUS.get(status, errors.Error)(message or f"symmalloc_{name} failed with status {status}")
+
+
+def text(name: str, *arguments: Any) -> str:
+    """Makes a call whose last argument takes a text of the library's."""
+    out = c_void_p()
+    call(name, *arguments, byref(out))
+    try:
+        return ctypes.string_at(out.value or 0).decode()
+    finally:
+        library().symmalloc_release_bytes(out)
+
+
+def data(name: str, *arguments: Any) -> bytes:
+    """Makes a call whose last two arguments take bytes of the library's, and how many."""
+    out, length = c_void_p(), c_size_t()
+    call(name, *arguments, byref(out), byref(length))
+    try:
+        return ctypes.string_at(out.value or 0, length.value)
+    finally:
+        library().symmalloc_release_bytes(out)
+
+
+def address(name: str) -> int:
+    """The address of a function, for PyTorch."""
+    return ctypes.cast(getattr(library(), name), c_void_p).value or 0
+
+
+def encoded(text: str | None) -> bytes | None:
+    return None if text is None else text.encode()

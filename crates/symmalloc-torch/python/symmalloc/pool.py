@@ -1,0 +1,167 @@
+"""Pools of their own, above all for symmetric memory: places equal on all ranks, in NCCL windows.
+
+PyTorch's `torch.cuda.MemPool` needs calls that its class for pluggable allocators lacks. These pools are symmalloc's:
+
+    pool = symmalloc.MemPool(reserve=1 << 30)        one segment, obtained now; one window for ever
+    with symmalloc.use_mem_pool(pool):
+        buffer = torch.empty(...)                    lies in the pool, on every rank at the same place
+    pool.register()                                  collective: windows on the group's NCCL communicator
+    torch.distributed.all_reduce(buffer)             NCCL takes its symmetric kernels
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import byref, c_uint64, c_void_p
+from typing import TYPE_CHECKING, Any
+
+from .allocator import Allocator
+from .devices import Device, device_index
+from .errors import Error, InvalidState, TorchError
+from .installation import allocator
+from .library import call
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+GRANULE_BYTES = 2 << 20
+DEADLINE_SECONDS = 60.0
+
+
+class MemPool:
+    """A pool of device memory on one device.
+
+    symmetric  all ranks must make the same allocations in it, and get the same places; `assert_aligned` compares it
+    reserve    bytes to obtain now, as one segment for the current stream; None: segments come as they are needed
+    conf       further configuration of the pool, as `limit_mb:4096` or `streams:shared`
+    device     None: the current one
+
+    Its memory goes back to the device when the pool is closed or collected and its tensors are gone. Raises
+    `NotInstalled`, `InvalidSettings`, `OutOfMemory`.
+    """
+
+    def __init__(
+        self, *, symmetric: bool = True, reserve: int | None = None, conf: str | None = None, device: Device = None
+    ) -> None:
+        self.device = device_index(device)
+        self._allocator = allocator(self.device)
+        self.id = self._allocator.create_pool(_pool_conf(symmetric, reserve, conf))
+        self._registrars: dict[int, tuple[Any, c_void_p]] = {}
+        self._finalizer = weakref.finalize(self, _destroy, self._allocator, self.id)
+        self._finalizer.atexit = False  # the process gives everything back
+        if reserve is not None:
+            import torch
+
+            self._allocator.reserve(reserve, torch.cuda.current_stream(self.device).cuda_stream, self.id)
+
+    def digest(self) -> int:
+        """64 bits over the pool's history: equal on all ranks exactly when ops and placements are."""
+        return self._allocator.digest(self.id)
+
+    def register(self, group: ProcessGroup | None = None, *, deadline_seconds: float = DEADLINE_SECONDS) -> int:
+        """Registers the pool's segments as windows on the group's NCCL communicator; None: the default group.
+
+        Collective: every rank of the group calls it at the same point. Segments that come later get their windows at
+        the next `sync()`. Returns how many windows were made. Raises `MisalignedError` on every rank alike when the ranks
+        placed differently, `NcclError` when a rank does not come within the deadline, `TorchError` for a group without NCCL.
+        """
+        backend = _nccl_backend(group, self.device)
+        if id(backend) in self._registrars:
+            raise InvalidState("the pool is registered on this group already: sync() registers what is new")
+        registrar = c_void_p()
+        call(
+            "registrar_create",
+            self._allocator._handle,
+            self.id,
+            _communicator(backend, self.device),
+            int(deadline_seconds * 1000),
+            byref(registrar),
+        )
+        self._registrars[id(backend)] = backend, registrar
+        return _sync(registrar)[0]
+
+    def sync(self) -> tuple[int, int]:
+        """Registers new segments and deregisters dead ones, on every group in the order of registration.
+
+        Collective. Returns how many windows were made and how many went. Raises as `register`.
+        """
+        counts = [_sync(registrar) for _, registrar in self._registrars.values()]
+        return sum(made for made, _ in counts), sum(gone for _, gone in counts)
+
+    def deregister(self, group: ProcessGroup | None = None) -> None:
+        """Takes the pool's windows off the group's communicator. On every rank, once no collective in them is running."""
+        backend = _nccl_backend(group, self.device)
+        if id(backend) not in self._registrars:
+            raise InvalidState("the pool is not registered on this group")
+        _, registrar = self._registrars.pop(id(backend))
+        call("registrar_destroy", registrar)
+
+    def close(self) -> None:
+        """Deregisters everywhere, then gives the pool up. Raises `InvalidState` while it holds tensors."""
+        while self._registrars:
+            _, (_, registrar) = self._registrars.popitem()
+            call("registrar_destroy", registrar)
+        if self._finalizer.detach():
+            self._allocator.destroy_pool(self.id)
+
+
+@contextmanager
+def use_mem_pool(pool: MemPool) -> Iterator[None]:
+    """This thread's allocations on the pool's device go to the pool. Scopes nest. Threads started inside are not in it."""
+    call("torch_push_pool", pool.device, pool.id)
+    try:
+        yield
+    finally:
+        call("torch_pop_pool", pool.device)
+
+
+def _pool_conf(symmetric: bool, reserve: int | None, conf: str | None) -> str:
+    keys = ["symmetric:true"] if symmetric else []
+    if reserve is not None:
+        segment_bytes = -(-reserve // GRANULE_BYTES) * GRANULE_BYTES
+        keys += ["segments:reserved", f"segment_bytes:{segment_bytes}"]
+    elif "segments" not in (conf or ""):
+        # A window covers a whole segment, and NCCL before 2.30.3 cannot register one that grows.
+        keys += ["segments:fixed"]
+    return ",".join(keys + ([conf] if conf else []))
+
+
+def _destroy(allocator: Allocator, pool: int) -> None:
+    try:
+        allocator.destroy_pool(pool)
+    except Error:
+        pass  # tensors live in it: it stays until the process ends
+
+
+def _sync(registrar: c_void_p) -> tuple[int, int]:
+    made, gone = c_uint64(), c_uint64()
+    call("registrar_sync", registrar, byref(made), byref(gone))
+    return made.value, gone.value
+
+
+def _nccl_backend(group: ProcessGroup | None, device: int) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        raise TorchError("windows need NCCL: call torch.distributed.init_process_group() first")
+    process_group = group if group is not None else dist.group.WORLD
+    try:
+        backend = process_group._get_backend(torch.device("cuda", device))
+    except RuntimeError as error:
+        raise TorchError(f"the group has no backend for CUDA tensors: {error}") from error
+    if not hasattr(backend, "_comm_ptr"):
+        raise TorchError(f"windows need a group with NCCL; this one has {backend.name()}")
+    return backend
+
+
+def _communicator(backend: Any, device: int) -> int:
+    """The ncclComm_t of a process group. PyTorch makes it at the first collective; here it is made now."""
+    import torch
+
+    with torch.cuda.device(device):
+        if not backend._comm_ptr():
+            backend.eager_connect_single_device(torch.device("cuda", device))
+        return backend._comm_ptr()

@@ -1,0 +1,115 @@
+"""Teaches PyTorch our numbers.
+
+PyTorch's class for pluggable allocators raises for statistics and snapshots. Everything that reads them, from
+`torch.cuda.memory_allocated` to `torch.accelerator.memory_stats`, asks one of a few functions of `torch._C`: those are replaced.
+
+    torch.cuda.memory_summary ─ memory_stats ─ memory_stats_as_nested_dict ─ torch._C._cuda_memoryStats   ← ours
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from .allocator import Allocator
+
+# PyTorch's counters that are split by size of request, those that are not, and plain numbers.
+SPLIT = (
+    "allocation", "segment", "active", "inactive_split",
+    "allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes",
+)  # fmt: skip
+WHOLE = ("oversize_allocations", "oversize_segments")
+NUMBERS = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free")
+STAT = {"current": 0, "peak": 0, "allocated": 0, "freed": 0}
+NO_SPLIT_LIMIT = -1
+
+
+# What had been counted when the program last reset "accumulated" statistics, per device. Ours only ever grow.
+_accumulated_before: dict[int, dict[str, Any]] = {}
+
+
+def memory_stats(device: int) -> dict[str, Any]:
+    """`torch.cuda.memory_stats_as_nested_dict` of a device. What we do not count is 0."""
+    total = _since(Allocator._of_torch(device).stats()["total"], _accumulated_before.get(device, {}))
+    zeros: dict[str, Any] = {name: 0 for name in NUMBERS}
+    zeros |= {"max_split_size": NO_SPLIT_LIMIT}
+    zeros |= {name: dict(STAT) for name in WHOLE}
+    zeros |= {name: {pool: dict(STAT) for pool in ("all", "small_pool", "large_pool")} for name in SPLIT}
+    for name, value in total.items():
+        if isinstance(value, dict):
+            zeros[name] = zeros.get(name, {}) | value
+        else:
+            zeros[name] = value
+    return zeros
+
+
+def snapshot(devices: int) -> dict[str, Any]:
+    """`torch.cuda.memory._snapshot()` over all devices."""
+    whole: dict[str, Any] = {"segments": [], "device_traces": [[] for _ in range(devices)]}
+    for device in range(devices):
+        part = Allocator._of_torch(device).snapshot()
+        whole["segments"] += part["segments"]
+        traces = part.get("device_traces", [])
+        if device < len(traces):
+            whole["device_traces"][device] = traces[device]
+        for key, value in part.items():
+            whole.setdefault(key, value)
+    return whole
+
+
+def reset_peaks(device: int) -> None:
+    Allocator._of_torch(device).reset_peaks()
+
+
+def reset_accumulated(device: int) -> None:
+    _accumulated_before[device] = Allocator._of_torch(device).stats()["total"]
+
+
+def _since(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
+    """Takes what was there before from everything that accumulates."""
+    since = {}
+    for key, value in now.items():
+        if isinstance(value, dict):
+            since[key] = _since(value, then.get(key, {}))
+        elif key in ("allocated", "freed") or key in NUMBERS:
+            since[key] = value - then.get(key, 0)
+        else:
+            since[key] = value
+    return since
+
+
+def teach(torch: ModuleType) -> None:
+    """Replaces the functions of `torch._C`. They are PyTorch's own again in the next process."""
+    native = torch._C
+    set_fraction, fractions = native._cuda_setMemoryFraction, {}
+
+    def memory_snapshot(request: tuple[int, int, bool] | None) -> dict[str, Any]:
+        taken = snapshot(torch.cuda.device_count())
+        if request is not None:
+            first, second, has_traces = request
+            if (first, second) != (0, 0):
+                taken["segments"] = [s for s in taken["segments"] if tuple(s["segment_pool_id"]) == (first, second)]
+            if not has_traces:
+                taken["device_traces"] = [[] for _ in taken["device_traces"]]
+        return taken
+
+    def set_memory_fraction(fraction: float, device: int) -> None:
+        set_fraction(fraction, device)
+        fractions[device] = fraction
+
+    def record_memory_history(enabled: str | bool | None, *_: Any, **__: Any) -> None:
+        if enabled:
+            raise RuntimeError("symmalloc records with symmalloc.start_trace(path) or SYMMALLOC_TRACE=path, at little cost")
+
+    native._cuda_memoryStats = memory_stats
+    native._cuda_resetPeakMemoryStats = reset_peaks
+    native._cuda_resetAccumulatedMemoryStats = reset_accumulated
+    native._cuda_memorySnapshot = memory_snapshot
+    native._cuda_setMemoryFraction = set_memory_fraction
+    native._cuda_getMemoryFraction = lambda device: fractions.get(device, 1.0)
+    native._cuda_record_memory_history = record_memory_history
+    native._cuda_record_memory_history_legacy = record_memory_history
+    if hasattr(native, "_accelerator_getDeviceStats"):
+        native._accelerator_getDeviceStats = memory_stats
+        native._accelerator_resetPeakStats = native._cuda_resetPeakMemoryStats
+        native._accelerator_resetAccumulatedStats = native._cuda_resetAccumulatedMemoryStats
