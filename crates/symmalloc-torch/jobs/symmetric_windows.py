@@ -54,7 +54,7 @@ class NativePool:
     def __init__(self, backend: Any) -> None:
         import torch
 
-        self._pool = torch.cuda.MemPool(backend.mem_allocator)
+        self._backend, self._pool = backend, torch.cuda.MemPool(backend.mem_allocator)
         backend.register_mem_pool(self._pool, symm=True)
 
     def scope(self) -> AbstractContextManager[None]:
@@ -64,6 +64,10 @@ class NativePool:
 
     def sync(self) -> None:
         """PyTorch registers each segment when it comes."""
+
+    def close(self) -> None:
+        self._backend.deregister_mem_pool(self._pool)
+        del self._pool
 
 
 class OurPool:
@@ -80,6 +84,9 @@ class OurPool:
 
     def sync(self) -> None:
         self._pool.sync()
+
+    def close(self) -> None:
+        self._pool.close()
 
 
 def main() -> None:
@@ -131,6 +138,7 @@ def main() -> None:
     if rank == 0:
         right = [count for count, _ in rounds]
         report({"job": "symmetric_windows", "allocator": allocator, "right": right, "of": TENSORS, "orders": orders})
+    pool.close()
     dist.destroy_process_group()
 
 

@@ -15,19 +15,24 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def assert_aligned(group: ProcessGroup | None = None, device: Device = None) -> None:
+def assert_aligned(
+    group: ProcessGroup | None = None, *, symmetric_only: bool = False, device: Device = None
+) -> None:
     """Raises `MisalignedError` on every rank when ranks differ, with the first op that differs and what each rank did.
 
-    Collective: every rank of the group (None: the default one) calls it at the same point. Compared are the histories of
-    symmetric pools. It costs one all-gather of 64 bytes while ranks agree. With gloo in the group it goes through host
-    tensors, otherwise through tensors on the device. Raises `TorchError` without torch.distributed, `NotInstalled`.
+    Collective: every rank of the group (None: the default one) calls it at the same point. Compared are the histories of all
+    pools, or with `symmetric_only` of those in which ranks promise to allocate alike. It costs one small all-gather while
+    ranks agree: through host tensors where the group has gloo, otherwise through tensors on the device, in a pool of their
+    own. Raises `TorchError` without torch.distributed, `NotInstalled`.
     """
     import torch.distributed as dist
 
     if not dist.is_initialized():
         raise TorchError("there are no ranks to compare: call torch.distributed.init_process_group() first")
     index = device_index(device)
-    allocator(index).agree(dist.get_rank(group), dist.get_world_size(group), _gather(group, index))
+    allocator(index).agree(
+        dist.get_rank(group), dist.get_world_size(group), _gather(group, index), symmetric_only=symmetric_only
+    )
 
 
 def _gather(group: ProcessGroup | None, device: int) -> Gather:

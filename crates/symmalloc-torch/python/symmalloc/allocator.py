@@ -8,12 +8,16 @@ import os
 import pickle
 from collections.abc import Callable
 from ctypes import byref, c_size_t, c_uint32, c_uint64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .library import GatherFunction, PlacementStruct, call, data, encoded, text
 
 DEFAULT_POOL = 0
+SHARED_STREAMS = 0xFFFF_FFFF
+
+# symmalloc_agree_scope in the header.
+SYMMETRIC_POOLS, ALL_POOLS = 0, 1
 
 Gather = Callable[[bytes], bytes]
 """Takes this rank's bytes; returns all ranks' bytes, each as many, in rank order."""
@@ -21,16 +25,19 @@ Gather = Callable[[bytes], bytes]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a block lies. Equal on all ranks that ran the same program."""
+    """Where an allocation lies. Equal on all ranks that ran the same program, but for `pointer` and `base`."""
 
     pool: int
-    stream: int
-    """The number of its stream in the order of first use, not a raw handle."""
+    stream: int | None
+    """The number of its stream in the order of first use; None where the pool's streams share."""
     segment: int
     """The birth ordinal of its segment in its heap."""
     offset_bytes: int
     size_bytes: int
-    requested_bytes: int
+    """Bytes that may be used: the request, rounded up."""
+    segment_bytes: int
+    base: int = field(compare=False)
+    pointer: int = field(compare=False)
 
 
 class Allocator:
@@ -90,7 +97,7 @@ class Allocator:
         return out.value
 
     def destroy_pool(self, pool: int) -> None:
-        """Gives a pool up. Raises `InvalidState` while it holds allocations."""
+        """Gives a pool up. Its memory goes back with the first trim after its last allocation was freed."""
         call("pool_destroy", self._handle, pool)
 
     def reserve(self, size_bytes: int, stream: int = 0, pool: int = DEFAULT_POOL) -> None:
@@ -98,7 +105,7 @@ class Allocator:
         call("reserve", self._handle, pool, stream, size_bytes)
 
     def trim(self) -> int:
-        """Gives free memory back to the device, but for graphs' pools. Returns how many bytes."""
+        """Gives free memory back to the device, but not that of graphs in use. Returns how many bytes."""
         out = c_uint64()
         call("trim", self._handle, byref(out))
         return out.value
@@ -107,10 +114,11 @@ class Allocator:
         """Raises `UnknownPointer`."""
         out = PlacementStruct()
         call("placement_of", self._handle, pointer, byref(out))
-        return Placement(**{name: getattr(out, name) for name in Placement.__dataclass_fields__})
+        found = {name: getattr(out, name) for name, _ in PlacementStruct._fields_}
+        return Placement(**found | {"stream": None if out.stream == SHARED_STREAMS else out.stream})
 
     def stats(self) -> dict[str, Any]:
-        """Counters with PyTorch's names: `{"device", "total", "pools": [...]}`."""
+        """Counters: `totals` and, for each pool, `stats` with the keys of `torch.cuda.memory_stats`, and what else there is."""
         return json.loads(text("stats_json", self._handle))
 
     def reset_peaks(self) -> None:
@@ -143,8 +151,8 @@ class Allocator:
         """Ends the recording. What was recorded is on disk afterwards."""
         call("trace_stop", self._handle)
 
-    def agree(self, rank: int, world: int, gather: Gather) -> None:
-        """Compares the histories of symmetric pools over all ranks, which must all call this at the same point.
+    def agree(self, rank: int, world: int, gather: Gather, *, symmetric_only: bool = False) -> None:
+        """Compares the histories of all pools, or of symmetric ones, over all ranks, which all call this at the same point.
 
         Raises `MisalignedError` on every rank alike, and what `gather` raised.
         """
@@ -162,7 +170,8 @@ class Allocator:
                 return 1
 
         try:
-            call("agree", self._handle, rank, world, GatherFunction(gather_bytes), None)
+            scope = SYMMETRIC_POOLS if symmetric_only else ALL_POOLS
+            call("agree", self._handle, scope, rank, world, GatherFunction(gather_bytes), None)
         except Exception:
             if failures:
                 raise failures[0] from None

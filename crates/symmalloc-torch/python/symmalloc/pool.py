@@ -38,7 +38,7 @@ class MemPool:
     conf       further configuration of the pool, as `limit_mb:4096` or `streams:shared`
     device     None: the current one
 
-    Its memory goes back to the device when the pool is closed or collected and its tensors are gone. Raises
+    When the pool is closed or collected and its tensors are gone, its memory goes back with the next `empty_cache()`. Raises
     `NotInstalled`, `InvalidSettings`, `OutOfMemory`.
     """
 
@@ -99,7 +99,7 @@ class MemPool:
         call("registrar_destroy", registrar)
 
     def close(self) -> None:
-        """Deregisters everywhere, then gives the pool up. Raises `InvalidState` while it holds tensors."""
+        """Deregisters everywhere (collective, as `deregister`), then gives the pool up; its tensors stay valid."""
         while self._registrars:
             _, (_, registrar) = self._registrars.popitem()
             call("registrar_destroy", registrar)
@@ -132,7 +132,7 @@ def _destroy(allocator: Allocator, pool: int) -> None:
     try:
         allocator.destroy_pool(pool)
     except Error:
-        pass  # tensors live in it: it stays until the process ends
+        pass  # the process ends, or is a fork
 
 
 def _sync(registrar: c_void_p) -> tuple[int, int]:

@@ -20,33 +20,57 @@ SPLIT = (
 )  # fmt: skip
 WHOLE = ("oversize_allocations", "oversize_segments")
 NUMBERS = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free")
-STAT = {"current": 0, "peak": 0, "allocated": 0, "freed": 0}
+MOMENTS = ("current", "peak", "allocated", "freed")
+ACCUMULATED = ("allocated", "freed")
+KEYS = (
+    *(f"{name}.{pool}.{moment}" for name in SPLIT for pool in ("all", "small_pool", "large_pool") for moment in MOMENTS),
+    *(f"{name}.{moment}" for name in WHOLE for moment in MOMENTS),
+    *NUMBERS,
+)
 NO_SPLIT_LIMIT = -1
 
-
 # What had been counted when the program last reset "accumulated" statistics, per device. Ours only ever grow.
-_accumulated_before: dict[int, dict[str, Any]] = {}
+_accumulated_before: dict[int, dict[str, int]] = {}
 
 
 def memory_stats(device: int) -> dict[str, Any]:
     """`torch.cuda.memory_stats_as_nested_dict` of a device. What we do not count is 0."""
-    total = _since(Allocator._of_torch(device).stats()["total"], _accumulated_before.get(device, {}))
-    zeros: dict[str, Any] = {name: 0 for name in NUMBERS}
-    zeros |= {"max_split_size": NO_SPLIT_LIMIT}
-    zeros |= {name: dict(STAT) for name in WHOLE}
-    zeros |= {name: {pool: dict(STAT) for pool in ("all", "small_pool", "large_pool")} for name in SPLIT}
-    for name, value in total.items():
-        if isinstance(value, dict):
-            zeros[name] = zeros.get(name, {}) | value
-        else:
-            zeros[name] = value
-    return zeros
+    now, before = _totals(device), _accumulated_before.get(device, {})
+    nested: dict[str, Any] = {"max_split_size": NO_SPLIT_LIMIT}
+    for key in KEYS:
+        *names, last = key.split(".")
+        inner = nested
+        for name in names:
+            inner = inner.setdefault(name, {})
+        accumulates = last in ACCUMULATED or last in NUMBERS
+        inner[last] = now.get(key, 0) - (before.get(key, 0) if accumulates else 0)
+    return nested
+
+
+def reset_peaks(device: int) -> None:
+    if _is_used(device):
+        Allocator._of_torch(device).reset_peaks()
+
+
+def reset_accumulated(device: int) -> None:
+    _accumulated_before[device] = _totals(device)
+
+
+def _is_used(device: int) -> bool:
+    """Whether the process has a context on a device. Asking an allocator would make one."""
+    import torch
+
+    return torch._C._cuda_hasPrimaryContext(device)
+
+
+def _totals(device: int) -> dict[str, int]:
+    return Allocator._of_torch(device).stats()["totals"] if _is_used(device) else {}
 
 
 def snapshot(devices: int) -> dict[str, Any]:
     """`torch.cuda.memory._snapshot()` over all devices."""
     whole: dict[str, Any] = {"segments": [], "device_traces": [[] for _ in range(devices)]}
-    for device in range(devices):
+    for device in filter(_is_used, range(devices)):
         part = Allocator._of_torch(device).snapshot()
         whole["segments"] += part["segments"]
         traces = part.get("device_traces", [])
@@ -55,27 +79,6 @@ def snapshot(devices: int) -> dict[str, Any]:
         for key, value in part.items():
             whole.setdefault(key, value)
     return whole
-
-
-def reset_peaks(device: int) -> None:
-    Allocator._of_torch(device).reset_peaks()
-
-
-def reset_accumulated(device: int) -> None:
-    _accumulated_before[device] = Allocator._of_torch(device).stats()["total"]
-
-
-def _since(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
-    """Takes what was there before from everything that accumulates."""
-    since = {}
-    for key, value in now.items():
-        if isinstance(value, dict):
-            since[key] = _since(value, then.get(key, {}))
-        elif key in ("allocated", "freed") or key in NUMBERS:
-            since[key] = value - then.get(key, 0)
-        else:
-            since[key] = value
-    return since
 
 
 def teach(torch: ModuleType) -> None:

@@ -1,0 +1,36 @@
+"""Runs the tests of the package: `python crates/symmalloc-torch/python/tests [--stub target/debug/libstub_libcuda.so] [NAME...]`.
+
+A library path counts when a process starts, so with `--stub` this process starts again with that library under the name of
+libcuda. Without it, tests that need a device are skipped, and say so. So are tests that need PyTorch, where there is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+STUB = "SYMMALLOC_TEST_STUB"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stub", type=Path, help="the library of tests/stub-libcuda")
+    options, names = parser.parse_known_args()
+    if options.stub is not None and STUB not in os.environ:
+        folder = Path(tempfile.mkdtemp())
+        for name in ("libcuda.so", "libcuda.so.1"):
+            (folder / name).symlink_to(options.stub.resolve())
+        environment = os.environ | {STUB: str(options.stub), "LD_LIBRARY_PATH": str(folder), "STUB_DEVICES": "2"}
+        os.execve(sys.executable, [sys.executable, *sys.argv], environment)
+    here = Path(__file__).resolve().parent
+    sys.path.insert(0, str(here))
+    arguments = [sys.argv[0], *names] if names else [sys.argv[0], "discover", "--start-directory", str(here)]
+    unittest.main(module=None, argv=[*arguments, "--verbose"])
+
+
+if __name__ == "__main__":
+    main()

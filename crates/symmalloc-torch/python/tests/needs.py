@@ -1,0 +1,24 @@
+"""What a test needs of its surroundings."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import textwrap
+import unittest
+
+device = unittest.skipUnless("SYMMALLOC_TEST_STUB" in os.environ, "needs a device: name the stub of libcuda with --stub")
+torch = unittest.skipUnless(importlib.util.find_spec("torch"), "needs PyTorch")
+
+
+def process(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program in a process of its own: what install() does lasts as long as the process."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+        timeout=120,
+    )

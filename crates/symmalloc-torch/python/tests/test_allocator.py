@@ -1,0 +1,163 @@
+"""The C interface from Python, on the stub of libcuda."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import unittest
+from pathlib import Path
+
+import needs
+import symmalloc
+
+MIB = 1 << 20
+
+
+class WithoutADevice(unittest.TestCase):
+    def test_a_machine_without_libcuda_gets_an_error_that_says_so(self) -> None:
+        done = needs.process("import symmalloc; symmalloc.Allocator(0)", LD_LIBRARY_PATH="")
+        if not done.returncode:
+            self.skipTest("this machine has a libcuda")
+        self.assertIn("CudaError", done.stderr)
+        self.assertIn("libcuda", done.stderr)
+
+
+@needs.device
+class OnADevice(unittest.TestCase):
+    def setUp(self) -> None:
+        self.allocator = symmalloc.Allocator(0)
+        self.addCleanup(self.allocator.close)
+
+    def test_a_freed_block_is_taken_again_at_the_same_place(self) -> None:
+        first = self.allocator.allocate(5 * MIB)
+        place = self.allocator.placement_of(first)
+        self.assertEqual((place.pool, place.segment, place.offset_bytes, place.pointer), (0, 0, 0, first))
+        self.allocator.free(first)
+        self.assertEqual(self.allocator.allocate(5 * MIB), first)
+
+    def test_two_allocators_with_equal_histories_have_equal_digests(self) -> None:
+        with symmalloc.Allocator(1) as other:
+            for size in (100, 5 * MIB, 3 * MIB):
+                pointers = self.allocator.allocate(size), other.allocate(size)
+                self.assertEqual(self.allocator.placement_of(pointers[0]), other.placement_of(pointers[1]))
+            self.assertEqual(self.allocator.digest(), other.digest())
+            other.allocate(100)
+            self.assertNotEqual(self.allocator.digest(), other.digest())
+
+    def test_statistics_count_what_is_held_and_peaks_start_anew(self) -> None:
+        pointer = self.allocator.allocate(3 * MIB)
+        totals = self.allocator.stats()["totals"]
+        self.assertEqual(totals["allocated_bytes.all.current"], 3 * MIB)
+        self.assertGreaterEqual(totals["reserved_bytes.all.peak"], 3 * MIB)
+        self.allocator.free(pointer)
+        self.allocator.reset_peaks()
+        self.assertEqual(self.allocator.stats()["totals"]["allocated_bytes.all.peak"], 0)
+
+    def test_a_trim_gives_everything_free_back(self) -> None:
+        self.allocator.free(self.allocator.allocate(3 * MIB))
+        self.assertGreater(self.allocator.trim(), 0)
+        self.assertEqual(self.allocator.stats()["totals"]["reserved_bytes.all.current"], 0)
+
+    def test_a_snapshot_has_the_live_blocks_with_their_names(self) -> None:
+        self.allocator.allocate(3 * MIB, name="activations")
+        blocks = [block for segment in self.allocator.snapshot()["segments"] for block in segment["blocks"]]
+        live = [block for block in blocks if block["state"] == "active_allocated"]
+        self.assertEqual([block["requested_size"] for block in live], [3 * MIB])
+        self.assertIn("activations", str(live[0]["frames"]))
+        self.assertIn("activations", self.allocator.leak_report())
+
+    def test_a_pool_has_places_and_a_digest_of_its_own(self) -> None:
+        before = self.allocator.digest()
+        pool = self.allocator.create_pool("segments:fixed,symmetric:true")
+        pointer = self.allocator.allocate(MIB, pool=pool)
+        self.assertEqual(self.allocator.placement_of(pointer).pool, pool)
+        self.assertEqual(self.allocator.digest(), before)
+        self.allocator.free(pointer)
+        self.allocator.destroy_pool(pool)
+        with self.assertRaises(symmalloc.UnknownPool):
+            self.allocator.allocate(MIB, pool=pool)
+
+    def test_a_limit_is_an_error_that_changes_nothing(self) -> None:
+        with symmalloc.Allocator(0, "total_limit_mb:8") as small:
+            before = small.stats()["totals"]["allocated_bytes.all.current"]
+            with self.assertRaises(symmalloc.OutOfMemory):
+                small.allocate(100 * MIB)
+            self.assertEqual(small.stats()["totals"]["allocated_bytes.all.current"], before)
+
+    def test_a_wrong_configuration_names_the_byte_and_the_nearest_key(self) -> None:
+        with self.assertRaisesRegex(symmalloc.InvalidSettings, "byte 0: .*segments"):
+            symmalloc.Allocator(0, "segmens:fixed")
+
+    def test_a_pointer_that_is_not_live_is_refused(self) -> None:
+        pointer = self.allocator.allocate(MIB)
+        self.allocator.free(pointer)
+        for call in (self.allocator.free, self.allocator.placement_of, lambda at: self.allocator.record_use(at, 0)):
+            with self.assertRaises(symmalloc.UnknownPointer):
+                call(pointer)
+
+    def test_a_trace_is_on_disk_when_it_was_stopped(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "ops.trace"
+            self.allocator.start_trace(path)
+            self.allocator.free(self.allocator.allocate(MIB))
+            self.allocator.stop_trace()
+            self.assertGreater(path.stat().st_size, 0)
+
+    def test_a_closed_allocator_says_so(self) -> None:
+        self.allocator.close()
+        with self.assertRaises(symmalloc.InvalidArgument):
+            self.allocator.allocate(MIB)
+
+
+@needs.device
+class Agreement(unittest.TestCase):
+    def ranks(self, extra_on_rank_1: int) -> list[BaseException | None]:
+        """Two ranks, each a thread with its own allocator, that exchange bytes in a list. Returns what each rank raised."""
+        parts: list[bytes] = [b"", b""]
+        barrier = threading.Barrier(2, timeout=60)
+        raised: list[BaseException | None] = [None, None]
+
+        def rank(number: int) -> None:
+            def gather(mine: bytes) -> bytes:
+                parts[number] = mine
+                barrier.wait()
+                everyone = b"".join(parts)
+                barrier.wait()
+                return everyone
+
+            with symmalloc.Allocator(number) as allocator:
+                allocator.allocate(MIB)
+                if number == 1 and extra_on_rank_1:
+                    allocator.allocate(extra_on_rank_1)
+                try:
+                    allocator.agree(number, 2, gather)
+                except symmalloc.Error as error:
+                    raised[number] = error
+
+        threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return raised
+
+    def test_ranks_that_allocated_alike_agree(self) -> None:
+        self.assertEqual(self.ranks(0), [None, None])
+
+    def test_ranks_that_differ_get_the_same_report_with_the_op(self) -> None:
+        reports = self.ranks(3 * MIB)
+        for report in reports:
+            self.assertIsInstance(report, symmalloc.MisalignedError)
+        self.assertEqual(str(reports[0]), str(reports[1]))
+        self.assertIn("rank 1", str(reports[0]))
+
+    def test_what_the_exchange_raises_comes_out(self) -> None:
+        def gather(_mine: bytes) -> bytes:
+            raise ConnectionResetError("rank 1 is gone")
+
+        with symmalloc.Allocator(0) as allocator, self.assertRaisesRegex(ConnectionResetError, "rank 1 is gone"):
+            allocator.agree(0, 2, gather)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,56 @@
+"""The library and its header fit the package."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import unittest
+from pathlib import Path
+
+import needs
+import symmalloc
+from symmalloc import errors, library
+
+HEADER = Path(__file__).resolve().parents[2] / "include" / "symmalloc.h"
+
+
+class Library(unittest.TestCase):
+    def test_the_library_loads_and_has_the_packages_version(self) -> None:
+        self.assertEqual(library.library().symmalloc_version().decode(), symmalloc.__version__)
+
+    def test_the_header_has_the_packages_version(self) -> None:
+        self.assertIn(f'#define SYMMALLOC_VERSION "{symmalloc.__version__}"', HEADER.read_text())
+
+    def test_every_status_of_the_header_is_an_error_of_its_own(self) -> None:
+        numbers = {int(number) for number in re.findall(r"^\s*SYMMALLOC_\w+ = (\d+),$", enum("symmalloc_status"), re.MULTILINE)}
+        self.assertEqual(numbers, {0, *errors.BY_STATUS})
+        self.assertEqual(len(set(errors.BY_STATUS.values())), len(errors.BY_STATUS))
+
+    def test_the_header_declares_every_call_with_as_many_arguments(self) -> None:
+        header = re.sub(r"/\*.*?\*/|//[^\n]*", "", HEADER.read_text(), flags=re.DOTALL)
+        for name, types in library.CALLS.items():
+            declared = re.search(rf"\bsymmalloc_{name}\(([^;]*?)\);", header)
+            self.assertIsNotNone(declared, name)
+            self.assertEqual(declared.group(1).count(",") + 1, len(types), name)
+
+    def test_the_placement_has_the_headers_fields_in_the_headers_order(self) -> None:
+        struct = re.search(r"typedef struct symmalloc_placement \{(.*?)\} symmalloc_placement;", HEADER.read_text(), re.DOTALL)
+        declared = re.findall(r"^\s*uint(\d\d)_t (\w+);$", struct.group(1), re.MULTILINE)
+        fields = [(str(8 * ctypes.sizeof(kind)), name) for name, kind in library.PlacementStruct._fields_]
+        self.assertEqual(declared, fields)
+
+    def test_a_wrong_path_is_named_with_what_to_do(self) -> None:
+        done = needs.process("import symmalloc; symmalloc.Allocator()", SYMMALLOC_LIBRARY="/nowhere/lib.so")
+        self.assertIn("LibraryNotFound: /nowhere/lib.so is no file (SYMMALLOC_LIBRARY names it)", done.stderr)
+
+    def test_a_library_that_is_another_ones_is_refused(self) -> None:
+        done = needs.process("import symmalloc; symmalloc.Allocator()", SYMMALLOC_LIBRARY="/lib/x86_64-linux-gnu/libc.so.6")
+        self.assertIn("LibraryNotFound: /lib/x86_64-linux-gnu/libc.so.6 cannot be used", done.stderr)
+
+
+def enum(name: str) -> str:
+    return re.search(rf"{name}[^{{;]*\{{(.*?)\}}", HEADER.read_text(), re.DOTALL).group(1)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,162 @@
+"""The package under a real PyTorch without a GPU. install() lasts as long as a process, so each test has its own."""
+
+from __future__ import annotations
+
+import unittest
+
+import needs
+
+
+def succeeds(test: unittest.TestCase, program: str, **environment: str) -> str:
+    done = needs.process(program, **environment)
+    test.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+    return done.stdout
+
+
+class WithoutTorch(unittest.TestCase):
+    def test_install_says_that_torch_is_missing(self) -> None:
+        program = "import sys; sys.modules['torch'] = None; import symmalloc; symmalloc.install()"
+        self.assertIn("TorchError: PyTorch cannot be imported", needs.process(program).stderr)
+
+    def test_what_needs_an_installation_says_so(self) -> None:
+        program = "import symmalloc; symmalloc.stats(0)"
+        self.assertIn("NotInstalled: PyTorch does not use symmalloc", needs.process(program).stderr)
+
+
+@needs.torch
+class Install(unittest.TestCase):
+    def test_a_second_call_with_the_same_arguments_does_nothing(self) -> None:
+        succeeds(self, """
+            import torch, symmalloc
+            assert not symmalloc.installed()
+            symmalloc.install(); symmalloc.install()
+            assert symmalloc.installed()
+            try:
+                symmalloc.install("segments:fixed")
+            except symmalloc.InvalidState:
+                print("refused")
+        """)  # fmt: skip
+
+    def test_a_wrong_configuration_is_refused_before_anything_is_replaced(self) -> None:
+        succeeds(self, """
+            import torch, symmalloc
+            before = torch._C._cuda_memoryStats
+            try:
+                symmalloc.install("segmens:fixed")
+            except symmalloc.InvalidSettings as error:
+                assert "segments" in str(error), error
+            assert not symmalloc.installed() and torch._C._cuda_memoryStats is before
+            symmalloc.install("segments:fixed")
+        """)  # fmt: skip
+
+    def test_after_cuda_was_used_it_is_too_late(self) -> None:
+        done = needs.process("import torch, symmalloc; torch.cuda.is_initialized = lambda: True; symmalloc.install()")
+        self.assertIn("TorchError: CUDA is in use already: call symmalloc.install() right after `import torch`", done.stderr)
+
+    def test_an_old_torch_is_refused(self) -> None:
+        done = needs.process("import torch, symmalloc; torch.__version__ = '2.1.0'; symmalloc.install()")
+        self.assertIn("TorchError: PyTorch 2.1.0 is too old", done.stderr)
+
+    def test_without_statistics_pytorchs_own_functions_stay(self) -> None:
+        succeeds(self, """
+            import torch, symmalloc
+            before = torch._C._cuda_memoryStats
+            symmalloc.install(statistics=False)
+            assert torch._C._cuda_memoryStats is before
+        """)  # fmt: skip
+
+
+@needs.torch
+@needs.device
+class Statistics(unittest.TestCase):
+    # PyTorch itself cannot use the stub: allocations come through the C interface, and PyTorch is told that CUDA is on.
+    START = """
+        import torch, symmalloc
+        symmalloc.install()
+        torch.cuda.memory.is_initialized = lambda: True
+        torch.cuda.memory._get_device_index = lambda device, optional=False: 0 if device is None else device
+        torch._C._cuda_hasPrimaryContext = lambda device: device == 0
+        torch.cuda.device_count = lambda: 2
+        ours = symmalloc.allocator(0)
+        pointer = ours.allocate(3 << 20)
+    """
+
+    def test_pytorchs_functions_give_our_numbers(self) -> None:
+        succeeds(self, self.START + """
+        assert torch.cuda.memory_allocated() == 3 << 20
+        assert torch.cuda.max_memory_reserved() >= 3 << 20
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == 1
+        assert torch.cuda.memory_stats(1)["allocation.all.allocated"] == 0
+        assert "3072 KiB" in torch.cuda.memory_summary()
+        ours.free(pointer)
+        torch.cuda.reset_peak_memory_stats()
+        assert torch.cuda.max_memory_allocated() == 0
+        torch.cuda.reset_accumulated_memory_stats()
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == 0
+        """)  # fmt: skip
+
+    def test_snapshots_are_read_by_pytorchs_own_viewer(self) -> None:
+        succeeds(self, self.START + """
+        import pickle, tempfile
+        from torch.cuda import _memory_viz
+        snapshot = torch.cuda.memory._snapshot()
+        assert len(snapshot["device_traces"]) == 2
+        assert _memory_viz.segments(snapshot) and _memory_viz.memory(snapshot) and _memory_viz.segment_plot(snapshot)
+        assert torch.cuda.memory_snapshot()[0]["allocated_size"] == 3 << 20
+        with tempfile.NamedTemporaryFile() as file:
+            torch.cuda.memory._dump_snapshot(file.name)
+            assert pickle.load(open(file.name, "rb"))["segments"] == snapshot["segments"]
+            symmalloc.dump_snapshot(file.name, 0)
+            assert pickle.load(open(file.name, "rb"))["segments"] == snapshot["segments"]
+        """)  # fmt: skip
+
+    def test_recording_pytorchs_way_says_what_to_do_instead(self) -> None:
+        succeeds(self, self.START + """
+        torch.cuda.memory._record_memory_history(enabled=None)
+        try:
+            torch.cuda.memory._record_memory_history()
+        except RuntimeError as error:
+            assert "symmalloc.start_trace" in str(error)
+        else:
+            raise AssertionError
+        """)  # fmt: skip
+
+
+@needs.torch
+@needs.device
+class Ranks(unittest.TestCase):
+    PROGRAM = """
+        import os
+        import torch, symmalloc
+        import torch.distributed as dist
+        rank = int(os.environ["RANK"])
+        symmalloc.install()
+        dist.init_process_group("gloo")
+        ours = symmalloc.allocator(0)
+        ours.allocate(1 << 20)
+        symmalloc.assert_aligned(device=0)
+        ours.allocate((1 << 20) << rank)
+        try:
+            symmalloc.assert_aligned(device=0)
+        except symmalloc.MisalignedError as error:
+            assert "rank 1" in str(error), error
+            print("told")
+        dist.destroy_process_group()
+    """
+
+    def test_assert_aligned_over_gloo_tells_every_rank(self) -> None:
+        import socket
+        from concurrent.futures import ThreadPoolExecutor
+
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+        with ThreadPoolExecutor() as ranks:
+            for done in ranks.map(lambda rank: needs.process(self.PROGRAM, RANK=str(rank), **shared), range(2)):
+                self.assertEqual(done.returncode, 0, done.stderr)
+                self.assertEqual(done.stdout.strip(), "told")
+
+
+if __name__ == "__main__":
+    unittest.main()
