@@ -67,7 +67,8 @@ def main() -> None:
         auto_wrap_policy=ModuleWrapPolicy({Layer}),
         mixed_precision=MixedPrecision(param_dtype=half, reduce_dtype=half, buffer_dtype=half),
         device_id=local_rank if is_cuda else None,
-        use_orig_params=True,
+        # With the original parameters each rank has those of its shard, other ones than its neighbour: other programs.
+        use_orig_params=False,
     )
     # FSDP1 wants an accelerator; on a CPU the script is only tried out.
     model = sharded(Model()) if is_cuda else nn.parallel.DistributedDataParallel(Model())

@@ -32,8 +32,8 @@ class Job:
     windows: int
 
     @staticmethod
-    def from_command_line(name: str, description: str | None) -> Job:
-        """Reads the command line, and puts the allocator under PyTorch."""
+    def from_command_line(name: str, description: str | None, conf: str | None = None) -> Job:
+        """Reads the command line, and puts the allocator under PyTorch, symmalloc with this configuration."""
         parser = argparse.ArgumentParser(description=description)
         parser.add_argument("--allocator", choices=ALLOCATORS, default="symmalloc")
         parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -48,7 +48,7 @@ class Job:
         if options.allocator == "symmalloc":
             import symmalloc
 
-            symmalloc.install(trace=options.trace)
+            symmalloc.install(conf, trace=options.trace)
         elif options.trace and options.device == "cuda":
             torch.cuda.memory._record_memory_history(context=None)
         # Equal bits from run to run, as far as PyTorch offers them.

@@ -8,7 +8,7 @@ import os
 import pickle
 from collections.abc import Callable
 from ctypes import byref, c_size_t, c_uint32, c_uint64, c_void_p
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from .library import GatherFunction, PlacementStruct, call, data, encoded, text
@@ -16,16 +16,13 @@ from .library import GatherFunction, PlacementStruct, call, data, encoded, text
 DEFAULT_POOL = 0
 SHARED_STREAMS = 0xFFFF_FFFF
 
-# symmalloc_agree_scope in the header.
-SYMMETRIC_POOLS, ALL_POOLS = 0, 1
-
 Gather = Callable[[bytes], bytes]
 """Takes this rank's bytes; returns all ranks' bytes, each as many, in rank order."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where an allocation lies. Equal on all ranks that ran the same program, but for `pointer` and `base`."""
+    """Where an allocation lies. Equal on all ranks that ran the same program."""
 
     pool: int
     stream: int | None
@@ -35,9 +32,7 @@ class Placement:
     offset_bytes: int
     size_bytes: int
     """Bytes that may be used: the request, rounded up."""
-    segment_bytes: int
-    base: int = field(compare=False)
-    pointer: int = field(compare=False)
+    requested_bytes: int
 
 
 class Allocator:
@@ -118,7 +113,7 @@ class Allocator:
         return Placement(**found | {"stream": None if out.stream == SHARED_STREAMS else out.stream})
 
     def stats(self) -> dict[str, Any]:
-        """Counters: `totals` and, for each pool, `stats` with the keys of `torch.cuda.memory_stats`, and what else there is."""
+        """Counters: `total` and, for each of `pools`, `stats`, as in `torch.cuda.memory_stats_as_nested_dict`, and what else there is."""
         return json.loads(text("stats_json", self._handle))
 
     def reset_peaks(self) -> None:
@@ -170,8 +165,7 @@ class Allocator:
                 return 1
 
         try:
-            scope = SYMMETRIC_POOLS if symmetric_only else ALL_POOLS
-            call("agree", self._handle, scope, rank, world, GatherFunction(gather_bytes), None)
+            call("agree" if symmetric_only else "agree_all", self._handle, rank, world, GatherFunction(gather_bytes), None)
         except Exception:
             if failures:
                 raise failures[0] from None

@@ -21,14 +21,12 @@ class PlacementStruct(ctypes.Structure):
     """symmalloc_placement in the header."""
 
     _fields_ = [
-        ("pointer", c_uint64),
-        ("base", c_uint64),
-        ("segment_bytes", c_uint64),
-        ("offset_bytes", c_uint64),
-        ("size_bytes", c_uint64),
-        ("segment", c_uint32),
         ("pool", c_uint32),
         ("stream", c_uint32),
+        ("segment", c_uint64),
+        ("offset_bytes", c_uint64),
+        ("size_bytes", c_uint64),
+        ("requested_bytes", c_uint64),
     ]
 
 
@@ -53,7 +51,8 @@ CALLS: dict[str, list[Any]] = {
     "config": [c_void_p, POINTER(c_void_p)],
     "trace_start": [c_void_p, c_char_p],
     "trace_stop": [c_void_p],
-    "agree": [c_void_p, c_uint32, c_uint32, c_uint32, GatherFunction, c_void_p],
+    "agree": [c_void_p, c_uint32, c_uint32, GatherFunction, c_void_p],
+    "agree_all": [c_void_p, c_uint32, c_uint32, GatherFunction, c_void_p],
     "registrar_create": [c_void_p, c_uint32, c_void_p, c_uint32, POINTER(c_void_p)],
     "registrar_sync": [c_void_p, POINTER(c_uint64), POINTER(c_uint64)],
     "registrar_destroy": [c_void_p],

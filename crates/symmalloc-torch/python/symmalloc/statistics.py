@@ -20,31 +20,39 @@ SPLIT = (
 )  # fmt: skip
 WHOLE = ("oversize_allocations", "oversize_segments")
 NUMBERS = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free")
-MOMENTS = ("current", "peak", "allocated", "freed")
-ACCUMULATED = ("allocated", "freed")
-KEYS = (
-    *(f"{name}.{pool}.{moment}" for name in SPLIT for pool in ("all", "small_pool", "large_pool") for moment in MOMENTS),
-    *(f"{name}.{moment}" for name in WHOLE for moment in MOMENTS),
-    *NUMBERS,
-)
+STAT = {"current": 0, "peak": 0, "allocated": 0, "freed": 0}
+ACCUMULATED = ("allocated", "freed", *NUMBERS)
 NO_SPLIT_LIMIT = -1
 
 # What had been counted when the program last reset "accumulated" statistics, per device. Ours only ever grow.
-_accumulated_before: dict[int, dict[str, int]] = {}
+_accumulated_before: dict[int, dict[str, Any]] = {}
 
 
 def memory_stats(device: int) -> dict[str, Any]:
     """`torch.cuda.memory_stats_as_nested_dict` of a device. What we do not count is 0."""
-    now, before = _totals(device), _accumulated_before.get(device, {})
-    nested: dict[str, Any] = {"max_split_size": NO_SPLIT_LIMIT}
-    for key in KEYS:
-        *names, last = key.split(".")
-        inner = nested
-        for name in names:
-            inner = inner.setdefault(name, {})
-        accumulates = last in ACCUMULATED or last in NUMBERS
-        inner[last] = now.get(key, 0) - (before.get(key, 0) if accumulates else 0)
-    return nested
+    everything: dict[str, Any] = {"max_split_size": NO_SPLIT_LIMIT, **dict.fromkeys(NUMBERS, 0)}
+    everything |= {name: dict(STAT) for name in WHOLE}
+    everything |= {name: {pool: dict(STAT) for pool in ("all", "small_pool", "large_pool")} for name in SPLIT}
+    return _since(_merged(everything, _totals(device)), _accumulated_before.get(device, {}))
+
+
+def _merged(zeros: dict[str, Any], counted: dict[str, Any]) -> dict[str, Any]:
+    """PyTorch's keys, with our numbers where we have them."""
+    return {
+        key: _merged(zero, counted.get(key, {})) if isinstance(zero, dict) else int(counted.get(key, zero))
+        for key, zero in zeros.items()
+    }
+
+
+def _since(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
+    """Takes what was there before from everything that accumulates."""
+    since = dict(now)
+    for key, value in now.items():
+        if isinstance(value, dict):
+            since[key] = _since(value, then.get(key, {}))
+        elif key in ACCUMULATED:
+            since[key] = value - then.get(key, 0)
+    return since
 
 
 def reset_peaks(device: int) -> None:
@@ -63,8 +71,8 @@ def _is_used(device: int) -> bool:
     return torch._C._cuda_hasPrimaryContext(device)
 
 
-def _totals(device: int) -> dict[str, int]:
-    return Allocator._of_torch(device).stats()["totals"] if _is_used(device) else {}
+def _totals(device: int) -> dict[str, Any]:
+    return Allocator._of_torch(device).stats()["total"] if _is_used(device) else {}
 
 
 def snapshot(devices: int) -> dict[str, Any]:

@@ -31,7 +31,8 @@ class OnADevice(unittest.TestCase):
     def test_a_freed_block_is_taken_again_at_the_same_place(self) -> None:
         first = self.allocator.allocate(5 * MIB)
         place = self.allocator.placement_of(first)
-        self.assertEqual((place.pool, place.segment, place.offset_bytes, place.pointer), (0, 0, 0, first))
+        self.assertEqual((place.pool, place.stream, place.segment, place.offset_bytes), (0, 0, 0, 0))
+        self.assertEqual(place.requested_bytes, 5 * MIB)
         self.allocator.free(first)
         self.assertEqual(self.allocator.allocate(5 * MIB), first)
 
@@ -46,17 +47,17 @@ class OnADevice(unittest.TestCase):
 
     def test_statistics_count_what_is_held_and_peaks_start_anew(self) -> None:
         pointer = self.allocator.allocate(3 * MIB)
-        totals = self.allocator.stats()["totals"]
-        self.assertEqual(totals["allocated_bytes.all.current"], 3 * MIB)
-        self.assertGreaterEqual(totals["reserved_bytes.all.peak"], 3 * MIB)
+        total = self.allocator.stats()["total"]
+        self.assertEqual(total["allocated_bytes"]["all"]["current"], 3 * MIB)
+        self.assertGreaterEqual(total["reserved_bytes"]["all"]["peak"], 3 * MIB)
         self.allocator.free(pointer)
         self.allocator.reset_peaks()
-        self.assertEqual(self.allocator.stats()["totals"]["allocated_bytes.all.peak"], 0)
+        self.assertEqual(self.allocator.stats()["total"]["allocated_bytes"]["all"]["peak"], 0)
 
     def test_a_trim_gives_everything_free_back(self) -> None:
         self.allocator.free(self.allocator.allocate(3 * MIB))
         self.assertGreater(self.allocator.trim(), 0)
-        self.assertEqual(self.allocator.stats()["totals"]["reserved_bytes.all.current"], 0)
+        self.assertEqual(self.allocator.stats()["total"]["reserved_bytes"]["all"]["current"], 0)
 
     def test_a_snapshot_has_the_live_blocks_with_their_names(self) -> None:
         self.allocator.allocate(3 * MIB, name="activations")
@@ -79,10 +80,10 @@ class OnADevice(unittest.TestCase):
 
     def test_a_limit_is_an_error_that_changes_nothing(self) -> None:
         with symmalloc.Allocator(0, "total_limit_mb:8") as small:
-            before = small.stats()["totals"]["allocated_bytes.all.current"]
+            before = small.stats()["total"]["allocated_bytes"]["all"]["current"]
             with self.assertRaises(symmalloc.OutOfMemory):
                 small.allocate(100 * MIB)
-            self.assertEqual(small.stats()["totals"]["allocated_bytes.all.current"], before)
+            self.assertEqual(small.stats()["total"]["allocated_bytes"]["all"]["current"], before)
 
     def test_a_wrong_configuration_names_the_byte_and_the_nearest_key(self) -> None:
         with self.assertRaisesRegex(symmalloc.InvalidSettings, "byte 0: .*segments"):
@@ -111,7 +112,7 @@ class OnADevice(unittest.TestCase):
 
 @needs.device
 class Agreement(unittest.TestCase):
-    def ranks(self, extra_on_rank_1: int) -> list[BaseException | None]:
+    def ranks(self, extra_on_rank_1: int, conf: str | None = None) -> list[BaseException | None]:
         """Two ranks, each a thread with its own allocator, that exchange bytes in a list. Returns what each rank raised."""
         parts: list[bytes] = [b"", b""]
         barrier = threading.Barrier(2, timeout=60)
@@ -125,7 +126,7 @@ class Agreement(unittest.TestCase):
                 barrier.wait()
                 return everyone
 
-            with symmalloc.Allocator(number) as allocator:
+            with symmalloc.Allocator(number, conf) as allocator:
                 allocator.allocate(MIB)
                 if number == 1 and extra_on_rank_1:
                     allocator.allocate(extra_on_rank_1)
@@ -144,12 +145,17 @@ class Agreement(unittest.TestCase):
     def test_ranks_that_allocated_alike_agree(self) -> None:
         self.assertEqual(self.ranks(0), [None, None])
 
-    def test_ranks_that_differ_get_the_same_report_with_the_op(self) -> None:
+    def test_ranks_that_differ_get_the_same_report_with_the_heap(self) -> None:
         reports = self.ranks(3 * MIB)
         for report in reports:
             self.assertIsInstance(report, symmalloc.MisalignedError)
         self.assertEqual(str(reports[0]), str(reports[1]))
-        self.assertIn("rank 1", str(reports[0]))
+        self.assertRegex(str(reports[0]), "pool 0, stream 0\n.*ranks 0\n.*ranks 1")
+
+    def test_in_a_symmetric_pool_the_report_names_the_op(self) -> None:
+        reports = self.ranks(3 * MIB, "symmetric:true")
+        self.assertEqual(str(reports[0]), str(reports[1]))
+        self.assertIn("allocate", str(reports[0]))
 
     def test_what_the_exchange_raises_comes_out(self) -> None:
         def gather(_mine: bytes) -> bytes:

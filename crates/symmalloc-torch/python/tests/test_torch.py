@@ -101,7 +101,13 @@ class Statistics(unittest.TestCase):
         from torch.cuda import _memory_viz
         snapshot = torch.cuda.memory._snapshot()
         assert len(snapshot["device_traces"]) == 2
-        assert _memory_viz.segments(snapshot) and _memory_viz.memory(snapshot) and _memory_viz.segment_plot(snapshot)
+        def lines(text):  # in place of a program that would draw them
+            return text
+
+        assert "stream" in _memory_viz.segments(snapshot, format_flamegraph=lines)
+        assert str(3 << 20) in _memory_viz.memory(snapshot, format_flamegraph=lines)
+        assert "MemoryViz.js" in _memory_viz.segment_plot(snapshot)
+        assert not _memory_viz.compare(snapshot["segments"], snapshot["segments"], format_flamegraph=lines)
         assert torch.cuda.memory_snapshot()[0]["allocated_size"] == 3 << 20
         with tempfile.NamedTemporaryFile() as file:
             torch.cuda.memory._dump_snapshot(file.name)
@@ -139,7 +145,7 @@ class Ranks(unittest.TestCase):
         try:
             symmalloc.assert_aligned(device=0)
         except symmalloc.MisalignedError as error:
-            assert "rank 1" in str(error), error
+            assert "ranks 1" in str(error), error
             print("told")
         dist.destroy_process_group()
     """
