@@ -196,8 +196,9 @@ unsafe fn function<F: Copy>(name: &CStr) -> Option<F> {
 }
 
 /// Python loads libraries privately: what is not visible to everybody is looked up in those that are loaded.
-fn symbol(name: &CStr) -> Option<*const c_void> {
-    const LIBRARIES: [&CStr; 4] = [c"libc10.so", c"libc10_cuda.so", c"libtorch_cuda.so", c"libstdc++.so.6"];
+pub(crate) fn symbol(name: &CStr) -> Option<*const c_void> {
+    const LIBRARIES: [&CStr; 5] =
+        [c"libc10.so", c"libc10_cuda.so", c"libtorch_cuda.so", c"libtorch_python.so", c"libstdc++.so.6"];
     // SAFETY: a C string.
     let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
     if !found.is_null() {

@@ -75,7 +75,9 @@ pub(crate) struct Found {
 impl DeviceAllocator {
     pub(crate) fn new(ordinal: usize, settings: Settings, tracing: Tracing) -> Result<Self, Error> {
         let device = CudaDevice::new(ordinal)?;
-        let mut backend = CudaBackend::builder(&device).peers(settings.peers.iter().copied());
+        // One text is for all devices: a list may name this one, too.
+        let peers = settings.peers.iter().copied().filter(|peer| *peer != ordinal);
+        let mut backend = CudaBackend::builder(&device).peers(peers);
         if let Some(chunk_bytes) = settings.chunk_bytes {
             backend = backend.chunk_bytes(chunk_bytes);
         }
@@ -338,6 +340,11 @@ impl DeviceAllocator {
     pub(crate) fn release_private(&self, id: MempoolId) -> Result<(), Error> {
         let error = Error::NoScope { device: self.ordinal(), scope: "use of a private pool" };
         if self.private_pools.release(id) { Ok(()) } else { Err(error) }
+    }
+
+    /// Lets another device read and write the memory of this one.
+    pub(crate) fn grant_access(&self, peer: usize) -> Result<(), Error> {
+        Ok(self.core().backend().grant_access(peer)?)
     }
 
     pub(crate) fn push_pool(&self, pool: PoolId) {

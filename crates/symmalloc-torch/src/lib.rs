@@ -56,6 +56,7 @@ mod status;
 mod streams;
 mod torch_entry;
 mod trace;
+mod virtuals;
 
 pub use alignment::symmalloc_gather_fn;
 pub use c_interface::*;
@@ -63,3 +64,4 @@ pub use device::DeviceAllocator;
 pub use registrations::PoolRegistration;
 pub use status::{symmalloc_error_message, symmalloc_status};
 pub use torch_entry::*;
+pub use virtuals::symmalloc_torch_complete;

@@ -26,7 +26,7 @@ use symmalloc_core::backend::DeviceAddress;
 /// # Safety
 /// Called outside of any `catch_unwind`, from a function that is `extern "C-unwind"`.
 #[cold]
-unsafe fn raise(error: Error) {
+pub(crate) unsafe fn raise(error: Error) {
     let is_out_of_memory = error.status() == symmalloc_status::SYMMALLOC_OUT_OF_MEMORY;
     let kind = if is_out_of_memory { Kind::OutOfMemory } else { Kind::Other };
     let message = format!("symmalloc: {error}");

@@ -1,0 +1,148 @@
+//! Virtual functions that PyTorch's class for pluggable allocators refuses or lacks, and has no setters for.
+//!
+//! | function | the class | here |
+//! |---|---|---|
+//! | `cacheInfo` | throws; cuDNN's benchmark mode asks it how large a workspace may be | the largest block there could be |
+//! | `enablePeerAccess` | for `cudaMalloc`'s memory alone | for ours, too: copies between GPUs of one process work |
+//!
+//! The one object that PyTorch uses gets a table of virtual functions of its own, a copy of its class's with these replaced:
+//!
+//! ```text
+//!  before   c10::cuda::CUDACachingAllocator::allocator ──► object ──► class's table: ..., cacheInfo (throws), ...
+//!  after                                               ──► object ──► our copy:      ..., cacheInfo (ours), ...
+//! ```
+//!
+//! # What is relied on
+//! Of the Itanium C++ ABI: an object with virtual functions begins with a pointer to the first of them, in a table of function
+//! addresses that two words precede; a member function takes the object as its first argument. Of PyTorch: the names and types
+//! of the symbols below. A function's place in the table is found by its exported address, so nothing is assumed about the
+//! order. Where a symbol or its place is missing, that function stays the class's.
+
+use crate::cxx_abi::symbol;
+use crate::error::Error;
+use crate::process;
+use crate::status::{guarded, report, symmalloc_status};
+use crate::torch_entry::raise;
+use std::ffi::{CStr, c_void};
+use std::mem::MaybeUninit;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+/// `std::atomic<CUDAAllocator*> c10::cuda::CUDACachingAllocator::allocator`.
+const CURRENT_ALLOCATOR: &CStr = c"_ZN3c104cuda20CUDACachingAllocator9allocatorE";
+/// `CUDAPluggableAllocator::cacheInfo(c10::DeviceIndex, size_t*)`. A `DeviceIndex` is an `int8_t`.
+const CACHE_INFO: &CStr = c"_ZN5torch4cuda22CUDAPluggableAllocator22CUDAPluggableAllocator9cacheInfoEaPm";
+/// `CUDAPluggableAllocator::enablePeerAccess(c10::DeviceIndex, c10::DeviceIndex)`.
+const ENABLE_PEER_ACCESS: &CStr =
+    c"_ZN5torch4cuda22CUDAPluggableAllocator22CUDAPluggableAllocator16enablePeerAccessEaa";
+
+/// Words before the first function: the offset to the top, and the type.
+const HEADER_WORDS: usize = 2;
+/// The class has about 50 virtual functions. The word after the last belongs to another table, and is no function.
+const FUNCTIONS_MAX: usize = 128;
+
+type EnablePeerAccess = unsafe extern "C-unwind" fn(*mut c_void, i8, i8);
+
+/// The class's own function, which does it for memory of `cudaMalloc`'s.
+static CLASS_ENABLE_PEER_ACCESS: OnceLock<EnablePeerAccess> = OnceLock::new();
+
+/// Gives PyTorch's current allocator the functions that its class refuses. Call it once, after the allocator was made the
+/// current one and before it is used. Writes how many functions were replaced: 2, or fewer with a PyTorch that has other ones.
+///
+/// # Safety
+/// PyTorch's current allocator is its `CUDAPluggableAllocator` with this library's functions, and no thread uses it. `replaced`
+/// is valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_torch_complete(replaced: *mut u32) -> symmalloc_status {
+    report(|| {
+        // SAFETY: the caller's contract.
+        let count = unsafe { complete() }.unwrap_or(0);
+        // SAFETY: the caller's contract.
+        unsafe { crate::c_interface::write(replaced, "replaced", count) }
+    })
+}
+
+/// # Safety
+/// As [`symmalloc_torch_complete`].
+unsafe fn complete() -> Option<u32> {
+    let current = symbol(CURRENT_ALLOCATOR)?.cast::<AtomicPtr<*const *const c_void>>();
+    // SAFETY: the symbol is an atomic pointer to an object with virtual functions, whose first word is the pointer to them.
+    let object = unsafe { (*current).load(Ordering::Acquire) };
+    if object.is_null() {
+        return None;
+    }
+    // SAFETY: as above.
+    let functions = unsafe { *object };
+    // SAFETY: the table's words up to its end, and the one behind it, lie in one library's constant data.
+    let count = (0..FUNCTIONS_MAX).take_while(|at| is_in_a_library(unsafe { *functions.add(*at) })).count();
+    // SAFETY: the header stands before the functions.
+    let mut table = unsafe { std::slice::from_raw_parts(functions.sub(HEADER_WORDS), HEADER_WORDS + count) }.to_vec();
+    let mut replaced = 0;
+    for (name, ours) in
+        [(CACHE_INFO, cache_info as *const c_void), (ENABLE_PEER_ACCESS, enable_peer_access as *const c_void)]
+    {
+        let Some(theirs) = symbol(name) else { continue };
+        let Some(place) = table[HEADER_WORDS..].iter().position(|function| *function == theirs) else { continue };
+        if name == ENABLE_PEER_ACCESS {
+            // SAFETY: the symbol is a function of this type.
+            let _first =
+                CLASS_ENABLE_PEER_ACCESS.set(unsafe { std::mem::transmute::<*const c_void, EnablePeerAccess>(theirs) });
+        }
+        table[HEADER_WORDS + place] = ours;
+        replaced += 1;
+    }
+    // The object lives as long as the process.
+    let table: &'static [*const c_void] = Box::leak(table.into_boxed_slice());
+    // SAFETY: the object's first word, which nobody else uses now.
+    unsafe { object.write(table[HEADER_WORDS..].as_ptr()) };
+    Some(replaced)
+}
+
+/// `cacheInfo`: raises `largest` to the largest block that there could be now. It follows from what the program did and from
+/// the device's size, never from what other processes left free (rule D4).
+///
+/// # Safety
+/// `largest` is valid for reading and writing.
+unsafe extern "C-unwind" fn cache_info(_this: *mut c_void, device: i8, largest: *mut usize) {
+    let bytes = guarded(|| {
+        let allocator = process::allocator(device.into())?;
+        let total_bytes = allocator.allocator().device().memory_info()?.total_bytes;
+        let limit_bytes = allocator.core().limit_bytes().map_or(total_bytes, |limit| limit.min(total_bytes));
+        let stats = allocator.core().stats();
+        Ok(limit_bytes.saturating_sub(stats.reserved_bytes.current) + stats.largest_free_bytes)
+    });
+    match bytes {
+        // SAFETY: the caller's contract.
+        Ok(bytes) => unsafe { *largest = (*largest).max(bytes as usize) },
+        // SAFETY: outside of any `catch_unwind`.
+        Err(error) => unsafe { raise(error) },
+    }
+}
+
+/// `enablePeerAccess`: `device` may read and write the memory of `owner`. PyTorch calls it before the first copy between the
+/// two, when the devices can.
+///
+/// # Safety
+/// As the class's function.
+unsafe extern "C-unwind" fn enable_peer_access(this: *mut c_void, device: i8, owner: i8) {
+    if let Some(for_cuda_malloc) = CLASS_ENABLE_PEER_ACCESS.get() {
+        // SAFETY: the caller's contract.
+        unsafe { for_cuda_malloc(this, device, owner) };
+    }
+    let peer = usize::try_from(device);
+    let granted = guarded(|| match peer {
+        Ok(peer) => process::allocator(owner.into())?.grant_access(peer),
+        Err(_) => Err(Error::Argument { argument: "device", value: device.into(), expected: "a device number" }),
+    });
+    if let Err(error) = granted {
+        // SAFETY: outside of any `catch_unwind`.
+        unsafe { raise(error) };
+    }
+}
+
+/// Whether an address lies in a library, as functions do. The word behind a table is zero.
+fn is_in_a_library(address: *const c_void) -> bool {
+    let mut found = MaybeUninit::<libc::Dl_info>::uninit();
+    // SAFETY: any address may be asked for; what is found is not read.
+    unsafe { libc::dladdr(address, found.as_mut_ptr()) != 0 }
+}
