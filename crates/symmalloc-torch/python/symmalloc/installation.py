@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import warnings
+from ctypes import byref, c_uint32
 from types import ModuleType
 
 from . import statistics as pytorch_statistics
@@ -12,6 +14,8 @@ from .library import address, call, encoded, library, library_path
 from .allocator import Allocator
 
 TORCH_MINIMUM = (2, 5)
+# How many functions of PyTorch's object the library replaces, see src/virtuals.rs.
+REPLACED = 2
 
 # PyTorch's setters, and what they are given.
 SETTERS = {
@@ -61,6 +65,7 @@ def install(conf: str | None = None, *, trace: str | os.PathLike[str] | None = N
     for setter, function in SETTERS.items():
         getattr(pluggable.allocator(), setter)(address(function))
     torch.cuda.memory.change_current_allocator(pluggable)
+    _complete(torch)
     if statistics:
         pytorch_statistics.teach(torch)
     _installed_with = arguments
@@ -76,6 +81,18 @@ def allocator(device: Device = None) -> Allocator:
     if not installed():
         raise NotInstalled("PyTorch does not use symmalloc: call symmalloc.install() before CUDA is used")
     return Allocator._of_torch(device_index(device))
+
+
+def _complete(torch: ModuleType) -> None:
+    """Gives PyTorch's object the functions that its class refuses and has no setters for."""
+    replaced = c_uint32()
+    call("torch_complete", byref(replaced))
+    if replaced.value < REPLACED:
+        warnings.warn(
+            f"PyTorch {torch.__version__} hides some functions of its allocators: torch.backends.cudnn.benchmark, and copies "
+            "between GPUs of one process unless SYMMALLOC_CONF has `peers:[...]`, may raise",
+            stacklevel=3,
+        )
 
 
 def _usable_torch() -> ModuleType:

@@ -58,6 +58,7 @@ CALLS: dict[str, list[Any]] = {
     "registrar_destroy": [c_void_p],
     "torch_configure": [c_char_p],
     "torch_allocator": [c_int32, POINTER(c_void_p)],
+    "torch_complete": [POINTER(c_uint32)],
     "torch_push_pool": [c_int32, c_uint32],
     "torch_pop_pool": [c_int32],
 }

@@ -37,6 +37,9 @@ class Install(unittest.TestCase):
                 print("refused")
         """)  # fmt: skip
 
+    def test_every_function_that_the_class_refuses_is_found_and_replaced(self) -> None:
+        succeeds(self, "import warnings, torch, symmalloc; warnings.simplefilter('error'); symmalloc.install()")
+
     def test_a_wrong_configuration_is_refused_before_anything_is_replaced(self) -> None:
         succeeds(self, """
             import torch, symmalloc
