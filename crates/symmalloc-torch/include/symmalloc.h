@@ -533,6 +533,16 @@ symmalloc_status symmalloc_torch_push_pool(int32_t device,
  */
 symmalloc_status symmalloc_torch_pop_pool(int32_t device);
 
+/**
+ * Gives PyTorch's current allocator the functions that its class refuses. Call it once, after the allocator was made the
+ * current one and before it is used. Writes how many functions were replaced: 2, or fewer with a PyTorch that has other ones.
+ *
+ * # Safety
+ * PyTorch's current allocator is its `CUDAPluggableAllocator` with this library's functions, and no thread uses it. `replaced`
+ * is valid for writing.
+ */
+symmalloc_status symmalloc_torch_complete(uint32_t *replaced);
+
 #ifdef __cplusplus
 }  // extern "C"
 #endif  // __cplusplus
