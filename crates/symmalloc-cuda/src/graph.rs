@@ -20,10 +20,10 @@
 //! from a pool with a reserved segment (`PoolConfig::builder().reserved(bytes)`) once the buffers of the first are dropped.
 //! A growing pool is larger for the second capture than it was for the first, so the best fit may be another block.
 //!
-//! **Before and after.** Beginning a capture waits, on the host, for all registered streams: no fence from before is left, and
-//! a graph cannot wait for what was not captured. Work that fills the graph's inputs must be ordered before each launch by
-//! the program. Asking an event during a capture, or waiting for it from outside, would spoil the capture; the backend does
-//! neither (the table is in `order.rs`).
+//! **Before and after.** Beginning a capture waits, on the host, for all registered streams: a graph cannot wait for what was
+//! not captured, and no fence from before is left for which the host would have to wait in the middle of the capture. Work
+//! that fills the graph's inputs must be ordered before each launch by the program. Asking an event during a capture, or
+//! waiting for it from outside, would spoil the capture; the backend does neither (the table is in `order.rs`).
 
 use crate::allocator::{Abandoned, CudaAllocator, State, lock};
 use crate::backend::CudaBackend;

@@ -162,13 +162,39 @@ stub_test!(everything_the_device_offers_is_asked_for, {
 
 stub_test!(peers_are_checked, ["STUB_DEVICES" = "2"], {
     let device = device();
-    let backend = with_streams(&device, CudaBackend::builder(&device).peers([1]));
+    let backend = with_streams(&device, CudaBackend::builder(&device).peers([0, 1]));
     let range = backend.reserve(2 * MIB).expect("reserve");
     backend.map(range, 0, 2 * MIB).expect("map for two devices");
-    for peer in [0, 7] {
-        let error = CudaBackend::builder(&device).peers([peer]).build().expect_err("no such peer");
-        assert_eq!(error, CudaError::NoPeerAccess { ordinal: 0, peer });
-    }
+    let error = CudaBackend::builder(&device).peers([7]).build().expect_err("no such peer");
+    assert_eq!(error, CudaError::NoPeerAccess { ordinal: 0, peer: 7 });
+});
+
+stub_test!(a_peer_that_comes_later_gets_access_to_what_there_is, ["STUB_DEVICES" = "2"], {
+    let device = device();
+    let backend = with_streams(&device, CudaBackend::builder(&device));
+    let (one, other) = (backend.reserve(8 * MIB).expect("reserve"), backend.reserve(2 * MIB).expect("reserve"));
+    backend.map(one, 0, 2 * MIB).expect("map");
+    backend.map(one, 4 * MIB, 4 * MIB).expect("map");
+    let before = calls("cuMemSetAccess");
+    backend.grant_access(1).expect("granted");
+    assert_eq!(calls("cuMemSetAccess") - before, 2, "a call for each run of chunks");
+    backend.grant_access(1).expect("granted before");
+    backend.grant_access(0).expect("its own");
+    assert_eq!(calls("cuMemSetAccess") - before, 2);
+    backend.map(other, 0, 2 * MIB).expect("map for both");
+    assert_eq!(backend.grant_access(7), Err(CudaError::NoPeerAccess { ordinal: 0, peer: 7 }));
+});
+
+stub_test!(access_that_the_driver_refuses_is_granted_to_nobody, ["STUB_DEVICES" = "2"], {
+    let device = device();
+    let backend = with_streams(&device, CudaBackend::builder(&device));
+    let range = backend.reserve(8 * MIB).expect("reserve");
+    backend.map(range, 0, 2 * MIB).expect("map");
+    fail("cuMemSetAccess", 1, 999);
+    backend.grant_access(1).expect_err("refused");
+    let before = calls("cuMemSetAccess");
+    backend.grant_access(1).expect("tried again");
+    assert_eq!(calls("cuMemSetAccess") - before, 1);
 });
 
 stub_test!(chunks_must_be_granules, {

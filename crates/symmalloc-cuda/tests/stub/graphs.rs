@@ -2,6 +2,7 @@
 
 use crate::process::{calls, device, live, stub_test};
 use cudarc::driver::CudaStream;
+use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use std::sync::Arc;
 use symmalloc_core::Placement;
 use symmalloc_core::config::{Config, PoolConfig};
@@ -164,6 +165,24 @@ stub_test!(a_stream_that_is_not_joined_back_spoils_the_capture, {
     allocator.synchronize(&a).expect("no capture is under way");
 });
 
+stub_test!(a_fence_from_before_a_capture_of_others_is_waited_for_by_the_host, {
+    let allocator = allocator();
+    let (a, b) = streams(&allocator);
+    let ids = [&a, &b].map(|stream| allocator.register_stream(stream).expect("registered"));
+    let block = allocator.allocate(&a, 1 << 20).expect("allocated");
+    allocator.core().record_use(block.handle, ids[1]).expect("live");
+    allocator.free(block.handle).expect("live");
+    let watch = allocator.device().watch_captures();
+    a.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).expect("begun");
+    let before = calls("cuEventSynchronize");
+    let again = allocator.allocate(&a, 1 << 20).expect("the host waits");
+    assert_eq!((again.placement, calls("cuEventSynchronize") - before), (block.placement, 1));
+    let graph = a.end_capture(CUgraphInstantiate_flags(0)).expect("the capture was not spoilt");
+    drop(watch);
+    assert!(graph.is_some() && !allocator.device().is_capturing());
+    allocator.free(again.handle).expect("live");
+});
+
 stub_test!(captures_are_seen_whoever_began_them, {
     let allocator = allocator();
     let (stream, other) = streams(&allocator);
@@ -173,9 +192,9 @@ stub_test!(captures_are_seen_whoever_began_them, {
     let ours = pool.begin(&other).expect("begun");
     assert!(allocator.is_capturing().expect("asked"));
     drop(ours);
-    let mode = cudarc::driver::sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+    let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
     stream.begin_capture(mode).expect("begun");
     assert!(allocator.is_capturing().expect("asked"), "by cudarc, on a registered stream");
-    stream.end_capture(cudarc::driver::sys::CUgraphInstantiate_flags(0)).expect("ended");
+    stream.end_capture(CUgraphInstantiate_flags(0)).expect("ended");
     assert!(!allocator.is_capturing().expect("asked"));
 });

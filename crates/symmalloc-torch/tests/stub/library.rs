@@ -1,5 +1,6 @@
 //! The library's calls as Rust would have them, and streams that other code owns.
 
+use cudarc::driver::CudaStream;
 use serde_json::Value;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::ptr::{null, null_mut};
@@ -163,22 +164,21 @@ impl Allocator {
 }
 
 /// Streams that another library made: they live as long as this.
-pub(crate) struct Streams {
-    streams: Vec<Box<dyn Fn() -> usize>>,
-}
+pub(crate) struct Streams(Vec<Arc<CudaStream>>);
 
 impl Streams {
     pub(crate) fn new(count: usize) -> Self {
-        let device: Arc<CudaDevice> = CudaDevice::new(0).expect("the stub has a device");
-        let new = |_| {
-            let stream = device.context().new_stream().expect("a stream");
-            Box::new(move || stream.cu_stream() as usize) as Box<dyn Fn() -> usize>
-        };
-        Streams { streams: (0..count).map(new).collect() }
+        let device = CudaDevice::new(0).expect("the stub has a device");
+        Streams((0..count).map(|_| device.context().new_stream().expect("a stream")).collect())
     }
 
     pub(crate) fn get(&self, index: usize) -> *mut c_void {
-        self.streams[index]() as *mut c_void
+        self.0[index].cu_stream().cast()
+    }
+
+    /// As cudarc knows it, to do with it what PyTorch does.
+    pub(crate) fn stream(&self, index: usize) -> &Arc<CudaStream> {
+        &self.0[index]
     }
 }
 

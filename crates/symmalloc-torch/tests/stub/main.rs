@@ -2,6 +2,7 @@
 
 mod alignment;
 mod c_calls;
+mod captures;
 mod library;
 mod pools;
 mod threads;

@@ -1,0 +1,127 @@
+//! CUDA graphs as PyTorch captures them: it begins to allocate to a pool, captures, ends, and replays.
+
+use crate::library::*;
+use cudarc::driver::CudaGraph;
+use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
+use std::ffi::{c_int, c_void};
+
+/// A `std::function<bool(cudaStream_t)>` of libstdc++ that takes the stream it holds.
+#[repr(C)]
+struct Filter {
+    functor: [usize; 2],
+    manager: Option<unsafe extern "C" fn(*mut [usize; 2], *const [usize; 2], c_int) -> bool>,
+    invoker: Option<unsafe extern "C" fn(*const [usize; 2], *mut *mut c_void) -> bool>,
+}
+
+unsafe extern "C" fn manage(to: *mut [usize; 2], from: *const [usize; 2], operation: c_int) -> bool {
+    if operation == 2 {
+        // SAFETY: the library clones into a place of its own.
+        unsafe { *to = *from };
+    }
+    false
+}
+
+/// Takes streams whose capture has begun, as PyTorch's filter does: here, those of the list that the functor points to.
+unsafe extern "C" fn is_captured(functor: *const [usize; 2], stream: *mut *mut c_void) -> bool {
+    // SAFETY: the functor holds a list that outlives the scope.
+    let captured = unsafe { &*((*functor)[0] as *const std::cell::RefCell<Vec<usize>>) };
+    // SAFETY: the library passes a stream.
+    captured.borrow().contains(&(unsafe { *stream } as usize))
+}
+
+/// What PyTorch's `capture_begin`, ..., `capture_end` do around `body`, on the first of the streams; others join in the body.
+fn captured(id: (u64, u64), streams: &Streams, body: impl FnOnce(&dyn Fn(usize))) -> CudaGraph {
+    let list = std::cell::RefCell::new(Vec::new());
+    let mut filter =
+        Filter { functor: [(&raw const list) as usize, 0], manager: Some(manage), invoker: Some(is_captured) };
+    // SAFETY: a std::function by its layout, which lives until the call returns; what it holds lives until the scope ends.
+    unsafe { symmalloc_torch::symmalloc_torch_begin_allocate_to_pool(0, id.0, id.1, (&raw mut filter).cast()) };
+    let first = streams.stream(0);
+    first.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).expect("begun");
+    list.borrow_mut().push(streams.get(0) as usize);
+    body(&|joined| {
+        streams.stream(joined).join(first).expect("joined");
+        list.borrow_mut().push(streams.get(joined) as usize);
+    });
+    for index in 1..list.borrow().len() {
+        let joined = list.borrow()[index];
+        let stream = (0..).map(|index| streams.stream(index)).find(|stream| stream.cu_stream() as usize == joined);
+        first.join(stream.expect("a stream")).expect("joined back");
+    }
+    let graph = first.end_capture(CUgraphInstantiate_flags(0)).expect("legal");
+    torch::end(id);
+    graph.expect("something was captured")
+}
+
+stub_test!(a_capture_on_two_streams_takes_its_memory_from_its_pool, {
+    let (allocator, streams) = (Allocator::of_torch(), Streams::new(3));
+    let pool = |pointer| allocator.placement(pointer).pool;
+    let (a, b, c) = (streams.get(0), streams.get(1), streams.get(2));
+    // Streams are known before, as in a program that has warmed up; so is a block with a use on another stream.
+    let warm = [a, b, c].map(|stream| torch::allocate(4 * MIB, stream));
+    torch::record_stream(warm[0], b);
+    torch::free(warm[0], 4 * MIB, a);
+    let before = calls("cuEventQuery");
+    let mut output = 0;
+    let graph = captured((1, 0), &streams, |join| {
+        output = torch::allocate(3 * MIB, a);
+        let temporary = torch::allocate(5 * MIB, a);
+        join(1);
+        let side = torch::allocate(2 * MIB, b);
+        torch::record_stream(temporary, b);
+        torch::free(temporary, 5 * MIB, a);
+        // Reused within the capture: the fence is an edge of the graph.
+        assert_eq!(torch::allocate(5 * MIB, a), temporary);
+        // A stream that is not captured, and memory of before the capture, freed within it.
+        let outside = torch::allocate(MIB, c);
+        assert_eq!([output, temporary, side, outside].map(pool), [1, 1, 1, 0]);
+        torch::record_stream(warm[1], a);
+        torch::free(warm[1], 4 * MIB, b);
+        torch::free(warm[2], 4 * MIB, c);
+        torch::free(side, 2 * MIB, b);
+        torch::free(temporary, 5 * MIB, a);
+    });
+    assert_eq!(calls("cuEventQuery"), before);
+    torch::empty_cache();
+    graph.launch().expect("launched");
+    // The block that a captured stream used before is taken again outside of the capture.
+    assert_eq!(pool(torch::allocate(4 * MIB, b)), 0);
+    torch::free(output, 3 * MIB, a);
+    let reserved = |kind: &str| {
+        let stats = allocator.stats();
+        let pools = stats["pools"].as_array().expect("a list").clone();
+        let pool = pools.iter().find(|pool| pool["kind"] == kind).expect("a pool");
+        pool["stats"]["reserved_bytes"]["all"]["current"].as_u64()
+    };
+    assert_eq!(reserved("graph"), Some(10 << 20));
+    torch::empty_cache();
+    assert_eq!(reserved("graph"), Some(10 << 20), "the graph may be replayed");
+    drop(graph);
+    torch::release((1, 0));
+    torch::empty_cache();
+    assert_eq!(allocator.stats()["pools"].as_array().map(Vec::len), Some(1));
+});
+
+stub_test!(a_second_capture_of_a_pool_lands_on_the_same_places, {
+    let streams = Streams::new(2);
+    let capture = |first: u64| {
+        let mut places = Vec::new();
+        let graph = captured((first, 0), &streams, |join| {
+            join(1);
+            let taken = [3, 1, 2, 5].map(|size| torch::allocate(size * MIB, streams.get(size % 2)));
+            places.extend(taken);
+            taken.into_iter().zip([3, 1, 2, 5]).for_each(|(pointer, size)| {
+                torch::record_stream(pointer, streams.get((size + 1) % 2));
+                torch::free(pointer, size * MIB, streams.get(size % 2));
+            });
+        });
+        (places, graph)
+    };
+    let (first, _first_graph) = capture(1);
+    let (second, _second_graph) = capture(1);
+    assert_eq!(first, second);
+    let (other, _other_graph) = capture(2);
+    assert!(other.iter().all(|place| !first.contains(place)));
+    torch::empty_cache();
+    assert_eq!(Allocator::of_torch().stats()["errors"]["failed_calls"], 0);
+});
