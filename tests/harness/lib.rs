@@ -24,3 +24,8 @@ pub mod targets;
 #[cfg(doctest)]
 #[doc = include_str!("../../README.md")]
 pub struct Readme;
+
+/// The example of the page on recording compiles.
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/recording.md")]
+pub struct Recording;

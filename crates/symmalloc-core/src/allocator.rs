@@ -33,7 +33,7 @@ use crate::op::Op;
 use crate::out_of_memory::{FailureCallback, Request};
 use crate::pointer_index::SegmentDirectory;
 use crate::pool::Pool;
-use crate::recording::Recorder;
+use crate::recording::{Recorder, Tape};
 use crate::registry::Registry;
 use crate::routes::Route;
 use crate::size_rules::ByRule;
@@ -42,7 +42,6 @@ use crate::sync::AtomicU32;
 use crate::trim::{TrimFailure, TrimGoal};
 use crate::units::{SEGMENT_BYTES_MAX, UNIT_BYTES};
 use std::fmt;
-use std::ops::DerefMut;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 
@@ -222,13 +221,12 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         let (_, heap) = self.route_or_make(pool, stream)?;
         let route = Route { allocator: self, heap, pool, stream };
-        let guard = heap.lock();
+        let mut guard = heap.lock();
         if guard.is_recorded {
-            drop(guard);
-            return route.allocate_recorded(size_bytes, None);
+            return route.allocate_recorded(guard, size_bytes);
         }
         if size_bytes == 0 {
-            return Ok(allocate_nothing(guard, stream));
+            return Ok(allocate_nothing(&mut guard, stream));
         }
         route.allocate_by::<ByRule>(guard, size_bytes)
     }
@@ -246,7 +244,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     ) -> Result<Allocation, AllocateError> {
         if self.is_recording() && size_bytes <= SEGMENT_BYTES_MAX {
             let (_, heap) = self.route_or_make(pool, stream)?;
-            return Route { allocator: self, heap, pool, stream }.allocate_recorded(size_bytes, Some(name));
+            return Route { allocator: self, heap, pool, stream }.allocate_behind_gate(size_bytes, Some(name));
         }
         let allocation = self.allocate(pool, stream, size_bytes)?;
         if let (1.., Ok(heap)) = (size_bytes, self.heap_of(allocation.handle)) {
@@ -266,56 +264,83 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Frees an allocation of the heap.
     #[inline(always)]
-    pub(crate) fn free_from(&self, cell: &L::Cell<Heap>, handle: Handle) -> Result<(), FreeError> {
-        let mut heap = cell.lock();
+    pub(crate) fn free_from(&self, heap: &L::Cell<Heap>, handle: Handle) -> Result<(), FreeError> {
+        let mut heap = heap.lock();
         let tally = |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested));
         let is_freed = match heap.plain {
             Some(plain) => heap.free_at_once(plain, handle, tally),
-            None if heap.is_recorded => {
-                drop(heap);
-                return self.free_recorded(cell, handle);
-            }
+            None if heap.is_recorded => return self.free_recorded(heap, handle),
             None => heap.free_at_once_by_rule(handle, tally),
         };
-        if is_freed { Ok(()) } else { self.free_by_all_means(heap, handle).map(drop) }
+        if is_freed { Ok(()) } else { self.free_by_all_means(heap, handle) }
     }
 
-    /// Frees an allocation of a heap that is recorded.
+    /// Whatever [`free`](Self::free) may need besides the block: events, books, a release, a refusal.
     #[inline(never)]
-    fn free_recorded(&self, heap: &L::Cell<Heap>, handle: Handle) -> Result<(), FreeError> {
-        let mut tape = self.tape_of_recorded();
-        let mut heap = heap.lock();
-        let tally = |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested));
-        let failure = if heap.free_at_once_by_rule(handle, tally) {
-            drop(heap);
-            None
-        } else {
-            self.free_by_all_means(heap, handle)?
-        };
-        tape.note_free(handle);
-        if let Some(error) = failure {
-            tape.driver_failed(error);
-        }
-        Ok(())
-    }
-
-    /// Whatever [`free`](Self::free) may need besides the block: events, books, a release, a refusal. Returns why the driver
-    /// did not take back what was to be released.
-    #[inline(never)]
-    fn free_by_all_means(
-        &self,
-        mut heap: Guard<'_, L, Heap>,
-        handle: Handle,
-    ) -> Result<Option<BackendError>, FreeError> {
+    fn free_by_all_means(&self, mut heap: Guard<'_, L, Heap>, handle: Handle) -> Result<(), FreeError> {
         if handle.slot == NO_SLOT {
-            free_nothing(&mut heap, handle)?;
-            return Ok(None);
+            return Ok(free_nothing(&mut heap, handle)?);
         }
         heap.free(&self.around, handle, |allocated, requested| {
             self.tally(|peaks| peaks.free(allocated, requested));
         })?;
         heap.recycle_spent(&self.around);
-        Ok(heap.config.release_threshold_bytes().and_then(|threshold| self.release_above(&mut heap, threshold)))
+        if let Some(threshold) = heap.config.release_threshold_bytes() {
+            let _told = self.release_above(&mut heap, threshold);
+        }
+        Ok(())
+    }
+
+    /// Frees an allocation of a heap that is recorded: the gate comes before the heap, which is let go.
+    #[cold]
+    #[inline(never)]
+    fn free_recorded(&self, heap: Guard<'_, L, Heap>, handle: Handle) -> Result<(), FreeError> {
+        drop(heap);
+        self.free_behind_gate(handle)
+    }
+
+    #[inline(never)]
+    fn free_behind_gate(&self, handle: Handle) -> Result<(), FreeError> {
+        let mut tape = self.tape_of_recorded();
+        let mut heap = self.heap_of(handle)?.lock();
+        let tally = |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested));
+        let is_freed = match heap.recorded_plain {
+            Some(plain) => heap.free_at_once(plain, handle, tally),
+            None => heap.free_at_once_by_rule(handle, tally),
+        };
+        if !is_freed {
+            return self.free_behind_gate_by_all_means(heap, handle, tape);
+        }
+        drop(heap);
+        tape.note_free(handle);
+        Ok(())
+    }
+
+    /// As [`free_by_all_means`](Self::free_by_all_means), in a heap that is recorded.
+    #[inline(never)]
+    fn free_behind_gate_by_all_means(
+        &self,
+        mut heap: Guard<'_, L, Heap>,
+        handle: Handle,
+        mut tape: Tape<'_, B, L>,
+    ) -> Result<(), FreeError> {
+        let mut failure = None;
+        if handle.slot == NO_SLOT {
+            free_nothing(&mut heap, handle)?;
+        } else {
+            heap.free(&self.around, handle, |allocated, requested| {
+                self.tally(|peaks| peaks.free(allocated, requested));
+            })?;
+            heap.recycle_spent(&self.around);
+            let threshold = heap.config.release_threshold_bytes();
+            failure = threshold.and_then(|threshold| self.release_above(&mut heap, threshold));
+        }
+        drop(heap);
+        if let Some(error) = failure {
+            tape.driver_failed(error);
+        }
+        tape.note_free(handle);
+        Ok(())
     }
 
     /// Tells that work on `stream`, too, uses the allocation (`record_stream` in PyTorch). Whoever takes the memory
@@ -323,12 +348,32 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     ///
     /// # Errors
     /// When the handle is not live here or the stream is unknown.
+    #[inline(never)]
     pub fn record_use(&self, handle: Handle, stream: StreamId) -> Result<(), RecordUseError> {
         self.known_stream(stream)?;
-        let mut tape = self.tape();
-        if handle.slot != NO_SLOT {
-            self.heap_of(handle)?.lock().record_use(handle, stream)?;
+        if handle.slot == NO_SLOT {
+            self.tape().note_use(handle, stream);
+            return Ok(());
         }
+        let mut heap = self.heap_of(handle)?.lock();
+        if heap.is_recorded {
+            return self.record_recorded_use(heap, handle, stream);
+        }
+        Ok(heap.record_use(handle, stream)?)
+    }
+
+    /// Of an allocation whose heap is recorded: the gate comes before the heap, which is let go.
+    #[cold]
+    #[inline(never)]
+    fn record_recorded_use(
+        &self,
+        heap: Guard<'_, L, Heap>,
+        handle: Handle,
+        stream: StreamId,
+    ) -> Result<(), RecordUseError> {
+        drop(heap);
+        let mut tape = self.tape_of_recorded();
+        self.heap_of(handle)?.lock().record_use(handle, stream)?;
         tape.note_use(handle, stream);
         Ok(())
     }
@@ -447,7 +492,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(dropped)
     }
 
-    /// The configured trigger of rule D5: a heap that holds more free bytes than the threshold gives them back.
+    /// The configured trigger of rule D5: a heap that holds more free bytes than the threshold gives them back. Returns why the
+    /// driver did not take them.
     #[cold]
     fn release_above(&self, heap: &mut Heap, threshold_bytes: u64) -> Option<BackendError> {
         let free_bytes = heap.mapped - heap.usage.stats().all.allocated_bytes.current;
@@ -487,7 +533,7 @@ impl<B: Backend, L: Lock> Drop for Allocator<B, L> {
 pub(crate) const NO_SLOT: u32 = u32::MAX;
 
 #[cold]
-pub(crate) fn allocate_nothing(mut heap: impl DerefMut<Target = Heap>, stream: StreamId) -> Allocation {
+pub(crate) fn allocate_nothing(heap: &mut Heap, stream: StreamId) -> Allocation {
     heap.fold(op_word(Mark::AllocateNothing, stream, 0), 0);
     Allocation {
         handle: Handle { heap: heap.id, slot: NO_SLOT, tag: heap.tags.next() },

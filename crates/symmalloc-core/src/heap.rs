@@ -120,6 +120,8 @@ pub(crate) struct Heap {
     keeps_books: bool,
     /// Of a heap without peculiarities, as most are. [`Self::note_books`] keeps it true.
     pub(crate) plain: Option<Plain>,
+    /// What `plain` would be if the heap were not recorded.
+    pub(crate) recorded_plain: Option<Plain>,
 }
 
 /// What is known of a plain heap ahead of time. It has one stream, its sizes are [`Exact`], it keeps no books, and it is not
@@ -187,6 +189,7 @@ impl Heap {
             is_recorded: false,
             keeps_books: true,
             plain: None,
+            recorded_plain: None,
         };
         heap.note_books();
         heap
@@ -525,13 +528,13 @@ impl Heap {
     /// Keeps [`keeps_books`](Self::keeps_books) true: after a name came or went.
     pub(crate) fn note_books(&mut self) {
         self.keeps_books = self.has_books_of_frees() || self.journal.is_some();
-        let is_plain = !self.keeps_books && !self.is_recorded && self.rules.are_exact();
-        let plain = self.stream.filter(|_| is_plain);
-        self.plain = plain.map(|stream| Plain {
+        let plain = self.stream.filter(|_| !self.keeps_books && self.rules.are_exact());
+        let plain = plain.map(|stream| Plain {
             stream,
             allocates: OpKind::new(Mark::Allocate, stream),
             frees: OpKind::new(Mark::Free, stream),
         });
+        (self.plain, self.recorded_plain) = if self.is_recorded { (None, plain) } else { (plain, None) };
     }
 
     /// Whether a free has more to note than the op.

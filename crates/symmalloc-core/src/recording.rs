@@ -256,8 +256,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         // From here on no pool, heap or stream is made beside the recording.
         let observers = self.observers.lock();
         let open_scopes = self.open_scopes.lock();
+        let mut heaps: Vec<_> = self.pools.iter().flat_map(|(_, pool)| pool.heaps()).map(LockCell::lock).collect();
         let clocks = self.around.clocks.lock();
-        let mut heaps: Vec<_> = self.heaps.iter().map(|(_, heap)| heap.lock()).collect();
         if let Some(heap) = heaps.iter().find(|heap| !heap.is_fresh()) {
             return Err(StartRecordingError::InUse { pool: heap.pool, ops: heap.digest.ops });
         }
@@ -279,7 +279,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }));
         self.is_recording.store(true, Ordering::Release);
         heaps.iter_mut().for_each(|heap| heap.set_recorded(true));
-        drop((heaps, clocks, open_scopes, observers));
+        drop((clocks, heaps, open_scopes, observers));
         Ok(())
     }
 
@@ -370,12 +370,12 @@ impl<B: Backend, L: Lock> Tape<'_, B, L> {
     }
 
     /// Records an op that was carried out. No heap is locked.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn note(&mut self, op: Op) {
         self.note_record(Record::from(op));
     }
 
-    #[inline]
+    #[inline(always)]
     fn note_record(&mut self, record: Record) {
         let Some(recording) = self.recording() else { return };
         match recording.sink.record(record) {
@@ -386,17 +386,21 @@ impl<B: Backend, L: Lock> Tape<'_, B, L> {
 
     /// Records an allocation.
     #[inline]
-    pub(crate) fn note_allocation(&mut self, made: &Allocation, mut op: Op, name: Option<&str>) {
+    pub(crate) fn note_allocation(
+        &mut self,
+        made: &Allocation,
+        (pool, stream, size_bytes): (PoolId, StreamId, u64),
+        name: Option<&str>,
+    ) {
         let Some(recording) = self.recording() else { return };
-        if let Op::Allocate { id, .. } = &mut op {
-            *id = recording.name_allocation(made.handle);
-        }
+        let id = recording.name_allocation(made.handle);
+        let op = Op::Allocate { id, pool, stream, size_bytes };
         let placement = (made.size_bytes > 0).then_some(made.placement);
         self.note_record(Record { op, name: name.map(whole_characters), placement });
     }
 
     /// Records the free of an allocation that was live.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn note_free(&mut self, handle: Handle) {
         let Some(recording) = self.recording() else { return };
         match recording.id_of(handle) {

@@ -95,7 +95,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
 
     /// Carries one op of the program out. Returns the allocation that it made.
     ///
-    /// Streams and pools that exist already, from an earlier run of the program, are used again.
+    /// Streams, pools and observers that exist already, from an earlier run of the program, are used again.
     ///
     /// # Errors
     /// Whatever the allocator refuses, and ops on allocations that are not live. The run can go on.
@@ -156,11 +156,13 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
                 self.allocator.trim(pool)?;
             }
             Op::Observe { observer, pool } => {
-                let (observing, _births) = self.allocator.observe(self.pool(*pool)?)?;
                 if self.observers.len() <= observer.index() {
                     self.observers.resize(observer.index() + 1, None);
                 }
-                self.observers[observer.index()] = Some(observing);
+                if self.observers[observer.index()].is_none() {
+                    let (observing, _births) = self.allocator.observe(self.pool(*pool)?)?;
+                    self.observers[observer.index()] = Some(observing);
+                }
             }
             Op::Acknowledge { observer } => {
                 let observer = self.observer(*observer)?;

@@ -6,9 +6,8 @@ use crate::config::StreamPolicy;
 use crate::errors::{AllocateError, HandleError, UnknownError};
 use crate::handle::{Allocation, Handle};
 use crate::heap::{Heap, HeapIdentity, Shortage};
-use crate::ids::{AllocationId, HeapId, PoolId, StreamId};
+use crate::ids::{HeapId, PoolId, StreamId};
 use crate::lock::{Guard, Lock, LockCell};
-use crate::op::Op;
 use crate::out_of_memory::Request;
 use crate::pool::Pool;
 use crate::recording::Tape;
@@ -44,10 +43,7 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
         let mut heap = self.heap.lock();
         let at_once = match heap.plain {
             Some(plain) => heap.allocate_at_once(plain, size_bytes),
-            None if heap.is_recorded => {
-                drop(heap);
-                return self.allocate_recorded(size_bytes, None);
-            }
+            None if heap.is_recorded => return self.allocate_recorded(heap, size_bytes),
             None => heap.allocate_at_once_by_rule(self.stream, size_bytes),
         };
         let Some(allocation) = at_once else {
@@ -79,38 +75,68 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
         Ok(allocation)
     }
 
-    /// Allocates from a heap that is recorded, up to [`SEGMENT_BYTES_MAX`] bytes.
+    /// Allocates from a heap that is recorded: the gate comes before the heap, which is let go.
+    #[cold]
     #[inline(never)]
-    pub(crate) fn allocate_recorded(&self, size_bytes: u64, name: Option<&str>) -> Result<Allocation, AllocateError> {
-        let Route { allocator, heap, pool, stream } = *self;
+    pub(crate) fn allocate_recorded(
+        &self,
+        heap: Guard<'_, L, Heap>,
+        size_bytes: u64,
+    ) -> Result<Allocation, AllocateError> {
+        drop(heap);
+        self.allocate_behind_gate(size_bytes, None)
+    }
+
+    /// Allocates up to [`SEGMENT_BYTES_MAX`] bytes, with a name or without.
+    #[inline(never)]
+    pub(crate) fn allocate_behind_gate(
+        &self,
+        size_bytes: u64,
+        name: Option<&str>,
+    ) -> Result<Allocation, AllocateError> {
+        let Route { allocator, heap: cell, pool, stream } = *self;
         let mut tape = allocator.tape_of_recorded();
-        let allocation = self.allocate_behind_gate(size_bytes, &mut tape)?;
-        if let (Some(name), 1..) = (name, size_bytes) {
-            heap.lock().set_name(allocation.handle.slot, name);
+        let mut heap = cell.lock();
+        let at_once = match heap.recorded_plain {
+            _ if size_bytes == 0 => None,
+            Some(plain) => heap.allocate_at_once(plain, size_bytes),
+            None => heap.allocate_at_once_by_rule(stream, size_bytes),
+        };
+        let Some(allocation) = at_once else { return self.allocate_by_all_means(heap, size_bytes, name, tape) };
+        if let Some(name) = name {
+            heap.set_name(allocation.handle.slot, name);
         }
-        let op = Op::Allocate { id: AllocationId(0), pool, stream, size_bytes };
-        tape.note_allocation(&allocation, op, name);
+        drop(heap);
+        allocator.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
+        tape.note_allocation(&allocation, (pool, stream, size_bytes), name);
         Ok(allocation)
     }
 
-    #[inline(always)]
-    fn allocate_behind_gate(&self, size_bytes: u64, tape: &mut Tape<'_, B, L>) -> Result<Allocation, AllocateError> {
-        let Route { allocator, stream, .. } = *self;
-        let mut heap = self.heap.lock();
-        if size_bytes == 0 {
-            return Ok(allocate_nothing(heap, stream));
-        }
-        let allocation = match heap.allocate_at_once_by_rule(stream, size_bytes) {
-            Some(allocation) => allocation,
-            None => match heap.allocate::<B, L, ByRule>(&allocator.around, stream, size_bytes) {
-                Ok(allocation) => allocation,
-                Err(shortage) => {
-                    drop(heap);
-                    self.persist(size_bytes, *shortage, tape)?
-                }
-            },
+    /// As [`allocate_behind_gate`](Self::allocate_behind_gate), where no block is at hand.
+    #[inline(never)]
+    fn allocate_by_all_means(
+        &self,
+        mut heap: Guard<'_, L, Heap>,
+        size_bytes: u64,
+        name: Option<&str>,
+        mut tape: Tape<'_, B, L>,
+    ) -> Result<Allocation, AllocateError> {
+        let Route { allocator, heap: cell, pool, stream } = *self;
+        let allocation = if size_bytes == 0 {
+            let nothing = allocate_nothing(&mut heap, stream);
+            drop(heap);
+            nothing
+        } else {
+            let outcome = heap.allocate::<B, L, ByRule>(&allocator.around, stream, size_bytes);
+            drop(heap);
+            let allocation = outcome.or_else(|shortage| self.persist(size_bytes, *shortage, &mut tape))?;
+            if let Some(name) = name {
+                cell.lock().set_name(allocation.handle.slot, name);
+            }
+            allocator.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
+            allocation
         };
-        allocator.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
+        tape.note_allocation(&allocation, (pool, stream, size_bytes), name);
         Ok(allocation)
     }
 

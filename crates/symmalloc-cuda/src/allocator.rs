@@ -137,6 +137,21 @@ impl<B: CudaMemory> CachingAllocator<B> {
     }
 
     /// The core's allocator, for whatever this type does not offer.
+    ///
+    /// # Examples
+    /// Every op and decision goes into a trace that replays without a device:
+    /// ```no_run
+    /// use symmalloc_core::Config;
+    /// use symmalloc_cuda::{CudaAllocator, CudaDevice};
+    /// use symmalloc_import::{TraceFile, TraceFileOptions};
+    ///
+    /// let allocator = CudaAllocator::new(&CudaDevice::new(0)?, Config::default())?;
+    /// let file = TraceFile::create("job.trace.zst", TraceFileOptions::default())?;
+    /// allocator.core().start_recording(file)?; // before the first allocation
+    /// // ... the job ...
+    /// allocator.core().stop_recording()?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn core(&self) -> &SharedAllocator<B> {
         &self.state.core
     }

@@ -298,3 +298,34 @@ fn a_torn_trace_says_how_much_of_it_is_whole() {
     let ImportErrorKind::TornTrace { compression, records, .. } = error.kind() else { panic!("{error}") };
     assert_eq!((*compression, *records), (Compression::Zstd, 201));
 }
+
+/// A child of the process goes on with a copy of everything but the thread. It records nothing, waits for nothing, and the
+/// parent's file is whole.
+#[test]
+#[cfg(unix)]
+fn a_forked_child_leaves_the_file_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("job.trace.zst");
+    let allocator = allocator();
+    allocator.start_recording(TraceFile::create(&path, TraceFileOptions::default()).unwrap()).unwrap();
+    work(&allocator, 100);
+    // SAFETY: the child calls what a forked child of a program with threads may call: its own code, and an allocator whose
+    // locks the C library keeps usable.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let is_ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            work(&allocator, 5000);
+            let Err(RecordingError::Sink { source, .. }) = allocator.stop_recording() else { return false };
+            matches!(source.downcast_ref(), Some(TraceFileError::Forked { .. }))
+        }));
+        // SAFETY: ends the child without what the test's process has registered for its own end.
+        unsafe { libc::_exit(i32::from(!is_ended.unwrap_or(false))) };
+    }
+    let mut status = 0;
+    // SAFETY: `child` is a child of this process, and `status` is valid for writing.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    assert_eq!(status, 0, "the child recorded, or hung");
+    work(&allocator, 100);
+    assert_eq!(allocator.stop_recording().unwrap().records, 402);
+    assert_eq!(read_path(&path, &ReadOptions::default()).unwrap().records.len(), 402);
+}

@@ -8,3 +8,4 @@ mod graphs;
 mod missing;
 mod pinned;
 mod process;
+mod recording;
