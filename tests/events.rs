@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use symmalloc_core::agreement::{Point, ThreadTransport, Transport, agree};
 use symmalloc_core::config::PoolConfig;
+use symmalloc_core::recording::{Sink, SinkError};
 use symmalloc_core::sim::SimBackend;
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocator, Config, PoolId};
@@ -117,4 +118,34 @@ fn ranks_that_diverge_are_told_on_every_rank() {
         );
         assert!(line.starts_with(&expected), "{line}");
     }
+}
+
+/// A sink without room.
+struct Full;
+
+impl Sink for Full {
+    fn begin(&mut self, _: &Config) -> Result<(), SinkError> {
+        Ok(())
+    }
+    fn record(&mut self, _: symmalloc_core::Record) -> Result<(), SinkError> {
+        Err("no room".into())
+    }
+    fn finish(&mut self) -> Result<(), SinkError> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_recording_that_ends_early_is_told_once() {
+    let listener = Listener::default();
+    let _guard = tracing::subscriber::set_default(listener.clone());
+    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("a device");
+    allocator.start_recording(Full).expect("nothing was allocated");
+    for _ in 0..3 {
+        allocator.register_stream().expect("few");
+    }
+    let ended = "recording.ended records=0 error=the recording ended after 0 records, because its sink failed: no room";
+    assert_eq!(listener.heard(), [ended]);
+    allocator.stop_recording().expect_err("it ended early");
+    assert!(listener.heard().is_empty());
 }

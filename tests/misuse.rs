@@ -284,3 +284,22 @@ fn a_backend_with_an_impossible_granularity_is_refused() {
     assert!(matches!(made(2 << 30), Err(ConfigError::OutOfRange { .. })));
     assert_eq!(made(512), Ok(()));
 }
+
+/// Its heaps are there still, but nothing that a request could find in them is.
+#[test]
+fn a_destroyed_pool_serves_no_kind_of_request() {
+    let allocator = allocator();
+    let pool = allocator.create_pool(PoolConfig::default()).expect("valid");
+    let heap = allocator.bind(pool, S0).expect("both exist");
+    let made = heap.allocate(4096).expect("fits");
+    heap.free(made.handle).expect("live");
+    allocator.destroy_pool(pool).expect("empty");
+    let before = state(&allocator);
+    let gone = UnknownError::DestroyedPool { pool };
+    assert_eq!(allocator.allocate(pool, S0, 0), Err(gone.into()));
+    assert_eq!(allocator.allocate(pool, S0, 512), Err(gone.into()));
+    assert_eq!(allocator.reserve(pool, S0, 1 << 20), Err(gone.into()));
+    assert_eq!(allocator.bind(pool, S0).map(drop), Err(gone));
+    assert_eq!((heap.allocate(0), heap.allocate(512)), (Err(gone.into()), Err(gone.into())));
+    assert_eq!(state(&allocator), before);
+}

@@ -226,7 +226,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             return route.allocate_recorded(guard, size_bytes);
         }
         if size_bytes == 0 {
-            return Ok(allocate_nothing(&mut guard, stream));
+            return Ok(allocate_nothing(&mut guard, stream)?);
         }
         route.allocate_by::<ByRule>(guard, size_bytes)
     }
@@ -533,14 +533,17 @@ impl<B: Backend, L: Lock> Drop for Allocator<B, L> {
 pub(crate) const NO_SLOT: u32 = u32::MAX;
 
 #[cold]
-pub(crate) fn allocate_nothing(heap: &mut Heap, stream: StreamId) -> Allocation {
+pub(crate) fn allocate_nothing(heap: &mut Heap, stream: StreamId) -> Result<Allocation, UnknownError> {
+    if heap.is_closed() {
+        return Err(UnknownError::DestroyedPool { pool: heap.pool });
+    }
     heap.fold(op_word(Mark::AllocateNothing, stream, 0), 0);
-    Allocation {
+    Ok(Allocation {
         handle: Handle { heap: heap.id, slot: NO_SLOT, tag: heap.tags.next() },
         address: crate::backend::DeviceAddress(0),
         placement: Placement::NOWHERE,
         size_bytes: 0,
-    }
+    })
 }
 
 #[cold]

@@ -60,6 +60,9 @@ impl Heap {
         stream: StreamId,
         target_bytes: u64,
     ) -> Result<(), Box<Shortage>> {
+        if self.is_closed() {
+            return Err(Box::new(Shortage::Closed));
+        }
         let before = self.mapped;
         if self.mapped < target_bytes {
             let missing = self.rules.whole_granules(units((target_bytes - self.mapped).next_multiple_of(UNIT_BYTES)));

@@ -181,3 +181,6 @@ impl Record {
         self
     }
 }
+
+// Readers and recorders keep records by the million.
+const _: () = assert!(size_of::<Record>() == 64);

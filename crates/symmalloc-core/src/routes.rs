@@ -123,7 +123,7 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
     ) -> Result<Allocation, AllocateError> {
         let Route { allocator, heap: cell, pool, stream } = *self;
         let allocation = if size_bytes == 0 {
-            let nothing = allocate_nothing(&mut heap, stream);
+            let nothing = allocate_nothing(&mut heap, stream)?;
             drop(heap);
             nothing
         } else {
@@ -185,7 +185,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         pool: PoolId,
         stream: StreamId,
     ) -> Result<(&Pool<L>, &L::Cell<Heap>), UnknownError> {
-        let Some(entry) = self.pools.get(pool.index()) else { return Err(self.unknown_pool(pool)) };
+        let entry = self.pool(pool)?;
         self.known_stream(stream)?;
         match entry.routes.get(entry.route_index(stream)) {
             Some(heap) => Ok((entry, heap)),

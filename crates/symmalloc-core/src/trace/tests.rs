@@ -341,3 +341,43 @@ fn a_writer_refuses_what_a_reader_would_refuse_and_goes_on() {
     let text = String::from_utf8(writer.finish().expect("a vector takes everything")).expect("UTF-8");
     assert_eq!(text, "symmalloc-trace 1\nstream s0\na 0 512 s0\nend 2\n");
 }
+
+/// What only recordings of running allocators say.
+#[test]
+fn observers_refusals_and_what_was_given_back_are_read_and_written() {
+    let lines = [
+        "stream s0",
+        "pool p1 segments:expandable",
+        "observe o0 p0",
+        "observe o1 p1",
+        "acknowledge o1",
+        "forget o0",
+        "reclaim 1024 s0",
+        "refuse 512 s0 limit",
+        "refuse 512 s0 p1 segment",
+        "reclaim 7 s0 p1",
+        "refuse 0 s0 p1 driver",
+    ];
+    let text = format!("symmalloc-trace 1\n{}\nend 11\n", lines.join("\n"));
+    let trace = Trace::parse(&text).expect("valid");
+    assert_eq!(Trace::parse(&trace.to_text()).expect("valid"), trace);
+    let told: Vec<String> = trace.records().iter().map(ToString::to_string).collect();
+    assert_eq!((&told[2..], told.len()), (&lines.map(String::from)[2..], 11));
+    let wrong = |line: &str| {
+        let text = format!("symmalloc-trace 1\nstream s0\nobserve o0 p0\nforget o0\n{line}\nend 4\n");
+        Trace::parse(&text).expect_err("wrong").to_string()
+    };
+    for (line, says) in [
+        ("observe o2 p0", "the next one must be o1"),
+        ("observe o1 p1", "p1 was not made"),
+        ("acknowledge o0", "o0 is not there"),
+        ("forget o7", "o7 is not there"),
+        ("forget p0", "an observer: o0, o1"),
+        ("refuse 1 s0", "limit, segment or driver"),
+        ("refuse 1 s0 disk", "limit, segment or driver"),
+        ("reclaim 1 s1", "s1 is not registered"),
+        ("reclaims 1 s0", "did you mean `reclaim`"),
+    ] {
+        assert!(wrong(line).contains(says), "{line}: {}", wrong(line));
+    }
+}
