@@ -5,6 +5,8 @@
 //!
 //! Ops name things by their logical ids only. No op carries an address, a raw handle or a time.
 
+use std::num::NonZeroU64;
+
 use crate::config::PoolConfig;
 use crate::ids::{AllocationId, ObserverId, Placement, PoolId, StreamId};
 
@@ -158,11 +160,13 @@ pub struct Record {
     pub name: Option<Box<str>>,
     /// Where the recorded allocator put it (allocate only).
     pub placement: Option<Placement>,
+    /// How long the recorded allocator went on counting it after the free (free only).
+    pub pending: Option<Pending>,
 }
 
 impl From<Op> for Record {
     fn from(op: Op) -> Self {
-        Record { op, name: None, placement: None }
+        Record { op, name: None, placement: None, pending: None }
     }
 }
 
@@ -179,6 +183,42 @@ impl Record {
     pub fn with_placement(mut self, placement: Placement) -> Self {
         self.placement = Some(placement);
         self
+    }
+
+    /// The same record with the recorded time between the free and its completion.
+    #[must_use]
+    pub fn with_pending(mut self, pending: Pending) -> Self {
+        self.pending = Some(pending);
+        self
+    }
+}
+
+/// How long memory stayed taken after its free in an allocator that waits until the device is done with it, as PyTorch's
+/// does (`active_pending_free`).
+///
+/// Counted in what such a recording shows one after the other: the records of the trace, and completions.
+///
+/// ```text
+/// f 0 pending 4     a 1 ...     f 2 pending 1     a 3 ...     (2 completes)     (0 completes)     f 1
+///                   └────────────────────── four ─────────────────────────┘
+/// ```
+///
+/// This allocator has no such time, since a freed block is free at once (rule D3), and no decision follows from it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Pending(NonZeroU64);
+
+impl Pending {
+    /// It was not completed when the recording ended.
+    pub const TO_THE_END: Pending = Pending(NonZeroU64::MAX);
+
+    /// This many records and completions came before it; `None` for none, which is a free that completes at once.
+    pub fn new(entries: u64) -> Option<Self> {
+        NonZeroU64::new(entries).map(Pending)
+    }
+
+    /// How many records and completions came before it; `u64::MAX` for [`TO_THE_END`](Self::TO_THE_END).
+    pub fn entries(self) -> u64 {
+        self.0.get()
     }
 }
 

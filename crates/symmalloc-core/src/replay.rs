@@ -13,6 +13,7 @@ use crate::lock::Lock;
 use crate::names::slot_map;
 use crate::op::{Op, Record};
 use crate::out_of_memory::Request;
+use crate::op::{Op, Pending, Record};
 use thiserror::Error;
 
 /// Ops with dense allocation ids.
@@ -22,6 +23,8 @@ pub struct Program {
     allocation_count: usize,
     /// Of named allocations, ascending by id.
     names: Vec<(AllocationId, Box<str>)>,
+    /// Of frees that completed later in the recording, ascending by the number of their op.
+    pending: Vec<(usize, Pending)>,
 }
 
 impl Program {
@@ -50,6 +53,7 @@ impl Program {
                 }
                 _ => {}
             }
+            program.pending.extend(record.pending.map(|pending| (index, pending)));
             program.ops.push(op);
         }
         Ok(program)
@@ -70,6 +74,20 @@ impl Program {
     pub fn name(&self, id: AllocationId) -> Option<&str> {
         let at = self.names.binary_search_by_key(&id, |(id, _)| *id).ok()?;
         Some(&self.names[at].1)
+    }
+
+    /// The same program without what a recording says about pending frees.
+    #[must_use]
+    pub fn without_pending(mut self) -> Self {
+        self.pending.clear();
+        self
+    }
+
+    /// How long the recorded allocator went on counting what this op freed, where the recording says so. A replay frees
+    /// at once, whatever it says.
+    pub fn pending(&self, op: usize) -> Option<Pending> {
+        let at = self.pending.binary_search_by_key(&op, |(op, _)| *op).ok()?;
+        Some(self.pending[at].1)
     }
 }
 

@@ -245,6 +245,9 @@ pub enum Inconsistency {
     /// A record of another op than an allocation has a name or a placement.
     #[error("only an allocation has a name and a placement; take them off")]
     NotAnAllocation,
+    /// A record of another op than a free says that memory stayed taken.
+    #[error("only a free can be pending; take that off")]
+    NotAFree,
 }
 
 /// Why a record could not be written.

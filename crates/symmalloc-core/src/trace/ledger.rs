@@ -44,6 +44,9 @@ impl Ledger {
         } else if record.name.is_some() || record.placement.is_some() {
             return Err(Inconsistency::NotAnAllocation);
         }
+        if record.pending.is_some() && !matches!(record.op, Op::Free { .. }) {
+            return Err(Inconsistency::NotAFree);
+        }
         self.admit_op(&record.op)
     }
 

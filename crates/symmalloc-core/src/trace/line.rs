@@ -13,6 +13,7 @@ use crate::config::{Config, PoolConfig};
 use crate::ids::{AllocationId, ObserverId, Placement, PoolId, SegmentId};
 use crate::nearest::nearest;
 use crate::op::{Op, Record, Refusal};
+use crate::op::{Op, Pending, Record};
 use crate::text::{Fields, LineError};
 
 /// The words that a line can start with, after the first line.
@@ -60,7 +61,7 @@ pub(super) fn parse(line: u64, text: &str) -> Result<Statement, TraceError> {
     let Some(keyword) = fields.next() else { return Ok(Statement::Nothing) };
     let statement = match keyword.text {
         "a" => Statement::Record(fields.allocation()?),
-        "f" => Op::Free { id: fields.id()? }.into(),
+        "f" => Statement::Record(fields.free()?),
         "u" => Op::RecordUse { id: fields.id()?, stream: fields.stream()? }.into(),
         "wait" => Op::Wait { stream: fields.stream()?, on: fields.stream()? }.into(),
         "synchronize" => Op::Synchronize { stream: fields.stream()? }.into(),
@@ -152,7 +153,30 @@ impl Fields<'_> {
         let pool = self.pool_or_default()?;
         let name = if self.ahead() == Some(b'"') { Some(self.name()?) } else { None };
         let placement = if self.ahead() == Some(b'-') { Some(self.placement()?) } else { None };
-        Ok(Record { op: Op::Allocate { id, pool, stream, size_bytes }, name, placement })
+        Ok(Record { op: Op::Allocate { id, pool, stream, size_bytes }, name, placement, pending: None })
+    }
+
+    /// `ID [pending [ENTRIES]]`
+    #[inline]
+    fn free(&mut self) -> Result<Record, LineError> {
+        let id = self.id()?;
+        let pending = if self.ahead() == Some(b'p') { Some(self.pending()?) } else { None };
+        Ok(Record { pending, ..Op::Free { id }.into() })
+    }
+
+    fn pending(&mut self) -> Result<Pending, LineError> {
+        const WORD: &str = "pending, if anything";
+        const EXPECTED: &str = "how many records and completions passed, at least 1, or nothing: to the end";
+        let word = self.expect(WORD)?;
+        if word.text != "pending" {
+            return Err(self.expected(word.column, WORD));
+        }
+        if self.ahead().is_none() {
+            return Ok(Pending::TO_THE_END);
+        }
+        let field = self.expect(EXPECTED)?;
+        let entries = self.decimal(field.text, field.column, EXPECTED, u64::MAX)?;
+        Pending::new(entries).ok_or_else(|| self.expected(field.column, EXPECTED))
     }
 
     fn placement(&mut self) -> Result<Placement, LineError> {

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::config::{Config, PoolConfig};
 use crate::ids::{AllocationId, Placement, PoolId, SegmentId, StreamId};
-use crate::op::Op;
+use crate::op::{Op, Pending};
 
 /// One step of the generator: what to do, and raw numbers to choose with.
 type Step = (u8, u64, u64, Option<(String, u64)>);
@@ -39,7 +39,11 @@ fn consistent_records(steps: Vec<Step>) -> Vec<Record> {
             (5, _) => Op::Reserve { pool, stream, size_bytes: b },
             (6, _) => Op::Trim { pool: (a % 2 == 0).then_some(pool) },
             (7, _) => Op::Sync,
-            (8..=9, Some(chosen)) => Op::Free { id: live.swap_remove(chosen) },
+            (8..=9, Some(chosen)) => {
+                let free = Op::Free { id: live.swap_remove(chosen) };
+                records.push(Record { pending: Pending::new((b % 4).wrapping_mul(b)), ..free.into() });
+                continue;
+            }
             (10, Some(chosen)) => Op::RecordUse { id: live[chosen], stream: StreamId((b % u64::from(streams)) as u16) },
             _ => {
                 let mut id = if a % 3 == 0 { b } else { given.len() as u64 };
@@ -76,6 +80,7 @@ fn nearly_a_trace() -> impl Strategy<Value = String> {
         "segments:fixed",
         Just("a".into()),
         Just("f".into()),
+        Just("pending".into()),
         Just("u".into()),
         Just("pool".into()),
         Just("stream".into()),

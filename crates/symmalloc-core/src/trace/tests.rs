@@ -6,7 +6,7 @@ use super::*;
 use crate::config::{Config, PoolConfig};
 use crate::config_text::ConfigTextError;
 use crate::ids::{AllocationId, Placement, PoolId, SegmentId, StreamId};
-use crate::op::Op;
+use crate::op::{Op, Pending};
 
 /// The beginning of a trace, with two streams and a pool; five records.
 const BEGINNING: &str = "symmalloc-trace 1\nstream s0\nstream s1\npool p1 segments:reserved,segment_mb:64\n\
@@ -49,10 +49,12 @@ reserve 1048576 s0
 reserve 2097152 s0 p1
 trim
 trim p1
-f 1
+f 1 pending  12 # of them
+a 2 1 s0
+f 2 pending
 destroy p1
 sync
-end 17
+end 19
 # a comment
 ";
     let trace = Trace::parse(text).expect("the trace is valid");
@@ -76,7 +78,9 @@ end 17
         Op::Reserve { pool: p1, stream: s0, size_bytes: 2_097_152 }.into(),
         Op::Trim { pool: None }.into(),
         Op::Trim { pool: Some(p1) }.into(),
-        Op::Free { id: AllocationId(1) }.into(),
+        Record::from(Op::Free { id: AllocationId(1) }).with_pending(Pending::new(12).expect("not 0")),
+        Op::Allocate { id: AllocationId(2), pool: PoolId::DEFAULT, stream: s0, size_bytes: 1 }.into(),
+        Record::from(Op::Free { id: AllocationId(2) }).with_pending(Pending::TO_THE_END),
         Op::DestroyPool { pool: p1 }.into(),
         Op::Sync.into(),
     ];
@@ -154,6 +158,10 @@ fn malformed_fields_are_located() {
         ("a 2 5 s0 -> @0", 13),
         ("a 2 5 s0 -> 0@", 15),
         ("a 2 5 s0 - 0@0", 10),
+        ("f 0 p1", 5),
+        ("f 0 pendings", 5),
+        ("f 0 pending x", 13),
+        ("f 0 pending 0", 13),
         ("wait s0", 8),
         ("end", 4),
     ];
@@ -184,7 +192,7 @@ fn numbers_too_large_are_told_with_the_largest() {
 
 #[test]
 fn what_follows_a_complete_record_is_refused() {
-    for text in ["f 0 1", "sync s0", "a 2 5 s0 -> 0@0 p1", "a 2 5 s0 p1 p1", "trim p1 p1"] {
+    for text in ["f 0 1", "f 0 pending 1 2", "sync s0", "a 2 5 s0 -> 0@0 p1", "a 2 5 s0 p1 p1", "trim p1 p1"] {
         assert!(
             matches!(error_after_beginning(&format!("{text}\n")), TraceError::TrailingField { line: 7, .. }),
             "{text}"
@@ -330,6 +338,7 @@ fn a_writer_refuses_what_a_reader_would_refuse_and_goes_on() {
             Record::from(Op::Sync).with_placement(Placement { segment: SegmentId(0), offset_bytes: 0 }),
             Inconsistency::NotAnAllocation,
         ),
+        (Record::from(allocate(0)).with_pending(Pending::TO_THE_END), Inconsistency::NotAFree),
     ];
     for (record, expected) in refused {
         match writer.write(&record) {

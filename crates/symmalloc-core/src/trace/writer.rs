@@ -10,7 +10,7 @@ use super::ledger::Ledger;
 use super::{MAGIC, TraceWriteError, VERSION};
 use crate::config::Config;
 use crate::ids::PoolId;
-use crate::op::{Op, Record};
+use crate::op::{Op, Pending, Record};
 use crate::text::write_name;
 
 /// Writes a trace, checking each record as a reader would.
@@ -96,7 +96,14 @@ pub(super) fn write_record(line: &mut impl fmt::Write, record: &Record) -> fmt::
             }
             Ok(())
         }
-        Op::Free { id } => write!(line, "f {}", id.0),
+        Op::Free { id } => {
+            write!(line, "f {}", id.0)?;
+            match record.pending {
+                None => Ok(()),
+                Some(Pending::TO_THE_END) => line.write_str(" pending"),
+                Some(pending) => write!(line, " pending {}", pending.entries()),
+            }
+        }
         Op::RecordUse { id, stream } => write!(line, "u {} {stream}", id.0),
         Op::Wait { stream, on } => write!(line, "wait {stream} {on}"),
         Op::Synchronize { stream } => write!(line, "synchronize {stream}"),
