@@ -16,9 +16,12 @@
 //! | `stream` | the logical stream; of a shared heap's segment, the stream for which it was obtained |
 //! | `segment_pool_id` | `(0, pool)` |
 //! | `frames` | one frame whose function is the allocation's name and whose file is its pool; none without a name |
-//! | `free_requested`, `free_completed` | both at the free: a block that other streams used is free at once (rule D3) |
+//! | `free_requested`, `free_completed` | both at the free: a block that other streams used is free at once (rule D3). Where the recording says how long a free was [pending], the memory stays taken until then |
+//! | `state` | `active_allocated`, `inactive`, and `active_pending_free` for what is pending at the end |
 //! | `record_use` | ours: `stream` uses the allocation at `addr`, too. PyTorch's tools pass over it |
 //! | `oom` | an allocation that a limit refused; `device_free` is what the limit leaves |
+//!
+//! [pending]: symmalloc_core::op::Pending
 //!
 //! Ops that PyTorch's allocator does not know (`wait`, `sync`, ...) leave no entry, but their effect on memory does.
 //! Allocations of no bytes leave none either. [`read_bytes`](crate::read_bytes) gives the program back: its streams
@@ -47,7 +50,7 @@ mod state;
 
 pub use error::ExportError;
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::io::{self, Write};
 
 use symmalloc_core::Allocator;
@@ -72,6 +75,8 @@ pub struct ExportSummary {
     pub allocations: u64,
     /// Allocations that a limit refused.
     pub refused: u64,
+    /// Frees whose memory stayed taken for a while, as recorded.
+    pub pending_frees: u64,
     /// Segments that are live at the end, as PyTorch counts them: each stretch of mapped memory.
     pub segments: u64,
     /// Blocks of these.
@@ -87,7 +92,7 @@ pub struct ExportSummary {
 /// # Errors
 /// When the program cannot be carried out, or `sink` cannot be written.
 pub fn export(program: &Program, config: &Config, sink: impl Write) -> Result<ExportSummary, ExportError> {
-    let mut rerun = Rerun::new(program, config)?;
+    let mut rerun = Rerun::new(program, config)?.with_pending_frees();
     let mut snapshot = SnapshotWriter::new(sink)?;
     let mut origins = Origins::default();
     snapshot.pickle.text("device_traces")?;
@@ -130,6 +135,8 @@ struct SnapshotWriter<W> {
     /// Frames that were written. Looked up only.
     frames: HashMap<(PoolId, Box<str>), Memo>,
     no_frames: Option<Memo>,
+    /// What is freed and still taken.
+    pending: BTreeSet<DeviceAddress>,
     summary: ExportSummary,
 }
 
@@ -147,7 +154,13 @@ impl<W: Write> SnapshotWriter<W> {
     fn new(sink: W) -> io::Result<Self> {
         let mut pickle = PickleWriter::new(sink)?;
         pickle.open_dict()?;
-        Ok(SnapshotWriter { pickle, frames: HashMap::new(), no_frames: None, summary: ExportSummary::default() })
+        Ok(SnapshotWriter {
+            pickle,
+            frames: HashMap::new(),
+            no_frames: None,
+            pending: BTreeSet::new(),
+            summary: ExportSummary::default(),
+        })
     }
 
     fn finish(mut self, config: &Config) -> io::Result<ExportSummary> {
@@ -180,6 +193,15 @@ impl<W: Write> SnapshotWriter<W> {
             }
             Happened::Freed(live) => {
                 self.entry(&entry("free_requested", live))?;
+                self.entry(&entry("free_completed", live))?;
+            }
+            Happened::FreeRequested(live) => {
+                self.summary.pending_frees += 1;
+                self.pending.insert(live.address);
+                self.entry(&entry("free_requested", live))?;
+            }
+            Happened::FreeCompleted(live) => {
+                self.pending.remove(&live.address);
                 self.entry(&entry("free_completed", live))?;
             }
             Happened::Used { live, stream } => self.entry(&Entry { stream: *stream, ..entry("record_use", live) })?,

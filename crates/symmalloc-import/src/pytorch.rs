@@ -11,7 +11,7 @@
 //! |---|---|
 //! | `alloc` | [`Allocate`], with the placement that PyTorch chose where its segment's birth is in the recording |
 //! | `free_requested` | [`Free`]; before it a [`RecordUse`] if no `free_completed` follows at once |
-//! | `free_completed` | nothing: it says when PyTorch's event polling noticed, which is not part of the program |
+//! | `free_completed` | how long its free was [`Pending`]: that is PyTorch's event polling, no part of the program |
 //! | `record_use` | [`RecordUse`]: written by our [export](crate::export), which knows the stream |
 //! | `segment_*` | placements |
 //! | `oom`, `snapshot`, others | counted in the [`Summary`] |
@@ -31,6 +31,7 @@
 //!
 //! [`Allocate`]: symmalloc_core::op::Op::Allocate
 //! [`Free`]: symmalloc_core::op::Op::Free
+//! [`Pending`]: symmalloc_core::op::Pending
 //! [`RecordUse`]: symmalloc_core::op::Op::RecordUse
 //! [`Summary`]: crate::Summary
 
@@ -159,7 +160,7 @@ impl<'a> Trace<'a> {
                     };
                     told.map_err(|overflow| entry.overflow(overflow))?;
                 }
-                Value::Word(FREE_COMPLETED) => {}
+                Value::Word(FREE_COMPLETED) => transcript.complete(entry.address()?),
                 Value::Word(RECORD_USE) => {
                     let told = transcript.record_use(entry.address()?, entry.stream()?);
                     told.map_err(|overflow| entry.overflow(overflow))?;

@@ -9,6 +9,9 @@
 //! watcher but the live allocations, so it may stop anywhere and run again: by rule D1 every rerun is the same, and the
 //! same as what the job itself did on this allocator.
 //!
+//! Where a recording says how long freed memory stayed [pending](symmalloc_core::op::Pending), a rerun can
+//! [leave it taken](Rerun::with_pending_frees) for as long, as the recorded allocator did.
+//!
 //! The device below grants everything, as much as is asked for, at addresses that count upwards. Placements do not
 //! depend on it, and configured limits still hold.
 //!
@@ -33,6 +36,7 @@
 //! ```
 
 mod device;
+mod pending;
 
 pub use device::MemoryChange;
 
@@ -43,11 +47,13 @@ use symmalloc_core::backend::DeviceAddress;
 use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy, StreamPolicy};
 use symmalloc_core::errors::{AllocateError, OutOfMemory, OutOfMemoryCause};
 use symmalloc_core::ids::{AllocationId, Placement, PoolId, StreamId};
+use symmalloc_core::lock::Exclusive;
 use symmalloc_core::op::Op;
 use symmalloc_core::replay::{Program, Replay, StepError};
 use symmalloc_core::report::Snapshot;
 
 use device::NotingDevice;
+use pending::PendingFrees;
 
 /// A program on an allocator of its own. See the [module documentation](self).
 #[derive(Debug)]
@@ -56,6 +62,8 @@ pub struct Rerun<'p> {
     allocator: Allocator<NotingDevice>,
     /// How each pool is configured, by id.
     pools: Vec<Cow<'p, PoolConfig>>,
+    /// Whether memory stays taken while its free is pending.
+    with_pending_frees: bool,
 }
 
 /// Whose memory it is.
@@ -95,6 +103,10 @@ pub enum Happened {
     Allocated(Live),
     /// The allocation is free.
     Freed(Live),
+    /// The program freed the allocation, and it stays taken. Only with [`Rerun::with_pending_frees`].
+    FreeRequested(Live),
+    /// An allocation that the program freed before is free now. Only with [`Rerun::with_pending_frees`].
+    FreeCompleted(Live),
     /// The allocation is used by another stream, too.
     Used {
         /// The allocation.
@@ -115,13 +127,13 @@ pub enum Happened {
     Nothing,
 }
 
-/// One op of a rerun.
+/// One op of a rerun, or the completion of an earlier free.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Moment<'a> {
-    /// The op's number in the program, counted from 0.
+    /// The op's number in the program, counted from 0. Of a completion, the last op's before it.
     pub number: usize,
-    /// The op.
+    /// The op. Of a completion, the free.
     pub op: &'a Op,
     /// What became of it.
     pub happened: Happened,
@@ -154,7 +166,16 @@ impl<'p> Rerun<'p> {
     /// When the configuration is not valid for the device, whose granularity is 2 MiB.
     pub fn new(program: &'p Program, config: &Config) -> Result<Self, RerunError> {
         let allocator = Allocator::new(NotingDevice::new(), config.clone())?;
-        Ok(Rerun { program, allocator, pools: vec![Cow::Owned(config.default_pool().clone())] })
+        let pools = vec![Cow::Owned(config.default_pool().clone())];
+        Ok(Rerun { program, allocator, pools, with_pending_frees: false })
+    }
+
+    /// Memory whose free was pending in the recording stays taken until then: the program as an allocator has it that
+    /// waits for the device, as PyTorch's does. It may need more memory so. When a pool is destroyed, no free is pending.
+    #[must_use]
+    pub fn with_pending_frees(mut self) -> Self {
+        self.with_pending_frees = true;
+        self
     }
 
     /// Carries the program out, up to its first `ops` ops, and shows `watch` each of them.
@@ -170,51 +191,40 @@ impl<'p> Rerun<'p> {
         mut watch: impl FnMut(&Moment<'_>) -> Result<(), E>,
     ) -> Result<(), E> {
         assert_eq!(self.allocator.stream_count(), 0, "a rerun runs once");
-        let Rerun { program, allocator, pools } = self;
+        let Rerun { program, allocator, pools, with_pending_frees } = self;
         let mut replay = Replay::new(allocator, program);
         let mut live: Vec<Option<Live>> = vec![None; program.allocation_count()];
         let mut refused = vec![false; program.allocation_count()];
+        let mut pending = PendingFrees::default();
         for (number, op) in program.ops().iter().take(ops).enumerate() {
+            let last = number.saturating_sub(1);
+            while let Some(free) = pending.pop(matches!(op, Op::DestroyPool { .. })) {
+                complete(allocator, &mut replay, last, &program.ops()[free.op], free.live, &mut watch)?;
+            }
             if let Op::CreatePool { pool, config } = op
                 && pool.index() == pools.len()
             {
                 pools.push(Cow::Borrowed(&**config));
             }
             allocator.backend().begin(owner(op, pools), is_expandable(op, pools));
-            let happened = match (replay.step(op), op) {
-                (Ok(Some(made)), Op::Allocate { id, pool, stream, size_bytes })
-                    if made.placement != Placement::NOWHERE =>
-                {
-                    let live_now = Live {
-                        id: *id,
-                        owner: owner_of(*pool, *stream, pools),
-                        stream: *stream,
-                        placement: made.placement,
-                        address: made.address,
-                        requested_bytes: *size_bytes,
-                        block_bytes: made.size_bytes,
-                    };
-                    live[id.0 as usize] = Some(live_now);
-                    Happened::Allocated(live_now)
-                }
-                (Ok(_), Op::Free { id }) => live[id.0 as usize].take().map_or(Happened::Nothing, Happened::Freed),
-                (Ok(_), Op::RecordUse { id, stream }) => {
-                    live[id.0 as usize].map_or(Happened::Nothing, |live| Happened::Used { live, stream: *stream })
-                }
-                (Ok(_), _) => Happened::Nothing,
-                (Err(StepError::Allocate(error)), op) if is_refusal(&error) => match op {
-                    Op::Allocate { id, stream, size_bytes, .. } => {
-                        refused[id.0 as usize] = true;
-                        let left_bytes = left_bytes(&error);
-                        Happened::Refused { requested_bytes: *size_bytes, stream: *stream, left_bytes }
-                    }
-                    _ => Happened::Nothing,
-                },
-                (Err(StepError::NotLive { id }), _) if refused[id.0 as usize] => Happened::Nothing,
-                (Err(error), _) => return Err(RerunError::Step { op: number, error }.into()),
+            let stays = if *with_pending_frees { program.pending(number) } else { None };
+            let taken = match (op, stays) {
+                (Op::Free { id }, Some(stays)) => live[id.0 as usize].take().map(|live| (live, stays)),
+                _ => None,
+            };
+            let happened = if let Some((live, stays)) = taken {
+                pending.push(number, live, stays);
+                Happened::FreeRequested(live)
+            } else {
+                carried_out(&mut replay, number, op, &mut live, &mut refused, pools)?
             };
             let memory = allocator.backend().end();
             watch(&Moment { number, op, happened, memory: &memory })?;
+            pending.entry();
+        }
+        let last = ops.min(program.ops().len()).saturating_sub(1);
+        while let Some(free) = pending.pop(false) {
+            complete(allocator, &mut replay, last, &program.ops()[free.op], free.live, &mut watch)?;
         }
         Ok(())
     }
@@ -228,6 +238,63 @@ impl<'p> Rerun<'p> {
     pub fn pool_config(&self, pool: PoolId) -> Option<&PoolConfig> {
         self.pools.get(pool.index()).map(|config| &**config)
     }
+}
+
+/// Carries an op out: what became of it.
+fn carried_out(
+    replay: &mut Replay<'_, NotingDevice, Exclusive>,
+    number: usize,
+    op: &Op,
+    live: &mut [Option<Live>],
+    refused: &mut [bool],
+    pools: &[Cow<'_, PoolConfig>],
+) -> Result<Happened, RerunError> {
+    let happened = match (replay.step(op), op) {
+        (Ok(Some(made)), Op::Allocate { id, pool, stream, size_bytes }) if made.placement != Placement::NOWHERE => {
+            let live_now = Live {
+                id: *id,
+                owner: owner_of(*pool, *stream, pools),
+                stream: *stream,
+                placement: made.placement,
+                address: made.address,
+                requested_bytes: *size_bytes,
+                block_bytes: made.size_bytes,
+            };
+            live[id.0 as usize] = Some(live_now);
+            Happened::Allocated(live_now)
+        }
+        (Ok(_), Op::Free { id }) => live[id.0 as usize].take().map_or(Happened::Nothing, Happened::Freed),
+        (Ok(_), Op::RecordUse { id, stream }) => {
+            live[id.0 as usize].map_or(Happened::Nothing, |live| Happened::Used { live, stream: *stream })
+        }
+        (Ok(_), _) => Happened::Nothing,
+        (Err(StepError::Allocate(error)), op) if is_refusal(&error) => match op {
+            Op::Allocate { id, stream, size_bytes, .. } => {
+                refused[id.0 as usize] = true;
+                let left_bytes = left_bytes(&error);
+                Happened::Refused { requested_bytes: *size_bytes, stream: *stream, left_bytes }
+            }
+            _ => Happened::Nothing,
+        },
+        (Err(StepError::NotLive { id }), _) if refused[id.0 as usize] => Happened::Nothing,
+        (Err(error), _) => return Err(RerunError::Step { op: number, error }),
+    };
+    Ok(happened)
+}
+
+/// Carries a pending free out, after op `number`.
+fn complete<E: From<RerunError>>(
+    allocator: &Allocator<NotingDevice>,
+    replay: &mut Replay<'_, NotingDevice, Exclusive>,
+    number: usize,
+    free: &Op,
+    live: Live,
+    watch: &mut impl FnMut(&Moment<'_>) -> Result<(), E>,
+) -> Result<(), E> {
+    allocator.backend().begin(None, false);
+    replay.step(free).map_err(|error| RerunError::Step { op: number, error })?;
+    let memory = allocator.backend().end();
+    watch(&Moment { number, op: free, happened: Happened::FreeCompleted(live), memory: &memory })
 }
 
 /// Whether the error is the allocator's decision to give no memory.

@@ -5,14 +5,15 @@
 //!
 //! * numbers streams by the first appearance of their raw handle and registers each right before it is first needed;
 //! * numbers allocations in order and finds, for an address, the allocation that lives there now;
-//! * keeps the recording consistent: an address that is given out again must have been freed.
+//! * keeps the recording consistent: an address that is given out again must have been freed;
+//! * counts, for a free that completes later, how many records and completions pass until then.
 //!
 //! The raw default stream (handle 0) is a handle like any other.
 
 use std::collections::HashMap;
 
 use symmalloc_core::ids::{AllocationId, Placement, PoolId, StreamId};
-use symmalloc_core::op::{Op, Record};
+use symmalloc_core::op::{Op, Pending, Record};
 
 use crate::summary::Summary;
 
@@ -41,6 +42,17 @@ pub(crate) enum Overflow {
 struct Live {
     id: AllocationId,
     stream: StreamId,
+    /// The log named a stream that uses it, too.
+    is_used: bool,
+}
+
+/// A free that is not completed.
+#[derive(Clone, Copy)]
+struct PendingFree {
+    /// Its record.
+    record: usize,
+    /// Records and completions up to it.
+    entries: u64,
 }
 
 /// The ops so far, and what their names stand for.
@@ -53,6 +65,10 @@ pub(crate) struct Transcript {
     streams: HashMap<RawStream, StreamId>,
     /// Looked up only. Its allocations are not freed.
     live: HashMap<Address, Live>,
+    /// Frees that are not completed, by what they freed. Looked up only.
+    pending: HashMap<Address, PendingFree>,
+    /// Completions that came later than their free.
+    completions: u64,
 }
 
 impl Transcript {
@@ -63,6 +79,8 @@ impl Transcript {
             summary: Summary::default(),
             streams: HashMap::new(),
             live: HashMap::new(),
+            pending: HashMap::new(),
+            completions: 0,
         }
     }
 
@@ -82,6 +100,7 @@ impl Transcript {
             self.summary.frees_supplied += 1;
             self.push(Op::Free { id: lost.id }.into())?;
         }
+        self.complete(address);
         let stream = self.stream(stream)?;
         let id = AllocationId(self.summary.allocations);
         let mut record = Record::from(Op::Allocate { id, pool: PoolId::DEFAULT, stream, size_bytes });
@@ -89,18 +108,20 @@ impl Transcript {
             record = record.with_placement(placement);
         }
         self.push(record)?;
-        self.live.insert(address, Live { id, stream });
+        self.live.insert(address, Live { id, stream, is_used: false });
         Ok(())
     }
 
     /// The log says that `stream` uses what lives at `address`.
     pub(crate) fn record_use(&mut self, address: Address, stream: RawStream) -> Result<(), Overflow> {
-        let Some(live) = self.live.get(&address).copied() else {
+        let Some(live) = self.live.get_mut(&address) else {
             self.summary.uses_of_unknown += 1;
             return Ok(());
         };
+        live.is_used = true;
+        let id = live.id;
         let stream = self.stream(stream)?;
-        self.push(Op::RecordUse { id: live.id, stream }.into())
+        self.push(Op::RecordUse { id, stream }.into())
     }
 
     /// The log freed what lives at `address`. Where it names a stream for that, and another than the allocation's own,
@@ -119,19 +140,41 @@ impl Transcript {
         self.push(Op::Free { id: live.id }.into())
     }
 
-    /// The log freed what lives at `address` while a stream that it does not name still used it.
+    /// The log freed what lives at `address` while another stream still used it: it is taken until [`complete`].
     ///
-    /// The use is given to the lowest-numbered stream other than the allocation's own, registered now if need be: as
+    /// Where the log does not name that stream, the use is given to the lowest-numbered stream other than the allocation's own, registered now if need be: as
     /// streams are numbered by appearance, that is also the number it gets when the log names it.
+    ///
+    /// [`complete`]: Transcript::complete
     pub(crate) fn free_used_elsewhere(&mut self, address: Address) -> Result<(), Overflow> {
         let Some(live) = self.live.remove(&address) else {
             self.summary.frees_of_unknown += 1;
             return Ok(());
         };
-        let stream = if live.stream == StreamId(0) { StreamId(1) } else { StreamId(0) };
-        self.register_up_to(stream)?;
-        self.push(Op::RecordUse { id: live.id, stream }.into())?;
-        self.push(Op::Free { id: live.id }.into())
+        if !live.is_used {
+            let stream = if live.stream == StreamId(0) { StreamId(1) } else { StreamId(0) };
+            self.register_up_to(stream)?;
+            self.push(Op::RecordUse { id: live.id, stream }.into())?;
+        }
+        let record = self.records.len();
+        self.push(Record::from(Op::Free { id: live.id }).with_pending(Pending::TO_THE_END))?;
+        self.pending.insert(address, PendingFree { record, entries: self.entries() });
+        Ok(())
+    }
+
+    /// The log says that the device is done with what was freed at `address`. Without a pending free there it does
+    /// nothing.
+    pub(crate) fn complete(&mut self, address: Address) {
+        let Some(free) = self.pending.remove(&address) else { return };
+        let pending = Pending::new(self.entries() - free.entries);
+        self.records[free.record].pending = pending;
+        // One that comes before anything else is not counted: its free completes at once.
+        self.completions += u64::from(pending.is_some());
+    }
+
+    /// Records and completions so far.
+    fn entries(&self) -> u64 {
+        self.records.len() as u64 + self.completions
     }
 
     /// The number of a stream, new or known.

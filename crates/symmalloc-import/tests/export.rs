@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use symmalloc_core::config::Config;
-use symmalloc_core::op::Op;
+use symmalloc_core::op::{Op, Pending};
 use symmalloc_core::replay::Program;
 use symmalloc_import::export::export;
 use symmalloc_import::{ReadOptions, Recording, read_bytes, read_path};
@@ -26,19 +26,42 @@ fn exported(recording: &Recording, config: &str) -> Vec<u8> {
     bytes
 }
 
-fn ops(recording: &Recording) -> Vec<&Op> {
-    recording.records.iter().map(|record| &record.op).collect()
+/// The ops, and how long each free was pending.
+fn ops(recording: &Recording) -> Vec<(&Op, Option<Pending>)> {
+    recording.records.iter().map(|record| (&record.op, record.pending)).collect()
 }
 
 #[test]
-fn a_pytorch_snapshot_goes_through_our_trace_and_back_with_the_same_ops() {
-    for name in ["fsdp1_train_rank0.pickle.gz", "resnet50_multiscale.trace.zst"] {
+fn every_recorded_job_comes_back_with_the_same_ops_and_completions() {
+    for (name, pending) in [
+        ("fsdp1_train_rank0.pickle.gz", 2_542),
+        ("fsdp1_train_rank1.pickle.gz", 2_010),
+        ("fsdp_train_rank0.trace.zst", 0),
+        ("fsdp_train_rank1.trace.zst", 0),
+        ("gpt2_train_varlen.trace.zst", 0),
+        ("llama_generate.trace.zst", 0),
+        ("moe_train.trace.zst", 0),
+        ("resnet50_multiscale.trace.zst", 0),
+    ] {
         let original = recorded(name);
+        assert_eq!(ops(&original).iter().filter(|(_, pending)| pending.is_some()).count(), pending, "{name}");
         for config in ["segments:expandable", "segments:fixed,streams:shared"] {
             let again = read_bytes(&exported(&original, config), &ReadOptions::default()).unwrap();
             assert!(ops(&again) == ops(&original), "{name} with {config}");
         }
     }
+}
+
+#[test]
+fn without_pending_frees_every_free_completes_at_once() {
+    let original = recorded("fsdp1_train_rank1.pickle.gz");
+    let program = Program::new(&original.records).unwrap().without_pending();
+    let mut bytes = Vec::new();
+    let summary = export(&program, &Config::default(), &mut bytes).unwrap();
+    assert_eq!(summary.pending_frees, 0);
+    let again = read_bytes(&bytes, &ReadOptions::default()).unwrap();
+    assert!(ops(&again).iter().all(|(_, pending)| pending.is_none()));
+    assert_eq!(again.records.len(), original.records.len());
 }
 
 /// Python, unless this machine has none.

@@ -1,29 +1,28 @@
 #!/usr/bin/env python3
 """Gives a snapshot that `symmalloc export` wrote to PyTorch's own tools. Needs PyTorch; no GPU.
 
-    memory_viz.py EXPORTED [BEFORE]
+    memory_viz.py EXPORTED [ORIGINAL]
 
 Calls `segments`, `memory`, `segsum`, `trace`, `trace_plot`, `segment_plot` and `compare` of `torch.cuda._memory_viz`
-and checks that what they say adds up to what the snapshot holds. BEFORE, another snapshot, is compared with EXPORTED.
+and checks that what they say adds up to what the snapshot holds. With ORIGINAL, the snapshot that the exported trace was
+imported from, `trace` must tell the same allocations, frees and completions, one after the other, `trace_plot` must keep
+the same ones when it drops what was freed, and `compare` must find the same bytes held on both sides.
 """
 
+import re
 import sys
 
 import torch
 from torch.cuda import _memory_viz as viz
 
-from snapshot import load
+from snapshot import load, timeline, trace
 
-
-def bytes_by_state(lines):
-    """Sums the lines of a flame graph by their second last known part: the state of the block."""
-    sums = {}
-    for line in lines.splitlines():
-        stack, size = line.rsplit(" ", 1)
-        for state in ("active_allocated", "active_pending_free", "inactive"):
-            if f";{state};" in stack:
-                sums[state] = sums.get(state, 0) + int(size)
-    return sums
+STATES = ("active_allocated", "active_pending_free", "inactive")
+CALLS = {
+    "alloc": re.compile(r"\S+ = \S+\[\d+:(.*)\]"),
+    "free_requested": re.compile(r"del \S+ # (.*)"),
+    "free_completed": re.compile(r"# free completed for \S+ (.*)"),
+}
 
 
 def text(lines):
@@ -31,8 +30,35 @@ def text(lines):
     return lines
 
 
-def main(exported, before=None):
-    snapshot = load(exported)
+def bytes_by_state(lines, prefix="", rounding=True):
+    """Sums the lines of a flame graph by the state of the block; what rounding added has lines of its own."""
+    sums = {}
+    for line in lines.splitlines():
+        stack, size = line.rsplit(" ", 1)
+        for state in STATES:
+            if line.startswith(prefix) and f";{state};" in stack and (rounding or not stack.endswith("<gaps>")):
+                sums[state] = sums.get(state, 0) + int(size)
+    return sums
+
+
+def calls(snapshot):
+    """The allocations, frees and completions that `trace` tells, with their sizes."""
+    told = []
+    for line in viz.trace(snapshot).splitlines():
+        for kind, pattern in CALLS.items():
+            if found := pattern.fullmatch(line):
+                told.append((kind, found[1]))
+    return told
+
+
+def unfreed(path):
+    """The sizes that `trace_plot(filter_freed=True)` shows."""
+    snapshot = load(path)
+    assert "MemoryViz.js" in viz.trace_plot(snapshot, filter_freed=True)
+    return [entry["size"] for entry in trace(snapshot) if entry["action"] == "alloc"]
+
+
+def check(snapshot):
     blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
     wanted = {}
     for block in blocks:
@@ -48,12 +74,34 @@ def main(exported, before=None):
     assert not missing, missing
     summary = viz.segsum(snapshot)
     assert f"segments: {len(snapshot['segments'])}" in summary, summary
-    assert "TOTAL MEM" in viz.trace(snapshot)
+    told = {kind: sum(call == kind for call, _ in calls(snapshot)) for kind in CALLS}
+    actions = [entry["action"] for entry in trace(snapshot)] if any(snapshot["device_traces"]) else []
+    assert told == {kind: actions.count(kind) for kind in CALLS}, told
     for page in (viz.trace_plot(snapshot), viz.trace_plot(snapshot, plot_segments=True), viz.segment_plot(snapshot)):
         assert "MemoryViz.js" in page
-    other = load(before) if before else {"segments": []}
-    viz.compare(other["segments"], snapshot["segments"], format_flamegraph=text)
-    print(f"PyTorch {torch.__version__}: segments, memory, segsum, trace, trace_plot, segment_plot, compare: fine")
+
+
+def check_same_job(exported, original):
+    snapshot, before = load(exported), load(original)
+    assert calls(snapshot) == calls(before), "`trace` tells other calls"
+    assert timeline(snapshot) == timeline(before), "the timelines differ"
+    assert unfreed(exported) == unfreed(original), "`trace_plot` shows other unfreed allocations"
+    lines = viz.compare(before["segments"], snapshot["segments"], format_flamegraph=text)
+    held = [bytes_by_state(lines, prefix, rounding=False) for prefix in ("only_before", "only_after")]
+    for state in ("active_allocated", "active_pending_free"):
+        assert held[0].get(state) == held[1].get(state), (state, held)
+
+
+def main(exported, original=None):
+    snapshot = load(exported)
+    check(snapshot)
+    said = "segments, memory, segsum, trace, trace_plot, segment_plot: fine"
+    if original:
+        check_same_job(exported, original)
+        said += f"; trace, timeline ({len(timeline(snapshot))} steps), unfreed allocations and compare: as the original"
+    else:
+        viz.compare([], snapshot["segments"], format_flamegraph=text)
+    print(f"PyTorch {torch.__version__}: {said}")
 
 
 if __name__ == "__main__":

@@ -4,10 +4,12 @@
     snapshot.py EXPORTED [ORIGINAL]
 
 The trace, carried out from nothing, must end in the segments and blocks of the snapshot. With ORIGINAL, the snapshot
-that the exported trace was imported from, the program's live bytes must be the same after every allocation and free.
+that the exported trace was imported from, PyTorch's timeline of active memory must be the same at every step, and so must
+the program's live bytes after every allocation and free.
 """
 
 import gzip
+import itertools
 import pickle
 import sys
 
@@ -41,6 +43,40 @@ def live_bytes(snapshot):
     return curve
 
 
+def timeline(snapshot):
+    """The bytes at each step of PyTorch's "Active Memory Timeline", by the rule of MemoryViz.js.
+
+    A step is an `alloc` or a `free_completed`. What is freed, or live at the end, without an `alloc` in the trace was
+    there from the beginning.
+    """
+    steps, before, by_address = [], 0, {}
+    for entry in trace(snapshot):
+        address, size = entry.get("addr"), entry["size"]
+        if entry["action"] == "alloc":
+            by_address[address] = size
+            steps.append(size)
+        elif entry["action"] == "free_completed":
+            if address not in by_address:
+                before += size
+            steps.append(-by_address.pop(address, size))
+    for segment in snapshot["segments"]:
+        address = segment["address"]
+        for block in segment["blocks"]:
+            if block["state"] == "active_allocated" and address not in by_address:
+                before += block["requested_size"]
+            address += block["size"]
+    return list(itertools.accumulate(steps, initial=before))
+
+
+def requested_by_state(snapshot):
+    """The bytes that the program holds at the end, and those that wait for other streams."""
+    sums = {"active_allocated": 0, "active_pending_free": 0}
+    for block in (block for segment in snapshot["segments"] for block in segment["blocks"]):
+        if block["state"] in sums:
+            sums[block["state"]] += block["requested_size"]
+    return sums
+
+
 def merged(intervals):
     """Stretches of memory, those that touch as one, as (start, end, stream)."""
     out = []
@@ -64,8 +100,8 @@ def unmap(mapped, address, size):
 
 
 def carry_out(snapshot):
-    """What the trace leaves: stretches of memory, and live allocations by address."""
-    mapped, live = {}, {}
+    """What the trace leaves: stretches of memory, taken blocks by address, and which of these are pending."""
+    mapped, live, pending = {}, {}, set()
     last_time = 0
     for entry in trace(snapshot):
         assert entry["time_us"] >= last_time, entry
@@ -81,17 +117,21 @@ def carry_out(snapshot):
             live[address] = size
         elif action == "free_completed":
             assert live.pop(address) == size, entry
-        elif action == "free_requested" or action == "record_use":
+            pending.remove(address)
+        elif action == "free_requested":
+            assert address in live and address not in pending, entry
+            pending.add(address)
+        elif action == "record_use":
             assert address in live, entry
         else:
             assert action == "oom" and entry["device_free"] >= 0, entry
-    return merged((start, size, stream) for start, (size, stream) in mapped.items()), live
+    return merged((start, size, stream) for start, (size, stream) in mapped.items()), live, pending
 
 
 def check(snapshot):
     for key in ("segments", "device_traces", "allocator_settings", "external_annotations"):
         assert key in snapshot, key
-    mapped, live = carry_out(snapshot)
+    mapped, live, pending = carry_out(snapshot)
     segments = snapshot["segments"]
     assert segments == sorted(segments, key=lambda segment: segment["address"])
     for segment in segments:
@@ -100,14 +140,16 @@ def check(snapshot):
         for block in segment["blocks"]:
             assert block["address"] == address and block["size"] > 0, block
             address += block["size"]
-            if block["state"] == "active_allocated":
+            if block["state"] != "inactive":
+                state = "active_pending_free" if block["address"] in pending else "active_allocated"
+                assert block["state"] == state, block
                 assert live.pop(block["address"]) == block["requested_size"] <= block["size"], block
-            else:
-                assert block["state"] == "inactive", block
         assert address == segment["address"] + segment["total_size"], segment["address"]
-        held = [block for block in segment["blocks"] if block["state"] == "active_allocated"]
+        active = [block for block in segment["blocks"] if block["state"] != "inactive"]
+        held = [block for block in active if block["state"] == "active_allocated"]
         assert segment["allocated_size"] == sum(block["size"] for block in held)
-        assert segment["requested_size"] == sum(block["requested_size"] for block in held)
+        assert segment["active_size"] == sum(block["size"] for block in active)
+        assert segment["requested_size"] == sum(block["requested_size"] for block in active)
     assert not live, f"allocations that no block shows: {live}"
     assert mapped == merged((s["address"], s["total_size"], s["stream"]) for s in segments)
 
@@ -117,9 +159,13 @@ def main(exported, original=None):
     check(snapshot)
     print(f"{len(trace(snapshot))} entries, {len(snapshot['segments'])} segments", end="")
     if original:
-        curve = live_bytes(snapshot)
-        assert curve == live_bytes(load(original)), "live bytes differ"
-        print(f", live bytes equal after each of {len(curve)} calls, peak {max(curve)}", end="")
+        original = load(original)
+        curve, steps = live_bytes(snapshot), timeline(snapshot)
+        assert curve == live_bytes(original), "live bytes differ"
+        assert steps == timeline(original), "PyTorch's timelines differ"
+        assert requested_by_state(snapshot) == requested_by_state(original), "the bytes at the end differ"
+        print(f"; as the original: live bytes after each of {len(curve)} calls, peak {max(curve)},", end="")
+        print(f" and PyTorch's timeline at each of {len(steps)} steps, peak {max(steps)}", end="")
     print()
 
 

@@ -78,15 +78,17 @@ impl<W: Write> SnapshotWriter<W> {
         let address = stretch.address();
         let stream = stream.or_else(|| origins.stream(DeviceAddress(address))).unwrap_or_default();
         let total_bytes = stretch.sum(|block| block.size_bytes);
-        let allocated_bytes = stretch.sum(|block| if is_live(block) { block.size_bytes } else { 0 });
+        let active_bytes = stretch.sum(|block| if is_live(block) { block.size_bytes } else { 0 });
+        let is_pending = |block: &BlockSnapshot| self.pending.contains(&block_address(block, stretch.segment));
+        let pending_bytes = stretch.sum(|block| if is_pending(block) { block.size_bytes } else { 0 });
         let policy = config.map(PoolConfig::segments);
         let is_small = matches!(policy, Some(SegmentPolicy::Fixed(_))) && total_bytes == SMALL_SEGMENT_BYTES;
         self.pickle.open_dict()?;
         self.field("device", 0)?;
         self.field("address", address)?;
         self.field("total_size", total_bytes)?;
-        self.field("allocated_size", allocated_bytes)?;
-        self.field("active_size", allocated_bytes)?;
+        self.field("allocated_size", active_bytes - pending_bytes)?;
+        self.field("active_size", active_bytes)?;
         self.field("requested_size", stretch.sum(requested_bytes))?;
         self.field("stream", stream.0.into())?;
         self.pickle.text("segment_type")?;
@@ -110,12 +112,18 @@ impl<W: Write> SnapshotWriter<W> {
 
     fn block(&mut self, block: &BlockSnapshot, segment: &SegmentSnapshot) -> io::Result<()> {
         self.summary.blocks += 1;
+        let address = block_address(block, segment);
+        let state = match is_live(block) {
+            true if self.pending.contains(&address) => "active_pending_free",
+            true => "active_allocated",
+            false => "inactive",
+        };
         self.pickle.open_dict()?;
-        self.field("address", segment.base.0 + block.offset_bytes)?;
+        self.field("address", address.0)?;
         self.field("size", block.size_bytes)?;
         self.field("requested_size", requested_bytes(block))?;
         self.pickle.text("state")?;
-        self.pickle.text(if is_live(block) { "active_allocated" } else { "inactive" })?;
+        self.pickle.text(state)?;
         let name = match &block.state {
             BlockStateSnapshot::Allocated { name, .. } => name.as_deref(),
             _ => None,
@@ -129,6 +137,10 @@ fn stretches_of(segment: &SegmentSnapshot) -> impl Iterator<Item = Stretch<'_>> 
     let is_hole = |block: &BlockSnapshot| block.state == BlockStateSnapshot::Hole;
     let mapped = segment.blocks.split(is_hole).filter(|blocks| !blocks.is_empty());
     mapped.map(move |blocks| Stretch { segment, blocks })
+}
+
+fn block_address(block: &BlockSnapshot, segment: &SegmentSnapshot) -> DeviceAddress {
+    DeviceAddress(segment.base.0 + block.offset_bytes)
 }
 
 fn is_live(block: &BlockSnapshot) -> bool {

@@ -70,3 +70,38 @@ fn a_running_allocator_is_exported_as_it_is() {
     let address = kept.address.0.to_le_bytes();
     assert!(bytes.windows(6).any(|window| window == &address[..6]), "the device's own address");
 }
+
+#[test]
+fn what_is_pending_comes_back_and_stays_taken() {
+    let lines = [
+        "stream s0",
+        "a 0 1000 s0",
+        "stream s1",
+        "a 1 1000 s1",
+        "u 0 s1",
+        "f 0 pending 3",
+        "u 1 s0",
+        "f 1 pending",
+        "a 2 1000 s0",
+        "a 3 1000 s0",
+    ];
+    let (bytes, summary) = exported(&lines, "segments:expandable");
+    let again: Vec<String> = read(&bytes).records.iter().map(Record::to_string).collect();
+    assert_eq!(
+        again,
+        [
+            "stream s0",
+            "a 0 1000 s0 -> 0@0",
+            "stream s1",
+            "a 1 1000 s1 -> 1@0",
+            "u 0 s1",
+            "f 0 pending 3",
+            "u 1 s0",
+            "f 1 pending",
+            "a 2 1000 s0 -> 0@1024",
+            "a 3 1000 s0 -> 0@0",
+        ]
+    );
+    assert_eq!((summary.pending_frees, summary.entries), (2, 11));
+    assert!(bytes.windows(19).any(|window| window == b"active_pending_free"));
+}

@@ -78,7 +78,69 @@ fn a_free_that_completes_later_was_used_by_another_stream() {
             ("alloc", 0x3000, 512, 6),
             ("free_requested", 0x3000, 512, 6),
         ]),
-        ["stream s0", "a 0 512 s0", "a 1 512 s0", "stream s1", "u 0 s1", "f 0", "f 1", "a 2 512 s1", "u 2 s0", "f 2"]
+        [
+            "stream s0",
+            "a 0 512 s0",
+            "a 1 512 s0",
+            "stream s1",
+            "u 0 s1",
+            "f 0 pending 1",
+            "f 1",
+            "a 2 512 s1",
+            "u 2 s0",
+            "f 2 pending"
+        ]
+    );
+}
+
+#[test]
+fn completions_keep_their_order_among_themselves_and_among_the_ops() {
+    assert_eq!(
+        told(&[
+            ("alloc", 0x1000, 512, 5),
+            ("alloc", 0x2000, 512, 6),
+            ("alloc", 0x3000, 512, 6),
+            ("free_requested", 0x1000, 512, 5),
+            ("free_requested", 0x2000, 512, 6),
+            ("free_requested", 0x3000, 512, 6),
+            ("segment_alloc", 0x10000, 512, 5),
+            ("free_completed", 0x3000, 512, 6),
+            ("free_completed", 0x2000, 512, 6),
+            ("free_completed", 0x1000, 512, 5),
+            ("alloc", 0x1000, 512, 5),
+        ])[5..],
+        // Of the third free nothing tells that it completed later, but that another stream used it.
+        ["u 0 s1", "f 0 pending 5", "u 1 s0", "f 1 pending 2", "u 2 s0", "f 2", "a 3 512 s0"]
+    );
+}
+
+#[test]
+fn a_use_that_the_snapshot_names_is_not_told_twice() {
+    assert_eq!(
+        told(&[
+            ("alloc", 0x1000, 512, 5),
+            ("alloc", 0x2000, 512, 6),
+            ("alloc", 0x3000, 512, 7),
+            ("record_use", 0x1000, 512, 7),
+            ("free_requested", 0x1000, 512, 5),
+            ("alloc", 0x4000, 512, 5),
+            ("free_completed", 0x1000, 512, 5),
+        ])[6..],
+        ["u 0 s2", "f 0 pending 1", "a 3 512 s0"]
+    );
+}
+
+#[test]
+fn memory_that_is_given_out_again_was_completed() {
+    assert_eq!(
+        told(&[
+            ("alloc", 0x1000, 512, 5),
+            ("free_requested", 0x1000, 512, 5),
+            ("alloc", 0x2000, 512, 5),
+            ("alloc", 0x1000, 512, 5),
+            ("free_completed", 0x1000, 512, 5),
+        ])[2..],
+        ["stream s1", "u 0 s1", "f 0 pending 1", "a 1 512 s0", "a 2 512 s0"]
     );
 }
 

@@ -17,7 +17,16 @@ fn program(lines: &[&str]) -> Program {
 /// What happened, op by op, in a few words.
 fn told(lines: &[&str], config: &str) -> Vec<String> {
     let program = program(lines);
-    let mut rerun = Rerun::new(&program, &config.parse::<Config>().unwrap()).unwrap();
+    told_by(Rerun::new(&program, &config.parse::<Config>().unwrap()).unwrap())
+}
+
+/// The same with memory taken while its free is pending.
+fn told_with_pending_frees(lines: &[&str], config: &str) -> Vec<String> {
+    let program = program(lines);
+    told_by(Rerun::new(&program, &config.parse::<Config>().unwrap()).unwrap().with_pending_frees())
+}
+
+fn told_by(mut rerun: Rerun<'_>) -> Vec<String> {
     let mut told = Vec::new();
     let watch = |moment: &Moment<'_>| {
         let mut words = match &moment.happened {
@@ -25,6 +34,8 @@ fn told(lines: &[&str], config: &str) -> Vec<String> {
                 format!("allocated {} of {} for {:?}", live.requested_bytes, live.block_bytes, live.owner.stream)
             }
             Happened::Freed(live) => format!("freed {}", live.id),
+            Happened::FreeRequested(live) => format!("{} is pending at op {}", live.id, moment.number),
+            Happened::FreeCompleted(live) => format!("{} is completed after op {}", live.id, moment.number),
             Happened::Used { live, stream } => format!("{} used by {stream}", live.id),
             Happened::Refused { requested_bytes, left_bytes, .. } => {
                 format!("refused {requested_bytes}, {left_bytes} left")
@@ -98,4 +109,54 @@ fn a_rerun_stops_where_it_is_told_to() {
     rerun.run::<RerunError>(2, |_| Ok(())).unwrap();
     let snapshot = rerun.snapshot();
     assert_eq!(snapshot.segments[0].blocks[0].size_bytes, 512);
+}
+
+#[test]
+fn completions_come_when_and_in_the_order_in_which_they_were_recorded() {
+    let lines = [
+        "stream s0",
+        "a 0 512 s0",
+        "a 1 512 s0",
+        "a 2 512 s0",
+        "f 0 pending 4",
+        "f 1 pending",
+        "f 2 pending 1",
+        "a 3 512 s0",
+        "f 3",
+    ];
+    assert_eq!(
+        told_with_pending_frees(&lines, "segments:fixed")[4..],
+        [
+            "a0 is pending at op 4",
+            "a1 is pending at op 5",
+            "a2 is pending at op 6",
+            "allocated 512 of 512 for Some(StreamId(0))",
+            "a2 is completed after op 7",
+            "a0 is completed after op 7",
+            "freed a3",
+        ]
+    );
+    assert_eq!(told(&lines, "segments:fixed")[4..7], ["freed a0", "freed a1", "freed a2"]);
+}
+
+#[test]
+fn pending_memory_is_not_given_out_again() {
+    let lines = ["stream s0", "a 0 2097152 s0", "f 0 pending 1", "a 1 2097152 s0", "a 2 2097152 s0"];
+    let told = told_with_pending_frees(&lines, "segments:expandable");
+    assert!(told[3].ends_with("+2 MiB of p0"), "{told:?}");
+    assert_eq!(told[4..], ["a0 is completed after op 3", "allocated 2097152 of 2097152 for Some(StreamId(0))"]);
+}
+
+#[test]
+fn a_pool_is_destroyed_without_pending_memory() {
+    let lines = ["stream s0", "pool p1", "a 0 512 s0 p1", "f 0 pending", "destroy p1"];
+    let told = told_with_pending_frees(&lines, "segments:fixed");
+    assert_eq!(told[3..], ["a0 is pending at op 3", "a0 is completed after op 3", "nothing -2 MiB of p1"]);
+}
+
+#[test]
+fn two_completions_that_are_due_at_once_come_in_the_order_of_their_frees() {
+    let lines = ["stream s0", "a 0 512 s0", "a 1 512 s0", "f 0 pending 2", "f 1 pending 1", "a 2 512 s0"];
+    let told = told_with_pending_frees(&lines, "segments:fixed");
+    assert_eq!(told[6..], ["a0 is completed after op 5", "a1 is completed after op 5"]);
 }
