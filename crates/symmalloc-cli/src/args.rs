@@ -59,10 +59,11 @@ const EXPORT_EXAMPLES: &str = "\
 Examples:
   symmalloc export job.trace.zst snapshot.pickle                 open it at https://pytorch.org/memory_viz
   symmalloc export snapshot.pickle ours.pickle.gz                a PyTorch job, as our allocator places it
+  symmalloc export snapshot.pickle ours.pickle --free-at-once    ... and frees it: no block waits for other streams
   symmalloc export job.trace fixed.pickle --config segments:fixed,max_split_size_mb:256
 
-JSON: trace, snapshot, entries, allocations, refused (by a limit), segments and blocks (at the end),
-ops_without_entry (that PyTorch's allocator does not have).
+JSON: trace, snapshot, entries, allocations, refused (by a limit), pending_frees (that complete later),
+segments and blocks (at the end), ops_without_entry (that PyTorch's allocator does not have).
 
 Exit codes: 0 fine, 2 bad input.";
 
@@ -252,6 +253,10 @@ pub(crate) struct ExportArgs {
     pub(crate) output: PathBuf,
     #[command(flatten)]
     pub(crate) policy: PolicyArgs,
+    /// Free memory when the program does, as in every other command. Otherwise it stays taken as long as the recording
+    /// says: in PyTorch, until event polling noticed that other streams were done
+    #[arg(long)]
+    pub(crate) free_at_once: bool,
     #[command(flatten)]
     pub(crate) reading: ReadingArgs,
     /// Print JSON

@@ -7,6 +7,7 @@ use crate::output::{self, Palette};
 use crate::quantity::{count, counted};
 use crate::recorded::Recorded;
 use serde::Serialize;
+use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::io::Write as _;
 use symmalloc_import::compression::Compressor;
@@ -20,6 +21,7 @@ struct Object {
     entries: u64,
     allocations: u64,
     refused: u64,
+    pending_frees: u64,
     segments: u64,
     blocks: u64,
     ops_without_entry: u64,
@@ -30,7 +32,11 @@ pub(crate) fn export(args: &ExportArgs) -> Result<Verdict, CliError> {
     let recorded = Recorded::read(&args.input, &args.reading, &args.policy)?;
     // The file is written when all of it is known, so a job that cannot be carried out leaves none.
     let mut snapshot = Vec::new();
-    let exported = export_program(recorded.program(), &recorded.config, &mut snapshot);
+    let program = match args.free_at_once {
+        true => Cow::Owned(recorded.program().clone().without_pending()),
+        false => Cow::Borrowed(recorded.program()),
+    };
+    let exported = export_program(&program, &recorded.config, &mut snapshot);
     let unwritten = |source| CliError::Create { path: args.output.clone(), source };
     let summary = exported.map_err(|error| match error {
         ExportError::Rerun(source) => recorded.failed(source),
@@ -54,6 +60,7 @@ fn object(args: &ExportArgs, summary: &ExportSummary) -> Object {
         entries: summary.entries,
         allocations: summary.allocations,
         refused: summary.refused,
+        pending_frees: summary.pending_frees,
         segments: summary.segments,
         blocks: summary.blocks,
         ops_without_entry: summary.ops_without_entry,
@@ -71,6 +78,7 @@ fn screen(args: &ExportArgs, summary: &ExportSummary, palette: Palette) -> Strin
     );
     for (number, what) in [
         (summary.refused, "allocations that a limit refused"),
+        (summary.pending_frees, "frees that complete later, as recorded (--free-at-once: when the program frees)"),
         (summary.ops_without_entry, "left out: ops that PyTorch's allocator does not have"),
     ] {
         if number > 0 {

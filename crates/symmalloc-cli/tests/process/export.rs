@@ -42,3 +42,28 @@ fn settings_take_the_place_of_the_traces_own() {
     assert_eq!(reserved("replay {} --json"), 0);
     assert_eq!(reserved("replay {} --json --config segments:fixed"), 20 << 20);
 }
+
+#[test]
+fn a_pytorch_job_keeps_what_was_pending_unless_it_shall_free_at_once() {
+    let folder = Folder::new();
+    let lines = ["stream s0", "stream s1", "a 0 2097152 s0", "u 0 s1", "f 0 pending 1", "a 1 2097152 s0", "a 2 100 s0"];
+    let job = folder.trace("job.trace", &lines);
+    let [out, again] = ["out.pickle", "again.trace"].map(|name| folder.path(name));
+    let words = symmalloc("export {} {}", &[&job, &out]).exited(0).stdout.clone();
+    assert!(words.contains("complete later, as recorded (--free-at-once: when the program frees): 1"), "{words}");
+    symmalloc("import {} {}", &[&out, &again]).exited(0);
+    assert!(fs::read_to_string(&again).unwrap().contains("f 0 pending 1\na 1 2097152 s0 -> 0@2097152\n"));
+    let said = symmalloc("export {} {} --free-at-once --json", &[&job, &out]).json(0);
+    assert_eq!(said["pending_frees"], 0);
+    symmalloc("import {} {}", &[&out, &again]).exited(0);
+    assert!(fs::read_to_string(&again).unwrap().contains("f 0\na 1 2097152 s0 -> 0@0\n"));
+}
+
+#[test]
+fn our_own_decisions_have_no_pending_frees() {
+    let folder = Folder::new();
+    let job = folder.trace("job.trace", &["stream s0", "a 0 512 s0", "f 0 pending"]);
+    let replayed = folder.path("replayed.trace");
+    symmalloc("replay {} --json --record {}", &[&job, &replayed]).json(0);
+    assert!(fs::read_to_string(&replayed).unwrap().ends_with("a 0 512 s0 -> 0@0\nf 0\nend 3\n"));
+}
