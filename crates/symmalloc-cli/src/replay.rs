@@ -16,7 +16,7 @@ pub(crate) use screen::kind_of as describe;
 use std::num::NonZeroU32;
 use std::path::Path;
 use symmalloc_core::config::Config;
-use symmalloc_core::op::{Op, Record};
+use symmalloc_core::op::Op;
 use symmalloc_core::trace::TraceWriter;
 use symmalloc_import::compression::Compressor;
 use symmalloc_import::{ReadOptions, Recording, read_path};
@@ -133,7 +133,8 @@ fn record(out: &Path, config: &Config, recording: &Recording, outcome: &Outcome)
     let mut decisions = outcome.decisions.iter();
     for record in &recording.records {
         // This allocator has no pending frees: what a recording of another one says of them is not rank 0's.
-        let mut record = Record { pending: None, ..record.clone() };
+        let mut record = record.clone();
+        record.pending = None;
         if let Op::Allocate { size_bytes, .. } = record.op {
             record.placement = decisions.next().copied().flatten().filter(|_| size_bytes > 0);
         }
