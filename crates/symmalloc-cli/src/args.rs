@@ -98,6 +98,23 @@ settings ([{settings, command, is_own, peak_reserved_bytes, refused}], least pea
 
 Exit codes: 0 fine, 2 bad input.";
 
+const PLAN_EXAMPLES: &str = "\
+Examples:
+  symmalloc plan job.trace.zst                                   what each heap needs, as lines to paste
+  symmalloc plan rank0.pickle.gz rank1.pickle.gz --margin 5      the same on all ranks, and 5 % more
+  symmalloc plan job.trace.zst --reserved --streams shared       one segment, one window
+  symmalloc plan job.trace.zst -o planned.trace.zst              the job with its plan, for `symmalloc replay`
+
+Each rank is carried out twice, as it was recorded and with the plan, on a device that counts its calls.
+
+JSON: traces, margin_percent, settings (of the allocator and its default pool), lines (to paste into a trace),
+reserve_bytes, heaps ([{pool, stream, for_stream, segments, peak_live_bytes, grown_bytes (with nothing reserved),
+reserve_bytes}]; stream is null where streams share), holds (nothing is obtained after what is reserved), without and
+with (the plan: {reserving, first_pass, second_pass: {memory_calls, registrations}, refused, peak_reserved_bytes}; of all
+ranks the most).
+
+Exit codes: 0 fine, 3 the plan does not hold, 2 bad input, such as a limit below what the job needs.";
+
 const SIMULATE_EXAMPLES: &str = "\
 Examples:
   symmalloc simulate --seed 7                           one generated job on 64 ranks, with its plan
@@ -141,6 +158,7 @@ pub(crate) enum Command {
     Export(ExportArgs),
     Chart(ChartArgs),
     Report(ReportArgs),
+    Plan(PlanArgs),
 }
 
 /// Replay recorded jobs on many ranks and see whether they place alike
@@ -311,6 +329,31 @@ pub(crate) struct ReportArgs {
     /// Look at the memory after this op, counted from 0 [default: where most is allocated]
     #[arg(long, value_name = "N")]
     pub(crate) op: Option<usize>,
+    #[command(flatten)]
+    pub(crate) policy: PolicyArgs,
+    #[command(flatten)]
+    pub(crate) reading: ReadingArgs,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Say what to reserve so that a job, once it runs, obtains no more memory, and prove it
+#[derive(Debug, clap::Args)]
+#[command(after_help = PLAN_EXAMPLES)]
+pub(crate) struct PlanArgs {
+    /// Recordings of one job's ranks: traces, PyTorch memory snapshots or RMM logs; plain, gzip or zstd
+    #[arg(required = true, value_name = "TRACE")]
+    pub(crate) traces: Vec<PathBuf>,
+    /// Reserve so much more than the job needs, in percent
+    #[arg(long, value_name = "PERCENT", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1000))]
+    pub(crate) margin: u32,
+    /// Plan one segment, and so one window, for each heap of every pool, as for symmetric pools
+    #[arg(long)]
+    pub(crate) reserved: bool,
+    /// Write the job with its plan as a trace (.zst and .gz compress)
+    #[arg(short, long, value_name = "OUT")]
+    pub(crate) output: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) policy: PolicyArgs,
     #[command(flatten)]

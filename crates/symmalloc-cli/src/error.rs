@@ -5,6 +5,7 @@ use miette::Diagnostic;
 use std::fmt;
 use std::io;
 use std::path::PathBuf;
+use symmalloc_core::ids::PoolId;
 use symmalloc_core::replay::ReplayError;
 use symmalloc_core::trace::{TraceError, TraceWriteError};
 use symmalloc_import::rerun::RerunError;
@@ -35,6 +36,14 @@ pub(crate) enum CliError {
     NothingToShow { path: PathBuf, heaps: Vec<String> },
     #[error("--record writes the decisions of one trace, but {traces} are given")]
     RecordOfSeveral { traces: usize },
+    #[error("-o writes one trace with its plan, but {traces} are given")]
+    PlanOfSeveral { traces: usize },
+    #[error("{} and {} configure pool {pool} differently", path.display(), other.display())]
+    PlanOfOtherSettings { path: PathBuf, other: PathBuf, pool: PoolId },
+    #[error("{}, but the limit is {limit_bytes} bytes", needs(pool.as_ref(), *needed_bytes))]
+    PlanBeyondLimit { pool: Option<PoolId>, needed_bytes: u64, limit_bytes: u64 },
+    #[error("{}, which is more than a segment or a range of the pool can have", needs(Some(pool), *needed_bytes))]
+    PlanBeyondRange { pool: PoolId, needed_bytes: u64 },
     #[error("{}: cannot be written", path.display())]
     Create { path: PathBuf, source: io::Error },
     #[error("{}: cannot be written", path.display())]
@@ -43,6 +52,14 @@ pub(crate) enum CliError {
     Story { path: PathBuf, source: StoryError },
     #[error("the result cannot be written to stdout")]
     Print(#[source] io::Error),
+}
+
+/// What a plan asks for.
+fn needs(pool: Option<&PoolId>, bytes: u64) -> String {
+    match pool {
+        Some(pool) => format!("pool {pool} needs {bytes} bytes"),
+        None => format!("all pools together need {bytes} bytes"),
+    }
 }
 
 impl Diagnostic for CliError {
@@ -68,6 +85,15 @@ impl Diagnostic for CliError {
                 "record the job again, or repair the trace at that op (counted from 0)"
             }
             CliError::RecordOfSeveral { .. } => "replay the traces one by one",
+            CliError::PlanOfSeveral { .. } => "plan for all of them, then write each with `--config` and its lines",
+            CliError::PlanOfOtherSettings { .. } => {
+                "give the recordings of one job's ranks; --config puts one configuration in the place of theirs"
+            }
+            CliError::PlanBeyondLimit { pool: Some(_), .. } => {
+                "raise the pool's limit_mb, let its streams share, or make the job smaller"
+            }
+            CliError::PlanBeyondLimit { pool: None, .. } => "raise total_limit_mb, or make the job smaller",
+            CliError::PlanBeyondRange { .. } => "raise range_mb",
             CliError::Create { .. } | CliError::Write { .. } => {
                 "choose a path in a folder that exists and that you may write to, on a disk with room"
             }

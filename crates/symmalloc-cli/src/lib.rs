@@ -9,7 +9,8 @@
 //!             ├─ import ─► a trace
 //!             ├─ export ─► a PyTorch snapshot
 //!             ├─ chart ──► pictures
-//!             └─ report ─► a page about a job, and settings to try
+//!             ├─ report ─► a page about a job, and settings to try
+//!             └─ plan ───► what to reserve, and the proof that it is enough
 //! ```
 //!
 //! [`job`] is the part that others use, too: the golden tests replay the recorded jobs through it. [`address_order`] is
@@ -29,6 +30,7 @@ mod import;
 pub mod job;
 mod output;
 mod picture;
+mod plan;
 mod progress;
 mod quantity;
 mod recorded;
@@ -77,6 +79,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Export(args) => export::export(&args),
         Command::Chart(args) => chart::chart(&args),
         Command::Report(args) => report::report(&args),
+        Command::Plan(args) => plan::plan(&args),
     };
     done.map_or_else(|error| failed(&error), ExitCode::from)
 }

@@ -5,7 +5,7 @@ use crate::error::CliError;
 use crate::job::{Job, JobError, Options};
 use std::path::{Path, PathBuf};
 use symmalloc_core::PoolId;
-use symmalloc_core::config::Config;
+use symmalloc_core::config::{Config, ConfigError};
 use symmalloc_core::op::Op;
 use symmalloc_core::replay::Program;
 use symmalloc_import::rerun::RerunError;
@@ -29,9 +29,13 @@ impl Recorded {
         let options =
             Options { segments: policy.segments, streams: policy.streams.map(Into::into), ..Options::default() };
         let config = job.config(&options);
-        let invalid = |error| CliError::Job { path: path.to_path_buf(), source: JobError::Config(error) };
-        let config = config.map_err(invalid)?;
+        let config = config.map_err(|error| invalid(path, error))?;
         Ok(Recorded { path: path.to_path_buf(), recording, job, config })
+    }
+
+    /// The error of a configuration for this recording that is not valid.
+    pub(crate) fn invalid(&self, error: ConfigError) -> CliError {
+        invalid(&self.path, error)
     }
 
     pub(crate) fn program(&self) -> &Program {
@@ -46,6 +50,10 @@ impl Recorded {
     pub(crate) fn failed(&self, source: RerunError) -> CliError {
         CliError::Rerun { path: self.path.clone(), source }
     }
+}
+
+fn invalid(path: &Path, error: ConfigError) -> CliError {
+    CliError::Job { path: path.to_path_buf(), source: JobError::Config(error) }
 }
 
 /// Puts a configuration in the place of whatever the recording says about its default pool and limits.

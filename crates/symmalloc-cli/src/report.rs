@@ -8,7 +8,7 @@
 
 mod holders;
 mod page;
-mod settings;
+pub(crate) mod settings;
 
 use crate::Verdict;
 use crate::args::ReportArgs;

@@ -114,7 +114,7 @@ fn with(
 
 /// The shortest text that means this configuration and says how it obtains memory: its canonical text without all other
 /// keys that say the default.
-pub(super) fn text(config: &Config) -> String {
+pub(crate) fn text(config: &Config) -> String {
     let canonical = config.to_string();
     let mut kept: Vec<&str> = keys(&canonical);
     let mut index = 0;

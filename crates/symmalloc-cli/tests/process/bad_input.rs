@@ -30,6 +30,7 @@ fn assert_unreadable(path: &Path, wanted: &[&str]) {
     assert_refused(&symmalloc("chart {} -o {}", &[path, &picture]), &wanted);
     assert_refused(&symmalloc("chart {} -o {} --beside {}", &[&good_job(&folder), &picture, path]), &wanted);
     assert_refused(&symmalloc("report {} -o {}", &[path, &picture]), &wanted);
+    assert_refused(&symmalloc("plan {}", &[path]), &wanted);
     assert!(!picture.exists(), "a picture was drawn of what cannot be read");
     assert!(!out.exists(), "a trace was written of what cannot be read");
 }

@@ -5,6 +5,7 @@ mod chart;
 mod diff;
 mod export;
 mod import;
+mod plan;
 mod replay;
 mod report;
 mod simulate;

@@ -1,0 +1,275 @@
+//! `symmalloc plan`: what to reserve so that a job, once it runs, obtains no more memory and registers no more windows.
+//!
+//! ```text
+//! ranks' recordings ──► sizes   a heap's bytes, the most that any rank needs
+//!                         └───► plan: settings of each pool, and a `reserve` per heap
+//!                                 └───► proof: each rank, carried out twice with it on a simulated device
+//! ```
+//!
+//! Expandable and fixed pools become expandable ones that are reserved for. A symmetric or reserved pool becomes a
+//! reserved one: each of its heaps is one segment, and so one window for ever.
+
+mod program;
+mod proof;
+mod screen;
+mod sizes;
+
+use crate::Verdict;
+use crate::args::PlanArgs;
+use crate::error::CliError;
+use crate::job::JobError;
+use crate::output::{self, Palette};
+use crate::recorded::Recorded;
+use crate::report::settings;
+use program::Pools;
+use proof::Proof;
+use serde::Serialize;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy};
+use symmalloc_core::ids::{PoolId, StreamId};
+use symmalloc_core::op::{Op, Record};
+use symmalloc_core::replay::Program;
+use symmalloc_core::trace::TraceWriter;
+use symmalloc_import::compression::Compressor;
+use symmalloc_import::rerun::Owner;
+
+/// What is planned for a heap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Heap {
+    /// The stream for which its memory is reserved: its own, or of a shared heap the lowest that allocates from it.
+    stream: StreamId,
+    /// The most that was requested at any time.
+    peak_live_bytes: u64,
+    /// What it grew to with nothing reserved.
+    grown_bytes: u64,
+    /// What it is to hold from the start.
+    reserve_bytes: u64,
+}
+
+type Heaps = BTreeMap<Owner, Heap>;
+
+impl Heap {
+    fn new(stream: StreamId) -> Self {
+        Heap { stream, peak_live_bytes: 0, grown_bytes: 0, reserve_bytes: 0 }
+    }
+
+    fn reserve(&self, pool: PoolId) -> Op {
+        Op::Reserve { pool, stream: self.stream, size_bytes: self.reserve_bytes }
+    }
+}
+
+/// A plan, and what came of it.
+struct Plan {
+    /// The configuration, that of the default pool included.
+    config: Config,
+    pools: Pools,
+    heaps: Heaps,
+    /// The job as it was recorded; of several ranks, the most.
+    without: Proof,
+    /// The job with the plan.
+    with: Proof,
+}
+
+/// Plans a job of one or more ranks. The verdict is `Differ` if a rank obtains memory in spite of the plan.
+pub(crate) fn plan(args: &PlanArgs) -> Result<Verdict, CliError> {
+    if args.output.is_some() && args.traces.len() != 1 {
+        return Err(CliError::PlanOfSeveral { traces: args.traces.len() });
+    }
+    let read = |path| Recorded::read(path, &args.reading, &args.policy);
+    let jobs = args.traces.iter().map(|path| read(path)).collect::<Result<Vec<Recorded>, CliError>>()?;
+    let plan = Plan::new(&jobs, args)?;
+    if let (Some(out), [job]) = (&args.output, &jobs[..]) {
+        plan.write(job, out)?;
+    }
+    if args.json {
+        output::print_json(&object(args, &plan))?;
+    } else {
+        output::print(&screen::render(args, &plan, Palette::of_stdout()))?;
+    }
+    Ok(if plan.with.holds() { Verdict::Agree } else { Verdict::Differ })
+}
+
+impl Plan {
+    fn new(jobs: &[Recorded], args: &PlanArgs) -> Result<Self, CliError> {
+        let own = pools_of(jobs)?;
+        let invalid = |error: ConfigError| jobs[0].invalid(error);
+        let is_reserved = |config: &PoolConfig| {
+            args.reserved || config.symmetric() || matches!(config.segments(), SegmentPolicy::Reserved { .. })
+        };
+        let reserved: BTreeSet<PoolId> =
+            own.iter().filter(|(_, config)| is_reserved(config)).map(|(pool, _)| *pool).collect();
+        let growing = own.iter().map(|(pool, config)| Ok((*pool, sizes::growing(config)?)));
+        let growing: Pools = growing.collect::<Result<_, _>>().map_err(invalid)?;
+        let unlimited = jobs[0].config.to_builder().limit_bytes(None);
+        let search = sizes::Search {
+            jobs,
+            pools: &growing,
+            config: &unlimited.default_pool(growing[&PoolId::DEFAULT].clone()).build().map_err(invalid)?,
+            equal: &reserved,
+            margin_percent: args.margin.into(),
+        };
+        let mut heaps = search.run()?;
+        heaps.retain(|_, heap| heap.reserve_bytes > 0);
+
+        let mut pools = Pools::new();
+        for (pool, config) in &growing {
+            let of_pool = heaps.iter().filter(|(owner, _)| owner.pool == *pool).map(|(_, heap)| heap.reserve_bytes);
+            let (needed_bytes, largest_bytes) = (of_pool.clone().sum(), of_pool.max());
+            let mut builder = config.to_builder().limit_bytes(own[pool].limit_bytes());
+            if let (true, Some(segment_bytes)) = (reserved.contains(pool), largest_bytes) {
+                builder = builder.reserved(segment_bytes);
+            }
+            within(own[pool].limit_bytes(), needed_bytes, Some(*pool))?;
+            pools.insert(*pool, builder.build().map_err(invalid)?);
+        }
+        let config = jobs[0].config.to_builder().default_pool(pools[&PoolId::DEFAULT].clone());
+        let config = config.build().map_err(invalid)?;
+        let (without, with) = (Proof::default(), Proof::default());
+        let mut plan = Plan { config, pools, heaps, without, with };
+        plan.prove(jobs)?;
+        Ok(plan)
+    }
+
+    /// Carries every rank out, as it was recorded and with the plan.
+    fn prove(&mut self, jobs: &[Recorded]) -> Result<(), CliError> {
+        let unlimited = self.config.to_builder().limit_bytes(None).build().map_err(|error| jobs[0].invalid(error))?;
+        for (rank, job) in (0..).zip(jobs) {
+            let failed = |source| CliError::Job { path: job.path.clone(), source };
+            let without = proof::prove(job.program(), &job.config, rank).map_err(failed)?;
+            self.without = self.without.max(without);
+            let planned = self.program(jobs, job);
+            let program = Program::new(&planned.records);
+            let program = program.map_err(|source| CliError::Program { path: job.path.clone(), source })?;
+            // The limit over all pools is looked at afterwards: pools come and go, so it is the peak that counts.
+            let with = proof::prove(&program, &unlimited, rank).map_err(|error| match error {
+                JobError::Step { rank, op, error } => JobError::Step { rank, op: planned.origins[op], error },
+                other => other,
+            });
+            self.with = self.with.max(with.map_err(failed)?);
+        }
+        within(self.config.limit_bytes(), self.with.peak_reserved_bytes, None)
+    }
+
+    fn program(&self, jobs: &[Recorded], job: &Recorded) -> program::PlannedProgram {
+        let streams = jobs.iter().map(|job| program::stream_count(&job.recording.records)).max().unwrap_or(0);
+        program::planned(&job.recording.records, streams, &self.pools, &self.heaps)
+    }
+
+    /// Writes the job with its plan as a trace.
+    fn write(&self, job: &Recorded, out: &Path) -> Result<(), CliError> {
+        let created = |source| CliError::Create { path: out.to_path_buf(), source };
+        let file = Compressor::create(out).map_err(created)?;
+        let mut trace = TraceWriter::new(file, Some(&self.config)).map_err(created)?;
+        for record in &self.program(std::slice::from_ref(job), job).records {
+            // Where another allocator placed it is not where it lies with the plan.
+            let mut record = record.clone();
+            (record.placement, record.pending) = (None, None);
+            trace.write(&record).map_err(|source| CliError::Write { path: out.to_path_buf(), source })?;
+        }
+        trace.finish().and_then(Compressor::finish).map(drop).map_err(created)
+    }
+
+    fn reserve_bytes(&self) -> u64 {
+        self.heaps.values().map(|heap| heap.reserve_bytes).sum()
+    }
+
+    /// The lines that the plan adds to a trace: settings, then what is reserved.
+    fn lines(&self) -> Vec<String> {
+        let mut lines = vec![format!("config {}", self.settings())];
+        let others = self.pools.iter().filter(|(pool, _)| **pool != PoolId::DEFAULT);
+        lines.extend(others.map(|(pool, config)| format!("pool {pool} {config}")));
+        let reserved = self.heaps.iter().map(|(owner, heap)| heap.reserve(owner.pool));
+        lines.extend(reserved.map(|op| Record::from(op).to_string()));
+        lines
+    }
+
+    /// The configuration in as few words as it needs.
+    fn settings(&self) -> String {
+        settings::text(&self.config)
+    }
+}
+
+/// How each pool is configured in the recordings, which must not contradict each other.
+fn pools_of(jobs: &[Recorded]) -> Result<Pools, CliError> {
+    let mut pools = Pools::from([(PoolId::DEFAULT, jobs[0].config.default_pool().clone())]);
+    for job in jobs {
+        let differ = |pool| CliError::PlanOfOtherSettings { path: jobs[0].path.clone(), other: job.path.clone(), pool };
+        if job.config != jobs[0].config {
+            return Err(differ(PoolId::DEFAULT));
+        }
+        for record in &job.recording.records {
+            if let Op::CreatePool { pool, config } = &record.op
+                && *pool != PoolId::DEFAULT
+                && pools.entry(*pool).or_insert_with(|| (**config).clone()) != &**config
+            {
+                return Err(differ(*pool));
+            }
+        }
+    }
+    Ok(pools)
+}
+
+/// Whether a limit leaves room for what the plan reserves: of a pool, or of all.
+fn within(limit_bytes: Option<u64>, needed_bytes: u64, pool: Option<PoolId>) -> Result<(), CliError> {
+    match limit_bytes {
+        Some(limit_bytes) if limit_bytes < needed_bytes => {
+            Err(CliError::PlanBeyondLimit { pool, needed_bytes, limit_bytes })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// What `plan --json` prints. Its keys are an interface: `symmalloc plan --help` lists them.
+#[derive(Serialize)]
+struct Object {
+    traces: Vec<String>,
+    margin_percent: u32,
+    settings: String,
+    lines: Vec<String>,
+    reserve_bytes: u64,
+    heaps: Vec<HeapObject>,
+    holds: bool,
+    without: Proof,
+    with: Proof,
+}
+
+#[derive(Serialize)]
+struct HeapObject {
+    pool: u32,
+    stream: Option<u16>,
+    for_stream: u16,
+    segments: &'static str,
+    peak_live_bytes: u64,
+    grown_bytes: u64,
+    reserve_bytes: u64,
+}
+
+fn object(args: &PlanArgs, plan: &Plan) -> Object {
+    let heap = |(owner, heap): (&Owner, &Heap)| HeapObject {
+        pool: owner.pool.0,
+        stream: owner.stream.map(|stream| stream.0),
+        for_stream: heap.stream.0,
+        segments: if plan.is_reserved(owner.pool) { "reserved" } else { "expandable" },
+        peak_live_bytes: heap.peak_live_bytes,
+        grown_bytes: heap.grown_bytes,
+        reserve_bytes: heap.reserve_bytes,
+    };
+    Object {
+        traces: args.traces.iter().map(|path| path.display().to_string()).collect(),
+        margin_percent: args.margin,
+        settings: plan.settings(),
+        lines: plan.lines(),
+        reserve_bytes: plan.reserve_bytes(),
+        heaps: plan.heaps.iter().map(heap).collect(),
+        holds: plan.with.holds(),
+        without: plan.without,
+        with: plan.with,
+    }
+}
+
+impl Plan {
+    fn is_reserved(&self, pool: PoolId) -> bool {
+        matches!(self.pools[&pool].segments(), SegmentPolicy::Reserved { .. })
+    }
+}

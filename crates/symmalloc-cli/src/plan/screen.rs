@@ -1,0 +1,96 @@
+//! A plan for people: what each heap needs, the lines to paste, and the proof.
+
+use super::Plan;
+use crate::args::PlanArgs;
+use crate::output::Palette;
+use crate::quantity::{count, counted, memory};
+use std::fmt::Write;
+use symmalloc_core::PoolId;
+
+pub(super) fn render(args: &PlanArgs, plan: &Plan, palette: Palette) -> String {
+    let mut out = String::new();
+    for path in &args.traces {
+        let _ = writeln!(out, "{}", palette.title(&path.display().to_string()));
+    }
+    let _ = writeln!(out, "\n{}", palette.aside("heap       segments    peak live       grows to   to reserve"));
+    for (owner, heap) in &plan.heaps {
+        let stream = owner.stream.map_or_else(|| "shared".to_owned(), |stream| stream.to_string());
+        let _ = writeln!(
+            out,
+            "{:<10} {:<10} {:>10}   {:>12}   {:>10}",
+            format!("{} {stream}", owner.pool),
+            if plan.is_reserved(owner.pool) { "reserved" } else { "expandable" },
+            memory(heap.peak_live_bytes),
+            memory(heap.grown_bytes),
+            memory(heap.reserve_bytes),
+        );
+    }
+    let _ = writeln!(out, "{:<51}{:>10}", "all", memory(plan.reserve_bytes()));
+    let _ = writeln!(out, "\n{}", palette.aside("in a trace"));
+    out += &(plan.lines().join("\n") + "\n");
+    let _ = writeln!(out, "\n{}", palette.aside("in Rust"));
+    out += &(rust(plan).join("\n") + "\n");
+    if plan.is_reserved(PoolId::DEFAULT) {
+        // A segment is obtained whole at the heap's first use, so the settings alone are the plan of this pool.
+        let _ = writeln!(out, "\n{}\nSYMMALLOC_CONF={}", palette.aside("in the environment"), plan.settings());
+    }
+    let _ = write!(out, "\n{}", proof(args.traces.len(), plan, palette));
+    out
+}
+
+/// The calls that do what the plan says. Streams and pools have the numbers that the program gave them.
+fn rust(plan: &Plan) -> Vec<String> {
+    let mut lines = vec![format!("let config: Config = \"{}\".parse()?;", plan.settings())];
+    let others = plan.pools.iter().filter(|(pool, _)| **pool != PoolId::DEFAULT);
+    lines.extend(others.map(|(pool, config)| format!("let {pool} = allocator.create_pool(\"{config}\".parse()?)?;")));
+    for (owner, heap) in &plan.heaps {
+        let pool = if owner.pool == PoolId::DEFAULT { "PoolId::DEFAULT".to_owned() } else { owner.pool.to_string() };
+        lines.push(format!("allocator.reserve({pool}, {}, {})?;", heap.stream, digits(heap.reserve_bytes)));
+    }
+    lines
+}
+
+/// A number as Rust's own code writes it.
+fn digits(number: u64) -> String {
+    count(number).replace(',', "_")
+}
+
+fn proof(ranks: usize, plan: &Plan, palette: Palette) -> String {
+    let Plan { without, with, .. } = plan;
+    let verdict = if with.holds() {
+        palette.good("holds: nothing is obtained or registered after what is reserved")
+    } else {
+        palette.bad("DOES NOT HOLD: memory is obtained in spite of it, or is not enough")
+    };
+    let mut out = format!(
+        "{verdict}\n{} carried out twice on a device that counts; of several the most:\n\n{}\n",
+        counted(ranks, "rank"),
+        palette.aside("                    memory calls              registrations"),
+    );
+    let _ = writeln!(out, "{:<18}{:>12}{:>12}{:>15}{:>12}", "", "without", "planned", "without", "planned");
+    for (name, before, after) in [
+        ("reserving", without.reserving, with.reserving),
+        ("first pass", without.first_pass, with.first_pass),
+        ("second pass", without.second_pass, with.second_pass),
+    ] {
+        let _ = writeln!(
+            out,
+            "{name:<18}{:>12}{:>12}{:>15}{:>12}",
+            count(before.memory_calls),
+            count(after.memory_calls),
+            count(before.registrations),
+            count(after.registrations),
+        );
+    }
+    if without.refused > 0 || with.refused > 0 {
+        let _ = writeln!(out, "{:<18}{:>12}{:>12}", "refused", count(without.refused), count(with.refused));
+    }
+    let _ = writeln!(
+        out,
+        "{:<18}{:>12}{:>12}",
+        "peak reserved",
+        memory(without.peak_reserved_bytes),
+        memory(with.peak_reserved_bytes)
+    );
+    out
+}

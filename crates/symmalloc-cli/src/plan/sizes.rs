@@ -1,0 +1,174 @@
+//! How much each heap needs so that it obtains nothing later.
+//!
+//! A heap that holds more from the start places differently: its large block at the end fits where otherwise a smaller
+//! one would have been obtained. So the peak of a run without a plan is only where the search begins:
+//!
+//! ```text
+//! reserve nothing ──► peak of each heap ──► + margin ──► run with that reserved ──┬─ nothing obtained: done
+//!                                                ▲                               │
+//!                                                └──────── the new peak ◄────────┘ something obtained
+//! ```
+//!
+//! Every round reserves more than the one before, and what all allocations take together is enough, so it ends. Over
+//! several ranks each heap gets the most that any of them needs, so that all reserve the same.
+
+use super::program::{Pools, heaps_of, planned, stream_count};
+use super::{Heap, Heaps};
+use crate::error::CliError;
+use crate::idle_device::IdleDevice;
+use crate::job::JobError;
+use crate::recorded::Recorded;
+use std::collections::{BTreeMap, BTreeSet};
+use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy};
+use symmalloc_core::ids::PoolId;
+use symmalloc_core::lock::Exclusive;
+use symmalloc_core::op::Op;
+use symmalloc_core::replay::{Program, Replay, StepError};
+use symmalloc_core::units::MIB;
+use symmalloc_core::{Allocator, backend::Backend};
+use symmalloc_import::rerun::Owner;
+
+/// Rounds that grow by what was missing. Later ones take an eighth more, so that no job takes long.
+const EXACT_ROUNDS: u32 = 32;
+
+/// What a search is for.
+pub(super) struct Search<'a> {
+    pub(super) jobs: &'a [Recorded],
+    /// How each pool is to be, without limits, and able to grow.
+    pub(super) pools: &'a Pools,
+    /// What holds over all pools.
+    pub(super) config: &'a Config,
+    /// Pools in which every heap holds the same.
+    pub(super) equal: &'a BTreeSet<PoolId>,
+    pub(super) margin_percent: u64,
+}
+
+/// What one run took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Taken {
+    reserved_bytes: u64,
+    live_bytes: u64,
+}
+
+impl Search<'_> {
+    /// The sizes.
+    pub(super) fn run(&self) -> Result<Heaps, CliError> {
+        let mut heaps = Heaps::new();
+        for job in self.jobs {
+            for (owner, stream) in heaps_of(&job.recording.records, self.pools) {
+                let heap = heaps.entry(owner).or_insert(Heap::new(stream));
+                heap.stream = heap.stream.min(stream);
+            }
+        }
+        for round in 0_u32.. {
+            let taken = self.measure(&heaps)?;
+            let mut grew = false;
+            for (owner, heap) in &mut heaps {
+                let Taken { reserved_bytes, live_bytes } = taken[owner];
+                if round == 0 {
+                    heap.grown_bytes = reserved_bytes;
+                    heap.peak_live_bytes = live_bytes;
+                    heap.reserve_bytes = with_margin(reserved_bytes, self.margin_percent);
+                    grew = true;
+                } else if reserved_bytes > heap.reserve_bytes {
+                    let more = if round > EXACT_ROUNDS { reserved_bytes / 8 } else { 0 };
+                    heap.reserve_bytes = (reserved_bytes + more).next_multiple_of(granularity());
+                    grew = true;
+                }
+            }
+            self.make_equal(&mut heaps);
+            if !grew {
+                break;
+            }
+        }
+        Ok(heaps)
+    }
+
+    /// Runs every job with what is reserved so far: the most that each heap held on any rank.
+    fn measure(&self, heaps: &Heaps) -> Result<BTreeMap<Owner, Taken>, CliError> {
+        let mut most: BTreeMap<Owner, Taken> = heaps.keys().map(|owner| (*owner, Taken::default())).collect();
+        for (rank, job) in (0..).zip(self.jobs) {
+            let failed = |source| CliError::Job { path: job.path.clone(), source };
+            let streams = self.jobs.iter().map(|job| stream_count(&job.recording.records)).max().unwrap_or(0);
+            let planned = planned(&job.recording.records, streams, self.pools, heaps);
+            let program = Program::new(&planned.records);
+            let program = program.map_err(|source| CliError::Program { path: job.path.clone(), source })?;
+            let allocator = Allocator::<_, Exclusive>::new(IdleDevice::new(), self.config.clone());
+            let allocator = allocator.map_err(|error| failed(error.into()))?;
+            let mut replay = Replay::new(&allocator, &program);
+            for (op, origin) in program.ops().iter().zip(&planned.origins) {
+                if let Op::DestroyPool { pool } = op {
+                    note(&allocator, heaps, Some(*pool), &mut most);
+                }
+                match (replay.step(op), op) {
+                    // There is no limit, and the device refuses nothing: what does not fit does not fit at all.
+                    (
+                        Err(StepError::Allocate(_)),
+                        Op::Reserve { pool, size_bytes, .. } | Op::Allocate { pool, size_bytes, .. },
+                    ) => return Err(CliError::PlanBeyondRange { pool: *pool, needed_bytes: *size_bytes }),
+                    (Err(error), _) => return Err(failed(JobError::Step { rank, op: *origin, error })),
+                    (Ok(_), _) => {}
+                }
+            }
+            note(&allocator, heaps, None, &mut most);
+        }
+        Ok(most)
+    }
+
+    fn make_equal(&self, heaps: &mut Heaps) {
+        for pool in self.equal {
+            let of_pool = |owner: &Owner| owner.pool == *pool;
+            let most = heaps.iter().filter(|(owner, _)| of_pool(owner)).map(|(_, heap)| heap.reserve_bytes).max();
+            let most = most.unwrap_or(0);
+            heaps.iter_mut().filter(|(owner, _)| of_pool(owner)).for_each(|(_, heap)| heap.reserve_bytes = most);
+        }
+    }
+}
+
+/// Takes down what heaps hold: those of one pool, or of all that exist.
+fn note<B: Backend>(
+    allocator: &Allocator<B, Exclusive>,
+    heaps: &Heaps,
+    pool: Option<PoolId>,
+    most: &mut BTreeMap<Owner, Taken>,
+) {
+    for (owner, heap) in heaps.iter().filter(|(owner, _)| pool.is_none_or(|pool| owner.pool == pool)) {
+        // A pool that was destroyed was looked at before; one that this rank does not make holds nothing.
+        let Ok(stats) = allocator.heap_stats(owner.pool, heap.stream) else { continue };
+        let taken = most.entry(*owner).or_default();
+        taken.reserved_bytes = taken.reserved_bytes.max(stats.reserved_bytes.peak);
+        taken.live_bytes = taken.live_bytes.max(stats.usage.all.requested_bytes.peak);
+    }
+}
+
+/// How a pool is while its size is sought: it grows as it needs, and gives nothing back.
+pub(super) fn growing(config: &PoolConfig) -> Result<PoolConfig, ConfigError> {
+    let mut builder = config.to_builder().limit_bytes(None).release_threshold_bytes(None);
+    if !matches!(config.segments(), SegmentPolicy::Expandable(_)) {
+        builder = builder.expandable();
+    }
+    builder.build()
+}
+
+fn with_margin(size_bytes: u64, percent: u64) -> u64 {
+    let margin = u128::from(size_bytes) * u128::from(percent) / 100;
+    size_bytes.saturating_add(u64::try_from(margin).unwrap_or(u64::MAX)).next_multiple_of(granularity())
+}
+
+/// What CUDA maps at least.
+const fn granularity() -> u64 {
+    2 * MIB
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_margin_is_added_and_rounded_to_what_can_be_mapped() {
+        assert_eq!(with_margin(100 * MIB, 0), 100 * MIB);
+        assert_eq!(with_margin(100 * MIB, 1), 102 * MIB);
+        assert_eq!(with_margin(100 * MIB, 50), 150 * MIB);
+        assert_eq!(with_margin(0, 50), 0);
+    }
+}
