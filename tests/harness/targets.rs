@@ -13,7 +13,8 @@ use symmalloc_core::replay::Program;
 use symmalloc_core::sim::{Delays, SimBackend};
 use symmalloc_core::trace::{TraceReader, TraceWriter};
 use symmalloc_core::{Allocator, Op, PoolId, Record};
-use symmalloc_import::{ReadOptions, read_bytes};
+use symmalloc_import::export::export;
+use symmalloc_import::{Format, ReadOptions, read_bytes};
 use symmalloc_simulate::{Plan, simulate, story};
 
 /// Takes any bytes, and panics when something is wrong. Returns how many ops it carried out, or read.
@@ -200,7 +201,22 @@ fn import(bytes: &[u8], beginning: &[u8]) -> u64 {
         let program = Program::new(&recording.records).expect("a recording is consistent");
         assert_eq!(program.allocation_count(), made);
         written(recording.config.as_ref(), &recording.records);
+        if recording.format == Format::PyTorchSnapshot {
+            there_and_back(&program, &recording.records);
+        }
         read += recording.records.len() as u64;
     }
     read
+}
+
+/// What was read from a snapshot, exported as one and read again: the same ops, completed at the same points.
+fn there_and_back(program: &Program, records: &[Record]) {
+    let mut snapshot = Vec::new();
+    let summary = export(program, &Config::default(), &mut snapshot).expect("a recording can be carried out");
+    // An allocation of no bytes has no entry, and neither has a refused one; without entries there is nothing to read.
+    if summary.entries > 0 && summary.allocations == program.allocation_count() as u64 {
+        let again = read_bytes(&snapshot, &ReadOptions::default()).expect("an export is read");
+        let told = |record: &Record| (record.op.clone(), record.pending);
+        assert!(again.records.iter().map(told).eq(records.iter().map(told)), "other ops came back");
+    }
 }
