@@ -209,14 +209,14 @@ fn import(bytes: &[u8], beginning: &[u8]) -> u64 {
     read
 }
 
-/// What was read from a snapshot, exported as one and read again: the same ops, completed at the same points.
+/// What was read from a snapshot, exported as one and read again: the same ops and names, completed at the same points.
 fn there_and_back(program: &Program, records: &[Record]) {
     let mut snapshot = Vec::new();
     let summary = export(program, &Config::default(), &mut snapshot).expect("a recording can be carried out");
     // An allocation of no bytes has no entry, and neither has a refused one; without entries there is nothing to read.
     if summary.entries > 0 && summary.allocations == program.allocation_count() as u64 {
         let again = read_bytes(&snapshot, &ReadOptions::default()).expect("an export is read");
-        let told = |record: &Record| (record.op.clone(), record.pending);
+        let told = |record: &Record| (record.op.clone(), record.name.clone(), record.pending);
         assert!(again.records.iter().map(told).eq(records.iter().map(told)), "other ops came back");
     }
 }

@@ -15,7 +15,9 @@
 //! | `addr`, `address` | addresses that count upwards in the order in which segments were obtained |
 //! | `stream` | the logical stream; of a shared heap's segment, the stream for which it was obtained |
 //! | `segment_pool_id` | `(0, pool)` |
+//! | `user_metadata` | the allocation's name |
 //! | `frames` | one frame whose function is the allocation's name and whose file is its pool; none without a name |
+//! | `symmalloc_pool` | ours: the pool of an allocation that is not in the default pool |
 //! | `free_requested`, `free_completed` | both at the free: a block that other streams used is free at once (rule D3). Where the recording says how long a free was [pending], the memory stays taken until then |
 //! | `state` | `active_allocated`, `inactive`, and `active_pending_free` for what is pending at the end |
 //! | `record_use` | ours: `stream` uses the allocation at `addr`, too. PyTorch's tools pass over it |
@@ -25,7 +27,7 @@
 //!
 //! Ops that PyTorch's allocator does not know (`wait`, `sync`, ...) leave no entry, but their effect on memory does.
 //! Allocations of no bytes leave none either. [`read_bytes`](crate::read_bytes) gives the program back: its streams
-//! are numbered by their first allocation then, and all allocations are in the default pool.
+//! and pools are numbered by their first allocation then, and the pools have the default settings.
 //!
 //! A running allocator has no past. Let it record a trace, and export that: by rule D1 the rerun places as the job did.
 //! Its present can be exported by itself, with [`export_allocator`].
@@ -135,6 +137,8 @@ struct SnapshotWriter<W> {
     /// Frames that were written. Looked up only.
     frames: HashMap<(PoolId, Box<str>), Memo>,
     no_frames: Option<Memo>,
+    /// Names that were written. Looked up only.
+    names: HashMap<Box<str>, Memo>,
     /// What is freed and still taken.
     pending: BTreeSet<DeviceAddress>,
     summary: ExportSummary,
@@ -147,6 +151,8 @@ struct Entry<'a> {
     size_bytes: u64,
     stream: StreamId,
     number: usize,
+    /// Of an allocation.
+    pool: Option<PoolId>,
     name: Option<(PoolId, &'a str)>,
 }
 
@@ -158,6 +164,7 @@ impl<W: Write> SnapshotWriter<W> {
             pickle,
             frames: HashMap::new(),
             no_frames: None,
+            names: HashMap::new(),
             pending: BTreeSet::new(),
             summary: ExportSummary::default(),
         })
@@ -183,13 +190,14 @@ impl<W: Write> SnapshotWriter<W> {
             size_bytes: live.requested_bytes,
             stream: live.stream,
             number,
+            pool: None,
             name: named(live),
         };
         match &moment.happened {
             Happened::Allocated(live) => {
                 self.memory(moment.memory, number, named(live))?;
                 self.summary.allocations += 1;
-                return self.entry(&entry("alloc", live));
+                return self.entry(&Entry { pool: Some(live.owner.pool), ..entry("alloc", live) });
             }
             Happened::Freed(live) => {
                 self.entry(&entry("free_requested", live))?;
@@ -214,6 +222,7 @@ impl<W: Write> SnapshotWriter<W> {
                     size_bytes: *requested_bytes,
                     stream: *stream,
                     number,
+                    pool: None,
                     name: None,
                 });
             }
@@ -234,7 +243,7 @@ impl<W: Write> SnapshotWriter<W> {
                 (false, false) => "segment_free",
             };
             let MemoryChange { address, size_bytes, stream, .. } = *change;
-            self.entry(&Entry { action, address, size_bytes, stream, number, name })?;
+            self.entry(&Entry { action, address, size_bytes, stream, number, pool: None, name })?;
         }
         Ok(())
     }
@@ -253,7 +262,10 @@ impl<W: Write> SnapshotWriter<W> {
         self.pickle.text("compile_context")?;
         self.pickle.text("N/A")?;
         self.pickle.text("user_metadata")?;
-        self.pickle.text("")?;
+        self.name(entry.name.map_or("", |(_, name)| name))?;
+        if let Some(pool) = entry.pool.filter(|pool| *pool != PoolId::DEFAULT) {
+            self.field("symmalloc_pool", pool.0.into())?;
+        }
         self.frames(entry.name)?;
         self.pickle.close_dict()
     }
@@ -261,6 +273,18 @@ impl<W: Write> SnapshotWriter<W> {
     fn field(&mut self, key: &str, number: u64) -> io::Result<()> {
         self.pickle.text(key)?;
         self.pickle.integer(number)
+    }
+
+    /// A name as it is. It is spelt out where it comes first, because our reader keeps only such text.
+    fn name(&mut self, name: &str) -> io::Result<()> {
+        match self.names.get(name) {
+            Some(memo) => self.pickle.fetch(*memo),
+            None => {
+                let memo = self.pickle.text_in_full(name)?;
+                self.names.insert(name.into(), memo);
+                Ok(())
+            }
+        }
     }
 
     /// The field `frames`: a name as a stack of one function.

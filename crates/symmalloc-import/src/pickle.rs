@@ -18,10 +18,12 @@
 //! ```
 //!
 //! Memory: 16 bytes for each value on the stack and each memoised one, and what [`values`] keeps. That is at most 48
-//! bytes for any opcode; real snapshots come to twice the pickle's length without stack frames, to half of it with
+//! bytes for any opcode, and the text that is kept; real snapshots come to twice the pickle's length without stack frames, to half of it with
 //! them. A limit of the caller's holds over it. Time: linear in the input.
 
 use std::io::Read;
+
+use symmalloc_core::trace::NAME_BYTES_MAX;
 
 mod error;
 mod input;
@@ -42,6 +44,9 @@ const MEMO_GAP_MAX: usize = 1;
 /// Opcodes between two looks at the memory limit.
 const OPCODES_PER_LIMIT_CHECK: u64 = 1024;
 
+/// The longest text outside of the vocabulary that is kept.
+const TEXT_BYTES_MAX: u64 = NAME_BYTES_MAX as u64;
+
 /// What was read: one value.
 pub(crate) struct Document {
     pub(crate) root: Value,
@@ -50,14 +55,15 @@ pub(crate) struct Document {
 
 /// Reads a pickle that fills `source` to its end.
 ///
-/// `vocabulary` is the text to keep (at most 256 words; [`Word`] is a position in it), `limit_bytes` the most memory
-/// to hold.
+/// `vocabulary` is the text to keep (at most 256 words; [`Word`] is a position in it). Under the word `texts_of` other
+/// text is kept, too, of up to [`TEXT_BYTES_MAX`]. `limit_bytes` is the most memory to hold.
 pub(crate) fn read<R: Read>(
     source: R,
     vocabulary: &'static [&'static str],
+    texts_of: Option<Word>,
     limit_bytes: u64,
 ) -> Result<Document, PickleError> {
-    Machine::new(source, vocabulary, limit_bytes).run()
+    Machine::new(source, vocabulary, texts_of, limit_bytes).run()
 }
 
 /// A frame of protocol 4 or 5: so many bytes of whole opcodes.
@@ -79,6 +85,7 @@ impl Frame {
 struct Machine<R> {
     input: Input<R>,
     vocabulary: &'static [&'static str],
+    texts_of: Option<Word>,
     /// The length of the longest word.
     word_bytes_max: usize,
     limit_bytes: u64,
@@ -93,11 +100,12 @@ struct Machine<R> {
 }
 
 impl<R: Read> Machine<R> {
-    fn new(source: R, vocabulary: &'static [&'static str], limit_bytes: u64) -> Self {
+    fn new(source: R, vocabulary: &'static [&'static str], texts_of: Option<Word>, limit_bytes: u64) -> Self {
         assert!(vocabulary.len() <= 256, "a word's number has 8 bits");
         Machine {
             input: Input::new(source),
             vocabulary,
+            texts_of,
             word_bytes_max: vocabulary.iter().map(|word| word.len()).max().unwrap_or(0),
             limit_bytes,
             offset: 0,
@@ -333,13 +341,32 @@ impl<R: Read> Machine<R> {
     fn push_text(&mut self, length_bytes: u64) -> Result<(), PickleError> {
         // No word is longer than 255 bytes, so that a text that may be one fits here.
         let mut text = [0; 256];
+        if (1..=TEXT_BYTES_MAX).contains(&length_bytes) && self.is_text_key(self.stack.last()) {
+            return self.push_kept_text(length_bytes as usize);
+        }
         if length_bytes > self.word_bytes_max.min(text.len()) as u64 {
             return self.push_skipped(length_bytes);
         }
         let text = &mut text[..length_bytes as usize];
         self.input.fill(text)?;
-        let word = self.vocabulary.iter().position(|word| word.as_bytes() == text);
-        self.push(word.map_or(Value::Nothing, |position| Value::Word(Word(position as u8))))
+        let word = word_of(self.vocabulary, text);
+        self.push(word.unwrap_or(Value::Nothing))
+    }
+
+    /// Text behind the key under which all text is kept. A word is a word there, too, as it may be meant elsewhere.
+    fn push_kept_text(&mut self, length_bytes: usize) -> Result<(), PickleError> {
+        let mut text = vec![0; length_bytes];
+        self.input.fill(&mut text)?;
+        let value = match (word_of(self.vocabulary, &text), std::str::from_utf8(&text)) {
+            (Some(word), _) => Ok(word),
+            (None, Ok(text)) => self.values.new_text(text),
+            (None, Err(_)) => Ok(Value::Nothing),
+        };
+        self.push_new(value)
+    }
+
+    fn is_text_key(&self, key: Option<&Value>) -> bool {
+        matches!((key, self.texts_of), (Some(Value::Word(key)), Some(word)) if *key == word)
     }
 
     /// An integer in little-endian two's complement of any length; none at all is zero.
@@ -398,6 +425,10 @@ impl<R: Read> Machine<R> {
             return Err(self.wrong_container());
         }
         for pair in pairs {
+            // Most have no such text, and would keep a field each.
+            if pair[1] == Value::Nothing && self.is_text_key(pair.first()) {
+                continue;
+            }
             if self.values.set(dict, pair[0], pair[1]).is_err() {
                 return Err(self.too_large());
             }
@@ -462,6 +493,11 @@ impl<R: Read> Machine<R> {
             _ => Err(PickleError::NotInMemo { index, offset: self.offset }),
         }
     }
+}
+
+fn word_of(vocabulary: &[&str], text: &[u8]) -> Option<Value> {
+    let position = vocabulary.iter().position(|word| word.as_bytes() == text);
+    position.map(|position| Value::Word(Word(position as u8)))
 }
 
 #[cfg(test)]

@@ -26,8 +26,9 @@
 //! request as if there had been no other stream. So recorded uses depend on timing: **two ranks that run the same
 //! program may differ in them** (of the 24,419 frees of one recorded job, 558 did), though not in allocations and frees.
 //!
-//! Streams are numbered by the first appearance of their handle in an `alloc`. All allocations are put in the default
-//! pool: trace entries do not name the pool.
+//! Streams are numbered by the first appearance of their handle in an `alloc`. An allocation's name is its
+//! `user_metadata`, which a program sets with `torch.cuda.memory._set_memory_metadata`. PyTorch's entries do not name the
+//! pool, so its allocations are put in the default pool; those of our [export](crate::export) do (`symmalloc_pool`).
 //!
 //! [`Allocate`]: symmalloc_core::op::Op::Allocate
 //! [`Free`]: symmalloc_core::op::Op::Free
@@ -44,7 +45,7 @@ pub use error::SnapshotError;
 
 use crate::options::ReadOptions;
 use crate::pickle::{self, DictId, Document, Item, List, Value, Word};
-use crate::transcript::{Address, Overflow, RawStream, Transcript};
+use crate::transcript::{Address, Allocated, Overflow, RawPool, RawStream, Transcript};
 use segments::{AddressRange, Segments};
 
 /// The text that matters in a snapshot, and its numbers.
@@ -73,11 +74,13 @@ words! {
     OOM = "oom",
     SNAPSHOT = "snapshot",
     RECORD_USE = "record_use",
+    USER_METADATA = "user_metadata",
+    SYMMALLOC_POOL = "symmalloc_pool",
 }
 
 /// Reads a snapshot and retells the trace of one device.
 pub(crate) fn read(source: impl Read, options: &ReadOptions) -> Result<Transcript, SnapshotError> {
-    let document = pickle::read(source, VOCABULARY, options.memory_limit_bytes)?;
+    let document = pickle::read(source, VOCABULARY, Some(USER_METADATA), options.memory_limit_bytes)?;
     let traces = device_traces(&document)?;
     let device = select_device(&traces, options.device)?;
     Trace { document: &document, device, entries: traces[device] }.retell(options.memory_limit_bytes)
@@ -145,9 +148,15 @@ impl<'a> Trace<'a> {
             let entry = entry?;
             match entry.action()? {
                 Value::Word(ALLOC) => {
-                    let (address, stream) = (entry.address()?, entry.stream()?);
-                    let placement = segments.placement(address);
-                    let told = transcript.allocate(address, entry.integer(SIZE)?, stream, placement);
+                    let address = entry.address()?;
+                    let told = transcript.allocate(Allocated {
+                        address,
+                        size_bytes: entry.integer(SIZE)?,
+                        stream: entry.stream()?,
+                        pool: entry.pool()?,
+                        name: entry.name(),
+                        placement: segments.placement(address),
+                    });
                     told.map_err(|overflow| entry.overflow(overflow))?;
                 }
                 Value::Word(FREE_REQUESTED) => {
@@ -189,7 +198,7 @@ impl<'a> Trace<'a> {
     }
 }
 
-impl Entry<'_> {
+impl<'a> Entry<'a> {
     fn action(&self) -> Result<Value, SnapshotError> {
         self.field(ACTION).ok_or_else(|| self.bad_field(ACTION))
     }
@@ -204,6 +213,21 @@ impl Entry<'_> {
 
     fn stream(&self) -> Result<RawStream, SnapshotError> {
         self.integer(STREAM).map(RawStream)
+    }
+
+    fn pool(&self) -> Result<RawPool, SnapshotError> {
+        match self.field(SYMMALLOC_POOL) {
+            None => Ok(RawPool::default()),
+            Some(_) => self.integer(SYMMALLOC_POOL).map(RawPool),
+        }
+    }
+
+    fn name(&self) -> Option<&'a str> {
+        match self.field(USER_METADATA)? {
+            Value::Text(text) => Some(self.document.values.text(text)),
+            Value::Word(word) => Some(VOCABULARY[usize::from(word.0)]),
+            _ => None,
+        }
     }
 
     fn range(&self) -> Result<AddressRange, SnapshotError> {

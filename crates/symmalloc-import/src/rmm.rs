@@ -22,7 +22,7 @@ mod error;
 pub use error::RmmError;
 
 use crate::options::ReadOptions;
-use crate::transcript::{Address, Overflow, RawStream, Transcript};
+use crate::transcript::{Address, Allocated, Overflow, RawPool, RawStream, Transcript};
 
 /// How every log starts, which is how one is told from other text.
 pub(crate) const HEADER_START: &[u8] = b"Thread,Time,Action";
@@ -173,7 +173,14 @@ impl Event {
                 transcript.summary.empty_allocations += 1;
                 Ok(())
             }
-            Action::Allocate => transcript.allocate(self.address, self.size_bytes, self.stream, None),
+            Action::Allocate => transcript.allocate(Allocated {
+                address: self.address,
+                size_bytes: self.size_bytes,
+                stream: self.stream,
+                pool: RawPool::default(),
+                name: None,
+                placement: None,
+            }),
             Action::Free => transcript.free(self.address, Some(self.stream)),
         };
         told.map_err(|overflow| match overflow {

@@ -25,6 +25,22 @@ pub(crate) struct Address(pub(crate) u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct RawStream(pub(crate) u64);
 
+/// A pool as a log names it; 0 is the default pool.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub(crate) struct RawPool(pub(crate) u64);
+
+/// An allocation in a log.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Allocated<'a> {
+    pub(crate) address: Address,
+    pub(crate) size_bytes: u64,
+    pub(crate) stream: RawStream,
+    pub(crate) pool: RawPool,
+    /// At most [`NAME_BYTES_MAX`](symmalloc_core::trace::NAME_BYTES_MAX) bytes.
+    pub(crate) name: Option<&'a str>,
+    pub(crate) placement: Option<Placement>,
+}
+
 /// Why a transcript cannot go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Overflow {
@@ -60,9 +76,13 @@ pub(crate) struct Transcript {
     records: Vec<Record>,
     /// The most that `records` may take.
     limit_bytes: u64,
+    /// Bytes of their names.
+    name_bytes: u64,
     pub(crate) summary: Summary,
     /// Looked up only; no decision follows its order.
     streams: HashMap<RawStream, StreamId>,
+    /// All but the default pool. Looked up only.
+    pools: HashMap<RawPool, PoolId>,
     /// Looked up only. Its allocations are not freed.
     live: HashMap<Address, Live>,
     /// Frees that are not completed, by what they freed. Looked up only.
@@ -76,8 +96,10 @@ impl Transcript {
         Transcript {
             records: Vec::new(),
             limit_bytes,
+            name_bytes: 0,
             summary: Summary::default(),
             streams: HashMap::new(),
+            pools: HashMap::new(),
             live: HashMap::new(),
             pending: HashMap::new(),
             completions: 0,
@@ -88,22 +110,20 @@ impl Transcript {
         (self.records, self.summary)
     }
 
-    /// The log allocated at `address`.
-    pub(crate) fn allocate(
-        &mut self,
-        address: Address,
-        size_bytes: u64,
-        stream: RawStream,
-        placement: Option<Placement>,
-    ) -> Result<(), Overflow> {
+    /// The log allocated.
+    pub(crate) fn allocate(&mut self, allocated: Allocated<'_>) -> Result<(), Overflow> {
+        let Allocated { address, size_bytes, stream, pool, name, placement } = allocated;
         if let Some(lost) = self.live.remove(&address) {
             self.summary.frees_supplied += 1;
             self.push(Op::Free { id: lost.id }.into())?;
         }
         self.complete(address);
-        let stream = self.stream(stream)?;
+        let (stream, pool) = (self.stream(stream)?, self.pool(pool)?);
         let id = AllocationId(self.summary.allocations);
-        let mut record = Record::from(Op::Allocate { id, pool: PoolId::DEFAULT, stream, size_bytes });
+        let mut record = Record::from(Op::Allocate { id, pool, stream, size_bytes });
+        if let Some(name) = name {
+            record = record.with_name(name);
+        }
         if let Some(placement) = placement {
             record = record.with_placement(placement);
         }
@@ -188,6 +208,21 @@ impl Transcript {
         Ok(stream)
     }
 
+    /// The number of a pool, new or known. A new one is made here; a log does not say how it is configured.
+    fn pool(&mut self, raw: RawPool) -> Result<PoolId, Overflow> {
+        if raw == RawPool::default() {
+            return Ok(PoolId::DEFAULT);
+        }
+        if let Some(pool) = self.pools.get(&raw) {
+            return Ok(*pool);
+        }
+        // Each takes a record, of which there are fewer than 2^32 by far.
+        let pool = PoolId(self.pools.len() as u32 + 1);
+        self.pools.insert(raw, pool);
+        self.push(Op::CreatePool { pool, config: Box::default() }.into())?;
+        Ok(pool)
+    }
+
     fn register_up_to(&mut self, stream: StreamId) -> Result<(), Overflow> {
         for next in self.summary.streams..=u64::from(stream.0) {
             self.push(Op::RegisterStream { stream: StreamId(next as u16) }.into())?;
@@ -196,7 +231,8 @@ impl Transcript {
     }
 
     fn push(&mut self, record: Record) -> Result<(), Overflow> {
-        if (self.records.len() * size_of::<Record>()) as u64 >= self.limit_bytes {
+        self.name_bytes += record.name.as_ref().map_or(0, |name| name.len() as u64);
+        if (self.records.len() * size_of::<Record>()) as u64 + self.name_bytes >= self.limit_bytes {
             return Err(Overflow::Memory { limit_bytes: self.limit_bytes });
         }
         self.summary.count(&record);
@@ -222,8 +258,13 @@ mod tests {
         records.iter().map(line).collect()
     }
 
+    fn allocated(address: u64, stream: u64) -> Allocated<'static> {
+        let (address, stream) = (Address(address), RawStream(stream));
+        Allocated { address, size_bytes: 512, stream, pool: RawPool(0), name: None, placement: None }
+    }
+
     fn allocate(transcript: &mut Transcript, address: u64, stream: u64) {
-        transcript.allocate(Address(address), 512, RawStream(stream), None).unwrap();
+        transcript.allocate(allocated(address, stream)).unwrap();
     }
 
     #[test]
@@ -299,13 +340,35 @@ mod tests {
         for stream in 0..65_536 {
             allocate(&mut transcript, stream, stream);
         }
-        assert_eq!(transcript.allocate(Address(1 << 40), 1, RawStream(65_536), None), Err(Overflow::Streams));
+        assert_eq!(transcript.allocate(allocated(1 << 40, 65_536)), Err(Overflow::Streams));
+    }
+
+    #[test]
+    fn pools_are_numbered_by_first_appearance_and_keep_their_names() {
+        let mut transcript = Transcript::new(u64::MAX);
+        for (address, pool, name) in [(1, 9, Some("one")), (2, 0, None), (3, 4, None), (4, 9, None)] {
+            transcript.allocate(Allocated { pool: RawPool(pool), name, ..allocated(address, 0) }).unwrap();
+        }
+        let lines: Vec<String> = transcript.finish().0.iter().map(Record::to_string).collect();
+        assert!(lines[1].starts_with("pool p1 ") && lines[4].starts_with("pool p2 "), "{lines:?}");
+        assert_eq!(
+            [&lines[2], &lines[3], &lines[5], &lines[6]],
+            ["a 0 512 s0 p1 \"one\"", "a 1 512 s0", "a 2 512 s0 p2", "a 3 512 s0 p1"]
+        );
+    }
+
+    #[test]
+    fn names_count_towards_the_limit() {
+        let mut transcript = Transcript::new(950);
+        let name = "x".repeat(900);
+        let told = transcript.allocate(Allocated { name: Some(&name), ..allocated(1, 0) });
+        assert_eq!(told, Err(Overflow::Memory { limit_bytes: 950 }));
     }
 
     #[test]
     fn records_stay_under_the_limit() {
         let mut transcript = Transcript::new(10 * size_of::<Record>() as u64);
-        let told = (0..20).map_while(|n| transcript.allocate(Address(n), 1, RawStream(0), None).ok()).count();
+        let told = (0..20).map_while(|n| transcript.allocate(allocated(n, 0)).ok()).count();
         assert_eq!(told, 9);
         assert!(matches!(transcript.free(Address(0), None), Err(Overflow::Memory { .. })));
     }

@@ -45,10 +45,17 @@ fn every_recorded_job_comes_back_with_the_same_ops_and_completions() {
     ] {
         let original = recorded(name);
         assert_eq!(ops(&original).iter().filter(|(_, pending)| pending.is_some()).count(), pending, "{name}");
-        for config in ["segments:expandable", "segments:fixed,streams:shared"] {
-            let again = read_bytes(&exported(&original, config), &ReadOptions::default()).unwrap();
-            assert!(ops(&again) == ops(&original), "{name} with {config}");
-        }
+        let again = read_bytes(&exported(&original, "segments:expandable"), &ReadOptions::default()).unwrap();
+        assert!(ops(&again) == ops(&original), "{name}");
+    }
+}
+
+#[test]
+fn what_comes_back_does_not_depend_on_the_configuration() {
+    let original = recorded("fsdp1_train_rank0.pickle.gz");
+    for config in ["segments:fixed", "segments:fixed,streams:shared", "segments:expandable,streams:shared"] {
+        let again = read_bytes(&exported(&original, config), &ReadOptions::default()).unwrap();
+        assert!(ops(&again) == ops(&original), "{config}");
     }
 }
 

@@ -53,9 +53,47 @@ fn equal_jobs_are_equal_bytes() {
     let lines = ["stream s0", "a 0 1000 s0 \"weights\"", "a 1 1000 s0 \"weights\"", "a 2 1 s0 \"a;b\\n\""];
     let (bytes, _) = exported(&lines, "segments:expandable");
     assert_eq!(exported(&lines, "segments:expandable").0, bytes);
-    // A name is written once, and without what ends a stack.
+    // A name is written once as it is, and once without what ends a stack.
     let count = |text: &[u8]| bytes.windows(text.len()).filter(|window| *window == text).count();
-    assert_eq!((count(b"weights"), count(b"a b "), count(b"a;b")), (1, 1, 0));
+    assert_eq!((count(b"weights"), count(b"a b "), count(b"a;b")), (1, 1, 1));
+}
+
+#[test]
+fn names_and_pools_come_back() {
+    let long = format!("a 5 512 s0 p2 \"{}\"", "\u{e9}".repeat(2048));
+    let lines = [
+        "stream s0",
+        "pool p1 segments:fixed,symmetric:true",
+        "pool p2",
+        "a 0 1000 s0 p2 \"weights\"",
+        // Words of the format, a text that stands elsewhere in it, and what a stack cannot hold.
+        "a 1 1000 s0 \"free_completed\"",
+        "a 2 1000 s0 p1 \"N/A\"",
+        "a 3 1000 s0 p2 \"weights\"",
+        "a 4 512 s0 \"a;b\\n\"",
+        &long,
+        "f 1",
+        "f 3",
+    ];
+    let (bytes, _) = exported(&lines, "segments:expandable");
+    let again = read(&bytes).records;
+    let names: Vec<Option<&str>> = again
+        .iter()
+        .filter(|record| matches!(record.op, Op::Allocate { .. }))
+        .map(|record| record.name.as_deref())
+        .collect();
+    assert_eq!(names[..5], [Some("weights"), Some("free_completed"), Some("N/A"), Some("weights"), Some("a;b\n")]);
+    assert_eq!(names[5].map(str::len), Some(4096));
+    let pools: Vec<u32> = again
+        .iter()
+        .filter_map(|record| match record.op {
+            Op::Allocate { pool, .. } => Some(pool.0),
+            _ => None,
+        })
+        .collect();
+    // p2 is the first to appear.
+    assert_eq!(pools, [1, 0, 2, 1, 0, 1]);
+    assert_eq!(again.iter().filter(|record| matches!(record.op, Op::Free { .. })).count(), 2);
 }
 
 #[test]

@@ -80,6 +80,14 @@ impl<W: Write> PickleWriter<W> {
         Ok(())
     }
 
+    /// Writes text that may be fetched from here on, spelt out even where it was written before: readers that look only
+    /// at some of the text find it.
+    pub(crate) fn text_in_full(&mut self, text: &str) -> io::Result<Memo> {
+        self.texts.remove(text);
+        self.text(text)?;
+        Ok(self.texts[text])
+    }
+
     pub(crate) fn integer(&mut self, number: u64) -> io::Result<()> {
         match number {
             0..=0xff => self.sink.write_all(&[opcode::BININT1, number as u8]),
@@ -155,7 +163,7 @@ mod tests {
     fn read_back(write: impl FnOnce(&mut PickleWriter<Vec<u8>>) -> io::Result<()>) -> Document {
         let mut pickle = PickleWriter::new(Vec::new()).unwrap();
         write(&mut pickle).unwrap();
-        read(&pickle.finish().unwrap()[..], VOCABULARY, u64::MAX).unwrap()
+        read(&pickle.finish().unwrap()[..], VOCABULARY, None, u64::MAX).unwrap()
     }
 
     #[test]
@@ -179,7 +187,7 @@ mod tests {
         pickle.close_dict().unwrap();
         let bytes = pickle.finish().unwrap();
         assert_eq!(bytes.windows(3).filter(|window| window == b"key").count(), 1);
-        let document = read(&bytes[..], VOCABULARY, u64::MAX).unwrap();
+        let document = read(&bytes[..], VOCABULARY, None, u64::MAX).unwrap();
         let Value::Dict(root) = document.root else { panic!("{:?}", document.root) };
         for word in [Word(0), Word(1)] {
             assert_eq!(document.values.field(root, word), Some(Value::Word(Word(0))));
@@ -200,7 +208,7 @@ mod tests {
         pickle.close_list().unwrap();
         let bytes = pickle.finish().unwrap();
         assert_eq!(bytes.iter().filter(|byte| **byte == opcode::APPENDS).count(), 3 + 1, "and the e of `key`");
-        let document = read(&bytes[..], VOCABULARY, u64::MAX).unwrap();
+        let document = read(&bytes[..], VOCABULARY, None, u64::MAX).unwrap();
         let Value::List(list) = document.root else { panic!("{:?}", document.root) };
         assert_eq!(document.values.list(list).len, 2001);
     }

@@ -13,7 +13,7 @@ const ALLOC: Word = Word(2);
 const LIMIT_BYTES: u64 = 1 << 20;
 
 fn read_pickle(bytes: &[u8]) -> Result<Document, PickleError> {
-    read(bytes, VOCABULARY, LIMIT_BYTES)
+    read(bytes, VOCABULARY, None, LIMIT_BYTES)
 }
 
 fn document(bytes: &[u8]) -> Document {
@@ -294,7 +294,7 @@ fn shared_lists_within_shared_lists_stay_small() {
     for _ in 0..1000 {
         doubled = doubled.op(opcode::DUP).op(opcode::TUPLE2);
     }
-    assert_eq!(root_list(&read(&doubled.stop()[..], VOCABULARY, LIMIT_BYTES).unwrap()).len, 2);
+    assert_eq!(root_list(&read(&doubled.stop()[..], VOCABULARY, None, LIMIT_BYTES).unwrap()).len, 2);
 }
 
 #[test]
@@ -314,7 +314,7 @@ fn a_million_levels_of_nesting_are_read_and_dropped() {
     bytes.extend(std::iter::repeat_n(opcode::EMPTY_LIST, 1_000_000));
     bytes.extend(std::iter::repeat_n(opcode::APPEND, 999_999));
     bytes.push(opcode::STOP);
-    let document = read(&bytes[..], VOCABULARY, 1 << 30).unwrap();
+    let document = read(&bytes[..], VOCABULARY, None, 1 << 30).unwrap();
     assert_eq!(root_list(&document).len, 1);
 }
 

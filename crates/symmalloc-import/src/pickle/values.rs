@@ -3,7 +3,8 @@
 //! A snapshot with stack frames is 99 % stack frames, and its reader wants five keys. So a caller names its words
 //! first, and
 //!
-//! * text outside of the vocabulary is [`Value::Nothing`], as are floats, bytes, sets, booleans and None;
+//! * text outside of the vocabulary is [`Value::Nothing`], as are floats, bytes, sets, booleans and None. Only what is
+//!   spelt out as the value of one chosen word is [`Value::Text`];
 //! * a dict keeps only the entries whose key is a word;
 //! * a list keeps only the dicts that kept something, and lists. It counts all its items ([`List::len`]), so that who
 //!   expects dicts can tell that something else was among them.
@@ -33,6 +34,10 @@ pub(crate) struct DictId(u32);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ListId(u32);
 
+/// A text in the arena.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct TextId(u32);
+
 /// A value, as far as it is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Value {
@@ -40,6 +45,8 @@ pub(crate) enum Value {
     Nothing,
     /// Text of the vocabulary.
     Word(Word),
+    /// Other text.
+    Text(TextId),
     /// An integer from 0 to 2^64 - 1.
     Integer(u64),
     /// A negative integer, or one of more than 64 bits.
@@ -84,7 +91,7 @@ struct Field {
 /// The end of a chain of fields; also the bound on the size of every arena.
 const NONE: u32 = u32::MAX;
 
-/// An arena is at its end: 2^32 - 1 dicts, lists or fields.
+/// An arena is at its end: 2^32 - 1 dicts, lists, fields or texts.
 pub(crate) struct ArenaFull;
 
 /// The arenas.
@@ -96,6 +103,9 @@ pub(crate) struct Values {
     lists: Vec<List>,
     /// Over all lists.
     items: u64,
+    texts: Vec<Box<str>>,
+    /// Over all texts.
+    text_bytes: u64,
 }
 
 impl Values {
@@ -109,6 +119,13 @@ impl Values {
         let id = next_index(self.lists.len())?;
         self.lists.push(List::default());
         Ok(Value::List(ListId(id)))
+    }
+
+    pub(super) fn new_text(&mut self, text: &str) -> Result<Value, ArenaFull> {
+        let id = next_index(self.texts.len())?;
+        self.texts.push(text.into());
+        self.text_bytes += text.len() as u64;
+        Ok(Value::Text(TextId(id)))
     }
 
     /// Sets an entry of a dict, if its key is a word.
@@ -144,6 +161,10 @@ impl Values {
         self.field_index(dict, word).map(|index| self.fields[index].value)
     }
 
+    pub(crate) fn text(&self, text: TextId) -> &str {
+        &self.texts[text.0 as usize]
+    }
+
     pub(crate) fn list(&self, list: ListId) -> &List {
         &self.lists[list.0 as usize]
     }
@@ -153,7 +174,8 @@ impl Values {
         let dicts = self.dicts.len() * size_of::<u32>();
         let fields = self.fields.len() * size_of::<Field>();
         let lists = self.lists.len() * size_of::<List>();
-        (dicts + fields + lists) as u64 + self.items * size_of::<Item>() as u64
+        let texts = self.texts.len() * size_of::<Box<str>>();
+        (dicts + fields + lists + texts) as u64 + self.items * size_of::<Item>() as u64 + self.text_bytes
     }
 
     /// Walks the chain of a dict: at most as many steps as the vocabulary has words.

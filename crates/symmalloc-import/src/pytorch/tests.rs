@@ -292,3 +292,26 @@ fn ids_are_dense_and_every_stream_is_registered_before_use() {
     }
     assert_eq!((summary.streams, summary.allocations), (7, 99));
 }
+
+#[test]
+fn user_metadata_names_an_allocation() {
+    let mut pickle = Pickle::of_protocol(2).dict().text("device_traces").list().list().mark();
+    for (address, name) in [(1, "embedding"), (2, ""), (3, "alloc")] {
+        pickle = pickle.dict().mark().text("action").text("alloc").text("addr").integer(address);
+        pickle = pickle.text("size").integer(512).text("stream").integer(0);
+        pickle = pickle.text("compile_context").text("other").text("user_metadata").text(name).op(SETITEMS);
+    }
+    let bytes = pickle.op(APPENDS).op(b'a').op(b's').stop();
+    let (records, _) = read(&bytes[..], &ReadOptions::default()).unwrap().finish();
+    let names: Vec<Option<&str>> = records[1..].iter().map(|record| record.name.as_deref()).collect();
+    assert_eq!(names, [Some("embedding"), None, Some("alloc")]);
+}
+
+#[test]
+fn a_pool_that_is_no_number_is_refused() {
+    let pickle = Pickle::of_protocol(2).dict().text("device_traces").list().list().dict().mark();
+    let pickle = pickle.text("action").text("alloc").text("addr").integer(1).text("size").integer(1);
+    let pickle = pickle.text("stream").integer(0).text("symmalloc_pool").integer(-1).op(SETITEMS);
+    let error = error_of(pickle.op(b'a').op(b'a').op(b's'));
+    assert!(matches!(error, SnapshotError::Field { field: "symmalloc_pool", .. }), "{error}");
+}
