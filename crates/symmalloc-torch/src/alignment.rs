@@ -15,8 +15,8 @@ use crate::error::Error;
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
 use std::fmt::Write;
-use symmalloc_core::PoolId;
 use symmalloc_core::agreement::{AgreementError, Gathered, Point, RankSet, Transport, TransportError, agree};
+use symmalloc_core::{PoolConfig, PoolId};
 
 /// Gives `len` bytes of this rank to all ranks and writes everybody's, in rank order, to `all` (world times `len` bytes). Zero
 /// when it is done. It must not throw.
@@ -119,7 +119,7 @@ fn private_heaps(allocator: &DeviceAllocator) -> BTreeMap<HeapName, History> {
     let core = allocator.core();
     let mut heaps = BTreeMap::new();
     for pool in (0..core.pool_count()).map(PoolId) {
-        if core.pool_config(pool).is_ok_and(|config| config.symmetric()) {
+        if core.pool_config(pool).is_ok_and(PoolConfig::symmetric) {
             continue;
         }
         // A pool that was destroyed has no heaps.

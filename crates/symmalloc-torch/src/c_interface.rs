@@ -285,7 +285,7 @@ pub unsafe extern "C" fn symmalloc_stats_json(
 pub unsafe extern "C" fn symmalloc_reset_peaks(allocator: *mut DeviceAllocator) -> symmalloc_status {
     report(|| {
         // SAFETY: the caller's contract.
-        unsafe { living(allocator) }?.core().reset_peak_stats();
+        unsafe { living(allocator) }?.reset_peaks();
         Ok(())
     })
 }

@@ -19,6 +19,7 @@ use crate::registrations::Registrations;
 use crate::scopes::{Begun, MempoolId, Scopes};
 use crate::settings::{OutOfMemoryPolicy, Settings};
 use crate::streams::{Lane, RawStream, Streams};
+use crate::tally::Tally;
 use crate::trace;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -35,6 +36,7 @@ pub struct DeviceAllocator {
     streams: Streams,
     pointers: Pointers,
     scopes: Scopes,
+    tally: Tally,
     allocator: CudaAllocator,
     settings: Settings,
     tracing: Tracing,
@@ -90,6 +92,7 @@ impl DeviceAllocator {
             streams: Streams::new(allocator.clone()),
             pointers: Pointers::new(),
             scopes: Scopes::new(),
+            tally: Tally::default(),
             registrations: Registrations::new(&allocator),
             allocator,
             settings,
@@ -178,8 +181,10 @@ impl DeviceAllocator {
             Some(name) => self.core().allocate_named(pool, lane.id, size_bytes, name),
         };
         match allocation {
-            Ok(Allocation { handle, address, .. }) => {
-                self.pointers.insert(address.0, Live { handle, pool, requested_bytes: size_bytes });
+            Ok(Allocation { handle, address, size_bytes: block_bytes, .. }) => {
+                let live = Live { handle, requested_bytes: size_bytes, size_bytes: block_bytes, pool };
+                self.pointers.insert(address.0, live);
+                self.tally.add(block_bytes);
                 Ok(address.0 as *mut c_void)
             }
             Err(error) => Err(self.refused(error)),
@@ -202,10 +207,12 @@ impl DeviceAllocator {
         }
         let address = pointer as u64;
         let Some(live) = self.pointers.remove(address) else { return Err(self.unknown(address)) };
+        self.tally.take(live.size_bytes);
         match self.core().free(live.handle) {
             Ok(()) => Ok(()),
             Err(error) => {
                 // Still live: it can be freed again later.
+                self.tally.add(live.size_bytes);
                 self.pointers.insert(address, live);
                 Err(error.into())
             }
@@ -235,6 +242,17 @@ impl DeviceAllocator {
         // SAFETY: the caller's contract.
         let lane = unsafe { self.lane(stream) }?;
         Ok(self.core().record_use(live.handle, lane.id)?)
+    }
+
+    /// The most bytes of blocks in use over all heaps since the peaks were reset.
+    pub(crate) fn peak_bytes(&self) -> u64 {
+        self.tally.peak_bytes()
+    }
+
+    /// Starts all peaks anew at the current values.
+    pub(crate) fn reset_peaks(&self) {
+        self.core().reset_peak_stats();
+        self.tally.reset_peak();
     }
 
     /// The live allocation at a pointer.

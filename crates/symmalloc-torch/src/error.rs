@@ -38,7 +38,7 @@ pub(crate) enum Error {
     },
     /// The settings are not understood.
     #[error("SYMMALLOC_CONF, or the text given instead: {0}")]
-    Settings(#[from] SettingsError),
+    Settings(Box<SettingsError>),
     /// Settings came too late.
     #[error("device {device} has an allocator already: configure before the first use of CUDA memory")]
     TooLate {
@@ -99,19 +99,19 @@ pub(crate) enum Error {
     Trim(#[from] TrimError),
     /// The ranks differ, or could not find out.
     #[error(transparent)]
-    Agreement(#[from] AgreementError),
+    Agreement(Box<AgreementError>),
     /// Heaps of pools that are not symmetric differ.
     #[error("{0}")]
     Heaps(String),
     /// NCCL.
     #[error(transparent)]
-    Communicator(#[from] CommError),
+    Communicator(Box<CommError>),
     /// A pool cannot be registered.
     #[error(transparent)]
-    Attach(#[from] AttachError),
+    Attach(Box<AttachError>),
     /// Registration failed.
     #[error(transparent)]
-    Sync(#[from] SyncError),
+    Sync(Box<SyncError>),
     /// A snapshot could not be written.
     #[error("the snapshot cannot be written: {0}")]
     Snapshot(#[from] io::Error),
@@ -148,12 +148,18 @@ impl Error {
                 SYMMALLOC_UNKNOWN_POINTER
             }
             Error::Cuda(_) | Error::Free(_) | Error::RecordUse(_) | Error::Trim(_) => SYMMALLOC_CUDA,
-            Error::Agreement(AgreementError::Disagreed(_)) | Error::Heaps(_) => SYMMALLOC_MISALIGNED,
-            Error::Agreement(_) => SYMMALLOC_TRANSPORT,
-            Error::Sync(
-                SyncError::Disagreed { .. } | SyncError::PlansDiffer { .. } | SyncError::OffsetsDiffer { .. },
-            ) => SYMMALLOC_MISALIGNED,
-            Error::Communicator(_) | Error::Attach(_) | Error::Sync(_) => SYMMALLOC_NCCL,
+            Error::Heaps(_) => SYMMALLOC_MISALIGNED,
+            Error::Agreement(error) => match **error {
+                AgreementError::Disagreed(_) => SYMMALLOC_MISALIGNED,
+                _ => SYMMALLOC_TRANSPORT,
+            },
+            Error::Sync(error) => match **error {
+                SyncError::Disagreed { .. } | SyncError::PlansDiffer { .. } | SyncError::OffsetsDiffer { .. } => {
+                    SYMMALLOC_MISALIGNED
+                }
+                _ => SYMMALLOC_NCCL,
+            },
+            Error::Communicator(_) | Error::Attach(_) => SYMMALLOC_NCCL,
             Error::StartRecording(StartRecordingError::AlreadyRecording | StartRecordingError::InUse { .. }) => {
                 SYMMALLOC_INVALID_STATE
             }
@@ -180,3 +186,27 @@ fn of_unknown(error: &UnknownError) -> symmalloc_status {
         _ => symmalloc_status::SYMMALLOC_INVALID_ARGUMENT,
     }
 }
+
+/// The large ones are boxed, so that results that are no errors are small.
+macro_rules! boxed {
+    ($($variant:ident($source:ty);)*) => {
+        $(
+            impl From<$source> for Error {
+                fn from(error: $source) -> Self {
+                    Error::$variant(Box::new(error))
+                }
+            }
+        )*
+    };
+}
+
+boxed! {
+    Agreement(AgreementError);
+    Attach(AttachError);
+    Communicator(CommError);
+    Settings(SettingsError);
+    Sync(SyncError);
+}
+
+/// Every allocation and free returns one or none.
+const _: () = assert!(size_of::<Error>() <= 88);

@@ -8,7 +8,8 @@
 use crate::private_pools::PrivatePools;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use symmalloc_core::{PoolId, Retry, SharedAllocator};
+use symmalloc_core::errors::TrimError;
+use symmalloc_core::{PoolConfig, PoolId, Retry, SharedAllocator};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaMemory};
 
 /// How often memory was short.
@@ -55,7 +56,7 @@ fn trim_private(core: &SharedAllocator<CudaBackend>, private: &PrivatePools) -> 
     let mut released_bytes = private.give_back(core, || Ok(is_capturing)).unwrap_or(0);
     let in_use = private.list();
     for pool in (0..core.pool_count()).map(PoolId) {
-        let is_symmetric = core.pool_config(pool).is_ok_and(|config| config.symmetric());
+        let is_symmetric = core.pool_config(pool).is_ok_and(PoolConfig::symmetric);
         if is_symmetric || in_use.iter().any(|entry| entry.pool == pool) {
             continue;
         }
@@ -63,7 +64,7 @@ fn trim_private(core: &SharedAllocator<CudaBackend>, private: &PrivatePools) -> 
             Ok(bytes) => released_bytes += bytes,
             Err(error) => {
                 tracing::debug!(name: "trim.failed", target: "symmalloc", %error);
-                if let symmalloc_core::errors::TrimError::Backend { released_bytes: some, .. } = error {
+                if let TrimError::Backend { released_bytes: some, .. } = error {
                     released_bytes += some;
                 }
             }

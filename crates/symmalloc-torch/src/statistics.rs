@@ -10,6 +10,9 @@
 //! | `num_alloc_retries`, `num_ooms` | allocations that were tried again, and that failed |
 //! | `num_device_alloc`, `num_device_free` | births and deaths of segments |
 //!
+//! The peaks of `allocated_bytes`, `active_bytes` (`.all`, of the total) and `reserved_bytes` are true ones. Where
+//! `peaks_are_sums`, the others are sums of the heaps' peaks, which need not have been at the same time: upper bounds.
+//!
 //! Keys for which there is no number are left out.
 
 use crate::device::DeviceAllocator;
@@ -25,6 +28,9 @@ use symmalloc_cuda::CudaDevice;
 pub(crate) fn as_json(allocator: &DeviceAllocator) -> Value {
     let core = allocator.core();
     let mut total = nested(&core.stats());
+    for quantity in ["allocated_bytes", "active_bytes"] {
+        total[quantity]["all"]["peak"] = allocator.peak_bytes().into();
+    }
     let (retries, failures) = (allocator.refusals().retries(), allocator.refusals().failures());
     total.insert("num_alloc_retries".into(), retries.into());
     total.insert("num_ooms".into(), failures.into());
@@ -97,7 +103,7 @@ fn nested(stats: &MemoryStats) -> Map<String, Value> {
         "num_device_free": dead,
         "largest_free_bytes": stats.largest_free_bytes,
         "retired_bytes": stats.retired_bytes,
-        "peaks_are_exact": stats.peaks_are_exact,
+        "peaks_are_sums": !stats.peaks_are_exact,
     });
     match map {
         Value::Object(map) => map,

@@ -10,12 +10,13 @@
 
 use crate::error::Error;
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Mutex, PoisonError};
 use symmalloc_core::lock::Shared;
 use symmalloc_core::{BoundHeap, PoolId, SharedAllocator, StreamId};
-use symmalloc_cuda::{CudaAllocator, CudaBackend};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaError};
 
 const CACHE_BITS: u32 = 8;
 
@@ -89,20 +90,27 @@ impl Streams {
         if known.is_empty() {
             begin()?;
         }
-        if !known.contains_key(&raw) {
+        let lane: *const Lane = match known.entry(raw) {
+            Entry::Occupied(entry) => &raw const **entry.into_mut(),
             // SAFETY: the caller's contract.
-            let id = unsafe { self.allocator.register_raw_stream(raw.handle().cast()) }?;
-            let core: *const SharedAllocator<CudaBackend> = self.allocator.core();
-            // SAFETY: the core's allocator lies in an `Arc` that `self.allocator` shares and does not give up while `self`
-            // lives. Lanes do not leave `self`, and a bound heap does nothing when it is dropped.
-            let core: &'static SharedAllocator<CudaBackend> = unsafe { &*core };
-            let heap = core.bind(PoolId::DEFAULT, id).map_err(symmalloc_cuda::CudaError::from)?;
-            known.insert(raw, Box::new(Lane { raw, id, heap }));
-        }
-        let lane: *const Lane = &raw const *known[&raw];
+            Entry::Vacant(entry) => &raw const **entry.insert(Box::new(unsafe { self.register(raw) }?)),
+        };
         self.cache[raw.place()].store(lane.cast_mut(), Ordering::Release);
         // SAFETY: boxed, never removed, and `self` is borrowed for as long as the answer.
         Ok(unsafe { &*lane })
+    }
+
+    /// # Safety
+    /// As [`find_or_register`](Self::find_or_register).
+    unsafe fn register(&self, raw: RawStream) -> Result<Lane, Error> {
+        // SAFETY: the caller's contract.
+        let id = unsafe { self.allocator.register_raw_stream(raw.handle().cast()) }?;
+        let core: *const SharedAllocator<CudaBackend> = self.allocator.core();
+        // SAFETY: the core's allocator lies in an `Arc` that `self.allocator` shares and does not give up while `self` lives.
+        // Lanes do not leave `self`, and a bound heap does nothing when it is dropped.
+        let core: &'static SharedAllocator<CudaBackend> = unsafe { &*core };
+        let heap = core.bind(PoolId::DEFAULT, id).map_err(CudaError::from)?;
+        Ok(Lane { raw, id, heap })
     }
 
     /// The streams so far, by id.

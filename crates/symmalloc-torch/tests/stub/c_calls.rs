@@ -143,6 +143,18 @@ stub_test!(statistics_have_pytorchs_names, {
     assert_eq!(pool["digest"].as_str().map(|text| u64::from_str_radix(text, 16)), Some(Ok(allocator.digest(0))));
 });
 
+stub_test!(the_peak_over_all_heaps_is_a_true_one, {
+    let (allocator, streams) = (Allocator::new(""), Streams::new(2));
+    for stream in [streams.get(0), streams.get(1)] {
+        let pointer = allocator.allocate(0, 8 * MIB, stream);
+        allocator.free(pointer);
+    }
+    assert_eq!(allocator.total("allocated_bytes/all/peak"), 8 << 20, "they were not live at the same time");
+    assert_eq!(allocator.total("requested_bytes/all/peak"), 16 << 20);
+    assert_eq!(allocator.stats()["total"]["peaks_are_sums"], true);
+    assert_eq!(allocator.total("reserved_bytes/all/peak"), 16 << 20);
+});
+
 stub_test!(reports_are_handed_out_and_taken_back, {
     let (allocator, streams) = (Allocator::new("out_of_memory:fail,total_limit_mb:64"), Streams::new(1));
     let (name, mut pointer) = (c_text("weights"), null_mut());

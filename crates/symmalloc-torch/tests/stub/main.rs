@@ -5,6 +5,7 @@ mod c_calls;
 mod captures;
 mod library;
 mod pools;
+mod registrar;
 mod threads;
 mod torch_calls;
 mod traces;

@@ -1,0 +1,107 @@
+//! Windows over a pool, on communicators that other code owns: two ranks as two threads, on the stub of libnccl.
+
+use crate::library::*;
+use std::ffi::c_void;
+use std::ptr::null_mut;
+use std::sync::Barrier;
+use std::thread;
+use stub_process::{nccl, nccl_test};
+use symmalloc_cuda::CudaDevice;
+use symmalloc_nccl::{Communicator, UniqueId};
+use symmalloc_torch::*;
+
+/// A rank's registrar by its C functions.
+struct Windows(*mut PoolRegistration);
+
+impl Windows {
+    fn new(allocator: Allocator, pool: u32, comm: *mut c_void) -> Self {
+        let mut out = null_mut();
+        // SAFETY: a live allocator and communicator, and a place for the answer.
+        done(unsafe { symmalloc_registrar_create(allocator.0, pool, comm, 5000, &raw mut out) });
+        Windows(out)
+    }
+
+    fn sync(&self) -> (u64, u64) {
+        let (mut registered, mut deregistered) = (0, 0);
+        // SAFETY: a live registrar, and places for the answers.
+        done(unsafe { symmalloc_registrar_sync(self.0, &raw mut registered, &raw mut deregistered) });
+        (registered, deregistered)
+    }
+
+    fn try_sync(&self) -> symmalloc_status {
+        // SAFETY: a live registrar; no answers are wanted.
+        unsafe { symmalloc_registrar_sync(self.0, null_mut(), null_mut()) }
+    }
+
+    fn destroy(self) -> symmalloc_status {
+        // SAFETY: used by nobody after this.
+        unsafe { symmalloc_registrar_destroy(self.0) }
+    }
+}
+
+/// Runs two ranks, each with an allocator of its own device and a communicator that it owns.
+fn ranks(body: impl Fn(u32, Allocator, &Communicator, &Barrier) + Sync) {
+    let (id, barrier, body) = (UniqueId::new().expect("the stub gives ids"), Barrier::new(2), &body);
+    thread::scope(|scope| {
+        for rank in 0..2_u32 {
+            let barrier = &barrier;
+            scope.spawn(move || {
+                let device = CudaDevice::new(rank as usize).expect("the stub has two");
+                let comm = Communicator::builder(&device).connect(id, rank, 2).expect("connected");
+                let mut out = null_mut();
+                // SAFETY: no text, and a place for the answer.
+                done(unsafe { symmalloc_create(rank as i32, std::ptr::null(), &raw mut out) });
+                body(rank, Allocator(out), &comm, barrier);
+            });
+        }
+    });
+}
+
+const POOL: &str = "symmetric:true,segments:fixed";
+
+nccl_test!(segments_get_windows_and_lose_them_on_every_rank, {
+    ranks(|_, allocator, comm, barrier| {
+        let pool = allocator.create_pool(Some(POOL));
+        let windows = Windows::new(allocator, pool, comm.raw());
+        let held = allocator.allocate(pool, 4 * MIB, null_mut());
+        assert_eq!(windows.sync(), (1, 0));
+        assert_eq!(windows.sync(), (0, 0), "nothing is new");
+        barrier.wait();
+        assert_eq!(nccl::live().windows, 2);
+        allocator.free(held);
+        allocator.trim();
+        assert_eq!(windows.sync(), (0, 1));
+        allocator.allocate(pool, 4 * MIB, null_mut());
+        assert_eq!(windows.sync(), (1, 0));
+        done(windows.destroy());
+        barrier.wait();
+        assert_eq!((nccl::live().windows, nccl::live().communicators), (0, 2), "the communicators are their owners'");
+        barrier.wait();
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(ranks_that_differ_register_nothing, {
+    ranks(|rank, allocator, comm, barrier| {
+        let pool = allocator.create_pool(Some(POOL));
+        let windows = Windows::new(allocator, pool, comm.raw());
+        allocator.allocate(pool, 4 * MIB + rank as usize * 512, null_mut());
+        assert_eq!(windows.try_sync(), SYMMALLOC_MISALIGNED);
+        assert!(message().contains("4,194,304") && message().contains("4,194,816"), "{}", message());
+        barrier.wait();
+        assert_eq!(nccl::live().windows, 0);
+        barrier.wait();
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(a_pool_that_is_not_symmetric_is_refused, {
+    ranks(|_, allocator, comm, _| {
+        let pool = allocator.create_pool(None);
+        let mut out = null_mut();
+        // SAFETY: a live allocator and communicator, and a place for the answer.
+        let status = unsafe { symmalloc_registrar_create(allocator.0, pool, comm.raw(), 0, &raw mut out) };
+        assert_eq!(status, SYMMALLOC_NCCL);
+        assert!(message().contains("symmetric") && out.is_null(), "{}", message());
+    });
+});
