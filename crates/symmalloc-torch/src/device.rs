@@ -77,9 +77,7 @@ pub(crate) struct Found {
 impl DeviceAllocator {
     pub(crate) fn new(ordinal: usize, settings: Settings, tracing: Tracing) -> Result<Self, Error> {
         let device = CudaDevice::new(ordinal)?;
-        // One text is for all devices: a list may name this one, too.
-        let peers = settings.peers.iter().copied().filter(|peer| *peer != ordinal);
-        let mut backend = CudaBackend::builder(&device).peers(peers);
+        let mut backend = CudaBackend::builder(&device).peers(settings.peers.iter().copied());
         if let Some(chunk_bytes) = settings.chunk_bytes {
             backend = backend.chunk_bytes(chunk_bytes);
         }

@@ -105,6 +105,10 @@ class Allocator:
         call("trim", self._handle, byref(out))
         return out.value
 
+    def grant_access(self, peer: int) -> None:
+        """Lets another device read and write the memory, what there is and what will be. Raises `CudaError`."""
+        call("grant_access", self._handle, peer)
+
     def placement_of(self, pointer: int) -> Placement:
         """Raises `UnknownPointer`."""
         out = PlacementStruct()

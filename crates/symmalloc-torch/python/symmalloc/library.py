@@ -42,6 +42,7 @@ CALLS: dict[str, list[Any]] = {
     "pool_destroy": [c_void_p, c_uint32],
     "reserve": [c_void_p, c_uint32, c_void_p, c_size_t],
     "trim": [c_void_p, POINTER(c_uint64)],
+    "grant_access": [c_void_p, c_int32],
     "placement_of": [c_void_p, c_void_p, POINTER(PlacementStruct)],
     "stats_json": [c_void_p, POINTER(c_void_p)],
     "reset_peaks": [c_void_p],
