@@ -81,7 +81,10 @@ def placement(tensor: torch.Tensor) -> Placement:
 
 
 def start_trace(path: str | os.PathLike[str], device: Device = None) -> None:
-    """Records every op of a device from now on. Raises `NotInstalled`."""
+    """Records every op of a device. Raises `NotInstalled`, and `InvalidState` after the first allocation there.
+
+    `install(trace=...)` and `SYMMALLOC_TRACE` do it for all devices and for each rank's file.
+    """
     allocator(device).start_trace(path)
 
 

@@ -143,7 +143,10 @@ class Allocator:
         return text("config", self._handle)
 
     def start_trace(self, path: str | os.PathLike[str]) -> None:
-        """Records every op from now on to a file that `symmalloc replay` and `symmalloc diff` read."""
+        """Records every op to a file that `symmalloc replay` and `symmalloc diff` read, zstd by the name's ending.
+
+        Raises `InvalidState` after the first allocation: a recording begins before it.
+        """
         call("trace_start", self._handle, os.fsencode(path))
 
     def stop_trace(self) -> None:
