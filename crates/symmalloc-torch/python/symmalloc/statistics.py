@@ -121,6 +121,9 @@ def teach(torch: ModuleType) -> None:
     native._cuda_record_memory_history = record_memory_history
     native._cuda_record_memory_history_legacy = record_memory_history
     if hasattr(native, "_accelerator_getDeviceStats"):
+        # It would ask the allocator that CUDA has without us.
+        native._accelerator_isAllocatorInitialized = torch.cuda.is_initialized
+        native._accelerator_emptyCache = native._cuda_emptyCache
         native._accelerator_getDeviceStats = memory_stats
         native._accelerator_resetPeakStats = native._cuda_resetPeakMemoryStats
         native._accelerator_resetAccumulatedStats = native._cuda_resetAccumulatedMemoryStats
