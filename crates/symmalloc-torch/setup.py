@@ -1,8 +1,8 @@
 """Builds the wheel: cargo makes the library, setuptools puts it beside the Python files.
 
-The package is ctypes on a C interface, so one wheel fits every Python 3 (`py3-none-linux_*`). `CARGO_TARGET_DIR` is respected.
-`SYMMALLOC_CARGO_PROFILE` (default `release`) chooses the profile. A library that was built already is taken with
-`SYMMALLOC_LIBRARY=/path/to/libsymmalloc_torch.so pip install ./crates/symmalloc-torch`.
+The package is ctypes on a C interface, so one wheel fits every Python 3 (`py3-none-linux_*`). `CARGO_TARGET_DIR` is
+respected. `SYMMALLOC_CARGO_PROFILE` (default `release`) chooses the profile. A library that was built already is taken
+with `SYMMALLOC_LIBRARY=/path/to/libsymmalloc_torch.so pip install ./crates/symmalloc-torch`.
 """
 
 import json
@@ -34,7 +34,7 @@ def built_library() -> Path:
     if given := os.environ.get("SYMMALLOC_LIBRARY"):
         return Path(given)
     if shutil.which("cargo") is None:
-        raise SystemExit("cargo is not on the PATH: install Rust (https://rustup.rs), or name a built library in SYMMALLOC_LIBRARY")
+        raise SystemExit("cargo is not on the PATH: install Rust (https://rustup.rs), or set SYMMALLOC_LIBRARY")
     command = ["cargo", "rustc", "--locked", "-p", "symmalloc-torch", "--lib", "--crate-type", "cdylib"]
     command += ["--profile", os.environ.get("SYMMALLOC_CARGO_PROFILE", "release")]
     command += ["--message-format", "json-render-diagnostics"]

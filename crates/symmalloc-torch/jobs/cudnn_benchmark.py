@@ -1,4 +1,4 @@
-"""`torch.backends.cudnn.benchmark = True`: cuDNN tries algorithms with workspaces of the allocator's, and the results are right."""
+"""`torch.backends.cudnn.benchmark = True`: cuDNN tries algorithms in workspaces, and results are right."""
 
 from __future__ import annotations
 

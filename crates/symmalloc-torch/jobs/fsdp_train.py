@@ -29,7 +29,9 @@ def main() -> None:
         torch.cuda.set_device(local_rank)
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo")
 
-    layers, heads, width, hidden, vocabulary, batch = (2, 2, 32, 64, 128, 2) if job.is_tiny else (8, 16, 1024, 2816, 32000, 8)
+    layers, heads, width, hidden, vocabulary, batch = (
+        (2, 2, 32, 64, 128, 2) if job.is_tiny else (8, 16, 1024, 2816, 32000, 8)
+    )
     length_max, period = (32, 3) if job.is_tiny else (2048, 12)
 
     class Layer(nn.Module):
@@ -131,7 +133,9 @@ def main() -> None:
         figures["losses"] = "+".join(str(their["losses"]) for their, _ in everyone)
         figures["reserved_peak_mib"] = max(peaks, default=0.0)
         figures["digests"] = len(digests)
-        figures["digests_equal"] = sum(len(set(step)) == 1 for step in zip(*(their for _, their in everyone)))
+        figures["digests_equal"] = sum(
+            len(set(step)) == 1 for step in zip(*(their for _, their in everyone), strict=True)
+        )
         report(figures)
     dist.destroy_process_group()
 

@@ -21,7 +21,9 @@ def main() -> None:
     held = torch.ones(1 << 20, device=job.device)
     total = 0.0
     for _ in range(2):
-        for batch in DataLoader(Numbers(), batch_size=16, num_workers=4, pin_memory=is_cuda, multiprocessing_context="fork"):
+        for batch in DataLoader(
+            Numbers(), batch_size=16, num_workers=4, pin_memory=is_cuda, multiprocessing_context="fork"
+        ):
             total += float(batch.to(job.device, non_blocking=True).sum()) / 1000
     report({"job": job.name, "allocator": job.allocator, "right": int(total == 2 * sum(range(256))), "of": 1})
     # `held` lives until the interpreter is gone: freeing it must not fail then.

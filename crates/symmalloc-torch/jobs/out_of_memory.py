@@ -1,4 +1,4 @@
-"""A training step that does not fit raises torch.OutOfMemoryError, in the forward and in the backward pass, and training goes on."""
+"""A step that does not fit raises torch.OutOfMemoryError, in the forward and the backward pass, and training goes on."""
 
 from __future__ import annotations
 

@@ -21,7 +21,9 @@ def main() -> None:
     target = torch.zeros(2048, 2048, device=second)
     target[::2].copy_(source[::2])
     right["into a stride"] = torch.equal(target[::2].cpu(), source[::2].cpu())
-    report({"job": job.name, "allocator": job.allocator, "right": sum(right.values()), "of": len(right), "cases": right})
+    report(
+        {"job": job.name, "allocator": job.allocator, "right": sum(right.values()), "of": len(right), "cases": right}
+    )
 
 
 if __name__ == "__main__":

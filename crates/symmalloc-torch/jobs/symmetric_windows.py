@@ -135,7 +135,9 @@ def main() -> None:
 
     rounds = [round_of_tensors(pool) for _ in range(2)]
     segments = rounds[0][1][::2]
-    order = "ascending" if segments == sorted(segments) else "descending" if segments == sorted(segments)[::-1] else "mixed"
+    order = (
+        "ascending" if segments == sorted(segments) else "descending" if segments == sorted(segments)[::-1] else "mixed"
+    )
     orders: list[str] = [""] * world
     dist.all_gather_object(orders, order)
     if rank == 0:

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def assert_aligned(
-    group: ProcessGroup | None = None, *, symmetric_only: bool = False, device: Device = None
-) -> None:
+def assert_aligned(group: ProcessGroup | None = None, *, symmetric_only: bool = False, device: Device = None) -> None:
     """Raises `MisalignedError` on every rank when ranks differ, with the first op that differs and what each rank did.
 
     Collective: every rank of the group (None: the default one) calls it at the same point. Compared are the histories of all

@@ -7,7 +7,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable
-from ctypes import byref, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import byref, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,12 +113,13 @@ class Allocator:
         """Raises `UnknownPointer`."""
         out = PlacementStruct()
         call("placement_of", self._handle, pointer, byref(out))
-        found = {name: getattr(out, name) for name, _ in PlacementStruct._fields_}
+        found = {name: getattr(out, name) for name in Placement.__dataclass_fields__}
         return Placement(**found | {"stream": None if out.stream == SHARED_STREAMS else out.stream})
 
     def stats(self) -> dict[str, Any]:
-        """Counters: `total` and, for each of `pools`, `stats`, as in `torch.cuda.memory_stats_as_nested_dict`, and what else there is."""
-        return json.loads(text("stats_json", self._handle))
+        """Counters: `total`, and `stats` for each of `pools`, as in `torch.cuda.memory_stats_as_nested_dict`, and more."""
+        stats: dict[str, Any] = json.loads(text("stats_json", self._handle))
+        return stats
 
     def reset_peaks(self) -> None:
         """Sets every peak to the current value."""
@@ -132,7 +133,8 @@ class Allocator:
 
     def snapshot(self) -> dict[str, Any]:
         """What `torch.cuda.memory._snapshot()` returns, for this device. PyTorch's viewer reads it."""
-        return pickle.loads(data("snapshot", self._handle))
+        snapshot: dict[str, Any] = pickle.loads(data("snapshot", self._handle))
+        return snapshot
 
     def leak_report(self) -> str:
         """What is allocated now, by pool and name."""
@@ -172,7 +174,14 @@ class Allocator:
                 return 1
 
         try:
-            call("agree" if symmetric_only else "agree_all", self._handle, rank, world, GatherFunction(gather_bytes), None)
+            call(
+                "agree" if symmetric_only else "agree_all",
+                self._handle,
+                rank,
+                world,
+                GatherFunction(gather_bytes),
+                None,
+            )
         except Exception:
             if failures:
                 raise failures[0] from None

@@ -19,8 +19,8 @@ def device_index(device: Device = None) -> int:
     import torch
 
     if device is None:
-        return torch.cuda.current_device()
-    device = torch.device(device)
-    if device.type != "cuda":
-        raise TorchError(f"{device} is no CUDA device")
-    return torch.cuda.current_device() if device.index is None else device.index
+        return int(torch.cuda.current_device())
+    named = torch.device(device)
+    if named.type != "cuda":
+        raise TorchError(f"{named} is no CUDA device")
+    return int(torch.cuda.current_device() if named.index is None else named.index)

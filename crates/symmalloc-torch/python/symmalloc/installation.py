@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import warnings
 from ctypes import byref, c_uint32
-from types import ModuleType
+from typing import Any
 
 from . import statistics as pytorch_statistics
+from .allocator import Allocator
 from .devices import Device, device_index
 from .errors import InvalidState, NotInstalled, TorchError
 from .library import address, call, encoded, library, library_path
-from .allocator import Allocator
 
 TORCH_MINIMUM = (2, 5)
 # How many functions of PyTorch's object the library replaces, see src/virtuals.rs.
@@ -51,7 +51,9 @@ def install(conf: str | None = None, *, trace: str | os.PathLike[str] | None = N
     arguments = (conf, None if trace is None else os.fspath(trace))
     if _installed_with is not None:
         if _installed_with != arguments:
-            raise InvalidState(f"symmalloc is installed already, with conf and trace {_installed_with}: install it once")
+            raise InvalidState(
+                f"symmalloc is installed already, with conf and trace {_installed_with}: install it once"
+            )
         return
     torch = _usable_torch()
     library()
@@ -83,7 +85,7 @@ def allocator(device: Device = None) -> Allocator:
     return Allocator._of_torch(device_index(device))
 
 
-def _complete(torch: ModuleType) -> None:
+def _complete(torch: Any) -> None:
     """Gives PyTorch's object the functions that its class refuses and has no setters for."""
     replaced = c_uint32()
     call("torch_complete", byref(replaced))
@@ -95,7 +97,7 @@ def _complete(torch: ModuleType) -> None:
         )
 
 
-def _usable_torch() -> ModuleType:
+def _usable_torch() -> Any:
     try:
         import torch
     except ImportError as error:

@@ -17,6 +17,7 @@ VERSION = "0.1.0"
 GatherFunction = ctypes.CFUNCTYPE(c_int32, c_void_p, POINTER(ctypes.c_uint8), c_size_t, POINTER(ctypes.c_uint8))
 """`gather(context, mine, len, all)`: fills `all` with every rank's `len` bytes, in rank order. 0 when done."""
 
+
 class PlacementStruct(ctypes.Structure):
     """symmalloc_placement in the header."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ctypes import byref, c_uint64, c_void_p
 from typing import TYPE_CHECKING, Any
 
@@ -129,10 +129,8 @@ def _pool_conf(symmetric: bool, reserve: int | None, conf: str | None) -> str:
 
 
 def _destroy(allocator: Allocator, pool: int) -> None:
-    try:
+    with suppress(Error):  # the process ends, or is a fork
         allocator.destroy_pool(pool)
-    except Error:
-        pass  # the process ends, or is a fork
 
 
 def _sync(registrar: c_void_p) -> tuple[int, int]:
@@ -164,4 +162,4 @@ def _communicator(backend: Any, device: int) -> int:
     with torch.cuda.device(device):
         if not backend._comm_ptr():
             backend.eager_connect_single_device(torch.device("cuda", device))
-        return backend._comm_ptr()
+        return int(backend._comm_ptr())

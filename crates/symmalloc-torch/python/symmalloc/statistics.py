@@ -8,7 +8,6 @@ PyTorch's class for pluggable allocators raises for statistics and snapshots. Ev
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 from .allocator import Allocator
@@ -68,7 +67,7 @@ def _is_used(device: int) -> bool:
     """Whether the process has a context on a device. Asking an allocator would make one."""
     import torch
 
-    return torch._C._cuda_hasPrimaryContext(device)
+    return bool(torch._C._cuda_hasPrimaryContext(device))
 
 
 def _totals(device: int) -> dict[str, Any]:
@@ -89,7 +88,7 @@ def snapshot(devices: int) -> dict[str, Any]:
     return whole
 
 
-def teach(torch: ModuleType) -> None:
+def teach(torch: Any) -> None:
     """Replaces the functions of `torch._C`. They are PyTorch's own again in the next process."""
     native = torch._C
     set_fraction, fractions = native._cuda_setMemoryFraction, {}
@@ -110,7 +109,9 @@ def teach(torch: ModuleType) -> None:
 
     def record_memory_history(enabled: str | bool | None, *_: Any, **__: Any) -> None:
         if enabled:
-            raise RuntimeError("symmalloc records with symmalloc.start_trace(path) or SYMMALLOC_TRACE=path, at little cost")
+            raise RuntimeError(
+                "symmalloc records with symmalloc.start_trace(path) or SYMMALLOC_TRACE=path, at little cost"
+            )
 
     native._cuda_memoryStats = memory_stats
     native._cuda_resetPeakMemoryStats = reset_peaks

@@ -9,7 +9,9 @@ import sys
 import textwrap
 import unittest
 
-device = unittest.skipUnless("SYMMALLOC_TEST_STUB" in os.environ, "needs a device: name the stub of libcuda with --stub")
+device = unittest.skipUnless(
+    "SYMMALLOC_TEST_STUB" in os.environ, "needs a device: name the stub of libcuda with --stub"
+)
 torch = unittest.skipUnless(importlib.util.find_spec("torch"), "needs PyTorch")
 
 

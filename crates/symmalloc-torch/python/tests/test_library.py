@@ -22,7 +22,9 @@ class Library(unittest.TestCase):
         self.assertIn(f'#define SYMMALLOC_VERSION "{symmalloc.__version__}"', HEADER.read_text())
 
     def test_every_status_of_the_header_is_an_error_of_its_own(self) -> None:
-        numbers = {int(number) for number in re.findall(r"^\s*SYMMALLOC_\w+ = (\d+),$", enum("symmalloc_status"), re.MULTILINE)}
+        numbers = {
+            int(number) for number in re.findall(r"^\s*SYMMALLOC_\w+ = (\d+),$", enum("symmalloc_status"), re.MULTILINE)
+        }
         self.assertEqual(numbers, {0, *errors.BY_STATUS})
         self.assertEqual(len(set(errors.BY_STATUS.values())), len(errors.BY_STATUS))
 
@@ -34,7 +36,9 @@ class Library(unittest.TestCase):
             self.assertEqual(declared.group(1).count(",") + 1, len(types), name)
 
     def test_the_placement_has_the_headers_fields_in_the_headers_order(self) -> None:
-        struct = re.search(r"typedef struct symmalloc_placement \{(.*?)\} symmalloc_placement;", HEADER.read_text(), re.DOTALL)
+        struct = re.search(
+            r"typedef struct symmalloc_placement \{(.*?)\} symmalloc_placement;", HEADER.read_text(), re.DOTALL
+        )
         declared = re.findall(r"^\s*uint(\d\d)_t (\w+);$", struct.group(1), re.MULTILINE)
         fields = [(str(8 * ctypes.sizeof(kind)), name) for name, kind in library.PlacementStruct._fields_]
         self.assertEqual(declared, fields)
@@ -44,7 +48,9 @@ class Library(unittest.TestCase):
         self.assertIn("LibraryNotFound: /nowhere/lib.so is no file (SYMMALLOC_LIBRARY names it)", done.stderr)
 
     def test_a_library_that_is_another_ones_is_refused(self) -> None:
-        done = needs.process("import symmalloc; symmalloc.Allocator()", SYMMALLOC_LIBRARY="/lib/x86_64-linux-gnu/libc.so.6")
+        done = needs.process(
+            "import symmalloc; symmalloc.Allocator()", SYMMALLOC_LIBRARY="/lib/x86_64-linux-gnu/libc.so.6"
+        )
         self.assertIn("LibraryNotFound: /lib/x86_64-linux-gnu/libc.so.6 cannot be used", done.stderr)
 
 

@@ -54,7 +54,9 @@ class Install(unittest.TestCase):
 
     def test_after_cuda_was_used_it_is_too_late(self) -> None:
         done = needs.process("import torch, symmalloc; torch.cuda.is_initialized = lambda: True; symmalloc.install()")
-        self.assertIn("TorchError: CUDA is in use already: call symmalloc.install() right after `import torch`", done.stderr)
+        self.assertIn(
+            "TorchError: CUDA is in use already: call symmalloc.install() right after `import torch`", done.stderr
+        )
 
     def test_an_old_torch_is_refused(self) -> None:
         done = needs.process("import torch, symmalloc; torch.__version__ = '2.1.0'; symmalloc.install()")
