@@ -88,7 +88,7 @@ class OurPool:
     def close(self) -> None:
         import symmalloc
 
-        symmalloc.assert_aligned()
+        symmalloc.assert_aligned(symmetric_only=True)
         self._pool.close()
 
 
