@@ -185,7 +185,7 @@ impl fmt::Display for OutOfMemory {
                 write!(f, "its segment of {segment_bytes} bytes cannot grow: configure a larger one")?;
             }
             OutOfMemoryCause::Driver(error) => {
-                write!(f, "the driver refused ({error}): nothing was given back unasked; trim, or set a limit")?;
+                write!(f, "the driver refused ({error}): trim, free what is not needed, or set a limit")?;
             }
         }
         if free_bytes >= *requested_bytes {

@@ -1,5 +1,5 @@
 //! The C++ side, with a real compiler: exceptions, `std::function`, fork, exit. `cxx/torch.cc` does what PyTorch does;
-//! `cxx/c10.cc` is what of libc10 is needed. Where there is no compiler these tests say so and pass.
+//! `cxx/c10.cc` is what of PyTorch is needed. Where there is no compiler these tests say so and pass.
 //!
 //! With `SYMMALLOC_TORCH_LIB=.../site-packages/torch/lib` the libc10 of that PyTorch is used as well.
 
@@ -61,20 +61,29 @@ fn run_program(program: &Path, arguments: &[&str]) {
     assert!(output.status.success() && text.contains("passed"), "{arguments:?}: {}\n{text}", output.status);
 }
 
-stub_test!(without_pytorch_an_error_is_a_runtime_error, ["STUB_MEMORY_BYTES" = "1073741824"], {
+stub_test!(without_pytorch_an_error_is_a_runtime_error, {
     run(&["runtime_error"]);
 });
 
-stub_test!(with_libc10_it_is_pytorchs_out_of_memory_error, ["STUB_MEMORY_BYTES" = "1073741824"], {
+/// Runs a case with a libc10 of our own.
+fn run_with_c10(case: &str) {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let Some(program) = program(folder.path()) else { return };
     let source = package().join("tests/cxx/c10.cc");
     let source = source.to_str().expect("text");
     let library = compile(folder.path(), &["-shared", "-fPIC", "-Wl,-soname,libc10.so", source], "libc10.so");
-    run_program(&program, &["torch_error", library.expect("compiled before").to_str().expect("text")]);
+    run_program(&program, &[case, library.expect("compiled before").to_str().expect("text")]);
+}
+
+stub_test!(with_libc10_it_is_pytorchs_out_of_memory_error, {
+    run_with_c10("torch_error");
 });
 
-stub_test!(with_a_real_libc10_too, ["STUB_MEMORY_BYTES" = "1073741824"], {
+stub_test!(functions_that_pytorchs_class_refuses_are_the_librarys, ["STUB_DEVICES" = "2"], {
+    run_with_c10("virtuals");
+});
+
+stub_test!(with_a_real_libc10_too, {
     let Some(torch) = std::env::var_os("SYMMALLOC_TORCH_LIB") else {
         println!("skipped: SYMMALLOC_TORCH_LIB names no folder of PyTorch's libraries");
         return;

@@ -17,6 +17,7 @@
 #include <unistd.h>
 #include <utility>
 
+#include "c10.h"
 #include "symmalloc.h"
 
 using Stream = void *;
@@ -181,6 +182,42 @@ static void throwing_filter() {
   release(0, id);
 }
 
+// Functions that PyTorch's class refuses are the library's after it has completed the current allocator.
+static void virtuals(const char *library) {
+  using Allocator = torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllocator;
+  uint32_t replaced = 7;
+  CHECK(symmalloc_torch_complete(&replaced) == SYMMALLOC_OK && replaced == 0);
+  void *c10 = dlopen(library, RTLD_LAZY | RTLD_LOCAL);
+  CHECK(c10 != nullptr);
+  void *make_current = dlsym(c10, "_ZN5torch4cuda22CUDAPluggableAllocator12make_currentEv");
+  CHECK(make_current != nullptr);
+  Allocator *current = reinterpret_cast<Allocator *(*)()>(make_current)();
+  c10::cuda::CUDACachingAllocator::CUDAAllocator *base = current;
+  size_t largest = 0;
+  bool refused = false;
+  try {
+    base->cacheInfo(0, &largest);
+  } catch (const std::exception &) {
+    refused = true;
+  }
+  CHECK(refused);
+  void *held = alloc(8 * MIB, 0, nullptr);
+  CHECK(symmalloc_torch_complete(&replaced) == SYMMALLOC_OK && replaced == 2);
+  base->cacheInfo(0, &largest);
+  CHECK(largest > 0 && largest <= (size_t(1) << 30) - size_t(8 * MIB));
+  CHECK(base->name() == "pluggable");
+  base->enablePeerAccess(1, 0);
+  CHECK(current->peers_enabled == 1);
+  bool thrown = false;
+  try {
+    base->enablePeerAccess(5, 0);
+  } catch (const std::exception &error) {
+    thrown = std::strstr(error.what(), "device 5 cannot access the memory of device 0") != nullptr;
+  }
+  CHECK(thrown);
+  free_(held, 8 * MIB, 0, nullptr);
+}
+
 // A child has no CUDA: freeing does nothing, allocating throws.
 static void forked() {
   void *pointer = alloc(MIB, 0, nullptr);
@@ -229,6 +266,9 @@ int main(int argc, char **argv) {
   } else if (what == "scopes") {
     scopes();
     throwing_filter();
+  } else if (what == "virtuals") {
+    CHECK(argc == 3);
+    virtuals(argv[2]);
   } else if (what == "fork") {
     forked();
   } else if (what == "late") {
