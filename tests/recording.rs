@@ -390,6 +390,38 @@ fn a_restored_pool_ends_the_recording() {
     assert_eq!(sink.records().len(), 2);
 }
 
+/// A limit that was changed before is the recording's configuration.
+#[test]
+fn a_change_of_the_limit_ends_the_recording() {
+    #[derive(Clone, Default)]
+    struct Begun(Arc<Mutex<Option<Config>>>);
+    impl Sink for Begun {
+        fn begin(&mut self, config: &Config) -> Result<(), SinkError> {
+            *self.0.lock().unwrap() = Some(config.clone());
+            Ok(())
+        }
+        fn record(&mut self, _: Record) -> Result<(), SinkError> {
+            Ok(())
+        }
+        fn finish(&mut self) -> Result<(), SinkError> {
+            Ok(())
+        }
+    }
+
+    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
+    let (stream, sink) = (allocator.register_stream().expect("few"), Begun::default());
+    allocator.set_limit_bytes(Some(64 * MIB));
+    allocator.start_recording(sink.clone()).expect("nothing was allocated");
+    assert_eq!(sink.0.lock().unwrap().as_ref().and_then(Config::limit_bytes), Some(64 * MIB));
+    allocator.allocate(PoolId::DEFAULT, stream, MIB).expect("memory");
+    allocator.set_limit_bytes(Some(64 * MIB));
+    assert!(allocator.is_recording(), "nothing has changed");
+    allocator.set_limit_bytes(Some(32 * MIB));
+    assert!(!allocator.is_recording());
+    assert!(allocator.allocate(PoolId::DEFAULT, stream, 40 * MIB).is_err());
+    assert!(matches!(allocator.stop_recording(), Err(RecordingError::LimitChanged { records: 2 })));
+}
+
 #[test]
 fn a_segment_that_dies_under_its_observer_ends_the_recording() {
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");

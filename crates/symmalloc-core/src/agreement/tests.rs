@@ -57,6 +57,22 @@ fn checkpoints_are_few_spread_and_at_the_same_ops_whatever_a_rank_remembers() {
 }
 
 #[test]
+fn a_limit_that_one_rank_changed_is_a_difference_of_configurations() {
+    let ranks = [0, 1].map(|rank| {
+        let pool = PoolConfig::builder().symmetric(true).build().expect("valid");
+        let config = Config::builder().default_pool(pool).limit_bytes(Some(64 << 20)).build().expect("valid");
+        Allocator::<_>::new(SimBackend::builder().rank(rank).build(), config).expect("valid")
+    });
+    let compare = || agree_in_lockstep(&ranks.each_ref().map(|allocator| Witness::new(allocator, Point::Sync)));
+    ranks.iter().for_each(|allocator| allocator.set_limit_bytes(Some(32 << 20)));
+    assert_eq!(compare().map(|agreed| agreed.ops), Ok(0));
+    ranks[1].set_limit_bytes(None);
+    let Err(AgreementError::Disagreed(disagreement)) = compare() else { panic!("the limits differ") };
+    let text = disagreement.to_string();
+    assert!(text.contains("total_limit_bytes") && text.contains("33554432") && text.contains("none"), "{text}");
+}
+
+#[test]
 fn ranks_may_agree_on_some_pools_and_leave_the_others_alone() {
     let alike = PoolConfig::builder().symmetric(true).build().expect("valid");
     let ranks = [1, 2].map(|rank| {
