@@ -1,7 +1,7 @@
 """What the jobs share: the allocator they run on, repeatable arithmetic, and what is measured.
 
 A job is a function that makes a `step`: a function of the step's number that does the work and returns its loss. The sizes
-of steps repeat after `Job.period`, so that windows of that many steps are equal work and their times can be compared.
+of steps repeat after a period, so that windows of that many steps are equal work and their times can be compared.
 """
 
 from __future__ import annotations
