@@ -224,7 +224,9 @@ fn threads_run(config: &Config, seed: u64) {
                         }
                         8..13 => {
                             let handle = live.lock().unwrap().pop();
-                            handle.map(|handle| allocator.free(handle).expect("nobody else has it"));
+                            if let Some(handle) = handle {
+                                allocator.free(handle).expect("nobody else has it");
+                            }
                         }
                         13 => {
                             let handle = live.lock().unwrap().first().copied();

@@ -348,32 +348,27 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     ///
     /// # Errors
     /// When the handle is not live here or the stream is unknown.
-    #[inline(never)]
     pub fn record_use(&self, handle: Handle, stream: StreamId) -> Result<(), RecordUseError> {
         self.known_stream(stream)?;
         if handle.slot == NO_SLOT {
-            self.tape().note_use(handle, stream);
-            return Ok(());
+            return self.record_use_rarely(handle, stream);
         }
         let mut heap = self.heap_of(handle)?.lock();
         if heap.is_recorded {
-            return self.record_recorded_use(heap, handle, stream);
+            drop(heap);
+            return self.record_use_rarely(handle, stream);
         }
         Ok(heap.record_use(handle, stream)?)
     }
 
-    /// Of an allocation whose heap is recorded: the gate comes before the heap, which is let go.
+    /// Of an allocation of zero bytes, or whose heap is recorded: the gate comes before the heap.
     #[cold]
     #[inline(never)]
-    fn record_recorded_use(
-        &self,
-        heap: Guard<'_, L, Heap>,
-        handle: Handle,
-        stream: StreamId,
-    ) -> Result<(), RecordUseError> {
-        drop(heap);
-        let mut tape = self.tape_of_recorded();
-        self.heap_of(handle)?.lock().record_use(handle, stream)?;
+    fn record_use_rarely(&self, handle: Handle, stream: StreamId) -> Result<(), RecordUseError> {
+        let mut tape = self.tape();
+        if handle.slot != NO_SLOT {
+            self.heap_of(handle)?.lock().record_use(handle, stream)?;
+        }
         tape.note_use(handle, stream);
         Ok(())
     }

@@ -191,6 +191,7 @@ pub(crate) struct Recording {
 }
 
 impl Recording {
+    #[inline(always)]
     fn name_allocation(&mut self, handle: Handle) -> AllocationId {
         let id = AllocationId(self.next_id);
         self.next_id += 1;
@@ -218,11 +219,15 @@ impl Recording {
     }
 
     /// The id of an allocation that is live, or was when the op began.
+    #[inline(always)]
     fn id_of(&self, handle: Handle) -> Option<AllocationId> {
-        if handle.slot == NO_SLOT {
-            return self.nothings.get(&(handle.heap, handle.tag)).copied();
-        }
-        self.ids.get(handle.heap.index())?.get(handle.slot as usize).copied()
+        let id = self.ids.get(handle.heap.index()).and_then(|ids| ids.get(handle.slot as usize)).copied();
+        id.or_else(|| self.id_of_nothing(handle))
+    }
+
+    #[cold]
+    fn id_of_nothing(&self, handle: Handle) -> Option<AllocationId> {
+        self.nothings.get(&(handle.heap, handle.tag)).copied()
     }
 
     /// The id of an observer that is there.

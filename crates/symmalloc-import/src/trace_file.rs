@@ -22,7 +22,7 @@ use std::io;
 use std::mem;
 use std::path::{Path, PathBuf};
 use std::process;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -197,13 +197,19 @@ impl Writing {
     /// Adds a record. Whether it is time to hand them over; `None` in another process, where the lock is not to be had.
     #[inline]
     fn push(&self, record: Record) -> Option<bool> {
-        let mut pending = match self.shared.pending.try_lock() {
-            Ok(pending) => pending,
-            Err(TryLockError::Poisoned(pending)) => pending.into_inner(),
-            // In a forked child it may stay locked for ever.
-            Err(TryLockError::WouldBlock) if process::id() != self.owner => return None,
-            Err(TryLockError::WouldBlock) => self.shared.lock(),
-        };
+        let Ok(mut pending) = self.shared.pending.try_lock() else { return self.push_later(record) };
+        pending.records.push(record);
+        Some(pending.records.len() >= pending.wake_at)
+    }
+
+    /// As [`push`](Self::push), where the lock is not to be had at once.
+    #[cold]
+    fn push_later(&self, record: Record) -> Option<bool> {
+        // In a forked child it may stay locked for ever.
+        if process::id() != self.owner {
+            return None;
+        }
+        let mut pending = self.shared.lock();
         pending.records.push(record);
         Some(pending.records.len() >= pending.wake_at)
     }
