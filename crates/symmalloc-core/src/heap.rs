@@ -40,7 +40,7 @@ use crate::names::Names;
 use crate::pointer_index::{PointerIndex, SegmentDirectory};
 use crate::segment_log::SegmentLog;
 use crate::size_rules::{ByRule, Exact, SizeClass, SizeRules, Sizing};
-use crate::stats::HeapUsage;
+use crate::stats::{HeapUsage, RareCounts};
 use crate::units::{Units, bytes};
 use std::sync::Arc;
 
@@ -122,6 +122,8 @@ pub(crate) struct Heap {
     pub(crate) plain: Option<Plain>,
     /// What `plain` would be if the heap were not recorded.
     pub(crate) recorded_plain: Option<Plain>,
+    /// What is counted away from the path of a cache hit.
+    pub(crate) rare: RareCounts,
 }
 
 /// What is known of a plain heap ahead of time. It has one stream, its sizes are [`Exact`], it keeps no books, and it is not
@@ -190,6 +192,7 @@ impl Heap {
             keeps_books: true,
             plain: None,
             recorded_plain: None,
+            rare: RareCounts::default(),
         };
         heap.note_books();
         heap

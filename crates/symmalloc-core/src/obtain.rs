@@ -32,6 +32,9 @@ impl Heap {
         if self.is_closed() {
             return Err(Box::new(Shortage::Closed));
         }
+        let (pool, requested_bytes) = (self.pool.0, bytes(size));
+        let span = tracing::debug_span!(target: "symmalloc", "heap.obtain", pool, stream = stream.0, requested_bytes);
+        let _entered = span.enter();
         match self.config.segments().clone() {
             SegmentPolicy::Fixed(_) => {
                 let home = self.rules.home_of(size);
@@ -273,6 +276,7 @@ impl Heap {
     pub(crate) fn log_segment(&mut self, kind: SegmentEventKind, segment: u32, offset: Units, size_bytes: u64) {
         let event = self.segment_event(kind, segment, bytes(offset), size_bytes);
         trace_segment(&event);
+        self.rare.growths += u64::from(kind != SegmentEventKind::Shrink);
         self.log.append(event);
     }
 

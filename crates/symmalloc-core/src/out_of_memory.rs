@@ -5,7 +5,7 @@ use crate::backend::Backend;
 use crate::budget::LimitScope;
 use crate::config::Reclaim;
 use crate::digest::{Mark, op_word};
-use crate::errors::{AllocateError, OutOfMemory, OutOfMemoryCause, TrimError, UnknownError};
+use crate::errors::{AllocateError, OutOfMemory, OutOfMemoryCause, UnknownError};
 use crate::heap::{Heap, Shortage};
 use crate::ids::{PoolId, StreamId};
 use crate::lock::{Lock, LockCell};
@@ -54,6 +54,15 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         tape: &mut Tape<'_, B, L>,
         attempt: impl Fn(&mut Heap) -> Result<T, Box<Shortage>>,
     ) -> Result<T, AllocateError> {
+        let Request { pool, stream, size_bytes } = request;
+        let span = tracing::debug_span!(
+            target: "symmalloc",
+            "memory.shortage",
+            pool = pool.0,
+            stream = stream.0,
+            requested_bytes = size_bytes,
+        );
+        let _entered = span.enter();
         let mut retries = 0;
         let mut has_reclaimed = false;
         // What was given back for this request, and replay would not know of unless the request is served by it.
@@ -81,10 +90,12 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 OutOfMemoryCause::Limit { limit_bytes, .. } => bytes(missing) <= limit_bytes,
                 _ => false,
             };
-            if can_help && !has_reclaimed {
+            let after = if can_help && !has_reclaimed {
                 has_reclaimed = true;
                 self.reclaim(entry, heap, bytes(missing), tape);
                 unsaid = Some(bytes(missing));
+                self.reclaim(entry, heap, TrimGoal::AtLeast(bytes(missing)));
+                "reclaim"
             } else {
                 if let Some(size_bytes) = unsaid.take() {
                     tape.note(Op::Reclaim { pool: request.pool, stream: request.stream, size_bytes });
@@ -96,7 +107,18 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                     Some(Retry::Again) => retries += 1,
                     Some(Retry::GiveUp) | None => return Err(self.refuse(heap, request, error, tape)),
                 }
-            }
+                "callback"
+            };
+            tracing::debug!(
+                name: "memory.retry",
+                target: "symmalloc",
+                pool = pool.0,
+                stream = stream.0,
+                requested_bytes = size_bytes,
+                missing_bytes = bytes(missing),
+                after,
+            );
+            heap.lock().rare.retries += 1;
             match attempt(&mut heap.lock()) {
                 Ok(done) => return Ok(done),
                 Err(again) => shortage = *again,
@@ -118,6 +140,12 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if let Some(error) = failed {
             tracing::warn!(name: "trim.failed", target: "symmalloc", %error);
             tape.driver_failed(error);
+    fn reclaim(&self, entry: &Pool<L>, heap: &L::Cell<Heap>, goal: TrimGoal) {
+        // What fails is told by the trims, and tried again by the next one.
+        match entry.config.reclaim() {
+            Reclaim::Never => {}
+            Reclaim::Heap => drop(heap.lock().trim(&self.around, goal)),
+            Reclaim::Pool => drop(self.trim_pool(entry, goal)),
         }
     }
 
@@ -179,14 +207,21 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             OutOfMemoryCause::Driver(_) => Refusal::Driver,
         };
         fold_refusal(heap, request, refusal, tape);
+        {
+            let mut heap = heap.lock();
+            heap.fold(op_word(mark, request.stream, request.size_bytes), 0);
+            heap.rare.refusals += 1;
+        }
         tracing::warn!(
             name: "memory.refused",
             target: "symmalloc",
             pool = request.pool.0,
             stream = request.stream.0,
             requested_bytes = request.size_bytes,
+            missing_bytes = error.missing_bytes,
             reserved_bytes = error.reserved_bytes,
             allocated_bytes = error.allocated_bytes,
+            largest_free_bytes = error.largest_free_bytes,
             cause = ?error.cause,
         );
         AllocateError::OutOfMemory(Box::new(error))

@@ -68,6 +68,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if let Some(config) = config {
             tape.note(Op::CreatePool { pool, config });
         }
+        let (symmetric, limit_bytes) = (config.symmetric(), config.limit_bytes());
+        let pool = PoolId(self.pools.push(|_| Box::new(Pool::new(config))) as u32);
+        tracing::debug!(name: "pool.created", target: "symmalloc", pool = pool.0, symmetric, limit_bytes);
         Ok(pool)
     }
 
@@ -121,6 +124,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let Some(error) = first_error else { return Ok(()) };
         tape.driver_failed(error.clone());
         Err(error.into())
+        tracing::debug!(name: "pool.destroyed", target: "symmalloc", pool = pool.0);
+        first_error.map_or(Ok(()), |error| Err(error.into()))
     }
 
     pub(crate) fn pool(&self, pool: PoolId) -> Result<&Pool<L>, UnknownError> {

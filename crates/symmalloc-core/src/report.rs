@@ -30,6 +30,14 @@ pub struct MemoryStats {
     pub free_block_count: u64,
     /// Bytes of the largest free block.
     pub largest_free_bytes: u64,
+    /// Number of times that memory was obtained from the device: births and growths of segments.
+    pub growth_count: u64,
+    /// Number of trims of heaps, asked for or by themselves.
+    pub trim_count: u64,
+    /// Number of times that a request was tried again, after a trim by itself or a failure callback.
+    pub retry_count: u64,
+    /// Number of requests that ended with [`OutOfMemory`](crate::errors::OutOfMemory).
+    pub out_of_memory_count: u64,
     /// Whether the peaks of `usage.all` are exact: of one heap, or of all heaps when one thread drives the allocator.
     /// Otherwise, and by class, they are sums of the heaps' peaks, which need not have been at the same time: upper bounds.
     pub peaks_are_exact: bool,
@@ -44,6 +52,10 @@ impl MemoryStats {
         self.free_block_count +=
             heap.free.iter().map(|index| index.keys(heap.table.blocks()).count() as u64).sum::<u64>();
         self.largest_free_bytes = self.largest_free_bytes.max(heap.largest_free_bytes());
+        self.growth_count += heap.rare.growths;
+        self.trim_count += heap.rare.trims;
+        self.retry_count += heap.rare.retries;
+        self.out_of_memory_count += heap.rare.refusals;
     }
 }
 
@@ -220,6 +232,19 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             stats.reserved_bytes = heap.budget.stat();
         }
         Ok(stats)
+    }
+
+    /// Statistics of every heap that has carried out an op, in (pool, stream) order; the stream is `None` when a pool's
+    /// streams share.
+    pub fn stats_by_heap(&self) -> Vec<(PoolId, Option<StreamId>, MemoryStats)> {
+        let stats_of = |heap: &L::Cell<Heap>| {
+            let heap = heap.lock();
+            let mut stats = MemoryStats { reserved_bytes: heap.budget.stat(), ..MemoryStats::default() };
+            stats.peaks_are_exact = true;
+            stats.add_heap(&heap);
+            heap.has_history().then_some((heap.pool, heap.stream, stats))
+        };
+        self.pools.iter().flat_map(|(_, entry)| entry.heaps()).filter_map(stats_of).collect()
     }
 
     /// The peaks over all heaps, of all sizes, come from the tally. Those over several heaps of many stay sums.

@@ -127,6 +127,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             tape.restored(pool);
         }
         Ok(Restored { heaps: restored? })
+        tracing::debug!(name: "pool.restored", target: "symmalloc", pool = pool.0, heaps = heaps.len(), is_fresh);
+        Ok(Restored { heaps: heaps.into_iter().map(|Saved { heap, .. }| restored_heap(heap)).collect() })
     }
 
     /// What can be told without looking at blocks.

@@ -252,6 +252,18 @@ impl ScopedPeaks {
     }
 }
 
+/// What happens seldom, counted where it happens.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct RareCounts {
+    /// Times that memory was obtained: births and growths of segments.
+    pub(crate) growths: u64,
+    pub(crate) trims: u64,
+    /// Times that a request was tried again because memory was made available.
+    pub(crate) retries: u64,
+    /// Requests that ended without memory.
+    pub(crate) refusals: u64,
+}
+
 /// The usage of one heap, by size class.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct HeapUsage {

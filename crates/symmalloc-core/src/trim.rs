@@ -34,6 +34,14 @@ pub(crate) enum TrimGoal {
 }
 
 impl TrimGoal {
+    /// The bytes that are enough, if some are.
+    fn bytes(self) -> Option<u64> {
+        match self {
+            TrimGoal::Everything => None,
+            TrimGoal::AtLeast(wanted) => Some(wanted),
+        }
+    }
+
     /// What is left of the goal after so many bytes were given up.
     pub(crate) fn less(self, given_up_bytes: u64) -> Self {
         match self {
@@ -57,6 +65,10 @@ impl Heap {
         around: &Surroundings<B, L>,
         goal: TrimGoal,
     ) -> Result<u64, TrimFailure> {
+        let (pool, stream) = (self.pool.0, self.stream.map(|stream| stream.0));
+        let span = tracing::debug_span!(target: "symmalloc", "heap.trim", pool, stream, goal_bytes = goal.bytes());
+        let _entered = span.enter();
+        self.rare.trims += 1;
         let mapped_before = self.mapped;
         let mut shrunk_bytes = 0;
         let mut failure = None;
@@ -84,15 +96,18 @@ impl Heap {
         let (retired_bytes, release_failure) = self.release_retired(around);
         let released_bytes = shrunk_bytes + retired_bytes;
         tracing::debug!(
-            name: "heap.trim",
+            name: "heap.trimmed",
             target: "symmalloc",
-            pool = self.pool.0,
-            stream = self.stream.map(|stream| stream.0),
+            pool,
+            stream,
             released_bytes,
             mapped_bytes = self.mapped,
         );
         match failure.or(release_failure) {
-            Some(error) => Err(TrimFailure { released_bytes, error }),
+            Some(error) => {
+                tracing::warn!(name: "trim.failed", target: "symmalloc", pool, stream, released_bytes, %error);
+                Err(TrimFailure { released_bytes, error })
+            }
             None => Ok(released_bytes),
         }
     }
@@ -195,6 +210,7 @@ impl Heap {
             self.stray_ranges.pop();
         }
         while let Some(retired) = self.log.first_released() {
+            let released_before = *released_bytes;
             while let Some(stream) = retired.streams.last().copied() {
                 synchronize(around, stream)?;
                 retired.streams.pop();
@@ -207,6 +223,13 @@ impl Heap {
             }
             around.backend.release(retired.range)?;
             self.log.drop_first_released();
+            tracing::debug!(
+                name: "segment.release",
+                target: "symmalloc",
+                pool = self.pool.0,
+                stream = self.stream.map(|stream| stream.0),
+                size_bytes = *released_bytes - released_before,
+            );
         }
         Ok(())
     }

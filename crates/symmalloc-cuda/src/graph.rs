@@ -89,6 +89,15 @@ impl GraphPool {
             return Err(CudaError::AlreadyCapturing);
         }
         allocator.synchronize_uncaptured()?;
+        {
+            let pool = self.inner.pool.0;
+            let _entered = tracing::debug_span!(target: "symmalloc", "capture.prepare", pool, stream = id.0).entered();
+            for (other, raw) in order.streams() {
+                if order.capture_of(raw.cu_stream())?.is_none() {
+                    self.inner.state.synchronize(other).map_err(DriverError::from)?;
+                }
+            }
+        }
         let _restore = RestoreCurrent::of(order.device.driver)?;
         let begun = stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);
         begun.map_err(|error| DriverError { call: "cuStreamBeginCapture", code: error.0 as i32 })?;
@@ -104,6 +113,8 @@ impl GraphPool {
         capture.capture = unsafe { capture_of(order.device.driver, stream.cu_stream()) }?;
         let entry = capture.capture.map(|capture| (capture, self.inner.pool));
         lock(&self.inner.state.capture_pools).extend(entry);
+        let capture_id = capture.capture;
+        tracing::debug!(name: "capture.begun", target: "symmalloc", pool = self.id().0, stream = id.0, capture_id);
         Ok(capture)
     }
 }
@@ -152,7 +163,15 @@ impl GraphCapture {
         lock(&state.capture_pools).retain(|(id, _)| Some(*id) != self.capture);
         let _restore = RestoreCurrent::of(state.order().device.driver)?;
         let ended = self.stream.end_capture(CUgraphInstantiate_flags(0));
-        ended.map_err(|error| DriverError { call: "cuStreamEndCapture", code: error.0 as i32 })
+        let ended = ended.map_err(|error| DriverError { call: "cuStreamEndCapture", code: error.0 as i32 });
+        let (pool, stream, capture_id) = (self.pool.id().0, self.id.0, self.capture);
+        match &ended {
+            Ok(_) => tracing::debug!(name: "capture.ended", target: "symmalloc", pool, stream, capture_id),
+            Err(error) => {
+                tracing::warn!(name: "capture.failed", target: "symmalloc", pool, stream, capture_id, %error);
+            }
+        }
+        ended
     }
 }
 

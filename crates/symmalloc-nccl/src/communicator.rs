@@ -246,6 +246,8 @@ impl Communicator {
         }
         drop(access);
         (shared.rank, shared.ranks) = (rank as u32, ranks as u32);
+        let (communicator, device) = (&*shared.name, shared.device.ordinal());
+        tracing::debug!(name: "communicator.ready", target: "symmalloc", communicator, rank, ranks, device);
         Ok(Communicator { shared: Arc::new(shared) })
     }
 
@@ -316,7 +318,11 @@ impl Shared {
             unsafe { calls.destroy(comm.raw()) }
         });
         match call::wait_for(&caller, &patience, || false) {
-            call::Waited::Came(answer) => Ok(answer.map(|_| ())?),
+            call::Waited::Came(answer) => {
+                answer?;
+                tracing::debug!(name: "communicator.destroyed", target: "symmalloc", communicator = &*self.name);
+                Ok(())
+            }
             call::Waited::Stopped | call::Waited::TooLong => {
                 lock(&self.life).state = CommState::Lost;
                 Err(self.overdue(Stage::Destroy, &patience))
@@ -372,7 +378,7 @@ impl Drop for Shared {
             return;
         }
         if let Err(error) = self.destroy() {
-            tracing::warn!(name: "communicator.drop_failed", target: "symmalloc", %error);
+            tracing::warn!(name: "communicator.drop_failed", target: "symmalloc", communicator = &*self.name, %error);
         }
     }
 }

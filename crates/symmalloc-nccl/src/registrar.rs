@@ -256,6 +256,8 @@ impl Registrar {
         attachments.sort_by(|one, other| one.comm.order().cmp(other.comm.order()));
         attachments.dedup_by(|one, other| Arc::ptr_eq(one, other));
         let Some(first) = attachments.first() else { return Ok(Synced::default()) };
+        let communicators = attachments.len();
+        let _entered = tracing::debug_span!(target: "symmalloc", "registrar.sync", communicators).entered();
         let is_capturing = self.allocator.is_capturing();
         if is_capturing.map_err(|error| SyncError::Cuda { communicator: first.comm.name().to_owned(), error })? {
             return Err(SyncError::Capturing);

@@ -141,8 +141,10 @@ pub fn agree<B: Backend, L: Lock>(
     transport: &impl Transport,
     point: Point,
 ) -> Result<Agreed, AgreementError> {
+    let (rank, ranks) = (transport.rank(), transport.ranks());
+    let _entered = tracing::debug_span!(target: "symmalloc", "ranks.agree", rank, ranks, %point).entered();
     let witness = Witness::new(allocator, point);
-    let mut inquiry = Inquiry::new(transport.ranks());
+    let mut inquiry = Inquiry::new(ranks);
     let mut message = Vec::new();
     loop {
         message.clear();

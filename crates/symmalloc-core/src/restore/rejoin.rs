@@ -111,6 +111,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.around.directory.lock().insert(range, heap.id, segment);
         for event in events_of_live_segment(heap, segment) {
             trace_segment(&event);
+            heap.rare.growths += 1;
             heap.log.append(event);
         }
     }

@@ -177,7 +177,7 @@ impl Virtual {
         match self.unmap_run(range, run) {
             Ok(()) => chunks.remove_chunks(run),
             Err(error) => tracing::warn!(
-                name: "memory.kept",
+                name: "memory.chunks_kept",
                 target: "symmalloc",
                 size_bytes = run.end - run.start,
                 %error,

@@ -126,6 +126,9 @@ impl CommunicatorBuilder {
         ranks: u32,
         patience: &Patience,
     ) -> Result<Communicator, CommError> {
+        let name = self.name.as_str();
+        let span = tracing::debug_span!(target: "symmalloc", "communicator.connect", communicator = name, rank, ranks);
+        let _entered = span.entered();
         let nccl = self.nccl()?;
         let (raw_rank, raw_ranks) = match (c_int::try_from(rank), c_int::try_from(ranks)) {
             (Ok(raw_rank), Ok(raw_ranks)) if rank < ranks => (raw_rank, raw_ranks),

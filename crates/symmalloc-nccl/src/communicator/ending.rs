@@ -68,7 +68,7 @@ struct Remains {
     buffers: Vec<RegistrationHandle>,
     life: Arc<Mutex<Life>>,
     /// NCCL points to it until the abort.
-    _name: Arc<CStr>,
+    name: Arc<CStr>,
 }
 
 /// Ends these communicators, and waits so long for it. They are aborted or lost afterwards.
@@ -119,7 +119,7 @@ fn remains(access: &mut Access<'_>) -> Remains {
         windows: std::mem::take(&mut access.inner.windows),
         buffers: std::mem::take(&mut access.inner.buffers),
         life: Arc::clone(&access.shared.life),
-        _name: Arc::clone(&access.shared.c_name),
+        name: Arc::clone(&access.shared.c_name),
     }
 }
 
@@ -184,7 +184,8 @@ impl Remains {
         // SAFETY: it lives, and no thread of ours is inside a call with it; NCCL joins its own.
         let aborted = unsafe { self.calls.abort(self.comm.0) };
         if let Err(error) = aborted {
-            tracing::warn!(name: "communicator.abort_failed", target: "symmalloc", %error);
+            let name = &*self.name.to_string_lossy();
+            tracing::warn!(name: "communicator.abort_failed", target: "symmalloc", communicator = name, %error);
         }
     }
 }

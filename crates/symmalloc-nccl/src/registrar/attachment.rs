@@ -124,6 +124,8 @@ impl Attachment {
     /// Registers what is new and deregisters what is dead, in step with all other ranks. Histories are compared if there is a
     /// witness of the pools.
     pub(crate) fn sync(&self, job: &Job<'_>, witness: Option<&Witness<'_>>) -> Result<Synced, SyncError> {
+        let name = self.comm.name();
+        let _entered = tracing::debug_span!(target: "symmalloc", "communicator.sync", communicator = name).entered();
         let mut state = self.lock();
         if state.is_dropped || self.comm.state() != CommState::Ready {
             self.drop_everything(&mut state, job.allocator);
@@ -170,6 +172,17 @@ impl Attachment {
         job.counters.registrations.add(synced.registrations);
         job.counters.deregistrations.add(synced.deregistrations);
         job.counters.rounds.add(synced.rounds);
+        if synced.registrations + synced.deregistrations + synced.released_bytes > 0 {
+            tracing::debug!(
+                name: "sync.done",
+                target: "symmalloc",
+                communicator = self.comm.name(),
+                registrations = synced.registrations,
+                deregistrations = synced.deregistrations,
+                released_bytes = synced.released_bytes,
+                rounds = synced.rounds,
+            );
+        }
         Ok(synced)
     }
 
@@ -380,7 +393,7 @@ impl Attachment {
         if self.comm.state() == CommState::Ready
             && let Err(error) = self.comm.abort()
         {
-            tracing::error!(name: "communicator.abort_failed", target: "symmalloc", communicator = self.comm.name(), %error);
+            tracing::warn!(name: "communicator.abort_failed", target: "symmalloc", communicator = self.comm.name(), %error);
         }
         self.drop_everything(state, allocator);
     }
@@ -409,7 +422,7 @@ impl Attachment {
         }
         for observer in state.held.drain(..) {
             if let Err(error) = allocator.core().forget(observer) {
-                tracing::warn!(name: "memory.kept", target: "symmalloc", %error);
+                tracing::warn!(name: "sync.memory_kept", target: "symmalloc", %error);
             }
         }
     }

@@ -145,7 +145,7 @@ impl Watchlist {
             match outcome {
                 Ok(released_bytes) => synced.released_bytes += released_bytes,
                 Err(error) => {
-                    tracing::warn!(name: "memory.kept", target: "symmalloc", %error);
+                    tracing::warn!(name: "sync.memory_kept", target: "symmalloc", %error);
                     synced.not_released.get_or_insert(error);
                 }
             }
