@@ -420,6 +420,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let (entry, heap) = self.route_or_make(pool, stream)?;
         let mut tape = self.tape();
         let span = tracing::debug_span!(target: "symmalloc", "heap.reserve", pool = pool.0, stream = stream.0, size_bytes);
+        let span =
+            tracing::debug_span!(target: "symmalloc", "heap.reserve", pool = pool.0, stream = stream.0, size_bytes);
         let _entered = span.enter();
         let outcome = heap.lock().reserve(&self.around, stream, size_bytes);
         if let Err(shortage) = outcome {

@@ -92,6 +92,8 @@ pub mod layout;
 pub mod lock;
 mod lookup;
 mod merging;
+#[cfg(feature = "metrics")]
+pub mod metrics;
 mod names;
 mod nearest;
 mod observe;

@@ -1,5 +1,6 @@
 //! The two backends: device memory and pinned host memory. Each is memory and an order of work on streams.
 
+use crate::calls::Call;
 use crate::device::CudaDevice;
 use crate::driver::{HANDLE_FABRIC, HANDLE_POSIX_FD};
 use crate::error::CudaError;
@@ -196,6 +197,9 @@ pub(crate) mod sealed {
 
     /// What both backends consist of.
     pub trait Parts {
+        /// What the memory is, for labels.
+        #[doc(hidden)]
+        const KIND: &'static str;
         #[doc(hidden)]
         fn order(&self) -> &Order;
         #[doc(hidden)]
@@ -203,6 +207,7 @@ pub(crate) mod sealed {
     }
 
     impl Parts for CudaBackend {
+        const KIND: &'static str = "device";
         fn order(&self) -> &Order {
             &self.order
         }
@@ -212,6 +217,7 @@ pub(crate) mod sealed {
     }
 
     impl Parts for PinnedBackend {
+        const KIND: &'static str = "pinned";
         fn order(&self) -> &Order {
             &self.order
         }
@@ -228,16 +234,16 @@ macro_rules! backend {
                 self.memory.granularity_bytes()
             }
             fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
-                self.memory.reserve(size_bytes)
+                self.watch(Call::Reserve, || self.memory.reserve(size_bytes))
             }
             fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
-                self.memory.map(range, offset_bytes, size_bytes)
+                self.watch(Call::Map, || self.memory.map(range, offset_bytes, size_bytes))
             }
             fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
-                self.memory.unmap(range, offset_bytes, size_bytes)
+                self.watch(Call::Unmap, || self.memory.unmap(range, offset_bytes, size_bytes))
             }
             fn release(&self, range: Range) -> Result<(), BackendError> {
-                self.memory.release(range)
+                self.watch(Call::Release, || self.memory.release(range))
             }
             fn record(&self, stream: StreamId) -> Result<Event, BackendError> {
                 self.order.record(stream)
@@ -253,6 +259,13 @@ macro_rules! backend {
             }
             fn synchronize(&self, stream: StreamId) -> Result<(), BackendError> {
                 self.order.synchronize(stream)
+            }
+        }
+
+        impl $name {
+            /// Does what is counted, and measured where metrics are wanted.
+            fn watch<T>(&self, call: Call, work: impl FnOnce() -> T) -> T {
+                self.order.calls.watch(call, self.order.device.ordinal(), work)
             }
         }
 

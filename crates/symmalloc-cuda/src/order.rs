@@ -16,6 +16,7 @@
 //! | a capture | anything else | nothing: captured work runs when the graph is launched, which the program orders |
 //! | no capture | a capture | the host waits: the graph runs later, and then that work is over |
 
+use crate::calls::{Call, CallCounters};
 use crate::capture::{CaptureId, capture_of};
 use crate::device::{CudaDevice, RestoreCurrent};
 use crate::driver::EVENT_DISABLE_TIMING;
@@ -43,6 +44,7 @@ pub struct Order {
     captured: Mutex<BTreeMap<u64, CaptureId>>,
     /// Size of `captured`, readable without its lock.
     captured_count: AtomicUsize,
+    pub(crate) calls: CallCounters,
 }
 
 /// What a [`StreamId`] stands for.
@@ -65,6 +67,7 @@ impl Order {
             events: Mutex::default(),
             captured: Mutex::default(),
             captured_count: AtomicUsize::new(0),
+            calls: CallCounters::default(),
         }
     }
 
@@ -131,6 +134,7 @@ impl Order {
     pub(crate) fn record_raw(&self, stream: CUstream) -> Result<Event, DriverError> {
         let _current = self.device.enter()?;
         let event = self.take_event()?;
+        self.calls.count(Call::Record);
         let recorded = self.capture_of(stream).and_then(|capture| {
             // SAFETY: the event is this pool's and the stream is alive, both of the context that is current.
             unsafe { self.device.driver.event_record(event.0, stream) }?;
@@ -174,6 +178,7 @@ impl Order {
 
     fn wait_now(&self, stream: CUstream, event: Event) -> Result<(), DriverError> {
         let _current = self.device.enter()?;
+        self.calls.count(Call::Wait);
         // SAFETY: the event is this pool's and the stream is alive.
         unsafe { self.device.driver.stream_wait(stream, event.0 as CUevent, 0) }
     }
@@ -206,6 +211,7 @@ impl Order {
         }
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver.relax_capture();
+        self.calls.count(Call::Query);
         // SAFETY: the event is this pool's.
         match unsafe { self.device.driver.event_query(event.0 as CUevent) } {
             Ok(()) => Ok(true),
@@ -234,8 +240,11 @@ impl Order {
         }
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver.relax_capture();
-        // SAFETY: registered streams are kept alive.
-        Ok(unsafe { self.device.driver.stream_synchronize(raw) }?)
+        let wait = || {
+            // SAFETY: registered streams are kept alive.
+            unsafe { self.device.driver.stream_synchronize(raw) }
+        };
+        Ok(self.calls.watch(Call::Synchronize, self.device.ordinal(), wait)?)
     }
 
     /// Blocks the host until the work given to every stream so far is done, but not beyond the deadline. Whether it is done.

@@ -61,6 +61,8 @@ mod error;
 mod group;
 mod launch;
 mod library;
+#[cfg(feature = "metrics")]
+pub mod metrics;
 mod patience;
 mod registrar;
 mod rendezvous;

@@ -258,6 +258,8 @@ impl Registrar {
         let Some(first) = attachments.first() else { return Ok(Synced::default()) };
         let communicators = attachments.len();
         let _entered = tracing::debug_span!(target: "symmalloc", "registrar.sync", communicators).entered();
+        #[cfg(feature = "metrics")]
+        let _timed = crate::metrics::TimedSync::begin(self.allocator.device().ordinal());
         let is_capturing = self.allocator.is_capturing();
         if is_capturing.map_err(|error| SyncError::Cuda { communicator: first.comm.name().to_owned(), error })? {
             return Err(SyncError::Capturing);
@@ -333,15 +335,14 @@ impl Registrar {
 
     /// What is registered on one communicator; `None` when nothing was ever attached to it, or it is gone.
     pub fn communicator_stats(&self, comm: &Communicator) -> Option<CommunicatorStats> {
-        let attachment = self.find(comm)?;
-        let view = attachment.view();
-        Some(CommunicatorStats {
-            windows: view.window_count,
-            window_bytes: view.window_bytes,
-            buffers: view.buffer_count,
-            space_used_bytes: view.space_used_bytes,
-            space_budget_bytes: view.space_limit_bytes,
-        })
+        Some(self.find(comm)?.view().stats())
+    }
+
+    /// What is registered on each live communicator, by name, in the order in which pools were first attached to them.
+    pub fn stats_by_communicator(&self) -> Vec<(String, CommunicatorStats)> {
+        let all = self.read();
+        let live = all.iter().filter(|attachment| attachment.comm.state() == CommState::Ready);
+        live.map(|attachment| (attachment.comm.name().to_owned(), attachment.view().stats())).collect()
     }
 
     pub(crate) fn attachment(&self, comm: &Communicator) -> Result<Arc<Attachment>, SyncError> {

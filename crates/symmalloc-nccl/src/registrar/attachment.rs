@@ -22,7 +22,7 @@ use crate::registrar::plan::{Book, Plan, SegmentName, Step, StepKind, dead_keys,
 use crate::registrar::plan_summary::{Circumstances, Summary};
 use crate::registrar::round::consent;
 use crate::registrar::segment_key::{Generation, SegmentKey};
-use crate::registrar::stats::Counters;
+use crate::registrar::stats::{CommunicatorStats, Counters};
 use crate::registrar::symmetric_space::SymmetricSpace;
 use crate::registrar::watchlist::{News, Watchlist};
 use crate::registrar::window::{Entry, Kind, WindowMap};
@@ -76,6 +76,18 @@ pub(crate) struct View {
     pub(crate) window_count: u64,
     pub(crate) window_bytes: u64,
     pub(crate) buffer_count: u64,
+}
+
+impl View {
+    pub(crate) fn stats(&self) -> CommunicatorStats {
+        CommunicatorStats {
+            windows: self.window_count,
+            window_bytes: self.window_bytes,
+            buffers: self.buffer_count,
+            space_used_bytes: self.space_used_bytes,
+            space_budget_bytes: self.space_limit_bytes,
+        }
+    }
 }
 
 /// What a sync has from its registrar.

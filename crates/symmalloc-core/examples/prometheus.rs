@@ -1,0 +1,27 @@
+//! An allocator's statistics as Prometheus reads them:
+//!
+//! ```sh
+//! cargo run -p symmalloc-core --features metrics --example prometheus
+//! ```
+//!
+//! A program that serves them installs the exporter with its HTTP listener (`PrometheusBuilder::new().install()`, feature
+//! `http-listener`) in place of the local recorder here, and publishes from a thread of its own every few seconds.
+
+use metrics_exporter_prometheus::PrometheusBuilder;
+use symmalloc_core::metrics::Publisher;
+use symmalloc_core::sim::SimBackend;
+use symmalloc_core::{Allocator, Config, PoolId};
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default())?;
+    let stream = allocator.register_stream()?;
+    let weights = allocator.allocate(PoolId::DEFAULT, stream, 48 << 20)?;
+    allocator.allocate(PoolId::DEFAULT, stream, 5 << 20)?;
+    allocator.free(weights.handle)?;
+
+    let recorder = PrometheusBuilder::new().build_recorder();
+    let publisher = Publisher::new().with_label("rank", "0");
+    metrics::with_local_recorder(&recorder, || publisher.publish(&allocator));
+    println!("{}", recorder.handle().render());
+    Ok(())
+}

@@ -1,0 +1,123 @@
+//! The metrics of an allocator: one series per heap for what adds up, and per allocator for what does not.
+
+use super::{Metric, Publisher, Source};
+use crate::allocator::Allocator;
+use crate::backend::Backend;
+use crate::config::PoolConfig;
+use crate::ids::{PoolId, StreamId};
+use crate::lock::Lock;
+use crate::report::MemoryStats;
+use ::metrics::Unit;
+
+const BYTES: Option<Unit> = Some(Unit::Bytes);
+const COUNT: Option<Unit> = Some(Unit::Count);
+
+const RESERVED: Metric = Metric::gauge("symmalloc_reserved_bytes", BYTES, "device memory held");
+const RESERVED_PEAK: Metric = Metric::gauge("symmalloc_reserved_bytes_peak", BYTES, "the most device memory held");
+const ALLOCATED: Metric = Metric::gauge("symmalloc_allocated_bytes", BYTES, "blocks of live allocations");
+const ALLOCATED_PEAK: Metric =
+    Metric::gauge("symmalloc_allocated_bytes_peak", BYTES, "the most in blocks of live allocations");
+const REQUESTED: Metric = Metric::gauge("symmalloc_requested_bytes", BYTES, "what live allocations asked for");
+const REQUESTED_PEAK: Metric =
+    Metric::gauge("symmalloc_requested_bytes_peak", BYTES, "the most that live allocations asked for");
+const RETIRED: Metric =
+    Metric::gauge("symmalloc_retired_bytes", BYTES, "dead segments that are not back on the device yet");
+const LARGEST_FREE: Metric = Metric::gauge("symmalloc_largest_free_bytes", BYTES, "the largest free block");
+const FRAGMENTATION: Metric =
+    Metric::gauge("symmalloc_fragmentation_ratio", None, "1 - largest free block / free bytes; 0 when nothing is free");
+const SEGMENTS: Metric = Metric::gauge("symmalloc_segments", COUNT, "live segments");
+const FREE_BLOCKS: Metric = Metric::gauge("symmalloc_free_blocks", COUNT, "free blocks");
+const LIVE: Metric = Metric::gauge("symmalloc_live_allocations", COUNT, "live allocations of at least one byte");
+const ALLOCATIONS: Metric =
+    Metric::counter("symmalloc_allocations_total", COUNT, "allocations of at least one byte so far");
+const FREES: Metric = Metric::counter("symmalloc_frees_total", COUNT, "frees of them so far");
+const OBTAINED: Metric =
+    Metric::counter("symmalloc_obtained_bytes_total", BYTES, "bytes obtained from the device so far");
+const RELEASED: Metric = Metric::counter("symmalloc_released_bytes_total", BYTES, "bytes given back so far");
+const GROWTHS: Metric = Metric::counter("symmalloc_growths_total", COUNT, "times that memory was obtained");
+const TRIMS: Metric = Metric::counter("symmalloc_trims_total", COUNT, "trims of the heap");
+const RETRIES: Metric = Metric::counter(
+    "symmalloc_retries_total",
+    COUNT,
+    "requests tried again after a trim by themselves or a failure callback",
+);
+const OUT_OF_MEMORY: Metric =
+    Metric::counter("symmalloc_out_of_memory_total", COUNT, "requests that ended without memory");
+const OPS: Metric =
+    Metric::counter("symmalloc_ops_total", COUNT, "ops in the heap's history: equal on ranks that did the same");
+
+const TOTAL_RESERVED_PEAK: Metric =
+    Metric::gauge("symmalloc_total_reserved_bytes_peak", BYTES, "the most device memory held over all pools");
+const TOTAL_ALLOCATED_PEAK: Metric = Metric::gauge(
+    "symmalloc_total_allocated_bytes_peak",
+    BYTES,
+    "the most in blocks over all pools, or an upper bound",
+);
+const TOTAL_REQUESTED_PEAK: Metric = Metric::gauge(
+    "symmalloc_total_requested_bytes_peak",
+    BYTES,
+    "the most asked for over all pools, or an upper bound",
+);
+const LIMIT: Metric = Metric::gauge("symmalloc_limit_bytes", BYTES, "the configured limit over all pools");
+const POOL_LIMIT: Metric = Metric::gauge("symmalloc_pool_limit_bytes", BYTES, "the configured limit of a pool");
+
+impl<B: Backend, L: Lock> Source for Allocator<B, L> {
+    /// The metrics of memory: of every heap, labelled `pool` and `stream` (`all` where a pool's streams share), and of all
+    /// together. Takes each heap's lock in turn, for as long as its free blocks take to be counted.
+    fn publish(&self, to: &Publisher) {
+        for (pool, stream, stats) in self.stats_by_heap() {
+            publish_heap(&of_heap(to, pool, stream), &stats);
+        }
+        for pool in (0..self.pool_count()).map(PoolId) {
+            for (stream, digest) in self.heap_digests(pool).unwrap_or_default() {
+                of_heap(to, pool, stream).tell(&OPS, digest.ops as f64);
+            }
+            if let Some(limit_bytes) = self.pool_config(pool).ok().and_then(PoolConfig::limit_bytes) {
+                to.with_label("pool", pool.0.to_string()).tell(&POOL_LIMIT, limit_bytes as f64);
+            }
+        }
+        let stats = self.stats();
+        to.tell(&TOTAL_RESERVED_PEAK, stats.reserved_bytes.peak as f64);
+        to.tell(&TOTAL_ALLOCATED_PEAK, stats.usage.all.allocated_bytes.peak as f64);
+        to.tell(&TOTAL_REQUESTED_PEAK, stats.usage.all.requested_bytes.peak as f64);
+        if let Some(limit_bytes) = self.config().limit_bytes() {
+            to.tell(&LIMIT, limit_bytes as f64);
+        }
+    }
+}
+
+fn of_heap(to: &Publisher, pool: PoolId, stream: Option<StreamId>) -> Publisher {
+    let stream = stream.map_or_else(|| "all".to_owned(), |stream| stream.0.to_string());
+    to.with_label("pool", pool.0.to_string()).with_label("stream", stream)
+}
+
+fn publish_heap(to: &Publisher, stats: &MemoryStats) {
+    let usage = &stats.usage.all;
+    let held_bytes = stats.retired_bytes + usage.allocated_bytes.current;
+    let free_bytes = stats.reserved_bytes.current.saturating_sub(held_bytes);
+    let largest_share = if free_bytes > 0 { stats.largest_free_bytes as f64 / free_bytes as f64 } else { 1.0 };
+    to.tell(&FRAGMENTATION, 1.0 - largest_share);
+    for (metric, value) in [
+        (&RESERVED, stats.reserved_bytes.current),
+        (&RESERVED_PEAK, stats.reserved_bytes.peak),
+        (&ALLOCATED, usage.allocated_bytes.current),
+        (&ALLOCATED_PEAK, usage.allocated_bytes.peak),
+        (&REQUESTED, usage.requested_bytes.current),
+        (&REQUESTED_PEAK, usage.requested_bytes.peak),
+        (&RETIRED, stats.retired_bytes),
+        (&LARGEST_FREE, stats.largest_free_bytes),
+        (&SEGMENTS, stats.segment_count),
+        (&FREE_BLOCKS, stats.free_block_count),
+        (&LIVE, usage.allocations.current),
+        (&ALLOCATIONS, usage.allocations.allocated),
+        (&FREES, usage.allocations.freed),
+        (&OBTAINED, stats.reserved_bytes.allocated),
+        (&RELEASED, stats.reserved_bytes.freed),
+        (&GROWTHS, stats.growth_count),
+        (&TRIMS, stats.trim_count),
+        (&RETRIES, stats.retry_count),
+        (&OUT_OF_MEMORY, stats.out_of_memory_count),
+    ] {
+        to.tell(metric, value as f64);
+    }
+}

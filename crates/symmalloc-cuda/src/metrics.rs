@@ -1,0 +1,67 @@
+//! The metrics of an allocator of this crate: those of the core's, labelled with the device, and what the device was asked.
+//! Feature `metrics`.
+
+use crate::allocator::CachingAllocator;
+use crate::backend::CudaMemory;
+use crate::calls::Call;
+use metrics::Unit;
+use std::time::Instant;
+pub use symmalloc_core::metrics::{Metric, Publisher, Source};
+
+const COUNT: Option<Unit> = Some(Unit::Count);
+
+const CALLS: Metric = Metric::counter("symmalloc_device_calls_total", COUNT, "times that the device was asked");
+const CALL_SECONDS: Metric =
+    Metric::histogram("symmalloc_device_call_seconds", Some(Unit::Seconds), "how long the device took to answer");
+const IDLE: Metric =
+    Metric::gauge("symmalloc_idle_bytes", Some(Unit::Bytes), "memory given up that the device could not take back yet");
+const DROP_ERRORS: Metric = Metric::counter(
+    "symmalloc_drop_errors_total",
+    COUNT,
+    "errors that no call could return, of buffers that were dropped",
+);
+
+impl<B: CudaMemory> Source for CachingAllocator<B> {
+    /// The metrics of memory, and what the device was asked, all labelled `device` (its ordinal) and `memory` (`device` or
+    /// `pinned`). Pools are those of the whole allocator, whatever this name of it takes memory from.
+    fn publish(&self, to: &Publisher) {
+        let to = to.with_label("device", self.device().ordinal().to_string()).with_label("memory", B::KIND);
+        to.publish(self.core());
+        let calls = self.device_calls();
+        for (call, times) in [
+            (Call::Reserve, calls.reserves),
+            (Call::Map, calls.maps),
+            (Call::Unmap, calls.unmaps),
+            (Call::Release, calls.releases),
+            (Call::Record, calls.records),
+            (Call::Wait, calls.waits),
+            (Call::Query, calls.queries),
+            (Call::Synchronize, calls.synchronizations),
+        ] {
+            to.with_label("call", call.name()).tell(&CALLS, times as f64);
+        }
+        to.tell(&IDLE, self.core().backend().idle_bytes() as f64);
+        to.tell(&DROP_ERRORS, self.drop_errors().count as f64);
+    }
+}
+
+/// A call under way: tells how long it took when it is dropped.
+pub(crate) struct TimedCall {
+    call: Call,
+    ordinal: usize,
+    begun: Instant,
+}
+
+impl TimedCall {
+    pub(crate) fn begin(call: Call, ordinal: usize) -> Self {
+        TimedCall { call, ordinal, begun: Instant::now() }
+    }
+}
+
+impl Drop for TimedCall {
+    fn drop(&mut self) {
+        let seconds = self.begun.elapsed().as_secs_f64();
+        let to = Publisher::new().with_label("device", self.ordinal.to_string()).with_label("call", self.call.name());
+        to.tell(&CALL_SECONDS, seconds);
+    }
+}

@@ -1,0 +1,88 @@
+//! The metrics of a registrar. Feature `metrics`.
+
+use crate::registrar::Registrar;
+use crate::registrar::stats::{CommunicatorStats, RegistrarStats};
+use metrics::Unit;
+use std::time::Instant;
+pub use symmalloc_cuda::metrics::{Metric, Publisher, Source};
+
+const BYTES: Option<Unit> = Some(Unit::Bytes);
+const COUNT: Option<Unit> = Some(Unit::Count);
+
+const SYNCS: Metric = Metric::counter("symmalloc_syncs_total", COUNT, "calls of sync");
+const QUIET_SYNCS: Metric =
+    Metric::counter("symmalloc_quiet_syncs_total", COUNT, "syncs that found nothing to do and made no collective");
+const SYNC_ROUNDS: Metric = Metric::counter("symmalloc_sync_rounds_total", COUNT, "collectives of syncs");
+const SYNC_FAILURES: Metric =
+    Metric::counter("symmalloc_sync_failures_total", COUNT, "syncs that ended a communicator");
+const SYNC_SECONDS: Metric = Metric::histogram(
+    "symmalloc_sync_seconds",
+    Some(Unit::Seconds),
+    "how long a sync took that had something to ask or do",
+);
+const REGISTRATIONS: Metric =
+    Metric::counter("symmalloc_registrations_total", COUNT, "windows and buffers that were registered");
+const DEREGISTRATIONS: Metric =
+    Metric::counter("symmalloc_deregistrations_total", COUNT, "windows and buffers that were deregistered");
+const COMMUNICATORS: Metric =
+    Metric::gauge("symmalloc_communicators", COUNT, "live communicators that pools are attached to");
+const WINDOWS: Metric = Metric::gauge("symmalloc_windows", COUNT, "live windows");
+const WINDOW_BYTES: Metric = Metric::gauge("symmalloc_window_bytes", BYTES, "bytes of live windows");
+const BUFFERS: Metric = Metric::gauge("symmalloc_registered_buffers", COUNT, "live registrations of buffers");
+const SPACE_USED: Metric =
+    Metric::gauge("symmalloc_symmetric_space_used_bytes", BYTES, "symmetric address space that is taken");
+const SPACE_LIMIT: Metric = Metric::gauge("symmalloc_symmetric_space_limit_bytes", BYTES, "symmetric address space");
+
+impl Source for Registrar {
+    /// The metrics of syncs, labelled `device`, and of what is registered, labelled `communicator` as well. Those of memory
+    /// are the allocator's.
+    fn publish(&self, to: &Publisher) {
+        let to = to.with_label("device", self.allocator().device().ordinal().to_string());
+        let RegistrarStats {
+            communicators, syncs, quiet_syncs, rounds, registrations, deregistrations, failures, ..
+        } = self.stats();
+        for (metric, value) in [
+            (&COMMUNICATORS, communicators),
+            (&SYNCS, syncs),
+            (&QUIET_SYNCS, quiet_syncs),
+            (&SYNC_ROUNDS, rounds),
+            (&SYNC_FAILURES, failures),
+            (&REGISTRATIONS, registrations),
+            (&DEREGISTRATIONS, deregistrations),
+        ] {
+            to.tell(metric, value as f64);
+        }
+        for (name, stats) in self.stats_by_communicator() {
+            let CommunicatorStats { windows, window_bytes, buffers, space_used_bytes, space_budget_bytes } = stats;
+            let to = to.with_label("communicator", name);
+            for (metric, value) in [
+                (&WINDOWS, windows),
+                (&WINDOW_BYTES, window_bytes),
+                (&BUFFERS, buffers),
+                (&SPACE_USED, space_used_bytes),
+                (&SPACE_LIMIT, space_budget_bytes),
+            ] {
+                to.tell(metric, value as f64);
+            }
+        }
+    }
+}
+
+/// A sync under way: tells how long it took when it is dropped.
+pub(crate) struct TimedSync {
+    ordinal: usize,
+    begun: Instant,
+}
+
+impl TimedSync {
+    pub(crate) fn begin(ordinal: usize) -> Self {
+        TimedSync { ordinal, begun: Instant::now() }
+    }
+}
+
+impl Drop for TimedSync {
+    fn drop(&mut self) {
+        let seconds = self.begun.elapsed().as_secs_f64();
+        Publisher::new().with_label("device", self.ordinal.to_string()).tell(&SYNC_SECONDS, seconds);
+    }
+}
