@@ -7,13 +7,14 @@ use symmalloc_core::agreement::{Point, ThreadTransport, Transport, agree};
 use symmalloc_core::config::PoolConfig;
 use symmalloc_core::recording::{Sink, SinkError};
 use symmalloc_core::sim::SimBackend;
+use symmalloc_core::sim::{Call, Fault, FaultRule, SimBackend};
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocator, Config, PoolId};
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Metadata, Subscriber};
 
-/// Writes down every event as `name field=value ...`.
+/// Writes down every event as `name field=value ...`, and every span as `> name field=value ...`.
 #[derive(Clone, Default)]
 struct Listener(Arc<Mutex<Vec<String>>>);
 
@@ -40,7 +41,10 @@ impl Subscriber for Listener {
         event.record(&mut Fields(&mut line));
         self.0.lock().expect("no panic").push(line);
     }
-    fn new_span(&self, _: &Attributes<'_>) -> Id {
+    fn new_span(&self, span: &Attributes<'_>) -> Id {
+        let mut line = format!("> {}", span.metadata().name());
+        span.record(&mut Fields(&mut line));
+        self.0.lock().expect("no panic").push(line);
         Id::from_u64(1)
     }
     fn record(&self, _: &Id, _: &Record<'_>) {}
@@ -57,12 +61,21 @@ fn what_is_rare_is_told_with_stable_names_and_fields_and_a_cache_hit_is_silent()
     let config = Config::builder().default_pool(pool).build().expect("valid");
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).expect("a device");
     let stream = allocator.register_stream().expect("the first");
+    assert_eq!(listener.heard(), ["stream.registered stream=0"]);
     let allocate = |size_bytes| allocator.allocate(PoolId::DEFAULT, stream, size_bytes);
 
     let first = allocate(2 * MIB).expect("within the limit");
-    assert_eq!(listener.heard(), ["segment.birth pool=0 stream=0 segment=0 offset_bytes=0 size_bytes=2097152"]);
+    let birth = [
+        "> heap.obtain pool=0 stream=0 requested_bytes=2097152",
+        "segment.birth pool=0 stream=0 segment=0 offset_bytes=0 size_bytes=2097152",
+    ];
+    assert_eq!(listener.heard(), birth);
     let second = allocate(2 * MIB).expect("within the limit");
-    assert_eq!(listener.heard(), ["segment.growth pool=0 stream=0 segment=0 offset_bytes=2097152 size_bytes=2097152"]);
+    let growth = [
+        "> heap.obtain pool=0 stream=0 requested_bytes=2097152",
+        "segment.growth pool=0 stream=0 segment=0 offset_bytes=2097152 size_bytes=2097152",
+    ];
+    assert_eq!(listener.heard(), growth);
 
     allocator.free(first.handle).expect("live");
     let first = allocate(MIB).expect("cached");
@@ -70,26 +83,59 @@ fn what_is_rare_is_told_with_stable_names_and_fields_and_a_cache_hit_is_silent()
     allocator.free(first.handle).expect("live");
 
     allocate(100 * MIB).expect_err("more than the limit");
-    assert_eq!(listener.heard().len(), 1, "nothing is given back for what can never fit");
+    let heard = listener.heard();
+    assert_eq!(heard.len(), 3, "nothing is given back for what can never fit: {heard:?}");
 
     allocate(7 * MIB).expect_err("more than is left");
-    let heard = listener.heard();
-    assert_eq!(heard[0], "segment.shrink pool=0 stream=0 segment=0 offset_bytes=0 size_bytes=2097152");
-    assert_eq!(heard[1], "heap.trim pool=0 stream=0 released_bytes=2097152 mapped_bytes=2097152");
-    let refused = "memory.refused pool=0 stream=0 requested_bytes=7340032 reserved_bytes=2097152 allocated_bytes=2097152 \
-                   cause=Limit { scope: Pool, limit_bytes: 8388608 }";
-    assert_eq!(heard[2..], [refused]);
+    let missing = "missing_bytes=8388608";
+    let refused = format!(
+        "memory.refused pool=0 stream=0 requested_bytes=7340032 {missing} reserved_bytes=2097152 \
+         allocated_bytes=2097152 largest_free_bytes=0 cause=Limit {{ scope: Pool, limit_bytes: 8388608 }}"
+    );
+    let path = [
+        "> heap.obtain pool=0 stream=0 requested_bytes=7340032",
+        "> memory.shortage pool=0 stream=0 requested_bytes=7340032",
+        "> heap.trim pool=0 stream=0 goal_bytes=8388608",
+        "segment.shrink pool=0 stream=0 segment=0 offset_bytes=0 size_bytes=2097152",
+        "heap.trimmed pool=0 stream=0 released_bytes=2097152 mapped_bytes=2097152",
+        &format!("memory.retry pool=0 stream=0 requested_bytes=7340032 {missing} after=\"reclaim\""),
+        "> heap.obtain pool=0 stream=0 requested_bytes=7340032",
+        &refused,
+    ];
+    assert_eq!(listener.heard(), path);
 
     allocator.free(second.handle).expect("live");
     assert!(listener.heard().is_empty());
     assert_eq!(allocator.trim(None), Ok(2 * MIB));
-    assert_eq!(
-        listener.heard(),
-        [
-            "segment.death pool=0 stream=0 segment=0 offset_bytes=0 size_bytes=2097152",
-            "heap.trim pool=0 stream=0 released_bytes=2097152 mapped_bytes=0",
-        ]
-    );
+    let death = [
+        "> heap.trim pool=0 stream=0",
+        "segment.death pool=0 stream=0 segment=0 offset_bytes=0 size_bytes=2097152",
+        "segment.release pool=0 stream=0 size_bytes=2097152",
+        "heap.trimmed pool=0 stream=0 released_bytes=2097152 mapped_bytes=0",
+    ];
+    assert_eq!(listener.heard(), death);
+    let stats = allocator.stats();
+    assert_eq!((stats.growth_count, stats.trim_count, stats.retry_count, stats.out_of_memory_count), (2, 2, 1, 2));
+}
+
+#[test]
+fn pools_and_failed_trims_are_told() {
+    let listener = Listener::default();
+    let _guard = tracing::subscriber::set_default(listener.clone());
+    let device = SimBackend::builder().fail(Some(Call::Unmap), FaultRule::At { ordinal: 0 }, Fault::Refused).build();
+    let allocator: Allocator<_> = Allocator::new(device, Config::default()).expect("a device");
+    let stream = allocator.register_stream().expect("the first");
+    let config = PoolConfig::builder().symmetric(true).limit_bytes(Some(64 * MIB)).build().expect("valid");
+    listener.heard();
+    let pool = allocator.create_pool(config).expect("valid");
+    assert_eq!(listener.heard(), ["pool.created pool=1 symmetric=true limit_bytes=67108864"]);
+    allocator.reserve(pool, stream, 4 * MIB).expect("within the limit");
+    assert_eq!(listener.heard()[0], "> heap.reserve pool=1 stream=0 size_bytes=4194304");
+    allocator.trim(Some(pool)).expect_err("the driver refuses");
+    let failed = listener.heard().pop().expect("the last event");
+    assert!(failed.starts_with("trim.failed pool=1 stream=0 released_bytes=0 error="), "{failed}");
+    allocator.destroy_pool(pool).expect("the driver takes it now");
+    assert_eq!(listener.heard().pop().expect("the last event"), "pool.destroyed pool=1");
 }
 
 #[test]
@@ -105,8 +151,11 @@ fn ranks_that_diverge_are_told_on_every_rank() {
                 let stream = allocator.register_stream().expect("the first");
                 let size_bytes = 2 * MIB + u64::from(transport.rank());
                 allocator.allocate(PoolId::DEFAULT, stream, size_bytes).expect("fits");
+                listener.heard();
                 agree(&allocator, &transport, Point::Sync).expect_err("they differ");
-                listener.heard().pop().expect("the last event")
+                let mut heard = listener.heard();
+                assert_eq!(heard[0], format!("> ranks.agree rank={} ranks=2 point=a sync", transport.rank()));
+                heard.pop().expect("the last event")
             })
         });
         ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().expect("no panic")).collect::<Vec<_>>()

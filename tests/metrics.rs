@@ -1,0 +1,108 @@
+//! What the `metrics` facade is told: every number under its labels, as a Prometheus exporter shows it.
+
+use metrics_exporter_prometheus::PrometheusBuilder;
+use symmalloc_core::config::{PoolConfig, StreamPolicy};
+use symmalloc_core::metrics::{Metric, Publisher, Source};
+use symmalloc_core::sim::SimBackend;
+use symmalloc_core::units::MIB;
+use symmalloc_core::{Allocator, Config, PoolId};
+
+/// What a recorder has after these were published in turn.
+fn rendered(publisher: &Publisher, sources: &[&dyn Source]) -> String {
+    let recorder = PrometheusBuilder::new().build_recorder();
+    metrics::with_local_recorder(&recorder, || sources.iter().for_each(|source| publisher.publish(*source)));
+    recorder.handle().render()
+}
+
+/// The value of a series.
+#[track_caller]
+fn value(text: &str, series: &str) -> f64 {
+    let line = text.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
+    line.unwrap_or_else(|| panic!("no {series} in\n{text}")).parse().expect("a number")
+}
+
+#[test]
+fn a_heaps_numbers_are_published_under_its_pool_and_stream() {
+    let pool = PoolConfig::builder().limit_bytes(Some(16 * MIB)).build().expect("valid");
+    let config = Config::builder().default_pool(pool).limit_bytes(Some(1024 * MIB)).build().expect("valid");
+    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).expect("a device");
+    let streams = [(); 2].map(|()| allocator.register_stream().expect("an id is left"));
+    let take = |stream, size_bytes| allocator.allocate(PoolId::DEFAULT, stream, size_bytes);
+    let first = take(streams[0], 6 * MIB).expect("within the limit");
+    let held = take(streams[0], 2 * MIB - 100).expect("within the limit");
+    let _ends = take(streams[0], 2 * MIB).expect("within the limit");
+    allocator.free(first.handle).expect("live");
+    let cut = take(streams[0], MIB).expect("cached");
+    take(streams[1], 64 * MIB).expect_err("more than the limit");
+    allocator.free(held.handle).expect("live");
+    allocator.free(cut.handle).expect("live");
+    let held = take(streams[0], 3 * MIB).expect("cached");
+
+    let text = rendered(&Publisher::new().with_label("rank", "3"), &[&allocator]);
+    let heap = |name: &str| value(&text, &format!("{name}{{rank=\"3\",pool=\"0\",stream=\"0\"}}"));
+    let mib = |count: u64| (count * MIB) as f64;
+    assert_eq!(heap("symmalloc_reserved_bytes"), mib(10));
+    assert_eq!(heap("symmalloc_reserved_bytes_peak"), mib(10));
+    assert_eq!(heap("symmalloc_allocated_bytes"), mib(5));
+    assert_eq!(heap("symmalloc_requested_bytes"), mib(5));
+    assert_eq!(heap("symmalloc_requested_bytes_peak"), mib(10) - 100.0);
+    assert_eq!(heap("symmalloc_largest_free_bytes"), mib(5));
+    assert_eq!(heap("symmalloc_fragmentation_ratio"), 0.0);
+    assert_eq!(heap("symmalloc_live_allocations"), 2.0);
+    assert_eq!((heap("symmalloc_allocations_total"), heap("symmalloc_frees_total")), (5.0, 3.0));
+    assert_eq!((heap("symmalloc_segments"), heap("symmalloc_growths_total")), (1.0, 3.0));
+    assert_eq!((heap("symmalloc_obtained_bytes_total"), heap("symmalloc_released_bytes_total")), (mib(10), 0.0));
+    assert_eq!(heap("symmalloc_out_of_memory_total"), 0.0);
+    let digest = allocator.heap_digests(PoolId::DEFAULT).expect("known")[0].1;
+    assert_eq!(heap("symmalloc_ops_total"), digest.ops as f64);
+    assert_eq!(value(&text, "symmalloc_out_of_memory_total{rank=\"3\",pool=\"0\",stream=\"1\"}"), 1.0);
+    assert_eq!(value(&text, "symmalloc_pool_limit_bytes{rank=\"3\",pool=\"0\"}"), mib(16));
+    assert_eq!(value(&text, "symmalloc_limit_bytes{rank=\"3\"}"), mib(1024));
+    assert_eq!(value(&text, "symmalloc_total_allocated_bytes_peak{rank=\"3\"}"), mib(10));
+    assert!(text.contains("# TYPE symmalloc_reserved_bytes gauge"), "{text}");
+    assert!(text.contains("# HELP symmalloc_trims_total trims of the heap"), "{text}");
+    allocator.free(held.handle).expect("live");
+}
+
+#[test]
+fn free_bytes_that_do_not_hang_together_are_fragmentation() {
+    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("a device");
+    let stream = allocator.register_stream().expect("the first");
+    let taken = [6, 2, 2, 2].map(|mib| allocator.allocate(PoolId::DEFAULT, stream, mib * MIB).expect("fits"));
+    allocator.free(taken[0].handle).expect("live");
+    allocator.free(taken[2].handle).expect("live");
+    let text = rendered(&Publisher::new(), &[&allocator]);
+    assert_eq!(value(&text, "symmalloc_fragmentation_ratio{pool=\"0\",stream=\"0\"}"), 0.25);
+    assert_eq!(value(&text, "symmalloc_free_blocks{pool=\"0\",stream=\"0\"}"), 2.0);
+}
+
+#[test]
+fn streams_that_share_are_one_series_and_counters_follow() {
+    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("a device");
+    let streams = [(); 2].map(|()| allocator.register_stream().expect("an id is left"));
+    let config = PoolConfig::builder().streams(StreamPolicy::Shared).build().expect("valid");
+    let pool = allocator.create_pool(config).expect("valid");
+    let recorder = PrometheusBuilder::new().build_recorder();
+    for round in 1..=2 {
+        for stream in streams {
+            allocator.allocate(pool, stream, MIB).expect("fits");
+        }
+        metrics::with_local_recorder(&recorder, || Publisher::new().publish(&allocator));
+        let text = recorder.handle().render();
+        let allocations = value(&text, "symmalloc_allocations_total{pool=\"1\",stream=\"all\"}");
+        assert_eq!(allocations, f64::from(2 * round), "published again, not added");
+    }
+}
+
+#[test]
+fn a_programs_own_source_stands_beside_ours() {
+    struct Batches(u64);
+    impl Source for Batches {
+        fn publish(&self, to: &Publisher) {
+            const BATCHES: Metric = Metric::counter("job_batches_total", None, "batches so far");
+            to.tell(&BATCHES, self.0 as f64);
+        }
+    }
+    let text = rendered(&Publisher::new().with_label("rank", "0"), &[&Batches(7)]);
+    assert_eq!(value(&text, "job_batches_total{rank=\"0\"}"), 7.0);
+}

@@ -1,0 +1,184 @@
+//! The names in the code are the names in `docs/observability.md`, both ways: events, spans and metrics with their levels,
+//! fields, kinds and units. Programs, dashboards and alarms rely on them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// What is said about a name: for an event `["debug", "pool", "stream"]`.
+type Vocabulary = BTreeMap<String, Vec<String>>;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace").to_owned()
+}
+
+/// The library code of all crates, file by file.
+fn sources() -> Vec<(PathBuf, String)> {
+    let mut files = Vec::new();
+    let crates = fs::read_dir(root().join("crates")).expect("the crates");
+    let mut folders: Vec<PathBuf> = crates.map(|entry| entry.expect("readable").path().join("src")).collect();
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).into_iter().flatten() {
+            let path = entry.expect("readable").path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                let text = fs::read_to_string(&path).expect("text");
+                files.push((path, text));
+            }
+        }
+    }
+    assert!(files.len() > 100, "the crates were not found");
+    files
+}
+
+/// The arguments of every call that begins with `opening`, which ends with its parenthesis, with what stands before it.
+fn calls<'a>(text: &'a str, opening: &'a str) -> impl Iterator<Item = (&'a str, Vec<String>)> {
+    text.match_indices(opening).map(move |(at, _)| (&text[..at], arguments(&text[at + opening.len()..])))
+}
+
+/// What stands between commas up to the closing parenthesis.
+fn arguments(text: &str) -> Vec<String> {
+    let (mut list, mut current, mut depth, mut quoted) = (Vec::new(), String::new(), 0, false);
+    for c in text.chars() {
+        match c {
+            '"' => quoted = !quoted,
+            _ if quoted => {}
+            '(' | '[' | '{' => depth += 1,
+            ')' if depth == 0 => break,
+            ')' | ']' | '}' => depth -= 1,
+            ',' if depth == 0 => {
+                list.push(std::mem::take(&mut current).trim().to_owned());
+                continue;
+            }
+            _ => {}
+        }
+        current.push(c);
+    }
+    list.push(current.trim().to_owned());
+    list.retain(|argument| !argument.is_empty());
+    list
+}
+
+fn literal(argument: &str) -> Option<&str> {
+    argument.strip_prefix('"')?.strip_suffix('"')
+}
+
+/// One name means one thing.
+fn add(vocabulary: &mut Vocabulary, name: &str, said: Vec<String>, path: &Path) {
+    let known = vocabulary.insert(name.to_owned(), said.clone());
+    assert!(known.is_none_or(|known| known == said), "{name} means two things, in {} and elsewhere", path.display());
+}
+
+/// The events or spans that the code tells.
+fn told(suffix: &str) -> Vocabulary {
+    let mut vocabulary = Vocabulary::new();
+    for (path, text) in sources() {
+        for level in ["error", "warn", "info", "debug", "trace"] {
+            for (before, arguments) in calls(&text, &format!("tracing::{level}{suffix}!(")) {
+                let place = path.display();
+                let (mut names, mut said, mut has_target) = (Vec::new(), vec![level.to_owned()], false);
+                for argument in &arguments {
+                    if let Some(name) = argument.strip_prefix("name: ") {
+                        match literal(name) {
+                            Some(name) => names.push(name.to_owned()),
+                            None => names.extend(names_given_to_macro(before, &text)),
+                        }
+                    } else if let Some(target) = argument.strip_prefix("target: ") {
+                        has_target = literal(target) == Some("symmalloc");
+                    } else if let Some(text) = literal(argument) {
+                        if !suffix.is_empty() {
+                            names.push(text.to_owned());
+                        }
+                    } else {
+                        let field = argument.split('=').next().unwrap_or_default().trim();
+                        said.push(field.trim_start_matches(['%', '?']).to_owned());
+                    }
+                }
+                assert!(has_target && !names.is_empty(), "{place}: no target or no name in {arguments:?}");
+                names.iter().for_each(|name| add(&mut vocabulary, name, said.clone(), &path));
+            }
+        }
+    }
+    vocabulary
+}
+
+/// The names that a macro which tells an event is called with: it is the last one that was begun.
+fn names_given_to_macro(before: &str, text: &str) -> Vec<String> {
+    let definition = before.rsplit_once("macro_rules! ").expect("only a macro takes its name from elsewhere").1;
+    let name = definition.split([' ', '{']).next().expect("a macro has a name");
+    calls(text, &format!("{name}!(")).filter_map(|(_, given)| Some(literal(given.first()?)?.to_owned())).collect()
+}
+
+/// The metrics that the code publishes.
+fn published() -> Vocabulary {
+    let mut vocabulary = Vocabulary::new();
+    for (path, text) in sources() {
+        for kind in ["gauge", "counter", "histogram"] {
+            for (_, arguments) in calls(&text, &format!("Metric::{kind}(")) {
+                let [name, unit, _help] = &arguments[..] else { panic!("{}: {arguments:?}", path.display()) };
+                let unit = match unit.rsplit("Unit::").next().expect("always one part").trim_end_matches(')') {
+                    "None" => String::new(),
+                    unit => unit.to_lowercase(),
+                };
+                let name = literal(name).expect("a name");
+                assert!(
+                    vocabulary.insert(name.to_owned(), vec![kind.to_owned(), unit]).is_none(),
+                    "{name} is there twice"
+                );
+            }
+        }
+    }
+    vocabulary
+}
+
+/// The rows of the table whose first column is headed so: the code in it, then that of the next `columns`.
+fn documented(head: &str, columns: usize) -> Vocabulary {
+    let page = fs::read_to_string(root().join("docs/observability.md")).expect("the page");
+    let mut vocabulary = Vocabulary::new();
+    let rows = page.lines().skip_while(|line| !line.starts_with(&format!("| {head} |"))).skip(2);
+    for row in rows.take_while(|line| line.starts_with('|')) {
+        let mut cells = row.trim_matches('|').split('|').map(|cell| cell.trim_matches([' ', '`']));
+        let name = cells.next().expect("a first column");
+        let said = cells.take(columns).flat_map(|cell| cell.split("`, `").map(str::to_owned));
+        let said: Vec<String> = said.collect();
+        assert!(vocabulary.insert(name.to_owned(), said).is_none(), "{name} is documented twice");
+    }
+    assert!(!vocabulary.is_empty(), "no table of {head}s");
+    vocabulary
+}
+
+#[track_caller]
+fn assert_same(code: &Vocabulary, page: &Vocabulary) {
+    let names: BTreeSet<&String> = code.keys().chain(page.keys()).collect();
+    let differing: Vec<&String> = names.into_iter().filter(|name| code.get(*name) != page.get(*name)).collect();
+    let say =
+        |name: &String| format!("{name}\n  in the code: {:?}\n  on the page: {:?}", code.get(name), page.get(name));
+    assert!(differing.is_empty(), "{}", differing.into_iter().map(say).collect::<Vec<_>>().join("\n"));
+}
+
+/// A cell without anything in it is no field.
+fn without_empty(mut vocabulary: Vocabulary) -> Vocabulary {
+    vocabulary.values_mut().for_each(|said| said.retain(|word| !word.is_empty()));
+    vocabulary
+}
+
+#[test]
+fn every_event_is_documented_with_its_level_and_fields() {
+    assert_same(&told(""), &without_empty(documented("event", 2)));
+}
+
+#[test]
+fn every_span_is_documented_with_its_level_and_fields() {
+    assert_same(&told("_span"), &without_empty(documented("span", 2)));
+}
+
+#[test]
+fn every_metric_is_documented_with_its_kind_and_unit() {
+    assert_same(&published(), &documented("metric", 2));
+}
+
+#[test]
+fn arguments_are_told_apart() {
+    assert_eq!(arguments("a, b = f(1, 2), \"c, (d\", %e) rest)"), ["a", "b = f(1, 2)", "\"c, (d\"", "%e"]);
+}
