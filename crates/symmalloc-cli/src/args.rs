@@ -61,9 +61,18 @@ Examples:
   symmalloc export snapshot.pickle ours.pickle.gz                a PyTorch job, as our allocator places it
   symmalloc export snapshot.pickle ours.pickle --free-at-once    ... and frees it: no block waits for other streams
   symmalloc export job.trace fixed.pickle --config segments:fixed,max_split_size_mb:256
+  symmalloc export job.trace.zst job.json.gz                     a time line: open it at https://ui.perfetto.dev
+  symmalloc export job.trace.zst all.json --detail all           ... with every allocation and every change
 
 JSON: trace, snapshot, entries, allocations, refused (by a limit), pending_frees (that complete later),
 segments and blocks (at the end), ops_without_entry (that PyTorch's allocator does not have).
+The format goes by OUT's name, .json is a time line, unless --format says it. On a time line a microsecond is an op.
+
+JSON of a time line: trace, timeline, heaps, slices (allocations), left_out (smaller allocations), points (of counters),
+ops_per_point (each is the highest of), instants.
+
+JSON of a snapshot: trace, snapshot, entries, allocations, refused (by a limit), segments and blocks (at the end),
+ops_without_entry (that PyTorch's allocator does not have).
 
 Exit codes: 0 fine, 2 bad input.";
 
@@ -259,16 +268,22 @@ pub(crate) struct ImportArgs {
     pub(crate) reading: ReadingArgs,
 }
 
-/// Write what our allocator makes of a recording as a snapshot that PyTorch's memory_viz reads
+/// Write what our allocator makes of a recording as a snapshot for PyTorch's memory_viz, or a time line for Perfetto
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXPORT_EXAMPLES)]
 pub(crate) struct ExportArgs {
     /// A trace, a PyTorch memory snapshot or an RMM log; plain, gzip or zstd
     #[arg(value_name = "TRACE")]
     pub(crate) input: PathBuf,
-    /// The snapshot to write (.gz and .zst compress)
+    /// The file to write (.gz and .zst compress)
     #[arg(value_name = "OUT")]
     pub(crate) output: PathBuf,
+    /// What to write [default: a time line if OUT is called .json, else a snapshot]
+    #[arg(long)]
+    pub(crate) format: Option<ExportFormat>,
+    /// On a time line, the most allocations, and the most points of a counter: a number, or `all`
+    #[arg(long, value_name = "N", default_value = "100000", value_parser = parse_detail)]
+    pub(crate) detail: Detail,
     #[command(flatten)]
     pub(crate) policy: PolicyArgs,
     /// Free memory when the program does, as in every other command. Otherwise it stays taken as long as the recording
@@ -361,6 +376,21 @@ pub(crate) struct PlanArgs {
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
+/// What `export` writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ExportFormat {
+    /// A PyTorch memory snapshot
+    Snapshot,
+    /// Chrome's trace events, for Perfetto
+    Perfetto,
+}
+
+/// How many of something at most; `None` for all.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Detail(pub(crate) Option<u64>);
+
+fn parse_detail(text: &str) -> Result<Detail, std::num::ParseIntError> {
+    if text == "all" { Ok(Detail(None)) } else { text.parse().map(|most| Detail(Some(most))) }
 }
 
 /// A pool: `1` or, as in a trace, `p1`.

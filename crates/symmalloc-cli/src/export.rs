@@ -1,7 +1,10 @@
-//! `symmalloc export`: what our allocator makes of a recording, as a snapshot for PyTorch's viewer.
+//! `symmalloc export`: what our allocator makes of a recording, as a snapshot for PyTorch's viewer or, in `timeline.rs`, a
+//! time line for Perfetto.
+
+mod timeline;
 
 use crate::Verdict;
-use crate::args::ExportArgs;
+use crate::args::{ExportArgs, ExportFormat};
 use crate::error::CliError;
 use crate::output::{self, Palette};
 use crate::quantity::{count, counted};
@@ -30,6 +33,9 @@ struct Object {
 /// Reads a recording, carries it out, and writes what happened.
 pub(crate) fn export(args: &ExportArgs) -> Result<Verdict, CliError> {
     let recorded = Recorded::read(&args.input, &args.reading, &args.policy)?;
+    if format(args) == ExportFormat::Perfetto {
+        return timeline::export(args, &recorded);
+    }
     // The file is written when all of it is known, so a job that cannot be carried out leaves none.
     let mut snapshot = Vec::new();
     let program = match args.free_at_once {
@@ -51,6 +57,15 @@ pub(crate) fn export(args: &ExportArgs) -> Result<Verdict, CliError> {
         output::print(&screen(args, &summary, Palette::of_stdout()))?;
     }
     Ok(Verdict::Agree)
+}
+
+/// What is asked for, by name if nothing else says it: `job.json`, `job.json.gz`.
+fn format(args: &ExportArgs) -> ExportFormat {
+    args.format.unwrap_or_else(|| {
+        let name = args.output.file_name().unwrap_or_default().to_string_lossy().to_lowercase();
+        let plain = [".gz", ".zst"].into_iter().find_map(|suffix| name.strip_suffix(suffix)).unwrap_or(&name);
+        if plain.ends_with(".json") { ExportFormat::Perfetto } else { ExportFormat::Snapshot }
+    })
 }
 
 fn object(args: &ExportArgs, summary: &ExportSummary) -> Object {

@@ -25,13 +25,14 @@
 //! core's business. [`compression`] stands below all of them and is public for those who write traces.
 //!
 //! The way back is [`export()`](export::export): what our allocator makes of a program, as a PyTorch snapshot. It watches a
-//! [`rerun`], as charts do.
+//! [`rerun`], as charts do, and as [`perfetto`] does, which puts a job on a time line.
 #![forbid(unsafe_code)]
 
 pub mod compression;
 mod error;
 pub mod export;
 mod options;
+pub mod perfetto;
 mod pickle;
 mod pytorch;
 mod recording;

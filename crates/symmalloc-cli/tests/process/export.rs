@@ -66,4 +66,40 @@ fn our_own_decisions_have_no_pending_frees() {
     let replayed = folder.path("replayed.trace");
     symmalloc("replay {} --json --record {}", &[&job, &replayed]).json(0);
     assert!(fs::read_to_string(&replayed).unwrap().ends_with("a 0 512 s0 -> 0@0\nf 0\nend 3\n"));
+fn a_time_line_is_json_that_says_when_what_was_live() {
+    let folder = Folder::new();
+    let job = recorded("fsdp1_train_rank0.trace.zst");
+    let [a, b] = ["a.json", "b.json"].map(|name| folder.path(name));
+    let said = symmalloc("export {} {} --json", &[&job, &a]).json(0);
+    assert_eq!((said["slices"].as_u64(), said["left_out"].as_u64()), (Some(24_464), Some(0)), "{said}");
+    symmalloc("export {} {} --json", &[&job, &b]).json(0);
+    let bytes = fs::read(&a).unwrap();
+    assert!(bytes == fs::read(&b).unwrap(), "the same job is the same bytes");
+
+    let trace: serde_json::Value = serde_json::from_slice(&bytes).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let count = |phase: &str| events.iter().filter(|event| event["ph"] == phase).count() as u64;
+    assert_eq!((count("b"), count("e")), (24_464, 24_464));
+    assert_eq!((count("C"), count("i")), (said["points"].as_u64().unwrap(), said["instants"].as_u64().unwrap()));
+    // What the chart says of the same job.
+    let chart = symmalloc("chart {} -o {} --json", &[&job, &folder.path("chart.svg")]).json(0);
+    let heaps = chart["heaps"].as_array().unwrap();
+    for (heap, process) in heaps.iter().zip(2..) {
+        for counter in ["live", "allocated", "reserved"] {
+            let points = events.iter().filter(|event| event["pid"] == process && event["name"] == counter);
+            let peak = points.filter(|event| event["ph"] == "C").map(|event| event["args"]["bytes"].as_u64()).max();
+            assert_eq!(peak.unwrap(), heap[counter]["peak_bytes"].as_u64(), "{counter} of {heap}");
+        }
+    }
+}
+
+#[test]
+fn a_time_line_of_less_detail_is_smaller() {
+    let folder = Folder::new();
+    let job = recorded("fsdp1_train_rank0.trace.zst");
+    let [all, few] = ["all.trace", "few.trace"].map(|name| folder.path(name));
+    symmalloc("export {} {} --format perfetto --detail all", &[&job, &all]).exited(0);
+    let words = symmalloc("export {} {} --format perfetto --detail 1000", &[&job, &few]).exited(0).stdout.clone();
+    assert!(words.contains("1,000 allocations of") && words.contains("23,464 smaller ones"), "{words}");
+    assert!(fs::metadata(&few).unwrap().len() * 10 < fs::metadata(&all).unwrap().len());
 }

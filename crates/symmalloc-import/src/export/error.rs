@@ -11,7 +11,7 @@ pub enum ExportError {
     /// The program cannot be carried out.
     #[error(transparent)]
     Rerun(#[from] RerunError),
-    /// The snapshot cannot be written.
-    #[error("the snapshot cannot be written")]
+    /// The file cannot be written.
+    #[error("the file cannot be written")]
     Write(#[from] io::Error),
 }

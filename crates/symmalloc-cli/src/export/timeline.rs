@@ -1,0 +1,84 @@
+//! A recording as a time line. The file is written as the job is carried out, since it may be larger than memory; that the
+//! job can be carried out is found out before.
+
+use crate::Verdict;
+use crate::args::{Detail, ExportArgs};
+use crate::error::CliError;
+use crate::output::{self, Palette};
+use crate::quantity::{count, counted};
+use crate::recorded::Recorded;
+use serde::Serialize;
+use std::fmt::Write as _;
+use symmalloc_import::compression::Compressor;
+use symmalloc_import::export::ExportError;
+use symmalloc_import::perfetto::{TimelineOptions, TimelineSummary, timeline};
+use symmalloc_import::rerun::{Rerun, RerunError};
+
+/// What `export --json` prints for a time line. Its keys are an interface: `symmalloc export --help` lists them.
+#[derive(Serialize)]
+struct Object {
+    trace: String,
+    timeline: String,
+    heaps: u64,
+    slices: u64,
+    left_out: u64,
+    points: u64,
+    ops_per_point: u64,
+    instants: u64,
+}
+
+pub(super) fn export(args: &ExportArgs, recorded: &Recorded) -> Result<Verdict, CliError> {
+    let (program, config) = (recorded.program(), &recorded.config);
+    let rehearsal = Rerun::new(program, config).and_then(|mut rerun| rerun.run(recorded.op_count(), |_| Ok(())));
+    rehearsal.map_err(|error: RerunError| recorded.failed(error))?;
+
+    let mut options = TimelineOptions::default();
+    let Detail(most) = args.detail;
+    (options.slices_max, options.points_max) = (most, most);
+    let unwritten = |source| CliError::Create { path: args.output.clone(), source };
+    let mut file = Compressor::create(&args.output).map_err(unwritten)?;
+    let summary = timeline(program, config, &options, &mut file).map_err(|error| match error {
+        ExportError::Rerun(source) => recorded.failed(source),
+        ExportError::Write(source) => unwritten(source),
+        other => unwritten(std::io::Error::other(other)),
+    })?;
+    file.finish().map_err(unwritten)?;
+    if args.json {
+        output::print_json(&object(args, &summary))?;
+    } else {
+        output::print(&screen(args, &summary, Palette::of_stdout()))?;
+    }
+    Ok(Verdict::Agree)
+}
+
+fn object(args: &ExportArgs, summary: &TimelineSummary) -> Object {
+    Object {
+        trace: args.input.display().to_string(),
+        timeline: args.output.display().to_string(),
+        heaps: summary.heaps,
+        slices: summary.slices,
+        left_out: summary.left_out,
+        points: summary.points,
+        ops_per_point: summary.ops_per_point,
+        instants: summary.instants,
+    }
+}
+
+fn screen(args: &ExportArgs, summary: &TimelineSummary, palette: Palette) -> String {
+    let mut out = format!(
+        "{}\n{} of {} as slices, {} of counters, {}\n",
+        palette.title(&args.input.display().to_string()),
+        counted(summary.slices, "allocation"),
+        counted(summary.heaps, "heap"),
+        counted(summary.points, "point"),
+        counted(summary.instants, "instant"),
+    );
+    if summary.left_out > 0 {
+        let _ = writeln!(out, "  left out: {} smaller ones (--detail all draws them)", count(summary.left_out));
+    }
+    if summary.ops_per_point > 1 {
+        let _ = writeln!(out, "  each point is the highest of {} ops (--detail all draws each)", summary.ops_per_point);
+    }
+    let _ = writeln!(out, "written to {}: open it at https://ui.perfetto.dev", args.output.display());
+    out
+}

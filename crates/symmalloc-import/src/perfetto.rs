@@ -1,0 +1,318 @@
+//! A job on a time line: Chrome's trace events, for <https://ui.perfetto.dev> and everything else that reads them.
+//!
+//! ```text
+//!  job                            trim ◆            out of memory ◆                          instants
+//!  pool 0, stream 0   live        ▁▂▃▅▆▆▅▃▂▂▅▇▇▅                                             counters, as do
+//!                     allocated, reserved
+//!                     map ◆   map ◆        ◆ unmap                                           instants
+//!                     weights     ├───────────────────────────────────────────┤              a slice per allocation:
+//!                     activations    ├────┤  ├─────┤   ├──┤                                 a track per name
+//!                     unnamed          ├─┤ ├┤   ├──────┤
+//!  pool 0, stream 1   ...
+//! ```
+//!
+//! A process is a heap, and one more is the job. The microsecond is the op: what happened in op 17 of the program, counted
+//! from 0, is at 17 µs, so equal jobs under equal configurations are equal bytes.
+//!
+//! | `ph` | `name` | `args` |
+//! |---|---|---|
+//! | `C` | `live`, `allocated`, `reserved` | `bytes`: asked for by live allocations; of their blocks; held from the device |
+//! | `b`, `e` | the allocation's name, or `unnamed`; `cat` is `allocation`, `id` its number in the program | `requested_bytes`, `block_bytes`, `segment`, `offset_bytes` |
+//! | `i` | `map`, `unmap` | `bytes` and `address`, which counts upwards as segments are obtained: as in [`export`](mod@crate::export) |
+//! | `i` | `out of memory` | `pool`, `stream`, `requested_bytes`, `left_bytes` that the limit leaves |
+//! | `i` | `trim`, `reserve`, `sync`, `pool destroyed` | what the op says |
+//! | `M` | `process_name`, `process_sort_index` | |
+//!
+//! An allocation that is live at the end ends there. A large job would make a file that no viewer opens, so there are only
+//! so many slices, of the largest allocations, and only so many points per counter, each the highest of some ops in a row:
+//! see [`TimelineOptions`]. Nothing is kept but the live allocations and a few numbers per heap.
+
+mod heap;
+mod writer;
+
+use std::collections::BTreeMap;
+use std::io::Write;
+
+use symmalloc_core::AllocationId;
+use symmalloc_core::config::Config;
+use symmalloc_core::op::Op;
+use symmalloc_core::replay::Program;
+
+use crate::export::ExportError;
+use crate::rerun::{Happened, Live, Moment, Owner, Rerun};
+use heap::{Counter, HeapTrack};
+use writer::{Args, EventWriter};
+
+/// How much of a job is drawn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct TimelineOptions {
+    /// Slices at most: of the largest allocations, and of equally large ones the first. `None` for all.
+    pub slices_max: Option<u64>,
+    /// Points of one counter at most: where there are more ops, each is the highest of some ops in a row. `None` for all.
+    pub points_max: Option<u64>,
+}
+
+impl Default for TimelineOptions {
+    /// 100,000 of each.
+    fn default() -> Self {
+        TimelineOptions { slices_max: Some(100_000), points_max: Some(100_000) }
+    }
+}
+
+/// What was drawn.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct TimelineSummary {
+    /// Heaps that held memory.
+    pub heaps: u64,
+    /// Allocations that are slices.
+    pub slices: u64,
+    /// Allocations of at least one byte that are none, because there are larger ones.
+    pub left_out: u64,
+    /// Values of counters.
+    pub points: u64,
+    /// Ops that one value of a counter stands for.
+    pub ops_per_point: u64,
+    /// Memory that came and went, requests that were refused, trims and the like.
+    pub instants: u64,
+}
+
+/// Carries a program out under a configuration and writes what happened as Chrome's trace events. Gives `sink` many small
+/// pieces.
+///
+/// # Errors
+/// When the program cannot be carried out, or `sink` cannot be written.
+///
+/// # Examples
+/// ```
+/// use symmalloc_core::config::Config;
+/// use symmalloc_core::replay::Program;
+/// use symmalloc_import::perfetto::{TimelineOptions, timeline};
+/// use symmalloc_import::{ReadOptions, read_bytes};
+///
+/// let trace = b"symmalloc-trace 1\nstream s0\na 0 1048576 s0 \"weights\"\nend 2\n";
+/// let recording = read_bytes(trace, &ReadOptions::default())?;
+/// let mut json = Vec::new();
+/// let program = Program::new(&recording.records)?;
+/// let summary = timeline(&program, &Config::default(), &TimelineOptions::default(), &mut json)?;
+/// assert_eq!((summary.slices, summary.heaps), (1, 1));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn timeline(
+    program: &Program,
+    config: &Config,
+    options: &TimelineOptions,
+    sink: impl Write,
+) -> Result<TimelineSummary, ExportError> {
+    let ops = program.ops().len();
+    let mut timeline = Timeline {
+        events: EventWriter::new(sink)?,
+        program,
+        drawn: Drawn::of(program, options.slices_max.unwrap_or(u64::MAX)),
+        open: BTreeMap::new(),
+        heaps: Vec::new(),
+        changed: Vec::new(),
+        summary: TimelineSummary {
+            ops_per_point: ops_per_point(ops, options.points_max),
+            ..TimelineSummary::default()
+        },
+    };
+    timeline.events.process(JOB, "job")?;
+    Rerun::new(program, config)?.run(ops, |moment| timeline.moment(moment))?;
+    timeline.finish(ops)
+}
+
+/// The process of what belongs to no heap. Viewers take number 0 for the system's.
+const JOB: usize = 1;
+/// The process of the first heap.
+const FIRST_HEAP: usize = 2;
+
+fn ops_per_point(ops: usize, points_max: Option<u64>) -> u64 {
+    points_max.map_or(1, |most| (ops as u64).div_ceil(most.max(1)).max(1))
+}
+
+/// Which allocations are drawn: the larger ones, and the first of those that are just large enough.
+struct Drawn {
+    /// All that are larger.
+    above_bytes: u64,
+    /// How many more of exactly that size.
+    left: u64,
+}
+
+impl Drawn {
+    fn of(program: &Program, slices_max: u64) -> Self {
+        let mut by_size: BTreeMap<u64, u64> = BTreeMap::new();
+        for op in program.ops() {
+            if let Op::Allocate { size_bytes: size_bytes @ 1.., .. } = op {
+                *by_size.entry(*size_bytes).or_default() += 1;
+            }
+        }
+        let mut left = slices_max;
+        for (size_bytes, count) in by_size.into_iter().rev() {
+            if count > left {
+                return Drawn { above_bytes: size_bytes, left };
+            }
+            left -= count;
+        }
+        Drawn { above_bytes: 0, left }
+    }
+
+    fn takes(&mut self, live: &Live) -> bool {
+        if live.requested_bytes > self.above_bytes {
+            return true;
+        }
+        let is_taken = live.requested_bytes == self.above_bytes && self.left > 0;
+        self.left -= u64::from(is_taken);
+        is_taken
+    }
+}
+
+struct Timeline<'p, W> {
+    events: EventWriter<W>,
+    program: &'p Program,
+    drawn: Drawn,
+    /// Slices that have begun and not ended, by allocation, with their process.
+    open: BTreeMap<AllocationId, usize>,
+    /// In the order in which they first held memory: the n-th is process `FIRST_HEAP` + n.
+    heaps: Vec<HeapTrack>,
+    /// Heaps with a counter whose last value is not the present one.
+    changed: Vec<usize>,
+    summary: TimelineSummary,
+}
+
+impl<W: Write> Timeline<'_, W> {
+    fn moment(&mut self, moment: &Moment<'_>) -> Result<(), ExportError> {
+        let at = moment.number;
+        for change in moment.memory {
+            let heap = self.heap(change.owner)?;
+            self.heaps[heap].add(Counter::Reserved, change.is_mapped, change.size_bytes);
+            let args = Args::new().number("bytes", change.size_bytes).address("address", change.address.0);
+            self.instant(if change.is_mapped { "map" } else { "unmap" }, FIRST_HEAP + heap, at, &args)?;
+        }
+        match &moment.happened {
+            Happened::Allocated(live) => self.begin(live, at)?,
+            Happened::Freed(live) => self.end(live, at)?,
+            Happened::Refused { requested_bytes, stream, left_bytes } => {
+                let mut args = Args::new();
+                if let Op::Allocate { pool, .. } = moment.op {
+                    args = args.number("pool", pool.0.into());
+                }
+                let args = args.number("stream", stream.0.into()).number("requested_bytes", *requested_bytes);
+                self.instant("out of memory", JOB, at, &args.number("left_bytes", *left_bytes))?;
+            }
+            _ => {}
+        }
+        match moment.op {
+            Op::Trim { pool } => {
+                let args = pool.map_or_else(Args::new, |pool| Args::new().number("pool", pool.0.into()));
+                self.instant("trim", JOB, at, &args)?;
+            }
+            Op::Reserve { pool, stream, size_bytes } => {
+                let args = Args::new().number("pool", pool.0.into()).number("stream", stream.0.into());
+                self.instant("reserve", JOB, at, &args.number("size_bytes", *size_bytes))?;
+            }
+            Op::DestroyPool { pool } => {
+                self.instant("pool destroyed", JOB, at, &Args::new().number("pool", pool.0.into()))?;
+            }
+            Op::Sync => self.instant("sync", JOB, at, &Args::new())?,
+            _ => {}
+        }
+        if (at as u64 + 1).is_multiple_of(self.summary.ops_per_point) {
+            self.points(at)?;
+        } else {
+            self.settle();
+        }
+        Ok(())
+    }
+
+    fn begin(&mut self, live: &Live, at: usize) -> Result<(), ExportError> {
+        let heap = self.heap(live.owner)?;
+        self.heaps[heap].add(Counter::Live, true, live.requested_bytes);
+        self.heaps[heap].add(Counter::Allocated, true, live.block_bytes);
+        if !self.drawn.takes(live) {
+            self.summary.left_out += 1;
+            return Ok(());
+        }
+        self.summary.slices += 1;
+        let process = FIRST_HEAP + heap;
+        self.open.insert(live.id, process);
+        let args = Args::new()
+            .number("requested_bytes", live.requested_bytes)
+            .number("block_bytes", live.block_bytes)
+            .number("segment", live.placement.segment.0.into())
+            .number("offset_bytes", live.placement.offset_bytes);
+        let name = self.program.name(live.id).unwrap_or(UNNAMED);
+        Ok(self.events.begin_slice(name, live.id, process, at, &args)?)
+    }
+
+    fn end(&mut self, live: &Live, at: usize) -> Result<(), ExportError> {
+        let heap = self.heap(live.owner)?;
+        self.heaps[heap].add(Counter::Live, false, live.requested_bytes);
+        self.heaps[heap].add(Counter::Allocated, false, live.block_bytes);
+        let Some(process) = self.open.remove(&live.id) else { return Ok(()) };
+        let name = self.program.name(live.id).unwrap_or(UNNAMED);
+        Ok(self.events.end_slice(name, live.id, process, at)?)
+    }
+
+    fn instant(&mut self, name: &str, process: usize, at: usize, args: &Args) -> Result<(), ExportError> {
+        self.summary.instants += 1;
+        Ok(self.events.instant(name, process, at, args)?)
+    }
+
+    /// The heap of an owner, which is about to change.
+    fn heap(&mut self, owner: Owner) -> Result<usize, ExportError> {
+        let known = self.heaps.iter().position(|heap| heap.owner == owner);
+        let heap = match known {
+            Some(heap) => heap,
+            None => {
+                self.heaps.push(HeapTrack::new(owner));
+                self.summary.heaps += 1;
+                let heap = self.heaps.len() - 1;
+                self.events.process(FIRST_HEAP + heap, &self.heaps[heap].name())?;
+                heap
+            }
+        };
+        if !std::mem::replace(&mut self.heaps[heap].has_changed, true) {
+            self.changed.push(heap);
+        }
+        Ok(heap)
+    }
+
+    /// An op is over.
+    fn settle(&mut self) {
+        self.changed.iter().for_each(|heap| self.heaps[*heap].settle());
+    }
+
+    /// Writes the counters that moved since the last time, after an op.
+    fn points(&mut self, at: usize) -> Result<(), ExportError> {
+        self.settle();
+        self.changed.sort_unstable();
+        let (events, heaps, points) = (&mut self.events, &mut self.heaps, &mut self.summary.points);
+        for &heap in &self.changed {
+            for (name, bytes) in heaps[heap].take_points() {
+                events.counter(name, FIRST_HEAP + heap, at, bytes)?;
+                *points += 1;
+            }
+        }
+        self.changed.retain(|heap| heaps[*heap].has_changed);
+        Ok(())
+    }
+
+    fn finish(mut self, ops: usize) -> Result<TimelineSummary, ExportError> {
+        // Twice: the highest of the last ops, then what there is at the end.
+        self.points(ops.saturating_sub(1))?;
+        self.points(ops)?;
+        for (id, process) in std::mem::take(&mut self.open) {
+            self.events.end_slice(self.program.name(id).unwrap_or(UNNAMED), id, process, ops)?;
+        }
+        self.events.finish(self.summary.ops_per_point)?;
+        Ok(self.summary)
+    }
+}
+
+/// What allocations without a name are called.
+const UNNAMED: &str = "unnamed";
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,77 @@
+//! The counters of a heap, thinned: of some ops in a row the highest value is kept.
+//!
+//! ```text
+//!  present      ▁▂▇▂▁▁ | ▁▁▁▁▁▁ |          written at the end of each row of ops,
+//!  highest           ▇ |      ▁ |          where it differs from what was written last
+//! ```
+
+use crate::rerun::Owner;
+
+/// A quantity in bytes.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Counter {
+    /// Asked for by live allocations.
+    Live,
+    /// Blocks of live allocations.
+    Allocated,
+    /// Held from the device.
+    Reserved,
+}
+
+/// In the order of [`Counter`].
+const NAMES: [&str; 3] = ["live", "allocated", "reserved"];
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Level {
+    present: u64,
+    /// After one of the ops since the last point.
+    highest: u64,
+    written: Option<u64>,
+}
+
+/// One heap on the time line.
+#[derive(Debug)]
+pub(super) struct HeapTrack {
+    pub(super) owner: Owner,
+    /// Something was added or taken away, or is not as it was written last.
+    pub(super) has_changed: bool,
+    levels: [Level; 3],
+}
+
+impl HeapTrack {
+    pub(super) fn new(owner: Owner) -> Self {
+        HeapTrack { owner, has_changed: false, levels: [Level::default(); 3] }
+    }
+
+    pub(super) fn name(&self) -> String {
+        let Owner { pool, stream } = self.owner;
+        match stream {
+            Some(stream) => format!("pool {}, stream {}", pool.0, stream.0),
+            None => format!("pool {}, all streams", pool.0),
+        }
+    }
+
+    /// Adds bytes, or takes them away.
+    pub(super) fn add(&mut self, counter: Counter, is_more: bool, bytes: u64) {
+        let level = &mut self.levels[counter as usize];
+        level.present = if is_more { level.present + bytes } else { level.present - bytes };
+    }
+
+    /// An op is over: what is there now counts.
+    pub(super) fn settle(&mut self) {
+        self.levels.iter_mut().for_each(|level| level.highest = level.highest.max(level.present));
+    }
+
+    /// The counters that are to be written now.
+    pub(super) fn take_points(&mut self) -> impl Iterator<Item = (&'static str, u64)> {
+        let levels = &mut self.levels;
+        let points = std::array::from_fn::<_, 3, _>(|counter| {
+            let level = &mut levels[counter];
+            let highest = std::mem::take(&mut level.highest);
+            let is_new = level.written.replace(highest) != Some(highest);
+            is_new.then_some((NAMES[counter], highest))
+        });
+        self.has_changed = self.levels.iter().any(|level| level.written != Some(level.present));
+        points.into_iter().flatten()
+    }
+}
