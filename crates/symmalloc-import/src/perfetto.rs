@@ -17,7 +17,7 @@
 //! | `ph` | `name` | `args` |
 //! |---|---|---|
 //! | `C` | `live`, `allocated`, `reserved` | `bytes`: asked for by live allocations; of their blocks; held from the device |
-//! | `b`, `e` | the allocation's name, or `unnamed`; `cat` is `allocation`, `id` its number in the program | `requested_bytes`, `block_bytes`, `segment`, `offset_bytes` |
+//! | `b`, `e` | the allocation's name, or `unnamed`; `cat` is `allocation`, `id2.local` its number in the program | `requested_bytes`, `block_bytes`, `segment`, `offset_bytes` |
 //! | `i` | `map`, `unmap` | `bytes` and `address`, which counts upwards as segments are obtained: as in [`export`](mod@crate::export) |
 //! | `i` | `out of memory` | `pool`, `stream`, `requested_bytes`, `left_bytes` that the limit leaves |
 //! | `i` | `trim`, `reserve`, `sync`, `pool destroyed` | what the op says |

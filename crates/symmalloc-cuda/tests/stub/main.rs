@@ -5,6 +5,8 @@ mod backend;
 mod buffers;
 mod driver_errors;
 mod graphs;
+#[cfg(feature = "metrics")]
+mod metrics;
 mod missing;
 mod pinned;
 mod process;

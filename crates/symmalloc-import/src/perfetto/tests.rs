@@ -32,7 +32,7 @@ fn check(trace: &Value) {
         let at = event["ts"].as_u64().unwrap();
         assert!(at >= newest, "sorted by time: {event}");
         newest = at;
-        let slice = (event["cat"].clone().to_string(), event["id"].clone().to_string());
+        let slice = (event["cat"].clone().to_string(), event["id2"]["local"].clone().to_string());
         match phase {
             "C" => assert!(event["args"]["bytes"].is_u64(), "{event}"),
             "i" => assert_eq!(event["s"], "p", "{event}"),

@@ -71,14 +71,14 @@ impl<W: Write> EventWriter<W> {
     ) -> io::Result<()> {
         let (name, id, Args(args)) = (Text(name), id.0, args);
         self.event(format_args!(
-            r#""ph":"b","cat":"allocation","id":"{id:#x}","pid":{process},"tid":{process},"ts":{at},"name":{name},"args":{{{args}}}"#
+            r#""ph":"b","cat":"allocation","id2":{{"local":"{id:#x}"}},"pid":{process},"tid":{process},"ts":{at},"name":{name},"args":{{{args}}}"#
         ))
     }
 
     pub(super) fn end_slice(&mut self, name: &str, id: AllocationId, process: usize, at: usize) -> io::Result<()> {
         let (name, id) = (Text(name), id.0);
         self.event(format_args!(
-            r#""ph":"e","cat":"allocation","id":"{id:#x}","pid":{process},"tid":{process},"ts":{at},"name":{name}"#
+            r#""ph":"e","cat":"allocation","id2":{{"local":"{id:#x}"}},"pid":{process},"tid":{process},"ts":{at},"name":{name}"#
         ))
     }
 

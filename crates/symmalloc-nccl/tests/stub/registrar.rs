@@ -5,6 +5,8 @@ mod divergence;
 mod events;
 mod faults;
 mod graphs;
+#[cfg(feature = "metrics")]
+mod metrics;
 mod programs;
 mod support;
 

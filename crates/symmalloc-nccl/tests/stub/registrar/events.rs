@@ -28,7 +28,7 @@ impl Visit for Fields<'_> {
 
 impl Subscriber for Listener {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        let told = ["window.registered", "window.deregistered", "communicator.dropped", "plans.diverged"];
+        let told = ["window.registered", "window.deregistered", "communicator.dropped", "plans.diverged", "sync.done"];
         metadata.target() == "symmalloc" && told.contains(&metadata.name())
     }
     fn event(&self, event: &Event<'_>) {
@@ -55,13 +55,16 @@ nccl_test!(windows_and_communicators_are_told_with_stable_names_and_fields, {
         let tensor = it.take(&pool, 30 * MIB);
         it.registrar.sync(&[&other]).expect("all ranks did the same");
         let window = "communicator=\"world/1.0\" symmetric_pool=0 stream=0 segment=0 size_bytes=31457280";
-        assert_eq!(listener.heard(), [format!("window.registered {window}")]);
+        let done = |counts: &str| format!("sync.done communicator=\"world/1.0\" {counts}");
+        let registered = done("registrations=1 deregistrations=0 released_bytes=0 rounds=1");
+        assert_eq!(listener.heard(), [format!("window.registered {window}"), registered]);
         it.registrar.sync(&[&other]).expect("nothing new");
         assert!(listener.heard().is_empty(), "a quiet sync says nothing");
         drop(tensor);
         it.trim(&pool);
         it.registrar.sync(&[&other]).expect("all ranks did the same");
-        assert_eq!(listener.heard(), [format!("window.deregistered {window}")]);
+        let deregistered = done("registrations=0 deregistrations=1 released_bytes=31457280 rounds=1");
+        assert_eq!(listener.heard(), [format!("window.deregistered {window}"), deregistered]);
 
         let sizes = if it.rank == 0 { 1 } else { 2 };
         let _tensors: Vec<_> = (0..sizes).map(|_| it.take(&pool, 30 * MIB)).collect();
