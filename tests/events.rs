@@ -66,13 +66,13 @@ fn what_is_rare_is_told_with_stable_names_and_fields_and_a_cache_hit_is_silent()
 
     let first = allocate(2 * MIB).expect("within the limit");
     let birth = [
-        "> heap.obtain pool=0 stream=0 requested_bytes=2097152",
+        "> heap.obtain pool=0 stream=0 size_bytes=2097152",
         "segment.birth pool=0 stream=0 segment=0 offset_bytes=0 size_bytes=2097152",
     ];
     assert_eq!(listener.heard(), birth);
     let second = allocate(2 * MIB).expect("within the limit");
     let growth = [
-        "> heap.obtain pool=0 stream=0 requested_bytes=2097152",
+        "> heap.obtain pool=0 stream=0 size_bytes=2097152",
         "segment.growth pool=0 stream=0 segment=0 offset_bytes=2097152 size_bytes=2097152",
     ];
     assert_eq!(listener.heard(), growth);
@@ -93,13 +93,13 @@ fn what_is_rare_is_told_with_stable_names_and_fields_and_a_cache_hit_is_silent()
          allocated_bytes=2097152 largest_free_bytes=0 cause=Limit {{ scope: Pool, limit_bytes: 8388608 }}"
     );
     let path = [
-        "> heap.obtain pool=0 stream=0 requested_bytes=7340032",
+        "> heap.obtain pool=0 stream=0 size_bytes=7340032",
         "> memory.shortage pool=0 stream=0 requested_bytes=7340032",
         "> heap.trim pool=0 stream=0 goal_bytes=8388608",
         "segment.shrink pool=0 stream=0 segment=0 offset_bytes=0 size_bytes=2097152",
         "heap.trimmed pool=0 stream=0 released_bytes=2097152 mapped_bytes=2097152",
         &format!("memory.retry pool=0 stream=0 requested_bytes=7340032 {missing} after=\"reclaim\""),
-        "> heap.obtain pool=0 stream=0 requested_bytes=7340032",
+        "> heap.obtain pool=0 stream=0 size_bytes=7340032",
         &refused,
     ];
     assert_eq!(listener.heard(), path);

@@ -32,8 +32,8 @@ impl Heap {
         if self.is_closed() {
             return Err(Box::new(Shortage::Closed));
         }
-        let (pool, requested_bytes) = (self.pool.0, bytes(size));
-        let span = tracing::debug_span!(target: "symmalloc", "heap.obtain", pool, stream = stream.0, requested_bytes);
+        let (pool, size_bytes) = (self.pool.0, bytes(size));
+        let span = tracing::debug_span!(target: "symmalloc", "heap.obtain", pool, stream = stream.0, size_bytes);
         let _entered = span.enter();
         match self.config.segments().clone() {
             SegmentPolicy::Fixed(_) => {
