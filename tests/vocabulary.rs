@@ -65,8 +65,8 @@ fn literal(argument: &str) -> Option<&str> {
 }
 
 /// One name means one thing.
-fn add(vocabulary: &mut Vocabulary, name: &str, said: Vec<String>, path: &Path) {
-    let known = vocabulary.insert(name.to_owned(), said.clone());
+fn add(vocabulary: &mut Vocabulary, name: &str, said: &[String], path: &Path) {
+    let known = vocabulary.insert(name.to_owned(), said.to_owned());
     assert!(known.is_none_or(|known| known == said), "{name} means two things, in {} and elsewhere", path.display());
 }
 
@@ -96,7 +96,7 @@ fn told(suffix: &str) -> Vocabulary {
                     }
                 }
                 assert!(has_target && !names.is_empty(), "{place}: no target or no name in {arguments:?}");
-                names.iter().for_each(|name| add(&mut vocabulary, name, said.clone(), &path));
+                names.iter().for_each(|name| add(&mut vocabulary, name, &said, &path));
             }
         }
     }
