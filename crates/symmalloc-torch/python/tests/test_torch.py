@@ -135,6 +135,43 @@ class Statistics(unittest.TestCase):
 
 @needs.torch
 @needs.device
+class Pools(unittest.TestCase):
+    def test_allocations_of_this_thread_go_to_the_pool_in_use(self) -> None:
+        succeeds(self, Statistics.START + """
+        import ctypes
+        from symmalloc.library import library
+        allocate = library().symmalloc_torch_alloc
+        allocate.restype, allocate.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+        pool = symmalloc.MemPool(device=0)
+        before = pool.digest()
+        with symmalloc.use_mem_pool(pool):
+            inside = allocate(1 << 20, 0, None)
+        outside = allocate(1 << 20, 0, None)
+        assert [ours.placement_of(pointer).pool for pointer in (inside, outside)] == [pool.id, 0]
+        assert pool.digest() != before
+        ours.free(inside)
+        pool.close()
+        pool.close()
+        try:
+            with symmalloc.use_mem_pool(pool):
+                raise AssertionError
+        except symmalloc.UnknownPool:
+            pass
+        """)  # fmt: skip
+
+    def test_windows_need_nccl(self) -> None:
+        succeeds(self, Statistics.START + """
+        try:
+            symmalloc.MemPool(device=0).register()
+        except symmalloc.TorchError as error:
+            assert "init_process_group" in str(error), error
+        else:
+            raise AssertionError
+        """)  # fmt: skip
+
+
+@needs.torch
+@needs.device
 class Ranks(unittest.TestCase):
     PROGRAM = """
         import os
