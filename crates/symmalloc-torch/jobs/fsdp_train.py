@@ -103,8 +103,7 @@ def main() -> None:
 
     def step(number: int) -> torch.Tensor:
         text = torch.randint(vocabulary, (batch, lengths[number % period] + 1), generator=texts)
-        # Other text on each rank, but as many different words: the backward pass of an embedding allocates by their number,
-        # and ranks whose sizes differ cannot be compared.
+        # Other text on each rank, but as many different words in it: no size may depend on whose text it is.
         tokens = copied((text + rank) % vocabulary)
         logits, activations = model(tokens[:, :-1])
         watched = watch(activations)
