@@ -4,8 +4,8 @@
 //! needs the handle (NCCL does) gets it with `cuMemRetainAllocationHandle`.
 //!
 //! How large chunks are: a map of a whole range (fixed and reserved segments) is one chunk, because NCCL before 2.30.3 takes
-//! one physical allocation per window. Growth of an expandable range is cut into chunks of `chunk_bytes`, since trimming
-//! must be able to give any granule back. On an H200 a chunk of 2 to 64 MiB costs 34 to 38 us to make and 29 to 45 us to give
+//! one physical allocation per window. Growth of an expandable range is cut into chunks of at most `chunk_bytes`, since trimming
+//! gives back whole chunks only. On an H200 a chunk of 2 to 64 MiB costs 34 to 38 us to make and 29 to 45 us to give
 //! back: their number counts, not their size, and setting access for many in one call saves nothing (`docs/gpu.md`).
 
 use super::Memory;
@@ -20,6 +20,9 @@ use std::ffi::{c_uint, c_ulonglong};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use symmalloc_core::backend::{BackendError, DeviceAddress, Range};
+
+/// What growth is cut into unless the program says otherwise: what PyTorch maps at once for its large blocks.
+const CHUNK_BYTES: u64 = 20 << 20;
 
 pub(crate) struct Virtual {
     device: Arc<CudaDevice>,
@@ -70,7 +73,7 @@ impl Virtual {
         }
         let properties = supported_properties(&device, location, &options.imex_channels)?;
         let granularity_bytes = granularity_of(&device, &properties)?;
-        let chunk_bytes = options.chunk_bytes.unwrap_or(granularity_bytes);
+        let chunk_bytes = options.chunk_bytes.unwrap_or_else(|| CHUNK_BYTES.next_multiple_of(granularity_bytes));
         if chunk_bytes == 0 || !chunk_bytes.is_multiple_of(granularity_bytes) {
             return Err(CudaError::ChunkSize { chunk_bytes, granularity_bytes });
         }

@@ -37,7 +37,7 @@ stub_test!(the_backend_keeps_the_contract_with_large_chunks, {
 
 stub_test!(a_map_of_a_whole_range_is_one_chunk_and_growth_is_cut, {
     let device = device();
-    let backend = with_streams(&device, CudaBackend::builder(&device));
+    let backend = with_streams(&device, CudaBackend::builder(&device).chunk_bytes(2 * MIB));
     let whole = backend.reserve(16 * MIB).expect("reserve");
     backend.map(whole, 0, 16 * MIB).expect("map");
     assert_eq!(live().mappings, 1);
@@ -61,9 +61,19 @@ stub_test!(a_map_of_a_whole_range_is_one_chunk_and_growth_is_cut, {
     assert_eq!((live().device_bytes, live().ranges), (0, 0));
 });
 
-stub_test!(a_map_that_fails_at_any_call_leaves_nothing, {
+stub_test!(growth_is_cut_into_chunks_of_20_mib_by_default, {
     let device = device();
     let backend = with_streams(&device, CudaBackend::builder(&device));
+    let range = backend.reserve(128 * MIB).expect("reserve");
+    backend.map(range, 0, 50 * MIB).expect("map");
+    assert_eq!((live().mappings, live().device_bytes), (3, 50 * MIB));
+    backend.unmap(range, 10 * MIB, 40 * MIB).expect("unmap");
+    assert_eq!((live().mappings, live().device_bytes, backend.idle_bytes()), (1, 20 * MIB, 10 * MIB));
+});
+
+stub_test!(a_map_that_fails_at_any_call_leaves_nothing, {
+    let device = device();
+    let backend = with_streams(&device, CudaBackend::builder(&device).chunk_bytes(2 * MIB));
     let range = backend.reserve(64 * MIB).expect("reserve");
     for (call, occurrences) in [("cuMemCreate", 4), ("cuMemMap", 4), ("cuMemSetAccess", 1)] {
         for nth in 1..=occurrences {
@@ -120,7 +130,7 @@ stub_test!(descending_addresses_come_from_the_end_and_are_used_again, {
 
 stub_test!(what_the_driver_keeps_after_a_failed_map_is_used_by_the_next, {
     let device = device();
-    let backend = with_streams(&device, CudaBackend::builder(&device));
+    let backend = with_streams(&device, CudaBackend::builder(&device).chunk_bytes(2 * MIB));
     let range = backend.reserve(64 * MIB).expect("reserve");
     fail("cuMemCreate", 3, 2);
     fail("cuMemUnmap", 1, 999);
