@@ -1,0 +1,178 @@
+//! Our interfaces to CUDA memory, from the safest to the shortest.
+//!
+//! | subject | allocates with | frees with |
+//! |---|---|---|
+//! | [`Buffers`] | `CudaAllocator::alloc` | the drop of a `DeviceBuffer` |
+//! | [`Handles`] | `CudaAllocator::allocate` | `CudaAllocator::free` |
+//! | [`Bound`] | `BoundHeap::allocate` | `BoundHeap::free` |
+
+use crate::subject::{Memory, Subject};
+use cudarc::driver::CudaStream;
+use std::sync::Arc;
+use symmalloc_core::lock::Shared;
+use symmalloc_core::{BoundHeap, Config, Handle};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaError, DeviceBuffer};
+
+const ROOM: &str = "the device has room";
+const KNOWN: &str = "the stream is of the device, and the allocation live";
+
+/// The device and the streams of the process, made before anything is measured.
+#[derive(Clone, Debug)]
+pub(crate) struct Cuda {
+    device: Arc<CudaDevice>,
+    pub(crate) streams: Vec<Arc<CudaStream>>,
+}
+
+impl Cuda {
+    /// The first device, with so many streams.
+    ///
+    /// # Errors
+    /// When there is no device, or the driver refuses.
+    pub(crate) fn new(streams: usize) -> Result<Self, CudaError> {
+        let device = CudaDevice::new(0)?;
+        let streams = (0..streams).map(|_| device.context().new_stream().expect("the driver makes streams"));
+        Ok(Cuda { streams: streams.collect(), device })
+    }
+
+    /// An allocator that knows the streams and holds no memory.
+    fn allocator(&self, config: &Config) -> CudaAllocator {
+        let allocator = CudaAllocator::new(&self.device, config.clone()).expect("the configuration fits the device");
+        for stream in &self.streams {
+            allocator.register_stream(stream).expect(KNOWN);
+        }
+        allocator
+    }
+}
+
+fn memory(allocator: &CudaAllocator) -> Option<Memory> {
+    let stats = allocator.stats();
+    Some(Memory { reserved_peak_bytes: stats.reserved_bytes.peak, segments: stats.segment_count })
+}
+
+/// Owning buffers, from clones of the allocator.
+pub(crate) struct Buffers {
+    allocator: CudaAllocator,
+    cuda: Cuda,
+}
+
+impl Buffers {
+    pub(crate) fn new(cuda: &Cuda, config: &Config) -> Self {
+        Buffers { allocator: cuda.allocator(config), cuda: cuda.clone() }
+    }
+}
+
+impl Subject for Buffers {
+    type Stream<'a> = (CudaAllocator, Arc<CudaStream>);
+    type Block = DeviceBuffer<u8>;
+
+    fn stream(&self, number: usize) -> Self::Stream<'_> {
+        (self.allocator.clone(), Arc::clone(&self.cuda.streams[number]))
+    }
+
+    #[inline]
+    fn allocate(&self, (allocator, stream): &Self::Stream<'_>, size_bytes: u64) -> DeviceBuffer<u8> {
+        // SAFETY: nothing reads the memory.
+        unsafe { allocator.alloc(stream, size_bytes as usize) }.expect(ROOM)
+    }
+
+    #[inline]
+    fn free(&self, _: &Self::Stream<'_>, block: DeviceBuffer<u8>) {
+        drop(block);
+    }
+
+    fn record_use(&self, block: &DeviceBuffer<u8>, (allocator, stream): &Self::Stream<'_>) {
+        let stream = allocator.register_stream(stream).expect(KNOWN);
+        allocator.core().record_use(block.handle(), stream).expect(KNOWN);
+    }
+
+    fn memory(&self) -> Option<Memory> {
+        memory(&self.allocator)
+    }
+
+    fn driver_calls(&self) -> Option<u64> {
+        Some(CudaDevice::driver_calls())
+    }
+}
+
+/// Handles, from clones of the allocator.
+pub(crate) struct Handles(Buffers);
+
+impl Handles {
+    pub(crate) fn new(cuda: &Cuda, config: &Config) -> Self {
+        Handles(Buffers::new(cuda, config))
+    }
+}
+
+impl Subject for Handles {
+    type Stream<'a> = (CudaAllocator, Arc<CudaStream>);
+    type Block = Handle;
+
+    fn stream(&self, number: usize) -> Self::Stream<'_> {
+        self.0.stream(number)
+    }
+
+    #[inline]
+    fn allocate(&self, (allocator, stream): &Self::Stream<'_>, size_bytes: u64) -> Handle {
+        allocator.allocate(stream, size_bytes).expect(ROOM).handle
+    }
+
+    #[inline]
+    fn free(&self, (allocator, _): &Self::Stream<'_>, block: Handle) {
+        allocator.free(block).expect(KNOWN);
+    }
+
+    fn record_use(&self, block: &Handle, (allocator, stream): &Self::Stream<'_>) {
+        let stream = allocator.register_stream(stream).expect(KNOWN);
+        allocator.core().record_use(*block, stream).expect(KNOWN);
+    }
+
+    fn memory(&self) -> Option<Memory> {
+        self.0.memory()
+    }
+
+    fn driver_calls(&self) -> Option<u64> {
+        self.0.driver_calls()
+    }
+}
+
+/// Heaps that were bound before.
+pub(crate) struct Bound(Buffers);
+
+impl Bound {
+    pub(crate) fn new(cuda: &Cuda, config: &Config) -> Self {
+        Bound(Buffers::new(cuda, config))
+    }
+}
+
+impl Subject for Bound {
+    type Stream<'a> = BoundHeap<'a, CudaBackend, Shared>;
+    type Block = Handle;
+
+    fn stream(&self, number: usize) -> Self::Stream<'_> {
+        let Buffers { allocator, cuda } = &self.0;
+        let stream = allocator.stream_id(&cuda.streams[number]).expect(KNOWN);
+        allocator.core().bind(allocator.pool(), stream).expect(KNOWN)
+    }
+
+    #[inline]
+    fn allocate(&self, heap: &Self::Stream<'_>, size_bytes: u64) -> Handle {
+        heap.allocate(size_bytes).expect(ROOM).handle
+    }
+
+    #[inline]
+    fn free(&self, heap: &Self::Stream<'_>, block: Handle) {
+        heap.free(block).expect(KNOWN);
+    }
+
+    fn record_use(&self, block: &Handle, heap: &Self::Stream<'_>) {
+        self.0.allocator.core().record_use(*block, heap.stream()).expect(KNOWN);
+    }
+
+    fn memory(&self) -> Option<Memory> {
+        self.0.memory()
+    }
+
+    fn driver_calls(&self) -> Option<u64> {
+        self.0.driver_calls()
+    }
+}

@@ -1,0 +1,249 @@
+//! The recorded jobs, as files that the programs of all peers read.
+//!
+//! ```text
+//! a 4096 0      allocation 0: 4096 bytes for work on stream 0
+//! a 512 2       allocation 1
+//! u 1 0         stream 0 uses allocation 1 too
+//! f 0           allocation 0 is freed
+//! f 1
+//! ```
+//!
+//! A job frees all that it allocates, so that it can be run again. Zero bytes are asked for as one, which every peer
+//! takes. Uses by other streams stand in a file of their own (`..._uses`), because not every peer has them.
+
+use crate::report::Report;
+use std::error::Error;
+use std::fmt::Write;
+use std::fs;
+use std::path::Path;
+use symmalloc_core::op::Op;
+use symmalloc_harness::jobs;
+
+/// The jobs of the comparison. The other rank of the two distributed ones does the same.
+const JOBS: [&str; 6] = [
+    "gpt2_train_varlen",
+    "moe_train",
+    "resnet50_multiscale",
+    "llama_generate",
+    "fsdp_train_rank0",
+    "fsdp1_train_rank0",
+];
+
+/// One op. Allocations are numbered in the order in which they are made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    Allocate { number: usize, stream: usize, size_bytes: u64 },
+    Free { number: usize, stream: usize },
+    Use { number: usize, stream: usize },
+}
+
+/// A job that leaves nothing allocated.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Job {
+    pub(crate) name: String,
+    pub(crate) steps: Vec<Step>,
+    /// The stream and the bytes of each allocation.
+    allocations: Vec<(usize, u64)>,
+}
+
+/// A job's file that cannot be read.
+#[derive(Debug)]
+pub(crate) struct BadLine {
+    file: String,
+    line: usize,
+}
+
+impl std::fmt::Display for BadLine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let BadLine { file, line } = self;
+        write!(
+            f,
+            "{file}, line {line}: want `a BYTES STREAM`, or `f NUMBER` or `u NUMBER STREAM` of an earlier allocation"
+        )
+    }
+}
+
+impl Error for BadLine {}
+
+impl Job {
+    fn allocate(&mut self, size_bytes: u64, stream: usize) {
+        self.steps.push(Step::Allocate { number: self.allocations.len(), stream, size_bytes });
+        self.allocations.push((stream, size_bytes));
+    }
+
+    fn free(&mut self, number: usize) -> Option<()> {
+        let stream = self.allocations.get(number)?.0;
+        self.steps.push(Step::Free { number, stream });
+        Some(())
+    }
+
+    fn record_use(&mut self, number: usize, stream: usize) -> Option<()> {
+        self.allocations.get(number)?;
+        self.steps.push(Step::Use { number, stream });
+        Some(())
+    }
+
+    /// Number of allocations.
+    pub(crate) fn allocations(&self) -> usize {
+        self.allocations.len()
+    }
+
+    /// Number of streams.
+    pub(crate) fn streams(&self) -> usize {
+        let streams = self.steps.iter().map(|step| match *step {
+            Step::Allocate { stream, .. } | Step::Free { stream, .. } | Step::Use { stream, .. } => stream + 1,
+        });
+        streams.max().unwrap_or(1)
+    }
+
+    /// The most bytes that are asked for at a time.
+    fn live_peak_bytes(&self) -> u64 {
+        let (mut live, mut peak) = (0, 0);
+        for step in &self.steps {
+            match *step {
+                Step::Allocate { size_bytes, .. } => live += size_bytes,
+                Step::Free { number, .. } => live -= self.allocations[number].1,
+                Step::Use { .. } => {}
+            }
+            peak = peak.max(live);
+        }
+        peak
+    }
+
+    /// The allocations, frees and uses of a recorded job; what it leaves allocated is freed at the end.
+    fn recorded(name: &str) -> Job {
+        let mut job = Job { name: name.to_owned(), ..Job::default() };
+        let mut is_live = Vec::new();
+        for op in jobs::program(name).ops() {
+            match *op {
+                Op::Allocate { stream, size_bytes, .. } => {
+                    job.allocate(size_bytes.max(1), stream.index());
+                    is_live.push(true);
+                }
+                Op::Free { id } => {
+                    job.free(id.0 as usize).expect("a program frees what it made");
+                    is_live[id.0 as usize] = false;
+                }
+                Op::RecordUse { id, stream } => {
+                    job.record_use(id.0 as usize, stream.index()).expect("a program uses what it made");
+                }
+                _ => {}
+            }
+        }
+        let left = is_live.iter().enumerate().filter_map(|(number, is_live)| is_live.then_some(number));
+        left.for_each(|number| job.free(number).expect("made above"));
+        job
+    }
+
+    /// The same without uses by other streams, if it has any.
+    fn without_uses(&self) -> Option<Job> {
+        let is_use = |step: &Step| matches!(step, Step::Use { .. });
+        self.steps
+            .iter()
+            .any(is_use)
+            .then(|| Job { steps: self.steps.iter().copied().filter(|step| !is_use(step)).collect(), ..self.clone() })
+    }
+
+    fn to_text(&self) -> String {
+        let mut text = String::new();
+        for step in &self.steps {
+            match *step {
+                Step::Allocate { stream, size_bytes, .. } => writeln!(text, "a {size_bytes} {stream}"),
+                Step::Free { number, .. } => writeln!(text, "f {number}"),
+                Step::Use { number, stream } => writeln!(text, "u {number} {stream}"),
+            }
+            .expect("strings take text");
+        }
+        text
+    }
+
+    /// Reads a job's file.
+    ///
+    /// # Errors
+    /// When it cannot be read, or a line is no step.
+    fn read(path: &Path) -> Result<Job, Box<dyn Error>> {
+        let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        Ok(Job::from_text(&name, &fs::read_to_string(path)?)?)
+    }
+
+    fn from_text(name: &str, text: &str) -> Result<Job, BadLine> {
+        let mut job = Job { name: name.to_owned(), ..Job::default() };
+        for (index, line) in text.lines().enumerate() {
+            job.add(line).ok_or_else(|| BadLine { file: name.to_owned(), line: index + 1 })?;
+        }
+        Ok(job)
+    }
+
+    fn add(&mut self, line: &str) -> Option<()> {
+        let mut words = line.split(' ');
+        let kind = words.next()?;
+        let numbers: Vec<u64> = words.map(str::parse).collect::<Result<_, _>>().ok()?;
+        match (kind, numbers.as_slice()) {
+            ("a", &[size_bytes, stream]) => {
+                self.allocate(size_bytes, stream as usize);
+                Some(())
+            }
+            ("f", &[number]) => self.free(number as usize),
+            ("u", &[number, stream]) => self.record_use(number as usize, stream as usize),
+            _ => None,
+        }
+    }
+
+    /// Reads every job of a folder, in order of names.
+    ///
+    /// # Errors
+    /// When the folder or a file cannot be read.
+    pub(crate) fn read_all(folder: &Path) -> Result<Vec<Job>, Box<dyn Error>> {
+        let entries = fs::read_dir(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+        let mut paths: Vec<_> = entries.map(|entry| Ok(entry?.path())).collect::<Result<_, std::io::Error>>()?;
+        paths.retain(|path| path.extension().is_some_and(|extension| extension == "job"));
+        paths.sort();
+        paths.iter().map(|path| Job::read(path)).collect()
+    }
+}
+
+/// Writes the recorded jobs into a folder, and prints what they are.
+///
+/// # Errors
+/// When the folder cannot be written.
+pub(crate) fn write_all(folder: &Path, filter: &str) -> Result<(), Box<dyn Error>> {
+    fs::create_dir_all(folder)?;
+    let report = Report::new("");
+    for name in JOBS.into_iter().filter(|name| name.contains(filter)) {
+        let recorded = Job::recorded(name);
+        let mut jobs = vec![recorded.clone()];
+        if let Some(plain) = recorded.without_uses() {
+            jobs = vec![plain, Job { name: format!("{name}_uses"), ..recorded }];
+        }
+        for job in jobs {
+            fs::write(folder.join(format!("{}.job", job.name)), job.to_text())?;
+            report.figure("ops", &job.name, &[job.steps.len() as f64]);
+            report.figure("streams", &job.name, &[job.streams() as f64]);
+            report.figure("live_peak_bytes", &job.name, &[job.live_peak_bytes() as f64]);
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Job, Step};
+
+    #[test]
+    fn a_jobs_text_reads_back_as_the_same_steps() {
+        let job = Job::recorded("fsdp1_train_rank0");
+        assert!(job.steps.iter().any(|step| matches!(step, Step::Use { .. })));
+        assert_eq!(Job::from_text("again", &job.to_text()).expect("read").steps, job.steps);
+        let plain = job.without_uses().expect("it has uses");
+        assert!(plain.without_uses().is_none());
+        assert_eq!(plain.live_peak_bytes(), job.live_peak_bytes());
+    }
+
+    #[test]
+    fn a_line_that_is_no_step_is_named() {
+        for (text, line) in [("a 1 0\nx 1", 2), ("f 0", 1), ("a 1 0\nu 1 0", 2), ("a 1", 1), ("a -1 0", 1)] {
+            let error = Job::from_text("bad", text).expect_err("no job").to_string();
+            assert!(error.starts_with(&format!("bad, line {line}: ")), "{error}");
+        }
+    }
+}

@@ -1,0 +1,187 @@
+//! symmalloc's side of the comparison with its peers. The command that makes the comparison is `run` beside this package.
+//!
+//! ```text
+//!  run ─┬─ symmalloc-peers jobs DIR        the recorded jobs, as files that every program reads
+//!       ├─ symmalloc-peers measure ...     this program: the cases on one of our interfaces
+//!       ├─ symmalloc-peers scale ...       many live and many free blocks, host memory: ours alone
+//!       └─ cpp/*.cpp                       the same cases on PyTorch, RMM, cudaMallocAsync and malloc
+//! ```
+//!
+//! Each figure is one line of JSON on stdout, see [`report`]. On a machine without a GPU the interface `simulated` works, and
+//! with a stub of libcuda on the library path all but the library's.
+
+mod cases;
+mod cuda;
+mod job;
+mod library;
+mod report;
+mod scale;
+mod simulated;
+mod subject;
+
+use crate::cases::Amounts;
+use crate::cuda::{Bound, Buffers, Cuda, Handles};
+use crate::job::Job;
+use crate::library::{Library, Pointers};
+use crate::report::Report;
+use crate::simulated::Simulated;
+use crate::subject::Subject;
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use std::error::Error;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use symmalloc_core::Config;
+
+/// symmalloc on the cases of the comparison with its peers.
+#[derive(Debug, Parser)]
+#[command(version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Write the recorded jobs into a folder, as the programs of all peers read them, and print what they are.
+    Jobs {
+        /// The folder. It is made.
+        folder: PathBuf,
+        /// Only jobs whose names contain this.
+        #[arg(long, default_value = "")]
+        filter: String,
+    },
+    /// Run the cases that every peer runs.
+    Measure {
+        #[command(flatten)]
+        subject: Which,
+        /// The folder that `jobs` wrote.
+        #[arg(long)]
+        jobs: PathBuf,
+        #[command(flatten)]
+        amounts: Amounts,
+    },
+    /// Grow pools of live and of free blocks, and read what the host pays for a block.
+    Scale {
+        #[command(flatten)]
+        subject: Which,
+        /// Numbers of live blocks.
+        #[arg(long, value_delimiter = ',', default_value = "1000,10000,100000,1000000,10000000")]
+        live: Vec<usize>,
+        /// Numbers of free blocks.
+        #[arg(long, value_delimiter = ',', default_value = "1000,10000,100000,1000000")]
+        free: Vec<usize>,
+        #[command(flatten)]
+        amounts: Amounts,
+    },
+}
+
+/// What is measured.
+#[derive(Debug, Args)]
+struct Which {
+    /// The name of the figures.
+    #[arg(long, default_value = "symmalloc")]
+    peer: String,
+    /// How the program calls us.
+    #[arg(long, value_enum)]
+    interface: Interface,
+    /// The configuration, in the syntax of docs/configuration.md.
+    #[arg(long, default_value = "")]
+    conf: String,
+    /// libsymmalloc_torch.so, for the interface `library`.
+    #[arg(long, required_if_eq("interface", "library"))]
+    library: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Interface {
+    /// `CudaAllocator` and `DeviceBuffer`, as a Rust program uses them.
+    Buffer,
+    /// `CudaAllocator::allocate` and `free`, with handles.
+    Handle,
+    /// A heap that was bound before, with handles.
+    Bound,
+    /// The C interface, by raw pointer.
+    Library,
+    /// The core with handles, on the simulated device.
+    Simulated,
+}
+
+fn main() -> ExitCode {
+    match run(Cli::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("symmalloc-peers: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(cli: Cli) -> Result<(), Box<dyn Error>> {
+    match cli.command {
+        Command::Jobs { folder, filter } => job::write_all(&folder, &filter),
+        Command::Measure { subject, jobs, amounts } => {
+            let jobs = Job::read_all(&jobs)?;
+            let streams = jobs.iter().map(Job::streams).chain(amounts.threads.iter().copied()).max().unwrap_or(1);
+            subject.with(streams, &Measure { jobs, amounts })
+        }
+        Command::Scale { subject, live, free, amounts } => subject.with(1, &Scale { live, free, amounts }),
+    }
+}
+
+/// Something to do with a sort of subject that is only known at run time.
+trait Task {
+    fn run<S: Subject>(&self, report: &Report, make: &dyn Fn() -> S);
+}
+
+struct Measure {
+    jobs: Vec<Job>,
+    amounts: Amounts,
+}
+
+impl Task for Measure {
+    fn run<S: Subject>(&self, report: &Report, make: &dyn Fn() -> S) {
+        cases::measure(&self.amounts, &self.jobs, report, make);
+    }
+}
+
+struct Scale {
+    live: Vec<usize>,
+    free: Vec<usize>,
+    amounts: Amounts,
+}
+
+impl Task for Scale {
+    fn run<S: Subject>(&self, report: &Report, make: &dyn Fn() -> S) {
+        self.live.iter().for_each(|count| scale::live_blocks(&self.amounts, *count, report, make));
+        self.free.iter().for_each(|count| scale::free_blocks(&self.amounts, *count, report, make));
+    }
+}
+
+impl Which {
+    fn with(&self, streams: usize, task: &impl Task) -> Result<(), Box<dyn Error>> {
+        let report = Report::new(&self.peer);
+        let config: Config = if self.conf.is_empty() { Config::default() } else { self.conf.parse()? };
+        match self.interface {
+            Interface::Simulated => task.run(&report, &|| Simulated::new(&config, streams)),
+            Interface::Library => {
+                let path = self.library.as_ref().ok_or("--library says where libsymmalloc_torch.so is")?;
+                let (cuda, library) = (Cuda::new(streams)?, Arc::new(Library::open(path)?));
+                task.run(&report, &|| Pointers::new(&library, &cuda, &self.conf));
+            }
+            Interface::Buffer => {
+                let cuda = Cuda::new(streams)?;
+                task.run(&report, &|| Buffers::new(&cuda, &config));
+            }
+            Interface::Handle => {
+                let cuda = Cuda::new(streams)?;
+                task.run(&report, &|| Handles::new(&cuda, &config));
+            }
+            Interface::Bound => {
+                let cuda = Cuda::new(streams)?;
+                task.run(&report, &|| Bound::new(&cuda, &config));
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,51 @@
+//! The core on the simulated device: works everywhere, and has no limit on device memory that matters.
+
+use crate::subject::{Memory, Subject};
+use symmalloc_core::sim::SimBackend;
+use symmalloc_core::{Config, Handle, PoolId, SharedAllocator, StreamId};
+
+/// The shared allocator of the core, with handles.
+pub(crate) struct Simulated(SharedAllocator<SimBackend>);
+
+impl Simulated {
+    pub(crate) fn new(config: &Config, streams: usize) -> Self {
+        let allocator =
+            SharedAllocator::new(SimBackend::builder().build(), config.clone()).expect("it fits the device");
+        for _ in 0..streams {
+            allocator.register_stream().expect("fewer than 65,535 streams");
+        }
+        Simulated(allocator)
+    }
+}
+
+impl Subject for Simulated {
+    type Stream<'a> = StreamId;
+    type Block = Handle;
+
+    fn stream(&self, number: usize) -> StreamId {
+        StreamId(number as u16)
+    }
+
+    #[inline]
+    fn allocate(&self, stream: &StreamId, size_bytes: u64) -> Handle {
+        self.0.allocate(PoolId::DEFAULT, *stream, size_bytes).expect("the device has room").handle
+    }
+
+    #[inline]
+    fn free(&self, _: &StreamId, block: Handle) {
+        self.0.free(block).expect("freed once");
+    }
+
+    fn record_use(&self, block: &Handle, stream: &StreamId) {
+        self.0.record_use(*block, *stream).expect("live");
+    }
+
+    fn memory(&self) -> Option<Memory> {
+        let stats = self.0.stats();
+        Some(Memory { reserved_peak_bytes: stats.reserved_bytes.peak, segments: stats.segment_count })
+    }
+
+    fn driver_calls(&self) -> Option<u64> {
+        None
+    }
+}

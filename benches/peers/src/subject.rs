@@ -1,0 +1,41 @@
+//! What is measured: one of our interfaces, as a program calls it.
+
+/// An interface of ours. Threads share it.
+///
+/// A subject has no other purpose than to be measured, so a call that is refused ends the program with the reason.
+pub(crate) trait Subject: Sync + Sized {
+    /// What a thread holds to allocate for work on a stream.
+    type Stream<'a>: Send
+    where
+        Self: 'a;
+
+    /// An allocation.
+    type Block: Send;
+
+    /// One of the streams, from 0.
+    fn stream(&self, number: usize) -> Self::Stream<'_>;
+
+    /// Allocates for work on the stream.
+    fn allocate(&self, stream: &Self::Stream<'_>, size_bytes: u64) -> Self::Block;
+
+    /// Frees what was allocated for work on the stream.
+    fn free(&self, stream: &Self::Stream<'_>, block: Self::Block);
+
+    /// Notes a use by work on another stream.
+    fn record_use(&self, block: &Self::Block, stream: &Self::Stream<'_>);
+
+    /// What it holds; `None` when the interface does not say.
+    fn memory(&self) -> Option<Memory>;
+
+    /// Driver calls made so far in the process; `None` when nobody counts.
+    fn driver_calls(&self) -> Option<u64>;
+}
+
+/// What an allocator takes from the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Memory {
+    /// The most that it held.
+    pub(crate) reserved_peak_bytes: u64,
+    /// In how many pieces it is now.
+    pub(crate) segments: u64,
+}
