@@ -1,0 +1,42 @@
+// What the peers on CUDA have in common: streams by number, and a driver that is awake.
+#pragma once
+
+#include "cases.hpp"
+#include <cuda_runtime.h>
+
+namespace peers {
+
+inline void check(cudaError_t status, const char *call) {
+    if (status == cudaSuccess) return;
+    std::fprintf(stderr, "%s: %s\n", call, cudaGetErrorString(status));
+    std::exit(1);
+}
+
+/// The streams of the process, by number; made before anything is measured.
+inline std::vector<cudaStream_t> &cuda_streams() {
+    static std::vector<cudaStream_t> streams;
+    return streams;
+}
+
+struct OnCuda {
+    static void streams(int count) {
+        check(cudaSetDevice(0), "cudaSetDevice");
+        check(cudaFree(nullptr), "cudaFree");
+        while (int(cuda_streams().size()) < count) {
+            cudaStream_t stream;
+            check(cudaStreamCreate(&stream), "cudaStreamCreate");
+            cuda_streams().push_back(stream);
+        }
+    }
+    static void enter_thread() { check(cudaSetDevice(0), "cudaSetDevice"); }
+    void synchronize() { check(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); }
+};
+
+/// What the driver's own pool holds. It counts no segments.
+inline void report_pool(Report &report, const std::string &job, cudaMemPool_t pool) {
+    uint64_t bytes = 0;
+    check(cudaMemPoolGetAttribute(pool, cudaMemPoolAttrReservedMemHigh, &bytes), "cudaMemPoolGetAttribute");
+    report.figure("reserved_peak_bytes", job, {double(bytes)});
+}
+
+} // namespace peers
