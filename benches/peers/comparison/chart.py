@@ -10,6 +10,8 @@
 import math
 from xml.sax.saxutils import escape
 
+from comparison import programs
+
 # Colours that stay apart without red or green (Okabe and Ito), and marks that stay apart without colours.
 COLOURS = ("#0072b2", "#56b4e9", "#004d80", "#009e73", "#7fd1ae", "#d55e00", "#e69f00", "#cc79a7", "#882255", "#999933", "#666")
 MARKS = ("circle", "square", "diamond", "up", "down")
@@ -23,7 +25,10 @@ LEFT, RIGHT, HEIGHT = 660, 750, 420
 def svg(found):
     """The whole chart; peers that were not measured leave no mark."""
     peers = [peer for peer in found.peers() if found.peers("steady_ns_per_op").count(peer)]
-    style = {peer: (COLOURS[at % len(COLOURS)], MARKS[at % len(MARKS)]) for at, peer in enumerate(peers)}
+    # A peer looks the same in every chart, whichever others there are.
+    order = list(dict.fromkeys([*(peer.name for peer in programs.peers(False)), *peers]))
+    looks = {peer: (COLOURS[at % len(COLOURS)], MARKS[at % len(MARKS)]) for at, peer in enumerate(order)}
+    style = {peer: looks[peer] for peer in peers}
     legend, top = draw_legend(style)
     parts, y = [legend], top + GAP
     for title, read, is_log in (

@@ -4,8 +4,7 @@
 ROWS = (
     ("steady_ns_per_op", "{at}, steady, ns per op", "{:.1f}"),
     ("cold_ns_per_op", "{at}, cold, ns per op", "{:.0f}"),
-    ("reserved_over_live", "{at}, peak reserved / peak live", "{:.3f}"),
-    ("reserved_peak_bytes", "{at}, peak reserved, MiB (peak live {live:,.0f})", "{:,.0f}"),
+    ("reserved_peak_bytes", "{at}, peak reserved, MiB (over the peak live of {live:,.0f})", "{:,.0f} ({over:.3f})"),
     ("segments", "{at}, segments", "{:.0f}"),
     ("pair_ns", "alloc and free of {at} B, ns", "{:.1f}"),
     ("replacement_ns", "replacement, {at} live, ns per pair", "{:.1f}"),
@@ -17,7 +16,7 @@ SCALE = (
     ("host_bytes_per_block", "host bytes per live block"),
     ("free_blocks_ns", "free blocks, replacement, ns per pair"),
 )
-OF_JOBS = ("steady_ns_per_op", "cold_ns_per_op", "reserved_over_live", "reserved_peak_bytes", "segments")
+OF_JOBS = ("steady_ns_per_op", "cold_ns_per_op", "reserved_peak_bytes", "segments")
 SCALED = {"reserved_peak_bytes": 1 << 20, "pairs_per_second": 1e6}
 
 
@@ -32,16 +31,23 @@ def markdown(host, found, verdicts):
 
 
 def peers(found):
-    names = [peer for peer in found.peers() if any(case in dict_of(ROWS) for case in cases_of(found, peer))]
+    cases = {case for case, _, _ in ROWS}
+    names = [peer for peer in found.peers() if any(peer in found.peers(case) for case in cases)]
     lines = [row(["", *names]), row(["---", *("---:" for _ in names)])]
     for case, title, style in ROWS:
-        places = found.jobs if case in OF_JOBS else found.places(case)
-        for at in places:
-            values = [value_of(found, peer, case, at) for peer in names]
-            if any(value is not None for value in values):
-                live = (found.live_peak_bytes(at) or 0) / (1 << 20)
-                lines.append(row([title.format(at=at, live=live), *("" if value is None else style.format(value) for value in values)]))
+        for at in found.jobs if case in OF_JOBS else found.places(case):
+            live = (found.live_peak_bytes(at) or 0) / (1 << 20)
+            cells = [cell(found, peer, case, at, style) for peer in names]
+            if any(cells):
+                lines.append(row([title.format(at=at, live=live), *cells]))
     return "\n".join(lines)
+
+
+def cell(found, peer, case, at, style):
+    value = found.median(peer, case, at)
+    if value is None:
+        return ""
+    return style.format(value / SCALED.get(case, 1), over=found.reserved_over_live(peer, at))
 
 
 def scale(found):
@@ -61,21 +67,6 @@ def bars(verdicts):
         met = "met" if verdict.is_met else "**missed**"
         lines.append(row([verdict.name, verdict.at, f"{verdict.figure:.2f}", limit, met]))
     return "\n".join(lines)
-
-
-def value_of(found, peer, case, at):
-    if case == "reserved_over_live":
-        return found.reserved_over_live(peer, at)
-    value = found.median(peer, case, at)
-    return None if value is None else value / SCALED.get(case, 1)
-
-
-def cases_of(found, peer):
-    return {case for name, case, _ in found.values if name == peer}
-
-
-def dict_of(rows):
-    return {case: title for case, title, _ in rows}
 
 
 def row(cells):
