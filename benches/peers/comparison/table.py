@@ -66,7 +66,8 @@ def bars(verdicts):
         limit = f"{'at least' if verdict.at_least else 'at most'} {verdict.limit:g}"
         met = "met" if verdict.is_met else "**missed**"
         lines.append(row([verdict.name, verdict.at, f"{verdict.figure:.2f}", limit, met]))
-    return "\n".join(lines)
+    met = sum(verdict.is_met for verdict in verdicts)
+    return f"{met} of {len(verdicts)} bars are met.\n\n" + "\n".join(lines)
 
 
 def row(cells):

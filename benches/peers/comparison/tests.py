@@ -98,6 +98,7 @@ class Table(unittest.TestCase):
         self.assertIn("| job, peak reserved, MiB (over the peak live of 1,024) | 1,126 (1.100) |  |  |  |  |", lines)
         self.assertIn("| symmalloc scale: ns per allocation while growing |  | 7.0 |", lines)
         self.assertIn("| symmalloc scale, bound heap: ns per allocation while growing | 5.0 |  |", lines)
+        self.assertIn("1 of 4 bars are met.", lines)
         self.assertIn("| steady state, times PyTorch's speed | job | 15.00 | at least 10 | met |", lines)
         self.assertIn("| cold pass, times PyTorch expandable's speed | job | 0.50 | at least 1 | **missed** |", lines)
 
