@@ -253,10 +253,10 @@ template <class Peer> void threads(const Options &options, Report &report, int c
                 while (!go) std::this_thread::yield();
                 const auto start = Clock::now();
                 uint64_t done = 0;
-                while (!stop.load(std::memory_order_relaxed)) {
+                do {
                     for (int at = 0; at < 64; at++) peer.free(peer.allocate(bytes, stream), bytes, stream);
                     done += 64;
-                }
+                } while (!stop.load(std::memory_order_relaxed));
                 rates[stream] = double(done) / nanoseconds_since(start) * 1e9;
             });
         while (ready < count) std::this_thread::yield();

@@ -211,9 +211,12 @@ fn pairs_until<S: Subject>(subject: &S, number: usize, start: &Barrier, stop: &A
     start.wait();
     let begin = Instant::now();
     let mut done = 0;
-    while !stop.load(Ordering::Relaxed) {
+    loop {
         pairs(BETWEEN_LOOKS);
         done += BETWEEN_LOOKS;
+        if stop.load(Ordering::Relaxed) {
+            break;
+        }
     }
     done as f64 * 1e9 / nanoseconds_since(begin)
 }
