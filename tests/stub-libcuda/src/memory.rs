@@ -16,11 +16,10 @@ use crate::space::{End, Space};
 use std::collections::BTreeMap;
 use std::ffi::c_int;
 
-/// Bytes of the memory file: sparse, and more than all devices have.
+/// Bytes of the memory file at most: sparse, and more than all devices have.
 const FILE_BYTES: u64 = 1 << 40;
-/// Addresses that all devices share evenly, of the 128 TiB of a process, and the most that one gets.
+/// Addresses that all devices share evenly, of the 128 TiB of a process.
 const ADDRESS_BYTES: u64 = 80 << 40;
-const DEVICE_ADDRESS_BYTES: u64 = 32 << 40;
 /// Addresses of pinned host memory.
 const HOST_ADDRESS_BYTES: u64 = 1 << 40;
 /// The device number of host memory.
@@ -97,17 +96,18 @@ pub struct Memory {
 
 impl Memory {
     /// Nothing is used.
-    pub fn empty() -> Self {
+    pub fn empty(options: &Options) -> Self {
+        let file_bytes = FILE_BYTES.min(options.address_bytes);
         // SAFETY: a C string.
         let file = unsafe { libc::memfd_create(c"stub-memory".as_ptr(), libc::MFD_CLOEXEC) };
         // SAFETY: a file of this process.
-        let sized = unsafe { libc::ftruncate(file, FILE_BYTES as libc::off_t) };
+        let sized = unsafe { libc::ftruncate(file, file_bytes as libc::off_t) };
         assert!(file >= 0 && sized == 0, "a sparse file in memory");
-        let base = map_file(0, FILE_BYTES, file, 0, 0).expect("addresses for the memory file");
+        let base = map_file(0, file_bytes, file, 0, 0).expect("addresses for the memory file");
         Memory {
             file,
             base,
-            file_space: Space::new(FILE_BYTES),
+            file_space: Space::new(file_bytes),
             arenas: BTreeMap::new(),
             ranges: BTreeMap::new(),
             mappings: BTreeMap::new(),
@@ -149,7 +149,7 @@ impl Memory {
 
     fn arena(&mut self, device: c_int, options: &Options) -> &mut Arena {
         self.arenas.entry(device).or_insert_with(|| {
-            let share = (ADDRESS_BYTES / options.devices.max(1) as u64).min(DEVICE_ADDRESS_BYTES);
+            let share = (ADDRESS_BYTES / options.devices.max(1) as u64).min(options.address_bytes);
             let bytes = if device == HOST { HOST_ADDRESS_BYTES } else { share };
             let bytes = bytes / GRANULARITY * GRANULARITY;
             let base = map_nothing(0, bytes + GRANULARITY).expect("addresses for a device");

@@ -78,6 +78,9 @@ pub struct Options {
     pub devices: c_int,
     /// `STUB_MEMORY_BYTES`: of each device, 1 GiB by default.
     pub memory_bytes: u64,
+    /// `STUB_ADDRESS_BYTES`: addresses of each device, and at most of the memory file, 32 TiB by default; fewer where a
+    /// process has few, as under valgrind.
+    pub address_bytes: u64,
     /// `STUB_DESCENDING_DEVICES`, as `1,3`: devices that hand out their highest free addresses first.
     pub descending: BTreeSet<c_int>,
     /// `STUB_POLLS`: so many queries find work not ready that took effect and that nobody waited for. 0, the default: all.
@@ -97,6 +100,7 @@ impl Options {
             no_device: flag("STUB_NO_DEVICE"),
             devices: number("STUB_DEVICES", 1) as c_int,
             memory_bytes: number("STUB_MEMORY_BYTES", 1 << 30),
+            address_bytes: number("STUB_ADDRESS_BYTES", 32 << 40),
             descending: list("STUB_DESCENDING_DEVICES")
                 .split(',')
                 .filter_map(|text| text.trim().parse().ok())
@@ -198,10 +202,10 @@ impl State {
         let default_stream = |device| (device as u64, Stream::new(device));
         State {
             streams: (0..options.devices).map(default_stream).collect(),
-            options,
             calls: BTreeMap::new(),
             retained: 0,
-            memory: Memory::empty(),
+            memory: Memory::empty(&options),
+            options,
             events: BTreeMap::new(),
             captures: BTreeMap::new(),
             graphs: BTreeMap::new(),

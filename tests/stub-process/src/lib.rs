@@ -94,6 +94,16 @@ pub fn run(test: &str, cuda: Library, nccl: Option<Library>, options: &[(&str, &
     print!("{stdout}");
 }
 
+/// A folder that has the stub of libcuda, for the library path of a process.
+///
+/// # Panics
+/// When the folder cannot be made.
+pub fn stub_of_libcuda() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    Library::Stub.place("libstub_libcuda.so", "libcuda.so", folder.path());
+    folder
+}
+
 /// This executable, for one test.
 fn alone(test: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().expect("the test's executable"));

@@ -1,0 +1,333 @@
+//! What a program pays for a `DeviceBuffer`: allocated on a stream through a shared [`CudaAllocator`], and dropped.
+//!
+//! Runs on the stub of libcuda, so it needs no device. In steady state no driver call is made, and what is measured is
+//! ours: the way from a stream to its heap, the heap's lock, the placement, the buffer, and the way back. Only a buffer
+//! that a second stream uses takes driver calls; what the stub does in them is not counted.
+//!
+//! Instructions are counted by callgrind as in `ratios`, less those of the loop that walks through the steps. Exits with
+//! 1 when a bar on instructions is missed. `cargo bench -p symmalloc-benches --bench buffers`
+
+use cudarc::driver::{CudaStream, DevicePtr};
+use std::hint::black_box;
+use std::process::{Command, ExitCode};
+use std::sync::{Arc, Barrier};
+use std::time::Instant;
+use std::{env, fs, thread};
+use stub_process::stub_of_libcuda;
+use symmalloc_benches::micro;
+use symmalloc_benches::workload::{Step, Workload};
+use symmalloc_core::config::{Config, ExpandableSegments, PoolConfig, SegmentPolicy};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer};
+use symmalloc_harness::jobs;
+
+/// Instructions per op, the walk not counted, that no recorded job may take.
+const INSTRUCTIONS_MAX: f64 = 250.0;
+
+const REPEATS: usize = 15;
+/// Replacements that a thread makes in the table of threads.
+const THREAD_PAIRS: u32 = 400_000;
+
+/// Addresses that all heaps of a case share: valgrind leaves a process no more.
+const ADDRESS_BYTES: u64 = 30 << 30;
+
+/// In front of a case's name: only the walk.
+const WALK: &str = "walk through ";
+const PAIR: &str = "pair on one stream";
+const SECOND: &str = "pair used by a second stream";
+const REPLACEMENT: &str = "replacement among 1,000";
+
+/// Tells this program that the stub is on its library path.
+const ON_STUB: &str = "SYMMALLOC_BUFFERS_ON_STUB";
+/// Tells it that it runs under callgrind, and on which case.
+const CASE: &str = "SYMMALLOC_BUFFERS_CASE";
+
+fn main() -> ExitCode {
+    if env::var_os(ON_STUB).is_none() {
+        return start_on_stub();
+    }
+    if let Ok(case) = env::var(CASE) {
+        count_this(&case);
+        return ExitCode::SUCCESS;
+    }
+    let filter = env::args().skip(1).find(|arg| !arg.starts_with('-')).unwrap_or_default();
+    let mut misses = Vec::new();
+    println!("{:<30}{:>10}{:>14}{:>10}{:>10}{:>10}", "case", "ops", "instructions", "walk", "ours", "ours ns");
+    let cases = jobs::JOBS.into_iter().chain([PAIR, SECOND, REPLACEMENT]);
+    for case in cases.filter(|case| case.contains(&filter)) {
+        let ops = workload_of(case).len() as f64;
+        let mut bench = Buffers::warm(case);
+        let times = (0..REPEATS).map(|_| nanoseconds(|| bench.repeat()) / ops).collect();
+        let [in_all, walk] =
+            [case.to_owned(), format!("{WALK}{case}")].map(|case| count_under_callgrind(&case).map(|count| count / ops));
+        let ours = in_all.zip(walk).map(|(in_all, walk)| in_all - walk);
+        let [in_all, walk, shown] =
+            [in_all, walk, ours].map(|count| count.map_or("-".into(), |count| format!("{count:.1}")));
+        println!("{case:<30}{ops:>10}{in_all:>14}{walk:>10}{shown:>10}{:>10.1}", median(times));
+        if let Some(count) = ours.filter(|count| case != SECOND && *count > INSTRUCTIONS_MAX) {
+            misses.push(format!("{case} takes {count:.1} instructions per op, more than {INSTRUCTIONS_MAX}"));
+        }
+    }
+    if filter.is_empty() || filter == "threads" {
+        threads_table();
+    }
+    misses.iter().for_each(|miss| println!("missed: {miss}"));
+    if misses.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Starts this program again where it finds the stub.
+fn start_on_stub() -> ExitCode {
+    let folder = stub_of_libcuda();
+    let status = Command::new(env::current_exe().expect("this program"))
+        .args(env::args().skip(1))
+        .env(ON_STUB, "1")
+        .env("LD_LIBRARY_PATH", folder.path())
+        .env("STUB_MEMORY_BYTES", ADDRESS_BYTES.to_string())
+        .env("STUB_ADDRESS_BYTES", (ADDRESS_BYTES + (1 << 30)).to_string())
+        .status();
+    if status.is_ok_and(|status| status.success()) { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn workload_of(case: &str) -> Workload {
+    match case {
+        PAIR => micro::pair(64 << 10),
+        SECOND => micro::cross_stream(64 << 10),
+        REPLACEMENT => micro::replacement(),
+        job => Workload::from(&jobs::program(job)),
+    }
+}
+
+/// An allocator on the stub for so many streams, with large chunks: few calls to map them.
+fn allocator(streams: usize) -> CudaAllocator {
+    let mut expandable = ExpandableSegments::default();
+    expandable.range_bytes = (ADDRESS_BYTES / streams as u64) & !(expandable.growth_bytes - 1);
+    let pool = PoolConfig::builder().segments(SegmentPolicy::Expandable(expandable)).build().expect("valid");
+    let config = Config::builder().default_pool(pool).build().expect("valid");
+    let device = CudaDevice::new(0).expect("the stub has a device");
+    let backend = CudaBackend::builder(&device).chunk_bytes(64 << 20).build().expect("virtual memory");
+    CudaAllocator::with_backend(backend, config).expect("a valid configuration")
+}
+
+fn new_stream(allocator: &CudaAllocator) -> Arc<CudaStream> {
+    allocator.device().context().new_stream().expect("a stream")
+}
+
+/// A workload on buffers, in steady state.
+struct Buffers {
+    allocator: CudaAllocator,
+    streams: Vec<Arc<CudaStream>>,
+    workload: Workload,
+    buffers: Vec<Option<DeviceBuffer<u8>>>,
+}
+
+impl Buffers {
+    fn warm(case: &str) -> Self {
+        let workload = workload_of(case);
+        let allocator = allocator(workload.streams().into());
+        let streams: Vec<_> = (0..workload.streams()).map(|_| new_stream(&allocator)).collect();
+        for stream in &streams {
+            allocator.register_stream(stream).expect("few streams");
+        }
+        let buffers = (0..workload.allocations()).map(|_| None).collect();
+        let mut bench = Buffers { allocator, streams, workload, buffers };
+        bench.repeat();
+        bench
+    }
+
+    #[inline]
+    fn repeat(&mut self) {
+        for step in self.workload.steps() {
+            match *step {
+                Step::Allocate { number, stream, size_bytes } => {
+                    let stream = &self.streams[stream.index()];
+                    // SAFETY: nobody reads bytes, and any bits make one.
+                    let buffer = unsafe { self.allocator.alloc::<u8>(stream, size_bytes as usize) };
+                    self.buffers[number as usize] = Some(buffer.expect("memory"));
+                }
+                Step::Free { number, .. } => self.buffers[number as usize] = None,
+                Step::RecordUse { number, stream } => {
+                    if let Some(buffer) = &self.buffers[number as usize] {
+                        drop(black_box(buffer.device_ptr(&self.streams[stream.index()])));
+                    }
+                }
+            }
+        }
+        black_box(&mut self.buffers);
+    }
+}
+
+/// As large as a buffer, and as much to drop: nothing is done in either.
+struct Nothing {
+    _words: [usize; size_of::<DeviceBuffer<u8>>() / size_of::<usize>()],
+}
+
+impl Drop for Nothing {
+    #[inline]
+    fn drop(&mut self) {
+        black_box(self);
+    }
+}
+
+/// The steps without an allocator.
+struct Walk {
+    streams: Vec<usize>,
+    workload: Workload,
+    buffers: Vec<Option<Nothing>>,
+}
+
+impl Walk {
+    fn warm(case: &str) -> Self {
+        let workload = workload_of(case);
+        let buffers = (0..workload.allocations()).map(|_| None).collect();
+        let mut walk = Walk { streams: vec![1; workload.streams().into()], workload, buffers };
+        walk.repeat();
+        walk
+    }
+
+    #[inline]
+    fn repeat(&mut self) {
+        for step in self.workload.steps() {
+            match *step {
+                Step::Allocate { number, stream, size_bytes } => {
+                    let stream = black_box(&self.streams[stream.index()]);
+                    self.buffers[number as usize] = Some(Nothing { _words: [size_bytes as usize + stream; size_of::<DeviceBuffer<u8>>() / size_of::<usize>()] });
+                }
+                Step::Free { number, .. } => self.buffers[number as usize] = None,
+                Step::RecordUse { number, stream } => {
+                    black_box((&self.buffers[number as usize], &self.streams[stream.index()]));
+                }
+            }
+        }
+        black_box(&mut self.buffers);
+    }
+}
+
+/// Threads with a stream each, which replace random buffers of 1,000: of one thread alone, and of two at a time.
+fn threads_table() {
+    println!("\n{:<30}{:>14}{:>14}", "threads with own streams", "pairs/s", "of linear");
+    let mut one = 0.0;
+    let cores = thread::available_parallelism().map_or(1, usize::from);
+    for count in [1, 2, 4, 8, 16].into_iter().filter(|count| *count <= cores) {
+        let pairs_per_second = median((0..5).map(|_| pairs_per_second(count)).collect());
+        if count == 1 {
+            one = pairs_per_second;
+        }
+        let of_linear = pairs_per_second / (one * count as f64);
+        println!("{count:<30}{pairs_per_second:>14.0}{of_linear:>14.2}");
+    }
+}
+
+/// Made by one thread and then used by many, as a program does it: what lies next to each other stays there.
+fn pairs_per_second(threads: usize) -> f64 {
+    let allocator = allocator(threads);
+    let streams: Vec<_> = (0..threads).map(|_| new_stream(&allocator)).collect();
+    for stream in &streams {
+        // SAFETY: nobody reads bytes, and any bits make one.
+        drop(unsafe { allocator.alloc::<u8>(stream, 1 << 20) });
+    }
+    let ready = Barrier::new(threads + 1);
+    let done = Barrier::new(threads + 1);
+    thread::scope(|scope| {
+        for stream in &streams {
+            scope.spawn(|| {
+                let mut live: Vec<_> = (0..1000).map(|at| buffer(&allocator, stream, at)).collect();
+                let mut replace = |pairs: u32| {
+                    let mut random = 1_u32;
+                    for _ in 0..pairs {
+                        random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                        let at = (random >> 8) as usize % live.len();
+                        drop(live[at].take());
+                        live[at] = buffer(&allocator, stream, random >> 4);
+                    }
+                };
+                replace(THREAD_PAIRS / 8);
+                ready.wait();
+                replace(THREAD_PAIRS);
+                done.wait();
+            });
+        }
+        ready.wait();
+        let time = nanoseconds(|| {
+            done.wait();
+        });
+        threads as f64 * f64::from(THREAD_PAIRS) / time * 1e9
+    })
+}
+
+/// Of 512 B to 512 KiB.
+fn buffer(allocator: &CudaAllocator, stream: &Arc<CudaStream>, random: u32) -> Option<DeviceBuffer<u8>> {
+    let len = (1 + random as usize % 1024) * 512;
+    // SAFETY: nobody reads bytes, and any bits make one.
+    Some(unsafe { allocator.alloc(stream, len) }.expect("memory"))
+}
+
+fn nanoseconds(work: impl FnOnce()) -> f64 {
+    let start = Instant::now();
+    work();
+    start.elapsed().as_nanos() as f64
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// Callgrind counts from entry to exit of this function.
+#[inline(never)]
+fn measured_part(work: &mut dyn FnMut()) {
+    work();
+}
+
+/// Runs the measured part of a case once, in steady state.
+fn count_this(case: &str) {
+    if let Some(case) = case.strip_prefix(WALK) {
+        let mut walk = Walk::warm(case);
+        measured_part(&mut || walk.repeat());
+    } else {
+        let mut bench = Buffers::warm(case);
+        measured_part(&mut || bench.repeat());
+    }
+}
+
+/// Instructions of the measured part of a case, the stub's not counted; `None` without valgrind.
+fn count_under_callgrind(case: &str) -> Option<f64> {
+    let out = env::temp_dir().join(format!("symmalloc-buffers-{}-{}", std::process::id(), case.replace(' ', "_")));
+    let output = Command::new("valgrind")
+        .args(["--tool=callgrind", "--collect-atstart=no", "--toggle-collect=*measured_part*"])
+        .arg(format!("--callgrind-out-file={}", out.display()))
+        .arg(env::current_exe().ok()?)
+        .env(CASE, case)
+        .output()
+        .ok()?;
+    let profile = fs::read_to_string(&out).ok()?;
+    if env::var_os("SYMMALLOC_KEEP_PROFILE").is_none() {
+        fs::remove_file(&out).ok()?;
+    }
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    Some(own_cost(&profile))
+}
+
+/// The cost of every object but the stub. A profile names an object once, `ob=(3) path`, and by its number then; a line
+/// of numbers is a cost, and behind `calls=` the cost of the callee, which stands with the callee as well.
+fn own_cost(profile: &str) -> f64 {
+    let (mut stub, mut is_stub, mut is_callee, mut sum) = (None, false, false, 0_u64);
+    for line in profile.lines() {
+        let object = line.strip_prefix("ob=").or_else(|| line.strip_prefix("cob="));
+        if let Some((number, path)) = object.and_then(|object| object.split_once(')')) {
+            if path.ends_with("libcuda.so") {
+                stub = Some(number.to_owned());
+            }
+            if line.starts_with("ob=") {
+                is_stub = stub.as_deref() == Some(number);
+            }
+        } else if line.starts_with("calls=") {
+            is_callee = true;
+        } else if line.starts_with(|first: char| first.is_ascii_digit() || "+-*".contains(first)) {
+            let cost = line.rsplit(' ').next().and_then(|cost| cost.parse::<u64>().ok());
+            if !is_callee && !is_stub {
+                sum += cost.unwrap_or(0);
+            }
+            is_callee = false;
+        }
+    }
+    sum as f64
+}
