@@ -57,8 +57,8 @@ fn main() -> ExitCode {
         let ops = workload_of(case).len() as f64;
         let mut bench = Buffers::warm(case);
         let times = (0..REPEATS).map(|_| nanoseconds(|| bench.repeat()) / ops).collect();
-        let [in_all, walk] =
-            [case.to_owned(), format!("{WALK}{case}")].map(|case| count_under_callgrind(&case).map(|count| count / ops));
+        let [in_all, walk] = [case.to_owned(), format!("{WALK}{case}")]
+            .map(|case| count_under_callgrind(&case).map(|count| count / ops));
         let ours = in_all.zip(walk).map(|(in_all, walk)| in_all - walk);
         let [in_all, walk, shown] =
             [in_all, walk, ours].map(|count| count.map_or("-".into(), |count| format!("{count:.1}")));
@@ -189,7 +189,9 @@ impl Walk {
             match *step {
                 Step::Allocate { number, stream, size_bytes } => {
                     let stream = black_box(&self.streams[stream.index()]);
-                    self.buffers[number as usize] = Some(Nothing { _words: [size_bytes as usize + stream; size_of::<DeviceBuffer<u8>>() / size_of::<usize>()] });
+                    self.buffers[number as usize] = Some(Nothing {
+                        _words: [size_bytes as usize + stream; size_of::<DeviceBuffer<u8>>() / size_of::<usize>()],
+                    });
                 }
                 Step::Free { number, .. } => self.buffers[number as usize] = None,
                 Step::RecordUse { number, stream } => {

@@ -3,15 +3,20 @@
 //! A runtime drives few streams and allocates for each of them again and again. [`Allocator::bind`] finds the heap that
 //! serves a stream in a pool; a [`BoundHeap`] then allocates and frees without looking for it. Both ways lead to the same
 //! heap and mix freely: what is decided, counted and folded into digests is the same.
+//!
+//! A [`BoundHeap`] borrows the allocator. Whoever owns the allocator as well, and so cannot borrow it, keeps a [`Binding`]
+//! and shows it with each call.
 
 use crate::allocator::Allocator;
 use crate::backend::Backend;
 use crate::errors::{AllocateError, FreeError, UnknownError};
 use crate::handle::{Allocation, Handle};
+use crate::heap::Heap;
 use crate::ids::{HeapId, PoolId, StreamId};
 use crate::lock::{Exclusive, Lock, LockCell};
 use crate::routes::Route;
 use std::fmt;
+use std::sync::Arc;
 
 /// The heap that serves a stream in a pool, for programs that allocate from it often. Keep one beside each stream, and a
 /// copy in whatever frees.
@@ -35,7 +40,55 @@ pub struct BoundHeap<'a, B: Backend, L: Lock = Exclusive> {
     id: HeapId,
 }
 
+/// What a [`BoundHeap`] knows, for those who cannot borrow the allocator: see [`Allocator::binding`].
+pub struct Binding<L: Lock = Exclusive> {
+    heap: Arc<L::Cell<Heap>>,
+    id: HeapId,
+    pool: PoolId,
+    stream: StreamId,
+    /// The allocator's number.
+    owner: u16,
+}
+
 impl<B: Backend, L: Lock> Allocator<B, L> {
+    /// As [`bind`](Self::bind), without borrowing the allocator.
+    ///
+    /// # Errors
+    /// When the pool or the stream is unknown.
+    pub fn binding(&self, pool: PoolId, stream: StreamId) -> Result<Binding<L>, UnknownError> {
+        let (entry, _) = self.route_or_make(pool, stream)?;
+        let heap = entry.routes.get(entry.route_index(stream)).expect("it is made");
+        let id = heap.lock().id;
+        Ok(Binding { heap: Arc::clone(heap), id, pool, stream, owner: self.owner })
+    }
+
+    /// As [`allocate`](Self::allocate) for the binding's pool and stream.
+    ///
+    /// # Errors
+    /// As [`BoundHeap::allocate`].
+    ///
+    /// # Panics
+    /// When the binding is another allocator's.
+    #[inline(never)]
+    pub fn allocate_in(&self, binding: &Binding<L>, size_bytes: u64) -> Result<Allocation, AllocateError> {
+        assert!(binding.owner == self.owner, "a binding of another allocator");
+        let &Binding { ref heap, pool, stream, .. } = binding;
+        Route { allocator: self, heap, pool, stream }.allocate(size_bytes)
+    }
+
+    /// As [`free`](Self::free), the shorter way when the allocation is of the binding's heap.
+    ///
+    /// # Errors
+    /// As [`free`](Self::free).
+    ///
+    /// # Panics
+    /// When the binding is another allocator's.
+    #[inline(never)]
+    pub fn free_in(&self, binding: &Binding<L>, handle: Handle) -> Result<(), FreeError> {
+        assert!(binding.owner == self.owner, "a binding of another allocator");
+        if handle.heap == binding.id { self.free_from(&binding.heap, handle) } else { self.free(handle) }
+    }
+
     /// Finds the heap that serves a stream in a pool, and makes it if this is the first request.
     ///
     /// # Errors
@@ -86,6 +139,12 @@ impl<B: Backend, L: Lock> Clone for BoundHeap<'_, B, L> {
 
 impl<B: Backend, L: Lock> Copy for BoundHeap<'_, B, L> {}
 
+impl<L: Lock> fmt::Debug for Binding<L> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Binding").field("pool", &self.pool).field("stream", &self.stream).finish_non_exhaustive()
+    }
+}
+
 impl<B: Backend, L: Lock> fmt::Debug for BoundHeap<'_, B, L> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("BoundHeap").field("pool", &self.pool()).field("stream", &self.stream()).finish_non_exhaustive()
@@ -111,20 +170,43 @@ mod tests {
 
     #[test]
     fn the_way_to_a_heap_does_not_show_in_placements_and_digests() {
-        let (direct, bound) = (allocator(), allocator());
+        let (direct, bound, shown) = (allocator(), allocator(), allocator());
+        let binding = shown.binding(PoolId::DEFAULT, StreamId(1)).expect("both exist");
         let heap = bound.bind(PoolId::DEFAULT, StreamId(1)).expect("both exist");
         for size in SIZES.into_iter().chain(SIZES) {
             let one = direct.allocate(PoolId::DEFAULT, StreamId(1), size).expect("memory");
             let other = heap.allocate(size).expect("memory");
+            let third = shown.allocate_in(&binding, size).expect("memory");
             assert_eq!((one.placement, one.size_bytes), (other.placement, other.size_bytes));
+            assert_eq!((one.placement, one.size_bytes), (third.placement, third.size_bytes));
             if size > 1000 {
                 direct.free(one.handle).expect("live");
                 heap.free(other.handle).expect("live");
+                shown.free_in(&binding, third.handle).expect("live");
             }
         }
-        assert_eq!(direct.digest(PoolId::DEFAULT), bound.digest(PoolId::DEFAULT));
-        assert_eq!(direct.stats(), bound.stats());
-        bound.check().expect("sane");
+        for other in [&bound, &shown] {
+            assert_eq!(direct.digest(PoolId::DEFAULT), other.digest(PoolId::DEFAULT));
+            assert_eq!(direct.stats(), other.stats());
+            other.check().expect("sane");
+        }
+    }
+
+    #[test]
+    fn a_binding_frees_what_lies_in_another_heap() {
+        let allocator = allocator();
+        let [one, other] =
+            [0, 1].map(|stream| allocator.binding(PoolId::DEFAULT, StreamId(stream)).expect("both exist"));
+        let freed = allocator.allocate_in(&other, 512).expect("memory");
+        assert_eq!(allocator.free_in(&one, freed.handle), Ok(()));
+        assert!(allocator.free_in(&other, freed.handle).is_err(), "once");
+    }
+
+    #[test]
+    #[should_panic(expected = "a binding of another allocator")]
+    fn a_binding_is_good_for_its_own_allocator_only() {
+        let binding = allocator().binding(PoolId::DEFAULT, StreamId(0)).expect("both exist");
+        let _refused = allocator().allocate_in(&binding, 512);
     }
 
     #[test]

@@ -122,7 +122,7 @@ pub mod units;
 
 pub use allocator::{Allocator, SharedAllocator};
 pub use backend::{Backend, BackendError, DeviceAddress};
-pub use bound::BoundHeap;
+pub use bound::{Binding, BoundHeap};
 pub use budget::LimitScope;
 pub use config::{Config, PoolConfig};
 pub use digest::Digest;

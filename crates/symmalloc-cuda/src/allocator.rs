@@ -3,14 +3,16 @@
 //! ```text
 //!  CudaAllocator ─┐                       ┌─ SharedAllocator<B>   placements, fences, limits: symmalloc-core
 //!  CudaAllocator ─┼─ Arc ── State<B> ─────┼─ streams              Arc<CudaStream> ↔ StreamId, in registration order
-//!  DeviceBuffer  ─┘                       ├─ abandoned pools      destroyed when that can be done without blocking a Drop
+//!  DeviceBuffer  ─┘ (through its lane)    ├─ abandoned pools      destroyed when that can be done without blocking a Drop
 //!                                         └─ drop errors
 //! ```
 
 use crate::backend::{CudaBackend, CudaMemory};
+use crate::block::Block;
 use crate::capture::CaptureId;
 use crate::device::CudaDevice;
 use crate::error::{CudaError, DriverError};
+use crate::lane::Lane;
 use crate::pool::{Lease, Pool};
 use cudarc::driver::CudaStream;
 use cudarc::driver::sys::CUstream;
@@ -41,9 +43,8 @@ use symmalloc_core::{Allocation, Digest, Handle, PoolId, Retry, SharedAllocator,
 /// ```
 pub struct CachingAllocator<B: CudaMemory> {
     pub(crate) state: Arc<State<B>>,
-    pool: PoolId,
-    /// Keeps the pool of [`with_pool`](Self::with_pool) from being destroyed.
-    lease: Option<Arc<Lease<B>>>,
+    /// Its pool, with the lanes that allocations take, and what keeps the pool from being destroyed.
+    lease: Arc<Lease<B>>,
 }
 
 /// The allocator of a device's memory.
@@ -51,7 +52,7 @@ pub type CudaAllocator = CachingAllocator<CudaBackend>;
 
 impl<B: CudaMemory> Clone for CachingAllocator<B> {
     fn clone(&self) -> Self {
-        CachingAllocator { state: Arc::clone(&self.state), pool: self.pool, lease: self.lease.clone() }
+        CachingAllocator { state: Arc::clone(&self.state), lease: Arc::clone(&self.lease) }
     }
 }
 
@@ -129,11 +130,12 @@ impl<B: CudaMemory> CachingAllocator<B> {
             drop_error_count: AtomicU64::new(0),
             last_drop_error: Mutex::default(),
         };
-        Ok(CachingAllocator { state: Arc::new(state), pool: PoolId::DEFAULT, lease: None })
+        Ok(Self::of_state(&Arc::new(state)))
     }
 
     pub(crate) fn of_state(state: &Arc<State<B>>) -> Self {
-        CachingAllocator { state: Arc::clone(state), pool: PoolId::DEFAULT, lease: None }
+        let lease = Arc::new(Lease::new(state, PoolId::DEFAULT));
+        CachingAllocator { state: Arc::clone(state), lease }
     }
 
     /// The core's allocator, for whatever this type does not offer.
@@ -163,7 +165,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
 
     /// The pool that this name of the allocator takes memory from.
     pub fn pool(&self) -> PoolId {
-        self.pool
+        self.lease.pool
     }
 
     /// Registers a stream, or finds it if it is registered. Allocating on a stream registers it. Register streams in the
@@ -172,8 +174,8 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// # Errors
     /// When the stream is of another context or differs by thread, or all ids are taken.
     pub fn register_stream(&self, stream: &Arc<CudaStream>) -> Result<StreamId, CudaError> {
-        match self.state.order().find(stream) {
-            Some(id) => Ok(id),
+        match self.lease.lanes.find(stream) {
+            Some(lane) => Ok(lane.stream),
             None => self.state.register(stream),
         }
     }
@@ -254,8 +256,50 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// When the stream cannot be registered or the allocator refuses; nothing is allocated then.
     #[inline]
     pub fn allocate(&self, stream: &Arc<CudaStream>, size_bytes: u64) -> Result<Allocation, CudaError> {
-        let stream = self.register_stream(stream)?;
-        Ok(self.state.core.allocate(self.pool_for(stream)?, stream, size_bytes)?)
+        match self.lease.lanes.find(stream) {
+            Some(lane) => self.allocate_on(lane, size_bytes),
+            None => self.allocate_on(&*self.make_lane(stream)?, size_bytes),
+        }
+    }
+
+    /// As [`allocate`](Self::allocate), on a lane of this allocator's pool.
+    #[inline]
+    pub(crate) fn allocate_on(&self, lane: &Lane<B>, size_bytes: u64) -> Result<Allocation, CudaError> {
+        if self.device().captures.any() {
+            return Ok(self.state.core.allocate(self.pool_for(lane.stream)?, lane.stream, size_bytes)?);
+        }
+        Ok(self.state.core.allocate_in(&lane.heap, size_bytes)?)
+    }
+
+    /// The lane of a stream.
+    #[inline]
+    pub(crate) fn lane(&self, stream: &Arc<CudaStream>) -> Result<Arc<Lane<B>>, CudaError> {
+        match self.lease.lanes.find(stream) {
+            Some(lane) => Ok(Arc::clone(lane)),
+            None => self.make_lane(stream),
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn make_lane(&self, stream: &Arc<CudaStream>) -> Result<Arc<Lane<B>>, CudaError> {
+        let stream = self.state.register(stream)?;
+        self.lane_of(stream)
+    }
+
+    /// The lane of a registered stream, or of the host.
+    pub(crate) fn lane_of(&self, stream: StreamId) -> Result<Arc<Lane<B>>, CudaError> {
+        let lanes = &self.lease.lanes;
+        let known = match self.state.order().stream(stream) {
+            Some(raw) => lanes.find(raw),
+            None => lanes.host(),
+        };
+        if let Some(lane) = known {
+            return Ok(Arc::clone(lane));
+        }
+        let lane = Lane::new(&self.state, self.pool(), stream)?;
+        lanes.keep(&lane);
+        Ok(lane)
     }
 
     /// As [`allocate`](Self::allocate), with a name for snapshots and reports.
@@ -272,6 +316,18 @@ impl<B: CudaMemory> CachingAllocator<B> {
         Ok(self.state.core.allocate_named(self.pool_for(stream)?, stream, size_bytes, name)?)
     }
 
+    /// Room for `len` elements that is freed when it is dropped.
+    #[inline]
+    pub(crate) fn block<T>(&self, lane: Arc<Lane<B>>, len: usize, name: Option<&str>) -> Result<Block<B>, CudaError> {
+        let element_bytes = size_of::<T>();
+        let size_bytes = len.checked_mul(element_bytes).ok_or(CudaError::TooLarge { len, element_bytes })? as u64;
+        let Allocation { handle, address, .. } = match name {
+            None => self.allocate_on(&lane, size_bytes)?,
+            Some(name) => self.state.core.allocate_named(self.pool_for(lane.stream)?, lane.stream, size_bytes, name)?,
+        };
+        Ok(Block::of(lane, handle, address.0))
+    }
+
     /// Frees an allocation. Never blocks.
     ///
     /// # Errors
@@ -285,9 +341,9 @@ impl<B: CudaMemory> CachingAllocator<B> {
     #[inline]
     pub(crate) fn pool_for(&self, stream: StreamId) -> Result<PoolId, AllocateError> {
         if !self.device().captures.any() {
-            return Ok(self.pool);
+            return Ok(self.pool());
         }
-        self.state.capture_pool(stream, self.pool)
+        self.state.capture_pool(stream, self.pool())
     }
 
     /// Makes a pool with a policy of its own. It is destroyed when the returned owner and every allocator of
@@ -300,12 +356,12 @@ impl<B: CudaMemory> CachingAllocator<B> {
         let config = fitting(self.state.core.backend(), config)?;
         let pool = self.state.core.create_pool(config)?;
         lock(&self.state.trimmable).push(pool);
-        Ok(Pool { lease: Arc::new(Lease::new(Arc::clone(&self.state), pool)) })
+        Ok(Pool { lease: Arc::new(Lease::new(&self.state, pool)) })
     }
 
     /// The same allocator, taking memory from this pool for as long as the returned name is used.
     pub fn with_pool(&self, pool: &Pool<B>) -> Self {
-        CachingAllocator { state: Arc::clone(&self.state), pool: pool.id(), lease: Some(Arc::clone(&pool.lease)) }
+        CachingAllocator { state: Arc::clone(&self.state), lease: Arc::clone(&pool.lease) }
     }
 
     /// Gives free memory of all pools but those of graphs back to the device, and destroys abandoned pools that are empty.
@@ -369,8 +425,12 @@ impl<B: CudaMemory> State<B> {
         self.core.backend().order()
     }
 
+    /// The id of a stream, registered now if it was not before.
     #[cold]
     fn register(&self, stream: &Arc<CudaStream>) -> Result<StreamId, CudaError> {
+        if let Some(id) = self.order().find(stream) {
+            return Ok(id);
+        }
         if stream.cu_stream() as usize == 2 {
             return Err(CudaError::PerThreadStream);
         }
@@ -501,7 +561,7 @@ impl<B: CudaMemory> fmt::Debug for CachingAllocator<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CachingAllocator")
             .field("device", self.device())
-            .field("pool", &self.pool)
+            .field("pool", &self.pool())
             .finish_non_exhaustive()
     }
 }

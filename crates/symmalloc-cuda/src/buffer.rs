@@ -1,6 +1,6 @@
 //! Buffers of device memory that go wherever a `CudaSlice` goes.
 
-use crate::allocator::{CudaAllocator, DropError, State};
+use crate::allocator::{CudaAllocator, DropError};
 use crate::backend::CudaBackend;
 use crate::block::Block;
 use crate::error::{CudaError, DriverError};
@@ -60,6 +60,7 @@ impl CudaAllocator {
     ///
     /// # Errors
     /// When the stream cannot be registered or the allocator refuses.
+    #[inline]
     pub unsafe fn alloc<T: DeviceRepr>(
         &self,
         stream: &Arc<CudaStream>,
@@ -113,22 +114,21 @@ impl CudaAllocator {
         Ok(buffer)
     }
 
+    #[inline]
     fn buffer<T>(
         &self,
         stream: &Arc<CudaStream>,
         len: usize,
         name: Option<&str>,
     ) -> Result<DeviceBuffer<T>, CudaError> {
-        let owner = self.register_stream(stream)?;
-        let block = Block::allocate::<T>(&self.state, self.pool_for(owner)?, owner, len, name)?;
-        Ok(DeviceBuffer::from_block(block, len))
+        Ok(DeviceBuffer::from_block(self.block::<T>(self.lane(stream)?, len, name)?, len))
     }
 }
 
 impl<T> DeviceBuffer<T> {
+    #[inline]
     fn from_block(block: Block<CudaBackend>, len: usize) -> Self {
-        let uses = Uses::new(block.owner);
-        DeviceBuffer { block, uses, len, elements: PhantomData }
+        DeviceBuffer { block, uses: Uses::default(), len, elements: PhantomData }
     }
 
     /// Number of elements.
@@ -148,11 +148,8 @@ impl<T> DeviceBuffer<T> {
 
     /// Where it lies; equal on all ranks.
     pub fn placement(&self) -> symmalloc_core::Placement {
-        self.block
-            .state
-            .core
-            .allocation(self.block.handle)
-            .map_or(symmalloc_core::Placement::NOWHERE, |it| it.placement)
+        let allocation = self.block.state().core.allocation(self.block.handle);
+        allocation.map_or(symmalloc_core::Placement::NOWHERE, |it| it.placement)
     }
 
     /// The buffer as an argument of a kernel that is launched on `stream`: records the use and orders the streams, as
@@ -203,8 +200,8 @@ impl<T> DeviceBuffer<T> {
     pub fn into_raw(mut self) -> Result<RawDeviceBuffer, CudaError> {
         self.uses.settle(&self.block).map_err(DriverError::from)?;
         self.block.keep();
-        let Block { handle, address: pointer, owner: stream, .. } = self.block;
-        Ok(RawDeviceBuffer { handle, pointer, len: self.len, stream })
+        let Block { ref lane, handle, address: pointer, .. } = self.block;
+        Ok(RawDeviceBuffer { handle, pointer, len: self.len, stream: lane.stream })
     }
 
     /// Puts a buffer together again.
@@ -217,8 +214,8 @@ impl<T> DeviceBuffer<T> {
     /// [`CachingAllocator::wait`]: crate::CachingAllocator::wait
     pub unsafe fn from_raw(allocator: &CudaAllocator, raw: RawDeviceBuffer) -> Self {
         let RawDeviceBuffer { handle, pointer, len, stream } = raw;
-        let state: &Arc<State<CudaBackend>> = &allocator.state;
-        Self::from_block(Block::of(Arc::clone(state), handle, pointer, stream), len)
+        let lane = allocator.lane_of(stream).expect("the buffer's stream is registered, and the pool not destroyed");
+        Self::from_block(Block::of(lane, handle, pointer), len)
     }
 
     /// Never frees it, and returns its pointer. The memory stays in its segment until the allocator's last owner is gone.
@@ -233,7 +230,7 @@ impl<T> DeviceBuffer<T> {
             return Ok(());
         }
         let stream = self.stream();
-        let device = &self.block.state.order().device;
+        let device = &self.block.state().order().device;
         let _current = device.enter()?;
         // SAFETY: the buffer has this many bytes, and the stream that it was allocated on is ordered behind earlier uses.
         Ok(unsafe { device.driver.memset_async(self.block.address, 0, size_bytes, stream.cu_stream()) }?)
@@ -241,11 +238,12 @@ impl<T> DeviceBuffer<T> {
 }
 
 impl<T> Drop for DeviceBuffer<T> {
+    #[inline]
     fn drop(&mut self) {
-        if let Err(error) = self.uses.settle(&self.block) {
+        if let Err(error) = self.uses.end(&self.block) {
             // Nothing orders the next user behind a stream that may still use the memory: keep it.
             self.block.keep();
-            self.block.state.note_drop_error(DropError::Order(error));
+            self.block.state().note_drop_error(DropError::Order(error));
         }
     }
 }
@@ -256,7 +254,7 @@ impl<T> DeviceSlice<T> for DeviceBuffer<T> {
     }
 
     fn stream(&self) -> &Arc<CudaStream> {
-        self.block.state.order().stream(self.block.owner).expect("a buffer's stream is registered for ever")
+        self.block.lane.raw.as_ref().expect("device memory is not the host's")
     }
 }
 
@@ -323,7 +321,7 @@ impl<T> fmt::Debug for DeviceBuffer<T> {
         f.debug_struct("DeviceBuffer")
             .field("pointer", &format_args!("{:#x}", self.block.address))
             .field("len", &self.len)
-            .field("stream", &self.block.owner)
+            .field("stream", &self.block.lane.stream)
             .finish()
     }
 }

@@ -40,7 +40,7 @@ impl PinnedAllocator {
     /// # Errors
     /// When the allocator or the driver refuses.
     pub fn alloc_host_zeroed<T: DeviceRepr + ValidAsZeroBits>(&self, len: usize) -> Result<PinnedBuffer<T>, CudaError> {
-        let block = Block::allocate::<T>(&self.state, self.pool(), HOST, len, None)?;
+        let block = self.block::<T>(self.lane_of(HOST)?, len, None)?;
         let buffer = PinnedBuffer { block, len, pending: Mutex::default(), elements: PhantomData };
         let start = buffer.start();
         // SAFETY: the block has room for `len` elements, it is this buffer's alone, and the host waited for earlier uses.
@@ -110,7 +110,7 @@ impl<T> PinnedBuffer<T> {
     fn wait_for_pending(&self) -> Result<(), CudaError> {
         let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
         while let Some(stream) = pending.last().copied() {
-            self.block.state.synchronize(stream).map_err(DriverError::from)?;
+            self.block.state().synchronize(stream).map_err(DriverError::from)?;
             pending.pop();
         }
         Ok(())
@@ -118,7 +118,7 @@ impl<T> PinnedBuffer<T> {
 
     /// Notes a use by work that is submitted to the stream while the guard lives.
     fn begin<'a>(&self, stream: &'a CudaStream) -> SyncOnDrop<'a> {
-        let Some(id) = self.block.state.order().find(stream) else {
+        let Some(id) = self.block.state().order().find(stream) else {
             // No event could be recorded on it later: the host waits for this use at once.
             return SyncOnDrop::sync_stream(stream);
         };

@@ -5,6 +5,7 @@
 
 use crate::allocator::{Abandoned, State};
 use crate::backend::CudaMemory;
+use crate::lane::Lanes;
 use std::fmt;
 use std::sync::Arc;
 use symmalloc_core::PoolId;
@@ -27,20 +28,23 @@ impl<B: CudaMemory> fmt::Debug for Pool<B> {
     }
 }
 
-/// While it lives, the pool is not destroyed.
+/// While it lives, the pool is not destroyed. It has the pool's lanes.
 pub(crate) struct Lease<B: CudaMemory> {
     state: Arc<State<B>>,
-    pool: PoolId,
+    pub(crate) pool: PoolId,
+    pub(crate) lanes: Lanes<B>,
 }
 
 impl<B: CudaMemory> Lease<B> {
-    pub(crate) fn new(state: Arc<State<B>>, pool: PoolId) -> Self {
-        Lease { state, pool }
+    pub(crate) fn new(state: &Arc<State<B>>, pool: PoolId) -> Self {
+        Lease { state: Arc::clone(state), pool, lanes: Lanes::new() }
     }
 }
 
 impl<B: CudaMemory> Drop for Lease<B> {
     fn drop(&mut self) {
-        self.state.abandon(Abandoned { pool: self.pool, observer: None, streams: Vec::new() });
+        if self.pool != PoolId::DEFAULT {
+            self.state.abandon(Abandoned { pool: self.pool, observer: None, streams: Vec::new() });
+        }
     }
 }

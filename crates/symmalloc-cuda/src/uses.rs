@@ -22,7 +22,7 @@ use crate::device::RestoreCurrent;
 use crate::order::is_same;
 use cudarc::driver::{CudaEvent, CudaStream, SyncOnDrop};
 use smallvec::SmallVec;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::mem::ManuallyDrop;
 use std::sync::{Mutex, OnceLock, PoisonError};
 use symmalloc_core::StreamId;
 use symmalloc_core::backend::{BackendError, Event};
@@ -34,10 +34,14 @@ pub(crate) enum Access {
     Write,
 }
 
+/// Nothing, until a second stream uses the buffer. [`end`](Self::end) it before it is dropped: on most buffers that is one
+/// comparison, and nothing is left to drop.
+#[derive(Debug, Default)]
+pub(crate) struct Uses(ManuallyDrop<OnceLock<Box<Across>>>);
+
+/// The uses of a buffer that several streams use.
 #[derive(Debug)]
-pub(crate) struct Uses {
-    /// Set by the first use on another stream than the owner.
-    shared: AtomicBool,
+struct Across {
     registered: Mutex<Registered>,
     foreign: OnceLock<Box<boxcar::Vec<ForeignUse>>>,
 }
@@ -59,14 +63,6 @@ struct ForeignUse {
 }
 
 impl Uses {
-    pub(crate) fn new(owner: StreamId) -> Self {
-        Uses {
-            shared: AtomicBool::new(false),
-            registered: Mutex::new(Registered { writer: owner, readers: SmallVec::new() }),
-            foreign: OnceLock::new(),
-        }
-    }
-
     /// Notes a use of the block by work that is submitted to the stream while the guard lives.
     #[inline]
     pub(crate) fn begin<'a>(
@@ -75,9 +71,8 @@ impl Uses {
         stream: &'a CudaStream,
         access: Access,
     ) -> SyncOnDrop<'a> {
-        let order = block.state.order();
-        let is_owner = order.stream(block.owner).is_some_and(|owner| is_same(owner, stream));
-        if block.address == 0 || (is_owner && !self.shared.load(Ordering::Acquire)) {
+        let is_owner = block.lane.raw.as_ref().is_some_and(|owner| is_same(owner, stream));
+        if block.address == 0 || (is_owner && self.0.get().is_none()) {
             return SyncOnDrop::Record(None);
         }
         self.begin_across(block, stream, access)
@@ -86,10 +81,10 @@ impl Uses {
     /// Notes a use of the block by work that is submitted to its own stream next.
     #[inline]
     pub(crate) fn on_own_stream(&self, block: &Block<CudaBackend>, access: Access) {
-        if !self.shared.load(Ordering::Acquire) {
+        if self.0.get().is_none() {
             return;
         }
-        if let Some(owner) = block.state.order().stream(block.owner) {
+        if let Some(owner) = &block.lane.raw {
             // A registered stream leaves nothing to do after its work.
             drop(self.begin_across(block, owner, access));
         }
@@ -102,24 +97,53 @@ impl Uses {
         stream: &'a CudaStream,
         access: Access,
     ) -> SyncOnDrop<'a> {
-        self.shared.store(true, Ordering::Release);
+        let across = self.0.get_or_init(|| Box::new(Across::new(block.lane.stream)));
         let is_ordered = stream.context().is_event_tracking();
-        let outcome = match block.state.order().find(stream) {
+        let outcome = match block.state().order().find(stream) {
             Some(id) => {
-                if id != block.owner {
+                if id != block.lane.stream {
                     block.record_use(id);
                 }
-                let ordered = if is_ordered { self.order_registered(block, id, access) } else { Ok(()) };
-                ordered.and_then(|()| self.order_behind_foreign(block, stream)).map(|()| SyncOnDrop::Record(None))
+                let ordered = if is_ordered { across.order_registered(block, id, access) } else { Ok(()) };
+                ordered.and_then(|()| across.order_behind_foreign(block, stream)).map(|()| SyncOnDrop::Record(None))
             }
-            None => self.begin_foreign(block, stream, is_ordered),
+            None => across.begin_foreign(block, stream, is_ordered),
         };
         outcome.unwrap_or_else(|error| {
-            block.state.note_drop_error(DropError::Order(error));
+            block.state().note_drop_error(DropError::Order(error));
             // The host waits, before and after: slow and safe. What the driver refuses even then is a lost device.
-            let _waited = block.state.order().device.synchronize();
+            let _waited = block.state().order().device.synchronize();
             SyncOnDrop::sync_stream(stream)
         })
+    }
+
+    /// Brings every use behind the owner's stream that freeing does not cover: those of streams that are not registered.
+    pub(crate) fn settle(&self, block: &Block<CudaBackend>) -> Result<(), BackendError> {
+        match (self.0.get(), &block.lane.raw) {
+            (Some(across), Some(owner)) => across.order_behind_foreign(block, owner),
+            _ => Ok(()),
+        }
+    }
+
+    /// As [`settle`](Self::settle), and forgets all uses.
+    #[inline]
+    pub(crate) fn end(&mut self, block: &Block<CudaBackend>) -> Result<(), BackendError> {
+        if self.0.get().is_none() { Ok(()) } else { self.end_across(block) }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn end_across(&mut self, block: &Block<CudaBackend>) -> Result<(), BackendError> {
+        let settled = self.settle(block);
+        drop(self.0.take());
+        settled
+    }
+}
+
+impl Across {
+    fn new(owner: StreamId) -> Self {
+        let registered = Mutex::new(Registered { writer: owner, readers: SmallVec::new() });
+        Across { registered, foreign: OnceLock::new() }
     }
 
     /// Makes a registered stream wait for whom it must. The use is noted also when that fails: the host waits then.
@@ -150,7 +174,7 @@ impl Uses {
     fn order_behind_foreign(&self, block: &Block<CudaBackend>, stream: &CudaStream) -> Result<(), BackendError> {
         let foreign = self.foreign.get().into_iter().flat_map(|uses| uses.iter());
         for event in foreign.filter_map(|(_, entry)| entry.event.as_ref()) {
-            block.state.order().wait_raw(stream.cu_stream(), Event(event.cu_event() as u64))?;
+            block.state().order().wait_raw(stream.cu_stream(), Event(event.cu_event() as u64))?;
         }
         Ok(())
     }
@@ -161,7 +185,7 @@ impl Uses {
         stream: &'a CudaStream,
         is_ordered: bool,
     ) -> Result<SyncOnDrop<'a>, BackendError> {
-        let order = block.state.order();
+        let order = block.state().order();
         if stream.context().cu_ctx() != order.device.context().cu_ctx() {
             // Events of this context cannot be recorded on a stream of another one: the host waits, before and after.
             order.device.synchronize()?;
@@ -195,26 +219,18 @@ impl Uses {
         if let Some((_, entry)) = uses.iter().find(|(_, entry)| entry.stream == raw) {
             return Ok(&entry.event);
         }
-        let device = &block.state.order().device;
+        let device = &block.state().order().device;
         let _restore = RestoreCurrent::of(device.driver)?;
         let event = device.context().new_event(None);
         let event = event.map_err(|error| crate::error::DriverError { call: "cuEventCreate", code: error.0 as i32 })?;
         let index = uses.push(ForeignUse { stream: raw, event: Some(event) });
         Ok(&uses[index].event)
     }
-
-    /// Brings every use behind the owner's stream that freeing does not cover: those of streams that are not registered.
-    pub(crate) fn settle(&self, block: &Block<CudaBackend>) -> Result<(), BackendError> {
-        match (self.foreign.get(), block.state.order().stream(block.owner)) {
-            (Some(_), Some(owner)) => self.order_behind_foreign(block, owner),
-            _ => Ok(()),
-        }
-    }
 }
 
 /// Orders `stream` behind `on`, unless a capture separates them.
 fn order_behind(block: &Block<CudaBackend>, stream: StreamId, on: StreamId) -> Result<(), BackendError> {
-    let order = block.state.order();
+    let order = block.state().order();
     if order.device.captures.any() {
         let capture_of = |id| match order.stream(id) {
             Some(stream) => order.capture_of(stream.cu_stream()),
@@ -224,5 +240,5 @@ fn order_behind(block: &Block<CudaBackend>, stream: StreamId, on: StreamId) -> R
             return Ok(());
         }
     }
-    block.state.wait(stream, on)
+    block.state().wait(stream, on)
 }

@@ -1,0 +1,113 @@
+//! Lanes: from a stream to the heap that serves it, found without a lock and without a search.
+//!
+//! A **lane** is one (pool, stream): the stream, its id, and the bound heap. Every buffer holds its lane, so freeing it
+//! takes no search either, and the lane holds the allocator's state: threads with streams of their own count their buffers
+//! in different places.
+//!
+//! ```text
+//!  allocator ─┐
+//!  allocator ─┼─ Lease ─── Lanes   by the address of the CudaStream: a hashed table that only grows
+//!  Pool      ─┘              │
+//!                            ▼
+//!  DeviceBuffer ──────────► Lane ─── State
+//!  DeviceBuffer ────────────┘  └─── heap
+//! ```
+//!
+//! A registered stream is kept alive by the backend, and with it its address: an equal address is the same stream. The same
+//! raw handle in another wrapper is found the longer way, among all registered streams.
+
+use crate::allocator::State;
+use crate::backend::CudaMemory;
+use crate::error::CudaError;
+use cudarc::driver::CudaStream;
+use std::sync::{Arc, OnceLock};
+use symmalloc_core::lock::Shared;
+use symmalloc_core::{Binding, PoolId, StreamId};
+
+/// Places of the table, a power of two.
+const PLACES: usize = 64;
+/// How many places behind its own a lane may stand. A lane without a place is made again for each allocation.
+const STEPS: usize = 8;
+
+/// One (pool, stream) of an allocator. Alone on its cache lines: what it counts is written with every buffer.
+#[repr(align(128))]
+pub(crate) struct Lane<B: CudaMemory> {
+    pub(crate) state: Arc<State<B>>,
+    /// Where its allocations lie, captures aside.
+    pub(crate) heap: Binding<Shared>,
+    pub(crate) stream: StreamId,
+    /// The stream; `None` for the host.
+    pub(crate) raw: Option<Arc<CudaStream>>,
+}
+
+impl<B: CudaMemory> Lane<B> {
+    /// The lane of a registered stream.
+    pub(crate) fn new(state: &Arc<State<B>>, pool: PoolId, stream: StreamId) -> Result<Arc<Self>, CudaError> {
+        let heap = state.core.binding(pool, stream).map_err(symmalloc_core::errors::AllocateError::from)?;
+        let raw = state.order().stream(stream).cloned();
+        Ok(Arc::new(Lane { state: Arc::clone(state), heap, stream, raw }))
+    }
+}
+
+/// The lanes of one pool, by stream.
+pub(crate) struct Lanes<B: CudaMemory> {
+    /// A lane stands in the place that its stream's address hashes to, or in one of the next.
+    places: [OnceLock<Place<B>>; PLACES],
+    /// The host's.
+    host: OnceLock<Arc<Lane<B>>>,
+}
+
+struct Place<B: CudaMemory> {
+    /// The address of the `CudaStream` that the lane keeps alive.
+    address: usize,
+    lane: Arc<Lane<B>>,
+}
+
+/// Where the lane of a stream at this address belongs.
+#[inline(always)]
+fn place_of(address: usize) -> usize {
+    // Fibonacci hashing: the multiplication carries all bits to the highest ones.
+    ((address as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - PLACES.ilog2())) as usize
+}
+
+impl<B: CudaMemory> Lanes<B> {
+    pub(crate) fn new() -> Self {
+        Lanes { places: std::array::from_fn(|_| OnceLock::new()), host: OnceLock::new() }
+    }
+
+    /// The lane of a stream that has one.
+    #[inline(always)]
+    pub(crate) fn find(&self, stream: &CudaStream) -> Option<&Arc<Lane<B>>> {
+        let address = std::ptr::from_ref(stream) as usize;
+        let mut place = place_of(address);
+        for _ in 0..STEPS {
+            let there = self.places[place].get()?;
+            if there.address == address {
+                return Some(&there.lane);
+            }
+            place = (place + 1) % PLACES;
+        }
+        None
+    }
+
+    /// Keeps a lane, if there is a place for it.
+    #[cold]
+    pub(crate) fn keep(&self, lane: &Arc<Lane<B>>) {
+        let Some(raw) = &lane.raw else {
+            self.host.get_or_init(|| Arc::clone(lane));
+            return;
+        };
+        let address = Arc::as_ptr(raw) as usize;
+        for place in (0..STEPS).map(|step| (place_of(address) + step) % PLACES) {
+            let kept = self.places[place].get_or_init(|| Place { address, lane: Arc::clone(lane) });
+            if kept.address == address {
+                return;
+            }
+        }
+    }
+
+    /// The host's lane.
+    pub(crate) fn host(&self) -> Option<&Arc<Lane<B>>> {
+        self.host.get()
+    }
+}
