@@ -10,6 +10,8 @@
 //! |---|---|---|
 //! | `ratios` | per recorded job: instructions and ns per op, ours beside the reference, against the bars | valgrind, else times only |
 //! | `instructions` | every case by instruction count | valgrind, and `gungraun-runner` of the crate's version |
+//! | `buffers` | a `DeviceBuffer` through the CUDA allocator, on the stub of libcuda; threads | valgrind, else times only |
+//! | `indexes` | designs of a free index, on what each recorded job asks of one | |
 //! | `time` | every case by time | |
 //!
 //! Steady state is measured: a workload frees everything that it allocates, and has run once before. The device costs
@@ -22,7 +24,9 @@ use symmalloc_core::config::{PoolConfigBuilder, StreamPolicy};
 use symmalloc_core::{Allocator, Config, PoolConfig};
 use symmalloc_import::{TraceFile, TraceFileOptions};
 
+pub mod clock;
 pub mod device;
+pub mod free_sets;
 pub mod micro;
 pub mod reference;
 pub mod workload;

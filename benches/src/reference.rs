@@ -17,6 +17,7 @@ use symmalloc_core::backend::{Backend, Event, Range};
 use symmalloc_core::ids::{Placement, SegmentId, StreamId};
 
 use crate::Segments;
+use crate::free_sets::{Key, Question};
 use crate::workload::Subject;
 
 const UNIT_BYTES: u64 = 512;
@@ -79,13 +80,42 @@ pub struct Reference<B> {
     blocks: HashMap<u64, Block>,
     events: u64,
     reserved_bytes: u64,
+    /// What the free sets were asked, while somebody wants to know: heap by heap.
+    asked: Option<Vec<Vec<Question>>>,
+    /// Pointers to slots, for what was asked.
+    slots: HashMap<u64, u32>,
 }
 
 impl<B: Backend> Reference<B> {
     /// An allocator over a backend that has endless memory, with a heap per stream.
     pub fn new(backend: B, policy: Segments) -> Self {
         let (heaps, segments, blocks) = (Vec::new(), Vec::new(), HashMap::new());
-        Reference { backend, policy, heaps, segments, blocks, events: 0, reserved_bytes: 0 }
+        let slots = HashMap::new();
+        Reference { backend, policy, heaps, segments, blocks, events: 0, reserved_bytes: 0, asked: None, slots }
+    }
+
+    /// From now on it notes what its free sets are asked, after what they hold by now.
+    pub fn listen(&mut self) {
+        let keys: Vec<Vec<_>> =
+            self.heaps.iter().map(|heap| heap.small.iter().chain(&heap.large).copied().collect()).collect();
+        self.asked = Some(vec![Vec::new(); keys.len()]);
+        for (heap, keys) in keys.into_iter().enumerate() {
+            keys.into_iter().for_each(|key| self.note(heap, Question::Insert, key));
+        }
+    }
+
+    /// What was asked since it listens, heap by heap.
+    pub fn asked(&self) -> &[Vec<Question>] {
+        self.asked.as_deref().unwrap_or_default()
+    }
+
+    fn note(&mut self, heap: usize, question: fn(Key) -> Question, key: (u64, u32, u64, u64)) {
+        if let Some(asked) = &mut self.asked {
+            let next = self.slots.len() as u32;
+            let slot = *self.slots.entry(key.3).or_insert(next);
+            let (size, offset) = ((key.0 / UNIT_BYTES) as u32, (key.2 / UNIT_BYTES) as u32);
+            asked[heap].push(question((size, key.1, offset, slot)));
+        }
     }
 
     fn is_small(&self, size: u64) -> bool {
@@ -108,12 +138,14 @@ impl<B: Backend> Reference<B> {
         let Block { size, segment, offset, .. } = self.blocks[&pointer];
         let ((heap, is_small), ordinal) = (self.home(segment), self.segments[segment].ordinal);
         self.free_set(heap, is_small).insert((size, ordinal, offset, pointer));
+        self.note(heap, Question::Insert, (size, ordinal, offset, pointer));
     }
 
     fn remove_free(&mut self, pointer: u64) {
         let Block { size, segment, offset, .. } = self.blocks[&pointer];
         let ((heap, is_small), ordinal) = (self.home(segment), self.segments[segment].ordinal);
         assert!(self.free_set(heap, is_small).remove(&(size, ordinal, offset, pointer)));
+        self.note(heap, Question::Remove, (size, ordinal, offset, pointer));
     }
 
     fn obtain(&mut self, stream: StreamId, size: u64) -> u64 {
@@ -243,6 +275,9 @@ impl<B: Backend> Subject for Reference<B> {
     fn allocate(&mut self, stream: StreamId, size_bytes: u64) -> u64 {
         let size = size_bytes.next_multiple_of(UNIT_BYTES);
         let is_small = self.is_small(size);
+        if let Some(asked) = &mut self.asked {
+            asked[stream.index()].push(Question::BestFit((size / UNIT_BYTES) as u32));
+        }
         let found = self.free_set(stream.index(), is_small).range((size, 0, 0, 0)..).next().map(|key| key.3);
         let pointer = found.unwrap_or_else(|| self.obtain(stream, size));
         self.remove_free(pointer);

@@ -219,6 +219,11 @@ impl<S: Subject> Bench<S> {
         &self.subject
     }
 
+    /// The allocator, to be told something.
+    pub fn subject_mut(&mut self) -> &mut S {
+        &mut self.subject
+    }
+
     /// Ops of one repeat.
     pub fn ops(&self) -> usize {
         self.workload.len()

@@ -131,7 +131,9 @@ impl Block {
     }
 }
 
+/// Alone on its cache lines, in pairs as processors fetch them: the table of another thread's heap may lie beside it.
 #[derive(Debug)]
+#[repr(align(128))]
 pub(crate) struct Segment {
     /// Birth ordinal in the heap, and the sequence of its blocks.
     pub(crate) id: SegmentId,

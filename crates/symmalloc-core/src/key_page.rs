@@ -13,14 +13,19 @@ pub(crate) const PAGE_MAX: usize = 64;
 
 #[derive(Debug)]
 pub(crate) struct KeyPage {
-    keys: Box<[FreeKey; PAGE_MAX]>,
+    keys: Box<Keys>,
     /// Less than `PAGE_MAX` between two calls of the run.
     len: usize,
 }
 
+/// The places of a page: whole cache lines, none of them another heap's.
+#[derive(Debug)]
+#[repr(align(64))]
+struct Keys([FreeKey; PAGE_MAX]);
+
 impl Default for KeyPage {
     fn default() -> Self {
-        KeyPage { keys: Box::new([FreeKey::MAX; PAGE_MAX]), len: 0 }
+        KeyPage { keys: Box::new(Keys([FreeKey::MAX; PAGE_MAX])), len: 0 }
     }
 }
 
@@ -30,13 +35,13 @@ impl KeyPage {
     }
 
     pub(crate) fn keys(&self) -> &[FreeKey] {
-        &self.keys[..self.len]
+        &self.keys.0[..self.len]
     }
 
     /// The key in a place; `MAX` when there is none.
     #[inline(always)]
     pub(crate) fn key(&self, at: usize) -> FreeKey {
-        self.keys[at % PAGE_MAX]
+        self.keys.0[at % PAGE_MAX]
     }
 
     /// Where a key lies, or belongs, in a page that is not full.
@@ -55,17 +60,17 @@ impl KeyPage {
     /// Puts a key into its place.
     #[inline]
     pub(crate) fn insert(&mut self, at: usize, key: FreeKey) {
-        self.keys.copy_within(at..self.len, at + 1);
-        self.keys[at] = key;
+        self.keys.0.copy_within(at..self.len, at + 1);
+        self.keys.0[at] = key;
         self.len += 1;
     }
 
     /// Takes the key in a place out.
     #[inline]
     pub(crate) fn remove(&mut self, at: usize) {
-        self.keys.copy_within(at + 1..self.len, at);
+        self.keys.0.copy_within(at + 1..self.len, at);
         self.len -= 1;
-        self.keys[self.len] = FreeKey::MAX;
+        self.keys.0[self.len] = FreeKey::MAX;
     }
 
     /// Cuts a page in two. Returns the upper half.
@@ -73,8 +78,8 @@ impl KeyPage {
         let mut upper = KeyPage::default();
         let half = self.len / 2;
         upper.len = self.len - half;
-        upper.keys[..upper.len].copy_from_slice(&self.keys[half..self.len]);
-        self.keys[half..].fill(FreeKey::MAX);
+        upper.keys.0[..upper.len].copy_from_slice(&self.keys.0[half..self.len]);
+        self.keys.0[half..].fill(FreeKey::MAX);
         self.len = half;
         upper
     }
@@ -82,7 +87,7 @@ impl KeyPage {
     /// Adds the keys of the page behind this one, which fit.
     pub(crate) fn append(&mut self, behind: &KeyPage) {
         let len = self.len + behind.len;
-        self.keys[self.len..len].copy_from_slice(behind.keys());
+        self.keys.0[self.len..len].copy_from_slice(behind.keys());
         self.len = len;
     }
 }

@@ -22,7 +22,10 @@ use std::cell::Cell;
 
 /// Two neighbouring pages with fewer keys than this together are joined.
 const PAGE_JOIN: usize = PAGE_MAX / 4;
+
+/// Alone on its cache lines, as whatever a heap changes.
 #[derive(Debug, Default)]
+#[repr(align(128))]
 pub(crate) struct SortedRun {
     /// The first page; the only one of a short run. Empty only when the run is empty.
     head: KeyPage,

@@ -49,7 +49,8 @@ impl<B: CudaMemory> Lane<B> {
     }
 }
 
-/// The lanes of one pool, by stream.
+/// The lanes of one pool, by stream. Beside them lies what counts the pool's names: not on their cache lines.
+#[repr(align(128))]
 pub(crate) struct Lanes<B: CudaMemory> {
     /// A lane stands in the place that its stream's address hashes to, or in one of the next.
     places: [OnceLock<Place<B>>; PLACES],

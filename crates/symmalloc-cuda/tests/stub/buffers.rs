@@ -3,6 +3,8 @@
 use crate::process::{all_calls, calls, device, fail, heal, live, stub_test};
 use cudarc::driver::{DevicePtr, DevicePtrMut, DeviceSlice, PushKernelArg};
 use cudarc::nvrtc::Ptx;
+use std::sync::Arc;
+use std::thread;
 use std::time::{Duration, Instant};
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::errors::{AllocateError, OutOfMemoryCause};
@@ -65,6 +67,45 @@ stub_test!(a_cache_hit_without_fences_makes_no_driver_call, {
         drop(buffer);
     }
     assert_eq!((all_calls(), CudaDevice::driver_calls()), (before, ours));
+});
+
+stub_test!(more_streams_than_lanes_from_several_threads_and_in_other_wrappers_are_all_served, {
+    // Ranges that grow would take more addresses than a device of the stub has.
+    let pool = PoolConfig::builder().fixed().build().expect("valid");
+    let config = Config::builder().default_pool(pool).build().expect("valid");
+    let allocator = CudaAllocator::new(&device(), config).expect("the stub supports it");
+    let context = allocator.device().context();
+    let streams: Vec<_> = (0..100).map(|_| context.new_stream().expect("a stream")).collect();
+    thread::scope(|scope| {
+        for part in streams.chunks(25) {
+            let allocator = &allocator;
+            scope.spawn(move || {
+                for stream in part.iter().chain(part) {
+                    // SAFETY: the stream outlives the wrapper and the allocator's buffers.
+                    let wrapper = unsafe { context.wrap_borrowed_stream(stream.cu_stream()) };
+                    // SAFETY: never read.
+                    let (one, twin) =
+                        unsafe { (allocator.alloc::<u8>(stream, MIB), allocator.alloc::<u8>(&wrapper, MIB)) };
+                    let (one, twin) = (one.expect("allocated"), twin.expect("allocated"));
+                    assert!(Arc::ptr_eq(one.stream(), twin.stream()), "one stream, whatever it is wrapped in");
+                }
+            });
+        }
+    });
+    assert_eq!(allocator.core().stream_count(), 100);
+    let usage = allocator.stats().usage.all;
+    assert_eq!((usage.allocations.current, usage.allocations.allocated), (0, 400));
+});
+
+stub_test!(a_buffer_outlives_all_names_of_its_allocator, {
+    let allocator = allocator();
+    let stream = allocator.device().context().new_stream().expect("a stream");
+    // SAFETY: never read.
+    let buffer = unsafe { allocator.clone().alloc::<u8>(&stream, MIB) }.expect("allocated");
+    drop(allocator);
+    assert!(live().device_bytes >= MIB as u64, "its memory is there");
+    thread::spawn(move || drop(buffer)).join().expect("no panic");
+    assert_eq!(live().device_bytes, 0, "the last buffer takes the allocator along");
 });
 
 stub_test!(allocating_and_freeing_never_waits_on_the_host, {
@@ -334,7 +375,7 @@ stub_test!(nothing_is_left_when_the_last_owner_is_gone, {
 
 stub_test!(threads_share_an_allocator, {
     let allocator = allocator();
-    std::thread::scope(|scope| {
+    thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
                 let stream = allocator.device().context().new_stream().expect("a stream");
