@@ -36,7 +36,7 @@
 //! `device.rs` is one device's allocator: `streams.rs` turns raw streams into bound heaps, `pointers.rs` raw pointers into
 //! handles, `scopes.rs` says which pool is meant and `private_pools.rs` what PyTorch's pool ids stand for. `process.rs` has the
 //! allocators behind PyTorch's entry points (`torch_entry.rs`). `cxx_abi.rs` throws C++ exceptions and calls C++ functions
-//! without a C++ compiler, and says what it relies on. `c_interface.rs` is the header, function by function; cbindgen makes
+//! without a C++ compiler, and says what it relies on. `c_interface/` is the header, function by function; cbindgen makes
 //! `include/symmalloc.h` of it, and a test says when that is stale.
 
 mod alignment;

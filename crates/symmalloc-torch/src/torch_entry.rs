@@ -12,6 +12,7 @@
 //!
 //! What fails throws a C++ exception, see `cxx_abi.rs`; `free` never does, because PyTorch frees in destructors.
 
+use crate::c_interface::arguments::{required_text, write};
 use crate::cxx_abi::{Kind, StreamFilter, throw};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
@@ -215,7 +216,7 @@ fn with_existing(device: c_int, act: impl FnOnce(&DeviceAllocator) -> Result<(),
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_torch_configure(conf: *const c_char) -> symmalloc_status {
     // SAFETY: the caller's contract.
-    report(|| process::configure(unsafe { crate::c_interface::required_text(conf, "conf") }?))
+    report(|| process::configure(unsafe { required_text(conf, "conf") }?))
 }
 
 /// The allocator behind the entry points for a device. It is made if there is none, and belongs to the library: do not destroy
@@ -228,7 +229,7 @@ pub unsafe extern "C" fn symmalloc_torch_allocator(device: i32, out: *mut *mut D
     report(|| {
         let allocator = process::allocator(device)?;
         // SAFETY: the caller's contract.
-        unsafe { crate::c_interface::write(out, "out", std::ptr::from_ref(allocator).cast_mut()) }
+        unsafe { write(out, "out", std::ptr::from_ref(allocator).cast_mut()) }
     })
 }
 

@@ -18,6 +18,7 @@
 //! of the symbols below. A function's place in the table is found by its exported address, so nothing is assumed about the
 //! order. Where a symbol or its place is missing, that function stays the class's.
 
+use crate::c_interface::arguments::write;
 use crate::cxx_abi::symbol;
 use crate::error::Error;
 use crate::process;
@@ -58,7 +59,7 @@ pub unsafe extern "C" fn symmalloc_torch_complete(replaced: *mut u32) -> symmall
         // SAFETY: the caller's contract.
         let count = unsafe { complete() }.unwrap_or(0);
         // SAFETY: the caller's contract.
-        unsafe { crate::c_interface::write(replaced, "replaced", count) }
+        unsafe { write(replaced, "replaced", count) }
     })
 }
 

@@ -9,6 +9,18 @@ fn the_header_is_what_the_sources_say() {
     let mut config = cbindgen::Config::from_file(package.join("cbindgen.toml")).expect("a configuration");
     config.after_includes = Some(format!("\n#define SYMMALLOC_VERSION \"{}\"", env!("CARGO_PKG_VERSION")));
     let sources = ["status.rs", "device.rs", "registrations.rs", "alignment.rs", "c_interface.rs", "torch_entry.rs"];
+    let sources = [
+        "status.rs",
+        "device.rs",
+        "c_interface/memory.rs",
+        "c_interface/pools.rs",
+        "c_interface/reports.rs",
+        "alignment.rs",
+        "registrations.rs",
+        "c_interface/ranks.rs",
+        "torch_entry.rs",
+        "virtuals.rs",
+    ];
     let builder = sources.iter().fold(cbindgen::Builder::new().with_config(config), |builder, source| {
         builder.with_src(package.join("src").join(source))
     });

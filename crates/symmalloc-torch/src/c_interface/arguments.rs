@@ -1,0 +1,72 @@
+//! How arguments are checked and answers written.
+
+use crate::device::DeviceAllocator;
+use crate::error::Error;
+use crate::process;
+use std::ffi::{CStr, c_char};
+
+pub(super) fn not_forked() -> Result<(), Error> {
+    if process::is_forked() { Err(Error::Forked) } else { Ok(()) }
+}
+
+/// # Safety
+/// The allocator is NULL or live for as long as the answer is used.
+pub(super) unsafe fn living<'a>(allocator: *mut DeviceAllocator) -> Result<&'a DeviceAllocator, Error> {
+    not_forked()?;
+    // SAFETY: the caller's contract.
+    unsafe { allocator.as_ref() }.ok_or(Error::Null { argument: "allocator" })
+}
+
+/// # Safety
+/// `text` is NULL or a C string that lives as long as the answer is used.
+pub(super) unsafe fn text<'a>(text: *const c_char, argument: &'static str) -> Result<Option<&'a str>, Error> {
+    if text.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: the caller's contract.
+    let text = unsafe { CStr::from_ptr(text) };
+    text.to_str().map(Some).map_err(|_| Error::NotText { argument })
+}
+
+/// # Safety
+/// As [`text`].
+pub(crate) unsafe fn required_text<'a>(c_text: *const c_char, argument: &'static str) -> Result<&'a str, Error> {
+    // SAFETY: the caller's contract.
+    unsafe { text(c_text, argument) }?.ok_or(Error::Null { argument })
+}
+
+pub(super) fn not_null<T>(out: *mut T, argument: &'static str) -> Result<(), Error> {
+    if out.is_null() { Err(Error::Null { argument }) } else { Ok(()) }
+}
+
+/// # Safety
+/// `out` is NULL or valid for writing.
+pub(crate) unsafe fn write<T>(out: *mut T, argument: &'static str, value: T) -> Result<(), Error> {
+    if out.is_null() {
+        return Err(Error::Null { argument });
+    }
+    // SAFETY: the caller's contract.
+    unsafe { out.write(value) };
+    Ok(())
+}
+
+/// # Safety
+/// As [`write`].
+pub(super) unsafe fn hand_out_text(out: *mut *mut c_char, argument: &'static str, text: &str) -> Result<(), Error> {
+    not_null(out, argument)?;
+    let bytes = [text.as_bytes(), b"\0"].concat();
+    // SAFETY: the caller's contract.
+    unsafe { write(out, argument, copied(&bytes)?.cast()) }
+}
+
+/// A copy that C can free.
+pub(super) fn copied(bytes: &[u8]) -> Result<*mut u8, Error> {
+    // SAFETY: any size may be asked for; one byte at least, so that null means no memory.
+    let place = unsafe { libc::malloc(bytes.len().max(1)) }.cast::<u8>();
+    if place.is_null() {
+        return Err(Error::Size { size: bytes.len() as i64 });
+    }
+    // SAFETY: both places have that many bytes, and the new one overlaps nothing.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), place, bytes.len()) };
+    Ok(place)
+}

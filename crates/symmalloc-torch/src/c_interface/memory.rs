@@ -1,0 +1,124 @@
+//! An allocator, and memory from it.
+
+use super::arguments::{living, not_forked, not_null, text, write};
+use crate::device::{DeviceAllocator, Tracing};
+use crate::error::Error;
+use crate::process;
+use crate::settings::Settings;
+use crate::status::{report, symmalloc_status};
+use crate::streams::RawStream;
+use std::ffi::{c_char, c_void};
+
+/// The library's version, as in its package.
+#[unsafe(no_mangle)]
+pub extern "C" fn symmalloc_version() -> *const c_char {
+    concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
+}
+
+/// Makes the allocator of a device. `conf` is a text as in SYMMALLOC_CONF; NULL: the defaults.
+///
+/// # Safety
+/// `conf` is NULL or a C string; `out` is valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_create(
+    device: i32,
+    conf: *const c_char,
+    out: *mut *mut DeviceAllocator,
+) -> symmalloc_status {
+    report(|| {
+        not_forked()?;
+        let value = device.into();
+        let wrong = |_| Error::Argument { argument: "device", value, expected: "a device number" };
+        let ordinal = usize::try_from(device).map_err(wrong)?;
+        // SAFETY: the caller's contract.
+        let settings: Settings = unsafe { text(conf, "conf") }?.unwrap_or_default().parse()?;
+        not_null(out, "out")?;
+        process::watch_forks();
+        let allocator = Box::into_raw(Box::new(DeviceAllocator::new(ordinal, settings, Tracing::OnRequest)?));
+        // SAFETY: the caller's contract.
+        unsafe { write(out, "out", allocator) }
+    })
+}
+
+/// Ends an allocator that `symmalloc_create` made. All of its memory goes back, live allocations included. NULL is no op.
+///
+/// # Safety
+/// The allocator is used by nobody else and not after this; work on its memory is done; it has no registrar.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_destroy(allocator: *mut DeviceAllocator) -> symmalloc_status {
+    report(|| {
+        not_forked()?;
+        if !allocator.is_null() {
+            // SAFETY: the caller's contract; it came from `Box::into_raw`.
+            drop(unsafe { Box::from_raw(allocator) });
+        }
+        Ok(())
+    })
+}
+
+/// Allocates from a pool for work on a stream. Zero bytes are a null pointer.
+///
+/// # Safety
+/// `allocator` is live; the stream is one of the device's primary context and lives as long as the allocator; `out` is valid for
+/// writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_allocate(
+    allocator: *mut DeviceAllocator,
+    pool: u32,
+    bytes: usize,
+    stream: *mut c_void,
+    out: *mut *mut c_void,
+) -> symmalloc_status {
+    // SAFETY: the caller's contract; no name.
+    unsafe { symmalloc_allocate_named(allocator, pool, bytes, stream, std::ptr::null(), out) }
+}
+
+/// As `symmalloc_allocate`, with a name for snapshots and reports.
+///
+/// # Safety
+/// As `symmalloc_allocate`; `name` is NULL or a C string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_allocate_named(
+    allocator: *mut DeviceAllocator,
+    pool: u32,
+    bytes: usize,
+    stream: *mut c_void,
+    name: *const c_char,
+    out: *mut *mut c_void,
+) -> symmalloc_status {
+    report(|| {
+        // SAFETY: the caller's contract.
+        let (allocator, name) = unsafe { (living(allocator)?, text(name, "name")?) };
+        not_null(out, "out")?;
+        let pool = allocator.known_pool(pool)?;
+        // SAFETY: the caller's contract.
+        let pointer = unsafe { allocator.allocate(pool, bytes as u64, RawStream::new(stream), name) }?;
+        // SAFETY: the caller's contract.
+        unsafe { write(out, "out", pointer) }
+    })
+}
+
+/// Frees an allocation: other work may use the memory at once, ordered behind this one's uses on the device. NULL is no op.
+///
+/// # Safety
+/// `allocator` is live.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_free(allocator: *mut DeviceAllocator, pointer: *mut c_void) -> symmalloc_status {
+    // SAFETY: the caller's contract.
+    report(|| unsafe { living(allocator) }?.free(pointer))
+}
+
+/// Tells that work on another stream uses the allocation, too. Whoever takes the memory after the free waits for it on the
+/// device.
+///
+/// # Safety
+/// As `symmalloc_allocate`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_record_use(
+    allocator: *mut DeviceAllocator,
+    pointer: *mut c_void,
+    stream: *mut c_void,
+) -> symmalloc_status {
+    // SAFETY: the caller's contract.
+    report(|| unsafe { living(allocator)?.record_use(pointer, RawStream::new(stream)) })
+}

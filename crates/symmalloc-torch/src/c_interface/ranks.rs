@@ -1,0 +1,127 @@
+//! Ranks that compare themselves, and windows that they register together.
+
+use super::arguments::{living, not_null, write};
+use crate::alignment::{self, Gathering, symmalloc_gather_fn};
+use crate::device::DeviceAllocator;
+use crate::error::Error;
+use crate::registrations::PoolRegistration;
+use crate::status::{report, symmalloc_status};
+use std::ffi::c_void;
+use std::time::Duration;
+use symmalloc_nccl::Communicator;
+
+/// Compares this rank's history in symmetric pools with all other ranks'. Every rank calls it, at the same point of its program.
+///
+/// `SYMMALLOC_MISALIGNED` when they differ: on every rank, and the message names the first op that differs.
+///
+/// # Safety
+/// `allocator` is live; `gather` does what its type says with `context`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_agree(
+    allocator: *mut DeviceAllocator,
+    rank: u32,
+    world: u32,
+    gather: symmalloc_gather_fn,
+    context: *mut c_void,
+) -> symmalloc_status {
+    report(|| {
+        // SAFETY: the caller's contract.
+        let (allocator, ranks) = unsafe { (living(allocator)?, Gathering::new(rank, world, gather, context)?) };
+        alignment::compare_symmetric(allocator, &ranks)
+    })
+}
+
+/// As `symmalloc_agree`, and then compares the heaps of all other pools, whose histories nobody keeps: the message names the
+/// heaps that differ.
+///
+/// # Safety
+/// As `symmalloc_agree`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_agree_all(
+    allocator: *mut DeviceAllocator,
+    rank: u32,
+    world: u32,
+    gather: symmalloc_gather_fn,
+    context: *mut c_void,
+) -> symmalloc_status {
+    report(|| {
+        // SAFETY: the caller's contract.
+        let (allocator, ranks) = unsafe { (living(allocator)?, Gathering::new(rank, world, gather, context)?) };
+        alignment::compare_symmetric(allocator, &ranks)?;
+        alignment::compare_private(allocator, &ranks)
+    })
+}
+
+/// Attaches a symmetric pool to a communicator that other code owns. Nothing is registered before the first sync. Every rank
+/// of the communicator calls it. Anything that waits for other ranks ends after `deadline_ms` milliseconds; 0: NCCL's default
+/// deadline of this library.
+///
+/// # Safety
+/// `allocator` is live; `nccl_comm` is a live and ready `ncclComm_t` on its device, of the NCCL library of this process, which
+/// lives until the registrar is destroyed and is not used by other threads while a call of this library uses it; `out` is valid
+/// for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_registrar_create(
+    allocator: *mut DeviceAllocator,
+    pool: u32,
+    nccl_comm: *mut c_void,
+    deadline_ms: u32,
+    out: *mut *mut PoolRegistration,
+) -> symmalloc_status {
+    report(|| {
+        // SAFETY: the caller's contract.
+        let allocator = unsafe { living(allocator) }?;
+        not_null(out, "out")?;
+        not_null(nccl_comm, "nccl_comm")?;
+        let pool = allocator.known_pool(pool)?;
+        let deadline = match deadline_ms {
+            0 => Communicator::DEFAULT_DEADLINE,
+            milliseconds => Duration::from_millis(milliseconds.into()),
+        };
+        // SAFETY: the caller's contract.
+        let registration = unsafe { PoolRegistration::new(allocator, pool, nccl_comm, deadline) }?;
+        // SAFETY: the caller's contract.
+        unsafe { write(out, "out", Box::into_raw(Box::new(registration))) }
+    })
+}
+
+/// Registers new segments of the pool and deregisters dead ones, on every rank of the communicator, after the ranks have
+/// compared what they did. Both counts may be NULL.
+///
+/// # Safety
+/// The registrar is live; the counts are NULL or valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_registrar_sync(
+    registrar: *mut PoolRegistration,
+    registered: *mut u64,
+    deregistered: *mut u64,
+) -> symmalloc_status {
+    report(|| {
+        // SAFETY: the caller's contract.
+        let registrar = unsafe { registrar.as_ref() }.ok_or(Error::Null { argument: "registrar" })?;
+        let synced = registrar.sync()?;
+        for (out, count) in [(registered, synced.registrations), (deregistered, synced.deregistrations)] {
+            if !out.is_null() {
+                // SAFETY: the caller's contract.
+                unsafe { out.write(count) };
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Deregisters everything, on every rank of the communicator, and lets go of it. NULL is no op. The registrar is gone also when
+/// an error is returned.
+///
+/// # Safety
+/// The registrar is live and not used after this.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_registrar_destroy(registrar: *mut PoolRegistration) -> symmalloc_status {
+    report(|| {
+        if registrar.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the caller's contract; it came from `Box::into_raw`.
+        unsafe { Box::from_raw(registrar) }.end()
+    })
+}
