@@ -37,6 +37,8 @@ class Peer:
     # Whether the program runs the cases of every peer, or those of ours alone.
     command: str = "measure"
     only_once: bool = False
+    # How many blocks, where the program's own numbers are too many.
+    scale: tuple = ()
 
     def is_wanted(self, words):
         return not words or any(word.strip().lower() in self.name.lower() for word in words.split(","))
@@ -68,7 +70,7 @@ def peers(without_device):
         Peer("RMM async", "rmm", ("--resource", "async")),
         Peer("cudaMallocAsync", "cuda_async"),
         ours("symmalloc scale", "buffer", command="scale", only_once=True),
-        ours("symmalloc scale, bound heap", "bound", command="scale", only_once=True),
+        ours("symmalloc scale, bound heap", "bound", command="scale", only_once=True, scale=("--live", "1000,1000000")),
     ]
 
 
@@ -202,8 +204,8 @@ class Bench:
             words += [*peer.arguments, "--peer", peer.name]
         if peer.command == "measure":
             words += ["--jobs", self.out / "jobs"]
-        elif amounts is QUICK:
-            words += QUICK_SCALE
+        else:
+            words += QUICK_SCALE if amounts is QUICK else peer.scale
         log = self.out / f"run-{peer.name.replace(', ', '-').replace(' ', '-')}.log"
         start = time.monotonic()
         with open(log, "w", encoding="utf-8") as errors:

@@ -243,7 +243,7 @@ template <class Peer> void threads(const Options &options, Report &report, int c
     for (int repeat = 0; repeat < options.repeats; repeat++) {
         std::atomic<int> ready{0};
         std::atomic<bool> go{false}, stop{false};
-        std::vector<double> rates(count);
+        std::vector<uint64_t> pairs(count);
         std::vector<std::thread> running;
         for (int stream = 0; stream < count; stream++)
             running.emplace_back([&, stream] {
@@ -251,22 +251,23 @@ template <class Peer> void threads(const Options &options, Report &report, int c
                 for (int at = 0; at < 100; at++) peer.free(peer.allocate(bytes, stream), bytes, stream);
                 ready++;
                 while (!go) std::this_thread::yield();
-                const auto start = Clock::now();
                 uint64_t done = 0;
                 do {
                     for (int at = 0; at < 64; at++) peer.free(peer.allocate(bytes, stream), bytes, stream);
                     done += 64;
                 } while (!stop.load(std::memory_order_relaxed));
-                rates[stream] = double(done) / nanoseconds_since(start) * 1e9;
+                pairs[stream] = done;
             });
         while (ready < count) std::this_thread::yield();
+        const auto start = Clock::now();
         go = true;
         std::this_thread::sleep_for(std::chrono::milliseconds(options.thread_ms));
         stop = true;
         for (auto &thread : running) thread.join();
-        double total = 0;
-        for (const double rate : rates) total += rate;
-        values.push_back(total);
+        const double elapsed = nanoseconds_since(start);
+        uint64_t total = 0;
+        for (const uint64_t done : pairs) total += done;
+        values.push_back(double(total) / elapsed * 1e9);
         peer.synchronize();
     }
     report.figure("pairs_per_second", std::to_string(count), values);

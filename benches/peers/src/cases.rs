@@ -187,17 +187,19 @@ fn threads<S: Subject>(amounts: &Amounts, count: usize, report: &Report, make: &
                 })
                 .collect();
             start.wait();
+            let begin = Instant::now();
             std::thread::sleep(Duration::from_millis(amounts.thread_ms));
             stop.store(true, Ordering::Relaxed);
-            running.into_iter().map(|thread| thread.join().expect("the thread's own panic came first")).sum()
+            let done = running.into_iter().map(|thread| thread.join().expect("the thread's own panic came first"));
+            done.sum::<usize>() as f64 * 1e9 / nanoseconds_since(begin)
         })
     };
     let values: Vec<f64> = (0..amounts.repeats).map(|_| repeat()).collect();
     report.figure("pairs_per_second", &count, &values);
 }
 
-/// What one thread does; pairs per second.
-fn pairs_until<S: Subject>(subject: &S, number: usize, start: &Barrier, stop: &AtomicBool) -> f64 {
+/// What one thread does; how many pairs it did.
+fn pairs_until<S: Subject>(subject: &S, number: usize, start: &Barrier, stop: &AtomicBool) -> usize {
     const SIZE_BYTES: u64 = 4096;
     const BETWEEN_LOOKS: usize = 64;
     let stream = subject.stream(number);
@@ -209,14 +211,12 @@ fn pairs_until<S: Subject>(subject: &S, number: usize, start: &Barrier, stop: &A
     };
     pairs(100);
     start.wait();
-    let begin = Instant::now();
     let mut done = 0;
     loop {
         pairs(BETWEEN_LOOKS);
         done += BETWEEN_LOOKS;
         if stop.load(Ordering::Relaxed) {
-            break;
+            return done;
         }
     }
-    done as f64 * 1e9 / nanoseconds_since(begin)
 }
