@@ -5,7 +5,7 @@
 //! that drive different streams meet no lock in common on the way through `allocate` and `free`. A test that explores
 //! interleavings brings a third kind.
 //!
-//! The mutex of [`Shared`] is a [`Gate`]: one atomic exchange to enter, a plain store to leave. A heap is entered millions
+//! The mutex of [`Shared`] is a [`SpinLock`]: one atomic exchange to enter, a plain store to leave. A heap is entered millions
 //! of times a second, nearly always by the thread that drives its stream, for a few dozen nanoseconds; a mutex of the
 //! operating system takes a second exchange to leave, in case somebody sleeps on it.
 //!
@@ -81,16 +81,16 @@ pub enum Shared {}
 
 impl Lock for Shared {
     const IS_EXCLUSIVE: bool = false;
-    type Cell<T> = Gate<T>;
+    type Cell<T> = SpinLock<T>;
 }
 
 /// A mutex for short stays. No fairness is promised, and a panic inside leaves it free.
 ///
-/// It fills whole pairs of cache lines: processors fetch lines in pairs, and threads that use different gates must not
+/// It fills whole pairs of cache lines: processors fetch lines in pairs, and threads that use different locks must not
 /// take them from each other.
 #[derive(Debug)]
 #[repr(align(128))]
-pub struct Gate<T>(SpinMutex<T>);
+pub struct SpinLock<T>(SpinMutex<T>);
 
 /// How often a thread looks again without letting another one run, and then how often in between. Whoever is inside for
 /// longer than that calls the driver, or lost its processor.
@@ -100,7 +100,7 @@ const YIELDS: u32 = 20;
 const SLEEP: Duration = Duration::from_micros(20);
 const SLEEP_MAX: Duration = Duration::from_millis(1);
 
-impl<T> Gate<T> {
+impl<T> SpinLock<T> {
     #[cold]
     #[inline(never)]
     #[allow(clippy::disallowed_methods, reason = "time decides when a waiting thread looks again, and nothing else")]
@@ -123,14 +123,14 @@ impl<T> Gate<T> {
     }
 }
 
-impl<T> LockCell<T> for Gate<T> {
+impl<T> LockCell<T> for SpinLock<T> {
     type Guard<'a>
         = SpinMutexGuard<'a, T>
     where
         T: 'a;
 
     fn new(value: T) -> Self {
-        Gate(SpinMutex::new(value))
+        SpinLock(SpinMutex::new(value))
     }
 
     /// A panic under the lock is a failed assertion about this heap. Others still learn what they can (and Drop must not
@@ -149,14 +149,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_gate_lets_one_in_at_a_time_however_long_each_stays() {
-        let gate = Gate::new((0, 0));
+    fn a_lock_lets_one_in_at_a_time_however_long_each_stays() {
+        let lock = SpinLock::new((0, 0));
         thread::scope(|scope| {
             for thread in 0..4 {
-                let gate = &gate;
+                let lock = &lock;
                 scope.spawn(move || {
                     for turn in 0..50 {
-                        let mut inside = gate.lock();
+                        let mut inside = lock.lock();
                         inside.0 += 1;
                         if (turn + thread) % 25 == 0 {
                             (0..1000).for_each(|_| thread::yield_now());
@@ -167,24 +167,24 @@ mod tests {
                 });
             }
         });
-        assert_eq!(*gate.lock(), (200, 200));
+        assert_eq!(*lock.lock(), (200, 200));
     }
 
     #[test]
-    fn a_panic_inside_leaves_a_gate_free() {
-        let gate = Gate::new(1);
+    fn a_panic_inside_leaves_a_lock_free() {
+        let lock = SpinLock::new(1);
         thread::scope(|scope| {
             let panicked = scope.spawn(|| {
-                let _inside = gate.lock();
+                let _inside = lock.lock();
                 panic!("on purpose");
             });
             assert!(panicked.join().is_err());
         });
-        assert_eq!(*gate.lock(), 1);
+        assert_eq!(*lock.lock(), 1);
     }
 
     #[test]
-    fn gates_share_no_pair_of_cache_lines() {
-        assert_eq!((align_of::<Gate<u8>>(), size_of::<Gate<u8>>()), (128, 128));
+    fn locks_share_no_pair_of_cache_lines() {
+        assert_eq!((align_of::<SpinLock<u8>>(), size_of::<SpinLock<u8>>()), (128, 128));
     }
 }
