@@ -51,7 +51,6 @@ mod refusal;
 mod registrations;
 mod scopes;
 mod settings;
-mod spin_lock;
 mod statistics;
 mod status;
 mod streams;

@@ -4,12 +4,12 @@
 //!  address ── the upper bits of its hash ──► shard 0 ... 63 ── the rest ──► entry { address, handle, .. }
 //! ```
 //!
-//! Many small tables with a lock each, so that threads seldom meet. An address is in its table from before `allocate` returns it
+//! Many small tables with a lock and cache lines of their own, so that threads seldom meet. An address is in its table from before `allocate` returns it
 //! until its `free` begins, and nobody else can be given it in between: each entry has one thread that puts it in and one that
 //! takes it out. So an address that is put in is never there already, and need not be looked for.
 
-use crate::spin_lock::SpinLock;
 use hashbrown::HashTable;
+use symmalloc_core::lock::{LockCell, SpinLock};
 use symmalloc_core::{Handle, PoolId};
 
 const SHARD_BITS: u32 = 6;
@@ -30,10 +30,7 @@ struct Entry {
     live: Live,
 }
 
-/// In a cache line of its own, with its neighbour, which the processor fetches as well.
-#[derive(Default)]
-#[repr(align(128))]
-struct Shard(SpinLock<HashTable<Entry>>);
+type Shard = SpinLock<HashTable<Entry>>;
 
 /// The live allocations of one allocator, by address.
 pub(crate) struct Pointers {
@@ -42,12 +39,12 @@ pub(crate) struct Pointers {
 
 impl Pointers {
     pub(crate) fn new() -> Self {
-        Pointers { shards: Box::new(std::array::from_fn(|_| Shard::default())) }
+        Pointers { shards: Box::new(std::array::from_fn(|_| Shard::new(HashTable::new()))) }
     }
 
     #[inline]
-    fn shard(&self, hash: u64) -> &SpinLock<HashTable<Entry>> {
-        &self.shards[(hash >> (u64::BITS - SHARD_BITS)) as usize].0
+    fn shard(&self, hash: u64) -> &Shard {
+        &self.shards[(hash >> (u64::BITS - SHARD_BITS)) as usize]
     }
 
     /// The address is in no table yet.
