@@ -312,7 +312,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if self.is_recording()
             && let Err(error) = self.stop_recording()
         {
-            tracing::warn!(name: "recording.ended", target: "symmalloc", %error);
+            tracing::warn!(name: "recording.unfinished", target: "symmalloc", %error);
         }
     }
 

@@ -62,12 +62,9 @@ fn trim_private(core: &SharedAllocator<CudaBackend>, private: &PrivatePools) -> 
         }
         match core.trim(Some(pool)) {
             Ok(bytes) => released_bytes += bytes,
-            Err(error) => {
-                tracing::debug!(name: "trim.failed", target: "symmalloc", %error);
-                if let TrimError::Backend { released_bytes: some, .. } = error {
-                    released_bytes += some;
-                }
-            }
+            // The core told of it.
+            Err(TrimError::Backend { released_bytes: some, .. }) => released_bytes += some,
+            Err(_) => {}
         }
     }
     released_bytes
