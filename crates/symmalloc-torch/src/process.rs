@@ -9,6 +9,8 @@ use crate::device::{DeviceAllocator, Tracing};
 use crate::error::Error;
 use crate::settings::Settings;
 use std::ffi::c_int;
+use std::fmt;
+use std::io::{self, Write};
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use std::sync::{Mutex, PoisonError};
 
@@ -125,10 +127,15 @@ unsafe extern "C" fn forget_all() {
     DEVICES.iter().for_each(|place| place.store(std::ptr::null_mut(), Ordering::Relaxed));
 }
 
+/// Writes a line to the error output. `eprintln!` would panic where nobody reads it any more, and end the process that frees.
+pub(crate) fn say(line: fmt::Arguments<'_>) {
+    let _unread = writeln!(io::stderr(), "symmalloc: {line}");
+}
+
 /// Says once, on the error output, that a call failed that can return no error. All are counted and logged.
 pub(crate) fn complain(error: &Error) {
     tracing::warn!(name: "call.failed", target: "symmalloc", %error);
     if !HAS_COMPLAINED.swap(true, Ordering::Relaxed) {
-        eprintln!("symmalloc: {error} (said once; symmalloc.stats()['errors'] counts them)");
+        say(format_args!("{error} (said once; symmalloc.stats()['errors'] counts them)"));
     }
 }

@@ -123,7 +123,7 @@ extern "C" fn stop_all() {
         if let Ok(Err(error)) = stopped
             && !matches!(error, RecordingError::NotRecording)
         {
-            eprintln!("symmalloc: the trace of device {} is not whole: {error}", allocator.ordinal());
+            process::say(format_args!("the trace of device {} is not whole: {error}", allocator.ordinal()));
         }
     }
 }

@@ -101,6 +101,10 @@ stub_test!(a_forked_child_frees_nothing_and_allocates_nothing, {
     run(&["fork"]);
 });
 
+stub_test!(a_complaint_that_nobody_reads_ends_no_process, {
+    run(&["unread"]);
+});
+
 stub_test!(memory_can_be_freed_while_the_process_ends, {
     run(&["late"]);
 });

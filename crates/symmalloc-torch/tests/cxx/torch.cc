@@ -1,6 +1,7 @@
 // What PyTorch does with an allocator, without PyTorch: calls the entry points as CUDAPluggableAllocator does, with C++ types,
 // and catches what they throw. Started by tests/cxx.rs on the stub of libcuda, with the case as its argument.
 
+#include <csignal>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -238,6 +239,18 @@ static void forked() {
   free_(pointer, MIB, 0, nullptr);
 }
 
+// The program that read the error output is gone: what free has to complain about is lost, and nothing else.
+static void unread() {
+  int ends[2];
+  CHECK(pipe(ends) == 0);
+  std::signal(SIGPIPE, SIG_IGN);
+  close(ends[0]);
+  CHECK(dup2(ends[1], STDERR_FILENO) == STDERR_FILENO);
+  void *pointer = alloc(MIB, 0, nullptr);
+  free_(pointer, MIB, 0, nullptr);
+  free_(pointer, MIB, 0, nullptr);
+}
+
 // Tensors that are freed after static objects are gone.
 static struct Late {
   void *pointer = nullptr;
@@ -271,6 +284,8 @@ int main(int argc, char **argv) {
     virtuals(argv[2]);
   } else if (what == "fork") {
     forked();
+  } else if (what == "unread") {
+    unread();
   } else if (what == "late") {
     late.pointer = alloc(MIB, 0, nullptr);
   } else {
