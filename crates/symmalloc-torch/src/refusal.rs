@@ -54,8 +54,10 @@ impl Refusals {
 fn trim_private(core: &SharedAllocator<CudaBackend>, private: &PrivatePools) -> u64 {
     let is_capturing = core.backend().device().is_capturing();
     let mut released_bytes = private.give_back(core, || Ok(is_capturing)).unwrap_or(0);
+    // Counted first: a graph's pool that another thread begins meanwhile is not among them, or is in the list.
+    let pools = core.pool_count();
     let in_use = private.list();
-    for pool in (0..core.pool_count()).map(PoolId) {
+    for pool in (0..pools).map(PoolId) {
         let is_symmetric = core.pool_config(pool).is_ok_and(PoolConfig::symmetric);
         if is_symmetric || in_use.iter().any(|entry| entry.pool == pool) {
             continue;
