@@ -17,10 +17,9 @@ use crate::device::DeviceAllocator;
 use crate::error::Error;
 use crate::process;
 use crate::status::guarded;
-use std::env;
+use std::env::{self, VarError};
 use std::path::Path;
-use std::sync::Once;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, Once, PoisonError};
 use symmalloc_core::recording::{RecordingError, SinkError, StartRecordingError};
 use symmalloc_import::{TraceFile, TraceFileOptions};
 
@@ -41,25 +40,31 @@ pub(crate) fn stop(allocator: &DeviceAllocator) -> Result<(), Error> {
     Ok(())
 }
 
-/// Whether a device of this process has a trace of the environment's.
-static HAS_STARTED: AtomicBool = AtomicBool::new(false);
+/// Whether a device of this process has a trace of the environment's. Held while one begins: two devices that are used first at
+/// the same time do not both take the name that the first one has.
+static HAS_STARTED: Mutex<bool> = Mutex::new(false);
 
 /// Begins what `SYMMALLOC_TRACE` asks for, if it does.
 pub(crate) fn start_from_environment(allocator: &DeviceAllocator) -> Result<(), Error> {
-    let Ok(pattern) = env::var(TRACE_VARIABLE) else { return Ok(()) };
+    let pattern = match env::var(TRACE_VARIABLE) {
+        Ok(pattern) => pattern,
+        Err(VarError::NotPresent) => return Ok(()),
+        Err(VarError::NotUnicode(_)) => return Err(Error::NotText { argument: TRACE_VARIABLE }),
+    };
     if pattern.is_empty() {
         return Ok(());
     }
+    let mut has_started = HAS_STARTED.lock().unwrap_or_else(PoisonError::into_inner);
     let number = |name: &str| env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
     let launch = Launch {
         rank: number("RANK").unwrap_or(0),
         ranks: number("WORLD_SIZE").unwrap_or(1),
         device: allocator.ordinal(),
-        is_first_device: !HAS_STARTED.load(Ordering::Relaxed),
+        is_first_device: !*has_started,
         process: std::process::id(),
     };
     start(allocator, Path::new(&launch.path_of(&pattern)))?;
-    HAS_STARTED.store(true, Ordering::Relaxed);
+    *has_started = true;
     stop_at_exit();
     Ok(())
 }
