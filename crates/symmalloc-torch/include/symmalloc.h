@@ -374,8 +374,8 @@ symmalloc_status symmalloc_agree_all(struct symmalloc_allocator *allocator,
 
 /**
  * Attaches a symmetric pool to a communicator that other code owns. Nothing is registered before the first sync. Every rank
- * of the communicator calls it. Anything that waits for other ranks ends after `deadline_ms` milliseconds; 0: NCCL's default
- * deadline of this library.
+ * of the communicator calls it. Anything that waits for other ranks ends after `deadline_ms` milliseconds; 0: after
+ * five minutes.
  *
  * # Safety
  * `allocator` is live; `nccl_comm` is a live and ready `ncclComm_t` on its device, of the NCCL library of this process, which

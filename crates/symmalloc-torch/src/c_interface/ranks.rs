@@ -1,6 +1,6 @@
 //! Ranks that compare themselves, and windows that they register together.
 
-use super::arguments::{living, not_null, write};
+use super::arguments::{living, not_forked, not_null, write};
 use crate::alignment::{self, Gathering, symmalloc_gather_fn};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
@@ -53,8 +53,8 @@ pub unsafe extern "C" fn symmalloc_agree_all(
 }
 
 /// Attaches a symmetric pool to a communicator that other code owns. Nothing is registered before the first sync. Every rank
-/// of the communicator calls it. Anything that waits for other ranks ends after `deadline_ms` milliseconds; 0: NCCL's default
-/// deadline of this library.
+/// of the communicator calls it. Anything that waits for other ranks ends after `deadline_ms` milliseconds; 0: after
+/// five minutes.
 ///
 /// # Safety
 /// `allocator` is live; `nccl_comm` is a live and ready `ncclComm_t` on its device, of the NCCL library of this process, which
@@ -97,6 +97,7 @@ pub unsafe extern "C" fn symmalloc_registrar_sync(
     deregistered: *mut u64,
 ) -> symmalloc_status {
     report(|| {
+        not_forked()?;
         // SAFETY: the caller's contract.
         let registrar = unsafe { registrar.as_ref() }.ok_or(Error::Null { argument: "registrar" })?;
         let synced = registrar.sync()?;
@@ -118,6 +119,7 @@ pub unsafe extern "C" fn symmalloc_registrar_sync(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_registrar_destroy(registrar: *mut PoolRegistration) -> symmalloc_status {
     report(|| {
+        not_forked()?;
         if registrar.is_null() {
             return Ok(());
         }
