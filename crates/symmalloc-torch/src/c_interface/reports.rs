@@ -121,10 +121,11 @@ pub unsafe extern "C" fn symmalloc_snapshot(
         not_null(len, "len")?;
         let mut pickle = Vec::new();
         export_allocator(allocator.core(), &mut pickle)?;
+        let copy = copied(&pickle)?;
         // SAFETY: the caller's contract.
         unsafe {
-            write(len, "len", pickle.len())?;
-            write(bytes, "bytes", copied(&pickle)?)
+            write(bytes, "bytes", copy)?;
+            write(len, "len", pickle.len())
         }
     })
 }
