@@ -15,7 +15,7 @@ use crate::pointers::{Live, Pointers};
 use crate::private_pools::PrivatePools;
 use crate::process;
 use crate::refusal::Refusals;
-use crate::registrations::Registrations;
+use crate::registrations::{PoolRegistration, Registrations};
 use crate::scopes::{Begun, MempoolId, Scopes};
 use crate::settings::{OutOfMemoryPolicy, Settings};
 use crate::streams::{Lane, RawStream, Streams};
@@ -47,6 +47,14 @@ pub struct DeviceAllocator {
     pub(crate) registrations: Registrations,
     pub(crate) failures: Failures,
 }
+
+/// Found by every thread through a pointer, which the compiler does not look behind.
+const _: () = {
+    const fn is_shared<T: Send + Sync>() {}
+    is_shared::<DeviceAllocator>();
+    is_shared::<Lane>();
+    is_shared::<PoolRegistration>();
+};
 
 /// When an allocator is recorded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
