@@ -138,7 +138,9 @@ impl Error {
                 SYMMALLOC_INVALID_ARGUMENT
             }
             Error::Fraction { .. } => SYMMALLOC_INVALID_ARGUMENT,
-            Error::Settings(_) | Error::Cuda(CudaError::Config(_)) => SYMMALLOC_INVALID_SETTINGS,
+            Error::Settings(_) | Error::Cuda(CudaError::Config(_) | CudaError::ChunkSize { .. }) => {
+                SYMMALLOC_INVALID_SETTINGS
+            }
             Error::TooLate { .. } | Error::NoScope { .. } | Error::Forked => SYMMALLOC_INVALID_STATE,
             Error::UnknownPointer { .. } => SYMMALLOC_UNKNOWN_POINTER,
             Error::UnknownPool { .. } => SYMMALLOC_UNKNOWN_POOL,
