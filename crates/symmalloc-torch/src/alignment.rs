@@ -4,7 +4,7 @@
 //! history: their heaps are compared by digest, in one round when all are equal and in two when they are not.
 //!
 //! ```text
-//!  round 1   heaps 4 │ unused 4 │ digest of all heaps 8                          per rank
+//!  round 1   heaps 8 │ digest of all heaps 8                                     per rank
 //!  round 2   [ pool 4 │ stream 4 │ ops 8 │ digest 8 ] × the most heaps of a rank
 //! ```
 //!

@@ -5,7 +5,7 @@
 //! | key | values | default | meaning |
 //! |---|---|---|---|
 //! | `peers` | `[1,2]`, `[]` | `[]` | Devices that may read and write the memory. |
-//! | `chunk_mb`, `chunk_bytes` | a multiple of the granularity | the granularity | Size of the physical chunks in which expandable ranges grow. |
+//! | `chunk_mb`, `chunk_bytes` | a multiple of the granularity | 20 MiB | Largest physical chunk by which expandable ranges grow. |
 //! | `out_of_memory` | `trim`, `fail` | `trim` | What happens before an allocation fails. |
 //!
 //! They are taken out of the text and blanks put in their place, so that the bytes that the core's errors name are right.
