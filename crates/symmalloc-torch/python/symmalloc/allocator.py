@@ -39,7 +39,7 @@ class Allocator:
     """A deterministic caching allocator of one device.
 
     `conf` is a text as in `SYMMALLOC_CONF`; None: the defaults. Streams are raw handles (`cudaStream_t` as an int), 0 the
-    default stream. All methods are thread-safe. Those of a closed allocator raise `InvalidArgument`.
+    default stream. All methods but `close` are thread-safe. Those of a closed allocator raise `InvalidArgument`.
 
     PyTorch's own is `symmalloc.allocator(device)`.
     """

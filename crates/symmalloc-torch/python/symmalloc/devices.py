@@ -1,4 +1,4 @@
-"""PyTorch's devices and streams as numbers. The only file besides those that install that asks PyTorch for them."""
+"""PyTorch's devices as numbers."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ SETTERS = {
 }
 
 # What install() was called with; None before. PyTorch keeps the allocator for the rest of the process.
-_installed_with: tuple[str | None, str | None] | None = None
+_installed_with: tuple[str | None, str | None, bool] | None = None
 
 
 def install(conf: str | None = None, *, trace: str | os.PathLike[str] | None = None, statistics: bool = True) -> None:
@@ -45,14 +45,14 @@ def install(conf: str | None = None, *, trace: str | os.PathLike[str] | None = N
                 `memory._snapshot` and their kin our numbers; PyTorch raises for them with any pluggable allocator
 
     Raises `TorchError` when PyTorch is missing, too old or has used CUDA, `InvalidSettings` for a configuration that is
-    not understood, `LibraryNotFound`.
+    not understood, `InvalidState` for a second call with other arguments, `LibraryNotFound`.
     """
     global _installed_with
-    arguments = (conf, None if trace is None else os.fspath(trace))
+    arguments = (conf, None if trace is None else os.fspath(trace), statistics)
     if _installed_with is not None:
         if _installed_with != arguments:
             raise InvalidState(
-                f"symmalloc is installed already, with conf and trace {_installed_with}: install it once"
+                f"symmalloc is installed already, with conf, trace and statistics {_installed_with}: install it once"
             )
         return
     torch = _usable_torch()

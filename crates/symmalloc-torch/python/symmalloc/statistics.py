@@ -110,7 +110,7 @@ def teach(torch: Any) -> None:
     def record_memory_history(enabled: str | bool | None, *_: Any, **__: Any) -> None:
         if enabled:
             raise RuntimeError(
-                "symmalloc records with symmalloc.start_trace(path) or SYMMALLOC_TRACE=path, at little cost"
+                "symmalloc records with symmalloc.start_trace(path) or SYMMALLOC_TRACE=path"
             )
 
     native._cuda_memoryStats = memory_stats

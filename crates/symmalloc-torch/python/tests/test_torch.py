@@ -25,16 +25,18 @@ class WithoutTorch(unittest.TestCase):
 
 @needs.torch
 class Install(unittest.TestCase):
-    def test_a_second_call_with_the_same_arguments_does_nothing(self) -> None:
+    def test_a_second_call_does_nothing_and_with_other_arguments_is_refused(self) -> None:
         succeeds(self, """
             import torch, symmalloc
             assert not symmalloc.installed()
             symmalloc.install(); symmalloc.install()
             assert symmalloc.installed()
-            try:
-                symmalloc.install("segments:fixed")
-            except symmalloc.InvalidState:
-                print("refused")
+            for arguments in ({"conf": "segments:fixed"}, {"trace": "job.trace"}, {"statistics": False}):
+                try:
+                    symmalloc.install(**arguments)
+                except symmalloc.InvalidState:
+                    continue
+                raise AssertionError(arguments)
         """)  # fmt: skip
 
     def test_every_function_that_the_class_refuses_is_found_and_replaced(self) -> None:
