@@ -22,7 +22,7 @@ use std::sync::atomic::Ordering;
 use symmalloc_core::PoolId;
 use symmalloc_core::report::MemoryStats;
 use symmalloc_core::stats::{Stat, UsageStats};
-use symmalloc_cuda::CudaDevice;
+use symmalloc_cuda::{CudaDevice, CudaMemory};
 
 /// Everything that is counted.
 pub(crate) fn as_json(allocator: &DeviceAllocator) -> Value {
@@ -43,6 +43,7 @@ pub(crate) fn as_json(allocator: &DeviceAllocator) -> Value {
         "streams": core.stream_count(),
         "reserved_limit_bytes": core.limit_bytes(),
         "history_bytes": core.history_bytes(),
+        "idle_bytes": core.backend().idle_bytes(),
         "errors": {
             "unknown_frees": errors.unknown_frees.load(Ordering::Relaxed),
             "failed_calls": errors.failed_calls.load(Ordering::Relaxed),

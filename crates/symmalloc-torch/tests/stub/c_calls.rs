@@ -155,6 +155,19 @@ stub_test!(the_peak_over_all_heaps_is_a_true_one, {
     assert_eq!(allocator.total("reserved_bytes/all/peak"), 16 << 20);
 });
 
+stub_test!(memory_that_the_driver_cannot_take_back_yet_is_counted, {
+    let allocator = Allocator::new("");
+    let whole = allocator.allocate(0, 10 * MIB, null_mut());
+    allocator.free(whole);
+    let part = allocator.allocate(0, 2 * MIB, null_mut());
+    assert_eq!(allocator.trim(), 8 << 20);
+    assert_eq!((allocator.total("reserved_bytes/all/current"), live().device_bytes), (2 << 20, 10 << 20));
+    assert_eq!(allocator.stats()["idle_bytes"], 8 << 20, "one chunk is mapped in part");
+    allocator.free(part);
+    allocator.trim();
+    assert_eq!((&allocator.stats()["idle_bytes"], live().device_bytes), (&0.into(), 0));
+});
+
 stub_test!(reports_are_handed_out_and_taken_back, {
     let (allocator, streams) = (Allocator::new("out_of_memory:fail,total_limit_mb:64"), Streams::new(1));
     let (name, mut pointer) = (c_text("weights"), null_mut());
