@@ -155,8 +155,8 @@ impl CudaDevice {
         Ok((can != 0).then_some(device))
     }
 
-    /// Whether a stream of the device is being captured, by a capture that was begun with
-    /// [`GraphPool::begin`](crate::GraphPool::begin).
+    /// Whether a stream of the device may be being captured: a capture that was begun with
+    /// [`GraphPool::begin`](crate::GraphPool::begin) is under way, or a [`CaptureWatch`](crate::CaptureWatch) lives.
     pub fn is_capturing(&self) -> bool {
         self.captures.any()
     }

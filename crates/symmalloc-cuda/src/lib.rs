@@ -52,7 +52,8 @@
 //! `driver.rs` resolves the calls; `device.rs` keeps the thread's current context as it was. A backend is memory
 //! (`memory.rs`: virtual memory with `chunks.rs` as its books, or whole allocations) and an order of work (`order.rs`:
 //! streams and events, also in captures). `allocator.rs` puts the core on top and `lane.rs` finds a stream's heap;
-//! `block.rs` and `uses.rs` are what buffers consist of. `unsafe` stands only where the driver is called, pointers are taken apart or cudarc's traits demand it.
+//! `block.rs` and `uses.rs` are what buffers consist of. `unsafe` stands only where the driver is called, pointers are taken
+//! apart or cudarc's traits demand it.
 
 mod allocator;
 mod backend;
