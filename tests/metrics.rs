@@ -58,6 +58,9 @@ fn a_heaps_numbers_are_published_under_its_pool_and_stream() {
     assert_eq!(value(&text, "symmalloc_out_of_memory_total{rank=\"3\",pool=\"0\",stream=\"1\"}"), 1.0);
     assert_eq!(value(&text, "symmalloc_pool_limit_bytes{rank=\"3\",pool=\"0\"}"), mib(16));
     assert_eq!(value(&text, "symmalloc_limit_bytes{rank=\"3\"}"), mib(1024));
+    allocator.set_limit_bytes(Some(512 * MIB));
+    let later = rendered(&Publisher::new().with_label("rank", "3"), &[&allocator]);
+    assert_eq!(value(&later, "symmalloc_limit_bytes{rank=\"3\"}"), mib(512), "the limit that holds now");
     assert_eq!(value(&text, "symmalloc_total_allocated_bytes_peak{rank=\"3\"}"), mib(10));
     assert!(text.contains("# TYPE symmalloc_reserved_bytes gauge"), "{text}");
     assert!(text.contains("# HELP symmalloc_trims_total trims of the heap"), "{text}");

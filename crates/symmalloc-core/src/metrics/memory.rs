@@ -58,7 +58,7 @@ const TOTAL_REQUESTED_PEAK: Metric = Metric::gauge(
     BYTES,
     "the most asked for over all pools, or an upper bound",
 );
-const LIMIT: Metric = Metric::gauge("symmalloc_limit_bytes", BYTES, "the configured limit over all pools");
+const LIMIT: Metric = Metric::gauge("symmalloc_limit_bytes", BYTES, "the limit over all pools that holds now");
 const POOL_LIMIT: Metric = Metric::gauge("symmalloc_pool_limit_bytes", BYTES, "the configured limit of a pool");
 
 impl<B: Backend, L: Lock> Source for Allocator<B, L> {
@@ -80,7 +80,7 @@ impl<B: Backend, L: Lock> Source for Allocator<B, L> {
         to.tell(&TOTAL_RESERVED_PEAK, stats.reserved_bytes.peak as f64);
         to.tell(&TOTAL_ALLOCATED_PEAK, stats.usage.all.allocated_bytes.peak as f64);
         to.tell(&TOTAL_REQUESTED_PEAK, stats.usage.all.requested_bytes.peak as f64);
-        if let Some(limit_bytes) = self.config().limit_bytes() {
+        if let Some(limit_bytes) = self.limit_bytes() {
             to.tell(&LIMIT, limit_bytes as f64);
         }
     }
