@@ -439,6 +439,21 @@ fn a_segment_that_dies_under_its_observer_ends_the_recording() {
     assert!(matches!(allocator.stop_recording(), Err(RecordingError::LateDeath { records: 5 })));
 }
 
+/// A heap that was made after the observer read is in nothing that it read.
+#[test]
+fn a_segment_that_dies_in_a_heap_the_observer_has_not_seen_ends_the_recording() {
+    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
+    let stream = allocator.register_stream().expect("few");
+    allocator.start_recording(Memory::new()).expect("nothing was allocated");
+    let (observer, _) = allocator.observe(PoolId::DEFAULT).expect("exists");
+    let unread = allocator.unread(observer);
+    let a = allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory");
+    allocator.free(a.handle).expect("live");
+    allocator.trim(None).expect("no fault");
+    allocator.acknowledge(observer, &unread).expect("no fault");
+    assert!(matches!(allocator.stop_recording(), Err(RecordingError::LateDeath { records: 5 })));
+}
+
 /// An agreement is a sync, and a recording says so.
 #[test]
 fn ranks_that_agree_record_a_sync() {

@@ -4,8 +4,7 @@ use crate::allocator::Allocator;
 use crate::backend::Backend;
 use crate::errors::{TrimError, UnknownError};
 use crate::heap::Heap;
-use crate::ids::ObserverId;
-use crate::ids::{HeapId, PoolId};
+use crate::ids::{HeapId, ObserverId, PoolId};
 use crate::lock::{Lock, LockCell};
 use crate::pool::Pool;
 use crate::segment_log::{SegmentEvent, SegmentEventKind, SegmentLog};
@@ -77,7 +76,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn acknowledge(&self, observer: ObserverId, unread: &Unread) -> Result<u64, TrimError> {
         let mut tape = self.tape();
         // Replay acknowledges everything that happened so far: more than this observer has read, if something came in between.
-        let is_late = tape.is_recording() && self.has_death_since(&unread.ends);
+        let is_late = tape.is_recording() && self.has_death_since(observer, &unread.ends);
         let released = self.let_go(&unread.ends, |log, end| log.acknowledge(observer, end));
         if is_late {
             tape.late_death();
@@ -103,10 +102,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         released
     }
 
-    /// Whether a segment died that these ends of logs do not cover.
-    fn has_death_since(&self, ends: &[(HeapId, u64)]) -> bool {
-        ends.iter()
-            .any(|(id, end)| self.heaps.get(id.index()).is_some_and(|heap| heap.lock().log.has_death_since(*end)))
+    /// Whether a segment of the observer's pool died that these ends of logs do not cover. A heap that was made since has none.
+    fn has_death_since(&self, observer: ObserverId, ends: &[(HeapId, u64)]) -> bool {
+        let pool = self.observers.lock().pool_of(observer);
+        pool.and_then(|pool| self.pool(pool).ok()).into_iter().flat_map(Pool::heaps).map(LockCell::lock).any(|heap| {
+            let end = ends.iter().find(|(id, _)| *id == heap.id).map_or(0, |(_, end)| *end);
+            heap.log.has_death_since(end)
+        })
     }
 
     /// The heaps of a pool, with how far their logs reach.

@@ -23,8 +23,7 @@
 //! threads interleaved, and ranks would register in different orders (rule D8).
 
 use crate::backend::{DeviceAddress, Range};
-use crate::ids::ObserverId;
-use crate::ids::{PoolId, SegmentId, StreamId};
+use crate::ids::{ObserverId, PoolId, SegmentId, StreamId};
 use crate::sync::AtomicU64;
 use smallvec::SmallVec;
 use std::collections::VecDeque;
