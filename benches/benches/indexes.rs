@@ -1,7 +1,7 @@
 //! Designs of a free index by time, on what each recorded job asks of one in steady state; expandable segments.
 //!
-//! Nanoseconds of processor time per question (a block comes, a block goes, which fits best), medians over repeats that alternate between
-//! the designs. An allocate and its free ask about four. The walk through the questions is in all figures.
+//! Nanoseconds of processor time per question (a block comes, a block goes, which fits best), medians over repeats that
+//! alternate between the designs. An allocate and its free ask about four. The walk through the questions is in all figures.
 //! `cargo bench -p symmalloc-benches --bench indexes`
 
 use std::env;

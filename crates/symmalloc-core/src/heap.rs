@@ -16,9 +16,9 @@
 //! A call that fails has changed nothing that a later decision could see, with one exception: an allocation whose wait
 //! fails after the heap grew leaves the heap grown, as it is by now on the ranks whose wait did not fail.
 //!
-//! Most heaps are *plain*: one stream, sizes that are exact, no books, no recording. What their blocks are placed by is known ahead of
-//! time ([`Exact`]), and most of their requests end in `allocate_at_once` and `free_at_once`. Everything else takes the
-//! longer way, by the same code and to the same places.
+//! Most heaps are *plain*: one stream, sizes that are exact, no books, no recording. What their blocks are placed by is
+//! known ahead of time ([`Exact`]), and most of their requests end in `allocate_at_once` and `free_at_once`. Everything
+//! else takes the longer way, by the same code and to the same places.
 //!
 //! Everything a decision reads is in the heap or in its pool's configuration. That is what makes heaps independent
 //! (rule D8), and the heap's lock the only lock on the way.

@@ -43,10 +43,11 @@ pub trait LockCell<T> {
     /// Puts a `T` behind a lock.
     fn new(value: T) -> Self;
 
-    /// Locks.
+    /// Locks. The allocator never locks twice in one thread.
     ///
     /// # Panics
-    /// When the same thread holds this lock already: the allocator never does that.
+    /// When the same thread holds this lock already and it is [`Exclusive`]'s. With [`Shared`] that thread waits for itself,
+    /// for ever.
     fn lock(&self) -> Self::Guard<'_>;
 }
 

@@ -18,8 +18,8 @@
 //! ```
 //!
 //! Memory: 16 bytes for each value on the stack and each memoised one, and what [`values`] keeps. That is at most 48
-//! bytes for any opcode, and the text that is kept; real snapshots come to twice the pickle's length without stack frames, to half of it with
-//! them. A limit of the caller's holds over it. Time: linear in the input.
+//! bytes for any opcode, and the text that is kept; real snapshots come to twice the pickle's length without stack frames,
+//! to half of it with them. A limit of the caller's holds over it. Time: linear in the input.
 
 use std::io::Read;
 

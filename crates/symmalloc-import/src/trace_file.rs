@@ -40,14 +40,15 @@ const CHUNK_RECORDS: usize = 4096;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TraceFileOptions {
-    /// The most records that wait for the disk, at 64 bytes each and their names. The program waits when it has more.
+    /// The most records that wait to be written, at 72 bytes each and their names; as many again may be in the hands of the
+    /// thread that writes. The program waits when it has more.
     pub pending_records_max: usize,
     /// How long a record may be lost by a crash: what is older has been flushed. At least a millisecond.
     pub flush_interval: Duration,
 }
 
 impl Default for TraceFileOptions {
-    /// A million records (64 MiB), flushed once a second.
+    /// A million records (72 MiB), flushed once a second.
     fn default() -> Self {
         TraceFileOptions { pending_records_max: 1 << 20, flush_interval: Duration::from_secs(1) }
     }

@@ -162,8 +162,9 @@ impl Transcript {
 
     /// The log freed what lives at `address` while another stream still used it: it is taken until [`complete`].
     ///
-    /// Where the log does not name that stream, the use is given to the lowest-numbered stream other than the allocation's own, registered now if need be: as
-    /// streams are numbered by appearance, that is also the number it gets when the log names it.
+    /// Where the log does not name that stream, the use is given to the lowest-numbered stream other than the allocation's
+    /// own, registered now if need be: as streams are numbered by appearance, that is also the number it gets when the log
+    /// names it.
     ///
     /// [`complete`]: Transcript::complete
     pub(crate) fn free_used_elsewhere(&mut self, address: Address) -> Result<(), Overflow> {
