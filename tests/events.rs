@@ -6,7 +6,6 @@ use std::time::Duration;
 use symmalloc_core::agreement::{Point, ThreadTransport, Transport, agree};
 use symmalloc_core::config::PoolConfig;
 use symmalloc_core::recording::{Sink, SinkError};
-use symmalloc_core::sim::SimBackend;
 use symmalloc_core::sim::{Call, Fault, FaultRule, SimBackend};
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocator, Config, PoolId};

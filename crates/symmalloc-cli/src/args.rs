@@ -64,15 +64,13 @@ Examples:
   symmalloc export job.trace.zst job.json.gz                     a time line: open it at https://ui.perfetto.dev
   symmalloc export job.trace.zst all.json --detail all           ... with every allocation and every change
 
-JSON: trace, snapshot, entries, allocations, refused (by a limit), pending_frees (that complete later),
-segments and blocks (at the end), ops_without_entry (that PyTorch's allocator does not have).
 The format goes by OUT's name, .json is a time line, unless --format says it. On a time line a microsecond is an op.
 
 JSON of a time line: trace, timeline, heaps, slices (allocations), left_out (smaller allocations), points (of counters),
 ops_per_point (each is the highest of), instants.
 
-JSON of a snapshot: trace, snapshot, entries, allocations, refused (by a limit), segments and blocks (at the end),
-ops_without_entry (that PyTorch's allocator does not have).
+JSON of a snapshot: trace, snapshot, entries, allocations, refused (by a limit), pending_frees (that complete later),
+segments and blocks (at the end), ops_without_entry (that PyTorch's allocator does not have).
 
 Exit codes: 0 fine, 2 bad input.";
 
@@ -376,6 +374,8 @@ pub(crate) struct PlanArgs {
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
+}
+
 /// What `export` writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ExportFormat {

@@ -418,11 +418,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             return Err(AllocateError::TooLarge { requested_bytes: size_bytes });
         }
         let (entry, heap) = self.route_or_make(pool, stream)?;
-        let mut tape = self.tape();
-        let span = tracing::debug_span!(target: "symmalloc", "heap.reserve", pool = pool.0, stream = stream.0, size_bytes);
         let span =
             tracing::debug_span!(target: "symmalloc", "heap.reserve", pool = pool.0, stream = stream.0, size_bytes);
         let _entered = span.enter();
+        let mut tape = self.tape();
         let outcome = heap.lock().reserve(&self.around, stream, size_bytes);
         if let Err(shortage) = outcome {
             self.persist(entry, heap, Request { pool, stream, size_bytes }, *shortage, &mut tape, |heap| {
@@ -499,24 +498,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let free_bytes = heap.mapped - heap.usage.stats().all.allocated_bytes.current;
         if free_bytes <= threshold_bytes {
             return None;
-            return;
-        }
-        // What fails is told by the trim, and tried again by the next one.
-        let _released = heap.trim(&self.around, TrimGoal::Everything);
-    }
-
-    #[cold]
-    fn allocate_nothing(&self, heap: &L::Cell<Heap>, stream: StreamId) -> Allocation {
-        let mut heap = heap.lock();
-        heap.fold(op_word(Mark::AllocateNothing, stream, 0), 0);
-        Allocation {
-            handle: Handle { heap: heap.id, slot: NO_SLOT, tag: heap.tags.next() },
-            address: crate::backend::DeviceAddress(0),
-            placement: Placement::NOWHERE,
-            size_bytes: 0,
         }
         let TrimFailure { error, .. } = heap.trim(&self.around, TrimGoal::Everything).err()?;
-        tracing::warn!(name: "trim.failed", target: "symmalloc", %error);
         Some(error)
     }
 }

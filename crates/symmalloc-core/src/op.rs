@@ -223,4 +223,4 @@ impl Pending {
 }
 
 // Readers and recorders keep records by the million.
-const _: () = assert!(size_of::<Record>() == 64);
+const _: () = assert!(size_of::<Record>() == 72);

@@ -5,7 +5,7 @@ use crate::backend::Backend;
 use crate::budget::LimitScope;
 use crate::config::Reclaim;
 use crate::digest::{Mark, op_word};
-use crate::errors::{AllocateError, OutOfMemory, OutOfMemoryCause, UnknownError};
+use crate::errors::{AllocateError, OutOfMemory, OutOfMemoryCause, TrimError, UnknownError};
 use crate::heap::{Heap, Shortage};
 use crate::ids::{PoolId, StreamId};
 use crate::lock::{Lock, LockCell};
@@ -94,7 +94,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 has_reclaimed = true;
                 self.reclaim(entry, heap, bytes(missing), tape);
                 unsaid = Some(bytes(missing));
-                self.reclaim(entry, heap, TrimGoal::AtLeast(bytes(missing)));
                 "reclaim"
             } else {
                 if let Some(size_bytes) = unsaid.take() {
@@ -138,14 +137,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             }),
         };
         if let Some(error) = failed {
-            tracing::warn!(name: "trim.failed", target: "symmalloc", %error);
             tape.driver_failed(error);
-    fn reclaim(&self, entry: &Pool<L>, heap: &L::Cell<Heap>, goal: TrimGoal) {
-        // What fails is told by the trims, and tried again by the next one.
-        match entry.config.reclaim() {
-            Reclaim::Never => {}
-            Reclaim::Heap => drop(heap.lock().trim(&self.around, goal)),
-            Reclaim::Pool => drop(self.trim_pool(entry, goal)),
         }
     }
 
@@ -207,11 +199,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             OutOfMemoryCause::Driver(_) => Refusal::Driver,
         };
         fold_refusal(heap, request, refusal, tape);
-        {
-            let mut heap = heap.lock();
-            heap.fold(op_word(mark, request.stream, request.size_bytes), 0);
-            heap.rare.refusals += 1;
-        }
         tracing::warn!(
             name: "memory.refused",
             target: "symmalloc",
@@ -241,6 +228,10 @@ fn fold_refusal<B: Backend, L: Lock>(
         Refusal::Driver => Mark::RefusedByDriver,
     };
     let Request { pool, stream, size_bytes } = request;
-    heap.lock().fold(op_word(mark, stream, size_bytes), 0);
+    {
+        let mut heap = heap.lock();
+        heap.fold(op_word(mark, stream, size_bytes), 0);
+        heap.rare.refusals += 1;
+    }
     tape.note(Op::Refuse { pool, stream, size_bytes, refusal });
 }

@@ -62,14 +62,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// None at present; reserved for policies that a backend cannot serve.
     pub fn create_pool(&self, config: PoolConfig) -> Result<PoolId, PoolError> {
         let mut tape = self.tape();
+        let (symmetric, limit_bytes) = (config.symmetric(), config.limit_bytes());
         let entry = Box::new(Pool::new(config));
         let config = tape.is_recording().then(|| Box::new(entry.config.clone()));
         let pool = PoolId(self.pools.push(|_| entry) as u32);
         if let Some(config) = config {
             tape.note(Op::CreatePool { pool, config });
         }
-        let (symmetric, limit_bytes) = (config.symmetric(), config.limit_bytes());
-        let pool = PoolId(self.pools.push(|_| Box::new(Pool::new(config))) as u32);
         tracing::debug!(name: "pool.created", target: "symmalloc", pool = pool.0, symmetric, limit_bytes);
         Ok(pool)
     }
@@ -121,11 +120,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         drop((heaps, observers));
         tape.note(Op::DestroyPool { pool });
+        tracing::debug!(name: "pool.destroyed", target: "symmalloc", pool = pool.0);
         let Some(error) = first_error else { return Ok(()) };
         tape.driver_failed(error.clone());
         Err(error.into())
-        tracing::debug!(name: "pool.destroyed", target: "symmalloc", pool = pool.0);
-        first_error.map_or(Ok(()), |error| Err(error.into()))
     }
 
     pub(crate) fn pool(&self, pool: PoolId) -> Result<&Pool<L>, UnknownError> {

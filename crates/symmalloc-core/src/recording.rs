@@ -401,7 +401,7 @@ impl<B: Backend, L: Lock> Tape<'_, B, L> {
         let id = recording.name_allocation(made.handle);
         let op = Op::Allocate { id, pool, stream, size_bytes };
         let placement = (made.size_bytes > 0).then_some(made.placement);
-        self.note_record(Record { op, name: name.map(whole_characters), placement });
+        self.note_record(Record { op, name: name.map(whole_characters), placement, pending: None });
     }
 
     /// Records the free of an allocation that was live.

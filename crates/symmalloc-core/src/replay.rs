@@ -11,9 +11,8 @@ use crate::handle::{Allocation, Handle};
 use crate::ids::{AllocationId, ObserverId, PoolId, StreamId};
 use crate::lock::Lock;
 use crate::names::slot_map;
-use crate::op::{Op, Record};
-use crate::out_of_memory::Request;
 use crate::op::{Op, Pending, Record};
+use crate::out_of_memory::Request;
 use thiserror::Error;
 
 /// Ops with dense allocation ids.

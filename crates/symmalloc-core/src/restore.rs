@@ -121,14 +121,15 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut guards: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         let mut heaps: Vec<_> = guards.iter_mut().map(|heap| Saved::find(heap, layout)).collect();
         let outcome = if is_fresh { self.rejoin(&mut heaps) } else { self.rewind(observers, &mut heaps) };
-        let restored = outcome.map(|()| heaps.into_iter().map(|Saved { heap, .. }| restored_heap(heap)).collect());
+        let restored =
+            outcome.map(|()| heaps.into_iter().map(|Saved { heap, .. }| restored_heap(heap)).collect::<Vec<_>>());
         drop(guards);
         if matches!(restored, Ok(_) | Err(RestoreError::Backend { .. } | RestoreError::Fence { .. })) {
             tape.restored(pool);
         }
-        Ok(Restored { heaps: restored? })
+        let heaps = restored?;
         tracing::debug!(name: "pool.restored", target: "symmalloc", pool = pool.0, heaps = heaps.len(), is_fresh);
-        Ok(Restored { heaps: heaps.into_iter().map(|Saved { heap, .. }| restored_heap(heap)).collect() })
+        Ok(Restored { heaps })
     }
 
     /// What can be told without looking at blocks.

@@ -88,15 +88,10 @@ impl GraphPool {
         if order.capture_of(stream.cu_stream())?.is_some() {
             return Err(CudaError::AlreadyCapturing);
         }
-        allocator.synchronize_uncaptured()?;
         {
             let pool = self.inner.pool.0;
             let _entered = tracing::debug_span!(target: "symmalloc", "capture.prepare", pool, stream = id.0).entered();
-            for (other, raw) in order.streams() {
-                if order.capture_of(raw.cu_stream())?.is_none() {
-                    self.inner.state.synchronize(other).map_err(DriverError::from)?;
-                }
-            }
+            allocator.synchronize_uncaptured()?;
         }
         let _restore = RestoreCurrent::of(order.device.driver)?;
         let begun = stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);

@@ -366,11 +366,6 @@ impl DeviceAllocator {
         if self.private_pools.release(id) { Ok(()) } else { Err(error) }
     }
 
-    /// Lets another device read and write the memory of this one.
-    pub(crate) fn grant_access(&self, peer: usize) -> Result<(), Error> {
-        Ok(self.core().backend().grant_access(peer)?)
-    }
-
     pub(crate) fn push_pool(&self, pool: PoolId) {
         self.scopes.push(pool);
     }

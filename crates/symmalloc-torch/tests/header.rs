@@ -8,7 +8,6 @@ fn the_header_is_what_the_sources_say() {
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut config = cbindgen::Config::from_file(package.join("cbindgen.toml")).expect("a configuration");
     config.after_includes = Some(format!("\n#define SYMMALLOC_VERSION \"{}\"", env!("CARGO_PKG_VERSION")));
-    let sources = ["status.rs", "device.rs", "registrations.rs", "alignment.rs", "c_interface.rs", "torch_entry.rs"];
     let sources = [
         "status.rs",
         "device.rs",

@@ -66,6 +66,9 @@ fn our_own_decisions_have_no_pending_frees() {
     let replayed = folder.path("replayed.trace");
     symmalloc("replay {} --json --record {}", &[&job, &replayed]).json(0);
     assert!(fs::read_to_string(&replayed).unwrap().ends_with("a 0 512 s0 -> 0@0\nf 0\nend 3\n"));
+}
+
+#[test]
 fn a_time_line_is_json_that_says_when_what_was_live() {
     let folder = Folder::new();
     let job = recorded("fsdp1_train_rank0.trace.zst");

@@ -12,8 +12,7 @@ use super::error::TraceError;
 use crate::config::{Config, PoolConfig};
 use crate::ids::{AllocationId, ObserverId, Placement, PoolId, SegmentId};
 use crate::nearest::nearest;
-use crate::op::{Op, Record, Refusal};
-use crate::op::{Op, Pending, Record};
+use crate::op::{Op, Pending, Record, Refusal};
 use crate::text::{Fields, LineError};
 
 /// The words that a line can start with, after the first line.
