@@ -14,7 +14,8 @@ SCALE = (
     ("growth_ns", "ns per allocation while growing"),
     ("live_blocks_ns", "live blocks, replacement, ns per pair"),
     ("host_bytes_per_block", "host bytes per live block"),
-    ("free_blocks_ns", "free blocks, replacement, ns per pair"),
+    ("free_blocks_ns", "free blocks, replacement among 1,000, ns per pair"),
+    ("free_and_live_blocks_ns", "free and as many live blocks, replacement, ns per pair"),
 )
 OF_JOBS = ("steady_ns_per_op", "cold_ns_per_op", "reserved_peak_bytes", "segments")
 SCALED = {"reserved_peak_bytes": 1 << 20, "pairs_per_second": 1e6}

@@ -91,17 +91,18 @@ private:
 
 struct Step {
     char kind; // 'a'llocate, 'f'ree, 'u'se on another stream
-    uint32_t number;
+    uint32_t place;
     int stream;
     size_t bytes;
 };
 
 /// A recorded job that leaves nothing allocated. The file has `a BYTES STREAM`, `f NUMBER` and `u NUMBER STREAM`, one a
-/// line; allocations are numbered in the order in which they are made.
+/// line; allocations are numbered in the order in which they are made. A program keeps them in places, and uses the
+/// place that was left last again.
 struct Job {
     std::string name;
     std::vector<Step> steps;
-    uint32_t allocations = 0;
+    uint32_t places = 0;
     int streams = 1;
     bool has_uses = false;
 
@@ -109,18 +110,23 @@ struct Job {
         Job job;
         job.name = path.stem().string();
         std::vector<Step> owners;
+        std::vector<uint32_t> left;
         std::ifstream lines(path);
         char kind;
         while (lines >> kind) {
             Step step{kind, 0, 0, 0};
             if (kind == 'a') {
                 lines >> step.bytes >> step.stream;
-                step.number = job.allocations++;
+                if (left.empty()) left.push_back(job.places++);
+                step.place = left.back();
+                left.pop_back();
                 owners.push_back(step);
             } else {
-                lines >> step.number;
-                step.bytes = owners[step.number].bytes;
-                step.stream = owners[step.number].stream;
+                uint32_t number;
+                lines >> number;
+                step = owners[number];
+                step.kind = kind;
+                if (kind == 'f') left.push_back(step.place);
                 if (kind == 'u') lines >> step.stream;
                 job.has_uses |= kind == 'u';
             }
@@ -167,11 +173,11 @@ template <class Peer> double pass(Peer &peer, const Job &job, std::vector<void *
     const auto start = Clock::now();
     for (const Step &step : job.steps) {
         if (step.kind == 'a') {
-            blocks[step.number] = peer.allocate(step.bytes, step.stream);
+            blocks[step.place] = peer.allocate(step.bytes, step.stream);
         } else if (step.kind == 'f') {
-            peer.free(blocks[step.number], step.bytes, step.stream);
+            peer.free(blocks[step.place], step.bytes, step.stream);
         } else if constexpr (Peer::records_uses) {
-            peer.record_use(blocks[step.number], step.stream);
+            peer.record_use(blocks[step.place], step.stream);
         }
     }
     return nanoseconds_since(start);
@@ -179,7 +185,7 @@ template <class Peer> double pass(Peer &peer, const Job &job, std::vector<void *
 
 /// Passes over memory that was just obtained, and over memory that is there.
 template <class Peer> void replay(const Options &options, Report &report, const Job &job) {
-    std::vector<void *> blocks(job.allocations);
+    std::vector<void *> blocks(job.places);
     std::vector<double> cold, steady;
     const double ops = double(job.steps.size());
     for (int repeat = 0; repeat < options.cold; repeat++) {

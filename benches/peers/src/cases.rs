@@ -1,6 +1,6 @@
 //! The cases that every peer runs. `cpp/cases.hpp` has the same for the others: change both.
 
-use crate::job::{Job, Step};
+use crate::job::{Job, Move, Script};
 use crate::report::Report;
 use crate::subject::Subject;
 use clap::Args;
@@ -74,21 +74,21 @@ pub(crate) fn measure<S: Subject>(amounts: &Amounts, jobs: &[Job], report: &Repo
 }
 
 /// One pass over a job; nanoseconds.
-fn pass<S: Subject>(subject: &S, streams: &[S::Stream<'_>], job: &Job, blocks: &mut [Option<S::Block>]) -> f64 {
+fn pass<S: Subject>(subject: &S, streams: &[S::Stream<'_>], moves: &[Move], blocks: &mut [Option<S::Block>]) -> f64 {
     let start = Instant::now();
-    for step in &job.steps {
+    for step in moves {
         match *step {
-            Step::Allocate { number, stream, size_bytes } => {
-                blocks[number] = Some(subject.allocate(&streams[stream], size_bytes));
+            Move::Allocate { place, stream, size_bytes } => {
+                blocks[place as usize] = Some(subject.allocate(&streams[usize::from(stream)], size_bytes));
             }
-            Step::Free { number, stream } => {
-                if let Some(block) = blocks[number].take() {
-                    subject.free(&streams[stream], block);
+            Move::Free { place, stream } => {
+                if let Some(block) = blocks[place as usize].take() {
+                    subject.free(&streams[usize::from(stream)], block);
                 }
             }
-            Step::Use { number, stream } => {
-                if let Some(block) = &blocks[number] {
-                    subject.record_use(block, &streams[stream]);
+            Move::Use { place, stream } => {
+                if let Some(block) = &blocks[place as usize] {
+                    subject.record_use(block, &streams[usize::from(stream)]);
                 }
             }
         }
@@ -98,18 +98,19 @@ fn pass<S: Subject>(subject: &S, streams: &[S::Stream<'_>], job: &Job, blocks: &
 
 /// Passes over memory that was just obtained, and over memory that is there.
 fn replay<S: Subject>(amounts: &Amounts, job: &Job, report: &Report, make: &dyn Fn() -> S) {
-    let ops = job.steps.len() as f64;
-    let mut blocks: Vec<Option<S::Block>> = (0..job.allocations()).map(|_| None).collect();
+    let Script { moves, places } = Script::new(job);
+    let ops = moves.len() as f64;
+    let mut blocks: Vec<Option<S::Block>> = (0..places).map(|_| None).collect();
     let (mut cold, mut steady) = (Vec::new(), Vec::new());
     for repeat in 0..amounts.cold {
         let subject = make();
         let streams: Vec<_> = (0..job.streams()).map(|number| subject.stream(number)).collect();
-        cold.push(pass(&subject, &streams, job, &mut blocks) / ops);
+        cold.push(pass(&subject, &streams, &moves, &mut blocks) / ops);
         if repeat + 1 < amounts.cold {
             continue;
         }
         let calls = subject.driver_calls();
-        steady.extend((0..amounts.steady).map(|_| pass(&subject, &streams, job, &mut blocks) / ops));
+        steady.extend((0..amounts.steady).map(|_| pass(&subject, &streams, &moves, &mut blocks) / ops));
         if let Some((before, after)) = calls.zip(subject.driver_calls()) {
             report.figure("steady_driver_calls", &job.name, &[(after - before) as f64]);
         }

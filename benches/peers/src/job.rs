@@ -10,6 +10,9 @@
 //!
 //! A job frees all that it allocates, so that it can be run again. Zero bytes are asked for as one, which every peer
 //! takes. Uses by other streams stand in a file of their own (`..._uses`), because not every peer has them.
+//!
+//! A program keeps what it allocates in places of its own, and uses them again, the last one left first, as objects of a
+//! program do that come from `malloc`: see [`Script`].
 
 use crate::report::Report;
 use std::error::Error;
@@ -65,6 +68,46 @@ impl std::fmt::Display for BadLine {
 
 impl Error for BadLine {}
 
+/// A job as a program runs it: steps that name the place where the program keeps an allocation.
+#[derive(Clone, Debug)]
+pub(crate) struct Script {
+    pub(crate) moves: Vec<Move>,
+    /// Number of places.
+    pub(crate) places: usize,
+}
+
+/// One op. Small, because reading the script is part of what is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Move {
+    Allocate { stream: u16, place: u32, size_bytes: u64 },
+    Free { stream: u16, place: u32 },
+    Use { stream: u16, place: u32 },
+}
+
+impl Script {
+    /// Gives allocations their places: the one that was left last, or a new one.
+    pub(crate) fn new(job: &Job) -> Self {
+        let mut place_of = vec![0; job.allocations.len()];
+        let (mut left, mut places) = (Vec::new(), 0);
+        let moves = job.steps.iter().map(|step| match *step {
+            Step::Allocate { number, stream, size_bytes } => {
+                let place = left.pop().unwrap_or_else(|| {
+                    places += 1;
+                    places - 1
+                });
+                place_of[number] = place;
+                Move::Allocate { stream: stream as u16, place, size_bytes }
+            }
+            Step::Free { number, stream } => {
+                left.push(place_of[number]);
+                Move::Free { stream: stream as u16, place: place_of[number] }
+            }
+            Step::Use { number, stream } => Move::Use { stream: stream as u16, place: place_of[number] },
+        });
+        Script { moves: moves.collect(), places: places as usize }
+    }
+}
+
 impl Job {
     fn allocate(&mut self, size_bytes: u64, stream: usize) {
         self.steps.push(Step::Allocate { number: self.allocations.len(), stream, size_bytes });
@@ -81,11 +124,6 @@ impl Job {
         self.allocations.get(number)?;
         self.steps.push(Step::Use { number, stream });
         Some(())
-    }
-
-    /// Number of allocations.
-    pub(crate) fn allocations(&self) -> usize {
-        self.allocations.len()
     }
 
     /// Number of streams.
@@ -227,7 +265,7 @@ pub(crate) fn write_all(folder: &Path, filter: &str) -> Result<(), Box<dyn Error
 
 #[cfg(test)]
 mod tests {
-    use super::{Job, Step};
+    use super::{Job, Move, Script, Step};
 
     #[test]
     fn a_jobs_text_reads_back_as_the_same_steps() {
@@ -237,6 +275,19 @@ mod tests {
         let plain = job.without_uses().expect("it has uses");
         assert!(plain.without_uses().is_none());
         assert_eq!(plain.live_peak_bytes(), job.live_peak_bytes());
+    }
+
+    #[test]
+    fn a_place_is_used_again_when_it_was_left() {
+        let job = Job::from_text("places", "a 1 0\na 2 1\nf 0\na 3 0\nu 2 1\nf 1\nf 2").expect("steps");
+        let Script { moves, places } = Script::new(&job);
+        let place = |at: usize| match moves[at] {
+            Move::Allocate { place, .. } | Move::Free { place, .. } | Move::Use { place, .. } => place,
+        };
+        assert_eq!((0..moves.len()).map(place).collect::<Vec<_>>(), [0, 1, 0, 0, 0, 1, 0]);
+        assert_eq!(places, 2);
+        assert_eq!(moves[3], Move::Allocate { stream: 0, place: 0, size_bytes: 3 });
+        assert_eq!(size_of::<Move>(), 16);
     }
 
     #[test]

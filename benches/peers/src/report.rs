@@ -17,7 +17,8 @@
 //! | `growth_ns` | live blocks | per allocation, nothing freed (ours, as all below) |
 //! | `live_blocks_ns` | live blocks | as `replacement_ns`, blocks of 512 B to 4 KiB |
 //! | `host_bytes_per_block` | live blocks | host memory that the process took for them, what the program holds not counted |
-//! | `free_blocks_ns` | free blocks | as `replacement_ns`, with so many free blocks that cannot merge |
+//! | `free_blocks_ns` | free blocks | as `replacement_ns` among 1,000, with so many free blocks that cannot merge |
+//! | `free_and_live_blocks_ns` | free blocks | as `replacement_ns`, with so many free and so many live blocks |
 
 use serde_json::json;
 

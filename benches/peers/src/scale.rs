@@ -1,11 +1,15 @@
 //! Many live blocks, many free blocks, and what the host pays for one: figures that only ours has.
 //!
-//! The free blocks of [`free_blocks`] stay as many as they are called: live separators of one unit stand between all
-//! others, so nothing can merge.
+//! Free blocks stay as many as they are called: live separators of one unit stand between all others, so nothing can
+//! merge.
 //!
 //! ```text
-//!  a│s│ f │s│ a  │s│ f │s│ f│s│ a ...     a allocated, f free, s separator, in random order; as many a as f
+//!  a│s│ f │s│ a  │s│ f │s│ f│s│ a ...     a allocated, f free, s separator, in random order
 //! ```
+//!
+//! They are asked about twice: with a program that works on 1,000 blocks whatever their number, which is what the number of
+//! free blocks costs; and with as many live blocks as free ones, all replaced at random, which is what a program costs that
+//! has no locality at all: its own table, the blocks and their neighbours leave the caches together.
 
 use crate::cases::{Amounts, Random, nanoseconds_since, replace_random};
 use crate::report::Report;
@@ -36,25 +40,34 @@ pub(crate) fn live_blocks<S: Subject>(amounts: &Amounts, count: usize, report: &
     report.figure("live_blocks_ns", &count, &values);
 }
 
-/// Keeps `count` free blocks and replaces random live ones.
+/// Live blocks of a program that has locality.
+const WORKING_SET: usize = 1000;
+
+/// Keeps `count` free blocks and replaces random ones of a working set, and then of as many live blocks.
 pub(crate) fn free_blocks<S: Subject>(amounts: &Amounts, count: usize, report: &Report, make: &dyn Fn() -> S) {
+    for (case, live) in [("free_blocks_ns", WORKING_SET), ("free_and_live_blocks_ns", count)] {
+        report.figure(case, &count, &replace_between(amounts, live, count, &make()));
+    }
+}
+
+/// Nanoseconds per pair, with `live` blocks and `free` ones, none of which lies beside another.
+fn replace_between<S: Subject>(amounts: &Amounts, live: usize, free: usize, subject: &S) -> Vec<f64> {
     let mut random = Random::new();
-    let subject = make();
     let stream = subject.stream(0);
-    let (mut live, mut separators) = (Vec::with_capacity(2 * count), Vec::with_capacity(2 * count));
-    for _ in 0..2 * count {
-        live.push(subject.allocate(&stream, spread(&mut random)));
+    let (mut blocks, mut separators) = (Vec::with_capacity(live + free), Vec::with_capacity(live + free));
+    for _ in 0..live + free {
+        blocks.push(subject.allocate(&stream, spread(&mut random)));
         separators.push(subject.allocate(&stream, UNIT_BYTES));
     }
-    for _ in 0..count {
-        let victim = live.swap_remove(random.below(live.len()));
+    for _ in 0..free {
+        let victim = blocks.swap_remove(random.below(blocks.len()));
         subject.free(&stream, victim);
     }
-    let mut live: Vec<Option<S::Block>> = live.into_iter().map(Some).collect();
+    let mut blocks: Vec<Option<S::Block>> = blocks.into_iter().map(Some).collect();
     let mut repeat = || {
         let start = Instant::now();
         for _ in 0..amounts.pairs {
-            let slot = &mut live[random.below(count)];
+            let slot = &mut blocks[random.below(live)];
             if let Some(block) = slot.take() {
                 subject.free(&stream, block);
             }
@@ -63,9 +76,9 @@ pub(crate) fn free_blocks<S: Subject>(amounts: &Amounts, count: usize, report: &
         nanoseconds_since(start) / amounts.pairs as f64
     };
     repeat();
-    let values: Vec<f64> = (0..amounts.repeats).map(|_| repeat()).collect();
-    report.figure("free_blocks_ns", &count, &values);
-    live.into_iter().flatten().chain(separators).for_each(|block| subject.free(&stream, block));
+    let values = (0..amounts.repeats).map(|_| repeat()).collect();
+    blocks.into_iter().flatten().chain(separators).for_each(|block| subject.free(&stream, block));
+    values
 }
 
 /// 512 B to 64 KiB in units, every power of two equally often: two million of them fit a device.

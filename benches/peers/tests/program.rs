@@ -88,7 +88,12 @@ fn pools_of_live_and_of_free_blocks_say_what_a_block_costs() {
     let mut command = program(&folder);
     command.args(["scale", "--interface", "simulated", "--live", "20000", "--free", "1000"]).args(QUICK);
     let found = figures(&command.output().expect("it runs"));
-    for (case, at) in [("growth_ns", "20000"), ("live_blocks_ns", "20000"), ("free_blocks_ns", "1000")] {
+    for (case, at) in [
+        ("growth_ns", "20000"),
+        ("live_blocks_ns", "20000"),
+        ("free_blocks_ns", "1000"),
+        ("free_and_live_blocks_ns", "1000"),
+    ] {
         assert!(values(&found, case, at)[0] > 0.0, "{case}");
     }
     let host_bytes = values(&found, "host_bytes_per_block", "20000")[0];
