@@ -194,7 +194,54 @@ class Ranks(unittest.TestCase):
         dist.destroy_process_group()
     """
 
+    # As over NCCL: the ranks exchange through memory of the device, which is host memory on the stub.
+    PART = """
+        import ctypes, os, types
+        import torch, symmalloc
+        import torch.distributed as dist
+        rank = int(os.environ["RANK"])
+        symmalloc.install()
+        dist.init_process_group("gloo")
+        dist.get_backend_config = lambda group=None: "cuda:nccl"
+        torch.cuda.current_stream = lambda device=None: types.SimpleNamespace(cuda_stream=0)
+        exchanged = []
+
+        def as_tensor(described):
+            shape, (address, _) = (described.__cuda_array_interface__[key] for key in ("shape", "data"))
+            exchanged.append(address)
+            return torch.frombuffer((ctypes.c_uint8 * shape[0]).from_address(address), dtype=torch.uint8)
+
+        torch.as_tensor = as_tensor
+        alone = dist.new_group([0])
+        if rank == 0:
+            for _ in range(2):
+                symmalloc.assert_aligned(alone, device=0)
+            assert exchanged[0] == exchanged[-1] and len(exchanged) >= 2, exchanged
+            stats = symmalloc.stats(0)
+            assert (stats["streams"], len(stats["pools"])) == (0, 1), stats
+        pool = symmalloc.MemPool(device=0)
+        ours = symmalloc.allocator(0)
+        for number in (pool.id, 0):
+            ours.allocate(1 << 20, pool=number)
+        symmalloc.assert_aligned(device=0)
+        pointer = ours.allocate(1 << 20)
+        symmalloc.assert_aligned(device=0)
+        assert ours.placement_of(pointer).pool == 0 and pool.id == 1
+        ours.allocate((1 << 20) << rank, pool=pool.id)
+        try:
+            symmalloc.assert_aligned(device=0)
+        except symmalloc.MisalignedError:
+            print("told")
+        dist.destroy_process_group()
+    """
+
     def test_assert_aligned_over_gloo_tells_every_rank(self) -> None:
+        self.every_rank_is_told(self.PROGRAM)
+
+    def test_a_part_of_the_ranks_that_compares_itself_changes_nothing_that_is_compared(self) -> None:
+        self.every_rank_is_told(self.PART)
+
+    def every_rank_is_told(self, program: str) -> None:
         import socket
         from concurrent.futures import ThreadPoolExecutor
 
@@ -203,7 +250,7 @@ class Ranks(unittest.TestCase):
             port = free.getsockname()[1]
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
         with ThreadPoolExecutor() as ranks:
-            for done in ranks.map(lambda rank: needs.process(self.PROGRAM, RANK=str(rank), **shared), range(2)):
+            for done in ranks.map(lambda rank: needs.process(program, RANK=str(rank), **shared), range(2)):
                 self.assertEqual(done.returncode, 0, done.stderr)
                 self.assertEqual(done.stdout.strip(), "told")
 
