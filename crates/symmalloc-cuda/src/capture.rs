@@ -4,9 +4,10 @@
 //! through this crate is under way: in all other moments one relaxed load answers.
 
 use crate::device::CudaDevice;
-use crate::driver::{CAPTURE_ACTIVE, Driver};
+use crate::driver::{CAPTURE_ACTIVE, CAPTURE_NONE, Driver};
 use crate::error::{CAPTURE_IMPLICIT, DriverError};
 use cudarc::driver::sys::CUstream;
+use std::ffi::c_int;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -64,6 +65,22 @@ impl CudaDevice {
     }
 }
 
+impl CaptureWatch {
+    /// Whether a stream is part of a capture that was not ended yet, be it spoiled.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    ///
+    /// # Safety
+    /// The stream is alive, and of the device's primary context.
+    pub unsafe fn is_captured(&self, stream: CUstream) -> Result<bool, DriverError> {
+        let _current = self.device.enter()?;
+        // SAFETY: the caller's contract.
+        let (status, _) = unsafe { capture_status(self.device.driver, stream) }?;
+        Ok(status != CAPTURE_NONE)
+    }
+}
+
 impl Drop for CaptureWatch {
     fn drop(&mut self) {
         self.device.captures.end();
@@ -75,13 +92,23 @@ impl Drop for CaptureWatch {
 /// # Safety
 /// The stream is alive.
 pub(crate) unsafe fn capture_of(driver: &Driver, stream: CUstream) -> Result<Option<CaptureId>, DriverError> {
+    // SAFETY: the caller's contract.
+    let (status, id) = unsafe { capture_status(driver, stream) }?;
+    Ok((status == CAPTURE_ACTIVE).then_some(id))
+}
+
+/// What the driver says of a stream: one of its `CAPTURE_*`, and the capture if it is in one.
+///
+/// # Safety
+/// The stream is alive.
+unsafe fn capture_status(driver: &Driver, stream: CUstream) -> Result<(c_int, CaptureId), DriverError> {
     let (mut status, mut id) = (0, 0);
     let (no_graph, no_nodes, no_count) = (std::ptr::null_mut(), std::ptr::null_mut(), std::ptr::null_mut());
     // SAFETY: both answers are valid for writing, the others may be null; the stream is alive by the caller's contract.
     match unsafe { driver.capture_info(stream, &raw mut status, &raw mut id, no_graph, no_nodes, no_count) } {
-        Ok(()) => Ok((status == CAPTURE_ACTIVE).then_some(id)),
+        Ok(()) => Ok((status, id)),
         // The legacy default stream, while a stream that synchronises with it is captured: it is not part of the capture.
-        Err(DriverError { code: CAPTURE_IMPLICIT, .. }) => Ok(None),
+        Err(DriverError { code: CAPTURE_IMPLICIT, .. }) => Ok((CAPTURE_NONE, id)),
         Err(error) => Err(error),
     }
 }

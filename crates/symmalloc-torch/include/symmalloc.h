@@ -523,15 +523,30 @@ symmalloc_status symmalloc_torch_allocator(int32_t device,
 
 /**
  * Sends what this thread allocates on the device without naming a pool to this one, until [`symmalloc_torch_pop_pool`].
- * Nests. A pushed pool comes before those that PyTorch began.
+ * Nests. As with PyTorch's own allocator, what was opened last wins: a pool pushed within a capture comes before the
+ * capture's, and a capture within the scope of a pushed pool has its own memory.
  */
 symmalloc_status symmalloc_torch_push_pool(int32_t device,
                                            uint32_t pool);
 
 /**
- * Takes back this thread's last push on the device.
+ * Takes back this thread's last pushed pool on the device.
  */
 symmalloc_status symmalloc_torch_pop_pool(int32_t device);
+
+/**
+ * Names what this thread allocates on the device through PyTorch, for snapshots, traces and reports, until
+ * [`symmalloc_torch_pop_name`]. Nests: the last name holds. Names change no placement and no digest.
+ *
+ * # Safety
+ * `name` is a C string.
+ */
+symmalloc_status symmalloc_torch_push_name(int32_t device, const char *name);
+
+/**
+ * Takes back this thread's last pushed name on the device.
+ */
+symmalloc_status symmalloc_torch_pop_name(int32_t device);
 
 /**
  * Gives PyTorch's current allocator the functions that its class refuses. Call it once, after the allocator was made the

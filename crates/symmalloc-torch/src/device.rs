@@ -16,7 +16,7 @@ use crate::private_pools::PrivatePools;
 use crate::process;
 use crate::refusal::Refusals;
 use crate::registrations::{PoolRegistration, Registrations};
-use crate::scopes::{Begun, MempoolId, Scopes};
+use crate::scopes::{MempoolId, Purpose, Scopes};
 use crate::settings::{OutOfMemoryPolicy, Settings};
 use crate::streams::{Lane, RawStream, Streams};
 use crate::tally::Tally;
@@ -155,13 +155,10 @@ impl DeviceAllocator {
         }
     }
 
-    /// Where an allocation of this thread goes that names no pool. Calls PyTorch's filters, which may throw.
+    /// What the open scopes say of an allocation that names no pool.
     #[inline]
-    pub(crate) fn current_pool(&self, stream: RawStream) -> PoolId {
-        if !self.scopes.any() {
-            return PoolId::DEFAULT;
-        }
-        self.scopes.pool_for(stream).unwrap_or(PoolId::DEFAULT)
+    pub(crate) fn scopes(&self) -> &Scopes {
+        &self.scopes
     }
 
     /// Allocates. Zero bytes are a null pointer and no op.
@@ -199,7 +196,7 @@ impl DeviceAllocator {
 
     #[cold]
     fn refused(&self, error: AllocateError) -> Error {
-        if matches!(error, AllocateError::OutOfMemory(_)) {
+        if matches!(error, AllocateError::OutOfMemory(_) | AllocateError::TooLarge { .. }) {
             self.refusals.count();
         }
         error.into()
@@ -322,8 +319,8 @@ impl DeviceAllocator {
     /// Gives all free memory back but that of private pools in use. Returns the bytes that went back.
     pub(crate) fn trim(&self) -> Result<u64, Error> {
         let private = self.private_pools.give_back(self.core(), || self.allocator.is_capturing());
-        let others = self.allocator.trim();
-        Ok(private? + others?)
+        let others = self.allocator.trim()?;
+        private.failure.map_or(Ok(private.released_bytes + others), |failure| Err(failure.into()))
     }
 
     /// Lets another device read and write the memory: what there is, and what will be.
@@ -344,15 +341,20 @@ impl DeviceAllocator {
 
     /// PyTorch begins to allocate to a private pool on the streams that the filter takes. May throw what the filter throws.
     pub(crate) fn begin_private(&self, id: MempoolId, filter: StreamFilter) -> Result<(), Error> {
+        let watch = self.allocator.device().watch_captures();
+        // SAFETY: streams that were allocated on live as long as the allocator.
+        self.scopes.end_failed(|stream| unsafe { watch.is_captured(stream.handle().cast()) }.unwrap_or(true));
         // A filter of this thread takes any stream; that of a capture none before the capture has begun.
-        let streams = self.streams.all();
-        let may_capture = !streams.iter().any(|(_, raw)| !raw.handle().is_null() && filter.accepts(raw.handle()));
+        let mut known: Vec<_> = self.streams.all().into_iter().map(|(_, raw)| raw.handle()).collect();
+        known.retain(|stream| !stream.is_null());
+        let may_capture = !known.iter().any(|stream| filter.accepts(*stream));
         if may_capture {
             // What was submitted so far is in no graph, and no graph has to wait for it.
             self.allocator.synchronize_uncaptured()?;
         }
+        let purpose = if may_capture && !known.is_empty() { Purpose::Capture } else { Purpose::Unknown };
         let pool = self.private_pools.begin(self.core(), id)?;
-        self.scopes.begin(Begun { id, pool, filter, _watch: self.allocator.device().watch_captures() });
+        self.scopes.begin(id, pool, filter, purpose, watch);
         Ok(())
     }
 
@@ -364,14 +366,6 @@ impl DeviceAllocator {
     pub(crate) fn release_private(&self, id: MempoolId) -> Result<(), Error> {
         let error = Error::NoScope { device: self.ordinal(), scope: "use of a private pool" };
         if self.private_pools.release(id) { Ok(()) } else { Err(error) }
-    }
-
-    pub(crate) fn push_pool(&self, pool: PoolId) {
-        self.scopes.push(pool);
-    }
-
-    pub(crate) fn pop_pool(&self) -> Result<(), Error> {
-        self.scopes.pop(self.ordinal())
     }
 
     /// Notes an error of a call that can return none. The first one is also written to the error output.

@@ -16,7 +16,7 @@
 //! |---|---|
 //! | `symmalloc_create` ... `symmalloc_destroy` | an allocator of a device by raw streams and raw pointers |
 //! | `symmalloc_torch_alloc` ... `symmalloc_torch_release_pool` | PyTorch's entry points, over one allocator per device |
-//! | `symmalloc_torch_push_pool`, `symmalloc_torch_pop_pool` | a thread's allocations go to a pool |
+//! | `symmalloc_torch_push_pool`, `symmalloc_torch_push_name` ... | a thread's allocations go to a pool, have a name |
 //! | `symmalloc_agree` | ranks compare their histories, over any gather |
 //! | `symmalloc_registrar_create` ... | NCCL windows over a symmetric pool, on a communicator of PyTorch's |
 //!

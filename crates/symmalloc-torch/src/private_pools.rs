@@ -30,6 +30,30 @@ pub(crate) struct PrivatePool {
     pub(crate) uses: u32,
 }
 
+/// What went back. A failure stops neither the other pools nor the count.
+#[derive(Debug, Default)]
+pub(crate) struct GivenBack {
+    pub(crate) released_bytes: u64,
+    /// The first.
+    pub(crate) failure: Option<CudaError>,
+}
+
+impl GivenBack {
+    fn add(&mut self, trimmed: Result<u64, TrimError>) {
+        match trimmed {
+            Ok(bytes) => self.released_bytes += bytes,
+            // Destroyed since: nothing is left of it.
+            Err(TrimError::Unknown(_)) => {}
+            Err(error) => {
+                if let TrimError::Backend { released_bytes, .. } = error {
+                    self.released_bytes += released_bytes;
+                }
+                self.failure.get_or_insert(error.into());
+            }
+        }
+    }
+}
+
 impl PrivatePools {
     /// Takes a pool into use; makes it when there is none of this name.
     pub(crate) fn begin(&self, core: &SharedAllocator<CudaBackend>, id: MempoolId) -> Result<PoolId, CudaError> {
@@ -61,29 +85,29 @@ impl PrivatePools {
         &self,
         core: &SharedAllocator<CudaBackend>,
         is_capturing: impl FnOnce() -> Result<bool, CudaError>,
-    ) -> Result<u64, CudaError> {
+    ) -> GivenBack {
+        let mut given = GivenBack::default();
         let mut all = self.lock();
-        if all.iter().all(|pool| pool.uses > 0) || is_capturing()? {
-            return Ok(0);
+        if all.iter().all(|pool| pool.uses > 0) {
+            return given;
         }
-        core.backend().device().synchronize()?;
-        let mut released_bytes = 0;
-        let mut failed = None;
+        match is_capturing() {
+            Ok(false) => {}
+            Ok(true) => return given,
+            Err(error) => return GivenBack { failure: Some(error), ..given },
+        }
+        if let Err(error) = core.backend().device().synchronize() {
+            return GivenBack { failure: Some(error.into()), ..given };
+        }
         all.retain(|entry| {
             if entry.uses > 0 {
                 return true;
             }
-            match core.trim(Some(entry.pool)) {
-                Ok(bytes) => released_bytes += bytes,
-                Err(error) => failed = Some(error),
-            }
+            given.add(core.trim(Some(entry.pool)));
             // What is still allocated, or registered, keeps its pool for the next time.
             matches!(core.destroy_pool(entry.pool), Err(PoolError::InUse { .. } | PoolError::Observed { .. }))
         });
-        match failed {
-            None | Some(TrimError::Unknown(_)) => Ok(released_bytes),
-            Some(error) => Err(error.into()),
-        }
+        given
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<PrivatePool>> {

@@ -53,7 +53,8 @@ impl Refusals {
 /// Gives back the free memory of all pools that are neither symmetric nor a graph's. What cannot go back stays.
 fn trim_private(core: &SharedAllocator<CudaBackend>, private: &PrivatePools) -> u64 {
     let is_capturing = core.backend().device().is_capturing();
-    let mut released_bytes = private.give_back(core, || Ok(is_capturing)).unwrap_or(0);
+    // The core told of what failed.
+    let mut released_bytes = private.give_back(core, || Ok(is_capturing)).released_bytes;
     // Counted first: a graph's pool that another thread begins meanwhile is not among them, or is in the list.
     let pools = core.pool_count();
     let in_use = private.list();

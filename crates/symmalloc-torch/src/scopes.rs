@@ -1,28 +1,66 @@
 //! Scopes: where allocations go that do not name a pool.
 //!
 //! Two kinds. PyTorch begins to allocate to a pool and says with a filter which streams that concerns (a graph capture, or
-//! `use_mem_pool` of this thread). A program pushes a pool for what this thread allocates. A pushed pool comes first, since it
-//! is the program's explicit word; then what was begun last. While no scope is open on the device, one load says so.
+//! `use_mem_pool` of this thread). A program pushes a pool, or a name, for what this thread allocates. As with PyTorch's own allocator, the
+//! scope that was opened last wins among those that take the allocation. While none is open on the device, one load says so.
+//!
+//! ```text
+//!  push A ── begin B(capture of s) ── push C          on s      on another stream
+//!    1            2                      3             C          C
+//!    1            2                                    B          A
+//! ```
+//!
+//! A capture that fails leaves its scope open: PyTorch 2.11 raises before it ends it. The next begin does.
 
 use crate::cxx_abi::StreamFilter;
 use crate::error::Error;
 use crate::streams::RawStream;
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::PoolId;
 use symmalloc_cuda::CaptureWatch;
 
 /// PyTorch's name of a private pool.
 pub(crate) type MempoolId = (u64, u64);
 
+/// What a begun scope is for, as far as its filter shows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Purpose {
+    /// A capture, of streams that the filter takes when they are in it: over when they are not any more.
+    Capture,
+    /// A thread's allocations, or a capture before any stream is known: over when PyTorch says so.
+    Unknown,
+}
+
 /// What PyTorch began.
-pub(crate) struct Begun {
-    pub(crate) id: MempoolId,
-    pub(crate) pool: PoolId,
-    pub(crate) filter: StreamFilter,
+struct Begun {
+    order: u64,
+    id: MempoolId,
+    pool: PoolId,
+    filter: StreamFilter,
+    purpose: Purpose,
+    /// The last stream that the filter took.
+    taken: Mutex<Option<RawStream>>,
     /// The scope may be a capture's.
-    pub(crate) _watch: CaptureWatch,
+    _watch: CaptureWatch,
+}
+
+impl Begun {
+    /// Whether allocations on the stream are the scope's. May throw what the filter throws.
+    fn takes(&self, stream: RawStream) -> bool {
+        let takes = self.filter.accepts(stream.handle());
+        if takes {
+            *self.taken.lock().unwrap_or_else(PoisonError::into_inner) = Some(stream);
+        }
+        takes
+    }
+
+    /// Whether it was a capture's, and that capture is over.
+    fn is_over(&self, is_captured: impl Fn(RawStream) -> bool) -> bool {
+        let taken = *self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        self.purpose == Purpose::Capture && taken.is_some_and(|stream| !is_captured(stream))
+    }
 }
 
 /// The open scopes of one allocator.
@@ -31,16 +69,26 @@ pub(crate) struct Scopes {
     serial: u64,
     /// Open scopes of both kinds. A thread sees those that it opened, and others when it has synchronised with their threads.
     open: Arc<AtomicUsize>,
+    /// Scopes opened so far, which orders those of both kinds.
+    opened: AtomicU64,
     begun: Mutex<Vec<Arc<Begun>>>,
+    /// Scopes of failed captures that were ended before PyTorch did so, if it ever does.
+    ended_early: Mutex<Vec<MempoolId>>,
 }
 
 static NEXT_SERIAL: AtomicU64 = AtomicU64::new(0);
 
-/// A pool that a thread pushed. It is popped at the latest when the thread ends.
+/// What a thread pushed. It is popped at the latest when the thread ends.
 struct Pushed {
     serial: u64,
-    pool: PoolId,
+    order: u64,
+    what: What,
     open: Arc<AtomicUsize>,
+}
+
+enum What {
+    Pool(PoolId),
+    Name(Arc<str>),
 }
 
 impl Drop for Pushed {
@@ -55,7 +103,13 @@ thread_local! {
 
 impl Scopes {
     pub(crate) fn new() -> Self {
-        Scopes { serial: NEXT_SERIAL.fetch_add(1, Ordering::Relaxed), open: Arc::default(), begun: Mutex::default() }
+        Scopes {
+            serial: NEXT_SERIAL.fetch_add(1, Ordering::Relaxed),
+            open: Arc::default(),
+            opened: AtomicU64::new(0),
+            begun: Mutex::default(),
+            ended_early: Mutex::default(),
+        }
     }
 
     /// Whether any scope is open, on any thread.
@@ -68,26 +122,39 @@ impl Scopes {
     /// which may throw: nothing is locked meanwhile.
     #[cold]
     pub(crate) fn pool_for(&self, stream: RawStream) -> Option<PoolId> {
-        let pushed = PUSHED.try_with(|pushed| {
-            let pushed = pushed.borrow();
-            pushed.iter().rev().find(|pushed| pushed.serial == self.serial).map(|pushed| pushed.pool)
+        let pushed = self.last(|pushed| match pushed.what {
+            What::Pool(pool) => Some((pushed.order, pool)),
+            What::Name(_) => None,
         });
-        if let Ok(Some(pool)) = pushed {
-            return Some(pool);
-        }
         let begun = self.begun().clone();
-        begun.iter().rev().find(|begun| begun.filter.accepts(stream.handle())).map(|begun| begun.pool)
+        let mut since = begun.iter().rev().take_while(|begun| pushed.is_none_or(|(order, _)| begun.order > order));
+        let taker = since.find(|begun| begun.takes(stream)).map(|begun| begun.pool);
+        taker.or(pushed.map(|(_, pool)| pool))
     }
 
-    pub(crate) fn begin(&self, begun: Begun) {
-        self.begun().push(Arc::new(begun));
+    /// Opens a scope that PyTorch begins.
+    pub(crate) fn begin(
+        &self,
+        id: MempoolId,
+        pool: PoolId,
+        filter: StreamFilter,
+        purpose: Purpose,
+        watch: CaptureWatch,
+    ) {
+        let mut all = self.begun();
+        let begun = Begun { order: self.next(), id, pool, filter, purpose, taken: Mutex::default(), _watch: watch };
+        all.push(Arc::new(begun));
         self.open.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Ends what was begun last for the pool. Whether there was anything.
     pub(crate) fn end(&self, id: MempoolId) -> bool {
         let mut all = self.begun();
-        let Some(at) = all.iter().rposition(|begun| begun.id == id) else { return false };
+        let Some(at) = all.iter().rposition(|begun| begun.id == id) else {
+            let mut early = self.ended_early();
+            let at = early.iter().position(|ended| *ended == id);
+            return at.map(|at| early.remove(at)).is_some();
+        };
         let ended = all.remove(at);
         self.open.fetch_sub(1, Ordering::Relaxed);
         drop(all);
@@ -96,28 +163,81 @@ impl Scopes {
         true
     }
 
-    /// Sends this thread's allocations to a pool until [`pop`](Self::pop).
-    pub(crate) fn push(&self, pool: PoolId) {
-        let pushed = Pushed { serial: self.serial, pool, open: Arc::clone(&self.open) };
+    /// Ends the scopes of captures that took a stream which is in no capture any more.
+    pub(crate) fn end_failed(&self, is_captured: impl Fn(RawStream) -> bool) {
+        let mut all = self.begun();
+        let failed: Vec<_> = all.extract_if(.., |begun| begun.is_over(&is_captured)).collect();
+        self.open.fetch_sub(failed.len(), Ordering::Relaxed);
+        self.ended_early().extend(failed.iter().map(|begun| begun.id));
+        drop(all);
+        // Runs the destructors of PyTorch's filters.
+        drop(failed);
+    }
+
+    /// The name of this thread's allocations.
+    pub(crate) fn name(&self) -> Option<Arc<str>> {
+        self.last(|pushed| match &pushed.what {
+            What::Name(name) => Some(Arc::clone(name)),
+            What::Pool(_) => None,
+        })
+    }
+
+    /// Sends this thread's allocations to a pool until [`pop_pool`](Self::pop_pool).
+    pub(crate) fn push_pool(&self, pool: PoolId) {
+        self.push(What::Pool(pool));
+    }
+
+    /// Names this thread's allocations until [`pop_name`](Self::pop_name).
+    pub(crate) fn push_name(&self, name: &str) {
+        self.push(What::Name(name.into()));
+    }
+
+    /// Takes back this thread's last pushed pool.
+    pub(crate) fn pop_pool(&self, device: usize) -> Result<(), Error> {
+        let popped = self.pop(|what| matches!(what, What::Pool(_)));
+        popped.ok_or(Error::NoScope { device, scope: "pushed pool" })
+    }
+
+    /// Takes back this thread's last pushed name.
+    pub(crate) fn pop_name(&self, device: usize) -> Result<(), Error> {
+        let popped = self.pop(|what| matches!(what, What::Name(_)));
+        popped.ok_or(Error::NoScope { device, scope: "pushed name" })
+    }
+
+    fn push(&self, what: What) {
+        let pushed = Pushed { serial: self.serial, order: self.next(), what, open: Arc::clone(&self.open) };
         self.open.fetch_add(1, Ordering::Relaxed);
-        // A thread that ends keeps no scopes: the pool is popped at once.
+        // A thread that ends keeps no scopes: what it pushes is popped at once.
         let _pushed = PUSHED.try_with(|all| all.borrow_mut().push(pushed));
     }
 
-    /// Takes back this thread's last push.
-    pub(crate) fn pop(&self, device: usize) -> Result<(), Error> {
+    fn pop(&self, is_meant: impl Fn(&What) -> bool) -> Option<()> {
         let popped = PUSHED.try_with(|all| {
             let mut all = all.borrow_mut();
-            let at = all.iter().rposition(|pushed| pushed.serial == self.serial)?;
+            let at = all.iter().rposition(|pushed| pushed.serial == self.serial && is_meant(&pushed.what))?;
             Some(all.remove(at))
         });
-        match popped {
-            Ok(Some(_)) => Ok(()),
-            _ => Err(Error::NoScope { device, scope: "pushed pool" }),
-        }
+        popped.ok().flatten().map(drop)
     }
 
-    fn begun(&self) -> std::sync::MutexGuard<'_, Vec<Arc<Begun>>> {
+    /// The last of what this thread pushed here that is what is looked for.
+    fn last<T>(&self, look: impl Fn(&Pushed) -> Option<T>) -> Option<T> {
+        let found = PUSHED.try_with(|all| {
+            let all = all.borrow();
+            all.iter().rev().filter(|pushed| pushed.serial == self.serial).find_map(look)
+        });
+        found.ok().flatten()
+    }
+
+    fn next(&self) -> u64 {
+        self.opened.fetch_add(1, Ordering::Relaxed)
+    }
+
+    fn begun(&self) -> MutexGuard<'_, Vec<Arc<Begun>>> {
         self.begun.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn ended_early(&self) -> MutexGuard<'_, Vec<MempoolId>> {
+        self.ended_early.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -20,6 +20,7 @@ use crate::process;
 use crate::status::{guarded, report, symmalloc_status};
 use crate::streams::RawStream;
 use std::ffi::{c_char, c_int, c_void};
+use symmalloc_core::PoolId;
 use symmalloc_core::backend::DeviceAddress;
 
 /// Makes an exception of an error. No frame below PyTorch's has anything left to drop.
@@ -64,10 +65,28 @@ unsafe fn allocate(size: isize, device: c_int, stream: *mut c_void) -> Result<*m
         Some(allocator) => allocator,
         None => guarded(|| process::allocator(device))?,
     };
-    // Outside of the guard: a filter of PyTorch's may throw.
-    let pool = allocator.current_pool(stream);
+    if allocator.scopes().any() {
+        // SAFETY: the caller's contract.
+        return unsafe { allocate_in_scope(allocator, size_bytes, stream) };
+    }
     // SAFETY: the caller's contract.
-    guarded(|| unsafe { allocator.allocate(pool, size_bytes, stream, None) })
+    guarded(|| unsafe { allocator.allocate(PoolId::DEFAULT, size_bytes, stream, None) })
+}
+
+/// # Safety
+/// As [`symmalloc_torch_alloc`].
+#[cold]
+unsafe fn allocate_in_scope(
+    allocator: &DeviceAllocator,
+    size_bytes: u64,
+    stream: RawStream,
+) -> Result<*mut c_void, Error> {
+    let scopes = allocator.scopes();
+    // Outside of the guard: a filter of PyTorch's may throw.
+    let pool = scopes.pool_for(stream).unwrap_or(PoolId::DEFAULT);
+    let name = scopes.name();
+    // SAFETY: the caller's contract.
+    guarded(|| unsafe { allocator.allocate(pool, size_bytes, stream, name.as_deref()) })
 }
 
 /// Frees; PyTorch's `free_fn`. Never throws: what fails is counted, logged, and once written to the error output.
@@ -234,18 +253,46 @@ pub unsafe extern "C" fn symmalloc_torch_allocator(device: i32, out: *mut *mut D
 }
 
 /// Sends what this thread allocates on the device without naming a pool to this one, until [`symmalloc_torch_pop_pool`].
-/// Nests. A pushed pool comes before those that PyTorch began.
+/// Nests. As with PyTorch's own allocator, what was opened last wins: a pool pushed within a capture comes before the
+/// capture's, and a capture within the scope of a pushed pool has its own memory.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_push_pool(device: i32, pool: u32) -> symmalloc_status {
     report(|| {
         let allocator = process::allocator(device)?;
-        allocator.push_pool(allocator.known_pool(pool)?);
+        allocator.scopes().push_pool(allocator.known_pool(pool)?);
         Ok(())
     })
 }
 
-/// Takes back this thread's last push on the device.
+/// Takes back this thread's last pushed pool on the device.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_pop_pool(device: i32) -> symmalloc_status {
-    report(|| process::allocator(device)?.pop_pool())
+    report(|| {
+        let allocator = process::allocator(device)?;
+        allocator.scopes().pop_pool(allocator.ordinal())
+    })
+}
+
+/// Names what this thread allocates on the device through PyTorch, for snapshots, traces and reports, until
+/// [`symmalloc_torch_pop_name`]. Nests: the last name holds. Names change no placement and no digest.
+///
+/// # Safety
+/// `name` is a C string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_torch_push_name(device: i32, name: *const c_char) -> symmalloc_status {
+    report(|| {
+        // SAFETY: the caller's contract.
+        let name = unsafe { required_text(name, "name") }?;
+        process::allocator(device)?.scopes().push_name(name);
+        Ok(())
+    })
+}
+
+/// Takes back this thread's last pushed name on the device.
+#[unsafe(no_mangle)]
+pub extern "C" fn symmalloc_torch_pop_name(device: i32) -> symmalloc_status {
+    report(|| {
+        let allocator = process::allocator(device)?;
+        allocator.scopes().pop_name(allocator.ordinal())
+    })
 }

@@ -36,6 +36,7 @@ from .errors import (
 from .installation import allocator, install, installed
 from .library import VERSION as __version__
 from .library import library_path
+from .naming import named
 from .pool import MemPool, use_mem_pool
 
 if TYPE_CHECKING:
@@ -45,8 +46,8 @@ __all__ = [
     "Allocator", "CudaError", "Device", "Error", "FileError", "InternalError", "InvalidArgument", "InvalidSettings",
     "InvalidState", "LibraryNotFound", "MemPool", "MisalignedError", "NcclError", "NotInstalled", "OutOfMemory",
     "Placement", "TorchError", "TransportError", "UnknownPointer", "UnknownPool", "__version__", "allocator",
-    "assert_aligned", "digest", "dump_snapshot", "install", "installed", "library_path", "placement", "snapshot",
-    "start_trace", "stats", "stop_trace", "use_mem_pool",
+    "assert_aligned", "digest", "dump_snapshot", "install", "installed", "library_path", "named", "placement",
+    "snapshot", "start_trace", "stats", "stop_trace", "use_mem_pool",
 ]  # fmt: skip
 
 

@@ -63,6 +63,8 @@ CALLS: dict[str, list[Any]] = {
     "torch_complete": [POINTER(c_uint32)],
     "torch_push_pool": [c_int32, c_uint32],
     "torch_pop_pool": [c_int32],
+    "torch_push_name": [c_int32, c_char_p],
+    "torch_pop_name": [c_int32],
 }
 
 

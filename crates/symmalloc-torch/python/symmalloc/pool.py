@@ -30,6 +30,10 @@ GRANULE_BYTES = 2 << 20
 DEADLINE_SECONDS = 60.0
 
 
+# Pools with windows: NCCL goes on using their memory when the program lets go of them.
+_registered: set[MemPool] = set()
+
+
 class MemPool:
     """A pool of device memory on one device.
 
@@ -38,8 +42,9 @@ class MemPool:
     conf       further configuration of the pool, as `limit_mb:4096` or `streams:shared`
     device     None: the current one
 
-    When the pool is closed or collected and its tensors are gone, its memory goes back with the next `empty_cache()`. Raises
-    `NotInstalled`, `InvalidSettings`, `OutOfMemory`.
+    When the pool is closed or collected and its tensors are gone, its memory goes back with the next `empty_cache()`. A pool
+    with windows is not collected before it is deregistered: NCCL uses its memory. Raises `NotInstalled`, `InvalidSettings`,
+    `OutOfMemory`.
     """
 
     def __init__(
@@ -80,31 +85,50 @@ class MemPool:
             byref(registrar),
         )
         self._registrars[id(backend)] = backend, registrar
+        _registered.add(self)
         return _sync(registrar)[0]
 
     def sync(self) -> tuple[int, int]:
         """Registers new segments and deregisters dead ones, on every group in the order of registration.
 
-        Collective. Returns how many windows were made and how many went. Raises as `register`.
+        Collective. Returns how many windows were made and how many went. Raises as `register`, and `InvalidState` when a
+        group was destroyed.
         """
+        self._check_groups()
         counts = [_sync(registrar) for _, registrar in self._registrars.values()]
         return sum(made for made, _ in counts), sum(gone for _, gone in counts)
 
     def deregister(self, group: ProcessGroup | None = None) -> None:
-        """Takes the pool's windows off the group's communicator. On every rank, once no collective in them is running."""
+        """Takes the pool's windows off the group's communicator. On every rank, once no collective in them is running.
+
+        Raises `InvalidState` when the pool is not registered there, or the group was destroyed.
+        """
         backend = _nccl_backend(group, self.device)
         if id(backend) not in self._registrars:
             raise InvalidState("the pool is not registered on this group")
-        _, registrar = self._registrars.pop(id(backend))
-        call("registrar_destroy", registrar)
+        _check_alive(backend, self.device)
+        self._end(id(backend))
 
     def close(self) -> None:
-        """Deregisters everywhere (collective, as `deregister`), then gives the pool up; its tensors stay valid."""
-        while self._registrars:
-            _, (_, registrar) = self._registrars.popitem()
-            call("registrar_destroy", registrar)
+        """Deregisters everywhere (collective, as `deregister`), then gives the pool up; its tensors stay valid.
+
+        Raises `InvalidState` when a group was destroyed before.
+        """
+        self._check_groups()
+        for key in reversed(list(self._registrars)):
+            self._end(key)
         if self._finalizer.detach():
             self._allocator.destroy_pool(self.id)
+
+    def _check_groups(self) -> None:
+        for backend, _ in self._registrars.values():
+            _check_alive(backend, self.device)
+
+    def _end(self, key: int) -> None:
+        _, registrar = self._registrars.pop(key)
+        if not self._registrars:
+            _registered.discard(self)
+        call("registrar_destroy", registrar)
 
 
 @contextmanager
@@ -153,6 +177,20 @@ def _nccl_backend(group: ProcessGroup | None, device: int) -> Any:
     if not hasattr(backend, "_comm_ptr"):
         raise TorchError(f"windows need a group with NCCL; this one has {backend.name()}")
     return backend
+
+
+def _check_alive(backend: Any, device: int) -> None:
+    """Raises when the group's communicator is gone, and the pool's windows with it: nobody may touch it then."""
+    import torch
+
+    with torch.cuda.device(device):
+        try:
+            backend._comm_ptr()
+        except RuntimeError as error:
+            raise InvalidState(
+                "a group was destroyed with the pool's windows on it: call close() or deregister() before "
+                "destroy_process_group()"
+            ) from error
 
 
 def _communicator(backend: Any, device: int) -> int:

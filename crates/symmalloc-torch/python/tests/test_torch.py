@@ -161,6 +161,67 @@ class Pools(unittest.TestCase):
             pass
         """)  # fmt: skip
 
+    def test_what_is_allocated_in_a_named_scope_has_the_name(self) -> None:
+        succeeds(self, Statistics.START + """
+        import ctypes
+        from symmalloc.library import library
+        allocate = library().symmalloc_torch_alloc
+        allocate.restype, allocate.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+        with symmalloc.named("layer 3", device=0):
+            allocate(5 << 20, 0, None)
+        allocate(7 << 20, 0, None)
+        blocks = [block for segment in symmalloc.snapshot(0)["segments"] for block in segment["blocks"]]
+        named = {block["requested_size"] >> 20: "layer 3" in str(block["frames"]) for block in blocks if block["frames"]}
+        assert named.get(5) and not named.get(7) and not named.get(3), blocks
+        """)  # fmt: skip
+
+    def test_a_pool_with_windows_is_kept_until_they_are_gone(self) -> None:
+        succeeds(self, Statistics.START + """
+        import contextlib, gc, weakref
+        from symmalloc import pool as pools
+        calls, real = [], pools.call
+
+        def call(name, *arguments):
+            if name.startswith("registrar"):
+                return calls.append(name)
+            return real(name, *arguments)
+
+        class Backend:
+            is_gone = False
+
+            def _comm_ptr(self):
+                if self.is_gone:
+                    raise RuntimeError("NCCL communicator was aborted on rank 0.")
+                return 1
+
+        backend = Backend()
+        pools.call = call
+        pools._nccl_backend = lambda group, device: backend
+        pools._communicator = lambda backend, device: 1
+        torch.cuda.device = lambda device: contextlib.nullcontext()
+        pool = symmalloc.MemPool(device=0)
+        pool.register()
+        kept = weakref.ref(pool)
+        del pool
+        gc.collect()
+        assert kept() is not None, "NCCL uses its memory"
+        backend.is_gone = True
+        for act in (kept().close, kept().sync, kept().deregister):
+            try:
+                act()
+            except symmalloc.InvalidState as error:
+                assert "before destroy_process_group()" in str(error), error
+                continue
+            raise AssertionError(act)
+        del act
+        assert calls == ["registrar_create", "registrar_sync"], calls
+        backend.is_gone = False
+        kept().close()
+        assert calls[2:] == ["registrar_destroy"], calls
+        gc.collect()
+        assert kept() is None
+        """)  # fmt: skip
+
     def test_windows_need_nccl(self) -> None:
         succeeds(self, Statistics.START + """
         try:

@@ -29,13 +29,18 @@ unsafe extern "C" fn is_captured(functor: *const [usize; 2], stream: *mut *mut c
     captured.borrow().contains(&(unsafe { *stream } as usize))
 }
 
+/// Begins to allocate to a pool on the streams of a list, which outlives the scope.
+fn begin(id: (u64, u64), list: &std::cell::RefCell<Vec<usize>>) {
+    let functor = [std::ptr::from_ref(list) as usize, 0];
+    let mut filter = Filter { functor, manager: Some(manage), invoker: Some(is_captured) };
+    // SAFETY: a std::function by its layout, which lives until the call returns; what it holds lives until the scope ends.
+    unsafe { symmalloc_torch::symmalloc_torch_begin_allocate_to_pool(0, id.0, id.1, (&raw mut filter).cast()) };
+}
+
 /// What PyTorch's `capture_begin`, ..., `capture_end` do around `body`, on the first of the streams; others join in the body.
 fn captured(id: (u64, u64), streams: &Streams, body: impl FnOnce(&dyn Fn(usize))) -> CudaGraph {
     let list = std::cell::RefCell::new(Vec::new());
-    let mut filter =
-        Filter { functor: [(&raw const list) as usize, 0], manager: Some(manage), invoker: Some(is_captured) };
-    // SAFETY: a std::function by its layout, which lives until the call returns; what it holds lives until the scope ends.
-    unsafe { symmalloc_torch::symmalloc_torch_begin_allocate_to_pool(0, id.0, id.1, (&raw mut filter).cast()) };
+    begin(id, &list);
     let first = streams.stream(0);
     first.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).expect("begun");
     list.borrow_mut().push(streams.get(0) as usize);
@@ -124,4 +129,58 @@ stub_test!(a_second_capture_of_a_pool_lands_on_the_same_places, {
     assert!(other.iter().all(|place| !first.contains(place)));
     torch::empty_cache();
     assert_eq!(Allocator::of_torch().stats()["errors"]["failed_calls"], 0);
+});
+
+stub_test!(what_a_failed_capture_left_open_ends_with_the_next_begin, {
+    let (allocator, streams) = (Allocator::of_torch(), Streams::new(2));
+    let pool = |pointer| allocator.placement(pointer).pool;
+    let (first, stream) = (streams.stream(0), streams.get(0));
+    torch::free(torch::allocate(MIB, stream), MIB, stream);
+    // PyTorch's filter says no once the capture is over; this one's list does not, and shows whether it is asked.
+    let list = std::cell::RefCell::new(Vec::new());
+    begin((1, 0), &list);
+    first.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).expect("begun");
+    list.borrow_mut().push(stream as usize);
+    let lost = torch::allocate(8 * MIB, stream);
+    assert_eq!(pool(lost), 1);
+    // SAFETY: the stream is alive.
+    assert!(unsafe { cudarc::driver::result::stream::synchronize(stream.cast()) }.is_err(), "it spoils the capture");
+    // A begin of another scope while the spoiled capture has not ended: it may be ended yet.
+    let other = std::cell::RefCell::new(Vec::new());
+    begin((2, 0), &other);
+    torch::end((2, 0));
+    assert_eq!(pool(torch::allocate(MIB, stream)), 1);
+    assert!(first.end_capture(CUgraphInstantiate_flags(0)).is_err());
+    assert_eq!(pool(torch::allocate(MIB, stream)), 1, "PyTorch has not said that it is over");
+    let mut kept = 0;
+    let graph = captured((3, 0), &streams, |_| kept = torch::allocate(MIB, stream));
+    assert_eq!(pool(kept), 3);
+    assert_eq!(pool(torch::allocate(MIB, stream)), 0);
+    torch::free(lost, 8 * MIB, stream);
+    drop(graph);
+    // Later versions of PyTorch end the scope all the same: that is no error, but a second time it is.
+    torch::end((1, 0));
+    assert_eq!(allocator.stats()["errors"]["failed_calls"], 0);
+    torch::end((1, 0));
+    assert_eq!(allocator.stats()["errors"]["failed_calls"], 1);
+});
+
+stub_test!(a_capture_within_a_pushed_pool_has_its_own_memory, {
+    let (allocator, streams) = (Allocator::of_torch(), Streams::new(2));
+    let pool = |pointer| allocator.placement(pointer).pool;
+    let [a, b] = [0, 1].map(|index| streams.get(index));
+    let _known = [a, b].map(|stream| torch::allocate(MIB, stream));
+    let (outer, inner) = (allocator.create_pool(None), allocator.create_pool(None));
+    done(symmalloc_torch::symmalloc_torch_push_pool(0, outer));
+    let _graph = captured((1, 0), &streams, |_| {
+        let taken = [a, b].map(|stream| pool(torch::allocate(MIB, stream)));
+        assert_eq!(taken, [3, outer], "the stream that is not captured is not the capture's");
+        // A pool that is pushed within the capture comes before it.
+        done(symmalloc_torch::symmalloc_torch_push_pool(0, inner));
+        assert_eq!([a, b].map(|stream| pool(torch::allocate(MIB, stream))), [inner; 2]);
+        done(symmalloc_torch::symmalloc_torch_pop_pool(0));
+        assert_eq!(pool(torch::allocate(MIB, a)), 3);
+    });
+    assert_eq!([a, b].map(|stream| pool(torch::allocate(MIB, stream))), [outer; 2]);
+    done(symmalloc_torch::symmalloc_torch_pop_pool(0));
 });

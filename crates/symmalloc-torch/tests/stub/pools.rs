@@ -60,10 +60,15 @@ stub_test!(a_pushed_pool_takes_what_this_thread_allocates, {
             assert_eq!(id(take()), outer);
         });
     });
-    // What PyTorch began comes after what the program pushed.
+    // What was opened last comes first.
     torch::begin((1, 0));
-    assert_eq!(id(take()), inner);
+    assert_eq!(allocator.stats()["pools"][id(take()) as usize]["kind"], "graph");
+    done(symmalloc_torch_push_pool(0, outer));
+    assert_eq!(id(take()), outer);
     torch::end((1, 0));
+    assert_eq!(id(take()), outer);
+    done(symmalloc_torch_pop_pool(0));
+    assert_eq!(id(take()), inner);
     done(symmalloc_torch_pop_pool(0));
     assert_eq!(id(take()), outer);
     done(symmalloc_torch_pop_pool(0));
@@ -81,4 +86,45 @@ stub_test!(a_pool_of_another_allocator_is_not_pushed_here, {
     assert_eq!(own.placement(pointer).pool, 0);
     done(symmalloc_torch_pop_pool(0));
     own.destroy();
+});
+
+stub_test!(a_pushed_name_is_that_of_what_this_thread_allocates, {
+    let (allocator, streams) = (Allocator::of_torch(), Streams::new(1));
+    let stream = streams.get(0) as usize;
+    let take = |size: usize| torch::allocate(size * MIB, stream as *mut _);
+    let push = |name: &str| {
+        let name = c_text(name);
+        // SAFETY: a C string.
+        done(unsafe { symmalloc_torch_push_name(0, name.as_ptr()) });
+    };
+    let pool = allocator.create_pool(None);
+    take(1);
+    push("model");
+    push("layer 3");
+    // A name and a pool do not end each other.
+    done(symmalloc_torch_push_pool(0, pool));
+    let named = take(2);
+    done(symmalloc_torch_pop_name(0));
+    let outer = take(3);
+    done(symmalloc_torch_pop_pool(0));
+    thread::scope(|scope| scope.spawn(|| take(4)).join().expect("no panic"));
+    take(5);
+    done(symmalloc_torch_pop_name(0));
+    take(6);
+    assert_eq!([named, outer].map(|pointer| allocator.placement(pointer).pool), [pool; 2]);
+    let mut text = null_mut();
+    // SAFETY: a live allocator, and a place for the answer.
+    done(unsafe { symmalloc_leak_report(allocator.0, &raw mut text) });
+    let report = taken(text);
+    let names = |size: usize| {
+        let start = format!("{} bytes  ", size * MIB);
+        let line = report.lines().find(|line| line.trim_start().starts_with(&start)).expect("live");
+        ["model", "layer 3"].into_iter().find(|name| line.contains(name))
+    };
+    assert_eq!(
+        (1..7).map(names).collect::<Vec<_>>(),
+        [None, Some("layer 3"), Some("model"), None, Some("model"), None]
+    );
+    assert_eq!(symmalloc_torch_pop_name(0), SYMMALLOC_INVALID_STATE);
+    assert!(message().contains("no pushed name to end"), "{}", message());
 });

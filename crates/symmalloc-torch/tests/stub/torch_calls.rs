@@ -60,6 +60,8 @@ stub_test!(a_memory_fraction_is_a_limit_in_bytes, {
     let half = torch::allocate(200 * MIB, null_mut());
     assert_eq!(allocator.try_allocate(0, 100 * MIB, null_mut()), Err(SYMMALLOC_OUT_OF_MEMORY));
     assert!(message().contains("the allocator's limit is 268435456"), "{}", message());
+    assert_eq!(allocator.try_allocate(0, usize::MAX / 2, null_mut()), Err(SYMMALLOC_OUT_OF_MEMORY));
+    assert_eq!(allocator.total("num_ooms"), 2, "of either kind");
     // SAFETY: as above.
     unsafe { symmalloc_torch_memory_fraction(1.0, 0) };
     allocator.allocate(0, 100 * MIB, null_mut());
@@ -132,3 +134,22 @@ stub_test!(a_graph_pool_gives_nothing_back_when_memory_is_short, ["STUB_MEMORY_B
     allocator.allocate(0, 100 * MIB, streams.get(0));
     assert_eq!(live().device_bytes, 100 << 20, "no graph uses it any more");
 });
+
+stub_test!(
+    what_went_back_counts_when_a_released_pool_keeps_its_own,
+    ["STUB_MEMORY_BYTES" = "268435456", "SYMMALLOC_CONF" = "segments:fixed"],
+    {
+        let (allocator, streams) = (Allocator::of_torch(), Streams::new(1));
+        for id in [(1, 0), (2, 0)] {
+            torch::begin(id);
+            torch::free(torch::allocate(100 * MIB, streams.get(0)), 100 * MIB, streams.get(0));
+            torch::end(id);
+            torch::release(id);
+        }
+        // The memory of one of the pools cannot go back; that of the other is enough.
+        (0..8).for_each(|_| fail("cuMemUnmap", 2, 999));
+        allocator.allocate(0, 100 * MIB, streams.get(0));
+        assert_eq!(live().device_bytes, 200 << 20);
+        assert_eq!((allocator.total("num_alloc_retries"), allocator.total("num_ooms")), (1, 0));
+    }
+);
