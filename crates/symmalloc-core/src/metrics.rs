@@ -1,4 +1,4 @@
-//! What the [`metrics`](::metrics) facade is told: names, kinds, units and labels that dashboards may rely on. Feature
+//! What the [`metrics`] facade is told: names, kinds, units and labels that dashboards may rely on. Feature
 //! `metrics`.
 //!
 //! ```text
