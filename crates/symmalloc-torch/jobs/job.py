@@ -12,6 +12,7 @@ import json
 import os
 import statistics
 import struct
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -103,5 +104,6 @@ class Job:
 
 
 def report(figures: dict[str, object]) -> None:
-    """Prints one line that `run` reads."""
-    print("figures " + json.dumps(figures), flush=True)
+    """Prints one line that `run` reads. In one write, and on a line of its own: several ranks write to one file."""
+    sys.stdout.write(f"\nfigures {json.dumps(figures)}\n")
+    sys.stdout.flush()

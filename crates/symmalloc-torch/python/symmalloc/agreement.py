@@ -80,7 +80,7 @@ def _exchange_bytes(device: int, size_bytes: int) -> Iterator[torch.Tensor]:
 @cache
 def _exchange_allocator(device: int) -> Allocator:
     """Not PyTorch's: an exchange must add nothing to what is compared, no op, no pool, and no stream."""
-    return Allocator(device, "segments:fixed")
+    return Allocator(device, "segments:fixed,streams:shared")
 
 
 class _DeviceBytes:
