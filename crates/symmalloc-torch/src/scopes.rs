@@ -1,8 +1,9 @@
 //! Scopes: where allocations go that do not name a pool.
 //!
 //! Two kinds. PyTorch begins to allocate to a pool and says with a filter which streams that concerns (a graph capture, or
-//! `use_mem_pool` of this thread). A program pushes a pool, or a name, for what this thread allocates. As with PyTorch's own allocator, the
-//! scope that was opened last wins among those that take the allocation. While none is open on the device, one load says so.
+//! `use_mem_pool` of this thread). A program pushes a pool, or a name, for what this thread allocates. As with PyTorch's own
+//! allocator, the scope that was opened last wins among those that take the allocation. While none is open on the device, one
+//! load says so.
 //!
 //! ```text
 //!  push A ── begin B(capture of s) ── push C          on s      on another stream
@@ -10,7 +11,8 @@
 //!    1            2                                    B          A
 //! ```
 //!
-//! A capture that fails leaves its scope open: PyTorch 2.11 raises before it ends it. The next begin does.
+//! A capture that fails leaves its scope open: PyTorch 2.11 raises before it ends it. The next begin does, if the capture took
+//! memory here: otherwise nobody knows its stream, and the scope stays. Its pool stays in use, as in PyTorch's own allocator.
 
 use crate::cxx_abi::StreamFilter;
 use crate::error::Error;
