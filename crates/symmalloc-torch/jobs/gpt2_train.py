@@ -62,7 +62,7 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    report(job.measure(period, step))
+    report(job.measure(period, step, periods=2))
     job.end_trace()
 
 

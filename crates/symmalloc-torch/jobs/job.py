@@ -1,7 +1,7 @@
 """What the jobs share: the allocator they run on, repeatable arithmetic, and what is measured.
 
 A job is a function that makes a `step`: a function of the step's number that does the work and returns its loss. The sizes
-of steps repeat after a period, so that windows of that many steps are equal work and their times can be compared.
+of steps repeat after a period, so that windows of whole periods are equal work and their times can be compared.
 """
 
 from __future__ import annotations
@@ -59,17 +59,18 @@ class Job:
         is_tiny = options.device == "cpu"
         return Job(name, options.allocator, options.device, options.trace, is_tiny, options.windows)
 
-    def measure(self, period: int, step: Callable[[int], object]) -> dict[str, object]:
-        """Runs a period to warm up, then the windows. Returns the figures."""
+    def measure(self, period: int, step: Callable[[int], object], periods: int = 1) -> dict[str, object]:
+        """Runs a period to warm up, then the windows, each of so many periods that it takes seconds. Returns the figures."""
         import torch
 
         losses, speeds = [step(number) for number in range(period)], []
-        for window in range(1, self.windows + 1):
+        steps = periods * period
+        for window in range(self.windows):
             self.synchronize()
             start = time.perf_counter()
-            losses += [step(window * period + number) for number in range(period)]
+            losses += [step(period + window * steps + number) for number in range(steps)]
             self.synchronize()
-            speeds.append(period / (time.perf_counter() - start))
+            speeds.append(steps / (time.perf_counter() - start))
         values = torch.stack(losses).double().cpu().tolist()
         figures = {
             "job": self.name,

@@ -63,7 +63,7 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    report(job.measure(period, step))
+    report(job.measure(period, step, periods=3))
     job.end_trace()
 
 
