@@ -12,6 +12,7 @@
 //! | `instructions` | every case by instruction count | valgrind, and `gungraun-runner` of the crate's version |
 //! | `buffers` | a `DeviceBuffer` through the CUDA allocator, on the stub of libcuda; threads | valgrind, else times only |
 //! | `indexes` | designs of a free index, on what each recorded job asks of one | |
+//! | `efficiency` | per recorded job: what is reserved beyond what is live, and what could close it | |
 //! | `time` | every case by time | |
 //!
 //! Steady state is measured: a workload frees everything that it allocates, and has run once before. The device costs
@@ -26,8 +27,11 @@ use symmalloc_import::{TraceFile, TraceFileOptions};
 
 pub mod clock;
 pub mod device;
+pub mod fit_rules;
 pub mod free_sets;
+pub mod metered;
 pub mod micro;
+pub mod moving;
 pub mod reference;
 pub mod workload;
 

@@ -124,6 +124,24 @@ impl Workload {
         self.steps.is_empty()
     }
 
+    /// The most bytes that are requested and not freed at any time.
+    pub fn live_bytes_peak(&self) -> u64 {
+        let mut sizes = vec![0; self.allocations()];
+        let (mut live, mut peak) = (0, 0);
+        for step in &self.steps {
+            match *step {
+                Step::Allocate { number, size_bytes, .. } => {
+                    sizes[number as usize] = size_bytes;
+                    live += size_bytes;
+                    peak = peak.max(live);
+                }
+                Step::Free { number, .. } => live -= sizes[number as usize],
+                Step::RecordUse { .. } => {}
+            }
+        }
+        peak
+    }
+
     /// Number of allocations.
     pub fn allocations(&self) -> usize {
         self.owners.len()

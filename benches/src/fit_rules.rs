@@ -1,0 +1,275 @@
+//! Rules by which a growing range could place large blocks: what each would give on a recorded job.
+//!
+//! A model beside the core: free blocks of one range in order of offset and of size, merged at once, split at 512 bytes, and
+//! growth at the end in granules. Small blocks are placed as the core places all, by best fit; a rule says what is done with
+//! blocks from some size on.
+//!
+//! ```text
+//!           free      ────────         ───────────────        ─────────            range ends here ─┐
+//!  best fit           ▓▓▓▓▓▓                                                                         grows
+//!  lowest offset      ▓▓▓▓▓▓           (the first that is large enough, though another fits better)
+//!  far end                                                       ▓▓▓▓▓▓    (the last one, its back)
+//! ```
+//!
+//! Besides what is reserved the model counts *touched* granules: those in which something is live. It is what would be
+//! mapped if every whole free granule were given back at once and mapped again where the rule places a block.
+
+use crate::workload::{Step, Workload};
+use std::collections::{BTreeMap, BTreeSet};
+use symmalloc_core::config::StreamPolicy;
+
+/// What the core rounds sizes to, in bytes.
+const UNIT_BYTES: u64 = 512;
+/// The unit of mapping, in bytes.
+pub const GRANULE_BYTES: u64 = 2 << 20;
+
+/// Where a large block goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Large {
+    /// Where all blocks go: into the smallest free block that is large enough, the lowest of these. The core's rule.
+    BestFit,
+    /// Into the free block of the lowest offset that is large enough.
+    LowestOffset,
+    /// To the back of the free block of the highest offset that is large enough.
+    FarEnd,
+    /// By best fit, in a range of its own kind.
+    Apart,
+    /// By best fit, in granules of its own: it begins with one and is rounded up to whole ones.
+    WholeGranules,
+}
+
+/// A rule: where blocks of at least so many bytes go. All others go by best fit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FitRule {
+    /// Where large blocks go.
+    pub large: Large,
+    /// The least size of a large block.
+    pub from_bytes: u64,
+}
+
+/// What a rule gives on a job.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Extent {
+    /// The most that all ranges grow to.
+    pub reserved_bytes: u64,
+    /// The most granules at one time in which something is live, in bytes.
+    pub touched_bytes: u64,
+}
+
+impl FitRule {
+    /// The core's.
+    pub const BEST_FIT: FitRule = FitRule { large: Large::BestFit, from_bytes: 0 };
+
+    /// Places every allocation of a job, once.
+    ///
+    /// # Panics
+    /// When the job frees what it did not make.
+    pub fn place(self, job: &Workload, streams: StreamPolicy) -> Extent {
+        let heaps = if streams == StreamPolicy::Shared { 1 } else { usize::from(job.streams()) };
+        // Two ranges per heap; the second stays empty unless large blocks lie apart.
+        let mut ranges = vec![Range::default(); 2 * heaps];
+        let mut placed: Vec<Option<Placed>> = vec![None; job.allocations()];
+        let (mut extent, mut touched) = (Extent::default(), 0_i64);
+        for step in job.steps() {
+            match *step {
+                Step::Allocate { number, stream, size_bytes } => {
+                    let size = size_bytes.next_multiple_of(UNIT_BYTES);
+                    let large = if size >= self.from_bytes { self.large } else { Large::BestFit };
+                    let range = 2 * (stream.index() % heaps) + usize::from(large == Large::Apart);
+                    let (offset, size) = ranges[range].allocate(large, size);
+                    touched += ranges[range].touch(offset, size, 1);
+                    placed[number as usize] = Some(Placed { range, offset, size });
+                }
+                Step::Free { number, .. } => {
+                    let Placed { range, offset, size } = placed[number as usize].take().expect("made before");
+                    touched += ranges[range].touch(offset, size, -1);
+                    ranges[range].free(offset, size);
+                }
+                Step::RecordUse { .. } => {}
+            }
+            extent.touched_bytes = extent.touched_bytes.max(touched.unsigned_abs() * GRANULE_BYTES);
+        }
+        extent.reserved_bytes = ranges.iter().map(|range| range.end).sum();
+        extent
+    }
+}
+
+/// Where an allocation lies. Bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Placed {
+    /// Index of the range.
+    pub(crate) range: usize,
+    pub(crate) offset: u64,
+    pub(crate) size: u64,
+}
+
+/// A range that grows at its end. Bytes throughout.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Range {
+    end: u64,
+    /// Offset to size; no two touch.
+    free: BTreeMap<u64, u64>,
+    /// The same, as (size, offset).
+    by_size: BTreeSet<(u64, u64)>,
+    /// How many live blocks each granule has a part of.
+    pub(crate) live: Vec<i32>,
+}
+
+impl Range {
+    /// Returns where the block lies and what it takes.
+    pub(crate) fn allocate(&mut self, large: Large, size: u64) -> (u64, u64) {
+        let (alignment, size) = match large {
+            Large::WholeGranules => (GRANULE_BYTES, size.next_multiple_of(GRANULE_BYTES)),
+            _ => (UNIT_BYTES, size),
+        };
+        let first_place = |offset: u64| offset.next_multiple_of(alignment);
+        let fits = |(offset, free): &(u64, u64)| first_place(*offset) + size <= offset + free;
+        let by_offset = || self.free.iter().map(|(offset, free)| (*offset, *free));
+        let found = match large {
+            Large::LowestOffset => by_offset().find(fits),
+            Large::FarEnd => by_offset().rev().find(fits),
+            Large::BestFit | Large::Apart | Large::WholeGranules => {
+                self.by_size.range((size, 0)..).map(|(free, offset)| (*offset, *free)).find(fits)
+            }
+        };
+        let (block, at) = match found {
+            Some((offset, free)) if large == Large::FarEnd => ((offset, free), offset + free - size),
+            Some((offset, free)) => ((offset, free), first_place(offset)),
+            None => {
+                let block = self.grow(first_place, size);
+                (block, first_place(block.0))
+            }
+        };
+        self.take(block, at, size);
+        (at, size)
+    }
+
+    /// Grows until the block at the end fits. Returns that free block.
+    fn grow(&mut self, first_place: impl Fn(u64) -> u64, size: u64) -> (u64, u64) {
+        let last = self.free.last_key_value().map(|(offset, free)| (*offset, *free));
+        let (offset, free) = last.filter(|(offset, free)| offset + free == self.end).unwrap_or((self.end, 0));
+        let end = (first_place(offset) + size).next_multiple_of(GRANULE_BYTES);
+        self.remove(offset, free);
+        self.insert(offset, end - offset);
+        self.end = end;
+        (offset, end - offset)
+    }
+
+    /// Takes `size` bytes at `at` out of a free block.
+    fn take(&mut self, (offset, free): (u64, u64), at: u64, size: u64) {
+        self.remove(offset, free);
+        self.insert(offset, at - offset);
+        self.insert(at + size, offset + free - (at + size));
+    }
+
+    pub(crate) fn free(&mut self, offset: u64, size: u64) {
+        let (mut start, mut end) = (offset, offset + size);
+        if let Some((&lower, &free)) = self.free.range(..offset).next_back()
+            && lower + free == offset
+        {
+            self.remove(lower, free);
+            start = lower;
+        }
+        if let Some(&free) = self.free.get(&end) {
+            self.remove(end, free);
+            end += free;
+        }
+        self.insert(start, end - start);
+    }
+
+    /// A free block of no bytes is none.
+    fn insert(&mut self, offset: u64, size: u64) {
+        if size > 0 {
+            self.free.insert(offset, size);
+            self.by_size.insert((size, offset));
+        }
+    }
+
+    fn remove(&mut self, offset: u64, size: u64) {
+        if size > 0 {
+            assert!(self.free.remove(&offset) == Some(size) && self.by_size.remove(&(size, offset)));
+        }
+    }
+
+    /// A block comes (1) or goes (-1). Returns by how many there are more touched granules now.
+    pub(crate) fn touch(&mut self, offset: u64, size: u64, change: i32) -> i64 {
+        let granules = granules_of(offset, size);
+        if self.live.len() < granules.end {
+            self.live.resize(granules.end, 0);
+        }
+        let mut more = 0;
+        for live in &mut self.live[granules] {
+            let before = *live;
+            *live += change;
+            more += i64::from(*live > 0) - i64::from(before > 0);
+        }
+        more
+    }
+}
+
+/// The granules of which a block has a part.
+pub(crate) fn granules_of(offset: u64, size: u64) -> std::ops::Range<usize> {
+    (offset / GRANULE_BYTES) as usize..(offset + size).div_ceil(GRANULE_BYTES) as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use symmalloc_core::ids::StreamId;
+
+    const MIB: u64 = 1 << 20;
+    const STREAM: StreamId = StreamId(0);
+
+    fn rule(large: Large) -> FitRule {
+        FitRule { large, from_bytes: 4 * MIB }
+    }
+
+    /// Free runs of 6, 9 and 7 MiB, each kept apart by a live MiB, and then one block of 6 MiB.
+    fn runs() -> Workload {
+        let mut job = Workload::default();
+        for size in [6, 1, 9, 1, 7, 1] {
+            job.allocate(STREAM, size * MIB);
+        }
+        [0, 2, 4].into_iter().for_each(|number| job.free(number));
+        job
+    }
+
+    fn offset_of(large: Large, size_mib: u64) -> u64 {
+        let mut range = Range::default();
+        let mut blocks = Vec::new();
+        for size in [6, 1, 9, 1, 7, 1] {
+            blocks.push(range.allocate(Large::BestFit, size * MIB));
+        }
+        [0, 2, 4].into_iter().for_each(|number: usize| range.free(blocks[number].0, blocks[number].1));
+        range.allocate(large, size_mib * MIB).0 / MIB
+    }
+
+    #[test]
+    fn each_rule_takes_another_of_the_free_blocks() {
+        assert_eq!(offset_of(Large::BestFit, 7), 17);
+        assert_eq!(offset_of(Large::LowestOffset, 7), 7);
+        assert_eq!(offset_of(Large::FarEnd, 6), 18);
+        assert_eq!(offset_of(Large::WholeGranules, 5), 0);
+        assert_eq!(offset_of(Large::WholeGranules, 7), 8);
+    }
+
+    #[test]
+    fn what_fits_nowhere_grows_the_range_behind_its_free_end() {
+        let mut job = runs();
+        job.allocate(STREAM, 10 * MIB);
+        let best = rule(Large::BestFit).place(&job, StreamPolicy::Separate);
+        // From 25 MiB on, which was in the last granule.
+        assert_eq!(best.reserved_bytes, 36 * MIB);
+        // Before the frees. At the end it is less: three granules, and five more for the new block.
+        assert_eq!(best.touched_bytes, 26 * MIB);
+    }
+
+    #[test]
+    fn large_blocks_apart_have_a_range_of_their_own() {
+        let mut job = Workload::default();
+        job.allocate(STREAM, 3 * MIB);
+        job.allocate(STREAM, 5 * MIB);
+        assert_eq!(rule(Large::BestFit).place(&job, StreamPolicy::Separate).reserved_bytes, 8 * MIB);
+        assert_eq!(rule(Large::Apart).place(&job, StreamPolicy::Separate).reserved_bytes, 10 * MIB);
+    }
+}

@@ -1,0 +1,274 @@
+//! A simulated device that counts what moving memory takes.
+//!
+//! The simulator counts calls. What a CUDA device is asked for, and what that costs, depends on the physical chunks into which
+//! `symmalloc-cuda` cuts growth: it makes one per chunk, never cuts one, and gives one back when all of it is given up. Until
+//! then the parts that were given up are *idle*: held by the device, and used first when they are needed again.
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use symmalloc_core::backend::{Backend, BackendError, Event, Range};
+use symmalloc_core::ids::StreamId;
+use symmalloc_core::sim::{Call, SimBackend};
+
+/// What a device was asked for so far, or in between.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Asked {
+    /// Calls of `map`.
+    pub maps: u64,
+    /// Calls of `unmap`.
+    pub unmaps: u64,
+    /// Calls of `synchronize`: the host waits for a stream.
+    pub synchronizes: u64,
+    /// Calls of `record`.
+    pub records: u64,
+    /// Calls of `wait`: a stream waits for another one on the device.
+    pub waits: u64,
+    /// Bytes mapped.
+    pub mapped_bytes: u64,
+    /// Bytes unmapped.
+    pub unmapped_bytes: u64,
+    /// Physical chunks made.
+    pub chunks_made: u64,
+    /// Physical chunks given back.
+    pub chunks_given_back: u64,
+}
+
+impl Asked {
+    /// What was asked for after an earlier moment.
+    #[must_use]
+    pub fn since(self, then: Asked) -> Asked {
+        Asked {
+            maps: self.maps - then.maps,
+            unmaps: self.unmaps - then.unmaps,
+            synchronizes: self.synchronizes - then.synchronizes,
+            records: self.records - then.records,
+            waits: self.waits - then.waits,
+            mapped_bytes: self.mapped_bytes - then.mapped_bytes,
+            unmapped_bytes: self.unmapped_bytes - then.unmapped_bytes,
+            chunks_made: self.chunks_made - then.chunks_made,
+            chunks_given_back: self.chunks_given_back - then.chunks_given_back,
+        }
+    }
+}
+
+/// See the [module documentation](self).
+#[derive(Debug)]
+pub struct Metered {
+    device: SimBackend,
+    chunk_bytes: u64,
+    /// The chunks of each range, by its base.
+    ranges: RefCell<BTreeMap<u64, Chunks>>,
+    mapped_bytes: Cell<u64>,
+    unmapped_bytes: Cell<u64>,
+    chunks_made: Cell<u64>,
+    chunks_given_back: Cell<u64>,
+    held_bytes: Cell<u64>,
+    held_bytes_peak: Cell<u64>,
+}
+
+/// The chunks of a range, in granules.
+#[derive(Debug, Default)]
+struct Chunks {
+    /// By granule, up to the last one that was ever mapped: the chunk that backs it.
+    backing: Vec<Option<usize>>,
+    /// Every chunk that was ever made.
+    chunks: Vec<Chunk>,
+}
+
+#[derive(Clone, Debug)]
+struct Chunk {
+    granules: std::ops::Range<usize>,
+    /// How many of them are mapped.
+    mapped: usize,
+}
+
+impl Metered {
+    /// A device with endless memory, whose growing ranges are cut into chunks of at most so many bytes.
+    pub fn new(chunk_bytes: u64) -> Self {
+        Metered {
+            device: SimBackend::builder().memory_bytes(u64::MAX).build(),
+            chunk_bytes,
+            ranges: RefCell::default(),
+            mapped_bytes: Cell::new(0),
+            unmapped_bytes: Cell::new(0),
+            chunks_made: Cell::new(0),
+            chunks_given_back: Cell::new(0),
+            held_bytes: Cell::new(0),
+            held_bytes_peak: Cell::new(0),
+        }
+    }
+
+    /// What it was asked for so far.
+    pub fn asked(&self) -> Asked {
+        let calls = self.device.calls();
+        Asked {
+            maps: calls.of(Call::Map),
+            unmaps: calls.of(Call::Unmap),
+            synchronizes: calls.of(Call::Synchronize),
+            records: calls.of(Call::Record),
+            waits: calls.of(Call::Wait),
+            mapped_bytes: self.mapped_bytes.get(),
+            unmapped_bytes: self.unmapped_bytes.get(),
+            chunks_made: self.chunks_made.get(),
+            chunks_given_back: self.chunks_given_back.get(),
+        }
+    }
+
+    /// Bytes that are mapped now.
+    pub fn reserved_bytes(&self) -> u64 {
+        self.mapped_bytes.get() - self.unmapped_bytes.get()
+    }
+
+    /// The most bytes in chunks at any time: what is mapped and what is idle.
+    pub fn held_bytes_peak(&self) -> u64 {
+        self.held_bytes_peak.get()
+    }
+
+    /// The granules of a part of a range.
+    fn granules(&self, offset_bytes: u64, size_bytes: u64) -> std::ops::Range<usize> {
+        let granule = self.device.granularity_bytes();
+        (offset_bytes / granule) as usize..((offset_bytes + size_bytes) / granule) as usize
+    }
+
+    fn hold(&self, granules: usize) {
+        self.held_bytes.set(self.held_bytes.get() + granules as u64 * self.device.granularity_bytes());
+        self.held_bytes_peak.set(self.held_bytes_peak.get().max(self.held_bytes.get()));
+    }
+
+    fn let_go(&self, granules: usize) {
+        self.held_bytes.set(self.held_bytes.get() - granules as u64 * self.device.granularity_bytes());
+    }
+}
+
+fn add(count: &Cell<u64>, more: u64) {
+    count.set(count.get() + more);
+}
+
+impl Backend for Metered {
+    fn granularity_bytes(&self) -> u64 {
+        self.device.granularity_bytes()
+    }
+
+    fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
+        let range = self.device.reserve(size_bytes)?;
+        self.ranges.borrow_mut().insert(range.base.0, Chunks::default());
+        Ok(range)
+    }
+
+    fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
+        self.device.map(range, offset_bytes, size_bytes)?;
+        add(&self.mapped_bytes, size_bytes);
+        let mut ranges = self.ranges.borrow_mut();
+        let chunks = ranges.get_mut(&range.base.0).expect("reserved before");
+        let part = self.granules(offset_bytes, size_bytes);
+        // A map of a whole range is one chunk.
+        let most = if size_bytes == range.size_bytes { size_bytes } else { self.chunk_bytes };
+        let made = chunks.map(part, (most / self.granularity_bytes()) as usize);
+        add(&self.chunks_made, made.len() as u64);
+        self.hold(made.iter().sum());
+        Ok(())
+    }
+
+    fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
+        self.device.unmap(range, offset_bytes, size_bytes)?;
+        add(&self.unmapped_bytes, size_bytes);
+        let mut ranges = self.ranges.borrow_mut();
+        let chunks = ranges.get_mut(&range.base.0).expect("reserved before");
+        let given_back = chunks.unmap(self.granules(offset_bytes, size_bytes));
+        add(&self.chunks_given_back, given_back.len() as u64);
+        self.let_go(given_back.iter().sum());
+        Ok(())
+    }
+
+    fn release(&self, range: Range) -> Result<(), BackendError> {
+        self.device.release(range)?;
+        self.ranges.borrow_mut().remove(&range.base.0);
+        Ok(())
+    }
+
+    fn record(&self, stream: StreamId) -> Result<Event, BackendError> {
+        self.device.record(stream)
+    }
+
+    fn wait(&self, stream: StreamId, event: Event) -> Result<(), BackendError> {
+        self.device.wait(stream, event)
+    }
+
+    fn query(&self, event: Event) -> Result<bool, BackendError> {
+        self.device.query(event)
+    }
+
+    fn recycle(&self, event: Event) {
+        self.device.recycle(event);
+    }
+
+    fn synchronize(&self, stream: StreamId) -> Result<(), BackendError> {
+        self.device.synchronize(stream)
+    }
+}
+
+impl Chunks {
+    /// Maps granules, of which those that no chunk backs get chunks of at most `most` granules. Returns the granules of each
+    /// chunk that was made.
+    fn map(&mut self, part: std::ops::Range<usize>, most: usize) -> Vec<usize> {
+        if self.backing.len() < part.end {
+            self.backing.resize(part.end, None);
+        }
+        let first_made = self.chunks.len();
+        for at in part {
+            let chunk = self.backing[at].unwrap_or_else(|| {
+                let extends = |chunk: &Chunk| chunk.granules.end == at && chunk.granules.len() < most;
+                if !self.chunks[first_made..].last().is_some_and(extends) {
+                    self.chunks.push(Chunk { granules: at..at, mapped: 0 });
+                }
+                let newest = self.chunks.len() - 1;
+                self.chunks[newest].granules.end = at + 1;
+                newest
+            });
+            self.chunks[chunk].mapped += 1;
+            self.backing[at] = Some(chunk);
+        }
+        self.chunks[first_made..].iter().map(|chunk| chunk.granules.len()).collect()
+    }
+
+    /// Unmaps granules. Returns the granules of each chunk of which nothing is mapped any more.
+    fn unmap(&mut self, part: std::ops::Range<usize>) -> Vec<usize> {
+        let mut given_back = Vec::new();
+        for at in part {
+            let chunk = &mut self.chunks[self.backing[at].expect("mapped")];
+            chunk.mapped -= 1;
+            if chunk.mapped == 0 {
+                given_back.push(chunk.granules.len());
+                self.backing[chunk.granules.clone()].fill(None);
+            }
+        }
+        given_back
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn a_chunk_goes_back_when_all_of_it_is_given_up() {
+        let device = Metered::new(8 * MIB);
+        let range = device.reserve(64 * MIB).expect("addresses");
+        device.map(range, 0, 12 * MIB).expect("memory");
+        assert_eq!((device.asked().chunks_made, device.held_bytes_peak()), (2, 12 * MIB));
+        device.unmap(range, 2 * MIB, 6 * MIB).expect("mapped");
+        assert_eq!(device.asked().chunks_given_back, 0);
+        device.map(range, 12 * MIB, 2 * MIB).expect("memory");
+        // 8 MiB are mapped, and 6 are idle.
+        assert_eq!((device.reserved_bytes(), device.held_bytes_peak()), (8 * MIB, 14 * MIB));
+        device.map(range, 4 * MIB, 2 * MIB).expect("idle");
+        assert_eq!(device.asked().chunks_made, 3);
+        device.unmap(range, 4 * MIB, 2 * MIB).expect("mapped");
+        device.unmap(range, 0, 2 * MIB).expect("mapped");
+        assert_eq!(device.asked().chunks_given_back, 1);
+        device.map(range, 0, 8 * MIB).expect("memory");
+        assert_eq!((device.asked().chunks_made, device.held_bytes_peak()), (4, 14 * MIB));
+    }
+}

@@ -1,0 +1,19 @@
+//! The model of fit rules places as the core does where the rule is the core's: only then do its figures say anything.
+
+use symmalloc_benches::fit_rules::FitRule;
+use symmalloc_benches::workload::{Bench, Subject, Workload};
+use symmalloc_benches::{Segments, ours};
+use symmalloc_core::config::StreamPolicy;
+use symmalloc_harness::jobs;
+
+#[test]
+fn best_fit_of_the_model_reserves_what_the_core_reserves() {
+    for job in jobs::JOBS {
+        let workload = Workload::from(&jobs::program(job));
+        for streams in [StreamPolicy::Separate, StreamPolicy::Shared] {
+            let core = Bench::warm(ours(Segments::Expandable, streams), workload.clone());
+            let model = FitRule::BEST_FIT.place(&workload, streams);
+            assert_eq!(model.reserved_bytes, core.subject().reserved_bytes(), "{job}, {streams:?}");
+        }
+    }
+}
