@@ -249,7 +249,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         let allocation = self.allocate(pool, stream, size_bytes)?;
         if let (1.., Ok(heap)) = (size_bytes, self.heap_of(allocation.handle)) {
-            heap.lock().set_name(allocation.handle.slot, name);
+            heap.lock().set_name(allocation.handle.slot(), name);
         }
         Ok(allocation)
     }
@@ -279,7 +279,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Whatever [`free`](Self::free) may need besides the block: events, books, a release, a refusal.
     #[inline(never)]
     fn free_by_all_means(&self, mut heap: Guard<'_, L, Heap>, handle: Handle) -> Result<(), FreeError> {
-        if handle.slot == NO_SLOT {
+        if handle.slot() == NO_SLOT {
             return Ok(free_nothing(&mut heap, handle)?);
         }
         heap.free(&self.around, handle, |allocated, requested| {
@@ -326,7 +326,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         mut tape: Tape<'_, B, L>,
     ) -> Result<(), FreeError> {
         let mut failure = None;
-        if handle.slot == NO_SLOT {
+        if handle.slot() == NO_SLOT {
             free_nothing(&mut heap, handle)?;
         } else {
             heap.free(&self.around, handle, |allocated, requested| {
@@ -351,7 +351,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// When the handle is not live here or the stream is unknown.
     pub fn record_use(&self, handle: Handle, stream: StreamId) -> Result<(), RecordUseError> {
         self.known_stream(stream)?;
-        if handle.slot == NO_SLOT {
+        if handle.slot() == NO_SLOT {
             return self.record_use_rarely(handle, stream);
         }
         let mut heap = self.heap_of(handle)?.lock();
@@ -367,7 +367,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     #[inline(never)]
     fn record_use_rarely(&self, handle: Handle, stream: StreamId) -> Result<(), RecordUseError> {
         let mut tape = self.tape();
-        if handle.slot != NO_SLOT {
+        if handle.slot() != NO_SLOT {
             self.heap_of(handle)?.lock().record_use(handle, stream)?;
         }
         tape.note_use(handle, stream);
@@ -537,7 +537,7 @@ pub(crate) fn allocate_nothing(heap: &mut Heap, stream: StreamId) -> Result<Allo
     }
     heap.fold(op_word(Mark::AllocateNothing, stream, 0), 0);
     Ok(Allocation {
-        handle: Handle { heap: heap.id, slot: NO_SLOT, tag: heap.tags.next() },
+        handle: Handle::new(heap.id, NO_SLOT, heap.tags.next()),
         address: crate::backend::DeviceAddress(0),
         placement: Placement::NOWHERE,
         size_bytes: 0,

@@ -86,7 +86,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     #[inline(never)]
     pub fn free_in(&self, binding: &Binding<L>, handle: Handle) -> Result<(), FreeError> {
         assert!(binding.owner == self.owner, "a binding of another allocator");
-        if handle.heap == binding.id { self.free_from(&binding.heap, handle) } else { self.free(handle) }
+        if handle.heap() == binding.id { self.free_from(&binding.heap, handle) } else { self.free(handle) }
     }
 
     /// Finds the heap that serves a stream in a pool, and makes it if this is the first request.
@@ -117,7 +117,7 @@ impl<B: Backend, L: Lock> BoundHeap<'_, B, L> {
     #[inline(never)]
     pub fn free(&self, handle: Handle) -> Result<(), FreeError> {
         let Route { allocator, heap, .. } = self.route;
-        if handle.heap == self.id { allocator.free_from(heap, handle) } else { allocator.free(handle) }
+        if handle.heap() == self.id { allocator.free_from(heap, handle) } else { allocator.free(handle) }
     }
 
     /// The pool that it allocates from.

@@ -40,14 +40,14 @@ impl Heap {
     /// Notes that work on `stream` uses the allocation.
     pub(crate) fn record_use(&mut self, handle: Handle, stream: StreamId) -> Result<(), HandleError> {
         let Some(Live { stream: owner, .. }) = self.find_live(handle) else { return Err(self.not_live(handle)) };
-        let block = self.table.block_mut(handle.slot);
+        let block = self.table.block_mut(handle.slot());
         if stream != owner {
             block.fences = self.fences.add(block.fences, Fence { stream, tick: 0, event: None });
         }
-        let placement = self.placement(handle.slot);
+        let placement = self.placement(handle.slot());
         self.fold(op_word(Mark::RecordUse, stream, 0), placement_word(placement));
         if let Some(journal) = &mut self.journal
-            && let Some(name) = self.names.find(handle.slot)
+            && let Some(name) = self.names.find(handle.slot())
         {
             journal.name_newest(name);
         }

@@ -4,39 +4,65 @@
 //! the allocation was freed is an error and not somebody else's memory.
 //!
 //! ```text
-//!  slot 32 │ heap 32 │ tag 64 = owner 16 │ serial 48
+//!  place 64 = heap 32 │ slot 32      tag 64 = owner 16 │ serial 48
 //! ```
 //! The block in `slot` carries the same tag while it is allocated: one comparison recognises a live handle.
+//!
+//! Slot and heap are one word of two halves, so that a handle is two words wherever it goes: calls pass and return it in
+//! registers, and whoever stores it in memory and soon reads it again reads what was written, not parts of it.
 
 use crate::backend::DeviceAddress;
 use crate::ids::{HeapId, Placement};
 use std::fmt;
 
 /// Names one allocation. Copying it copies the name, not the memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Handle {
-    pub(crate) heap: HeapId,
-    pub(crate) slot: u32,
+    place: u64,
     pub(crate) tag: u64,
 }
 
 impl Handle {
+    #[inline(always)]
+    pub(crate) fn new(heap: HeapId, slot: u32, tag: u64) -> Self {
+        Handle { place: u64::from(heap.0) << 32 | u64::from(slot), tag }
+    }
+
+    #[inline(always)]
+    pub(crate) fn heap(self) -> HeapId {
+        HeapId((self.place >> 32) as u32)
+    }
+
+    #[inline(always)]
+    pub(crate) fn slot(self) -> u32 {
+        self.place as u32
+    }
+
     /// The handle as two words, for interfaces that carry integers only.
-    pub fn into_raw(self) -> (u64, u64) {
-        ((u64::from(self.heap.0) << 32) | u64::from(self.slot), self.tag)
+    #[inline]
+    pub const fn into_raw(self) -> (u64, u64) {
+        (self.place, self.tag)
     }
 
     /// The handle of [`into_raw`](Self::into_raw). Any two words are safe: what is not a live handle is refused by
     /// every call.
-    pub fn from_raw((place, tag): (u64, u64)) -> Self {
-        Handle { heap: HeapId((place >> 32) as u32), slot: place as u32, tag }
+    #[inline]
+    pub const fn from_raw((place, tag): (u64, u64)) -> Self {
+        Handle { place, tag }
+    }
+}
+
+impl fmt::Debug for Handle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Handle { tag, .. } = self;
+        f.debug_struct("Handle").field("heap", &self.heap()).field("slot", &self.slot()).field("tag", tag).finish()
     }
 }
 
 impl fmt::Display for Handle {
     /// Heap, slot and serial number.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/{}#{}", self.heap, self.slot, self.tag & SERIAL_MAX)
+        write!(f, "{}/{}#{}", self.heap(), self.slot(), self.tag & SERIAL_MAX)
     }
 }
 

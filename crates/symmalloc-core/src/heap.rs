@@ -303,7 +303,7 @@ impl Heap {
     fn book(&mut self, placed: &Allocation, op: u64) {
         note(&mut self.journal, op, placement_word(placed.placement), self.digest);
         if !self.pointers.is_off() {
-            self.pointers.insert(placed.address, placed.handle.slot);
+            self.pointers.insert(placed.address, placed.handle.slot());
         }
     }
 
@@ -399,7 +399,7 @@ impl Heap {
             (free, whole)
         };
         self.usage.allocate(size, requested);
-        Some(Allocation { handle: Handle { heap: self.id, slot, tag }, address, placement, size_bytes: bytes(size) })
+        Some(Allocation { handle: Handle::new(self.id, slot, tag), address, placement, size_bytes: bytes(size) })
     }
 
     /// Frees a live allocation if nobody else used the block, and tells its allocated and requested bytes to `tally`.
@@ -552,7 +552,7 @@ impl Heap {
 
     #[inline(always)]
     pub(crate) fn find_live(&self, handle: Handle) -> Option<Live> {
-        let slot = handle.slot;
+        let slot = handle.slot();
         match self.table.find(slot)?.state {
             BlockState::Allocated { stream, requested, tag } if tag == handle.tag => {
                 Some(Live { slot, stream, requested })

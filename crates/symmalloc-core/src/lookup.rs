@@ -36,8 +36,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn allocation(&self, handle: Handle) -> Result<Allocation, HandleError> {
         let heap = self.heap_of(handle)?.lock();
         heap.live(handle)?;
-        let size_bytes = bytes(heap.table.block(handle.slot).size);
-        let (address, placement) = (heap.address(handle.slot), heap.placement(handle.slot));
+        let size_bytes = bytes(heap.table.block(handle.slot()).size);
+        let (address, placement) = (heap.address(handle.slot()), heap.placement(handle.slot()));
         Ok(Allocation { handle, address, placement, size_bytes })
     }
 
@@ -61,7 +61,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         };
         let end = heap.address(slot).0 + bytes(heap.table.block(slot).size);
         match heap.table.block(slot).state {
-            BlockState::Allocated { tag, .. } if address.0 < end => Ok(Handle { heap: entry.heap, slot, tag }),
+            BlockState::Allocated { tag, .. } if address.0 < end => Ok(Handle::new(entry.heap, slot, tag)),
             _ => Err(HandleError::UnknownAddress { address }),
         }
     }

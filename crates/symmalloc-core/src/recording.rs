@@ -195,7 +195,7 @@ impl Recording {
     fn name_allocation(&mut self, handle: Handle) -> AllocationId {
         let id = AllocationId(self.next_id);
         self.next_id += 1;
-        let (heap, slot) = (handle.heap.index(), handle.slot as usize);
+        let (heap, slot) = (handle.heap().index(), handle.slot() as usize);
         match self.ids.get_mut(heap).and_then(|ids| ids.get_mut(slot)) {
             Some(place) => *place = id,
             None => self.name_in_new_place(handle, id),
@@ -205,11 +205,11 @@ impl Recording {
 
     #[cold]
     fn name_in_new_place(&mut self, handle: Handle, id: AllocationId) {
-        if handle.slot == NO_SLOT {
-            self.nothings.insert((handle.heap, handle.tag), id);
+        if handle.slot() == NO_SLOT {
+            self.nothings.insert((handle.heap(), handle.tag), id);
             return;
         }
-        let (heap, slot) = (handle.heap.index(), handle.slot as usize);
+        let (heap, slot) = (handle.heap().index(), handle.slot() as usize);
         if self.ids.len() <= heap {
             self.ids.resize_with(heap + 1, Vec::new);
         }
@@ -221,13 +221,13 @@ impl Recording {
     /// The id of an allocation that is live, or was when the op began.
     #[inline(always)]
     fn id_of(&self, handle: Handle) -> Option<AllocationId> {
-        let id = self.ids.get(handle.heap.index()).and_then(|ids| ids.get(handle.slot as usize)).copied();
+        let id = self.ids.get(handle.heap().index()).and_then(|ids| ids.get(handle.slot() as usize)).copied();
         id.or_else(|| self.id_of_nothing(handle))
     }
 
     #[cold]
     fn id_of_nothing(&self, handle: Handle) -> Option<AllocationId> {
-        self.nothings.get(&(handle.heap, handle.tag)).copied()
+        self.nothings.get(&(handle.heap(), handle.tag)).copied()
     }
 
     /// The id of an observer that is there.
@@ -410,8 +410,8 @@ impl<B: Backend, L: Lock> Tape<'_, B, L> {
         let Some(recording) = self.recording() else { return };
         match recording.id_of(handle) {
             Some(id) => {
-                if handle.slot == NO_SLOT {
-                    recording.nothings.remove(&(handle.heap, handle.tag));
+                if handle.slot() == NO_SLOT {
+                    recording.nothings.remove(&(handle.heap(), handle.tag));
                 }
                 self.note(Op::Free { id });
             }

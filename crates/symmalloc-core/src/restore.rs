@@ -210,13 +210,13 @@ impl Heap {
 }
 
 fn restored_heap(heap: &mut Heap) -> RestoredHeap {
-    let nothing = Handle { heap: heap.id, slot: NO_SLOT, tag: heap.tags.next() };
+    let nothing = Handle::new(heap.id, NO_SLOT, heap.tags.next());
     let segments = heap.table.segments_in_order().into_iter();
     let slots = segments.flat_map(|segment| heap.table.blocks_of(segment));
     let live = slots.filter_map(|slot| match heap.table.block(slot).state {
         BlockState::Allocated { stream, requested, tag } => Some(RestoredAllocation {
             allocation: Allocation {
-                handle: Handle { heap: heap.id, slot, tag },
+                handle: Handle::new(heap.id, slot, tag),
                 address: heap.address(slot),
                 placement: heap.placement(slot),
                 size_bytes: bytes(heap.table.block(slot).size),

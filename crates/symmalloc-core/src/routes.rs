@@ -104,7 +104,7 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
         };
         let Some(allocation) = at_once else { return self.allocate_by_all_means(heap, size_bytes, name, tape) };
         if let Some(name) = name {
-            heap.set_name(allocation.handle.slot, name);
+            heap.set_name(allocation.handle.slot(), name);
         }
         drop(heap);
         allocator.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
@@ -131,7 +131,7 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
             drop(heap);
             let allocation = outcome.or_else(|shortage| self.persist(size_bytes, *shortage, &mut tape))?;
             if let Some(name) = name {
-                cell.lock().set_name(allocation.handle.slot, name);
+                cell.lock().set_name(allocation.handle.slot(), name);
             }
             allocator.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
             allocation
@@ -164,7 +164,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     pub(crate) fn heap_of(&self, handle: Handle) -> Result<&L::Cell<Heap>, HandleError> {
-        self.heaps.get(handle.heap.index()).map(Arc::as_ref).ok_or(HandleError::Foreign { handle })
+        self.heaps.get(handle.heap().index()).map(Arc::as_ref).ok_or(HandleError::Foreign { handle })
     }
 
     /// The heap that serves a stream in a pool, if it was made already.
