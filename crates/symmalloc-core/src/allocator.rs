@@ -266,14 +266,26 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Frees an allocation of the heap.
     #[inline(always)]
     pub(crate) fn free_from(&self, heap: &L::Cell<Heap>, handle: Handle) -> Result<(), FreeError> {
+        if self.give_back(heap, handle) { Ok(()) } else { self.free_the_long_way(heap, handle) }
+    }
+
+    /// Frees an allocation of the heap if that is nothing but to free its block; else nothing has changed. Whether it did.
+    #[inline(never)]
+    fn give_back(&self, heap: &L::Cell<Heap>, handle: Handle) -> bool {
         let mut heap = heap.lock();
         let tally = |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested));
-        let is_freed = match heap.plain {
+        match heap.plain {
             Some(plain) => heap.free_at_once(plain, handle, tally),
-            None if heap.is_recorded => return self.free_recorded(heap, handle),
+            None if heap.is_recorded => false,
             None => heap.free_at_once_by_rule(handle, tally),
-        };
-        if is_freed { Ok(()) } else { self.free_by_all_means(heap, handle) }
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn free_the_long_way(&self, heap: &L::Cell<Heap>, handle: Handle) -> Result<(), FreeError> {
+        let heap = heap.lock();
+        if heap.is_recorded { self.free_recorded(heap, handle) } else { self.free_by_all_means(heap, handle) }
     }
 
     /// Whatever [`free`](Self::free) may need besides the block: events, books, a release, a refusal.

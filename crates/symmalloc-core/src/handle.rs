@@ -14,6 +14,7 @@
 use crate::backend::DeviceAddress;
 use crate::ids::{HeapId, Placement};
 use std::fmt;
+use std::num::NonZeroU64;
 
 /// Names one allocation. Copying it copies the name, not the memory.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -94,6 +95,25 @@ impl Tags {
     }
 }
 
+/// The handle of a live allocation. Its tag is not zero, so an optional one is two words as well.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Taken {
+    place: u64,
+    tag: NonZeroU64,
+}
+
+impl Taken {
+    #[inline(always)]
+    pub(crate) fn new(handle: Handle) -> Option<Self> {
+        Some(Taken { place: handle.place, tag: NonZeroU64::new(handle.tag)? })
+    }
+
+    #[inline(always)]
+    pub(crate) fn handle(self) -> Handle {
+        Handle { place: self.place, tag: self.tag.get() }
+    }
+}
+
 /// An allocation: its name, and where it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -106,4 +126,47 @@ pub struct Allocation {
     pub placement: Placement,
     /// Bytes that may be used: the request, rounded up.
     pub size_bytes: u64,
+}
+
+/// An [`Allocation`] without its handle.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Details {
+    address: DeviceAddress,
+    placement: Placement,
+    size_bytes: u64,
+}
+
+impl Default for Details {
+    #[inline(always)]
+    fn default() -> Self {
+        Details { address: DeviceAddress(0), placement: Placement::NOWHERE, size_bytes: 0 }
+    }
+}
+
+impl Details {
+    /// The allocation of this handle.
+    #[inline(always)]
+    pub(crate) fn with(self, handle: Handle) -> Allocation {
+        let Details { address, placement, size_bytes } = self;
+        Allocation { handle, address, placement, size_bytes }
+    }
+}
+
+/// What a caller wants to know of an allocation besides its handle.
+pub(crate) trait Told {
+    fn of(allocation: &Allocation) -> Self;
+}
+
+impl Told for Details {
+    #[inline(always)]
+    fn of(&Allocation { address, placement, size_bytes, .. }: &Allocation) -> Self {
+        Details { address, placement, size_bytes }
+    }
+}
+
+impl Told for DeviceAddress {
+    #[inline(always)]
+    fn of(allocation: &Allocation) -> Self {
+        allocation.address
+    }
 }

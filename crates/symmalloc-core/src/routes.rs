@@ -1,10 +1,10 @@
 //! Routes: from (pool, stream) to the heap that serves it. Heaps are made at the first request, and found without a lock.
 
 use crate::allocator::{Allocator, allocate_nothing};
-use crate::backend::Backend;
+use crate::backend::{Backend, DeviceAddress};
 use crate::config::StreamPolicy;
 use crate::errors::{AllocateError, HandleError, UnknownError};
-use crate::handle::{Allocation, Handle};
+use crate::handle::{Allocation, Details, Handle, Taken, Told};
 use crate::heap::{Heap, HeapIdentity, Shortage};
 use crate::ids::{HeapId, PoolId, StreamId};
 use crate::lock::{Guard, Lock, LockCell};
@@ -37,24 +37,36 @@ impl<B: Backend, L: Lock> Copy for Route<'_, B, L> {}
 impl<B: Backend, L: Lock> Route<'_, B, L> {
     #[inline(always)]
     pub(crate) fn allocate(&self, size_bytes: u64) -> Result<Allocation, AllocateError> {
+        let mut details = Details::default();
+        match self.allocator.take(self.heap, self.stream, size_bytes, &mut details) {
+            Some(taken) => Ok(details.with(taken.handle())),
+            None => self.allocate_the_long_way(size_bytes),
+        }
+    }
+
+    /// As [`allocate`](Self::allocate), and says only what it is called and where it begins.
+    #[inline(always)]
+    pub(crate) fn allocate_bare(&self, size_bytes: u64) -> Result<(Handle, DeviceAddress), AllocateError> {
+        let mut address = DeviceAddress(0);
+        match self.allocator.take(self.heap, self.stream, size_bytes, &mut address) {
+            Some(taken) => Ok((taken.handle(), address)),
+            None => self.allocate_the_long_way(size_bytes).map(|it| (it.handle, it.address)),
+        }
+    }
+
+    /// Allocates what no free block is at hand for.
+    #[cold]
+    #[inline(never)]
+    fn allocate_the_long_way(&self, size_bytes: u64) -> Result<Allocation, AllocateError> {
         if !(1..=SEGMENT_BYTES_MAX).contains(&size_bytes) {
             return self.allocator.allocate_by_all_means(self.pool, self.stream, size_bytes);
         }
-        let mut heap = self.heap.lock();
-        let at_once = match heap.plain {
-            Some(plain) => heap.allocate_at_once(plain, size_bytes),
-            None if heap.is_recorded => return self.allocate_recorded(heap, size_bytes),
-            None => heap.allocate_at_once_by_rule(self.stream, size_bytes),
-        };
-        let Some(allocation) = at_once else {
-            return match heap.plain {
-                Some(_) => self.allocate_by::<Exact>(heap, size_bytes),
-                None => self.allocate_by::<ByRule>(heap, size_bytes),
-            };
-        };
-        drop(heap);
-        self.allocator.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
-        Ok(allocation)
+        let heap = self.heap.lock();
+        match heap.plain {
+            Some(_) => self.allocate_by::<Exact>(heap, size_bytes),
+            None if heap.is_recorded => self.allocate_recorded(heap, size_bytes),
+            None => self.allocate_by::<ByRule>(heap, size_bytes),
+        }
     }
 
     /// Allocates what may need more than a free block: memory, waits, books, a refusal. The heap is this route's, and `S`
@@ -157,6 +169,32 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
 }
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
+    /// Allocates from a heap if a free block is at hand, as it is for nearly every request; else nothing has changed. All
+    /// that most callers keep comes back in registers, what else `T` says of the allocation in `told`.
+    #[inline(never)]
+    pub(crate) fn take<T: Told>(
+        &self,
+        heap: &L::Cell<Heap>,
+        stream: StreamId,
+        size_bytes: u64,
+        told: &mut T,
+    ) -> Option<Taken> {
+        if !(1..=SEGMENT_BYTES_MAX).contains(&size_bytes) {
+            return None;
+        }
+        let mut heap = heap.lock();
+        let at_once = match heap.plain {
+            Some(plain) => heap.allocate_at_once(plain, size_bytes),
+            None if heap.is_recorded => None,
+            None => heap.allocate_at_once_by_rule(stream, size_bytes),
+        };
+        drop(heap);
+        let allocation = at_once?;
+        self.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
+        *told = T::of(&allocation);
+        Taken::new(allocation.handle)
+    }
+
     #[inline]
     pub(crate) fn known_stream(&self, stream: StreamId) -> Result<(), UnknownError> {
         let streams = self.streams.load(Ordering::Acquire);

@@ -256,23 +256,29 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// When the stream cannot be registered or the allocator refuses; nothing is allocated then.
     #[inline]
     pub fn allocate(&self, stream: &Arc<CudaStream>, size_bytes: u64) -> Result<Allocation, CudaError> {
-        match self.lease.lanes.find(stream) {
-            Some(lane) => self.allocate_on(lane, size_bytes),
-            None => self.allocate_on(&*self.make_lane(stream)?, size_bytes),
+        match self.lane_at_hand(stream) {
+            Some(lane) => self.state.core.allocate_in(&lane.heap, size_bytes).map_err(refused),
+            None => self.allocate_on(&*self.lane(stream)?, size_bytes),
         }
     }
 
     /// As [`allocate`](Self::allocate), on a lane of this allocator's pool.
-    #[inline]
+    #[inline(never)]
     pub(crate) fn allocate_on(&self, lane: &Lane<B>, size_bytes: u64) -> Result<Allocation, CudaError> {
-        if self.device().captures.any() {
+        if lane.device.captures.any() {
             return Ok(self.state.core.allocate(self.pool_for(lane.stream)?, lane.stream, size_bytes)?);
         }
         Ok(self.state.core.allocate_in(&lane.heap, size_bytes)?)
     }
 
+    /// The lane of a stream, where nothing has to be looked for or asked: that is the rule. Allocations lie in its heap.
+    #[inline(always)]
+    pub(crate) fn lane_at_hand(&self, stream: &CudaStream) -> Option<&Arc<Lane<B>>> {
+        self.lease.lanes.find_first(stream).filter(|lane| !lane.device.captures.any())
+    }
+
     /// The lane of a stream.
-    #[inline]
+    #[inline(never)]
     pub(crate) fn lane(&self, stream: &Arc<CudaStream>) -> Result<Arc<Lane<B>>, CudaError> {
         match self.lease.lanes.find(stream) {
             Some(lane) => Ok(Arc::clone(lane)),
@@ -317,8 +323,26 @@ impl<B: CudaMemory> CachingAllocator<B> {
     }
 
     /// Room for `len` elements that is freed when it is dropped.
-    #[inline]
-    pub(crate) fn block<T>(&self, lane: Arc<Lane<B>>, len: usize, name: Option<&str>) -> Result<Block<B>, CudaError> {
+    #[inline(always)]
+    pub(crate) fn block<T>(&self, stream: &Arc<CudaStream>, len: usize) -> Result<Block<B>, CudaError> {
+        let (Some(lane), Some(size_bytes)) = (self.lane_at_hand(stream), len.checked_mul(size_of::<T>())) else {
+            return self.block_on::<T>(self.lane(stream)?, len, None);
+        };
+        let lane = Arc::clone(lane);
+        match self.state.core.allocate_bare_in(&lane.heap, size_bytes as u64) {
+            Ok((handle, address)) => Ok(Block::of(lane, handle, address.0)),
+            Err(error) => Err(refused(error)),
+        }
+    }
+
+    /// As [`block`](Self::block), on a lane of this allocator's pool, with a name or without.
+    #[inline(never)]
+    pub(crate) fn block_on<T>(
+        &self,
+        lane: Arc<Lane<B>>,
+        len: usize,
+        name: Option<&str>,
+    ) -> Result<Block<B>, CudaError> {
         let element_bytes = size_of::<T>();
         let size_bytes = len.checked_mul(element_bytes).ok_or(CudaError::TooLarge { len, element_bytes })? as u64;
         let Allocation { handle, address, .. } = match name {
@@ -538,6 +562,12 @@ impl<B: CudaMemory> Drop for State<B> {
             let _destroyed = self.destroy(&mut entry);
         }
     }
+}
+
+#[cold]
+#[inline(never)]
+fn refused(error: AllocateError) -> CudaError {
+    error.into()
 }
 
 /// The policy, or the nearest that the backend can serve.

@@ -15,15 +15,16 @@ pub(crate) struct Block<B: CudaMemory> {
     pub(crate) handle: Handle,
     /// 0 when there are no bytes.
     pub(crate) address: u64,
-    /// Whether dropping it leaves the memory allocated.
-    is_kept: bool,
 }
+
+/// In place of the handle of a block whose memory stays allocated. It names nothing, so that freeing it is refused.
+const KEPT: Handle = Handle::from_raw((u64::MAX, 0));
 
 impl<B: CudaMemory> Block<B> {
     /// Takes over an allocation that nobody else frees.
     #[inline]
     pub(crate) fn of(lane: Arc<Lane<B>>, handle: Handle, address: u64) -> Self {
-        Block { lane, handle, address, is_kept: false }
+        Block { lane, handle, address }
     }
 
     /// The allocator.
@@ -32,15 +33,17 @@ impl<B: CudaMemory> Block<B> {
         &self.lane.state
     }
 
-    /// Leaves the memory allocated when the block is dropped.
+    /// Leaves the memory allocated when the block is dropped. Whoever wants the handle asks for it before.
     pub(crate) fn keep(&mut self) {
-        self.is_kept = true;
+        self.handle = KEPT;
     }
 
     #[cold]
     #[inline(never)]
     fn note_drop_error(&self, error: FreeError) {
-        self.state().note_drop_error(DropError::Free(error));
+        if self.handle != KEPT {
+            self.state().note_drop_error(DropError::Free(error));
+        }
     }
 
     /// Notes that work on another stream uses it.
@@ -53,9 +56,6 @@ impl<B: CudaMemory> Block<B> {
 impl<B: CudaMemory> Drop for Block<B> {
     #[inline]
     fn drop(&mut self) {
-        if self.is_kept {
-            return;
-        }
         if let Err(error) = self.state().core.free_in(&self.lane.heap, self.handle) {
             self.note_drop_error(error);
         }

@@ -66,7 +66,7 @@ impl CudaAllocator {
         stream: &Arc<CudaStream>,
         len: usize,
     ) -> Result<DeviceBuffer<T>, CudaError> {
-        self.buffer(stream, len, None)
+        Ok(DeviceBuffer::from_block(self.block::<T>(stream, len)?, len))
     }
 
     /// As [`alloc`](Self::alloc), with a name for snapshots and reports.
@@ -82,7 +82,7 @@ impl CudaAllocator {
         len: usize,
         name: &str,
     ) -> Result<DeviceBuffer<T>, CudaError> {
-        self.buffer(stream, len, Some(name))
+        self.named_buffer(stream, len, name)
     }
 
     /// A buffer of zeros, written on the stream.
@@ -94,7 +94,8 @@ impl CudaAllocator {
         stream: &Arc<CudaStream>,
         len: usize,
     ) -> Result<DeviceBuffer<T>, CudaError> {
-        let buffer = self.buffer(stream, len, None)?;
+        // SAFETY: it is written before anything reads it.
+        let buffer = unsafe { self.alloc(stream, len) }?;
         buffer.fill_with_zeros()?;
         Ok(buffer)
     }
@@ -109,19 +110,13 @@ impl CudaAllocator {
         len: usize,
         name: &str,
     ) -> Result<DeviceBuffer<T>, CudaError> {
-        let buffer = self.buffer(stream, len, Some(name))?;
+        let buffer = self.named_buffer(stream, len, name)?;
         buffer.fill_with_zeros()?;
         Ok(buffer)
     }
 
-    #[inline]
-    fn buffer<T>(
-        &self,
-        stream: &Arc<CudaStream>,
-        len: usize,
-        name: Option<&str>,
-    ) -> Result<DeviceBuffer<T>, CudaError> {
-        Ok(DeviceBuffer::from_block(self.block::<T>(self.lane(stream)?, len, name)?, len))
+    fn named_buffer<T>(&self, stream: &Arc<CudaStream>, len: usize, name: &str) -> Result<DeviceBuffer<T>, CudaError> {
+        Ok(DeviceBuffer::from_block(self.block_on::<T>(self.lane(stream)?, len, Some(name))?, len))
     }
 }
 
@@ -199,9 +194,10 @@ impl<T> DeviceBuffer<T> {
     /// When uses by streams that are not registered cannot be ordered; the buffer is dropped then.
     pub fn into_raw(mut self) -> Result<RawDeviceBuffer, CudaError> {
         self.uses.settle(&self.block).map_err(DriverError::from)?;
+        let Block { ref lane, handle, address: pointer } = self.block;
+        let raw = RawDeviceBuffer { handle, pointer, len: self.len, stream: lane.stream };
         self.block.keep();
-        let Block { ref lane, handle, address: pointer, .. } = self.block;
-        Ok(RawDeviceBuffer { handle, pointer, len: self.len, stream: lane.stream })
+        Ok(raw)
     }
 
     /// Puts a buffer together again.
@@ -323,5 +319,17 @@ impl<T> fmt::Debug for DeviceBuffer<T> {
             .field("len", &self.len)
             .field("stream", &self.block.lane.stream)
             .finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Programs keep thousands of them, and each is written once and read once.
+    #[test]
+    fn a_buffer_is_six_words_and_an_optional_one_is_no_larger() {
+        assert_eq!(size_of::<DeviceBuffer<u8>>(), 6 * size_of::<u64>());
+        assert_eq!(size_of::<Option<DeviceBuffer<u8>>>(), size_of::<DeviceBuffer<u8>>());
     }
 }

@@ -18,6 +18,7 @@
 
 use crate::allocator::State;
 use crate::backend::CudaMemory;
+use crate::device::CudaDevice;
 use crate::error::CudaError;
 use cudarc::driver::CudaStream;
 use std::sync::{Arc, OnceLock};
@@ -36,6 +37,8 @@ pub(crate) struct Lane<B: CudaMemory> {
     /// Where its allocations lie, captures aside.
     pub(crate) heap: Binding<Shared>,
     pub(crate) stream: StreamId,
+    /// Where its captures are known.
+    pub(crate) device: Arc<CudaDevice>,
     /// The stream; `None` for the host.
     pub(crate) raw: Option<Arc<CudaStream>>,
 }
@@ -45,7 +48,8 @@ impl<B: CudaMemory> Lane<B> {
     pub(crate) fn new(state: &Arc<State<B>>, pool: PoolId, stream: StreamId) -> Result<Arc<Self>, CudaError> {
         let heap = state.core.binding(pool, stream).map_err(symmalloc_core::errors::AllocateError::from)?;
         let raw = state.order().stream(stream).cloned();
-        Ok(Arc::new(Lane { state: Arc::clone(state), heap, stream, raw }))
+        let device = Arc::clone(&state.order().device);
+        Ok(Arc::new(Lane { state: Arc::clone(state), heap, stream, device, raw }))
     }
 }
 
@@ -76,8 +80,16 @@ impl<B: CudaMemory> Lanes<B> {
         Lanes { places: std::array::from_fn(|_| OnceLock::new()), host: OnceLock::new() }
     }
 
-    /// The lane of a stream that has one.
+    /// The lane of a stream, if it stands in the place that the stream's address hashes to, as most do.
     #[inline(always)]
+    pub(crate) fn find_first(&self, stream: &CudaStream) -> Option<&Arc<Lane<B>>> {
+        let address = std::ptr::from_ref(stream) as usize;
+        let there = self.places[place_of(address)].get()?;
+        (there.address == address).then_some(&there.lane)
+    }
+
+    /// The lane of a stream that has one.
+    #[inline(never)]
     pub(crate) fn find(&self, stream: &CudaStream) -> Option<&Arc<Lane<B>>> {
         let address = std::ptr::from_ref(stream) as usize;
         let mut place = place_of(address);

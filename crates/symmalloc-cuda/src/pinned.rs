@@ -40,7 +40,7 @@ impl PinnedAllocator {
     /// # Errors
     /// When the allocator or the driver refuses.
     pub fn alloc_host_zeroed<T: DeviceRepr + ValidAsZeroBits>(&self, len: usize) -> Result<PinnedBuffer<T>, CudaError> {
-        let block = self.block::<T>(self.lane_of(HOST)?, len, None)?;
+        let block = self.block_on::<T>(self.lane_of(HOST)?, len, None)?;
         let buffer = PinnedBuffer { block, len, pending: Mutex::default(), elements: PhantomData };
         let start = buffer.start();
         // SAFETY: the block has room for `len` elements, it is this buffer's alone, and the host waited for earlier uses.

@@ -21,8 +21,9 @@ use crate::block::Block;
 use crate::device::RestoreCurrent;
 use crate::order::is_same;
 use cudarc::driver::{CudaEvent, CudaStream, SyncOnDrop};
+use once_cell::race::OnceBox;
 use smallvec::SmallVec;
-use std::mem::ManuallyDrop;
+use std::mem::{self, ManuallyDrop};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use symmalloc_core::StreamId;
 use symmalloc_core::backend::{BackendError, Event};
@@ -34,10 +35,10 @@ pub(crate) enum Access {
     Write,
 }
 
-/// Nothing, until a second stream uses the buffer. [`end`](Self::end) it before it is dropped: on most buffers that is one
-/// comparison, and nothing is left to drop.
+/// Nothing, until a second stream uses the buffer: one word of it. [`end`](Self::end) it before it is dropped: on most
+/// buffers that is one comparison, and nothing is left to drop.
 #[derive(Debug, Default)]
-pub(crate) struct Uses(ManuallyDrop<OnceLock<Box<Across>>>);
+pub(crate) struct Uses(ManuallyDrop<OnceBox<Across>>);
 
 /// The uses of a buffer that several streams use.
 #[derive(Debug)]
@@ -135,7 +136,7 @@ impl Uses {
     #[inline(never)]
     fn end_across(&mut self, block: &Block<CudaBackend>) -> Result<(), BackendError> {
         let settled = self.settle(block);
-        drop(self.0.take());
+        drop(mem::take(&mut *self.0));
         settled
     }
 }
