@@ -1,7 +1,7 @@
 //! Routes: from (pool, stream) to the heap that serves it. Heaps are made at the first request, and found without a lock.
 
 use crate::allocator::{Allocator, allocate_nothing};
-use crate::backend::{Backend, DeviceAddress};
+use crate::backend::Backend;
 use crate::config::StreamPolicy;
 use crate::errors::{AllocateError, HandleError, UnknownError};
 use crate::handle::{Allocation, Details, Handle, Taken, Told};
@@ -36,28 +36,18 @@ impl<B: Backend, L: Lock> Copy for Route<'_, B, L> {}
 
 impl<B: Backend, L: Lock> Route<'_, B, L> {
     #[inline(always)]
-    pub(crate) fn allocate(&self, size_bytes: u64) -> Result<Allocation, AllocateError> {
+    pub(crate) fn allocate(self, size_bytes: u64) -> Result<Allocation, AllocateError> {
         let mut details = Details::default();
-        match self.allocator.take(self.heap, self.stream, size_bytes, &mut details) {
+        match self.allocator.take_detailed(self.heap, self.stream, size_bytes, &mut details) {
             Some(taken) => Ok(details.with(taken.handle())),
             None => self.allocate_the_long_way(size_bytes),
-        }
-    }
-
-    /// As [`allocate`](Self::allocate), and says only what it is called and where it begins.
-    #[inline(always)]
-    pub(crate) fn allocate_bare(&self, size_bytes: u64) -> Result<(Handle, DeviceAddress), AllocateError> {
-        let mut address = DeviceAddress(0);
-        match self.allocator.take(self.heap, self.stream, size_bytes, &mut address) {
-            Some(taken) => Ok((taken.handle(), address)),
-            None => self.allocate_the_long_way(size_bytes).map(|it| (it.handle, it.address)),
         }
     }
 
     /// Allocates what no free block is at hand for.
     #[cold]
     #[inline(never)]
-    fn allocate_the_long_way(&self, size_bytes: u64) -> Result<Allocation, AllocateError> {
+    fn allocate_the_long_way(self, size_bytes: u64) -> Result<Allocation, AllocateError> {
         if !(1..=SEGMENT_BYTES_MAX).contains(&size_bytes) {
             return self.allocator.allocate_by_all_means(self.pool, self.stream, size_bytes);
         }
@@ -169,9 +159,9 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
 }
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// Allocates from a heap if a free block is at hand, as it is for nearly every request; else nothing has changed. All
-    /// that most callers keep comes back in registers, what else `T` says of the allocation in `told`.
-    #[inline(never)]
+    /// Allocates from a heap if a free block is at hand, as it is for nearly every request; else nothing has changed. The
+    /// handle comes back in registers, and what else `T` says of the allocation is written to `told`.
+    #[inline(always)]
     pub(crate) fn take<T: Told>(
         &self,
         heap: &L::Cell<Heap>,
@@ -193,6 +183,17 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
         *told = T::of(&allocation);
         Taken::new(allocation.handle)
+    }
+
+    #[inline(never)]
+    fn take_detailed(
+        &self,
+        heap: &L::Cell<Heap>,
+        stream: StreamId,
+        size_bytes: u64,
+        details: &mut Details,
+    ) -> Option<Taken> {
+        self.take(heap, stream, size_bytes, details)
     }
 
     #[inline]

@@ -258,8 +258,14 @@ impl<B: CudaMemory> CachingAllocator<B> {
     pub fn allocate(&self, stream: &Arc<CudaStream>, size_bytes: u64) -> Result<Allocation, CudaError> {
         match self.lane_at_hand(stream) {
             Some(lane) => self.state.core.allocate_in(&lane.heap, size_bytes).map_err(refused),
-            None => self.allocate_on(&*self.lane(stream)?, size_bytes),
+            None => self.allocate_by_all_means(stream, size_bytes),
         }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn allocate_by_all_means(&self, stream: &Arc<CudaStream>, size_bytes: u64) -> Result<Allocation, CudaError> {
+        self.allocate_on(&*self.lane(stream)?, size_bytes)
     }
 
     /// As [`allocate`](Self::allocate), on a lane of this allocator's pool.
@@ -322,21 +328,31 @@ impl<B: CudaMemory> CachingAllocator<B> {
         Ok(self.state.core.allocate_named(self.pool_for(stream)?, stream, size_bytes, name)?)
     }
 
-    /// Room for `len` elements that is freed when it is dropped.
+    /// Room for `len` elements that is freed when it is dropped, if the lane is at hand and its heap has a free block. So
+    /// little of it is inlined that what a buffer consists of stays in registers until it is where its owner keeps it.
     #[inline(always)]
-    pub(crate) fn block<T>(&self, stream: &Arc<CudaStream>, len: usize) -> Result<Block<B>, CudaError> {
-        let (Some(lane), Some(size_bytes)) = (self.lane_at_hand(stream), len.checked_mul(size_of::<T>())) else {
-            return self.block_on::<T>(self.lane(stream)?, len, None);
-        };
+    pub(crate) fn block_at_hand<T>(&self, stream: &CudaStream, len: usize) -> Option<Block<B>> {
+        let lane = self.lane_at_hand(stream)?;
+        let size_bytes = len.checked_mul(size_of::<T>())?;
+        // Counted here and not behind the heap's lock: the two locked instructions then wait for earlier stores once.
         let lane = Arc::clone(lane);
-        match self.state.core.allocate_bare_in(&lane.heap, size_bytes as u64) {
-            Ok((handle, address)) => Ok(Block::of(lane, handle, address.0)),
-            Err(error) => Err(refused(error)),
+        match self.state.core.allocate_at_hand_in(&lane.heap, size_bytes as u64) {
+            Some((handle, address)) => Some(Block::of(lane, handle, address.0)),
+            None => {
+                let_go(lane);
+                None
+            }
         }
     }
 
-    /// As [`block`](Self::block), on a lane of this allocator's pool, with a name or without.
+    /// As [`block_at_hand`](Self::block_at_hand), whatever it takes.
+    #[cold]
     #[inline(never)]
+    pub(crate) fn block<T>(&self, stream: &Arc<CudaStream>, len: usize) -> Result<Block<B>, CudaError> {
+        self.block_on::<T>(self.lane(stream)?, len, None)
+    }
+
+    /// As [`block`](Self::block), on a lane of this allocator's pool, with a name or without.
     pub(crate) fn block_on<T>(
         &self,
         lane: Arc<Lane<B>>,
@@ -562,6 +578,13 @@ impl<B: CudaMemory> Drop for State<B> {
             let _destroyed = self.destroy(&mut entry);
         }
     }
+}
+
+/// A lane's count goes down.
+#[cold]
+#[inline(never)]
+fn let_go<B: CudaMemory>(lane: Arc<Lane<B>>) {
+    drop(lane);
 }
 
 #[cold]

@@ -4,7 +4,6 @@ use crate::allocator::{DropError, State};
 use crate::backend::CudaMemory;
 use crate::lane::Lane;
 use std::sync::Arc;
-use symmalloc_core::errors::FreeError;
 use symmalloc_core::{Handle, StreamId};
 
 /// An allocation that is freed when it is dropped. Freeing never blocks and never panics; an error is counted, and the
@@ -38,14 +37,6 @@ impl<B: CudaMemory> Block<B> {
         self.handle = KEPT;
     }
 
-    #[cold]
-    #[inline(never)]
-    fn note_drop_error(&self, error: FreeError) {
-        if self.handle != KEPT {
-            self.state().note_drop_error(DropError::Free(error));
-        }
-    }
-
     /// Notes that work on another stream uses it.
     pub(crate) fn record_use(&self, stream: StreamId) {
         // Owned and registered: neither the handle nor the stream can be unknown.
@@ -54,10 +45,25 @@ impl<B: CudaMemory> Block<B> {
 }
 
 impl<B: CudaMemory> Drop for Block<B> {
-    #[inline]
+    #[inline(always)]
     fn drop(&mut self) {
-        if let Err(error) = self.state().core.free_in(&self.lane.heap, self.handle) {
-            self.note_drop_error(error);
-        }
+        free(&self.lane, self.handle);
+    }
+}
+
+/// Takes the block's words: it need not lie in memory where it is dropped.
+#[inline(never)]
+fn free<B: CudaMemory>(lane: &Lane<B>, handle: Handle) {
+    if !lane.state.core.free_at_hand_in(&lane.heap, handle) {
+        free_by_all_means(lane, handle);
+    }
+}
+
+#[cold]
+#[inline(never)]
+fn free_by_all_means<B: CudaMemory>(lane: &Lane<B>, handle: Handle) {
+    match lane.state.core.free(handle) {
+        Err(error) if handle != KEPT => lane.state.note_drop_error(DropError::Free(error)),
+        _ => {}
     }
 }

@@ -1,6 +1,6 @@
 //! Buffers of device memory that go wherever a `CudaSlice` goes.
 
-use crate::allocator::{CudaAllocator, DropError};
+use crate::allocator::CudaAllocator;
 use crate::backend::CudaBackend;
 use crate::block::Block;
 use crate::error::{CudaError, DriverError};
@@ -66,7 +66,11 @@ impl CudaAllocator {
         stream: &Arc<CudaStream>,
         len: usize,
     ) -> Result<DeviceBuffer<T>, CudaError> {
-        Ok(DeviceBuffer::from_block(self.block::<T>(stream, len)?, len))
+        let block = match self.block_at_hand::<T>(stream, len) {
+            Some(block) => block,
+            None => self.block::<T>(stream, len)?,
+        };
+        Ok(DeviceBuffer::from_block(block, len))
     }
 
     /// As [`alloc`](Self::alloc), with a name for snapshots and reports.
@@ -193,7 +197,7 @@ impl<T> DeviceBuffer<T> {
     /// # Errors
     /// When uses by streams that are not registered cannot be ordered; the buffer is dropped then.
     pub fn into_raw(mut self) -> Result<RawDeviceBuffer, CudaError> {
-        self.uses.settle(&self.block).map_err(DriverError::from)?;
+        self.uses.settle(&self.block.lane).map_err(DriverError::from)?;
         let Block { ref lane, handle, address: pointer } = self.block;
         let raw = RawDeviceBuffer { handle, pointer, len: self.len, stream: lane.stream };
         self.block.keep();
@@ -234,12 +238,13 @@ impl<T> DeviceBuffer<T> {
 }
 
 impl<T> Drop for DeviceBuffer<T> {
-    #[inline]
+    #[inline(always)]
     fn drop(&mut self) {
-        if let Err(error) = self.uses.end(&self.block) {
+        if let Some(uses) = self.uses.take()
+            && !uses.end(&self.block.lane)
+        {
             // Nothing orders the next user behind a stream that may still use the memory: keep it.
             self.block.keep();
-            self.block.state().note_drop_error(DropError::Order(error));
         }
     }
 }

@@ -19,6 +19,7 @@ use crate::allocator::DropError;
 use crate::backend::CudaBackend;
 use crate::block::Block;
 use crate::device::RestoreCurrent;
+use crate::lane::Lane;
 use crate::order::is_same;
 use cudarc::driver::{CudaEvent, CudaStream, SyncOnDrop};
 use once_cell::race::OnceBox;
@@ -106,7 +107,9 @@ impl Uses {
                     block.record_use(id);
                 }
                 let ordered = if is_ordered { across.order_registered(block, id, access) } else { Ok(()) };
-                ordered.and_then(|()| across.order_behind_foreign(block, stream)).map(|()| SyncOnDrop::Record(None))
+                ordered
+                    .and_then(|()| across.order_behind_foreign(&block.lane, stream))
+                    .map(|()| SyncOnDrop::Record(None))
             }
             None => across.begin_foreign(block, stream, is_ordered),
         };
@@ -119,25 +122,33 @@ impl Uses {
     }
 
     /// Brings every use behind the owner's stream that freeing does not cover: those of streams that are not registered.
-    pub(crate) fn settle(&self, block: &Block<CudaBackend>) -> Result<(), BackendError> {
-        match (self.0.get(), &block.lane.raw) {
-            (Some(across), Some(owner)) => across.order_behind_foreign(block, owner),
-            _ => Ok(()),
+    pub(crate) fn settle(&self, lane: &Lane<CudaBackend>) -> Result<(), BackendError> {
+        match self.0.get() {
+            Some(across) => across.settle(lane),
+            None => Ok(()),
         }
     }
 
-    /// As [`settle`](Self::settle), and forgets all uses.
-    #[inline]
-    pub(crate) fn end(&mut self, block: &Block<CudaBackend>) -> Result<(), BackendError> {
-        if self.0.get().is_none() { Ok(()) } else { self.end_across(block) }
+    /// The uses, if there are any, and forgets them.
+    #[inline(always)]
+    pub(crate) fn take(&mut self) -> Option<Self> {
+        self.0.get()?;
+        Some(mem::take(self))
     }
 
+    /// As [`settle`](Self::settle), where no error can be returned: it is noted. Whether it went well.
     #[cold]
     #[inline(never)]
-    fn end_across(&mut self, block: &Block<CudaBackend>) -> Result<(), BackendError> {
-        let settled = self.settle(block);
-        drop(mem::take(&mut *self.0));
-        settled
+    pub(crate) fn end(self, lane: &Lane<CudaBackend>) -> bool {
+        let settled = self.settle(lane);
+        drop(ManuallyDrop::into_inner(self.0));
+        match settled {
+            Ok(()) => true,
+            Err(error) => {
+                lane.state.note_drop_error(DropError::Order(error));
+                false
+            }
+        }
     }
 }
 
@@ -171,11 +182,15 @@ impl Across {
         behind.into_iter().try_for_each(|on| order_behind(block, stream, on))
     }
 
+    fn settle(&self, lane: &Lane<CudaBackend>) -> Result<(), BackendError> {
+        lane.raw.as_ref().map_or(Ok(()), |owner| self.order_behind_foreign(lane, owner))
+    }
+
     /// Makes a stream wait for all uses by streams that are not registered.
-    fn order_behind_foreign(&self, block: &Block<CudaBackend>, stream: &CudaStream) -> Result<(), BackendError> {
+    fn order_behind_foreign(&self, lane: &Lane<CudaBackend>, stream: &CudaStream) -> Result<(), BackendError> {
         let foreign = self.foreign.get().into_iter().flat_map(|uses| uses.iter());
         for event in foreign.filter_map(|(_, entry)| entry.event.as_ref()) {
-            block.state().order().wait_raw(stream.cu_stream(), Event(event.cu_event() as u64))?;
+            lane.state.order().wait_raw(stream.cu_stream(), Event(event.cu_event() as u64))?;
         }
         Ok(())
     }
@@ -202,7 +217,7 @@ impl Across {
             }
         }
         // Also its own earlier uses: recording its event again must not lose them.
-        self.order_behind_foreign(block, stream)?;
+        self.order_behind_foreign(&block.lane, stream)?;
         if !stream.context().is_managing_stream_synchronization() {
             // cudarc would not record the event: the host waits.
             return Ok(SyncOnDrop::sync_stream(stream));
