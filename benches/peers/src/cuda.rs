@@ -5,6 +5,8 @@
 //! | [`Buffers`] | `CudaAllocator::alloc` | the drop of a `DeviceBuffer` |
 //! | [`Handles`] | `CudaAllocator::allocate` | `CudaAllocator::free` |
 //! | [`Bound`] | `BoundHeap::allocate` | `BoundHeap::free` |
+//!
+//! A program calls them where it keeps the memory, so nothing of a subject stands between: it is inlined.
 
 use crate::subject::{Memory, Subject};
 use cudarc::driver::CudaStream;
@@ -69,13 +71,13 @@ impl Subject for Buffers {
         (self.allocator.clone(), Arc::clone(&self.cuda.streams[number]))
     }
 
-    #[inline]
+    #[inline(always)]
     fn allocate(&self, (allocator, stream): &Self::Stream<'_>, size_bytes: u64) -> DeviceBuffer<u8> {
         // SAFETY: nothing reads the memory.
         unsafe { allocator.alloc(stream, size_bytes as usize) }.expect(ROOM)
     }
 
-    #[inline]
+    #[inline(always)]
     fn free(&self, _: &Self::Stream<'_>, block: DeviceBuffer<u8>) {
         drop(block);
     }
@@ -111,12 +113,12 @@ impl Subject for Handles {
         self.0.stream(number)
     }
 
-    #[inline]
+    #[inline(always)]
     fn allocate(&self, (allocator, stream): &Self::Stream<'_>, size_bytes: u64) -> Handle {
         allocator.allocate(stream, size_bytes).expect(ROOM).handle
     }
 
-    #[inline]
+    #[inline(always)]
     fn free(&self, (allocator, _): &Self::Stream<'_>, block: Handle) {
         allocator.free(block).expect(KNOWN);
     }
@@ -154,12 +156,12 @@ impl Subject for Bound {
         allocator.core().bind(allocator.pool(), stream).expect(KNOWN)
     }
 
-    #[inline]
+    #[inline(always)]
     fn allocate(&self, heap: &Self::Stream<'_>, size_bytes: u64) -> Handle {
         heap.allocate(size_bytes).expect(ROOM).handle
     }
 
-    #[inline]
+    #[inline(always)]
     fn free(&self, heap: &Self::Stream<'_>, block: Handle) {
         heap.free(block).expect(KNOWN);
     }

@@ -563,7 +563,7 @@ pub(crate) fn allocate_nothing(heap: &mut Heap, stream: StreamId) -> Result<Allo
 
 #[cold]
 fn free_nothing(heap: &mut Heap, handle: Handle) -> Result<(), HandleError> {
-    if !heap.tags.gave(handle.tag) {
+    if !heap.tags.gave(handle.tag()) {
         return Err(HandleError::Foreign { handle });
     }
     heap.fold(op_word(Mark::FreeNothing, StreamId(0), 0), 0);

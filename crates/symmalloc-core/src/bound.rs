@@ -10,7 +10,7 @@
 use crate::allocator::Allocator;
 use crate::backend::{Backend, DeviceAddress};
 use crate::errors::{AllocateError, FreeError, UnknownError};
-use crate::handle::{Allocation, Handle, Taken};
+use crate::handle::{Allocation, Handle};
 use crate::heap::Heap;
 use crate::ids::{HeapId, PoolId, StreamId};
 use crate::lock::{Exclusive, Lock, LockCell};
@@ -77,20 +77,18 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Allocates as [`allocate_in`](Self::allocate_in) does, if a free block is at hand that nobody has to wait for. `None`
     /// else, and nothing has changed: [`allocate_in`](Self::allocate_in) does what it takes, or says why not.
     ///
-    /// That is nearly every request of a program in a steady state. Only the handle and the first byte come back, in
-    /// registers: for whoever keeps no more, this is the shortest way.
+    /// That is nearly every request of a program in a steady state. Only the handle and the address of the first byte come
+    /// back: for whoever keeps no more, this is the shortest way.
     ///
     /// # Panics
     /// When the binding is another allocator's.
     #[inline]
-    pub fn allocate_at_hand_in(&self, binding: &Binding<L>, size_bytes: u64) -> Option<(Handle, DeviceAddress)> {
-        let mut address = DeviceAddress(0);
-        let taken = self.take_in(binding, size_bytes, &mut address)?;
-        Some((taken.handle(), address))
-    }
-
-    #[inline(never)]
-    fn take_in(&self, binding: &Binding<L>, size_bytes: u64, address: &mut DeviceAddress) -> Option<Taken> {
+    pub fn allocate_at_hand_in(
+        &self,
+        binding: &Binding<L>,
+        size_bytes: u64,
+        address: &mut DeviceAddress,
+    ) -> Option<Handle> {
         let Route { heap, stream, .. } = self.route_of(binding);
         self.take(heap, stream, size_bytes, address)
     }

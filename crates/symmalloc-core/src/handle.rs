@@ -9,7 +9,8 @@
 //! The block in `slot` carries the same tag while it is allocated: one comparison recognises a live handle.
 //!
 //! Slot and heap are one word of two halves, so that a handle is two words wherever it goes: calls pass and return it in
-//! registers, and whoever stores it in memory and soon reads it again reads what was written, not parts of it.
+//! registers, and whoever stores it in memory and soon reads it again reads what was written, not parts of it. No tag is
+//! zero: an `Option<Handle>` is two words as well.
 
 use crate::backend::DeviceAddress;
 use crate::ids::{HeapId, Placement};
@@ -20,12 +21,14 @@ use std::num::NonZeroU64;
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Handle {
     place: u64,
-    pub(crate) tag: u64,
+    tag: NonZeroU64,
 }
 
 impl Handle {
+    /// The handle of an allocation with a tag that [`Tags`] gave.
     #[inline(always)]
     pub(crate) fn new(heap: HeapId, slot: u32, tag: u64) -> Self {
+        let tag = NonZeroU64::new(tag).expect("no serial is zero");
         Handle { place: u64::from(heap.0) << 32 | u64::from(slot), tag }
     }
 
@@ -39,31 +42,41 @@ impl Handle {
         self.place as u32
     }
 
+    #[inline(always)]
+    pub(crate) fn tag(self) -> u64 {
+        self.tag.get()
+    }
+
     /// The handle as two words, for interfaces that carry integers only.
     #[inline]
     pub const fn into_raw(self) -> (u64, u64) {
-        (self.place, self.tag)
+        (self.place, self.tag.get())
     }
 
     /// The handle of [`into_raw`](Self::into_raw). Any two words are safe: what is not a live handle is refused by
     /// every call.
     #[inline]
     pub const fn from_raw((place, tag): (u64, u64)) -> Self {
+        // No allocation has a tag of zero, and none lives to see the last one.
+        let tag = match NonZeroU64::new(tag) {
+            Some(tag) => tag,
+            None => NonZeroU64::MAX,
+        };
         Handle { place, tag }
     }
 }
 
 impl fmt::Debug for Handle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Handle { tag, .. } = self;
-        f.debug_struct("Handle").field("heap", &self.heap()).field("slot", &self.slot()).field("tag", tag).finish()
+        let (heap, slot, tag) = (self.heap(), self.slot(), self.tag());
+        f.debug_struct("Handle").field("heap", &heap).field("slot", &slot).field("tag", &tag).finish()
     }
 }
 
 impl fmt::Display for Handle {
     /// Heap, slot and serial number.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/{}#{}", self.heap(), self.slot(), self.tag & SERIAL_MAX)
+        write!(f, "{}/{}#{}", self.heap(), self.slot(), self.tag() & SERIAL_MAX)
     }
 }
 
@@ -92,25 +105,6 @@ impl Tags {
     /// Whether the tag is, or was, of an allocation of this heap.
     pub(crate) fn gave(&self, tag: u64) -> bool {
         tag >> SERIAL_BITS == self.last >> SERIAL_BITS && tag <= self.last && tag & SERIAL_MAX != 0
-    }
-}
-
-/// The handle of a live allocation. Its tag is not zero, so an optional one is two words as well.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Taken {
-    place: u64,
-    tag: NonZeroU64,
-}
-
-impl Taken {
-    #[inline(always)]
-    pub(crate) fn new(handle: Handle) -> Option<Self> {
-        Some(Taken { place: handle.place, tag: NonZeroU64::new(handle.tag)? })
-    }
-
-    #[inline(always)]
-    pub(crate) fn handle(self) -> Handle {
-        Handle { place: self.place, tag: self.tag.get() }
     }
 }
 
@@ -168,5 +162,22 @@ impl Told for DeviceAddress {
     #[inline(always)]
     fn of(allocation: &Allocation) -> Self {
         allocation.address
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_optional_handle_is_two_words() {
+        assert_eq!(size_of::<Option<Handle>>(), 2 * size_of::<u64>());
+    }
+
+    #[test]
+    fn any_two_words_make_a_handle_and_a_tag_of_zero_makes_one_that_nobody_has() {
+        assert_eq!(Handle::from_raw((7, 9)).into_raw(), (7, 9));
+        let nobody = Handle::from_raw((7, 0));
+        assert!(!Tags::new(0).gave(nobody.tag()) && !Tags::new(u16::MAX).gave(nobody.tag()));
     }
 }

@@ -554,7 +554,7 @@ impl Heap {
     pub(crate) fn find_live(&self, handle: Handle) -> Option<Live> {
         let slot = handle.slot();
         match self.table.find(slot)?.state {
-            BlockState::Allocated { stream, requested, tag } if tag == handle.tag => {
+            BlockState::Allocated { stream, requested, tag } if tag == handle.tag() => {
                 Some(Live { slot, stream, requested })
             }
             _ => None,
@@ -563,7 +563,7 @@ impl Heap {
 
     #[cold]
     pub(crate) fn not_live(&self, handle: Handle) -> HandleError {
-        if self.tags.gave(handle.tag) { HandleError::Stale { handle } } else { HandleError::Foreign { handle } }
+        if self.tags.gave(handle.tag()) { HandleError::Stale { handle } } else { HandleError::Foreign { handle } }
     }
 
     pub(crate) fn placement(&self, slot: Slot) -> Placement {

@@ -206,7 +206,7 @@ impl Recording {
     #[cold]
     fn name_in_new_place(&mut self, handle: Handle, id: AllocationId) {
         if handle.slot() == NO_SLOT {
-            self.nothings.insert((handle.heap(), handle.tag), id);
+            self.nothings.insert((handle.heap(), handle.tag()), id);
             return;
         }
         let (heap, slot) = (handle.heap().index(), handle.slot() as usize);
@@ -227,7 +227,7 @@ impl Recording {
 
     #[cold]
     fn id_of_nothing(&self, handle: Handle) -> Option<AllocationId> {
-        self.nothings.get(&(handle.heap(), handle.tag)).copied()
+        self.nothings.get(&(handle.heap(), handle.tag())).copied()
     }
 
     /// The id of an observer that is there.
@@ -411,7 +411,7 @@ impl<B: Backend, L: Lock> Tape<'_, B, L> {
         match recording.id_of(handle) {
             Some(id) => {
                 if handle.slot() == NO_SLOT {
-                    recording.nothings.remove(&(handle.heap(), handle.tag));
+                    recording.nothings.remove(&(handle.heap(), handle.tag()));
                 }
                 self.note(Op::Free { id });
             }

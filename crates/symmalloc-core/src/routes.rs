@@ -4,7 +4,7 @@ use crate::allocator::{Allocator, allocate_nothing};
 use crate::backend::Backend;
 use crate::config::StreamPolicy;
 use crate::errors::{AllocateError, HandleError, UnknownError};
-use crate::handle::{Allocation, Details, Handle, Taken, Told};
+use crate::handle::{Allocation, Details, Handle, Told};
 use crate::heap::{Heap, HeapIdentity, Shortage};
 use crate::ids::{HeapId, PoolId, StreamId};
 use crate::lock::{Guard, Lock, LockCell};
@@ -39,7 +39,7 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
     pub(crate) fn allocate(self, size_bytes: u64) -> Result<Allocation, AllocateError> {
         let mut details = Details::default();
         match self.allocator.take_detailed(self.heap, self.stream, size_bytes, &mut details) {
-            Some(taken) => Ok(details.with(taken.handle())),
+            Some(handle) => Ok(details.with(handle)),
             None => self.allocate_the_long_way(size_bytes),
         }
     }
@@ -168,7 +168,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         stream: StreamId,
         size_bytes: u64,
         told: &mut T,
-    ) -> Option<Taken> {
+    ) -> Option<Handle> {
         if !(1..=SEGMENT_BYTES_MAX).contains(&size_bytes) {
             return None;
         }
@@ -182,7 +182,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let allocation = at_once?;
         self.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
         *told = T::of(&allocation);
-        Taken::new(allocation.handle)
+        Some(allocation.handle)
     }
 
     #[inline(never)]
@@ -192,7 +192,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         stream: StreamId,
         size_bytes: u64,
         details: &mut Details,
-    ) -> Option<Taken> {
+    ) -> Option<Handle> {
         self.take(heap, stream, size_bytes, details)
     }
 

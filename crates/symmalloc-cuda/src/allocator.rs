@@ -17,10 +17,11 @@ use crate::pool::{Lease, Pool};
 use cudarc::driver::CudaStream;
 use cudarc::driver::sys::CUstream;
 use std::fmt;
+use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
-use symmalloc_core::backend::BackendError;
+use symmalloc_core::backend::{BackendError, DeviceAddress};
 use symmalloc_core::config::{Config, PoolConfig, SegmentPolicy};
 use symmalloc_core::errors::{AllocateError, FreeError, OutOfMemory, PoolError};
 use symmalloc_core::report::{LeakReport, MemoryStats, Snapshot};
@@ -332,17 +333,26 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// little of it is inlined that what a buffer consists of stays in registers until it is where its owner keeps it.
     #[inline(always)]
     pub(crate) fn block_at_hand<T>(&self, stream: &CudaStream, len: usize) -> Option<Block<B>> {
-        let lane = self.lane_at_hand(stream)?;
         let size_bytes = len.checked_mul(size_of::<T>())?;
+        let (mut lane, mut address) = (ManuallyDrop::new(None), DeviceAddress(0));
+        let handle = self.take(stream, size_bytes as u64, &mut lane, &mut address)?;
+        Some(Block::of(lane, handle, address))
+    }
+
+    /// What a block consists of. The lane that is given is none.
+    #[inline(never)]
+    fn take(
+        &self,
+        stream: &CudaStream,
+        size_bytes: u64,
+        lane: &mut ManuallyDrop<Option<Arc<Lane<B>>>>,
+        address: &mut DeviceAddress,
+    ) -> Option<Handle> {
         // Counted here and not behind the heap's lock: the two locked instructions then wait for earlier stores once.
-        let lane = Arc::clone(lane);
-        match self.state.core.allocate_at_hand_in(&lane.heap, size_bytes as u64) {
-            Some((handle, address)) => Some(Block::of(lane, handle, address.0)),
-            None => {
-                let_go(lane);
-                None
-            }
-        }
+        let counted = Arc::clone(self.lane_at_hand(stream)?);
+        let handle = self.state.core.allocate_at_hand_in(&counted.heap, size_bytes, address)?;
+        *lane = ManuallyDrop::new(Some(counted));
+        Some(handle)
     }
 
     /// As [`block_at_hand`](Self::block_at_hand), whatever it takes.
@@ -365,7 +375,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
             None => self.allocate_on(&lane, size_bytes)?,
             Some(name) => self.state.core.allocate_named(self.pool_for(lane.stream)?, lane.stream, size_bytes, name)?,
         };
-        Ok(Block::of(lane, handle, address.0))
+        Ok(Block::of(ManuallyDrop::new(Some(lane)), handle, address))
     }
 
     /// Frees an allocation. Never blocks.
@@ -578,13 +588,6 @@ impl<B: CudaMemory> Drop for State<B> {
             let _destroyed = self.destroy(&mut entry);
         }
     }
-}
-
-/// A lane's count goes down.
-#[cold]
-#[inline(never)]
-fn let_go<B: CudaMemory>(lane: Arc<Lane<B>>) {
-    drop(lane);
 }
 
 #[cold]

@@ -3,38 +3,44 @@
 use crate::allocator::{DropError, State};
 use crate::backend::CudaMemory;
 use crate::lane::Lane;
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
+use symmalloc_core::backend::DeviceAddress;
 use symmalloc_core::{Handle, StreamId};
 
 /// An allocation that is freed when it is dropped. Freeing never blocks and never panics; an error is counted, and the
 /// memory stays allocated.
 pub(crate) struct Block<B: CudaMemory> {
-    /// Of the stream that it was allocated on.
-    pub(crate) lane: Arc<Lane<B>>,
+    /// Of the stream that it was allocated on. `None` once somebody else frees the allocation. What drops the block takes it
+    /// from here, and nothing is left to drop.
+    lane: ManuallyDrop<Option<Arc<Lane<B>>>>,
     pub(crate) handle: Handle,
     /// 0 when there are no bytes.
     pub(crate) address: u64,
 }
 
-/// In place of the handle of a block whose memory stays allocated. It names nothing, so that freeing it is refused.
-const KEPT: Handle = Handle::from_raw((u64::MAX, 0));
-
 impl<B: CudaMemory> Block<B> {
     /// Takes over an allocation that nobody else frees.
+    #[inline(always)]
+    pub(crate) fn of(lane: ManuallyDrop<Option<Arc<Lane<B>>>>, handle: Handle, address: DeviceAddress) -> Self {
+        Block { lane, handle, address: address.0 }
+    }
+
     #[inline]
-    pub(crate) fn of(lane: Arc<Lane<B>>, handle: Handle, address: u64) -> Self {
-        Block { lane, handle, address }
+    pub(crate) fn lane(&self) -> &Lane<B> {
+        self.lane.as_deref().expect("nobody else frees it yet")
     }
 
     /// The allocator.
     #[inline]
     pub(crate) fn state(&self) -> &Arc<State<B>> {
-        &self.lane.state
+        &self.lane().state
     }
 
-    /// Leaves the memory allocated when the block is dropped. Whoever wants the handle asks for it before.
-    pub(crate) fn keep(&mut self) {
-        self.handle = KEPT;
+    /// The lane, if it was not let go before. Dropping the block leaves the memory allocated then.
+    #[inline(always)]
+    pub(crate) fn let_go(&mut self) -> Option<Arc<Lane<B>>> {
+        self.lane.take()
     }
 
     /// Notes that work on another stream uses it.
@@ -47,23 +53,30 @@ impl<B: CudaMemory> Block<B> {
 impl<B: CudaMemory> Drop for Block<B> {
     #[inline(always)]
     fn drop(&mut self) {
-        free(&self.lane, self.handle);
+        if let Some(lane) = self.let_go() {
+            free_by_call(lane, self.handle);
+        }
     }
 }
 
-/// Takes the block's words: it need not lie in memory where it is dropped.
+/// So little of a drop is inlined that a block need not lie in memory to be dropped.
 #[inline(never)]
-fn free<B: CudaMemory>(lane: &Lane<B>, handle: Handle) {
+fn free_by_call<B: CudaMemory>(lane: Arc<Lane<B>>, handle: Handle) {
+    free(lane, handle);
+}
+
+/// Frees an allocation of a lane.
+#[inline(always)]
+pub(crate) fn free<B: CudaMemory>(lane: Arc<Lane<B>>, handle: Handle) {
     if !lane.state.core.free_at_hand_in(&lane.heap, handle) {
-        free_by_all_means(lane, handle);
+        free_by_all_means(&lane, handle);
     }
 }
 
 #[cold]
 #[inline(never)]
 fn free_by_all_means<B: CudaMemory>(lane: &Lane<B>, handle: Handle) {
-    match lane.state.core.free(handle) {
-        Err(error) if handle != KEPT => lane.state.note_drop_error(DropError::Free(error)),
-        _ => {}
+    if let Err(error) = lane.state.core.free(handle) {
+        lane.state.note_drop_error(DropError::Free(error));
     }
 }

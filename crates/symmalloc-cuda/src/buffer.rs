@@ -2,8 +2,9 @@
 
 use crate::allocator::CudaAllocator;
 use crate::backend::CudaBackend;
-use crate::block::Block;
+use crate::block::{Block, free};
 use crate::error::{CudaError, DriverError};
+use crate::lane::Lane;
 use crate::uses::{Access, Uses};
 use crate::view::{BufferView, BufferViewMut};
 use cudarc::driver::sys::CUdeviceptr;
@@ -13,8 +14,10 @@ use cudarc::driver::{
 };
 use std::fmt;
 use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
 use std::ops::RangeBounds;
 use std::sync::Arc;
+use symmalloc_core::backend::DeviceAddress;
 use symmalloc_core::{Handle, StreamId};
 
 /// `len` elements of device memory, freed when dropped: at once for the allocator, behind all uses for the device. Dropping
@@ -197,10 +200,11 @@ impl<T> DeviceBuffer<T> {
     /// # Errors
     /// When uses by streams that are not registered cannot be ordered; the buffer is dropped then.
     pub fn into_raw(mut self) -> Result<RawDeviceBuffer, CudaError> {
-        self.uses.settle(&self.block.lane).map_err(DriverError::from)?;
-        let Block { ref lane, handle, address: pointer } = self.block;
-        let raw = RawDeviceBuffer { handle, pointer, len: self.len, stream: lane.stream };
-        self.block.keep();
+        self.uses.settle(self.block.lane()).map_err(DriverError::from)?;
+        self.uses.take().forget();
+        let Block { handle, address: pointer, .. } = self.block;
+        let raw = RawDeviceBuffer { handle, pointer, len: self.len, stream: self.block.lane().stream };
+        drop(self.block.let_go());
         Ok(raw)
     }
 
@@ -215,12 +219,15 @@ impl<T> DeviceBuffer<T> {
     pub unsafe fn from_raw(allocator: &CudaAllocator, raw: RawDeviceBuffer) -> Self {
         let RawDeviceBuffer { handle, pointer, len, stream } = raw;
         let lane = allocator.lane_of(stream).expect("the buffer's stream is registered, and the pool not destroyed");
-        Self::from_block(Block::of(lane, handle, pointer), len)
+        let lane = ManuallyDrop::new(Some(lane));
+        Self::from_block(Block::of(lane, handle, DeviceAddress(pointer)), len)
     }
 
     /// Never frees it, and returns its pointer. The memory stays in its segment until the allocator's last owner is gone.
     pub fn leak(mut self) -> CUdeviceptr {
-        self.block.keep();
+        if let Some(lane) = self.block.let_go() {
+            self.uses.take().end(&lane);
+        }
         self.block.address
     }
 
@@ -240,12 +247,18 @@ impl<T> DeviceBuffer<T> {
 impl<T> Drop for DeviceBuffer<T> {
     #[inline(always)]
     fn drop(&mut self) {
-        if let Some(uses) = self.uses.take()
-            && !uses.end(&self.block.lane)
-        {
-            // Nothing orders the next user behind a stream that may still use the memory: keep it.
-            self.block.keep();
+        if let Some(lane) = self.block.let_go() {
+            free_used(lane, self.block.handle, self.uses.take());
         }
+    }
+}
+
+/// Frees a buffer's allocation behind its uses.
+#[inline(never)]
+fn free_used(lane: Arc<Lane<CudaBackend>>, handle: Handle, uses: Uses) {
+    // If it fails, nothing orders the next user behind a stream that may still use the memory: it stays allocated.
+    if uses.are_none() || uses.end(&lane) {
+        free(lane, handle);
     }
 }
 
@@ -255,7 +268,7 @@ impl<T> DeviceSlice<T> for DeviceBuffer<T> {
     }
 
     fn stream(&self) -> &Arc<CudaStream> {
-        self.block.lane.raw.as_ref().expect("device memory is not the host's")
+        self.block.lane().raw.as_ref().expect("device memory is not the host's")
     }
 }
 
@@ -322,7 +335,7 @@ impl<T> fmt::Debug for DeviceBuffer<T> {
         f.debug_struct("DeviceBuffer")
             .field("pointer", &format_args!("{:#x}", self.block.address))
             .field("len", &self.len)
-            .field("stream", &self.block.lane.stream)
+            .field("stream", &self.block.lane().stream)
             .finish()
     }
 }

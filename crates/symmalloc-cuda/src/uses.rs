@@ -36,8 +36,8 @@ pub(crate) enum Access {
     Write,
 }
 
-/// Nothing, until a second stream uses the buffer: one word of it. [`end`](Self::end) it before it is dropped: on most
-/// buffers that is one comparison, and nothing is left to drop.
+/// Nothing, until a second stream uses the buffer: one word of it. [`end`](Self::end) or [`forget`](Self::forget) it if it
+/// is not [none](Self::are_none).
 #[derive(Debug, Default)]
 pub(crate) struct Uses(ManuallyDrop<OnceBox<Across>>);
 
@@ -73,7 +73,7 @@ impl Uses {
         stream: &'a CudaStream,
         access: Access,
     ) -> SyncOnDrop<'a> {
-        let is_owner = block.lane.raw.as_ref().is_some_and(|owner| is_same(owner, stream));
+        let is_owner = block.lane().raw.as_ref().is_some_and(|owner| is_same(owner, stream));
         if block.address == 0 || (is_owner && self.0.get().is_none()) {
             return SyncOnDrop::Record(None);
         }
@@ -86,7 +86,7 @@ impl Uses {
         if self.0.get().is_none() {
             return;
         }
-        if let Some(owner) = &block.lane.raw {
+        if let Some(owner) = &block.lane().raw {
             // A registered stream leaves nothing to do after its work.
             drop(self.begin_across(block, owner, access));
         }
@@ -99,16 +99,16 @@ impl Uses {
         stream: &'a CudaStream,
         access: Access,
     ) -> SyncOnDrop<'a> {
-        let across = self.0.get_or_init(|| Box::new(Across::new(block.lane.stream)));
+        let across = self.0.get_or_init(|| Box::new(Across::new(block.lane().stream)));
         let is_ordered = stream.context().is_event_tracking();
         let outcome = match block.state().order().find(stream) {
             Some(id) => {
-                if id != block.lane.stream {
+                if id != block.lane().stream {
                     block.record_use(id);
                 }
                 let ordered = if is_ordered { across.order_registered(block, id, access) } else { Ok(()) };
                 ordered
-                    .and_then(|()| across.order_behind_foreign(&block.lane, stream))
+                    .and_then(|()| across.order_behind_foreign(block.lane(), stream))
                     .map(|()| SyncOnDrop::Record(None))
             }
             None => across.begin_foreign(block, stream, is_ordered),
@@ -129,11 +129,15 @@ impl Uses {
         }
     }
 
-    /// The uses, if there are any, and forgets them.
+    /// Leaves none.
     #[inline(always)]
-    pub(crate) fn take(&mut self) -> Option<Self> {
-        self.0.get()?;
-        Some(mem::take(self))
+    pub(crate) fn take(&mut self) -> Self {
+        mem::take(self)
+    }
+
+    #[inline(always)]
+    pub(crate) fn are_none(&self) -> bool {
+        self.0.get().is_none()
     }
 
     /// As [`settle`](Self::settle), where no error can be returned: it is noted. Whether it went well.
@@ -141,7 +145,7 @@ impl Uses {
     #[inline(never)]
     pub(crate) fn end(self, lane: &Lane<CudaBackend>) -> bool {
         let settled = self.settle(lane);
-        drop(ManuallyDrop::into_inner(self.0));
+        self.forget();
         match settled {
             Ok(()) => true,
             Err(error) => {
@@ -149,6 +153,11 @@ impl Uses {
                 false
             }
         }
+    }
+
+    /// Drops what it has: nothing else does.
+    pub(crate) fn forget(self) {
+        drop(ManuallyDrop::into_inner(self.0));
     }
 }
 
@@ -217,7 +226,7 @@ impl Across {
             }
         }
         // Also its own earlier uses: recording its event again must not lose them.
-        self.order_behind_foreign(&block.lane, stream)?;
+        self.order_behind_foreign(block.lane(), stream)?;
         if !stream.context().is_managing_stream_synchronization() {
             // cudarc would not record the event: the host waits.
             return Ok(SyncOnDrop::sync_stream(stream));
