@@ -8,11 +8,11 @@ use std::sync::Arc;
 use symmalloc_core::backend::DeviceAddress;
 use symmalloc_core::{Handle, StreamId};
 
-/// An allocation that is freed when it is dropped. Freeing never blocks and never panics; an error is counted, and the
-/// memory stays allocated.
+/// An allocation that its buffer [`free`]s when it is dropped. Freeing never blocks and never panics; an error is counted,
+/// and the memory stays allocated.
 pub(crate) struct Block<B: CudaMemory> {
-    /// Of the stream that it was allocated on. `None` once somebody else frees the allocation. What drops the block takes it
-    /// from here, and nothing is left to drop.
+    /// Of the stream that it was allocated on. `None` once somebody else frees the allocation. The buffer takes it from here
+    /// when it is dropped, and nothing is left to drop: a second look would cost as much as the first.
     lane: ManuallyDrop<Option<Arc<Lane<B>>>>,
     pub(crate) handle: Handle,
     /// 0 when there are no bytes.
@@ -37,7 +37,7 @@ impl<B: CudaMemory> Block<B> {
         &self.lane().state
     }
 
-    /// The lane, if it was not let go before. Dropping the block leaves the memory allocated then.
+    /// The lane, for whoever frees the allocation; `None` if it was let go before.
     #[inline(always)]
     pub(crate) fn let_go(&mut self) -> Option<Arc<Lane<B>>> {
         self.lane.take()
@@ -48,21 +48,6 @@ impl<B: CudaMemory> Block<B> {
         // Owned and registered: neither the handle nor the stream can be unknown.
         let _known = self.state().core.record_use(self.handle, stream);
     }
-}
-
-impl<B: CudaMemory> Drop for Block<B> {
-    #[inline(always)]
-    fn drop(&mut self) {
-        if let Some(lane) = self.let_go() {
-            free_by_call(lane, self.handle);
-        }
-    }
-}
-
-/// So little of a drop is inlined that a block need not lie in memory to be dropped.
-#[inline(never)]
-fn free_by_call<B: CudaMemory>(lane: Arc<Lane<B>>, handle: Handle) {
-    free(lane, handle);
 }
 
 /// Frees an allocation of a lane.

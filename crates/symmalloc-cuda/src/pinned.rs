@@ -6,7 +6,7 @@
 
 use crate::allocator::CachingAllocator;
 use crate::backend::PinnedBackend;
-use crate::block::Block;
+use crate::block::{Block, free};
 use crate::device::CudaDevice;
 use crate::error::{CudaError, DriverError};
 use cudarc::driver::{CudaStream, DeviceRepr, HostSlice, SyncOnDrop, ValidAsZeroBits};
@@ -59,6 +59,14 @@ pub struct PinnedBuffer<T> {
     /// Streams whose work uses it since the host looked last.
     pending: Mutex<SmallVec<[StreamId; 2]>>,
     elements: PhantomData<T>,
+}
+
+impl<T> Drop for PinnedBuffer<T> {
+    fn drop(&mut self) {
+        if let Some(lane) = self.block.let_go() {
+            free(lane, self.block.handle);
+        }
+    }
 }
 
 // SAFETY: owns its elements like a `Vec`.
