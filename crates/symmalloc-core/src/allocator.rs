@@ -266,17 +266,17 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Frees an allocation of the heap.
     #[inline(always)]
     pub(crate) fn free_from(&self, heap: &L::Cell<Heap>, handle: Handle) -> Result<(), FreeError> {
-        if self.give_back_out_of_line(heap, handle) { Ok(()) } else { self.free_the_long_way(heap, handle) }
+        if self.give_back(heap, handle) { Ok(()) } else { self.free_the_long_way(heap, handle) }
     }
 
     #[inline(never)]
-    fn give_back_out_of_line(&self, heap: &L::Cell<Heap>, handle: Handle) -> bool {
-        self.give_back(heap, handle)
+    fn give_back(&self, heap: &L::Cell<Heap>, handle: Handle) -> bool {
+        self.give_back_inlined(heap, handle)
     }
 
     /// Frees an allocation of the heap if that is nothing but to free its block; else nothing has changed. Whether it did.
     #[inline(always)]
-    pub(crate) fn give_back(&self, heap: &L::Cell<Heap>, handle: Handle) -> bool {
+    pub(crate) fn give_back_inlined(&self, heap: &L::Cell<Heap>, handle: Handle) -> bool {
         let mut heap = heap.lock();
         let tally = |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested));
         match heap.plain {
@@ -286,6 +286,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
     }
 
+    /// Frees an allocation of the heap that takes more than that.
     #[cold]
     #[inline(never)]
     fn free_the_long_way(&self, heap: &L::Cell<Heap>, handle: Handle) -> Result<(), FreeError> {

@@ -90,7 +90,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         address: &mut DeviceAddress,
     ) -> Option<Handle> {
         let Route { heap, stream, .. } = self.route_of(binding);
-        self.take(heap, stream, size_bytes, address)
+        self.take_inlined(heap, stream, size_bytes, address)
     }
 
     /// As [`free`](Self::free), the shorter way when the allocation is of the binding's heap.
@@ -114,7 +114,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     #[inline]
     pub fn free_at_hand_in(&self, binding: &Binding<L>, handle: Handle) -> bool {
         let Route { heap, .. } = self.route_of(binding);
-        handle.heap() == binding.id && self.give_back(heap, handle)
+        handle.heap() == binding.id && self.give_back_inlined(heap, handle)
     }
 
     /// Frees an allocation of another heap than the bound one.
@@ -212,22 +212,37 @@ mod tests {
 
     #[test]
     fn the_way_to_a_heap_does_not_show_in_placements_and_digests() {
-        let (direct, bound, shown) = (allocator(), allocator(), allocator());
-        let binding = shown.binding(PoolId::DEFAULT, StreamId(1)).expect("both exist");
+        let (direct, bound, shown, at_hand) = (allocator(), allocator(), allocator(), allocator());
+        let [binding, short] =
+            [&shown, &at_hand].map(|it| it.binding(PoolId::DEFAULT, StreamId(1)).expect("both exist"));
         let heap = bound.bind(PoolId::DEFAULT, StreamId(1)).expect("both exist");
         for size in SIZES.into_iter().chain(SIZES) {
             let one = direct.allocate(PoolId::DEFAULT, StreamId(1), size).expect("memory");
             let other = heap.allocate(size).expect("memory");
             let third = shown.allocate_in(&binding, size).expect("memory");
+            let mut address = DeviceAddress(0);
+            let fourth = at_hand.allocate_at_hand_in(&short, size, &mut address).unwrap_or_else(|| {
+                let placed = at_hand.allocate_in(&short, size).expect("memory");
+                address = placed.address;
+                placed.handle
+            });
+            if size > 0 {
+                let placed = at_hand.allocation(fourth).expect("live");
+                assert_eq!(
+                    (one.placement, one.size_bytes, address),
+                    (placed.placement, placed.size_bytes, placed.address)
+                );
+            }
             assert_eq!((one.placement, one.size_bytes), (other.placement, other.size_bytes));
             assert_eq!((one.placement, one.size_bytes), (third.placement, third.size_bytes));
             if size > 1000 {
                 direct.free(one.handle).expect("live");
                 heap.free(other.handle).expect("live");
                 shown.free_in(&binding, third.handle).expect("live");
+                assert!(at_hand.free_at_hand_in(&short, fourth), "nobody else used it");
             }
         }
-        for other in [&bound, &shown] {
+        for other in [&bound, &shown, &at_hand] {
             assert_eq!(direct.digest(PoolId::DEFAULT), other.digest(PoolId::DEFAULT));
             assert_eq!(direct.stats(), other.stats());
             other.check().expect("sane");
@@ -242,6 +257,25 @@ mod tests {
         let freed = allocator.allocate_in(&other, 512).expect("memory");
         assert_eq!(allocator.free_in(&one, freed.handle), Ok(()));
         assert!(allocator.free_in(&other, freed.handle).is_err(), "once");
+    }
+
+    #[test]
+    fn what_is_not_at_hand_leaves_everything_as_it_was() {
+        let allocator = allocator();
+        let [one, other] =
+            [0, 1].map(|stream| allocator.binding(PoolId::DEFAULT, StreamId(stream)).expect("both exist"));
+        let mut address = DeviceAddress(7);
+        assert_eq!(allocator.allocate_at_hand_in(&one, 512, &mut address), None, "no memory yet");
+        let used = allocator.allocate_in(&one, 512).expect("memory");
+        allocator.record_use(used.handle, StreamId(1)).expect("live");
+        let before = (allocator.digest(PoolId::DEFAULT), allocator.stats());
+        assert!(!allocator.free_at_hand_in(&one, used.handle), "another stream uses it");
+        assert!(!allocator.free_at_hand_in(&other, used.handle), "another heap's");
+        assert_eq!(allocator.allocate_at_hand_in(&other, 0, &mut address), None, "no bytes");
+        assert_eq!(allocator.allocate_at_hand_in(&one, 1 << 41, &mut address), None, "larger than a segment");
+        assert_eq!((allocator.digest(PoolId::DEFAULT), allocator.stats()), before);
+        assert_eq!(address, DeviceAddress(7));
+        assert_eq!(allocator.free_in(&one, used.handle), Ok(()));
     }
 
     #[test]

@@ -38,7 +38,7 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
     #[inline(always)]
     pub(crate) fn allocate(self, size_bytes: u64) -> Result<Allocation, AllocateError> {
         let mut details = Details::default();
-        match self.allocator.take_detailed(self.heap, self.stream, size_bytes, &mut details) {
+        match self.allocator.take(self.heap, self.stream, size_bytes, &mut details) {
             Some(handle) => Ok(details.with(handle)),
             None => self.allocate_the_long_way(size_bytes),
         }
@@ -162,7 +162,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Allocates from a heap if a free block is at hand, as it is for nearly every request; else nothing has changed. The
     /// handle comes back in registers, and what else `T` says of the allocation is written to `told`.
     #[inline(always)]
-    pub(crate) fn take<T: Told>(
+    pub(crate) fn take_inlined<T: Told>(
         &self,
         heap: &L::Cell<Heap>,
         stream: StreamId,
@@ -186,14 +186,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     #[inline(never)]
-    fn take_detailed(
-        &self,
-        heap: &L::Cell<Heap>,
-        stream: StreamId,
-        size_bytes: u64,
-        details: &mut Details,
-    ) -> Option<Handle> {
-        self.take(heap, stream, size_bytes, details)
+    fn take(&self, heap: &L::Cell<Heap>, stream: StreamId, size_bytes: u64, details: &mut Details) -> Option<Handle> {
+        self.take_inlined(heap, stream, size_bytes, details)
     }
 
     #[inline]
