@@ -52,9 +52,9 @@ impl<B: CudaMemory> Block<B> {
 
 /// Frees an allocation of a lane.
 #[inline(always)]
-pub(crate) fn free<B: CudaMemory>(lane: Arc<Lane<B>>, handle: Handle) {
+pub(crate) fn free<B: CudaMemory>(lane: &Lane<B>, handle: Handle) {
     if !lane.state.core.free_at_hand_in(&lane.heap, handle) {
-        free_by_all_means(&lane, handle);
+        free_by_all_means(lane, handle);
     }
 }
 

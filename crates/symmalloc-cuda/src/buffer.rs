@@ -253,13 +253,14 @@ impl<T> Drop for DeviceBuffer<T> {
     }
 }
 
-/// Frees a buffer's allocation behind its uses.
+/// Frees a buffer's allocation behind its uses. Takes words and no buffer, which then need not lie in memory to be dropped.
 #[inline(never)]
 fn free_used(lane: Arc<Lane<CudaBackend>>, handle: Handle, uses: Uses) {
     // If it fails, nothing orders the next user behind a stream that may still use the memory: it stays allocated.
     if uses.are_none() || uses.end(&lane) {
-        free(lane, handle);
+        free(&lane, handle);
     }
+    drop(lane);
 }
 
 impl<T> DeviceSlice<T> for DeviceBuffer<T> {
