@@ -15,9 +15,10 @@
 //! Step 3 is the same on every rank because limits are configured bytes. When the driver refuses, which may happen on one
 //! rank alone, nothing is given back behind the program's back: step 3 is skipped.
 
+use crate::address_map::AddressMap;
 use crate::backend::{Backend, BackendError};
 use crate::budget::Budget;
-use crate::config::{Config, ConfigError};
+use crate::config::{Config, ConfigError, PointerLookup};
 use crate::digest::{Mark, op_word};
 use crate::errors::{
     AllocateError, FreeError, HandleError, RecordUseError, ReserveError, StreamError, TrimError, UnknownError,
@@ -31,6 +32,7 @@ use crate::lock::{Exclusive, Guard, Lock, LockCell, Shared};
 use crate::observers::Observers;
 use crate::op::Op;
 use crate::out_of_memory::{FailureCallback, Request};
+use crate::peak_shares::SharedPeak;
 use crate::pointer_index::SegmentDirectory;
 use crate::pool::Pool;
 use crate::recording::{Recorder, Tape};
@@ -42,8 +44,8 @@ use crate::sync::AtomicU32;
 use crate::trim::{TrimFailure, TrimGoal};
 use crate::units::{SEGMENT_BYTES_MAX, UNIT_BYTES};
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
+use std::sync::{Arc, Mutex};
 
 /// A caching device allocator over a backend, driven by one thread ([`Exclusive`]) or by many ([`Shared`]).
 ///
@@ -75,6 +77,10 @@ pub struct Allocator<B: Backend, L: Lock = Exclusive> {
     pub(crate) streams: AtomicU32,
     pub(crate) pools: Registry<Box<Pool<L>>>,
     pub(crate) heaps: Registry<Arc<L::Cell<Heap>>>,
+    /// Where allocations were found by their addresses.
+    pub(crate) address_map: AddressMap,
+    /// The most bytes that all heaps together held, for allocations by pointer. Locked before any heap.
+    pub(crate) shared_peak: Mutex<SharedPeak>,
     /// The peaks of usage over all heaps, kept while [`is_tallied`](Self::is_tallied).
     pub(crate) peaks: L::Cell<ScopedPeaks>,
     /// Held while a scope is opened or closed, and while a heap is made: every heap has every open scope.
@@ -129,6 +135,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             streams: AtomicU32::new(0),
             pools,
             heaps: Registry::new(),
+            address_map: AddressMap::new(config.pointer_lookup() != PointerLookup::Off),
+            shared_peak: Mutex::default(),
             peaks: L::Cell::new(ScopedPeaks::default()),
             open_scopes: L::Cell::new(0),
             observers: L::Cell::new(Observers::default()),

@@ -26,7 +26,7 @@ use crate::backend::{DeviceAddress, Range};
 use crate::fence::{FenceSetId, Tick};
 use crate::ids::{SegmentId, StreamId};
 use crate::size_rules::SizeClass;
-use crate::units::Units;
+use crate::units::{Units, bytes};
 use slab::Slab;
 
 /// A slot of the block table.
@@ -235,6 +235,13 @@ impl BlockTable {
     #[inline]
     pub(crate) fn base(&self, segment: u32) -> DeviceAddress {
         self.bases[segment as usize]
+    }
+
+    /// The first address of a block.
+    #[inline(always)]
+    pub(crate) fn address(&self, slot: Slot) -> DeviceAddress {
+        let block = self.block(slot);
+        self.base(block.segment).plus(bytes(block.offset))
     }
 
     pub(crate) fn segment_mut(&mut self, segment: u32) -> &mut Segment {

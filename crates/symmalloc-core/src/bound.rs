@@ -162,6 +162,11 @@ impl<B: Backend, L: Lock> BoundHeap<'_, B, L> {
         if handle.heap() == self.id { allocator.free_from(heap, handle) } else { allocator.free_elsewhere(handle) }
     }
 
+    #[inline(always)]
+    pub(crate) fn route(&self) -> &Route<'_, B, L> {
+        &self.route
+    }
+
     /// The pool that it allocates from.
     pub fn pool(&self) -> PoolId {
         self.route.pool

@@ -37,6 +37,7 @@ use crate::journal::{Journal, ProgramOrder};
 use crate::lock::{Lock, LockCell};
 use crate::merging::{Users, merge};
 use crate::names::Names;
+use crate::peak_shares::Share;
 use crate::pointer_index::{PointerIndex, SegmentDirectory};
 use crate::segment_log::SegmentLog;
 use crate::size_rules::{ByRule, Exact, SizeClass, SizeRules, Sizing};
@@ -122,6 +123,10 @@ pub(crate) struct Heap {
     pub(crate) plain: Option<Plain>,
     /// What `plain` would be if the heap were not recorded.
     pub(crate) recorded_plain: Option<Plain>,
+    /// What `plain` would be if allocations were not found by their first address: see [`crate::by_pointer`].
+    pub(crate) indexed_plain: Option<Plain>,
+    /// Its part in the peak over all heaps.
+    pub(crate) share: Share,
     /// What is counted away from the path of a cache hit.
     pub(crate) rare: RareCounts,
 }
@@ -132,7 +137,7 @@ pub(crate) struct Heap {
 pub(crate) struct Plain {
     stream: StreamId,
     allocates: OpKind,
-    frees: OpKind,
+    pub(crate) frees: OpKind,
 }
 
 /// A live allocation, as its block knows it.
@@ -192,6 +197,8 @@ impl Heap {
             keeps_books: true,
             plain: None,
             recorded_plain: None,
+            indexed_plain: None,
+            share: Share::default(),
             rare: RareCounts::default(),
         };
         heap.note_books();
@@ -304,6 +311,8 @@ impl Heap {
         note(&mut self.journal, op, placement_word(placed.placement), self.digest);
         if !self.pointers.is_off() {
             self.pointers.insert(placed.address, placed.handle.slot());
+            let table = &self.table;
+            self.pointers.insert(placed.address, placed.handle.slot, |slot| table.address(slot));
         }
     }
 
@@ -468,7 +477,7 @@ impl Heap {
 
     /// Makes an allocated block free again. What was decided is where it lay, as a word.
     #[inline(always)]
-    fn give_back(
+    pub(crate) fn give_back(
         &mut self,
         live: Live,
         home: SizeClass,
@@ -494,9 +503,7 @@ impl Heap {
     /// Strikes an allocation that is about to be freed from the books. The name that it had.
     #[inline(always)]
     fn strike(&mut self, slot: Slot) -> Option<Box<str>> {
-        if !self.pointers.is_off() {
-            self.pointers.remove(self.address(slot));
-        }
+        self.strike_pointer(slot);
         if self.names.is_empty() {
             return None;
         }
@@ -531,19 +538,27 @@ impl Heap {
     /// Keeps [`keeps_books`](Self::keeps_books) true: after a name came or went.
     pub(crate) fn note_books(&mut self) {
         self.keeps_books = self.has_books_of_frees() || self.journal.is_some();
-        let plain = self.stream.filter(|_| !self.keeps_books && self.rules.are_exact());
+        let keeps_others = self.has_rare_books() || self.journal.is_some();
+        let plain = self.stream.filter(|_| !keeps_others && self.rules.are_exact());
         let plain = plain.map(|stream| Plain {
             stream,
             allocates: OpKind::new(Mark::Allocate, stream),
             frees: OpKind::new(Mark::Free, stream),
         });
+        let (plain, indexed) = if self.pointers.is_off() { (plain, None) } else { (None, plain) };
+        self.indexed_plain = indexed.filter(|_| !self.is_recorded && self.pointers.is_exact());
         (self.plain, self.recorded_plain) = if self.is_recorded { (None, plain) } else { (plain, None) };
     }
 
     /// Whether a free has more to note than the op.
     fn has_books_of_frees(&self) -> bool {
+        !self.pointers.is_off() || self.has_rare_books()
+    }
+
+    /// As [`has_books_of_frees`](Self::has_books_of_frees), besides its address.
+    pub(crate) fn has_rare_books(&self) -> bool {
         let releases = self.config.release_threshold_bytes().is_some();
-        self.stream.is_none() || !self.pointers.is_off() || releases || !self.names.is_empty()
+        self.stream.is_none() || releases || !self.names.is_empty()
     }
 
     pub(crate) fn live(&self, handle: Handle) -> Result<Live, HandleError> {
@@ -572,8 +587,7 @@ impl Heap {
     }
 
     pub(crate) fn address(&self, slot: Slot) -> DeviceAddress {
-        let block = self.table.block(slot);
-        self.table.base(block.segment).plus(bytes(block.offset))
+        self.table.address(slot)
     }
 
     /// Bytes of the largest free block.
@@ -584,7 +598,7 @@ impl Heap {
 
 /// Remembers an op that was folded, where agreement looks back on ops.
 #[inline(always)]
-fn note(journal: &mut Option<Box<Journal>>, op: u64, decision: u64, after: Digest) {
+pub(crate) fn note(journal: &mut Option<Box<Journal>>, op: u64, decision: u64, after: Digest) {
     if let Some(journal) = journal {
         journal.note(op, decision, after);
     }

@@ -235,6 +235,6 @@ fn extents_are_granular(heap: &Heap) -> bool {
 fn pointer_index_is_exact(heap: &Heap) -> bool {
     let live = || blocks(heap).filter(|(_, block)| matches!(block.state, BlockState::Allocated { .. }));
     heap.pointers.len().is_none_or(|len| {
-        len == live().count() && live().all(|(slot, _)| heap.pointers.at_or_before(heap.address(slot)) == Some(slot))
+        len == live().count() && live().all(|(slot, _)| heap.slot_around(heap.address(slot)) == Some(slot))
     })
 }

@@ -66,12 +66,14 @@
 //! out-of-memory path. Everything else stands beside: ops, traces, replay, layouts, statistics, reports, invariants, the simulator.
 #![forbid(unsafe_code)]
 
+mod address_map;
 pub mod agreement;
 pub mod allocator;
 pub mod backend;
 mod block_table;
 mod bound;
 mod budget;
+mod by_pointer;
 pub mod config;
 pub mod config_text;
 mod digest;
@@ -101,7 +103,9 @@ mod observers;
 mod obtain;
 pub mod op;
 mod out_of_memory;
+mod peak_shares;
 mod pointer_index;
+mod pointer_table;
 mod pool;
 pub mod recording;
 mod registry;

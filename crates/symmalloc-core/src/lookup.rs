@@ -2,7 +2,6 @@
 
 use crate::allocator::Allocator;
 use crate::backend::{Backend, DeviceAddress};
-use crate::block_table::BlockState;
 use crate::config::PointerLookup;
 use crate::errors::HandleError;
 use crate::handle::{Allocation, Handle};
@@ -51,12 +50,20 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if lookup == PointerLookup::Off {
             return Err(HandleError::LookupOff);
         }
-        let entry = self.around.directory.lock().around(address).ok_or(HandleError::UnknownAddress { address })?;
-        let heap = self.heaps.get(entry.heap.index()).ok_or(HandleError::UnknownAddress { address })?.lock();
-        let Some(slot) = heap.pointers.at_or_before(address) else {
-            return Err(match lookup {
-                PointerLookup::Exact => HandleError::InteriorAddress { address },
-                _ => HandleError::UnknownAddress { address },
+        if let Some(heap) = self.likely_heap(address) {
+            let heap = heap.lock();
+            if let Some(slot) = heap.slot_around(address) {
+                return heap.handle_in(slot);
+            }
+        }
+        let unknown = HandleError::UnknownAddress { address };
+        let entry = self.around.directory.lock().around(address).ok_or(unknown)?;
+        let heap = self.heaps.get(entry.heap.index()).ok_or(unknown)?.lock();
+        let Some(slot) = heap.slot_around(address) else {
+            return Err(if lookup == PointerLookup::Exact {
+                HandleError::InteriorAddress { address }
+            } else {
+                unknown
             });
         };
         let end = heap.address(slot).0 + bytes(heap.table.block(slot).size);
@@ -64,6 +71,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             BlockState::Allocated { tag, .. } if address.0 < end => Ok(Handle::new(entry.heap, slot, tag)),
             _ => Err(HandleError::UnknownAddress { address }),
         }
+        self.address_map.note(address, entry.heap);
+        heap.handle_in(slot)
     }
 
     /// The live segment that a device address lies in, whether it is allocated there or not.

@@ -3,14 +3,14 @@
 //! The **directory** knows every live segment of an allocator. It changes only when a segment is born or dies, so it is
 //! always kept. The **pointer index** knows the live allocations of one heap and changes with each.
 //!
-//! Handles need no index, so it is off unless configured. `exact` is a hash map with fixed seeds; `interior` is an ordered
-//! map, which also finds the allocation that an address lies in. Addresses only go in as keys and never decide anything.
+//! Handles need no index, so it is off unless configured. `exact` is a [pointer table](crate::pointer_table); `interior` is an
+//! ordered map, which also finds the allocation that an address lies in. Addresses only go in as keys and never decide anything.
 
 use crate::backend::{DeviceAddress, Range};
 use crate::block_table::Slot;
 use crate::config::PointerLookup;
 use crate::ids::HeapId;
-use crate::names::{SlotMap, slot_map};
+use crate::pointer_table::PointerTable;
 use std::collections::BTreeMap;
 
 /// The live segments of an allocator by address.
@@ -52,7 +52,7 @@ impl SegmentDirectory {
 #[derive(Debug)]
 pub(crate) enum PointerIndex {
     Off,
-    Exact(SlotMap<u64, Slot>),
+    Exact(PointerTable),
     Interior(BTreeMap<u64, Slot>),
 }
 
@@ -60,7 +60,7 @@ impl PointerIndex {
     pub(crate) fn new(lookup: PointerLookup) -> Self {
         match lookup {
             PointerLookup::Off => PointerIndex::Off,
-            PointerLookup::Exact => PointerIndex::Exact(slot_map()),
+            PointerLookup::Exact => PointerIndex::Exact(PointerTable::new()),
             PointerLookup::Interior => PointerIndex::Interior(BTreeMap::new()),
         }
     }
@@ -70,31 +70,43 @@ impl PointerIndex {
         matches!(self, PointerIndex::Off)
     }
 
-    #[inline(never)]
-    pub(crate) fn insert(&mut self, address: DeviceAddress, slot: Slot) {
-        let before = match self {
-            PointerIndex::Off => return,
-            PointerIndex::Exact(map) => map.insert(address.0, slot),
-            PointerIndex::Interior(map) => map.insert(address.0, slot),
-        };
-        assert!(before.is_none(), "two live allocations at one address");
+    /// Whether first addresses are found, and no others.
+    pub(crate) fn is_exact(&self) -> bool {
+        matches!(self, PointerIndex::Exact(_))
     }
 
+    /// Puts in the address of the block in a slot. `address_of` says where the block in any slot begins.
     #[inline(never)]
-    pub(crate) fn remove(&mut self, address: DeviceAddress) {
-        let before = match self {
-            PointerIndex::Off => return,
-            PointerIndex::Exact(map) => map.remove(&address.0),
-            PointerIndex::Interior(map) => map.remove(&address.0),
-        };
-        assert!(before.is_some(), "a live allocation is not in the pointer index");
+    pub(crate) fn insert(&mut self, address: DeviceAddress, slot: Slot, address_of: impl Fn(Slot) -> DeviceAddress) {
+        match self {
+            PointerIndex::Off => {}
+            PointerIndex::Exact(table) => table.insert(address, slot, address_of),
+            PointerIndex::Interior(map) => {
+                let before = map.insert(address.0, slot);
+                assert!(before.is_none(), "two live allocations at one address");
+            }
+        }
     }
 
-    /// The live allocation that starts at the address, or the last one that starts before it (`Interior` only).
-    pub(crate) fn at_or_before(&self, address: DeviceAddress) -> Option<Slot> {
+    /// Takes out the address of the block in a slot.
+    #[inline(never)]
+    pub(crate) fn remove(&mut self, address: DeviceAddress, slot: Slot) {
+        let is_removed = match self {
+            PointerIndex::Off => return,
+            PointerIndex::Exact(table) => {
+                table.find(address, |there| there == slot).map(|(place, _)| table.remove(place)).is_some()
+            }
+            PointerIndex::Interior(map) => map.remove(&address.0) == Some(slot),
+        };
+        assert!(is_removed, "a live allocation is not in the pointer index");
+    }
+
+    /// The live allocation that starts at the address, or the last one that starts before it (`Interior` only). `is_at` says
+    /// whether the block in a slot starts there.
+    pub(crate) fn at_or_before(&self, address: DeviceAddress, is_at: impl Fn(Slot) -> bool) -> Option<Slot> {
         match self {
             PointerIndex::Off => None,
-            PointerIndex::Exact(map) => map.get(&address.0).copied(),
+            PointerIndex::Exact(table) => table.find(address, is_at).map(|(_, slot)| slot),
             PointerIndex::Interior(map) => map.range(..=address.0).next_back().map(|(_, slot)| *slot),
         }
     }
@@ -102,7 +114,7 @@ impl PointerIndex {
     pub(crate) fn len(&self) -> Option<usize> {
         match self {
             PointerIndex::Off => None,
-            PointerIndex::Exact(map) => Some(map.len()),
+            PointerIndex::Exact(table) => Some(table.len()),
             PointerIndex::Interior(map) => Some(map.len()),
         }
     }

@@ -260,6 +260,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn reset_peak_stats(&self) {
         self.around.budget.reset_peak();
         self.peaks.lock().reset_peaks();
+        self.reset_shared_peak();
         for (_, entry) in self.pools.iter() {
             entry.budget.reset_peak();
         }

@@ -186,7 +186,8 @@ impl Heap {
         let tag = self.tags.next();
         self.table.block_mut(slot).state = BlockState::Allocated { stream, requested, tag };
         if !self.pointers.is_off() {
-            self.pointers.insert(self.address(slot), slot);
+            let table = &self.table;
+            self.pointers.insert(table.address(slot), slot, |slot| table.address(slot));
         }
         let size = self.table.block(slot).size;
         self.usage.allocate(size, requested);

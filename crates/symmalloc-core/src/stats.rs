@@ -60,6 +60,7 @@ impl Level {
         self.below_peak += amount;
     }
 
+    #[inline(always)]
     fn current(self) -> u64 {
         self.peak - self.below_peak
     }
@@ -295,6 +296,13 @@ impl HeapUsage {
 
     pub(crate) fn peaks(&self) -> &ScopedPeaks {
         &self.all
+    }
+
+    /// Bytes of the blocks that are allocated now.
+    #[inline(always)]
+    pub(crate) fn allocated_bytes(&self) -> u64 {
+        let [_, allocated, _] = &self.all.levels.0;
+        allocated.current()
     }
 
     pub(crate) fn stats(&self) -> ClassStats {

@@ -1,0 +1,477 @@
+//! By pointer: allocating and freeing for programs that keep the address and nothing else, as C and PyTorch do.
+//!
+//! ```text
+//!  address ── address map ──► heap ── lock ── pointer table ──► slot ──► block
+//!             no lock                 the heap's own, as are all lines that are written
+//! ```
+//! A free takes one lock, the heap's, and so does an allocation: threads with streams of their own meet nowhere. The pointer
+//! table is part of the heap ([`PointerLookup`](crate::config::PointerLookup) turns it on); the address map is a guess that
+//! the heap confirms, and whatever it cannot confirm goes through the directory of segments, the longer way.
+//!
+//! Placements and digests are the same as by handle. Both ways mix: an allocation by pointer can be freed by its handle.
+
+use crate::allocator::Allocator;
+use crate::backend::{Backend, DeviceAddress};
+use crate::block_table::{BlockState, Slot};
+use crate::bound::BoundHeap;
+use crate::digest::{Mark, OpKind};
+use crate::errors::{AllocateError, FreeError, HandleError, RecordUseError};
+use crate::handle::{Allocation, Handle};
+use crate::heap::{Heap, Live, Plain, note};
+use crate::ids::{PoolId, StreamId};
+use crate::lock::{Guard, Lock, LockCell};
+use crate::merging::Users;
+use crate::pointer_index::PointerIndex;
+use crate::pointer_table::Place;
+use crate::routes::Route;
+use crate::size_rules::{Exact, Sizing};
+use crate::units::{SEGMENT_BYTES_MAX, bytes};
+use std::sync::Arc;
+
+impl<B: Backend, L: Lock> BoundHeap<'_, B, L> {
+    /// As [`allocate`](Self::allocate), for programs that keep the address only: see [`Allocator::free_at`]. Zero bytes take
+    /// no memory and cannot be told from others of their kind: their address is 0, and they cannot be freed.
+    ///
+    /// # Errors
+    /// As [`allocate`](Self::allocate).
+    ///
+    /// # Panics
+    /// When lookup by pointer is not configured.
+    #[inline]
+    pub fn allocate_pointer(&self, size_bytes: u64) -> Result<DeviceAddress, AllocateError> {
+        self.route().allocate_pointer(size_bytes).map_err(|error| *error)
+    }
+}
+
+impl<B: Backend, L: Lock> Route<'_, B, L> {
+    /// Allocates by pointer. The error is boxed, so that the answer fits into registers.
+    #[inline(never)]
+    fn allocate_pointer(&self, size_bytes: u64) -> Result<DeviceAddress, Box<AllocateError>> {
+        if !(1..=SEGMENT_BYTES_MAX).contains(&size_bytes) {
+            return self.allocate_pointer_rarely(size_bytes);
+        }
+        let mut heap = self.heap.lock();
+        let Some(placed) = heap.allocate_pointer_at_once(self.stream, size_bytes) else {
+            return match heap.indexed_plain {
+                Some(_) => self.allocate_pointer_by_all_means(heap, size_bytes),
+                None => {
+                    drop(heap);
+                    self.allocate_pointer_rarely(size_bytes)
+                }
+            };
+        };
+        let is_share_exceeded = heap.is_share_exceeded();
+        drop(heap);
+        self.allocator.tally(|peaks| peaks.allocate(placed.size_bytes, size_bytes));
+        if is_share_exceeded {
+            self.allocator.share_peak(self.heap);
+        }
+        Ok(placed.address)
+    }
+
+    /// What may need more than a free block: memory, waits, a refusal.
+    #[inline(never)]
+    fn allocate_pointer_by_all_means(
+        &self,
+        heap: Guard<'_, L, Heap>,
+        size_bytes: u64,
+    ) -> Result<DeviceAddress, Box<AllocateError>> {
+        let allocation = self.allocate_by::<Exact>(heap, size_bytes)?;
+        self.allocator.note_peak(&allocation);
+        Ok(allocation.address)
+    }
+
+    /// Nothing, too much, or from a heap that is recorded or not plain.
+    #[cold]
+    #[inline(never)]
+    fn allocate_pointer_rarely(&self, size_bytes: u64) -> Result<DeviceAddress, Box<AllocateError>> {
+        assert!(!self.heap.lock().pointers.is_off(), "allocation by pointer needs pointer_lookup:exact, or interior");
+        let allocation = self.allocate(size_bytes)?;
+        self.allocator.note_peak(&allocation);
+        Ok(allocation.address)
+    }
+}
+
+impl<B: Backend, L: Lock> Allocator<B, L> {
+    /// As [`BoundHeap::allocate_pointer`], in the heap of a pool and a stream.
+    ///
+    /// # Errors
+    /// As [`allocate`](Self::allocate).
+    ///
+    /// # Panics
+    /// When lookup by pointer is not configured.
+    pub fn allocate_pointer(
+        &self,
+        pool: PoolId,
+        stream: StreamId,
+        size_bytes: u64,
+    ) -> Result<DeviceAddress, AllocateError> {
+        let heap = match self.route(pool, stream) {
+            Some(heap) => heap,
+            None => self.route_or_make(pool, stream)?.1,
+        };
+        Route { allocator: self, heap, pool, stream }.allocate_pointer(size_bytes).map_err(|error| *error)
+    }
+
+    /// Counts an allocation that was not made [by pointer](BoundHeap::allocate_pointer) for
+    /// [`allocated_bytes_peak`](Self::allocated_bytes_peak).
+    pub fn note_peak(&self, allocation: &Allocation) {
+        if let Ok(heap) = self.heap_of(allocation.handle) {
+            let is_share_exceeded = heap.lock().is_share_exceeded();
+            if is_share_exceeded {
+                self.share_peak(heap);
+            }
+        }
+    }
+
+    /// As [`free`](Self::free), by the first address of the allocation. Needs lookup by pointer,
+    /// [`PointerLookup::Exact`](crate::config::PointerLookup::Exact) or
+    /// [`Interior`](crate::config::PointerLookup::Interior); the former is faster.
+    ///
+    /// # Errors
+    /// When no live allocation starts there, or as [`free`](Self::free).
+    #[inline]
+    pub fn free_at(&self, address: DeviceAddress) -> Result<(), FreeError> {
+        match self.free_at_once(address) {
+            Ok(true) => Ok(()),
+            Ok(false) => self.free_at_by_all_means(address),
+            Err(error) => Err(*error),
+        }
+    }
+
+    /// Frees an allocation of the heap where the address is likely to be. Whether it was there. The error is boxed, so that the
+    /// answer fits into registers.
+    #[inline(never)]
+    fn free_at_once(&self, address: DeviceAddress) -> Result<bool, Box<FreeError>> {
+        let Some(heap) = self.likely_heap(address) else { return Ok(false) };
+        let mut heap = heap.lock();
+        let tally = |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested));
+        match heap.free_pointer_at_once(address, tally) {
+            Outcome::Freed => Ok(true),
+            Outcome::Used(live, place, plain) => self.free_used(heap, (live, place), plain),
+            Outcome::Rare => Ok(false),
+        }
+    }
+
+    /// Frees an allocation of a plain heap that other streams used.
+    #[inline(never)]
+    fn free_used(
+        &self,
+        mut heap: Guard<'_, L, Heap>,
+        (live, place): (Live, Place),
+        plain: Plain,
+    ) -> Result<bool, Box<FreeError>> {
+        heap.fence_uses(&self.around, live.slot).map_err(FreeError::from)?;
+        // Nothing fails from here on.
+        heap.free_pointer(live, place, plain, Users::Fenced, |allocated, requested| {
+            self.tally(|peaks| peaks.free(allocated, requested));
+        });
+        heap.recycle_spent(&self.around);
+        Ok(true)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn free_at_by_all_means(&self, address: DeviceAddress) -> Result<(), FreeError> {
+        let handle = self.handle_of_pointer(address)?;
+        self.free(handle)
+    }
+
+    /// As [`record_use`](Self::record_use), by the first address of the allocation.
+    ///
+    /// # Errors
+    /// When no live allocation starts there, or as [`record_use`](Self::record_use).
+    pub fn record_use_at(&self, address: DeviceAddress, stream: StreamId) -> Result<(), RecordUseError> {
+        if let Some(heap) = self.likely_heap(address) {
+            self.known_stream(stream)?;
+            let mut heap = heap.lock();
+            if !heap.is_recorded
+                && let Some(slot) = heap.slot_at(address)
+            {
+                let handle = heap.handle_in(slot)?;
+                return Ok(heap.record_use(handle, stream)?);
+            }
+        }
+        let handle = self.handle_of_pointer(address)?;
+        self.record_use(handle, stream)
+    }
+
+    /// The handle of the live allocation that starts at a device address. As [`handle_at`](Self::handle_at), which with
+    /// [`PointerLookup::Interior`](crate::config::PointerLookup::Interior) finds what an address lies in as well.
+    ///
+    /// # Errors
+    /// When none does, or when lookup by pointer is not configured.
+    pub fn handle_of_pointer(&self, address: DeviceAddress) -> Result<Handle, HandleError> {
+        let handle = self.handle_at(address)?;
+        let starts_there = self.allocation(handle).is_ok_and(|allocation| allocation.address == address);
+        if starts_there { Ok(handle) } else { Err(HandleError::UnknownAddress { address }) }
+    }
+
+    /// The bytes that a live allocation was asked for with.
+    ///
+    /// # Errors
+    /// When the handle is not live here, or names an allocation of zero bytes.
+    pub fn requested_bytes(&self, handle: Handle) -> Result<u64, HandleError> {
+        Ok(self.heap_of(handle)?.lock().live(handle)?.requested)
+    }
+
+    /// The heap that an address was found in before.
+    #[inline(always)]
+    pub(crate) fn likely_heap(&self, address: DeviceAddress) -> Option<&L::Cell<Heap>> {
+        self.heaps.get(self.address_map.find(address)?.index()).map(Arc::as_ref)
+    }
+}
+
+/// What became of a free by pointer.
+enum Outcome {
+    Freed,
+    /// Other streams used the block of a plain heap, which has to be fenced first.
+    Used(Live, Place, Plain),
+    /// The allocation is not here, or freeing it takes the longer way.
+    Rare,
+}
+
+impl Heap {
+    /// As [`allocate_at_once`](Self::allocate_at_once), and puts the address into the pointer table.
+    #[inline(always)]
+    fn allocate_pointer_at_once(&mut self, stream: StreamId, requested: u64) -> Option<Allocation> {
+        match self.indexed_plain {
+            Some(plain) => {
+                let placed = self.allocate_at_once(plain, requested)?;
+                let table = &self.table;
+                if let PointerIndex::Exact(pointers) = &mut self.pointers {
+                    pointers.insert(placed.address, placed.handle.slot, |slot| table.address(slot));
+                }
+                Some(placed)
+            }
+            None if self.is_recorded || self.pointers.is_off() => None,
+            None => self.allocate_at_once_by_rule(stream, requested),
+        }
+    }
+
+    /// Frees the live allocation that starts at an address, if nobody else used its block and no book but the journal has to
+    /// be kept.
+    #[inline(always)]
+    fn free_pointer_at_once(&mut self, address: DeviceAddress, tally: impl FnOnce(u64, u64)) -> Outcome {
+        let PointerIndex::Exact(pointers) = &self.pointers else { return Outcome::Rare };
+        let table = &self.table;
+        let Some((place, slot)) = pointers.find(address, |slot| table.address(slot) == address) else {
+            return Outcome::Rare;
+        };
+        let block = table.block(slot);
+        let BlockState::Allocated { stream, requested, .. } = block.state else { return Outcome::Rare };
+        let (live, is_used) = (Live { slot, stream, requested }, !block.fences.is_empty());
+        match self.indexed_plain {
+            Some(plain) if is_used => Outcome::Used(live, place, plain),
+            Some(plain) => {
+                self.free_pointer(live, place, plain, Users::Owner, tally);
+                Outcome::Freed
+            }
+            None if is_used || self.is_recorded || self.has_rare_books() => Outcome::Rare,
+            None => {
+                self.free_pointer_by_rule(live, tally);
+                Outcome::Freed
+            }
+        }
+    }
+
+    /// Frees a live allocation of a plain heap.
+    #[inline(always)]
+    fn free_pointer(&mut self, live: Live, place: Place, plain: Plain, users: Users, tally: impl FnOnce(u64, u64)) {
+        if let PointerIndex::Exact(pointers) = &mut self.pointers {
+            pointers.remove(place);
+        }
+        let home = Exact::home_of(&self.rules, 0);
+        self.give_back(live, home, users, plain.frees, 0, tally);
+    }
+
+    /// As [`free_pointer`](Self::free_pointer), in a heap that is not plain, and keeps no book but the journal.
+    #[inline(never)]
+    fn free_pointer_by_rule(&mut self, live: Live, tally: impl FnOnce(u64, u64)) {
+        self.strike_pointer(live.slot);
+        let (home, frees) = (self.table.block(live.slot).home, OpKind::new(Mark::Free, live.stream));
+        let placed = self.give_back(live, home, Users::Owner, frees, 0, tally);
+        note(&mut self.journal, frees.with(0), placed, self.digest);
+    }
+
+    /// Takes the address of a live allocation out of the index.
+    #[inline(always)]
+    pub(crate) fn strike_pointer(&mut self, slot: Slot) {
+        if !self.pointers.is_off() {
+            self.pointers.remove(self.address(slot), slot);
+        }
+    }
+
+    /// The slot of the live allocation that starts at an address, or with interior lookup holds it.
+    pub(crate) fn slot_around(&self, address: DeviceAddress) -> Option<Slot> {
+        let slot = self.pointers.at_or_before(address, |slot| self.address(slot) == address)?;
+        let end = self.address(slot).0 + bytes(self.table.block(slot).size);
+        (address.0 < end).then_some(slot)
+    }
+
+    /// The slot of the live allocation that starts at an address.
+    fn slot_at(&self, address: DeviceAddress) -> Option<Slot> {
+        self.slot_around(address).filter(|slot| self.address(*slot) == address)
+    }
+
+    /// The handle of the allocation in a slot.
+    pub(crate) fn handle_in(&self, slot: Slot) -> Result<Handle, HandleError> {
+        match self.table.block(slot).state {
+            BlockState::Allocated { tag, .. } => Ok(Handle { heap: self.id, slot, tag }),
+            _ => Err(HandleError::UnknownAddress { address: self.address(slot) }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::SharedAllocator;
+    use crate::config::{Config, PointerLookup, PoolConfig};
+    use crate::sim::SimBackend;
+    use std::collections::BTreeMap;
+
+    const SIZES: [u64; 6] = [1, 4096, 3 << 20, 700, 64 << 20, 21 << 20];
+
+    fn allocator(config: &Config, streams: u16) -> SharedAllocator<SimBackend> {
+        let backend = SimBackend::builder().seed(1).build();
+        let allocator = SharedAllocator::new(backend, config.clone()).expect("valid");
+        for _ in 0..streams {
+            allocator.register_stream().expect("few streams");
+        }
+        allocator
+    }
+
+    fn found_by(lookup: PointerLookup) -> Config {
+        Config::builder().pointer_lookup(lookup).build().expect("valid")
+    }
+
+    fn symmetric() -> Config {
+        let pool = PoolConfig::builder().symmetric(true).build().expect("valid");
+        Config::builder().default_pool(pool).pointer_lookup(PointerLookup::Exact).build().expect("valid")
+    }
+
+    fn unknown(address: u64) -> FreeError {
+        FreeError::Handle(HandleError::UnknownAddress { address: DeviceAddress(address) })
+    }
+
+    #[test]
+    fn the_way_by_pointer_does_not_show_in_placements_and_digests() {
+        for config in [found_by(PointerLookup::Exact), found_by(PointerLookup::Interior), symmetric()] {
+            let (by_handle, by_pointer) = (allocator(&config, 2), allocator(&config, 2));
+            let (mut handles, mut pointers) = (BTreeMap::new(), BTreeMap::new());
+            for turn in 0..600 {
+                let stream = StreamId(turn % 2);
+                let (one, other) = [&by_handle, &by_pointer].map(|it| it.bind(PoolId::DEFAULT, stream)).into();
+                let (one, other) = (one.expect("both exist"), other.expect("both exist"));
+                let size = SIZES[usize::from(turn) * 7 % 6] + u64::from(turn % 5) * 512;
+                handles.insert(turn, one.allocate(size).expect("memory").handle);
+                pointers.insert(turn, other.allocate_pointer(size).expect("memory"));
+                let victim = turn * 31 % (turn + 1);
+                if turn % 7 == 3
+                    && let (Some(handle), Some(pointer)) = (handles.get(&victim), pointers.get(&victim))
+                {
+                    by_handle.record_use(*handle, StreamId(1)).expect("live");
+                    by_pointer.record_use_at(*pointer, StreamId(1)).expect("live");
+                }
+                if turn % 3 != 0
+                    && let (Some(handle), Some(pointer)) = (handles.remove(&victim), pointers.remove(&victim))
+                {
+                    by_handle.free(handle).expect("live");
+                    by_pointer.free_at(pointer).expect("live");
+                    assert!(by_pointer.free_at(pointer).is_err(), "once");
+                }
+            }
+            assert_eq!(by_handle.digest(PoolId::DEFAULT), by_pointer.digest(PoolId::DEFAULT));
+            assert_eq!(by_handle.stats(), by_pointer.stats());
+            for (turn, pointer) in pointers {
+                let handle = by_pointer.handle_of_pointer(pointer).expect("live");
+                let [one, other] = [(&by_handle, handles[&turn]), (&by_pointer, handle)];
+                let place_of = |(it, handle): (&SharedAllocator<_>, _)| it.allocation(handle).expect("live").placement;
+                assert_eq!(place_of(one), place_of(other));
+                by_pointer.free(handle).expect("by handle as well");
+                assert!(by_pointer.free_at(pointer).is_err(), "once");
+            }
+            by_pointer.check().expect("sane");
+            assert_eq!(by_pointer.stats().usage.all.allocations.current, 0);
+        }
+    }
+
+    #[test]
+    fn what_is_no_first_address_of_a_live_allocation_is_refused() {
+        for lookup in [PointerLookup::Exact, PointerLookup::Interior] {
+            let allocator = allocator(&found_by(lookup), 1);
+            let heap = allocator.bind(PoolId::DEFAULT, StreamId(0)).expect("both exist");
+            let [kept, freed] = [3 << 20, 512].map(|size| heap.allocate_pointer(size).expect("memory"));
+            allocator.free_at(freed).expect("live");
+            for address in [0, 512, kept.0 + 1, kept.0 + 512, freed.0, 1 << 60, u64::MAX] {
+                assert!(matches!(allocator.free_at(DeviceAddress(address)), Err(FreeError::Handle(_))), "{address:#x}");
+                assert!(allocator.record_use_at(DeviceAddress(address), StreamId(0)).is_err(), "{address:#x}");
+            }
+            assert_eq!(allocator.free_at(DeviceAddress(0)), Err(unknown(0)));
+            assert_eq!(allocator.free_at(kept), Ok(()));
+        }
+        let off = allocator(&Config::default(), 1);
+        assert_eq!(off.free_at(DeviceAddress(512)), Err(FreeError::Handle(HandleError::LookupOff)));
+    }
+
+    #[test]
+    fn threads_that_hand_each_other_pointers_free_each_once() {
+        const TURNS: usize = 2000;
+        let allocator = allocator(&found_by(PointerLookup::Exact), 3);
+        let (sender, receiver) = std::sync::mpsc::channel::<DeviceAddress>();
+        let receiver = std::sync::Mutex::new(receiver);
+        std::thread::scope(|scope| {
+            for stream in 0..3 {
+                let (allocator, sender) = (&allocator, sender.clone());
+                scope.spawn(move || {
+                    let heap = allocator.bind(PoolId::DEFAULT, StreamId(stream)).expect("both exist");
+                    for turn in 0..TURNS {
+                        let pointer = heap.allocate_pointer(SIZES[turn % 4]).expect("memory");
+                        if turn % 2 == 0 {
+                            sender.send(pointer).expect("somebody listens");
+                        } else {
+                            allocator.free_at(pointer).expect("live");
+                        }
+                    }
+                });
+            }
+            drop(sender);
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    loop {
+                        let Ok(pointer) = receiver.lock().expect("no panic").recv() else { return };
+                        allocator.record_use_at(pointer, StreamId(0)).expect("live");
+                        allocator.free_at(pointer).expect("live");
+                    }
+                });
+            }
+        });
+        allocator.check().expect("sane");
+        let usage = allocator.stats().usage.all.allocations;
+        assert_eq!((usage.current, usage.allocated), (0, 3 * TURNS as u64));
+    }
+
+    #[test]
+    fn one_of_several_threads_that_free_one_pointer_succeeds() {
+        let allocator = allocator(&found_by(PointerLookup::Exact), 1);
+        let heap = allocator.bind(PoolId::DEFAULT, StreamId(0)).expect("both exist");
+        for _ in 0..200 {
+            let pointer = heap.allocate_pointer(4096).expect("memory");
+            let freed = std::thread::scope(|scope| {
+                let threads = [(); 3].map(|()| scope.spawn(|| allocator.free_at(pointer).is_ok()));
+                threads.map(|thread| thread.join().expect("no panic")).into_iter().filter(|freed| *freed).count()
+            });
+            assert_eq!(freed, 1);
+        }
+        allocator.check().expect("sane");
+    }
+
+    #[test]
+    #[should_panic(expected = "needs pointer_lookup")]
+    fn what_could_not_be_freed_is_not_allocated_by_pointer() {
+        let allocator = allocator(&Config::default(), 1);
+        let heap = allocator.bind(PoolId::DEFAULT, StreamId(0)).expect("both exist");
+        let _refused = heap.allocate_pointer(512);
+    }
+}
