@@ -133,23 +133,23 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     #[inline]
     pub fn free_at(&self, address: DeviceAddress) -> Result<(), FreeError> {
         match self.free_at_once(address) {
-            Ok(true) => Ok(()),
-            Ok(false) => self.free_at_by_all_means(address),
-            Err(error) => Err(*error),
+            Ok(()) => Ok(()),
+            Err(None) => self.free_at_by_all_means(address),
+            Err(Some(error)) => Err(*error),
         }
     }
 
-    /// Frees an allocation of the heap where the address is likely to be. Whether it was there. The error is boxed, so that the
-    /// answer fits into registers.
+    /// Frees an allocation of the heap where the address is likely to be. No error says why if it is not there. The error is
+    /// boxed, so that the answer fits into registers.
     #[inline(never)]
-    fn free_at_once(&self, address: DeviceAddress) -> Result<bool, Box<FreeError>> {
-        let Some(heap) = self.likely_heap(address) else { return Ok(false) };
+    fn free_at_once(&self, address: DeviceAddress) -> Result<(), Option<Box<FreeError>>> {
+        let Some(heap) = self.likely_heap(address) else { return Err(None) };
         let mut heap = heap.lock();
         let tally = |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested));
         match heap.free_pointer_at_once(address, tally) {
-            Outcome::Freed => Ok(true),
-            Outcome::Used(live, place, plain) => self.free_used(heap, (live, place), plain),
-            Outcome::Rare => Ok(false),
+            Outcome::Freed => Ok(()),
+            Outcome::Used(live, place, plain) => self.free_used(heap, (live, place), plain).map_err(Some),
+            Outcome::Rare => Err(None),
         }
     }
 
@@ -160,14 +160,14 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         mut heap: Guard<'_, L, Heap>,
         (live, place): (Live, Place),
         plain: Plain,
-    ) -> Result<bool, Box<FreeError>> {
+    ) -> Result<(), Box<FreeError>> {
         heap.fence_uses(&self.around, live.slot).map_err(FreeError::from)?;
         // Nothing fails from here on.
         heap.free_pointer(live, place, plain, Users::Fenced, |allocated, requested| {
             self.tally(|peaks| peaks.free(allocated, requested));
         });
         heap.recycle_spent(&self.around);
-        Ok(true)
+        Ok(())
     }
 
     #[cold]
