@@ -2,16 +2,16 @@
 //!
 //! ```text
 //!   raw stream ──► Streams ──► heap ─┐
-//!                                    ├─► symmalloc_core ──► (address, handle) ──► Pointers ──► raw pointer
-//!   scopes, pools ─────────► pool id ┘                                              │
-//!   raw pointer ──► Pointers ──► handle ──► free, record_use            ◄───────────┘
+//!                                    ├─► symmalloc_core ──► raw pointer
+//!   scopes, pools ─────────► pool id ┘
+//!   raw pointer ──► symmalloc_core ──► free, record_use
 //! ```
 //!
-//! Everything that decides is the core's. What stands here are names: which stream, which pool, which allocation is meant.
+//! Everything that decides is the core's, and it finds allocations by pointer. What stands here are names: which stream, and
+//! which pool is meant.
 
 use crate::cxx_abi::StreamFilter;
 use crate::error::Error;
-use crate::pointers::{Live, Pointers};
 use crate::private_pools::PrivatePools;
 use crate::process;
 use crate::refusal::Refusals;
@@ -19,24 +19,21 @@ use crate::registrations::{PoolRegistration, Registrations};
 use crate::scopes::{MempoolId, Purpose, Scopes};
 use crate::settings::{OutOfMemoryPolicy, Settings};
 use crate::streams::{Lane, RawStream, Streams};
-use crate::tally::Tally;
 use crate::trace;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::DeviceAddress;
-use symmalloc_core::config::PoolConfig;
-use symmalloc_core::errors::AllocateError;
+use symmalloc_core::config::{Config, PointerLookup, PoolConfig};
+use symmalloc_core::errors::{AllocateError, FreeError, RecordUseError};
 use symmalloc_core::{Allocation, PoolId, SegmentPosition, SharedAllocator};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaError, DriverError, Pool};
 
 /// The allocator of one device.
 pub struct DeviceAllocator {
     streams: Streams,
-    pointers: Pointers,
     scopes: Scopes,
-    tally: Tally,
     allocator: CudaAllocator,
     settings: Settings,
     tracing: Tracing,
@@ -89,16 +86,15 @@ impl DeviceAllocator {
         if let Some(chunk_bytes) = settings.chunk_bytes {
             backend = backend.chunk_bytes(chunk_bytes);
         }
-        let allocator = CudaAllocator::with_backend(backend.build()?, settings.config.clone())?;
+        let config = findable(&settings.config)?;
+        let allocator = CudaAllocator::with_backend(backend.build()?, config)?;
         let (private_pools, refusals) = (Arc::<PrivatePools>::default(), Arc::<Refusals>::default());
         if settings.out_of_memory == OutOfMemoryPolicy::Trim {
             Refusals::trim_when_refused(&refusals, &allocator, &private_pools);
         }
         Ok(DeviceAllocator {
             streams: Streams::new(allocator.clone()),
-            pointers: Pointers::new(),
             scopes: Scopes::new(),
-            tally: Tally::default(),
             registrations: Registrations::new(&allocator),
             allocator,
             settings,
@@ -171,24 +167,57 @@ impl DeviceAllocator {
         pool: PoolId,
         size_bytes: u64,
         stream: RawStream,
-        name: Option<&str>,
+    ) -> Result<*mut c_void, Error> {
+        if size_bytes > 0
+            && pool == PoolId::DEFAULT
+            && let Some(lane) = self.streams.cached(stream)
+        {
+            return match lane.heap.allocate_pointer(size_bytes) {
+                Ok(address) => Ok(address.0 as *mut c_void),
+                Err(error) => Err(self.refused(error)),
+            };
+        }
+        // SAFETY: the caller's contract.
+        unsafe { self.allocate_rarely(pool, size_bytes, stream) }
+    }
+
+    /// From another pool, for a stream that is used for the first time, or nothing.
+    ///
+    /// # Safety
+    /// As [`allocate`](Self::allocate).
+    #[inline(never)]
+    unsafe fn allocate_rarely(&self, pool: PoolId, size_bytes: u64, stream: RawStream) -> Result<*mut c_void, Error> {
+        if size_bytes == 0 {
+            return Ok(std::ptr::null_mut());
+        }
+        // SAFETY: the caller's contract.
+        let lane = unsafe { self.lane(stream) }?;
+        match self.core().allocate_pointer(pool, lane.id, size_bytes) {
+            Ok(address) => Ok(address.0 as *mut c_void),
+            Err(error) => Err(self.refused(error)),
+        }
+    }
+
+    /// As [`allocate`](Self::allocate), with a name for snapshots and reports.
+    ///
+    /// # Safety
+    /// As [`allocate`](Self::allocate).
+    pub(crate) unsafe fn allocate_named(
+        &self,
+        pool: PoolId,
+        size_bytes: u64,
+        stream: RawStream,
+        name: &str,
     ) -> Result<*mut c_void, Error> {
         if size_bytes == 0 {
             return Ok(std::ptr::null_mut());
         }
         // SAFETY: the caller's contract.
         let lane = unsafe { self.lane(stream) }?;
-        let allocation = match name {
-            None if pool == PoolId::DEFAULT => lane.heap.allocate(size_bytes),
-            None => self.core().allocate(pool, lane.id, size_bytes),
-            Some(name) => self.core().allocate_named(pool, lane.id, size_bytes, name),
-        };
-        match allocation {
-            Ok(Allocation { handle, address, size_bytes: block_bytes, .. }) => {
-                let live = Live { handle, requested_bytes: size_bytes, size_bytes: block_bytes, pool };
-                self.pointers.insert(address.0, live);
-                self.tally.add(block_bytes);
-                Ok(address.0 as *mut c_void)
+        match self.core().allocate_named(pool, lane.id, size_bytes, name) {
+            Ok(allocation) => {
+                self.core().note_peak(&allocation);
+                Ok(allocation.address.0 as *mut c_void)
             }
             Err(error) => Err(self.refused(error)),
         }
@@ -209,17 +238,16 @@ impl DeviceAllocator {
             return Ok(());
         }
         let address = pointer as u64;
-        let Some(live) = self.pointers.remove(address) else { return Err(self.unknown(address)) };
-        self.tally.take(live.size_bytes);
-        match self.core().free(live.handle) {
+        match self.core().free_at(DeviceAddress(address)) {
             Ok(()) => Ok(()),
-            Err(error) => {
-                // Still live: it can be freed again later.
-                self.tally.add(live.size_bytes);
-                self.pointers.insert(address, live);
-                Err(error.into())
-            }
+            Err(error) => Err(self.not_freed(address, error)),
         }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn not_freed(&self, address: u64, error: FreeError) -> Error {
+        if let FreeError::Handle(_) = error { self.unknown(address) } else { error.into() }
     }
 
     #[cold]
@@ -229,7 +257,7 @@ impl DeviceAllocator {
 
     /// Whether the pointer is a live allocation.
     pub(crate) fn owns(&self, pointer: *const c_void) -> bool {
-        self.pointers.find(pointer as u64).is_some()
+        self.core().handle_of_pointer(DeviceAddress(pointer as u64)).is_ok()
     }
 
     /// Tells that work on the stream, too, uses the allocation.
@@ -241,30 +269,37 @@ impl DeviceAllocator {
             return Ok(());
         }
         let address = pointer as u64;
-        let live = self.pointers.find(address).ok_or_else(|| self.unknown(address))?;
+        // A call that is refused registers no stream.
+        if self.streams.cached(stream).is_none() && !self.owns(pointer) {
+            return Err(self.unknown(address));
+        }
         // SAFETY: the caller's contract.
         let lane = unsafe { self.lane(stream) }?;
-        Ok(self.core().record_use(live.handle, lane.id)?)
+        self.core().record_use_at(DeviceAddress(address), lane.id).map_err(|error| match error {
+            RecordUseError::Handle(_) => self.unknown(address),
+            error => error.into(),
+        })
     }
 
     /// The most bytes of blocks in use over all heaps since the peaks were reset.
     pub(crate) fn peak_bytes(&self) -> u64 {
-        self.tally.peak_bytes()
+        self.core().allocated_bytes_peak()
     }
 
     /// Starts all peaks anew at the current values.
     pub(crate) fn reset_peaks(&self) {
         self.core().reset_peak_stats();
-        self.tally.reset_peak();
     }
 
     /// The live allocation at a pointer.
     pub(crate) fn find(&self, pointer: *const c_void) -> Result<Found, Error> {
         let address = pointer as u64;
-        let live = self.pointers.find(address).ok_or_else(|| self.unknown(address))?;
-        let allocation = self.core().allocation(live.handle).map_err(|_| self.unknown(address))?;
-        let position = self.core().segment_at(DeviceAddress(address)).ok_or_else(|| self.unknown(address))?;
-        Ok(Found { pool: live.pool, allocation, position, requested_bytes: live.requested_bytes })
+        let (core, unknown) = (self.core(), |_| self.unknown(address));
+        let handle = core.handle_of_pointer(DeviceAddress(address)).map_err(unknown)?;
+        let allocation = core.allocation(handle).map_err(unknown)?;
+        let requested_bytes = core.requested_bytes(handle).map_err(unknown)?;
+        let position = core.segment_at(DeviceAddress(address)).ok_or_else(|| self.unknown(address))?;
+        Ok(Found { pool: position.pool, allocation, position, requested_bytes })
     }
 
     /// Makes a pool. Without a text it is as the default pool, but private.
@@ -291,10 +326,15 @@ impl DeviceAllocator {
     }
 
     /// A pool that a program may name.
+    #[inline]
     pub(crate) fn known_pool(&self, pool: u32) -> Result<PoolId, Error> {
         let id = PoolId(pool);
-        let is_known = id == PoolId::DEFAULT || self.user_pools().contains_key(&id);
-        if is_known { Ok(id) } else { Err(Error::UnknownPool { pool }) }
+        if id == PoolId::DEFAULT || self.is_user_pool(id) { Ok(id) } else { Err(Error::UnknownPool { pool }) }
+    }
+
+    #[inline(never)]
+    fn is_user_pool(&self, pool: PoolId) -> bool {
+        self.user_pools().contains_key(&pool)
     }
 
     /// The ids of the pools that the program made.
@@ -377,6 +417,14 @@ impl DeviceAllocator {
         self.failures.failed_calls.fetch_add(1, Ordering::Relaxed);
         *self.failures.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
         process::complain(error);
+    }
+}
+
+/// The configuration, with allocations that can be found by pointer.
+fn findable(config: &Config) -> Result<Config, CudaError> {
+    match config.pointer_lookup() {
+        PointerLookup::Off => Ok(config.to_builder().pointer_lookup(PointerLookup::Exact).build()?),
+        _ => Ok(config.clone()),
     }
 }
 

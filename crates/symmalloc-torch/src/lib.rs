@@ -33,8 +33,8 @@
 //!   devices, and compared between ranks (rule D4).
 //!
 //! # Implementation
-//! `device.rs` is one device's allocator: `streams.rs` turns raw streams into bound heaps, `pointers.rs` raw pointers into
-//! handles, `scopes.rs` says which pool is meant and `private_pools.rs` what PyTorch's pool ids stand for. `process.rs` has the
+//! `device.rs` is one device's allocator: `streams.rs` turns raw streams into bound heaps, `scopes.rs` says which pool is meant
+//! and `private_pools.rs` what PyTorch's pool ids stand for; the core finds allocations by pointer. `process.rs` has the
 //! allocators behind PyTorch's entry points (`torch_entry.rs`). `cxx_abi.rs` throws C++ exceptions and calls C++ functions
 //! without a C++ compiler, and says what it relies on. `c_interface/` is the header, function by function; cbindgen makes
 //! `include/symmalloc.h` of it, and a test says when that is stale.
@@ -44,7 +44,6 @@ mod c_interface;
 mod cxx_abi;
 mod device;
 mod error;
-mod pointers;
 mod private_pools;
 mod process;
 mod refusal;
@@ -54,7 +53,6 @@ mod settings;
 mod statistics;
 mod status;
 mod streams;
-mod tally;
 mod torch_entry;
 mod trace;
 mod virtuals;

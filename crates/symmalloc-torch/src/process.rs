@@ -105,6 +105,7 @@ pub(crate) fn from_environment() -> Result<Settings, Error> {
     }
 }
 
+#[inline]
 pub(crate) fn is_forked() -> bool {
     IS_FORKED.load(Ordering::Relaxed)
 }

@@ -44,20 +44,46 @@ thread_local! {
 }
 
 /// Carries out a call of the C interface: no panic leaves it, and what went wrong can be read.
+#[inline]
 pub(crate) fn report(act: impl FnOnce() -> Result<(), Error>) -> symmalloc_status {
-    match guarded(act) {
-        Ok(()) => symmalloc_status::SYMMALLOC_OK,
-        Err(error) => {
-            remember(&error.to_string());
-            error.status()
-        }
-    }
+    guarded_or(|| act().map(|()| symmalloc_status::SYMMALLOC_OK), tell)
+}
+
+#[cold]
+#[inline(never)]
+#[allow(clippy::needless_pass_by_value, reason = "an error is told once")]
+fn tell(error: Error) -> symmalloc_status {
+    remember(&error.to_string());
+    error.status()
 }
 
 /// Makes an error of a panic. A panic is a failed assertion: the allocator is wrong about its own blocks.
+#[inline]
 pub(crate) fn guarded<T>(act: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
-    catch_unwind(AssertUnwindSafe(act))
-        .unwrap_or_else(|panic| Err(Error::Internal { message: text_of(panic.as_ref()) }))
+    match catch_unwind(AssertUnwindSafe(act)) {
+        Ok(outcome) => outcome,
+        Err(panic) => Err(internal(panic)),
+    }
+}
+
+/// As [`guarded`], with an answer in place of an error. It is made inside of the guard: an error is large, and a call that
+/// succeeds should not have to make room for one.
+#[inline]
+pub(crate) fn guarded_or<T>(act: impl FnOnce() -> Result<T, Error>, otherwise: impl Fn(Error) -> T) -> T {
+    let answer = || match act() {
+        Ok(answer) => answer,
+        Err(error) => otherwise(error),
+    };
+    match catch_unwind(AssertUnwindSafe(answer)) {
+        Ok(answer) => answer,
+        Err(panic) => otherwise(internal(panic)),
+    }
+}
+
+#[cold]
+#[inline(never)]
+fn internal(panic: Box<dyn Any + Send>) -> Error {
+    Error::Internal { message: text_of(panic.as_ref()) }
 }
 
 fn text_of(panic: &(dyn Any + Send)) -> String {

@@ -17,7 +17,7 @@ use crate::cxx_abi::{Kind, StreamFilter, throw};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
 use crate::process;
-use crate::status::{guarded, report, symmalloc_status};
+use crate::status::{guarded, guarded_or, report, symmalloc_status};
 use crate::streams::RawStream;
 use std::ffi::{c_char, c_int, c_void};
 use symmalloc_core::PoolId;
@@ -49,7 +49,7 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_alloc(size: isize, device: c_int
         Ok(pointer) => pointer,
         Err(error) => {
             // SAFETY: outside of any `catch_unwind`.
-            unsafe { raise(error) };
+            unsafe { raise(*error) };
             std::ptr::null_mut()
         }
     }
@@ -58,8 +58,8 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_alloc(size: isize, device: c_int
 /// # Safety
 /// As [`symmalloc_torch_alloc`].
 #[inline]
-unsafe fn allocate(size: isize, device: c_int, stream: *mut c_void) -> Result<*mut c_void, Error> {
-    let size_bytes = u64::try_from(size).map_err(|_| Error::Size { size: size as i64 })?;
+unsafe fn allocate(size: isize, device: c_int, stream: *mut c_void) -> Result<*mut c_void, Box<Error>> {
+    let Ok(size_bytes) = u64::try_from(size) else { return Err(Box::new(Error::Size { size: size as i64 })) };
     let stream = RawStream::new(stream);
     let allocator = match process::existing(device) {
         Some(allocator) => allocator,
@@ -87,6 +87,7 @@ unsafe fn allocate_in_scope(
     let name = scopes.name();
     // SAFETY: the caller's contract.
     guarded(|| unsafe { allocator.allocate(pool, size_bytes, stream, name.as_deref()) })
+    guarded_or(|| Ok(Ok(unsafe { allocator.allocate(pool, size_bytes, stream) }?)), |error| Err(Box::new(error)))
 }
 
 /// Frees; PyTorch's `free_fn`. Never throws: what fails is counted, logged, and once written to the error output.
@@ -101,9 +102,7 @@ pub unsafe extern "C" fn symmalloc_torch_free(pointer: *mut c_void, _size: isize
         }
         return;
     };
-    if let Err(error) = guarded(|| allocator.free(pointer)) {
-        allocator.note(&error);
-    }
+    guarded_or(|| allocator.free(pointer), |error| allocator.note(&error));
 }
 
 /// PyTorch begins to use CUDA. Allocators are made when they are needed; what is wrong with the settings shows here.

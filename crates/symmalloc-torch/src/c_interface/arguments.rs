@@ -5,16 +5,21 @@ use crate::error::Error;
 use crate::process;
 use std::ffi::{CStr, c_char};
 
+#[inline]
 pub(super) fn not_forked() -> Result<(), Error> {
     if process::is_forked() { Err(Error::Forked) } else { Ok(()) }
 }
 
 /// # Safety
 /// The allocator is NULL or live for as long as the answer is used.
+#[inline]
 pub(super) unsafe fn living<'a>(allocator: *mut DeviceAllocator) -> Result<&'a DeviceAllocator, Error> {
     not_forked()?;
     // SAFETY: the caller's contract.
-    unsafe { allocator.as_ref() }.ok_or(Error::Null { argument: "allocator" })
+    match unsafe { allocator.as_ref() } {
+        Some(allocator) => Ok(allocator),
+        None => Err(Error::Null { argument: "allocator" }),
+    }
 }
 
 /// # Safety
@@ -35,12 +40,14 @@ pub(crate) unsafe fn required_text<'a>(c_text: *const c_char, argument: &'static
     unsafe { text(c_text, argument) }?.ok_or(Error::Null { argument })
 }
 
+#[inline]
 pub(super) fn not_null<T>(out: *mut T, argument: &'static str) -> Result<(), Error> {
     if out.is_null() { Err(Error::Null { argument }) } else { Ok(()) }
 }
 
 /// # Safety
 /// `out` is NULL or valid for writing.
+#[inline]
 pub(crate) unsafe fn write<T>(out: *mut T, argument: &'static str, value: T) -> Result<(), Error> {
     if out.is_null() {
         return Err(Error::Null { argument });

@@ -69,8 +69,17 @@ pub unsafe extern "C" fn symmalloc_allocate(
     stream: *mut c_void,
     out: *mut *mut c_void,
 ) -> symmalloc_status {
-    // SAFETY: the caller's contract; no name.
-    unsafe { symmalloc_allocate_named(allocator, pool, bytes, stream, std::ptr::null(), out) }
+    report(|| {
+        // SAFETY: the caller's contract.
+        let allocator = unsafe { living(allocator) }?;
+        not_null(out, "out")?;
+        let pool = allocator.known_pool(pool)?;
+        // SAFETY: the caller's contract.
+        let pointer = unsafe { allocator.allocate(pool, bytes as u64, RawStream::new(stream)) }?;
+        // SAFETY: the caller's contract, and it is not null.
+        unsafe { out.write(pointer) };
+        Ok(())
+    })
 }
 
 /// As `symmalloc_allocate`, with a name for snapshots and reports.
@@ -91,8 +100,13 @@ pub unsafe extern "C" fn symmalloc_allocate_named(
         let (allocator, name) = unsafe { (living(allocator)?, text(name, "name")?) };
         not_null(out, "out")?;
         let pool = allocator.known_pool(pool)?;
+        let stream = RawStream::new(stream);
         // SAFETY: the caller's contract.
-        let pointer = unsafe { allocator.allocate(pool, bytes as u64, RawStream::new(stream), name) }?;
+        let pointer = match name {
+            Some(name) => unsafe { allocator.allocate_named(pool, bytes as u64, stream, name) },
+            // SAFETY: the caller's contract.
+            None => unsafe { allocator.allocate(pool, bytes as u64, stream) },
+        }?;
         // SAFETY: the caller's contract.
         unsafe { write(out, "out", pointer) }
     })
