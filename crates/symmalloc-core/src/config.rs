@@ -315,7 +315,8 @@ pub enum PointerLookup {
     /// By handle only. Costs nothing.
     #[default]
     Off,
-    /// By the pointer that `allocate` returned: a hash map, some 10 ns per op.
+    /// By the pointer that `allocate` returned: a hash table in each heap. [By pointer](crate::BoundHeap::allocate_pointer) an
+    /// op takes some 5 ns more, by handle some 10.
     Exact,
     /// By any pointer into the allocation: an ordered map, some 50 ns per op.
     Interior,

@@ -46,13 +46,12 @@ thread_local! {
 /// Carries out a call of the C interface: no panic leaves it, and what went wrong can be read.
 #[inline]
 pub(crate) fn report(act: impl FnOnce() -> Result<(), Error>) -> symmalloc_status {
-    guarded_or(|| act().map(|()| symmalloc_status::SYMMALLOC_OK), tell)
+    guarded_or(|| act().map(|()| symmalloc_status::SYMMALLOC_OK), |error| tell(&error))
 }
 
 #[cold]
 #[inline(never)]
-#[allow(clippy::needless_pass_by_value, reason = "an error is told once")]
-fn tell(error: Error) -> symmalloc_status {
+fn tell(error: &Error) -> symmalloc_status {
     remember(&error.to_string());
     error.status()
 }
@@ -62,7 +61,7 @@ fn tell(error: Error) -> symmalloc_status {
 pub(crate) fn guarded<T>(act: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
     match catch_unwind(AssertUnwindSafe(act)) {
         Ok(outcome) => outcome,
-        Err(panic) => Err(internal(panic)),
+        Err(panic) => Err(internal(panic.as_ref())),
     }
 }
 
@@ -76,14 +75,14 @@ pub(crate) fn guarded_or<T>(act: impl FnOnce() -> Result<T, Error>, otherwise: i
     };
     match catch_unwind(AssertUnwindSafe(answer)) {
         Ok(answer) => answer,
-        Err(panic) => otherwise(internal(panic)),
+        Err(panic) => otherwise(internal(panic.as_ref())),
     }
 }
 
 #[cold]
 #[inline(never)]
-fn internal(panic: Box<dyn Any + Send>) -> Error {
-    Error::Internal { message: text_of(panic.as_ref()) }
+fn internal(panic: &(dyn Any + Send)) -> Error {
+    Error::Internal { message: text_of(panic) }
 }
 
 fn text_of(panic: &(dyn Any + Send)) -> String {
