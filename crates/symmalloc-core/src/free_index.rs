@@ -92,7 +92,7 @@ impl Block {
 impl FreeIndex {
     /// The least block of at least `size`: the smallest, of the oldest backing memory, at the lowest offset.
     #[inline(always)]
-    pub(crate) fn best_fit(&self, blocks: &[Block], size: Units) -> Option<Slot> {
+    pub(crate) fn best_fit(&mut self, blocks: &[Block], size: Units) -> Option<Slot> {
         let bin = self.occupied_from(bin_of(size))?;
         let mut slot = self.first[usize::from(bin)];
         // Every block of a later bin than the size's own is large enough.
@@ -107,7 +107,7 @@ impl FreeIndex {
     /// The best fit when the least block of the bin is too small, or the bin is long: of this bin, or of those behind it.
     #[cold]
     #[inline(never)]
-    fn best_fit_behind(&self, blocks: &[Block], mut bin: Bin, size: Units) -> Option<Slot> {
+    fn best_fit_behind(&mut self, blocks: &[Block], mut bin: Bin, size: Units) -> Option<Slot> {
         loop {
             let mut slot = self.first[usize::from(bin)];
             while let Some(block) = blocks.get(slot as usize) {
@@ -117,7 +117,7 @@ impl FreeIndex {
                 slot = block.links[NEXT];
             }
             if slot == RUN
-                && let Some(key) = self.run_of(bin)?.first_at_least(FreeKey::least_of(size))
+                && let Some(key) = self.runs[usize::from(bin)].as_mut()?.first_at_least(FreeKey::least_of(size))
             {
                 return Some(key.slot());
             }
@@ -390,7 +390,7 @@ mod tests {
                                       removals in prop::collection::vec(any::<prop::sample::Index>(), 0..700)) {
             let (mut table, slots) = table_of(&blocks);
             let (mut index, mut oracle) = (FreeIndex::default(), BTreeSet::new());
-            let check = |index: &FreeIndex, table: &BlockTable, oracle: &BTreeSet<FreeKey>| {
+            let check = |index: &mut FreeIndex, table: &BlockTable, oracle: &BTreeSet<FreeKey>| {
                 for &size in requests.iter().chain(&[1 << 20, 1 << 30, u32::MAX]) {
                     let expected = oracle.range(FreeKey::least_of(size)..).next().map(|key| key.slot());
                     assert_eq!(index.best_fit(table.blocks(), size), expected);
@@ -403,7 +403,7 @@ mod tests {
                 index.insert(table.blocks_mut(), slot);
                 oracle.insert(FreeKey::of(table.block(slot), slot));
             }
-            check(&index, &table, &oracle);
+            check(&mut index, &table, &oracle);
             for removal in removals {
                 if oracle.is_empty() {
                     break;
@@ -412,7 +412,7 @@ mod tests {
                 index.remove(table.blocks_mut(), key.slot());
                 oracle.remove(&key);
             }
-            check(&index, &table, &oracle);
+            check(&mut index, &table, &oracle);
             prop_assert!(index.keys(table.blocks()).eq(oracle.iter().copied()));
             // Every block changes its size, so that it goes to another bin, or to another place in its own.
             for key in oracle {

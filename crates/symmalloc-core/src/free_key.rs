@@ -10,8 +10,8 @@ use crate::units::Units;
 pub(crate) struct FreeKey(u128);
 
 impl FreeKey {
-    /// Greater than every key of a block.
-    pub(crate) const MAX: FreeKey = FreeKey(u128::MAX);
+    /// Less than every key of a block: no block has the size 0.
+    pub(crate) const MIN: FreeKey = FreeKey(0);
 
     #[inline]
     fn new(size: Units, sequence: u32, offset: Units, slot: Slot) -> Self {

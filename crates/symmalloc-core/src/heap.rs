@@ -379,7 +379,7 @@ impl Heap {
         stream: StreamId,
         allocates: OpKind,
         requested: u64,
-        choose: impl FnOnce(&SizeRules, &FreeIndex, &[Block], Units) -> Option<Slot>,
+        choose: impl FnOnce(&SizeRules, &mut FreeIndex, &[Block], Units) -> Option<Slot>,
     ) -> Option<Allocation> {
         let wanted = S::block_size(&self.rules, requested);
         let home = S::home_of(&self.rules, wanted);

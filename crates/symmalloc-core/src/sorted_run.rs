@@ -5,20 +5,19 @@
 //!
 //! ```text
 //!  head     [ 2 5 9 ]
-//!  pages    [ 11 ][ 30 41 57 ]   1 to PAGE_MAX - 1 keys each, sorted
+//!  pages    [ 11 ][ 30 41 57 ]   1 to PAGE_MAX - 1 keys each, put in order when they are looked into
 //!  bounds   [ 10  │ 28 ]         every key of page i is at least bounds[i], every key before it is less
 //! ```
 //!
 //! The pages after the head lie in descending order: best fits empty the first ones, and the end of a `Vec` is where one
 //! goes without moving the others.
 //!
-//! Search: two binary searches, O(log n). Insert and remove: one search and at most one page moved, plus, once in
-//! PAGE_MAX / 2 inserts, a move of the bounds. A best fit is searched for and then taken out, so the run remembers where
-//! it was found last, and a removal looks there first.
+//! Search: two binary searches, O(log n). Insert: one, and the key goes to the end of its page. Remove: one search and at most
+//! one page moved. Once in PAGE_MAX / 2 inserts the bounds move. A best fit is searched for and then taken out, so the run
+//! remembers where it was found last, and a removal looks there first.
 
 use crate::free_key::FreeKey;
 use crate::key_page::{KeyPage, PAGE_MAX};
-use std::cell::Cell;
 
 /// Two neighbouring pages with fewer keys than this together are joined.
 const PAGE_JOIN: usize = PAGE_MAX / 4;
@@ -32,7 +31,7 @@ pub(crate) struct SortedRun {
     /// The pages after the first. `None` in a short run.
     tail: Option<Box<Tail>>,
     /// Where the last search ended. Need not be true any more.
-    found: Cell<Position>,
+    found: Position,
 }
 
 /// A page and a place in it.
@@ -56,18 +55,21 @@ struct Tail {
 impl SortedRun {
     /// The least key that is not less than `bound`.
     #[inline]
-    pub(crate) fn first_at_least(&self, bound: FreeKey) -> Option<FreeKey> {
-        let page = self.page_of(bound);
-        let keys = self.page(page);
-        let at = keys.position(bound);
-        if at < keys.len() {
-            self.found.set(Position { page, at });
-            return Some(keys.key(at));
+    pub(crate) fn first_at_least(&mut self, bound: FreeKey) -> Option<FreeKey> {
+        let mut page = self.page_of(bound);
+        let mut keys = self.page_mut(page);
+        keys.sort();
+        let mut count = keys.count_at_least(bound);
+        if count == 0 {
+            // A page may end before `bound` although the bound of the next one lies behind it.
+            page = page.checked_sub(1)?;
+            keys = self.page_mut(page);
+            keys.sort();
+            count = keys.len();
         }
-        // A page may end before `bound` although the bound of the next one lies behind it.
-        let next = page.checked_sub(1)?;
-        self.found.set(Position { page: next, at: 0 });
-        Some(self.page(next).key(0))
+        let (at, key) = (count - 1, keys.key(count - 1));
+        self.found = Position { page, at };
+        Some(key)
     }
 
     /// The page that a key lies in, or belongs to.
@@ -90,8 +92,7 @@ impl SortedRun {
     pub(crate) fn insert(&mut self, key: FreeKey) {
         let page = self.page_of(key);
         let keys = self.page_mut(page);
-        let at = keys.position(key);
-        keys.insert(at, key);
+        keys.insert(key);
         if keys.len() == PAGE_MAX {
             self.cut(page);
         }
@@ -103,10 +104,12 @@ impl SortedRun {
     /// When the run does not hold the key.
     #[inline]
     pub(crate) fn remove(&mut self, key: FreeKey) {
-        let Position { mut page, mut at } = self.found.get();
+        let Position { mut page, mut at } = self.found;
         if self.page(page).key(at) != key {
             page = self.page_of(key);
-            at = self.page(page).position(key);
+            let keys = self.page_mut(page);
+            keys.sort();
+            at = keys.count_at_least(key).saturating_sub(1);
         }
         let keys = self.page_mut(page);
         assert!(keys.key(at) == key, "the free index lacks a block that the table calls free");
@@ -122,7 +125,7 @@ impl SortedRun {
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = FreeKey> + '_ {
         let tail = self.tail.iter().flat_map(|tail| tail.pages.iter().rev());
-        std::iter::once(&self.head).chain(tail).flat_map(|page| page.keys().iter().copied())
+        std::iter::once(&self.head).chain(tail).flat_map(KeyPage::keys_in_order)
     }
 
     /// Cuts a full page in two.
@@ -131,7 +134,7 @@ impl SortedRun {
         let tail = self.tail.get_or_insert_default();
         let lower = tail.pages.get_mut(page).unwrap_or(&mut self.head);
         let upper = lower.split_off();
-        tail.bounds.insert(page, upper.key(0));
+        tail.bounds.insert(page, upper.key(upper.len() - 1));
         tail.pages.insert(page, upper);
     }
 
