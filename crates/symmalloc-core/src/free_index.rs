@@ -116,13 +116,23 @@ impl FreeIndex {
                 }
                 slot = block.links[NEXT];
             }
-            if slot == RUN
-                && let Some(key) = self.runs[usize::from(bin)].as_mut()?.first_at_least(FreeKey::least_of(size))
-            {
-                return Some(key.slot());
+            if slot == RUN {
+                return self.best_fit_in_run(blocks, bin, size);
             }
             bin = self.occupied_from(bin.checked_add(1)?)?;
         }
+    }
+
+    /// The best fit when the bin is long: of this bin, or of those behind it.
+    #[cold]
+    #[inline(never)]
+    fn best_fit_in_run(&mut self, blocks: &[Block], bin: Bin, size: Units) -> Option<Slot> {
+        let run = self.runs[usize::from(bin)].as_mut()?;
+        if let Some(key) = run.first_at_least(FreeKey::least_of(size)) {
+            return Some(key.slot());
+        }
+        let behind = self.occupied_from(bin.checked_add(1)?)?;
+        self.best_fit_behind(blocks, behind, size)
     }
 
     /// The first bin from this one on that is not empty.
