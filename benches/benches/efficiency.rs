@@ -337,7 +337,7 @@ fn rest_table(cases: &[Case]) {
 enum Room {
     /// The free memory of the heap that needs more.
     Heap,
-    /// That of the pool's heaps, one after the other, until they gave up what was missing.
+    /// That of the pool's heaps, one after the other, until the request is served.
     Pool,
     /// All free memory of the pool: the program's failure callback trims it.
     Callback,
