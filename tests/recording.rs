@@ -189,6 +189,32 @@ fn generated_programs_come_to_every_kind_of_record() {
     assert_eq!(common, all, "{words:?}");
 }
 
+/// A request that is short twice says both times what was given back for it: the second time is when its own end was among that.
+#[test]
+fn what_was_given_back_for_a_refused_request_is_recorded_each_time() {
+    let config: Config = "segments:expandable,limit_mb:6,reclaim:pool".parse().expect("valid");
+    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config.clone()).expect("valid");
+    let sink = Memory::new();
+    allocator.start_recording(sink.clone()).expect("nothing was allocated");
+    let [first, second] = [0, 1].map(|_| allocator.register_stream().expect("few"));
+    let allocate = |stream, mib: u64| allocator.allocate(PoolId::DEFAULT, stream, mib * MIB);
+    let [_, end] = [0, 1].map(|_| allocate(first, 2).expect("below the limit"));
+    // Its heap has a free end of 1.5 MiB, too little to give back.
+    let other = allocator.allocate(PoolId::DEFAULT, second, MIB / 2).expect("below the limit");
+    allocator.free(end.handle).expect("live");
+    allocate(first, 4).expect_err("2 MiB are live on each stream's granules");
+    allocator.free(other.handle).expect("live");
+    let served = allocate(first, 4).expect("as much is free");
+    assert_eq!(served.placement.offset_bytes, 2 * MIB);
+    allocator.stop_recording().expect("a sink with room");
+    let records = sink.records();
+    let lines: Vec<String> = records.iter().map(Record::to_string).collect();
+    let refused =
+        ["reclaim 2097152 s0", "reclaim 4194304 s0", "refuse 4194304 s0 limit", "f 2", "a 3 4194304 s0 -> 0@2097152"];
+    assert_eq!(lines[lines.len() - refused.len()..], refused);
+    replays(&records, &config, 2 * MIB, &digests(&allocator));
+}
+
 /// Four threads on heaps of their own and one that they share, near a limit that all heaps share: they free each other's
 /// allocations, trim, and a failure callback frees and trims.
 fn threads_run(config: &Config, seed: u64) {

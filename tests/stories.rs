@@ -1,4 +1,5 @@
-//! Every defect that was found once, as a trace with its story on top. None comes back.
+//! Every defect that was found once, as a trace with its story on top. None comes back. A placement that a story states is
+//! where the allocation must lie, whatever the oracle says.
 
 use std::fs;
 use std::path::Path;
@@ -7,6 +8,7 @@ use symmalloc_core::trace::Trace;
 use symmalloc_core::units::MIB;
 use symmalloc_harness::checker::compare_with_oracle;
 use symmalloc_harness::generate::Scenario;
+use symmalloc_harness::oracle::Outcome;
 
 #[test]
 fn every_story_ends_as_the_oracle_says() {
@@ -20,7 +22,15 @@ fn every_story_ends_as_the_oracle_says() {
         let program = Program::new(trace.records()).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
         let scenario = Scenario { config, granularity_bytes: 2 * MIB, program };
         for seed in 0..4 {
-            compare_with_oracle(&scenario, &scenario.device(seed));
+            let decisions = compare_with_oracle(&scenario, &scenario.device(seed));
+            for (record, outcome) in trace.records().iter().zip(decisions.outcomes) {
+                let Some(stated) = record.placement else { continue };
+                assert!(
+                    matches!(outcome, Outcome::Placed { placement, .. } if placement == stated),
+                    "{}: {record}, but {outcome:?}",
+                    path.display()
+                );
+            }
         }
         told += 1;
     }

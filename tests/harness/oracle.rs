@@ -176,8 +176,8 @@ impl Oracle {
         Ok(())
     }
 
-    /// Tries, and when a limit is in the way gives back what `reclaim` allows and tries once more; not for what is larger
-    /// than the limit itself.
+    /// Tries, and as long as a limit is in the way gives back what `reclaim` allows and tries again, until nothing was left to
+    /// give back; not for what is larger than the limit itself.
     fn persist<T>(
         &mut self,
         id: PoolId,
@@ -185,7 +185,7 @@ impl Oracle {
         mut attempt: impl FnMut(&mut Heap, &PoolConfig, Headroom, u64) -> Result<T, Shortage>,
     ) -> Result<T, Refusal> {
         let limit = self.limit.unwrap_or(u64::MAX);
-        for is_last in [false, true] {
+        loop {
             let (headroom, granularity) = (self.headroom(id)?, self.granularity);
             let pool = self.pool(id)?;
             let config = pool.config.clone();
@@ -196,29 +196,15 @@ impl Oracle {
             // What other pools use up refuses a symmetric one, but gives nothing of it back.
             let is_foreign = |scope| config.symmetric() && scope == LimitScope::Allocator;
             let heap = pool.heaps.entry(key).or_default();
-            match attempt(heap, &config, headroom, granularity) {
+            let (scope, missing) = match attempt(heap, &config, headroom, granularity) {
                 Ok(done) => return Ok(done),
                 Err(Shortage::SegmentFull) => return Err(Refusal::SegmentFull),
-                Err(Shortage::Limit(scope, missing)) if is_last || missing > limit_of(scope) || is_foreign(scope) => {
-                    return Err(Refusal::Limit(scope));
-                }
-                Err(Shortage::Limit(_, missing)) => match config.reclaim() {
-                    Reclaim::Heap => {
-                        heap.trim(&config, granularity, Some(missing));
-                    }
-                    Reclaim::Pool => {
-                        let mut left = missing;
-                        for heap in pool.heaps.values_mut() {
-                            if left > 0 {
-                                left = left.saturating_sub(heap.trim(&config, granularity, Some(left)));
-                            }
-                        }
-                    }
-                    _ => {}
-                },
+                Err(Shortage::Limit(scope, missing)) => (scope, missing),
+            };
+            if missing > limit_of(scope) || is_foreign(scope) || pool.reclaim(key, granularity, missing) == 0 {
+                return Err(Refusal::Limit(scope));
             }
         }
-        unreachable!("the last attempt returns")
     }
 
     fn allocate(
@@ -339,6 +325,22 @@ impl Oracle {
 impl Pool {
     fn key(&self, stream: StreamId) -> Option<StreamId> {
         (self.config.streams() == StreamPolicy::Separate).then_some(stream)
+    }
+
+    /// Gives back what `reclaim` allows for a request of one heap, until `missing` bytes are given up. Returns how many were.
+    fn reclaim(&mut self, key: Option<StreamId>, granularity: u64, missing: u64) -> u64 {
+        let mut given = 0;
+        for (owner, heap) in &mut self.heaps {
+            let may_give = match self.config.reclaim() {
+                Reclaim::Heap => *owner == key,
+                Reclaim::Pool => true,
+                _ => false,
+            };
+            if may_give && given < missing {
+                given += heap.trim(&self.config, granularity, Some(missing - given));
+            }
+        }
+        given
     }
 
     /// Device memory held.

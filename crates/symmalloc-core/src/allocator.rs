@@ -7,7 +7,7 @@
 //!  1. best fit among the heap's free blocks                                             (heap.rs)
 //!  2. obtain memory: fill a hole, grow, or a new segment, within the limits             (obtain.rs)
 //!  3. a configured limit stood in the way, and the request would fit into it: give back free memory as
-//!     `reclaim` says, try again                                                            (trim.rs)
+//!     `reclaim` says, try again, until it is served or no more is free                     (trim.rs)
 //!  4. still short, or the driver refused: ask the failure callback, at most `retries_max` times; each yes tries again
 //!  5. a typed error; the heap is as it was, and its digest says that it refused
 //! ```
@@ -491,13 +491,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             let mapped = heap.mapped;
             let outcome = heap.trim(&self.around, left);
             left = left.less(mapped - heap.mapped);
-            released = sum_trims(
-                released,
-                outcome.map_err(|failure| TrimError::Backend {
-                    released_bytes: failure.released_bytes,
-                    error: failure.error,
-                }),
-            );
+            released = sum_trims(released, outcome.map_err(TrimError::from));
         }
         released
     }

@@ -14,6 +14,7 @@ use crate::pool::Pool;
 use crate::recording::Tape;
 use crate::trim::TrimGoal;
 use crate::units::bytes;
+use smallvec::SmallVec;
 use std::sync::Arc;
 
 /// What a program is asked when an allocation is about to fail. Called without any lock; may free, trim and log.
@@ -64,9 +65,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         );
         let _entered = span.enter();
         let mut retries = 0;
-        let mut has_reclaimed = false;
+        let mut may_reclaim = true;
         // What was given back for this request, and replay would not know of unless the request is served by it.
-        let mut unsaid = None;
+        let mut unsaid: SmallVec<[u64; 2]> = SmallVec::new();
         loop {
             let (missing, cause) = match shortage {
                 Shortage::Limit { met, missing } => {
@@ -90,13 +91,14 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 OutOfMemoryCause::Limit { limit_bytes, .. } => bytes(missing) <= limit_bytes,
                 _ => false,
             };
-            let after = if can_help && !has_reclaimed {
-                has_reclaimed = true;
-                self.reclaim(entry, heap, bytes(missing), tape);
-                unsaid = Some(bytes(missing));
+            let after = if can_help && may_reclaim {
+                // Free memory that the request would have become part of may have gone back, and then more is missing than
+                // before. Less than was missing is all that there was.
+                may_reclaim = self.reclaim(entry, heap, bytes(missing), tape) >= bytes(missing);
+                unsaid.push(bytes(missing));
                 "reclaim"
             } else {
-                if let Some(size_bytes) = unsaid.take() {
+                for size_bytes in unsaid.drain(..) {
                     tape.note(Op::Reclaim { pool: request.pool, stream: request.stream, size_bytes });
                 }
                 let error = self.out_of_memory(entry, heap, request, bytes(missing), cause);
@@ -125,23 +127,20 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
     }
 
-    /// Step 3: gives back what `reclaim` allows. What the driver then fails to take back counts as still reserved.
-    fn reclaim(&self, entry: &Pool<L>, heap: &L::Cell<Heap>, missing_bytes: u64, tape: &mut Tape<'_, B, L>) {
+    /// Step 3: gives back what `reclaim` allows, until it is what is missing. Returns the bytes that are back. What the driver
+    /// then fails to take counts as still reserved, and no more is asked of it: 0.
+    fn reclaim(&self, entry: &Pool<L>, heap: &L::Cell<Heap>, missing_bytes: u64, tape: &mut Tape<'_, B, L>) -> u64 {
         let goal = TrimGoal::AtLeast(missing_bytes);
-        let failed = match entry.config.reclaim() {
-            Reclaim::Never => None,
-            Reclaim::Heap => heap.lock().trim(&self.around, goal).err().map(|failure| failure.error),
-            Reclaim::Pool => self.trim_pool(entry, goal).err().and_then(|error| match error {
-                TrimError::Backend { error, .. } => Some(error),
-                TrimError::Unknown(_) => None,
-            }),
+        let released = match entry.config.reclaim() {
+            Reclaim::Never => Ok(0),
+            Reclaim::Heap => heap.lock().trim(&self.around, goal).map_err(TrimError::from),
+            Reclaim::Pool => self.trim_pool(entry, goal),
         };
-        if let Some(error) = failed {
-            tape.driver_failed(error);
-        }
+        tape.note_failed_trim(&released);
+        released.unwrap_or(0)
     }
 
-    /// What a recorded request gave back in vain.
+    /// What a recorded request gave back in vain, once for each time that it was short.
     ///
     /// # Errors
     /// When the pool or the stream is unknown.

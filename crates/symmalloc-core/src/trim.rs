@@ -16,6 +16,7 @@ use crate::block_table::{BlockState, NONE, Slot};
 use crate::budget::Budgets;
 use crate::config::SegmentPolicy;
 use crate::digest::{Mark, op_word, placement_word};
+use crate::errors::TrimError;
 use crate::fence::{FenceSetId, Tick};
 use crate::heap::{Heap, Surroundings};
 use crate::ids::{Placement, StreamId};
@@ -56,6 +57,12 @@ impl TrimGoal {
 pub(crate) struct TrimFailure {
     pub(crate) released_bytes: u64,
     pub(crate) error: BackendError,
+}
+
+impl From<TrimFailure> for TrimError {
+    fn from(TrimFailure { released_bytes, error }: TrimFailure) -> Self {
+        TrimError::Backend { released_bytes, error }
+    }
 }
 
 impl Heap {
