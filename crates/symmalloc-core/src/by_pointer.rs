@@ -240,7 +240,7 @@ impl Heap {
                 let placed = self.allocate_at_once(plain, requested)?;
                 let table = &self.table;
                 if let PointerIndex::Exact(pointers) = &mut self.pointers {
-                    pointers.insert(placed.address, placed.handle.slot, |slot| table.address(slot));
+                    pointers.insert(placed.address, placed.handle.slot(), |slot| table.address(slot));
                 }
                 Some(placed)
             }
@@ -317,7 +317,7 @@ impl Heap {
     /// The handle of the allocation in a slot.
     pub(crate) fn handle_in(&self, slot: Slot) -> Result<Handle, HandleError> {
         match self.table.block(slot).state {
-            BlockState::Allocated { tag, .. } => Ok(Handle { heap: self.id, slot, tag }),
+            BlockState::Allocated { tag, .. } => Ok(Handle::new(self.id, slot, tag)),
             _ => Err(HandleError::UnknownAddress { address: self.address(slot) }),
         }
     }

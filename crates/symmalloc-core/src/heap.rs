@@ -310,9 +310,8 @@ impl Heap {
     fn book(&mut self, placed: &Allocation, op: u64) {
         note(&mut self.journal, op, placement_word(placed.placement), self.digest);
         if !self.pointers.is_off() {
-            self.pointers.insert(placed.address, placed.handle.slot());
             let table = &self.table;
-            self.pointers.insert(placed.address, placed.handle.slot, |slot| table.address(slot));
+            self.pointers.insert(placed.address, placed.handle.slot(), |slot| table.address(slot));
         }
     }
 

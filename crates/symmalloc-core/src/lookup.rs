@@ -66,11 +66,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 unknown
             });
         };
-        let end = heap.address(slot).0 + bytes(heap.table.block(slot).size);
-        match heap.table.block(slot).state {
-            BlockState::Allocated { tag, .. } if address.0 < end => Ok(Handle::new(entry.heap, slot, tag)),
-            _ => Err(HandleError::UnknownAddress { address }),
-        }
         self.address_map.note(address, entry.heap);
         heap.handle_in(slot)
     }

@@ -70,7 +70,10 @@ unsafe fn allocate(size: isize, device: c_int, stream: *mut c_void) -> Result<*m
         return unsafe { allocate_in_scope(allocator, size_bytes, stream) };
     }
     // SAFETY: the caller's contract.
-    guarded(|| unsafe { allocator.allocate(PoolId::DEFAULT, size_bytes, stream, None) })
+    guarded_or(
+        || Ok(Ok(unsafe { allocator.allocate(PoolId::DEFAULT, size_bytes, stream) }?)),
+        |error| Err(Box::new(error)),
+    )
 }
 
 /// # Safety
@@ -80,14 +83,18 @@ unsafe fn allocate_in_scope(
     allocator: &DeviceAllocator,
     size_bytes: u64,
     stream: RawStream,
-) -> Result<*mut c_void, Error> {
+) -> Result<*mut c_void, Box<Error>> {
     let scopes = allocator.scopes();
     // Outside of the guard: a filter of PyTorch's may throw.
     let pool = scopes.pool_for(stream).unwrap_or(PoolId::DEFAULT);
     let name = scopes.name();
-    // SAFETY: the caller's contract.
-    guarded(|| unsafe { allocator.allocate(pool, size_bytes, stream, name.as_deref()) })
-    guarded_or(|| Ok(Ok(unsafe { allocator.allocate(pool, size_bytes, stream) }?)), |error| Err(Box::new(error)))
+    let allocate = || match &name {
+        // SAFETY: the caller's contract.
+        Some(name) => unsafe { allocator.allocate_named(pool, size_bytes, stream, name) },
+        // SAFETY: the caller's contract.
+        None => unsafe { allocator.allocate(pool, size_bytes, stream) },
+    };
+    guarded(allocate).map_err(Box::new)
 }
 
 /// Frees; PyTorch's `free_fn`. Never throws: what fails is counted, logged, and once written to the error output.
