@@ -51,7 +51,8 @@ def _gather(group: ProcessGroup | None, device: int) -> Gather:
         return torch.frombuffer(bytearray(mine), dtype=torch.uint8)
 
     def over_host(mine: bytes) -> bytes:
-        return over(on_host(mine), torch.empty(world * len(mine), dtype=torch.uint8))
+        # Devices are named: the program may have set a default one.
+        return over(on_host(mine), torch.empty(world * len(mine), dtype=torch.uint8, device="cpu"))
 
     def over_device(mine: bytes) -> bytes:
         with _exchange_bytes(device, (1 + world) * len(mine)) as exchange:
@@ -66,15 +67,14 @@ def _gather(group: ProcessGroup | None, device: int) -> Gather:
 
 @contextmanager
 def _exchange_bytes(device: int, size_bytes: int) -> Iterator[torch.Tensor]:
-    """Bytes on the device for work on the current stream. What reads them is waited for before they are given up."""
+    """Bytes on the device for work on the current stream. What reads them is waited for before they are given up; after a
+    failure they are not, because NCCL may still use them."""
     import torch
 
     memory = _exchange_allocator(device)
     address = memory.allocate(size_bytes, torch.cuda.current_stream(device).cuda_stream)
-    try:
-        yield torch.as_tensor(_DeviceBytes(address, size_bytes))
-    finally:
-        memory.free(address)
+    yield torch.as_tensor(_DeviceBytes(address, size_bytes), device=torch.device("cuda", device))
+    memory.free(address)
 
 
 @cache

@@ -267,7 +267,8 @@ class Ranks(unittest.TestCase):
         torch.cuda.current_stream = lambda device=None: types.SimpleNamespace(cuda_stream=0)
         exchanged = []
 
-        def as_tensor(described):
+        def as_tensor(described, device):
+            assert device == torch.device("cuda", 0), device
             shape, (address, _) = (described.__cuda_array_interface__[key] for key in ("shape", "data"))
             exchanged.append(address)
             return torch.frombuffer((ctypes.c_uint8 * shape[0]).from_address(address), dtype=torch.uint8)
