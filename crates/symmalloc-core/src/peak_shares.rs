@@ -10,8 +10,8 @@
 //! ```
 //!
 //! One thread that drives all heaps sees the exact peak. Threads that ask at the same time do not wait for each other: such a
-//! heap may exceed its share by [`TOLERANCE_BYTES`] from then on, until the peaks are reset, and the peak may be too low by as
-//! much for each of them.
+//! heap may exceed its share by [`TOLERANCE_BYTES`] from then on, until the peaks are reset. The peak may be too low by as much
+//! for each of them, and by what other threads free while one asks.
 
 use crate::allocator::Allocator;
 use crate::backend::Backend;

@@ -67,8 +67,9 @@ pub(crate) const EVENT_DISABLE_TIMING: c_uint = 2;
 pub(crate) const HOST_PORTABLE: c_uint = 1;
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
 pub(crate) const CAPTURE_RELAXED: c_int = 2;
-/// `CU_STREAM_CAPTURE_STATUS_ACTIVE`.
+/// `CU_STREAM_CAPTURE_STATUS_NONE`.
 pub(crate) const CAPTURE_NONE: c_int = 0;
+/// `CU_STREAM_CAPTURE_STATUS_ACTIVE`.
 pub(crate) const CAPTURE_ACTIVE: c_int = 1;
 
 /// Device attributes, by number: numbers never change, and older headers lack some names.

@@ -11,7 +11,7 @@
 //! | `num_device_alloc`, `num_device_free` | births and deaths of segments |
 //!
 //! The peaks of `allocated_bytes`, `active_bytes` (`.all`, of the total) and `reserved_bytes` are true ones; where threads met at
-//! a new peak, the former two may be too low by 1 MiB for each of their streams. Where `peaks_are_sums`, the others are sums of
+//! a new peak, the former two may be too low by 1 MiB for each heap, and by what others freed at that moment. Where `peaks_are_sums`, the others are sums of
 //! the heaps' peaks, which need not have been at the same time: upper bounds.
 //!
 //! Keys for which there is no number are left out.

@@ -23,7 +23,7 @@ use std::ffi::{c_char, c_int, c_void};
 use symmalloc_core::PoolId;
 use symmalloc_core::backend::DeviceAddress;
 
-/// Makes an exception of an error. No frame below PyTorch's has anything left to drop.
+/// Makes an exception of an error. Whatever frames below PyTorch's own is dropped as the exception passes.
 ///
 /// # Safety
 /// Called outside of any `catch_unwind`, from a function that is `extern "C-unwind"`.
