@@ -38,6 +38,7 @@ use crate::lock::{Lock, LockCell};
 use crate::merging::{Users, merge};
 use crate::names::Names;
 use crate::peak_shares::Share;
+use crate::plain::Plain;
 use crate::pointer_index::{PointerIndex, SegmentDirectory};
 use crate::segment_log::SegmentLog;
 use crate::size_rules::{ByRule, Exact, SizeClass, SizeRules, Sizing};
@@ -118,7 +119,7 @@ pub(crate) struct Heap {
     /// An allocation or a free has something to note besides its block: streams that share have clocks, pointers can be
     /// looked up, an allocation has a name, memory is released at a threshold, or agreement looks back on ops.
     /// [`Self::note_books`] keeps it true.
-    keeps_books: bool,
+    pub(crate) keeps_books: bool,
     /// Of a heap without peculiarities, as most are. [`Self::note_books`] keeps it true.
     pub(crate) plain: Option<Plain>,
     /// What `plain` would be if the heap were not recorded.
@@ -129,15 +130,6 @@ pub(crate) struct Heap {
     pub(crate) share: Share,
     /// What is counted away from the path of a cache hit.
     pub(crate) rare: RareCounts,
-}
-
-/// What is known of a plain heap ahead of time. It has one stream, its sizes are [`Exact`], it keeps no books, and it is not
-/// recorded.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Plain {
-    stream: StreamId,
-    allocates: OpKind,
-    pub(crate) frees: OpKind,
 }
 
 /// A live allocation, as its block knows it.
@@ -532,32 +524,6 @@ impl Heap {
         }
         self.names.insert(slot, name);
         self.note_books();
-    }
-
-    /// Keeps [`keeps_books`](Self::keeps_books) true: after a name came or went.
-    pub(crate) fn note_books(&mut self) {
-        self.keeps_books = self.has_books_of_frees() || self.journal.is_some();
-        let keeps_others = self.has_rare_books() || self.journal.is_some();
-        let plain = self.stream.filter(|_| !keeps_others && self.rules.are_exact());
-        let plain = plain.map(|stream| Plain {
-            stream,
-            allocates: OpKind::new(Mark::Allocate, stream),
-            frees: OpKind::new(Mark::Free, stream),
-        });
-        let (plain, indexed) = if self.pointers.is_off() { (plain, None) } else { (None, plain) };
-        self.indexed_plain = indexed.filter(|_| !self.is_recorded && self.pointers.is_exact());
-        (self.plain, self.recorded_plain) = if self.is_recorded { (None, plain) } else { (plain, None) };
-    }
-
-    /// Whether a free has more to note than the op.
-    fn has_books_of_frees(&self) -> bool {
-        !self.pointers.is_off() || self.has_rare_books()
-    }
-
-    /// As [`has_books_of_frees`](Self::has_books_of_frees), besides its address.
-    pub(crate) fn has_rare_books(&self) -> bool {
-        let releases = self.config.release_threshold_bytes().is_some();
-        self.stream.is_none() || releases || !self.names.is_empty()
     }
 
     pub(crate) fn live(&self, handle: Handle) -> Result<Live, HandleError> {

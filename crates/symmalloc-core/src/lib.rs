@@ -104,6 +104,7 @@ mod obtain;
 pub mod op;
 mod out_of_memory;
 mod peak_shares;
+mod plain;
 mod pointer_index;
 mod pointer_table;
 mod pool;

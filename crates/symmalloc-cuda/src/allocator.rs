@@ -8,7 +8,6 @@
 //! ```
 
 use crate::backend::{CudaBackend, CudaMemory};
-use crate::block::Block;
 use crate::capture::CaptureId;
 use crate::device::CudaDevice;
 use crate::error::{CudaError, DriverError};
@@ -17,11 +16,10 @@ use crate::pool::{Lease, Pool};
 use cudarc::driver::CudaStream;
 use cudarc::driver::sys::CUstream;
 use std::fmt;
-use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
-use symmalloc_core::backend::{BackendError, DeviceAddress};
+use symmalloc_core::backend::BackendError;
 use symmalloc_core::config::{Config, PoolConfig, SegmentPolicy};
 use symmalloc_core::errors::{AllocateError, FreeError, OutOfMemory, PoolError};
 use symmalloc_core::report::{LeakReport, MemoryStats, Snapshot};
@@ -327,55 +325,6 @@ impl<B: CudaMemory> CachingAllocator<B> {
     ) -> Result<Allocation, CudaError> {
         let stream = self.register_stream(stream)?;
         Ok(self.state.core.allocate_named(self.pool_for(stream)?, stream, size_bytes, name)?)
-    }
-
-    /// Room for `len` elements that is freed when it is dropped, if the lane is at hand and its heap has a free block. So
-    /// little of it is inlined that what a buffer consists of stays in registers until it is where its owner keeps it.
-    #[inline(always)]
-    pub(crate) fn block_at_hand<T>(&self, stream: &CudaStream, len: usize) -> Option<Block<B>> {
-        let size_bytes = len.checked_mul(size_of::<T>())?;
-        let (mut lane, mut address) = (ManuallyDrop::new(None), DeviceAddress(0));
-        let handle = self.take(stream, size_bytes as u64, &mut lane, &mut address)?;
-        Some(Block::of(lane, handle, address))
-    }
-
-    /// What a block consists of. The lane that is given is none.
-    #[inline(never)]
-    fn take(
-        &self,
-        stream: &CudaStream,
-        size_bytes: u64,
-        lane: &mut ManuallyDrop<Option<Arc<Lane<B>>>>,
-        address: &mut DeviceAddress,
-    ) -> Option<Handle> {
-        // Counted here and not behind the heap's lock: the two locked instructions then wait for earlier stores once.
-        let counted = Arc::clone(self.lane_at_hand(stream)?);
-        let handle = self.state.core.allocate_at_hand_in(&counted.heap, size_bytes, address)?;
-        *lane = ManuallyDrop::new(Some(counted));
-        Some(handle)
-    }
-
-    /// As [`block_at_hand`](Self::block_at_hand), whatever it takes.
-    #[cold]
-    #[inline(never)]
-    pub(crate) fn block<T>(&self, stream: &Arc<CudaStream>, len: usize) -> Result<Block<B>, CudaError> {
-        self.block_on::<T>(self.lane(stream)?, len, None)
-    }
-
-    /// As [`block`](Self::block), on a lane of this allocator's pool, with a name or without.
-    pub(crate) fn block_on<T>(
-        &self,
-        lane: Arc<Lane<B>>,
-        len: usize,
-        name: Option<&str>,
-    ) -> Result<Block<B>, CudaError> {
-        let element_bytes = size_of::<T>();
-        let size_bytes = len.checked_mul(element_bytes).ok_or(CudaError::TooLarge { len, element_bytes })? as u64;
-        let Allocation { handle, address, .. } = match name {
-            None => self.allocate_on(&lane, size_bytes)?,
-            Some(name) => self.state.core.allocate_named(self.pool_for(lane.stream)?, lane.stream, size_bytes, name)?,
-        };
-        Ok(Block::of(ManuallyDrop::new(Some(lane)), handle, address))
     }
 
     /// Frees an allocation. Never blocks.

@@ -1,12 +1,14 @@
 //! One owned allocation: what buffers of device and of host memory have in common.
 
-use crate::allocator::{DropError, State};
+use crate::allocator::{CachingAllocator, DropError, State};
 use crate::backend::CudaMemory;
+use crate::error::CudaError;
 use crate::lane::Lane;
+use cudarc::driver::CudaStream;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use symmalloc_core::backend::DeviceAddress;
-use symmalloc_core::{Handle, StreamId};
+use symmalloc_core::{Allocation, Handle, StreamId};
 
 /// An allocation that its buffer [`free`]s when it is dropped. Freeing never blocks and never panics; an error is counted,
 /// and the memory stays allocated.
@@ -47,6 +49,57 @@ impl<B: CudaMemory> Block<B> {
     pub(crate) fn record_use(&self, stream: StreamId) {
         // Owned and registered: neither the handle nor the stream can be unknown.
         let _known = self.state().core.record_use(self.handle, stream);
+    }
+}
+
+impl<B: CudaMemory> CachingAllocator<B> {
+    /// Room for `len` elements that is freed when it is dropped, if the lane is at hand and its heap has a free block. So
+    /// little of it is inlined that what a buffer consists of stays in registers until it is where its owner keeps it.
+    #[inline(always)]
+    pub(crate) fn block_at_hand<T>(&self, stream: &CudaStream, len: usize) -> Option<Block<B>> {
+        let size_bytes = len.checked_mul(size_of::<T>())?;
+        let (mut lane, mut address) = (ManuallyDrop::new(None), DeviceAddress(0));
+        let handle = self.take(stream, size_bytes as u64, &mut lane, &mut address)?;
+        Some(Block::of(lane, handle, address))
+    }
+
+    /// What a block consists of. The lane that is given is none.
+    #[inline(never)]
+    fn take(
+        &self,
+        stream: &CudaStream,
+        size_bytes: u64,
+        lane: &mut ManuallyDrop<Option<Arc<Lane<B>>>>,
+        address: &mut DeviceAddress,
+    ) -> Option<Handle> {
+        // Counted here and not behind the heap's lock: the two locked instructions then wait for earlier stores once.
+        let counted = Arc::clone(self.lane_at_hand(stream)?);
+        let handle = self.state.core.allocate_at_hand_in(&counted.heap, size_bytes, address)?;
+        *lane = ManuallyDrop::new(Some(counted));
+        Some(handle)
+    }
+
+    /// As [`block_at_hand`](Self::block_at_hand), whatever it takes.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn block<T>(&self, stream: &Arc<CudaStream>, len: usize) -> Result<Block<B>, CudaError> {
+        self.block_on::<T>(self.lane(stream)?, len, None)
+    }
+
+    /// As [`block`](Self::block), on a lane of this allocator's pool, with a name or without.
+    pub(crate) fn block_on<T>(
+        &self,
+        lane: Arc<Lane<B>>,
+        len: usize,
+        name: Option<&str>,
+    ) -> Result<Block<B>, CudaError> {
+        let element_bytes = size_of::<T>();
+        let size_bytes = len.checked_mul(element_bytes).ok_or(CudaError::TooLarge { len, element_bytes })? as u64;
+        let Allocation { handle, address, .. } = match name {
+            None => self.allocate_on(&lane, size_bytes)?,
+            Some(name) => self.state.core.allocate_named(self.pool_for(lane.stream)?, lane.stream, size_bytes, name)?,
+        };
+        Ok(Block::of(ManuallyDrop::new(Some(lane)), handle, address))
     }
 }
 
