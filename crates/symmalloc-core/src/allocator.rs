@@ -268,38 +268,36 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// When the handle is not live here, or the driver cannot fence the uses; the allocation is still live then.
     #[inline]
     pub fn free(&self, handle: Handle) -> Result<(), FreeError> {
-        self.free_from(self.heap_of(handle)?, handle)
+        self.free_by_call(self.heap_of(handle)?, handle)
+    }
+
+    #[inline(never)]
+    fn free_by_call(&self, heap: &L::Cell<Heap>, handle: Handle) -> Result<(), FreeError> {
+        self.free_from(heap, handle)
     }
 
     /// Frees an allocation of the heap.
     #[inline(always)]
     pub(crate) fn free_from(&self, heap: &L::Cell<Heap>, handle: Handle) -> Result<(), FreeError> {
-        if self.give_back(heap, handle) { Ok(()) } else { self.free_the_long_way(heap, handle) }
-    }
-
-    #[inline(never)]
-    fn give_back(&self, heap: &L::Cell<Heap>, handle: Handle) -> bool {
-        self.give_back_inlined(heap, handle)
+        let mut heap = heap.lock();
+        if self.give_back(&mut heap, handle) {
+            Ok(())
+        } else if heap.is_recorded {
+            self.free_recorded(heap, handle)
+        } else {
+            self.free_by_all_means(heap, handle)
+        }
     }
 
     /// Frees an allocation of the heap if that is nothing but to free its block; else nothing has changed. Whether it did.
     #[inline(always)]
-    pub(crate) fn give_back_inlined(&self, heap: &L::Cell<Heap>, handle: Handle) -> bool {
-        let mut heap = heap.lock();
+    pub(crate) fn give_back(&self, heap: &mut Heap, handle: Handle) -> bool {
         let tally = |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested));
         match heap.plain {
             Some(plain) => heap.free_at_once(plain, handle, tally),
             None if heap.is_recorded => false,
             None => heap.free_at_once_by_rule(handle, tally),
         }
-    }
-
-    /// Frees an allocation of the heap that takes more than that.
-    #[cold]
-    #[inline(never)]
-    fn free_the_long_way(&self, heap: &L::Cell<Heap>, handle: Handle) -> Result<(), FreeError> {
-        let heap = heap.lock();
-        if heap.is_recorded { self.free_recorded(heap, handle) } else { self.free_by_all_means(heap, handle) }
     }
 
     /// Whatever [`free`](Self::free) may need besides the block: events, books, a release, a refusal.

@@ -69,7 +69,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     ///
     /// # Panics
     /// When the binding is another allocator's.
-    #[inline]
+    #[inline(never)]
     pub fn allocate_in(&self, binding: &Binding<L>, size_bytes: u64) -> Result<Allocation, AllocateError> {
         self.route_of(binding).allocate(size_bytes)
     }
@@ -90,7 +90,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         address: &mut DeviceAddress,
     ) -> Option<Handle> {
         let Route { heap, stream, .. } = self.route_of(binding);
-        self.take_inlined(heap, stream, size_bytes, address)
+        let allocation = self.take(heap, stream, size_bytes)?;
+        *address = allocation.address;
+        Some(allocation.handle)
     }
 
     /// As [`free`](Self::free), the shorter way when the allocation is of the binding's heap.
@@ -100,7 +102,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     ///
     /// # Panics
     /// When the binding is another allocator's.
-    #[inline]
+    #[inline(never)]
     pub fn free_in(&self, binding: &Binding<L>, handle: Handle) -> Result<(), FreeError> {
         let Route { heap, .. } = self.route_of(binding);
         if handle.heap() == binding.id { self.free_from(heap, handle) } else { self.free_elsewhere(handle) }
@@ -114,7 +116,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     #[inline]
     pub fn free_at_hand_in(&self, binding: &Binding<L>, handle: Handle) -> bool {
         let Route { heap, .. } = self.route_of(binding);
-        handle.heap() == binding.id && self.give_back_inlined(heap, handle)
+        handle.heap() == binding.id && self.give_back(&mut heap.lock(), handle)
     }
 
     /// Frees an allocation of another heap than the bound one.
@@ -147,7 +149,7 @@ impl<B: Backend, L: Lock> BoundHeap<'_, B, L> {
     ///
     /// # Errors
     /// See [`AllocateError`]; nothing is allocated then. After the pool was destroyed, it is unknown.
-    #[inline]
+    #[inline(never)]
     pub fn allocate(&self, size_bytes: u64) -> Result<Allocation, AllocateError> {
         self.route.allocate(size_bytes)
     }
@@ -156,7 +158,7 @@ impl<B: Backend, L: Lock> BoundHeap<'_, B, L> {
     ///
     /// # Errors
     /// When the handle is not live here, or the driver cannot fence the uses; the allocation is still live then.
-    #[inline]
+    #[inline(never)]
     pub fn free(&self, handle: Handle) -> Result<(), FreeError> {
         let Route { allocator, heap, .. } = self.route;
         if handle.heap() == self.id { allocator.free_from(heap, handle) } else { allocator.free_elsewhere(handle) }

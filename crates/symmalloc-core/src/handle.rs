@@ -122,49 +122,6 @@ pub struct Allocation {
     pub size_bytes: u64,
 }
 
-/// An [`Allocation`] without its handle.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Details {
-    address: DeviceAddress,
-    placement: Placement,
-    size_bytes: u64,
-}
-
-impl Default for Details {
-    #[inline(always)]
-    fn default() -> Self {
-        Details { address: DeviceAddress(0), placement: Placement::NOWHERE, size_bytes: 0 }
-    }
-}
-
-impl Details {
-    /// The allocation of this handle.
-    #[inline(always)]
-    pub(crate) fn with(self, handle: Handle) -> Allocation {
-        let Details { address, placement, size_bytes } = self;
-        Allocation { handle, address, placement, size_bytes }
-    }
-}
-
-/// What a caller wants to know of an allocation besides its handle.
-pub(crate) trait Told {
-    fn of(allocation: &Allocation) -> Self;
-}
-
-impl Told for Details {
-    #[inline(always)]
-    fn of(&Allocation { address, placement, size_bytes, .. }: &Allocation) -> Self {
-        Details { address, placement, size_bytes }
-    }
-}
-
-impl Told for DeviceAddress {
-    #[inline(always)]
-    fn of(allocation: &Allocation) -> Self {
-        allocation.address
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

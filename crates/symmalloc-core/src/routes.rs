@@ -4,7 +4,7 @@ use crate::allocator::{Allocator, allocate_nothing};
 use crate::backend::Backend;
 use crate::config::StreamPolicy;
 use crate::errors::{AllocateError, HandleError, UnknownError};
-use crate::handle::{Allocation, Details, Handle, Told};
+use crate::handle::{Allocation, Handle};
 use crate::heap::{Heap, HeapIdentity, Shortage};
 use crate::ids::{HeapId, PoolId, StreamId};
 use crate::lock::{Guard, Lock, LockCell};
@@ -36,27 +36,25 @@ impl<B: Backend, L: Lock> Copy for Route<'_, B, L> {}
 
 impl<B: Backend, L: Lock> Route<'_, B, L> {
     #[inline(always)]
-    pub(crate) fn allocate(self, size_bytes: u64) -> Result<Allocation, AllocateError> {
-        let mut details = Details::default();
-        match self.allocator.take(self.heap, self.stream, size_bytes, &mut details) {
-            Some(handle) => Ok(details.with(handle)),
-            None => self.allocate_the_long_way(size_bytes),
-        }
-    }
-
-    /// Allocates what no free block is at hand for.
-    #[cold]
-    #[inline(never)]
-    fn allocate_the_long_way(self, size_bytes: u64) -> Result<Allocation, AllocateError> {
+    pub(crate) fn allocate(&self, size_bytes: u64) -> Result<Allocation, AllocateError> {
         if !(1..=SEGMENT_BYTES_MAX).contains(&size_bytes) {
             return self.allocator.allocate_by_all_means(self.pool, self.stream, size_bytes);
         }
-        let heap = self.heap.lock();
-        match heap.plain {
-            Some(_) => self.allocate_by::<Exact>(heap, size_bytes),
-            None if heap.is_recorded => self.allocate_recorded(heap, size_bytes),
-            None => self.allocate_by::<ByRule>(heap, size_bytes),
-        }
+        let mut heap = self.heap.lock();
+        let at_hand = match heap.plain {
+            Some(plain) => heap.allocate_at_once(plain, size_bytes),
+            None if heap.is_recorded => return self.allocate_recorded(heap, size_bytes),
+            None => heap.allocate_at_once_by_rule(self.stream, size_bytes),
+        };
+        let Some(allocation) = at_hand else {
+            return match heap.plain {
+                Some(_) => self.allocate_by::<Exact>(heap, size_bytes),
+                None => self.allocate_by::<ByRule>(heap, size_bytes),
+            };
+        };
+        drop(heap);
+        self.allocator.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
+        Ok(allocation)
     }
 
     /// Allocates what may need more than a free block: memory, waits, books, a refusal. The heap is this route's, and `S`
@@ -159,35 +157,22 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
 }
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// Allocates from a heap if a free block is at hand, as it is for nearly every request; else nothing has changed. The
-    /// handle comes back in registers, and what else `T` says of the allocation is written to `told`.
+    /// Allocates from a heap if a free block is at hand; else nothing has changed.
     #[inline(always)]
-    pub(crate) fn take_inlined<T: Told>(
-        &self,
-        heap: &L::Cell<Heap>,
-        stream: StreamId,
-        size_bytes: u64,
-        told: &mut T,
-    ) -> Option<Handle> {
+    pub(crate) fn take(&self, heap: &L::Cell<Heap>, stream: StreamId, size_bytes: u64) -> Option<Allocation> {
         if !(1..=SEGMENT_BYTES_MAX).contains(&size_bytes) {
             return None;
         }
         let mut heap = heap.lock();
-        let at_once = match heap.plain {
+        let allocation = match heap.plain {
             Some(plain) => heap.allocate_at_once(plain, size_bytes),
             None if heap.is_recorded => None,
             None => heap.allocate_at_once_by_rule(stream, size_bytes),
         };
         drop(heap);
-        let allocation = at_once?;
+        let allocation = allocation?;
         self.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
-        *told = T::of(&allocation);
-        Some(allocation.handle)
-    }
-
-    #[inline(never)]
-    fn take(&self, heap: &L::Cell<Heap>, stream: StreamId, size_bytes: u64, details: &mut Details) -> Option<Handle> {
-        self.take_inlined(heap, stream, size_bytes, details)
+        Some(allocation)
     }
 
     #[inline]
