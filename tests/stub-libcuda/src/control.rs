@@ -1,6 +1,6 @@
 //! What a test asks the stub, and tells it.
 
-use crate::model::{Code, State, with};
+use crate::model::{Code, State, THREAD, with};
 use std::ffi::{CStr, c_char, c_int};
 
 /// The `nth` call of `name` from now on fails with `code`; with 0, every call does.
@@ -11,7 +11,19 @@ use std::ffi::{CStr, c_char, c_int};
 pub unsafe extern "C" fn stub_fail(name: *const c_char, nth: u64, code: c_int) {
     // SAFETY: the caller's contract.
     let name = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
-    with(|state| state.fail(name, nth, Code(code)));
+    with(|state| state.fail(name, nth, Code(code), None));
+}
+
+/// As [`stub_fail`], but calls of this thread neither count nor fail.
+///
+/// # Safety
+/// `name` is a C string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn stub_fail_elsewhere(name: *const c_char, nth: u64, code: c_int) {
+    // SAFETY: the caller's contract.
+    let name = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
+    let this = std::thread::current().id();
+    with(|state| state.fail(name, nth, Code(code), Some(this)));
 }
 
 /// No call fails any more.
@@ -32,6 +44,17 @@ pub unsafe extern "C" fn stub_calls(name: *const c_char) -> u64 {
     // SAFETY: the caller's contract.
     let name = unsafe { CStr::from_ptr(name) }.to_string_lossy();
     with(|state| state.calls.get(name.as_ref()).copied().unwrap_or(0))
+}
+
+/// How often this thread called `name`.
+///
+/// # Safety
+/// `name` is a C string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn stub_own_calls(name: *const c_char) -> u64 {
+    // SAFETY: the caller's contract.
+    let name = unsafe { CStr::from_ptr(name) }.to_string_lossy();
+    THREAD.with_borrow(|thread| thread.calls.get(name.as_ref()).copied().unwrap_or(0))
 }
 
 /// How much is left of [`crate::model::Live`] number `what`.

@@ -9,8 +9,10 @@
 //! |---|---|
 //! | `STUB_NO_VMM`, `STUB_NO_FABRIC`, ... | environment: what the device lacks, see `model.rs` |
 //! | `stub_fail(call, nth, code)` | the n-th call from now on fails, once; n = 0: all of them |
+//! | `stub_fail_elsewhere(call, nth, code)` | the same, calls of this thread left out |
 //! | `stub_heal()` | no call fails any more |
 //! | `stub_calls(call)` | how often it was called; null: all calls together |
+//! | `stub_own_calls(call)` | how often by this thread |
 //! | `stub_live(what)` | what is left: see [`model::Live`] |
 
 #![allow(non_snake_case, reason = "the driver's names")]
@@ -48,7 +50,11 @@ const CAPTURED_EVENT: Code = Code(907);
 
 /// Makes one call: counts it, injects a fault, or acts, once what it waits for took effect.
 fn call(name: &'static str, mut act: impl FnMut(&mut State) -> Result<(), Code>) -> c_int {
-    let outcome = with(|state| state.enter(name)).and_then(|()| with_waiting(&mut act));
+    let (entered, time) = with(|state| (state.enter(name), state.time_of(name)));
+    if !time.is_zero() {
+        std::thread::sleep(time);
+    }
+    let outcome = entered.and_then(|()| with_waiting(&mut act));
     deliver();
     match outcome {
         Ok(()) => OK,

@@ -8,6 +8,8 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::c_int;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::ThreadId;
+use std::time::Duration;
 
 /// Unit of physical memory, in bytes.
 pub const GRANULARITY: u64 = 2 << 20;
@@ -49,6 +51,8 @@ pub struct Thread {
     pub contexts: Vec<usize>,
     /// What captures forbid on this thread: 2 is nothing.
     pub capture_mode: c_int,
+    /// How often it made each call.
+    pub calls: BTreeMap<&'static str, u64>,
 }
 
 impl Thread {
@@ -85,6 +89,8 @@ pub struct Options {
     pub descending: BTreeSet<c_int>,
     /// `STUB_POLLS`: so many queries find work not ready that took effect and that nobody waited for. 0, the default: all.
     pub polls: u64,
+    /// `STUB_MAPPING_MICROSECONDS`: how long `cuMemCreate`, `cuMemMap` and `cuMemSetAccess` take, each. 0 by default.
+    pub mapping_time: Duration,
     /// `STUB_FABRIC_REFUSED`: the device says that it has fabric handles, and refuses to make them.
     pub fabric_refused: bool,
     no_vmm: bool,
@@ -106,6 +112,7 @@ impl Options {
                 .filter_map(|text| text.trim().parse().ok())
                 .collect(),
             polls: number("STUB_POLLS", 0),
+            mapping_time: Duration::from_micros(number("STUB_MAPPING_MICROSECONDS", 0)),
             fabric_refused: flag("STUB_FABRIC_REFUSED"),
             no_vmm: flag("STUB_NO_VMM"),
             no_fabric: flag("STUB_NO_FABRIC"),
@@ -129,6 +136,8 @@ struct Fault {
     /// Calls until it strikes; 0: always.
     left: u64,
     code: Code,
+    /// The thread whose calls it leaves alone.
+    spares: Option<ThreadId>,
 }
 
 /// The devices and the driver.
@@ -223,8 +232,10 @@ impl State {
     /// Counts a call, and says whether it is to fail.
     pub fn enter(&mut self, name: &'static str) -> Result<(), Code> {
         *self.calls.entry(name).or_default() += 1;
+        THREAD.with_borrow_mut(|thread| *thread.calls.entry(name).or_default() += 1);
+        let this = std::thread::current().id();
         let struck = self.faults.iter_mut().position(|fault| {
-            if fault.call != name {
+            if fault.call != name || fault.spares == Some(this) {
                 return false;
             }
             let strikes = fault.left <= 1;
@@ -239,14 +250,22 @@ impl State {
         Err(code)
     }
 
-    /// See `stub_fail`.
-    pub fn fail(&mut self, call: String, nth: u64, code: Code) {
-        self.faults.push(Fault { call, left: nth, code });
+    /// See `stub_fail` and `stub_fail_elsewhere`.
+    pub fn fail(&mut self, call: String, nth: u64, code: Code, spares: Option<ThreadId>) {
+        self.faults.push(Fault { call, left: nth, code, spares });
     }
 
     /// See `stub_heal`.
     pub fn heal(&mut self) {
         self.faults.clear();
+    }
+
+    /// How long a call takes.
+    pub fn time_of(&self, name: &str) -> Duration {
+        match name {
+            "cuMemCreate" | "cuMemMap" | "cuMemSetAccess" => self.options.mapping_time,
+            _ => Duration::ZERO,
+        }
     }
 
     /// A handle that was never given before.

@@ -15,6 +15,14 @@ pub fn fail(call: &str, nth: u64, code: i32) {
     unsafe { control::<unsafe extern "C" fn(*const c_char, u64, c_int)>("stub_fail")(call.as_ptr(), nth, code) };
 }
 
+/// As [`fail`], but calls of this thread neither count nor fail.
+pub fn fail_elsewhere(call: &str, nth: u64, code: i32) {
+    let call = CString::new(call).expect("no zero byte");
+    type Fail = unsafe extern "C" fn(*const c_char, u64, c_int);
+    // SAFETY: the symbol's type, and a C string.
+    unsafe { control::<Fail>("stub_fail_elsewhere")(call.as_ptr(), nth, code) };
+}
+
 /// No call fails any more.
 pub fn heal() {
     // SAFETY: the symbol's type.
@@ -26,6 +34,13 @@ pub fn calls(call: &str) -> u64 {
     let call = CString::new(call).expect("no zero byte");
     // SAFETY: the symbol's type, and a C string.
     unsafe { control::<unsafe extern "C" fn(*const c_char) -> u64>("stub_calls")(call.as_ptr()) }
+}
+
+/// How often this thread made a call.
+pub fn own_calls(call: &str) -> u64 {
+    let call = CString::new(call).expect("no zero byte");
+    // SAFETY: the symbol's type, and a C string.
+    unsafe { control::<unsafe extern "C" fn(*const c_char) -> u64>("stub_own_calls")(call.as_ptr()) }
 }
 
 /// How often any call was made.
