@@ -363,8 +363,8 @@ impl<B: CudaMemory> CachingAllocator<B> {
         CachingAllocator { state: Arc::clone(&self.state), lease: Arc::clone(&pool.lease) }
     }
 
-    /// Gives free memory of all pools but those of graphs back to the device, and destroys abandoned pools that are empty.
-    /// Returns the bytes that went back from the former. Waits on the host for streams that used the memory.
+    /// Gives free memory of all pools but those of graphs back to the device, with what was made ahead of growth, and destroys
+    /// abandoned pools that are empty. Returns the bytes that went back from the former. Waits on the host for streams that used the memory.
     ///
     /// # Errors
     /// When the driver fails; the rest can be trimmed again.
@@ -375,6 +375,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
         for pool in pools {
             released_bytes += self.state.core.trim(Some(pool))?;
         }
+        self.state.core.backend().memory().release_spare();
         Ok(released_bytes)
     }
 

@@ -4,7 +4,7 @@ use crate::calls::Call;
 use crate::device::CudaDevice;
 use crate::driver::{HANDLE_FABRIC, HANDLE_POSIX_FD};
 use crate::error::CudaError;
-use crate::memory::{Memory, Source, Virtual, VirtualOptions, Whole};
+use crate::memory::{Memory, Prefetching, Source, Virtual, VirtualOptions, Whole};
 use crate::order::Order;
 use std::fmt;
 use std::path::PathBuf;
@@ -52,6 +52,23 @@ impl CudaBackendBuilder {
     /// make growth faster, but trimming gives memory back in whole chunks only. Placements do not depend on it.
     pub fn chunk_bytes(mut self, chunk_bytes: u64) -> Self {
         self.options.chunk_bytes = Some(chunk_bytes);
+        self
+    }
+
+    /// The most memory that a thread of the backend makes ahead of the growth of each expandable range, in bytes; a multiple
+    /// of the granularity, and at least [`chunk_bytes`](Self::chunk_bytes). 0, the default: none.
+    ///
+    /// After each growth the thread maps as much behind the range as the range reaches, up to this, so that the next growth finds
+    /// its memory mapped and makes no driver call. Placements, digests, segments and what counts as reserved are the same
+    /// with and without. [`CudaMemory::spare_bytes`] says how much is ahead: it is device memory that nobody has yet. It goes
+    /// back when memory of its range does, in [`CachingAllocator::trim`](crate::CachingAllocator::trim), and before an allocation
+    /// fails because the device is full; after that nothing is made ahead until memory goes back.
+    ///
+    /// Chunks that are made ahead are as large as all growths of the range allow, so give expandable pools a growth step (`growth_mb`)
+    /// for few and large ones. `docs/gpu.md` has the rule. Has no effect where memory comes from `cuMemAlloc`. Dropping
+    /// the backend waits for the driver call that the thread is in.
+    pub fn prefetch_bytes(mut self, prefetch_bytes: u64) -> Self {
+        self.options.prefetch_bytes = prefetch_bytes;
         self
     }
 
@@ -114,7 +131,9 @@ impl CudaBackendBuilder {
             gpu_direct_rdma: memory.is_gpu_direct_rdma_capable(),
         };
         tracing::debug!(name: "memory.virtual", target: "symmalloc", ?traits, chunk_bytes = options.chunk_bytes);
-        Ok(CudaBackend { memory: Box::new(memory), order, traits })
+        let memory: Box<dyn Memory> =
+            if memory.is_prefetched() { Box::new(Prefetching::new(memory)) } else { Box::new(memory) };
+        Ok(CudaBackend { memory, order, traits })
     }
 }
 
@@ -174,6 +193,12 @@ pub trait CudaMemory: Backend + sealed::Parts + Send + Sync + 'static {
     /// driver refused.
     fn idle_bytes(&self) -> u64 {
         self.memory().idle_bytes()
+    }
+
+    /// Bytes that were made ahead of growth and that no range has yet, see [`CudaBackendBuilder::prefetch_bytes`]. Neither
+    /// idle nor reserved, but memory of the device.
+    fn spare_bytes(&self) -> u64 {
+        self.memory().spare_bytes()
     }
 
     /// Whether ranges can be larger than the memory behind them.

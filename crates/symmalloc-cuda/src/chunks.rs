@@ -11,7 +11,8 @@
 //! ```
 //!
 //! C1: what is mapped lies in chunks. A chunk of which nothing is mapped any more goes back to the driver; an idle part that
-//! is mapped again takes no new memory. With chunks of one granule nothing is ever idle.
+//! is mapped again takes no new memory. With chunks of one granule nothing is ever idle. Chunks that were made ahead of growth
+//! (`memory/ahead.rs`) are the exception: nothing of them is mapped yet.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -119,11 +120,33 @@ impl Chunks {
         runs
     }
 
+    /// Where the highest mapped part ends.
+    pub(crate) fn mapped_end(&self) -> u64 {
+        self.mapped.last_key_value().map_or(0, |(_, end)| *end)
+    }
+
+    /// Where memory ends that goes on from `at` without a gap.
+    pub(crate) fn backed_end(&self, at: u64) -> u64 {
+        let mut end = self.chunks.range(..at).next_back().map_or(at, |(_, end)| at.max(*end));
+        while let Some(next) = self.chunks.get(&end) {
+            end = *next;
+        }
+        end
+    }
+
+    /// Bytes in chunks.
+    pub(crate) fn backed_bytes(&self) -> u64 {
+        sum(&self.chunks)
+    }
+
     /// Bytes that are backed and not mapped.
     pub(crate) fn idle_bytes(&self) -> u64 {
-        let sum = |parts: &BTreeMap<u64, u64>| parts.iter().map(|(start, end)| end - start).sum::<u64>();
-        sum(&self.chunks) - sum(&self.mapped)
+        self.backed_bytes() - sum(&self.mapped)
     }
+}
+
+fn sum(intervals: &BTreeMap<u64, u64>) -> u64 {
+    intervals.iter().map(|(start, end)| end - start).sum()
 }
 
 /// The intervals that share a byte with `part`, in order.
@@ -178,6 +201,15 @@ mod tests {
         state.map(&(2..6));
         assert_eq!(state.idle_bytes(), 0);
         assert!(state.is_mapped(&(0..8)));
+    }
+
+    #[test]
+    fn memory_ends_at_the_next_gap() {
+        let mut state = mapped_in(&[0..6, 6..8, 10..12]);
+        state.unmap(&(4..8));
+        let ends = [0, 3, 5, 6, 8, 9, 10, 12].map(|at| state.backed_end(at));
+        assert_eq!(ends, [8, 8, 8, 8, 8, 9, 12, 12]);
+        assert_eq!((state.mapped_end(), state.backed_bytes()), (12, 10));
     }
 
     /// Against one bit per byte, over every sequence that a small generator makes.

@@ -178,6 +178,19 @@ pub enum CudaError {
         /// What the device maps at least.
         granularity_bytes: u64,
     },
+    /// The amount of memory to be made ahead of growth is less than a chunk, or no multiple of the device's granularity.
+    #[error(
+        "{prefetch_bytes} bytes cannot be made ahead: use a multiple of {granularity_bytes}, and at least a chunk, which is \
+         {chunk_bytes}"
+    )]
+    PrefetchSize {
+        /// The amount given.
+        prefetch_bytes: u64,
+        /// The largest chunk.
+        chunk_bytes: u64,
+        /// What the device maps at least.
+        granularity_bytes: u64,
+    },
     /// The address space to be handed out in descending order is not a positive multiple of the device's granularity.
     #[error("addresses cannot descend in {size_bytes} bytes: use a positive multiple of {granularity_bytes}")]
     AddressSpace {

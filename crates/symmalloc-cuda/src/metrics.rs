@@ -15,6 +15,8 @@ const CALL_SECONDS: Metric =
     Metric::histogram("symmalloc_device_call_seconds", Some(Unit::Seconds), "how long the device took to answer");
 const IDLE: Metric =
     Metric::gauge("symmalloc_idle_bytes", Some(Unit::Bytes), "memory given up that the device could not take back yet");
+const SPARE: Metric =
+    Metric::gauge("symmalloc_spare_bytes", Some(Unit::Bytes), "memory made ahead of growth that nobody has yet");
 const DROP_ERRORS: Metric = Metric::counter(
     "symmalloc_drop_errors_total",
     COUNT,
@@ -41,6 +43,7 @@ impl<B: CudaMemory> Source for CachingAllocator<B> {
             to.with_label("call", call.name()).tell(&CALLS, times as f64);
         }
         to.tell(&IDLE, self.core().backend().idle_bytes() as f64);
+        to.tell(&SPARE, self.core().backend().spare_bytes() as f64);
         to.tell(&DROP_ERRORS, self.drop_errors().count as f64);
     }
 }

@@ -7,9 +7,14 @@
 //! one physical allocation per window. Growth of an expandable range is cut into chunks of at most `chunk_bytes`, since trimming
 //! gives back whole chunks only. On an H200 a chunk of 2 to 64 MiB costs 34 to 38 us to make and 29 to 45 us to give
 //! back: their number counts, not their size, and setting access for many in one call saves nothing (`docs/gpu.md`).
+//!
+//! Chunks may be made ahead of growth (`ahead.rs` says which, `prefetch.rs` who makes them): they lie in their places, mapped
+//! and accessible, behind the end of what the allocator has.
 
 use super::Memory;
 use super::addresses::{Addresses, Descending};
+use super::ahead::{Ahead, AheadRule};
+use super::spare::with_spare;
 use crate::chunks::{Chunks, Part};
 use crate::device::CudaDevice;
 use crate::driver::{HANDLE_FABRIC, HANDLE_POSIX_FD, MemAccess, MemLocation, MemProperties};
@@ -18,6 +23,7 @@ use smallvec::SmallVec;
 use std::collections::BTreeMap;
 use std::ffi::{c_uint, c_ulonglong};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use symmalloc_core::backend::{BackendError, DeviceAddress, Range};
 
@@ -33,10 +39,62 @@ pub(crate) struct Virtual {
     granularity_bytes: u64,
     chunk_bytes: u64,
     addresses: Addresses,
+    /// `None`: nothing is made ahead.
+    rule: Option<AheadRule>,
+    /// How many callers found the device full, and now see to it that nothing is made ahead.
+    held_off: AtomicUsize,
+    /// The driver had no memory left, and none went back since: what is made ahead would be in somebody's way.
+    is_full: AtomicBool,
     /// By base address. Each has a lock of its own: mapping takes tens of microseconds.
-    ranges: Mutex<BTreeMap<u64, Arc<Mutex<Chunks>>>>,
+    ranges: Mutex<BTreeMap<u64, Arc<Backing>>>,
     /// Handles that the driver did not take back when it should have: tried again when memory goes back.
     unreleased: Mutex<Vec<c_ulonglong>>,
+}
+
+/// What is behind a range's addresses.
+pub(crate) struct Backing {
+    range: Range,
+    backed: Mutex<Backed>,
+    /// How many callers wait for the lock: they go first.
+    callers: AtomicUsize,
+}
+
+#[derive(Default)]
+struct Backed {
+    chunks: Chunks,
+    ahead: Ahead,
+}
+
+impl Backing {
+    fn new(range: Range) -> Self {
+        Backing { range, backed: Mutex::default(), callers: AtomicUsize::new(0) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Backed> {
+        self.callers.fetch_add(1, Ordering::Relaxed);
+        let backed = self.look();
+        self.callers.fetch_sub(1, Ordering::Relaxed);
+        backed
+    }
+
+    /// For whoever makes memory ahead; `None` when a caller waits.
+    fn lock_behind_callers(&self) -> Option<MutexGuard<'_, Backed>> {
+        (self.callers.load(Ordering::Relaxed) == 0).then(|| self.look())
+    }
+
+    /// For whoever leaves the range as it is, which is no caller.
+    fn look(&self) -> MutexGuard<'_, Backed> {
+        self.backed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// While it lives, nothing is made ahead.
+pub(crate) struct HoldOff<'a>(&'a Virtual);
+
+impl Drop for HoldOff<'_> {
+    fn drop(&mut self) {
+        self.0.held_off.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 // SAFETY: the only pointer is `properties.win32`, which is null and unused here.
@@ -48,6 +106,8 @@ unsafe impl Sync for Virtual {}
 #[derive(Clone, Debug)]
 pub(crate) struct VirtualOptions {
     pub(crate) chunk_bytes: Option<u64>,
+    /// The most that is made ahead of one range.
+    pub(crate) prefetch_bytes: u64,
     /// Size of the reservation whose addresses are handed out from its end.
     pub(crate) descending_bytes: Option<u64>,
     pub(crate) peers: Vec<usize>,
@@ -58,7 +118,13 @@ pub(crate) struct VirtualOptions {
 impl Default for VirtualOptions {
     fn default() -> Self {
         let imex_channels = PathBuf::from("/dev/nvidia-caps-imex-channels");
-        VirtualOptions { chunk_bytes: None, descending_bytes: None, peers: Vec::new(), imex_channels }
+        VirtualOptions {
+            chunk_bytes: None,
+            prefetch_bytes: 0,
+            descending_bytes: None,
+            peers: Vec::new(),
+            imex_channels,
+        }
     }
 }
 
@@ -77,6 +143,11 @@ impl Virtual {
         if chunk_bytes == 0 || !chunk_bytes.is_multiple_of(granularity_bytes) {
             return Err(CudaError::ChunkSize { chunk_bytes, granularity_bytes });
         }
+        let prefetch_bytes = options.prefetch_bytes;
+        let is_prefetched = prefetch_bytes >= chunk_bytes && prefetch_bytes.is_multiple_of(granularity_bytes);
+        if prefetch_bytes > 0 && !is_prefetched {
+            return Err(CudaError::PrefetchSize { prefetch_bytes, chunk_bytes, granularity_bytes });
+        }
         let addresses = match options.descending_bytes {
             None => Addresses::Driver(Arc::clone(&device)),
             Some(size_bytes) if size_bytes == 0 || !size_bytes.is_multiple_of(granularity_bytes) => {
@@ -93,6 +164,9 @@ impl Virtual {
             granularity_bytes,
             chunk_bytes,
             addresses,
+            rule: is_prefetched.then_some(AheadRule { most_bytes: prefetch_bytes, chunk_bytes }),
+            held_off: AtomicUsize::new(0),
+            is_full: AtomicBool::new(false),
             ranges: Mutex::default(),
             unreleased: Mutex::default(),
         })
@@ -107,22 +181,49 @@ impl Virtual {
         self.properties.gpu_direct_rdma != 0
     }
 
-    fn ranges(&self) -> MutexGuard<'_, BTreeMap<u64, Arc<Mutex<Chunks>>>> {
+    fn ranges(&self) -> MutexGuard<'_, BTreeMap<u64, Arc<Backing>>> {
         self.ranges.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn chunks(&self, range: Range, call: &'static str) -> Result<Arc<Mutex<Chunks>>, DriverError> {
+    fn backing(&self, range: Range, call: &'static str) -> Result<Arc<Backing>, DriverError> {
         self.ranges().get(&range.base.0).cloned().ok_or(DriverError { call, code: INVALID_VALUE })
     }
 
-    /// Backs `gap` with new chunks, which are accessible; on an error none is left, but for what the driver did not take
-    /// back, which stays as idle chunks.
-    fn back(&self, chunks: &mut Chunks, range: Range, gap: &Part) -> Result<(), DriverError> {
+    fn map_once(&self, range: Range, part: &Part) -> Result<(), DriverError> {
+        let backing = self.backing(range, "cuMemMap")?;
+        let mut backed = backing.lock();
+        let Backed { chunks, ahead } = &mut *backed;
+        debug_assert!(!chunks.is_any_mapped(part));
+        let _current = self.device.enter()?;
+        let _relaxed = self.device.driver.relax_capture();
+        if ahead.is_cut_at(part.end) {
+            self.give_back(chunks, range, &ahead.take());
+        }
+        // Chunks end where they would if nothing had been made ahead, and perhaps at other places too.
+        let cut_from = |gap: &Part| if gap.start == ahead.made().end { ahead.made().start } else { gap.start };
+        let gaps = chunks.gaps(part);
+        for (index, gap) in gaps.iter().enumerate() {
+            if let Err(error) = self.back(chunks, range, gap, cut_from(gap)) {
+                gaps[..index].iter().for_each(|gap| self.give_back(chunks, range, gap));
+                return Err(error);
+            }
+        }
+        let is_growth = chunks.mapped_end() < part.end;
+        chunks.map(part);
+        if let Some(rule) = self.rule.as_ref().filter(|_| is_growth) {
+            ahead.grow(part, chunks.backed_end(part.end), range.size_bytes, rule);
+        }
+        Ok(())
+    }
+
+    /// Backs `gap` with new chunks, which are accessible and end every `chunk_bytes` behind `cut_from`; on an error none is left,
+    /// but for what the driver did not take back, which stays as idle chunks.
+    fn back(&self, chunks: &mut Chunks, range: Range, gap: &Part, cut_from: u64) -> Result<(), DriverError> {
         let step = if *gap == (0..range.size_bytes) { range.size_bytes } else { self.chunk_bytes };
         let mut at = gap.start;
         let mut outcome = Ok(());
         while at < gap.end && outcome.is_ok() {
-            let chunk = at..gap.end.min(at + step);
+            let chunk = at..gap.end.min(at + step - (at - cut_from) % step);
             outcome = self.create_and_map(range, &chunk);
             if outcome.is_ok() {
                 chunks.add_chunk(&chunk);
@@ -177,6 +278,9 @@ impl Virtual {
 
     /// Gives unused chunks back; what the driver refuses stays as idle chunks, which later maps use first.
     fn give_back(&self, chunks: &mut Chunks, range: Range, run: &Part) {
+        if run.is_empty() {
+            return;
+        }
         match self.unmap_run(range, run) {
             Ok(()) => chunks.remove_chunks(run),
             Err(error) => tracing::warn!(
@@ -189,6 +293,96 @@ impl Virtual {
     }
 }
 
+/// Memory ahead of growth.
+impl Virtual {
+    /// The range, when memory is wanted ahead of it and may be made.
+    pub(crate) fn wants_ahead(&self, range: Range) -> Option<Arc<Backing>> {
+        let backing = self.ranges().get(&range.base.0).cloned()?;
+        let wants = backing.look().ahead.next().is_some();
+        (wants && self.may_make_ahead()).then_some(backing)
+    }
+
+    fn may_make_ahead(&self) -> bool {
+        self.held_off.load(Ordering::Relaxed) == 0 && !self.is_full.load(Ordering::Relaxed)
+    }
+
+    /// Makes the next chunk that is wanted ahead of the range. Returns whether more may be: not when a caller wants the range,
+    /// who asks again, nor after an error.
+    pub(crate) fn make_ahead(&self, backing: &Backing) -> bool {
+        let Some(mut backed) = backing.lock_behind_callers() else { return false };
+        // Under the lock: whoever holds this off takes the lock afterwards to give back what is ahead.
+        if !self.may_make_ahead() {
+            return false;
+        }
+        let Backed { chunks, ahead } = &mut *backed;
+        let Some(chunk) = ahead.next() else { return false };
+        let made = self.device.enter().and_then(|_current| {
+            let _relaxed = self.device.driver.relax_capture();
+            // What the driver did not take back lies there: growth takes it first.
+            let is_free = chunks.gaps(&chunk) == [chunk.clone()];
+            if is_free { self.back(chunks, backing.range, &chunk, chunk.start).map(|()| true) } else { Ok(false) }
+        });
+        match made {
+            Ok(true) => {
+                ahead.add(&chunk);
+                return true;
+            }
+            Ok(false) => {}
+            Err(error) => {
+                let size_bytes = chunk.end - chunk.start;
+                tracing::debug!(name: "memory.prefetch_failed", target: "symmalloc", size_bytes, %error);
+                self.is_full.fetch_or(error.code == OUT_OF_MEMORY, Ordering::Relaxed);
+            }
+        }
+        ahead.want_nothing();
+        false
+    }
+
+    /// Gives everything back that is ahead; nothing is wanted there until ranges grow. Returns the bytes.
+    pub(crate) fn release_ahead(&self) -> u64 {
+        let Ok(_current) = self.device.enter() else { return 0 };
+        let _relaxed = self.device.driver.relax_capture();
+        let mut released_bytes = 0;
+        for backing in self.all_ranges() {
+            let mut backed = backing.lock();
+            let Backed { chunks, ahead } = &mut *backed;
+            let backed_bytes = chunks.backed_bytes();
+            self.give_back(chunks, backing.range, &ahead.take());
+            released_bytes += backed_bytes - chunks.backed_bytes();
+        }
+        self.release_handles_again();
+        released_bytes
+    }
+
+    /// Sees to it that nothing is made ahead as long as the returned value lives, and until memory went back.
+    pub(crate) fn hold_off(&self) -> HoldOff<'_> {
+        self.held_off.fetch_add(1, Ordering::Relaxed);
+        self.is_full.store(true, Ordering::Relaxed);
+        HoldOff(self)
+    }
+
+    pub(crate) fn is_on(&self, device: &CudaDevice) -> bool {
+        self.device.raw_device() == device.raw_device()
+    }
+
+    pub(crate) fn is_prefetched(&self) -> bool {
+        self.rule.is_some()
+    }
+
+    fn all_ranges(&self) -> Vec<Arc<Backing>> {
+        self.ranges().values().cloned().collect()
+    }
+
+    /// The sum over all ranges.
+    fn sum(&self, of: impl Fn(&Chunks, &Ahead) -> u64) -> u64 {
+        let of = |backing: &Arc<Backing>| {
+            let backed = backing.look();
+            of(&backed.chunks, &backed.ahead)
+        };
+        self.all_ranges().iter().map(of).sum()
+    }
+}
+
 impl Memory for Virtual {
     fn granularity_bytes(&self) -> u64 {
         self.granularity_bytes
@@ -198,36 +392,26 @@ impl Memory for Virtual {
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver.relax_capture();
         let base = self.addresses.reserve(size_bytes, self.granularity_bytes)?;
-        self.ranges().insert(base, Arc::default());
-        Ok(Range { base: DeviceAddress(base), size_bytes })
+        let range = Range { base: DeviceAddress(base), size_bytes };
+        self.ranges().insert(base, Arc::new(Backing::new(range)));
+        Ok(range)
     }
 
     fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
-        let chunks = self.chunks(range, "cuMemMap")?;
-        let mut chunks = lock(&chunks);
         let part = offset_bytes..offset_bytes + size_bytes;
-        debug_assert!(!chunks.is_any_mapped(&part));
-        let _current = self.device.enter()?;
-        let _relaxed = self.device.driver.relax_capture();
-        let gaps = chunks.gaps(&part);
-        for (index, gap) in gaps.iter().enumerate() {
-            if let Err(error) = self.back(&mut chunks, range, gap) {
-                gaps[..index].iter().for_each(|gap| self.give_back(&mut chunks, range, gap));
-                return Err(error.into());
-            }
-        }
-        chunks.map(&part);
-        Ok(())
+        Ok(with_spare(&self.device, || self.map_once(range, &part))?)
     }
 
     fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
-        let chunks = self.chunks(range, "cuMemUnmap")?;
-        let mut chunks = lock(&chunks);
+        let backing = self.backing(range, "cuMemUnmap")?;
+        let mut backed = backing.lock();
+        let Backed { chunks, ahead } = &mut *backed;
         let part = offset_bytes..offset_bytes + size_bytes;
         debug_assert!(chunks.is_mapped(&part));
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver.relax_capture();
         self.release_handles_again();
+        self.give_back(chunks, range, &ahead.take());
         chunks.unmap(&part);
         let mut runs = chunks.unused_runs(&part).into_iter();
         if let Some(run) = runs.next() {
@@ -238,15 +422,19 @@ impl Memory for Virtual {
             chunks.remove_chunks(&run);
         }
         // Too late to change nothing: what the driver keeps from here on is idle, and said in the log.
-        runs.for_each(|run| self.give_back(&mut chunks, range, &run));
+        runs.for_each(|run| self.give_back(chunks, range, &run));
+        self.is_full.store(false, Ordering::Relaxed);
         Ok(())
     }
 
     fn release(&self, range: Range) -> Result<(), BackendError> {
-        let chunks = self.chunks(range, "cuMemAddressFree")?;
-        let mut chunks = lock(&chunks);
+        let backing = self.backing(range, "cuMemAddressFree")?;
+        let mut backed = backing.lock();
+        let Backed { chunks, ahead } = &mut *backed;
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver.relax_capture();
+        // It goes with all that is unused; and nothing is made ahead of a range that is gone.
+        ahead.take();
         for run in chunks.unused_runs(&(0..range.size_bytes)) {
             self.unmap_run(range, &run)?;
             chunks.remove_chunks(&run);
@@ -272,13 +460,12 @@ impl Memory for Virtual {
             }
             access.push(granted);
         }
-        let ranges: Vec<_> = self.ranges().iter().map(|(base, chunks)| (*base, Arc::clone(chunks))).collect();
+        let ranges = self.all_ranges();
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver.relax_capture();
-        let set = ranges.iter().try_for_each(|(base, chunks)| {
-            let chunks = lock(chunks);
-            let range = Range { base: DeviceAddress(*base), size_bytes: 0 };
-            chunks.runs().iter().try_for_each(|run| self.set_access(range, run))
+        let set = ranges.iter().try_for_each(|backing| {
+            let backed = backing.look();
+            backed.chunks.runs().iter().try_for_each(|run| self.set_access(backing.range, run))
         });
         if set.is_err() {
             // What was set stays set, and does no harm.
@@ -289,8 +476,15 @@ impl Memory for Virtual {
     }
 
     fn idle_bytes(&self) -> u64 {
-        let ranges: Vec<_> = self.ranges().values().cloned().collect();
-        ranges.iter().map(|chunks| lock(chunks).idle_bytes()).sum()
+        self.sum(|chunks, ahead| chunks.idle_bytes() - ahead.bytes())
+    }
+
+    fn spare_bytes(&self) -> u64 {
+        self.sum(|_, ahead| ahead.bytes())
+    }
+
+    fn release_spare(&self) -> u64 {
+        self.release_ahead()
     }
 }
 
@@ -299,10 +493,6 @@ fn access_of(device: &CudaDevice, peer: usize) -> Result<MemAccess, CudaError> {
     let ordinal = device.ordinal();
     let reached = device.can_be_accessed_by(peer)?.ok_or(CudaError::NoPeerAccess { ordinal, peer })?;
     Ok(MemAccess { location: MemLocation::device(reached), flags: 3 })
-}
-
-fn lock(chunks: &Mutex<Chunks>) -> MutexGuard<'_, Chunks> {
-    chunks.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn granularity_of(device: &CudaDevice, properties: &MemProperties) -> Result<u64, DriverError> {
@@ -340,7 +530,7 @@ fn supported_properties(
     let mut refusal = None;
     for (handle_types, gpu_direct_rdma) in candidates {
         let candidate = properties(handle_types, gpu_direct_rdma);
-        match try_one_granule(device, &candidate) {
+        match with_spare(device, || try_one_granule(device, &candidate)) {
             Ok(()) => return Ok(candidate),
             // A full device says nothing about kinds of handles.
             Err(DriverError { code: OUT_OF_MEMORY, .. }) => return Ok(properties(posix_fd, rdma)),

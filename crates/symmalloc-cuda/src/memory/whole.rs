@@ -3,6 +3,7 @@
 //! What a range reserves is there until the range is released; parts that are unmapped in between are idle.
 
 use super::Memory;
+use super::spare::with_spare;
 use crate::chunks::Chunks;
 use crate::device::CudaDevice;
 use crate::driver::HOST_PORTABLE;
@@ -102,7 +103,10 @@ impl Memory for Whole {
     fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver.relax_capture();
-        let (allocation, base) = self.allocate_aligned(size_bytes)?;
+        let (allocation, base) = match self.source {
+            Source::Device => with_spare(&self.device, || self.allocate_aligned(size_bytes)),
+            Source::PinnedHost => self.allocate_aligned(size_bytes),
+        }?;
         let mut chunks = Chunks::default();
         chunks.add_chunk(&(0..size_bytes));
         self.ranges().insert(base, WholeRange { allocation, chunks });

@@ -9,5 +9,6 @@ mod graphs;
 mod metrics;
 mod missing;
 mod pinned;
+mod prefetch;
 mod process;
 mod recording;

@@ -1,0 +1,169 @@
+//! Virtual memory whose growth is made ahead by a thread.
+//!
+//! ```text
+//!  caller   map ── takes what is ahead, makes the rest ── asks for the next ──► goes on
+//!  thread                                                     │
+//!                                          a chunk: create, map, access ── a chunk ── ... until no more is wanted
+//! ```
+//!
+//! What is wanted follows from what ranges grew by (`ahead.rs`). Whether the thread was in time, and what the driver told
+//! it, decides only who makes a chunk. The allocator sees none of it: memory ahead is behind the end of what it has mapped.
+//!
+//! A chunk is made under its range's lock, so that a caller who comes meanwhile waits for that one chunk, and finds it; callers
+//! go first. The thread is started when something is wanted for the first time, and ends with the backend, after the call that
+//! it is in.
+
+use super::spare;
+use super::virtual_memory::Backing;
+use super::{Memory, Virtual};
+use crate::error::CudaError;
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use symmalloc_core::backend::{BackendError, Range};
+
+pub(crate) struct Prefetching {
+    memory: Arc<Virtual>,
+    work: Arc<Work>,
+    /// `None` until something is wanted.
+    thread: Mutex<Option<Thread>>,
+}
+
+struct Thread {
+    handle: JoinHandle<()>,
+    /// The process that it runs in: a forked child has no such thread.
+    process: u32,
+}
+
+/// What the thread and those who ask share.
+#[derive(Default)]
+struct Work {
+    tasks: Mutex<Tasks>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Tasks {
+    /// Ranges ahead of which memory is wanted, each once.
+    ranges: VecDeque<Arc<Backing>>,
+    is_over: bool,
+}
+
+impl Prefetching {
+    pub(crate) fn new(memory: Virtual) -> Self {
+        let memory = Arc::new(memory);
+        spare::announce(&memory);
+        Prefetching { memory, work: Arc::default(), thread: Mutex::default() }
+    }
+
+    /// Has the thread make what is wanted ahead of the range.
+    fn ask(&self, backing: Arc<Backing>) {
+        let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        if thread.is_none() {
+            let (work, memory) = (Arc::clone(&self.work), Arc::clone(&self.memory));
+            let name = "symmalloc-prefetch".to_owned();
+            match std::thread::Builder::new().name(name).spawn(move || work.run(&memory)) {
+                Ok(handle) => *thread = Some(Thread { handle, process: std::process::id() }),
+                // Growth makes its memory itself, and asks again.
+                Err(error) => {
+                    tracing::warn!(name: "memory.prefetch_unstarted", target: "symmalloc", %error);
+                    return;
+                }
+            }
+        }
+        drop(thread);
+        self.work.push(backing);
+    }
+}
+
+impl Work {
+    fn tasks(&self) -> MutexGuard<'_, Tasks> {
+        self.tasks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn push(&self, backing: Arc<Backing>) {
+        let mut tasks = self.tasks();
+        if !tasks.ranges.iter().any(|known| Arc::ptr_eq(known, &backing)) {
+            tasks.ranges.push_back(backing);
+            self.changed.notify_one();
+        }
+    }
+
+    /// The next range, once there is one; `None` when it is over.
+    fn pop(&self) -> Option<Arc<Backing>> {
+        let mut tasks = self.tasks();
+        loop {
+            if tasks.is_over {
+                return None;
+            }
+            if let Some(backing) = tasks.ranges.pop_front() {
+                return Some(backing);
+            }
+            tasks = self.changed.wait(tasks).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// One chunk at a time, by turns.
+    fn run(&self, memory: &Virtual) {
+        while let Some(backing) = self.pop() {
+            if memory.make_ahead(&backing) {
+                self.push(backing);
+            }
+        }
+    }
+}
+
+impl Memory for Prefetching {
+    fn granularity_bytes(&self) -> u64 {
+        self.memory.granularity_bytes()
+    }
+
+    fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
+        self.memory.reserve(size_bytes)
+    }
+
+    fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
+        self.memory.map(range, offset_bytes, size_bytes)?;
+        if let Some(backing) = self.memory.wants_ahead(range) {
+            self.ask(backing);
+        }
+        Ok(())
+    }
+
+    fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
+        self.memory.unmap(range, offset_bytes, size_bytes)
+    }
+
+    fn release(&self, range: Range) -> Result<(), BackendError> {
+        self.memory.release(range)
+    }
+
+    fn grant_access(&self, peer: usize) -> Result<(), CudaError> {
+        self.memory.grant_access(peer)
+    }
+
+    fn idle_bytes(&self) -> u64 {
+        self.memory.idle_bytes()
+    }
+
+    fn spare_bytes(&self) -> u64 {
+        self.memory.spare_bytes()
+    }
+
+    fn release_spare(&self) -> u64 {
+        self.memory.release_spare()
+    }
+}
+
+impl Drop for Prefetching {
+    fn drop(&mut self) {
+        self.work.tasks().is_over = true;
+        self.work.changed.notify_all();
+        let thread = self.thread.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(thread) = thread.filter(|thread| thread.process == std::process::id()) {
+            // It does not panic, and if a subscriber of its events does, nothing is left to be done here.
+            let _ended = thread.handle.join();
+        }
+        self.memory.release_ahead();
+    }
+}

@@ -1,0 +1,453 @@
+//! Memory made ahead of growth: who makes it, what of it can be seen, and that it is in nobody's way.
+
+use crate::process::{calls, device, fail, fail_elsewhere, heal, live, own_calls, stub_test};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use symmalloc_core::backend::{Backend, Range, Reason};
+use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::op::Op;
+use symmalloc_core::replay::{Program, Replay};
+use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};
+use symmalloc_core::sim::SplitMix64;
+use symmalloc_core::{Allocator, PoolId, SegmentId, StreamId};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaError, CudaMemory, GraphPool};
+use symmalloc_harness::conformance::conformance;
+use symmalloc_harness::generate::Scenario;
+use symmalloc_harness::jobs;
+
+const MIB: u64 = 1 << 20;
+
+/// Calls that make memory.
+const MAKING: [&str; 3] = ["cuMemCreate", "cuMemMap", "cuMemSetAccess"];
+
+/// Random programs that are compared; `SYMMALLOC_SEEDS` says otherwise.
+const SEEDS: u64 = 60;
+
+/// A backend that makes up to so many MiB ahead of each range, and 20 MiB in a chunk.
+fn prefetching(device: &Arc<CudaDevice>, prefetch_mib: u64) -> CudaBackend {
+    CudaBackend::builder(device).prefetch_bytes(prefetch_mib * MIB).build().expect("the stub supports it")
+}
+
+/// Waits until so much is ahead; the thread needs what time it needs.
+#[track_caller]
+fn wait_for_spare(backend: &impl CudaMemory, mib: u64) {
+    wait_until(|| backend.spare_bytes() == mib * MIB, &|| format!("{} bytes are ahead", backend.spare_bytes()));
+}
+
+#[track_caller]
+fn wait_until(is_so: impl Fn() -> bool, otherwise: &dyn Fn() -> String) {
+    let begun = Instant::now();
+    while !is_so() {
+        assert!(begun.elapsed() < Duration::from_secs(60), "{}", otherwise());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Calls of this thread that make memory.
+fn own_making_calls() -> u64 {
+    MAKING.into_iter().map(own_calls).sum()
+}
+
+/// Maps so many MiB of a range at an offset; returns this thread's calls for it.
+#[track_caller]
+fn map(backend: &CudaBackend, range: Range, at_mib: u64, mib: u64) -> u64 {
+    let before = own_making_calls();
+    backend.map(range, at_mib * MIB, mib * MIB).expect("map");
+    own_making_calls() - before
+}
+
+fn give_back(backend: &CudaBackend, range: Range, mib: u64) {
+    backend.unmap(range, 0, mib * MIB).expect("unmap");
+    backend.release(range).expect("release");
+}
+
+fn seeds() -> u64 {
+    std::env::var("SYMMALLOC_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(SEEDS)
+}
+
+stub_test!(a_backend_that_makes_memory_ahead_keeps_the_contract, {
+    let device = device();
+    for chunk_mib in [2, 8, 20] {
+        conformance(|| {
+            let backend = CudaBackend::builder(&device).chunk_bytes(chunk_mib * MIB).prefetch_bytes(40 * MIB);
+            let backend = backend.build().expect("the stub supports it");
+            for id in 0..4 {
+                let stream = device.context().new_stream().expect("a stream");
+                assert_eq!(backend.add_stream(stream), StreamId(id));
+            }
+            backend
+        });
+        let left = live();
+        assert_eq!((left.device_bytes, left.ranges, left.events, left.mappings), (0, 0, 0, 0), "{left:?}");
+    }
+});
+
+stub_test!(growth_finds_its_memory_made_and_the_caller_makes_no_call, {
+    let device = device();
+    let plain = CudaBackend::builder(&device).build().expect("the stub supports it");
+    let range = plain.reserve(1 << 30).expect("reserve");
+    let without: u64 = (0..6).map(|step| map(&plain, range, 20 * step, 20)).sum();
+    assert_eq!(without, 6 * 3);
+    give_back(&plain, range, 120);
+
+    let backend = prefetching(&device, 40);
+    let range = backend.reserve(1 << 30).expect("reserve");
+    assert_eq!(map(&backend, range, 0, 20), 3, "nobody knew of it");
+    wait_for_spare(&backend, 20);
+    for step in 1..6 {
+        assert_eq!(map(&backend, range, 20 * step, 20), 0, "step {step}");
+        wait_for_spare(&backend, 40);
+        assert_eq!((live().device_bytes, backend.idle_bytes()), ((20 * step + 60) * MIB, 0));
+    }
+    // Twice what is ahead: the rest is one chunk more.
+    assert_eq!(map(&backend, range, 120, 60), 3);
+    wait_for_spare(&backend, 40);
+    give_back(&backend, range, 180);
+    assert_eq!((live().device_bytes, live().ranges, backend.spare_bytes()), (0, 0, 0));
+});
+
+stub_test!(chunks_ahead_are_as_large_as_all_growth_allows, {
+    let backend = prefetching(&device(), 40);
+    let range = backend.reserve(1 << 30).expect("reserve");
+    map(&backend, range, 0, 60);
+    wait_for_spare(&backend, 40);
+    assert_eq!(live().mappings, 3 + 2, "20 MiB each");
+    // It takes no whole chunk: what is ahead goes back, and units are of 2 MiB from then on.
+    assert_eq!(map(&backend, range, 60, 6), 3);
+    wait_for_spare(&backend, 40);
+    assert_eq!((live().mappings, live().device_bytes), (3 + 1 + 20, 106 * MIB));
+    for (at, mib) in [(66, 2), (68, 10), (78, 22)] {
+        assert_eq!(map(&backend, range, at, mib), 0);
+        wait_for_spare(&backend, 40);
+    }
+    assert_eq!(live().device_bytes, 140 * MIB, "nothing is left over of a chunk");
+    // Without what is ahead a growth of 70 MiB ends chunks at 20, 40 and 60: so it does with it.
+    assert_eq!(map(&backend, range, 100, 70), 2 * 2 + 1, "two chunks, and access at once");
+    wait_for_spare(&backend, 40);
+    give_back(&backend, range, 170);
+    assert_eq!(live().device_bytes, 0);
+});
+
+stub_test!(whole_ranges_and_holes_have_nothing_ahead, {
+    let backend = prefetching(&device(), 40);
+    let whole = backend.reserve(64 * MIB).expect("reserve");
+    map(&backend, whole, 0, 64);
+    let range = backend.reserve(1 << 30).expect("reserve");
+    map(&backend, range, 0, 20);
+    wait_for_spare(&backend, 20);
+    map(&backend, range, 20, 20);
+    map(&backend, range, 40, 20);
+    backend.unmap(range, 20 * MIB, 20 * MIB).expect("unmap");
+    assert_eq!(backend.spare_bytes(), 0, "what is ahead went back with it");
+    assert_eq!(map(&backend, range, 20, 20), 3, "a hole");
+    assert_eq!((live().device_bytes, backend.spare_bytes()), (124 * MIB, 0));
+    map(&backend, range, 60, 20);
+    wait_for_spare(&backend, 40);
+});
+
+stub_test!(a_caller_waits_for_the_chunk_that_is_being_made, ["STUB_MAPPING_MICROSECONDS" = "30000"], {
+    let backend = prefetching(&device(), 20);
+    let range = backend.reserve(1 << 30).expect("reserve");
+    let created = calls("cuMemCreate");
+    map(&backend, range, 0, 20);
+    wait_until(|| calls("cuMemCreate") == created + 2, &|| "the thread makes no chunk".to_owned());
+    assert_eq!(map(&backend, range, 20, 20), 0, "it found the chunk when it was made");
+    wait_for_spare(&backend, 20);
+});
+
+stub_test!(with_slow_calls_the_caller_makes_fewer_of_them, ["STUB_MAPPING_MICROSECONDS" = "1000"], {
+    let device = device();
+    let grow = |backend: &CudaBackend| {
+        let range = backend.reserve(1 << 30).expect("reserve");
+        let calls = (0..20).map(|step| {
+            // What a program does besides.
+            std::thread::sleep(Duration::from_millis(10));
+            map(backend, range, 20 * step, 20)
+        });
+        let calls: u64 = calls.sum();
+        give_back(backend, range, 400);
+        calls
+    };
+    let without = grow(&CudaBackend::builder(&device).build().expect("the stub supports it"));
+    let with = grow(&prefetching(&device, 40));
+    assert!(without == 60 && with <= 30, "{without} calls without, {with} with");
+});
+
+stub_test!(spare_memory_is_given_up_before_the_device_is_full, ["STUB_MEMORY_BYTES" = "104857600"], {
+    let device = device();
+    let (backend, plain) = (prefetching(&device, 40), CudaBackend::builder(&device).build().expect("supported"));
+    let whole = CudaBackend::builder(&device).plain().build().expect("supported");
+    let backends: [&CudaBackend; 3] = [&backend, &plain, &whole];
+    for (index, other) in backends.into_iter().enumerate() {
+        let range = backend.reserve(1 << 30).expect("reserve");
+        map(&backend, range, 0, 20);
+        wait_for_spare(&backend, 20);
+        map(&backend, range, 20, 20);
+        wait_for_spare(&backend, 40);
+        assert_eq!(live().device_bytes, 80 * MIB);
+        let rest = other.reserve(60 * MIB).expect("60 MiB are left for whoever wants them");
+        other.map(rest, 0, 60 * MIB).expect("they are");
+        assert_eq!((live().device_bytes, backend.spare_bytes()), (100 * MIB, 0), "backend {index}");
+        let error = backend.map(range, 40 * MIB, 2 * MIB).expect_err("the device is full");
+        assert_eq!((error.call, error.reason), ("cuMemCreate", Reason::OutOfMemory));
+        give_back(other, rest, 60);
+        // Growth alone does not bring it back, memory that went back does.
+        backend.unmap(range, 20 * MIB, 20 * MIB).expect("unmap");
+        map(&backend, range, 20, 20);
+        wait_for_spare(&backend, 40);
+        give_back(&backend, range, 40);
+        assert_eq!((live().device_bytes, backend.spare_bytes()), (0, 0));
+    }
+});
+
+stub_test!(on_a_full_device_nothing_is_made_ahead_until_memory_goes_back, ["STUB_MEMORY_BYTES" = "104857600"], {
+    let device = device();
+    let backend = prefetching(&device, 40);
+    let (range, other) = (backend.reserve(1 << 30).expect("reserve"), backend.reserve(1 << 30).expect("reserve"));
+    map(&backend, range, 0, 20);
+    wait_for_spare(&backend, 20);
+    map(&backend, other, 0, 64);
+    assert_eq!(backend.spare_bytes(), 0, "it was in the way");
+    map(&backend, range, 20, 2);
+    std::thread::sleep(Duration::from_millis(20));
+    assert_eq!((backend.spare_bytes(), live().device_bytes), (0, 86 * MIB));
+    give_back(&backend, other, 64);
+    map(&backend, range, 22, 2);
+    wait_for_spare(&backend, 24);
+    give_back(&backend, range, 24);
+});
+
+/// Allocates until the device is full and beyond; whether each allocation was served. Nothing is trimmed.
+fn fill(device: &Arc<CudaDevice>, backend: CudaBackend, seed: u64) -> Vec<Result<symmalloc_core::Placement, String>> {
+    let allocator = CudaAllocator::with_backend(backend, Config::default()).expect("made");
+    let streams: Vec<_> = (0..3).map(|_| device.context().new_stream().expect("a stream")).collect();
+    let fixed = allocator.create_pool(PoolConfig::builder().fixed().build().expect("valid")).expect("made");
+    let mut draw = SplitMix64::new(seed);
+    let mut below = |limit: u64| draw.next_u64() % limit;
+    let mut kept = Vec::new();
+    let taken = (0..120).map(|_| {
+        let stream = &streams[below(3) as usize];
+        let size = [MIB / 2, 2 * MIB, 3 * MIB, 6 * MIB, 20 * MIB, 34 * MIB][below(6) as usize];
+        let from = if below(4) == 0 { allocator.with_pool(&fixed) } else { allocator.clone() };
+        if below(3) == 0 && !kept.is_empty() {
+            kept.swap_remove(below(kept.len() as u64) as usize);
+        }
+        // SAFETY: nothing reads it.
+        let taken = unsafe { from.alloc::<u8>(stream, size as usize) };
+        let outcome = taken.as_ref().map(|buffer| buffer.placement()).map_err(ToString::to_string);
+        kept.extend(taken.ok());
+        outcome
+    });
+    taken.collect()
+}
+
+stub_test!(what_fits_without_fits_with_memory_made_ahead, ["STUB_MEMORY_BYTES" = "272629760"], {
+    let device = device();
+    let mut refused = 0;
+    for seed in 0..seeds().div_ceil(4) {
+        let without = fill(&device, CudaBackend::builder(&device).build().expect("supported"), seed);
+        let with = fill(&device, prefetching(&device, 60), seed);
+        assert_eq!(with, without, "seed {seed}");
+        refused += with.iter().filter(|outcome| outcome.is_err()).count();
+        assert_eq!((live().device_bytes, live().ranges), (0, 0), "seed {seed}");
+    }
+    assert!(refused > 0, "the device was never full");
+});
+
+stub_test!(trim_gives_spare_memory_back, {
+    let device = device();
+    let allocator = CudaAllocator::with_backend(prefetching(&device, 40), Config::default()).expect("made");
+    let stream = device.context().new_stream().expect("a stream");
+    let buffer = allocator.alloc_zeroed::<u8>(&stream, 20 << 20).expect("allocated");
+    wait_for_spare(allocator.core().backend(), 20);
+    assert_eq!(allocator.stats().reserved_bytes.current, 20 * MIB, "nobody has it");
+    assert_eq!(allocator.trim().expect("trimmed"), 0, "nothing that the allocator had");
+    assert_eq!((allocator.core().backend().spare_bytes(), live().device_bytes), (0, 20 * MIB));
+    drop(buffer);
+    let buffer = allocator.alloc_zeroed::<u8>(&stream, 40 << 20).expect("allocated");
+    wait_for_spare(allocator.core().backend(), 40);
+    drop(buffer);
+    assert_eq!(allocator.core().trim(None).expect("trimmed"), 40 * MIB);
+    assert_eq!(live().device_bytes, 0, "a trim of the core's gives back what is ahead of the memory that goes");
+});
+
+stub_test!(what_the_thread_is_refused_growth_does_itself, {
+    let device = device();
+    for (call, code) in MAKING.into_iter().flat_map(|call| [(call, 2), (call, 999)]).chain([
+        ("cuCtxGetCurrent", 999),
+        ("cuCtxPushCurrent_v2", 999),
+        ("cuThreadExchangeStreamCaptureMode", 999),
+        ("cuMemRelease", 999),
+    ]) {
+        let backend = prefetching(&device, 40);
+        let range = backend.reserve(1 << 30).expect("reserve");
+        fail_elsewhere(call, 0, code);
+        for step in 0..4 {
+            map(&backend, range, 20 * step, 20);
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        heal();
+        backend.unmap(range, 60 * MIB, 20 * MIB).expect("unmap");
+        map(&backend, range, 60, 20);
+        wait_for_spare(&backend, 40);
+        assert_eq!(map(&backend, range, 80, 20), 0, "{call}: it goes on when it is healed");
+        give_back(&backend, range, 100);
+        drop(backend);
+        let left = live();
+        assert_eq!((left.device_bytes, left.ranges, left.mappings), (0, 0, 0), "{call}: {left:?}");
+    }
+});
+
+stub_test!(spare_memory_that_the_driver_keeps_is_used_by_growth, {
+    let backend = prefetching(&device(), 40);
+    let range = backend.reserve(1 << 30).expect("reserve");
+    map(&backend, range, 0, 40);
+    wait_for_spare(&backend, 40);
+    fail("cuMemUnmap", 1, 999);
+    assert_eq!(map(&backend, range, 40, 6), 0, "it cuts a chunk that could not be given back");
+    assert_eq!((backend.spare_bytes(), backend.idle_bytes(), live().device_bytes), (0, 34 * MIB, 80 * MIB));
+    assert_eq!(map(&backend, range, 46, 34), 0);
+    wait_for_spare(&backend, 40);
+    give_back(&backend, range, 80);
+    assert_eq!((backend.idle_bytes(), live().device_bytes), (0, 0));
+});
+
+stub_test!(the_thread_ends_with_the_backend_also_when_the_device_is_lost, {
+    let threads = || std::fs::read_dir("/proc/self/task").expect("Linux").count();
+    let (device, before) = (device(), threads());
+    for is_lost in [false, true] {
+        let backend = prefetching(&device, 40);
+        assert_eq!(threads(), before, "nothing is wanted yet");
+        let range = backend.reserve(1 << 30).expect("reserve");
+        map(&backend, range, 0, 40);
+        assert_eq!(threads(), before + 1);
+        if is_lost {
+            MAKING.into_iter().chain(["cuMemUnmap", "cuMemRelease"]).for_each(|call| fail(call, 0, 700));
+            let error = backend.map(range, 200 * MIB, 40 * MIB).expect_err("the device is lost");
+            assert_eq!(error.reason, Reason::DeviceLost);
+        }
+        drop(backend);
+        wait_until(|| threads() == before, &|| format!("{} threads", threads()));
+    }
+});
+
+stub_test!(memory_is_made_ahead_during_a_capture_and_does_not_spoil_it, {
+    let device = device();
+    let allocator = CudaAllocator::with_backend(prefetching(&device, 40), Config::default()).expect("made");
+    let stream = device.context().new_stream().expect("a stream");
+    let graphs = GraphPool::new(&allocator, PoolConfig::default()).expect("made");
+    let capture = graphs.begin(&stream).expect("begun");
+    let first = allocator.alloc_zeroed::<u8>(&stream, 20 << 20).expect("allocated");
+    wait_for_spare(allocator.core().backend(), 20);
+    let before = own_making_calls();
+    let second = allocator.alloc_zeroed::<u8>(&stream, 20 << 20).expect("allocated");
+    assert_eq!(own_making_calls(), before);
+    let graph = capture.end().expect("legal");
+    drop((first, second));
+    graph.launch(&stream).expect("launched");
+    stream.synchronize().expect("done");
+});
+
+stub_test!(peers_reach_what_was_made_ahead, ["STUB_DEVICES" = "2"], {
+    let backend = prefetching(&device(), 40);
+    let range = backend.reserve(1 << 30).expect("reserve");
+    map(&backend, range, 0, 20);
+    wait_for_spare(&backend, 20);
+    let before = calls("cuMemSetAccess");
+    backend.grant_access(1).expect("granted");
+    assert_eq!(calls("cuMemSetAccess"), before + 1, "one run, what is ahead included");
+    assert_eq!(map(&backend, range, 20, 20), 0);
+});
+
+stub_test!(less_than_a_chunk_or_no_granules_cannot_be_made_ahead, {
+    let device = device();
+    for (prefetch_bytes, chunk_bytes) in [(2 * MIB, 20 * MIB), (21 * MIB, 20 * MIB), (2 * MIB, 4 * MIB), (1, 2 * MIB)] {
+        let builder = CudaBackend::builder(&device).chunk_bytes(chunk_bytes).prefetch_bytes(prefetch_bytes);
+        let expected = CudaError::PrefetchSize { prefetch_bytes, chunk_bytes, granularity_bytes: 2 * MIB };
+        assert_eq!(builder.build().expect_err("too little"), expected);
+    }
+    let none = CudaBackend::builder(&device).prefetch_bytes(0).build().expect("0 is none");
+    let range = none.reserve(1 << 30).expect("reserve");
+    map(&none, range, 0, 20);
+    assert_eq!((none.spare_bytes(), live().device_bytes), (0, 20 * MIB));
+});
+
+/// What can be seen of a program: every outcome, every event of a segment, what is reserved, every digest.
+#[derive(Debug, PartialEq)]
+struct Seen {
+    outcomes: Vec<Result<Option<symmalloc_core::Placement>, String>>,
+    events: Vec<(SegmentEventKind, Option<StreamId>, SegmentId, u64, u64)>,
+    reserved: Vec<(u64, u64)>,
+    digests: Vec<Option<symmalloc_core::Digest>>,
+}
+
+/// Runs a program; `before` is called before each op.
+fn seen(backend: CudaBackend, config: &Config, program: &Program, mut before: impl FnMut()) -> Seen {
+    let device = Arc::clone(backend.device());
+    for _ in program.ops().iter().filter(|op| matches!(op, Op::RegisterStream { .. })) {
+        backend.add_stream(device.context().new_stream().expect("a stream"));
+    }
+    let allocator: Allocator<_> = Allocator::new(backend, config.clone()).expect("valid");
+    let (observer, _) = allocator.observe(PoolId::DEFAULT).expect("it is there");
+    let mut replay = Replay::new(&allocator, program);
+    let mut seen = Seen { outcomes: Vec::new(), events: Vec::new(), reserved: Vec::new(), digests: Vec::new() };
+    for op in program.ops() {
+        before();
+        let outcome = replay.step(op);
+        seen.outcomes.push(outcome.map(|made| made.map(|made| made.placement)).map_err(|error| error.to_string()));
+        let unread = allocator.unread(observer);
+        let event =
+            |event: &SegmentEvent| (event.kind, event.stream, event.segment, event.offset_bytes, event.size_bytes);
+        seen.events.extend(unread.events.iter().map(event));
+        allocator.acknowledge(observer, &unread).expect("the driver works on this thread");
+        let stats = allocator.stats();
+        seen.reserved.push((stats.reserved_bytes.current, stats.retired_bytes));
+    }
+    allocator.check().expect("sound");
+    seen.digests = (0..allocator.pool_count()).map(|pool| allocator.digest(PoolId(pool)).ok()).collect();
+    seen
+}
+
+stub_test!(random_programs_are_the_same_with_and_without_memory_made_ahead, ["STUB_MEMORY_BYTES" = "1099511627776"], {
+    let device = device();
+    for seed in 0..seeds() {
+        let scenario = Scenario::from_seed(seed, 150);
+        let run = |backend, before: &mut dyn FnMut()| seen(backend, &scenario.config, &scenario.program, before);
+        let chunk_mib = [2, 20, 8][seed as usize % 3];
+        let builder = || CudaBackend::builder(&device).chunk_bytes(chunk_mib * MIB);
+        let without = run(builder().build().expect("supported"), &mut || ());
+        let mut draw = SplitMix64::new(seed);
+        let mut faults = || {
+            // Of the thread alone, every now and then: refused once, out of memory once, refused until it is healed.
+            let call = MAKING.into_iter().chain(["cuMemUnmap", "cuMemRelease", "cuCtxGetCurrent"]);
+            let call = call.collect::<Vec<_>>()[draw.next_u64() as usize % 6];
+            match draw.next_u64() % 12 {
+                0 => fail_elsewhere(call, 1 + draw.next_u64() % 5, 999),
+                1 => fail_elsewhere(call, 1, 2),
+                2 => fail_elsewhere(call, 0, 999),
+                3..6 => heal(),
+                _ => {}
+            }
+        };
+        let with = run(builder().prefetch_bytes(60 * MIB).build().expect("supported"), &mut faults);
+        heal();
+        assert_eq!(with, without, "seed {seed}\n{}", scenario.trace());
+        assert_eq!((live().device_bytes, live().ranges, live().mappings), (0, 0, 0), "seed {seed}");
+    }
+});
+
+stub_test!(a_recorded_job_is_the_same_with_and_without_memory_made_ahead, ["STUB_MEMORY_BYTES" = "1099511627776"], {
+    let device = device();
+    let program = jobs::program("fsdp1_train_rank0");
+    for conf in ["", "growth_mb:16"] {
+        let config: Config = conf.parse().expect("valid");
+        let builder = || CudaBackend::builder(&device).chunk_bytes(16 * MIB);
+        let before = own_making_calls();
+        let without = seen(builder().build().expect("supported"), &config, &program, || ());
+        let between = own_making_calls();
+        let with = seen(builder().prefetch_bytes(64 * MIB).build().expect("supported"), &config, &program, || ());
+        assert!(with == without, "{conf}");
+        assert!(own_making_calls() - between <= between - before, "{conf}: never more calls on this thread");
+        assert_eq!((live().device_bytes, live().ranges), (0, 0));
+    }
+});
