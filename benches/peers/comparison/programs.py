@@ -44,8 +44,11 @@ class Peer:
         return not words or any(word.strip().lower() in self.name.lower() for word in words.split(","))
 
 
-def ours(name, interface, conf="", **more):
-    return Peer(name, "symmalloc-peers", ("--interface", interface, "--conf", conf), **more)
+def ours(name, interface, conf="", prefetch_mib=0, **more):
+    arguments = ("--interface", interface, "--conf", conf)
+    if prefetch_mib:
+        arguments += ("--prefetch-mib", str(prefetch_mib))
+    return Peer(name, "symmalloc-peers", arguments, **more)
 
 
 def peers(without_device):
@@ -63,6 +66,7 @@ def peers(without_device):
         ours("symmalloc, bound heap", "bound"),
         ours("symmalloc, C", "library"),
         ours("symmalloc, shared streams", "buffer", "streams:shared"),
+        ours("symmalloc, prefetch", "buffer", prefetch_mib=64),
         torch("PyTorch", "expandable_segments:False"),
         torch("PyTorch expandable", "expandable_segments:True"),
         Peer("RMM pool", "rmm", ("--resource", "pool")),

@@ -23,22 +23,26 @@ const KNOWN: &str = "the stream is of the device, and the allocation live";
 pub(crate) struct Cuda {
     device: Arc<CudaDevice>,
     pub(crate) streams: Vec<Arc<CudaStream>>,
+    prefetch_bytes: u64,
 }
 
 impl Cuda {
-    /// The first device, with so many streams.
+    /// The first device, with so many streams. Allocators make up to so much memory ahead of growth.
     ///
     /// # Errors
     /// When there is no device, or the driver refuses.
-    pub(crate) fn new(streams: usize) -> Result<Self, CudaError> {
+    pub(crate) fn new(streams: usize, prefetch_bytes: u64) -> Result<Self, CudaError> {
         let device = CudaDevice::new(0)?;
         let streams = (0..streams).map(|_| device.context().new_stream().expect("the driver makes streams"));
-        Ok(Cuda { streams: streams.collect(), device })
+        Ok(Cuda { streams: streams.collect(), device, prefetch_bytes })
     }
 
     /// An allocator that knows the streams and holds no memory.
     fn allocator(&self, config: &Config) -> CudaAllocator {
-        let allocator = CudaAllocator::new(&self.device, config.clone()).expect("the configuration fits the device");
+        let backend = CudaBackend::builder(&self.device).prefetch_bytes(self.prefetch_bytes).build();
+        let backend = backend.expect("what is made ahead is a multiple of a granule, and a chunk at least");
+        let allocator =
+            CudaAllocator::with_backend(backend, config.clone()).expect("the configuration fits the device");
         for stream in &self.streams {
             allocator.register_stream(stream).expect(KNOWN);
         }

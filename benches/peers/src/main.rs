@@ -88,6 +88,9 @@ struct Which {
     /// The configuration, in the syntax of docs/configuration.md.
     #[arg(long, default_value = "")]
     conf: String,
+    /// The most MiB that are made ahead of growth, for the interfaces to CUDA memory; `library` takes it in its configuration.
+    #[arg(long, default_value_t = 0)]
+    prefetch_mib: u64,
     /// libsymmalloc_torch.so, for the interface `library`.
     #[arg(long, required_if_eq("interface", "library"))]
     library: Option<PathBuf>,
@@ -162,23 +165,27 @@ impl Which {
     fn with(&self, streams: usize, task: &impl Task) -> Result<(), Box<dyn Error>> {
         let report = Report::new(&self.peer);
         let config: Config = if self.conf.is_empty() { Config::default() } else { self.conf.parse()? };
+        if self.prefetch_mib > 0 && matches!(self.interface, Interface::Simulated | Interface::Library) {
+            return Err("--prefetch-mib is for the interfaces buffer, handle and bound".into());
+        }
+        let prefetch_bytes = self.prefetch_mib << 20;
         match self.interface {
             Interface::Simulated => task.run(&report, &|| Simulated::new(&config, streams)),
             Interface::Library => {
                 let path = self.library.as_ref().ok_or("--library says where libsymmalloc_torch.so is")?;
-                let (cuda, library) = (Cuda::new(streams)?, Arc::new(Library::open(path)?));
+                let (cuda, library) = (Cuda::new(streams, 0)?, Arc::new(Library::open(path)?));
                 task.run(&report, &|| Pointers::new(&library, &cuda, &self.conf));
             }
             Interface::Buffer => {
-                let cuda = Cuda::new(streams)?;
+                let cuda = Cuda::new(streams, prefetch_bytes)?;
                 task.run(&report, &|| Buffers::new(&cuda, &config));
             }
             Interface::Handle => {
-                let cuda = Cuda::new(streams)?;
+                let cuda = Cuda::new(streams, prefetch_bytes)?;
                 task.run(&report, &|| Handles::new(&cuda, &config));
             }
             Interface::Bound => {
-                let cuda = Cuda::new(streams)?;
+                let cuda = Cuda::new(streams, prefetch_bytes)?;
                 task.run(&report, &|| Bound::new(&cuda, &config));
             }
         }

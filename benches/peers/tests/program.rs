@@ -42,18 +42,18 @@ fn values(figures: &[Value], case: &str, at: &str) -> Vec<f64> {
         .collect()
 }
 
-fn measure(folder: &TempDir, interface: &str, conf: &str) -> Vec<Value> {
+fn measure(folder: &TempDir, interface: &str, options: &[&str]) -> Vec<Value> {
     let mut command = program(folder);
-    command.args(["measure", "--interface", interface, "--conf", conf, "--jobs"]).arg(folder.path()).args(QUICK);
+    command.args(["measure", "--interface", interface, "--jobs"]).arg(folder.path()).args(options).args(QUICK);
     figures(&command.output().expect("it runs"))
 }
 
 #[test]
 fn every_interface_gives_every_figure_and_the_same_memory() {
     let folder = folder_with_jobs();
-    let simulated = measure(&folder, "simulated", "");
+    let simulated = measure(&folder, "simulated", &[]);
     for interface in ["simulated", "buffer", "handle", "bound"] {
-        let found = measure(&folder, interface, "");
+        let found = measure(&folder, interface, &[]);
         for (case, at, count) in [
             ("pair_ns", "4096", 2),
             ("pair_ns", "4194304", 2),
@@ -78,7 +78,12 @@ fn every_interface_gives_every_figure_and_the_same_memory() {
             assert!(values(&found, "steady_driver_calls", "small_uses")[0] > 0.0, "{interface}: a use is fenced");
         }
     }
-    let shared = measure(&folder, "buffer", "streams:shared");
+    let ahead = measure(&folder, "buffer", &["--prefetch-mib", "64"]);
+    for case in ["reserved_peak_bytes", "segments"] {
+        assert_eq!(values(&ahead, case, "small"), values(&simulated, case, "small"), "made ahead: {case}");
+    }
+    assert_eq!(values(&ahead, "cold_ns_per_op", "small").len(), 2);
+    let shared = measure(&folder, "buffer", &["--conf", "streams:shared"]);
     assert_eq!(values(&shared, "segments", "small"), [1.0], "one heap for both streams");
 }
 
@@ -131,6 +136,7 @@ fn what_cannot_be_measured_is_said() {
     let jobs = folder.path().to_str().expect("utf-8");
     fails(&["--interface", "library", "--library", "/nowhere.so", "--jobs", jobs], "/nowhere.so");
     fails(&["--interface", "buffer", "--conf", "segments:round", "--jobs", jobs], "segments");
+    fails(&["--interface", "simulated", "--prefetch-mib", "64", "--jobs", jobs], "--prefetch-mib is for");
     std::fs::write(Path::new(jobs).join("bad.job"), "a 1 0\nf 7\n").expect("a file");
     fails(&["--interface", "simulated", "--jobs", jobs], "bad, line 2");
 }

@@ -86,6 +86,9 @@ impl DeviceAllocator {
         if let Some(chunk_bytes) = settings.chunk_bytes {
             backend = backend.chunk_bytes(chunk_bytes);
         }
+        if let Some(prefetch_bytes) = settings.prefetch_bytes {
+            backend = backend.prefetch_bytes(prefetch_bytes);
+        }
         let config = findable(&settings.config)?;
         let allocator = CudaAllocator::with_backend(backend.build()?, config)?;
         let (private_pools, refusals) = (Arc::<PrivatePools>::default(), Arc::<Refusals>::default());

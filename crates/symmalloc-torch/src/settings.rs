@@ -6,6 +6,7 @@
 //! |---|---|---|---|
 //! | `peers` | `[1,2]`, `[]` | `[]` | Devices that may read and write the memory. |
 //! | `chunk_mb`, `chunk_bytes` | a multiple of the granularity | 20 MiB | Largest physical chunk by which expandable ranges grow. |
+//! | `prefetch_mb`, `prefetch_bytes` | 0, or a multiple of the granularity of a chunk at least | 0 | The most that is made ahead of growth. |
 //! | `out_of_memory` | `trim`, `fail` | `trim` | What happens before an allocation fails. |
 //!
 //! They are taken out of the text and blanks put in their place, so that the bytes that the core's errors name are right.
@@ -34,6 +35,7 @@ pub(crate) struct Settings {
     pub(crate) config: Config,
     pub(crate) peers: Vec<usize>,
     pub(crate) chunk_bytes: Option<u64>,
+    pub(crate) prefetch_bytes: Option<u64>,
     pub(crate) out_of_memory: OutOfMemoryPolicy,
 }
 
@@ -73,7 +75,7 @@ pub(crate) enum SettingsError {
 }
 
 /// The keys of this crate.
-const KEYS: [&str; 4] = ["peers", "chunk_mb", "chunk_bytes", "out_of_memory"];
+const KEYS: [&str; 6] = ["peers", "chunk_mb", "chunk_bytes", "prefetch_mb", "prefetch_bytes", "out_of_memory"];
 
 impl FromStr for Settings {
     type Err = SettingsError;
@@ -93,7 +95,8 @@ impl FromStr for Settings {
             let is_repeated = match key {
                 "peers" => std::mem::replace(&mut has_peers, true),
                 "out_of_memory" => std::mem::replace(&mut has_policy, true),
-                _ => settings.chunk_bytes.is_some(),
+                "chunk_mb" | "chunk_bytes" => settings.chunk_bytes.is_some(),
+                _ => settings.prefetch_bytes.is_some(),
             };
             if is_repeated {
                 return Err(SettingsError::Duplicate { offset: key_at, key });
@@ -108,9 +111,11 @@ impl FromStr for Settings {
                     }
                 }
                 _ => {
-                    let unit: u64 = if key == "chunk_mb" { 1 << 20 } else { 1 };
+                    let unit: u64 = if key.ends_with("_mb") { 1 << 20 } else { 1 };
                     let number = value.parse::<u64>().ok().and_then(|number| number.checked_mul(unit));
-                    settings.chunk_bytes = Some(number.ok_or_else(|| refuse("a number"))?);
+                    let number = number.ok_or_else(|| refuse("a number"))?;
+                    let is_chunk = key.starts_with("chunk");
+                    *(if is_chunk { &mut settings.chunk_bytes } else { &mut settings.prefetch_bytes }) = Some(number);
                 }
             }
             let end = if text[item.end..].starts_with(',') { item.end + 1 } else { item.end };
@@ -131,6 +136,9 @@ impl fmt::Display for Settings {
         }
         if let Some(chunk_bytes) = self.chunk_bytes {
             write!(f, ",chunk_bytes:{chunk_bytes}")?;
+        }
+        if let Some(prefetch_bytes) = self.prefetch_bytes {
+            write!(f, ",prefetch_bytes:{prefetch_bytes}")?;
         }
         f.write_str(match self.out_of_memory {
             OutOfMemoryPolicy::Trim => ",out_of_memory:trim",
@@ -183,11 +191,13 @@ mod tests {
 
     #[test]
     fn own_keys_stand_anywhere_among_the_cores() {
-        let text = "peers:[1, 2],segments:fixed , out_of_memory:fail,roundup_power2_divisions:[256:1,>:8],chunk_mb:20";
+        let text = "peers:[1, 2],segments:fixed , out_of_memory:fail,roundup_power2_divisions:[256:1,>:8],chunk_mb:20,\
+                    prefetch_bytes:67108864";
         let settings: Settings = text.parse().expect("valid");
         let core: Config = "segments:fixed,roundup_power2_divisions:[256:1,>:8]".parse().expect("valid");
         assert_eq!(settings.config, core);
         assert_eq!((settings.peers.as_slice(), settings.chunk_bytes), ([1, 2].as_slice(), Some(20 << 20)));
+        assert_eq!(settings.prefetch_bytes, Some(64 << 20));
         assert_eq!(settings.out_of_memory, OutOfMemoryPolicy::Fail);
         assert_eq!(settings.to_string().parse::<Settings>(), Ok(settings));
     }
@@ -198,6 +208,11 @@ mod tests {
         assert_eq!(parse("peers:[1],out_of_memory: never"), "byte 25: out_of_memory must be trim or fail");
         assert_eq!(parse("peers:1"), "byte 6: peers must be a list of device numbers: [1,2]");
         assert_eq!(parse("chunk_mb:1, chunk_bytes:2"), "byte 12: chunk_bytes is stated already; keep one of them");
+        assert_eq!(
+            parse("prefetch_mb:1,prefetch_bytes:2"),
+            "byte 14: prefetch_bytes is stated already; keep one of them"
+        );
+        assert_eq!(parse("prefetch_mb:much"), "byte 12: prefetch_mb must be a number");
         assert_eq!(parse("segments:fixed,pears:[1]"), "byte 15: unknown key, did you mean `peers`?");
         assert!(parse("peers:[1],segment:fixed").starts_with("byte 10: unknown key, did you mean `segments`?"));
         assert_eq!(parse("peers:[]extra"), "byte 6: peers must be a list of device numbers: [1,2]");

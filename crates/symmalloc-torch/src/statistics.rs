@@ -45,6 +45,7 @@ pub(crate) fn as_json(allocator: &DeviceAllocator) -> Value {
         "reserved_limit_bytes": core.limit_bytes(),
         "history_bytes": core.history_bytes(),
         "idle_bytes": core.backend().idle_bytes(),
+        "spare_bytes": core.backend().spare_bytes(),
         "errors": {
             "unknown_frees": errors.unknown_frees.load(Ordering::Relaxed),
             "failed_calls": errors.failed_calls.load(Ordering::Relaxed),

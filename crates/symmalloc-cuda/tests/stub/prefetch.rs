@@ -10,7 +10,7 @@ use symmalloc_core::replay::{Program, Replay};
 use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};
 use symmalloc_core::sim::SplitMix64;
 use symmalloc_core::{Allocator, PoolId, SegmentId, StreamId};
-use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaError, CudaMemory, GraphPool};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaError, CudaMemory, DeviceBuffer, GraphPool};
 use symmalloc_harness::conformance::conformance;
 use symmalloc_harness::generate::Scenario;
 use symmalloc_harness::jobs;
@@ -234,7 +234,7 @@ fn fill(device: &Arc<CudaDevice>, backend: CudaBackend, seed: u64) -> Vec<Result
         }
         // SAFETY: nothing reads it.
         let taken = unsafe { from.alloc::<u8>(stream, size as usize) };
-        let outcome = taken.as_ref().map(|buffer| buffer.placement()).map_err(ToString::to_string);
+        let outcome = taken.as_ref().map(DeviceBuffer::placement).map_err(ToString::to_string);
         kept.extend(taken.ok());
         outcome
     });

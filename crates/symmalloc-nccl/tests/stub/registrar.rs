@@ -15,6 +15,7 @@ use stub_process::{nccl, nccl_test};
 use support::{Job, MIB, nothing_is_left};
 use symmalloc_core::PoolId;
 use symmalloc_core::config::PoolConfig;
+use symmalloc_cuda::CudaMemory;
 use symmalloc_nccl::{AttachError, Invalidated, InvalidationCursor, LookupError, Registrar, Registration, SyncError};
 
 nccl_test!(what_is_allocated_is_in_windows_after_a_sync_and_reduces_right, {
@@ -218,6 +219,26 @@ nccl_test!(a_growing_pool_gets_one_larger_window_where_nccl_can, ["STUB_NCCL_VER
         let mut cursor = InvalidationCursor::default();
         assert_eq!(it.registrar.invalidations(&it.world, &mut cursor), Invalidated::Keys(vec![before.segment]));
         [&mut first, &mut second].into_iter().for_each(|tensor| it.reduce_right(&it.world, tensor));
+    });
+    nothing_is_left();
+});
+
+nccl_test!(ranks_whose_growing_memory_lies_in_other_chunks_share_windows, ["STUB_NCCL_VERSION" = "23007"], {
+    let job = Job { prefetch_bytes: 40 << 20, ..Job::new(2) };
+    job.run(|it| {
+        let pool = it.pool_with(|config| config);
+        it.registrar.attach(&it.world, &[pool.id()], Registration::Windows).expect("2.30.7 can");
+        let mut tensors = Vec::new();
+        for mib in [2, 6, 2, 30, 8] {
+            tensors.push(it.take(&pool, mib * MIB));
+            while it.rank == 0 && it.allocator.core().backend().spare_bytes() == 0 {
+                std::thread::yield_now();
+            }
+            it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+            tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
+            it.check();
+        }
+        nccl::assert_clean();
     });
     nothing_is_left();
 });

@@ -168,6 +168,19 @@ stub_test!(memory_that_the_driver_cannot_take_back_yet_is_counted, {
     assert_eq!((&allocator.stats()["idle_bytes"], live().device_bytes), (&0.into(), 0));
 });
 
+stub_test!(memory_made_ahead_is_counted_and_goes_back_with_a_trim, {
+    let allocator = Allocator::new("prefetch_mb:40");
+    let pointer = allocator.allocate(0, 20 * MIB, null_mut());
+    let spare_bytes = || allocator.stats()["spare_bytes"].as_u64();
+    while spare_bytes() != Some(20 << 20) {
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    assert_eq!((allocator.total("reserved_bytes/all/current"), live().device_bytes), (20 << 20, 40 << 20));
+    assert_eq!(allocator.trim(), 0, "nothing that the allocator had");
+    assert_eq!((spare_bytes(), live().device_bytes), (Some(0), 20 << 20));
+    allocator.free(pointer);
+});
+
 stub_test!(reports_are_handed_out_and_taken_back, {
     let (allocator, streams) = (Allocator::new("out_of_memory:fail,total_limit_mb:64"), Streams::new(1));
     let (name, mut pointer) = (c_text("weights"), null_mut());
@@ -198,6 +211,7 @@ stub_test!(what_is_wrong_with_settings_is_said_with_the_byte, {
         ("out_of_memory:flush", "byte 14: out_of_memory must be trim or fail"),
         ("expandable_segments:maybe", "byte 20:"),
         ("chunk_mb:3", "use a positive multiple of 2097152"),
+        ("prefetch_mb:4", "use a multiple of 2097152, and at least a chunk, which is 20971520"),
     ] {
         let (conf, mut out) = (c_text(conf), null_mut());
         // SAFETY: a C string, and a place for the answer.

@@ -256,7 +256,8 @@ fn run(first_seed: u64, mode: Mode, faults: bool) {
     for seed in first_seed..first_seed + seeds {
         let (id, ended) = (Mutex::new(None), Mutex::default());
         let deadline = if faults { IMPATIENT } else { PATIENT };
-        let job = Job { mode, deadline, ..Job::new(2 + (seed % 3) as usize) };
+        let prefetch_bytes = if seed % 2 == 0 { 0 } else { 40 << 20 };
+        let job = Job { mode, deadline, prefetch_bytes, ..Job::new(2 + (seed % 3) as usize) };
         let digests = job.run(|it| {
             let draw = SplitMix64::new(seed);
             let mut program = Program {

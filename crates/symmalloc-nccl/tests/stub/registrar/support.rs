@@ -23,6 +23,8 @@ pub(crate) struct Job {
     pub(crate) mode: Mode,
     pub(crate) deadline: Duration,
     pub(crate) check_offsets: bool,
+    /// The most that every second rank makes ahead of growth.
+    pub(crate) prefetch_bytes: u64,
 }
 
 /// One rank.
@@ -51,7 +53,7 @@ impl Drop for ExitOnPanic {
 
 impl Job {
     pub(crate) fn new(ranks: usize) -> Self {
-        Job { ranks, mode: Mode::AtSync, deadline: PATIENT, check_offsets: false }
+        Job { ranks, mode: Mode::AtSync, deadline: PATIENT, check_offsets: false, prefetch_bytes: 0 }
     }
 
     pub(crate) fn quiet(mut self) -> Self {
@@ -92,7 +94,10 @@ impl Job {
 
     fn join(&self, rank: usize, id: UniqueId, barrier: Arc<Barrier>) -> Rank {
         let device = CudaDevice::new(rank).expect("a stub device");
-        let allocator = CudaAllocator::new(&device, Config::default()).expect("a configuration that fits");
+        let prefetch_bytes = if rank.is_multiple_of(2) { self.prefetch_bytes } else { 0 };
+        let backend =
+            CudaBackend::builder(&device).prefetch_bytes(prefetch_bytes).build().expect("the stub supports it");
+        let allocator = CudaAllocator::with_backend(backend, Config::default()).expect("a configuration that fits");
         let stream = device.context().new_stream().expect("a stream");
         allocator.register_stream(&stream).expect("the first");
         let registrar = Registrar::builder(&allocator).agreement(self.mode).check_offsets(self.check_offsets).build();
