@@ -50,7 +50,8 @@
 //!
 //! # Implementation
 //! `driver.rs` resolves the calls; `device.rs` keeps the thread's current context as it was. A backend is memory
-//! (`memory.rs`: virtual memory with `chunks.rs` as its books, or whole allocations) and an order of work (`order.rs`:
+//! (`memory.rs`: virtual memory with `chunks.rs` as its books, made ahead of growth where that is asked for, or whole
+//! allocations) and an order of work (`order.rs`:
 //! streams and events, also in captures). `allocator.rs` puts the core on top and `lane.rs` finds a stream's heap;
 //! `block.rs` and `uses.rs` are what buffers consist of. `unsafe` stands only where the driver is called, pointers are taken
 //! apart or cudarc's traits demand it.

@@ -11,7 +11,9 @@
 
 mod addresses;
 mod ahead;
+mod backing;
 mod prefetch;
+mod properties;
 mod spare;
 mod virtual_memory;
 mod whole;

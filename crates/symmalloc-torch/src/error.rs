@@ -138,7 +138,8 @@ impl Error {
                 SYMMALLOC_INVALID_ARGUMENT
             }
             Error::Fraction { .. } => SYMMALLOC_INVALID_ARGUMENT,
-            Error::Settings(_) | Error::Cuda(CudaError::Config(_) | CudaError::ChunkSize { .. }) => {
+            Error::Settings(_)
+            | Error::Cuda(CudaError::Config(_) | CudaError::ChunkSize { .. } | CudaError::PrefetchSize { .. }) => {
                 SYMMALLOC_INVALID_SETTINGS
             }
             Error::TooLate { .. } | Error::NoScope { .. } | Error::Forked => SYMMALLOC_INVALID_STATE,

@@ -13,8 +13,8 @@
 //! go first. The thread is started when something is wanted for the first time, and ends with the backend, after the call that
 //! it is in.
 
+use super::backing::Backing;
 use super::spare;
-use super::virtual_memory::Backing;
 use super::{Memory, Virtual};
 use crate::error::CudaError;
 use std::collections::VecDeque;

@@ -14,15 +14,17 @@
 use super::Memory;
 use super::addresses::{Addresses, Descending};
 use super::ahead::{Ahead, AheadRule};
+use super::backing::{Backed, Backing};
+use super::properties::{granularity_of, supported_properties};
 use super::spare::with_spare;
 use crate::chunks::{Chunks, Part};
 use crate::device::CudaDevice;
-use crate::driver::{HANDLE_FABRIC, HANDLE_POSIX_FD, MemAccess, MemLocation, MemProperties};
+use crate::driver::{MemAccess, MemLocation, MemProperties};
 use crate::error::{CudaError, DriverError, INVALID_VALUE, OUT_OF_MEMORY};
 use smallvec::SmallVec;
 use std::collections::BTreeMap;
 use std::ffi::{c_uint, c_ulonglong};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use symmalloc_core::backend::{BackendError, DeviceAddress, Range};
@@ -49,43 +51,6 @@ pub(crate) struct Virtual {
     ranges: Mutex<BTreeMap<u64, Arc<Backing>>>,
     /// Handles that the driver did not take back when it should have: tried again when memory goes back.
     unreleased: Mutex<Vec<c_ulonglong>>,
-}
-
-/// What is behind a range's addresses.
-pub(crate) struct Backing {
-    range: Range,
-    backed: Mutex<Backed>,
-    /// How many callers wait for the lock: they go first.
-    callers: AtomicUsize,
-}
-
-#[derive(Default)]
-struct Backed {
-    chunks: Chunks,
-    ahead: Ahead,
-}
-
-impl Backing {
-    fn new(range: Range) -> Self {
-        Backing { range, backed: Mutex::default(), callers: AtomicUsize::new(0) }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Backed> {
-        self.callers.fetch_add(1, Ordering::Relaxed);
-        let backed = self.look();
-        self.callers.fetch_sub(1, Ordering::Relaxed);
-        backed
-    }
-
-    /// For whoever makes memory ahead; `None` when a caller waits.
-    fn lock_behind_callers(&self) -> Option<MutexGuard<'_, Backed>> {
-        (self.callers.load(Ordering::Relaxed) == 0).then(|| self.look())
-    }
-
-    /// For whoever leaves the range as it is, which is no caller.
-    fn look(&self) -> MutexGuard<'_, Backed> {
-        self.backed.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 /// While it lives, nothing is made ahead.
@@ -493,62 +458,4 @@ fn access_of(device: &CudaDevice, peer: usize) -> Result<MemAccess, CudaError> {
     let ordinal = device.ordinal();
     let reached = device.can_be_accessed_by(peer)?.ok_or(CudaError::NoPeerAccess { ordinal, peer })?;
     Ok(MemAccess { location: MemLocation::device(reached), flags: 3 })
-}
-
-fn granularity_of(device: &CudaDevice, properties: &MemProperties) -> Result<u64, DriverError> {
-    let _current = device.enter()?;
-    let mut bytes = 0_usize;
-    // SAFETY: `bytes` is valid for writing, the properties for reading. 1: the recommended granularity.
-    unsafe { device.driver.granularity(&raw mut bytes, &raw const *properties, 1) }?;
-    Ok(bytes as u64)
-}
-
-/// The most capable memory that the device really gives. A device may say that it supports a kind of handle which the
-/// system then refuses, so each kind is tried with one granule. Fabric handles are tried only where the process can see an
-/// IMEX channel: the driver makes none without, and compute-sanitizer reports every call that it refuses.
-fn supported_properties(
-    device: &CudaDevice,
-    location: MemLocation,
-    imex_channels: &Path,
-) -> Result<MemProperties, CudaError> {
-    let features = device.features();
-    let posix_fd = if features.posix_fd { HANDLE_POSIX_FD } else { 0 };
-    let fabric = if features.fabric && is_inhabited(imex_channels) { HANDLE_FABRIC } else { 0 };
-    let rdma = u8::from(features.gpu_direct_rdma);
-    let properties = |handle_types, gpu_direct_rdma| MemProperties {
-        kind: 1,
-        handle_types,
-        location,
-        win32: std::ptr::null_mut(),
-        compression: 0,
-        gpu_direct_rdma,
-        usage: 0,
-        reserved: [0; 4],
-    };
-    let candidates = [(posix_fd | fabric, rdma), (posix_fd, rdma), (posix_fd, 0), (0, 0)];
-    let _current = device.enter()?;
-    let mut refusal = None;
-    for (handle_types, gpu_direct_rdma) in candidates {
-        let candidate = properties(handle_types, gpu_direct_rdma);
-        match with_spare(device, || try_one_granule(device, &candidate)) {
-            Ok(()) => return Ok(candidate),
-            // A full device says nothing about kinds of handles.
-            Err(DriverError { code: OUT_OF_MEMORY, .. }) => return Ok(properties(posix_fd, rdma)),
-            Err(error) => refusal = Some(error),
-        }
-    }
-    Err(refusal.map_or(CudaError::Driver(DriverError { call: "cuMemCreate", code: INVALID_VALUE }), Into::into))
-}
-
-fn is_inhabited(folder: &Path) -> bool {
-    folder.read_dir().is_ok_and(|mut entries| entries.next().is_some())
-}
-
-fn try_one_granule(device: &CudaDevice, properties: &MemProperties) -> Result<(), DriverError> {
-    let size = granularity_of(device, properties)? as usize;
-    let mut handle = 0;
-    // SAFETY: `handle` is valid for writing, the properties are valid, the size is one granule.
-    unsafe { device.driver.create(&raw mut handle, size, &raw const *properties, 0) }?;
-    // SAFETY: just made, and not used again.
-    unsafe { device.driver.release(handle) }
 }

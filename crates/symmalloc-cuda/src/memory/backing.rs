@@ -1,0 +1,48 @@
+//! A range of virtual memory and what is behind its addresses, under one lock with two sorts of entrants.
+//!
+//! Callers map and unmap; a thread may make chunks ahead of them, one at a time. It enters only while no caller waits, so that a
+//! caller waits for one chunk at most, and not for all that is wanted.
+
+use super::ahead::Ahead;
+use crate::chunks::Chunks;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use symmalloc_core::backend::Range;
+
+/// A range of addresses and what is behind them.
+pub(crate) struct Backing {
+    pub(super) range: Range,
+    backed: Mutex<Backed>,
+    /// How many callers wait for the lock: they go first.
+    callers: AtomicUsize,
+}
+
+/// What is known of the memory behind a range's addresses.
+#[derive(Default)]
+pub(super) struct Backed {
+    pub(super) chunks: Chunks,
+    pub(super) ahead: Ahead,
+}
+
+impl Backing {
+    pub(super) fn new(range: Range) -> Self {
+        Backing { range, backed: Mutex::default(), callers: AtomicUsize::new(0) }
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, Backed> {
+        self.callers.fetch_add(1, Ordering::Relaxed);
+        let backed = self.look();
+        self.callers.fetch_sub(1, Ordering::Relaxed);
+        backed
+    }
+
+    /// For whoever makes memory ahead; `None` when a caller waits.
+    pub(super) fn lock_behind_callers(&self) -> Option<MutexGuard<'_, Backed>> {
+        (self.callers.load(Ordering::Relaxed) == 0).then(|| self.look())
+    }
+
+    /// For whoever leaves the range as it is, which is no caller.
+    pub(super) fn look(&self) -> MutexGuard<'_, Backed> {
+        self.backed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

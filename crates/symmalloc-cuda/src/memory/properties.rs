@@ -1,0 +1,65 @@
+//! What the device's virtual memory is like: granularity, and what it can be shared as.
+
+use super::spare::with_spare;
+use crate::device::CudaDevice;
+use crate::driver::{HANDLE_FABRIC, HANDLE_POSIX_FD, MemLocation, MemProperties};
+use crate::error::{CudaError, DriverError, INVALID_VALUE, OUT_OF_MEMORY};
+use std::path::Path;
+
+pub(super) fn granularity_of(device: &CudaDevice, properties: &MemProperties) -> Result<u64, DriverError> {
+    let _current = device.enter()?;
+    let mut bytes = 0_usize;
+    // SAFETY: `bytes` is valid for writing, the properties for reading. 1: the recommended granularity.
+    unsafe { device.driver.granularity(&raw mut bytes, &raw const *properties, 1) }?;
+    Ok(bytes as u64)
+}
+
+/// The most capable memory that the device really gives. A device may say that it supports a kind of handle which the
+/// system then refuses, so each kind is tried with one granule. Fabric handles are tried only where the process can see an
+/// IMEX channel: the driver makes none without, and compute-sanitizer reports every call that it refuses.
+pub(super) fn supported_properties(
+    device: &CudaDevice,
+    location: MemLocation,
+    imex_channels: &Path,
+) -> Result<MemProperties, CudaError> {
+    let features = device.features();
+    let posix_fd = if features.posix_fd { HANDLE_POSIX_FD } else { 0 };
+    let fabric = if features.fabric && is_inhabited(imex_channels) { HANDLE_FABRIC } else { 0 };
+    let rdma = u8::from(features.gpu_direct_rdma);
+    let properties = |handle_types, gpu_direct_rdma| MemProperties {
+        kind: 1,
+        handle_types,
+        location,
+        win32: std::ptr::null_mut(),
+        compression: 0,
+        gpu_direct_rdma,
+        usage: 0,
+        reserved: [0; 4],
+    };
+    let candidates = [(posix_fd | fabric, rdma), (posix_fd, rdma), (posix_fd, 0), (0, 0)];
+    let _current = device.enter()?;
+    let mut refusal = None;
+    for (handle_types, gpu_direct_rdma) in candidates {
+        let candidate = properties(handle_types, gpu_direct_rdma);
+        match with_spare(device, || try_one_granule(device, &candidate)) {
+            Ok(()) => return Ok(candidate),
+            // A full device says nothing about kinds of handles.
+            Err(DriverError { code: OUT_OF_MEMORY, .. }) => return Ok(properties(posix_fd, rdma)),
+            Err(error) => refusal = Some(error),
+        }
+    }
+    Err(refusal.map_or(CudaError::Driver(DriverError { call: "cuMemCreate", code: INVALID_VALUE }), Into::into))
+}
+
+fn is_inhabited(folder: &Path) -> bool {
+    folder.read_dir().is_ok_and(|mut entries| entries.next().is_some())
+}
+
+fn try_one_granule(device: &CudaDevice, properties: &MemProperties) -> Result<(), DriverError> {
+    let size = granularity_of(device, properties)? as usize;
+    let mut handle = 0;
+    // SAFETY: `handle` is valid for writing, the properties are valid, the size is one granule.
+    unsafe { device.driver.create(&raw mut handle, size, &raw const *properties, 0) }?;
+    // SAFETY: just made, and not used again.
+    unsafe { device.driver.release(handle) }
+}
