@@ -100,6 +100,47 @@ fn growth_and_births_beside_the_drivers_own() {
     }
 }
 
+/// Grows a range to [`TOTAL`] with a pause after each step, in which memsets are submitted: microseconds that a step takes the
+/// calling thread, and that a memset takes it, both medians.
+fn paused_growth(device: &Arc<CudaDevice>, prefetch: u64, step: u64) -> (f64, f64) {
+    let backend = CudaBackend::builder(device).chunk_bytes(step).prefetch_bytes(prefetch).build().expect("supported");
+    let stream = device.context().new_stream().expect("a stream");
+    let mut target = stream.alloc_zeros::<u8>(4096).expect("allocated");
+    let range = backend.reserve(2 * TOTAL).expect("reserve");
+    let (mut steps, mut memsets) = (Vec::new(), Vec::new());
+    for at in (0..TOTAL).step_by(step as usize) {
+        let begun = Instant::now();
+        backend.map(range, at, step).expect("map");
+        steps.push(begun.elapsed());
+        let pause = Instant::now();
+        while pause.elapsed() < Duration::from_millis(1) {
+            let begun = Instant::now();
+            stream.memset_zeros(&mut target).expect("submitted");
+            memsets.push(begun.elapsed());
+        }
+        stream.synchronize().expect("done");
+    }
+    backend.unmap(range, 0, TOTAL).expect("unmap");
+    backend.release(range).expect("release");
+    let median = |times: &mut Vec<Duration>| {
+        times.sort_unstable();
+        times[times.len() / 2].as_secs_f64() * 1e6
+    };
+    (median(&mut steps), median(&mut memsets))
+}
+
+#[test]
+fn growth_with_and_without_memory_made_ahead() {
+    let Some(device) = device() else { return };
+    println!("a step of growth after a pause of 1 ms, us of the calling thread (and a memset submitted in the pause):");
+    for step in [2, 20, 64] {
+        for prefetch in [0, 64, 128] {
+            let (grown, memset) = paused_growth(&device, prefetch * MIB, step * MIB);
+            println!("  steps of {step} MiB, up to {prefetch} MiB ahead: {grown:.1} ({memset:.2})");
+        }
+    }
+}
+
 #[test]
 fn a_cached_pair_beside_cu_mem_alloc_async() {
     let Some(device) = device() else { return };

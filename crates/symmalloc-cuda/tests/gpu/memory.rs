@@ -4,10 +4,13 @@ use crate::device;
 use crate::kernels::Kernels;
 use cudarc::driver::result::{self, ctx};
 use cudarc::driver::{DevicePtr, LaunchConfig, PushKernelArg, sys};
+use std::time::{Duration, Instant};
 use symmalloc_core::PoolId;
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::errors::{AllocateError, OutOfMemoryCause};
-use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaError, DeviceBuffer, GraphPool, PinnedAllocator};
+use symmalloc_cuda::{
+    CudaAllocator, CudaBackend, CudaDevice, CudaError, CudaMemory, DeviceBuffer, GraphPool, PinnedAllocator,
+};
 
 const MIB: usize = 1 << 20;
 
@@ -43,6 +46,39 @@ fn memory_really_comes_back_after_a_trim() {
     println!("4 GiB: the driver shows {held} bytes held, trim says {released}, {left} left");
     assert!(held >= 4096 * MIB as u64 - (2 << 20) && released >= 4094 * MIB as u64 && left <= 2 << 20);
     assert_eq!(stream.clone_dtoh(&small).expect("copied"), vec![0; MIB], "the rest is as it was");
+}
+
+#[test]
+fn what_was_made_ahead_is_memory_as_any_other_and_comes_back() {
+    let Some(device) = device() else { return };
+    let free = || device.memory_info().expect("asked").free_bytes;
+    let backend = CudaBackend::builder(&device).prefetch_bytes(256 << 20).build().expect("supported");
+    let allocator = CudaAllocator::with_backend(backend, Config::default()).expect("made");
+    let spare_bytes = || allocator.core().backend().spare_bytes();
+    let stream = device.context().new_stream().expect("a stream");
+    let small = allocator.alloc_zeroed::<u8>(&stream, 20 * MIB).expect("allocated");
+    stream.synchronize().expect("done");
+    assert_eq!(allocator.trim().expect("trimmed"), 0);
+    let before = free();
+    let mut buffers = Vec::new();
+    for value in 0..12_u8 {
+        let begun = Instant::now();
+        while value > 0 && spare_bytes() < 20 << 20 {
+            assert!(begun.elapsed() < Duration::from_secs(10), "nothing is made ahead");
+            std::thread::yield_now();
+        }
+        // SAFETY: written before it is read.
+        let mut buffer = unsafe { allocator.alloc::<u8>(&stream, 20 * MIB) }.expect("allocated");
+        stream.memcpy_htod(&vec![value; 20 * MIB], &mut buffer).expect("copied");
+        buffers.push((value, buffer));
+    }
+    for (value, buffer) in &buffers {
+        assert!(stream.clone_dtoh(buffer).expect("copied").iter().all(|byte| byte == value), "buffer {value}");
+    }
+    drop(buffers);
+    println!("{} bytes ahead, {} released by a trim", spare_bytes(), allocator.trim().expect("trimmed"));
+    assert!(spare_bytes() == 0 && before.saturating_sub(free()) <= 2 << 20);
+    drop(small);
 }
 
 #[test]
