@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use symmalloc_core::backend::Backend;
 use symmalloc_core::config::{Config, PoolConfig, Reclaim, StreamPolicy};
 use symmalloc_core::errors::{AllocateError, PoolError};
+use symmalloc_core::held::HeapCell;
 use symmalloc_core::lock::{Exclusive, Lock, LockCell};
 
 use symmalloc_core::sim::{SimBackend, SplitMix64};
@@ -28,6 +29,8 @@ struct ShuttledCell<T>(Mutex<T>);
 impl Lock for Shuttled {
     const IS_EXCLUSIVE: bool = false;
     type Cell<T> = ShuttledCell<T>;
+    type Keepsake = ();
+    type HeapRef = Arc<HeapCell<Self>>;
 }
 
 impl<T> LockCell<T> for ShuttledCell<T> {

@@ -11,9 +11,8 @@
 use crate::subject::{Memory, Subject};
 use cudarc::driver::CudaStream;
 use std::sync::Arc;
-use symmalloc_core::lock::Shared;
 use symmalloc_core::{BoundHeap, Config, Handle};
-use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaError, DeviceBuffer};
+use symmalloc_cuda::{CoreLock, CudaAllocator, CudaBackend, CudaDevice, CudaError, DeviceBuffer};
 
 const ROOM: &str = "the device has room";
 const KNOWN: &str = "the stream is of the device, and the allocation live";
@@ -151,7 +150,7 @@ impl Bound {
 }
 
 impl Subject for Bound {
-    type Stream<'a> = BoundHeap<'a, CudaBackend, Shared>;
+    type Stream<'a> = BoundHeap<'a, CudaBackend, CoreLock<CudaBackend>>;
     type Block = Handle;
 
     fn stream(&self, number: usize) -> Self::Stream<'_> {

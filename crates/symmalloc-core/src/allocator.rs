@@ -26,9 +26,10 @@ use crate::errors::{
 use crate::fence::StreamClocks;
 use crate::handle::{Allocation, Handle};
 use crate::heap::{Heap, Surroundings};
+use crate::held::{HeapCell, HeapGuard, HeapRef};
 use crate::ids::{Placement, PoolId, StreamId};
 use crate::journal::ProgramOrder;
-use crate::lock::{Exclusive, Guard, Lock, LockCell, Shared};
+use crate::lock::{Exclusive, Lock, LockCell, Shared};
 use crate::observers::Observers;
 use crate::op::Op;
 use crate::out_of_memory::{FailureCallback, Request};
@@ -76,7 +77,7 @@ pub struct Allocator<B: Backend, L: Lock = Exclusive> {
     /// Number of registered streams. Written under the lock of `clocks`.
     pub(crate) streams: AtomicU32,
     pub(crate) pools: Registry<Box<Pool<L>>>,
-    pub(crate) heaps: Registry<Arc<L::Cell<Heap>>>,
+    pub(crate) heaps: Registry<L::HeapRef>,
     /// Where allocations were found by their addresses.
     pub(crate) address_map: AddressMap,
     /// The most bytes that all heaps together held, for allocations by pointer. Locked before any heap.
@@ -272,15 +273,15 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     #[inline(never)]
-    fn free_by_call(&self, heap: &L::Cell<Heap>, handle: Handle) -> Result<(), FreeError> {
+    fn free_by_call(&self, heap: &HeapCell<L>, handle: Handle) -> Result<(), FreeError> {
         self.free_from(heap, handle)
     }
 
     /// Frees an allocation of the heap.
     #[inline(always)]
-    pub(crate) fn free_from(&self, heap: &L::Cell<Heap>, handle: Handle) -> Result<(), FreeError> {
+    pub(crate) fn free_from(&self, heap: &HeapCell<L>, handle: Handle) -> Result<(), FreeError> {
         let mut heap = heap.lock();
-        if self.give_back(&mut heap, handle) {
+        if heap.free_at_hand(handle, |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested))) {
             Ok(())
         } else if heap.is_recorded {
             self.free_recorded(heap, handle)
@@ -289,20 +290,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
     }
 
-    /// Frees an allocation of the heap if that is nothing but to free its block; else nothing has changed. Whether it did.
-    #[inline(always)]
-    pub(crate) fn give_back(&self, heap: &mut Heap, handle: Handle) -> bool {
-        let tally = |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested));
-        match heap.plain {
-            Some(plain) => heap.free_at_once(plain, handle, tally),
-            None if heap.is_recorded => false,
-            None => heap.free_at_once_by_rule(handle, tally),
-        }
-    }
-
     /// Whatever [`free`](Self::free) may need besides the block: events, books, a release, a refusal.
     #[inline(never)]
-    fn free_by_all_means(&self, mut heap: Guard<'_, L, Heap>, handle: Handle) -> Result<(), FreeError> {
+    fn free_by_all_means(&self, mut heap: HeapGuard<'_, L>, handle: Handle) -> Result<(), FreeError> {
         if handle.slot() == NO_SLOT {
             return Ok(free_nothing(&mut heap, handle)?);
         }
@@ -319,7 +309,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Frees an allocation of a heap that is recorded: the gate comes before the heap, which is let go.
     #[cold]
     #[inline(never)]
-    fn free_recorded(&self, heap: Guard<'_, L, Heap>, handle: Handle) -> Result<(), FreeError> {
+    fn free_recorded(&self, heap: HeapGuard<'_, L>, handle: Handle) -> Result<(), FreeError> {
         drop(heap);
         self.free_behind_gate(handle)
     }
@@ -345,7 +335,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     #[inline(never)]
     fn free_behind_gate_by_all_means(
         &self,
-        mut heap: Guard<'_, L, Heap>,
+        mut heap: HeapGuard<'_, L>,
         handle: Handle,
         mut tape: Tape<'_, B, L>,
     ) -> Result<(), FreeError> {
@@ -542,6 +532,7 @@ impl<B: Backend, L: Lock> Drop for Allocator<B, L> {
         for (_, entry) in self.pools.iter() {
             entry.heaps().for_each(|heap| heap.lock().abandon(&self.around));
         }
+        self.heaps.iter().for_each(|(_, heap)| heap.clone().end());
     }
 }
 

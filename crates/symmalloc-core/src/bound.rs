@@ -8,15 +8,13 @@
 //! and shows it with each call.
 
 use crate::allocator::Allocator;
-use crate::backend::{Backend, DeviceAddress};
+use crate::backend::Backend;
 use crate::errors::{AllocateError, FreeError, UnknownError};
 use crate::handle::{Allocation, Handle};
-use crate::heap::Heap;
 use crate::ids::{HeapId, PoolId, StreamId};
 use crate::lock::{Exclusive, Lock, LockCell};
 use crate::routes::Route;
 use std::fmt;
-use std::sync::Arc;
 
 /// The heap that serves a stream in a pool, for programs that allocate from it often. Keep one beside each stream, and a
 /// copy in whatever frees.
@@ -42,10 +40,10 @@ pub struct BoundHeap<'a, B: Backend, L: Lock = Exclusive> {
 
 /// What a [`BoundHeap`] knows, for those who cannot borrow the allocator: see [`Allocator::binding`].
 pub struct Binding<L: Lock = Exclusive> {
-    heap: Arc<L::Cell<Heap>>,
-    id: HeapId,
+    pub(crate) heap: L::HeapRef,
+    pub(crate) id: HeapId,
     pool: PoolId,
-    stream: StreamId,
+    pub(crate) stream: StreamId,
     /// The allocator's number.
     owner: u16,
 }
@@ -59,7 +57,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let (entry, _) = self.route_or_make(pool, stream)?;
         let heap = entry.routes.get(entry.route_index(stream)).expect("it is made");
         let id = heap.lock().id;
-        Ok(Binding { heap: Arc::clone(heap), id, pool, stream, owner: self.owner })
+        Ok(Binding { heap: heap.clone(), id, pool, stream, owner: self.owner })
     }
 
     /// As [`allocate`](Self::allocate) for the binding's pool and stream.
@@ -74,27 +72,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.route_of(binding).allocate(size_bytes)
     }
 
-    /// Allocates as [`allocate_in`](Self::allocate_in) does, if a free block is at hand that nobody has to wait for. `None`
-    /// else, and nothing has changed: [`allocate_in`](Self::allocate_in) does what it takes, or says why not.
-    ///
-    /// That is nearly every request of a program in a steady state. Only the handle and the address of the first byte come
-    /// back: for whoever keeps no more, this is the shortest way.
-    ///
-    /// # Panics
-    /// When the binding is another allocator's.
-    #[inline]
-    pub fn allocate_at_hand_in(
-        &self,
-        binding: &Binding<L>,
-        size_bytes: u64,
-        address: &mut DeviceAddress,
-    ) -> Option<Handle> {
-        let Route { heap, stream, .. } = self.route_of(binding);
-        let allocation = self.take(heap, stream, size_bytes)?;
-        *address = allocation.address;
-        Some(allocation.handle)
-    }
-
     /// As [`free`](Self::free), the shorter way when the allocation is of the binding's heap.
     ///
     /// # Errors
@@ -106,17 +83,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn free_in(&self, binding: &Binding<L>, handle: Handle) -> Result<(), FreeError> {
         let Route { heap, .. } = self.route_of(binding);
         if handle.heap() == binding.id { self.free_from(heap, handle) } else { self.free_elsewhere(handle) }
-    }
-
-    /// Frees an allocation of the binding's heap if nothing but its block is to be freed. Whether it did; if not, nothing has
-    /// changed, and [`free`](Self::free) does what it takes, or says why not.
-    ///
-    /// # Panics
-    /// When the binding is another allocator's.
-    #[inline]
-    pub fn free_at_hand_in(&self, binding: &Binding<L>, handle: Handle) -> bool {
-        let Route { heap, .. } = self.route_of(binding);
-        handle.heap() == binding.id && self.give_back(&mut heap.lock(), handle)
     }
 
     /// Frees an allocation of another heap than the bound one.
@@ -188,6 +154,18 @@ impl<B: Backend, L: Lock> Clone for BoundHeap<'_, B, L> {
 
 impl<B: Backend, L: Lock> Copy for BoundHeap<'_, B, L> {}
 
+impl<L: Lock> Binding<L> {
+    /// The pool that it allocates from.
+    pub fn pool(&self) -> PoolId {
+        self.pool
+    }
+
+    /// The stream that it allocates for.
+    pub fn stream(&self) -> StreamId {
+        self.stream
+    }
+}
+
 impl<L: Lock> fmt::Debug for Binding<L> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Binding").field("pool", &self.pool).field("stream", &self.stream).finish_non_exhaustive()
@@ -219,37 +197,22 @@ mod tests {
 
     #[test]
     fn the_way_to_a_heap_does_not_show_in_placements_and_digests() {
-        let (direct, bound, shown, at_hand) = (allocator(), allocator(), allocator(), allocator());
-        let [binding, short] =
-            [&shown, &at_hand].map(|it| it.binding(PoolId::DEFAULT, StreamId(1)).expect("both exist"));
+        let (direct, bound, shown) = (allocator(), allocator(), allocator());
+        let binding = shown.binding(PoolId::DEFAULT, StreamId(1)).expect("both exist");
         let heap = bound.bind(PoolId::DEFAULT, StreamId(1)).expect("both exist");
         for size in SIZES.into_iter().chain(SIZES) {
             let one = direct.allocate(PoolId::DEFAULT, StreamId(1), size).expect("memory");
             let other = heap.allocate(size).expect("memory");
             let third = shown.allocate_in(&binding, size).expect("memory");
-            let mut address = DeviceAddress(0);
-            let fourth = at_hand.allocate_at_hand_in(&short, size, &mut address).unwrap_or_else(|| {
-                let placed = at_hand.allocate_in(&short, size).expect("memory");
-                address = placed.address;
-                placed.handle
-            });
-            if size > 0 {
-                let placed = at_hand.allocation(fourth).expect("live");
-                assert_eq!(
-                    (one.placement, one.size_bytes, address),
-                    (placed.placement, placed.size_bytes, placed.address)
-                );
-            }
             assert_eq!((one.placement, one.size_bytes), (other.placement, other.size_bytes));
             assert_eq!((one.placement, one.size_bytes), (third.placement, third.size_bytes));
             if size > 1000 {
                 direct.free(one.handle).expect("live");
                 heap.free(other.handle).expect("live");
                 shown.free_in(&binding, third.handle).expect("live");
-                assert!(at_hand.free_at_hand_in(&short, fourth), "nobody else used it");
             }
         }
-        for other in [&bound, &shown, &at_hand] {
+        for other in [&bound, &shown] {
             assert_eq!(direct.digest(PoolId::DEFAULT), other.digest(PoolId::DEFAULT));
             assert_eq!(direct.stats(), other.stats());
             other.check().expect("sane");
@@ -264,25 +227,6 @@ mod tests {
         let freed = allocator.allocate_in(&other, 512).expect("memory");
         assert_eq!(allocator.free_in(&one, freed.handle), Ok(()));
         assert!(allocator.free_in(&other, freed.handle).is_err(), "once");
-    }
-
-    #[test]
-    fn what_is_not_at_hand_leaves_everything_as_it_was() {
-        let allocator = allocator();
-        let [one, other] =
-            [0, 1].map(|stream| allocator.binding(PoolId::DEFAULT, StreamId(stream)).expect("both exist"));
-        let mut address = DeviceAddress(7);
-        assert_eq!(allocator.allocate_at_hand_in(&one, 512, &mut address), None, "no memory yet");
-        let used = allocator.allocate_in(&one, 512).expect("memory");
-        allocator.record_use(used.handle, StreamId(1)).expect("live");
-        let before = (allocator.digest(PoolId::DEFAULT), allocator.stats());
-        assert!(!allocator.free_at_hand_in(&one, used.handle), "another stream uses it");
-        assert!(!allocator.free_at_hand_in(&other, used.handle), "another heap's");
-        assert_eq!(allocator.allocate_at_hand_in(&other, 0, &mut address), None, "no bytes");
-        assert_eq!(allocator.allocate_at_hand_in(&one, 1 << 41, &mut address), None, "larger than a segment");
-        assert_eq!((allocator.digest(PoolId::DEFAULT), allocator.stats()), before);
-        assert_eq!(address, DeviceAddress(7));
-        assert_eq!(allocator.free_in(&one, used.handle), Ok(()));
     }
 
     #[test]

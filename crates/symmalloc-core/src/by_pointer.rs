@@ -18,8 +18,9 @@ use crate::digest::{Mark, OpKind};
 use crate::errors::{AllocateError, FreeError, HandleError, RecordUseError};
 use crate::handle::{Allocation, Handle};
 use crate::heap::{Heap, Live, note};
+use crate::held::{HeapCell, HeapGuard};
 use crate::ids::{PoolId, StreamId};
-use crate::lock::{Guard, Lock, LockCell};
+use crate::lock::{Lock, LockCell};
 use crate::merging::Users;
 use crate::plain::Plain;
 use crate::pointer_index::PointerIndex;
@@ -27,7 +28,6 @@ use crate::pointer_table::Place;
 use crate::routes::Route;
 use crate::size_rules::{Exact, Sizing};
 use crate::units::{SEGMENT_BYTES_MAX, bytes};
-use std::sync::Arc;
 
 impl<B: Backend, L: Lock> BoundHeap<'_, B, L> {
     /// As [`allocate`](Self::allocate), for programs that keep the address only: see [`Allocator::free_at`]. Zero bytes take
@@ -74,7 +74,7 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
     #[inline(never)]
     fn allocate_pointer_by_all_means(
         &self,
-        heap: Guard<'_, L, Heap>,
+        heap: HeapGuard<'_, L>,
         size_bytes: u64,
     ) -> Result<DeviceAddress, Box<AllocateError>> {
         let allocation = self.allocate_by::<Exact>(heap, size_bytes)?;
@@ -158,7 +158,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     #[inline(never)]
     fn free_used(
         &self,
-        mut heap: Guard<'_, L, Heap>,
+        mut heap: HeapGuard<'_, L>,
         (live, place): (Live, Place),
         plain: Plain,
     ) -> Result<(), Box<FreeError>> {
@@ -218,8 +218,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// The heap that an address was found in before.
     #[inline(always)]
-    pub(crate) fn likely_heap(&self, address: DeviceAddress) -> Option<&L::Cell<Heap>> {
-        self.heaps.get(self.address_map.find(address)?.index()).map(Arc::as_ref)
+    pub(crate) fn likely_heap(&self, address: DeviceAddress) -> Option<&HeapCell<L>> {
+        self.heaps.get(self.address_map.find(address)?.index()).map(|heap| &**heap)
     }
 }
 

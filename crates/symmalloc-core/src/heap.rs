@@ -77,8 +77,9 @@ pub(crate) enum Shortage {
     Closed,
 }
 
+/// One heap. Nothing of it can be used from outside.
 #[derive(Debug)]
-pub(crate) struct Heap {
+pub struct Heap {
     pub(crate) id: HeapId,
     pub(crate) pool: PoolId,
     /// The heap's stream; `None` when the pool's streams share.

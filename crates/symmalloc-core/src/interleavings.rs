@@ -7,6 +7,7 @@ use crate::allocator::Allocator;
 use crate::budget::{Budget, Budgets, LimitMet, LimitScope};
 use crate::config::Config;
 use crate::errors::PoolError;
+use crate::held::HeapCell;
 use crate::ids::{PoolId, StreamId};
 use crate::lock::{Lock, LockCell};
 use crate::registry::Registry;
@@ -22,6 +23,8 @@ enum Modelled {}
 impl Lock for Modelled {
     const IS_EXCLUSIVE: bool = false;
     type Cell<T> = Mutex<T>;
+    type Keepsake = ();
+    type HeapRef = std::sync::Arc<HeapCell<Self>>;
 }
 
 impl<T> LockCell<T> for Mutex<T> {

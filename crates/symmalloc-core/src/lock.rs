@@ -15,19 +15,26 @@
 //!             └─ spin ─ yield ─ sleep ┘      whoever waits looks again, in longer and longer turns
 //! ```
 
+use crate::held::{HeapCell, HeapRef, Keepsake};
 use spin::mutex::{SpinMutex, SpinMutexGuard};
 use std::cell::{RefCell, RefMut};
 use std::fmt::Debug;
+use std::marker::PhantomData;
 use std::ops::DerefMut;
+use std::sync::Arc;
 use std::time::Duration;
 use std::{hint, thread};
 
 /// A kind of lock.
-pub trait Lock: Debug + 'static {
+pub trait Lock: Debug + Sized + 'static {
     /// Whether only one thread can use the allocator, so that totals over all heaps can be kept exactly for nothing.
     const IS_EXCLUSIVE: bool;
     /// The lock around a `T`.
     type Cell<T>: LockCell<T>;
+    /// What lies beside each heap under its lock, for whoever owns the allocator.
+    type Keepsake: Debug + Default;
+    /// How a heap is held.
+    type HeapRef: HeapRef<Self>;
 }
 
 /// Access to a `T` behind a lock of this kind.
@@ -58,6 +65,8 @@ pub enum Exclusive {}
 impl Lock for Exclusive {
     const IS_EXCLUSIVE: bool = true;
     type Cell<T> = RefCell<T>;
+    type Keepsake = ();
+    type HeapRef = Arc<HeapCell<Self>>;
 }
 
 impl<T> LockCell<T> for RefCell<T> {
@@ -76,13 +85,15 @@ impl<T> LockCell<T> for RefCell<T> {
     }
 }
 
-/// Many threads drive the allocator.
+/// Many threads drive the allocator. Beside each heap lies a `K`.
 #[derive(Clone, Copy, Debug)]
-pub enum Shared {}
+pub struct Shared<K = ()>(PhantomData<K>);
 
-impl Lock for Shared {
+impl<K: Keepsake> Lock for Shared<K> {
     const IS_EXCLUSIVE: bool = false;
     type Cell<T> = SpinLock<T>;
+    type Keepsake = K;
+    type HeapRef = &'static HeapCell<Self>;
 }
 
 /// A mutex for short stays. No fairness is promised, and a panic inside leaves it free.

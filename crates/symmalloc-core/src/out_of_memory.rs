@@ -7,6 +7,7 @@ use crate::config::Reclaim;
 use crate::digest::{Mark, op_word};
 use crate::errors::{AllocateError, OutOfMemory, OutOfMemoryCause, TrimError, UnknownError};
 use crate::heap::{Heap, Shortage};
+use crate::held::HeapCell;
 use crate::ids::{PoolId, StreamId};
 use crate::lock::{Lock, LockCell};
 use crate::op::{Op, Refusal};
@@ -49,7 +50,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub(crate) fn persist<T>(
         &self,
         entry: &Pool<L>,
-        heap: &L::Cell<Heap>,
+        heap: &HeapCell<L>,
         request: Request,
         mut shortage: Shortage,
         tape: &mut Tape<'_, B, L>,
@@ -129,7 +130,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Step 3: gives back what `reclaim` allows, until it is what is missing. Returns the bytes that are back. What the driver
     /// then fails to take counts as still reserved, and no more is asked of it: 0.
-    fn reclaim(&self, entry: &Pool<L>, heap: &L::Cell<Heap>, missing_bytes: u64, tape: &mut Tape<'_, B, L>) -> u64 {
+    fn reclaim(&self, entry: &Pool<L>, heap: &HeapCell<L>, missing_bytes: u64, tape: &mut Tape<'_, B, L>) -> u64 {
         let goal = TrimGoal::AtLeast(missing_bytes);
         let released = match entry.config.reclaim() {
             Reclaim::Never => Ok(0),
@@ -166,7 +167,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     fn out_of_memory(
         &self,
         entry: &Pool<L>,
-        heap: &L::Cell<Heap>,
+        heap: &HeapCell<L>,
         request: Request,
         missing_bytes: u64,
         cause: OutOfMemoryCause,
@@ -187,7 +188,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Step 5.
     fn refuse(
         &self,
-        heap: &L::Cell<Heap>,
+        heap: &HeapCell<L>,
         request: Request,
         error: OutOfMemory,
         tape: &mut Tape<'_, B, L>,
@@ -216,7 +217,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
 /// The digest says that the request was refused, and so does the recording.
 fn fold_refusal<B: Backend, L: Lock>(
-    heap: &L::Cell<Heap>,
+    heap: &HeapCell<L>,
     request: Request,
     refusal: Refusal,
     tape: &mut Tape<'_, B, L>,

@@ -16,6 +16,7 @@
 use crate::allocator::Allocator;
 use crate::backend::Backend;
 use crate::heap::Heap;
+use crate::held::HeapCell;
 use crate::lock::{Lock, LockCell};
 use std::sync::{PoisonError, TryLockError};
 
@@ -69,7 +70,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// A heap has exceeded its share.
     #[cold]
     #[inline(never)]
-    pub(crate) fn share_peak(&self, heap: &L::Cell<Heap>) {
+    pub(crate) fn share_peak(&self, heap: &HeapCell<L>) {
         let mut shared = match self.shared_peak.try_lock() {
             Ok(shared) => shared,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),

@@ -5,7 +5,7 @@ use crate::backend::Backend;
 use crate::budget::Budget;
 use crate::config::{PoolConfig, StreamPolicy};
 use crate::errors::{PoolError, UnknownError};
-use crate::heap::Heap;
+use crate::held::HeapCell;
 use crate::ids::{PoolId, StreamId};
 use crate::lock::{Lock, LockCell};
 use crate::op::Op;
@@ -22,7 +22,7 @@ pub(crate) struct Pool<L: Lock> {
     pub(crate) config_digest: u64,
     pub(crate) budget: Arc<Budget>,
     /// The heap of each stream, by stream; of all streams, at index 0, when they share.
-    pub(crate) routes: Registry<Arc<L::Cell<Heap>>>,
+    pub(crate) routes: Registry<L::HeapRef>,
     pub(crate) is_destroyed: AtomicBool,
     /// Entries so far in the segment logs of its heaps.
     pub(crate) log_entries: Arc<AtomicU64>,
@@ -41,8 +41,8 @@ impl<L: Lock> Pool<L> {
     }
 
     /// The pool's heaps in stream order.
-    pub(crate) fn heaps(&self) -> impl Iterator<Item = &L::Cell<Heap>> {
-        self.routes.iter().map(|(_, heap)| heap.as_ref())
+    pub(crate) fn heaps(&self) -> impl Iterator<Item = &HeapCell<L>> {
+        self.routes.iter().map(|(_, heap)| &**heap)
     }
 
     /// Which route serves a stream.

@@ -6,6 +6,7 @@ use crate::block_table::BlockState;
 use crate::digest::Digest;
 use crate::errors::UnknownError;
 use crate::heap::Heap;
+use crate::held::HeapCell;
 use crate::ids::{PoolId, SegmentId, StreamId};
 use crate::lock::{Lock, LockCell};
 use crate::stats::{ClassStats, Stat};
@@ -237,7 +238,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Statistics of every heap that has carried out an op, in (pool, stream) order; the stream is `None` when a pool's
     /// streams share.
     pub fn stats_by_heap(&self) -> Vec<(PoolId, Option<StreamId>, MemoryStats)> {
-        let stats_of = |heap: &L::Cell<Heap>| {
+        let stats_of = |heap: &HeapCell<L>| {
             let heap = heap.lock();
             let mut stats = MemoryStats { reserved_bytes: heap.budget.stat(), ..MemoryStats::default() };
             stats.peaks_are_exact = true;

@@ -6,8 +6,9 @@ use crate::config::StreamPolicy;
 use crate::errors::{AllocateError, HandleError, UnknownError};
 use crate::handle::{Allocation, Handle};
 use crate::heap::{Heap, HeapIdentity, Shortage};
+use crate::held::{Guarded, HeapCell, HeapGuard, HeapRef};
 use crate::ids::{HeapId, PoolId, StreamId};
-use crate::lock::{Guard, Lock, LockCell};
+use crate::lock::{Lock, LockCell};
 use crate::out_of_memory::Request;
 use crate::pool::Pool;
 use crate::recording::Tape;
@@ -21,7 +22,7 @@ use std::sync::atomic::Ordering;
 /// The heap of (pool, stream), with what its requests need.
 pub(crate) struct Route<'a, B: Backend, L: Lock> {
     pub(crate) allocator: &'a Allocator<B, L>,
-    pub(crate) heap: &'a L::Cell<Heap>,
+    pub(crate) heap: &'a HeapCell<L>,
     pub(crate) pool: PoolId,
     pub(crate) stream: StreamId,
 }
@@ -62,7 +63,7 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
     #[inline(never)]
     pub(crate) fn allocate_by<S: Sizing>(
         &self,
-        mut heap: Guard<'_, L, Heap>,
+        mut heap: HeapGuard<'_, L>,
         size_bytes: u64,
     ) -> Result<Allocation, AllocateError> {
         let outcome = heap.allocate::<B, L, S>(&self.allocator.around, self.stream, size_bytes);
@@ -80,7 +81,7 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
     #[inline(never)]
     pub(crate) fn allocate_recorded(
         &self,
-        heap: Guard<'_, L, Heap>,
+        heap: HeapGuard<'_, L>,
         size_bytes: u64,
     ) -> Result<Allocation, AllocateError> {
         drop(heap);
@@ -116,7 +117,7 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
     #[inline(never)]
     fn allocate_by_all_means(
         &self,
-        mut heap: Guard<'_, L, Heap>,
+        mut heap: HeapGuard<'_, L>,
         size_bytes: u64,
         name: Option<&str>,
         mut tape: Tape<'_, B, L>,
@@ -157,44 +158,26 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
 }
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// Allocates from a heap if a free block is at hand; else nothing has changed.
-    #[inline(always)]
-    pub(crate) fn take(&self, heap: &L::Cell<Heap>, stream: StreamId, size_bytes: u64) -> Option<Allocation> {
-        if !(1..=SEGMENT_BYTES_MAX).contains(&size_bytes) {
-            return None;
-        }
-        let mut heap = heap.lock();
-        let allocation = match heap.plain {
-            Some(plain) => heap.allocate_at_once(plain, size_bytes),
-            None if heap.is_recorded => None,
-            None => heap.allocate_at_once_by_rule(stream, size_bytes),
-        };
-        drop(heap);
-        let allocation = allocation?;
-        self.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
-        Some(allocation)
-    }
-
     #[inline]
     pub(crate) fn known_stream(&self, stream: StreamId) -> Result<(), UnknownError> {
         let streams = self.streams.load(Ordering::Acquire);
         if u32::from(stream.0) < streams { Ok(()) } else { Err(UnknownError::Stream { stream, streams }) }
     }
 
-    pub(crate) fn heap_of(&self, handle: Handle) -> Result<&L::Cell<Heap>, HandleError> {
-        self.heaps.get(handle.heap().index()).map(Arc::as_ref).ok_or(HandleError::Foreign { handle })
+    pub(crate) fn heap_of(&self, handle: Handle) -> Result<&HeapCell<L>, HandleError> {
+        self.heaps.get(handle.heap().index()).map(|heap| &**heap).ok_or(HandleError::Foreign { handle })
     }
 
     /// The heap that serves a stream in a pool, if it was made already.
     #[inline(always)]
-    pub(crate) fn route(&self, pool: PoolId, stream: StreamId) -> Option<&L::Cell<Heap>> {
+    pub(crate) fn route(&self, pool: PoolId, stream: StreamId) -> Option<&HeapCell<L>> {
         let entry = self.pools.get(pool.index())?;
         let heap = match entry.config.streams() {
             // A stream has a heap only if it is registered.
             StreamPolicy::Separate => entry.routes.get(stream.index()),
             StreamPolicy::Shared => entry.routes.get(0).filter(|_| self.known_stream(stream).is_ok()),
         };
-        heap.map(Arc::as_ref)
+        heap.map(|heap| &**heap)
     }
 
     /// The heap that serves a stream in a pool, made at the first request.
@@ -202,7 +185,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         &self,
         pool: PoolId,
         stream: StreamId,
-    ) -> Result<(&Pool<L>, &L::Cell<Heap>), UnknownError> {
+    ) -> Result<(&Pool<L>, &HeapCell<L>), UnknownError> {
         let entry = self.pool(pool)?;
         self.known_stream(stream)?;
         match entry.routes.get(entry.route_index(stream)) {
@@ -212,12 +195,12 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     /// The heap of (pool, stream) if it was made already.
-    pub(crate) fn existing_heap<'a>(&self, entry: &'a Pool<L>, stream: StreamId) -> Option<&'a L::Cell<Heap>> {
-        entry.routes.get(entry.route_index(stream)).map(Arc::as_ref)
+    pub(crate) fn existing_heap<'a>(&self, entry: &'a Pool<L>, stream: StreamId) -> Option<&'a HeapCell<L>> {
+        entry.routes.get(entry.route_index(stream)).map(|heap| &**heap)
     }
 
     #[cold]
-    fn make_heap(&self, pool: PoolId, stream: StreamId) -> Result<&L::Cell<Heap>, UnknownError> {
+    fn make_heap(&self, pool: PoolId, stream: StreamId) -> Result<&HeapCell<L>, UnknownError> {
         let observers = self.observers.lock();
         let open_scopes = self.open_scopes.lock();
         let entry = self.pool(pool)?;
@@ -239,13 +222,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 (0..*open_scopes).for_each(|_| heap.usage.open_scope());
                 observers.of_pool(pool).for_each(|observer| heap.log.observe(observer));
                 heap.set_recorded(self.is_recording());
-                Arc::new(L::Cell::new(heap))
+                L::HeapRef::new(Guarded::new(heap))
             };
             let index = self.heaps.push(make);
             if index == 1 {
                 self.start_tally();
             }
-            Arc::clone(self.heaps.get(index).expect("it was just made"))
+            self.heaps.get(index).expect("it was just made").clone()
         });
         Ok(heap)
     }

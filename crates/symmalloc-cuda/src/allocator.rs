@@ -1,7 +1,7 @@
 //! The allocators of this crate: the core's shared allocator, with CUDA's streams for stream ids.
 //!
 //! ```text
-//!  CudaAllocator ─┐                       ┌─ SharedAllocator<B>   placements, fences, limits: symmalloc-core
+//!  CudaAllocator ─┐                       ┌─ CoreAllocator<B>     placements, fences, limits: symmalloc-core
 //!  CudaAllocator ─┼─ Arc ── State<B> ─────┼─ streams              Arc<CudaStream> ↔ StreamId, in registration order
 //!  DeviceBuffer  ─┘ (through its lane)    ├─ abandoned pools      destroyed when that can be done without blocking a Drop
 //!                                         └─ drop errors
@@ -13,6 +13,7 @@ use crate::device::CudaDevice;
 use crate::error::{CudaError, DriverError};
 use crate::lane::Lane;
 use crate::pool::{Lease, Pool};
+use crate::spares::CoreAllocator;
 use cudarc::driver::CudaStream;
 use cudarc::driver::sys::CUstream;
 use std::fmt;
@@ -23,7 +24,7 @@ use symmalloc_core::backend::BackendError;
 use symmalloc_core::config::{Config, PoolConfig, SegmentPolicy};
 use symmalloc_core::errors::{AllocateError, FreeError, OutOfMemory, PoolError};
 use symmalloc_core::report::{LeakReport, MemoryStats, Snapshot};
-use symmalloc_core::{Allocation, Digest, Handle, PoolId, Retry, SharedAllocator, StreamId};
+use symmalloc_core::{Allocation, Digest, Handle, PoolId, Retry, StreamId};
 
 /// A caching allocator of one device (or of pinned memory) that threads share. Cloning it is cheap and gives another name
 /// of the same allocator.
@@ -57,7 +58,7 @@ impl<B: CudaMemory> Clone for CachingAllocator<B> {
 
 /// What the clones of an allocator and its buffers share.
 pub(crate) struct State<B: CudaMemory> {
-    pub(crate) core: SharedAllocator<B>,
+    pub(crate) core: CoreAllocator<B>,
     registration: Mutex<()>,
     /// Pools that [`CachingAllocator::trim`] trims, in creation order: all but those of graphs.
     trimmable: Mutex<Vec<PoolId>>,
@@ -121,7 +122,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
         let config =
             if pool == *config.default_pool() { config } else { config.to_builder().default_pool(pool).build()? };
         let state = State {
-            core: SharedAllocator::new(backend, config)?,
+            core: CoreAllocator::new(backend, config)?,
             registration: Mutex::default(),
             trimmable: Mutex::new(vec![PoolId::DEFAULT]),
             abandoned: Mutex::default(),
@@ -153,7 +154,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// allocator.core().stop_recording()?;
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn core(&self) -> &SharedAllocator<B> {
+    pub fn core(&self) -> &CoreAllocator<B> {
         &self.state.core
     }
 
@@ -406,7 +407,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// the core's allocator that it is given.
     pub fn set_failure_callback(
         &self,
-        callback: impl Fn(&SharedAllocator<B>, &OutOfMemory) -> Retry + Send + Sync + 'static,
+        callback: impl Fn(&CoreAllocator<B>, &OutOfMemory) -> Retry + Send + Sync + 'static,
     ) {
         self.state.core.set_failure_callback(callback);
     }

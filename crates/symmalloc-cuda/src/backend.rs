@@ -219,6 +219,9 @@ impl CudaMemory for PinnedBackend {
 
 pub(crate) mod sealed {
     use super::{CudaBackend, Memory, Order, PinnedBackend};
+    use crate::spares::Spares;
+    use std::sync::Mutex;
+    use symmalloc_core::held::Vacant;
 
     /// What both backends consist of.
     pub trait Parts {
@@ -229,6 +232,10 @@ pub(crate) mod sealed {
         fn order(&self) -> &Order;
         #[doc(hidden)]
         fn memory(&self) -> &dyn Memory;
+        #[doc(hidden)]
+        fn vacant() -> &'static Vacant<Spares<Self>>
+        where
+            Self: super::CudaMemory + Sized;
     }
 
     impl Parts for CudaBackend {
@@ -239,6 +246,10 @@ pub(crate) mod sealed {
         fn memory(&self) -> &dyn Memory {
             self.memory.as_ref()
         }
+        fn vacant() -> &'static Vacant<Spares<Self>> {
+            static VACANT: Vacant<Spares<CudaBackend>> = Mutex::new(Vec::new());
+            &VACANT
+        }
     }
 
     impl Parts for PinnedBackend {
@@ -248,6 +259,10 @@ pub(crate) mod sealed {
         }
         fn memory(&self) -> &dyn Memory {
             &self.memory
+        }
+        fn vacant() -> &'static Vacant<Spares<Self>> {
+            static VACANT: Vacant<Spares<PinnedBackend>> = Mutex::new(Vec::new());
+            &VACANT
         }
     }
 }

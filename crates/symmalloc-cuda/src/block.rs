@@ -4,6 +4,7 @@ use crate::allocator::{CachingAllocator, DropError, State};
 use crate::backend::CudaMemory;
 use crate::error::CudaError;
 use crate::lane::Lane;
+use crate::spares::Spares;
 use cudarc::driver::CudaStream;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
@@ -72,10 +73,9 @@ impl<B: CudaMemory> CachingAllocator<B> {
         lane: &mut ManuallyDrop<Option<Arc<Lane<B>>>>,
         address: &mut DeviceAddress,
     ) -> Option<Handle> {
-        // Counted here and not behind the heap's lock: the two locked instructions then wait for earlier stores once.
-        let counted = Arc::clone(self.lane_at_hand(stream)?);
-        let handle = self.state.core.allocate_at_hand_in(&counted.heap, size_bytes, address)?;
-        *lane = ManuallyDrop::new(Some(counted));
+        let at_hand = self.lane_at_hand(stream)?;
+        let (handle, spare) = at_hand.heap.entrance().allocate_at_hand(size_bytes, address, Spares::take)?;
+        *lane = ManuallyDrop::new(Some(spare.unwrap_or_else(|| Arc::clone(at_hand))));
         Some(handle)
     }
 
@@ -103,18 +103,22 @@ impl<B: CudaMemory> CachingAllocator<B> {
     }
 }
 
-/// Frees an allocation of a lane.
+/// Frees an allocation of a lane, and lets go of the lane.
 #[inline(always)]
-pub(crate) fn free<B: CudaMemory>(lane: &Lane<B>, handle: Handle) {
-    if !lane.state.core.free_at_hand_in(&lane.heap, handle) {
-        free_by_all_means(lane, handle);
+pub(crate) fn free<B: CudaMemory>(lane: Arc<Lane<B>>, handle: Handle) {
+    let heap = lane.heap.entrance();
+    let mut lane = Some(lane);
+    let is_freed = heap.free_at_hand(handle, |spares| spares.give(&mut lane));
+    if let Some(lane) = lane {
+        let_go(lane, if is_freed { None } else { Some(handle) });
     }
 }
 
-#[cold]
+/// Lets go of a lane that is not among the spares, and frees the allocation if that is still to be done.
 #[inline(never)]
-fn free_by_all_means<B: CudaMemory>(lane: &Lane<B>, handle: Handle) {
-    if let Err(error) = lane.state.core.free(handle) {
+#[allow(clippy::needless_pass_by_value, reason = "the lane is let go of here, and with it the allocator perhaps")]
+fn let_go<B: CudaMemory>(lane: Arc<Lane<B>>, unfreed: Option<Handle>) {
+    if let Some(Err(error)) = unfreed.map(|handle| lane.state.core.free(handle)) {
         lane.state.note_drop_error(DropError::Free(error));
     }
 }

@@ -258,9 +258,8 @@ impl<T> Drop for DeviceBuffer<T> {
 fn free_used(lane: Arc<Lane<CudaBackend>>, handle: Handle, uses: Uses) {
     // If it fails, nothing orders the next user behind a stream that may still use the memory: it stays allocated.
     if uses.are_none() || uses.end(&lane) {
-        free(&lane, handle);
+        free(lane, handle);
     }
-    drop(lane);
 }
 
 impl<T> DeviceSlice<T> for DeviceBuffer<T> {

@@ -1,8 +1,8 @@
 //! Lanes: from a stream to the heap that serves it, found without a lock and without a search.
 //!
 //! A **lane** is one (pool, stream): the stream, its id, and the bound heap. Every buffer holds its lane, so freeing it
-//! takes no search either, and the lane holds the allocator's state: threads with streams of their own count their buffers
-//! in different places.
+//! takes no search either, and the lane holds the allocator's state. Buffers come by their lanes without counting them, as
+//! [`crate::spares`] tells; where they count, threads with streams of their own do it in different places.
 //!
 //! ```text
 //!  allocator ─┐
@@ -20,9 +20,10 @@ use crate::allocator::State;
 use crate::backend::CudaMemory;
 use crate::device::CudaDevice;
 use crate::error::CudaError;
+use crate::spares::{CoreLock, Spares};
 use cudarc::driver::CudaStream;
 use std::sync::{Arc, OnceLock};
-use symmalloc_core::lock::Shared;
+use symmalloc_core::config::StreamPolicy;
 use symmalloc_core::{Binding, PoolId, StreamId};
 
 /// Places of the table, a power of two.
@@ -30,12 +31,12 @@ const PLACES: usize = 64;
 /// How many places behind its own a lane may stand. A lane without a place is made again for each allocation.
 const STEPS: usize = 8;
 
-/// One (pool, stream) of an allocator. Alone on its cache lines: what it counts is written with every buffer.
+/// One (pool, stream) of an allocator. Alone on its cache lines: what it counts may be written with every buffer.
 #[repr(align(128))]
 pub(crate) struct Lane<B: CudaMemory> {
     pub(crate) state: Arc<State<B>>,
     /// Where its allocations lie, captures aside.
-    pub(crate) heap: Binding<Shared>,
+    pub(crate) heap: Binding<CoreLock<B>>,
     pub(crate) stream: StreamId,
     /// Where its captures are known.
     pub(crate) device: Arc<CudaDevice>,
@@ -50,6 +51,19 @@ impl<B: CudaMemory> Lane<B> {
         let raw = state.order().stream(stream).cloned();
         let device = Arc::clone(&state.order().device);
         Ok(Arc::new(Lane { state: Arc::clone(state), heap, stream, device, raw }))
+    }
+
+    /// Buffers that are dropped leave their lanes beside the heap from now on, if that has no other lane.
+    fn open_spares(&self) {
+        let config = self.state.core.pool_config(self.heap.pool());
+        if config.is_ok_and(|config| config.streams() == StreamPolicy::Separate) {
+            self.heap.entrance().keepsake(Spares::open);
+        }
+    }
+
+    /// No lane is left beside the heap any more.
+    fn close_spares(&self) {
+        drop(self.heap.entrance().keepsake(Spares::close));
     }
 }
 
@@ -107,16 +121,21 @@ impl<B: CudaMemory> Lanes<B> {
     #[cold]
     pub(crate) fn keep(&self, lane: &Arc<Lane<B>>) {
         let Some(raw) = &lane.raw else {
-            self.host.get_or_init(|| Arc::clone(lane));
-            return;
+            return self.host.get_or_init(|| Arc::clone(lane)).open_spares();
         };
         let address = Arc::as_ptr(raw) as usize;
         for place in (0..STEPS).map(|step| (place_of(address) + step) % PLACES) {
             let kept = self.places[place].get_or_init(|| Place { address, lane: Arc::clone(lane) });
             if kept.address == address {
-                return;
+                return kept.lane.open_spares();
             }
         }
+    }
+
+    /// The pool's last name goes.
+    pub(crate) fn close_spares(&self) {
+        let lanes = self.places.iter().filter_map(|place| Some(&place.get()?.lane));
+        lanes.chain(self.host()).for_each(|lane| lane.close_spares());
     }
 
     /// The host's lane.

@@ -55,6 +55,10 @@
 //! streams and events, also in captures). `allocator.rs` puts the core on top and `lane.rs` finds a stream's heap;
 //! `block.rs` and `uses.rs` are what buffers consist of. `unsafe` stands only where the driver is called, pointers are taken
 //! apart or cudarc's traits demand it.
+//! (`memory.rs`: virtual memory with `chunks.rs` as its books, or whole allocations) and an order of work (`order.rs`:
+//! streams and events, also in captures). `allocator.rs` puts the core on top and `lane.rs` finds a stream's heap,
+//! beside which `spares.rs` keeps lanes for the next buffers; `block.rs` and `uses.rs` are what buffers consist of. `unsafe`
+//! stands only where the driver is called, pointers are taken apart or cudarc's traits demand it.
 
 mod allocator;
 mod backend;
@@ -74,6 +78,7 @@ pub mod metrics;
 mod order;
 mod pinned;
 mod pool;
+mod spares;
 mod uses;
 mod view;
 
@@ -87,4 +92,5 @@ pub use error::{CudaError, DriverError, LoadError};
 pub use graph::{DeviceGraph, GraphCapture, GraphPool};
 pub use pinned::{PinnedAllocator, PinnedBuffer};
 pub use pool::Pool;
+pub use spares::{CoreAllocator, CoreLock, Spares};
 pub use view::{BufferView, BufferViewMut};

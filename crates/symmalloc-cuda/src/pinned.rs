@@ -64,7 +64,7 @@ pub struct PinnedBuffer<T> {
 impl<T> Drop for PinnedBuffer<T> {
     fn drop(&mut self) {
         if let Some(lane) = self.block.let_go() {
-            free(&lane, self.block.handle);
+            free(lane, self.block.handle);
         }
     }
 }

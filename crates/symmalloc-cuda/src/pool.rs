@@ -28,7 +28,7 @@ impl<B: CudaMemory> fmt::Debug for Pool<B> {
     }
 }
 
-/// While it lives, the pool is not destroyed. It has the pool's lanes.
+/// While it lives, the pool is not destroyed. It has the pool's lanes, and lanes may lie beside their heaps.
 pub(crate) struct Lease<B: CudaMemory> {
     state: Arc<State<B>>,
     pub(crate) pool: PoolId,
@@ -43,6 +43,7 @@ impl<B: CudaMemory> Lease<B> {
 
 impl<B: CudaMemory> Drop for Lease<B> {
     fn drop(&mut self) {
+        self.lanes.close_spares();
         if self.pool != PoolId::DEFAULT {
             self.state.abandon(Abandoned { pool: self.pool, observer: None, streams: Vec::new() });
         }

@@ -27,8 +27,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::DeviceAddress;
 use symmalloc_core::config::{Config, PointerLookup, PoolConfig};
 use symmalloc_core::errors::{AllocateError, FreeError, RecordUseError};
-use symmalloc_core::{Allocation, PoolId, SegmentPosition, SharedAllocator};
-use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaError, DriverError, Pool};
+use symmalloc_core::{Allocation, PoolId, SegmentPosition};
+use symmalloc_cuda::{CoreAllocator, CudaAllocator, CudaBackend, CudaDevice, CudaError, DriverError, Pool};
 
 /// The allocator of one device.
 pub struct DeviceAllocator {
@@ -113,7 +113,7 @@ impl DeviceAllocator {
         &self.allocator
     }
 
-    pub(crate) fn core(&self) -> &SharedAllocator<CudaBackend> {
+    pub(crate) fn core(&self) -> &CoreAllocator<CudaBackend> {
         self.allocator.core()
     }
 

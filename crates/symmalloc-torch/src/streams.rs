@@ -14,9 +14,8 @@ use std::collections::hash_map::Entry;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Mutex, PoisonError};
-use symmalloc_core::lock::Shared;
-use symmalloc_core::{BoundHeap, PoolId, SharedAllocator, StreamId};
-use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaError};
+use symmalloc_core::{BoundHeap, PoolId, StreamId};
+use symmalloc_cuda::{CoreAllocator, CoreLock, CudaAllocator, CudaBackend, CudaError};
 
 const CACHE_BITS: u32 = 8;
 
@@ -49,7 +48,7 @@ pub(crate) struct Lane {
     raw: RawStream,
     pub(crate) id: StreamId,
     /// Of the default pool.
-    pub(crate) heap: BoundHeap<'static, CudaBackend, Shared>,
+    pub(crate) heap: BoundHeap<'static, CudaBackend, CoreLock<CudaBackend>>,
 }
 
 /// The streams of one allocator.
@@ -105,10 +104,10 @@ impl Streams {
     unsafe fn register(&self, raw: RawStream) -> Result<Lane, Error> {
         // SAFETY: the caller's contract.
         let id = unsafe { self.allocator.register_raw_stream(raw.handle().cast()) }?;
-        let core: *const SharedAllocator<CudaBackend> = self.allocator.core();
+        let core: *const CoreAllocator<CudaBackend> = self.allocator.core();
         // SAFETY: the core's allocator lies in an `Arc` that `self.allocator` shares and does not give up while `self` lives.
         // Lanes do not leave `self`, and a bound heap does nothing when it is dropped.
-        let core: &'static SharedAllocator<CudaBackend> = unsafe { &*core };
+        let core: &'static CoreAllocator<CudaBackend> = unsafe { &*core };
         let heap = core.bind(PoolId::DEFAULT, id).map_err(CudaError::from)?;
         Ok(Lane { raw, id, heap })
     }

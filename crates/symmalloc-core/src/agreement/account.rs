@@ -5,7 +5,7 @@ use crate::allocator::Allocator;
 use crate::backend::Backend;
 use crate::config_text::hash_of_text;
 use crate::digest::Digest;
-use crate::heap::Heap;
+use crate::held::HeapCell;
 use crate::ids::PoolId;
 use crate::journal::{Journal, ProgramOrder};
 use crate::lock::{Lock, LockCell};
@@ -114,7 +114,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         pools.map(|(index, pool)| (PoolId(index as u32), pool.as_ref()))
     }
 
-    fn symmetric_heap(&self, key: HeapKey) -> Option<&L::Cell<Heap>> {
+    fn symmetric_heap(&self, key: HeapKey) -> Option<&HeapCell<L>> {
         let (_, pool) = self.symmetric_pools().nth(key.pool as usize)?;
         pool.heaps().find(|heap| heap.lock().stream == key.stream())
     }

@@ -12,3 +12,4 @@ mod pinned;
 mod prefetch;
 mod process;
 mod recording;
+mod spares;

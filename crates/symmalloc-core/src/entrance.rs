@@ -1,0 +1,171 @@
+//! Entrances: the shortest way into a heap, for whoever keeps something [beside it](crate::held).
+//!
+//! Nearly every request of a program in a steady state finds a free block at hand that nobody has to wait for, and nearly
+//! every free is nothing but that. An [`Entrance`] serves those and no others. It borrows nothing: what keeps the allocator
+//! alive may itself go into the keepsake, under the same lock.
+
+use crate::backend::DeviceAddress;
+use crate::bound::Binding;
+use crate::handle::Handle;
+use crate::held::{HeapCell, Keepsake};
+use crate::ids::{HeapId, StreamId};
+use crate::lock::{LockCell, Shared};
+use crate::units::SEGMENT_BYTES_MAX;
+
+/// The heap of a [`Binding`], for requests that are served at once. Good for as long as the allocator lives; entered later,
+/// it may lead to another allocator's heap, which has other handles. See [`Binding::entrance`].
+#[derive(Debug)]
+pub struct Entrance<K: Keepsake> {
+    heap: &'static HeapCell<Shared<K>>,
+    id: HeapId,
+    stream: StreamId,
+}
+
+impl<K: Keepsake> Clone for Entrance<K> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<K: Keepsake> Copy for Entrance<K> {}
+
+impl<K: Keepsake> Binding<Shared<K>> {
+    /// The binding's heap, without the allocator.
+    #[inline]
+    pub fn entrance(&self) -> Entrance<K> {
+        Entrance { heap: self.heap, id: self.id, stream: self.stream }
+    }
+}
+
+impl<K: Keepsake> Entrance<K> {
+    /// Allocates as [`allocate_in`](crate::Allocator::allocate_in) does, if a free block is at hand that nobody has to wait
+    /// for, and does `also` under the same lock. `None` else, and nothing has changed:
+    /// [`allocate_in`](crate::Allocator::allocate_in) does what it takes, or says why not.
+    ///
+    /// Only the handle, the address of the first byte and what `also` returned come back: for whoever keeps no more, this
+    /// is the shortest way.
+    #[inline]
+    pub fn allocate_at_hand<R>(
+        self,
+        size_bytes: u64,
+        address: &mut DeviceAddress,
+        also: impl FnOnce(&mut K) -> R,
+    ) -> Option<(Handle, R)> {
+        if !(1..=SEGMENT_BYTES_MAX).contains(&size_bytes) {
+            return None;
+        }
+        let mut guarded = self.heap.lock();
+        let allocation = guarded.allocate_at_hand(self.stream, size_bytes)?;
+        let done = also(&mut guarded.keepsake);
+        drop(guarded);
+        *address = allocation.address;
+        Some((allocation.handle, done))
+    }
+
+    /// Frees an allocation of the heap if nothing but its block is to be freed, and does `also` under the same lock. Whether
+    /// it did; if not, nothing has changed, and [`free`](crate::Allocator::free) does what it takes, or says why not.
+    #[inline]
+    pub fn free_at_hand(self, handle: Handle, also: impl FnOnce(&mut K)) -> bool {
+        if handle.heap() != self.id {
+            return false;
+        }
+        let mut guarded = self.heap.lock();
+        let is_freed = guarded.free_at_hand(handle, |_, _| {});
+        if is_freed {
+            also(&mut guarded.keepsake);
+        }
+        is_freed
+    }
+
+    /// Does something with the keepsake.
+    pub fn keepsake<R>(self, visit: impl FnOnce(&mut K) -> R) -> R {
+        visit(&mut self.heap.lock().keepsake)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+    use crate::sim::SimBackend;
+    use crate::{PoolId, SharedAllocator};
+
+    fn allocator() -> SharedAllocator<SimBackend> {
+        let allocator = SharedAllocator::new(SimBackend::builder().seed(1).build(), Config::default()).expect("valid");
+        for _ in 0..2 {
+            allocator.register_stream().expect("few streams");
+        }
+        allocator
+    }
+
+    fn entrance(allocator: &SharedAllocator<SimBackend>, stream: u16) -> Entrance<()> {
+        allocator.binding(PoolId::DEFAULT, StreamId(stream)).expect("both exist").entrance()
+    }
+
+    #[test]
+    fn what_is_done_at_hand_is_what_the_allocator_does() {
+        let (direct, at_hand) = (allocator(), allocator());
+        let heap = entrance(&at_hand, 1);
+        let sizes = [1, 4096, 3 << 20, 700, 64 << 20, 0];
+        for size in sizes.into_iter().chain(sizes) {
+            let one = direct.allocate(PoolId::DEFAULT, StreamId(1), size).expect("memory");
+            let (mut address, mut visits) = (DeviceAddress(0), 0);
+            let other = heap.allocate_at_hand(size, &mut address, |()| visits += 1).map(|(handle, ())| handle);
+            assert_eq!(visits, u32::from(other.is_some()));
+            let other = other.unwrap_or_else(|| {
+                let placed = at_hand.allocate(PoolId::DEFAULT, StreamId(1), size).expect("memory");
+                address = placed.address;
+                placed.handle
+            });
+            if size > 0 {
+                let placed = at_hand.allocation(other).expect("live");
+                let expected = (one.placement, one.size_bytes, address);
+                assert_eq!(expected, (placed.placement, placed.size_bytes, placed.address));
+            }
+            if size > 1000 {
+                direct.free(one.handle).expect("live");
+                assert!(heap.free_at_hand(other, |()| visits = 7), "nobody else used it");
+                assert_eq!(visits, 7);
+            }
+        }
+        assert_eq!(direct.digest(PoolId::DEFAULT), at_hand.digest(PoolId::DEFAULT));
+        assert_eq!(direct.stats(), at_hand.stats());
+        at_hand.check().expect("sane");
+    }
+
+    #[test]
+    fn what_is_not_at_hand_leaves_everything_as_it_was() {
+        let allocator = allocator();
+        let [one, other] = [0, 1].map(|stream| entrance(&allocator, stream));
+        let mut address = DeviceAddress(7);
+        let never = |(): &mut ()| panic!("nothing is done");
+        assert_eq!(one.allocate_at_hand(512, &mut address, never), None, "no memory yet");
+        let used = allocator.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory");
+        allocator.record_use(used.handle, StreamId(1)).expect("live");
+        let before = (allocator.digest(PoolId::DEFAULT), allocator.stats());
+        assert!(!one.free_at_hand(used.handle, never), "another stream uses it");
+        assert!(!other.free_at_hand(used.handle, never), "another heap's");
+        assert_eq!(other.allocate_at_hand(0, &mut address, never), None, "no bytes");
+        assert_eq!(other.allocate_at_hand(1 << 41, &mut address, never), None, "larger than a segment");
+        assert_eq!((allocator.digest(PoolId::DEFAULT), allocator.stats()), before);
+        assert_eq!(address, DeviceAddress(7));
+        assert_eq!(allocator.free(used.handle), Ok(()));
+    }
+
+    #[test]
+    fn an_entrance_that_outlives_its_allocator_serves_and_frees_nothing_of_it() {
+        let (late, handle) = {
+            let allocator = allocator();
+            let placed = allocator.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory");
+            (entrance(&allocator, 0), placed.handle)
+        };
+        assert!(!late.free_at_hand(handle, |()| panic!("it is gone")));
+        // The lock may serve another allocator's heap by now, which does not know the handle either.
+        let others: Vec<_> = (0..4).map(|_| allocator()).collect();
+        for other in &others {
+            other.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory");
+        }
+        assert!(!late.free_at_hand(handle, |()| panic!("it is gone")));
+        others.iter().for_each(|other| assert_eq!(other.stats().usage.all.allocations.current, 1));
+    }
+}

@@ -1,0 +1,189 @@
+//! How a heap is held: what its lock guards, and what becomes of the lock when the allocator is gone.
+//!
+//! Beside each heap lies a *keepsake*, under the same lock, of whoever owns the allocator: what belongs to allocations of the
+//! heap and changes with them is there for no second lock and no atomic count. The core never looks at it.
+//!
+//! ```text
+//!  HeapCell:  lock │ keepsake │ heap
+//! ```
+//!
+//! A keepsake may hold the very thing that keeps the allocator alive. Then a thread that leaves the lock may have left its
+//! last hold on the allocator inside, and another thread may end the allocator at that moment. So a lock of [`Shared`]
+//! outlives its allocator: it is never given back to the system. It waits, empty, among the [`Vacant`] ones for the next
+//! heap, and there are never more of them than there were heaps at a time.
+
+use crate::budget::Budget;
+use crate::config::{PointerLookup, PoolConfig};
+use crate::handle::{Allocation, Handle};
+use crate::heap::{Heap, HeapIdentity};
+use crate::ids::{HeapId, PoolId, StreamId};
+use crate::lock::{Lock, LockCell, Shared};
+use crate::units::UNIT_BYTES;
+use std::fmt::Debug;
+use std::ops::{Deref, DerefMut};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// A heap behind its lock.
+pub type HeapCell<L> = <L as Lock>::Cell<Guarded<L>>;
+
+/// Access to a heap and its keepsake.
+pub(crate) type HeapGuard<'a, L> = <HeapCell<L> as LockCell<Guarded<L>>>::Guard<'a>;
+
+/// What a heap's lock guards: the heap, and a keepsake.
+// The keepsake lies beside the lock, on a line that whoever enters has anyway.
+#[derive(Debug)]
+#[repr(C)]
+pub struct Guarded<L: Lock> {
+    pub(crate) keepsake: L::Keepsake,
+    pub(crate) heap: Heap,
+}
+
+impl<L: Lock> Guarded<L> {
+    pub(crate) fn new(heap: Heap) -> Self {
+        Guarded { keepsake: L::Keepsake::default(), heap }
+    }
+
+    /// Allocates if a free block is at hand; else nothing has changed.
+    #[inline(always)]
+    pub(crate) fn allocate_at_hand(&mut self, stream: StreamId, size_bytes: u64) -> Option<Allocation> {
+        let heap = &mut self.heap;
+        match heap.plain {
+            Some(plain) => heap.allocate_at_once(plain, size_bytes),
+            None if heap.is_recorded => None,
+            None => heap.allocate_at_once_by_rule(stream, size_bytes),
+        }
+    }
+
+    /// Frees an allocation if that is nothing but to free its block; else nothing has changed. Whether it did. `tally` is
+    /// told allocated and requested bytes.
+    #[inline(always)]
+    pub(crate) fn free_at_hand(&mut self, handle: Handle, tally: impl FnOnce(u64, u64)) -> bool {
+        let heap = &mut self.heap;
+        match heap.plain {
+            Some(plain) => heap.free_at_once(plain, handle, tally),
+            None if heap.is_recorded => false,
+            None => heap.free_at_once_by_rule(handle, tally),
+        }
+    }
+
+    /// A heap of no allocator.
+    fn vacant() -> Self {
+        let identity = HeapIdentity { id: HeapId(u32::MAX), pool: PoolId::DEFAULT, stream: None, owner: 0 };
+        let budget = Arc::new(Budget::new(None));
+        Self::new(Heap::new(identity, PoolConfig::default(), budget, UNIT_BYTES, PointerLookup::Off))
+    }
+}
+
+impl<L: Lock> Deref for Guarded<L> {
+    type Target = Heap;
+
+    #[inline(always)]
+    fn deref(&self) -> &Heap {
+        &self.heap
+    }
+}
+
+impl<L: Lock> DerefMut for Guarded<L> {
+    #[inline(always)]
+    fn deref_mut(&mut self) -> &mut Heap {
+        &mut self.heap
+    }
+}
+
+/// How those who use a heap hold it: in an [`Arc`], or, behind a lock of [`Shared`], by a plain reference.
+pub trait HeapRef<L: Lock>: Clone + Debug + Deref<Target = HeapCell<L>> {
+    /// Puts a heap behind a lock.
+    fn new(guarded: Guarded<L>) -> Self;
+
+    /// The allocator is gone: nobody uses the heap any more.
+    fn end(self);
+}
+
+impl<L: Lock> HeapRef<L> for Arc<HeapCell<L>>
+where
+    HeapCell<L>: Debug,
+{
+    fn new(guarded: Guarded<L>) -> Self {
+        Arc::new(LockCell::new(guarded))
+    }
+
+    fn end(self) {}
+}
+
+/// Locks without a heap, for the next heaps with such a keepsake.
+pub type Vacant<K> = Mutex<Vec<&'static HeapCell<Shared<K>>>>;
+
+/// A keepsake of heaps that many threads use.
+pub trait Keepsake: Debug + Default + Send + 'static {
+    /// The process's one list for this type.
+    fn vacant() -> &'static Vacant<Self>;
+}
+
+/// Nothing is kept.
+impl Keepsake for () {
+    fn vacant() -> &'static Vacant<()> {
+        static VACANT: Vacant<()> = Mutex::new(Vec::new());
+        &VACANT
+    }
+}
+
+impl<K: Keepsake> HeapRef<Shared<K>> for &'static HeapCell<Shared<K>> {
+    fn new(guarded: Guarded<Shared<K>>) -> Self {
+        let vacant = K::vacant().lock().unwrap_or_else(PoisonError::into_inner).pop();
+        match vacant {
+            Some(cell) => {
+                *cell.lock() = guarded;
+                cell
+            }
+            None => Box::leak(Box::new(LockCell::new(guarded))),
+        }
+    }
+
+    fn end(self) {
+        // What a keepsake drops may be anything: not under the lock.
+        drop(std::mem::replace(&mut *self.lock(), Guarded::vacant()));
+        K::vacant().lock().unwrap_or_else(PoisonError::into_inner).push(self);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::config::Config;
+    use crate::held::{Keepsake, Vacant};
+    use crate::lock::Shared;
+    use crate::sim::SimBackend;
+    use crate::{Allocator, PoolId};
+    use std::sync::{Mutex, PoisonError};
+
+    #[derive(Debug, Default)]
+    struct Kept(Vec<u8>);
+
+    impl Keepsake for Kept {
+        fn vacant() -> &'static Vacant<Self> {
+            static VACANT: Vacant<Kept> = Mutex::new(Vec::new());
+            &VACANT
+        }
+    }
+
+    #[test]
+    fn a_lock_serves_one_allocator_after_another_and_each_finds_its_heap_and_keepsake_new() {
+        let vacant = || Kept::vacant().lock().unwrap_or_else(PoisonError::into_inner).len();
+        for round in 0..3 {
+            let allocator: Allocator<_, Shared<Kept>> =
+                Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
+            assert_eq!(vacant(), if round == 0 { 0 } else { 2 });
+            for _ in 0..2 {
+                let stream = allocator.register_stream().expect("few streams");
+                let heap = allocator.binding(PoolId::DEFAULT, stream).expect("both exist").entrance();
+                heap.keepsake(|kept| assert_eq!(kept.0.len(), 0));
+                heap.keepsake(|kept| kept.0.push(round));
+                let placed = allocator.allocate(PoolId::DEFAULT, stream, 512).expect("memory");
+                assert_eq!((placed.placement.segment.0, placed.placement.offset_bytes), (0, 0));
+                assert_eq!(heap.keepsake(|kept| kept.0.clone()), [round]);
+            }
+            assert_eq!(vacant(), 0);
+            allocator.check().expect("sane");
+        }
+        assert_eq!(vacant(), 2);
+    }
+}
