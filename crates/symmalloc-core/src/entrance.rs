@@ -62,19 +62,24 @@ impl<K: Keepsake> Entrance<K> {
         Some((allocation.handle, done))
     }
 
-    /// Frees an allocation of the heap if nothing but its block is to be freed, and does `also` under the same lock. Whether
-    /// it did; if not, nothing has changed, and [`free`](crate::Allocator::free) does what it takes, or says why not.
+    /// Frees an allocation of the heap if nothing but its block is to be freed, and lets `keep` have `held` under the same
+    /// lock. Whether it did, and what `keep` did not keep; if it did not, nothing has changed, and
+    /// [`free`](crate::Allocator::free) does what it takes, or says why not.
     #[inline]
-    pub fn free_at_hand(self, handle: Handle, also: impl FnOnce(&mut K)) -> bool {
+    pub fn free_at_hand<T>(
+        self,
+        handle: Handle,
+        held: T,
+        keep: impl FnOnce(&mut K, T) -> Option<T>,
+    ) -> (bool, Option<T>) {
         if handle.heap() != self.id {
-            return false;
+            return (false, Some(held));
         }
         let mut guarded = self.heap.lock();
-        let is_freed = guarded.free_at_hand(handle, |_, _| {});
-        if is_freed {
-            also(&mut guarded.keepsake);
+        if !guarded.free_at_hand(handle, |_, _| {}) {
+            return (false, Some(held));
         }
-        is_freed
+        (true, keep(&mut guarded.keepsake, held))
     }
 
     /// Does something with the keepsake.
@@ -124,8 +129,11 @@ mod tests {
             }
             if size > 1000 {
                 direct.free(one.handle).expect("live");
-                assert!(heap.free_at_hand(other, |()| visits = 7), "nobody else used it");
-                assert_eq!(visits, 7);
+                assert_eq!(
+                    heap.free_at_hand(other, 7, |(), held| Some(held + 1)),
+                    (true, Some(8)),
+                    "nobody else used it"
+                );
             }
         }
         assert_eq!(direct.digest(PoolId::DEFAULT), at_hand.digest(PoolId::DEFAULT));
@@ -139,12 +147,13 @@ mod tests {
         let [one, other] = [0, 1].map(|stream| entrance(&allocator, stream));
         let mut address = DeviceAddress(7);
         let never = |(): &mut ()| panic!("nothing is done");
+        let nor_kept = |(): &mut (), _: u8| panic!("nothing is done");
         assert_eq!(one.allocate_at_hand(512, &mut address, never), None, "no memory yet");
         let used = allocator.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory");
         allocator.record_use(used.handle, StreamId(1)).expect("live");
         let before = (allocator.digest(PoolId::DEFAULT), allocator.stats());
-        assert!(!one.free_at_hand(used.handle, never), "another stream uses it");
-        assert!(!other.free_at_hand(used.handle, never), "another heap's");
+        assert_eq!(one.free_at_hand(used.handle, 7, nor_kept), (false, Some(7)), "another stream uses it");
+        assert_eq!(other.free_at_hand(used.handle, 7, nor_kept), (false, Some(7)), "another heap's");
         assert_eq!(other.allocate_at_hand(0, &mut address, never), None, "no bytes");
         assert_eq!(other.allocate_at_hand(1 << 41, &mut address, never), None, "larger than a segment");
         assert_eq!((allocator.digest(PoolId::DEFAULT), allocator.stats()), before);
@@ -159,13 +168,14 @@ mod tests {
             let placed = allocator.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory");
             (entrance(&allocator, 0), placed.handle)
         };
-        assert!(!late.free_at_hand(handle, |()| panic!("it is gone")));
+        let never = |(): &mut (), _: u8| panic!("it is gone");
+        assert_eq!(late.free_at_hand(handle, 7, never), (false, Some(7)));
         // The lock may serve another allocator's heap by now, which does not know the handle either.
         let others: Vec<_> = (0..4).map(|_| allocator()).collect();
         for other in &others {
             other.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory");
         }
-        assert!(!late.free_at_hand(handle, |()| panic!("it is gone")));
+        assert_eq!(late.free_at_hand(handle, 7, never), (false, Some(7)));
         others.iter().for_each(|other| assert_eq!(other.stats().usage.all.allocations.current, 1));
     }
 }

@@ -107,8 +107,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
 #[inline(always)]
 pub(crate) fn free<B: CudaMemory>(lane: Arc<Lane<B>>, handle: Handle) {
     let heap = lane.heap.entrance();
-    let mut lane = Some(lane);
-    let is_freed = heap.free_at_hand(handle, |spares| spares.give(&mut lane));
+    let (is_freed, lane) = heap.free_at_hand(handle, lane, Spares::keep);
     if let Some(lane) = lane {
         let_go(lane, if is_freed { None } else { Some(handle) });
     }

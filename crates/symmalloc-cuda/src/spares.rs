@@ -51,12 +51,14 @@ impl<B: CudaMemory> Spares<B> {
         mem::take(&mut self.0)
     }
 
-    /// Takes the lane, if there is room.
+    /// Keeps the lane, or returns it if there is no room.
     #[inline(always)]
-    pub(crate) fn give(&mut self, lane: &mut Option<Arc<Lane<B>>>) {
-        if self.0.len() < self.0.capacity() {
-            self.0.extend(lane.take());
+    pub(crate) fn keep(&mut self, lane: Arc<Lane<B>>) -> Option<Arc<Lane<B>>> {
+        if self.0.len() == self.0.capacity() {
+            return Some(lane);
         }
+        self.0.push(lane);
+        None
     }
 
     /// A lane, if there is one.
