@@ -46,6 +46,15 @@ pub struct Range {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event(pub u64);
 
+/// What [`Backend::record_in_row`] gave for a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum InRow {
+    /// An event that stands for a moment of its own.
+    Apart(Event),
+    /// The event that the call before gave: it stands for the work of both. Each is recycled.
+    Joined(Event),
+}
+
 /// Why a backend call failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{call} failed with {code} ({reason})")]
@@ -117,6 +126,15 @@ pub trait Backend {
     /// When the driver refuses; no event exists then.
     fn record(&self, stream: StreamId) -> Result<Event, BackendError>;
 
+    /// As [`record`](Self::record), for a program that may free more right away: the event may stand for a later moment,
+    /// and one event for many frees. It stands for a moment when somebody waits for it, at the latest.
+    ///
+    /// # Errors
+    /// When the driver refuses; no event exists then. What is recorded later may be refused to whoever waits.
+    fn record_in_row(&self, stream: StreamId) -> Result<InRow, BackendError> {
+        self.record(stream).map(InRow::Apart)
+    }
+
     /// Makes later work on `stream` wait, on the device, for `event`.
     ///
     /// # Errors
@@ -158,6 +176,9 @@ impl<B: Backend + ?Sized> Backend for &B {
     }
     fn record(&self, stream: StreamId) -> Result<Event, BackendError> {
         (**self).record(stream)
+    }
+    fn record_in_row(&self, stream: StreamId) -> Result<InRow, BackendError> {
+        (**self).record_in_row(stream)
     }
     fn wait(&self, stream: StreamId, event: Event) -> Result<(), BackendError> {
         (**self).wait(stream, event)

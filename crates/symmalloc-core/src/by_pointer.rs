@@ -16,6 +16,7 @@ use crate::block_table::{BlockState, Slot};
 use crate::bound::BoundHeap;
 use crate::digest::{Mark, OpKind};
 use crate::errors::{AllocateError, FreeError, HandleError, RecordUseError};
+use crate::fencing::Fencing;
 use crate::handle::{Allocation, Handle};
 use crate::heap::{Heap, Live, note};
 use crate::held::{HeapCell, HeapGuard};
@@ -162,7 +163,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         (live, place): (Live, Place),
         plain: Plain,
     ) -> Result<(), Box<FreeError>> {
-        heap.fence_uses(&self.around, live.slot).map_err(FreeError::from)?;
+        heap.fence_uses(&self.around, live.slot, Fencing::Apart).map_err(FreeError::from)?;
         // Nothing fails from here on.
         heap.free_pointer(live, place, plain, Users::Fenced, |allocated, requested| {
             self.tally(|peaks| peaks.free(allocated, requested));

@@ -5,6 +5,8 @@
 //!
 //! There are two ways to fence a use, and each has its place:
 //! - an **event recorded at free** on each other stream that used the block. Exact: the taker waits for no more than it must.
+//!   Where a program frees many blocks in a row, its backend may give them one event, which they share
+//!   ([`Backend::record_in_row`](crate::backend::Backend::record_in_row)).
 //! - a **tick** of the last owner's logical clock. Free to make; if another stream takes the block (shared heaps only)
 //!   an event is recorded then, on the owner's stream as it stands, which waits for a little more.
 //!
@@ -15,7 +17,7 @@
 //!  void(fence, taker)  ⇔  fence.tick ≤ waited[taker][fence.stream]  or  fence.tick ≤ synchronized[fence.stream]
 //! ```
 
-use crate::backend::Event;
+use crate::backend::{Event, InRow};
 use crate::ids::StreamId;
 
 /// A moment of a stream's logical clock. 0 is before everything.
@@ -241,6 +243,8 @@ pub(crate) struct StreamClocks {
 struct StreamClock {
     /// The moment that work submitted now belongs to. Advances whenever someone may wait for "now".
     now: Tick,
+    /// The tick that the last fence of a row of frees ended; other fences of the row have it too until the clock goes on.
+    row: Tick,
     /// The host has waited for the stream's work up to this tick.
     synchronized: Tick,
     /// `waited[t]`: this stream has waited for stream t's work up to that tick. Grown on demand.
@@ -249,7 +253,7 @@ struct StreamClock {
 
 impl StreamClocks {
     pub(crate) fn register(&mut self) {
-        self.streams.push(StreamClock { now: 1, synchronized: 0, waited: Vec::new() });
+        self.streams.push(StreamClock { now: 1, row: 0, synchronized: 0, waited: Vec::new() });
     }
 
     /// The tick of work that the stream was given last.
@@ -264,6 +268,21 @@ impl StreamClocks {
         let clock = &mut self.streams[stream.index()];
         clock.now += 1;
         clock.now - 1
+    }
+
+    /// As [`advance`](Self::advance), for a free in a row. Frees that share an event share a tick, unless the clock went on
+    /// between them: a wait for one is a wait for all. No thread may advance the clock between the recording and this.
+    #[inline]
+    pub(crate) fn advance_in_row(&mut self, stream: StreamId, recorded: InRow) -> (Tick, Event) {
+        let StreamClock { now, row, .. } = self.streams[stream.index()];
+        match recorded {
+            InRow::Joined(event) if row + 1 == now => (row, event),
+            InRow::Joined(event) | InRow::Apart(event) => {
+                let tick = self.advance(stream);
+                self.streams[stream.index()].row = tick;
+                (tick, event)
+            }
+        }
     }
 
     /// Whether work of `stream` up to `tick` is over, or waited for, before any later work of `taker`.

@@ -3,7 +3,7 @@
 //! Uses by other streams are noted while a block is allocated, become events when it is freed, travel with it while it
 //! is free, and are waited for by the stream that takes it. Only this file makes those driver calls.
 
-use crate::backend::{Backend, BackendError};
+use crate::backend::{Backend, BackendError, Event};
 use crate::block_table::{BlockState, Slot};
 use crate::digest::{Mark, op_word, placement_word};
 use crate::errors::HandleError;
@@ -14,6 +14,15 @@ use crate::ids::StreamId;
 use crate::lock::{Lock, LockCell};
 use smallvec::SmallVec;
 
+/// How the uses of a block are fenced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fencing {
+    /// By an event for this free alone.
+    Apart,
+    /// By an event that other frees right behind it may share.
+    InRow,
+}
+
 impl Heap {
     /// Records an event on every other stream that used the block, all or none.
     #[cold]
@@ -21,12 +30,13 @@ impl Heap {
         &mut self,
         around: &Surroundings<B, L>,
         slot: Slot,
+        fencing: Fencing,
     ) -> Result<(), BackendError> {
         let set = self.table.block(slot).fences;
         let mut unarmed = set;
         while let Some((Fence { stream, .. }, _)) = self.fences.first(unarmed) {
-            match around.backend.record(stream) {
-                Ok(event) => unarmed = self.fences.arm(unarmed, (around.clocks.lock().advance(stream), event)),
+            match record(around, stream, fencing) {
+                Ok(armed) => unarmed = self.fences.arm(unarmed, armed),
                 Err(error) => {
                     self.fences.disarm(set);
                     self.recycle_spent(around);
@@ -153,5 +163,27 @@ impl Heap {
             }
         }
         Ok(dropped)
+    }
+}
+
+/// Records an event, which covers a stream up to the tick that comes with it.
+///
+/// The tick ends before the recording, or no other can end in between: of two threads that fence one stream, the one with the
+/// later tick has the later event.
+fn record<B: Backend, L: Lock>(
+    around: &Surroundings<B, L>,
+    stream: StreamId,
+    fencing: Fencing,
+) -> Result<(Tick, Event), BackendError> {
+    match fencing {
+        Fencing::Apart => {
+            let tick = around.clocks.lock().advance(stream);
+            Ok((tick, around.backend.record(stream)?))
+        }
+        Fencing::InRow => {
+            let mut clocks = around.clocks.lock();
+            let recorded = around.backend.record_in_row(stream)?;
+            Ok(clocks.advance_in_row(stream, recorded))
+        }
     }
 }

@@ -30,6 +30,7 @@ use crate::config::{PointerLookup, PoolConfig};
 use crate::digest::{Digest, Mark, OpKind, op_word, placement_word};
 use crate::errors::{FreeError, HandleError};
 use crate::fence::{FenceSetId, FenceTable, StreamClocks, Tick};
+use crate::fencing::Fencing;
 use crate::free_index::FreeIndex;
 use crate::handle::{Allocation, Handle, Tags};
 use crate::ids::{HeapId, Placement, PoolId, SegmentId, StreamId};
@@ -436,13 +437,13 @@ impl Heap {
     pub(crate) fn free<B: Backend, L: Lock>(
         &mut self,
         around: &Surroundings<B, L>,
-        handle: Handle,
+        (handle, fencing): (Handle, Fencing),
         tally: impl FnOnce(u64, u64),
     ) -> Result<(), FreeError> {
         let live = self.live(handle)?;
         let Live { slot, stream, .. } = live;
         if !self.table.block(slot).fences.is_empty() {
-            self.fence_uses(around, slot)?;
+            self.fence_uses(around, slot, fencing)?;
         }
         // Nothing fails from here on.
         if let Some(Plain { frees, .. }) = self.plain {

@@ -271,6 +271,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// As [`allocate`](Self::allocate), on a lane of this allocator's pool.
     #[inline(never)]
     pub(crate) fn allocate_on(&self, lane: &Lane<B>, size_bytes: u64) -> Result<Allocation, CudaError> {
+        lane.device.end_rows();
         if lane.device.captures.any() {
             return Ok(self.state.core.allocate(self.pool_for(lane.stream)?, lane.stream, size_bytes)?);
         }
@@ -280,7 +281,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// The lane of a stream, where nothing has to be looked for or asked: that is the rule. Allocations lie in its heap.
     #[inline(always)]
     pub(crate) fn lane_at_hand(&self, stream: &CudaStream) -> Option<&Arc<Lane<B>>> {
-        self.lease.lanes.find_first(stream).filter(|lane| !lane.device.captures.any())
+        self.lease.lanes.find_first(stream).filter(|lane| lane.device.captures.is_quiet())
     }
 
     /// The lane of a stream.
@@ -340,6 +341,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// Where an allocation on a stream goes: to the graph pool of the capture that the stream is part of, or here.
     #[inline]
     pub(crate) fn pool_for(&self, stream: StreamId) -> Result<PoolId, AllocateError> {
+        self.device().end_rows();
         if !self.device().captures.any() {
             return Ok(self.pool());
         }
@@ -463,6 +465,7 @@ impl<B: CudaMemory> State<B> {
             return Ok(());
         }
         let order = self.order();
+        order.device.end_rows();
         order.order_behind(stream, on)?;
         if !order.device.captures.any() {
             // What a capture orders is ordered in its graph only.

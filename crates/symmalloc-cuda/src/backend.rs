@@ -9,7 +9,7 @@ use crate::order::Order;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
-use symmalloc_core::backend::{Backend, BackendError, Event, Range};
+use symmalloc_core::backend::{Backend, BackendError, Event, InRow, Range};
 use symmalloc_core::ids::StreamId;
 
 /// Granularity of memory that has none of its own, in bytes.
@@ -287,6 +287,9 @@ macro_rules! backend {
             }
             fn record(&self, stream: StreamId) -> Result<Event, BackendError> {
                 self.order.record(stream)
+            }
+            fn record_in_row(&self, stream: StreamId) -> Result<InRow, BackendError> {
+                self.order.record_in_row(stream)
             }
             fn wait(&self, stream: StreamId, event: Event) -> Result<(), BackendError> {
                 self.order.wait(stream, event)

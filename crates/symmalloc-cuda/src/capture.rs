@@ -9,16 +9,20 @@ use crate::error::{CAPTURE_IMPLICIT, DriverError};
 use cudarc::driver::sys::CUstream;
 use std::ffi::c_int;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A capture, as the driver numbers them; unique in the process.
 pub(crate) type CaptureId = u64;
 
-/// The captures under way on one device.
+/// The captures under way on one device, and whether [rows](crate::rows) of frees are open there: what an allocation looks at.
 #[derive(Debug, Default)]
 pub(crate) struct Captures {
-    active: AtomicUsize,
+    /// The number of captures, and [`ROWS`].
+    active: AtomicU64,
 }
+
+/// Set while a row is open.
+const ROWS: u64 = 1 << 63;
 
 impl Captures {
     pub(crate) fn begin(&self) {
@@ -29,9 +33,29 @@ impl Captures {
         self.active.fetch_sub(1, Ordering::AcqRel);
     }
 
+    /// Whether there is no capture and no row: nothing for an allocation to mind.
+    #[inline(always)]
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.active.load(Ordering::Acquire) == 0
+    }
+
     #[inline]
     pub(crate) fn any(&self) -> bool {
-        self.active.load(Ordering::Acquire) != 0
+        self.active.load(Ordering::Acquire) & !ROWS != 0
+    }
+
+    #[inline]
+    pub(crate) fn are_rows_open(&self) -> bool {
+        self.active.load(Ordering::Acquire) & ROWS != 0
+    }
+
+    /// Called under the lock of the rows.
+    pub(crate) fn set_rows_open(&self, are_open: bool) {
+        if are_open {
+            self.active.fetch_or(ROWS, Ordering::AcqRel);
+        } else {
+            self.active.fetch_and(!ROWS, Ordering::AcqRel);
+        }
     }
 
     /// The capture that the stream is part of, if any capture is under way.
@@ -61,6 +85,7 @@ impl CudaDevice {
     /// that a [`GraphPool`](crate::GraphPool) begins needs no such call.
     pub fn watch_captures(self: &Arc<Self>) -> CaptureWatch {
         self.captures.begin();
+        self.end_rows();
         CaptureWatch { device: Arc::clone(self) }
     }
 }

@@ -6,6 +6,7 @@
 use crate::capture::Captures;
 use crate::driver::{Driver, attribute};
 use crate::error::{CudaError, DriverError};
+use crate::rows::Rows;
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::{CUcontext, CUdevice};
 use std::ffi::c_int;
@@ -17,6 +18,7 @@ use std::sync::Arc;
 pub struct CudaDevice {
     pub(crate) driver: &'static Driver,
     pub(crate) captures: Captures,
+    pub(crate) rows: Rows,
     context: Arc<CudaContext>,
     features: DeviceFeatures,
 }
@@ -77,7 +79,7 @@ impl CudaDevice {
             fabric: has(attribute::FABRIC),
             gpu_direct_rdma: has(attribute::GPU_DIRECT_RDMA),
         };
-        Ok(Arc::new(CudaDevice { driver, captures: Captures::default(), context, features }))
+        Ok(Arc::new(CudaDevice { driver, captures: Captures::default(), rows: Rows::default(), context, features }))
     }
 
     /// Number of devices that the driver shows.

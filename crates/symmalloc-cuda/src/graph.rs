@@ -205,6 +205,7 @@ impl DeviceGraph {
             }
         }
         let device = &state.order().device;
+        device.end_rows();
         let _current = device.enter()?;
         // SAFETY: the graph is alive and ready, and its memory is kept by the pool.
         Ok(unsafe { device.driver.graph_launch(self.graph.cu_graph_exec(), stream.cu_stream()) }?)

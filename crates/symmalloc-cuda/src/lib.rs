@@ -79,6 +79,7 @@ mod order;
 mod pinned;
 mod pool;
 mod spares;
+mod rows;
 mod uses;
 mod view;
 

@@ -44,7 +44,7 @@ pub struct Order {
     captured: Mutex<BTreeMap<u64, CaptureId>>,
     /// Size of `captured`, readable without its lock.
     captured_count: AtomicUsize,
-    pub(crate) calls: CallCounters,
+    pub(crate) calls: Arc<CallCounters>,
 }
 
 /// What a [`StreamId`] stands for.
@@ -54,7 +54,8 @@ enum Lane {
 }
 
 /// An event that nobody uses.
-struct SpareEvent(CUevent);
+#[derive(Debug)]
+pub(crate) struct SpareEvent(pub(crate) CUevent);
 
 // SAFETY: the driver lets any thread use any event.
 unsafe impl Send for SpareEvent {}
@@ -67,7 +68,7 @@ impl Order {
             events: Mutex::default(),
             captured: Mutex::default(),
             captured_count: AtomicUsize::new(0),
-            calls: CallCounters::default(),
+            calls: Arc::default(),
         }
     }
 
@@ -123,7 +124,6 @@ impl Order {
     pub(crate) fn record(&self, stream: StreamId) -> Result<Event, BackendError> {
         if self.is_host(stream) {
             // An event that was never recorded is done.
-            let _current = self.device.enter()?;
             return Ok(self.new_event().map(|event| Event(event.0 as u64))?);
         }
         let raw = self.raw(stream, "cuEventRecord")?;
@@ -132,8 +132,8 @@ impl Order {
 
     /// As [`record`](Self::record), on a stream that is alive but may not be registered.
     pub(crate) fn record_raw(&self, stream: CUstream) -> Result<Event, DriverError> {
-        let _current = self.device.enter()?;
         let event = self.take_event()?;
+        let _current = self.device.enter()?;
         self.calls.count(Call::Record);
         let recorded = self.capture_of(stream).and_then(|capture| {
             // SAFETY: the event is this pool's and the stream is alive, both of the context that is current.
@@ -150,7 +150,7 @@ impl Order {
                 Ok(event)
             }
             Err(error) => {
-                self.spare().push(event);
+                self.keep(event);
                 Err(error)
             }
         }
@@ -159,7 +159,7 @@ impl Order {
     /// Makes later work on the stream wait for the event on the device.
     pub(crate) fn wait(&self, stream: StreamId, event: Event) -> Result<(), BackendError> {
         if self.is_host(stream) {
-            return Ok(self.wait_on_host(event)?);
+            return Ok(self.wait_on_host(self.settled(event)?)?);
         }
         let raw = self.raw(stream, "cuStreamWaitEvent")?;
         Ok(self.wait_raw(raw, event)?)
@@ -167,6 +167,7 @@ impl Order {
 
     /// As [`wait`](Self::wait), on a stream that is alive but may not be registered.
     pub(crate) fn wait_raw(&self, stream: CUstream, event: Event) -> Result<(), DriverError> {
+        let event = self.settled(event)?;
         match (self.capture_at(event), self.capture_of(stream)?) {
             (None, None) => {}
             (Some(recorded), Some(waiting)) if recorded == waiting => {}
@@ -206,6 +207,7 @@ impl Order {
 
     /// Whether the work before the event is done. Captured work never is: it has no moment.
     pub(crate) fn query(&self, event: Event) -> Result<bool, BackendError> {
+        let event = self.settled(event)?;
         if self.capture_at(event).is_some() {
             return Ok(false);
         }
@@ -222,10 +224,11 @@ impl Order {
 
     /// Takes an event back.
     pub(crate) fn recycle(&self, event: Event) {
+        let Some(event) = self.let_go(event) else { return };
         if self.captured_count.load(Ordering::Acquire) > 0 && self.captured().remove(&event.0).is_some() {
             self.captured_count.fetch_sub(1, Ordering::Release);
         }
-        self.spare().push(SpareEvent(event.0 as CUevent));
+        self.keep(SpareEvent(event.0 as CUevent));
     }
 
     /// Blocks the host until the stream's work so far is done.
@@ -293,7 +296,12 @@ impl Order {
         self.captured().get(&event.0).copied()
     }
 
-    /// A spare event, or a new one. The context is current.
+    /// Takes back an event that no fence has.
+    pub(crate) fn keep(&self, event: SpareEvent) {
+        self.spare().push(event);
+    }
+
+    /// A spare event, or a new one.
     fn take_event(&self) -> Result<SpareEvent, DriverError> {
         if let Some(event) = self.spare().pop() {
             return Ok(event);
@@ -301,8 +309,9 @@ impl Order {
         self.new_event()
     }
 
-    /// The context is current.
+    #[cold]
     fn new_event(&self) -> Result<SpareEvent, DriverError> {
+        let _current = self.device.enter()?;
         let _relaxed = self.device.driver.relax_capture();
         let mut event: CUevent = std::ptr::null_mut();
         // SAFETY: `event` is valid for writing, and a context is current.
@@ -330,6 +339,7 @@ impl Drop for Order {
     fn drop(&mut self) {
         // Streams that are dropped here would leave their context current.
         let _restore = RestoreCurrent::of(self.device.driver);
+        self.leave_rows();
         let Ok(_current) = self.device.enter() else { return };
         for event in self.spare().drain(..) {
             // SAFETY: made by this pool and used by nobody else.

@@ -126,6 +126,7 @@ impl<T> PinnedBuffer<T> {
 
     /// Notes a use by work that is submitted to the stream while the guard lives.
     fn begin<'a>(&self, stream: &'a CudaStream) -> SyncOnDrop<'a> {
+        self.block.lane().device.end_rows();
         let Some(id) = self.block.state().order().find(stream) else {
             // No event could be recorded on it later: the host waits for this use at once.
             return SyncOnDrop::sync_stream(stream);

@@ -73,6 +73,7 @@ impl Uses {
         stream: &'a CudaStream,
         access: Access,
     ) -> SyncOnDrop<'a> {
+        block.lane().device.end_rows();
         let is_owner = block.lane().raw.as_ref().is_some_and(|owner| is_same(owner, stream));
         if block.address == 0 || (is_owner && self.0.get().is_none()) {
             return SyncOnDrop::Record(None);
@@ -83,6 +84,7 @@ impl Uses {
     /// Notes a use of the block by work that is submitted to its own stream next.
     #[inline]
     pub(crate) fn on_own_stream(&self, block: &Block<CudaBackend>, access: Access) {
+        block.lane().device.end_rows();
         if self.0.get().is_none() {
             return;
         }

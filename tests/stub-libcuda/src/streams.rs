@@ -227,6 +227,15 @@ impl State {
         has_moved
     }
 
+    /// Puts work on a stream that holds up what comes behind it until [`external_is_done`](Self::external_is_done) names it.
+    pub fn hold(&mut self, stream: u64) -> Option<u64> {
+        self.stream(stream)?;
+        let instance = self.handle();
+        self.external_streams.insert(instance, stream);
+        self.enqueue(stream, Work::External { instance, has_arrived: true });
+        Some(instance)
+    }
+
     /// Work of another library is done: what it held up takes effect.
     pub fn external_is_done(&mut self, instance: u64) {
         if !self.external_streams.contains_key(&instance) {

@@ -49,6 +49,26 @@ pub fn all_calls() -> u64 {
     unsafe { control::<unsafe extern "C" fn(*const c_char) -> u64>("stub_calls")(std::ptr::null()) }
 }
 
+/// Work on a stream that takes as long as this lives: what is submitted behind it has no effect before.
+#[derive(Debug)]
+#[must_use = "the stream goes on when it is dropped"]
+pub struct LongWork(u64);
+
+/// Puts long work on a stream, by the driver's handle of it.
+pub fn hold(stream: u64) -> LongWork {
+    // SAFETY: the symbol's type.
+    let work = unsafe { control::<unsafe extern "C" fn(u64) -> u64>("stub_hold")(stream) };
+    assert_ne!(work, 0, "the stream is alive");
+    LongWork(work)
+}
+
+impl Drop for LongWork {
+    fn drop(&mut self) {
+        // SAFETY: the symbol's type, and work that is not done.
+        unsafe { control::<unsafe extern "C" fn(u64)>("stub_external_complete")(self.0) };
+    }
+}
+
 /// What the driver still has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 #[allow(missing_docs, reason = "the names say it")]

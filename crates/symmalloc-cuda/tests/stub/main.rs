@@ -13,3 +13,4 @@ mod prefetch;
 mod process;
 mod recording;
 mod spares;
+mod rows;

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 pub(crate) use stub_process::cuda::{all_calls, calls, fail, fail_elsewhere, heal, live, own_calls};
+pub(crate) use stub_process::cuda::{LongWork, all_calls, calls, fail, heal, hold, live};
 pub(crate) use stub_process::{Library, stub_test};
 use symmalloc_cuda::CudaDevice;
 
