@@ -1,14 +1,15 @@
 //! A device with the context that the allocator works in.
 //!
 //! A context is the user's own ([`CudaDevice::with_context`]) or the device's primary one ([`CudaDevice::new`]). Every driver
-//! call is made inside of a [`CurrentContext`] guard, so that a thread's current context is the same before and after.
+//! call that needs one is made inside of a [`CurrentContext`] guard, so that a thread's current context is the same before and
+//! after.
 
 use crate::capture::Captures;
 use crate::driver::{Driver, attribute};
-use crate::error::{CudaError, DriverError};
+use crate::error::{CudaError, DriverError, INVALID_CONTEXT, INVALID_HANDLE};
 use crate::rows::Rows;
 use cudarc::driver::CudaContext;
-use cudarc::driver::sys::{CUcontext, CUdevice};
+use cudarc::driver::sys::{CUcontext, CUdevice, CUstream};
 use std::ffi::c_int;
 use std::fmt;
 use std::marker::PhantomData;
@@ -178,6 +179,30 @@ impl CudaDevice {
             unsafe { self.driver.context_push(self.context.cu_ctx()) }?;
         }
         Ok(CurrentContext { driver: self.driver, pushed, thread: PhantomData })
+    }
+}
+
+/// What a driver may say of streams and events while their context is not current.
+const NOT_HERE: [i32; 2] = [INVALID_CONTEXT, INVALID_HANDLE];
+
+impl CudaDevice {
+    /// Makes a call about a stream of the device and its events. They name their context, so the driver does not need it to be
+    /// current: it is asked for, which is a call of its own, only where the driver did not find it.
+    #[inline]
+    pub(crate) fn call_about(
+        &self,
+        stream: CUstream,
+        call: impl Fn() -> Result<(), DriverError>,
+    ) -> Result<(), DriverError> {
+        // The default streams have the same names in all contexts, 0 to 2, and mean the current one's.
+        if stream as usize > 2 {
+            match call() {
+                Err(error) if NOT_HERE.contains(&error.code) => {}
+                outcome => return outcome,
+            }
+        }
+        let _current = self.enter()?;
+        call()
     }
 }
 

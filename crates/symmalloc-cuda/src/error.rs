@@ -42,6 +42,8 @@ pub(crate) const INVALID_VALUE: i32 = 1;
 pub(crate) const OUT_OF_MEMORY: i32 = 2;
 /// `CUDA_ERROR_NO_DEVICE`.
 pub(crate) const NO_DEVICE: i32 = 100;
+/// `CUDA_ERROR_INVALID_CONTEXT`.
+pub(crate) const INVALID_CONTEXT: i32 = 201;
 /// `CUDA_ERROR_INVALID_HANDLE`.
 pub(crate) const INVALID_HANDLE: i32 = 400;
 /// `CUDA_ERROR_NOT_READY`.

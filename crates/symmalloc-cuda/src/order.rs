@@ -133,11 +133,10 @@ impl Order {
     /// As [`record`](Self::record), on a stream that is alive but may not be registered.
     pub(crate) fn record_raw(&self, stream: CUstream) -> Result<Event, DriverError> {
         let event = self.take_event()?;
-        let _current = self.device.enter()?;
         self.calls.count(Call::Record);
         let recorded = self.capture_of(stream).and_then(|capture| {
-            // SAFETY: the event is this pool's and the stream is alive, both of the context that is current.
-            unsafe { self.device.driver.event_record(event.0, stream) }?;
+            // SAFETY: the event is this pool's and the stream is alive, both of one context.
+            self.device.call_about(stream, || unsafe { self.device.driver.event_record(event.0, stream) })?;
             Ok(capture)
         });
         match recorded {
@@ -178,10 +177,9 @@ impl Order {
     }
 
     fn wait_now(&self, stream: CUstream, event: Event) -> Result<(), DriverError> {
-        let _current = self.device.enter()?;
         self.calls.count(Call::Wait);
         // SAFETY: the event is this pool's and the stream is alive.
-        unsafe { self.device.driver.stream_wait(stream, event.0 as CUevent, 0) }
+        self.device.call_about(stream, || unsafe { self.device.driver.stream_wait(stream, event.0 as CUevent, 0) })
     }
 
     /// Makes later work on `stream` wait for all work of `on` so far, because the program wants it. Unlike a fence, this

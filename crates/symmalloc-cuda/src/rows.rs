@@ -106,10 +106,10 @@ impl Books {
             if unsafe { device.captures.of(device.driver, shared.stream) }?.is_some() {
                 return Err(DriverError { call: "cuEventRecord", code: CAPTURE_UNSUPPORTED });
             }
-            let _current = device.enter()?;
             shared.calls.count(Call::Record);
-            // SAFETY: the event is a pool's and the stream is alive, both of the context that is current.
-            unsafe { device.driver.event_record(shared.event.0, shared.stream) }?;
+            let (event, stream) = (shared.event.0, shared.stream);
+            // SAFETY: the event is a pool's and the stream is alive, both of one context.
+            device.call_about(stream, || unsafe { device.driver.event_record(event, stream) })?;
             shared.is_recorded = true;
         }
         self.close(number);
