@@ -1,6 +1,7 @@
 //! Frees in a row: how many events they take, what the events stand for, and that nobody takes memory that is in use.
 
 use crate::process::{LongWork, calls, device, fail, heal, hold, live, stub_test};
+use cudarc::driver::result::memcpy_htod_async;
 use cudarc::driver::{CudaStream, DevicePtr};
 use std::sync::Arc;
 use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
@@ -142,21 +143,49 @@ stub_test!(long_work_before_the_end_of_a_row_is_waited_for, {
     assert!(!is_held_up(&allocator, &a));
 });
 
+/// Takes memory without this crate's knowledge: no row ends.
+fn take(allocator: &CudaAllocator, stream: &Arc<CudaStream>, size_bytes: usize) {
+    let stream = allocator.stream_id(stream).expect("registered");
+    allocator.core().allocate(allocator.pool(), stream, size_bytes as u64).expect("allocated");
+}
+
 stub_test!(a_row_that_somebody_waited_for_takes_no_more_frees, {
     let (allocator, [a, b]) = allocator(Config::default());
-    let mut buffers = used(&allocator, 2, &a, &b);
-    drop(buffers.remove(0));
-    // Not through this crate: no row ends.
-    let stream = allocator.stream_id(&a).expect("registered");
-    let taken = allocator.core().allocate(allocator.pool(), stream, 1 << 20).expect("allocated");
-    assert_eq!(counts(), (1, 1));
-    let long = hold(b.cu_stream() as u64);
+    let mut buffers = used(&allocator, 4, &a, &b);
+    let (last, between) = (buffers.pop(), buffers.pop());
     drop(buffers);
-    assert_eq!(counts(), (2, 1), "an event of its own: the stream is behind the first one only");
-    let again = allocator.alloc_zeroed::<u8>(&a, MIB).expect("allocated");
+    take(&allocator, &a, MIB);
+    assert_eq!(counts(), (2, 1));
+    let _long = hold(b.cu_stream() as u64);
+    drop(last);
+    assert_eq!(counts(), (3, 1), "an event of its own: the stream is behind the first two only");
+    take(&allocator, &a, MIB);
+    assert_eq!(counts(), (3, 1), "the second one's");
+    take(&allocator, &a, MIB);
+    assert_eq!(counts(), (3, 2));
     assert!(is_held_up(&allocator, &a));
-    drop((long, again));
-    allocator.free(taken.handle).expect("live");
+    drop(between);
+});
+
+stub_test!(frees_of_a_row_are_told_from_those_that_somebody_waited_for_between_them, {
+    let (allocator, [a, b]) = allocator(Config::default());
+    let mut buffers = used(&allocator, 3, &a, &b);
+    let (last, between) = (buffers.pop(), buffers.pop());
+    let handle = allocator.allocate(&a, 3 << 20).expect("allocated").handle;
+    allocator.core().record_use(handle, allocator.stream_id(&b).expect("registered")).expect("live");
+    drop(buffers);
+    allocator.free(handle).expect("live");
+    take(&allocator, &a, 3 * MIB);
+    assert_eq!(counts(), (2, 1));
+    let _long = hold(b.cu_stream() as u64);
+    drop(last);
+    assert_eq!(counts(), (2, 1), "it joins the first drop, which nobody waited for");
+    take(&allocator, &a, MIB);
+    assert_eq!(counts(), (2, 1), "the first one's, which the stream is behind");
+    take(&allocator, &a, MIB);
+    assert_eq!(counts(), (3, 2));
+    assert!(is_held_up(&allocator, &a));
+    drop(between);
 });
 
 stub_test!(no_row_begins_in_a_capture, {
@@ -263,13 +292,23 @@ fn random_program(seed: u64, streams_share: StreamPolicy) {
             }
             _ => {
                 let count = (draw.below(4) as usize).min(buffers.len());
-                let mut row: Vec<_> = buffers.drain(buffers.len() - count..).collect();
-                for (buffer, _) in &mut row {
-                    for stream in streams.iter().filter(|_| draw.below(2) == 0) {
-                        stream.memcpy_htod(&BYTES[255], buffer).expect("copied");
+                let row: Vec<_> = buffers.drain(buffers.len() - count..).collect();
+                let users: Vec<_> = row
+                    .iter()
+                    .map(|(buffer, _)| {
+                        let users: Vec<_> = streams.iter().filter(|_| draw.below(2) == 0).collect();
+                        (users.iter().map(|user| buffer.device_ptr(user).0).max(), users)
+                    })
+                    .collect();
+                // Work that this crate does not see, between the drops.
+                for ((buffer, _), (pointer, users)) in row.into_iter().zip(users) {
+                    for user in users {
+                        // SAFETY: the buffer is alive and has as many bytes, and the host's live as long as the process.
+                        unsafe { memcpy_htod_async(pointer.expect("used"), &BYTES[255], user.cu_stream()) }
+                            .expect("copied");
                     }
+                    drop(buffer);
                 }
-                drop(row);
             }
         }
     }
