@@ -151,8 +151,9 @@ fn take(allocator: &CudaAllocator, stream: &Arc<CudaStream>, size_bytes: usize) 
 
 stub_test!(a_row_that_somebody_waited_for_takes_no_more_frees, {
     let (allocator, [a, b]) = allocator(Config::default());
-    let mut buffers = used(&allocator, 4, &a, &b);
-    let (last, between) = (buffers.pop(), buffers.pop());
+    let mut buffers = used(&allocator, 5, &a, &b);
+    // No two free blocks touch each other.
+    let (last, between) = (buffers.pop(), [buffers.remove(3), buffers.remove(1)]);
     drop(buffers);
     take(&allocator, &a, MIB);
     assert_eq!(counts(), (2, 1));
@@ -303,6 +304,9 @@ fn random_program(seed: u64, streams_share: StreamPolicy) {
                 // Work that this crate does not see, between the drops.
                 for ((buffer, _), (pointer, users)) in row.into_iter().zip(users) {
                     for user in users {
+                        if draw.below(4) == 0 {
+                            long.push(hold(user.cu_stream() as u64));
+                        }
                         // SAFETY: the buffer is alive and has as many bytes, and the host's live as long as the process.
                         unsafe { memcpy_htod_async(pointer.expect("used"), &BYTES[255], user.cu_stream()) }
                             .expect("copied");
