@@ -51,7 +51,8 @@ pub struct Event(pub u64);
 pub enum InRow {
     /// An event that stands for a moment of its own.
     Apart(Event),
-    /// The event that the call before gave: it stands for the work of both. Each is recycled.
+    /// An event that stands for the same moment as the one that the call before gave: whoever waits for one waits for both.
+    /// It is told apart from that one, and recycled on its own.
     Joined(Event),
 }
 
@@ -126,8 +127,8 @@ pub trait Backend {
     /// When the driver refuses; no event exists then.
     fn record(&self, stream: StreamId) -> Result<Event, BackendError>;
 
-    /// As [`record`](Self::record), for a program that may free more right away: the event may stand for a later moment,
-    /// and one event for many frees. It stands for a moment when somebody waits for it, at the latest.
+    /// As [`record`](Self::record), for a program that may free more right away: the event may stand for a later moment, so
+    /// that the next calls can [join](InRow::Joined) it. None joins it once somebody waits for it or asks it.
     ///
     /// # Errors
     /// When the driver refuses; no event exists then. What is recorded later may be refused to whoever waits.

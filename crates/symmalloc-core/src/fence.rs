@@ -243,7 +243,7 @@ pub(crate) struct StreamClocks {
 struct StreamClock {
     /// The moment that work submitted now belongs to. Advances whenever someone may wait for "now".
     now: Tick,
-    /// The tick that the last fence of a row of frees ended; other fences of the row have it too until the clock goes on.
+    /// The tick that the last fence of a row of frees ended; other fences of the row have it too until the clock goes on. 0: none.
     row: Tick,
     /// The host has waited for the stream's work up to this tick.
     synchronized: Tick,
@@ -276,7 +276,7 @@ impl StreamClocks {
     pub(crate) fn advance_in_row(&mut self, stream: StreamId, recorded: InRow) -> (Tick, Event) {
         let StreamClock { now, row, .. } = self.streams[stream.index()];
         match recorded {
-            InRow::Joined(event) if row + 1 == now => (row, event),
+            InRow::Joined(event) if row > 0 && row + 1 == now => (row, event),
             InRow::Joined(event) | InRow::Apart(event) => {
                 let tick = self.advance(stream);
                 self.streams[stream.index()].row = tick;
@@ -398,6 +398,22 @@ mod tests {
         clocks.waits_for(A, &moment);
         clocks.synchronized(&moment);
         assert!(!clocks.covers(A, B, later) && !clocks.covers(A, C, 7));
+    }
+
+    #[test]
+    fn frees_that_share_an_event_share_a_tick_unless_the_clock_went_on() {
+        let mut clocks = three_streams();
+        let (apart, joined) = (InRow::Apart(Event(1)), InRow::Joined(Event(2)));
+        let (first, _) = clocks.advance_in_row(B, apart);
+        assert_eq!(clocks.advance_in_row(B, joined), (first, Event(2)));
+        // Whoever waited for this moment is not behind the frees that join later.
+        let moment = clocks.moment(B);
+        clocks.waits_for(A, &moment);
+        let (later, _) = clocks.advance_in_row(B, joined);
+        assert!(clocks.covers(A, B, first) && !clocks.covers(A, B, later));
+        assert_eq!(clocks.advance_in_row(B, joined).0, later);
+        assert!(clocks.advance_in_row(B, apart).0 > later);
+        assert_eq!(clocks.advance_in_row(C, joined).0, 1, "streams have rows of their own");
     }
 
     fn spent(table: &mut FenceTable) -> Vec<Event> {
