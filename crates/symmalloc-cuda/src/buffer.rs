@@ -25,6 +25,9 @@ use symmalloc_core::{Handle, StreamId};
 /// Memory goes back to the device, which may block, only where the program says so: in `trim`, above a release threshold that
 /// a pool has, and with the last owner of the allocator.
 ///
+/// A buffer that other streams used is fenced by an event on each of them, which stands for the work that they were given until
+/// the drop; if more such buffers are dropped right behind it, until the last of these.
+///
 /// It implements cudarc's [`DeviceSlice`], [`DevicePtr`] and [`DevicePtrMut`], so copies, memset, cuBLAS and NCCL take it.
 /// Taking its pointer on another stream than its own records the use and orders the streams. A kernel launch does not say
 /// on which stream it is, so give it [`on`](DeviceBuffer::on) or [`read_on`](DeviceBuffer::read_on). On the buffer's own

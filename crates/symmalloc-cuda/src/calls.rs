@@ -18,7 +18,8 @@ pub struct DeviceCalls {
     pub unmaps: u64,
     /// Address ranges given back.
     pub releases: u64,
-    /// Events recorded: a free of memory that other streams used, or a wait.
+    /// Events recorded: a free of memory that other streams used, two at most for a row of buffers that are dropped one after
+    /// another, or a wait.
     pub records: u64,
     /// Times that a stream was told to wait for an event.
     pub waits: u64,
