@@ -28,6 +28,7 @@ use crate::ids::{SegmentId, StreamId};
 use crate::size_rules::SizeClass;
 use crate::units::{Units, bytes};
 use slab::Slab;
+use std::num::NonZeroU64;
 
 /// A slot of the block table.
 pub(crate) type Slot = u32;
@@ -70,7 +71,7 @@ pub(crate) enum BlockState {
         /// What the program asked for, in bytes; at most the block's size.
         requested: u64,
         /// The owner and serial number of the allocation, as in its handle.
-        tag: u64,
+        tag: NonZeroU64,
     },
     Free {
         /// The stream that used it last. In a heap of one stream, that stream.

@@ -27,8 +27,7 @@ pub struct Handle {
 impl Handle {
     /// The handle of an allocation with a tag that [`Tags`] gave.
     #[inline(always)]
-    pub(crate) fn new(heap: HeapId, slot: u32, tag: u64) -> Self {
-        let tag = NonZeroU64::new(tag).expect("no serial is zero");
+    pub(crate) fn new(heap: HeapId, slot: u32, tag: NonZeroU64) -> Self {
         Handle { place: u64::from(heap.0) << 32 | u64::from(slot), tag }
     }
 
@@ -43,8 +42,8 @@ impl Handle {
     }
 
     #[inline(always)]
-    pub(crate) fn tag(self) -> u64 {
-        self.tag.get()
+    pub(crate) fn tag(self) -> NonZeroU64 {
+        self.tag
     }
 
     /// The handle as two words, for interfaces that carry integers only.
@@ -76,7 +75,7 @@ impl fmt::Debug for Handle {
 impl fmt::Display for Handle {
     /// Heap, slot and serial number.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/{}#{}", self.heap(), self.slot(), self.tag() & SERIAL_MAX)
+        write!(f, "{}/{}#{}", self.heap(), self.slot(), self.tag().get() & SERIAL_MAX)
     }
 }
 
@@ -95,15 +94,17 @@ impl Tags {
     }
 
     #[inline]
-    pub(crate) fn next(&mut self) -> u64 {
-        self.last += 1;
+    pub(crate) fn next(&mut self) -> NonZeroU64 {
+        let tag = self.last.checked_add(1).and_then(NonZeroU64::new).expect("no serial is zero");
         // At a million allocations a second this takes nine years.
-        debug_assert!(self.last & SERIAL_MAX != 0);
-        self.last
+        debug_assert!(tag.get() & SERIAL_MAX != 0);
+        self.last = tag.get();
+        tag
     }
 
     /// Whether the tag is, or was, of an allocation of this heap.
-    pub(crate) fn gave(&self, tag: u64) -> bool {
+    pub(crate) fn gave(&self, tag: NonZeroU64) -> bool {
+        let tag = tag.get();
         tag >> SERIAL_BITS == self.last >> SERIAL_BITS && tag <= self.last && tag & SERIAL_MAX != 0
     }
 }

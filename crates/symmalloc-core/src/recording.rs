@@ -38,6 +38,7 @@ use crate::op::{Op, Record};
 use crate::trace::NAME_BYTES_MAX;
 use std::error::Error;
 use std::fmt;
+use std::num::NonZeroU64;
 use std::sync::atomic::Ordering;
 
 /// Why a sink failed, in its own words.
@@ -185,7 +186,7 @@ pub(crate) struct Recording {
     /// The live allocations' ids by heap and slot. What is not live has the id of some earlier allocation.
     ids: Vec<Vec<AllocationId>>,
     /// Those of zero bytes, by heap and tag: they share a slot.
-    nothings: SlotMap<(HeapId, u64), AllocationId>,
+    nothings: SlotMap<(HeapId, NonZeroU64), AllocationId>,
     /// The observers that came so far, and are there still. Their place is their id in the records.
     observers: Vec<Option<ObserverId>>,
 }
