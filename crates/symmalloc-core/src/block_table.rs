@@ -24,7 +24,7 @@
 
 use crate::backend::{DeviceAddress, Range};
 use crate::fence::{FenceSetId, Tick};
-use crate::ids::{SegmentId, StreamId};
+use crate::ids::{Placement, SegmentId, StreamId};
 use crate::size_rules::SizeClass;
 use crate::units::{Units, bytes};
 use slab::Slab;
@@ -36,18 +36,56 @@ pub(crate) type Slot = u32;
 /// No block: the end of a list.
 pub(crate) const NONE: Slot = Slot::MAX;
 
+/// Where a block begins: the segment's birth ordinal, inherited by every block split from it, and the offset in it. One
+/// word, which is what rule D2 orders blocks of one size by, and what digests fold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Place(u64);
+
+impl Place {
+    #[inline(always)]
+    pub(crate) fn new(sequence: SegmentId, offset: Units) -> Self {
+        Place((u64::from(sequence.0) << 32) | u64::from(offset))
+    }
+
+    /// The place so much further on in the same segment.
+    #[inline(always)]
+    pub(crate) fn plus(self, size: Units) -> Self {
+        Place(self.0 + u64::from(size))
+    }
+
+    #[inline(always)]
+    pub(crate) fn sequence(self) -> SegmentId {
+        SegmentId((self.0 >> 32) as u32)
+    }
+
+    /// From the start of the segment.
+    #[inline(always)]
+    pub(crate) fn offset(self) -> Units {
+        self.0 as Units
+    }
+
+    /// As a decision in a digest: see [`placement_word`](crate::digest::placement_word).
+    #[inline(always)]
+    pub(crate) fn word(self) -> u64 {
+        self.0
+    }
+
+    #[inline(always)]
+    pub(crate) fn placement(self) -> Placement {
+        Placement { segment: self.sequence(), offset_bytes: bytes(self.offset()) }
+    }
+}
+
 /// One cache line, which is what placing and freeing a block touches of it.
 #[derive(Debug)]
 #[repr(align(64))]
 pub(crate) struct Block {
     /// Slot of the segment in the table (not its id).
     pub(crate) segment: u32,
-    /// The segment's birth ordinal, inherited by every block split from it (rule D2).
-    pub(crate) sequence: SegmentId,
+    /// Where it begins.
+    pub(crate) place: Place,
     /// Never zero.
     pub(crate) size: Units,
-    /// From the start of the segment.
-    pub(crate) offset: Units,
     /// The neighbour at the lower offset.
     pub(crate) prev: Slot,
     /// The neighbour at the higher offset.
@@ -85,14 +123,11 @@ pub(crate) enum BlockState {
 }
 
 impl Block {
-    /// A block that covers `size` units of a segment from `offset` on, without neighbours.
-    #[inline(always)]
-    fn new(segment: u32, sequence: SegmentId, home: SizeClass, extent: (Units, Units), state: BlockState) -> Self {
-        let (offset, size) = extent;
+    /// A block of `size` units, without neighbours.
+    fn new(segment: u32, home: SizeClass, place: Place, size: Units, state: BlockState) -> Self {
         Block {
-            offset,
+            place,
             size,
-            sequence,
             segment,
             prev: NONE,
             next: NONE,
@@ -125,10 +160,16 @@ impl Block {
         self.state == BlockState::Hole
     }
 
+    /// From the start of the segment.
+    #[inline]
+    pub(crate) fn offset(&self) -> Units {
+        self.place.offset()
+    }
+
     /// The offset behind the block.
     #[inline]
     pub(crate) fn end(&self) -> Units {
-        self.offset + self.size
+        self.offset() + self.size
     }
 }
 
@@ -222,9 +263,8 @@ impl BlockTable {
     #[cold]
     fn add_vacant_slot(&mut self) {
         assert!(self.blocks.len() < NONE as usize - 1, "a heap has more than four billion blocks");
-        let extent = (0, 0);
         self.vacant = self.blocks.len() as Slot;
-        self.blocks.push(Block::new(0, SegmentId(0), SizeClass::Small, extent, BlockState::Vacant));
+        self.blocks.push(Block::new(0, SizeClass::Small, Place(0), 0, BlockState::Vacant));
     }
 
     #[inline]
@@ -242,7 +282,7 @@ impl BlockTable {
     #[inline(always)]
     pub(crate) fn address(&self, slot: Slot) -> DeviceAddress {
         let block = self.block(slot);
-        self.base(block.segment).plus(bytes(block.offset))
+        self.base(block.segment).plus(bytes(block.offset()))
     }
 
     pub(crate) fn segment_mut(&mut self, segment: u32) -> &mut Segment {
@@ -284,7 +324,7 @@ impl BlockTable {
         fresh: BlockState,
     ) -> Slot {
         let segment = self.segments.vacant_key() as u32;
-        let slot = self.insert(Block::new(segment, id, home, (0, size), fresh));
+        let slot = self.insert(Block::new(segment, home, Place::new(id, 0), size, fresh));
         if self.bases.len() <= segment as usize {
             self.bases.resize(segment as usize + 1, DeviceAddress(0));
         }
@@ -303,10 +343,12 @@ impl BlockTable {
         self.segments.remove(segment as usize)
     }
 
-    /// Puts a new block of `size` in front of a block, which the caller then shortens by as much from its start.
+    /// Cuts `size` off the start of a larger block that is in no index, and makes it a block of its own.
     pub(crate) fn cut_front(&mut self, slot: Slot, size: Units, state: BlockState) -> Slot {
-        let offset = self.block(slot).offset;
-        self.tiling_with_room().put_in_front(slot, (offset, size), state)
+        let front = self.tiling_with_room().put_in_front(slot, size, state);
+        let behind = self.block_mut(slot);
+        (behind.place, behind.size) = (behind.place.plus(size), behind.size - size);
+        front
     }
 
     /// Takes a block out of the tiling; the caller then extends a neighbour over its place.
@@ -319,9 +361,9 @@ impl BlockTable {
 
     /// Adds a block of `size` at the end of a segment and returns it.
     pub(crate) fn extend(&mut self, segment: u32, size: Units, fresh: BlockState) -> Slot {
-        let Segment { last, end, .. } = *self.segment(segment);
-        let Block { sequence, home, .. } = *self.block(last);
-        let block = Block { prev: last, ..Block::new(segment, sequence, home, (end, size), fresh) };
+        let Segment { last, .. } = *self.segment(segment);
+        let Block { place, size: whole, home, .. } = *self.block(last);
+        let block = Block { prev: last, ..Block::new(segment, home, place.plus(whole), size, fresh) };
         let slot = self.insert(block);
         self.block_mut(last).next = slot;
         let segment = self.segment_mut(segment);
@@ -336,7 +378,7 @@ impl BlockTable {
         let last = self.segment(segment).last;
         let block = self.block(last);
         assert!(block.is_hole() && block.prev != NONE, "a segment is shortened by a hole, and keeps a block");
-        self.segment_mut(segment).end = block.offset;
+        self.segment_mut(segment).end = block.offset();
         self.take_out(last);
     }
 }
@@ -353,14 +395,13 @@ pub(crate) struct Tiling<'a> {
 }
 
 impl Tiling<'_> {
-    /// Puts a new block, of an offset and a size, in front of a block that begins where it ends, or soon will. Takes the
-    /// vacant slot.
+    /// Puts a new block where a block begins, which the caller then shortens by as much from its start. Takes the vacant
+    /// slot.
     #[inline(always)]
-    pub(crate) fn put_in_front(&mut self, slot: Slot, extent: (Units, Units), state: BlockState) -> Slot {
+    pub(crate) fn put_in_front(&mut self, slot: Slot, size: Units, state: BlockState) -> Slot {
         let front = *self.vacant;
-        let (offset, size) = extent;
         let behind = &mut self.blocks[slot as usize];
-        let (sequence, segment) = (behind.sequence, behind.segment);
+        let (place, segment) = (behind.place, behind.segment);
         let (prev, home) = (behind.prev, behind.home);
         behind.prev = front;
         match self.blocks.get_mut(prev as usize) {
@@ -370,9 +411,8 @@ impl Tiling<'_> {
         let vacant = &mut self.blocks[front as usize];
         *self.vacant = vacant.next;
         // Field by field: a whole block would be put together on the stack first.
-        vacant.offset = offset;
+        vacant.place = place;
         vacant.size = size;
-        vacant.sequence = sequence;
         vacant.segment = segment;
         vacant.prev = prev;
         vacant.next = slot;
@@ -419,9 +459,18 @@ impl Tiling<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::digest::placement_word;
 
     #[test]
     fn a_block_takes_one_cache_line() {
         assert_eq!(size_of::<Block>(), 64);
+    }
+
+    #[test]
+    fn a_place_is_the_word_that_digests_fold() {
+        let place = Place::new(SegmentId(7), 5).plus(3);
+        assert_eq!((place.sequence(), place.offset()), (SegmentId(7), 8));
+        assert_eq!(place.word(), placement_word(place.placement()));
+        assert!(place < place.plus(1) && place.plus(1) < Place::new(SegmentId(8), 0));
     }
 }

@@ -16,7 +16,7 @@
 //! program that keeps 100,000 free blocks of one size would walk that list for ever, so a bin that grows long turns into
 //! a [`SortedRun`], which is logarithmic.
 
-use crate::block_table::{Block, NONE, Slot};
+use crate::block_table::{Block, NONE, Place, Slot};
 use crate::free_key::FreeKey;
 use crate::sorted_run::SortedRun;
 use crate::units::Units;
@@ -84,8 +84,8 @@ impl Block {
 
     /// What two free blocks of a heap are ordered by.
     #[inline(always)]
-    fn rank(&self) -> (u64, Units) {
-        ((u64::from(self.size) << 32) | u64::from(self.sequence.0), self.offset)
+    fn rank(&self) -> (Units, Place) {
+        (self.size, self.place)
     }
 }
 
@@ -214,10 +214,10 @@ impl FreeIndex {
         self.reshape(blocks, slot, size, |block| block.size = size);
     }
 
-    /// Changes a free block's offset and size.
+    /// Changes a free block's place and size.
     #[inline(always)]
-    pub(crate) fn resize_from(&mut self, blocks: &mut [Block], slot: Slot, offset: Units, size: Units) {
-        self.reshape(blocks, slot, size, |block| (block.offset, block.size) = (offset, size));
+    pub(crate) fn resize_from(&mut self, blocks: &mut [Block], slot: Slot, place: Place, size: Units) {
+        self.reshape(blocks, slot, size, |block| (block.place, block.size) = (place, size));
     }
 
     /// A block that is alone in its bin and stays in it does not move.
@@ -373,7 +373,7 @@ mod tests {
         let free = BlockState::Free { stream: StreamId(0), since: 0 };
         let slots = blocks.iter().map(|&(size, sequence, offset)| {
             let slot = table.add_segment(SegmentId(sequence), range, SizeClass::Large, size, free);
-            table.block_mut(slot).offset = offset;
+            table.block_mut(slot).place = Place::new(SegmentId(sequence), offset);
             slot
         });
         let slots = slots.collect();
@@ -427,8 +427,8 @@ mod tests {
             // Every block changes its size, so that it goes to another bin, or to another place in its own.
             for key in oracle {
                 let block = table.block(key.slot());
-                let (offset, size) = (block.offset + 1, if block.size > 50 { block.size - 50 } else { block.size + 1 });
-                index.resize_from(table.blocks_mut(), key.slot(), offset, size);
+                let (place, size) = (block.place.plus(1), if block.size > 50 { block.size - 50 } else { block.size + 1 });
+                index.resize_from(table.blocks_mut(), key.slot(), place, size);
             }
             prop_assert!(index.keys(table.blocks()).is_sorted());
             prop_assert!(index.keys(table.blocks()).all(|key| key == FreeKey::of(table.block(key.slot()), key.slot())));

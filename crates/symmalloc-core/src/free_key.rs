@@ -14,15 +14,9 @@ impl FreeKey {
     pub(crate) const MIN: FreeKey = FreeKey(0);
 
     #[inline]
-    fn new(size: Units, sequence: u32, offset: Units, slot: Slot) -> Self {
-        let high = (u64::from(size) << 32) | u64::from(sequence);
-        let low = (u64::from(offset) << 32) | u64::from(slot);
-        FreeKey((u128::from(high) << 64) | u128::from(low))
-    }
-
-    #[inline]
     pub(crate) fn of(block: &Block, slot: Slot) -> Self {
-        FreeKey::new(block.size, block.sequence.0, block.offset, slot)
+        let place = u128::from(block.place.word()) << 32;
+        FreeKey(u128::from(block.size) << 96 | place | u128::from(slot))
     }
 
     /// The least key a block of this size can have.

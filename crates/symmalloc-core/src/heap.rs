@@ -379,16 +379,16 @@ impl Heap {
         let index = &mut self.free[home as usize];
         let mut tiling = self.table.tiling_with_room();
         let free = choose(&self.rules, index, tiling.blocks, wanted)?;
-        let Block { offset, size: whole, sequence, segment, .. } = tiling.blocks[free as usize];
-        let placement = Placement { segment: sequence, offset_bytes: bytes(offset) };
+        let Block { place, size: whole, segment, .. } = tiling.blocks[free as usize];
+        let placement = place.placement();
         let address = tiling.base(segment).plus(placement.offset_bytes);
-        self.digest.fold(allocates.with(requested), placement_word(placement));
+        self.digest.fold(allocates.with(requested), place.word());
         let tag = self.tags.next();
         let state = BlockState::Allocated { stream, requested, tag };
         let (slot, size) = if S::splits(&self.rules, home, wanted, whole) {
             // The rest keeps the slot, and sometimes its place in the free index.
-            let front = tiling.put_in_front(free, (offset, wanted), state);
-            index.resize_from(tiling.blocks, free, offset + wanted, whole - wanted);
+            let front = tiling.put_in_front(free, wanted, state);
+            index.resize_from(tiling.blocks, free, place.plus(wanted), whole - wanted);
             (front, wanted)
         } else {
             index.remove(tiling.blocks, free);
@@ -482,15 +482,13 @@ impl Heap {
         let Live { slot, stream, requested } = live;
         let mut tiling = self.table.tiling();
         let block = &mut tiling.blocks[slot as usize];
-        let placement = Placement { segment: block.sequence, offset_bytes: bytes(block.offset) };
-        let size = block.size;
+        let Block { place, size, .. } = *block;
         block.state = BlockState::Free { stream, since };
         self.usage.free(size, requested);
         tally(bytes(size), requested);
-        let placed = placement_word(placement);
-        self.digest.fold(frees.with(0), placed);
+        self.digest.fold(frees.with(0), place.word());
         merge(&mut tiling, &mut self.free[home as usize], &mut self.fences, users, slot);
-        placed
+        place.word()
     }
 
     /// Strikes an allocation that is about to be freed from the books. The name that it had.
@@ -549,8 +547,7 @@ impl Heap {
     }
 
     pub(crate) fn placement(&self, slot: Slot) -> Placement {
-        let block = self.table.block(slot);
-        Placement { segment: block.sequence, offset_bytes: bytes(block.offset) }
+        self.table.block(slot).place.placement()
     }
 
     pub(crate) fn address(&self, slot: Slot) -> DeviceAddress {

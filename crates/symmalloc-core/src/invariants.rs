@@ -4,7 +4,7 @@
 
 use crate::allocator::Allocator;
 use crate::backend::Backend;
-use crate::block_table::{Block, BlockState, NONE, Slot};
+use crate::block_table::{Block, BlockState, NONE, Place, Slot};
 use crate::config::SegmentPolicy;
 use crate::fence::Fence;
 use crate::free_key::FreeKey;
@@ -110,10 +110,9 @@ fn blocks_tile_their_segment(heap: &Heap) -> bool {
         let (mut end, mut prev) = (0, NONE);
         for slot in heap.table.blocks_of(id) {
             let block = heap.table.block(slot);
-            if block.offset != end
+            if block.place != Place::new(segment.id, end)
                 || block.prev != prev
                 || block.segment != id
-                || block.sequence != segment.id
                 || block.size == 0
             {
                 return false;
@@ -228,7 +227,7 @@ fn extents_are_granular(heap: &Heap) -> bool {
             && (is_expandable || bytes(segment.end) == segment.range.size_bytes)
             && holes
                 .into_iter()
-                .all(|hole| is_expandable && hole.offset.is_multiple_of(granule) && hole.size.is_multiple_of(granule))
+                .all(|hole| is_expandable && hole.offset().is_multiple_of(granule) && hole.size.is_multiple_of(granule))
     })
 }
 

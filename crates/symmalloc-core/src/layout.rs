@@ -215,7 +215,7 @@ impl SegmentLayout {
         };
         for slot in heap.table.blocks_of(segment) {
             let block = heap.table.block(slot);
-            let (offset_bytes, size_bytes) = (bytes(block.offset), bytes(block.size));
+            let (offset_bytes, size_bytes) = (bytes(block.offset()), bytes(block.size));
             if block.is_hole() {
                 continue;
             }

@@ -50,11 +50,11 @@ pub(crate) fn merge(
         }
         prev
     } else if tiling.is_free(next) {
-        let Block { offset, size, .. } = tiling.blocks[slot as usize];
+        let Block { place, size, .. } = tiling.blocks[slot as usize];
         let back = tiling.blocks[next as usize].size;
         cover(tiling, fences, users, slot, next);
         tiling.join(prev, next);
-        index.resize_from(tiling.blocks, next, offset, size + back);
+        index.resize_from(tiling.blocks, next, place, size + back);
         next
     } else {
         index.insert(tiling.blocks, slot);

@@ -137,8 +137,8 @@ pub(crate) fn events_of_live_segment(heap: &Heap, segment: u32) -> Vec<SegmentEv
     let mut runs: Vec<(Units, Units)> = vec![(0, 0)];
     for block in heap.table.blocks_of(segment).map(|slot| heap.table.block(slot)).filter(|block| !block.is_hole()) {
         match runs.last_mut() {
-            Some((from, size)) if *from + *size == block.offset => *size += block.size,
-            _ => runs.push((block.offset, block.size)),
+            Some((from, size)) if *from + *size == block.offset() => *size += block.size,
+            _ => runs.push((block.offset(), block.size)),
         }
     }
     let kinds = std::iter::once(SegmentEventKind::Birth).chain(std::iter::repeat(SegmentEventKind::Growth));

@@ -236,13 +236,10 @@ impl Heap {
         let Some((slot, segment)) = self.find_hole(size) else { return Ok(None) };
         let hole = self.table.block(slot);
         let missing = self.rules.whole_granules(size - self.free_size(hole.prev)).min(hole.size);
-        let (offset, whole) = (hole.offset, hole.size);
+        let (offset, whole) = (hole.offset(), hole.size);
         self.map(around, segment, offset, missing)?;
         let filled = if missing < whole {
-            let filled = self.table.cut_front(slot, missing, fresh(stream));
-            let rest = self.table.block_mut(slot);
-            (rest.offset, rest.size) = (offset + missing, whole - missing);
-            filled
+            self.table.cut_front(slot, missing, fresh(stream))
         } else {
             self.hole_count -= 1;
             self.table.block_mut(slot).state = fresh(stream);

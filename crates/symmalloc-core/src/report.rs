@@ -383,5 +383,5 @@ fn block_snapshot(heap: &Heap, slot: u32) -> BlockSnapshot {
         BlockState::Hole => BlockStateSnapshot::Hole,
         BlockState::Vacant => unreachable!("a vacant slot is in no segment"),
     };
-    BlockSnapshot { offset_bytes: bytes(block.offset), size_bytes: bytes(block.size), state }
+    BlockSnapshot { offset_bytes: bytes(block.offset()), size_bytes: bytes(block.size), state }
 }

@@ -164,8 +164,8 @@ impl Heap {
                 continue;
             }
             match mapped.last_mut() {
-                Some((offset, size)) if *offset + *size == bytes(block.offset) => *size += bytes(block.size),
-                _ => mapped.push((bytes(block.offset), bytes(block.size))),
+                Some((offset, size)) if *offset + *size == bytes(block.offset()) => *size += bytes(block.size),
+                _ => mapped.push((bytes(block.offset()), bytes(block.size))),
             }
             streams.extend(self.streams_of(slot));
             let fences = block.fences;
@@ -248,7 +248,7 @@ impl Heap {
         for slot in self.table.blocks_of(segment).filter(|slot| self.table.block(*slot).is_free()).collect::<Vec<_>>() {
             let block = self.table.block(slot);
             let granule = self.rules.granule;
-            let (from, to) = (block.offset.next_multiple_of(granule), block.end() / granule * granule);
+            let (from, to) = (block.offset().next_multiple_of(granule), block.end() / granule * granule);
             if from >= to {
                 continue;
             }
@@ -281,7 +281,7 @@ impl Heap {
     /// Turns `from..to` of a free block, whose memory went back, into a hole or, at the end of the segment, into nothing.
     fn cut_hole(&mut self, slot: Slot, from: Units, to: Units) {
         let block = self.table.block(slot);
-        let (segment, offset, end, fences) = (block.segment, block.offset, block.end(), block.fences);
+        let (segment, offset, end, fences) = (block.segment, block.offset(), block.end(), block.fences);
         self.unlink(slot);
         // The streams are synchronized: nobody need wait for the rest of the block either.
         self.fences.clear(fences);
@@ -291,12 +291,8 @@ impl Heap {
             let front = self.table.cut_front(slot, from - offset, free);
             self.link(front);
         }
-        let block = self.table.block_mut(slot);
-        (block.offset, block.size) = (from, end - from);
         let hole = if to < end {
             let hole = self.table.cut_front(slot, to - from, BlockState::Hole);
-            let block = self.table.block_mut(slot);
-            (block.offset, block.size) = (to, end - to);
             self.link(slot);
             hole
         } else {

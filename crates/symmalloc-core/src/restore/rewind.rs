@@ -129,7 +129,7 @@ impl Saved<'_> {
         let mut allocations = saved.allocations.iter().peekable();
         for slot in heap.table.blocks_of(segment) {
             let block = heap.table.block(slot);
-            let (from, to) = (bytes(block.offset), bytes(block.end()));
+            let (from, to) = (bytes(block.offset()), bytes(block.end()));
             match block.state {
                 BlockState::Hole => {
                     let lost = lost(&saved.extents, from, to);
@@ -214,12 +214,11 @@ impl Heap {
     fn carve(&mut self, slot: Slot, offset: Units, end: Units) -> Slot {
         self.unlink(slot);
         let free = self.table.block(slot).state;
-        let start = self.table.block(slot).offset;
+        let start = self.table.block(slot).offset();
         if start < offset {
             let front = self.table.cut_front(slot, offset - start, free);
             self.table.block_mut(front).fences = self.without_events(self.table.block(slot).fences);
             self.link(front);
-            self.move_start(slot, offset);
         }
         if end == self.table.block(slot).end() {
             let fences = std::mem::replace(&mut self.table.block_mut(slot).fences, FenceSetId::EMPTY);
@@ -227,16 +226,8 @@ impl Heap {
             return slot;
         }
         let carved = self.table.cut_front(slot, end - offset, free);
-        self.move_start(slot, end);
         self.link(slot);
         carved
-    }
-
-    /// A block begins later: something was cut off its front.
-    fn move_start(&mut self, slot: Slot, offset: Units) {
-        let block = self.table.block_mut(slot);
-        block.size = block.end() - offset;
-        block.offset = offset;
     }
 
     /// Another set of the same fences. An event belongs to one fence, so whoever takes this set waits for its streams as
