@@ -260,7 +260,7 @@ stub! {
         let stream = stream_key(stream);
         if state.stream(stream).ok_or(INVALID_HANDLE)?.capture.is_some() { return Err(CAPTURE_UNSUPPORTED); }
         let id = state.handle();
-        state.captures.insert(id, Capture::begin(stream));
+        state.captures.insert(id, Capture::begin(stream, mode));
         state.streams.get_mut(&stream).expect("known").capture = Some(id);
         Ok(())
     };

@@ -281,7 +281,7 @@ impl State {
         if is_relaxed {
             return false;
         }
-        let Some(capture) = self.captures.values_mut().find(|capture| capture.thread == thread) else { return false };
+        let Some(capture) = self.captures.values_mut().find(|capture| capture.minds(thread)) else { return false };
         capture.is_valid = false;
         true
     }

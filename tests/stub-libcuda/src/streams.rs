@@ -103,7 +103,9 @@ pub struct Capture {
     /// Where it began.
     origin: u64,
     /// Who began it.
-    pub thread: ThreadId,
+    thread: ThreadId,
+    /// Whether it forbids other threads, too, what it forbids its own.
+    is_global: bool,
     /// Whether nothing forbidden happened so far.
     pub is_valid: bool,
     /// What was captured.
@@ -111,9 +113,15 @@ pub struct Capture {
 }
 
 impl Capture {
-    /// A capture of what is submitted to `origin`, by this thread.
-    pub fn begin(origin: u64) -> Self {
-        Capture { origin, thread: std::thread::current().id(), is_valid: true, ops: Vec::new() }
+    /// A capture of what is submitted to `origin`, by this thread. Mode 0 is global.
+    pub fn begin(origin: u64, mode: c_int) -> Self {
+        let thread = std::thread::current().id();
+        Capture { origin, thread, is_global: mode == 0, is_valid: true, ops: Vec::new() }
+    }
+
+    /// Whether it minds what a thread does.
+    pub fn minds(&self, thread: ThreadId) -> bool {
+        self.is_global || self.thread == thread
     }
 }
 

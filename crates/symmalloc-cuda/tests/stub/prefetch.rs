@@ -1,6 +1,7 @@
 //! Memory made ahead of growth: who makes it, what of it can be seen, and that it is in nobody's way.
 
 use crate::process::{calls, device, fail, fail_elsewhere, heal, live, own_calls, stub_test};
+use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use symmalloc_core::backend::{Backend, Range, Reason};
@@ -126,6 +127,23 @@ stub_test!(chunks_ahead_are_as_large_as_all_growth_allows, {
     wait_for_spare(&backend, 40);
     give_back(&backend, range, 170);
     assert_eq!(live().device_bytes, 0);
+});
+
+stub_test!(chunks_end_where_they_would_without_what_is_ahead, {
+    let device = device();
+    for (builder, chunks) in [
+        (CudaBackend::builder(&device), [2, 20, 2].as_slice()),
+        (CudaBackend::builder(&device).prefetch_bytes(40 * MIB), &[2, 2, 18, 2]),
+    ] {
+        let backend = builder.build().expect("the stub supports it");
+        let range = backend.reserve(1 << 30).expect("reserve");
+        map(&backend, range, 0, 2);
+        wait_for_spare(&backend, if chunks.len() == 4 { 2 } else { 0 });
+        map(&backend, range, 2, 22);
+        backend.unmap(range, 22 * MIB, 2 * MIB).expect("unmap");
+        assert_eq!((backend.idle_bytes(), live().device_bytes), (0, 22 * MIB), "in chunks of {chunks:?} MiB");
+        give_back(&backend, range, 22);
+    }
 });
 
 stub_test!(whole_ranges_and_holes_have_nothing_ahead, {
@@ -348,6 +366,18 @@ stub_test!(memory_is_made_ahead_during_a_capture_and_does_not_spoil_it, {
     drop((first, second));
     graph.launch(&stream).expect("launched");
     stream.synchronize().expect("done");
+});
+
+stub_test!(a_capture_that_forbids_all_threads_is_not_spoilt_either, {
+    let device = device();
+    let backend = prefetching(&device, 40);
+    let stream = device.context().new_stream().expect("a stream");
+    let range = backend.reserve(1 << 30).expect("reserve");
+    stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).expect("begun");
+    map(&backend, range, 0, 20);
+    wait_for_spare(&backend, 20);
+    let flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY;
+    stream.end_capture(flags).expect("nothing was forbidden");
 });
 
 stub_test!(peers_reach_what_was_made_ahead, ["STUB_DEVICES" = "2"], {
