@@ -59,7 +59,7 @@ impl CudaBackendBuilder {
     /// of the granularity, and at least [`chunk_bytes`](Self::chunk_bytes). 0, the default: none.
     ///
     /// After each growth the thread maps as much behind the range as the range reaches, up to this, so that the next growth finds
-    /// its memory mapped and makes no driver call. Placements, digests, segments and what counts as reserved are the same
+    /// its memory made and mapped. Placements, digests, segments and what counts as reserved are the same
     /// with and without. [`CudaMemory::spare_bytes`] says how much is ahead: it is device memory that nobody has yet. It goes
     /// back when memory of its range does, in [`CachingAllocator::trim`](crate::CachingAllocator::trim), and before an allocation
     /// fails because the device is full; after that nothing is made ahead until memory goes back.

@@ -83,7 +83,7 @@ stub_test!(a_backend_that_makes_memory_ahead_keeps_the_contract, {
     }
 });
 
-stub_test!(growth_finds_its_memory_made_and_the_caller_makes_no_call, {
+stub_test!(growth_finds_its_memory_made_and_the_caller_makes_none, {
     let device = device();
     let plain = CudaBackend::builder(&device).build().expect("the stub supports it");
     let range = plain.reserve(1 << 30).expect("reserve");
