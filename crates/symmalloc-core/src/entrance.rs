@@ -1,24 +1,20 @@
-//! Entrances: the shortest way into a heap, for whoever keeps something [beside it](crate::held).
+//! Entrances: the shortest way to free, for whoever keeps something [beside the heap](crate::held).
 //!
-//! Nearly every request of a program in a steady state finds a free block at hand that nobody has to wait for, and nearly
-//! every free is nothing but that. An [`Entrance`] serves those and no others. It borrows nothing: what keeps the allocator
-//! alive may itself go into the keepsake, under the same lock.
+//! Nearly every free of a program in a steady state is nothing but to free a block. An [`Entrance`] serves those and no
+//! others. It borrows nothing: what keeps the allocator alive may itself go into the keepsake, under the same lock.
 
-use crate::backend::DeviceAddress;
 use crate::bound::Binding;
 use crate::handle::Handle;
 use crate::held::{HeapCell, Keepsake};
-use crate::ids::{HeapId, StreamId};
+use crate::ids::HeapId;
 use crate::lock::{LockCell, Shared};
-use crate::units::SEGMENT_BYTES_MAX;
 
-/// The heap of a [`Binding`], for requests that are served at once. Good for as long as the allocator lives; entered later,
-/// it may lead to another allocator's heap, which has other handles. See [`Binding::entrance`].
+/// The heap of a [`Binding`], to free what lies in it. Good for as long as the allocator lives; entered later, it frees
+/// nothing: it may lead to another allocator's heap, which knows none of the handles. See [`Binding::entrance`].
 #[derive(Debug)]
 pub struct Entrance<K: Keepsake> {
     heap: &'static HeapCell<Shared<K>>,
     id: HeapId,
-    stream: StreamId,
 }
 
 impl<K: Keepsake> Clone for Entrance<K> {
@@ -33,35 +29,11 @@ impl<K: Keepsake> Binding<Shared<K>> {
     /// The binding's heap, without the allocator.
     #[inline]
     pub fn entrance(&self) -> Entrance<K> {
-        Entrance { heap: self.heap, id: self.id, stream: self.stream }
+        Entrance { heap: self.heap, id: self.id }
     }
 }
 
 impl<K: Keepsake> Entrance<K> {
-    /// Allocates as [`allocate_in`](crate::Allocator::allocate_in) does, if a free block is at hand that nobody has to wait
-    /// for, and does `also` under the same lock. `None` else, and nothing has changed:
-    /// [`allocate_in`](crate::Allocator::allocate_in) does what it takes, or says why not.
-    ///
-    /// Only the handle, the address of the first byte and what `also` returned come back: for whoever keeps no more, this
-    /// is the shortest way.
-    #[inline]
-    pub fn allocate_at_hand<R>(
-        self,
-        size_bytes: u64,
-        address: &mut DeviceAddress,
-        also: impl FnOnce(&mut K) -> R,
-    ) -> Option<(Handle, R)> {
-        if !(1..=SEGMENT_BYTES_MAX).contains(&size_bytes) {
-            return None;
-        }
-        let mut guarded = self.heap.lock();
-        let allocation = guarded.allocate_at_hand(self.stream, size_bytes)?;
-        let done = also(&mut guarded.keepsake);
-        drop(guarded);
-        *address = allocation.address;
-        Some((allocation.handle, done))
-    }
-
     /// Frees an allocation of the heap if nothing but its block is to be freed, and lets `keep` have `held` under the same
     /// lock. Whether it did, and what `keep` did not keep; if it did not, nothing has changed, and
     /// [`free`](crate::Allocator::free) does what it takes, or says why not.
@@ -81,19 +53,15 @@ impl<K: Keepsake> Entrance<K> {
         }
         (true, keep(&mut guarded.keepsake, held))
     }
-
-    /// Does something with the keepsake.
-    pub fn keepsake<R>(self, visit: impl FnOnce(&mut K) -> R) -> R {
-        visit(&mut self.heap.lock().keepsake)
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::DeviceAddress;
     use crate::config::Config;
     use crate::sim::SimBackend;
-    use crate::{PoolId, SharedAllocator};
+    use crate::{PoolId, SharedAllocator, StreamId};
 
     fn allocator() -> SharedAllocator<SimBackend> {
         let allocator = SharedAllocator::new(SimBackend::builder().seed(1).build(), Config::default()).expect("valid");
@@ -103,19 +71,20 @@ mod tests {
         allocator
     }
 
-    fn entrance(allocator: &SharedAllocator<SimBackend>, stream: u16) -> Entrance<()> {
-        allocator.binding(PoolId::DEFAULT, StreamId(stream)).expect("both exist").entrance()
+    fn binding(allocator: &SharedAllocator<SimBackend>, stream: u16) -> Binding<Shared> {
+        allocator.binding(PoolId::DEFAULT, StreamId(stream)).expect("both exist")
     }
 
     #[test]
     fn what_is_done_at_hand_is_what_the_allocator_does() {
         let (direct, at_hand) = (allocator(), allocator());
-        let heap = entrance(&at_hand, 1);
+        let heap = binding(&at_hand, 1);
         let sizes = [1, 4096, 3 << 20, 700, 64 << 20, 0];
         for size in sizes.into_iter().chain(sizes) {
             let one = direct.allocate(PoolId::DEFAULT, StreamId(1), size).expect("memory");
             let (mut address, mut visits) = (DeviceAddress(0), 0);
-            let other = heap.allocate_at_hand(size, &mut address, |()| visits += 1).map(|(handle, ())| handle);
+            let other = at_hand.allocate_at_hand_in(&heap, size, &mut address, |()| visits += 1);
+            let other = other.map(|(handle, ())| handle);
             assert_eq!(visits, u32::from(other.is_some()));
             let other = other.unwrap_or_else(|| {
                 let placed = at_hand.allocate(PoolId::DEFAULT, StreamId(1), size).expect("memory");
@@ -130,7 +99,7 @@ mod tests {
             if size > 1000 {
                 direct.free(one.handle).expect("live");
                 assert_eq!(
-                    heap.free_at_hand(other, 7, |(), held| Some(held + 1)),
+                    heap.entrance().free_at_hand(other, 7, |(), held| Some(held + 1)),
                     (true, Some(8)),
                     "nobody else used it"
                 );
@@ -144,18 +113,18 @@ mod tests {
     #[test]
     fn what_is_not_at_hand_leaves_everything_as_it_was() {
         let allocator = allocator();
-        let [one, other] = [0, 1].map(|stream| entrance(&allocator, stream));
+        let [one, other] = [0, 1].map(|stream| binding(&allocator, stream));
         let mut address = DeviceAddress(7);
         let never = |(): &mut ()| panic!("nothing is done");
         let nor_kept = |(): &mut (), _: u8| panic!("nothing is done");
-        assert_eq!(one.allocate_at_hand(512, &mut address, never), None, "no memory yet");
+        assert_eq!(allocator.allocate_at_hand_in(&one, 512, &mut address, never), None, "no memory yet");
         let used = allocator.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory");
         allocator.record_use(used.handle, StreamId(1)).expect("live");
         let before = (allocator.digest(PoolId::DEFAULT), allocator.stats());
-        assert_eq!(one.free_at_hand(used.handle, 7, nor_kept), (false, Some(7)), "another stream uses it");
-        assert_eq!(other.free_at_hand(used.handle, 7, nor_kept), (false, Some(7)), "another heap's");
-        assert_eq!(other.allocate_at_hand(0, &mut address, never), None, "no bytes");
-        assert_eq!(other.allocate_at_hand(1 << 41, &mut address, never), None, "larger than a segment");
+        assert_eq!(one.entrance().free_at_hand(used.handle, 7, nor_kept), (false, Some(7)), "another stream uses it");
+        assert_eq!(other.entrance().free_at_hand(used.handle, 7, nor_kept), (false, Some(7)), "another heap's");
+        assert_eq!(allocator.allocate_at_hand_in(&other, 0, &mut address, never), None, "no bytes");
+        assert_eq!(allocator.allocate_at_hand_in(&other, 1 << 41, &mut address, never), None, "larger than a segment");
         assert_eq!((allocator.digest(PoolId::DEFAULT), allocator.stats()), before);
         assert_eq!(address, DeviceAddress(7));
         assert_eq!(allocator.free(used.handle), Ok(()));
@@ -166,7 +135,7 @@ mod tests {
         let (late, handle) = {
             let allocator = allocator();
             let placed = allocator.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory");
-            (entrance(&allocator, 0), placed.handle)
+            (binding(&allocator, 0).entrance(), placed.handle)
         };
         let never = |(): &mut (), _: u8| panic!("it is gone");
         assert_eq!(late.free_at_hand(handle, 7, never), (false, Some(7)));

@@ -174,12 +174,12 @@ mod tests {
             assert_eq!(vacant(), if round == 0 { 0 } else { 2 });
             for _ in 0..2 {
                 let stream = allocator.register_stream().expect("few streams");
-                let heap = allocator.binding(PoolId::DEFAULT, stream).expect("both exist").entrance();
-                heap.keepsake(|kept| assert_eq!(kept.0.len(), 0));
-                heap.keepsake(|kept| kept.0.push(round));
+                let heap = allocator.binding(PoolId::DEFAULT, stream).expect("both exist");
+                allocator.with_keepsake(&heap, |kept| assert_eq!(kept.0.len(), 0));
+                allocator.with_keepsake(&heap, |kept| kept.0.push(round));
                 let placed = allocator.allocate(PoolId::DEFAULT, stream, 512).expect("memory");
                 assert_eq!((placed.placement.segment.0, placed.placement.offset_bytes), (0, 0));
-                assert_eq!(heap.keepsake(|kept| kept.0.clone()), [round]);
+                assert_eq!(allocator.with_keepsake(&heap, |kept| kept.0.clone()), [round]);
             }
             assert_eq!(vacant(), 0);
             allocator.check().expect("sane");

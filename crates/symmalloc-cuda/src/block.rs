@@ -74,7 +74,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
         address: &mut DeviceAddress,
     ) -> Option<Handle> {
         let at_hand = self.lane_at_hand(stream)?;
-        let (handle, spare) = at_hand.heap.entrance().allocate_at_hand(size_bytes, address, Spares::take)?;
+        let (handle, spare) = self.state.core.allocate_at_hand_in(&at_hand.heap, size_bytes, address, Spares::take)?;
         *lane = ManuallyDrop::new(Some(spare.unwrap_or_else(|| Arc::clone(at_hand))));
         Some(handle)
     }

@@ -57,13 +57,13 @@ impl<B: CudaMemory> Lane<B> {
     fn open_spares(&self) {
         let config = self.state.core.pool_config(self.heap.pool());
         if config.is_ok_and(|config| config.streams() == StreamPolicy::Separate) {
-            self.heap.entrance().keepsake(Spares::open);
+            self.state.core.with_keepsake(&self.heap, Spares::open);
         }
     }
 
     /// No lane is left beside the heap any more.
     fn close_spares(&self) {
-        drop(self.heap.entrance().keepsake(Spares::close));
+        drop(self.state.core.with_keepsake(&self.heap, Spares::close));
     }
 }
 
