@@ -77,7 +77,8 @@ pub struct ManyFree<S: Subject> {
 }
 
 impl<S: Subject> ManyFree<S> {
-    /// `count` free blocks, and as many allocated ones, that cannot merge.
+    /// `count` free blocks, and as many allocated ones, that cannot merge. Each was replaced once, as in a program that has
+    /// run for a while: what frees in a row put off until somebody searches is done.
     pub fn new(mut subject: S, count: usize, sizes: Sizes) -> Self {
         let mut random = SplitMix64::new(count as u64);
         let size = |random: &mut SplitMix64| match sizes {
@@ -94,8 +95,12 @@ impl<S: Subject> ManyFree<S> {
             let victim = live.swap_remove(random.below(live.len() as u64) as usize);
             subject.free(S0, victim);
         }
-        let replacements = (0..PAIRS).map(|_| (random.below(count as u64) as usize, size(&mut random))).collect();
-        ManyFree { subject, live, replacements }
+        let mut replacements =
+            |pairs: usize| (0..pairs).map(|_| (random.below(count as u64) as usize, size(&mut random))).collect();
+        let mut many = ManyFree { subject, live, replacements: replacements(count) };
+        many.replace();
+        many.replacements = replacements(PAIRS as usize);
+        many
     }
 
     /// Carries the replacements out: [`PAIRS`] frees and as many allocations. What is measured.

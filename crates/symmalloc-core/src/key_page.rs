@@ -13,6 +13,7 @@
 //! on how many keys there are.
 
 use crate::free_key::FreeKey;
+use std::mem;
 
 /// A page of this many keys is full: 1 KiB. A power of two.
 pub(crate) const PAGE_MAX: usize = 64;
@@ -70,20 +71,37 @@ impl KeyPage {
     /// Puts the newcomers in order.
     #[inline]
     pub(crate) fn sort(&mut self) {
-        while self.sorted < self.len {
-            let from = self.sorted as usize;
-            let key = self.keys.0[from];
-            let to = self.keys.0[..from].partition_point(|other| *other > key);
-            self.keys.0.copy_within(to..from, to + 1);
-            self.keys.0[to] = key;
-            self.sorted += 1;
+        if self.sorted < self.len {
+            self.sort_newcomers();
         }
+    }
+
+    #[inline(never)]
+    fn sort_newcomers(&mut self) {
+        let last = self.len() - 1;
+        for newcomer in self.sorted as usize..last {
+            let to = self.keys.0[..newcomer].partition_point(|other| *other > self.keys.0[newcomer]);
+            self.keys.0[to..=newcomer].rotate_right(1);
+        }
+        // Where pages are looked into often there is rarely another. Nothing but `MIN` lies behind the keys in order now, as
+        // in a sorted page.
+        let key = mem::replace(&mut self.keys.0[last], FreeKey::MIN);
+        let to = self.count_sorted_at_least(key);
+        self.keys.0.copy_within(to..last, to + 1);
+        self.keys.0[to] = key;
+        self.sorted = self.len;
     }
 
     /// How many keys of a sorted page are at least `bound`: the last of them is in the place before.
     #[inline(always)]
     pub(crate) fn count_at_least(&self, bound: FreeKey) -> usize {
         debug_assert_eq!(self.sorted, self.len);
+        self.count_sorted_at_least(bound)
+    }
+
+    /// As [`count_at_least`](Self::count_at_least), of the keys in order. Behind them lies nothing but `MIN`.
+    #[inline(always)]
+    fn count_sorted_at_least(&self, bound: FreeKey) -> usize {
         let (mut at, mut half) = (0, PAGE_MAX / 2);
         while half > 0 {
             if self.key(at + half - 1) >= bound {

@@ -105,14 +105,14 @@ impl SortedRun {
     #[inline]
     pub(crate) fn remove(&mut self, key: FreeKey) {
         let Position { mut page, mut at } = self.found;
-        if self.page(page).key(at) != key {
+        let mut keys = self.page_mut(page);
+        if keys.key(at) != key {
             page = self.page_of(key);
-            let keys = self.page_mut(page);
+            keys = self.page_mut(page);
             keys.sort();
             at = keys.count_at_least(key).saturating_sub(1);
+            assert!(keys.key(at) == key, "the free index lacks a block that the table calls free");
         }
-        let keys = self.page_mut(page);
-        assert!(keys.key(at) == key, "the free index lacks a block that the table calls free");
         keys.remove(at);
         if keys.len() < PAGE_JOIN {
             self.join(page);
