@@ -15,8 +15,8 @@
 use crate::free_key::FreeKey;
 use std::mem;
 
-/// A page of this many keys is full: 1 KiB. A power of two.
-pub(crate) const PAGE_MAX: usize = 64;
+/// A page of this many keys is full: 512 bytes. A power of two.
+pub(crate) const PAGE_MAX: usize = 32;
 
 #[derive(Debug)]
 pub(crate) struct KeyPage {
@@ -185,9 +185,9 @@ mod tests {
         page.remove(page.count_at_least(oracle[7]) - 1);
         page.insert(oracle[7]);
         let upper = page.split_off();
-        assert_eq!((page.len(), upper.len()), (31, 31));
+        assert_eq!((page.len(), upper.len()), (PAGE_MAX / 2 - 1, PAGE_MAX / 2 - 1));
         assert!(page.keys_in_order().chain(upper.keys_in_order()).eq(oracle.iter().copied()));
-        assert_eq!(page.count_at_least(upper.key(30)), 0);
+        assert_eq!(page.count_at_least(upper.key(upper.len() - 1)), 0);
         page.append(&upper);
         page.sort();
         assert!(page.keys().iter().rev().eq(&oracle));
