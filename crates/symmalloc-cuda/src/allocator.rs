@@ -367,7 +367,8 @@ impl<B: CudaMemory> CachingAllocator<B> {
     }
 
     /// Gives free memory of all pools but those of graphs back to the device, with what was made ahead of growth, and destroys
-    /// abandoned pools that are empty. Returns the bytes that went back from the former. Waits on the host for streams that used the memory.
+    /// abandoned pools that are empty. Returns the bytes that went back from the former. Waits on the host for streams that
+    /// used the memory.
     ///
     /// # Errors
     /// When the driver fails; the rest can be trimmed again.
