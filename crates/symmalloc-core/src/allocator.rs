@@ -307,13 +307,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Whatever [`free`](Self::free) may need besides the block: events, books, a release, a refusal.
     #[inline(never)]
-    fn free_by_all_means(&self, mut heap: HeapGuard<'_, L>, handle: Handle) -> Result<(), FreeError> {
-    fn free_by_all_means(
-        &self,
-        mut heap: Guard<'_, L, Heap>,
-        handle: Handle,
-        fencing: Fencing,
-    ) -> Result<(), FreeError> {
+    fn free_by_all_means(&self, mut heap: HeapGuard<'_, L>, handle: Handle, fencing: Fencing) -> Result<(), FreeError> {
         if handle.slot() == NO_SLOT {
             return Ok(free_nothing(&mut heap, handle)?);
         }

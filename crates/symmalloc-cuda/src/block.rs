@@ -117,9 +117,7 @@ pub(crate) fn free<B: CudaMemory>(lane: Arc<Lane<B>>, handle: Handle) {
 #[inline(never)]
 #[allow(clippy::needless_pass_by_value, reason = "the lane is let go of here, and with it the allocator perhaps")]
 fn let_go<B: CudaMemory>(lane: Arc<Lane<B>>, unfreed: Option<Handle>) {
-    if let Some(Err(error)) = unfreed.map(|handle| lane.state.core.free(handle)) {
-fn free_by_all_means<B: CudaMemory>(lane: &Lane<B>, handle: Handle) {
-    if let Err(error) = lane.state.core.free_in_row(handle) {
+    if let Some(Err(error)) = unfreed.map(|handle| lane.state.core.free_in_row(handle)) {
         lane.state.note_drop_error(DropError::Free(error));
     }
 }

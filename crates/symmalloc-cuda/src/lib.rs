@@ -51,14 +51,10 @@
 //! # Implementation
 //! `driver.rs` resolves the calls; `device.rs` keeps the thread's current context as it was. A backend is memory
 //! (`memory.rs`: virtual memory with `chunks.rs` as its books, made ahead of growth where that is asked for, or whole
-//! allocations) and an order of work (`order.rs`:
-//! streams and events, also in captures). `allocator.rs` puts the core on top and `lane.rs` finds a stream's heap;
-//! `block.rs` and `uses.rs` are what buffers consist of. `unsafe` stands only where the driver is called, pointers are taken
-//! apart or cudarc's traits demand it.
-//! (`memory.rs`: virtual memory with `chunks.rs` as its books, or whole allocations) and an order of work (`order.rs`:
-//! streams and events, also in captures). `allocator.rs` puts the core on top and `lane.rs` finds a stream's heap,
-//! beside which `spares.rs` keeps lanes for the next buffers; `block.rs` and `uses.rs` are what buffers consist of. `unsafe`
-//! stands only where the driver is called, pointers are taken apart or cudarc's traits demand it.
+//! allocations) and an order of work (`order.rs`: streams and events, also in captures). `allocator.rs` puts the core on top
+//! and `lane.rs` finds a stream's heap, beside which `spares.rs` keeps lanes for the next buffers; `block.rs` and `uses.rs`
+//! are what buffers consist of. `unsafe` stands only where the driver is called, pointers are taken apart or cudarc's traits
+//! demand it.
 
 mod allocator;
 mod backend;
@@ -78,8 +74,8 @@ pub mod metrics;
 mod order;
 mod pinned;
 mod pool;
-mod spares;
 mod rows;
+mod spares;
 mod uses;
 mod view;
 

@@ -55,6 +55,8 @@ pub unsafe extern "C" fn stub_own_calls(name: *const c_char) -> u64 {
     // SAFETY: the caller's contract.
     let name = unsafe { CStr::from_ptr(name) }.to_string_lossy();
     THREAD.with_borrow(|thread| thread.calls.get(name.as_ref()).copied().unwrap_or(0))
+}
+
 /// Puts work on a stream that holds up what comes behind it until `stub_external_complete` gets what is returned. 0: there is
 /// no such stream.
 #[unsafe(no_mangle)]

@@ -12,5 +12,5 @@ mod pinned;
 mod prefetch;
 mod process;
 mod recording;
-mod spares;
 mod rows;
+mod spares;

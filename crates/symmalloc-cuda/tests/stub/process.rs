@@ -1,8 +1,7 @@
 //! A test on the stub runs in a process of its own, see `stub_process`.
 
 use std::sync::Arc;
-pub(crate) use stub_process::cuda::{all_calls, calls, fail, fail_elsewhere, heal, live, own_calls};
-pub(crate) use stub_process::cuda::{LongWork, all_calls, calls, fail, heal, hold, live};
+pub(crate) use stub_process::cuda::{LongWork, all_calls, calls, fail, fail_elsewhere, heal, hold, live, own_calls};
 pub(crate) use stub_process::{Library, stub_test};
 use symmalloc_cuda::CudaDevice;
 
