@@ -79,11 +79,6 @@ impl SortedRun {
     }
 
     #[inline]
-    fn page(&self, page: usize) -> &KeyPage {
-        self.tail.as_ref().and_then(|tail| tail.pages.get(page)).unwrap_or(&self.head)
-    }
-
-    #[inline]
     fn page_mut(&mut self, page: usize) -> &mut KeyPage {
         self.tail.as_mut().and_then(|tail| tail.pages.get_mut(page)).unwrap_or(&mut self.head)
     }
