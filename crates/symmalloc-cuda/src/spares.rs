@@ -26,7 +26,7 @@ use symmalloc_core::lock::Shared;
 const SPARES_MAX: usize = 4096;
 
 /// What the core keeps beside each heap of a [`CachingAllocator`](crate::CachingAllocator). All lanes in it are of one (pool,
-/// stream). There is room for [`SPARES_MAX`] while it is open, and for none while it is closed.
+/// stream). There is room for 4,096 while it is open, and for none while it is closed.
 pub struct Spares<B: CudaMemory>(Vec<Arc<Lane<B>>>);
 
 /// The kind of lock of a [`CachingAllocator`](crate::CachingAllocator)'s core.
