@@ -8,7 +8,7 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::c_int;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::ThreadId;
+use std::thread::{self, ThreadId};
 use std::time::Duration;
 
 /// Unit of physical memory, in bytes.
@@ -233,9 +233,8 @@ impl State {
     pub fn enter(&mut self, name: &'static str) -> Result<(), Code> {
         *self.calls.entry(name).or_default() += 1;
         THREAD.with_borrow_mut(|thread| *thread.calls.entry(name).or_default() += 1);
-        let this = std::thread::current().id();
         let struck = self.faults.iter_mut().position(|fault| {
-            if fault.call != name || fault.spares == Some(this) {
+            if fault.call != name || fault.spares.is_some_and(|spared| spared == thread::current().id()) {
                 return false;
             }
             let strikes = fault.left <= 1;
@@ -277,7 +276,7 @@ impl State {
     /// Whether a capture on this thread forbids what is no work of a stream. It is spoilt then.
     pub fn spoil_capture(&mut self) -> bool {
         let is_relaxed = THREAD.with_borrow(|thread| thread.capture_mode == 2);
-        let thread = std::thread::current().id();
+        let thread = thread::current().id();
         if is_relaxed {
             return false;
         }
