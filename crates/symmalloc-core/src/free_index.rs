@@ -391,7 +391,13 @@ mod tests {
     fn blocks() -> impl Strategy<Value = Vec<(Units, u32, Units)>> {
         // Few sizes far apart and many near each other: short and long bins, and every word of the bitmap.
         let size = prop_oneof![1..40u32, 1000..1100u32, (0..31u32).prop_map(|e| 1 << e), Just(77)];
-        prop::collection::vec((size, 0..3u32, 0..5000u32), 0..700)
+        let blocks = prop::collection::vec((size, 0..3u32, 0..5000u32), 0..700);
+        blocks.prop_map(|mut blocks| {
+            // As in a heap: no two blocks lie in one place.
+            let mut places = BTreeSet::new();
+            blocks.retain(|&(_, sequence, offset)| places.insert((sequence, offset)));
+            blocks
+        })
     }
 
     proptest! {

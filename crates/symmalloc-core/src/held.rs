@@ -140,8 +140,9 @@ impl<K: Keepsake> HeapRef<Shared<K>> for &'static HeapCell<Shared<K>> {
     }
 
     fn end(self) {
-        // What a keepsake drops may be anything: not under the lock.
-        drop(std::mem::replace(&mut *self.lock(), Guarded::vacant()));
+        let ended = std::mem::replace(&mut *self.lock(), Guarded::vacant());
+        // What a keepsake drops may be anything: not under the lock, which the line above has left.
+        drop(ended);
         K::vacant().lock().unwrap_or_else(PoisonError::into_inner).push(self);
     }
 }
