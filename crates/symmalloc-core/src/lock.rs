@@ -5,25 +5,17 @@
 //! that drive different streams meet no lock in common on the way through `allocate` and `free`. A test that explores
 //! interleavings brings a third kind.
 //!
-//! The mutex of [`Shared`] is a [`SpinLock`]: one atomic exchange to enter, a plain store to leave. A heap is entered millions
-//! of times a second, nearly always by the thread that drives its stream, for a few dozen nanoseconds; a mutex of the
-//! operating system takes a second exchange to leave, in case somebody sleeps on it.
-//!
-//! ```text
-//!  enter ── free? ── exchange ──► inside ── store ──► free
-//!             │ no                    ▲
-//!             └─ spin ─ yield ─ sleep ┘      whoever waits looks again, in longer and longer turns
-//! ```
+//! The mutex of [`Shared`] is a [`BiasedLock`]: a heap is entered millions of times a second, nearly always by the thread that
+//! drives its stream, for a few dozen nanoseconds. That thread enters and leaves with plain stores. When another thread
+//! comes, the lock is a spin lock for as long as they take turns.
 
 use crate::held::{HeapCell, HeapRef, Keepsake};
-use spin::mutex::{SpinMutex, SpinMutexGuard};
 use std::cell::{RefCell, RefMut};
 use std::fmt::Debug;
 use std::marker::PhantomData;
 use std::ops::DerefMut;
 use std::sync::Arc;
-use std::time::Duration;
-use std::{hint, thread};
+use symmalloc_lock::{BiasedMutex, BiasedMutexGuard};
 
 /// A kind of lock.
 pub trait Lock: Debug + Sized + 'static {
@@ -91,68 +83,32 @@ pub struct Shared<K = ()>(PhantomData<K>);
 
 impl<K: Keepsake> Lock for Shared<K> {
     const IS_EXCLUSIVE: bool = false;
-    type Cell<T> = SpinLock<T>;
+    type Cell<T> = BiasedLock<T>;
     type Keepsake = K;
     type HeapRef = &'static HeapCell<Self>;
 }
 
-/// A mutex for short stays. No fairness is promised, and a panic inside leaves it free.
-///
-/// It fills whole pairs of cache lines: processors fetch lines in pairs, and threads that use different locks must not
-/// take them from each other.
+/// A [`BiasedMutex`] that fills whole pairs of cache lines: processors fetch lines in pairs, and threads that use different
+/// locks must not take them from each other.
 #[derive(Debug)]
 #[repr(align(128))]
-pub struct SpinLock<T>(SpinMutex<T>);
+pub struct BiasedLock<T>(BiasedMutex<T>);
 
-/// How often a thread looks again without letting another one run, and then how often in between. Whoever is inside for
-/// longer than that calls the driver, or lost its processor.
-const SPINS: u32 = 200;
-const YIELDS: u32 = 20;
-/// How long a thread sleeps then, at first and at most: mapping memory takes tens of microseconds.
-const SLEEP: Duration = Duration::from_micros(20);
-const SLEEP_MAX: Duration = Duration::from_millis(1);
-
-impl<T> SpinLock<T> {
-    #[cold]
-    #[inline(never)]
-    #[allow(clippy::disallowed_methods, reason = "time decides when a waiting thread looks again, and nothing else")]
-    fn wait(&self) -> SpinMutexGuard<'_, T> {
-        let mut sleep = SLEEP;
-        for turn in 0_u32.. {
-            if let Some(guard) = self.0.try_lock() {
-                return guard;
-            }
-            if turn < SPINS {
-                hint::spin_loop();
-            } else if turn < SPINS + YIELDS {
-                thread::yield_now();
-            } else {
-                thread::sleep(sleep);
-                sleep = SLEEP_MAX.min(2 * sleep);
-            }
-        }
-        unreachable!("four billion turns take two months")
-    }
-}
-
-impl<T> LockCell<T> for SpinLock<T> {
+impl<T> LockCell<T> for BiasedLock<T> {
     type Guard<'a>
-        = SpinMutexGuard<'a, T>
+        = BiasedMutexGuard<'a, T>
     where
         T: 'a;
 
     fn new(value: T) -> Self {
-        SpinLock(SpinMutex::new(value))
+        BiasedLock(BiasedMutex::new(value))
     }
 
     /// A panic under the lock is a failed assertion about this heap. Others still learn what they can (and Drop must not
     /// panic); the next assertion on the way stops whoever meets the damage.
     #[inline]
-    fn lock(&self) -> SpinMutexGuard<'_, T> {
-        match self.0.try_lock() {
-            Some(guard) => guard,
-            None => self.wait(),
-        }
+    fn lock(&self) -> BiasedMutexGuard<'_, T> {
+        self.0.lock()
     }
 }
 
@@ -161,42 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_lock_lets_one_in_at_a_time_however_long_each_stays() {
-        let lock = SpinLock::new((0, 0));
-        thread::scope(|scope| {
-            for thread in 0..4 {
-                let lock = &lock;
-                scope.spawn(move || {
-                    for turn in 0..50 {
-                        let mut inside = lock.lock();
-                        inside.0 += 1;
-                        if (turn + thread) % 25 == 0 {
-                            (0..1000).for_each(|_| thread::yield_now());
-                        }
-                        inside.1 += 1;
-                        assert_eq!(inside.0, inside.1);
-                    }
-                });
-            }
-        });
-        assert_eq!(*lock.lock(), (200, 200));
-    }
-
-    #[test]
-    fn a_panic_inside_leaves_a_lock_free() {
-        let lock = SpinLock::new(1);
-        thread::scope(|scope| {
-            let panicked = scope.spawn(|| {
-                let _inside = lock.lock();
-                panic!("on purpose");
-            });
-            assert!(panicked.join().is_err());
-        });
-        assert_eq!(*lock.lock(), 1);
-    }
-
-    #[test]
     fn locks_share_no_pair_of_cache_lines() {
-        assert_eq!((align_of::<SpinLock<u8>>(), size_of::<SpinLock<u8>>()), (128, 128));
+        assert_eq!((align_of::<BiasedLock<u8>>(), size_of::<BiasedLock<u8>>()), (128, 128));
     }
 }
