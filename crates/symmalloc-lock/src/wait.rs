@@ -2,8 +2,9 @@
 
 /// Waits until `is_over`: looks again at once, then lets others run in between, then sleeps.
 ///
-/// Most stays last some tens of nanoseconds. A thread that pauses twice as long after each look leaves the line to whoever
-/// works on it, and looks seldom enough that a crowd does not stop the one that is inside.
+/// Most stays last some tens of nanoseconds, and to move what they touch from one processor to another takes ten times as long.
+/// So a waiter pauses twice as long after each look, up to some microseconds: a crowd then does not stop the one that is
+/// inside, and that one comes again a few hundred times before everything moves.
 #[cfg(not(all(symmalloc_loom, test)))]
 #[allow(clippy::disallowed_methods, reason = "time decides when a waiting thread looks again, and nothing else")]
 pub(crate) fn until(mut is_over: impl FnMut() -> bool) {
@@ -11,8 +12,8 @@ pub(crate) fn until(mut is_over: impl FnMut() -> bool) {
     use std::{hint, thread};
 
     /// Whoever is inside for longer than these looks calls the driver, or lost its processor.
-    const LOOKS: u32 = 60;
-    const PAUSES_MAX: u32 = 32;
+    const LOOKS: u32 = 20;
+    const PAUSES_MAX: u32 = 256;
     const YIELDS: u32 = 20;
     /// Mapping memory takes tens of microseconds.
     const SLEEP: Duration = Duration::from_micros(20);
