@@ -67,7 +67,7 @@ fn the_bias_goes_to_another_thread_while_its_last_owner_comes() {
 
 #[test]
 fn two_threads_take_the_bias_away_from_a_third() {
-    explore(3, || {
+    explore(2, || {
         let counter = Counter::new();
         (0..2).for_each(|_| counter.bump(1));
         let others = [2, 3].map(|thread| {
