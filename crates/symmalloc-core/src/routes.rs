@@ -250,7 +250,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// A second heap comes to the first: from now on their sum has peaks of its own.
     fn start_tally(&self) {
         if let Some(first) = self.heaps.get(0).filter(|_| L::IS_EXCLUSIVE) {
-            *self.peaks.lock() = first.lock().usage.peaks().clone();
+            *self.peaks.lock() = first.lock().usage.peaks();
         }
     }
 }

@@ -1,11 +1,11 @@
 //! Statistics, with the words and the meaning of PyTorch's `memory_stats`.
 //!
 //! Counting happens on the path of `allocate` and `free`, so nothing is computed there that can be computed when somebody
-//! asks. A counter holds its peak and how far below it is: adding takes from that distance, and only when the distance does
-//! not suffice, which in a steady state never happens, is there a new peak.
+//! asks. A counter holds a mark, at most its peak, and how far below it is: adding takes from that distance, and only when
+//! the distance does not suffice, which in a steady state happens seldom, may there be a new peak.
 //!
 //! ```text
-//!  current = peak − below_peak            freed = allocated − current
+//!  current = mark − below_mark            freed = allocated − current
 //!  all     = small + large                (current, allocated, freed; a peak is its own)
 //! ```
 //!
@@ -136,76 +136,6 @@ impl Levels {
     }
 }
 
-/// Quantities while they are counted: their levels, and everything that was ever added.
-#[derive(Clone, Copy, Debug, Default)]
-struct Usage {
-    levels: Levels,
-    allocated: [u64; 3],
-}
-
-impl Usage {
-    #[inline(always)]
-    fn allocate(&mut self, allocated_bytes: u64, requested_bytes: u64) {
-        // One quantity after the other: two sums side by side become a vector, which takes longer to put together.
-        for (quantity, amount) in [1, allocated_bytes, requested_bytes].into_iter().enumerate() {
-            self.allocated[quantity] += amount;
-            self.levels.0[quantity].add(amount);
-        }
-    }
-
-    /// What happened since an earlier moment.
-    fn since(&self, then: &Usage) -> UsageStats {
-        let stat = |quantity: usize| {
-            let (level, allocated) = (self.levels.0[quantity], self.allocated[quantity] - then.allocated[quantity]);
-            // current = then.current + allocated - freed
-            let freed = then.levels.0[quantity].current() + allocated - level.current();
-            Stat { current: level.current(), peak: level.peak, allocated, freed }
-        };
-        UsageStats { allocations: stat(0), allocated_bytes: stat(1), requested_bytes: stat(2) }
-    }
-}
-
-/// A [`Usage`] with nested scopes.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct ScopedUsage {
-    usage: Usage,
-    /// What the usage was when each open scope began, peaks included; outermost first.
-    scopes: Vec<Usage>,
-}
-
-impl ScopedUsage {
-    #[inline(always)]
-    pub(crate) fn allocate(&mut self, allocated_bytes: u64, requested_bytes: u64) {
-        self.usage.allocate(allocated_bytes, requested_bytes);
-    }
-
-    #[inline(always)]
-    pub(crate) fn free(&mut self, allocated_bytes: u64, requested_bytes: u64) {
-        self.usage.levels.free(allocated_bytes, requested_bytes);
-    }
-
-    pub(crate) fn stats(&self) -> UsageStats {
-        self.usage.since(&Usage::default())
-    }
-
-    pub(crate) fn reset_peaks(&mut self) {
-        self.usage.levels.restart_peaks();
-    }
-
-    pub(crate) fn open_scope(&mut self) {
-        self.scopes.push(self.usage);
-        self.usage.levels.restart_peaks();
-    }
-
-    /// What happened since the innermost scope was opened; `allocated` and `freed` count from there.
-    pub(crate) fn close_scope(&mut self) -> UsageStats {
-        let Some(outer) = self.scopes.pop() else { return UsageStats::default() };
-        let stats = self.usage.since(&outer);
-        self.usage.levels.raise_peaks(outer.levels);
-        stats
-    }
-}
-
 /// The peaks of a sum over parts that count for themselves, with nested scopes. All else is added up when somebody asks.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ScopedPeaks {
@@ -265,65 +195,170 @@ pub(crate) struct RareCounts {
     pub(crate) refusals: u64,
 }
 
-/// The usage of one heap, by size class.
+/// One quantity of one size class while it is counted.
+#[derive(Clone, Copy, Debug, Default)]
+struct Count {
+    /// Everything that was ever added.
+    allocated: u64,
+    peak: u64,
+    /// How high it may go unnoticed: not above its peak, and the two classes together not above the peak of their sum.
+    mark: u64,
+    /// Mark less current.
+    below_mark: u64,
+}
+
+impl Count {
+    /// Whether it is above its mark now.
+    #[inline(always)]
+    fn add(&mut self, amount: u64) -> bool {
+        self.allocated += amount;
+        let (below_mark, is_above) = self.below_mark.overflowing_sub(amount);
+        self.below_mark = below_mark;
+        is_above
+    }
+
+    #[inline(always)]
+    fn take(&mut self, amount: u64) {
+        self.below_mark += amount;
+    }
+
+    #[inline(always)]
+    fn current(&self) -> u64 {
+        // Above its mark it is further below than zero.
+        self.mark.wrapping_sub(self.below_mark)
+    }
+
+    /// Puts the mark elsewhere, at or above the current value.
+    fn set_mark(&mut self, mark: u64) {
+        (self.mark, self.below_mark) = (mark, mark - self.current());
+    }
+
+    /// What happened since an earlier moment.
+    fn since(&self, then: &Count) -> Stat {
+        let (current, allocated) = (self.current(), self.allocated - then.allocated);
+        // current = then.current + allocated - freed
+        Stat { current, peak: self.peak, allocated, freed: then.current() + allocated - current }
+    }
+}
+
+/// Small and large blocks, and of each: allocations, allocated bytes and requested bytes.
+type Counts = [[Count; 3]; 2];
+
+/// The usage of one heap, by size class. The peaks of both classes together cost nothing on the way: each class has a mark.
+///
+/// ```text
+///  small   ████████──────        █ current    ─ up to its mark
+///  large   ███████████───        Σ marks ≤ peak: a class that stays below its mark raises neither its peak nor the common one
+/// ```
+/// A class that passes its mark gets half of what is left up to the common peak, so that marks are passed seldom.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct HeapUsage {
-    small: ScopedUsage,
-    large: ScopedUsage,
-    all: ScopedPeaks,
+    counts: Counts,
+    /// Of both classes together.
+    peaks: [u64; 3],
+    /// What `counts` and `peaks` were when each open scope began; outermost first.
+    scopes: Vec<(Counts, [u64; 3])>,
 }
 
 impl HeapUsage {
     #[inline(always)]
-    fn class(&mut self, class: SizeClass) -> &mut ScopedUsage {
-        match class {
-            SizeClass::Small => &mut self.small,
-            SizeClass::Large => &mut self.large,
+    pub(crate) fn allocate(&mut self, size: Units, requested_bytes: u64) {
+        let class = SizeRules::class_of(size) as usize;
+        // One quantity after the other: two sums side by side become a vector, which takes longer to put together.
+        for (quantity, amount) in [1, bytes(size), requested_bytes].into_iter().enumerate() {
+            if self.counts[class][quantity].add(amount) {
+                self.pass_mark(class, quantity);
+            }
         }
     }
 
     #[inline(always)]
-    pub(crate) fn allocate(&mut self, size: Units, requested_bytes: u64) {
-        self.class(SizeRules::class_of(size)).allocate(bytes(size), requested_bytes);
-        self.all.allocate(bytes(size), requested_bytes);
-    }
-
-    #[inline(always)]
     pub(crate) fn free(&mut self, size: Units, requested_bytes: u64) {
-        self.class(SizeRules::class_of(size)).free(bytes(size), requested_bytes);
-        self.all.free(bytes(size), requested_bytes);
+        let [allocations, allocated, requested] = &mut self.counts[SizeRules::class_of(size) as usize];
+        allocations.take(1);
+        allocated.take(bytes(size));
+        requested.take(requested_bytes);
     }
 
-    pub(crate) fn peaks(&self) -> &ScopedPeaks {
-        &self.all
+    /// A class is above its mark: there may be new peaks, and there are new marks.
+    #[cold]
+    #[inline(never)]
+    fn pass_mark(&mut self, class: usize, quantity: usize) {
+        let [mut this, mut other] = [self.counts[class][quantity], self.counts[1 - class][quantity]];
+        let sum = this.current() + other.current();
+        let peak = self.peaks[quantity].max(sum);
+        this.peak = this.peak.max(this.current());
+        this.set_mark(this.peak.min(this.current() + (peak - sum).div_ceil(2)));
+        other.set_mark(other.peak.min(peak - this.mark));
+        self.peaks[quantity] = peak;
+        (self.counts[class][quantity], self.counts[1 - class][quantity]) = (this, other);
+    }
+
+    /// The levels of both classes together.
+    pub(crate) fn peaks(&self) -> ScopedPeaks {
+        let levels = |counts: &Counts, peaks: [u64; 3]| {
+            let below = |quantity: usize| peaks[quantity] - current(counts, quantity);
+            Levels([0, 1, 2].map(|quantity| Level { peak: peaks[quantity], below_peak: below(quantity) }))
+        };
+        let scopes = self.scopes.iter().map(|(counts, peaks)| levels(counts, *peaks)).collect();
+        ScopedPeaks { levels: levels(&self.counts, self.peaks), scopes }
     }
 
     /// Bytes of the blocks that are allocated now.
     #[inline(always)]
     pub(crate) fn allocated_bytes(&self) -> u64 {
-        let [_, allocated, _] = &self.all.levels.0;
-        allocated.current()
+        current(&self.counts, 1)
     }
 
     pub(crate) fn stats(&self) -> ClassStats {
-        let (small, large) = (self.small.stats(), self.large.stats());
-        ClassStats { all: self.all.stats(small.plus(large)), small, large }
+        self.since(&Counts::default())
+    }
+
+    /// What happened since an earlier moment.
+    fn since(&self, then: &Counts) -> ClassStats {
+        let class = |class: usize| {
+            let [allocations, allocated_bytes, requested_bytes] =
+                [0, 1, 2].map(|quantity| self.counts[class][quantity].since(&then[class][quantity]));
+            UsageStats { allocations, allocated_bytes, requested_bytes }
+        };
+        let (small, large) = (class(SizeClass::Small as usize), class(SizeClass::Large as usize));
+        let mut all = small.plus(large);
+        [all.allocations.peak, all.allocated_bytes.peak, all.requested_bytes.peak] = self.peaks;
+        ClassStats { all, small, large }
     }
 
     pub(crate) fn reset_peaks(&mut self) {
-        [&mut self.small, &mut self.large].into_iter().for_each(ScopedUsage::reset_peaks);
-        self.all.reset_peaks();
+        for count in self.counts.as_flattened_mut() {
+            count.peak = count.current();
+            count.set_mark(count.peak);
+        }
+        self.peaks = [0, 1, 2].map(|quantity| current(&self.counts, quantity));
     }
 
     pub(crate) fn open_scope(&mut self) {
-        [&mut self.small, &mut self.large].into_iter().for_each(ScopedUsage::open_scope);
-        self.all.open_scope();
+        self.scopes.push((self.counts, self.peaks));
+        self.reset_peaks();
     }
 
+    /// What happened since the innermost scope was opened; `allocated` and `freed` count from there.
     pub(crate) fn close_scope(&mut self) -> ClassStats {
-        let (small, large) = (self.small.close_scope(), self.large.close_scope());
-        ClassStats { all: self.all.close_scope(small.plus(large)), small, large }
+        let Some((outer, outer_peaks)) = self.scopes.pop() else { return ClassStats::default() };
+        let stats = self.since(&outer);
+        for (count, outer) in self.counts.as_flattened_mut().iter_mut().zip(outer.as_flattened()) {
+            count.peak = count.peak.max(outer.peak);
+        }
+        for (peak, outer) in self.peaks.iter_mut().zip(outer_peaks) {
+            *peak = (*peak).max(outer);
+        }
+        stats
     }
+}
+
+/// A quantity of both classes together.
+#[inline(always)]
+fn current(counts: &Counts, quantity: usize) -> u64 {
+    let [small, large] = counts;
+    small[quantity].current() + large[quantity].current()
 }
 
 /// Usage in all, and of the two size classes.
@@ -351,29 +386,74 @@ impl ClassStats {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     #[test]
     fn an_inner_scope_sees_its_own_peak_and_the_outer_one_the_larger() {
-        let mut usage = ScopedUsage::default();
-        usage.allocate(1024, 1000);
+        let mut usage = HeapUsage::default();
+        usage.allocate(2, 1000);
         usage.open_scope();
-        usage.free(1024, 1000);
-        usage.allocate(512, 10);
-        let scope = usage.close_scope().allocated_bytes;
+        usage.free(2, 1000);
+        usage.allocate(1, 10);
+        let scope = usage.close_scope().small.allocated_bytes;
         assert_eq!((scope.current, scope.peak, scope.allocated, scope.freed), (512, 1024, 512, 1024));
         usage.open_scope();
-        usage.free(512, 10);
+        usage.free(1, 10);
         usage.open_scope();
-        usage.allocate(2048, 2048);
-        usage.free(2048, 2048);
-        assert_eq!(usage.close_scope().allocated_bytes.peak, 2048);
-        assert_eq!(usage.close_scope().allocated_bytes.peak, 2048);
-        assert_eq!(usage.stats().allocated_bytes.peak, 2048);
-        assert_eq!(usage.stats().requested_bytes.current, 0);
+        usage.allocate(4, 2048);
+        usage.free(4, 2048);
+        assert_eq!(usage.close_scope().all.allocated_bytes.peak, 2048);
+        assert_eq!(usage.close_scope().all.allocated_bytes.peak, 2048);
+        assert_eq!(usage.stats().all.allocated_bytes.peak, 2048);
+        assert_eq!(usage.stats().all.requested_bytes.current, 0);
     }
 
     #[test]
     fn closing_more_scopes_than_were_opened_counts_nothing() {
-        assert_eq!(ScopedUsage::default().close_scope(), UsageStats::default());
+        assert_eq!(HeapUsage::default().close_scope(), ClassStats::default());
+    }
+
+    /// Frees one of those that are live, or allocates a small or a large size.
+    fn steps() -> impl Strategy<Value = Vec<(bool, Units)>> {
+        prop::collection::vec((any::<bool>(), prop_oneof![1..9u32, 2000..2100u32, 5000..5009u32]), 0..200)
+    }
+
+    proptest! {
+        #[test]
+        fn the_peaks_of_a_class_and_of_both_are_the_highest_they_ever_were(steps in steps(), reset in 0..200usize) {
+            let (mut usage, mut live) = (HeapUsage::default(), Vec::new());
+            let (mut currents, mut peaks) = ([[0; 3]; 3], [[0; 3]; 3]);
+            for (step, (frees, size)) in steps.into_iter().enumerate() {
+                if step == reset {
+                    usage.reset_peaks();
+                    peaks = currents;
+                }
+                let requested = |size: Units| bytes(size) - 1;
+                if frees && !live.is_empty() {
+                    let size = live.swap_remove(size as usize % live.len());
+                    usage.free(size, requested(size));
+                } else {
+                    live.push(size);
+                    usage.allocate(size, requested(size));
+                }
+                let is_small = |size: &Units| SizeRules::class_of(*size) == SizeClass::Small;
+                let of = |counts: fn(bool) -> bool| {
+                    let sizes = || live.iter().filter(|size| counts(is_small(size)));
+                    let allocated: u64 = sizes().map(|size| bytes(*size)).sum();
+                    let requested: u64 = sizes().map(|size| requested(*size)).sum();
+                    [sizes().count() as u64, allocated, requested]
+                };
+                currents = [of(|small| small), of(|small| !small), of(|_| true)];
+                for (peak, current) in peaks.as_flattened_mut().iter_mut().zip(currents.as_flattened()) {
+                    *peak = (*peak).max(*current);
+                }
+                let stats = usage.stats();
+                for ((stats, peaks), currents) in [stats.small, stats.large, stats.all].into_iter().zip(peaks).zip(currents) {
+                    let counted = [stats.allocations, stats.allocated_bytes, stats.requested_bytes];
+                    prop_assert_eq!(counted.map(|stat| stat.current), currents);
+                    prop_assert_eq!(counted.map(|stat| stat.peak), peaks);
+                }
+            }
+        }
     }
 }
