@@ -281,7 +281,8 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// The lane of a stream, where nothing has to be looked for or asked: that is the rule. Allocations lie in its heap.
     #[inline(always)]
     pub(crate) fn lane_at_hand(&self, stream: &CudaStream) -> Option<&Arc<Lane<B>>> {
-        self.lease.lanes.find_first(stream).filter(|lane| lane.device.captures.is_quiet())
+        let lanes = &self.lease.lanes;
+        lanes.find_first(stream).or_else(|| lanes.find(stream)).filter(|lane| lane.device.is_quiet())
     }
 
     /// The lane of a stream.

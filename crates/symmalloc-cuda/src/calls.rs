@@ -29,14 +29,13 @@ pub struct DeviceCalls {
     pub synchronizations: u64,
 }
 
-/// One of [`DeviceCalls`].
+/// One of [`DeviceCalls`], but for records: those are counted in the [books](crate::rows) of events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Call {
     Reserve,
     Map,
     Unmap,
     Release,
-    Record,
     Wait,
     Query,
     Synchronize,
@@ -50,7 +49,6 @@ impl Call {
             Call::Map => "map",
             Call::Unmap => "unmap",
             Call::Release => "release",
-            Call::Record => "record",
             Call::Wait => "wait",
             Call::Query => "query",
             Call::Synchronize => "synchronize",
@@ -60,7 +58,7 @@ impl Call {
 
 /// The counts while they are counted.
 #[derive(Debug, Default)]
-pub(crate) struct CallCounters([AtomicU64; 8]);
+pub(crate) struct CallCounters([AtomicU64; 7]);
 
 impl CallCounters {
     #[inline]
@@ -92,7 +90,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
             maps: calls.get(Call::Map),
             unmaps: calls.get(Call::Unmap),
             releases: calls.get(Call::Release),
-            records: calls.get(Call::Record),
+            records: self.state.order().records(),
             waits: calls.get(Call::Wait),
             queries: calls.get(Call::Query),
             synchronizations: calls.get(Call::Synchronize),

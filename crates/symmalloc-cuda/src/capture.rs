@@ -25,12 +25,18 @@ pub(crate) struct Captures {
 const ROWS: u64 = 1 << 63;
 
 impl Captures {
+    /// Called under the lock of the rows, as whatever writes here.
     pub(crate) fn begin(&self) {
-        self.active.fetch_add(1, Ordering::AcqRel);
+        self.change(|active| active + 1);
     }
 
+    /// Called under the lock of the rows.
     pub(crate) fn end(&self) {
-        self.active.fetch_sub(1, Ordering::AcqRel);
+        self.change(|active| active - 1);
+    }
+
+    fn change(&self, change: impl FnOnce(u64) -> u64) {
+        self.active.store(change(self.active.load(Ordering::Relaxed)), Ordering::Release);
     }
 
     /// Whether there is no capture and no row: nothing for an allocation to mind.
@@ -51,11 +57,7 @@ impl Captures {
 
     /// Called under the lock of the rows.
     pub(crate) fn set_rows_open(&self, are_open: bool) {
-        if are_open {
-            self.active.fetch_or(ROWS, Ordering::AcqRel);
-        } else {
-            self.active.fetch_and(!ROWS, Ordering::AcqRel);
-        }
+        self.change(|active| if are_open { active | ROWS } else { active & !ROWS });
     }
 
     /// The capture that the stream is part of, if any capture is under way.
@@ -84,8 +86,7 @@ impl CudaDevice {
     /// Tells that other code may capture streams of the device from now on, until the returned value is dropped. A capture
     /// that a [`GraphPool`](crate::GraphPool) begins needs no such call.
     pub fn watch_captures(self: &Arc<Self>) -> CaptureWatch {
-        self.captures.begin();
-        self.end_rows();
+        self.begin_capture();
         CaptureWatch { device: Arc::clone(self) }
     }
 }
@@ -108,7 +109,7 @@ impl CaptureWatch {
 
 impl Drop for CaptureWatch {
     fn drop(&mut self) {
-        self.device.captures.end();
+        self.device.end_capture();
     }
 }
 

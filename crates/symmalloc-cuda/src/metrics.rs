@@ -31,16 +31,16 @@ impl<B: CudaMemory> Source for CachingAllocator<B> {
         to.publish(self.core());
         let calls = self.device_calls();
         for (call, times) in [
-            (Call::Reserve, calls.reserves),
-            (Call::Map, calls.maps),
-            (Call::Unmap, calls.unmaps),
-            (Call::Release, calls.releases),
-            (Call::Record, calls.records),
-            (Call::Wait, calls.waits),
-            (Call::Query, calls.queries),
-            (Call::Synchronize, calls.synchronizations),
+            (Call::Reserve.name(), calls.reserves),
+            (Call::Map.name(), calls.maps),
+            (Call::Unmap.name(), calls.unmaps),
+            (Call::Release.name(), calls.releases),
+            ("record", calls.records),
+            (Call::Wait.name(), calls.waits),
+            (Call::Query.name(), calls.queries),
+            (Call::Synchronize.name(), calls.synchronizations),
         ] {
-            to.with_label("call", call.name()).tell(&CALLS, times as f64);
+            to.with_label("call", call).tell(&CALLS, times as f64);
         }
         to.tell(&IDLE, self.core().backend().idle_bytes() as f64);
         to.tell(&SPARE, self.core().backend().spare_bytes() as f64);

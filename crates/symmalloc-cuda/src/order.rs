@@ -41,11 +41,12 @@ pub struct Order {
     pub(crate) device: Arc<CudaDevice>,
     /// By [`StreamId`]. Kept alive, so that the driver gives none of their handles to another stream.
     streams: boxcar::Vec<Lane>,
-    events: Mutex<Vec<SpareEvent>>,
     captured: Mutex<BTreeMap<u64, CaptureId>>,
     /// Size of `captured`, readable without its lock.
     captured_count: AtomicUsize,
-    pub(crate) calls: Arc<CallCounters>,
+    pub(crate) calls: CallCounters,
+    /// Under which the device's books have its events.
+    pub(crate) number: usize,
 }
 
 /// What a [`StreamId`] stands for.
@@ -64,12 +65,12 @@ unsafe impl Send for SpareEvent {}
 impl Order {
     pub(crate) fn new(device: Arc<CudaDevice>) -> Self {
         Order {
+            number: Self::enter_books(&device),
             device,
             streams: boxcar::Vec::new(),
-            events: Mutex::default(),
             captured: Mutex::default(),
             captured_count: AtomicUsize::new(0),
-            calls: Arc::default(),
+            calls: CallCounters::default(),
         }
     }
 
@@ -134,13 +135,8 @@ impl Order {
     /// As [`record`](Self::record), on a stream that is alive but may not be registered.
     pub(crate) fn record_raw(&self, stream: CUstream) -> Result<Event, DriverError> {
         let event = self.take_event()?;
-        self.calls.count(Call::Record);
-        let recorded = self.capture_of(stream).and_then(|capture| {
-            // SAFETY: the event is this pool's and the stream is alive, both of one context.
-            self.device.call_about(stream, || unsafe { self.device.driver.event_record(event.0, stream) })?;
-            Ok(capture)
-        });
-        match recorded {
+        let capture = self.capture_of(stream);
+        match capture.and_then(|capture| self.record_now(stream, &event).map(|()| capture)) {
             Ok(capture) => {
                 let event = Event(event.0 as u64);
                 if let Some(capture) = capture {
@@ -154,6 +150,13 @@ impl Order {
                 Err(error)
             }
         }
+    }
+
+    /// Records an event of this pool on a stream that is alive.
+    #[inline]
+    pub(crate) fn record_now(&self, stream: CUstream, event: &SpareEvent) -> Result<(), DriverError> {
+        // SAFETY: the event is this pool's and the stream is alive, both of one context.
+        self.device.call_about(stream, || unsafe { self.device.driver.event_record(event.0, stream) })
     }
 
     /// Makes later work on the stream wait for the event on the device.
@@ -223,7 +226,9 @@ impl Order {
 
     /// Takes an event back.
     pub(crate) fn recycle(&self, event: Event) {
-        let Some(event) = self.let_go(event) else { return };
+        if self.let_go(event) {
+            return;
+        }
         if self.captured_count.load(Ordering::Acquire) > 0 && self.captured().remove(&event.0).is_some() {
             self.captured_count.fetch_sub(1, Ordering::Release);
         }
@@ -295,31 +300,14 @@ impl Order {
         self.captured().get(&event.0).copied()
     }
 
-    /// Takes back an event that no fence has.
-    pub(crate) fn keep(&self, event: SpareEvent) {
-        self.spare().push(event);
-    }
-
-    /// A spare event, or a new one.
-    fn take_event(&self) -> Result<SpareEvent, DriverError> {
-        if let Some(event) = self.spare().pop() {
-            return Ok(event);
-        }
-        self.new_event()
-    }
-
     #[cold]
-    fn new_event(&self) -> Result<SpareEvent, DriverError> {
+    pub(crate) fn new_event(&self) -> Result<SpareEvent, DriverError> {
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver.relax_capture();
         let mut event: CUevent = std::ptr::null_mut();
         // SAFETY: `event` is valid for writing, and a context is current.
         unsafe { self.device.driver.event_create(&raw mut event, EVENT_DISABLE_TIMING) }?;
         Ok(SpareEvent(event))
-    }
-
-    fn spare(&self) -> MutexGuard<'_, Vec<SpareEvent>> {
-        self.events.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn captured(&self) -> MutexGuard<'_, BTreeMap<u64, CaptureId>> {
@@ -338,9 +326,9 @@ impl Drop for Order {
     fn drop(&mut self) {
         // Streams that are dropped here would leave their context current.
         let _restore = RestoreCurrent::of(self.device.driver);
-        self.leave_rows();
+        let events = self.leave_books();
         let Ok(_current) = self.device.enter() else { return };
-        for event in self.spare().drain(..) {
+        for event in events {
             // SAFETY: made by this pool and used by nobody else.
             let _destroyed = unsafe { self.device.driver.event_destroy(event.0) };
         }

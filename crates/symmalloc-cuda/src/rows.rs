@@ -27,45 +27,51 @@
 //! **Captures.** An event must not be recorded in a capture that began after the free. So beginning a capture ends all rows
 //! of the device, and while one is under way no row begins.
 
-use crate::calls::{Call, CallCounters};
 use crate::device::CudaDevice;
 use crate::error::{CAPTURE_UNSUPPORTED, DriverError};
 use crate::order::{Order, SpareEvent};
-use cudarc::driver::sys::{CUevent, CUstream};
+use cudarc::driver::sys::CUstream;
 use slab::Slab;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::fmt;
 use symmalloc_core::backend::{BackendError, Event, InRow};
 use symmalloc_core::ids::StreamId;
+use symmalloc_core::lock::{Lock, LockCell, Shared};
 
 /// Marks a share in an event: the event's number, and above it the share's. No pointer has this bit.
 const SHARE: u64 = 1 << 63;
 const NUMBER_BITS: u32 = 32;
 
-/// The rows of a device, of all its allocators.
-#[derive(Debug, Default)]
-pub(crate) struct Rows(Mutex<Books>);
+/// The events of a device, of all its allocators: those in rows, and those that nobody uses. One lock is on them all, which is
+/// entered once for each event that is recorded, waited for or taken back.
+pub(crate) struct Rows(<Shared as Lock>::Cell<Books>);
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct Books {
     open: Vec<Row>,
     shared: Slab<SharedEvent>,
+    owners: Slab<Owner>,
+}
+
+/// What the events of one allocator have in common. Rows and shared events name it by its number.
+#[derive(Default)]
+struct Owner {
+    spare: Vec<SpareEvent>,
+    /// How often the driver was told to record one.
+    records: u64,
 }
 
 /// Drops that may not be the last of their row, on one stream of one allocator.
-#[derive(Debug)]
 struct Row {
-    /// The allocator's; tells it from others.
-    calls: Arc<CallCounters>,
+    owner: usize,
     stream: StreamId,
     event: usize,
 }
 
 /// An event of several fences. Each has a share of its own in it, which is what the core knows.
-#[derive(Debug)]
 struct SharedEvent {
     event: SpareEvent,
     stream: CUstream,
-    calls: Arc<CallCounters>,
+    owner: usize,
     /// Number of shares that were given.
     given: u64,
     /// Number of shares that were not given back.
@@ -86,13 +92,20 @@ impl SharedEvent {
 }
 
 /// The number of the event that this is a share in.
+#[inline]
 fn number_of(event: Event) -> Option<usize> {
     (event.0 & SHARE != 0).then_some(event.0 as u32 as usize)
 }
 
-impl Rows {
-    fn lock(&self) -> MutexGuard<'_, Books> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+impl Default for Rows {
+    fn default() -> Self {
+        Rows(LockCell::new(Books::default()))
+    }
+}
+
+impl fmt::Debug for Rows {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Rows").finish_non_exhaustive()
     }
 }
 
@@ -106,7 +119,7 @@ impl Books {
             if unsafe { device.captures.of(device.driver, shared.stream) }?.is_some() {
                 return Err(DriverError { call: "cuEventRecord", code: CAPTURE_UNSUPPORTED });
             }
-            shared.calls.count(Call::Record);
+            self.owners[shared.owner].records += 1;
             let (event, stream) = (shared.event.0, shared.stream);
             // SAFETY: the event is a pool's and the stream is alive, both of one context.
             device.call_about(stream, || unsafe { device.driver.event_record(event, stream) })?;
@@ -117,12 +130,28 @@ impl Books {
     }
 
     /// Nothing joins this event any more.
+    #[inline]
     fn close(&mut self, number: usize) {
-        self.open.retain(|row| row.event != number);
+        if let Some(at) = self.open.iter().position(|row| row.event == number) {
+            self.open.swap_remove(at);
+        }
     }
 }
 
 impl CudaDevice {
+    /// A capture begins. Ends all rows, and while it is under way none begins.
+    pub(crate) fn begin_capture(&self) {
+        let mut books = self.rows.0.lock();
+        self.captures.begin();
+        self.end_rows_of(&mut books);
+    }
+
+    /// The capture is over.
+    pub(crate) fn end_capture(&self) {
+        let _books = self.rows.0.lock();
+        self.captures.end();
+    }
+
     /// Ends the rows that are open: work that is submitted from now on is not part of them.
     #[inline]
     pub(crate) fn end_rows(&self) {
@@ -131,10 +160,22 @@ impl CudaDevice {
         }
     }
 
+    /// Ends the rows that are open, for work that is in no capture. Whether there is none that it could be in.
+    #[inline]
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.captures.is_quiet() || {
+            self.end_rows();
+            !self.captures.any()
+        }
+    }
+
     #[cold]
     #[inline(never)]
     fn end_open_rows(&self) {
-        let mut books = self.rows.lock();
+        self.end_rows_of(&mut self.rows.0.lock());
+    }
+
+    fn end_rows_of(&self, books: &mut Books) {
         while let Some(row) = books.open.pop() {
             // If it is refused, whoever waits for it tries again.
             let _settled = books.settle(self, row.event);
@@ -144,26 +185,40 @@ impl CudaDevice {
 }
 
 impl Order {
+    /// Enters an allocator in the device's books. Returns its number.
+    pub(crate) fn enter_books(device: &CudaDevice) -> usize {
+        device.rows.0.lock().owners.insert(Owner::default())
+    }
+
     /// See [`Backend::record_in_row`](symmalloc_core::backend::Backend::record_in_row).
     pub(crate) fn record_in_row(&self, stream: StreamId) -> Result<InRow, BackendError> {
         let Some(raw) = self.stream(stream).map(|stream| stream.cu_stream()) else {
             return self.record(stream).map(InRow::Apart);
         };
-        let mut books = self.device.rows.lock();
+        let mut books = self.device.rows.0.lock();
         if self.device.captures.any() {
             drop(books);
             return self.record(stream).map(InRow::Apart);
         }
-        let Books { open, shared } = &mut *books;
-        if let Some(row) = open.iter().find(|row| row.stream == stream && Arc::ptr_eq(&row.calls, &self.calls)) {
+        let Books { open, shared, owners } = &mut *books;
+        if let Some(row) = open.iter().find(|row| row.stream == stream && row.owner == self.number) {
             let joined = &mut shared[row.event];
             joined.is_recorded = false;
             return Ok(InRow::Joined(joined.share(row.event)));
         }
-        let event = SpareEvent(self.record_raw(raw)?.0 as CUevent);
-        let (calls, again) = (Arc::clone(&self.calls), Arc::clone(&self.calls));
-        let number = shared.insert(SharedEvent { event, stream: raw, calls, given: 0, held: 0, is_recorded: true });
-        open.push(Row { calls: again, stream, event: number });
+        let owner = &mut owners[self.number];
+        let event = match owner.spare.pop() {
+            Some(event) => event,
+            None => self.new_event()?,
+        };
+        owner.records += 1;
+        if let Err(error) = self.record_now(raw, &event) {
+            owner.spare.push(event);
+            return Err(error.into());
+        }
+        let event = SharedEvent { event, stream: raw, owner: self.number, given: 0, held: 0, is_recorded: true };
+        let number = shared.insert(event);
+        open.push(Row { owner: self.number, stream, event: number });
         self.device.captures.set_rows_open(true);
         Ok(InRow::Apart(shared[number].share(number)))
     }
@@ -173,36 +228,59 @@ impl Order {
     pub(crate) fn settled(&self, event: Event) -> Result<Event, DriverError> {
         match number_of(event) {
             None => Ok(event),
-            Some(number) => self.device.rows.lock().settle(&self.device, number),
+            Some(number) => self.device.rows.0.lock().settle(&self.device, number),
         }
     }
 
-    /// Takes a share back. The event when that was the last one.
+    /// Takes a share back, and the event with the last one. Whether it was one.
     #[inline]
-    pub(crate) fn let_go(&self, event: Event) -> Option<Event> {
-        let Some(number) = number_of(event) else { return Some(event) };
-        let mut books = self.device.rows.lock();
-        books.shared[number].held -= 1;
-        if books.shared[number].held > 0 {
-            return None;
+    pub(crate) fn let_go(&self, event: Event) -> bool {
+        let Some(number) = number_of(event) else { return false };
+        let mut books = self.device.rows.0.lock();
+        let shared = &mut books.shared[number];
+        shared.held -= 1;
+        if shared.held == 0 {
+            books.close(number);
+            let event = books.shared.remove(number).event;
+            books.owners[self.number].spare.push(event);
         }
-        books.close(number);
-        Some(Event(books.shared.remove(number).event.0 as u64))
+        true
     }
 
-    /// Leaves no row and no event behind.
-    pub(crate) fn leave_rows(&self) {
-        let mut books = self.device.rows.lock();
-        books.open.retain(|row| !Arc::ptr_eq(&row.calls, &self.calls));
-        if books.open.is_empty() {
+    /// A spare event, or a new one, to be recorded.
+    pub(crate) fn take_event(&self) -> Result<SpareEvent, DriverError> {
+        let spare = {
+            let owner = &mut self.device.rows.0.lock().owners[self.number];
+            owner.records += 1;
+            owner.spare.pop()
+        };
+        match spare {
+            Some(event) => Ok(event),
+            None => self.new_event(),
+        }
+    }
+
+    /// How often the driver was told to record an event.
+    pub(crate) fn records(&self) -> u64 {
+        self.device.rows.0.lock().owners[self.number].records
+    }
+
+    /// Takes back an event that no fence has.
+    pub(crate) fn keep(&self, event: SpareEvent) {
+        self.device.rows.0.lock().owners[self.number].spare.push(event);
+    }
+
+    /// Leaves no row and no event behind. Returns all events.
+    pub(crate) fn leave_books(&self) -> Vec<SpareEvent> {
+        let mut books = self.device.rows.0.lock();
+        let Books { open, shared, owners } = &mut *books;
+        open.retain(|row| row.owner != self.number);
+        if open.is_empty() {
             self.device.captures.set_rows_open(false);
         }
-        let own: Vec<usize> = books
-            .shared
-            .iter()
-            .filter(|(_, it)| Arc::ptr_eq(&it.calls, &self.calls))
-            .map(|(number, _)| number)
-            .collect();
-        own.into_iter().for_each(|number| self.keep(books.shared.remove(number).event));
+        let mut events = owners.remove(self.number).spare;
+        let own: Vec<_> = shared.iter().filter(|(_, it)| it.owner == self.number).map(|(number, _)| number).collect();
+        events.extend(own.into_iter().map(|number| shared.remove(number).event));
+        events
     }
 }
