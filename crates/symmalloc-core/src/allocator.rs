@@ -287,7 +287,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         } else if heap.is_recorded {
             self.free_recorded(heap, handle)
         } else {
-            self.free_by_all_means(heap, handle, Fencing::Apart)
+            self.free_by_all_means(&mut heap, handle, Fencing::Apart)
         }
     }
 
@@ -297,26 +297,26 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// As [`free`](Self::free).
     pub fn free_in_row(&self, handle: Handle) -> Result<(), FreeError> {
-        let heap = self.heap_of(handle)?.lock();
+        let mut heap = self.heap_of(handle)?.lock();
         if heap.is_recorded {
             self.free_recorded(heap, handle)
         } else {
-            self.free_by_all_means(heap, handle, Fencing::InRow)
+            self.free_by_all_means(&mut heap, handle, Fencing::InRow)
         }
     }
 
     /// Whatever [`free`](Self::free) may need besides the block: events, books, a release, a refusal.
     #[inline(never)]
-    fn free_by_all_means(&self, mut heap: HeapGuard<'_, L>, handle: Handle, fencing: Fencing) -> Result<(), FreeError> {
+    pub(crate) fn free_by_all_means(&self, heap: &mut Heap, handle: Handle, fencing: Fencing) -> Result<(), FreeError> {
         if handle.slot() == NO_SLOT {
-            return Ok(free_nothing(&mut heap, handle)?);
+            return Ok(free_nothing(heap, handle)?);
         }
         heap.free(&self.around, (handle, fencing), |allocated, requested| {
             self.tally(|peaks| peaks.free(allocated, requested));
         })?;
         heap.recycle_spent(&self.around);
         if let Some(threshold) = heap.config.release_threshold_bytes() {
-            let _told = self.release_above(&mut heap, threshold);
+            let _told = self.release_above(heap, threshold);
         }
         Ok(())
     }

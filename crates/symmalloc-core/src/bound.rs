@@ -11,6 +11,7 @@ use crate::allocator::Allocator;
 use crate::backend::{Backend, DeviceAddress};
 use crate::errors::{AllocateError, FreeError, UnknownError};
 use crate::handle::{Allocation, Handle};
+use crate::held::HeapGuard;
 use crate::ids::{HeapId, PoolId, StreamId};
 use crate::lock::{Exclusive, Lock, LockCell};
 use crate::routes::Route;
@@ -73,9 +74,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.route_of(binding).allocate(size_bytes)
     }
 
-    /// Allocates as [`allocate_in`](Self::allocate_in) does, if a free block is at hand that nobody has to wait for, and does
-    /// `also` with what is [kept beside the heap](crate::held), under the same lock. `None` else, and nothing has changed:
-    /// [`allocate_in`](Self::allocate_in) does what it takes, or says why not.
+    /// Allocates as [`allocate_in`](Self::allocate_in) does, if a free block is at hand, and does `also` with what is
+    /// [kept beside the heap](crate::held), under the same lock. `None` else, and nothing has changed, as when the stream cannot
+    /// be told to wait for the block's earlier users: [`allocate_in`](Self::allocate_in) does what it takes, or says why not.
     ///
     /// That is nearly every request of a program in a steady state. Only the handle, the address of the first byte and what
     /// `also` returned come back: for whoever keeps no more, this is the shortest way.
@@ -95,7 +96,27 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             return None;
         }
         let mut guarded = heap.lock();
-        let allocation = guarded.allocate_at_hand(stream, size_bytes)?;
+        let Some(allocation) = guarded.allocate_at_hand(stream, size_bytes) else {
+            return self.allocate_used(guarded, size_bytes, address, also);
+        };
+        let done = also(&mut guarded.keepsake);
+        drop(guarded);
+        self.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
+        *address = allocation.address;
+        Some((allocation.handle, done))
+    }
+
+    /// As [`allocate_at_hand_in`](Self::allocate_at_hand_in), where other streams used the block before.
+    #[inline(never)]
+    fn allocate_used<R>(
+        &self,
+        mut guarded: HeapGuard<'_, L>,
+        size_bytes: u64,
+        address: &mut DeviceAddress,
+        also: impl FnOnce(&mut L::Keepsake) -> R,
+    ) -> Option<(Handle, R)> {
+        let plain = guarded.plain?;
+        let allocation = guarded.allocate_behind_fences(&self.around, plain, size_bytes)?;
         let done = also(&mut guarded.keepsake);
         drop(guarded);
         self.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));

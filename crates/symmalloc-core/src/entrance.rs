@@ -3,7 +3,11 @@
 //! Nearly every free of a program in a steady state is nothing but to free a block. An [`Entrance`] serves those and no
 //! others. It borrows nothing: what keeps the allocator alive may itself go into the keepsake, under the same lock.
 
+use crate::allocator::Allocator;
+use crate::backend::Backend;
 use crate::bound::Binding;
+use crate::errors::FreeError;
+use crate::fencing::Fencing;
 use crate::handle::Handle;
 use crate::held::{HeapCell, Keepsake};
 use crate::ids::HeapId;
@@ -53,6 +57,28 @@ impl<K: Keepsake> Entrance<K> {
         }
         (true, keep(&mut guarded.keepsake, held))
     }
+
+    /// Frees an allocation as [`Allocator::free_in_row`] does, and lets `keep` have `held` under the same lock. What keeps the
+    /// allocator alive is `held`, and `allocator` finds it there. Also returns what `keep` did not keep, which is all of it
+    /// where the free was refused, was recorded, or was one of another heap.
+    pub fn free_in_row<B: Backend, T>(
+        self,
+        handle: Handle,
+        held: T,
+        allocator: impl FnOnce(&T) -> &Allocator<B, Shared<K>>,
+        keep: impl FnOnce(&mut K, T) -> Option<T>,
+    ) -> (Result<(), FreeError>, Option<T>) {
+        let mut guarded = self.heap.lock();
+        let allocator = allocator(&held);
+        if handle.heap() != self.id || guarded.is_recorded {
+            drop(guarded);
+            return (allocator.free_in_row(handle), Some(held));
+        }
+        match allocator.free_by_all_means(&mut guarded, handle, Fencing::InRow) {
+            Ok(()) => (Ok(()), keep(&mut guarded.keepsake, held)),
+            Err(error) => (Err(error), Some(held)),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -60,8 +86,9 @@ mod tests {
     use super::*;
     use crate::backend::DeviceAddress;
     use crate::config::Config;
-    use crate::sim::SimBackend;
-    use crate::{PoolId, SharedAllocator, StreamId};
+    use crate::errors::AllocateError;
+    use crate::sim::{Call, Fault, FaultRule, SimBackend};
+    use crate::{Allocation, PoolId, SharedAllocator, StreamId};
 
     fn allocator() -> SharedAllocator<SimBackend> {
         let allocator = SharedAllocator::new(SimBackend::builder().seed(1).build(), Config::default()).expect("valid");
@@ -128,6 +155,80 @@ mod tests {
         assert_eq!((allocator.digest(PoolId::DEFAULT), allocator.stats()), before);
         assert_eq!(address, DeviceAddress(7));
         assert_eq!(allocator.free(used.handle), Ok(()));
+    }
+
+    /// An allocation of stream 0 that stream 1 uses.
+    fn used(allocator: &SharedAllocator<SimBackend>) -> Allocation {
+        let placed = allocator.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory");
+        allocator.record_use(placed.handle, StreamId(1)).expect("live");
+        placed
+    }
+
+    fn calls(allocator: &SharedAllocator<SimBackend>) -> [u64; 2] {
+        [Call::Record, Call::Wait].map(|call| allocator.backend().calls().of(call))
+    }
+
+    #[test]
+    fn memory_that_another_stream_used_is_freed_and_waited_for_at_hand() {
+        let (direct, at_hand) = (allocator(), allocator());
+        let heap = binding(&at_hand, 0);
+        let (one, other) = (used(&direct), used(&at_hand));
+        direct.free_in_row(one.handle).expect("live");
+        let mut kept = None;
+        let keep = |(): &mut (), held: &SharedAllocator<SimBackend>| {
+            kept = Some(held.owner);
+            None
+        };
+        let (freed, held) = heap.entrance().free_in_row(other.handle, &at_hand, |held| held, keep);
+        assert!(freed.is_ok() && held.is_none() && kept == Some(at_hand.owner));
+        assert_eq!(calls(&at_hand), [1, 0]);
+        let again = direct.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory");
+        let (mut address, mut visits) = (DeviceAddress(0), 0);
+        let (handle, ()) =
+            at_hand.allocate_at_hand_in(&heap, 512, &mut address, |()| visits += 1).expect("a free block");
+        assert_eq!((calls(&at_hand), visits), ([1, 1], 1));
+        let placed = at_hand.allocation(handle).expect("live");
+        assert_eq!((placed.placement, placed.address), (again.placement, address));
+        assert_eq!(direct.digest(PoolId::DEFAULT), at_hand.digest(PoolId::DEFAULT));
+        assert_eq!(direct.stats(), at_hand.stats());
+        at_hand.check().expect("sane");
+    }
+
+    #[test]
+    fn memory_that_cannot_be_waited_for_is_not_taken() {
+        let allocator = allocator();
+        let heap = binding(&allocator, 0);
+        allocator.free(used(&allocator).handle).expect("live");
+        let before = (allocator.digest(PoolId::DEFAULT), allocator.stats());
+        allocator.backend().inject(Some(Call::Wait), FaultRule::Every { calls: 1 }, Fault::Refused);
+        let mut address = DeviceAddress(7);
+        let never = |(): &mut ()| panic!("nothing is done");
+        assert_eq!(allocator.allocate_at_hand_in(&heap, 512, &mut address, never), None);
+        assert!(matches!(allocator.allocate_in(&heap, 512), Err(AllocateError::Fence { .. })));
+        assert_eq!(
+            (allocator.digest(PoolId::DEFAULT), allocator.stats(), address),
+            (before.0, before.1, DeviceAddress(7))
+        );
+        allocator.check().expect("sane");
+    }
+
+    #[test]
+    fn a_free_that_is_refused_keeps_nothing_and_one_of_another_heap_is_made_there() {
+        let allocator = allocator();
+        let [one, other] = [0, 1].map(|stream| binding(&allocator, stream));
+        let handle = used(&allocator).handle;
+        let free = |heap: &Binding<Shared>| {
+            let nor_kept = |(): &mut (), _: &SharedAllocator<SimBackend>| panic!("nothing is kept");
+            let (freed, held) = heap.entrance().free_in_row(handle, &allocator, |held| held, nor_kept);
+            assert!(held.is_some());
+            freed
+        };
+        allocator.backend().inject(Some(Call::Record), FaultRule::At { ordinal: 0 }, Fault::Refused);
+        assert!(matches!(free(&one), Err(FreeError::Fence(_))));
+        assert_eq!(allocator.stats().usage.all.allocations.current, 1);
+        assert_eq!(free(&other), Ok(()));
+        assert_eq!(allocator.stats().usage.all.allocations.current, 0);
+        assert!(matches!(free(&one), Err(FreeError::Handle(_))), "once");
     }
 
     #[test]

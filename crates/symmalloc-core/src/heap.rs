@@ -285,6 +285,22 @@ impl Heap {
         })
     }
 
+    /// As [`allocate_at_once`](Self::allocate_at_once), where others may have used the block: orders the stream behind them
+    /// first. `None` also when that fails.
+    pub(crate) fn allocate_behind_fences<B: Backend, L: Lock>(
+        &mut self,
+        around: &Surroundings<B, L>,
+        plain: Plain,
+        requested: u64,
+    ) -> Option<Allocation> {
+        let Plain { stream, allocates, .. } = plain;
+        let size = Exact::block_size(&self.rules, requested);
+        let home = Exact::home_of(&self.rules, size);
+        let slot = self.free[home as usize].best_fit(self.table.blocks(), size)?;
+        self.wait_for_earlier_users(around, slot, stream).ok()?;
+        self.place::<Exact>(stream, allocates, requested, |_, _, _, _| Some(slot))
+    }
+
     /// As [`allocate_at_once`](Self::allocate_at_once), in a heap that is not plain.
     #[inline(always)]
     pub(crate) fn allocate_at_once_by_rule(&mut self, stream: StreamId, requested: u64) -> Option<Allocation> {

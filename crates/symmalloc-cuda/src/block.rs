@@ -113,11 +113,14 @@ pub(crate) fn free<B: CudaMemory>(lane: Arc<Lane<B>>, handle: Handle) {
     }
 }
 
-/// Lets go of a lane that is not among the spares, and frees the allocation if that is still to be done.
+/// Lets go of a lane that is not among the spares, and with it of the allocator perhaps. Frees the allocation first if that is
+/// still to be done.
 #[inline(never)]
-#[allow(clippy::needless_pass_by_value, reason = "the lane is let go of here, and with it the allocator perhaps")]
 fn let_go<B: CudaMemory>(lane: Arc<Lane<B>>, unfreed: Option<Handle>) {
-    if let Some(Err(error)) = unfreed.map(|handle| lane.state.core.free_in_row(handle)) {
+    let Some(handle) = unfreed else { return };
+    let heap = lane.heap.entrance();
+    let (freed, lane) = heap.free_in_row(handle, lane, |lane| &lane.state.core, Spares::keep);
+    if let (Err(error), Some(lane)) = (freed, lane) {
         lane.state.note_drop_error(DropError::Free(error));
     }
 }
