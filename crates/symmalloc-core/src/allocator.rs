@@ -414,9 +414,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.known_stream(on)?;
         let mut tape = self.tape();
         if stream != on {
-            let mut clocks = self.around.clocks.lock();
-            let moment = clocks.moment(on);
-            clocks.waits_for(stream, &moment);
+            self.around.clocks.lock().waits_for_all(stream, on);
         }
         tape.note(Op::Wait { stream, on });
         Ok(())

@@ -59,24 +59,25 @@ impl<K: Keepsake> Entrance<K> {
     }
 
     /// Frees an allocation as [`Allocator::free_in_row`] does, and lets `keep` have `held` under the same lock. What keeps the
-    /// allocator alive is `held`, and `allocator` finds it there. Also returns what `keep` did not keep, which is all of it
-    /// where the free was refused, was recorded, or was one of another heap.
+    /// allocator alive is `held`, and `allocator` finds it there. Returns what `keep` did not keep, with the outcome of the free:
+    /// all of it where the free was refused, was recorded, or was one of another heap.
     pub fn free_in_row<B: Backend, T>(
         self,
         handle: Handle,
         held: T,
         allocator: impl FnOnce(&T) -> &Allocator<B, Shared<K>>,
         keep: impl FnOnce(&mut K, T) -> Option<T>,
-    ) -> (Result<(), FreeError>, Option<T>) {
+    ) -> Option<(T, Result<(), FreeError>)> {
         let mut guarded = self.heap.lock();
         let allocator = allocator(&held);
         if handle.heap() != self.id || guarded.is_recorded {
             drop(guarded);
-            return (allocator.free_in_row(handle), Some(held));
+            let freed = allocator.free_in_row(handle);
+            return Some((held, freed));
         }
         match allocator.free_by_all_means(&mut guarded, handle, Fencing::InRow) {
-            Ok(()) => (Ok(()), keep(&mut guarded.keepsake, held)),
-            Err(error) => (Err(error), Some(held)),
+            Ok(()) => keep(&mut guarded.keepsake, held).map(|left| (left, Ok(()))),
+            Err(error) => Some((held, Err(error))),
         }
     }
 }
@@ -179,8 +180,8 @@ mod tests {
             kept = Some(held.owner);
             None
         };
-        let (freed, held) = heap.entrance().free_in_row(other.handle, &at_hand, |held| held, keep);
-        assert!(freed.is_ok() && held.is_none() && kept == Some(at_hand.owner));
+        let left = heap.entrance().free_in_row(other.handle, &at_hand, |held| held, keep);
+        assert!(left.is_none() && kept == Some(at_hand.owner));
         assert_eq!(calls(&at_hand), [1, 0]);
         let again = direct.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory");
         let (mut address, mut visits) = (DeviceAddress(0), 0);
@@ -219,9 +220,7 @@ mod tests {
         let handle = used(&allocator).handle;
         let free = |heap: &Binding<Shared>| {
             let nor_kept = |(): &mut (), _: &SharedAllocator<SimBackend>| panic!("nothing is kept");
-            let (freed, held) = heap.entrance().free_in_row(handle, &allocator, |held| held, nor_kept);
-            assert!(held.is_some());
-            freed
+            heap.entrance().free_in_row(handle, &allocator, |held| held, nor_kept).expect("nothing is kept").1
         };
         allocator.backend().inject(Some(Call::Record), FaultRule::At { ordinal: 0 }, Fault::Refused);
         assert!(matches!(free(&one), Err(FreeError::Fence(_))));

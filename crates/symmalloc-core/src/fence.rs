@@ -322,6 +322,18 @@ impl StreamClocks {
         self.waits_for_tick(stream, on.stream, on.tick);
     }
 
+    /// As [`waits_for`](Self::waits_for) the present moment of a stream, which ends.
+    pub(crate) fn waits_for_all(&mut self, stream: StreamId, on: StreamId) {
+        for index in 0..self.streams[on.index()].waited.len() {
+            let tick = self.streams[on.index()].waited[index];
+            if tick > 0 && index != stream.index() {
+                self.waits_for_tick(stream, StreamId(index as u16), tick);
+            }
+        }
+        let tick = self.advance(on);
+        self.waits_for_tick(stream, on, tick);
+    }
+
     /// The host has waited for a stream up to a moment, and so for all that it had waited for.
     pub(crate) fn synchronized(&mut self, moment: &Moment) {
         for (clock, waited) in self.streams.iter_mut().zip(&moment.waited) {
@@ -374,6 +386,18 @@ mod tests {
         let moment = clocks.moment(B);
         clocks.waits_for(A, &moment);
         assert!(clocks.covers(A, C, tick));
+    }
+
+    #[test]
+    fn a_wait_for_all_is_a_wait_for_the_present_moment() {
+        let [mut at_once, mut by_moment] = [(); 2].map(|()| three_streams());
+        for (stream, on) in [(B, C), (A, B), (C, A), (A, C), (B, A), (A, B)] {
+            at_once.waits_for_all(stream, on);
+            let moment = by_moment.moment(on);
+            by_moment.waits_for(stream, &moment);
+            assert_eq!(format!("{at_once:?}"), format!("{by_moment:?}"));
+        }
+        assert!(at_once.covers(A, C, 2) && !at_once.covers(A, C, 3));
     }
 
     #[test]

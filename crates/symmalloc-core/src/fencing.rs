@@ -25,7 +25,7 @@ pub(crate) enum Fencing {
 
 impl Heap {
     /// Records an event on every other stream that used the block, all or none.
-    #[cold]
+    #[inline(never)]
     pub(crate) fn fence_uses<B: Backend, L: Lock>(
         &mut self,
         around: &Surroundings<B, L>,
@@ -48,6 +48,7 @@ impl Heap {
     }
 
     /// Notes that work on `stream` uses the allocation.
+    #[inline]
     pub(crate) fn record_use(&mut self, handle: Handle, stream: StreamId) -> Result<(), HandleError> {
         let Some(Live { stream: owner, .. }) = self.find_live(handle) else { return Err(self.not_live(handle)) };
         let block = self.table.block_mut(handle.slot());

@@ -119,8 +119,7 @@ pub(crate) fn free<B: CudaMemory>(lane: Arc<Lane<B>>, handle: Handle) {
 fn let_go<B: CudaMemory>(lane: Arc<Lane<B>>, unfreed: Option<Handle>) {
     let Some(handle) = unfreed else { return };
     let heap = lane.heap.entrance();
-    let (freed, lane) = heap.free_in_row(handle, lane, |lane| &lane.state.core, Spares::keep);
-    if let (Err(error), Some(lane)) = (freed, lane) {
+    if let Some((lane, Err(error))) = heap.free_in_row(handle, lane, |lane| &lane.state.core, Spares::keep) {
         lane.state.note_drop_error(DropError::Free(error));
     }
 }

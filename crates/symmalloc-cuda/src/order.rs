@@ -107,8 +107,9 @@ impl Order {
         })
     }
 
-    fn is_host(&self, stream: StreamId) -> bool {
-        matches!(self.streams.get(stream.index()), Some(Lane::Host))
+    #[inline]
+    fn lane(&self, stream: StreamId, call: &'static str) -> Result<&Lane, DriverError> {
+        self.streams.get(stream.index()).ok_or(DriverError { call, code: INVALID_HANDLE })
     }
 
     fn raw(&self, stream: StreamId, call: &'static str) -> Result<CUstream, DriverError> {
@@ -124,12 +125,12 @@ impl Order {
 
     /// Records an event on a stream after its work so far.
     pub(crate) fn record(&self, stream: StreamId) -> Result<Event, BackendError> {
-        if self.is_host(stream) {
+        let event = match self.lane(stream, "cuEventRecord")? {
+            Lane::Device(stream) => self.record_raw(stream.cu_stream()),
             // An event that was never recorded is done.
-            return Ok(self.new_event().map(|event| Event(event.0 as u64))?);
-        }
-        let raw = self.raw(stream, "cuEventRecord")?;
-        Ok(self.record_raw(raw)?)
+            Lane::Host => self.new_event().map(|event| Event(event.0 as u64)),
+        };
+        Ok(event?)
     }
 
     /// As [`record`](Self::record), on a stream that is alive but may not be registered.
@@ -161,11 +162,11 @@ impl Order {
 
     /// Makes later work on the stream wait for the event on the device.
     pub(crate) fn wait(&self, stream: StreamId, event: Event) -> Result<(), BackendError> {
-        if self.is_host(stream) {
-            return Ok(self.wait_on_host(self.settled(event)?)?);
-        }
-        let raw = self.raw(stream, "cuStreamWaitEvent")?;
-        Ok(self.wait_raw(raw, event)?)
+        let waited = match self.lane(stream, "cuStreamWaitEvent")? {
+            Lane::Device(stream) => self.wait_raw(stream.cu_stream(), event),
+            Lane::Host => self.settled(event).and_then(|event| self.wait_on_host(event)),
+        };
+        Ok(waited?)
     }
 
     /// As [`wait`](Self::wait), on a stream that is alive but may not be registered.
@@ -237,10 +238,8 @@ impl Order {
 
     /// Blocks the host until the stream's work so far is done.
     pub(crate) fn synchronize(&self, stream: StreamId) -> Result<(), BackendError> {
-        if self.is_host(stream) {
-            return Ok(());
-        }
-        let raw = self.raw(stream, "cuStreamSynchronize")?;
+        let Lane::Device(stream) = self.lane(stream, "cuStreamSynchronize")? else { return Ok(()) };
+        let raw = stream.cu_stream();
         if self.capture_of(raw)?.is_some() {
             // The driver would refuse as well, and end the capture.
             return Err(DriverError { call: "cuStreamSynchronize", code: CAPTURE_UNSUPPORTED }.into());

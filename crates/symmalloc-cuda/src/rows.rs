@@ -169,7 +169,6 @@ impl CudaDevice {
         }
     }
 
-    #[cold]
     #[inline(never)]
     fn end_open_rows(&self) {
         self.end_rows_of(&mut self.rows.0.lock());
@@ -192,20 +191,26 @@ impl Order {
 
     /// See [`Backend::record_in_row`](symmalloc_core::backend::Backend::record_in_row).
     pub(crate) fn record_in_row(&self, stream: StreamId) -> Result<InRow, BackendError> {
-        let Some(raw) = self.stream(stream).map(|stream| stream.cu_stream()) else {
-            return self.record(stream).map(InRow::Apart);
-        };
-        let mut books = self.device.rows.0.lock();
-        if self.device.captures.any() {
-            drop(books);
-            return self.record(stream).map(InRow::Apart);
-        }
-        let Books { open, shared, owners } = &mut *books;
+        let device = &*self.device;
+        let mut books = device.rows.0.lock();
+        let Books { open, shared, .. } = &mut *books;
+        // None is open while a capture is under way.
         if let Some(row) = open.iter().find(|row| row.stream == stream && row.owner == self.number) {
             let joined = &mut shared[row.event];
             joined.is_recorded = false;
             return Ok(InRow::Joined(joined.share(row.event)));
         }
+        let raw = self.stream(stream).filter(|_| !device.captures.any()).map(|stream| stream.cu_stream());
+        let Some(raw) = raw else {
+            drop(books);
+            return self.record(stream).map(InRow::Apart);
+        };
+        Ok(InRow::Apart(self.begin_row(&mut books, stream, raw)?))
+    }
+
+    /// The first event of a row.
+    fn begin_row(&self, books: &mut Books, stream: StreamId, raw: CUstream) -> Result<Event, DriverError> {
+        let Books { open, shared, owners } = books;
         let owner = &mut owners[self.number];
         let event = match owner.spare.pop() {
             Some(event) => event,
@@ -214,13 +219,13 @@ impl Order {
         owner.records += 1;
         if let Err(error) = self.record_now(raw, &event) {
             owner.spare.push(event);
-            return Err(error.into());
+            return Err(error);
         }
         let event = SharedEvent { event, stream: raw, owner: self.number, given: 0, held: 0, is_recorded: true };
         let number = shared.insert(event);
         open.push(Row { owner: self.number, stream, event: number });
         self.device.captures.set_rows_open(true);
-        Ok(InRow::Apart(shared[number].share(number)))
+        Ok(shared[number].share(number))
     }
 
     /// The driver's name of an event, for whoever waits for it or asks it.

@@ -199,8 +199,8 @@ impl Across {
 
     /// Makes a stream wait for all uses by streams that are not registered.
     fn order_behind_foreign(&self, lane: &Lane<CudaBackend>, stream: &CudaStream) -> Result<(), BackendError> {
-        let foreign = self.foreign.get().into_iter().flat_map(|uses| uses.iter());
-        for event in foreign.filter_map(|(_, entry)| entry.event.as_ref()) {
+        let Some(foreign) = self.foreign.get() else { return Ok(()) };
+        for event in foreign.iter().filter_map(|(_, entry)| entry.event.as_ref()) {
             lane.state.order().wait_raw(stream.cu_stream(), Event(event.cu_event() as u64))?;
         }
         Ok(())

@@ -267,13 +267,20 @@ static BYTES: [[u8; 4096]; 256] = {
     bytes
 };
 
-/// Buffers that the streams write as their owner, and others just before they are dropped, while streams are held up at random.
-/// In the end every buffer has what its owner wrote.
-fn random_program(seed: u64, streams_share: StreamPolicy) {
+/// An allocator whose streams share a heap or do not, with streams.
+fn allocator_with<const N: usize>(streams_share: StreamPolicy) -> (CudaAllocator, [Arc<CudaStream>; N]) {
     let pool = PoolConfig::builder().streams(streams_share).build().expect("valid");
-    let (allocator, streams) = allocator::<4>(Config::builder().default_pool(pool).build().expect("valid"));
+    allocator(Config::builder().default_pool(pool).build().expect("valid"))
+}
+
+/// A buffer, and what its owner wrote.
+type Written = (DeviceBuffer<u8>, u8);
+
+/// Buffers that the streams write as their owner, and others just before they are dropped, while streams are held up at random.
+/// Returns those that are left, which have what their owners wrote when no stream is held up any more.
+fn random_program(seed: u64, allocator: &CudaAllocator, streams: &[Arc<CudaStream>]) -> Vec<Written> {
     let mut draw = SplitMix64::new(seed);
-    let mut buffers: Vec<(DeviceBuffer<u8>, u8)> = Vec::new();
+    let mut buffers: Vec<Written> = Vec::new();
     let mut long: Vec<LongWork> = Vec::new();
     for step in 0..STEPS {
         let stream = &streams[draw.below(4) as usize];
@@ -316,17 +323,52 @@ fn random_program(seed: u64, streams_share: StreamPolicy) {
             }
         }
     }
-    allocator.core().check().expect("sound");
-    drop(long);
-    for (buffer, value) in &buffers {
-        assert_eq!(first_byte(buffer), *value, "seed {seed}");
+    buffers
+}
+
+fn assert_sound(seed: u64, allocator: &CudaAllocator, buffers: Vec<Written>) {
+    for (buffer, value) in buffers {
+        assert_eq!(first_byte(&buffer), value, "seed {seed}");
     }
+    allocator.core().check().expect("sound");
     assert_eq!(allocator.drop_errors().count, 0);
 }
 
+fn seeds() -> u64 {
+    std::env::var("SYMMALLOC_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(SEEDS)
+}
+
+fn policy(seed: u64) -> StreamPolicy {
+    if seed.is_multiple_of(2) { StreamPolicy::Separate } else { StreamPolicy::Shared }
+}
+
 stub_test!(nobody_writes_into_memory_that_was_taken_again, {
-    let seeds = std::env::var("SYMMALLOC_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(SEEDS);
-    for seed in 0..seeds {
-        random_program(seed, if seed % 2 == 0 { StreamPolicy::Separate } else { StreamPolicy::Shared });
+    for seed in 0..seeds() {
+        let (allocator, streams) = allocator_with::<4>(policy(seed));
+        let buffers = random_program(seed, &allocator, &streams);
+        assert_sound(seed, &allocator, buffers);
+    }
+});
+
+stub_test!(threads_end_the_rows_of_each_other, {
+    for seed in 0..seeds() / 8 {
+        let before = calls("cuEventRecord");
+        let (allocator, streams) = allocator_with::<12>(policy(seed));
+        let buffers = std::thread::scope(|scope| {
+            let programs = streams.chunks(4).zip(0..);
+            let allocator = &allocator;
+            let run = |(own, thread): (_, u64)| {
+                scope.spawn(move || {
+                    let _current = allocator.device().enter().expect("the stub lets it");
+                    random_program(seed << 2 | thread, allocator, own)
+                })
+            };
+            let threads: Vec<_> = programs.map(run).collect();
+            threads.into_iter().flat_map(|thread| thread.join().expect("no panic")).collect()
+        });
+        assert_sound(seed, &allocator, buffers);
+        assert_eq!(allocator.device_calls().records, calls("cuEventRecord") - before);
+        drop((allocator, streams));
+        assert_eq!(live().events, 0);
     }
 });
