@@ -9,14 +9,11 @@
 //!  Driver::load ── library there? ── every symbol there? ── Driver ── method per call ── Result<(), DriverError>
 //! ```
 
+use crate::call_count;
 use crate::error::{DriverError, LoadError};
 use cudarc::driver::sys::{CUcontext, CUdevice, CUdeviceptr, CUevent, CUgraph, CUgraphExec, CUstream};
 use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU64, Ordering};
-
-/// Number of calls made through the table, over all threads.
-static CALLS: AtomicU64 = AtomicU64::new(0);
 
 /// `CUmemLocation` of a device, as all versions of CUDA lay it out.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -134,7 +131,7 @@ macro_rules! driver_calls {
                 /// As the call of this name in the CUDA driver API: handles live, pointers valid.
                 #[allow(clippy::too_many_arguments, reason = "the driver's signature")]
                 pub(crate) unsafe fn $name(&self, $($arg: $type),*) -> Result<(), DriverError> {
-                    CALLS.fetch_add(1, Ordering::Relaxed);
+                    call_count::count();
                     // SAFETY: the caller's contract.
                     let code = unsafe { (self.$name)($($arg),*) };
                     if code == 0 { Ok(()) } else { Err(DriverError { call: stringify!($symbol), code }) }
@@ -222,7 +219,7 @@ impl Driver {
 
     /// Driver calls made by this crate in this process so far.
     pub(crate) fn calls() -> u64 {
-        CALLS.load(Ordering::Relaxed)
+        call_count::sum()
     }
 
     /// Lets this thread make calls, until the guard is dropped, that a stream capture on it would otherwise forbid:

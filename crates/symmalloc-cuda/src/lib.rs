@@ -60,6 +60,7 @@ mod allocator;
 mod backend;
 mod block;
 mod buffer;
+mod call_count;
 mod calls;
 mod capture;
 mod chunks;
