@@ -5,7 +5,7 @@
 
 use crate::backend::{Backend, BackendError, Event};
 use crate::block_table::{BlockState, Slot};
-use crate::digest::{Mark, op_word, placement_word};
+use crate::digest::{Mark, op_word};
 use crate::errors::HandleError;
 use crate::fence::{Fence, FenceSetId, Tick};
 use crate::handle::Handle;
@@ -55,8 +55,8 @@ impl Heap {
         if stream != owner {
             block.fences = self.fences.add(block.fences, Fence { stream, tick: 0, event: None });
         }
-        let placement = self.placement(handle.slot());
-        self.fold(op_word(Mark::RecordUse, stream, 0), placement_word(placement));
+        let placed = block.place.word();
+        self.fold(op_word(Mark::RecordUse, stream, 0), placed);
         if let Some(journal) = &mut self.journal
             && let Some(name) = self.names.find(handle.slot())
         {
@@ -119,6 +119,16 @@ impl Heap {
         if around.clocks.lock().covers(stream, fence.stream, fence.tick) {
             return Ok(());
         }
+        self.wait_for_unmet(around, stream, fence)
+    }
+
+    #[inline(never)]
+    fn wait_for_unmet<B: Backend, L: Lock>(
+        &self,
+        around: &Surroundings<B, L>,
+        stream: StreamId,
+        fence: Fence,
+    ) -> Result<(), BackendError> {
         match fence.event {
             Some(event) => {
                 around.backend.wait(stream, event)?;
