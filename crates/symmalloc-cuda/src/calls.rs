@@ -4,6 +4,7 @@
 
 use crate::allocator::CachingAllocator;
 use crate::backend::CudaMemory;
+use crate::rows::EventCalls;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// How often the device was asked for what, since the allocator was made. Calls that the driver refused count, too.
@@ -29,14 +30,13 @@ pub struct DeviceCalls {
     pub synchronizations: u64,
 }
 
-/// One of [`DeviceCalls`], but for records: those are counted in the [books](crate::rows) of events.
+/// One of [`DeviceCalls`], but for records and waits: those are counted in the [books](crate::rows) of events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Call {
     Reserve,
     Map,
     Unmap,
     Release,
-    Wait,
     Query,
     Synchronize,
 }
@@ -49,7 +49,6 @@ impl Call {
             Call::Map => "map",
             Call::Unmap => "unmap",
             Call::Release => "release",
-            Call::Wait => "wait",
             Call::Query => "query",
             Call::Synchronize => "synchronize",
         }
@@ -58,7 +57,7 @@ impl Call {
 
 /// The counts while they are counted.
 #[derive(Debug, Default)]
-pub(crate) struct CallCounters([AtomicU64; 7]);
+pub(crate) struct CallCounters([AtomicU64; 6]);
 
 impl CallCounters {
     #[inline]
@@ -85,13 +84,14 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// How often the device was asked for what.
     pub fn device_calls(&self) -> DeviceCalls {
         let calls = &self.state.order().calls;
+        let EventCalls { records, waits } = self.state.order().event_calls();
         DeviceCalls {
             reserves: calls.get(Call::Reserve),
             maps: calls.get(Call::Map),
             unmaps: calls.get(Call::Unmap),
             releases: calls.get(Call::Release),
-            records: self.state.order().records(),
-            waits: calls.get(Call::Wait),
+            records,
+            waits,
             queries: calls.get(Call::Query),
             synchronizations: calls.get(Call::Synchronize),
         }

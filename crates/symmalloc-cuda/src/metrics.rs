@@ -36,7 +36,7 @@ impl<B: CudaMemory> Source for CachingAllocator<B> {
             (Call::Unmap.name(), calls.unmaps),
             (Call::Release.name(), calls.releases),
             ("record", calls.records),
-            (Call::Wait.name(), calls.waits),
+            ("wait", calls.waits),
             (Call::Query.name(), calls.queries),
             (Call::Synchronize.name(), calls.synchronizations),
         ] {

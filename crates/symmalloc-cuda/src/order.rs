@@ -182,7 +182,7 @@ impl Order {
     }
 
     fn wait_now(&self, stream: CUstream, event: Event) -> Result<(), DriverError> {
-        self.calls.count(Call::Wait);
+        self.count_wait();
         // SAFETY: the event is this pool's and the stream is alive.
         self.device.call_about(stream, || unsafe { self.device.driver.stream_wait(stream, event.0 as CUevent, 0) })
     }

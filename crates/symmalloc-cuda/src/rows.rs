@@ -56,8 +56,14 @@ struct Books {
 #[derive(Default)]
 struct Owner {
     spare: Vec<SpareEvent>,
-    /// How often the driver was told to record one.
-    records: u64,
+    calls: EventCalls,
+}
+
+/// How often the driver was told to record an event of an allocator, and to make a stream wait for one.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct EventCalls {
+    pub(crate) records: u64,
+    pub(crate) waits: u64,
 }
 
 /// Drops that may not be the last of their row, on one stream of one allocator.
@@ -119,7 +125,7 @@ impl Books {
             if unsafe { device.captures.of(device.driver, shared.stream) }?.is_some() {
                 return Err(DriverError { call: "cuEventRecord", code: CAPTURE_UNSUPPORTED });
             }
-            self.owners[shared.owner].records += 1;
+            self.owners[shared.owner].calls.records += 1;
             let (event, stream) = (shared.event.0, shared.stream);
             // SAFETY: the event is a pool's and the stream is alive, both of one context.
             device.call_about(stream, || unsafe { device.driver.event_record(event, stream) })?;
@@ -216,7 +222,7 @@ impl Order {
             Some(event) => event,
             None => self.new_event()?,
         };
-        owner.records += 1;
+        owner.calls.records += 1;
         if let Err(error) = self.record_now(raw, &event) {
             owner.spare.push(event);
             return Err(error);
@@ -256,7 +262,7 @@ impl Order {
     pub(crate) fn take_event(&self) -> Result<SpareEvent, DriverError> {
         let spare = {
             let owner = &mut self.device.rows.0.lock().owners[self.number];
-            owner.records += 1;
+            owner.calls.records += 1;
             owner.spare.pop()
         };
         match spare {
@@ -265,9 +271,13 @@ impl Order {
         }
     }
 
-    /// How often the driver was told to record an event.
-    pub(crate) fn records(&self) -> u64 {
-        self.device.rows.0.lock().owners[self.number].records
+    /// Counts a wait for an event.
+    pub(crate) fn count_wait(&self) {
+        self.device.rows.0.lock().owners[self.number].calls.waits += 1;
+    }
+
+    pub(crate) fn event_calls(&self) -> EventCalls {
+        self.device.rows.0.lock().owners[self.number].calls
     }
 
     /// Takes back an event that no fence has.
