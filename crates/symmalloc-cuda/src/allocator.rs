@@ -278,11 +278,19 @@ impl<B: CudaMemory> CachingAllocator<B> {
         Ok(self.state.core.allocate_in(&lane.heap, size_bytes)?)
     }
 
-    /// The lane of a stream, where nothing has to be looked for or asked: that is the rule. Allocations lie in its heap.
+    /// The lane of a stream that has one, while no capture is under way: that is the rule. Allocations lie in its heap.
     #[inline(always)]
     pub(crate) fn lane_at_hand(&self, stream: &CudaStream) -> Option<&Arc<Lane<B>>> {
-        let lanes = &self.lease.lanes;
-        lanes.find_first(stream).or_else(|| lanes.find(stream)).filter(|lane| lane.device.is_quiet())
+        match self.lease.lanes.find_first(stream) {
+            Some(lane) if lane.device.captures.is_quiet() => Some(lane),
+            _ => self.lane_near_hand(stream),
+        }
+    }
+
+    /// As [`lane_at_hand`](Self::lane_at_hand), where the lane has to be looked for, or a row ends.
+    #[inline(never)]
+    fn lane_near_hand(&self, stream: &CudaStream) -> Option<&Arc<Lane<B>>> {
+        self.lease.lanes.find(stream).filter(|lane| lane.device.is_quiet())
     }
 
     /// The lane of a stream.
