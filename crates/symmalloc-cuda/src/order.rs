@@ -5,7 +5,7 @@
 //!
 //! Events come from a pool and go back to it: making one costs a driver call, recording one costs 109 ns. Timing is off.
 //! Recording an event again does not disturb streams that were told to wait for what it stood for before. Frees in a row share
-//! one (`rows.rs`).
+//! one; `rows.rs` has the pool, too.
 //!
 //! During a stream capture an event records a place in the graph and not a moment of the device. Such an event means
 //! something in its own capture only:
