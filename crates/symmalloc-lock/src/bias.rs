@@ -118,7 +118,8 @@ impl Bias {
 
     /// Enters if nobody is inside and nobody has the bias. Whether it is inside now.
     pub(crate) fn try_enter(&self, thread: u32) -> bool {
-        if !self.take() {
+        // Looks before it takes: who fails leaves the owner its cache line.
+        if self.is_biased() || self.flags[EVERYBODY].load(Ordering::Relaxed) || !self.take() {
             return false;
         }
         if self.is_biased() {

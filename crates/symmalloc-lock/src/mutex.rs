@@ -31,7 +31,7 @@ unsafe impl RawMutex for RawBiasedMutex {
     /// Fails as well while the lock is biased to another thread: to take the bias away is to wait.
     #[inline]
     fn try_lock(&self) -> bool {
-        self.0.enter_by_bias(thread_number::known()) || self.0.try_enter(thread_number::get())
+        self.0.enter_by_bias(thread_number::known()) || self.try_lock_unbiased()
     }
 
     #[inline]
@@ -44,6 +44,11 @@ impl RawBiasedMutex {
     #[inline(never)]
     fn lock_by_all_means(&self) {
         self.0.enter(thread_number::get());
+    }
+
+    #[inline(never)]
+    fn try_lock_unbiased(&self) -> bool {
+        self.0.try_enter(thread_number::get())
     }
 }
 
