@@ -12,12 +12,12 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use symmalloc_core::backend::Backend;
 use symmalloc_core::config::{Config, PoolConfig, Reclaim, StreamPolicy};
 use symmalloc_core::errors::{AllocateError, PoolError};
-use symmalloc_core::held::HeapCell;
+use symmalloc_core::held::{Heap, HeapCell, Keepsake, Vacant};
 use symmalloc_core::lock::{Exclusive, Lock, LockCell};
 
 use symmalloc_core::sim::{SimBackend, SplitMix64};
 use symmalloc_core::units::{KIB, MIB};
-use symmalloc_core::{Allocation, Allocator, Digest, Handle, PoolId, Retry, StreamId};
+use symmalloc_core::{Allocation, Allocator, Binding, Digest, Handle, PoolId, Retry, StreamId};
 
 /// The third kind of lock: shuttle's, where another thread may go on.
 #[derive(Debug)]
@@ -29,8 +29,29 @@ struct ShuttledCell<T>(Mutex<T>);
 impl Lock for Shuttled {
     const IS_EXCLUSIVE: bool = false;
     type Cell<T> = ShuttledCell<T>;
-    type Keepsake = ();
+    type Keepsake = Nothing;
     type HeapRef = Arc<HeapCell<Self>>;
+}
+
+/// Nothing is kept beside a heap. What comes with a free is the allocator.
+#[derive(Debug, Default)]
+struct Nothing;
+
+impl Keepsake for Nothing {
+    type Held = Shared;
+
+    fn keep(&mut self, allocator: Shared) -> Option<Shared> {
+        Some(allocator)
+    }
+
+    fn free_late(allocator: &Shared, heap: &mut Heap, handle: Handle) {
+        allocator.free_late(heap, handle).expect("live");
+    }
+
+    fn vacant() -> &'static Vacant<Self> {
+        static VACANT: Vacant<Nothing> = std::sync::Mutex::new(Vec::new());
+        &VACANT
+    }
 }
 
 impl<T> LockCell<T> for ShuttledCell<T> {
@@ -45,6 +66,10 @@ impl<T> LockCell<T> for ShuttledCell<T> {
 
     fn lock(&self) -> MutexGuard<'_, T> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+        self.0.try_lock().ok()
     }
 }
 
@@ -89,7 +114,23 @@ fn lend<L: Lock>(allocator: &Allocator<SimBackend, L>, owner: StreamId, other: S
     device.wait(other, event).expect("no faults");
     device.recycle(event);
     use_it(allocator, other, made);
-    allocator.record_use(made.handle, other).expect("live");
+    allocator.record_use_by_owner(made.handle, other).expect("live");
+}
+
+/// The heap of a stream, which takes mail from now on.
+fn open_mail(allocator: &Shared, stream: StreamId) -> Binding<Shuttled> {
+    let heap = allocator.binding(PoolId::DEFAULT, stream).expect("both exist");
+    allocator.open_mail(&heap);
+    heap
+}
+
+/// Frees what lies in the heap, and waits for no other thread if it takes mail. Of allocations with uses as well: there are no
+/// captures here, so events that are recorded later are as good.
+fn free_or_leave(allocator: &Shared, heap: &Binding<Shuttled>, handle: Handle) {
+    let (is_freed, left) = heap.entrance().free_at_hand(handle, Arc::clone(allocator));
+    if !is_freed {
+        left.expect("nothing has changed").free(handle).expect("live");
+    }
 }
 
 /// Everything is freed: nothing is left, neither on the device nor in the books.
@@ -171,9 +212,10 @@ fn heaps_decide_as_if_alone(pool: &PoolConfig, schedules: usize) {
                 let (handles, theirs) = mpsc::channel::<Handle>();
                 let (done, freed) = mpsc::channel();
                 let freeing = Arc::clone(&together);
+                let heap = open_mail(&together, stream);
                 threads.push(thread::spawn(move || {
                     for handle in theirs {
-                        freeing.free(handle).expect("live");
+                        free_or_leave(&freeing, &heap, handle);
                         done.send(()).expect("it waits");
                     }
                 }));
@@ -278,6 +320,66 @@ fn a_shared_heap_with_a_limit_stays_sound_and_loses_no_free() {
             assert_nothing_is_left(&allocator);
         });
     }
+}
+
+/// Threads free what others allocated while these map memory. They synchronise in nothing, so the order is theirs; what holds
+/// is that no free is lost, and that no memory is taken before its uses are over.
+#[test]
+fn frees_that_are_left_are_done_whoever_comes_whenever_the_mail_is_closed() {
+    let (one, other) = (StreamId(0), StreamId(1));
+    explore(2000, move || {
+        let allocator = shared(Config::default(), 9);
+        let heaps = Arc::new([one, other].map(|stream| open_mail(&allocator, stream)));
+        let (to_other, of_one) = mpsc::channel::<Allocation>();
+        let (to_one, of_other) = mpsc::channel::<Allocation>();
+        let ways = [(one, to_other, of_other), (other, to_one, of_one)];
+        let threads = ways.map(|(stream, gives, takes)| {
+            let (allocator, heaps) = (Arc::clone(&allocator), Arc::clone(&heaps));
+            thread::spawn(move || {
+                for size_bytes in [MIB, 3 * MIB, 512, 5 * MIB] {
+                    let made = allocator.allocate(PoolId::DEFAULT, stream, size_bytes).expect("no limit");
+                    use_it(&allocator, stream, &made);
+                    gives.send(made).expect("it listens until all is freed");
+                    if let Ok(theirs) = takes.try_recv() {
+                        free_or_leave(&allocator, &heaps[1 - stream.index()], theirs.handle);
+                    }
+                }
+                drop(gives);
+                for theirs in takes {
+                    free_or_leave(&allocator, &heaps[1 - stream.index()], theirs.handle);
+                }
+            })
+        });
+        allocator.close_mail(&heaps[0]);
+        allocator.stats();
+        threads.into_iter().for_each(|thread| thread.join().expect("no panic"));
+        heaps.iter().for_each(|heap| allocator.close_mail(heap));
+        assert_nothing_is_left(&allocator);
+        assert_eq!(Arc::strong_count(&allocator), 1, "mail of a closed box is done");
+    });
+}
+
+/// A thread that comes after the one that left a free finds the memory.
+#[test]
+fn who_comes_after_a_free_that_was_left_finds_the_memory_free() {
+    explore(1000, || {
+        let allocator = shared(Config::default(), 10);
+        let heap = Arc::new(open_mail(&allocator, StreamId(0)));
+        let made = allocator.allocate(PoolId::DEFAULT, StreamId(0), MIB).expect("no limit");
+        let growing = Arc::clone(&allocator);
+        let grower = thread::spawn(move || {
+            growing.reserve(PoolId::DEFAULT, StreamId(0), 64 * MIB).expect("no limit");
+        });
+        let (freeing, theirs) = (Arc::clone(&allocator), Arc::clone(&heap));
+        let freer = thread::spawn(move || free_or_leave(&freeing, &theirs, made.handle));
+        freer.join().expect("no panic");
+        let again = allocator.allocate(PoolId::DEFAULT, StreamId(0), MIB).expect("no limit");
+        assert_eq!(again.placement, made.placement);
+        allocator.free(again.handle).expect("live");
+        grower.join().expect("no panic");
+        allocator.close_mail(&heap);
+        assert_nothing_is_left(&allocator);
+    });
 }
 
 /// One thread gives memory back, and so waits for a stream that another thread gives more work to.

@@ -305,9 +305,21 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
     }
 
+    /// As [`free`](Self::free), where the heap is entered already: for [`Keepsake::free_late`](crate::held::Keepsake::free_late).
+    ///
+    /// # Errors
+    /// As [`free`](Self::free), and when the heap is another allocator's.
+    pub fn free_late(&self, heap: &mut Heap, handle: Handle) -> Result<(), FreeError> {
+        if heap.tags.owner() != self.owner {
+            return Err(HandleError::Foreign { handle }.into());
+        }
+        self.free_by_all_means(heap, handle, Fencing::Apart)
+    }
+
     /// Whatever [`free`](Self::free) may need besides the block: events, books, a release, a refusal.
     #[inline(never)]
     pub(crate) fn free_by_all_means(&self, heap: &mut Heap, handle: Handle, fencing: Fencing) -> Result<(), FreeError> {
+    fn free_by_all_means(&self, heap: &mut Heap, handle: Handle, fencing: Fencing) -> Result<(), FreeError> {
         if handle.slot() == NO_SLOT {
             return Ok(free_nothing(heap, handle)?);
         }
@@ -379,6 +391,23 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// When the handle is not live here or the stream is unknown.
     pub fn record_use(&self, handle: Handle, stream: StreamId) -> Result<(), RecordUseError> {
+        self.record_use_by_owner(handle, stream)?;
+        if !L::IS_EXCLUSIVE
+            && let Ok(heap) = self.heap_of(handle)
+        {
+            // Who frees it may not know of the use, and must not leave the free to somebody who comes later: the stream may
+            // be part of a capture by then, and have no moment any more that an event could stand for.
+            heap.mail.close();
+        }
+        Ok(())
+    }
+
+    /// As [`record_use`](Self::record_use), by who frees the allocation and then does not leave it to
+    /// [`Entrance::free_at_hand`](crate::Entrance::free_at_hand).
+    ///
+    /// # Errors
+    /// As [`record_use`](Self::record_use).
+    pub fn record_use_by_owner(&self, handle: Handle, stream: StreamId) -> Result<(), RecordUseError> {
         self.known_stream(stream)?;
         if handle.slot() == NO_SLOT {
             return self.record_use_rarely(handle, stream);
@@ -543,7 +572,10 @@ impl<B: Backend, L: Lock> Drop for Allocator<B, L> {
     fn drop(&mut self) {
         self.end_recording();
         for (_, entry) in self.pools.iter() {
-            entry.heaps().for_each(|heap| heap.lock().abandon(&self.around));
+            entry.heaps().for_each(|heap| {
+                heap.mail.close();
+                heap.lock().abandon(&self.around);
+            });
         }
         self.heaps.iter().for_each(|(_, heap)| heap.clone().end());
     }

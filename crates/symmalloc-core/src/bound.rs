@@ -13,7 +13,7 @@ use crate::errors::{AllocateError, FreeError, UnknownError};
 use crate::handle::{Allocation, Handle};
 use crate::held::HeapGuard;
 use crate::ids::{HeapId, PoolId, StreamId};
-use crate::lock::{Exclusive, Lock, LockCell};
+use crate::lock::{Exclusive, Lock};
 use crate::routes::Route;
 use crate::units::SEGMENT_BYTES_MAX;
 use std::fmt;
@@ -130,6 +130,37 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// When the binding is another allocator's.
     pub fn with_keepsake<R>(&self, binding: &Binding<L>, visit: impl FnOnce(&mut L::Keepsake) -> R) -> R {
         visit(&mut self.route_of(binding).heap.lock().keepsake)
+    }
+
+    /// Lets threads that free through an [`Entrance`](crate::Entrance) of the heap leave their frees there from now on, when
+    /// they would have to wait. Whoever enters the heap next, in whatever call, carries them out first: for everybody who
+    /// comes after the thread that left it, the memory is free.
+    ///
+    /// The heap has one stream and nothing to note of frees (no journal, look-up by pointer, release threshold, or name at
+    /// present), and is not recorded; else nothing is left there. Mail that was closed stays closed:
+    /// by [`close_mail`](Self::close_mail), by [`record_use`](Self::record_use) of an allocation of the heap, or because a
+    /// recording began.
+    ///
+    /// What came with a free that is left keeps the allocator alive, for as long as nobody enters the heap: close the mail
+    /// before the last hold on the allocator goes.
+    ///
+    /// # Panics
+    /// When the binding is another allocator's.
+    pub fn open_mail(&self, binding: &Binding<L>) {
+        let cell = self.route_of(binding).heap;
+        let heap = cell.lock();
+        if !heap.keeps_books && !heap.is_recorded {
+            cell.mail.open();
+        }
+    }
+
+    /// No frees are left for the binding's heap any more: threads wait. What was left is done by the next call that enters
+    /// the heap.
+    ///
+    /// # Panics
+    /// When the binding is another allocator's.
+    pub fn close_mail(&self, binding: &Binding<L>) {
+        self.route_of(binding).heap.mail.close();
     }
 
     /// As [`free`](Self::free), the shorter way when the allocation is of the binding's heap.

@@ -21,7 +21,7 @@ use crate::handle::{Allocation, Handle};
 use crate::heap::{Heap, Live, note};
 use crate::held::{HeapCell, HeapGuard};
 use crate::ids::{PoolId, StreamId};
-use crate::lock::{Lock, LockCell};
+use crate::lock::Lock;
 use crate::merging::Users;
 use crate::plain::Plain;
 use crate::pointer_index::PointerIndex;

@@ -9,53 +9,43 @@ use crate::bound::Binding;
 use crate::errors::FreeError;
 use crate::fencing::Fencing;
 use crate::handle::Handle;
-use crate::held::{HeapCell, Keepsake};
+use crate::held::{HeapCell, HeapGuard, Held, Keepsake as _};
 use crate::ids::HeapId;
-use crate::lock::{LockCell, Shared};
+use crate::lock::Lock;
 
 /// The heap of a [`Binding`], to free what lies in it. Good for as long as the allocator lives; entered later, it frees
 /// nothing: it may lead to another allocator's heap, which knows none of the handles. See [`Binding::entrance`].
 #[derive(Debug)]
-pub struct Entrance<K: Keepsake> {
-    heap: &'static HeapCell<Shared<K>>,
+pub struct Entrance<L: Lock> {
+    heap: L::HeapRef,
     id: HeapId,
 }
 
-impl<K: Keepsake> Clone for Entrance<K> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<K: Keepsake> Copy for Entrance<K> {}
-
-impl<K: Keepsake> Binding<Shared<K>> {
+impl<L: Lock> Binding<L> {
     /// The binding's heap, without the allocator.
     #[inline]
-    pub fn entrance(&self) -> Entrance<K> {
-        Entrance { heap: self.heap, id: self.id }
+    pub fn entrance(&self) -> Entrance<L> {
+        Entrance { heap: self.heap.clone(), id: self.id }
     }
 }
 
-impl<K: Keepsake> Entrance<K> {
-    /// Frees an allocation of the heap if nothing but its block is to be freed, and lets `keep` have `held` under the same
-    /// lock. Whether it did, and what `keep` did not keep; if it did not, nothing has changed, and
+impl<L: Lock> Entrance<L> {
+    /// Frees an allocation of the heap if nothing but its block is to be freed, and keeps `held` [beside it](crate::held).
+    /// Whether it did, and `held` if it was not kept; if it did not, nothing has changed, and
     /// [`free`](crate::Allocator::free) does what it takes, or says why not.
+    ///
+    /// If another thread is inside, or has the heap's lock to itself, it leaves the free and `held` for who comes next, where
+    /// that is [allowed](crate::Allocator::open_mail), and waits for nobody. No use by another stream may have been recorded
+    /// with [`record_use_by_owner`](crate::Allocator::record_use_by_owner) then.
     #[inline]
-    pub fn free_at_hand<T>(
-        self,
-        handle: Handle,
-        held: T,
-        keep: impl FnOnce(&mut K, T) -> Option<T>,
-    ) -> (bool, Option<T>) {
+    pub fn free_at_hand(&self, handle: Handle, held: Held<L>) -> (bool, Option<Held<L>>) {
         if handle.heap() != self.id {
             return (false, Some(held));
         }
-        let mut guarded = self.heap.lock();
-        if !guarded.free_at_hand(handle, |_, _| {}) {
-            return (false, Some(held));
+        match self.heap.try_lock() {
+            Some(guarded) => free_inside::<L>(guarded, handle, held),
+            None => free_past_others(&self.heap, handle, held),
         }
-        (true, keep(&mut guarded.keepsake, held))
     }
 
     /// Frees an allocation as [`Allocator::free_in_row`] does, and lets `keep` have `held` under the same lock. What keeps the
@@ -82,80 +72,154 @@ impl<K: Keepsake> Entrance<K> {
     }
 }
 
+/// Somebody else is inside, or may come without asking.
+#[cold]
+#[inline(never)]
+fn free_past_others<L: Lock>(heap: &HeapCell<L>, handle: Handle, held: Held<L>) -> (bool, Option<Held<L>>) {
+    match heap.mail.leave(handle, held) {
+        Ok(()) => (true, None),
+        Err(held) => free_inside::<L>(heap.lock(), handle, held),
+    }
+}
+
+#[inline(always)]
+fn free_inside<L: Lock>(mut guarded: HeapGuard<'_, L>, handle: Handle, held: Held<L>) -> (bool, Option<Held<L>>) {
+    if !guarded.free_at_hand(handle, |_, _| {}) {
+        return (false, Some(held));
+    }
+    (true, guarded.keepsake.keep(held))
+}
+
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::backend::DeviceAddress;
     use crate::config::Config;
     use crate::errors::AllocateError;
     use crate::sim::{Call, Fault, FaultRule, SimBackend};
     use crate::{Allocation, PoolId, SharedAllocator, StreamId};
+    use crate::errors::FreeError;
+    use crate::held::{Heap, Keepsake, Vacant};
+    use crate::lock::Shared;
+    use crate::sim::SimBackend;
+    use crate::{Allocator, PoolId, StreamId};
+    use std::sync::{Arc, Mutex};
 
-    fn allocator() -> SharedAllocator<SimBackend> {
-        let allocator = SharedAllocator::new(SimBackend::builder().seed(1).build(), Config::default()).expect("valid");
-        for _ in 0..2 {
-            allocator.register_stream().expect("few streams");
-        }
-        allocator
+    /// An allocator that its allocations keep alive, as those of `symmalloc-cuda` do.
+    #[derive(Debug)]
+    pub(crate) struct Owner {
+        pub(crate) core: Allocator<SimBackend, Shared<Kept>>,
+        /// How frees ended that were more than a block.
+        pub(crate) late: Mutex<Vec<Result<(), FreeError>>>,
     }
 
-    fn binding(allocator: &SharedAllocator<SimBackend>, stream: u16) -> Binding<Shared> {
-        allocator.binding(PoolId::DEFAULT, StreamId(stream)).expect("both exist")
+    /// As many as it has room for.
+    #[derive(Debug)]
+    pub(crate) struct Kept {
+        pub(crate) owners: Vec<Arc<Owner>>,
+        pub(crate) room: usize,
+    }
+
+    impl Default for Kept {
+        fn default() -> Self {
+            Kept { owners: Vec::new(), room: 4 }
+        }
+    }
+
+    impl Keepsake for Kept {
+        type Held = Arc<Owner>;
+
+        fn keep(&mut self, owner: Arc<Owner>) -> Option<Arc<Owner>> {
+            if self.owners.len() == self.room {
+                return Some(owner);
+            }
+            self.owners.push(owner);
+            None
+        }
+
+        fn free_late(owner: &Arc<Owner>, heap: &mut Heap, handle: Handle) {
+            let freed = owner.core.free_late(heap, handle);
+            owner.late.lock().expect("no panic").push(freed);
+        }
+
+        fn vacant() -> &'static Vacant<Self> {
+            static VACANT: Vacant<Kept> = Mutex::new(Vec::new());
+            &VACANT
+        }
+    }
+
+    pub(crate) fn owner() -> Arc<Owner> {
+        let core = Allocator::new(SimBackend::builder().seed(1).build(), Config::default()).expect("valid");
+        (0..2).for_each(|stream| assert_eq!(core.register_stream(), Ok(StreamId(stream))));
+        Arc::new(Owner { core, late: Mutex::default() })
+    }
+
+    pub(crate) fn binding(owner: &Owner, stream: u16) -> Binding<Shared<Kept>> {
+        owner.core.binding(PoolId::DEFAULT, StreamId(stream)).expect("both exist")
+    }
+
+    fn kept(owner: &Owner, heap: &Binding<Shared<Kept>>) -> usize {
+        owner.core.with_keepsake(heap, |kept| kept.owners.len())
     }
 
     #[test]
     fn what_is_done_at_hand_is_what_the_allocator_does() {
-        let (direct, at_hand) = (allocator(), allocator());
+        let (direct, at_hand) = (owner(), owner());
         let heap = binding(&at_hand, 1);
+        at_hand.core.with_keepsake(&heap, |kept| kept.room = 3);
         let sizes = [1, 4096, 3 << 20, 700, 64 << 20, 0];
-        for size in sizes.into_iter().chain(sizes) {
-            let one = direct.allocate(PoolId::DEFAULT, StreamId(1), size).expect("memory");
+        for (round, size) in sizes.into_iter().chain(sizes).enumerate() {
+            let one = direct.core.allocate(PoolId::DEFAULT, StreamId(1), size).expect("memory");
             let (mut address, mut visits) = (DeviceAddress(0), 0);
-            let other = at_hand.allocate_at_hand_in(&heap, size, &mut address, |()| visits += 1);
+            let other = at_hand.core.allocate_at_hand_in(&heap, size, &mut address, |_| visits += 1);
             let other = other.map(|(handle, ())| handle);
             assert_eq!(visits, u32::from(other.is_some()));
             let other = other.unwrap_or_else(|| {
-                let placed = at_hand.allocate(PoolId::DEFAULT, StreamId(1), size).expect("memory");
+                let placed = at_hand.core.allocate(PoolId::DEFAULT, StreamId(1), size).expect("memory");
                 address = placed.address;
                 placed.handle
             });
             if size > 0 {
-                let placed = at_hand.allocation(other).expect("live");
+                let placed = at_hand.core.allocation(other).expect("live");
                 let expected = (one.placement, one.size_bytes, address);
                 assert_eq!(expected, (placed.placement, placed.size_bytes, placed.address));
             }
             if size > 1000 {
-                direct.free(one.handle).expect("live");
-                assert_eq!(
-                    heap.entrance().free_at_hand(other, 7, |(), held| Some(held + 1)),
-                    (true, Some(8)),
-                    "nobody else used it"
-                );
+                direct.core.free(one.handle).expect("live");
+                let (is_freed, left) = heap.entrance().free_at_hand(other, Arc::clone(&at_hand));
+                assert!(is_freed, "nobody else used it");
+                assert_eq!(left.is_none(), round < 7, "three are kept");
             }
         }
-        assert_eq!(direct.digest(PoolId::DEFAULT), at_hand.digest(PoolId::DEFAULT));
-        assert_eq!(direct.stats(), at_hand.stats());
-        at_hand.check().expect("sane");
+        assert_eq!(kept(&at_hand, &heap), 3);
+        assert_eq!(direct.core.digest(PoolId::DEFAULT), at_hand.core.digest(PoolId::DEFAULT));
+        assert_eq!(direct.core.stats(), at_hand.core.stats());
+        at_hand.core.check().expect("sane");
+        let kept = at_hand.core.with_keepsake(&heap, std::mem::take);
+        drop(kept);
     }
 
     #[test]
     fn what_is_not_at_hand_leaves_everything_as_it_was() {
-        let allocator = allocator();
-        let [one, other] = [0, 1].map(|stream| binding(&allocator, stream));
+        let owner = owner();
+        let [one, other] = [0, 1].map(|stream| binding(&owner, stream));
         let mut address = DeviceAddress(7);
-        let never = |(): &mut ()| panic!("nothing is done");
-        let nor_kept = |(): &mut (), _: u8| panic!("nothing is done");
-        assert_eq!(allocator.allocate_at_hand_in(&one, 512, &mut address, never), None, "no memory yet");
-        let used = allocator.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory");
-        allocator.record_use(used.handle, StreamId(1)).expect("live");
-        let before = (allocator.digest(PoolId::DEFAULT), allocator.stats());
-        assert_eq!(one.entrance().free_at_hand(used.handle, 7, nor_kept), (false, Some(7)), "another stream uses it");
-        assert_eq!(other.entrance().free_at_hand(used.handle, 7, nor_kept), (false, Some(7)), "another heap's");
-        assert_eq!(allocator.allocate_at_hand_in(&other, 0, &mut address, never), None, "no bytes");
-        assert_eq!(allocator.allocate_at_hand_in(&other, 1 << 41, &mut address, never), None, "larger than a segment");
-        assert_eq!((allocator.digest(PoolId::DEFAULT), allocator.stats()), before);
+        let never = |_: &mut Kept| panic!("nothing is done");
+        let nothing = |heap: Option<(Handle, ())>| assert_eq!(heap, None);
+        nothing(owner.core.allocate_at_hand_in(&one, 512, &mut address, never));
+        let used = owner.core.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory");
+        owner.core.record_use(used.handle, StreamId(1)).expect("live");
+        let before = (owner.core.digest(PoolId::DEFAULT), owner.core.stats());
+        for (heap, why) in [(&one, "another stream uses it"), (&other, "another heap's")] {
+            let (is_freed, left) = heap.entrance().free_at_hand(used.handle, Arc::clone(&owner));
+            assert!(!is_freed && left.is_some(), "{why}");
+            assert_eq!(kept(&owner, heap), 0);
+        }
+        nothing(owner.core.allocate_at_hand_in(&other, 0, &mut address, never));
+        nothing(owner.core.allocate_at_hand_in(&other, 1 << 41, &mut address, never));
+        assert_eq!((owner.core.digest(PoolId::DEFAULT), owner.core.stats()), before);
         assert_eq!(address, DeviceAddress(7));
-        assert_eq!(allocator.free(used.handle), Ok(()));
+        assert_eq!(owner.core.free(used.handle), Ok(()));
     }
 
     /// An allocation of stream 0 that stream 1 uses.
@@ -233,18 +297,17 @@ mod tests {
     #[test]
     fn an_entrance_that_outlives_its_allocator_serves_and_frees_nothing_of_it() {
         let (late, handle) = {
-            let allocator = allocator();
-            let placed = allocator.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory");
-            (binding(&allocator, 0).entrance(), placed.handle)
+            let owner = owner();
+            let placed = owner.core.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory");
+            (binding(&owner, 0).entrance(), placed.handle)
         };
-        let never = |(): &mut (), _: u8| panic!("it is gone");
-        assert_eq!(late.free_at_hand(handle, 7, never), (false, Some(7)));
-        // The lock may serve another allocator's heap by now, which does not know the handle either.
-        let others: Vec<_> = (0..4).map(|_| allocator()).collect();
+        let others: Vec<_> = (0..4).map(|_| owner()).collect();
         for other in &others {
-            other.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory");
+            // The lock may serve another allocator's heap by now, which does not know the handle either.
+            other.core.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory");
+            let (is_freed, left) = late.free_at_hand(handle, Arc::clone(other));
+            assert!(!is_freed && left.is_some(), "it is gone");
         }
-        assert_eq!(late.free_at_hand(handle, 7, never), (false, Some(7)));
-        others.iter().for_each(|other| assert_eq!(other.stats().usage.all.allocations.current, 1));
+        others.iter().for_each(|other| assert_eq!(other.core.stats().usage.all.allocations.current, 1));
     }
 }

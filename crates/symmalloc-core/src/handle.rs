@@ -93,6 +93,11 @@ impl Tags {
         Tags { last: u64::from(owner) << SERIAL_BITS }
     }
 
+    /// The allocator's number.
+    pub(crate) fn owner(&self) -> u16 {
+        (self.last >> SERIAL_BITS) as u16
+    }
+
     #[inline]
     pub(crate) fn next(&mut self) -> NonZeroU64 {
         let tag = self.last.checked_add(1).and_then(NonZeroU64::new).expect("no serial is zero");

@@ -4,8 +4,10 @@
 //! heap and changes with them is there for no second lock and no atomic count. The core never looks at it.
 //!
 //! ```text
-//!  HeapCell:  lock │ keepsake │ heap
+//!  HeapCell:  lock │ keepsake │ heap          mail
 //! ```
+//!
+//! Threads that do not wait for the lock leave mail (`mail.rs`), and whoever enters does that first.
 //!
 //! A keepsake may hold the very thing that keeps the allocator alive. Then a thread that leaves the lock may have left its
 //! last hold on the allocator inside, and another thread may end the allocator at that moment. So a lock of [`Shared`]
@@ -15,19 +17,76 @@
 use crate::budget::Budget;
 use crate::config::{PointerLookup, PoolConfig};
 use crate::handle::{Allocation, Handle};
-use crate::heap::{Heap, HeapIdentity};
+pub use crate::heap::Heap;
+use crate::heap::HeapIdentity;
 use crate::ids::{HeapId, PoolId, StreamId};
-use crate::lock::{Lock, LockCell, Shared};
+use crate::lock::{Guard, Lock, LockCell, Shared};
+use crate::mail::{Letter, Mail};
 use crate::units::UNIT_BYTES;
-use std::fmt::Debug;
+use std::convert::Infallible;
+use std::fmt::{self, Debug};
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A heap behind its lock.
-pub type HeapCell<L> = <L as Lock>::Cell<Guarded<L>>;
+/// A heap behind its lock, with its mail.
+#[repr(C)]
+pub struct HeapCell<L: Lock> {
+    cell: L::Cell<Guarded<L>>,
+    pub(crate) mail: Mail<Held<L>>,
+}
+
+/// What comes with an allocation that is freed.
+pub(crate) type Held<L> = <<L as Lock>::Keepsake as Keepsake>::Held;
 
 /// Access to a heap and its keepsake.
-pub(crate) type HeapGuard<'a, L> = <HeapCell<L> as LockCell<Guarded<L>>>::Guard<'a>;
+pub(crate) type HeapGuard<'a, L> = Guard<'a, L, Guarded<L>>;
+
+impl<L: Lock> HeapCell<L> {
+    fn new(guarded: Guarded<L>) -> Self {
+        HeapCell { cell: LockCell::new(guarded), mail: Mail::new() }
+    }
+
+    /// Enters the heap, and finds its mail done.
+    #[inline]
+    pub(crate) fn lock(&self) -> HeapGuard<'_, L> {
+        let mut guarded = self.cell.lock();
+        self.look_for_mail(&mut guarded);
+        guarded
+    }
+
+    /// As [`lock`](Self::lock), if that takes no waiting.
+    #[inline]
+    pub(crate) fn try_lock(&self) -> Option<HeapGuard<'_, L>> {
+        let mut guarded = self.cell.try_lock()?;
+        self.look_for_mail(&mut guarded);
+        Some(guarded)
+    }
+
+    #[inline(always)]
+    fn look_for_mail(&self, guarded: &mut Guarded<L>) {
+        if !L::IS_EXCLUSIVE && self.mail.is_waiting() {
+            self.do_mail(guarded);
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn do_mail(&self, guarded: &mut Guarded<L>) {
+        for Letter { handle, held } in self.mail.take() {
+            if !guarded.free_at_hand(handle, |_, _| {}) {
+                L::Keepsake::free_late(&held, &mut guarded.heap, handle);
+            }
+            // This thread came with a hold of its own on the allocator: what is dropped here is not the last one.
+            drop(guarded.keepsake.keep(held));
+        }
+    }
+}
+
+impl<L: Lock> Debug for HeapCell<L> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HeapCell").finish_non_exhaustive()
+    }
+}
 
 /// What a heap's lock guards: the heap, and a keepsake.
 // The keepsake lies beside the lock, on a line that whoever enters has anyway.
@@ -99,12 +158,9 @@ pub trait HeapRef<L: Lock>: Clone + Debug + Deref<Target = HeapCell<L>> {
     fn end(self);
 }
 
-impl<L: Lock> HeapRef<L> for Arc<HeapCell<L>>
-where
-    HeapCell<L>: Debug,
-{
+impl<L: Lock> HeapRef<L> for Arc<HeapCell<L>> {
     fn new(guarded: Guarded<L>) -> Self {
-        Arc::new(LockCell::new(guarded))
+        Arc::new(HeapCell::new(guarded))
     }
 
     fn end(self) {}
@@ -115,12 +171,32 @@ pub type Vacant<K> = Mutex<Vec<&'static HeapCell<Shared<K>>>>;
 
 /// A keepsake of heaps that many threads use.
 pub trait Keepsake: Debug + Default + Send + 'static {
+    /// What comes with an allocation that is freed through an [`Entrance`](crate::Entrance), and keeps the allocator alive.
+    type Held: Send + 'static;
+
+    /// Keeps it, or returns it.
+    fn keep(&mut self, held: Self::Held) -> Option<Self::Held>;
+
+    /// Frees an allocation that another thread left for the heap, and that takes more than its block: with
+    /// [`Allocator::free_late`](crate::Allocator::free_late) of the allocator that `held` keeps alive. The heap is locked.
+    fn free_late(held: &Self::Held, heap: &mut Heap, handle: Handle);
+
     /// The process's one list for this type.
     fn vacant() -> &'static Vacant<Self>;
 }
 
 /// Nothing is kept.
 impl Keepsake for () {
+    type Held = Infallible;
+
+    fn keep(&mut self, held: Infallible) -> Option<Infallible> {
+        Some(held)
+    }
+
+    fn free_late(held: &Infallible, _: &mut Heap, _: Handle) {
+        match *held {}
+    }
+
     fn vacant() -> &'static Vacant<()> {
         static VACANT: Vacant<()> = Mutex::new(Vec::new());
         &VACANT
@@ -133,9 +209,10 @@ impl<K: Keepsake> HeapRef<Shared<K>> for &'static HeapCell<Shared<K>> {
         match vacant {
             Some(cell) => {
                 *cell.lock() = guarded;
+                cell.mail.renew();
                 cell
             }
-            None => Box::leak(Box::new(LockCell::new(guarded))),
+            None => Box::leak(Box::new(HeapCell::new(guarded))),
         }
     }
 
@@ -150,7 +227,8 @@ impl<K: Keepsake> HeapRef<Shared<K>> for &'static HeapCell<Shared<K>> {
 #[cfg(test)]
 mod tests {
     use crate::config::Config;
-    use crate::held::{Keepsake, Vacant};
+    use crate::handle::Handle;
+    use crate::held::{Heap, Keepsake, Vacant};
     use crate::lock::Shared;
     use crate::sim::SimBackend;
     use crate::{Allocator, PoolId};
@@ -160,6 +238,17 @@ mod tests {
     struct Kept(Vec<u8>);
 
     impl Keepsake for Kept {
+        type Held = u8;
+
+        fn keep(&mut self, held: u8) -> Option<u8> {
+            self.0.push(held);
+            None
+        }
+
+        fn free_late(_: &u8, _: &mut Heap, _: Handle) {
+            unreachable!("one thread has no mail");
+        }
+
         fn vacant() -> &'static Vacant<Self> {
             static VACANT: Vacant<Kept> = Mutex::new(Vec::new());
             &VACANT

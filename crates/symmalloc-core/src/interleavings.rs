@@ -4,10 +4,12 @@
 //! Loom sees [`crate::sync`] and the [`Modelled`] lock. `OnceLock` and `boxcar` are taken for right: a step each.
 
 use crate::allocator::Allocator;
+use crate::bound::Binding;
 use crate::budget::{Budget, Budgets, LimitMet, LimitScope};
 use crate::config::Config;
 use crate::errors::PoolError;
-use crate::held::HeapCell;
+use crate::handle::Handle;
+use crate::held::{Heap, HeapCell, Keepsake, Vacant};
 use crate::ids::{PoolId, StreamId};
 use crate::lock::{Lock, LockCell};
 use crate::registry::Registry;
@@ -23,8 +25,30 @@ enum Modelled {}
 impl Lock for Modelled {
     const IS_EXCLUSIVE: bool = false;
     type Cell<T> = Mutex<T>;
-    type Keepsake = ();
+    type Keepsake = Count;
     type HeapRef = std::sync::Arc<HeapCell<Self>>;
+}
+
+/// What came with frees: nothing, and how many times.
+#[derive(Debug, Default)]
+struct Count(usize);
+
+impl Keepsake for Count {
+    type Held = ();
+
+    fn keep(&mut self, (): ()) -> Option<()> {
+        self.0 += 1;
+        None
+    }
+
+    fn free_late((): &(), _: &mut Heap, handle: Handle) {
+        panic!("{handle} is more than a block");
+    }
+
+    fn vacant() -> &'static Vacant<Self> {
+        static VACANT: Vacant<Count> = std::sync::Mutex::new(Vec::new());
+        &VACANT
+    }
 }
 
 impl<T> LockCell<T> for Mutex<T> {
@@ -39,6 +63,10 @@ impl<T> LockCell<T> for Mutex<T> {
 
     fn lock(&self) -> MutexGuard<'_, T> {
         Mutex::lock(self).expect("no thread panicked")
+    }
+
+    fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+        Mutex::try_lock(self).ok()
     }
 }
 
@@ -204,5 +232,55 @@ fn no_heap_is_made_in_a_pool_that_is_being_destroyed() {
                 let _destroyed_or_in_use = allocator.destroy_pool(PoolId(1));
             },
         );
+    });
+}
+
+/// A block of a heap that takes mail, which one thread frees while another one is inside.
+struct Left {
+    allocator: Arc<Allocator<SimBackend, Modelled>>,
+    heap: Binding<Modelled>,
+    handle: Handle,
+}
+
+impl Left {
+    fn new() -> Arc<Self> {
+        let allocator = allocator();
+        let heap = allocator.binding(PoolId::DEFAULT, StreamId(0)).expect("both exist");
+        allocator.open_mail(&heap);
+        let handle = allocator.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory").handle;
+        Arc::new(Left { allocator, heap, handle })
+    }
+
+    fn free(&self) {
+        assert_eq!(self.heap.entrance().free_at_hand(self.handle, ()), (true, None));
+    }
+
+    fn kept(&self) -> usize {
+        self.allocator.with_keepsake(&self.heap, |count| count.0)
+    }
+}
+
+#[test]
+fn a_free_that_is_left_is_done_by_who_comes_next() {
+    model(3, || {
+        let left = Left::new();
+        together(&left, Left::free, |left| {
+            left.allocator.with_keepsake(&left.heap, |_| {});
+        });
+        assert_eq!(left.kept(), 1);
+        assert_eq!(left.allocator.stats().usage.all.allocations.current, 0);
+    });
+}
+
+#[test]
+fn nothing_is_in_the_mail_once_it_is_closed_and_somebody_was_inside() {
+    model(3, || {
+        let left = Left::new();
+        together(&left, Left::free, |left| {
+            left.allocator.close_mail(&left.heap);
+            left.allocator.with_keepsake(&left.heap, |_| {});
+            assert!(!left.heap.heap.mail.is_waiting());
+        });
+        assert_eq!(left.kept(), 1);
     });
 }

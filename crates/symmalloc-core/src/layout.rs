@@ -66,8 +66,9 @@ use crate::config::PoolConfig;
 use crate::digest::Digest;
 use crate::errors::UnknownError;
 use crate::heap::Heap;
+use crate::held::HeapCell;
 use crate::ids::{PoolId, SegmentId, StreamId};
-use crate::lock::{Lock, LockCell};
+use crate::lock::Lock;
 use crate::size_rules::SizeClass;
 use crate::text::NAME_BYTES_MAX;
 use crate::units::bytes;
@@ -326,7 +327,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn save_layout(&self, pool: PoolId) -> Result<Layout, LayoutError> {
         let entry = self.pool(pool)?;
         // All heaps at once, so that the layout is of one moment.
-        let heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
+        let heaps: Vec<_> = entry.heaps().map(HeapCell::lock).collect();
         let retired_bytes = heaps.iter().map(|heap| heap.log.retired_bytes()).sum();
         if retired_bytes > 0 {
             return Err(LayoutError::Retired { pool, retired_bytes });

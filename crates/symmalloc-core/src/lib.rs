@@ -95,6 +95,7 @@ mod key_page;
 pub mod layout;
 pub mod lock;
 mod lookup;
+mod mail;
 mod merging;
 #[cfg(feature = "metrics")]
 pub mod metrics;

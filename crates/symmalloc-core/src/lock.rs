@@ -24,7 +24,7 @@ pub trait Lock: Debug + Sized + 'static {
     /// The lock around a `T`.
     type Cell<T>: LockCell<T>;
     /// What lies beside each heap under its lock, for whoever owns the allocator.
-    type Keepsake: Debug + Default;
+    type Keepsake: Keepsake;
     /// How a heap is held.
     type HeapRef: HeapRef<Self>;
 }
@@ -48,6 +48,9 @@ pub trait LockCell<T> {
     /// When the same thread holds this lock already and it is [`Exclusive`]'s. With [`Shared`] that thread waits for itself,
     /// for ever.
     fn lock(&self) -> Self::Guard<'_>;
+
+    /// Locks if that takes no waiting.
+    fn try_lock(&self) -> Option<Self::Guard<'_>>;
 }
 
 /// One thread drives the allocator.
@@ -74,6 +77,11 @@ impl<T> LockCell<T> for RefCell<T> {
     #[inline]
     fn lock(&self) -> RefMut<'_, T> {
         self.borrow_mut()
+    }
+
+    #[inline]
+    fn try_lock(&self) -> Option<RefMut<'_, T>> {
+        self.try_borrow_mut().ok()
     }
 }
 
@@ -109,6 +117,11 @@ impl<T> LockCell<T> for BiasedLock<T> {
     #[inline]
     fn lock(&self) -> BiasedMutexGuard<'_, T> {
         self.0.lock()
+    }
+
+    #[inline]
+    fn try_lock(&self) -> Option<BiasedMutexGuard<'_, T>> {
+        self.0.try_lock()
     }
 }
 

@@ -4,6 +4,7 @@ use crate::allocator::Allocator;
 use crate::backend::Backend;
 use crate::errors::{TrimError, UnknownError};
 use crate::heap::Heap;
+use crate::held::HeapCell;
 use crate::ids::{HeapId, ObserverId, PoolId};
 use crate::lock::{Lock, LockCell};
 use crate::pool::Pool;
@@ -105,7 +106,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Whether a segment of the observer's pool died that these ends of logs do not cover. A heap that was made since has none.
     fn has_death_since(&self, observer: ObserverId, ends: &[(HeapId, u64)]) -> bool {
         let pool = self.observers.lock().pool_of(observer);
-        pool.and_then(|pool| self.pool(pool).ok()).into_iter().flat_map(Pool::heaps).map(LockCell::lock).any(|heap| {
+        pool.and_then(|pool| self.pool(pool).ok()).into_iter().flat_map(Pool::heaps).map(HeapCell::lock).any(|heap| {
             let end = ends.iter().find(|(id, _)| *id == heap.id).map_or(0, |(_, end)| *end);
             heap.log.has_death_since(end)
         })
@@ -114,7 +115,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// The heaps of a pool, with how far their logs reach.
     fn ends_of(&self, pool: Option<PoolId>) -> Vec<(HeapId, u64)> {
         let heaps = pool.and_then(|pool| self.pool(pool).ok()).into_iter().flat_map(Pool::heaps);
-        heaps.map(LockCell::lock).map(|heap| (heap.id, heap.log.next())).collect()
+        heaps.map(HeapCell::lock).map(|heap| (heap.id, heap.log.next())).collect()
     }
 
     fn let_go(&self, ends: &[(HeapId, u64)], change: impl Fn(&mut SegmentLog, u64)) -> Result<u64, TrimError> {

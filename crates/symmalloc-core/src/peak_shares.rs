@@ -17,7 +17,7 @@ use crate::allocator::Allocator;
 use crate::backend::Backend;
 use crate::heap::Heap;
 use crate::held::HeapCell;
-use crate::lock::{Lock, LockCell};
+use crate::lock::Lock;
 use std::sync::{PoisonError, TryLockError};
 
 /// What a heap may exceed its share by when threads meet.

@@ -102,7 +102,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             return Err(PoolError::Observed { pool, observers: observers.count(pool) });
         }
         // All heaps at once, so that no other thread allocates between the question and the answer.
-        let mut heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
+        let mut heaps: Vec<_> = entry.heaps().map(HeapCell::lock).collect();
         let live = heaps.iter().map(|heap| heap.usage.stats().all).fold(UsageStats::default(), UsageStats::plus);
         if live.allocations.current > 0 {
             return Err(PoolError::InUse {

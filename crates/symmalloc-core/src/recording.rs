@@ -30,6 +30,7 @@ use crate::backend::{Backend, BackendError};
 use crate::config::Config;
 use crate::errors::TrimError;
 use crate::handle::{Allocation, Handle};
+use crate::held::HeapCell;
 use crate::ids::{AllocationId, HeapId, ObserverId, PoolId, StreamId};
 use crate::lock::{Guard, Lock, LockCell};
 use crate::names::{SlotMap, slot_map};
@@ -262,7 +263,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         // From here on no pool, heap or stream is made beside the recording.
         let observers = self.observers.lock();
         let open_scopes = self.open_scopes.lock();
-        let mut heaps: Vec<_> = self.pools.iter().flat_map(|(_, pool)| pool.heaps()).map(LockCell::lock).collect();
+        let mut heaps: Vec<_> = self.pools.iter().flat_map(|(_, pool)| pool.heaps()).map(HeapCell::lock).collect();
         let clocks = self.around.clocks.lock();
         if let Some(heap) = heaps.iter().find(|heap| !heap.is_fresh()) {
             return Err(StartRecordingError::InUse { pool: heap.pool, ops: heap.digest.ops });
@@ -285,6 +286,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }));
         self.is_recording.store(true, Ordering::Release);
         heaps.iter_mut().for_each(|heap| heap.set_recorded(true));
+        // The gate comes before a heap, so who comes to a recorded one cannot free for others: they wait from here on. Of heaps
+        // that are fresh nothing can be in the mail.
+        self.heaps.iter().for_each(|(_, heap)| heap.mail.close());
         drop((clocks, heaps, open_scopes, observers));
         Ok(())
     }

@@ -31,6 +31,7 @@ use crate::block_table::{BlockState, Slot};
 use crate::fence::Fence;
 use crate::handle::{Allocation, Handle};
 use crate::heap::Heap;
+use crate::held::HeapCell;
 use crate::ids::{Placement, PoolId, StreamId};
 use crate::layout::{AllocationLayout, HeapLayout, Layout};
 use crate::lock::{Lock, LockCell};
@@ -118,7 +119,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         let observers = self.observers.lock().count(pool);
         // All heaps at once: what was found out about one still holds when the last one changes.
-        let mut guards: Vec<_> = entry.heaps().map(LockCell::lock).collect();
+        let mut guards: Vec<_> = entry.heaps().map(HeapCell::lock).collect();
         let mut heaps: Vec<_> = guards.iter_mut().map(|heap| Saved::find(heap, layout)).collect();
         let outcome = if is_fresh { self.rejoin(&mut heaps) } else { self.rewind(observers, &mut heaps) };
         let restored =

@@ -1,16 +1,17 @@
-//! What threads share without a lock: the standard primitives, or under `--cfg symmalloc_loom` those whose interleavings
+//! What threads share beside the locks of heaps: the standard primitives, or under `--cfg symmalloc_loom` those whose interleavings
 //! a model test explores.
 
 #[cfg(all(symmalloc_loom, test))]
 pub(crate) use modelled::*;
 #[cfg(not(all(symmalloc_loom, test)))]
 pub(crate) use std::sync::{
-    OnceLock,
+    Mutex, OnceLock,
     atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize},
 };
 
 #[cfg(all(symmalloc_loom, test))]
 mod modelled {
+    pub(crate) use loom::sync::Mutex;
     use loom::sync::atomic::Ordering;
     pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize};
 

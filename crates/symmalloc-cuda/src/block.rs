@@ -46,10 +46,10 @@ impl<B: CudaMemory> Block<B> {
         self.lane.take()
     }
 
-    /// Notes that work on another stream uses it.
+    /// Notes that work on another stream uses it: who drops the block frees it [behind its uses](free_behind_uses).
     pub(crate) fn record_use(&self, stream: StreamId) {
         // Owned and registered: neither the handle nor the stream can be unknown.
-        let _known = self.state().core.record_use(self.handle, stream);
+        let _known = self.state().core.record_use_by_owner(self.handle, stream);
     }
 }
 
@@ -103,11 +103,12 @@ impl<B: CudaMemory> CachingAllocator<B> {
     }
 }
 
-/// Frees an allocation of a lane, and lets go of the lane.
+/// Frees an allocation of a lane that no other stream used, and lets go of the lane. Waits for no other thread, where the
+/// lane's heap takes mail.
 #[inline(always)]
 pub(crate) fn free<B: CudaMemory>(lane: Arc<Lane<B>>, handle: Handle) {
     let heap = lane.heap.entrance();
-    let (is_freed, lane) = heap.free_at_hand(handle, lane, Spares::keep);
+    let (is_freed, lane) = heap.free_at_hand(handle, lane);
     if let Some(lane) = lane {
         let_go(lane, if is_freed { None } else { Some(handle) });
     }
@@ -115,6 +116,12 @@ pub(crate) fn free<B: CudaMemory>(lane: Arc<Lane<B>>, handle: Handle) {
 
 /// Lets go of a lane that is not among the spares, and with it of the allocator perhaps. Frees the allocation first if that is
 /// still to be done.
+/// As [`free`], of an allocation that other streams used: their work until now has an event when this returns.
+pub(crate) fn free_behind_uses<B: CudaMemory>(lane: Arc<Lane<B>>, handle: Handle) {
+    let_go(lane, Some(handle));
+}
+
+/// Lets go of a lane that is not among the spares, and frees the allocation if that is still to be done.
 #[inline(never)]
 fn let_go<B: CudaMemory>(lane: Arc<Lane<B>>, unfreed: Option<Handle>) {
     let Some(handle) = unfreed else { return };

@@ -2,7 +2,7 @@
 
 use crate::allocator::CudaAllocator;
 use crate::backend::CudaBackend;
-use crate::block::{Block, free};
+use crate::block::{Block, free, free_behind_uses};
 use crate::error::{CudaError, DriverError};
 use crate::lane::Lane;
 use crate::uses::{Access, Uses};
@@ -24,6 +24,9 @@ use symmalloc_core::{Handle, StreamId};
 /// never blocks and never panics; errors are counted by [`CachingAllocator::drop_errors`](crate::CachingAllocator::drop_errors).
 /// Memory goes back to the device, which may block, only where the program says so: in `trim`, above a release threshold that
 /// a pool has, and with the last owner of the allocator.
+///
+/// It may be dropped on any thread: one that cannot enter the heap at once leaves the free to who comes next, who finds it
+/// done.
 ///
 /// A buffer that other streams used is fenced by an event on each of them, which stands for the work that they were given until
 /// the drop; if more such buffers are dropped right behind it, until the last of these.
@@ -204,7 +207,13 @@ impl<T> DeviceBuffer<T> {
     /// When uses by streams that are not registered cannot be ordered; the buffer is dropped then.
     pub fn into_raw(mut self) -> Result<RawDeviceBuffer, CudaError> {
         self.uses.settle(self.block.lane()).map_err(DriverError::from)?;
-        self.uses.take().forget();
+        let uses = self.uses.take();
+        if !uses.are_none() {
+            // Who puts it together again does not know of them, and must not leave the free to others.
+            let Lane { state, heap, .. } = self.block.lane();
+            state.core.close_mail(heap);
+        }
+        uses.forget();
         let Block { handle, address: pointer, .. } = self.block;
         let raw = RawDeviceBuffer { handle, pointer, len: self.len, stream: self.block.lane().stream };
         drop(self.block.let_go());
@@ -260,8 +269,10 @@ impl<T> Drop for DeviceBuffer<T> {
 #[inline(never)]
 fn free_used(lane: Arc<Lane<CudaBackend>>, handle: Handle, uses: Uses) {
     // If it fails, nothing orders the next user behind a stream that may still use the memory: it stays allocated.
-    if uses.are_none() || uses.end(&lane) {
+    if uses.are_none() {
         free(lane, handle);
+    } else if uses.end(&lane) {
+        free_behind_uses(lane, handle);
     }
 }
 

@@ -33,7 +33,7 @@ const STEPS: usize = 8;
 
 /// One (pool, stream) of an allocator. Alone on its cache lines: what it counts may be written with every buffer.
 #[repr(align(128))]
-pub(crate) struct Lane<B: CudaMemory> {
+pub struct Lane<B: CudaMemory> {
     pub(crate) state: Arc<State<B>>,
     /// Where its allocations lie, captures aside.
     pub(crate) heap: Binding<CoreLock<B>>,
@@ -53,16 +53,19 @@ impl<B: CudaMemory> Lane<B> {
         Ok(Arc::new(Lane { state: Arc::clone(state), heap, stream, device, raw }))
     }
 
-    /// Buffers that are dropped leave their lanes beside the heap from now on, if that has no other lane.
+    /// Buffers that are dropped leave their lanes beside the heap from now on, if that has no other lane, and their frees to
+    /// who comes next, if another thread is inside.
     fn open_spares(&self) {
         let config = self.state.core.pool_config(self.heap.pool());
         if config.is_ok_and(|config| config.streams() == StreamPolicy::Separate) {
             self.state.core.with_keepsake(&self.heap, Spares::open);
+            self.state.core.open_mail(&self.heap);
         }
     }
 
-    /// No lane is left beside the heap any more.
+    /// No lane is left beside the heap any more, nor in its mail.
     fn close_spares(&self) {
+        self.state.core.close_mail(&self.heap);
         drop(self.state.core.with_keepsake(&self.heap, Spares::close));
     }
 }

@@ -6,13 +6,14 @@
 
 use crate::allocator::CachingAllocator;
 use crate::backend::PinnedBackend;
-use crate::block::{Block, free};
+use crate::block::{Block, free, free_behind_uses};
 use crate::device::CudaDevice;
 use crate::error::{CudaError, DriverError};
 use cudarc::driver::{CudaStream, DeviceRepr, HostSlice, SyncOnDrop, ValidAsZeroBits};
 use smallvec::SmallVec;
 use std::fmt;
 use std::marker::PhantomData;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use symmalloc_core::config::Config;
 use symmalloc_core::{Handle, StreamId};
@@ -41,7 +42,13 @@ impl PinnedAllocator {
     /// When the allocator or the driver refuses.
     pub fn alloc_host_zeroed<T: DeviceRepr + ValidAsZeroBits>(&self, len: usize) -> Result<PinnedBuffer<T>, CudaError> {
         let block = self.block_on::<T>(self.lane_of(HOST)?, len, None)?;
-        let buffer = PinnedBuffer { block, len, pending: Mutex::default(), elements: PhantomData };
+        let buffer = PinnedBuffer {
+            block,
+            len,
+            pending: Mutex::default(),
+            is_used: AtomicBool::new(false),
+            elements: PhantomData,
+        };
         let start = buffer.start();
         // SAFETY: the block has room for `len` elements, it is this buffer's alone, and the host waited for earlier uses.
         unsafe { std::ptr::write_bytes(start, 0, len) };
@@ -58,12 +65,15 @@ pub struct PinnedBuffer<T> {
     len: usize,
     /// Streams whose work uses it since the host looked last.
     pending: Mutex<SmallVec<[StreamId; 2]>>,
+    /// Streams used it.
+    is_used: AtomicBool,
     elements: PhantomData<T>,
 }
 
 impl<T> Drop for PinnedBuffer<T> {
     fn drop(&mut self) {
         if let Some(lane) = self.block.let_go() {
+            let free = if *self.is_used.get_mut() { free_behind_uses } else { free };
             free(lane, self.block.handle);
         }
     }
@@ -132,6 +142,7 @@ impl<T> PinnedBuffer<T> {
             return SyncOnDrop::sync_stream(stream);
         };
         self.block.record_use(id);
+        self.is_used.store(true, Ordering::Relaxed);
         let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
         if !pending.contains(&id) {
             pending.push(id);

@@ -13,14 +13,15 @@
 //! [`Lease`](crate::pool::Lease) of the pool lives: it opens them for a lane that it keeps, and closes them when it is
 //! dropped. Where the streams of a pool share a heap, it has several lanes and no spares.
 
+use crate::allocator::DropError;
 use crate::backend::CudaMemory;
 use crate::lane::Lane;
 use std::fmt;
 use std::mem;
 use std::sync::Arc;
-use symmalloc_core::Allocator;
-use symmalloc_core::held::{Keepsake, Vacant};
+use symmalloc_core::held::{Heap, Keepsake, Vacant};
 use symmalloc_core::lock::Shared;
+use symmalloc_core::{Allocator, Handle};
 
 /// Lanes that are kept per heap, a word of the host's memory each. A buffer that is dropped beyond them counts.
 const SPARES_MAX: usize = 4096;
@@ -51,16 +52,6 @@ impl<B: CudaMemory> Spares<B> {
         mem::take(&mut self.0)
     }
 
-    /// Keeps the lane, or returns it if there is no room.
-    #[inline(always)]
-    pub(crate) fn keep(&mut self, lane: Arc<Lane<B>>) -> Option<Arc<Lane<B>>> {
-        if self.0.len() == self.0.capacity() {
-            return Some(lane);
-        }
-        self.0.push(lane);
-        None
-    }
-
     /// A lane, if there is one.
     #[inline(always)]
     pub(crate) fn take(&mut self) -> Option<Arc<Lane<B>>> {
@@ -69,6 +60,24 @@ impl<B: CudaMemory> Spares<B> {
 }
 
 impl<B: CudaMemory> Keepsake for Spares<B> {
+    type Held = Arc<Lane<B>>;
+
+    /// Keeps the lane, or returns it if there is no room.
+    #[inline(always)]
+    fn keep(&mut self, lane: Arc<Lane<B>>) -> Option<Arc<Lane<B>>> {
+        if self.0.len() == self.0.capacity() {
+            return Some(lane);
+        }
+        self.0.push(lane);
+        None
+    }
+
+    fn free_late(lane: &Arc<Lane<B>>, heap: &mut Heap, handle: Handle) {
+        if let Err(error) = lane.state.core.free_late(heap, handle) {
+            lane.state.note_drop_error(DropError::Free(error));
+        }
+    }
+
     fn vacant() -> &'static Vacant<Self> {
         B::vacant()
     }

@@ -8,7 +8,7 @@ use crate::digest::Digest;
 use crate::held::HeapCell;
 use crate::ids::PoolId;
 use crate::journal::{Journal, ProgramOrder};
-use crate::lock::{Lock, LockCell};
+use crate::lock::Lock;
 use crate::op::Op;
 use crate::pool::Pool;
 

@@ -5,6 +5,7 @@ mod backend;
 mod buffers;
 mod driver_errors;
 mod graphs;
+mod mail;
 #[cfg(feature = "metrics")]
 mod metrics;
 mod missing;
