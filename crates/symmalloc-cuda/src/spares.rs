@@ -1,7 +1,7 @@
 //! Spares: lanes that no buffer holds just now, beside the heap that they lead to.
 //!
 //! A buffer holds its lane, and the lane holds the allocator. Counting that atomically takes two locked instructions for each
-//! buffer, as many as entering the heap does. So it is rarely counted: the lane of a buffer that is dropped goes to the spares
+//! buffer, where entering the heap takes none while one thread does. So it is rarely counted: the lane of a buffer that is dropped goes to the spares
 //! of its heap, and the next buffer takes it from there. Both are under the heap's lock, which is held anyway.
 //!
 //! ```text
