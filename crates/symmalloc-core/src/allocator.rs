@@ -319,7 +319,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Whatever [`free`](Self::free) may need besides the block: events, books, a release, a refusal.
     #[inline(never)]
     pub(crate) fn free_by_all_means(&self, heap: &mut Heap, handle: Handle, fencing: Fencing) -> Result<(), FreeError> {
-    fn free_by_all_means(&self, heap: &mut Heap, handle: Handle, fencing: Fencing) -> Result<(), FreeError> {
         if handle.slot() == NO_SLOT {
             return Ok(free_nothing(heap, handle)?);
         }

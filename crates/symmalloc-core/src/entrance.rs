@@ -48,16 +48,15 @@ impl<L: Lock> Entrance<L> {
         }
     }
 
-    /// Frees an allocation as [`Allocator::free_in_row`] does, and lets `keep` have `held` under the same lock. What keeps the
-    /// allocator alive is `held`, and `allocator` finds it there. Returns what `keep` did not keep, with the outcome of the free:
+    /// Frees an allocation as [`Allocator::free_in_row`] does, and keeps `held` beside the heap under the same lock. What keeps
+    /// the allocator alive is `held`, and `allocator` finds it there. Returns what was not kept, with the outcome of the free:
     /// all of it where the free was refused, was recorded, or was one of another heap.
-    pub fn free_in_row<B: Backend, T>(
+    pub fn free_in_row<B: Backend>(
         self,
         handle: Handle,
-        held: T,
-        allocator: impl FnOnce(&T) -> &Allocator<B, Shared<K>>,
-        keep: impl FnOnce(&mut K, T) -> Option<T>,
-    ) -> Option<(T, Result<(), FreeError>)> {
+        held: Held<L>,
+        allocator: impl FnOnce(&Held<L>) -> &Allocator<B, L>,
+    ) -> Option<(Held<L>, Result<(), FreeError>)> {
         let mut guarded = self.heap.lock();
         let allocator = allocator(&held);
         if handle.heap() != self.id || guarded.is_recorded {
@@ -66,7 +65,7 @@ impl<L: Lock> Entrance<L> {
             return Some((held, freed));
         }
         match allocator.free_by_all_means(&mut guarded, handle, Fencing::InRow) {
-            Ok(()) => keep(&mut guarded.keepsake, held).map(|left| (left, Ok(()))),
+            Ok(()) => guarded.keepsake.keep(held).map(|left| (left, Ok(()))),
             Err(error) => Some((held, Err(error))),
         }
     }
@@ -96,13 +95,10 @@ pub(crate) mod tests {
     use crate::backend::DeviceAddress;
     use crate::config::Config;
     use crate::errors::AllocateError;
-    use crate::sim::{Call, Fault, FaultRule, SimBackend};
-    use crate::{Allocation, PoolId, SharedAllocator, StreamId};
-    use crate::errors::FreeError;
     use crate::held::{Heap, Keepsake, Vacant};
     use crate::lock::Shared;
-    use crate::sim::SimBackend;
-    use crate::{Allocator, PoolId, StreamId};
+    use crate::sim::{Call, Fault, FaultRule, SimBackend};
+    use crate::{Allocation, PoolId, StreamId};
     use std::sync::{Arc, Mutex};
 
     /// An allocator that its allocations keep alive, as those of `symmalloc-cuda` do.
@@ -223,74 +219,72 @@ pub(crate) mod tests {
     }
 
     /// An allocation of stream 0 that stream 1 uses.
-    fn used(allocator: &SharedAllocator<SimBackend>) -> Allocation {
-        let placed = allocator.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory");
-        allocator.record_use(placed.handle, StreamId(1)).expect("live");
+    fn used(owner: &Owner) -> Allocation {
+        let placed = owner.core.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory");
+        owner.core.record_use(placed.handle, StreamId(1)).expect("live");
         placed
     }
 
-    fn calls(allocator: &SharedAllocator<SimBackend>) -> [u64; 2] {
-        [Call::Record, Call::Wait].map(|call| allocator.backend().calls().of(call))
+    fn calls(owner: &Owner) -> [u64; 2] {
+        [Call::Record, Call::Wait].map(|call| owner.core.backend().calls().of(call))
     }
 
     #[test]
     fn memory_that_another_stream_used_is_freed_and_waited_for_at_hand() {
-        let (direct, at_hand) = (allocator(), allocator());
+        let (direct, at_hand) = (owner(), owner());
         let heap = binding(&at_hand, 0);
         let (one, other) = (used(&direct), used(&at_hand));
-        direct.free_in_row(one.handle).expect("live");
-        let mut kept = None;
-        let keep = |(): &mut (), held: &SharedAllocator<SimBackend>| {
-            kept = Some(held.owner);
-            None
-        };
-        let left = heap.entrance().free_in_row(other.handle, &at_hand, |held| held, keep);
-        assert!(left.is_none() && kept == Some(at_hand.owner));
+        direct.core.free_in_row(one.handle).expect("live");
+        let left = heap.entrance().free_in_row(other.handle, Arc::clone(&at_hand), |owner| &owner.core);
+        assert!(left.is_none() && kept(&at_hand, &heap) == 1);
         assert_eq!(calls(&at_hand), [1, 0]);
-        let again = direct.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory");
+        let again = direct.core.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory");
         let (mut address, mut visits) = (DeviceAddress(0), 0);
-        let (handle, ()) =
-            at_hand.allocate_at_hand_in(&heap, 512, &mut address, |()| visits += 1).expect("a free block");
+        let (handle, ()) = at_hand
+            .core
+            .allocate_at_hand_in(&heap, 512, &mut address, |_: &mut Kept| visits += 1)
+            .expect("a free block");
         assert_eq!((calls(&at_hand), visits), ([1, 1], 1));
-        let placed = at_hand.allocation(handle).expect("live");
+        let placed = at_hand.core.allocation(handle).expect("live");
         assert_eq!((placed.placement, placed.address), (again.placement, address));
-        assert_eq!(direct.digest(PoolId::DEFAULT), at_hand.digest(PoolId::DEFAULT));
-        assert_eq!(direct.stats(), at_hand.stats());
-        at_hand.check().expect("sane");
+        assert_eq!(direct.core.digest(PoolId::DEFAULT), at_hand.core.digest(PoolId::DEFAULT));
+        assert_eq!(direct.core.stats(), at_hand.core.stats());
+        at_hand.core.check().expect("sane");
+        drop(at_hand.core.with_keepsake(&heap, std::mem::take));
     }
 
     #[test]
     fn memory_that_cannot_be_waited_for_is_not_taken() {
-        let allocator = allocator();
-        let heap = binding(&allocator, 0);
-        allocator.free(used(&allocator).handle).expect("live");
-        let before = (allocator.digest(PoolId::DEFAULT), allocator.stats());
-        allocator.backend().inject(Some(Call::Wait), FaultRule::Every { calls: 1 }, Fault::Refused);
+        let owner = owner();
+        let core = &owner.core;
+        let heap = binding(&owner, 0);
+        core.free(used(&owner).handle).expect("live");
+        let before = (core.digest(PoolId::DEFAULT), core.stats());
+        core.backend().inject(Some(Call::Wait), FaultRule::Every { calls: 1 }, Fault::Refused);
         let mut address = DeviceAddress(7);
-        let never = |(): &mut ()| panic!("nothing is done");
-        assert_eq!(allocator.allocate_at_hand_in(&heap, 512, &mut address, never), None);
-        assert!(matches!(allocator.allocate_in(&heap, 512), Err(AllocateError::Fence { .. })));
-        assert_eq!(
-            (allocator.digest(PoolId::DEFAULT), allocator.stats(), address),
-            (before.0, before.1, DeviceAddress(7))
-        );
-        allocator.check().expect("sane");
+        let never = |_: &mut Kept| panic!("nothing is done");
+        let taken: Option<(Handle, ())> = core.allocate_at_hand_in(&heap, 512, &mut address, never);
+        assert_eq!(taken, None);
+        assert!(matches!(core.allocate_in(&heap, 512), Err(AllocateError::Fence { .. })));
+        assert_eq!((core.digest(PoolId::DEFAULT), core.stats(), address), (before.0, before.1, DeviceAddress(7)));
+        core.check().expect("sane");
     }
 
     #[test]
     fn a_free_that_is_refused_keeps_nothing_and_one_of_another_heap_is_made_there() {
-        let allocator = allocator();
-        let [one, other] = [0, 1].map(|stream| binding(&allocator, stream));
-        let handle = used(&allocator).handle;
-        let free = |heap: &Binding<Shared>| {
-            let nor_kept = |(): &mut (), _: &SharedAllocator<SimBackend>| panic!("nothing is kept");
-            heap.entrance().free_in_row(handle, &allocator, |held| held, nor_kept).expect("nothing is kept").1
+        let owner = owner();
+        let [one, other] = [0, 1].map(|stream| binding(&owner, stream));
+        let handle = used(&owner).handle;
+        let free = |heap: &Binding<Shared<Kept>>| {
+            let left = heap.entrance().free_in_row(handle, Arc::clone(&owner), |owner| &owner.core);
+            assert_eq!(kept(&owner, heap), 0);
+            left.expect("nothing is kept").1
         };
-        allocator.backend().inject(Some(Call::Record), FaultRule::At { ordinal: 0 }, Fault::Refused);
+        owner.core.backend().inject(Some(Call::Record), FaultRule::At { ordinal: 0 }, Fault::Refused);
         assert!(matches!(free(&one), Err(FreeError::Fence(_))));
-        assert_eq!(allocator.stats().usage.all.allocations.current, 1);
+        assert_eq!(owner.core.stats().usage.all.allocations.current, 1);
         assert_eq!(free(&other), Ok(()));
-        assert_eq!(allocator.stats().usage.all.allocations.current, 0);
+        assert_eq!(owner.core.stats().usage.all.allocations.current, 0);
         assert!(matches!(free(&one), Err(FreeError::Handle(_))), "once");
     }
 

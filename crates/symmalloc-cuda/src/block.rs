@@ -114,19 +114,18 @@ pub(crate) fn free<B: CudaMemory>(lane: Arc<Lane<B>>, handle: Handle) {
     }
 }
 
-/// Lets go of a lane that is not among the spares, and with it of the allocator perhaps. Frees the allocation first if that is
-/// still to be done.
 /// As [`free`], of an allocation that other streams used: their work until now has an event when this returns.
 pub(crate) fn free_behind_uses<B: CudaMemory>(lane: Arc<Lane<B>>, handle: Handle) {
     let_go(lane, Some(handle));
 }
 
-/// Lets go of a lane that is not among the spares, and frees the allocation if that is still to be done.
+/// Lets go of a lane that is not among the spares, and with it of the allocator perhaps. Frees the allocation first if that is
+/// still to be done.
 #[inline(never)]
 fn let_go<B: CudaMemory>(lane: Arc<Lane<B>>, unfreed: Option<Handle>) {
     let Some(handle) = unfreed else { return };
     let heap = lane.heap.entrance();
-    if let Some((lane, Err(error))) = heap.free_in_row(handle, lane, |lane| &lane.state.core, Spares::keep) {
+    if let Some((lane, Err(error))) = heap.free_in_row(handle, lane, |lane| &lane.state.core) {
         lane.state.note_drop_error(DropError::Free(error));
     }
 }
