@@ -19,7 +19,6 @@ ROOT = HERE.parent.parent
 FULL = ["--cold", "3", "--steady", "9", "--repeats", "5", "--pairs", "100000", "--thread-ms", "100"]
 BRIEF = ["--cold", "2", "--steady", "5", "--repeats", "3", "--pairs", "50000", "--thread-ms", "50"]
 QUICK = ["--cold", "1", "--steady", "1", "--repeats", "1", "--pairs", "1000", "--thread-ms", "5"]
-QUICK_SCALE = ["--live", "1000", "--free", "1000"]
 
 
 class Missing(Exception):
@@ -37,7 +36,8 @@ class Peer:
     # Whether the program runs the cases of every peer, or those of ours alone.
     command: str = "measure"
     only_once: bool = False
-    # How many blocks, where the program's own numbers are too many.
+    # Which blocks are counted, and how many. Free ones in a process of their own: what live ones leave of the host's heap
+    # would be measured with them, and the other way round.
     scale: tuple = ()
 
     def is_wanted(self, words):
@@ -58,7 +58,7 @@ def peers(without_device):
             ours("symmalloc, simulated", "simulated"),
             ours("symmalloc, simulated, shared streams", "simulated", "streams:shared"),
             Peer("malloc", "malloc"),
-            ours("symmalloc scale", "simulated", command="scale", only_once=True),
+            *scale("symmalloc scale", "simulated"),
         ]
     return [
         ours("symmalloc", "buffer"),
@@ -73,9 +73,15 @@ def peers(without_device):
         Peer("RMM arena", "rmm", ("--resource", "arena")),
         Peer("RMM async", "rmm", ("--resource", "async")),
         Peer("cudaMallocAsync", "cuda_async"),
-        ours("symmalloc scale", "buffer", command="scale", only_once=True),
-        ours("symmalloc scale, bound heap", "bound", command="scale", only_once=True, scale=("--live", "1000,1000000")),
+        *scale("symmalloc scale", "buffer"),
+        *scale("symmalloc scale, bound heap", "bound", live="1000,1000000"),
     ]
+
+
+def scale(name, interface, live="1000,10000,100000,1000000,10000000", free="1000,10000,100000,1000000"):
+    """Many live and many free blocks, under one name."""
+    sorts = (("--live", live), ("--free", free))
+    return [ours(name, interface, command="scale", only_once=True, scale=sort) for sort in sorts]
 
 
 def torch(name, conf):
@@ -209,7 +215,7 @@ class Bench:
         if peer.command == "measure":
             words += ["--jobs", self.out / "jobs"]
         else:
-            words += QUICK_SCALE if amounts is QUICK else peer.scale
+            words += (peer.scale[0], "1000") if amounts is QUICK else peer.scale
         log = self.out / f"run-{peer.name.replace(', ', '-').replace(' ', '-')}.log"
         start = time.monotonic()
         with open(log, "w", encoding="utf-8") as errors:

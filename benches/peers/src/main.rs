@@ -65,11 +65,11 @@ enum Command {
     Scale {
         #[command(flatten)]
         subject: Which,
-        /// Numbers of live blocks.
-        #[arg(long, value_delimiter = ',', default_value = "1000,10000,100000,1000000,10000000")]
+        /// Numbers of live blocks. None is measured without this.
+        #[arg(long, value_delimiter = ',')]
         live: Vec<usize>,
-        /// Numbers of free blocks.
-        #[arg(long, value_delimiter = ',', default_value = "1000,10000,100000,1000000")]
+        /// Numbers of free blocks. None is measured without this.
+        #[arg(long, value_delimiter = ',', required_unless_present = "live")]
         free: Vec<usize>,
         #[command(flatten)]
         amounts: Amounts,
@@ -156,9 +156,8 @@ struct Scale {
 
 impl Task for Scale {
     fn run<S: Subject>(&self, report: &Report, make: &dyn Fn() -> S) {
-        // Free blocks first: ten million live ones leave the process's own heap in pieces.
-        self.free.iter().for_each(|count| scale::free_blocks(&self.amounts, *count, report, make));
         self.live.iter().for_each(|count| scale::live_blocks(&self.amounts, *count, report, make));
+        self.free.iter().for_each(|count| scale::free_blocks(&self.amounts, *count, report, make));
     }
 }
 
