@@ -35,10 +35,7 @@ const EVERYBODY: usize = 0;
 /// Owns nothing: unlike every thread's number times [`FLAGS`] in more bits than a flag's number has.
 const NOBODY: u32 = u32::MAX;
 
-/// How many times in a row a thread comes before it gets the bias: what a locked instruction costs each time is then what it
-/// costs to take the bias away.
-pub(crate) const PATIENCE: u32 = 1 << 10;
-/// A lock that threads come to in turns gets patient, up to this.
+/// A lock that threads come to in turns gets more patient, up to this.
 const PATIENCE_MAX: u32 = 1 << 16;
 
 /// The state of a lock. Whoever is inside may read and write what the comments say is the insider's.

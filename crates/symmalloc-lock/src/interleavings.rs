@@ -23,6 +23,19 @@ impl Counter {
         if !self.bias.enter_by_bias(thread) {
             self.bias.enter(thread);
         }
+        self.count_inside();
+    }
+
+    /// As [`bump`](Self::bump), if that takes no waiting. Whether it did.
+    fn try_bump(&self, thread: u32) -> bool {
+        let is_inside = self.bias.enter_by_bias(thread) || self.bias.try_enter(thread);
+        if is_inside {
+            self.count_inside();
+        }
+        is_inside
+    }
+
+    fn count_inside(&self) {
         let count = self.count.load(Ordering::Relaxed);
         self.count.store(count + 1, Ordering::Relaxed);
         self.bias.leave();
@@ -78,4 +91,20 @@ fn two_threads_take_the_bias_away_from_a_third() {
         others.into_iter().for_each(|other| other.join().expect("no panic"));
         assert_eq!(counter.count.load(Ordering::Relaxed), 7);
     });
+}
+
+#[test]
+fn a_thread_that_tries_enters_or_has_changed_nothing() {
+    for comes in [1, 2] {
+        explore(5, move || {
+            let counter = Counter::new();
+            (0..comes).for_each(|_| counter.bump(1));
+            let theirs = Arc::clone(&counter);
+            let other = thread::spawn(move || (0..2).filter(|_| theirs.try_bump(2)).count());
+            counter.bump(1);
+            let entered = other.join().expect("no panic");
+            assert!(comes == 1 || entered == 0, "it takes no bias away");
+            assert_eq!(counter.count.load(Ordering::Relaxed), comes + 1 + entered);
+        });
+    }
 }

@@ -1,8 +1,12 @@
 //! The mutex: a value behind the lock.
 
-use crate::bias::{Bias, PATIENCE};
+use crate::bias::Bias;
 use crate::thread_number;
 use lock_api::{GuardNoSend, RawMutex};
+
+/// How many times in a row a thread comes before it gets the bias: what a locked instruction costs each time is then what it
+/// costs to take the bias away.
+const PATIENCE: u32 = 1 << 10;
 
 /// A `T` behind a [`RawBiasedMutex`]. A panic inside leaves it free, and nobody is promised to be next.
 pub type BiasedMutex<T> = lock_api::Mutex<RawBiasedMutex, T>;
