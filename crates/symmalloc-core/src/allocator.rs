@@ -20,14 +20,11 @@ use crate::backend::{Backend, BackendError};
 use crate::budget::Budget;
 use crate::config::{Config, ConfigError, PointerLookup};
 use crate::digest::{Mark, op_word};
-use crate::errors::{
-    AllocateError, FreeError, HandleError, RecordUseError, ReserveError, StreamError, TrimError, UnknownError,
-};
+use crate::errors::{AllocateError, RecordUseError, ReserveError, StreamError, TrimError, UnknownError};
 use crate::fence::StreamClocks;
-use crate::fencing::Fencing;
 use crate::handle::{Allocation, Handle};
 use crate::heap::{Heap, Surroundings};
-use crate::held::{HeapCell, HeapGuard, HeapRef};
+use crate::held::HeapRef;
 use crate::ids::{Placement, PoolId, StreamId};
 use crate::journal::ProgramOrder;
 use crate::lock::{Exclusive, Lock, LockCell, Shared};
@@ -37,13 +34,13 @@ use crate::out_of_memory::{FailureCallback, Request};
 use crate::peak_shares::SharedPeak;
 use crate::pointer_index::SegmentDirectory;
 use crate::pool::Pool;
-use crate::recording::{Recorder, Tape};
+use crate::recording::Recorder;
 use crate::registry::Registry;
 use crate::routes::Route;
 use crate::size_rules::ByRule;
 use crate::stats::ScopedPeaks;
 use crate::sync::AtomicU32;
-use crate::trim::{TrimFailure, TrimGoal};
+use crate::trim::TrimGoal;
 use crate::units::{SEGMENT_BYTES_MAX, UNIT_BYTES};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
@@ -264,126 +261,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(allocation)
     }
 
-    /// Frees an allocation: other work may use the memory at once, ordered behind this one's uses on the device.
-    ///
-    /// # Errors
-    /// When the handle is not live here, or the driver cannot fence the uses; the allocation is still live then.
-    #[inline]
-    pub fn free(&self, handle: Handle) -> Result<(), FreeError> {
-        self.free_by_call(self.heap_of(handle)?, handle)
-    }
-
-    #[inline(never)]
-    fn free_by_call(&self, heap: &HeapCell<L>, handle: Handle) -> Result<(), FreeError> {
-        self.free_from(heap, handle)
-    }
-
-    /// Frees an allocation of the heap.
-    #[inline(always)]
-    pub(crate) fn free_from(&self, heap: &HeapCell<L>, handle: Handle) -> Result<(), FreeError> {
-        let mut heap = heap.lock();
-        if heap.free_at_hand(handle, |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested))) {
-            Ok(())
-        } else if heap.is_recorded {
-            self.free_recorded(heap, handle)
-        } else {
-            self.free_by_all_means(&mut heap, handle, Fencing::Apart)
-        }
-    }
-
-    /// As [`free`](Self::free), for a program that may free more right away and gives streams no work before it calls its
-    /// backend in another way: frees in a row may share an event ([`Backend::record_in_row`]), which costs less.
-    ///
-    /// # Errors
-    /// As [`free`](Self::free).
-    pub fn free_in_row(&self, handle: Handle) -> Result<(), FreeError> {
-        let mut heap = self.heap_of(handle)?.lock();
-        if heap.is_recorded {
-            self.free_recorded(heap, handle)
-        } else {
-            self.free_by_all_means(&mut heap, handle, Fencing::InRow)
-        }
-    }
-
-    /// As [`free`](Self::free), where the heap is entered already: for [`Keepsake::free_late`](crate::held::Keepsake::free_late).
-    ///
-    /// # Errors
-    /// As [`free`](Self::free), and when the heap is another allocator's.
-    pub fn free_late(&self, heap: &mut Heap, handle: Handle) -> Result<(), FreeError> {
-        if heap.tags.owner() != self.owner {
-            return Err(HandleError::Foreign { handle }.into());
-        }
-        self.free_by_all_means(heap, handle, Fencing::Apart)
-    }
-
-    /// Whatever [`free`](Self::free) may need besides the block: events, books, a release, a refusal.
-    #[inline(never)]
-    pub(crate) fn free_by_all_means(&self, heap: &mut Heap, handle: Handle, fencing: Fencing) -> Result<(), FreeError> {
-        if handle.slot() == NO_SLOT {
-            return Ok(free_nothing(heap, handle)?);
-        }
-        heap.free(&self.around, (handle, fencing), |allocated, requested| {
-            self.tally(|peaks| peaks.free(allocated, requested));
-        })?;
-        heap.recycle_spent(&self.around);
-        if let Some(threshold) = heap.config.release_threshold_bytes() {
-            let _told = self.release_above(heap, threshold);
-        }
-        Ok(())
-    }
-
-    /// Frees an allocation of a heap that is recorded: the gate comes before the heap, which is let go.
-    #[cold]
-    #[inline(never)]
-    fn free_recorded(&self, heap: HeapGuard<'_, L>, handle: Handle) -> Result<(), FreeError> {
-        drop(heap);
-        self.free_behind_gate(handle)
-    }
-
-    #[inline(never)]
-    fn free_behind_gate(&self, handle: Handle) -> Result<(), FreeError> {
-        let mut tape = self.tape_of_recorded();
-        let mut heap = self.heap_of(handle)?.lock();
-        let tally = |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested));
-        let is_freed = match heap.recorded_plain {
-            Some(plain) => heap.free_at_once(plain, handle, tally),
-            None => heap.free_at_once_by_rule(handle, tally),
-        };
-        if !is_freed {
-            return self.free_behind_gate_by_all_means(heap, handle, tape);
-        }
-        drop(heap);
-        tape.note_free(handle);
-        Ok(())
-    }
-
-    /// As [`free_by_all_means`](Self::free_by_all_means), in a heap that is recorded.
-    #[inline(never)]
-    fn free_behind_gate_by_all_means(
-        &self,
-        mut heap: HeapGuard<'_, L>,
-        handle: Handle,
-        mut tape: Tape<'_, B, L>,
-    ) -> Result<(), FreeError> {
-        let mut failure = None;
-        if handle.slot() == NO_SLOT {
-            free_nothing(&mut heap, handle)?;
-        } else {
-            heap.free(&self.around, (handle, Fencing::Apart), |allocated, requested| {
-                self.tally(|peaks| peaks.free(allocated, requested));
-            })?;
-            heap.recycle_spent(&self.around);
-            let threshold = heap.config.release_threshold_bytes();
-            failure = threshold.and_then(|threshold| self.release_above(&mut heap, threshold));
-        }
-        drop(heap);
-        if let Some(error) = failure {
-            tape.driver_failed(error);
-        }
-        tape.note_free(handle);
-        Ok(())
-    }
-
     /// Tells that work on `stream`, too, uses the allocation (`record_stream` in PyTorch). Whoever takes the memory
     /// after the free waits for that work on the device.
     ///
@@ -539,18 +416,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         Ok(dropped)
     }
-
-    /// The configured trigger of rule D5: a heap that holds more free bytes than the threshold gives them back. Returns why the
-    /// driver did not take them.
-    #[cold]
-    fn release_above(&self, heap: &mut Heap, threshold_bytes: u64) -> Option<BackendError> {
-        let free_bytes = heap.mapped - heap.usage.stats().all.allocated_bytes.current;
-        if free_bytes <= threshold_bytes {
-            return None;
-        }
-        let TrimFailure { error, .. } = heap.trim(&self.around, TrimGoal::Everything).err()?;
-        Some(error)
-    }
 }
 
 impl<B: Backend + fmt::Debug, L: Lock> fmt::Debug for Allocator<B, L> {
@@ -595,15 +460,6 @@ pub(crate) fn allocate_nothing(heap: &mut Heap, stream: StreamId) -> Result<Allo
         placement: Placement::NOWHERE,
         size_bytes: 0,
     })
-}
-
-#[cold]
-fn free_nothing(heap: &mut Heap, handle: Handle) -> Result<(), HandleError> {
-    if !heap.tags.gave(handle.tag()) {
-        return Err(HandleError::Foreign { handle });
-    }
-    heap.fold(op_word(Mark::FreeNothing, StreamId(0), 0), 0);
-    Ok(())
 }
 
 /// Adds up what several trims gave back; the first failure stays, with all bytes.

@@ -83,6 +83,7 @@ mod fence;
 mod fencing;
 mod free_index;
 mod free_key;
+mod frees;
 mod handle;
 mod heap;
 pub mod held;
