@@ -1,7 +1,8 @@
 //! Entrances: the shortest way to free, for whoever keeps something [beside the heap](crate::held).
 //!
-//! Nearly every free of a program in a steady state is nothing but to free a block. An [`Entrance`] serves those and no
-//! others. It borrows nothing: what keeps the allocator alive may itself go into the keepsake, under the same lock.
+//! Nearly every free of a program in a steady state is nothing but to free a block. An [`Entrance`] serves those without the
+//! allocator, and those of memory that other streams used with it. It borrows nothing: what keeps the allocator alive may
+//! itself go into the keepsake, under the same lock.
 
 use crate::allocator::Allocator;
 use crate::backend::Backend;

@@ -1,6 +1,6 @@
 //! How many driver calls this process made. Each thread counts in a place of its own.
 //!
-//! An atomic addition takes up to a tenth of the time of the shortest calls, those of events. So a thread adds with a load and a
+//! An atomic addition is no small part of the shortest calls, those of events. So a thread adds with a load and a
 //! store to a place where no other thread writes, and whoever asks adds up all places.
 //!
 //! ```text

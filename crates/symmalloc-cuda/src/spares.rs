@@ -1,8 +1,9 @@
 //! Spares: lanes that no buffer holds just now, beside the heap that they lead to.
 //!
 //! A buffer holds its lane, and the lane holds the allocator. Counting that atomically takes two locked instructions for each
-//! buffer, where entering the heap takes none while one thread does. So it is rarely counted: the lane of a buffer that is dropped goes to the spares
-//! of its heap, and the next buffer takes it from there. Both are under the heap's lock, which is held anyway.
+//! buffer, where entering the heap takes none while one thread does. So it is rarely counted: the lane of a buffer that is
+//! dropped goes to the spares of its heap, and the next buffer takes it from there. Both are under the heap's lock, which is
+//! held anyway.
 //!
 //! ```text
 //!  alloc   lock ─ block out of the heap ─ lane out of the spares ─ leave        none there: the lane is counted

@@ -1,11 +1,11 @@
 //! A mutex for one thread that comes again and again, and seldom for another.
 //!
-//! A mutex costs a locked instruction to enter, which waits until all earlier stores have left the processor: 20 to 25
-//! cycles on the processors beside today's GPUs, a third of an allocation. A [`BiasedMutex`] costs none while one thread
-//! comes many times in a row. It is then *biased* to that thread, which announces itself with a plain store and looks
-//! whether it still is. Another thread *revokes* the bias and makes all threads of the process agree on the order of their
-//! stores and loads with one system call, `membarrier`. That takes microseconds, so a bias is given only to a thread that
-//! came often enough to be worth it.
+//! A mutex costs a locked instruction to enter, which waits until all earlier stores have left the processor: on those
+//! beside today's GPUs a good part of what an allocation takes. A [`BiasedMutex`] costs none while one thread comes
+//! many times in a row. It is then *biased* to that thread, which announces itself with a plain store and looks whether
+//! it still is. Another thread *revokes* the bias and makes all threads of the process agree on the order of their
+//! stores and loads with one system call, `membarrier`. That takes microseconds, so a bias is given only to a thread
+//! that came often enough to be worth it.
 //!
 //! ```text
 //!  bias.rs            who enters how: the protocol, on atomics alone

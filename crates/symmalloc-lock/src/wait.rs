@@ -2,8 +2,8 @@
 
 /// Waits until `is_over`: looks again at once, then lets others run in between, then sleeps.
 ///
-/// Most stays last some tens of nanoseconds, and to move what they touch from one processor to another takes ten times as long.
-/// So a waiter pauses twice as long after each look, up to some microseconds: a crowd then does not stop the one that is
+/// Most stays last some tens of nanoseconds, and to move what they touch from one processor to another takes longer. So
+/// a waiter pauses twice as long after each look, up to some microseconds: a crowd then does not stop the one that is
 /// inside, and that one comes again a few hundred times before everything moves.
 #[cfg(not(all(symmalloc_loom, test)))]
 #[allow(clippy::disallowed_methods, reason = "time decides when a waiting thread looks again, and nothing else")]
