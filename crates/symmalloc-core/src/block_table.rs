@@ -36,6 +36,10 @@ pub(crate) type Slot = u32;
 /// No block: the end of a list.
 pub(crate) const NONE: Slot = Slot::MAX;
 
+/// So many slots, the first ones, hold no blocks. They are the anchors of the free index: a list of blocks begins and ends
+/// with one, which is greater than any block.
+pub(crate) const ANCHORS: usize = 512;
+
 /// Where a block begins: the segment's birth ordinal, inherited by every block split from it, and the offset in it. One
 /// word, which is what rule D2 orders blocks of one size by, and what digests fold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -90,12 +94,10 @@ pub(crate) struct Block {
     pub(crate) prev: Slot,
     /// The neighbour at the higher offset.
     pub(crate) next: Slot,
-    /// Free: the previous and the next block in the list of the free index, which owns these two.
+    /// Free: the previous and the next slot in the list of the free index, which owns these two.
     pub(crate) links: [Slot; 2],
     /// Allocated: other streams that use the block. Free: what its next user must wait for. Empty for holes.
     pub(crate) fences: FenceSetId,
-    /// Free: the bin of the free index, which owns this as well.
-    pub(crate) bin: u8,
     /// Which free index the block belongs to; the same for all blocks of a segment.
     pub(crate) home: SizeClass,
     pub(crate) state: BlockState,
@@ -125,18 +127,13 @@ pub(crate) enum BlockState {
 impl Block {
     /// A block of `size` units, without neighbours.
     fn new(segment: u32, home: SizeClass, place: Place, size: Units, state: BlockState) -> Self {
-        Block {
-            place,
-            size,
-            segment,
-            prev: NONE,
-            next: NONE,
-            links: [NONE; 2],
-            fences: FenceSetId::EMPTY,
-            bin: 0,
-            home,
-            state,
-        }
+        Block { place, size, segment, prev: NONE, next: NONE, links: [NONE; 2], fences: FenceSetId::EMPTY, home, state }
+    }
+
+    /// The anchor of an empty list.
+    fn anchor(slot: Slot) -> Self {
+        let greatest = Block::new(0, SizeClass::Small, Place(u64::MAX), Units::MAX, BlockState::Vacant);
+        Block { links: [slot; 2], ..greatest }
     }
 
     #[inline]
@@ -200,7 +197,8 @@ pub(crate) struct BlockTable {
 
 impl Default for BlockTable {
     fn default() -> Self {
-        BlockTable { blocks: Vec::new(), vacant: NONE, segments: Slab::new(), bases: Vec::new() }
+        let blocks = (0..ANCHORS as Slot).map(Block::anchor).collect();
+        BlockTable { blocks, vacant: NONE, segments: Slab::new(), bases: Vec::new() }
     }
 }
 
@@ -221,7 +219,7 @@ impl BlockTable {
         self.blocks.get(slot as usize)
     }
 
-    /// All slots, vacant ones included.
+    /// All slots, vacant ones and anchors included.
     #[inline(always)]
     pub(crate) fn blocks(&self) -> &[Block] {
         &self.blocks
@@ -245,6 +243,8 @@ impl BlockTable {
     #[inline(always)]
     pub(crate) fn tiling(&mut self) -> Tiling<'_> {
         let BlockTable { blocks, vacant, segments, bases } = self;
+        // Said once: no look-up of an anchor needs a check.
+        assert!(blocks.len() >= ANCHORS, "the anchors stay");
         Tiling { blocks, vacant, segments, bases }
     }
 
@@ -345,9 +345,8 @@ impl BlockTable {
 
     /// Cuts `size` off the start of a larger block that is in no index, and makes it a block of its own.
     pub(crate) fn cut_front(&mut self, slot: Slot, size: Units, state: BlockState) -> Slot {
-        let front = self.tiling_with_room().put_in_front(slot, size, state);
-        let behind = self.block_mut(slot);
-        (behind.place, behind.size) = (behind.place.plus(size), behind.size - size);
+        let front = self.tiling_with_room().cut_front(slot, size);
+        self.block_mut(front).state = state;
         front
     }
 
@@ -387,7 +386,7 @@ impl BlockTable {
 /// a slot that was checked once is not checked again.
 #[derive(Debug)]
 pub(crate) struct Tiling<'a> {
-    /// All slots, vacant ones included.
+    /// All slots, vacant ones and anchors included.
     pub(crate) blocks: &'a mut [Block],
     vacant: &'a mut Slot,
     segments: &'a mut Slab<Segment>,
@@ -395,15 +394,15 @@ pub(crate) struct Tiling<'a> {
 }
 
 impl Tiling<'_> {
-    /// Puts a new block where a block begins, which the caller then shortens by as much from its start. Takes the vacant
-    /// slot.
+    /// Cuts `size` off the start of a larger block that is in no index, and makes it a block of its own, whose state the
+    /// caller sets. Takes the vacant slot.
     #[inline(always)]
-    pub(crate) fn put_in_front(&mut self, slot: Slot, size: Units, state: BlockState) -> Slot {
+    pub(crate) fn cut_front(&mut self, slot: Slot, size: Units) -> Slot {
         let front = *self.vacant;
         let behind = &mut self.blocks[slot as usize];
         let (place, segment) = (behind.place, behind.segment);
         let (prev, home) = (behind.prev, behind.home);
-        behind.prev = front;
+        (behind.place, behind.size, behind.prev) = (place.plus(size), behind.size - size, front);
         match self.blocks.get_mut(prev as usize) {
             Some(before) => before.next = front,
             None => self.segments[segment as usize].first = front,
@@ -418,7 +417,6 @@ impl Tiling<'_> {
         vacant.next = slot;
         vacant.fences = FenceSetId::EMPTY;
         vacant.home = home;
-        vacant.state = state;
         front
     }
 

@@ -1,185 +1,218 @@
-//! The free index: every free block of one size class of a heap, in the order of rule D2.
+//! The free index: every free block of a heap, by home class in the order of rule D2.
 //!
 //! A free block's place in the order is its [`FreeKey`]: (size, sequence, offset), most significant first. The stream, D2's
 //! first criterion, is constant within a heap. Best fit is the least key whose size is at least the request, so the
 //! answer depends on the set of free blocks and not on the order in which they became free: the index is canonical.
 //!
 //! ```text
-//!  size in units   0 1 2 ... 7 │ 8 9 ... 15 │ 16-17 18-19 ... │ 32-35 ...           8 bins per power of two
-//!                  └─ one size a bin ───────┘ └─ 2 sizes a bin ┘ └─ 4 ...
-//!  occupied        one bit per bin: four words
-//!  bin             short: a sorted list, linked through the blocks themselves     long: a SortedRun of their keys
+//!  size in units   1 2 3 ... 15 │ 16-17 18-19 ... │ 32-35 ...           8 bins per power of two, 256 per home class
+//!                  └─ one size ─┘ └─ 2 sizes a bin ┘ └─ 4 ...
+//!  occupied        one bit per bin: four words per home class
+//!  bin             short: a sorted list through the blocks themselves     long: a SortedRun of their keys
+//!                  anchor ◄─► 32 ◄─► 32 ◄─► 35 ◄─► anchor
 //! ```
 //!
 //! Finding the bin is a shift and a mask; finding the next occupied one is a bit scan or two. Most bins of most programs hold
 //! one to three blocks, where a linked list costs a dozen instructions and touches only blocks that are touched anyway. A
 //! program that keeps 100,000 free blocks of one size would walk that list for ever, so a bin that grows long turns into
 //! a [`SortedRun`], which is logarithmic.
+//!
+//! A list is a ring: it begins and ends with the bin's *anchor*, a slot of the block table that holds no block and counts as
+//! greater than all ([`ANCHORS`]). So a block always has a neighbour on both sides, and nobody asks whether a bin is empty, or
+//! a block alone in it, or the first or the last. A processor cannot foresee the answers, and waits longer for each that it
+//! guessed wrong than all of this takes.
 
-use crate::block_table::{Block, NONE, Place, Slot};
+use crate::block_table::{ANCHORS, Block, NONE, Place, Slot};
 use crate::free_key::FreeKey;
+use crate::size_rules::SizeClass;
 use crate::sorted_run::SortedRun;
 use crate::units::Units;
 
-/// Sizes below 2^MANTISSA_BITS have a bin each; above, every power of two is cut into that many bins.
+/// Every power of two is cut into 2^MANTISSA_BITS bins.
 const MANTISSA_BITS: u32 = 3;
-/// One more than the bin of the largest size, rounded up to a power of two.
+/// Bins of one home class: one more than that of the largest size.
 const BIN_COUNT: usize = 256;
+/// Words of the bitmap for one home class.
 const WORD_COUNT: usize = BIN_COUNT / 64;
+const _: () = assert!(ANCHORS == 2 * BIN_COUNT);
 
 /// An insert that has to pass more blocks than this in a list turns the list into a run ...
 const WALK_MAX: u32 = 16;
 /// ... and a run that has fewer keys than this turns back. The distance keeps a bin from turning back and forth.
 const RUN_MIN: usize = 4;
 
-/// In place of the first slot of a long bin, and of the links of its blocks: neither a slot nor "none".
-const RUN: Slot = NONE - 1;
-
 /// Which of a block's links is which.
 const PREV: usize = 0;
 const NEXT: usize = 1;
-/// The links of a block that is the only one of its bin.
-const ALONE: [Slot; 2] = [NONE, NONE];
+/// The links of a block that is in no list, and of the anchor of a long bin.
+const UNLINKED: [Slot; 2] = [NONE, NONE];
 
-/// A bin's number. There are just as many as a byte has values, so a look-up needs no bounds check.
-type Bin = u8;
+/// A bin's number is the slot of its anchor.
+type Bin = Slot;
 
+/// The bin of a size among those of a home class. The least sizes leave some bins out.
 #[inline(always)]
-fn bin_of(size: Units) -> Bin {
-    // Sizes below 2^MANTISSA_BITS have the exponent of 2^MANTISSA_BITS, and no shift.
-    let exponent = (size | 1 << MANTISSA_BITS).ilog2();
-    let shift = exponent - MANTISSA_BITS;
-    // The leading one bit of the mantissa adds one to the exponent's part: bins are contiguous.
-    ((shift << MANTISSA_BITS) + (size >> shift)) as Bin
+fn bin_in_home(size: Units) -> Bin {
+    // With three more bits at its end, the least size too has a leading one and three bits behind it.
+    let wide = u64::from(size) << MANTISSA_BITS | ((1 << MANTISSA_BITS) - 1);
+    let shift = wide.ilog2() - MANTISSA_BITS;
+    // The exponent counts the powers of two, and what is behind the leading one the bins in each.
+    ((shift << MANTISSA_BITS) + (wide >> shift) as Bin - (1 << MANTISSA_BITS)) % BIN_COUNT as Bin
 }
 
-/// The word and the bit of a bin in the bitmap.
+/// The first bin of a home class. Most heaps have large blocks only: theirs come first.
 #[inline(always)]
-fn place_of(bin: Bin) -> (usize, u32) {
-    (usize::from(bin) / 64, u32::from(bin) % 64)
+fn first_of(home: SizeClass) -> Bin {
+    match home {
+        SizeClass::Large => 0,
+        SizeClass::Small => BIN_COUNT as Bin,
+    }
 }
 
-/// The free blocks of one size class of a heap.
-#[derive(Debug)]
+#[inline(always)]
+fn bin_of(home: SizeClass, size: Units) -> Bin {
+    first_of(home) + bin_in_home(size)
+}
+
+/// The free blocks of a heap.
+#[derive(Debug, Default)]
 pub(crate) struct FreeIndex {
     /// Bit b of word w is set when bin 64 w + b is not empty.
-    occupied: [u64; WORD_COUNT],
-    /// The least block of each bin's list; `NONE` when the bin is empty, `RUN` when it is long.
-    first: [Slot; BIN_COUNT],
+    occupied: [u64; 2 * WORD_COUNT],
     /// The keys of long bins, by bin. Empty until there is one.
     runs: Vec<Option<Box<SortedRun>>>,
 }
 
-impl Default for FreeIndex {
-    fn default() -> Self {
-        FreeIndex { occupied: [0; WORD_COUNT], first: [NONE; BIN_COUNT], runs: Vec::new() }
-    }
-}
-
 impl Block {
-    /// Neither link names a block, and together they do not say "alone".
-    fn mark_in_run(&mut self) {
-        self.links = [RUN, RUN];
-    }
-
     /// What two free blocks of a heap are ordered by.
     #[inline(always)]
-    fn rank(&self) -> (Units, Place) {
-        (self.size, self.place)
+    fn rank(&self) -> u128 {
+        (u128::from(self.size) << 64) | u128::from(self.place.word())
     }
 }
 
 impl FreeIndex {
-    /// The least block of at least `size`: the smallest, of the oldest backing memory, at the lowest offset.
+    /// The least block of this home with at least `size`: the smallest, of the oldest backing memory, at the lowest offset.
     #[inline(always)]
-    pub(crate) fn best_fit(&mut self, blocks: &[Block], size: Units) -> Option<Slot> {
-        let bin = self.occupied_from(bin_of(size))?;
-        let mut slot = self.first[usize::from(bin)];
+    pub(crate) fn best_fit(&mut self, blocks: &[Block], home: SizeClass, size: Units) -> Option<Slot> {
+        let bin = self.occupied_from(home, bin_in_home(size))?;
+        let first = blocks[bin as usize].links[NEXT];
         // Every block of a later bin than the size's own is large enough.
-        loop {
-            if blocks.get(slot as usize).is_some_and(|block| block.size >= size) {
-                return Some(slot);
-            }
-            slot = self.best_fit_behind(blocks, bin, size)?;
+        match blocks.get(first as usize) {
+            Some(block) if block.size >= size => Some(first),
+            _ => self.best_fit_from(blocks, home, bin, size),
         }
     }
 
-    /// The best fit when the least block of the bin is too small, or the bin is long: of this bin, or of those behind it.
+    /// Takes the [best fit](Self::best_fit) out if it serves. Nearly always it is the first of its bin, which is quickly
+    /// found and quickly gone.
+    #[inline(always)]
+    pub(crate) fn take_best_fit(
+        &mut self,
+        blocks: &mut [Block],
+        home: SizeClass,
+        size: Units,
+        serves: impl Fn(&Block) -> bool,
+    ) -> Option<Slot> {
+        let bin = self.occupied_from(home, bin_in_home(size))?;
+        let first = blocks[bin as usize].links[NEXT];
+        match blocks.get(first as usize) {
+            Some(block) if block.size >= size => {
+                if !serves(block) {
+                    return None;
+                }
+                let next = block.links[NEXT];
+                blocks[next as usize].links[PREV] = bin;
+                blocks[bin as usize].links[NEXT] = next;
+                *self.word_mut(bin) ^= u64::from(next == bin) << (bin % 64);
+                Some(first)
+            }
+            _ => self.take_best_fit_from(blocks, home, bin, size, serves),
+        }
+    }
+
+    /// As [`take_best_fit`](Self::take_best_fit), of this bin, whose first block is too small, or of those behind it.
     #[cold]
     #[inline(never)]
-    fn best_fit_behind(&mut self, blocks: &[Block], mut bin: Bin, size: Units) -> Option<Slot> {
+    fn take_best_fit_from(
+        &mut self,
+        blocks: &mut [Block],
+        home: SizeClass,
+        bin: Bin,
+        size: Units,
+        serves: impl Fn(&Block) -> bool,
+    ) -> Option<Slot> {
+        let slot = self.best_fit_from(blocks, home, bin, size).filter(|slot| serves(&blocks[*slot as usize]))?;
+        self.remove(blocks, slot);
+        Some(slot)
+    }
+
+    /// The best fit of this bin, which is not empty, or of those behind it.
+    #[cold]
+    #[inline(never)]
+    fn best_fit_from(&mut self, blocks: &[Block], home: SizeClass, mut bin: Bin, size: Units) -> Option<Slot> {
         loop {
-            let mut slot = self.first[usize::from(bin)];
+            let mut slot = blocks[bin as usize].links[NEXT];
+            // The anchor is large enough for every size.
             while let Some(block) = blocks.get(slot as usize) {
                 if block.size >= size {
-                    return Some(slot);
+                    break;
                 }
                 slot = block.links[NEXT];
             }
-            if slot == RUN {
-                return self.best_fit_in_run(blocks, bin, size);
+            if slot == NONE {
+                let run = self.runs[bin as usize].as_mut().expect("a long bin has a run");
+                if let Some(key) = run.first_at_least(FreeKey::least_of(size)) {
+                    return Some(key.slot());
+                }
+            } else if slot != bin {
+                return Some(slot);
             }
-            bin = self.occupied_from(bin.checked_add(1)?)?;
+            bin = self.occupied_from(home, bin - first_of(home) + 1)?;
         }
     }
 
-    /// The best fit when the bin is long: of this bin, or of those behind it.
-    #[cold]
-    #[inline(never)]
-    fn best_fit_in_run(&mut self, blocks: &[Block], bin: Bin, size: Units) -> Option<Slot> {
-        let run = self.runs[usize::from(bin)].as_mut()?;
-        if let Some(key) = run.first_at_least(FreeKey::least_of(size)) {
-            return Some(key.slot());
+    /// The first bin of this home, from this one on, that is not empty.
+    #[inline(always)]
+    fn occupied_from(&self, home: SizeClass, bin: Bin) -> Option<Bin> {
+        let first = first_of(home);
+        let (words, _) = self.occupied[first as usize / 64..].split_first_chunk::<WORD_COUNT>()?;
+        let word = bin as usize / 64;
+        let from = words.get(word)? >> (bin % 64);
+        if from != 0 {
+            return Some(first + (bin + from.trailing_zeros()) % BIN_COUNT as Bin);
         }
-        let behind = self.occupied_from(bin.checked_add(1)?)?;
-        self.best_fit_behind(blocks, behind, size)
+        let word = (word + 1..WORD_COUNT).find(|word| words[*word] != 0)?;
+        Some(first + 64 * word as Bin + words[word].trailing_zeros())
     }
 
-    /// The first bin from this one on that is not empty.
+    /// The word of the bitmap that a bin's bit is in. The bit's number is the bin's, modulo 64. For a slot that is no bin, some
+    /// word.
     #[inline(always)]
-    fn occupied_from(&self, bin: Bin) -> Option<Bin> {
-        let (mut word, bit) = place_of(bin);
-        let mut from = self.occupied[word] & (!0 << bit);
-        while from == 0 {
-            word += 1;
-            from = *self.occupied.get(word)?;
-        }
-        Some((64 * word) as Bin + from.trailing_zeros() as Bin)
+    fn word_mut(&mut self, bin: Bin) -> &mut u64 {
+        &mut self.occupied[bin as usize / 64 % (2 * WORD_COUNT)]
     }
 
-    /// Makes a block the only one of an empty bin.
+    /// Puts a free block in. Its size and place must not change while it is here.
     #[inline(always)]
-    fn open_bin(&mut self, bin: Bin, slot: Slot) {
-        self.first[usize::from(bin)] = slot;
-        let (word, bit) = place_of(bin);
-        self.occupied[word] |= 1 << bit;
-    }
-
-    #[inline(always)]
-    fn close_bin(&mut self, bin: Bin) {
-        self.first[usize::from(bin)] = NONE;
-        let (word, bit) = place_of(bin);
-        self.occupied[word] &= !(1 << bit);
-    }
-
-    /// Puts a free block in. Its size, sequence and offset must not change while it is here, but through
-    /// [`resize`](Self::resize).
-    #[inline(always)]
-    pub(crate) fn insert(&mut self, blocks: &mut [Block], slot: Slot) {
-        let block = &mut blocks[slot as usize];
-        let bin = bin_of(block.size);
-        block.links = ALONE;
+    pub(crate) fn insert(&mut self, blocks: &mut [Block], home: SizeClass, slot: Slot) {
+        let bin = bin_of(home, blocks[slot as usize].size);
         self.insert_into(blocks, slot, bin);
     }
 
-    /// Puts a block in whose links say that it is alone.
     #[inline(always)]
     fn insert_into(&mut self, blocks: &mut [Block], slot: Slot, bin: Bin) {
-        blocks[slot as usize].bin = bin;
-        if self.first[usize::from(bin)] == NONE {
-            self.open_bin(bin, slot);
-        } else {
-            self.insert_in_order(blocks, slot, bin);
+        let rank = blocks[slot as usize].rank();
+        let first = blocks[bin as usize].links[NEXT];
+        match blocks.get_mut(first as usize) {
+            // Nothing is as great as the anchor: this is how an empty bin is met, too.
+            Some(after) if after.rank() > rank => {
+                after.links[PREV] = slot;
+                blocks[slot as usize].links = [bin, first];
+                blocks[bin as usize].links[NEXT] = slot;
+                *self.word_mut(bin) |= 1 << (bin % 64);
+            }
+            _ => self.insert_behind(blocks, slot, bin),
         }
     }
 
@@ -189,111 +222,97 @@ impl FreeIndex {
     /// When the block is not in the index: the block table and the index disagree.
     #[inline(always)]
     pub(crate) fn remove(&mut self, blocks: &mut [Block], slot: Slot) {
-        let block = &blocks[slot as usize];
-        let ([prev, next], bin) = (block.links, block.bin);
-        if block.links == ALONE {
-            assert!(self.first[usize::from(bin)] == slot, "the free index lacks a block that the table calls free");
-            return self.close_bin(bin);
-        }
-        if let Some(after) = blocks.get_mut(next as usize) {
-            after.links[PREV] = prev;
-        }
-        match blocks.get_mut(prev as usize) {
-            Some(before) => before.links[NEXT] = next,
-            None if prev == RUN => self.remove_from_run(blocks, slot),
-            None => {
-                assert!(self.first[usize::from(bin)] == slot, "the free index lacks a block that the table calls free");
-                self.first[usize::from(bin)] = next;
-            }
-        }
+        self.unchain(blocks, slot);
+        blocks[slot as usize].links = UNLINKED;
     }
 
-    /// Changes a free block's size.
+    /// As [`remove`](Self::remove), for a block that comes back at once: its links stay as they were.
     #[inline(always)]
-    pub(crate) fn resize(&mut self, blocks: &mut [Block], slot: Slot, size: Units) {
-        self.reshape(blocks, slot, size, |block| block.size = size);
+    fn unchain(&mut self, blocks: &mut [Block], slot: Slot) {
+        let [prev, next] = blocks[slot as usize].links;
+        let Some(before) = blocks.get_mut(prev as usize) else { return self.remove_from_run(blocks, slot) };
+        before.links[NEXT] = next;
+        blocks[next as usize].links[PREV] = prev;
+        // A block with the same neighbour on both sides is the last of its bin, and that neighbour the anchor. No branch here
+        // either: it was as hard to foresee as the others.
+        *self.word_mut(prev) ^= u64::from(prev == next) << (prev % 64);
     }
 
     /// Changes a free block's place and size.
     #[inline(always)]
-    pub(crate) fn resize_from(&mut self, blocks: &mut [Block], slot: Slot, place: Place, size: Units) {
-        self.reshape(blocks, slot, size, |block| (block.place, block.size) = (place, size));
-    }
-
-    /// A block that is alone in its bin and stays in it does not move.
-    #[inline(always)]
-    fn reshape(&mut self, blocks: &mut [Block], slot: Slot, size: Units, change: impl Fn(&mut Block)) {
-        let bin = bin_of(size);
+    pub(crate) fn resize(&mut self, blocks: &mut [Block], home: SizeClass, slot: Slot, place: Place, size: Units) {
+        self.unchain(blocks, slot);
         let block = &mut blocks[slot as usize];
-        if block.links == ALONE {
-            change(block);
-            if block.bin == bin {
-                return;
-            }
-            self.close_bin(block.bin);
-        } else {
-            self.remove(blocks, slot);
-            let block = &mut blocks[slot as usize];
-            change(block);
-            block.links = ALONE;
-        }
-        self.insert_into(blocks, slot, bin);
+        (block.place, block.size) = (place, size);
+        self.insert(blocks, home, slot);
     }
 
     /// Size of the largest free block.
     pub(crate) fn largest(&self, blocks: &[Block]) -> Option<Units> {
-        let word = self.occupied.iter().rposition(|word| *word != 0)?;
-        let bin = 64 * word + self.occupied[word].ilog2() as usize;
-        self.keys_of(blocks, bin as Bin).last().map(FreeKey::size)
+        let last_of = |first: usize| {
+            let word = (first..first + WORD_COUNT).rev().find(|word| self.occupied[*word] != 0)?;
+            let bin = 64 * word as Bin + self.occupied[word].ilog2();
+            self.keys_of(blocks, bin).last().map(FreeKey::size)
+        };
+        last_of(0).max(last_of(WORD_COUNT))
     }
 
-    /// All keys in ascending order, for the invariants.
-    pub(crate) fn keys(&self, blocks: &[Block]) -> impl Iterator<Item = FreeKey> {
-        let used = (0..=Bin::MAX).filter(|bin| self.first[usize::from(*bin)] != NONE);
+    /// Whether every list leads back to its anchor both ways, and the bitmap shows which bins are not empty. For the
+    /// invariants.
+    pub(crate) fn is_linked(&self, blocks: &[Block]) -> bool {
+        let links = |slot: Slot| blocks[slot as usize].links;
+        (0..ANCHORS as Bin).all(|bin| {
+            let is_long = self.runs.get(bin as usize).is_some_and(Option::is_some);
+            let is_occupied = self.occupied[bin as usize / 64] >> (bin % 64) & 1 == 1;
+            if is_long {
+                return is_occupied && links(bin) == UNLINKED;
+            }
+            let behind = |slot: &Slot| Some(links(*slot)[NEXT]).filter(|next| *next != bin);
+            let mut list = std::iter::successors(Some(bin), behind);
+            is_occupied == (links(bin) != [bin, bin]) && list.all(|slot| links(links(slot)[NEXT])[PREV] == slot)
+        })
+    }
+
+    /// All keys of a home in ascending order, for the invariants.
+    pub(crate) fn keys(&self, blocks: &[Block], home: SizeClass) -> impl Iterator<Item = FreeKey> {
+        let bins = first_of(home)..first_of(home) + BIN_COUNT as Bin;
+        let used = bins.filter(|bin| self.occupied[*bin as usize / 64] >> (bin % 64) & 1 == 1);
         used.flat_map(|bin| self.keys_of(blocks, bin))
     }
 
-    /// Puts a block into a bin that is not empty.
+    /// Puts a block into its bin, which is long, or has a first block that is less.
     #[inline(never)]
-    fn insert_in_order(&mut self, blocks: &mut [Block], slot: Slot, bin: Bin) {
-        let (mut prev, mut next) = (NONE, self.first[usize::from(bin)]);
-        if next == RUN {
-            return self.insert_into_run(blocks, slot, bin);
-        }
+    fn insert_behind(&mut self, blocks: &mut [Block], slot: Slot, bin: Bin) {
         let rank = blocks[slot as usize].rank();
-        let mut walk_left = WALK_MAX;
-        while let Some(block) = blocks.get_mut(next as usize) {
-            if block.rank() > rank {
-                block.links[PREV] = slot;
-                break;
+        let (mut prev, mut walk_left) = (blocks[bin as usize].links[NEXT], WALK_MAX);
+        while let Some(block) = blocks.get(prev as usize) {
+            let next = block.links[NEXT];
+            let after = &mut blocks[next as usize];
+            if after.rank() > rank {
+                after.links[PREV] = slot;
+                blocks[slot as usize].links = [prev, next];
+                blocks[prev as usize].links[NEXT] = slot;
+                return;
             }
             if walk_left == 0 {
-                return self.insert_into_run(blocks, slot, bin);
+                break;
             }
             walk_left -= 1;
-            (prev, next) = (next, block.links[NEXT]);
+            prev = next;
         }
-        blocks[slot as usize].links = [prev, next];
-        match blocks.get_mut(prev as usize) {
-            Some(before) => before.links[NEXT] = slot,
-            None => self.first[usize::from(bin)] = slot,
-        }
-    }
-
-    fn run_of(&self, bin: Bin) -> Option<&SortedRun> {
-        self.runs.get(usize::from(bin))?.as_deref()
+        self.insert_into_run(blocks, slot, bin);
     }
 
     #[cold]
     #[inline(never)]
     fn insert_into_run(&mut self, blocks: &mut [Block], slot: Slot, bin: Bin) {
-        if self.first[usize::from(bin)] != RUN {
+        if blocks[bin as usize].links != UNLINKED {
             self.turn_into_run(blocks, bin);
         }
-        let run = self.runs[usize::from(bin)].as_mut().expect("a long bin has a run");
+        let run = self.runs[bin as usize].as_mut().expect("a long bin has a run");
         let block = &mut blocks[slot as usize];
         run.insert(FreeKey::of(block, slot));
-        block.mark_in_run();
+        block.links = UNLINKED;
     }
 
     /// Makes a list a run.
@@ -304,20 +323,20 @@ impl FreeIndex {
         let mut run = Box::<SortedRun>::default();
         for key in keys {
             run.insert(key);
-            blocks[key.slot() as usize].mark_in_run();
+            blocks[key.slot() as usize].links = UNLINKED;
         }
-        self.runs.resize_with(BIN_COUNT, || None);
-        self.runs[usize::from(bin)] = Some(run);
-        self.first[usize::from(bin)] = RUN;
+        self.runs.resize_with(ANCHORS, || None);
+        self.runs[bin as usize] = Some(run);
+        blocks[bin as usize].links = UNLINKED;
     }
 
     #[cold]
     #[inline(never)]
     fn remove_from_run(&mut self, blocks: &mut [Block], slot: Slot) {
         let block = &blocks[slot as usize];
-        let (key, bin) = (FreeKey::of(block, slot), block.bin);
-        let run = self.runs[usize::from(bin)].as_mut();
-        let run = run.expect("a block is marked as part of a run that does not exist");
+        let (key, bin) = (FreeKey::of(block, slot), bin_of(block.home, block.size));
+        let run = self.runs.get_mut(bin as usize).and_then(Option::as_mut);
+        let run = run.expect("the free index lacks a block that the table calls free");
         run.remove(key);
         if run.is_shorter_than(RUN_MIN) {
             self.turn_into_list(blocks, bin);
@@ -329,18 +348,17 @@ impl FreeIndex {
     #[inline(never)]
     fn turn_into_list(&mut self, blocks: &mut [Block], bin: Bin) {
         let keys: Vec<FreeKey> = self.keys_of(blocks, bin).collect();
-        self.runs[usize::from(bin)] = None;
-        self.close_bin(bin);
-        keys.into_iter().for_each(|key| self.insert(blocks, key.slot()));
+        self.runs[bin as usize] = None;
+        blocks[bin as usize].links = [bin, bin];
+        *self.word_mut(bin) &= !(1 << (bin % 64));
+        keys.into_iter().for_each(|key| self.insert_into(blocks, key.slot(), bin));
     }
 
     fn keys_of(&self, blocks: &[Block], bin: Bin) -> impl Iterator<Item = FreeKey> {
-        let first = self.first[usize::from(bin)];
-        let run = if first == RUN { self.run_of(bin) } else { None };
-        let list = std::iter::successors((first < RUN).then_some(first), |slot| {
-            let next = blocks[*slot as usize].links[NEXT];
-            (next != NONE).then_some(next)
-        });
+        let run = self.runs.get(bin as usize).and_then(Option::as_deref);
+        let behind =
+            move |slot: Slot| Some(blocks[slot as usize].links[NEXT]).filter(|next| *next != bin && *next != NONE);
+        let list = std::iter::successors(behind(bin), move |slot| behind(*slot));
         list.map(|slot| FreeKey::of(&blocks[slot as usize], slot)).chain(run.into_iter().flat_map(SortedRun::iter))
     }
 }
@@ -351,19 +369,22 @@ mod tests {
     use crate::backend::{DeviceAddress, Range};
     use crate::block_table::{BlockState, BlockTable};
     use crate::ids::{SegmentId, StreamId};
-    use crate::size_rules::SizeClass;
     use proptest::prelude::*;
     use std::collections::BTreeSet;
 
+    const HOME: SizeClass = SizeClass::Large;
+
     #[test]
-    fn bins_are_contiguous_and_ascending() {
-        let mut last = bin_of(1);
+    fn bins_ascend() {
+        let mut last = bin_in_home(1);
         for size in (2..1 << 19).chain((19..32).flat_map(|e| [(1 << e) - 1, 1 << e, (1 << e) + 1])).chain([u32::MAX]) {
-            let bin = bin_of(size);
+            let bin = bin_in_home(size);
             assert!(bin >= last, "size {size} lies in bin {bin}, after bin {last}");
-            assert!(size > 1 << 19 || bin <= last + 1);
+            assert!(!(9..=1 << 19).contains(&size) || bin <= last + 1);
+            assert!(size > 15 || bin > last, "the least sizes have a bin each");
             last = bin;
         }
+        assert_eq!(last as usize, BIN_COUNT - 1);
     }
 
     /// A table with blocks of the given (size, sequence, offset), which need not tile anything.
@@ -372,7 +393,7 @@ mod tests {
         let range = Range { base: DeviceAddress(0), size_bytes: 1 << 40 };
         let free = BlockState::Free { stream: StreamId(0), since: 0 };
         let slots = blocks.iter().map(|&(size, sequence, offset)| {
-            let slot = table.add_segment(SegmentId(sequence), range, SizeClass::Large, size, free);
+            let slot = table.add_segment(SegmentId(sequence), range, HOME, size, free);
             table.block_mut(slot).place = Place::new(SegmentId(sequence), offset);
             slot
         });
@@ -384,8 +405,8 @@ mod tests {
     fn an_equal_size_goes_to_the_oldest_memory_then_to_the_lowest_offset() {
         let (mut table, slots) = table_of(&[(40, 7, 0), (40, 3, 9), (40, 3, 2), (40, 5, 1)]);
         let mut index = FreeIndex::default();
-        slots.iter().for_each(|slot| index.insert(table.blocks_mut(), *slot));
-        assert_eq!(index.best_fit(table.blocks(), 33), Some(slots[2]));
+        slots.iter().for_each(|slot| index.insert(table.blocks_mut(), HOME, *slot));
+        assert_eq!(index.best_fit(table.blocks(), HOME, 33), Some(slots[2]));
     }
 
     fn blocks() -> impl Strategy<Value = Vec<(Units, u32, Units)>> {
@@ -409,14 +430,15 @@ mod tests {
             let check = |index: &mut FreeIndex, table: &BlockTable, oracle: &BTreeSet<FreeKey>| {
                 for &size in requests.iter().chain(&[1 << 20, 1 << 30, u32::MAX]) {
                     let expected = oracle.range(FreeKey::least_of(size)..).next().map(|key| key.slot());
-                    assert_eq!(index.best_fit(table.blocks(), size), expected);
+                    assert_eq!(index.best_fit(table.blocks(), HOME, size), expected);
                 }
                 let largest = oracle.last().map(|key| table.block(key.slot()).size);
                 assert_eq!(index.largest(table.blocks()), largest);
-                assert_eq!(index.keys(table.blocks()).count(), oracle.len());
+                assert_eq!(index.keys(table.blocks(), HOME).count(), oracle.len());
+                assert!(index.is_linked(table.blocks()));
             };
             for slot in slots {
-                index.insert(table.blocks_mut(), slot);
+                index.insert(table.blocks_mut(), HOME, slot);
                 oracle.insert(FreeKey::of(table.block(slot), slot));
             }
             check(&mut index, &table, &oracle);
@@ -429,15 +451,16 @@ mod tests {
                 oracle.remove(&key);
             }
             check(&mut index, &table, &oracle);
-            prop_assert!(index.keys(table.blocks()).eq(oracle.iter().copied()));
+            prop_assert!(index.keys(table.blocks(), HOME).eq(oracle.iter().copied()));
             // Every block changes its size, so that it goes to another bin, or to another place in its own.
             for key in oracle {
                 let block = table.block(key.slot());
                 let (place, size) = (block.place.plus(1), if block.size > 50 { block.size - 50 } else { block.size + 1 });
-                index.resize_from(table.blocks_mut(), key.slot(), place, size);
+                index.resize(table.blocks_mut(), HOME, key.slot(), place, size);
             }
-            prop_assert!(index.keys(table.blocks()).is_sorted());
-            prop_assert!(index.keys(table.blocks()).all(|key| key == FreeKey::of(table.block(key.slot()), key.slot())));
+            prop_assert!(index.is_linked(table.blocks()));
+            prop_assert!(index.keys(table.blocks(), HOME).is_sorted());
+            prop_assert!(index.keys(table.blocks(), HOME).all(|key| key == FreeKey::of(table.block(key.slot()), key.slot())));
         }
     }
 }

@@ -92,8 +92,8 @@ pub struct Heap {
     pub(crate) budget: Budget,
     pub(crate) rules: SizeRules,
     pub(crate) table: BlockTable,
-    /// Free blocks of each home class. Holes and allocated blocks are in neither.
-    pub(crate) free: [FreeIndex; 2],
+    /// The free blocks. Holes and allocated blocks are not in it.
+    pub(crate) free: FreeIndex,
     pub(crate) fences: FenceTable,
     pub(crate) log: SegmentLog,
     /// Birth ordinal of the next segment.
@@ -172,7 +172,7 @@ impl Heap {
             budget: Budget::new(None),
             rules,
             table: BlockTable::default(),
-            free: Default::default(),
+            free: FreeIndex::default(),
             fences: FenceTable::default(),
             log: SegmentLog::default(),
             next_segment: SegmentId(0),
@@ -266,13 +266,13 @@ impl Heap {
     /// Puts a free block into its free index.
     pub(crate) fn link(&mut self, slot: Slot) {
         let blocks = self.table.blocks_mut();
-        self.free[blocks[slot as usize].home as usize].insert(blocks, slot);
+        self.free.insert(blocks, blocks[slot as usize].home, slot);
     }
 
     /// Takes a free block out of its free index: before anything of its key changes.
     pub(crate) fn unlink(&mut self, slot: Slot) {
         let blocks = self.table.blocks_mut();
-        self.free[blocks[slot as usize].home as usize].remove(blocks, slot);
+        self.free.remove(blocks, slot);
     }
 
     /// Allocates if a free block is at hand that nobody else used: that takes neither the driver nor a wait. `plain` is
@@ -280,9 +280,7 @@ impl Heap {
     #[inline(always)]
     pub(crate) fn allocate_at_once(&mut self, plain: Plain, requested: u64) -> Option<Allocation> {
         let Plain { stream, allocates, .. } = plain;
-        self.place::<Exact>(stream, allocates, requested, |_, index, blocks, size| {
-            index.best_fit(blocks, size).filter(|slot| blocks[*slot as usize].fences.is_empty())
-        })
+        self.place::<Exact>(stream, allocates, requested, None, |_, _, block| block.fences.is_empty())
     }
 
     /// As [`allocate_at_once`](Self::allocate_at_once), where others may have used the block: orders the stream behind them
@@ -296,18 +294,17 @@ impl Heap {
         let Plain { stream, allocates, .. } = plain;
         let size = Exact::block_size(&self.rules, requested);
         let home = Exact::home_of(&self.rules, size);
-        let slot = self.free[home as usize].best_fit(self.table.blocks(), size)?;
+        let slot = self.free.best_fit(self.table.blocks(), home, size)?;
         self.wait_for_earlier_users(around, slot, stream).ok()?;
-        self.place::<Exact>(stream, allocates, requested, |_, _, _, _| Some(slot))
+        self.place::<Exact>(stream, allocates, requested, Some(slot), |_, _, _| true)
     }
 
     /// As [`allocate_at_once`](Self::allocate_at_once), in a heap that is not plain.
     #[inline(always)]
     pub(crate) fn allocate_at_once_by_rule(&mut self, stream: StreamId, requested: u64) -> Option<Allocation> {
         let allocates = OpKind::new(Mark::Allocate, stream);
-        let placed = self.place::<ByRule>(stream, allocates, requested, |rules, index, blocks, size| {
-            let serves = |block: &Block| rules.accepts(size, block.size) && block.is_free_for(stream);
-            index.best_fit(blocks, size).filter(|slot| serves(&blocks[*slot as usize]))
+        let placed = self.place::<ByRule>(stream, allocates, requested, None, |rules, size, block| {
+            rules.accepts(size, block.size) && block.is_free_for(stream)
         })?;
         if self.keeps_books {
             self.book(&placed, allocates.with(requested));
@@ -343,7 +340,7 @@ impl Heap {
         };
         // Nothing fails from here on.
         let allocates = OpKind::new(Mark::Allocate, stream);
-        let placed = self.place::<S>(stream, allocates, requested, |_, _, _, _| Some(slot));
+        let placed = self.place::<S>(stream, allocates, requested, Some(slot), |_, _, _| true);
         let placed = placed.expect("the block is chosen");
         if self.keeps_books {
             self.book(&placed, allocates.with(requested));
@@ -371,7 +368,7 @@ impl Heap {
         let size = S::block_size(&self.rules, requested);
         let home = S::home_of(&self.rules, size);
         let blocks = self.table.blocks();
-        let fit = self.free[home as usize].best_fit(blocks, size);
+        let fit = self.free.best_fit(blocks, home, size);
         let slot = match fit.filter(|slot| S::accepts(&self.rules, size, blocks[*slot as usize].size)) {
             Some(slot) => slot,
             None => self.obtain(around, stream, size)?,
@@ -380,42 +377,49 @@ impl Heap {
         Ok(slot)
     }
 
-    /// Makes a free block, or as much of its start as is wanted, the allocation. What remains stays free, with the same
-    /// fences. `None` when there is no block to choose.
+    /// Makes a free block, or as much of its start as is wanted, the allocation: the one that was chosen, or else the best
+    /// fit if it serves a request of that size. What remains stays free, with the same fences. `None` when there is no
+    /// such block.
     #[inline(always)]
     fn place<S: Sizing>(
         &mut self,
         stream: StreamId,
         allocates: OpKind,
         requested: u64,
-        choose: impl FnOnce(&SizeRules, &mut FreeIndex, &[Block], Units) -> Option<Slot>,
+        chosen: Option<Slot>,
+        serves: impl Fn(&SizeRules, Units, &Block) -> bool,
     ) -> Option<Allocation> {
         let wanted = S::block_size(&self.rules, requested);
         let home = S::home_of(&self.rules, wanted);
-        let index = &mut self.free[home as usize];
+        let index = &mut self.free;
         let mut tiling = self.table.tiling_with_room();
-        let free = choose(&self.rules, index, tiling.blocks, wanted)?;
-        let Block { place, size: whole, segment, .. } = tiling.blocks[free as usize];
+        let free = match chosen {
+            None => index.take_best_fit(tiling.blocks, home, wanted, |block| serves(&self.rules, wanted, block))?,
+            Some(slot) => {
+                index.remove(tiling.blocks, slot);
+                slot
+            }
+        };
+        let slot = if S::splits(&self.rules, home, wanted, tiling.blocks[free as usize].size) {
+            // The rest keeps the slot.
+            let front = tiling.cut_front(free, wanted);
+            index.insert(tiling.blocks, home, free);
+            front
+        } else {
+            free
+        };
+        let tag = self.tags.next();
+        let block = &mut tiling.blocks[slot as usize];
+        block.state = BlockState::Allocated { stream, requested, tag };
+        let &mut Block { place, size, segment, .. } = block;
+        // A best fit that is taken at once has none.
+        if chosen.is_some() && !block.fences.is_empty() {
+            let fences = std::mem::replace(&mut block.fences, FenceSetId::EMPTY);
+            self.fences.clear(fences);
+        }
         let placement = place.placement();
         let address = tiling.base(segment).plus(placement.offset_bytes);
         self.digest.fold(allocates.with(requested), place.word());
-        let tag = self.tags.next();
-        let state = BlockState::Allocated { stream, requested, tag };
-        let (slot, size) = if S::splits(&self.rules, home, wanted, whole) {
-            // The rest keeps the slot, and sometimes its place in the free index.
-            let front = tiling.put_in_front(free, wanted, state);
-            index.resize_from(tiling.blocks, free, place.plus(wanted), whole - wanted);
-            (front, wanted)
-        } else {
-            index.remove(tiling.blocks, free);
-            let block = &mut tiling.blocks[free as usize];
-            block.state = state;
-            if !block.fences.is_empty() {
-                let fences = std::mem::replace(&mut block.fences, FenceSetId::EMPTY);
-                self.fences.clear(fences);
-            }
-            (free, whole)
-        };
         self.usage.allocate(size, requested);
         Some(Allocation { handle: Handle::new(self.id, slot, tag), address, placement, size_bytes: bytes(size) })
     }
@@ -503,7 +507,7 @@ impl Heap {
         self.usage.free(size, requested);
         tally(bytes(size), requested);
         self.digest.fold(frees.with(0), place.word());
-        merge(&mut tiling, &mut self.free[home as usize], &mut self.fences, users, slot);
+        merge(&mut tiling, (&mut self.free, home), &mut self.fences, users, slot);
         place.word()
     }
 
@@ -523,7 +527,7 @@ impl Heap {
     pub(crate) fn put_back(&mut self, slot: Slot) -> Slot {
         let users = self.users();
         let home = self.table.block(slot).home;
-        merge(&mut self.table.tiling(), &mut self.free[home as usize], &mut self.fences, users, slot)
+        merge(&mut self.table.tiling(), (&mut self.free, home), &mut self.fences, users, slot)
     }
 
     /// Size of a block if it is there and free, else 0.
@@ -572,7 +576,7 @@ impl Heap {
 
     /// Bytes of the largest free block.
     pub(crate) fn largest_free_bytes(&self) -> u64 {
-        self.free.iter().filter_map(|index| index.largest(self.table.blocks())).max().map_or(0, bytes)
+        self.free.largest(self.table.blocks()).map_or(0, bytes)
     }
 }
 

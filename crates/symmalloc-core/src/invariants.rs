@@ -11,6 +11,7 @@ use crate::free_key::FreeKey;
 use crate::heap::Heap;
 use crate::ids::{PoolId, StreamId};
 use crate::lock::{Lock, LockCell};
+use crate::size_rules::SizeClass;
 use crate::units::{Units, bytes};
 use std::collections::BTreeSet;
 use thiserror::Error;
@@ -136,14 +137,13 @@ fn neighbours_are_merged(heap: &Heap) -> bool {
 }
 
 fn free_index_is_exact(heap: &Heap) -> bool {
-    let mut expected: [Vec<FreeKey>; 2] = Default::default();
-    for (slot, block) in blocks(heap).filter(|(_, block)| block.is_free()) {
-        expected[block.home as usize].push(FreeKey::of(block, slot));
-    }
-    heap.free.iter().zip(&mut expected).all(|(index, expected)| {
+    let is_exact = |home| {
+        let free = blocks(heap).filter(|(_, block)| block.is_free() && block.home == home);
+        let mut expected: Vec<FreeKey> = free.map(|(slot, block)| FreeKey::of(block, slot)).collect();
         expected.sort_unstable();
-        index.keys(heap.table.blocks()).eq(expected.iter().copied())
-    })
+        heap.free.keys(heap.table.blocks(), home).eq(expected)
+    };
+    is_exact(SizeClass::Small) && is_exact(SizeClass::Large) && heap.free.is_linked(heap.table.blocks())
 }
 
 fn mapped_bytes_add_up(heap: &Heap) -> bool {

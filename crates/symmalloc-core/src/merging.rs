@@ -11,6 +11,7 @@
 use crate::block_table::{Block, BlockState, Slot, Tiling};
 use crate::fence::{Fence, FenceTable};
 use crate::free_index::FreeIndex;
+use crate::size_rules::SizeClass;
 
 /// Who may have used a block that is put back.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -27,14 +28,15 @@ pub(crate) enum Users {
 #[inline(always)]
 pub(crate) fn merge(
     tiling: &mut Tiling<'_>,
-    index: &mut FreeIndex,
+    (index, home): (&mut FreeIndex, SizeClass),
     fences: &mut FenceTable,
     users: Users,
     slot: Slot,
 ) -> Slot {
     let Block { prev, next, .. } = tiling.blocks[slot as usize];
     if tiling.is_free(prev) {
-        let size = tiling.blocks[prev as usize].size + tiling.blocks[slot as usize].size;
+        let Block { place, size: front, .. } = tiling.blocks[prev as usize];
+        let size = front + tiling.blocks[slot as usize].size;
         if tiling.is_free(next) {
             index.remove(tiling.blocks, next);
             let Block { size: back, next: behind, .. } = tiling.blocks[next as usize];
@@ -42,11 +44,11 @@ pub(crate) fn merge(
             let users = if users == Users::Owner { Users::Fenced } else { users };
             cover(tiling, fences, users, next, prev);
             tiling.join(prev, behind);
-            index.resize(tiling.blocks, prev, size + back);
+            index.resize(tiling.blocks, home, prev, place, size + back);
         } else {
             cover(tiling, fences, users, slot, prev);
             tiling.join(prev, next);
-            index.resize(tiling.blocks, prev, size);
+            index.resize(tiling.blocks, home, prev, place, size);
         }
         prev
     } else if tiling.is_free(next) {
@@ -54,10 +56,10 @@ pub(crate) fn merge(
         let back = tiling.blocks[next as usize].size;
         cover(tiling, fences, users, slot, next);
         tiling.join(prev, next);
-        index.resize_from(tiling.blocks, next, place, size + back);
+        index.resize(tiling.blocks, home, next, place, size + back);
         next
     } else {
-        index.insert(tiling.blocks, slot);
+        index.insert(tiling.blocks, home, slot);
         slot
     }
 }

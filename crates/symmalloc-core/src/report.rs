@@ -9,6 +9,7 @@ use crate::heap::Heap;
 use crate::held::HeapCell;
 use crate::ids::{PoolId, SegmentId, StreamId};
 use crate::lock::{Lock, LockCell};
+use crate::size_rules::SizeClass;
 use crate::stats::{ClassStats, Stat};
 use crate::units::bytes;
 use std::fmt;
@@ -50,8 +51,8 @@ impl MemoryStats {
         self.retired_bytes += heap.log.retired_bytes();
         self.segment_count += heap.table.segment_count() as u64;
         self.segments_born += u64::from(heap.next_segment.0);
-        self.free_block_count +=
-            heap.free.iter().map(|index| index.keys(heap.table.blocks()).count() as u64).sum::<u64>();
+        let free_blocks = |home| heap.free.keys(heap.table.blocks(), home).count() as u64;
+        self.free_block_count += free_blocks(SizeClass::Small) + free_blocks(SizeClass::Large);
         self.largest_free_bytes = self.largest_free_bytes.max(heap.largest_free_bytes());
         self.growth_count += heap.rare.growths;
         self.trim_count += heap.rare.trims;
