@@ -10,10 +10,12 @@
 use crate::allocator::Allocator;
 use crate::backend::{Backend, DeviceAddress};
 use crate::errors::{AllocateError, FreeError, UnknownError};
+use crate::free_index::Unfit;
 use crate::handle::{Allocation, Handle};
 use crate::held::HeapGuard;
 use crate::ids::{HeapId, PoolId, StreamId};
 use crate::lock::{Exclusive, Lock};
+use crate::plain::Plain;
 use crate::routes::Route;
 use crate::units::SEGMENT_BYTES_MAX;
 use std::fmt;
@@ -96,8 +98,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             return None;
         }
         let mut guarded = heap.lock();
-        let Some(allocation) = guarded.allocate_at_hand(stream, size_bytes) else {
-            return self.allocate_used(guarded, size_bytes, address, also);
+        let Some(plain) = guarded.plain else { return self.allocate_at_hand_by_rule(guarded, stream, size_bytes, address, also) };
+        let allocation = match guarded.allocate_at_once(plain, size_bytes) {
+            Ok(allocation) => allocation,
+            Err(unfit) => return self.allocate_used(guarded, (plain, unfit), size_bytes, address, also),
         };
         let done = also(&mut guarded.keepsake);
         drop(guarded);
@@ -111,12 +115,33 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     fn allocate_used<R>(
         &self,
         mut guarded: HeapGuard<'_, L>,
+        (plain, unfit): (Plain, Unfit),
         size_bytes: u64,
         address: &mut DeviceAddress,
         also: impl FnOnce(&mut L::Keepsake) -> R,
     ) -> Option<(Handle, R)> {
-        let plain = guarded.plain?;
-        let allocation = guarded.allocate_behind_fences(&self.around, plain, size_bytes)?;
+        let allocation = guarded.allocate_behind_users(&self.around, plain, size_bytes, unfit)?;
+        let done = also(&mut guarded.keepsake);
+        drop(guarded);
+        self.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
+        *address = allocation.address;
+        Some((allocation.handle, done))
+    }
+
+    /// As [`allocate_at_hand_in`](Self::allocate_at_hand_in), in a heap that is not plain.
+    #[inline(never)]
+    fn allocate_at_hand_by_rule<R>(
+        &self,
+        mut guarded: HeapGuard<'_, L>,
+        stream: StreamId,
+        size_bytes: u64,
+        address: &mut DeviceAddress,
+        also: impl FnOnce(&mut L::Keepsake) -> R,
+    ) -> Option<(Handle, R)> {
+        if guarded.is_recorded {
+            return None;
+        }
+        let allocation = guarded.allocate_at_once_by_rule(stream, size_bytes)?;
         let done = also(&mut guarded.keepsake);
         drop(guarded);
         self.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));

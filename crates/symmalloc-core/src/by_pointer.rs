@@ -17,6 +17,7 @@ use crate::bound::BoundHeap;
 use crate::digest::{Mark, OpKind};
 use crate::errors::{AllocateError, FreeError, HandleError, RecordUseError};
 use crate::fencing::Fencing;
+use crate::free_index::Unfit;
 use crate::handle::{Allocation, Handle};
 use crate::heap::{Heap, Live, note};
 use crate::held::{HeapCell, HeapGuard};
@@ -53,37 +54,62 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
             return self.allocate_pointer_rarely(size_bytes);
         }
         let mut heap = self.heap.lock();
-        let Some(placed) = heap.allocate_pointer_at_once(self.stream, size_bytes) else {
-            return match heap.indexed_plain {
-                Some(_) => self.allocate_pointer_by_all_means(heap, size_bytes),
-                None => {
-                    drop(heap);
-                    self.allocate_pointer_rarely(size_bytes)
-                }
-            };
+        let Some(plain) = heap.indexed_plain else { return self.allocate_pointer_by_rule(heap, size_bytes) };
+        let placed = match heap.allocate_at_once(plain, size_bytes) {
+            Ok(placed) => placed,
+            Err(unfit) => return self.allocate_pointer_unfit(heap, plain, size_bytes, unfit),
         };
+        heap.note_pointer(&placed);
+        Ok(self.count_pointer(heap, &placed, size_bytes))
+    }
+
+    /// Counts an allocation that the heap knows already.
+    #[inline(always)]
+    fn count_pointer(&self, heap: HeapGuard<'_, L>, placed: &Allocation, size_bytes: u64) -> DeviceAddress {
         let is_share_exceeded = heap.is_share_exceeded();
         drop(heap);
         self.allocator.tally(|peaks| peaks.allocate(placed.size_bytes, size_bytes));
         if is_share_exceeded {
             self.allocator.share_peak(self.heap);
         }
-        Ok(placed.address)
+        placed.address
     }
 
-    /// What may need more than a free block: memory, waits, a refusal.
+    /// Allocates from a heap whose best fit others used, or that has none.
     #[inline(never)]
-    fn allocate_pointer_by_all_means(
+    fn allocate_pointer_unfit(
         &self,
-        heap: HeapGuard<'_, L>,
+        mut heap: HeapGuard<'_, L>,
+        plain: Plain,
+        size_bytes: u64,
+        unfit: Unfit,
+    ) -> Result<DeviceAddress, Box<AllocateError>> {
+        let Some(placed) = heap.allocate_behind_users(&self.allocator.around, plain, size_bytes, unfit) else {
+            let allocation = self.allocate_by::<Exact>(heap, size_bytes)?;
+            self.allocator.note_peak(&allocation);
+            return Ok(allocation.address);
+        };
+        heap.note_pointer(&placed);
+        Ok(self.count_pointer(heap, &placed, size_bytes))
+    }
+
+    /// Allocates from a heap that is not plain.
+    #[inline(never)]
+    fn allocate_pointer_by_rule(
+        &self,
+        mut heap: HeapGuard<'_, L>,
         size_bytes: u64,
     ) -> Result<DeviceAddress, Box<AllocateError>> {
-        let allocation = self.allocate_by::<Exact>(heap, size_bytes)?;
-        self.allocator.note_peak(&allocation);
-        Ok(allocation.address)
+        let is_long_way = heap.is_recorded || heap.pointers.is_off();
+        let placed = if is_long_way { None } else { heap.allocate_at_once_by_rule(self.stream, size_bytes) };
+        let Some(placed) = placed else {
+            drop(heap);
+            return self.allocate_pointer_rarely(size_bytes);
+        };
+        Ok(self.count_pointer(heap, &placed, size_bytes))
     }
 
-    /// Nothing, too much, or from a heap that is recorded or not plain.
+    /// Nothing, too much, or what a heap that is not plain has not at hand.
     #[cold]
     #[inline(never)]
     fn allocate_pointer_rarely(&self, size_bytes: u64) -> Result<DeviceAddress, Box<AllocateError>> {
@@ -150,25 +176,22 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let tally = |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested));
         match heap.free_pointer_at_once(address, tally) {
             Outcome::Freed => Ok(()),
-            Outcome::Used(live, place, plain) => self.free_used(heap, (live, place), plain).map_err(Some),
+            Outcome::Used(live, plain, place) => self.free_used_at(heap, (live, plain), place).map_err(Some),
             Outcome::Rare => Err(None),
         }
     }
 
     /// Frees an allocation of a plain heap that other streams used.
     #[inline(never)]
-    fn free_used(
+    fn free_used_at(
         &self,
         mut heap: HeapGuard<'_, L>,
-        (live, place): (Live, Place),
-        plain: Plain,
+        (live, plain): (Live, Plain),
+        place: Place,
     ) -> Result<(), Box<FreeError>> {
-        heap.fence_uses(&self.around, live.slot, Fencing::Apart).map_err(FreeError::from)?;
-        // Nothing fails from here on.
-        heap.free_pointer(live, place, plain, Users::Fenced, |allocated, requested| {
-            self.tally(|peaks| peaks.free(allocated, requested));
-        });
-        heap.recycle_spent(&self.around);
+        let tally = |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested));
+        heap.free_used(&self.around, (live, plain), Fencing::Apart, tally).map_err(FreeError::from)?;
+        heap.strike_place(place);
         Ok(())
     }
 
@@ -228,26 +251,18 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 enum Outcome {
     Freed,
     /// Other streams used the block of a plain heap, which has to be fenced first.
-    Used(Live, Place, Plain),
+    Used(Live, Plain, Place),
     /// The allocation is not here, or freeing it takes the longer way.
     Rare,
 }
 
 impl Heap {
-    /// As [`allocate_at_once`](Self::allocate_at_once), and puts the address into the pointer table.
+    /// Puts the address of an allocation into the pointer table.
     #[inline(always)]
-    fn allocate_pointer_at_once(&mut self, stream: StreamId, requested: u64) -> Option<Allocation> {
-        match self.indexed_plain {
-            Some(plain) => {
-                let placed = self.allocate_at_once(plain, requested)?;
-                let table = &self.table;
-                if let PointerIndex::Exact(pointers) = &mut self.pointers {
-                    pointers.insert(placed.address, placed.handle.slot(), |slot| table.address(slot));
-                }
-                Some(placed)
-            }
-            None if self.is_recorded || self.pointers.is_off() => None,
-            None => self.allocate_at_once_by_rule(stream, requested),
+    fn note_pointer(&mut self, placed: &Allocation) {
+        let table = &self.table;
+        if let PointerIndex::Exact(pointers) = &mut self.pointers {
+            pointers.insert(placed.address, placed.handle.slot(), |slot| table.address(slot));
         }
     }
 
@@ -264,9 +279,11 @@ impl Heap {
         let BlockState::Allocated { stream, requested, .. } = block.state else { return Outcome::Rare };
         let (live, is_used) = (Live { slot, stream, requested }, !block.fences.is_empty());
         match self.indexed_plain {
-            Some(plain) if is_used => Outcome::Used(live, place, plain),
+            Some(plain) if is_used => Outcome::Used(live, plain, place),
             Some(plain) => {
-                self.free_pointer(live, place, plain, Users::Owner, tally);
+                self.strike_place(place);
+                let home = Exact::home_of(&self.rules, 0);
+                self.give_back(live, home, Users::Owner, plain.frees, 0, tally);
                 Outcome::Freed
             }
             None if is_used || self.is_recorded || self.has_rare_books() => Outcome::Rare,
@@ -277,17 +294,15 @@ impl Heap {
         }
     }
 
-    /// Frees a live allocation of a plain heap.
+    /// Takes an address that was found in the pointer table out of it.
     #[inline(always)]
-    fn free_pointer(&mut self, live: Live, place: Place, plain: Plain, users: Users, tally: impl FnOnce(u64, u64)) {
+    fn strike_place(&mut self, place: Place) {
         if let PointerIndex::Exact(pointers) = &mut self.pointers {
             pointers.remove(place);
         }
-        let home = Exact::home_of(&self.rules, 0);
-        self.give_back(live, home, users, plain.frees, 0, tally);
     }
 
-    /// As [`free_pointer`](Self::free_pointer), in a heap that is not plain, and keeps no book but the journal.
+    /// Frees a live allocation of a heap that is not plain, and keeps no book but the journal.
     #[inline(never)]
     fn free_pointer_by_rule(&mut self, live: Live, tally: impl FnOnce(u64, u64)) {
         self.strike_pointer(live.slot);

@@ -10,6 +10,7 @@ use crate::bound::Binding;
 use crate::errors::FreeError;
 use crate::fencing::Fencing;
 use crate::handle::Handle;
+use crate::heap::Freed;
 use crate::held::{HeapCell, HeapGuard, Held, Keepsake as _};
 use crate::ids::HeapId;
 use crate::lock::Lock;
@@ -84,10 +85,10 @@ fn free_past_others<L: Lock>(heap: &HeapCell<L>, handle: Handle, held: Held<L>) 
 
 #[inline(always)]
 fn free_inside<L: Lock>(mut guarded: HeapGuard<'_, L>, handle: Handle, held: Held<L>) -> (bool, Option<Held<L>>) {
-    if !guarded.free_at_hand(handle, |_, _| {}) {
-        return (false, Some(held));
+    match guarded.free_at_hand(handle, |_, _| {}) {
+        Freed::Now => (true, guarded.keepsake.keep(held)),
+        Freed::Used(..) | Freed::NotYet => (false, Some(held)),
     }
-    (true, guarded.keepsake.keep(held))
 }
 
 #[cfg(test)]

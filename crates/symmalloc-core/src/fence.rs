@@ -197,7 +197,7 @@ impl FenceTable {
 
     /// Gives up the places from the first to the last one of a set.
     #[inline]
-    fn vacate(&mut self, first: FenceSetId, last: FenceSetId) {
+    pub(crate) fn vacate(&mut self, first: FenceSetId, last: FenceSetId) {
         self.places[last.0 as usize].rest = self.vacant;
         self.vacant = first;
     }

@@ -4,10 +4,10 @@
 //! is free, and are waited for by the stream that takes it. Only this file makes those driver calls.
 
 use crate::backend::{Backend, BackendError, Event};
-use crate::block_table::{BlockState, Slot};
+use crate::block_table::{Block, BlockState, Slot};
 use crate::digest::{Mark, op_word};
 use crate::errors::HandleError;
-use crate::fence::{Fence, FenceSetId, Tick};
+use crate::fence::{Fence, FenceTable, Tick};
 use crate::handle::Handle;
 use crate::heap::{Heap, Live, Shortage, Surroundings};
 use crate::ids::StreamId;
@@ -80,69 +80,29 @@ impl Heap {
         if block.fences.is_empty() && owner == stream {
             return Ok(());
         }
-        self.wait_for_fences(around, slot, stream, (owner, since)).map_err(|error| Box::new(Shortage::Fence(error)))
+        let waited = match self.stream {
+            Some(_) => wait_for_users(around, &mut self.fences, stream, self.table.block_mut(slot)),
+            None => self.wait_for_several(around, slot, stream, (owner, since)),
+        };
+        waited.map_err(|error| Box::new(Shortage::Fence(error)))
     }
 
+    /// As [`wait_for_users`], in a heap whose streams share: another one may take what is left of the block.
     #[inline(never)]
-    fn wait_for_fences<B: Backend, L: Lock>(
+    fn wait_for_several<B: Backend, L: Lock>(
         &mut self,
         around: &Surroundings<B, L>,
         slot: Slot,
         stream: StreamId,
         (owner, since): (StreamId, Tick),
     ) -> Result<(), BackendError> {
-        let set = self.table.block(slot).fences;
-        let mut unmet = set;
-        while let Some((fence, rest)) = self.fences.first(unmet) {
-            self.wait_for(around, stream, fence)?;
-            unmet = rest;
+        for fence in self.fences.fences(self.table.block(slot).fences) {
+            wait_for(around, stream, fence)?;
         }
         if owner != stream {
-            self.wait_for(around, stream, Fence { stream: owner, tick: since, event: None })?;
-        }
-        if self.stream.is_some() {
-            // No other stream takes from this heap: what this one waits for now, nobody has to wait for again.
-            self.table.block_mut(slot).fences = FenceSetId::EMPTY;
-            self.fences.release(set, |event| around.backend.recycle(event));
+            wait_for(around, stream, Fence { stream: owner, tick: since, event: None })?;
         }
         self.recycle_spent(around);
-        Ok(())
-    }
-
-    #[inline]
-    fn wait_for<B: Backend, L: Lock>(
-        &self,
-        around: &Surroundings<B, L>,
-        stream: StreamId,
-        fence: Fence,
-    ) -> Result<(), BackendError> {
-        if around.clocks.lock().covers(stream, fence.stream, fence.tick) {
-            return Ok(());
-        }
-        self.wait_for_unmet(around, stream, fence)
-    }
-
-    #[inline(never)]
-    fn wait_for_unmet<B: Backend, L: Lock>(
-        &self,
-        around: &Surroundings<B, L>,
-        stream: StreamId,
-        fence: Fence,
-    ) -> Result<(), BackendError> {
-        match fence.event {
-            Some(event) => {
-                around.backend.wait(stream, event)?;
-                around.clocks.lock().waits_for_tick(stream, fence.stream, fence.tick);
-            }
-            None => {
-                let moment = around.clocks.lock().moment(fence.stream);
-                let event = around.backend.record(fence.stream)?;
-                let waited = around.backend.wait(stream, event);
-                around.backend.recycle(event);
-                waited?;
-                around.clocks.lock().waits_for(stream, &moment);
-            }
-        }
         Ok(())
     }
 
@@ -175,6 +135,60 @@ impl Heap {
         }
         Ok(dropped)
     }
+}
+
+/// Orders `stream` behind the other streams that used a free block. No other stream takes from the block's heap: what this
+/// one waits for now, nobody has to wait for again. On an error, the fences of what is not waited for are left.
+#[inline(never)]
+pub(crate) fn wait_for_users<B: Backend, L: Lock>(
+    around: &Surroundings<B, L>,
+    fences: &mut FenceTable,
+    stream: StreamId,
+    block: &mut Block,
+) -> Result<(), BackendError> {
+    while let Some((fence, rest)) = fences.first(block.fences) {
+        wait_for(around, stream, fence)?;
+        fence.event.into_iter().for_each(|event| around.backend.recycle(event));
+        fences.vacate(block.fences, block.fences);
+        block.fences = rest;
+    }
+    fences.drain_spent(|event| around.backend.recycle(event));
+    Ok(())
+}
+
+#[inline]
+fn wait_for<B: Backend, L: Lock>(
+    around: &Surroundings<B, L>,
+    stream: StreamId,
+    fence: Fence,
+) -> Result<(), BackendError> {
+    if around.clocks.lock().covers(stream, fence.stream, fence.tick) {
+        return Ok(());
+    }
+    wait_for_unmet(around, stream, fence)
+}
+
+#[inline(never)]
+fn wait_for_unmet<B: Backend, L: Lock>(
+    around: &Surroundings<B, L>,
+    stream: StreamId,
+    fence: Fence,
+) -> Result<(), BackendError> {
+    match fence.event {
+        Some(event) => {
+            around.backend.wait(stream, event)?;
+            around.clocks.lock().waits_for_tick(stream, fence.stream, fence.tick);
+        }
+        None => {
+            let moment = around.clocks.lock().moment(fence.stream);
+            let event = around.backend.record(fence.stream)?;
+            let waited = around.backend.wait(stream, event);
+            around.backend.recycle(event);
+            waited?;
+            around.clocks.lock().waits_for(stream, &moment);
+        }
+    }
+    Ok(())
 }
 
 /// Records an event, which covers a stream up to the tick that comes with it.

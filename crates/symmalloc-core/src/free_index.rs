@@ -83,6 +83,20 @@ pub(crate) struct FreeIndex {
     runs: Vec<Option<Box<SortedRun>>>,
 }
 
+/// Why no block was taken out: none is large enough, or the best fit, which is this one, does not serve.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Unfit(Slot);
+
+impl Unfit {
+    const NOTHING: Unfit = Unfit(NONE);
+
+    /// The best fit.
+    #[inline(always)]
+    pub(crate) fn best_fit(self) -> Option<Slot> {
+        (self.0 != NONE).then_some(self.0)
+    }
+}
+
 impl Block {
     /// What two free blocks of a heap are ordered by.
     #[inline(always)]
@@ -104,8 +118,8 @@ impl FreeIndex {
         }
     }
 
-    /// Takes the [best fit](Self::best_fit) out if it serves. Nearly always it is the first of its bin, which is quickly
-    /// found and quickly gone.
+    /// Takes the [best fit](Self::best_fit) out if it serves, or says which block it is. Nearly always it is the first of its
+    /// bin, which is quickly found and quickly gone.
     #[inline(always)]
     pub(crate) fn take_best_fit(
         &mut self,
@@ -113,19 +127,19 @@ impl FreeIndex {
         home: SizeClass,
         size: Units,
         serves: impl Fn(&Block) -> bool,
-    ) -> Option<Slot> {
-        let bin = self.occupied_from(home, bin_in_home(size))?;
+    ) -> Result<Slot, Unfit> {
+        let bin = self.occupied_from(home, bin_in_home(size)).ok_or(Unfit::NOTHING)?;
         let first = blocks[bin as usize].links[NEXT];
         match blocks.get(first as usize) {
             Some(block) if block.size >= size => {
                 if !serves(block) {
-                    return None;
+                    return Err(Unfit(first));
                 }
                 let next = block.links[NEXT];
                 blocks[next as usize].links[PREV] = bin;
                 blocks[bin as usize].links[NEXT] = next;
                 *self.word_mut(bin) ^= u64::from(next == bin) << (bin % 64);
-                Some(first)
+                Ok(first)
             }
             _ => self.take_best_fit_from(blocks, home, bin, size, serves),
         }
@@ -141,10 +155,13 @@ impl FreeIndex {
         bin: Bin,
         size: Units,
         serves: impl Fn(&Block) -> bool,
-    ) -> Option<Slot> {
-        let slot = self.best_fit_from(blocks, home, bin, size).filter(|slot| serves(&blocks[*slot as usize]))?;
+    ) -> Result<Slot, Unfit> {
+        let slot = self.best_fit_from(blocks, home, bin, size).ok_or(Unfit::NOTHING)?;
+        if !serves(&blocks[slot as usize]) {
+            return Err(Unfit(slot));
+        }
         self.remove(blocks, slot);
-        Some(slot)
+        Ok(slot)
     }
 
     /// The best fit of this bin, which is not empty, or of those behind it.

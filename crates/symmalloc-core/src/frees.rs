@@ -16,10 +16,11 @@ use crate::digest::{Mark, op_word};
 use crate::errors::{FreeError, HandleError};
 use crate::fencing::Fencing;
 use crate::handle::Handle;
-use crate::heap::Heap;
+use crate::heap::{Freed, Heap, Live};
 use crate::held::{HeapCell, HeapGuard};
 use crate::ids::StreamId;
 use crate::lock::Lock;
+use crate::plain::Plain;
 use crate::recording::Tape;
 use crate::trim::{TrimFailure, TrimGoal};
 
@@ -42,12 +43,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     #[inline(always)]
     pub(crate) fn free_from(&self, heap: &HeapCell<L>, handle: Handle) -> Result<(), FreeError> {
         let mut heap = heap.lock();
-        if heap.free_at_hand(handle, |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested))) {
-            Ok(())
-        } else if heap.is_recorded {
-            self.free_recorded(heap, handle)
-        } else {
-            self.free_by_all_means(&mut heap, handle, Fencing::Apart)
+        match heap.free_at_hand(handle, |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested))) {
+            Freed::Now => Ok(()),
+            Freed::Used(live, plain) => self.free_used(&mut heap, (live, plain), Fencing::Apart),
+            Freed::NotYet if heap.is_recorded => self.free_recorded(heap, handle),
+            Freed::NotYet => self.free_by_all_means(&mut heap, handle, Fencing::Apart),
         }
     }
 
@@ -76,9 +76,19 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.free_by_all_means(heap, handle, Fencing::Apart)
     }
 
+    /// Frees an allocation of a plain heap that other streams used.
+    #[inline(never)]
+    fn free_used(&self, heap: &mut Heap, live: (Live, Plain), fencing: Fencing) -> Result<(), FreeError> {
+        let tally = |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested));
+        Ok(heap.free_used(&self.around, live, fencing, tally)?)
+    }
+
     /// Whatever [`free`](Self::free) may need besides the block: events, books, a release, a refusal.
     #[inline(never)]
     pub(crate) fn free_by_all_means(&self, heap: &mut Heap, handle: Handle, fencing: Fencing) -> Result<(), FreeError> {
+        if let (Some(plain), Some(live)) = (heap.plain, heap.find_live(handle)) {
+            return self.free_used(heap, (live, plain), fencing);
+        }
         if handle.slot() == NO_SLOT {
             return Ok(free_nothing(heap, handle)?);
         }
@@ -105,11 +115,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut tape = self.tape_of_recorded();
         let mut heap = self.heap_of(handle)?.lock();
         let tally = |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested));
-        let is_freed = match heap.recorded_plain {
+        let freed = match heap.recorded_plain {
             Some(plain) => heap.free_at_once(plain, handle, tally),
             None => heap.free_at_once_by_rule(handle, tally),
         };
-        if !is_freed {
+        if !matches!(freed, Freed::Now) {
             return self.free_behind_gate_by_all_means(heap, handle, tape);
         }
         drop(heap);

@@ -30,8 +30,8 @@ use crate::config::{PointerLookup, PoolConfig};
 use crate::digest::{Digest, Mark, OpKind, op_word, placement_word};
 use crate::errors::{FreeError, HandleError};
 use crate::fence::{FenceSetId, FenceTable, StreamClocks, Tick};
-use crate::fencing::Fencing;
-use crate::free_index::FreeIndex;
+use crate::fencing::{Fencing, wait_for_users};
+use crate::free_index::{FreeIndex, Unfit};
 use crate::handle::{Allocation, Handle, Tags};
 use crate::ids::{HeapId, Placement, PoolId, SegmentId, StreamId};
 use crate::journal::{Journal, ProgramOrder};
@@ -132,6 +132,15 @@ pub struct Heap {
     pub(crate) share: Share,
     /// What is counted away from the path of a cache hit.
     pub(crate) rare: RareCounts,
+}
+
+/// What became of a free that takes neither the driver nor books.
+pub(crate) enum Freed {
+    Now,
+    /// The heap is plain, and other streams used the block, which has to be fenced first.
+    Used(Live, Plain),
+    /// The allocation is not here, or freeing it takes the longer way.
+    NotYet,
 }
 
 /// A live allocation, as its block knows it.
@@ -278,34 +287,35 @@ impl Heap {
     /// Allocates if a free block is at hand that nobody else used: that takes neither the driver nor a wait. `plain` is
     /// the heap's own, and `requested` from 1 to [`SEGMENT_BYTES_MAX`](crate::units::SEGMENT_BYTES_MAX).
     #[inline(always)]
-    pub(crate) fn allocate_at_once(&mut self, plain: Plain, requested: u64) -> Option<Allocation> {
+    pub(crate) fn allocate_at_once(&mut self, plain: Plain, requested: u64) -> Result<Allocation, Unfit> {
         let Plain { stream, allocates, .. } = plain;
         self.place::<Exact>(stream, allocates, requested, None, |_, _, block| block.fences.is_empty())
     }
 
-    /// As [`allocate_at_once`](Self::allocate_at_once), where others may have used the block: orders the stream behind them
-    /// first. `None` also when that fails.
-    pub(crate) fn allocate_behind_fences<B: Backend, L: Lock>(
+    /// As [`allocate_at_once`](Self::allocate_at_once), where others used the best fit: orders the stream behind them first.
+    /// `None` also when that fails; then [`allocate`](Self::allocate) says why.
+    #[inline(always)]
+    pub(crate) fn allocate_behind_users<B: Backend, L: Lock>(
         &mut self,
         around: &Surroundings<B, L>,
         plain: Plain,
         requested: u64,
+        unfit: Unfit,
     ) -> Option<Allocation> {
         let Plain { stream, allocates, .. } = plain;
-        let size = Exact::block_size(&self.rules, requested);
-        let home = Exact::home_of(&self.rules, size);
-        let slot = self.free.best_fit(self.table.blocks(), home, size)?;
-        self.wait_for_earlier_users(around, slot, stream).ok()?;
-        self.place::<Exact>(stream, allocates, requested, Some(slot), |_, _, _| true)
+        let slot = unfit.best_fit()?;
+        wait_for_users(around, &mut self.fences, stream, self.table.block_mut(slot)).ok()?;
+        self.place::<Exact>(stream, allocates, requested, Some(slot), |_, _, _| true).ok()
     }
 
-    /// As [`allocate_at_once`](Self::allocate_at_once), in a heap that is not plain.
+    /// As [`allocate_at_once`](Self::allocate_at_once) in a heap that is not plain, without a wait.
     #[inline(always)]
     pub(crate) fn allocate_at_once_by_rule(&mut self, stream: StreamId, requested: u64) -> Option<Allocation> {
         let allocates = OpKind::new(Mark::Allocate, stream);
         let placed = self.place::<ByRule>(stream, allocates, requested, None, |rules, size, block| {
             rules.accepts(size, block.size) && block.is_free_for(stream)
-        })?;
+        });
+        let placed = placed.ok()?;
         if self.keeps_books {
             self.book(&placed, allocates.with(requested));
         }
@@ -378,7 +388,7 @@ impl Heap {
     }
 
     /// Makes a free block, or as much of its start as is wanted, the allocation: the one that was chosen, or else the best
-    /// fit if it serves a request of that size. What remains stays free, with the same fences. `None` when there is no
+    /// fit if it serves a request of that size. What remains stays free, with the same fences. Fails when there is no
     /// such block.
     #[inline(always)]
     fn place<S: Sizing>(
@@ -388,7 +398,7 @@ impl Heap {
         requested: u64,
         chosen: Option<Slot>,
         serves: impl Fn(&SizeRules, Units, &Block) -> bool,
-    ) -> Option<Allocation> {
+    ) -> Result<Allocation, Unfit> {
         let wanted = S::block_size(&self.rules, requested);
         let home = S::home_of(&self.rules, wanted);
         let index = &mut self.free;
@@ -421,36 +431,53 @@ impl Heap {
         let address = tiling.base(segment).plus(placement.offset_bytes);
         self.digest.fold(allocates.with(requested), place.word());
         self.usage.allocate(size, requested);
-        Some(Allocation { handle: Handle::new(self.id, slot, tag), address, placement, size_bytes: bytes(size) })
+        Ok(Allocation { handle: Handle::new(self.id, slot, tag), address, placement, size_bytes: bytes(size) })
     }
 
     /// Frees a live allocation if nobody else used the block, and tells its allocated and requested bytes to `tally`.
-    /// Else it is as it was. Whether it did. `plain` is the heap's own.
+    /// Else it is as it was. `plain` is the heap's own.
     #[inline(always)]
-    pub(crate) fn free_at_once(&mut self, plain: Plain, handle: Handle, tally: impl FnOnce(u64, u64)) -> bool {
-        let Some(live) = self.find_live(handle) else { return false };
+    pub(crate) fn free_at_once(&mut self, plain: Plain, handle: Handle, tally: impl FnOnce(u64, u64)) -> Freed {
+        let Some(live) = self.find_live(handle) else { return Freed::NotYet };
         if !self.table.block(live.slot).fences.is_empty() {
-            return false;
+            return Freed::Used(live, plain);
         }
         let home = Exact::home_of(&self.rules, 0);
         self.give_back(live, home, Users::Owner, plain.frees, 0, tally);
-        true
+        Freed::Now
     }
 
     /// As [`free_at_once`](Self::free_at_once), in a heap that is not plain and keeps no book but the journal.
     #[inline(always)]
-    pub(crate) fn free_at_once_by_rule(&mut self, handle: Handle, tally: impl FnOnce(u64, u64)) -> bool {
-        let Some(live) = self.find_live(handle) else { return false };
+    pub(crate) fn free_at_once_by_rule(&mut self, handle: Handle, tally: impl FnOnce(u64, u64)) -> Freed {
+        let Some(live) = self.find_live(handle) else { return Freed::NotYet };
         let Block { home, fences, .. } = *self.table.block(live.slot);
         if !fences.is_empty() || self.keeps_books && self.has_books_of_frees() {
-            return false;
+            return Freed::NotYet;
         }
         let frees = OpKind::new(Mark::Free, live.stream);
         let placed = self.give_back(live, home, Users::Owner, frees, 0, tally);
         if self.keeps_books {
             note(&mut self.journal, frees.with(0), placed, self.digest);
         }
-        true
+        Freed::Now
+    }
+
+    /// Frees a live allocation of a plain heap that other streams may have used. On an error it is still live.
+    #[inline(always)]
+    pub(crate) fn free_used<B: Backend, L: Lock>(
+        &mut self,
+        around: &Surroundings<B, L>,
+        (live, plain): (Live, Plain),
+        fencing: Fencing,
+        tally: impl FnOnce(u64, u64),
+    ) -> Result<(), BackendError> {
+        self.fence_uses(around, live.slot, fencing)?;
+        // Nothing fails from here on.
+        let home = Exact::home_of(&self.rules, 0);
+        self.give_back(live, home, Users::Fenced, plain.frees, 0, tally);
+        self.recycle_spent(around);
+        Ok(())
     }
 
     /// Frees a live allocation, whatever it takes. On an error it is still live.
@@ -466,11 +493,6 @@ impl Heap {
             self.fence_uses(around, slot, fencing)?;
         }
         // Nothing fails from here on.
-        if let Some(Plain { frees, .. }) = self.plain {
-            let home = Exact::home_of(&self.rules, 0);
-            self.give_back(live, home, Users::Fenced, frees, 0, tally);
-            return Ok(());
-        }
         let since = if self.stream.is_some() { 0 } else { around.clocks.lock().now(stream) };
         let name = if self.keeps_books { self.strike(slot) } else { None };
         let (home, frees) = (self.table.block(slot).home, OpKind::new(Mark::Free, stream));

@@ -16,10 +16,10 @@
 
 use crate::budget::Budget;
 use crate::config::{PointerLookup, PoolConfig};
-use crate::handle::{Allocation, Handle};
+use crate::handle::Handle;
 pub use crate::heap::Heap;
-use crate::heap::HeapIdentity;
-use crate::ids::{HeapId, PoolId, StreamId};
+use crate::heap::{Freed, HeapIdentity};
+use crate::ids::{HeapId, PoolId};
 use crate::lock::{Guard, Lock, LockCell, Shared};
 use crate::mail::{Letter, Mail};
 use crate::units::UNIT_BYTES;
@@ -73,7 +73,7 @@ impl<L: Lock> HeapCell<L> {
     #[inline(never)]
     fn do_mail(&self, guarded: &mut Guarded<L>) {
         for Letter { handle, held } in self.mail.take() {
-            if !guarded.free_at_hand(handle, |_, _| {}) {
+            if !matches!(guarded.free_at_hand(handle, |_, _| {}), Freed::Now) {
                 L::Keepsake::free_late(&held, &mut guarded.heap, handle);
             }
             // This thread came with a hold of its own on the allocator: what is dropped here is not the last one.
@@ -102,25 +102,14 @@ impl<L: Lock> Guarded<L> {
         Guarded { keepsake: L::Keepsake::default(), heap }
     }
 
-    /// Allocates if a free block is at hand; else nothing has changed.
+    /// Frees an allocation if that is nothing but to free its block; else nothing has changed. `tally` is told allocated and
+    /// requested bytes.
     #[inline(always)]
-    pub(crate) fn allocate_at_hand(&mut self, stream: StreamId, size_bytes: u64) -> Option<Allocation> {
-        let heap = &mut self.heap;
-        match heap.plain {
-            Some(plain) => heap.allocate_at_once(plain, size_bytes),
-            None if heap.is_recorded => None,
-            None => heap.allocate_at_once_by_rule(stream, size_bytes),
-        }
-    }
-
-    /// Frees an allocation if that is nothing but to free its block; else nothing has changed. Whether it did. `tally` is
-    /// told allocated and requested bytes.
-    #[inline(always)]
-    pub(crate) fn free_at_hand(&mut self, handle: Handle, tally: impl FnOnce(u64, u64)) -> bool {
+    pub(crate) fn free_at_hand(&mut self, handle: Handle, tally: impl FnOnce(u64, u64)) -> Freed {
         let heap = &mut self.heap;
         match heap.plain {
             Some(plain) => heap.free_at_once(plain, handle, tally),
-            None if heap.is_recorded => false,
+            None if heap.is_recorded => Freed::NotYet,
             None => heap.free_at_once_by_rule(handle, tally),
         }
     }

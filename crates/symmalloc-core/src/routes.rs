@@ -4,12 +4,14 @@ use crate::allocator::{Allocator, allocate_nothing};
 use crate::backend::Backend;
 use crate::config::StreamPolicy;
 use crate::errors::{AllocateError, HandleError, UnknownError};
+use crate::free_index::Unfit;
 use crate::handle::{Allocation, Handle};
 use crate::heap::{Heap, HeapIdentity, Shortage};
 use crate::held::{Guarded, HeapCell, HeapGuard, HeapRef};
 use crate::ids::{HeapId, PoolId, StreamId};
 use crate::lock::{Lock, LockCell};
 use crate::out_of_memory::Request;
+use crate::plain::Plain;
 use crate::pool::Pool;
 use crate::recording::Tape;
 use crate::segment_log::SegmentLog;
@@ -43,8 +45,9 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
         }
         let mut heap = self.heap.lock();
         let Some(plain) = heap.plain else { return self.allocate_by_rule(heap, size_bytes) };
-        let Some(allocation) = heap.allocate_at_once(plain, size_bytes) else {
-            return self.allocate_by::<Exact>(heap, size_bytes);
+        let allocation = match heap.allocate_at_once(plain, size_bytes) {
+            Ok(allocation) => allocation,
+            Err(unfit) => return self.allocate_unfit(heap, plain, size_bytes, unfit),
         };
         drop(heap);
         self.allocator.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
@@ -60,6 +63,23 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
         }
         let Some(allocation) = heap.allocate_at_once_by_rule(self.stream, size_bytes) else {
             return self.allocate_by::<ByRule>(heap, size_bytes);
+        };
+        drop(heap);
+        self.allocator.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
+        Ok(allocation)
+    }
+
+    /// Allocates from a plain heap whose best fit others used, or that has none.
+    #[inline(never)]
+    pub(crate) fn allocate_unfit(
+        &self,
+        mut heap: HeapGuard<'_, L>,
+        plain: Plain,
+        size_bytes: u64,
+        unfit: Unfit,
+    ) -> Result<Allocation, AllocateError> {
+        let Some(allocation) = heap.allocate_behind_users(&self.allocator.around, plain, size_bytes, unfit) else {
+            return self.allocate_by::<Exact>(heap, size_bytes);
         };
         drop(heap);
         self.allocator.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
@@ -108,7 +128,7 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
         let mut heap = cell.lock();
         let at_once = match heap.recorded_plain {
             _ if size_bytes == 0 => None,
-            Some(plain) => heap.allocate_at_once(plain, size_bytes),
+            Some(plain) => heap.allocate_at_once(plain, size_bytes).ok(),
             None => heap.allocate_at_once_by_rule(stream, size_bytes),
         };
         let Some(allocation) = at_once else { return self.allocate_by_all_means(heap, size_bytes, name, tape) };
