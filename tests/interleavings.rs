@@ -28,6 +28,7 @@ struct ShuttledCell<T>(Mutex<T>);
 
 impl Lock for Shuttled {
     const IS_EXCLUSIVE: bool = false;
+    type Tally = ();
     type Cell<T> = ShuttledCell<T>;
     type Keepsake = Nothing;
     type HeapRef = Arc<HeapCell<Self>>;

@@ -38,7 +38,6 @@ use crate::recording::Recorder;
 use crate::registry::Registry;
 use crate::routes::Route;
 use crate::size_rules::ByRule;
-use crate::stats::ScopedPeaks;
 use crate::sync::AtomicU32;
 use crate::trim::TrimGoal;
 use crate::units::{SEGMENT_BYTES_MAX, UNIT_BYTES};
@@ -80,8 +79,8 @@ pub struct Allocator<B: Backend, L: Lock = Exclusive> {
     pub(crate) address_map: AddressMap,
     /// The most bytes that all heaps together held, for allocations by pointer. Locked before any heap.
     pub(crate) shared_peak: Mutex<SharedPeak>,
-    /// The peaks of usage over all heaps, kept while [`is_tallied`](Self::is_tallied).
-    pub(crate) peaks: L::Cell<ScopedPeaks>,
+    /// Usage over all heaps, counted while [`is_tallied`](Self::is_tallied).
+    pub(crate) tally: L::Tally,
     /// Held while a scope is opened or closed, and while a heap is made: every heap has every open scope.
     pub(crate) open_scopes: L::Cell<usize>,
     /// Held while a pool's observers change, while a pool is destroyed, and while a heap is made: every heap has its pool's
@@ -136,7 +135,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             heaps: Registry::new(),
             address_map: AddressMap::new(config.pointer_lookup() != PointerLookup::Off),
             shared_peak: Mutex::default(),
-            peaks: L::Cell::new(ScopedPeaks::default()),
+            tally: L::Tally::default(),
             open_scopes: L::Cell::new(0),
             observers: L::Cell::new(Observers::default()),
             failure_callback: L::Cell::new(None),

@@ -345,8 +345,10 @@ impl BlockTable {
 
     /// Cuts `size` off the start of a larger block that is in no index, and makes it a block of its own.
     pub(crate) fn cut_front(&mut self, slot: Slot, size: Units, state: BlockState) -> Slot {
-        let front = self.tiling_with_room().cut_front(slot, size);
+        let (front, rest) = self.tiling_with_room().cut_front(slot, size);
         self.block_mut(front).state = state;
+        let behind = self.block_mut(slot);
+        (behind.place, behind.size) = rest;
         front
     }
 
@@ -395,14 +397,15 @@ pub(crate) struct Tiling<'a> {
 
 impl Tiling<'_> {
     /// Cuts `size` off the start of a larger block that is in no index, and makes it a block of its own, whose state the
-    /// caller sets. Takes the vacant slot.
+    /// caller sets, as the place and size of the rest, which are returned. Takes the vacant slot.
     #[inline(always)]
-    pub(crate) fn cut_front(&mut self, slot: Slot, size: Units) -> Slot {
+    pub(crate) fn cut_front(&mut self, slot: Slot, size: Units) -> (Slot, (Place, Units)) {
         let front = *self.vacant;
         let behind = &mut self.blocks[slot as usize];
         let (place, segment) = (behind.place, behind.segment);
         let (prev, home) = (behind.prev, behind.home);
-        (behind.place, behind.size, behind.prev) = (place.plus(size), behind.size - size, front);
+        let rest = (place.plus(size), behind.size - size);
+        behind.prev = front;
         match self.blocks.get_mut(prev as usize) {
             Some(before) => before.next = front,
             None => self.segments[segment as usize].first = front,
@@ -417,7 +420,7 @@ impl Tiling<'_> {
         vacant.next = slot;
         vacant.fences = FenceSetId::EMPTY;
         vacant.home = home;
-        front
+        (front, rest)
     }
 
     /// Gives up a block; the caller then [joins](Self::join) its neighbours and extends one of them over its place.

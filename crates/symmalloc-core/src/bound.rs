@@ -15,8 +15,9 @@ use crate::handle::{Allocation, Handle};
 use crate::held::HeapGuard;
 use crate::ids::{HeapId, PoolId, StreamId};
 use crate::lock::{Exclusive, Lock};
-use crate::plain::Plain;
+use crate::plain::Way;
 use crate::routes::Route;
+use crate::tally::Tally;
 use crate::units::SEGMENT_BYTES_MAX;
 use std::fmt;
 
@@ -98,14 +99,16 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             return None;
         }
         let mut guarded = heap.lock();
-        let Some(plain) = guarded.plain else { return self.allocate_at_hand_by_rule(guarded, stream, size_bytes, address, also) };
-        let allocation = match guarded.allocate_at_once(plain, size_bytes) {
+        if guarded.way != Way::Plain {
+            return self.allocate_at_hand_by_rule(guarded, stream, size_bytes, address, also);
+        }
+        let allocation = match guarded.allocate_at_once(size_bytes) {
             Ok(allocation) => allocation,
-            Err(unfit) => return self.allocate_used(guarded, (plain, unfit), size_bytes, address, also),
+            Err(unfit) => return self.allocate_used(guarded, unfit, size_bytes, address, also),
         };
         let done = also(&mut guarded.keepsake);
         drop(guarded);
-        self.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
+        self.tally(|tally| tally.allocate(allocation.size_bytes, size_bytes));
         *address = allocation.address;
         Some((allocation.handle, done))
     }
@@ -115,15 +118,15 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     fn allocate_used<R>(
         &self,
         mut guarded: HeapGuard<'_, L>,
-        (plain, unfit): (Plain, Unfit),
+        unfit: Unfit,
         size_bytes: u64,
         address: &mut DeviceAddress,
         also: impl FnOnce(&mut L::Keepsake) -> R,
     ) -> Option<(Handle, R)> {
-        let allocation = guarded.allocate_behind_users(&self.around, plain, size_bytes, unfit)?;
+        let allocation = guarded.allocate_behind_users(&self.around, size_bytes, unfit)?;
         let done = also(&mut guarded.keepsake);
         drop(guarded);
-        self.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
+        self.tally(|tally| tally.allocate(allocation.size_bytes, size_bytes));
         *address = allocation.address;
         Some((allocation.handle, done))
     }
@@ -144,7 +147,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let allocation = guarded.allocate_at_once_by_rule(stream, size_bytes)?;
         let done = also(&mut guarded.keepsake);
         drop(guarded);
-        self.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
+        self.tally(|tally| tally.allocate(allocation.size_bytes, size_bytes));
         *address = allocation.address;
         Some((allocation.handle, done))
     }

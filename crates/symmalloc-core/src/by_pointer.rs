@@ -24,11 +24,12 @@ use crate::held::{HeapCell, HeapGuard};
 use crate::ids::{PoolId, StreamId};
 use crate::lock::Lock;
 use crate::merging::Users;
-use crate::plain::Plain;
+use crate::plain::Way;
 use crate::pointer_index::PointerIndex;
 use crate::pointer_table::Place;
 use crate::routes::Route;
 use crate::size_rules::{Exact, Sizing};
+use crate::tally::Tally;
 use crate::units::{SEGMENT_BYTES_MAX, bytes};
 
 impl<B: Backend, L: Lock> BoundHeap<'_, B, L> {
@@ -54,10 +55,12 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
             return self.allocate_pointer_rarely(size_bytes);
         }
         let mut heap = self.heap.lock();
-        let Some(plain) = heap.indexed_plain else { return self.allocate_pointer_by_rule(heap, size_bytes) };
-        let placed = match heap.allocate_at_once(plain, size_bytes) {
+        if heap.way != Way::PlainIndexed {
+            return self.allocate_pointer_by_rule(heap, size_bytes);
+        }
+        let placed = match heap.allocate_at_once(size_bytes) {
             Ok(placed) => placed,
-            Err(unfit) => return self.allocate_pointer_unfit(heap, plain, size_bytes, unfit),
+            Err(unfit) => return self.allocate_pointer_unfit(heap, size_bytes, unfit),
         };
         heap.note_pointer(&placed);
         Ok(self.count_pointer(heap, &placed, size_bytes))
@@ -68,7 +71,7 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
     fn count_pointer(&self, heap: HeapGuard<'_, L>, placed: &Allocation, size_bytes: u64) -> DeviceAddress {
         let is_share_exceeded = heap.is_share_exceeded();
         drop(heap);
-        self.allocator.tally(|peaks| peaks.allocate(placed.size_bytes, size_bytes));
+        self.allocator.tally(|tally| tally.allocate(placed.size_bytes, size_bytes));
         if is_share_exceeded {
             self.allocator.share_peak(self.heap);
         }
@@ -80,11 +83,10 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
     fn allocate_pointer_unfit(
         &self,
         mut heap: HeapGuard<'_, L>,
-        plain: Plain,
         size_bytes: u64,
         unfit: Unfit,
     ) -> Result<DeviceAddress, Box<AllocateError>> {
-        let Some(placed) = heap.allocate_behind_users(&self.allocator.around, plain, size_bytes, unfit) else {
+        let Some(placed) = heap.allocate_behind_users(&self.allocator.around, size_bytes, unfit) else {
             let allocation = self.allocate_by::<Exact>(heap, size_bytes)?;
             self.allocator.note_peak(&allocation);
             return Ok(allocation.address);
@@ -173,24 +175,19 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     fn free_at_once(&self, address: DeviceAddress) -> Result<(), Option<Box<FreeError>>> {
         let Some(heap) = self.likely_heap(address) else { return Err(None) };
         let mut heap = heap.lock();
-        let tally = |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested));
+        let tally = |allocated, requested| self.tally(|tally| tally.free(allocated, requested));
         match heap.free_pointer_at_once(address, tally) {
             Outcome::Freed => Ok(()),
-            Outcome::Used(live, plain, place) => self.free_used_at(heap, (live, plain), place).map_err(Some),
+            Outcome::Used(live, place) => self.free_used_at(heap, live, place).map_err(Some),
             Outcome::Rare => Err(None),
         }
     }
 
     /// Frees an allocation of a plain heap that other streams used.
     #[inline(never)]
-    fn free_used_at(
-        &self,
-        mut heap: HeapGuard<'_, L>,
-        (live, plain): (Live, Plain),
-        place: Place,
-    ) -> Result<(), Box<FreeError>> {
-        let tally = |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested));
-        heap.free_used(&self.around, (live, plain), Fencing::Apart, tally).map_err(FreeError::from)?;
+    fn free_used_at(&self, mut heap: HeapGuard<'_, L>, live: Live, place: Place) -> Result<(), Box<FreeError>> {
+        let tally = |allocated, requested| self.tally(|tally| tally.free(allocated, requested));
+        heap.free_used(&self.around, live, Fencing::Apart, tally).map_err(FreeError::from)?;
         heap.strike_place(place);
         Ok(())
     }
@@ -251,7 +248,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 enum Outcome {
     Freed,
     /// Other streams used the block of a plain heap, which has to be fenced first.
-    Used(Live, Plain, Place),
+    Used(Live, Place),
     /// The allocation is not here, or freeing it takes the longer way.
     Rare,
 }
@@ -278,16 +275,16 @@ impl Heap {
         let block = table.block(slot);
         let BlockState::Allocated { stream, requested, .. } = block.state else { return Outcome::Rare };
         let (live, is_used) = (Live { slot, stream, requested }, !block.fences.is_empty());
-        match self.indexed_plain {
-            Some(plain) if is_used => Outcome::Used(live, plain, place),
-            Some(plain) => {
+        match self.way {
+            Way::PlainIndexed if is_used => Outcome::Used(live, place),
+            Way::PlainIndexed => {
                 self.strike_place(place);
                 let home = Exact::home_of(&self.rules, 0);
-                self.give_back(live, home, Users::Owner, plain.frees, 0, tally);
+                self.give_back(live, home, Users::Owner, self.own.frees, 0, tally);
                 Outcome::Freed
             }
-            None if is_used || self.is_recorded || self.has_rare_books() => Outcome::Rare,
-            None => {
+            _ if is_used || self.is_recorded || self.has_rare_books() => Outcome::Rare,
+            _ => {
                 self.free_pointer_by_rule(live, tally);
                 Outcome::Freed
             }

@@ -101,8 +101,13 @@ impl Block {
     /// What two free blocks of a heap are ordered by.
     #[inline(always)]
     fn rank(&self) -> u128 {
-        (u128::from(self.size) << 64) | u128::from(self.place.word())
+        rank(self.place, self.size)
     }
+}
+
+#[inline(always)]
+fn rank(place: Place, size: Units) -> u128 {
+    (u128::from(size) << 64) | u128::from(place.word())
 }
 
 impl FreeIndex {
@@ -141,27 +146,22 @@ impl FreeIndex {
                 *self.word_mut(bin) ^= u64::from(next == bin) << (bin % 64);
                 Ok(first)
             }
-            _ => self.take_best_fit_from(blocks, home, bin, size, serves),
+            _ => {
+                let slot = self.best_fit_from(blocks, home, bin, size).ok_or(Unfit::NOTHING)?;
+                if !serves(&blocks[slot as usize]) {
+                    return Err(Unfit(slot));
+                }
+                self.take_out(blocks, slot);
+                Ok(slot)
+            }
         }
     }
 
-    /// As [`take_best_fit`](Self::take_best_fit), of this bin, whose first block is too small, or of those behind it.
+    /// [Removes](Self::remove) a block seldom.
     #[cold]
     #[inline(never)]
-    fn take_best_fit_from(
-        &mut self,
-        blocks: &mut [Block],
-        home: SizeClass,
-        bin: Bin,
-        size: Units,
-        serves: impl Fn(&Block) -> bool,
-    ) -> Result<Slot, Unfit> {
-        let slot = self.best_fit_from(blocks, home, bin, size).ok_or(Unfit::NOTHING)?;
-        if !serves(&blocks[slot as usize]) {
-            return Err(Unfit(slot));
-        }
+    fn take_out(&mut self, blocks: &mut [Block], slot: Slot) {
         self.remove(blocks, slot);
-        Ok(slot)
     }
 
     /// The best fit of this bin, which is not empty, or of those behind it.
@@ -213,13 +213,26 @@ impl FreeIndex {
     /// Puts a free block in. Its size and place must not change while it is here.
     #[inline(always)]
     pub(crate) fn insert(&mut self, blocks: &mut [Block], home: SizeClass, slot: Slot) {
-        let bin = bin_of(home, blocks[slot as usize].size);
-        self.insert_into(blocks, slot, bin);
+        let block = &blocks[slot as usize];
+        self.insert_into(blocks, slot, bin_of(home, block.size), block.rank());
+    }
+
+    /// Puts a free block in, which has another place and size from now on.
+    #[inline(always)]
+    pub(crate) fn insert_anew(
+        &mut self,
+        blocks: &mut [Block],
+        home: SizeClass,
+        slot: Slot,
+        (place, size): (Place, Units),
+    ) {
+        let block = &mut blocks[slot as usize];
+        (block.place, block.size) = (place, size);
+        self.insert_into(blocks, slot, bin_of(home, size), rank(place, size));
     }
 
     #[inline(always)]
-    fn insert_into(&mut self, blocks: &mut [Block], slot: Slot, bin: Bin) {
-        let rank = blocks[slot as usize].rank();
+    fn insert_into(&mut self, blocks: &mut [Block], slot: Slot, bin: Bin, rank: u128) {
         let first = blocks[bin as usize].links[NEXT];
         match blocks.get_mut(first as usize) {
             // Nothing is as great as the anchor: this is how an empty bin is met, too.
@@ -259,9 +272,7 @@ impl FreeIndex {
     #[inline(always)]
     pub(crate) fn resize(&mut self, blocks: &mut [Block], home: SizeClass, slot: Slot, place: Place, size: Units) {
         self.unchain(blocks, slot);
-        let block = &mut blocks[slot as usize];
-        (block.place, block.size) = (place, size);
-        self.insert(blocks, home, slot);
+        self.insert_anew(blocks, home, slot, (place, size));
     }
 
     /// Size of the largest free block.
@@ -368,7 +379,7 @@ impl FreeIndex {
         self.runs[bin as usize] = None;
         blocks[bin as usize].links = [bin, bin];
         *self.word_mut(bin) &= !(1 << (bin % 64));
-        keys.into_iter().for_each(|key| self.insert_into(blocks, key.slot(), bin));
+        keys.into_iter().for_each(|key| self.insert_into(blocks, key.slot(), bin, blocks[key.slot() as usize].rank()));
     }
 
     fn keys_of(&self, blocks: &[Block], bin: Bin) -> impl Iterator<Item = FreeKey> {

@@ -20,8 +20,9 @@ use crate::heap::{Freed, Heap, Live};
 use crate::held::{HeapCell, HeapGuard};
 use crate::ids::StreamId;
 use crate::lock::Lock;
-use crate::plain::Plain;
+use crate::plain::Way;
 use crate::recording::Tape;
+use crate::tally::Tally;
 use crate::trim::{TrimFailure, TrimGoal};
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
@@ -43,9 +44,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     #[inline(always)]
     pub(crate) fn free_from(&self, heap: &HeapCell<L>, handle: Handle) -> Result<(), FreeError> {
         let mut heap = heap.lock();
-        match heap.free_at_hand(handle, |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested))) {
+        match heap.free_at_hand(handle, |allocated, requested| self.tally(|tally| tally.free(allocated, requested))) {
             Freed::Now => Ok(()),
-            Freed::Used(live, plain) => self.free_used(&mut heap, (live, plain), Fencing::Apart),
+            Freed::Used(live) => self.free_used(&mut heap, live, Fencing::Apart),
             Freed::NotYet if heap.is_recorded => self.free_recorded(heap, handle),
             Freed::NotYet => self.free_by_all_means(&mut heap, handle, Fencing::Apart),
         }
@@ -78,22 +79,24 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Frees an allocation of a plain heap that other streams used.
     #[inline(never)]
-    fn free_used(&self, heap: &mut Heap, live: (Live, Plain), fencing: Fencing) -> Result<(), FreeError> {
-        let tally = |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested));
+    fn free_used(&self, heap: &mut Heap, live: Live, fencing: Fencing) -> Result<(), FreeError> {
+        let tally = |allocated, requested| self.tally(|tally| tally.free(allocated, requested));
         Ok(heap.free_used(&self.around, live, fencing, tally)?)
     }
 
     /// Whatever [`free`](Self::free) may need besides the block: events, books, a release, a refusal.
     #[inline(never)]
     pub(crate) fn free_by_all_means(&self, heap: &mut Heap, handle: Handle, fencing: Fencing) -> Result<(), FreeError> {
-        if let (Some(plain), Some(live)) = (heap.plain, heap.find_live(handle)) {
-            return self.free_used(heap, (live, plain), fencing);
+        if heap.way == Way::Plain
+            && let Some(live) = heap.find_live(handle)
+        {
+            return self.free_used(heap, live, fencing);
         }
         if handle.slot() == NO_SLOT {
             return Ok(free_nothing(heap, handle)?);
         }
         heap.free(&self.around, (handle, fencing), |allocated, requested| {
-            self.tally(|peaks| peaks.free(allocated, requested));
+            self.tally(|tally| tally.free(allocated, requested));
         })?;
         heap.recycle_spent(&self.around);
         if let Some(threshold) = heap.config.release_threshold_bytes() {
@@ -114,10 +117,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     fn free_behind_gate(&self, handle: Handle) -> Result<(), FreeError> {
         let mut tape = self.tape_of_recorded();
         let mut heap = self.heap_of(handle)?.lock();
-        let tally = |allocated, requested| self.tally(|peaks| peaks.free(allocated, requested));
-        let freed = match heap.recorded_plain {
-            Some(plain) => heap.free_at_once(plain, handle, tally),
-            None => heap.free_at_once_by_rule(handle, tally),
+        let tally = |allocated, requested| self.tally(|tally| tally.free(allocated, requested));
+        let freed = match heap.way {
+            Way::PlainRecorded => heap.free_at_once(handle, tally),
+            _ => heap.free_at_once_by_rule(handle, tally),
         };
         if !matches!(freed, Freed::Now) {
             return self.free_behind_gate_by_all_means(heap, handle, tape);
@@ -140,7 +143,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             free_nothing(&mut heap, handle)?;
         } else {
             heap.free(&self.around, (handle, Fencing::Apart), |allocated, requested| {
-                self.tally(|peaks| peaks.free(allocated, requested));
+                self.tally(|tally| tally.free(allocated, requested));
             })?;
             heap.recycle_spent(&self.around);
             let threshold = heap.config.release_threshold_bytes();

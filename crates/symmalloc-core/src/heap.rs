@@ -39,7 +39,7 @@ use crate::lock::{Lock, LockCell};
 use crate::merging::{Users, merge};
 use crate::names::Names;
 use crate::peak_shares::Share;
-use crate::plain::Plain;
+use crate::plain::{StreamOps, Way};
 use crate::pointer_index::{PointerIndex, SegmentDirectory};
 use crate::segment_log::SegmentLog;
 use crate::size_rules::{ByRule, Exact, SizeClass, SizeRules, Sizing};
@@ -122,12 +122,10 @@ pub struct Heap {
     /// looked up, an allocation has a name, memory is released at a threshold, or agreement looks back on ops.
     /// [`Self::note_books`] keeps it true.
     pub(crate) keeps_books: bool,
-    /// Of a heap without peculiarities, as most are. [`Self::note_books`] keeps it true.
-    pub(crate) plain: Option<Plain>,
-    /// What `plain` would be if the heap were not recorded.
-    pub(crate) recorded_plain: Option<Plain>,
-    /// What `plain` would be if allocations were not found by their first address: see [`crate::by_pointer`].
-    pub(crate) indexed_plain: Option<Plain>,
+    /// Which way requests go. [`Self::note_books`] keeps it true.
+    pub(crate) way: Way,
+    /// Of the heap's stream, if it has one.
+    pub(crate) own: StreamOps,
     /// Its part in the peak over all heaps.
     pub(crate) share: Share,
     /// What is counted away from the path of a cache hit.
@@ -138,7 +136,7 @@ pub struct Heap {
 pub(crate) enum Freed {
     Now,
     /// The heap is plain, and other streams used the block, which has to be fenced first.
-    Used(Live, Plain),
+    Used(Live),
     /// The allocation is not here, or freeing it takes the longer way.
     NotYet,
 }
@@ -198,9 +196,8 @@ impl Heap {
             journal: None,
             is_recorded: false,
             keeps_books: true,
-            plain: None,
-            recorded_plain: None,
-            indexed_plain: None,
+            way: Way::ByRule,
+            own: StreamOps::new(stream.unwrap_or_default()),
             share: Share::default(),
             rare: RareCounts::default(),
         };
@@ -284,12 +281,11 @@ impl Heap {
         self.free.remove(blocks, slot);
     }
 
-    /// Allocates if a free block is at hand that nobody else used: that takes neither the driver nor a wait. `plain` is
-    /// the heap's own, and `requested` from 1 to [`SEGMENT_BYTES_MAX`](crate::units::SEGMENT_BYTES_MAX).
+    /// Allocates if a free block is at hand that nobody else used: that takes neither the driver nor a wait. The heap is
+    /// plain, and `requested` from 1 to [`SEGMENT_BYTES_MAX`](crate::units::SEGMENT_BYTES_MAX).
     #[inline(always)]
-    pub(crate) fn allocate_at_once(&mut self, plain: Plain, requested: u64) -> Result<Allocation, Unfit> {
-        let Plain { stream, allocates, .. } = plain;
-        self.place::<Exact>(stream, allocates, requested, None, |_, _, block| block.fences.is_empty())
+    pub(crate) fn allocate_at_once(&mut self, requested: u64) -> Result<Allocation, Unfit> {
+        self.place::<Exact>(|own| *own, requested, None, |_, _, block| block.fences.is_empty())
     }
 
     /// As [`allocate_at_once`](Self::allocate_at_once), where others used the best fit: orders the stream behind them first.
@@ -298,33 +294,34 @@ impl Heap {
     pub(crate) fn allocate_behind_users<B: Backend, L: Lock>(
         &mut self,
         around: &Surroundings<B, L>,
-        plain: Plain,
         requested: u64,
         unfit: Unfit,
     ) -> Option<Allocation> {
-        let Plain { stream, allocates, .. } = plain;
         let slot = unfit.best_fit()?;
-        wait_for_users(around, &mut self.fences, stream, self.table.block_mut(slot)).ok()?;
-        self.place::<Exact>(stream, allocates, requested, Some(slot), |_, _, _| true).ok()
+        wait_for_users(around, &mut self.fences, self.own.stream, self.table.block_mut(slot)).ok()?;
+        self.place::<Exact>(|own| *own, requested, Some(slot), |_, _, _| true).ok()
     }
 
     /// As [`allocate_at_once`](Self::allocate_at_once) in a heap that is not plain, without a wait.
     #[inline(always)]
     pub(crate) fn allocate_at_once_by_rule(&mut self, stream: StreamId, requested: u64) -> Option<Allocation> {
-        let allocates = OpKind::new(Mark::Allocate, stream);
-        let placed = self.place::<ByRule>(stream, allocates, requested, None, |rules, size, block| {
-            rules.accepts(size, block.size) && block.is_free_for(stream)
-        });
+        let placed = self.place::<ByRule>(
+            |_| StreamOps::new(stream),
+            requested,
+            None,
+            |rules, size, block| rules.accepts(size, block.size) && block.is_free_for(stream),
+        );
         let placed = placed.ok()?;
         if self.keeps_books {
-            self.book(&placed, allocates.with(requested));
+            self.book(&placed, stream, requested);
         }
         Some(placed)
     }
 
     /// Notes an allocation in the books.
     #[inline(always)]
-    fn book(&mut self, placed: &Allocation, op: u64) {
+    fn book(&mut self, placed: &Allocation, stream: StreamId, requested: u64) {
+        let op = StreamOps::new(stream).allocates.with(requested);
         note(&mut self.journal, op, placement_word(placed.placement), self.digest);
         if !self.pointers.is_off() {
             let table = &self.table;
@@ -349,11 +346,10 @@ impl Heap {
             }
         };
         // Nothing fails from here on.
-        let allocates = OpKind::new(Mark::Allocate, stream);
-        let placed = self.place::<S>(stream, allocates, requested, Some(slot), |_, _, _| true);
+        let placed = self.place::<S>(|_| StreamOps::new(stream), requested, Some(slot), |_, _, _| true);
         let placed = placed.expect("the block is chosen");
         if self.keeps_books {
-            self.book(&placed, allocates.with(requested));
+            self.book(&placed, stream, requested);
         }
         self.fold_obtained(stream, mapped_before);
         Ok(placed)
@@ -387,14 +383,14 @@ impl Heap {
         Ok(slot)
     }
 
-    /// Makes a free block, or as much of its start as is wanted, the allocation: the one that was chosen, or else the best
+    /// Makes a free block, or as much of its start as is wanted, an allocation of a stream, which `ops` finds: it may know it
+    /// from the heap's own. The block is the one that was chosen, or else the best
     /// fit if it serves a request of that size. What remains stays free, with the same fences. Fails when there is no
     /// such block.
     #[inline(always)]
     fn place<S: Sizing>(
         &mut self,
-        stream: StreamId,
-        allocates: OpKind,
+        ops: impl Fn(&StreamOps) -> StreamOps,
         requested: u64,
         chosen: Option<Slot>,
         serves: impl Fn(&SizeRules, Units, &Block) -> bool,
@@ -412,38 +408,39 @@ impl Heap {
         };
         let slot = if S::splits(&self.rules, home, wanted, tiling.blocks[free as usize].size) {
             // The rest keeps the slot.
-            let front = tiling.cut_front(free, wanted);
-            index.insert(tiling.blocks, home, free);
+            let (front, rest) = tiling.cut_front(free, wanted);
+            index.insert_anew(tiling.blocks, home, free, rest);
             front
         } else {
             free
         };
         let tag = self.tags.next();
         let block = &mut tiling.blocks[slot as usize];
-        block.state = BlockState::Allocated { stream, requested, tag };
+        block.state = BlockState::Allocated { stream: ops(&self.own).stream, requested, tag };
         let &mut Block { place, size, segment, .. } = block;
         // A best fit that is taken at once has none.
         if chosen.is_some() && !block.fences.is_empty() {
             let fences = std::mem::replace(&mut block.fences, FenceSetId::EMPTY);
             self.fences.clear(fences);
         }
-        let placement = place.placement();
-        let address = tiling.base(segment).plus(placement.offset_bytes);
-        self.digest.fold(allocates.with(requested), place.word());
+        let base = tiling.base(segment);
+        self.digest.fold(ops(&self.own).allocates.with(requested), place.word());
         self.usage.allocate(size, requested);
+        let placement = place.placement();
+        let address = base.plus(placement.offset_bytes);
         Ok(Allocation { handle: Handle::new(self.id, slot, tag), address, placement, size_bytes: bytes(size) })
     }
 
     /// Frees a live allocation if nobody else used the block, and tells its allocated and requested bytes to `tally`.
-    /// Else it is as it was. `plain` is the heap's own.
+    /// Else it is as it was. The heap is plain.
     #[inline(always)]
-    pub(crate) fn free_at_once(&mut self, plain: Plain, handle: Handle, tally: impl FnOnce(u64, u64)) -> Freed {
+    pub(crate) fn free_at_once(&mut self, handle: Handle, tally: impl FnOnce(u64, u64)) -> Freed {
         let Some(live) = self.find_live(handle) else { return Freed::NotYet };
         if !self.table.block(live.slot).fences.is_empty() {
-            return Freed::Used(live, plain);
+            return Freed::Used(live);
         }
         let home = Exact::home_of(&self.rules, 0);
-        self.give_back(live, home, Users::Owner, plain.frees, 0, tally);
+        self.give_back(live, home, Users::Owner, self.own.frees, 0, tally);
         Freed::Now
     }
 
@@ -468,14 +465,14 @@ impl Heap {
     pub(crate) fn free_used<B: Backend, L: Lock>(
         &mut self,
         around: &Surroundings<B, L>,
-        (live, plain): (Live, Plain),
+        live: Live,
         fencing: Fencing,
         tally: impl FnOnce(u64, u64),
     ) -> Result<(), BackendError> {
         self.fence_uses(around, live.slot, fencing)?;
         // Nothing fails from here on.
         let home = Exact::home_of(&self.rules, 0);
-        self.give_back(live, home, Users::Fenced, plain.frees, 0, tally);
+        self.give_back(live, home, Users::Fenced, self.own.frees, 0, tally);
         self.recycle_spent(around);
         Ok(())
     }

@@ -22,6 +22,7 @@ use crate::heap::{Freed, HeapIdentity};
 use crate::ids::{HeapId, PoolId};
 use crate::lock::{Guard, Lock, LockCell, Shared};
 use crate::mail::{Letter, Mail};
+use crate::plain::Way;
 use crate::units::UNIT_BYTES;
 use std::convert::Infallible;
 use std::fmt::{self, Debug};
@@ -107,10 +108,10 @@ impl<L: Lock> Guarded<L> {
     #[inline(always)]
     pub(crate) fn free_at_hand(&mut self, handle: Handle, tally: impl FnOnce(u64, u64)) -> Freed {
         let heap = &mut self.heap;
-        match heap.plain {
-            Some(plain) => heap.free_at_once(plain, handle, tally),
-            None if heap.is_recorded => Freed::NotYet,
-            None => heap.free_at_once_by_rule(handle, tally),
+        match heap.way {
+            Way::Plain => heap.free_at_once(handle, tally),
+            _ if heap.is_recorded => Freed::NotYet,
+            _ => heap.free_at_once_by_rule(handle, tally),
         }
     }
 

@@ -24,6 +24,7 @@ enum Modelled {}
 
 impl Lock for Modelled {
     const IS_EXCLUSIVE: bool = false;
+    type Tally = ();
     type Cell<T> = Mutex<T>;
     type Keepsake = Count;
     type HeapRef = std::sync::Arc<HeapCell<Self>>;

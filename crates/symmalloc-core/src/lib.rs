@@ -124,6 +124,7 @@ mod size_rules;
 mod sorted_run;
 pub mod stats;
 mod sync;
+mod tally;
 mod text;
 pub mod trace;
 mod trim;

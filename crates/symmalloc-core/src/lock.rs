@@ -10,6 +10,7 @@
 //! comes, the lock is a spin lock for as long as they take turns.
 
 use crate::held::{HeapCell, HeapRef, Keepsake};
+use crate::tally::{ExclusiveTally, Tally};
 use std::cell::{RefCell, RefMut};
 use std::fmt::Debug;
 use std::marker::PhantomData;
@@ -19,8 +20,10 @@ use symmalloc_lock::{BiasedMutex, BiasedMutexGuard};
 
 /// A kind of lock.
 pub trait Lock: Debug + Sized + 'static {
-    /// Whether only one thread can use the allocator, so that totals over all heaps can be kept exactly for nothing.
+    /// Whether only one thread can use the allocator.
     const IS_EXCLUSIVE: bool;
+    /// What counts usage over all heaps.
+    type Tally: Tally;
     /// The lock around a `T`.
     type Cell<T>: LockCell<T>;
     /// What lies beside each heap under its lock, for whoever owns the allocator.
@@ -59,6 +62,7 @@ pub enum Exclusive {}
 
 impl Lock for Exclusive {
     const IS_EXCLUSIVE: bool = true;
+    type Tally = ExclusiveTally;
     type Cell<T> = RefCell<T>;
     type Keepsake = ();
     type HeapRef = Arc<HeapCell<Self>>;
@@ -91,6 +95,7 @@ pub struct Shared<K = ()>(PhantomData<K>);
 
 impl<K: Keepsake> Lock for Shared<K> {
     const IS_EXCLUSIVE: bool = false;
+    type Tally = ();
     type Cell<T> = BiasedLock<T>;
     type Keepsake = K;
     type HeapRef = &'static HeapCell<Self>;

@@ -11,6 +11,7 @@ use crate::ids::{PoolId, SegmentId, StreamId};
 use crate::lock::{Lock, LockCell};
 use crate::size_rules::SizeClass;
 use crate::stats::{ClassStats, Stat};
+use crate::tally::Tally;
 use crate::units::bytes;
 use std::fmt;
 
@@ -254,14 +255,14 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let is_tallied = self.is_tallied() && heaps == self.heaps.len();
         stats.peaks_are_exact = heaps <= 1 || is_tallied;
         if is_tallied {
-            stats.usage.all = self.peaks.lock().stats(stats.usage.all);
+            stats.usage.all = self.tally.stats(stats.usage.all);
         }
     }
 
     /// Starts all peaks anew at the current values.
     pub fn reset_peak_stats(&self) {
         self.around.budget.reset_peak();
-        self.peaks.lock().reset_peaks();
+        self.tally.reset_peaks();
         self.reset_shared_peak();
         for (_, entry) in self.pools.iter() {
             entry.budget.reset_peak();
@@ -277,7 +278,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn open_stat_scope(&self) -> StatScope {
         let mut open_scopes = self.open_scopes.lock();
         *open_scopes += 1;
-        self.peaks.lock().open_scope();
+        self.tally.open_scope();
         self.heaps.iter().for_each(|(_, heap)| heap.lock().usage.open_scope());
         StatScope(())
     }
@@ -292,7 +293,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         *open_scopes -= 1;
         let mut stats = ClassStats::default();
         self.heaps.iter().for_each(|(_, heap)| stats = stats.plus(heap.lock().usage.close_scope()));
-        let exact = self.peaks.lock().close_scope(stats.all);
+        let exact = self.tally.close_scope(stats.all);
         if self.is_tallied() {
             stats.all = exact;
         }

@@ -11,12 +11,12 @@ use crate::held::{Guarded, HeapCell, HeapGuard, HeapRef};
 use crate::ids::{HeapId, PoolId, StreamId};
 use crate::lock::{Lock, LockCell};
 use crate::out_of_memory::Request;
-use crate::plain::Plain;
+use crate::plain::Way;
 use crate::pool::Pool;
 use crate::recording::Tape;
 use crate::segment_log::SegmentLog;
 use crate::size_rules::{ByRule, Exact, Sizing};
-use crate::stats::ScopedPeaks;
+use crate::tally::Tally;
 use crate::units::SEGMENT_BYTES_MAX;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -44,13 +44,15 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
             return self.allocator.allocate_by_all_means(self.pool, self.stream, size_bytes);
         }
         let mut heap = self.heap.lock();
-        let Some(plain) = heap.plain else { return self.allocate_by_rule(heap, size_bytes) };
-        let allocation = match heap.allocate_at_once(plain, size_bytes) {
+        if heap.way != Way::Plain {
+            return self.allocate_by_rule(heap, size_bytes);
+        }
+        let allocation = match heap.allocate_at_once(size_bytes) {
             Ok(allocation) => allocation,
-            Err(unfit) => return self.allocate_unfit(heap, plain, size_bytes, unfit),
+            Err(unfit) => return self.allocate_unfit(heap, size_bytes, unfit),
         };
         drop(heap);
-        self.allocator.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
+        self.allocator.tally(|tally| tally.allocate(allocation.size_bytes, size_bytes));
         Ok(allocation)
     }
 
@@ -65,7 +67,7 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
             return self.allocate_by::<ByRule>(heap, size_bytes);
         };
         drop(heap);
-        self.allocator.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
+        self.allocator.tally(|tally| tally.allocate(allocation.size_bytes, size_bytes));
         Ok(allocation)
     }
 
@@ -74,15 +76,14 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
     pub(crate) fn allocate_unfit(
         &self,
         mut heap: HeapGuard<'_, L>,
-        plain: Plain,
         size_bytes: u64,
         unfit: Unfit,
     ) -> Result<Allocation, AllocateError> {
-        let Some(allocation) = heap.allocate_behind_users(&self.allocator.around, plain, size_bytes, unfit) else {
+        let Some(allocation) = heap.allocate_behind_users(&self.allocator.around, size_bytes, unfit) else {
             return self.allocate_by::<Exact>(heap, size_bytes);
         };
         drop(heap);
-        self.allocator.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
+        self.allocator.tally(|tally| tally.allocate(allocation.size_bytes, size_bytes));
         Ok(allocation)
     }
 
@@ -100,7 +101,7 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
             Ok(allocation) => allocation,
             Err(shortage) => self.persist(size_bytes, *shortage, &mut self.allocator.blank_tape())?,
         };
-        self.allocator.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
+        self.allocator.tally(|tally| tally.allocate(allocation.size_bytes, size_bytes));
         Ok(allocation)
     }
 
@@ -126,17 +127,17 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
         let Route { allocator, heap: cell, pool, stream } = *self;
         let mut tape = allocator.tape_of_recorded();
         let mut heap = cell.lock();
-        let at_once = match heap.recorded_plain {
+        let at_once = match heap.way {
             _ if size_bytes == 0 => None,
-            Some(plain) => heap.allocate_at_once(plain, size_bytes).ok(),
-            None => heap.allocate_at_once_by_rule(stream, size_bytes),
+            Way::PlainRecorded => heap.allocate_at_once(size_bytes).ok(),
+            _ => heap.allocate_at_once_by_rule(stream, size_bytes),
         };
         let Some(allocation) = at_once else { return self.allocate_by_all_means(heap, size_bytes, name, tape) };
         if let Some(name) = name {
             heap.set_name(allocation.handle.slot(), name);
         }
         drop(heap);
-        allocator.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
+        allocator.tally(|tally| tally.allocate(allocation.size_bytes, size_bytes));
         tape.note_allocation(&allocation, (pool, stream, size_bytes), name);
         Ok(allocation)
     }
@@ -162,7 +163,7 @@ impl<B: Backend, L: Lock> Route<'_, B, L> {
             if let Some(name) = name {
                 cell.lock().set_name(allocation.handle.slot(), name);
             }
-            allocator.tally(|peaks| peaks.allocate(allocation.size_bytes, size_bytes));
+            allocator.tally(|tally| tally.allocate(allocation.size_bytes, size_bytes));
             allocation
         };
         tape.note_allocation(&allocation, (pool, stream, size_bytes), name);
@@ -269,16 +270,16 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     #[inline(always)]
-    pub(crate) fn tally(&self, count: impl FnOnce(&mut ScopedPeaks)) {
+    pub(crate) fn tally(&self, count: impl FnOnce(&L::Tally)) {
         if self.is_tallied() {
-            count(&mut self.peaks.lock());
+            count(&self.tally);
         }
     }
 
     /// A second heap comes to the first: from now on their sum has peaks of its own.
     fn start_tally(&self) {
         if let Some(first) = self.heaps.get(0).filter(|_| L::IS_EXCLUSIVE) {
-            *self.peaks.lock() = first.lock().usage.peaks();
+            self.tally.begin(first.lock().usage.levels());
         }
     }
 }

@@ -13,7 +13,8 @@
 //! anew; closing one gives the outer scope the larger of both. Scopes nest, and cost nothing between open and close.
 
 use crate::size_rules::{SizeClass, SizeRules};
-use crate::units::{Units, bytes};
+use crate::tally::Levels;
+use crate::units::{Units, bytes, units};
 
 /// A quantity over time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -27,53 +28,6 @@ pub struct Stat {
     pub allocated: u64,
     /// Everything that was ever taken away.
     pub freed: u64,
-}
-
-/// How high a quantity is, and was at most.
-#[derive(Clone, Copy, Debug, Default)]
-struct Level {
-    peak: u64,
-    /// Peak less current.
-    below_peak: u64,
-}
-
-impl Level {
-    #[inline(always)]
-    fn add(&mut self, amount: u64) {
-        let (below_peak, is_above) = self.below_peak.overflowing_sub(amount);
-        self.below_peak = below_peak;
-        if is_above {
-            self.raise_peak();
-        }
-    }
-
-    /// The distance fell below zero: the peak is higher by as much.
-    #[cold]
-    #[inline(never)]
-    fn raise_peak(&mut self) {
-        self.peak += self.below_peak.wrapping_neg();
-        self.below_peak = 0;
-    }
-
-    #[inline(always)]
-    fn take(&mut self, amount: u64) {
-        self.below_peak += amount;
-    }
-
-    #[inline(always)]
-    fn current(self) -> u64 {
-        self.peak - self.below_peak
-    }
-
-    /// Puts the peak elsewhere, at or above the current value.
-    fn set_peak(&mut self, peak: u64) {
-        *self = Level { peak, below_peak: peak - self.current() };
-    }
-
-    /// The sum over parts, of which this is the level.
-    fn stat(self, sum: Stat) -> Stat {
-        Stat { current: self.current(), peak: self.peak, ..sum }
-    }
 }
 
 /// What programs hold: allocations, and the bytes of their blocks and of their requests.
@@ -102,84 +56,6 @@ impl UsageStats {
             allocated_bytes: sum(self.allocated_bytes, other.allocated_bytes),
             requested_bytes: sum(self.requested_bytes, other.requested_bytes),
         }
-    }
-}
-
-/// The levels of allocations, allocated bytes and requested bytes.
-#[derive(Clone, Copy, Debug, Default)]
-struct Levels([Level; 3]);
-
-impl Levels {
-    #[inline(always)]
-    fn allocate(&mut self, allocated_bytes: u64, requested_bytes: u64) {
-        let [allocations, allocated, requested] = &mut self.0;
-        allocations.add(1);
-        allocated.add(allocated_bytes);
-        requested.add(requested_bytes);
-    }
-
-    #[inline(always)]
-    fn free(&mut self, allocated_bytes: u64, requested_bytes: u64) {
-        let [allocations, allocated, requested] = &mut self.0;
-        allocations.take(1);
-        allocated.take(allocated_bytes);
-        requested.take(requested_bytes);
-    }
-
-    fn restart_peaks(&mut self) {
-        self.0.iter_mut().for_each(|level| level.set_peak(level.current()));
-    }
-
-    /// Takes the peaks of an outer scope over, where they are higher.
-    fn raise_peaks(&mut self, outer: Levels) {
-        self.0.iter_mut().zip(outer.0).for_each(|(level, outer)| level.set_peak(level.peak.max(outer.peak)));
-    }
-}
-
-/// The peaks of a sum over parts that count for themselves, with nested scopes. All else is added up when somebody asks.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct ScopedPeaks {
-    levels: Levels,
-    /// What the levels were when each open scope began; outermost first.
-    scopes: Vec<Levels>,
-}
-
-impl ScopedPeaks {
-    #[inline(always)]
-    pub(crate) fn allocate(&mut self, allocated_bytes: u64, requested_bytes: u64) {
-        self.levels.allocate(allocated_bytes, requested_bytes);
-    }
-
-    #[inline(always)]
-    pub(crate) fn free(&mut self, allocated_bytes: u64, requested_bytes: u64) {
-        self.levels.free(allocated_bytes, requested_bytes);
-    }
-
-    /// The sum over the parts with its own peaks.
-    pub(crate) fn stats(&self, sum: UsageStats) -> UsageStats {
-        let [allocations, allocated, requested] = self.levels.0;
-        UsageStats {
-            allocations: allocations.stat(sum.allocations),
-            allocated_bytes: allocated.stat(sum.allocated_bytes),
-            requested_bytes: requested.stat(sum.requested_bytes),
-        }
-    }
-
-    pub(crate) fn reset_peaks(&mut self) {
-        self.levels.restart_peaks();
-    }
-
-    pub(crate) fn open_scope(&mut self) {
-        self.scopes.push(self.levels);
-        self.reset_peaks();
-    }
-
-    /// What happened since the innermost scope was opened, of which `sum` is what happened in the parts.
-    pub(crate) fn close_scope(&mut self, sum: UsageStats) -> UsageStats {
-        let Some(outer) = self.scopes.pop() else { return UsageStats::default() };
-        let stats = self.stats(sum);
-        self.levels.raise_peaks(outer);
-        stats
     }
 }
 
@@ -263,27 +139,28 @@ pub(crate) struct HeapUsage {
 impl HeapUsage {
     #[inline(always)]
     pub(crate) fn allocate(&mut self, size: Units, requested_bytes: u64) {
-        let class = SizeRules::class_of(size) as usize;
         // One quantity after the other: two sums side by side become a vector, which takes longer to put together.
-        for (quantity, amount) in [1, bytes(size), requested_bytes].into_iter().enumerate() {
-            if self.counts[class][quantity].add(amount) {
-                self.pass_mark(class, quantity);
+        let allocated_bytes = bytes(size);
+        for (quantity, amount) in [1, allocated_bytes, requested_bytes].into_iter().enumerate() {
+            if counts_of(&mut self.counts, size)[quantity].add(amount) {
+                self.pass_mark(allocated_bytes, quantity);
             }
         }
     }
 
     #[inline(always)]
     pub(crate) fn free(&mut self, size: Units, requested_bytes: u64) {
-        let [allocations, allocated, requested] = &mut self.counts[SizeRules::class_of(size) as usize];
+        let [allocations, allocated, requested] = counts_of(&mut self.counts, size);
         allocations.take(1);
         allocated.take(bytes(size));
         requested.take(requested_bytes);
     }
 
-    /// A class is above its mark: there may be new peaks, and there are new marks.
+    /// The class of blocks with so many bytes is above its mark: there may be new peaks, and there are new marks.
     #[cold]
     #[inline(never)]
-    fn pass_mark(&mut self, class: usize, quantity: usize) {
+    fn pass_mark(&mut self, allocated_bytes: u64, quantity: usize) {
+        let class = SizeRules::class_of(units(allocated_bytes)) as usize;
         let [mut this, mut other] = [self.counts[class][quantity], self.counts[1 - class][quantity]];
         let sum = this.current() + other.current();
         let peak = self.peaks[quantity].max(sum);
@@ -294,14 +171,12 @@ impl HeapUsage {
         (self.counts[class][quantity], self.counts[1 - class][quantity]) = (this, other);
     }
 
-    /// The levels of both classes together.
-    pub(crate) fn peaks(&self) -> ScopedPeaks {
-        let levels = |counts: &Counts, peaks: [u64; 3]| {
-            let below = |quantity: usize| peaks[quantity] - current(counts, quantity);
-            Levels([0, 1, 2].map(|quantity| Level { peak: peaks[quantity], below_peak: below(quantity) }))
+    /// The levels of both classes together: now, and when each open scope began, outermost first.
+    pub(crate) fn levels(&self) -> (Levels, Vec<Levels>) {
+        let levels = |counts: &Counts, peaks: &[u64; 3]| {
+            Levels::new([0, 1, 2].map(|quantity| (peaks[quantity], current(counts, quantity))))
         };
-        let scopes = self.scopes.iter().map(|(counts, peaks)| levels(counts, *peaks)).collect();
-        ScopedPeaks { levels: levels(&self.counts, self.peaks), scopes }
+        (levels(&self.counts, &self.peaks), self.scopes.iter().map(|(counts, peaks)| levels(counts, peaks)).collect())
     }
 
     /// Bytes of the blocks that are allocated now.
@@ -351,6 +226,16 @@ impl HeapUsage {
             *peak = (*peak).max(outer);
         }
         stats
+    }
+}
+
+/// The counts of a block's class.
+#[inline(always)]
+fn counts_of(counts: &mut Counts, size: Units) -> &mut [Count; 3] {
+    let [small, large] = counts;
+    match SizeRules::class_of(size) {
+        SizeClass::Small => small,
+        SizeClass::Large => large,
     }
 }
 

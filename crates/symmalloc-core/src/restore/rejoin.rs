@@ -16,6 +16,7 @@ use crate::layout::{Content, SegmentLayout};
 use crate::lock::{Lock, LockCell};
 use crate::observe::events_of_live_segment;
 use crate::obtain::{fresh, trace_segment};
+use crate::tally::Tally;
 use crate::units::{UNIT_BYTES, bytes, units};
 use smallvec::SmallVec;
 
@@ -97,7 +98,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 Content::Free => heap.link(slot),
                 Content::Allocated(allocation) => {
                     heap.make_live(slot, allocation);
-                    self.tally(|usage| usage.allocate(piece.size_bytes, allocation.requested_bytes));
+                    self.tally(|tally| tally.allocate(piece.size_bytes, allocation.requested_bytes));
                 }
                 Content::Hole => {
                     heap.table.block_mut(slot).state = BlockState::Hole;

@@ -16,6 +16,7 @@ use crate::heap::{Heap, Shortage, Surroundings};
 use crate::ids::StreamId;
 use crate::layout::{AllocationLayout, Extent, SegmentLayout};
 use crate::lock::Lock;
+use crate::tally::Tally;
 use crate::trim::synchronize;
 use crate::units::{Units, bytes, units};
 use smallvec::SmallVec;
@@ -75,7 +76,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             if heap.table.block(slot).is_free() {
                 slot = heap.carve(slot, offset, end);
                 heap.make_live(slot, allocation);
-                self.tally(|usage| usage.allocate(allocation.size_bytes, allocation.requested_bytes));
+                self.tally(|tally| tally.allocate(allocation.size_bytes, allocation.requested_bytes));
             } else {
                 heap.note_uses_and_name(slot, allocation);
             }
