@@ -345,7 +345,8 @@ impl BlockTable {
 
     /// Cuts `size` off the start of a larger block that is in no index, and makes it a block of its own.
     pub(crate) fn cut_front(&mut self, slot: Slot, size: Units, state: BlockState) -> Slot {
-        let (front, rest) = self.tiling_with_room().cut_front(slot, size);
+        let home = self.block(slot).home;
+        let (front, rest) = self.tiling_with_room().cut_front(slot, size, home);
         self.block_mut(front).state = state;
         let behind = self.block_mut(slot);
         (behind.place, behind.size) = rest;
@@ -399,11 +400,11 @@ impl Tiling<'_> {
     /// Cuts `size` off the start of a larger block that is in no index, and makes it a block of its own, whose state the
     /// caller sets, as the place and size of the rest, which are returned. Takes the vacant slot.
     #[inline(always)]
-    pub(crate) fn cut_front(&mut self, slot: Slot, size: Units) -> (Slot, (Place, Units)) {
+    pub(crate) fn cut_front(&mut self, slot: Slot, size: Units, home: SizeClass) -> (Slot, (Place, Units)) {
         let front = *self.vacant;
         let behind = &mut self.blocks[slot as usize];
         let (place, segment) = (behind.place, behind.segment);
-        let (prev, home) = (behind.prev, behind.home);
+        let prev = behind.prev;
         let rest = (place.plus(size), behind.size - size);
         behind.prev = front;
         match self.blocks.get_mut(prev as usize) {

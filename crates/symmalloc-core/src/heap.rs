@@ -408,7 +408,7 @@ impl Heap {
         };
         let slot = if S::splits(&self.rules, home, wanted, tiling.blocks[free as usize].size) {
             // The rest keeps the slot.
-            let (front, rest) = tiling.cut_front(free, wanted);
+            let (front, rest) = tiling.cut_front(free, wanted, home);
             index.insert_anew(tiling.blocks, home, free, rest);
             front
         } else {

@@ -25,14 +25,15 @@
 //! A thread that ended cannot be there any more: its number, and its flag with it, may be another thread's.
 
 use crate::membarrier;
-use crate::sync::{AtomicBool, AtomicU8, AtomicU32, Ordering};
+use crate::sync::{AtomicBool, AtomicU32, Ordering};
+use crate::thread_number::STEP;
 use crate::wait;
 
 /// Number of flags: everybody's, and those of the first seven threads that come often.
-const FLAGS: usize = 8;
+const FLAGS: usize = STEP as usize;
 /// The flag that everybody may take.
 const EVERYBODY: usize = 0;
-/// Owns nothing: unlike every thread's number times [`FLAGS`] in more bits than a flag's number has.
+/// Owns nothing: unlike every thread's number in more bits than a flag's number has.
 const NOBODY: u32 = u32::MAX;
 
 /// A lock that threads come to in turns gets more patient, up to this.
@@ -42,10 +43,10 @@ const PATIENCE_MAX: u32 = 1 << 16;
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct Bias {
-    /// Number of the thread that has the bias, times [`FLAGS`], plus its flag. Written by insiders, and by whoever holds flag 0.
+    /// Number of the thread that has the bias plus that of its flag. Written by insiders, and by whoever holds flag 0.
     owner: AtomicU32,
     /// The insider's: the flag that it came by.
-    entered: AtomicU8,
+    entered: AtomicU32,
     /// Who is inside, or about to be.
     flags: [AtomicBool; FLAGS],
     /// The insider's: the thread that came by flag 0 the last time, and how many times in a row.
@@ -62,7 +63,7 @@ impl Bias {
     pub(crate) const fn new(patience: u32) -> Self {
         Bias {
             owner: AtomicU32::new(NOBODY),
-            entered: AtomicU8::new(EVERYBODY as u8),
+            entered: AtomicU32::new(EVERYBODY as u32),
             flags: [const { AtomicBool::new(false) }; FLAGS],
             last: AtomicU32::new(0),
             streak: AtomicU32::new(0),
@@ -75,7 +76,7 @@ impl Bias {
     pub(crate) fn new(patience: u32) -> Self {
         Bias {
             owner: AtomicU32::new(NOBODY),
-            entered: AtomicU8::new(EVERYBODY as u8),
+            entered: AtomicU32::new(EVERYBODY as u32),
             flags: std::array::from_fn(|_| AtomicBool::new(false)),
             last: AtomicU32::new(0),
             streak: AtomicU32::new(0),
@@ -88,7 +89,7 @@ impl Bias {
     #[inline(always)]
     pub(crate) fn enter_by_bias(&self, thread: u32) -> bool {
         let owner = self.owner.load(Ordering::Relaxed);
-        let flag = (owner ^ (thread * FLAGS as u32)) as usize;
+        let flag = owner as usize ^ thread as usize;
         // A thread that is inside already must not come in again.
         if flag >= FLAGS || self.flags[flag].load(Ordering::Relaxed) {
             return false;
@@ -147,7 +148,7 @@ impl Bias {
         membarrier::heavy();
         // Acquire: what the owner did inside is seen.
         wait::until(|| !self.flags[flag].load(Ordering::Acquire));
-        self.entered.store(EVERYBODY as u8, Ordering::Relaxed);
+        self.entered.store(EVERYBODY as u32, Ordering::Relaxed);
         let patience = self.patience.load(Ordering::Relaxed);
         self.patience.store(PATIENCE_MAX.min(2 * patience), Ordering::Relaxed);
     }
@@ -178,9 +179,9 @@ impl Bias {
         let flag = (1..FLAGS).find(|flag| [0, thread].contains(&self.holders[*flag].load(Ordering::Relaxed)));
         let Some(flag) = flag else { return };
         self.holders[flag].store(thread, Ordering::Relaxed);
-        self.entered.store(flag as u8, Ordering::Relaxed);
+        self.entered.store(flag as u32, Ordering::Relaxed);
         self.flags[flag].store(true, Ordering::Relaxed);
-        self.owner.store(thread * FLAGS as u32 + flag as u32, Ordering::Relaxed);
+        self.owner.store(thread + flag as u32, Ordering::Relaxed);
         // Whoever takes it next sees the owner and its flag.
         self.flags[EVERYBODY].store(false, Ordering::Release);
     }

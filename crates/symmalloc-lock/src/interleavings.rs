@@ -4,6 +4,7 @@
 //! that does not see what the last one did, lose a count.
 
 use crate::bias::Bias;
+use crate::thread_number::STEP;
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicUsize, Ordering};
 use loom::thread;
@@ -20,6 +21,7 @@ impl Counter {
     }
 
     fn bump(&self, thread: u32) {
+        let thread = thread * STEP;
         if !self.bias.enter_by_bias(thread) {
             self.bias.enter(thread);
         }
@@ -28,6 +30,7 @@ impl Counter {
 
     /// As [`bump`](Self::bump), if that takes no waiting. Whether it did.
     fn try_bump(&self, thread: u32) -> bool {
+        let thread = thread * STEP;
         let is_inside = self.bias.enter_by_bias(thread) || self.bias.try_enter(thread);
         if is_inside {
             self.count_inside();

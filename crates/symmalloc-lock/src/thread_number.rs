@@ -6,10 +6,12 @@
 use std::cell::Cell;
 use std::sync::{Mutex, PoisonError};
 
+/// Numbers are multiples of this. What is free below may say something else beside a number.
+pub(crate) const STEP: u32 = 8;
 /// Of a thread that has no number: not yet, or not any more.
 pub(crate) const NONE: u32 = 0;
-/// More threads than this do not live at a time; those that do have no number.
-pub(crate) const MAX: u32 = (1 << 28) - 1;
+/// No number is greater: more threads than have numbers do not live at a time, and those that do have none.
+const MAX: u32 = u32::MAX / STEP * STEP - STEP;
 
 thread_local! {
     static NUMBER: Cell<u32> = const { Cell::new(NONE) };
@@ -28,7 +30,7 @@ pub(crate) fn get() -> u32 {
     NUMBER.get()
 }
 
-/// Numbers that are free, and how many were given.
+/// Numbers that are free, and the last one that was given.
 static FREE: Mutex<(Vec<u32>, u32)> = Mutex::new((Vec::new(), 0));
 
 /// A number that is given back when the thread ends.
@@ -38,7 +40,7 @@ impl Held {
     fn take() -> Self {
         let mut free = FREE.lock().unwrap_or_else(PoisonError::into_inner);
         let number = free.0.pop().unwrap_or_else(|| {
-            free.1 = MAX.min(free.1 + 1);
+            free.1 = MAX.min(free.1 + STEP);
             if free.1 < MAX { free.1 } else { NONE }
         });
         NUMBER.set(number);
@@ -63,7 +65,7 @@ mod tests {
     #[test]
     fn live_threads_have_numbers_of_their_own() {
         let mine = get();
-        assert!(mine != NONE && mine == get() && mine == known());
+        assert!(mine != NONE && mine.is_multiple_of(STEP) && mine == get() && mine == known());
         thread::scope(|scope| {
             let theirs = scope.spawn(|| (known(), get(), known())).join().expect("no panic");
             assert_eq!(theirs.0, NONE, "not before somebody asks");
