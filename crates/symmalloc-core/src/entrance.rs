@@ -14,6 +14,7 @@ use crate::heap::Freed;
 use crate::held::{HeapCell, HeapGuard, Held, Keepsake as _};
 use crate::ids::HeapId;
 use crate::lock::Lock;
+use std::mem::ManuallyDrop;
 
 /// The heap of a [`Binding`], to free what lies in it. Good for as long as the allocator lives; entered later, it frees
 /// nothing: it may lead to another allocator's heap, which knows none of the handles. See [`Binding::entrance`].
@@ -85,9 +86,13 @@ fn free_past_others<L: Lock>(heap: &HeapCell<L>, handle: Handle, held: Held<L>) 
 
 #[inline(always)]
 fn free_inside<L: Lock>(mut guarded: HeapGuard<'_, L>, handle: Handle, held: Held<L>) -> (bool, Option<Held<L>>) {
+    // A panic in here is a failed assertion about the heap. What comes with the free is not dropped then, which spares the
+    // way a copy of it in memory.
+    let held = ManuallyDrop::new(held);
+    let held = || ManuallyDrop::into_inner(held);
     match guarded.free_at_hand(handle, |_, _| {}) {
-        Freed::Now => (true, guarded.keepsake.keep(held)),
-        Freed::Used(..) | Freed::NotYet => (false, Some(held)),
+        Freed::Now => (true, guarded.keepsake.keep(held())),
+        Freed::Used(..) | Freed::NotYet => (false, Some(held())),
     }
 }
 
