@@ -98,7 +98,7 @@ pub(crate) struct Block {
     pub(crate) links: [Slot; 2],
     /// Allocated: other streams that use the block. Free: what its next user must wait for. Empty for holes.
     pub(crate) fences: FenceSetId,
-    /// Which free index the block belongs to; the same for all blocks of a segment.
+    /// Which part of the free index the block belongs to; the same for all blocks of a segment.
     pub(crate) home: SizeClass,
     pub(crate) state: BlockState,
 }
