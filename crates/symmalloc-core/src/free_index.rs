@@ -254,7 +254,8 @@ impl FreeIndex {
                 blocks[bin as usize].links[NEXT] = slot;
                 *self.word_mut(bin) |= 1 << (bin % 64);
             }
-            _ => self.insert_behind(blocks, slot, bin),
+            Some(_) => self.insert_behind(blocks, slot, bin),
+            None => self.insert_into_run(blocks, slot, bin),
         }
     }
 
@@ -320,7 +321,7 @@ impl FreeIndex {
         used.flat_map(|bin| self.keys_of(blocks, bin))
     }
 
-    /// Puts a block into its bin, which is long, or has a first block that is less.
+    /// Puts a block into a list whose first block is less.
     #[inline(never)]
     fn insert_behind(&mut self, blocks: &mut [Block], slot: Slot, bin: Bin) {
         let rank = blocks[slot as usize].rank();
