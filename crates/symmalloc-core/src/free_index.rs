@@ -164,32 +164,42 @@ impl FreeIndex {
         self.remove(blocks, slot);
     }
 
-    /// The best fit of this bin, which is not empty, or of those behind it.
+    /// The best fit of this bin, whose first block is too small or which is long, or of those behind it.
     #[cold]
     #[inline(never)]
-    fn best_fit_from(&mut self, blocks: &[Block], home: SizeClass, mut bin: Bin, size: Units) -> Option<Slot> {
-        let last = first_of(home) + BIN_COUNT as Bin - 1;
-        while bin <= last {
-            let mut slot = blocks[bin as usize].links[NEXT];
-            // The anchor is large enough for every size.
-            while let Some(block) = blocks.get(slot as usize) {
-                if block.size >= size {
-                    break;
-                }
+    fn best_fit_from(&mut self, blocks: &[Block], home: SizeClass, bin: Bin, size: Units) -> Option<Slot> {
+        let mut slot = blocks[bin as usize].links[NEXT];
+        // The anchor is large enough for every size.
+        while let Some(block) = blocks.get(slot as usize) {
+            if block.size < size {
                 slot = block.links[NEXT];
-            }
-            if slot == NONE {
-                let run = self.runs[bin as usize].as_mut().expect("a long bin has a run");
-                if let Some(key) = run.first_at_least(FreeKey::least_of(size)) {
-                    return Some(key.slot());
-                }
             } else if slot != bin {
                 return Some(slot);
+            } else {
+                break;
+            }
+        }
+        self.best_fit_beyond(blocks, home, bin, size)
+    }
+
+    /// The best fit of this bin if it is long, or of those behind it.
+    #[inline(never)]
+    fn best_fit_beyond(&mut self, blocks: &[Block], home: SizeClass, mut bin: Bin, size: Units) -> Option<Slot> {
+        let last = first_of(home) + BIN_COUNT as Bin - 1;
+        while bin <= last {
+            let run = self.runs.get_mut(bin as usize).and_then(Option::as_mut);
+            if let Some(key) = run.and_then(|run| run.first_at_least(FreeKey::least_of(size))) {
+                return Some(key.slot());
             }
             if bin == last {
                 break;
             }
             bin = self.occupied_from(home, bin + 1 - first_of(home))?;
+            // Every block of a later bin is large enough.
+            let first = blocks[bin as usize].links[NEXT];
+            if bin <= last && first != NONE {
+                return Some(first);
+            }
         }
         None
     }
@@ -448,6 +458,20 @@ mod tests {
         let mut index = FreeIndex::default();
         slots.iter().for_each(|slot| index.insert(table.blocks_mut(), HOME, *slot));
         assert_eq!(index.best_fit(table.blocks(), HOME, 33), Some(slots[2]));
+    }
+
+    #[test]
+    fn who_asks_for_the_largest_sizes_gets_no_block_of_the_other_home() {
+        let (mut table, slots) = table_of(&[(1, 0, 0), (2, 0, 7), (700, 0, 9), (1 << 30, 1, 0)]);
+        let mut index = FreeIndex::default();
+        slots[..3].iter().for_each(|slot| index.insert(table.blocks_mut(), SizeClass::Small, *slot));
+        // The words of these sizes' bins are followed by the other home's.
+        let sizes = [1 << 24, 1 << 29, (1 << 30) + 1, 1 << 31, u32::MAX];
+        let fits =
+            |index: &mut FreeIndex, table: &BlockTable| sizes.map(|size| index.best_fit(table.blocks(), HOME, size));
+        assert_eq!(fits(&mut index, &table), [None; 5]);
+        index.insert(table.blocks_mut(), HOME, slots[3]);
+        assert_eq!(fits(&mut index, &table), [Some(slots[3]), Some(slots[3]), None, None, None]);
     }
 
     fn blocks() -> impl Strategy<Value = Vec<(Units, u32, Units)>> {
