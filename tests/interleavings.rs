@@ -128,10 +128,8 @@ fn open_mail(allocator: &Shared, stream: StreamId) -> Binding<Shuttled> {
 /// Frees what lies in the heap, and waits for no other thread if it takes mail. Of allocations with uses as well: there are no
 /// captures here, so events that are recorded later are as good.
 fn free_or_leave(allocator: &Shared, heap: &Binding<Shuttled>, handle: Handle) {
-    let (is_freed, left) = heap.entrance().free_at_hand(handle, Arc::clone(allocator));
-    if !is_freed {
-        left.expect("nothing has changed").free(handle).expect("live");
-    }
+    let refused = |_: &Arc<Allocator<_, _>>, error| panic!("{error}");
+    drop(heap.entrance().free(handle, Arc::clone(allocator), |allocator| &**allocator, refused));
 }
 
 /// Everything is freed: nothing is left, neither on the device nor in the books.

@@ -24,7 +24,7 @@ use crate::errors::{AllocateError, RecordUseError, ReserveError, StreamError, Tr
 use crate::fence::StreamClocks;
 use crate::handle::{Allocation, Handle};
 use crate::heap::{Heap, Surroundings};
-use crate::held::HeapRef;
+use crate::held::{HeapCell, HeapRef};
 use crate::ids::{Placement, PoolId, StreamId};
 use crate::journal::ProgramOrder;
 use crate::lock::{Exclusive, Lock, LockCell, Shared};
@@ -266,9 +266,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// When the handle is not live here or the stream is unknown.
     pub fn record_use(&self, handle: Handle, stream: StreamId) -> Result<(), RecordUseError> {
-        self.record_use_by_owner(handle, stream)?;
+        let heap = self.record_use_in(handle, stream)?;
         if !L::IS_EXCLUSIVE
-            && let Ok(heap) = self.heap_of(handle)
+            && let Some(heap) = heap
         {
             // Who frees it may not know of the use, and must not leave the free to somebody who comes later: the stream may
             // be part of a capture by then, and have no moment any more that an event could stand for.
@@ -278,21 +278,31 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     /// As [`record_use`](Self::record_use), by who frees the allocation and then does not leave it to
-    /// [`Entrance::free_at_hand`](crate::Entrance::free_at_hand).
+    /// [`Entrance::free`](crate::Entrance::free).
     ///
     /// # Errors
     /// As [`record_use`](Self::record_use).
     pub fn record_use_by_owner(&self, handle: Handle, stream: StreamId) -> Result<(), RecordUseError> {
+        self.record_use_in(handle, stream).map(|_heap| ())
+    }
+
+    /// Notes a use. The heap that the allocation lies in, if it takes memory.
+    #[inline(always)]
+    fn record_use_in(&self, handle: Handle, stream: StreamId) -> Result<Option<&HeapCell<L>>, RecordUseError> {
         self.known_stream(stream)?;
         if handle.slot() == NO_SLOT {
-            return self.record_use_rarely(handle, stream);
+            self.record_use_rarely(handle, stream)?;
+            return Ok(None);
         }
-        let mut heap = self.heap_of(handle)?.lock();
+        let cell = self.heap_of(handle)?;
+        let mut heap = cell.lock();
         if heap.is_recorded {
             drop(heap);
-            return self.record_use_rarely(handle, stream);
+            self.record_use_rarely(handle, stream)?;
+        } else {
+            heap.record_use(handle, stream)?;
         }
-        Ok(heap.record_use(handle, stream)?)
+        Ok(Some(cell))
     }
 
     /// Of an allocation of zero bytes, or whose heap is recorded: the gate comes before the heap.

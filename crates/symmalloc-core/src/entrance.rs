@@ -10,10 +10,11 @@ use crate::bound::Binding;
 use crate::errors::FreeError;
 use crate::fencing::Fencing;
 use crate::handle::Handle;
-use crate::heap::Freed;
+use crate::heap::{Freed, Live};
 use crate::held::{HeapCell, HeapGuard, Held, Keepsake as _};
 use crate::ids::HeapId;
 use crate::lock::Lock;
+use crate::tally::Tally;
 use std::mem::ManuallyDrop;
 
 /// The heap of a [`Binding`], to free what lies in it. Good for as long as the allocator lives; entered later, it frees
@@ -33,67 +34,142 @@ impl<L: Lock> Binding<L> {
 }
 
 impl<L: Lock> Entrance<L> {
-    /// Frees an allocation of the heap if nothing but its block is to be freed, and keeps `held` [beside it](crate::held).
-    /// Whether it did, and `held` if it was not kept; if it did not, nothing has changed, and
-    /// [`free`](crate::Allocator::free) does what it takes, or says why not.
+    /// Frees an allocation of the heap, and keeps `held` [beside it](crate::held) under the same lock. What keeps the allocator
+    /// alive is `held`, and `allocator` finds it there: it is asked where more than the block is to be freed. Frees in a row
+    /// may share an event, as with [`Allocator::free_in_row`]. Tells `refused` why an allocation is not freed. Returns what
+    /// was not kept: where the free was refused, was recorded, or was one of another heap, that is all.
     ///
     /// If another thread is inside, or has the heap's lock to itself, it leaves the free and `held` for who comes next, where
-    /// that is [allowed](crate::Allocator::open_mail), and waits for nobody. No use by another stream may have been recorded
-    /// with [`record_use_by_owner`](crate::Allocator::record_use_by_owner) then.
-    #[inline]
-    pub fn free_at_hand(&self, handle: Handle, held: Held<L>) -> (bool, Option<Held<L>>) {
-        if handle.heap() != self.id {
-            return (false, Some(held));
-        }
-        match self.heap.try_lock() {
-            Some(guarded) => free_inside::<L>(guarded, handle, held),
-            None => free_past_others(&self.heap, handle, held),
-        }
-    }
-
-    /// Frees an allocation as [`Allocator::free_in_row`] does, and keeps `held` beside the heap under the same lock. What keeps
-    /// the allocator alive is `held`, and `allocator` finds it there. Returns what was not kept, with the outcome of the free:
-    /// all of it where the free was refused, was recorded, or was one of another heap.
-    pub fn free_in_row<B: Backend>(
-        self,
+    /// that is [allowed](Allocator::open_mail), and waits for nobody. No use by another stream may have been recorded with
+    /// [`record_use_by_owner`](Allocator::record_use_by_owner) then: see [`free_used`](Self::free_used).
+    #[inline(always)]
+    pub fn free<B: Backend>(
+        &self,
         handle: Handle,
         held: Held<L>,
         allocator: impl FnOnce(&Held<L>) -> &Allocator<B, L>,
-    ) -> Option<(Held<L>, Result<(), FreeError>)> {
-        let mut guarded = self.heap.lock();
-        let allocator = allocator(&held);
-        if handle.heap() != self.id || guarded.is_recorded {
-            drop(guarded);
-            let freed = allocator.free_in_row(handle);
-            return Some((held, freed));
+        refused: impl FnOnce(&Held<L>, FreeError),
+    ) -> Option<Held<L>> {
+        if handle.heap() != self.id {
+            return free_elsewhere(handle, held, allocator, refused);
         }
-        match allocator.free_by_all_means(&mut guarded, handle, Fencing::InRow) {
-            Ok(()) => guarded.keepsake.keep(held).map(|left| (left, Ok(()))),
-            Err(error) => Some((held, Err(error))),
+        match self.heap.try_lock() {
+            Some(guarded) => free_inside(guarded, handle, held, allocator, refused),
+            None => free_past_others(&self.heap, handle, held, allocator, refused),
         }
+    }
+
+    /// As [`free`](Self::free), and waits for its turn.
+    #[inline]
+    pub fn free_used<B: Backend>(
+        &self,
+        handle: Handle,
+        held: Held<L>,
+        allocator: impl FnOnce(&Held<L>) -> &Allocator<B, L>,
+        refused: impl FnOnce(&Held<L>, FreeError),
+    ) -> Option<Held<L>> {
+        if handle.heap() != self.id {
+            return free_elsewhere(handle, held, allocator, refused);
+        }
+        free_inside(self.heap.lock(), handle, held, allocator, refused)
     }
 }
 
 /// Somebody else is inside, or may come without asking.
 #[cold]
 #[inline(never)]
-fn free_past_others<L: Lock>(heap: &HeapCell<L>, handle: Handle, held: Held<L>) -> (bool, Option<Held<L>>) {
-    match heap.mail.leave(handle, held) {
-        Ok(()) => (true, None),
-        Err(held) => free_inside::<L>(heap.lock(), handle, held),
-    }
+fn free_past_others<B: Backend, L: Lock>(
+    heap: &HeapCell<L>,
+    handle: Handle,
+    held: Held<L>,
+    allocator: impl FnOnce(&Held<L>) -> &Allocator<B, L>,
+    refused: impl FnOnce(&Held<L>, FreeError),
+) -> Option<Held<L>> {
+    let held = heap.mail.leave(handle, held).err()?;
+    free_inside(heap.lock(), handle, held, allocator, refused)
 }
 
 #[inline(always)]
-fn free_inside<L: Lock>(mut guarded: HeapGuard<'_, L>, handle: Handle, held: Held<L>) -> (bool, Option<Held<L>>) {
+fn free_inside<B: Backend, L: Lock>(
+    mut guarded: HeapGuard<'_, L>,
+    handle: Handle,
+    held: Held<L>,
+    allocator: impl FnOnce(&Held<L>) -> &Allocator<B, L>,
+    refused: impl FnOnce(&Held<L>, FreeError),
+) -> Option<Held<L>> {
     // A panic in here is a failed assertion about the heap. What comes with the free is not dropped then, which spares the
     // way a copy of it in memory.
     let held = ManuallyDrop::new(held);
     let held = || ManuallyDrop::into_inner(held);
     match guarded.free_at_hand(handle, |_, _| {}) {
-        Freed::Now => (true, guarded.keepsake.keep(held())),
-        Freed::Used(..) | Freed::NotYet => (false, Some(held())),
+        Freed::Now => guarded.keepsake.keep(held()),
+        Freed::Used(live) => free_used(guarded, live, held(), allocator, refused),
+        Freed::NotYet => free_by_all_means(guarded, handle, held(), allocator, refused),
     }
+}
+
+/// Frees an allocation of a plain heap that other streams used.
+#[inline(never)]
+fn free_used<B: Backend, L: Lock>(
+    mut guarded: HeapGuard<'_, L>,
+    live: Live,
+    held: Held<L>,
+    allocator: impl FnOnce(&Held<L>) -> &Allocator<B, L>,
+    refused: impl FnOnce(&Held<L>, FreeError),
+) -> Option<Held<L>> {
+    let allocator = allocator(&held);
+    let tally = |allocated, requested| allocator.tally(|tally| tally.free(allocated, requested));
+    let freed = guarded.free_used(&allocator.around, live, Fencing::InRow, tally).map_err(FreeError::from);
+    keep_if_freed::<L>(guarded, freed, held, refused)
+}
+
+/// Frees what a heap frees that is not plain, or nothing.
+#[inline(never)]
+fn free_by_all_means<B: Backend, L: Lock>(
+    mut guarded: HeapGuard<'_, L>,
+    handle: Handle,
+    held: Held<L>,
+    allocator: impl FnOnce(&Held<L>) -> &Allocator<B, L>,
+    refused: impl FnOnce(&Held<L>, FreeError),
+) -> Option<Held<L>> {
+    if guarded.is_recorded {
+        drop(guarded);
+        return free_elsewhere(handle, held, allocator, refused);
+    }
+    let freed = allocator(&held).free_by_all_means(&mut guarded, handle, Fencing::InRow);
+    keep_if_freed::<L>(guarded, freed, held, refused)
+}
+
+#[inline(always)]
+fn keep_if_freed<L: Lock>(
+    mut guarded: HeapGuard<'_, L>,
+    freed: Result<(), FreeError>,
+    held: Held<L>,
+    refused: impl FnOnce(&Held<L>, FreeError),
+) -> Option<Held<L>> {
+    match freed {
+        Ok(()) => guarded.keepsake.keep(held),
+        Err(error) => {
+            drop(guarded);
+            refused(&held, error);
+            Some(held)
+        }
+    }
+}
+
+/// Frees an allocation of another heap, or one that is recorded.
+#[cold]
+#[inline(never)]
+fn free_elsewhere<B: Backend, L: Lock>(
+    handle: Handle,
+    held: Held<L>,
+    allocator: impl FnOnce(&Held<L>) -> &Allocator<B, L>,
+    refused: impl FnOnce(&Held<L>, FreeError),
+) -> Option<Held<L>> {
+    if let Err(error) = allocator(&held).free_in_row(handle) {
+        refused(&held, error);
+    }
+    Some(held)
 }
 
 #[cfg(test)]
@@ -161,6 +237,18 @@ pub(crate) mod tests {
         owner.core.binding(PoolId::DEFAULT, StreamId(stream)).expect("both exist")
     }
 
+    /// Frees as a thread does that waits for nobody. How that ended, and what was not kept.
+    pub(crate) fn free(
+        heap: &Binding<Shared<Kept>>,
+        handle: Handle,
+        owner: &Arc<Owner>,
+    ) -> (Result<(), FreeError>, Option<Arc<Owner>>) {
+        let mut freed = Ok(());
+        let refused = |_: &Arc<Owner>, error| freed = Err(error);
+        let left = heap.entrance().free(handle, Arc::clone(owner), |owner| &owner.core, refused);
+        (freed, left)
+    }
+
     fn kept(owner: &Owner, heap: &Binding<Shared<Kept>>) -> usize {
         owner.core.with_keepsake(heap, |kept| kept.owners.len())
     }
@@ -189,8 +277,8 @@ pub(crate) mod tests {
             }
             if size > 1000 {
                 direct.core.free(one.handle).expect("live");
-                let (is_freed, left) = heap.entrance().free_at_hand(other, Arc::clone(&at_hand));
-                assert!(is_freed, "nobody else used it");
+                let (freed, left) = free(&heap, other, &at_hand);
+                assert_eq!(freed, Ok(()));
                 assert_eq!(left.is_none(), round < 7, "three are kept");
             }
         }
@@ -213,11 +301,6 @@ pub(crate) mod tests {
         let used = owner.core.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory");
         owner.core.record_use(used.handle, StreamId(1)).expect("live");
         let before = (owner.core.digest(PoolId::DEFAULT), owner.core.stats());
-        for (heap, why) in [(&one, "another stream uses it"), (&other, "another heap's")] {
-            let (is_freed, left) = heap.entrance().free_at_hand(used.handle, Arc::clone(&owner));
-            assert!(!is_freed && left.is_some(), "{why}");
-            assert_eq!(kept(&owner, heap), 0);
-        }
         nothing(owner.core.allocate_at_hand_in(&other, 0, &mut address, never));
         nothing(owner.core.allocate_at_hand_in(&other, 1 << 41, &mut address, never));
         assert_eq!((owner.core.digest(PoolId::DEFAULT), owner.core.stats()), before);
@@ -242,8 +325,8 @@ pub(crate) mod tests {
         let heap = binding(&at_hand, 0);
         let (one, other) = (used(&direct), used(&at_hand));
         direct.core.free_in_row(one.handle).expect("live");
-        let left = heap.entrance().free_in_row(other.handle, Arc::clone(&at_hand), |owner| &owner.core);
-        assert!(left.is_none() && kept(&at_hand, &heap) == 1);
+        let (freed, left) = free(&heap, other.handle, &at_hand);
+        assert!(freed.is_ok() && left.is_none() && kept(&at_hand, &heap) == 1);
         assert_eq!(calls(&at_hand), [1, 0]);
         let again = direct.core.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory");
         let (mut address, mut visits) = (DeviceAddress(0), 0);
@@ -282,17 +365,19 @@ pub(crate) mod tests {
         let owner = owner();
         let [one, other] = [0, 1].map(|stream| binding(&owner, stream));
         let handle = used(&owner).handle;
-        let free = |heap: &Binding<Shared<Kept>>| {
-            let left = heap.entrance().free_in_row(handle, Arc::clone(&owner), |owner| &owner.core);
-            assert_eq!(kept(&owner, heap), 0);
-            left.expect("nothing is kept").1
+        let free_used = |heap: &Binding<Shared<Kept>>| {
+            let mut freed = Ok(());
+            let refused = |_: &Arc<Owner>, error| freed = Err(error);
+            let left = heap.entrance().free_used(handle, Arc::clone(&owner), |owner| &owner.core, refused);
+            assert!(left.is_some() && kept(&owner, heap) == 0, "nothing is kept");
+            freed
         };
         owner.core.backend().inject(Some(Call::Record), FaultRule::At { ordinal: 0 }, Fault::Refused);
-        assert!(matches!(free(&one), Err(FreeError::Fence(_))));
+        assert!(matches!(free_used(&one), Err(FreeError::Fence(_))));
         assert_eq!(owner.core.stats().usage.all.allocations.current, 1);
-        assert_eq!(free(&other), Ok(()));
+        assert_eq!(free_used(&other), Ok(()));
         assert_eq!(owner.core.stats().usage.all.allocations.current, 0);
-        assert!(matches!(free(&one), Err(FreeError::Handle(_))), "once");
+        assert!(matches!(free_used(&one), Err(FreeError::Handle(_))), "once");
     }
 
     #[test]
@@ -300,14 +385,14 @@ pub(crate) mod tests {
         let (late, handle) = {
             let owner = owner();
             let placed = owner.core.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory");
-            (binding(&owner, 0).entrance(), placed.handle)
+            (binding(&owner, 0), placed.handle)
         };
         let others: Vec<_> = (0..4).map(|_| owner()).collect();
         for other in &others {
             // The lock may serve another allocator's heap by now, which does not know the handle either.
             other.core.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory");
-            let (is_freed, left) = late.free_at_hand(handle, Arc::clone(other));
-            assert!(!is_freed && left.is_some(), "it is gone");
+            let (freed, left) = free(&late, handle, other);
+            assert!(freed.is_err() && left.is_some(), "it is gone");
         }
         others.iter().for_each(|other| assert_eq!(other.core.stats().usage.all.allocations.current, 1));
     }

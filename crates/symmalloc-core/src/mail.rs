@@ -113,7 +113,7 @@ impl<H> Mail<H> {
 mod tests {
     use super::*;
     use crate::bound::Binding;
-    use crate::entrance::tests::{Kept, Owner, binding, owner};
+    use crate::entrance::tests::{Kept, Owner, binding, free, owner};
     use crate::errors::{FreeError, HandleError};
     use crate::lock::Shared;
     use crate::recording::{Sink, SinkError};
@@ -140,8 +140,8 @@ mod tests {
             thread::scope(|scope| {
                 scope.spawn(|| {
                     for handle in handles {
-                        let (is_freed, left) = heap.entrance().free_at_hand(*handle, Arc::clone(owner));
-                        assert!(is_freed && left.is_none());
+                        let (freed, left) = free(heap, *handle, owner);
+                        assert!(freed.is_ok() && left.is_none());
                     }
                 });
             });
@@ -181,7 +181,7 @@ mod tests {
                 _ => {
                     // Another thread's free that waits for nobody comes behind those that were left.
                     alone.core.free(expected[3].handle).expect("live");
-                    assert!(heap.entrance().free_at_hand(made[3].handle, Arc::clone(&owner)).0);
+                    assert!(free(&heap, made[3].handle, &owner).0.is_ok());
                 }
             }
             assert!(!heap.heap.mail.is_waiting());
@@ -202,12 +202,12 @@ mod tests {
         thread::scope(|scope| {
             owner.core.with_keepsake(&heap, |_| {
                 scope.spawn(|| {
-                    freed.send(heap.entrance().free_at_hand(made.handle, Arc::clone(&owner)).0).expect("it listens");
+                    freed.send(free(&heap, made.handle, &owner).0).expect("it listens");
                 });
                 let early = is_freed.recv_timeout(std::time::Duration::from_millis(20));
                 assert!(early.is_err(), "it waits");
             });
-            assert_eq!(is_freed.recv(), Ok(true));
+            assert_eq!(is_freed.recv(), Ok(Ok(())));
         });
         assert_eq!(owner.core.stats().usage.all.allocations.current, 0);
         close(&owner, &heap);

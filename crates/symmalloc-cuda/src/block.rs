@@ -4,11 +4,12 @@ use crate::allocator::{CachingAllocator, DropError, State};
 use crate::backend::CudaMemory;
 use crate::error::CudaError;
 use crate::lane::Lane;
-use crate::spares::Spares;
+use crate::spares::{CoreAllocator, Spares};
 use cudarc::driver::CudaStream;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use symmalloc_core::backend::DeviceAddress;
+use symmalloc_core::errors::FreeError;
 use symmalloc_core::{Allocation, Handle, StreamId};
 
 /// An allocation that its buffer [`free`]s when it is dropped. Freeing never blocks and never panics; an error is counted,
@@ -103,29 +104,35 @@ impl<B: CudaMemory> CachingAllocator<B> {
     }
 }
 
-/// Frees an allocation of a lane that no other stream used, and lets go of the lane. Waits for no other thread, where the
-/// lane's heap takes mail.
+/// Frees an allocation of a lane whose [uses](crate::uses) are none, and lets go of the lane. Waits for no other thread, where
+/// the lane's heap takes mail.
 #[inline(always)]
 pub(crate) fn free<B: CudaMemory>(lane: Arc<Lane<B>>, handle: Handle) {
-    let heap = lane.heap.entrance();
-    let (is_freed, lane) = heap.free_at_hand(handle, lane);
-    if let Some(lane) = lane {
-        let_go(lane, if is_freed { None } else { Some(handle) });
+    if let Some(lane) = lane.heap.entrance().free(handle, lane, core_of, note_refused) {
+        let_go(lane);
     }
 }
 
 /// As [`free`], of an allocation that other streams used: their work until now has an event when this returns.
+#[inline(never)]
 pub(crate) fn free_behind_uses<B: CudaMemory>(lane: Arc<Lane<B>>, handle: Handle) {
-    let_go(lane, Some(handle));
+    if let Some(lane) = lane.heap.entrance().free_used(handle, lane, core_of, note_refused) {
+        let_go(lane);
+    }
 }
 
-/// Lets go of a lane that is not among the spares, and with it of the allocator perhaps. Frees the allocation first if that is
-/// still to be done.
+#[inline(always)]
+fn core_of<B: CudaMemory>(lane: &Arc<Lane<B>>) -> &CoreAllocator<B> {
+    &lane.state.core
+}
+
+#[cold]
+fn note_refused<B: CudaMemory>(lane: &Arc<Lane<B>>, error: FreeError) {
+    lane.state.note_drop_error(DropError::Free(error));
+}
+
+/// Lets go of a lane that is not among the spares, and with it of the allocator perhaps.
 #[inline(never)]
-fn let_go<B: CudaMemory>(lane: Arc<Lane<B>>, unfreed: Option<Handle>) {
-    let Some(handle) = unfreed else { return };
-    let heap = lane.heap.entrance();
-    if let Some((lane, Err(error))) = heap.free_in_row(handle, lane, |lane| &lane.state.core) {
-        lane.state.note_drop_error(DropError::Free(error));
-    }
+fn let_go<B: CudaMemory>(lane: Arc<Lane<B>>) {
+    drop(lane);
 }
