@@ -324,11 +324,14 @@ impl Heap {
     }
 
     /// The slot of the live allocation that starts at an address.
+    #[inline(always)]
     fn slot_at(&self, address: DeviceAddress) -> Option<Slot> {
-        self.slot_around(address).filter(|slot| self.address(*slot) == address)
+        let starts_there = |slot| self.address(slot) == address;
+        self.pointers.at_or_before(address, starts_there).filter(|slot| starts_there(*slot))
     }
 
     /// The handle of the allocation in a slot.
+    #[inline]
     pub(crate) fn handle_in(&self, slot: Slot) -> Result<Handle, HandleError> {
         match self.table.block(slot).state {
             BlockState::Allocated { tag, .. } => Ok(Handle::new(self.id, slot, tag)),

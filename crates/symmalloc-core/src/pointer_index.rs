@@ -103,6 +103,7 @@ impl PointerIndex {
 
     /// The live allocation that starts at the address, or the last one that starts before it (`Interior` only). `is_at` says
     /// whether the block in a slot starts there.
+    #[inline]
     pub(crate) fn at_or_before(&self, address: DeviceAddress, is_at: impl Fn(Slot) -> bool) -> Option<Slot> {
         match self {
             PointerIndex::Off => None,
