@@ -136,11 +136,28 @@ pub trait Backend {
         self.record(stream).map(InRow::Apart)
     }
 
+    /// Lets an event that [`record_in_row`](Self::record_in_row) gave stand for this moment as well, if a call for its stream
+    /// could join it. Whether it does: then that call is not needed. The event was not recycled.
+    fn extend_row(&self, event: Event) -> bool {
+        let _is_of_its_own = event;
+        false
+    }
+
     /// Makes later work on `stream` wait, on the device, for `event`.
     ///
     /// # Errors
     /// When the driver refuses; the stream does not wait then.
     fn wait(&self, stream: StreamId, event: Event) -> Result<(), BackendError>;
+
+    /// [Waits](Self::wait) for an event that nobody else waits for, and [recycles](Self::recycle) it.
+    ///
+    /// # Errors
+    /// As [`wait`](Self::wait); the event is not recycled then.
+    fn wait_last(&self, stream: StreamId, event: Event) -> Result<(), BackendError> {
+        self.wait(stream, event)?;
+        self.recycle(event);
+        Ok(())
+    }
 
     /// Whether the work before `event` is done. Used to drop fences early, never to decide a placement.
     ///
@@ -181,8 +198,14 @@ impl<B: Backend + ?Sized> Backend for &B {
     fn record_in_row(&self, stream: StreamId) -> Result<InRow, BackendError> {
         (**self).record_in_row(stream)
     }
+    fn extend_row(&self, event: Event) -> bool {
+        (**self).extend_row(event)
+    }
     fn wait(&self, stream: StreamId, event: Event) -> Result<(), BackendError> {
         (**self).wait(stream, event)
+    }
+    fn wait_last(&self, stream: StreamId, event: Event) -> Result<(), BackendError> {
+        (**self).wait_last(stream, event)
     }
     fn query(&self, event: Event) -> Result<bool, BackendError> {
         (**self).query(event)

@@ -19,6 +19,7 @@
 
 use crate::backend::{Event, InRow};
 use crate::ids::StreamId;
+use std::collections::BTreeMap;
 
 /// A moment of a stream's logical clock. 0 is before everything.
 pub(crate) type Tick = u64;
@@ -27,15 +28,35 @@ pub(crate) type Tick = u64;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Fence {
     pub(crate) stream: StreamId,
+    /// 0: there is nothing to wait for, or nothing yet, while the block is allocated.
     pub(crate) tick: Tick,
-    /// The recorded event, owned by this fence alone; `None` while the block is allocated, and for ticks.
+    /// The recorded event, owned by this fence alone; `None` for ticks.
     pub(crate) event: Option<Event>,
 }
 
-/// Names a set of fences of a [`FenceTable`], at most one per stream, in stream order: it is the place of the first one.
-/// Most blocks have the empty set, which has none.
+impl Fence {
+    /// A stream alone: a use before it has a tick.
+    #[inline]
+    pub(crate) fn of(stream: StreamId) -> Self {
+        Fence { stream, tick: 0, event: None }
+    }
+}
+
+/// Names a set of fences of a [`FenceTable`], at most one per stream, in stream order. Most blocks have the empty set, and most
+/// others a set of one, which takes no place of its own: it is the fence, or the stream alone.
+///
+/// ```text
+///  00 │ place 30               the fence in this place
+///  01 │ 0 │ stream 16          a stream alone
+///  10 │ place 30               a list, whose first node is in this place
+///  11 │ all ones               empty
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct FenceSetId(u32);
+
+const ALONE: u32 = 1 << 30;
+const LIST: u32 = 1 << 31;
+const PLACE: u32 = ALONE - 1;
 
 impl FenceSetId {
     pub(crate) const EMPTY: FenceSetId = FenceSetId(u32::MAX);
@@ -44,116 +65,299 @@ impl FenceSetId {
     pub(crate) fn is_empty(self) -> bool {
         self == Self::EMPTY
     }
+
+    /// The set of a stream alone.
+    #[inline]
+    pub(crate) fn alone(stream: StreamId) -> Self {
+        FenceSetId(ALONE | u32::from(stream.0))
+    }
+
+    /// The stream, if this is a set of a stream alone.
+    #[inline]
+    pub(crate) fn stream_alone(self) -> Option<StreamId> {
+        (self.0 & (LIST | ALONE) == ALONE).then_some(StreamId(self.0 as u16))
+    }
+
+    #[inline]
+    fn is_fence(self) -> bool {
+        self.0 < ALONE
+    }
+
+    #[inline]
+    pub(crate) fn is_list(self) -> bool {
+        self.0 & (LIST | ALONE) == LIST
+    }
+
+    /// Of a fence or of a node, the place.
+    #[inline]
+    fn place(self) -> usize {
+        (self.0 & PLACE) as usize
+    }
 }
 
-/// The fences of one heap, in lists: a set is its first fence and, behind it, a set again.
+/// The fences of one heap. Blocks that were freed in a row share one: whoever waits for it waits for all of them.
 ///
 /// ```text
-///  set ──► s1 │ tick │ event │ rest ──► s3 │ tick │ event │ rest ──► empty
+///  block ─────► fence: stream │ tick │ event │ holders 2
+///  block ───────────▲
+///  block ─────► node: one ─► fence s1   rest ─► node: one ─► fence s3   rest ─► empty
 /// ```
 /// Blocks are fenced and waited for over and over, so a fence that is over leaves its place to the next one.
 #[derive(Debug)]
 pub(crate) struct FenceTable {
-    places: Vec<Place>,
-    /// The vacant places, as a set.
-    vacant: FenceSetId,
+    fences: Vec<Held>,
+    /// The vacant place for a fence to use next; [`NONE`] when there is none.
+    vacant_fence: u32,
+    nodes: Vec<Node>,
+    /// The vacant nodes, as a list.
+    vacant_nodes: FenceSetId,
+    /// The fence that was recorded last for a free in a row; it may be gone.
+    row: FenceSetId,
     /// Events that no fence names any more, for the heap to recycle.
     spent: Vec<Event>,
 }
 
+/// A fence, by how many sets it is held.
 #[derive(Debug)]
-struct Place {
+struct Held {
     fence: Fence,
+    /// In a vacant place, which has no event: the next vacant one.
+    holders: u32,
+}
+
+/// A fence or a stream alone, and behind it a list again.
+#[derive(Debug)]
+struct Node {
+    one: FenceSetId,
     rest: FenceSetId,
 }
 
+const NONE: u32 = u32::MAX;
+
 impl Default for FenceTable {
     fn default() -> Self {
-        FenceTable { places: Vec::new(), vacant: FenceSetId::EMPTY, spent: Vec::new() }
+        FenceTable {
+            fences: Vec::new(),
+            vacant_fence: NONE,
+            nodes: Vec::new(),
+            vacant_nodes: FenceSetId::EMPTY,
+            row: FenceSetId::EMPTY,
+            spent: Vec::new(),
+        }
     }
 }
 
 impl FenceTable {
     /// The fences of a set.
-    pub(crate) fn fences(&self, mut set: FenceSetId) -> impl Iterator<Item = Fence> {
+    pub(crate) fn fences(&self, set: FenceSetId) -> impl Iterator<Item = Fence> {
+        self.ones(set).map(|one| self.fence(one))
+    }
+
+    /// What a set consists of: sets of one.
+    pub(crate) fn ones(&self, mut set: FenceSetId) -> impl Iterator<Item = FenceSetId> {
         std::iter::from_fn(move || {
-            let (fence, rest) = self.first(set)?;
+            let (one, rest) = self.first(set)?;
             set = rest;
-            Some(fence)
+            Some(one)
         })
     }
 
-    /// The first fence of a set, and the set of all others.
+    /// The first one of a set, as a set, and the set of all others.
     #[inline]
-    pub(crate) fn first(&self, set: FenceSetId) -> Option<(Fence, FenceSetId)> {
-        self.places.get(set.0 as usize).map(|place| (place.fence, place.rest))
+    pub(crate) fn first(&self, set: FenceSetId) -> Option<(FenceSetId, FenceSetId)> {
+        if set.is_list() {
+            let Node { one, rest } = self.nodes[set.place()];
+            return Some((one, rest));
+        }
+        (!set.is_empty()).then_some((set, FenceSetId::EMPTY))
+    }
+
+    /// The fence of a set of one.
+    #[inline]
+    pub(crate) fn fence(&self, one: FenceSetId) -> Fence {
+        match one.stream_alone() {
+            Some(stream) => Fence::of(stream),
+            None => self.fences[one.place()].fence,
+        }
+    }
+
+    /// Makes a set of one that holds a fence.
+    #[inline(always)]
+    pub(crate) fn hold(&mut self, Fence { stream, tick, event }: Fence) -> FenceSetId {
+        if tick == 0 {
+            debug_assert!(event.is_none());
+            return FenceSetId::alone(stream);
+        }
+        let place = self.vacant_fence;
+        let Some(held) = self.fences.get_mut(place as usize) else {
+            return self.add_fence(Fence { stream, tick, event });
+        };
+        // Field by field: from a fence in memory it would be read before it is written.
+        held.fence.stream = stream;
+        held.fence.tick = tick;
+        held.fence.event = event;
+        self.vacant_fence = std::mem::replace(&mut held.holders, 1);
+        FenceSetId(place)
+    }
+
+    #[cold]
+    fn add_fence(&mut self, fence: Fence) -> FenceSetId {
+        let place = self.fences.len() as u32;
+        assert!(place < ALONE, "a heap has more than a billion fences");
+        self.fences.push(Held { fence, holders: 1 });
+        FenceSetId(place)
+    }
+
+    /// As [`hold`](Self::hold), of a fence that other frees in a row may [share](Self::share).
+    #[inline]
+    pub(crate) fn hold_in_row(&mut self, fence: Fence) -> FenceSetId {
+        self.row = self.hold(fence);
+        self.row
+    }
+
+    /// The event of the last fence in a row, if it is of this stream and tick.
+    #[inline]
+    pub(crate) fn in_row(&self, stream: StreamId, tick: Tick) -> Option<Event> {
+        let Fence { stream: last, tick: ended, event } = self.fences.get(self.row.0 as usize)?.fence;
+        event.filter(|_| last == stream && ended == tick)
+    }
+
+    /// Another set of the last fence in a row, which is there.
+    #[inline]
+    pub(crate) fn share(&mut self) -> FenceSetId {
+        self.fences[self.row.place()].holders += 1;
+        self.row
+    }
+
+    /// A set of one is given up, and with the last one its fence, whose event is spent.
+    #[inline]
+    fn let_go(&mut self, one: FenceSetId) {
+        if one.is_fence() {
+            let held = &mut self.fences[one.place()];
+            held.holders -= 1;
+            if held.holders == 0 {
+                if let Some(event) = held.fence.event.take() {
+                    self.spent.push(event);
+                }
+                (held.fence.tick, held.holders) = (0, self.vacant_fence);
+                self.vacant_fence = one.0;
+            }
+        }
+    }
+
+    /// Whether nobody has to wait for the fence of a set of one, or not yet.
+    #[inline]
+    pub(crate) fn is_met(&self, one: FenceSetId) -> bool {
+        !one.is_fence() || self.fences[one.place()].fence.tick == 0
+    }
+
+    /// Nobody has to wait for a fence any more. Its event is the caller's.
+    #[inline]
+    pub(crate) fn meet(&mut self, one: FenceSetId) {
+        let fence = &mut self.fences[one.place()].fence;
+        (fence.tick, fence.event) = (0, None);
+    }
+
+    /// Puts another one on the same stream in the place of the first one of a set. Returns the set.
+    pub(crate) fn replace_first(&mut self, set: FenceSetId, one: FenceSetId) -> FenceSetId {
+        if set.is_list() {
+            let before = std::mem::replace(&mut self.nodes[set.place()].one, one);
+            self.let_go(before);
+            return set;
+        }
+        self.let_go(set);
+        one
+    }
+
+    /// Forgets the first one of a set. Returns the set of all others.
+    #[inline]
+    pub(crate) fn drop_first(&mut self, set: FenceSetId) -> FenceSetId {
+        if set.is_list() {
+            return self.drop_first_node(set);
+        }
+        self.let_go(set);
+        FenceSetId::EMPTY
+    }
+
+    #[inline(never)]
+    fn drop_first_node(&mut self, set: FenceSetId) -> FenceSetId {
+        let node = &mut self.nodes[set.place()];
+        let (one, rest) = (node.one, std::mem::replace(&mut node.rest, self.vacant_nodes));
+        self.vacant_nodes = set;
+        self.let_go(one);
+        rest
+    }
+
+    /// A list of one.
+    fn list(&mut self, one: FenceSetId) -> FenceSetId {
+        let list = self.vacant_nodes;
+        if list.is_empty() {
+            let place = self.nodes.len() as u32;
+            assert!(place < ALONE, "a heap has more than a billion fences");
+            self.nodes.push(Node { one, rest: FenceSetId::EMPTY });
+            return FenceSetId(LIST | place);
+        }
+        let node = &mut self.nodes[list.place()];
+        self.vacant_nodes = node.rest;
+        *node = Node { one, rest: FenceSetId::EMPTY };
+        list
     }
 
     /// Adds a fence to a set; of two fences on one stream the later one covers the earlier.
     #[inline]
     pub(crate) fn add(&mut self, set: FenceSetId, fence: Fence) -> FenceSetId {
-        let place = match self.places.get_mut(self.vacant.0 as usize) {
-            Some(place) => {
-                let new = std::mem::replace(&mut self.vacant, place.rest);
-                (place.fence, place.rest) = (fence, FenceSetId::EMPTY);
-                new
-            }
-            None => self.add_place(fence),
-        };
-        if set.is_empty() { place } else { self.link(set, place) }
+        let one = self.hold(fence);
+        if set.is_empty() { one } else { self.link(set, one) }
     }
 
-    #[cold]
-    fn add_place(&mut self, fence: Fence) -> FenceSetId {
-        self.places.push(Place { fence, rest: FenceSetId::EMPTY });
-        FenceSetId(self.places.len() as u32 - 1)
-    }
-
-    /// Puts the first fence of another set into this one. Returns what this one is then.
+    /// Puts a set of one into another set. Returns what that is then.
+    #[inline(never)]
     fn link(&mut self, set: FenceSetId, new: FenceSetId) -> FenceSetId {
-        let fence = self.places[new.0 as usize].fence;
+        let fence = self.fence(new);
         let (mut before, mut at) = (FenceSetId::EMPTY, set);
-        while let Some(place) = self.places.get_mut(at.0 as usize) {
-            if place.fence.stream == fence.stream {
-                let is_later = fence.tick >= place.fence.tick;
-                let (later, earlier) = if is_later { (fence, place.fence) } else { (place.fence, fence) };
-                place.fence = later;
-                self.spent.extend(earlier.event);
-                self.vacate(new, new);
-                return set;
+        while let Some((one, rest)) = self.first(at) {
+            let there = self.fence(one);
+            if there.stream == fence.stream {
+                if fence.tick < there.tick {
+                    self.let_go(new);
+                    return set;
+                }
+                let there = self.replace_first(at, new);
+                return if set.is_list() { set } else { there };
             }
-            if place.fence.stream > fence.stream {
+            if there.stream > fence.stream {
                 break;
             }
-            (before, at) = (at, place.rest);
+            (before, at) = (at, rest);
         }
-        self.places[new.0 as usize].rest = at;
-        match self.places.get_mut(before.0 as usize) {
-            Some(place) => {
-                place.rest = new;
-                set
+        let node = self.list(new);
+        if !set.is_list() {
+            // The one that it was is behind the new one or before it.
+            let old = self.list(set);
+            let (first, second) = if before.is_empty() { (node, old) } else { (old, node) };
+            self.nodes[first.place()].rest = second;
+            return first;
+        }
+        self.nodes[node.place()].rest = at;
+        if before.is_empty() {
+            return node;
+        }
+        self.nodes[before.place()].rest = node;
+        set
+    }
+
+    /// Takes the ticks and the events of a set's fences away again: streams alone are left. Returns the set.
+    pub(crate) fn disarm(&mut self, set: FenceSetId) -> FenceSetId {
+        let mut at = set;
+        while let Some((one, rest)) = self.first(at) {
+            let alone = FenceSetId::alone(self.fence(one).stream);
+            let left = self.replace_first(at, alone);
+            if !set.is_list() {
+                return left;
             }
-            None => new,
+            at = rest;
         }
-    }
-
-    /// Gives the first fence of a set its event and tick. Returns the set of all others.
-    #[inline]
-    pub(crate) fn arm(&mut self, set: FenceSetId, (tick, event): (Tick, Event)) -> FenceSetId {
-        let Place { fence, rest } = &mut self.places[set.0 as usize];
-        debug_assert!(fence.event.is_none());
-        fence.tick = tick;
-        fence.event = Some(event);
-        *rest
-    }
-
-    /// Takes the events of a set's fences away again.
-    pub(crate) fn disarm(&mut self, mut set: FenceSetId) {
-        while let Some(place) = self.places.get_mut(set.0 as usize) {
-            place.fence.tick = 0;
-            self.spent.extend(place.fence.event.take());
-            set = place.rest;
-        }
+        set
     }
 
     /// The fences of two blocks that become one.
@@ -167,51 +371,54 @@ impl FenceTable {
 
     #[inline(never)]
     fn union_of_two(&mut self, mut one: FenceSetId, mut other: FenceSetId) -> FenceSetId {
-        while let Some((_, rest)) = self.first(other) {
-            one = self.link(one, other);
+        if one == other {
+            // Freed in a row.
+            self.let_go(other);
+            return one;
+        }
+        if !one.is_list() && !other.is_list() {
+            let (fence, there) = (self.fence(other), self.fence(one));
+            if fence.stream == there.stream {
+                let (later, earlier) = if fence.tick < there.tick { (one, other) } else { (other, one) };
+                self.let_go(earlier);
+                return later;
+            }
+        }
+        while let Some((new, rest)) = self.first(other) {
+            if other.is_list() {
+                self.vacate_node(other);
+            }
+            one = self.link(one, new);
             other = rest;
         }
         one
     }
 
-    /// Forgets a set; its events are spent.
-    pub(crate) fn clear(&mut self, set: FenceSetId) {
-        let mut spent = std::mem::take(&mut self.spent);
-        self.release(set, |event| spent.push(event));
-        self.spent = spent;
+    fn vacate_node(&mut self, list: FenceSetId) {
+        self.nodes[list.place()].rest = self.vacant_nodes;
+        self.vacant_nodes = list;
     }
 
-    /// Forgets a set, and hands over its events.
-    #[inline]
-    pub(crate) fn release(&mut self, set: FenceSetId, mut recycle: impl FnMut(Event)) {
-        let mut next = set;
-        let mut last = set;
-        while let Some((fence, rest)) = self.first(next) {
-            fence.event.into_iter().for_each(&mut recycle);
-            (last, next) = (next, rest);
+    /// Forgets a set; events that no other set has are spent.
+    pub(crate) fn clear(&mut self, mut set: FenceSetId) {
+        while !set.is_empty() {
+            set = self.drop_first(set);
         }
-        if !set.is_empty() {
-            self.vacate(set, last);
-        }
-    }
-
-    /// Gives up the places from the first to the last one of a set.
-    #[inline]
-    pub(crate) fn vacate(&mut self, first: FenceSetId, last: FenceSetId) {
-        self.places[last.0 as usize].rest = self.vacant;
-        self.vacant = first;
     }
 
     /// Keeps only the fences that `keep` wants; returns the set that is left.
     pub(crate) fn retain(&mut self, mut set: FenceSetId, keep: impl Fn(&Fence) -> bool) -> FenceSetId {
         let mut kept = FenceSetId::EMPTY;
-        while let Some((fence, rest)) = self.first(set) {
-            if keep(&fence) {
-                self.places[set.0 as usize].rest = FenceSetId::EMPTY;
-                kept = if kept.is_empty() { set } else { self.link(kept, set) };
+        while let Some((one, rest)) = self.first(set) {
+            if set.is_list() {
+                self.vacate_node(set);
+            }
+            if !keep(&self.fence(one)) {
+                self.let_go(one);
+            } else if kept.is_empty() {
+                kept = one;
             } else {
-                self.spent.extend(fence.event);
-                self.vacate(set, set);
+                kept = self.link(kept, one);
             }
             set = rest;
         }
@@ -227,9 +434,21 @@ impl FenceTable {
         }
     }
 
-    /// Number of fences in all sets. O(fences), for the invariants.
-    pub(crate) fn fence_count(&self) -> usize {
-        self.places.len() - self.fences(self.vacant).count()
+    /// How many sets hold each fence, by the set of it alone. O(fences), for the invariants.
+    pub(crate) fn holders(&self) -> BTreeMap<FenceSetId, usize> {
+        let mut holders: BTreeMap<_, _> =
+            self.fences.iter().zip(0..).map(|(held, place)| (FenceSetId(place), held.holders as usize)).collect();
+        let mut vacant = self.vacant_fence;
+        while let Some(held) = self.fences.get(vacant as usize) {
+            holders.remove(&FenceSetId(vacant));
+            vacant = held.holders;
+        }
+        holders
+    }
+
+    /// Number of nodes in all lists. O(nodes), for the invariants.
+    pub(crate) fn node_count(&self) -> usize {
+        self.nodes.len() - self.ones(self.vacant_nodes).count()
     }
 }
 
@@ -270,14 +489,20 @@ impl StreamClocks {
         clock.now - 1
     }
 
+    /// The tick that frees in a row share, unless the clock went on since.
+    #[inline]
+    pub(crate) fn row(&self, stream: StreamId) -> Option<Tick> {
+        let StreamClock { now, row, .. } = self.streams[stream.index()];
+        (row > 0 && row + 1 == now).then_some(row)
+    }
+
     /// As [`advance`](Self::advance), for a free in a row. Frees that share an event share a tick, unless the clock went on
     /// between them: a wait for one is a wait for all. No thread may advance the clock between the recording and this.
     #[inline]
     pub(crate) fn advance_in_row(&mut self, stream: StreamId, recorded: InRow) -> (Tick, Event) {
-        let StreamClock { now, row, .. } = self.streams[stream.index()];
-        match recorded {
-            InRow::Joined(event) if row > 0 && row + 1 == now => (row, event),
-            InRow::Joined(event) | InRow::Apart(event) => {
+        match (recorded, self.row(stream)) {
+            (InRow::Joined(event), Some(row)) => (row, event),
+            (InRow::Joined(event) | InRow::Apart(event), _) => {
                 let tick = self.advance(stream);
                 self.streams[stream.index()].row = tick;
                 (tick, event)
@@ -446,37 +671,84 @@ mod tests {
         events
     }
 
+    fn is_empty(table: &FenceTable) -> bool {
+        table.holders().is_empty() && table.node_count() == 0
+    }
+
+    fn ticks(table: &FenceTable, set: FenceSetId) -> Vec<(StreamId, Tick)> {
+        table.fences(set).map(|fence| (fence.stream, fence.tick)).collect()
+    }
+
+    /// At this tick, with an event of ten times the number.
+    fn armed(stream: StreamId, tick: Tick) -> Fence {
+        Fence { stream, tick, event: Some(Event(10 * tick)) }
+    }
+
     #[test]
     fn of_two_fences_on_one_stream_the_later_event_survives() {
         let mut table = FenceTable::default();
-        let fence = |stream| Fence { stream, tick: 0, event: None };
-        let early = table.add(FenceSetId::EMPTY, fence(B));
-        let late = table.add(FenceSetId::EMPTY, fence(B));
-        table.arm(early, (4, Event(40)));
-        table.arm(late, (7, Event(70)));
-        let both = table.union(early, late);
-        assert_eq!(table.fences(both).map(|f| f.tick).collect::<Vec<_>>(), [7]);
-        assert_eq!(spent(&mut table), [Event(40)]);
-        table.clear(both);
-        assert_eq!(spent(&mut table), [Event(70)]);
-        assert_eq!(table.fence_count(), 0);
+        for (one, other) in [(4, 7), (7, 4)] {
+            let [one, other] = [one, other].map(|tick| table.hold(armed(B, tick)));
+            let both = table.union(one, other);
+            assert_eq!(ticks(&table, both), [(B, 7)]);
+            assert_eq!(spent(&mut table), [Event(40)]);
+            table.clear(both);
+            assert_eq!(spent(&mut table), [Event(70)]);
+            assert!(is_empty(&table));
+        }
     }
 
     #[test]
     fn a_set_is_in_stream_order_whatever_came_first() {
+        let orders = [[A, B, C], [A, C, B], [B, A, C], [B, C, A], [C, A, B], [C, B, A]];
         let mut table = FenceTable::default();
-        let fence = |stream| Fence { stream, tick: 0, event: None };
-        let streams = |table: &FenceTable, set| table.fences(set).map(|fence| fence.stream).collect::<Vec<_>>();
-        let outer = table.add(FenceSetId::EMPTY, fence(C));
-        let outer = table.add(outer, fence(A));
-        let inner = table.add(FenceSetId::EMPTY, fence(B));
-        let all = table.union(inner, outer);
-        assert_eq!(streams(&table, all), [A, B, C]);
-        assert_eq!(table.add(all, fence(B)), all);
-        assert_eq!((streams(&table, all), table.fence_count()), (vec![A, B, C], 3));
-        let left = table.retain(all, |fence| fence.stream != A);
-        assert_eq!((streams(&table, left), table.fence_count()), (vec![B, C], 2));
-        assert_eq!(table.retain(left, |_| false), FenceSetId::EMPTY);
-        assert_eq!(table.fence_count(), 0);
+        for order in orders {
+            let set = order.into_iter().fold(FenceSetId::EMPTY, |set, stream| table.add(set, Fence::of(stream)));
+            assert_eq!(ticks(&table, set), [(A, 0), (B, 0), (C, 0)]);
+            assert_eq!(table.add(set, Fence::of(B)), set);
+            let set = table.add(set, armed(B, 7));
+            assert_eq!(ticks(&table, set), [(A, 0), (B, 7), (C, 0)]);
+            assert_eq!(table.add(set, Fence::of(B)), set, "it is covered");
+            let left = table.retain(set, |fence| fence.stream != A);
+            assert_eq!(ticks(&table, left), [(B, 7), (C, 0)]);
+            assert_eq!(table.retain(left, |_| false), FenceSetId::EMPTY);
+            assert!(is_empty(&table));
+            assert_eq!(spent(&mut table), [Event(70)]);
+        }
+    }
+
+    #[test]
+    fn sets_of_several_become_one_set() {
+        let mut table = FenceTable::default();
+        let mut set = |fences: &[Fence]| fences.iter().fold(FenceSetId::EMPTY, |set, fence| table.add(set, *fence));
+        let (one, other) = (set(&[armed(A, 1), armed(C, 5)]), set(&[armed(C, 3), armed(B, 2), Fence::of(A)]));
+        let both = table.union(one, other);
+        assert_eq!(ticks(&table, both), [(A, 1), (B, 2), (C, 5)]);
+        assert_eq!(spent(&mut table), [Event(30)]);
+        let disarmed = table.disarm(both);
+        assert_eq!(ticks(&table, disarmed), [(A, 0), (B, 0), (C, 0)]);
+        assert_eq!(spent(&mut table), [Event(10), Event(20), Event(50)]);
+        table.clear(disarmed);
+        assert!(is_empty(&table));
+    }
+
+    #[test]
+    fn a_fence_that_frees_in_a_row_share_is_met_once_and_its_place_left_by_the_last() {
+        let mut table = FenceTable::default();
+        assert_eq!(table.in_row(B, 3), None);
+        let one = table.hold_in_row(armed(B, 3));
+        assert_eq!((table.in_row(B, 3), table.in_row(B, 2), table.in_row(C, 3)), (Some(Event(30)), None, None));
+        let [other, third] = [(); 2].map(|()| table.share());
+        assert_eq!((other, table.holders()[&one]), (one, 3));
+        assert_eq!(table.union(one, other), one);
+        let wide = table.add(third, Fence::of(A));
+        assert_eq!((ticks(&table, wide), table.holders()[&one]), (vec![(A, 0), (B, 3)], 2));
+        table.meet(one);
+        assert!(table.is_met(one));
+        assert_eq!((ticks(&table, wide), table.in_row(B, 3)), (vec![(A, 0), (B, 0)], None));
+        assert_eq!(table.drop_first(one), FenceSetId::EMPTY);
+        table.clear(wide);
+        assert!(is_empty(&table) && spent(&mut table).is_empty());
+        assert_eq!(table.hold(armed(C, 4)), one, "the place is used again");
     }
 }

@@ -3,15 +3,15 @@
 //! Uses by other streams are noted while a block is allocated, become events when it is freed, travel with it while it
 //! is free, and are waited for by the stream that takes it. Only this file makes those driver calls.
 
-use crate::backend::{Backend, BackendError, Event};
+use crate::backend::{Backend, BackendError};
 use crate::block_table::{Block, BlockState, Slot};
 use crate::digest::{Mark, op_word};
 use crate::errors::HandleError;
-use crate::fence::{Fence, FenceTable, Tick};
+use crate::fence::{Fence, FenceSetId, FenceTable, StreamClocks, Tick};
 use crate::handle::Handle;
 use crate::heap::{Heap, Live, Shortage, Surroundings};
 use crate::ids::StreamId;
-use crate::lock::{Lock, LockCell};
+use crate::lock::{Guard, Lock, LockCell};
 use smallvec::SmallVec;
 
 /// How the uses of a block are fenced.
@@ -25,35 +25,49 @@ pub(crate) enum Fencing {
 
 impl Heap {
     /// Records an event on every other stream that used the block, all or none.
-    #[inline(never)]
+    #[inline(always)]
     pub(crate) fn fence_uses<B: Backend, L: Lock>(
         &mut self,
         around: &Surroundings<B, L>,
         slot: Slot,
         fencing: Fencing,
     ) -> Result<(), BackendError> {
-        let set = self.table.block(slot).fences;
-        let mut unarmed = set;
-        while let Some((Fence { stream, .. }, _)) = self.fences.first(unarmed) {
-            match record(around, stream, fencing) {
-                Ok(armed) => unarmed = self.fences.arm(unarmed, armed),
+        let uses = self.table.block(slot).fences;
+        let Some(stream) = uses.stream_alone() else { return self.fence_several_uses(around, uses, fencing) };
+        self.table.block_mut(slot).fences = record(around, &mut self.fences, stream, fencing)?;
+        Ok(())
+    }
+
+    #[inline(never)]
+    fn fence_several_uses<B: Backend, L: Lock>(
+        &mut self,
+        around: &Surroundings<B, L>,
+        uses: FenceSetId,
+        fencing: Fencing,
+    ) -> Result<(), BackendError> {
+        let mut unarmed = uses;
+        while let Some((one, rest)) = self.fences.first(unarmed) {
+            let stream = self.fences.fence(one).stream;
+            match record(around, &mut self.fences, stream, fencing) {
+                Ok(fence) => _ = self.fences.replace_first(unarmed, fence),
                 Err(error) => {
-                    self.fences.disarm(set);
+                    self.fences.disarm(uses);
                     self.recycle_spent(around);
                     return Err(error);
                 }
             }
+            unarmed = rest;
         }
         Ok(())
     }
 
     /// Notes that work on `stream` uses the allocation.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn record_use(&mut self, handle: Handle, stream: StreamId) -> Result<(), HandleError> {
         let Some(Live { stream: owner, .. }) = self.find_live(handle) else { return Err(self.not_live(handle)) };
         let block = self.table.block_mut(handle.slot());
         if stream != owner {
-            block.fences = self.fences.add(block.fences, Fence { stream, tick: 0, event: None });
+            block.fences = self.fences.add(block.fences, Fence::of(stream));
         }
         let placed = block.place.word();
         self.fold(op_word(Mark::RecordUse, stream, 0), placed);
@@ -146,17 +160,40 @@ pub(crate) fn wait_for_users<B: Backend, L: Lock>(
     stream: StreamId,
     block: &mut Block,
 ) -> Result<(), BackendError> {
-    while let Some((fence, rest)) = fences.first(block.fences) {
-        wait_for(around, stream, fence)?;
-        fence.event.into_iter().for_each(|event| around.backend.recycle(event));
-        fences.vacate(block.fences, block.fences);
-        block.fences = rest;
+    while let Some((one, _)) = fences.first(block.fences) {
+        if !fences.is_met(one) {
+            meet(around, fences, stream, one)?;
+        }
+        block.fences = fences.drop_first(block.fences);
     }
     fences.drain_spent(|event| around.backend.recycle(event));
     Ok(())
 }
 
-#[inline]
+/// Orders `stream` behind a fence, for all blocks that share it.
+#[inline(never)]
+fn meet<B: Backend, L: Lock>(
+    around: &Surroundings<B, L>,
+    fences: &mut FenceTable,
+    stream: StreamId,
+    one: FenceSetId,
+) -> Result<(), BackendError> {
+    let fence = fences.fence(one);
+    let is_covered = around.clocks.lock().covers(stream, fence.stream, fence.tick);
+    match fence.event {
+        None if is_covered => {}
+        None => wait_for_now(around, stream, fence.stream)?,
+        Some(event) if is_covered => around.backend.recycle(event),
+        Some(event) => {
+            around.backend.wait_last(stream, event)?;
+            around.clocks.lock().waits_for_tick(stream, fence.stream, fence.tick);
+        }
+    }
+    fences.meet(one);
+    Ok(())
+}
+
+/// Orders `stream` behind a fence that others may have to wait for as well.
 fn wait_for<B: Backend, L: Lock>(
     around: &Surroundings<B, L>,
     stream: StreamId,
@@ -165,50 +202,65 @@ fn wait_for<B: Backend, L: Lock>(
     if around.clocks.lock().covers(stream, fence.stream, fence.tick) {
         return Ok(());
     }
-    wait_for_unmet(around, stream, fence)
-}
-
-#[inline(never)]
-fn wait_for_unmet<B: Backend, L: Lock>(
-    around: &Surroundings<B, L>,
-    stream: StreamId,
-    fence: Fence,
-) -> Result<(), BackendError> {
-    match fence.event {
-        Some(event) => {
-            around.backend.wait(stream, event)?;
-            around.clocks.lock().waits_for_tick(stream, fence.stream, fence.tick);
-        }
-        None => {
-            let moment = around.clocks.lock().moment(fence.stream);
-            let event = around.backend.record(fence.stream)?;
-            let waited = around.backend.wait(stream, event);
-            around.backend.recycle(event);
-            waited?;
-            around.clocks.lock().waits_for(stream, &moment);
-        }
-    }
+    let Some(event) = fence.event else { return wait_for_now(around, stream, fence.stream) };
+    around.backend.wait(stream, event)?;
+    around.clocks.lock().waits_for_tick(stream, fence.stream, fence.tick);
     Ok(())
 }
 
-/// Records an event, which covers a stream up to the tick that comes with it.
+/// Orders `stream` behind another one as that stands.
+fn wait_for_now<B: Backend, L: Lock>(
+    around: &Surroundings<B, L>,
+    stream: StreamId,
+    on: StreamId,
+) -> Result<(), BackendError> {
+    let moment = around.clocks.lock().moment(on);
+    let event = around.backend.record(on)?;
+    let waited = around.backend.wait(stream, event);
+    around.backend.recycle(event);
+    waited?;
+    around.clocks.lock().waits_for(stream, &moment);
+    Ok(())
+}
+
+/// Records an event, which covers a stream up to the tick of its fence.
 ///
 /// The tick ends before the recording, or no other can end in between: of two threads that fence one stream, the one with the
 /// later tick has the later event.
+#[inline(always)]
 fn record<B: Backend, L: Lock>(
     around: &Surroundings<B, L>,
+    fences: &mut FenceTable,
     stream: StreamId,
     fencing: Fencing,
-) -> Result<(Tick, Event), BackendError> {
+) -> Result<FenceSetId, BackendError> {
     match fencing {
         Fencing::Apart => {
             let tick = around.clocks.lock().advance(stream);
-            Ok((tick, around.backend.record(stream)?))
+            let event = around.backend.record(stream)?;
+            Ok(fences.hold(Fence { stream, tick, event: Some(event) }))
         }
         Fencing::InRow => {
-            let mut clocks = around.clocks.lock();
-            let recorded = around.backend.record_in_row(stream)?;
-            Ok(clocks.advance_in_row(stream, recorded))
+            let clocks = around.clocks.lock();
+            if let Some(row) = clocks.row(stream)
+                && let Some(event) = fences.in_row(stream, row)
+                && around.backend.extend_row(event)
+            {
+                return Ok(fences.share());
+            }
+            record_in_row::<B, L>(&around.backend, clocks, fences, stream)
         }
     }
+}
+
+/// As [`record`], of a free that does not share the fence of the one before.
+#[inline(never)]
+fn record_in_row<B: Backend, L: Lock>(
+    backend: &B,
+    mut clocks: Guard<'_, L, StreamClocks>,
+    fences: &mut FenceTable,
+    stream: StreamId,
+) -> Result<FenceSetId, BackendError> {
+    let (tick, event) = clocks.advance_in_row(stream, backend.record_in_row(stream)?);
+    Ok(fences.hold_in_row(Fence { stream, tick, event: Some(event) }))
 }

@@ -13,7 +13,7 @@ use crate::ids::{PoolId, StreamId};
 use crate::lock::{Lock, LockCell};
 use crate::size_rules::SizeClass;
 use crate::units::{Units, bytes};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use thiserror::Error;
 
 /// An invariant that does not hold: the allocator has a defect, or something wrote over its memory.
@@ -181,27 +181,29 @@ fn usage_adds_up(heap: &Heap) -> bool {
 }
 
 fn fences_are_owned(heap: &Heap) -> bool {
-    let (mut sets, mut set_count, mut fence_count) = (BTreeSet::new(), 0, 0);
-    let (mut events, mut event_count) = (BTreeSet::new(), 0);
+    let mut holders = BTreeMap::<_, usize>::new();
+    let (mut lists, mut list_count, mut node_count) = (BTreeSet::new(), 0, 0);
     for (_, block) in blocks(heap) {
         let fences: Vec<Fence> = heap.fences.fences(block.fences).collect();
-        fence_count += fences.len();
-        if !block.fences.is_empty() {
-            set_count += 1;
-            sets.insert(block.fences);
+        if block.fences.is_list() {
+            (list_count, node_count) = (list_count + 1, node_count + fences.len());
+            lists.insert(block.fences);
         }
+        // A stream alone takes no place.
+        let ones = heap.fences.ones(block.fences).filter(|one| one.stream_alone().is_none());
+        ones.for_each(|one| *holders.entry(one).or_default() += 1);
         let is_ordered = fences.is_sorted_by(|a, b| a.stream < b.stream);
         // Events are recorded at free, on every stream that used the block.
         let is_armed = fences.iter().all(|fence| fence.event.is_none() || block.is_free());
         if block.is_hole() && !fences.is_empty() || !is_ordered || !is_armed {
             return false;
         }
-        for event in fences.iter().filter_map(|fence| fence.event) {
-            event_count += 1;
-            events.insert(event.0);
-        }
     }
-    set_count == sets.len() && fence_count == heap.fences.fence_count() && event_count == events.len()
+    let events: Vec<u64> = holders.keys().filter_map(|one| Some(heap.fences.fence(*one).event?.0)).collect();
+    list_count == lists.len()
+        && node_count == heap.fences.node_count()
+        && holders == heap.fences.holders()
+        && events.iter().collect::<BTreeSet<_>>().len() == events.len()
 }
 
 fn live_ones_are_sane(heap: &Heap) -> bool {

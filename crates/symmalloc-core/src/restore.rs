@@ -200,7 +200,7 @@ impl Heap {
     fn note_uses_and_name(&mut self, slot: Slot, saved: &AllocationLayout) {
         let mut fences = self.table.block(slot).fences;
         for stream in &saved.used_by {
-            fences = self.fences.add(fences, Fence { stream: *stream, tick: 0, event: None });
+            fences = self.fences.add(fences, Fence::of(*stream));
         }
         self.table.block_mut(slot).fences = fences;
         match &saved.name {

@@ -291,8 +291,15 @@ macro_rules! backend {
             fn record_in_row(&self, stream: StreamId) -> Result<InRow, BackendError> {
                 self.order.record_in_row(stream)
             }
+            #[inline]
+            fn extend_row(&self, event: Event) -> bool {
+                self.order.extend_row(event)
+            }
             fn wait(&self, stream: StreamId, event: Event) -> Result<(), BackendError> {
                 self.order.wait(stream, event)
+            }
+            fn wait_last(&self, stream: StreamId, event: Event) -> Result<(), BackendError> {
+                self.order.wait_last(stream, event)
             }
             fn query(&self, event: Event) -> Result<bool, BackendError> {
                 self.order.query(event)

@@ -169,8 +169,33 @@ impl Order {
         Ok(waited?)
     }
 
+    /// See [`Backend::wait_last`](symmalloc_core::backend::Backend::wait_last).
+    pub(crate) fn wait_last(&self, stream: StreamId, event: Event) -> Result<(), BackendError> {
+        match self.stream(stream) {
+            Some(stream) if self.is_free_of_captures() => {
+                let stream = stream.cu_stream();
+                self.wait_settled(stream, self.settled_for_wait(event)?)?;
+                self.put_back(event);
+            }
+            _ => {
+                self.wait(stream, event)?;
+                self.recycle(event);
+            }
+        }
+        Ok(())
+    }
+
     /// As [`wait`](Self::wait), on a stream that is alive but may not be registered.
     pub(crate) fn wait_raw(&self, stream: CUstream, event: Event) -> Result<(), DriverError> {
+        if self.is_free_of_captures() {
+            return self.wait_settled(stream, self.settled_for_wait(event)?);
+        }
+        self.wait_beside_captures(stream, event)
+    }
+
+    /// As [`wait_raw`](Self::wait_raw), where the stream may be part of a capture, or the event.
+    #[cold]
+    fn wait_beside_captures(&self, stream: CUstream, event: Event) -> Result<(), DriverError> {
         let event = self.settled(event)?;
         match (self.capture_at(event), self.capture_of(stream)?) {
             (None, None) => {}
@@ -182,7 +207,11 @@ impl Order {
     }
 
     fn wait_now(&self, stream: CUstream, event: Event) -> Result<(), DriverError> {
-        self.count_wait();
+        self.wait_settled(stream, self.settled_for_wait(event)?)
+    }
+
+    #[inline(always)]
+    fn wait_settled(&self, stream: CUstream, event: Event) -> Result<(), DriverError> {
         // SAFETY: the event is this pool's and the stream is alive.
         self.device.call_about(stream, || unsafe { self.device.driver.stream_wait(stream, event.0 as CUevent, 0) })
     }
@@ -227,13 +256,10 @@ impl Order {
 
     /// Takes an event back.
     pub(crate) fn recycle(&self, event: Event) {
-        if self.let_go(event) {
-            return;
-        }
-        if self.captured_count.load(Ordering::Acquire) > 0 && self.captured().remove(&event.0).is_some() {
+        if self.has_captured() && self.captured().remove(&event.0).is_some() {
             self.captured_count.fetch_sub(1, Ordering::Release);
         }
-        self.keep(SpareEvent(event.0 as CUevent));
+        self.put_back(event);
     }
 
     /// Blocks the host until the stream's work so far is done.
@@ -292,8 +318,20 @@ impl Order {
         Ok(false)
     }
 
+    /// Whether an event of a capture is in use.
+    #[inline]
+    fn has_captured(&self) -> bool {
+        self.captured_count.load(Ordering::Acquire) > 0
+    }
+
+    /// Whether neither a stream can be part of a capture, nor an event.
+    #[inline]
+    fn is_free_of_captures(&self) -> bool {
+        !self.device.captures.any() && !self.has_captured()
+    }
+
     fn capture_at(&self, event: Event) -> Option<CaptureId> {
-        if self.captured_count.load(Ordering::Acquire) == 0 {
+        if !self.has_captured() {
             return None;
         }
         self.captured().get(&event.0).copied()

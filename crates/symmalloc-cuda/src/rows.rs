@@ -30,7 +30,7 @@
 use crate::device::CudaDevice;
 use crate::error::{CAPTURE_UNSUPPORTED, DriverError};
 use crate::order::{Order, SpareEvent};
-use cudarc::driver::sys::CUstream;
+use cudarc::driver::sys::{CUevent, CUstream};
 use slab::Slab;
 use std::fmt;
 use symmalloc_core::backend::{BackendError, Event, InRow};
@@ -56,6 +56,8 @@ struct Books {
 #[derive(Default)]
 struct Owner {
     spare: Vec<SpareEvent>,
+    /// Shared events that nobody has a share in, by number.
+    unshared: Vec<usize>,
     calls: EventCalls,
 }
 
@@ -73,7 +75,8 @@ struct Row {
     event: usize,
 }
 
-/// An event of several fences. Each has a share of its own in it, which is what the core knows.
+/// An event of several fences. Each has a share of its own in it, which is what the core knows; frees of one heap in a row
+/// have a fence in common.
 struct SharedEvent {
     event: SpareEvent,
     stream: CUstream,
@@ -117,22 +120,31 @@ impl fmt::Debug for Rows {
 
 impl Books {
     /// The driver's name of an event. It stands for its drops from now on, and no other joins it.
+    #[inline]
     fn settle(&mut self, device: &CudaDevice, number: usize) -> Result<Event, DriverError> {
-        let shared = &mut self.shared[number];
+        let shared = &self.shared[number];
         let event = Event(shared.event.0 as u64);
         if !shared.is_recorded {
-            // SAFETY: registered streams are kept alive.
-            if unsafe { device.captures.of(device.driver, shared.stream) }?.is_some() {
-                return Err(DriverError { call: "cuEventRecord", code: CAPTURE_UNSUPPORTED });
-            }
-            self.owners[shared.owner].calls.records += 1;
-            let (event, stream) = (shared.event.0, shared.stream);
-            // SAFETY: the event is a pool's and the stream is alive, both of one context.
-            device.call_about(stream, || unsafe { device.driver.event_record(event, stream) })?;
-            shared.is_recorded = true;
+            self.record_again(device, number)?;
         }
         self.close(number);
         Ok(event)
+    }
+
+    /// Records the event of a row that several drops joined.
+    #[inline(never)]
+    fn record_again(&mut self, device: &CudaDevice, number: usize) -> Result<(), DriverError> {
+        let shared = &mut self.shared[number];
+        let (event, stream) = (shared.event.0, shared.stream);
+        // SAFETY: registered streams are kept alive.
+        if unsafe { device.captures.of(device.driver, stream) }?.is_some() {
+            return Err(DriverError { call: "cuEventRecord", code: CAPTURE_UNSUPPORTED });
+        }
+        self.owners[shared.owner].calls.records += 1;
+        // SAFETY: the event is a pool's and the stream is alive, both of one context.
+        device.call_about(stream, || unsafe { device.driver.event_record(event, stream) })?;
+        shared.is_recorded = true;
+        Ok(())
     }
 
     /// Nothing joins this event any more.
@@ -214,24 +226,51 @@ impl Order {
         Ok(InRow::Apart(self.begin_row(&mut books, stream, raw)?))
     }
 
+    /// See [`Backend::extend_row`](symmalloc_core::backend::Backend::extend_row).
+    #[inline(always)]
+    pub(crate) fn extend_row(&self, event: Event) -> bool {
+        match number_of(event) {
+            Some(number) if self.device.captures.are_rows_open() => {
+                let Books { open, shared, .. } = &mut *self.device.rows.0.lock();
+                let is_open = open.iter().any(|row| row.event == number);
+                if is_open {
+                    shared[number].is_recorded = false;
+                }
+                is_open
+            }
+            _ => false,
+        }
+    }
+
     /// The first event of a row.
     fn begin_row(&self, books: &mut Books, stream: StreamId, raw: CUstream) -> Result<Event, DriverError> {
         let Books { open, shared, owners } = books;
         let owner = &mut owners[self.number];
-        let event = match owner.spare.pop() {
-            Some(event) => event,
-            None => self.new_event()?,
+        let number = match owner.unshared.pop() {
+            Some(number) => number,
+            None => {
+                let event = owner.spare.pop().map_or_else(|| self.new_event(), Ok)?;
+                shared.insert(SharedEvent {
+                    event,
+                    stream: raw,
+                    owner: self.number,
+                    given: 0,
+                    held: 0,
+                    is_recorded: true,
+                })
+            }
         };
+        let event = &mut shared[number];
         owner.calls.records += 1;
-        if let Err(error) = self.record_now(raw, &event) {
-            owner.spare.push(event);
+        if let Err(error) = self.record_now(raw, &event.event) {
+            owner.unshared.push(number);
             return Err(error);
         }
-        let event = SharedEvent { event, stream: raw, owner: self.number, given: 0, held: 0, is_recorded: true };
-        let number = shared.insert(event);
+        (event.stream, event.is_recorded) = (raw, true);
+        let share = event.share(number);
         open.push(Row { owner: self.number, stream, event: number });
         self.device.captures.set_rows_open(true);
-        Ok(shared[number].share(number))
+        Ok(share)
     }
 
     /// The driver's name of an event, for whoever waits for it or asks it.
@@ -243,37 +282,44 @@ impl Order {
         }
     }
 
-    /// Takes a share back, and the event with the last one. Whether it was one.
-    #[inline]
-    pub(crate) fn let_go(&self, event: Event) -> bool {
-        let Some(number) = number_of(event) else { return false };
+    /// As [`settled`](Self::settled), of an event that a stream is told to wait for, which counts.
+    #[inline(always)]
+    pub(crate) fn settled_for_wait(&self, event: Event) -> Result<Event, DriverError> {
         let mut books = self.device.rows.0.lock();
+        books.owners[self.number].calls.waits += 1;
+        match number_of(event) {
+            None => Ok(event),
+            Some(number) => books.settle(&self.device, number),
+        }
+    }
+
+    /// Takes an event back that is of no capture; of a share the event with the last one.
+    #[inline(always)]
+    pub(crate) fn put_back(&self, event: Event) {
+        let mut books = self.device.rows.0.lock();
+        let Some(number) = number_of(event) else {
+            return books.owners[self.number].spare.push(SpareEvent(event.0 as CUevent));
+        };
         let shared = &mut books.shared[number];
         shared.held -= 1;
         if shared.held == 0 {
             books.close(number);
-            let event = books.shared.remove(number).event;
-            books.owners[self.number].spare.push(event);
+            books.owners[self.number].unshared.push(number);
         }
-        true
     }
 
     /// A spare event, or a new one, to be recorded.
     pub(crate) fn take_event(&self) -> Result<SpareEvent, DriverError> {
         let spare = {
-            let owner = &mut self.device.rows.0.lock().owners[self.number];
+            let Books { shared, owners, .. } = &mut *self.device.rows.0.lock();
+            let owner = &mut owners[self.number];
             owner.calls.records += 1;
-            owner.spare.pop()
+            owner.spare.pop().or_else(|| Some(shared.remove(owner.unshared.pop()?).event))
         };
         match spare {
             Some(event) => Ok(event),
             None => self.new_event(),
         }
-    }
-
-    /// Counts a wait for an event.
-    pub(crate) fn count_wait(&self) {
-        self.device.rows.0.lock().owners[self.number].calls.waits += 1;
     }
 
     pub(crate) fn event_calls(&self) -> EventCalls {
