@@ -283,14 +283,15 @@ impl<B: CudaMemory> CachingAllocator<B> {
     pub(crate) fn lane_at_hand(&self, stream: &CudaStream) -> Option<&Arc<Lane<B>>> {
         match self.lease.lanes.find_first(stream) {
             Some(lane) if lane.device.captures.is_quiet() => Some(lane),
-            _ => self.lane_near_hand(stream),
+            Some(lane) => behind_rows(lane),
+            None => self.lane_near_hand(stream),
         }
     }
 
     /// As [`lane_at_hand`](Self::lane_at_hand), where the lane has to be looked for, or a row ends.
     #[inline(never)]
     fn lane_near_hand(&self, stream: &CudaStream) -> Option<&Arc<Lane<B>>> {
-        self.lease.lanes.find(stream).filter(|lane| lane.device.is_quiet())
+        behind_rows(self.lease.lanes.find(stream)?)
     }
 
     /// The lane of a stream.
@@ -552,6 +553,12 @@ impl<B: CudaMemory> Drop for State<B> {
             let _destroyed = self.destroy(&mut entry);
         }
     }
+}
+
+/// The lane, once the rows that are open have ended; `None` while a capture is under way.
+#[inline(never)]
+fn behind_rows<B: CudaMemory>(lane: &Arc<Lane<B>>) -> Option<&Arc<Lane<B>>> {
+    lane.device.is_quiet().then_some(lane)
 }
 
 #[cold]

@@ -188,7 +188,7 @@ const NOT_HERE: [i32; 2] = [INVALID_CONTEXT, INVALID_HANDLE];
 impl CudaDevice {
     /// Makes a call about a stream of the device and its events. They name their context, so the driver does not need it to be
     /// current: it is asked for, which is a call of its own, only where the driver did not find it.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn call_about(
         &self,
         stream: CUstream,
@@ -201,6 +201,12 @@ impl CudaDevice {
                 outcome => return outcome,
             }
         }
+        self.call_inside(call)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn call_inside(&self, call: impl Fn() -> Result<(), DriverError>) -> Result<(), DriverError> {
         let _current = self.enter()?;
         call()
     }

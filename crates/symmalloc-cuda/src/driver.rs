@@ -130,6 +130,7 @@ macro_rules! driver_calls {
                 /// # Safety
                 /// As the call of this name in the CUDA driver API: handles live, pointers valid.
                 #[allow(clippy::too_many_arguments, reason = "the driver's signature")]
+                #[inline]
                 pub(crate) unsafe fn $name(&self, $($arg: $type),*) -> Result<(), DriverError> {
                     call_count::count();
                     // SAFETY: the caller's contract.
