@@ -29,6 +29,11 @@ class Figures:
         values = self.values.get((peer, case, str(at)))
         return statistics.median(values) if values else None
 
+    def best(self, peer, case, at):
+        """The best repeat of a figure, or None: the least, but of a rate the greatest."""
+        values = self.values.get((peer, case, str(at)))
+        return (max if case.endswith("_per_second") else min)(values) if values else None
+
     def peers(self, case=None):
         """Peers with figures (of a case), in the order in which they came."""
         return list(dict.fromkeys(peer for peer, found, _ in self.values if peer and case in (None, found)))

@@ -62,11 +62,11 @@ def scale(found):
 
 
 def bars(verdicts):
-    lines = [row(["bar", "at", "figure", "limit", ""]), row(["---", "---", "---:", "---:", "---"])]
+    lines = [row(["bar", "at", "figure", "best repeats", "limit", ""]), row(["---", "---", "---:", "---:", "---:", "---"])]
     for verdict in verdicts:
         limit = f"{'at least' if verdict.at_least else 'at most'} {verdict.limit:g}"
         met = "met" if verdict.is_met else "**missed**"
-        lines.append(row([verdict.name, verdict.at, f"{verdict.figure:.2f}", limit, met]))
+        lines.append(row([verdict.name, verdict.at, f"{verdict.figure:.2f}", f"{verdict.best:.2f}", limit, met]))
     met = sum(verdict.is_met for verdict in verdicts)
     return f"{met} of {len(verdicts)} bars are met.\n\n" + "\n".join(lines)
 

@@ -61,6 +61,7 @@ class Bars(unittest.TestCase):
     def test_a_bar_holds_us_against_the_best_of_the_peers(self):
         verdicts = self.verdicts(*JOB)
         self.assertEqual(verdicts["steady state, times PyTorch's speed"].figure, 15)
+        self.assertEqual(verdicts["steady state, times PyTorch's speed"].best, 150 / 8)
         self.assertTrue(verdicts["steady state, times PyTorch's speed"].is_met)
         self.assertEqual(verdicts["steady state, times the speed of RMM's best"].figure, 6)
         self.assertFalse(verdicts["steady state, times the speed of RMM's best"].is_met)
@@ -79,8 +80,9 @@ class Bars(unittest.TestCase):
     def test_threads_are_held_against_linear_and_against_the_best_of_pytorch(self):
         rates = [(peer, "pairs_per_second", str(count), rate) for peer, count, rate in (
             (bars.OURS, 1, 10), (bars.OURS, 16, 80), (bars.PYTORCH, 16, 1), (bars.EXPANDABLE, 16, 2))]
-        verdicts = self.verdicts(*rates)
+        verdicts = self.verdicts(*rates, (bars.OURS, "pairs_per_second", "16", 60), (bars.OURS, "pairs_per_second", "16", 100))
         self.assertEqual(verdicts["threads, share of linear"].figure, 0.5)
+        self.assertEqual(verdicts["threads, share of linear"].best, 0.625)
         self.assertEqual(verdicts["threads, times PyTorch's best total"].figure, 40)
 
     def test_a_bar_without_a_peer_is_not_judged(self):
@@ -99,8 +101,8 @@ class Table(unittest.TestCase):
         self.assertIn("| symmalloc scale: ns per allocation while growing |  | 7.0 |", lines)
         self.assertIn("| symmalloc scale, bound heap: ns per allocation while growing | 5.0 |  |", lines)
         self.assertIn("1 of 4 bars are met.", lines)
-        self.assertIn("| steady state, times PyTorch's speed | job | 15.00 | at least 10 | met |", lines)
-        self.assertIn("| cold pass, times PyTorch expandable's speed | job | 0.50 | at least 1 | **missed** |", lines)
+        self.assertIn("| steady state, times PyTorch's speed | job | 15.00 | 18.75 | at least 10 | met |", lines)
+        self.assertIn("| cold pass, times PyTorch expandable's speed | job | 0.50 | 0.50 | at least 1 | **missed** |", lines)
 
 
 class Chart(unittest.TestCase):
