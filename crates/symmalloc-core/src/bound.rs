@@ -106,11 +106,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             Ok(allocation) => allocation,
             Err(unfit) => return self.allocate_used(guarded, unfit, size_bytes, address, also),
         };
-        let done = also(&mut guarded.keepsake);
-        drop(guarded);
-        self.tally(|tally| tally.allocate(allocation.size_bytes, size_bytes));
-        *address = allocation.address;
-        Some((allocation.handle, done))
+        Some(self.hand_over(guarded, &allocation, size_bytes, address, also))
     }
 
     /// As [`allocate_at_hand_in`](Self::allocate_at_hand_in), where other streams used the block before.
@@ -124,11 +120,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         also: impl FnOnce(&mut L::Keepsake) -> R,
     ) -> Option<(Handle, R)> {
         let allocation = guarded.allocate_behind_users(&self.around, size_bytes, unfit)?;
-        let done = also(&mut guarded.keepsake);
-        drop(guarded);
-        self.tally(|tally| tally.allocate(allocation.size_bytes, size_bytes));
-        *address = allocation.address;
-        Some((allocation.handle, done))
+        Some(self.hand_over(guarded, &allocation, size_bytes, address, also))
     }
 
     /// As [`allocate_at_hand_in`](Self::allocate_at_hand_in), in a heap that is not plain.
@@ -145,11 +137,24 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             return None;
         }
         let allocation = guarded.allocate_at_once_by_rule(stream, size_bytes)?;
+        Some(self.hand_over(guarded, &allocation, size_bytes, address, also))
+    }
+
+    /// Does what is to be done under the lock beside an allocation, and lets go of the heap.
+    #[inline(always)]
+    fn hand_over<R>(
+        &self,
+        mut guarded: HeapGuard<'_, L>,
+        allocation: &Allocation,
+        size_bytes: u64,
+        address: &mut DeviceAddress,
+        also: impl FnOnce(&mut L::Keepsake) -> R,
+    ) -> (Handle, R) {
         let done = also(&mut guarded.keepsake);
         drop(guarded);
         self.tally(|tally| tally.allocate(allocation.size_bytes, size_bytes));
         *address = allocation.address;
-        Some((allocation.handle, done))
+        (allocation.handle, done)
     }
 
     /// Does something with what is [kept beside the heap](crate::held).

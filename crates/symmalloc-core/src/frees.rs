@@ -4,8 +4,9 @@
 //!
 //! ```text
 //!  1. nothing but the block is to be freed: it is free, merged with its neighbours          (heap.rs)
-//!  2. the heap is recorded: the gate first, then the heap                               (recording.rs)
-//!  3. events for the uses of other streams, books, a release above the threshold, a refusal
+//!  2. other streams used the block of a plain heap: their uses are fenced before         (fencing.rs)
+//!  3. the heap is recorded: the gate first, then the heap                               (recording.rs)
+//!  4. events for uses in any heap, books, a release above the threshold, a refusal
 //! ```
 //!
 //! Whoever keeps something beside the heap frees through an [`Entrance`](crate::Entrance), which leads to the same ways.
