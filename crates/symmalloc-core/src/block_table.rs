@@ -23,9 +23,10 @@
 //! op instead of 274.
 
 use crate::backend::{DeviceAddress, Range};
-use crate::fence::{FenceSetId, Tick};
+use crate::fence::FenceSetId;
 use crate::ids::{Placement, SegmentId, StreamId};
 use crate::size_rules::SizeClass;
+use crate::stream_clocks::Tick;
 use crate::units::{Units, bytes};
 use slab::Slab;
 use std::num::NonZeroU64;

@@ -7,11 +7,12 @@ use crate::backend::{Backend, BackendError};
 use crate::block_table::{Block, BlockState, Slot};
 use crate::digest::{Mark, op_word};
 use crate::errors::HandleError;
-use crate::fence::{Fence, FenceSetId, FenceTable, StreamClocks, Tick};
+use crate::fence::{Fence, FenceSetId, FenceTable};
 use crate::handle::Handle;
 use crate::heap::{Heap, Live, Shortage, Surroundings};
 use crate::ids::StreamId;
 use crate::lock::{Guard, Lock, LockCell};
+use crate::stream_clocks::{StreamClocks, Tick};
 use smallvec::SmallVec;
 
 /// How the uses of a block are fenced.

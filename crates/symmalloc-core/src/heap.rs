@@ -29,7 +29,7 @@ use crate::budget::{Budget, Budgets, LimitMet};
 use crate::config::{PointerLookup, PoolConfig};
 use crate::digest::{Digest, Mark, OpKind, op_word, placement_word};
 use crate::errors::{FreeError, HandleError};
-use crate::fence::{FenceSetId, FenceTable, StreamClocks, Tick};
+use crate::fence::{FenceSetId, FenceTable};
 use crate::fencing::{Fencing, wait_for_users};
 use crate::free_index::{FreeIndex, Unfit};
 use crate::handle::{Allocation, Handle, Tags};
@@ -44,6 +44,7 @@ use crate::pointer_index::{PointerIndex, SegmentDirectory};
 use crate::segment_log::SegmentLog;
 use crate::size_rules::{ByRule, Exact, SizeClass, SizeRules, Sizing};
 use crate::stats::{HeapUsage, RareCounts};
+use crate::stream_clocks::{StreamClocks, Tick};
 use crate::units::{Units, bytes};
 use std::sync::Arc;
 
@@ -384,9 +385,8 @@ impl Heap {
     }
 
     /// Makes a free block, or as much of its start as is wanted, an allocation of a stream, which `ops` finds: it may know it
-    /// from the heap's own. The block is the one that was chosen, or else the best
-    /// fit if it serves a request of that size. What remains stays free, with the same fences. Fails when there is no
-    /// such block.
+    /// from the heap's own. The block is the one that was chosen, or else the best fit if it serves a request of that size.
+    /// What remains stays free, with the same fences. Fails when there is no such block.
     #[inline(always)]
     fn place<S: Sizing>(
         &mut self,

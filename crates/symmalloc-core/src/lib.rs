@@ -123,6 +123,7 @@ pub mod sim;
 mod size_rules;
 mod sorted_run;
 pub mod stats;
+mod stream_clocks;
 mod sync;
 mod tally;
 mod text;

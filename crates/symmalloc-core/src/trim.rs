@@ -17,12 +17,13 @@ use crate::budget::Budgets;
 use crate::config::SegmentPolicy;
 use crate::digest::{Mark, op_word, placement_word};
 use crate::errors::TrimError;
-use crate::fence::{FenceSetId, Tick};
+use crate::fence::FenceSetId;
 use crate::heap::{Heap, Surroundings};
 use crate::ids::{Placement, StreamId};
 use crate::lock::{Lock, LockCell};
 use crate::obtain::trace_segment;
 use crate::segment_log::SegmentEventKind;
+use crate::stream_clocks::Tick;
 use crate::units::{Units, bytes};
 use smallvec::SmallVec;
 
