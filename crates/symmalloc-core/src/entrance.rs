@@ -361,6 +361,20 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn a_wait_that_is_refused_once_is_made_by_the_longer_way_and_moves_nothing() {
+        let (direct, refused) = (owner(), owner());
+        refused.core.backend().inject(Some(Call::Wait), FaultRule::At { ordinal: 0 }, Fault::Refused);
+        let placed = [&direct, &refused].map(|owner| {
+            owner.core.free(used(owner).handle).expect("live");
+            owner.core.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("a free block").placement
+        });
+        assert_eq!(placed[0], placed[1]);
+        assert_eq!((calls(&direct), calls(&refused)), ([1, 1], [1, 2]));
+        assert_eq!(direct.core.digest(PoolId::DEFAULT), refused.core.digest(PoolId::DEFAULT));
+        refused.core.check().expect("sane");
+    }
+
+    #[test]
     fn a_free_that_is_refused_keeps_nothing_and_one_of_another_heap_is_made_there() {
         let owner = owner();
         let [one, other] = [0, 1].map(|stream| binding(&owner, stream));

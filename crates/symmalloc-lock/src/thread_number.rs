@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 pub(crate) const STEP: u32 = 8;
 /// Of a thread that has no number: not yet, or not any more.
 pub(crate) const NONE: u32 = 0;
-/// No number is greater: more threads than have numbers do not live at a time, and those that do have none.
+/// Every number is less. More threads do not live at a time; those that do have no number.
 const MAX: u32 = u32::MAX / STEP * STEP - STEP;
 
 thread_local! {
