@@ -8,17 +8,12 @@
 //! and shows it with each call.
 
 use crate::allocator::Allocator;
-use crate::backend::{Backend, DeviceAddress};
+use crate::backend::Backend;
 use crate::errors::{AllocateError, FreeError, UnknownError};
-use crate::free_index::Unfit;
 use crate::handle::{Allocation, Handle};
-use crate::held::HeapGuard;
 use crate::ids::{HeapId, PoolId, StreamId};
 use crate::lock::{Exclusive, Lock};
-use crate::plain::Way;
 use crate::routes::Route;
-use crate::tally::Tally;
-use crate::units::SEGMENT_BYTES_MAX;
 use std::fmt;
 
 /// The heap that serves a stream in a pool, for programs that allocate from it often. Keep one beside each stream, and a
@@ -75,86 +70,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     #[inline(never)]
     pub fn allocate_in(&self, binding: &Binding<L>, size_bytes: u64) -> Result<Allocation, AllocateError> {
         self.route_of(binding).allocate(size_bytes)
-    }
-
-    /// Allocates as [`allocate_in`](Self::allocate_in) does, if a free block is at hand, and does `also` with what is
-    /// [kept beside the heap](crate::held), under the same lock. `None` else, and nothing has changed, as when the stream cannot
-    /// be told to wait for the block's earlier users: [`allocate_in`](Self::allocate_in) does what it takes, or says why not.
-    ///
-    /// That is nearly every request of a program in a steady state. Only the handle, the address of the first byte and what
-    /// `also` returned come back: for whoever keeps no more, this is the shortest way.
-    ///
-    /// # Panics
-    /// When the binding is another allocator's.
-    #[inline]
-    pub fn allocate_at_hand_in<R>(
-        &self,
-        binding: &Binding<L>,
-        size_bytes: u64,
-        address: &mut DeviceAddress,
-        also: impl FnOnce(&mut L::Keepsake) -> R,
-    ) -> Option<(Handle, R)> {
-        let Route { heap, stream, .. } = self.route_of(binding);
-        if !(1..=SEGMENT_BYTES_MAX).contains(&size_bytes) {
-            return None;
-        }
-        let mut guarded = heap.lock();
-        if guarded.way != Way::Plain {
-            return self.allocate_at_hand_by_rule(guarded, stream, size_bytes, address, also);
-        }
-        let allocation = match guarded.allocate_at_once(size_bytes) {
-            Ok(allocation) => allocation,
-            Err(unfit) => return self.allocate_used(guarded, unfit, size_bytes, address, also),
-        };
-        Some(self.hand_over(guarded, &allocation, size_bytes, address, also))
-    }
-
-    /// As [`allocate_at_hand_in`](Self::allocate_at_hand_in), where other streams used the block before.
-    #[inline(never)]
-    fn allocate_used<R>(
-        &self,
-        mut guarded: HeapGuard<'_, L>,
-        unfit: Unfit,
-        size_bytes: u64,
-        address: &mut DeviceAddress,
-        also: impl FnOnce(&mut L::Keepsake) -> R,
-    ) -> Option<(Handle, R)> {
-        let allocation = guarded.allocate_behind_users(&self.around, size_bytes, unfit)?;
-        Some(self.hand_over(guarded, &allocation, size_bytes, address, also))
-    }
-
-    /// As [`allocate_at_hand_in`](Self::allocate_at_hand_in), in a heap that is not plain.
-    #[inline(never)]
-    fn allocate_at_hand_by_rule<R>(
-        &self,
-        mut guarded: HeapGuard<'_, L>,
-        stream: StreamId,
-        size_bytes: u64,
-        address: &mut DeviceAddress,
-        also: impl FnOnce(&mut L::Keepsake) -> R,
-    ) -> Option<(Handle, R)> {
-        if guarded.is_recorded {
-            return None;
-        }
-        let allocation = guarded.allocate_at_once_by_rule(stream, size_bytes)?;
-        Some(self.hand_over(guarded, &allocation, size_bytes, address, also))
-    }
-
-    /// Does what is to be done under the lock beside an allocation, and lets go of the heap.
-    #[inline(always)]
-    fn hand_over<R>(
-        &self,
-        mut guarded: HeapGuard<'_, L>,
-        allocation: &Allocation,
-        size_bytes: u64,
-        address: &mut DeviceAddress,
-        also: impl FnOnce(&mut L::Keepsake) -> R,
-    ) -> (Handle, R) {
-        let done = also(&mut guarded.keepsake);
-        drop(guarded);
-        self.tally(|tally| tally.allocate(allocation.size_bytes, size_bytes));
-        *address = allocation.address;
-        (allocation.handle, done)
     }
 
     /// Does something with what is [kept beside the heap](crate::held).

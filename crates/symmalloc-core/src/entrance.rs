@@ -1,39 +1,76 @@
-//! Entrances: the shortest way to free, for whoever keeps something [beside the heap](crate::held).
+//! Entrances: the shortest way to allocate and free, for whoever keeps something [beside the heap](crate::held).
 //!
-//! Nearly every free of a program in a steady state is nothing but to free a block. An [`Entrance`] serves those without the
-//! allocator, and those of memory that other streams used with it. It borrows nothing: what keeps the allocator alive may
-//! itself go into the keepsake, under the same lock.
+//! Nearly every request of a program in a steady state takes a free block that is there, and nearly every free is nothing but to
+//! free one. An [`Entrance`] serves those without the allocator, and those of memory that other streams used with it. It
+//! borrows nothing: what keeps the allocator alive may itself go into the keepsake, under the same lock.
+//!
+//! What counts usage over all heaps is the allocator's: entrances are of locks that have [none](crate::tally).
 
 use crate::allocator::Allocator;
-use crate::backend::Backend;
+use crate::backend::{Backend, DeviceAddress};
 use crate::bound::Binding;
 use crate::errors::FreeError;
 use crate::fencing::Fencing;
-use crate::handle::Handle;
-use crate::heap::{Freed, Live};
+use crate::free_index::Unfit;
+use crate::handle::{Allocation, Handle};
+use crate::heap::{Freed, Heap, Live, Surroundings};
 use crate::held::{HeapCell, HeapGuard, Held, Keepsake as _};
-use crate::ids::HeapId;
+use crate::ids::{HeapId, StreamId};
 use crate::lock::Lock;
-use crate::tally::Tally;
+use crate::plain::Way;
+use crate::units::SEGMENT_BYTES_MAX;
 use std::mem::ManuallyDrop;
 
-/// The heap of a [`Binding`], to free what lies in it. Good for as long as the allocator lives; entered later, it frees
-/// nothing: it may lead to another allocator's heap, which knows none of the handles. See [`Binding::entrance`].
+/// The heap of a [`Binding`], to allocate from it and to free what lies in it. Good for as long as the allocator lives; entered
+/// later, it frees nothing: it may lead to another allocator's heap, which knows none of the handles. See
+/// [`Binding::entrance`].
 #[derive(Debug)]
 pub struct Entrance<L: Lock> {
     heap: L::HeapRef,
     id: HeapId,
+    stream: StreamId,
 }
 
 impl<L: Lock> Binding<L> {
     /// The binding's heap, without the allocator.
     #[inline]
     pub fn entrance(&self) -> Entrance<L> {
-        Entrance { heap: self.heap.clone(), id: self.id }
+        Entrance { heap: self.heap.clone(), id: self.id, stream: self.stream() }
     }
 }
 
-impl<L: Lock> Entrance<L> {
+impl<L: Lock<Tally = ()>> Entrance<L> {
+    /// Allocates as [`Allocator::allocate_in`] does, if a free block is at hand, and does `also` with what is
+    /// [kept beside the heap](crate::held), under the same lock. `None` else, and nothing has changed, as when the stream cannot
+    /// be told to wait for the block's earlier users: [`Allocator::allocate_in`] does what it takes, or says why not.
+    ///
+    /// That is nearly every request of a program in a steady state. Only the handle, the address of the first byte and what
+    /// `also` returned come back: for whoever keeps no more, this is the shortest way. `allocator` is asked where other streams
+    /// used the block before.
+    ///
+    /// # Panics
+    /// When it is asked and is another one than the entrance's.
+    #[inline(always)]
+    pub fn allocate<'a, B: Backend + 'a, R>(
+        &self,
+        size_bytes: u64,
+        address: &mut DeviceAddress,
+        also: impl FnOnce(&mut L::Keepsake) -> R,
+        allocator: impl FnOnce() -> &'a Allocator<B, L>,
+    ) -> Option<(Handle, R)> {
+        if !(1..=SEGMENT_BYTES_MAX).contains(&size_bytes) {
+            return None;
+        }
+        let mut guarded = self.heap.lock();
+        if guarded.way != Way::Plain {
+            return allocate_by_rule::<L, _>(guarded, self.stream, size_bytes, address, also);
+        }
+        match guarded.allocate_at_once(size_bytes) {
+            Ok(allocation) => Some(hand_over::<L, _>(guarded, &allocation, address, also)),
+            Err(unfit) => allocate_used(guarded, unfit, size_bytes, address, also, allocator),
+        }
+    }
+
     /// Frees an allocation of the heap, and keeps `held` [beside it](crate::held) under the same lock. What keeps the allocator
     /// alive is `held`, and `allocator` finds it there: it is asked where more than the block is to be freed. Frees in a row
     /// may share an event, as with [`Allocator::free_in_row`]. Tells `refused` why an allocation is not freed. Returns what
@@ -53,9 +90,12 @@ impl<L: Lock> Entrance<L> {
         if handle.heap() != self.id {
             return free_elsewhere(handle, held, allocator, refused);
         }
+        // A panic from here on is a failed assertion about the heap. What comes with the free is not dropped then, which spares
+        // the way a copy of it in memory.
+        let held = ManuallyDrop::new(held);
         match self.heap.try_lock() {
             Some(guarded) => free_inside(guarded, handle, held, allocator, refused),
-            None => free_past_others(&self.heap, handle, held, allocator, refused),
+            None => free_past_others(&self.heap, handle, ManuallyDrop::into_inner(held), allocator, refused),
         }
     }
 
@@ -71,8 +111,60 @@ impl<L: Lock> Entrance<L> {
         if handle.heap() != self.id {
             return free_elsewhere(handle, held, allocator, refused);
         }
-        free_inside(self.heap.lock(), handle, held, allocator, refused)
+        free_inside(self.heap.lock(), handle, ManuallyDrop::new(held), allocator, refused)
     }
+}
+
+/// Allocates where other streams used the block before.
+#[inline(never)]
+fn allocate_used<'a, B: Backend + 'a, L: Lock, R>(
+    mut guarded: HeapGuard<'_, L>,
+    unfit: Unfit,
+    size_bytes: u64,
+    address: &mut DeviceAddress,
+    also: impl FnOnce(&mut L::Keepsake) -> R,
+    allocator: impl FnOnce() -> &'a Allocator<B, L>,
+) -> Option<(Handle, R)> {
+    let around = around_of(allocator(), &guarded);
+    let allocation = guarded.allocate_behind_users(around, size_bytes, unfit)?;
+    Some(hand_over::<L, _>(guarded, &allocation, address, also))
+}
+
+/// Allocates in a heap that is not plain.
+#[inline(never)]
+fn allocate_by_rule<L: Lock, R>(
+    mut guarded: HeapGuard<'_, L>,
+    stream: StreamId,
+    size_bytes: u64,
+    address: &mut DeviceAddress,
+    also: impl FnOnce(&mut L::Keepsake) -> R,
+) -> Option<(Handle, R)> {
+    if guarded.is_recorded {
+        return None;
+    }
+    let allocation = guarded.allocate_at_once_by_rule(stream, size_bytes)?;
+    Some(hand_over::<L, _>(guarded, &allocation, address, also))
+}
+
+/// What the heap's driver calls go to.
+#[inline]
+fn around_of<'a, B: Backend, L: Lock>(allocator: &'a Allocator<B, L>, heap: &Heap) -> &'a Surroundings<B, L> {
+    assert!(heap.tags.owner() == allocator.owner, "an entrance of another allocator");
+    &allocator.around
+}
+
+/// Does what is to be done under the lock beside an allocation, and lets go of the heap.
+#[inline(always)]
+fn hand_over<L: Lock, R>(
+    mut guarded: HeapGuard<'_, L>,
+    allocation: &Allocation,
+    address: &mut DeviceAddress,
+    also: impl FnOnce(&mut L::Keepsake) -> R,
+) -> (Handle, R) {
+    let done = also(&mut guarded.keepsake);
+    drop(guarded);
+    *address = allocation.address;
+    (allocation.handle, done)
 }
 
 /// Somebody else is inside, or may come without asking.
@@ -86,20 +178,17 @@ fn free_past_others<B: Backend, L: Lock>(
     refused: impl FnOnce(&Held<L>, FreeError),
 ) -> Option<Held<L>> {
     let held = heap.mail.leave(handle, held).err()?;
-    free_inside(heap.lock(), handle, held, allocator, refused)
+    free_inside(heap.lock(), handle, ManuallyDrop::new(held), allocator, refused)
 }
 
 #[inline(always)]
 fn free_inside<B: Backend, L: Lock>(
     mut guarded: HeapGuard<'_, L>,
     handle: Handle,
-    held: Held<L>,
+    held: ManuallyDrop<Held<L>>,
     allocator: impl FnOnce(&Held<L>) -> &Allocator<B, L>,
     refused: impl FnOnce(&Held<L>, FreeError),
 ) -> Option<Held<L>> {
-    // A panic in here is a failed assertion about the heap. What comes with the free is not dropped then, which spares the
-    // way a copy of it in memory.
-    let held = ManuallyDrop::new(held);
     let held = || ManuallyDrop::into_inner(held);
     match guarded.free_at_hand(handle, |_, _| {}) {
         Freed::Now => guarded.keepsake.keep(held()),
@@ -117,9 +206,8 @@ fn free_used<B: Backend, L: Lock>(
     allocator: impl FnOnce(&Held<L>) -> &Allocator<B, L>,
     refused: impl FnOnce(&Held<L>, FreeError),
 ) -> Option<Held<L>> {
-    let allocator = allocator(&held);
-    let tally = |allocated, requested| allocator.tally(|tally| tally.free(allocated, requested));
-    let freed = guarded.free_used(&allocator.around, live, Fencing::InRow, tally).map_err(FreeError::from);
+    let around = around_of(allocator(&held), &guarded);
+    let freed = guarded.free_used(around, live, Fencing::InRow, |_, _| {}).map_err(FreeError::from);
     keep_if_freed::<L>(guarded, freed, held, refused)
 }
 
@@ -178,7 +266,7 @@ pub(crate) mod tests {
     use crate::backend::DeviceAddress;
     use crate::config::Config;
     use crate::errors::AllocateError;
-    use crate::held::{Heap, Keepsake, Vacant};
+    use crate::held::{Keepsake, Vacant};
     use crate::lock::Shared;
     use crate::sim::{Call, Fault, FaultRule, SimBackend};
     use crate::{Allocation, PoolId, StreamId};
@@ -237,6 +325,17 @@ pub(crate) mod tests {
         owner.core.binding(PoolId::DEFAULT, StreamId(stream)).expect("both exist")
     }
 
+    /// Allocates if a free block is at hand.
+    fn allocate<R>(
+        owner: &Owner,
+        heap: &Binding<Shared<Kept>>,
+        size_bytes: u64,
+        address: &mut DeviceAddress,
+        also: impl FnOnce(&mut Kept) -> R,
+    ) -> Option<(Handle, R)> {
+        heap.entrance().allocate(size_bytes, address, also, || &owner.core)
+    }
+
     /// Frees as a thread does that waits for nobody. How that ended, and what was not kept.
     pub(crate) fn free(
         heap: &Binding<Shared<Kept>>,
@@ -262,7 +361,7 @@ pub(crate) mod tests {
         for (round, size) in sizes.into_iter().chain(sizes).enumerate() {
             let one = direct.core.allocate(PoolId::DEFAULT, StreamId(1), size).expect("memory");
             let (mut address, mut visits) = (DeviceAddress(0), 0);
-            let other = at_hand.core.allocate_at_hand_in(&heap, size, &mut address, |_| visits += 1);
+            let other = allocate(&at_hand, &heap, size, &mut address, |_| visits += 1);
             let other = other.map(|(handle, ())| handle);
             assert_eq!(visits, u32::from(other.is_some()));
             let other = other.unwrap_or_else(|| {
@@ -297,12 +396,12 @@ pub(crate) mod tests {
         let mut address = DeviceAddress(7);
         let never = |_: &mut Kept| panic!("nothing is done");
         let nothing = |heap: Option<(Handle, ())>| assert_eq!(heap, None);
-        nothing(owner.core.allocate_at_hand_in(&one, 512, &mut address, never));
+        nothing(allocate(&owner, &one, 512, &mut address, never));
         let used = owner.core.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory");
         owner.core.record_use(used.handle, StreamId(1)).expect("live");
         let before = (owner.core.digest(PoolId::DEFAULT), owner.core.stats());
-        nothing(owner.core.allocate_at_hand_in(&other, 0, &mut address, never));
-        nothing(owner.core.allocate_at_hand_in(&other, 1 << 41, &mut address, never));
+        nothing(allocate(&owner, &other, 0, &mut address, never));
+        nothing(allocate(&owner, &other, 1 << 41, &mut address, never));
         assert_eq!((owner.core.digest(PoolId::DEFAULT), owner.core.stats()), before);
         assert_eq!(address, DeviceAddress(7));
         assert_eq!(owner.core.free(used.handle), Ok(()));
@@ -330,10 +429,8 @@ pub(crate) mod tests {
         assert_eq!(calls(&at_hand), [1, 0]);
         let again = direct.core.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory");
         let (mut address, mut visits) = (DeviceAddress(0), 0);
-        let (handle, ()) = at_hand
-            .core
-            .allocate_at_hand_in(&heap, 512, &mut address, |_: &mut Kept| visits += 1)
-            .expect("a free block");
+        let also = |_: &mut Kept| visits += 1;
+        let (handle, ()) = allocate(&at_hand, &heap, 512, &mut address, also).expect("a free block");
         assert_eq!((calls(&at_hand), visits), ([1, 1], 1));
         let placed = at_hand.core.allocation(handle).expect("live");
         assert_eq!((placed.placement, placed.address), (again.placement, address));
@@ -341,6 +438,15 @@ pub(crate) mod tests {
         assert_eq!(direct.core.stats(), at_hand.core.stats());
         at_hand.core.check().expect("sane");
         drop(at_hand.core.with_keepsake(&heap, std::mem::take));
+    }
+
+    #[test]
+    #[should_panic(expected = "an entrance of another allocator")]
+    fn an_entrance_makes_no_driver_calls_for_another_allocator() {
+        let [one, other] = [owner(), owner()];
+        one.core.free(used(&one).handle).expect("live");
+        let never = |_: &mut Kept| panic!("nothing is done");
+        let _taken: Option<(Handle, ())> = allocate(&other, &binding(&one, 0), 512, &mut DeviceAddress(0), never);
     }
 
     #[test]
@@ -353,7 +459,7 @@ pub(crate) mod tests {
         core.backend().inject(Some(Call::Wait), FaultRule::Every { calls: 1 }, Fault::Refused);
         let mut address = DeviceAddress(7);
         let never = |_: &mut Kept| panic!("nothing is done");
-        let taken: Option<(Handle, ())> = core.allocate_at_hand_in(&heap, 512, &mut address, never);
+        let taken: Option<(Handle, ())> = allocate(&owner, &heap, 512, &mut address, never);
         assert_eq!(taken, None);
         assert!(matches!(core.allocate_in(&heap, 512), Err(AllocateError::Fence { .. })));
         assert_eq!((core.digest(PoolId::DEFAULT), core.stats(), address), (before.0, before.1, DeviceAddress(7)));

@@ -11,7 +11,7 @@ use crate::backend::{CudaBackend, CudaMemory};
 use crate::capture::CaptureId;
 use crate::device::CudaDevice;
 use crate::error::{CudaError, DriverError};
-use crate::lane::Lane;
+use crate::lane::{Lane, Place};
 use crate::pool::{Lease, Pool};
 use crate::spares::CoreAllocator;
 use cudarc::driver::CudaStream;
@@ -175,7 +175,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// When the stream is of another context or differs by thread, or all ids are taken.
     pub fn register_stream(&self, stream: &Arc<CudaStream>) -> Result<StreamId, CudaError> {
         match self.lease.lanes.find(stream) {
-            Some(lane) => Ok(lane.stream),
+            Some(place) => Ok(place.lane.stream),
             None => self.state.register(stream),
         }
     }
@@ -256,8 +256,8 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// When the stream cannot be registered or the allocator refuses; nothing is allocated then.
     #[inline]
     pub fn allocate(&self, stream: &Arc<CudaStream>, size_bytes: u64) -> Result<Allocation, CudaError> {
-        match self.lane_at_hand(stream) {
-            Some(lane) => self.state.core.allocate_in(&lane.heap, size_bytes).map_err(refused),
+        match self.place_at_hand(stream) {
+            Some(Place { lane, .. }) => self.state.core.allocate_in(&lane.heap, size_bytes).map_err(refused),
             None => self.allocate_by_all_means(stream, size_bytes),
         }
     }
@@ -278,19 +278,19 @@ impl<B: CudaMemory> CachingAllocator<B> {
         Ok(self.state.core.allocate_in(&lane.heap, size_bytes)?)
     }
 
-    /// The lane of a stream that has one, while no capture is under way: that is the rule. Allocations lie in its heap.
+    /// The place of a stream's lane that has one, while no capture is under way: that is the rule. Allocations lie in its heap.
     #[inline(always)]
-    pub(crate) fn lane_at_hand(&self, stream: &CudaStream) -> Option<&Arc<Lane<B>>> {
+    pub(crate) fn place_at_hand(&self, stream: &CudaStream) -> Option<&Place<B>> {
         match self.lease.lanes.find_first(stream) {
-            Some(lane) if lane.device.captures.is_quiet() => Some(lane),
-            Some(lane) => behind_rows(lane),
-            None => self.lane_near_hand(stream),
+            Some(place) if place.lane.device.captures.is_quiet() => Some(place),
+            Some(place) => behind_rows(place),
+            None => self.place_near_hand(stream),
         }
     }
 
-    /// As [`lane_at_hand`](Self::lane_at_hand), where the lane has to be looked for, or a row ends.
+    /// As [`place_at_hand`](Self::place_at_hand), where the lane has to be looked for, or a row ends.
     #[inline(never)]
-    fn lane_near_hand(&self, stream: &CudaStream) -> Option<&Arc<Lane<B>>> {
+    fn place_near_hand(&self, stream: &CudaStream) -> Option<&Place<B>> {
         behind_rows(self.lease.lanes.find(stream)?)
     }
 
@@ -298,7 +298,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     #[inline(never)]
     pub(crate) fn lane(&self, stream: &Arc<CudaStream>) -> Result<Arc<Lane<B>>, CudaError> {
         match self.lease.lanes.find(stream) {
-            Some(lane) => Ok(Arc::clone(lane)),
+            Some(place) => Ok(Arc::clone(&place.lane)),
             None => self.make_lane(stream),
         }
     }
@@ -314,7 +314,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     pub(crate) fn lane_of(&self, stream: StreamId) -> Result<Arc<Lane<B>>, CudaError> {
         let lanes = &self.lease.lanes;
         let known = match self.state.order().stream(stream) {
-            Some(raw) => lanes.find(raw),
+            Some(raw) => lanes.find(raw).map(|place| &place.lane),
             None => lanes.host(),
         };
         if let Some(lane) = known {
@@ -555,10 +555,10 @@ impl<B: CudaMemory> Drop for State<B> {
     }
 }
 
-/// The lane, once the rows that are open have ended; `None` while a capture is under way.
+/// The place, once the rows that are open have ended; `None` while a capture is under way.
 #[inline(never)]
-fn behind_rows<B: CudaMemory>(lane: &Arc<Lane<B>>) -> Option<&Arc<Lane<B>>> {
-    lane.device.is_quiet().then_some(lane)
+fn behind_rows<B: CudaMemory>(place: &Place<B>) -> Option<&Place<B>> {
+    place.lane.device.is_quiet().then_some(place)
 }
 
 #[cold]

@@ -23,6 +23,12 @@ pub(crate) struct Block<B: CudaMemory> {
     pub(crate) address: u64,
 }
 
+/// What a block consists of beside its handle, which comes back in registers.
+struct Taken<B: CudaMemory> {
+    lane: ManuallyDrop<Option<Arc<Lane<B>>>>,
+    address: DeviceAddress,
+}
+
 impl<B: CudaMemory> Block<B> {
     /// Takes over an allocation that nobody else frees.
     #[inline(always)]
@@ -60,23 +66,18 @@ impl<B: CudaMemory> CachingAllocator<B> {
     #[inline(always)]
     pub(crate) fn block_at_hand<T>(&self, stream: &CudaStream, len: usize) -> Option<Block<B>> {
         let size_bytes = len.checked_mul(size_of::<T>())?;
-        let (mut lane, mut address) = (ManuallyDrop::new(None), DeviceAddress(0));
-        let handle = self.take(stream, size_bytes as u64, &mut lane, &mut address)?;
-        Some(Block::of(lane, handle, address))
+        let mut taken = Taken { lane: ManuallyDrop::new(None), address: DeviceAddress(0) };
+        let handle = self.take(stream, size_bytes as u64, &mut taken)?;
+        Some(Block::of(taken.lane, handle, taken.address))
     }
 
-    /// What a block consists of. The lane that is given is none.
+    /// Takes what a block consists of. What is given holds nothing yet.
     #[inline(never)]
-    fn take(
-        &self,
-        stream: &CudaStream,
-        size_bytes: u64,
-        lane: &mut ManuallyDrop<Option<Arc<Lane<B>>>>,
-        address: &mut DeviceAddress,
-    ) -> Option<Handle> {
-        let at_hand = self.lane_at_hand(stream)?;
-        let (handle, spare) = self.state.core.allocate_at_hand_in(&at_hand.heap, size_bytes, address, Spares::take)?;
-        *lane = ManuallyDrop::new(Some(spare.unwrap_or_else(|| Arc::clone(at_hand))));
+    fn take(&self, stream: &CudaStream, size_bytes: u64, taken: &mut Taken<B>) -> Option<Handle> {
+        let at_hand = self.place_at_hand(stream)?;
+        let core = || core_of(&at_hand.lane);
+        let (handle, spare) = at_hand.entrance.allocate(size_bytes, &mut taken.address, Spares::take, core)?;
+        taken.lane = ManuallyDrop::new(Some(spare.unwrap_or_else(|| Arc::clone(&at_hand.lane))));
         Some(handle)
     }
 

@@ -6,7 +6,7 @@
 //!
 //! ```text
 //!  allocator ─┐
-//!  allocator ─┼─ Lease ─── Lanes   by the address of the CudaStream: a hashed table that only grows
+//!  allocator ─┼─ Lease ─── Lanes   by the address of the CudaStream: the first ones, then a hashed table that only grows
 //!  Pool      ─┘              │
 //!                            ▼
 //!  DeviceBuffer ──────────► Lane ─── State
@@ -24,8 +24,10 @@ use crate::spares::{CoreLock, Spares};
 use cudarc::driver::CudaStream;
 use std::sync::{Arc, OnceLock};
 use symmalloc_core::config::StreamPolicy;
-use symmalloc_core::{Binding, PoolId, StreamId};
+use symmalloc_core::{Binding, Entrance, PoolId, StreamId};
 
+/// Lanes that are found without the table.
+const FIRST: usize = 4;
 /// Places of the table, a power of two.
 const PLACES: usize = 64;
 /// How many places behind its own a lane may stand. A lane without a place is made again for each allocation.
@@ -73,19 +75,24 @@ impl<B: CudaMemory> Lane<B> {
 /// The lanes of one pool, by stream. Beside them lies what counts the pool's names: not on their cache lines.
 #[repr(align(128))]
 pub(crate) struct Lanes<B: CudaMemory> {
-    /// A lane stands in the place that its stream's address hashes to, or in one of the next.
+    /// The lanes that were made first, in that order. Most requests are for one of them, and a processor that foresees for
+    /// which one is in the heap before it has read whose stream it is.
+    first: [OnceLock<Place<B>>; FIRST],
+    /// A lane of the others stands in the place that its stream's address hashes to, or in one of the next.
     places: [OnceLock<Place<B>>; PLACES],
     /// The host's.
     host: OnceLock<Arc<Lane<B>>>,
 }
 
-struct Place<B: CudaMemory> {
+/// Where a lane stands, with what an allocation on it needs at once.
+pub(crate) struct Place<B: CudaMemory> {
     /// The address of the `CudaStream` that the lane keeps alive.
     address: usize,
-    lane: Arc<Lane<B>>,
+    pub(crate) entrance: Entrance<CoreLock<B>>,
+    pub(crate) lane: Arc<Lane<B>>,
 }
 
-/// Where the lane of a stream at this address belongs.
+/// Where the lane of a stream at this address belongs in the table.
 #[inline(always)]
 fn place_of(address: usize) -> usize {
     // Fibonacci hashing: the multiplication carries all bits to the highest ones.
@@ -94,30 +101,38 @@ fn place_of(address: usize) -> usize {
 
 impl<B: CudaMemory> Lanes<B> {
     pub(crate) fn new() -> Self {
-        Lanes { places: std::array::from_fn(|_| OnceLock::new()), host: OnceLock::new() }
+        Lanes {
+            first: std::array::from_fn(|_| OnceLock::new()),
+            places: std::array::from_fn(|_| OnceLock::new()),
+            host: OnceLock::new(),
+        }
     }
 
-    /// The lane of a stream, if it stands in the place that the stream's address hashes to, as most do.
+    /// The lane of a stream, if it is one of the first, or stands in the place that the stream's address hashes to, as most do.
     #[inline(always)]
-    pub(crate) fn find_first(&self, stream: &CudaStream) -> Option<&Arc<Lane<B>>> {
+    pub(crate) fn find_first(&self, stream: &CudaStream) -> Option<&Place<B>> {
         let address = std::ptr::from_ref(stream) as usize;
+        for place in &self.first {
+            let there = place.get()?;
+            if there.address == address {
+                return Some(there);
+            }
+        }
         let there = self.places[place_of(address)].get()?;
-        (there.address == address).then_some(&there.lane)
+        (there.address == address).then_some(there)
     }
 
     /// The lane of a stream that has one.
     #[inline(never)]
-    pub(crate) fn find(&self, stream: &CudaStream) -> Option<&Arc<Lane<B>>> {
+    pub(crate) fn find(&self, stream: &CudaStream) -> Option<&Place<B>> {
         let address = std::ptr::from_ref(stream) as usize;
-        let mut place = place_of(address);
-        for _ in 0..STEPS {
-            let there = self.places[place].get()?;
-            if there.address == address {
-                return Some(&there.lane);
-            }
-            place = (place + 1) % PLACES;
-        }
-        None
+        self.places_of(address).map_while(OnceLock::get).find(|there| there.address == address)
+    }
+
+    /// Where the lane of a stream at this address may stand. It stands in none behind one that is free.
+    fn places_of(&self, address: usize) -> impl Iterator<Item = &OnceLock<Place<B>>> {
+        let hashed = (0..STEPS).map(move |step| &self.places[(place_of(address) + step) % PLACES]);
+        self.first.iter().chain(hashed)
     }
 
     /// Keeps a lane, if there is a place for it.
@@ -127,8 +142,8 @@ impl<B: CudaMemory> Lanes<B> {
             return self.host.get_or_init(|| Arc::clone(lane)).open_spares();
         };
         let address = Arc::as_ptr(raw) as usize;
-        for place in (0..STEPS).map(|step| (place_of(address) + step) % PLACES) {
-            let kept = self.places[place].get_or_init(|| Place { address, lane: Arc::clone(lane) });
+        for place in self.places_of(address) {
+            let kept = place.get_or_init(|| Place { address, entrance: lane.heap.entrance(), lane: Arc::clone(lane) });
             if kept.address == address {
                 return kept.lane.open_spares();
             }
@@ -137,7 +152,7 @@ impl<B: CudaMemory> Lanes<B> {
 
     /// The pool's last name goes.
     pub(crate) fn close_spares(&self) {
-        let lanes = self.places.iter().filter_map(|place| Some(&place.get()?.lane));
+        let lanes = self.first.iter().chain(&self.places).filter_map(|place| Some(&place.get()?.lane));
         lanes.chain(self.host()).for_each(|lane| lane.close_spares());
     }
 
