@@ -13,7 +13,7 @@
 //! anew; closing one gives the outer scope the larger of both. Scopes nest, and cost nothing between open and close.
 
 use crate::size_rules::{SizeClass, SizeRules};
-use crate::tally::Levels;
+use crate::tally::{Level, Levels};
 use crate::units::{Units, bytes, units};
 
 /// A quantity over time.
@@ -77,7 +77,7 @@ struct Count {
     /// Everything that was ever added.
     allocated: u64,
     peak: u64,
-    /// How high it may go unnoticed: not above its peak, and the two classes together not above the peak of their sum.
+    /// How high it may go unnoticed: not above its peak, and of bytes the two classes together not above the peak of their sum.
     mark: u64,
     /// Mark less current.
     below_mark: u64,
@@ -120,19 +120,24 @@ impl Count {
 /// Small and large blocks, and of each: allocations, allocated bytes and requested bytes.
 type Counts = [[Count; 3]; 2];
 
-/// The usage of one heap, by size class. The peaks of both classes together cost nothing on the way: each class has a mark.
+/// The usage of one heap, by size class. The peaks of the bytes of both classes together cost nothing on the way: each class
+/// has a mark.
 ///
 /// ```text
 ///  small   ████████──────        █ current    ─ up to its mark
 ///  large   ███████████───        Σ marks ≤ peak: a class that stays below its mark raises neither its peak nor the common one
 /// ```
-/// A class that passes its mark gets half of what is left up to the common peak, so that marks are passed seldom.
+/// A class that passes its mark gets half of what is left up to the common peak, so that marks are passed seldom. Allocations
+/// have a level of their own for both classes: a program that keeps as many as ever, and replaces small ones by large ones,
+/// leaves nothing to share out.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct HeapUsage {
     counts: Counts,
     /// Of both classes together.
-    peaks: [u64; 3],
-    /// What `counts` and `peaks` were when each open scope began; outermost first.
+    allocations: Level,
+    /// Of both classes together: allocated and requested bytes.
+    byte_peaks: [u64; 2],
+    /// What the counts and the common peaks were when each open scope began; outermost first.
     scopes: Vec<(Counts, [u64; 3])>,
 }
 
@@ -146,6 +151,7 @@ impl HeapUsage {
                 self.pass_mark(allocated_bytes, quantity);
             }
         }
+        self.allocations.add(1);
     }
 
     #[inline(always)]
@@ -154,6 +160,7 @@ impl HeapUsage {
         allocations.take(1);
         allocated.take(bytes(size));
         requested.take(requested_bytes);
+        self.allocations.take(1);
     }
 
     /// The class of blocks with so many bytes is above its mark: there may be new peaks, and there are new marks.
@@ -162,12 +169,17 @@ impl HeapUsage {
     fn pass_mark(&mut self, allocated_bytes: u64, quantity: usize) {
         let class = SizeRules::class_of(units(allocated_bytes)) as usize;
         let [mut this, mut other] = [self.counts[class][quantity], self.counts[1 - class][quantity]];
-        let sum = this.current() + other.current();
-        let peak = self.peaks[quantity].max(sum);
         this.peak = this.peak.max(this.current());
-        this.set_mark(this.peak.min(this.current() + (peak - sum).div_ceil(2)));
-        other.set_mark(other.peak.min(peak - this.mark));
-        self.peaks[quantity] = peak;
+        match quantity.checked_sub(1) {
+            None => this.set_mark(this.peak),
+            Some(of_bytes) => {
+                let sum = this.current() + other.current();
+                let peak = self.byte_peaks[of_bytes].max(sum);
+                this.set_mark(this.peak.min(this.current() + (peak - sum).div_ceil(2)));
+                other.set_mark(other.peak.min(peak - this.mark));
+                self.byte_peaks[of_bytes] = peak;
+            }
+        }
         (self.counts[class][quantity], self.counts[1 - class][quantity]) = (this, other);
     }
 
@@ -176,13 +188,24 @@ impl HeapUsage {
         let levels = |counts: &Counts, peaks: &[u64; 3]| {
             Levels::new([0, 1, 2].map(|quantity| (peaks[quantity], current(counts, quantity))))
         };
-        (levels(&self.counts, &self.peaks), self.scopes.iter().map(|(counts, peaks)| levels(counts, peaks)).collect())
+        (levels(&self.counts, &self.peaks()), self.scopes.iter().map(|(counts, peaks)| levels(counts, peaks)).collect())
     }
 
     /// Bytes of the blocks that are allocated now.
     #[inline(always)]
     pub(crate) fn allocated_bytes(&self) -> u64 {
         current(&self.counts, 1)
+    }
+
+    /// Of both classes together.
+    fn peaks(&self) -> [u64; 3] {
+        let [allocated, requested] = self.byte_peaks;
+        [self.allocations.peak(), allocated, requested]
+    }
+
+    fn set_peaks(&mut self, [allocations, allocated, requested]: [u64; 3]) {
+        self.allocations.set(allocations, self.allocations.current());
+        self.byte_peaks = [allocated, requested];
     }
 
     pub(crate) fn stats(&self) -> ClassStats {
@@ -198,7 +221,7 @@ impl HeapUsage {
         };
         let (small, large) = (class(SizeClass::Small as usize), class(SizeClass::Large as usize));
         let mut all = small.plus(large);
-        [all.allocations.peak, all.allocated_bytes.peak, all.requested_bytes.peak] = self.peaks;
+        [all.allocations.peak, all.allocated_bytes.peak, all.requested_bytes.peak] = self.peaks();
         ClassStats { all, small, large }
     }
 
@@ -207,11 +230,11 @@ impl HeapUsage {
             count.peak = count.current();
             count.set_mark(count.peak);
         }
-        self.peaks = [0, 1, 2].map(|quantity| current(&self.counts, quantity));
+        self.set_peaks([0, 1, 2].map(|quantity| current(&self.counts, quantity)));
     }
 
     pub(crate) fn open_scope(&mut self) {
-        self.scopes.push((self.counts, self.peaks));
+        self.scopes.push((self.counts, self.peaks()));
         self.reset_peaks();
     }
 
@@ -222,9 +245,8 @@ impl HeapUsage {
         for (count, outer) in self.counts.as_flattened_mut().iter_mut().zip(outer.as_flattened()) {
             count.peak = count.peak.max(outer.peak);
         }
-        for (peak, outer) in self.peaks.iter_mut().zip(outer_peaks) {
-            *peak = (*peak).max(outer);
-        }
+        let inner_peaks = self.peaks();
+        self.set_peaks([0, 1, 2].map(|quantity| inner_peaks[quantity].max(outer_peaks[quantity])));
         stats
     }
 }

@@ -127,7 +127,7 @@ impl Levels {
 
 /// How high a quantity is, and was at most.
 #[derive(Clone, Debug, Default)]
-struct Level {
+pub(crate) struct Level {
     peak: Cell<u64>,
     /// Peak less current.
     below_peak: Cell<u64>,
@@ -135,7 +135,7 @@ struct Level {
 
 impl Level {
     #[inline(always)]
-    fn add(&self, amount: u64) {
+    pub(crate) fn add(&self, amount: u64) {
         let (below_peak, is_above) = self.below_peak.get().overflowing_sub(amount);
         self.below_peak.set(below_peak);
         if is_above {
@@ -152,16 +152,20 @@ impl Level {
     }
 
     #[inline(always)]
-    fn take(&self, amount: u64) {
+    pub(crate) fn take(&self, amount: u64) {
         self.below_peak.set(self.below_peak.get() + amount);
     }
 
-    fn current(&self) -> u64 {
+    pub(crate) fn peak(&self) -> u64 {
+        self.peak.get()
+    }
+
+    pub(crate) fn current(&self) -> u64 {
         self.peak.get() - self.below_peak.get()
     }
 
     /// Puts the peak elsewhere, at or above the current value.
-    fn set(&self, peak: u64, current: u64) {
+    pub(crate) fn set(&self, peak: u64, current: u64) {
         self.peak.set(peak);
         self.below_peak.set(peak - current);
     }
