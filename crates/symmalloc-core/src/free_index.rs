@@ -279,9 +279,9 @@ impl FreeIndex {
         blocks[slot as usize].links = UNLINKED;
     }
 
-    /// As [`remove`](Self::remove), for a block that comes back at once: its links stay as they were.
+    /// As [`remove`](Self::remove), for a block that comes back at once, or is given up: its links stay as they were.
     #[inline(always)]
-    fn unchain(&mut self, blocks: &mut [Block], slot: Slot) {
+    pub(crate) fn unchain(&mut self, blocks: &mut [Block], slot: Slot) {
         let [prev, next] = blocks[slot as usize].links;
         let Some(before) = blocks.get_mut(prev as usize) else { return self.remove_from_run(blocks, slot) };
         before.links[NEXT] = next;

@@ -520,13 +520,12 @@ impl Heap {
     ) -> u64 {
         let Live { slot, stream, requested } = live;
         let mut tiling = self.table.tiling();
-        let block = &mut tiling.blocks[slot as usize];
-        let Block { place, size, .. } = *block;
-        block.state = BlockState::Free { stream, since };
+        let Block { place, size, .. } = tiling.blocks[slot as usize];
         self.usage.free(size, requested);
         tally(bytes(size), requested);
         self.digest.fold(frees.with(0), place.word());
-        merge(&mut tiling, (&mut self.free, home), &mut self.fences, users, slot);
+        let state = BlockState::Free { stream, since };
+        merge(&mut tiling, (&mut self.free, home), &mut self.fences, users, (slot, state));
         place.word()
     }
 
@@ -545,8 +544,8 @@ impl Heap {
     /// Puts a free block that is in no index into the free index, merged with its free neighbours. Returns the result.
     pub(crate) fn put_back(&mut self, slot: Slot) -> Slot {
         let users = self.users();
-        let home = self.table.block(slot).home;
-        merge(&mut self.table.tiling(), (&mut self.free, home), &mut self.fences, users, slot)
+        let Block { home, state, .. } = *self.table.block(slot);
+        merge(&mut self.table.tiling(), (&mut self.free, home), &mut self.fences, users, (slot, state))
     }
 
     /// Size of a block if it is there and free, else 0.

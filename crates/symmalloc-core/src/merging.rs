@@ -24,41 +24,44 @@ pub(crate) enum Users {
     Several,
 }
 
-/// Puts a free block that is in no index into the free index, merged with its free neighbours. Returns the result.
+/// Puts a block that is in no index into the free index, merged with its free neighbours. It is free from now on, in this
+/// `state`. Returns the result.
 #[inline(always)]
 pub(crate) fn merge(
     tiling: &mut Tiling<'_>,
     (index, home): (&mut FreeIndex, SizeClass),
     fences: &mut FenceTable,
     users: Users,
-    slot: Slot,
+    (slot, state): (Slot, BlockState),
 ) -> Slot {
     let Block { prev, next, .. } = tiling.blocks[slot as usize];
     if tiling.is_free(prev) {
-        let Block { place, size: front, .. } = tiling.blocks[prev as usize];
-        let size = front + tiling.blocks[slot as usize].size;
-        if tiling.is_free(next) {
-            index.remove(tiling.blocks, next);
-            let Block { size: back, next: behind, .. } = tiling.blocks[next as usize];
-            cover(tiling, fences, users, slot, prev);
+        cover(tiling, fences, users, (slot, state), prev);
+        let (back, behind) = if tiling.is_free(next) {
+            index.unchain(tiling.blocks, next);
+            // Others may have used this one before the freed block's owner used that.
             let users = if users == Users::Owner { Users::Fenced } else { users };
-            cover(tiling, fences, users, next, prev);
-            tiling.join(prev, behind);
-            index.resize(tiling.blocks, home, prev, place, size + back);
+            let Block { state, size, next: behind, .. } = tiling.blocks[next as usize];
+            cover(tiling, fences, users, (next, state), prev);
+            (size, behind)
         } else {
-            cover(tiling, fences, users, slot, prev);
-            tiling.join(prev, next);
-            index.resize(tiling.blocks, home, prev, place, size);
-        }
+            (0, next)
+        };
+        tiling.join(prev, behind);
+        let Block { place, size: front, .. } = tiling.blocks[prev as usize];
+        let size = front + tiling.blocks[slot as usize].size + back;
+        index.resize(tiling.blocks, home, prev, place, size);
         prev
     } else if tiling.is_free(next) {
-        let Block { place, size, .. } = tiling.blocks[slot as usize];
-        let back = tiling.blocks[next as usize].size;
-        cover(tiling, fences, users, slot, next);
+        cover(tiling, fences, users, (slot, state), next);
         tiling.join(prev, next);
-        index.resize(tiling.blocks, home, next, place, size + back);
+        // What a block was is in its vacant slot until that is used again.
+        let Block { place, size: front, .. } = tiling.blocks[slot as usize];
+        let size = front + tiling.blocks[next as usize].size;
+        index.resize(tiling.blocks, home, next, place, size);
         next
     } else {
+        tiling.blocks[slot as usize].state = state;
         index.insert(tiling.blocks, home, slot);
         slot
     }
@@ -67,15 +70,15 @@ pub(crate) fn merge(
 /// Gives up a free block whose place a free neighbour is about to cover. What had to be waited for before the one is
 /// waited for before the other.
 #[inline(always)]
-fn cover(tiling: &mut Tiling<'_>, fences: &mut FenceTable, users: Users, from: Slot, to: Slot) {
+fn cover(tiling: &mut Tiling<'_>, fences: &mut FenceTable, users: Users, (from, state): (Slot, BlockState), to: Slot) {
     let (giver, taker) = (&tiling.blocks[from as usize], &tiling.blocks[to as usize]);
     match users {
         Users::Owner => {}
         Users::Fenced if giver.fences.is_empty() => {}
         Users::Fenced if taker.fences.is_empty() => tiling.blocks[to as usize].fences = giver.fences,
         Users::Fenced => hand_over_fences(fences, tiling.blocks, from, to),
-        Users::Several if giver.fences.is_empty() && giver.state == taker.state => {}
-        Users::Several => hand_over(fences, tiling.blocks, from, to),
+        Users::Several if giver.fences.is_empty() && state == taker.state => {}
+        Users::Several => hand_over(fences, tiling.blocks, (from, state), to),
     }
     tiling.vacate(from);
 }
@@ -90,10 +93,10 @@ fn hand_over_fences(table: &mut FenceTable, blocks: &mut [Block], from: Slot, to
 
 #[cold]
 #[inline(never)]
-fn hand_over(table: &mut FenceTable, blocks: &mut [Block], from: Slot, to: Slot) {
+fn hand_over(table: &mut FenceTable, blocks: &mut [Block], (from, state): (Slot, BlockState), to: Slot) {
     let (giver, taker) = (&blocks[from as usize], &blocks[to as usize]);
     let (BlockState::Free { stream: other, since: other_since }, BlockState::Free { stream, since }) =
-        (giver.state, taker.state)
+        (state, taker.state)
     else {
         unreachable!("only free blocks are merged");
     };
