@@ -2,23 +2,35 @@
 
     Peer ── a row of the comparison: a program with arguments and environment
     Bench ─ this machine: finds, builds and runs them, and says why one is missing
+
+A peer's turn is two processes. What one thread does is measured on the processor that is quietest just then: those of a host
+that others use differ by up to two, for seconds, and a program that keeps a processor busier suffers more. What many threads
+do is measured on all processors.
 """
 
 import concurrent.futures
 import dataclasses
 import importlib.util
+import json
 import os
 import pathlib
 import shutil
 import subprocess
 import time
 
+from comparison import machine
+
 HERE = pathlib.Path(__file__).resolve().parent.parent
 ROOT = HERE.parent.parent
 
-FULL = ["--cold", "3", "--steady", "9", "--repeats", "5", "--pairs", "100000", "--thread-ms", "100"]
-BRIEF = ["--cold", "2", "--steady", "5", "--repeats", "3", "--pairs", "50000", "--thread-ms", "50"]
-QUICK = ["--cold", "1", "--steady", "1", "--repeats", "1", "--pairs", "1000", "--thread-ms", "5"]
+FULL = {"--cold": "3", "--steady": "9", "--repeats": "5", "--pairs": "100000", "--thread-ms": "100"}
+BRIEF = {"--cold": "2", "--steady": "5", "--repeats": "3", "--pairs": "50000", "--thread-ms": "50"}
+QUICK = {"--cold": "1", "--steady": "1", "--repeats": "1", "--pairs": "1000", "--thread-ms": "5"}
+
+# The case of many threads.
+THREADS = "pairs_per_second"
+# So many turns of a peer with many threads are enough.
+THREAD_TURNS = 3
 
 
 class Missing(Exception):
@@ -35,7 +47,10 @@ class Peer:
     environment: tuple = ()
     # Whether the program runs the cases of every peer, or those of ours alone.
     command: str = "measure"
-    only_once: bool = False
+    # The most turns that it has; all when it is None. Rows that no bar is about take time from those that one is.
+    turns: int | None = None
+    # A thread of its own works beside the one that is measured.
+    has_helper: bool = False
     # Which blocks are counted, and how many. Free ones in a process of their own: what live ones leave of the host's heap
     # would be measured with them, and the other way round.
     scale: tuple = ()
@@ -48,7 +63,7 @@ def ours(name, interface, conf="", prefetch_mib=0, **more):
     arguments = ("--interface", interface, "--conf", conf)
     if prefetch_mib:
         arguments += ("--prefetch-mib", str(prefetch_mib))
-    return Peer(name, "symmalloc-peers", arguments, **more)
+    return Peer(name, "symmalloc-peers", arguments, has_helper=prefetch_mib > 0, **more)
 
 
 def peers(without_device):
@@ -62,17 +77,17 @@ def peers(without_device):
         ]
     return [
         ours("symmalloc", "buffer"),
-        ours("symmalloc, handles", "handle"),
-        ours("symmalloc, bound heap", "bound"),
+        ours("symmalloc, handles", "handle", turns=2),
+        ours("symmalloc, bound heap", "bound", turns=2),
         ours("symmalloc, C", "library"),
         ours("symmalloc, shared streams", "buffer", "streams:shared"),
-        ours("symmalloc, prefetch", "buffer", prefetch_mib=64),
+        ours("symmalloc, prefetch", "buffer", prefetch_mib=64, turns=2),
         torch("PyTorch", "expandable_segments:False"),
         torch("PyTorch expandable", "expandable_segments:True"),
         Peer("RMM pool", "rmm", ("--resource", "pool")),
         Peer("RMM arena", "rmm", ("--resource", "arena")),
         Peer("RMM async", "rmm", ("--resource", "async")),
-        Peer("cudaMallocAsync", "cuda_async"),
+        Peer("cudaMallocAsync", "cuda_async", turns=2),
         *scale("symmalloc scale", "buffer"),
         *scale("symmalloc scale, bound heap", "bound", live="1000,1000000"),
     ]
@@ -81,7 +96,7 @@ def peers(without_device):
 def scale(name, interface, live="1000,10000,100000,1000000,10000000", free="1000,10000,100000,1000000"):
     """Many live and many free blocks, under one name."""
     sorts = (("--live", live), ("--free", free))
-    return [ours(name, interface, command="scale", only_once=True, scale=sort) for sort in sorts]
+    return [ours(name, interface, command="scale", turns=1, scale=sort) for sort in sorts]
 
 
 def torch(name, conf):
@@ -96,6 +111,15 @@ class Turn:
     lines: list
     seconds: float
     failure: str
+
+    def only(self, case):
+        return dataclasses.replace(self, lines=[line for line in self.lines if json.loads(line)["case"] == case])
+
+    def without(self, case):
+        return dataclasses.replace(self, lines=[line for line in self.lines if json.loads(line)["case"] != case])
+
+    def plus(self, other):
+        return Turn(self.lines + other.lines, self.seconds + other.seconds, self.failure or other.failure)
 
 
 class Bench:
@@ -203,8 +227,22 @@ class Bench:
 
     # Running
 
-    def measure(self, peer, amounts, timeout):
+    def measure(self, peer, amounts, timeout, turn=0):
         """Gives a peer its turn."""
+        if peer.command == "scale":
+            scale = (peer.scale[0], "1000") if amounts is QUICK else peer.scale
+            return self.run(peer, [*scale, *words_of(amounts)], timeout)
+        alone = amounts | {"--jobs": self.out / "jobs", "--threads": "1", "--thread-ms": "1"}
+        result = self.run(peer, words_of(alone), timeout).without(THREADS)
+        if turn < THREAD_TURNS and not result.failure:
+            nothing = self.out / "no-jobs"
+            nothing.mkdir(exist_ok=True)
+            together = amounts | {"--jobs": nothing, "--pairs": "1"}
+            result = result.plus(self.run(peer, words_of(together), timeout, is_alone=False).only(THREADS))
+        return result
+
+    def run(self, peer, amounts, timeout, is_alone=True):
+        """Runs a peer's program, on the quietest processor if it is to be alone."""
         words = [self.built[peer.program]]
         if peer.program == "symmalloc-peers":
             words += [peer.command, "--peer", peer.name, *peer.arguments]
@@ -212,10 +250,7 @@ class Bench:
                 words += ["--library", self.library]
         else:
             words += [*peer.arguments, "--peer", peer.name]
-        if peer.command == "measure":
-            words += ["--jobs", self.out / "jobs"]
-        else:
-            words += (peer.scale[0], "1000") if amounts is QUICK else peer.scale
+        processor = machine.quietest_processor() if is_alone and not peer.has_helper else None
         log = self.out / f"run-{peer.name.replace(', ', '-').replace(' ', '-')}.log"
         start = time.monotonic()
         with open(log, "w", encoding="utf-8") as errors:
@@ -228,6 +263,7 @@ class Bench:
                     timeout=timeout,
                     check=False,
                     env=os.environ | dict(peer.environment),
+                    preexec_fn=machine.stay_on(processor),
                 )
                 printed, failure = done.stdout, None if done.returncode == 0 else f"exit status {done.returncode}"
             except subprocess.TimeoutExpired as late:
@@ -236,6 +272,10 @@ class Bench:
         if failure:
             failure = f"{failure}: {last_line(log)}"
         return Turn(lines, time.monotonic() - start, failure)
+
+
+def words_of(amounts):
+    return [word for amount in amounts.items() for word in amount]
 
 
 def package_folder(name):

@@ -1,12 +1,15 @@
 """What the script makes of figures. `python3 -m unittest comparison.tests` in benches/peers."""
 
 import json
+import os
 import pathlib
+import subprocess
+import sys
 import tempfile
 import unittest
 import xml.dom.minidom
 
-from comparison import bars, chart, figures, programs, table
+from comparison import bars, chart, figures, machine, programs, table
 
 
 def found_from(*rows):
@@ -52,6 +55,18 @@ class Figures(unittest.TestCase):
         self.assertEqual((row["median"], row["least"], row["greatest"], row["repeats"]), (10, 8, 30, 3))
         self.assertEqual(results["missing"], {"RMM async": "no reason"})
         self.assertEqual(results["machine"], {"date": "today"})
+
+
+class Machine(unittest.TestCase):
+    @unittest.skipUnless(hasattr(os, "sched_setaffinity"), "programs cannot choose their processor here")
+    def test_a_process_stays_on_the_processor_that_was_quietest(self):
+        allowed = os.sched_getaffinity(0)
+        number = machine.quietest_processor()
+        self.assertIn(number, allowed)
+        self.assertEqual(os.sched_getaffinity(0), allowed, "this one goes on everywhere")
+        words = [sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"]
+        done = subprocess.run(words, capture_output=True, text=True, check=True, preexec_fn=machine.stay_on(number))
+        self.assertEqual(done.stdout.strip(), str({number}))
 
 
 class Bars(unittest.TestCase):
