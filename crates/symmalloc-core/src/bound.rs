@@ -45,7 +45,7 @@ pub struct Binding<L: Lock = Exclusive> {
     pool: PoolId,
     stream: StreamId,
     /// The allocator's number.
-    owner: u16,
+    pub(crate) owner: u16,
 }
 
 impl<B: Backend, L: Lock> Allocator<B, L> {

@@ -22,20 +22,22 @@ use crate::units::SEGMENT_BYTES_MAX;
 use std::mem::ManuallyDrop;
 
 /// The heap of a [`Binding`], to allocate from it and to free what lies in it. Good for as long as the allocator lives; entered
-/// later, it frees nothing: it may lead to another allocator's heap, which knows none of the handles. See
+/// later, it serves and frees nothing: it may lead to another allocator's heap, which knows none of the handles. See
 /// [`Binding::entrance`].
 #[derive(Debug)]
 pub struct Entrance<L: Lock> {
     heap: L::HeapRef,
     id: HeapId,
     stream: StreamId,
+    /// The allocator's number.
+    owner: u16,
 }
 
 impl<L: Lock> Binding<L> {
     /// The binding's heap, without the allocator.
     #[inline]
     pub fn entrance(&self) -> Entrance<L> {
-        Entrance { heap: self.heap.clone(), id: self.id, stream: self.stream() }
+        Entrance { heap: self.heap.clone(), id: self.id, stream: self.stream(), owner: self.owner }
     }
 }
 
@@ -62,6 +64,9 @@ impl<L: Lock<Tally = ()>> Entrance<L> {
             return None;
         }
         let mut guarded = self.heap.lock();
+        if guarded.tags.owner() != self.owner {
+            return None;
+        }
         if guarded.way != Way::Plain {
             return allocate_by_rule::<L, _>(guarded, self.stream, size_bytes, address, also);
         }
@@ -513,6 +518,9 @@ pub(crate) mod tests {
             other.core.allocate(PoolId::DEFAULT, StreamId(0), 512).expect("memory");
             let (freed, left) = free(&late, handle, other);
             assert!(freed.is_err() && left.is_some(), "it is gone");
+            let never = |_: &mut Kept| panic!("nothing is done");
+            let taken: Option<(Handle, ())> = allocate(other, &late, 512, &mut DeviceAddress(0), never);
+            assert_eq!(taken, None, "there is a free block, of somebody else");
         }
         others.iter().for_each(|other| assert_eq!(other.core.stats().usage.all.allocations.current, 1));
     }

@@ -94,6 +94,7 @@ impl Tags {
     }
 
     /// The allocator's number.
+    #[inline]
     pub(crate) fn owner(&self) -> u16 {
         (self.last >> SERIAL_BITS) as u16
     }

@@ -316,6 +316,26 @@ mod tests {
     }
 
     #[test]
+    fn allocations_of_both_classes_have_a_peak_of_their_own_in_each_scope() {
+        const LARGE: Units = 5000;
+        let (mut usage, peak) = (HeapUsage::default(), |stats: ClassStats| stats.all.allocations.peak);
+        (0..3).for_each(|_| usage.allocate(1, 10));
+        usage.open_scope();
+        usage.free(1, 10);
+        usage.free(1, 10);
+        usage.allocate(LARGE, 10);
+        assert_eq!(peak(usage.close_scope()), 3, "as many as there were when it began");
+        usage.open_scope();
+        (0..2).for_each(|_| usage.allocate(LARGE, 10));
+        assert_eq!(peak(usage.close_scope()), 4);
+        assert_eq!(peak(usage.stats()), 4, "the outer scope gets the larger one");
+        (0..4).for_each(|small| if small == 0 { usage.free(1, 10) } else { usage.free(LARGE, 10) });
+        usage.open_scope();
+        usage.allocate(1, 10);
+        assert_eq!((peak(usage.close_scope()), peak(usage.stats())), (1, 4), "and keeps its own if that is larger");
+    }
+
+    #[test]
     fn closing_more_scopes_than_were_opened_counts_nothing() {
         assert_eq!(HeapUsage::default().close_scope(), ClassStats::default());
     }
