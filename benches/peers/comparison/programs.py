@@ -3,9 +3,9 @@
     Peer ── a row of the comparison: a program with arguments and environment
     Bench ─ this machine: finds, builds and runs them, and says why one is missing
 
-A peer's turn is two processes. What one thread does is measured on the processor that is quietest just then: those of a host
-that others use differ by up to two, for seconds, and a program that keeps a processor busier suffers more. What many threads
-do is measured on all processors.
+A peer's turn is two processes. What one thread does is measured on the processor that counts fastest just before, whoever's
+program it is: on hosts that others use, a program takes up to twice as long in one turn as in another. What many threads do is
+measured on all processors.
 """
 
 import concurrent.futures

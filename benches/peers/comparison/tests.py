@@ -167,6 +167,20 @@ class Programs(unittest.TestCase):
             self.assertEqual(turn.lines, [line])
             self.assertIn(reason, turn.failure)
 
+    def test_threads_have_a_process_of_their_own_in_the_first_turns(self):
+        # Prints both cases, with what it was told of threads.
+        script = """while [ "$1" != --threads ] && [ $# -gt 0 ]; do shift; done
+for case in pair_ns pairs_per_second; do echo "{\\"peer\\":\\"p\\",\\"case\\":\\"$case\\",\\"at\\":\\"${2:-all}\\",\\"values\\":[1]}"; done"""
+        with tempfile.TemporaryDirectory() as folder:
+            bench = programs.Bench(pathlib.Path(folder))
+            bench.built["program"] = pathlib.Path(folder) / "program"
+            bench.built["program"].write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+            bench.built["program"].chmod(0o755)
+            peer = programs.Peer("p", "program")
+            turns = [bench.measure(peer, programs.QUICK, 5, turn) for turn in (0, programs.THREAD_TURNS)]
+        cases = [[(figure["case"], figure["at"]) for figure in map(json.loads, turn.lines)] for turn in turns]
+        self.assertEqual(cases, [[("pair_ns", "1"), ("pairs_per_second", "all")], [("pair_ns", "1")]])
+
 
 if __name__ == "__main__":
     unittest.main()

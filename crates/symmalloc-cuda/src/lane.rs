@@ -75,8 +75,8 @@ impl<B: CudaMemory> Lane<B> {
 /// The lanes of one pool, by stream. Beside them lies what counts the pool's names: not on their cache lines.
 #[repr(align(128))]
 pub(crate) struct Lanes<B: CudaMemory> {
-    /// The lanes that were made first, in that order. Most requests are for one of them, and a processor that foresees for
-    /// which one is in the heap before it has read whose stream it is.
+    /// The lanes that were made first, in that order. Most requests are for one of them. Which one is a branch that a processor
+    /// can foresee; a place that is computed stands in front of all that follows.
     first: [OnceLock<Place<B>>; FIRST],
     /// A lane of the others stands in the place that its stream's address hashes to, or in one of the next.
     places: [OnceLock<Place<B>>; PLACES],
