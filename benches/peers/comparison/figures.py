@@ -29,6 +29,10 @@ class Figures:
         values = self.values.get((peer, case, str(at)))
         return statistics.median(values) if values else None
 
+    def total(self, peer, case, at):
+        """The sum of a figure over all rounds."""
+        return sum(self.values.get((peer, case, str(at)), ()))
+
     def best(self, peer, case, at):
         """The best repeat of a figure, or None: the least, but of a rate the greatest."""
         values = self.values.get((peer, case, str(at)))

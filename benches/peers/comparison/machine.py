@@ -1,11 +1,10 @@
-"""What the figures are measured on: its name, and which of its processors is quiet."""
+"""What the figures are measured on."""
 
 import datetime
 import os
 import pathlib
 import platform
 import subprocess
-import time
 
 
 def describe():
@@ -36,31 +35,3 @@ def output(words):
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()
-
-
-def quietest_processor():
-    """The processor of this program's that counts fastest at present; None where programs cannot choose."""
-    if not hasattr(os, "sched_setaffinity"):
-        return None
-    allowed = os.sched_getaffinity(0)
-    spent = dict.fromkeys(sorted(allowed), 0)
-    try:
-        # Twice: what shares a processor's core for a moment only is not what is looked for.
-        for _ in range(2):
-            for number in spent:
-                spent[number] += counting_time(number)
-    finally:
-        os.sched_setaffinity(0, allowed)
-    return min(spent, key=spent.get)
-
-
-def counting_time(number):
-    os.sched_setaffinity(0, {number})
-    start = time.perf_counter()
-    sum(range(200_000))
-    return time.perf_counter() - start
-
-
-def stay_on(number):
-    """What a process does before its program starts, to run on that processor alone."""
-    return None if number is None else lambda: os.sched_setaffinity(0, {number})

@@ -2,10 +2,6 @@
 
     Peer ── a row of the comparison: a program with arguments and environment
     Bench ─ this machine: finds, builds and runs them, and says why one is missing
-
-A peer's turn is two processes. What one thread does is measured on the processor that counts fastest just before, whoever's
-program it is: on hosts that others use, a program takes up to twice as long in one turn as in another. What many threads do is
-measured on all processors.
 """
 
 import concurrent.futures
@@ -18,19 +14,12 @@ import shutil
 import subprocess
 import time
 
-from comparison import machine
-
 HERE = pathlib.Path(__file__).resolve().parent.parent
 ROOT = HERE.parent.parent
 
 FULL = {"--cold": "3", "--steady": "9", "--repeats": "5", "--pairs": "100000", "--thread-ms": "100"}
 BRIEF = {"--cold": "2", "--steady": "5", "--repeats": "3", "--pairs": "50000", "--thread-ms": "50"}
 QUICK = {"--cold": "1", "--steady": "1", "--repeats": "1", "--pairs": "1000", "--thread-ms": "5"}
-
-# The case of many threads.
-THREADS = "pairs_per_second"
-# So many turns of a peer with many threads are enough.
-THREAD_TURNS = 3
 
 
 class Missing(Exception):
@@ -49,8 +38,6 @@ class Peer:
     command: str = "measure"
     # The most turns that it has; all when it is None. Rows that no bar is about take time from those that one is.
     turns: int | None = None
-    # A thread of its own works beside the one that is measured.
-    has_helper: bool = False
     # Which blocks are counted, and how many. Free ones in a process of their own: what live ones leave of the host's heap
     # would be measured with them, and the other way round.
     scale: tuple = ()
@@ -63,7 +50,11 @@ def ours(name, interface, conf="", prefetch_mib=0, **more):
     arguments = ("--interface", interface, "--conf", conf)
     if prefetch_mib:
         arguments += ("--prefetch-mib", str(prefetch_mib))
-    return Peer(name, "symmalloc-peers", arguments, has_helper=prefetch_mib > 0, **more)
+    return Peer(name, "symmalloc-peers", arguments, **more)
+
+
+# Threads that share nothing: what is linear on this machine.
+PROCESSORS = Peer("processors", "symmalloc-peers", command="processors", turns=3)
 
 
 def peers(without_device):
@@ -74,6 +65,7 @@ def peers(without_device):
             ours("symmalloc, simulated, shared streams", "simulated", "streams:shared"),
             Peer("malloc", "malloc"),
             *scale("symmalloc scale", "simulated"),
+            PROCESSORS,
         ]
     return [
         ours("symmalloc", "buffer"),
@@ -90,6 +82,7 @@ def peers(without_device):
         Peer("cudaMallocAsync", "cuda_async", turns=2),
         *scale("symmalloc scale", "buffer"),
         *scale("symmalloc scale, bound heap", "bound", live="1000,1000000"),
+        PROCESSORS,
     ]
 
 
@@ -111,15 +104,6 @@ class Turn:
     lines: list
     seconds: float
     failure: str
-
-    def only(self, case):
-        return dataclasses.replace(self, lines=[line for line in self.lines if json.loads(line)["case"] == case])
-
-    def without(self, case):
-        return dataclasses.replace(self, lines=[line for line in self.lines if json.loads(line)["case"] != case])
-
-    def plus(self, other):
-        return Turn(self.lines + other.lines, self.seconds + other.seconds, self.failure or other.failure)
 
 
 class Bench:
@@ -227,43 +211,26 @@ class Bench:
 
     # Running
 
-    def measure(self, peer, amounts, timeout, turn=0):
+    def measure(self, peer, amounts, timeout):
         """Gives a peer its turn."""
-        if peer.command == "scale":
-            scale = (peer.scale[0], "1000") if amounts is QUICK else peer.scale
-            return self.run(peer, [*scale, *words_of(amounts)], timeout)
-        alone = amounts | {"--jobs": self.out / "jobs", "--threads": "1", "--thread-ms": "1"}
-        result = self.run(peer, words_of(alone), timeout).without(THREADS)
-        if turn < THREAD_TURNS and not result.failure:
-            nothing = self.out / "no-jobs"
-            nothing.mkdir(exist_ok=True)
-            together = amounts | {"--jobs": nothing, "--pairs": "1"}
-            result = result.plus(self.run(peer, words_of(together), timeout, is_alone=False).only(THREADS))
-        return result
-
-    def run(self, peer, amounts, timeout, is_alone=True):
-        """Runs a peer's program, on the quietest processor if it is to be alone."""
         words = [self.built[peer.program]]
         if peer.program == "symmalloc-peers":
-            words += [peer.command, "--peer", peer.name, *peer.arguments]
-            if "library" in peer.arguments:
-                words += ["--library", self.library]
-        else:
-            words += [*peer.arguments, "--peer", peer.name]
-        processor = machine.quietest_processor() if is_alone and not peer.has_helper else None
+            words.append(peer.command)
+        words += [*peer.arguments, *self.choice(peer, amounts), *words_of(amounts)]
+        if "library" in peer.arguments:
+            words += ["--library", self.library]
         log = self.out / f"run-{peer.name.replace(', ', '-').replace(' ', '-')}.log"
         start = time.monotonic()
         with open(log, "w", encoding="utf-8") as errors:
             try:
                 done = subprocess.run(
-                    [*words, *amounts],
+                    words,
                     stdout=subprocess.PIPE,
                     stderr=errors,
                     text=True,
                     timeout=timeout,
                     check=False,
                     env=os.environ | dict(peer.environment),
-                    preexec_fn=machine.stay_on(processor),
                 )
                 printed, failure = done.stdout, None if done.returncode == 0 else f"exit status {done.returncode}"
             except subprocess.TimeoutExpired as late:
@@ -272,6 +239,14 @@ class Bench:
         if failure:
             failure = f"{failure}: {last_line(log)}"
         return Turn(lines, time.monotonic() - start, failure)
+
+    def choice(self, peer, amounts):
+        """What a program is to measure, in its words."""
+        if peer.command == "processors":
+            return []
+        if peer.command == "scale":
+            return ["--peer", peer.name, peer.scale[0], "1000" if amounts is QUICK else peer.scale[1]]
+        return ["--peer", peer.name, "--jobs", self.out / "jobs"]
 
 
 def words_of(amounts):

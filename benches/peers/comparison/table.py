@@ -17,13 +17,18 @@ SCALE = (
     ("free_blocks_ns", "free blocks, replacement among 1,000, ns per pair"),
     ("free_and_live_blocks_ns", "free and as many live blocks, replacement, ns per pair"),
 )
+RATE = "pairs_per_second"
+# Of threads that share nothing.
+ARITHMETIC = "arithmetic_per_second"
 OF_JOBS = ("steady_ns_per_op", "cold_ns_per_op", "reserved_peak_bytes", "segments")
 SCALED = {"reserved_peak_bytes": 1 << 20, "pairs_per_second": 1e6}
 
 
 def markdown(host, found, verdicts):
-    """The machine, one table of all peers, ours alone at scale, and the bars."""
+    """The machine, one table of all peers, what is linear on the machine, ours alone at scale, and the bars."""
     parts = [", ".join(f"{name}: {value}" for name, value in host.items() if value), peers(found)]
+    if found.places(ARITHMETIC):
+        parts.append(linear(found))
     if found.places("growth_ns"):
         parts.append(scale(found))
     if verdicts:
@@ -41,7 +46,14 @@ def peers(found):
             cells = [cell(found, peer, case, at, style) for peer in names]
             if any(cells):
                 lines.append(row([title.format(at=at, live=live), *cells]))
+    if found.places("readings"):
+        lines.append(row(["readings, of which disturbed", *(readings(found, peer) for peer in names)]))
     return "\n".join(lines)
+
+
+def readings(found, peer):
+    whole, disturbed = (found.total(peer, "readings", at) for at in ("all", "disturbed"))
+    return f"{whole:,.0f}, {disturbed:,.0f}" if whole else ""
 
 
 def cell(found, peer, case, at, style):
@@ -49,6 +61,20 @@ def cell(found, peer, case, at, style):
     if value is None:
         return ""
     return style.format(value / SCALED.get(case, 1), over=found.reserved_over_live(peer, at))
+
+
+def linear(found):
+    """What threads reach together of what one reaches alone, ours and those that share nothing at all."""
+    rows = [(peer, ARITHMETIC) for peer in found.peers(ARITHMETIC)]
+    rows += [(peer, RATE) for peer in found.peers(RATE) if peer.startswith("symmalloc")]
+    counts = sorted({int(at) for at in found.places(ARITHMETIC)})
+    lines = [row(["threads, share of linear", *map(str, counts)]), row(["---", *("---:" for _ in counts)])]
+    for peer, case in rows:
+        one = found.median(peer, case, 1)
+        rates = [found.median(peer, case, count) for count in counts]
+        shares = ["" if not one or not rate else f"{rate / one / count:.2f}" for count, rate in zip(counts, rates, strict=True)]
+        lines.append(row([peer, *shares]))
+    return "\n".join(lines)
 
 
 def scale(found):

@@ -1,15 +1,12 @@
 """What the script makes of figures. `python3 -m unittest comparison.tests` in benches/peers."""
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 import tempfile
 import unittest
 import xml.dom.minidom
 
-from comparison import bars, chart, figures, machine, programs, table
+from comparison import bars, chart, figures, programs, table
 
 
 def found_from(*rows):
@@ -55,18 +52,6 @@ class Figures(unittest.TestCase):
         self.assertEqual((row["median"], row["least"], row["greatest"], row["repeats"]), (10, 8, 30, 3))
         self.assertEqual(results["missing"], {"RMM async": "no reason"})
         self.assertEqual(results["machine"], {"date": "today"})
-
-
-class Machine(unittest.TestCase):
-    @unittest.skipUnless(hasattr(os, "sched_setaffinity"), "programs cannot choose their processor here")
-    def test_a_process_stays_on_the_processor_that_was_quietest(self):
-        allowed = os.sched_getaffinity(0)
-        number = machine.quietest_processor()
-        self.assertIn(number, allowed)
-        self.assertEqual(os.sched_getaffinity(0), allowed, "this one goes on everywhere")
-        words = [sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"]
-        done = subprocess.run(words, capture_output=True, text=True, check=True, preexec_fn=machine.stay_on(number))
-        self.assertEqual(done.stdout.strip(), str({number}))
 
 
 class Bars(unittest.TestCase):
@@ -115,9 +100,26 @@ class Table(unittest.TestCase):
         self.assertIn("| job, peak reserved, MiB (over the peak live of 1,024) | 1,126 (1.100) |  |  |  |  |", lines)
         self.assertIn("| symmalloc scale: ns per allocation while growing |  | 7.0 |", lines)
         self.assertIn("| symmalloc scale, bound heap: ns per allocation while growing | 5.0 |  |", lines)
+        self.assertNotIn("readings", text)
         self.assertIn("1 of 4 bars are met.", lines)
         self.assertIn("| steady state, times PyTorch's speed | job | 15.00 | 18.75 | at least 10 | met |", lines)
         self.assertIn("| cold pass, times PyTorch expandable's speed | job | 0.50 | 0.50 | at least 1 | **missed** |", lines)
+
+
+    def test_readings_of_all_rounds_are_added(self):
+        rows = [(bars.OURS, "readings", at, count) for at, count in (("all", 30), ("all", 20), ("disturbed", 7))]
+        text = table.markdown({}, found_from(*JOB, *rows), [])
+        self.assertIn("| readings, of which disturbed | 50, 7 |  |  |  |  |", text.splitlines())
+
+    def test_what_is_linear_stands_beside_what_we_reach(self):
+        rates = [(peer, case, count, rate) for peer, case, count, rate in (
+            (bars.OURS, table.RATE, "1", 10), (bars.OURS, table.RATE, "2", 15), (bars.PYTORCH, table.RATE, "1", 1),
+            ("chained arithmetic", table.ARITHMETIC, "1", 3), ("chained arithmetic", table.ARITHMETIC, "2", 6))]
+        lines = table.markdown({}, found_from(*rates), []).splitlines()
+        self.assertIn("| threads, share of linear | 1 | 2 |", lines)
+        self.assertIn("| chained arithmetic | 1.00 | 1.00 |", lines)
+        self.assertIn("| symmalloc | 1.00 | 0.75 |", lines)
+        self.assertIn("|  | symmalloc | PyTorch |", lines, "arithmetic is no peer")
 
 
 class Chart(unittest.TestCase):
@@ -166,20 +168,6 @@ class Programs(unittest.TestCase):
                 turn = bench.measure(programs.Peer("p", "program"), programs.QUICK, 1)
             self.assertEqual(turn.lines, [line])
             self.assertIn(reason, turn.failure)
-
-    def test_threads_have_a_process_of_their_own_in_the_first_turns(self):
-        # Prints both cases, with what it was told of threads.
-        script = """while [ "$1" != --threads ] && [ $# -gt 0 ]; do shift; done
-for case in pair_ns pairs_per_second; do echo "{\\"peer\\":\\"p\\",\\"case\\":\\"$case\\",\\"at\\":\\"${2:-all}\\",\\"values\\":[1]}"; done"""
-        with tempfile.TemporaryDirectory() as folder:
-            bench = programs.Bench(pathlib.Path(folder))
-            bench.built["program"] = pathlib.Path(folder) / "program"
-            bench.built["program"].write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
-            bench.built["program"].chmod(0o755)
-            peer = programs.Peer("p", "program")
-            turns = [bench.measure(peer, programs.QUICK, 5, turn) for turn in (0, programs.THREAD_TURNS)]
-        cases = [[(figure["case"], figure["at"]) for figure in map(json.loads, turn.lines)] for turn in turns]
-        self.assertEqual(cases, [[("pair_ns", "1"), ("pairs_per_second", "all")], [("pair_ns", "1")]])
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@
 // The Rust program in `../src` runs the same cases with the same numbers: change both.
 #pragma once
 
+#include "stopwatch.hpp"
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -29,6 +30,7 @@
 #include <filesystem>
 #include <fstream>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <vector>
@@ -149,12 +151,6 @@ inline std::vector<Job> read_jobs(const std::filesystem::path &folder) {
     return jobs;
 }
 
-using Clock = std::chrono::steady_clock;
-
-inline double nanoseconds_since(Clock::time_point start) {
-    return std::chrono::duration<double, std::nano>(Clock::now() - start).count();
-}
-
 /// Marsaglia's xorshift64, the same numbers in every program.
 struct Random {
     uint64_t state = 88172645463325252ull;
@@ -168,89 +164,81 @@ struct Random {
     size_t bytes() { return size_t(512) << next() % 14; }
 };
 
-/// One pass over a job; nanoseconds.
-template <class Peer> double pass(Peer &peer, const Job &job, std::vector<void *> &blocks) {
-    const auto start = Clock::now();
-    for (const Step &step : job.steps) {
-        if (step.kind == 'a') {
-            blocks[step.place] = peer.allocate(step.bytes, step.stream);
-        } else if (step.kind == 'f') {
-            peer.free(blocks[step.place], step.bytes, step.stream);
-        } else if constexpr (Peer::records_uses) {
-            peer.record_use(blocks[step.place], step.stream);
+/// One pass over a job.
+template <class Peer>
+Reading pass(Peer &peer, const Job &job, std::vector<void *> &blocks, Stopwatch &stopwatch) {
+    const Reading reading = stopwatch.time(double(job.steps.size()), [&] {
+        for (const Step &step : job.steps) {
+            if (step.kind == 'a') {
+                blocks[step.place] = peer.allocate(step.bytes, step.stream);
+            } else if (step.kind == 'f') {
+                peer.free(blocks[step.place], step.bytes, step.stream);
+            } else if constexpr (Peer::records_uses) {
+                peer.record_use(blocks[step.place], step.stream);
+            }
         }
-    }
-    return nanoseconds_since(start);
+    });
+    peer.synchronize();
+    return reading;
 }
 
 /// Passes over memory that was just obtained, and over memory that is there.
-template <class Peer> void replay(const Options &options, Report &report, const Job &job) {
+template <class Peer> void replay(const Options &options, Stopwatch &stopwatch, Report &report, const Job &job) {
     std::vector<void *> blocks(job.places);
-    std::vector<double> cold, steady;
-    const double ops = double(job.steps.size());
-    for (int repeat = 0; repeat < options.cold; repeat++) {
+    const auto cold = stopwatch.read(options.cold, [&] {
         Peer peer;
-        cold.push_back(pass(peer, job, blocks) / ops);
-        peer.synchronize();
-        if (repeat + 1 < options.cold) continue;
-        for (int again = 0; again < options.steady; again++) {
-            steady.push_back(pass(peer, job, blocks) / ops);
-            peer.synchronize();
-        }
-        peer.report(report, job.name);
-    }
+        return pass(peer, job, blocks, stopwatch);
+    });
     report.figure("cold_ns_per_op", job.name, cold);
+
+    Peer peer;
+    pass(peer, job, blocks, stopwatch);
+    const auto steady = stopwatch.read(options.steady, [&] { return pass(peer, job, blocks, stopwatch); });
     report.figure("steady_ns_per_op", job.name, steady);
+    peer.report(report, job.name);
 }
 
 /// One block, again and again.
-template <class Peer> void pair(const Options &options, Report &report, size_t bytes) {
+template <class Peer> void pair(const Options &options, Stopwatch &stopwatch, Report &report, size_t bytes) {
     Peer peer;
-    std::vector<double> values;
-    for (int repeat = -1; repeat < options.repeats; repeat++) {
-        const auto start = Clock::now();
-        for (int at = 0; at < options.pairs; at++) peer.free(peer.allocate(bytes, 0), bytes, 0);
-        if (repeat >= 0) values.push_back(nanoseconds_since(start) / options.pairs);
+    const auto repeat = [&] {
+        const Reading reading = stopwatch.time(options.pairs, [&] {
+            for (int at = 0; at < options.pairs; at++) peer.free(peer.allocate(bytes, 0), bytes, 0);
+        });
         peer.synchronize();
-    }
-    report.figure("pair_ns", std::to_string(bytes), values);
+        return reading;
+    };
+    repeat();
+    report.figure("pair_ns", std::to_string(bytes), stopwatch.read(options.repeats, repeat));
 }
 
-/// One block that is replaced by another.
-struct Replacement {
-    uint32_t place;
-    uint64_t bytes;
-};
-
-/// Many live blocks, of which a random one at a time is replaced by one of another size. Who and by what is drawn before the
-/// clock starts: what takes longest in drawing, a division, would stand in front of all that an allocator does.
-template <class Peer> void replacement(const Options &options, Report &report, size_t live) {
+/// Many live blocks, of which a random one at a time is replaced by one of another size.
+template <class Peer> void replacement(const Options &options, Stopwatch &stopwatch, Report &report) {
+    // A number that the compiler knows: what it divides by is not what is measured.
+    constexpr size_t LIVE = 1000;
     Peer peer;
     Random random;
-    std::vector<std::pair<void *, size_t>> blocks(live);
+    std::vector<std::pair<void *, size_t>> blocks(LIVE);
     for (auto &[block, bytes] : blocks) {
         bytes = random.bytes();
         block = peer.allocate(bytes, 0);
     }
-    std::vector<double> values;
-    std::vector<Replacement> replacements(options.pairs);
-    for (int repeat = -1; repeat < options.repeats; repeat++) {
-        for (auto &[place, bytes] : replacements) {
-            place = random.next() % live;
-            bytes = random.bytes();
-        }
-        const auto start = Clock::now();
-        for (const auto &replacement : replacements) {
-            auto &[block, bytes] = blocks[replacement.place];
-            peer.free(block, bytes, 0);
-            bytes = replacement.bytes;
-            block = peer.allocate(bytes, 0);
-        }
-        if (repeat >= 0) values.push_back(nanoseconds_since(start) / options.pairs);
+    const auto repeat = [&] {
+        const Reading reading = stopwatch.time(options.pairs, [&] {
+            for (int at = 0; at < options.pairs; at++) {
+                auto &[block, bytes] = blocks[random.next() % LIVE];
+                peer.free(block, bytes, 0);
+                bytes = random.bytes();
+                block = peer.allocate(bytes, 0);
+            }
+        });
         peer.synchronize();
-    }
+        return reading;
+    };
+    repeat();
+    const auto values = stopwatch.read(options.repeats, repeat);
     for (auto &[block, bytes] : blocks) peer.free(block, bytes, 0);
-    report.figure("replacement_ns", std::to_string(live), values);
+    report.figure("replacement_ns", std::to_string(LIVE), values);
 }
 
 /// Threads with a stream each that allocate and free 4 KiB for as long as they are told to.
@@ -261,7 +249,7 @@ template <class Peer> void threads(const Options &options, Report &report, int c
     for (int repeat = 0; repeat < options.repeats; repeat++) {
         std::atomic<int> ready{0};
         std::atomic<bool> go{false}, stop{false};
-        std::vector<uint64_t> pairs(count);
+        std::vector<double> rates(count);
         std::vector<std::thread> running;
         for (int stream = 0; stream < count; stream++)
             running.emplace_back([&, stream] {
@@ -269,23 +257,21 @@ template <class Peer> void threads(const Options &options, Report &report, int c
                 for (int at = 0; at < 100; at++) peer.free(peer.allocate(bytes, stream), bytes, stream);
                 ready++;
                 while (!go) std::this_thread::yield();
+                // Of its own clock: threads do not begin at one moment.
+                const auto start = Clock::now();
                 uint64_t done = 0;
-                do {
+                while (!stop.load(std::memory_order_relaxed)) {
                     for (int at = 0; at < 64; at++) peer.free(peer.allocate(bytes, stream), bytes, stream);
                     done += 64;
-                } while (!stop.load(std::memory_order_relaxed));
-                pairs[stream] = done;
+                }
+                rates[stream] = double(done) * 1e9 / nanoseconds_since(start);
             });
         while (ready < count) std::this_thread::yield();
-        const auto start = Clock::now();
         go = true;
         std::this_thread::sleep_for(std::chrono::milliseconds(options.thread_ms));
         stop = true;
         for (auto &thread : running) thread.join();
-        const double elapsed = nanoseconds_since(start);
-        uint64_t total = 0;
-        for (const uint64_t done : pairs) total += done;
-        values.push_back(double(total) / elapsed * 1e9);
+        values.push_back(std::accumulate(rates.begin(), rates.end(), 0.0));
         peer.synchronize();
     }
     report.figure("pairs_per_second", std::to_string(count), values);
@@ -299,11 +285,14 @@ template <class Peer> int measure(const Options &options, Report &report) {
     for (const int count : options.threads) streams = std::max(streams, count);
     Peer::streams(streams);
     Peer::enter_thread();
-    for (const size_t bytes : {size_t(4096), size_t(4) << 20}) pair<Peer>(options, report, bytes);
-    replacement<Peer>(options, report, 1000);
+    Stopwatch stopwatch;
+    for (const size_t bytes : {size_t(4096), size_t(4) << 20}) pair<Peer>(options, stopwatch, report, bytes);
+    replacement<Peer>(options, stopwatch, report);
     for (const int count : options.threads) threads<Peer>(options, report, count);
     for (const Job &job : jobs)
-        if (Peer::records_uses || !job.has_uses) replay<Peer>(options, report, job);
+        if (Peer::records_uses || !job.has_uses) replay<Peer>(options, stopwatch, report, job);
+    report.figure("readings", "all", {double(stopwatch.readings())});
+    report.figure("readings", "disturbed", {double(stopwatch.disturbed())});
     return 0;
 }
 

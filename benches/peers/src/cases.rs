@@ -1,7 +1,9 @@
 //! The cases that every peer runs. `cpp/cases.hpp` has the same for the others: change both.
 
 use crate::job::{Job, Move, Script};
+
 use crate::report::Report;
+use crate::stopwatch::{Reading, Stopwatch};
 use crate::subject::Subject;
 use clap::Args;
 use std::sync::Barrier;
@@ -47,35 +49,54 @@ impl Random {
         self.0
     }
 
-    #[inline]
+    #[inline(always)]
     pub(crate) fn below(&mut self, end: usize) -> usize {
         (self.next() % end as u64) as usize
     }
 
     /// 512 B to 4 MiB, every power of two equally often.
-    #[inline]
+    #[inline(always)]
     fn size_bytes(&mut self) -> u64 {
         512 << (self.next() % 14)
     }
 }
 
-pub(crate) fn nanoseconds_since(start: Instant) -> f64 {
-    start.elapsed().as_nanos() as f64
-}
-
 /// All cases.
 pub(crate) fn measure<S: Subject>(amounts: &Amounts, jobs: &[Job], report: &Report, make: &dyn Fn() -> S) {
+    let stopwatch = &mut Stopwatch::new();
     for size_bytes in [4096, 4 << 20] {
-        pair(amounts, size_bytes, report, make);
+        pair(amounts, size_bytes, stopwatch, report, make);
     }
-    replacement(amounts, 1000, report, make);
+    replacement(amounts, stopwatch, report, make);
     amounts.threads.iter().for_each(|count| threads(amounts, *count, report, make));
-    jobs.iter().for_each(|job| replay(amounts, job, report, make));
+    jobs.iter().for_each(|job| replay(amounts, job, stopwatch, report, make));
+    let [readings, disturbed] = stopwatch.readings().map(|count| count as f64);
+    report.figure("readings", &"all", &[readings]);
+    report.figure("readings", &"disturbed", &[disturbed]);
 }
 
-/// One pass over a job; nanoseconds.
-fn pass<S: Subject>(subject: &S, streams: &[S::Stream<'_>], moves: &[Move], blocks: &mut [Option<S::Block>]) -> f64 {
-    let start = Instant::now();
+/// A job as it is replayed, with the blocks that are live.
+struct Replay<'a, S: Subject> {
+    job: &'a Job,
+    moves: Vec<Move>,
+    blocks: Vec<Option<S::Block>>,
+}
+
+impl<S: Subject> Replay<'_, S> {
+    fn streams<'s>(&self, subject: &'s S) -> Vec<S::Stream<'s>> {
+        (0..self.job.streams()).map(|number| subject.stream(number)).collect()
+    }
+
+    /// Times one pass over the job.
+    fn pass(&mut self, subject: &S, streams: &[S::Stream<'_>], stopwatch: &mut Stopwatch) -> Reading {
+        let Replay { moves, blocks, .. } = self;
+        let reading = stopwatch.time(moves.len(), || walk(subject, streams, moves, blocks));
+        subject.synchronize();
+        reading
+    }
+}
+
+fn walk<S: Subject>(subject: &S, streams: &[S::Stream<'_>], moves: &[Move], blocks: &mut [Option<S::Block>]) {
     for step in moves {
         match *step {
             Move::Allocate { place, stream, size_bytes } => {
@@ -93,140 +114,141 @@ fn pass<S: Subject>(subject: &S, streams: &[S::Stream<'_>], moves: &[Move], bloc
             }
         }
     }
-    nanoseconds_since(start)
 }
 
 /// Passes over memory that was just obtained, and over memory that is there.
-fn replay<S: Subject>(amounts: &Amounts, job: &Job, report: &Report, make: &dyn Fn() -> S) {
+fn replay<S: Subject>(amounts: &Amounts, job: &Job, stopwatch: &mut Stopwatch, report: &Report, make: &dyn Fn() -> S) {
     let Script { moves, places } = Script::new(job);
-    let ops = moves.len() as f64;
-    let mut blocks: Vec<Option<S::Block>> = (0..places).map(|_| None).collect();
-    let (mut cold, mut steady) = (Vec::new(), Vec::new());
-    for repeat in 0..amounts.cold {
+    let replay = &mut Replay { job, moves, blocks: (0..places).map(|_| None).collect() };
+    let cold = stopwatch.read(amounts.cold, |stopwatch| {
         let subject = make();
-        let streams: Vec<_> = (0..job.streams()).map(|number| subject.stream(number)).collect();
-        cold.push(pass(&subject, &streams, &moves, &mut blocks) / ops);
-        if repeat + 1 < amounts.cold {
-            continue;
-        }
-        let calls = subject.driver_calls();
-        steady.extend((0..amounts.steady).map(|_| pass(&subject, &streams, &moves, &mut blocks) / ops));
-        if let Some((before, after)) = calls.zip(subject.driver_calls()) {
-            report.figure("steady_driver_calls", &job.name, &[(after - before) as f64]);
-        }
-        if let Some(memory) = subject.memory() {
-            report.figure("reserved_peak_bytes", &job.name, &[memory.reserved_peak_bytes as f64]);
-            report.figure("segments", &job.name, &[memory.segments as f64]);
-        }
-    }
+        let streams = replay.streams(&subject);
+        replay.pass(&subject, &streams, stopwatch)
+    });
     report.figure("cold_ns_per_op", &job.name, &cold);
+
+    let subject = make();
+    let streams = replay.streams(&subject);
+    replay.pass(&subject, &streams, stopwatch);
+    let (calls, mut passes) = (subject.driver_calls(), 0);
+    let steady = stopwatch.read(amounts.steady, |stopwatch| {
+        passes += 1;
+        replay.pass(&subject, &streams, stopwatch)
+    });
     report.figure("steady_ns_per_op", &job.name, &steady);
+    if let Some((before, after)) = calls.zip(subject.driver_calls()) {
+        report.figure("steady_driver_calls", &job.name, &[(after - before) as f64 / f64::from(passes)]);
+    }
+    if let Some(memory) = subject.memory() {
+        report.figure("reserved_peak_bytes", &job.name, &[memory.reserved_peak_bytes as f64]);
+        report.figure("segments", &job.name, &[memory.segments as f64]);
+    }
 }
 
 /// One block, again and again.
-fn pair<S: Subject>(amounts: &Amounts, size_bytes: u64, report: &Report, make: &dyn Fn() -> S) {
+fn pair<S: Subject>(
+    amounts: &Amounts,
+    size_bytes: u64,
+    stopwatch: &mut Stopwatch,
+    report: &Report,
+    make: &dyn Fn() -> S,
+) {
     let subject = make();
     let stream = subject.stream(0);
-    let repeat = || {
-        let start = Instant::now();
-        for _ in 0..amounts.pairs {
-            let block = subject.allocate(&stream, size_bytes);
-            subject.free(&stream, block);
-        }
-        nanoseconds_since(start) / amounts.pairs as f64
+    let repeat = |stopwatch: &mut Stopwatch| {
+        let reading = stopwatch.time(amounts.pairs, || {
+            for _ in 0..amounts.pairs {
+                let block = subject.allocate(&stream, size_bytes);
+                subject.free(&stream, block);
+            }
+        });
+        subject.synchronize();
+        reading
     };
-    repeat();
-    let values: Vec<f64> = (0..amounts.repeats).map(|_| repeat()).collect();
-    report.figure("pair_ns", &size_bytes, &values);
+    repeat(stopwatch);
+    report.figure("pair_ns", &size_bytes, &stopwatch.read(amounts.repeats, repeat));
 }
 
 /// Many live blocks, of which a random one at a time is replaced by one of another size.
-fn replacement<S: Subject>(amounts: &Amounts, live: usize, report: &Report, make: &dyn Fn() -> S) {
-    let mut random = Random::new();
-    let subject = make();
-    let values = replace_random(amounts, &subject, live, &mut || random.size_bytes());
-    report.figure("replacement_ns", &live, &values);
+fn replacement<S: Subject>(amounts: &Amounts, stopwatch: &mut Stopwatch, report: &Report, make: &dyn Fn() -> S) {
+    // A number that the compiler knows: what it divides by is not what is measured.
+    const LIVE: usize = 1000;
+    let values = replace_random(amounts, &make(), LIVE, stopwatch, |random| random.below(LIVE), Random::size_bytes);
+    report.figure("replacement_ns", &LIVE, &values);
 }
 
-/// One block that is replaced by another. Who and by what is drawn before the clock starts: what takes longest in drawing, a
-/// division, would stand in front of all that an allocator does.
-struct Replacement {
-    place: u32,
-    size_bytes: u64,
-}
-
-/// Nanoseconds per pair, with `live` blocks of sizes that `size` gives.
+/// Nanoseconds per pair, with `live` blocks, of which `which` says one, and of sizes that `size` gives.
 pub(crate) fn replace_random<S: Subject>(
     amounts: &Amounts,
     subject: &S,
     live: usize,
-    size: &mut dyn FnMut() -> u64,
+    stopwatch: &mut Stopwatch,
+    mut which: impl FnMut(&mut Random) -> usize,
+    mut size: impl FnMut(&mut Random) -> u64,
 ) -> Vec<f64> {
     let stream = subject.stream(0);
     let mut random = Random::new();
-    let mut blocks: Vec<Option<S::Block>> = (0..live).map(|_| Some(subject.allocate(&stream, size()))).collect();
-    let mut repeat = || {
-        let draw = |_| Replacement { place: random.below(live) as u32, size_bytes: size() };
-        let replacements: Vec<_> = (0..amounts.pairs).map(draw).collect();
-        let start = Instant::now();
-        for &Replacement { place, size_bytes } in &replacements {
-            let slot = &mut blocks[place as usize];
-            if let Some(block) = slot.take() {
-                subject.free(&stream, block);
+    let mut blocks: Vec<Option<S::Block>> =
+        (0..live).map(|_| Some(subject.allocate(&stream, size(&mut random)))).collect();
+    let mut repeat = |stopwatch: &mut Stopwatch| {
+        let reading = stopwatch.time(amounts.pairs, || {
+            for _ in 0..amounts.pairs {
+                let slot = &mut blocks[which(&mut random)];
+                if let Some(block) = slot.take() {
+                    subject.free(&stream, block);
+                }
+                *slot = Some(subject.allocate(&stream, size(&mut random)));
             }
-            *slot = Some(subject.allocate(&stream, size_bytes));
-        }
-        nanoseconds_since(start) / amounts.pairs as f64
+        });
+        subject.synchronize();
+        reading
     };
-    repeat();
-    let values = (0..amounts.repeats).map(|_| repeat()).collect();
+    repeat(stopwatch);
+    let values = stopwatch.read(amounts.repeats, repeat);
     blocks.into_iter().flatten().for_each(|block| subject.free(&stream, block));
     values
 }
 
 /// Threads with a stream each that allocate and free 4 KiB for as long as they are told to.
 fn threads<S: Subject>(amounts: &Amounts, count: usize, report: &Report, make: &dyn Fn() -> S) {
-    let subject = make();
-    let repeat = || {
-        let (start, stop) = (Barrier::new(count + 1), AtomicBool::new(false));
-        std::thread::scope(|scope| {
-            let running: Vec<_> = (0..count)
-                .map(|number| {
-                    let (subject, start, stop) = (&subject, &start, &stop);
-                    scope.spawn(move || pairs_until(subject, number, start, stop))
-                })
-                .collect();
-            start.wait();
-            let begin = Instant::now();
-            std::thread::sleep(Duration::from_millis(amounts.thread_ms));
-            stop.store(true, Ordering::Relaxed);
-            let done = running.into_iter().map(|thread| thread.join().expect("the thread's own panic came first"));
-            done.sum::<usize>() as f64 * 1e9 / nanoseconds_since(begin)
-        })
-    };
-    let values: Vec<f64> = (0..amounts.repeats).map(|_| repeat()).collect();
-    report.figure("pairs_per_second", &count, &values);
-}
-
-/// What one thread does; how many pairs it did.
-fn pairs_until<S: Subject>(subject: &S, number: usize, start: &Barrier, stop: &AtomicBool) -> usize {
     const SIZE_BYTES: u64 = 4096;
-    const BETWEEN_LOOKS: usize = 64;
-    let stream = subject.stream(number);
-    let pairs = |count: usize| {
-        for _ in 0..count {
+    let subject = &make();
+    let values = rates(amounts, count, |number| {
+        let stream = subject.stream(number);
+        move || {
             let block = subject.allocate(&stream, SIZE_BYTES);
             subject.free(&stream, block);
         }
+    });
+    report.figure("pairs_per_second", &count, &values);
+}
+
+/// How often in a second threads together do what `make` gives each of them to do, on whatever processors they get.
+pub(crate) fn rates<W: FnMut()>(amounts: &Amounts, count: usize, make: impl Fn(usize) -> W + Sync) -> Vec<f64> {
+    let repeat = |_| {
+        let (start, stop) = (&Barrier::new(count + 1), &AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            let make = &make;
+            let running: Vec<_> =
+                (0..count).map(|number| scope.spawn(move || work_until(stop, start, make(number)))).collect();
+            start.wait();
+            std::thread::sleep(Duration::from_millis(amounts.thread_ms));
+            stop.store(true, Ordering::Relaxed);
+            running.into_iter().map(|thread| thread.join().expect("the thread's own panic came first")).sum()
+        })
     };
-    pairs(100);
+    (0..amounts.repeats).map(repeat).collect()
+}
+
+/// What one thread does; how often in a second of its own clock: threads do not begin at one moment.
+fn work_until(stop: &AtomicBool, start: &Barrier, mut work: impl FnMut()) -> f64 {
+    const BETWEEN_LOOKS: u32 = 64;
+    (0..100).for_each(|_| work());
     start.wait();
-    let mut done = 0;
-    loop {
-        pairs(BETWEEN_LOOKS);
+    let (begin, mut done) = (Instant::now(), 0);
+    while !stop.load(Ordering::Relaxed) {
+        (0..BETWEEN_LOOKS).for_each(|_| work());
         done += BETWEEN_LOOKS;
-        if stop.load(Ordering::Relaxed) {
-            return done;
-        }
     }
+    f64::from(done) / begin.elapsed().as_secs_f64()
 }

@@ -11,7 +11,7 @@
 use crate::subject::{Memory, Subject};
 use cudarc::driver::CudaStream;
 use std::sync::Arc;
-use symmalloc_core::{BoundHeap, Config, Handle};
+use symmalloc_core::{BoundHeap, Config, Handle, StreamId};
 use symmalloc_cuda::{CoreLock, CudaAllocator, CudaBackend, CudaDevice, CudaError, DeviceBuffer};
 
 const ROOM: &str = "the device has room";
@@ -34,6 +34,11 @@ impl Cuda {
         let device = CudaDevice::new(0)?;
         let streams = (0..streams).map(|_| device.context().new_stream().expect("the driver makes streams"));
         Ok(Cuda { streams: streams.collect(), device, prefetch_bytes })
+    }
+
+    /// Waits for all work, with a call that is not counted as ours.
+    pub(crate) fn synchronize(&self) {
+        self.device.context().synchronize().expect("no work failed");
     }
 
     /// An allocator that knows the streams and holds no memory.
@@ -66,28 +71,40 @@ impl Buffers {
     }
 }
 
+/// What a thread holds of an allocator and a stream.
+pub(crate) struct Registered {
+    allocator: CudaAllocator,
+    stream: Arc<CudaStream>,
+    id: StreamId,
+}
+
 impl Subject for Buffers {
-    type Stream<'a> = (CudaAllocator, Arc<CudaStream>);
+    type Stream<'a> = Registered;
     type Block = DeviceBuffer<u8>;
 
-    fn stream(&self, number: usize) -> Self::Stream<'_> {
-        (self.allocator.clone(), Arc::clone(&self.cuda.streams[number]))
+    fn stream(&self, number: usize) -> Registered {
+        let (allocator, stream) = (self.allocator.clone(), Arc::clone(&self.cuda.streams[number]));
+        let id = allocator.register_stream(&stream).expect(KNOWN);
+        Registered { allocator, stream, id }
     }
 
     #[inline(always)]
-    fn allocate(&self, (allocator, stream): &Self::Stream<'_>, size_bytes: u64) -> DeviceBuffer<u8> {
+    fn allocate(&self, on: &Registered, size_bytes: u64) -> DeviceBuffer<u8> {
         // SAFETY: nothing reads the memory.
-        unsafe { allocator.alloc(stream, size_bytes as usize) }.expect(ROOM)
+        unsafe { on.allocator.alloc(&on.stream, size_bytes as usize) }.expect(ROOM)
     }
 
     #[inline(always)]
-    fn free(&self, _: &Self::Stream<'_>, block: DeviceBuffer<u8>) {
+    fn free(&self, _: &Registered, block: DeviceBuffer<u8>) {
         drop(block);
     }
 
-    fn record_use(&self, block: &DeviceBuffer<u8>, (allocator, stream): &Self::Stream<'_>) {
-        let stream = allocator.register_stream(stream).expect(KNOWN);
-        allocator.core().record_use(block.handle(), stream).expect(KNOWN);
+    fn record_use(&self, block: &DeviceBuffer<u8>, by: &Registered) {
+        by.allocator.core().record_use(block.handle(), by.id).expect(KNOWN);
+    }
+
+    fn synchronize(&self) {
+        self.cuda.synchronize();
     }
 
     fn memory(&self) -> Option<Memory> {
@@ -109,26 +126,29 @@ impl Handles {
 }
 
 impl Subject for Handles {
-    type Stream<'a> = (CudaAllocator, Arc<CudaStream>);
+    type Stream<'a> = Registered;
     type Block = Handle;
 
-    fn stream(&self, number: usize) -> Self::Stream<'_> {
+    fn stream(&self, number: usize) -> Registered {
         self.0.stream(number)
     }
 
     #[inline(always)]
-    fn allocate(&self, (allocator, stream): &Self::Stream<'_>, size_bytes: u64) -> Handle {
-        allocator.allocate(stream, size_bytes).expect(ROOM).handle
+    fn allocate(&self, on: &Registered, size_bytes: u64) -> Handle {
+        on.allocator.allocate(&on.stream, size_bytes).expect(ROOM).handle
     }
 
     #[inline(always)]
-    fn free(&self, (allocator, _): &Self::Stream<'_>, block: Handle) {
-        allocator.free(block).expect(KNOWN);
+    fn free(&self, on: &Registered, block: Handle) {
+        on.allocator.free(block).expect(KNOWN);
     }
 
-    fn record_use(&self, block: &Handle, (allocator, stream): &Self::Stream<'_>) {
-        let stream = allocator.register_stream(stream).expect(KNOWN);
-        allocator.core().record_use(*block, stream).expect(KNOWN);
+    fn record_use(&self, block: &Handle, by: &Registered) {
+        by.allocator.core().record_use(*block, by.id).expect(KNOWN);
+    }
+
+    fn synchronize(&self) {
+        self.0.synchronize();
     }
 
     fn memory(&self) -> Option<Memory> {
@@ -171,6 +191,10 @@ impl Subject for Bound {
 
     fn record_use(&self, block: &Handle, heap: &Self::Stream<'_>) {
         self.0.allocator.core().record_use(*block, heap.stream()).expect(KNOWN);
+    }
+
+    fn synchronize(&self) {
+        self.0.synchronize();
     }
 
     fn memory(&self) -> Option<Memory> {

@@ -138,6 +138,10 @@ impl Subject for Pointers {
         self.library.check(unsafe { (self.library.record_use)(self.raw, block.0, stream.0) });
     }
 
+    fn synchronize(&self) {
+        self.cuda.synchronize();
+    }
+
     fn memory(&self) -> Option<Memory> {
         let stats = self.stats()?;
         let of = |path: &str| stats.pointer(path)?.as_u64();

@@ -4,6 +4,7 @@
 //!  run ─┬─ symmalloc-peers jobs DIR        the recorded jobs, as files that every program reads
 //!       ├─ symmalloc-peers measure ...     this program: the cases on one of our interfaces
 //!       ├─ symmalloc-peers scale ...       many live and many free blocks, host memory: ours alone
+//!       ├─ symmalloc-peers processors ...  threads that share nothing: what the machine gives
 //!       └─ cpp/*.cpp                       the same cases on PyTorch, RMM, cudaMallocAsync and malloc
 //! ```
 //!
@@ -14,9 +15,12 @@ mod cases;
 mod cuda;
 mod job;
 mod library;
+mod linear;
+mod processor;
 mod report;
 mod scale;
 mod simulated;
+mod stopwatch;
 mod subject;
 
 use crate::cases::Amounts;
@@ -25,6 +29,7 @@ use crate::job::Job;
 use crate::library::{Library, Pointers};
 use crate::report::Report;
 use crate::simulated::Simulated;
+use crate::stopwatch::Stopwatch;
 use crate::subject::Subject;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::error::Error;
@@ -71,6 +76,11 @@ enum Command {
         /// Numbers of free blocks. None is measured without this.
         #[arg(long, value_delimiter = ',', required_unless_present = "live")]
         free: Vec<usize>,
+        #[command(flatten)]
+        amounts: Amounts,
+    },
+    /// Let threads do arithmetic, which shares nothing: what is linear on this machine.
+    Processors {
         #[command(flatten)]
         amounts: Amounts,
     },
@@ -129,6 +139,10 @@ fn run(cli: Cli) -> Result<(), Box<dyn Error>> {
             subject.with(streams, &Measure { jobs, amounts })
         }
         Command::Scale { subject, live, free, amounts } => subject.with(1, &Scale { live, free, amounts }),
+        Command::Processors { amounts } => {
+            linear::measure(&amounts);
+            Ok(())
+        }
     }
 }
 
@@ -156,8 +170,10 @@ struct Scale {
 
 impl Task for Scale {
     fn run<S: Subject>(&self, report: &Report, make: &dyn Fn() -> S) {
-        self.live.iter().for_each(|count| scale::live_blocks(&self.amounts, *count, report, make));
-        self.free.iter().for_each(|count| scale::free_blocks(&self.amounts, *count, report, make));
+        let Scale { live, free, amounts } = self;
+        let stopwatch = &mut Stopwatch::new();
+        live.iter().for_each(|count| scale::live_blocks(amounts, *count, stopwatch, report, make));
+        free.iter().for_each(|count| scale::free_blocks(amounts, *count, stopwatch, report, make));
     }
 }
 

@@ -11,17 +11,24 @@
 //! free blocks costs; and with as many live blocks as free ones, all replaced at random, which is what a program costs that
 //! has no locality at all: its own table, the blocks and their neighbours leave the caches together.
 
-use crate::cases::{Amounts, Random, nanoseconds_since, replace_random};
+use crate::cases::{Amounts, Random, replace_random};
 use crate::report::Report;
+use crate::stopwatch::Stopwatch;
 use crate::subject::Subject;
 use std::time::Instant;
 
 const UNIT_BYTES: u64 = 512;
 
 /// Grows to `count` live blocks, and replaces random ones.
-pub(crate) fn live_blocks<S: Subject>(amounts: &Amounts, count: usize, report: &Report, make: &dyn Fn() -> S) {
+pub(crate) fn live_blocks<S: Subject>(
+    amounts: &Amounts,
+    count: usize,
+    stopwatch: &mut Stopwatch,
+    report: &Report,
+    make: &dyn Fn() -> S,
+) {
     let mut random = Random::new();
-    let mut size = move || UNIT_BYTES * (1 + random.next() % 8);
+    let size = |random: &mut Random| UNIT_BYTES * (1 + random.next() % 8);
     let subject = make();
     {
         let stream = subject.stream(0);
@@ -29,14 +36,14 @@ pub(crate) fn live_blocks<S: Subject>(amounts: &Amounts, count: usize, report: &
         let mut blocks: Vec<Option<S::Block>> = (0..count).map(|_| None).collect();
         let before = resident_bytes();
         let start = Instant::now();
-        blocks.iter_mut().for_each(|slot| *slot = Some(subject.allocate(&stream, size())));
-        report.figure("growth_ns", &count, &[nanoseconds_since(start) / count as f64]);
+        blocks.iter_mut().for_each(|slot| *slot = Some(subject.allocate(&stream, size(&mut random))));
+        report.figure("growth_ns", &count, &[start.elapsed().as_nanos() as f64 / count as f64]);
         if let Some((before, after)) = before.zip(resident_bytes()) {
             report.figure("host_bytes_per_block", &count, &[after.saturating_sub(before) as f64 / count as f64]);
         }
         blocks.into_iter().flatten().for_each(|block| subject.free(&stream, block));
     }
-    let values = replace_random(amounts, &subject, count, &mut size);
+    let values = replace_random(amounts, &subject, count, stopwatch, |random| random.below(count), size);
     report.figure("live_blocks_ns", &count, &values);
 }
 
@@ -44,14 +51,26 @@ pub(crate) fn live_blocks<S: Subject>(amounts: &Amounts, count: usize, report: &
 const WORKING_SET: usize = 1000;
 
 /// Keeps `count` free blocks and replaces random ones of a working set, and then of as many live blocks.
-pub(crate) fn free_blocks<S: Subject>(amounts: &Amounts, count: usize, report: &Report, make: &dyn Fn() -> S) {
+pub(crate) fn free_blocks<S: Subject>(
+    amounts: &Amounts,
+    count: usize,
+    stopwatch: &mut Stopwatch,
+    report: &Report,
+    make: &dyn Fn() -> S,
+) {
     for (case, live) in [("free_blocks_ns", WORKING_SET), ("free_and_live_blocks_ns", count)] {
-        report.figure(case, &count, &replace_between(amounts, live, count, &make()));
+        report.figure(case, &count, &replace_between(amounts, live, count, stopwatch, &make()));
     }
 }
 
 /// Nanoseconds per pair, with `live` blocks and `free` ones, none of which lies beside another.
-fn replace_between<S: Subject>(amounts: &Amounts, live: usize, free: usize, subject: &S) -> Vec<f64> {
+fn replace_between<S: Subject>(
+    amounts: &Amounts,
+    live: usize,
+    free: usize,
+    stopwatch: &mut Stopwatch,
+    subject: &S,
+) -> Vec<f64> {
     let mut random = Random::new();
     let stream = subject.stream(0);
     let (mut blocks, mut separators) = (Vec::with_capacity(live + free), Vec::with_capacity(live + free));
@@ -64,19 +83,19 @@ fn replace_between<S: Subject>(amounts: &Amounts, live: usize, free: usize, subj
         subject.free(&stream, victim);
     }
     let mut blocks: Vec<Option<S::Block>> = blocks.into_iter().map(Some).collect();
-    let mut repeat = || {
-        let start = Instant::now();
-        for _ in 0..amounts.pairs {
-            let slot = &mut blocks[random.below(live)];
-            if let Some(block) = slot.take() {
-                subject.free(&stream, block);
+    let mut repeat = |stopwatch: &mut Stopwatch| {
+        stopwatch.time(amounts.pairs, || {
+            for _ in 0..amounts.pairs {
+                let slot = &mut blocks[random.below(live)];
+                if let Some(block) = slot.take() {
+                    subject.free(&stream, block);
+                }
+                *slot = Some(subject.allocate(&stream, spread(&mut random)));
             }
-            *slot = Some(subject.allocate(&stream, spread(&mut random)));
-        }
-        nanoseconds_since(start) / amounts.pairs as f64
+        })
     };
-    repeat();
-    let values = (0..amounts.repeats).map(|_| repeat()).collect();
+    repeat(stopwatch);
+    let values = stopwatch.read(amounts.repeats, repeat);
     blocks.into_iter().flatten().chain(separators).for_each(|block| subject.free(&stream, block));
     values
 }

@@ -24,6 +24,9 @@ pub(crate) trait Subject: Sync + Sized {
     /// Notes a use by work on another stream.
     fn record_use(&self, block: &Self::Block, stream: &Self::Stream<'_>);
 
+    /// Waits for the device, outside of what is measured.
+    fn synchronize(&self) {}
+
     /// What it holds; `None` when the interface does not say.
     fn memory(&self) -> Option<Memory>;
 

@@ -64,6 +64,7 @@ fn every_interface_gives_every_figure_and_the_same_memory() {
             ("steady_ns_per_op", "small_uses", 2),
             ("pairs_per_second", "1", 2),
             ("pairs_per_second", "2", 2),
+            ("readings", "all", 1),
         ] {
             let values = values(&found, case, at);
             assert_eq!(values.len(), count, "{interface}: {case} at {at}");
@@ -73,6 +74,8 @@ fn every_interface_gives_every_figure_and_the_same_memory() {
             assert_eq!(values(&found, case, "small"), values(&simulated, case, "small"), "{interface}: {case}");
         }
         assert_eq!(values(&found, "segments", "small"), [2.0], "{interface}: a heap for each stream");
+        let [readings, disturbed] = ["all", "disturbed"].map(|at| values(&found, "readings", at)[0]);
+        assert!(readings >= 14.0 && readings - disturbed <= 14.0, "{interface}: {readings}, {disturbed}");
         if interface != "simulated" {
             assert_eq!(values(&found, "steady_driver_calls", "small"), [0.0], "{interface}: all from the cache");
             assert!(values(&found, "steady_driver_calls", "small_uses")[0] > 0.0, "{interface}: a use is fenced");
@@ -103,6 +106,21 @@ fn pools_of_live_and_of_free_blocks_say_what_a_block_costs() {
     }
     let host_bytes = values(&found, "host_bytes_per_block", "20000")[0];
     assert!((8.0..1000.0).contains(&host_bytes), "{host_bytes} host bytes for a block");
+}
+
+#[test]
+fn threads_that_share_nothing_say_what_is_linear() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let found = figures(&program(&folder).arg("processors").args(QUICK).output().expect("it runs"));
+    for arithmetic in ["independent arithmetic", "chained arithmetic"] {
+        for count in ["1", "2"] {
+            let of = |figure: &&Value| figure["peer"] == arithmetic && figure["at"] == count;
+            let figure = found.iter().find(of).expect("a figure");
+            let rates =
+                figure["values"].as_array().expect("values").iter().map(|rate| rate.as_f64().expect("a number"));
+            assert!(rates.clone().count() == 2 && rates.clone().all(|rate| rate > 0.0), "{figure}");
+        }
+    }
 }
 
 #[test]

@@ -1,0 +1,29 @@
+//! What is linear on a machine: threads that share nothing at all, on the processors that they get.
+//!
+//! Where processors share cores, sixteen threads that keep a core's units busy do less than sixteen times as much as one, whatever
+//! they do, and threads that wait for their own last result do not.
+
+use crate::cases::{Amounts, rates};
+use crate::processor::independent;
+use crate::report::Report;
+use std::hint::black_box;
+
+/// What threads do together of either sort of arithmetic.
+pub(crate) fn measure(amounts: &Amounts) {
+    const ROUNDS_EACH: u64 = 100;
+    for (name, arithmetic) in
+        [("independent arithmetic", independent as fn(u64) -> u64), ("chained arithmetic", chained)]
+    {
+        let report = Report::new(name);
+        for count in &amounts.threads {
+            let values = rates(amounts, *count, |_| move || _ = black_box(arithmetic(ROUNDS_EACH)));
+            report.figure("arithmetic_per_second", count, &values);
+        }
+    }
+}
+
+/// Multiplications that wait for each other: most of a core's units idle.
+#[inline(never)]
+fn chained(rounds: u64) -> u64 {
+    (0..rounds).fold(black_box(3), |product: u64, round| (product ^ round).wrapping_mul(0x9e37_79b9_7f4a_7c15))
+}
