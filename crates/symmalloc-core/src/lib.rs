@@ -94,6 +94,7 @@ mod invariants;
 mod journal;
 mod key_page;
 pub mod layout;
+mod level;
 pub mod lock;
 mod lookup;
 mod mail;

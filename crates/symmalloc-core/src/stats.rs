@@ -12,8 +12,8 @@
 //! A [`StatScope`](crate::report::StatScope) asks for the same numbers over a part of the program. Opening one saves the peaks and starts them
 //! anew; closing one gives the outer scope the larger of both. Scopes nest, and cost nothing between open and close.
 
+use crate::level::{Level, Levels};
 use crate::size_rules::{SizeClass, SizeRules};
-use crate::tally::{Level, Levels};
 use crate::units::{Units, bytes, units};
 
 /// A quantity over time.

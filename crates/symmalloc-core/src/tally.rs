@@ -3,8 +3,9 @@
 //! Only one thread can count exactly for nothing, so only [`Exclusive`](crate::lock::Exclusive) allocators have one; many threads
 //! would meet at it. See [`crate::peak_shares`] for what those have.
 
+use crate::level::{Level, Levels};
 use crate::stats::{Stat, UsageStats};
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::fmt::Debug;
 
 /// What counts usage over all heaps, or does not.
@@ -85,9 +86,9 @@ impl Tally for ExclusiveTally {
     fn stats(&self, sum: UsageStats) -> UsageStats {
         let [allocations, allocated, requested] = &self.levels.0;
         UsageStats {
-            allocations: allocations.stat(sum.allocations),
-            allocated_bytes: allocated.stat(sum.allocated_bytes),
-            requested_bytes: requested.stat(sum.requested_bytes),
+            allocations: stat(allocations, sum.allocations),
+            allocated_bytes: stat(allocated, sum.allocated_bytes),
+            requested_bytes: stat(requested, sum.requested_bytes),
         }
     }
 
@@ -104,74 +105,13 @@ impl Tally for ExclusiveTally {
         let Some(outer) = self.scopes.borrow_mut().pop() else { return UsageStats::default() };
         let stats = self.stats(sum);
         for (level, outer) in self.levels.0.iter().zip(outer.0) {
-            level.set(level.peak.get().max(outer.peak.get()), level.current());
+            level.set(level.peak().max(outer.peak()), level.current());
         }
         stats
     }
 }
 
-/// The levels of allocations, allocated bytes and requested bytes.
-#[derive(Clone, Debug, Default)]
-pub struct Levels([Level; 3]);
-
-impl Levels {
-    /// From peaks and current values.
-    pub(crate) fn new(levels: [(u64, u64); 3]) -> Self {
-        Levels(levels.map(|(peak, current)| Level { peak: Cell::new(peak), below_peak: Cell::new(peak - current) }))
-    }
-
-    fn set(&self, other: &Levels) {
-        self.0.iter().zip(&other.0).for_each(|(level, other)| level.set(other.peak.get(), other.current()));
-    }
-}
-
-/// How high a quantity is, and was at most.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Level {
-    peak: Cell<u64>,
-    /// Peak less current.
-    below_peak: Cell<u64>,
-}
-
-impl Level {
-    #[inline(always)]
-    pub(crate) fn add(&self, amount: u64) {
-        let (below_peak, is_above) = self.below_peak.get().overflowing_sub(amount);
-        self.below_peak.set(below_peak);
-        if is_above {
-            self.raise_peak();
-        }
-    }
-
-    /// The distance fell below zero: the peak is higher by as much.
-    #[cold]
-    #[inline(never)]
-    fn raise_peak(&self) {
-        let current = self.peak.get().wrapping_sub(self.below_peak.get());
-        self.set(current, current);
-    }
-
-    #[inline(always)]
-    pub(crate) fn take(&self, amount: u64) {
-        self.below_peak.set(self.below_peak.get() + amount);
-    }
-
-    pub(crate) fn peak(&self) -> u64 {
-        self.peak.get()
-    }
-
-    pub(crate) fn current(&self) -> u64 {
-        self.peak.get() - self.below_peak.get()
-    }
-
-    /// Puts the peak elsewhere, at or above the current value.
-    pub(crate) fn set(&self, peak: u64, current: u64) {
-        self.peak.set(peak);
-        self.below_peak.set(peak - current);
-    }
-
-    /// The sum over parts, of which this is the level.
-    fn stat(&self, sum: Stat) -> Stat {
-        Stat { current: self.current(), peak: self.peak.get(), ..sum }
-    }
+/// The sum over parts, of which this is the level.
+fn stat(level: &Level, sum: Stat) -> Stat {
+    Stat { current: level.current(), peak: level.peak(), ..sum }
 }
