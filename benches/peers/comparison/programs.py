@@ -7,7 +7,6 @@
 import concurrent.futures
 import dataclasses
 import importlib.util
-import json
 import os
 import pathlib
 import shutil
