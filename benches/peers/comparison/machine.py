@@ -1,4 +1,4 @@
-"""What the figures are measured on."""
+"""What the figures were measured on."""
 
 import datetime
 import os

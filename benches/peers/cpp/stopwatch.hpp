@@ -1,7 +1,7 @@
 // A stopwatch for machines that others use as well.
 //
-// A processor of a guest is often half of a core, and the other half may be another guest's. Who keeps a core's units busy then
-// takes up to twice as long while the neighbour is busy too, and no counter tells a guest. So it counts with arithmetic
+// A processor of a guest can be half of a core, and the other half another guest's. Who keeps a core's units busy then takes longer
+// while the neighbour is busy too, up to twice as long, and no counter tells a guest. So it counts with arithmetic
 // of its own how fast a processor is, before and after what it times.
 //
 // `../src/stopwatch.rs` and `../src/processor.rs` have the same for the Rust program: change all.
@@ -24,7 +24,7 @@ inline double nanoseconds_since(Clock::time_point start) {
     return std::chrono::duration<double, std::nano>(Clock::now() - start).count();
 }
 
-/// Independent additions, rotations and the like: as many in a cycle as a core has units for.
+/// Independent additions, rotations and the like: several in a cycle.
 [[gnu::noinline]] inline uint64_t independent(uint64_t rounds) {
     uint64_t a = 1, b = 2, c = 3, d = 4, e = 5, f = 6;
     asm volatile("" : "+r"(a), "+r"(b), "+r"(c), "+r"(d), "+r"(e), "+r"(f));

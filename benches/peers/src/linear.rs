@@ -1,7 +1,7 @@
 //! What is linear on a machine: threads that share nothing at all, on the processors that they get.
 //!
-//! Where processors share cores, sixteen threads that keep a core's units busy do less than sixteen times as much as one, whatever
-//! they do, and threads that wait for their own last result do not.
+//! Where processors share cores, sixteen threads that keep a core's units busy do less than sixteen times as much as one that has a
+//! core to itself, whatever they do. Threads that wait for their own last result lose less.
 
 use crate::cases::{Amounts, rates};
 use crate::processor::independent;

@@ -2,7 +2,7 @@
 
 use std::hint::black_box;
 
-/// Independent additions, rotations and the like: as many in a cycle as a core has units for.
+/// Independent additions, rotations and the like: several in a cycle.
 #[inline(never)]
 pub(crate) fn independent(rounds: u64) -> u64 {
     let [mut a, mut b, mut c, mut d, mut e, mut f] = black_box([1_u64, 2, 3, 4, 5, 6]);

@@ -1,7 +1,7 @@
 //! A stopwatch for machines that others use as well.
 //!
-//! A processor of a guest is often half of a core, and the other half may be another guest's. Who keeps a core's units busy then
-//! takes up to twice as long while the neighbour is busy too, and no counter tells a guest. So a [`Stopwatch`] counts with
+//! A processor of a guest can be half of a core, and the other half another guest's. Who keeps a core's units busy then takes longer
+//! while the neighbour is busy too, up to twice as long, and no counter tells a guest. So a [`Stopwatch`] counts with
 //! arithmetic of its own how fast a processor is, before and after what it times.
 //!
 //! `cpp/stopwatch.hpp` has the same for the other programs: change both.

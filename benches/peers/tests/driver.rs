@@ -41,6 +41,7 @@ fn a_run_without_a_device_makes_the_table_the_chart_and_the_results() {
     let printed = passes(python.arg(env!("CARGO_BIN_EXE_symmalloc-peers")).arg("--out").arg(&out));
     assert!(printed.contains("| resnet50_multiscale, steady, ns per op |"), "{printed}");
     assert!(!printed.contains("missing or incomplete"), "{printed}");
+    assert!(printed.contains("| chained arithmetic | 1.00 |"), "{printed}");
     let results: Value = serde_json::from_slice(&read(&out, "results.json")).expect("JSON");
     let peers = |case: &str| -> Vec<String> {
         let figures = results["figures"].as_array().expect("figures").iter();
@@ -49,6 +50,12 @@ fn a_run_without_a_device_makes_the_table_the_chart_and_the_results() {
     };
     let simulated = "symmalloc, simulated";
     assert_eq!(peers("steady_ns_per_op"), [simulated, "symmalloc, simulated, shared streams", "malloc"]);
+    let figures = results["figures"].as_array().expect("figures");
+    for peer in [simulated, "malloc"] {
+        let readings = figures.iter().find(|it| it["peer"] == peer && it["case"] == "readings" && it["at"] == "all");
+        // Two sorts of pairs, replacement, and the first and a later pass.
+        assert!(readings.is_some_and(|it| it["median"].as_f64() >= Some(5.0)), "{peer}: {readings:?}");
+    }
     assert!(String::from_utf8_lossy(&read(&out, "chart.svg")).starts_with("<svg"));
     assert!(String::from_utf8_lossy(&read(&out, "table.md")).contains(simulated));
 }
