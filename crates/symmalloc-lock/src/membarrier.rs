@@ -18,9 +18,9 @@ pub(crate) use real::{heavy, is_supported, light};
 
 #[cfg(not(all(symmalloc_loom, test)))]
 mod real {
+    use once_cell::race::OnceBool;
     #[cfg(target_os = "linux")]
     use rustix::thread::{MembarrierCommand, membarrier};
-    use std::sync::OnceLock;
     use std::sync::atomic::{Ordering, compiler_fence, fence};
     use std::thread;
     use std::time::Duration;
@@ -30,10 +30,11 @@ mod real {
         compiler_fence(Ordering::SeqCst);
     }
 
-    /// Whether [`heavy`] is a system call here. Asks the system the first time.
+    /// Whether [`heavy`] is a system call here. Asks the system the first time. Threads that come at once all ask: none waits for
+    /// another, which would be for ever in a child that was forked meanwhile.
     pub(crate) fn is_supported() -> bool {
-        static IS_SUPPORTED: OnceLock<bool> = OnceLock::new();
-        *IS_SUPPORTED.get_or_init(call)
+        static IS_SUPPORTED: OnceBool = OnceBool::new();
+        IS_SUPPORTED.get_or_init(call)
     }
 
     /// Whether the system ran a fence on every thread of the process. A process registers for that once.
