@@ -4,12 +4,11 @@
 //! that refuses) are returned as values of these types, and the allocator is as it was before the call. *Corruption* is
 //! an assertion: an allocator that is wrong about its own blocks must not go on.
 
-use crate::backend::{BackendError, DeviceAddress};
-use crate::budget::LimitScope;
 use crate::config::ConfigError;
-use crate::handle::Handle;
-use crate::ids::{PoolId, StreamId};
-use crate::units::SEGMENT_BYTES_MAX;
+use crate::types::backend::{BackendError, DeviceAddress};
+use crate::types::handle::Handle;
+use crate::types::ids::{ObserverId, PoolId, StreamId};
+use crate::types::units::SEGMENT_BYTES_MAX;
 use std::fmt;
 use thiserror::Error;
 
@@ -142,6 +141,16 @@ pub struct OutOfMemory {
     pub cause: OutOfMemoryCause,
 }
 
+/// Which limit was met.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum LimitScope {
+    /// `limit` of the pool.
+    Pool,
+    /// `limit` of the allocator, over all pools.
+    Allocator,
+}
+
 /// What stood in the way of an allocation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -217,14 +226,14 @@ pub enum HandleError {
         /// The address given.
         address: DeviceAddress,
     },
-    /// The address lies inside an allocation, and only first addresses can be looked up.
-    #[error("{:#x} lies in a segment, but no allocation starts there: configure pointer_lookup:interior", .address.0)]
+    /// The address lies in a segment of this allocator, but no live allocation starts there.
+    #[error("{:#x} lies in a segment, but no allocation starts there: pass the address that allocate returned", .address.0)]
     InteriorAddress {
         /// The address given.
         address: DeviceAddress,
     },
     /// Pointers cannot be looked up.
-    #[error("allocations cannot be found by pointer: configure pointer_lookup:exact or pointer_lookup:interior")]
+    #[error("allocations cannot be found by pointer: configure pointer_lookup:exact")]
     LookupOff,
 }
 
@@ -267,4 +276,19 @@ pub enum TrimError {
         /// What the driver said.
         error: BackendError,
     },
+}
+
+/// Why `acknowledge` failed.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum AcknowledgeError {
+    /// The events were read by another observer, or from another allocator. Nothing is acknowledged.
+    #[error("these events were not read by {observer} of this allocator: acknowledge what its own `unread` returned")]
+    NotRead {
+        /// The observer that was to acknowledge them.
+        observer: ObserverId,
+    },
+    /// The events are acknowledged, but the driver failed to take memory back.
+    #[error(transparent)]
+    Trim(#[from] TrimError),
 }

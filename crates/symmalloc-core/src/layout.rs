@@ -59,21 +59,11 @@ mod writer;
 pub use crate::text::LineError;
 pub use error::{Contradiction, LayoutTextError};
 
-use crate::allocator::Allocator;
-use crate::backend::Backend;
-use crate::block_table::BlockState;
 use crate::config::PoolConfig;
-use crate::digest::Digest;
-use crate::errors::UnknownError;
-use crate::heap::Heap;
-use crate::held::HeapCell;
-use crate::ids::{PoolId, SegmentId, StreamId};
-use crate::lock::Lock;
+use crate::history::digest::Digest;
 use crate::size_rules::SizeClass;
-use crate::text::NAME_BYTES_MAX;
-use crate::units::bytes;
+use crate::types::ids::{SegmentId, StreamId};
 use smallvec::SmallVec;
-use thiserror::Error;
 
 /// The first word of every layout's text.
 pub const MAGIC: &str = "symmalloc-layout";
@@ -186,58 +176,12 @@ impl HeapLayout {
     }
 
     /// Of a heap in which nothing happened yet.
-    pub(crate) fn of_fresh(heap: &Heap) -> Self {
-        HeapLayout {
-            stream: heap.stream,
-            digest: heap.first_digest(),
-            next_segment: SegmentId(0),
-            segments: Vec::new(),
-        }
-    }
-
-    fn of(heap: &Heap) -> Self {
-        HeapLayout {
-            stream: heap.stream,
-            digest: heap.digest,
-            next_segment: heap.next_segment,
-            segments: heap.table.segments_in_order().into_iter().map(|slot| SegmentLayout::of(heap, slot)).collect(),
-        }
+    pub(crate) fn of_fresh(stream: Option<StreamId>, digest: Digest) -> Self {
+        HeapLayout { stream, digest, next_segment: SegmentId(0), segments: Vec::new() }
     }
 }
 
 impl SegmentLayout {
-    fn of(heap: &Heap, segment: u32) -> Self {
-        let first = heap.table.block(heap.table.segment(segment).first);
-        let mut layout = SegmentLayout {
-            id: heap.table.segment(segment).id,
-            class: first.home,
-            extents: Vec::new(),
-            allocations: Vec::new(),
-        };
-        for slot in heap.table.blocks_of(segment) {
-            let block = heap.table.block(slot);
-            let (offset_bytes, size_bytes) = (bytes(block.offset()), bytes(block.size));
-            if block.is_hole() {
-                continue;
-            }
-            match layout.extents.last_mut() {
-                Some(extent) if extent.end_bytes() == offset_bytes => extent.size_bytes += size_bytes,
-                _ => layout.extents.push(Extent { offset_bytes, size_bytes }),
-            }
-            if let BlockState::Allocated { stream, requested, .. } = block.state {
-                layout.allocations.push(AllocationLayout {
-                    offset_bytes,
-                    size_bytes,
-                    requested_bytes: requested,
-                    stream,
-                    used_by: heap.fences.fences(block.fences).map(|fence| fence.stream).collect(),
-                    name: heap.names.find(slot).map(|name| beginning(name).into()),
-                });
-            }
-        }
-        layout
-    }
-
     /// Bytes that its blocks tile.
     pub(crate) fn end_bytes(&self) -> u64 {
         self.extents.last().map_or(0, |extent| extent.end_bytes())
@@ -288,55 +232,4 @@ pub(crate) enum Content<'a> {
     Allocated(&'a AllocationLayout),
     Free,
     Hole,
-}
-
-/// As much of a name as its text can hold.
-fn beginning(name: &str) -> &str {
-    let end = (0..=name.len().min(NAME_BYTES_MAX)).rev().find(|end| name.is_char_boundary(*end));
-    &name[..end.unwrap_or(0)]
-}
-
-/// Why `save_layout` failed.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum LayoutError {
-    /// The pool does not exist.
-    #[error(transparent)]
-    Unknown(#[from] UnknownError),
-    /// Dead segments still count towards the limits, and a layout cannot hold them.
-    #[error(
-        "{retired_bytes} bytes of dead segments of {pool} are not back on the device: let the observers acknowledge, or trim"
-    )]
-    Retired {
-        /// The pool.
-        pool: PoolId,
-        /// Bytes of dead segments that observers hold, or that the driver did not take back.
-        retired_bytes: u64,
-    },
-}
-
-impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// The layout of a pool as it is now. Allocations of zero bytes lie nowhere and are not in it; of a name longer than
-    /// 4,096 bytes, the beginning is.
-    ///
-    /// With several threads, call it when none of them is in the pool: a layout is of one moment, and its place in each
-    /// heap's history should be the same on every rank.
-    ///
-    /// # Errors
-    /// When the pool is unknown, or holds memory of dead segments.
-    pub fn save_layout(&self, pool: PoolId) -> Result<Layout, LayoutError> {
-        let entry = self.pool(pool)?;
-        // All heaps at once, so that the layout is of one moment.
-        let heaps: Vec<_> = entry.heaps().map(HeapCell::lock).collect();
-        let retired_bytes = heaps.iter().map(|heap| heap.log.retired_bytes()).sum();
-        if retired_bytes > 0 {
-            return Err(LayoutError::Retired { pool, retired_bytes });
-        }
-        Ok(Layout {
-            config: entry.config.clone(),
-            granularity_bytes: self.granularity_bytes,
-            total_limit_bytes: self.limit_bytes(),
-            heaps: heaps.iter().filter(|heap| !heap.is_fresh()).map(|heap| HeapLayout::of(heap)).collect(),
-        })
-    }
 }

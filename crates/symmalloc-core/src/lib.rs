@@ -66,85 +66,44 @@
 //! out-of-memory path. Everything else stands beside: ops, traces, replay, layouts, statistics, reports, invariants, the simulator.
 #![forbid(unsafe_code)]
 
-mod address_map;
-pub mod agreement;
 pub mod allocator;
-pub mod backend;
-mod block_table;
-mod bound;
-mod budget;
-mod by_pointer;
+mod blocks;
 pub mod config;
 pub mod config_text;
-mod digest;
-mod entrance;
 pub mod errors;
-mod fence;
-mod fencing;
-mod free_index;
-mod free_key;
-mod frees;
-mod handle;
 mod heap;
-pub mod held;
-pub mod ids;
-#[cfg(all(symmalloc_loom, test))]
-mod interleavings;
-mod invariants;
-mod journal;
-mod key_page;
+mod history;
 pub mod layout;
-mod level;
-pub mod lock;
-mod lookup;
-mod mail;
-mod merging;
 #[cfg(feature = "metrics")]
 pub mod metrics;
-mod names;
 mod nearest;
-mod observe;
-mod observers;
-mod obtain;
 pub mod op;
-mod out_of_memory;
-mod peak_shares;
-mod plain;
-mod pointer_index;
-mod pointer_table;
-mod pool;
-pub mod recording;
-mod registry;
-pub mod replay;
-pub mod report;
-pub mod restore;
-mod routes;
-pub mod segment_log;
-pub mod sim;
+mod pointers;
+mod restore_error;
 mod size_rules;
-mod sorted_run;
 pub mod stats;
-mod stream_clocks;
+mod streams;
 mod sync;
-mod tally;
 mod text;
-pub mod trace;
-mod trim;
-pub mod units;
+mod types;
 
-pub use allocator::{Allocator, SharedAllocator};
-pub use backend::{Backend, BackendError, DeviceAddress};
-pub use bound::{Binding, BoundHeap};
-pub use budget::LimitScope;
+pub use allocator::{Allocator, Retry, SegmentPosition, SharedAllocator, Unread, recording, report};
 pub use config::{Config, PoolConfig};
-pub use digest::Digest;
-pub use entrance::Entrance;
-pub use handle::{Allocation, Handle};
-pub use ids::{AllocationId, ObserverId, Placement, PoolId, SegmentId, StreamId};
-pub use invariants::Violation;
+pub use errors::LimitScope;
+pub use heap::Violation;
+pub use history::digest::Digest;
+pub use history::segment_log;
 pub use layout::Layout;
-pub use lookup::SegmentPosition;
-pub use observe::Unread;
 pub use op::{Op, Record};
-pub use out_of_memory::Retry;
 pub use size_rules::{SMALL_BYTES_MAX, SizeClass};
+pub use sync::lock;
+pub use types::backend::{Backend, BackendError, DeviceAddress};
+pub use types::handle::{Allocation, Handle};
+pub use types::ids::{AllocationId, ObserverId, Placement, PoolId, SegmentId, StreamId};
+pub use types::{backend, ids, units};
+
+/// Restoring a [`Layout`]: the pool becomes what it was when the layout was saved.
+pub mod restore {
+    pub use crate::allocator::{Restored, RestoredAllocation, RestoredHeap};
+    pub use crate::restore_error::RestoreError;
+}

@@ -8,7 +8,10 @@
 use std::num::NonZeroU64;
 
 use crate::config::PoolConfig;
-use crate::ids::{AllocationId, ObserverId, Placement, PoolId, StreamId};
+use crate::types::ids::{AllocationId, ObserverId, Placement, PoolId, StreamId};
+
+/// The longest name of an allocation in a record, in bytes. Longer ones are cut.
+pub const NAME_BYTES_MAX: usize = 4096;
 
 /// One call of the vocabulary.
 #[derive(Clone, Debug, PartialEq, Eq)]

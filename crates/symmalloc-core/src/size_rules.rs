@@ -6,7 +6,7 @@
 //! remain. Integer arithmetic only: a float would be a way for two machines to differ.
 
 use crate::config::{PoolConfig, RoundupPower2Divisions, SegmentPolicy};
-use crate::units::{MIB, SEGMENT_BYTES_MAX, UNIT_BYTES, Units, bytes, units};
+use crate::types::units::{MIB, SEGMENT_BYTES_MAX, UNIT_BYTES, Units, bytes, units};
 
 /// PyTorch's `kSmallSize`: the largest request of the small class, in bytes.
 pub const SMALL_BYTES_MAX: u64 = MIB;
@@ -24,12 +24,20 @@ pub enum SizeClass {
     Large,
 }
 
+impl SizeClass {
+    /// The class in which a block of this size is counted.
+    #[inline]
+    pub(crate) fn of(size: Units) -> Self {
+        if size <= const { (SMALL_BYTES_MAX / UNIT_BYTES) as Units } { SizeClass::Small } else { SizeClass::Large }
+    }
+}
+
 /// The rules of one heap: a pool's policy with the backend's granularity worked in.
 #[derive(Debug)]
 pub(crate) struct SizeRules {
     shape: Shape,
-    /// Blocks up to this size have a home of their own: those of the small class with fixed segments, else none.
-    small_home_max: Units,
+    /// Blocks up to this size have segments of their own: those of the small class where segments are fixed, else none.
+    small_max: Units,
     divisions: Option<RoundupPower2Divisions>,
     /// The backend's granularity.
     pub(crate) granule: Units,
@@ -55,16 +63,11 @@ impl SizeRules {
         };
         let divisions = config.roundup_power2_divisions;
         SizeRules {
-            small_home_max: if matches!(shape, Shape::Fixed { .. }) { units(SMALL_BYTES_MAX) } else { 0 },
+            small_max: if matches!(shape, Shape::Fixed { .. }) { units(SMALL_BYTES_MAX) } else { 0 },
             shape,
             divisions: divisions.divisions().iter().any(|d| *d > 1).then_some(divisions),
             granule: units(granularity_bytes),
         }
-    }
-
-    /// Whether the rules are those of [`Exact`].
-    pub(crate) fn are_exact(&self) -> bool {
-        matches!(self.shape, Shape::Whole) && self.divisions.is_none()
     }
 
     /// The size of the block that serves a request of `requested` bytes, which is from 1 to [`SEGMENT_BYTES_MAX`].
@@ -77,15 +80,10 @@ impl SizeRules {
         }
     }
 
-    #[inline]
-    pub(crate) fn class_of(size: Units) -> SizeClass {
-        if size <= const { (SMALL_BYTES_MAX / UNIT_BYTES) as Units } { SizeClass::Small } else { SizeClass::Large }
-    }
-
     /// The class whose free blocks and segments serve a block of this size: one for all unless segments are fixed.
     #[inline]
-    pub(crate) fn home_of(&self, size: Units) -> SizeClass {
-        if size <= self.small_home_max { SizeClass::Small } else { SizeClass::Large }
+    pub(crate) fn class_of(&self, size: Units) -> SizeClass {
+        if size <= self.small_max { SizeClass::Small } else { SizeClass::Large }
     }
 
     /// Whether a free block that is large enough may serve the request: oversize blocks are kept for oversize requests.
@@ -106,10 +104,10 @@ impl SizeRules {
 
     /// Whether what remains of a block behind the request becomes a block of its own.
     #[inline]
-    pub(crate) fn splits(&self, home: SizeClass, request: Units, block: Units) -> bool {
+    pub(crate) fn splits(&self, class: SizeClass, request: Units, block: Units) -> bool {
         match self.shape {
             Shape::Whole => block > request,
-            Shape::Fixed { max_split, .. } => match home {
+            Shape::Fixed { max_split, .. } => match class {
                 SizeClass::Small => block > request,
                 SizeClass::Large => request < max_split && bytes(block - request) > SMALL_BYTES_MAX,
             },
@@ -133,72 +131,6 @@ impl SizeRules {
     }
 }
 
-/// What placing a block asks of a heap's rules.
-pub(crate) trait Sizing {
-    /// See [`SizeRules::block_size`].
-    fn block_size(rules: &SizeRules, requested: u64) -> Units;
-    /// See [`SizeRules::home_of`].
-    fn home_of(rules: &SizeRules, size: Units) -> SizeClass;
-    /// See [`SizeRules::accepts`].
-    fn accepts(rules: &SizeRules, request: Units, block: Units) -> bool;
-    /// See [`SizeRules::splits`].
-    fn splits(rules: &SizeRules, home: SizeClass, request: Units, block: Units) -> bool;
-}
-
-/// The rules decide.
-#[derive(Debug)]
-pub(crate) enum ByRule {}
-
-impl Sizing for ByRule {
-    #[inline(always)]
-    fn block_size(rules: &SizeRules, requested: u64) -> Units {
-        rules.block_size(requested)
-    }
-
-    #[inline(always)]
-    fn home_of(rules: &SizeRules, size: Units) -> SizeClass {
-        rules.home_of(size)
-    }
-
-    #[inline(always)]
-    fn accepts(rules: &SizeRules, request: Units, block: Units) -> bool {
-        rules.accepts(request, block)
-    }
-
-    #[inline(always)]
-    fn splits(rules: &SizeRules, home: SizeClass, request: Units, block: Units) -> bool {
-        rules.splits(home, request, block)
-    }
-}
-
-/// The answers are known before the question, where [`SizeRules::are_exact`]: sizes are rounded to units, all blocks have
-/// one home, every block that is large enough serves, and what remains of it is a block.
-#[derive(Debug)]
-pub(crate) enum Exact {}
-
-impl Sizing for Exact {
-    #[inline(always)]
-    fn block_size(_: &SizeRules, requested: u64) -> Units {
-        requested.div_ceil(UNIT_BYTES) as Units
-    }
-
-    #[inline(always)]
-    fn home_of(_: &SizeRules, _: Units) -> SizeClass {
-        SizeClass::Large
-    }
-
-    #[inline(always)]
-    fn accepts(_: &SizeRules, _: Units, _: Units) -> bool {
-        true
-    }
-
-    #[inline(always)]
-    fn splits(_: &SizeRules, _: SizeClass, request: Units, block: Units) -> bool {
-        block > request
-    }
-}
-
-#[cold]
 /// PyTorch's `round_size` with `roundup_power2_divisions`.
 fn round_to_division(requested: u64, divisions: RoundupPower2Divisions) -> u64 {
     let log_mib = requested.ilog2().saturating_sub(MIB.ilog2()).min(15);
@@ -278,8 +210,8 @@ mod tests {
         assert!(rules.are_exact());
         for requested in [1, 511, 512, 513, MIB, MIB + 1, 20 * MIB - 1, SEGMENT_BYTES_MAX / 2] {
             let size = Exact::block_size(&rules, requested);
-            let home = Exact::home_of(&rules, size);
-            assert_eq!((size, home), (rules.block_size(requested), rules.home_of(size)));
+            let home = Exact::class_of(&rules, size);
+            assert_eq!((size, home), (rules.block_size(requested), rules.class_of(size)));
             for block in [size, size + 1, size + 5000] {
                 assert_eq!(Exact::accepts(&rules, size, block), rules.accepts(size, block));
                 assert_eq!(Exact::splits(&rules, home, size, block), rules.splits(home, size, block));
@@ -295,5 +227,5 @@ mod tests {
         assert!(!fixed(FixedSegments::default()).are_exact());
     }
 
-    use crate::units::KIB;
+    use crate::types::units::KIB;
 }

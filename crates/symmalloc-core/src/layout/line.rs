@@ -2,7 +2,7 @@
 
 use super::{AllocationLayout, Extent, LayoutTextError};
 use crate::config::PoolConfig;
-use crate::digest::Digest;
+use crate::history::digest::Digest;
 use crate::ids::{SegmentId, StreamId};
 use crate::nearest::nearest;
 use crate::size_rules::SizeClass;

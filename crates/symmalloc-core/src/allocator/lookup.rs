@@ -1,0 +1,114 @@
+//! Questions about one allocation or one address. Nothing here changes anything.
+
+use super::Allocator;
+use crate::errors::HandleError;
+use crate::heap::Violation;
+use crate::sync::lock::{Lock, LockCell};
+use crate::types::backend::{Backend, DeviceAddress};
+use crate::types::handle::{Allocation, Handle};
+use crate::types::ids::{PoolId, SegmentId, StreamId};
+
+/// Where a device address lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SegmentPosition {
+    /// The pool of the segment.
+    pub pool: PoolId,
+    /// The stream of its heap; `None` when the pool's streams share.
+    pub stream: Option<StreamId>,
+    /// The segment, by birth ordinal in its heap.
+    pub segment: SegmentId,
+    /// Address of its first byte.
+    pub base: DeviceAddress,
+    /// Bytes of it that are in use or free: what a window on it covers.
+    pub size_bytes: u64,
+    /// The address's offset in it, in bytes.
+    pub offset_bytes: u64,
+}
+
+impl<B: Backend, L: Lock> Allocator<B, L> {
+    /// The live allocation behind a handle.
+    ///
+    /// # Errors
+    /// When the handle is not live here, or names an allocation of zero bytes.
+    pub fn allocation(&self, handle: Handle) -> Result<Allocation, HandleError> {
+        self.heap_of(handle)?.lock().allocation(handle)
+    }
+
+    /// The bytes that a live allocation was asked for with.
+    ///
+    /// # Errors
+    /// When the handle is not live here, or names an allocation of zero bytes.
+    pub fn requested_bytes(&self, handle: Handle) -> Result<u64, HandleError> {
+        self.heap_of(handle)?.lock().requested_bytes(handle)
+    }
+
+    /// The live allocation whose first byte is at a device address.
+    ///
+    /// # Errors
+    /// When none is, or when look-up by pointer is not configured.
+    pub fn handle_at(&self, address: DeviceAddress) -> Result<Handle, HandleError> {
+        let pointers = self.pointers.as_ref().ok_or(HandleError::LookupOff)?;
+        pointers.find(address).ok_or_else(|| match self.context.directory.lock().around(address) {
+            Some(_) => HandleError::InteriorAddress { address },
+            None => HandleError::UnknownAddress { address },
+        })
+    }
+
+    /// The live segment that a device address lies in, whether it is allocated there or not.
+    pub fn segment_at(&self, address: DeviceAddress) -> Option<SegmentPosition> {
+        let entry = self.context.directory.lock().around(address)?;
+        let heap = self.heaps.get(entry.heap.index())?.lock();
+        // The segment may have been removed before its heap was locked. Now it cannot.
+        if self.context.directory.lock().around(address) != Some(entry) {
+            return None;
+        }
+        let (identity, segment) = (heap.identity(), heap.segment(entry.segment));
+        let offset_bytes = address.0 - segment.range.base.0;
+        (offset_bytes < segment.size_bytes).then_some(SegmentPosition {
+            pool: identity.pool,
+            stream: identity.stream,
+            segment: segment.id,
+            base: segment.range.base,
+            size_bytes: segment.size_bytes,
+            offset_bytes,
+        })
+    }
+
+    /// Checks every invariant of every heap, that the pointer map knows what is live (`I9`), and that the budgets equal the
+    /// sums over heaps (`I10`). Slow; for tests. Between ops only: with another thread in the middle of one, sums may differ.
+    ///
+    /// # Errors
+    /// The first violation found, in (pool, stream) order.
+    pub fn check(&self) -> Result<(), Violation> {
+        let (mut held_in_all, mut segments_in_all, mut live_in_all) = (0, 0, 0);
+        for (index, entry) in self.pools.iter() {
+            let pool = PoolId(index as u32);
+            let mut held = 0;
+            for heap in entry.heaps() {
+                let heap = heap.lock();
+                let (held_bytes, segments) = heap.check()?;
+                held += held_bytes;
+                segments_in_all += segments;
+                for (address, handle) in heap.pointers() {
+                    live_in_all += 1;
+                    if self.pointers.as_ref().is_some_and(|pointers| pointers.find(address) != Some(handle)) {
+                        return Err(Violation::of_pointers(pool));
+                    }
+                }
+            }
+            if held != entry.budget.reserved_bytes() {
+                return Err(Violation::of_budgets(pool));
+            }
+            held_in_all += held;
+        }
+        if self.pointers.as_ref().is_some_and(|pointers| pointers.len() != live_in_all) {
+            return Err(Violation::of_pointers(PoolId::DEFAULT));
+        }
+        let is_directory_exact = self.context.directory.lock().len() == segments_in_all;
+        if held_in_all != self.context.budget.reserved_bytes() || !is_directory_exact {
+            return Err(Violation::of_budgets(PoolId::DEFAULT));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,554 @@
+//! The allocator: what a program calls.
+//!
+//! A request finds its heap, takes the heap's lock, and is placed there, as [`crate::heap`] tells. There is one way in and one
+//! way out; buffers, handles and pointers are names for the same thing. An allocation takes these steps, and most end with
+//! the first:
+//!
+//! ```text
+//!  1. best fit among the heap's free blocks                                             (heap/mod.rs)
+//!  2. obtain memory: fill a hole, grow, or a new segment, within the limits             (heap/obtain.rs)
+//!  3. a configured limit stood in the way, and the request would fit into it: give back free memory as
+//!     `reclaim` says, try again, until it is served or no more is free                     (heap/trim.rs)
+//!  4. still short, or the driver refused: ask the failure callback, at most `retries_max` times; each yes tries again
+//!  5. a typed error; the heap is as it was, and its digest says that it refused
+//! ```
+//!
+//! Step 3 is the same on every rank because limits are configured bytes. When the driver refuses, which may happen on one
+//! rank alone, nothing is given back behind the program's back: step 3 is skipped.
+//!
+//! Statistics over all heaps, the pointer map and the recording are told after a decision, by `note_allocation` and `note_free`
+//! in this file. They decide nothing. While a recording is on, ops pass its gate one at a time.
+
+mod lookup;
+mod observers;
+mod out_of_memory;
+mod pools;
+pub mod recording;
+pub mod report;
+mod restore;
+mod save;
+
+pub use lookup::SegmentPosition;
+pub use observers::Unread;
+pub use out_of_memory::Retry;
+pub use restore::{Restored, RestoredAllocation, RestoredHeap};
+pub use save::LayoutError;
+
+use crate::config::{Config, ConfigError, PointerLookup, StreamPolicy};
+use crate::errors::{
+    AllocateError, FreeError, HandleError, RecordUseError, ReserveError, StreamError, TrimError, UnknownError,
+};
+use crate::heap::{Context, Freed, Heap, HeapIdentity, TrimGoal, is_nothing};
+use crate::history::journal::ProgramOrder;
+use crate::history::segment_log::SegmentLog;
+use crate::op::Op;
+use crate::pointers::{PointerMap, SegmentDirectory};
+use crate::stats::budget::Budget;
+use crate::stats::usage::Usage;
+use crate::streams::clocks::StreamClocks;
+use crate::sync::lock::{Exclusive, Lock, LockCell, Shared};
+use crate::sync::registry::Registry;
+use crate::types::backend::{Backend, BackendError, DeviceAddress};
+use crate::types::handle::{Allocation, Handle, next_owner};
+use crate::types::ids::{HeapId, PoolId, StreamId};
+use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, Units, units};
+use observers::Observers;
+use out_of_memory::{FailureCallback, Request};
+use pools::Pool;
+use recording::Recorder;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+/// A heap behind its lock.
+type HeapCell<L> = <L as Lock>::Cell<Heap<L>>;
+
+/// A caching device allocator over a backend, driven by one thread ([`Exclusive`]) or by many ([`Shared`]).
+///
+/// # Determinism
+/// Every placement is a function of the configuration and of the ops on its heap so far. With one host thread a heap's
+/// ops are in program order. With several, each heap must be driven in the same order on every rank: a stream per
+/// thread, or threads that synchronise among themselves.
+///
+/// # Examples
+/// ```
+/// use symmalloc_core::{Allocator, Config, PoolId, sim::SimBackend};
+///
+/// let allocator: Allocator<_> = Allocator::new(SimBackend::builder().seed(7).build(), Config::default())?;
+/// let stream = allocator.register_stream()?;
+/// let a = allocator.allocate(PoolId::DEFAULT, stream, 3 << 20)?;
+/// allocator.free(a.handle)?;
+/// let b = allocator.allocate(PoolId::DEFAULT, stream, 1 << 20)?;
+/// assert_eq!(b.placement, a.placement);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Allocator<B: Backend, L: Lock = Exclusive> {
+    /// What heaps need from outside.
+    context: Context<B, L>,
+    config: Config,
+    /// Tells this allocator's handles from another's.
+    owner: u64,
+    granularity_bytes: u64,
+    /// Number of registered streams. Written under the lock of the clocks.
+    streams: AtomicU32,
+    pools: Registry<Box<Pool<L>>>,
+    heaps: Registry<Arc<HeapCell<L>>>,
+    /// Live allocations by address, where that is configured.
+    pointers: Option<PointerMap<L>>,
+    /// Usage over all heaps. Counted only where one thread drives the allocator: many would meet here.
+    usage: L::Cell<Usage>,
+    /// Held while a scope is opened or closed, and while a heap is made: every heap has every open scope.
+    open_scopes: L::Cell<usize>,
+    /// Held while a pool's observers change, while a pool is destroyed, and while a heap is made: every heap has its pool's
+    /// observers, and none is made in a destroyed pool. Taken before `open_scopes`, and both before any heap.
+    observers: L::Cell<Observers>,
+    failure_callback: L::Cell<Option<FailureCallback<B, L>>>,
+    /// Numbers the ops of symmetric pools, for agreement. In no digest.
+    program_order: Arc<ProgramOrder>,
+    /// The gate that recorded ops pass one at a time. Taken before every other lock.
+    recorder: L::Cell<Recorder>,
+    /// Whether ops are recorded. Changes behind the gate.
+    is_recording: AtomicBool,
+}
+
+/// An [`Allocator`] that many threads drive. Put it into an `Arc`.
+pub type SharedAllocator<B> = Allocator<B, Shared>;
+
+impl<B: Backend, L: Lock> Allocator<B, L> {
+    /// An allocator over a backend, with the default pool and no streams. Takes no device memory yet.
+    ///
+    /// # Errors
+    /// When the backend's granularity is not a power of two from 512 bytes to 1 GiB.
+    pub fn new(backend: B, config: Config) -> Result<Self, ConfigError> {
+        let granularity_bytes = backend.granularity_bytes();
+        if !granularity_bytes.is_power_of_two() {
+            return Err(ConfigError::NotAPowerOfTwo { key: "granularity", value: granularity_bytes });
+        }
+        if !(UNIT_BYTES..=1 << 30).contains(&granularity_bytes) {
+            return Err(ConfigError::OutOfRange {
+                key: "granularity",
+                value: granularity_bytes,
+                min: UNIT_BYTES,
+                max: 1 << 30,
+            });
+        }
+        let pools = Registry::new();
+        pools.push(|_| Box::new(Pool::new(config.default_pool().clone())));
+        Ok(Allocator {
+            context: Context {
+                backend,
+                clocks: L::Cell::new(StreamClocks::default()),
+                directory: L::Cell::new(SegmentDirectory::default()),
+                budget: Budget::new(config.limit_bytes()),
+            },
+            owner: next_owner(),
+            granularity_bytes,
+            streams: AtomicU32::new(0),
+            pools,
+            heaps: Registry::new(),
+            pointers: (config.pointer_lookup() != PointerLookup::Off).then(PointerMap::new),
+            usage: L::Cell::new(Usage::default()),
+            open_scopes: L::Cell::new(0),
+            observers: L::Cell::new(Observers::default()),
+            failure_callback: L::Cell::new(None),
+            program_order: Arc::new(ProgramOrder::new(L::IS_EXCLUSIVE)),
+            recorder: L::Cell::new(Recorder::Off),
+            is_recording: AtomicBool::new(false),
+            config,
+        })
+    }
+
+    /// The backend.
+    pub fn backend(&self) -> &B {
+        &self.context.backend
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// The most device memory all pools together may hold now: [`Config::limit_bytes`], or what
+    /// [`set_limit_bytes`](Self::set_limit_bytes) said since.
+    pub fn limit_bytes(&self) -> Option<u64> {
+        self.context.budget.limit_bytes()
+    }
+
+    /// Changes the most device memory all pools together may hold. What is held beyond it stays; the next request for more
+    /// is refused.
+    ///
+    /// # Determinism
+    /// The limit is an input of every later decision, like the configuration (rule D4): set the same number of bytes at the
+    /// same point of the program on every rank. Agreement compares it. No op of a trace says it: a change ends a
+    /// [recording](crate::recording) that is on, and one that begins later has the new limit.
+    pub fn set_limit_bytes(&self, limit_bytes: Option<u64>) {
+        let mut gate = self.gate();
+        if limit_bytes != self.limit_bytes() {
+            self.context.budget.set_limit_bytes(limit_bytes);
+            gate.note_limit();
+        }
+    }
+
+    /// Registers the program's next stream. Register streams in the same order on every rank.
+    ///
+    /// # Errors
+    /// When all 65,535 ids are taken.
+    pub fn register_stream(&self) -> Result<StreamId, StreamError> {
+        let mut gate = self.gate();
+        let mut clocks = self.context.clocks.lock();
+        let streams = self.streams.load(Ordering::Relaxed);
+        let id = u16::try_from(streams).ok().filter(|id| *id < u16::MAX);
+        let id = id.ok_or(StreamError::TooManyStreams { streams })?;
+        clocks.register();
+        self.streams.store(streams + 1, Ordering::Release);
+        drop(clocks);
+        gate.note(Op::RegisterStream { stream: StreamId(id) });
+        tracing::debug!(name: "stream.registered", target: "symmalloc", stream = id);
+        Ok(StreamId(id))
+    }
+
+    /// Number of registered streams.
+    pub fn stream_count(&self) -> u32 {
+        self.streams.load(Ordering::Acquire)
+    }
+
+    /// Allocates `size_bytes` from a pool for work on a stream. Zero bytes take no memory and have address 0.
+    ///
+    /// The memory may still be in use by earlier work of other streams; the stream has been told to wait for it.
+    ///
+    /// # Errors
+    /// See [`AllocateError`]; nothing is allocated then.
+    pub fn allocate(&self, pool: PoolId, stream: StreamId, size_bytes: u64) -> Result<Allocation, AllocateError> {
+        self.place(Request { pool, stream, size_bytes }, None)
+    }
+
+    /// Allocates as [`allocate`](Self::allocate) does and names the allocation, for snapshots and reports.
+    ///
+    /// # Errors
+    /// As [`allocate`](Self::allocate).
+    pub fn allocate_named(
+        &self,
+        pool: PoolId,
+        stream: StreamId,
+        size_bytes: u64,
+        name: &str,
+    ) -> Result<Allocation, AllocateError> {
+        self.place(Request { pool, stream, size_bytes }, Some(name))
+    }
+
+    #[inline]
+    fn place(&self, request: Request, name: Option<&str>) -> Result<Allocation, AllocateError> {
+        let Request { pool, stream, size_bytes } = request;
+        if size_bytes > SEGMENT_BYTES_MAX {
+            return Err(AllocateError::TooLarge { requested_bytes: size_bytes });
+        }
+        let mut gate = self.gate();
+        let heap = self.heap_for(pool, stream)?;
+        let placed = heap.lock().allocate(&self.context, stream, size_bytes, name);
+        let allocation = match placed {
+            Ok(allocation) => allocation,
+            Err(shortage) => self.retry(request, heap, *shortage, &mut gate, |heap| {
+                heap.allocate(&self.context, stream, size_bytes, name)
+            })?,
+        };
+        self.note_allocation(&allocation, size_bytes);
+        gate.note_allocation(&allocation, request, name);
+        Ok(allocation)
+    }
+
+    /// Frees an allocation: other work may use the memory at once, ordered behind this one's uses on the device. The call may
+    /// wait for another thread that holds the same heap's lock, never for the device.
+    ///
+    /// # Errors
+    /// When the handle is not live here, or the driver cannot fence the uses; the allocation is still live then.
+    pub fn free(&self, handle: Handle) -> Result<(), FreeError> {
+        let mut gate = self.gate();
+        let mut heap = self.heap_of(handle)?.lock();
+        let freed = heap.free(&self.context, handle)?;
+        let failure = heap.release_above_threshold(&self.context);
+        drop(heap);
+        self.note_free(handle, freed);
+        if let Some(error) = failure {
+            gate.driver_failed(error);
+        }
+        gate.note_free(handle);
+        Ok(())
+    }
+
+    /// As [`free`](Self::free), by the first address of the allocation. Needs look-up by pointer, see
+    /// [`PointerLookup`].
+    ///
+    /// # Errors
+    /// When no live allocation starts there, or as [`free`](Self::free).
+    pub fn free_at(&self, address: DeviceAddress) -> Result<(), FreeError> {
+        self.free(self.handle_at(address)?)
+    }
+
+    /// Tells that work on `stream`, too, uses the allocation (`record_stream` in PyTorch). The next user of the memory
+    /// waits for that work on the device.
+    ///
+    /// # Errors
+    /// When the handle is not live here or the stream is unknown.
+    pub fn record_use(&self, handle: Handle, stream: StreamId) -> Result<(), RecordUseError> {
+        self.known_stream(stream)?;
+        let mut gate = self.gate();
+        if !is_nothing(handle) {
+            self.heap_of(handle)?.lock().record_use(handle, stream)?;
+        }
+        gate.note_use(handle, stream);
+        Ok(())
+    }
+
+    /// As [`record_use`](Self::record_use), by the first address of the allocation.
+    ///
+    /// # Errors
+    /// When no live allocation starts there, or as [`record_use`](Self::record_use).
+    pub fn record_use_at(&self, address: DeviceAddress, stream: StreamId) -> Result<(), RecordUseError> {
+        self.record_use(self.handle_at(address)?, stream)
+    }
+
+    /// Tells what keeps books beside the heaps of an allocation that was decided.
+    #[inline]
+    fn note_allocation(&self, allocation: &Allocation, requested_bytes: u64) {
+        if allocation.size_bytes == 0 {
+            return;
+        }
+        self.count_allocations(&[(units(allocation.size_bytes), requested_bytes)]);
+        self.note_pointer(allocation);
+    }
+
+    /// Tells what keeps books beside the heaps of a free that was decided.
+    #[inline]
+    fn note_free(&self, handle: Handle, Freed { address, size, requested_bytes }: Freed) {
+        if size == 0 {
+            return;
+        }
+        if L::IS_EXCLUSIVE {
+            self.usage.lock().free(size, requested_bytes);
+        }
+        if let Some(pointers) = &self.pointers {
+            pointers.remove(address, handle);
+        }
+    }
+
+    /// Counts allocations by size and requested bytes in the usage over all heaps.
+    #[inline]
+    fn count_allocations(&self, made: &[(Units, u64)]) {
+        if L::IS_EXCLUSIVE {
+            let mut usage = self.usage.lock();
+            made.iter().for_each(|(size, requested_bytes)| usage.allocate(*size, *requested_bytes));
+        }
+    }
+
+    #[inline]
+    fn note_pointer(&self, allocation: &Allocation) {
+        if let Some(pointers) = &self.pointers {
+            pointers.insert(allocation.address, allocation.handle);
+        }
+    }
+
+    /// Tells that the program made `stream` wait, on the device, for all work given to `on` so far. Fences that this
+    /// covers are not waited for again. Call it before another thread gives more work to `on`, or fences of that work
+    /// would be taken for covered too.
+    ///
+    /// # Errors
+    /// When a stream is unknown.
+    pub fn stream_waits(&self, stream: StreamId, on: StreamId) -> Result<(), UnknownError> {
+        self.known_stream(stream)?;
+        self.known_stream(on)?;
+        let mut gate = self.gate();
+        if stream != on {
+            let mut clocks = self.context.clocks.lock();
+            let moment = clocks.moment(on);
+            clocks.waits_for(stream, &moment);
+        }
+        gate.note(Op::Wait { stream, on });
+        Ok(())
+    }
+
+    /// Tells that the host waited for all work given to `stream` so far. Call it before another thread gives more work to
+    /// the stream.
+    ///
+    /// # Errors
+    /// When the stream is unknown.
+    pub fn stream_synchronized(&self, stream: StreamId) -> Result<(), UnknownError> {
+        self.known_stream(stream)?;
+        let mut gate = self.gate();
+        let mut clocks = self.context.clocks.lock();
+        let moment = clocks.moment(stream);
+        clocks.synchronized(&moment);
+        drop(clocks);
+        gate.note(Op::Synchronize { stream });
+        Ok(())
+    }
+
+    /// Brings the device memory of the heap of (pool, stream) to at least `size_bytes`, so that later allocations find it.
+    ///
+    /// # Errors
+    /// As [`allocate`](Self::allocate); the heap holds what it held before then.
+    pub fn reserve(&self, pool: PoolId, stream: StreamId, size_bytes: u64) -> Result<(), ReserveError> {
+        if size_bytes > SEGMENT_BYTES_MAX {
+            return Err(AllocateError::TooLarge { requested_bytes: size_bytes });
+        }
+        let mut gate = self.gate();
+        let heap = self.heap_for(pool, stream)?;
+        let span =
+            tracing::debug_span!(target: "symmalloc", "heap.reserve", pool = pool.0, stream = stream.0, size_bytes);
+        let _entered = span.enter();
+        let outcome = heap.lock().reserve(&self.context, stream, size_bytes);
+        if let Err(shortage) = outcome {
+            self.retry(Request { pool, stream, size_bytes }, heap, *shortage, &mut gate, |heap| {
+                heap.reserve(&self.context, stream, size_bytes)
+            })?;
+        }
+        gate.note(Op::Reserve { pool, stream, size_bytes });
+        Ok(())
+    }
+
+    /// Gives the free memory of a pool, or of all pools, back to the device, in (pool, stream, sequence) order. Returns
+    /// the bytes that are back. Waits on the host for streams that used the memory. Dead segments of an observed pool
+    /// stay until the observers have acknowledged; reserved segments stay.
+    ///
+    /// # Errors
+    /// When the pool is unknown, or the driver fails; every heap is consistent then and the rest can be trimmed again.
+    pub fn trim(&self, pool: Option<PoolId>) -> Result<u64, TrimError> {
+        let mut gate = self.gate();
+        let released = match pool {
+            Some(pool) => self.trim_pool(self.pool(pool)?, TrimGoal::Everything),
+            None => {
+                let trims = self.pools.iter().map(|(_, entry)| self.trim_pool(entry, TrimGoal::Everything));
+                trims.fold(Ok(0), sum_trims)
+            }
+        };
+        gate.note(Op::Trim { pool });
+        gate.note_failed_trim(&released);
+        released
+    }
+
+    fn trim_pool(&self, entry: &Pool<L>, goal: TrimGoal) -> Result<u64, TrimError> {
+        let (mut released, mut left) = (Ok(0), goal);
+        for heap in entry.heaps() {
+            if left == TrimGoal::AtLeast(0) {
+                break;
+            }
+            let mut heap = heap.lock();
+            if !heap.has_history() {
+                continue;
+            }
+            let mapped_bytes = heap.mapped_bytes();
+            let outcome = heap.trim(&self.context, left);
+            left = left.less(mapped_bytes - heap.mapped_bytes());
+            released = sum_trims(released, outcome.map_err(TrimError::from));
+        }
+        released
+    }
+
+    /// Asks the backend which fences are over and drops those, so that their events can be reused. Returns how many
+    /// events were dropped. No placement and no digest notices (rule D3).
+    ///
+    /// # Errors
+    /// When the driver cannot say.
+    pub fn drop_completed_fences(&self) -> Result<u64, BackendError> {
+        let mut dropped = 0;
+        for heap in self.all_heaps() {
+            dropped += heap.lock().drop_completed_fences(&self.context)?;
+        }
+        Ok(dropped)
+    }
+
+    #[inline]
+    fn known_stream(&self, stream: StreamId) -> Result<(), UnknownError> {
+        let streams = self.stream_count();
+        if u32::from(stream.0) < streams { Ok(()) } else { Err(UnknownError::Stream { stream, streams }) }
+    }
+
+    /// The heap that an allocation lies in.
+    #[inline]
+    fn heap_of(&self, handle: Handle) -> Result<&HeapCell<L>, HandleError> {
+        let heap = self.heaps.get(handle.heap().index()).filter(|_| handle.owner() == self.owner);
+        heap.map(|heap| &**heap).ok_or(HandleError::Foreign { handle })
+    }
+
+    /// The heap that serves a stream in a pool, made at the first request.
+    #[inline]
+    fn heap_for(&self, pool: PoolId, stream: StreamId) -> Result<&HeapCell<L>, UnknownError> {
+        let entry = self.pool(pool)?;
+        self.known_stream(stream)?;
+        match entry.heap(stream) {
+            Some(heap) => Ok(heap),
+            None => self.make_heap(pool, stream),
+        }
+    }
+
+    #[cold]
+    fn make_heap(&self, pool: PoolId, stream: StreamId) -> Result<&HeapCell<L>, UnknownError> {
+        let observers = self.observers.lock();
+        let open_scopes = self.open_scopes.lock();
+        let entry = self.pool(pool)?;
+        Ok(entry.make_heap(stream, || {
+            let make = |index| {
+                let identity = HeapIdentity {
+                    owner: self.owner,
+                    id: HeapId(index as u32),
+                    pool,
+                    stream: (entry.config.streams() == StreamPolicy::Separate).then_some(stream),
+                };
+                let mut log = SegmentLog::new(Arc::clone(&entry.log_entries));
+                observers.of_pool(pool).for_each(|observer| log.observe(observer));
+                let budget = Arc::clone(&entry.budget);
+                let mut heap = Heap::new(identity, entry.config.clone(), budget, self.granularity_bytes, log);
+                if entry.config.symmetric() && self.config.history_ops() > 0 {
+                    heap.keep_journal(self.config.history_ops(), Arc::clone(&self.program_order));
+                }
+                (0..*open_scopes).for_each(|_| heap.usage_mut().open_scope());
+                Arc::new(LockCell::new(heap))
+            };
+            let index = self.heaps.push(make);
+            Arc::clone(self.heaps.get(index).expect("it was just made"))
+        }))
+    }
+
+    /// All heaps, in (pool, stream) order.
+    fn all_heaps(&self) -> impl Iterator<Item = &HeapCell<L>> {
+        self.pools.iter().flat_map(|(_, entry)| entry.heaps())
+    }
+}
+
+impl<B: Backend + fmt::Debug, L: Lock> fmt::Debug for Allocator<B, L> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Allocator")
+            .field("backend", &self.context.backend)
+            .field("config", &self.config)
+            .field("streams", &self.stream_count())
+            .field("pools", &self.pool_count())
+            .field("reserved_bytes", &self.context.budget.reserved_bytes())
+            .finish_non_exhaustive()
+    }
+}
+
+impl<B: Backend, L: Lock> Drop for Allocator<B, L> {
+    /// Ends a recording, and gives all memory back, live allocations included; what the driver refuses is left to the end of
+    /// its context.
+    fn drop(&mut self) {
+        self.end_recording();
+        self.all_heaps().for_each(|heap| heap.lock().abandon(&self.context));
+    }
+}
+
+/// Adds up what several trims gave back; the first failure stays, with all bytes.
+fn sum_trims(one: Result<u64, TrimError>, other: Result<u64, TrimError>) -> Result<u64, TrimError> {
+    let add = |error: TrimError, bytes: u64| match error {
+        TrimError::Backend { released_bytes, error } => {
+            TrimError::Backend { released_bytes: released_bytes + bytes, error }
+        }
+        unknown @ TrimError::Unknown(_) => unknown,
+    };
+    match (one, other) {
+        (Ok(one), Ok(other)) => Ok(one + other),
+        (Err(error), Ok(bytes)) | (Ok(bytes), Err(error)) => Err(add(error, bytes)),
+        (Err(first), Err(second)) => {
+            let bytes = if let TrimError::Backend { released_bytes, .. } = second { released_bytes } else { 0 };
+            Err(add(first, bytes))
+        }
+    }
+}

@@ -1,0 +1,169 @@
+//! Observers: whoever must know about a pool's segments. See [`crate::history::segment_log`] for what they are told and when.
+
+use super::Allocator;
+use super::pools::Pool;
+use crate::errors::{AcknowledgeError, TrimError, UnknownError};
+use crate::history::segment_log::{SegmentEvent, SegmentLog};
+use crate::sync::lock::{Lock, LockCell};
+use crate::types::backend::Backend;
+use crate::types::ids::{HeapId, ObserverId, PoolId};
+use std::sync::atomic::Ordering;
+
+/// What an observer has not acknowledged yet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Unread {
+    /// The events, in (stream, order of happening): the same on every rank at the same op.
+    pub events: Vec<SegmentEvent>,
+    /// Who read them, and from which allocator.
+    reader: (u64, ObserverId),
+    /// How far these events reach in the log of each heap.
+    ends: Vec<(HeapId, u64)>,
+}
+
+/// Which observer watches which pool.
+#[derive(Debug, Default)]
+pub(super) struct Observers {
+    next: u32,
+    live: Vec<(ObserverId, PoolId)>,
+}
+
+impl Observers {
+    fn add(&mut self, pool: PoolId) -> ObserverId {
+        let observer = ObserverId(self.next);
+        self.next += 1;
+        self.live.push((observer, pool));
+        observer
+    }
+
+    /// All observers, in the order in which they came.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (ObserverId, PoolId)> + '_ {
+        self.live.iter().copied()
+    }
+
+    pub(super) fn count(&self, pool: PoolId) -> u32 {
+        self.of_pool(pool).count() as u32
+    }
+
+    pub(super) fn of_pool(&self, pool: PoolId) -> impl Iterator<Item = ObserverId> + '_ {
+        self.iter().filter(move |(_, watched)| *watched == pool).map(|(observer, _)| observer)
+    }
+
+    fn pool_of(&self, observer: ObserverId) -> Option<PoolId> {
+        self.iter().find(|(id, _)| *id == observer).map(|(_, pool)| pool)
+    }
+}
+
+impl<B: Backend, L: Lock> Allocator<B, L> {
+    /// Starts observing a pool. Returns the observer and, as births, the segments that live already.
+    ///
+    /// From now on dead segments of the pool keep their memory until the observer has acknowledged their death, and
+    /// expandable segments are not shrunk.
+    ///
+    /// # Errors
+    /// When the pool is unknown.
+    pub fn observe(&self, pool: PoolId) -> Result<(ObserverId, Vec<SegmentEvent>), UnknownError> {
+        let mut gate = self.gate();
+        let mut observers = self.observers.lock();
+        let entry = self.pool(pool)?;
+        let observer = observers.add(pool);
+        let mut births = Vec::new();
+        for heap in entry.heaps() {
+            let mut heap = heap.lock();
+            heap.log_mut().observe(observer);
+            for segment in heap.segments() {
+                births.extend(heap.events_of_live_segment(segment));
+            }
+        }
+        drop(observers);
+        gate.note_observer(observer, pool);
+        Ok((observer, births))
+    }
+
+    /// Number of entries that the segment logs of a pool have had so far; 0 for a pool that does not exist. While it stays
+    /// the same, an observer has nothing new to read. Takes no lock and costs a few nanoseconds.
+    #[inline]
+    pub fn segment_log_entries(&self, pool: PoolId) -> u64 {
+        self.pools.get(pool.index()).map_or(0, |entry| entry.log_entries.load(Ordering::Acquire))
+    }
+
+    /// What the observer has not acknowledged, in (stream, order of happening). Empty for an observer that was forgotten.
+    pub fn unread(&self, observer: ObserverId) -> Unread {
+        let mut unread = Unread { events: Vec::new(), reader: (self.owner, observer), ends: Vec::new() };
+        let pool = self.observers.lock().pool_of(observer);
+        if let Some(entry) = pool.and_then(|pool| self.pool(pool).ok()) {
+            for heap in entry.heaps() {
+                let heap = heap.lock();
+                unread.events.extend(heap.log().unread(observer));
+                unread.ends.push((heap.identity().id, heap.log().next()));
+            }
+        }
+        unread
+    }
+
+    /// The observer has dealt with these events. Memory of dead segments that no observer holds any more goes back to
+    /// the device; returns how many bytes.
+    ///
+    /// # Errors
+    /// When another observer read the events, or they are another allocator's: nothing is acknowledged then. When the driver
+    /// fails to take memory back: the events are acknowledged, and the next trim tries again.
+    pub fn acknowledge(&self, observer: ObserverId, unread: &Unread) -> Result<u64, AcknowledgeError> {
+        if unread.reader != (self.owner, observer) {
+            return Err(AcknowledgeError::NotRead { observer });
+        }
+        let mut gate = self.gate();
+        // Replay acknowledges everything that happened so far: more than this observer has read, if something came in between.
+        let is_late = gate.is_recording() && self.has_death_since(observer, &unread.ends);
+        let released = self.let_go(&unread.ends, |log, end| log.acknowledge(observer, end));
+        if is_late {
+            gate.late_death();
+        }
+        gate.note_acknowledgement(observer);
+        gate.note_failed_trim(&released);
+        Ok(released?)
+    }
+
+    /// Ends an observer, as if it had acknowledged everything; returns how many bytes went back to the device.
+    ///
+    /// # Errors
+    /// When the driver fails to take memory back; the observer is gone, and the next trim tries again.
+    pub fn forget(&self, observer: ObserverId) -> Result<u64, TrimError> {
+        let mut gate = self.gate();
+        let mut observers = self.observers.lock();
+        let ends = self.ends_of(observers.pool_of(observer));
+        observers.live.retain(|(id, _)| *id != observer);
+        drop(observers);
+        let released = self.let_go(&ends, |log, _| log.forget(observer));
+        gate.note_forgotten(observer);
+        gate.note_failed_trim(&released);
+        released
+    }
+
+    /// Whether a segment of the observer's pool died that these ends of logs do not cover. A heap that was made since has none.
+    fn has_death_since(&self, observer: ObserverId, ends: &[(HeapId, u64)]) -> bool {
+        let pool = self.observers.lock().pool_of(observer);
+        pool.and_then(|pool| self.pool(pool).ok()).into_iter().flat_map(Pool::heaps).map(LockCell::lock).any(|heap| {
+            let end = ends.iter().find(|(id, _)| *id == heap.identity().id).map_or(0, |(_, end)| *end);
+            heap.log().has_death_since(end)
+        })
+    }
+
+    /// The heaps of a pool, with how far their logs reach.
+    fn ends_of(&self, pool: Option<PoolId>) -> Vec<(HeapId, u64)> {
+        let heaps = pool.and_then(|pool| self.pool(pool).ok()).into_iter().flat_map(Pool::heaps);
+        heaps.map(LockCell::lock).map(|heap| (heap.identity().id, heap.log().next())).collect()
+    }
+
+    fn let_go(&self, ends: &[(HeapId, u64)], change: impl Fn(&mut SegmentLog, u64)) -> Result<u64, TrimError> {
+        let (mut released_bytes, mut first_error) = (0, None);
+        for (id, end) in ends {
+            let Some(heap) = self.heaps.get(id.index()) else { continue };
+            let mut heap = heap.lock();
+            change(heap.log_mut(), *end);
+            let (released, error) = heap.release_retired(&self.context);
+            released_bytes += released;
+            first_error = first_error.or(error);
+        }
+        first_error.map_or(Ok(released_bytes), |error| Err(TrimError::Backend { released_bytes, error }))
+    }
+}

@@ -1,0 +1,237 @@
+//! When memory runs out: steps 3 to 5 of an allocation. See [`crate::allocator`] for all of them.
+
+use super::recording::Gate;
+use super::pools::Pool;
+use super::{Allocator, HeapCell};
+use crate::config::Reclaim;
+use crate::errors::{AllocateError, LimitScope, OutOfMemory, OutOfMemoryCause, TrimError, UnknownError};
+use crate::heap::{Heap, Shortage, TrimGoal};
+use crate::history::digest::Mark;
+use crate::op::{Op, Refusal};
+use crate::sync::lock::{Lock, LockCell};
+use crate::types::backend::Backend;
+use crate::types::ids::{PoolId, StreamId};
+use crate::types::units::bytes;
+use smallvec::SmallVec;
+use std::sync::Arc;
+
+/// What a program is asked when an allocation is about to fail. Called without any lock; may free, trim and log.
+pub(super) type FailureCallback<B, L> = Arc<dyn Fn(&Allocator<B, L>, &OutOfMemory) -> Retry + Send + Sync>;
+
+/// The answer of a failure callback.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Retry {
+    /// Memory was made available: try again.
+    Again,
+    /// Let the allocation fail.
+    GiveUp,
+}
+
+/// What was asked for, for errors and digests.
+#[derive(Clone, Copy)]
+pub(super) struct Request {
+    pub(super) pool: PoolId,
+    pub(super) stream: StreamId,
+    pub(super) size_bytes: u64,
+}
+
+impl<B: Backend, L: Lock> Allocator<B, L> {
+    /// Sets what is asked when an allocation is about to fail. It is called without any lock and may use the allocator;
+    /// an allocation inside it that fails asks it again. For ranks to stay alike it must decide from the program alone.
+    pub fn set_failure_callback(&self, callback: impl Fn(&Self, &OutOfMemory) -> Retry + Send + Sync + 'static) {
+        *self.failure_callback.lock() = Some(Arc::new(callback));
+    }
+
+    /// The out-of-memory path: steps 3 to 5 of the [module documentation](self).
+    #[cold]
+    #[inline(never)]
+    pub(super) fn retry<T>(
+        &self,
+        request: Request,
+        heap: &HeapCell<L>,
+        mut shortage: Shortage,
+        gate: &mut Gate<'_, B, L>,
+        attempt: impl Fn(&mut Heap<L>) -> Result<T, Box<Shortage>>,
+    ) -> Result<T, AllocateError> {
+        let Request { pool, stream, size_bytes } = request;
+        let entry = self.pool(pool)?;
+        let span = tracing::debug_span!(
+            target: "symmalloc",
+            "memory.shortage",
+            pool = pool.0,
+            stream = stream.0,
+            requested_bytes = size_bytes,
+        );
+        let _entered = span.enter();
+        let mut retries = 0;
+        let mut may_reclaim = true;
+        // What was given back for this request, and replay would not know of unless the request is served by it.
+        let mut unsaid: SmallVec<[u64; 2]> = SmallVec::new();
+        loop {
+            let (missing, cause) = match shortage {
+                Shortage::Limit { met, missing } => {
+                    let (scope, limit_bytes) = (met.scope, met.limit_bytes);
+                    (missing, OutOfMemoryCause::Limit { scope, limit_bytes })
+                }
+                Shortage::SegmentFull { segment_bytes, missing } => {
+                    (missing, OutOfMemoryCause::SegmentFull { segment_bytes })
+                }
+                Shortage::Driver { error, missing } => (missing, OutOfMemoryCause::Driver(error)),
+                Shortage::Fence(error) => {
+                    gate.driver_failed(error.clone());
+                    return Err(AllocateError::Fence { stream: request.stream, error });
+                }
+                Shortage::Closed => return Err(UnknownError::DestroyedPool { pool: request.pool }.into()),
+            };
+            let can_help = match cause {
+                // Pools that differ between ranks use this limit up too: it must not move a symmetric pool's blocks.
+                OutOfMemoryCause::Limit { scope: LimitScope::Allocator, .. } if entry.config.symmetric() => false,
+                // What is larger than the limit does not fit into an empty pool either: nothing is given back in vain.
+                OutOfMemoryCause::Limit { limit_bytes, .. } => bytes(missing) <= limit_bytes,
+                _ => false,
+            };
+            let after = if can_help && may_reclaim {
+                // Free memory that the request would have become part of may have gone back, and then more is missing than
+                // before. Less than was missing is all that there was.
+                may_reclaim = self.reclaim(entry, heap, bytes(missing), gate) >= bytes(missing);
+                unsaid.push(bytes(missing));
+                "reclaim"
+            } else {
+                for size_bytes in unsaid.drain(..) {
+                    gate.note(Op::Reclaim { pool: request.pool, stream: request.stream, size_bytes });
+                }
+                let error = self.out_of_memory(entry, heap, request, bytes(missing), cause);
+                let callback = self.failure_callback.lock().clone();
+                let may_retry = retries < self.config().retries_max();
+                match callback.filter(|_| may_retry).map(|callback| gate.open(|| callback(self, &error))) {
+                    Some(Retry::Again) => retries += 1,
+                    Some(Retry::GiveUp) | None => return Err(self.refuse(heap, request, error, gate)),
+                }
+                "callback"
+            };
+            tracing::debug!(
+                name: "memory.retry",
+                target: "symmalloc",
+                pool = pool.0,
+                stream = stream.0,
+                requested_bytes = size_bytes,
+                missing_bytes = bytes(missing),
+                after,
+            );
+            heap.lock().count_retry();
+            match attempt(&mut heap.lock()) {
+                Ok(done) => return Ok(done),
+                Err(again) => shortage = *again,
+            }
+        }
+    }
+
+    /// Step 3: gives back what `reclaim` allows, until it is what is missing. Returns the bytes that are back. What the driver
+    /// then fails to take counts as still reserved, and no more is asked of it: 0.
+    fn reclaim(&self, entry: &Pool<L>, heap: &HeapCell<L>, missing_bytes: u64, gate: &mut Gate<'_, B, L>) -> u64 {
+        let goal = TrimGoal::AtLeast(missing_bytes);
+        let released = match entry.config.reclaim() {
+            Reclaim::Never => Ok(0),
+            Reclaim::Heap => heap.lock().trim(&self.context, goal).map_err(TrimError::from),
+            Reclaim::Pool => self.trim_pool(entry, goal),
+        };
+        gate.note_failed_trim(&released);
+        released.unwrap_or(0)
+    }
+
+    /// Does again what a recorded request gave back in vain: [`Op::Reclaim`].
+    ///
+    /// # Errors
+    /// When the pool or the stream is unknown.
+    pub fn replay_reclaim(&self, pool: PoolId, stream: StreamId, size_bytes: u64) -> Result<(), UnknownError> {
+        let mut gate = self.gate();
+        let (entry, heap) = (self.pool(pool)?, self.heap_for(pool, stream)?);
+        self.reclaim(entry, heap, size_bytes, &mut gate);
+        gate.note(Op::Reclaim { pool, stream, size_bytes });
+        Ok(())
+    }
+
+    /// Does again what a recorded refusal left in the digest: [`Op::Refuse`].
+    ///
+    /// # Errors
+    /// When the pool or the stream is unknown.
+    pub fn replay_refusal(
+        &self,
+        pool: PoolId,
+        stream: StreamId,
+        size_bytes: u64,
+        refusal: Refusal,
+    ) -> Result<(), UnknownError> {
+        let mut gate = self.gate();
+        let heap = self.heap_for(pool, stream)?;
+        fold_refusal(heap, Request { pool, stream, size_bytes }, refusal, &mut gate);
+        Ok(())
+    }
+
+    fn out_of_memory(
+        &self,
+        entry: &Pool<L>,
+        heap: &HeapCell<L>,
+        request: Request,
+        missing_bytes: u64,
+        cause: OutOfMemoryCause,
+    ) -> OutOfMemory {
+        let allocated_bytes = entry.heaps().map(|heap| heap.lock().usage().allocated_bytes()).sum();
+        OutOfMemory {
+            pool: request.pool,
+            stream: request.stream,
+            requested_bytes: request.size_bytes,
+            missing_bytes,
+            reserved_bytes: entry.budget.reserved_bytes(),
+            allocated_bytes,
+            largest_free_bytes: heap.lock().largest_free_bytes(),
+            cause,
+        }
+    }
+
+    /// Step 5.
+    fn refuse(
+        &self,
+        heap: &HeapCell<L>,
+        request: Request,
+        error: OutOfMemory,
+        gate: &mut Gate<'_, B, L>,
+    ) -> AllocateError {
+        let refusal = match error.cause {
+            OutOfMemoryCause::Limit { .. } => Refusal::Limit,
+            OutOfMemoryCause::SegmentFull { .. } => Refusal::Segment,
+            OutOfMemoryCause::Driver(_) => Refusal::Driver,
+        };
+        fold_refusal(heap, request, refusal, gate);
+        tracing::warn!(
+            name: "memory.refused",
+            target: "symmalloc",
+            pool = request.pool.0,
+            stream = request.stream.0,
+            requested_bytes = request.size_bytes,
+            missing_bytes = error.missing_bytes,
+            reserved_bytes = error.reserved_bytes,
+            allocated_bytes = error.allocated_bytes,
+            largest_free_bytes = error.largest_free_bytes,
+            cause = ?error.cause,
+        );
+        AllocateError::OutOfMemory(Box::new(error))
+    }
+}
+
+/// The digest says that the request was refused, and so does the recording.
+fn fold_refusal<B: Backend, L: Lock>(
+    heap: &HeapCell<L>,
+    request: Request,
+    refusal: Refusal,
+    gate: &mut Gate<'_, B, L>,
+) {
+    let mark = match refusal {
+        Refusal::Limit => Mark::RefusedByLimit,
+        Refusal::Segment => Mark::RefusedBySegment,
+        Refusal::Driver => Mark::RefusedByDriver,
+    };
+    let Request { pool, stream, size_bytes } = request;
+    heap.lock().fold_refusal(mark, stream, size_bytes);
+    gate.note(Op::Refuse { pool, stream, size_bytes, refusal });
+}

@@ -1,0 +1,152 @@
+//! Pools: policy domains that a program makes, like PyTorch's `MemPool`. Pool 0 is there from the start.
+
+use super::{Allocator, HeapCell};
+use crate::config::{PoolConfig, StreamPolicy};
+use crate::errors::{PoolError, UnknownError};
+use crate::op::Op;
+use crate::stats::budget::Budget;
+use crate::sync::lock::{Lock, LockCell};
+use crate::sync::registry::Registry;
+use crate::types::backend::Backend;
+use crate::types::ids::{PoolId, StreamId};
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// A pool, with the heaps that serve it.
+pub(super) struct Pool<L: Lock> {
+    pub(super) config: PoolConfig,
+    /// Of the configuration: ranks compare it at every agreement.
+    pub(super) config_digest: u64,
+    pub(super) budget: Arc<Budget<L>>,
+    /// Entries so far in the segment logs of its heaps.
+    pub(super) log_entries: Arc<AtomicU64>,
+    /// The heap of each stream, by stream; of all streams, at index 0, when they share.
+    heaps: Registry<Arc<HeapCell<L>>>,
+    is_destroyed: AtomicBool,
+}
+
+impl<L: Lock> Pool<L> {
+    pub(super) fn new(config: PoolConfig) -> Self {
+        Pool {
+            budget: Arc::new(Budget::new(config.limit_bytes())),
+            config_digest: config.digest(),
+            config,
+            heaps: Registry::new(),
+            is_destroyed: AtomicBool::new(false),
+            log_entries: Arc::new(AtomicU64::new(0)),
+        }
+    }
+
+    /// The pool's heaps in stream order.
+    pub(super) fn heaps(&self) -> impl Iterator<Item = &HeapCell<L>> {
+        self.heaps.iter().map(|(_, heap)| &**heap)
+    }
+
+    /// The heap that serves a stream, if it was made already.
+    #[inline]
+    pub(super) fn heap(&self, stream: StreamId) -> Option<&HeapCell<L>> {
+        self.heaps.get(self.index(stream)).map(|heap| &**heap)
+    }
+
+    /// The heap that serves a stream, made now if it was not made before.
+    pub(super) fn make_heap(&self, stream: StreamId, make: impl FnOnce() -> Arc<HeapCell<L>>) -> &HeapCell<L> {
+        self.heaps.get_or_make(self.index(stream), make)
+    }
+
+    #[inline]
+    fn index(&self, stream: StreamId) -> usize {
+        match self.config.streams() {
+            StreamPolicy::Separate => stream.index(),
+            StreamPolicy::Shared => 0,
+        }
+    }
+
+    pub(super) fn is_destroyed(&self) -> bool {
+        self.is_destroyed.load(Ordering::Acquire)
+    }
+}
+
+impl<L: Lock> fmt::Debug for Pool<L> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pool").field("config", &self.config).finish_non_exhaustive()
+    }
+}
+
+impl<B: Backend, L: Lock> Allocator<B, L> {
+    /// Makes the program's next pool. Create pools in the same order on every rank.
+    ///
+    /// # Errors
+    /// None at present; reserved for policies that a backend cannot serve.
+    pub fn create_pool(&self, config: PoolConfig) -> Result<PoolId, PoolError> {
+        let mut gate = self.gate();
+        let (symmetric, limit_bytes) = (config.symmetric(), config.limit_bytes());
+        let entry = Box::new(Pool::new(config));
+        let config = gate.is_recording().then(|| Box::new(entry.config.clone()));
+        let pool = PoolId(self.pools.push(|_| entry) as u32);
+        if let Some(config) = config {
+            gate.note(Op::CreatePool { pool, config });
+        }
+        tracing::debug!(name: "pool.created", target: "symmalloc", pool = pool.0, symmetric, limit_bytes);
+        Ok(pool)
+    }
+
+    /// Number of pools created so far, the default pool and destroyed ones included.
+    pub fn pool_count(&self) -> u32 {
+        self.pools.len() as u32
+    }
+
+    /// A pool's policy.
+    ///
+    /// # Errors
+    /// When the pool is unknown.
+    pub fn pool_config(&self, pool: PoolId) -> Result<&PoolConfig, UnknownError> {
+        Ok(&self.pool(pool)?.config)
+    }
+
+    /// Gives a pool up: all of its memory goes back to the device, reserved segments too. Its id is not reused.
+    ///
+    /// # Errors
+    /// When it does not exist, is the default pool, is observed, or has live allocations; it is as it was then. When the
+    /// driver fails, the pool is destroyed and the next [`trim`](Self::trim) of all pools tries again.
+    pub fn destroy_pool(&self, pool: PoolId) -> Result<(), PoolError> {
+        let mut gate = self.gate();
+        let observers = self.observers.lock();
+        let entry = self.pool(pool)?;
+        if pool == PoolId::DEFAULT {
+            return Err(PoolError::Default);
+        }
+        if observers.count(pool) > 0 {
+            return Err(PoolError::Observed { pool, observers: observers.count(pool) });
+        }
+        // All heaps at once, so that no other thread allocates between the question and the answer.
+        let mut heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
+        let allocations = heaps.iter().map(|heap| heap.usage().allocations()).sum();
+        if allocations > 0 {
+            let allocated_bytes = heaps.iter().map(|heap| heap.usage().allocated_bytes()).sum();
+            return Err(PoolError::InUse { pool, allocations, allocated_bytes });
+        }
+        entry.is_destroyed.store(true, Ordering::Release);
+        let mut first_error = None;
+        for heap in &mut heaps {
+            heap.close();
+            heap.retire_all(&self.context);
+            first_error = first_error.or(heap.release_retired(&self.context).1);
+        }
+        drop((heaps, observers));
+        gate.note(Op::DestroyPool { pool });
+        tracing::debug!(name: "pool.destroyed", target: "symmalloc", pool = pool.0);
+        let Some(error) = first_error else { return Ok(()) };
+        gate.driver_failed(error.clone());
+        Err(error.into())
+    }
+
+    #[inline]
+    pub(super) fn pool(&self, pool: PoolId) -> Result<&Pool<L>, UnknownError> {
+        match self.pools.get(pool.index()) {
+            Some(entry) if entry.is_destroyed() => Err(UnknownError::DestroyedPool { pool }),
+            Some(entry) => Ok(entry),
+            None => Err(UnknownError::Pool { pool, pools: self.pool_count() }),
+        }
+    }
+}

@@ -1,0 +1,365 @@
+//! Reports: what the allocator holds, for programs and for people. Nothing here changes anything but peaks and scopes.
+
+use super::{Allocator, HeapCell};
+use crate::blocks::table::BlockState;
+use crate::errors::UnknownError;
+use crate::heap::{BlockView, Heap};
+use crate::history::digest::Digest;
+use crate::stats::usage::{ClassStats, Stat};
+use crate::sync::lock::{Lock, LockCell};
+use crate::types::backend::{Backend, DeviceAddress};
+use crate::types::ids::{PoolId, SegmentId, StreamId};
+use std::fmt;
+
+/// Statistics of an allocator, a pool or a heap.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MemoryStats {
+    /// What programs hold, by size class.
+    pub usage: ClassStats,
+    /// Bytes of device memory held, dead segments that observers hold included.
+    pub reserved_bytes: Stat,
+    /// Bytes of dead segments that observers hold, or that the driver did not take back yet.
+    pub retired_bytes: u64,
+    /// Number of live segments.
+    pub segment_count: u64,
+    /// Number of segments ever born.
+    pub segments_born: u64,
+    /// Number of free blocks.
+    pub free_block_count: u64,
+    /// Bytes of the largest free block.
+    pub largest_free_bytes: u64,
+    /// Number of times that memory was obtained from the device: births and growths of segments.
+    pub growth_count: u64,
+    /// Number of trims of heaps, asked for or by themselves.
+    pub trim_count: u64,
+    /// Number of times that a request was tried again, after a trim by itself or a failure callback.
+    pub retry_count: u64,
+    /// Number of requests that ended with [`OutOfMemory`](crate::errors::OutOfMemory).
+    pub out_of_memory_count: u64,
+    /// Whether the peaks of `usage.all` are exact: of one heap, or of all heaps when one thread drives the allocator.
+    /// Otherwise, and by class, they are sums of the heaps' peaks, which need not have been at the same time: upper bounds.
+    pub peaks_are_exact: bool,
+}
+
+impl MemoryStats {
+    fn add_heap<L: Lock>(&mut self, heap: &Heap<L>) {
+        self.usage = self.usage.plus(heap.usage().stats());
+        self.retired_bytes += heap.log().retired_bytes();
+        self.segment_count += heap.segment_count();
+        self.segments_born += u64::from(heap.next_segment().0);
+        self.free_block_count += heap.free_block_count();
+        self.largest_free_bytes = self.largest_free_bytes.max(heap.largest_free_bytes());
+        let rare = heap.rare_counts();
+        self.growth_count += rare.growths;
+        self.trim_count += rare.trims;
+        self.retry_count += rare.retries;
+        self.out_of_memory_count += rare.refusals;
+    }
+}
+
+/// A part of a program over which statistics are wanted. Scopes nest; close them in reverse order.
+///
+/// Deliberately not `Copy`: closing takes the scope.
+#[derive(Debug)]
+#[must_use = "close the scope to learn what happened in it"]
+pub struct StatScope(());
+
+/// What an allocator holds, block by block.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Snapshot {
+    /// Live segments in (pool, stream, sequence) order.
+    pub segments: Vec<SegmentSnapshot>,
+}
+
+/// A live segment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SegmentSnapshot {
+    /// Its pool.
+    pub pool: PoolId,
+    /// The stream of its heap; `None` when the pool's streams share.
+    pub stream: Option<StreamId>,
+    /// Birth ordinal in its heap.
+    pub segment: SegmentId,
+    /// Address of its first byte. Differs between ranks.
+    pub base: DeviceAddress,
+    /// Bytes that its blocks tile.
+    pub size_bytes: u64,
+    /// Bytes of them that are backed by memory.
+    pub mapped_bytes: u64,
+    /// Its blocks in offset order.
+    pub blocks: Vec<BlockSnapshot>,
+}
+
+/// A block.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct BlockSnapshot {
+    /// Where it starts in its segment, in bytes.
+    pub offset_bytes: u64,
+    /// Its size in bytes.
+    pub size_bytes: u64,
+    /// What it is.
+    pub state: BlockStateSnapshot,
+}
+
+/// What a block is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum BlockStateSnapshot {
+    /// A live allocation.
+    Allocated {
+        /// The stream it was allocated for.
+        stream: StreamId,
+        /// Bytes that the program asked for.
+        requested_bytes: u64,
+        /// What the program called it.
+        name: Option<Box<str>>,
+        /// Other streams that use it.
+        used_by: Vec<StreamId>,
+    },
+    /// Free.
+    Free {
+        /// Streams that its next user may have to wait for.
+        fenced_by: Vec<StreamId>,
+    },
+    /// Memory that went back to the device; the addresses are kept.
+    Hole,
+}
+
+/// Live allocations, largest first: what a program forgot to free, if it believes to be done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LeakReport {
+    /// The allocations, by falling size, then in snapshot order.
+    pub leaks: Vec<Leak>,
+    /// Bytes of all of them, as requested.
+    pub requested_bytes: u64,
+}
+
+/// A live allocation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Leak {
+    /// Its pool.
+    pub pool: PoolId,
+    /// The stream it was allocated for.
+    pub stream: StreamId,
+    /// Its segment, by birth ordinal in its heap.
+    pub segment: SegmentId,
+    /// Where it starts in its segment, in bytes.
+    pub offset_bytes: u64,
+    /// Bytes that the program asked for.
+    pub requested_bytes: u64,
+    /// What the program called it.
+    pub name: Option<Box<str>>,
+}
+
+impl fmt::Display for LeakReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} live allocations, {} bytes requested", self.leaks.len(), self.requested_bytes)?;
+        for leak in &self.leaks {
+            let Leak { pool, stream, segment, offset_bytes, requested_bytes, .. } = leak;
+            let name = leak.name.as_deref().unwrap_or("(unnamed)");
+            write!(f, "\n  {requested_bytes:>14} bytes  {name}  {pool} {stream} {}@{offset_bytes}", segment.0)?;
+        }
+        Ok(())
+    }
+}
+
+impl<B: Backend, L: Lock> Allocator<B, L> {
+    /// The digest of a pool's history: equal on two ranks exactly when their ops and placements in it are.
+    ///
+    /// # Errors
+    /// When the pool is unknown.
+    pub fn digest(&self, pool: PoolId) -> Result<Digest, UnknownError> {
+        let mut digest = Digest::new(self.pool(pool)?.config_digest);
+        self.heap_digests(pool)?.into_iter().for_each(|(_, heap)| digest.fold_digest(heap));
+        Ok(digest)
+    }
+
+    /// The digests of a pool's heaps that have carried out an op, in stream order; the stream is `None` when streams share.
+    ///
+    /// # Errors
+    /// When the pool is unknown.
+    pub fn heap_digests(&self, pool: PoolId) -> Result<Vec<(Option<StreamId>, Digest)>, UnknownError> {
+        let heaps = self.pool(pool)?.heaps().map(LockCell::lock).filter(|heap| heap.has_history());
+        Ok(heaps.map(|heap| (heap.identity().stream, heap.digest())).collect())
+    }
+
+    /// Statistics over all pools.
+    pub fn stats(&self) -> MemoryStats {
+        let mut stats = stats_of::<L, _>(self.context.budget.stat(), self.all_heaps());
+        if L::IS_EXCLUSIVE {
+            stats.usage = self.usage.lock().stats();
+            stats.peaks_are_exact = true;
+        }
+        stats
+    }
+
+    /// Statistics of a pool.
+    ///
+    /// # Errors
+    /// When the pool is unknown.
+    pub fn pool_stats(&self, pool: PoolId) -> Result<MemoryStats, UnknownError> {
+        let entry = self.pool(pool)?;
+        Ok(stats_of::<L, _>(entry.budget.stat(), entry.heaps()))
+    }
+
+    /// Statistics of the heap that serves a stream in a pool; all zero before its first op.
+    ///
+    /// # Errors
+    /// When the pool is unknown.
+    pub fn heap_stats(&self, pool: PoolId, stream: StreamId) -> Result<MemoryStats, UnknownError> {
+        let heap = self.pool(pool)?.heap(stream);
+        Ok(stats_of::<L, _>(heap.map_or_else(Stat::default, |heap| heap.lock().budget().stat()), heap))
+    }
+
+    /// Statistics of every heap that has carried out an op, in (pool, stream) order; the stream is `None` when a pool's
+    /// streams share.
+    pub fn stats_by_heap(&self) -> Vec<(PoolId, Option<StreamId>, MemoryStats)> {
+        let heaps = self.all_heaps().filter_map(|cell| {
+            let heap = cell.lock();
+            let (identity, reserved_bytes) = (heap.identity(), heap.budget().stat());
+            let has_history = heap.has_history();
+            drop(heap);
+            has_history.then(|| (identity.pool, identity.stream, stats_of::<L, _>(reserved_bytes, [cell])))
+        });
+        heaps.collect()
+    }
+
+    /// Starts all peaks anew at the current values.
+    pub fn reset_peak_stats(&self) {
+        self.context.budget.reset_peak();
+        self.usage.lock().reset_peaks();
+        self.pools.iter().for_each(|(_, entry)| entry.budget.reset_peak());
+        for heap in self.all_heaps() {
+            let mut heap = heap.lock();
+            heap.usage_mut().reset_peaks();
+            heap.budget().reset_peak();
+        }
+    }
+
+    /// Opens a statistic scope inside the one that is open, if any.
+    pub fn open_stat_scope(&self) -> StatScope {
+        let mut open_scopes = self.open_scopes.lock();
+        *open_scopes += 1;
+        self.usage.lock().open_scope();
+        self.all_heaps().for_each(|heap| heap.lock().usage_mut().open_scope());
+        StatScope(())
+    }
+
+    /// Closes the innermost scope. Its `allocated` and `freed` count from its opening, and so do its peaks; the outer
+    /// scope's peaks are what they would be without it. Over several heaps driven by several threads, peaks are upper
+    /// bounds.
+    #[allow(clippy::needless_pass_by_value, reason = "a scope is closed once")]
+    pub fn close_stat_scope(&self, scope: StatScope) -> ClassStats {
+        let StatScope(()) = scope;
+        let mut open_scopes = self.open_scopes.lock();
+        *open_scopes -= 1;
+        let of_all = self.usage.lock().close_scope();
+        let of_heaps = self.all_heaps().map(|heap| heap.lock().usage_mut().close_scope());
+        let sum = of_heaps.fold(ClassStats::default(), ClassStats::plus);
+        if L::IS_EXCLUSIVE { of_all } else { sum }
+    }
+
+    /// Every live segment and block, in (pool, stream, sequence, offset) order.
+    pub fn snapshot(&self) -> Snapshot {
+        Snapshot { segments: self.all_heaps().flat_map(|heap| segments_of(&heap.lock())).collect() }
+    }
+
+    /// The live allocations, largest first.
+    pub fn leak_report(&self) -> LeakReport {
+        let mut leaks = Vec::new();
+        for segment in self.snapshot().segments {
+            for block in segment.blocks {
+                if let BlockStateSnapshot::Allocated { stream, requested_bytes, name, .. } = block.state {
+                    leaks.push(Leak {
+                        pool: segment.pool,
+                        stream,
+                        segment: segment.segment,
+                        offset_bytes: block.offset_bytes,
+                        requested_bytes,
+                        name,
+                    });
+                }
+            }
+        }
+        leaks.sort_by_key(|leak| std::cmp::Reverse(leak.requested_bytes));
+        LeakReport { requested_bytes: leaks.iter().map(|leak| leak.requested_bytes).sum(), leaks }
+    }
+
+    /// A table for people: what is held, in all and per pool.
+    pub fn summary(&self) -> String {
+        let mut out = format!(
+            "{:<10} {:>16} {:>16} {:>16} {:>16} {:>12} {:>9}\n",
+            "bytes of", "requested", "allocated", "reserved", "peak reserved", "allocations", "segments"
+        );
+        let mut row = |name: &str, stats: &MemoryStats| {
+            let all = &stats.usage.all;
+            out.push_str(&format!(
+                "{name:<10} {:>16} {:>16} {:>16} {:>16} {:>12} {:>9}\n",
+                all.requested_bytes.current,
+                all.allocated_bytes.current,
+                stats.reserved_bytes.current,
+                stats.reserved_bytes.peak,
+                all.allocations.current,
+                stats.segment_count,
+            ));
+        };
+        row("all pools", &self.stats());
+        for pool in (0..self.pool_count()).map(PoolId) {
+            if let Ok(stats) = self.pool_stats(pool) {
+                row(&pool.to_string(), &stats);
+            }
+        }
+        out
+    }
+}
+
+fn stats_of<'a, L: Lock, H: IntoIterator<Item = &'a HeapCell<L>>>(reserved_bytes: Stat, heaps: H) -> MemoryStats
+where
+    HeapCell<L>: 'a, {
+    let mut stats = MemoryStats { reserved_bytes, ..MemoryStats::default() };
+    let mut heap_count = 0;
+    for heap in heaps {
+        stats.add_heap(&heap.lock());
+        heap_count += 1;
+    }
+    stats.peaks_are_exact = heap_count <= 1;
+    stats
+}
+
+fn segments_of<L: Lock>(heap: &Heap<L>) -> Vec<SegmentSnapshot> {
+    let identity = heap.identity();
+    let snapshot = |slot: u32| {
+        let segment = heap.segment(slot);
+        SegmentSnapshot {
+            pool: identity.pool,
+            stream: identity.stream,
+            segment: segment.id,
+            base: segment.range.base,
+            size_bytes: segment.size_bytes,
+            mapped_bytes: segment.mapped_bytes,
+            blocks: heap.blocks(slot).map(block_snapshot).collect(),
+        }
+    };
+    heap.segments().into_iter().map(snapshot).collect()
+}
+
+fn block_snapshot(block: BlockView<'_>) -> BlockSnapshot {
+    let state = match block.state {
+        BlockState::Allocated { stream, requested, .. } => BlockStateSnapshot::Allocated {
+            stream,
+            requested_bytes: requested,
+            name: block.name.map(Into::into),
+            used_by: block.other_streams,
+        },
+        BlockState::Free { .. } => BlockStateSnapshot::Free { fenced_by: block.other_streams },
+        BlockState::Hole => BlockStateSnapshot::Hole,
+        BlockState::Vacant => unreachable!("a vacant slot is in no segment"),
+    };
+    BlockSnapshot { offset_bytes: block.offset_bytes, size_bytes: block.size_bytes, state }
+}

@@ -1,0 +1,240 @@
+//! Restoring a [`Layout`]: the pool becomes what it was when the layout was saved, with the same future.
+//!
+//! | the pool | what a restore does | what it is for |
+//! |---|---|---|
+//! | fresh: no op yet | **rejoin**: obtains the segments and makes the saved allocations live | a rank that restarts, on a new device |
+//! | used | **rewind**: carves the saved allocations out of what is free again, gives back what was obtained since | a graph tree that goes back |
+//!
+//! ```text
+//!  rewind   saved   │ a │  b  │ free │ c │ free │
+//!           now     │ a │      free    │ d │ free │ grown since │        d is not saved: UnknownLive, nothing changes
+//!           now     │ a │      free                             │
+//!           then    │ a │  b  │ free │ c │ free │
+//! ```
+//!
+//! Everything that can be refused is refused before anything changes. The driver comes after that, and only then the
+//! books, which cannot fail. A rejoin that the driver refuses leaves the pool fresh. A rewind cannot undo what it gave
+//! back, so a driver that fails in the middle leaves a sound pool that says so in its digests, and can be restored again.
+//!
+//! The memory of an allocation that is carved again holds whatever was written there since. Who gets it waits for the
+//! earlier users on the device, as in `allocate`, and nothing is unmapped before its users are synchronized.
+
+use super::Allocator;
+use super::pools::Pool;
+use crate::blocks::table::BlockState;
+use crate::heap::Heap;
+use crate::layout::{HeapLayout, Layout};
+use crate::restore_error::RestoreError;
+use crate::sync::lock::{Lock, LockCell};
+use crate::types::backend::Backend;
+use crate::types::handle::{Allocation, Handle};
+use crate::types::ids::{Placement, PoolId, StreamId};
+use std::borrow::Cow;
+
+/// What a restored pool holds: the handles of a new beginning.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Restored {
+    /// The pool's heaps, by stream.
+    pub heaps: Vec<RestoredHeap>,
+}
+
+/// One heap of a [`Restored`] pool.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RestoredHeap {
+    /// Its stream; `None` when the pool's streams share.
+    pub stream: Option<StreamId>,
+    /// Stands for every allocation of zero bytes that was live: they have no place by which to find them.
+    pub nothing: Handle,
+    /// The live allocations, by placement.
+    pub allocations: Vec<RestoredAllocation>,
+}
+
+/// One live allocation of a [`Restored`] pool.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RestoredAllocation {
+    /// Its handle, new unless it was live all the time, and where it is.
+    pub allocation: Allocation,
+    /// The stream it was allocated for.
+    pub stream: StreamId,
+    /// Bytes that the program asked for.
+    pub requested_bytes: u64,
+    /// What the program called it.
+    pub name: Option<Box<str>>,
+}
+
+impl Restored {
+    /// The allocation that a stream's work had at a placement.
+    pub fn find(&self, stream: StreamId, placement: Placement) -> Option<&RestoredAllocation> {
+        let heap = self.heap_of(stream)?;
+        let at = heap.allocations.binary_search_by_key(&placement, |restored| restored.allocation.placement).ok()?;
+        Some(&heap.allocations[at])
+    }
+
+    /// The handle that stands for a stream's allocations of zero bytes.
+    pub fn nothing(&self, stream: StreamId) -> Option<Handle> {
+        Some(self.heap_of(stream)?.nothing)
+    }
+
+    /// All allocations, in (stream, placement) order.
+    pub fn allocations(&self) -> impl Iterator<Item = &RestoredAllocation> {
+        self.heaps.iter().flat_map(|heap| &heap.allocations)
+    }
+
+    fn heap_of(&self, stream: StreamId) -> Option<&RestoredHeap> {
+        self.heaps.iter().find(|heap| heap.stream.is_none_or(|own| own == stream))
+    }
+}
+
+impl<B: Backend, L: Lock> Allocator<B, L> {
+    /// Makes a pool what it was when the layout was saved: a fresh one of a restarted rank (*rejoin*), or the same one
+    /// later (*rewind*). Register the program's streams first, create its pools, and restore them in the order of their
+    /// ids. See the [module documentation](crate::restore).
+    ///
+    /// Afterwards the pool's digest is the saved one, and the same ops get the same placements, on this rank and on those
+    /// that did not restart. Handles of allocations that were live all the time stay valid.
+    ///
+    /// No other thread may use the pool meanwhile. Observers are not part of a layout: observe the pool anew.
+    ///
+    /// # Errors
+    /// See [`RestoreError`]. Nothing has changed then, unless it is [`RestoreError::Backend`] or
+    /// [`RestoreError::Fence`]: then the pool is sound, and can be restored again.
+    pub fn restore_layout(&self, pool: PoolId, layout: &Layout) -> Result<Restored, RestoreError> {
+        let mut gate = self.gate();
+        let entry = self.pool(pool)?;
+        self.check_it_fits(entry, layout)?;
+        let is_fresh = entry.heaps().all(|heap| heap.lock().is_fresh());
+        for saved in layout.heaps() {
+            self.heap_for(pool, saved.stream.unwrap_or_default())?;
+        }
+        let observers = self.observers.lock().count(pool);
+        // All heaps at once: what was found out about one still holds when the last one changes.
+        let mut guards: Vec<_> = entry.heaps().map(LockCell::lock).collect();
+        let mut heaps: Vec<_> = guards.iter_mut().map(|heap| Saved::find(heap, layout)).collect();
+        let outcome = if is_fresh { self.rejoin(&mut heaps) } else { self.rewind(observers, &mut heaps) };
+        let restored =
+            outcome.map(|()| heaps.into_iter().map(|Saved { heap, .. }| restored_heap(heap)).collect::<Vec<_>>());
+        drop(guards);
+        if matches!(restored, Ok(_) | Err(RestoreError::Backend { .. } | RestoreError::Fence { .. })) {
+            gate.restored(pool);
+        }
+        let heaps = restored?;
+        for restored in heaps.iter().flat_map(|heap| &heap.allocations) {
+            self.note_pointer(&restored.allocation);
+        }
+        tracing::debug!(name: "pool.restored", target: "symmalloc", pool = pool.0, heaps = heaps.len(), is_fresh);
+        Ok(Restored { heaps })
+    }
+
+    /// What can be told without looking at blocks.
+    fn check_it_fits(&self, entry: &Pool<L>, layout: &Layout) -> Result<(), RestoreError> {
+        if *layout.config() != entry.config {
+            let (saved, here) = (Box::new(layout.config().clone()), Box::new(entry.config.clone()));
+            return Err(RestoreError::Config { saved, here });
+        }
+        if layout.granularity_bytes() != self.granularity_bytes {
+            let (saved_bytes, here_bytes) = (layout.granularity_bytes(), self.granularity_bytes);
+            return Err(RestoreError::Granularity { saved_bytes, here_bytes });
+        }
+        if layout.total_limit_bytes() != self.limit_bytes() {
+            let (saved_bytes, here_bytes) = (layout.total_limit_bytes(), self.limit_bytes());
+            return Err(RestoreError::TotalLimit { saved_bytes, here_bytes });
+        }
+        for heap in layout.heaps() {
+            // Free memory of a shared heap needs an owner, too.
+            self.known_stream(heap.stream.unwrap_or_default())?;
+            for allocation in heap.segments.iter().flat_map(|segment| &segment.allocations) {
+                self.known_stream(allocation.stream)?;
+                allocation.used_by.iter().try_for_each(|stream| self.known_stream(*stream))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A heap, and what it is to become.
+struct Saved<'a, L: Lock> {
+    heap: &'a mut Heap<L>,
+    layout: Cow<'a, HeapLayout>,
+}
+
+impl<'a, L: Lock> Saved<'a, L> {
+    fn find(heap: &'a mut Heap<L>, layout: &'a Layout) -> Self {
+        let stream = heap.identity().stream;
+        let saved = layout.heaps().iter().find(|saved| saved.stream == stream);
+        let layout = saved.map_or_else(|| Cow::Owned(HeapLayout::of_fresh(stream, heap.first_digest())), Cow::Borrowed);
+        Saved { heap, layout }
+    }
+}
+
+impl<B: Backend, L: Lock> Allocator<B, L> {
+    /// Every heap of a fresh pool obtains what the saved one held, or none does.
+    fn rejoin(&self, heaps: &mut [Saved<'_, L>]) -> Result<(), RestoreError> {
+        for Saved { heap, .. } in &mut *heaps {
+            // What an earlier attempt could not give back is still charged.
+            let (_, failure) = heap.release_retired(&self.context);
+            failure.map_or(Ok(()), Err)?;
+        }
+        for (at, Saved { heap, layout }) in heaps.iter().enumerate() {
+            if let Err(met) = heap.charge_layout(&self.context, layout) {
+                for earlier in &heaps[..at] {
+                    earlier.heap.confirm_layout(&self.context, &earlier.layout, 0);
+                }
+                let (scope, limit_bytes, needed_bytes) = (met.scope, met.limit_bytes, layout.reserved_bytes());
+                return Err(RestoreError::Limit { scope, limit_bytes, needed_bytes });
+            }
+        }
+        let mut obtained = Vec::new();
+        let outcome = heaps.iter().try_for_each(|Saved { heap, layout }| {
+            obtained.push(Vec::new());
+            heap.obtain_layout(&self.context, layout, obtained.last_mut().expect("just pushed"))
+        });
+        let mut obtained = obtained.into_iter();
+        for Saved { heap, layout } in heaps {
+            let ranges = obtained.next().unwrap_or_default();
+            if outcome.is_ok() {
+                heap.confirm_layout(&self.context, layout, layout.reserved_bytes());
+                let made = heap.lay_layout(&self.context, layout, ranges);
+                self.count_allocations(&made);
+            } else {
+                let kept_bytes = heap.give_obtained_back(&self.context, ranges);
+                heap.confirm_layout(&self.context, layout, kept_bytes);
+            }
+        }
+        Ok(outcome?)
+    }
+
+    /// A used pool goes back to what it was.
+    fn rewind(&self, observers: u32, heaps: &mut [Saved<'_, L>]) -> Result<(), RestoreError> {
+        let plans = heaps.iter().map(|saved| saved.heap.plan_rewind(&saved.layout, observers));
+        let plans = plans.collect::<Result<Vec<_>, _>>()?;
+        for (Saved { heap, .. }, plan) in heaps.iter_mut().zip(&plans) {
+            heap.wait_for_rewind(&self.context, plan)?;
+        }
+        for (Saved { heap, .. }, plan) in heaps.iter_mut().zip(&plans) {
+            heap.give_surplus_back(&self.context, plan)?;
+        }
+        for Saved { heap, layout } in heaps {
+            let made = heap.carve_layout(&self.context, layout);
+            self.count_allocations(&made);
+        }
+        Ok(())
+    }
+}
+
+fn restored_heap<L: Lock>(heap: &mut Heap<L>) -> RestoredHeap {
+    let nothing = heap.nothing().handle;
+    let segments = heap.segments().into_iter();
+    let live = segments.flat_map(|segment| heap.blocks(segment)).filter_map(|block| match block.state {
+        BlockState::Allocated { stream, requested, .. } => Some(RestoredAllocation {
+            allocation: block.allocation?,
+            stream,
+            requested_bytes: requested,
+            name: block.name.map(Into::into),
+        }),
+        _ => None,
+    });
+    RestoredHeap { stream: heap.identity().stream, nothing, allocations: live.collect() }
+}

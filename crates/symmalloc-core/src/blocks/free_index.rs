@@ -1,0 +1,432 @@
+//! The free index: every free block of a heap, by size class in the order of rule D2.
+//!
+//! A free block's rank in the order is its [`FreeKey`]: (size, sequence, offset), most significant first. The stream, D2's
+//! first criterion, is constant within a heap. Best fit is the least key whose size is at least the request, so the
+//! answer depends on the set of free blocks and not on the order in which they became free: the index is canonical.
+//!
+//! ```text
+//!  size in units   1 2 3 ... 15 │ 16-17 18-19 ... │ 32-35 ...           8 bins per power of two, 256 per size class
+//!                  └─ one size ─┘ └─ 2 sizes a bin ┘ └─ 4 ...
+//!  occupied        one bit per bin: four words per size class
+//!  bin             short: a sorted list through the blocks themselves     long: a SortedRun of their keys
+//!                  sentinel ◄─► 32 ◄─► 32 ◄─► 35 ◄─► sentinel
+//! ```
+//!
+//! Finding the bin is a shift and a mask; finding the next occupied one is a bit scan or two. Most bins of most programs hold
+//! one to three blocks, where a linked list costs a dozen instructions and touches only blocks that are touched anyway. A
+//! program that keeps 100,000 free blocks of one size would walk that list for ever, so a bin that grows long turns into
+//! a [`SortedRun`], which is logarithmic.
+//!
+//! A list is a ring: it begins and ends with the bin's *sentinel*, a slot of the block table that holds no block and counts as
+//! greater than all ([`SENTINELS`]). So a block always has a neighbour on both sides, and no code asks whether a bin is empty
+//! or a block is the first or the last: such branches are hard to predict.
+
+use crate::blocks::free_key::FreeKey;
+use crate::blocks::sorted_run::SortedRun;
+use crate::blocks::table::{Block, NONE, SENTINELS, Slot};
+use crate::size_rules::SizeClass;
+use crate::types::units::Units;
+
+/// Every power of two is cut into 2^MANTISSA_BITS bins.
+const MANTISSA_BITS: u32 = 3;
+/// Bins of one size class: one more than that of the largest size.
+const BIN_COUNT: usize = 256;
+/// Words of the bitmap for one size class.
+const WORD_COUNT: usize = BIN_COUNT / 64;
+const _: () = assert!(SENTINELS == 2 * BIN_COUNT);
+
+/// An insert that has to pass more blocks than this in a list turns the list into a run ...
+const WALK_MAX: u32 = 16;
+/// ... and a run that has fewer keys than this turns back. The distance keeps a bin from turning back and forth.
+const RUN_MIN: usize = 4;
+
+/// Which of a block's links is which.
+const PREV: usize = 0;
+const NEXT: usize = 1;
+/// The links of a block that is in no list, and of the sentinel of a long bin.
+const UNLINKED: [Slot; 2] = [NONE, NONE];
+
+/// A bin's number is the slot of its sentinel.
+type Bin = Slot;
+
+/// The bin of a size among those of a size class. The least sizes leave some bins out.
+#[inline]
+fn bin_in_class(size: Units) -> Bin {
+    // With three more bits at its end, the least size too has a leading one and three bits behind it.
+    let wide = u64::from(size) << MANTISSA_BITS | ((1 << MANTISSA_BITS) - 1);
+    let shift = wide.ilog2() - MANTISSA_BITS;
+    // The exponent counts the powers of two, and what is behind the leading one the bins in each.
+    ((shift << MANTISSA_BITS) + (wide >> shift) as Bin - (1 << MANTISSA_BITS)) % BIN_COUNT as Bin
+}
+
+/// The first bin of a size class. Most heaps have large blocks only: theirs come first.
+#[inline]
+fn first_of(class: SizeClass) -> Bin {
+    match class {
+        SizeClass::Large => 0,
+        SizeClass::Small => BIN_COUNT as Bin,
+    }
+}
+
+#[inline]
+fn bin_of(class: SizeClass, size: Units) -> Bin {
+    first_of(class) + bin_in_class(size)
+}
+
+/// The free blocks of a heap.
+#[derive(Debug, Default)]
+pub(crate) struct FreeIndex {
+    /// Bit b of word w is set when bin 64 w + b is not empty. The last word has no bins, so that a reader may load two words at once.
+    occupied: [u64; 2 * WORD_COUNT + 1],
+    /// The keys of long bins, by bin. Empty until there is one.
+    runs: Vec<Option<Box<SortedRun>>>,
+}
+
+impl Block {
+    /// What two free blocks of a heap are ordered by.
+    #[inline]
+    fn rank(&self) -> u128 {
+        (u128::from(self.size) << 64) | u128::from(self.location.word())
+    }
+}
+
+impl FreeIndex {
+    /// The least block of this class with at least `size`: the smallest, of the oldest backing memory, at the lowest offset.
+    #[inline]
+    pub(crate) fn best_fit(&mut self, blocks: &[Block], class: SizeClass, size: Units) -> Option<Slot> {
+        let bin = self.occupied_from(class, bin_in_class(size))?;
+        let first = blocks[bin as usize].links[NEXT];
+        // Every block of a later bin than the size's own is large enough.
+        match blocks.get(first as usize) {
+            Some(block) if block.size >= size => Some(first),
+            _ => self.best_fit_from(blocks, class, bin, size),
+        }
+    }
+
+    /// The best fit of this bin, whose first block is too small or which is long, or of those behind it.
+    #[cold]
+    #[inline(never)]
+    fn best_fit_from(&mut self, blocks: &[Block], class: SizeClass, bin: Bin, size: Units) -> Option<Slot> {
+        let mut slot = blocks[bin as usize].links[NEXT];
+        // The sentinel is large enough for every size.
+        while let Some(block) = blocks.get(slot as usize) {
+            if block.size < size {
+                slot = block.links[NEXT];
+            } else if slot != bin {
+                return Some(slot);
+            } else {
+                break;
+            }
+        }
+        self.best_fit_beyond(blocks, class, bin, size)
+    }
+
+    /// The best fit of this bin if it is long, or of those behind it.
+    #[inline(never)]
+    fn best_fit_beyond(&mut self, blocks: &[Block], class: SizeClass, mut bin: Bin, size: Units) -> Option<Slot> {
+        let last = first_of(class) + BIN_COUNT as Bin - 1;
+        while bin <= last {
+            let run = self.runs.get_mut(bin as usize).and_then(Option::as_mut);
+            if let Some(key) = run.and_then(|run| run.first_at_least(FreeKey::least_of(size))) {
+                return Some(key.slot());
+            }
+            if bin == last {
+                break;
+            }
+            bin = self.occupied_from(class, bin + 1 - first_of(class))?;
+            // Every block of a later bin is large enough.
+            let first = blocks[bin as usize].links[NEXT];
+            if bin <= last && first != NONE {
+                return Some(first);
+            }
+        }
+        None
+    }
+
+    /// The first bin of this class, from this one on, that is not empty. It may be one behind the class's last bin: blocks of
+    /// the other class are too small for the request.
+    #[inline]
+    fn occupied_from(&self, class: SizeClass, bin: Bin) -> Option<Bin> {
+        let first = first_of(class);
+        let (words, _) = self.occupied[first as usize / 64..].split_first_chunk::<{ WORD_COUNT + 1 }>()?;
+        let word = bin as usize / 64 % WORD_COUNT;
+        // The bin's bit and the 63 behind it: nearly every request is served from there, and no branch asks in which word.
+        let window = ((u128::from(words[word + 1]) << 64) | u128::from(words[word])) >> (bin % 64);
+        let window = window as u64;
+        if window != 0 {
+            return Some(first + bin + window.trailing_zeros());
+        }
+        let word = (word + 1..WORD_COUNT).find(|word| words[*word] != 0)?;
+        Some(first + 64 * word as Bin + words[word].trailing_zeros())
+    }
+
+    fn is_occupied(&self, bin: Bin) -> bool {
+        self.occupied[bin as usize / 64] >> (bin % 64) & 1 == 1
+    }
+
+    /// The word of the bitmap that a bin's bit is in. The bit's number is the bin's, modulo 64. For a slot that is no bin, some
+    /// word.
+    #[inline]
+    fn word_mut(&mut self, bin: Bin) -> &mut u64 {
+        &mut self.occupied[bin as usize / 64 % (2 * WORD_COUNT)]
+    }
+
+    /// Puts a free block in. Its size and location must not change while it is here.
+    #[inline]
+    pub(crate) fn insert(&mut self, blocks: &mut [Block], slot: Slot) {
+        let block = &blocks[slot as usize];
+        let (bin, rank) = (bin_of(block.class, block.size), block.rank());
+        let first = blocks[bin as usize].links[NEXT];
+        match blocks.get_mut(first as usize) {
+            // Nothing is as great as the sentinel, so an empty bin is met here as well.
+            Some(after) if after.rank() > rank => {
+                after.links[PREV] = slot;
+                blocks[slot as usize].links = [bin, first];
+                blocks[bin as usize].links[NEXT] = slot;
+                *self.word_mut(bin) |= 1 << (bin % 64);
+            }
+            Some(_) => self.insert_behind(blocks, slot, bin),
+            None => self.insert_into_run(blocks, slot, bin),
+        }
+    }
+
+    /// Takes a free block out.
+    ///
+    /// # Panics
+    /// When the block is not in the index: the block table and the index disagree.
+    #[inline]
+    pub(crate) fn remove(&mut self, blocks: &mut [Block], slot: Slot) {
+        let [prev, next] = blocks[slot as usize].links;
+        let Some(before) = blocks.get_mut(prev as usize) else { return self.remove_from_run(blocks, slot) };
+        before.links[NEXT] = next;
+        blocks[next as usize].links[PREV] = prev;
+        blocks[slot as usize].links = UNLINKED;
+        // A block with the same neighbour on both sides is the last of its bin, and that neighbour is the sentinel.
+        *self.word_mut(prev) ^= u64::from(prev == next) << (prev % 64);
+    }
+
+    /// Size of the largest free block.
+    pub(crate) fn largest(&self, blocks: &[Block]) -> Option<Units> {
+        let last_of = |first: usize| {
+            let word = (first..first + WORD_COUNT).rev().find(|word| self.occupied[*word] != 0)?;
+            let bin = 64 * word as Bin + self.occupied[word].ilog2();
+            self.keys_of(blocks, bin).last().map(FreeKey::size)
+        };
+        last_of(0).max(last_of(WORD_COUNT))
+    }
+
+    /// Whether every list leads back to its sentinel both ways, and the bitmap shows which bins are not empty. For the
+    /// invariants.
+    pub(crate) fn is_linked(&self, blocks: &[Block]) -> bool {
+        let links = |slot: Slot| blocks[slot as usize].links;
+        (0..SENTINELS as Bin).all(|bin| {
+            let is_long = self.runs.get(bin as usize).is_some_and(Option::is_some);
+            let is_occupied = self.is_occupied(bin);
+            if is_long {
+                return is_occupied && links(bin) == UNLINKED;
+            }
+            let behind = |slot: &Slot| Some(links(*slot)[NEXT]).filter(|next| *next != bin);
+            let mut list = std::iter::successors(Some(bin), behind);
+            is_occupied == (links(bin) != [bin, bin]) && list.all(|slot| links(links(slot)[NEXT])[PREV] == slot)
+        })
+    }
+
+    /// All keys of a class in ascending order, for the invariants.
+    pub(crate) fn keys(&self, blocks: &[Block], class: SizeClass) -> impl Iterator<Item = FreeKey> {
+        let bins = first_of(class)..first_of(class) + BIN_COUNT as Bin;
+        let used = bins.filter(|bin| self.is_occupied(*bin));
+        used.flat_map(|bin| self.keys_of(blocks, bin))
+    }
+
+    /// Puts a block into a list whose first block is less.
+    #[inline(never)]
+    fn insert_behind(&mut self, blocks: &mut [Block], slot: Slot, bin: Bin) {
+        let rank = blocks[slot as usize].rank();
+        let (mut prev, mut walk_left) = (blocks[bin as usize].links[NEXT], WALK_MAX);
+        while let Some(block) = blocks.get(prev as usize) {
+            let next = block.links[NEXT];
+            let after = &mut blocks[next as usize];
+            if after.rank() > rank {
+                after.links[PREV] = slot;
+                blocks[slot as usize].links = [prev, next];
+                blocks[prev as usize].links[NEXT] = slot;
+                return;
+            }
+            if walk_left == 0 {
+                break;
+            }
+            walk_left -= 1;
+            prev = next;
+        }
+        self.insert_into_run(blocks, slot, bin);
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn insert_into_run(&mut self, blocks: &mut [Block], slot: Slot, bin: Bin) {
+        if blocks[bin as usize].links != UNLINKED {
+            self.turn_into_run(blocks, bin);
+        }
+        let run = self.runs[bin as usize].as_mut().expect("a long bin has a run");
+        let block = &mut blocks[slot as usize];
+        run.insert(FreeKey::of(block, slot));
+        block.links = UNLINKED;
+    }
+
+    /// Makes a list a run.
+    #[cold]
+    #[inline(never)]
+    fn turn_into_run(&mut self, blocks: &mut [Block], bin: Bin) {
+        let keys: Vec<FreeKey> = self.keys_of(blocks, bin).collect();
+        let mut run = Box::<SortedRun>::default();
+        for key in keys {
+            run.insert(key);
+            blocks[key.slot() as usize].links = UNLINKED;
+        }
+        self.runs.resize_with(SENTINELS, || None);
+        self.runs[bin as usize] = Some(run);
+        blocks[bin as usize].links = UNLINKED;
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn remove_from_run(&mut self, blocks: &mut [Block], slot: Slot) {
+        let block = &blocks[slot as usize];
+        let (key, bin) = (FreeKey::of(block, slot), bin_of(block.class, block.size));
+        let run = self.runs.get_mut(bin as usize).and_then(Option::as_mut);
+        let run = run.expect("the free index lacks a block that the table calls free");
+        run.remove(key);
+        if run.is_shorter_than(RUN_MIN) {
+            self.turn_into_list(blocks, bin);
+        }
+    }
+
+    /// Makes a run a list again.
+    #[cold]
+    #[inline(never)]
+    fn turn_into_list(&mut self, blocks: &mut [Block], bin: Bin) {
+        let keys: Vec<FreeKey> = self.keys_of(blocks, bin).collect();
+        self.runs[bin as usize] = None;
+        blocks[bin as usize].links = [bin, bin];
+        *self.word_mut(bin) &= !(1 << (bin % 64));
+        keys.into_iter().for_each(|key| self.insert(blocks, key.slot()));
+    }
+
+    fn keys_of(&self, blocks: &[Block], bin: Bin) -> impl Iterator<Item = FreeKey> {
+        let run = self.runs.get(bin as usize).and_then(Option::as_deref);
+        let behind =
+            move |slot: Slot| Some(blocks[slot as usize].links[NEXT]).filter(|next| *next != bin && *next != NONE);
+        let list = std::iter::successors(behind(bin), move |slot| behind(*slot));
+        list.map(|slot| FreeKey::of(&blocks[slot as usize], slot)).chain(run.into_iter().flat_map(SortedRun::iter))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::types::backend::{DeviceAddress, Range};
+    use crate::blocks::table::{BlockState, BlockTable, Location};
+    use crate::types::ids::{SegmentId, StreamId};
+    use proptest::prelude::*;
+    use std::collections::BTreeSet;
+
+    const CLASS: SizeClass = SizeClass::Large;
+
+    #[test]
+    fn bins_ascend() {
+        let mut last = bin_in_class(1);
+        for size in (2..1 << 19).chain((19..32).flat_map(|e| [(1 << e) - 1, 1 << e, (1 << e) + 1])).chain([u32::MAX]) {
+            let bin = bin_in_class(size);
+            assert!(bin >= last, "size {size} lies in bin {bin}, after bin {last}");
+            assert!(!(9..=1 << 19).contains(&size) || bin <= last + 1);
+            assert!(size > 15 || bin > last, "the least sizes have a bin each");
+            last = bin;
+        }
+        assert_eq!(last as usize, BIN_COUNT - 1);
+    }
+
+    /// A table with blocks of the given (size, sequence, offset), which need not tile anything.
+    fn table_of(blocks: &[(Units, u32, Units)]) -> (BlockTable, Vec<Slot>) {
+        let mut table = BlockTable::default();
+        let range = Range { base: DeviceAddress(0), size_bytes: 1 << 40 };
+        let free = BlockState::Free { stream: StreamId(0), since: 0 };
+        let slots = blocks.iter().map(|&(size, sequence, offset)| {
+            let slot = table.add_segment(SegmentId(sequence), range, CLASS, size, free);
+            table.block_mut(slot).location = Location::new(SegmentId(sequence), offset);
+            slot
+        });
+        let slots = slots.collect();
+        (table, slots)
+    }
+
+    #[test]
+    fn an_equal_size_goes_to_the_oldest_memory_then_to_the_lowest_offset() {
+        let (mut table, slots) = table_of(&[(40, 7, 0), (40, 3, 9), (40, 3, 2), (40, 5, 1)]);
+        let mut index = FreeIndex::default();
+        slots.iter().for_each(|slot| index.insert(table.blocks_mut(), *slot));
+        assert_eq!(index.best_fit(table.blocks(), CLASS, 33), Some(slots[2]));
+    }
+
+    #[test]
+    fn a_request_of_the_largest_sizes_gets_no_block_of_the_other_class() {
+        let (mut table, slots) = table_of(&[(1, 0, 0), (2, 0, 7), (700, 0, 9), (1 << 30, 1, 0)]);
+        let mut index = FreeIndex::default();
+        for slot in &slots[..3] {
+            table.block_mut(*slot).class = SizeClass::Small;
+        }
+        slots[..3].iter().for_each(|slot| index.insert(table.blocks_mut(), *slot));
+        // The words of these sizes' bins are followed by the other class's.
+        let sizes = [1 << 24, 1 << 29, (1 << 30) + 1, 1 << 31, u32::MAX];
+        let fits =
+            |index: &mut FreeIndex, table: &BlockTable| sizes.map(|size| index.best_fit(table.blocks(), CLASS, size));
+        assert_eq!(fits(&mut index, &table), [None; 5]);
+        index.insert(table.blocks_mut(), slots[3]);
+        assert_eq!(fits(&mut index, &table), [Some(slots[3]), Some(slots[3]), None, None, None]);
+    }
+
+    fn blocks() -> impl Strategy<Value = Vec<(Units, u32, Units)>> {
+        // Few sizes far apart and many near each other: short and long bins, and every word of the bitmap.
+        let size = prop_oneof![1..40u32, 1000..1100u32, (0..31u32).prop_map(|e| 1 << e), Just(77)];
+        let blocks = prop::collection::vec((size, 0..3u32, 0..5000u32), 0..700);
+        blocks.prop_map(|mut blocks| {
+            // As in a heap: no two blocks lie in one place.
+            let mut places = BTreeSet::new();
+            blocks.retain(|&(_, sequence, offset)| places.insert((sequence, offset)));
+            blocks
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn agrees_with_an_ordered_set(blocks in blocks(), requests in prop::collection::vec(1..2000u32, 20),
+                                      removals in prop::collection::vec(any::<prop::sample::Index>(), 0..700)) {
+            let (mut table, slots) = table_of(&blocks);
+            let (mut index, mut oracle) = (FreeIndex::default(), BTreeSet::new());
+            let check = |index: &mut FreeIndex, table: &BlockTable, oracle: &BTreeSet<FreeKey>| {
+                for &size in requests.iter().chain(&[1 << 20, 1 << 30, u32::MAX]) {
+                    let expected = oracle.range(FreeKey::least_of(size)..).next().map(|key| key.slot());
+                    assert_eq!(index.best_fit(table.blocks(), CLASS, size), expected);
+                }
+                let largest = oracle.last().map(|key| table.block(key.slot()).size);
+                assert_eq!(index.largest(table.blocks()), largest);
+                assert_eq!(index.keys(table.blocks(), CLASS).count(), oracle.len());
+                assert!(index.is_linked(table.blocks()));
+            };
+            for slot in slots {
+                index.insert(table.blocks_mut(), slot);
+                oracle.insert(FreeKey::of(table.block(slot), slot));
+            }
+            check(&mut index, &table, &oracle);
+            for removal in removals {
+                if oracle.is_empty() {
+                    break;
+                }
+                let key = *removal.get(&oracle.iter().copied().collect::<Vec<_>>());
+                index.remove(table.blocks_mut(), key.slot());
+                oracle.remove(&key);
+            }
+            check(&mut index, &table, &oracle);
+            prop_assert!(index.keys(table.blocks(), CLASS).eq(oracle.iter().copied()));
+        }
+    }
+}

@@ -1,0 +1,10 @@
+//! Blocks: what lies where in a heap, and what of it is free.
+
+mod free_index;
+mod free_key;
+mod key_page;
+mod sorted_run;
+pub(crate) mod table;
+
+pub(crate) use free_index::FreeIndex;
+pub(crate) use free_key::FreeKey;

@@ -1,0 +1,403 @@
+//! The block table: every block and every segment of one heap, and how they tile each other.
+//!
+//! Three nouns. A **segment** is one reservation of device memory. A **block** is a contiguous part of one segment;
+//! the blocks of a segment are a doubly linked list in offset order that tiles it without gap or overlap. A **hole** is
+//! a part of an expandable segment whose memory went back to the device; it is a block too, so that the tiling holds.
+//!
+//! ```text
+//!  segment 3   first ─┐                                     ┌─ last        end
+//!                     ▼                                     ▼               ▼
+//!              ┌───────────┬──────┬──────────────┬──────────┬───────────────┐
+//!              │ allocated │ free │  allocated   │   hole   │     free      │   (addresses reserved, not mapped)
+//!              └───────────┴──────┴──────────────┴──────────┴───────────────┘
+//!              0           no two free neighbours: they are merged at once
+//! ```
+//!
+//! The slot of a block is part of a [`Handle`](crate::types::handle::Handle), another part is the serial of the allocation, so that
+//! a handle to a slot that was reused is recognised. The table only links and unlinks: keeping the free index in step is
+//! the heap's work, and nothing here calls the backend.
+//!
+//! Segments live in a [`Slab`]. Blocks live in a vector whose vacant slots are linked, as in a slab: most pairs of `allocate`
+//! and `free` make and drop a block, and a slab moves whole blocks in and out and checks every look-up twice.
+
+use crate::size_rules::SizeClass;
+use crate::streams::clocks::Tick;
+use crate::streams::fences::FenceSetId;
+use crate::types::backend::{DeviceAddress, Range};
+use crate::types::ids::{Placement, SegmentId, StreamId};
+use crate::types::units::{Units, bytes};
+use slab::Slab;
+use std::num::NonZeroU64;
+
+/// A slot of the block table.
+pub(crate) type Slot = u32;
+
+/// No block: the end of a list.
+pub(crate) const NONE: Slot = Slot::MAX;
+
+/// The first slots hold no blocks. They are the sentinels of the free index: a list of blocks begins and ends with one,
+/// which is greater than any block.
+pub(crate) const SENTINELS: usize = 512;
+
+/// Where a block begins: the segment's birth ordinal, inherited by every block split from it, and the offset in it. One
+/// word, which is what rule D2 orders blocks of one size by, and what digests fold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Location(u64);
+
+impl Location {
+    #[inline(always)]
+    pub(crate) fn new(sequence: SegmentId, offset: Units) -> Self {
+        Location((u64::from(sequence.0) << 32) | u64::from(offset))
+    }
+
+    /// The location so much further on in the same segment.
+    #[inline(always)]
+    pub(crate) fn plus(self, size: Units) -> Self {
+        Location(self.0 + u64::from(size))
+    }
+
+    #[inline(always)]
+    pub(crate) fn sequence(self) -> SegmentId {
+        SegmentId((self.0 >> 32) as u32)
+    }
+
+    /// From the start of the segment.
+    #[inline(always)]
+    pub(crate) fn offset(self) -> Units {
+        self.0 as Units
+    }
+
+    /// As a decision in a digest: see [`placement_word`](crate::history::digest::placement_word).
+    #[inline(always)]
+    pub(crate) fn word(self) -> u64 {
+        self.0
+    }
+
+    #[inline(always)]
+    pub(crate) fn placement(self) -> Placement {
+        Placement { segment: self.sequence(), offset_bytes: bytes(self.offset()) }
+    }
+}
+
+/// One cache line, which is what placing and freeing a block touches of it.
+#[derive(Debug)]
+#[repr(align(64))]
+pub(crate) struct Block {
+    /// Slot of the segment in the table (not its id).
+    pub(crate) segment: u32,
+    /// Where it begins.
+    pub(crate) location: Location,
+    /// Never zero.
+    pub(crate) size: Units,
+    /// The neighbour at the lower offset.
+    pub(crate) prev: Slot,
+    /// The neighbour at the higher offset.
+    pub(crate) next: Slot,
+    /// Free: the previous and the next slot in the list of the free index, which owns these two.
+    pub(crate) links: [Slot; 2],
+    /// Allocated: other streams that use the block. Free: what its next user must wait for. Empty for holes.
+    pub(crate) fences: FenceSetId,
+    /// Which part of the free index the block belongs to; the same for all blocks of a segment.
+    pub(crate) class: SizeClass,
+    pub(crate) state: BlockState,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum BlockState {
+    Allocated {
+        /// The stream it was allocated for.
+        stream: StreamId,
+        /// What the program asked for, in bytes; at most the block's size.
+        requested: u64,
+        /// As in its handle.
+        serial: NonZeroU64,
+    },
+    Free {
+        /// The stream that used it last. In a heap of one stream, that stream.
+        stream: StreamId,
+        /// When that stream was done with it, on the stream's logical clock.
+        since: Tick,
+    },
+    Hole,
+    /// No block: the slot is free for reuse, and `next` is the next such slot.
+    Vacant,
+}
+
+impl Block {
+    /// A block of `size` units, without neighbours.
+    fn new(segment: u32, class: SizeClass, location: Location, size: Units, state: BlockState) -> Self {
+        Block { location, size, segment, prev: NONE, next: NONE, links: [NONE; 2], fences: FenceSetId::EMPTY, class, state }
+    }
+
+    /// The sentinel of an empty list.
+    fn sentinel(slot: Slot) -> Self {
+        let greatest = Block::new(0, SizeClass::Small, Location(u64::MAX), Units::MAX, BlockState::Vacant);
+        Block { links: [slot; 2], ..greatest }
+    }
+
+    #[inline]
+    pub(crate) fn is_free(&self) -> bool {
+        matches!(self.state, BlockState::Free { .. })
+    }
+
+    /// Its size if it is free.
+    #[inline(always)]
+    pub(crate) fn free_size(&self) -> Option<Units> {
+        self.is_free().then_some(self.size)
+    }
+
+    /// Whether it is free, and work on `stream` may use it without waiting for anyone.
+    #[inline(always)]
+    pub(crate) fn is_free_for(&self, stream: StreamId) -> bool {
+        matches!(self.state, BlockState::Free { stream: owner, .. } if owner == stream) && self.fences.is_empty()
+    }
+
+    pub(crate) fn is_hole(&self) -> bool {
+        self.state == BlockState::Hole
+    }
+
+    /// From the start of the segment.
+    #[inline]
+    pub(crate) fn offset(&self) -> Units {
+        self.location.offset()
+    }
+
+    /// The offset behind the block.
+    #[inline]
+    pub(crate) fn end(&self) -> Units {
+        self.offset() + self.size
+    }
+}
+
+/// Alone on its cache lines, in pairs as processors fetch them: the table of another thread's heap may lie beside it.
+#[derive(Debug)]
+#[repr(align(128))]
+pub(crate) struct Segment {
+    /// Birth ordinal in the heap, and the sequence of its blocks.
+    pub(crate) id: SegmentId,
+    pub(crate) range: Range,
+    /// The blocks tile `0..end`.
+    pub(crate) end: Units,
+    /// Mapped part of `0..end`: all but the holes.
+    pub(crate) mapped: Units,
+    pub(crate) first: Slot,
+    pub(crate) last: Slot,
+}
+
+#[derive(Debug)]
+pub(crate) struct BlockTable {
+    /// All slots: sentinels, blocks and vacant ones.
+    blocks: Vec<Block>,
+    /// The vacant slot to use next; `NONE` when there is none.
+    vacant: Slot,
+    segments: Slab<Segment>,
+}
+
+impl Default for BlockTable {
+    fn default() -> Self {
+        let blocks = (0..SENTINELS as Slot).map(Block::sentinel).collect();
+        BlockTable { blocks, vacant: NONE, segments: Slab::new() }
+    }
+}
+
+impl BlockTable {
+    #[inline]
+    pub(crate) fn block(&self, slot: Slot) -> &Block {
+        &self.blocks[slot as usize]
+    }
+
+    #[inline]
+    pub(crate) fn block_mut(&mut self, slot: Slot) -> &mut Block {
+        &mut self.blocks[slot as usize]
+    }
+
+    /// The block in a slot that may be stale, or vacant.
+    #[inline]
+    pub(crate) fn find(&self, slot: Slot) -> Option<&Block> {
+        self.blocks.get(slot as usize)
+    }
+
+    /// All slots, vacant ones and sentinels included.
+    #[inline]
+    pub(crate) fn blocks(&self) -> &[Block] {
+        &self.blocks
+    }
+
+    #[inline]
+    pub(crate) fn blocks_mut(&mut self) -> &mut [Block] {
+        &mut self.blocks
+    }
+
+    /// Size of a block if it is there and free, else 0.
+    #[inline]
+    pub(crate) fn free_size(&self, slot: Slot) -> Units {
+        self.find(slot).filter(|block| block.is_free()).map_or(0, |block| block.size)
+    }
+
+    #[inline]
+    fn insert(&mut self, block: Block) -> Slot {
+        if self.vacant == NONE {
+            self.add_vacant_slot();
+        }
+        let slot = self.vacant;
+        let vacant = &mut self.blocks[slot as usize];
+        self.vacant = vacant.next;
+        *vacant = block;
+        slot
+    }
+
+    #[cold]
+    fn add_vacant_slot(&mut self) {
+        assert!(self.blocks.len() < NONE as usize - 1, "a heap has more than four billion blocks");
+        self.vacant = self.blocks.len() as Slot;
+        self.blocks.push(Block::new(0, SizeClass::Small, Location(0), 0, BlockState::Vacant));
+    }
+
+    #[inline]
+    pub(crate) fn segment(&self, segment: u32) -> &Segment {
+        &self.segments[segment as usize]
+    }
+
+    pub(crate) fn segment_mut(&mut self, segment: u32) -> &mut Segment {
+        &mut self.segments[segment as usize]
+    }
+
+    /// The first address of a block.
+    #[inline]
+    pub(crate) fn address(&self, slot: Slot) -> DeviceAddress {
+        let block = self.block(slot);
+        self.segment(block.segment).range.base.plus(bytes(block.offset()))
+    }
+
+    /// Number of blocks. O(blocks), for the invariants.
+    pub(crate) fn block_count(&self) -> usize {
+        self.blocks.iter().filter(|block| block.state != BlockState::Vacant).count()
+    }
+
+    pub(crate) fn segment_count(&self) -> usize {
+        self.segments.len()
+    }
+
+    /// The slots of all segments in sequence order.
+    pub(crate) fn segments_in_order(&self) -> Vec<u32> {
+        let mut slots: Vec<u32> = self.segments.iter().map(|(slot, _)| slot as u32).collect();
+        slots.sort_unstable_by_key(|slot| self.segment(*slot).id);
+        slots
+    }
+
+    /// The slots of a segment's blocks in offset order.
+    pub(crate) fn blocks_of(&self, segment: u32) -> impl Iterator<Item = Slot> + '_ {
+        let start = self.segment(segment).first;
+        std::iter::successors((start != NONE).then_some(start), |slot| {
+            let next = self.block(*slot).next;
+            (next != NONE).then_some(next)
+        })
+    }
+
+    /// Adds a segment that one block covers, and returns the block.
+    pub(crate) fn add_segment(
+        &mut self,
+        id: SegmentId,
+        range: Range,
+        class: SizeClass,
+        size: Units,
+        fresh: BlockState,
+    ) -> Slot {
+        let segment = self.segments.vacant_key() as u32;
+        let slot = self.insert(Block::new(segment, class, Location::new(id, 0), size, fresh));
+        self.segments.insert(Segment { id, range, end: size, mapped: size, first: slot, last: slot });
+        slot
+    }
+
+    /// Takes out a segment of which nothing is allocated, with all its blocks.
+    pub(crate) fn remove_segment(&mut self, segment: u32) -> Segment {
+        for slot in self.blocks_of(segment).collect::<Vec<_>>() {
+            let state = self.block(slot).state;
+            assert!(!matches!(state, BlockState::Allocated { .. }), "a segment with a live allocation cannot die");
+            self.vacate(slot);
+        }
+        self.segments.remove(segment as usize)
+    }
+
+    /// Cuts `size` off the start of a larger block that is in no index, and makes it a block of its own without fences. The
+    /// rest keeps the slot, the state and the fences.
+    #[inline]
+    pub(crate) fn cut_front(&mut self, slot: Slot, size: Units, state: BlockState) -> Slot {
+        let rest = self.block_mut(slot);
+        let (segment, class, location, prev) = (rest.segment, rest.class, rest.location, rest.prev);
+        rest.location = location.plus(size);
+        rest.size -= size;
+        let front = self.insert(Block { prev, next: slot, ..Block::new(segment, class, location, size, state) });
+        self.block_mut(slot).prev = front;
+        match self.blocks.get_mut(prev as usize) {
+            Some(before) => before.next = front,
+            None => self.segment_mut(segment).first = front,
+        }
+        front
+    }
+
+    /// Takes a block out of the tiling. The caller extends a neighbour over it.
+    #[inline]
+    pub(crate) fn take_out(&mut self, slot: Slot) {
+        let Block { segment, prev, next, .. } = *self.block(slot);
+        match self.blocks.get_mut(prev as usize) {
+            Some(before) => before.next = next,
+            None => self.segment_mut(segment).first = next,
+        }
+        match self.blocks.get_mut(next as usize) {
+            Some(behind) => behind.prev = prev,
+            None => self.segment_mut(segment).last = prev,
+        }
+        self.vacate(slot);
+    }
+
+    #[inline]
+    fn vacate(&mut self, slot: Slot) {
+        let vacant = self.vacant;
+        let block = self.block_mut(slot);
+        (block.state, block.next) = (BlockState::Vacant, vacant);
+        self.vacant = slot;
+    }
+
+    /// Adds a block of `size` at the end of a segment and returns it.
+    pub(crate) fn extend(&mut self, segment: u32, size: Units, fresh: BlockState) -> Slot {
+        let Segment { last, .. } = *self.segment(segment);
+        let Block { location, size: whole, class, .. } = *self.block(last);
+        let block = Block { prev: last, ..Block::new(segment, class, location.plus(whole), size, fresh) };
+        let slot = self.insert(block);
+        self.block_mut(last).next = slot;
+        let segment = self.segment_mut(segment);
+        segment.last = slot;
+        segment.end += size;
+        segment.mapped += size;
+        slot
+    }
+
+    /// Takes the hole at the end of a segment away. The segment keeps another block.
+    pub(crate) fn shorten(&mut self, segment: u32) {
+        let last = self.segment(segment).last;
+        let block = self.block(last);
+        assert!(block.is_hole() && block.prev != NONE, "a segment is shortened by a hole, and keeps a block");
+        self.segment_mut(segment).end = block.offset();
+        self.take_out(last);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::history::digest::placement_word;
+
+    #[test]
+    fn a_block_takes_one_cache_line() {
+        assert_eq!(size_of::<Block>(), 64);
+    }
+
+    #[test]
+    fn a_location_is_the_word_that_digests_fold() {
+        let location = Location::new(SegmentId(7), 5).plus(3);
+        assert_eq!((location.sequence(), location.offset()), (SegmentId(7), 8));
+        assert_eq!(location.word(), placement_word(location.placement()));
+        assert!(location < location.plus(1) && location.plus(1) < Location::new(SegmentId(8), 0));
+    }
+}

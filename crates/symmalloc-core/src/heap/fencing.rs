@@ -1,0 +1,139 @@
+//! Fencing: what keeps a block's next user behind its earlier ones (rule D3). A part of [`Heap`].
+//!
+//! Uses by other streams are noted while a block is allocated, become events when it is freed, travel with it while it
+//! is free, and are waited for by the stream that takes it. Only this file makes those driver calls.
+
+use super::{Context, Heap, Shortage};
+use crate::blocks::table::{BlockState, Slot};
+use crate::streams::fences::{Fence, FenceSetId, Fences};
+use crate::sync::lock::{Lock, LockCell};
+use crate::types::backend::{Backend, BackendError};
+use crate::types::ids::StreamId;
+use smallvec::SmallVec;
+
+impl<L: Lock> Heap<L> {
+    /// Records an event on every other stream that used an allocated block, all or none.
+    pub(super) fn fence_uses<B: Backend>(&mut self, context: &Context<B, L>, slot: Slot) -> Result<(), BackendError> {
+        let uses = self.fences.fences(self.table.block(slot).fences);
+        let mut fences = Fences::new();
+        for stream in uses.iter().map(|fence| fence.stream) {
+            // The tick ends before the event is recorded, so that the event covers all of it.
+            let tick = context.clocks.lock().advance(stream);
+            match context.backend.record(stream) {
+                Ok(event) => fences.push(Fence { stream, tick, event: Some(event) }),
+                Err(error) => {
+                    fences.iter().filter_map(|fence| fence.event).for_each(|event| context.backend.recycle(event));
+                    return Err(error);
+                }
+            }
+        }
+        let block = self.table.block_mut(slot);
+        self.fences.clear(block.fences);
+        block.fences = self.fences.insert(fences);
+        Ok(())
+    }
+
+    /// Orders `stream` behind everyone who used the free block before, on the device. On an error, what is not waited for yet
+    /// is waited for by the next attempt.
+    #[inline]
+    pub(super) fn wait_for_earlier_users<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        slot: Slot,
+        stream: StreamId,
+    ) -> Result<(), Box<Shortage>> {
+        let block = self.table.block(slot);
+        let BlockState::Free { stream: owner, since } = block.state else {
+            unreachable!("the free index names only free blocks");
+        };
+        if block.fences.is_empty() && owner == stream {
+            return Ok(());
+        }
+        self.wait_for(context, slot, stream, Fence { stream: owner, tick: since, event: None })
+            .map_err(|error| Box::new(Shortage::Fence(error)))
+    }
+
+    #[inline(never)]
+    fn wait_for<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        slot: Slot,
+        stream: StreamId,
+        owner: Fence,
+    ) -> Result<(), BackendError> {
+        let set = self.table.block(slot).fences;
+        for at in 0..self.fences.fences(set).len() {
+            order_behind(context, stream, self.fences.fences(set)[at])?;
+        }
+        if self.identity.stream.is_some() {
+            // No other stream takes from this heap: nobody has to wait for these again.
+            self.fences.clear(set);
+            self.table.block_mut(slot).fences = FenceSetId::EMPTY;
+        } else {
+            order_behind(context, stream, owner)?;
+        }
+        self.recycle_spent(context);
+        Ok(())
+    }
+
+    /// Gives events back that no fence names any more.
+    #[inline]
+    pub(crate) fn recycle_spent<B: Backend>(&mut self, context: &Context<B, L>) {
+        self.fences.drain_spent(|event| context.backend.recycle(event));
+    }
+
+    /// Drops the fences that are over, asking the backend. Placement does not notice. Returns how many.
+    pub(crate) fn drop_completed_fences<B: Backend>(&mut self, context: &Context<B, L>) -> Result<u64, BackendError> {
+        let mut dropped = 0;
+        for slot in self.all_blocks() {
+            let set = self.table.block(slot).fences;
+            let mut completed = SmallVec::<[StreamId; 2]>::new();
+            for fence in self.fences.fences(set) {
+                if let Some(event) = fence.event
+                    && context.backend.query(event)?
+                {
+                    completed.push(fence.stream);
+                }
+            }
+            dropped += completed.len() as u64;
+            let left = self.fences.drop_over(set, |fence| completed.contains(&fence.stream));
+            self.table.block_mut(slot).fences = left;
+            self.recycle_spent(context);
+        }
+        Ok(dropped)
+    }
+}
+
+/// Orders `stream` behind a fence, unless it has waited for that already.
+fn order_behind<B: Backend, L: Lock>(
+    context: &Context<B, L>,
+    stream: StreamId,
+    fence: Fence,
+) -> Result<(), BackendError> {
+    if context.clocks.lock().covers(stream, fence.stream, fence.tick) {
+        return Ok(());
+    }
+    match fence.event {
+        Some(event) => {
+            context.backend.wait(stream, event)?;
+            context.clocks.lock().waits_for_tick(stream, fence.stream, fence.tick);
+        }
+        None => {
+            let moment = context.clocks.lock().moment(fence.stream);
+            let event = context.backend.record(fence.stream)?;
+            let waited = context.backend.wait(stream, event);
+            context.backend.recycle(event);
+            waited?;
+            context.clocks.lock().waits_for(stream, &moment);
+        }
+    }
+    Ok(())
+}
+
+/// Blocks the host until the stream's work so far is done.
+pub(super) fn synchronize<B: Backend, L: Lock>(context: &Context<B, L>, stream: StreamId) -> Result<(), BackendError> {
+    let moment = context.clocks.lock().moment(stream);
+    context.backend.synchronize(stream)?;
+    context.clocks.lock().synchronized(&moment);
+    Ok(())
+}

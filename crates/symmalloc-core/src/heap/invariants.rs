@@ -1,0 +1,225 @@
+//! The named invariants of a heap, checked by scanning all of it: O(blocks), for tests and for suspicion.
+//!
+//! `docs/invariants.md` lists them with the tests that would notice. Reads everything and writes nothing.
+
+use super::{Heap, HeapIdentity};
+use crate::blocks::FreeKey;
+use crate::blocks::table::{Block, BlockState, Location, NONE, Slot};
+use crate::config::SegmentPolicy;
+use crate::size_rules::SizeClass;
+use crate::sync::lock::Lock;
+use crate::types::backend::DeviceAddress;
+use crate::types::handle::Handle;
+use crate::types::ids::{PoolId, StreamId};
+use crate::types::units::{Units, bytes};
+use std::collections::BTreeSet;
+use thiserror::Error;
+
+/// An invariant that does not hold: the allocator has a defect, or something wrote over its memory.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("invariant {name} is violated in {pool} {}: {meaning}", .stream.map_or("(shared)".into(), |s| s.to_string()))]
+#[non_exhaustive]
+pub struct Violation {
+    /// The invariant's name in `docs/invariants.md`, for example `I2`.
+    pub name: &'static str,
+    /// What should hold.
+    pub meaning: &'static str,
+    /// The pool of the heap.
+    pub pool: PoolId,
+    /// The stream of the heap; `None` when the pool's streams share.
+    pub stream: Option<StreamId>,
+}
+
+type Check<L> = fn(&Heap<L>) -> bool;
+
+/// Name, meaning and check of every invariant of a heap.
+fn invariants<L: Lock>() -> [(&'static str, &'static str, Check<L>); 8] {
+    [
+    ("I1", "the blocks of a segment tile it from 0 to its end, linked both ways", blocks_tile_their_segment),
+    ("I2", "no two neighbours are both free or both holes, and no segment ends in a hole", neighbours_are_merged),
+    (
+        "I3",
+        "the free index holds exactly the free blocks, each once, in key order, linked both ways",
+        free_index_is_exact,
+    ),
+    ("I4", "mapped bytes are those of all blocks but the holes, and every hole is counted", mapped_bytes_add_up),
+    ("I5", "usage equals the sum over live allocations, and no peak is below its current value", usage_adds_up),
+    ("I6", "every fence set belongs to one block and every event to one fence of a free block", fences_are_owned),
+    (
+        "I7",
+        "a live allocation's request fits its block, its serial was given by this heap, and names are of live ones",
+        live_ones_are_sane,
+    ),
+    (
+        "I8",
+        "blocks lie on granule boundaries where memory begins and ends, and segments within their range",
+        extents_are_granular,
+    ),
+]
+}
+
+impl<L: Lock> Heap<L> {
+    /// Checks every invariant. Returns the bytes that the heap holds, and the number of its segments.
+    pub(crate) fn check(&self) -> Result<(u64, usize), Violation> {
+        let HeapIdentity { pool, stream, .. } = self.identity;
+        for (name, meaning, holds) in invariants::<L>() {
+            if !holds(self) {
+                return Err(Violation { name, meaning, pool, stream });
+            }
+        }
+        let held_bytes = self.mapped_bytes + self.log.retired_bytes();
+        if held_bytes != self.budget.reserved_bytes() {
+            return Err(Violation::of_budgets(pool));
+        }
+        Ok((held_bytes, self.table.segment_count()))
+    }
+
+    /// The first addresses of the live allocations, with their handles.
+    pub(crate) fn pointers(&self) -> impl Iterator<Item = (DeviceAddress, Handle)> {
+        blocks(self).filter_map(|(slot, block)| match block.state {
+            BlockState::Allocated { serial, .. } => Some((self.table.address(slot), self.handle(slot, serial))),
+            _ => None,
+        })
+    }
+}
+
+impl Violation {
+    /// What budgets and directories say of a pool is not what its heaps hold.
+    pub(crate) fn of_budgets(pool: PoolId) -> Self {
+        let meaning = "what is charged to the budgets and listed in the directory is what the heaps hold";
+        Violation { name: "I10", meaning, pool, stream: None }
+    }
+
+    /// The pointer map is wrong about a pool.
+    pub(crate) fn of_pointers(pool: PoolId) -> Self {
+        let meaning = "the pointer map holds exactly the live allocations";
+        Violation { name: "I9", meaning, pool, stream: None }
+    }
+}
+
+fn segments<L: Lock>(heap: &Heap<L>) -> impl Iterator<Item = u32> {
+    heap.table.segments_in_order().into_iter()
+}
+
+fn blocks<L: Lock>(heap: &Heap<L>) -> impl Iterator<Item = (Slot, &Block)> {
+    segments(heap).flat_map(|segment| heap.table.blocks_of(segment)).map(|slot| (slot, heap.table.block(slot)))
+}
+
+fn blocks_tile_their_segment<L: Lock>(heap: &Heap<L>) -> bool {
+    let mut count = 0;
+    let tiled = segments(heap).all(|id| {
+        let segment = heap.table.segment(id);
+        let (mut end, mut prev) = (0, NONE);
+        for slot in heap.table.blocks_of(id) {
+            let block = heap.table.block(slot);
+            if block.location != Location::new(segment.id, end)
+                || block.prev != prev
+                || block.segment != id
+                || block.size == 0
+            {
+                return false;
+            }
+            (end, prev) = (block.end(), slot);
+            count += 1;
+        }
+        end == segment.end && prev == segment.last && segment.id < heap.next_segment
+    });
+    tiled && count == heap.table.block_count()
+}
+
+fn neighbours_are_merged<L: Lock>(heap: &Heap<L>) -> bool {
+    blocks(heap).all(|(_, block)| match block.next {
+        NONE => !block.is_hole(),
+        next => {
+            let next = heap.table.block(next);
+            !(block.is_free() && next.is_free() || block.is_hole() && next.is_hole())
+        }
+    })
+}
+
+fn free_index_is_exact<L: Lock>(heap: &Heap<L>) -> bool {
+    let is_exact = |class| {
+        let free = blocks(heap).filter(|(_, block)| block.is_free() && block.class == class);
+        let mut expected: Vec<FreeKey> = free.map(|(slot, block)| FreeKey::of(block, slot)).collect();
+        expected.sort_unstable();
+        heap.free.keys(heap.table.blocks(), class).eq(expected)
+    };
+    is_exact(SizeClass::Small) && is_exact(SizeClass::Large) && heap.free.is_linked(heap.table.blocks())
+}
+
+fn mapped_bytes_add_up<L: Lock>(heap: &Heap<L>) -> bool {
+    let holes = blocks(heap).filter(|(_, block)| block.is_hole()).count();
+    let mut total = 0;
+    let each = segments(heap).all(|id| {
+        let blocks = heap.table.blocks_of(id).map(|slot| heap.table.block(slot));
+        let mapped: Units = blocks.filter(|block| !block.is_hole()).map(|block| block.size).sum();
+        total += bytes(mapped);
+        mapped == heap.table.segment(id).mapped
+    });
+    each && holes == heap.hole_count && total == heap.mapped_bytes
+}
+
+fn usage_adds_up<L: Lock>(heap: &Heap<L>) -> bool {
+    let (mut count, mut allocated, mut requested_in_all) = (0, 0, 0);
+    for (_, block) in blocks(heap) {
+        if let BlockState::Allocated { requested, .. } = block.state {
+            count += 1;
+            allocated += bytes(block.size);
+            requested_in_all += requested;
+        }
+    }
+    let stats = heap.usage.stats();
+    let sum = stats.small.plus(stats.large);
+    let all = stats.all;
+    let currents = [all.allocations.current, all.allocated_bytes.current, all.requested_bytes.current];
+    currents == [count, allocated, requested_in_all]
+        && currents == [sum.allocations.current, sum.allocated_bytes.current, sum.requested_bytes.current]
+        && [all.allocations, all.allocated_bytes, all.requested_bytes].iter().all(|stat| stat.peak >= stat.current)
+}
+
+fn fences_are_owned<L: Lock>(heap: &Heap<L>) -> bool {
+    let (mut sets, mut events) = (BTreeSet::new(), BTreeSet::new());
+    let each = blocks(heap).all(|(_, block)| {
+        let fences = heap.fences.fences(block.fences);
+        let is_named_once = block.fences.is_empty() || !fences.is_empty() && sets.insert(block.fences);
+        let is_ordered = fences.is_sorted_by(|a, b| a.stream < b.stream);
+        // Events are recorded at free, on every stream that used the block.
+        let is_armed = fences.iter().all(|fence| match fence.event {
+            Some(event) => block.is_free() && events.insert(event.0),
+            None => true,
+        });
+        is_named_once && is_ordered && is_armed && (fences.is_empty() || !block.is_hole())
+    });
+    each && sets.len() == heap.fences.len()
+}
+
+fn live_ones_are_sane<L: Lock>(heap: &Heap<L>) -> bool {
+    let sane = blocks(heap).all(|(_, block)| match block.state {
+        BlockState::Allocated { requested, serial, stream } => {
+            requested > 0
+                && requested <= bytes(block.size)
+                && heap.serials.gave(serial)
+                && heap.identity.stream.is_none_or(|own| own == stream)
+        }
+        _ => true,
+    });
+    let is_named_and_live = |(slot, block): &(Slot, &Block)| {
+        matches!(block.state, BlockState::Allocated { .. }) && heap.names.find(*slot).is_some()
+    };
+    sane && blocks(heap).filter(is_named_and_live).count() == heap.names.len()
+}
+
+fn extents_are_granular<L: Lock>(heap: &Heap<L>) -> bool {
+    let granule = heap.rules.granule;
+    let is_expandable = matches!(heap.config.segments(), SegmentPolicy::Expandable(_));
+    segments(heap).all(|id| {
+        let segment = heap.table.segment(id);
+        let holes = heap.table.blocks_of(id).map(|slot| heap.table.block(slot)).filter(|block| block.is_hole());
+        bytes(segment.end) <= segment.range.size_bytes
+            && segment.end.is_multiple_of(granule)
+            && (is_expandable || bytes(segment.end) == segment.range.size_bytes)
+            && holes
+                .into_iter()
+                .all(|hole| is_expandable && hole.offset().is_multiple_of(granule) && hole.size.is_multiple_of(granule))
+    })
+}

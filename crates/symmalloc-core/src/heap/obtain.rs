@@ -1,0 +1,344 @@
+//! Obtaining memory: what a heap does when no free block fits. A part of [`Heap`].
+//!
+//! | policy | what is obtained |
+//! |---|---|
+//! | fixed | a segment of PyTorch's size for the request |
+//! | reserved | the one segment, at the heap's first op; after that nothing |
+//! | expandable | memory for the lowest hole that makes the request fit, else growth at the end of the range |
+//!
+//! Each ends with a free block in the index that is large enough, which the caller takes like any other. Each charges the
+//! budgets first and undoes everything when the driver refuses: the heap is then as it was (rule D4). A range from the
+//! backend is checked before it becomes a segment.
+
+use super::{Context, Heap, Shortage};
+use crate::blocks::table::{BlockState, Slot};
+use crate::config::{ExpandableSegments, SegmentPolicy};
+use crate::history::digest::{Mark, op_word};
+use crate::history::segment_log::{SegmentEvent, SegmentEventKind};
+use crate::size_rules::SizeClass;
+use crate::sync::lock::{Lock, LockCell};
+use crate::types::backend::{Backend, BackendError, Range, Reason};
+use crate::types::ids::{SegmentId, StreamId};
+use crate::types::units::{UNIT_BYTES, Units, bytes, units};
+
+impl<L: Lock> Heap<L> {
+    /// Makes a free block of at least `size` and returns it.
+    #[cold]
+    pub(super) fn obtain<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        stream: StreamId,
+        size: Units,
+    ) -> Result<Slot, Box<Shortage>> {
+        if self.is_closed() {
+            return Err(Box::new(Shortage::Closed));
+        }
+        let (pool, size_bytes) = (self.identity.pool.0, bytes(size));
+        let span = tracing::debug_span!(target: "symmalloc", "heap.obtain", pool, stream = stream.0, size_bytes);
+        let _entered = span.enter();
+        match self.config.segments().clone() {
+            SegmentPolicy::Fixed(_) => {
+                let class = self.rules.class_of(size);
+                let size = self.rules.segment_size(size);
+                self.create_segment(context, stream, class, size, size)
+            }
+            SegmentPolicy::Reserved { segment_bytes } => self.create_reserved(context, stream, segment_bytes, size),
+            SegmentPolicy::Expandable(knobs) => {
+                if let Some(slot) = self.fill_hole(context, stream, size)? {
+                    return Ok(slot);
+                }
+                let step = self.rules.whole_granules(units(knobs.growth_bytes));
+                let missing = Missing {
+                    at_end: self.rules.whole_granules(size - self.free_at_end().min(size)),
+                    in_new_range: self.rules.whole_granules(size),
+                };
+                self.grow(context, stream, missing, &knobs, step)
+            }
+        }
+    }
+
+    /// Brings the heap's mapped memory to at least `target_bytes`.
+    pub(crate) fn reserve<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        stream: StreamId,
+        target_bytes: u64,
+    ) -> Result<(), Box<Shortage>> {
+        if self.is_closed() {
+            return Err(Box::new(Shortage::Closed));
+        }
+        let before = self.mapped_bytes;
+        if self.mapped_bytes < target_bytes {
+            let missing = self.rules.whole_granules(units((target_bytes - self.mapped_bytes).next_multiple_of(UNIT_BYTES)));
+            match self.config.segments().clone() {
+                SegmentPolicy::Fixed(_) => {
+                    self.create_segment(context, stream, SizeClass::Large, missing, missing)?;
+                }
+                SegmentPolicy::Reserved { segment_bytes } => {
+                    self.create_reserved(
+                        context,
+                        stream,
+                        segment_bytes,
+                        units(target_bytes.next_multiple_of(UNIT_BYTES)),
+                    )?;
+                }
+                SegmentPolicy::Expandable(knobs) => {
+                    let missing = Missing { at_end: missing, in_new_range: missing };
+                    self.grow(context, stream, missing, &knobs, self.rules.granule)?;
+                }
+            }
+        }
+        self.fold(op_word(Mark::Reserve, stream, target_bytes), self.mapped_bytes - before);
+        Ok(())
+    }
+
+    /// The one segment of a reserved heap. It is obtained once; a heap that has it has all that it will ever have.
+    fn create_reserved<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        stream: StreamId,
+        segment_bytes: u64,
+        size: Units,
+    ) -> Result<Slot, Box<Shortage>> {
+        let whole = self.rules.whole_granules(units(segment_bytes));
+        if self.table.segment_count() > 0 || size > whole {
+            return Err(Box::new(Shortage::SegmentFull { segment_bytes: bytes(whole), missing: size }));
+        }
+        self.create_segment(context, stream, SizeClass::Large, whole, whole)
+    }
+
+    /// Obtains a new segment: `mapped` units of memory at the start of `range` units of address space.
+    fn create_segment<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        stream: StreamId,
+        class: SizeClass,
+        mapped: Units,
+        range: Units,
+    ) -> Result<Slot, Box<Shortage>> {
+        let size_bytes = bytes(mapped);
+        let limit = |met| Box::new(Shortage::Limit { met, missing: mapped });
+        let charge = self.budgets(context).charge(size_bytes).map_err(limit)?;
+        let reserved = self.reserve_range(context, bytes(range)).and_then(|range| {
+            let Err(error) = context.backend.map(range, 0, size_bytes) else { return Ok(range) };
+            Err((error, context.backend.release(range).is_err().then_some(range)))
+        });
+        let range = match reserved {
+            Ok(range) => range,
+            Err((error, stray)) => {
+                drop(charge);
+                // An empty range that the driver does not take back costs addresses only; the next trim tries again.
+                self.stray_ranges.extend(stray);
+                return Err(Box::new(Shortage::Driver { error, missing: mapped }));
+            }
+        };
+        charge.confirm();
+        let id = self.next_segment;
+        self.next_segment = SegmentId(id.0.checked_add(1).expect("2^32 segments were created in one heap"));
+        let slot = self.table.add_segment(id, range, class, mapped, fresh(stream));
+        self.mapped_bytes += size_bytes;
+        self.link(slot);
+        let segment = self.table.block(slot).segment;
+        context.directory.lock().insert(range, self.identity.id, segment);
+        self.log_segment(SegmentEventKind::Birth, segment, 0, size_bytes);
+        Ok(slot)
+    }
+
+    /// Reserves a range, and checks what the backend returned.
+    pub(super) fn reserve_range<B: Backend>(
+        &self,
+        context: &Context<B, L>,
+        size_bytes: u64,
+    ) -> Result<Range, (BackendError, Option<Range>)> {
+        let range = context.backend.reserve(size_bytes).map_err(|error| (error, None))?;
+        let granule_bytes = bytes(self.rules.granule);
+        let Range { base, size_bytes: returned_bytes } = range;
+        let has_size = returned_bytes >= size_bytes && base.0.checked_add(returned_bytes).is_some();
+        if has_size && base.0.is_multiple_of(granule_bytes) && returned_bytes.is_multiple_of(granule_bytes) {
+            if !context.directory.lock().overlaps(range) {
+                return Ok(range);
+            }
+        } else {
+            let _taken_back = context.backend.release(range);
+        }
+        // A range that overlaps a live segment is not given back: that might end the segment.
+        Err((BackendError::new("Backend::reserve", 0, Reason::BadRange), None))
+    }
+
+    /// Grows the newest range at its end, or begins a new one when there is none or it has no room. Returns the free
+    /// block that the new memory became part of.
+    fn grow<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        stream: StreamId,
+        missing: Missing,
+        knobs: &ExpandableSegments,
+        step: Units,
+    ) -> Result<Slot, Box<Shortage>> {
+        let newest = self.table.segments_in_order().last().copied();
+        let room = newest.map_or(0, |newest| {
+            let segment = self.table.segment(newest);
+            units(segment.range.size_bytes) - segment.end
+        });
+        match newest.filter(|_| missing.at_end <= room) {
+            Some(segment) => {
+                let growth = self.growth(context, missing.at_end, step, room)?;
+                let offset = self.table.segment(segment).end;
+                self.map(context, segment, offset, growth)?;
+                let slot = self.table.extend(segment, growth, fresh(stream));
+                self.log_segment(SegmentEventKind::Growth, segment, offset, bytes(growth));
+                Ok(self.put_back(slot))
+            }
+            None => {
+                let range = self.rules.whole_granules(units(knobs.range_bytes.next_multiple_of(UNIT_BYTES)));
+                let needed = missing.in_new_range;
+                if needed > range {
+                    return Err(Box::new(Shortage::SegmentFull { segment_bytes: bytes(range), missing: needed }));
+                }
+                let growth = self.growth(context, needed, step, range)?;
+                self.create_segment(context, stream, SizeClass::Large, growth, range)
+            }
+        }
+    }
+
+    /// How much to map when `needed` is missing: whole steps, or less where the range or a limit ends before.
+    fn growth<B: Backend>(
+        &self,
+        context: &Context<B, L>,
+        needed: Units,
+        step: Units,
+        room: Units,
+    ) -> Result<Units, Box<Shortage>> {
+        let wanted = bytes(needed.div_ceil(step)).saturating_mul(u64::from(step)).min(bytes(room));
+        let granule_bytes = bytes(self.rules.granule);
+        let allowed = wanted.min(self.budgets(context).headroom_bytes(&self.config) / granule_bytes * granule_bytes);
+        // When not even the need is allowed, charging it names the limit.
+        Ok(units(allowed).max(needed))
+    }
+
+    /// Maps memory of a segment that is reserved but not backed, charging it.
+    fn map<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        segment: u32,
+        offset: Units,
+        size: Units,
+    ) -> Result<(), Box<Shortage>> {
+        let size_bytes = bytes(size);
+        let limit = |met| Box::new(Shortage::Limit { met, missing: size });
+        let charge = self.budgets(context).charge(size_bytes).map_err(limit)?;
+        let range = self.table.segment(segment).range;
+        let driver = |error| Box::new(Shortage::Driver { error, missing: size });
+        context.backend.map(range, bytes(offset), size_bytes).map_err(driver)?;
+        charge.confirm();
+        self.mapped_bytes += size_bytes;
+        Ok(())
+    }
+
+    /// Gives memory to the lowest hole that, with its free neighbours, then has `size` units. As little as is needed,
+    /// from the hole's start.
+    fn fill_hole<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        stream: StreamId,
+        size: Units,
+    ) -> Result<Option<Slot>, Box<Shortage>> {
+        let Some((slot, segment)) = self.find_hole(size) else { return Ok(None) };
+        let hole = self.table.block(slot);
+        let missing = self.rules.whole_granules(size - self.table.free_size(hole.prev)).min(hole.size);
+        let (offset, whole) = (hole.offset(), hole.size);
+        self.map(context, segment, offset, missing)?;
+        let filled = if missing < whole {
+            self.table.cut_front(slot, missing, fresh(stream))
+        } else {
+            self.hole_count -= 1;
+            self.table.block_mut(slot).state = fresh(stream);
+            slot
+        };
+        self.table.segment_mut(segment).mapped += missing;
+        self.log_segment(SegmentEventKind::Growth, segment, offset, bytes(missing));
+        Ok(Some(self.put_back(filled)))
+    }
+
+    fn find_hole(&self, size: Units) -> Option<(Slot, u32)> {
+        // Holes exist only after a trim, so a heap that has none does not look for them.
+        if self.hole_count == 0 {
+            return None;
+        }
+        self.table.segments_in_order().into_iter().find_map(|segment| {
+            let fits = |slot: &Slot| {
+                let block = self.table.block(*slot);
+                let run = self.table.free_size(block.prev) + block.size + self.table.free_size(block.next);
+                block.is_hole() && run >= size
+            };
+            self.table.blocks_of(segment).find(fits).map(|slot| (slot, segment))
+        })
+    }
+
+    /// Free units at the end of the newest segment.
+    fn free_at_end(&self) -> Units {
+        self.table.segments_in_order().last().map_or(0, |segment| self.table.free_size(self.table.segment(*segment).last))
+    }
+
+    pub(super) fn log_segment(&mut self, kind: SegmentEventKind, segment: u32, offset: Units, size_bytes: u64) {
+        let event = self.segment_event(kind, segment, bytes(offset), size_bytes);
+        trace_segment(&event);
+        self.rare.growths += u64::from(kind != SegmentEventKind::Shrink);
+        self.log.append(event);
+    }
+
+    pub(super) fn segment_event(
+        &self,
+        kind: SegmentEventKind,
+        segment: u32,
+        offset_bytes: u64,
+        size_bytes: u64,
+    ) -> SegmentEvent {
+        let segment = self.table.segment(segment);
+        SegmentEvent {
+            kind,
+            pool: self.identity.pool,
+            stream: self.identity.stream,
+            segment: segment.id,
+            base: segment.range.base,
+            offset_bytes,
+            size_bytes,
+        }
+    }
+}
+
+/// What must be mapped at least, in whole granules.
+#[derive(Clone, Copy)]
+struct Missing {
+    /// Behind the end of the newest range, whose last block may be free already.
+    at_end: Units,
+    in_new_range: Units,
+}
+
+/// Memory that nobody has used yet: nothing to wait for.
+pub(super) fn fresh(stream: StreamId) -> BlockState {
+    BlockState::Free { stream, since: 0 }
+}
+
+/// Tells `tracing` what happened to a segment. Names and fields are stable.
+pub(super) fn trace_segment(event: &SegmentEvent) {
+    macro_rules! segment {
+        ($name:literal) => {
+            tracing::debug!(
+                name: $name,
+                target: "symmalloc",
+                pool = event.pool.0,
+                stream = event.stream.map(|stream| stream.0),
+                segment = event.segment.0,
+                offset_bytes = event.offset_bytes,
+                size_bytes = event.size_bytes,
+            )
+        };
+    }
+    match event.kind {
+        SegmentEventKind::Birth => segment!("segment.birth"),
+        SegmentEventKind::Growth => segment!("segment.growth"),
+        SegmentEventKind::Shrink => segment!("segment.shrink"),
+        SegmentEventKind::Death => segment!("segment.death"),
+    }
+}

@@ -1,0 +1,177 @@
+//! Rejoin: a fresh heap obtains what the saved one held. A part of [`Heap`]; the allocator does it for all heaps of a pool, or
+//! for none.
+//!
+//! ```text
+//!  charge every heap ─► reserve and map every segment, in (stream, sequence) order ─► lay the blocks, log the births
+//!         │ limit                      │ driver                                            nothing fails here
+//!         └► refund                    └► give back what was obtained, refund
+//! ```
+
+use super::obtain::{fresh, trace_segment};
+use super::{Context, Heap};
+use crate::blocks::table::{BlockState, Slot};
+use crate::config::SegmentPolicy;
+use crate::layout::{AllocationLayout, Content, HeapLayout, SegmentLayout};
+use crate::stats::budget::{Charge, LimitMet};
+use crate::streams::fences::Fence;
+use crate::sync::lock::{Lock, LockCell};
+use crate::types::backend::{Backend, BackendError, Range};
+use crate::types::units::{UNIT_BYTES, Units, bytes, units};
+use smallvec::SmallVec;
+
+/// A range for a segment, with what is mapped of it so far: (offset, size) in bytes.
+pub(crate) struct ObtainedRange {
+    range: Range,
+    mapped: SmallVec<[(u64, u64); 1]>,
+}
+
+impl<L: Lock> Heap<L> {
+    /// Sets the memory of a layout aside.
+    pub(crate) fn charge_layout<B>(&self, context: &Context<B, L>, layout: &HeapLayout) -> Result<(), LimitMet> {
+        self.budgets(context).charge(layout.reserved_bytes()).map(Charge::keep)
+    }
+
+    /// So much of a layout's memory is there. The rest of the charge is given back.
+    pub(crate) fn confirm_layout<B>(&self, context: &Context<B, L>, layout: &HeapLayout, there_bytes: u64) {
+        self.budgets(context).confirm(there_bytes);
+        self.budgets(context).refund(layout.reserved_bytes() - there_bytes);
+    }
+
+    /// Reserves and maps the segments of a layout, which are charged. On an error, `obtained` says what is there.
+    pub(crate) fn obtain_layout<B: Backend>(
+        &self,
+        context: &Context<B, L>,
+        layout: &HeapLayout,
+        obtained: &mut Vec<ObtainedRange>,
+    ) -> Result<(), BackendError> {
+        for segment in &layout.segments {
+            let range_bytes = match self.config.segments() {
+                SegmentPolicy::Expandable(knobs) => {
+                    bytes(self.rules.whole_granules(units(knobs.range_bytes.next_multiple_of(UNIT_BYTES))))
+                }
+                SegmentPolicy::Fixed(_) | SegmentPolicy::Reserved { .. } => segment.end_bytes(),
+            };
+            let range = self.reserve_range(context, range_bytes).map_err(|(error, _)| error)?;
+            obtained.push(ObtainedRange { range, mapped: SmallVec::new() });
+            for extent in &segment.extents {
+                context.backend.map(range, extent.offset_bytes, extent.size_bytes)?;
+                let newest = obtained.last_mut().expect("just pushed");
+                newest.mapped.push((extent.offset_bytes, extent.size_bytes));
+            }
+        }
+        Ok(())
+    }
+
+    /// Undoes [`obtain_layout`](Self::obtain_layout). What the driver does not take back stays until a trim succeeds. Returns
+    /// its bytes, which stay charged.
+    pub(crate) fn give_obtained_back<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        obtained: Vec<ObtainedRange>,
+    ) -> u64 {
+        let mut kept_bytes = 0;
+        for ObtainedRange { range, mut mapped } in obtained {
+            if give_back(&context.backend, range, &mut mapped).is_err() {
+                kept_bytes += mapped.iter().map(|(_, size)| size).sum::<u64>();
+                self.log.keep_stray(range, mapped);
+            }
+        }
+        kept_bytes
+    }
+
+    /// Puts segments whose memory is there into the tables, and takes up the saved history. Returns size and requested bytes
+    /// of what is live now.
+    pub(crate) fn lay_layout<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        layout: &HeapLayout,
+        obtained: Vec<ObtainedRange>,
+    ) -> Vec<(Units, u64)> {
+        let mut made = Vec::new();
+        for (segment, ObtainedRange { range, .. }) in layout.segments.iter().zip(obtained) {
+            self.lay_segment(context, segment, range, &mut made);
+        }
+        self.take_up_history(layout);
+        made
+    }
+
+    fn lay_segment<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        saved: &SegmentLayout,
+        range: Range,
+        made: &mut Vec<(Units, u64)>,
+    ) {
+        let free = fresh(self.identity.stream.unwrap_or_default());
+        let mut segment = None;
+        for piece in saved.pieces() {
+            let size = units(piece.size_bytes);
+            let slot = match segment {
+                None => self.table.add_segment(saved.id, range, saved.class, size, free),
+                Some(segment) => self.table.extend(segment, size, free),
+            };
+            let segment = *segment.insert(self.table.block(slot).segment);
+            match piece.content {
+                Content::Free => self.link(slot),
+                Content::Allocated(allocation) => made.push(self.make_live(slot, allocation)),
+                Content::Hole => {
+                    self.table.block_mut(slot).state = BlockState::Hole;
+                    self.table.segment_mut(segment).mapped -= size;
+                    self.hole_count += 1;
+                }
+            }
+        }
+        let segment = segment.expect("a saved segment has an extent");
+        self.mapped_bytes += bytes(self.table.segment(segment).mapped);
+        context.directory.lock().insert(range, self.identity.id, segment);
+        for event in self.events_of_live_segment(segment) {
+            trace_segment(&event);
+            self.rare.growths += 1;
+            self.log.append(event);
+        }
+    }
+
+    /// The blocks are in place: so is the rest.
+    pub(super) fn take_up_history(&mut self, layout: &HeapLayout) {
+        self.next_segment = layout.next_segment;
+        self.begin_history(layout.digest);
+    }
+
+    /// A saved allocation is live in a block that has its location and size. Returns its size and requested bytes.
+    pub(super) fn make_live(&mut self, slot: Slot, saved: &AllocationLayout) -> (Units, u64) {
+        let (stream, requested) = (saved.stream, saved.requested_bytes);
+        let serial = self.serials.next();
+        let block = self.table.block_mut(slot);
+        block.state = BlockState::Allocated { stream, requested, serial };
+        let size = block.size;
+        self.usage.allocate(size, requested);
+        self.note_uses_and_name(slot, saved);
+        (size, requested)
+    }
+
+    /// Other streams use a live allocation as when it was saved, and maybe more do by now.
+    pub(super) fn note_uses_and_name(&mut self, slot: Slot, saved: &AllocationLayout) {
+        let mut fences = self.table.block(slot).fences;
+        for stream in &saved.used_by {
+            fences = self.fences.add(fences, Fence::of(*stream));
+        }
+        self.table.block_mut(slot).fences = fences;
+        match &saved.name {
+            Some(name) => self.names.insert(slot, name),
+            None => drop(self.names.take(slot)),
+        }
+    }
+}
+
+/// Gives a range back, and tells in `mapped` what is left of it when the driver fails.
+fn give_back<B: Backend>(
+    backend: &B,
+    range: Range,
+    mapped: &mut SmallVec<[(u64, u64); 1]>,
+) -> Result<(), BackendError> {
+    while let Some((offset_bytes, size_bytes)) = mapped.last().copied() {
+        backend.unmap(range, offset_bytes, size_bytes)?;
+        mapped.pop();
+    }
+    backend.release(range)
+}

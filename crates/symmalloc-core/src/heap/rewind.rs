@@ -1,0 +1,259 @@
+//! Rewind: a used heap goes back to what it was. A part of [`Heap`].
+//!
+//! ```text
+//!  plan       walk the blocks beside the layout; refuse what does not fit          nothing changes
+//!  wait       streams wait for the earlier users of what they get again            nothing that a decision could see
+//!  give back  segments and memory obtained since, in (stream, sequence) order      the driver may stop it: restore again
+//!  carve      saved allocations out of free blocks; take up the saved history      nothing fails here
+//! ```
+
+use super::fencing::synchronize;
+use super::{Context, Heap, Shortage};
+use crate::blocks::table::{BlockState, Slot};
+use crate::layout::{AllocationLayout, Extent, HeapLayout, SegmentLayout};
+use crate::restore_error::RestoreError;
+use crate::streams::fences::{Fence, FenceSetId, Fences};
+use crate::sync::lock::Lock;
+use crate::types::backend::{Backend, BackendError};
+use crate::types::ids::StreamId;
+use crate::types::units::{Units, bytes, units};
+
+/// What a rewind does to a heap. Slots are those before anything was given back.
+#[derive(Debug, Default)]
+pub(crate) struct RewindPlan {
+    /// Free blocks of which a stream gets a part: it waits for the earlier users.
+    waits: Vec<(Slot, StreamId)>,
+    /// Segments that the layout lacks, and parts of free blocks in those that it has, in sequence order.
+    surplus: Vec<Surplus>,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Surplus {
+    Segment(u32),
+    /// From and to, in units of the segment.
+    Part(Slot, Units, Units),
+}
+
+impl<L: Lock> Heap<L> {
+    /// What has to be done, or why it cannot be.
+    pub(crate) fn plan_rewind(&self, layout: &HeapLayout, observers: u32) -> Result<RewindPlan, RestoreError> {
+        let pool = self.identity.pool;
+        let mut plan = RewindPlan::default();
+        let retired_bytes = self.log.retired_bytes();
+        if observers > 0 && retired_bytes > 0 {
+            return Err(RestoreError::Retired { pool, retired_bytes });
+        }
+        let mut saved = layout.segments.iter().peekable();
+        for segment in self.table.segments_in_order() {
+            let id = self.table.segment(segment).id;
+            if let Some(gone) = saved.next_if(|saved| saved.id < id) {
+                return Err(self.gone(gone, gone.extents[0]));
+            }
+            match saved.next_if(|saved| saved.id == id) {
+                Some(saved) => self.plan_segment(segment, saved, &mut plan)?,
+                None => {
+                    let live = self.table.blocks_of(segment).find(|slot| self.is_live(*slot));
+                    live.map_or(Ok(()), |slot| Err(self.unknown_live(slot)))?;
+                    plan.surplus.push(Surplus::Segment(segment));
+                }
+            }
+        }
+        if let Some(gone) = saved.next() {
+            return Err(self.gone(gone, gone.extents[0]));
+        }
+        match plan.surplus.first() {
+            Some(surplus) if observers > 0 => {
+                let segment = match *surplus {
+                    Surplus::Segment(segment) => segment,
+                    Surplus::Part(slot, ..) => self.table.block(slot).segment,
+                };
+                let segment = self.table.segment(segment).id;
+                Err(RestoreError::Observed { pool, stream: self.identity.stream, segment, observers })
+            }
+            _ => Ok(plan),
+        }
+    }
+
+    /// Streams wait for the earlier users of what they get again.
+    pub(crate) fn wait_for_rewind<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        plan: &RewindPlan,
+    ) -> Result<(), RestoreError> {
+        for &(slot, stream) in &plan.waits {
+            self.wait_for_earlier_users(context, slot, stream).map_err(|shortage| match *shortage {
+                Shortage::Fence(error) => RestoreError::Fence { stream, error },
+                other => unreachable!("a wait takes no memory: {other:?}"),
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Makes every saved allocation live that is not, and takes up the saved history. All memory of the layout is there, no
+    /// other is. Returns size and requested bytes of what is live now and was not.
+    pub(crate) fn carve_layout<B: Backend>(&mut self, context: &Context<B, L>, layout: &HeapLayout) -> Vec<(Units, u64)> {
+        let segments = self.table.segments_in_order();
+        assert_eq!(segments.len(), layout.segments.len(), "what the layout lacks was given back");
+        let mut made = Vec::new();
+        for (segment, saved) in segments.into_iter().zip(&layout.segments) {
+            let mut slot = self.table.segment(segment).first;
+            for allocation in &saved.allocations {
+                let (offset, end) = (units(allocation.offset_bytes), units(allocation.end_bytes()));
+                while self.table.block(slot).end() < end {
+                    slot = self.table.block(slot).next;
+                }
+                if self.table.block(slot).is_free() {
+                    slot = self.carve(slot, offset, end);
+                    made.push(self.make_live(slot, allocation));
+                } else {
+                    self.note_uses_and_name(slot, allocation);
+                }
+            }
+        }
+        self.recycle_spent(context);
+        self.take_up_history(layout);
+        made
+    }
+
+    /// Walks a segment's blocks, its saved extents and its saved allocations side by side.
+    fn plan_segment(&self, segment: u32, saved: &SegmentLayout, plan: &mut RewindPlan) -> Result<(), RestoreError> {
+        let mut allocations = saved.allocations.iter().peekable();
+        for slot in self.table.blocks_of(segment) {
+            let block = self.table.block(slot);
+            let (from, to) = (bytes(block.offset()), bytes(block.end()));
+            match block.state {
+                BlockState::Hole => {
+                    let lost = lost(&saved.extents, from, to);
+                    lost.map_or(Ok(()), |lost| Err(self.gone(saved, lost)))?;
+                }
+                BlockState::Allocated { stream, requested, .. } => {
+                    let is_saved = |saved: &&AllocationLayout| {
+                        (saved.offset_bytes, saved.end_bytes()) == (from, to)
+                            && (saved.stream, saved.requested_bytes) == (stream, requested)
+                    };
+                    if allocations.next_if(is_saved).is_none() {
+                        return Err(self.unknown_live(slot));
+                    }
+                }
+                BlockState::Free { .. } => {
+                    while let Some(allocation) = allocations.next_if(|saved| saved.end_bytes() <= to) {
+                        if plan.waits.last() != Some(&(slot, allocation.stream)) {
+                            plan.waits.push((slot, allocation.stream));
+                        }
+                    }
+                    plan.surplus.extend(
+                        outside(&saved.extents, from, to).map(|(from, to)| Surplus::Part(slot, units(from), units(to))),
+                    );
+                }
+                BlockState::Vacant => unreachable!("a vacant slot is in no segment"),
+            }
+        }
+        let end_bytes = bytes(self.table.segment(segment).end);
+        let lost = lost(&saved.extents, end_bytes, u64::MAX);
+        lost.map_or(Ok(()), |lost| Err(self.gone(saved, lost)))
+    }
+
+    fn gone(&self, saved: &SegmentLayout, lost: Extent) -> RestoreError {
+        RestoreError::Gone {
+            pool: self.identity.pool,
+            stream: self.identity.stream,
+            segment: saved.id,
+            offset_bytes: lost.offset_bytes,
+            size_bytes: lost.size_bytes,
+        }
+    }
+
+    fn unknown_live(&self, slot: Slot) -> RestoreError {
+        let BlockState::Allocated { stream, requested, .. } = self.table.block(slot).state else {
+            unreachable!("the block is live");
+        };
+        RestoreError::UnknownLive {
+            pool: self.identity.pool,
+            stream,
+            placement: self.placement(slot),
+            requested_bytes: requested,
+            name: self.names.find(slot).map(Into::into),
+        }
+    }
+
+    /// Gives back what the layout lacks. Every step leaves the heap sound, and shows in the digest.
+    pub(crate) fn give_surplus_back<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        plan: &RewindPlan,
+    ) -> Result<(), BackendError> {
+        let outcome = self.try_give_surplus_back(context, plan);
+        self.recycle_spent(context);
+        outcome
+    }
+
+    fn try_give_surplus_back<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        plan: &RewindPlan,
+    ) -> Result<(), BackendError> {
+        for surplus in &plan.surplus {
+            match *surplus {
+                Surplus::Segment(segment) => self.retire(context, segment),
+                // What is behind a part keeps the slot, so later parts of the same block are found by it.
+                Surplus::Part(slot, from, to) => {
+                    for stream in self.streams_of(slot) {
+                        synchronize(context, stream)?;
+                    }
+                    self.give_memory_back(context, slot, from, to)?;
+                }
+            }
+        }
+        let (_, failure) = self.release_retired(context);
+        failure.map_or(Ok(()), Err)
+    }
+
+    fn is_live(&self, slot: Slot) -> bool {
+        matches!(self.table.block(slot).state, BlockState::Allocated { .. })
+    }
+
+    /// Cuts `offset..end` out of a free block, and returns it, in no index. What is left on both sides stays free, with
+    /// the same earlier users.
+    fn carve(&mut self, slot: Slot, offset: Units, end: Units) -> Slot {
+        self.unlink(slot);
+        let free = self.table.block(slot).state;
+        let start = self.table.block(slot).offset();
+        if start < offset {
+            let front = self.table.cut_front(slot, offset - start, free);
+            self.table.block_mut(front).fences = self.without_events(self.table.block(slot).fences);
+            self.link(front);
+        }
+        if end == self.table.block(slot).end() {
+            let fences = std::mem::replace(&mut self.table.block_mut(slot).fences, FenceSetId::EMPTY);
+            self.fences.clear(fences);
+            return slot;
+        }
+        let carved = self.table.cut_front(slot, end - offset, free);
+        self.link(slot);
+        carved
+    }
+
+    /// Another set of the same fences. An event belongs to one fence, so whoever takes this set waits for its streams as
+    /// they stand then, which is a little more.
+    fn without_events(&mut self, set: FenceSetId) -> FenceSetId {
+        let copies: Fences = self.fences.fences(set).iter().map(|fence| Fence { event: None, ..*fence }).collect();
+        self.fences.insert(copies)
+    }
+}
+
+/// The first part of `from..to` that lies in an extent.
+fn lost(extents: &[Extent], from: u64, to: u64) -> Option<Extent> {
+    let extent = extents.get(extents.partition_point(|extent| extent.end_bytes() <= from))?;
+    let (from, to) = (from.max(extent.offset_bytes), to.min(extent.end_bytes()));
+    (from < to).then(|| Extent { offset_bytes: from, size_bytes: to - from })
+}
+
+/// The parts of `from..to` that lie in no extent, in order.
+fn outside(extents: &[Extent], from: u64, to: u64) -> impl Iterator<Item = (u64, u64)> {
+    let first = extents.partition_point(|extent| extent.end_bytes() <= from);
+    let extents = extents[first..].iter().take_while(move |extent| extent.offset_bytes < to);
+    let ends = extents.clone().map(|extent| extent.end_bytes());
+    let starts = extents.map(|extent| extent.offset_bytes);
+    let gaps = std::iter::once(from).chain(ends).zip(starts.chain(std::iter::once(to)));
+    gaps.filter(|(start, end)| start < end)
+}

@@ -1,0 +1,345 @@
+//! Giving memory back: the only way from a heap to the device (rule D5). A part of [`Heap`].
+//!
+//! Nothing goes back unasked: a trim is an op of the program, a configured threshold that one of its frees crossed, or the
+//! documented step before a configured limit refuses an allocation. Segments go in sequence order.
+//!
+//! | what is free | what happens |
+//! |---|---|
+//! | all of a segment | it is removed: an entry in the log, and its memory is *retired* until every observer has let go |
+//! | whole granules of an expandable segment | their memory goes back and a hole is left, or the range gets shorter; not while the pool is observed |
+//! | a reserved segment | stays: it is there for ever |
+//!
+//! Before memory goes back, the host waits for the streams that used it: trim is the one call that may block.
+
+use super::fencing::synchronize;
+use super::obtain::trace_segment;
+use super::{Context, Heap};
+use crate::blocks::table::{BlockState, NONE, Slot};
+use crate::config::SegmentPolicy;
+use crate::errors::TrimError;
+use crate::history::digest::{Mark, op_word, placement_word};
+use crate::history::segment_log::SegmentEventKind;
+use crate::stats::budget::Budgets;
+use crate::streams::clocks::Tick;
+use crate::streams::fences::FenceSetId;
+use crate::sync::lock::{Lock, LockCell};
+use crate::types::backend::{Backend, BackendError};
+use crate::types::ids::{Placement, StreamId};
+use crate::types::units::{Units, bytes};
+use smallvec::SmallVec;
+
+/// How much a trim gives back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TrimGoal {
+    Everything,
+    /// Stop as soon as so many bytes are given up.
+    AtLeast(u64),
+}
+
+impl TrimGoal {
+    /// The bytes that are enough, if some are.
+    fn bytes(self) -> Option<u64> {
+        match self {
+            TrimGoal::Everything => None,
+            TrimGoal::AtLeast(wanted) => Some(wanted),
+        }
+    }
+
+    /// What is left of the goal after so many bytes were given up.
+    pub(crate) fn less(self, given_up_bytes: u64) -> Self {
+        match self {
+            TrimGoal::Everything => TrimGoal::Everything,
+            TrimGoal::AtLeast(wanted) => TrimGoal::AtLeast(wanted.saturating_sub(given_up_bytes)),
+        }
+    }
+}
+
+/// A trim that the driver cut short.
+#[derive(Debug)]
+pub(crate) struct TrimFailure {
+    pub(crate) released_bytes: u64,
+    pub(crate) error: BackendError,
+}
+
+impl From<TrimFailure> for TrimError {
+    fn from(TrimFailure { released_bytes, error }: TrimFailure) -> Self {
+        TrimError::Backend { released_bytes, error }
+    }
+}
+
+impl<L: Lock> Heap<L> {
+    /// The configured trigger of rule D5: a heap that holds more free bytes than its threshold gives them back. Returns why the
+    /// driver did not take them.
+    #[inline]
+    pub(crate) fn release_above_threshold<B: Backend>(&mut self, context: &Context<B, L>) -> Option<BackendError> {
+        let threshold_bytes = self.config.release_threshold_bytes()?;
+        if self.mapped_bytes - self.usage.allocated_bytes() <= threshold_bytes {
+            return None;
+        }
+        self.trim(context, TrimGoal::Everything).err().map(|failure| failure.error)
+    }
+
+    /// Gives free memory up, and back as far as no observer holds it. Returns the bytes that are back on the device.
+    pub(crate) fn trim<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        goal: TrimGoal,
+    ) -> Result<u64, TrimFailure> {
+        let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
+        let span = tracing::debug_span!(target: "symmalloc", "heap.trim", pool, stream, goal_bytes = goal.bytes());
+        let _entered = span.enter();
+        self.rare.trims += 1;
+        let mapped_before = self.mapped_bytes;
+        let mut shrunk_bytes = 0;
+        let mut failure = None;
+        for segment in self.table.segments_in_order() {
+            if matches!(goal, TrimGoal::AtLeast(wanted) if mapped_before - self.mapped_bytes >= wanted) {
+                break;
+            }
+            if self.is_unused(segment) {
+                if !matches!(self.config.segments(), SegmentPolicy::Reserved { .. }) {
+                    self.retire(context, segment);
+                }
+            } else if matches!(self.config.segments(), SegmentPolicy::Expandable(_)) && !self.log.is_observed() {
+                let before = self.mapped_bytes;
+                let shrunk = self.shrink(context, segment);
+                shrunk_bytes += before - self.mapped_bytes;
+                if let Err(error) = shrunk {
+                    self.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
+                    failure = Some(error);
+                    break;
+                }
+            }
+        }
+        self.fold(op_word(Mark::Trim, StreamId(0), 0), mapped_before - self.mapped_bytes);
+        self.recycle_spent(context);
+        let (retired_bytes, release_failure) = self.release_retired(context);
+        let released_bytes = shrunk_bytes + retired_bytes;
+        tracing::debug!(
+            name: "heap.trimmed",
+            target: "symmalloc",
+            pool,
+            stream,
+            released_bytes,
+            mapped_bytes = self.mapped_bytes,
+        );
+        match failure.or(release_failure) {
+            Some(error) => {
+                tracing::warn!(name: "trim.failed", target: "symmalloc", pool, stream, released_bytes, %error);
+                Err(TrimFailure { released_bytes, error })
+            }
+            None => Ok(released_bytes),
+        }
+    }
+
+    /// Retires every segment, reserved ones too. Nothing may be allocated.
+    pub(crate) fn retire_all<B: Backend>(&mut self, context: &Context<B, L>) {
+        self.table.segments_in_order().into_iter().for_each(|segment| self.retire(context, segment));
+        self.recycle_spent(context);
+    }
+
+    /// Gives everything back at the end of the allocator, live allocations and observed segments too. What the driver
+    /// refuses is left to the end of its context.
+    pub(crate) fn abandon<B: Backend>(&mut self, context: &Context<B, L>) {
+        for slot in self.all_blocks() {
+            self.abandon_block(slot);
+        }
+        self.retire_all(context);
+        self.log.forget_all();
+        // A failure stops the attempt: a lost device fails every further call as well.
+        let (_, _error) = self.release_retired(context);
+    }
+
+    /// Makes a live block free without an op: its uses stay fences without events.
+    fn abandon_block(&mut self, slot: Slot) {
+        let block = self.table.block_mut(slot);
+        let BlockState::Allocated { stream, .. } = block.state else { return };
+        block.state = BlockState::Free { stream, since: Tick::MAX };
+        self.link(slot);
+    }
+
+    fn is_unused(&self, segment: u32) -> bool {
+        self.table.blocks_of(segment).all(|slot| !matches!(self.table.block(slot).state, BlockState::Allocated { .. }))
+    }
+
+    /// A segment without live allocations dies: its blocks go, and its memory follows when every observer has let go.
+    pub(super) fn retire<B>(&mut self, context: &Context<B, L>, segment: u32) {
+        let mut mapped: SmallVec<[(u64, u64); 1]> = SmallVec::new();
+        let mut streams: SmallVec<[StreamId; 2]> = SmallVec::new();
+        for slot in self.table.blocks_of(segment).collect::<Vec<_>>() {
+            let block = self.table.block(slot);
+            if block.is_hole() {
+                self.hole_count -= 1;
+                continue;
+            }
+            match mapped.last_mut() {
+                Some((offset, size)) if *offset + *size == bytes(block.offset()) => *size += bytes(block.size),
+                _ => mapped.push((bytes(block.offset()), bytes(block.size))),
+            }
+            streams.extend(self.streams_of(slot));
+            let fences = block.fences;
+            self.fences.clear(fences);
+            self.unlink(slot);
+        }
+        streams.sort_unstable();
+        streams.dedup();
+        let size_bytes = mapped.iter().map(|(_, size)| size).sum();
+        let event = self.segment_event(SegmentEventKind::Death, segment, 0, size_bytes);
+        trace_segment(&event);
+        let dead = self.table.remove_segment(segment);
+        context.directory.lock().remove(dead.range);
+        self.mapped_bytes -= size_bytes;
+        self.fold(
+            op_word(Mark::Death, StreamId(0), size_bytes),
+            placement_word(Placement { segment: dead.id, offset_bytes: 0 }),
+        );
+        self.log.append_death(event, dead.range, mapped, streams);
+    }
+
+    /// Streams whose work may still use a free block.
+    pub(super) fn streams_of(&self, slot: Slot) -> SmallVec<[StreamId; 2]> {
+        let block = self.table.block(slot);
+        let mut streams: SmallVec<[StreamId; 2]> =
+            self.fences.fences(block.fences).iter().map(|fence| fence.stream).collect();
+        if let BlockState::Free { stream, .. } = block.state {
+            streams.push(stream);
+        }
+        streams
+    }
+
+    /// Gives the memory of dead segments back, oldest first. What fails stays retired and is tried again.
+    pub(crate) fn release_retired<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+    ) -> (u64, Option<BackendError>) {
+        let mut released_bytes = 0;
+        let outcome = self.try_release_retired(context, &mut released_bytes);
+        (released_bytes, outcome.err())
+    }
+
+    fn try_release_retired<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        released_bytes: &mut u64,
+    ) -> Result<(), BackendError> {
+        while let Some(range) = self.stray_ranges.last().copied() {
+            context.backend.release(range)?;
+            self.stray_ranges.pop();
+        }
+        while let Some(retired) = self.log.first_released() {
+            let released_before = *released_bytes;
+            while let Some(stream) = retired.streams.last().copied() {
+                synchronize(context, stream)?;
+                retired.streams.pop();
+            }
+            while let Some((offset_bytes, size_bytes)) = retired.mapped.last().copied() {
+                context.backend.unmap(retired.range, offset_bytes, size_bytes)?;
+                retired.mapped.pop();
+                Budgets { heap: &self.budget, pool: &self.pool_budget, allocator: &context.budget }.refund(size_bytes);
+                *released_bytes += size_bytes;
+            }
+            context.backend.release(retired.range)?;
+            self.log.drop_first_released();
+            tracing::debug!(
+                name: "segment.release",
+                target: "symmalloc",
+                pool = self.identity.pool.0,
+                stream = self.identity.stream.map(|stream| stream.0),
+                size_bytes = *released_bytes - released_before,
+            );
+        }
+        Ok(())
+    }
+
+    /// Gives the memory of every whole free granule of a segment back, from its start on. The driver comes first: a
+    /// block whose memory it keeps stays free.
+    fn shrink<B: Backend>(&mut self, context: &Context<B, L>, segment: u32) -> Result<(), BackendError> {
+        let mut synchronized: SmallVec<[StreamId; 2]> = SmallVec::new();
+        for slot in self.table.blocks_of(segment).filter(|slot| self.table.block(*slot).is_free()).collect::<Vec<_>>() {
+            let block = self.table.block(slot);
+            let granule = self.rules.granule;
+            let (from, to) = (block.offset().next_multiple_of(granule), block.end() / granule * granule);
+            if from >= to {
+                continue;
+            }
+            for stream in self.streams_of(slot) {
+                if !synchronized.contains(&stream) {
+                    synchronize(context, stream)?;
+                    synchronized.push(stream);
+                }
+            }
+            self.give_memory_back(context, slot, from, to)?;
+        }
+        Ok(())
+    }
+
+    /// Gives the memory of `from..to`, whole granules of a free block whose users are synchronized, back to the device.
+    pub(super) fn give_memory_back<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        slot: Slot,
+        from: Units,
+        to: Units,
+    ) -> Result<(), BackendError> {
+        let range = self.table.segment(self.table.block(slot).segment).range;
+        context.backend.unmap(range, bytes(from), bytes(to - from))?;
+        self.budgets(context).refund(bytes(to - from));
+        self.cut_hole(slot, from, to);
+        Ok(())
+    }
+
+    /// Turns `from..to` of a free block, whose memory went back, into a hole or, at the end of the segment, into nothing.
+    fn cut_hole(&mut self, slot: Slot, from: Units, to: Units) {
+        let block = self.table.block(slot);
+        let (segment, offset, end, fences) = (block.segment, block.offset(), block.end(), block.fences);
+        self.unlink(slot);
+        // The streams are synchronized: nobody need wait for the rest of the block either.
+        self.fences.clear(fences);
+        self.table.block_mut(slot).fences = FenceSetId::EMPTY;
+        let free = self.table.block(slot).state;
+        if from > offset {
+            let front = self.table.cut_front(slot, from - offset, free);
+            self.link(front);
+        }
+        let hole = if to < end {
+            let hole = self.table.cut_front(slot, to - from, BlockState::Hole);
+            self.link(slot);
+            hole
+        } else {
+            self.table.block_mut(slot).state = BlockState::Hole;
+            slot
+        };
+        self.table.segment_mut(segment).mapped -= to - from;
+        self.mapped_bytes -= bytes(to - from);
+        self.hole_count += 1;
+        self.log_segment(SegmentEventKind::Shrink, segment, from, bytes(to - from));
+        let word = placement_word(Placement { segment: self.table.segment(segment).id, offset_bytes: bytes(from) });
+        self.fold(op_word(Mark::Shrink, StreamId(0), bytes(to - from)), word);
+        self.join_holes(hole);
+    }
+
+    /// Restores the tiling's canonical form context a new hole: no two neighbouring holes, and none at the end.
+    fn join_holes(&mut self, slot: Slot) {
+        let (prev, next) = (self.table.block(slot).prev, self.table.block(slot).next);
+        let mut slot = slot;
+        if next != NONE && self.table.block(next).is_hole() {
+            self.swallow_hole(slot, next);
+        }
+        if prev != NONE && self.table.block(prev).is_hole() {
+            self.swallow_hole(prev, slot);
+            slot = prev;
+        }
+        if self.table.block(slot).next == NONE {
+            let segment = self.table.block(slot).segment;
+            self.table.shorten(segment);
+            self.hole_count -= 1;
+        }
+    }
+
+    fn swallow_hole(&mut self, lower: Slot, upper: Slot) {
+        let size = self.table.block(upper).size;
+        self.table.take_out(upper);
+        self.table.block_mut(lower).size += size;
+        self.hole_count -= 1;
+    }
+}

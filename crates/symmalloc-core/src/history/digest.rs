@@ -1,0 +1,187 @@
+//! Digests: one number that is equal on two ranks exactly when their histories of (op, decision) are.
+//!
+//! Every heap folds each op that it carries out, with the decision it came to, into 64 bits: one folded multiplication
+//! (64 x 64 -> 128 bits, halves xored) per op, about a nanosecond. No address, handle, time or name goes in. A pool's digest
+//! combines its heaps in stream order, so that how threads interleaved does not show (rule D8).
+//!
+//! "Exactly when" is up to a collision: two different histories agree with a probability of about 2^-64. A digest is no
+//! defence against a rank that lies.
+
+use crate::types::ids::{Placement, SegmentId, StreamId};
+use crate::types::units::UNIT_BYTES;
+use std::fmt;
+
+/// The digest of a heap's or a pool's history, with the number of ops in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Digest {
+    /// Ops folded in, refused ones included.
+    pub ops: u64,
+    /// The folded value.
+    pub value: u64,
+}
+
+impl fmt::Display for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.value)
+    }
+}
+
+/// What an op was, in a digest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Mark {
+    Allocate = 1,
+    AllocateNothing,
+    Free,
+    FreeNothing,
+    RecordUse,
+    Reserve,
+    Trim,
+    Shrink,
+    Death,
+    RefusedByLimit,
+    RefusedByDriver,
+    RefusedBySegment,
+    Destroy,
+    Obtain,
+}
+
+impl Mark {
+    /// Every mark, in the order of its number.
+    const ALL: [Mark; 14] = [
+        Mark::Allocate,
+        Mark::AllocateNothing,
+        Mark::Free,
+        Mark::FreeNothing,
+        Mark::RecordUse,
+        Mark::Reserve,
+        Mark::Trim,
+        Mark::Shrink,
+        Mark::Death,
+        Mark::RefusedByLimit,
+        Mark::RefusedByDriver,
+        Mark::RefusedBySegment,
+        Mark::Destroy,
+        Mark::Obtain,
+    ];
+}
+
+// Arbitrary constants with about half of their bits set: digits of pi, as in Blowfish.
+const SEED: u64 = 0x243f_6a88_85a3_08d3;
+const DECISION_KEY: u64 = 0xa409_3822_299f_31d1;
+
+#[inline]
+pub(crate) fn folded_multiply(one: u64, other: u64) -> u64 {
+    let product = u128::from(one) * u128::from(other);
+    (product as u64) ^ ((product >> 64) as u64)
+}
+
+impl Digest {
+    /// The digest of an empty history under a configuration.
+    pub(crate) fn new(configuration: u64) -> Self {
+        Digest { ops: 0, value: SEED ^ configuration }
+    }
+
+    /// Folds an op and the decision about it.
+    #[inline]
+    pub(crate) fn fold(&mut self, op: u64, decision: u64) {
+        // One folded multiplication per op, as in wyhash. Adding the count keeps a run of equal ops moving.
+        self.value = folded_multiply(self.value ^ op, DECISION_KEY ^ decision).wrapping_add(self.ops);
+        self.ops += 1;
+    }
+
+    /// Folds another digest in.
+    pub(crate) fn fold_digest(&mut self, other: Digest) {
+        self.fold(other.ops, other.value);
+        self.ops = self.ops - 1 + other.ops;
+    }
+}
+
+/// What all ops of one mark on one stream have in common. A heap that knows its own need not make them again and again.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OpKind(u64);
+
+impl OpKind {
+    #[inline]
+    pub(crate) fn new(mark: Mark, stream: StreamId) -> Self {
+        OpKind(((mark as u64) << 58) | (u64::from(stream.0) << 42))
+    }
+
+    /// The op as one word, with an amount of bytes below 2^42.
+    #[inline]
+    pub(crate) fn with(self, amount_bytes: u64) -> u64 {
+        debug_assert!(amount_bytes < 1 << 42);
+        self.0 | amount_bytes
+    }
+}
+
+/// An op as one word: the mark, a stream and an amount of bytes below 2^42.
+#[inline]
+pub(crate) fn op_word(mark: Mark, stream: StreamId, amount_bytes: u64) -> u64 {
+    OpKind::new(mark, stream).with(amount_bytes)
+}
+
+/// What [`op_word`] made the word from; `None` for a word that it does not make.
+pub(crate) fn unpack_op(word: u64) -> Option<(Mark, StreamId, u64)> {
+    let mark = *Mark::ALL.get(((word >> 58) as usize).checked_sub(1)?)?;
+    Some((mark, StreamId((word >> 42) as u16), word & ((1 << 42) - 1)))
+}
+
+/// A decision as one word.
+#[inline]
+pub(crate) fn placement_word(placement: Placement) -> u64 {
+    (u64::from(placement.segment.0) << 32) | (placement.offset_bytes / UNIT_BYTES)
+}
+
+/// What [`placement_word`] made the word from.
+pub(crate) fn unpack_placement(word: u64) -> Placement {
+    Placement { segment: SegmentId((word >> 32) as u32), offset_bytes: (word & u64::from(u32::MAX)) * UNIT_BYTES }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn near_histories_have_different_digests() {
+        let histories: [&[(u64, u64)]; 8] = [
+            &[],
+            &[(1, 2)],
+            &[(2, 1)],
+            &[(1, 2), (3, 4)],
+            &[(3, 4), (1, 2)],
+            &[(1, 2), (4, 3)],
+            &[(0, 0)],
+            &[(0, 0), (0, 0)],
+        ];
+        let values: BTreeSet<u64> = histories
+            .iter()
+            .map(|history| {
+                let mut digest = Digest::new(9);
+                history.iter().for_each(|(op, decision)| digest.fold(*op, *decision));
+                digest.value
+            })
+            .collect();
+        assert_eq!(values.len(), histories.len());
+    }
+
+    #[test]
+    fn words_can_be_read_back() {
+        for (number, mark) in Mark::ALL.into_iter().enumerate() {
+            assert_eq!(mark as usize, number + 1);
+            assert_eq!(unpack_op(op_word(mark, StreamId(7), 99)), Some((mark, StreamId(7), 99)));
+        }
+        assert_eq!((unpack_op(0), unpack_op(u64::MAX)), (None, None));
+        let placement = Placement { segment: SegmentId(3), offset_bytes: 5 << 20 };
+        assert_eq!(unpack_placement(placement_word(placement)), placement);
+    }
+
+    #[test]
+    fn marks_streams_and_amounts_do_not_overlap() {
+        let most = op_word(Mark::RefusedBySegment, StreamId(u16::MAX), (1 << 42) - 1);
+        assert_eq!(most >> 58, Mark::RefusedBySegment as u64);
+        assert_eq!((most >> 42) & 0xffff, 0xffff);
+        assert_eq!(unpack_op(most), Some((Mark::RefusedBySegment, StreamId(u16::MAX), (1 << 42) - 1)));
+    }
+}

@@ -1,0 +1,250 @@
+//! The journal: what a heap of a symmetric pool remembers of its ops, for ranks that disagree to look back on.
+//!
+//! A digest says *that* two histories differ. To say *where*, ranks compare the digests of earlier moments, and to say
+//! *what*, the ops themselves. A journal keeps the last `history_ops` of them, and of the time before that a thin
+//! scatter of digests, so that an older difference can at least be bounded.
+//!
+//! ```text
+//!  op number   0 ............ 40960 ..... 45056 ..... 49152 ─────────────────── 53248
+//!              │                 │           │           │ op op op op op op ... │
+//!              agreed        checkpoints: digests only   base     entries        now
+//!              (all ranks are known to have had this digest)
+//! ```
+//!
+//! After a successful agreement everything before it is known to be equal: the journal forgets it and starts again
+//! there. Its size is bounded at all times: 32 bytes per remembered op, up to 112 more where the allocation
+//! had a name, and [`CHECKPOINTS_MAX`] checkpoints.
+
+use crate::history::digest::{Digest, Mark, unpack_op};
+use crate::history::names::cut_name;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+/// Bytes of a name that a journal keeps; the rest is cut off.
+pub(crate) const NAME_BYTES_MAX: usize = 64;
+
+/// Digests kept of the time before the oldest remembered op.
+pub(crate) const CHECKPOINTS_MAX: usize = 32;
+
+/// Checkpoints lie at multiples of this many ops, later of twice as many, and so on: at the same ops on every rank.
+const CHECKPOINT_OPS: u64 = 64;
+
+/// Numbers the ops of all symmetric pools of one allocator in the order in which they happen. With one host thread that
+/// is program order. It tells which of several heaps differed first, and goes into no digest.
+#[derive(Debug)]
+pub(crate) struct ProgramOrder {
+    next: AtomicU64,
+    /// The number that was next at the last agreement.
+    agreed: AtomicU64,
+    is_exclusive: bool,
+}
+
+impl ProgramOrder {
+    pub(crate) fn new(is_exclusive: bool) -> Self {
+        ProgramOrder { next: AtomicU64::new(0), agreed: AtomicU64::new(0), is_exclusive }
+    }
+
+    fn take(&self) -> u64 {
+        if self.is_exclusive {
+            let number = self.next.load(Relaxed);
+            self.next.store(number + 1, Relaxed);
+            number
+        } else {
+            self.next.fetch_add(1, Relaxed)
+        }
+    }
+
+    pub(crate) fn next(&self) -> u64 {
+        self.next.load(Relaxed)
+    }
+
+    /// Ops are counted from here: a rank that joined later counts as the others do.
+    pub(crate) fn agree(&self, next: u64) {
+        self.agreed.store(next, Relaxed);
+    }
+
+    /// The number since the last agreement.
+    pub(crate) fn since_agreed(&self, number: u64) -> u64 {
+        number.saturating_sub(self.agreed.load(Relaxed))
+    }
+}
+
+/// One remembered op.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Entry {
+    pub(crate) op: u64,
+    pub(crate) decision: u64,
+    /// The heap's digest after it.
+    pub(crate) digest: u64,
+    /// Its number in the rank's program order.
+    pub(crate) order: u64,
+}
+
+#[derive(Debug)]
+pub(crate) struct Journal {
+    /// The most entries, at least 1.
+    capacity: usize,
+    /// The ops from `base.ops` on.
+    entries: VecDeque<Entry>,
+    /// The digest before the first entry.
+    base: Digest,
+    /// The newest digest that all ranks are known to have had; before any agreement that of the empty history.
+    agreed: Digest,
+    /// Between `agreed` and `base`, ascending, at multiples of `stride`.
+    checkpoints: Vec<Digest>,
+    stride: u64,
+    /// Names of allocations by op number, ascending.
+    names: VecDeque<(u64, Box<str>)>,
+    order: Arc<ProgramOrder>,
+}
+
+impl Journal {
+    /// A journal of a heap whose digest is `now`, which every rank has had at this op.
+    pub(crate) fn new(history_ops: u32, now: Digest, order: Arc<ProgramOrder>) -> Self {
+        Journal {
+            capacity: history_ops.max(1) as usize,
+            entries: VecDeque::new(),
+            base: now,
+            agreed: now,
+            checkpoints: Vec::new(),
+            stride: CHECKPOINT_OPS,
+            names: VecDeque::new(),
+            order,
+        }
+    }
+
+    /// Forgets everything: the heap took up a history that `now` stands for, and that every rank has had.
+    pub(crate) fn begin(&mut self, now: Digest) {
+        *self = Journal::new(self.capacity as u32, now, Arc::clone(&self.order));
+    }
+
+    /// Notes an op, the decision about it and the digest after it.
+    #[inline(never)]
+    pub(crate) fn note(&mut self, op: u64, decision: u64, after: Digest) {
+        debug_assert_eq!(after.ops, self.ops() + 1, "an op was folded without being noted");
+        if self.entries.len() == self.capacity {
+            self.forget_oldest();
+        } else if self.entries.len() == self.entries.capacity() {
+            self.make_room();
+        }
+        self.entries.push_back(Entry { op, decision, digest: after.value, order: self.order.take() });
+    }
+
+    /// Room for more entries, but for no more than the journal may have.
+    #[cold]
+    fn make_room(&mut self) {
+        let len = self.entries.len();
+        self.entries.reserve_exact(len.max(16).min(self.capacity - len));
+    }
+
+    fn forget_oldest(&mut self) {
+        let Some(oldest) = self.entries.pop_front() else { return };
+        self.base = Digest { ops: self.base.ops + 1, value: oldest.digest };
+        while self.names.front().is_some_and(|(op, _)| *op < self.base.ops) {
+            self.names.pop_front();
+        }
+        if self.base.ops.is_multiple_of(self.stride) {
+            self.add_checkpoint();
+        }
+    }
+
+    fn add_checkpoint(&mut self) {
+        if self.checkpoints.len() == CHECKPOINTS_MAX {
+            self.stride *= 2;
+            let stride = self.stride;
+            self.checkpoints.retain(|checkpoint| checkpoint.ops.is_multiple_of(stride));
+        }
+        if self.base.ops.is_multiple_of(self.stride) {
+            self.checkpoints.push(self.base);
+        }
+    }
+
+    /// Names the newest op's allocation.
+    pub(crate) fn name_newest(&mut self, name: &str) {
+        self.name(self.ops() - 1, name);
+    }
+
+    /// Names the newest allocation that was placed here.
+    pub(crate) fn name_allocation(&mut self, placed: u64, name: &str) {
+        let is_it =
+            |entry: &Entry| entry.decision == placed && matches!(unpack_op(entry.op), Some((Mark::Allocate, _, _)));
+        if let Some(index) = self.entries.iter().rposition(is_it) {
+            self.name(self.base.ops + index as u64, name);
+        }
+    }
+
+    fn name(&mut self, op: u64, name: &str) {
+        let name = cut_name(name, NAME_BYTES_MAX).into();
+        let at = self.names.partition_point(|(named, _)| *named < op);
+        match self.names.get_mut(at) {
+            Some((named, old)) if *named == op => *old = name,
+            _ => self.names.insert(at, (op, name)),
+        }
+    }
+
+    /// Number of ops so far.
+    pub(crate) fn ops(&self) -> u64 {
+        self.base.ops + self.entries.len() as u64
+    }
+
+    /// The number of the first remembered op, or of the next one when none is remembered.
+    pub(crate) fn oldest(&self) -> u64 {
+        self.base.ops
+    }
+
+    /// The digest after so many ops, where it is known.
+    pub(crate) fn digest_at(&self, ops: u64) -> Option<u64> {
+        let index = ops.checked_sub(self.base.ops)?;
+        match index.checked_sub(1) {
+            None => Some(self.base.value),
+            Some(last) => self.entries.get(last as usize).map(|entry| entry.digest),
+        }
+    }
+
+    /// The op with this number, if it is remembered.
+    pub(crate) fn entry(&self, op: u64) -> Option<&Entry> {
+        self.entries.get(usize::try_from(op.checked_sub(self.base.ops)?).ok()?)
+    }
+
+    /// The name of the allocation that the op with this number was about.
+    pub(crate) fn name_of(&self, op: u64) -> Option<&str> {
+        let at = self.names.binary_search_by_key(&op, |(named, _)| *named).ok()?;
+        Some(&self.names[at].1)
+    }
+
+    /// Digests of the time before the oldest remembered op, and at it, ascending.
+    pub(crate) fn checkpoints(&self) -> impl Iterator<Item = Digest> + '_ {
+        let first = (self.agreed.ops < self.base.ops).then_some(self.agreed);
+        let last = self.checkpoints.last().is_none_or(|last| last.ops < self.base.ops).then_some(self.base);
+        first.into_iter().chain(self.checkpoints.iter().copied()).chain(last)
+    }
+
+    /// All ranks had the same digest after so many ops: what was before need not be remembered.
+    pub(crate) fn agree(&mut self, digest: Digest) {
+        while self.base.ops < digest.ops && !self.entries.is_empty() {
+            self.forget_oldest();
+        }
+        self.agreed = digest;
+        self.checkpoints.retain(|checkpoint| checkpoint.ops > digest.ops);
+        if self.checkpoints.is_empty() {
+            self.stride = CHECKPOINT_OPS;
+        }
+    }
+
+    /// Gives the memory back: the heap has no future.
+    pub(crate) fn close(&mut self) {
+        self.entries.shrink_to_fit();
+        self.names.shrink_to_fit();
+    }
+
+    /// The memory that is held, in bytes.
+    pub(crate) fn bytes(&self) -> u64 {
+        let entries = self.entries.capacity() * size_of::<Entry>();
+        let checkpoints = self.checkpoints.capacity() * size_of::<Digest>();
+        let names = self.names.capacity() * size_of::<(u64, Box<str>)>();
+        let letters: usize = self.names.iter().map(|(_, name)| name.len()).sum();
+        (entries + checkpoints + names + letters) as u64
+    }
+}
+

@@ -1,0 +1,6 @@
+//! What heaps remember of the past: digests, the journals that agreement looks back on, names, the segment log.
+
+pub(crate) mod digest;
+pub(crate) mod journal;
+pub(crate) mod names;
+pub mod segment_log;

@@ -1,0 +1,167 @@
+//! What stands in the way of a restore.
+
+use crate::types::backend::BackendError;
+use crate::config::PoolConfig;
+use crate::errors::{LimitScope, UnknownError};
+use crate::types::ids::{Placement, PoolId, SegmentId, StreamId};
+use std::fmt;
+use thiserror::Error;
+
+/// Why `restore_layout` failed. Nothing has changed, except after [`Backend`](Self::Backend) and [`Fence`](Self::Fence).
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum RestoreError {
+    /// The pool, or a stream that the layout names, does not exist.
+    #[error(transparent)]
+    Unknown(#[from] UnknownError),
+    /// The pool has another configuration than the saved one: its future is another.
+    #[error("the layout is of a pool `{saved}`, this one is `{here}`: create it with the saved configuration")]
+    Config {
+        /// Of the saved pool.
+        saved: Box<PoolConfig>,
+        /// Of this one.
+        here: Box<PoolConfig>,
+    },
+    /// The backend maps in other steps than the one that the layout was saved on.
+    #[error(
+        "the layout was saved at a granularity of {saved_bytes} bytes, this backend has {here_bytes}: use an equal one"
+    )]
+    Granularity {
+        /// When the layout was saved, in bytes.
+        saved_bytes: u64,
+        /// Of this backend, in bytes.
+        here_bytes: u64,
+    },
+    /// The allocator has another limit over all pools.
+    #[error("the layout was saved under a total limit of {}, here it is {}: configure the saved one",
+        LimitText(*saved_bytes), LimitText(*here_bytes))]
+    TotalLimit {
+        /// When the layout was saved, in bytes.
+        saved_bytes: Option<u64>,
+        /// Of this allocator, in bytes.
+        here_bytes: Option<u64>,
+    },
+    /// A live allocation is not in the layout, or is there with another size, request or stream.
+    #[error(
+        "an allocation of {requested_bytes} bytes at {placement} on {stream} in {pool}{} is live, but not as the layout \
+         has it: free it first",
+        NameText(name.as_deref())
+    )]
+    UnknownLive {
+        /// The pool.
+        pool: PoolId,
+        /// The stream it was allocated for.
+        stream: StreamId,
+        /// Where it lies in its heap.
+        placement: Placement,
+        /// Bytes that the program asked for.
+        requested_bytes: u64,
+        /// What the program called it.
+        name: Option<Box<str>>,
+    },
+    /// Memory that the layout has went back to the device, so its old addresses mean nothing any more.
+    #[error(
+        "{size_bytes} bytes at {segment}@{offset_bytes} in {pool} ({}) are not there any more: do not trim a pool \
+         that is to be restored; a restarted rank restores before its first op",
+        HeapText(*stream)
+    )]
+    Gone {
+        /// The pool.
+        pool: PoolId,
+        /// The stream of the heap; `None` when the pool's streams share.
+        stream: Option<StreamId>,
+        /// The segment.
+        segment: SegmentId,
+        /// Where the first missing memory starts in it, in bytes.
+        offset_bytes: u64,
+        /// How much is missing there, in bytes.
+        size_bytes: u64,
+    },
+    /// Memory was obtained since, and an observer knows of it: what was logged cannot be taken back.
+    #[error(
+        "{segment} of {pool} ({}) was born or grew since the layout was saved, and {observers} observers know of it: \
+         forget them first, and observe the pool anew afterwards",
+        HeapText(*stream)
+    )]
+    Observed {
+        /// The pool.
+        pool: PoolId,
+        /// The stream of the heap; `None` when the pool's streams share.
+        stream: Option<StreamId>,
+        /// The segment.
+        segment: SegmentId,
+        /// Number of observers of the pool.
+        observers: u32,
+    },
+    /// Observers hold dead segments, which count towards the limits.
+    #[error("observers hold {retired_bytes} bytes of dead segments of {pool}: let them acknowledge first")]
+    Retired {
+        /// The pool.
+        pool: PoolId,
+        /// Bytes of the dead segments.
+        retired_bytes: u64,
+    },
+    /// A configured limit is lower than what the layout and the other pools hold.
+    #[error("the layout needs {needed_bytes} bytes, and the {} limit of {limit_bytes} leaves less: restore every pool \
+        before anything else is allocated", ScopeText(*scope))]
+    Limit {
+        /// Which limit.
+        scope: LimitScope,
+        /// Its value in bytes.
+        limit_bytes: u64,
+        /// Bytes of the heap that did not fit.
+        needed_bytes: u64,
+    },
+    /// A stream cannot be told to wait for the earlier users of memory that becomes its own again.
+    #[error("cannot order {stream} behind the earlier users of its memory, restore again later: {error}")]
+    Fence {
+        /// The stream that was to wait.
+        stream: StreamId,
+        /// What the driver said.
+        error: BackendError,
+    },
+    /// The driver failed. A fresh pool is fresh again; a used one is sound, and restoring it again goes on.
+    #[error("the driver failed, restore again later: {0}")]
+    Backend(#[from] BackendError),
+}
+
+struct LimitText(Option<u64>);
+
+impl fmt::Display for LimitText {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(bytes) => write!(f, "{bytes} bytes"),
+            None => f.write_str("none"),
+        }
+    }
+}
+
+struct NameText<'a>(Option<&'a str>);
+
+impl fmt::Display for NameText<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.map_or(Ok(()), |name| write!(f, ", {name:?},"))
+    }
+}
+
+struct HeapText(Option<StreamId>);
+
+impl fmt::Display for HeapText {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(stream) => write!(f, "{stream}"),
+            None => f.write_str("shared"),
+        }
+    }
+}
+
+struct ScopeText(LimitScope);
+
+impl fmt::Display for ScopeText {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self.0 {
+            LimitScope::Pool => "pool's",
+            LimitScope::Allocator => "allocator's",
+        })
+    }
+}

@@ -1,0 +1,4 @@
+//! Statistics and limits.
+
+pub(crate) mod budget;
+pub mod usage;

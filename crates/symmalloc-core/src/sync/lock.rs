@@ -1,0 +1,96 @@
+//! How an allocator guards its heaps: a kind of lock, chosen by a type parameter.
+//!
+//! With [`Exclusive`] one thread owns the allocator, and a lock is a flag. With [`Shared`] many threads use it, and every
+//! heap has a mutex of its own: threads that drive different streams share no lock on the way through `allocate` and
+//! `free`. A test that explores interleavings brings a third kind.
+
+use parking_lot::{Mutex, MutexGuard};
+use std::cell::{RefCell, RefMut};
+use std::fmt::Debug;
+use std::ops::DerefMut;
+
+/// A kind of lock.
+pub trait Lock: Debug + Sized + 'static {
+    /// Whether only one thread can use the allocator.
+    const IS_EXCLUSIVE: bool;
+    /// The lock around a `T`.
+    type Cell<T>: LockCell<T>;
+}
+
+/// Access to a `T` behind a lock of this kind.
+pub(crate) type Guard<'a, L, T> = <<L as Lock>::Cell<T> as LockCell<T>>::Guard<'a>;
+
+/// A `T` behind a lock.
+pub trait LockCell<T> {
+    /// Access to the `T` for as long as it lives.
+    type Guard<'a>: DerefMut<Target = T>
+    where
+        Self: 'a;
+
+    /// Puts a `T` behind a lock.
+    fn new(value: T) -> Self;
+
+    /// Locks. The allocator never locks twice in one thread.
+    ///
+    /// # Panics
+    /// [`Exclusive`]'s lock panics when the same thread holds it already. With [`Shared`] that thread waits for itself, for
+    /// ever.
+    fn lock(&self) -> Self::Guard<'_>;
+}
+
+/// One thread drives the allocator.
+#[derive(Clone, Copy, Debug)]
+pub enum Exclusive {}
+
+impl Lock for Exclusive {
+    const IS_EXCLUSIVE: bool = true;
+    type Cell<T> = RefCell<T>;
+}
+
+impl<T> LockCell<T> for RefCell<T> {
+    type Guard<'a>
+        = RefMut<'a, T>
+    where
+        T: 'a;
+
+    fn new(value: T) -> Self {
+        RefCell::new(value)
+    }
+
+    #[inline]
+    fn lock(&self) -> RefMut<'_, T> {
+        self.borrow_mut()
+    }
+}
+
+/// Many threads drive the allocator.
+#[derive(Clone, Copy, Debug)]
+pub enum Shared {}
+
+impl Lock for Shared {
+    const IS_EXCLUSIVE: bool = false;
+    type Cell<T> = PaddedMutex<T>;
+}
+
+/// A mutex that fills whole pairs of cache lines: processors fetch lines in pairs, and threads that use different locks
+/// must not slow each other down. A panic under the lock does not poison it: others still learn what they can, and the
+/// next assertion stops whoever meets the damage.
+#[derive(Debug)]
+#[repr(align(128))]
+pub struct PaddedMutex<T>(Mutex<T>);
+
+impl<T> LockCell<T> for PaddedMutex<T> {
+    type Guard<'a>
+        = MutexGuard<'a, T>
+    where
+        T: 'a;
+
+    fn new(value: T) -> Self {
+        PaddedMutex(Mutex::new(value))
+    }
+
+    #[inline]
+    fn lock(&self) -> MutexGuard<'_, T> {
+        self.0.lock()
+    }
+}

@@ -1,0 +1,97 @@
+//! A registry: an append-only table that is read without a lock while it grows.
+//!
+//! Pools, heaps and the routes between them are looked up by every `allocate` and `free` and made rarely. The first few
+//! entries, all that most programs have, are a comparison and a load away; the rest lives in a [`boxcar::Vec`]. What is
+//! registered should be small, a box or a counted pointer: the first entries lie in the registry itself.
+
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering;
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+/// Entries that are found the short way.
+const NEAR: usize = 8;
+
+#[derive(Debug)]
+pub(crate) struct Registry<T> {
+    /// One more than the largest index that was made.
+    len: AtomicUsize,
+    near: [OnceLock<T>; NEAR],
+    far: boxcar::Vec<OnceLock<T>>,
+    /// Held while `far` grows: a thread that waits for another one's entry would add entries until it comes.
+    growing: Mutex<()>,
+}
+
+impl<T> Registry<T> {
+    pub(crate) fn new() -> Self {
+        Registry {
+            len: AtomicUsize::new(0),
+            near: std::array::from_fn(|_| OnceLock::new()),
+            far: boxcar::Vec::new(),
+            growing: Mutex::new(()),
+        }
+    }
+
+    #[inline]
+    pub(crate) fn get(&self, index: usize) -> Option<&T> {
+        match self.near.get(index) {
+            Some(entry) => entry.get(),
+            None => self.get_far(index),
+        }
+    }
+
+    #[inline(never)]
+    fn get_far(&self, index: usize) -> Option<&T> {
+        self.far.get(index - NEAR)?.get()
+    }
+
+    /// The entry, made now if it was not made before.
+    pub(crate) fn get_or_make(&self, index: usize, make: impl FnOnce() -> T) -> &T {
+        let entry = match self.near.get(index) {
+            Some(entry) => entry,
+            None => {
+                let _growing = self.growing.lock().unwrap_or_else(PoisonError::into_inner);
+                while self.far.get(index - NEAR).is_none() {
+                    self.far.push(OnceLock::new());
+                }
+                &self.far[index - NEAR]
+            }
+        };
+        self.len.fetch_max(index + 1, Ordering::AcqRel);
+        entry.get_or_init(make)
+    }
+
+    /// Adds an entry, which is told its index.
+    pub(crate) fn push(&self, make: impl FnOnce(usize) -> T) -> usize {
+        let index = self.len.fetch_add(1, Ordering::AcqRel);
+        self.get_or_make(index, || make(index));
+        index
+    }
+
+    /// Number of indices that are taken; an entry that is just being made counts.
+    pub(crate) fn len(&self) -> usize {
+        self.len.load(Ordering::Acquire)
+    }
+
+    /// The entries that were made, by index.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (usize, &T)> {
+        (0..self.len()).filter_map(|index| Some((index, self.get(index)?)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn near_and_far_entries_are_found_and_gaps_are_not() {
+        let registry = Registry::new();
+        for index in 0..2 * NEAR {
+            assert_eq!(registry.push(|index| 10 * index), index);
+        }
+        registry.get_or_make(5 * NEAR, || 7);
+        assert_eq!(registry.get(NEAR + 1), Some(&(10 * NEAR + 10)));
+        assert_eq!(registry.get(3 * NEAR), None);
+        assert_eq!(registry.iter().count(), 2 * NEAR + 1);
+        assert_eq!(registry.get_or_make(0, || 99), &0);
+    }
+}

@@ -1,0 +1,178 @@
+//! The contract between the allocator and whatever gives it device memory.
+//!
+//! A backend hands out address ranges, backs them with memory, and orders work on streams. Two kinds exist: the
+//! simulator ([`crate::sim`]) and CUDA. One conformance suite runs against every implementation.
+//!
+//! ```text
+//! reserve ──► map ──► (the program uses the bytes) ──► unmap ──► release
+//!             map more granules at the end, or into a hole
+//! record(stream) ──► wait(other stream, event) any number of times ──► recycle(event)
+//! ```
+//!
+//! The allocator promises: offsets and sizes are multiples of [`Backend::granularity_bytes`], sizes not zero; a granule
+//! is mapped at most once; everything is unmapped before its range is released; before `unmap` it has called
+//! `synchronize` for every stream that may still use the bytes; an event is recycled once and not used afterwards.
+//!
+//! A backend promises: a call that returns an error changed nothing; no call blocks on device work, but
+//! [`Backend::synchronize`]; it may be called from any thread, but never for the same range from two at once.
+//!
+//! No answer of a backend decides a placement (rule D1): addresses are only handed on to the program, and a refusal
+//! becomes a typed error.
+
+use crate::types::ids::StreamId;
+
+/// A device address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct DeviceAddress(pub u64);
+
+impl DeviceAddress {
+    /// The address so many bytes further.
+    #[inline]
+    pub(crate) fn plus(self, offset_bytes: u64) -> Self {
+        DeviceAddress(self.0 + offset_bytes)
+    }
+}
+
+/// A reserved address range, as the backend names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Range {
+    /// First address; a multiple of the granularity.
+    pub base: DeviceAddress,
+    /// Length in bytes; a multiple of the granularity.
+    pub size_bytes: u64,
+}
+
+/// A recorded event, as the backend names it. Means nothing outside that backend.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Event(pub u64);
+
+/// Why a backend call failed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{call} failed with {code} ({reason})")]
+#[non_exhaustive]
+pub struct BackendError {
+    /// The driver call, for example `cuMemCreate`.
+    pub call: &'static str,
+    /// The driver's code.
+    pub code: i32,
+    /// What the code means for the allocator.
+    pub reason: Reason,
+}
+
+/// What a failed backend call means.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Reason {
+    /// The device has not enough memory. Another attempt may succeed after memory was given back.
+    #[error("out of device memory")]
+    OutOfMemory,
+    /// The device or its context is lost: no further call can succeed.
+    #[error("the device is lost")]
+    DeviceLost,
+    /// The backend returned a range that overlaps a live one, or is unaligned, too short or too long for the address space. The
+    /// allocator uses none of it: the backend breaks its contract.
+    #[error("the backend returned a range that cannot be used")]
+    BadRange,
+    /// Anything else the driver refused.
+    #[error("refused by the driver")]
+    Refused,
+}
+
+impl BackendError {
+    /// An error of `call` with the driver's `code`.
+    pub fn new(call: &'static str, code: i32, reason: Reason) -> Self {
+        BackendError { call, code, reason }
+    }
+}
+
+/// Gives device memory and orders streams. See the [module documentation](self) for the contract.
+pub trait Backend {
+    /// The unit of mapping, in bytes: a power of two, at least 512, the same for the life of the backend.
+    fn granularity_bytes(&self) -> u64;
+
+    /// Reserves a range of addresses without memory.
+    ///
+    /// # Errors
+    /// When the driver refuses; nothing is reserved then.
+    fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError>;
+
+    /// Backs `size_bytes` of the range, from `offset_bytes` on, with device memory the device may access.
+    ///
+    /// # Errors
+    /// When the driver refuses; nothing is mapped then.
+    fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError>;
+
+    /// Gives the memory behind a part of the range back to the device. The part may cover several `map` calls, and may
+    /// cut one (backends that cannot cut a mapping map granule by granule).
+    ///
+    /// # Errors
+    /// When the driver refuses; the part stays mapped then.
+    fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError>;
+
+    /// Gives up a range of which nothing is mapped.
+    ///
+    /// # Errors
+    /// When the driver refuses; the range stays reserved then.
+    fn release(&self, range: Range) -> Result<(), BackendError>;
+
+    /// Records an event after all work submitted to `stream` so far.
+    ///
+    /// # Errors
+    /// When the driver refuses; no event exists then.
+    fn record(&self, stream: StreamId) -> Result<Event, BackendError>;
+
+    /// Makes later work on `stream` wait, on the device, for `event`.
+    ///
+    /// # Errors
+    /// When the driver refuses; the stream does not wait then.
+    fn wait(&self, stream: StreamId, event: Event) -> Result<(), BackendError>;
+
+    /// Whether the work before `event` is done. Used to drop fences early, never to decide a placement.
+    ///
+    /// # Errors
+    /// When the driver refuses to say.
+    fn query(&self, event: Event) -> Result<bool, BackendError>;
+
+    /// Takes an event back for reuse. Streams that were told to wait for it still do. Cannot fail: a backend keeps
+    /// what it cannot reuse until it is dropped.
+    fn recycle(&self, event: Event);
+
+    /// Blocks the host until all work submitted to `stream` so far is done.
+    ///
+    /// # Errors
+    /// When the driver refuses or reports a failure of that work.
+    fn synchronize(&self, stream: StreamId) -> Result<(), BackendError>;
+}
+
+impl<B: Backend + ?Sized> Backend for &B {
+    fn granularity_bytes(&self) -> u64 {
+        (**self).granularity_bytes()
+    }
+    fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
+        (**self).reserve(size_bytes)
+    }
+    fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
+        (**self).map(range, offset_bytes, size_bytes)
+    }
+    fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
+        (**self).unmap(range, offset_bytes, size_bytes)
+    }
+    fn release(&self, range: Range) -> Result<(), BackendError> {
+        (**self).release(range)
+    }
+    fn record(&self, stream: StreamId) -> Result<Event, BackendError> {
+        (**self).record(stream)
+    }
+    fn wait(&self, stream: StreamId, event: Event) -> Result<(), BackendError> {
+        (**self).wait(stream, event)
+    }
+    fn query(&self, event: Event) -> Result<bool, BackendError> {
+        (**self).query(event)
+    }
+    fn recycle(&self, event: Event) {
+        (**self).recycle(event);
+    }
+    fn synchronize(&self, stream: StreamId) -> Result<(), BackendError> {
+        (**self).synchronize(stream)
+    }
+}
