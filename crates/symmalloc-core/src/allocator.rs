@@ -54,7 +54,8 @@ use std::sync::{Arc, Mutex};
 ///
 /// # Examples
 /// ```
-/// use symmalloc_core::{Allocator, Config, PoolId, sim::SimBackend};
+/// use symmalloc_core::{Allocator, Config, PoolId};
+/// use symmalloc_sim::SimBackend;
 ///
 /// let allocator: Allocator<_> = Allocator::new(SimBackend::builder().seed(7).build(), Config::default())?;
 /// let stream = allocator.register_stream()?;

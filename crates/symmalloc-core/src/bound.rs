@@ -24,7 +24,8 @@ use std::fmt;
 ///
 /// # Examples
 /// ```
-/// use symmalloc_core::{Allocator, Config, PoolId, sim::SimBackend};
+/// use symmalloc_core::{Allocator, Config, PoolId};
+/// use symmalloc_sim::SimBackend;
 ///
 /// let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default())?;
 /// let stream = allocator.register_stream()?;
@@ -214,85 +215,5 @@ impl<L: Lock> fmt::Debug for Binding<L> {
 impl<B: Backend, L: Lock> fmt::Debug for BoundHeap<'_, B, L> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("BoundHeap").field("pool", &self.pool()).field("stream", &self.stream()).finish_non_exhaustive()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::config::{Config, PoolConfig};
-    use crate::errors::HandleError;
-    use crate::sim::SimBackend;
-
-    fn allocator() -> Allocator<SimBackend> {
-        let allocator = Allocator::new(SimBackend::builder().seed(1).build(), Config::default()).expect("valid");
-        for _ in 0..2 {
-            allocator.register_stream().expect("few streams");
-        }
-        allocator
-    }
-
-    const SIZES: [u64; 6] = [1, 4096, 3 << 20, 700, 64 << 20, 0];
-
-    #[test]
-    fn the_way_to_a_heap_does_not_show_in_placements_and_digests() {
-        let (direct, bound, shown) = (allocator(), allocator(), allocator());
-        let binding = shown.binding(PoolId::DEFAULT, StreamId(1)).expect("both exist");
-        let heap = bound.bind(PoolId::DEFAULT, StreamId(1)).expect("both exist");
-        for size in SIZES.into_iter().chain(SIZES) {
-            let one = direct.allocate(PoolId::DEFAULT, StreamId(1), size).expect("memory");
-            let other = heap.allocate(size).expect("memory");
-            let third = shown.allocate_in(&binding, size).expect("memory");
-            assert_eq!((one.placement, one.size_bytes), (other.placement, other.size_bytes));
-            assert_eq!((one.placement, one.size_bytes), (third.placement, third.size_bytes));
-            if size > 1000 {
-                direct.free(one.handle).expect("live");
-                heap.free(other.handle).expect("live");
-                shown.free_in(&binding, third.handle).expect("live");
-            }
-        }
-        for other in [&bound, &shown] {
-            assert_eq!(direct.digest(PoolId::DEFAULT), other.digest(PoolId::DEFAULT));
-            assert_eq!(direct.stats(), other.stats());
-            other.check().expect("sane");
-        }
-    }
-
-    #[test]
-    fn a_binding_frees_what_lies_in_another_heap() {
-        let allocator = allocator();
-        let [one, other] =
-            [0, 1].map(|stream| allocator.binding(PoolId::DEFAULT, StreamId(stream)).expect("both exist"));
-        let freed = allocator.allocate_in(&other, 512).expect("memory");
-        assert_eq!(allocator.free_in(&one, freed.handle), Ok(()));
-        assert!(allocator.free_in(&other, freed.handle).is_err(), "once");
-    }
-
-    #[test]
-    #[should_panic(expected = "a binding of another allocator")]
-    fn a_binding_is_good_for_its_own_allocator_only() {
-        let binding = allocator().binding(PoolId::DEFAULT, StreamId(0)).expect("both exist");
-        let _refused = allocator().allocate_in(&binding, 512);
-    }
-
-    #[test]
-    fn an_allocation_of_another_heap_is_freed_there_and_only_once() {
-        let allocator = allocator();
-        let [one, other] = [0, 1].map(|stream| allocator.bind(PoolId::DEFAULT, StreamId(stream)).expect("both exist"));
-        let (kept, freed) = (one.allocate(512).expect("memory"), other.allocate(512).expect("memory"));
-        one.free(freed.handle).expect("live, in the other heap");
-        assert_eq!(one.free(freed.handle), Err(FreeError::Handle(HandleError::Stale { handle: freed.handle })));
-        assert_eq!(other.free(kept.handle), Ok(()));
-        assert_eq!(allocator.stats().usage.all.allocations.current, 0);
-    }
-
-    #[test]
-    fn a_bound_heap_of_a_destroyed_pool_refuses() {
-        let allocator = allocator();
-        let config = PoolConfig::builder().expandable().build().expect("valid");
-        let pool = allocator.create_pool(config).expect("a pool");
-        let heap = allocator.bind(pool, StreamId(0)).expect("both exist");
-        allocator.destroy_pool(pool).expect("nothing is live");
-        assert_eq!(heap.allocate(512), Err(AllocateError::Unknown(UnknownError::DestroyedPool { pool })));
     }
 }

@@ -6,13 +6,14 @@
 //! This allocator decides from the program alone: by size, by the age of the backing memory, by offset, and by nothing
 //! that a machine could answer differently.
 //!
-//! The crate knows no CUDA and contains no `unsafe`. It takes memory from a [`Backend`]; the [simulator](sim) is one.
+//! The crate knows no CUDA and contains no `unsafe`. It takes memory from a [`Backend`]; the crate `symmalloc-sim` has one without a device.
 //!
 //! # Examples
 //! Two ranks whose devices hand out addresses in different orders, and what the program sees of that:
 //!
 //! ```
-//! use symmalloc_core::{Allocator, Config, PoolId, sim::SimBackend};
+//! use symmalloc_core::{Allocator, Config, PoolId};
+//! use symmalloc_sim::SimBackend;
 //!
 //! let mut placements = Vec::new();
 //! for rank in 0..2 {
@@ -120,7 +121,6 @@ pub mod report;
 pub mod restore;
 mod routes;
 pub mod segment_log;
-pub mod sim;
 mod size_rules;
 mod sorted_run;
 pub mod stats;
