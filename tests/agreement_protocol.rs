@@ -8,9 +8,9 @@ use symmalloc_core::agreement::{
     Action, Agreement, AgreementError, Cause, Difference, Disagreement, Gathered, Mode, Point, ThreadTransport,
     Transport, TransportError, Witness, agree, agree_in_lockstep,
 };
-use symmalloc_core::sim::SimBackend;
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocator, Config, PoolConfig, PoolId, StreamId};
+use symmalloc_sim::SimBackend;
 
 const LONG: Duration = Duration::from_secs(60);
 

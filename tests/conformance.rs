@@ -2,8 +2,8 @@
 
 use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Range, Reason};
 use symmalloc_core::ids::StreamId;
-use symmalloc_core::sim::{Call, Delays, SimBackend};
 use symmalloc_harness::conformance::conformance;
+use symmalloc_sim::{Call, Delays, SimBackend};
 
 #[test]
 fn the_simulator_keeps_the_contract_on_every_rank() {

@@ -6,12 +6,12 @@ use symmalloc_core::backend::Reason;
 use symmalloc_core::config::Reclaim;
 use symmalloc_core::errors::{AllocateError, FreeError, OutOfMemoryCause, PoolError, TrimError};
 use symmalloc_core::replay::{Replay, StepError};
-use symmalloc_core::sim::{Call, Fault, FaultRule, SimBackend};
 use symmalloc_core::{Allocator, Config, Digest, Op, Placement, PoolConfig, PoolId, Retry};
 use symmalloc_harness::checker::{DeviceWork, PrintOnPanic, outcome};
 use symmalloc_harness::generate::Scenario;
 use symmalloc_harness::jobs;
 use symmalloc_harness::oracle::{Outcome, Refusal};
+use symmalloc_sim::{Call, Fault, FaultRule, SimBackend};
 
 const OPS: usize = 40;
 

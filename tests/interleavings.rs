@@ -15,9 +15,9 @@ use symmalloc_core::errors::{AllocateError, PoolError};
 use symmalloc_core::held::{Heap, HeapCell, Keepsake, Vacant};
 use symmalloc_core::lock::{Exclusive, Lock, LockCell};
 
-use symmalloc_core::sim::{SimBackend, SplitMix64};
 use symmalloc_core::units::{KIB, MIB};
 use symmalloc_core::{Allocation, Allocator, Binding, Digest, Handle, PoolId, Retry, StreamId};
+use symmalloc_sim::{SimBackend, SplitMix64};
 
 /// The third kind of lock: shuttle's, where another thread may go on.
 #[derive(Debug)]

@@ -7,7 +7,6 @@ use symmalloc_core::lock::{Exclusive, Lock, Shared};
 use symmalloc_core::replay::{Program, Replay};
 use symmalloc_core::restore::RestoreError;
 use symmalloc_core::segment_log::SegmentEventKind;
-use symmalloc_core::sim::{Call, Delays, Fault, FaultRule, SimBackend, SplitMix64};
 use symmalloc_core::units::MIB;
 use symmalloc_core::{
     Allocation, AllocationId, Allocator, Digest, LimitScope, Op, Placement, PoolId, SegmentId, StreamId,
@@ -17,6 +16,7 @@ use symmalloc_harness::generate::Scenario;
 use symmalloc_harness::jobs;
 use symmalloc_harness::oracle::Outcome;
 use symmalloc_harness::restart::Checkpoint;
+use symmalloc_sim::{Call, Delays, Fault, FaultRule, SimBackend, SplitMix64};
 
 const POOL: PoolId = PoolId::DEFAULT;
 const S0: StreamId = StreamId(0);

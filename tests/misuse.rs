@@ -5,9 +5,9 @@ use symmalloc_core::config::{Config, ConfigError, FixedSegments, PointerLookup, 
 use symmalloc_core::errors::{
     AllocateError, FreeError, HandleError, OutOfMemoryCause, PoolError, RecordUseError, TrimError, UnknownError,
 };
-use symmalloc_core::sim::SimBackend;
 use symmalloc_core::units::{MIB, SEGMENT_BYTES_MAX};
 use symmalloc_core::{Allocator, Handle, LimitScope, Placement, PoolId, Retry, StreamId};
+use symmalloc_sim::SimBackend;
 
 const S0: StreamId = StreamId(0);
 const POOL: PoolId = PoolId::DEFAULT;

@@ -8,12 +8,12 @@ use symmalloc_core::config::{Config, ExpandableSegments, PoolConfig, SegmentPoli
 use symmalloc_core::lock::{Exclusive, Lock, Shared};
 use symmalloc_core::replay::Replay;
 use symmalloc_core::report::BlockStateSnapshot;
-use symmalloc_core::sim::{Addresses, Delays, SimBackend, SplitMix64};
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocator, Digest, Placement, PoolId, StreamId};
 use symmalloc_harness::checker::{Decisions, decisions};
 use symmalloc_harness::generate::{Scenario, scenario_bytes};
 use symmalloc_harness::jobs;
+use symmalloc_sim::{Addresses, Delays, SimBackend, SplitMix64};
 
 /// A rank's run. Its host looks for finished events whenever it pleases.
 fn rank<L: Lock>(scenario: &Scenario, seed: u64, rank: u32) -> Decisions {

@@ -9,13 +9,13 @@ use symmalloc_core::lock::{Exclusive, Lock, Shared};
 use symmalloc_core::op::Record;
 use symmalloc_core::recording::{RecordingError, Sink, SinkError, StartRecordingError};
 use symmalloc_core::replay::{Program, Replay};
-use symmalloc_core::sim::{Call, Fault, FaultRule, SimBackend, SplitMix64};
 use symmalloc_core::trace::Trace;
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocator, Backend, Digest, Handle, Op, PoolId, Retry, SharedAllocator, StreamId};
 use symmalloc_harness::checker::{PrintOnPanic, outcome};
 use symmalloc_harness::generate::{Scenario, scenario_bytes};
 use symmalloc_harness::jobs;
+use symmalloc_sim::{Call, Fault, FaultRule, SimBackend, SplitMix64};
 
 /// Records in memory, up to a number of them.
 #[derive(Clone)]

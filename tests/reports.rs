@@ -3,9 +3,9 @@
 use symmalloc_core::config::PoolConfig;
 use symmalloc_core::lock::Shared;
 use symmalloc_core::report::BlockStateSnapshot;
-use symmalloc_core::sim::SimBackend;
 use symmalloc_core::units::{KIB, MIB};
 use symmalloc_core::{Allocator, Config, PoolId, StreamId};
+use symmalloc_sim::SimBackend;
 
 const POOL: PoolId = PoolId::DEFAULT;
 

@@ -2,8 +2,8 @@
 
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::lock::Shared;
-use symmalloc_core::sim::{SimBackend, SplitMix64};
 use symmalloc_core::{Allocator, Digest, Handle, PoolId, SharedAllocator, StreamId};
+use symmalloc_sim::{SimBackend, SplitMix64};
 
 const THREADS: u16 = 4;
 const OPS: u64 = 3000;

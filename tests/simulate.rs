@@ -4,12 +4,12 @@
 use std::fs;
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::sync::atomic::{AtomicU64, Ordering};
-use symmalloc_core::sim::SplitMix64;
 use symmalloc_core::{Op, PoolId};
 use symmalloc_harness::{jobs, targets};
 use symmalloc_import::{ReadOptions, read_path};
-use symmalloc_simulate::shrink::shrink;
-use symmalloc_simulate::{Cause, Deviation, Failure, Faults, Outcome, Plan, Size, simulate, story};
+use symmalloc_sim::SplitMix64;
+use symmalloc_sim::job::shrink::shrink;
+use symmalloc_sim::job::{Cause, Deviation, Failure, Faults, Outcome, Plan, Size, simulate, story};
 
 fn size(ranks: u32, ops: usize) -> Size {
     Size { ranks: NonZeroU32::new(ranks).expect("some"), ops }
@@ -68,7 +68,8 @@ fn a_thousand_jobs_of_64_ranks_place_alike_whatever_happens() {
 fn recorded_jobs_place_alike_on_64_ranks() {
     for (job, seed) in [("fsdp1_train_rank0", 7), ("fsdp_train_rank1", 1)] {
         let recording = read_path(&jobs::path(job), &ReadOptions::default()).expect("part of the project");
-        let plan = Plan::of_recording(&recording, seed, NonZeroU32::new(64).expect("some"));
+        let config = recording.config.clone().unwrap_or_default();
+        let plan = Plan::of_recorded(&config, &recording.records, seed, NonZeroU32::new(64).expect("some"));
         let outcome = run(&plan).unwrap_or_else(|failure| panic!("{job}: {failure}"));
         assert!(outcome.ops > 64 * recording.records.len() as u64 / 2, "{outcome:?}");
         assert!(outcome.syncs > 10, "{outcome:?}");

@@ -8,7 +8,6 @@
 
 use gungraun::{library_benchmark, library_benchmark_group, main};
 use std::hint::black_box;
-use symmalloc_benches::device::Weightless;
 use symmalloc_benches::micro::{self, ManyFree, Sizes};
 use symmalloc_benches::reference::Reference;
 use symmalloc_benches::workload::{Bench, Bound, Workload};
@@ -16,8 +15,9 @@ use symmalloc_benches::{Segments, ours, reference};
 use symmalloc_core::config::StreamPolicy::{self, Separate, Shared};
 use symmalloc_core::lock::Exclusive;
 use symmalloc_harness::jobs;
+use symmalloc_sim::IdleBackend;
 
-type Ours = Bound<'static, Weightless, Exclusive>;
+type Ours = Bound<'static, IdleBackend, Exclusive>;
 
 /// Lives to the end of the process, as the bound heaps of a case ask for: one case is counted in one process.
 fn bound(segments: Segments, streams: StreamPolicy) -> Ours {
@@ -40,7 +40,7 @@ fn shared(name: &str) -> Bench<Ours> {
     job(name, Segments::Expandable, Shared)
 }
 
-fn obvious(name: &str) -> Bench<Reference<Weightless>> {
+fn obvious(name: &str) -> Bench<Reference<IdleBackend>> {
     Bench::warm(reference(Segments::Expandable), Workload::from(&jobs::program(name)))
 }
 
@@ -67,7 +67,7 @@ fn recorded_job(mut bench: Bench<Ours>) -> Bench<Ours> {
 
 #[library_benchmark]
 #[benches::expandable(args = ["gpt2_train_varlen", "moe_train", "resnet50_multiscale", "llama_generate", "fsdp_train_rank0", "fsdp1_train_rank0"], setup = obvious)]
-fn reference_on_recorded_job(mut bench: Bench<Reference<Weightless>>) -> Bench<Reference<Weightless>> {
+fn reference_on_recorded_job(mut bench: Bench<Reference<IdleBackend>>) -> Bench<Reference<IdleBackend>> {
     black_box(&mut bench).repeat();
     bench
 }

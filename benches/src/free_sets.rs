@@ -258,7 +258,7 @@ impl FreeSet for BinLists {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use symmalloc_core::sim::SplitMix64;
+    use symmalloc_sim::SplitMix64;
 
     /// Keys come and go at random; few sizes, so that bins hold many and few keys of one size.
     fn questions() -> Vec<Question> {

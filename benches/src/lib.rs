@@ -18,15 +18,14 @@
 //! Steady state is measured: a workload frees everything that it allocates, and has run once before. The device costs
 //! nothing, so what is measured is the allocator's own work, on one thread with exclusive access.
 
-use crate::device::Weightless;
 use crate::reference::Reference;
 use std::sync::atomic::{AtomicU32, Ordering};
 use symmalloc_core::config::{PoolConfigBuilder, StreamPolicy};
 use symmalloc_core::{Allocator, Config, PoolConfig};
 use symmalloc_import::{TraceFile, TraceFileOptions};
+use symmalloc_sim::IdleBackend;
 
 pub mod clock;
-pub mod device;
 pub mod fit_rules;
 pub mod free_sets;
 pub mod metered;
@@ -45,7 +44,7 @@ pub enum Segments {
 }
 
 /// Our allocator.
-pub type Ours = Allocator<Weightless>;
+pub type Ours = Allocator<IdleBackend>;
 
 /// Our allocator, driven by one thread.
 ///
@@ -84,10 +83,10 @@ pub fn ours_recorded() -> Ours {
 
 fn ours_with(default_pool: PoolConfigBuilder) -> Ours {
     let config = Config::builder().default_pool(default_pool.build().expect("valid")).build().expect("valid");
-    Allocator::new(Weightless::default(), config).expect("a valid granularity")
+    Allocator::new(IdleBackend::default(), config).expect("a valid granularity")
 }
 
 /// The reference, with a heap per stream.
-pub fn reference(segments: Segments) -> Reference<Weightless> {
-    Reference::new(Weightless::default(), segments)
+pub fn reference(segments: Segments) -> Reference<IdleBackend> {
+    Reference::new(IdleBackend::default(), segments)
 }

@@ -8,7 +8,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use symmalloc_core::backend::{Backend, BackendError, Event, Range};
 use symmalloc_core::ids::StreamId;
-use symmalloc_core::sim::{Call, SimBackend};
+use symmalloc_sim::{Call, SimBackend};
 
 /// What a device was asked for so far, or in between.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

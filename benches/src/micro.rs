@@ -12,7 +12,7 @@
 
 use crate::workload::{Subject, Workload};
 use symmalloc_core::ids::StreamId;
-use symmalloc_core::sim::SplitMix64;
+use symmalloc_sim::SplitMix64;
 
 const S0: StreamId = StreamId(0);
 const S1: StreamId = StreamId(1);

@@ -19,8 +19,8 @@ use symmalloc_core::errors::{AllocateError, OutOfMemoryCause, PoolError, RecordU
 use symmalloc_core::lock::{Exclusive, Lock};
 use symmalloc_core::replay::{Replay, StepError};
 use symmalloc_core::report::{BlockStateSnapshot, SegmentSnapshot};
-use symmalloc_core::sim::SimBackend;
 use symmalloc_core::{Allocation, AllocationId, Allocator, Digest, Op, PoolId, StreamId};
+use symmalloc_sim::SimBackend;
 
 /// What a run came to: equal for two runs exactly when every decision was.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

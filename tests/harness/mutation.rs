@@ -10,9 +10,9 @@
 use std::collections::BTreeMap;
 use symmalloc_core::config::{Config, PoolConfig, Reclaim, RoundupPower2Divisions, StreamPolicy};
 use symmalloc_core::op::{Op, Record};
-use symmalloc_core::sim::SplitMix64;
 use symmalloc_core::units::{MIB, SEGMENT_BYTES_MAX};
 use symmalloc_core::{AllocationId, PoolId, StreamId};
+use symmalloc_sim::SplitMix64;
 
 /// A kind of difference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

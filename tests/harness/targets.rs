@@ -10,12 +10,12 @@ use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::layout::Layout;
 use symmalloc_core::lock::{Exclusive, Shared};
 use symmalloc_core::replay::Program;
-use symmalloc_core::sim::{Delays, SimBackend};
 use symmalloc_core::trace::{TraceReader, TraceWriter};
 use symmalloc_core::{Allocator, Op, PoolId, Record};
 use symmalloc_import::export::export;
 use symmalloc_import::{Format, ReadOptions, read_bytes};
-use symmalloc_simulate::{Plan, simulate, story};
+use symmalloc_sim::job::{Plan, simulate, story};
+use symmalloc_sim::{Delays, SimBackend};
 
 /// Takes any bytes, and panics when something is wrong. Returns how many ops it carried out, or read.
 pub type Target = fn(&[u8]) -> u64;

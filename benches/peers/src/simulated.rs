@@ -1,8 +1,8 @@
 //! The core on the simulated device: works everywhere, and has no limit on device memory that matters.
 
 use crate::subject::{Memory, Subject};
-use symmalloc_core::sim::SimBackend;
 use symmalloc_core::{Config, Handle, PoolId, SharedAllocator, StreamId};
+use symmalloc_sim::SimBackend;
 
 /// The shared allocator of the core, with handles.
 pub(crate) struct Simulated(SharedAllocator<SimBackend>);

@@ -35,8 +35,8 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use symmalloc_core::backend::{Backend, BackendError, Event, Range, Reason};
 use symmalloc_core::ids::{AllocationId, Placement, PoolId, SegmentId, StreamId};
 use symmalloc_core::op::Op;
-use symmalloc_core::sim::{Delays, SimBackend, SplitMix64};
 use symmalloc_core::units::{MIB, UNIT_BYTES};
+use symmalloc_sim::{Delays, SimBackend, SplitMix64};
 
 /// Requests up to this are small.
 const SMALL_MAX_BYTES: u64 = MIB;

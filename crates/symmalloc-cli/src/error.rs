@@ -10,7 +10,7 @@ use symmalloc_core::replay::ReplayError;
 use symmalloc_core::trace::{TraceError, TraceWriteError};
 use symmalloc_import::rerun::RerunError;
 use symmalloc_import::{ImportError, ImportErrorKind, SnapshotError};
-use symmalloc_simulate::story::StoryError;
+use symmalloc_sim::job::story::StoryError;
 use thiserror::Error;
 
 /// Why a command could not be carried out.

@@ -4,7 +4,7 @@
 //! ```text
 //!             ┌─ replay ─► job ──► ranks ──► sequence   our allocator          ─┐
 //! args ───────┤                          └─► address    address_order (model)  ─┴─► screen, or JSON
-//!             ├─ simulate ► whole jobs on adverse ranks (symmalloc-simulate)
+//!             ├─ simulate ► whole jobs on adverse ranks (symmalloc-sim)
 //!             ├─ diff ───► comparison of two recordings
 //!             ├─ import ─► a trace
 //!             ├─ export ─► a PyTorch snapshot
@@ -25,7 +25,6 @@ mod chart;
 pub mod diff;
 mod error;
 mod export;
-mod idle_device;
 mod import;
 pub mod job;
 mod output;

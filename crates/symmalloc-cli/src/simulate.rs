@@ -18,8 +18,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 use symmalloc_core::trace::MAGIC;
 use symmalloc_import::{ReadOptions, Recording, read_path};
-use symmalloc_simulate::shrink::{Shrunk, shrink};
-use symmalloc_simulate::{Failure, Outcome, Plan, Size, simulate as run_plan, story};
+use symmalloc_sim::job::shrink::{Shrunk, shrink};
+use symmalloc_sim::job::{Failure, Outcome, Plan, Size, simulate as run_plan, story};
 
 /// Steps times ranks that shrinking a failure may cost, about: some minutes.
 const SHRINK_STEPS: usize = 400_000_000;
@@ -120,7 +120,10 @@ impl Source {
     fn plan(&self, args: &SimulateArgs, seed: u64) -> Plan {
         match self {
             Source::Generated => Plan::from_seed(seed, &Size { ranks: ranks(args), ops: args.ops as usize }),
-            Source::Recorded { recording, .. } => Plan::of_recording(recording, seed, ranks(args)),
+            Source::Recorded { recording, .. } => {
+                let config = recording.config.clone().unwrap_or_default();
+                Plan::of_recorded(&config, &recording.records, seed, ranks(args))
+            }
             Source::Story { plan, .. } => (**plan).clone(),
         }
     }

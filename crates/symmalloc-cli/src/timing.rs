@@ -3,7 +3,6 @@
 //! One thread, exclusive access, statistics and digest included; the device below costs nothing. The first repeat, in
 //! which memory is obtained, does not count, and what the program left allocated is freed outside of the measurement.
 
-use crate::idle_device::IdleDevice;
 use crate::job::{Job, JobError};
 use std::hint::black_box;
 use std::num::NonZeroU32;
@@ -12,6 +11,7 @@ use symmalloc_core::Allocator;
 use symmalloc_core::config::Config;
 use symmalloc_core::lock::Exclusive;
 use symmalloc_core::replay::Replay;
+use symmalloc_sim::IdleBackend;
 
 /// Nanoseconds per op of the median repeat after the first, or of the first if it is the only one.
 ///
@@ -19,7 +19,7 @@ use symmalloc_core::replay::Replay;
 /// When what the program left cannot be freed. Ops that the allocator refuses are timed like others.
 pub fn nanoseconds_per_op(job: &Job, config: &Config, repeats: NonZeroU32) -> Result<f64, JobError> {
     let program = job.program();
-    let allocator = Allocator::<_, Exclusive>::new(IdleDevice::new(), config.clone())?;
+    let allocator = Allocator::<_, Exclusive>::new(IdleBackend::default(), config.clone())?;
     let mut replay = Replay::new(&allocator, program);
     let mut times = Vec::new();
     for _ in 0..repeats.get() {

@@ -9,8 +9,8 @@
 
 use metrics_exporter_prometheus::PrometheusBuilder;
 use symmalloc_core::metrics::Publisher;
-use symmalloc_core::sim::SimBackend;
 use symmalloc_core::{Allocator, Config, PoolId};
+use symmalloc_sim::SimBackend;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default())?;

@@ -25,7 +25,8 @@
 //!
 //! # Examples
 //! ```
-//! use symmalloc_core::{Allocator, Config, PoolId, layout::Layout, sim::SimBackend};
+//! use symmalloc_core::{Allocator, Config, PoolId, layout::Layout};
+//! use symmalloc_sim::SimBackend;
 //!
 //! let rank = |device| Allocator::<_>::new(SimBackend::builder().rank(device).build(), Config::default());
 //! let old = rank(0)?;

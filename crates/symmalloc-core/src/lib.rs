@@ -12,7 +12,7 @@
 //! Two ranks whose devices hand out addresses in different orders, and what the program sees of that:
 //!
 //! ```
-//! use symmalloc_core::{Allocator, Config, PoolId, sim::SimBackend};
+//! use symmalloc_core::{Allocator, Config, PoolId}; use symmalloc_sim::SimBackend;
 //!
 //! let mut placements = Vec::new();
 //! for rank in 0..2 {
@@ -66,6 +66,7 @@
 //! out-of-memory path. Everything else stands beside: ops, traces, replay, layouts, statistics, reports, invariants, the simulator.
 #![forbid(unsafe_code)]
 
+pub mod agreement;
 pub mod allocator;
 mod blocks;
 pub mod config;
@@ -79,12 +80,14 @@ pub mod metrics;
 mod nearest;
 pub mod op;
 mod pointers;
+pub mod replay;
 mod restore_error;
 mod size_rules;
 pub mod stats;
 mod streams;
 mod sync;
 mod text;
+pub mod trace;
 mod types;
 
 pub use allocator::{Allocator, Retry, SegmentPosition, SharedAllocator, Unread, recording, report};

@@ -14,7 +14,8 @@
 //! # Examples
 //! ```
 //! use symmalloc_core::metrics::Publisher;
-//! use symmalloc_core::{Allocator, Config, PoolId, sim::SimBackend};
+//! use symmalloc_core::{Allocator, Config, PoolId};
+//! use symmalloc_sim::SimBackend;
 //!
 //! let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default())?;
 //! let stream = allocator.register_stream()?;

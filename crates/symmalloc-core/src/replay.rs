@@ -6,13 +6,12 @@
 
 use crate::allocator::Allocator;
 use crate::backend::{Backend, BackendError};
-use crate::errors::{AllocateError, FreeError, PoolError, RecordUseError, StreamError, TrimError, UnknownError};
-use crate::handle::{Allocation, Handle};
+use crate::errors::{AcknowledgeError, AllocateError, FreeError, PoolError, RecordUseError, StreamError, TrimError, UnknownError};
+use crate::types::handle::{Allocation, Handle};
 use crate::ids::{AllocationId, ObserverId, PoolId, StreamId};
 use crate::lock::Lock;
-use crate::names::slot_map;
+use crate::history::names::slot_map;
 use crate::op::{Op, Pending, Record};
-use crate::out_of_memory::Request;
 use thiserror::Error;
 
 /// Ops with dense allocation ids.
@@ -190,12 +189,10 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
                 self.observers[observer.index()] = None;
             }
             Op::Reclaim { pool, stream, size_bytes } => {
-                let request = Request { pool: self.pool(*pool)?, stream: *stream, size_bytes: *size_bytes };
-                self.allocator.reclaim_again(request)?;
+                self.allocator.replay_reclaim(self.pool(*pool)?, *stream, *size_bytes)?;
             }
             Op::Refuse { pool, stream, size_bytes, refusal } => {
-                let request = Request { pool: self.pool(*pool)?, stream: *stream, size_bytes: *size_bytes };
-                self.allocator.refuse_again(request, *refusal)?;
+                self.allocator.replay_refusal(self.pool(*pool)?, *stream, *size_bytes, *refusal)?;
             }
             Op::Allocate { .. } | Op::Free { .. } | Op::RecordUse { .. } | Op::Sync => {}
         }
@@ -324,6 +321,9 @@ pub enum StepError {
     /// The allocator refused.
     #[error(transparent)]
     Free(#[from] FreeError),
+    /// The driver failed to take memory back.
+    #[error(transparent)]
+    Acknowledge(#[from] AcknowledgeError),
     /// The allocator refused.
     #[error(transparent)]
     RecordUse(#[from] RecordUseError),

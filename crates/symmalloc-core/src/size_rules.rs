@@ -203,29 +203,5 @@ mod tests {
         assert_eq!(round_to_division(2049, four), 2560);
     }
 
-    #[test]
-    fn exact_answers_are_those_of_rules_that_are_exact() {
-        let config = PoolConfig::builder().expandable().build().expect("valid");
-        let rules = SizeRules::new(&config, 2 * MIB);
-        assert!(rules.are_exact());
-        for requested in [1, 511, 512, 513, MIB, MIB + 1, 20 * MIB - 1, SEGMENT_BYTES_MAX / 2] {
-            let size = Exact::block_size(&rules, requested);
-            let home = Exact::class_of(&rules, size);
-            assert_eq!((size, home), (rules.block_size(requested), rules.class_of(size)));
-            for block in [size, size + 1, size + 5000] {
-                assert_eq!(Exact::accepts(&rules, size, block), rules.accepts(size, block));
-                assert_eq!(Exact::splits(&rules, home, size, block), rules.splits(home, size, block));
-            }
-        }
-    }
-
-    #[test]
-    fn fixed_segments_and_divisions_are_not_exact() {
-        let four = RoundupPower2Divisions::uniform(4).expect("valid");
-        let divided = PoolConfig::builder().expandable().roundup_power2_divisions(four).build().expect("valid");
-        assert!(!SizeRules::new(&divided, 2 * MIB).are_exact());
-        assert!(!fixed(FixedSegments::default()).are_exact());
-    }
-
     use crate::types::units::KIB;
 }

@@ -103,7 +103,8 @@ pub enum TraceFileError {
 ///
 /// # Examples
 /// ```
-/// use symmalloc_core::{Allocator, Config, PoolId, sim::SimBackend};
+/// use symmalloc_core::{Allocator, Config, PoolId};
+/// use symmalloc_sim::SimBackend;
 /// use symmalloc_import::{ReadOptions, TraceFile, TraceFileOptions, read_path};
 ///
 /// # let folder = tempfile::tempdir()?;

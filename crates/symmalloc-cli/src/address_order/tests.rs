@@ -2,8 +2,8 @@
 
 use super::*;
 use symmalloc_core::config::PoolConfig;
-use symmalloc_core::sim::Addresses;
 use symmalloc_core::units::KIB;
+use symmalloc_sim::Addresses;
 
 const S0: StreamId = StreamId(0);
 const S1: StreamId = StreamId(1);

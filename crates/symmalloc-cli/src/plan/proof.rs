@@ -10,8 +10,8 @@ use symmalloc_core::errors::AllocateError;
 use symmalloc_core::lock::Exclusive;
 use symmalloc_core::op::Op;
 use symmalloc_core::replay::{Program, Replay, StepError};
-use symmalloc_core::sim::{Call, SimBackend};
 use symmalloc_core::{Allocator, PoolId};
+use symmalloc_sim::{Call, SimBackend};
 
 /// What a device was asked for, and what a registrar of windows would have to do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]

@@ -15,7 +15,6 @@
 use super::program::{Pools, heaps_of, planned, stream_count};
 use super::{Heap, Heaps};
 use crate::error::CliError;
-use crate::idle_device::IdleDevice;
 use crate::job::JobError;
 use crate::recorded::Recorded;
 use std::collections::{BTreeMap, BTreeSet};
@@ -27,6 +26,7 @@ use symmalloc_core::replay::{Program, Replay, StepError};
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocator, backend::Backend};
 use symmalloc_import::rerun::Owner;
+use symmalloc_sim::IdleBackend;
 
 /// Rounds that grow by what was missing. Later ones take an eighth more, so that no job takes long.
 const EXACT_ROUNDS: u32 = 32;
@@ -93,7 +93,7 @@ impl Search<'_> {
             let planned = planned(&job.recording.records, streams, self.pools, heaps);
             let program = Program::new(&planned.records);
             let program = program.map_err(|source| CliError::Program { path: job.path.clone(), source })?;
-            let allocator = Allocator::<_, Exclusive>::new(IdleDevice::new(), self.config.clone());
+            let allocator = Allocator::<_, Exclusive>::new(IdleBackend::default(), self.config.clone());
             let allocator = allocator.map_err(|error| failed(error.into()))?;
             let mut replay = Replay::new(&allocator, &program);
             for (op, origin) in program.ops().iter().zip(&planned.origins) {

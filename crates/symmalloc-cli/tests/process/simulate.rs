@@ -4,7 +4,7 @@ use crate::{Folder, command, recorded, symmalloc};
 use std::fs;
 use std::num::{NonZeroU32, NonZeroUsize};
 use symmalloc_core::{AllocationId, Op};
-use symmalloc_simulate::{Deviation, Plan, Size, simulate, story};
+use symmalloc_sim::job::{Deviation, Plan, Size, simulate, story};
 
 const KEYS: [&str; 22] = [
     "caught",

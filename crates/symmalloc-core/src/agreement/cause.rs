@@ -13,7 +13,7 @@
 use super::question::{Answer, Step, WINDOW};
 use super::report::Cause;
 use super::search::{Answered, Found};
-use crate::digest::{Mark, unpack_op};
+use crate::history::digest::{Mark, unpack_op};
 use crate::ids::StreamId;
 
 /// The likely cause of a difference, given all that were found.

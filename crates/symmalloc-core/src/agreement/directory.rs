@@ -6,7 +6,7 @@
 use super::inquiry::{ProtocolError, readers};
 use super::question::{Ask, HEAPS_PER_PAGE, HeapKey, Standing};
 use super::transport::Gathered;
-use crate::digest::Digest;
+use crate::history::digest::Digest;
 use std::collections::BTreeMap;
 
 #[derive(Debug, Default)]

@@ -31,7 +31,8 @@
 //! # Examples
 //! ```
 //! use symmalloc_core::agreement::{AgreementError, Point, Witness, agree_in_lockstep};
-//! use symmalloc_core::{Allocator, Config, PoolConfig, sim::SimBackend};
+//! use symmalloc_core::{Allocator, Config, PoolConfig};
+//! use symmalloc_sim::SimBackend;
 //!
 //! let pool = PoolConfig::builder().symmetric(true).build()?;
 //! let mut ranks = Vec::new();
@@ -65,8 +66,6 @@ mod question;
 mod ranks;
 mod report;
 mod search;
-#[cfg(test)]
-mod tests;
 mod threads;
 mod transport;
 mod witness;

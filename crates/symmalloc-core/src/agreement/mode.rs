@@ -31,7 +31,8 @@ pub enum Mode {
 /// ```
 /// use std::{thread, time::Duration};
 /// use symmalloc_core::agreement::{Agreement, Mode, ThreadTransport};
-/// use symmalloc_core::{Allocator, Config, PoolConfig, sim::SimBackend};
+/// use symmalloc_core::{Allocator, Config, PoolConfig};
+/// use symmalloc_sim::SimBackend;
 ///
 /// thread::scope(|scope| {
 ///     for (rank, transport) in (0..).zip(ThreadTransport::group(4, Duration::from_secs(60))) {

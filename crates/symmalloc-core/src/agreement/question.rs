@@ -13,9 +13,9 @@
 
 use super::inquiry::ProtocolError;
 use super::message::{COMPARE_BYTES, MESSAGE_BYTES, Reader, Writer};
-use crate::digest::{Digest, Mark, op_word, unpack_op};
+use crate::history::digest::{Digest, Mark, op_word, unpack_op};
 use crate::ids::StreamId;
-use crate::journal::{CHECKPOINTS_MAX, NAME_BYTES_MAX};
+use crate::history::journal::{CHECKPOINTS_MAX, NAME_BYTES_MAX};
 
 /// A heap as all ranks name it: the symmetric pool's ordinal among symmetric pools, and the stream. Shared streams come
 /// last.

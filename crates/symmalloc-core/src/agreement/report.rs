@@ -3,7 +3,7 @@
 use super::Point;
 use super::question::Answer;
 use super::ranks::RankSet;
-use crate::digest::{Mark, unpack_op, unpack_placement};
+use crate::history::digest::{Mark, unpack_op, unpack_placement};
 use crate::ids::{Placement, SegmentId, StreamId};
 use std::fmt;
 

@@ -17,7 +17,7 @@ use super::question::{Answer, Ask, HeapKey, Moment, PROBES_MAX, SEARCHES_MAX, St
 use super::ranks::RankSet;
 use super::report::{Action, Cause, Difference, Group, HeapDifference};
 use super::transport::Gathered;
-use crate::journal::CHECKPOINTS_MAX;
+use crate::history::journal::CHECKPOINTS_MAX;
 use std::collections::{BTreeMap, VecDeque};
 
 /// Heaps whose ops are told in full, names included.

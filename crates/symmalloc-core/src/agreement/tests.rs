@@ -3,9 +3,9 @@
 use super::question::{Ask, HEAPS_PER_PAGE};
 use super::*;
 use crate::config::{Config, PoolConfig};
-use crate::digest::{Digest, Mark, op_word};
+use crate::history::digest::{Digest, Mark, op_word};
 use crate::ids::{PoolId, StreamId};
-use crate::journal::{CHECKPOINTS_MAX, Journal, ProgramOrder};
+use crate::history::journal::{CHECKPOINTS_MAX, Journal, ProgramOrder};
 use crate::sim::{SimBackend, SplitMix64};
 use proptest::prelude::*;
 use std::sync::Arc;

@@ -9,9 +9,9 @@ use super::question::{
 };
 use crate::allocator::Allocator;
 use crate::backend::Backend;
-use crate::digest::{Digest, folded_multiply};
+use crate::history::digest::{Digest, folded_multiply};
 use crate::ids::PoolId;
-use crate::journal::{Journal, NAME_BYTES_MAX};
+use crate::history::journal::{Journal, NAME_BYTES_MAX};
 use crate::lock::Lock;
 use std::fmt;
 

@@ -19,6 +19,7 @@
 //! Statistics over all heaps, the pointer map and the recording are told after a decision, by `note_allocation` and `note_free`
 //! in this file. They decide nothing. While a recording is on, ops pass its gate one at a time.
 
+mod histories;
 mod lookup;
 mod observers;
 mod out_of_memory;
@@ -28,6 +29,7 @@ pub mod report;
 mod restore;
 mod save;
 
+pub(crate) use histories::HeapHistory;
 pub use lookup::SegmentPosition;
 pub use observers::Unread;
 pub use out_of_memory::Retry;
@@ -72,7 +74,8 @@ type HeapCell<L> = <L as Lock>::Cell<Heap<L>>;
 ///
 /// # Examples
 /// ```
-/// use symmalloc_core::{Allocator, Config, PoolId, sim::SimBackend};
+/// use symmalloc_core::{Allocator, Config, PoolId};
+/// use symmalloc_sim::SimBackend;
 ///
 /// let allocator: Allocator<_> = Allocator::new(SimBackend::builder().seed(7).build(), Config::default())?;
 /// let stream = allocator.register_stream()?;

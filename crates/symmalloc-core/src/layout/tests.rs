@@ -1,6 +1,7 @@
 //! Each error with its line, and text that is nearly right.
 
 use super::*;
+use crate::op::NAME_BYTES_MAX;
 use crate::units::SEGMENT_BYTES_MAX;
 use proptest::prelude::*;
 

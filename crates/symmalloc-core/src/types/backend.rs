@@ -1,7 +1,7 @@
 //! The contract between the allocator and whatever gives it device memory.
 //!
 //! A backend hands out address ranges, backs them with memory, and orders work on streams. Two kinds exist: the
-//! simulator ([`crate::sim`]) and CUDA. One conformance suite runs against every implementation.
+//! simulator (the crate `symmalloc-sim`) and CUDA. One conformance suite runs against every implementation.
 //!
 //! ```text
 //! reserve ──► map ──► (the program uses the bytes) ──► unmap ──► release

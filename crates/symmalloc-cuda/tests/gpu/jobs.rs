@@ -5,10 +5,10 @@ use std::sync::Arc;
 use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
 use symmalloc_core::op::Op;
 use symmalloc_core::replay::{Program, Replay};
-use symmalloc_core::sim::SimBackend;
 use symmalloc_core::{Allocator, PoolId};
 use symmalloc_cuda::{CudaBackend, CudaDevice, CudaMemory};
 use symmalloc_harness::jobs;
+use symmalloc_sim::SimBackend;
 
 fn config(streams: StreamPolicy, fixed: bool) -> Config {
     let pool = PoolConfig::builder().streams(streams);

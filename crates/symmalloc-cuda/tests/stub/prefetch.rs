@@ -9,12 +9,12 @@ use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::op::Op;
 use symmalloc_core::replay::{Program, Replay};
 use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};
-use symmalloc_core::sim::SplitMix64;
 use symmalloc_core::{Allocator, PoolId, SegmentId, StreamId};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaError, CudaMemory, DeviceBuffer, GraphPool};
 use symmalloc_harness::conformance::conformance;
 use symmalloc_harness::generate::Scenario;
 use symmalloc_harness::jobs;
+use symmalloc_sim::SplitMix64;
 
 const MIB: u64 = 1 << 20;
 

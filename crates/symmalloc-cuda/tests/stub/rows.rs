@@ -6,8 +6,8 @@ use cudarc::driver::{CudaStream, DevicePtr};
 use std::sync::Arc;
 use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
 use symmalloc_core::errors::AllocateError;
-use symmalloc_core::sim::SplitMix64;
 use symmalloc_cuda::{CudaAllocator, CudaError, DeviceBuffer, DropError, GraphPool};
+use symmalloc_sim::SplitMix64;
 
 const MIB: usize = 1 << 20;
 

@@ -2,7 +2,7 @@
 
 use symmalloc_core::Allocator;
 use symmalloc_core::op::Record;
-use symmalloc_core::sim::SimBackend;
+use symmalloc_sim::SimBackend;
 
 use super::*;
 use crate::{ReadOptions, Recording, read_bytes};

@@ -299,9 +299,9 @@ pub(crate) fn fold(digest: u64, word: u64) -> u64 {
 mod tests {
     use super::*;
     use symmalloc_core::config::{Config, PoolConfig};
-    use symmalloc_core::sim::SimBackend;
     use symmalloc_core::units::MIB;
     use symmalloc_core::{Allocator, ObserverId};
+    use symmalloc_sim::SimBackend;
 
     /// An allocator with a watched default pool, and the book about it.
     struct Watched {

@@ -110,8 +110,8 @@ mod tests {
     use std::time::Duration;
     use symmalloc_core::agreement::{Point, ThreadTransport};
     use symmalloc_core::config::{Config, PoolConfig};
-    use symmalloc_core::sim::SimBackend;
     use symmalloc_core::{PoolId, SharedAllocator, StreamId};
+    use symmalloc_sim::SimBackend;
 
     /// What rank `rank` of two does before it asks.
     struct Program {

@@ -7,9 +7,9 @@ use std::collections::BTreeSet;
 use std::sync::Mutex;
 use stub_process::{nccl, nccl_test};
 use symmalloc_core::agreement::Mode;
-use symmalloc_core::sim::SplitMix64;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
 use symmalloc_nccl::{CommState, Communicator, Invalidated, InvalidationCursor, Registration, SegmentKey, UniqueId};
+use symmalloc_sim::SplitMix64;
 
 /// Programs that one test runs; `SYMMALLOC_SEEDS` says otherwise.
 const SEEDS: u64 = 250;

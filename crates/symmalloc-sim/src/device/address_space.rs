@@ -1,0 +1,238 @@
+//! The simulated virtual addresses: which ranges are reserved, where the next one lies, what is mapped.
+//!
+//! A driver gives no promise about the order of addresses, and real ones differ between ranks of one job. Here each
+//! rank draws its own order from its seed:
+//!
+//! ```text
+//! LOW                                                                     HIGH = 2^47
+//!  │      ┌─B─┐┌─C─┐          ┌─A─┐                       ┌─D─┐            │
+//!                │              first anywhere;  B anywhere;  C right behind B: neighbours in address that
+//!                                                             are no neighbours in birth;  D: a hole left by a
+//!                                                             released range, at once or much later
+//! ```
+
+use super::interval::IntervalMap;
+use super::random::SplitMix64;
+use std::collections::BTreeMap;
+
+/// The lowest address handed out: the first 8 GiB are left to the host, as real drivers do.
+const LOW: u64 = 1 << 33;
+/// The end of 47-bit user addresses.
+const HIGH: u64 = 1 << 47;
+/// How many places are drawn before the space is searched from its start.
+const DRAWS: u32 = 32;
+/// How many released places are remembered for reuse.
+const HOLES: usize = 8;
+
+/// In which order a simulated driver hands out addresses.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Addresses {
+    /// Each range lies right behind the one before, and no address comes twice: the same on all ranks. What a program
+    /// sees whose only driver calls these are.
+    Ascending,
+    /// Anywhere, sometimes next to another range, sometimes where a released one was. How often the latter is drawn
+    /// from the seed.
+    #[default]
+    Scattered,
+    /// As scattered, but with a stated rate of reuse.
+    Reused {
+        /// How often, per million, a range is put where a released one was, if one is left that fits.
+        per_million: u32,
+    },
+}
+
+/// Reserved ranges and mapped bytes of one rank.
+#[derive(Clone, Debug)]
+pub(crate) struct AddressSpace {
+    random: SplitMix64,
+    granularity_bytes: u64,
+    /// Where the next range lies if they ascend.
+    next: Option<u64>,
+    reuse_per_million: u32,
+    /// Base → size. Ranges do not overlap and lie within `LOW..HIGH`.
+    ranges: BTreeMap<u64, u64>,
+    /// Bases of released ranges, the latest last; at most `HOLES`. May have been taken again since.
+    holes: Vec<u64>,
+    /// The bytes that have memory; each lies in a range.
+    mapped: IntervalMap<()>,
+}
+
+impl AddressSpace {
+    pub(crate) fn new(mut random: SplitMix64, granularity_bytes: u64, addresses: Addresses) -> Self {
+        let (next, reuse_per_million) = match addresses {
+            Addresses::Ascending => (Some(LOW), 0),
+            Addresses::Scattered => (None, random.below(1_000_001) as u32),
+            Addresses::Reused { per_million } => (None, per_million),
+        };
+        AddressSpace {
+            random,
+            granularity_bytes,
+            next,
+            reuse_per_million,
+            ranges: BTreeMap::new(),
+            holes: Vec::new(),
+            mapped: IntervalMap::default(),
+        }
+    }
+
+    /// Takes a range. `None`: no place is left for it.
+    pub(crate) fn reserve(&mut self, size_bytes: u64) -> Option<u64> {
+        let base = self.place(size_bytes)?;
+        self.ranges.insert(base, size_bytes);
+        Some(base)
+    }
+
+    fn place(&mut self, size_bytes: u64) -> Option<u64> {
+        let slots = (HIGH - LOW).checked_sub(size_bytes)? / self.granularity_bytes + 1;
+        if let Some(base) = self.next {
+            self.next = base.checked_add(size_bytes).filter(|&end| end <= HIGH);
+            return self.next.map(|_| base);
+        }
+        if self.random.chance(self.reuse_per_million)
+            && let Some(index) = self.holes.iter().rposition(|&base| self.is_free(base, size_bytes))
+        {
+            return Some(self.holes.remove(index));
+        }
+        for _ in 0..DRAWS {
+            let drawn = LOW + self.random.below(slots) * self.granularity_bytes;
+            let neighbour = self.ranges.range(drawn..).next().map(|(&base, &size)| (base, size));
+            let base = match (self.random.below(4), neighbour) {
+                (0, Some((base, size))) => base + size,
+                (1, Some((base, _))) => base.saturating_sub(size_bytes),
+                _ => drawn,
+            };
+            if self.is_free(base, size_bytes) {
+                return Some(base);
+            }
+        }
+        let ends = self.ranges.iter().map(|(&base, &size)| base + size);
+        std::iter::once(LOW).chain(ends).find(|&base| self.is_free(base, size_bytes))
+    }
+
+    fn is_free(&self, base: u64, size_bytes: u64) -> bool {
+        let Some(end) = base.checked_add(size_bytes).filter(|&end| base >= LOW && end <= HIGH) else { return false };
+        self.ranges.range(..end).next_back().is_none_or(|(&other, &size)| other + size <= base)
+    }
+
+    /// Gives a range up. The caller has seen that it is reserved and unmapped.
+    pub(crate) fn release(&mut self, base: u64) {
+        self.ranges.remove(&base);
+        if self.holes.len() == HOLES {
+            self.holes.remove(0);
+        }
+        self.holes.push(base);
+    }
+
+    /// Whether exactly this range is reserved.
+    pub(crate) fn is_reserved(&self, base: u64, size_bytes: u64) -> bool {
+        self.ranges.get(&base) == Some(&size_bytes)
+    }
+
+    /// How many ranges are reserved.
+    pub(crate) fn ranges(&self) -> usize {
+        self.ranges.len()
+    }
+
+    /// Whether every byte has memory.
+    pub(crate) fn is_mapped(&self, start: u64, end: u64) -> bool {
+        self.mapped.covers(start, end)
+    }
+
+    /// Whether any byte has memory.
+    pub(crate) fn is_any_mapped(&self, start: u64, end: u64) -> bool {
+        self.mapped.overlapping(start, end).next().is_some()
+    }
+
+    /// Gives the bytes memory.
+    pub(crate) fn map(&mut self, start: u64, end: u64) {
+        self.mapped.insert(start, end, ());
+    }
+
+    /// Takes the memory away.
+    pub(crate) fn unmap(&mut self, start: u64, end: u64) {
+        self.mapped.remove(start, end);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use symmalloc_core::units::{GIB, MIB};
+
+    fn space(seed: u64, reuse_per_million: u32) -> AddressSpace {
+        AddressSpace::new(SplitMix64::new(seed), 2 * MIB, Addresses::Reused { per_million: reuse_per_million })
+    }
+
+    #[test]
+    fn ranges_never_overlap_and_are_aligned_while_some_are_released_again() {
+        for seed in 0..20 {
+            let mut space = space(seed, 500_000);
+            let mut random = SplitMix64::new(seed);
+            let mut live: Vec<(u64, u64)> = Vec::new();
+            for _ in 0..400 {
+                if !live.is_empty() && random.below(3) == 0 {
+                    let (base, _) = live.swap_remove(random.below(live.len() as u64) as usize);
+                    space.release(base);
+                } else {
+                    let scale = 1 << random.below(19);
+                    let size = (1 + random.below(scale)) * 2 * MIB;
+                    let Some(base) = space.reserve(size) else { continue };
+                    assert!(base.is_multiple_of(2 * MIB) && base >= LOW && base + size <= HIGH);
+                    assert!(live.iter().all(|&(other, other_size)| base + size <= other || other + other_size <= base));
+                    live.push((base, size));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn addresses_do_not_ascend_and_differ_between_seeds() {
+        let bases = |seed| (0..16).map(|_| 0).scan(space(seed, 0), |s, _: i32| s.reserve(20 * MIB)).collect::<Vec<_>>();
+        for seed in 0..20 {
+            let bases = bases(seed);
+            assert!(!bases.is_sorted() && !bases.iter().rev().is_sorted());
+        }
+        assert_ne!(bases(1), bases(2));
+        assert_eq!(bases(1), bases(1));
+    }
+
+    #[test]
+    fn ascending_addresses_ascend_without_gaps_and_are_never_given_twice() {
+        let mut space = AddressSpace::new(SplitMix64::new(1), 2 * MIB, Addresses::Ascending);
+        let first = space.reserve(20 * MIB).unwrap();
+        space.release(first);
+        assert_eq!([2, 4].map(|mib| space.reserve(mib * MIB)), [Some(first + 20 * MIB), Some(first + 22 * MIB)]);
+        assert_eq!(space.reserve(HIGH - LOW), None);
+    }
+
+    #[test]
+    fn some_ranges_are_direct_neighbours() {
+        let mut space = space(3, 0);
+        let bases: Vec<u64> = (0..50).map(|_| space.reserve(2 * MIB).unwrap()).collect();
+        assert!(bases.iter().any(|base| bases.contains(&(base + 2 * MIB))));
+    }
+
+    #[test]
+    fn a_released_place_is_reused_at_once_where_the_rate_says_always_and_never_where_it_says_never() {
+        for (rate, reused) in [(1_000_000, true), (0, false)] {
+            let mut space = space(1, rate);
+            let base = space.reserve(64 * MIB).unwrap();
+            space.release(base);
+            assert_eq!(space.reserve(20 * MIB) == Some(base), reused);
+        }
+    }
+
+    #[test]
+    fn a_full_space_refuses_and_the_last_place_is_found() {
+        let mut space = space(5, 0);
+        let mut bases: Vec<u64> = std::iter::from_fn(|| space.reserve(4096 * GIB)).collect();
+        assert!(space.reserve(HIGH).is_none());
+        while let Some(base) = space.reserve(2048 * GIB) {
+            bases.push(base);
+        }
+        let hole = bases.swap_remove(bases.len() / 2);
+        space.release(hole);
+        assert_eq!(space.reserve(2048 * GIB).map(|base| space.is_reserved(base, 2048 * GIB)), Some(true));
+    }
+}

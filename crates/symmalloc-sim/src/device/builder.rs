@@ -1,0 +1,117 @@
+//! How a simulated device is made.
+
+use super::address_space::{AddressSpace, Addresses};
+use super::fault::{Call, Fault, FaultRule, Faults};
+use super::random::{SplitMix64, mix};
+use super::timeline::{Delays, Timeline};
+use super::{SimBackend, State};
+use std::sync::Mutex;
+use symmalloc_core::units::{GIB, MIB, UNIT_BYTES};
+
+/// Makes a [`SimBackend`]. Where nothing else is said, everything that can differ between ranks is drawn from
+/// (seed, rank).
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct SimBuilder {
+    seed: u64,
+    rank: u32,
+    memory_bytes: u64,
+    granularity_bytes: u64,
+    delays: Delays,
+    addresses: Addresses,
+    faults: Vec<(Option<Call>, FaultRule, Fault)>,
+}
+
+impl Default for SimBuilder {
+    /// Seed 0, rank 0, 80 GiB in granules of 2 MiB, scattered addresses, delays from the seed, no faults.
+    fn default() -> Self {
+        SimBuilder {
+            seed: 0,
+            rank: 0,
+            memory_bytes: 80 * GIB,
+            granularity_bytes: 2 * MIB,
+            delays: Delays::FromSeed,
+            addresses: Addresses::default(),
+            faults: Vec::new(),
+        }
+    }
+}
+
+impl SimBuilder {
+    /// Names the whole simulated job: the same seed and rank behave the same for ever.
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// Which rank of the job this device is of. Ranks of one seed have nothing in common.
+    pub fn rank(mut self, rank: u32) -> Self {
+        self.rank = rank;
+        self
+    }
+
+    /// Device memory, in bytes: `map` fails with [`Reason::OutOfMemory`](symmalloc_core::backend::Reason::OutOfMemory) beyond.
+    pub fn memory_bytes(mut self, memory_bytes: u64) -> Self {
+        self.memory_bytes = memory_bytes;
+        self
+    }
+
+    /// The unit of mapping, in bytes: a power of two from 512 to 1 GiB.
+    pub fn granularity_bytes(mut self, granularity_bytes: u64) -> Self {
+        self.granularity_bytes = granularity_bytes;
+        self
+    }
+
+    /// How long simulated work takes.
+    pub fn delays(mut self, delays: Delays) -> Self {
+        self.delays = delays;
+        self
+    }
+
+    /// In which order addresses are handed out.
+    pub fn addresses(mut self, addresses: Addresses) -> Self {
+        self.addresses = addresses;
+        self
+    }
+
+    /// The fallible call with this ordinal (from 0, over all kinds) fails.
+    pub fn fail_at(self, ordinal: u64, fault: Fault) -> Self {
+        self.fail(None, FaultRule::At { ordinal }, fault)
+    }
+
+    /// Calls of one kind, or (`None`) of any, fail as the rule says. The first rule that applies decides.
+    pub fn fail(mut self, call: Option<Call>, rule: FaultRule, fault: Fault) -> Self {
+        self.faults.push((call, rule, fault));
+        self
+    }
+
+    /// The device.
+    ///
+    /// # Panics
+    /// When the granularity is not a power of two from 512 to 1 GiB.
+    pub fn build(self) -> SimBackend {
+        let granularity_bytes = self.granularity_bytes;
+        assert!(
+            granularity_bytes.is_power_of_two() && (UNIT_BYTES..=GIB).contains(&granularity_bytes),
+            "the granularity is {granularity_bytes} bytes, but must be a power of two from {UNIT_BYTES} to {GIB}"
+        );
+        let random = SplitMix64::new(mix(self.seed)).split(u64::from(self.rank));
+        let [addresses, timeline, faults, handles] = [1, 2, 3, 4].map(|label| random.split(label));
+        let mut faults = Faults::new(faults);
+        for (call, rule, fault) in self.faults {
+            faults.add(call, rule, fault);
+        }
+        SimBackend {
+            granularity_bytes,
+            memory_bytes: self.memory_bytes,
+            handles: handles.clone().next_u64(),
+            state: Mutex::new(State {
+                addresses: AddressSpace::new(addresses, granularity_bytes, self.addresses),
+                timeline: Timeline::new(timeline, self.delays),
+                faults,
+                mapped_bytes: 0,
+                mapped_bytes_peak: 0,
+            }),
+        }
+    }
+}

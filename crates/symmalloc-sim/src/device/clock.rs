@@ -1,0 +1,66 @@
+//! Vector clocks: how much of each stream's work is known to come before something.
+//!
+//! ```text
+//! clock = { stream → epoch }        a use (stream, epoch) comes before it  ⇔  clock[stream] ≥ epoch
+//! join(a, b)[s] = max(a[s], b[s])
+//! ```
+//!
+//! A stream's *epoch* counts how often its work was observed (recorded or synchronised). Work submitted between two
+//! observations has one epoch, since nothing can come between; so neighbouring uses merge and clocks advance slowly.
+
+use smallvec::SmallVec;
+use symmalloc_core::ids::StreamId;
+
+/// For each stream the last epoch that is known to be done before. A stream that is absent has 0.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct VectorClock {
+    /// Ascending by stream, each stream once, no epoch 0.
+    epochs: SmallVec<[(StreamId, u64); 2]>,
+}
+
+impl VectorClock {
+    /// The last epoch of `stream` that comes before.
+    pub(crate) fn epoch(&self, stream: StreamId) -> u64 {
+        match self.epochs.binary_search_by_key(&stream, |&(s, _)| s) {
+            Ok(index) => self.epochs[index].1,
+            Err(_) => 0,
+        }
+    }
+
+    /// Whether work of `stream` in `epoch` comes before.
+    pub(crate) fn covers(&self, stream: StreamId, epoch: u64) -> bool {
+        self.epoch(stream) >= epoch
+    }
+
+    /// From now on also work of `stream` up to `epoch` comes before.
+    pub(crate) fn raise(&mut self, stream: StreamId, epoch: u64) {
+        match self.epochs.binary_search_by_key(&stream, |&(s, _)| s) {
+            Ok(index) => self.epochs[index].1 = self.epochs[index].1.max(epoch),
+            Err(index) => self.epochs.insert(index, (stream, epoch)),
+        }
+    }
+
+    /// From now on also everything before `other` comes before.
+    pub(crate) fn join(&mut self, other: &VectorClock) {
+        for &(stream, epoch) in &other.epochs {
+            self.raise(stream, epoch);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn join_takes_the_later_epoch_of_each_stream() {
+        let (mut a, mut b) = (VectorClock::default(), VectorClock::default());
+        a.raise(StreamId(1), 5);
+        a.raise(StreamId(3), 1);
+        b.raise(StreamId(1), 2);
+        b.raise(StreamId(2), 9);
+        a.join(&b);
+        assert_eq!([1, 2, 3, 4].map(|s| a.epoch(StreamId(s))), [5, 9, 1, 0]);
+        assert!(a.covers(StreamId(2), 9) && !a.covers(StreamId(2), 10) && !a.covers(StreamId(7), 1));
+    }
+}

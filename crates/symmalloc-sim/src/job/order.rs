@@ -1,0 +1,328 @@
+//! Which ops may change places: the partial order of a program that several threads carry out.
+//!
+//! A program is a list of steps, each of one thread. Threads run at their own pace, so a rank may carry steps out in any
+//! order in which *dependent* steps stay as they are in the list. Rule D8 says that every such order gives the same
+//! placements and the same digests; a simulated rank takes one at random.
+//!
+//! Two steps are dependent when they touch a common one of these:
+//!
+//! | what | touched by | because |
+//! |---|---|---|
+//! | a thread | each of its steps | a thread does one thing after the other |
+//! | a heap: (pool, stream), or the pool where streams share | allocate, reserve, free, record use; trim of its pool or of all; creation and destruction of its pool | a decision depends on the ops of its heap (D1) |
+//! | the limit of a pool, if it has one | allocate and reserve in the pool; trim and destruction; free, where a threshold gives memory back | the heaps of the pool share the bytes |
+//! | the limit over all pools, if there is one | the same, in every pool | all heaps share the bytes |
+//! | a pool that reclaims as a whole, if a limit can make it | every step in the pool | an allocation that meets the limit takes free memory from any of its heaps |
+//! | the list of pools | creation | ids are dense |
+//! | the list of streams | registration; a step that names a stream comes after its registration | ids are dense |
+//!
+//! A trim touches the heaps of streams and pools that do not exist yet, too: if they came before it, it would trim them.
+//!
+//! Not in the table, on purpose: **stream clocks**. Waits, synchronises and uses by other streams decide what a stream
+//! waits for on the device and never who gets which block, so steps of different threads that share nothing but a
+//! stream change places freely, and neither a placement nor a digest may notice. Nor may the race detector.
+
+use crate::job::program::{PoolPolicies, Step};
+use std::collections::BTreeMap;
+use symmalloc_core::config::{PoolConfig, Reclaim, StreamPolicy};
+use symmalloc_core::{AllocationId, Op, PoolId, StreamId};
+
+/// Where each allocation lies: which heap its frees and uses touch.
+pub(crate) type Homes = BTreeMap<AllocationId, (PoolId, StreamId)>;
+
+/// Names of what steps touch, as indices into one table.
+#[derive(Clone, Debug)]
+pub(crate) struct Resources<'a> {
+    policies: &'a PoolPolicies,
+    streams: usize,
+    threads: usize,
+}
+
+impl<'a> Resources<'a> {
+    pub(crate) fn new(policies: &'a PoolPolicies, streams: usize, threads: usize) -> Self {
+        Resources { policies, streams: streams.max(1), threads }
+    }
+
+    fn count(&self) -> usize {
+        self.limit_over_all() + 3
+    }
+
+    /// The heap that serves a stream in a pool.
+    fn heap(&self, pool: PoolId, stream: StreamId) -> usize {
+        let stream = match self.policies.of(pool).streams() {
+            StreamPolicy::Shared => 0,
+            _ => stream.index(),
+        };
+        self.threads + pool.index() * self.streams + stream
+    }
+
+    fn heaps(&self, pool: PoolId) -> impl Iterator<Item = usize> {
+        let first = self.threads + pool.index() * self.streams;
+        first..first + self.streams
+    }
+
+    /// The bytes, or all of the memory, that the heaps of a pool share.
+    fn shared_by_heaps(&self, pool: PoolId) -> usize {
+        self.threads + self.policies.count() * self.streams + pool.index()
+    }
+
+    fn limit_over_all(&self) -> usize {
+        self.shared_by_heaps(PoolId(self.policies.count() as u32))
+    }
+
+    fn list_of_pools(&self) -> usize {
+        self.limit_over_all() + 1
+    }
+
+    fn list_of_streams(&self) -> usize {
+        self.limit_over_all() + 2
+    }
+
+    /// Adds what a step that may take or give back device memory touches besides its heap.
+    fn touch_memory(&self, pool: PoolId, touched: &mut Vec<usize>) {
+        if self.policies.of(pool).limit_bytes().is_some() {
+            touched.push(self.shared_by_heaps(pool));
+        }
+        if self.policies.limit_bytes().is_some() {
+            touched.push(self.limit_over_all());
+        }
+    }
+
+    /// Adds what a step in one heap touches.
+    fn touch_heap(&self, pool: PoolId, stream: StreamId, touched: &mut Vec<usize>) {
+        touched.push(self.heap(pool, stream));
+        if self.policies.reclaims_as_a_whole(pool) {
+            touched.push(self.shared_by_heaps(pool));
+        }
+    }
+
+    fn touch_pool(&self, pool: PoolId, touched: &mut Vec<usize>) {
+        touched.extend(self.heaps(pool));
+        if self.policies.reclaims_as_a_whole(pool) {
+            touched.push(self.shared_by_heaps(pool));
+        }
+        self.touch_memory(pool, touched);
+    }
+
+    /// Everything that a step touches, in `touched`, which is emptied first.
+    pub(crate) fn touched(&self, step: &Step, homes: &Homes, touched: &mut Vec<usize>) {
+        touched.clear();
+        touched.push(usize::from(step.thread));
+        match step.op {
+            Op::Allocate { pool, stream, .. } | Op::Reserve { pool, stream, .. } => {
+                self.touch_heap(pool, stream, touched);
+                self.touch_memory(pool, touched);
+            }
+            Op::Free { id } | Op::RecordUse { id, .. } => {
+                let (pool, stream) = homes[&id];
+                self.touch_heap(pool, stream, touched);
+                let is_free = matches!(step.op, Op::Free { .. });
+                if is_free && self.policies.of(pool).release_threshold_bytes().is_some() {
+                    self.touch_memory(pool, touched);
+                }
+            }
+            Op::Trim { pool: Some(pool) } | Op::DestroyPool { pool } => self.touch_pool(pool, touched),
+            Op::Trim { pool: None } => self.policies.pools().for_each(|pool| self.touch_pool(pool, touched)),
+            Op::CreatePool { pool, .. } => {
+                touched.push(self.list_of_pools());
+                touched.extend(self.heaps(pool));
+            }
+            Op::RegisterStream { .. } => touched.push(self.list_of_streams()),
+            _ => {}
+        }
+        touched.sort_unstable();
+        touched.dedup();
+    }
+}
+
+/// The policies that decide what is shared.
+impl PoolPolicies {
+    /// Whether an allocation that meets a limit may take free memory from every heap of the pool.
+    pub(crate) fn reclaims_as_a_whole(&self, pool: PoolId) -> bool {
+        let config: &PoolConfig = self.of(pool);
+        // A symmetric pool gives nothing back for the limit over all pools.
+        let can_meet_a_limit = config.limit_bytes().is_some() || self.limit_bytes().is_some() && !config.symmetric();
+        config.reclaim() == Reclaim::Pool && can_meet_a_limit
+    }
+}
+
+/// The streams that a step names.
+fn streams_of(op: &Op) -> [Option<StreamId>; 2] {
+    match *op {
+        Op::Allocate { stream, .. }
+        | Op::Reserve { stream, .. }
+        | Op::RecordUse { stream, .. }
+        | Op::Synchronize { stream } => [Some(stream), None],
+        Op::Wait { stream, on } => [Some(stream), Some(on)],
+        _ => [None, None],
+    }
+}
+
+/// The order of the steps between two syncs: for each, how many must come before it, and which ones it lets go.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Order {
+    /// By step: the number of steps that must come first, transitive ones not counted.
+    pub(crate) waits_for: Vec<u32>,
+    /// `next[first_next[i]..first_next[i + 1]]` are the steps that step i lets go.
+    first_next: Vec<u32>,
+    next: Vec<u32>,
+}
+
+impl Order {
+    /// The order of these steps.
+    pub(crate) fn new(steps: &[Step], resources: &Resources<'_>, homes: &Homes) -> Self {
+        let mut last: Vec<Option<u32>> = vec![None; resources.count()];
+        let mut registered: BTreeMap<StreamId, u32> = BTreeMap::new();
+        let mut edges: Vec<(u32, u32)> = Vec::new();
+        let mut touched = Vec::new();
+        for (index, step) in steps.iter().enumerate() {
+            let index = index as u32;
+            resources.touched(step, homes, &mut touched);
+            let from_resources = touched.iter().filter_map(|resource| last[*resource].replace(index));
+            edges.extend(from_resources.map(|earlier| (earlier, index)));
+            let named = streams_of(&step.op).into_iter().flatten();
+            edges.extend(named.filter_map(|stream| Some((*registered.get(&stream)?, index))));
+            if let Op::RegisterStream { stream } = step.op {
+                registered.insert(stream, index);
+            }
+        }
+        edges.sort_unstable();
+        edges.dedup();
+        let mut order = Order { waits_for: vec![0; steps.len()], ..Order::default() };
+        order.first_next = vec![0; steps.len() + 1];
+        for (earlier, later) in edges {
+            order.waits_for[later as usize] += 1;
+            order.first_next[earlier as usize + 1] += 1;
+            order.next.push(later);
+        }
+        for index in 0..steps.len() {
+            order.first_next[index + 1] += order.first_next[index];
+        }
+        order
+    }
+
+    /// Number of steps.
+    pub(crate) fn len(&self) -> usize {
+        self.waits_for.len()
+    }
+
+    /// The steps that a step lets go.
+    pub(crate) fn let_go(&self, step: u32) -> &[u32] {
+        let of = |index: u32| self.first_next[index as usize] as usize;
+        &self.next[of(step)..of(step + 1)]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::job::plan::{Plan, Size};
+    use crate::job::schedule::{Schedule, Scheduler};
+    use crate::job::surroundings::{Purpose, sequence};
+    use std::collections::BTreeSet;
+    use std::num::NonZeroU32;
+    use symmalloc_core::Config;
+
+    fn plan(seed: u64) -> Plan {
+        Plan::from_seed(seed, &Size { ranks: NonZeroU32::MIN, ops: 120 })
+    }
+
+    #[test]
+    fn no_schedule_lets_dependent_steps_change_places() {
+        for seed in 0..60 {
+            let program = plan(seed).program();
+            let threads = 5;
+            let resources = Resources::new(&program.policies, program.streams, threads);
+            for stretch in &program.stretches {
+                let steps = &program.steps[stretch.steps.clone()];
+                let touched: Vec<Vec<usize>> = steps
+                    .iter()
+                    .map(|step| {
+                        let mut touched = Vec::new();
+                        resources.touched(step, &program.homes, &mut touched);
+                        touched
+                    })
+                    .collect();
+                for style in Schedule::ALL {
+                    let mut scheduler = Scheduler::default();
+                    let order = scheduler.schedule(&stretch.order, style, sequence(seed, Purpose::Schedule, 1));
+                    let distinct: BTreeSet<&u32> = order.iter().collect();
+                    assert_eq!(distinct.len(), steps.len());
+                    for (at, &one) in order.iter().enumerate() {
+                        for &other in &order[at + 1..] {
+                            let (one, other) = (one as usize, other as usize);
+                            let is_free = !touched[one].iter().any(|resource| touched[other].contains(resource));
+                            assert!(one < other || is_free, "seed {seed}: {:?} {:?}", steps[one], steps[other]);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Two streams, a sync, and then these ops, each of a thread of its own.
+    fn steps(ops: impl IntoIterator<Item = Op>) -> Vec<Step> {
+        let streams = [A, B].map(|stream| Op::RegisterStream { stream });
+        let ops = streams.into_iter().chain([Op::Sync]).chain(ops);
+        ops.zip(0..).map(|(op, thread)| Step::new(op, thread)).collect()
+    }
+
+    /// How many direct predecessors each step of the last stretch has.
+    fn waits_for(config: &Config, steps: &[Step]) -> Vec<u32> {
+        let program = crate::job::program::Program::new(config, steps, 1000);
+        program.stretches[program.liveness - 1].order.waits_for.clone()
+    }
+
+    const A: StreamId = StreamId(0);
+    const B: StreamId = StreamId(1);
+
+    fn allocate(id: u64, stream: StreamId) -> Op {
+        Op::Allocate { id: AllocationId(id), pool: PoolId::DEFAULT, stream, size_bytes: 512 }
+    }
+
+    fn two_heaps() -> [Op; 2] {
+        [allocate(0, A), allocate(1, B)]
+    }
+
+    fn config(pool: &str) -> Config {
+        pool.parse().expect("a configuration")
+    }
+
+    #[test]
+    fn heaps_of_one_pool_are_independent() {
+        let uses = [
+            Op::RecordUse { id: AllocationId(0), stream: B },
+            Op::Wait { stream: A, on: B },
+            Op::Synchronize { stream: B },
+            Op::Free { id: AllocationId(1) },
+        ];
+        let steps = steps(two_heaps().into_iter().chain(uses));
+        assert_eq!(waits_for(&Config::default(), &steps), [0, 0, 1, 0, 0, 1]);
+    }
+
+    #[test]
+    fn what_heaps_share_makes_them_dependent() {
+        for shared in ["streams:shared", "limit_mb:64", "total_limit_mb:64", "limit_mb:64,reclaim:pool"] {
+            assert_eq!(waits_for(&config(shared), &steps(two_heaps())), [0, 1], "{shared}");
+        }
+        assert_eq!(waits_for(&config("reclaim:pool"), &steps(two_heaps())), [0, 0], "nothing makes it reclaim");
+    }
+
+    #[test]
+    fn a_free_shares_memory_only_where_it_can_give_some_back_or_have_it_taken() {
+        let free = |config: &Config| {
+            waits_for(config, &steps([allocate(0, A), Op::Sync, allocate(1, B), Op::Free { id: AllocationId(0) }]))
+        };
+        assert_eq!(free(&config("limit_mb:64")), [0, 0]);
+        assert_eq!(free(&config("limit_mb:64,release_threshold_mb:8")), [0, 1]);
+        assert_eq!(free(&config("limit_mb:64,reclaim:pool")), [0, 1]);
+        assert_eq!(free(&config("total_limit_mb:64,reclaim:pool")), [0, 1]);
+        assert_eq!(free(&config("total_limit_mb:64,reclaim:pool,symmetric:true")), [0, 0]);
+    }
+
+    #[test]
+    fn a_trim_of_all_pools_comes_between_everything_before_and_after_it() {
+        let steps = steps([allocate(0, A), allocate(1, B), Op::Trim { pool: None }, allocate(2, A), allocate(3, B)]);
+        assert_eq!(waits_for(&Config::default(), &steps), [0, 0, 2, 1, 1]);
+    }
+}

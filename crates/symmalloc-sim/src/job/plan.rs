@@ -1,0 +1,268 @@
+//! A plan: the program of a job and the surroundings of each of its ranks. A run is a function of its plan.
+
+use crate::device::{Call, Fault, SplitMix64};
+use crate::job::program::{Program, Step};
+use crate::job::surroundings::{AfterLoss, Deviation, Purpose, RankFault, Surroundings, sequence};
+use crate::job::swarm;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::num::NonZeroU32;
+use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::units::MIB;
+use symmalloc_core::{Op, PoolId, Record};
+
+/// How large a generated job is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Size {
+    /// Number of ranks.
+    pub ranks: NonZeroU32,
+    /// Number of ops of the program, before everything is freed.
+    pub ops: usize,
+}
+
+/// The program of a job and the surroundings of its ranks. A run is a function of its plan.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Plan {
+    pub(crate) seed: u64,
+    pub(crate) config: Config,
+    pub(crate) granularity_bytes: u64,
+    pub(crate) steps: Vec<Step>,
+    /// At least one, the first of which that is not faulty is the reference.
+    pub(crate) ranks: Vec<Surroundings>,
+}
+
+/// Between two syncs a recorded job makes at most so many steps: it is compared at least so often.
+pub(crate) const STRETCH_MAX: usize = 2048;
+
+/// Host threads that a program is spread over where it does not name them.
+const THREADS_BY_STREAM: u16 = 8;
+
+/// Ops that a heap of a recorded job remembers.
+const RECORDED_HISTORY_OPS: u32 = 256;
+
+impl Plan {
+    /// The job that a seed names.
+    pub fn from_seed(seed: u64, size: &Size) -> Self {
+        let drawn = swarm::draw(seed, size.ops);
+        Plan {
+            seed,
+            config: drawn.config,
+            granularity_bytes: drawn.granularity_bytes,
+            steps: drawn.steps,
+            ranks: surroundings(seed, size.ranks, size.ops as u64),
+        }
+    }
+
+    /// A recorded job on `ranks` ranks, in surroundings that `seed` names. All of its pools are taken for symmetric ones,
+    /// so that the ranks agree on them, with a history of few ops: there may be thousands of ranks.
+    pub fn of_recorded(config: &Config, records: &[Record], seed: u64, ranks: NonZeroU32) -> Self {
+        let config = with_default_pool(config, &symmetric(config.default_pool()));
+        let config = config.to_builder().history_ops(RECORDED_HISTORY_OPS).build().expect("in range");
+        let records = records.iter().map(|record| {
+            let mut record = record.clone();
+            if let Op::CreatePool { config, .. } = &mut record.op {
+                **config = symmetric(config);
+            }
+            record
+        });
+        Plan::of_records(config, records, seed, ranks)
+    }
+
+    /// A program on `ranks` ranks, in surroundings that `seed` names. Each stream has a thread that drives it, up to eight
+    /// of them. The records must be consistent with each other, as those of a trace are.
+    pub fn of_records(
+        mut config: Config,
+        records: impl IntoIterator<Item = Record>,
+        seed: u64,
+        ranks: NonZeroU32,
+    ) -> Self {
+        let (mut steps, mut streams) = (Vec::new(), BTreeMap::new());
+        for record in records {
+            let thread = match record.op {
+                // A trace may say how the default pool is configured before it uses it.
+                Op::CreatePool { pool: PoolId::DEFAULT, config: ref stated } => {
+                    config = with_default_pool(&config, stated);
+                    continue;
+                }
+                Op::Allocate { id, stream, .. } => {
+                    streams.insert(id, stream);
+                    stream.0
+                }
+                Op::Free { id } => streams.remove(&id).map_or(0, |stream| stream.0),
+                Op::RecordUse { stream, .. }
+                | Op::Wait { stream, .. }
+                | Op::Synchronize { stream }
+                | Op::Reserve { stream, .. } => stream.0,
+                _ => 0,
+            };
+            steps.push(Step { op: record.op, thread: (thread % THREADS_BY_STREAM) as u8, name: record.name });
+        }
+        let ranks = surroundings(seed, ranks, steps.len() as u64);
+        Plan { seed, config, granularity_bytes: 2 * MIB, steps, ranks }
+    }
+
+    /// The same plan on devices of another granularity: a power of two from 512 bytes to 1 GiB.
+    #[must_use]
+    pub fn with_granularity_bytes(mut self, granularity_bytes: u64) -> Self {
+        self.granularity_bytes = granularity_bytes;
+        self
+    }
+
+    /// The same plan with one rank that carries out another program. For tests: the run must fail.
+    #[must_use]
+    pub fn with_deviation(mut self, rank: u32, deviation: Deviation) -> Self {
+        if let Some(rank) = self.ranks.iter_mut().find(|surroundings| surroundings.rank == rank) {
+            rank.deviation = Some(deviation);
+        }
+        self
+    }
+
+    /// The seed.
+    pub fn seed(&self) -> u64 {
+        self.seed
+    }
+
+    /// The program, without the liveness phase.
+    pub fn steps(&self) -> &[Step] {
+        &self.steps
+    }
+
+    /// The surroundings of each rank.
+    pub fn ranks(&self) -> &[Surroundings] {
+        &self.ranks
+    }
+
+    /// Which rank the others are compared with: the first one to which nothing happens.
+    pub(crate) fn reference(&self) -> Option<usize> {
+        let is_private = |rank: &Surroundings| rank.private_per_million > 0 && self.config.limit_bytes().is_some();
+        self.ranks.iter().position(|rank| !rank.is_faulty() && rank.restart_at.is_none() && !is_private(rank))
+    }
+
+    pub(crate) fn program(&self) -> Program {
+        Program::new(&self.config, &self.steps, STRETCH_MAX)
+    }
+}
+
+fn with_default_pool(config: &Config, pool: &PoolConfig) -> Config {
+    config.to_builder().default_pool(pool.clone()).build().expect("each part is valid, and so is the whole")
+}
+
+fn symmetric(pool: &PoolConfig) -> PoolConfig {
+    pool.to_builder().symmetric(true).build().expect("it was valid before")
+}
+
+/// How many ranks meet something, of one hundred.
+const UNLUCKY_PERCENT: [u64; 4] = [0, 3, 10, 50];
+
+/// Draws the surroundings of all ranks. To one of them, which anybody may be, nothing happens.
+fn surroundings(seed: u64, ranks: NonZeroU32, ops: u64) -> Vec<Surroundings> {
+    let mut random = sequence(seed, Purpose::Faults, 0);
+    let mut choose = |choices: [u64; 4]| choices[random.below(4) as usize];
+    let unlucky = choose(UNLUCKY_PERCENT);
+    let private = choose([0, 0, 10, 60]);
+    let restarting = choose([0, 0, 3, 20]);
+    let reference = random.below(ranks.get().into()) as u32;
+    let draw = |rank: u32| {
+        let mut surroundings = Surroundings::adverse(seed, rank);
+        let mut random = sequence(seed, Purpose::Faults, 1 + u64::from(rank));
+        let mut happens = |percent| random.below(100) < percent;
+        let (is_unlucky, is_private, restarts) = (happens(unlucky), happens(private), happens(restarting));
+        if rank == reference {
+            return surroundings;
+        }
+        if is_unlucky {
+            misfortune(&mut surroundings, &mut random, ops);
+        }
+        if is_private {
+            surroundings.private_per_million = [20_000, 200_000, 600_000][random.below(3) as usize];
+        }
+        if restarts {
+            surroundings.restart_at = Some(1 + random.below(12) as u32);
+        }
+        surroundings
+    };
+    (0..ranks.get()).map(draw).collect()
+}
+
+/// What happens to one rank.
+fn misfortune(surroundings: &mut Surroundings, random: &mut SplitMix64, ops: u64) {
+    // Small ordinals are as likely as large ones: what happens early is not what happens late.
+    let mut ordinal = |most: u64| {
+        let bits = random.below(u64::from(most.max(2).ilog2()) + 1);
+        random.below(1 << (bits + 1))
+    };
+    let (calls, other_calls, kind) = (ordinal(ops / 8), ordinal(ops), ordinal(8));
+    let mut fail = |call, ordinal, fault| surroundings.faults.push(RankFault { call, ordinal, fault });
+    match kind % 8 {
+        0 => fail(Some(Call::Map), calls, Fault::OutOfMemory),
+        1 => fail(Some(Call::Reserve), calls, Fault::OutOfMemory),
+        2 => surroundings.memory_bytes = Some((8 + calls * 16) * MIB),
+        3 => {
+            fail(None, other_calls, Fault::DeviceLost);
+            let restarts = other_calls.is_multiple_of(2);
+            surroundings.after_loss = if restarts { AfterLoss::Restart } else { AfterLoss::Leave };
+        }
+        4 => {
+            fail(Some(Call::Record), calls, Fault::Refused);
+            fail(Some(Call::Wait), other_calls, Fault::Refused);
+        }
+        5 => {
+            fail(Some(Call::Unmap), calls, Fault::Refused);
+            fail(Some(Call::Synchronize), other_calls, Fault::Refused);
+        }
+        6 => {
+            fail(Some(Call::Release), calls, Fault::Refused);
+            fail(Some(Call::Query), other_calls, Fault::Refused);
+        }
+        _ => fail(None, other_calls, Fault::Refused),
+    }
+}
+
+impl fmt::Display for Plan {
+    /// What the run will be, for people.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Plan { seed, config, granularity_bytes, steps, ranks } = self;
+        let threads = steps.iter().map(|step| step.thread + 1).max().unwrap_or(1);
+        let pools = steps.iter().filter_map(|step| match &step.op {
+            Op::CreatePool { pool, config } => Some((pool, config)),
+            _ => None,
+        });
+        writeln!(f, "seed {seed}: {} ops of {threads} threads on {} ranks", steps.len(), ranks.len())?;
+        writeln!(f, "granularity {granularity_bytes}")?;
+        writeln!(f, "config {config}")?;
+        for (pool, config) in pools {
+            writeln!(f, "pool {pool} {config}")?;
+        }
+        let mut kinds: BTreeMap<&str, usize> = BTreeMap::new();
+        steps.iter().for_each(|step| *kinds.entry(kind(&step.op)).or_default() += 1);
+        for (kind, count) in kinds {
+            writeln!(f, "op {kind} {count}")?;
+        }
+        for rank in ranks.iter().filter(|rank| has_a_story(rank)) {
+            writeln!(f, "{rank}")?;
+        }
+        Ok(())
+    }
+}
+
+/// Whether more happens to a rank than that its surroundings are its own.
+fn has_a_story(rank: &Surroundings) -> bool {
+    rank.is_faulty() || rank.private_per_million > 0 || rank.restart_at.is_some()
+}
+
+/// The kind of an op, in the words of the trace format.
+fn kind(op: &Op) -> &'static str {
+    match op {
+        Op::RegisterStream { .. } => "stream",
+        Op::CreatePool { .. } => "pool",
+        Op::DestroyPool { .. } => "destroy",
+        Op::Allocate { .. } => "allocate",
+        Op::Free { .. } => "free",
+        Op::RecordUse { .. } => "use",
+        Op::Wait { .. } => "wait",
+        Op::Synchronize { .. } => "synchronize",
+        Op::Reserve { .. } => "reserve",
+        Op::Trim { .. } => "trim",
+        _ => "sync",
+    }
+}

@@ -1,0 +1,244 @@
+//! The program of a job: what every rank carries out, worked out once and shared by all of them.
+//!
+//! ```text
+//!  steps of the plan ....... sync ....... sync ....│ liveness: free everything, trim, destroy, trim
+//!  └── stretch 0 ─────────┘└─ stretch 1 ─┘         │
+//!       each with its Order: what may change places
+//! ```
+//!
+//! All ranks are together at every sync. Between two syncs a rank is on its own, so what it needs there (its schedule) is
+//! worked out when it is its turn, and is gone afterwards: between stretches a rank is its allocator, its device and its
+//! live allocations, and nothing else.
+
+use crate::job::order::{Homes, Order, Resources};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::{AllocationId, Op, PoolId};
+
+/// A step of a program: an op, and the host thread that carries it out.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Step {
+    /// The op.
+    pub op: Op,
+    /// The thread, from 0.
+    pub thread: u8,
+    /// What the program calls the allocation (allocate only).
+    pub name: Option<Box<str>>,
+}
+
+impl Step {
+    /// An op of a thread.
+    pub fn new(op: Op, thread: u8) -> Self {
+        Step { op, thread, name: None }
+    }
+}
+
+/// The policies of all pools that the program ever makes, by their ids, and the limit over all of them.
+#[derive(Clone, Debug)]
+pub(crate) struct PoolPolicies {
+    pools: Vec<PoolConfig>,
+    limit_bytes: Option<u64>,
+}
+
+impl PoolPolicies {
+    fn new(config: &Config, steps: &[Step]) -> Self {
+        let created = steps.iter().filter_map(|step| match &step.op {
+            Op::CreatePool { config, .. } => Some((**config).clone()),
+            _ => None,
+        });
+        let pools = std::iter::once(config.default_pool().clone()).chain(created).collect();
+        PoolPolicies { pools, limit_bytes: config.limit_bytes() }
+    }
+
+    pub(crate) fn of(&self, pool: PoolId) -> &PoolConfig {
+        &self.pools[pool.index()]
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.pools.len()
+    }
+
+    pub(crate) fn pools(&self) -> impl Iterator<Item = PoolId> + use<> {
+        (0..self.pools.len() as u32).map(PoolId)
+    }
+
+    /// The pool with this ordinal among the symmetric ones, as the agreement names pools.
+    pub(crate) fn symmetric(&self, ordinal: u32) -> PoolId {
+        let mut symmetric = self.pools().filter(|pool| self.of(*pool).symmetric());
+        symmetric.nth(ordinal as usize).expect("a rank has no symmetric pools but the program's")
+    }
+
+    pub(crate) fn limit_bytes(&self) -> Option<u64> {
+        self.limit_bytes
+    }
+}
+
+/// The steps between two syncs.
+#[derive(Clone, Debug)]
+pub(crate) struct Stretch {
+    pub(crate) steps: Range<usize>,
+    pub(crate) order: Order,
+}
+
+/// What all ranks carry out. See the [module documentation](self).
+#[derive(Clone, Debug)]
+pub(crate) struct Program {
+    pub(crate) steps: Vec<Step>,
+    /// By step: where a rank keeps the allocation that the step is about.
+    pub(crate) slots: Vec<u32>,
+    /// How many allocations a rank keeps at most.
+    pub(crate) slot_count: usize,
+    pub(crate) homes: Homes,
+    pub(crate) policies: PoolPolicies,
+    /// Number of streams that the program registers.
+    pub(crate) streams: usize,
+    pub(crate) stretches: Vec<Stretch>,
+    /// From this stretch on nothing fails any more.
+    pub(crate) liveness: usize,
+}
+
+/// No slot: the step is about no allocation.
+const NO_SLOT: u32 = u32::MAX;
+
+impl Program {
+    /// The program of these steps, followed by the liveness phase. A stretch has at most `stretch_max` steps.
+    pub(crate) fn new(config: &Config, steps: &[Step], stretch_max: usize) -> Self {
+        let policies = PoolPolicies::new(config, steps);
+        let mut steps = steps.to_vec();
+        let mut ranges = stretches(&steps, stretch_max);
+        let liveness = ranges.len();
+        for part in liveness_phase(&steps, policies.count() as u32) {
+            let start = steps.len();
+            steps.extend(part);
+            ranges.push(start..steps.len());
+        }
+        let homes: Homes = steps.iter().filter_map(|step| home(&step.op)).collect();
+        let streams = steps.iter().filter(|step| matches!(step.op, Op::RegisterStream { .. })).count();
+        let threads = steps.iter().map(|step| usize::from(step.thread) + 1).max().unwrap_or(1);
+        let resources = Resources::new(&policies, streams, threads);
+        let order = |range: &Range<usize>| Order::new(&steps[range.clone()], &resources, &homes);
+        let stretches: Vec<Stretch> = ranges.into_iter().map(|steps| Stretch { order: order(&steps), steps }).collect();
+        let (slots, slot_count) = slots(&steps, &stretches);
+        Program { slots, slot_count, homes, streams, stretches, liveness, policies, steps }
+    }
+
+    /// The number of pools that the program makes, the default pool included.
+    pub(crate) fn pools(&self) -> usize {
+        self.policies.count()
+    }
+}
+
+fn home(op: &Op) -> Option<(AllocationId, (PoolId, symmalloc_core::StreamId))> {
+    match *op {
+        Op::Allocate { id, pool, stream, .. } => Some((id, (pool, stream))),
+        _ => None,
+    }
+}
+
+/// Cuts a program at its syncs, and where a part is too long. The syncs themselves are in no part.
+fn stretches(steps: &[Step], stretch_max: usize) -> Vec<Range<usize>> {
+    let (mut stretches, mut start) = (Vec::new(), 0);
+    for (index, step) in steps.iter().enumerate() {
+        let is_sync = matches!(step.op, Op::Sync);
+        if is_sync || index - start == stretch_max {
+            stretches.push(start..index);
+            start = index + usize::from(is_sync);
+        }
+    }
+    stretches.push(start..steps.len());
+    stretches.retain(|stretch| !stretch.is_empty());
+    stretches
+}
+
+/// What ends every run: everything is freed, and everything goes back.
+fn liveness_phase(steps: &[Step], pools: u32) -> [Vec<Step>; 2] {
+    let mut live: BTreeMap<AllocationId, u8> = BTreeMap::new();
+    let mut threads = 1;
+    for step in steps {
+        threads = threads.max(step.thread + 1);
+        match step.op {
+            // Freed by the thread after the one that allocated it.
+            Op::Allocate { id, .. } => drop(live.insert(id, step.thread + 1)),
+            Op::Free { id } => drop(live.remove(&id)),
+            _ => {}
+        }
+    }
+    let free = |(id, thread): (AllocationId, u8)| Step::new(Op::Free { id }, thread % threads);
+    let mut trims = vec![Step::new(Op::Trim { pool: None }, 0)];
+    trims.extend((1..pools).map(|pool| Step::new(Op::DestroyPool { pool: PoolId(pool) }, 0)));
+    trims.push(Step::new(Op::Trim { pool: None }, 0));
+    [live.into_iter().map(free).collect(), trims]
+}
+
+/// Gives each allocation a slot. A slot is given again only after a sync: between two syncs ranks free and allocate in
+/// different orders.
+fn slots(steps: &[Step], stretches: &[Stretch]) -> (Vec<u32>, usize) {
+    let mut slots = vec![NO_SLOT; steps.len()];
+    let mut of: BTreeMap<AllocationId, u32> = BTreeMap::new();
+    let (mut count, mut free) = (0, Vec::new());
+    for stretch in stretches {
+        let mut freed = Vec::new();
+        for index in stretch.steps.clone() {
+            slots[index] = match steps[index].op {
+                Op::Allocate { id, .. } => {
+                    let slot = free.pop().unwrap_or_else(|| {
+                        count += 1;
+                        count - 1
+                    });
+                    of.insert(id, slot);
+                    slot
+                }
+                Op::Free { id } => {
+                    let slot = of.remove(&id);
+                    freed.extend(slot);
+                    slot.unwrap_or(NO_SLOT)
+                }
+                Op::RecordUse { id, .. } => of.get(&id).copied().unwrap_or(NO_SLOT),
+                _ => NO_SLOT,
+            };
+        }
+        free.extend(freed);
+    }
+    (slots, count as usize)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::job::plan::{Plan, Size};
+    use std::collections::BTreeSet;
+    use std::num::NonZeroU32;
+
+    #[test]
+    fn a_slot_is_given_again_only_after_a_sync() {
+        for seed in 0..40 {
+            let plan = Plan::from_seed(seed, &Size { ranks: NonZeroU32::MIN, ops: 200 });
+            let program = plan.program();
+            let mut taken = BTreeSet::new();
+            for stretch in &program.stretches {
+                let mut freed = BTreeSet::new();
+                for index in stretch.steps.clone() {
+                    let slot = program.slots[index];
+                    match program.steps[index].op {
+                        Op::Allocate { .. } => assert!(taken.insert(slot), "seed {seed}, step {index}"),
+                        Op::Free { .. } => assert!(taken.contains(&slot) && freed.insert(slot)),
+                        Op::RecordUse { .. } => assert!(taken.contains(&slot)),
+                        _ => assert_eq!(slot, NO_SLOT),
+                    }
+                }
+                taken.retain(|slot| !freed.contains(slot));
+            }
+            assert!(taken.is_empty(), "everything is freed in the end");
+        }
+    }
+
+    #[test]
+    fn long_parts_are_cut_and_syncs_are_in_none() {
+        let step = |op| Step::new(op, 0);
+        let mut steps = vec![step(Op::Trim { pool: None }); 7];
+        steps[2] = step(Op::Sync);
+        steps[3] = step(Op::Sync);
+        assert_eq!(stretches(&steps, 2), [0..2, 4..6, 6..7]);
+    }
+}

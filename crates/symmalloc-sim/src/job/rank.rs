@@ -1,0 +1,376 @@
+//! One rank: its allocator on its device, in its surroundings.
+//!
+//! Between syncs a rank carries the steps of a stretch out in the order of its own schedule. What it decides is compared,
+//! step by step, with what the reference rank decided; only the reference writes a [`Journal`].
+//!
+//! How it then stands to the reference is told in [`crate::job::standing`], what it does with one step in `step.rs`.
+
+use crate::device::{Fault, FaultRule, SimBackend, SplitMix64};
+use crate::job::decision::{Decision, Refusal};
+use crate::job::device_work::Live;
+use crate::job::failure::Cause;
+use crate::job::journal::{HeapDigest, HeapName, Journal, first_difference};
+use crate::job::outcome::Faults;
+use crate::job::private_work::PrivateWork;
+use crate::job::program::{Program, Stretch};
+use crate::job::schedule::Scheduler;
+use crate::job::standing::Standing;
+use crate::job::surroundings::{Purpose, RankFault, Surroundings, sequence};
+use symmalloc_core::backend::Backend;
+use symmalloc_core::config::{Config, SegmentPolicy, StreamPolicy};
+use symmalloc_core::lock::Lock;
+use symmalloc_core::{Allocator, Op, PoolId, StreamId};
+
+/// What every rank of a job has in common.
+#[derive(Clone, Debug)]
+pub(crate) struct Job {
+    pub(crate) seed: u64,
+    pub(crate) config: Config,
+    pub(crate) granularity_bytes: u64,
+    pub(crate) program: Program,
+    /// Ranks may use up the limit over all pools for themselves: pools that are not symmetric may differ then.
+    pub(crate) may_starve: bool,
+    /// A rank whose digests are compared after each step, while nothing happens to it: to find the step at which it parts.
+    pub(crate) watched: Option<u32>,
+}
+
+impl Job {
+    /// Whether ranks are compared in a pool.
+    pub(crate) fn compares(&self, pool: PoolId) -> bool {
+        !self.may_starve || self.program.policies.of(pool).symmetric()
+    }
+
+    /// The pool of a step that is about one.
+    fn pool_of(&self, op: &Op) -> Option<PoolId> {
+        match op {
+            Op::Allocate { pool, .. } | Op::Reserve { pool, .. } | Op::DestroyPool { pool } => Some(*pool),
+            Op::Trim { pool } => *pool,
+            Op::Free { id } | Op::RecordUse { id, .. } => self.program.homes.get(id).map(|(pool, _)| *pool),
+            _ => None,
+        }
+    }
+}
+
+/// Why a rank did not get to the sync.
+#[derive(Clone, Debug)]
+pub(crate) enum Stop {
+    /// Its device is lost.
+    Lost,
+    /// Something that must not be.
+    Failed { step: Option<usize>, cause: Cause },
+}
+
+/// One rank. See the [module documentation](self).
+#[derive(Debug)]
+pub(crate) struct Rank<L: Lock> {
+    pub(crate) surroundings: Surroundings,
+    /// How often it was started again.
+    pub(crate) incarnation: u32,
+    pub(crate) allocator: Allocator<SimBackend, L>,
+    /// By slot.
+    pub(crate) live: Vec<Option<Live>>,
+    /// The allocator's pools by the program's.
+    pub(crate) pools: Vec<PoolId>,
+    /// Number of streams that the program has registered.
+    pub(crate) streams: usize,
+    private: Option<PrivateWork>,
+    moments: SplitMix64,
+    failed_calls: u64,
+    pub(crate) standing: Standing,
+    pub(crate) ops: u64,
+    /// The step that was begun last: where it was when it panicked.
+    pub(crate) begun: Option<usize>,
+    /// Of private work that has ended.
+    private_ops: u64,
+    /// What happened to it before it was healed.
+    healed_of: Option<Faults>,
+}
+
+impl<L: Lock> Rank<L> {
+    /// A rank that has done nothing yet.
+    pub(crate) fn new(job: &Job, surroundings: Surroundings, incarnation: u32) -> Self {
+        let mut device = SimBackend::builder()
+            .seed(job.seed.wrapping_add(u64::from(incarnation) << 32))
+            .rank(surroundings.rank)
+            .granularity_bytes(job.granularity_bytes)
+            .delays(surroundings.delays)
+            .memory_bytes(surroundings.memory_bytes.unwrap_or(1 << 50));
+        // A lost device first: of two rules that apply, the first decides.
+        let mut faults = surroundings.faults.clone();
+        faults.sort_by_key(|fault| fault.fault != Fault::DeviceLost);
+        for fault in faults {
+            device = device.fail(fault.call, FaultRule::At { ordinal: fault.ordinal }, fault.fault);
+        }
+        let sequence_of = |purpose| sequence(job.seed, purpose, u64::from(surroundings.rank)).split(incarnation.into());
+        Rank {
+            incarnation,
+            allocator: Allocator::new(device.build(), job.config.clone()).expect("a valid granularity"),
+            live: vec![None; job.program.slot_count],
+            pools: vec![PoolId::DEFAULT],
+            streams: 0,
+            private: (surroundings.private_per_million > 0)
+                .then(|| PrivateWork::new(sequence_of(Purpose::Private), job.program.streams.max(1))),
+            moments: sequence_of(Purpose::Moments),
+            failed_calls: 0,
+            standing: Standing::Alike,
+            ops: 0,
+            begun: None,
+            private_ops: 0,
+            healed_of: None,
+            surroundings,
+        }
+    }
+
+    /// Carries a stretch out, and enters what it decides.
+    pub(crate) fn lead(&mut self, job: &Job, stretch: usize, scheduler: &mut Scheduler) -> Result<Journal, Stop> {
+        let steps = job.program.stretches[stretch].steps.clone();
+        let mut journal = Journal::new(steps.len(), self.digests(job));
+        self.carry_out(job, stretch, scheduler, |rank, index, decision| {
+            let digests = rank.touched_digests(job, &job.program.steps[steps.start + index].op);
+            journal.enter(index, decision, digests);
+            Ok(())
+        })?;
+        journal.last = self.digests(job);
+        Ok(journal)
+    }
+
+    /// Carries a stretch out, and compares what it decides with the journal. A rank that differs for no reason goes on to
+    /// the sync, for the agreement to say what it thinks of it.
+    pub(crate) fn follow(
+        &mut self,
+        job: &Job,
+        stretch: usize,
+        scheduler: &mut Scheduler,
+        journal: &Journal,
+    ) -> Result<(), Stop> {
+        let mut compared = Ok(());
+        self.carry_out(job, stretch, scheduler, |rank, index, decision| {
+            if compared.is_ok() {
+                compared = rank.compare(job, stretch, index, decision, journal);
+            }
+            Ok(())
+        })?;
+        compared?;
+        let digests = self.digests(job);
+        match &mut self.standing {
+            Standing::Alike => first_difference(&digests, &journal.last)
+                .map_or(Ok(()), |heap| Err(Stop::Failed { step: None, cause: Cause::OtherDigest { heap } })),
+            Standing::Followed { .. } => Ok(()),
+        }
+    }
+
+    fn carry_out(
+        &mut self,
+        job: &Job,
+        stretch: usize,
+        scheduler: &mut Scheduler,
+        mut decided: impl FnMut(&mut Self, usize, Decision) -> Result<(), Stop>,
+    ) -> Result<(), Stop> {
+        let Stretch { steps, order } = &job.program.stretches[stretch];
+        let random = sequence(job.seed, Purpose::Schedule, self.surroundings.rank.into());
+        let random = random.split(self.incarnation.into()).split(stretch as u64);
+        for &index in scheduler.schedule(order, self.surroundings.schedule, random) {
+            let index = index as usize;
+            let number = steps.start + index;
+            let failed = |race| Stop::Failed { step: Some(number), cause: Cause::Race(race) };
+            self.begun = Some(number);
+            self.moment(job).map_err(failed)?;
+            let decision = self.step(job, number).map_err(failed)?;
+            self.ops += 1;
+            if self.is_lost() {
+                return Err(Stop::Lost);
+            }
+            self.notice_refusals();
+            decided(self, index, decision)?;
+        }
+        Ok(())
+    }
+
+    /// What happens between two steps, on this rank alone.
+    fn moment(&mut self, job: &Job) -> Result<(), crate::device::Race> {
+        let Surroundings { pace_ticks, asks_per_million, private_per_million, .. } = self.surroundings;
+        if pace_ticks > 0 {
+            self.allocator.backend().tick(self.moments.below(u64::from(pace_ticks) + 1));
+        }
+        if asks_per_million > 0 && self.moments.chance(asks_per_million) {
+            // Whatever the driver says: nobody may notice.
+            let _answer = self.allocator.drop_completed_fences();
+        }
+        let has_all =
+            self.pools.len() == job.program.pools() && self.streams == job.program.streams && self.streams > 0;
+        if let Some(private) = self.private.as_mut().filter(|_| has_all)
+            && self.moments.chance(private_per_million)
+        {
+            private.work(&self.allocator)?;
+        }
+        Ok(())
+    }
+
+    /// Whether the device was lost.
+    fn is_lost(&self) -> bool {
+        let is_end = |fault: &RankFault| fault.fault == Fault::DeviceLost && self.has_happened(fault);
+        self.healed_of.is_none() && self.surroundings.faults.iter().any(is_end)
+    }
+
+    /// Whether the call that was to fail was made.
+    fn has_happened(&self, fault: &RankFault) -> bool {
+        let calls = self.allocator.backend().calls();
+        fault.call.map_or(calls.fallible(), |call| calls.of(call)) > fault.ordinal
+    }
+
+    /// What happened to the rank.
+    pub(crate) fn faults(&self) -> Faults {
+        if let Some(faults) = self.healed_of {
+            return faults;
+        }
+        let happened = |fault| {
+            let faults = self.surroundings.faults.iter().filter(|entry| entry.fault == fault);
+            faults.filter(|fault| self.has_happened(fault)).count() as u64
+        };
+        let failed_calls = self.allocator.backend().calls().failed();
+        let is_small = self.surroundings.memory_bytes.is_some() && failed_calls > 0;
+        Faults {
+            failed_calls,
+            ranks: u64::from(failed_calls > 0),
+            out_of_memory: happened(Fault::OutOfMemory),
+            refused: happened(Fault::Refused),
+            losses: happened(Fault::DeviceLost),
+            small_devices: u64::from(is_small),
+        }
+    }
+
+    /// A rank whose driver refused something is followed from now on.
+    fn notice_refusals(&mut self) {
+        if !self.surroundings.is_faulty() {
+            return;
+        }
+        let failed_calls = self.allocator.backend().calls().failed();
+        if failed_calls > self.failed_calls {
+            self.failed_calls = failed_calls;
+            self.standing.begin_to_follow();
+        }
+    }
+
+    /// Compares the step with this index in a stretch.
+    fn compare(
+        &mut self,
+        job: &Job,
+        stretch: usize,
+        index: usize,
+        decision: Decision,
+        journal: &Journal,
+    ) -> Result<(), Stop> {
+        let number = job.program.stretches[stretch].steps.start + index;
+        let op = &job.program.steps[number].op;
+        let expected = journal.decision(index);
+        let is_compared = job.pool_of(op).is_none_or(|pool| job.compares(pool));
+        if let Standing::Alike = self.standing
+            && decision != expected
+            && is_compared
+        {
+            let starved = Decision::Refused(Refusal::LimitOverAll);
+            if !(job.may_starve && [decision, expected].contains(&starved)) {
+                let cause = Cause::OtherDecision { decision, expected };
+                return Err(Stop::Failed { step: Some(number), cause });
+            }
+            self.standing.begin_to_follow();
+        }
+        let is_alike = matches!(self.standing, Standing::Alike);
+        if is_alike && job.watched != Some(self.surroundings.rank) {
+            return Ok(());
+        }
+        let digests = self.touched_digests(job, op);
+        if !is_alike {
+            self.standing.follow(&digests, journal, index, number);
+            return Ok(());
+        }
+        first_difference(&digests, journal.digests(index))
+            .map_or(Ok(()), |heap| Err(Stop::Failed { step: Some(number), cause: Cause::OtherDigest { heap } }))
+    }
+
+    /// The digests of all compared heaps.
+    pub(crate) fn digests(&self, job: &Job) -> Vec<HeapDigest> {
+        let mut digests = Vec::new();
+        for pool in (0..self.pools.len() as u32).map(PoolId).filter(|pool| job.compares(*pool)) {
+            self.add_digests(pool, |_| true, &mut digests);
+        }
+        digests
+    }
+
+    /// The digests of the compared heaps that an op touched.
+    fn touched_digests(&self, job: &Job, op: &Op) -> Vec<HeapDigest> {
+        let policies = &job.program.policies;
+        let mut digests = Vec::new();
+        match op {
+            Op::Trim { pool: None } => return self.digests(job),
+            Op::Trim { pool: Some(pool) } | Op::DestroyPool { pool } if job.compares(*pool) => {
+                self.add_digests(*pool, |_| true, &mut digests);
+            }
+            Op::Allocate { .. } | Op::Reserve { .. } | Op::Free { .. } | Op::RecordUse { .. } => {
+                let (pool, stream) = match op {
+                    Op::Allocate { pool, stream, .. } | Op::Reserve { pool, stream, .. } => (*pool, *stream),
+                    Op::Free { id } | Op::RecordUse { id, .. } => job.program.homes[id],
+                    _ => unreachable!("matched above"),
+                };
+                let is_shared = policies.of(pool).streams() == StreamPolicy::Shared;
+                let is_whole = is_shared || policies.reclaims_as_a_whole(pool);
+                if job.compares(pool) {
+                    self.add_digests(pool, |heap| is_whole || heap == Some(stream), &mut digests);
+                }
+            }
+            _ => {}
+        }
+        digests
+    }
+
+    fn add_digests(&self, pool: PoolId, wanted: impl Fn(Option<StreamId>) -> bool, digests: &mut Vec<HeapDigest>) {
+        let Some(own) = self.pools.get(pool.index()) else { return };
+        let all = self.allocator.heap_digests(*own).unwrap_or_default();
+        let wanted = all.into_iter().filter(|(stream, _)| wanted(*stream));
+        digests.extend(wanted.map(|(stream, digest)| (HeapName { pool, stream }, digest)));
+    }
+
+    /// From here on nothing fails any more, and the rank works for itself no longer.
+    pub(crate) fn heal(&mut self) {
+        self.healed_of = Some(self.faults());
+        self.allocator.backend().heal();
+        if let Some(mut private) = self.private.take() {
+            private.end(&self.allocator);
+            self.private_ops += private.ops;
+        }
+    }
+
+    /// How much the rank did for itself.
+    pub(crate) fn private_ops(&self) -> u64 {
+        self.private_ops + self.private.as_ref().map_or(0, |private| private.ops)
+    }
+
+    /// Liveness: everything was freed and given back.
+    pub(crate) fn ended(&self, job: &Job) -> Result<(), Cause> {
+        // What the last users of a segment that stays have left is waited for, and then forgotten.
+        for stream in (0..self.allocator.stream_count() as u16).map(StreamId) {
+            self.allocator.backend().synchronize(stream).expect("the driver works");
+            self.allocator.stream_synchronized(stream).expect("it is registered");
+        }
+        self.allocator.drop_completed_fences().expect("the driver works");
+        self.allocator.check().map_err(|violation| Cause::Violation(violation.to_string().into()))?;
+        let stats = self.allocator.stats();
+        let kept = match job.program.policies.of(PoolId::DEFAULT).segments() {
+            // Such a segment is there for ever, and the default pool is never destroyed.
+            SegmentPolicy::Reserved { .. } => {
+                self.allocator.pool_stats(PoolId::DEFAULT).map_or(0, |stats| stats.reserved_bytes.current)
+            }
+            _ => 0,
+        };
+        let leaks = self.allocator.backend().leaks();
+        let allocations = stats.usage.all.allocations.current;
+        let is_clean = allocations == 0
+            && stats.reserved_bytes.current == kept
+            && stats.retired_bytes == 0
+            && leaks.mapped_bytes == kept
+            && leaks.events == 0
+            && (leaks.ranges == 0 || kept > 0);
+        let reserved_bytes = stats.reserved_bytes.current;
+        if is_clean { Ok(()) } else { Err(Cause::LeftBehind { allocations, reserved_bytes, leaks }) }
+    }
+}

@@ -1,0 +1,209 @@
+//! Shrinking: a smaller plan that still fails in the same way.
+//!
+//! Delta debugging (Zeller and Hildebrandt, 2002): leave parts out, large ones first, and keep what still fails. A plan has
+//! parts of five kinds, tried in turn until none gets smaller: ranks, steps, what happens to each rank, threads, and
+//! configuration. Whatever is left out, the plan stays a valid one.
+
+use crate::device::Delays;
+use crate::job::failure::Failure;
+use crate::job::plan::Plan;
+use crate::job::program::Step;
+use crate::job::run::simulate;
+use crate::job::schedule::Schedule;
+use crate::job::surroundings::{AfterLoss, Surroundings};
+use std::collections::{BTreeMap, BTreeSet};
+use std::num::NonZeroUsize;
+use symmalloc_core::{Config, Op, PoolConfig, PoolId, StreamId};
+
+/// A plan that fails, as small as it got.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Shrunk {
+    /// The plan.
+    pub plan: Plan,
+    /// How it fails.
+    pub failure: Failure,
+    /// How many plans were run.
+    pub runs: usize,
+}
+
+/// Makes a failing plan smaller, with at most `runs_max` runs. A function of its arguments, like everything here.
+pub fn shrink(plan: Plan, failure: Failure, runs_max: usize) -> Shrunk {
+    let mut shrinker = Shrinker { best: Shrunk { plan, failure, runs: 0 }, runs_max };
+    loop {
+        let before = shrinker.best.plan.clone();
+        shrinker.ranks();
+        shrinker.steps();
+        shrinker.surroundings();
+        shrinker.threads();
+        shrinker.configuration();
+        if shrinker.best.plan == before || shrinker.best.runs >= runs_max {
+            return shrinker.best;
+        }
+    }
+}
+
+struct Shrinker {
+    best: Shrunk,
+    runs_max: usize,
+}
+
+impl Shrinker {
+    /// Keeps a plan if it fails as the best one does.
+    fn try_plan(&mut self, plan: Plan) -> bool {
+        if self.best.runs >= self.runs_max || plan == self.best.plan || plan.reference().is_none() {
+            return false;
+        }
+        self.best.runs += 1;
+        match simulate(&plan, NonZeroUsize::MIN, &mut |_| ()) {
+            Err(failure) if failure.cause.is_like(&self.best.failure.cause) => {
+                self.best = Shrunk { plan, failure, runs: self.best.runs };
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Keeps a change of the best plan if it fails as that does.
+    fn try_change(&mut self, change: impl FnOnce(&mut Plan)) -> bool {
+        let mut plan = self.best.plan.clone();
+        change(&mut plan);
+        self.try_plan(plan)
+    }
+
+    fn ranks(&mut self) {
+        let failing = self.best.failure.rank;
+        let reference = self.best.plan.reference();
+        self.try_change(|plan| {
+            let mut seat = 0;
+            plan.ranks.retain(|rank| {
+                seat += 1;
+                Some(seat - 1) == reference || Some(rank.rank) == failing
+            });
+        });
+        self.leave_out(|plan| plan.ranks.len(), |plan, from, to| drop(plan.ranks.drain(from..to)));
+    }
+
+    fn steps(&mut self) {
+        if let Some(step) = self.best.failure.step {
+            self.try_change(|plan| plan.steps.truncate(step + 1));
+        }
+        self.leave_out(
+            |plan| plan.steps.len(),
+            |plan, from, to| {
+                let is_kept = |(index, step): (usize, &Step)| !(from..to).contains(&index) || declares(&step.op);
+                let kept = plan.steps.iter().enumerate().filter(|entry| is_kept((entry.0, entry.1)));
+                plan.steps = that_make_sense(kept.map(|(_, step)| step.clone()));
+            },
+        );
+        self.try_change(|plan| plan.steps = renumbered(&plan.steps));
+    }
+
+    /// Leaves out parts of a list, halves first, down to single items.
+    fn leave_out(&mut self, count: impl Fn(&Plan) -> usize, leave_out: impl Fn(&mut Plan, usize, usize)) {
+        let mut part = count(&self.best.plan).div_ceil(2);
+        while part > 0 {
+            let mut from = 0;
+            while from < count(&self.best.plan) {
+                let to = (from + part).min(count(&self.best.plan));
+                if !self.try_change(|plan| leave_out(plan, from, to)) {
+                    from = to;
+                }
+            }
+            part /= 2;
+        }
+    }
+
+    fn surroundings(&mut self) {
+        let changes: [fn(&mut Surroundings); 9] = [
+            |rank| rank.private_per_million = 0,
+            |rank| rank.restart_at = None,
+            |rank| rank.memory_bytes = None,
+            |rank| rank.asks_per_million = 0,
+            |rank| rank.pace_ticks = 0,
+            |rank| rank.delays = Delays::Immediate,
+            |rank| rank.after_loss = AfterLoss::Leave,
+            |rank| rank.schedule = Schedule::Program,
+            |rank| {
+                rank.faults.pop();
+            },
+        ];
+        for change in changes {
+            self.try_change(|plan| plan.ranks.iter_mut().for_each(change));
+            for seat in 0..self.best.plan.ranks.len() {
+                self.try_change(|plan| change(&mut plan.ranks[seat]));
+            }
+        }
+    }
+
+    fn threads(&mut self) {
+        self.try_change(|plan| plan.steps.iter_mut().for_each(|step| step.thread = 0));
+        self.try_change(|plan| plan.steps.iter_mut().for_each(|step| step.name = None));
+        for index in 0..self.best.plan.steps.len() {
+            if self.best.plan.steps[index].thread > 0 {
+                self.try_change(|plan| plan.steps[index].thread = 0);
+            }
+        }
+    }
+
+    fn configuration(&mut self) {
+        self.try_change(|plan| plan.config = Config::default());
+        for index in 0..self.best.plan.steps.len() {
+            if let Op::CreatePool { pool, .. } = self.best.plan.steps[index].op {
+                let config = Box::new(PoolConfig::default());
+                self.try_change(|plan| plan.steps[index].op = Op::CreatePool { pool, config });
+            }
+        }
+    }
+}
+
+fn declares(op: &Op) -> bool {
+    matches!(op, Op::RegisterStream { .. } | Op::CreatePool { .. })
+}
+
+/// Leaves out what names an allocation that is not made any more.
+fn that_make_sense(steps: impl Iterator<Item = Step>) -> Vec<Step> {
+    let mut made = BTreeSet::new();
+    let makes_sense = |step: &Step| match step.op {
+        Op::Allocate { id, .. } => made.insert(id),
+        Op::Free { id } | Op::RecordUse { id, .. } => made.contains(&id),
+        _ => true,
+    };
+    steps.filter(makes_sense).collect()
+}
+
+/// The same steps without streams and pools that nothing names; the others are numbered anew.
+fn renumbered(steps: &[Step]) -> Vec<Step> {
+    let (mut streams, mut pools) = (BTreeSet::new(), BTreeSet::new());
+    for step in steps {
+        match step.op {
+            Op::Allocate { pool, stream, .. } | Op::Reserve { pool, stream, .. } => {
+                streams.insert(stream);
+                pools.insert(pool);
+            }
+            Op::RecordUse { stream, .. } | Op::Synchronize { stream } => drop(streams.insert(stream)),
+            Op::Wait { stream, on } => streams.extend([stream, on]),
+            Op::Trim { pool: Some(pool) } | Op::DestroyPool { pool } => drop(pools.insert(pool)),
+            _ => {}
+        }
+    }
+    pools.insert(PoolId::DEFAULT);
+    let streams: BTreeMap<StreamId, StreamId> = streams.into_iter().zip((0..).map(StreamId)).collect();
+    let pools: BTreeMap<PoolId, PoolId> = pools.into_iter().zip((0..).map(PoolId)).collect();
+    let renumber = |step: &Step| {
+        let mut step = step.clone();
+        match &mut step.op {
+            Op::RegisterStream { stream } => *stream = *streams.get(stream)?,
+            Op::CreatePool { pool, .. } => *pool = *pools.get(pool)?,
+            Op::Allocate { pool, stream, .. } | Op::Reserve { pool, stream, .. } => {
+                (*pool, *stream) = (pools[pool], streams[stream]);
+            }
+            Op::RecordUse { stream, .. } | Op::Synchronize { stream } => *stream = streams[stream],
+            Op::Wait { stream, on } => (*stream, *on) = (streams[stream], streams[on]),
+            Op::Trim { pool: Some(pool) } | Op::DestroyPool { pool } => *pool = pools[pool],
+            _ => {}
+        }
+        Some(step)
+    };
+    steps.iter().filter_map(renumber).collect()
+}

@@ -1,0 +1,138 @@
+//! Carrying a step out: what a program does with an op on one rank, and what it does when the driver refuses.
+//!
+//! A refusal that changed nothing (a fence that could not be recorded or waited for) is tried again, as a program would.
+//! Refused memory is a decision: the program goes on without it, and its rank is another one from then on.
+
+use crate::device::Race;
+use crate::job::decision::{Decision, Refusal};
+use crate::job::device_work::{Live, waits};
+use crate::job::program::Step;
+use crate::job::rank::{Job, Rank};
+use crate::job::surroundings::Deviation;
+use symmalloc_core::Op;
+use symmalloc_core::backend::Backend;
+use symmalloc_core::config::PoolConfig;
+use symmalloc_core::errors::{AllocateError, FreeError};
+use symmalloc_core::lock::Lock;
+
+/// Attempts at a call that the driver refuses, before a program gives up.
+const ATTEMPTS_MAX: usize = 100;
+
+impl<L: Lock> Rank<L> {
+    /// Carries one step out. A call that the driver refuses without an effect is tried again.
+    pub(crate) fn step(&mut self, job: &Job, number: usize) -> Result<Decision, Race> {
+        let Step { op, name, .. } = &job.program.steps[number];
+        let slot = job.program.slots[number] as usize;
+        let refused = |refusal| Ok(Decision::Refused(refusal));
+        match *op {
+            Op::Allocate { id, pool, stream, size_bytes } => {
+                self.live[slot] = None;
+                let size_bytes = match self.surroundings.deviation {
+                    Some(Deviation::OtherSize { id: other, size_bytes }) if other == id => size_bytes,
+                    _ => size_bytes,
+                };
+                let pool = self.pools[pool.index()];
+                let allocate = || match name {
+                    None => self.allocator.allocate(pool, stream, size_bytes),
+                    Some(name) => self.allocator.allocate_named(pool, stream, size_bytes, name),
+                };
+                match insist(allocate, |error| matches!(error, AllocateError::Fence { .. })) {
+                    Err(error) => return refused(Refusal::from(&error)),
+                    Ok(allocation) => {
+                        self.live[slot] = Some(Live::begin(self.allocator.backend(), stream, &allocation)?);
+                        return Ok(Decision::Placed(allocation.placement));
+                    }
+                }
+            }
+            Op::Free { id } => {
+                let Some(live) = self.live[slot] else { return refused(Refusal::NotLive) };
+                if self.surroundings.deviation == Some(Deviation::KeepAllocation { id }) {
+                    return Ok(Decision::Done);
+                }
+                if let Some(handle) = live.handle {
+                    let free = || self.allocator.free(handle);
+                    if let Err(error) = insist(free, |error| matches!(error, FreeError::Fence(_))) {
+                        return refused(Refusal::from(&error));
+                    }
+                }
+                self.live[slot] = None;
+            }
+            Op::RecordUse { stream, .. } => {
+                let Some(live) = &mut self.live[slot] else { return refused(Refusal::NotLive) };
+                if let Some(handle) = live.handle
+                    && let Err(error) = self.allocator.record_use(handle, stream)
+                {
+                    return refused(Refusal::from(&error));
+                }
+                live.shared(self.allocator.backend(), stream)?;
+            }
+            Op::Wait { stream, on } => {
+                let backend = self.allocator.backend();
+                if (0..ATTEMPTS_MAX).any(|_| waits(backend, stream, on)) {
+                    self.allocator.stream_waits(stream, on).expect("both are registered");
+                }
+            }
+            Op::Synchronize { stream } => {
+                let backend = self.allocator.backend();
+                if insist(|| backend.synchronize(stream), |_| true).is_ok() {
+                    self.allocator.stream_synchronized(stream).expect("it is registered");
+                }
+            }
+            _ => return Ok(self.step_rarely(op)),
+        }
+        Ok(Decision::Done)
+    }
+
+    fn step_rarely(&mut self, op: &Op) -> Decision {
+        let refused = |refusal| Decision::Refused(refusal);
+        match op {
+            Op::Reserve { pool, stream, size_bytes } => {
+                let pool = self.pools[pool.index()];
+                let reserve = || self.allocator.reserve(pool, *stream, *size_bytes);
+                match insist(reserve, |error| matches!(error, AllocateError::Fence { .. })) {
+                    Ok(()) => Decision::Done,
+                    Err(error) => refused(Refusal::from(&error)),
+                }
+            }
+            Op::Trim { pool } => match self.allocator.trim(pool.map(|pool| self.pools[pool.index()])) {
+                Ok(_) => Decision::Done,
+                Err(error) => refused(Refusal::from(&error)),
+            },
+            Op::RegisterStream { .. } => {
+                self.register_stream();
+                Decision::Done
+            }
+            Op::CreatePool { config, .. } => {
+                self.create_pool(config);
+                Decision::Done
+            }
+            Op::DestroyPool { pool } => match self.allocator.destroy_pool(self.pools[pool.index()]) {
+                Ok(()) => Decision::Done,
+                Err(error) => refused(Refusal::from(&error)),
+            },
+            _ => Decision::Done,
+        }
+    }
+
+    /// The program registers its next stream.
+    pub(crate) fn register_stream(&mut self) {
+        self.allocator.register_stream().expect("a program has few");
+        self.streams += 1;
+    }
+
+    /// The program makes its next pool.
+    pub(crate) fn create_pool(&mut self, config: &PoolConfig) {
+        self.pools.push(self.allocator.create_pool(config.clone()).expect("it always can"));
+    }
+}
+
+/// Tries again what failed for a reason that may pass.
+fn insist<T, E>(attempt: impl Fn() -> Result<T, E>, may_pass: impl Fn(&E) -> bool) -> Result<T, E> {
+    for _ in 1..ATTEMPTS_MAX {
+        match attempt() {
+            Err(error) if may_pass(&error) => {}
+            done => return done,
+        }
+    }
+    attempt()
+}

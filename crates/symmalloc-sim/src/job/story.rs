@@ -1,0 +1,143 @@
+//! Stories: a failing plan as a trace, with what happened on top.
+//!
+//! A story is an ordinary trace, which `symmalloc replay` and every test runs. What a trace has no words for stands in
+//! its comments: lines that begin with `#!` say seed, granularity, ranks with their surroundings, and threads, and
+//! `symmalloc simulate` reads them. So the file alone reproduces the failure.
+//!
+//! ```text
+//! symmalloc-trace 1
+//! config segments:expandable
+//! # seed 7, rank 3, step 1 (`f 0`): the digest of the heap of p0 s0 is another one
+//! #! seed:7 granularity:2097152
+//! #! rank:0 schedule:program
+//! #! rank:3 schedule:program keeps:0
+//! #! threads 0 0 0
+//! stream s0
+//! a 0 1048576 s0
+//! f 0
+//! end 3
+//! ```
+
+use crate::job::failure::Failure;
+use crate::job::plan::Plan;
+use crate::job::program::Step;
+use crate::job::surroundings::{BadSurroundings, Surroundings};
+use std::fmt::Write;
+use symmalloc_core::Record;
+use symmalloc_core::trace::{Trace, TraceError, TraceWriteError};
+
+/// What a line with words of the simulator begins with.
+const MARK: &str = "#! ";
+/// Threads on one such line.
+const THREADS_A_LINE: usize = 1000;
+
+/// The story of a plan that fails. `comment` is told before everything else.
+///
+/// # Errors
+/// When the plan's steps contradict each other.
+pub fn write(plan: &Plan, failure: &Failure, comment: &str) -> Result<String, TraceWriteError> {
+    let record = |step: &Step| {
+        let record = Record::from(step.op.clone());
+        match &step.name {
+            Some(name) => record.with_name(name),
+            None => record,
+        }
+    };
+    let trace = Trace::new(Some(plan.config.clone()), plan.steps.iter().map(record).collect())?.to_text();
+    let mut story = String::new();
+    let mut lines = trace.lines();
+    // The first line and the configuration.
+    lines.by_ref().take(2).for_each(|line| add(&mut story, format_args!("{line}")));
+    comment.lines().for_each(|line| add(&mut story, format_args!("# {line}")));
+    add(&mut story, format_args!("#"));
+    failure.to_string().lines().for_each(|line| add(&mut story, format_args!("# {line}")));
+    add(&mut story, format_args!("#"));
+    add(&mut story, format_args!("{MARK}seed:{} granularity:{}", plan.seed, plan.granularity_bytes));
+    plan.ranks.iter().for_each(|rank| add(&mut story, format_args!("{MARK}{rank}")));
+    for steps in plan.steps.chunks(THREADS_A_LINE) {
+        let threads: String = steps.iter().map(|step| format!(" {}", step.thread)).collect();
+        add(&mut story, format_args!("{MARK}threads{threads}"));
+    }
+    lines.for_each(|line| add(&mut story, format_args!("{line}")));
+    Ok(story)
+}
+
+fn add(story: &mut String, line: std::fmt::Arguments<'_>) {
+    // A trailing blank would be in the way of nobody but the reader of a diff.
+    story.push_str(line.to_string().trim_end());
+    let _ = story.write_char('\n');
+}
+
+/// The plan of a story; `None` for a trace that is no story.
+///
+/// # Errors
+/// When it is no trace, or its words of the simulator make no sense.
+pub fn read(text: &str) -> Result<Option<Plan>, StoryError> {
+    let marked = || text.lines().zip(1_usize..).filter_map(|(line, number)| Some((line.strip_prefix(MARK)?, number)));
+    if marked().next().is_none() {
+        return Ok(None);
+    }
+    let (config, records) = Trace::parse(text)?.into_parts();
+    let step = |record: Record| Step { op: record.op, thread: 0, name: record.name };
+    let mut plan = Plan {
+        seed: 0,
+        config: config.unwrap_or_default(),
+        granularity_bytes: 2 << 20,
+        steps: records.into_iter().map(step).collect(),
+        ranks: Vec::new(),
+    };
+    let mut threads = Vec::new();
+    for (line, number) in marked() {
+        let bad = |word: &str| StoryError::Word { line: number, word: word.into() };
+        if let Some(numbers) = line.strip_prefix("threads") {
+            for word in numbers.split_ascii_whitespace() {
+                threads.push(word.parse::<u8>().ok().filter(|thread| *thread < 128).ok_or_else(|| bad(word))?);
+            }
+        } else if line.starts_with("seed:") {
+            for word in line.split_ascii_whitespace() {
+                let (key, value) = word.split_once(':').ok_or_else(|| bad(word))?;
+                let value: u64 = value.parse().map_err(|_| bad(word))?;
+                match key {
+                    "seed" => plan.seed = value,
+                    "granularity" if value.is_power_of_two() && (512..=1 << 30).contains(&value) => {
+                        plan.granularity_bytes = value;
+                    }
+                    _ => return Err(bad(word)),
+                }
+            }
+        } else {
+            let rank = line.parse::<Surroundings>().map_err(|BadSurroundings { word }| bad(&word))?;
+            plan.ranks.push(rank);
+        }
+    }
+    if threads.len() > plan.steps.len() {
+        return Err(StoryError::Threads { threads: threads.len(), steps: plan.steps.len() });
+    }
+    plan.steps.iter_mut().zip(threads).for_each(|(step, thread)| step.thread = thread);
+    Ok(Some(plan))
+}
+
+/// Why a story could not be read.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StoryError {
+    /// It is no trace.
+    #[error(transparent)]
+    Trace(#[from] TraceError),
+    /// A word that means nothing to the simulator.
+    #[error("line {line}: `{word}` means nothing to the simulator")]
+    Word {
+        /// The line, from 1.
+        line: usize,
+        /// The word.
+        word: Box<str>,
+    },
+    /// More threads than steps.
+    #[error("the story gives threads to {threads} steps, but has {steps}")]
+    Threads {
+        /// Threads given.
+        threads: usize,
+        /// Steps in the trace.
+        steps: usize,
+    },
+}

@@ -1,0 +1,269 @@
+//! Surroundings: everything in which one rank differs from the next, while the program is the same.
+
+use crate::device::{Call, Delays, Fault, SplitMix64};
+use crate::job::schedule::Schedule;
+use std::fmt;
+use symmalloc_core::AllocationId;
+
+/// The surroundings of one rank. What is not said here (addresses, raw handles, event timing) is drawn from
+/// (seed, rank).
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Surroundings {
+    /// Names the rank. Stays the same when other ranks are dropped.
+    pub rank: u32,
+    /// How its threads interleave.
+    pub schedule: Schedule,
+    /// How long its device takes.
+    pub delays: Delays,
+    /// The most ticks that pass between two steps.
+    pub pace_ticks: u32,
+    /// How often it asks which fences are over, per million steps.
+    pub asks_per_million: u32,
+    /// Device memory, in bytes; `None`: plenty.
+    pub memory_bytes: Option<u64>,
+    /// Which calls of its driver fail.
+    pub faults: Vec<RankFault>,
+    /// How often it works for itself, in pools of its own, per million steps.
+    pub private_per_million: u32,
+    /// After so many syncs it restarts, without having failed.
+    pub restart_at: Option<u32>,
+    /// What happens after its device is lost.
+    pub after_loss: AfterLoss,
+    /// Where its program is another one: what must not be, and must be caught.
+    pub deviation: Option<Deviation>,
+}
+
+/// A call of the driver that fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RankFault {
+    /// Which kind of call; `None`: any.
+    pub call: Option<Call>,
+    /// Its ordinal among those of its kind, from 0.
+    pub ordinal: u64,
+    /// How it fails.
+    pub fault: Fault,
+}
+
+/// What a job does without a rank whose device is lost.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum AfterLoss {
+    /// It goes on without it.
+    #[default]
+    Leave,
+    /// The rank starts again at the next sync.
+    Restart,
+}
+
+/// How a rank's program differs from the others'. For tests of the simulator itself: nothing else asks for one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Deviation {
+    /// It does not free this allocation.
+    KeepAllocation {
+        /// The allocation.
+        id: AllocationId,
+    },
+    /// It asks for another size.
+    OtherSize {
+        /// The allocation.
+        id: AllocationId,
+        /// The size, in bytes.
+        size_bytes: u64,
+    },
+}
+
+impl Surroundings {
+    /// Quiet ones: the program's own order, work that is done at once, no fault.
+    pub fn quiet(rank: u32) -> Self {
+        Surroundings {
+            rank,
+            schedule: Schedule::Program,
+            delays: Delays::Immediate,
+            pace_ticks: 0,
+            asks_per_million: 0,
+            memory_bytes: None,
+            faults: Vec::new(),
+            private_per_million: 0,
+            restart_at: None,
+            after_loss: AfterLoss::Leave,
+            deviation: None,
+        }
+    }
+
+    /// Adverse ones without a fault, drawn from (seed, rank).
+    pub fn adverse(seed: u64, rank: u32) -> Self {
+        let mut random = sequence(seed, Purpose::Surroundings, rank.into());
+        let mut pick = |choices: u64| random.below(choices) as usize;
+        Surroundings {
+            schedule: Schedule::ALL[pick(4)],
+            delays: [Delays::Immediate, Delays::UntilSynchronized, Delays::UpTo { ticks: 40 }, Delays::FromSeed]
+                [pick(4)],
+            pace_ticks: [0, 0, 3, 200][pick(4)],
+            asks_per_million: [0, 10_000, 200_000][pick(3)],
+            ..Surroundings::quiet(rank)
+        }
+    }
+
+    /// Whether its driver may refuse something, or its device end.
+    pub fn is_faulty(&self) -> bool {
+        !self.faults.is_empty() || self.memory_bytes.is_some() || self.deviation.is_some()
+    }
+}
+
+/// What a sequence of random numbers is drawn for, so that none depends on how many another one took.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Purpose {
+    Plan,
+    Steps,
+    Surroundings,
+    Faults,
+    Schedule,
+    Moments,
+    Private,
+    Checks,
+}
+
+/// The sequence of a purpose under a seed.
+pub(crate) fn sequence(seed: u64, purpose: Purpose, of: u64) -> SplitMix64 {
+    SplitMix64::new(seed).split(purpose as u64).split(of)
+}
+
+impl fmt::Display for Surroundings {
+    /// As one line of a story.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank:{} schedule:{}", self.rank, self.schedule.name())?;
+        match self.delays {
+            Delays::Immediate => {}
+            Delays::UpTo { ticks } => write!(f, " delays:{ticks}")?,
+            Delays::UntilSynchronized => f.write_str(" delays:until_synchronized")?,
+            _ => f.write_str(" delays:from_seed")?,
+        }
+        let numbers = [
+            ("pace", u64::from(self.pace_ticks)),
+            ("asks", self.asks_per_million.into()),
+            ("private", self.private_per_million.into()),
+            ("memory", self.memory_bytes.unwrap_or(0)),
+            ("restart_at", self.restart_at.unwrap_or(0).into()),
+        ];
+        for (name, number) in numbers.into_iter().filter(|(_, number)| *number > 0) {
+            write!(f, " {name}:{number}")?;
+        }
+        if self.after_loss == AfterLoss::Restart {
+            f.write_str(" after_loss:restart")?;
+        }
+        for RankFault { call, ordinal, fault } in &self.faults {
+            write!(f, " fault:{}@{ordinal}={}", call.map_or("any", Call::name), fault_name(*fault))?;
+        }
+        match self.deviation {
+            None => Ok(()),
+            Some(Deviation::KeepAllocation { id }) => write!(f, " keeps:{}", id.0),
+            Some(Deviation::OtherSize { id, size_bytes }) => write!(f, " size:{}={size_bytes}", id.0),
+        }
+    }
+}
+
+fn fault_name(fault: Fault) -> &'static str {
+    match fault {
+        Fault::OutOfMemory => "out_of_memory",
+        Fault::DeviceLost => "device_lost",
+        _ => "refused",
+    }
+}
+
+impl std::str::FromStr for Surroundings {
+    type Err = BadSurroundings;
+
+    /// Reads what `Display` writes.
+    fn from_str(text: &str) -> Result<Self, BadSurroundings> {
+        let mut read = Surroundings::quiet(0);
+        for word in text.split_ascii_whitespace() {
+            let bad = || BadSurroundings { word: word.into() };
+            let (key, value) = word.split_once(':').ok_or_else(bad)?;
+            let number = || value.parse::<u64>().map_err(|_| bad());
+            let small = || value.parse::<u32>().map_err(|_| bad());
+            match key {
+                "rank" => read.rank = small()?,
+                "schedule" => {
+                    read.schedule = Schedule::ALL.into_iter().find(|style| style.name() == value).ok_or_else(bad)?;
+                }
+                "delays" => {
+                    read.delays = match value {
+                        "until_synchronized" => Delays::UntilSynchronized,
+                        "from_seed" => Delays::FromSeed,
+                        _ => Delays::UpTo { ticks: small()? },
+                    };
+                }
+                "pace" => read.pace_ticks = small()?,
+                "asks" => read.asks_per_million = small()?,
+                "private" => read.private_per_million = small()?,
+                "memory" => read.memory_bytes = Some(number()?),
+                "restart_at" => read.restart_at = Some(small()?),
+                "after_loss" if value == "restart" => read.after_loss = AfterLoss::Restart,
+                "fault" => read.faults.push(fault(value).ok_or_else(bad)?),
+                "keeps" => read.deviation = Some(Deviation::KeepAllocation { id: AllocationId(number()?) }),
+                "size" => {
+                    let (id, size) = value.split_once('=').ok_or_else(bad)?;
+                    let number = |text: &str| text.parse().map_err(|_| bad());
+                    let id = AllocationId(number(id)?);
+                    read.deviation = Some(Deviation::OtherSize { id, size_bytes: number(size)? });
+                }
+                _ => return Err(bad()),
+            }
+        }
+        Ok(read)
+    }
+}
+
+/// `map@3=refused`
+fn fault(text: &str) -> Option<RankFault> {
+    let (call, rest) = text.split_once('@')?;
+    let (ordinal, fault) = rest.split_once('=')?;
+    let call = match call {
+        "any" => None,
+        name => Some(Call::ALL.into_iter().find(|call| call.name() == name)?),
+    };
+    let faults = [Fault::OutOfMemory, Fault::Refused, Fault::DeviceLost];
+    let fault = faults.into_iter().find(|known| fault_name(*known) == fault)?;
+    Some(RankFault { call, ordinal: ordinal.parse().ok()?, fault })
+}
+
+/// A word that says nothing about a rank's surroundings.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("`{word}` says nothing about a rank's surroundings")]
+pub struct BadSurroundings {
+    /// The word.
+    pub word: Box<str>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::job::plan::{Plan, Size};
+    use std::num::NonZeroU32;
+
+    #[test]
+    fn surroundings_are_read_back_as_they_were_written() {
+        let size = Size { ranks: NonZeroU32::new(64).expect("some"), ops: 10 };
+        let mut faulty = 0;
+        for seed in 0..50 {
+            for mut rank in Plan::from_seed(seed, &size).ranks {
+                faulty += usize::from(rank.is_faulty());
+                if rank.rank % 9 == 0 {
+                    rank.deviation = Some(Deviation::OtherSize { id: AllocationId(7), size_bytes: 513 });
+                }
+                assert_eq!(rank.to_string().parse(), Ok(rank));
+            }
+        }
+        assert!(faulty > 100, "{faulty}");
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_named() {
+        for word in ["rank", "rank:x", "delays:soon", "fault:map@1", "fault:none@1=refused", "speed:9"] {
+            let error = format!("rank:1 {word} pace:3").parse::<Surroundings>().expect_err("no sense");
+            assert_eq!(&*error.word, word);
+        }
+    }
+}

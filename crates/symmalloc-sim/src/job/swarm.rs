@@ -1,0 +1,340 @@
+//! Swarm: which operations a generated program has at all, how often, and in which pools.
+//!
+//! A program in which everything is equally likely never gets into a corner: what is allocated is freed, what fills up is
+//! trimmed. So each seed first draws weights, many of them zero, and only then the steps. (Groce and others, "Swarm
+//! testing", ISSTA 2012.)
+
+use crate::device::SplitMix64;
+use crate::job::program::Step;
+use crate::job::surroundings::{Purpose, sequence};
+use symmalloc_core::config::{
+    Config, ExpandableSegments, FixedSegments, PoolConfig, Reclaim, RoundupPower2Divisions, SegmentPolicy, StreamPolicy,
+};
+use symmalloc_core::units::{KIB, MIB};
+use symmalloc_core::{AllocationId, Op, PoolId, StreamId};
+
+/// The kinds of steps that have weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Allocate,
+    Free,
+    RecordUse,
+    Wait,
+    Synchronize,
+    Reserve,
+    TrimPool,
+    TrimAll,
+    CreatePool,
+    DestroyPool,
+    Sync,
+}
+
+/// Every kind, with the weights that it may get: the first is as likely as each other one.
+const KINDS: [(Kind, [u32; 4]); 11] = [
+    (Kind::Allocate, [30, 40, 60, 100]),
+    (Kind::Free, [5, 25, 40, 60]),
+    (Kind::RecordUse, [0, 5, 15, 40]),
+    (Kind::Wait, [0, 0, 3, 12]),
+    (Kind::Synchronize, [0, 0, 2, 8]),
+    (Kind::Reserve, [0, 0, 2, 8]),
+    (Kind::TrimPool, [0, 0, 1, 6]),
+    (Kind::TrimAll, [0, 0, 1, 4]),
+    (Kind::CreatePool, [0, 0, 1, 2]),
+    (Kind::DestroyPool, [0, 0, 1, 3]),
+    (Kind::Sync, [1, 2, 4, 8]),
+];
+
+/// Around every boundary of the size rules.
+const SIZES: [u64; 24] = [
+    1,
+    512,
+    513,
+    4 * KIB,
+    100 * KIB,
+    512 * KIB,
+    MIB,
+    MIB + 1,
+    2 * MIB - 512,
+    2 * MIB,
+    3 * MIB + 512,
+    5 * MIB,
+    6 * MIB - 1,
+    10 * MIB - 512,
+    10 * MIB,
+    11 * MIB + 1,
+    16 * MIB,
+    20 * MIB,
+    24 * MIB,
+    30 * MIB,
+    33 * MIB + 512,
+    64 * MIB,
+    0,
+    (1 << 40) + 1,
+];
+
+/// The most allocations that are live at once.
+const LIVE_MAX: usize = 300;
+/// The most pools besides the default one.
+const POOLS_MAX: u32 = 6;
+
+/// A program with its configuration.
+pub(crate) struct Drawn {
+    pub(crate) config: Config,
+    pub(crate) granularity_bytes: u64,
+    pub(crate) steps: Vec<Step>,
+}
+
+/// Draws the program that a seed names.
+pub(crate) fn draw(seed: u64, ops: usize) -> Drawn {
+    let mut random = sequence(seed, Purpose::Plan, 0);
+    let granularity_bytes = pick(&mut random, &[2 * MIB, 2 * MIB, 2 * MIB, 64 * KIB, 512, 4 * MIB]);
+    let limit_bytes = pick(&mut random, &[None, None, None, Some(90 * MIB), Some(200 * MIB + 1)]);
+    let default_pool = pool_config(&mut random);
+    let config = Config::builder().default_pool(default_pool).limit_bytes(limit_bytes).build().expect("in range");
+    let mut writer = Writer::new(seed, &mut random);
+    while writer.steps.len() < ops {
+        writer.write();
+    }
+    Drawn { config, granularity_bytes, steps: writer.steps }
+}
+
+fn pick<T: Clone>(random: &mut SplitMix64, choices: &[T]) -> T {
+    choices[random.below(choices.len() as u64) as usize].clone()
+}
+
+/// A pool's policy.
+fn pool_config(random: &mut SplitMix64) -> PoolConfig {
+    let mut expandable = ExpandableSegments::default();
+    let ranges = [(512 << 30, 2 * MIB), (500 << 30, 20 * MIB), (64 * MIB, 4 * MIB), (96 * MIB, 12 * MIB)];
+    (expandable.range_bytes, expandable.growth_bytes) = pick(random, &ranges);
+    let mut fixed = FixedSegments::default();
+    fixed.max_split_size_bytes = pick(random, &[None, None, Some(20 * MIB), Some(32 * MIB)]);
+    fixed.max_non_split_rounding_bytes = pick(random, &[20 * MIB, MIB]);
+    let segments = match random.below(8) {
+        0..4 => SegmentPolicy::Expandable(expandable),
+        4..7 => SegmentPolicy::Fixed(fixed),
+        _ => SegmentPolicy::Reserved { segment_bytes: pick(random, &[48 * MIB, 256 * MIB]) },
+    };
+    let divisions = RoundupPower2Divisions::uniform(pick(random, &[0, 0, 0, 4, 8])).expect("a power of two");
+    PoolConfig::builder()
+        .segments(segments)
+        .streams(pick(random, &[StreamPolicy::Separate, StreamPolicy::Separate, StreamPolicy::Shared]))
+        .symmetric(random.below(4) > 0)
+        .limit_bytes(pick(random, &[None, None, None, Some(40 * MIB), Some(100 * MIB)]))
+        .reclaim(pick(random, &[Reclaim::Heap, Reclaim::Pool, Reclaim::Never]))
+        .release_threshold_bytes(pick(random, &[None, None, None, Some(24 * MIB)]))
+        .roundup_power2_divisions(divisions)
+        .build()
+        .expect("in range")
+}
+
+/// Which threads do what.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Threads {
+    /// A thread per stream; frees too.
+    OfStream,
+    /// A thread per stream; any thread frees.
+    FreedByAny,
+    /// Any thread does anything.
+    Any,
+}
+
+/// Which allocation is freed next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Freed {
+    Any,
+    Newest,
+    Oldest,
+}
+
+/// Draws steps that are valid after those before them.
+struct Writer {
+    random: SplitMix64,
+    steps: Vec<Step>,
+    weights: Vec<(Kind, u32)>,
+    sizes: Vec<u64>,
+    threads: u8,
+    by: Threads,
+    freed: Freed,
+    named_per_million: u32,
+    streams: u16,
+    streams_max: u16,
+    pools: Vec<PoolId>,
+    pools_made: u32,
+    live: Vec<(AllocationId, StreamId)>,
+    made: u64,
+}
+
+impl Writer {
+    fn new(seed: u64, random: &mut SplitMix64) -> Self {
+        let weights = KINDS.map(|(kind, weights)| (kind, pick(random, &weights))).to_vec();
+        let sizes = match random.below(4) {
+            0 => SIZES.to_vec(),
+            1 => SIZES[..6].to_vec(),
+            2 => SIZES[5..22].to_vec(),
+            // A few sizes again and again, as in a training loop.
+            _ => (0..4).map(|_| pick(random, &SIZES[..20])).collect(),
+        };
+        let streams_max = 1 + random.below(6) as u16;
+        let mut writer = Writer {
+            random: sequence(seed, Purpose::Steps, 0),
+            steps: Vec::new(),
+            weights,
+            sizes,
+            threads: 1 + random.below(5) as u8,
+            by: pick(random, &[Threads::OfStream, Threads::FreedByAny, Threads::Any]),
+            freed: pick(random, &[Freed::Any, Freed::Any, Freed::Newest, Freed::Oldest]),
+            named_per_million: pick(random, &[0, 0, 100_000, 1_000_000]),
+            streams: 0,
+            streams_max,
+            pools: Vec::new(),
+            pools_made: 1,
+            live: Vec::new(),
+            made: 0,
+        };
+        let first = if random.below(4) == 0 { 1 } else { streams_max };
+        (0..first).for_each(|_| writer.register_stream());
+        (0..random.below(4)).for_each(|_| writer.create_pool());
+        writer.steps.push(Step::new(Op::Sync, 0));
+        writer
+    }
+
+    fn push(&mut self, op: Op, thread: u8) {
+        self.steps.push(Step::new(op, thread));
+    }
+
+    fn register_stream(&mut self) {
+        self.push(Op::RegisterStream { stream: StreamId(self.streams) }, 0);
+        self.streams += 1;
+    }
+
+    fn create_pool(&mut self) {
+        let pool = PoolId(self.pools_made);
+        self.pools_made += 1;
+        self.pools.push(pool);
+        let config = Box::new(pool_config(&mut self.random));
+        self.push(Op::CreatePool { pool, config }, 0);
+    }
+
+    fn stream(&mut self) -> StreamId {
+        StreamId(self.random.below(self.streams.into()) as u16)
+    }
+
+    fn pool(&mut self) -> PoolId {
+        let index = self.random.below(self.pools.len() as u64 + 1) as usize;
+        self.pools.get(index).copied().unwrap_or(PoolId::DEFAULT)
+    }
+
+    fn any_thread(&mut self) -> u8 {
+        self.random.below(self.threads.into()) as u8
+    }
+
+    /// The thread of a step that drives a stream.
+    fn thread_of(&mut self, stream: StreamId) -> u8 {
+        match self.by {
+            Threads::Any => self.any_thread(),
+            _ => (stream.0 % u16::from(self.threads)) as u8,
+        }
+    }
+
+    fn kind(&mut self) -> Kind {
+        let total: u32 = self.weights.iter().map(|(_, weight)| weight).sum();
+        let mut at = self.random.below(total.into()) as u32;
+        for (kind, weight) in &self.weights {
+            if at < *weight {
+                return *kind;
+            }
+            at -= weight;
+        }
+        Kind::Allocate
+    }
+
+    fn write(&mut self) {
+        let kind = if self.live.len() >= LIVE_MAX { Kind::Free } else { self.kind() };
+        match kind {
+            Kind::Free => self.free(),
+            Kind::RecordUse => self.record_use(),
+            Kind::Wait => {
+                let (stream, on) = (self.stream(), self.stream());
+                let thread = self.thread_of(stream);
+                self.push(Op::Wait { stream, on }, thread);
+            }
+            Kind::Synchronize => {
+                let stream = self.stream();
+                let thread = self.thread_of(stream);
+                self.push(Op::Synchronize { stream }, thread);
+            }
+            Kind::Reserve => {
+                let (pool, stream) = (self.pool(), self.stream());
+                let (size_bytes, thread) = (self.size(), self.thread_of(stream));
+                self.push(Op::Reserve { pool, stream, size_bytes }, thread);
+            }
+            Kind::TrimPool => {
+                let (pool, thread) = (self.pool(), self.any_thread());
+                self.push(Op::Trim { pool: Some(pool) }, thread);
+            }
+            Kind::TrimAll => {
+                let thread = self.any_thread();
+                self.push(Op::Trim { pool: None }, thread);
+            }
+            Kind::CreatePool if self.pools_made <= POOLS_MAX => self.create_pool(),
+            Kind::CreatePool if self.streams < self.streams_max => self.register_stream(),
+            // It may still be in use: then it is refused, and lives on without being named again.
+            Kind::DestroyPool if !self.pools.is_empty() => {
+                let pool = self.pools.swap_remove(self.random.below(self.pools.len() as u64) as usize);
+                let thread = self.any_thread();
+                self.push(Op::DestroyPool { pool }, thread);
+            }
+            Kind::Sync => self.push(Op::Sync, 0),
+            Kind::Allocate | Kind::CreatePool | Kind::DestroyPool => self.allocate(),
+        }
+    }
+
+    fn size(&mut self) -> u64 {
+        let index = self.random.below(self.sizes.len() as u64) as usize;
+        match self.sizes[index] {
+            // What is no size at all is rare.
+            odd @ (0 | 0x100_0000_0001) if self.random.below(8) > 0 => odd % 512 + 2 * MIB,
+            size => size,
+        }
+    }
+
+    fn allocate(&mut self) {
+        let id = AllocationId(self.made);
+        self.made += 1;
+        let (pool, stream) = (self.pool(), self.stream());
+        let (size_bytes, thread) = (self.size(), self.thread_of(stream));
+        self.live.push((id, stream));
+        self.push(Op::Allocate { id, pool, stream, size_bytes }, thread);
+        if self.random.chance(self.named_per_million)
+            && let Some(step) = self.steps.last_mut()
+        {
+            step.name = Some(format!("tensor {}", id.0 % 17).into());
+        }
+    }
+
+    fn free(&mut self) {
+        let count = self.live.len();
+        if count == 0 {
+            return self.allocate();
+        }
+        let index = match self.freed {
+            Freed::Any => self.random.below(count as u64) as usize,
+            Freed::Newest => count - 1 - self.random.below(count.min(3) as u64) as usize,
+            Freed::Oldest => self.random.below(count.min(3) as u64) as usize,
+        };
+        let (id, stream) = self.live.remove(index);
+        let thread = if self.by == Threads::FreedByAny { self.any_thread() } else { self.thread_of(stream) };
+        self.push(Op::Free { id }, thread);
+    }
+
+    fn record_use(&mut self) {
+        if self.live.is_empty() {
+            return self.allocate();
+        }
+        let (id, _) = self.live[self.random.below(self.live.len() as u64) as usize];
+        let stream = self.stream();
+        let thread = self.thread_of(stream);
+        self.push(Op::RecordUse { id, stream }, thread);
+    }
+}

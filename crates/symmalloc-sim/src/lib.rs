@@ -1,0 +1,29 @@
+//! A simulated device for `symmalloc-core`, and whole jobs of ranks that run on such devices.
+//!
+//! * [`SimBackend`] is a device without hardware. Its addresses, the timing of its events and its failures follow from one
+//!   seed, and it panics at the first breach of the backend contract.
+//! * [`job`] runs one program on thousands of ranks with unlucky devices, and checks that all of them place alike.
+//!
+//! ```
+//! use symmalloc_core::backend::Backend;
+//! use symmalloc_core::ids::StreamId;
+//! use symmalloc_sim::SimBackend;
+//!
+//! let device = SimBackend::builder().seed(7).rank(3).build();
+//! let range = device.reserve(2 << 20)?;
+//! device.map(range, 0, 2 << 20)?;
+//! device.submit(StreamId(0), range.base, 512).unwrap();
+//! assert!(device.submit(StreamId(1), range.base, 512).is_err()); // nothing orders the streams
+//! let event = device.record(StreamId(0))?;
+//! device.wait(StreamId(1), event)?;
+//! device.submit(StreamId(1), range.base, 512).unwrap();
+//! # Ok::<(), symmalloc_core::backend::BackendError>(())
+//! ```
+#![forbid(unsafe_code)]
+
+mod device;
+pub mod job;
+
+pub use device::{
+    Addresses, Call, CallCounts, Delays, Fault, FaultRule, IdleBackend, Leaks, Race, SimBackend, SimBuilder, SplitMix64,
+};
