@@ -24,6 +24,11 @@ pub mod restart;
 pub mod run;
 pub mod targets;
 
+/// Whether tests may take long: with `SYMMALLOC_NIGHT=1` they do more of the same.
+pub fn is_night() -> bool {
+    std::env::var_os("SYMMALLOC_NIGHT").is_some()
+}
+
 /// The README's example compiles and runs.
 #[cfg(doctest)]
 #[doc = include_str!("../../README.md")]
