@@ -55,6 +55,8 @@ impl<L: Lock> Rank<L> {
                         None => self.allocator.free(handle),
                     };
                     if let Err(error) = insist(free, |error| matches!(error, FreeError::Fence(_))) {
+                        let is_lost = matches!(error, FreeError::Handle(_)) && live.address().is_some();
+                        assert!(!is_lost, "a live allocation is not found: {error}");
                         return refused(Refusal::from(&error));
                     }
                 }
