@@ -3,11 +3,13 @@
 //! The world is tiny so that everything in it happens within a few ops: granules of two units, two sizes of which one
 //! fits a granule and one spans two, and a limit of four granules.
 
-use symmalloc_core::config::{Config, ExpandableSegments, FixedSegments, PoolConfig, SegmentPolicy, StreamPolicy};
+use symmalloc_core::config::{
+    Config, ExpandableSegments, FixedSegments, PointerLookup, PoolConfig, SegmentPolicy, StreamPolicy,
+};
 use symmalloc_core::units::MIB;
 use symmalloc_core::{AllocationId, Op, PoolId, StreamId};
 use symmalloc_harness::checker::compare_at;
-use symmalloc_harness::generate::Scenario;
+use symmalloc_harness::generate::{Access, Scenario};
 
 const GRANULE: u64 = 1024;
 
@@ -55,7 +57,9 @@ fn all_words(letters: &[Letter], length: usize, config: &Config, granularity_byt
         // A word that means nothing from some letter on stands for its prefix: skip all that share it.
         let valid = (1..=length).take_while(|end| spell(&spelt[..*end]).is_some()).count();
         if valid == length {
-            let ops = spell(&spelt).expect("valid");
+            let ops = spell(&spelt).expect("valid").into_iter().enumerate();
+            // Each op goes in by address in one of two programs.
+            let ops = ops.map(|(index, op)| (op, Access::from_byte((index as u64 + programs) as u8)));
             let scenario = Scenario::new(config.clone(), granularity_bytes, ops);
             compare_at(&scenario, &scenario.device(programs), |index| index >= changed + 2);
             programs += 1;
@@ -85,7 +89,8 @@ fn letters(sizes: [u64; 2]) -> Vec<Letter> {
 
 fn config(segments: SegmentPolicy, streams: StreamPolicy, limit_bytes: u64) -> Config {
     let pool = PoolConfig::builder().segments(segments).streams(streams).limit_bytes(Some(limit_bytes));
-    Config::builder().default_pool(pool.build().expect("valid")).build().expect("valid")
+    let config = Config::builder().default_pool(pool.build().expect("valid"));
+    config.pointer_lookup(PointerLookup::Exact).build().expect("valid")
 }
 
 fn tiny_expandable() -> SegmentPolicy {

@@ -11,12 +11,13 @@ use symmalloc_harness::checker::{DeviceWork, PrintOnPanic, outcome};
 use symmalloc_harness::generate::Scenario;
 use symmalloc_harness::jobs;
 use symmalloc_harness::oracle::{Outcome, Refusal};
+use symmalloc_harness::run::Run;
 use symmalloc_sim::{Call, Fault, FaultRule, SimBackend};
 
 const OPS: usize = 40;
 
 /// What a run with one fault came to.
-struct Run {
+struct Outcomes {
     /// Per op: what its first attempt came to that the driver did not refuse.
     outcomes: Vec<Outcome>,
     /// What the refused ops said.
@@ -27,29 +28,29 @@ struct Run {
 }
 
 /// Runs a scenario; a refused op is tried again, once.
-fn run(scenario: &Scenario, device: &SimBackend) -> Run {
+fn run(scenario: &Scenario, device: &SimBackend) -> Outcomes {
     let _report = PrintOnPanic(scenario);
-    let mut run = Run { outcomes: Vec::new(), errors: Vec::new(), fallible_calls: 0, is_noticed: false };
+    let mut told = Outcomes { outcomes: Vec::new(), errors: Vec::new(), fallible_calls: 0, is_noticed: false };
     {
         let allocator: Allocator<_> = Allocator::new(device, scenario.config.clone()).expect("valid");
-        let mut replay = Replay::new(&allocator, &scenario.program);
+        let mut run = Run::new(&allocator, scenario);
         let mut work = DeviceWork::new(device);
         for (index, op) in scenario.program.ops().iter().enumerate() {
-            let mut result = replay.step(op);
+            let mut result = run.step(index);
             allocator.check().unwrap_or_else(|violation| panic!("op {index}, {op:?}: {violation}"));
             if outcome(result.clone()) == Outcome::Refused(Refusal::Driver) {
-                run.errors.push(result.expect_err("refused"));
-                result = replay.step(op);
+                told.errors.push(result.expect_err("refused"));
+                result = run.step(index);
                 allocator.check().unwrap_or_else(|violation| panic!("op {index} again, {op:?}: {violation}"));
             }
             work.submit(op, &result);
-            run.outcomes.push(outcome(result));
+            told.outcomes.push(outcome(result));
         }
-        run.fallible_calls = device.calls().fallible();
-        run.is_noticed = device.calls().failed() > 0;
+        told.fallible_calls = device.calls().fallible();
+        told.is_noticed = device.calls().failed() > 0;
     }
     assert!(device.leaks().is_empty(), "left behind: {}", device.leaks());
-    run
+    told
 }
 
 /// The scenario without limits and thresholds, which give memory back on the way of other ops: a driver that does not
@@ -58,11 +59,17 @@ fn that_trims_only_when_told(scenario: &Scenario) -> Scenario {
     let plain = |pool: &PoolConfig| {
         pool.to_builder().limit_bytes(None).release_threshold_bytes(None).build().expect("fewer knobs are valid")
     };
-    let config = Config::builder().default_pool(plain(scenario.config.default_pool())).build().expect("valid");
+    let config = scenario
+        .config
+        .to_builder()
+        .default_pool(plain(scenario.config.default_pool()))
+        .limit_bytes(None)
+        .build()
+        .expect("valid");
     // A pool whose memory could not be given back is destroyed all the same: a second attempt finds no pool.
-    let ops = scenario.program.ops().iter().filter(|op| !matches!(op, Op::DestroyPool { .. })).map(|op| match op {
-        Op::CreatePool { pool, config } => Op::CreatePool { pool: *pool, config: Box::new(plain(config)) },
-        other => other.clone(),
+    let ops = scenario.ops().filter(|(op, _)| !matches!(op, Op::DestroyPool { .. })).map(|(op, access)| match op {
+        Op::CreatePool { pool, config } => (Op::CreatePool { pool, config: Box::new(plain(&config)) }, access),
+        other => (other, access),
     });
     Scenario::new(config, scenario.granularity_bytes, ops)
 }
@@ -126,16 +133,16 @@ fn with_many_refused_calls_the_allocator_stays_sound_and_leaves_nothing_behind()
         let _report = PrintOnPanic(&scenario);
         {
             let allocator: Allocator<_> = Allocator::new(&device, scenario.config.clone()).expect("valid");
-            let mut replay = Replay::new(&allocator, &scenario.program);
+            let mut run = Run::new(&allocator, &scenario);
             let mut work = DeviceWork::new(&device);
             for (index, op) in scenario.program.ops().iter().enumerate() {
-                let result = replay.step(op);
+                let result = run.step(index);
                 allocator.check().unwrap_or_else(|violation| panic!("op {index}, {op:?}: {violation}"));
                 work.submit(op, &result);
             }
             device.heal();
             // Liveness: with a driver that works again, everything can be freed, and everything goes back.
-            replay.free_all().expect("the driver works again");
+            run.free_all().expect("the driver works again");
             allocator.trim(None).expect("the driver works again");
             let stats = allocator.stats();
             assert_eq!(stats.usage.all.allocations.current, 0, "seed {seed}");
@@ -154,9 +161,9 @@ fn a_lost_device_fails_every_call_and_breaks_nothing() {
             let device = scenario.device_builder(seed).fail_at(ordinal, Fault::DeviceLost).build();
             let _report = PrintOnPanic(&scenario);
             let allocator: Allocator<_> = Allocator::new(&device, scenario.config.clone()).expect("valid");
-            let mut replay = Replay::new(&allocator, &scenario.program);
-            for op in scenario.program.ops() {
-                let _refused_or_not = replay.step(op);
+            let mut run = Run::new(&allocator, &scenario);
+            for (index, op) in scenario.program.ops().iter().enumerate() {
+                let _refused_or_not = run.step(index);
                 allocator
                     .check()
                     .unwrap_or_else(|violation| panic!("seed {seed}, call {ordinal}, {op:?}: {violation}"));
@@ -217,12 +224,12 @@ fn everything(scenario: &Scenario, device: &SimBackend, attempts: usize) -> usiz
         let check = |what: &dyn std::fmt::Debug| {
             allocator.check().unwrap_or_else(|violation| panic!("{what:?}: {violation}"));
         };
-        let mut replay = Replay::new(&allocator, &scenario.program);
+        let mut run = Run::new(&allocator, scenario);
         let mut work = DeviceWork::new(device);
         let mut observer = None;
         for (index, op) in scenario.program.ops().iter().enumerate() {
             for _ in 0..attempts {
-                let result = replay.step(op);
+                let result = run.step(index);
                 check(op);
                 let is_refused = outcome(result.clone()) == Outcome::Refused(Refusal::Driver);
                 work.submit(op, &result);
@@ -249,7 +256,7 @@ fn everything(scenario: &Scenario, device: &SimBackend, attempts: usize) -> usiz
         if let Some(observer) = observer {
             allocator.forget(observer).expect("the driver works again");
         }
-        replay.free_all().expect("the driver works again");
+        run.free_all().expect("the driver works again");
         allocator.trim(None).expect("the driver works again");
         let stats = allocator.stats();
         assert_eq!((stats.usage.all.allocations.current, stats.retired_bytes), (0, 0));
@@ -315,8 +322,8 @@ fn the_allocator_is_dropped_while_calls_fail() {
         let drop_with = |rule: Option<FaultRule>, fault: Fault| {
             let device = scenario.device(seed);
             let allocator: Allocator<_> = Allocator::new(&device, scenario.config.clone()).expect("valid");
-            let mut replay = Replay::new(&allocator, &scenario.program);
-            scenario.program.ops().iter().for_each(|op| drop(replay.step(op)));
+            let mut run = Run::new(&allocator, &scenario);
+            (0..scenario.program.ops().len()).for_each(|op| drop(run.step(op)));
             let before = device.calls().fallible();
             if let Some(FaultRule::At { ordinal }) = rule {
                 device.inject(None, FaultRule::At { ordinal: before + ordinal }, fault);

@@ -2,7 +2,8 @@
 
 use std::collections::BTreeSet;
 use symmalloc_core::config::{Config, PoolConfig};
-use symmalloc_core::layout::{Layout, LayoutError};
+use symmalloc_core::layout::Layout;
+use symmalloc_core::restore::LayoutError;
 use symmalloc_core::lock::{Exclusive, Lock, Shared};
 use symmalloc_core::replay::{Program, Replay};
 use symmalloc_core::restore::RestoreError;
@@ -97,12 +98,14 @@ fn a_restarted_rank_has_the_same_future() {
 
 /// The scenario in the default pool alone: what is done with other pools is done there.
 fn in_one_pool(scenario: &Scenario) -> Scenario {
-    let ops = scenario.program.ops().iter().filter_map(|op| match op.clone() {
+    let ops = scenario.ops().filter_map(|(op, access)| match op {
         Op::CreatePool { .. } | Op::DestroyPool { .. } => None,
-        Op::Allocate { id, stream, size_bytes, .. } => Some(Op::Allocate { id, pool: POOL, stream, size_bytes }),
-        Op::Reserve { stream, size_bytes, .. } => Some(Op::Reserve { pool: POOL, stream, size_bytes }),
-        Op::Trim { .. } => Some(Op::Trim { pool: Some(POOL) }),
-        other => Some(other),
+        Op::Allocate { id, stream, size_bytes, .. } => {
+            Some((Op::Allocate { id, pool: POOL, stream, size_bytes }, access))
+        }
+        Op::Reserve { stream, size_bytes, .. } => Some((Op::Reserve { pool: POOL, stream, size_bytes }, access)),
+        Op::Trim { .. } => Some((Op::Trim { pool: Some(POOL) }, access)),
+        other => Some((other, access)),
     });
     Scenario::new(scenario.config.clone(), scenario.granularity_bytes, ops)
 }

@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::errors::PoolError;
-use symmalloc_core::replay::Replay;
 use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocator, PoolId, SegmentId, StreamId};
 use symmalloc_harness::generate::Scenario;
+use symmalloc_harness::run::Run;
 use symmalloc_sim::SimBackend;
 
 const POOL: PoolId = PoolId::DEFAULT;
@@ -187,9 +187,9 @@ fn the_log_tells_every_birth_growth_and_death_in_order() {
         let (observer, births) = allocator.observe(POOL).expect("exists");
         let mut registrar = Registrar::default();
         registrar.read(&births);
-        let mut replay = Replay::new(&allocator, &scenario.program);
-        for (index, op) in scenario.program.ops().iter().enumerate() {
-            let _refused_or_not = replay.step(op);
+        let mut run = Run::new(&allocator, &scenario);
+        for index in 0..scenario.program.ops().len() {
+            let _refused_or_not = run.step(index);
             if index % 7 == 0 {
                 let unread = allocator.unread(observer);
                 deaths += unread.events.iter().filter(|event| event.kind == SegmentEventKind::Death).count();

@@ -4,14 +4,16 @@
 //! events are done.
 
 use proptest::prelude::*;
+use std::cell::RefCell;
 use symmalloc_core::config::{Config, ExpandableSegments, PoolConfig, SegmentPolicy, StreamPolicy};
 use symmalloc_core::lock::{Exclusive, Lock, Shared};
 use symmalloc_core::replay::Replay;
 use symmalloc_core::report::BlockStateSnapshot;
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocator, Digest, Placement, PoolId, StreamId};
-use symmalloc_harness::checker::{Decisions, decisions};
+use symmalloc_harness::checker::{Decisions, decisions, decisions_through};
 use symmalloc_harness::generate::{Scenario, scenario_bytes};
+use symmalloc_harness::hooked::{DeviceCall, Hooked};
 use symmalloc_harness::jobs;
 use symmalloc_sim::{Addresses, Delays, SimBackend, SplitMix64};
 
@@ -33,6 +35,15 @@ fn rank<L: Lock>(scenario: &Scenario, seed: u64, rank: u32) -> Decisions {
     })
 }
 
+/// Every call that the allocator makes on a device whose events complete so.
+fn calls(scenario: &Scenario, seed: u64, delays: Delays) -> Vec<DeviceCall> {
+    let device = scenario.device_builder(seed).delays(delays).build();
+    let calls = RefCell::new(Vec::new());
+    let backend = Hooked { inner: &device, hook: |call| calls.borrow_mut().push(call) };
+    decisions_through::<_, Exclusive>(scenario, &backend, &device, |_, _, _, _| device.tick(seed % 8));
+    calls.into_inner()
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
@@ -42,7 +53,19 @@ proptest! {
         for other in 1..6 {
             assert_eq!(rank::<Exclusive>(&scenario, seed, other), first, "rank {other} and rank 0");
         }
-        assert_eq!(rank::<Shared>(&scenario, seed, 6), first, "one thread with locks and one without");
+        let other = scenario.clone().with_other_access();
+        assert_eq!(rank::<Shared>(&other, seed, 6), first, "with locks, and by handle what was by address");
+    }
+
+    #[test]
+    fn ranks_make_the_same_calls_whenever_their_events_complete(bytes in scenario_bytes(120), seed in any::<u64>()) {
+        let scenario = Scenario::from_bytes(&bytes);
+        let first = calls(&scenario, seed, Delays::Immediate);
+        for delays in [Delays::UntilSynchronized, Delays::UpTo { ticks: 20 }, Delays::FromSeed] {
+            let differs = calls(&scenario, seed, delays).iter().zip(&first).position(|(one, other)| one != other);
+            assert_eq!(differs, None, "{delays:?}: the first call that is another one: {:?}", differs.map(|at| first[at]));
+            assert_eq!(calls(&scenario, seed, delays).len(), first.len(), "{delays:?}");
+        }
     }
 }
 

@@ -15,6 +15,7 @@ use symmalloc_core::{Allocator, Backend, Digest, Handle, Op, PoolId, Retry, Shar
 use symmalloc_harness::checker::{PrintOnPanic, outcome};
 use symmalloc_harness::generate::{Scenario, scenario_bytes};
 use symmalloc_harness::jobs;
+use symmalloc_harness::run::Run;
 use symmalloc_sim::{Call, Fault, FaultRule, SimBackend, SplitMix64};
 
 /// Records in memory, up to a number of them.
@@ -111,11 +112,11 @@ fn adverse_run<L: Lock>(scenario: &Scenario, seed: u64, refusals_per_million: u3
     });
     let sink = Memory::new();
     allocator.start_recording(sink.clone()).expect("nothing was allocated");
-    let mut replay = Replay::new(&allocator, &scenario.program);
+    let mut run = Run::new(&allocator, scenario);
     let mut random = SplitMix64::new(seed);
     let mut observer = None;
-    for op in scenario.program.ops() {
-        let _refused_or_not = replay.step(op);
+    for op in 0..scenario.program.ops().len() {
+        let _refused_or_not = run.step(op);
         match (random.below(12), observer) {
             (0, _) => drop(allocator.drop_completed_fences()),
             (1..3, None) => observer = allocator.observe(PoolId::DEFAULT).ok().map(|(observer, _)| observer),
@@ -291,8 +292,8 @@ fn a_sink_that_fails_disturbs_nothing() {
             let allocator: Allocator<_> =
                 Allocator::new(scenario.device(seed), scenario.config.clone()).expect("valid");
             let started = sink.map(|sink| allocator.start_recording(sink));
-            let mut replay = Replay::new(&allocator, &scenario.program);
-            let outcomes: Vec<_> = scenario.program.ops().iter().map(|op| outcome(replay.step(op))).collect();
+            let mut run = Run::new(&allocator, &scenario);
+            let outcomes: Vec<_> = (0..scenario.program.ops().len()).map(|op| outcome(run.step(op))).collect();
             allocator.check().expect("sound");
             let was_recording = allocator.is_recording();
             let stopped = allocator.stop_recording();
@@ -338,8 +339,8 @@ fn a_driver_that_fails_in_the_middle_of_an_op_ends_the_recording() {
         let calls = {
             let device = scenario.device(seed);
             let allocator: Allocator<_> = Allocator::new(&device, scenario.config.clone()).expect("valid");
-            let mut replay = Replay::new(&allocator, &scenario.program);
-            scenario.program.ops().iter().for_each(|op| drop(replay.step(op)));
+            let mut run = Run::new(&allocator, &scenario);
+            (0..scenario.program.ops().len()).for_each(|op| drop(run.step(op)));
             device.calls().fallible()
         };
         for ordinal in 0..calls {
@@ -348,8 +349,8 @@ fn a_driver_that_fails_in_the_middle_of_an_op_ends_the_recording() {
             let allocator: Allocator<_> = Allocator::new(&device, scenario.config.clone()).expect("valid");
             let sink = Memory::new();
             allocator.start_recording(sink.clone()).expect("nothing was allocated");
-            let mut replay = Replay::new(&allocator, &scenario.program);
-            scenario.program.ops().iter().for_each(|op| drop(replay.step(op)));
+            let mut run = Run::new(&allocator, &scenario);
+            (0..scenario.program.ops().len()).for_each(|op| drop(run.step(op)));
             let whole = digests(&allocator);
             match allocator.stop_recording() {
                 Ok(_) => {

@@ -7,7 +7,7 @@ use symmalloc_core::replay::Program;
 use symmalloc_core::trace::Trace;
 use symmalloc_core::units::MIB;
 use symmalloc_harness::checker::compare_with_oracle;
-use symmalloc_harness::generate::Scenario;
+use symmalloc_harness::generate::{Access, Scenario};
 use symmalloc_harness::oracle::Outcome;
 
 #[test]
@@ -20,7 +20,8 @@ fn every_story_ends_as_the_oracle_says() {
         let trace: Trace = text.parse().unwrap_or_else(|error| panic!("{}: {error}", path.display()));
         let config = trace.config().cloned().unwrap_or_default();
         let program = Program::new(trace.records()).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-        let scenario = Scenario { config, granularity_bytes: 2 * MIB, program };
+        let access = vec![Access::Handle; program.ops().len()];
+        let scenario = Scenario { config, granularity_bytes: 2 * MIB, program, access };
         for seed in 0..4 {
             let decisions = compare_with_oracle(&scenario, &scenario.device(seed));
             for (record, outcome) in trace.records().iter().zip(decisions.outcomes) {

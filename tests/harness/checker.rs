@@ -11,13 +11,14 @@
 //! The program is a correct one: a stream that uses another one's allocation waits for it first. All other order between
 //! streams is the allocator's responsibility.
 
-use crate::generate::Scenario;
+use crate::generate::{Access, Scenario};
 use crate::oracle::{Content, Heap, Oracle, Outcome, Refusal};
+use crate::run::Run;
 use std::collections::BTreeMap;
 use symmalloc_core::backend::Backend;
 use symmalloc_core::errors::{AllocateError, OutOfMemoryCause, PoolError, RecordUseError, UnknownError};
 use symmalloc_core::lock::{Exclusive, Lock};
-use symmalloc_core::replay::{Replay, StepError};
+use symmalloc_core::replay::StepError;
 use symmalloc_core::report::{BlockStateSnapshot, SegmentSnapshot};
 use symmalloc_core::{Allocation, AllocationId, Allocator, Digest, Op, PoolId, StreamId};
 use symmalloc_sim::SimBackend;
@@ -63,16 +64,29 @@ pub fn compare_at(scenario: &Scenario, device: &SimBackend, looks: impl Fn(usize
 pub fn decisions<L: Lock>(
     scenario: &Scenario,
     device: &SimBackend,
-    mut look: impl FnMut(usize, &Op, Outcome, &Allocator<&SimBackend, L>),
+    look: impl FnMut(usize, &Op, Outcome, &Allocator<&SimBackend, L>),
+) -> Decisions {
+    decisions_through(scenario, device, device, look)
+}
+
+/// As [`decisions`], through a backend that leads to the device.
+///
+/// # Panics
+/// As [`decisions`].
+pub fn decisions_through<B: Backend, L: Lock>(
+    scenario: &Scenario,
+    backend: B,
+    device: &SimBackend,
+    mut look: impl FnMut(usize, &Op, Outcome, &Allocator<B, L>),
 ) -> Decisions {
     let _report = PrintOnPanic(scenario);
     let mut decisions = Decisions::default();
     {
-        let allocator = Allocator::<_, L>::new(device, scenario.config.clone()).expect("a valid granularity");
-        let mut replay = Replay::new(&allocator, &scenario.program);
+        let allocator = Allocator::<_, L>::new(backend, scenario.config.clone()).expect("a valid granularity");
+        let mut run = Run::new(&allocator, scenario);
         let mut work = DeviceWork::new(device);
         for (index, op) in scenario.program.ops().iter().enumerate() {
-            let result = replay.step(op);
+            let result = run.step(index);
             work.submit(op, &result);
             let outcome = outcome(result);
             look(index, op, outcome, &allocator);
@@ -93,7 +107,10 @@ pub struct PrintOnPanic<'a>(pub &'a Scenario);
 impl Drop for PrintOnPanic<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
+            let is_by_address = |index: &usize| self.0.access[*index] == Access::Address;
+            let by_address: Vec<usize> = (0..self.0.access.len()).filter(is_by_address).collect();
             println!("granularity {} bytes\n{}", self.0.granularity_bytes, self.0.trace());
+            println!("ops that go in by address: {by_address:?}");
         }
     }
 }

@@ -51,6 +51,22 @@ impl<'a> Tape<'a> {
     }
 }
 
+/// How an op goes in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// By the allocation's handle.
+    Handle,
+    /// By the allocation's first address, as C and PyTorch do, where addresses can be looked up.
+    Address,
+}
+
+impl Access {
+    /// Even bytes stand for one, odd ones for the other.
+    pub fn from_byte(byte: u8) -> Self {
+        if byte % 2 == 0 { Access::Handle } else { Access::Address }
+    }
+}
+
 /// A configuration and a valid program.
 #[derive(Clone, Debug)]
 pub struct Scenario {
@@ -60,6 +76,8 @@ pub struct Scenario {
     pub granularity_bytes: u64,
     /// The ops.
     pub program: Program,
+    /// How each op goes in.
+    pub access: Vec<Access>,
 }
 
 /// The most ops of a scenario: longer tapes are cut.
@@ -101,9 +119,24 @@ impl Scenario {
     ///
     /// # Panics
     /// When an op names an allocation that was not made before.
-    pub fn new(config: Config, granularity_bytes: u64, ops: impl IntoIterator<Item = Op>) -> Self {
-        let records: Vec<Record> = ops.into_iter().map(Record::from).collect();
-        Scenario { config, granularity_bytes, program: Program::new(&records).expect("valid") }
+    pub fn new(config: Config, granularity_bytes: u64, ops: impl IntoIterator<Item = (Op, Access)>) -> Self {
+        let (records, access): (Vec<Record>, _) =
+            ops.into_iter().map(|(op, access)| (Record::from(op), access)).unzip();
+        Scenario { config, granularity_bytes, program: Program::new(&records).expect("valid"), access }
+    }
+
+    /// The ops with how they go in.
+    pub fn ops(&self) -> impl Iterator<Item = (Op, Access)> {
+        self.program.ops().iter().cloned().zip(self.access.iter().copied())
+    }
+
+    /// The same scenario, in which every op goes in the other way.
+    #[must_use]
+    pub fn with_other_access(mut self) -> Self {
+        for access in &mut self.access {
+            *access = if *access == Access::Handle { Access::Address } else { Access::Handle };
+        }
+        self
     }
 
     /// A simulated device that fits: more memory than any scenario asks for, and everything else drawn from the seed.
@@ -125,7 +158,7 @@ impl Scenario {
         let granularity_bytes = tape.pick(&[2 * MIB, 2 * MIB, 64 * KIB, 512, 4 * MIB]);
         let byte = tape.byte();
         let streams = [2, 1, 3, 4][usize::from(byte & 3)];
-        let lookup = [PointerLookup::Off, PointerLookup::Off, PointerLookup::Exact, PointerLookup::Interior];
+        let lookup = [PointerLookup::Exact, PointerLookup::Off, PointerLookup::Exact, PointerLookup::Exact];
         let lookup = lookup[usize::from(byte >> 6)];
         let limit = tape.pick(&[None, None, None, Some(40 * MIB), Some(90 * MIB), Some(65 * MIB + 1)]);
         let default_pool = pool_config(&mut tape);
@@ -137,7 +170,8 @@ impl Scenario {
             op.fill_with(|| tape.byte());
             writer.write(op);
         }
-        Scenario { config, granularity_bytes, program: Program::new(&writer.records).expect("valid") }
+        let program = Program::new(&writer.records).expect("valid");
+        Scenario { config, granularity_bytes, program, access: writer.access }
     }
 
     /// The scenario as a trace, to be saved and replayed elsewhere.
@@ -192,11 +226,11 @@ pub fn bytes_of_job(config: [u8; CONFIG_BYTES], ops: &[Op]) -> Vec<u8> {
             Op::Free { id } => {
                 let Some(index) = find(&live, id) else { continue };
                 live.swap_remove(index);
-                [13, index as u8, 0, 0]
+                [13, index as u8, 0, index as u8]
             }
             Op::RecordUse { id, stream } => {
                 let Some(index) = find(&live, id) else { continue };
-                [23, index as u8, 0, place(*stream)]
+                [23, index as u8, index as u8, place(*stream)]
             }
             Op::Wait { stream, on } => [26, 0, place(*stream), place(*on)],
             Op::Synchronize { stream } => [27, 0, place(*stream), 0],
@@ -249,6 +283,7 @@ fn pool_config(tape: &mut Tape<'_>) -> PoolConfig {
 /// Turns four bytes at a time into an op that is valid after those before it.
 struct Writer {
     records: Vec<Record>,
+    access: Vec<Access>,
     streams: u16,
     /// Live pools besides the default one, and the number of pools ever made.
     pools: Vec<PoolId>,
@@ -261,7 +296,8 @@ struct Writer {
 impl Writer {
     fn new(streams: u16) -> Self {
         let records = (0..streams).map(|id| Op::RegisterStream { stream: StreamId(id) }.into()).collect();
-        Writer { records, streams, pools: Vec::new(), pools_made: 1, live: Vec::new(), made: 0 }
+        let access = vec![Access::Handle; usize::from(streams)];
+        Writer { records, access, streams, pools: Vec::new(), pools_made: 1, live: Vec::new(), made: 0 }
     }
 
     fn write(&mut self, [kind, what, place, how]: [u8; OP_BYTES]) {
@@ -290,7 +326,14 @@ impl Writer {
         let op = op.unwrap_or_else(|| self.allocate(pool, stream, what, how));
         let record = Record::from(op);
         let is_named = matches!(record.op, Op::Allocate { .. }) && NAMED.contains(&how);
-        self.records.push(if is_named { record.with_name("named") } else { record });
+        // The byte that means nothing else to the op.
+        let access = if matches!(record.op, Op::RecordUse { .. }) { place } else { how };
+        self.push(if is_named { record.with_name("named") } else { record }, access);
+    }
+
+    fn push(&mut self, record: Record, access: u8) {
+        self.records.push(record);
+        self.access.push(Access::from_byte(access));
     }
 
     /// Many blocks of one size, every second of which is freed: the free index keeps that many in another way.
@@ -298,11 +341,11 @@ impl Writer {
         let first = self.live.len();
         for _ in 0..40 {
             let op = self.allocate(pool, stream, what % 5, 0);
-            self.records.push(op.into());
+            self.push(op.into(), what);
         }
         for index in (first..first + 20).rev() {
             let id = self.live.remove(first + 2 * (index - first));
-            self.records.push(Op::Free { id }.into());
+            self.push(Op::Free { id }.into(), index as u8);
         }
     }
 

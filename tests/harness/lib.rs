@@ -3,6 +3,8 @@
 //! ```text
 //!  generate  bytes ──► Scenario: configuration and valid ops
 //!  oracle    ops ──► what must be decided, worked out the slow way
+//!  run       one run of a Scenario: each op by handle or by address, as drawn
+//!  hooked    a backend that tells of every call
 //!  checker   runs a Scenario on the allocator and compares every decision, block and invariant with the oracle
 //!  targets   the fuzz targets as functions
 //!  jobs      the recorded jobs
@@ -14,11 +16,18 @@
 pub mod checker;
 pub mod conformance;
 pub mod generate;
+pub mod hooked;
 pub mod jobs;
 pub mod mutation;
 pub mod oracle;
 pub mod restart;
+pub mod run;
 pub mod targets;
+
+/// Whether tests may take long: with `SYMMALLOC_NIGHT=1` they do more of the same.
+pub fn is_night() -> bool {
+    std::env::var_os("SYMMALLOC_NIGHT").is_some()
+}
 
 /// The README's example compiles and runs.
 #[cfg(doctest)]

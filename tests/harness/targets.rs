@@ -46,7 +46,7 @@ pub fn ops_vs_oracle(bytes: &[u8]) -> u64 {
     ops as u64
 }
 
-/// A program on two ranks that have nothing in common but the program.
+/// A program on two ranks that have nothing in common but the program: what one does by handle, the other does by address.
 ///
 /// # Panics
 /// When they decide differently.
@@ -59,9 +59,10 @@ pub fn two_ranks(bytes: &[u8]) -> u64 {
             allocator.drop_completed_fences().expect("no fault was asked for");
         }
     });
-    let other = decisions::<Shared>(&scenario, &other, |_, _, _, _| {});
+    let ops = scenario.program.ops().len() as u64;
+    let other = decisions::<Shared>(&scenario.with_other_access(), &other, |_, _, _, _| {});
     assert_eq!(one, other, "two ranks decided differently");
-    2 * scenario.program.ops().len() as u64
+    2 * ops
 }
 
 /// Ops from one sync of a [`job`] to the next.

@@ -317,11 +317,8 @@ pub enum PointerLookup {
     /// By handle only. Costs nothing.
     #[default]
     Off,
-    /// By the pointer that `allocate` returned: a hash table in each heap. An op [by pointer](crate::BoundHeap::allocate_pointer)
-    /// takes 5 to 8 ns more than one by handle without it; by handle it takes longer.
+    /// Also by the pointer that `allocate` returned: a hash table beside the heaps.
     Exact,
-    /// By any pointer into the allocation: an ordered map, some 50 ns per op.
-    Interior,
 }
 
 impl Default for Config {

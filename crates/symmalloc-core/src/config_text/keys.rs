@@ -68,7 +68,7 @@ pub(super) const STREAMS: &[&str] = &["separate", "shared"];
 /// The words of `reclaim`.
 pub(super) const RECLAIM: &[&str] = &["never", "heap", "pool"];
 /// The words of `pointer_lookup`.
-pub(super) const POINTER_LOOKUP: &[&str] = &["off", "exact", "interior"];
+pub(super) const POINTER_LOOKUP: &[&str] = &["off", "exact"];
 /// The words of `backend`; the second is refused.
 pub(super) const BACKENDS: &[&str] = &["native", "cudaMallocAsync"];
 
@@ -110,7 +110,7 @@ static MEANT: [Spelling; 28] = {
         spelling("total_limit_mb", TotalLimit, Takes::Bytes(MIB)),
         spelling("total_limit_bytes", TotalLimit, Takes::Bytes(1)),
         spelling("retries_max", RetriesMax, Takes::Count),
-        spelling("pointer_lookup", PointerLookup, word(POINTER_LOOKUP, "off, exact or interior")),
+        spelling("pointer_lookup", PointerLookup, word(POINTER_LOOKUP, "off or exact")),
         spelling("history_ops", HistoryOps, Takes::Count),
     ]
 };

@@ -116,7 +116,7 @@ fn build_config(settings: &mut Settings) -> Result<Config, ConfigTextError> {
         config = config.history_ops(u32::try_from(ops).unwrap_or(u32::MAX));
     }
     if let Some(lookup) = settings.word(Key::PointerLookup) {
-        config = config.pointer_lookup([PointerLookup::Off, PointerLookup::Exact, PointerLookup::Interior][lookup]);
+        config = config.pointer_lookup([PointerLookup::Off, PointerLookup::Exact][lookup]);
     }
     config.build().map_err(|source| out_of_range(settings, source))
 }

@@ -51,7 +51,6 @@ impl fmt::Display for Config {
         let lookup = match self.pointer_lookup() {
             PointerLookup::Off => POINTER_LOOKUP[0],
             PointerLookup::Exact => POINTER_LOOKUP[1],
-            PointerLookup::Interior => POINTER_LOOKUP[2],
         };
         write!(f, ",retries_max:{},pointer_lookup:{lookup},history_ops:{}", self.retries_max(), self.history_ops())
     }

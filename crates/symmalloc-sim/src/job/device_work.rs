@@ -27,6 +27,11 @@ impl Live {
         Ok(Live { handle: Some(handle), address, size_bytes, users: bit(stream), last_user: stream })
     }
 
+    /// The first address; `None` for an allocation of zero bytes.
+    pub(crate) fn address(&self) -> Option<DeviceAddress> {
+        (self.size_bytes > 0).then_some(self.address)
+    }
+
     /// An allocation of zero bytes.
     pub(crate) fn nothing(handle: Handle) -> Self {
         Live { handle: Some(handle), ..Live::of_a_pool_that_is_gone() }

@@ -17,7 +17,7 @@ use crate::job::schedule::Scheduler;
 use crate::job::standing::Standing;
 use crate::job::surroundings::{Purpose, RankFault, Surroundings, sequence};
 use symmalloc_core::backend::Backend;
-use symmalloc_core::config::{Config, SegmentPolicy, StreamPolicy};
+use symmalloc_core::config::{Config, PointerLookup, SegmentPolicy, StreamPolicy};
 use symmalloc_core::lock::Lock;
 use symmalloc_core::{Allocator, Op, PoolId, StreamId};
 
@@ -101,10 +101,11 @@ impl<L: Lock> Rank<L> {
         for fault in faults {
             device = device.fail(fault.call, FaultRule::At { ordinal: fault.ordinal }, fault.fault);
         }
+        let config = job.config.to_builder().pointer_lookup(PointerLookup::Exact).build().expect("it was valid before");
         let sequence_of = |purpose| sequence(job.seed, purpose, u64::from(surroundings.rank)).split(incarnation.into());
         Rank {
             incarnation,
-            allocator: Allocator::new(device.build(), job.config.clone()).expect("a valid granularity"),
+            allocator: Allocator::new(device.build(), config).expect("a valid granularity"),
             live: vec![None; job.program.slot_count],
             pools: vec![PoolId::DEFAULT],
             streams: 0,

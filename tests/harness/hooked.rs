@@ -1,0 +1,69 @@
+//! A backend that tells of every call: for tests that compare the calls of ranks, give way to other threads inside of
+//! them, or panic there.
+
+use symmalloc_core::StreamId;
+use symmalloc_core::backend::{Backend, BackendError, Event, Range};
+
+/// A call on a backend.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "they are the calls of the trait")]
+pub enum DeviceCall {
+    Reserve { size_bytes: u64 },
+    Map { offset_bytes: u64, size_bytes: u64 },
+    Unmap { offset_bytes: u64, size_bytes: u64 },
+    Release,
+    Record { stream: StreamId },
+    Wait { stream: StreamId },
+    Query,
+    Recycle,
+    Synchronize { stream: StreamId },
+}
+
+/// Passes every call on to `inner`, and tells `hook` of it before.
+#[derive(Debug)]
+pub struct Hooked<B, F> {
+    /// The backend that does the work.
+    pub inner: B,
+    /// What is told.
+    pub hook: F,
+}
+
+impl<B: Backend, F: Fn(DeviceCall)> Hooked<B, F> {
+    fn pass<T>(&self, call: DeviceCall, to: impl FnOnce(&B) -> T) -> T {
+        (self.hook)(call);
+        to(&self.inner)
+    }
+}
+
+impl<B: Backend, F: Fn(DeviceCall)> Backend for Hooked<B, F> {
+    fn granularity_bytes(&self) -> u64 {
+        self.inner.granularity_bytes()
+    }
+    fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
+        self.pass(DeviceCall::Reserve { size_bytes }, |inner| inner.reserve(size_bytes))
+    }
+    fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
+        self.pass(DeviceCall::Map { offset_bytes, size_bytes }, |inner| inner.map(range, offset_bytes, size_bytes))
+    }
+    fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
+        self.pass(DeviceCall::Unmap { offset_bytes, size_bytes }, |inner| inner.unmap(range, offset_bytes, size_bytes))
+    }
+    fn release(&self, range: Range) -> Result<(), BackendError> {
+        self.pass(DeviceCall::Release, |inner| inner.release(range))
+    }
+    fn record(&self, stream: StreamId) -> Result<Event, BackendError> {
+        self.pass(DeviceCall::Record { stream }, |inner| inner.record(stream))
+    }
+    fn wait(&self, stream: StreamId, event: Event) -> Result<(), BackendError> {
+        self.pass(DeviceCall::Wait { stream }, |inner| inner.wait(stream, event))
+    }
+    fn query(&self, event: Event) -> Result<bool, BackendError> {
+        self.pass(DeviceCall::Query, |inner| inner.query(event))
+    }
+    fn recycle(&self, event: Event) {
+        self.pass(DeviceCall::Recycle, |inner| inner.recycle(event));
+    }
+    fn synchronize(&self, stream: StreamId) -> Result<(), BackendError> {
+        self.pass(DeviceCall::Synchronize { stream }, |inner| inner.synchronize(stream))
+    }
+}
