@@ -2,7 +2,7 @@
 //! every call of the backend, which thread goes on. A failure prints its schedule, and `shuttle::replay` runs that schedule again.
 //!
 //! Every thread works on the simulated device as a correct program does, so a wait that an interleaving loses is a race
-//! that the simulator reports. The lock-free pieces below the locks are explored by loom, in the core's `interleavings.rs`.
+//! that the simulator reports.
 
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use shuttle::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -13,7 +13,6 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use symmalloc_core::backend::Backend;
 use symmalloc_core::config::{Config, PointerLookup, PoolConfig, Reclaim, StreamPolicy};
 use symmalloc_core::errors::{AllocateError, PoolError};
-use symmalloc_core::held::HeapCell;
 use symmalloc_core::lock::{Exclusive, Lock, LockCell};
 use symmalloc_core::units::{KIB, MIB};
 use symmalloc_core::{Allocation, Allocator, Digest, PoolId, Retry, StreamId};
@@ -29,10 +28,7 @@ struct ShuttledCell<T>(Mutex<T>);
 
 impl Lock for Shuttled {
     const IS_EXCLUSIVE: bool = false;
-    type Tally = ();
     type Cell<T> = ShuttledCell<T>;
-    type Keepsake = ();
-    type HeapRef = Arc<HeapCell<Self>>;
 }
 
 impl<T> LockCell<T> for ShuttledCell<T> {
@@ -47,10 +43,6 @@ impl<T> LockCell<T> for ShuttledCell<T> {
 
     fn lock(&self) -> MutexGuard<'_, T> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
-        self.0.try_lock().ok()
     }
 }
 

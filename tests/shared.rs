@@ -5,9 +5,8 @@ use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Range
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::lock::Shared;
 use symmalloc_core::units::MIB;
-use symmalloc_sim::SplitMix64;
-use symmalloc_core::{Allocator, Digest, Handle, PoolId, SharedAllocator, StreamId};
 use symmalloc_sim::{SimBackend, SplitMix64};
+use symmalloc_core::{Allocator, Digest, Handle, PoolId, SharedAllocator, StreamId};
 
 const THREADS: u16 = 4;
 const OPS: u64 = 3000;
