@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::errors::PoolError;
-use symmalloc_core::replay::Replay;
 use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocator, PoolId, SegmentId, StreamId};
 use symmalloc_harness::generate::Scenario;
 use symmalloc_sim::SimBackend;
+use symmalloc_trace::replay::Replay;
 
 const POOL: PoolId = PoolId::DEFAULT;
 

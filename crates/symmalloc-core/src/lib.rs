@@ -116,7 +116,7 @@ mod pointer_table;
 mod pool;
 pub mod recording;
 mod registry;
-pub mod replay;
+mod replayed;
 pub mod report;
 pub mod restore;
 mod routes;
@@ -127,8 +127,6 @@ pub mod stats;
 mod stream_clocks;
 mod sync;
 mod tally;
-mod text;
-pub mod trace;
 mod trim;
 pub mod units;
 

@@ -35,8 +35,8 @@ use crate::ids::{AllocationId, HeapId, ObserverId, PoolId, StreamId};
 use crate::lock::{Guard, Lock, LockCell};
 use crate::names::{SlotMap, slot_map};
 use crate::observers::Observers;
+use crate::op::NAME_BYTES_MAX;
 use crate::op::{Op, Record};
-use crate::trace::NAME_BYTES_MAX;
 use std::error::Error;
 use std::fmt;
 use std::num::NonZeroU64;
@@ -54,7 +54,7 @@ pub trait Sink: Send {
     /// When it cannot begin.
     fn begin(&mut self, config: &Config) -> Result<(), SinkError>;
 
-    /// The next record. Records are consistent, as those of a [`Trace`](crate::trace::Trace) are.
+    /// The next record. Records are consistent, as those of a trace are.
     ///
     /// # Errors
     /// When the record cannot be kept: the recording ends with this record lost, and nothing is called any more.
