@@ -8,12 +8,12 @@ use symmalloc_core::agreement::{
 };
 use symmalloc_core::errors::{AllocateError, OutOfMemoryCause};
 use symmalloc_core::op::{Op, Record};
-use symmalloc_core::replay::{Program, Replay, StepError};
 use symmalloc_core::{Allocator, Config, PoolId, StreamId};
 use symmalloc_harness::generate::Scenario;
 use symmalloc_harness::jobs;
 use symmalloc_harness::mutation::{Kind, Mutant, SymmetricProgram};
 use symmalloc_sim::{Call, Fault, FaultRule, SimBackend, SplitMix64};
+use symmalloc_trace::replay::{Program, Replay, StepError};
 
 /// Injections of a plain run, over all kinds.
 const INJECTIONS: u64 = 10_000;

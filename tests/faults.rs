@@ -5,7 +5,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use symmalloc_core::backend::Reason;
 use symmalloc_core::config::Reclaim;
 use symmalloc_core::errors::{AllocateError, FreeError, OutOfMemoryCause, PoolError, TrimError};
-use symmalloc_core::replay::{Replay, StepError};
 use symmalloc_core::{Allocator, Config, Digest, Op, Placement, PoolConfig, PoolId, Retry};
 use symmalloc_harness::checker::{DeviceWork, PrintOnPanic, outcome};
 use symmalloc_harness::generate::Scenario;
@@ -13,6 +12,7 @@ use symmalloc_harness::jobs;
 use symmalloc_harness::oracle::{Outcome, Refusal};
 use symmalloc_harness::run::Run;
 use symmalloc_sim::{Call, Fault, FaultRule, SimBackend};
+use symmalloc_trace::replay::{Replay, StepError};
 
 const OPS: usize = 40;
 
@@ -343,7 +343,7 @@ fn the_allocator_is_dropped_while_calls_fail() {
 
 /// A recorded job whose driver refuses the call with this number. Where everything went, and the digest.
 fn job_with_fault(
-    program: &symmalloc_core::replay::Program,
+    program: &symmalloc_trace::replay::Program,
     pool: &PoolConfig,
     ordinal: Option<u64>,
 ) -> (Vec<Placement>, Digest, u64) {

@@ -7,10 +7,10 @@
 use std::fmt::Write as _;
 use std::path::Path;
 use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
-use symmalloc_core::replay::{Program, Replay};
 use symmalloc_core::{Allocator, Digest, PoolId};
 use symmalloc_harness::jobs;
 use symmalloc_sim::SimBackend;
+use symmalloc_trace::replay::{Program, Replay};
 
 const SEGMENTS: [&str; 2] = ["expandable", "fixed"];
 const STREAMS: [(&str, StreamPolicy); 2] = [("separate", StreamPolicy::Separate), ("shared", StreamPolicy::Shared)];

@@ -5,7 +5,6 @@ use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::layout::Layout;
 use symmalloc_core::restore::LayoutError;
 use symmalloc_core::lock::{Exclusive, Lock, Shared};
-use symmalloc_core::replay::{Program, Replay};
 use symmalloc_core::restore::RestoreError;
 use symmalloc_core::segment_log::SegmentEventKind;
 use symmalloc_core::units::MIB;
@@ -18,6 +17,7 @@ use symmalloc_harness::jobs;
 use symmalloc_harness::oracle::Outcome;
 use symmalloc_harness::restart::Checkpoint;
 use symmalloc_sim::{Call, Delays, Fault, FaultRule, SimBackend, SplitMix64};
+use symmalloc_trace::replay::{Program, Replay};
 
 const POOL: PoolId = PoolId::DEFAULT;
 const S0: StreamId = StreamId(0);
@@ -557,7 +557,7 @@ fn the_text_names_what_is_live_and_allocations_of_nothing_can_still_be_freed() {
     let weights = old.allocate_named(POOL, S0, 3 * MIB, "weights \"0\"").expect("fits");
     old.record_use(weights.handle, S1).expect("live");
     let nothing = old.allocate(POOL, S1, 0).expect("takes no memory");
-    let text = old.save_layout(POOL).expect("nothing is retired").to_text();
+    let text = symmalloc_trace::layout::to_text(&old.save_layout(POOL).expect("nothing is retired"));
     let digest = old.heap_digests(POOL).expect("exists")[0].1;
     let expected = format!(
         "symmalloc-layout 1\n\
@@ -574,7 +574,7 @@ fn the_text_names_what_is_live_and_allocations_of_nothing_can_still_be_freed() {
     assert_eq!(text, expected);
 
     let new = rank(&device, &policy, Some(100 * MIB));
-    let restored = new.restore_layout(POOL, &text.parse().expect("a layout")).expect("fresh");
+    let restored = new.restore_layout(POOL, &symmalloc_trace::layout::parse(&text).expect("a layout")).expect("fresh");
     old.free(nothing.handle).expect("live");
     new.free(restored.nothing(S1).expect("its heap has a history")).expect("it stands for them");
     assert_eq!(new.digest(POOL), old.digest(POOL));
@@ -627,5 +627,5 @@ fn a_name_that_no_line_can_hold_is_cut_between_characters() {
     let layout = allocator.save_layout(POOL).expect("nothing is retired");
     let name = layout.heaps()[0].segments[0].allocations[0].name.clone().expect("it is named");
     assert_eq!((name.len(), &name[4090..]), (4095, "\u{1f600}x"));
-    assert_eq!(layout.to_text().parse::<Layout>().expect("a layout"), layout);
+    assert_eq!(symmalloc_trace::layout::parse(&symmalloc_trace::layout::to_text(&layout)).expect("a layout"), layout);
 }

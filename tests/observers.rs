@@ -9,6 +9,7 @@ use symmalloc_core::{Allocator, PoolId, SegmentId, StreamId};
 use symmalloc_harness::generate::Scenario;
 use symmalloc_harness::run::Run;
 use symmalloc_sim::SimBackend;
+use symmalloc_trace::replay::Replay;
 
 const POOL: PoolId = PoolId::DEFAULT;
 

@@ -7,7 +7,6 @@ use proptest::prelude::*;
 use std::cell::RefCell;
 use symmalloc_core::config::{Config, ExpandableSegments, PoolConfig, SegmentPolicy, StreamPolicy};
 use symmalloc_core::lock::{Exclusive, Lock, Shared};
-use symmalloc_core::replay::Replay;
 use symmalloc_core::report::BlockStateSnapshot;
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocator, Digest, Placement, PoolId, StreamId};
@@ -16,6 +15,7 @@ use symmalloc_harness::generate::{Scenario, scenario_bytes};
 use symmalloc_harness::hooked::{DeviceCall, Hooked};
 use symmalloc_harness::jobs;
 use symmalloc_sim::{Addresses, Delays, SimBackend, SplitMix64};
+use symmalloc_trace::replay::Replay;
 
 /// A rank's run. Its host looks for finished events whenever it pleases.
 fn rank<L: Lock>(scenario: &Scenario, seed: u64, rank: u32) -> Decisions {
@@ -82,7 +82,7 @@ fn different_programs_have_different_digests() {
 }
 
 /// A recorded job on a rank: all placements, and the digest.
-fn job_on_rank(program: &symmalloc_core::replay::Program, pool: &PoolConfig, rank: u32) -> (Vec<Placement>, Digest) {
+fn job_on_rank(program: &symmalloc_trace::replay::Program, pool: &PoolConfig, rank: u32) -> (Vec<Placement>, Digest) {
     let config = Config::builder().default_pool(pool.clone()).build().expect("valid");
     let allocator: Allocator<_> =
         Allocator::new(SimBackend::builder().seed(99).rank(rank).build(), config).expect("valid");

@@ -8,8 +8,6 @@ use symmalloc_core::config::{Config, PoolConfig, Reclaim, StreamPolicy};
 use symmalloc_core::lock::{Exclusive, Lock, Shared};
 use symmalloc_core::op::Record;
 use symmalloc_core::recording::{RecordingError, Sink, SinkError, StartRecordingError};
-use symmalloc_core::replay::{Program, Replay};
-use symmalloc_core::trace::Trace;
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocator, Backend, Digest, Handle, Op, PoolId, Retry, SharedAllocator, StreamId};
 use symmalloc_harness::checker::{PrintOnPanic, outcome};
@@ -17,6 +15,8 @@ use symmalloc_harness::generate::{Scenario, scenario_bytes};
 use symmalloc_harness::jobs;
 use symmalloc_harness::run::Run;
 use symmalloc_sim::{Call, Fault, FaultRule, SimBackend, SplitMix64};
+use symmalloc_trace::replay::{Program, Replay};
+use symmalloc_trace::{RecordLine, Trace};
 
 /// Records in memory, up to a number of them.
 #[derive(Clone)]
@@ -77,9 +77,9 @@ fn replays(records: &[Record], config: &Config, granularity_bytes: u64, expected
     allocator.start_recording(again.clone()).expect("nothing was allocated");
     let mut replay = Replay::new(&allocator, &program);
     for (index, (op, record)) in program.ops().iter().zip(records).enumerate() {
-        let made = replay.step(op).unwrap_or_else(|error| panic!("record {index}, {record}: {error}"));
+        let made = replay.step(op).unwrap_or_else(|error| panic!("record {index}, {}: {error}", RecordLine(record)));
         let placement = made.filter(|made| made.size_bytes > 0).map(|made| made.placement);
-        assert_eq!(placement, record.placement, "record {index}: {record}");
+        assert_eq!(placement, record.placement, "record {index}: {}", RecordLine(record));
     }
     allocator.check().expect("sound");
     assert_eq!(digests(&allocator), expected);
@@ -161,7 +161,7 @@ fn generated_programs_come_to_every_kind_of_record() {
     let mut words = std::collections::BTreeMap::new();
     for seed in 0..400 {
         for record in adverse_run::<Exclusive>(&Scenario::from_seed(seed, 120), seed, 100_000) {
-            let line = record.to_string();
+            let line = RecordLine(&record).to_string();
             let word = line.split(' ').next().unwrap_or_default();
             let cause = line.rsplit(' ').next().filter(|_| word == "refuse").unwrap_or_default();
             *words.entry(format!("{word} {cause}")).or_insert(0) += 1;
@@ -209,7 +209,7 @@ fn what_was_given_back_for_a_refused_request_is_recorded_each_time() {
     assert_eq!(served.placement.offset_bytes, 2 * MIB);
     allocator.stop_recording().expect("a sink with room");
     let records = sink.records();
-    let lines: Vec<String> = records.iter().map(Record::to_string).collect();
+    let lines: Vec<String> = records.iter().map(|record| RecordLine(record).to_string()).collect();
     let refused =
         ["reclaim 2097152 s0", "reclaim 4194304 s0", "refuse 4194304 s0 limit", "f 2", "a 3 4194304 s0 -> 0@2097152"];
     assert_eq!(lines[lines.len() - refused.len()..], refused);
@@ -384,7 +384,7 @@ fn a_recording_begins_before_the_first_allocation_and_once() {
     allocator.forget(observer).expect("no fault");
     allocator.forget(observer).expect("again, which says nothing");
     assert_eq!(allocator.stop_recording().expect("room").records, 7);
-    let lines: Vec<String> = sink.records().iter().map(ToString::to_string).collect();
+    let lines: Vec<String> = sink.records().iter().map(|record| RecordLine(record).to_string()).collect();
     let pool_line = |id: u32| format!("pool p{id} {}", PoolConfig::default());
     let expected = [
         "stream s0",

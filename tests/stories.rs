@@ -3,12 +3,12 @@
 
 use std::fs;
 use std::path::Path;
-use symmalloc_core::replay::Program;
-use symmalloc_core::trace::Trace;
 use symmalloc_core::units::MIB;
 use symmalloc_harness::checker::compare_with_oracle;
 use symmalloc_harness::generate::{Access, Scenario};
 use symmalloc_harness::oracle::Outcome;
+use symmalloc_trace::replay::Program;
+use symmalloc_trace::{RecordLine, Trace};
 
 #[test]
 fn every_story_ends_as_the_oracle_says() {
@@ -28,8 +28,9 @@ fn every_story_ends_as_the_oracle_says() {
                 let Some(stated) = record.placement else { continue };
                 assert!(
                     matches!(outcome, Outcome::Placed { placement, .. } if placement == stated),
-                    "{}: {record}, but {outcome:?}",
-                    path.display()
+                    "{}: {}, but {outcome:?}",
+                    path.display(),
+                    RecordLine(record)
                 );
             }
         }

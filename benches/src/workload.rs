@@ -8,8 +8,8 @@ use symmalloc_core::backend::Backend;
 use symmalloc_core::ids::{Placement, PoolId, StreamId};
 use symmalloc_core::lock::Lock;
 use symmalloc_core::op::Op;
-use symmalloc_core::replay::Program;
 use symmalloc_core::{Allocator, BoundHeap, Handle};
+use symmalloc_trace::replay::Program;
 
 /// One op.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -18,10 +18,10 @@ use std::collections::BTreeMap;
 use symmalloc_core::backend::Backend;
 use symmalloc_core::errors::{AllocateError, OutOfMemoryCause, PoolError, RecordUseError, UnknownError};
 use symmalloc_core::lock::{Exclusive, Lock};
-use symmalloc_core::replay::StepError;
 use symmalloc_core::report::{BlockStateSnapshot, SegmentSnapshot};
 use symmalloc_core::{Allocation, AllocationId, Allocator, Digest, Op, PoolId, StreamId};
 use symmalloc_sim::SimBackend;
+use symmalloc_trace::replay::{Replay, StepError};
 
 /// What a run came to: equal for two runs exactly when every decision was.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

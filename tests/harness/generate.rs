@@ -18,11 +18,11 @@ use symmalloc_core::config::{
     SegmentPolicy, StreamPolicy,
 };
 use symmalloc_core::op::{Op, Record};
-use symmalloc_core::replay::Program;
-use symmalloc_core::trace::TraceWriter;
 use symmalloc_core::units::{KIB, MIB};
 use symmalloc_core::{AllocationId, PoolId, StreamId};
 use symmalloc_sim::{SimBackend, SimBuilder, SplitMix64};
+use symmalloc_trace::TraceWriter;
+use symmalloc_trace::replay::Program;
 
 /// Bytes that decide what is generated; zeros when they are used up.
 #[derive(Clone, Copy, Debug)]

@@ -11,8 +11,8 @@
 
 use std::path::PathBuf;
 use symmalloc_core::op::Record;
-use symmalloc_core::replay::Program;
 use symmalloc_import::{ReadOptions, read_path};
+use symmalloc_trace::replay::Program;
 
 /// The recorded jobs, by file name without its ending.
 pub const JOBS: [&str; 8] = [

@@ -3,8 +3,9 @@
 use symmalloc_core::backend::Backend;
 use symmalloc_core::layout::Layout;
 use symmalloc_core::lock::Lock;
-use symmalloc_core::replay::{Program, Replay};
 use symmalloc_core::{Allocation, AllocationId, Allocator, Handle, Op, Placement, PoolId, StreamId};
+use symmalloc_trace::layout;
+use symmalloc_trace::replay::{Program, Replay};
 
 /// A rank between two ops of its program.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,7 +30,7 @@ impl Checkpoint {
         replay: &Replay<'_, B, L>,
     ) -> Self {
         let pools = (0..allocator.pool_count()).map(PoolId).filter(|pool| allocator.pool_stats(*pool).is_ok());
-        let save = |pool| (pool, allocator.save_layout(pool).expect("nothing is retired").to_text());
+        let save = |pool| (pool, layout::to_text(&allocator.save_layout(pool).expect("nothing is retired")));
         let live = program.ops()[..op].iter().filter_map(|op| {
             let Op::Allocate { id, pool, stream, .. } = *op else { return None };
             // An allocation of zero bytes lies nowhere.
@@ -50,7 +51,7 @@ impl Checkpoint {
     /// When the pool was not live.
     pub fn layout(&self, pool: PoolId) -> Layout {
         let (_, text) = self.layouts.iter().find(|(saved, _)| *saved == pool).expect("the pool was live");
-        Layout::parse(text).expect("a layout reads what it wrote")
+        layout::parse(text).expect("a layout reads what it wrote")
     }
 
     /// Goes on in a new process: makes the streams and pools of the program, restores what was written down, and returns a run

@@ -7,15 +7,14 @@ use crate::checker::{compare_at, decisions};
 use crate::generate::Scenario;
 use std::num::{NonZeroU32, NonZeroUsize};
 use symmalloc_core::config::{Config, PoolConfig};
-use symmalloc_core::layout::Layout;
 use symmalloc_core::lock::{Exclusive, Shared};
-use symmalloc_core::replay::Program;
-use symmalloc_core::trace::{TraceReader, TraceWriter};
 use symmalloc_core::{Allocator, Op, PoolId, Record};
 use symmalloc_import::export::export;
 use symmalloc_import::{Format, ReadOptions, read_bytes};
 use symmalloc_sim::job::{Plan, simulate, story};
 use symmalloc_sim::{Delays, SimBackend};
+use symmalloc_trace::replay::Program;
+use symmalloc_trace::{TraceReader, TraceWriter, layout};
 
 /// Takes any bytes, and panics when something is wrong. Returns how many ops it carried out, or read.
 pub type Target = fn(&[u8]) -> u64;
@@ -120,8 +119,8 @@ pub fn layout_reader(bytes: &[u8]) -> u64 {
 
 /// Restores what can be read into a fresh allocator, uses it, and goes back. Returns how many allocations it read.
 fn restore(bytes: &[u8]) -> u64 {
-    let Ok(layout) = Layout::read(bytes) else { return 0 };
-    assert_eq!(layout.to_text().parse::<Layout>().expect("what was written can be read"), layout);
+    let Ok(layout) = layout::read(bytes) else { return 0 };
+    assert_eq!(layout::parse(&layout::to_text(&layout)).expect("what was written can be read"), layout);
     let device = SimBackend::builder().granularity_bytes(layout.granularity_bytes()).memory_bytes(1 << 50).build();
     {
         let config = Config::builder().default_pool(layout.config().clone()).limit_bytes(layout.total_limit_bytes());

@@ -6,11 +6,11 @@ use std::fmt;
 use std::io;
 use std::path::PathBuf;
 use symmalloc_core::ids::PoolId;
-use symmalloc_core::replay::ReplayError;
-use symmalloc_core::trace::{TraceError, TraceWriteError};
 use symmalloc_import::rerun::RerunError;
 use symmalloc_import::{ImportError, ImportErrorKind, SnapshotError};
 use symmalloc_sim::job::story::StoryError;
+use symmalloc_trace::replay::ReplayError;
+use symmalloc_trace::{TraceError, TraceWriteError};
 use thiserror::Error;
 
 /// Why a command could not be carried out.

@@ -8,9 +8,9 @@ use crate::quantity::{count, counted};
 use crate::replay::describe;
 use std::fmt::Write;
 use std::path::Path;
-use symmalloc_core::trace::TraceWriter;
 use symmalloc_import::compression::Compressor;
 use symmalloc_import::{ReadOptions, Recording, Summary, read_path};
+use symmalloc_trace::TraceWriter;
 
 /// Reads a recording and writes it as a trace.
 pub(crate) fn import(args: &ImportArgs) -> Result<Verdict, CliError> {

@@ -35,8 +35,8 @@ use symmalloc_core::backend::BackendError;
 use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy, StreamPolicy};
 use symmalloc_core::errors::FreeError;
 use symmalloc_core::op::Op;
-use symmalloc_core::replay::{Program, ReplayError, StepError};
 use symmalloc_import::Recording;
+use symmalloc_trace::replay::{Program, ReplayError, StepError};
 
 /// How free blocks are ordered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]

@@ -28,11 +28,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy};
 use symmalloc_core::ids::{PoolId, StreamId};
-use symmalloc_core::op::{Op, Record};
-use symmalloc_core::replay::Program;
-use symmalloc_core::trace::TraceWriter;
+use symmalloc_core::op::Op;
 use symmalloc_import::compression::Compressor;
 use symmalloc_import::rerun::Owner;
+use symmalloc_trace::replay::Program;
+use symmalloc_trace::{RecordLine, TraceWriter};
 
 /// What is planned for a heap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -180,7 +180,7 @@ impl Plan {
         let others = self.pools.iter().filter(|(pool, _)| **pool != PoolId::DEFAULT);
         lines.extend(others.map(|(pool, config)| format!("pool {pool} {config}")));
         let reserved = self.heaps.iter().map(|(owner, heap)| heap.reserve(owner.pool));
-        lines.extend(reserved.map(|op| Record::from(op).to_string()));
+        lines.extend(reserved.map(|op| RecordLine(&op.into()).to_string()));
         lines
     }
 

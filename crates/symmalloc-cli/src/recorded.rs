@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use symmalloc_core::PoolId;
 use symmalloc_core::config::{Config, ConfigError};
 use symmalloc_core::op::Op;
-use symmalloc_core::replay::Program;
 use symmalloc_import::rerun::RerunError;
 use symmalloc_import::{ReadOptions, Recording, read_path};
+use symmalloc_trace::replay::Program;
 
 /// A recording and its allocator's configuration.
 pub(crate) struct Recorded {

@@ -17,9 +17,9 @@ use std::num::NonZeroU32;
 use std::path::Path;
 use symmalloc_core::config::Config;
 use symmalloc_core::op::Op;
-use symmalloc_core::trace::TraceWriter;
 use symmalloc_import::compression::Compressor;
 use symmalloc_import::{ReadOptions, Recording, read_path};
+use symmalloc_trace::TraceWriter;
 
 /// The old rule is shown on at most this many ranks: more of them differ no less.
 const COMPARISON_RANKS_MAX: u32 = 8;

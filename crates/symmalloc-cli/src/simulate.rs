@@ -16,10 +16,10 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-use symmalloc_core::trace::MAGIC;
 use symmalloc_import::{ReadOptions, Recording, read_path};
 use symmalloc_sim::job::shrink::{Shrunk, shrink};
 use symmalloc_sim::job::{Failure, Outcome, Plan, Size, simulate as run_plan, story};
+use symmalloc_trace::MAGIC;
 
 /// Steps times ranks that shrinking a failure may cost, about: some minutes.
 const SHRINK_STEPS: usize = 400_000_000;

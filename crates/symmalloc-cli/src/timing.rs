@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use symmalloc_core::Allocator;
 use symmalloc_core::config::Config;
 use symmalloc_core::lock::Exclusive;
-use symmalloc_core::replay::Replay;
 use symmalloc_sim::IdleBackend;
+use symmalloc_trace::replay::Replay;
 
 /// Nanoseconds per op of the median repeat after the first, or of the first if it is the only one.
 ///

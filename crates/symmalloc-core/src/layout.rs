@@ -20,24 +20,24 @@
 //! live allocations and extents say where every block is. The free index follows from the blocks, budgets and thresholds
 //! from the sums. Fences are not part of it: they decide who waits, never who lies where.
 //!
-//! A `Layout` is consistent by construction: it comes from [`save_layout`](crate::Allocator::save_layout) or from the
-//! [reader](Layout::read), which refuses what no heap could look like. The text format stands in `docs/layout.md`.
+//! A `Layout` is consistent by construction: it comes from [`save_layout`](crate::Allocator::save_layout) or from a
+//! [`LayoutBuilder`], which refuses what no heap could look like. The crate `symmalloc-trace` writes and reads it as text.
 //!
 //! # Examples
 //! ```
-//! use symmalloc_core::{Allocator, Config, PoolId, layout::Layout};
+//! use symmalloc_core::{Allocator, Config, PoolId};
 //! use symmalloc_sim::SimBackend;
 //!
 //! let rank = |device| Allocator::<_>::new(SimBackend::builder().rank(device).build(), Config::default());
 //! let old = rank(0)?;
 //! let stream = old.register_stream()?;
 //! let weights = old.allocate_named(PoolId::DEFAULT, stream, 48 << 20, "weights")?;
-//! let text = old.save_layout(PoolId::DEFAULT)?.to_text();
+//! let layout = old.save_layout(PoolId::DEFAULT)?;
 //!
 //! // The rank restarts, on another device.
 //! let new = rank(1)?;
 //! let stream = new.register_stream()?;
-//! let restored = new.restore_layout(PoolId::DEFAULT, &Layout::parse(&text)?)?;
+//! let restored = new.restore_layout(PoolId::DEFAULT, &layout)?;
 //! let again = restored.find(stream, weights.placement).expect("it was live");
 //! assert_eq!(again.name.as_deref(), Some("weights"));
 //!
@@ -49,28 +49,17 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-mod error;
-mod line;
-mod reader;
+mod contradiction;
 mod rules;
-#[cfg(test)]
-mod tests;
-mod writer;
 
-pub use crate::text::LineError;
-pub use error::{Contradiction, LayoutTextError};
+pub use contradiction::Contradiction;
+pub use rules::{LayoutBuilder, LayoutItem, Misfit};
 
 use crate::config::PoolConfig;
 use crate::history::digest::Digest;
 use crate::size_rules::SizeClass;
 use crate::types::ids::{SegmentId, StreamId};
 use smallvec::SmallVec;
-
-/// The first word of every layout's text.
-pub const MAGIC: &str = "symmalloc-layout";
-
-/// The version of the format that this library writes, and the only one it reads.
-pub const VERSION: u64 = 1;
 
 /// What a pool's future depends on. See the [module documentation](self).
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -111,7 +100,6 @@ pub struct SegmentLayout {
 
 /// A part of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
 pub struct Extent {
     /// Where it starts in the segment, in bytes.
     pub offset_bytes: u64,
@@ -121,7 +109,6 @@ pub struct Extent {
 
 /// One live allocation of a [`SegmentLayout`].
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
 pub struct AllocationLayout {
     /// Where it starts in the segment, in bytes.
     pub offset_bytes: u64,

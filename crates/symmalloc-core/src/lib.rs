@@ -80,14 +80,11 @@ pub mod metrics;
 mod nearest;
 pub mod op;
 mod pointers;
-pub mod replay;
 mod restore_error;
 mod size_rules;
 pub mod stats;
 mod streams;
 mod sync;
-mod text;
-pub mod trace;
 mod types;
 
 pub use allocator::{Allocator, Retry, SegmentPosition, SharedAllocator, Unread, recording, report};

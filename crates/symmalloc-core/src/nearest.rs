@@ -22,7 +22,8 @@ pub fn nearest<'k>(word: &str, known: impl IntoIterator<Item = &'k str>) -> Opti
 }
 
 /// The part of an error's message that says what was probably meant, if that is known.
-pub(crate) struct DidYouMean(pub(crate) Option<&'static str>);
+#[derive(Clone, Copy, Debug)]
+pub struct DidYouMean(pub Option<&'static str>);
 
 impl fmt::Display for DidYouMean {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

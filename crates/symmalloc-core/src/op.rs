@@ -13,9 +13,11 @@ use crate::types::ids::{AllocationId, ObserverId, Placement, PoolId, StreamId};
 /// The longest name of an allocation in a record, in bytes. Longer ones are cut.
 pub const NAME_BYTES_MAX: usize = 4096;
 
+/// The longest name of an allocation that a record holds, in bytes of UTF-8. Escaped in a text it takes at most six times as many.
+pub const NAME_BYTES_MAX: usize = 4 << 10;
+
 /// One call of the vocabulary.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
 pub enum Op {
     /// The program registers its next stream. Ids are dense: the n-th registration names stream n.
     RegisterStream {

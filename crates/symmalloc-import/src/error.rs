@@ -5,7 +5,7 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use symmalloc_core::trace::TraceError;
+use symmalloc_trace::{LineError, TraceError};
 
 use crate::compression::{Compression, CompressionError};
 use crate::pickle::PickleError;
@@ -144,7 +144,7 @@ impl From<RmmError> for ImportErrorKind {
 impl From<TraceError> for ImportErrorKind {
     fn from(error: TraceError) -> Self {
         match &error {
-            TraceError::Io { source, .. } => CompressionError::of(source),
+            TraceError::Line(LineError::Io { source, .. }) => CompressionError::of(source),
             _ => None,
         }
         .map_or(ImportErrorKind::Trace(error), ImportErrorKind::Compression)

@@ -34,7 +34,7 @@
 //!
 //! ```
 //! use symmalloc_core::config::Config;
-//! use symmalloc_core::replay::Program;
+//! use symmalloc_trace::replay::Program;
 //! use symmalloc_import::{ReadOptions, export::export, read_bytes};
 //!
 //! let trace = b"symmalloc-trace 1\nstream s0\na 0 1048576 s0 \"weights\"\nend 2\n";
@@ -61,7 +61,7 @@ use symmalloc_core::config::Config;
 use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_core::lock::Lock;
 use symmalloc_core::op::Op;
-use symmalloc_core::replay::Program;
+use symmalloc_trace::replay::Program;
 
 use crate::pickle::{Memo, PickleWriter};
 use crate::rerun::{Happened, Live, MemoryChange, Moment, Rerun};

@@ -36,7 +36,7 @@ use std::io::Write;
 use symmalloc_core::AllocationId;
 use symmalloc_core::config::Config;
 use symmalloc_core::op::Op;
-use symmalloc_core::replay::Program;
+use symmalloc_trace::replay::Program;
 
 use crate::export::ExportError;
 use crate::rerun::{Happened, Live, Moment, Owner, Rerun};
@@ -87,7 +87,7 @@ pub struct TimelineSummary {
 /// # Examples
 /// ```
 /// use symmalloc_core::config::Config;
-/// use symmalloc_core::replay::Program;
+/// use symmalloc_trace::replay::Program;
 /// use symmalloc_import::perfetto::{TimelineOptions, timeline};
 /// use symmalloc_import::{ReadOptions, read_bytes};
 ///

@@ -23,7 +23,7 @@
 
 use std::io::Read;
 
-use symmalloc_core::trace::NAME_BYTES_MAX;
+use symmalloc_trace::NAME_BYTES_MAX;
 
 mod error;
 mod input;

@@ -15,7 +15,7 @@ use std::path::Path;
 
 use symmalloc_core::config::Config;
 use symmalloc_core::op::Record;
-use symmalloc_core::trace::{self, TraceError, TraceReader};
+use symmalloc_trace::{LineError, TraceError, TraceReader};
 
 use crate::compression::{self, Compression};
 use crate::error::{ImportError, ImportErrorKind};
@@ -106,7 +106,7 @@ fn format_of(start: &[u8]) -> Result<Format, ImportErrorKind> {
         [] => Err(ImportErrorKind::Empty),
         [0x80, ..] => Ok(Format::PyTorchSnapshot),
         [b'P', b'K', 3, 4, ..] => Err(ImportErrorKind::ZipArchive),
-        _ if header(trace::MAGIC.as_bytes()) => Ok(Format::Trace),
+        _ if header(symmalloc_trace::MAGIC.as_bytes()) => Ok(Format::Trace),
         _ if header(rmm::HEADER_START) => Ok(Format::RmmLog),
         _ => Err(ImportErrorKind::UnknownFormat),
     }
@@ -131,7 +131,7 @@ fn read_trace(source: impl BufRead, compression: Compression, options: &ReadOpti
                     summary.torn_at_line = Some(line);
                     break;
                 }
-                Some(line) if matches!(error, TraceError::Io { .. }) => {
+                Some(line) if matches!(error, TraceError::Line(LineError::Io { .. })) => {
                     return Err(ImportErrorKind::TornTrace { compression, records: records.len() as u64, line });
                 }
                 _ => return Err(error.into()),
@@ -145,7 +145,7 @@ fn read_trace(source: impl BufRead, compression: Compression, options: &ReadOpti
 fn torn_line(error: &TraceError) -> Option<u64> {
     match error {
         TraceError::Torn { line, .. } => Some(*line),
-        TraceError::Io { line, source } if compression::is_torn(source) => Some(*line),
+        TraceError::Line(LineError::Io { line, source }) if compression::is_torn(source) => Some(*line),
         _ => None,
     }
 }

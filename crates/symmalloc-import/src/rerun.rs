@@ -18,7 +18,7 @@
 //! ```
 //! use symmalloc_core::config::Config;
 //! use symmalloc_core::op::{Op, Record};
-//! use symmalloc_core::replay::Program;
+//! use symmalloc_trace::replay::Program;
 //! use symmalloc_core::{AllocationId, PoolId, StreamId};
 //! use symmalloc_import::rerun::{Rerun, RerunError};
 //!
@@ -49,8 +49,8 @@ use symmalloc_core::errors::{AllocateError, OutOfMemory, OutOfMemoryCause};
 use symmalloc_core::ids::{AllocationId, Placement, PoolId, StreamId};
 use symmalloc_core::lock::Exclusive;
 use symmalloc_core::op::Op;
-use symmalloc_core::replay::{Program, Replay, StepError};
 use symmalloc_core::report::Snapshot;
+use symmalloc_trace::replay::{Program, Replay, StepError};
 
 use device::NotingDevice;
 use pending::PendingFrees;

@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 use symmalloc_core::config::Config;
 use symmalloc_core::op::Record;
 use symmalloc_core::recording::{Sink, SinkError};
-use symmalloc_core::trace::{TraceWriteError, TraceWriter};
+use symmalloc_trace::{TraceWriteError, TraceWriter};
 
 use crate::compression::Compressor;
 

@@ -36,7 +36,7 @@ pub(crate) struct Allocated<'a> {
     pub(crate) size_bytes: u64,
     pub(crate) stream: RawStream,
     pub(crate) pool: RawPool,
-    /// At most [`NAME_BYTES_MAX`](symmalloc_core::trace::NAME_BYTES_MAX) bytes.
+    /// At most [`NAME_BYTES_MAX`](symmalloc_trace::NAME_BYTES_MAX) bytes.
     pub(crate) name: Option<&'a str>,
     pub(crate) placement: Option<Placement>,
 }
@@ -350,7 +350,8 @@ mod tests {
         for (address, pool, name) in [(1, 9, Some("one")), (2, 0, None), (3, 4, None), (4, 9, None)] {
             transcript.allocate(Allocated { pool: RawPool(pool), name, ..allocated(address, 0) }).unwrap();
         }
-        let lines: Vec<String> = transcript.finish().0.iter().map(Record::to_string).collect();
+        let lines: Vec<String> =
+            transcript.finish().0.iter().map(|record| symmalloc_trace::RecordLine(record).to_string()).collect();
         assert!(lines[1].starts_with("pool p1 ") && lines[4].starts_with("pool p2 "), "{lines:?}");
         assert_eq!(
             [&lines[2], &lines[3], &lines[5], &lines[6]],

@@ -6,9 +6,9 @@ use std::process::{Command, Stdio};
 
 use symmalloc_core::config::Config;
 use symmalloc_core::op::{Op, Pending};
-use symmalloc_core::replay::Program;
 use symmalloc_import::export::export;
 use symmalloc_import::{ReadOptions, Recording, read_bytes, read_path};
+use symmalloc_trace::replay::Program;
 use tempfile::TempDir;
 
 fn job(name: &str) -> PathBuf {

@@ -5,11 +5,11 @@ use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
-use symmalloc_core::trace::TraceWriter;
 use symmalloc_import::compression::{Compression, CompressionError, Compressor, open};
 use symmalloc_import::{
     Format, ImportErrorKind, PickleError, ReadOptions, Recording, SnapshotError, read_bytes, read_from, read_path,
 };
+use symmalloc_trace::TraceWriter;
 
 const SNAPSHOTS: [&str; 5] = [
     "job.protocol2.pickle.gz",

@@ -9,13 +9,13 @@ use std::time::{Duration, Instant};
 
 use symmalloc_core::lock::Shared;
 use symmalloc_core::recording::RecordingError;
-use symmalloc_core::trace::{Trace, TraceWriter};
 use symmalloc_core::{Allocator, Config, Op, PoolId, SharedAllocator};
 use symmalloc_import::compression::{Compression, Compressor};
 use symmalloc_import::{
     ImportErrorKind, ReadOptions, TraceFile, TraceFileError, TraceFileOptions, read_bytes, read_path,
 };
 use symmalloc_sim::SimBackend;
+use symmalloc_trace::{Trace, TraceWriter};
 
 fn allocator() -> SharedAllocator<SimBackend> {
     Allocator::<_, Shared>::new(SimBackend::builder().build(), Config::default()).expect("valid")

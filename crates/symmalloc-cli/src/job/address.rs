@@ -7,7 +7,7 @@ use std::ops::ControlFlow;
 use symmalloc_core::config::StreamPolicy;
 use symmalloc_core::ids::Placement;
 use symmalloc_core::op::Op;
-use symmalloc_core::replay::Program;
+use symmalloc_trace::replay::Program;
 
 /// The rule, for one program.
 pub(super) struct Address<'a> {

@@ -8,9 +8,9 @@ use symmalloc_core::config::{Config, StreamPolicy};
 use symmalloc_core::errors::AllocateError;
 use symmalloc_core::lock::Exclusive;
 use symmalloc_core::op::Op;
-use symmalloc_core::replay::{Program, Replay, StepError};
 use symmalloc_core::{Allocator, PoolId};
 use symmalloc_sim::SimBackend;
+use symmalloc_trace::replay::{Program, Replay, StepError};
 
 /// The rule, for one program.
 pub(super) struct Sequence<'a> {

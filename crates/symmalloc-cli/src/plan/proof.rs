@@ -9,9 +9,9 @@ use symmalloc_core::config::Config;
 use symmalloc_core::errors::AllocateError;
 use symmalloc_core::lock::Exclusive;
 use symmalloc_core::op::Op;
-use symmalloc_core::replay::{Program, Replay, StepError};
 use symmalloc_core::{Allocator, PoolId};
 use symmalloc_sim::{Call, SimBackend};
+use symmalloc_trace::replay::{Program, Replay, StepError};
 
 /// What a device was asked for, and what a registrar of windows would have to do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]

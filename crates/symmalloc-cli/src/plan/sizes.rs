@@ -22,11 +22,11 @@ use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy};
 use symmalloc_core::ids::PoolId;
 use symmalloc_core::lock::Exclusive;
 use symmalloc_core::op::Op;
-use symmalloc_core::replay::{Program, Replay, StepError};
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocator, backend::Backend};
 use symmalloc_import::rerun::Owner;
 use symmalloc_sim::IdleBackend;
+use symmalloc_trace::replay::{Program, Replay, StepError};
 
 /// Rounds that grow by what was missing. Later ones take an eighth more, so that no job takes long.
 const EXACT_ROUNDS: u32 = 32;

@@ -1,6 +1,6 @@
 //! The keys: every spelling, what it says, which values it takes and where it may stand.
 
-use super::error::{IgnoredReason, Refusal};
+use super::reason::{IgnoredReason, Refusal};
 use crate::nearest::nearest;
 use crate::units::MIB;
 

@@ -16,13 +16,15 @@
 
 mod error;
 mod keys;
+mod reason;
 mod settings;
 #[cfg(test)]
 mod tests;
 mod text;
 
-pub use crate::nearest::nearest;
-pub use error::{ConfigTextError, IgnoredKey, IgnoredReason, Refusal};
+pub use crate::nearest::{DidYouMean, nearest};
+pub use error::ConfigTextError;
+pub use reason::{IgnoredKey, IgnoredReason, Refusal};
 
 use std::str::FromStr;
 

@@ -7,8 +7,9 @@
 //!
 //! Blanks around words mean nothing, as in PyTorch.
 
-use super::error::{ConfigTextError, IgnoredKey, IgnoredReason, Refusal};
+use super::error::ConfigTextError;
 use super::keys::{self, Key, Spelling, Takes};
+use super::reason::{IgnoredKey, IgnoredReason, Refusal};
 use crate::config::RoundupPower2Divisions;
 
 /// Who wrote the text, and so how its slips are taken.

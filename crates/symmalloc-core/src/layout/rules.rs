@@ -1,11 +1,12 @@
-//! What a layout's statements must be, one after the other, for a heap to look like that.
+//! Builds a layout item by item, and refuses what no heap could look like.
 
-use super::line::Statement;
-use super::{AllocationLayout, Contradiction, Extent, HeapLayout, Layout, SegmentLayout};
+use super::contradiction::Contradiction;
+use super::{AllocationLayout, Extent, HeapLayout, Layout, SegmentLayout};
+use crate::Digest;
 use crate::config::{PoolConfig, SegmentPolicy, StreamPolicy};
 use crate::ids::{SegmentId, StreamId};
+use crate::op::NAME_BYTES_MAX;
 use crate::size_rules::SizeClass;
-use crate::text::NAME_BYTES_MAX;
 use crate::units::{SEGMENT_BYTES_MAX, UNIT_BYTES};
 
 /// More ops than a heap carries out in nine years, a million a second. The sum over all heaps fits a digest's count.
@@ -14,101 +15,144 @@ const OPS_MAX: u64 = 1 << 48;
 /// Half of the ids: the heap can go on.
 const SEGMENTS_MAX: u32 = 1 << 31;
 
-/// A layout that is being read.
+/// A part of a layout.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LayoutItem {
+    /// The pool's configuration. It comes first.
+    Pool(PoolConfig),
+    /// The backend's granularity in bytes. It comes second.
+    Granularity(u64),
+    /// The limit over all pools in bytes, if there is one. It comes before all heaps.
+    TotalLimit(u64),
+    /// The next heap.
+    Heap {
+        /// Its stream; `None` when the pool's streams share.
+        stream: Option<StreamId>,
+        /// The digest of its history.
+        digest: Digest,
+        /// The id that its next segment gets.
+        next_segment: SegmentId,
+    },
+    /// The next segment of the last heap.
+    Segment {
+        /// Its id.
+        id: SegmentId,
+        /// Which requests it serves.
+        class: SizeClass,
+    },
+    /// The next part of the last segment that memory backs.
+    Memory(Extent),
+    /// The next live allocation of the last segment.
+    Allocation(AllocationLayout),
+    /// Another stream uses the last allocation.
+    Use(StreamId),
+}
+
+/// A layout that is being built. Items come in the order of [`LayoutItem`], each below the one that it belongs to.
 #[derive(Debug, Default)]
-pub(super) struct Draft {
+pub struct LayoutBuilder {
     config: Option<PoolConfig>,
     granularity_bytes: Option<u64>,
     total_limit_bytes: Option<u64>,
     heaps: Vec<HeapLayout>,
 }
 
-/// Why a statement is not admitted.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Refusal {
-    /// What must stand there instead.
-    Misplaced(&'static str),
-    Contradiction(Contradiction),
+/// Why an item is not part of a layout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Misfit {
+    /// It stands where it cannot.
+    #[error("misplaced; here must stand {expected}")]
+    Misplaced {
+        /// What may stand there, as the words that the text has for it.
+        expected: &'static str,
+    },
+    /// No heap can look like that.
+    #[error(transparent)]
+    Contradiction(#[from] Contradiction),
 }
 
-impl From<Contradiction> for Refusal {
-    fn from(contradiction: Contradiction) -> Self {
-        Refusal::Contradiction(contradiction)
-    }
+const fn misplaced(expected: &'static str) -> Misfit {
+    Misfit::Misplaced { expected }
 }
 
-impl Draft {
-    /// Adds a statement. `Nothing` and `End` are not this one's business.
-    pub(super) fn admit(&mut self, statement: Statement) -> Result<(), Refusal> {
+impl LayoutBuilder {
+    /// Adds the next item.
+    ///
+    /// # Errors
+    /// When the item cannot stand there, or contradicts those before it. It is not added then.
+    pub fn add(&mut self, item: LayoutItem) -> Result<(), Misfit> {
         let (Some(config), Some(granularity_bytes)) = (&self.config, self.granularity_bytes) else {
-            return self.admit_head(statement);
+            return self.add_head(item);
         };
-        match statement {
-            Statement::TotalLimit(limit) if self.heaps.is_empty() && self.total_limit_bytes.is_none() => {
+        match item {
+            LayoutItem::TotalLimit(limit) if self.heaps.is_empty() && self.total_limit_bytes.is_none() => {
                 self.total_limit_bytes = Some(limit);
             }
-            Statement::Heap { stream, digest, next_segment } => {
+            LayoutItem::Heap { stream, digest, next_segment } => {
                 close_segment(self.heaps.last())?;
                 let heap = HeapLayout { stream, digest, next_segment, segments: Vec::new() };
                 check_heap(config, self.heaps.last(), &heap)?;
                 self.heaps.push(heap);
             }
-            Statement::Segment { id, class } => {
-                let heap = self.heaps.last_mut().ok_or(Refusal::Misplaced("`heap`"))?;
+            LayoutItem::Segment { id, class } => {
+                let heap = self.heaps.last_mut().ok_or(misplaced("`heap`"))?;
                 close_segment(Some(heap))?;
                 check_segment(config, heap, id, class)?;
                 heap.segments.push(SegmentLayout { id, class, extents: Vec::new(), allocations: Vec::new() });
             }
-            Statement::Memory(extent) => {
-                let segment = open_segment(&mut self.heaps).ok_or(Refusal::Misplaced("`segment`"))?;
+            LayoutItem::Memory(extent) => {
+                let segment = open_segment(&mut self.heaps).ok_or(misplaced("`segment`"))?;
                 if !segment.allocations.is_empty() {
-                    return Err(Refusal::Misplaced("`a`, `u`, `segment`, `heap` or `end`"));
+                    return Err(misplaced("`a`, `u`, `segment`, `heap` or `end`"));
                 }
                 check_memory(config, granularity_bytes, segment.extents.last(), extent)?;
                 segment.extents.push(extent);
             }
-            Statement::Allocation(allocation) => {
+            LayoutItem::Allocation(allocation) => {
                 let heap = self.heaps.last().and_then(|heap| heap.stream);
                 let segment = open_segment(&mut self.heaps).filter(|segment| !segment.extents.is_empty());
-                let segment = segment.ok_or(Refusal::Misplaced("`memory`"))?;
+                let segment = segment.ok_or(misplaced("`memory`"))?;
                 check_allocation(heap, segment, &allocation)?;
                 segment.allocations.push(allocation);
             }
-            Statement::Use(stream) => {
+            LayoutItem::Use(stream) => {
                 let segment = open_segment(&mut self.heaps).and_then(|segment| segment.allocations.last_mut());
-                let allocation = segment.ok_or(Refusal::Misplaced("`a`"))?;
+                let allocation = segment.ok_or(misplaced("`a`"))?;
                 let is_next = allocation.used_by.last().is_none_or(|last| *last < stream);
                 if stream == allocation.stream || !is_next {
                     return Err(Contradiction::UserOutOfOrder { stream }.into());
                 }
                 allocation.used_by.push(stream);
             }
-            _ => return Err(Refusal::Misplaced("`heap`, or what belongs to one")),
+            _ => return Err(misplaced("`heap`, or what belongs to one")),
         }
         Ok(())
     }
 
-    /// The first two statements.
-    fn admit_head(&mut self, statement: Statement) -> Result<(), Refusal> {
-        match (statement, &self.config) {
-            (Statement::Pool(config), None) => self.config = Some(config),
-            (_, None) => return Err(Refusal::Misplaced("`pool`")),
-            (Statement::Granularity(bytes), Some(_)) => {
+    /// The first two items.
+    fn add_head(&mut self, item: LayoutItem) -> Result<(), Misfit> {
+        match (item, &self.config) {
+            (LayoutItem::Pool(config), None) => self.config = Some(config),
+            (_, None) => return Err(misplaced("`pool`")),
+            (LayoutItem::Granularity(bytes), Some(_)) => {
                 if !bytes.is_power_of_two() || !(UNIT_BYTES..=1 << 30).contains(&bytes) {
                     return Err(Contradiction::Granularity.into());
                 }
                 self.granularity_bytes = Some(bytes);
             }
-            _ => return Err(Refusal::Misplaced("`granularity`")),
+            _ => return Err(misplaced("`granularity`")),
         }
         Ok(())
     }
 
     /// The layout, when nothing is missing.
-    pub(super) fn finish(self) -> Result<Layout, Refusal> {
+    ///
+    /// # Errors
+    /// When something is missing.
+    pub fn finish(self) -> Result<Layout, Misfit> {
         close_segment(self.heaps.last())?;
-        let config = self.config.ok_or(Refusal::Misplaced("`pool`"))?;
-        let granularity_bytes = self.granularity_bytes.ok_or(Refusal::Misplaced("`granularity`"))?;
+        let config = self.config.ok_or(misplaced("`pool`"))?;
+        let granularity_bytes = self.granularity_bytes.ok_or(misplaced("`granularity`"))?;
         Ok(Layout { config, granularity_bytes, total_limit_bytes: self.total_limit_bytes, heaps: self.heaps })
     }
 }

@@ -4,11 +4,11 @@ use crate::device;
 use std::sync::Arc;
 use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
 use symmalloc_core::op::Op;
-use symmalloc_core::replay::{Program, Replay};
 use symmalloc_core::{Allocator, PoolId};
 use symmalloc_cuda::{CudaBackend, CudaDevice, CudaMemory};
 use symmalloc_harness::jobs;
 use symmalloc_sim::SimBackend;
+use symmalloc_trace::replay::{Program, Replay};
 
 fn config(streams: StreamPolicy, fixed: bool) -> Config {
     let pool = PoolConfig::builder().streams(streams);
@@ -48,7 +48,7 @@ fn run(device: &Arc<CudaDevice>, job: &str, config: &Config) {
             outcome
                 .as_ref()
                 .map(|made| made.map(|made| made.placement))
-                .map_err(|error: &symmalloc_core::replay::StepError| error.clone())
+                .map_err(|error: &symmalloc_trace::replay::StepError| error.clone())
         };
         assert_eq!(placement(&real), placement(&expected), "{job}, op {index}: {op:?}");
         let digests = (on_device.digest(PoolId::DEFAULT), simulated.digest(PoolId::DEFAULT));

@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 use symmalloc_core::backend::{Backend, Range, Reason};
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::op::Op;
-use symmalloc_core::replay::{Program, Replay};
 use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};
 use symmalloc_core::{Allocator, PoolId, SegmentId, StreamId};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaError, CudaMemory, DeviceBuffer, GraphPool};
@@ -15,6 +14,7 @@ use symmalloc_harness::conformance::conformance;
 use symmalloc_harness::generate::Scenario;
 use symmalloc_harness::jobs;
 use symmalloc_sim::SplitMix64;
+use symmalloc_trace::replay::{Program, Replay};
 
 const MIB: u64 = 1 << 20;
 

@@ -2,11 +2,11 @@
 
 use crate::process::{device, stub_test};
 use symmalloc_core::config::{Config, PoolConfig};
-use symmalloc_core::replay::{Program, Replay};
 use symmalloc_core::{Allocator, Backend, PoolId};
 use symmalloc_cuda::{CudaAllocator, GraphPool};
 use symmalloc_import::{ReadOptions, TraceFile, TraceFileOptions, read_path};
 use symmalloc_sim::SimBackend;
+use symmalloc_trace::replay::{Program, Replay};
 
 stub_test!(what_buffers_pools_and_graphs_did_replays_on_the_simulator, {
     let folder = tempfile::tempdir().expect("a folder");

@@ -1,7 +1,6 @@
 //! Tests of the export, read back by our own reader. `tests/export.rs` reads with Python's.
 
 use symmalloc_core::Allocator;
-use symmalloc_core::op::Record;
 use symmalloc_sim::SimBackend;
 
 use super::*;
@@ -24,7 +23,8 @@ fn exported(lines: &[&str], config: &str) -> (Vec<u8>, ExportSummary) {
 fn the_program_comes_back_with_our_placements() {
     let lines = ["stream s0", "a 0 1000 s0", "stream s1", "a 1 512 s1", "u 0 s1", "f 0", "a 2 1024 s0"];
     let (bytes, summary) = exported(&lines, "segments:fixed");
-    let lines: Vec<String> = read(&bytes).records.iter().map(Record::to_string).collect();
+    let lines: Vec<String> =
+        read(&bytes).records.iter().map(|record| symmalloc_trace::RecordLine(record).to_string()).collect();
     assert_eq!(
         lines,
         ["stream s0", "a 0 1000 s0 -> 0@0", "stream s1", "a 1 512 s1 -> 1@0", "u 0 s1", "f 0", "a 2 1024 s0 -> 0@0"]
@@ -124,7 +124,8 @@ fn what_is_pending_comes_back_and_stays_taken() {
         "a 3 1000 s0",
     ];
     let (bytes, summary) = exported(&lines, "segments:expandable");
-    let again: Vec<String> = read(&bytes).records.iter().map(Record::to_string).collect();
+    let again: Vec<String> =
+        read(&bytes).records.iter().map(|record| symmalloc_trace::RecordLine(record).to_string()).collect();
     assert_eq!(
         again,
         [

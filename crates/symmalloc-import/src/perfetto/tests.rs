@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
-use symmalloc_core::replay::Program;
+use symmalloc_trace::replay::Program;
 
 use super::*;
 use crate::{ReadOptions, read_bytes};

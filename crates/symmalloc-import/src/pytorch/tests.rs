@@ -1,6 +1,6 @@
 //! Tests of the snapshot reader.
 
-use symmalloc_core::op::{Op, Record};
+use symmalloc_core::op::{Op};
 
 use super::*;
 use crate::pickle::PickleError;
@@ -37,7 +37,7 @@ fn error_of(pickle: Pickle) -> SnapshotError {
 
 /// The records as lines of a trace.
 fn told(rows: &[Row]) -> Vec<String> {
-    read_snapshot(&[rows]).finish().0.iter().map(Record::to_string).collect()
+    read_snapshot(&[rows]).finish().0.iter().map(|record| symmalloc_trace::RecordLine(record).to_string()).collect()
 }
 
 #[test]

@@ -2,9 +2,9 @@
 
 use symmalloc_core::config::Config;
 use symmalloc_core::op::Record;
-use symmalloc_core::replay::Program;
-use symmalloc_core::trace::TraceReader;
 use symmalloc_core::units::MIB;
+use symmalloc_trace::TraceReader;
+use symmalloc_trace::replay::Program;
 
 use super::*;
 

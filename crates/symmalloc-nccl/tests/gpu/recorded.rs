@@ -12,10 +12,10 @@ use std::sync::Arc;
 use std::time::Instant;
 use symmalloc_core::config::StreamPolicy;
 use symmalloc_core::op::Op;
-use symmalloc_core::replay::{Program, Replay};
 use symmalloc_core::{Allocation, Digest, PoolConfig, PoolId, StreamId};
 use symmalloc_harness::jobs;
 use symmalloc_nccl::{Communicator, ReduceOp, Registration, UniqueId};
+use symmalloc_trace::replay::{Program, Replay};
 
 const JOB: &str = "fsdp1_train_rank0";
 const STEPS_PER_PASS: u64 = 16;

@@ -13,9 +13,9 @@ use crate::job::failure::Cause;
 use crate::job::rank::{Job, Rank};
 use crate::job::surroundings::Surroundings;
 use std::collections::BTreeMap;
-use symmalloc_core::layout::Layout;
 use symmalloc_core::lock::Lock;
 use symmalloc_core::{Op, Placement, PoolId, StreamId};
+use symmalloc_trace::layout;
 
 /// What a rank writes down at a sync.
 #[derive(Clone, Debug)]
@@ -45,7 +45,7 @@ impl Checkpoint {
             let pool = rank.pools[pool];
             // A pool that was given up has no statistics.
             let is_there = rank.allocator.pool_stats(pool).is_ok();
-            is_there.then(|| rank.allocator.save_layout(pool).map(|layout| layout.to_text())).transpose()
+            is_there.then(|| rank.allocator.save_layout(pool).map(|layout| layout::to_text(&layout))).transpose()
         });
         let homes = homes_of_slots(job, stretches);
         let live = rank.live.iter().enumerate().filter_map(|(slot, live)| {
@@ -80,7 +80,7 @@ impl Checkpoint {
                 rank.allocator.destroy_pool(own).map_err(|error| not_restored(&error))?;
                 continue;
             };
-            let layout = Layout::parse(text).map_err(|error| not_restored(&error))?;
+            let layout = layout::parse(text).map_err(|error| not_restored(&error))?;
             let restored = rank.allocator.restore_layout(own, &layout).map_err(|error| not_restored(&error))?;
             for (slot, kept) in self.live.iter().filter(|(_, kept)| kept.pool.index() == pool) {
                 let live = if kept.placement == Placement::NOWHERE {

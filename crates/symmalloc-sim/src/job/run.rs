@@ -22,8 +22,8 @@ use crate::job::surroundings::{AfterLoss, Purpose, Surroundings, sequence};
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use symmalloc_core::Record;
 use symmalloc_core::lock::{Exclusive, Lock};
+use symmalloc_trace::RecordLine;
 
 /// How far a run is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,7 +87,7 @@ fn run(
         _ => Run::new(&job, plan, reference, Workers(workers)).run(progress),
     });
     let failed = |rank, step: Option<usize>, cause| {
-        let line = |step: usize| Record::from(job.program.steps[step].op.clone()).to_string().into();
+        let line = |step: usize| RecordLine(&job.program.steps[step].op.clone().into()).to_string().into();
         Failure { seed: plan.seed, rank, step, op: step.map(line), cause, report: None }
     };
     match catch_unwind(run) {

@@ -24,7 +24,7 @@ use crate::job::program::Step;
 use crate::job::surroundings::{BadSurroundings, Surroundings};
 use std::fmt::Write;
 use symmalloc_core::Record;
-use symmalloc_core::trace::{Trace, TraceError, TraceWriteError};
+use symmalloc_trace::{Trace, TraceError, TraceWriteError};
 
 /// What a line with words of the simulator begins with.
 const MARK: &str = "#! ";

@@ -2,9 +2,9 @@
 //!
 //! Nothing is allocated but a name and a configuration, which are rare.
 
-use super::LineError;
-use crate::config_text::ConfigTextError;
-use crate::ids::StreamId;
+use super::error::LineError;
+use symmalloc_core::config_text::{ConfigTextError, nearest};
+use symmalloc_core::ids::StreamId;
 
 /// The fields of a line from `at` on.
 #[derive(Clone, Copy)]
@@ -67,6 +67,13 @@ impl<'a> Fields<'a> {
     #[cold]
     pub(crate) fn expected(&self, column: usize, expected: &'static str) -> LineError {
         LineError::Expected { line: self.line, column, expected }
+    }
+
+    /// A keyword is none of those that a line can start with.
+    #[cold]
+    pub(crate) fn unknown(&self, keyword: Field<'_>, keywords: &'static [&'static str]) -> LineError {
+        let nearest = nearest(keyword.text, keywords.iter().copied());
+        LineError::UnknownKeyword { line: self.line, column: keyword.column, nearest, keywords }
     }
 
     /// The number that `digits` spell, which start at `column`.

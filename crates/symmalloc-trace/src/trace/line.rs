@@ -8,15 +8,19 @@
 //!
 //! What the lines before said is the ledger's business.
 
-use super::error::TraceError;
-use crate::config::{Config, PoolConfig};
-use crate::ids::{AllocationId, ObserverId, Placement, PoolId, SegmentId};
-use crate::nearest::nearest;
-use crate::op::{Op, Pending, Record, Refusal};
 use crate::text::{Fields, LineError};
+use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::ids::{AllocationId, ObserverId, Placement, PoolId, SegmentId};
+use symmalloc_core::op::{Op, Pending, Record, Refusal};
+
+/// The first word of every trace.
+pub const MAGIC: &str = "symmalloc-trace";
+
+/// The version of the format that this library writes, and the only one it reads.
+pub const VERSION: u64 = 1;
 
 /// The words that a line can start with, after the first line.
-pub(super) const KEYWORDS: [&str; 18] = [
+const KEYWORDS: &[&str] = &[
     "a",
     "f",
     "u",
@@ -55,7 +59,7 @@ pub(super) enum Statement {
 
 /// Reads one line, given without its line break.
 #[inline]
-pub(super) fn parse(line: u64, text: &str) -> Result<Statement, TraceError> {
+pub(super) fn parse(line: u64, text: &str) -> Result<Statement, LineError> {
     let mut fields = Fields::new(line, text);
     let Some(keyword) = fields.next() else { return Ok(Statement::Nothing) };
     let statement = match keyword.text {
@@ -89,9 +93,7 @@ pub(super) fn parse(line: u64, text: &str) -> Result<Statement, TraceError> {
         "destroy" => Op::DestroyPool { pool: fields.pool()? }.into(),
         "config" => Statement::Config(fields.config::<Config>()?),
         "end" => Statement::End { records: fields.number("the number of records", u64::MAX)? },
-        word => {
-            return Err(TraceError::UnknownKeyword { line, column: keyword.column, nearest: nearest(word, KEYWORDS) });
-        }
+        _ => return Err(fields.unknown(keyword, KEYWORDS)),
     };
     fields.finish()?;
     Ok(statement)
@@ -152,7 +154,9 @@ impl Fields<'_> {
         let pool = self.pool_or_default()?;
         let name = if self.ahead() == Some(b'"') { Some(self.name()?) } else { None };
         let placement = if self.ahead() == Some(b'-') { Some(self.placement()?) } else { None };
-        Ok(Record { op: Op::Allocate { id, pool, stream, size_bytes }, name, placement, pending: None })
+        let mut record = Record::from(Op::Allocate { id, pool, stream, size_bytes });
+        (record.name, record.placement) = (name, placement);
+        Ok(record)
     }
 
     /// `ID [pending [ENTRIES]]`
@@ -160,7 +164,9 @@ impl Fields<'_> {
     fn free(&mut self) -> Result<Record, LineError> {
         let id = self.id()?;
         let pending = if self.ahead() == Some(b'p') { Some(self.pending()?) } else { None };
-        Ok(Record { pending, ..Op::Free { id }.into() })
+        let mut record = Record::from(Op::Free { id });
+        record.pending = pending;
+        Ok(record)
     }
 
     fn pending(&mut self) -> Result<Pending, LineError> {

@@ -5,9 +5,9 @@ use std::collections::BTreeSet;
 use proptest::prelude::*;
 
 use super::*;
-use crate::config::{Config, PoolConfig};
-use crate::ids::{AllocationId, Placement, PoolId, SegmentId, StreamId};
-use crate::op::{Op, Pending};
+use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::ids::{AllocationId, Placement, PoolId, SegmentId, StreamId};
+use symmalloc_core::op::{Op, Pending, Record};
 
 /// One step of the generator: what to do, and raw numbers to choose with.
 type Step = (u8, u64, u64, Option<(String, u64)>);
@@ -41,7 +41,9 @@ fn consistent_records(steps: Vec<Step>) -> Vec<Record> {
             (7, _) => Op::Sync,
             (8..=9, Some(chosen)) => {
                 let free = Op::Free { id: live.swap_remove(chosen) };
-                records.push(Record { pending: Pending::new((b % 4).wrapping_mul(b)), ..free.into() });
+                let mut record = Record::from(free);
+                record.pending = Pending::new((b % 4).wrapping_mul(b));
+                records.push(record);
                 continue;
             }
             (10, Some(chosen)) => Op::RecordUse { id: live[chosen], stream: StreamId((b % u64::from(streams)) as u16) },

@@ -14,10 +14,9 @@
 
 use std::collections::BTreeMap;
 
-use super::NAME_BYTES_MAX;
 use super::error::Inconsistency;
-use crate::ids::{AllocationId, ObserverId, PoolId, StreamId};
-use crate::op::{Op, Record};
+use symmalloc_core::ids::{AllocationId, ObserverId, PoolId, StreamId};
+use symmalloc_core::op::{NAME_BYTES_MAX, Op, Record};
 
 /// What the records so far have declared.
 #[derive(Debug, Default)]

@@ -1,8 +1,11 @@
 //! What can be wrong with a line by itself.
 
-use super::LINE_BYTES_MAX;
-use crate::config_text::ConfigTextError;
 use std::io;
+use symmalloc_core::config_text::ConfigTextError;
+use symmalloc_core::config_text::DidYouMean;
+
+/// The longest line, in bytes, its line break included. No line needs more.
+pub const LINE_BYTES_MAX: usize = 64 << 10;
 
 /// Why a line could not be read.
 #[derive(Debug, thiserror::Error)]
@@ -29,6 +32,18 @@ pub enum LineError {
     TooLong {
         /// The line.
         line: u64,
+    },
+    /// A line starts with a word that says nothing here.
+    #[error("line {line}, column {column}: unknown keyword{}; the keywords are {}", DidYouMean(*nearest), keywords.join(", "))]
+    UnknownKeyword {
+        /// The line.
+        line: u64,
+        /// Where the word starts.
+        column: usize,
+        /// The keyword that was probably meant.
+        nearest: Option<&'static str>,
+        /// The words that a line can start with.
+        keywords: &'static [&'static str],
     },
     /// Something else stands where a field must be, or nothing.
     #[error("line {line}, column {column}: expected {expected}")]

@@ -6,12 +6,13 @@
 use std::fmt;
 use std::io::{self, Write};
 
+use super::error::TraceWriteError;
 use super::ledger::Ledger;
-use super::{MAGIC, TraceWriteError, VERSION};
-use crate::config::Config;
-use crate::ids::PoolId;
-use crate::op::{Op, Pending, Record};
+use super::line::{MAGIC, VERSION};
 use crate::text::write_name;
+use symmalloc_core::config::Config;
+use symmalloc_core::ids::PoolId;
+use symmalloc_core::op::{Op, Pending, Record};
 
 /// Writes a trace, checking each record as a reader would.
 ///
@@ -79,8 +80,17 @@ impl<W: Write> TraceWriter<W> {
     }
 }
 
-/// The record's line, without the line break.
-pub(super) fn write_record(line: &mut impl fmt::Write, record: &Record) -> fmt::Result {
+/// A record as its line in a trace, without the line break.
+#[derive(Clone, Copy, Debug)]
+pub struct RecordLine<'a>(pub &'a Record);
+
+impl fmt::Display for RecordLine<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write_record(f, self.0)
+    }
+}
+
+fn write_record(line: &mut impl fmt::Write, record: &Record) -> fmt::Result {
     match &record.op {
         Op::RegisterStream { stream } => write!(line, "stream {stream}"),
         Op::CreatePool { pool, config } => write!(line, "pool {pool} {config}"),

@@ -4,14 +4,16 @@
 //! many ranks can share one and each keeps a dense table of handles. A [`Replay`] is one rank's run of it: a test, a fuzz
 //! input, a benchmark and a recorded job all run through here.
 
-use crate::allocator::Allocator;
-use crate::backend::{Backend, BackendError};
-use crate::errors::{AcknowledgeError, AllocateError, FreeError, PoolError, RecordUseError, StreamError, TrimError, UnknownError};
-use crate::types::handle::{Allocation, Handle};
-use crate::ids::{AllocationId, ObserverId, PoolId, StreamId};
-use crate::lock::Lock;
-use crate::history::names::slot_map;
-use crate::op::{Op, Pending, Record};
+use std::collections::BTreeMap;
+use symmalloc_core::Allocator;
+use symmalloc_core::backend::{Backend, BackendError};
+use symmalloc_core::errors::{
+    AcknowledgeError, AllocateError, FreeError, PoolError, RecordUseError, StreamError, TrimError, UnknownError,
+};
+use symmalloc_core::ids::{AllocationId, ObserverId, PoolId, StreamId};
+use symmalloc_core::lock::Lock;
+use symmalloc_core::op::{Op, Pending, Record};
+use symmalloc_core::{Allocation, Handle};
 use thiserror::Error;
 
 /// Ops with dense allocation ids.
@@ -32,7 +34,7 @@ impl Program {
     /// When an op names an allocation that was not made before, or one is made twice.
     pub fn new<'a>(records: impl IntoIterator<Item = &'a Record>) -> Result<Self, ReplayError> {
         let mut program = Program::default();
-        let mut dense = slot_map();
+        let mut dense = BTreeMap::new();
         for (index, record) in records.into_iter().enumerate() {
             let mut op = record.op.clone();
             match &mut op {

@@ -3,10 +3,11 @@
 use std::io::{self, BufReader};
 
 use super::*;
-use crate::config::{Config, PoolConfig};
-use crate::config_text::ConfigTextError;
-use crate::ids::{AllocationId, Placement, PoolId, SegmentId, StreamId};
-use crate::op::{Op, Pending};
+use crate::{LINE_BYTES_MAX, LineError};
+use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::config_text::ConfigTextError;
+use symmalloc_core::ids::{AllocationId, Placement, PoolId, SegmentId, StreamId};
+use symmalloc_core::op::{NAME_BYTES_MAX, Op, Pending, Record};
 
 /// The beginning of a trace, with two streams and a pool; five records.
 const BEGINNING: &str = "symmalloc-trace 1\nstream s0\nstream s1\npool p1 segments:reserved,segment_mb:64\n\
@@ -129,10 +130,13 @@ fn a_later_version_is_refused() {
 #[test]
 fn a_misspelt_keyword_names_the_nearest() {
     match error_after_beginning("  trimm p1\n") {
-        TraceError::UnknownKeyword { line: 7, column: 3, nearest: Some("trim") } => {}
+        TraceError::Line(LineError::UnknownKeyword { line: 7, column: 3, nearest: Some("trim"), .. }) => {}
         other => panic!("{other}"),
     }
-    assert!(matches!(error_after_beginning("malloc 5\n"), TraceError::UnknownKeyword { nearest: None, .. }));
+    assert!(matches!(
+        error_after_beginning("malloc 5\n"),
+        TraceError::Line(LineError::UnknownKeyword { nearest: None, .. })
+    ));
 }
 
 #[test]
@@ -167,7 +171,7 @@ fn malformed_fields_are_located() {
     ];
     for (text, expected) in cases {
         match error_after_beginning(&format!("{text}\n")) {
-            TraceError::Expected { line: 7, column, .. } => assert_eq!(column, expected, "{text}"),
+            TraceError::Line(LineError::Expected { line: 7, column, .. }) => assert_eq!(column, expected, "{text}"),
             other => panic!("{text}: {other}"),
         }
     }
@@ -184,7 +188,7 @@ fn numbers_too_large_are_told_with_the_largest() {
     ];
     for (text, expected) in cases {
         match error_after_beginning(&format!("{text}\n")) {
-            TraceError::NumberTooLarge { line: 7, max, .. } => assert_eq!(max, expected, "{text}"),
+            TraceError::Line(LineError::NumberTooLarge { line: 7, max, .. }) => assert_eq!(max, expected, "{text}"),
             other => panic!("{text}: {other}"),
         }
     }
@@ -194,7 +198,10 @@ fn numbers_too_large_are_told_with_the_largest() {
 fn what_follows_a_complete_record_is_refused() {
     for text in ["f 0 1", "f 0 pending 1 2", "sync s0", "a 2 5 s0 -> 0@0 p1", "a 2 5 s0 p1 p1", "trim p1 p1"] {
         assert!(
-            matches!(error_after_beginning(&format!("{text}\n")), TraceError::TrailingField { line: 7, .. }),
+            matches!(
+                error_after_beginning(&format!("{text}\n")),
+                TraceError::Line(LineError::TrailingField { line: 7, .. })
+            ),
             "{text}"
         );
     }
@@ -286,11 +293,19 @@ fn the_configuration_stands_once_and_first() {
     let twice = "symmalloc-trace 1\nconfig segments:fixed\nconfig segments:fixed\nend 0\n";
     assert!(matches!(Trace::parse(twice), Err(TraceError::MisplacedConfig { line: 3 })));
     match Trace::parse("symmalloc-trace 1\n\nconfig  segments:fixd\nend 0\n") {
-        Err(TraceError::Config { line: 3, column: 9, source: ConfigTextError::Value { offset: 9, .. } }) => {}
+        Err(TraceError::Line(LineError::Config {
+            line: 3,
+            column: 9,
+            source: ConfigTextError::Value { offset: 9, .. },
+        })) => {}
         other => panic!("{other:?}"),
     }
     match error_after_beginning("pool p2 symmetric:maybe\n") {
-        TraceError::Config { line: 7, column: 9, source: ConfigTextError::Value { offset: 10, .. } } => {}
+        TraceError::Line(LineError::Config {
+            line: 7,
+            column: 9,
+            source: ConfigTextError::Value { offset: 10, .. },
+        }) => {}
         other => panic!("{other}"),
     }
 }
@@ -299,9 +314,9 @@ fn the_configuration_stands_once_and_first() {
 fn damaged_bytes_and_endless_lines_are_refused() {
     let mut bytes = BEGINNING.as_bytes().to_vec();
     bytes.extend_from_slice(b"# \xff\xfe\n");
-    assert!(matches!(Trace::read(&bytes[..]), Err(TraceError::InvalidUtf8 { line: 7, column: 3 })));
+    assert!(matches!(Trace::read(&bytes[..]), Err(TraceError::Line(LineError::InvalidUtf8 { line: 7, column: 3 }))));
     let endless = error_after_beginning(&"#".repeat(LINE_BYTES_MAX + 1));
-    assert!(matches!(endless, TraceError::LineTooLong { line: 7 }));
+    assert!(matches!(endless, TraceError::Line(LineError::TooLong { line: 7 })));
     let longest = format!("{BEGINNING}{}\nend 5\n", "#".repeat(LINE_BYTES_MAX - 1));
     assert!(Trace::parse(&longest).is_ok());
 }
@@ -324,7 +339,9 @@ fn a_failing_reader_is_told_apart_from_a_torn_trace() {
     }
     let input = BufReader::new(io::Read::chain(BEGINNING.as_bytes(), Failing));
     let error = Trace::read(input).expect_err("the input fails");
-    assert!(matches!(error, TraceError::Io { line: 7, source } if source.kind() == io::ErrorKind::ConnectionReset));
+    assert!(
+        matches!(error, TraceError::Line(LineError::Io { line: 7, source }) if source.kind() == io::ErrorKind::ConnectionReset)
+    );
 }
 
 #[test]
@@ -370,7 +387,7 @@ fn observers_refusals_and_what_was_given_back_are_read_and_written() {
     let text = format!("symmalloc-trace 1\n{}\nend 11\n", lines.join("\n"));
     let trace = Trace::parse(&text).expect("valid");
     assert_eq!(Trace::parse(&trace.to_text()).expect("valid"), trace);
-    let told: Vec<String> = trace.records().iter().map(ToString::to_string).collect();
+    let told: Vec<String> = trace.records().iter().map(|record| RecordLine(record).to_string()).collect();
     assert_eq!((&told[2..], told.len()), (&lines.map(String::from)[2..], 11));
     let wrong = |line: &str| {
         let text = format!("symmalloc-trace 1\nstream s0\nobserve o0 p0\nforget o0\n{line}\nend 4\n");

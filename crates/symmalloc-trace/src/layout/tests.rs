@@ -1,9 +1,12 @@
 //! Each error with its line, and text that is nearly right.
 
+use super::line::KEYWORDS;
 use super::*;
-use crate::op::NAME_BYTES_MAX;
-use crate::units::SEGMENT_BYTES_MAX;
 use proptest::prelude::*;
+use symmalloc_core::ids::{SegmentId, StreamId};
+use symmalloc_core::layout::Contradiction;
+use symmalloc_core::op::NAME_BYTES_MAX;
+use symmalloc_core::units::SEGMENT_BYTES_MAX;
 
 const HEAD: &str = "symmalloc-layout 1\npool segments:expandable,range_mb:8\ngranularity 2097152\n";
 const FIXED: &str = "symmalloc-layout 1\npool segments:fixed\ngranularity 2097152\n";
@@ -16,14 +19,14 @@ const BLOCK: &str = "segment 0 large\nmemory 0 2097152\na 512 1024 1000 s1\n";
 fn error_of(parts: &[&str]) -> String {
     let text = parts.concat();
     let line = text.lines().count();
-    let error = Layout::parse(&text).expect_err("it is wrong").to_string();
+    let error = parse(&text).expect_err("it is wrong").to_string();
     let error = error.strip_prefix(&format!("line {line}")).unwrap_or_else(|| panic!("not line {line}: {error}"));
     error.trim_start_matches([':', ' ', ',']).to_owned()
 }
 
 fn contradiction(parts: &[&str]) -> Contradiction {
     let text = parts.concat();
-    match Layout::parse(&text) {
+    match parse(&text) {
         Err(LayoutTextError::Contradiction { line, source }) => {
             assert_eq!(line, text.lines().count() as u64, "{source}");
             source
@@ -35,40 +38,40 @@ fn contradiction(parts: &[&str]) -> Contradiction {
 #[test]
 fn a_layout_is_read_as_it_is_written() {
     let text = [HEAD, HEAP, BLOCK, "u s0\nu s3 # used by both\n\na 2096640 512 1 s1 \"last\"\r\nend 9\n"].concat();
-    let layout = Layout::parse(&text).expect("a layout");
+    let layout = parse(&text).expect("a layout");
     let heap = &layout.heaps()[0];
     assert_eq!((heap.stream, heap.digest.ops, heap.digest.value), (Some(StreamId(1)), 7, 0xaf));
     let [first, last] = &heap.segments[0].allocations[..] else { panic!("{layout:?}") };
     assert_eq!(first.used_by[..], [StreamId(0), StreamId(3)]);
-    assert_eq!((last.name.as_deref(), last.end_bytes()), (Some("last"), 2 << 20));
+    assert_eq!((last.name.as_deref(), last.offset_bytes + last.size_bytes), (Some("last"), 2 << 20));
     assert_eq!((layout.reserved_bytes(), layout.allocation_count()), (2 << 20, 2));
-    let canonical = layout.to_text();
-    assert_eq!(Layout::parse(&canonical).expect("it reads what it wrote"), layout);
-    assert_eq!(Layout::parse(canonical.trim_end()).expect("the last break is not needed"), layout);
+    let canonical = to_text(&layout);
+    assert_eq!(parse(&canonical).expect("it reads what it wrote"), layout);
+    assert_eq!(parse(canonical.trim_end()).expect("the last break is not needed"), layout);
 }
 
 #[test]
 fn what_is_no_layout_is_told() {
     for text in ["", "\n", "symmalloc-trace 1\n", "symmalloc-layout\n", "symmalloc-layout x\n", "\x1f\u{8b}\n"] {
-        assert!(matches!(Layout::parse(text), Err(LayoutTextError::NotALayout)), "{text:?}");
+        assert!(matches!(parse(text), Err(LayoutTextError::NotALayout)), "{text:?}");
     }
-    let newer = Layout::parse("symmalloc-layout 2\n");
+    let newer = parse("symmalloc-layout 2\n");
     assert!(matches!(newer, Err(LayoutTextError::UnsupportedVersion { found: 2 })));
-    let longer = Layout::read(&vec![b'x'; 1 << 20][..]);
+    let longer = read(&vec![b'x'; 1 << 20][..]);
     assert!(matches!(longer, Err(LayoutTextError::NotALayout)));
 }
 
 #[test]
 fn a_text_that_ends_early_is_torn() {
     let text = [HEAD, HEAP, BLOCK, "end 6\n"].concat();
-    Layout::parse(&text).expect("whole");
+    parse(&text).expect("whole");
     for end in "symmalloc-layout 1".len()..text.len() - 1 {
-        let torn = Layout::parse(&text[..end]);
+        let torn = parse(&text[..end]);
         assert!(matches!(torn, Err(LayoutTextError::Torn { .. })), "{end} bytes: {torn:?}");
     }
-    let lost = Layout::parse(&text.replace("segment 0 large\nmemory 0 2097152\na 512 1024 1000 s1\n", ""));
+    let lost = parse(&text.replace("segment 0 large\nmemory 0 2097152\na 512 1024 1000 s1\n", ""));
     assert!(matches!(lost, Err(LayoutTextError::WrongCount { line: 5, stated: 6, lines: 3 })), "{lost:?}");
-    let after = Layout::parse(&(text + "\n# a comment\nend 6\n"));
+    let after = parse(&(text + "\n# a comment\nend 6\n"));
     assert!(matches!(after, Err(LayoutTextError::AfterEnd { line: 11 })), "{after:?}");
 }
 
@@ -76,7 +79,7 @@ fn a_text_that_ends_early_is_torn() {
 fn a_wrong_line_is_told_with_what_must_stand_there() {
     assert_eq!(
         error_of(&[HEAD, "heaps s0\n"]),
-        format!("column 1: unknown keyword, did you mean `heap`?; the keywords are {}", line::KEYWORDS.join(", "))
+        format!("column 1: unknown keyword, did you mean `heap`?; the keywords are {}", KEYWORDS.join(", "))
     );
     assert_eq!(error_of(&[HEAD, "heap q\n"]), "column 6: expected a stream: s0, s1, ...");
     assert_eq!(error_of(&[HEAD, "heap s0 1 af 0\n"]), "column 11: expected a digest: 16 hexadecimal digits");
@@ -180,7 +183,7 @@ fn nearly_a_layout() -> impl Strategy<Value = String> {
         Just("00000000000000ff".to_owned()),
         "\"[^\n]{0,6}\"?",
     ];
-    let keyword = prop::sample::select(&line::KEYWORDS[..]);
+    let keyword = prop::sample::select(KEYWORDS);
     let line = (keyword, prop::collection::vec(field, 0..6))
         .prop_map(|(word, fields)| format!("{word} {}\n", fields.join(" ")));
     let right = prop::sample::select(vec![HEAP, BLOCK, "u s2\n", "memory 4194304 2097152\n", "segment 1 large\n"]);
@@ -194,16 +197,16 @@ fn nearly_a_layout() -> impl Strategy<Value = String> {
 proptest! {
     #[test]
     fn arbitrary_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-        prop_assert!(Layout::read(&bytes[..]).is_err(), "no random bytes are a layout");
+        prop_assert!(read(&bytes[..]).is_err(), "no random bytes are a layout");
     }
 
     /// What is read at all is written in one way only, and read back as the same.
     #[test]
     fn nearly_right_text_never_panics(text in nearly_a_layout()) {
-        if let Ok(layout) = Layout::parse(&text) {
-            let text = layout.to_text();
-            let again = Layout::parse(&text).expect("it reads what it wrote");
-            prop_assert_eq!(again.to_text(), text);
+        if let Ok(layout) = parse(&text) {
+            let text = to_text(&layout);
+            let again = parse(&text).expect("it reads what it wrote");
+            prop_assert_eq!(to_text(&again), text);
             prop_assert_eq!(again, layout);
         }
     }

@@ -4,28 +4,21 @@
 
 use std::io;
 
-use super::line::KEYWORDS;
-use super::{LINE_BYTES_MAX, NAME_BYTES_MAX, VERSION};
-use crate::config_text::ConfigTextError;
-use crate::ids::{AllocationId, ObserverId, PoolId, StreamId};
-use crate::nearest::DidYouMean;
+use super::line::{MAGIC, VERSION};
 use crate::text::LineError;
+use symmalloc_core::ids::{AllocationId, ObserverId, PoolId, StreamId};
+use symmalloc_core::op::NAME_BYTES_MAX;
 
 /// Why a trace, or its next record, could not be read.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TraceError {
-    /// The reader below failed.
-    #[error("line {line}: the trace could not be read")]
-    Io {
-        /// The line that was being read.
-        line: u64,
-        /// What the reader below said.
-        source: io::Error,
-    },
+    /// A line by itself is wrong, or could not be read.
+    #[error(transparent)]
+    Line(#[from] LineError),
     /// The first line is not a trace's.
     #[error(
-        "not a trace: the first line must be `symmalloc-trace {VERSION}`; \
+        "not a trace: the first line must be `{MAGIC} {VERSION}`; \
          import recordings of other kinds, and decompress a compressed trace, first"
     )]
     NotATrace,
@@ -34,71 +27,6 @@ pub enum TraceError {
     UnsupportedVersion {
         /// The version the trace states.
         found: u64,
-    },
-    /// A line is not UTF-8.
-    #[error("line {line}, column {column}: not UTF-8; the file is damaged or compressed")]
-    InvalidUtf8 {
-        /// The line.
-        line: u64,
-        /// The first byte that is not UTF-8.
-        column: usize,
-    },
-    /// A line is longer than any that a trace can need.
-    #[error("line {line}: longer than {LINE_BYTES_MAX} bytes; no record is, so the file is damaged")]
-    LineTooLong {
-        /// The line.
-        line: u64,
-    },
-    /// A line starts with a word that names no op.
-    #[error("line {line}, column {column}: unknown keyword{}; the keywords are {}", 
-        DidYouMean(*nearest), KEYWORDS.join(", "))]
-    UnknownKeyword {
-        /// The line.
-        line: u64,
-        /// Where the word starts.
-        column: usize,
-        /// The keyword that was probably meant.
-        nearest: Option<&'static str>,
-    },
-    /// Something else stands where a field must be, or nothing.
-    #[error("line {line}, column {column}: expected {expected}")]
-    Expected {
-        /// The line.
-        line: u64,
-        /// Where the field must start.
-        column: usize,
-        /// What the field must be.
-        expected: &'static str,
-    },
-    /// A number is larger than the field can hold.
-    #[error("line {line}, column {column}: the number is too large; the largest here is {max}")]
-    NumberTooLarge {
-        /// The line.
-        line: u64,
-        /// Where the number starts.
-        column: usize,
-        /// The largest number the field can hold.
-        max: u64,
-    },
-    /// The line goes on after the record is complete.
-    #[error(
-        "line {line}, column {column}: the record is complete before this; remove the rest or comment it out with #"
-    )]
-    TrailingField {
-        /// The line.
-        line: u64,
-        /// Where the rest starts.
-        column: usize,
-    },
-    /// The configuration of the allocator or of a pool is not one.
-    #[error("line {line}, column {column}: the configuration is not valid")]
-    Config {
-        /// The line.
-        line: u64,
-        /// Where the configuration's text starts.
-        column: usize,
-        /// What is wrong with it; its offset counts from `column`.
-        source: ConfigTextError,
     },
     /// The allocator's configuration stands after a record, or twice.
     #[error("line {line}: `config` may stand once, before every record")]
@@ -144,20 +72,6 @@ pub enum TraceError {
         /// The line.
         line: u64,
     },
-}
-
-impl From<LineError> for TraceError {
-    fn from(error: LineError) -> Self {
-        match error {
-            LineError::Io { line, source } => TraceError::Io { line, source },
-            LineError::InvalidUtf8 { line, column } => TraceError::InvalidUtf8 { line, column },
-            LineError::TooLong { line } => TraceError::LineTooLong { line },
-            LineError::Expected { line, column, expected } => TraceError::Expected { line, column, expected },
-            LineError::NumberTooLarge { line, column, max } => TraceError::NumberTooLarge { line, column, max },
-            LineError::TrailingField { line, column } => TraceError::TrailingField { line, column },
-            LineError::Config { line, column, source } => TraceError::Config { line, column, source },
-        }
-    }
 }
 
 /// A record that contradicts the records before it.

@@ -8,12 +8,12 @@
 use std::io::BufRead;
 use std::iter::FusedIterator;
 
+use super::error::TraceError;
 use super::ledger::Ledger;
-use super::line::{self, Statement};
-use super::{MAGIC, TraceError, VERSION};
-use crate::config::Config;
-use crate::op::Record;
+use super::line::{self, MAGIC, Statement, VERSION};
 use crate::text::{Ending, FirstLine, Lines};
+use symmalloc_core::config::Config;
+use symmalloc_core::op::Record;
 
 /// Reads a trace: an iterator over its records, each checked by itself and against those before it.
 ///
@@ -21,12 +21,12 @@ use crate::text::{Ending, FirstLine, Lines};
 /// [`TraceError::Torn`] are the beginning of the trace as it was recorded.
 ///
 /// ```
-/// use symmalloc_core::trace::TraceReader;
+/// use symmalloc_trace::TraceReader;
 ///
 /// let text = "symmalloc-trace 1\nstream s0\na 0 1048576 s0\nf 0\nend 3\n";
 /// let reader = TraceReader::new(text.as_bytes())?;
 /// assert_eq!(reader.collect::<Result<Vec<_>, _>>()?.len(), 3);
-/// # Ok::<(), symmalloc_core::trace::TraceError>(())
+/// # Ok::<(), symmalloc_trace::TraceError>(())
 /// ```
 #[derive(Debug)]
 pub struct TraceReader<R> {
@@ -136,7 +136,7 @@ impl<R: BufRead> TraceReader<R> {
     /// it is an `end` with the right number.
     fn read_last(&self, ending: Ending) -> Result<Option<Record>, TraceError> {
         let statement = match ending {
-            Ending::Cut => self.lines.text().map_err(TraceError::from).and_then(|text| line::parse(self.line(), text)),
+            Ending::Cut => self.lines.text().and_then(|text| line::parse(self.line(), text)),
             Ending::Whole | Ending::Missing => Ok(Statement::Nothing),
         };
         match statement {
@@ -155,7 +155,7 @@ impl<R: BufRead> TraceReader<R> {
 
     fn read_nothing_more(&mut self) -> Result<(), TraceError> {
         while self.lines.read()? != Ending::Missing {
-            match self.lines.text().map_err(TraceError::from).and_then(|text| line::parse(self.line(), text)) {
+            match self.lines.text().and_then(|text| line::parse(self.line(), text)) {
                 Ok(Statement::Nothing) => {}
                 _ => return Err(TraceError::AfterEnd { line: self.line() }),
             }

@@ -1,6 +1,6 @@
 //! A text line by line, in memory for one line.
 
-use super::{LINE_BYTES_MAX, LineError};
+use super::error::{LINE_BYTES_MAX, LineError};
 use std::io::{BufRead, Read};
 
 /// Reads lines.

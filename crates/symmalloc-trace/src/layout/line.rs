@@ -1,17 +1,21 @@
 //! One line of a layout, read by itself.
 
-use super::{AllocationLayout, Extent, LayoutTextError};
-use crate::config::PoolConfig;
-use crate::history::digest::Digest;
-use crate::ids::{SegmentId, StreamId};
-use crate::nearest::nearest;
-use crate::size_rules::SizeClass;
 use crate::text::{Fields, LineError};
 use smallvec::SmallVec;
+use symmalloc_core::Digest;
+use symmalloc_core::SizeClass;
+use symmalloc_core::ids::{SegmentId, StreamId};
+use symmalloc_core::layout::{AllocationLayout, Extent, LayoutItem};
+
+/// The first word of every layout's text.
+pub const MAGIC: &str = "symmalloc-layout";
+
+/// The version of the format that this library writes, and the only one it reads.
+pub const VERSION: u64 = 1;
 
 /// The words that a line can start with, after the first line.
-pub(super) const KEYWORDS: [&str; 9] =
-    ["pool", "granularity", "total_limit", "heap", "segment", "memory", "a", "u", "end"];
+pub(super) const KEYWORDS: &[&str] =
+    &["pool", "granularity", "total_limit", "heap", "segment", "memory", "a", "u", "end"];
 
 /// The word for the heap of a pool whose streams share.
 pub(super) const SHARED: &str = "shared";
@@ -24,42 +28,28 @@ pub(super) const CLASSES: [(SizeClass, &str); 2] = [(SizeClass::Small, "small"),
 pub(super) enum Statement {
     /// Blank, or a comment.
     Nothing,
-    Pool(PoolConfig),
-    Granularity(u64),
-    TotalLimit(u64),
-    Heap {
-        stream: Option<StreamId>,
-        digest: Digest,
-        next_segment: SegmentId,
-    },
-    Segment {
-        id: SegmentId,
-        class: SizeClass,
-    },
-    Memory(Extent),
-    Allocation(AllocationLayout),
-    /// Another stream uses the last allocation.
-    Use(StreamId),
+    /// A part of the layout.
+    Item(LayoutItem),
     /// The number of statements before.
     End(u64),
 }
 
 /// Reads one line, given without its line break.
-pub(super) fn parse(line: u64, text: &str) -> Result<Statement, LayoutTextError> {
+pub(super) fn parse(line: u64, text: &str) -> Result<Statement, LineError> {
     let mut fields = Fields::new(line, text);
     let Some(keyword) = fields.next() else { return Ok(Statement::Nothing) };
-    let statement = match keyword.text {
-        "pool" => Statement::Pool(fields.config()?),
-        "granularity" => Statement::Granularity(fields.bytes()?),
-        "total_limit" => Statement::TotalLimit(fields.bytes()?),
-        "heap" => Statement::Heap {
+    let item = match keyword.text {
+        "pool" => LayoutItem::Pool(fields.config()?),
+        "granularity" => LayoutItem::Granularity(fields.bytes()?),
+        "total_limit" => LayoutItem::TotalLimit(fields.bytes()?),
+        "heap" => LayoutItem::Heap {
             stream: fields.heap_stream()?,
             digest: Digest { ops: fields.number("the number of ops", u64::MAX)?, value: fields.hexadecimal()? },
             next_segment: fields.segment()?,
         },
-        "segment" => Statement::Segment { id: fields.segment()?, class: fields.class()? },
-        "memory" => Statement::Memory(Extent { offset_bytes: fields.bytes()?, size_bytes: fields.bytes()? }),
-        "a" => Statement::Allocation(AllocationLayout {
+        "segment" => LayoutItem::Segment { id: fields.segment()?, class: fields.class()? },
+        "memory" => LayoutItem::Memory(Extent { offset_bytes: fields.bytes()?, size_bytes: fields.bytes()? }),
+        "a" => LayoutItem::Allocation(AllocationLayout {
             offset_bytes: fields.bytes()?,
             size_bytes: fields.bytes()?,
             requested_bytes: fields.bytes()?,
@@ -67,15 +57,16 @@ pub(super) fn parse(line: u64, text: &str) -> Result<Statement, LayoutTextError>
             used_by: SmallVec::new(),
             name: if fields.ahead() == Some(b'"') { Some(fields.name()?) } else { None },
         }),
-        "u" => Statement::Use(fields.stream()?),
-        "end" => Statement::End(fields.number("the number of lines", u64::MAX)?),
-        word => {
-            let (column, nearest) = (keyword.column, nearest(word, KEYWORDS));
-            return Err(LayoutTextError::UnknownKeyword { line, column, nearest });
+        "u" => LayoutItem::Use(fields.stream()?),
+        "end" => {
+            let stated = fields.number("the number of lines", u64::MAX)?;
+            fields.finish()?;
+            return Ok(Statement::End(stated));
         }
+        _ => return Err(fields.unknown(keyword, KEYWORDS)),
     };
     fields.finish()?;
-    Ok(statement)
+    Ok(Statement::Item(item))
 }
 
 impl Fields<'_> {

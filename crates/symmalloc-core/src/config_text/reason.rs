@@ -1,0 +1,51 @@
+//! Why a known key is refused, or has no effect.
+
+/// Why a known key is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// The key would make ranks differ.
+    #[error(
+        "it frees by each block's local age and by what the device reports, so ranks would differ; use release_threshold_mb"
+    )]
+    LocalAge,
+    /// The value asks for the driver's own allocator.
+    #[error("cudaMallocAsync is another allocator, whose addresses the driver chooses; use backend:native")]
+    OtherAllocator,
+    /// The key is PyTorch's and has no effect here.
+    #[error("{0}")]
+    NoEffect(IgnoredReason),
+    /// The key belongs to the whole allocator.
+    #[error("it holds for the whole allocator; state it in the allocator's configuration, not in a pool's")]
+    WholeAllocator,
+}
+
+/// A key of PyTorch's that was read and has no effect here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("byte {offset}: {key} has no effect: {reason}")]
+#[non_exhaustive]
+pub struct IgnoredKey {
+    /// Where the key starts.
+    pub offset: usize,
+    /// The key.
+    pub key: &'static str,
+    /// Why it has no effect.
+    pub reason: IgnoredReason,
+}
+
+/// Why a key of PyTorch's has no effect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum IgnoredReason {
+    /// It configures PyTorch's driver calls, locks or host memory.
+    #[error("it configures driver calls, locks or host memory, none of which decides a placement")]
+    NotPlacement,
+    /// It is a share of what the device has, which may differ from rank to rank.
+    #[error(
+        "it is a share of the device's memory, which is not the same everywhere; state bytes with total_limit_mb or range_mb"
+    )]
+    DeviceFraction,
+    /// It is for other segments than the ones chosen.
+    #[error("it is for fixed segments, but expandable ones are chosen")]
+    OtherSegments,
+}

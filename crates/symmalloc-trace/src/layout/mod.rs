@@ -1,0 +1,35 @@
+//! Layouts as text: a pool's layout is saved to a file, and restored from it in another process.
+//!
+//! What a layout is, and what a restore does, stands in [`symmalloc_core::layout`]; the format in `docs/layout.md`.
+//!
+//! ```
+//! use symmalloc_core::{Allocator, Config, PoolId};
+//! use symmalloc_sim::SimBackend;
+//! use symmalloc_trace::layout;
+//!
+//! let rank = |device| Allocator::<_>::new(SimBackend::builder().rank(device).build(), Config::default());
+//! let old = rank(0)?;
+//! let stream = old.register_stream()?;
+//! let weights = old.allocate_named(PoolId::DEFAULT, stream, 48 << 20, "weights")?;
+//! let text = layout::to_text(&old.save_layout(PoolId::DEFAULT)?);
+//!
+//! // The rank restarts, on another device.
+//! let new = rank(1)?;
+//! let stream = new.register_stream()?;
+//! let restored = new.restore_layout(PoolId::DEFAULT, &layout::parse(&text)?)?;
+//! let again = restored.find(stream, weights.placement).expect("it was live");
+//! assert_eq!(again.name.as_deref(), Some("weights"));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod error;
+mod line;
+mod reader;
+#[cfg(test)]
+mod tests;
+mod writer;
+
+pub use error::LayoutTextError;
+pub use line::{MAGIC, VERSION};
+pub use reader::{parse, read};
+pub use writer::to_text;

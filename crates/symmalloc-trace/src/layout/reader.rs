@@ -1,0 +1,73 @@
+//! Reads a layout line by line.
+
+use super::error::LayoutTextError;
+use super::line::{self, MAGIC, Statement, VERSION};
+use crate::text::{Ending, FirstLine, Lines};
+use std::io::BufRead;
+use symmalloc_core::layout::{Layout, LayoutBuilder, Misfit};
+
+/// Reads the text of a layout.
+///
+/// # Errors
+/// When it is not one, is torn, or says what no heap could look like: [`LayoutTextError`] names the line.
+pub fn read(reader: impl BufRead) -> Result<Layout, LayoutTextError> {
+    let mut lines = Lines::new(reader);
+    match lines.read_first(MAGIC)? {
+        FirstLine::Version(VERSION) => {}
+        FirstLine::Version(found) => return Err(LayoutTextError::UnsupportedVersion { found }),
+        FirstLine::Foreign => return Err(LayoutTextError::NotALayout),
+        FirstLine::Torn => return Err(LayoutTextError::Torn { line: lines.number() }),
+    }
+    let mut layout = LayoutBuilder::default();
+    let mut statements = 0;
+    loop {
+        let ending = lines.read()?;
+        let line = lines.number();
+        if ending == Ending::Missing {
+            return Err(LayoutTextError::Torn { line });
+        }
+        let statement = match line::parse(line, lines.text()?) {
+            // The line may lack its end (`end 1` of `end 12`), so it counts only when it is the right one.
+            Ok(Statement::End(stated)) if ending == Ending::Whole || stated == statements => Statement::End(stated),
+            _ if ending == Ending::Cut => return Err(LayoutTextError::Torn { line }),
+            statement => statement?,
+        };
+        match statement {
+            Statement::Nothing => {}
+            Statement::End(stated) if stated == statements => {
+                read_nothing_more(&mut lines)?;
+                return layout.finish().map_err(|misfit| refused(line, misfit));
+            }
+            Statement::End(stated) => return Err(LayoutTextError::WrongCount { line, stated, lines: statements }),
+            Statement::Item(item) => {
+                layout.add(item).map_err(|misfit| refused(line, misfit))?;
+                statements += 1;
+            }
+        }
+    }
+}
+
+/// Reads a layout from its text.
+///
+/// # Errors
+/// As [`read`](Self::read).
+pub fn parse(text: &str) -> Result<Layout, LayoutTextError> {
+    read(text.as_bytes())
+}
+
+fn read_nothing_more(lines: &mut Lines<impl BufRead>) -> Result<(), LayoutTextError> {
+    while lines.read()? != Ending::Missing {
+        let line = lines.number();
+        if !matches!(line::parse(line, lines.text()?), Ok(Statement::Nothing)) {
+            return Err(LayoutTextError::AfterEnd { line });
+        }
+    }
+    Ok(())
+}
+
+fn refused(line: u64, misfit: Misfit) -> LayoutTextError {
+    match misfit {
+        Misfit::Misplaced { expected } => LayoutTextError::Misplaced { line, expected },
+        Misfit::Contradiction(source) => LayoutTextError::Contradiction { line, source },
+    }
+}
