@@ -21,7 +21,7 @@ use symmalloc_core::lock::{Exclusive, Lock};
 use symmalloc_core::report::{BlockStateSnapshot, SegmentSnapshot};
 use symmalloc_core::{Allocation, AllocationId, Allocator, Digest, Op, PoolId, StreamId};
 use symmalloc_sim::SimBackend;
-use symmalloc_trace::replay::{Replay, StepError};
+use symmalloc_trace::replay::StepError;
 
 /// What a run came to: equal for two runs exactly when every decision was.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -12,7 +12,7 @@ use symmalloc_core::backend::Backend;
 use symmalloc_core::config::PointerLookup;
 use symmalloc_core::errors::{FreeError, RecordUseError};
 use symmalloc_core::lock::Lock;
-use symmalloc_core::replay::{Replay, StepError};
+use symmalloc_trace::replay::{Replay, StepError};
 use symmalloc_core::{Allocation, AllocationId, Allocator, Op, StreamId};
 
 /// See the [module documentation](self).

@@ -10,9 +10,6 @@ use std::num::NonZeroU64;
 use crate::config::PoolConfig;
 use crate::types::ids::{AllocationId, ObserverId, Placement, PoolId, StreamId};
 
-/// The longest name of an allocation in a record, in bytes. Longer ones are cut.
-pub const NAME_BYTES_MAX: usize = 4096;
-
 /// The longest name of an allocation that a record holds, in bytes of UTF-8. Escaped in a text it takes at most six times as many.
 pub const NAME_BYTES_MAX: usize = 4 << 10;
 
