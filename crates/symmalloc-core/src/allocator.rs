@@ -168,7 +168,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     ///
     /// # Determinism
     /// The limit is an input of every later decision, like the configuration (rule D4): set the same number of bytes at the
-    /// same point of the program on every rank. [Agreement](crate::agreement) compares it. No op of a trace says it: a change
+    /// same point of the program on every rank. Agreement compares it. No op of a trace says it: a change
     /// ends a [recording](crate::recording) that is on, and one that begins later has the new limit.
     pub fn set_limit_bytes(&self, limit_bytes: Option<u64>) {
         let mut tape = self.tape();

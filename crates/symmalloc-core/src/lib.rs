@@ -52,7 +52,7 @@
 //! The rules D1 to D8 that the documentation names stand in `docs/determinism.md`. In short: a decision depends on the
 //! configuration and the ops of its heap (D1); free blocks are ordered by (size, sequence, offset) within the stream (D2);
 //! uses by other streams are waited for on the device and never polled (D3); limits are configured bytes (D4); memory goes
-//! back only when told to, in order (D5); the allocator calls no collective (D6); ranks compare digests (D7, see [`agreement`]); heaps are
+//! back only when told to, in order (D5); the allocator calls no collective (D6); ranks compare digests (D7, see the crate `symmalloc-agreement`); heaps are
 //! independent (D8).
 //!
 //! # Limits
@@ -68,7 +68,6 @@
 #![forbid(unsafe_code)]
 
 mod address_map;
-pub mod agreement;
 pub mod allocator;
 pub mod backend;
 mod block_table;
@@ -88,6 +87,7 @@ mod frees;
 mod handle;
 mod heap;
 pub mod held;
+pub mod histories;
 pub mod ids;
 #[cfg(all(symmalloc_loom, test))]
 mod interleavings;

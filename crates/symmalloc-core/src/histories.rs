@@ -1,50 +1,72 @@
-//! What an allocator can tell about its symmetric pools.
+//! Histories: what an allocator tells of its symmetric pools, so that ranks can compare what they did.
+//!
+//! The core compares nothing (rule D6). The crate `symmalloc-agreement` reads what stands here, and says here what all ranks
+//! agreed on. Pools are named by their ordinal among the symmetric ones, because a rank may have private pools in between.
 
-use super::question::{HeapKey, Standing};
+pub use crate::digest::{Mark, folded_multiply, op_word, unpack_op, unpack_placement};
+pub use crate::journal::{CHECKPOINTS_MAX, Journal, JournalEntry, NAME_BYTES_MAX};
+
 use crate::allocator::Allocator;
 use crate::backend::Backend;
 use crate::config_text::hash_of_text;
 use crate::digest::Digest;
 use crate::held::HeapCell;
-use crate::ids::PoolId;
-use crate::journal::{Journal, ProgramOrder};
+use crate::ids::{PoolId, StreamId};
 use crate::lock::Lock;
 use crate::op::Op;
 use crate::pool::Pool;
 
-/// An allocator without its type parameters.
-pub(crate) trait Account {
-    /// The heaps of symmetric pools that have carried out an op, ascending; not those of destroyed pools whose end was
-    /// agreed on.
-    fn standings(&self) -> Vec<Standing>;
-    /// Digests of the configurations: the allocator's, then each symmetric pool's.
+/// The history of one heap, as it is now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct HeapHistory {
+    /// The pool's ordinal among symmetric pools.
+    pub pool: u32,
+    /// The heap's stream; `None` when the pool's streams share.
+    pub stream: Option<StreamId>,
+    /// The digest of all ops.
+    pub digest: Digest,
+    /// The least number of ops whose digest the journal has, checkpoints aside.
+    pub oldest: u64,
+}
+
+/// An allocator's histories, without its type parameters.
+pub trait HistorySource {
+    /// The heaps of symmetric pools that have carried out an op, by pool and stream; without those of destroyed pools whose
+    /// end was agreed on.
+    fn heap_histories(&self) -> Vec<HeapHistory>;
+    /// Digests of the configurations: what holds for all pools, then each symmetric pool's.
     fn policy_digests(&self) -> Vec<u64>;
     /// The text of one of them.
     fn policy(&self, number: u32) -> Option<String>;
     /// Shows a heap's journal, if it has one.
-    fn look_back(&self, heap: HeapKey, look: &mut dyn FnMut(&Journal));
-    /// The order of ops over the heaps.
-    fn order(&self) -> &ProgramOrder;
+    fn look_back(&self, pool: u32, stream: Option<StreamId>, look: &mut dyn FnMut(&Journal));
+    /// The number that the next op gets in the order of ops over all symmetric heaps.
+    fn next_in_order(&self) -> u64;
+    /// A number of that order, counted from the last agreement.
+    fn order_since_agreed(&self, number: u64) -> u64;
+    /// All ranks agreed, when the next op had this number. Ops are counted from here: a rank that joined later counts as the
+    /// others do.
+    fn agree_order(&self, next: u64);
     /// All ranks are at this sync.
     fn pass_sync(&self);
-    /// All ranks have this digest here.
-    fn settle(&self, heap: HeapKey, digest: Digest);
+    /// All ranks had this digest in this heap: the history before it is forgotten.
+    fn settle(&self, pool: u32, stream: Option<StreamId>, digest: Digest);
 }
 
-impl<B: Backend, L: Lock> Account for Allocator<B, L> {
-    fn standings(&self) -> Vec<Standing> {
-        let mut standings = Vec::new();
+impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
+    fn heap_histories(&self) -> Vec<HeapHistory> {
+        let mut histories = Vec::new();
         for ((_, pool), ordinal) in self.symmetric_pools().zip(0..) {
             for heap in pool.heaps() {
                 let heap = heap.lock();
                 if heap.digest.ops > 0 && !heap.is_settled {
                     let oldest = heap.journal.as_ref().map_or(heap.digest.ops, |journal| journal.oldest());
-                    let key = HeapKey::new(ordinal, heap.stream);
-                    standings.push(Standing { key, digest: heap.digest, oldest });
+                    histories.push(HeapHistory { pool: ordinal, stream: heap.stream, digest: heap.digest, oldest });
                 }
             }
         }
-        standings
+        histories
     }
 
     fn policy_digests(&self) -> Vec<u64> {
@@ -59,23 +81,31 @@ impl<B: Backend, L: Lock> Account for Allocator<B, L> {
         }
     }
 
-    fn look_back(&self, heap: HeapKey, look: &mut dyn FnMut(&Journal)) {
-        let Some(heap) = self.symmetric_heap(heap) else { return };
+    fn look_back(&self, pool: u32, stream: Option<StreamId>, look: &mut dyn FnMut(&Journal)) {
+        let Some(heap) = self.symmetric_heap(pool, stream) else { return };
         if let Some(journal) = &heap.lock().journal {
             look(journal);
         }
     }
 
-    fn order(&self) -> &ProgramOrder {
-        &self.program_order
+    fn next_in_order(&self) -> u64 {
+        self.program_order.next()
+    }
+
+    fn order_since_agreed(&self, number: u64) -> u64 {
+        self.program_order.since_agreed(number)
+    }
+
+    fn agree_order(&self, next: u64) {
+        self.program_order.agree(next);
     }
 
     fn pass_sync(&self) {
         self.tape().note(Op::Sync);
     }
 
-    fn settle(&self, heap: HeapKey, digest: Digest) {
-        let Some(heap) = self.symmetric_heap(heap) else { return };
+    fn settle(&self, pool: u32, stream: Option<StreamId>, digest: Digest) {
+        let Some(heap) = self.symmetric_heap(pool, stream) else { return };
         let mut heap = heap.lock();
         // Told by what was agreed on, and not by what happened since on this rank alone.
         heap.is_settled = heap.closed_after_ops.is_some_and(|ops| ops <= digest.ops);
@@ -114,9 +144,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         pools.map(|(index, pool)| (PoolId(index as u32), pool.as_ref()))
     }
 
-    fn symmetric_heap(&self, key: HeapKey) -> Option<&HeapCell<L>> {
-        let (_, pool) = self.symmetric_pools().nth(key.pool as usize)?;
-        pool.heaps().find(|heap| heap.lock().stream == key.stream())
+    fn symmetric_heap(&self, pool: u32, stream: Option<StreamId>) -> Option<&HeapCell<L>> {
+        let (_, pool) = self.symmetric_pools().nth(pool as usize)?;
+        pool.heaps().find(|heap| heap.lock().stream == stream)
     }
 
     /// What decides in symmetric pools and is not in their own configurations.
