@@ -3,8 +3,8 @@
 //! `SYMMALLOC_INJECTIONS=1000000 cargo test --release --test agreement -- --nocapture` injects more, and prints the table.
 
 use std::collections::BTreeMap;
-use symmalloc_core::agreement::{
-    Action, AgreementError, Cause, Difference, Disagreement, Point, Witness, agree_in_lockstep,
+use symmalloc_agreement::{
+    Action, AgreementError, Cause, Difference, Disagreement, Point, RankHistory, agree_in_lockstep,
 };
 use symmalloc_core::errors::{AllocateError, OutOfMemoryCause};
 use symmalloc_core::op::{Op, Record};
@@ -157,9 +157,9 @@ fn run(
             }
         }
         if agreements.contains(&index) || index + 1 == program.records.len() {
-            let witnesses: Vec<Witness<'_>> =
-                allocators.iter().map(|allocator| Witness::new(allocator, Point::Sync)).collect();
-            match agree_in_lockstep(&witnesses) {
+            let histories: Vec<RankHistory<'_>> =
+                allocators.iter().map(|allocator| RankHistory::new(allocator, Point::Sync)).collect();
+            match agree_in_lockstep(&histories) {
                 Ok(_) => outcome.agreed_at = Some(index),
                 Err(AgreementError::Disagreed(disagreement)) => {
                     outcome.disagreement = Some(*disagreement);
@@ -350,12 +350,7 @@ fn expected_cause(kind: Kind) -> Cause {
 }
 
 /// Where the injected op is an allocation with a name, that name is told.
-fn check_names(
-    program: &SymmetricProgram,
-    mutant: &Mutant,
-    first: &symmalloc_core::agreement::HeapDifference,
-    odd: u32,
-) {
+fn check_names(program: &SymmetricProgram, mutant: &Mutant, first: &symmalloc_agreement::HeapDifference, odd: u32) {
     for (records, is_odd) in [(&program.records, false), (&mutant.program.records, true)] {
         let Record { op: Op::Allocate { size_bytes, stream, .. }, name: Some(name), .. } = &records[mutant.op] else {
             continue;

@@ -4,9 +4,9 @@ use std::num::NonZeroU64;
 use std::sync::Mutex;
 use std::thread;
 use std::time::Duration;
-use symmalloc_core::agreement::{
-    Action, Agreement, AgreementError, Cause, Difference, Disagreement, Gathered, Mode, Point, ThreadTransport,
-    Transport, TransportError, Witness, agree, agree_in_lockstep,
+use symmalloc_agreement::{
+    Action, Agreement, AgreementError, Cause, Difference, Disagreement, Gathered, Mode, Point, RankHistory,
+    ThreadTransport, Transport, TransportError, agree, agree_in_lockstep,
 };
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocator, Config, PoolConfig, PoolId, StreamId};
@@ -40,8 +40,8 @@ fn number_in_heap(allocation: u64) -> u64 {
 }
 
 fn compare(allocators: &[Allocator<SimBackend>]) -> Option<Disagreement> {
-    let witnesses: Vec<_> = allocators.iter().map(|allocator| Witness::new(allocator, Point::Sync)).collect();
-    match agree_in_lockstep(&witnesses) {
+    let histories: Vec<_> = allocators.iter().map(|allocator| RankHistory::new(allocator, Point::Sync)).collect();
+    match agree_in_lockstep(&histories) {
         Ok(_) => None,
         Err(AgreementError::Disagreed(disagreement)) => Some(*disagreement),
         Err(error) => panic!("{error}"),

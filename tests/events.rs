@@ -3,7 +3,7 @@
 use std::fmt::{Debug, Write};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use symmalloc_core::agreement::{Point, ThreadTransport, Transport, agree};
+use symmalloc_agreement::{Point, ThreadTransport, Transport, agree};
 use symmalloc_core::config::PoolConfig;
 use symmalloc_core::recording::{Sink, SinkError};
 use symmalloc_core::units::MIB;

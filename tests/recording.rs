@@ -3,7 +3,7 @@
 
 use proptest::prelude::*;
 use std::sync::{Arc, Mutex};
-use symmalloc_core::agreement::{Point, Witness, agree_in_lockstep};
+use symmalloc_agreement::{Point, RankHistory, agree_in_lockstep};
 use symmalloc_core::config::{Config, PoolConfig, Reclaim, StreamPolicy};
 use symmalloc_core::lock::{Exclusive, Lock, Shared};
 use symmalloc_core::op::Record;
@@ -491,8 +491,8 @@ fn ranks_that_agree_record_a_sync() {
     allocator.start_recording(sink.clone()).expect("nothing was allocated");
     let stream = allocator.register_stream().expect("few");
     allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory");
-    agree_in_lockstep(&[Witness::new(&allocator, Point::Sync)]).expect("one rank");
-    agree_in_lockstep(&[Witness::new(&allocator, Point::Op)]).expect("one rank");
+    agree_in_lockstep(&[RankHistory::new(&allocator, Point::Sync)]).expect("one rank");
+    agree_in_lockstep(&[RankHistory::new(&allocator, Point::Op)]).expect("one rank");
     allocator.stop_recording().expect("room");
     assert_eq!(sink.records().iter().filter(|record| record.op == Op::Sync).count(), 1);
 }

@@ -364,7 +364,7 @@ impl Config {
         self.pointer_lookup
     }
 
-    /// How many ops each heap of a symmetric pool remembers, for [agreement](crate::agreement) to name the first that
+    /// How many ops each heap of a symmetric pool remembers, for agreement to name the first that
     /// differs.
     pub fn history_ops(&self) -> u32 {
         self.history_ops

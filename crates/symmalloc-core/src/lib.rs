@@ -51,7 +51,7 @@
 //! The rules D1 to D8 that the documentation names stand in `docs/determinism.md`. In short: a decision depends on the
 //! configuration and the ops of its heap (D1); free blocks are ordered by (size, sequence, offset) within the stream (D2);
 //! uses by other streams are waited for on the device and never polled (D3); limits are configured bytes (D4); memory goes
-//! back only when told to, in order (D5); the allocator calls no collective (D6); ranks compare digests (D7, see [`agreement`]); heaps are
+//! back only when told to, in order (D5); the allocator calls no collective (D6); ranks compare digests (D7, see the crate `symmalloc-agreement`); heaps are
 //! independent (D8).
 //!
 //! # Limits
@@ -66,7 +66,6 @@
 //! out-of-memory path. Everything else stands beside: ops, traces, replay, layouts, statistics, reports, invariants, the simulator.
 #![forbid(unsafe_code)]
 
-pub mod agreement;
 pub mod allocator;
 mod blocks;
 pub mod config;
@@ -87,7 +86,7 @@ mod streams;
 mod sync;
 mod types;
 
-pub use allocator::{Allocator, Retry, SegmentPosition, SharedAllocator, Unread, recording, report};
+pub use allocator::{Allocator, Retry, SegmentPosition, SharedAllocator, Unread, histories, recording, report};
 pub use config::{Config, PoolConfig};
 pub use errors::LimitScope;
 pub use heap::Violation;

@@ -53,7 +53,7 @@ use plan::{Plan, Region, Shape};
 use registered::RegisteredSegments;
 use std::fmt;
 use std::sync::Arc;
-use symmalloc_core::agreement::Transport;
+use symmalloc_agreement::Transport;
 use symmalloc_cuda::DriverError;
 
 /// Exchanges rows among the ranks of a communicator: PyTorch's `all_to_all_single`, with splits that are exchanged when the

@@ -21,7 +21,7 @@ use cudarc::driver::{CudaEvent, CudaStream};
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-use symmalloc_core::agreement::{Gathered, Transport, TransportError};
+use symmalloc_agreement::{Gathered, Transport, TransportError};
 use symmalloc_core::config::Config;
 use symmalloc_cuda::{CudaError, DriverError, PinnedAllocator, PinnedBuffer};
 

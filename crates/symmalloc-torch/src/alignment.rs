@@ -15,7 +15,7 @@ use crate::error::Error;
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
 use std::fmt::Write;
-use symmalloc_core::agreement::{AgreementError, Gathered, Point, RankSet, Transport, TransportError, agree};
+use symmalloc_agreement::{AgreementError, Gathered, Point, RankSet, Transport, TransportError, agree};
 use symmalloc_core::{PoolConfig, PoolId};
 
 /// Gives `len` bytes of this rank to all ranks and writes everybody's, in rank order, to `all` (world times `len` bytes). Zero

@@ -3,7 +3,7 @@
 use crate::settings::SettingsError;
 use crate::status::symmalloc_status;
 use std::io;
-use symmalloc_core::agreement::AgreementError;
+use symmalloc_agreement::AgreementError;
 use symmalloc_core::errors::{AllocateError, FreeError, RecordUseError, TrimError, UnknownError};
 use symmalloc_core::recording::{RecordingError, StartRecordingError};
 use symmalloc_cuda::CudaError;

@@ -1,23 +1,110 @@
-//! Histories: what agreement reads of an allocator's symmetric pools, and forgets once all ranks agree.
+//! Histories: what an allocator tells of its symmetric pools, so that ranks can compare what they did.
+//!
+//! The core compares nothing (rule D6). The crate `symmalloc-agreement` reads what stands here, and says here what all ranks
+//! agreed on. Pools are named by their ordinal among the symmetric ones, because a rank may have private pools in between.
+
+pub use crate::history::digest::{Mark, folded_multiply, op_word, unpack_op, unpack_placement};
+pub use crate::history::journal::{CHECKPOINTS_MAX, Journal, JournalEntry, NAME_BYTES_MAX};
 
 use super::pools::Pool;
 use super::{Allocator, HeapCell};
+use crate::config_text::hash_of_text;
 use crate::history::digest::Digest;
-use crate::history::journal::{Journal, ProgramOrder};
 use crate::op::Op;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::ids::{PoolId, StreamId};
 
-/// Where the history of a symmetric pool's heap stands.
+/// The history of one heap, as it is now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct HeapHistory {
-    /// The pool, among the symmetric ones.
-    pub(crate) ordinal: u32,
-    pub(crate) stream: Option<StreamId>,
-    pub(crate) digest: Digest,
-    /// The oldest op that its journal remembers.
-    pub(crate) oldest: u64,
+#[non_exhaustive]
+pub struct HeapHistory {
+    /// The pool's ordinal among symmetric pools.
+    pub pool: u32,
+    /// The heap's stream; `None` when the pool's streams share.
+    pub stream: Option<StreamId>,
+    /// The digest of all ops.
+    pub digest: Digest,
+    /// The least number of ops whose digest the journal has, checkpoints aside.
+    pub oldest: u64,
+}
+
+/// An allocator's histories, without its type parameters.
+pub trait HistorySource {
+    /// The heaps of symmetric pools that have carried out an op, by pool and stream; without those of destroyed pools whose
+    /// end was agreed on.
+    fn heap_histories(&self) -> Vec<HeapHistory>;
+    /// Digests of the configurations: what holds for all pools, then each symmetric pool's.
+    fn policy_digests(&self) -> Vec<u64>;
+    /// The text of one of them.
+    fn policy(&self, number: u32) -> Option<String>;
+    /// Shows a heap's journal, if it has one.
+    fn look_back(&self, pool: u32, stream: Option<StreamId>, look: &mut dyn FnMut(&Journal));
+    /// The number that the next op gets in the order of ops over all symmetric heaps.
+    fn next_in_order(&self) -> u64;
+    /// A number of that order, counted from the last agreement.
+    fn order_since_agreed(&self, number: u64) -> u64;
+    /// All ranks agreed, when the next op had this number. Ops are counted from here: a rank that joined later counts as the
+    /// others do.
+    fn agree_order(&self, next: u64);
+    /// All ranks are at this sync.
+    fn pass_sync(&self);
+    /// All ranks had this digest in this heap: the history before it is forgotten.
+    fn settle(&self, pool: u32, stream: Option<StreamId>, digest: Digest);
+}
+
+impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
+    fn heap_histories(&self) -> Vec<HeapHistory> {
+        let pools = self.symmetric_pools().zip(0..);
+        let heaps = pools.flat_map(|((_, pool), ordinal)| pool.heaps().map(move |heap| (ordinal, heap.lock())));
+        let lived = heaps.filter(|(_, heap)| heap.has_history() && !heap.is_settled());
+        let history = lived.map(|(pool, heap)| HeapHistory {
+            pool,
+            stream: heap.identity().stream,
+            digest: heap.digest(),
+            oldest: heap.journal().map_or(heap.digest().ops, Journal::oldest),
+        });
+        history.collect()
+    }
+
+    fn policy_digests(&self) -> Vec<u64> {
+        std::iter::once(hash_of_text(&self.shared_policy())).chain(self.symmetric_pools().map(|(_, pool)| pool.config_digest)).collect()
+    }
+
+    fn policy(&self, number: u32) -> Option<String> {
+        match number.checked_sub(1) {
+            None => Some(self.shared_policy()),
+            Some(ordinal) => Some(self.symmetric_pools().nth(ordinal as usize)?.1.config.to_string()),
+        }
+    }
+
+    fn look_back(&self, pool: u32, stream: Option<StreamId>, look: &mut dyn FnMut(&Journal)) {
+        if let Some(heap) = self.symmetric_heap(pool, stream) {
+            heap.lock().journal().into_iter().for_each(look);
+        }
+    }
+
+    fn next_in_order(&self) -> u64 {
+        self.program_order.next()
+    }
+
+    fn order_since_agreed(&self, number: u64) -> u64 {
+        self.program_order.since_agreed(number)
+    }
+
+    fn agree_order(&self, next: u64) {
+        self.program_order.agree(next);
+    }
+
+    fn pass_sync(&self) {
+        self.gate().note(Op::Sync);
+    }
+
+    fn settle(&self, pool: u32, stream: Option<StreamId>, digest: Digest) {
+        if let Some(heap) = self.symmetric_heap(pool, stream) {
+            heap.lock().settle(digest);
+        }
+    }
 }
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
@@ -43,67 +130,15 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         pools.map(|(index, pool)| (PoolId(index as u32), pool.as_ref()))
     }
 
-    fn symmetric_heap(&self, ordinal: u32, stream: Option<StreamId>) -> Option<&HeapCell<L>> {
-        let (_, pool) = self.symmetric_pools().nth(ordinal as usize)?;
+    fn symmetric_heap(&self, pool: u32, stream: Option<StreamId>) -> Option<&HeapCell<L>> {
+        let (_, pool) = self.symmetric_pools().nth(pool as usize)?;
         pool.heaps().find(|heap| heap.lock().identity().stream == stream)
     }
 
-    /// The heaps of symmetric pools that have carried out an op, ascending; not those of destroyed pools whose end was
-    /// agreed on.
-    pub(crate) fn heap_histories(&self) -> Vec<HeapHistory> {
-        let pools = self.symmetric_pools().zip(0..);
-        let heaps = pools.flat_map(|((_, pool), ordinal)| pool.heaps().map(move |heap| (ordinal, heap.lock())));
-        let lived = heaps.filter(|(_, heap)| heap.has_history() && !heap.is_settled());
-        let history = lived.map(|(ordinal, heap)| HeapHistory {
-            ordinal,
-            stream: heap.identity().stream,
-            digest: heap.digest(),
-            oldest: heap.journal().map_or(heap.digest().ops, Journal::oldest),
-        });
-        history.collect()
-    }
-
-    /// Digests of the configurations of the symmetric pools.
-    pub(crate) fn symmetric_config_digests(&self) -> impl Iterator<Item = u64> {
-        self.symmetric_pools().map(|(_, pool)| pool.config_digest)
-    }
-
-    /// The text of the configuration of a symmetric pool.
-    pub(crate) fn symmetric_config_text(&self, ordinal: u32) -> Option<String> {
-        Some(self.symmetric_pools().nth(ordinal as usize)?.1.config.to_string())
-    }
-
     /// What decides in symmetric pools and is not in their own configurations.
-    pub(crate) fn shared_policy(&self) -> String {
+    fn shared_policy(&self) -> String {
         let limit = self.limit_bytes().map_or_else(|| "none".to_owned(), |bytes| bytes.to_string());
-        let retries_max = self.config.retries_max();
+        let retries_max = self.config().retries_max();
         format!("granularity_bytes:{},total_limit_bytes:{limit},retries_max:{retries_max}", self.granularity_bytes)
-    }
-
-    /// What the journal of a heap says, if it has one.
-    pub(crate) fn look_back<T>(
-        &self,
-        ordinal: u32,
-        stream: Option<StreamId>,
-        look: impl FnOnce(&Journal) -> T,
-    ) -> Option<T> {
-        self.symmetric_heap(ordinal, stream)?.lock().journal().map(look)
-    }
-
-    /// The order of ops over the heaps.
-    pub(crate) fn program_order(&self) -> &ProgramOrder {
-        &self.program_order
-    }
-
-    /// All ranks are at this sync.
-    pub(crate) fn pass_sync(&self) {
-        self.gate().note(Op::Sync);
-    }
-
-    /// All ranks have this digest here: the history before it is forgotten.
-    pub(crate) fn settle(&self, ordinal: u32, stream: Option<StreamId>, digest: Digest) {
-        if let Some(heap) = self.symmetric_heap(ordinal, stream) {
-            heap.lock().settle(digest);
-        }
     }
 }

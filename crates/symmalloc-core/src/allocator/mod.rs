@@ -19,7 +19,7 @@
 //! Statistics over all heaps, the pointer map and the recording are told after a decision, by `note_allocation` and `note_free`
 //! in this file. They decide nothing. While a recording is on, ops pass its gate one at a time.
 
-mod histories;
+pub mod histories;
 mod lookup;
 mod observers;
 mod out_of_memory;
@@ -29,7 +29,6 @@ pub mod report;
 mod restore;
 mod save;
 
-pub(crate) use histories::HeapHistory;
 pub use lookup::SegmentPosition;
 pub use observers::Unread;
 pub use out_of_memory::Retry;

@@ -29,20 +29,34 @@ impl fmt::Display for Digest {
 /// What an op was, in a digest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub(crate) enum Mark {
+pub enum Mark {
+    /// An allocation.
     Allocate = 1,
+    /// An allocation of zero bytes.
     AllocateNothing,
+    /// A free.
     Free,
+    /// The free of an allocation of zero bytes.
     FreeNothing,
+    /// A use by another stream.
     RecordUse,
+    /// A reservation.
     Reserve,
+    /// A trim, after all that it gave back.
     Trim,
+    /// Memory of a live segment that a trim gave back.
     Shrink,
+    /// A segment that a trim gave back.
     Death,
+    /// A limit refused memory.
     RefusedByLimit,
+    /// The driver refused memory, or to take it back.
     RefusedByDriver,
+    /// The heap's only segment, or its range, was full.
     RefusedBySegment,
+    /// The end of the pool.
     Destroy,
+    /// Memory that was obtained for the op before.
     Obtain,
 }
 
@@ -70,8 +84,9 @@ impl Mark {
 const SEED: u64 = 0x243f_6a88_85a3_08d3;
 const DECISION_KEY: u64 = 0xa409_3822_299f_31d1;
 
+/// 64 x 64 -> 128 bits, halves xored.
 #[inline]
-pub(crate) fn folded_multiply(one: u64, other: u64) -> u64 {
+pub fn folded_multiply(one: u64, other: u64) -> u64 {
     let product = u128::from(one) * u128::from(other);
     (product as u64) ^ ((product >> 64) as u64)
 }
@@ -117,12 +132,12 @@ impl OpKind {
 
 /// An op as one word: the mark, a stream and an amount of bytes below 2^42.
 #[inline]
-pub(crate) fn op_word(mark: Mark, stream: StreamId, amount_bytes: u64) -> u64 {
+pub fn op_word(mark: Mark, stream: StreamId, amount_bytes: u64) -> u64 {
     OpKind::new(mark, stream).with(amount_bytes)
 }
 
 /// What [`op_word`] made the word from; `None` for a word that it does not make.
-pub(crate) fn unpack_op(word: u64) -> Option<(Mark, StreamId, u64)> {
+pub fn unpack_op(word: u64) -> Option<(Mark, StreamId, u64)> {
     let mark = *Mark::ALL.get(((word >> 58) as usize).checked_sub(1)?)?;
     Some((mark, StreamId((word >> 42) as u16), word & ((1 << 42) - 1)))
 }
@@ -134,7 +149,7 @@ pub(crate) fn placement_word(placement: Placement) -> u64 {
 }
 
 /// What [`placement_word`] made the word from.
-pub(crate) fn unpack_placement(word: u64) -> Placement {
+pub fn unpack_placement(word: u64) -> Placement {
     Placement { segment: SegmentId((word >> 32) as u32), offset_bytes: (word & u64::from(u32::MAX)) * UNIT_BYTES }
 }
 

@@ -22,10 +22,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// Bytes of a name that a journal keeps; the rest is cut off.
-pub(crate) const NAME_BYTES_MAX: usize = 64;
+pub const NAME_BYTES_MAX: usize = 64;
 
 /// Digests kept of the time before the oldest remembered op.
-pub(crate) const CHECKPOINTS_MAX: usize = 32;
+pub const CHECKPOINTS_MAX: usize = 32;
 
 /// Checkpoints lie at multiples of this many ops, later of twice as many, and so on: at the same ops on every rank.
 const CHECKPOINT_OPS: u64 = 64;
@@ -72,21 +72,24 @@ impl ProgramOrder {
 
 /// One remembered op.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Entry {
-    pub(crate) op: u64,
-    pub(crate) decision: u64,
+pub struct JournalEntry {
+    /// The op as one word, see [`unpack_op`].
+    pub op: u64,
+    /// The decision about it as one word.
+    pub decision: u64,
     /// The heap's digest after it.
-    pub(crate) digest: u64,
+    pub digest: u64,
     /// Its number in the rank's program order.
-    pub(crate) order: u64,
+    pub order: u64,
 }
 
+/// What a heap remembers of its ops. See the file's beginning.
 #[derive(Debug)]
-pub(crate) struct Journal {
+pub struct Journal {
     /// The most entries, at least 1.
     capacity: usize,
     /// The ops from `base.ops` on.
-    entries: VecDeque<Entry>,
+    entries: VecDeque<JournalEntry>,
     /// The digest before the first entry.
     base: Digest,
     /// The newest digest that all ranks are known to have had; before any agreement that of the empty history.
@@ -128,7 +131,7 @@ impl Journal {
         } else if self.entries.len() == self.entries.capacity() {
             self.make_room();
         }
-        self.entries.push_back(Entry { op, decision, digest: after.value, order: self.order.take() });
+        self.entries.push_back(JournalEntry { op, decision, digest: after.value, order: self.order.take() });
     }
 
     /// Room for more entries, but for no more than the journal may have.
@@ -167,8 +170,9 @@ impl Journal {
 
     /// Names the newest allocation that was placed here.
     pub(crate) fn name_allocation(&mut self, placed: u64, name: &str) {
-        let is_it =
-            |entry: &Entry| entry.decision == placed && matches!(unpack_op(entry.op), Some((Mark::Allocate, _, _)));
+        let is_it = |entry: &JournalEntry| {
+            entry.decision == placed && matches!(unpack_op(entry.op), Some((Mark::Allocate, _, _)))
+        };
         if let Some(index) = self.entries.iter().rposition(is_it) {
             self.name(self.base.ops + index as u64, name);
         }
@@ -189,12 +193,12 @@ impl Journal {
     }
 
     /// The number of the first remembered op, or of the next one when none is remembered.
-    pub(crate) fn oldest(&self) -> u64 {
+    pub fn oldest(&self) -> u64 {
         self.base.ops
     }
 
     /// The digest after so many ops, where it is known.
-    pub(crate) fn digest_at(&self, ops: u64) -> Option<u64> {
+    pub fn digest_at(&self, ops: u64) -> Option<u64> {
         let index = ops.checked_sub(self.base.ops)?;
         match index.checked_sub(1) {
             None => Some(self.base.value),
@@ -203,18 +207,18 @@ impl Journal {
     }
 
     /// The op with this number, if it is remembered.
-    pub(crate) fn entry(&self, op: u64) -> Option<&Entry> {
+    pub fn entry(&self, op: u64) -> Option<&JournalEntry> {
         self.entries.get(usize::try_from(op.checked_sub(self.base.ops)?).ok()?)
     }
 
     /// The name of the allocation that the op with this number was about.
-    pub(crate) fn name_of(&self, op: u64) -> Option<&str> {
+    pub fn name_of(&self, op: u64) -> Option<&str> {
         let at = self.names.binary_search_by_key(&op, |(named, _)| *named).ok()?;
         Some(&self.names[at].1)
     }
 
     /// Digests of the time before the oldest remembered op, and at it, ascending.
-    pub(crate) fn checkpoints(&self) -> impl Iterator<Item = Digest> + '_ {
+    pub fn checkpoints(&self) -> impl Iterator<Item = Digest> + '_ {
         let first = (self.agreed.ops < self.base.ops).then_some(self.agreed);
         let last = self.checkpoints.last().is_none_or(|last| last.ops < self.base.ops).then_some(self.base);
         first.into_iter().chain(self.checkpoints.iter().copied()).chain(last)
@@ -240,7 +244,7 @@ impl Journal {
 
     /// The memory that is held, in bytes.
     pub(crate) fn bytes(&self) -> u64 {
-        let entries = self.entries.capacity() * size_of::<Entry>();
+        let entries = self.entries.capacity() * size_of::<JournalEntry>();
         let checkpoints = self.checkpoints.capacity() * size_of::<Digest>();
         let names = self.names.capacity() * size_of::<(u64, Box<str>)>();
         let letters: usize = self.names.iter().map(|(_, name)| name.len()).sum();
@@ -248,3 +252,73 @@ impl Journal {
     }
 }
 
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::history::digest::op_word;
+    use crate::types::ids::StreamId;
+
+    fn journal(history_ops: u32) -> (Journal, Digest) {
+        let digest = Digest { ops: 0, value: 7 };
+        (Journal::new(history_ops, digest, Arc::new(ProgramOrder::new(true))), digest)
+    }
+
+    /// Folds and notes an op.
+    fn note(journal: &mut Journal, digest: &mut Digest, op: u64) {
+        digest.fold(op, 1);
+        journal.note(op, 1, *digest);
+    }
+
+    #[test]
+    fn a_journal_answers_for_its_last_ops_as_one_that_forgets_nothing() {
+        let (mut short, mut digest) = journal(10);
+        let mut all = vec![digest];
+        for op in 0..1000 {
+            note(&mut short, &mut digest, op);
+            all.push(digest);
+            let oldest = (op + 1).saturating_sub(10);
+            assert_eq!((short.ops(), short.oldest()), (op + 1, oldest));
+            for (at, digest) in (0..).zip(&all) {
+                let known = (at >= oldest).then_some(digest.value);
+                assert_eq!(short.digest_at(at), known);
+                assert_eq!(short.entry(at).map(|entry| entry.op), (at >= oldest && at <= op).then_some(at));
+            }
+            assert!(short.checkpoints().all(|checkpoint| all[checkpoint.ops as usize] == checkpoint));
+        }
+    }
+
+    #[test]
+    fn checkpoints_are_few_spread_and_at_the_same_ops_whatever_a_rank_remembers() {
+        let (mut one, mut digest) = journal(16);
+        let (mut other, mut other_digest) = journal(100);
+        for op in 0..100_000 {
+            note(&mut one, &mut digest, op);
+            note(&mut other, &mut other_digest, op);
+        }
+        let kept: Vec<Digest> = one.checkpoints().collect();
+        assert!(kept.len() <= CHECKPOINTS_MAX + 2, "{}", kept.len());
+        assert_eq!(kept[0].ops, 0, "where ranks agreed is never thinned out");
+        let widest = kept.windows(2).map(|pair| pair[1].ops - pair[0].ops).max().expect("several");
+        assert!(widest <= 2 * 100_000 / (CHECKPOINTS_MAX as u64 / 2), "{widest}");
+        let shared = other.checkpoints().filter(|checkpoint| kept.contains(checkpoint)).count();
+        assert!(shared >= CHECKPOINTS_MAX / 2, "{shared}");
+    }
+
+    #[test]
+    fn an_agreement_empties_the_journal_and_its_memory_is_bounded() {
+        let (mut journal, mut digest) = journal(500);
+        let name = "ü".repeat(100);
+        for op in 0..3000 {
+            note(&mut journal, &mut digest, op_word(Mark::Allocate, StreamId(0), op));
+            journal.name_allocation(1, &name);
+        }
+        assert!(journal.name_of(2999).is_some_and(|kept| kept.len() == 64 && name.starts_with(kept)));
+        assert!(journal.bytes() <= 500 * (32 + 112) + 16 * 64, "{}", journal.bytes());
+        journal.agree(digest);
+        assert_eq!((journal.oldest(), journal.ops()), (3000, 3000));
+        assert_eq!(journal.checkpoints().collect::<Vec<_>>(), [digest]);
+        assert_eq!(journal.name_of(2999), None);
+        journal.close();
+        assert!(journal.bytes() <= 16 * 64, "{}", journal.bytes());
+    }
+}

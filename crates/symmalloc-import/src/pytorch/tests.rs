@@ -1,6 +1,6 @@
 //! Tests of the snapshot reader.
 
-use symmalloc_core::op::{Op};
+use symmalloc_core::op::Op;
 
 use super::*;
 use crate::pickle::PickleError;

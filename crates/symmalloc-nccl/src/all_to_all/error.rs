@@ -3,7 +3,7 @@
 use crate::error::CommError;
 use crate::registrar::error::LookupError;
 use crate::splits::{Side, SplitsError};
-use symmalloc_core::agreement::TransportError;
+use symmalloc_agreement::TransportError;
 use symmalloc_cuda::DriverError;
 use thiserror::Error;
 

@@ -10,7 +10,7 @@
 use super::error::AllToAllError;
 use super::plan::Plan;
 use crate::splits::{Side, Splits};
-use symmalloc_core::agreement::Gathered;
+use symmalloc_agreement::Gathered;
 
 /// What a message is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -32,7 +32,7 @@ use smallvec::SmallVec;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 use std::time::Instant;
-use symmalloc_core::agreement::Witness;
+use symmalloc_agreement::RankHistory as Witness;
 use symmalloc_core::segment_log::SegmentEventKind;
 use symmalloc_core::{Backend, ObserverId, PoolId};
 use symmalloc_cuda::CudaAllocator;

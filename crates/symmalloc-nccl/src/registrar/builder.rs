@@ -4,7 +4,7 @@ use crate::registrar::stats::Counters;
 use crate::registrar::symmetric_space::wanted_bytes;
 use crate::registrar::{Registrar, Settings};
 use std::sync::RwLock;
-use symmalloc_core::agreement::Mode;
+use symmalloc_agreement::Mode;
 use symmalloc_cuda::{CudaAllocator, CudaError};
 
 /// Makes a [`Registrar`]. All ranks configure theirs alike.

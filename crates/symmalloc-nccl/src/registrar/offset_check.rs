@@ -20,7 +20,7 @@ use crate::registrar::plan_summary::groups;
 use crate::registrar::window::{Entry, Kind};
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 use std::fmt;
-use symmalloc_core::agreement::{RankSet, Transport};
+use symmalloc_agreement::{RankSet, Transport};
 use symmalloc_core::{SegmentId, StreamId};
 
 /// A collective operation.

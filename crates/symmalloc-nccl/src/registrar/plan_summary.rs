@@ -13,7 +13,7 @@
 use crate::registrar::plan::{Plan, PlanStep, STEP_BYTES};
 use std::collections::BTreeMap;
 use std::fmt;
-use symmalloc_core::agreement::{Gathered, RankSet};
+use symmalloc_agreement::{Gathered, RankSet};
 
 macro_rules! fields {
     ($($(#[$doc:meta])* $field:ident = $name:literal,)*) => {

@@ -11,7 +11,7 @@
 use crate::registrar::error::SyncError;
 use crate::registrar::plan::Plan;
 use crate::registrar::plan_summary::{StepSearch, Summary, compare};
-use symmalloc_core::agreement::{Gathered, Inquiry, Progress, ProtocolError, Transport, Witness};
+use symmalloc_agreement::{Gathered, Inquiry, Progress, ProtocolError, RankHistory as Witness, Transport};
 
 /// What came out of it.
 #[derive(Clone, Copy, Debug)]
@@ -108,7 +108,7 @@ mod tests {
     use crate::registrar::plan_summary::{Circumstances, PlanField};
     use std::thread;
     use std::time::Duration;
-    use symmalloc_core::agreement::{Point, ThreadTransport};
+    use symmalloc_agreement::{Point, ThreadTransport};
     use symmalloc_core::config::{Config, PoolConfig};
     use symmalloc_core::{PoolId, SharedAllocator, StreamId};
     use symmalloc_sim::SimBackend;

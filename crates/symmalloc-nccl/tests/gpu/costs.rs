@@ -3,8 +3,8 @@
 use crate::job::{Calls, MIB, Rank, devices, fixed, ranks, reserved};
 use cudarc::driver::DevicePtrMut;
 use std::time::Instant;
+use symmalloc_agreement::{Mode, Transport};
 use symmalloc_core::PoolId;
-use symmalloc_core::agreement::{Mode, Transport};
 use symmalloc_core::backend::Backend;
 use symmalloc_cuda::{CudaAllocator, CudaBackend};
 use symmalloc_nccl::{Communicator, NcclTransport, ReduceOp, Registered, Registrar, Registration, UniqueId};

@@ -2,7 +2,7 @@
 
 use crate::job::{Calls, DEADLINE, MIB, Rank, devices, fixed, ranks, reserved};
 use std::time::{Duration, Instant};
-use symmalloc_core::agreement::Disagreement;
+use symmalloc_agreement::Disagreement;
 use symmalloc_core::{Config, PoolConfig, PoolId};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, DeviceBuffer};
 use symmalloc_nccl::{CommState, Communicator, ReduceOp, Registrar, Registration, SyncError, UniqueId};

@@ -12,8 +12,8 @@ use std::path::Path;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 use stub_process::{Library, cuda, nccl, nccl_test};
+use symmalloc_agreement::TransportError;
 use symmalloc_core::PoolConfig;
-use symmalloc_core::agreement::TransportError;
 use symmalloc_cuda::{CudaAllocator, DeviceBuffer, GraphPool};
 use symmalloc_nccl::{AllToAll, AllToAllError, CommunicatorBuilder, LookupError, Registration, Side, Splits};
 

@@ -7,8 +7,8 @@ use cudarc::driver::CudaStream;
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
 use stub_process::{nccl, nccl_test};
+use symmalloc_agreement::Transport;
 use symmalloc_core::Config;
-use symmalloc_core::agreement::Transport;
 use symmalloc_core::config::PoolConfig;
 use symmalloc_cuda::{CudaAllocator, CudaDevice, DeviceBuffer, GraphPool};
 use symmalloc_nccl::{

@@ -11,8 +11,8 @@ use crate::job::failure::Cause;
 use crate::job::journal::HeapName;
 use crate::job::rank::{Job, Rank};
 use std::collections::BTreeSet;
-use symmalloc_core::agreement::{
-    Action, AgreementError, Difference, Disagreement, Group, HeapDifference, Point, Witness, agree_in_lockstep,
+use symmalloc_agreement::{
+    Action, AgreementError, Difference, Disagreement, Group, HeapDifference, Point, RankHistory, agree_in_lockstep,
 };
 use symmalloc_core::lock::Lock;
 
@@ -59,9 +59,9 @@ pub(crate) fn agree<L: Lock>(
 
 /// Lets these ranks compare what they did.
 pub(crate) fn compare<L: Lock>(ranks: &[Seated<'_, L>]) -> Result<(), Box<Disagreement>> {
-    let witnesses: Vec<Witness<'_>> =
-        ranks.iter().map(|(_, rank)| Witness::new(&rank.allocator, Point::Sync)).collect();
-    match agree_in_lockstep(&witnesses) {
+    let histories: Vec<RankHistory<'_>> =
+        ranks.iter().map(|(_, rank)| RankHistory::new(&rank.allocator, Point::Sync)).collect();
+    match agree_in_lockstep(&histories) {
         Ok(_) => Ok(()),
         Err(AgreementError::Disagreed(disagreement)) => Err(disagreement),
         Err(error) => panic!("in lockstep nothing is lost: {error}"),

@@ -3,7 +3,7 @@
 use super::{SHORT, builder, in_both_modes, ranks, ranks_with};
 use std::time::{Duration, Instant};
 use stub_process::{Library, nccl, nccl_test};
-use symmalloc_core::agreement::{Transport, TransportError};
+use symmalloc_agreement::{Transport, TransportError};
 use symmalloc_cuda::CudaDevice;
 use symmalloc_nccl::{CommError, CommState, CommunicatorBuilder, NcclError, NcclTransport, ReduceOp, Stage, UniqueId};
 

@@ -3,7 +3,7 @@
 use super::support::{IMPATIENT, Job, MIB, Rank, nothing_is_left};
 use std::time::Instant;
 use stub_process::{cuda, nccl, nccl_test};
-use symmalloc_core::agreement::Cause;
+use symmalloc_agreement::Cause;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
 use symmalloc_nccl::{PlanField, ReduceOp, Registration, SyncError};
 

@@ -6,7 +6,7 @@ use super::support::{IMPATIENT, Job, MIB, PATIENT, Rank, nothing_is_left};
 use std::collections::BTreeSet;
 use std::sync::Mutex;
 use stub_process::{nccl, nccl_test};
-use symmalloc_core::agreement::Mode;
+use symmalloc_agreement::Mode;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
 use symmalloc_nccl::{CommState, Communicator, Invalidated, InvalidationCursor, Registration, SegmentKey, UniqueId};
 use symmalloc_sim::SplitMix64;

@@ -4,7 +4,7 @@ use cudarc::driver::{CudaStream, DeviceSlice};
 use std::sync::{Arc, Barrier, Mutex};
 use std::time::Duration;
 use stub_process::{cuda, nccl};
-use symmalloc_core::agreement::Mode;
+use symmalloc_agreement::Mode;
 use symmalloc_core::config::{Config, PoolConfig, PoolConfigBuilder};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer, Pool};
 use symmalloc_nccl::{Communicator, ReduceOp, Registrar, Registration, UniqueId};

@@ -10,11 +10,11 @@
 //!   request
 //! ```
 
+use super::found::{Answered, Found, is_memory_moved};
 use super::question::{Answer, Step, WINDOW};
 use super::report::Cause;
-use super::search::{Answered, Found};
-use crate::history::digest::{Mark, unpack_op};
-use crate::ids::StreamId;
+use symmalloc_core::histories::{Mark, unpack_op};
+use symmalloc_core::ids::StreamId;
 
 /// The likely cause of a difference, given all that were found.
 pub(crate) fn cause(found: &Found, all: &[Found]) -> Cause {
@@ -62,11 +62,6 @@ fn between(one: &Answered, other: &Answered) -> Cause {
         (_, Answer::Op { op, .. }) => only_one_did(op, other.window.len()),
         (Answer::Ended, Answer::Ended) => Cause::Unknown,
     }
-}
-
-/// Whether it is what came of another op: memory that was obtained or given back.
-pub(crate) fn is_memory_moved(op: u64) -> bool {
-    matches!(unpack_op(op), Some((Mark::Trim | Mark::Shrink | Mark::Death | Mark::Obtain, _, _)))
 }
 
 /// Whether it is what came of the op before: memory that was obtained.

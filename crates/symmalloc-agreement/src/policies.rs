@@ -1,12 +1,14 @@
 //! Finding the configurations that differ, key by key.
 
-use super::inquiry::{Next, ProtocolError, readers};
+use super::message::readers;
+use super::outcome::Next;
+use super::protocol::ProtocolError;
 use super::question::{Ask, POLICIES_PER_PAGE};
 use super::ranks::RankSet;
 use super::report::{Difference, PolicyDifference};
 use super::transport::Gathered;
-use crate::units::MIB;
 use std::collections::{BTreeMap, VecDeque};
+use symmalloc_core::units::MIB;
 
 /// Configurations of which the texts are compared; when more differ, these are told.
 const POLICIES_TOLD: usize = 8;

@@ -11,11 +11,11 @@
 //! | ops | the op with the given number, in each of several heaps |
 //! | details | an op's name, and the ops after it |
 
-use super::inquiry::ProtocolError;
 use super::message::{COMPARE_BYTES, MESSAGE_BYTES, Reader, Writer};
-use crate::history::digest::{Digest, Mark, op_word, unpack_op};
-use crate::ids::StreamId;
-use crate::history::journal::{CHECKPOINTS_MAX, NAME_BYTES_MAX};
+use super::protocol::{ProtocolError, VERSION};
+use symmalloc_core::Digest;
+use symmalloc_core::histories::{CHECKPOINTS_MAX, HeapHistory, Mark, NAME_BYTES_MAX, op_word, unpack_op};
+use symmalloc_core::ids::StreamId;
 
 /// A heap as all ranks name it: the symmetric pool's ordinal among symmetric pools, and the stream. Shared streams come
 /// last.
@@ -49,7 +49,7 @@ impl HeapKey {
 
 /// The number of an op in a heap, or a number of ops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Moment {
+pub(crate) struct OpNumber {
     pub(crate) heap: HeapKey,
     pub(crate) ops: u64,
 }
@@ -89,16 +89,16 @@ pub(crate) enum Ask {
         after: Option<HeapKey>,
     },
     Digests {
-        at: Vec<Moment>,
+        at: Vec<OpNumber>,
     },
     Checkpoints {
         heap: HeapKey,
     },
     Ops {
-        at: Vec<Moment>,
+        at: Vec<OpNumber>,
     },
     Details {
-        at: Moment,
+        at: OpNumber,
     },
 }
 
@@ -111,7 +111,7 @@ impl Question {
 
 /// Answer to [`Ask::Compare`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Summary {
+pub(crate) struct RankSummary {
     /// What kind of point of the program the rank has come to.
     pub(crate) point: u8,
     pub(crate) policies: u32,
@@ -121,10 +121,7 @@ pub(crate) struct Summary {
 }
 
 const MAGIC: u32 = u32::from_le_bytes(*b"symm");
-/// Of the protocol and of what goes into a digest.
-pub(crate) const VERSION: u32 = 1;
-
-impl Summary {
+impl RankSummary {
     pub(crate) fn write(&self, writer: &mut Writer<'_>) {
         writer.u32(MAGIC).u32(VERSION).u8(self.point).u32(self.policies).u64(self.policy_digest);
         writer.u32(self.heaps).u64(self.digest.ops).u64(self.digest.value);
@@ -138,7 +135,7 @@ impl Summary {
         if version != VERSION {
             return Err(reader.other_version(version));
         }
-        Ok(Summary {
+        Ok(RankSummary {
             point: reader.u8()?,
             policies: reader.u32()?,
             policy_digest: reader.u64()?,
@@ -150,14 +147,18 @@ impl Summary {
 
 /// One heap in an answer to [`Ask::Heaps`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Standing {
+pub(crate) struct HeapSummary {
     pub(crate) key: HeapKey,
     pub(crate) digest: Digest,
     /// The least number of ops whose digest the journal has, checkpoints aside.
     pub(crate) oldest: u64,
 }
 
-impl Standing {
+impl HeapSummary {
+    pub(crate) fn of(heap: &HeapHistory) -> Self {
+        HeapSummary { key: HeapKey::new(heap.pool, heap.stream), digest: heap.digest, oldest: heap.oldest }
+    }
+
     pub(crate) fn write(&self, writer: &mut Writer<'_>) {
         self.key.write(writer);
         writer.u64(self.digest.ops).u64(self.oldest).u64(self.digest.value);
@@ -169,7 +170,7 @@ impl Standing {
         if oldest > ops || ops == u64::MAX {
             Err(reader.garbled())
         } else {
-            Ok(Standing { key, digest: Digest { ops, value }, oldest })
+            Ok(HeapSummary { key, digest: Digest { ops, value }, oldest })
         }
     }
 }

@@ -1,11 +1,13 @@
 //! When to compare: what a program that wants it cheap, or wants it exact, tells its ranks.
 
+use super::agree::agree;
+use super::outcome::{Agreed, AgreementError};
+use super::point::Point;
 use super::transport::Transport;
-use super::{Agreed, AgreementError, Point, agree};
-use crate::allocator::Allocator;
-use crate::backend::Backend;
-use crate::lock::Lock;
 use std::num::NonZeroU64;
+use symmalloc_core::Allocator;
+use symmalloc_core::backend::Backend;
+use symmalloc_core::lock::Lock;
 
 /// When ranks compare. The same on every rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -30,7 +32,7 @@ pub enum Mode {
 /// # Examples
 /// ```
 /// use std::{thread, time::Duration};
-/// use symmalloc_core::agreement::{Agreement, Mode, ThreadTransport};
+/// use symmalloc_agreement::{Agreement, Mode, ThreadTransport};
 /// use symmalloc_core::{Allocator, Config, PoolConfig};
 /// use symmalloc_sim::SimBackend;
 ///

@@ -3,7 +3,8 @@
 //! Every message of a round has the same length, which the question decides, so that any all-gather can carry it. What
 //! comes back may be anything: reading never panics, and says what is wrong instead.
 
-use super::inquiry::ProtocolError;
+use super::protocol::ProtocolError;
+use super::transport::Gathered;
 
 /// Bytes of a message, but for the first round's.
 pub(crate) const MESSAGE_BYTES: usize = 1024;
@@ -112,4 +113,9 @@ impl<'a> Reader<'a> {
         let count = self.u32()? as usize;
         if count <= max { Ok(count) } else { Err(self.garbled()) }
     }
+}
+
+/// A rank's number with its message.
+pub(crate) fn readers(gathered: &Gathered) -> impl Iterator<Item = (u32, Reader<'_>)> {
+    (0..).zip(gathered.iter()).map(|(rank, message)| (rank, Reader::new(rank, message)))
 }

@@ -1,44 +1,42 @@
-//! A witness: one rank's side of an agreement. It answers questions about its allocator, and decides nothing.
+//! One rank's side of an agreement. It answers questions about its allocator, and decides nothing.
 
-use super::Point;
-use super::account::Account;
 use super::message::Writer;
+use super::point::Point;
 use super::question::{
-    Answer, Ask, HEAPS_PER_PAGE, HeapKey, Moment, POLICIES_PER_PAGE, POLICY_BYTES_MAX, Question, Standing, Step,
-    Summary, WINDOW,
+    Answer, Ask, HEAPS_PER_PAGE, HeapKey, HeapSummary, OpNumber, POLICIES_PER_PAGE, POLICY_BYTES_MAX, Question,
+    RankSummary, Step, WINDOW,
 };
-use crate::allocator::Allocator;
-use crate::backend::Backend;
-use crate::history::digest::{Digest, folded_multiply};
-use crate::ids::PoolId;
-use crate::history::journal::{Journal, NAME_BYTES_MAX};
-use crate::lock::Lock;
 use std::fmt;
+use symmalloc_core::backend::Backend;
+use symmalloc_core::histories::{HistorySource, Journal, NAME_BYTES_MAX, folded_multiply};
+use symmalloc_core::ids::PoolId;
+use symmalloc_core::lock::Lock;
+use symmalloc_core::{Allocator, Digest};
 
-/// One rank's answers, about the moment at which the witness was made: ops that other threads carry out meanwhile are
-/// not in them.
-pub struct Witness<'a> {
-    account: &'a dyn Account,
+/// A rank's history at the moment at which this was made: ops that other threads carry out meanwhile are not in it.
+pub struct RankHistory<'a> {
+    source: &'a dyn HistorySource,
     point: Point,
     /// Ascending by heap.
-    standings: Vec<Standing>,
+    heaps: Vec<HeapSummary>,
     /// The next number in program order.
     order: u64,
     /// The pools that it is about, by ordinal, ascending; `None` for all symmetric ones.
     pools: Option<Vec<u32>>,
 }
 
-impl fmt::Debug for Witness<'_> {
+impl fmt::Debug for RankHistory<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Witness").field("point", &self.point).field("heaps", &self.standings.len()).finish()
+        f.debug_struct("RankHistory").field("point", &self.point).field("heaps", &self.heaps.len()).finish()
     }
 }
 
-impl<'a> Witness<'a> {
-    /// The witness of an allocator's symmetric pools as they are now.
+impl<'a> RankHistory<'a> {
+    /// The history of an allocator's symmetric pools as they are now.
     pub fn new<B: Backend, L: Lock>(allocator: &'a Allocator<B, L>, point: Point) -> Self {
-        let account: &dyn Account = allocator;
-        Witness { account, point, order: account.order().next(), standings: account.standings(), pools: None }
+        let source: &dyn HistorySource = allocator;
+        let heaps = source.heap_histories().iter().map(HeapSummary::of).collect();
+        RankHistory { source, point, order: source.next_in_order(), heaps, pools: None }
     }
 
     /// As [`new`](Self::new), of these pools only: for ranks that share no others, or whose other pools are in use by other
@@ -46,10 +44,10 @@ impl<'a> Witness<'a> {
     pub fn of_pools<B: Backend, L: Lock>(allocator: &'a Allocator<B, L>, point: Point, pools: &[PoolId]) -> Self {
         let mut ordinals: Vec<u32> = pools.iter().filter_map(|pool| allocator.symmetric_ordinal(*pool)).collect();
         ordinals.sort_unstable();
-        let mut witness = Witness::new(allocator, point);
-        witness.standings.retain(|standing| ordinals.binary_search(&standing.key.pool).is_ok());
-        witness.pools = Some(ordinals);
-        witness
+        let mut history = RankHistory::new(allocator, point);
+        history.heaps.retain(|heap| ordinals.binary_search(&heap.key.pool).is_ok());
+        history.pools = Some(ordinals);
+        history
     }
 
     /// Appends the answer to a question, of [`Question::message_bytes`] bytes.
@@ -66,7 +64,7 @@ impl<'a> Witness<'a> {
                     writer.u64(*digest);
                 }
             }
-            Ask::Policy { number } => match self.account.policy(*number) {
+            Ask::Policy { number } => match self.source.policy(*number) {
                 Some(text) => {
                     writer.u8(1).text(&text, POLICY_BYTES_MAX);
                 }
@@ -75,11 +73,11 @@ impl<'a> Witness<'a> {
                 }
             },
             Ask::Heaps { after } => {
-                let first = self.standings.partition_point(|standing| Some(standing.key) <= *after);
-                let page = &self.standings[first..];
+                let first = self.heaps.partition_point(|heap| Some(heap.key) <= *after);
+                let page = &self.heaps[first..];
                 let page = &page[..page.len().min(HEAPS_PER_PAGE)];
                 writer.u32(page.len() as u32);
-                page.iter().for_each(|standing| standing.write(&mut writer));
+                page.iter().for_each(|heap| heap.write(&mut writer));
             }
             Ask::Digests { at } => {
                 writer.u32(at.len() as u32);
@@ -99,7 +97,7 @@ impl<'a> Witness<'a> {
         }
     }
 
-    /// All ranks agreed on what this witness said: the histories before it are forgotten.
+    /// All ranks agreed on what this one answered: the histories before it are forgotten.
     pub fn settle(&self) {
         self.settle_pools(|_| true);
     }
@@ -107,17 +105,17 @@ impl<'a> Witness<'a> {
     /// As [`settle`](Self::settle), of those symmetric pools that are chosen by their ordinals: the others are compared from
     /// where they are now with ranks that did not agree here.
     pub fn settle_pools(&self, is_chosen: impl Fn(u32) -> bool) {
-        self.account.order().agree(self.order);
+        self.source.agree_order(self.order);
         if self.point == Point::Sync {
-            self.account.pass_sync();
+            self.source.pass_sync();
         }
-        let chosen = self.standings.iter().filter(|standing| is_chosen(standing.key.pool));
-        chosen.for_each(|standing| self.account.settle(standing.key, standing.digest));
+        let chosen = self.heaps.iter().filter(|heap| is_chosen(heap.key.pool));
+        chosen.for_each(|heap| self.source.settle(heap.key.pool, heap.key.stream(), heap.digest));
     }
 
     /// Digests of the configurations, by number; 0 in place of those it is not about.
     fn policy_digests(&self) -> Vec<u64> {
-        let mut digests = self.account.policy_digests();
+        let mut digests = self.source.policy_digests();
         if let Some(pools) = &self.pools {
             digests.truncate(pools.last().map_or(1, |last| *last as usize + 2));
             for (digest, ordinal) in digests.iter_mut().skip(1).zip(0..) {
@@ -129,58 +127,58 @@ impl<'a> Witness<'a> {
         digests
     }
 
-    fn summary(&self) -> Summary {
+    fn summary(&self) -> RankSummary {
         let policies = self.policy_digests();
         let mut digest = Digest { ops: 0, value: 0 };
-        for Standing { key, digest: heap, .. } in &self.standings {
+        for HeapSummary { key, digest: heap, .. } in &self.heaps {
             let name = (u64::from(key.pool) << 32) | key.stream().map_or(u64::from(u32::MAX), |stream| stream.0.into());
             digest.value =
                 folded_multiply(digest.value ^ name ^ NAME_KEY, heap.value ^ DIGEST_KEY).wrapping_add(heap.ops);
             digest.ops += heap.ops;
         }
-        Summary {
+        RankSummary {
             point: self.point as u8,
             policies: policies.len() as u32,
             policy_digest: policies.iter().fold(0, |all, one| folded_multiply(all ^ NAME_KEY, one ^ DIGEST_KEY)),
-            heaps: self.standings.len() as u32,
+            heaps: self.heaps.len() as u32,
             digest,
         }
     }
 
-    fn standing(&self, heap: HeapKey) -> Option<&Standing> {
-        let at = self.standings.binary_search_by_key(&heap, |standing| standing.key).ok()?;
-        Some(&self.standings[at])
+    fn heap(&self, heap: HeapKey) -> Option<&HeapSummary> {
+        let at = self.heaps.binary_search_by_key(&heap, |summary| summary.key).ok()?;
+        Some(&self.heaps[at])
     }
 
     /// What the journal of a heap says.
     fn look_back<T>(&self, heap: HeapKey, look: impl Fn(&Journal) -> T) -> Option<T> {
         let mut found = None;
-        self.account.look_back(heap, &mut |journal| found = Some(look(journal)));
+        self.source.look_back(heap.pool, heap.stream(), &mut |journal| found = Some(look(journal)));
         found
     }
 
-    fn digest_at(&self, Moment { heap, ops }: Moment) -> Option<u64> {
-        let standing = self.standing(heap)?.digest;
-        if ops >= standing.ops {
-            return (ops == standing.ops).then_some(standing.value);
+    fn digest_at(&self, OpNumber { heap, ops }: OpNumber) -> Option<u64> {
+        let now = self.heap(heap)?.digest;
+        if ops >= now.ops {
+            return (ops == now.ops).then_some(now.value);
         }
         self.look_back(heap, |journal| journal.digest_at(ops))?
     }
 
     fn checkpoints(&self, heap: HeapKey) -> Vec<Digest> {
-        let Some(standing) = self.standing(heap) else { return Vec::new() };
+        let Some(now) = self.heap(heap) else { return Vec::new() };
         let kept = self.look_back(heap, |journal| journal.checkpoints().collect::<Vec<_>>());
         let mut kept = kept.unwrap_or_default();
-        kept.retain(|digest| digest.ops < standing.digest.ops);
-        kept.push(standing.digest);
+        kept.retain(|digest| digest.ops < now.digest.ops);
+        kept.push(now.digest);
         kept
     }
 
-    fn op_at(&self, Moment { heap, ops }: Moment) -> Answer {
-        if self.standing(heap).is_none_or(|standing| standing.digest.ops <= ops) {
+    fn op_at(&self, OpNumber { heap, ops }: OpNumber) -> Answer {
+        if self.heap(heap).is_none_or(|now| now.digest.ops <= ops) {
             return Answer::Ended;
         }
-        let order = |number| self.account.order().since_agreed(number);
+        let order = |number| self.source.order_since_agreed(number);
         let answer = self.look_back(heap, |journal| match journal.entry(ops) {
             Some(entry) => Answer::Op { op: entry.op, decision: entry.decision, order: order(entry.order) },
             None => Answer::Forgotten { order: journal.entry(journal.oldest()).map(|entry| order(entry.order)) },
@@ -188,8 +186,8 @@ impl<'a> Witness<'a> {
         answer.unwrap_or(Answer::Forgotten { order: None })
     }
 
-    fn write_details(&self, Moment { heap, ops }: Moment, writer: &mut Writer<'_>) {
-        let end = self.standing(heap).map_or(0, |standing| standing.digest.ops);
+    fn write_details(&self, OpNumber { heap, ops }: OpNumber, writer: &mut Writer<'_>) {
+        let end = self.heap(heap).map_or(0, |now| now.digest.ops);
         let (window, name) = self
             .look_back(heap, |journal| {
                 let entries = (ops..end).take(4 * WINDOW).map_while(|op| journal.entry(op));

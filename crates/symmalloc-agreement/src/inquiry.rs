@@ -14,16 +14,17 @@
 //! and a set of ranks per different answer.
 
 use super::directory::Directory;
-use super::message::Reader;
+use super::message::readers;
+use super::outcome::{Agreed, Next};
+use super::point::Point;
 use super::policies::Policies;
-use super::question::{Ask, Question, Summary, VERSION};
+use super::protocol::ProtocolError;
+use super::question::{Ask, Question, RankSummary};
 use super::ranks::RankSet;
 use super::report::{Difference, Disagreement};
 use super::search::Search;
 use super::transport::Gathered;
-use super::{Agreed, Point};
 use std::collections::BTreeMap;
-use thiserror::Error;
 
 /// Rounds after which something must be wrong: enough for a hundred thousand heaps.
 const ROUNDS_MAX: u32 = 1 << 12;
@@ -34,51 +35,10 @@ const ROUNDS_MAX: u32 = 1 << 12;
 pub enum Progress {
     /// There is a next [question](Inquiry::question).
     Asked,
-    /// All ranks have the same history. Every witness is to [settle](super::Witness::settle).
+    /// All ranks have the same history. Every rank [settles](super::RankHistory::settle).
     Agreed(Agreed),
     /// They do not.
     Disagreed(Box<Disagreement>),
-}
-
-/// What a rank said means nothing. Every rank gets the same error.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum ProtocolError {
-    /// A round has another number of messages, or messages of another length, than was asked for.
-    #[error(
-        "{messages} messages of {message_bytes} bytes were gathered from {ranks} ranks: the transport mixes rounds"
-    )]
-    WrongShape {
-        /// Messages that came.
-        messages: usize,
-        /// Bytes of each.
-        message_bytes: usize,
-        /// Number of ranks.
-        ranks: u32,
-    },
-    /// A rank runs another version of this library.
-    #[error("rank {rank} speaks version {version} of the agreement protocol, this one {VERSION}: run one version")]
-    OtherVersion {
-        /// The rank.
-        rank: u32,
-        /// Its version.
-        version: u32,
-    },
-    /// A rank's message is no answer to the question.
-    #[error("rank {rank} sent something that is no answer: its memory or the transport is damaged")]
-    Garbled {
-        /// The rank.
-        rank: u32,
-    },
-    /// The answers contradict those of earlier rounds.
-    #[error("the ranks contradict what they said before: do other threads use symmetric pools during an agreement?")]
-    Contradiction,
-    /// The ranks do not come to an end.
-    #[error("no end after {rounds} rounds")]
-    TooManyRounds {
-        /// Rounds so far.
-        rounds: u32,
-    },
 }
 
 /// The state machine of one agreement: the same on every rank, or one for all of them.
@@ -90,18 +50,6 @@ pub struct Inquiry {
     policies: Policies,
     directory: Directory,
     search: Search,
-}
-
-/// What follows from a round.
-pub(crate) enum Next {
-    Ask(Ask),
-    Agreed(Agreed),
-    Disagreed(Difference),
-}
-
-/// A rank's number with its message.
-pub(crate) fn readers(gathered: &Gathered) -> impl Iterator<Item = (u32, Reader<'_>)> {
-    (0..).zip(gathered.iter()).map(|(rank, message)| (rank, Reader::new(rank, message)))
 }
 
 impl Inquiry {
@@ -172,7 +120,7 @@ fn compare(gathered: &Gathered) -> Result<Next, ProtocolError> {
     let mut first = None;
     let (mut are_policies_equal, mut are_histories_equal) = (true, true);
     for (rank, mut reader) in readers(gathered) {
-        let summary = Summary::read(&mut reader)?;
+        let summary = RankSummary::read(&mut reader)?;
         if point(summary.point).is_none() {
             return Err(reader.garbled());
         }

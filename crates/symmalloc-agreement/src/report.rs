@@ -1,11 +1,11 @@
 //! What ranks that disagree are told: for people as text, for programs as fields. The same on every rank.
 
-use super::Point;
+use super::point::Point;
 use super::question::Answer;
 use super::ranks::RankSet;
-use crate::history::digest::{Mark, unpack_op, unpack_placement};
-use crate::ids::{Placement, SegmentId, StreamId};
 use std::fmt;
+use symmalloc_core::histories::{Mark, unpack_op, unpack_placement};
+use symmalloc_core::ids::{Placement, SegmentId, StreamId};
 
 /// How the ranks differ.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -53,7 +53,7 @@ pub struct PolicyDifference {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct HeapDifference {
-    /// The pool's ordinal among symmetric pools, see [`Allocator::symmetric_pool`](crate::Allocator::symmetric_pool).
+    /// The pool's ordinal among symmetric pools, see [`Allocator::symmetric_pool`](symmalloc_core::Allocator::symmetric_pool).
     pub pool: u32,
     /// The heap's stream; `None` when the pool's streams share.
     pub stream: Option<StreamId>,

@@ -18,17 +18,17 @@ use std::time::Duration;
 pub struct ThreadTransport {
     rank: u32,
     timeout: Duration,
-    meeting: Arc<Meeting>,
+    meeting: Arc<ThreadMeeting>,
 }
 
 #[derive(Debug)]
-struct Meeting {
-    state: Mutex<State>,
+struct ThreadMeeting {
+    state: Mutex<RoundState>,
     changed: Condvar,
 }
 
 #[derive(Debug)]
-struct State {
+struct RoundState {
     /// Rounds that are complete.
     rounds: u64,
     /// Messages of the open round.
@@ -41,17 +41,17 @@ struct State {
 impl ThreadTransport {
     /// The ends of `ranks` ranks. None waits longer than `timeout` for the others.
     pub fn group(ranks: u32, timeout: Duration) -> Vec<ThreadTransport> {
-        let state = State {
+        let state = RoundState {
             rounds: 0,
             given: vec![None; ranks as usize],
             last: Ok(Gathered::new([].as_slice(), 0)),
             gone: None,
         };
-        let meeting = Arc::new(Meeting { state: Mutex::new(state), changed: Condvar::new() });
+        let meeting = Arc::new(ThreadMeeting { state: Mutex::new(state), changed: Condvar::new() });
         (0..ranks).map(|rank| ThreadTransport { rank, timeout, meeting: Arc::clone(&meeting) }).collect()
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, RoundState> {
         self.meeting.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -74,7 +74,7 @@ impl Transport for ThreadTransport {
             self.meeting.changed.notify_all();
             return state.last.clone();
         }
-        let is_open = |state: &mut State| state.rounds == round && state.gone.is_none();
+        let is_open = |state: &mut RoundState| state.rounds == round && state.gone.is_none();
         let waited = self.meeting.changed.wait_timeout_while(state, self.timeout, is_open);
         let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
         if state.rounds > round {
@@ -97,7 +97,7 @@ impl Drop for ThreadTransport {
     }
 }
 
-impl State {
+impl RoundState {
     fn missing(&self) -> RankSet {
         self.given.iter().zip(0..).filter(|(given, _)| given.is_none()).map(|(_, rank)| rank).collect()
     }

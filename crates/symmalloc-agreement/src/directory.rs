@@ -3,11 +3,12 @@
 //! Every rank sends its next heaps in order. The lists are complete up to the least key at which a full page ends; what
 //! lies beyond is asked for again.
 
-use super::inquiry::{ProtocolError, readers};
-use super::question::{Ask, HEAPS_PER_PAGE, HeapKey, Standing};
+use super::message::readers;
+use super::protocol::ProtocolError;
+use super::question::{Ask, HEAPS_PER_PAGE, HeapKey, HeapSummary};
 use super::transport::Gathered;
-use crate::history::digest::Digest;
 use std::collections::BTreeMap;
+use symmalloc_core::Digest;
 
 #[derive(Debug, Default)]
 pub(crate) struct Directory {
@@ -19,7 +20,7 @@ pub(crate) struct Directory {
 
 /// One heap over all ranks.
 #[derive(Clone, Copy, Debug)]
-struct Tally {
+struct HeapTally {
     ranks: u32,
     digest: Digest,
     differs: bool,
@@ -38,25 +39,18 @@ pub(crate) struct Differing {
     pub(crate) oldest: u64,
 }
 
-impl Tally {
-    fn new(standing: &Standing) -> Self {
-        let ops = standing.digest.ops;
-        Tally {
-            ranks: 0,
-            digest: standing.digest,
-            differs: false,
-            ops_min: ops,
-            ops_max: ops,
-            oldest_max: standing.oldest,
-        }
+impl HeapTally {
+    fn new(heap: &HeapSummary) -> Self {
+        let ops = heap.digest.ops;
+        HeapTally { ranks: 0, digest: heap.digest, differs: false, ops_min: ops, ops_max: ops, oldest_max: heap.oldest }
     }
 
-    fn add(&mut self, standing: &Standing) {
-        let ops = standing.digest.ops;
+    fn add(&mut self, heap: &HeapSummary) {
+        let ops = heap.digest.ops;
         self.ranks += 1;
-        self.differs |= self.digest != standing.digest;
+        self.differs |= self.digest != heap.digest;
         (self.ops_min, self.ops_max) = (self.ops_min.min(ops), self.ops_max.max(ops));
-        self.oldest_max = self.oldest_max.max(standing.oldest);
+        self.oldest_max = self.oldest_max.max(heap.oldest);
     }
 
     fn differing(&self, key: HeapKey, ranks: u32) -> Option<Differing> {
@@ -73,18 +67,18 @@ impl Tally {
 impl Directory {
     /// Takes a page of every rank's list. Returns the question for the next one, `None` after the last.
     pub(crate) fn page(&mut self, ranks: u32, gathered: &Gathered) -> Result<Option<Ask>, ProtocolError> {
-        let mut tallies: BTreeMap<HeapKey, Tally> = BTreeMap::new();
+        let mut tallies: BTreeMap<HeapKey, HeapTally> = BTreeMap::new();
         let mut complete_to: Option<HeapKey> = None;
         for (_, mut reader) in readers(gathered) {
             let count = reader.count(HEAPS_PER_PAGE)?;
             let mut last = self.after;
             for _ in 0..count {
-                let standing = Standing::read(&mut reader)?;
-                if Some(standing.key) <= last {
+                let heap = HeapSummary::read(&mut reader)?;
+                if Some(heap.key) <= last {
                     return Err(reader.garbled());
                 }
-                last = Some(standing.key);
-                tallies.entry(standing.key).or_insert_with(|| Tally::new(&standing)).add(&standing);
+                last = Some(heap.key);
+                tallies.entry(heap.key).or_insert_with(|| HeapTally::new(&heap)).add(&heap);
             }
             if count == HEAPS_PER_PAGE {
                 complete_to = complete_to.map_or(last, |to| last.map(|last| last.min(to)));

@@ -12,13 +12,16 @@
 
 use super::cause;
 use super::directory::Differing;
-use super::inquiry::{Next, ProtocolError, readers};
-use super::question::{Answer, Ask, HeapKey, Moment, PROBES_MAX, SEARCHES_MAX, Step, WINDOW};
+use super::found::{Answered, Earliest, Found};
+use super::message::readers;
+use super::outcome::Next;
+use super::protocol::ProtocolError;
+use super::question::{Answer, Ask, HeapKey, OpNumber, PROBES_MAX, SEARCHES_MAX, Step, WINDOW};
 use super::ranks::RankSet;
 use super::report::{Action, Cause, Difference, Group, HeapDifference};
 use super::transport::Gathered;
-use crate::history::journal::CHECKPOINTS_MAX;
 use std::collections::{BTreeMap, VecDeque};
+use symmalloc_core::histories::CHECKPOINTS_MAX;
 
 /// Heaps whose ops are told in full, names included.
 const HEAPS_TOLD: usize = 4;
@@ -27,7 +30,7 @@ const HEAPS_TOLD: usize = 4;
 pub(crate) struct Search {
     ranks: u32,
     waiting: VecDeque<Differing>,
-    open: Vec<Interval>,
+    open: Vec<SearchInterval>,
     found: Vec<Found>,
     /// Of heaps whose journals do not go back far enough: the ranks by what has become of the heap by now.
     lost: BTreeMap<HeapKey, Vec<RankSet>>,
@@ -37,15 +40,15 @@ pub(crate) struct Search {
 
 /// Where the first difference of a heap lies: the histories are equal after `low` ops and differ after `high`.
 #[derive(Clone, Copy, Debug)]
-struct Interval {
+struct SearchInterval {
     heap: HeapKey,
     low: u64,
     high: u64,
-    state: State,
+    state: IntervalState,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum IntervalState {
     /// That the histories are equal after `low` ops is only hoped for: it is the first moment that everybody remembers.
     Hoped,
     Known,
@@ -55,100 +58,47 @@ enum State {
     Bounded,
 }
 
-/// A first difference.
-#[derive(Clone, Debug)]
-pub(crate) struct Found {
-    pub(crate) heap: HeapKey,
-    pub(crate) first: u64,
-    pub(crate) last: u64,
-    pub(crate) earliest: Option<Earliest>,
-    pub(crate) answers: Vec<Answered>,
-}
-
-impl Found {
-    /// Its number in program order, the least over the ranks.
-    pub(crate) fn order(&self) -> Option<u64> {
-        self.earliest.map(|earliest| earliest.order)
-    }
-}
-
-/// When a difference shows first, over all ranks.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Earliest {
-    /// The number in program order.
-    order: u64,
-    /// What a rank did at that moment was to obtain memory, or to give it back: what came of another op.
-    pub(crate) is_memory_moved: bool,
-}
-
-impl Earliest {
-    fn of(answer: Answer) -> Option<Self> {
-        let is_memory_moved = matches!(answer, Answer::Op { op, .. } if cause::is_memory_moved(op));
-        Some(Earliest { order: answer.order()?, is_memory_moved })
-    }
-
-    fn or_before(self, other: Option<Self>) -> Self {
-        match other {
-            Some(other) if other.order < self.order => other,
-            Some(other) if other.order == self.order => {
-                Earliest { is_memory_moved: self.is_memory_moved || other.is_memory_moved, ..self }
-            }
-            _ => self,
-        }
-    }
-}
-
-/// Ranks that answered alike.
-#[derive(Clone, Debug)]
-pub(crate) struct Answered {
-    pub(crate) ranks: RankSet,
-    pub(crate) answer: Answer,
-    pub(crate) name: Option<Box<str>>,
-    /// What the ops from here on asked for.
-    pub(crate) window: Vec<Step>,
-}
-
-impl Interval {
+impl SearchInterval {
     fn new(differing: Differing) -> Self {
         let (low, high) = (differing.oldest, differing.differs_after);
         // Before the first op the histories are equal: the configurations are.
         let (low, state) = match (low, high) {
-            (_, 1) | (0, _) => (0, State::Known),
-            _ if low < high => (low, State::Hoped),
-            _ => (0, State::Lost),
+            (_, 1) | (0, _) => (0, IntervalState::Known),
+            _ if low < high => (low, IntervalState::Hoped),
+            _ => (0, IntervalState::Lost),
         };
-        Interval { heap: differing.key, low, high, state }
+        SearchInterval { heap: differing.key, low, high, state }
     }
 
     fn is_open(&self) -> bool {
         match self.state {
-            State::Hoped => true,
-            State::Known => self.high - self.low > 1,
-            State::Lost | State::Bounded => false,
+            IntervalState::Hoped => true,
+            IntervalState::Known => self.high - self.low > 1,
+            IntervalState::Lost | IntervalState::Bounded => false,
         }
     }
 
     /// So many numbers of ops, at which to compare.
-    fn probes(&self, count: u64) -> Vec<Moment> {
+    fn probes(&self, count: u64) -> Vec<OpNumber> {
         let width = self.high - self.low;
-        let inner = count - u64::from(self.state == State::Hoped);
+        let inner = count - u64::from(self.state == IntervalState::Hoped);
         let at = |part: u64| self.low + (u128::from(width) * u128::from(part) / (u128::from(inner) + 1)) as u64;
-        let first = (self.state == State::Hoped).then_some(self.low);
+        let first = (self.state == IntervalState::Hoped).then_some(self.low);
         let mut ops: Vec<u64> = first.into_iter().chain((1..=inner).map(at).filter(|ops| *ops > self.low)).collect();
         ops.dedup();
-        ops.into_iter().map(|ops| Moment { heap: self.heap, ops }).collect()
+        ops.into_iter().map(|ops| OpNumber { heap: self.heap, ops }).collect()
     }
 }
 
 /// What all ranks say about one number of ops.
 #[derive(Clone, Copy, Debug, Default)]
-struct Tally {
+struct DigestTally {
     ranks: u32,
     value: u64,
     differs: bool,
 }
 
-impl Tally {
+impl DigestTally {
     fn add(&mut self, value: u64) {
         if self.ranks == 0 {
             self.value = value;
@@ -182,18 +132,18 @@ impl Search {
     fn next(&mut self) -> Next {
         if self.open.is_empty() {
             let batch = self.waiting.len().min(SEARCHES_MAX);
-            self.open.extend(self.waiting.drain(..batch).map(Interval::new));
+            self.open.extend(self.waiting.drain(..batch).map(SearchInterval::new));
         }
         if self.open.is_empty() {
             return self.next_details();
         }
-        if let Some(lost) = self.open.iter().find(|interval| interval.state == State::Lost) {
+        if let Some(lost) = self.open.iter().find(|interval| interval.state == IntervalState::Lost) {
             return Next::Ask(Ask::Checkpoints { heap: lost.heap });
         }
-        let open: Vec<&Interval> = self.open.iter().filter(|interval| interval.is_open()).collect();
+        let open: Vec<&SearchInterval> = self.open.iter().filter(|interval| interval.is_open()).collect();
         Next::Ask(if open.is_empty() {
             Ask::Ops {
-                at: self.open.iter().map(|interval| Moment { heap: interval.heap, ops: interval.low }).collect(),
+                at: self.open.iter().map(|interval| OpNumber { heap: interval.heap, ops: interval.low }).collect(),
             }
         } else {
             let count = (PROBES_MAX / open.len()) as u64;
@@ -201,8 +151,8 @@ impl Search {
         })
     }
 
-    pub(crate) fn digests(&mut self, at: &[Moment], gathered: &Gathered) -> Result<Next, ProtocolError> {
-        let mut tallies = vec![Tally::default(); at.len()];
+    pub(crate) fn digests(&mut self, at: &[OpNumber], gathered: &Gathered) -> Result<Next, ProtocolError> {
+        let mut tallies = vec![DigestTally::default(); at.len()];
         for (_, mut reader) in readers(gathered) {
             if reader.count(PROBES_MAX)? != at.len() {
                 return Err(reader.garbled());
@@ -219,18 +169,18 @@ impl Search {
             let of_heap = at.iter().zip(&tallies).filter(|(moment, _)| moment.heap == interval.heap);
             for (moment, tally) in of_heap {
                 if tally.ranks < self.ranks {
-                    interval.state = State::Lost;
+                    interval.state = IntervalState::Lost;
                     break;
                 }
                 if tally.differs {
-                    let is_hope_lost = interval.state == State::Hoped;
+                    let is_hope_lost = interval.state == IntervalState::Hoped;
                     interval.high = moment.ops;
-                    interval.state = if is_hope_lost { State::Lost } else { State::Known };
+                    interval.state = if is_hope_lost { IntervalState::Lost } else { IntervalState::Known };
                     break;
                 }
-                (interval.low, interval.state) = (moment.ops, State::Known);
+                (interval.low, interval.state) = (moment.ops, IntervalState::Known);
             }
-            if interval.state == State::Lost {
+            if interval.state == IntervalState::Lost {
                 interval.low = 0;
             }
         }
@@ -238,7 +188,7 @@ impl Search {
     }
 
     pub(crate) fn checkpoints(&mut self, heap: HeapKey, gathered: &Gathered) -> Result<Next, ProtocolError> {
-        let mut tallies: BTreeMap<u64, Tally> = BTreeMap::new();
+        let mut tallies: BTreeMap<u64, DigestTally> = BTreeMap::new();
         let mut groups: BTreeMap<Option<(u64, u64)>, RankSet> = BTreeMap::new();
         for (rank, mut reader) in readers(gathered) {
             let mut last: Option<(u64, u64)> = None;
@@ -256,7 +206,7 @@ impl Search {
         groups.sort_by_key(RankSet::first);
         self.lost.insert(heap, groups);
         for interval in self.open.iter_mut().filter(|interval| interval.heap == heap) {
-            interval.state = State::Bounded;
+            interval.state = IntervalState::Bounded;
             for (ops, tally) in tallies.range(..interval.high).filter(|(_, tally)| tally.ranks == self.ranks) {
                 if tally.differs {
                     interval.high = *ops;
@@ -271,7 +221,7 @@ impl Search {
         Ok(self.next())
     }
 
-    pub(crate) fn ops(&mut self, at: &[Moment], gathered: &Gathered) -> Result<Next, ProtocolError> {
+    pub(crate) fn ops(&mut self, at: &[OpNumber], gathered: &Gathered) -> Result<Next, ProtocolError> {
         let mut answers: Vec<BTreeMap<Answer, RankSet>> = vec![BTreeMap::new(); at.len()];
         let mut earliest: Vec<Option<Earliest>> = vec![None; at.len()];
         for (rank, mut reader) in readers(gathered) {
@@ -309,13 +259,13 @@ impl Search {
             self.found.sort_by_key(order);
         }
         let told = self.found.iter().take(HEAPS_TOLD).skip(self.detailed);
-        match told.map(|found| Moment { heap: found.heap, ops: found.first }).next() {
+        match told.map(|found| OpNumber { heap: found.heap, ops: found.first }).next() {
             Some(at) => Next::Ask(Ask::Details { at }),
             None => Next::Disagreed(self.conclude()),
         }
     }
 
-    pub(crate) fn details(&mut self, at: Moment, gathered: &Gathered) -> Result<Next, ProtocolError> {
+    pub(crate) fn details(&mut self, at: OpNumber, gathered: &Gathered) -> Result<Next, ProtocolError> {
         debug_assert_eq!(self.found[self.detailed].heap, at.heap);
         let mut readers = readers(gathered);
         let mut answers: Vec<&mut Answered> = self.found[self.detailed].answers.iter_mut().collect();

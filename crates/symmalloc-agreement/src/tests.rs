@@ -1,60 +1,13 @@
-//! What ranks that lie, forget or send garbage get, and what journals keep.
+//! What ranks that lie, forget or send garbage get.
 
 use super::question::{Ask, HEAPS_PER_PAGE};
 use super::*;
-use crate::config::{Config, PoolConfig};
-use crate::history::digest::{Digest, Mark, op_word};
-use crate::ids::{PoolId, StreamId};
-use crate::history::journal::{CHECKPOINTS_MAX, Journal, ProgramOrder};
-use crate::sim::{SimBackend, SplitMix64};
 use proptest::prelude::*;
-use std::sync::Arc;
-
-fn journal(history_ops: u32) -> (Journal, Digest) {
-    let digest = Digest { ops: 0, value: 7 };
-    (Journal::new(history_ops, digest, Arc::new(ProgramOrder::new(true))), digest)
-}
-
-/// Folds and notes an op.
-fn note(journal: &mut Journal, digest: &mut Digest, op: u64) {
-    digest.fold(op, 1);
-    journal.note(op, 1, *digest);
-}
-
-#[test]
-fn a_journal_answers_for_its_last_ops_as_one_that_forgets_nothing() {
-    let (mut short, mut digest) = journal(10);
-    let mut all = vec![digest];
-    for op in 0..1000 {
-        note(&mut short, &mut digest, op);
-        all.push(digest);
-        let oldest = (op + 1).saturating_sub(10);
-        assert_eq!((short.ops(), short.oldest()), (op + 1, oldest));
-        for (at, digest) in (0..).zip(&all) {
-            let known = (at >= oldest).then_some(digest.value);
-            assert_eq!(short.digest_at(at), known);
-            assert_eq!(short.entry(at).map(|entry| entry.op), (at >= oldest && at <= op).then_some(at));
-        }
-        assert!(short.checkpoints().all(|checkpoint| all[checkpoint.ops as usize] == checkpoint));
-    }
-}
-
-#[test]
-fn checkpoints_are_few_spread_and_at_the_same_ops_whatever_a_rank_remembers() {
-    let (mut one, mut digest) = journal(16);
-    let (mut other, mut other_digest) = journal(100);
-    for op in 0..100_000 {
-        note(&mut one, &mut digest, op);
-        note(&mut other, &mut other_digest, op);
-    }
-    let kept: Vec<Digest> = one.checkpoints().collect();
-    assert!(kept.len() <= CHECKPOINTS_MAX + 2, "{}", kept.len());
-    assert_eq!(kept[0].ops, 0, "where ranks agreed is never thinned out");
-    let widest = kept.windows(2).map(|pair| pair[1].ops - pair[0].ops).max().expect("several");
-    assert!(widest <= 2 * 100_000 / (CHECKPOINTS_MAX as u64 / 2), "{widest}");
-    let shared = other.checkpoints().filter(|checkpoint| kept.contains(checkpoint)).count();
-    assert!(shared >= CHECKPOINTS_MAX / 2, "{shared}");
-}
+use symmalloc_core::Allocator;
+use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::histories::HistorySource;
+use symmalloc_core::ids::{PoolId, StreamId};
+use symmalloc_sim::{SimBackend, SplitMix64};
 
 #[test]
 fn a_limit_that_one_rank_changed_is_a_difference_of_configurations() {
@@ -63,7 +16,7 @@ fn a_limit_that_one_rank_changed_is_a_difference_of_configurations() {
         let config = Config::builder().default_pool(pool).limit_bytes(Some(64 << 20)).build().expect("valid");
         Allocator::<_>::new(SimBackend::builder().rank(rank).build(), config).expect("valid")
     });
-    let compare = || agree_in_lockstep(&ranks.each_ref().map(|allocator| Witness::new(allocator, Point::Sync)));
+    let compare = || agree_in_lockstep(&ranks.each_ref().map(|allocator| RankHistory::new(allocator, Point::Sync)));
     ranks.iter().for_each(|allocator| allocator.set_limit_bytes(Some(32 << 20)));
     assert_eq!(compare().map(|agreed| agreed.ops), Ok(0));
     ranks[1].set_limit_bytes(None);
@@ -87,15 +40,16 @@ fn ranks_may_agree_on_some_pools_and_leave_the_others_alone() {
         allocator.allocate(shared, stream, 3 << 20).expect("fits");
         (allocator, other, shared)
     });
-    let witnesses = ranks.each_ref().map(|(allocator, _, shared)| {
+    let histories = ranks.each_ref().map(|(allocator, _, shared)| {
         // A private pool is ignored.
-        Witness::of_pools(allocator, Point::Sync, &[*shared, PoolId::DEFAULT])
+        RankHistory::of_pools(allocator, Point::Sync, &[*shared, PoolId::DEFAULT])
     });
-    assert_eq!(agree_in_lockstep(&witnesses), Ok(Agreed { ops: 2 }));
-    let witnesses = ranks.each_ref().map(|(allocator, other, _)| Witness::of_pools(allocator, Point::Sync, &[*other]));
-    let Err(AgreementError::Disagreed(disagreement)) = agree_in_lockstep(&witnesses) else { panic!("limits differ") };
+    assert_eq!(agree_in_lockstep(&histories), Ok(Agreed { ops: 2 }));
+    let histories =
+        ranks.each_ref().map(|(allocator, other, _)| RankHistory::of_pools(allocator, Point::Sync, &[*other]));
+    let Err(AgreementError::Disagreed(disagreement)) = agree_in_lockstep(&histories) else { panic!("limits differ") };
     assert!(disagreement.to_string().contains("symmetric pool 0"), "{disagreement}");
-    let nothing = ranks.each_ref().map(|(allocator, _, _)| Witness::of_pools(allocator, Point::Sync, &[]));
+    let nothing = ranks.each_ref().map(|(allocator, _, _)| RankHistory::of_pools(allocator, Point::Sync, &[]));
     assert_eq!(agree_in_lockstep(&nothing), Ok(Agreed { ops: 0 }));
 }
 
@@ -110,30 +64,12 @@ fn pools_that_are_not_settled_keep_their_history() {
         allocator.allocate(pool, stream, 1 << 20).expect("fits");
     }
     let oldest = || {
-        let standings = account::Account::standings(&allocator);
-        standings.iter().map(|standing| (standing.key.pool, standing.oldest)).collect::<Vec<_>>()
+        let heaps = allocator.heap_histories();
+        heaps.iter().map(|heap| (heap.pool, heap.oldest)).collect::<Vec<_>>()
     };
     assert_eq!(oldest(), [(0, 0), (1, 0)]);
-    Witness::new(&allocator, Point::Sync).settle_pools(|ordinal| ordinal == 1);
+    RankHistory::new(&allocator, Point::Sync).settle_pools(|ordinal| ordinal == 1);
     assert_eq!(oldest(), [(0, 0), (1, 2)]);
-}
-
-#[test]
-fn an_agreement_empties_the_journal_and_its_memory_is_bounded() {
-    let (mut journal, mut digest) = journal(500);
-    let name = "ü".repeat(100);
-    for op in 0..3000 {
-        note(&mut journal, &mut digest, op_word(Mark::Allocate, StreamId(0), op));
-        journal.name_allocation(1, &name);
-    }
-    assert!(journal.name_of(2999).is_some_and(|kept| kept.len() == 64 && name.starts_with(kept)));
-    assert!(journal.bytes() <= 500 * (32 + 112) + 16 * 64, "{}", journal.bytes());
-    journal.agree(digest);
-    assert_eq!((journal.oldest(), journal.ops()), (3000, 3000));
-    assert_eq!(journal.checkpoints().collect::<Vec<_>>(), [digest]);
-    assert_eq!(journal.name_of(2999), None);
-    journal.close();
-    assert!(journal.bytes() <= 16 * 64, "{}", journal.bytes());
 }
 
 fn symmetric_allocator(rank: u32) -> Allocator<SimBackend> {
@@ -163,11 +99,12 @@ fn interrogate(
     allocators: &[Allocator<SimBackend>],
     mut tamper: impl FnMut(u32, &Question, &mut Vec<u8>),
 ) -> Result<Progress, ProtocolError> {
-    let witnesses: Vec<Witness<'_>> = allocators.iter().map(|allocator| Witness::new(allocator, Point::Sync)).collect();
-    let mut inquiry = Inquiry::new(witnesses.len() as u32);
+    let histories: Vec<RankHistory<'_>> =
+        allocators.iter().map(|allocator| RankHistory::new(allocator, Point::Sync)).collect();
+    let mut inquiry = Inquiry::new(histories.len() as u32);
     loop {
         let mut messages = Vec::new();
-        witnesses.iter().for_each(|witness| witness.answer(inquiry.question(), &mut messages));
+        histories.iter().for_each(|history| history.answer(inquiry.question(), &mut messages));
         tamper(inquiry.rounds(), inquiry.question(), &mut messages);
         let progress = inquiry.advance(&Gathered::new(messages, inquiry.question().message_bytes()))?;
         if progress != Progress::Asked {
@@ -282,17 +219,17 @@ proptest! {
                 allocators[rank].allocate(PoolId::DEFAULT, StreamId(0), size_bytes).expect("fits");
             }
         };
-        let witnesses = || [0, 1].map(|rank| Witness::new(&allocators[rank], Point::Sync));
+        let histories = || [0, 1].map(|rank| RankHistory::new(&allocators[rank], Point::Sync));
         allocate(0, 0..agreed);
         allocate(1, 0..agreed);
-        agree_in_lockstep(&witnesses()).expect("nothing differs yet");
+        agree_in_lockstep(&histories()).expect("nothing differs yet");
         allocate(0, agreed..lens[0]);
         allocate(1, agreed..lens[1]);
         // Memory is obtained for the first allocation, and counts as an op.
         let number = |op: u64| op + u64::from(op > 0);
         let (ends, agreed) = (lens.map(number), number(agreed));
         let first = number(if at < lens[1] { at.min(lens[0]) } else { lens[0].min(lens[1]) });
-        match agree_in_lockstep(&witnesses()) {
+        match agree_in_lockstep(&histories()) {
             Ok(_) => prop_assert!(lens[0] == lens[1] && at >= lens[1]),
             Err(AgreementError::Disagreed(disagreement)) => {
                 let heap = disagreement.first_heap().expect("a heap");

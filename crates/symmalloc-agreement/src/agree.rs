@@ -1,0 +1,64 @@
+//! Runs an inquiry to its end: over a transport, or over all ranks in one thread.
+
+use super::inquiry::{Inquiry, Progress};
+use super::outcome::{Agreed, AgreementError};
+use super::point::Point;
+use super::rank_history::RankHistory;
+use super::transport::{Gathered, Transport};
+use symmalloc_core::Allocator;
+use symmalloc_core::backend::Backend;
+use symmalloc_core::lock::Lock;
+
+/// Compares this rank's symmetric pools with all other ranks'. Every rank calls it, at the same point of the program.
+///
+/// On success the history before this point is forgotten: it is known to be equal.
+///
+/// # Errors
+/// [`AgreementError::Disagreed`] on every rank, with the same contents, when the ranks differ; another error when they
+/// could not find out. The allocator is as it was.
+pub fn agree<B: Backend, L: Lock>(
+    allocator: &Allocator<B, L>,
+    transport: &impl Transport,
+    point: Point,
+) -> Result<Agreed, AgreementError> {
+    let (rank, ranks) = (transport.rank(), transport.ranks());
+    let _entered = tracing::debug_span!(target: "symmalloc", "ranks.agree", rank, ranks, %point).entered();
+    let history = RankHistory::new(allocator, point);
+    let mut inquiry = Inquiry::new(ranks);
+    let mut message = Vec::new();
+    loop {
+        message.clear();
+        history.answer(inquiry.question(), &mut message);
+        match inquiry.advance(&transport.all_gather(&message)?)? {
+            Progress::Asked => {}
+            Progress::Agreed(agreed) => {
+                history.settle();
+                return Ok(agreed);
+            }
+            Progress::Disagreed(disagreement) => {
+                disagreement.tell(transport.rank());
+                return Err(AgreementError::Disagreed(disagreement));
+            }
+        }
+    }
+}
+
+/// Compares any number of ranks in one thread: one inquiry serves them all. The n-th history is rank n's.
+///
+/// # Errors
+/// As [`agree`].
+pub fn agree_in_lockstep(histories: &[RankHistory<'_>]) -> Result<Agreed, AgreementError> {
+    let mut inquiry = Inquiry::new(histories.len() as u32);
+    loop {
+        let mut messages = Vec::with_capacity(histories.len() * inquiry.question().message_bytes());
+        histories.iter().for_each(|history| history.answer(inquiry.question(), &mut messages));
+        match inquiry.advance(&Gathered::new(messages, inquiry.question().message_bytes()))? {
+            Progress::Asked => {}
+            Progress::Agreed(agreed) => {
+                histories.iter().for_each(RankHistory::settle);
+                return Ok(agreed);
+            }
+            Progress::Disagreed(disagreement) => return Err(AgreementError::Disagreed(disagreement)),
+        }
+    }
+}
