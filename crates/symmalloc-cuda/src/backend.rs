@@ -1,15 +1,15 @@
-//! The two backends: device memory and pinned host memory. Each is memory and an order of work on streams.
+//! The two backends: device memory and pinned host memory. Each is memory and an set of streams that order work.
 
-use crate::calls::Call;
+use crate::call_counters::Call;
 use crate::device::CudaDevice;
 use crate::driver::{HANDLE_FABRIC, HANDLE_POSIX_FD};
 use crate::error::CudaError;
-use crate::memory::{Memory, Prefetching, Source, Virtual, VirtualOptions, Whole};
-use crate::order::Order;
+use crate::memory::{AllocationKind, DriverAllocations, Memory, Prefetching, VirtualMemory, VirtualOptions};
+use crate::streams::BackendStreams;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
-use symmalloc_core::backend::{Backend, BackendError, Event, InRow, Range};
+use symmalloc_core::backend::{Backend, BackendError, Event, Range};
 use symmalloc_core::ids::StreamId;
 
 /// Granularity of memory that has none of its own, in bytes.
@@ -19,7 +19,7 @@ const WHOLE_GRANULARITY_BYTES: u64 = 2 << 20;
 pub struct CudaBackend {
     // Dropped first: it needs the streams no more, and the device it does.
     memory: Box<dyn Memory>,
-    order: Order,
+    streams: BackendStreams,
     traits: MemoryTraits,
 }
 
@@ -108,7 +108,7 @@ impl CudaBackendBuilder {
     /// When a peer cannot access the memory, a size does not fit, or the driver refuses.
     pub fn build(self) -> Result<CudaBackend, CudaError> {
         let CudaBackendBuilder { device, options, plain } = self;
-        let order = Order::new(Arc::clone(&device));
+        let streams = BackendStreams::new(Arc::clone(&device));
         if plain || !device.features().virtual_memory {
             if let Some(&peer) = options.peers.first() {
                 return Err(CudaError::NoPeerAccess { ordinal: device.ordinal(), peer });
@@ -119,11 +119,11 @@ impl CudaBackendBuilder {
                 device = device.ordinal(),
                 "device memory comes from cuMemAlloc: no expandable segments, no NCCL windows",
             );
-            let memory = Box::new(Whole::new(device, Source::Device, WHOLE_GRANULARITY_BYTES));
+            let memory = Box::new(DriverAllocations::new(device, AllocationKind::Device, WHOLE_GRANULARITY_BYTES));
             let traits = MemoryTraits { virtual_memory: false, posix_fd: false, fabric: false, gpu_direct_rdma: false };
-            return Ok(CudaBackend { memory, order, traits });
+            return Ok(CudaBackend { memory, streams, traits });
         }
-        let memory = Virtual::new(device, &options)?;
+        let memory = VirtualMemory::new(device, &options)?;
         let traits = MemoryTraits {
             virtual_memory: true,
             posix_fd: memory.handle_types() & HANDLE_POSIX_FD != 0,
@@ -133,7 +133,7 @@ impl CudaBackendBuilder {
         tracing::debug!(name: "memory.virtual", target: "symmalloc", ?traits, chunk_bytes = options.chunk_bytes);
         let memory: Box<dyn Memory> =
             if memory.is_prefetched() { Box::new(Prefetching::new(memory)) } else { Box::new(memory) };
-        Ok(CudaBackend { memory, order, traits })
+        Ok(CudaBackend { memory, streams, traits })
     }
 }
 
@@ -162,16 +162,16 @@ impl CudaBackend {
 
 /// Page-locked memory of the host, as the allocator takes it.
 pub struct PinnedBackend {
-    memory: Whole,
-    order: Order,
+    memory: DriverAllocations,
+    streams: BackendStreams,
 }
 
 impl PinnedBackend {
     /// Pinned memory that every context of the process can use.
     pub fn new(device: &Arc<CudaDevice>) -> Self {
         PinnedBackend {
-            memory: Whole::new(Arc::clone(device), Source::PinnedHost, WHOLE_GRANULARITY_BYTES),
-            order: Order::new(Arc::clone(device)),
+            memory: DriverAllocations::new(Arc::clone(device), AllocationKind::PinnedHost, WHOLE_GRANULARITY_BYTES),
+            streams: BackendStreams::new(Arc::clone(device)),
         }
     }
 }
@@ -180,13 +180,13 @@ impl PinnedBackend {
 pub trait CudaMemory: Backend + sealed::Parts + Send + Sync + 'static {
     /// The device.
     fn device(&self) -> &Arc<CudaDevice> {
-        &self.order().device
+        &self.streams().device
     }
 
     /// Registers a stream with the backend alone, for a core allocator that is driven directly. Streams must be added in the
     /// order in which they are registered with that allocator.
     fn add_stream(&self, stream: Arc<cudarc::driver::CudaStream>) -> StreamId {
-        StreamId(self.order().add_stream(stream) as u16)
+        StreamId(self.streams().add_stream(stream) as u16)
     }
 
     /// Bytes that the allocator gave up and the device could not take back yet: parts of larger chunks, and what the
@@ -218,10 +218,7 @@ impl CudaMemory for PinnedBackend {
 }
 
 pub(crate) mod sealed {
-    use super::{CudaBackend, Memory, Order, PinnedBackend};
-    use crate::spares::Spares;
-    use std::sync::Mutex;
-    use symmalloc_core::held::Vacant;
+    use super::{BackendStreams, CudaBackend, Memory, PinnedBackend};
 
     /// What both backends consist of.
     pub trait Parts {
@@ -229,40 +226,28 @@ pub(crate) mod sealed {
         #[doc(hidden)]
         const KIND: &'static str;
         #[doc(hidden)]
-        fn order(&self) -> &Order;
+        fn streams(&self) -> &BackendStreams;
         #[doc(hidden)]
         fn memory(&self) -> &dyn Memory;
-        #[doc(hidden)]
-        fn vacant() -> &'static Vacant<Spares<Self>>
-        where
-            Self: super::CudaMemory + Sized;
     }
 
     impl Parts for CudaBackend {
         const KIND: &'static str = "device";
-        fn order(&self) -> &Order {
-            &self.order
+        fn streams(&self) -> &BackendStreams {
+            &self.streams
         }
         fn memory(&self) -> &dyn Memory {
             self.memory.as_ref()
-        }
-        fn vacant() -> &'static Vacant<Spares<Self>> {
-            static VACANT: Vacant<Spares<CudaBackend>> = Mutex::new(Vec::new());
-            &VACANT
         }
     }
 
     impl Parts for PinnedBackend {
         const KIND: &'static str = "pinned";
-        fn order(&self) -> &Order {
-            &self.order
+        fn streams(&self) -> &BackendStreams {
+            &self.streams
         }
         fn memory(&self) -> &dyn Memory {
             &self.memory
-        }
-        fn vacant() -> &'static Vacant<Spares<Self>> {
-            static VACANT: Vacant<Spares<PinnedBackend>> = Mutex::new(Vec::new());
-            &VACANT
         }
     }
 }
@@ -286,42 +271,32 @@ macro_rules! backend {
                 self.watch(Call::Release, || self.memory.release(range))
             }
             fn record(&self, stream: StreamId) -> Result<Event, BackendError> {
-                self.order.record(stream)
-            }
-            fn record_in_row(&self, stream: StreamId) -> Result<InRow, BackendError> {
-                self.order.record_in_row(stream)
-            }
-            #[inline]
-            fn extend_row(&self, event: Event) -> bool {
-                self.order.extend_row(event)
+                self.streams.record(stream)
             }
             fn wait(&self, stream: StreamId, event: Event) -> Result<(), BackendError> {
-                self.order.wait(stream, event)
-            }
-            fn wait_last(&self, stream: StreamId, event: Event) -> Result<(), BackendError> {
-                self.order.wait_last(stream, event)
+                self.streams.wait(stream, event)
             }
             fn query(&self, event: Event) -> Result<bool, BackendError> {
-                self.order.query(event)
+                self.streams.query(event)
             }
             fn recycle(&self, event: Event) {
-                self.order.recycle(event);
+                self.streams.recycle(event);
             }
             fn synchronize(&self, stream: StreamId) -> Result<(), BackendError> {
-                self.order.synchronize(stream)
+                self.streams.synchronize(stream)
             }
         }
 
         impl $name {
             /// Does what is counted, and measured where metrics are wanted.
             fn watch<T>(&self, call: Call, work: impl FnOnce() -> T) -> T {
-                self.order.calls.watch(call, self.order.device.ordinal(), work)
+                self.streams.calls.watch(call, self.streams.device.ordinal(), work)
             }
         }
 
         impl fmt::Debug for $name {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.debug_struct(stringify!($name)).field("device", &self.order.device).finish_non_exhaustive()
+                f.debug_struct(stringify!($name)).field("device", &self.streams.device).finish_non_exhaustive()
             }
         }
     };

@@ -1,26 +1,4 @@
-//! Where a backend's bytes come from: virtual memory of a device, or whole allocations of a device or of the host.
-//!
-//! | kind | reserve | map | unmap | release |
-//! |---|---|---|---|---|
-//! | [`Virtual`] | addresses | `cuMemCreate`, `cuMemMap`, access | `cuMemUnmap` | addresses back |
-//! | [`Prefetching`] | the same | the same, or nothing where a thread did it ahead | the same | the same |
-//! | [`Whole`] | an allocation | nothing | nothing | the allocation back |
-//!
-//! A whole allocation has no addresses without memory, so that `reserve` takes what `map` would take. Pools of fixed and
-//! reserved segments map what they reserve at once, and notice no difference; expandable ones need virtual memory.
-
-mod addresses;
-mod ahead;
-mod backing;
-mod prefetch;
-mod properties;
-mod spare;
-mod virtual_memory;
-mod whole;
-
-pub(crate) use prefetch::Prefetching;
-pub(crate) use virtual_memory::{Virtual, VirtualOptions};
-pub(crate) use whole::{Source, Whole};
+//! What all kinds of memory do.
 
 use crate::error::CudaError;
 use symmalloc_core::backend::{BackendError, Range};
