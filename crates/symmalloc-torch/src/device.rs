@@ -1,24 +1,25 @@
 //! One device's allocator: raw streams and raw pointers in place of ids and handles.
 //!
 //! ```text
-//!   raw stream ──► Streams ──► heap ─┐
-//!                                    ├─► symmalloc_core ──► raw pointer
-//!   scopes, pools ─────────► pool id ┘
+//!   raw stream ──► Streams ──► stream id ─┐
+//!                                         ├─► symmalloc_core ──► raw pointer
+//!   scopes, pools ───────────► pool id ───┘
 //!   raw pointer ──► symmalloc_core ──► free, record_use
 //! ```
 //!
 //! Everything that decides is the core's, and it finds allocations by pointer. What stands here are names: which stream, and
 //! which pool is meant.
 
+use crate::complaints;
 use crate::cxx_abi::StreamFilter;
 use crate::error::Error;
+use crate::peak::Peak;
 use crate::private_pools::PrivatePools;
-use crate::process;
 use crate::refusal::Refusals;
 use crate::registrations::{PoolRegistration, Registrations};
 use crate::scopes::{MempoolId, Purpose, Scopes};
 use crate::settings::{OutOfMemoryPolicy, Settings};
-use crate::streams::{Lane, RawStream, Streams};
+use crate::streams::{KnownStream, RawStream, Streams};
 use crate::trace;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -27,8 +28,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::DeviceAddress;
 use symmalloc_core::config::{Config, PointerLookup, PoolConfig};
 use symmalloc_core::errors::{AllocateError, FreeError, RecordUseError};
-use symmalloc_core::{Allocation, PoolId, SegmentPosition};
-use symmalloc_cuda::{CoreAllocator, CudaAllocator, CudaBackend, CudaDevice, CudaError, DriverError, Pool};
+use symmalloc_core::{Allocation, PoolId, SegmentPosition, SharedAllocator};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaError, DriverError, Pool};
 
 /// The allocator of one device.
 pub struct DeviceAllocator {
@@ -37,6 +38,7 @@ pub struct DeviceAllocator {
     allocator: CudaAllocator,
     settings: Settings,
     tracing: Tracing,
+    peak: Peak,
     /// Pools that the program made, by id.
     user_pools: Mutex<BTreeMap<PoolId, Pool<CudaBackend>>>,
     private_pools: Arc<PrivatePools>,
@@ -49,7 +51,7 @@ pub struct DeviceAllocator {
 const _: () = {
     const fn is_shared<T: Send + Sync>() {}
     is_shared::<DeviceAllocator>();
-    is_shared::<Lane>();
+    is_shared::<KnownStream>();
     is_shared::<PoolRegistration>();
 };
 
@@ -102,6 +104,7 @@ impl DeviceAllocator {
             allocator,
             settings,
             tracing,
+            peak: Peak::default(),
             user_pools: Mutex::default(),
             private_pools,
             refusals,
@@ -113,7 +116,7 @@ impl DeviceAllocator {
         &self.allocator
     }
 
-    pub(crate) fn core(&self) -> &CoreAllocator<CudaBackend> {
+    pub(crate) fn core(&self) -> &SharedAllocator<CudaBackend> {
         self.allocator.core()
     }
 
@@ -133,14 +136,14 @@ impl DeviceAllocator {
         &self.private_pools
     }
 
-    /// The lane of a stream.
+    /// A stream, which is registered if this is its first use.
     ///
     /// # Safety
     /// As [`allocate`](Self::allocate).
     #[inline]
-    unsafe fn lane(&self, stream: RawStream) -> Result<&Lane, Error> {
+    unsafe fn stream(&self, stream: RawStream) -> Result<&KnownStream, Error> {
         match self.streams.cached(stream) {
-            Some(lane) => Ok(lane),
+            Some(known) => Ok(known),
             // SAFETY: the caller's contract.
             None => unsafe { self.streams.find_or_register(stream, || self.begin()) },
         }
@@ -149,7 +152,7 @@ impl DeviceAllocator {
     /// Before the first stream is used.
     fn begin(&self) -> Result<(), Error> {
         match self.tracing {
-            Tracing::FromFirstUse => trace::start_from_environment(self),
+            Tracing::FromFirstUse => trace::start_from_environment(&self.allocator),
             Tracing::OnRequest => Ok(()),
         }
     }
@@ -171,32 +174,22 @@ impl DeviceAllocator {
         size_bytes: u64,
         stream: RawStream,
     ) -> Result<*mut c_void, Error> {
-        if size_bytes > 0
-            && pool == PoolId::DEFAULT
-            && let Some(lane) = self.streams.cached(stream)
-        {
-            return match lane.heap.allocate_pointer(size_bytes) {
-                Ok(address) => Ok(address.0 as *mut c_void),
-                Err(error) => Err(self.refused(error)),
-            };
-        }
-        // SAFETY: the caller's contract.
-        unsafe { self.allocate_rarely(pool, size_bytes, stream) }
-    }
-
-    /// From another pool, for a stream that is used for the first time, or nothing.
-    ///
-    /// # Safety
-    /// As [`allocate`](Self::allocate).
-    #[inline(never)]
-    unsafe fn allocate_rarely(&self, pool: PoolId, size_bytes: u64, stream: RawStream) -> Result<*mut c_void, Error> {
         if size_bytes == 0 {
             return Ok(std::ptr::null_mut());
         }
         // SAFETY: the caller's contract.
-        let lane = unsafe { self.lane(stream) }?;
-        match self.core().allocate_pointer(pool, lane.id, size_bytes) {
-            Ok(address) => Ok(address.0 as *mut c_void),
+        let stream = unsafe { self.stream(stream) }?.id;
+        self.made(self.core().allocate(pool, stream, size_bytes))
+    }
+
+    /// Counts what was allocated, and gives its pointer.
+    #[inline]
+    fn made(&self, outcome: Result<Allocation, AllocateError>) -> Result<*mut c_void, Error> {
+        match outcome {
+            Ok(allocation) => {
+                self.peak.add(allocation.size_bytes);
+                Ok(allocation.address.0 as *mut c_void)
+            }
             Err(error) => Err(self.refused(error)),
         }
     }
@@ -216,14 +209,8 @@ impl DeviceAllocator {
             return Ok(std::ptr::null_mut());
         }
         // SAFETY: the caller's contract.
-        let lane = unsafe { self.lane(stream) }?;
-        match self.core().allocate_named(pool, lane.id, size_bytes, name) {
-            Ok(allocation) => {
-                self.core().note_peak(&allocation);
-                Ok(allocation.address.0 as *mut c_void)
-            }
-            Err(error) => Err(self.refused(error)),
-        }
+        let stream = unsafe { self.stream(stream) }?.id;
+        self.made(self.core().allocate_named(pool, stream, size_bytes, name))
     }
 
     #[cold]
@@ -241,10 +228,21 @@ impl DeviceAllocator {
             return Ok(());
         }
         let address = pointer as u64;
+        // The core is asked how large the block is: a free says nothing of it.
+        let size_bytes = self.block_bytes(address)?;
         match self.core().free_at(DeviceAddress(address)) {
-            Ok(()) => Ok(()),
+            Ok(()) => {
+                self.peak.subtract(size_bytes);
+                Ok(())
+            }
             Err(error) => Err(self.not_freed(address, error)),
         }
+    }
+
+    fn block_bytes(&self, address: u64) -> Result<u64, Error> {
+        let handle = self.core().handle_of_pointer(DeviceAddress(address));
+        let allocation = handle.and_then(|handle| self.core().allocation(handle));
+        allocation.map(|allocation| allocation.size_bytes).map_err(|_| self.unknown(address))
     }
 
     #[cold]
@@ -277,8 +275,8 @@ impl DeviceAllocator {
             return Err(self.unknown(address));
         }
         // SAFETY: the caller's contract.
-        let lane = unsafe { self.lane(stream) }?;
-        self.core().record_use_at(DeviceAddress(address), lane.id).map_err(|error| match error {
+        let stream = unsafe { self.stream(stream) }?.id;
+        self.core().record_use_at(DeviceAddress(address), stream).map_err(|error| match error {
             RecordUseError::Handle(_) => self.unknown(address),
             error => error.into(),
         })
@@ -286,12 +284,13 @@ impl DeviceAllocator {
 
     /// The most bytes of blocks in use over all heaps since the peaks were reset.
     pub(crate) fn peak_bytes(&self) -> u64 {
-        self.core().allocated_bytes_peak()
+        self.peak.bytes()
     }
 
     /// Starts all peaks anew at the current values.
     pub(crate) fn reset_peaks(&self) {
         self.core().reset_peak_stats();
+        self.peak.reset();
     }
 
     /// The live allocation at a pointer.
@@ -355,8 +354,8 @@ impl DeviceAllocator {
     /// As [`allocate`](Self::allocate).
     pub(crate) unsafe fn reserve(&self, pool: PoolId, stream: RawStream, size_bytes: u64) -> Result<(), Error> {
         // SAFETY: the caller's contract.
-        let lane = unsafe { self.lane(stream) }?;
-        self.core().reserve(pool, lane.id, size_bytes).map_err(|error| self.refused(error))
+        let stream = unsafe { self.stream(stream) }?.id;
+        self.core().reserve(pool, stream, size_bytes).map_err(|error| self.refused(error))
     }
 
     /// Gives all free memory back but that of private pools in use. Returns the bytes that went back.
@@ -419,7 +418,7 @@ impl DeviceAllocator {
         }
         self.failures.failed_calls.fetch_add(1, Ordering::Relaxed);
         *self.failures.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
-        process::complain(error);
+        complaints::complain(error);
     }
 }
 

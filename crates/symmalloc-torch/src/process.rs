@@ -9,8 +9,6 @@ use crate::device::{DeviceAllocator, Tracing};
 use crate::error::Error;
 use crate::settings::Settings;
 use std::ffi::c_int;
-use std::fmt;
-use std::io::{self, Write};
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use std::sync::{Mutex, PoisonError};
 
@@ -28,9 +26,6 @@ static SETTINGS: Mutex<Option<Settings>> = Mutex::new(None);
 
 /// Whether this process is a child of the one that made the allocators.
 static IS_FORKED: AtomicBool = AtomicBool::new(false);
-
-/// Whether an error of a call that returns none was written to the error output already.
-static HAS_COMPLAINED: AtomicBool = AtomicBool::new(false);
 
 /// The allocator of a device, if it was made.
 #[inline]
@@ -126,17 +121,4 @@ pub(crate) fn watch_forks() {
 unsafe extern "C" fn forget_all() {
     IS_FORKED.store(true, Ordering::Relaxed);
     DEVICES.iter().for_each(|place| place.store(std::ptr::null_mut(), Ordering::Relaxed));
-}
-
-/// Writes a line to the error output. `eprintln!` would panic where nobody reads it any more, and end the process that frees.
-pub(crate) fn say(line: fmt::Arguments<'_>) {
-    let _unread = writeln!(io::stderr(), "symmalloc: {line}");
-}
-
-/// Says once, on the error output, that a call failed that can return no error. All are counted and logged.
-pub(crate) fn complain(error: &Error) {
-    tracing::warn!(name: "call.failed", target: "symmalloc", %error);
-    if !HAS_COMPLAINED.swap(true, Ordering::Relaxed) {
-        say(format_args!("{error} (said once; symmalloc.stats()['errors'] counts them)"));
-    }
 }

@@ -13,11 +13,13 @@
 //! What fails throws a C++ exception, see `cxx_abi.rs`; `free` never does, because PyTorch frees in destructors.
 
 use crate::c_interface::arguments::{required_text, write};
+use crate::complaints;
 use crate::cxx_abi::{Kind, StreamFilter, throw};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
+use crate::guard::{guarded, guarded_or, report};
 use crate::process;
-use crate::status::{guarded, guarded_or, report, symmalloc_status};
+use crate::status::symmalloc_status;
 use crate::streams::RawStream;
 use std::ffi::{c_char, c_int, c_void};
 use symmalloc_core::PoolId;
@@ -105,7 +107,7 @@ unsafe fn allocate_in_scope(
 pub unsafe extern "C" fn symmalloc_torch_free(pointer: *mut c_void, _size: isize, device: c_int, _stream: *mut c_void) {
     let Some(allocator) = process::existing(device) else {
         if !pointer.is_null() && !process::is_forked() {
-            process::complain(&Error::UnknownPointer { address: pointer as u64, device: device.max(0) as usize });
+            complaints::complain(&Error::UnknownPointer { address: pointer as u64, device: device.max(0) as usize });
         }
         return;
     };

@@ -3,9 +3,10 @@
 use super::arguments::{living, not_forked, not_null, text, write};
 use crate::device::{DeviceAllocator, Tracing};
 use crate::error::Error;
+use crate::guard::report;
 use crate::process;
 use crate::settings::Settings;
-use crate::status::{report, symmalloc_status};
+use crate::status::symmalloc_status;
 use crate::streams::RawStream;
 use std::ffi::{c_char, c_void};
 
