@@ -228,21 +228,17 @@ impl DeviceAllocator {
             return Ok(());
         }
         let address = pointer as u64;
-        // The core is asked how large the block is: a free says nothing of it.
-        let size_bytes = self.block_bytes(address)?;
-        match self.core().free_at(DeviceAddress(address)) {
+        let core = self.core();
+        let unknown = |_| self.unknown(address);
+        let handle = core.handle_at(DeviceAddress(address)).map_err(unknown)?;
+        let size_bytes = core.allocation(handle).map_err(unknown)?.size_bytes;
+        match core.free(handle) {
             Ok(()) => {
                 self.peak.subtract(size_bytes);
                 Ok(())
             }
             Err(error) => Err(self.not_freed(address, error)),
         }
-    }
-
-    fn block_bytes(&self, address: u64) -> Result<u64, Error> {
-        let handle = self.core().handle_of_pointer(DeviceAddress(address));
-        let allocation = handle.and_then(|handle| self.core().allocation(handle));
-        allocation.map(|allocation| allocation.size_bytes).map_err(|_| self.unknown(address))
     }
 
     #[cold]
@@ -258,7 +254,7 @@ impl DeviceAllocator {
 
     /// Whether the pointer is a live allocation.
     pub(crate) fn owns(&self, pointer: *const c_void) -> bool {
-        self.core().handle_of_pointer(DeviceAddress(pointer as u64)).is_ok()
+        self.core().handle_at(DeviceAddress(pointer as u64)).is_ok()
     }
 
     /// Tells that work on the stream, too, uses the allocation.
@@ -297,7 +293,7 @@ impl DeviceAllocator {
     pub(crate) fn find(&self, pointer: *const c_void) -> Result<Found, Error> {
         let address = pointer as u64;
         let (core, unknown) = (self.core(), |_| self.unknown(address));
-        let handle = core.handle_of_pointer(DeviceAddress(address)).map_err(unknown)?;
+        let handle = core.handle_at(DeviceAddress(address)).map_err(unknown)?;
         let allocation = core.allocation(handle).map_err(unknown)?;
         let requested_bytes = core.requested_bytes(handle).map_err(unknown)?;
         let position = core.segment_at(DeviceAddress(address)).ok_or_else(|| self.unknown(address))?;
