@@ -4,7 +4,7 @@ use crate::backend::{CudaBackend, CudaMemory};
 use crate::call_counters::DeviceCalls;
 use crate::device::CudaDevice;
 use crate::error::{CudaError, DriverError, DropErrors};
-use crate::pools::{Pool, PoolLease, State};
+use crate::pools::{AllocatorState, Pool, PoolLease};
 use cudarc::driver::CudaStream;
 use cudarc::driver::sys::CUstream;
 use std::fmt;
@@ -62,10 +62,10 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// # Errors
     /// When the configuration does not fit the device.
     pub fn with_backend(backend: B, config: Config) -> Result<Self, CudaError> {
-        Ok(Self::of_state(&Arc::new(State::new(backend, config)?)))
+        Ok(Self::of_state(&Arc::new(AllocatorState::new(backend, config)?)))
     }
 
-    pub(crate) fn of_state(state: &Arc<State<B>>) -> Self {
+    pub(crate) fn of_state(state: &Arc<AllocatorState<B>>) -> Self {
         CachingAllocator { lease: Arc::new(PoolLease::new(state, PoolId::DEFAULT)) }
     }
 
@@ -75,7 +75,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     }
 
     #[inline]
-    pub(crate) fn state(&self) -> &Arc<State<B>> {
+    pub(crate) fn state(&self) -> &Arc<AllocatorState<B>> {
         self.lease.state()
     }
 
@@ -284,7 +284,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
 
     /// How often the device was asked for what.
     pub fn device_calls(&self) -> DeviceCalls {
-        self.state().streams().calls.read()
+        self.state().streams().device_calls()
     }
 }
 

@@ -1,10 +1,10 @@
 //! The two backends: device memory and pinned host memory. Each is memory and an set of streams that order work.
 
-use crate::call_counters::Call;
+use crate::call_counters::DeviceCall;
 use crate::device::CudaDevice;
 use crate::driver::{HANDLE_FABRIC, HANDLE_POSIX_FD};
 use crate::error::CudaError;
-use crate::memory::{AllocationKind, DriverAllocations, Memory, Prefetching, VirtualMemory, VirtualOptions};
+use crate::memory::{AllocationKind, BackendMemory, DriverAllocations, Prefetching, VirtualMemory, VirtualOptions};
 use crate::streams::BackendStreams;
 use std::fmt;
 use std::path::PathBuf;
@@ -18,7 +18,7 @@ const WHOLE_GRANULARITY_BYTES: u64 = 2 << 20;
 /// Memory of a device, as the allocator takes it. Made by [`CudaBackend::builder`].
 pub struct CudaBackend {
     // Dropped first: it needs the streams no more, and the device it does.
-    memory: Box<dyn Memory>,
+    memory: Box<dyn BackendMemory>,
     streams: BackendStreams,
     traits: MemoryTraits,
 }
@@ -131,7 +131,7 @@ impl CudaBackendBuilder {
             gpu_direct_rdma: memory.is_gpu_direct_rdma_capable(),
         };
         tracing::debug!(name: "memory.virtual", target: "symmalloc", ?traits, chunk_bytes = options.chunk_bytes);
-        let memory: Box<dyn Memory> =
+        let memory: Box<dyn BackendMemory> =
             if memory.is_prefetched() { Box::new(Prefetching::new(memory)) } else { Box::new(memory) };
         Ok(CudaBackend { memory, streams, traits })
     }
@@ -177,10 +177,10 @@ impl PinnedBackend {
 }
 
 /// A backend of this crate: what an allocator with streams needs besides [`Backend`]. Sealed.
-pub trait CudaMemory: Backend + sealed::Parts + Send + Sync + 'static {
+pub trait CudaMemory: Backend + sealed::BackendParts + Send + Sync + 'static {
     /// The device.
     fn device(&self) -> &Arc<CudaDevice> {
-        &self.streams().device
+        self.streams().device()
     }
 
     /// Registers a stream with the backend alone, for a core allocator that is driven directly. Streams must be added in the
@@ -218,35 +218,35 @@ impl CudaMemory for PinnedBackend {
 }
 
 pub(crate) mod sealed {
-    use super::{BackendStreams, CudaBackend, Memory, PinnedBackend};
+    use super::{BackendMemory, BackendStreams, CudaBackend, PinnedBackend};
 
     /// What both backends consist of.
-    pub trait Parts {
+    pub trait BackendParts {
         /// What the memory is, for labels.
         #[doc(hidden)]
         const KIND: &'static str;
         #[doc(hidden)]
         fn streams(&self) -> &BackendStreams;
         #[doc(hidden)]
-        fn memory(&self) -> &dyn Memory;
+        fn memory(&self) -> &dyn BackendMemory;
     }
 
-    impl Parts for CudaBackend {
+    impl BackendParts for CudaBackend {
         const KIND: &'static str = "device";
         fn streams(&self) -> &BackendStreams {
             &self.streams
         }
-        fn memory(&self) -> &dyn Memory {
+        fn memory(&self) -> &dyn BackendMemory {
             self.memory.as_ref()
         }
     }
 
-    impl Parts for PinnedBackend {
+    impl BackendParts for PinnedBackend {
         const KIND: &'static str = "pinned";
         fn streams(&self) -> &BackendStreams {
             &self.streams
         }
-        fn memory(&self) -> &dyn Memory {
+        fn memory(&self) -> &dyn BackendMemory {
             &self.memory
         }
     }
@@ -259,16 +259,16 @@ macro_rules! backend {
                 self.memory.granularity_bytes()
             }
             fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
-                self.watch(Call::Reserve, || self.memory.reserve(size_bytes))
+                self.watch(DeviceCall::Reserve, || self.memory.reserve(size_bytes))
             }
             fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
-                self.watch(Call::Map, || self.memory.map(range, offset_bytes, size_bytes))
+                self.watch(DeviceCall::Map, || self.memory.map(range, offset_bytes, size_bytes))
             }
             fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
-                self.watch(Call::Unmap, || self.memory.unmap(range, offset_bytes, size_bytes))
+                self.watch(DeviceCall::Unmap, || self.memory.unmap(range, offset_bytes, size_bytes))
             }
             fn release(&self, range: Range) -> Result<(), BackendError> {
-                self.watch(Call::Release, || self.memory.release(range))
+                self.watch(DeviceCall::Release, || self.memory.release(range))
             }
             fn record(&self, stream: StreamId) -> Result<Event, BackendError> {
                 self.streams.record(stream)
@@ -289,14 +289,14 @@ macro_rules! backend {
 
         impl $name {
             /// Does what is counted, and measured where metrics are wanted.
-            fn watch<T>(&self, call: Call, work: impl FnOnce() -> T) -> T {
-                self.streams.calls.watch(call, self.streams.device.ordinal(), work)
+            fn watch<T>(&self, call: DeviceCall, work: impl FnOnce() -> T) -> T {
+                self.streams.watch(call, work)
             }
         }
 
         impl fmt::Debug for $name {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.debug_struct(stringify!($name)).field("device", &self.streams.device).finish_non_exhaustive()
+                f.debug_struct(stringify!($name)).field("device", self.streams.device()).finish_non_exhaustive()
             }
         }
     };

@@ -26,7 +26,7 @@ pub struct DeviceCalls {
 
 /// One of [`DeviceCalls`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Call {
+pub(crate) enum DeviceCall {
     Reserve,
     Map,
     Unmap,
@@ -37,18 +37,18 @@ pub(crate) enum Call {
     Synchronize,
 }
 
-impl Call {
+impl DeviceCall {
     #[cfg(feature = "metrics")]
     pub(crate) const fn name(self) -> &'static str {
         match self {
-            Call::Reserve => "reserve",
-            Call::Map => "map",
-            Call::Unmap => "unmap",
-            Call::Release => "release",
-            Call::Record => "record",
-            Call::Wait => "wait",
-            Call::Query => "query",
-            Call::Synchronize => "synchronize",
+            DeviceCall::Reserve => "reserve",
+            DeviceCall::Map => "map",
+            DeviceCall::Unmap => "unmap",
+            DeviceCall::Release => "release",
+            DeviceCall::Record => "record",
+            DeviceCall::Wait => "wait",
+            DeviceCall::Query => "query",
+            DeviceCall::Synchronize => "synchronize",
         }
     }
 }
@@ -59,12 +59,12 @@ pub(crate) struct CallCounters([AtomicU64; 8]);
 
 impl CallCounters {
     #[inline]
-    pub(crate) fn count(&self, call: Call) {
+    pub(crate) fn count(&self, call: DeviceCall) {
         self.0[call as usize].fetch_add(1, Ordering::Relaxed);
     }
 
     /// Counts a call that may take long. With the feature `metrics`, it also reports how long the call takes.
-    pub(crate) fn watch<T>(&self, call: Call, ordinal: usize, work: impl FnOnce() -> T) -> T {
+    pub(crate) fn watch<T>(&self, call: DeviceCall, ordinal: usize, work: impl FnOnce() -> T) -> T {
         self.count(call);
         #[cfg(not(feature = "metrics"))]
         let _ = ordinal;
@@ -76,21 +76,21 @@ impl CallCounters {
     pub(crate) fn read(&self) -> DeviceCalls {
         let get = |call| self.0[call as usize].load(Ordering::Relaxed);
         DeviceCalls {
-            reserves: get(Call::Reserve),
-            maps: get(Call::Map),
-            unmaps: get(Call::Unmap),
-            releases: get(Call::Release),
-            records: get(Call::Record),
-            waits: get(Call::Wait),
-            queries: get(Call::Query),
-            synchronizations: get(Call::Synchronize),
+            reserves: get(DeviceCall::Reserve),
+            maps: get(DeviceCall::Map),
+            unmaps: get(DeviceCall::Unmap),
+            releases: get(DeviceCall::Release),
+            records: get(DeviceCall::Record),
+            waits: get(DeviceCall::Wait),
+            queries: get(DeviceCall::Query),
+            synchronizations: get(DeviceCall::Synchronize),
         }
     }
 }
 
 #[cfg(feature = "metrics")]
 mod timing {
-    use super::Call;
+    use super::DeviceCall;
     use metrics::Unit;
     use std::time::Instant;
     use symmalloc_core::metrics::{Metric, Publisher};
@@ -100,13 +100,13 @@ mod timing {
 
     /// A call under way: reports how long it took when it is dropped.
     pub(super) struct TimedCall {
-        call: Call,
+        call: DeviceCall,
         ordinal: usize,
         begun: Instant,
     }
 
     impl TimedCall {
-        pub(super) fn begin(call: Call, ordinal: usize) -> Self {
+        pub(super) fn begin(call: DeviceCall, ordinal: usize) -> Self {
             TimedCall { call, ordinal, begun: Instant::now() }
         }
     }

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// A device and the context in which its memory is allocated.
 pub struct CudaDevice {
-    pub(crate) driver: &'static Driver,
+    driver: &'static Driver,
     /// How many captures are under way, see [`is_capturing`](Self::is_capturing).
     captures: AtomicUsize,
     context: Arc<CudaContext>,
@@ -94,6 +94,11 @@ impl CudaDevice {
         // SAFETY: `count` is valid for writing.
         unsafe { driver.device_count(&raw mut count) }?;
         Ok(usize::try_from(count).unwrap_or(0))
+    }
+
+    #[inline]
+    pub(crate) fn driver(&self) -> &'static Driver {
+        self.driver
     }
 
     /// The context.

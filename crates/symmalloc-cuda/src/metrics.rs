@@ -3,7 +3,7 @@
 
 use crate::allocator::CachingAllocator;
 use crate::backend::CudaMemory;
-use crate::call_counters::Call;
+use crate::call_counters::DeviceCall;
 use metrics::Unit;
 pub use symmalloc_core::metrics::{Metric, Publisher, Source};
 
@@ -28,14 +28,14 @@ impl<B: CudaMemory> Source for CachingAllocator<B> {
         to.publish(self.core());
         let calls = self.device_calls();
         for (call, times) in [
-            (Call::Reserve.name(), calls.reserves),
-            (Call::Map.name(), calls.maps),
-            (Call::Unmap.name(), calls.unmaps),
-            (Call::Release.name(), calls.releases),
-            (Call::Record.name(), calls.records),
-            (Call::Wait.name(), calls.waits),
-            (Call::Query.name(), calls.queries),
-            (Call::Synchronize.name(), calls.synchronizations),
+            (DeviceCall::Reserve.name(), calls.reserves),
+            (DeviceCall::Map.name(), calls.maps),
+            (DeviceCall::Unmap.name(), calls.unmaps),
+            (DeviceCall::Release.name(), calls.releases),
+            (DeviceCall::Record.name(), calls.records),
+            (DeviceCall::Wait.name(), calls.waits),
+            (DeviceCall::Query.name(), calls.queries),
+            (DeviceCall::Synchronize.name(), calls.synchronizations),
         ] {
             to.with_label("call", call).tell(&CALLS, times as f64);
         }

@@ -1,9 +1,9 @@
 //! One device's allocator: raw streams and raw pointers in place of ids and handles.
 //!
 //! ```text
-//!   raw stream ──► Streams ──► stream id ─┐
-//!                                         ├─► symmalloc_core ──► raw pointer
-//!   scopes, pools ───────────► pool id ───┘
+//!   raw stream ──► StreamRegistry ──► stream id ─┐
+//!                                                ├─► symmalloc_core ──► raw pointer
+//!   scopes, pools ───────────────────► pool id ──┘
 //!   raw pointer ──► symmalloc_core ──► free, record_use
 //! ```
 //!
@@ -13,13 +13,13 @@
 use crate::complaints;
 use crate::cxx_abi::StreamFilter;
 use crate::error::Error;
-use crate::peak::Peak;
+use crate::peak::BytesPeak;
 use crate::private_pools::PrivatePools;
 use crate::refusal::Refusals;
 use crate::registrations::{PoolRegistration, Registrations};
-use crate::scopes::{MempoolId, Purpose, Scopes};
-use crate::settings::{OutOfMemoryPolicy, Settings};
-use crate::streams::{KnownStream, RawStream, Streams};
+use crate::scopes::{MempoolId, ScopePurpose, Scopes};
+use crate::settings::{OutOfMemoryPolicy, TorchSettings};
+use crate::streams::{KnownStream, RawStream, StreamRegistry};
 use crate::trace;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -33,12 +33,12 @@ use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaError, DriverEr
 
 /// The allocator of one device.
 pub struct DeviceAllocator {
-    streams: Streams,
+    streams: StreamRegistry,
     scopes: Scopes,
     allocator: CudaAllocator,
-    settings: Settings,
+    settings: TorchSettings,
     tracing: Tracing,
-    peak: Peak,
+    peak: BytesPeak,
     /// Pools that the program made, by id.
     user_pools: Mutex<BTreeMap<PoolId, Pool<CudaBackend>>>,
     private_pools: Arc<PrivatePools>,
@@ -74,7 +74,7 @@ pub(crate) struct Failures {
 
 /// What is known of a live allocation.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Found {
+pub(crate) struct FoundAllocation {
     pub(crate) pool: PoolId,
     pub(crate) allocation: Allocation,
     pub(crate) position: SegmentPosition,
@@ -82,7 +82,7 @@ pub(crate) struct Found {
 }
 
 impl DeviceAllocator {
-    pub(crate) fn new(ordinal: usize, settings: Settings, tracing: Tracing) -> Result<Self, Error> {
+    pub(crate) fn new(ordinal: usize, settings: TorchSettings, tracing: Tracing) -> Result<Self, Error> {
         let device = CudaDevice::new(ordinal)?;
         let mut backend = CudaBackend::builder(&device).peers(settings.peers.iter().copied());
         if let Some(chunk_bytes) = settings.chunk_bytes {
@@ -98,13 +98,13 @@ impl DeviceAllocator {
             Refusals::trim_when_refused(&refusals, &allocator, &private_pools);
         }
         Ok(DeviceAllocator {
-            streams: Streams::new(allocator.clone()),
+            streams: StreamRegistry::new(allocator.clone()),
             scopes: Scopes::new(),
             registrations: Registrations::new(&allocator),
             allocator,
             settings,
             tracing,
-            peak: Peak::default(),
+            peak: BytesPeak::default(),
             user_pools: Mutex::default(),
             private_pools,
             refusals,
@@ -124,7 +124,7 @@ impl DeviceAllocator {
         self.allocator.device().ordinal()
     }
 
-    pub(crate) fn settings(&self) -> &Settings {
+    pub(crate) fn settings(&self) -> &TorchSettings {
         &self.settings
     }
 
@@ -290,14 +290,14 @@ impl DeviceAllocator {
     }
 
     /// The live allocation at a pointer.
-    pub(crate) fn find(&self, pointer: *const c_void) -> Result<Found, Error> {
+    pub(crate) fn find(&self, pointer: *const c_void) -> Result<FoundAllocation, Error> {
         let address = pointer as u64;
         let (core, unknown) = (self.core(), |_| self.unknown(address));
         let handle = core.handle_at(DeviceAddress(address)).map_err(unknown)?;
         let allocation = core.allocation(handle).map_err(unknown)?;
         let requested_bytes = core.requested_bytes(handle).map_err(unknown)?;
         let position = core.segment_at(DeviceAddress(address)).ok_or_else(|| self.unknown(address))?;
-        Ok(Found { pool: position.pool, allocation, position, requested_bytes })
+        Ok(FoundAllocation { pool: position.pool, allocation, position, requested_bytes })
     }
 
     /// Makes a pool. Without a text it is as the default pool, but private.
@@ -390,7 +390,7 @@ impl DeviceAllocator {
             // What was submitted so far is in no graph, and no graph has to wait for it.
             self.allocator.synchronize_uncaptured()?;
         }
-        let purpose = if may_capture && !known.is_empty() { Purpose::Capture } else { Purpose::Unknown };
+        let purpose = if may_capture && !known.is_empty() { ScopePurpose::Capture } else { ScopePurpose::Unknown };
         let pool = self.private_pools.begin(self.core(), id)?;
         self.scopes.begin(id, pool, filter, purpose, watch);
         Ok(())

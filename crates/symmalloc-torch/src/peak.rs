@@ -4,12 +4,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bytes of blocks in use, and the most at any time. While threads free, a peak may hold what they are about to free.
 #[derive(Debug, Default)]
-pub(crate) struct Peak {
+pub(crate) struct BytesPeak {
     current_bytes: AtomicU64,
     peak_bytes: AtomicU64,
 }
 
-impl Peak {
+impl BytesPeak {
     #[inline]
     pub(crate) fn add(&self, bytes: u64) {
         let current_bytes = self.current_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;

@@ -50,17 +50,17 @@ pub(crate) struct KnownStream {
 }
 
 /// The streams of one allocator.
-pub(crate) struct Streams {
+pub(crate) struct StreamRegistry {
     cache: [AtomicPtr<KnownStream>; 1 << CACHE_BITS],
     /// Grows only: a stream stays where it is as long as this lives. Looked up only, so its order matters to nobody.
     known: Mutex<HashMap<RawStream, Box<KnownStream>>>,
     allocator: CudaAllocator,
 }
 
-impl Streams {
+impl StreamRegistry {
     pub(crate) fn new(allocator: CudaAllocator) -> Self {
         let cache = [const { AtomicPtr::new(std::ptr::null_mut()) }; 1 << CACHE_BITS];
-        Streams { cache, known: Mutex::default(), allocator }
+        StreamRegistry { cache, known: Mutex::default(), allocator }
     }
 
     /// A stream, if it is in the cache.

@@ -14,7 +14,7 @@
 
 use crate::c_interface::arguments::{required_text, write};
 use crate::complaints;
-use crate::cxx_abi::{Kind, StreamFilter, throw};
+use crate::cxx_abi::{ExceptionKind, StreamFilter, throw};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
 use crate::guard::{guarded, guarded_or, report};
@@ -32,7 +32,7 @@ use symmalloc_core::backend::DeviceAddress;
 #[cold]
 pub(crate) unsafe fn raise(error: Error) {
     let is_out_of_memory = error.status() == symmalloc_status::SYMMALLOC_OUT_OF_MEMORY;
-    let kind = if is_out_of_memory { Kind::OutOfMemory } else { Kind::Other };
+    let kind = if is_out_of_memory { ExceptionKind::OutOfMemory } else { ExceptionKind::Other };
     let message = format!("symmalloc: {error}");
     drop(error);
     // SAFETY: the caller's contract. The message is dropped as the exception passes.

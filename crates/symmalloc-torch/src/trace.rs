@@ -60,7 +60,7 @@ pub(crate) fn start_from_environment(allocator: &CudaAllocator) -> Result<(), Er
     }
     let mut started = STARTED.lock().unwrap_or_else(PoisonError::into_inner);
     let number = |name: &str| env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
-    let launch = Launch {
+    let launch = TraceNaming {
         rank: number("RANK").unwrap_or(0),
         ranks: number("WORLD_SIZE").unwrap_or(1),
         device: allocator.device().ordinal(),
@@ -75,7 +75,7 @@ pub(crate) fn start_from_environment(allocator: &CudaAllocator) -> Result<(), Er
 }
 
 /// What a pattern can ask for.
-struct Launch {
+struct TraceNaming {
     rank: u64,
     ranks: u64,
     device: usize,
@@ -83,7 +83,7 @@ struct Launch {
     process: u32,
 }
 
-impl Launch {
+impl TraceNaming {
     fn path_of(&self, pattern: &str) -> String {
         let mut path = String::new();
         let (mut has_rank, mut has_device) = (self.ranks <= 1, self.is_first_device);
@@ -146,7 +146,7 @@ mod tests {
     use super::*;
 
     fn path_of(pattern: &str, ranks: u64, is_first_device: bool) -> String {
-        Launch { rank: 3, ranks, device: 1, is_first_device, process: 77 }.path_of(pattern)
+        TraceNaming { rank: 3, ranks, device: 1, is_first_device, process: 77 }.path_of(pattern)
     }
 
     #[test]

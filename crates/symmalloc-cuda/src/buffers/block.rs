@@ -2,12 +2,12 @@
 
 use crate::backend::CudaMemory;
 use crate::error::{CudaError, DropError};
-use crate::pools::{PoolStream, State};
+use crate::pools::{AllocatorState, PoolStream};
 use std::sync::Arc;
 use symmalloc_core::{Handle, StreamId};
 
 /// An allocation that is freed when it is dropped. An error is counted then, and the memory stays allocated.
-pub(super) struct Block<B: CudaMemory> {
+pub(super) struct OwnedBlock<B: CudaMemory> {
     /// `None` once the block is not this one's to free.
     pool_stream: Option<Arc<PoolStream<B>>>,
     handle: Handle,
@@ -15,7 +15,7 @@ pub(super) struct Block<B: CudaMemory> {
     address: u64,
 }
 
-impl<B: CudaMemory> Block<B> {
+impl<B: CudaMemory> OwnedBlock<B> {
     /// Room for `len` elements.
     #[inline]
     pub(super) fn allocate<T>(
@@ -35,7 +35,7 @@ impl<B: CudaMemory> Block<B> {
     /// Takes over an allocation that nobody else frees.
     #[inline]
     pub(super) fn of(pool_stream: &Arc<PoolStream<B>>, handle: Handle, address: u64) -> Self {
-        Block { pool_stream: Some(Arc::clone(pool_stream)), handle, address }
+        OwnedBlock { pool_stream: Some(Arc::clone(pool_stream)), handle, address }
     }
 
     /// Where it was allocated.
@@ -45,7 +45,7 @@ impl<B: CudaMemory> Block<B> {
     }
 
     #[inline]
-    pub(super) fn state(&self) -> &State<B> {
+    pub(super) fn state(&self) -> &AllocatorState<B> {
         self.pool_stream().state()
     }
 
@@ -83,7 +83,7 @@ impl<B: CudaMemory> Block<B> {
     }
 }
 
-impl<B: CudaMemory> Drop for Block<B> {
+impl<B: CudaMemory> Drop for OwnedBlock<B> {
     #[inline]
     fn drop(&mut self) {
         let Some(pool_stream) = self.pool_stream.take() else { return };

@@ -1,8 +1,8 @@
 //! Buffers of device memory that go wherever a `CudaSlice` goes.
 
-use super::block::Block;
+use super::block::OwnedBlock;
 use super::tracked_block::TrackedBlock;
-use super::uses::Access;
+use super::uses::AccessMode;
 use super::view::{BufferView, BufferViewMut, KernelArg};
 use crate::allocator::CudaAllocator;
 use crate::backend::CudaBackend;
@@ -121,13 +121,13 @@ impl CudaAllocator {
         len: usize,
         name: Option<&str>,
     ) -> Result<DeviceBuffer<T>, CudaError> {
-        Ok(DeviceBuffer::of(Block::allocate::<T>(self.lease().stream(stream)?, len, name)?, len))
+        Ok(DeviceBuffer::of(OwnedBlock::allocate::<T>(self.lease().stream(stream)?, len, name)?, len))
     }
 }
 
 impl<T> DeviceBuffer<T> {
     #[inline]
-    fn of(block: Block<CudaBackend>, len: usize) -> Self {
+    fn of(block: OwnedBlock<CudaBackend>, len: usize) -> Self {
         DeviceBuffer { block: TrackedBlock::new(block), len, elements: PhantomData }
     }
 
@@ -155,12 +155,12 @@ impl<T> DeviceBuffer<T> {
     /// The buffer as an argument of a kernel that is launched on `stream`: records the use and orders the streams, as
     /// taking its pointer does.
     pub fn on<'a>(&'a mut self, stream: &'a CudaStream) -> KernelArg<'a> {
-        KernelArg::new(self.block.block().address(), self.block.begin(stream, Access::Write))
+        KernelArg::new(self.block.block().address(), self.block.begin(stream, AccessMode::Write))
     }
 
     /// As [`on`](Self::on), for kernels that only read it.
     pub fn read_on<'a>(&'a self, stream: &'a CudaStream) -> KernelArg<'a> {
-        KernelArg::new(self.block.block().address(), self.block.begin(stream, Access::Read))
+        KernelArg::new(self.block.block().address(), self.block.begin(stream, AccessMode::Read))
     }
 
     /// All of it.
@@ -211,7 +211,7 @@ impl<T> DeviceBuffer<T> {
     /// [`CachingAllocator::wait`]: crate::CachingAllocator::wait
     pub unsafe fn from_raw(allocator: &CudaAllocator, raw: RawDeviceBuffer) -> Self {
         let RawDeviceBuffer { handle, pointer, len, stream } = raw;
-        Self::of(Block::of(allocator.lease().registered_stream(stream), handle, pointer), len)
+        Self::of(OwnedBlock::of(allocator.lease().registered_stream(stream), handle, pointer), len)
     }
 
     /// Never frees it, and returns its pointer. The memory stays in its segment until the allocator's last owner is gone.
@@ -229,7 +229,7 @@ impl<T> DeviceBuffer<T> {
         let device = block.state().device();
         let _current = device.enter()?;
         // SAFETY: the buffer has this many bytes, and the stream that it was allocated on is ordered behind earlier uses.
-        Ok(unsafe { device.driver.memset_async(block.address(), 0, size_bytes, self.stream().cu_stream()) }?)
+        Ok(unsafe { device.driver().memset_async(block.address(), 0, size_bytes, self.stream().cu_stream()) }?)
     }
 }
 
@@ -245,13 +245,13 @@ impl<T> DeviceSlice<T> for DeviceBuffer<T> {
 
 impl<T> DevicePtr<T> for DeviceBuffer<T> {
     fn device_ptr<'a>(&'a self, stream: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
-        (self.block.block().address(), self.block.begin(stream, Access::Read))
+        (self.block.block().address(), self.block.begin(stream, AccessMode::Read))
     }
 }
 
 impl<T> DevicePtrMut<T> for DeviceBuffer<T> {
     fn device_ptr_mut<'a>(&'a mut self, stream: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
-        (self.block.block().address(), self.block.begin(stream, Access::Write))
+        (self.block.block().address(), self.block.begin(stream, AccessMode::Write))
     }
 }
 
@@ -261,7 +261,7 @@ impl<T> DevicePtrMut<T> for DeviceBuffer<T> {
 unsafe impl<'a, 'b: 'a, T> PushKernelArg<&'b DeviceBuffer<T>> for LaunchArgs<'a> {
     #[inline(always)]
     fn arg(&mut self, arg: &'b DeviceBuffer<T>) -> &mut Self {
-        arg.block.use_on_own_stream(Access::Read);
+        arg.block.use_on_own_stream(AccessMode::Read);
         self.arg(arg.block.block().address_ref())
     }
 }
@@ -270,7 +270,7 @@ unsafe impl<'a, 'b: 'a, T> PushKernelArg<&'b DeviceBuffer<T>> for LaunchArgs<'a>
 unsafe impl<'a, 'b: 'a, T> PushKernelArg<&'b mut DeviceBuffer<T>> for LaunchArgs<'a> {
     #[inline(always)]
     fn arg(&mut self, arg: &'b mut DeviceBuffer<T>) -> &mut Self {
-        arg.block.use_on_own_stream(Access::Write);
+        arg.block.use_on_own_stream(AccessMode::Write);
         self.arg(arg.block.block().address_ref())
     }
 }

@@ -4,7 +4,7 @@
 //! the host when it is handed out again, and not before: that is the one place where an allocation of this crate may block,
 //! and only where the memory would otherwise be overwritten under a running copy.
 
-use super::block::Block;
+use super::block::OwnedBlock;
 use crate::allocator::CachingAllocator;
 use crate::backend::PinnedBackend;
 use crate::device::CudaDevice;
@@ -40,7 +40,7 @@ impl PinnedAllocator {
     /// # Errors
     /// When the allocator or the driver refuses.
     pub fn alloc_host_zeroed<T: DeviceRepr + ValidAsZeroBits>(&self, len: usize) -> Result<PinnedBuffer<T>, CudaError> {
-        let block = Block::allocate::<T>(self.lease().registered_stream(HOST), len, None)?;
+        let block = OwnedBlock::allocate::<T>(self.lease().registered_stream(HOST), len, None)?;
         let buffer = PinnedBuffer { block, len, pending: Mutex::default(), elements: PhantomData };
         let start = buffer.start();
         // SAFETY: the block has room for `len` elements, it is this buffer's alone, and the host waited for earlier uses.
@@ -54,7 +54,7 @@ impl PinnedAllocator {
 /// It implements cudarc's [`HostSlice`]: copies take it, and run asynchronously with it. The host waits for them when it looks
 /// at the elements again.
 pub struct PinnedBuffer<T> {
-    block: Block<PinnedBackend>,
+    block: OwnedBlock<PinnedBackend>,
     len: usize,
     /// Streams whose work uses it since the host looked last.
     pending: Mutex<SmallVec<[StreamId; 2]>>,

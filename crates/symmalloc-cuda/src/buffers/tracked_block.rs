@@ -3,8 +3,8 @@
 //! A block that only its own stream uses, which is common, pays one load for this. [`Uses`] is made when a second stream
 //! takes its pointer.
 
-use super::block::Block;
-use super::uses::{Access, Uses};
+use super::block::OwnedBlock;
+use super::uses::{AccessMode, Uses};
 use crate::backend::CudaBackend;
 use crate::error::DropError;
 use crate::streams::is_same;
@@ -14,18 +14,18 @@ use std::sync::Arc;
 use symmalloc_core::backend::BackendError;
 
 pub(super) struct TrackedBlock {
-    block: Block<CudaBackend>,
+    block: OwnedBlock<CudaBackend>,
     uses: OnceBox<Uses>,
 }
 
 impl TrackedBlock {
     #[inline]
-    pub(super) fn new(block: Block<CudaBackend>) -> Self {
+    pub(super) fn new(block: OwnedBlock<CudaBackend>) -> Self {
         TrackedBlock { block, uses: OnceBox::new() }
     }
 
     #[inline]
-    pub(super) fn block(&self) -> &Block<CudaBackend> {
+    pub(super) fn block(&self) -> &OwnedBlock<CudaBackend> {
         &self.block
     }
 
@@ -37,7 +37,7 @@ impl TrackedBlock {
 
     /// Notes a use by work that is submitted to the stream while the guard lives.
     #[inline]
-    pub(super) fn begin<'a>(&'a self, stream: &'a CudaStream, access: Access) -> SyncOnDrop<'a> {
+    pub(super) fn begin<'a>(&'a self, stream: &'a CudaStream, access: AccessMode) -> SyncOnDrop<'a> {
         if self.block.address() == 0 || (self.uses.get().is_none() && is_same(self.stream(), stream)) {
             return SyncOnDrop::Record(None);
         }
@@ -46,7 +46,7 @@ impl TrackedBlock {
 
     /// Notes a use by work that is submitted to its own stream next.
     #[inline]
-    pub(super) fn use_on_own_stream(&self, access: Access) {
+    pub(super) fn use_on_own_stream(&self, access: AccessMode) {
         if let Some(uses) = self.uses.get() {
             // A registered stream leaves nothing to do after its work.
             drop(uses.begin(&self.block, self.stream(), access));

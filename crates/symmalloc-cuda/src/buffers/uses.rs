@@ -14,7 +14,7 @@
 //! In a stream capture only streams of the same capture are ordered. The program orders what came before, before it launches
 //! the graph.
 
-use super::block::Block;
+use super::block::OwnedBlock;
 use crate::backend::CudaBackend;
 use crate::device::RestoreCurrent;
 use crate::error::{DriverError, DropError};
@@ -26,7 +26,7 @@ use symmalloc_core::backend::{BackendError, Event};
 
 /// How a pointer will be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Access {
+pub(super) enum AccessMode {
     Read,
     Write,
 }
@@ -65,9 +65,9 @@ impl Uses {
     #[cold]
     pub(super) fn begin<'a>(
         &'a self,
-        block: &Block<CudaBackend>,
+        block: &OwnedBlock<CudaBackend>,
         stream: &'a CudaStream,
-        access: Access,
+        access: AccessMode,
     ) -> SyncOnDrop<'a> {
         let begun = match block.state().streams().find(stream) {
             Some(id) => self.begin_registered(block, stream, id, access),
@@ -83,10 +83,10 @@ impl Uses {
 
     fn begin_registered<'a>(
         &self,
-        block: &Block<CudaBackend>,
+        block: &OwnedBlock<CudaBackend>,
         stream: &'a CudaStream,
         id: StreamId,
-        access: Access,
+        access: AccessMode,
     ) -> Result<SyncOnDrop<'a>, BackendError> {
         if id != block.pool_stream().id() {
             block.record_use(id);
@@ -101,9 +101,9 @@ impl Uses {
     /// Makes a registered stream wait for whom it must. The use is noted also when that fails: the host waits then.
     fn order_registered(
         &self,
-        block: &Block<CudaBackend>,
+        block: &OwnedBlock<CudaBackend>,
         stream: StreamId,
-        access: Access,
+        access: AccessMode,
     ) -> Result<(), BackendError> {
         let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
         let is_behind_writer = registered.writer == stream || registered.readers.contains(&stream);
@@ -112,9 +112,9 @@ impl Uses {
             behind.push(registered.writer);
         }
         match access {
-            Access::Read if !is_behind_writer => registered.readers.push(stream),
-            Access::Read => {}
-            Access::Write => {
+            AccessMode::Read if !is_behind_writer => registered.readers.push(stream),
+            AccessMode::Read => {}
+            AccessMode::Write => {
                 behind.extend(registered.readers.iter().copied().filter(|reader| *reader != stream));
                 *registered = RegisteredUses { writer: stream, readers: SmallVec::new() };
             }
@@ -125,7 +125,7 @@ impl Uses {
     /// Makes a stream wait for all uses by streams that are not registered.
     pub(super) fn order_behind_foreign(
         &self,
-        block: &Block<CudaBackend>,
+        block: &OwnedBlock<CudaBackend>,
         stream: &CudaStream,
     ) -> Result<(), BackendError> {
         let Some(foreign) = self.foreign.get() else { return Ok(()) };
@@ -137,13 +137,13 @@ impl Uses {
 
     fn begin_foreign<'a>(
         &'a self,
-        block: &Block<CudaBackend>,
+        block: &OwnedBlock<CudaBackend>,
         stream: &'a CudaStream,
     ) -> Result<SyncOnDrop<'a>, BackendError> {
         let streams = block.state().streams();
-        if stream.context().cu_ctx() != streams.device.context().cu_ctx() {
+        if stream.context().cu_ctx() != streams.device().context().cu_ctx() {
             // Events of this context cannot be recorded on a stream of another one: the host waits, before and after.
-            streams.device.synchronize()?;
+            streams.device().synchronize()?;
             return Ok(SyncOnDrop::sync_stream(stream));
         }
         if stream.context().is_event_tracking() {
@@ -166,7 +166,7 @@ impl Uses {
 
     fn foreign_event(
         &self,
-        block: &Block<CudaBackend>,
+        block: &OwnedBlock<CudaBackend>,
         stream: &CudaStream,
     ) -> Result<&Option<CudaEvent>, BackendError> {
         let uses = self.foreign.get_or_init(Box::default);
@@ -175,7 +175,7 @@ impl Uses {
             return Ok(&entry.event);
         }
         let device = block.state().device();
-        let _restore = RestoreCurrent::of(device.driver)?;
+        let _restore = RestoreCurrent::of(device.driver())?;
         let event = device.context().new_event(None);
         let event = event.map_err(|error| DriverError { call: "cuEventCreate", code: error.0 as i32 })?;
         let index = uses.push(ForeignUse { stream: raw, event: Some(event) });
@@ -184,9 +184,9 @@ impl Uses {
 }
 
 /// Orders `stream` behind `on`, unless a capture separates them.
-fn order_behind(block: &Block<CudaBackend>, stream: StreamId, on: StreamId) -> Result<(), BackendError> {
+fn order_behind(block: &OwnedBlock<CudaBackend>, stream: StreamId, on: StreamId) -> Result<(), BackendError> {
     let streams = block.state().streams();
-    if streams.device.is_capturing() {
+    if streams.device().is_capturing() {
         let capture_of = |id| match streams.stream(id) {
             Some(stream) => streams.capture_of(stream.cu_stream()),
             None => Ok(None),

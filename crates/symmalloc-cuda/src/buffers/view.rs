@@ -1,7 +1,7 @@
 //! Borrowed parts of a [`DeviceBuffer`](crate::DeviceBuffer). They use the buffer's stream, and record uses with it.
 
 use super::tracked_block::TrackedBlock;
-use super::uses::Access;
+use super::uses::AccessMode;
 use cudarc::driver::sys::CUdeviceptr;
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, LaunchArgs, PushKernelArg, SyncOnDrop};
 use std::fmt;
@@ -154,19 +154,19 @@ impl<T> DeviceSlice<T> for BufferViewMut<'_, T> {
 
 impl<T> DevicePtr<T> for BufferView<'_, T> {
     fn device_ptr<'a>(&'a self, stream: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
-        (pointer_at::<T>(self.block, self.start), self.block.begin(stream, Access::Read))
+        (pointer_at::<T>(self.block, self.start), self.block.begin(stream, AccessMode::Read))
     }
 }
 
 impl<T> DevicePtr<T> for BufferViewMut<'_, T> {
     fn device_ptr<'a>(&'a self, stream: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
-        (pointer_at::<T>(self.block, self.start), self.block.begin(stream, Access::Read))
+        (pointer_at::<T>(self.block, self.start), self.block.begin(stream, AccessMode::Read))
     }
 }
 
 impl<T> DevicePtrMut<T> for BufferViewMut<'_, T> {
     fn device_ptr_mut<'a>(&'a mut self, stream: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
-        (pointer_at::<T>(self.block, self.start), self.block.begin(stream, Access::Write))
+        (pointer_at::<T>(self.block, self.start), self.block.begin(stream, AccessMode::Write))
     }
 }
 

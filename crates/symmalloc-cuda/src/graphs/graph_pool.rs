@@ -29,7 +29,7 @@ use crate::allocator::CudaAllocator;
 use crate::backend::CudaBackend;
 use crate::device::RestoreCurrent;
 use crate::error::{CudaError, DriverError};
-use crate::pools::{AbandonedPool, State, lock};
+use crate::pools::{AbandonedPool, AllocatorState, lock};
 use crate::streams::{CaptureId, CaptureWatch, capture_of};
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use cudarc::driver::{CudaGraph, CudaStream};
@@ -41,11 +41,11 @@ use symmalloc_core::{ObserverId, PoolId, StreamId};
 /// Memory for graphs. Cloning it gives another name of the same pool.
 #[derive(Clone, Debug)]
 pub struct GraphPool {
-    inner: Arc<Inner>,
+    inner: Arc<GraphPoolState>,
 }
 
-struct Inner {
-    state: Arc<State<CudaBackend>>,
+struct GraphPoolState {
+    state: Arc<AllocatorState<CudaBackend>>,
     pool: PoolId,
     /// Keeps the memory of segments that die for the core, should anyone trim the pool through it.
     observer: ObserverId,
@@ -64,7 +64,7 @@ impl GraphPool {
         let state = Arc::clone(allocator.state());
         let pool = state.create_kept_pool(config)?;
         let (observer, _) = state.core().observe(pool)?;
-        Ok(GraphPool { inner: Arc::new(Inner { state, pool, observer, launched_on: Mutex::default() }) })
+        Ok(GraphPool { inner: Arc::new(GraphPoolState { state, pool, observer, launched_on: Mutex::default() }) })
     }
 
     /// The pool's id, equal on all ranks.
@@ -93,7 +93,7 @@ impl GraphPool {
             let _entered = tracing::debug_span!(target: "symmalloc", "capture.prepare", pool, stream = id.0).entered();
             allocator.synchronize_uncaptured()?;
         }
-        let _restore = RestoreCurrent::of(streams.device.driver)?;
+        let _restore = RestoreCurrent::of(streams.device().driver())?;
         let begun = stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);
         begun.map_err(|error| DriverError { call: "cuStreamBeginCapture", code: error.0 as i32 })?;
         let mut capture = GraphCapture {
@@ -105,7 +105,7 @@ impl GraphPool {
             _under_way: under_way,
         };
         // SAFETY: the stream is alive.
-        capture.capture = unsafe { capture_of(streams.device.driver, stream.cu_stream()) }?;
+        capture.capture = unsafe { capture_of(streams.device().driver(), stream.cu_stream()) }?;
         if let Some(capture) = capture.capture {
             self.inner.state.set_capture_pool(capture, self.inner.pool);
         }
@@ -115,7 +115,7 @@ impl GraphPool {
     }
 }
 
-impl Drop for Inner {
+impl Drop for GraphPoolState {
     /// The memory goes back with the allocator's next trim: that may block, and this must not.
     fn drop(&mut self) {
         let streams = std::mem::take(&mut *lock(&self.launched_on));
@@ -123,7 +123,7 @@ impl Drop for Inner {
     }
 }
 
-impl fmt::Debug for Inner {
+impl fmt::Debug for GraphPoolState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("GraphPool").field("pool", &self.pool).finish_non_exhaustive()
     }
@@ -159,7 +159,7 @@ impl GraphCapture {
         if let Some(capture) = self.capture {
             state.forget_capture(capture);
         }
-        let _restore = RestoreCurrent::of(state.device().driver)?;
+        let _restore = RestoreCurrent::of(state.device().driver())?;
         let ended = self.stream.end_capture(CUgraphInstantiate_flags(0));
         let ended = ended.map_err(|error| DriverError { call: "cuStreamEndCapture", code: error.0 as i32 });
         let (pool, stream, capture_id) = (self.pool.id().0, self.id.0, self.capture);
@@ -210,7 +210,7 @@ impl DeviceGraph {
         let device = state.device();
         let _current = device.enter()?;
         // SAFETY: the graph is alive and ready, and its memory is kept by the pool.
-        Ok(unsafe { device.driver.graph_launch(self.graph.cu_graph_exec(), stream.cu_stream()) }?)
+        Ok(unsafe { device.driver().graph_launch(self.graph.cu_graph_exec(), stream.cu_stream()) }?)
     }
 
     /// The pool that has its memory.

@@ -3,7 +3,7 @@
 //! What a range reserves is there until the range is released; parts that are unmapped in between are idle.
 
 use super::chunks::Chunks;
-use super::interface::Memory;
+use super::interface::BackendMemory;
 use super::spare::with_spare;
 use crate::device::CudaDevice;
 use crate::driver::HOST_PORTABLE;
@@ -50,13 +50,13 @@ impl DriverAllocations {
             AllocationKind::Device => {
                 let mut address: CUdeviceptr = 0;
                 // SAFETY: `address` is valid for writing, and a context is current.
-                unsafe { self.device.driver.allocate(&raw mut address, size_bytes as usize) }?;
+                unsafe { self.device.driver().allocate(&raw mut address, size_bytes as usize) }?;
                 Ok(address)
             }
             AllocationKind::PinnedHost => {
                 let mut address: *mut c_void = std::ptr::null_mut();
                 // SAFETY: `address` is valid for writing, and a context is current.
-                unsafe { self.device.driver.host_allocate(&raw mut address, size_bytes as usize, HOST_PORTABLE) }?;
+                unsafe { self.device.driver().host_allocate(&raw mut address, size_bytes as usize, HOST_PORTABLE) }?;
                 Ok(address as u64)
             }
         }
@@ -65,9 +65,9 @@ impl DriverAllocations {
     fn free(&self, address: u64) -> Result<(), DriverError> {
         match self.kind {
             // SAFETY: allocated by `allocate`, freed once, and by the contract of `Backend` unused by any stream.
-            AllocationKind::Device => unsafe { self.device.driver.free(address) },
+            AllocationKind::Device => unsafe { self.device.driver().free(address) },
             // SAFETY: as above.
-            AllocationKind::PinnedHost => unsafe { self.device.driver.host_free(address as *mut c_void) },
+            AllocationKind::PinnedHost => unsafe { self.device.driver().host_free(address as *mut c_void) },
         }
     }
 
@@ -95,14 +95,14 @@ impl DriverAllocations {
     }
 }
 
-impl Memory for DriverAllocations {
+impl BackendMemory for DriverAllocations {
     fn granularity_bytes(&self) -> u64 {
         self.granularity_bytes
     }
 
     fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
         let _current = self.device.enter()?;
-        let _relaxed = self.device.driver.relax_capture();
+        let _relaxed = self.device.driver().relax_capture();
         let (allocation, base) = match self.kind {
             AllocationKind::Device => with_spare(&self.device, || self.allocate_aligned(size_bytes)),
             AllocationKind::PinnedHost => self.allocate_aligned(size_bytes),
@@ -123,7 +123,7 @@ impl Memory for DriverAllocations {
 
     fn release(&self, range: Range) -> Result<(), BackendError> {
         let _current = self.device.enter()?;
-        let _relaxed = self.device.driver.relax_capture();
+        let _relaxed = self.device.driver().relax_capture();
         // Before the driver has it back: from then on it may give the address to another thread's `reserve`.
         let removed = self.ranges().remove(&range.base.0);
         let removed = removed.ok_or(DriverError { call: "release", code: INVALID_VALUE })?;

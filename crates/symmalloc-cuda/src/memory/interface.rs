@@ -5,7 +5,7 @@ use symmalloc_core::backend::{BackendError, Range};
 
 /// Memory in ranges. The contract is that of [`symmalloc_core::backend`].
 #[doc(hidden)]
-pub trait Memory: Send + Sync {
+pub trait BackendMemory: Send + Sync {
     fn granularity_bytes(&self) -> u64;
     fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError>;
     fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError>;

@@ -21,6 +21,6 @@ mod spare;
 mod virtual_memory;
 
 pub(crate) use driver_allocations::{AllocationKind, DriverAllocations};
-pub(crate) use interface::Memory;
+pub(crate) use interface::BackendMemory;
 pub(crate) use prefetch_thread::Prefetching;
 pub(crate) use virtual_memory::{VirtualMemory, VirtualOptions};

@@ -14,7 +14,7 @@
 //! it is in.
 
 use super::backing::Backing;
-use super::interface::Memory;
+use super::interface::BackendMemory;
 use super::spare::{self, Prefetched};
 use super::virtual_memory::VirtualMemory;
 use crate::error::CudaError;
@@ -114,7 +114,7 @@ impl Work {
     }
 }
 
-impl Memory for Prefetching {
+impl BackendMemory for Prefetching {
     fn granularity_bytes(&self) -> u64 {
         self.memory.granularity_bytes()
     }

@@ -11,10 +11,10 @@
 //! Chunks may be made ahead of growth (`prefetch_window.rs` says which, `prefetch_thread.rs` who makes them): they lie in their places, mapped
 //! and accessible, behind the end of what the allocator has.
 
-use super::addresses::{Addresses, Descending};
+use super::addresses::{AddressSource, Descending};
 use super::backing::{Backed, Backing};
 use super::chunks::{Chunks, Part};
-use super::interface::Memory;
+use super::interface::BackendMemory;
 use super::prefetch_window::{PrefetchRule, PrefetchWindow};
 use super::properties::{granularity_of, supported_properties};
 use super::spare::{Prefetched, with_spare};
@@ -36,11 +36,11 @@ pub(crate) struct VirtualMemory {
     device: Arc<CudaDevice>,
     properties: MemProperties,
     /// Who may use the memory. Read under the lock of the range that is mapped, so that a range is either mapped with a new
-    /// entry or there to be found when [`grant_access`](Memory::grant_access) goes through them.
+    /// entry or there to be found when [`grant_access`](BackendMemory::grant_access) goes through them.
     access: RwLock<SmallVec<[MemAccess; 1]>>,
     granularity_bytes: u64,
     chunk_bytes: u64,
-    addresses: Addresses,
+    addresses: AddressSource,
     /// `None`: nothing is made ahead.
     rule: Option<PrefetchRule>,
     /// How many callers found the device full: nothing is made ahead meanwhile.
@@ -105,12 +105,12 @@ impl VirtualMemory {
             return Err(CudaError::PrefetchSize { prefetch_bytes, chunk_bytes, granularity_bytes });
         }
         let addresses = match options.descending_bytes {
-            None => Addresses::Driver(Arc::clone(&device)),
+            None => AddressSource::Driver(Arc::clone(&device)),
             Some(size_bytes) if size_bytes == 0 || !size_bytes.is_multiple_of(granularity_bytes) => {
                 return Err(CudaError::AddressSpace { size_bytes, granularity_bytes });
             }
             Some(size_bytes) => {
-                Addresses::Descending(Descending::new(Arc::clone(&device), size_bytes, granularity_bytes)?)
+                AddressSource::Descending(Descending::new(Arc::clone(&device), size_bytes, granularity_bytes)?)
             }
         };
         Ok(VirtualMemory {
@@ -151,7 +151,7 @@ impl VirtualMemory {
         let Backed { chunks, window } = &mut *backed;
         debug_assert!(!chunks.is_any_mapped(part));
         let _current = self.device.enter()?;
-        let _relaxed = self.device.driver.relax_capture();
+        let _relaxed = self.device.driver().relax_capture();
         if window.is_cut_at(part.end) {
             self.give_back(chunks, range, &window.take());
         }
@@ -194,7 +194,7 @@ impl VirtualMemory {
     }
 
     fn create_and_map(&self, range: Range, chunk: &Part) -> Result<(), DriverError> {
-        let driver = self.device.driver;
+        let driver = self.device.driver();
         let size = (chunk.end - chunk.start) as usize;
         let mut handle = 0;
         // SAFETY: `handle` is valid for writing, the properties are valid, and the size is a multiple of the granularity.
@@ -208,7 +208,7 @@ impl VirtualMemory {
     /// Gives a handle up; the mapping, if there is one, keeps the memory.
     fn release_handle(&self, handle: c_ulonglong) {
         // SAFETY: the handle is ours, and not used again once this succeeds.
-        if let Err(error) = unsafe { self.device.driver.release(handle) } {
+        if let Err(error) = unsafe { self.device.driver().release(handle) } {
             tracing::warn!(name: "memory.handle_kept", target: "symmalloc", %error);
             self.unreleased.lock().unwrap_or_else(PoisonError::into_inner).push(handle);
         }
@@ -223,13 +223,13 @@ impl VirtualMemory {
         let size = (part.end - part.start) as usize;
         let access = self.access.read().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: the part is mapped, and the descriptors are valid for reading.
-        unsafe { self.device.driver.set_access(range.base.0 + part.start, size, access.as_ptr(), access.len()) }
+        unsafe { self.device.driver().set_access(range.base.0 + part.start, size, access.as_ptr(), access.len()) }
     }
 
     fn unmap_run(&self, range: Range, run: &Part) -> Result<(), DriverError> {
         // SAFETY: chunks tile the run exactly, none of them is used by the allocator, and by the contract of `Backend` no
         // stream uses it any more.
-        unsafe { self.device.driver.unmap(range.base.0 + run.start, (run.end - run.start) as usize) }
+        unsafe { self.device.driver().unmap(range.base.0 + run.start, (run.end - run.start) as usize) }
     }
 
     /// Gives unused chunks back; what the driver refuses stays as idle chunks, which later maps use first.
@@ -273,7 +273,7 @@ impl VirtualMemory {
         let Backed { chunks, window } = &mut *backed;
         let Some(chunk) = window.next() else { return false };
         let made = self.device.enter().and_then(|_current| {
-            let _relaxed = self.device.driver.relax_capture();
+            let _relaxed = self.device.driver().relax_capture();
             // What the driver did not take back lies there: growth takes it first.
             let is_free = chunks.gaps(&chunk) == [chunk.clone()];
             if is_free { self.back(chunks, backing.range, &chunk, chunk.start).map(|()| true) } else { Ok(false) }
@@ -328,7 +328,7 @@ impl Prefetched for VirtualMemory {
 
     fn release_prefetched(&self) -> u64 {
         let Ok(_current) = self.device.enter() else { return 0 };
-        let _relaxed = self.device.driver.relax_capture();
+        let _relaxed = self.device.driver().relax_capture();
         let mut released_bytes = 0;
         for backing in self.all_ranges() {
             let mut backed = backing.lock();
@@ -342,14 +342,14 @@ impl Prefetched for VirtualMemory {
     }
 }
 
-impl Memory for VirtualMemory {
+impl BackendMemory for VirtualMemory {
     fn granularity_bytes(&self) -> u64 {
         self.granularity_bytes
     }
 
     fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
         let _current = self.device.enter()?;
-        let _relaxed = self.device.driver.relax_capture();
+        let _relaxed = self.device.driver().relax_capture();
         let base = self.addresses.reserve(size_bytes, self.granularity_bytes)?;
         let range = Range { base: DeviceAddress(base), size_bytes };
         self.ranges().insert(base, Arc::new(Backing::new(range)));
@@ -368,7 +368,7 @@ impl Memory for VirtualMemory {
         let part = offset_bytes..offset_bytes + size_bytes;
         debug_assert!(chunks.is_mapped(&part));
         let _current = self.device.enter()?;
-        let _relaxed = self.device.driver.relax_capture();
+        let _relaxed = self.device.driver().relax_capture();
         self.release_handles_again();
         self.give_back(chunks, range, &window.take());
         chunks.unmap(&part);
@@ -391,7 +391,7 @@ impl Memory for VirtualMemory {
         let mut backed = backing.lock();
         let Backed { chunks, window } = &mut *backed;
         let _current = self.device.enter()?;
-        let _relaxed = self.device.driver.relax_capture();
+        let _relaxed = self.device.driver().relax_capture();
         // It goes with all that is unused; and nothing is made ahead of a range that is gone.
         window.take();
         for run in chunks.unused_runs(&(0..range.size_bytes)) {
@@ -421,7 +421,7 @@ impl Memory for VirtualMemory {
         }
         let ranges = self.all_ranges();
         let _current = self.device.enter()?;
-        let _relaxed = self.device.driver.relax_capture();
+        let _relaxed = self.device.driver().relax_capture();
         let set = ranges.iter().try_for_each(|backing| {
             let backed = backing.look();
             backed.chunks.runs().iter().try_for_each(|run| self.set_access(backing.range, run))

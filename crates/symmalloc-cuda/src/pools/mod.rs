@@ -8,4 +8,4 @@ mod stream_table;
 pub use pool::Pool;
 pub(crate) use pool::PoolLease;
 pub(crate) use pool_stream::PoolStream;
-pub(crate) use state::{AbandonedPool, State, lock};
+pub(crate) use state::{AbandonedPool, AllocatorState, lock};

@@ -4,7 +4,7 @@
 //! the pool to the allocator's next `trim`.
 
 use super::pool_stream::PoolStream;
-use super::state::{AbandonedPool, State};
+use super::state::{AbandonedPool, AllocatorState};
 use super::stream_table::StreamTable;
 use crate::backend::CudaMemory;
 use crate::error::CudaError;
@@ -41,7 +41,7 @@ impl<B: CudaMemory> fmt::Debug for Pool<B> {
 
 /// While it lives, the pool is not destroyed. It finds the pool's streams.
 pub(crate) struct PoolLease<B: CudaMemory> {
-    state: Arc<State<B>>,
+    state: Arc<AllocatorState<B>>,
     pool: PoolId,
     /// By the address of the `CudaStream`; the host's by [`HOST`].
     streams: StreamTable<Arc<PoolStream<B>>>,
@@ -51,12 +51,12 @@ pub(crate) struct PoolLease<B: CudaMemory> {
 const HOST: usize = 0;
 
 impl<B: CudaMemory> PoolLease<B> {
-    pub(crate) fn new(state: &Arc<State<B>>, pool: PoolId) -> Self {
+    pub(crate) fn new(state: &Arc<AllocatorState<B>>, pool: PoolId) -> Self {
         PoolLease { state: Arc::clone(state), pool, streams: StreamTable::new() }
     }
 
     #[inline]
-    pub(crate) fn state(&self) -> &Arc<State<B>> {
+    pub(crate) fn state(&self) -> &Arc<AllocatorState<B>> {
         &self.state
     }
 

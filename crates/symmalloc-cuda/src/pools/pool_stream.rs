@@ -2,13 +2,13 @@
 //!
 //! ```text
 //!  allocator ─┐
-//!  allocator ─┼─ PoolLease ─── table by stream ──► PoolStream ─── State
+//!  allocator ─┼─ PoolLease ─── table by stream ──► PoolStream ─── AllocatorState
 //!  Pool      ─┘                                        ▲
 //!  DeviceBuffer ───────────────────────────────────────┘ counted
 //! ```
 //! A buffer holds its pool stream, so freeing it takes no search. Threads with streams of their own count in different places.
 
-use super::state::State;
+use super::state::AllocatorState;
 use crate::backend::CudaMemory;
 use cudarc::driver::CudaStream;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use symmalloc_core::{Allocation, PoolId, StreamId};
 /// Where allocations for work on a stream come from. Alone on its cache lines: every buffer counts it.
 #[repr(align(128))]
 pub(crate) struct PoolStream<B: CudaMemory> {
-    state: Arc<State<B>>,
+    state: Arc<AllocatorState<B>>,
     pool: PoolId,
     id: StreamId,
     /// `None` for the host.
@@ -27,12 +27,12 @@ pub(crate) struct PoolStream<B: CudaMemory> {
 
 impl<B: CudaMemory> PoolStream<B> {
     /// Of a registered stream, or of the host.
-    pub(super) fn new(state: &Arc<State<B>>, pool: PoolId, id: StreamId) -> Self {
+    pub(super) fn new(state: &Arc<AllocatorState<B>>, pool: PoolId, id: StreamId) -> Self {
         PoolStream { state: Arc::clone(state), pool, id, stream: state.streams().stream(id).cloned() }
     }
 
     #[inline]
-    pub(crate) fn state(&self) -> &State<B> {
+    pub(crate) fn state(&self) -> &AllocatorState<B> {
         &self.state
     }
 

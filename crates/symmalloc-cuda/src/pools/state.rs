@@ -12,7 +12,7 @@ use symmalloc_core::errors::{AllocateError, PoolError};
 use symmalloc_core::{ObserverId, PoolId, SharedAllocator, StreamId};
 
 /// See the [module documentation](self).
-pub(crate) struct State<B: CudaMemory> {
+pub(crate) struct AllocatorState<B: CudaMemory> {
     core: SharedAllocator<B>,
     registration: Mutex<()>,
     /// Pools that [`trim`](Self::trim) trims, in creation order: all but those of graphs.
@@ -31,12 +31,12 @@ pub(crate) struct AbandonedPool {
     pub(crate) streams: Vec<StreamId>,
 }
 
-impl<B: CudaMemory> State<B> {
+impl<B: CudaMemory> AllocatorState<B> {
     pub(crate) fn new(backend: B, config: Config) -> Result<Self, CudaError> {
         let pool = fitting(&backend, config.default_pool().clone())?;
         let config =
             if pool == *config.default_pool() { config } else { config.to_builder().default_pool(pool).build()? };
-        Ok(State {
+        Ok(AllocatorState {
             core: SharedAllocator::new(backend, config)?,
             registration: Mutex::default(),
             trimmable: Mutex::new(vec![PoolId::DEFAULT]),
@@ -58,7 +58,7 @@ impl<B: CudaMemory> State<B> {
 
     #[inline]
     pub(crate) fn device(&self) -> &Arc<CudaDevice> {
-        &self.streams().device
+        self.streams().device()
     }
 
     /// The id of a stream, registered now if it was not before.
@@ -205,7 +205,7 @@ impl<B: CudaMemory> State<B> {
     }
 }
 
-impl<B: CudaMemory> Drop for State<B> {
+impl<B: CudaMemory> Drop for AllocatorState<B> {
     fn drop(&mut self) {
         let abandoned = std::mem::take(&mut *lock(&self.abandoned));
         for mut entry in abandoned {

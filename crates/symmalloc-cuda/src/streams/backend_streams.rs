@@ -7,7 +7,7 @@
 
 use super::captures::{CaptureId, CapturedEvents, capture_of};
 use super::event_pool::EventPool;
-use crate::call_counters::{Call, CallCounters};
+use crate::call_counters::{CallCounters, DeviceCall, DeviceCalls};
 use crate::device::{CudaDevice, RestoreCurrent};
 use crate::error::{CAPTURE_UNSUPPORTED, DriverError, INVALID_HANDLE, NOT_READY};
 use cudarc::driver::CudaStream;
@@ -24,12 +24,12 @@ const POLL: Duration = Duration::from_micros(20);
 /// Streams and events of one backend.
 #[doc(hidden)]
 pub struct BackendStreams {
-    pub(crate) device: Arc<CudaDevice>,
+    device: Arc<CudaDevice>,
     /// By [`StreamId`]. Kept alive, so that the driver gives none of their handles to another stream.
     registered: boxcar::Vec<RegisteredStream>,
     events: EventPool,
     captured: CapturedEvents,
-    pub(crate) calls: CallCounters,
+    calls: CallCounters,
 }
 
 /// What a [`StreamId`] stands for.
@@ -47,6 +47,20 @@ impl BackendStreams {
             captured: CapturedEvents::default(),
             calls: CallCounters::default(),
         }
+    }
+
+    #[inline]
+    pub(crate) fn device(&self) -> &Arc<CudaDevice> {
+        &self.device
+    }
+
+    /// Counts a call, and measures it where metrics are wanted.
+    pub(crate) fn watch<T>(&self, call: DeviceCall, work: impl FnOnce() -> T) -> T {
+        self.calls.watch(call, self.device.ordinal(), work)
+    }
+
+    pub(crate) fn device_calls(&self) -> DeviceCalls {
+        self.calls.read()
     }
 
     /// Appends the host as a stream, see [`add_stream`](Self::add_stream).
@@ -94,7 +108,7 @@ impl BackendStreams {
             return Ok(None);
         }
         // SAFETY: registered streams are kept alive, and others by the caller.
-        unsafe { capture_of(self.device.driver, stream) }
+        unsafe { capture_of(self.device.driver(), stream) }
     }
 
     /// Records an event on a stream after its work so far.
@@ -110,11 +124,11 @@ impl BackendStreams {
     /// As [`record`](Self::record), on a stream that is alive but may not be registered.
     pub(crate) fn record_raw(&self, stream: CUstream) -> Result<Event, DriverError> {
         let event = self.events.take()?;
-        self.calls.count(Call::Record);
+        self.calls.count(DeviceCall::Record);
         let recorded = self.capture_of(stream).and_then(|capture| {
             let raw = event.0 as CUevent;
             // SAFETY: the event is this pool's and the stream is alive, both of one context.
-            self.device.call_about(stream, || unsafe { self.device.driver.event_record(raw, stream) })?;
+            self.device.call_about(stream, || unsafe { self.device.driver().event_record(raw, stream) })?;
             Ok(capture)
         });
         match recorded {
@@ -153,9 +167,9 @@ impl BackendStreams {
     }
 
     fn wait_on_device(&self, stream: CUstream, event: Event) -> Result<(), DriverError> {
-        self.calls.count(Call::Wait);
+        self.calls.count(DeviceCall::Wait);
         // SAFETY: the event is this pool's and the stream is alive.
-        self.device.call_about(stream, || unsafe { self.device.driver.stream_wait(stream, event.0 as CUevent, 0) })
+        self.device.call_about(stream, || unsafe { self.device.driver().stream_wait(stream, event.0 as CUevent, 0) })
     }
 
     fn wait_on_host(&self, event: Event) -> Result<(), DriverError> {
@@ -163,9 +177,9 @@ impl BackendStreams {
             return Ok(());
         }
         let _current = self.device.enter()?;
-        let _relaxed = self.device.driver.relax_capture();
+        let _relaxed = self.device.driver().relax_capture();
         // SAFETY: the event is this pool's.
-        unsafe { self.device.driver.event_synchronize(event.0 as CUevent) }
+        unsafe { self.device.driver().event_synchronize(event.0 as CUevent) }
     }
 
     /// Makes later work on `stream` wait for all work of `on` so far, because the program wants it. Unlike a fence, this
@@ -186,10 +200,10 @@ impl BackendStreams {
             return Ok(false);
         }
         let _current = self.device.enter()?;
-        let _relaxed = self.device.driver.relax_capture();
-        self.calls.count(Call::Query);
+        let _relaxed = self.device.driver().relax_capture();
+        self.calls.count(DeviceCall::Query);
         // SAFETY: the event is this pool's.
-        match unsafe { self.device.driver.event_query(event.0 as CUevent) } {
+        match unsafe { self.device.driver().event_query(event.0 as CUevent) } {
             Ok(()) => Ok(true),
             Err(DriverError { code: NOT_READY, .. }) => Ok(false),
             Err(error) => Err(error.into()),
@@ -213,12 +227,12 @@ impl BackendStreams {
             return Err(DriverError { call, code: CAPTURE_UNSUPPORTED }.into());
         }
         let _current = self.device.enter()?;
-        let _relaxed = self.device.driver.relax_capture();
+        let _relaxed = self.device.driver().relax_capture();
         let wait = || {
             // SAFETY: registered streams are kept alive.
-            unsafe { self.device.driver.stream_synchronize(raw) }
+            unsafe { self.device.driver().stream_synchronize(raw) }
         };
-        Ok(self.calls.watch(Call::Synchronize, self.device.ordinal(), wait)?)
+        Ok(self.watch(DeviceCall::Synchronize, wait)?)
     }
 
     /// Blocks the host until the work given to every stream so far is done, but not beyond the deadline. Whether it is done.
@@ -253,7 +267,7 @@ impl BackendStreams {
         let _current = self.device.enter()?;
         for (_, stream) in self.iter() {
             // SAFETY: registered streams are kept alive.
-            if unsafe { capture_of(self.device.driver, stream.cu_stream()) }?.is_some() {
+            if unsafe { capture_of(self.device.driver(), stream.cu_stream()) }?.is_some() {
                 return Ok(true);
             }
         }
@@ -270,7 +284,7 @@ pub(crate) fn is_same(one: &CudaStream, other: &CudaStream) -> bool {
 impl Drop for BackendStreams {
     fn drop(&mut self) {
         // Streams that are dropped here would leave their context current.
-        let _restore = RestoreCurrent::of(self.device.driver);
+        let _restore = RestoreCurrent::of(self.device.driver());
         self.registered = boxcar::Vec::new();
     }
 }

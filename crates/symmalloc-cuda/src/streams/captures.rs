@@ -91,7 +91,7 @@ impl CaptureWatch {
     pub unsafe fn is_captured(&self, stream: CUstream) -> Result<bool, DriverError> {
         let _current = self.device.enter()?;
         // SAFETY: the caller's contract.
-        let (status, _) = unsafe { capture_status(self.device.driver, stream) }?;
+        let (status, _) = unsafe { capture_status(self.device.driver(), stream) }?;
         Ok(status != CAPTURE_NONE)
     }
 }

@@ -35,10 +35,10 @@ impl EventPool {
     #[cold]
     pub(super) fn create(&self) -> Result<Event, DriverError> {
         let _current = self.device.enter()?;
-        let _relaxed = self.device.driver.relax_capture();
+        let _relaxed = self.device.driver().relax_capture();
         let mut event: CUevent = std::ptr::null_mut();
         // SAFETY: `event` is valid for writing, and a context is current.
-        unsafe { self.device.driver.event_create(&raw mut event, EVENT_DISABLE_TIMING) }?;
+        unsafe { self.device.driver().event_create(&raw mut event, EVENT_DISABLE_TIMING) }?;
         Ok(Event(event as u64))
     }
 }
@@ -49,7 +49,7 @@ impl Drop for EventPool {
         let Ok(_current) = self.device.enter() else { return };
         for event in self.spare.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {
             // SAFETY: made by this pool and used by nobody else.
-            let _destroyed = unsafe { self.device.driver.event_destroy(event.0 as CUevent) };
+            let _destroyed = unsafe { self.device.driver().event_destroy(event.0 as CUevent) };
         }
     }
 }
