@@ -23,7 +23,7 @@ use symmalloc_benches::moving::{Moves, Victims, move_by_need};
 use symmalloc_benches::workload::Workload;
 use symmalloc_core::config::StreamPolicy;
 use symmalloc_core::errors::AllocateError;
-use symmalloc_core::lock::Exclusive;
+use symmalloc_trace::replay::{Program, Replay, StepError};
 use symmalloc_core::report::{BlockStateSnapshot, Snapshot};
 use symmalloc_core::{Allocator, Config, Op, Retry, StreamId};
 use symmalloc_harness::jobs;
@@ -105,14 +105,14 @@ impl Case {
     }
 
     /// An allocator of these settings, with the case's streams.
-    fn allocator(&self, settings: &str, chunk: Chunk) -> Allocator<Metered, Exclusive> {
+    fn allocator(&self, settings: &str, chunk: Chunk) -> Allocator<Metered> {
         let text = format!("{settings},streams:{}", if self.is_shared() { "shared" } else { "separate" });
         let config: Config = text.parse().unwrap_or_else(|error| panic!("{text}: {error}"));
         Allocator::new(Metered::new(chunk.size_bytes), config).expect("a valid granularity")
     }
 
     /// Carries the job out, so many times, unless a limit refuses an allocation.
-    fn carry_out(&self, allocator: &Allocator<Metered, Exclusive>, passes: usize) -> Option<Run> {
+    fn carry_out(&self, allocator: &Allocator<Metered>, passes: usize) -> Option<Run> {
         let mut replay = Replay::new(allocator, &self.program);
         let mut run = Run::default();
         for pass in 0..passes {

@@ -10,22 +10,14 @@ use gungraun::{library_benchmark, library_benchmark_group, main};
 use std::hint::black_box;
 use symmalloc_benches::micro::{self, ManyFree, Sizes};
 use symmalloc_benches::reference::Reference;
-use symmalloc_benches::workload::{Bench, Bound, Workload};
-use symmalloc_benches::{Segments, ours, reference};
+use symmalloc_benches::workload::{Bench, Workload};
+use symmalloc_benches::{Ours, Segments, ours, reference};
 use symmalloc_core::config::StreamPolicy::{self, Separate, Shared};
-use symmalloc_core::lock::Exclusive;
 use symmalloc_harness::jobs;
 use symmalloc_sim::IdleBackend;
 
-type Ours = Bound<'static, IdleBackend, Exclusive>;
-
-/// Lives to the end of the process, as the bound heaps of a case ask for: one case is counted in one process.
-fn bound(segments: Segments, streams: StreamPolicy) -> Ours {
-    Bound::new(Box::leak(Box::new(ours(segments, streams))))
-}
-
 fn job(name: &str, segments: Segments, streams: StreamPolicy) -> Bench<Ours> {
-    Bench::warm(bound(segments, streams), Workload::from(&jobs::program(name)))
+    Bench::warm(ours(segments, streams), Workload::from(&jobs::program(name)))
 }
 
 fn expandable(name: &str) -> Bench<Ours> {
@@ -45,15 +37,15 @@ fn obvious(name: &str) -> Bench<Reference<IdleBackend>> {
 }
 
 fn small(workload: Workload) -> Bench<Ours> {
-    Bench::warm(bound(Segments::Expandable, Separate), workload)
+    Bench::warm(ours(Segments::Expandable, Separate), workload)
 }
 
 fn of_one_size(count: usize) -> ManyFree<Ours> {
-    ManyFree::new(bound(Segments::Expandable, Separate), count, Sizes::One)
+    ManyFree::new(ours(Segments::Expandable, Separate), count, Sizes::One)
 }
 
 fn sizes_spread(count: usize) -> ManyFree<Ours> {
-    ManyFree::new(bound(Segments::Expandable, Separate), count, Sizes::Spread)
+    ManyFree::new(ours(Segments::Expandable, Separate), count, Sizes::Spread)
 }
 
 #[library_benchmark]

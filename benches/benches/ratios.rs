@@ -15,7 +15,7 @@ use std::process::{Command, ExitCode};
 use std::time::Instant;
 use std::{env, fs};
 use symmalloc_benches::micro::{ManyFree, PAIRS, Sizes};
-use symmalloc_benches::workload::{Bench, Bound, Nothing, Workload};
+use symmalloc_benches::workload::{Bench, Nothing, Workload};
 use symmalloc_benches::{Ours, Segments, ours, ours_recorded, ours_symmetric, reference};
 use symmalloc_core::config::StreamPolicy;
 use symmalloc_harness::jobs;
@@ -78,8 +78,7 @@ fn jobs_table(filter: &str, judges_time: bool, misses: &mut Vec<String>) {
     for job in jobs::JOBS.into_iter().filter(|job| job.contains(filter)) {
         let workload = Workload::from(&jobs::program(job));
         let ops = workload.len() as f64;
-        let allocator = ours(Segments::Expandable, StreamPolicy::Separate);
-        let mut ours = Bench::warm(Bound::new(&allocator), workload.clone());
+        let mut ours = Bench::warm(ours(Segments::Expandable, StreamPolicy::Separate), workload.clone());
         let mut reference = Bench::warm(reference(Segments::Expandable), workload);
         let (mut our_times, mut reference_times) = (Vec::new(), Vec::new());
         for _ in 0..REPEATS {
@@ -127,8 +126,7 @@ fn free_blocks_table(misses: &mut Vec<String>) {
         let mut counts = Vec::new();
         for count in FREE_BLOCKS {
             let once = || {
-                let allocator = ours(Segments::Expandable, StreamPolicy::Separate);
-                let mut case = ManyFree::new(Bound::new(&allocator), count, sizes);
+                let mut case = ManyFree::new(ours(Segments::Expandable, StreamPolicy::Separate), count, sizes);
                 nanoseconds(|| case.replace()) / ops
             };
             let time = median((0..5).map(|_| once()).collect());
@@ -167,7 +165,6 @@ fn count_this(case: &str) {
     let heaps = env::var(HEAPS).unwrap_or_else(|_| PLAIN.into());
     let (_, ours) = SORTS.into_iter().find(|(name, _)| *name == heaps).expect("a sort of heap");
     let ours = ours();
-    let ours = Bound::new(&ours);
     if let Some(job) = case.strip_prefix(DRIVER) {
         let mut bench = Bench::warm(Nothing::default(), Workload::from(&jobs::program(job)));
         measured_part(&mut || bench.repeat());

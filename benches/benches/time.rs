@@ -4,7 +4,7 @@
 
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use symmalloc_benches::micro::{self, ManyFree, PAIRS, Sizes};
-use symmalloc_benches::workload::{Bench, Bound, Subject, Workload};
+use symmalloc_benches::workload::{Bench, Subject, Workload};
 use symmalloc_benches::{Segments, ours, reference};
 use symmalloc_core::config::StreamPolicy::{Separate, Shared};
 use symmalloc_harness::jobs;
@@ -19,13 +19,13 @@ fn repeat<S: Subject>(criterion: &mut Criterion, group: &str, name: &str, subjec
 fn recorded_jobs(criterion: &mut Criterion) {
     for job in jobs::JOBS {
         let workload = Workload::from(&jobs::program(job));
-        repeat(criterion, job, "expandable, separate", Bound::new(&ours(Segments::Expandable, Separate)), &workload);
-        repeat(criterion, job, "fixed, separate", Bound::new(&ours(Segments::Fixed, Separate)), &workload);
+        repeat(criterion, job, "expandable, separate", ours(Segments::Expandable, Separate), &workload);
+        repeat(criterion, job, "fixed, separate", ours(Segments::Fixed, Separate), &workload);
         repeat(criterion, job, "reference, expandable", reference(Segments::Expandable), &workload);
         repeat(criterion, job, "reference, fixed", reference(Segments::Fixed), &workload);
         if workload.streams() > 1 {
-            repeat(criterion, job, "expandable, shared", Bound::new(&ours(Segments::Expandable, Shared)), &workload);
-            repeat(criterion, job, "fixed, shared", Bound::new(&ours(Segments::Fixed, Shared)), &workload);
+            repeat(criterion, job, "expandable, shared", ours(Segments::Expandable, Shared), &workload);
+            repeat(criterion, job, "fixed, shared", ours(Segments::Fixed, Shared), &workload);
         }
     }
 }
@@ -40,7 +40,7 @@ fn micro_cases(criterion: &mut Criterion) {
         ("cross-stream 1 MiB", micro::cross_stream(1 << 20)),
     ];
     for (name, workload) in cases {
-        repeat(criterion, name, "ours", Bound::new(&ours(Segments::Expandable, Separate)), &workload);
+        repeat(criterion, name, "ours", ours(Segments::Expandable, Separate), &workload);
         repeat(criterion, name, "reference", reference(Segments::Expandable), &workload);
     }
 }

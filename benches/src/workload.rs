@@ -6,10 +6,9 @@
 use std::hint::black_box;
 use symmalloc_core::backend::Backend;
 use symmalloc_core::ids::{Placement, PoolId, StreamId};
-use symmalloc_core::lock::Lock;
 use symmalloc_core::op::Op;
-use symmalloc_core::{Allocator, BoundHeap, Handle};
 use symmalloc_trace::replay::Program;
+use symmalloc_core::{Allocator, Handle};
 
 /// One op.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -248,7 +247,7 @@ impl<S: Subject> Bench<S> {
     }
 }
 
-impl<B: Backend, L: Lock> Subject for Allocator<B, L> {
+impl<B: Backend> Subject for Allocator<B> {
     type Handle = Handle;
 
     fn register_stream(&mut self) {
@@ -279,86 +278,42 @@ impl<B: Backend, L: Lock> Subject for Allocator<B, L> {
     }
 }
 
-/// An allocator driven as a runtime drives it: it holds the heap of each of its streams.
-#[derive(Clone, Debug)]
-pub struct Bound<'a, B: Backend, L: Lock> {
-    allocator: &'a Allocator<B, L>,
-    /// By stream.
-    heaps: Vec<BoundHeap<'a, B, L>>,
-}
-
-impl<'a, B: Backend, L: Lock> Bound<'a, B, L> {
-    /// No streams yet.
-    pub fn new(allocator: &'a Allocator<B, L>) -> Self {
-        Bound { allocator, heaps: Vec::new() }
-    }
-}
-
-impl<B: Backend, L: Lock> Subject for Bound<'_, B, L> {
-    type Handle = Handle;
-
-    fn register_stream(&mut self) {
-        let stream = self.allocator.register_stream().expect("fewer than 65,535 streams");
-        self.heaps.push(self.allocator.bind(PoolId::DEFAULT, stream).expect("both exist"));
-    }
-
-    #[inline]
-    fn allocate(&mut self, stream: StreamId, size_bytes: u64) -> Handle {
-        self.heaps[stream.index()].allocate(size_bytes).expect("memory is endless").handle
-    }
-
-    #[inline]
-    fn free(&mut self, stream: StreamId, handle: Handle) {
-        self.heaps[stream.index()].free(handle).expect("freed once");
-    }
-
-    #[inline]
-    fn record_use(&mut self, handle: Handle, stream: StreamId) {
-        self.allocator.record_use(handle, stream).expect("live");
-    }
-
-    fn placement(&self, handle: Handle) -> Placement {
-        self.allocator.allocation(handle).expect("live").placement
-    }
-
-    fn reserved_bytes(&self) -> u64 {
-        self.allocator.stats().reserved_bytes.current
-    }
-}
-
 /// No allocator at all: what is measured on it is the driver, which the other figures contain.
 ///
 /// It does what a driver must do to reach an allocator, and has handles of the size of ours.
 #[derive(Clone, Debug, Default)]
 pub struct Nothing {
     /// By stream, in place of a heap: the last handle given.
-    heaps: Vec<(u64, u64)>,
+    heaps: Vec<NoHandle>,
 }
 
+/// As large as a handle.
+pub type NoHandle = [u64; size_of::<Handle>() / size_of::<u64>()];
+
 impl Subject for Nothing {
-    type Handle = (u64, u64);
+    type Handle = NoHandle;
 
     fn register_stream(&mut self) {
-        self.heaps.push((0, 0));
+        self.heaps.push(NoHandle::default());
     }
 
     #[inline]
-    fn allocate(&mut self, stream: StreamId, size_bytes: u64) -> (u64, u64) {
+    fn allocate(&mut self, stream: StreamId, size_bytes: u64) -> NoHandle {
         black_box(size_bytes);
         *black_box(&mut self.heaps[stream.index()])
     }
 
     #[inline]
-    fn free(&mut self, stream: StreamId, handle: (u64, u64)) {
-        black_box((&mut self.heaps[stream.index()], handle.0, handle.1));
+    fn free(&mut self, stream: StreamId, handle: NoHandle) {
+        black_box((&mut self.heaps[stream.index()], handle));
     }
 
     #[inline]
-    fn record_use(&mut self, handle: (u64, u64), stream: StreamId) {
-        black_box((handle.0, handle.1, stream));
+    fn record_use(&mut self, handle: NoHandle, stream: StreamId) {
+        black_box((handle, stream));
     }
 
-    fn placement(&self, _: (u64, u64)) -> Placement {
+    fn placement(&self, _: NoHandle) -> Placement {
         Placement::NOWHERE
     }
 

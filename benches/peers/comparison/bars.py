@@ -9,11 +9,19 @@ import dataclasses
 OURS = "symmalloc"
 OURS_SHARED = "symmalloc, shared streams"
 OURS_C = "symmalloc, C"
-SCALE = ("symmalloc scale", "symmalloc scale, bound heap")
+SCALE = ("symmalloc scale", "symmalloc scale, handles")
 PYTORCH = "PyTorch"
 EXPANDABLE = "PyTorch expandable"
 RMM = ("RMM pool", "RMM arena", "RMM async")
 THREADS = 16
+
+# The limits, and what they are over.
+TIMES_PYTORCH, TIMES_PYTORCH_WITH_USES = 6, 4
+TIMES_RMM, TIMES_RMM_WITH_USES = 5.5, 4
+TIMES_PYTORCH_THROUGH_C = 4
+TIMES_AT_REPLACEMENT = 6
+SHARE_OF_LINEAR, TIMES_PYTORCH_WITH_THREADS = 0.6, 300
+MANY_FREE_BLOCKS = 1.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,23 +67,29 @@ def ratios(found, value):
         return min(theirs) / we if we and theirs else None
 
     for job in found.jobs:
-        bar("steady state, times PyTorch's speed", job, faster("steady_ns_per_op", job, [PYTORCH]), 10)
-        bar("steady state, times PyTorch expandable's speed", job, faster("steady_ns_per_op", job, [EXPANDABLE]), 10)
-        bar("steady state, times the speed of RMM's best", job, faster("steady_ns_per_op", job, RMM), 8)
+        has_uses = job.endswith("_uses")
+        pytorch = TIMES_PYTORCH_WITH_USES if has_uses else TIMES_PYTORCH
+        rmm = TIMES_RMM_WITH_USES if has_uses else TIMES_RMM
+        bar("steady state, times PyTorch's speed", job, faster("steady_ns_per_op", job, [PYTORCH]), pytorch)
+        bar("steady state, times PyTorch expandable's speed", job, faster("steady_ns_per_op", job, [EXPANDABLE]), pytorch)
+        bar("steady state, times the speed of RMM's best", job, faster("steady_ns_per_op", job, RMM), rmm)
         both = [PYTORCH, EXPANDABLE]
-        bar("steady state through C, times PyTorch's best speed", job, faster("steady_ns_per_op", job, both, OURS_C), 5)
+        through_c = faster("steady_ns_per_op", job, both, OURS_C)
+        bar("steady state through C, times PyTorch's best speed", job, through_c, TIMES_PYTORCH_THROUGH_C)
         bar("cold pass, times PyTorch expandable's speed", job, faster("cold_ns_per_op", job, [EXPANDABLE]), 1)
     for live in found.places("replacement_ns"):
-        bar("random replacement, times PyTorch's best speed", live, faster("replacement_ns", live, [PYTORCH, EXPANDABLE]), 8)
-        bar("random replacement, times the speed of RMM's best", live, faster("replacement_ns", live, RMM), 8)
+        pytorch, rmm = faster("replacement_ns", live, [PYTORCH, EXPANDABLE]), faster("replacement_ns", live, RMM)
+        bar("random replacement, times PyTorch's best speed", live, pytorch, TIMES_AT_REPLACEMENT)
+        bar("random replacement, times the speed of RMM's best", live, rmm, TIMES_AT_REPLACEMENT)
     one, many = (value(OURS, "pairs_per_second", count) for count in (1, THREADS))
     theirs = [value(peer, "pairs_per_second", THREADS) for peer in (PYTORCH, EXPANDABLE)]
     theirs = [rate for rate in theirs if rate]
-    bar("threads, share of linear", THREADS, many / (THREADS * one) if one and many else None, 0.8)
-    bar("threads, times PyTorch's best total", THREADS, many / max(theirs) if many and theirs else None, 150)
+    bar("threads, share of linear", THREADS, many / (THREADS * one) if one and many else None, SHARE_OF_LINEAR)
+    total = many / max(theirs) if many and theirs else None
+    bar("threads, times PyTorch's best total", THREADS, total, TIMES_PYTORCH_WITH_THREADS)
     for peer in SCALE:
         few, most = (value(peer, "free_blocks_ns", count) for count in (1000, 1_000_000))
-        bar("time with 1,000,000 free blocks over 1,000", peer, most / few if few and most else None, 1.5, False)
+        bar("time with 1,000,000 free blocks over 1,000", peer, most / few if few and most else None, MANY_FREE_BLOCKS, False)
     for job in found.jobs:
         is_single = found.median("", "streams", job) == 1
         name = "one stream" if is_single else "shared streams"

@@ -69,7 +69,6 @@ def peers(without_device):
     return [
         ours("symmalloc", "buffer"),
         ours("symmalloc, handles", "handle", turns=2),
-        ours("symmalloc, bound heap", "bound", turns=2),
         ours("symmalloc, C", "library"),
         ours("symmalloc, shared streams", "buffer", "streams:shared"),
         ours("symmalloc, prefetch", "buffer", prefetch_mib=64, turns=2),
@@ -80,7 +79,7 @@ def peers(without_device):
         Peer("RMM async", "rmm", ("--resource", "async")),
         Peer("cudaMallocAsync", "cuda_async", turns=2),
         *scale("symmalloc scale", "buffer"),
-        *scale("symmalloc scale, bound heap", "bound", live="1000,1000000"),
+        *scale("symmalloc scale, handles", "handle", live="1000,1000000"),
         PROCESSORS,
     ]
 

@@ -4,15 +4,14 @@
 //! |---|---|---|
 //! | [`Buffers`] | `CudaAllocator::alloc` | the drop of a `DeviceBuffer` |
 //! | [`Handles`] | `CudaAllocator::allocate` | `CudaAllocator::free` |
-//! | [`Bound`] | `BoundHeap::allocate` | `BoundHeap::free` |
 //!
 //! A program calls them where it keeps the memory, so nothing of a subject stands between: it is inlined.
 
 use crate::subject::{Memory, Subject};
 use cudarc::driver::CudaStream;
 use std::sync::Arc;
-use symmalloc_core::{BoundHeap, Config, Handle, StreamId};
-use symmalloc_cuda::{CoreLock, CudaAllocator, CudaBackend, CudaDevice, CudaError, DeviceBuffer};
+use symmalloc_core::{Config, Handle, StreamId};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaError, DeviceBuffer};
 
 const ROOM: &str = "the device has room";
 const KNOWN: &str = "the stream is of the device, and the allocation live";
@@ -145,52 +144,6 @@ impl Subject for Handles {
 
     fn record_use(&self, block: &Handle, by: &Registered) {
         by.allocator.core().record_use(*block, by.id).expect(KNOWN);
-    }
-
-    fn synchronize(&self) {
-        self.0.synchronize();
-    }
-
-    fn memory(&self) -> Option<Memory> {
-        self.0.memory()
-    }
-
-    fn driver_calls(&self) -> Option<u64> {
-        self.0.driver_calls()
-    }
-}
-
-/// Heaps that were bound before.
-pub(crate) struct Bound(Buffers);
-
-impl Bound {
-    pub(crate) fn new(cuda: &Cuda, config: &Config) -> Self {
-        Bound(Buffers::new(cuda, config))
-    }
-}
-
-impl Subject for Bound {
-    type Stream<'a> = BoundHeap<'a, CudaBackend, CoreLock<CudaBackend>>;
-    type Block = Handle;
-
-    fn stream(&self, number: usize) -> Self::Stream<'_> {
-        let Buffers { allocator, cuda } = &self.0;
-        let stream = allocator.stream_id(&cuda.streams[number]).expect(KNOWN);
-        allocator.core().bind(allocator.pool(), stream).expect(KNOWN)
-    }
-
-    #[inline(always)]
-    fn allocate(&self, heap: &Self::Stream<'_>, size_bytes: u64) -> Handle {
-        heap.allocate(size_bytes).expect(ROOM).handle
-    }
-
-    #[inline(always)]
-    fn free(&self, heap: &Self::Stream<'_>, block: Handle) {
-        heap.free(block).expect(KNOWN);
-    }
-
-    fn record_use(&self, block: &Handle, heap: &Self::Stream<'_>) {
-        self.0.allocator.core().record_use(*block, heap.stream()).expect(KNOWN);
     }
 
     fn synchronize(&self) {

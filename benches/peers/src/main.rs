@@ -24,7 +24,7 @@ mod stopwatch;
 mod subject;
 
 use crate::cases::Amounts;
-use crate::cuda::{Bound, Buffers, Cuda, Handles};
+use crate::cuda::{Buffers, Cuda, Handles};
 use crate::job::Job;
 use crate::library::{Library, Pointers};
 use crate::report::Report;
@@ -112,8 +112,6 @@ enum Interface {
     Buffer,
     /// `CudaAllocator::allocate` and `free`, with handles.
     Handle,
-    /// A heap that was bound before, with handles.
-    Bound,
     /// The C interface, by raw pointer.
     Library,
     /// The core with handles, on the simulated device.
@@ -182,7 +180,7 @@ impl Which {
         let report = Report::new(&self.peer);
         let config: Config = if self.conf.is_empty() { Config::default() } else { self.conf.parse()? };
         if self.prefetch_mib > 0 && matches!(self.interface, Interface::Simulated | Interface::Library) {
-            return Err("--prefetch-mib is for the interfaces buffer, handle and bound".into());
+            return Err("--prefetch-mib is for the interfaces buffer and handle".into());
         }
         let prefetch_bytes = self.prefetch_mib << 20;
         match self.interface {
@@ -199,10 +197,6 @@ impl Which {
             Interface::Handle => {
                 let cuda = Cuda::new(streams, prefetch_bytes)?;
                 task.run(&report, &|| Handles::new(&cuda, &config));
-            }
-            Interface::Bound => {
-                let cuda = Cuda::new(streams, prefetch_bytes)?;
-                task.run(&report, &|| Bound::new(&cuda, &config));
             }
         }
         Ok(())

@@ -1,15 +1,15 @@
-//! The two backends: device memory and pinned host memory. Each is memory and an order of work on streams.
+//! The two backends: device memory and pinned host memory. Each is memory and an set of streams that order work.
 
-use crate::calls::Call;
+use crate::call_counters::DeviceCall;
 use crate::device::CudaDevice;
 use crate::driver::{HANDLE_FABRIC, HANDLE_POSIX_FD};
 use crate::error::CudaError;
-use crate::memory::{Memory, Prefetching, Source, Virtual, VirtualOptions, Whole};
-use crate::order::Order;
+use crate::memory::{AllocationKind, BackendMemory, DriverAllocations, Prefetching, VirtualMemory, VirtualOptions};
+use crate::streams::BackendStreams;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
-use symmalloc_core::backend::{Backend, BackendError, Event, InRow, Range};
+use symmalloc_core::backend::{Backend, BackendError, Event, Range};
 use symmalloc_core::ids::StreamId;
 
 /// Granularity of memory that has none of its own, in bytes.
@@ -18,8 +18,8 @@ const WHOLE_GRANULARITY_BYTES: u64 = 2 << 20;
 /// Memory of a device, as the allocator takes it. Made by [`CudaBackend::builder`].
 pub struct CudaBackend {
     // Dropped first: it needs the streams no more, and the device it does.
-    memory: Box<dyn Memory>,
-    order: Order,
+    memory: Box<dyn BackendMemory>,
+    streams: BackendStreams,
     traits: MemoryTraits,
 }
 
@@ -108,7 +108,7 @@ impl CudaBackendBuilder {
     /// When a peer cannot access the memory, a size does not fit, or the driver refuses.
     pub fn build(self) -> Result<CudaBackend, CudaError> {
         let CudaBackendBuilder { device, options, plain } = self;
-        let order = Order::new(Arc::clone(&device));
+        let streams = BackendStreams::new(Arc::clone(&device));
         if plain || !device.features().virtual_memory {
             if let Some(&peer) = options.peers.first() {
                 return Err(CudaError::NoPeerAccess { ordinal: device.ordinal(), peer });
@@ -119,11 +119,11 @@ impl CudaBackendBuilder {
                 device = device.ordinal(),
                 "device memory comes from cuMemAlloc: no expandable segments, no NCCL windows",
             );
-            let memory = Box::new(Whole::new(device, Source::Device, WHOLE_GRANULARITY_BYTES));
+            let memory = Box::new(DriverAllocations::new(device, AllocationKind::Device, WHOLE_GRANULARITY_BYTES));
             let traits = MemoryTraits { virtual_memory: false, posix_fd: false, fabric: false, gpu_direct_rdma: false };
-            return Ok(CudaBackend { memory, order, traits });
+            return Ok(CudaBackend { memory, streams, traits });
         }
-        let memory = Virtual::new(device, &options)?;
+        let memory = VirtualMemory::new(device, &options)?;
         let traits = MemoryTraits {
             virtual_memory: true,
             posix_fd: memory.handle_types() & HANDLE_POSIX_FD != 0,
@@ -131,9 +131,9 @@ impl CudaBackendBuilder {
             gpu_direct_rdma: memory.is_gpu_direct_rdma_capable(),
         };
         tracing::debug!(name: "memory.virtual", target: "symmalloc", ?traits, chunk_bytes = options.chunk_bytes);
-        let memory: Box<dyn Memory> =
+        let memory: Box<dyn BackendMemory> =
             if memory.is_prefetched() { Box::new(Prefetching::new(memory)) } else { Box::new(memory) };
-        Ok(CudaBackend { memory, order, traits })
+        Ok(CudaBackend { memory, streams, traits })
     }
 }
 
@@ -162,31 +162,31 @@ impl CudaBackend {
 
 /// Page-locked memory of the host, as the allocator takes it.
 pub struct PinnedBackend {
-    memory: Whole,
-    order: Order,
+    memory: DriverAllocations,
+    streams: BackendStreams,
 }
 
 impl PinnedBackend {
     /// Pinned memory that every context of the process can use.
     pub fn new(device: &Arc<CudaDevice>) -> Self {
         PinnedBackend {
-            memory: Whole::new(Arc::clone(device), Source::PinnedHost, WHOLE_GRANULARITY_BYTES),
-            order: Order::new(Arc::clone(device)),
+            memory: DriverAllocations::new(Arc::clone(device), AllocationKind::PinnedHost, WHOLE_GRANULARITY_BYTES),
+            streams: BackendStreams::new(Arc::clone(device)),
         }
     }
 }
 
 /// A backend of this crate: what an allocator with streams needs besides [`Backend`]. Sealed.
-pub trait CudaMemory: Backend + sealed::Parts + Send + Sync + 'static {
+pub trait CudaMemory: Backend + sealed::BackendParts + Send + Sync + 'static {
     /// The device.
     fn device(&self) -> &Arc<CudaDevice> {
-        &self.order().device
+        self.streams().device()
     }
 
     /// Registers a stream with the backend alone, for a core allocator that is driven directly. Streams must be added in the
     /// order in which they are registered with that allocator.
     fn add_stream(&self, stream: Arc<cudarc::driver::CudaStream>) -> StreamId {
-        StreamId(self.order().add_stream(stream) as u16)
+        StreamId(self.streams().add_stream(stream) as u16)
     }
 
     /// Bytes that the allocator gave up and the device could not take back yet: parts of larger chunks, and what the
@@ -218,51 +218,36 @@ impl CudaMemory for PinnedBackend {
 }
 
 pub(crate) mod sealed {
-    use super::{CudaBackend, Memory, Order, PinnedBackend};
-    use crate::spares::Spares;
-    use std::sync::Mutex;
-    use symmalloc_core::held::Vacant;
+    use super::{BackendMemory, BackendStreams, CudaBackend, PinnedBackend};
 
     /// What both backends consist of.
-    pub trait Parts {
+    pub trait BackendParts {
         /// What the memory is, for labels.
         #[doc(hidden)]
         const KIND: &'static str;
         #[doc(hidden)]
-        fn order(&self) -> &Order;
+        fn streams(&self) -> &BackendStreams;
         #[doc(hidden)]
-        fn memory(&self) -> &dyn Memory;
-        #[doc(hidden)]
-        fn vacant() -> &'static Vacant<Spares<Self>>
-        where
-            Self: super::CudaMemory + Sized;
+        fn memory(&self) -> &dyn BackendMemory;
     }
 
-    impl Parts for CudaBackend {
+    impl BackendParts for CudaBackend {
         const KIND: &'static str = "device";
-        fn order(&self) -> &Order {
-            &self.order
+        fn streams(&self) -> &BackendStreams {
+            &self.streams
         }
-        fn memory(&self) -> &dyn Memory {
+        fn memory(&self) -> &dyn BackendMemory {
             self.memory.as_ref()
         }
-        fn vacant() -> &'static Vacant<Spares<Self>> {
-            static VACANT: Vacant<Spares<CudaBackend>> = Mutex::new(Vec::new());
-            &VACANT
-        }
     }
 
-    impl Parts for PinnedBackend {
+    impl BackendParts for PinnedBackend {
         const KIND: &'static str = "pinned";
-        fn order(&self) -> &Order {
-            &self.order
+        fn streams(&self) -> &BackendStreams {
+            &self.streams
         }
-        fn memory(&self) -> &dyn Memory {
+        fn memory(&self) -> &dyn BackendMemory {
             &self.memory
-        }
-        fn vacant() -> &'static Vacant<Spares<Self>> {
-            static VACANT: Vacant<Spares<PinnedBackend>> = Mutex::new(Vec::new());
-            &VACANT
         }
     }
 }
@@ -274,54 +259,44 @@ macro_rules! backend {
                 self.memory.granularity_bytes()
             }
             fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
-                self.watch(Call::Reserve, || self.memory.reserve(size_bytes))
+                self.watch(DeviceCall::Reserve, || self.memory.reserve(size_bytes))
             }
             fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
-                self.watch(Call::Map, || self.memory.map(range, offset_bytes, size_bytes))
+                self.watch(DeviceCall::Map, || self.memory.map(range, offset_bytes, size_bytes))
             }
             fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
-                self.watch(Call::Unmap, || self.memory.unmap(range, offset_bytes, size_bytes))
+                self.watch(DeviceCall::Unmap, || self.memory.unmap(range, offset_bytes, size_bytes))
             }
             fn release(&self, range: Range) -> Result<(), BackendError> {
-                self.watch(Call::Release, || self.memory.release(range))
+                self.watch(DeviceCall::Release, || self.memory.release(range))
             }
             fn record(&self, stream: StreamId) -> Result<Event, BackendError> {
-                self.order.record(stream)
-            }
-            fn record_in_row(&self, stream: StreamId) -> Result<InRow, BackendError> {
-                self.order.record_in_row(stream)
-            }
-            #[inline]
-            fn extend_row(&self, event: Event) -> bool {
-                self.order.extend_row(event)
+                self.streams.record(stream)
             }
             fn wait(&self, stream: StreamId, event: Event) -> Result<(), BackendError> {
-                self.order.wait(stream, event)
-            }
-            fn wait_last(&self, stream: StreamId, event: Event) -> Result<(), BackendError> {
-                self.order.wait_last(stream, event)
+                self.streams.wait(stream, event)
             }
             fn query(&self, event: Event) -> Result<bool, BackendError> {
-                self.order.query(event)
+                self.streams.query(event)
             }
             fn recycle(&self, event: Event) {
-                self.order.recycle(event);
+                self.streams.recycle(event);
             }
             fn synchronize(&self, stream: StreamId) -> Result<(), BackendError> {
-                self.order.synchronize(stream)
+                self.streams.synchronize(stream)
             }
         }
 
         impl $name {
             /// Does what is counted, and measured where metrics are wanted.
-            fn watch<T>(&self, call: Call, work: impl FnOnce() -> T) -> T {
-                self.order.calls.watch(call, self.order.device.ordinal(), work)
+            fn watch<T>(&self, call: DeviceCall, work: impl FnOnce() -> T) -> T {
+                self.streams.watch(call, work)
             }
         }
 
         impl fmt::Debug for $name {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.debug_struct(stringify!($name)).field("device", &self.order.device).finish_non_exhaustive()
+                f.debug_struct(stringify!($name)).field("device", self.streams.device()).finish_non_exhaustive()
             }
         }
     };

@@ -4,22 +4,21 @@
 //! call that needs one is made inside of a [`CurrentContext`] guard, so that a thread's current context is the same before and
 //! after.
 
-use crate::capture::Captures;
 use crate::driver::{Driver, attribute};
 use crate::error::{CudaError, DriverError, INVALID_CONTEXT, INVALID_HANDLE};
-use crate::rows::Rows;
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::{CUcontext, CUdevice, CUstream};
 use std::ffi::c_int;
 use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// A device and the context in which its memory is allocated.
 pub struct CudaDevice {
-    pub(crate) driver: &'static Driver,
-    pub(crate) captures: Captures,
-    pub(crate) rows: Rows,
+    driver: &'static Driver,
+    /// How many captures are under way, see [`is_capturing`](Self::is_capturing).
+    captures: AtomicUsize,
     context: Arc<CudaContext>,
     features: DeviceFeatures,
 }
@@ -80,7 +79,7 @@ impl CudaDevice {
             fabric: has(attribute::FABRIC),
             gpu_direct_rdma: has(attribute::GPU_DIRECT_RDMA),
         };
-        Ok(Arc::new(CudaDevice { driver, captures: Captures::default(), rows: Rows::default(), context, features }))
+        Ok(Arc::new(CudaDevice { driver, captures: AtomicUsize::new(0), context, features }))
     }
 
     /// Number of devices that the driver shows.
@@ -95,6 +94,11 @@ impl CudaDevice {
         // SAFETY: `count` is valid for writing.
         unsafe { driver.device_count(&raw mut count) }?;
         Ok(usize::try_from(count).unwrap_or(0))
+    }
+
+    #[inline]
+    pub(crate) fn driver(&self) -> &'static Driver {
+        self.driver
     }
 
     /// The context.
@@ -160,8 +164,17 @@ impl CudaDevice {
 
     /// Whether a stream of the device may be being captured: a capture that was begun with
     /// [`GraphPool::begin`](crate::GraphPool::begin) is under way, or a [`CaptureWatch`](crate::CaptureWatch) lives.
+    #[inline]
     pub fn is_capturing(&self) -> bool {
-        self.captures.any()
+        self.captures.load(Ordering::Acquire) > 0
+    }
+
+    pub(crate) fn begin_capture(&self) {
+        self.captures.fetch_add(1, Ordering::AcqRel);
+    }
+
+    pub(crate) fn end_capture(&self) {
+        self.captures.fetch_sub(1, Ordering::AcqRel);
     }
 
     /// Makes the context current on this thread until the guard is dropped, for calls of other libraries that work in the
@@ -188,7 +201,7 @@ const NOT_HERE: [i32; 2] = [INVALID_CONTEXT, INVALID_HANDLE];
 impl CudaDevice {
     /// Makes a call about a stream of the device and its events. They name their context, so the driver does not need it to be
     /// current: it is asked for, which is a call of its own, only where the driver did not find it.
-    #[inline(always)]
+    #[inline]
     pub(crate) fn call_about(
         &self,
         stream: CUstream,

@@ -2,18 +2,20 @@
 //!
 //! cudarc resolves a symbol when it is first called, and panics when it is not there; its `CUresult` is a Rust enum, so a
 //! code that is newer than the bindings has no valid value. An allocator must survive both. So its own calls go through
-//! this table: every symbol is looked up in the library that cudarc opened before anything is called, a missing one is a
-//! [`LoadError`], and codes are plain integers.
+//! this table: every symbol is looked up before anything is called, a missing one is a [`LoadError`], and codes are plain
+//! integers. The table opens libcuda itself, under names that cudarc tries as well, so it works whichever way cudarc links it:
+//! a process has one libcuda.
 //!
 //! ```text
 //!  Driver::load ── library there? ── every symbol there? ── Driver ── method per call ── Result<(), DriverError>
 //! ```
 
-use crate::call_count;
 use crate::error::{DriverError, LoadError};
 use cudarc::driver::sys::{CUcontext, CUdevice, CUdeviceptr, CUevent, CUgraph, CUgraphExec, CUstream};
+use libloading::Library;
 use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// `CUmemLocation` of a device, as all versions of CUDA lay it out.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -78,8 +80,13 @@ pub(crate) mod attribute {
     pub(crate) const FABRIC: c_int = 128;
 }
 
+/// The names under which the driver is installed. cudarc tries all of them.
+const NAMES: &[&str] = if cfg!(windows) { &["nvcuda.dll"] } else { &["libcuda.so", "libcuda.so.1"] };
+
+/// Driver calls that this crate made in this process.
+static CALLS: AtomicU64 = AtomicU64::new(0);
+
 /// Symbols that cudarc itself calls on the paths of this crate: it would panic without them.
-#[cfg(not(feature = "dynamic-linking"))]
 const USED_BY_CUDARC: [&str; 13] = [
     "cuDevicePrimaryCtxRetain",
     "cuDevicePrimaryCtxRelease_v2",
@@ -103,25 +110,12 @@ macro_rules! driver_calls {
             $($name: unsafe extern "C" fn($($type),*) -> c_int,)*
         }
 
-        #[cfg(feature = "dynamic-linking")]
-        // SAFETY: the signatures are those of cuda.h with integers for enums.
-        unsafe extern "C" {
-            $(fn $symbol($($arg: $type),*) -> c_int;)*
-        }
-
         impl Driver {
-            #[cfg(feature = "dynamic-linking")]
-            fn resolve() -> Result<Driver, LoadError> {
-                Ok(Driver { $($name: $symbol,)* })
-            }
-
-            #[cfg(not(feature = "dynamic-linking"))]
-            fn resolve() -> Result<Driver, LoadError> {
+            fn resolve(library: &'static Library) -> Result<Driver, LoadError> {
                 Ok(Driver {
                     $($name: {
-                        // SAFETY: the type is the symbol's signature in cuda.h, with integers for enums, and the library
-                        // stays open for the life of the process.
-                        unsafe { symbol::<unsafe extern "C" fn($($type),*) -> c_int>(stringify!($symbol)) }?
+                        // SAFETY: the type is the symbol's signature in cuda.h, with integers for enums.
+                        unsafe { symbol::<unsafe extern "C" fn($($type),*) -> c_int>(library, stringify!($symbol)) }?
                     },)*
                 })
             }
@@ -132,7 +126,7 @@ macro_rules! driver_calls {
                 #[allow(clippy::too_many_arguments, reason = "the driver's signature")]
                 #[inline]
                 pub(crate) unsafe fn $name(&self, $($arg: $type),*) -> Result<(), DriverError> {
-                    call_count::count();
+                    CALLS.fetch_add(1, Ordering::Relaxed);
                     // SAFETY: the caller's contract.
                     let code = unsafe { (self.$name)($($arg),*) };
                     if code == 0 { Ok(()) } else { Err(DriverError { call: stringify!($symbol), code }) }
@@ -179,16 +173,13 @@ driver_calls! {
     graph_launch = cuGraphLaunch(graph: CUgraphExec, stream: CUstream);
 }
 
-/// Looks a symbol up in libcuda, once it is known that the library can be opened.
+/// Looks a symbol up. The library stays open for the life of the process.
 ///
 /// # Safety
 /// `F` must be the symbol's type.
-#[cfg(not(feature = "dynamic-linking"))]
-unsafe fn symbol<F: Copy>(name: &'static str) -> Result<F, LoadError> {
-    // SAFETY: the library can be opened, so this does not panic.
-    let library = unsafe { cudarc::driver::sys::culib() };
+unsafe fn symbol<F: Copy>(library: &'static Library, name: &'static str) -> Result<F, LoadError> {
     // SAFETY: the caller's contract.
-    let symbol = unsafe { library.get::<F>(name.as_bytes()) };
+    let symbol = unsafe { library.get::<F>(name) };
     symbol.map(|symbol| *symbol).map_err(|_| LoadError::SymbolMissing { symbol: name })
 }
 
@@ -199,28 +190,21 @@ impl Driver {
         DRIVER.get_or_init(Driver::open).as_ref().map_err(Clone::clone)
     }
 
-    #[cfg(feature = "dynamic-linking")]
-    fn open() -> Result<Driver, LoadError> {
-        Driver::resolve()
-    }
-
-    #[cfg(not(feature = "dynamic-linking"))]
     fn open() -> Result<Driver, LoadError> {
         // SAFETY: opens libcuda, whose initialisers may run at any time.
-        if !unsafe { cudarc::driver::sys::is_culib_present() } {
-            let names = ["cuda", "nvcuda"].into_iter().flat_map(cudarc::get_lib_name_candidates).collect();
-            return Err(LoadError::LibraryMissing { names });
-        }
+        let library = NAMES.iter().find_map(|name| unsafe { Library::new(*name) }.ok());
+        let missing = || LoadError::LibraryMissing { names: NAMES.iter().map(ToString::to_string).collect() };
+        let library: &'static Library = Box::leak(Box::new(library.ok_or_else(missing)?));
         for name in USED_BY_CUDARC {
             // SAFETY: looked up only, never called through this type.
-            unsafe { symbol::<unsafe extern "C" fn()>(name) }?;
+            unsafe { symbol::<unsafe extern "C" fn()>(library, name) }?;
         }
-        Driver::resolve()
+        Driver::resolve(library)
     }
 
     /// Driver calls made by this crate in this process so far.
     pub(crate) fn calls() -> u64 {
-        call_count::sum()
+        CALLS.load(Ordering::Relaxed)
     }
 
     /// Lets this thread make calls, until the guard is dropped, that a stream capture on it would otherwise forbid:

@@ -3,7 +3,7 @@
 use std::fmt;
 use symmalloc_core::backend::{BackendError, Reason};
 use symmalloc_core::config::ConfigError;
-use symmalloc_core::errors::{AllocateError, PoolError, StreamError, TrimError, UnknownError};
+use symmalloc_core::errors::{AllocateError, FreeError, PoolError, StreamError, TrimError, UnknownError};
 use thiserror::Error;
 
 /// libcuda could not be used at all. Nothing was called in it.
@@ -239,4 +239,26 @@ pub enum CudaError {
         /// Size of one, in bytes.
         element_bytes: usize,
     },
+}
+
+/// What went wrong where no error could be returned: in a `Drop`, or while a pointer was taken.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum DropError {
+    /// A buffer could not be freed; its memory stays allocated.
+    #[error("a buffer could not be freed: {0}")]
+    Free(#[from] FreeError),
+    /// A use on another stream could not be noted or ordered. The host waited for the work instead, where it could.
+    #[error("a use on another stream could not be ordered: {0}")]
+    Order(#[from] BackendError),
+}
+
+/// Errors counted by [`CachingAllocator::drop_errors`](crate::CachingAllocator::drop_errors).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DropErrors {
+    /// How many there were.
+    pub count: u64,
+    /// The last one.
+    pub last: Option<DropError>,
 }

@@ -40,8 +40,8 @@
 //! Within the repository `.cargo/config.toml` chooses.
 //!
 //! libcuda is opened when it is first needed, so everything builds and runs without CUDA, up to the first
-//! [`CudaDevice::new`], which then returns an error that says what is missing. The feature `dynamic-linking` asks the linker
-//! instead; choose it here and not on cudarc.
+//! [`CudaDevice::new`], which then returns an error that says what is missing. With the feature `dynamic-linking`, here or on
+//! cudarc, the linker looks for it instead.
 //!
 //! # Errors
 //! No call of this crate panics because of the driver: [`LoadError`] when the library or a call in it is missing,
@@ -49,46 +49,42 @@
 //! symbol is missing that this crate does not need.
 //!
 //! # Implementation
-//! `driver.rs` resolves the calls; `device.rs` keeps the thread's current context as it was. A backend is memory
-//! (`memory.rs`: virtual memory with `chunks.rs` as its books, made ahead of growth where that is asked for, or whole
-//! allocations) and an order of work (`order.rs`: streams and events, also in captures). `allocator.rs` puts the core on top
-//! and `lane.rs` finds a stream's heap, beside which `spares.rs` keeps lanes for the next buffers; `block.rs` and `uses.rs`
-//! are what buffers consist of. `unsafe` stands only where the driver is called, pointers are taken apart or cudarc's traits
-//! demand it.
+//! Rooms, each using only those above it:
+//!
+//! | room | what is there |
+//! |---|---|
+//! | `error.rs`, `driver.rs`, `call_counters.rs`, `device.rs` | the driver's calls, resolved and counted; a device with its context |
+//! | `memory/` | where bytes come from: virtual memory in chunks, made ahead of growth where asked for, or allocations of the driver |
+//! | `streams/` | registered streams, events, captures |
+//! | `backend.rs` | memory and streams together: the core's backend |
+//! | `pools/` | the core's allocator with CUDA's streams, pools as scopes |
+//! | `allocator.rs` | the names by which programs use them |
+//! | `buffers/` | device and pinned buffers, their views, and which streams used them |
+//! | `graphs/`, `metrics.rs` | captures into graphs; statistics |
+//!
+//! An allocation finds its pool's side of the stream in a table without a lock, and asks the core; a drop gives the handle back
+//! to the core. `unsafe` stands only where the driver is called, pointers are taken apart or cudarc's traits demand it.
 
 mod allocator;
 mod backend;
-mod block;
-mod buffer;
-mod call_count;
-mod calls;
-mod capture;
-mod chunks;
+mod buffers;
+mod call_counters;
 mod device;
 mod driver;
 mod error;
-mod graph;
-mod lane;
+mod graphs;
 mod memory;
 #[cfg(feature = "metrics")]
 pub mod metrics;
-mod order;
-mod pinned;
-mod pool;
-mod rows;
-mod spares;
-mod uses;
-mod view;
+mod pools;
+mod streams;
 
-pub use allocator::{CachingAllocator, CudaAllocator, DropError, DropErrors};
+pub use allocator::{CachingAllocator, CudaAllocator};
 pub use backend::{CudaBackend, CudaBackendBuilder, CudaMemory, MemoryTraits, PinnedBackend};
-pub use buffer::{DeviceBuffer, KernelArg, RawDeviceBuffer};
-pub use calls::DeviceCalls;
-pub use capture::CaptureWatch;
+pub use buffers::{BufferView, BufferViewMut, DeviceBuffer, KernelArg, PinnedAllocator, PinnedBuffer, RawDeviceBuffer};
+pub use call_counters::DeviceCalls;
 pub use device::{CudaDevice, CurrentContext, DeviceFeatures, MemoryInfo};
-pub use error::{CudaError, DriverError, LoadError};
-pub use graph::{DeviceGraph, GraphCapture, GraphPool};
-pub use pinned::{PinnedAllocator, PinnedBuffer};
-pub use pool::Pool;
-pub use spares::{CoreAllocator, CoreLock, Spares};
-pub use view::{BufferView, BufferViewMut};
+pub use error::{CudaError, DriverError, DropError, DropErrors, LoadError};
+pub use graphs::{DeviceGraph, GraphCapture, GraphPool};
+pub use pools::Pool;
+pub use streams::CaptureWatch;

@@ -3,16 +3,13 @@
 
 use crate::allocator::CachingAllocator;
 use crate::backend::CudaMemory;
-use crate::calls::Call;
+use crate::call_counters::DeviceCall;
 use metrics::Unit;
-use std::time::Instant;
 pub use symmalloc_core::metrics::{Metric, Publisher, Source};
 
 const COUNT: Option<Unit> = Some(Unit::Count);
 
 const CALLS: Metric = Metric::counter("symmalloc_device_calls_total", COUNT, "times that the device was asked");
-const CALL_SECONDS: Metric =
-    Metric::histogram("symmalloc_device_call_seconds", Some(Unit::Seconds), "how long the device took to answer");
 const IDLE: Metric =
     Metric::gauge("symmalloc_idle_bytes", Some(Unit::Bytes), "memory given up that the device could not take back yet");
 const SPARE: Metric =
@@ -31,40 +28,19 @@ impl<B: CudaMemory> Source for CachingAllocator<B> {
         to.publish(self.core());
         let calls = self.device_calls();
         for (call, times) in [
-            (Call::Reserve.name(), calls.reserves),
-            (Call::Map.name(), calls.maps),
-            (Call::Unmap.name(), calls.unmaps),
-            (Call::Release.name(), calls.releases),
-            ("record", calls.records),
-            ("wait", calls.waits),
-            (Call::Query.name(), calls.queries),
-            (Call::Synchronize.name(), calls.synchronizations),
+            (DeviceCall::Reserve.name(), calls.reserves),
+            (DeviceCall::Map.name(), calls.maps),
+            (DeviceCall::Unmap.name(), calls.unmaps),
+            (DeviceCall::Release.name(), calls.releases),
+            (DeviceCall::Record.name(), calls.records),
+            (DeviceCall::Wait.name(), calls.waits),
+            (DeviceCall::Query.name(), calls.queries),
+            (DeviceCall::Synchronize.name(), calls.synchronizations),
         ] {
             to.with_label("call", call).tell(&CALLS, times as f64);
         }
         to.tell(&IDLE, self.core().backend().idle_bytes() as f64);
         to.tell(&SPARE, self.core().backend().spare_bytes() as f64);
         to.tell(&DROP_ERRORS, self.drop_errors().count as f64);
-    }
-}
-
-/// A call under way: tells how long it took when it is dropped.
-pub(crate) struct TimedCall {
-    call: Call,
-    ordinal: usize,
-    begun: Instant,
-}
-
-impl TimedCall {
-    pub(crate) fn begin(call: Call, ordinal: usize) -> Self {
-        TimedCall { call, ordinal, begun: Instant::now() }
-    }
-}
-
-impl Drop for TimedCall {
-    fn drop(&mut self) {
-        let seconds = self.begun.elapsed().as_secs_f64();
-        let to = Publisher::new().with_label("device", self.ordinal.to_string()).with_label("call", self.call.name());
-        to.tell(&CALL_SECONDS, seconds);
     }
 }

@@ -76,7 +76,7 @@ pub(crate) fn compare_symmetric(allocator: &DeviceAllocator, transport: &Gatheri
 }
 
 /// A heap's name: its pool, and its stream or [`NO_STREAM`].
-type HeapName = (u32, u32);
+type PrivateHeap = (u32, u32);
 
 /// In place of the stream of a heap whose streams share.
 const NO_STREAM: u32 = u32::MAX;
@@ -115,7 +115,7 @@ pub(crate) fn compare_private(allocator: &DeviceAllocator, transport: &Gathering
     Err(Error::Heaps(difference(&first, &second)))
 }
 
-fn private_heaps(allocator: &DeviceAllocator) -> BTreeMap<HeapName, History> {
+fn private_heaps(allocator: &DeviceAllocator) -> BTreeMap<PrivateHeap, History> {
     let core = allocator.core();
     let mut heaps = BTreeMap::new();
     for pool in (0..core.pool_count()).map(PoolId) {
@@ -139,8 +139,8 @@ fn word(bytes: &[u8], at: usize) -> u64 {
 
 /// Which heaps differ, and which ranks have which history of them.
 fn difference(first: &Gathered, second: &Gathered) -> String {
-    let mut heaps: BTreeMap<HeapName, BTreeMap<Option<History>, Vec<u32>>> = BTreeMap::new();
-    let ranks: Vec<BTreeMap<HeapName, History>> = first
+    let mut heaps: BTreeMap<PrivateHeap, BTreeMap<Option<History>, Vec<u32>>> = BTreeMap::new();
+    let ranks: Vec<BTreeMap<PrivateHeap, History>> = first
         .iter()
         .zip(second.iter())
         .map(|(summary, entries)| {

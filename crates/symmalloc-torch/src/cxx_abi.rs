@@ -81,7 +81,7 @@ unsafe impl Sync for Thrower {}
 
 /// What kind of error Python is to see.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum ExceptionKind {
     OutOfMemory,
     Other,
 }
@@ -94,10 +94,10 @@ const FILE: &CStr = c"symmalloc-torch";
 /// # Safety
 /// All frames between here and the C++ caller let exceptions pass (`extern "C-unwind"`), and none of them is inside of a
 /// `catch_unwind`.
-pub(crate) unsafe fn throw(kind: Kind, message: &str) {
+pub(crate) unsafe fn throw(kind: ExceptionKind, message: &str) {
     let thrower = thrower();
     let text = CString::new(message.replace('\0', " ")).unwrap_or_default();
-    if let (Kind::OutOfMemory, Some(error)) = (kind, &thrower.out_of_memory) {
+    if let (ExceptionKind::OutOfMemory, Some(error)) = (kind, &thrower.out_of_memory) {
         // SAFETY: the symbols are what this file says they are; the caller's contract for the frames.
         unsafe { error.throw(text) }
     }

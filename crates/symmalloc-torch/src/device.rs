@@ -1,24 +1,25 @@
 //! One device's allocator: raw streams and raw pointers in place of ids and handles.
 //!
 //! ```text
-//!   raw stream ──► Streams ──► heap ─┐
-//!                                    ├─► symmalloc_core ──► raw pointer
-//!   scopes, pools ─────────► pool id ┘
+//!   raw stream ──► StreamRegistry ──► stream id ─┐
+//!                                                ├─► symmalloc_core ──► raw pointer
+//!   scopes, pools ───────────────────► pool id ──┘
 //!   raw pointer ──► symmalloc_core ──► free, record_use
 //! ```
 //!
 //! Everything that decides is the core's, and it finds allocations by pointer. What stands here are names: which stream, and
 //! which pool is meant.
 
+use crate::complaints;
 use crate::cxx_abi::StreamFilter;
 use crate::error::Error;
+use crate::peak::BytesPeak;
 use crate::private_pools::PrivatePools;
-use crate::process;
 use crate::refusal::Refusals;
 use crate::registrations::{PoolRegistration, Registrations};
-use crate::scopes::{MempoolId, Purpose, Scopes};
-use crate::settings::{OutOfMemoryPolicy, Settings};
-use crate::streams::{Lane, RawStream, Streams};
+use crate::scopes::{MempoolId, ScopePurpose, Scopes};
+use crate::settings::{OutOfMemoryPolicy, TorchSettings};
+use crate::streams::{KnownStream, RawStream, StreamRegistry};
 use crate::trace;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -27,16 +28,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::DeviceAddress;
 use symmalloc_core::config::{Config, PointerLookup, PoolConfig};
 use symmalloc_core::errors::{AllocateError, FreeError, RecordUseError};
-use symmalloc_core::{Allocation, PoolId, SegmentPosition};
-use symmalloc_cuda::{CoreAllocator, CudaAllocator, CudaBackend, CudaDevice, CudaError, DriverError, Pool};
+use symmalloc_core::{Allocation, PoolId, SegmentPosition, SharedAllocator};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaError, DriverError, Pool};
 
 /// The allocator of one device.
 pub struct DeviceAllocator {
-    streams: Streams,
+    streams: StreamRegistry,
     scopes: Scopes,
     allocator: CudaAllocator,
-    settings: Settings,
+    settings: TorchSettings,
     tracing: Tracing,
+    peak: BytesPeak,
     /// Pools that the program made, by id.
     user_pools: Mutex<BTreeMap<PoolId, Pool<CudaBackend>>>,
     private_pools: Arc<PrivatePools>,
@@ -49,7 +51,7 @@ pub struct DeviceAllocator {
 const _: () = {
     const fn is_shared<T: Send + Sync>() {}
     is_shared::<DeviceAllocator>();
-    is_shared::<Lane>();
+    is_shared::<KnownStream>();
     is_shared::<PoolRegistration>();
 };
 
@@ -72,7 +74,7 @@ pub(crate) struct Failures {
 
 /// What is known of a live allocation.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Found {
+pub(crate) struct FoundAllocation {
     pub(crate) pool: PoolId,
     pub(crate) allocation: Allocation,
     pub(crate) position: SegmentPosition,
@@ -80,7 +82,7 @@ pub(crate) struct Found {
 }
 
 impl DeviceAllocator {
-    pub(crate) fn new(ordinal: usize, settings: Settings, tracing: Tracing) -> Result<Self, Error> {
+    pub(crate) fn new(ordinal: usize, settings: TorchSettings, tracing: Tracing) -> Result<Self, Error> {
         let device = CudaDevice::new(ordinal)?;
         let mut backend = CudaBackend::builder(&device).peers(settings.peers.iter().copied());
         if let Some(chunk_bytes) = settings.chunk_bytes {
@@ -96,12 +98,13 @@ impl DeviceAllocator {
             Refusals::trim_when_refused(&refusals, &allocator, &private_pools);
         }
         Ok(DeviceAllocator {
-            streams: Streams::new(allocator.clone()),
+            streams: StreamRegistry::new(allocator.clone()),
             scopes: Scopes::new(),
             registrations: Registrations::new(&allocator),
             allocator,
             settings,
             tracing,
+            peak: BytesPeak::default(),
             user_pools: Mutex::default(),
             private_pools,
             refusals,
@@ -113,7 +116,7 @@ impl DeviceAllocator {
         &self.allocator
     }
 
-    pub(crate) fn core(&self) -> &CoreAllocator<CudaBackend> {
+    pub(crate) fn core(&self) -> &SharedAllocator<CudaBackend> {
         self.allocator.core()
     }
 
@@ -121,7 +124,7 @@ impl DeviceAllocator {
         self.allocator.device().ordinal()
     }
 
-    pub(crate) fn settings(&self) -> &Settings {
+    pub(crate) fn settings(&self) -> &TorchSettings {
         &self.settings
     }
 
@@ -133,14 +136,14 @@ impl DeviceAllocator {
         &self.private_pools
     }
 
-    /// The lane of a stream.
+    /// A stream, which is registered if this is its first use.
     ///
     /// # Safety
     /// As [`allocate`](Self::allocate).
     #[inline]
-    unsafe fn lane(&self, stream: RawStream) -> Result<&Lane, Error> {
+    unsafe fn stream(&self, stream: RawStream) -> Result<&KnownStream, Error> {
         match self.streams.cached(stream) {
-            Some(lane) => Ok(lane),
+            Some(known) => Ok(known),
             // SAFETY: the caller's contract.
             None => unsafe { self.streams.find_or_register(stream, || self.begin()) },
         }
@@ -149,7 +152,7 @@ impl DeviceAllocator {
     /// Before the first stream is used.
     fn begin(&self) -> Result<(), Error> {
         match self.tracing {
-            Tracing::FromFirstUse => trace::start_from_environment(self),
+            Tracing::FromFirstUse => trace::start_from_environment(&self.allocator),
             Tracing::OnRequest => Ok(()),
         }
     }
@@ -171,32 +174,22 @@ impl DeviceAllocator {
         size_bytes: u64,
         stream: RawStream,
     ) -> Result<*mut c_void, Error> {
-        if size_bytes > 0
-            && pool == PoolId::DEFAULT
-            && let Some(lane) = self.streams.cached(stream)
-        {
-            return match lane.heap.allocate_pointer(size_bytes) {
-                Ok(address) => Ok(address.0 as *mut c_void),
-                Err(error) => Err(self.refused(error)),
-            };
-        }
-        // SAFETY: the caller's contract.
-        unsafe { self.allocate_rarely(pool, size_bytes, stream) }
-    }
-
-    /// From another pool, for a stream that is used for the first time, or nothing.
-    ///
-    /// # Safety
-    /// As [`allocate`](Self::allocate).
-    #[inline(never)]
-    unsafe fn allocate_rarely(&self, pool: PoolId, size_bytes: u64, stream: RawStream) -> Result<*mut c_void, Error> {
         if size_bytes == 0 {
             return Ok(std::ptr::null_mut());
         }
         // SAFETY: the caller's contract.
-        let lane = unsafe { self.lane(stream) }?;
-        match self.core().allocate_pointer(pool, lane.id, size_bytes) {
-            Ok(address) => Ok(address.0 as *mut c_void),
+        let stream = unsafe { self.stream(stream) }?.id;
+        self.made(self.core().allocate(pool, stream, size_bytes))
+    }
+
+    /// Counts what was allocated, and gives its pointer.
+    #[inline]
+    fn made(&self, outcome: Result<Allocation, AllocateError>) -> Result<*mut c_void, Error> {
+        match outcome {
+            Ok(allocation) => {
+                self.peak.add(allocation.size_bytes);
+                Ok(allocation.address.0 as *mut c_void)
+            }
             Err(error) => Err(self.refused(error)),
         }
     }
@@ -216,14 +209,8 @@ impl DeviceAllocator {
             return Ok(std::ptr::null_mut());
         }
         // SAFETY: the caller's contract.
-        let lane = unsafe { self.lane(stream) }?;
-        match self.core().allocate_named(pool, lane.id, size_bytes, name) {
-            Ok(allocation) => {
-                self.core().note_peak(&allocation);
-                Ok(allocation.address.0 as *mut c_void)
-            }
-            Err(error) => Err(self.refused(error)),
-        }
+        let stream = unsafe { self.stream(stream) }?.id;
+        self.made(self.core().allocate_named(pool, stream, size_bytes, name))
     }
 
     #[cold]
@@ -241,8 +228,15 @@ impl DeviceAllocator {
             return Ok(());
         }
         let address = pointer as u64;
-        match self.core().free_at(DeviceAddress(address)) {
-            Ok(()) => Ok(()),
+        let core = self.core();
+        let unknown = |_| self.unknown(address);
+        let handle = core.handle_at(DeviceAddress(address)).map_err(unknown)?;
+        let size_bytes = core.allocation(handle).map_err(unknown)?.size_bytes;
+        match core.free(handle) {
+            Ok(()) => {
+                self.peak.subtract(size_bytes);
+                Ok(())
+            }
             Err(error) => Err(self.not_freed(address, error)),
         }
     }
@@ -260,7 +254,7 @@ impl DeviceAllocator {
 
     /// Whether the pointer is a live allocation.
     pub(crate) fn owns(&self, pointer: *const c_void) -> bool {
-        self.core().handle_of_pointer(DeviceAddress(pointer as u64)).is_ok()
+        self.core().handle_at(DeviceAddress(pointer as u64)).is_ok()
     }
 
     /// Tells that work on the stream, too, uses the allocation.
@@ -277,8 +271,8 @@ impl DeviceAllocator {
             return Err(self.unknown(address));
         }
         // SAFETY: the caller's contract.
-        let lane = unsafe { self.lane(stream) }?;
-        self.core().record_use_at(DeviceAddress(address), lane.id).map_err(|error| match error {
+        let stream = unsafe { self.stream(stream) }?.id;
+        self.core().record_use_at(DeviceAddress(address), stream).map_err(|error| match error {
             RecordUseError::Handle(_) => self.unknown(address),
             error => error.into(),
         })
@@ -286,23 +280,24 @@ impl DeviceAllocator {
 
     /// The most bytes of blocks in use over all heaps since the peaks were reset.
     pub(crate) fn peak_bytes(&self) -> u64 {
-        self.core().allocated_bytes_peak()
+        self.peak.bytes()
     }
 
     /// Starts all peaks anew at the current values.
     pub(crate) fn reset_peaks(&self) {
         self.core().reset_peak_stats();
+        self.peak.reset();
     }
 
     /// The live allocation at a pointer.
-    pub(crate) fn find(&self, pointer: *const c_void) -> Result<Found, Error> {
+    pub(crate) fn find(&self, pointer: *const c_void) -> Result<FoundAllocation, Error> {
         let address = pointer as u64;
         let (core, unknown) = (self.core(), |_| self.unknown(address));
-        let handle = core.handle_of_pointer(DeviceAddress(address)).map_err(unknown)?;
+        let handle = core.handle_at(DeviceAddress(address)).map_err(unknown)?;
         let allocation = core.allocation(handle).map_err(unknown)?;
         let requested_bytes = core.requested_bytes(handle).map_err(unknown)?;
         let position = core.segment_at(DeviceAddress(address)).ok_or_else(|| self.unknown(address))?;
-        Ok(Found { pool: position.pool, allocation, position, requested_bytes })
+        Ok(FoundAllocation { pool: position.pool, allocation, position, requested_bytes })
     }
 
     /// Makes a pool. Without a text it is as the default pool, but private.
@@ -355,8 +350,8 @@ impl DeviceAllocator {
     /// As [`allocate`](Self::allocate).
     pub(crate) unsafe fn reserve(&self, pool: PoolId, stream: RawStream, size_bytes: u64) -> Result<(), Error> {
         // SAFETY: the caller's contract.
-        let lane = unsafe { self.lane(stream) }?;
-        self.core().reserve(pool, lane.id, size_bytes).map_err(|error| self.refused(error))
+        let stream = unsafe { self.stream(stream) }?.id;
+        self.core().reserve(pool, stream, size_bytes).map_err(|error| self.refused(error))
     }
 
     /// Gives all free memory back but that of private pools in use. Returns the bytes that went back.
@@ -395,7 +390,7 @@ impl DeviceAllocator {
             // What was submitted so far is in no graph, and no graph has to wait for it.
             self.allocator.synchronize_uncaptured()?;
         }
-        let purpose = if may_capture && !known.is_empty() { Purpose::Capture } else { Purpose::Unknown };
+        let purpose = if may_capture && !known.is_empty() { ScopePurpose::Capture } else { ScopePurpose::Unknown };
         let pool = self.private_pools.begin(self.core(), id)?;
         self.scopes.begin(id, pool, filter, purpose, watch);
         Ok(())
@@ -419,7 +414,7 @@ impl DeviceAllocator {
         }
         self.failures.failed_calls.fetch_add(1, Ordering::Relaxed);
         *self.failures.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
-        process::complain(error);
+        complaints::complain(error);
     }
 }
 

@@ -38,7 +38,7 @@ pub(crate) enum Error {
     },
     /// The settings are not understood.
     #[error("SYMMALLOC_CONF, or the text given instead: {0}")]
-    Settings(Box<SettingsError>),
+    TorchSettings(Box<SettingsError>),
     /// Settings came too late.
     #[error("device {device} has an allocator already: configure before the first use of CUDA memory")]
     TooLate {
@@ -138,7 +138,7 @@ impl Error {
                 SYMMALLOC_INVALID_ARGUMENT
             }
             Error::Fraction { .. } => SYMMALLOC_INVALID_ARGUMENT,
-            Error::Settings(_)
+            Error::TorchSettings(_)
             | Error::Cuda(CudaError::Config(_) | CudaError::ChunkSize { .. } | CudaError::PrefetchSize { .. }) => {
                 SYMMALLOC_INVALID_SETTINGS
             }
@@ -207,7 +207,7 @@ boxed! {
     Agreement(AgreementError);
     Attach(AttachError);
     Communicator(CommError);
-    Settings(SettingsError);
+    TorchSettings(SettingsError);
     Sync(SyncError);
 }
 

@@ -33,7 +33,7 @@
 //!   devices, and compared between ranks (rule D4).
 //!
 //! # Implementation
-//! `device.rs` is one device's allocator: `streams.rs` turns raw streams into bound heaps, `scopes.rs` says which pool is meant
+//! `device.rs` is one device's allocator: `streams.rs` turns raw streams into ids, `scopes.rs` says which pool is meant
 //! and `private_pools.rs` what PyTorch's pool ids stand for; the core finds allocations by pointer. `process.rs` has the
 //! allocators behind PyTorch's entry points (`torch_entry.rs`). `cxx_abi.rs` throws C++ exceptions and calls C++ functions
 //! without a C++ compiler, and says what it relies on. `c_interface/` is the header, function by function; cbindgen makes
@@ -41,9 +41,12 @@
 
 mod alignment;
 mod c_interface;
+mod complaints;
 mod cxx_abi;
 mod device;
 mod error;
+mod guard;
+mod peak;
 mod private_pools;
 mod process;
 mod refusal;
@@ -60,7 +63,8 @@ mod virtuals;
 pub use alignment::symmalloc_gather_fn;
 pub use c_interface::*;
 pub use device::DeviceAllocator;
+pub use guard::symmalloc_error_message;
 pub use registrations::PoolRegistration;
-pub use status::{symmalloc_error_message, symmalloc_status};
+pub use status::symmalloc_status;
 pub use torch_entry::*;
 pub use virtuals::symmalloc_torch_complete;

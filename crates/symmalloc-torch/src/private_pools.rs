@@ -10,10 +10,10 @@
 
 use crate::scopes::MempoolId;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use symmalloc_core::PoolId;
 use symmalloc_core::config::{PoolConfig, Reclaim};
 use symmalloc_core::errors::{PoolError, TrimError};
-use symmalloc_cuda::{CoreAllocator, CudaBackend, CudaError, CudaMemory};
+use symmalloc_core::{PoolId, SharedAllocator};
+use symmalloc_cuda::{CudaBackend, CudaError, CudaMemory};
 
 /// The private pools of one allocator.
 #[derive(Default)]
@@ -56,7 +56,7 @@ impl GivenBack {
 
 impl PrivatePools {
     /// Takes a pool into use; makes it when there is none of this name.
-    pub(crate) fn begin(&self, core: &CoreAllocator<CudaBackend>, id: MempoolId) -> Result<PoolId, CudaError> {
+    pub(crate) fn begin(&self, core: &SharedAllocator<CudaBackend>, id: MempoolId) -> Result<PoolId, CudaError> {
         let mut all = self.lock();
         if let Some(known) = all.iter_mut().find(|known| known.id == id) {
             known.uses += 1;
@@ -83,7 +83,7 @@ impl PrivatePools {
     /// `is_capturing`: the device cannot be waited for then.
     pub(crate) fn give_back(
         &self,
-        core: &CoreAllocator<CudaBackend>,
+        core: &SharedAllocator<CudaBackend>,
         is_capturing: impl FnOnce() -> Result<bool, CudaError>,
     ) -> GivenBack {
         let mut given = GivenBack::default();

@@ -7,10 +7,8 @@
 
 use crate::device::{DeviceAllocator, Tracing};
 use crate::error::Error;
-use crate::settings::Settings;
+use crate::settings::TorchSettings;
 use std::ffi::c_int;
-use std::fmt;
-use std::io::{self, Write};
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use std::sync::{Mutex, PoisonError};
 
@@ -24,13 +22,10 @@ static DEVICES: [AtomicPtr<DeviceAllocator>; DEVICES_MAX] =
     [const { AtomicPtr::new(std::ptr::null_mut()) }; DEVICES_MAX];
 
 /// What [`configure`] said. Held while an allocator is made.
-static SETTINGS: Mutex<Option<Settings>> = Mutex::new(None);
+static SETTINGS: Mutex<Option<TorchSettings>> = Mutex::new(None);
 
 /// Whether this process is a child of the one that made the allocators.
 static IS_FORKED: AtomicBool = AtomicBool::new(false);
-
-/// Whether an error of a call that returns none was written to the error output already.
-static HAS_COMPLAINED: AtomicBool = AtomicBool::new(false);
 
 /// The allocator of a device, if it was made.
 #[inline]
@@ -79,7 +74,7 @@ fn make(device: c_int) -> Result<&'static DeviceAllocator, Error> {
 
 /// Settings for allocators that are made later, in place of the environment's.
 pub(crate) fn configure(text: &str) -> Result<(), Error> {
-    let settings: Settings = text.parse()?;
+    let settings: TorchSettings = text.parse()?;
     let mut current = SETTINGS.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(allocator) = all().next() {
         return Err(Error::TooLate { device: allocator.ordinal() });
@@ -97,10 +92,10 @@ pub(crate) fn check_settings() -> Result<(), Error> {
     Ok(())
 }
 
-pub(crate) fn from_environment() -> Result<Settings, Error> {
+pub(crate) fn from_environment() -> Result<TorchSettings, Error> {
     match std::env::var(CONF_VARIABLE) {
-        Ok(text) => Ok(text.parse::<Settings>()?),
-        Err(std::env::VarError::NotPresent) => Ok(Settings::default()),
+        Ok(text) => Ok(text.parse::<TorchSettings>()?),
+        Err(std::env::VarError::NotPresent) => Ok(TorchSettings::default()),
         Err(std::env::VarError::NotUnicode(_)) => Err(Error::NotText { argument: CONF_VARIABLE }),
     }
 }
@@ -126,17 +121,4 @@ pub(crate) fn watch_forks() {
 unsafe extern "C" fn forget_all() {
     IS_FORKED.store(true, Ordering::Relaxed);
     DEVICES.iter().for_each(|place| place.store(std::ptr::null_mut(), Ordering::Relaxed));
-}
-
-/// Writes a line to the error output. `eprintln!` would panic where nobody reads it any more, and end the process that frees.
-pub(crate) fn say(line: fmt::Arguments<'_>) {
-    let _unread = writeln!(io::stderr(), "symmalloc: {line}");
-}
-
-/// Says once, on the error output, that a call failed that can return no error. All are counted and logged.
-pub(crate) fn complain(error: &Error) {
-    tracing::warn!(name: "call.failed", target: "symmalloc", %error);
-    if !HAS_COMPLAINED.swap(true, Ordering::Relaxed) {
-        say(format_args!("{error} (said once; symmalloc.stats()['errors'] counts them)"));
-    }
 }

@@ -9,8 +9,8 @@ use crate::private_pools::PrivatePools;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use symmalloc_core::errors::TrimError;
-use symmalloc_core::{PoolConfig, PoolId, Retry};
-use symmalloc_cuda::{CoreAllocator, CudaAllocator, CudaBackend, CudaMemory};
+use symmalloc_core::{PoolConfig, PoolId, Retry, SharedAllocator};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaMemory};
 
 /// How often memory was short.
 #[derive(Default)]
@@ -51,7 +51,7 @@ impl Refusals {
 }
 
 /// Gives back the free memory of all pools that are neither symmetric nor a graph's. What cannot go back stays.
-fn trim_private(core: &CoreAllocator<CudaBackend>, private: &PrivatePools) -> u64 {
+fn trim_private(core: &SharedAllocator<CudaBackend>, private: &PrivatePools) -> u64 {
     let is_capturing = core.backend().device().is_capturing();
     // The core told of what failed.
     let mut released_bytes = private.give_back(core, || Ok(is_capturing)).released_bytes;

@@ -2,7 +2,6 @@
 //!
 //! One registrar of `symmalloc-nccl` per allocator, with an attachment for each communicator.
 
-use crate::device::DeviceAllocator;
 use crate::error::Error;
 use std::ffi::c_void;
 use std::sync::{Arc, OnceLock};
@@ -45,15 +44,15 @@ impl PoolRegistration {
     /// `communicator` is a live `ncclComm_t` of the NCCL library of this process, ready, and on the allocator's device. It
     /// lives as long as the answer, and nobody else calls NCCL with it while this does.
     pub(crate) unsafe fn new(
-        allocator: &DeviceAllocator,
+        registrations: &Registrations,
         pool: PoolId,
         communicator: *mut c_void,
         deadline: Duration,
     ) -> Result<Self, Error> {
-        let builder = Communicator::builder(allocator.allocator().device()).name("borrowed").deadline(deadline);
+        let builder = Communicator::builder(registrations.allocator.device()).name("borrowed").deadline(deadline);
         // SAFETY: the caller's contract.
         let communicator = unsafe { builder.borrow(communicator) }?;
-        let registrar = Arc::clone(allocator.registrations.registrar()?);
+        let registrar = Arc::clone(registrations.registrar()?);
         registrar.attach(&communicator, &[pool], Registration::Windows)?;
         Ok(PoolRegistration { registrar, communicator, pool })
     }

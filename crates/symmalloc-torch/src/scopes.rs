@@ -28,7 +28,7 @@ pub(crate) type MempoolId = (u64, u64);
 
 /// What a begun scope is for, as far as its filter shows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Purpose {
+pub(crate) enum ScopePurpose {
     /// A capture, of streams that the filter takes when they are in it: over when they are not any more.
     Capture,
     /// A thread's allocations, or a capture before any stream is known: over when PyTorch says so.
@@ -41,7 +41,7 @@ struct Begun {
     id: MempoolId,
     pool: PoolId,
     filter: StreamFilter,
-    purpose: Purpose,
+    purpose: ScopePurpose,
     /// The last stream that the filter took.
     taken: Mutex<Option<RawStream>>,
     /// The scope may be a capture's.
@@ -61,7 +61,7 @@ impl Begun {
     /// Whether it was a capture's, and that capture is over.
     fn is_over(&self, is_captured: impl Fn(RawStream) -> bool) -> bool {
         let taken = *self.taken.lock().unwrap_or_else(PoisonError::into_inner);
-        self.purpose == Purpose::Capture && taken.is_some_and(|stream| !is_captured(stream))
+        self.purpose == ScopePurpose::Capture && taken.is_some_and(|stream| !is_captured(stream))
     }
 }
 
@@ -140,7 +140,7 @@ impl Scopes {
         id: MempoolId,
         pool: PoolId,
         filter: StreamFilter,
-        purpose: Purpose,
+        purpose: ScopePurpose,
         watch: CaptureWatch,
     ) {
         let mut all = self.begun();

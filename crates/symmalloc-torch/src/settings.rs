@@ -31,7 +31,7 @@ pub(crate) enum OutOfMemoryPolicy {
 
 /// Everything that `SYMMALLOC_CONF` can say.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Settings {
+pub(crate) struct TorchSettings {
     pub(crate) config: Config,
     pub(crate) peers: Vec<usize>,
     pub(crate) chunk_bytes: Option<u64>,
@@ -77,11 +77,11 @@ pub(crate) enum SettingsError {
 /// The keys of this crate.
 const KEYS: [&str; 6] = ["peers", "chunk_mb", "chunk_bytes", "prefetch_mb", "prefetch_bytes", "out_of_memory"];
 
-impl FromStr for Settings {
+impl FromStr for TorchSettings {
     type Err = SettingsError;
 
     fn from_str(text: &str) -> Result<Self, SettingsError> {
-        let mut settings = Settings::default();
+        let mut settings = TorchSettings::default();
         let mut rest = text.to_owned();
         let mut has_policy = false;
         let mut has_peers = false;
@@ -126,7 +126,7 @@ impl FromStr for Settings {
     }
 }
 
-impl fmt::Display for Settings {
+impl fmt::Display for TorchSettings {
     /// The canonical text: every value that is set, defaults too, in a fixed order.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.config)?;
@@ -193,18 +193,18 @@ mod tests {
     fn own_keys_stand_anywhere_among_the_cores() {
         let text = "peers:[1, 2],segments:fixed , out_of_memory:fail,roundup_power2_divisions:[256:1,>:8],chunk_mb:20,\
                     prefetch_bytes:67108864";
-        let settings: Settings = text.parse().expect("valid");
+        let settings: TorchSettings = text.parse().expect("valid");
         let core: Config = "segments:fixed,roundup_power2_divisions:[256:1,>:8]".parse().expect("valid");
         assert_eq!(settings.config, core);
         assert_eq!((settings.peers.as_slice(), settings.chunk_bytes), ([1, 2].as_slice(), Some(20 << 20)));
         assert_eq!(settings.prefetch_bytes, Some(64 << 20));
         assert_eq!(settings.out_of_memory, OutOfMemoryPolicy::Fail);
-        assert_eq!(settings.to_string().parse::<Settings>(), Ok(settings));
+        assert_eq!(settings.to_string().parse::<TorchSettings>(), Ok(settings));
     }
 
     #[test]
     fn errors_name_the_byte_of_the_whole_text() {
-        let parse = |text: &str| text.parse::<Settings>().expect_err("wrong").to_string();
+        let parse = |text: &str| text.parse::<TorchSettings>().expect_err("wrong").to_string();
         assert_eq!(parse("peers:[1],out_of_memory: never"), "byte 25: out_of_memory must be trim or fail");
         assert_eq!(parse("peers:1"), "byte 6: peers must be a list of device numbers: [1,2]");
         assert_eq!(parse("chunk_mb:1, chunk_bytes:2"), "byte 12: chunk_bytes is stated already; keep one of them");
@@ -220,8 +220,8 @@ mod tests {
 
     #[test]
     fn no_text_means_expandable_segments_in_a_private_pool() {
-        let settings: Settings = "".parse().expect("valid");
-        assert_eq!(settings, Settings::default());
+        let settings: TorchSettings = "".parse().expect("valid");
+        assert_eq!(settings, TorchSettings::default());
         assert_eq!(settings.config, Config::default());
     }
 }

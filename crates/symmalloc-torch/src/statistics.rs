@@ -10,9 +10,9 @@
 //! | `num_alloc_retries`, `num_ooms` | allocations that were tried again, and that failed |
 //! | `num_device_alloc`, `num_device_free` | births and deaths of segments |
 //!
-//! The peaks of `allocated_bytes`, `active_bytes` (`.all`, of the total) and `reserved_bytes` are true ones; where threads met at
-//! a new peak, the former two may be too low by 1 MiB for each heap, and by what others freed at that moment. Where `peaks_are_sums`, the others are sums of
-//! the heaps' peaks, which need not have been at the same time: upper bounds.
+//! The peaks of `allocated_bytes`, `active_bytes` (`.all`, of the total) and `reserved_bytes` are true ones; where threads free at
+//! a new peak, the former two may count what is being freed. Where `peaks_are_sums`, the others are sums of the heaps' peaks,
+//! which need not have been at the same time: upper bounds.
 //!
 //! Keys for which there is no number are left out.
 

@@ -1,7 +1,7 @@
-//! Raw streams: from the handle that a call carries to the heap of the default pool that serves it, without a lock.
+//! Raw streams: from the handle that a call carries to the id of the stream, without a lock.
 //!
 //! ```text
-//!  CUstream ── hash ──► cache[256] ── hit ──► Lane { raw, id, heap }
+//!  CUstream ── hash ──► cache[256] ── hit ──► KnownStream { raw, id }
 //!                          │ miss                    ▲
 //!                          └──► known, under a lock ─┘  registers a stream at its first use: ids are in program order
 //! ```
@@ -14,8 +14,8 @@ use std::collections::hash_map::Entry;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Mutex, PoisonError};
-use symmalloc_core::{BoundHeap, PoolId, StreamId};
-use symmalloc_cuda::{CoreAllocator, CoreLock, CudaAllocator, CudaBackend, CudaError};
+use symmalloc_core::StreamId;
+use symmalloc_cuda::CudaAllocator;
 
 const CACHE_BITS: u32 = 8;
 
@@ -44,37 +44,34 @@ impl RawStream {
 }
 
 /// What is known of one stream.
-pub(crate) struct Lane {
+pub(crate) struct KnownStream {
     raw: RawStream,
     pub(crate) id: StreamId,
-    /// Of the default pool.
-    pub(crate) heap: BoundHeap<'static, CudaBackend, CoreLock<CudaBackend>>,
 }
 
 /// The streams of one allocator.
-pub(crate) struct Streams {
-    cache: [AtomicPtr<Lane>; 1 << CACHE_BITS],
-    /// Grows only: a lane stays where it is as long as this lives. Looked up only, so its order matters to nobody.
-    known: Mutex<HashMap<RawStream, Box<Lane>>>,
-    /// Last: the lanes borrow from it.
+pub(crate) struct StreamRegistry {
+    cache: [AtomicPtr<KnownStream>; 1 << CACHE_BITS],
+    /// Grows only: a stream stays where it is as long as this lives. Looked up only, so its order matters to nobody.
+    known: Mutex<HashMap<RawStream, Box<KnownStream>>>,
     allocator: CudaAllocator,
 }
 
-impl Streams {
+impl StreamRegistry {
     pub(crate) fn new(allocator: CudaAllocator) -> Self {
         let cache = [const { AtomicPtr::new(std::ptr::null_mut()) }; 1 << CACHE_BITS];
-        Streams { cache, known: Mutex::default(), allocator }
+        StreamRegistry { cache, known: Mutex::default(), allocator }
     }
 
-    /// The lane of a stream, if it is in the cache.
+    /// A stream, if it is in the cache.
     #[inline]
-    pub(crate) fn cached(&self, raw: RawStream) -> Option<&Lane> {
+    pub(crate) fn cached(&self, raw: RawStream) -> Option<&KnownStream> {
         let cached = self.cache[raw.place()].load(Ordering::Acquire);
-        // SAFETY: null, or a lane of `known`, which is boxed and lives as long as `self`.
-        unsafe { cached.as_ref() }.filter(|lane| lane.raw == raw)
+        // SAFETY: null, or a stream of `known`, which is boxed and lives as long as `self`.
+        unsafe { cached.as_ref() }.filter(|stream| stream.raw == raw)
     }
 
-    /// The lane of a stream, which is registered if this is its first use. Before the first stream of all, calls `begin`.
+    /// A stream, which is registered if this is its first use. Before the first stream of all, calls `begin`.
     ///
     /// # Safety
     /// The stream belongs to the device's primary context and lives as long as this. PyTorch's streams do: they are never
@@ -84,38 +81,33 @@ impl Streams {
         &self,
         raw: RawStream,
         begin: impl FnOnce() -> Result<(), Error>,
-    ) -> Result<&Lane, Error> {
+    ) -> Result<&KnownStream, Error> {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         if known.is_empty() {
             begin()?;
         }
-        let lane: *const Lane = match known.entry(raw) {
+        let stream: *const KnownStream = match known.entry(raw) {
             Entry::Occupied(entry) => &raw const **entry.into_mut(),
             // SAFETY: the caller's contract.
             Entry::Vacant(entry) => &raw const **entry.insert(Box::new(unsafe { self.register(raw) }?)),
         };
-        self.cache[raw.place()].store(lane.cast_mut(), Ordering::Release);
+        self.cache[raw.place()].store(stream.cast_mut(), Ordering::Release);
         // SAFETY: boxed, never removed, and `self` is borrowed for as long as the answer.
-        Ok(unsafe { &*lane })
+        Ok(unsafe { &*stream })
     }
 
     /// # Safety
     /// As [`find_or_register`](Self::find_or_register).
-    unsafe fn register(&self, raw: RawStream) -> Result<Lane, Error> {
+    unsafe fn register(&self, raw: RawStream) -> Result<KnownStream, Error> {
         // SAFETY: the caller's contract.
         let id = unsafe { self.allocator.register_raw_stream(raw.handle().cast()) }?;
-        let core: *const CoreAllocator<CudaBackend> = self.allocator.core();
-        // SAFETY: the core's allocator lies in an `Arc` that `self.allocator` shares and does not give up while `self` lives.
-        // Lanes do not leave `self`, and a bound heap does nothing when it is dropped.
-        let core: &'static CoreAllocator<CudaBackend> = unsafe { &*core };
-        let heap = core.bind(PoolId::DEFAULT, id).map_err(CudaError::from)?;
-        Ok(Lane { raw, id, heap })
+        Ok(KnownStream { raw, id })
     }
 
     /// The streams so far, by id.
     pub(crate) fn all(&self) -> Vec<(StreamId, RawStream)> {
         let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut all: Vec<_> = known.values().map(|lane| (lane.id, lane.raw)).collect();
+        let mut all: Vec<_> = known.values().map(|stream| (stream.id, stream.raw)).collect();
         all.sort_unstable_by_key(|(id, _)| *id);
         all
     }

@@ -13,11 +13,13 @@
 //! What fails throws a C++ exception, see `cxx_abi.rs`; `free` never does, because PyTorch frees in destructors.
 
 use crate::c_interface::arguments::{required_text, write};
-use crate::cxx_abi::{Kind, StreamFilter, throw};
+use crate::complaints;
+use crate::cxx_abi::{ExceptionKind, StreamFilter, throw};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
+use crate::guard::{guarded, guarded_or, report};
 use crate::process;
-use crate::status::{guarded, guarded_or, report, symmalloc_status};
+use crate::status::symmalloc_status;
 use crate::streams::RawStream;
 use std::ffi::{c_char, c_int, c_void};
 use symmalloc_core::PoolId;
@@ -30,7 +32,7 @@ use symmalloc_core::backend::DeviceAddress;
 #[cold]
 pub(crate) unsafe fn raise(error: Error) {
     let is_out_of_memory = error.status() == symmalloc_status::SYMMALLOC_OUT_OF_MEMORY;
-    let kind = if is_out_of_memory { Kind::OutOfMemory } else { Kind::Other };
+    let kind = if is_out_of_memory { ExceptionKind::OutOfMemory } else { ExceptionKind::Other };
     let message = format!("symmalloc: {error}");
     drop(error);
     // SAFETY: the caller's contract. The message is dropped as the exception passes.
@@ -105,7 +107,7 @@ unsafe fn allocate_in_scope(
 pub unsafe extern "C" fn symmalloc_torch_free(pointer: *mut c_void, _size: isize, device: c_int, _stream: *mut c_void) {
     let Some(allocator) = process::existing(device) else {
         if !pointer.is_null() && !process::is_forked() {
-            process::complain(&Error::UnknownPointer { address: pointer as u64, device: device.max(0) as usize });
+            complaints::complain(&Error::UnknownPointer { address: pointer as u64, device: device.max(0) as usize });
         }
         return;
     };

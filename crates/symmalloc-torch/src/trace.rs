@@ -13,21 +13,22 @@
 //! Without `%r` and `%p`, a job of several ranks (`WORLD_SIZE`) gets `.rankN` before the file's suffix, and without `%d` and `%p`
 //! a second device `.deviceN`: no two write one file.
 
-use crate::device::DeviceAllocator;
+use crate::complaints::say;
 use crate::error::Error;
-use crate::process;
-use crate::status::guarded;
+use crate::guard::guarded;
 use std::env::{self, VarError};
 use std::path::Path;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, Once, PoisonError};
 use symmalloc_core::recording::{RecordingError, SinkError, StartRecordingError};
+use symmalloc_cuda::CudaAllocator;
 use symmalloc_import::{TraceFile, TraceFileOptions};
 
 /// The environment's pattern.
 pub(crate) const TRACE_VARIABLE: &str = "SYMMALLOC_TRACE";
 
 /// Records every op of the allocator from now on.
-pub(crate) fn start(allocator: &DeviceAllocator, path: &Path) -> Result<(), Error> {
+pub(crate) fn start(allocator: &CudaAllocator, path: &Path) -> Result<(), Error> {
     let file = TraceFile::create(path, TraceFileOptions::default()).map_err(SinkError::from);
     let file = file.map_err(StartRecordingError::Sink)?;
     allocator.core().start_recording(file)?;
@@ -35,17 +36,20 @@ pub(crate) fn start(allocator: &DeviceAllocator, path: &Path) -> Result<(), Erro
 }
 
 /// Ends the recording: what was recorded is on disk then.
-pub(crate) fn stop(allocator: &DeviceAllocator) -> Result<(), Error> {
+pub(crate) fn stop(allocator: &CudaAllocator) -> Result<(), Error> {
     allocator.core().stop_recording()?;
     Ok(())
 }
 
-/// Whether a device of this process has a trace of the environment's. Held while one begins: two devices that are used first at
-/// the same time do not both take the name that the first one has.
-static HAS_STARTED: Mutex<bool> = Mutex::new(false);
+/// The allocators that have a trace of the environment's. Held while one begins: two devices that are used first at the same
+/// time do not both take the name that the first one has.
+static STARTED: Mutex<Vec<CudaAllocator>> = Mutex::new(Vec::new());
+
+/// The process that they are of. A forked child has none.
+static PROCESS: AtomicU32 = AtomicU32::new(0);
 
 /// Begins what `SYMMALLOC_TRACE` asks for, if it does.
-pub(crate) fn start_from_environment(allocator: &DeviceAllocator) -> Result<(), Error> {
+pub(crate) fn start_from_environment(allocator: &CudaAllocator) -> Result<(), Error> {
     let pattern = match env::var(TRACE_VARIABLE) {
         Ok(pattern) => pattern,
         Err(VarError::NotPresent) => return Ok(()),
@@ -54,23 +58,24 @@ pub(crate) fn start_from_environment(allocator: &DeviceAllocator) -> Result<(), 
     if pattern.is_empty() {
         return Ok(());
     }
-    let mut has_started = HAS_STARTED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut started = STARTED.lock().unwrap_or_else(PoisonError::into_inner);
     let number = |name: &str| env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
-    let launch = Launch {
+    let launch = TraceNaming {
         rank: number("RANK").unwrap_or(0),
         ranks: number("WORLD_SIZE").unwrap_or(1),
-        device: allocator.ordinal(),
-        is_first_device: !*has_started,
+        device: allocator.device().ordinal(),
+        is_first_device: started.is_empty(),
         process: std::process::id(),
     };
     start(allocator, Path::new(&launch.path_of(&pattern)))?;
-    *has_started = true;
+    started.push(allocator.clone());
+    PROCESS.store(std::process::id(), Ordering::Relaxed);
     stop_at_exit();
     Ok(())
 }
 
 /// What a pattern can ask for.
-struct Launch {
+struct TraceNaming {
     rank: u64,
     ranks: u64,
     device: usize,
@@ -78,7 +83,7 @@ struct Launch {
     process: u32,
 }
 
-impl Launch {
+impl TraceNaming {
     fn path_of(&self, pattern: &str) -> String {
         let mut path = String::new();
         let (mut has_rank, mut has_device) = (self.ranks <= 1, self.is_first_device);
@@ -123,12 +128,15 @@ fn stop_at_exit() {
 }
 
 extern "C" fn stop_all() {
-    for allocator in process::all() {
+    if PROCESS.load(Ordering::Relaxed) != std::process::id() {
+        return;
+    }
+    for allocator in STARTED.lock().unwrap_or_else(PoisonError::into_inner).iter() {
         let stopped = guarded(|| Ok(allocator.core().stop_recording()));
         if let Ok(Err(error)) = stopped
             && !matches!(error, RecordingError::NotRecording)
         {
-            process::say(format_args!("the trace of device {} is not whole: {error}", allocator.ordinal()));
+            say(format_args!("the trace of device {} is not whole: {error}", allocator.device().ordinal()));
         }
     }
 }
@@ -138,7 +146,7 @@ mod tests {
     use super::*;
 
     fn path_of(pattern: &str, ranks: u64, is_first_device: bool) -> String {
-        Launch { rank: 3, ranks, device: 1, is_first_device, process: 77 }.path_of(pattern)
+        TraceNaming { rank: 3, ranks, device: 1, is_first_device, process: 77 }.path_of(pattern)
     }
 
     #[test]

@@ -21,8 +21,9 @@
 use crate::c_interface::arguments::write;
 use crate::cxx_abi::symbol;
 use crate::error::Error;
+use crate::guard::{guarded, report};
 use crate::process;
-use crate::status::{guarded, report, symmalloc_status};
+use crate::status::symmalloc_status;
 use crate::torch_entry::raise;
 use std::ffi::{CStr, c_void};
 use std::mem::MaybeUninit;

@@ -10,6 +10,7 @@ fn the_header_is_what_the_sources_say() {
     config.after_includes = Some(format!("\n#define SYMMALLOC_VERSION \"{}\"", env!("CARGO_PKG_VERSION")));
     let sources = [
         "status.rs",
+        "guard.rs",
         "device.rs",
         "c_interface/memory.rs",
         "c_interface/pools.rs",

@@ -15,26 +15,26 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The caller has entered the device's context.
-pub(crate) enum Addresses {
+pub(crate) enum AddressSource {
     /// Each range is a reservation of its own.
     Driver(Arc<CudaDevice>),
     /// Parts of one reservation, the highest first.
     Descending(Descending),
 }
 
-impl Addresses {
+impl AddressSource {
     pub(crate) fn reserve(&self, size_bytes: u64, alignment_bytes: u64) -> Result<u64, DriverError> {
         match self {
-            Addresses::Driver(device) => reserve(device, size_bytes, alignment_bytes),
-            Addresses::Descending(space) => space.take(size_bytes),
+            AddressSource::Driver(device) => reserve(device, size_bytes, alignment_bytes),
+            AddressSource::Descending(space) => space.take(size_bytes),
         }
     }
 
     pub(crate) fn free(&self, base: u64, size_bytes: u64) -> Result<(), DriverError> {
         match self {
-            // SAFETY: reserved with this size, and by the contract of `Memory` nothing is mapped there any more.
-            Addresses::Driver(device) => unsafe { device.driver.address_free(base, size_bytes as usize) },
-            Addresses::Descending(space) => space.give_back(base),
+            // SAFETY: reserved with this size, and by the contract of `BackendMemory` nothing is mapped there any more.
+            AddressSource::Driver(device) => unsafe { device.driver().address_free(base, size_bytes as usize) },
+            AddressSource::Descending(space) => space.give_back(base),
         }
     }
 }
@@ -43,7 +43,7 @@ fn reserve(device: &CudaDevice, size_bytes: u64, alignment_bytes: u64) -> Result
     let mut base: CUdeviceptr = 0;
     // SAFETY: `base` is valid for writing.
     unsafe {
-        device.driver.address_reserve(&raw mut base, size_bytes as usize, alignment_bytes as usize, 0, 0)?;
+        device.driver().address_reserve(&raw mut base, size_bytes as usize, alignment_bytes as usize, 0, 0)?;
     }
     Ok(base)
 }
@@ -99,7 +99,7 @@ impl Drop for Descending {
     fn drop(&mut self) {
         let freed = self.device.enter().and_then(|_current| {
             // SAFETY: reserved with this size. Whoever drops a backend has given its ranges back, or the driver refuses.
-            unsafe { self.device.driver.address_free(self.base, self.size_bytes as usize) }
+            unsafe { self.device.driver().address_free(self.base, self.size_bytes as usize) }
         });
         if let Err(error) = freed {
             tracing::warn!(name: "memory.addresses_kept", target: "symmalloc", size_bytes = self.size_bytes, %error);

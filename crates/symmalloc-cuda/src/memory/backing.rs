@@ -3,8 +3,8 @@
 //! Callers map and unmap; a thread may make chunks ahead of them, one at a time. It enters only while no caller waits, so that a
 //! caller waits for one chunk at most, and not for all that is wanted.
 
-use super::ahead::Ahead;
-use crate::chunks::Chunks;
+use super::chunks::Chunks;
+use super::prefetch_window::PrefetchWindow;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::Range;
@@ -21,7 +21,7 @@ pub(crate) struct Backing {
 #[derive(Default)]
 pub(super) struct Backed {
     pub(super) chunks: Chunks,
-    pub(super) ahead: Ahead,
+    pub(super) window: PrefetchWindow,
 }
 
 impl Backing {

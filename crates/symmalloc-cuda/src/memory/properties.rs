@@ -10,7 +10,7 @@ pub(super) fn granularity_of(device: &CudaDevice, properties: &MemProperties) ->
     let _current = device.enter()?;
     let mut bytes = 0_usize;
     // SAFETY: `bytes` is valid for writing, the properties for reading. 1: the recommended granularity.
-    unsafe { device.driver.granularity(&raw mut bytes, &raw const *properties, 1) }?;
+    unsafe { device.driver().granularity(&raw mut bytes, &raw const *properties, 1) }?;
     Ok(bytes as u64)
 }
 
@@ -59,7 +59,7 @@ fn try_one_granule(device: &CudaDevice, properties: &MemProperties) -> Result<()
     let size = granularity_of(device, properties)? as usize;
     let mut handle = 0;
     // SAFETY: `handle` is valid for writing, the properties are valid, the size is one granule.
-    unsafe { device.driver.create(&raw mut handle, size, &raw const *properties, 0) }?;
+    unsafe { device.driver().create(&raw mut handle, size, &raw const *properties, 0) }?;
     // SAFETY: just made, and not used again.
-    unsafe { device.driver.release(handle) }
+    unsafe { device.driver().release(handle) }
 }

@@ -1,37 +1,40 @@
-//! Memory that was made ahead, when the device has none left.
+//! Memory that was made ahead of growth, when the device has none left.
 //!
-//! Spare memory is nobody's, but the device counts it. So nobody is told that there is none left while there is some to
-//! spare: a request that the driver refuses for want of memory is made again once all spare memory of the process on this device
-//! went back, and while none is made.
-//!
-//! ```text
-//!  attempt ── refused ── no more is made ── spare memory goes back ── attempt ── its outcome
-//! ```
-//!
-//! What another process or library asks for is not seen here.
+//! No allocation has spare memory yet, but the device counts it. So no request fails while there is spare memory: when the
+//! driver refuses memory, all spare memory of the process on this device goes back, prefetching pauses, and the request is
+//! made again. What another process or library asks for is not seen here.
 
-use super::Virtual;
 use crate::device::CudaDevice;
 use crate::error::{DriverError, OUT_OF_MEMORY};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-/// Who makes memory ahead in this process.
-static MAKERS: Mutex<Vec<Weak<Virtual>>> = Mutex::new(Vec::new());
-
-fn makers() -> MutexGuard<'static, Vec<Weak<Virtual>>> {
-    MAKERS.lock().unwrap_or_else(PoisonError::into_inner)
+/// Memory that is made ahead of growth.
+pub(super) trait Prefetched: Send + Sync {
+    fn is_on(&self, device: &CudaDevice) -> bool;
+    /// Nothing is made ahead until [`resume`](Self::resume), and until memory went back.
+    fn pause(&self);
+    fn resume(&self);
+    /// Gives everything back that is ahead. Nothing is wanted there until ranges grow. Returns the bytes.
+    fn release_prefetched(&self) -> u64;
 }
 
-/// Makes known that this memory may have some to spare, until it is dropped.
-pub(crate) fn announce(memory: &Arc<Virtual>) {
-    let mut makers = makers();
-    makers.retain(|maker| maker.strong_count() > 0);
-    makers.push(Arc::downgrade(memory));
+/// The memory in this process that is made ahead.
+static PREFETCHED: Mutex<Vec<Weak<dyn Prefetched>>> = Mutex::new(Vec::new());
+
+fn prefetched() -> MutexGuard<'static, Vec<Weak<dyn Prefetched>>> {
+    PREFETCHED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Attempts what takes device memory, a second time where spare memory may have been in its way. The caller holds no lock of a
-/// range.
-pub(crate) fn with_spare<T>(
+/// Lets [`with_spare`] find this memory until it is dropped.
+pub(super) fn announce(memory: &Arc<impl Prefetched + 'static>) {
+    let memory: Arc<dyn Prefetched> = memory.clone();
+    let mut all = prefetched();
+    all.retain(|memory| memory.strong_count() > 0);
+    all.push(Arc::downgrade(&memory));
+}
+
+/// Tries to take device memory, a second time where spare memory may have been in the way. The caller holds no lock of a range.
+pub(super) fn with_spare<T>(
     device: &CudaDevice,
     mut attempt: impl FnMut() -> Result<T, DriverError>,
 ) -> Result<T, DriverError> {
@@ -39,13 +42,15 @@ pub(crate) fn with_spare<T>(
     if !matches!(outcome, Err(DriverError { code: OUT_OF_MEMORY, .. })) {
         return outcome;
     }
-    let makers: Vec<Arc<Virtual>> = makers().iter().filter_map(Weak::upgrade).collect();
-    let makers: Vec<&Arc<Virtual>> = makers.iter().filter(|maker| maker.is_on(device)).collect();
-    if makers.is_empty() {
+    let mut owners: Vec<Arc<dyn Prefetched>> = prefetched().iter().filter_map(Weak::upgrade).collect();
+    owners.retain(|owner| owner.is_on(device));
+    if owners.is_empty() {
         return outcome;
     }
-    let _none_is_made: Vec<_> = makers.iter().map(|maker| maker.hold_off()).collect();
-    let released_bytes: u64 = makers.iter().map(|maker| maker.release_ahead()).sum();
+    owners.iter().for_each(|owner| owner.pause());
+    let released_bytes: u64 = owners.iter().map(|owner| owner.release_prefetched()).sum();
     tracing::debug!(name: "memory.spare_released", target: "symmalloc", released_bytes);
-    attempt()
+    let outcome = attempt();
+    owners.iter().for_each(|owner| owner.resume());
+    outcome
 }

@@ -1,4 +1,4 @@
-//! Virtual memory of a device: addresses first, physical chunks behind them as the allocator asks.
+//! VirtualMemory memory of a device: addresses first, physical chunks behind them as the allocator asks.
 //!
 //! A chunk's handle is released as soon as it is mapped; the mapping keeps the memory, and unmapping it gives it back. Who
 //! needs the handle (NCCL does) gets it with `cuMemRetainAllocationHandle`.
@@ -8,16 +8,16 @@
 //! gives back whole chunks only. On an H200 a chunk of 2 to 64 MiB costs 34 to 38 us to make and 29 to 45 us to give
 //! back: their number counts, not their size, and setting access for many in one call saves nothing (`docs/gpu.md`).
 //!
-//! Chunks may be made ahead of growth (`ahead.rs` says which, `prefetch.rs` who makes them): they lie in their places, mapped
+//! Chunks may be made ahead of growth (`prefetch_window.rs` says which, `prefetch_thread.rs` who makes them): they lie in their places, mapped
 //! and accessible, behind the end of what the allocator has.
 
-use super::Memory;
-use super::addresses::{Addresses, Descending};
-use super::ahead::{Ahead, AheadRule};
+use super::addresses::{AddressSource, Descending};
 use super::backing::{Backed, Backing};
+use super::chunks::{Chunks, Part};
+use super::interface::BackendMemory;
+use super::prefetch_window::{PrefetchRule, PrefetchWindow};
 use super::properties::{granularity_of, supported_properties};
-use super::spare::with_spare;
-use crate::chunks::{Chunks, Part};
+use super::spare::{Prefetched, with_spare};
 use crate::device::CudaDevice;
 use crate::driver::{MemAccess, MemLocation, MemProperties};
 use crate::error::{CudaError, DriverError, INVALID_VALUE, OUT_OF_MEMORY};
@@ -32,19 +32,19 @@ use symmalloc_core::backend::{BackendError, DeviceAddress, Range};
 /// What growth is cut into unless the program says otherwise: what PyTorch maps at once for its large blocks.
 const CHUNK_BYTES: u64 = 20 << 20;
 
-pub(crate) struct Virtual {
+pub(crate) struct VirtualMemory {
     device: Arc<CudaDevice>,
     properties: MemProperties,
     /// Who may use the memory. Read under the lock of the range that is mapped, so that a range is either mapped with a new
-    /// entry or there to be found when [`grant_access`](Memory::grant_access) goes through them.
+    /// entry or there to be found when [`grant_access`](BackendMemory::grant_access) goes through them.
     access: RwLock<SmallVec<[MemAccess; 1]>>,
     granularity_bytes: u64,
     chunk_bytes: u64,
-    addresses: Addresses,
+    addresses: AddressSource,
     /// `None`: nothing is made ahead.
-    rule: Option<AheadRule>,
-    /// How many callers found the device full, and now see to it that nothing is made ahead.
-    held_off: AtomicUsize,
+    rule: Option<PrefetchRule>,
+    /// How many callers found the device full: nothing is made ahead meanwhile.
+    paused: AtomicUsize,
     /// The driver had no memory left, and none went back since: what is made ahead would be in somebody's way.
     is_full: AtomicBool,
     /// By base address. Each has a lock of its own: mapping takes tens of microseconds.
@@ -53,19 +53,10 @@ pub(crate) struct Virtual {
     unreleased: Mutex<Vec<c_ulonglong>>,
 }
 
-/// While it lives, nothing is made ahead.
-pub(crate) struct HoldOff<'a>(&'a Virtual);
-
-impl Drop for HoldOff<'_> {
-    fn drop(&mut self) {
-        self.0.held_off.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
 // SAFETY: the only pointer is `properties.win32`, which is null and unused here.
-unsafe impl Send for Virtual {}
+unsafe impl Send for VirtualMemory {}
 // SAFETY: as above.
-unsafe impl Sync for Virtual {}
+unsafe impl Sync for VirtualMemory {}
 
 /// What a program may choose.
 #[derive(Clone, Debug)]
@@ -93,7 +84,7 @@ impl Default for VirtualOptions {
     }
 }
 
-impl Virtual {
+impl VirtualMemory {
     pub(crate) fn new(device: Arc<CudaDevice>, options: &VirtualOptions) -> Result<Self, CudaError> {
         let location = MemLocation::device(device.raw_device());
         let mut access = SmallVec::from_slice(&[MemAccess { location, flags: 3 }]);
@@ -114,23 +105,23 @@ impl Virtual {
             return Err(CudaError::PrefetchSize { prefetch_bytes, chunk_bytes, granularity_bytes });
         }
         let addresses = match options.descending_bytes {
-            None => Addresses::Driver(Arc::clone(&device)),
+            None => AddressSource::Driver(Arc::clone(&device)),
             Some(size_bytes) if size_bytes == 0 || !size_bytes.is_multiple_of(granularity_bytes) => {
                 return Err(CudaError::AddressSpace { size_bytes, granularity_bytes });
             }
             Some(size_bytes) => {
-                Addresses::Descending(Descending::new(Arc::clone(&device), size_bytes, granularity_bytes)?)
+                AddressSource::Descending(Descending::new(Arc::clone(&device), size_bytes, granularity_bytes)?)
             }
         };
-        Ok(Virtual {
+        Ok(VirtualMemory {
             device,
             properties,
             access: RwLock::new(access),
             granularity_bytes,
             chunk_bytes,
             addresses,
-            rule: is_prefetched.then_some(AheadRule { most_bytes: prefetch_bytes, chunk_bytes }),
-            held_off: AtomicUsize::new(0),
+            rule: is_prefetched.then_some(PrefetchRule { most_bytes: prefetch_bytes, chunk_bytes }),
+            paused: AtomicUsize::new(0),
             is_full: AtomicBool::new(false),
             ranges: Mutex::default(),
             unreleased: Mutex::default(),
@@ -157,15 +148,15 @@ impl Virtual {
     fn map_once(&self, range: Range, part: &Part) -> Result<(), DriverError> {
         let backing = self.backing(range, "cuMemMap")?;
         let mut backed = backing.lock();
-        let Backed { chunks, ahead } = &mut *backed;
+        let Backed { chunks, window } = &mut *backed;
         debug_assert!(!chunks.is_any_mapped(part));
         let _current = self.device.enter()?;
-        let _relaxed = self.device.driver.relax_capture();
-        if ahead.is_cut_at(part.end) {
-            self.give_back(chunks, range, &ahead.take());
+        let _relaxed = self.device.driver().relax_capture();
+        if window.is_cut_at(part.end) {
+            self.give_back(chunks, range, &window.take());
         }
         // Chunks end where they would if nothing had been made ahead, and perhaps at other places too.
-        let cut_from = |gap: &Part| if gap.start == ahead.made().end { ahead.made().start } else { gap.start };
+        let cut_from = |gap: &Part| if gap.start == window.made().end { window.made().start } else { gap.start };
         let gaps = chunks.gaps(part);
         for (index, gap) in gaps.iter().enumerate() {
             if let Err(error) = self.back(chunks, range, gap, cut_from(gap)) {
@@ -176,7 +167,7 @@ impl Virtual {
         let is_growth = chunks.mapped_end() < part.end;
         chunks.map(part);
         if let Some(rule) = self.rule.as_ref().filter(|_| is_growth) {
-            ahead.grow(part, chunks.backed_end(part.end), range.size_bytes, rule);
+            window.grow(part, chunks.backed_end(part.end), range.size_bytes, rule);
         }
         Ok(())
     }
@@ -203,7 +194,7 @@ impl Virtual {
     }
 
     fn create_and_map(&self, range: Range, chunk: &Part) -> Result<(), DriverError> {
-        let driver = self.device.driver;
+        let driver = self.device.driver();
         let size = (chunk.end - chunk.start) as usize;
         let mut handle = 0;
         // SAFETY: `handle` is valid for writing, the properties are valid, and the size is a multiple of the granularity.
@@ -217,7 +208,7 @@ impl Virtual {
     /// Gives a handle up; the mapping, if there is one, keeps the memory.
     fn release_handle(&self, handle: c_ulonglong) {
         // SAFETY: the handle is ours, and not used again once this succeeds.
-        if let Err(error) = unsafe { self.device.driver.release(handle) } {
+        if let Err(error) = unsafe { self.device.driver().release(handle) } {
             tracing::warn!(name: "memory.handle_kept", target: "symmalloc", %error);
             self.unreleased.lock().unwrap_or_else(PoisonError::into_inner).push(handle);
         }
@@ -232,13 +223,13 @@ impl Virtual {
         let size = (part.end - part.start) as usize;
         let access = self.access.read().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: the part is mapped, and the descriptors are valid for reading.
-        unsafe { self.device.driver.set_access(range.base.0 + part.start, size, access.as_ptr(), access.len()) }
+        unsafe { self.device.driver().set_access(range.base.0 + part.start, size, access.as_ptr(), access.len()) }
     }
 
     fn unmap_run(&self, range: Range, run: &Part) -> Result<(), DriverError> {
         // SAFETY: chunks tile the run exactly, none of them is used by the allocator, and by the contract of `Backend` no
         // stream uses it any more.
-        unsafe { self.device.driver.unmap(range.base.0 + run.start, (run.end - run.start) as usize) }
+        unsafe { self.device.driver().unmap(range.base.0 + run.start, (run.end - run.start) as usize) }
     }
 
     /// Gives unused chunks back; what the driver refuses stays as idle chunks, which later maps use first.
@@ -259,37 +250,37 @@ impl Virtual {
 }
 
 /// Memory ahead of growth.
-impl Virtual {
+impl VirtualMemory {
     /// The range, when memory is wanted ahead of it and may be made.
-    pub(crate) fn wants_ahead(&self, range: Range) -> Option<Arc<Backing>> {
+    pub(crate) fn wants_prefetch(&self, range: Range) -> Option<Arc<Backing>> {
         let backing = self.ranges().get(&range.base.0).cloned()?;
-        let wants = backing.look().ahead.next().is_some();
-        (wants && self.may_make_ahead()).then_some(backing)
+        let wants = backing.look().window.next().is_some();
+        (wants && self.may_prefetch()).then_some(backing)
     }
 
-    fn may_make_ahead(&self) -> bool {
-        self.held_off.load(Ordering::Relaxed) == 0 && !self.is_full.load(Ordering::Relaxed)
+    fn may_prefetch(&self) -> bool {
+        self.paused.load(Ordering::Relaxed) == 0 && !self.is_full.load(Ordering::Relaxed)
     }
 
     /// Makes the next chunk that is wanted ahead of the range. Returns whether more may be: not when a caller wants the range,
     /// who asks again, nor after an error.
-    pub(crate) fn make_ahead(&self, backing: &Backing) -> bool {
+    pub(crate) fn prefetch_chunk(&self, backing: &Backing) -> bool {
         let Some(mut backed) = backing.lock_behind_callers() else { return false };
         // Under the lock: whoever holds this off takes the lock afterwards to give back what is ahead.
-        if !self.may_make_ahead() {
+        if !self.may_prefetch() {
             return false;
         }
-        let Backed { chunks, ahead } = &mut *backed;
-        let Some(chunk) = ahead.next() else { return false };
+        let Backed { chunks, window } = &mut *backed;
+        let Some(chunk) = window.next() else { return false };
         let made = self.device.enter().and_then(|_current| {
-            let _relaxed = self.device.driver.relax_capture();
+            let _relaxed = self.device.driver().relax_capture();
             // What the driver did not take back lies there: growth takes it first.
             let is_free = chunks.gaps(&chunk) == [chunk.clone()];
             if is_free { self.back(chunks, backing.range, &chunk, chunk.start).map(|()| true) } else { Ok(false) }
         });
         match made {
             Ok(true) => {
-                ahead.add(&chunk);
+                window.add(&chunk);
                 return true;
             }
             Ok(false) => {}
@@ -299,35 +290,8 @@ impl Virtual {
                 self.is_full.fetch_or(error.code == OUT_OF_MEMORY, Ordering::Relaxed);
             }
         }
-        ahead.want_nothing();
+        window.want_nothing();
         false
-    }
-
-    /// Gives everything back that is ahead; nothing is wanted there until ranges grow. Returns the bytes.
-    pub(crate) fn release_ahead(&self) -> u64 {
-        let Ok(_current) = self.device.enter() else { return 0 };
-        let _relaxed = self.device.driver.relax_capture();
-        let mut released_bytes = 0;
-        for backing in self.all_ranges() {
-            let mut backed = backing.lock();
-            let Backed { chunks, ahead } = &mut *backed;
-            let backed_bytes = chunks.backed_bytes();
-            self.give_back(chunks, backing.range, &ahead.take());
-            released_bytes += backed_bytes - chunks.backed_bytes();
-        }
-        self.release_handles_again();
-        released_bytes
-    }
-
-    /// Sees to it that nothing is made ahead as long as the returned value lives, and until memory went back.
-    pub(crate) fn hold_off(&self) -> HoldOff<'_> {
-        self.held_off.fetch_add(1, Ordering::Relaxed);
-        self.is_full.store(true, Ordering::Relaxed);
-        HoldOff(self)
-    }
-
-    pub(crate) fn is_on(&self, device: &CudaDevice) -> bool {
-        self.device.raw_device() == device.raw_device()
     }
 
     pub(crate) fn is_prefetched(&self) -> bool {
@@ -339,23 +303,53 @@ impl Virtual {
     }
 
     /// The sum over all ranges.
-    fn sum(&self, of: impl Fn(&Chunks, &Ahead) -> u64) -> u64 {
+    fn sum(&self, of: impl Fn(&Chunks, &PrefetchWindow) -> u64) -> u64 {
         let of = |backing: &Arc<Backing>| {
             let backed = backing.look();
-            of(&backed.chunks, &backed.ahead)
+            of(&backed.chunks, &backed.window)
         };
         self.all_ranges().iter().map(of).sum()
     }
 }
 
-impl Memory for Virtual {
+impl Prefetched for VirtualMemory {
+    fn is_on(&self, device: &CudaDevice) -> bool {
+        self.device.raw_device() == device.raw_device()
+    }
+
+    fn pause(&self) {
+        self.paused.fetch_add(1, Ordering::Relaxed);
+        self.is_full.store(true, Ordering::Relaxed);
+    }
+
+    fn resume(&self) {
+        self.paused.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    fn release_prefetched(&self) -> u64 {
+        let Ok(_current) = self.device.enter() else { return 0 };
+        let _relaxed = self.device.driver().relax_capture();
+        let mut released_bytes = 0;
+        for backing in self.all_ranges() {
+            let mut backed = backing.lock();
+            let Backed { chunks, window } = &mut *backed;
+            let backed_bytes = chunks.backed_bytes();
+            self.give_back(chunks, backing.range, &window.take());
+            released_bytes += backed_bytes - chunks.backed_bytes();
+        }
+        self.release_handles_again();
+        released_bytes
+    }
+}
+
+impl BackendMemory for VirtualMemory {
     fn granularity_bytes(&self) -> u64 {
         self.granularity_bytes
     }
 
     fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
         let _current = self.device.enter()?;
-        let _relaxed = self.device.driver.relax_capture();
+        let _relaxed = self.device.driver().relax_capture();
         let base = self.addresses.reserve(size_bytes, self.granularity_bytes)?;
         let range = Range { base: DeviceAddress(base), size_bytes };
         self.ranges().insert(base, Arc::new(Backing::new(range)));
@@ -370,13 +364,13 @@ impl Memory for Virtual {
     fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
         let backing = self.backing(range, "cuMemUnmap")?;
         let mut backed = backing.lock();
-        let Backed { chunks, ahead } = &mut *backed;
+        let Backed { chunks, window } = &mut *backed;
         let part = offset_bytes..offset_bytes + size_bytes;
         debug_assert!(chunks.is_mapped(&part));
         let _current = self.device.enter()?;
-        let _relaxed = self.device.driver.relax_capture();
+        let _relaxed = self.device.driver().relax_capture();
         self.release_handles_again();
-        self.give_back(chunks, range, &ahead.take());
+        self.give_back(chunks, range, &window.take());
         chunks.unmap(&part);
         let mut runs = chunks.unused_runs(&part).into_iter();
         if let Some(run) = runs.next() {
@@ -395,11 +389,11 @@ impl Memory for Virtual {
     fn release(&self, range: Range) -> Result<(), BackendError> {
         let backing = self.backing(range, "cuMemAddressFree")?;
         let mut backed = backing.lock();
-        let Backed { chunks, ahead } = &mut *backed;
+        let Backed { chunks, window } = &mut *backed;
         let _current = self.device.enter()?;
-        let _relaxed = self.device.driver.relax_capture();
+        let _relaxed = self.device.driver().relax_capture();
         // It goes with all that is unused; and nothing is made ahead of a range that is gone.
-        ahead.take();
+        window.take();
         for run in chunks.unused_runs(&(0..range.size_bytes)) {
             self.unmap_run(range, &run)?;
             chunks.remove_chunks(&run);
@@ -427,7 +421,7 @@ impl Memory for Virtual {
         }
         let ranges = self.all_ranges();
         let _current = self.device.enter()?;
-        let _relaxed = self.device.driver.relax_capture();
+        let _relaxed = self.device.driver().relax_capture();
         let set = ranges.iter().try_for_each(|backing| {
             let backed = backing.look();
             backed.chunks.runs().iter().try_for_each(|run| self.set_access(backing.range, run))
@@ -441,15 +435,15 @@ impl Memory for Virtual {
     }
 
     fn idle_bytes(&self) -> u64 {
-        self.sum(|chunks, ahead| chunks.idle_bytes() - ahead.bytes())
+        self.sum(|chunks, window| chunks.idle_bytes() - window.bytes())
     }
 
     fn spare_bytes(&self) -> u64 {
-        self.sum(|_, ahead| ahead.bytes())
+        self.sum(|_, window| window.bytes())
     }
 
     fn release_spare(&self) -> u64 {
-        self.release_ahead()
+        self.release_prefetched()
     }
 }
 

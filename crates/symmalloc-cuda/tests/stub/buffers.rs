@@ -69,7 +69,7 @@ stub_test!(a_cache_hit_without_fences_makes_no_driver_call, {
     assert_eq!((all_calls(), CudaDevice::driver_calls()), (before, ours));
 });
 
-stub_test!(more_streams_than_lanes_from_several_threads_and_in_other_wrappers_are_all_served, {
+stub_test!(more_streams_than_slots_from_several_threads_and_in_other_wrappers_are_all_served, {
     // Ranges that grow would take more addresses than a device of the stub has.
     let pool = PoolConfig::builder().fixed().build().expect("valid");
     let config = Config::builder().default_pool(pool).build().expect("valid");

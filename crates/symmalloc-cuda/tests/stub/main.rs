@@ -4,8 +4,8 @@
 mod backend;
 mod buffers;
 mod driver_errors;
+mod drops;
 mod graphs;
-mod mail;
 #[cfg(feature = "metrics")]
 mod metrics;
 mod missing;
@@ -13,5 +13,3 @@ mod pinned;
 mod prefetch;
 mod process;
 mod recording;
-mod rows;
-mod spares;

@@ -3,9 +3,10 @@
 use super::arguments::{living, not_forked, not_null, text, write};
 use crate::device::{DeviceAllocator, Tracing};
 use crate::error::Error;
+use crate::guard::report;
 use crate::process;
-use crate::settings::Settings;
-use crate::status::{report, symmalloc_status};
+use crate::settings::TorchSettings;
+use crate::status::symmalloc_status;
 use crate::streams::RawStream;
 use std::ffi::{c_char, c_void};
 
@@ -31,7 +32,7 @@ pub unsafe extern "C" fn symmalloc_create(
         let wrong = |_| Error::Argument { argument: "device", value, expected: "a device number" };
         let ordinal = usize::try_from(device).map_err(wrong)?;
         // SAFETY: the caller's contract.
-        let settings: Settings = unsafe { text(conf, "conf") }?.unwrap_or_default().parse()?;
+        let settings: TorchSettings = unsafe { text(conf, "conf") }?.unwrap_or_default().parse()?;
         not_null(out, "out")?;
         process::watch_forks();
         let allocator = Box::into_raw(Box::new(DeviceAllocator::new(ordinal, settings, Tracing::OnRequest)?));

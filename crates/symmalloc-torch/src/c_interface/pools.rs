@@ -3,7 +3,8 @@
 use super::arguments::{living, not_null, text, write};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
-use crate::status::{report, symmalloc_status};
+use crate::guard::report;
+use crate::status::symmalloc_status;
 use crate::streams::RawStream;
 use std::ffi::{c_char, c_void};
 use symmalloc_core::PoolId;

@@ -4,8 +4,9 @@ use super::arguments::{living, not_forked, not_null, write};
 use crate::alignment::{self, Gathering, symmalloc_gather_fn};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
+use crate::guard::report;
 use crate::registrations::PoolRegistration;
-use crate::status::{report, symmalloc_status};
+use crate::status::symmalloc_status;
 use std::ffi::c_void;
 use std::time::Duration;
 use symmalloc_nccl::Communicator;
@@ -79,7 +80,7 @@ pub unsafe extern "C" fn symmalloc_registrar_create(
             milliseconds => Duration::from_millis(milliseconds.into()),
         };
         // SAFETY: the caller's contract.
-        let registration = unsafe { PoolRegistration::new(allocator, pool, nccl_comm, deadline) }?;
+        let registration = unsafe { PoolRegistration::new(&allocator.registrations, pool, nccl_comm, deadline) }?;
         // SAFETY: the caller's contract.
         unsafe { write(out, "out", Box::into_raw(Box::new(registration))) }
     })

@@ -2,8 +2,9 @@
 
 use super::arguments::{copied, hand_out_text, living, not_null, required_text, write};
 use crate::device::DeviceAllocator;
+use crate::guard::report;
 use crate::statistics;
-use crate::status::{report, symmalloc_status};
+use crate::status::symmalloc_status;
 use crate::trace;
 use std::ffi::{c_char, c_void};
 use std::path::Path;
@@ -184,7 +185,7 @@ pub unsafe extern "C" fn symmalloc_trace_start(
     report(|| {
         // SAFETY: the caller's contract.
         let (allocator, path) = unsafe { (living(allocator)?, required_text(path, "path")?) };
-        trace::start(allocator, Path::new(path))
+        trace::start(allocator.allocator(), Path::new(path))
     })
 }
 
@@ -195,5 +196,5 @@ pub unsafe extern "C" fn symmalloc_trace_start(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_trace_stop(allocator: *mut DeviceAllocator) -> symmalloc_status {
     // SAFETY: the caller's contract.
-    report(|| trace::stop(unsafe { living(allocator) }?))
+    report(|| trace::stop(unsafe { living(allocator) }?.allocator()))
 }

@@ -1,10 +1,10 @@
-//! Whole allocations: of a device without virtual memory, or of pinned host memory.
+//! DriverAllocations allocations: of a device without virtual memory, or of pinned host memory.
 //!
 //! What a range reserves is there until the range is released; parts that are unmapped in between are idle.
 
-use super::Memory;
+use super::chunks::Chunks;
+use super::interface::BackendMemory;
 use super::spare::with_spare;
-use crate::chunks::Chunks;
 use crate::device::CudaDevice;
 use crate::driver::HOST_PORTABLE;
 use crate::error::{CudaError, DriverError, INVALID_VALUE};
@@ -16,58 +16,58 @@ use symmalloc_core::backend::{BackendError, DeviceAddress, Range};
 
 /// What is allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Source {
+pub(crate) enum AllocationKind {
     /// `cuMemAlloc`.
     Device,
     /// `cuMemHostAlloc`: page-locked for every context.
     PinnedHost,
 }
 
-pub(crate) struct Whole {
+pub(crate) struct DriverAllocations {
     device: Arc<CudaDevice>,
-    source: Source,
+    kind: AllocationKind,
     granularity_bytes: u64,
-    ranges: Mutex<BTreeMap<u64, WholeRange>>,
+    ranges: Mutex<BTreeMap<u64, AllocatedRange>>,
 }
 
-struct WholeRange {
+struct AllocatedRange {
     /// What the driver returned: at or before the range's base.
     allocation: u64,
     chunks: Chunks,
 }
 
-impl Whole {
-    pub(crate) fn new(device: Arc<CudaDevice>, source: Source, granularity_bytes: u64) -> Self {
-        Whole { device, source, granularity_bytes, ranges: Mutex::default() }
+impl DriverAllocations {
+    pub(crate) fn new(device: Arc<CudaDevice>, kind: AllocationKind, granularity_bytes: u64) -> Self {
+        DriverAllocations { device, kind, granularity_bytes, ranges: Mutex::default() }
     }
 
-    fn ranges(&self) -> MutexGuard<'_, BTreeMap<u64, WholeRange>> {
+    fn ranges(&self) -> MutexGuard<'_, BTreeMap<u64, AllocatedRange>> {
         self.ranges.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn allocate(&self, size_bytes: u64) -> Result<u64, DriverError> {
-        match self.source {
-            Source::Device => {
+        match self.kind {
+            AllocationKind::Device => {
                 let mut address: CUdeviceptr = 0;
                 // SAFETY: `address` is valid for writing, and a context is current.
-                unsafe { self.device.driver.allocate(&raw mut address, size_bytes as usize) }?;
+                unsafe { self.device.driver().allocate(&raw mut address, size_bytes as usize) }?;
                 Ok(address)
             }
-            Source::PinnedHost => {
+            AllocationKind::PinnedHost => {
                 let mut address: *mut c_void = std::ptr::null_mut();
                 // SAFETY: `address` is valid for writing, and a context is current.
-                unsafe { self.device.driver.host_allocate(&raw mut address, size_bytes as usize, HOST_PORTABLE) }?;
+                unsafe { self.device.driver().host_allocate(&raw mut address, size_bytes as usize, HOST_PORTABLE) }?;
                 Ok(address as u64)
             }
         }
     }
 
     fn free(&self, address: u64) -> Result<(), DriverError> {
-        match self.source {
+        match self.kind {
             // SAFETY: allocated by `allocate`, freed once, and by the contract of `Backend` unused by any stream.
-            Source::Device => unsafe { self.device.driver.free(address) },
+            AllocationKind::Device => unsafe { self.device.driver().free(address) },
             // SAFETY: as above.
-            Source::PinnedHost => unsafe { self.device.driver.host_free(address as *mut c_void) },
+            AllocationKind::PinnedHost => unsafe { self.device.driver().host_free(address as *mut c_void) },
         }
     }
 
@@ -95,21 +95,21 @@ impl Whole {
     }
 }
 
-impl Memory for Whole {
+impl BackendMemory for DriverAllocations {
     fn granularity_bytes(&self) -> u64 {
         self.granularity_bytes
     }
 
     fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
         let _current = self.device.enter()?;
-        let _relaxed = self.device.driver.relax_capture();
-        let (allocation, base) = match self.source {
-            Source::Device => with_spare(&self.device, || self.allocate_aligned(size_bytes)),
-            Source::PinnedHost => self.allocate_aligned(size_bytes),
+        let _relaxed = self.device.driver().relax_capture();
+        let (allocation, base) = match self.kind {
+            AllocationKind::Device => with_spare(&self.device, || self.allocate_aligned(size_bytes)),
+            AllocationKind::PinnedHost => self.allocate_aligned(size_bytes),
         }?;
         let mut chunks = Chunks::default();
         chunks.add_chunk(&(0..size_bytes));
-        self.ranges().insert(base, WholeRange { allocation, chunks });
+        self.ranges().insert(base, AllocatedRange { allocation, chunks });
         Ok(Range { base: DeviceAddress(base), size_bytes })
     }
 
@@ -123,7 +123,7 @@ impl Memory for Whole {
 
     fn release(&self, range: Range) -> Result<(), BackendError> {
         let _current = self.device.enter()?;
-        let _relaxed = self.device.driver.relax_capture();
+        let _relaxed = self.device.driver().relax_capture();
         // Before the driver has it back: from then on it may give the address to another thread's `reserve`.
         let removed = self.ranges().remove(&range.base.0);
         let removed = removed.ok_or(DriverError { call: "release", code: INVALID_VALUE })?;

@@ -19,11 +19,11 @@
 //! A1: nothing of what is ahead is mapped, chunks tile it, and no range begins or ends inside one of them: all of it can go back
 //! at any time.
 
-use crate::chunks::Part;
+use super::chunks::Part;
 
 /// What the program gave.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct AheadRule {
+pub(crate) struct PrefetchRule {
     /// The most that is made ahead of one range; at least a chunk.
     pub(crate) most_bytes: u64,
     /// The largest chunk.
@@ -32,7 +32,7 @@ pub(crate) struct AheadRule {
 
 /// See the file's comment.
 #[derive(Debug, Default)]
-pub(crate) struct Ahead {
+pub(crate) struct PrefetchWindow {
     /// What is made. Empty: it is where the next chunk will begin.
     made: Part,
     /// 0 before the first growth.
@@ -40,7 +40,7 @@ pub(crate) struct Ahead {
     wanted_end: u64,
 }
 
-impl Ahead {
+impl PrefetchWindow {
     /// What is made, and can be given back.
     pub(crate) fn made(&self) -> &Part {
         &self.made
@@ -79,7 +79,7 @@ impl Ahead {
     }
 
     /// Notes that the range grew by `growth`, up to its end, behind which there is memory up to `backed_end`.
-    pub(crate) fn grow(&mut self, growth: &Part, backed_end: u64, range_bytes: u64, rule: &AheadRule) {
+    pub(crate) fn grow(&mut self, growth: &Part, backed_end: u64, range_bytes: u64, rule: &PrefetchRule) {
         debug_assert!(!self.is_cut_at(growth.end));
         let grown_bytes = growth.end - growth.start;
         let so_far = if self.unit_bytes == 0 { rule.chunk_bytes } else { self.unit_bytes };
@@ -101,10 +101,10 @@ fn greatest_common_divisor(a: u64, b: u64) -> u64 {
 mod tests {
     use super::*;
 
-    const RULE: AheadRule = AheadRule { most_bytes: 40, chunk_bytes: 20 };
+    const RULE: PrefetchRule = PrefetchRule { most_bytes: 40, chunk_bytes: 20 };
 
     /// Makes all that is wanted; returns the chunks.
-    fn make(ahead: &mut Ahead) -> Vec<Part> {
+    fn make(ahead: &mut PrefetchWindow) -> Vec<Part> {
         let mut chunks = Vec::new();
         while let Some(chunk) = ahead.next() {
             ahead.add(&chunk);
@@ -115,7 +115,7 @@ mod tests {
 
     #[test]
     fn as_much_as_the_range_reaches_is_wanted_and_at_most_what_the_program_gave() {
-        let mut ahead = Ahead::default();
+        let mut ahead = PrefetchWindow::default();
         assert_eq!(ahead.next(), None, "it did not grow yet");
         ahead.grow(&(0..10), 10, 1000, &RULE);
         assert_eq!(make(&mut ahead), vec![10..20]);
@@ -128,17 +128,17 @@ mod tests {
 
     #[test]
     fn nothing_is_wanted_behind_the_end_of_the_addresses() {
-        let mut ahead = Ahead::default();
+        let mut ahead = PrefetchWindow::default();
         ahead.grow(&(0..20), 20, 50, &RULE);
         assert_eq!(make(&mut ahead), vec![20..40], "another unit would end behind it");
-        let mut whole = Ahead::default();
+        let mut whole = PrefetchWindow::default();
         whole.grow(&(0..20), 20, 20, &RULE);
         assert_eq!(whole.next(), None);
     }
 
     #[test]
     fn a_growth_of_another_size_makes_the_unit_smaller() {
-        let mut ahead = Ahead::default();
+        let mut ahead = PrefetchWindow::default();
         ahead.grow(&(0..60), 60, 1000, &RULE);
         assert_eq!(make(&mut ahead), [60..80, 80..100]);
         assert!(ahead.is_cut_at(66) && !ahead.is_cut_at(80) && !ahead.is_cut_at(100) && !ahead.is_cut_at(106));
@@ -151,7 +151,7 @@ mod tests {
 
     #[test]
     fn growth_into_memory_that_was_kept_leaves_what_is_ahead() {
-        let mut ahead = Ahead::default();
+        let mut ahead = PrefetchWindow::default();
         ahead.grow(&(0..10), 18, 1000, &RULE);
         assert_eq!(ahead.next(), None, "8 of 10 are there already");
         ahead.grow(&(10..20), 20, 1000, &RULE);
@@ -163,7 +163,7 @@ mod tests {
 
     #[test]
     fn what_is_taken_is_not_made_again_until_the_range_grows() {
-        let mut ahead = Ahead::default();
+        let mut ahead = PrefetchWindow::default();
         ahead.grow(&(0..20), 20, 1000, &RULE);
         make(&mut ahead);
         assert_eq!((ahead.take(), ahead.bytes(), ahead.next()), (20..40, 0, None));

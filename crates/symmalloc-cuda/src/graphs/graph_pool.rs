@@ -23,13 +23,14 @@
 //! **Before and after.** Beginning a capture waits, on the host, for all registered streams: a graph cannot wait for what was
 //! not captured, and no fence from before is left for which the host would have to wait in the middle of the capture. Work
 //! that fills the graph's inputs must be ordered before each launch by the program. Asking an event during a capture, or
-//! waiting for it from outside, would spoil the capture; the backend does neither (the table is in `order.rs`).
+//! waiting for it from outside, would spoil the capture; the backend does neither (the table is in `streams/captures.rs`).
 
-use crate::allocator::{Abandoned, CudaAllocator, State, lock};
+use crate::allocator::CudaAllocator;
 use crate::backend::CudaBackend;
-use crate::capture::{CaptureId, CaptureWatch, capture_of};
 use crate::device::RestoreCurrent;
 use crate::error::{CudaError, DriverError};
+use crate::pools::{AbandonedPool, AllocatorState, lock};
+use crate::streams::{CaptureId, CaptureWatch, capture_of};
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use cudarc::driver::{CudaGraph, CudaStream};
 use std::fmt;
@@ -40,11 +41,11 @@ use symmalloc_core::{ObserverId, PoolId, StreamId};
 /// Memory for graphs. Cloning it gives another name of the same pool.
 #[derive(Clone, Debug)]
 pub struct GraphPool {
-    inner: Arc<Inner>,
+    inner: Arc<GraphPoolState>,
 }
 
-struct Inner {
-    state: Arc<State<CudaBackend>>,
+struct GraphPoolState {
+    state: Arc<AllocatorState<CudaBackend>>,
     pool: PoolId,
     /// Keeps the memory of segments that die for the core, should anyone trim the pool through it.
     observer: ObserverId,
@@ -60,11 +61,10 @@ impl GraphPool {
     #[allow(clippy::needless_pass_by_value, reason = "like `create_pool`")]
     pub fn new(allocator: &CudaAllocator, config: PoolConfig) -> Result<Self, CudaError> {
         let config = config.to_builder().reclaim(Reclaim::Never).release_threshold_bytes(None).build()?;
-        let config = crate::allocator::fitting(allocator.core().backend(), config)?;
-        let state = Arc::clone(&allocator.state);
-        let pool = state.core.create_pool(config)?;
-        let (observer, _) = state.core.observe(pool)?;
-        Ok(GraphPool { inner: Arc::new(Inner { state, pool, observer, launched_on: Mutex::default() }) })
+        let state = Arc::clone(allocator.state());
+        let pool = state.create_kept_pool(config)?;
+        let (observer, _) = state.core().observe(pool)?;
+        Ok(GraphPool { inner: Arc::new(GraphPoolState { state, pool, observer, launched_on: Mutex::default() }) })
     }
 
     /// The pool's id, equal on all ranks.
@@ -84,8 +84,8 @@ impl GraphPool {
         let allocator = CudaAllocator::of_state(&self.inner.state);
         let id = allocator.register_stream(stream)?;
         let under_way = allocator.device().watch_captures();
-        let order = self.inner.state.order();
-        if order.capture_of(stream.cu_stream())?.is_some() {
+        let streams = self.inner.state.streams();
+        if streams.capture_of(stream.cu_stream())?.is_some() {
             return Err(CudaError::AlreadyCapturing);
         }
         {
@@ -93,7 +93,7 @@ impl GraphPool {
             let _entered = tracing::debug_span!(target: "symmalloc", "capture.prepare", pool, stream = id.0).entered();
             allocator.synchronize_uncaptured()?;
         }
-        let _restore = RestoreCurrent::of(order.device.driver)?;
+        let _restore = RestoreCurrent::of(streams.device().driver())?;
         let begun = stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);
         begun.map_err(|error| DriverError { call: "cuStreamBeginCapture", code: error.0 as i32 })?;
         let mut capture = GraphCapture {
@@ -105,24 +105,25 @@ impl GraphPool {
             _under_way: under_way,
         };
         // SAFETY: the stream is alive.
-        capture.capture = unsafe { capture_of(order.device.driver, stream.cu_stream()) }?;
-        let entry = capture.capture.map(|capture| (capture, self.inner.pool));
-        lock(&self.inner.state.capture_pools).extend(entry);
+        capture.capture = unsafe { capture_of(streams.device().driver(), stream.cu_stream()) }?;
+        if let Some(capture) = capture.capture {
+            self.inner.state.set_capture_pool(capture, self.inner.pool);
+        }
         let capture_id = capture.capture;
         tracing::debug!(name: "capture.begun", target: "symmalloc", pool = self.id().0, stream = id.0, capture_id);
         Ok(capture)
     }
 }
 
-impl Drop for Inner {
+impl Drop for GraphPoolState {
     /// The memory goes back with the allocator's next trim: that may block, and this must not.
     fn drop(&mut self) {
         let streams = std::mem::take(&mut *lock(&self.launched_on));
-        self.state.abandon(Abandoned { pool: self.pool, observer: Some(self.observer), streams });
+        self.state.abandon(AbandonedPool { pool: self.pool, observer: Some(self.observer), streams });
     }
 }
 
-impl fmt::Debug for Inner {
+impl fmt::Debug for GraphPoolState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("GraphPool").field("pool", &self.pool).finish_non_exhaustive()
     }
@@ -155,8 +156,10 @@ impl GraphCapture {
             return Ok(None);
         }
         let state = &self.pool.inner.state;
-        lock(&state.capture_pools).retain(|(id, _)| Some(*id) != self.capture);
-        let _restore = RestoreCurrent::of(state.order().device.driver)?;
+        if let Some(capture) = self.capture {
+            state.forget_capture(capture);
+        }
+        let _restore = RestoreCurrent::of(state.device().driver())?;
         let ended = self.stream.end_capture(CUgraphInstantiate_flags(0));
         let ended = ended.map_err(|error| DriverError { call: "cuStreamEndCapture", code: error.0 as i32 });
         let (pool, stream, capture_id) = (self.pool.id().0, self.id.0, self.capture);
@@ -204,11 +207,10 @@ impl DeviceGraph {
                 launched_on.push(id);
             }
         }
-        let device = &state.order().device;
-        device.end_rows();
+        let device = state.device();
         let _current = device.enter()?;
         // SAFETY: the graph is alive and ready, and its memory is kept by the pool.
-        Ok(unsafe { device.driver.graph_launch(self.graph.cu_graph_exec(), stream.cu_stream()) }?)
+        Ok(unsafe { device.driver().graph_launch(self.graph.cu_graph_exec(), stream.cu_stream()) }?)
     }
 
     /// The pool that has its memory.

@@ -1,27 +1,29 @@
-//! Borrowed parts of a [`DeviceBuffer`]. They use the buffer's stream, and record uses with it.
+//! Borrowed parts of a [`DeviceBuffer`](crate::DeviceBuffer). They use the buffer's stream, and record uses with it.
 
-use crate::buffer::{DeviceBuffer, KernelArg};
-use crate::uses::Access;
+use super::tracked_block::TrackedBlock;
+use super::uses::AccessMode;
 use cudarc::driver::sys::CUdeviceptr;
-use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, SyncOnDrop};
+use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, LaunchArgs, PushKernelArg, SyncOnDrop};
+use std::fmt;
+use std::marker::PhantomData;
 use std::ops::{Bound, Range, RangeBounds};
 use std::sync::Arc;
 
 /// A part of a buffer.
-#[derive(Debug)]
 pub struct BufferView<'b, T> {
-    buffer: &'b DeviceBuffer<T>,
+    block: &'b TrackedBlock,
     start: usize,
     len: usize,
+    elements: PhantomData<fn() -> T>,
 }
 
 /// A part of a buffer that may be written. No other view overlaps it.
-#[derive(Debug)]
 pub struct BufferViewMut<'b, T> {
     /// Shared by the disjoint parts of a split; each is borrowed from the one `&mut` that made the first.
-    buffer: &'b DeviceBuffer<T>,
+    block: &'b TrackedBlock,
     start: usize,
     len: usize,
+    elements: PhantomData<fn(T) -> T>,
 }
 
 impl<T> Clone for BufferView<'_, T> {
@@ -33,8 +35,9 @@ impl<T> Clone for BufferView<'_, T> {
 impl<T> Copy for BufferView<'_, T> {}
 
 impl<'b, T> BufferView<'b, T> {
-    pub(crate) fn new(buffer: &'b DeviceBuffer<T>, start: usize, len: usize) -> Self {
-        BufferView { buffer, start, len }
+    #[inline]
+    pub(super) fn new(block: &'b TrackedBlock, start: usize, len: usize) -> Self {
+        BufferView { block, start, len, elements: PhantomData }
     }
 
     /// A part of it.
@@ -43,7 +46,7 @@ impl<'b, T> BufferView<'b, T> {
     /// When the bounds are not within the view, as slices do.
     pub fn slice(&self, bounds: impl RangeBounds<usize>) -> BufferView<'b, T> {
         let part = within(self.len, bounds);
-        BufferView { buffer: self.buffer, start: self.start + part.start, len: part.len() }
+        BufferView::new(self.block, self.start + part.start, part.len())
     }
 
     /// The elements before `mid`, and the others.
@@ -54,7 +57,7 @@ impl<'b, T> BufferView<'b, T> {
         (self.slice(..mid), self.slice(mid..))
     }
 
-    /// As [`DeviceBuffer::read_on`].
+    /// As [`DeviceBuffer::read_on`](crate::DeviceBuffer::read_on).
     pub fn read_on<'a>(&'a self, stream: &'a CudaStream) -> KernelArg<'a> {
         let (pointer, guard) = self.device_ptr(stream);
         KernelArg::new(pointer, guard)
@@ -62,13 +65,15 @@ impl<'b, T> BufferView<'b, T> {
 }
 
 impl<'b, T> BufferViewMut<'b, T> {
-    pub(crate) fn new(buffer: &'b mut DeviceBuffer<T>, start: usize, len: usize) -> Self {
-        BufferViewMut { buffer, start, len }
+    /// The caller has borrowed the part mutably.
+    #[inline]
+    pub(super) fn new(block: &'b TrackedBlock, start: usize, len: usize) -> Self {
+        BufferViewMut { block, start, len, elements: PhantomData }
     }
 
     /// The same part, to be read.
     pub fn as_view(&self) -> BufferView<'_, T> {
-        BufferView { buffer: self.buffer, start: self.start, len: self.len }
+        BufferView::new(self.block, self.start, self.len)
     }
 
     /// A part of it, for as long as this view is borrowed.
@@ -77,7 +82,7 @@ impl<'b, T> BufferViewMut<'b, T> {
     /// When the bounds are not within the view, as slices do.
     pub fn slice_mut(&mut self, bounds: impl RangeBounds<usize>) -> BufferViewMut<'_, T> {
         let part = within(self.len, bounds);
-        BufferViewMut { buffer: self.buffer, start: self.start + part.start, len: part.len() }
+        BufferViewMut::new(self.block, self.start + part.start, part.len())
     }
 
     /// A part of it, in place of the whole.
@@ -86,7 +91,7 @@ impl<'b, T> BufferViewMut<'b, T> {
     /// When the bounds are not within the view, as slices do.
     pub fn into_slice(self, bounds: impl RangeBounds<usize>) -> BufferViewMut<'b, T> {
         let part = within(self.len, bounds);
-        BufferViewMut { buffer: self.buffer, start: self.start + part.start, len: part.len() }
+        BufferViewMut::new(self.block, self.start + part.start, part.len())
     }
 
     /// The elements before `mid`, and the others.
@@ -95,11 +100,11 @@ impl<'b, T> BufferViewMut<'b, T> {
     /// When `mid` is beyond the end.
     pub fn split_at_mut(self, mid: usize) -> (BufferViewMut<'b, T>, BufferViewMut<'b, T>) {
         assert!(mid <= self.len, "mid {mid} is beyond the end of a view of {} elements", self.len);
-        let BufferViewMut { buffer, start, len } = self;
-        (BufferViewMut { buffer, start, len: mid }, BufferViewMut { buffer, start: start + mid, len: len - mid })
+        let BufferViewMut { block, start, len, .. } = self;
+        (Self::new(block, start, mid), Self::new(block, start + mid, len - mid))
     }
 
-    /// As [`DeviceBuffer::on`].
+    /// As [`DeviceBuffer::on`](crate::DeviceBuffer::on).
     pub fn on<'a>(&'a mut self, stream: &'a CudaStream) -> KernelArg<'a> {
         let (pointer, guard) = self.device_ptr_mut(stream);
         KernelArg::new(pointer, guard)
@@ -123,8 +128,10 @@ fn within(len: usize, bounds: impl RangeBounds<usize>) -> Range<usize> {
     start..end
 }
 
-fn pointer_at<T>(buffer: &DeviceBuffer<T>, index: usize) -> CUdeviceptr {
-    buffer.block.address + (index * size_of::<T>()) as u64
+/// The first byte of an element; 0 when there are no bytes.
+#[inline]
+fn pointer_at<T>(block: &TrackedBlock, index: usize) -> CUdeviceptr {
+    block.block().address() + (index * size_of::<T>()) as u64
 }
 
 impl<T> DeviceSlice<T> for BufferView<'_, T> {
@@ -132,7 +139,7 @@ impl<T> DeviceSlice<T> for BufferView<'_, T> {
         self.len
     }
     fn stream(&self) -> &Arc<CudaStream> {
-        self.buffer.stream()
+        self.block.stream()
     }
 }
 
@@ -141,27 +148,63 @@ impl<T> DeviceSlice<T> for BufferViewMut<'_, T> {
         self.len
     }
     fn stream(&self) -> &Arc<CudaStream> {
-        self.buffer.stream()
+        self.block.stream()
     }
 }
 
 impl<T> DevicePtr<T> for BufferView<'_, T> {
     fn device_ptr<'a>(&'a self, stream: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
-        let guard = self.buffer.uses.begin(&self.buffer.block, stream, Access::Read);
-        (pointer_at(self.buffer, self.start), guard)
+        (pointer_at::<T>(self.block, self.start), self.block.begin(stream, AccessMode::Read))
     }
 }
 
 impl<T> DevicePtr<T> for BufferViewMut<'_, T> {
     fn device_ptr<'a>(&'a self, stream: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
-        let guard = self.buffer.uses.begin(&self.buffer.block, stream, Access::Read);
-        (pointer_at(self.buffer, self.start), guard)
+        (pointer_at::<T>(self.block, self.start), self.block.begin(stream, AccessMode::Read))
     }
 }
 
 impl<T> DevicePtrMut<T> for BufferViewMut<'_, T> {
     fn device_ptr_mut<'a>(&'a mut self, stream: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
-        let guard = self.buffer.uses.begin(&self.buffer.block, stream, Access::Write);
-        (pointer_at(self.buffer, self.start), guard)
+        (pointer_at::<T>(self.block, self.start), self.block.begin(stream, AccessMode::Write))
+    }
+}
+
+impl<T> fmt::Debug for BufferView<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BufferView").field("start", &self.start).field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
+impl<T> fmt::Debug for BufferViewMut<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BufferViewMut").field("start", &self.start).field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
+/// A buffer as a kernel's argument; keep it until the kernel is launched. See [`DeviceBuffer::on`](crate::DeviceBuffer::on).
+#[derive(Debug)]
+#[must_use]
+pub struct KernelArg<'a> {
+    pointer: CUdeviceptr,
+    _guard: SyncOnDrop<'a>,
+}
+
+impl<'a> KernelArg<'a> {
+    pub(super) fn new(pointer: CUdeviceptr, guard: SyncOnDrop<'a>) -> Self {
+        KernelArg { pointer, _guard: guard }
+    }
+
+    /// The first byte.
+    pub fn pointer(&self) -> CUdeviceptr {
+        self.pointer
+    }
+}
+
+// SAFETY: pushes the address of a pointer that lives as long as the arguments; kernels take pointers by value.
+unsafe impl<'a, 'b: 'a, 'c: 'b> PushKernelArg<&'b KernelArg<'c>> for LaunchArgs<'a> {
+    #[inline(always)]
+    fn arg(&mut self, arg: &'b KernelArg<'c>) -> &mut Self {
+        self.arg(&arg.pointer)
     }
 }

@@ -1,76 +1,65 @@
-//! Which stream captures are under way. See [`crate::graph`] for what follows from them.
+//! Which stream captures are under way, and which events they recorded. [`crate::GraphPool`] says what follows from them.
 //!
-//! Asking the driver whether a stream is being captured costs a call, so it is asked only while a capture that was begun
-//! through this crate is under way: in all other moments one relaxed load answers.
+//! Asking the driver whether a stream is being captured costs a call. So it is asked only while a capture may be under way
+//! ([`CudaDevice::is_capturing`]): otherwise one load answers.
+//!
+//! During a stream capture an event records a place in the graph and not a moment of the device. Such an event means
+//! something in its own capture only:
+//!
+//! | recorded in | waited for in | what happens |
+//! |---|---|---|
+//! | no capture | no capture | `cuStreamWaitEvent` |
+//! | a capture | the same capture | `cuStreamWaitEvent`: an edge of the graph |
+//! | a capture | anything else | nothing: captured work runs when the graph is launched, which the program orders |
+//! | no capture | a capture | the host waits: the graph runs later, and then that work is over |
 
 use crate::device::CudaDevice;
 use crate::driver::{CAPTURE_ACTIVE, CAPTURE_NONE, Driver};
 use crate::error::{CAPTURE_IMPLICIT, DriverError};
 use cudarc::driver::sys::CUstream;
+use std::collections::BTreeMap;
 use std::ffi::c_int;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use symmalloc_core::backend::Event;
 
 /// A capture, as the driver numbers them; unique in the process.
 pub(crate) type CaptureId = u64;
 
-/// The captures under way on one device, and whether [rows](crate::rows) of frees are open there: what an allocation looks at.
+/// The events of captures that are in use.
 #[derive(Debug, Default)]
-pub(crate) struct Captures {
-    /// The number of captures, and [`ROWS`].
-    active: AtomicU64,
+pub(super) struct CapturedEvents {
+    by_event: Mutex<BTreeMap<u64, CaptureId>>,
+    /// Size of `by_event`, readable without its lock.
+    count: AtomicUsize,
 }
 
-/// Set while a row is open.
-const ROWS: u64 = 1 << 63;
-
-impl Captures {
-    /// Called under the lock of the rows, as whatever writes here.
-    pub(crate) fn begin(&self) {
-        self.change(|active| active + 1);
+impl CapturedEvents {
+    #[inline]
+    pub(super) fn is_empty(&self) -> bool {
+        self.count.load(Ordering::Acquire) == 0
     }
 
-    /// Called under the lock of the rows.
-    pub(crate) fn end(&self) {
-        self.change(|active| active - 1);
-    }
-
-    fn change(&self, change: impl FnOnce(u64) -> u64) {
-        self.active.store(change(self.active.load(Ordering::Relaxed)), Ordering::Release);
-    }
-
-    /// Whether there is no capture and no row: nothing for an allocation to mind.
-    #[inline(always)]
-    pub(crate) fn is_quiet(&self) -> bool {
-        self.active.load(Ordering::Acquire) == 0
+    pub(super) fn insert(&self, event: Event, capture: CaptureId) {
+        self.lock().insert(event.0, capture);
+        self.count.fetch_add(1, Ordering::Release);
     }
 
     #[inline]
-    pub(crate) fn any(&self) -> bool {
-        self.active.load(Ordering::Acquire) & !ROWS != 0
-    }
-
-    #[inline]
-    pub(crate) fn are_rows_open(&self) -> bool {
-        self.active.load(Ordering::Acquire) & ROWS != 0
-    }
-
-    /// Called under the lock of the rows.
-    pub(crate) fn set_rows_open(&self, are_open: bool) {
-        self.change(|active| if are_open { active | ROWS } else { active & !ROWS });
-    }
-
-    /// The capture that the stream is part of, if any capture is under way.
-    ///
-    /// # Safety
-    /// The stream is alive.
-    #[inline]
-    pub(crate) unsafe fn of(&self, driver: &Driver, stream: CUstream) -> Result<Option<CaptureId>, DriverError> {
-        if !self.any() {
-            return Ok(None);
+    pub(super) fn remove(&self, event: Event) {
+        if !self.is_empty() && self.lock().remove(&event.0).is_some() {
+            self.count.fetch_sub(1, Ordering::Release);
         }
-        // SAFETY: the caller's contract.
-        unsafe { capture_of(driver, stream) }
+    }
+
+    /// The capture that recorded the event.
+    #[inline]
+    pub(super) fn capture_of(&self, event: Event) -> Option<CaptureId> {
+        if self.is_empty() { None } else { self.lock().get(&event.0).copied() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, CaptureId>> {
+        self.by_event.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -102,7 +91,7 @@ impl CaptureWatch {
     pub unsafe fn is_captured(&self, stream: CUstream) -> Result<bool, DriverError> {
         let _current = self.device.enter()?;
         // SAFETY: the caller's contract.
-        let (status, _) = unsafe { capture_status(self.device.driver, stream) }?;
+        let (status, _) = unsafe { capture_status(self.device.driver(), stream) }?;
         Ok(status != CAPTURE_NONE)
     }
 }

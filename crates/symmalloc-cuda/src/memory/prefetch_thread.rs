@@ -1,4 +1,4 @@
-//! Virtual memory whose growth is made ahead by a thread.
+//! VirtualMemory memory whose growth is made ahead by a thread.
 //!
 //! ```text
 //!  caller   map ── takes what is ahead, makes the rest ── asks for the next ──► goes on
@@ -6,7 +6,7 @@
 //!                                          a chunk: create, map, access ── a chunk ── ... until no more is wanted
 //! ```
 //!
-//! What is wanted follows from what ranges grew by (`ahead.rs`). Whether the thread was in time, and what the driver told
+//! What is wanted follows from what ranges grew by (`prefetch_window.rs`). Whether the thread was in time, and what the driver told
 //! it, decides only who makes a chunk. The allocator sees none of it: memory ahead is behind the end of what it has mapped.
 //!
 //! A chunk is made under its range's lock, so that a caller who comes meanwhile waits for that one chunk, and finds it; callers
@@ -14,8 +14,9 @@
 //! it is in.
 
 use super::backing::Backing;
-use super::spare;
-use super::{Memory, Virtual};
+use super::interface::BackendMemory;
+use super::spare::{self, Prefetched};
+use super::virtual_memory::VirtualMemory;
 use crate::error::CudaError;
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -23,7 +24,7 @@ use std::thread::JoinHandle;
 use symmalloc_core::backend::{BackendError, Range};
 
 pub(crate) struct Prefetching {
-    memory: Arc<Virtual>,
+    memory: Arc<VirtualMemory>,
     work: Arc<Work>,
     /// `None` until something is wanted.
     thread: Mutex<Option<Thread>>,
@@ -50,7 +51,7 @@ struct Tasks {
 }
 
 impl Prefetching {
-    pub(crate) fn new(memory: Virtual) -> Self {
+    pub(crate) fn new(memory: VirtualMemory) -> Self {
         let memory = Arc::new(memory);
         spare::announce(&memory);
         Prefetching { memory, work: Arc::default(), thread: Mutex::default() }
@@ -104,16 +105,16 @@ impl Work {
     }
 
     /// One chunk at a time, by turns.
-    fn run(&self, memory: &Virtual) {
+    fn run(&self, memory: &VirtualMemory) {
         while let Some(backing) = self.pop() {
-            if memory.make_ahead(&backing) {
+            if memory.prefetch_chunk(&backing) {
                 self.push(backing);
             }
         }
     }
 }
 
-impl Memory for Prefetching {
+impl BackendMemory for Prefetching {
     fn granularity_bytes(&self) -> u64 {
         self.memory.granularity_bytes()
     }
@@ -124,7 +125,7 @@ impl Memory for Prefetching {
 
     fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
         self.memory.map(range, offset_bytes, size_bytes)?;
-        if let Some(backing) = self.memory.wants_ahead(range) {
+        if let Some(backing) = self.memory.wants_prefetch(range) {
             self.ask(backing);
         }
         Ok(())
@@ -164,6 +165,6 @@ impl Drop for Prefetching {
             // It does not panic, and if a subscriber of its events does, nothing is left to be done here.
             let _ended = thread.handle.join();
         }
-        self.memory.release_ahead();
+        self.memory.release_prefetched();
     }
 }

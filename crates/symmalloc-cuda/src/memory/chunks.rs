@@ -12,7 +12,7 @@
 //!
 //! C1: what is mapped lies in chunks. A chunk of which nothing is mapped any more goes back to the driver; an idle part that
 //! is mapped again takes no new memory. With chunks of one granule nothing is ever idle. Chunks that were made ahead of growth
-//! (`memory/ahead.rs`) are the exception: nothing of them is mapped yet.
+//! (`prefetch_window.rs`) are the exception: nothing of them is mapped yet.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -4,16 +4,15 @@
 //! the host when it is handed out again, and not before: that is the one place where an allocation of this crate may block,
 //! and only where the memory would otherwise be overwritten under a running copy.
 
+use super::block::OwnedBlock;
 use crate::allocator::CachingAllocator;
 use crate::backend::PinnedBackend;
-use crate::block::{Block, free, free_behind_uses};
 use crate::device::CudaDevice;
 use crate::error::{CudaError, DriverError};
 use cudarc::driver::{CudaStream, DeviceRepr, HostSlice, SyncOnDrop, ValidAsZeroBits};
 use smallvec::SmallVec;
 use std::fmt;
 use std::marker::PhantomData;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use symmalloc_core::config::Config;
 use symmalloc_core::{Handle, StreamId};
@@ -31,7 +30,7 @@ impl PinnedAllocator {
     /// When the configuration does not fit.
     pub fn pinned(device: &Arc<CudaDevice>, config: Config) -> Result<Self, CudaError> {
         let allocator = Self::with_backend(PinnedBackend::new(device), config)?;
-        let host = allocator.state.register_host()?;
+        let host = allocator.state().register_host()?;
         assert_eq!(host, HOST, "the host is the first stream");
         Ok(allocator)
     }
@@ -41,14 +40,8 @@ impl PinnedAllocator {
     /// # Errors
     /// When the allocator or the driver refuses.
     pub fn alloc_host_zeroed<T: DeviceRepr + ValidAsZeroBits>(&self, len: usize) -> Result<PinnedBuffer<T>, CudaError> {
-        let block = self.block_on::<T>(self.lane_of(HOST)?, len, None)?;
-        let buffer = PinnedBuffer {
-            block,
-            len,
-            pending: Mutex::default(),
-            is_used: AtomicBool::new(false),
-            elements: PhantomData,
-        };
+        let block = OwnedBlock::allocate::<T>(self.lease().registered_stream(HOST), len, None)?;
+        let buffer = PinnedBuffer { block, len, pending: Mutex::default(), elements: PhantomData };
         let start = buffer.start();
         // SAFETY: the block has room for `len` elements, it is this buffer's alone, and the host waited for earlier uses.
         unsafe { std::ptr::write_bytes(start, 0, len) };
@@ -61,22 +54,11 @@ impl PinnedAllocator {
 /// It implements cudarc's [`HostSlice`]: copies take it, and run asynchronously with it. The host waits for them when it looks
 /// at the elements again.
 pub struct PinnedBuffer<T> {
-    block: Block<PinnedBackend>,
+    block: OwnedBlock<PinnedBackend>,
     len: usize,
     /// Streams whose work uses it since the host looked last.
     pending: Mutex<SmallVec<[StreamId; 2]>>,
-    /// Streams used it.
-    is_used: AtomicBool,
     elements: PhantomData<T>,
-}
-
-impl<T> Drop for PinnedBuffer<T> {
-    fn drop(&mut self) {
-        if let Some(lane) = self.block.let_go() {
-            let free = if *self.is_used.get_mut() { free_behind_uses } else { free };
-            free(lane, self.block.handle);
-        }
-    }
 }
 
 // SAFETY: owns its elements like a `Vec`.
@@ -97,7 +79,7 @@ impl<T> PinnedBuffer<T> {
 
     /// The allocation, for the core's reports.
     pub fn handle(&self) -> Handle {
-        self.block.handle
+        self.block.handle()
     }
 
     /// The elements. Blocks until the work that uses them is done.
@@ -122,7 +104,7 @@ impl<T> PinnedBuffer<T> {
 
     fn start(&self) -> *mut T {
         // Nothing lies at address 0: no elements.
-        if self.block.address == 0 { std::ptr::dangling_mut() } else { self.block.address as *mut T }
+        if self.block.address() == 0 { std::ptr::dangling_mut() } else { self.block.address() as *mut T }
     }
 
     fn wait_for_pending(&self) -> Result<(), CudaError> {
@@ -136,13 +118,11 @@ impl<T> PinnedBuffer<T> {
 
     /// Notes a use by work that is submitted to the stream while the guard lives.
     fn begin<'a>(&self, stream: &'a CudaStream) -> SyncOnDrop<'a> {
-        self.block.lane().device.end_rows();
-        let Some(id) = self.block.state().order().find(stream) else {
+        let Some(id) = self.block.state().streams().find(stream) else {
             // No event could be recorded on it later: the host waits for this use at once.
             return SyncOnDrop::sync_stream(stream);
         };
         self.block.record_use(id);
-        self.is_used.store(true, Ordering::Relaxed);
         let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
         if !pending.contains(&id) {
             pending.push(id);

@@ -1,13 +1,13 @@
-//! Frees in a row: how many events they take, what the events stand for, and that nobody takes memory that is in use.
+//! Drops of buffers: what orders the next user of the memory, on which thread, and what is left when everything is dropped.
 
-use crate::process::{LongWork, calls, device, fail, heal, hold, live, stub_test};
+use crate::process::{LongWork, calls, device, hold, live, own_calls, stub_test};
 use cudarc::driver::result::memcpy_htod_async;
 use cudarc::driver::{CudaStream, DevicePtr};
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
+use std::thread;
 use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
-use symmalloc_core::errors::AllocateError;
-use symmalloc_cuda::{CudaAllocator, CudaError, DeviceBuffer, DropError, GraphPool};
 use symmalloc_sim::SplitMix64;
+use symmalloc_cuda::{CudaAllocator, DeviceBuffer, GraphPool, PinnedAllocator};
 
 const MIB: usize = 1 << 20;
 
@@ -49,26 +49,50 @@ fn first_byte(buffer: &DeviceBuffer<u8>) -> u8 {
     unsafe { std::ptr::read_volatile(pointer as *const u8) }
 }
 
-stub_test!(a_row_of_frees_takes_two_events_and_one_wait, {
-    let (allocator, [a, b]) = allocator(Config::default());
-    let buffers = used(&allocator, 10, &a, &b);
-    drop(buffers);
-    assert_eq!(counts(), (1, 0), "the first says at once that it is in use, the others join it");
-    allocator.core().check().expect("sound");
-    let again: Vec<_> = (0..10).map(|_| allocator.alloc_zeroed::<u8>(&a, MIB).expect("allocated")).collect();
-    assert_eq!(counts(), (2, 1), "whoever waits for one is behind them all");
-    assert_eq!(allocator.device_calls().records, 2);
-    drop(again);
+fn buffers(allocator: &CudaAllocator, stream: &Arc<CudaStream>, count: usize) -> Vec<DeviceBuffer<u8>> {
+    // SAFETY: never read.
+    (0..count).map(|at| unsafe { allocator.alloc(stream, 512 + at) }.expect("allocated")).collect()
+}
+
+/// Nothing is left of any allocator.
+fn assert_gone(what: &str) {
+    let left = live();
+    let left = (left.device_bytes, left.ranges, left.events, left.streams, left.host_bytes);
+    assert_eq!(left, (0, 0, 0, 0, 0), "{what}");
+}
+
+stub_test!(a_drop_records_an_event_for_each_other_stream, {
+    let (allocator, [a, b, c]) = allocator(Config::default());
+    drop(used(&allocator, 10, &a, &b));
+    assert_eq!(counts(), (10, 0));
+    let both = used(&allocator, 1, &a, &b);
+    let before = counts();
+    drop(both[0].device_ptr(&c));
+    drop(both);
+    assert_eq!(counts(), (before.0 + 2, before.1));
+    drop(used(&allocator, 5, &a, &a));
+    assert_eq!(counts().0, before.0 + 2, "its own stream needs none");
+    assert_eq!(allocator.device_calls().records, before.0 + 2);
     allocator.core().check().expect("sound");
 });
 
-stub_test!(a_single_free_is_over_with_its_drop, {
+stub_test!(work_after_the_drop_is_not_waited_for, {
     let (allocator, [a, b]) = allocator(Config::default());
     drop(used(&allocator, 1, &a, &b));
     assert_eq!(counts(), (1, 0));
     let _long = hold(b.cu_stream() as u64);
-    assert!(!is_held_up(&allocator, &a), "what came after the drop is nobody's business");
+    assert!(!is_held_up(&allocator, &a));
     assert_eq!(counts(), (1, 1));
+});
+
+stub_test!(work_before_the_drop_is_waited_for_on_the_device_and_not_by_the_drop, {
+    let (allocator, [a, b]) = allocator(Config::default());
+    let buffers = used(&allocator, 2, &a, &b);
+    let long = hold(b.cu_stream() as u64);
+    drop(buffers);
+    assert!(is_held_up(&allocator, &a));
+    drop(long);
+    assert!(!is_held_up(&allocator, &a));
 });
 
 stub_test!(frees_by_handle_record_an_event_each, {
@@ -82,129 +106,11 @@ stub_test!(frees_by_handle_record_an_event_each, {
     assert_eq!(counts(), (5, 0));
 });
 
-/// Frees in a row, then something of the program, then long work on the stream that used the memory: not waited for.
-fn a_row_ends_with(act: impl FnOnce(&CudaAllocator, &Arc<CudaStream>, &Arc<CudaStream>, &DeviceBuffer<u8>)) {
-    let (allocator, [a, b, c]) = allocator(Config::default());
-    let other = allocator.alloc_zeroed::<u8>(&b, MIB).expect("allocated");
-    drop(used(&allocator, 4, &a, &b));
-    let before = calls("cuEventRecord");
-    act(&allocator, &b, &c, &other);
-    assert!(calls("cuEventRecord") > before, "the row is over");
-    let _long = hold(b.cu_stream() as u64);
-    let again: Vec<_> = (0..4).map(|_| allocator.alloc_zeroed::<u8>(&a, MIB).expect("allocated")).collect();
-    assert!(!is_held_up(&allocator, &a));
-    drop(again);
-}
-
-stub_test!(a_row_ends_when_memory_is_allocated, {
-    a_row_ends_with(|allocator, _, c, _| drop(allocator.alloc_zeroed::<u8>(c, 512).expect("allocated")));
-});
-
-stub_test!(a_row_ends_when_bytes_are_allocated_by_handle_or_by_name, {
-    a_row_ends_with(|allocator, _, c, _| {
-        allocator.allocate(c, 512).expect("allocated");
-    });
-    a_row_ends_with(|allocator, _, c, _| {
-        allocator.allocate_named(c, 512, "named").expect("allocated");
-    });
-});
-
-stub_test!(a_row_ends_when_a_pointer_is_taken_on_the_buffers_own_stream, {
-    a_row_ends_with(|_, b, _, other| drop(other.device_ptr(b)));
-});
-
-stub_test!(a_row_ends_when_a_pointer_is_taken_on_another_stream, {
-    a_row_ends_with(|_, _, c, other| drop(other.device_ptr(c)));
-});
-
-stub_test!(a_row_ends_when_a_stream_is_made_to_wait, {
-    a_row_ends_with(|allocator, b, c, _| allocator.wait(c, b).expect("ordered"));
-});
-
-stub_test!(a_row_ends_when_captures_are_watched, {
-    a_row_ends_with(|allocator, _, _, _| drop(allocator.device().watch_captures()));
-});
-
-stub_test!(a_row_ends_when_another_allocator_of_the_device_is_used, {
-    a_row_ends_with(|allocator, _, c, _| {
-        let other = CudaAllocator::new(allocator.device(), Config::default()).expect("made");
-        drop(other.alloc_zeroed::<u8>(c, 512).expect("allocated"));
-    });
-});
-
-stub_test!(long_work_before_the_end_of_a_row_is_waited_for, {
-    let (allocator, [a, b]) = allocator(Config::default());
-    let mut buffers = used(&allocator, 3, &a, &b);
-    buffers.truncate(2);
-    let long = hold(b.cu_stream() as u64);
-    drop(buffers);
-    assert!(is_held_up(&allocator, &a), "the memory of the first drop is taken, behind the row's event");
-    drop(long);
-    assert!(!is_held_up(&allocator, &a));
-});
-
-/// Takes memory without this crate's knowledge: no row ends.
-fn take(allocator: &CudaAllocator, stream: &Arc<CudaStream>, size_bytes: usize) {
-    let stream = allocator.stream_id(stream).expect("registered");
-    allocator.core().allocate(allocator.pool(), stream, size_bytes as u64).expect("allocated");
-}
-
-stub_test!(a_row_that_somebody_waited_for_takes_no_more_frees, {
-    let (allocator, [a, b]) = allocator(Config::default());
-    let mut buffers = used(&allocator, 5, &a, &b);
-    // No two free blocks touch each other.
-    let (last, between) = (buffers.pop(), [buffers.remove(3), buffers.remove(1)]);
-    drop(buffers);
-    take(&allocator, &a, MIB);
-    assert_eq!(counts(), (2, 1));
-    let _long = hold(b.cu_stream() as u64);
-    drop(last);
-    assert_eq!(counts(), (3, 1), "an event of its own: the stream is behind the first two only");
-    take(&allocator, &a, MIB);
-    assert_eq!(counts(), (3, 1), "the second one's");
-    take(&allocator, &a, MIB);
-    assert_eq!(counts(), (3, 2));
-    assert!(is_held_up(&allocator, &a));
-    drop(between);
-});
-
-stub_test!(frees_of_a_row_are_told_from_those_that_somebody_waited_for_between_them, {
-    let (allocator, [a, b]) = allocator(Config::default());
-    let mut buffers = used(&allocator, 3, &a, &b);
-    let (last, between) = (buffers.pop(), buffers.pop());
-    let handle = allocator.allocate(&a, 3 << 20).expect("allocated").handle;
-    allocator.core().record_use(handle, allocator.stream_id(&b).expect("registered")).expect("live");
-    drop(buffers);
-    allocator.free(handle).expect("live");
-    take(&allocator, &a, 3 * MIB);
-    assert_eq!(counts(), (2, 1));
-    let _long = hold(b.cu_stream() as u64);
-    drop(last);
-    assert_eq!(counts(), (2, 1), "it joins the first drop, which nobody waited for");
-    take(&allocator, &a, MIB);
-    assert_eq!(counts(), (2, 1), "the first one's, which the stream is behind");
-    take(&allocator, &a, MIB);
-    assert_eq!(counts(), (3, 2));
-    assert!(is_held_up(&allocator, &a));
-    drop(between);
-});
-
-stub_test!(no_row_begins_in_a_capture, {
-    let (allocator, [a, b]) = allocator(Config::default());
-    let buffers = used(&allocator, 3, &a, &b);
-    let before = calls("cuEventRecord");
-    let watch = allocator.device().watch_captures();
-    drop(buffers);
-    assert_eq!(calls("cuEventRecord"), before + 3);
-    drop(watch);
-});
-
-stub_test!(the_uses_of_a_row_are_over_before_a_capture_of_their_stream, {
+stub_test!(uses_before_a_capture_are_over_when_it_begins, {
     let (allocator, [a, b]) = allocator(Config::default());
     drop(used(&allocator, 3, &a, &b));
     let graphs = GraphPool::new(&allocator, PoolConfig::default()).expect("made");
     let capture = graphs.begin(&b).expect("begun");
-    assert_eq!(calls("cuEventRecord"), 2, "not in the capture");
     let temporary = allocator.alloc_zeroed::<u8>(&b, MIB).expect("allocated");
     drop(temporary);
     let taken: Vec<_> = (0..3).map(|_| allocator.alloc_zeroed::<u8>(&a, MIB).expect("allocated")).collect();
@@ -213,44 +119,109 @@ stub_test!(the_uses_of_a_row_are_over_before_a_capture_of_their_stream, {
     drop(taken);
 });
 
-stub_test!(an_event_that_is_refused_at_the_end_of_a_row_is_recorded_by_whoever_waits, {
-    let (allocator, [a, b]) = allocator(Config::default());
-    drop(used(&allocator, 3, &a, &b));
-    fail("cuEventRecord", 0, 999);
-    let error = allocator.alloc_zeroed::<u8>(&a, MIB).expect_err("its memory cannot be waited for");
-    assert!(matches!(error, CudaError::Allocate(AllocateError::Fence { .. })), "{error:?}");
-    heal();
-    let before = counts();
-    let long = hold(b.cu_stream() as u64);
-    let again = allocator.alloc_zeroed::<u8>(&a, MIB).expect("allocated");
-    assert_eq!(counts(), (before.0 + 1, before.1 + 1));
-    assert!(is_held_up(&allocator, &a), "later than it must, and never too early");
-    drop((long, again));
+stub_test!(a_buffer_is_dropped_while_another_thread_maps_memory, ["STUB_MAPPING_MICROSECONDS" = "100000"], {
+    let (allocator, [stream]) = allocator::<1>(Config::default());
+    let dropped = buffers(&allocator, &stream, 2);
+    let made = calls("cuMemCreate");
+    thread::scope(|scope| {
+        let growing = scope.spawn(|| allocator.alloc_zeroed::<u8>(&stream, 100 * MIB).expect("allocated"));
+        while calls("cuMemCreate") == made {
+            thread::yield_now();
+        }
+        drop(dropped);
+        drop(growing.join().expect("no panic"));
+    });
+    assert_eq!(allocator.stats().usage.all.allocations.current, 0);
     assert_eq!(allocator.drop_errors().count, 0);
 });
 
-stub_test!(a_refused_first_event_keeps_the_buffer_and_the_row_goes_on, {
-    let (allocator, [a, b]) = allocator(Config::default());
-    let buffers = used(&allocator, 3, &a, &b);
-    fail("cuEventRecord", 1, 999);
-    drop(buffers);
-    let errors = allocator.drop_errors();
-    assert!(matches!(errors.last, Some(DropError::Free(_))) && errors.count == 1, "{errors:?}");
-    assert_eq!(allocator.stats().usage.all.allocations.current, 1);
-    allocator.core().check().expect("sound");
+stub_test!(a_buffer_that_was_used_is_fenced_before_its_drop_on_another_thread_returns, {
+    let (allocator, [stream, other]) = allocator(Config::default());
+    for takes_apart in [false, true] {
+        let mut used = buffers(&allocator, &stream, 1).remove(0);
+        drop(used.on(&other));
+        if takes_apart {
+            let raw = used.into_raw().expect("ordered");
+            // SAFETY: put together once.
+            used = unsafe { DeviceBuffer::from_raw(&allocator, raw) };
+        }
+        let recorded = || {
+            drop(used);
+            own_calls("cuEventRecord")
+        };
+        assert!(thread::scope(|scope| scope.spawn(recorded).join().expect("no panic")) > 0);
+    }
+    assert_eq!(allocator.drop_errors().count, 0);
 });
 
-stub_test!(an_open_row_leaves_no_event_behind, {
-    let (kept, [c, d]) = allocator(Config::default());
-    let (allocator, [a, b]) = allocator(Config::default());
-    drop(used(&kept, 3, &c, &d));
-    drop(used(&allocator, 3, &a, &b));
-    let before = live().events;
-    drop(allocator);
-    assert_eq!(live().events, before - 1);
-    assert_eq!(used(&kept, 3, &c, &d).len(), 3);
-    drop((kept, a, b, c, d));
-    assert_eq!(live().events, 0);
+stub_test!(a_pinned_buffer_is_fenced_when_a_stream_used_it, {
+    let (allocator, [stream]) = allocator::<1>(Config::default());
+    let pinned = PinnedAllocator::pinned(allocator.device(), Config::default()).expect("made");
+    pinned.register_stream(&stream).expect("registered");
+    let mut target = buffers(&allocator, &stream, 1).remove(0);
+    let [unused, used] = [0, 1].map(|_| pinned.alloc_host_zeroed::<u8>(100).expect("allocated"));
+    stream.memcpy_htod(&used, &mut target).expect("copied");
+    drop(unused);
+    assert_eq!(counts().0, 0);
+    drop(used);
+    assert_eq!(counts().0, 1);
+});
+
+stub_test!(whatever_is_dropped_last_takes_the_allocator_along, {
+    let device = device();
+    for order in 0..60_u64 {
+        let streams = if order % 3 == 0 { StreamPolicy::Shared } else { StreamPolicy::Separate };
+        let config = PoolConfig::builder().streams(streams).build().expect("valid");
+        let allocator = CudaAllocator::new(&device, Config::default()).expect("the stub supports it");
+        let [a, b] = [0, 1].map(|_| device.context().new_stream().expect("a stream"));
+        let pool = allocator.create_pool(config).expect("made");
+        let inside = allocator.with_pool(&pool);
+        let mut things: Vec<Box<dyn Send>> = Vec::new();
+        for (name, stream) in [(&allocator, &a), (&allocator, &b), (&inside, &a), (&inside, &b)] {
+            drop((buffers(name, stream, 3), buffers(name, stream, 5)));
+            buffers(name, stream, 4).into_iter().for_each(|buffer| things.push(Box::new(buffer)));
+        }
+        let pinned = PinnedAllocator::pinned(&device, Config::default()).expect("made");
+        drop([0, 1].map(|_| pinned.alloc_host_zeroed::<u8>(100).expect("allocated")));
+        things.push(Box::new(pinned.alloc_host_zeroed::<u8>(100).expect("allocated")));
+        things.extend([Box::new(allocator.clone()) as Box<dyn Send>, Box::new(allocator), Box::new(pinned)]);
+        things.extend([Box::new(inside.clone()) as Box<dyn Send>, Box::new(inside), Box::new(pool)]);
+        drop((a, b));
+        let mut at = order;
+        while !things.is_empty() {
+            at = at.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let thing = things.swap_remove((at >> 33) as usize % things.len());
+            if at & 1 << 40 == 0 {
+                drop(thing);
+            } else {
+                thread::scope(|scope| drop(scope.spawn(|| drop(thing))));
+            }
+        }
+        assert_gone(&format!("order {order}"));
+    }
+});
+
+stub_test!(buffers_that_are_dropped_while_the_last_name_goes_leave_nothing_behind, {
+    let device = device();
+    for round in 0..200 {
+        let allocator = CudaAllocator::new(&device, Config::default()).expect("the stub supports it");
+        let stream = device.context().new_stream().expect("a stream");
+        drop(buffers(&allocator, &stream, 10));
+        let shares = [0, 1].map(|_| buffers(&allocator, &stream, 10));
+        drop(stream);
+        let start = Barrier::new(3);
+        thread::scope(|scope| {
+            for share in shares {
+                scope.spawn(|| {
+                    start.wait();
+                    drop(share);
+                });
+            }
+            start.wait();
+            drop(allocator);
+        });
+        assert_gone(&format!("round {round}"));
+    }
 });
 
 /// Programs of the random test.
@@ -350,11 +321,11 @@ stub_test!(nobody_writes_into_memory_that_was_taken_again, {
     }
 });
 
-stub_test!(threads_end_the_rows_of_each_other, {
+stub_test!(threads_keep_out_of_memory_that_others_use, {
     for seed in 0..seeds() / 8 {
         let before = calls("cuEventRecord");
         let (allocator, streams) = allocator_with::<12>(policy(seed));
-        let buffers = std::thread::scope(|scope| {
+        let buffers = thread::scope(|scope| {
             let programs = streams.chunks(4).zip(0..);
             let allocator = &allocator;
             let run = |(own, thread): (_, u64)| {

@@ -1,0 +1,199 @@
+//! Which streams used a device buffer: what keeps its content and its memory safe across streams without a call by the user.
+//!
+//! When the pointer of a buffer is taken on another stream than its own, two things happen:
+//! 1. The use is recorded with the allocator: whoever gets the memory after the buffer is dropped waits for that stream.
+//! 2. While cudarc's event tracking is on (its default, see `CudaContext::disable_event_tracking`), the stream is made to wait
+//!    for the buffer's last writer, and a writer for all readers as well: what `CudaSlice` does, but with events that are
+//!    recorded when a stream changes and not at each use.
+//!
+//! A kernel on the buffer's own stream that takes the buffer itself as its argument is ordered like any other use.
+//!
+//! A stream that is not registered has no id. Its use is covered by an event that cudarc records when the pointer's guard is
+//! dropped, and for which the buffer's own stream waits before the buffer is freed.
+//!
+//! In a stream capture only streams of the same capture are ordered. The program orders what came before, before it launches
+//! the graph.
+
+use super::block::OwnedBlock;
+use crate::backend::CudaBackend;
+use crate::device::RestoreCurrent;
+use crate::error::{DriverError, DropError};
+use cudarc::driver::{CudaEvent, CudaStream, SyncOnDrop};
+use smallvec::SmallVec;
+use std::sync::{Mutex, OnceLock, PoisonError};
+use symmalloc_core::StreamId;
+use symmalloc_core::backend::{BackendError, Event};
+
+/// How a pointer will be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum AccessMode {
+    Read,
+    Write,
+}
+
+/// The uses of a buffer that several streams use.
+#[derive(Debug)]
+pub(super) struct Uses {
+    registered: Mutex<RegisteredUses>,
+    /// Grows only, so that guards may borrow from it. Boxed, because it is large and rarely there.
+    foreign: OnceLock<Box<boxcar::Vec<ForeignUse>>>,
+}
+
+/// Uses by registered streams since the last write.
+#[derive(Debug)]
+struct RegisteredUses {
+    writer: StreamId,
+    /// Streams that read what the writer wrote, or are ordered behind it.
+    readers: SmallVec<[StreamId; 2]>,
+}
+
+/// A use by a stream that is not registered.
+#[derive(Debug)]
+struct ForeignUse {
+    stream: usize,
+    /// Always `Some`: in the form that cudarc's guard takes.
+    event: Option<CudaEvent>,
+}
+
+impl Uses {
+    pub(super) fn new(owner: StreamId) -> Self {
+        let registered = Mutex::new(RegisteredUses { writer: owner, readers: SmallVec::new() });
+        Uses { registered, foreign: OnceLock::new() }
+    }
+
+    /// Notes a use by work that is submitted to the stream while the guard lives.
+    #[cold]
+    pub(super) fn begin<'a>(
+        &'a self,
+        block: &OwnedBlock<CudaBackend>,
+        stream: &'a CudaStream,
+        access: AccessMode,
+    ) -> SyncOnDrop<'a> {
+        let begun = match block.state().streams().find(stream) {
+            Some(id) => self.begin_registered(block, stream, id, access),
+            None => self.begin_foreign(block, stream),
+        };
+        begun.unwrap_or_else(|error| {
+            block.state().note_drop_error(DropError::Order(error));
+            // The host waits, before and after: slow and safe. What the driver refuses even then is a lost device.
+            let _waited = block.state().device().synchronize();
+            SyncOnDrop::sync_stream(stream)
+        })
+    }
+
+    fn begin_registered<'a>(
+        &self,
+        block: &OwnedBlock<CudaBackend>,
+        stream: &'a CudaStream,
+        id: StreamId,
+        access: AccessMode,
+    ) -> Result<SyncOnDrop<'a>, BackendError> {
+        if id != block.pool_stream().id() {
+            block.record_use(id);
+        }
+        if stream.context().is_event_tracking() {
+            self.order_registered(block, id, access)?;
+        }
+        self.order_behind_foreign(block, stream)?;
+        Ok(SyncOnDrop::Record(None))
+    }
+
+    /// Makes a registered stream wait for whom it must. The use is noted also when that fails: the host waits then.
+    fn order_registered(
+        &self,
+        block: &OwnedBlock<CudaBackend>,
+        stream: StreamId,
+        access: AccessMode,
+    ) -> Result<(), BackendError> {
+        let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_behind_writer = registered.writer == stream || registered.readers.contains(&stream);
+        let mut behind: SmallVec<[StreamId; 3]> = SmallVec::new();
+        if !is_behind_writer {
+            behind.push(registered.writer);
+        }
+        match access {
+            AccessMode::Read if !is_behind_writer => registered.readers.push(stream),
+            AccessMode::Read => {}
+            AccessMode::Write => {
+                behind.extend(registered.readers.iter().copied().filter(|reader| *reader != stream));
+                *registered = RegisteredUses { writer: stream, readers: SmallVec::new() };
+            }
+        }
+        behind.into_iter().try_for_each(|on| order_behind(block, stream, on))
+    }
+
+    /// Makes a stream wait for all uses by streams that are not registered.
+    pub(super) fn order_behind_foreign(
+        &self,
+        block: &OwnedBlock<CudaBackend>,
+        stream: &CudaStream,
+    ) -> Result<(), BackendError> {
+        let Some(foreign) = self.foreign.get() else { return Ok(()) };
+        for event in foreign.iter().filter_map(|(_, entry)| entry.event.as_ref()) {
+            block.state().streams().wait_raw(stream.cu_stream(), Event(event.cu_event() as u64))?;
+        }
+        Ok(())
+    }
+
+    fn begin_foreign<'a>(
+        &'a self,
+        block: &OwnedBlock<CudaBackend>,
+        stream: &'a CudaStream,
+    ) -> Result<SyncOnDrop<'a>, BackendError> {
+        let streams = block.state().streams();
+        if stream.context().cu_ctx() != streams.device().context().cu_ctx() {
+            // Events of this context cannot be recorded on a stream of another one: the host waits, before and after.
+            streams.device().synchronize()?;
+            return Ok(SyncOnDrop::sync_stream(stream));
+        }
+        if stream.context().is_event_tracking() {
+            let registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
+            for &user in std::iter::once(&registered.writer).chain(&registered.readers) {
+                let event = streams.record(user)?;
+                let waited = streams.wait_raw(stream.cu_stream(), event);
+                streams.recycle(event);
+                waited?;
+            }
+        }
+        // Also its own earlier uses: recording its event again must not lose them.
+        self.order_behind_foreign(block, stream)?;
+        if !stream.context().is_managing_stream_synchronization() {
+            // cudarc would not record the event: the host waits.
+            return Ok(SyncOnDrop::sync_stream(stream));
+        }
+        Ok(SyncOnDrop::record_event(self.foreign_event(block, stream)?, stream))
+    }
+
+    fn foreign_event(
+        &self,
+        block: &OwnedBlock<CudaBackend>,
+        stream: &CudaStream,
+    ) -> Result<&Option<CudaEvent>, BackendError> {
+        let uses = self.foreign.get_or_init(Box::default);
+        let raw = stream.cu_stream() as usize;
+        if let Some((_, entry)) = uses.iter().find(|(_, entry)| entry.stream == raw) {
+            return Ok(&entry.event);
+        }
+        let device = block.state().device();
+        let _restore = RestoreCurrent::of(device.driver())?;
+        let event = device.context().new_event(None);
+        let event = event.map_err(|error| DriverError { call: "cuEventCreate", code: error.0 as i32 })?;
+        let index = uses.push(ForeignUse { stream: raw, event: Some(event) });
+        Ok(&uses[index].event)
+    }
+}
+
+/// Orders `stream` behind `on`, unless a capture separates them.
+fn order_behind(block: &OwnedBlock<CudaBackend>, stream: StreamId, on: StreamId) -> Result<(), BackendError> {
+    let streams = block.state().streams();
+    if streams.device().is_capturing() {
+        let capture_of = |id| match streams.stream(id) {
+            Some(stream) => streams.capture_of(stream.cu_stream()),
+            None => Ok(None),
+        };
+        if capture_of(stream)? != capture_of(on)? {
+            return Ok(());
+        }
+    }
+    block.state().wait(stream, on)
+}

@@ -1,0 +1,26 @@
+//! Where a backend's bytes come from: virtual memory of a device, or allocations of the driver on a device or on the host.
+//!
+//! | kind | reserve | map | unmap | release |
+//! |---|---|---|---|---|
+//! | [`VirtualMemory`] | addresses | `cuMemCreate`, `cuMemMap`, access | `cuMemUnmap` | addresses back |
+//! | [`Prefetching`] | the same | the same, or nothing where a thread has done it already | the same | the same |
+//! | [`DriverAllocations`] | an allocation | nothing | nothing | the allocation back |
+//!
+//! An allocation of the driver has no addresses without memory, so `reserve` takes what `map` would take. Pools of fixed and
+//! reserved segments map what they reserve at once and notice no difference. Expandable ones need virtual memory.
+
+mod addresses;
+mod backing;
+mod chunks;
+mod driver_allocations;
+mod interface;
+mod prefetch_thread;
+mod prefetch_window;
+mod properties;
+mod spare;
+mod virtual_memory;
+
+pub(crate) use driver_allocations::{AllocationKind, DriverAllocations};
+pub(crate) use interface::BackendMemory;
+pub(crate) use prefetch_thread::Prefetching;
+pub(crate) use virtual_memory::{VirtualMemory, VirtualOptions};

@@ -1,0 +1,98 @@
+//! Pools as scopes: a pool is destroyed when nobody can allocate from it any more and its last buffer is freed.
+//!
+//! Destroying a pool gives memory back, which blocks until the device is done with it. A `Drop` must not block, so it leaves
+//! the pool to the allocator's next `trim`.
+
+use super::pool_stream::PoolStream;
+use super::state::{AbandonedPool, AllocatorState};
+use super::stream_table::StreamTable;
+use crate::backend::CudaMemory;
+use crate::error::CudaError;
+use cudarc::driver::CudaStream;
+use std::fmt;
+use std::sync::Arc;
+use symmalloc_core::{PoolId, StreamId};
+
+/// Owns a pool. See [`CachingAllocator::create_pool`](crate::CachingAllocator::create_pool).
+pub struct Pool<B: CudaMemory> {
+    lease: Arc<PoolLease<B>>,
+}
+
+impl<B: CudaMemory> Pool<B> {
+    pub(crate) fn new(lease: PoolLease<B>) -> Self {
+        Pool { lease: Arc::new(lease) }
+    }
+
+    /// The pool's id, equal on all ranks.
+    pub fn id(&self) -> PoolId {
+        self.lease.pool
+    }
+
+    pub(crate) fn lease(&self) -> &Arc<PoolLease<B>> {
+        &self.lease
+    }
+}
+
+impl<B: CudaMemory> fmt::Debug for Pool<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Pool").field(&self.id()).finish()
+    }
+}
+
+/// While it lives, the pool is not destroyed. It finds the pool's streams.
+pub(crate) struct PoolLease<B: CudaMemory> {
+    state: Arc<AllocatorState<B>>,
+    pool: PoolId,
+    /// By the address of the `CudaStream`; the host's by [`HOST`].
+    streams: StreamTable<Arc<PoolStream<B>>>,
+}
+
+/// No stream lies at this address.
+const HOST: usize = 0;
+
+impl<B: CudaMemory> PoolLease<B> {
+    pub(crate) fn new(state: &Arc<AllocatorState<B>>, pool: PoolId) -> Self {
+        PoolLease { state: Arc::clone(state), pool, streams: StreamTable::new() }
+    }
+
+    #[inline]
+    pub(crate) fn state(&self) -> &Arc<AllocatorState<B>> {
+        &self.state
+    }
+
+    pub(crate) fn pool(&self) -> PoolId {
+        self.pool
+    }
+
+    /// The pool's side of a stream, which is registered now if it was not before.
+    #[inline]
+    pub(crate) fn stream(&self, stream: &Arc<CudaStream>) -> Result<&Arc<PoolStream<B>>, CudaError> {
+        match self.streams.get(Arc::as_ptr(stream) as usize) {
+            Some(known) => Ok(known),
+            None => self.register(stream),
+        }
+    }
+
+    /// A stream that is new, or known by another wrapper.
+    #[cold]
+    fn register(&self, stream: &Arc<CudaStream>) -> Result<&Arc<PoolStream<B>>, CudaError> {
+        Ok(self.registered_stream(self.state.register(stream)?))
+    }
+
+    /// The pool's side of a registered stream, or of the host.
+    pub(crate) fn registered_stream(&self, id: StreamId) -> &Arc<PoolStream<B>> {
+        let key = self.state.streams().stream(id).map_or(HOST, |stream| Arc::as_ptr(stream) as usize);
+        match self.streams.get(key) {
+            Some(known) => known,
+            None => self.streams.insert(key, Arc::new(PoolStream::new(&self.state, self.pool, id))),
+        }
+    }
+}
+
+impl<B: CudaMemory> Drop for PoolLease<B> {
+    fn drop(&mut self) {
+        if self.pool != PoolId::DEFAULT {
+            self.state.abandon(AbandonedPool { pool: self.pool, observer: None, streams: Vec::new() });
+        }
+    }
+}

@@ -1,0 +1,233 @@
+//! What the names of an allocator and its buffers share: the core's allocator, with CUDA's streams for stream ids.
+
+use crate::backend::CudaMemory;
+use crate::device::CudaDevice;
+use crate::error::{CudaError, DriverError, DropError, DropErrors};
+use crate::streams::{BackendStreams, CaptureId};
+use cudarc::driver::CudaStream;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use symmalloc_core::backend::BackendError;
+use symmalloc_core::config::{Config, PoolConfig, SegmentPolicy};
+use symmalloc_core::errors::{AllocateError, PoolError};
+use symmalloc_core::{ObserverId, PoolId, SharedAllocator, StreamId};
+
+/// See the [module documentation](self).
+pub(crate) struct AllocatorState<B: CudaMemory> {
+    core: SharedAllocator<B>,
+    registration: Mutex<()>,
+    /// Pools that [`trim`](Self::trim) trims, in creation order: all but those of graphs.
+    trimmable: Mutex<Vec<PoolId>>,
+    abandoned: Mutex<Vec<AbandonedPool>>,
+    /// Where allocations of a stream that is being captured go.
+    capture_pools: Mutex<Vec<(CaptureId, PoolId)>>,
+    drop_errors: Mutex<DropErrors>,
+}
+
+/// A pool to be destroyed as soon as nothing in it is allocated.
+pub(crate) struct AbandonedPool {
+    pub(crate) pool: PoolId,
+    pub(crate) observer: Option<ObserverId>,
+    /// Streams whose work may use the pool's memory without the core's knowledge.
+    pub(crate) streams: Vec<StreamId>,
+}
+
+impl<B: CudaMemory> AllocatorState<B> {
+    pub(crate) fn new(backend: B, config: Config) -> Result<Self, CudaError> {
+        let pool = fitting(&backend, config.default_pool().clone())?;
+        let config =
+            if pool == *config.default_pool() { config } else { config.to_builder().default_pool(pool).build()? };
+        Ok(AllocatorState {
+            core: SharedAllocator::new(backend, config)?,
+            registration: Mutex::default(),
+            trimmable: Mutex::new(vec![PoolId::DEFAULT]),
+            abandoned: Mutex::default(),
+            capture_pools: Mutex::default(),
+            drop_errors: Mutex::default(),
+        })
+    }
+
+    #[inline]
+    pub(crate) fn core(&self) -> &SharedAllocator<B> {
+        &self.core
+    }
+
+    #[inline]
+    pub(crate) fn streams(&self) -> &BackendStreams {
+        self.core.backend().streams()
+    }
+
+    #[inline]
+    pub(crate) fn device(&self) -> &Arc<CudaDevice> {
+        self.streams().device()
+    }
+
+    /// The id of a stream, registered now if it was not before.
+    pub(crate) fn register(&self, stream: &Arc<CudaStream>) -> Result<StreamId, CudaError> {
+        if let Some(id) = self.streams().find(stream) {
+            return Ok(id);
+        }
+        if stream.cu_stream() as usize == 2 {
+            return Err(CudaError::PerThreadStream);
+        }
+        if stream.context().cu_ctx() != self.device().context().cu_ctx() {
+            return Err(CudaError::ForeignStream);
+        }
+        let _one_at_a_time = lock(&self.registration);
+        match self.streams().find(stream) {
+            Some(id) => Ok(id),
+            None => self.register_next(|| self.streams().add_stream(Arc::clone(stream))),
+        }
+    }
+
+    /// Registers the host as the next stream.
+    pub(crate) fn register_host(&self) -> Result<StreamId, CudaError> {
+        let _one_at_a_time = lock(&self.registration);
+        self.register_next(|| self.streams().add_host())
+    }
+
+    fn register_next(&self, add: impl FnOnce() -> usize) -> Result<StreamId, CudaError> {
+        let id = self.core.register_stream()?;
+        assert_eq!(add(), id.index(), "streams were registered behind the allocator's back, with its core");
+        Ok(id)
+    }
+
+    /// Orders `stream` behind `on` on the device, and tells the core.
+    pub(crate) fn wait(&self, stream: StreamId, on: StreamId) -> Result<(), BackendError> {
+        if stream == on {
+            return Ok(());
+        }
+        self.streams().order_behind(stream, on)?;
+        if !self.device().is_capturing() {
+            // What a capture orders is ordered in its graph only.
+            let _known = self.core.stream_waits(stream, on);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn synchronize(&self, stream: StreamId) -> Result<(), BackendError> {
+        self.streams().synchronize(stream)?;
+        let _known = self.core.stream_synchronized(stream);
+        Ok(())
+    }
+
+    /// The pool of the capture that the stream is part of, if that has one.
+    #[cold]
+    pub(crate) fn capture_pool(&self, stream: StreamId, otherwise: PoolId) -> Result<PoolId, AllocateError> {
+        let Some(raw) = self.streams().stream(stream).map(|stream| stream.cu_stream()) else { return Ok(otherwise) };
+        let fence = |error: DriverError| AllocateError::Fence { stream, error: error.into() };
+        let Some(capture) = self.streams().capture_of(raw).map_err(fence)? else { return Ok(otherwise) };
+        let pools = lock(&self.capture_pools);
+        Ok(pools.iter().find(|(id, _)| *id == capture).map_or(otherwise, |(_, pool)| *pool))
+    }
+
+    /// Allocations on streams of the capture come from this pool from now on.
+    pub(crate) fn set_capture_pool(&self, capture: CaptureId, pool: PoolId) {
+        lock(&self.capture_pools).push((capture, pool));
+    }
+
+    pub(crate) fn forget_capture(&self, capture: CaptureId) {
+        lock(&self.capture_pools).retain(|(id, _)| *id != capture);
+    }
+
+    #[cold]
+    pub(crate) fn note_drop_error(&self, error: DropError) {
+        tracing::warn!(name: "drop.failed", target: "symmalloc", %error);
+        let mut errors = lock(&self.drop_errors);
+        errors.count += 1;
+        errors.last = Some(error);
+    }
+
+    pub(crate) fn drop_errors(&self) -> DropErrors {
+        lock(&self.drop_errors).clone()
+    }
+
+    /// Makes a pool that [`trim`](Self::trim) trims.
+    pub(crate) fn create_pool(&self, config: PoolConfig) -> Result<PoolId, CudaError> {
+        let pool = self.create_kept_pool(config)?;
+        lock(&self.trimmable).push(pool);
+        Ok(pool)
+    }
+
+    /// Makes a pool whose memory stays until the pool is abandoned.
+    pub(crate) fn create_kept_pool(&self, config: PoolConfig) -> Result<PoolId, CudaError> {
+        Ok(self.core.create_pool(fitting(self.core.backend(), config)?)?)
+    }
+
+    /// See [`CachingAllocator::trim`](crate::CachingAllocator::trim).
+    pub(crate) fn trim(&self) -> Result<u64, CudaError> {
+        self.destroy_abandoned()?;
+        let pools = lock(&self.trimmable).clone();
+        let mut released_bytes = 0;
+        for pool in pools {
+            released_bytes += self.core.trim(Some(pool))?;
+        }
+        self.core.backend().memory().release_spare();
+        Ok(released_bytes)
+    }
+
+    /// The pool's owners are gone: the next [`trim`](Self::trim) destroys it if it can.
+    pub(crate) fn abandon(&self, abandoned: AbandonedPool) {
+        lock(&self.trimmable).retain(|pool| *pool != abandoned.pool);
+        lock(&self.abandoned).push(abandoned);
+    }
+
+    /// Destroys the abandoned pools in which nothing is allocated any more and that nobody observes.
+    fn destroy_abandoned(&self) -> Result<(), CudaError> {
+        let abandoned = std::mem::take(&mut *lock(&self.abandoned));
+        let mut first_error = Ok(());
+        for mut entry in abandoned {
+            match self.destroy(&mut entry) {
+                Ok(()) => {}
+                Err(CudaError::Pool(PoolError::InUse { .. } | PoolError::Observed { .. })) => {
+                    lock(&self.abandoned).push(entry);
+                }
+                Err(error) => {
+                    // A pool that the driver did not take back entirely is destroyed for the core, which tries again.
+                    if !matches!(error, CudaError::Pool(PoolError::Backend(_))) {
+                        lock(&self.abandoned).push(entry);
+                    }
+                    first_error = first_error.and(Err(error));
+                }
+            }
+        }
+        first_error
+    }
+
+    fn destroy(&self, entry: &mut AbandonedPool) -> Result<(), CudaError> {
+        while let Some(stream) = entry.streams.last().copied() {
+            self.synchronize(stream).map_err(DriverError::from)?;
+            entry.streams.pop();
+        }
+        if let Some(observer) = entry.observer.take() {
+            self.core.forget(observer)?;
+        }
+        Ok(self.core.destroy_pool(entry.pool)?)
+    }
+}
+
+impl<B: CudaMemory> Drop for AllocatorState<B> {
+    fn drop(&mut self) {
+        let abandoned = std::mem::take(&mut *lock(&self.abandoned));
+        for mut entry in abandoned {
+            // What cannot be destroyed goes with the allocator.
+            let _destroyed = self.destroy(&mut entry);
+        }
+    }
+}
+
+/// The policy, or the nearest that the backend can serve.
+fn fitting<B: CudaMemory>(backend: &B, config: PoolConfig) -> Result<PoolConfig, CudaError> {
+    if backend.is_expandable() || !matches!(config.segments(), SegmentPolicy::Expandable(_)) {
+        return Ok(config);
+    }
+    tracing::info!(
+        name: "pool.fixed",
+        target: "symmalloc",
+        "ranges cannot grow here: the pool has fixed segments in place of expandable ones",
+    );
+    Ok(config.to_builder().fixed().build()?)
+}
+
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,71 @@
+//! A hash table from the address of a `CudaStream` to what belongs to it. It only grows, and readers take no lock.
+//!
+//! A registered stream is kept alive by the backend, and with it its address: an equal address is the same stream.
+
+use std::sync::OnceLock;
+
+/// Slots of one level, a power of two.
+const SLOTS: usize = 64;
+/// How many slots, from the hashed one on, may hold a key. When all are taken, the next level is asked.
+const PROBES: usize = 4;
+
+pub(super) struct StreamTable<T> {
+    slots: [OnceLock<(usize, T)>; SLOTS],
+    next: OnceLock<Box<StreamTable<T>>>,
+}
+
+impl<T> StreamTable<T> {
+    pub(super) fn new() -> Self {
+        StreamTable { slots: std::array::from_fn(|_| OnceLock::new()), next: OnceLock::new() }
+    }
+
+    /// What belongs to the key.
+    #[inline]
+    pub(super) fn get(&self, key: usize) -> Option<&T> {
+        for slot in self.slots_of(key) {
+            // No key stands behind a free slot.
+            let (known, value) = slot.get()?;
+            if *known == key {
+                return Some(value);
+            }
+        }
+        self.next.get()?.get(key)
+    }
+
+    /// What belongs to the key from now on: the value, unless another thread was faster.
+    pub(super) fn insert(&self, key: usize, value: T) -> &T {
+        let mut entry = Some((key, value));
+        for slot in self.slots_of(key) {
+            let (known, value) = slot.get_or_init(|| entry.take().expect("it is put into one slot only"));
+            if *known == key {
+                return value;
+            }
+        }
+        let (key, value) = entry.expect("every slot holds another key");
+        self.next.get_or_init(|| Box::new(StreamTable::new())).insert(key, value)
+    }
+
+    #[inline]
+    fn slots_of(&self, key: usize) -> impl Iterator<Item = &OnceLock<(usize, T)>> {
+        // Fibonacci hashing: the multiplication carries all bits to the highest ones.
+        let hashed = ((key as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - SLOTS.ilog2())) as usize;
+        (0..PROBES).map(move |step| &self.slots[(hashed + step) % SLOTS])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_key_keeps_its_first_value() {
+        let table = StreamTable::new();
+        let keys: Vec<usize> = (0..1000).map(|number| number * 64).collect();
+        for key in &keys {
+            assert_eq!(table.get(*key), None);
+            assert_eq!(*table.insert(*key, key + 1), key + 1);
+            assert_eq!(*table.insert(*key, key + 2), key + 1);
+        }
+        assert!(keys.iter().all(|key| table.get(*key) == Some(&(key + 1))));
+    }
+}

@@ -1,0 +1,10 @@
+//! Streams: which ones an allocator knows, the events that order them, and the captures that they are part of.
+
+mod backend_streams;
+mod captures;
+mod event_pool;
+
+pub(crate) use backend_streams::BackendStreams;
+pub(crate) use backend_streams::is_same;
+pub use captures::CaptureWatch;
+pub(crate) use captures::{CaptureId, capture_of};
