@@ -1,6 +1,6 @@
 //! What `replay` shows to people, on one screen: the job, our order beside the old rule, and what the difference means.
 
-use super::Finding;
+use super::finding::Finding;
 use super::json::{segments_name, streams_name};
 use crate::job::{Decision, Divergence, Order, Outcome, Segments};
 use crate::output::{Cell, Palette, Table};
