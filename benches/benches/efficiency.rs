@@ -27,7 +27,6 @@ use symmalloc_trace::replay::{Program, Replay, StepError};
 use symmalloc_core::report::{BlockStateSnapshot, Snapshot};
 use symmalloc_core::{Allocator, Config, Op, Retry, StreamId};
 use symmalloc_harness::jobs;
-use symmalloc_trace::replay::{Program, Replay, StepError};
 
 const MIB: u64 = 1 << 20;
 

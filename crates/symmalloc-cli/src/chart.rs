@@ -19,16 +19,16 @@ use symmalloc_import::rerun::{Happened, Rerun};
 
 /// The kinds of picture file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum PictureKind {
     Svg,
     Html,
 }
 
-impl Kind {
+impl PictureKind {
     fn of(path: &Path) -> Result<Self, CliError> {
         match path.extension().and_then(|extension| extension.to_str()) {
-            Some("svg") => Ok(Kind::Svg),
-            Some("html" | "htm") => Ok(Kind::Html),
+            Some("svg") => Ok(PictureKind::Svg),
+            Some("html" | "htm") => Ok(PictureKind::Html),
             _ => Err(CliError::UnknownPicture { path: path.to_path_buf() }),
         }
     }
@@ -89,7 +89,7 @@ struct Beside {
 
 /// Draws the pictures that the arguments ask for.
 pub(crate) fn chart(args: &ChartArgs) -> Result<Verdict, CliError> {
-    let kind = Kind::of(&args.output)?;
+    let kind = PictureKind::of(&args.output)?;
     let recorded = Recorded::read(&args.input, &args.reading, &args.policy)?;
     let selection = Selection { pool: args.pool, stream: args.stream };
     let timeline = timeline_of(&recorded, selection)?;
@@ -99,10 +99,10 @@ pub(crate) fn chart(args: &ChartArgs) -> Result<Verdict, CliError> {
     let memory_map = Memory::replayed(&recorded, op, selection)?;
     let name = file_name(&recorded.path);
     let text = match (kind, &beside) {
-        (Kind::Svg, None) if args.map => map_of(&name, &recorded, &memory_map, WIDE, "m", ""),
-        (Kind::Svg, None) => history_of(&name, &recorded, &timeline, WIDE, "h", ""),
-        (Kind::Svg, Some(beside)) => beside_of(&name, beside, WIDE, "b", ""),
-        (Kind::Html, _) => {
+        (PictureKind::Svg, None) if args.map => map_of(&name, &recorded, &memory_map, WIDE, "m", ""),
+        (PictureKind::Svg, None) => history_of(&name, &recorded, &timeline, WIDE, "h", ""),
+        (PictureKind::Svg, Some(beside)) => beside_of(&name, beside, WIDE, "b", ""),
+        (PictureKind::Html, _) => {
             let mut body = format!("<h1>{}</h1>\n", crate::picture::svg::escape(&name));
             body += &history_figure(&name, &recorded, &timeline);
             body += &map_figure(&name, &recorded, &memory_map);

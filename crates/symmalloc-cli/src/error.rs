@@ -1,8 +1,7 @@
 //! What can go wrong in the program: each error says what to do, and ends it with exit code 2.
 
 use crate::job::JobError;
-use miette::Diagnostic;
-use std::fmt;
+use std::borrow::Cow;
 use std::io;
 use std::path::PathBuf;
 use symmalloc_core::ids::PoolId;
@@ -62,11 +61,12 @@ fn needs(pool: Option<&PoolId>, bytes: u64) -> String {
     }
 }
 
-impl Diagnostic for CliError {
-    fn help<'a>(&'a self) -> Option<Box<dyn fmt::Display + 'a>> {
+impl CliError {
+    /// What to do about it.
+    pub(crate) fn help(&self) -> Option<Cow<'static, str>> {
         let help = match self {
             CliError::NothingToShow { heaps, .. } if !heaps.is_empty() => {
-                return Some(Box::new(format!("choose with --pool and --stream among: {}", heaps.join("; "))));
+                return Some(format!("choose with --pool and --stream among: {}", heaps.join("; ")).into());
             }
             CliError::NothingToShow { .. } => "record a job that allocates something",
             CliError::UnknownPicture { .. } => "name it .svg for one picture or .html for a page of them",
@@ -75,7 +75,7 @@ impl Diagnostic for CliError {
             }
             CliError::UnknownPage { .. } => "name it .html",
             CliError::NoSuchOp { .. } => "ops are counted from 0; without --op, the map shows the peak",
-            CliError::Import(error) => return import_help(error.kind()).map(|help| Box::new(help) as Box<_>),
+            CliError::Import(error) => return import_help(error.kind()).map(Cow::from),
             CliError::Program { .. } => "record the job again, or repair the trace at that op",
             CliError::Job { source: JobError::Config(_), .. }
             | CliError::Rerun { source: RerunError::Config(_), .. } => {
@@ -102,7 +102,7 @@ impl Diagnostic for CliError {
             }
             CliError::Print(_) => "send it elsewhere, or make room",
         };
-        Some(Box::new(help))
+        Some(help.into())
     }
 }
 

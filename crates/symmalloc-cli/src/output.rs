@@ -1,8 +1,7 @@
 //! Where words go: results to stdout, errors to stderr, colours only to people.
 
 use crate::error::CliError;
-use miette::{GraphicalReportHandler, GraphicalTheme};
-use owo_colors::{OwoColorize, Style};
+use std::error::Error;
 use std::io::{self, IsTerminal, Write};
 
 /// Writes a result to stdout, all at once. A reader that went away (`| head`) is no failure.
@@ -29,12 +28,17 @@ pub(crate) fn print_json(object: &impl serde::Serialize) -> Result<(), CliError>
 
 /// Tells on stderr what went wrong, because of what, and what to do.
 pub(crate) fn report(error: &CliError) {
-    let theme = if is_colourful(&io::stderr()) { GraphicalTheme::unicode() } else { GraphicalTheme::unicode_nocolor() };
-    let mut text = String::new();
-    let handler = GraphicalReportHandler::new_themed(theme).with_wrap_lines(false).with_cause_chain();
-    if handler.render_report(&mut text, error).is_ok() {
-        let _ = io::stderr().write_all(text.as_bytes());
+    let palette = Palette { is_colourful: is_colourful(&io::stderr()) };
+    let mut text = format!("  {} {error}\n", palette.bad("×"));
+    let causes: Vec<_> = std::iter::successors(error.source(), |&error: &&dyn Error| error.source()).collect();
+    for (index, cause) in causes.iter().enumerate() {
+        let branch = if index + 1 < causes.len() { "├─▶" } else { "╰─▶" };
+        text += &format!("  {} {cause}\n", palette.bad(branch));
     }
+    if let Some(help) = error.help() {
+        text += &format!("  {} {help}\n", palette.aside("help:"));
+    }
+    let _ = io::stderr().write_all(text.as_bytes());
 }
 
 /// Whether the reader sees colours and wants them (<https://no-color.org>).
@@ -54,27 +58,66 @@ impl Palette {
         Palette { is_colourful: is_colourful(&io::stdout()) }
     }
 
-    pub(crate) fn is_colourful(self) -> bool {
-        self.is_colourful
-    }
-
     pub(crate) fn title(self, text: &str) -> String {
-        self.paint(text, Style::new().bold())
+        self.paint(text, "1")
     }
 
     pub(crate) fn aside(self, text: &str) -> String {
-        self.paint(text, Style::new().dimmed())
+        self.paint(text, "2")
     }
 
     pub(crate) fn good(self, text: &str) -> String {
-        self.paint(text, Style::new().green().bold())
+        self.paint(text, "1;32")
     }
 
     pub(crate) fn bad(self, text: &str) -> String {
-        self.paint(text, Style::new().red().bold())
+        self.paint(text, "1;31")
     }
 
-    fn paint(self, text: &str, style: Style) -> String {
-        if self.is_colourful { text.style(style).to_string() } else { text.to_owned() }
+    /// With one of the terminal's styles.
+    fn paint(self, text: &str, style: &str) -> String {
+        if self.is_colourful { format!("\x1b[{style}m{text}\x1b[0m") } else { text.to_owned() }
+    }
+}
+
+/// A table of text: the first column to the left, the others to the right, two blanks between them.
+#[derive(Debug, Default)]
+pub(crate) struct Table {
+    rows: Vec<Vec<Cell>>,
+}
+
+/// A cell, and how it is painted.
+pub(crate) type Cell = (String, Option<fn(Palette, &str) -> String>);
+
+impl Table {
+    pub(crate) fn row(&mut self, cells: impl IntoIterator<Item = Cell>) {
+        self.rows.push(cells.into_iter().collect());
+    }
+
+    fn widths(&self) -> Vec<usize> {
+        let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
+        let width = |column: usize| {
+            self.rows.iter().filter_map(|row| row.get(column)).map(|(text, _)| text.chars().count()).max().unwrap_or(0)
+        };
+        (0..columns).map(width).collect()
+    }
+
+    /// The number of characters in a line.
+    pub(crate) fn width(&self) -> usize {
+        self.widths().iter().map(|width| width + 2).sum::<usize>().saturating_sub(2)
+    }
+
+    /// The lines of the table.
+    pub(crate) fn lines(&self, palette: Palette) -> Vec<String> {
+        let widths = self.widths();
+        let line = |row: &Vec<Cell>| {
+            let cells = row.iter().zip(&widths).enumerate().map(|(column, ((text, paint), width))| {
+                let blanks = " ".repeat(width - text.chars().count());
+                let shown = paint.map_or_else(|| text.clone(), |paint| paint(palette, text));
+                if column == 0 { shown + &blanks } else { blanks + &shown }
+            });
+            cells.collect::<Vec<_>>().join("  ").trim_end().to_owned()
+        };
+        self.rows.iter().map(line).collect()
     }
 }

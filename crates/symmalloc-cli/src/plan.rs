@@ -9,6 +9,7 @@
 //! Expandable and fixed pools become expandable ones that are reserved for. A symmetric or reserved pool becomes a
 //! reserved one: each of its heaps is one segment, and so one window for ever.
 
+mod heap;
 mod program;
 mod proof;
 mod screen;
@@ -21,46 +22,22 @@ use crate::job::JobError;
 use crate::output::{self, Palette};
 use crate::recorded::Recorded;
 use crate::report::settings;
+use heap::{Heap, Heaps};
 use program::Pools;
 use proof::Proof;
 use serde::Serialize;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::path::Path;
 use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy};
-use symmalloc_core::ids::{PoolId, StreamId};
+use symmalloc_core::ids::PoolId;
 use symmalloc_core::op::Op;
 use symmalloc_import::compression::Compressor;
 use symmalloc_import::rerun::Owner;
 use symmalloc_trace::replay::Program;
 use symmalloc_trace::{RecordLine, TraceWriter};
 
-/// What is planned for a heap.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Heap {
-    /// The stream for which its memory is reserved: its own, or of a shared heap the lowest that allocates from it.
-    stream: StreamId,
-    /// The most that was requested at any time.
-    peak_live_bytes: u64,
-    /// What it grew to with nothing reserved.
-    grown_bytes: u64,
-    /// What it is to hold from the start.
-    reserve_bytes: u64,
-}
-
-type Heaps = BTreeMap<Owner, Heap>;
-
-impl Heap {
-    fn new(stream: StreamId) -> Self {
-        Heap { stream, peak_live_bytes: 0, grown_bytes: 0, reserve_bytes: 0 }
-    }
-
-    fn reserve(&self, pool: PoolId) -> Op {
-        Op::Reserve { pool, stream: self.stream, size_bytes: self.reserve_bytes }
-    }
-}
-
 /// A plan, and what came of it.
-struct Plan {
+struct ReservationPlan {
     /// The configuration, that of the default pool included.
     config: Config,
     pools: Pools,
@@ -78,7 +55,7 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<Verdict, CliError> {
     }
     let read = |path| Recorded::read(path, &args.reading, &args.policy);
     let jobs = args.traces.iter().map(|path| read(path)).collect::<Result<Vec<Recorded>, CliError>>()?;
-    let plan = Plan::new(&jobs, args)?;
+    let plan = ReservationPlan::new(&jobs, args)?;
     if let (Some(out), [job]) = (&args.output, &jobs[..]) {
         plan.write(job, out)?;
     }
@@ -90,7 +67,7 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<Verdict, CliError> {
     Ok(if plan.with.holds() { Verdict::Agree } else { Verdict::Differ })
 }
 
-impl Plan {
+impl ReservationPlan {
     fn new(jobs: &[Recorded], args: &PlanArgs) -> Result<Self, CliError> {
         let own = pools_of(jobs)?;
         let invalid = |error: ConfigError| jobs[0].invalid(error);
@@ -126,7 +103,7 @@ impl Plan {
         let config = jobs[0].config.to_builder().default_pool(pools[&PoolId::DEFAULT].clone());
         let config = config.build().map_err(invalid)?;
         let (without, with) = (Proof::default(), Proof::default());
-        let mut plan = Plan { config, pools, heaps, without, with };
+        let mut plan = ReservationPlan { config, pools, heaps, without, with };
         plan.prove(jobs)?;
         Ok(plan)
     }
@@ -245,7 +222,7 @@ struct HeapObject {
     reserve_bytes: u64,
 }
 
-fn object(args: &PlanArgs, plan: &Plan) -> Object {
+fn object(args: &PlanArgs, plan: &ReservationPlan) -> Object {
     let heap = |(owner, heap): (&Owner, &Heap)| HeapObject {
         pool: owner.pool.0,
         stream: owner.stream.map(|stream| stream.0),
@@ -268,7 +245,7 @@ fn object(args: &PlanArgs, plan: &Plan) -> Object {
     }
 }
 
-impl Plan {
+impl ReservationPlan {
     fn is_reserved(&self, pool: PoolId) -> bool {
         matches!(self.pools[&pool].segments(), SegmentPolicy::Reserved { .. })
     }

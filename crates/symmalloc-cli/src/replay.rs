@@ -1,5 +1,6 @@
 //! `symmalloc replay`: recorded jobs on many ranks, for people beside the old rule, for programs as JSON.
 
+mod finding;
 mod json;
 mod screen;
 
@@ -11,6 +12,7 @@ use crate::output::{self, Palette};
 use crate::progress::Progress;
 use crate::recorded::reconfigure;
 use crate::timing;
+use finding::Finding;
 use screen::Screen;
 pub(crate) use screen::kind_of as describe;
 use std::num::NonZeroU32;
@@ -23,15 +25,6 @@ use symmalloc_trace::TraceWriter;
 
 /// The old rule is shown on at most this many ranks: more of them differ no less.
 const COMPARISON_RANKS_MAX: u32 = 8;
-
-/// What was found out about one trace.
-struct Finding<'a> {
-    path: &'a Path,
-    job: &'a Job,
-    outcome: Outcome,
-    /// `None` for address order: the model is not made to be fast.
-    nanoseconds_per_op: Option<f64>,
-}
 
 /// Replays every trace; the verdict is `Differ` if the ranks of any of them do.
 pub(crate) fn replay(args: &ReplayArgs) -> Result<Verdict, CliError> {

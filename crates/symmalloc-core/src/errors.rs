@@ -261,7 +261,7 @@ pub enum RecordUseError {
     Unknown(#[from] UnknownError),
 }
 
-/// Why `trim` failed. What went back before the failure is back; the rest can be trimmed again.
+/// Why `trim`, `acknowledge` or `forget` failed. What went back before the failure is back; the rest can be trimmed again.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum TrimError {
@@ -276,19 +276,10 @@ pub enum TrimError {
         /// What the driver said.
         error: BackendError,
     },
-}
-
-/// Why `acknowledge` failed.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum AcknowledgeError {
-    /// The events were read by another observer, or from another allocator. Nothing is acknowledged.
+    /// Another observer read the events, or they are of another allocator. Nothing is acknowledged.
     #[error("these events were not read by {observer} of this allocator: acknowledge what its own `unread` returned")]
     NotRead {
         /// The observer that was to acknowledge them.
         observer: ObserverId,
     },
-    /// The events are acknowledged, but the driver failed to take memory back.
-    #[error(transparent)]
-    Trim(#[from] TrimError),
 }

@@ -36,17 +36,18 @@
 //! ```
 
 mod device;
+mod live;
 mod pending;
 
 pub use device::MemoryChange;
+pub use live::{Live, Owner};
 
 use std::borrow::Cow;
 
 use symmalloc_core::Allocator;
-use symmalloc_core::backend::DeviceAddress;
 use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy, StreamPolicy};
 use symmalloc_core::errors::{AllocateError, OutOfMemory, OutOfMemoryCause};
-use symmalloc_core::ids::{AllocationId, Placement, PoolId, StreamId};
+use symmalloc_core::ids::{Placement, PoolId, StreamId};
 use symmalloc_core::lock::Exclusive;
 use symmalloc_core::op::Op;
 use symmalloc_core::report::Snapshot;
@@ -64,35 +65,6 @@ pub struct Rerun<'p> {
     pools: Vec<Cow<'p, PoolConfig>>,
     /// Whether memory stays taken while its free is pending.
     with_pending_frees: bool,
-}
-
-/// Whose memory it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Owner {
-    /// The pool.
-    pub pool: PoolId,
-    /// The stream of the heap; `None` when the pool's streams share.
-    pub stream: Option<StreamId>,
-}
-
-/// A live allocation of at least one byte.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Live {
-    /// What the program calls it.
-    pub id: AllocationId,
-    /// Whose memory it lies in.
-    pub owner: Owner,
-    /// The stream it was allocated for.
-    pub stream: StreamId,
-    /// Where it lies.
-    pub placement: Placement,
-    /// The address of its first byte.
-    pub address: DeviceAddress,
-    /// Bytes that the program asked for.
-    pub requested_bytes: u64,
-    /// Bytes of its block.
-    pub block_bytes: u64,
 }
 
 /// What became of an op.

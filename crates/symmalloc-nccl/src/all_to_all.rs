@@ -33,28 +33,30 @@
 
 mod error;
 mod message;
-mod plan;
 mod registered;
+mod transfers;
 
 pub use error::AllToAllError;
 
 use crate::communicator::Communicator;
+use crate::communicator::buffers::Elements;
+use crate::communicator::operation::NcclCall;
 use crate::data_type::DataType;
+use crate::driver;
 use crate::error::CommError;
 use crate::group::Group;
 use crate::registrar::Registrar;
 use crate::registrar::segment_key::SegmentKey;
 use crate::splits::{Side, Split, Splits};
 use crate::transport::NcclTransport;
-use cudarc::driver::sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop, result};
+use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop};
 use message::Messages;
-use plan::{Plan, Region, Shape};
 use registered::RegisteredSegments;
 use std::fmt;
 use std::sync::Arc;
 use symmalloc_agreement::Transport;
 use symmalloc_cuda::DriverError;
+use transfers::{CallShape, Region, Transfers};
 
 /// Exchanges rows among the ranks of a communicator: PyTorch's `all_to_all_single`, with splits that are exchanged when the
 /// program says so. Threads may share it, if they call it in one order that all ranks keep.
@@ -114,7 +116,7 @@ pub struct AllToAllBuilder {
 
 /// A call that can be submitted.
 struct Call<'a> {
-    plan: Plan<'a>,
+    transfers: Transfers<'a>,
     input: Region,
     output: Region,
     /// Uses of both buffers, for as long as work is submitted.
@@ -222,7 +224,7 @@ impl AllToAll {
         let call = self.prepare(stream, input, output, row_elements, splits.into());
         if self.messages.is_checked && !self.is_captured(stream)? {
             let message =
-                call.as_ref().map_or_else(|_| self.messages.refusal(), |call| self.messages.check(&call.plan));
+                call.as_ref().map_or_else(|_| self.messages.refusal(), |call| self.messages.check(&call.transfers));
             let gathered = self.transport.all_gather(&message)?;
             let call = call?;
             self.messages.read_check(&gathered)?;
@@ -247,8 +249,8 @@ impl AllToAll {
     {
         let Messages { rank, ranks, .. } = self.messages;
         let (input_len, output_len) = (input.len(), output.len());
-        let shape = Shape { input_len, output_len, element_bytes: size_of::<T>(), row_elements };
-        let plan = Plan::new(rank, ranks, splits, shape)?;
+        let shape = CallShape { input_len, output_len, element_bytes: size_of::<T>(), row_elements };
+        let transfers = Transfers::new(rank, ranks, splits, shape)?;
         let context = self.comm.device().context();
         for (side, other) in [(Side::Input, input.stream().context()), (Side::Output, output.stream().context())] {
             if other.cu_ctx() != context.cu_ctx() {
@@ -256,13 +258,11 @@ impl AllToAll {
                 return Err(AllToAllError::OtherContext { side, ordinal, expected });
             }
         }
-        if stream.context().cu_ctx() != context.cu_ctx() {
-            return Err(CommError::ForeignStream { name: self.comm.name().into() }.into());
-        }
+        self.comm.check_stream(stream)?;
         let (input_address, reading) = input.device_ptr(stream);
         let (output_address, writing) = output.device_ptr_mut(stream);
-        let input = Region { address: input_address, size_bytes: plan.input_bytes };
-        let output = Region { address: output_address, size_bytes: plan.output_bytes };
+        let input = Region { address: input_address, size_bytes: transfers.input_bytes };
+        let output = Region { address: output_address, size_bytes: transfers.output_bytes };
         if input.overlaps(&output) {
             return Err(AllToAllError::Overlap {
                 input: input.address,
@@ -275,28 +275,27 @@ impl AllToAll {
             registered.check(&self.comm, Side::Input, input)?;
             registered.check(&self.comm, Side::Output, output)?;
         }
-        Ok(Call { plan, input, output, _uses: [reading, writing] })
+        Ok(Call { transfers, input, output, _uses: [reading, writing] })
     }
 
     fn submit(&self, stream: &CudaStream, call: &Call<'_>) -> Result<(), AllToAllError> {
         let Messages { rank, ranks, .. } = self.messages;
         let part = |side, peer| match side {
-            Side::Input => call.plan.part(side, call.input.address, peer),
-            Side::Output => call.plan.part(side, call.output.address, peer),
+            Side::Input => call.transfers.part(side, call.input.address, peer),
+            Side::Output => call.transfers.part(side, call.output.address, peer),
         };
         let mut group = Group::new();
         for peer in (0..ranks).filter(|peer| *peer != rank) {
-            let number = peer as u32;
-            if let Some(sent) = part(Side::Input, peer) {
-                // SAFETY: within the input, which is in use on the stream while its guard lives.
-                unsafe {
-                    group.send_raw(&self.comm, sent.address, sent.size_bytes as usize, DataType::Uint8, number, stream)
-                }?;
-            }
-            if let Some(received) = part(Side::Output, peer) {
-                let count = received.size_bytes as usize;
-                // SAFETY: within the output, which is borrowed mutably and in use on the stream while its guard lives.
-                unsafe { group.receive_raw(&self.comm, received.address, count, DataType::Uint8, number, stream) }?;
+            let peer_rank = peer as u32;
+            // Parts of the buffers, which are borrowed and in use on the stream while the call's guards live.
+            for (nccl_call, part) in [
+                (NcclCall::Send { peer: peer_rank }, part(Side::Input, peer)),
+                (NcclCall::Receive { peer: peer_rank }, part(Side::Output, peer)),
+            ] {
+                if let Some(Region { address, size_bytes }) = part {
+                    let bytes = Elements { address, count: size_bytes as usize };
+                    group.add_raw(&self.comm, nccl_call, bytes, DataType::Uint8, stream)?;
+                }
             }
         }
         group.submit()?;
@@ -308,18 +307,12 @@ impl AllToAll {
 
     fn is_captured(&self, stream: &CudaStream) -> Result<bool, DriverError> {
         let _current = self.comm.device().enter()?;
-        // SAFETY: the stream lives.
-        let status = unsafe { result::stream::is_capturing(stream.cu_stream()) };
-        let status = status.map_err(|error| DriverError { call: "cuStreamIsCapturing", code: error.0 as i32 })?;
-        Ok(status != CU_STREAM_CAPTURE_STATUS_NONE)
+        driver::is_captured(stream)
     }
 
     fn copy(&self, stream: &CudaStream, from: Region, to: Region) -> Result<(), AllToAllError> {
-        let count = from.size_bytes as usize;
         let _current = self.comm.device().enter()?;
-        // SAFETY: equal parts of two buffers that do not overlap and are in use on the stream.
-        let copied = unsafe { result::memcpy_dtod_async(to.address, from.address, count, stream.cu_stream()) };
-        Ok(copied.map_err(|error| DriverError { call: "cuMemcpyDtoDAsync", code: error.0 as i32 })?)
+        Ok(driver::copy(stream, from.address, to.address, from.size_bytes)?)
     }
 }
 

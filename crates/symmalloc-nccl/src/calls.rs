@@ -1,31 +1,38 @@
-//! The NCCL calls of this crate, resolved once, and what goes in and out of them.
+//! The NCCL calls of this crate, resolved once: one function for each, and all that is unsafe about it.
 //!
 //! cudarc's bindings resolve a symbol when it is first called and panic when it is not there, and their enums have no value
 //! for a code that is newer than they are. So this crate has a table of its own: every symbol is looked up when the library
 //! is opened, calls that came after the oldest supported version are optional, and codes are plain integers.
+//!
+//! # Contract
+//! The functions are safe to call within this crate because of what the rest of it keeps to:
+//! - **C1** A [`CommHandle`] comes from NCCL, or from the owner of a borrowed communicator, and is given out only while the
+//!   communicator lives: `communicator/shared.rs` forgets it before [`destroy`](Calls::destroy) and [`abort`](Calls::abort).
+//! - **C2** One thread at a time calls NCCL with a communicator: the one that holds its call lock, or the one that ends it. Only
+//!   [`revoke`](Calls::revoke) may come in between, as NCCL allows.
+//! - **C3** A [`NewHandle`] is kept until nothing is under way that could write to it.
+//! - **C4** The memory of an [`Operation`] is of the communicator's device, long enough, and left alone by others until its
+//!   stream is past it: `communicator/buffers.rs` makes operations of borrowed buffers, and whoever gives bare addresses promises
+//!   as much. Its stream lives and is of the device.
+//! - **C5** A window or registration is given back once, to the communicator that made it.
 
-use crate::error::{LoadError, NcclError};
-use crate::library::NcclVersion;
-use cudarc::driver::sys::CUstream;
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+mod layout;
 
-/// `ncclComm_t`.
-pub(crate) type RawComm = *mut c_void;
-/// `ncclWindow_t`.
-pub(crate) type RawWindow = *mut c_void;
-/// What `ncclCommRegister` gives.
-pub(crate) type RawRegistration = *mut c_void;
+use crate::communicator::operation::{NcclCall, Operation};
+use crate::handles::{CommHandle, NewHandle, RegistrationHandle, WindowHandle};
+use crate::nccl_error::{LoadError, NcclError};
+use crate::version::{Capability, NcclVersion};
+use layout::{RawConfig, RawUniqueId};
+use std::ffi::{CStr, c_char, c_int, c_void};
 
 /// `ncclSuccess`.
-pub(crate) const SUCCESS: c_int = 0;
+const SUCCESS: c_int = 0;
 /// `ncclInProgress`.
-pub(crate) const IN_PROGRESS: c_int = 7;
+const IN_PROGRESS: c_int = 7;
 /// `NCCL_WIN_COLL_SYMMETRIC`.
-pub(crate) const WINDOW_SYMMETRIC: c_int = 1;
+const WINDOW_SYMMETRIC: c_int = 1;
 /// `NCCL_SPLIT_NOCOLOR`.
 pub(crate) const NO_COLOR: c_int = -1;
-/// `NCCL_CONFIG_UNDEF_INT`.
-const UNDEFINED: c_int = c_int::MIN;
 
 /// Whether a call that was accepted is through.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,73 +43,24 @@ pub(crate) enum Progress {
     Underway,
 }
 
-/// `ncclUniqueId`, which is passed by value.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub(crate) struct RawUniqueId {
-    pub(crate) internal: [u8; 128],
-}
+/// What a call came to.
+pub(crate) type Outcome = Result<Progress, NcclError>;
 
-/// `ncclConfig_t` as of NCCL 2.27.
-///
-/// The struct only ever grew at its end. A library copies `size` bytes, but no more than its own struct has, and fills in
-/// defaults for fields that `version` did not have. So this one layout serves 2.18, which reads it up to `split_share`, and
-/// everything newer, which takes what it lacks as not set.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub(crate) struct RawConfig {
-    size: usize,
-    magic: c_uint,
-    version: c_uint,
-    pub(crate) blocking: c_int,
-    cga_cluster_size: c_int,
-    min_ctas: c_int,
-    max_ctas: c_int,
-    net_name: *const c_char,
-    split_share: c_int,
-    traffic_class: c_int,
-    pub(crate) comm_name: *const c_char,
-    collnet_enable: c_int,
-    cta_policy: c_int,
-    shrink_share: c_int,
-    nvls_ctas: c_int,
-}
-
-impl RawConfig {
-    /// Nothing set but whether calls block, and the name.
-    ///
-    /// NCCL keeps the pointer to the name: it must live as long as the communicator.
-    pub(crate) fn new(blocking: bool, comm_name: *const c_char) -> Self {
-        RawConfig {
-            size: size_of::<RawConfig>(),
-            magic: 0xcafe_beef,
-            version: 22_700,
-            blocking: c_int::from(blocking),
-            cga_cluster_size: UNDEFINED,
-            min_ctas: UNDEFINED,
-            max_ctas: UNDEFINED,
-            net_name: std::ptr::null(),
-            split_share: UNDEFINED,
-            traffic_class: UNDEFINED,
-            comm_name,
-            collnet_enable: UNDEFINED,
-            cta_policy: UNDEFINED,
-            shrink_share: UNDEFINED,
-            nvls_ctas: UNDEFINED,
-        }
-    }
-}
+type Comm = *mut c_void;
+type Stream = *mut c_void;
+type Send = *const c_void;
+type Receive = *mut c_void;
 
 macro_rules! nccl_calls {
     (
-        required { $($name:ident = $symbol:ident ($($arg:ident: $type:ty),*);)* }
-        optional { $($o_name:ident = $o_symbol:ident ($($o_arg:ident: $o_type:ty),*);)* }
+        required { $($name:ident = $symbol:ident ($($type:ty),*);)* }
+        optional { $($o_name:ident = $o_symbol:ident ($($o_type:ty),*);)* }
     ) => {
         /// libnccl, with every call resolved.
         pub(crate) struct Calls {
             $($name: unsafe extern "C" fn($($type),*) -> c_int,)*
-            $(pub(crate) $o_name: Option<unsafe extern "C" fn($($o_type),*) -> c_int>,)*
-            last_error: Option<unsafe extern "C" fn(RawComm) -> *const c_char>,
+            $($o_name: Option<unsafe extern "C" fn($($o_type),*) -> c_int>,)*
+            last_error: Option<unsafe extern "C" fn(Comm) -> *const c_char>,
         }
 
         impl Calls {
@@ -126,68 +84,43 @@ macro_rules! nccl_calls {
                     },)*
                     last_error: {
                         // SAFETY: as above.
-                        let found = unsafe { library.get::<unsafe extern "C" fn(RawComm) -> *const c_char>("ncclGetLastError") };
+                        let found = unsafe { library.get::<unsafe extern "C" fn(Comm) -> *const c_char>("ncclGetLastError") };
                         found.ok().map(|call| *call)
                     },
                 })
             }
-
-            $(
-                /// The call's code, which may be [`IN_PROGRESS`].
-                ///
-                /// # Safety
-                /// As the call of this name in nccl.h: handles live, pointers valid, one thread at a time per communicator.
-                #[allow(clippy::too_many_arguments, reason = "NCCL's signature")]
-                pub(crate) unsafe fn $name(&self, $($arg: $type),*) -> Result<Progress, NcclError> {
-                    // SAFETY: the caller's contract.
-                    let code = unsafe { (self.$name)($($arg),*) };
-                    self.outcome(stringify!($symbol), code)
-                }
-            )*
-            $(
-                /// The call's code, which may be [`IN_PROGRESS`]; `None` where the library has no such call.
-                ///
-                /// # Safety
-                /// As the call of this name in nccl.h: handles live, pointers valid, one thread at a time per communicator.
-                pub(crate) unsafe fn $o_name(&self, $($o_arg: $o_type),*) -> Option<Result<Progress, NcclError>> {
-                    let call = self.$o_name?;
-                    // SAFETY: the caller's contract.
-                    let code = unsafe { call($($o_arg),*) };
-                    Some(self.outcome(stringify!($o_symbol), code))
-                }
-            )*
         }
     };
 }
 
 nccl_calls! {
     required {
-        get_unique_id = ncclGetUniqueId(id: *mut RawUniqueId);
-        init = ncclCommInitRankConfig(comm: *mut RawComm, ranks: c_int, id: RawUniqueId, rank: c_int, config: *mut RawConfig);
-        finalize = ncclCommFinalize(comm: RawComm);
-        destroy = ncclCommDestroy(comm: RawComm);
-        abort = ncclCommAbort(comm: RawComm);
-        split = ncclCommSplit(comm: RawComm, color: c_int, key: c_int, new: *mut RawComm, config: *mut RawConfig);
-        async_error = ncclCommGetAsyncError(comm: RawComm, code: *mut c_int);
-        count = ncclCommCount(comm: RawComm, ranks: *mut c_int);
-        user_rank = ncclCommUserRank(comm: RawComm, rank: *mut c_int);
-        cu_device = ncclCommCuDevice(comm: RawComm, device: *mut c_int);
+        get_unique_id = ncclGetUniqueId(*mut RawUniqueId);
+        init = ncclCommInitRankConfig(*mut Comm, c_int, RawUniqueId, c_int, *mut RawConfig);
+        finalize = ncclCommFinalize(Comm);
+        destroy = ncclCommDestroy(Comm);
+        abort = ncclCommAbort(Comm);
+        split = ncclCommSplit(Comm, c_int, c_int, *mut Comm, *mut RawConfig);
+        async_error = ncclCommGetAsyncError(Comm, *mut c_int);
+        count = ncclCommCount(Comm, *mut c_int);
+        user_rank = ncclCommUserRank(Comm, *mut c_int);
+        cu_device = ncclCommCuDevice(Comm, *mut c_int);
         group_start = ncclGroupStart();
         group_end = ncclGroupEnd();
-        all_reduce = ncclAllReduce(send: *const c_void, receive: *mut c_void, count: usize, data_type: c_int, op: c_int, comm: RawComm, stream: CUstream);
-        all_gather = ncclAllGather(send: *const c_void, receive: *mut c_void, count: usize, data_type: c_int, comm: RawComm, stream: CUstream);
-        reduce_scatter = ncclReduceScatter(send: *const c_void, receive: *mut c_void, count: usize, data_type: c_int, op: c_int, comm: RawComm, stream: CUstream);
-        broadcast = ncclBroadcast(send: *const c_void, receive: *mut c_void, count: usize, data_type: c_int, root: c_int, comm: RawComm, stream: CUstream);
-        reduce = ncclReduce(send: *const c_void, receive: *mut c_void, count: usize, data_type: c_int, op: c_int, root: c_int, comm: RawComm, stream: CUstream);
-        send = ncclSend(send: *const c_void, count: usize, data_type: c_int, peer: c_int, comm: RawComm, stream: CUstream);
-        receive = ncclRecv(receive: *mut c_void, count: usize, data_type: c_int, peer: c_int, comm: RawComm, stream: CUstream);
+        all_reduce = ncclAllReduce(Send, Receive, usize, c_int, c_int, Comm, Stream);
+        all_gather = ncclAllGather(Send, Receive, usize, c_int, Comm, Stream);
+        reduce_scatter = ncclReduceScatter(Send, Receive, usize, c_int, c_int, Comm, Stream);
+        broadcast = ncclBroadcast(Send, Receive, usize, c_int, c_int, Comm, Stream);
+        reduce = ncclReduce(Send, Receive, usize, c_int, c_int, c_int, Comm, Stream);
+        send = ncclSend(Send, usize, c_int, c_int, Comm, Stream);
+        receive = ncclRecv(Receive, usize, c_int, c_int, Comm, Stream);
     }
     optional {
-        buffer_register = ncclCommRegister(comm: RawComm, base: *mut c_void, size: usize, registration: *mut RawRegistration);
-        buffer_deregister = ncclCommDeregister(comm: RawComm, registration: RawRegistration);
-        window_register = ncclCommWindowRegister(comm: RawComm, base: *mut c_void, size: usize, window: *mut RawWindow, flags: c_int);
-        window_deregister = ncclCommWindowDeregister(comm: RawComm, window: RawWindow);
-        revoke = ncclCommRevoke(comm: RawComm, flags: c_int);
+        buffer_register = ncclCommRegister(Comm, *mut c_void, usize, *mut *mut c_void);
+        buffer_deregister = ncclCommDeregister(Comm, *mut c_void);
+        window_register = ncclCommWindowRegister(Comm, *mut c_void, usize, *mut *mut c_void, c_int);
+        window_deregister = ncclCommWindowDeregister(Comm, *mut c_void);
+        revoke = ncclCommRevoke(Comm, c_int);
     }
 }
 
@@ -207,17 +140,178 @@ impl Calls {
         }
     }
 
-    fn outcome(&self, call: &'static str, code: c_int) -> Result<Progress, NcclError> {
-        match code {
-            SUCCESS => Ok(Progress::Done),
-            IN_PROGRESS => Ok(Progress::Underway),
-            code => Err(self.error(call, code)),
+    /// Whether the calls of this are there.
+    pub(crate) fn has(&self, capability: Capability) -> bool {
+        match capability {
+            Capability::BufferRegistration => self.buffer_register.is_some() && self.buffer_deregister.is_some(),
+            Capability::Windows => self.window_register.is_some() && self.window_deregister.is_some(),
+            Capability::Revoke => self.revoke.is_some(),
+            Capability::WindowRefusal | Capability::RegistrationInCapture => true,
         }
     }
 
-    /// An error with what NCCL has to say about it.
-    pub(crate) fn error(&self, call: &'static str, code: c_int) -> NcclError {
-        NcclError { call, code, detail: self.last_error_text() }
+    /// `ncclGetUniqueId`
+    pub(crate) fn unique_id(&self) -> Result<[u8; 128], NcclError> {
+        let mut raw = RawUniqueId { internal: [0; 128] };
+        // SAFETY: `raw` is valid for writing.
+        self.outcome("ncclGetUniqueId", unsafe { (self.get_unique_id)(&raw mut raw) })?;
+        Ok(raw.internal)
+    }
+
+    /// `ncclCommInitRankConfig`: a communicator with a name, in the context that is current.
+    pub(crate) fn init(&self, new: &NewHandle, ranks: c_int, id: [u8; 128], rank: c_int, blocking: bool) -> Outcome {
+        let (mut config, id) = (RawConfig::new(blocking, new.name()), RawUniqueId { internal: id });
+        // SAFETY: C3; the configuration is valid, and NCCL copies it.
+        let code = unsafe { (self.init)(new.out(), ranks, id, rank, &raw mut config) };
+        self.outcome("ncclCommInitRankConfig", code)
+    }
+
+    /// `ncclCommSplit`
+    pub(crate) fn split(&self, comm: CommHandle, color: c_int, key: c_int, new: &NewHandle, blocking: bool) -> Outcome {
+        let mut config = RawConfig::new(blocking, new.name());
+        // SAFETY: C1, C2, C3; the configuration is valid, and NCCL copies it.
+        let code = unsafe { (self.split)(comm.as_ptr(), color, key, new.out(), &raw mut config) };
+        self.outcome("ncclCommSplit", code)
+    }
+
+    /// `ncclCommFinalize`. Afterwards the communicator is only asked how far it is, and destroyed.
+    pub(crate) fn finalize(&self, comm: CommHandle) -> Outcome {
+        // SAFETY: C1, C2.
+        self.outcome("ncclCommFinalize", unsafe { (self.finalize)(comm.as_ptr()) })
+    }
+
+    /// `ncclCommDestroy`. The handle is nothing afterwards.
+    pub(crate) fn destroy(&self, comm: CommHandle) -> Outcome {
+        // SAFETY: C1, C2.
+        self.outcome("ncclCommDestroy", unsafe { (self.destroy)(comm.as_ptr()) })
+    }
+
+    /// `ncclCommAbort`. The handle is nothing afterwards. NCCL joins its own threads.
+    pub(crate) fn abort(&self, comm: CommHandle) -> Outcome {
+        // SAFETY: C1, C2.
+        self.outcome("ncclCommAbort", unsafe { (self.abort)(comm.as_ptr()) })
+    }
+
+    /// `ncclCommRevoke`: stops what is in flight, also what another thread waits for inside a call.
+    pub(crate) fn revoke(&self, comm: CommHandle) -> Outcome {
+        // SAFETY: C1, C2.
+        self.optional("ncclCommRevoke", self.revoke.map(|call| unsafe { call(comm.as_ptr(), 0) }))
+    }
+
+    /// `ncclCommGetAsyncError`: what the communicator's threads have come to; `Ok(Underway)` while one works. An error is told as
+    /// that of `call`.
+    pub(crate) fn poll(&self, call: &'static str, comm: CommHandle) -> Outcome {
+        let code = self.number(comm, "ncclCommGetAsyncError", self.async_error)?;
+        self.outcome(call, code)
+    }
+
+    /// `ncclCommUserRank` and `ncclCommCount`: this rank's number, and how many ranks there are.
+    pub(crate) fn rank_of_ranks(&self, comm: CommHandle) -> Result<(u32, u32), NcclError> {
+        let rank = self.number(comm, "ncclCommUserRank", self.user_rank)?;
+        Ok((rank as u32, self.number(comm, "ncclCommCount", self.count)? as u32))
+    }
+
+    /// `ncclCommCuDevice`: the ordinal of its device.
+    pub(crate) fn device_of(&self, comm: CommHandle) -> Result<c_int, NcclError> {
+        self.number(comm, "ncclCommCuDevice", self.cu_device)
+    }
+
+    /// `ncclCommWindowRegister`, with all other ranks. NCCL checks the memory.
+    pub(crate) fn register_window(&self, comm: CommHandle, base: u64, size_bytes: u64, new: &NewHandle) -> Outcome {
+        let (base, size) = (base as *mut c_void, size_bytes as usize);
+        // SAFETY: C1, C2, C3.
+        let call = |call: unsafe extern "C" fn(_, _, _, _, _) -> _| unsafe {
+            call(comm.as_ptr(), base, size, new.out(), WINDOW_SYMMETRIC)
+        };
+        self.optional("ncclCommWindowRegister", self.window_register.map(call))
+    }
+
+    /// `ncclCommWindowDeregister`
+    pub(crate) fn deregister_window(&self, comm: CommHandle, window: WindowHandle) -> Outcome {
+        // SAFETY: C1, C2, C5.
+        let call = |call: unsafe extern "C" fn(_, _) -> _| unsafe { call(comm.as_ptr(), window.as_ptr()) };
+        self.optional("ncclCommWindowDeregister", self.window_deregister.map(call))
+    }
+
+    /// `ncclCommRegister`. NCCL notes the range, and looks at the memory when a collective uses it.
+    pub(crate) fn register_buffer(&self, comm: CommHandle, base: u64, size_bytes: u64, new: &NewHandle) -> Outcome {
+        let (base, size) = (base as *mut c_void, size_bytes as usize);
+        // SAFETY: C1, C2, C3.
+        let call = |call: unsafe extern "C" fn(_, _, _, _) -> _| unsafe { call(comm.as_ptr(), base, size, new.out()) };
+        self.optional("ncclCommRegister", self.buffer_register.map(call))
+    }
+
+    /// `ncclCommDeregister`
+    pub(crate) fn deregister_buffer(&self, comm: CommHandle, buffer: RegistrationHandle) -> Outcome {
+        // SAFETY: C1, C2, C5.
+        let call = |call: unsafe extern "C" fn(_, _) -> _| unsafe { call(comm.as_ptr(), buffer.as_ptr()) };
+        self.optional("ncclCommDeregister", self.buffer_deregister.map(call))
+    }
+
+    /// Gives collectives to NCCL: one as it is, several as a group.
+    pub(crate) fn issue(&self, operations: &[(CommHandle, Operation)]) -> Outcome {
+        if let [(comm, operation)] = operations {
+            return self.issue_one(*comm, operation);
+        }
+        // SAFETY: takes nothing.
+        self.outcome("ncclGroupStart", unsafe { (self.group_start)() })?;
+        let issued =
+            operations.iter().try_fold(Progress::Done, |_, (comm, operation)| self.issue_one(*comm, operation));
+        // The group must be ended on this thread in any case; after an error NCCL drops what it holds.
+        // SAFETY: takes nothing.
+        let ended = self.outcome("ncclGroupEnd", unsafe { (self.group_end)() });
+        issued.and(ended)
+    }
+
+    fn issue_one(&self, comm: CommHandle, operation: &Operation) -> Outcome {
+        let (from, to) = (operation.send as Send, operation.receive as Receive);
+        let (count, data_type) = (operation.count, operation.data_type.raw());
+        let (comm, stream) = (comm.as_ptr(), operation.stream.as_ptr());
+        // SAFETY: C1, C2, C4, for every call below.
+        let code = unsafe {
+            match operation.call {
+                NcclCall::AllReduce { op } => (self.all_reduce)(from, to, count, data_type, op.raw(), comm, stream),
+                NcclCall::AllGather => (self.all_gather)(from, to, count, data_type, comm, stream),
+                NcclCall::ReduceScatter { op } => {
+                    (self.reduce_scatter)(from, to, count, data_type, op.raw(), comm, stream)
+                }
+                NcclCall::Broadcast { root } => {
+                    (self.broadcast)(from, to, count, data_type, root as c_int, comm, stream)
+                }
+                NcclCall::Reduce { op, root } => {
+                    (self.reduce)(from, to, count, data_type, op.raw(), root as c_int, comm, stream)
+                }
+                NcclCall::Send { peer } => (self.send)(from, count, data_type, peer as c_int, comm, stream),
+                NcclCall::Receive { peer } => (self.receive)(to, count, data_type, peer as c_int, comm, stream),
+            }
+        };
+        self.outcome(operation.call.symbol(), code)
+    }
+
+    /// A call that asks a communicator for a number.
+    fn number(
+        &self,
+        comm: CommHandle,
+        symbol: &'static str,
+        call: unsafe extern "C" fn(Comm, *mut c_int) -> c_int,
+    ) -> Result<c_int, NcclError> {
+        let mut number = 0;
+        // SAFETY: C1, C2; `number` is valid for writing.
+        self.outcome(symbol, unsafe { call(comm.as_ptr(), &raw mut number) })?;
+        Ok(number)
+    }
+
+    /// What a call came to that some libraries lack: there it does nothing.
+    fn optional(&self, call: &'static str, code: Option<c_int>) -> Outcome {
+        code.map_or(Ok(Progress::Done), |code| self.outcome(call, code))
+    }
+
+    fn outcome(&self, call: &'static str, code: c_int) -> Outcome {
+        match code {
+            SUCCESS => Ok(Progress::Done),
+            IN_PROGRESS => Ok(Progress::Underway),
+            code => Err(NcclError { call, code, detail: self.last_error_text() }),
+        }
     }
 
     fn last_error_text(&self) -> Option<Box<str>> {
@@ -230,64 +324,5 @@ impl Calls {
         let text = unsafe { CStr::from_ptr(text) }.to_string_lossy();
         let text = text.trim();
         (!text.is_empty()).then(|| text.into())
-    }
-
-    /// What the communicator's threads have come to: `Ok(Underway)` while one works.
-    ///
-    /// # Safety
-    /// The communicator lives.
-    pub(crate) unsafe fn poll(&self, call: &'static str, comm: RawComm) -> Result<Progress, NcclError> {
-        let mut code = SUCCESS;
-        // SAFETY: the caller's contract; `code` is valid for writing.
-        unsafe { self.async_error(comm, &raw mut code) }?;
-        self.outcome(call, code)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::mem::offset_of;
-
-    #[test]
-    fn the_configuration_is_laid_out_as_in_nccl_h() {
-        // From nccl.h of 2.27.3, on a 64-bit machine; 2.18 ends before traffic_class.
-        assert_eq!(offset_of!(RawConfig, size), 0);
-        assert_eq!(offset_of!(RawConfig, magic), 8);
-        assert_eq!(offset_of!(RawConfig, version), 12);
-        assert_eq!(offset_of!(RawConfig, blocking), 16);
-        assert_eq!(offset_of!(RawConfig, cga_cluster_size), 20);
-        assert_eq!(offset_of!(RawConfig, min_ctas), 24);
-        assert_eq!(offset_of!(RawConfig, max_ctas), 28);
-        assert_eq!(offset_of!(RawConfig, net_name), 32);
-        assert_eq!(offset_of!(RawConfig, split_share), 40);
-        assert_eq!(offset_of!(RawConfig, traffic_class), 44);
-        assert_eq!(offset_of!(RawConfig, comm_name), 48);
-        assert_eq!(offset_of!(RawConfig, collnet_enable), 56);
-        assert_eq!(offset_of!(RawConfig, cta_policy), 60);
-        assert_eq!(offset_of!(RawConfig, shrink_share), 64);
-        assert_eq!(offset_of!(RawConfig, nvls_ctas), 68);
-        assert_eq!(size_of::<RawConfig>(), 72);
-        assert_eq!((size_of::<RawUniqueId>(), align_of::<RawUniqueId>()), (128, 1));
-    }
-
-    #[test]
-    fn a_configuration_sets_nothing_but_what_it_is_told() {
-        let config = RawConfig::new(false, std::ptr::null());
-        assert_eq!((config.size, config.magic, config.version), (72, 0xcafe_beef, 22_700));
-        assert_eq!(config.blocking, 0);
-        assert!(config.net_name.is_null() && config.comm_name.is_null());
-        let unset = [
-            config.cga_cluster_size,
-            config.min_ctas,
-            config.max_ctas,
-            config.split_share,
-            config.traffic_class,
-            config.collnet_enable,
-            config.cta_policy,
-            config.shrink_share,
-            config.nvls_ctas,
-        ];
-        assert_eq!(unset, [c_int::MIN; 9]);
     }
 }

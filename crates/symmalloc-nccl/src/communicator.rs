@@ -7,10 +7,11 @@
 //!    call.rs           how NCCL is called: on which thread (threads.rs), and for how long
 //!    ending.rs         what happens when it does not end in order (state.rs)
 //!    registering.rs    windows and buffers (registration.rs)
-//!    submit.rs         collectives (operation.rs)
+//!    submit.rs         collectives (operation.rs), over buffers (buffers.rs)
 //!    order.rs          one order of all communicators, on every rank
 //! ```
 
+pub(crate) mod buffers;
 mod builder;
 mod call;
 mod ending;
@@ -19,30 +20,33 @@ mod order;
 mod registering;
 pub(crate) mod registration;
 mod shared;
-mod state;
+pub(crate) mod state;
 mod submit;
 mod threads;
 
 pub use builder::CommunicatorBuilder;
 pub use order::CommOrder;
-pub(crate) use shared::CommPtr;
 pub use state::{CommState, Stage};
 pub(crate) use submit::submit;
 
-use crate::calls::{NO_COLOR, RawConfig};
+use crate::calls::NO_COLOR;
 use crate::error::CommError;
-use crate::library::{Capability, Nccl};
+use crate::handles::{CommHandle, NewHandle};
+use crate::library::Nccl;
 use crate::patience::Patience;
-use call::{Kept, Route, perform, settle};
+use crate::version::Capability;
+use call::{Route, perform, settle};
+use cudarc::driver::CudaStream;
 use ending::{ABORT_LIMIT, Ending, end_all};
 use shared::{Inner, Life, Mode, Ownership, Shared, lock};
 use std::ffi::{CString, c_int, c_void};
 use std::fmt;
 use std::slice::from_mut;
-use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::time::Duration;
 use symmalloc_cuda::CudaDevice;
+use threads::{Kept, Waited, start, wait_for};
 
 /// Our own safe type over `ncclComm_t`. Cloning it is cheap and gives another name of the same communicator.
 ///
@@ -73,14 +77,6 @@ pub struct Communicator {
 }
 
 impl Communicator {
-    /// How long a communicator waits for other ranks unless it is told otherwise: five minutes.
-    pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(300);
-
-    /// A builder of communicators on this device.
-    pub fn builder(device: &Arc<CudaDevice>) -> CommunicatorBuilder {
-        CommunicatorBuilder::new(device)
-    }
-
     /// This rank's number.
     pub fn rank(&self) -> u32 {
         self.shared.rank
@@ -145,7 +141,7 @@ impl Communicator {
     ///
     /// Whoever calls NCCL with it sees to it that nobody else does so at the same time.
     pub fn raw(&self) -> *mut c_void {
-        lock(&self.shared.life).comm.0
+        lock(&self.shared.life).comm.as_ptr()
     }
 
     /// Splits it: ranks with the same color are together in a new one, ordered by key and then by rank. All ranks call it.
@@ -168,19 +164,15 @@ impl Communicator {
         let ordinal = access.inner.splits;
         let name = format!("{}/{ordinal}.{}", shared.name, color.map_or(-1, i64::from));
         let c_name: Arc<std::ffi::CStr> = CString::new(name.as_str()).map_err(|_| CommError::Name)?.into();
-        let child = Arc::new((AtomicPtr::<c_void>::new(std::ptr::null_mut()), Arc::clone(&c_name)));
-        let (comm, out, mode) = (access.comm, Arc::clone(&child), shared.mode);
-        let kept: Kept = Some(Arc::clone(&child) as _);
+        let new = NewHandle::named(&c_name);
+        let (kept, out): (Kept, _) = (Some(Arc::clone(&new) as _), Arc::clone(&new));
+        let (comm, mode) = (access.comm, shared.mode);
         perform(from_mut(&mut access), Stage::Split, Route::when_blocking(mode, Route::Apart), &kept, move |calls| {
-            let mut config = RawConfig::new(mode == Mode::Blocking, out.1.as_ptr());
-            // SAFETY: the communicator lives; the answer's place and the name are kept until NCCL is done with them.
-            unsafe { calls.split(comm.raw(), raw_color, raw_key, out.0.as_ptr(), &raw mut config) }
+            calls.split(comm, raw_color, raw_key, &out, mode == Mode::Blocking)
         })?;
         drop(access);
-        let (Some(color), raw) = (color, child.0.load(Ordering::Acquire)) else { return Ok(None) };
-        if raw.is_null() {
-            return Err(CommError::NoCommunicator { call: "ncclCommSplit" });
-        }
+        let Some(color) = color else { return Ok(None) };
+        let raw = new.comm().ok_or(CommError::NoCommunicator { call: "ncclCommSplit" })?;
         let child = Shared {
             nccl: shared.nccl,
             device: Arc::clone(&shared.device),
@@ -235,17 +227,12 @@ impl Communicator {
     fn settled(mut shared: Shared, patience: &Patience) -> Result<Communicator, CommError> {
         let mut access = shared.access()?;
         settle(from_mut(&mut access), Stage::Connect, &None, patience)?;
-        let (calls, comm) = (shared.nccl.calls(), access.comm.0);
-        let (mut rank, mut ranks) = (0, 0);
-        {
+        let (rank, ranks) = {
             let _current = shared.device.enter()?;
-            // SAFETY: the communicator lives, and the access is this thread's; the answers are valid for writing.
-            unsafe { calls.user_rank(comm, &raw mut rank) }?;
-            // SAFETY: as above.
-            unsafe { calls.count(comm, &raw mut ranks) }?;
-        }
+            shared.nccl.calls().rank_of_ranks(access.comm)?
+        };
         drop(access);
-        (shared.rank, shared.ranks) = (rank as u32, ranks as u32);
+        (shared.rank, shared.ranks) = (rank, ranks);
         let (communicator, device) = (&*shared.name, shared.device.ordinal());
         tracing::debug!(name: "communicator.ready", target: "symmalloc", communicator, rank, ranks, device);
         Ok(Communicator { shared: Arc::new(shared) })
@@ -277,6 +264,14 @@ impl Communicator {
         Ok(access.inner.gathers)
     }
 
+    /// Refuses a stream of another device.
+    pub(crate) fn check_stream(&self, stream: &CudaStream) -> Result<(), CommError> {
+        if stream.context().cu_ctx() == self.device().context().cu_ctx() {
+            return Ok(());
+        }
+        Err(CommError::ForeignStream { name: Arc::clone(&self.shared.name) })
+    }
+
     pub(crate) fn serial(&self) -> u64 {
         self.shared.serial
     }
@@ -301,29 +296,23 @@ impl Shared {
             return deregistered;
         }
         let (comm, kept): (_, Kept) = (access.comm, Some(Arc::new(Arc::clone(&self.c_name))));
-        perform(from_mut(&mut access), Stage::Destroy, Route::Apart, &kept, move |calls| {
-            // SAFETY: the communicator lives; after this it is only asked how far it is, and destroyed.
-            unsafe { calls.finalize(comm.raw()) }
-        })?;
+        perform(from_mut(&mut access), Stage::Destroy, Route::Apart, &kept, move |calls| calls.finalize(comm))?;
         self.destroy_finalized(comm, kept)?;
         deregistered
     }
 
-    fn destroy_finalized(&self, comm: CommPtr, kept: Kept) -> Result<(), CommError> {
+    fn destroy_finalized(&self, comm: CommHandle, kept: Kept) -> Result<(), CommError> {
         let (calls, patience) = (self.nccl.calls(), Patience::new(self.deadline));
         // Whatever it comes to, nobody may touch the communicator afterwards.
         lock(&self.life).end(CommState::Destroyed, None);
-        let caller = call::start(&self.device, kept, move || {
-            // SAFETY: the communicator lives, and nobody else knows it any more.
-            unsafe { calls.destroy(comm.raw()) }
-        });
-        match call::wait_for(&caller, &patience, || false) {
-            call::Waited::Came(answer) => {
+        let caller = start(&self.device, kept, move || calls.destroy(comm));
+        match wait_for(&caller, &patience, || false) {
+            Waited::Came(answer) => {
                 answer?;
                 tracing::debug!(name: "communicator.destroyed", target: "symmalloc", communicator = &*self.name);
                 Ok(())
             }
-            call::Waited::Stopped | call::Waited::TooLong => {
+            Waited::Stopped | Waited::TooLong => {
                 lock(&self.life).state = CommState::Lost;
                 Err(self.overdue(Stage::Destroy, &patience))
             }
@@ -358,14 +347,12 @@ impl Shared {
     /// Stops what another thread waits for in a call.
     fn revoke_from_outside(&self) {
         let comm = lock(&self.life).comm;
-        if comm.0.is_null() || self.ownership == Ownership::Borrowed || !self.nccl.supports(Capability::Revoke) {
+        if comm.is_null() || self.ownership == Ownership::Borrowed || !self.nccl.supports(Capability::Revoke) {
             return;
         }
+        // The communicator lives: whoever ends it needs the call lock, and its holder is inside a call.
         let calls = self.nccl.calls();
-        call::start(&self.device, None, move || {
-            // SAFETY: it lives: whoever ends it needs the call lock, and its holder is inside a call.
-            unsafe { calls.revoke(comm.raw(), 0) }.unwrap_or(Ok(crate::calls::Progress::Done))
-        });
+        start(&self.device, None, move || calls.revoke(comm));
     }
 }
 

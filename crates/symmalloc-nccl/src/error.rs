@@ -1,128 +1,15 @@
 //! What can go wrong with NCCL, and what to do about it.
 
-use crate::communicator::{CommState, Stage};
+use crate::communicator::registration::WINDOW_ALIGNMENT;
+use crate::communicator::state::{CommState, Stage};
 use crate::launch::LaunchError;
-use crate::library::{Capability, NcclVersion};
-use crate::rendezvous::RendezvousError;
-use std::fmt;
+use crate::nccl_error::{LoadError, NcclError};
+use crate::rendezvous::error::RendezvousError;
+use crate::version::{Capability, NcclVersion};
 use std::sync::Arc;
 use std::time::Duration;
 use symmalloc_cuda::{CudaError, DriverError};
 use thiserror::Error;
-
-/// libnccl could not be used at all.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum LoadError {
-    /// No library could be opened.
-    #[error(
-        "libnccl cannot be opened ({}): install NCCL, put the folder of libnccl.so.2 on LD_LIBRARY_PATH, or name the file \
-         in SYMMALLOC_NCCL_LIBRARY", .tried.join("; ")
-    )]
-    LibraryMissing {
-        /// Each name tried, in order, with the system's reason.
-        tried: Vec<String>,
-    },
-    /// The library lacks a call that every supported version has.
-    #[error("{path} has no {symbol}: it is not NCCL, or not a whole one; name another in SYMMALLOC_NCCL_LIBRARY")]
-    SymbolMissing {
-        /// The library.
-        path: String,
-        /// The call.
-        symbol: &'static str,
-    },
-    /// The library does not say which version it is.
-    #[error("ncclGetVersion of {path} failed with {code}: it is not NCCL; name another in SYMMALLOC_NCCL_LIBRARY")]
-    NoVersion {
-        /// The library.
-        path: String,
-        /// What the call gave.
-        code: i32,
-    },
-    /// The library is older than this crate can work with.
-    #[error(
-        "{path} is NCCL {version}: install {} or newer, or name one in SYMMALLOC_NCCL_LIBRARY",
-        NcclVersion::OLDEST
-    )]
-    TooOld {
-        /// The library.
-        path: String,
-        /// Its version.
-        version: NcclVersion,
-    },
-}
-
-/// An NCCL call that failed.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NcclError {
-    /// The call, for example `ncclCommInitRankConfig`.
-    pub call: &'static str,
-    /// NCCL's code (`ncclResult_t`).
-    pub code: i32,
-    /// NCCL's last message in this process, which may be about another communicator.
-    pub detail: Option<Box<str>>,
-}
-
-/// `ncclUnhandledCudaError`.
-pub(crate) const UNHANDLED_CUDA_ERROR: i32 = 1;
-/// `ncclSystemError`.
-pub(crate) const SYSTEM_ERROR: i32 = 2;
-/// `ncclInternalError`.
-pub(crate) const INTERNAL_ERROR: i32 = 3;
-/// `ncclInvalidArgument`.
-pub(crate) const INVALID_ARGUMENT: i32 = 4;
-/// `ncclInvalidUsage`.
-pub(crate) const INVALID_USAGE: i32 = 5;
-/// `ncclRemoteError`.
-pub(crate) const REMOTE_ERROR: i32 = 6;
-
-impl NcclError {
-    /// The code's name.
-    pub fn name(&self) -> &'static str {
-        match self.code {
-            0 => "ncclSuccess",
-            UNHANDLED_CUDA_ERROR => "ncclUnhandledCudaError",
-            SYSTEM_ERROR => "ncclSystemError",
-            INTERNAL_ERROR => "ncclInternalError",
-            INVALID_ARGUMENT => "ncclInvalidArgument",
-            INVALID_USAGE => "ncclInvalidUsage",
-            REMOTE_ERROR => "ncclRemoteError",
-            7 => "ncclInProgress",
-            _ => "an ncclResult_t",
-        }
-    }
-
-    fn advice(&self) -> &'static str {
-        match self.code {
-            UNHANDLED_CUDA_ERROR => {
-                "a CUDA call inside NCCL failed, or the memory is not what NCCL needs: run with NCCL_DEBUG=WARN"
-            }
-            SYSTEM_ERROR => {
-                "the network or the system refused: check NCCL_SOCKET_IFNAME and the other ranks, run with NCCL_DEBUG=WARN"
-            }
-            INVALID_ARGUMENT | INVALID_USAGE => "NCCL_DEBUG=WARN says which argument",
-            REMOTE_ERROR => "another rank is gone or the network failed: look for the first error among the ranks",
-            _ => "run with NCCL_DEBUG=INFO",
-        }
-    }
-
-    /// Whether a communicator on which this happened cannot be used any more.
-    pub(crate) fn is_fatal(&self) -> bool {
-        !matches!(self.code, INVALID_ARGUMENT | INVALID_USAGE)
-    }
-}
-
-impl std::error::Error for NcclError {}
-
-impl fmt::Display for NcclError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} failed with {} ({})", self.call, self.code, self.name())?;
-        if let Some(detail) = &self.detail {
-            write!(f, ", last message: {detail}")?;
-        }
-        write!(f, ": {}", self.advice())
-    }
-}
 
 /// Why a communicator could not do what it was asked.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -246,10 +133,7 @@ pub enum CommError {
         owner: Arc<str>,
     },
     /// The base of a window is not where NCCL can start one.
-    #[error(
-        "a window cannot start at {base:#x}: NCCL needs a multiple of {}",
-        crate::communicator::registration::WINDOW_ALIGNMENT
-    )]
+    #[error("a window cannot start at {base:#x}: NCCL needs a multiple of {WINDOW_ALIGNMENT}")]
     Unaligned {
         /// The address.
         base: u64,
@@ -333,12 +217,5 @@ mod tests {
             old.to_string(),
             "/x/libnccl.so is NCCL 2.17.1: install 2.18.1 or newer, or name one in SYMMALLOC_NCCL_LIBRARY"
         );
-    }
-
-    #[test]
-    fn only_refused_arguments_leave_a_communicator_usable() {
-        let is_fatal = |code| NcclError { call: "ncclAllReduce", code, detail: None }.is_fatal();
-        assert_eq!([1, 2, 3, 6, 99].map(is_fatal), [true; 5]);
-        assert_eq!([4, 5].map(is_fatal), [false; 2]);
     }
 }

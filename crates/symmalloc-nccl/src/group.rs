@@ -3,11 +3,12 @@
 //! NCCL's own groups are a state of the calling thread, in which pointers are taken long before the work is in the stream. Here a
 //! group is a value: it borrows the buffers until it is submitted, and an abandoned one has called nothing.
 
-use crate::communicator::operation::{Kind, Operation};
+use crate::communicator::buffers::{Buffers, Elements, Uses};
+use crate::communicator::operation::{NcclCall, Operation};
 use crate::communicator::{Communicator, submit};
 use crate::data_type::{DataType, NcclType, ReduceOp};
 use crate::error::CommError;
-use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
+use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 use smallvec::SmallVec;
 use std::fmt;
 
@@ -39,7 +40,7 @@ use std::fmt;
 pub struct Group<'a> {
     operations: SmallVec<[(&'a Communicator, Operation); 4]>,
     /// Order later uses of the buffers behind the group, when they are dropped.
-    guards: SmallVec<[SyncOnDrop<'a>; 4]>,
+    uses: Uses<'a>,
 }
 
 impl<'a> Group<'a> {
@@ -59,13 +60,7 @@ impl<'a> Group<'a> {
         peer: u32,
         stream: &'a CudaStream,
     ) -> Result<&mut Self, CommError> {
-        let kind = Kind::Send { peer: comm.check_rank(peer)? };
-        comm.check_stream(stream)?;
-        let count = buffer.len();
-        let (address, guard) = buffer.device_ptr(stream);
-        self.guards.push(guard);
-        self.push(comm, kind, (address, 0), count, T::DATA_TYPE, stream);
-        Ok(self)
+        self.add(comm, NcclCall::Send { peer }, Buffers::read(comm, buffer, stream)?)
     }
 
     /// Adds a [`Communicator::receive`].
@@ -79,13 +74,7 @@ impl<'a> Group<'a> {
         peer: u32,
         stream: &'a CudaStream,
     ) -> Result<&mut Self, CommError> {
-        let kind = Kind::Receive { peer: comm.check_rank(peer)? };
-        comm.check_stream(stream)?;
-        let count = buffer.len();
-        let (address, guard) = buffer.device_ptr_mut(stream);
-        self.guards.push(guard);
-        self.push(comm, kind, (0, address), count, T::DATA_TYPE, stream);
-        Ok(self)
+        self.add(comm, NcclCall::Receive { peer }, Buffers::written(comm, buffer, stream)?)
     }
 
     /// Adds a [`Communicator::all_reduce`].
@@ -100,16 +89,7 @@ impl<'a> Group<'a> {
         op: ReduceOp,
         stream: &'a CudaStream,
     ) -> Result<&mut Self, CommError> {
-        comm.check_stream(stream)?;
-        let (actual, expected) = (receive.len(), send.len());
-        if actual != expected {
-            return Err(CommError::Length { collective: "ncclAllReduce", role: "receive", actual, expected });
-        }
-        let (from, read) = send.device_ptr(stream);
-        let (to, written) = receive.device_ptr_mut(stream);
-        self.guards.extend([read, written]);
-        self.push(comm, Kind::AllReduce { op: op.raw() }, (from, to), expected, T::DATA_TYPE, stream);
-        Ok(self)
+        self.add(comm, NcclCall::AllReduce { op }, Buffers::pair(comm, send, receive, stream)?)
     }
 
     /// Adds a send of memory that is known by its address.
@@ -129,10 +109,7 @@ impl<'a> Group<'a> {
         peer: u32,
         stream: &'a CudaStream,
     ) -> Result<&mut Self, CommError> {
-        let kind = Kind::Send { peer: comm.check_rank(peer)? };
-        comm.check_stream(stream)?;
-        self.push(comm, kind, (address, 0), count, data_type, stream);
-        Ok(self)
+        self.add_raw(comm, NcclCall::Send { peer }, Elements { address, count }, data_type, stream)
     }
 
     /// Adds a receive into memory that is known by its address.
@@ -151,10 +128,7 @@ impl<'a> Group<'a> {
         peer: u32,
         stream: &'a CudaStream,
     ) -> Result<&mut Self, CommError> {
-        let kind = Kind::Receive { peer: comm.check_rank(peer)? };
-        comm.check_stream(stream)?;
-        self.push(comm, kind, (0, address), count, data_type, stream);
-        Ok(self)
+        self.add_raw(comm, NcclCall::Receive { peer }, Elements { address, count }, data_type, stream)
     }
 
     /// Gives all of it to NCCL. Returns when the work is in the streams. An empty group is nothing.
@@ -163,22 +137,26 @@ impl<'a> Group<'a> {
     /// See [`CommError`]. Either all of it is submitted or nothing; where an error ends a communicator, it ends all of the
     /// group's.
     pub fn submit(self) -> Result<(), CommError> {
-        // SAFETY: lengths are those of the buffers, which are borrowed; the guards outlive the call and order later uses of the
-        // memory behind it. For raw addresses, whoever added them promised as much.
-        unsafe { submit(&self.operations) }
+        submit(&self.operations)
     }
 
-    fn push(
+    /// Adds a send or receive of memory by its address, for which the caller vouches as [`send_raw`](Self::send_raw) says.
+    pub(crate) fn add_raw(
         &mut self,
         comm: &'a Communicator,
-        kind: Kind,
-        (send, receive): (u64, u64),
-        count: usize,
+        call: NcclCall,
+        elements: Elements,
         data_type: DataType,
-        stream: &CudaStream,
-    ) {
-        let stream = stream.cu_stream();
-        self.operations.push((comm, Operation { kind, send, receive, count, data_type, stream }));
+        stream: &'a CudaStream,
+    ) -> Result<&mut Self, CommError> {
+        self.add(comm, call, Buffers::raw(comm, elements, elements, data_type, stream)?)
+    }
+
+    fn add(&mut self, comm: &'a Communicator, call: NcclCall, buffers: Buffers<'a>) -> Result<&mut Self, CommError> {
+        let (operation, uses) = buffers.operation(call, comm.ranks())?;
+        self.uses.extend(uses);
+        self.operations.push((comm, operation));
+        Ok(self)
     }
 }
 

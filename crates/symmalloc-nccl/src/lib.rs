@@ -57,12 +57,15 @@ mod calls;
 mod collectives;
 mod communicator;
 mod data_type;
+mod driver;
 mod error;
 mod group;
+mod handles;
 mod launch;
 mod library;
 #[cfg(feature = "metrics")]
 pub mod metrics;
+mod nccl_error;
 mod patience;
 mod registrar;
 mod rendezvous;
@@ -70,28 +73,35 @@ mod splits;
 mod transport;
 mod turns;
 mod unique_id;
+mod version;
 
 pub use all_to_all::{AllToAll, AllToAllBuilder, AllToAllError};
-pub use communicator::registration::{BufferRegistration, Registered, WINDOW_ALIGNMENT, Window, WindowHandle};
+pub use communicator::operation::Collective;
+pub use communicator::registration::{BufferRegistration, Registered, WINDOW_ALIGNMENT, Window};
 pub use communicator::{CommOrder, CommState, Communicator, CommunicatorBuilder, Stage};
 pub use data_type::{DataType, NcclType, ReduceOp};
-pub use error::{CommError, LoadError, NcclError};
+pub use error::CommError;
 pub use group::Group;
+pub use handles::WindowHandle;
 pub use launch::{Launch, LaunchError, Launcher};
-pub use library::{Capability, Nccl, NcclVersion};
+pub use library::Nccl;
+pub use nccl_error::{LoadError, NcclError};
+pub use registrar::checked::CheckedCollectives;
 pub use registrar::error::{AttachError, LookupError, SyncError};
 pub use registrar::invalidation::{Invalidated, InvalidationCursor};
-pub use registrar::offset_check::{BufferPlace, CheckedCollectives, Collective, CollectiveCall, OffsetDifference};
+pub use registrar::offset_difference::{BufferPlace, CollectiveCall, OffsetDifference};
 pub use registrar::plan::{PlanStep, SegmentName, StepKind};
 pub use registrar::plan_summary::{PlanDifference, PlanField, PlanGroup, StepDifference};
 pub use registrar::segment_key::{Generation, SegmentKey};
+pub use registrar::settings::{Registration, Synced};
 pub use registrar::stats::{CommunicatorStats, RegistrarStats};
 pub use registrar::window::WindowSpan;
-pub use registrar::{Registrar, RegistrarBuilder, Registration, Synced};
-pub use rendezvous::RendezvousError;
+pub use registrar::{Registrar, RegistrarBuilder};
+pub use rendezvous::error::RendezvousError;
 pub use splits::{Sending, Side, Split, Splits, SplitsError};
 pub use transport::NcclTransport;
 pub use unique_id::UniqueId;
+pub use version::{Capability, NcclVersion};
 
 /// What threads may share.
 const _: () = {

@@ -3,7 +3,6 @@
 use crate::registrar::Registrar;
 use crate::registrar::stats::{CommunicatorStats, RegistrarStats};
 use metrics::Unit;
-use std::time::Instant;
 pub use symmalloc_cuda::metrics::{Metric, Publisher, Source};
 
 const BYTES: Option<Unit> = Some(Unit::Bytes);
@@ -15,11 +14,6 @@ const QUIET_SYNCS: Metric =
 const SYNC_ROUNDS: Metric = Metric::counter("symmalloc_sync_rounds_total", COUNT, "collectives of syncs");
 const SYNC_FAILURES: Metric =
     Metric::counter("symmalloc_sync_failures_total", COUNT, "syncs that ended a communicator");
-const SYNC_SECONDS: Metric = Metric::histogram(
-    "symmalloc_sync_seconds",
-    Some(Unit::Seconds),
-    "how long a sync took that had something to ask or do",
-);
 const REGISTRATIONS: Metric =
     Metric::counter("symmalloc_registrations_total", COUNT, "windows and buffers that were registered");
 const DEREGISTRATIONS: Metric =
@@ -65,24 +59,5 @@ impl Source for Registrar {
                 to.tell(metric, value as f64);
             }
         }
-    }
-}
-
-/// A sync under way: tells how long it took when it is dropped.
-pub(crate) struct TimedSync {
-    ordinal: usize,
-    begun: Instant,
-}
-
-impl TimedSync {
-    pub(crate) fn begin(ordinal: usize) -> Self {
-        TimedSync { ordinal, begun: Instant::now() }
-    }
-}
-
-impl Drop for TimedSync {
-    fn drop(&mut self) {
-        let seconds = self.begun.elapsed().as_secs_f64();
-        Publisher::new().with_label("device", self.ordinal.to_string()).tell(&SYNC_SECONDS, seconds);
     }
 }

@@ -15,7 +15,7 @@
 //! | `round.rs` | the collective in which they do |
 //! | `symmetric_space.rs` | NCCL's address space, counted |
 //! | `window.rs`, `segment_key.rs`, `invalidation.rs` | what a lookup gives, what to cache by, and until when |
-//! | `scope.rs`, `offset_check.rs` | a sync at the end of a scope; a check of each collective |
+//! | `scope.rs`, `checked.rs`, `offset_difference.rs` | a sync at the end of a scope; a check of each collective, and what it finds |
 //!
 //! The allocator never calls it. A program attaches pools to communicators, allocates and frees as it likes, and calls
 //! [`sync`](Registrar::sync) on every rank where it wants windows to be right: after a warm-up, at the end of a scope, before a
@@ -24,17 +24,21 @@
 
 mod attachment;
 mod builder;
+pub(crate) mod checked;
 pub(crate) mod error;
 pub(crate) mod invalidation;
 mod lookup;
-pub(crate) mod offset_check;
+pub(crate) mod offset_difference;
 pub(crate) mod plan;
 pub(crate) mod plan_summary;
 mod round;
 mod scope;
 pub(crate) mod segment_key;
+pub(crate) mod settings;
 pub(crate) mod stats;
 mod symmetric_space;
+#[cfg(feature = "metrics")]
+mod sync_time;
 mod watchlist;
 pub(crate) mod window;
 
@@ -42,9 +46,10 @@ pub use builder::RegistrarBuilder;
 
 use crate::communicator::{CommState, Communicator};
 use crate::error::CommError;
-use crate::library::{Capability, NcclVersion};
+use crate::version::{Capability, NcclVersion};
 use attachment::{Attachment, Job};
 use error::{AttachError, SyncError};
+use settings::{Registration, Settings, Synced};
 use smallvec::SmallVec;
 use stats::{CommunicatorStats, Counters, RegistrarStats};
 use std::fmt;
@@ -52,57 +57,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use symmalloc_agreement::{Mode, Point, RankHistory as Witness};
 use symmalloc_core::PoolId;
 use symmalloc_core::config::SegmentPolicy;
-use symmalloc_core::errors::TrimError;
 use symmalloc_cuda::CudaAllocator;
-
-/// How the memory of a pool is registered on a communicator.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Registration {
-    /// A symmetric window over each segment, made by all ranks together: kernels of NCCL's symmetric kind read and write
-    /// peers' memory at their own offset. For symmetric pools.
-    Windows,
-    /// `ncclCommRegister` for each piece of memory: this rank's own matter, so that NCCL needs no copies through its own
-    /// buffers. For any pool, and for ranges that grow.
-    Buffers,
-}
-
-/// What a sync did, over all of its communicators.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Synced {
-    /// Windows and buffers that were registered.
-    pub registrations: u64,
-    /// Windows and buffers that were deregistered.
-    pub deregistrations: u64,
-    /// Bytes of dead segments that went back to the device.
-    pub released_bytes: u64,
-    /// Collectives that the ranks talked in.
-    pub rounds: u64,
-    /// Why memory did not go back, if it did not: the next trim tries again.
-    pub not_released: Option<TrimError>,
-}
-
-/// What all ranks configure alike.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Settings {
-    pub(crate) mode: Mode,
-    pub(crate) check_offsets: bool,
-    /// What this rank says about the symmetric space.
-    pub(crate) space_bytes: u64,
-}
-
-impl Settings {
-    /// The mode as ranks compare it.
-    pub(crate) fn mode_word(&self) -> u64 {
-        match self.mode {
-            Mode::Off => 0,
-            Mode::AtSync => 1,
-            Mode::EachOp => 2,
-            Mode::EveryOps(ops) => ops.get().saturating_add(2),
-            _ => u64::MAX,
-        }
-    }
-}
 
 /// Registers the memory of an allocator's pools on communicators. Threads may share it; one per allocator.
 ///
@@ -259,7 +214,7 @@ impl Registrar {
         let communicators = attachments.len();
         let _entered = tracing::debug_span!(target: "symmalloc", "registrar.sync", communicators).entered();
         #[cfg(feature = "metrics")]
-        let _timed = crate::metrics::TimedSync::begin(self.allocator.device().ordinal());
+        let _timed = sync_time::TimedSync::begin(self.allocator.device().ordinal());
         let is_capturing = self.allocator.is_capturing();
         if is_capturing.map_err(|error| SyncError::Cuda { communicator: first.comm.name().to_owned(), error })? {
             return Err(SyncError::Capturing);
@@ -380,16 +335,6 @@ fn not_attached(comm: &Communicator) -> SyncError {
     match comm.state() {
         CommState::Ready => SyncError::NotAttached { communicator, pool: None },
         state => SyncError::Gone { communicator, state },
-    }
-}
-
-impl Synced {
-    fn add(&mut self, other: Synced) {
-        self.registrations += other.registrations;
-        self.deregistrations += other.deregistrations;
-        self.released_bytes += other.released_bytes;
-        self.rounds += other.rounds;
-        self.not_released = self.not_released.take().or(other.not_released);
     }
 }
 

@@ -16,7 +16,8 @@
 //!
 //! A port that is taken is passed over; the others knock at all of the eight until the right rank 0 answers.
 
-mod place;
+pub(crate) mod error;
+mod meeting_point;
 
 use crate::error::CommError;
 use crate::launch::Launch;
@@ -24,11 +25,11 @@ use crate::library::Nccl;
 use crate::patience::Patience;
 use crate::turns::Turns;
 use crate::unique_id::{COMM_ID_VARIABLE, UniqueId};
-use place::{Place, job_of};
+use error::RendezvousError;
+use meeting_point::{MeetingPoint, hash, job_of};
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
-use thiserror::Error;
 
 /// First in every message.
 const MAGIC: [u8; 8] = *b"symmnccl";
@@ -40,58 +41,6 @@ const REPLY_BYTES: usize = 8 + 1 + UniqueId::BYTES;
 const PATIENCE_WITH_ONE: Duration = Duration::from_secs(5);
 /// Visitors that have not said who they are: more wait outside.
 const VISITORS_MAX: usize = 1024;
-
-/// The ranks did not find each other.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum RendezvousError {
-    /// Nothing says where rank 0 is.
-    #[error(
-        "nothing says where rank 0 is: set SYMMALLOC_RENDEZVOUS=host:port (a free port on rank 0's machine) or \
-         NCCL_COMM_ID=host:port, the same on every rank"
-    )]
-    NoAddress,
-    /// The address cannot be used.
-    #[error(
-        "{variable}=\"{value}\" is no address that can be found: write host:port, with a host that this machine knows"
-    )]
-    BadAddress {
-        /// Where it came from.
-        variable: &'static str,
-        /// What it says.
-        value: String,
-    },
-    /// Rank 0 cannot listen.
-    #[error("rank 0 cannot listen on {address} ({kind}): name a free port of its machine in SYMMALLOC_RENDEZVOUS")]
-    Listen {
-        /// The last address tried.
-        address: SocketAddr,
-        /// The system's reason.
-        kind: io::ErrorKind,
-    },
-    /// Some ranks did not come in time; rank 0 says this.
-    #[error("ranks {missing:?} did not come within {waited:?}: look for their errors")]
-    Missing {
-        /// The ranks, ascending.
-        missing: Vec<u32>,
-        /// How long rank 0 waited.
-        waited: Duration,
-    },
-    /// Rank 0 did not answer in time; the others say this.
-    #[error("rank 0 did not answer at {address} within {waited:?}: it died, is late, or its port cannot be reached")]
-    NoAnswer {
-        /// Where; the first, if there were several.
-        address: SocketAddr,
-        /// How long this rank waited.
-        waited: Duration,
-    },
-    /// Another process came with this rank before; the later one says this.
-    #[error("another process has come as rank {rank}: the launcher gave two processes the same rank")]
-    RankTwice {
-        /// The rank.
-        rank: u32,
-    },
-}
 
 impl Launch {
     /// An id that all ranks of this job get alike. Every rank calls it, as often as every other.
@@ -110,24 +59,19 @@ impl Launch {
         if self.ranks == 1 || std::env::var_os(COMM_ID_VARIABLE).is_some() {
             return UniqueId::from_nccl(nccl);
         }
-        let place = Place::of(self, |name| std::env::var(name).ok())?;
+        let point = MeetingPoint::of(self, |name| std::env::var(name).ok())?;
         // The n-th meeting of one rank is the n-th of every other.
         let turn = TURNS.next(hash(job_of(self).as_bytes()), self.rank);
         let meeting = Meeting::new(self, turn);
         if self.rank == 0 {
             // Listening first: whoever knocks meanwhile waits.
-            let listener = place.listen()?;
+            let listener = point.listen()?;
             let id = UniqueId::from_nccl(nccl)?;
             meeting.give(&listener, &id, patience)?;
             return Ok(id);
         }
-        Ok(meeting.ask(&place.addresses, self.rank, patience)?)
+        Ok(meeting.ask(&point.addresses, self.rank, patience)?)
     }
-}
-
-/// FNV-1a: the same on every machine.
-fn hash(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
 /// One exchange of one job.
@@ -323,7 +267,7 @@ fn visit() -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use super::place::listen_at;
+    use super::meeting_point::listen_at;
     use super::*;
     use std::thread;
 
@@ -472,11 +416,11 @@ mod tests {
         let (taken, first) = anywhere();
         let (free, second) = anywhere();
         drop(free);
-        let place = Place { addresses: vec![first, second] };
-        let listener = place.listen().expect("the second is free");
+        let point = MeetingPoint { addresses: vec![first, second] };
+        let listener = point.listen().expect("the second is free");
         assert_eq!(listener.local_addr().expect("bound"), second);
         thread::scope(|scope| {
-            let addresses = &place.addresses;
+            let addresses = &point.addresses;
             let other = scope.spawn(move || meeting(2).ask(addresses, 1, &patience(20_000)));
             // The stranger on the first port hangs up on whoever comes.
             scope.spawn(move || {

@@ -12,9 +12,11 @@
 //! (seen on 4 H200). So each message carries a seal of its bytes and of the gather's number, and a slot whose seal does not fit
 //! means that another rank gave up.
 
-use crate::communicator::operation::{Kind, Operation};
-use crate::communicator::{Communicator, Stage, submit};
+use crate::communicator::buffers::{Buffers, Elements};
+use crate::communicator::operation::NcclCall;
+use crate::communicator::{Communicator, Stage};
 use crate::data_type::DataType;
+use crate::driver::refused;
 use crate::error::CommError;
 use crate::patience::Patience;
 use cudarc::driver::{CudaEvent, CudaStream};
@@ -23,7 +25,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use symmalloc_agreement::{Gathered, Transport, TransportError};
 use symmalloc_core::config::Config;
-use symmalloc_cuda::{CudaError, DriverError, PinnedAllocator, PinnedBuffer};
+use symmalloc_cuda::{CudaError, PinnedAllocator, PinnedBuffer};
 
 /// From here on a wait also asks NCCL whether a rank was lost.
 const ASK_NCCL_AFTER: Duration = Duration::from_millis(5);
@@ -58,7 +60,6 @@ impl NcclTransport {
     pub fn new(comm: &Communicator) -> Result<Self, CommError> {
         let device = comm.device();
         let _current = device.enter()?;
-        let refused = |call| move |error: cudarc::driver::DriverError| DriverError { call, code: error.0 as i32 };
         let stream = device.context().new_stream().map_err(refused("cuStreamCreate"))?;
         let event = device.context().new_event(None).map_err(refused("cuEventCreate"))?;
         let memory = PinnedAllocator::pinned(device, Config::default())?;
@@ -87,19 +88,13 @@ impl NcclTransport {
         bytes.copy_from_slice(message);
         sealed.copy_from_slice(&seal(number, message));
         let receive = messages.as_mut_ptr() as u64;
-        let operation = Operation {
-            kind: Kind::AllGather,
-            send: receive + mine as u64,
-            receive,
-            count: slot_bytes,
-            data_type: DataType::Uint8,
-            stream: staging.stream.cu_stream(),
-        };
+        let send = Elements { address: receive + mine as u64, count: slot_bytes };
+        let receive = Elements { address: receive, count: all_bytes };
         let _current = self.comm.device().enter()?;
-        // SAFETY: pinned memory, which the device reaches under the host's addresses; nobody touches it before the event is
-        // done, and it is never freed otherwise. The stream is the device's and lives.
-        unsafe { submit(&[(&self.comm, operation)]) }?;
-        let refused = |call| move |error: cudarc::driver::DriverError| DriverError { call, code: error.0 as i32 };
+        // Pinned memory, which the device reaches under the host's addresses: nobody touches it before the event is done, and
+        // it is never freed otherwise.
+        let stream = &*staging.stream;
+        self.comm.collective(NcclCall::AllGather, |comm| Buffers::raw(comm, send, receive, DataType::Uint8, stream))?;
         staging.event.record(&staging.stream).map_err(refused("cuEventRecord"))?;
         let patience = Patience::new(self.comm.deadline());
         while !staging.event.try_is_complete().map_err(refused("cuEventQuery"))? {

@@ -1,6 +1,5 @@
 //! The id that the ranks of a communicator have in common before they know each other.
 
-use crate::calls::RawUniqueId;
 use crate::error::CommError;
 use crate::library::Nccl;
 use std::ffi::c_char;
@@ -35,10 +34,7 @@ impl UniqueId {
     /// # Errors
     /// When NCCL finds no network interface.
     pub fn from_nccl(nccl: &Nccl) -> Result<Self, CommError> {
-        let mut raw = RawUniqueId { internal: [0; Self::BYTES] };
-        // SAFETY: `raw` is valid for writing.
-        unsafe { nccl.calls().get_unique_id(&raw mut raw) }?;
-        Ok(UniqueId { bytes: raw.internal })
+        Ok(UniqueId { bytes: nccl.calls().unique_id()? })
     }
 
     /// An id that came from another rank.
@@ -59,10 +55,6 @@ impl UniqueId {
     /// The id in C's form, for example for `cudarc::nccl::Id::uninit`.
     pub fn to_c_chars(self) -> [c_char; Self::BYTES] {
         self.bytes.map(|byte| byte as c_char)
-    }
-
-    pub(crate) fn raw(&self) -> RawUniqueId {
-        RawUniqueId { internal: self.bytes }
     }
 }
 

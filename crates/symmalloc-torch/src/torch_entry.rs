@@ -47,6 +47,7 @@ pub(crate) unsafe fn raise(error: Error) {
 /// The stream is one of the device's primary context and lives as long as the process.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn symmalloc_torch_alloc(size: isize, device: c_int, stream: *mut c_void) -> *mut c_void {
+    // SAFETY: the caller's contract.
     match unsafe { allocate(size, device, stream) } {
         Ok(pointer) => pointer,
         Err(error) => {

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use symmalloc_core::Allocator;
 use symmalloc_core::backend::{Backend, BackendError};
 use symmalloc_core::errors::{
-    AcknowledgeError, AllocateError, FreeError, PoolError, RecordUseError, StreamError, TrimError, UnknownError,
+    AllocateError, FreeError, PoolError, RecordUseError, StreamError, TrimError, UnknownError,
 };
 use symmalloc_core::ids::{AllocationId, ObserverId, PoolId, StreamId};
 use symmalloc_core::lock::Lock;
@@ -323,9 +323,6 @@ pub enum StepError {
     /// The allocator refused.
     #[error(transparent)]
     Free(#[from] FreeError),
-    /// The driver failed to take memory back.
-    #[error(transparent)]
-    Acknowledge(#[from] AcknowledgeError),
     /// The allocator refused.
     #[error(transparent)]
     RecordUse(#[from] RecordUseError),

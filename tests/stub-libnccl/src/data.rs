@@ -12,7 +12,7 @@
 
 use crate::arithmetic::{element_bytes, reduce};
 use crate::ledger::violate;
-use crate::messages::{Collective, Extent, Kind, Place, Signature};
+use crate::messages::{Collective, Extent, Kind, Signature, WindowPlace};
 use std::collections::BTreeMap;
 
 /// What a kernel that reads beyond a window sees.
@@ -84,7 +84,7 @@ impl View<'_> {
     }
 
     /// The memory of `rank` at a place as another rank knows it.
-    fn peer(&self, rank: usize, place: Place) -> &[Extent] {
+    fn peer(&self, rank: usize, place: WindowPlace) -> &[Extent] {
         match self.rounds.get(&place.round) {
             Some(memory) => &memory[rank],
             None => {

@@ -12,7 +12,7 @@
 use crate::codes::{CUDA_ERROR, INVALID_ARGUMENT, REMOTE_ERROR, SUCCESS};
 use crate::data::{self, Base, Rounds};
 use crate::ledger::violate;
-use crate::messages::{Collective, Extent, Join, Kind, Place, Round, ToJob, ToRank, Transfer, Work};
+use crate::messages::{Collective, Extent, Join, Kind, Round, ToJob, ToRank, Transfer, WindowPlace, Work};
 use crate::options::options;
 use crate::registry::Link;
 use std::collections::{BTreeMap, BTreeSet};
@@ -305,7 +305,7 @@ impl Round {
 }
 
 /// Whether ranks use one place for a buffer.
-fn is_one(places: &[Place]) -> bool {
+fn is_one(places: &[WindowPlace]) -> bool {
     places.iter().all(|place| (place.space_offset, place.offset) == (places[0].space_offset, places[0].offset))
 }
 
@@ -316,12 +316,12 @@ fn counts(kind: Kind) -> (bool, bool) {
 
 /// How ranks that all use symmetric kernels differ in their places.
 fn differing(heads: &[&Collective]) -> Option<String> {
-    let places: Option<Vec<(Place, Place)>> = heads.iter().map(|head| head.symmetric).collect();
+    let places: Option<Vec<(WindowPlace, WindowPlace)>> = heads.iter().map(|head| head.symmetric).collect();
     let (sends, receives): (Vec<_>, Vec<_>) = places?.into_iter().unzip();
     let kind = heads[0].signature.kind;
     let (send_counts, receive_counts) = counts(kind);
     let is_wrong = (send_counts && !is_one(&sends)) || (receive_counts && !is_one(&receives));
-    let show = |places: &[Place]| {
+    let show = |places: &[WindowPlace]| {
         let texts: Vec<_> = places.iter().map(|place| format!("{:#x}+{}", place.space_offset, place.offset)).collect();
         texts.join(" ")
     };
@@ -336,9 +336,9 @@ fn check(came: &[(u64, Round)]) -> c_int {
     });
     let (kinds, places): (Vec<_>, Vec<_>) = told.unzip();
     let (send_counts, receive_counts) = counts(kinds[0]);
-    let agrees = |places: Vec<Option<Place>>, place_counts: bool| {
+    let agrees = |places: Vec<Option<WindowPlace>>, place_counts: bool| {
         let are_equal = places.iter().all(|place| place.is_some() == places[0].is_some());
-        let known: Vec<Place> = places.into_iter().flatten().collect();
+        let known: Vec<WindowPlace> = places.into_iter().flatten().collect();
         are_equal && (!place_counts || known.is_empty() || is_one(&known))
     };
     let (sends, receives) = places.into_iter().unzip();

@@ -37,7 +37,7 @@ pub struct Signature {
 
 /// A place in a window, as the rank that asks sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Place {
+pub struct WindowPlace {
     /// Which registration, by number within the job.
     pub round: u64,
     /// Where the window lies in the symmetric address space.
@@ -56,7 +56,7 @@ pub struct Collective {
     /// The memory written; `None`: there is none.
     pub receive: Option<Vec<Extent>>,
     /// Where the buffers lie in windows, if a symmetric kernel is used.
-    pub symmetric: Option<(Place, Place)>,
+    pub symmetric: Option<(WindowPlace, WindowPlace)>,
 }
 
 /// A send or a receive.
@@ -108,7 +108,7 @@ pub enum Round {
         /// The call.
         signature: Signature,
         /// Where its buffers lie in windows.
-        places: (Option<Place>, Option<Place>),
+        places: (Option<WindowPlace>, Option<WindowPlace>),
     },
     /// Nothing but that all came.
     Meet,

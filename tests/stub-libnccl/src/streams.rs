@@ -10,7 +10,7 @@ use crate::codes::{CUDA_ERROR, SUCCESS};
 use crate::cuda;
 use crate::ledger::violate;
 use crate::member::{Life, Member, fresh};
-use crate::messages::{Collective, Place, Signature, ToJob, Transfer, Work};
+use crate::messages::{Collective, Signature, ToJob, Transfer, WindowPlace, Work};
 use std::collections::BTreeMap;
 use std::ffi::c_int;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -30,7 +30,7 @@ pub enum Kernel {
         /// What is written.
         receive: Buffer,
         /// Where the buffers lie in windows.
-        symmetric: Option<(Place, Place)>,
+        symmetric: Option<(WindowPlace, WindowPlace)>,
     },
     /// The sends and receives of a group: peer, whether it is sent, buffer.
     Transfers(Vec<(usize, bool, Buffer)>),

@@ -12,7 +12,7 @@ use crate::codes::{CUDA_ERROR, INTERNAL_ERROR, INVALID_ARGUMENT, SUCCESS};
 use crate::cuda;
 use crate::ledger::violate;
 use crate::member::{Inner, Member, Step, fresh};
-use crate::messages::{Place, Round, ToJob};
+use crate::messages::{Round, ToJob, WindowPlace};
 use crate::options::options;
 use crate::space::{End, Space};
 use std::collections::BTreeMap;
@@ -118,12 +118,12 @@ impl Windows {
     }
 
     /// Where an address lies in a window for symmetric kernels.
-    pub fn place(&self, address: u64) -> Option<Place> {
+    pub fn place(&self, address: u64) -> Option<WindowPlace> {
         let inside = |window: &&Window| window.base <= address && address - window.base < window.size;
         let window = self.windows.values().filter(inside).max_by_key(|window| window.base)?;
         let memory = &self.memories[&window.memory.filter(|_| window.flags & SYMMETRIC != 0)?];
         let offset = address - memory.base;
-        Some(Place { round: memory.round, space_offset: memory.space_offset, offset })
+        Some(WindowPlace { round: memory.round, space_offset: memory.space_offset, offset })
     }
 
     /// All ranks registered it, or `code` says why not.

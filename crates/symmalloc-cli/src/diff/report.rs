@@ -126,12 +126,12 @@ struct First {
     op: usize,
     #[serde(skip_serializing_if = "Option::is_none")]
     name: Option<Box<str>>,
-    a: Place,
-    b: Place,
+    a: PlacementObject,
+    b: PlacementObject,
 }
 
 #[derive(Serialize)]
-struct Place {
+struct PlacementObject {
     segment: u32,
     offset: u64,
 }
@@ -148,9 +148,9 @@ struct Did {
     did: String,
 }
 
-impl From<Placement> for Place {
+impl From<Placement> for PlacementObject {
     fn from(placement: Placement) -> Self {
-        Place { segment: placement.segment.0, offset: placement.offset_bytes }
+        PlacementObject { segment: placement.segment.0, offset: placement.offset_bytes }
     }
 }
 

@@ -11,7 +11,7 @@
 
 use super::heap_name;
 use super::history::{Flow, Words, heading, swatch};
-use super::memory::{Block, Heap, Held, Memory, State};
+use super::memory::{Block, Heap, LiveAllocation, Memory, State};
 use super::svg::{Anchor, BODY, Fill, SMALL, Svg, fitting, short, text_width, wrapped};
 use crate::quantity::{count, counted, memory};
 use std::collections::{BTreeMap, BTreeSet};
@@ -389,7 +389,7 @@ fn list(svg: &mut Svg, x: f64, y: f64, width: f64, of: &Memory) -> f64 {
     y + 6.0
 }
 
-fn place(held: &Held) -> String {
+fn place(held: &LiveAllocation) -> String {
     format!("segment {} at {}", held.placement.segment.0, memory(held.placement.offset_bytes))
 }
 

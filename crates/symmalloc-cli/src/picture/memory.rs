@@ -33,19 +33,19 @@ pub(crate) struct Block {
     pub(crate) size_bytes: u64,
     pub(crate) state: State,
     /// Of a live block.
-    pub(crate) held: Option<Held>,
+    pub(crate) held: Option<LiveAllocation>,
 }
 
 /// A live allocation.
 #[derive(Clone, Debug)]
-pub(crate) struct Held {
+pub(crate) struct LiveAllocation {
     pub(crate) id: AllocationId,
     pub(crate) name: Option<Box<str>>,
     pub(crate) requested_bytes: u64,
     pub(crate) placement: Placement,
 }
 
-impl Held {
+impl LiveAllocation {
     /// What it is called: by the program, else by its number.
     pub(crate) fn label(&self) -> String {
         self.name.as_deref().map_or_else(|| format!("allocation {}", self.id.0), str::to_owned)
@@ -122,7 +122,7 @@ impl Memory {
     pub(crate) fn recorded(recorded: &Recorded, op: usize, selection: Selection) -> Result<Self, CliError> {
         let impossible = |op| CliError::ImpossiblePlacement { path: recorded.path.clone(), op };
         let mut total_bytes = 0;
-        let mut live: BTreeMap<AllocationId, (Owner, Held)> = BTreeMap::new();
+        let mut live: BTreeMap<AllocationId, (Owner, LiveAllocation)> = BTreeMap::new();
         let mut ends: BTreeMap<(Owner, u32), u64> = BTreeMap::new();
         let mut pools: BTreeMap<PoolId, StreamPolicy> = BTreeMap::new();
         pools.insert(PoolId::DEFAULT, recorded.config.default_pool().streams());
@@ -144,7 +144,10 @@ impl Memory {
                     }
                     *known = end.max(*known);
                     let name = record.name.clone();
-                    live.insert(*id, (owner, Held { id: *id, name, requested_bytes: *size_bytes, placement }));
+                    live.insert(
+                        *id,
+                        (owner, LiveAllocation { id: *id, name, requested_bytes: *size_bytes, placement }),
+                    );
                 }
                 Op::Free { id } => drop(live.remove(id)),
                 _ => {}
@@ -162,8 +165,8 @@ impl Memory {
     }
 
     /// Live allocations, the largest first.
-    pub(crate) fn largest(&self) -> Vec<(Owner, &Held)> {
-        let mut all: Vec<(Owner, &Held)> = Vec::new();
+    pub(crate) fn largest(&self) -> Vec<(Owner, &LiveAllocation)> {
+        let mut all: Vec<(Owner, &LiveAllocation)> = Vec::new();
         for heap in &self.heaps {
             all.extend(heap.blocks().filter_map(|block| block.held.as_ref()).map(|held| (heap.owner, held)));
         }
@@ -198,7 +201,7 @@ fn segment_of(segment: &SegmentSnapshot, ids: &BTreeMap<u64, AllocationId>) -> S
         Some(match &block.state {
             BlockStateSnapshot::Allocated { requested_bytes, name, .. } => {
                 let id = ids.get(&(segment.base.0 + block.offset_bytes)).copied().unwrap_or_default();
-                let held = Held { id, name: name.clone(), requested_bytes: *requested_bytes, placement };
+                let held = LiveAllocation { id, name: name.clone(), requested_bytes: *requested_bytes, placement };
                 Block { size_bytes, state: State::Live, held: Some(held) }
             }
             BlockStateSnapshot::Free { fenced_by } if fenced_by.is_empty() => {
@@ -212,8 +215,8 @@ fn segment_of(segment: &SegmentSnapshot, ids: &BTreeMap<u64, AllocationId>) -> S
 }
 
 /// Segments of which only allocations are known: what lies between is free.
-fn tiled(live: BTreeMap<AllocationId, (Owner, Held)>, ends: &BTreeMap<(Owner, u32), u64>) -> Vec<Heap> {
-    let mut by_segment: BTreeMap<(Owner, u32), Vec<Held>> = BTreeMap::new();
+fn tiled(live: BTreeMap<AllocationId, (Owner, LiveAllocation)>, ends: &BTreeMap<(Owner, u32), u64>) -> Vec<Heap> {
+    let mut by_segment: BTreeMap<(Owner, u32), Vec<LiveAllocation>> = BTreeMap::new();
     for (owner, held) in live.into_values() {
         by_segment.entry((owner, held.placement.segment.0)).or_default().push(held);
     }

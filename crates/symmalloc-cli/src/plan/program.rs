@@ -8,7 +8,7 @@
 //! Streams are registered first, so that all of them can be reserved for before the first allocation; a pool is reserved
 //! for when it is made. What reserves, trims or reclaims in the recording is left out: the plan takes its place.
 
-use super::Heaps;
+use super::heap::Heaps;
 use std::collections::BTreeMap;
 use symmalloc_core::config::{PoolConfig, StreamPolicy};
 use symmalloc_core::ids::{PoolId, StreamId};

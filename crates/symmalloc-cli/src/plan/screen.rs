@@ -1,13 +1,13 @@
 //! A plan for people: what each heap needs, the lines to paste, and the proof.
 
-use super::Plan;
+use super::ReservationPlan;
 use crate::args::PlanArgs;
 use crate::output::Palette;
 use crate::quantity::{count, counted, memory};
 use std::fmt::Write;
 use symmalloc_core::PoolId;
 
-pub(super) fn render(args: &PlanArgs, plan: &Plan, palette: Palette) -> String {
+pub(super) fn render(args: &PlanArgs, plan: &ReservationPlan, palette: Palette) -> String {
     let mut out = String::new();
     for path in &args.traces {
         let _ = writeln!(out, "{}", palette.title(&path.display().to_string()));
@@ -39,7 +39,7 @@ pub(super) fn render(args: &PlanArgs, plan: &Plan, palette: Palette) -> String {
 }
 
 /// The calls that do what the plan says. Streams and pools have the numbers that the program gave them.
-fn rust(plan: &Plan) -> Vec<String> {
+fn rust(plan: &ReservationPlan) -> Vec<String> {
     let mut lines = vec![format!("let config: Config = \"{}\".parse()?;", plan.settings())];
     let others = plan.pools.iter().filter(|(pool, _)| **pool != PoolId::DEFAULT);
     lines.extend(others.map(|(pool, config)| format!("let {pool} = allocator.create_pool(\"{config}\".parse()?)?;")));
@@ -55,8 +55,8 @@ fn digits(number: u64) -> String {
     count(number).replace(',', "_")
 }
 
-fn proof(ranks: usize, plan: &Plan, palette: Palette) -> String {
-    let Plan { without, with, .. } = plan;
+fn proof(ranks: usize, plan: &ReservationPlan, palette: Palette) -> String {
+    let ReservationPlan { without, with, .. } = plan;
     let verdict = if with.holds() {
         palette.good("holds: nothing is obtained or registered after what is reserved")
     } else {

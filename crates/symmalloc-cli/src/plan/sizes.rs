@@ -12,8 +12,8 @@
 //! Every round reserves more than the one before, and what all allocations take together is enough, so it ends. Over
 //! several ranks each heap gets the most that any of them needs, so that all reserve the same.
 
+use super::heap::{Heap, Heaps};
 use super::program::{Pools, heaps_of, planned, stream_count};
-use super::{Heap, Heaps};
 use crate::error::CliError;
 use crate::job::JobError;
 use crate::recorded::Recorded;

@@ -1,6 +1,6 @@
 //! What `replay --json` prints. Its keys are an interface: `symmalloc replay --help` lists them.
 
-use super::Finding;
+use super::finding::Finding;
 use crate::job::{Decision, Divergence, Order, Segments};
 use serde::Serialize;
 use symmalloc_core::config::StreamPolicy;

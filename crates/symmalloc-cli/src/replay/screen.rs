@@ -1,11 +1,10 @@
 //! What `replay` shows to people, on one screen: the job, our order beside the old rule, and what the difference means.
 
-use super::Finding;
+use super::finding::Finding;
 use super::json::{segments_name, streams_name};
 use crate::job::{Decision, Divergence, Order, Outcome, Segments};
-use crate::output::Palette;
+use crate::output::{Cell, Palette, Table};
 use crate::quantity::{count, counted, memory};
-use comfy_table::{Attribute, Cell, CellAlignment, Color, LineStyle, Table, presets};
 use std::fmt::Write;
 use symmalloc_core::ids::Placement;
 use symmalloc_import::{Format, Recording};
@@ -22,7 +21,7 @@ pub(super) struct Screen<'a> {
 impl Screen<'_> {
     pub(super) fn render(&self, palette: Palette) -> String {
         let mut out = self.job(palette);
-        let _ = writeln!(out, "{}\n", self.table(palette).trim_fmt());
+        out += &self.table(palette);
         for line in self.meaning() {
             let _ = writeln!(out, "{line}");
         }
@@ -47,54 +46,50 @@ impl Screen<'_> {
         )
     }
 
-    fn table(&self, palette: Palette) -> Table {
+    fn table(&self, palette: Palette) -> String {
         let finding = self.finding;
         let columns: Vec<&Outcome> = std::iter::once(&finding.outcome).chain(self.others).collect();
         let allocations = count(finding.job.program().allocation_count());
-        let row = |name: &str, cell: &dyn Fn(&Outcome) -> Cell| -> Vec<Cell> {
-            std::iter::once(Cell::new(name)).chain(columns.iter().map(|outcome| cell(outcome))).collect()
+        let mut table = Table::default();
+        let mut row = |name: &str, cell: &dyn Fn(&Outcome) -> Cell| {
+            let name = (format!(" {name}"), None);
+            table.row(std::iter::once(name).chain(columns.iter().map(|outcome| cell(outcome))));
         };
-        let plain = |name: &str, text: &dyn Fn(&Outcome) -> String| row(name, &|outcome| Cell::new(text(outcome)));
-        let mut table = Table::new();
-        let rule = LineStyle::none().fill('─').junction('─');
-        table.load_style(presets::NOTHING.top_border(rule).header_separator(rule).bottom_border(rule));
-        if palette.is_colourful() {
-            table.enforce_styling()
-        } else {
-            table.force_no_tty()
-        };
-        table.set_header(row("", &|outcome| Cell::new(title(outcome)).add_attribute(Attribute::Bold)));
-        table.add_row(row("ranks place alike", &|outcome| {
-            if outcome.is_aligned() { good("yes") } else { bad("NO") }
-        }));
-        table.add_row(row("placements differing", &|outcome| {
+        for line in 0..HEAD_LINES {
+            row("", &|outcome| (title(outcome).swap_remove(line), Some(Palette::title)));
+        }
+        row("ranks place alike", &|outcome| match outcome.is_aligned() {
+            true => ("yes".to_owned(), Some(Palette::good)),
+            false => ("NO".to_owned(), Some(Palette::bad)),
+        });
+        row("placements differing", &|outcome| {
             let text = format!("{} of {allocations}", count(outcome.differing_placements));
-            if outcome.differing_placements == 0 { Cell::new(text) } else { bad(&text) }
-        }));
-        table.add_row(plain("  on ranks", &|outcome| count(outcome.ranks)));
-        table.add_row(plain("  first at op", &|outcome| {
+            (text, (outcome.differing_placements > 0).then_some(Palette::bad as _))
+        });
+        let mut plain = |name: &str, text: &dyn Fn(&Outcome) -> String| row(name, &|outcome| (text(outcome), None));
+        plain("  on ranks", &|outcome| count(outcome.ranks));
+        plain("  first at op", &|outcome| {
             outcome.first_divergence.as_ref().map_or_else(|| "-".to_owned(), |first| count(first.op))
-        }));
-        table.add_row(plain("peak reserved", &|outcome| memory(outcome.peak_reserved_bytes)));
-        table.add_row(plain("peak live / reserved", &|outcome| format!("{:.3}", outcome.efficiency())));
-        table.add_row(plain("segments at the end", &|outcome| count(outcome.segment_count)));
+        });
+        plain("peak reserved", &|outcome| memory(outcome.peak_reserved_bytes));
+        plain("peak live / reserved", &|outcome| format!("{:.3}", outcome.efficiency()));
+        plain("segments at the end", &|outcome| count(outcome.segment_count));
         if columns.iter().any(|outcome| outcome.refused > 0) {
-            table.add_row(plain("allocations refused", &|outcome| count(outcome.refused)));
+            plain("allocations refused", &|outcome| count(outcome.refused));
         }
         if let Some(nanoseconds) = finding.nanoseconds_per_op {
-            table.add_row(plain("time per op", &|outcome| match outcome.order {
+            plain("time per op", &|outcome| match outcome.order {
                 Order::Sequence => format!("{nanoseconds:.0} ns"),
                 Order::Address => "-".to_owned(),
-            }));
-            table.add_row(plain("digest", &|outcome| {
+            });
+            plain("digest", &|outcome| {
                 outcome.digest.map_or_else(|| "-".to_owned(), |digest| format!("{digest:016x}"))
-            }));
+            });
         }
-        for (index, column) in table.column_iter_mut().enumerate() {
-            let alignment = if index == 0 { CellAlignment::Left } else { CellAlignment::Right };
-            column.set_padding((1, 0)).set_cell_alignment(alignment);
-        }
-        table
+        let rule = "─".repeat(table.width());
+        let lines = table.lines(palette);
+        let (head, body) = lines.split_at(HEAD_LINES);
+        format!("{rule}\n{}\n{rule}\n{}\n{rule}\n\n", head.join("\n"), body.join("\n"))
     }
 
     /// What the table means for a program that hands these addresses to NCCL.
@@ -120,22 +115,17 @@ NCCL's symmetric kernels find a peer's buffer at (window, their own offset). Whe
 these differ, an all-reduce returns wrong numbers and ncclSuccess: on 2 GPUs with
 NCCL 2.28.9, 262,144 elements of 262,144 were wrong.";
 
-fn good(text: &str) -> Cell {
-    Cell::new(text).fg(Color::Green).add_attribute(Attribute::Bold)
-}
+/// Lines of a column's head.
+const HEAD_LINES: usize = 3;
 
-fn bad(text: &str) -> Cell {
-    Cell::new(text).fg(Color::Red).add_attribute(Attribute::Bold)
-}
-
-/// The head of a column, in lines.
-fn title(outcome: &Outcome) -> String {
-    let segments = segments_name(outcome.segments);
-    match (outcome.order, outcome.segments) {
-        (Order::Sequence, _) => format!("symmalloc\n{segments} segments\n{} streams", streams_name(outcome.streams)),
-        (Order::Address, Some(Segments::Fixed)) => format!("PyTorch (model)\n{segments} segments\n(its default)"),
-        (Order::Address, _) => format!("PyTorch (model)\n{segments} segments"),
-    }
+fn title(outcome: &Outcome) -> Vec<String> {
+    let segments = format!("{} segments", segments_name(outcome.segments));
+    let (rule, note) = match (outcome.order, outcome.segments) {
+        (Order::Sequence, _) => ("symmalloc", format!("{} streams", streams_name(outcome.streams))),
+        (Order::Address, Some(Segments::Fixed)) => ("PyTorch (model)", "(its default)".to_owned()),
+        (Order::Address, _) => ("PyTorch (model)", String::new()),
+    };
+    vec![rule.to_owned(), segments, note]
 }
 
 /// A placement that differs, on two ranks.

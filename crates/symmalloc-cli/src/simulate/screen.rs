@@ -1,9 +1,8 @@
 //! What `simulate` shows to people: the plan of a single run, what happened to ranks, and what came of it.
 
 use super::{Finding, Source, Told};
-use crate::output::Palette;
+use crate::output::{Palette, Table};
 use crate::quantity::{count, counted, memory};
-use comfy_table::{CellAlignment, Table, presets};
 use std::fmt::Write;
 
 pub(super) fn render(finding: &Finding<'_>, palette: Palette) -> String {
@@ -23,11 +22,6 @@ pub(super) fn render(finding: &Finding<'_>, palette: Palette) -> String {
     if let Some(told) = &finding.failure {
         failure(&mut out, told, palette);
         return out;
-    }
-    let mut table = Table::new();
-    table.load_style(presets::NOTHING);
-    if !palette.is_colourful() {
-        table.force_no_tty();
     }
     let faults = &outcome.faults;
     let refused = format!("{} on {}", counted(faults.failed_calls, "call"), counted(faults.ranks, "rank"));
@@ -52,14 +46,11 @@ pub(super) fn render(finding: &Finding<'_>, palette: Palette) -> String {
         rows.push(("state per rank", memory(bytes)));
     }
     rows.push(("time", format!("{:.1} s", finding.elapsed.as_secs_f64())));
+    let mut table = Table::default();
     for (name, value) in rows {
-        table.add_row([name.to_owned(), value]);
+        table.row([(name.to_owned(), None), (value, None)]);
     }
-    for (index, column) in table.column_iter_mut().enumerate() {
-        let alignment = if index == 0 { CellAlignment::Left } else { CellAlignment::Right };
-        column.set_padding((0, 2)).set_cell_alignment(alignment);
-    }
-    let _ = writeln!(out, "{}\n", table.trim_fmt());
+    let _ = writeln!(out, "{}\n", table.lines(palette).join("\n"));
     let verdict = palette.good("Every rank to which nothing happened placed alike; every other one was caught.");
     let _ = writeln!(out, "{verdict}\nEverything was freed and given back, on all ranks.");
     out

@@ -543,7 +543,7 @@ fn sum_trims(one: Result<u64, TrimError>, other: Result<u64, TrimError>) -> Resu
         TrimError::Backend { released_bytes, error } => {
             TrimError::Backend { released_bytes: released_bytes + bytes, error }
         }
-        unknown @ TrimError::Unknown(_) => unknown,
+        other => other,
     };
     match (one, other) {
         (Ok(one), Ok(other)) => Ok(one + other),

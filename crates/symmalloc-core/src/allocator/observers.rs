@@ -2,7 +2,7 @@
 
 use super::Allocator;
 use super::pools::Pool;
-use crate::errors::{AcknowledgeError, TrimError, UnknownError};
+use crate::errors::{TrimError, UnknownError};
 use crate::history::segment_log::{SegmentEvent, SegmentLog};
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
@@ -107,9 +107,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// When another observer read the events, or they are another allocator's: nothing is acknowledged then. When the driver
     /// fails to take memory back: the events are acknowledged, and the next trim tries again.
-    pub fn acknowledge(&self, observer: ObserverId, unread: &Unread) -> Result<u64, AcknowledgeError> {
+    pub fn acknowledge(&self, observer: ObserverId, unread: &Unread) -> Result<u64, TrimError> {
         if unread.reader != (self.owner, observer) {
-            return Err(AcknowledgeError::NotRead { observer });
+            return Err(TrimError::NotRead { observer });
         }
         let mut gate = self.gate();
         // Replay acknowledges everything that happened so far: more than this observer has read, if something came in between.
@@ -120,7 +120,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         gate.note_acknowledgement(observer);
         gate.note_failed_trim(&released);
-        Ok(released?)
+        released
     }
 
     /// Ends an observer, as if it had acknowledged everything; returns how many bytes went back to the device.

@@ -1,4 +1,6 @@
 //! Statistics and limits.
 
 pub(crate) mod budget;
-pub mod usage;
+pub(crate) mod usage;
+
+pub use usage::{ClassStats, Stat, UsageStats};

@@ -16,7 +16,7 @@ use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_core::report::{BlockSnapshot, BlockStateSnapshot, SegmentSnapshot, Snapshot};
 use symmalloc_core::units::MIB;
 
-use super::SnapshotWriter;
+use super::writer::SnapshotWriter;
 use crate::rerun::MemoryChange;
 
 /// The size of PyTorch's segments for small requests.

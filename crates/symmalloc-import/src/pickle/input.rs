@@ -6,7 +6,7 @@
 
 use std::io::{self, Read};
 
-use super::PickleError;
+use super::error::PickleError;
 
 const BUFFER_BYTES: usize = 64 << 10;
 

@@ -7,7 +7,7 @@ use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Range
 use symmalloc_core::ids::StreamId;
 use symmalloc_core::units::{GIB, MIB};
 
-use super::Owner;
+use super::live::Owner;
 
 const GRANULARITY_BYTES: u64 = 2 * MIB;
 /// The address of the first range.

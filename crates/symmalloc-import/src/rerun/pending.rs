@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use symmalloc_core::op::Pending;
 
-use super::Live;
+use super::live::Live;
 
 /// A free that is not completed.
 #[derive(Clone, Copy, Debug)]

@@ -8,13 +8,13 @@
 //! A rank that cannot take part says so with its message, instead of leaving the others to wait.
 
 use super::error::AllToAllError;
-use super::plan::Plan;
+use super::transfers::Transfers;
 use crate::splits::{Side, Splits};
 use symmalloc_agreement::Gathered;
 
 /// What a message is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum MessageKind {
     /// The sender cannot take part.
     Refusal = 1,
     /// What the sender will send.
@@ -35,7 +35,7 @@ pub(super) struct Messages {
 }
 
 impl Messages {
-    fn words(&self, kind: Kind, row_bytes: u64, rows: impl Iterator<Item = u64>) -> Vec<u8> {
+    fn words(&self, kind: MessageKind, row_bytes: u64, rows: impl Iterator<Item = u64>) -> Vec<u8> {
         let sides = if self.is_checked { 2 } else { 1 };
         let mut message = Vec::with_capacity((2 + sides * self.ranks) * WORD_BYTES);
         let words = [kind as u64, row_bytes].into_iter().chain(rows).chain(std::iter::repeat(0));
@@ -45,30 +45,30 @@ impl Messages {
 
     /// This rank cannot take part.
     pub(super) fn refusal(&self) -> Vec<u8> {
-        self.words(Kind::Refusal, 0, std::iter::empty())
+        self.words(MessageKind::Refusal, 0, std::iter::empty())
     }
 
     /// This rank will send so many rows.
     pub(super) fn exchange(&self, rows: &[u64]) -> Vec<u8> {
-        self.words(Kind::Exchange, 0, rows.iter().copied())
+        self.words(MessageKind::Exchange, 0, rows.iter().copied())
     }
 
     /// This rank is about to make this call.
-    pub(super) fn check(&self, plan: &Plan<'_>) -> Vec<u8> {
-        let rows = |side| (0..self.ranks).map(move |peer| plan.rows(side, peer));
-        self.words(Kind::Check, plan.row_bytes, rows(Side::Input).chain(rows(Side::Output)))
+    pub(super) fn check(&self, transfers: &Transfers<'_>) -> Vec<u8> {
+        let rows = |side| (0..self.ranks).map(move |peer| transfers.rows(side, peer));
+        self.words(MessageKind::Check, transfers.row_bytes, rows(Side::Input).chain(rows(Side::Output)))
     }
 
     /// The splits that follow from what all ranks send.
     pub(super) fn read_exchange(&self, gathered: &Gathered) -> Result<Splits, AllToAllError> {
-        let messages = self.read(gathered, Kind::Exchange)?;
+        let messages = self.read(gathered, MessageKind::Exchange)?;
         let counts: Vec<u64> = messages.iter().flat_map(|words| &words[2..2 + self.ranks]).copied().collect();
         Ok(Splits::of_matrix(counts, self.ranks, self.rank)?)
     }
 
     /// Whether every rank sends what the receiver expects.
     pub(super) fn read_check(&self, gathered: &Gathered) -> Result<(), AllToAllError> {
-        let messages = self.read(gathered, Kind::Check)?;
+        let messages = self.read(gathered, MessageKind::Check)?;
         for (from, sender) in messages.iter().enumerate() {
             for (to, receiver) in messages.iter().enumerate() {
                 let (sent_rows, expected_rows) = (sender[2 + to], receiver[2 + self.ranks + from]);
@@ -89,12 +89,12 @@ impl Messages {
     }
 
     /// The messages as words, when all are of this kind.
-    fn read(&self, gathered: &Gathered, kind: Kind) -> Result<Vec<Vec<u64>>, AllToAllError> {
+    fn read(&self, gathered: &Gathered, kind: MessageKind) -> Result<Vec<Vec<u64>>, AllToAllError> {
         let word = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("whole words"));
         let messages: Vec<Vec<u64>> =
             gathered.iter().map(|message| message.chunks_exact(WORD_BYTES).map(word).collect()).collect();
-        let is = |kind: Kind| move |words: &Vec<u64>| words.first() == Some(&(kind as u64));
-        if let Some(rank) = messages.iter().position(is(Kind::Refusal)) {
+        let is = |kind: MessageKind| move |words: &Vec<u64>| words.first() == Some(&(kind as u64));
+        if let Some(rank) = messages.iter().position(is(MessageKind::Refusal)) {
             return Err(AllToAllError::Refused { rank });
         }
         match messages.iter().position(|words| !is(kind)(words)) {
@@ -106,7 +106,7 @@ impl Messages {
 
 #[cfg(test)]
 mod tests {
-    use super::super::plan::Shape;
+    use super::super::transfers::CallShape;
     use super::*;
 
     fn messages(rank: usize) -> Messages {
@@ -118,8 +118,8 @@ mod tests {
     }
 
     fn check(rank: usize, splits: &Splits, row_elements: usize) -> Vec<u8> {
-        let shape = Shape { input_len: 100, output_len: 100, element_bytes: 4, row_elements };
-        messages(rank).check(&Plan::new(rank, 2, Some(splits), shape).expect("it fits"))
+        let shape = CallShape { input_len: 100, output_len: 100, element_bytes: 4, row_elements };
+        messages(rank).check(&Transfers::new(rank, 2, Some(splits), shape).expect("it fits"))
     }
 
     #[test]

@@ -9,7 +9,7 @@
 //! no call in flight uses.
 
 use super::error::AllToAllError;
-use super::plan::Region;
+use super::transfers::Region;
 use crate::communicator::Communicator;
 use crate::registrar::Registrar;
 use crate::registrar::error::LookupError;

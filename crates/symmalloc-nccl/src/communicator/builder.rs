@@ -1,25 +1,26 @@
 //! How a communicator comes to be.
 
-use super::call::{Answer, Kept, Waited, start, wait_for};
+use super::Communicator;
 use super::ending::{Ending, GRACE, end_all};
+use super::order::CommOrder;
 use super::shared::{Inner, Life, Mode, Ownership, Shared};
-use super::{CommOrder, CommState, Communicator, Stage};
-use crate::calls::RawConfig;
-use crate::communicator::threads;
+use super::state::{CommState, Stage};
+use super::threads::{self, Answer, Kept, Waited, start, wait_for};
+use crate::driver;
 use crate::error::CommError;
+use crate::handles::{CommHandle, NewHandle};
 use crate::launch::Launch;
 use crate::library::Nccl;
 use crate::patience::Patience;
 use crate::turns::Turns;
 use crate::unique_id::{COMM_ID_VARIABLE, UniqueId};
-use cudarc::driver::result::primary_ctx;
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::slice::from_mut;
-use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use symmalloc_cuda::{CudaDevice, DriverError};
+use symmalloc_cuda::CudaDevice;
 
 /// NCCL's own switch, which it puts above the program's.
 const BLOCKING_VARIABLE: &str = "NCCL_COMM_BLOCKING";
@@ -48,8 +49,12 @@ pub struct CommunicatorBuilder {
     name: String,
 }
 
-impl CommunicatorBuilder {
-    pub(super) fn new(device: &Arc<CudaDevice>) -> Self {
+impl Communicator {
+    /// How long a communicator waits for other ranks unless it is told otherwise: five minutes.
+    pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(300);
+
+    /// A builder of communicators on this device.
+    pub fn builder(device: &Arc<CudaDevice>) -> CommunicatorBuilder {
         CommunicatorBuilder {
             device: Arc::clone(device),
             nccl: None,
@@ -58,7 +63,9 @@ impl CommunicatorBuilder {
             name: "world".to_owned(),
         }
     }
+}
 
+impl CommunicatorBuilder {
     /// How long anything that depends on other ranks may take, each time: [`Communicator::DEFAULT_DEADLINE`] by default.
     /// The error comes at most a quarter of a second later.
     #[must_use]
@@ -138,27 +145,23 @@ impl CommunicatorBuilder {
         let (name, c_name) = self.names()?;
         let order = CommOrder::connected(&name, &id, ordinal_of(&id, rank));
 
-        let place = Arc::new((AtomicPtr::<c_void>::new(std::ptr::null_mut()), Arc::clone(&c_name)));
-        let kept: Kept = Some(Arc::clone(&place) as _);
-        let (out, mode) = (Arc::clone(&place), self.mode);
-        let caller = start(&self.device, kept, move || {
-            let mut config = RawConfig::new(mode == Mode::Blocking, out.1.as_ptr());
-            // SAFETY: the context is current; the answer's place and the name are kept until NCCL is done with them.
-            unsafe { nccl.calls().init(out.0.as_ptr(), raw_ranks, id.raw(), raw_rank, &raw mut config) }
-        });
+        let new = NewHandle::named(&c_name);
+        let (kept, out, blocking): (Kept, _, _) =
+            (Some(Arc::clone(&new) as _), Arc::clone(&new), self.mode == Mode::Blocking);
+        let caller =
+            start(&self.device, kept, move || nccl.calls().init(&out, raw_ranks, *id.as_bytes(), raw_rank, blocking));
         let answer = match wait_for(&caller, patience, || false) {
             Waited::Came(answer) => answer,
             Waited::Stopped | Waited::TooLong => {
-                abort_when_back(caller, &self.device, nccl, place);
+                abort_when_back(caller, &self.device, nccl, new);
                 let (stage, waited, state) = (Stage::Connect, patience.waited(), CommState::Lost);
                 return Err(CommError::Deadline { name, stage, waited, state });
             }
         };
-        let comm = place.0.load(Ordering::Acquire);
-        if comm.is_null() {
+        let Some(comm) = new.comm() else {
             answer?;
             return Err(CommError::NoCommunicator { call: "ncclCommInitRankConfig" });
-        }
+        };
         let shared = self.shared(nccl, (name, c_name), order, Ownership::Owned, comm);
         if let Err(error) = answer {
             let error = Arc::new(CommError::from(error));
@@ -183,12 +186,11 @@ impl CommunicatorBuilder {
         if comm.is_null() {
             return Err(CommError::NoCommunicator { call: "borrow" });
         }
-        let (mut actual, ordinal) = (0, self.device.ordinal());
-        {
+        let (comm, ordinal) = (CommHandle::new(comm), self.device.ordinal());
+        let actual = {
             let _current = self.device.enter()?;
-            // SAFETY: the caller's contract; the answer is valid for writing.
-            unsafe { nccl.calls().cu_device(comm, &raw mut actual) }?;
-        }
+            nccl.calls().device_of(comm)?
+        };
         if usize::try_from(actual) != Ok(ordinal) {
             return Err(CommError::OtherDevice { ordinal, actual });
         }
@@ -210,7 +212,7 @@ impl CommunicatorBuilder {
         (name, c_name): (Arc<str>, Arc<CStr>),
         order: CommOrder,
         ownership: Ownership,
-        comm: *mut c_void,
+        comm: CommHandle,
     ) -> Shared {
         Shared {
             nccl,
@@ -231,17 +233,13 @@ impl CommunicatorBuilder {
     }
 }
 
-/// What NCCL writes the new communicator to, and the name that it points to.
-type Place = Arc<(AtomicPtr<c_void>, Arc<CStr>)>;
-
 /// Nobody waits any more for a thread that connects. Should it come back, what it brings is aborted.
-fn abort_when_back(caller: Receiver<Answer>, device: &Arc<CudaDevice>, nccl: &'static Nccl, place: Place) {
+fn abort_when_back(caller: Receiver<Answer>, device: &Arc<CudaDevice>, nccl: &'static Nccl, new: Arc<NewHandle>) {
     let device = Arc::clone(device);
     let _started = threads::run(move || {
-        let (_answer, comm) = (caller.recv(), place.0.load(Ordering::Acquire));
-        if let (false, Ok(_current)) = (comm.is_null(), device.enter()) {
-            // SAFETY: the communicator lives, and nobody else knows it.
-            let _aborted = unsafe { nccl.calls().abort(comm) };
+        let (_answer, comm) = (caller.recv(), new.comm());
+        if let (Some(comm), Ok(_current)) = (comm, device.enter()) {
+            let _aborted = nccl.calls().abort(comm);
         }
     });
 }
@@ -258,14 +256,10 @@ fn effective_mode(asked: Mode, variable: Option<&str>) -> Mode {
 
 /// NCCL works through CUDA's runtime, and so in the primary context.
 fn check_context(device: &CudaDevice) -> Result<(), CommError> {
-    let context = device.context();
-    let refused =
-        |error: cudarc::driver::DriverError| DriverError { call: "cuDevicePrimaryCtxRetain", code: error.0 as i32 };
-    // SAFETY: a device that exists; released below.
-    let primary = unsafe { primary_ctx::retain(context.cu_device()) }.map_err(refused)?;
-    // SAFETY: retained above, and not used after this.
-    unsafe { primary_ctx::release(context.cu_device()) }.map_err(refused)?;
-    if primary == context.cu_ctx() { Ok(()) } else { Err(CommError::ForeignContext { ordinal: device.ordinal() }) }
+    if driver::primary_context(device)? == device.context().cu_ctx() {
+        return Ok(());
+    }
+    Err(CommError::ForeignContext { ordinal: device.ordinal() })
 }
 
 /// How many communicators this rank has connected with this id before. Ids are used once, but for that of `NCCL_COMM_ID`.

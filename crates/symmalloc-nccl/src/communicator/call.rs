@@ -13,20 +13,13 @@
 use super::ending::{ABORT_LIMIT, Ending, GRACE, end_all};
 use super::shared::{Access, Mode, lock};
 use super::state::{CommState, Stage};
-use crate::calls::{Calls, Progress};
-use crate::communicator::threads;
-use crate::error::{CommError, NcclError};
+use super::threads::{CallError, Kept, Waited, start, wait_for};
+use crate::calls::{Calls, Outcome, Progress};
+use crate::error::CommError;
 use crate::patience::Patience;
-use std::any::Any;
-use std::io::ErrorKind;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
-use symmalloc_cuda::{CudaDevice, DriverError};
-
-/// How often a thread that waits for another one looks whether it is to stop.
-const LOOK: Duration = Duration::from_millis(20);
 
 /// The thread that makes a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,37 +40,6 @@ impl Route {
     }
 }
 
-/// What a call wrote to, and what NCCL points to: kept until NCCL is surely done with it.
-pub(super) type Kept = Option<Arc<dyn Any + Send + Sync>>;
-
-/// What a call came to.
-pub(super) type Answer = Result<Progress, CallError>;
-
-/// Why a call did not do its work.
-#[derive(Debug)]
-pub(super) enum CallError {
-    Nccl(NcclError),
-    Driver(DriverError),
-    /// There was no thread to make it.
-    Thread(ErrorKind),
-}
-
-impl From<NcclError> for CallError {
-    fn from(error: NcclError) -> Self {
-        CallError::Nccl(error)
-    }
-}
-
-impl From<CallError> for CommError {
-    fn from(error: CallError) -> Self {
-        match error {
-            CallError::Nccl(error) => error.into(),
-            CallError::Driver(error) => error.into(),
-            CallError::Thread(kind) => CommError::Thread { kind },
-        }
-    }
-}
-
 /// Makes a call for these communicators and waits until its work on the host is done.
 ///
 /// After an error that NCCL cannot recover from, and after the deadline, the communicators are ended.
@@ -86,7 +48,7 @@ pub(super) fn perform(
     stage: Stage,
     route: Route,
     kept: &Kept,
-    call: impl FnOnce(&'static Calls) -> Result<Progress, NcclError> + Send + 'static,
+    call: impl FnOnce(&'static Calls) -> Outcome + Send + 'static,
 ) -> Result<(), CommError> {
     let patience = Patience::new(accesses[0].shared.deadline);
     make(accesses, stage, route, kept, &patience, call)?;
@@ -100,7 +62,7 @@ pub(super) fn make(
     route: Route,
     kept: &Kept,
     patience: &Patience,
-    call: impl FnOnce(&'static Calls) -> Result<Progress, NcclError> + Send + 'static,
+    call: impl FnOnce(&'static Calls) -> Outcome + Send + 'static,
 ) -> Result<(), CommError> {
     let (calls, device) = (accesses[0].shared.nccl.calls(), &accesses[0].shared.device);
     let answer = match route {
@@ -132,8 +94,7 @@ pub(super) fn settle(
     let mut next = 0;
     while let Some(access) = accesses.get(next) {
         let call = stage.call();
-        // SAFETY: the communicator lives, and the access is this thread's.
-        match unsafe { access.shared.nccl.calls().poll(call, access.comm.0) } {
+        match access.shared.nccl.calls().poll(call, access.comm) {
             Ok(Progress::Done) => next += 1,
             Ok(Progress::Underway) if is_abort_asked(accesses) => {
                 return Err(stopped(accesses, Ending::Underway { kept: kept.clone() }));
@@ -151,49 +112,6 @@ pub(super) fn settle(
         }
     }
     Ok(())
-}
-
-/// Makes a call on another thread, with the device's context current.
-pub(super) fn start(
-    device: &Arc<CudaDevice>,
-    kept: Kept,
-    call: impl FnOnce() -> Result<Progress, NcclError> + Send + 'static,
-) -> Receiver<Answer> {
-    let (sender, receiver) = channel();
-    let (device, refused) = (Arc::clone(device), sender.clone());
-    let started = threads::run(move || {
-        let answer = match device.enter() {
-            Ok(_current) => call().map_err(CallError::Nccl),
-            Err(error) => Err(CallError::Driver(error)),
-        };
-        drop(kept);
-        // Nobody listens any more when the call came back too late.
-        let _heard = sender.send(answer);
-    });
-    if let Err(error) = started {
-        let _heard = refused.send(Err(CallError::Thread(error.kind())));
-    }
-    receiver
-}
-
-/// How a wait for another thread ended.
-pub(super) enum Waited {
-    Came(Answer),
-    Stopped,
-    TooLong,
-}
-
-/// Waits for the thread's answer.
-pub(super) fn wait_for(caller: &Receiver<Answer>, patience: &Patience, stop: impl Fn() -> bool) -> Waited {
-    loop {
-        match caller.recv_timeout(patience.left().min(LOOK)) {
-            Ok(answer) => return Waited::Came(answer),
-            Err(RecvTimeoutError::Disconnected) => return Waited::Came(Err(CallError::Thread(ErrorKind::Other))),
-            Err(RecvTimeoutError::Timeout) if stop() => return Waited::Stopped,
-            Err(RecvTimeoutError::Timeout) if patience.left().is_zero() => return Waited::TooLong,
-            Err(RecvTimeoutError::Timeout) => {}
-        }
-    }
 }
 
 fn is_abort_asked(accesses: &[Access<'_>]) -> bool {
@@ -216,9 +134,7 @@ fn failed(accesses: &mut [Access<'_>], stage: Stage, error: CallError) -> CommEr
 
 /// Whether NCCL will refuse everything from now on.
 fn is_broken(access: &Access<'_>) -> bool {
-    // SAFETY: the communicator lives, and the access is this thread's.
-    let outcome = unsafe { access.shared.nccl.calls().poll("ncclCommGetAsyncError", access.comm.0) };
-    outcome != Ok(Progress::Done)
+    access.shared.nccl.calls().poll("ncclCommGetAsyncError", access.comm) != Ok(Progress::Done)
 }
 
 /// The deadline passed.

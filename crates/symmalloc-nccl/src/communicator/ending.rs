@@ -15,15 +15,14 @@
 //! Deregistration comes first because up to 2.28 an abort keeps the physical memory of windows for good. It needs a communicator
 //! whose kernels have stopped, which is what a revoke does: without one, windows are left to the abort.
 
-use super::call::{Answer, Kept};
-use super::shared::{Access, CommPtr, Life, Mode, Ownership, lock};
+use super::shared::{Access, Life, Mode, Ownership, lock};
 use super::state::{CommState, Stage};
+use super::threads::{self, Answer, Kept};
 use crate::calls::{Calls, Progress};
-use crate::communicator::registration::{RegistrationHandle, WindowHandle};
-use crate::communicator::threads;
 use crate::error::CommError;
-use crate::library::Capability;
+use crate::handles::{CommHandle, RegistrationHandle, WindowHandle};
 use crate::patience::Patience;
+use crate::version::Capability;
 use std::ffi::CStr;
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
@@ -62,7 +61,7 @@ impl Ending {
 /// What is left of a communicator that is being ended.
 struct Remains {
     calls: &'static Calls,
-    comm: CommPtr,
+    comm: CommHandle,
     mode: Mode,
     windows: Vec<WindowHandle>,
     buffers: Vec<RegistrationHandle>,
@@ -156,34 +155,31 @@ fn end(ending: Ending, remains: &[Remains], revokes: bool, device: &CudaDevice) 
 impl Remains {
     /// Stops what is in flight, on the host and on the device. Whether that worked.
     fn revoke(&self) -> bool {
-        // SAFETY: it lives, and is connected. A revoke may come while another thread is inside a call: that is what it is for.
-        let Some(Ok(_)) = (unsafe { self.calls.revoke(self.comm.0, 0) }) else { return false };
+        // It may come while another thread is inside a call: that is what it is for.
+        if self.calls.revoke(self.comm).is_err() {
+            return false;
+        }
         let patience = Patience::new(ABORT_LIMIT);
         loop {
-            // SAFETY: it lives.
-            match unsafe { self.calls.poll("ncclCommRevoke", self.comm.0) } {
+            match self.calls.poll("ncclCommRevoke", self.comm) {
                 Ok(Progress::Underway) if self.mode == Mode::Nonblocking && patience.pause() => {}
                 answer => return answer == Ok(Progress::Done),
             }
         }
     }
 
-    /// Gives back what is registered. Errors change nothing: the abort follows.
+    /// Gives back what is registered, of which nothing runs any more. Errors change nothing: the abort follows.
     fn deregister(&self) {
         for window in &self.windows {
-            // SAFETY: the window is this communicator's, and nothing of its runs any more.
-            let _given_back = unsafe { self.calls.window_deregister(self.comm.0, window.0) };
+            let _given_back = self.calls.deregister_window(self.comm, *window);
         }
         for buffer in &self.buffers {
-            // SAFETY: the registration is this communicator's, and nothing of its runs any more.
-            let _given_back = unsafe { self.calls.buffer_deregister(self.comm.0, buffer.0) };
+            let _given_back = self.calls.deregister_buffer(self.comm, *buffer);
         }
     }
 
     fn abort(&self) {
-        // SAFETY: it lives, and no thread of ours is inside a call with it; NCCL joins its own.
-        let aborted = unsafe { self.calls.abort(self.comm.0) };
-        if let Err(error) = aborted {
+        if let Err(error) = self.calls.abort(self.comm) {
             let name = &*self.name.to_string_lossy();
             tracing::warn!(name: "communicator.abort_failed", target: "symmalloc", communicator = name, %error);
         }

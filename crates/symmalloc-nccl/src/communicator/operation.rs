@@ -1,76 +1,130 @@
 //! One collective, as it goes to NCCL: addresses and numbers.
 
-use crate::calls::{Calls, Progress, RawComm};
-use crate::data_type::DataType;
-use crate::error::NcclError;
-use cudarc::driver::sys::CUstream;
-use std::ffi::{c_int, c_void};
+use crate::data_type::{DataType, ReduceOp};
+use crate::handles::StreamHandle;
+use std::fmt;
 
-/// A collective.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Operation {
-    pub(crate) kind: Kind,
-    /// Where this rank's elements are; 0 for a receive.
-    pub(crate) send: u64,
-    /// Where the result goes; 0 for a send.
-    pub(crate) receive: u64,
-    /// Number of elements, as the NCCL call of this kind counts them.
-    pub(crate) count: usize,
-    pub(crate) data_type: DataType,
-    pub(crate) stream: CUstream,
+/// A collective operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+#[repr(u64)]
+pub enum Collective {
+    /// [`Communicator::all_reduce`](crate::Communicator::all_reduce) and its variant in place
+    AllReduce = 1,
+    /// [`Communicator::all_gather`](crate::Communicator::all_gather)
+    AllGather = 2,
+    /// [`Communicator::reduce_scatter`](crate::Communicator::reduce_scatter)
+    ReduceScatter = 3,
+    /// [`Communicator::broadcast`](crate::Communicator::broadcast)
+    Broadcast = 4,
+    /// [`Communicator::reduce`](crate::Communicator::reduce)
+    Reduce = 5,
 }
 
-// SAFETY: addresses that only the device follows, and a stream, which any thread may use.
-unsafe impl Send for Operation {}
+impl Collective {
+    /// All of them.
+    pub(crate) const ALL: [Collective; 5] = [
+        Collective::AllReduce,
+        Collective::AllGather,
+        Collective::ReduceScatter,
+        Collective::Broadcast,
+        Collective::Reduce,
+    ];
+}
 
-/// Which collective, with its reduction, root or peer as NCCL numbers them.
+impl fmt::Display for Collective {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Collective::AllReduce => "all-reduce",
+            Collective::AllGather => "all-gather",
+            Collective::ReduceScatter => "reduce-scatter",
+            Collective::Broadcast => "broadcast",
+            Collective::Reduce => "reduce",
+        })
+    }
+}
+
+/// A collective with its reduction and root, or a send or receive with its peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
-    AllReduce { op: c_int },
+pub(crate) enum NcclCall {
+    AllReduce { op: ReduceOp },
     AllGather,
-    ReduceScatter { op: c_int },
-    Broadcast { root: c_int },
-    Reduce { op: c_int, root: c_int },
-    Send { peer: c_int },
-    Receive { peer: c_int },
+    ReduceScatter { op: ReduceOp },
+    Broadcast { root: u32 },
+    Reduce { op: ReduceOp, root: u32 },
+    Send { peer: u32 },
+    Receive { peer: u32 },
 }
 
-impl Operation {
-    /// Gives it to NCCL.
-    ///
-    /// # Safety
-    /// The communicator lives and no other thread uses it. The memory is of its device, long enough, and left alone by others
-    /// until the stream is past the collective; the stream lives and is of the device.
-    pub(crate) unsafe fn issue(&self, calls: &Calls, comm: RawComm) -> Result<Progress, NcclError> {
-        let (send, receive) = (self.send as *const c_void, self.receive as *mut c_void);
-        let (count, data_type, stream) = (self.count, self.data_type.raw(), self.stream);
-        // SAFETY: the caller's contract, for every call below.
-        unsafe {
-            match self.kind {
-                Kind::AllReduce { op } => calls.all_reduce(send, receive, count, data_type, op, comm, stream),
-                Kind::AllGather => calls.all_gather(send, receive, count, data_type, comm, stream),
-                Kind::ReduceScatter { op } => calls.reduce_scatter(send, receive, count, data_type, op, comm, stream),
-                Kind::Broadcast { root } => calls.broadcast(send, receive, count, data_type, root, comm, stream),
-                Kind::Reduce { op, root } => calls.reduce(send, receive, count, data_type, op, root, comm, stream),
-                Kind::Send { peer } => calls.send(send, count, data_type, peer, comm, stream),
-                Kind::Receive { peer } => calls.receive(receive, count, data_type, peer, comm, stream),
-            }
+impl NcclCall {
+    /// The collective that it is; `None` for a send or receive.
+    pub(crate) fn collective(self) -> Option<Collective> {
+        match self {
+            NcclCall::AllReduce { .. } => Some(Collective::AllReduce),
+            NcclCall::AllGather => Some(Collective::AllGather),
+            NcclCall::ReduceScatter { .. } => Some(Collective::ReduceScatter),
+            NcclCall::Broadcast { .. } => Some(Collective::Broadcast),
+            NcclCall::Reduce { .. } => Some(Collective::Reduce),
+            NcclCall::Send { .. } | NcclCall::Receive { .. } => None,
         }
     }
 
+    /// NCCL's name.
+    pub(crate) fn symbol(self) -> &'static str {
+        match self {
+            NcclCall::AllReduce { .. } => "ncclAllReduce",
+            NcclCall::AllGather => "ncclAllGather",
+            NcclCall::ReduceScatter { .. } => "ncclReduceScatter",
+            NcclCall::Broadcast { .. } => "ncclBroadcast",
+            NcclCall::Reduce { .. } => "ncclReduce",
+            NcclCall::Send { .. } => "ncclSend",
+            NcclCall::Receive { .. } => "ncclRecv",
+        }
+    }
+
+    /// The one rank that it names.
+    pub(crate) fn named_rank(self) -> Option<u32> {
+        match self {
+            NcclCall::Broadcast { root: rank } | NcclCall::Reduce { root: rank, .. } => Some(rank),
+            NcclCall::Send { peer: rank } | NcclCall::Receive { peer: rank } => Some(rank),
+            NcclCall::AllReduce { .. } | NcclCall::AllGather | NcclCall::ReduceScatter { .. } => None,
+        }
+    }
+
+    fn reduction(self) -> Option<ReduceOp> {
+        match self {
+            NcclCall::AllReduce { op } | NcclCall::ReduceScatter { op } | NcclCall::Reduce { op, .. } => Some(op),
+            _ => None,
+        }
+    }
+}
+
+/// A call with its memory and stream: addresses and numbers, as NCCL takes them.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Operation {
+    pub(crate) call: NcclCall,
+    /// Where this rank's elements are; not used by a receive.
+    pub(crate) send: u64,
+    /// Where the result goes; not used by a send.
+    pub(crate) receive: u64,
+    /// Number of elements, as NCCL counts them for this call.
+    pub(crate) count: usize,
+    pub(crate) data_type: DataType,
+    pub(crate) stream: StreamHandle,
+}
+
+impl Operation {
     /// What NCCL connects ranks for when it meets it first.
-    pub(crate) fn shape(&self) -> Shape {
+    pub(crate) fn shape(&self) -> ConnectionShape {
         let bytes = self.count.saturating_mul(self.data_type.size_bytes());
         let magnitude = bytes.checked_ilog2().map_or(0, |log| log + 1);
-        let collective = |kind, op| Shape::Collective { kind, op, data_type: self.data_type, magnitude };
-        match self.kind {
-            Kind::AllReduce { op } => collective(0, op),
-            Kind::AllGather => collective(1, 0),
-            Kind::ReduceScatter { op } => collective(2, op),
-            Kind::Broadcast { .. } => collective(3, 0),
-            Kind::Reduce { op, .. } => collective(4, op),
-            Kind::Send { peer } => Shape::Send { peer: peer as u32 },
-            Kind::Receive { peer } => Shape::Receive { peer: peer as u32 },
+        match (self.call, self.call.collective()) {
+            (NcclCall::Send { peer }, _) => ConnectionShape::Send { peer },
+            (NcclCall::Receive { peer }, _) => ConnectionShape::Receive { peer },
+            (call, collective) => {
+                let algorithm = (collective, call.reduction(), self.data_type);
+                ConnectionShape::Collective { algorithm, magnitude }
+            }
         }
     }
 }
@@ -78,56 +132,56 @@ impl Operation {
 /// What NCCL chooses an algorithm by, and so connects ranks for: a collective's kind, reduction, type and order of magnitude;
 /// for a send or receive the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Shape {
-    Collective { kind: u8, op: c_int, data_type: DataType, magnitude: u32 },
+pub(crate) enum ConnectionShape {
+    Collective { algorithm: Algorithm, magnitude: u32 },
     Send { peer: u32 },
     Receive { peer: u32 },
 }
 
+/// Collective, reduction and type.
+type Algorithm = (Option<Collective>, Option<ReduceOp>, DataType);
+
 /// The shapes that have run on a communicator: what NCCL connects for them is connected.
 #[derive(Debug, Default)]
-pub(crate) struct Shapes {
+pub(crate) struct KnownShapes {
     /// Magnitudes as bits, for every combination of kind, reduction and type.
-    collectives: Vec<(u8, c_int, DataType, u128)>,
+    collectives: Vec<(Algorithm, u128)>,
     /// Peers as bits.
     sent: Vec<u64>,
     /// Peers as bits.
     received: Vec<u64>,
 }
 
-impl Shapes {
+impl KnownShapes {
     /// Whether this shape has run.
-    pub(crate) fn contains(&self, shape: Shape) -> bool {
+    pub(crate) fn contains(&self, shape: ConnectionShape) -> bool {
         let has =
             |peers: &[u64], peer: u32| peers.get(peer as usize / 64).is_some_and(|bits| bits & (1 << (peer % 64)) != 0);
         match shape {
-            Shape::Collective { kind, op, data_type, magnitude } => self
-                .collectives
-                .iter()
-                .any(|known| (known.0, known.1, known.2) == (kind, op, data_type) && known.3 & (1 << magnitude) != 0),
-            Shape::Send { peer } => has(&self.sent, peer),
-            Shape::Receive { peer } => has(&self.received, peer),
+            ConnectionShape::Collective { algorithm, magnitude } => {
+                self.collectives.iter().any(|known| known.0 == algorithm && known.1 & (1 << magnitude) != 0)
+            }
+            ConnectionShape::Send { peer } => has(&self.sent, peer),
+            ConnectionShape::Receive { peer } => has(&self.received, peer),
         }
     }
 
     /// Notes that it has.
-    pub(crate) fn insert(&mut self, shape: Shape) {
+    pub(crate) fn insert(&mut self, shape: ConnectionShape) {
         let add = |peers: &mut Vec<u64>, peer: u32| {
             let word = peer as usize / 64;
             peers.resize(peers.len().max(word + 1), 0);
             peers[word] |= 1 << (peer % 64);
         };
         match shape {
-            Shape::Collective { kind, op, data_type, magnitude } => {
-                let is_it =
-                    |known: &&mut (u8, c_int, DataType, u128)| (known.0, known.1, known.2) == (kind, op, data_type);
-                match self.collectives.iter_mut().find(is_it) {
-                    Some(known) => known.3 |= 1 << magnitude,
-                    None => self.collectives.push((kind, op, data_type, 1 << magnitude)),
+            ConnectionShape::Collective { algorithm, magnitude } => {
+                match self.collectives.iter_mut().find(|known| known.0 == algorithm) {
+                    Some(known) => known.1 |= 1 << magnitude,
+                    None => self.collectives.push((algorithm, 1 << magnitude)),
                 }
             }
-            Shape::Send { peer } => add(&mut self.sent, peer),
-            Shape::Receive { peer } => add(&mut self.received, peer),
+            ConnectionShape::Send { peer } => add(&mut self.sent, peer),
+            ConnectionShape::Receive { peer } => add(&mut self.received, peer),
         }
     }
 }
@@ -136,41 +190,41 @@ impl Shapes {
 mod tests {
     use super::*;
 
-    fn all_reduce(count: usize) -> Shape {
-        operation(Kind::AllReduce { op: 0 }, count).shape()
+    fn all_reduce(count: usize) -> ConnectionShape {
+        operation(NcclCall::AllReduce { op: ReduceOp::Sum }, count).shape()
     }
 
-    fn operation(kind: Kind, count: usize) -> Operation {
-        Operation { kind, send: 0, receive: 0, count, data_type: DataType::Float32, stream: std::ptr::null_mut() }
+    fn operation(call: NcclCall, count: usize) -> Operation {
+        Operation { call, send: 0, receive: 0, count, data_type: DataType::Float32, stream: StreamHandle::NULL }
     }
 
     #[test]
     fn a_shape_is_seen_for_its_kind_type_and_magnitude_only() {
-        let mut shapes = Shapes::default();
+        let mut shapes = KnownShapes::default();
         assert!(!shapes.contains(all_reduce(1000)));
         shapes.insert(all_reduce(1000));
         assert!(shapes.contains(all_reduce(1000)) && shapes.contains(all_reduce(600)));
         assert!(!shapes.contains(all_reduce(2000)) && !shapes.contains(all_reduce(0)));
-        assert!(!shapes.contains(operation(Kind::AllReduce { op: 1 }, 1000).shape()));
-        assert!(!shapes.contains(operation(Kind::AllGather, 1000).shape()));
+        assert!(!shapes.contains(operation(NcclCall::AllReduce { op: ReduceOp::Max }, 1000).shape()));
+        assert!(!shapes.contains(operation(NcclCall::AllGather, 1000).shape()));
         shapes.insert(all_reduce(2000));
         assert!(shapes.contains(all_reduce(2000)));
     }
 
     #[test]
     fn every_peer_is_a_connection_of_its_own_and_a_root_is_not() {
-        let mut shapes = Shapes::default();
-        shapes.insert(operation(Kind::Send { peer: 100 }, 8).shape());
-        assert!(shapes.contains(operation(Kind::Send { peer: 100 }, 1 << 20).shape()), "whatever its size");
-        assert!(!shapes.contains(operation(Kind::Send { peer: 2 }, 8).shape()));
-        assert!(!shapes.contains(operation(Kind::Receive { peer: 100 }, 8).shape()));
-        shapes.insert(operation(Kind::Broadcast { root: 0 }, 8).shape());
-        assert!(shapes.contains(operation(Kind::Broadcast { root: 3 }, 8).shape()));
+        let mut shapes = KnownShapes::default();
+        shapes.insert(operation(NcclCall::Send { peer: 100 }, 8).shape());
+        assert!(shapes.contains(operation(NcclCall::Send { peer: 100 }, 1 << 20).shape()), "whatever its size");
+        assert!(!shapes.contains(operation(NcclCall::Send { peer: 2 }, 8).shape()));
+        assert!(!shapes.contains(operation(NcclCall::Receive { peer: 100 }, 8).shape()));
+        shapes.insert(operation(NcclCall::Broadcast { root: 0 }, 8).shape());
+        assert!(shapes.contains(operation(NcclCall::Broadcast { root: 3 }, 8).shape()));
     }
 
     #[test]
     fn the_largest_size_has_a_magnitude() {
-        let mut shapes = Shapes::default();
+        let mut shapes = KnownShapes::default();
         shapes.insert(all_reduce(usize::MAX));
         assert!(shapes.contains(all_reduce(usize::MAX)));
     }

@@ -1,19 +1,17 @@
 //! Windows and buffers: how memory becomes known to NCCL, and ceases to be.
 
 use super::Communicator;
-use super::call::{Kept, Route, perform};
+use super::call::{Route, perform};
+use super::registration::{BufferRegistration, Memory, Registered, WINDOW_ALIGNMENT, Window};
 use super::shared::Access;
 use super::state::{CommState, Stage};
-use crate::calls::{Calls, Progress, WINDOW_SYMMETRIC};
-use crate::communicator::registration::{
-    BufferRegistration, Memory, Registered, RegistrationHandle, WINDOW_ALIGNMENT, Window, WindowHandle,
-};
-use crate::error::{CommError, NcclError};
-use crate::library::Capability;
-use std::ffi::c_void;
+use super::threads::Kept;
+use crate::calls::{Calls, Outcome};
+use crate::error::CommError;
+use crate::handles::{NewHandle, RegistrationHandle, WindowHandle};
+use crate::version::Capability;
 use std::slice::from_mut;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicPtr, Ordering};
 
 impl Communicator {
     /// Makes a window of a whole segment, together with all other ranks, which give segments of the same size in the same order.
@@ -38,20 +36,15 @@ impl Communicator {
             return Err(CommError::Capturing);
         }
         let mut access = self.shared.access()?;
-        let window = Arc::new(AtomicPtr::<c_void>::new(std::ptr::null_mut()));
-        let kept: Kept = Some(Arc::clone(&window) as _);
-        let (comm, out) = (access.comm, Arc::clone(&window));
+        let (comm, new) = (access.comm, NewHandle::unnamed());
+        let (kept, out): (Kept, _) = (Some(Arc::clone(&new) as _), Arc::clone(&new));
         let route = Route::when_blocking(self.shared.mode, Route::Apart);
         perform(from_mut(&mut access), Stage::Register, route, &kept, move |calls| {
-            let (base, size) = (base as *mut c_void, size_bytes as usize);
-            // SAFETY: the communicator lives; the answer's place is kept until NCCL is done with it. NCCL checks the memory.
-            let registered = unsafe { calls.window_register(comm.raw(), base, size, out.as_ptr(), WINDOW_SYMMETRIC) };
-            registered.unwrap_or(Ok(Progress::Done))
+            calls.register_window(comm, base, size_bytes, &out)
         })?;
-        let raw = WindowHandle(window.load(Ordering::Acquire));
-        if raw.0.is_null() {
+        let Some(raw) = new.window() else {
             return Ok(Registered::Plain(self.register_buffer_with(&mut access, base, size_bytes)?));
-        }
+        };
         access.inner.windows.push(raw);
         Ok(Registered::Window(Window { raw, memory: self.memory(base, size_bytes) }))
     }
@@ -89,17 +82,13 @@ impl Communicator {
         size_bytes: u64,
     ) -> Result<BufferRegistration, CommError> {
         self.require(Capability::BufferRegistration)?;
-        let registration = Arc::new(AtomicPtr::<c_void>::new(std::ptr::null_mut()));
-        let kept: Kept = Some(Arc::clone(&registration) as _);
-        let (comm, out) = (access.comm, Arc::clone(&registration));
+        let (comm, new) = (access.comm, NewHandle::unnamed());
+        let (kept, out): (Kept, _) = (Some(Arc::clone(&new) as _), Arc::clone(&new));
         perform(from_mut(access), Stage::RegisterBuffer, Route::Here, &kept, move |calls| {
-            let (base, size) = (base as *mut c_void, size_bytes as usize);
-            // SAFETY: the communicator lives; the answer's place is kept until NCCL is done with it. NCCL notes the range
-            // and looks at the memory when a collective uses it.
-            unsafe { calls.buffer_register(comm.raw(), base, size, out.as_ptr()) }.unwrap_or(Ok(Progress::Done))
+            calls.register_buffer(comm, base, size_bytes, &out)
         })?;
-        let raw = RegistrationHandle(registration.load(Ordering::Acquire));
-        if !raw.0.is_null() {
+        let raw = new.registration();
+        if !raw.is_null() {
             // Null where NCCL_LOCAL_REGISTER=0: nothing was registered, and nothing is to be given back.
             access.inner.buffers.push(raw);
         }
@@ -115,7 +104,7 @@ impl Communicator {
         let BufferRegistration { raw, memory } = registration;
         self.check_owner(&memory)?;
         let mut access = self.shared.access()?;
-        if raw.0.is_null() {
+        if raw.is_null() {
             return Ok(());
         }
         deregister_buffer(&mut access, raw)
@@ -151,30 +140,24 @@ pub(super) fn deregister_all(access: &mut Access<'_>) -> Result<(), CommError> {
 
 fn deregister_window(access: &mut Access<'_>, window: WindowHandle) -> Result<(), CommError> {
     let comm = access.comm;
-    deregister(access, move |calls| {
-        // SAFETY: the communicator lives, and the window is its own.
-        unsafe { calls.window_deregister(comm.raw(), window.as_ptr()) }
-    })?;
+    deregister(access, move |calls| calls.deregister_window(comm, window))?;
     access.inner.windows.retain(|known| *known != window);
     Ok(())
 }
 
 fn deregister_buffer(access: &mut Access<'_>, buffer: RegistrationHandle) -> Result<(), CommError> {
     let comm = access.comm;
-    deregister(access, move |calls| {
-        // SAFETY: the communicator lives, and the registration is its own.
-        unsafe { calls.buffer_deregister(comm.raw(), buffer.as_ptr()) }
-    })?;
+    deregister(access, move |calls| calls.deregister_buffer(comm, buffer))?;
     access.inner.buffers.retain(|known| *known != buffer);
     Ok(())
 }
 
 fn deregister(
     access: &mut Access<'_>,
-    call: impl FnOnce(&Calls) -> Option<Result<Progress, NcclError>> + Send + 'static,
+    call: impl FnOnce(&'static Calls) -> Outcome + Send + 'static,
 ) -> Result<(), CommError> {
     if access.shared.state() != CommState::Ready {
         return Err(access.shared.gone());
     }
-    perform(from_mut(access), Stage::Deregister, Route::Apart, &None, |calls| call(calls).unwrap_or(Ok(Progress::Done)))
+    perform(from_mut(access), Stage::Deregister, Route::Apart, &None, call)
 }

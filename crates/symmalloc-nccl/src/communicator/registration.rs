@@ -1,7 +1,6 @@
 //! What NCCL gives for memory that was registered. The kind is in the type, so that the wrong deregistration cannot be called.
 
-use crate::calls::{RawRegistration, RawWindow};
-use std::ffi::c_void;
+use crate::handles::{RegistrationHandle, WindowHandle};
 use std::fmt;
 use std::sync::Arc;
 
@@ -48,36 +47,6 @@ pub(crate) struct Memory {
     pub(crate) owner_name: Arc<str>,
 }
 
-/// NCCL's `ncclWindow_t`: an address that only NCCL and kernels understand.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct WindowHandle(pub(crate) RawWindow);
-
-/// What `ncclCommRegister` gave.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct RegistrationHandle(pub(crate) RawRegistration);
-
-// SAFETY: a name for something of NCCL's; only calls on the communicator, one at a time, look behind it.
-unsafe impl Send for WindowHandle {}
-// SAFETY: as above.
-unsafe impl Sync for WindowHandle {}
-// SAFETY: as above.
-unsafe impl Send for RegistrationHandle {}
-// SAFETY: as above.
-unsafe impl Sync for RegistrationHandle {}
-
-impl WindowHandle {
-    /// The `ncclWindow_t`, for kernels and for NCCL's own calls.
-    pub fn as_ptr(self) -> *mut c_void {
-        self.0
-    }
-}
-
-impl RegistrationHandle {
-    pub(crate) fn as_ptr(self) -> *mut c_void {
-        self.0
-    }
-}
-
 impl Window {
     /// NCCL's name for it; valid until it is deregistered or its communicator is gone.
     pub fn handle(&self) -> WindowHandle {
@@ -104,12 +73,6 @@ impl BufferRegistration {
     /// Its size in bytes.
     pub fn size_bytes(&self) -> u64 {
         self.memory.size_bytes
-    }
-}
-
-impl fmt::Debug for WindowHandle {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "WindowHandle({:p})", self.0)
     }
 }
 

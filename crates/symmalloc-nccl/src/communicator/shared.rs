@@ -6,11 +6,11 @@
 //!  Window        ┘ (serial)        └─ Life, behind a lock of its own: never held during a call, so that state() never waits
 //! ```
 
-use super::{CommOrder, CommState};
-use crate::calls::RawComm;
-use crate::communicator::operation::Shapes;
-use crate::communicator::registration::{RegistrationHandle, WindowHandle};
+use super::operation::KnownShapes;
+use super::order::CommOrder;
+use super::state::CommState;
 use crate::error::CommError;
+use crate::handles::{CommHandle, RegistrationHandle, WindowHandle};
 use crate::library::Nccl;
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -57,7 +57,7 @@ pub(super) struct Shared {
 /// What changes from call to call.
 #[derive(Debug, Default)]
 pub(super) struct Inner {
-    pub(super) shapes: Shapes,
+    pub(super) shapes: KnownShapes,
     /// Windows that are there, in the order of their registration.
     pub(super) windows: Vec<WindowHandle>,
     /// Registrations that are there, in order.
@@ -72,36 +72,20 @@ pub(super) struct Inner {
 #[derive(Debug)]
 pub(super) struct Life {
     /// Null exactly when it is not ready.
-    pub(super) comm: CommPtr,
+    pub(super) comm: CommHandle,
     pub(super) state: CommState,
     /// The error that ended it.
     pub(super) cause: Option<Arc<CommError>>,
 }
 
-/// An `ncclComm_t` on its way to another thread.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct CommPtr(pub(crate) RawComm);
-
-// SAFETY: NCCL lets any thread use a communicator, one at a time; the call lock sees to that.
-unsafe impl Send for CommPtr {}
-// SAFETY: as above.
-unsafe impl Sync for CommPtr {}
-
-impl CommPtr {
-    /// The pointer. (As a method, so that a closure takes the whole of it along.)
-    pub(crate) fn raw(self) -> RawComm {
-        self.0
-    }
-}
-
 impl Life {
-    pub(super) fn ready(comm: RawComm) -> Arc<Mutex<Self>> {
-        Arc::new(Mutex::new(Life { comm: CommPtr(comm), state: CommState::Ready, cause: None }))
+    pub(super) fn ready(comm: CommHandle) -> Arc<Mutex<Self>> {
+        Arc::new(Mutex::new(Life { comm, state: CommState::Ready, cause: None }))
     }
 
     /// It is over. Calls from now on fail.
     pub(super) fn end(&mut self, state: CommState, cause: Option<Arc<CommError>>) {
-        self.comm = CommPtr(std::ptr::null_mut());
+        self.comm = CommHandle::NULL;
         self.state = state;
         self.cause = cause;
     }
@@ -111,7 +95,7 @@ impl Life {
 pub(super) struct Access<'a> {
     pub(super) shared: &'a Shared,
     pub(super) inner: MutexGuard<'a, Inner>,
-    pub(super) comm: CommPtr,
+    pub(super) comm: CommHandle,
 }
 
 impl Shared {
@@ -128,7 +112,7 @@ impl Shared {
 
     pub(super) fn access_with<'a>(&'a self, inner: MutexGuard<'a, Inner>) -> Result<Access<'a>, CommError> {
         let comm = lock(&self.life).comm;
-        if comm.0.is_null() {
+        if comm.is_null() {
             return Err(self.gone());
         }
         Ok(Access { shared: self, inner, comm })

@@ -3,9 +3,16 @@
 //! A thread that is through with its call waits for the next one: making one costs some 50 us, and CUDA's first call on it as much
 //! again. One that hangs in a call is never seen again, and another takes its place.
 
-use std::io;
-use std::sync::mpsc::{SendError, Sender, channel};
-use std::sync::{Mutex, PoisonError};
+use crate::calls::{Outcome, Progress};
+use crate::error::CommError;
+use crate::nccl_error::NcclError;
+use crate::patience::Patience;
+use std::any::Any;
+use std::io::{self, ErrorKind};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SendError, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+use symmalloc_cuda::{CudaDevice, DriverError};
 
 type Job = Box<dyn FnOnce() + Send>;
 
@@ -59,11 +66,86 @@ fn push(thread: Sender<Job>) -> bool {
     is_wanted
 }
 
+/// How often a thread that waits for another one looks whether it is to stop.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// What a call wrote to, and what NCCL points to: kept until NCCL is surely done with it.
+pub(super) type Kept = Option<Arc<dyn Any + Send + Sync>>;
+
+/// What a call came to.
+pub(super) type Answer = Result<Progress, CallError>;
+
+/// Why a call did not do its work.
+#[derive(Debug)]
+pub(super) enum CallError {
+    Nccl(NcclError),
+    Driver(DriverError),
+    /// There was no thread to make it.
+    Thread(ErrorKind),
+}
+
+impl From<NcclError> for CallError {
+    fn from(error: NcclError) -> Self {
+        CallError::Nccl(error)
+    }
+}
+
+impl From<CallError> for CommError {
+    fn from(error: CallError) -> Self {
+        match error {
+            CallError::Nccl(error) => error.into(),
+            CallError::Driver(error) => error.into(),
+            CallError::Thread(kind) => CommError::Thread { kind },
+        }
+    }
+}
+
+/// Makes a call on another thread, with the device's context current.
+pub(super) fn start(
+    device: &Arc<CudaDevice>,
+    kept: Kept,
+    call: impl FnOnce() -> Outcome + Send + 'static,
+) -> Receiver<Answer> {
+    let (sender, receiver) = channel();
+    let (device, refused) = (Arc::clone(device), sender.clone());
+    let started = run(move || {
+        let answer = match device.enter() {
+            Ok(_current) => call().map_err(CallError::Nccl),
+            Err(error) => Err(CallError::Driver(error)),
+        };
+        drop(kept);
+        // Nobody listens any more when the call came back too late.
+        let _heard = sender.send(answer);
+    });
+    if let Err(error) = started {
+        let _heard = refused.send(Err(CallError::Thread(error.kind())));
+    }
+    receiver
+}
+
+/// How a wait for another thread ended.
+pub(super) enum Waited {
+    Came(Answer),
+    Stopped,
+    TooLong,
+}
+
+/// Waits for the thread's answer.
+pub(super) fn wait_for(caller: &Receiver<Answer>, patience: &Patience, stop: impl Fn() -> bool) -> Waited {
+    loop {
+        match caller.recv_timeout(patience.left().min(LOOK)) {
+            Ok(answer) => return Waited::Came(answer),
+            Err(RecvTimeoutError::Disconnected) => return Waited::Came(Err(CallError::Thread(ErrorKind::Other))),
+            Err(RecvTimeoutError::Timeout) if stop() => return Waited::Stopped,
+            Err(RecvTimeoutError::Timeout) if patience.left().is_zero() => return Waited::TooLong,
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::mpsc::Receiver;
-    use std::time::Duration;
 
     #[test]
     fn a_thread_that_hangs_holds_nobody_up() {

@@ -18,15 +18,15 @@ use crate::communicator::{CommState, Communicator, Stage};
 use crate::error::CommError;
 use crate::registrar::error::{AttachError, SyncError};
 use crate::registrar::invalidation::Invalidations;
-use crate::registrar::plan::{Book, Plan, SegmentName, Step, StepKind, dead_keys, generation};
+use crate::registrar::plan::{Book, SegmentName, Step, StepKind, SyncPlan, dead_keys, generation};
 use crate::registrar::plan_summary::{Circumstances, Summary};
 use crate::registrar::round::consent;
 use crate::registrar::segment_key::{Generation, SegmentKey};
+use crate::registrar::settings::{Registration, Settings, Synced};
 use crate::registrar::stats::{CommunicatorStats, Counters};
 use crate::registrar::symmetric_space::SymmetricSpace;
 use crate::registrar::watchlist::{News, Watchlist};
-use crate::registrar::window::{Entry, Kind, WindowMap};
-use crate::registrar::{Registration, Settings, Synced};
+use crate::registrar::window::{Entry, RegisteredAs, WindowMap};
 use crate::transport::NcclTransport;
 use smallvec::SmallVec;
 use std::collections::BTreeMap;
@@ -159,7 +159,7 @@ impl Attachment {
         let unread = state.pools.read(job.allocator);
         let (windows, buffers) =
             (state.pools.news(&unread, Registration::Windows), state.pools.news(&unread, Registration::Buffers));
-        let plan = Plan::new(&state.book, &windows.events, &windows.leaving, |pool| state.pools.ordinal(pool));
+        let plan = SyncPlan::new(&state.book, &windows.events, &windows.leaving, |pool| state.pools.ordinal(pool));
         let mut synced = Synced::default();
         if witness.is_some() || !plan.steps.is_empty() {
             synced.rounds = self.agree(state, job, witness, &plan)?;
@@ -178,7 +178,7 @@ impl Attachment {
             self.follow(state, &buffers, &mut synced)?;
         }
         plan.write_to(&mut state.book);
-        Plan::new(&state.book, &buffers.events, &buffers.leaving, |_| 0).write_to(&mut state.book);
+        SyncPlan::new(&state.book, &buffers.events, &buffers.leaving, |_| 0).write_to(&mut state.book);
         self.view_mut().invalidations.extend(dead);
         state.pools.acknowledge(job.allocator, unread, &mut synced);
         job.counters.registrations.add(synced.registrations);
@@ -204,7 +204,7 @@ impl Attachment {
         state: &mut State,
         job: &Job<'_>,
         witness: Option<&Witness<'_>>,
-        plan: &Plan,
+        plan: &SyncPlan,
     ) -> Result<u64, SyncError> {
         let library = self.comm.nccl().version();
         let circumstances = Circumstances {
@@ -235,7 +235,7 @@ impl Attachment {
     }
 
     /// The space after the plan, if everything finds its place.
-    fn place(&self, mut space: SymmetricSpace, plan: &Plan) -> Result<SymmetricSpace, SyncError> {
+    fn place(&self, mut space: SymmetricSpace, plan: &SyncPlan) -> Result<SymmetricSpace, SyncError> {
         for step in &plan.steps {
             if step.told.kind != StepKind::Register {
                 space.give_back(step.segment);
@@ -275,8 +275,8 @@ impl Attachment {
     fn register(&self, state: &mut State, step: &Step, synced: &mut Synced) -> Result<(), CommError> {
         let registered = self.comm.register_window(step.base, step.told.size_bytes)?;
         let kind = match &registered {
-            Registered::Window(window) => Kind::Window(window.handle()),
-            Registered::Plain(_) => Kind::Plain,
+            Registered::Window(window) => RegisteredAs::Window(window.handle()),
+            Registered::Plain(_) => RegisteredAs::Plain,
         };
         let key = SegmentKey { base: step.base, size_bytes: step.told.size_bytes, generation: step.segment };
         self.view_mut().windows.insert(Entry { segment: key, name: Some(step.told.segment), kind });
@@ -323,7 +323,7 @@ impl Attachment {
                     let known = view.windows.find(event.base.0, 0).map_or(0, |entry| entry.segment.size_bytes);
                     let size_bytes = known.max(event.offset_bytes + event.size_bytes);
                     let key = SegmentKey { base: event.base.0, size_bytes, generation: segment };
-                    view.windows.insert(Entry { segment: key, name: None, kind: Kind::Plain });
+                    view.windows.insert(Entry { segment: key, name: None, kind: RegisteredAs::Plain });
                 }
                 SegmentEventKind::Death => gone.push(segment),
                 _ => {}

@@ -1,8 +1,9 @@
 //! How a registrar is configured.
 
+use crate::registrar::Registrar;
+use crate::registrar::settings::Settings;
 use crate::registrar::stats::Counters;
 use crate::registrar::symmetric_space::wanted_bytes;
-use crate::registrar::{Registrar, Settings};
 use std::sync::RwLock;
 use symmalloc_agreement::Mode;
 use symmalloc_cuda::{CudaAllocator, CudaError};

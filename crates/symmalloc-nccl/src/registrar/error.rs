@@ -2,10 +2,10 @@
 
 use crate::communicator::CommState;
 use crate::error::CommError;
-use crate::library::NcclVersion;
-use crate::registrar::offset_check::OffsetDifference;
+use crate::registrar::offset_difference::OffsetDifference;
 use crate::registrar::plan_summary::PlanDifference;
 use crate::registrar::segment_key::SegmentKey;
+use crate::version::NcclVersion;
 use symmalloc_agreement::{Disagreement, ProtocolError, TransportError};
 use symmalloc_core::PoolId;
 use symmalloc_core::errors::{HandleError, UnknownError};

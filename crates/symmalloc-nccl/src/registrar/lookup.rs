@@ -5,7 +5,7 @@ use crate::registrar::Registrar;
 use crate::registrar::error::LookupError;
 use crate::registrar::invalidation::{Invalidated, InvalidationCursor};
 use crate::registrar::segment_key::{Generation, SegmentKey};
-use crate::registrar::window::{Entry, Kind, WindowSpan};
+use crate::registrar::window::{Entry, RegisteredAs, WindowSpan};
 use symmalloc_core::Handle;
 use symmalloc_core::backend::DeviceAddress;
 use symmalloc_cuda::DeviceBuffer;
@@ -31,10 +31,10 @@ impl Registrar {
         };
         let entry = attachment.view().windows.find(address, size_bytes).copied();
         match entry {
-            Some(Entry { segment, kind: Kind::Window(window), .. }) => {
+            Some(Entry { segment, kind: RegisteredAs::Window(window), .. }) => {
                 Ok(WindowSpan { window, offset_bytes: address - segment.base, segment })
             }
-            Some(Entry { segment, kind: Kind::Plain, .. }) => {
+            Some(Entry { segment, kind: RegisteredAs::Plain, .. }) => {
                 Err(LookupError::Plain { segment, communicator: communicator() })
             }
             None => {

@@ -109,14 +109,14 @@ pub(crate) fn generation(event: &SegmentEvent) -> Generation {
 
 /// What is to be done, and what the book says afterwards.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(crate) struct Plan {
+pub(crate) struct SyncPlan {
     /// Registrations in log order, then deregistrations in log order.
     pub(crate) steps: Vec<Step>,
     /// The segments that something happened to; `None` for the dead.
     changes: BTreeMap<Generation, Option<Standing>>,
 }
 
-impl Plan {
+impl SyncPlan {
     /// Plans for what happened since the book was written. `leaving` are pools whose windows are all to go.
     pub(crate) fn new(
         book: &Book,
@@ -187,7 +187,7 @@ impl Plan {
                 changes.insert(segment, None);
             }
         }
-        Plan { steps, changes }
+        SyncPlan { steps, changes }
     }
 
     /// The plan was carried out.
@@ -321,8 +321,8 @@ mod tests {
             Watched { allocator, observer, book: Book::new(), dead: Vec::new() }
         }
 
-        fn plan(&self) -> Plan {
-            Plan::new(&self.book, &self.allocator.unread(self.observer).events, &[], |_| 0)
+        fn plan(&self) -> SyncPlan {
+            SyncPlan::new(&self.book, &self.allocator.unread(self.observer).events, &[], |_| 0)
         }
 
         fn sync(&mut self) -> Vec<(StepKind, u32, u64)> {
@@ -406,7 +406,7 @@ mod tests {
         watched.trim();
         let (observer, births) = watched.allocator.observe(PoolId::DEFAULT).expect("exists");
         watched.observer = observer;
-        let plan = Plan::new(&watched.book, &births, &[], |_| 0);
+        let plan = SyncPlan::new(&watched.book, &births, &[], |_| 0);
         assert!(plan.steps.is_empty());
         plan.write_to(&mut watched.book);
         watched.take(4 * MIB);
@@ -420,7 +420,7 @@ mod tests {
         watched.sync();
         watched.take(40 * MIB);
         let events = watched.allocator.unread(watched.observer).events;
-        let plan = Plan::new(&watched.book, &events, &[PoolId::DEFAULT], |_| 0);
+        let plan = SyncPlan::new(&watched.book, &events, &[PoolId::DEFAULT], |_| 0);
         assert_eq!(plan.counts(), (0, 1));
         plan.write_to(&mut watched.book);
         assert!(watched.book.is_empty());
@@ -439,7 +439,7 @@ mod tests {
         watched.take(30 * MIB);
         let two = watched.plan();
         assert_ne!(one.digest(), two.digest());
-        let swapped = Plan { steps: vec![two.steps[1], two.steps[0]], changes: BTreeMap::new() };
+        let swapped = SyncPlan { steps: vec![two.steps[1], two.steps[0]], changes: BTreeMap::new() };
         assert_ne!(two.digest(), swapped.digest(), "order counts");
         assert_eq!(one.steps[0].told.to_string(), "register segment 0 of symmetric pool 0, stream 0 (31457280 bytes)");
     }

@@ -10,7 +10,7 @@
 //! So one collective settles both. When histories are equal, plans can only differ because the program did: another
 //! configuration, another pool attached, another number of syncs.
 
-use crate::registrar::plan::{Plan, PlanStep, STEP_BYTES};
+use crate::registrar::plan::{PlanStep, STEP_BYTES, SyncPlan};
 use std::collections::BTreeMap;
 use std::fmt;
 use symmalloc_agreement::{Gathered, RankSet};
@@ -91,7 +91,7 @@ const PROTOCOL: u64 = 1;
 impl Summary {
     pub(crate) const BYTES: usize = 8 * (PlanField::ALL.len() + 1);
 
-    pub(crate) fn new(plan: &Plan, around: &Circumstances) -> Self {
+    pub(crate) fn new(plan: &SyncPlan, around: &Circumstances) -> Self {
         let (registrations, deregistrations) = plan.counts();
         let word = |field| match field {
             PlanField::Protocol => PROTOCOL,
@@ -221,7 +221,7 @@ impl StepSearch {
     pub(crate) const MESSAGE_BYTES: usize = STEPS_PER_PAGE * STEP_BYTES;
 
     /// This rank's answer.
-    pub(crate) fn write(&self, plan: &Plan, message: &mut Vec<u8>) {
+    pub(crate) fn write(&self, plan: &SyncPlan, message: &mut Vec<u8>) {
         let end = message.len() + Self::MESSAGE_BYTES;
         let steps = plan.steps.iter().skip(self.page * STEPS_PER_PAGE).take(STEPS_PER_PAGE);
         steps.for_each(|step| step.told.write(message));
@@ -267,8 +267,8 @@ mod tests {
     };
 
     /// Of so many segments that are to be registered, with one of another size.
-    fn plan(segments: u32, other: u32) -> Plan {
-        let mut plan = Plan::new(&Book::new(), &[], &[], |_| 0);
+    fn plan(segments: u32, other: u32) -> SyncPlan {
+        let mut plan = SyncPlan::new(&Book::new(), &[], &[], |_| 0);
         plan.steps = (0..segments)
             .map(|segment| crate::registrar::plan::Step {
                 told: PlanStep {
@@ -283,7 +283,7 @@ mod tests {
         plan
     }
 
-    fn search(plans: &[Plan]) -> Option<StepDifference> {
+    fn search(plans: &[SyncPlan]) -> Option<StepDifference> {
         let mut search = StepSearch::default();
         loop {
             let mut messages = Vec::new();

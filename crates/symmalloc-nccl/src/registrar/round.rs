@@ -9,7 +9,7 @@
 //! All ranks see the same messages and so come to the same end.
 
 use crate::registrar::error::SyncError;
-use crate::registrar::plan::Plan;
+use crate::registrar::plan::SyncPlan;
 use crate::registrar::plan_summary::{StepSearch, Summary, compare};
 use symmalloc_agreement::{Gathered, Inquiry, Progress, ProtocolError, RankHistory as Witness, Transport};
 
@@ -27,7 +27,7 @@ pub(crate) fn consent(
     transport: &impl Transport,
     communicator: &str,
     witness: Option<&Witness<'_>>,
-    plan: &Plan,
+    plan: &SyncPlan,
     summary: &Summary,
 ) -> Result<Consent, SyncError> {
     let communicator = || communicator.to_owned();
@@ -137,7 +137,7 @@ mod tests {
                         for size in program.sizes {
                             allocator.allocate(PoolId::DEFAULT, StreamId(0), *size).expect("fits");
                         }
-                        let plan = Plan::new(&Book::new(), &allocator.unread(observer).events, &[], |_| 0);
+                        let plan = SyncPlan::new(&Book::new(), &allocator.unread(observer).events, &[], |_| 0);
                         let around = Circumstances {
                             mode: program.agrees.into(),
                             offset_checks: false,

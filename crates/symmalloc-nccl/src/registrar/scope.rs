@@ -1,8 +1,9 @@
 //! Scopes: what is taken inside is registered at the end, as in sglang's `use_symmetric_memory`.
 
 use crate::communicator::Communicator;
+use crate::registrar::Registrar;
 use crate::registrar::error::SyncError;
-use crate::registrar::{Registrar, Registration};
+use crate::registrar::settings::Registration;
 use symmalloc_cuda::{CudaAllocator, CudaBackend, Pool};
 
 impl Registrar {

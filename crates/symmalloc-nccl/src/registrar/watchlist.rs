@@ -3,7 +3,7 @@
 use crate::registrar::error::AttachError;
 use crate::registrar::plan::{fold, generation};
 use crate::registrar::segment_key::Generation;
-use crate::registrar::{Registration, Synced};
+use crate::registrar::settings::{Registration, Synced};
 use smallvec::SmallVec;
 use symmalloc_core::errors::UnknownError;
 use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};

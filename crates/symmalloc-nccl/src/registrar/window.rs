@@ -1,6 +1,6 @@
 //! Where a buffer lies in a window: what NCCL's device code and a peer's mapping are addressed by.
 
-use crate::communicator::registration::WindowHandle;
+use crate::handles::WindowHandle;
 use crate::registrar::plan::SegmentName;
 use crate::registrar::segment_key::SegmentKey;
 
@@ -18,7 +18,7 @@ pub struct WindowSpan {
 
 /// How a segment is registered on a communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum RegisteredAs {
     Window(WindowHandle),
     /// For this rank alone.
     Plain,
@@ -30,7 +30,7 @@ pub(crate) struct Entry {
     pub(crate) segment: SegmentKey,
     /// As all ranks name it; `None` when it is of a private pool.
     pub(crate) name: Option<SegmentName>,
-    pub(crate) kind: Kind,
+    pub(crate) kind: RegisteredAs,
 }
 
 /// The registered segments of one communicator, by address. They do not overlap: a dead segment keeps its addresses until
@@ -78,7 +78,7 @@ mod tests {
 
     fn entry(segment: u32, base: u64, size_bytes: u64) -> Entry {
         let generation = Generation { pool: PoolId::DEFAULT, stream: None, segment: SegmentId(segment) };
-        Entry { segment: SegmentKey { base, size_bytes, generation }, name: None, kind: Kind::Plain }
+        Entry { segment: SegmentKey { base, size_bytes, generation }, name: None, kind: RegisteredAs::Plain }
     }
 
     #[test]

@@ -102,8 +102,8 @@ pub unsafe extern "C" fn symmalloc_allocate_named(
         not_null(out, "out")?;
         let pool = allocator.known_pool(pool)?;
         let stream = RawStream::new(stream);
-        // SAFETY: the caller's contract.
         let pointer = match name {
+            // SAFETY: the caller's contract.
             Some(name) => unsafe { allocator.allocate_named(pool, bytes as u64, stream, name) },
             // SAFETY: the caller's contract.
             None => unsafe { allocator.allocate(pool, bytes as u64, stream) },

@@ -23,7 +23,7 @@ struct Program<'a> {
     /// With their pools' indices.
     tensors: Vec<(usize, DeviceBuffer<f32>)>,
     pools: Vec<Pool<CudaBackend>>,
-    comms: Vec<Lane>,
+    comms: Vec<CommunicatorState>,
     made: u32,
     /// Whether calls of syncs fail and hang now and then.
     faults: bool,
@@ -32,7 +32,7 @@ struct Program<'a> {
 }
 
 /// A communicator with what is attached to it.
-struct Lane {
+struct CommunicatorState {
     comm: Communicator,
     /// Indices of pools.
     pools: Vec<usize>,
@@ -109,7 +109,7 @@ impl Program<'_> {
 
     fn add(&mut self, comm: Communicator) {
         let (cursor, keys, pools) = (InvalidationCursor::default(), Vec::new(), Vec::new());
-        let mut lane = Lane { comm, pools, cursor, keys, is_aborted: false };
+        let mut lane = CommunicatorState { comm, pools, cursor, keys, is_aborted: false };
         for index in 0..self.pools.len() {
             if index == 0 || self.draw.next_u64().is_multiple_of(2) {
                 attach(self.it, &mut lane, index, &self.pools[index]);
@@ -192,7 +192,7 @@ impl Program<'_> {
         if self.it.rank == 0 {
             nccl::heal();
         }
-        let is_gone = |lane: &&Lane| lane.comm.state() != CommState::Ready;
+        let is_gone = |lane: &&CommunicatorState| lane.comm.state() != CommState::Ready;
         let ended = self.comms.iter().filter(is_gone).map(|lane| lane.comm.name().to_owned());
         self.ended.lock().expect("no panic").extend(ended);
         self.it.meet();
@@ -243,7 +243,7 @@ impl Program<'_> {
     }
 }
 
-fn attach(it: &Rank, lane: &mut Lane, index: usize, pool: &Pool<CudaBackend>) {
+fn attach(it: &Rank, lane: &mut CommunicatorState, index: usize, pool: &Pool<CudaBackend>) {
     if !lane.is_aborted {
         it.registrar.attach(&lane.comm, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
         lane.pools.push(index);

@@ -202,7 +202,7 @@ fn what_a_killed_process_leaves_can_be_read_up_to_the_last_flush() {
     for name in ["job.trace", "job.trace.gz", "job.trace.zst"] {
         let path = folder.path().join(name);
         let mut victim = Command::new(std::env::current_exe().unwrap());
-        victim.args(["--exact", "what_a_killed_process_leaves_can_be_read_up_to_the_last_flush"]);
+        victim.args(["--exact", "trace_file::what_a_killed_process_leaves_can_be_read_up_to_the_last_flush"]);
         let ended = victim.env(VICTIM, &path).output().unwrap();
         assert!(!ended.status.success());
         let error = read_path(&path, &ReadOptions::default()).unwrap_err();

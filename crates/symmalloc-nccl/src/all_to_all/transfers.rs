@@ -12,7 +12,7 @@ pub(crate) struct Region {
 
 /// What a call is given: the lengths of its buffers, and what their elements and rows are.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Shape {
+pub(super) struct CallShape {
     pub(super) input_len: usize,
     pub(super) output_len: usize,
     pub(super) element_bytes: usize,
@@ -21,7 +21,7 @@ pub(super) struct Shape {
 
 /// What moves in one call.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Plan<'a> {
+pub(super) struct Transfers<'a> {
     rows: Rows<'a>,
     pub(super) row_bytes: u64,
     /// Bytes of the input that are sent.
@@ -38,13 +38,13 @@ enum Rows<'a> {
     Equal(u64),
 }
 
-impl<'a> Plan<'a> {
+impl<'a> Transfers<'a> {
     /// Rows as the splits say; equal parts of the whole buffers without splits.
     pub(super) fn new(
         rank: usize,
         ranks: usize,
         splits: Option<&'a Splits>,
-        shape: Shape,
+        shape: CallShape,
     ) -> Result<Self, AllToAllError> {
         let row_bytes = (shape.row_elements as u64).checked_mul(shape.element_bytes as u64);
         let row_bytes = row_bytes.ok_or(AllToAllError::RowTooLarge { row_elements: shape.row_elements })?;
@@ -61,10 +61,10 @@ impl<'a> Plan<'a> {
                 Rows::Split(splits)
             }
         };
-        let mut plan = Plan { rows, row_bytes, input_bytes: 0, output_bytes: 0 };
-        plan.input_bytes = plan.used_bytes(Side::Input, ranks, shape)?;
-        plan.output_bytes = plan.used_bytes(Side::Output, ranks, shape)?;
-        Ok(plan)
+        let mut transfers = Transfers { rows, row_bytes, input_bytes: 0, output_bytes: 0 };
+        transfers.input_bytes = transfers.used_bytes(Side::Input, ranks, shape)?;
+        transfers.output_bytes = transfers.used_bytes(Side::Output, ranks, shape)?;
+        Ok(transfers)
     }
 
     /// Rows that go to a rank, or come from it.
@@ -89,7 +89,7 @@ impl<'a> Plan<'a> {
     }
 
     /// The bytes of a buffer that the call uses, from its start.
-    fn used_bytes(&self, side: Side, ranks: usize, shape: Shape) -> Result<u64, AllToAllError> {
+    fn used_bytes(&self, side: Side, ranks: usize, shape: CallShape) -> Result<u64, AllToAllError> {
         let rows = match (self.rows, side) {
             (Rows::Equal(rows), _) => rows * ranks as u64,
             (Rows::Split(splits), Side::Input) => splits.input().total(),
@@ -104,8 +104,8 @@ impl<'a> Plan<'a> {
 }
 
 /// Rows from and to every rank when whole buffers are split equally.
-fn equal_rows(ranks: usize, shape: Shape) -> Result<u64, AllToAllError> {
-    let Shape { input_len, output_len, row_elements, .. } = shape;
+fn equal_rows(ranks: usize, shape: CallShape) -> Result<u64, AllToAllError> {
+    let CallShape { input_len, output_len, row_elements, .. } = shape;
     let each = ranks.checked_mul(row_elements).filter(|each| *each > 0);
     let fits = match each {
         Some(each) => input_len == output_len && input_len % each == 0,
@@ -132,50 +132,50 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn shape(len: usize, element_bytes: usize, row_elements: usize) -> Shape {
-        Shape { input_len: len, output_len: len, element_bytes, row_elements }
+    fn shape(len: usize, element_bytes: usize, row_elements: usize) -> CallShape {
+        CallShape { input_len: len, output_len: len, element_bytes, row_elements }
     }
 
-    fn plan(splits: &Splits, rank: usize, len: usize) -> Result<Plan<'_>, AllToAllError> {
-        Plan::new(rank, splits.ranks(), Some(splits), shape(len, 4, 3))
+    fn transfers(splits: &Splits, rank: usize, len: usize) -> Result<Transfers<'_>, AllToAllError> {
+        Transfers::new(rank, splits.ranks(), Some(splits), shape(len, 4, 3))
     }
 
     #[test]
     fn rows_become_bytes_at_their_displacements() {
         let splits = Splits::sending(&[2, 0, 5]).receiving(&[2, 1, 0]).expect("they fit");
-        let plan = plan(&splits, 0, 21).expect("it fits");
-        assert_eq!((plan.row_bytes, plan.input_bytes, plan.output_bytes), (12, 84, 36));
-        assert_eq!(plan.part(Side::Input, 1000, 2), Some(Region { address: 1024, size_bytes: 60 }));
-        assert_eq!(plan.part(Side::Input, 1000, 1), None);
-        assert_eq!(plan.part(Side::Output, 1000, 1), Some(Region { address: 1024, size_bytes: 12 }));
+        let transfers = transfers(&splits, 0, 21).expect("it fits");
+        assert_eq!((transfers.row_bytes, transfers.input_bytes, transfers.output_bytes), (12, 84, 36));
+        assert_eq!(transfers.part(Side::Input, 1000, 2), Some(Region { address: 1024, size_bytes: 60 }));
+        assert_eq!(transfers.part(Side::Input, 1000, 1), None);
+        assert_eq!(transfers.part(Side::Output, 1000, 1), Some(Region { address: 1024, size_bytes: 12 }));
     }
 
     #[test]
     fn what_does_not_fit_is_refused_by_name() {
         let splits = Splits::sending(&[2, 0, 5]).receiving(&[2, 1, 0]).expect("they fit");
-        let refused = plan(&splits, 0, 20).expect_err("too short");
+        let refused = transfers(&splits, 0, 20).expect_err("too short");
         assert!(matches!(
             refused,
             AllToAllError::BufferTooShort { side: Side::Input, rows: 7, row_elements: 3, len: 20 }
         ));
-        let refused = plan(&splits, 1, 21).expect_err("the own part differs");
+        let refused = transfers(&splits, 1, 21).expect_err("the own part differs");
         assert!(matches!(refused, AllToAllError::OwnPart { rank: 1, sent: 0, received: 1 }));
-        let refused = Plan::new(0, 4, Some(&splits), shape(21, 4, 3)).expect_err("three are not four");
+        let refused = Transfers::new(0, 4, Some(&splits), shape(21, 4, 3)).expect_err("three are not four");
         assert!(matches!(refused, AllToAllError::SplitCount { given: 3, ranks: 4 }));
-        let refused = Plan::new(0, 3, Some(&splits), shape(0, 8, usize::MAX));
+        let refused = Transfers::new(0, 3, Some(&splits), shape(0, 8, usize::MAX));
         assert!(matches!(refused, Err(AllToAllError::RowTooLarge { row_elements: usize::MAX })));
         let many = Splits::sending(&[1, u64::MAX / 2]).receiving(&[1, 0]).expect("they fit");
-        let refused = Plan::new(0, 2, Some(&many), shape(8, 4, 3)).expect_err("bytes overflow");
+        let refused = Transfers::new(0, 2, Some(&many), shape(8, 4, 3)).expect_err("bytes overflow");
         assert!(matches!(refused, AllToAllError::BufferTooShort { side: Side::Input, .. }));
     }
 
     #[test]
     fn without_splits_buffers_must_divide_equally() {
         let equal = |input_len, output_len, row_elements| {
-            Plan::new(1, 4, None, Shape { input_len, output_len, element_bytes: 2, row_elements })
+            Transfers::new(1, 4, None, CallShape { input_len, output_len, element_bytes: 2, row_elements })
         };
-        let plan = equal(24, 24, 3).expect("two rows each");
-        assert_eq!(plan.part(Side::Output, 0, 3), Some(Region { address: 36, size_bytes: 12 }));
+        let transfers = equal(24, 24, 3).expect("two rows each");
+        assert_eq!(transfers.part(Side::Output, 0, 3), Some(Region { address: 36, size_bytes: 12 }));
         for (input, output, row) in [(24, 12, 3), (18, 18, 3), (4, 4, 0)] {
             assert!(matches!(equal(input, output, row), Err(AllToAllError::Uneven { ranks: 4, .. })));
         }
@@ -187,8 +187,9 @@ mod tests {
     #[test]
     fn a_buffer_may_be_longer_than_its_rows() {
         let splits = Splits::sending(&[1, 1]).receiving(&[1, 0]).expect("they fit");
-        let plan = Plan::new(0, 2, Some(&splits), Shape { input_len: 100, ..shape(3, 4, 3) }).expect("it fits");
-        assert_eq!((plan.input_bytes, plan.output_bytes), (24, 12));
+        let transfers =
+            Transfers::new(0, 2, Some(&splits), CallShape { input_len: 100, ..shape(3, 4, 3) }).expect("it fits");
+        assert_eq!((transfers.input_bytes, transfers.output_bytes), (24, 12));
     }
 
     proptest! {

@@ -1,6 +1,6 @@
 //! Where rank 0 waits for the others.
 
-use super::{RendezvousError, hash};
+use super::error::RendezvousError;
 use crate::launch::Launch;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
@@ -17,16 +17,16 @@ const PORTS: u16 = 8;
 const JOB_PORTS: std::ops::Range<u64> = 20_000..30_000;
 /// Where rank 0 listens: at the first of these that is free.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct MeetingPoint {
     pub(super) addresses: Vec<SocketAddr>,
 }
 
-impl Place {
+impl MeetingPoint {
     pub(super) fn of(launch: &Launch, variable: impl Fn(&str) -> Option<String>) -> Result<Self, RendezvousError> {
         let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
         if let Some(value) = variable(ADDRESS_VARIABLE) {
             let addresses = resolve(value.as_str(), ADDRESS_VARIABLE, &value)?;
-            return Ok(Place { addresses });
+            return Ok(MeetingPoint { addresses });
         }
         if let (Some(host), Some(port)) = (variable(MASTER_ADDRESS_VARIABLE), variable(MASTER_PORT_VARIABLE)) {
             let bad = |variable, value: &str| RendezvousError::BadAddress { variable, value: value.to_owned() };
@@ -38,7 +38,7 @@ impl Place {
             return if addresses.is_empty() {
                 Err(bad(MASTER_PORT_VARIABLE, "65535"))
             } else {
-                Ok(Place { addresses })
+                Ok(MeetingPoint { addresses })
             };
         }
         if launch.ranks == launch.local_ranks {
@@ -46,7 +46,7 @@ impl Place {
             let first = JOB_PORTS.start + hash(job_of(launch).as_bytes()) % ports;
             let localhost = IpAddr::V4(Ipv4Addr::LOCALHOST);
             let addresses = (0..PORTS).map(|step| SocketAddr::new(localhost, first as u16 + step)).collect();
-            return Ok(Place { addresses });
+            return Ok(MeetingPoint { addresses });
         }
         Err(RendezvousError::NoAddress)
     }
@@ -89,6 +89,11 @@ fn resolve(
     if addresses.is_empty() { Err(bad()) } else { Ok(addresses) }
 }
 
+/// FNV-1a: the same on every machine.
+pub(super) fn hash(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
+}
+
 /// What tells this job from others on the same machine.
 pub(super) fn job_of(launch: &Launch) -> String {
     #[cfg(unix)]
@@ -115,8 +120,8 @@ mod tests {
         Launch::from_variables(variable).expect("complete")
     }
 
-    fn place(launch: &Launch, variables: &[(&str, &str)]) -> Result<Place, RendezvousError> {
-        Place::of(launch, |name| {
+    fn place(launch: &Launch, variables: &[(&str, &str)]) -> Result<MeetingPoint, RendezvousError> {
+        MeetingPoint::of(launch, |name| {
             variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
         })
     }

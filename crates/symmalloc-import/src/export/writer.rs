@@ -1,0 +1,204 @@
+//! The entries of a snapshot, and what all of its parts are written with.
+
+use std::collections::{BTreeSet, HashMap};
+use std::io::{self, Write};
+
+use symmalloc_core::backend::DeviceAddress;
+use symmalloc_core::config::Config;
+use symmalloc_core::ids::{PoolId, StreamId};
+use symmalloc_core::op::Op;
+use symmalloc_trace::replay::Program;
+
+use super::settings;
+use super::summary::ExportSummary;
+use crate::pickle::{Memo, PickleWriter};
+use crate::rerun::{Happened, Live, MemoryChange, Moment};
+
+/// The parts of a snapshot, one after the other.
+pub(super) struct SnapshotWriter<W> {
+    pub(super) pickle: PickleWriter<W>,
+    /// Frames that were written. Looked up only.
+    frames: HashMap<(PoolId, Box<str>), Memo>,
+    no_frames: Option<Memo>,
+    /// Names that were written. Looked up only.
+    names: HashMap<Box<str>, Memo>,
+    /// What is freed and still taken.
+    pub(super) pending: BTreeSet<DeviceAddress>,
+    pub(super) summary: ExportSummary,
+}
+
+/// What all entries have.
+struct Entry<'a> {
+    action: &'a str,
+    address: DeviceAddress,
+    size_bytes: u64,
+    stream: StreamId,
+    number: usize,
+    /// Of an allocation.
+    pool: Option<PoolId>,
+    name: Option<(PoolId, &'a str)>,
+}
+
+impl<W: Write> SnapshotWriter<W> {
+    pub(super) fn new(sink: W) -> io::Result<Self> {
+        let mut pickle = PickleWriter::new(sink)?;
+        pickle.open_dict()?;
+        Ok(SnapshotWriter {
+            pickle,
+            frames: HashMap::new(),
+            no_frames: None,
+            names: HashMap::new(),
+            pending: BTreeSet::new(),
+            summary: ExportSummary::default(),
+        })
+    }
+
+    pub(super) fn finish(mut self, config: &Config) -> io::Result<ExportSummary> {
+        settings::write(&mut self.pickle, config)?;
+        self.pickle.text("external_annotations")?;
+        self.pickle.open_list()?;
+        self.pickle.close_list()?;
+        self.pickle.close_dict()?;
+        self.pickle.finish()?.flush()?;
+        Ok(self.summary)
+    }
+
+    /// The entries of one op: memory comes before an allocation and goes after anything else.
+    pub(super) fn moment(&mut self, moment: &Moment<'_>, program: &Program) -> io::Result<()> {
+        let number = moment.number;
+        let named = |live: &Live| program.name(live.id).map(|name| (live.owner.pool, name));
+        let entry = |action, live: &Live| Entry {
+            action,
+            address: live.address,
+            size_bytes: live.requested_bytes,
+            stream: live.stream,
+            number,
+            pool: None,
+            name: named(live),
+        };
+        match &moment.happened {
+            Happened::Allocated(live) => {
+                self.memory(moment.memory, number, named(live))?;
+                self.summary.allocations += 1;
+                return self.entry(&Entry { pool: Some(live.owner.pool), ..entry("alloc", live) });
+            }
+            Happened::Freed(live) => {
+                self.entry(&entry("free_requested", live))?;
+                self.entry(&entry("free_completed", live))?;
+            }
+            Happened::FreeRequested(live) => {
+                self.summary.pending_frees += 1;
+                self.pending.insert(live.address);
+                self.entry(&entry("free_requested", live))?;
+            }
+            Happened::FreeCompleted(live) => {
+                self.pending.remove(&live.address);
+                self.entry(&entry("free_completed", live))?;
+            }
+            Happened::Used { live, stream } => self.entry(&Entry { stream: *stream, ..entry("record_use", live) })?,
+            Happened::Refused { requested_bytes, stream, left_bytes } => {
+                self.memory(moment.memory, number, None)?;
+                self.summary.refused += 1;
+                return self.entry(&Entry {
+                    action: "oom",
+                    address: DeviceAddress(*left_bytes),
+                    size_bytes: *requested_bytes,
+                    stream: *stream,
+                    number,
+                    pool: None,
+                    name: None,
+                });
+            }
+            Happened::Nothing => {
+                let is_known = matches!(moment.op, Op::Allocate { .. } | Op::Free { .. } | Op::RecordUse { .. });
+                self.summary.ops_without_entry += u64::from(!is_known && moment.memory.is_empty());
+            }
+        }
+        self.memory(moment.memory, number, None)
+    }
+
+    fn memory(&mut self, changes: &[MemoryChange], number: usize, name: Option<(PoolId, &str)>) -> io::Result<()> {
+        for change in changes {
+            let action = match (change.is_mapped, change.is_expandable) {
+                (true, true) => "segment_map",
+                (true, false) => "segment_alloc",
+                (false, true) => "segment_unmap",
+                (false, false) => "segment_free",
+            };
+            let MemoryChange { address, size_bytes, stream, .. } = *change;
+            self.entry(&Entry { action, address, size_bytes, stream, number, pool: None, name })?;
+        }
+        Ok(())
+    }
+
+    fn entry(&mut self, entry: &Entry<'_>) -> io::Result<()> {
+        self.pickle.item(self.summary.entries as usize)?;
+        self.summary.entries += 1;
+        self.pickle.open_dict()?;
+        self.pickle.text("action")?;
+        self.pickle.text(entry.action)?;
+        self.pickle.text(if entry.action == "oom" { "device_free" } else { "addr" })?;
+        self.pickle.integer(entry.address.0)?;
+        self.field("size", entry.size_bytes)?;
+        self.field("stream", entry.stream.0.into())?;
+        self.field("time_us", entry.number as u64)?;
+        self.pickle.text("compile_context")?;
+        self.pickle.text("N/A")?;
+        self.pickle.text("user_metadata")?;
+        self.name(entry.name.map_or("", |(_, name)| name))?;
+        if let Some(pool) = entry.pool.filter(|pool| *pool != PoolId::DEFAULT) {
+            self.field("symmalloc_pool", pool.0.into())?;
+        }
+        self.frames(entry.name)?;
+        self.pickle.close_dict()
+    }
+
+    pub(super) fn field(&mut self, key: &str, number: u64) -> io::Result<()> {
+        self.pickle.text(key)?;
+        self.pickle.integer(number)
+    }
+
+    /// A name as it is. It is spelt out where it comes first, because our reader keeps only such text.
+    fn name(&mut self, name: &str) -> io::Result<()> {
+        match self.names.get(name) {
+            Some(memo) => self.pickle.fetch(*memo),
+            None => {
+                let memo = self.pickle.text_in_full(name)?;
+                self.names.insert(name.into(), memo);
+                Ok(())
+            }
+        }
+    }
+
+    /// The field `frames`: a name as a stack of one function.
+    pub(super) fn frames(&mut self, name: Option<(PoolId, &str)>) -> io::Result<()> {
+        self.pickle.text("frames")?;
+        let Some((pool, name)) = name else {
+            return match self.no_frames {
+                Some(memo) => self.pickle.fetch(memo),
+                None => {
+                    self.pickle.open_list()?;
+                    self.pickle.close_list()?;
+                    self.no_frames = Some(self.pickle.keep()?);
+                    Ok(())
+                }
+            };
+        };
+        if let Some(memo) = self.frames.get(&(pool, Box::from(name))) {
+            return self.pickle.fetch(*memo);
+        }
+        self.pickle.open_list()?;
+        self.pickle.open_dict()?;
+        self.pickle.text("name")?;
+        // A stack is a line with semicolons to PyTorch's tools.
+        self.pickle.text(&name.replace(|c: char| c.is_control() || c == ';', " "))?;
+        self.pickle.text("filename")?;
+        self.pickle.text(&pool.to_string())?;
+        self.field("line", 0)?;
+        self.pickle.close_dict()?;
+        self.pickle.close_list()?;
+        let memo = self.pickle.keep()?;
+        self.frames.insert((pool, name.into()), memo);
+        Ok(())
+    }
+}

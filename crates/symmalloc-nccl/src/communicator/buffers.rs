@@ -1,0 +1,105 @@
+//! The buffers of one collective, in use on its stream.
+
+use super::Communicator;
+use super::operation::{NcclCall, Operation};
+use crate::data_type::{DataType, NcclType};
+use crate::error::CommError;
+use crate::handles::StreamHandle;
+use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
+use smallvec::SmallVec;
+
+/// Elements in device memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Elements {
+    pub(crate) address: u64,
+    pub(crate) count: usize,
+}
+
+/// What a collective reads and writes. Later uses of the memory are ordered behind the stream when this is dropped.
+pub(crate) struct Buffers<'a> {
+    pub(crate) send: Elements,
+    pub(crate) receive: Elements,
+    pub(crate) data_type: DataType,
+    stream: StreamHandle,
+    uses: Uses<'a>,
+}
+
+/// Guards that order later uses of buffers.
+pub(crate) type Uses<'a> = SmallVec<[SyncOnDrop<'a>; 2]>;
+
+impl<'a> Buffers<'a> {
+    /// One buffer that is read and another that is written.
+    pub(crate) fn pair<T: NcclType, S: DevicePtr<T> + ?Sized, R: DevicePtrMut<T> + ?Sized>(
+        comm: &Communicator,
+        send: &'a S,
+        receive: &'a mut R,
+        stream: &'a CudaStream,
+    ) -> Result<Self, CommError> {
+        let mut buffers = Self::read(comm, send, stream)?;
+        let written = Self::written(comm, receive, stream)?;
+        buffers.receive = written.receive;
+        buffers.uses.extend(written.uses);
+        Ok(buffers)
+    }
+
+    /// One buffer that is read.
+    pub(crate) fn read<T: NcclType, S: DevicePtr<T> + ?Sized>(
+        comm: &Communicator,
+        buffer: &'a S,
+        stream: &'a CudaStream,
+    ) -> Result<Self, CommError> {
+        comm.check_stream(stream)?;
+        let (address, guard) = buffer.device_ptr(stream);
+        let elements = Elements { address, count: buffer.len() };
+        Ok(Self::new(elements, elements, T::DATA_TYPE, stream, smallvec::smallvec![guard]))
+    }
+
+    /// One buffer that is written, or read and written in place.
+    pub(crate) fn written<T: NcclType, R: DevicePtrMut<T> + ?Sized>(
+        comm: &Communicator,
+        buffer: &'a mut R,
+        stream: &'a CudaStream,
+    ) -> Result<Self, CommError> {
+        comm.check_stream(stream)?;
+        let count = buffer.len();
+        let (address, guard) = buffer.device_ptr_mut(stream);
+        let elements = Elements { address, count };
+        Ok(Self::new(elements, elements, T::DATA_TYPE, stream, smallvec::smallvec![guard]))
+    }
+
+    /// Memory by its address. It is of the communicator's device and in use on the stream until that is past the collective: the
+    /// caller sees to it.
+    pub(crate) fn raw(
+        comm: &Communicator,
+        send: Elements,
+        receive: Elements,
+        data_type: DataType,
+        stream: &'a CudaStream,
+    ) -> Result<Self, CommError> {
+        comm.check_stream(stream)?;
+        Ok(Self::new(send, receive, data_type, stream, Uses::new()))
+    }
+
+    fn new(send: Elements, receive: Elements, data_type: DataType, stream: &CudaStream, uses: Uses<'a>) -> Self {
+        Buffers { send, receive, data_type, stream: StreamHandle::of(stream), uses }
+    }
+
+    /// The call with these buffers, when their lengths fit it, and the guards that must outlive its submission.
+    pub(crate) fn operation(self, call: NcclCall, ranks: u32) -> Result<(Operation, Uses<'a>), CommError> {
+        if let Some(rank) = call.named_rank().filter(|rank| *rank >= ranks) {
+            return Err(CommError::NoSuchRank { rank, ranks });
+        }
+        let (sent, received) = (self.send.count, self.receive.count);
+        let of_all = |count: usize| count.saturating_mul(ranks as usize);
+        let (count, role, actual, expected) = match call {
+            NcclCall::AllGather => (sent, "receive", received, of_all(sent)),
+            NcclCall::ReduceScatter { .. } => (received, "send", sent, of_all(received)),
+            _ => (sent, "receive", received, sent),
+        };
+        if actual != expected {
+            return Err(CommError::Length { collective: call.symbol(), role, actual, expected });
+        }
+        let Buffers { send, receive, data_type, stream, uses } = self;
+        Ok((Operation { call, send: send.address, receive: receive.address, count, data_type, stream }, uses))
+    }
+}

@@ -1,0 +1,100 @@
+//! Offsets compared over all ranks before a collective runs: to find a bug that would corrupt data.
+//!
+//! NCCL's symmetric kernels address a peer's buffer by this rank's own offset. The core's agreement compares what the ranks
+//! *allocated*; which of two equal buffers a rank then *gives to a collective* it cannot see:
+//!
+//! ```text
+//!   rank 0: all_reduce(gradients)       both allocated both buffers alike, and the histories agree
+//!   rank 1: all_reduce(weights)         wrong numbers on both, and ncclSuccess
+//! ```
+//!
+//! With [`check_offsets`](crate::RegistrarBuilder::check_offsets) each call through [`CheckedCollectives`] is preceded by one
+//! all-gather of where its buffers lie. It costs a wait of the host per call, so it is for finding bugs.
+
+use crate::collectives::collectives;
+use crate::communicator::Communicator;
+use crate::communicator::buffers::{Buffers, Elements};
+use crate::communicator::operation::NcclCall;
+use crate::data_type::{NcclType, ReduceOp};
+use crate::error::CommError;
+use crate::registrar::Registrar;
+use crate::registrar::error::SyncError;
+use crate::registrar::offset_difference::{BufferPlace, CollectiveCall, OffsetDifference};
+use crate::registrar::plan_summary::groups;
+use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
+use symmalloc_agreement::Transport;
+
+/// Collectives of one communicator whose buffers are compared over all ranks first, if the registrar was made so. All ranks
+/// call through it, or none.
+#[derive(Clone, Copy, Debug)]
+pub struct CheckedCollectives<'a> {
+    registrar: &'a Registrar,
+    comm: &'a Communicator,
+}
+
+impl Registrar {
+    /// The collectives of a communicator, with the offsets of their buffers compared over all ranks before each call where
+    /// [`check_offsets`](crate::RegistrarBuilder::check_offsets) says so; the plain ones otherwise.
+    pub fn checked<'a>(&'a self, comm: &'a Communicator) -> CheckedCollectives<'a> {
+        CheckedCollectives { registrar: self, comm }
+    }
+}
+
+collectives! {
+    /// # Errors
+    /// [`SyncError::OffsetsDiffer`] on every rank when offsets are compared and differ, and as the [`Communicator`]'s own.
+    impl CheckedCollectives<'_>, SyncError
+}
+
+impl CheckedCollectives<'_> {
+    fn collective<'b>(
+        &self,
+        call: NcclCall,
+        buffers: impl FnOnce(&Communicator) -> Result<Buffers<'b>, CommError>,
+    ) -> Result<(), SyncError> {
+        let refused = |error| SyncError::Communicator { communicator: self.comm.name().to_owned(), error };
+        if !self.registrar.settings().check_offsets {
+            return self.comm.collective(call, buffers).map_err(refused);
+        }
+        let buffers = buffers(self.comm).map_err(refused)?;
+        self.check(call, &buffers)?;
+        self.comm.collective(call, |_| Ok(buffers)).map_err(refused)
+    }
+
+    /// Compares where the buffers lie.
+    fn check(&self, call: NcclCall, buffers: &Buffers<'_>) -> Result<(), SyncError> {
+        let Some(collective) = call.collective() else { return Ok(()) };
+        let attachment = self.registrar.attachment(self.comm)?;
+        let bytes = |elements: Elements| (elements.count * buffers.data_type.size_bytes()) as u64;
+        let place = |elements: Elements| {
+            BufferPlace::of(attachment.view().windows.find(elements.address, bytes(elements)), elements.address)
+        };
+        let call = CollectiveCall {
+            collective,
+            send_bytes: bytes(buffers.send),
+            receive_bytes: bytes(buffers.receive),
+            send: place(buffers.send),
+            receive: place(buffers.receive),
+        };
+        let gathered = attachment.converse(self.registrar.allocator(), |transport| {
+            let lost = |error| SyncError::Transport { communicator: self.comm.name().to_owned(), error };
+            transport.all_gather(&call.to_message()).map_err(lost)
+        })?;
+        // What cannot be read is taken for this rank's own collective, of no bytes.
+        let nothing = CollectiveCall {
+            send_bytes: 0,
+            receive_bytes: 0,
+            send: BufferPlace::NoWindow,
+            receive: BufferPlace::NoWindow,
+            ..call
+        };
+        let calls = gathered.iter().map(|message| CollectiveCall::from_message(message).unwrap_or(nothing));
+        let groups = groups(calls);
+        if groups.len() < 2 {
+            return Ok(());
+        }
+        let difference = OffsetDifference { groups: groups.into_iter().map(|(call, ranks)| (ranks, call)).collect() };
+        tracing::error!(name: "offsets.diverged", target: "symmalloc", communicator = self.comm.name(), %difference);
+        Err(SyncError::OffsetsDiffer { communicator: self.comm.name().to_owned(), difference: Box::new(difference) })
+    }
+}

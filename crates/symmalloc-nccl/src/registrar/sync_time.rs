@@ -1,0 +1,30 @@
+//! How long syncs take. Feature `metrics`.
+
+use metrics::Unit;
+use std::time::Instant;
+use symmalloc_cuda::metrics::{Metric, Publisher};
+
+const SYNC_SECONDS: Metric = Metric::histogram(
+    "symmalloc_sync_seconds",
+    Some(Unit::Seconds),
+    "how long a sync took that had something to ask or do",
+);
+
+/// A sync under way: tells how long it took when it is dropped.
+pub(crate) struct TimedSync {
+    ordinal: usize,
+    begun: Instant,
+}
+
+impl TimedSync {
+    pub(crate) fn begin(ordinal: usize) -> Self {
+        TimedSync { ordinal, begun: Instant::now() }
+    }
+}
+
+impl Drop for TimedSync {
+    fn drop(&mut self) {
+        let seconds = self.begun.elapsed().as_secs_f64();
+        Publisher::new().with_label("device", self.ordinal.to_string()).tell(&SYNC_SECONDS, seconds);
+    }
+}

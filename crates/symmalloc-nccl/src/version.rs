@@ -1,0 +1,100 @@
+//! NCCL's versions, and what each can do.
+
+use std::fmt;
+
+/// A version of NCCL. Versions compare in their order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub struct NcclVersion {
+    /// 2, as long as anyone remembers.
+    pub major: u32,
+    /// What brings features.
+    pub minor: u32,
+    /// What brings repairs.
+    pub patch: u32,
+}
+
+/// What some versions of NCCL can do and others cannot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Capability {
+    /// `ncclCommRegister`: buffers registered for one communicator (2.19).
+    BufferRegistration,
+    /// `ncclCommWindowRegister`: symmetric windows (2.27).
+    Windows,
+    /// A window that cannot be symmetric is refused; before, it was a plain registration that posed as one (2.29).
+    WindowRefusal,
+    /// `ncclCommRevoke`: what hangs in a communicator can be stopped without freeing it under the thread that hangs (2.28.9).
+    Revoke,
+    /// Windows can be registered while a stream is captured into a graph (2.30.7).
+    RegistrationInCapture,
+}
+
+impl NcclVersion {
+    /// The oldest version that this crate works with: the first with `ncclCommSplit`.
+    pub const OLDEST: NcclVersion = NcclVersion::new(2, 18, 1);
+
+    /// A version by its numbers.
+    pub const fn new(major: u32, minor: u32, patch: u32) -> Self {
+        NcclVersion { major, minor, patch }
+    }
+
+    /// From `ncclGetVersion`'s code: 22809 is 2.28.9, and 2808 was 2.8.8.
+    pub const fn from_code(code: u32) -> Self {
+        let major = if code < 10_000 { code / 1000 } else { code / 10_000 };
+        let rest = if code < 10_000 { code % 1000 } else { code % 10_000 };
+        NcclVersion { major, minor: rest / 100, patch: rest % 100 }
+    }
+}
+
+impl fmt::Display for NcclVersion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}.{}", self.major, self.minor, self.patch)
+    }
+}
+
+impl Capability {
+    /// The first version that has it.
+    pub fn since(self) -> NcclVersion {
+        match self {
+            Capability::BufferRegistration => NcclVersion::new(2, 19, 1),
+            Capability::Windows => NcclVersion::new(2, 27, 3),
+            Capability::Revoke => NcclVersion::new(2, 28, 9),
+            Capability::WindowRefusal => NcclVersion::new(2, 29, 1),
+            Capability::RegistrationInCapture => NcclVersion::new(2, 30, 7),
+        }
+    }
+}
+
+impl fmt::Display for Capability {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Capability::BufferRegistration => "ncclCommRegister",
+            Capability::Windows => "symmetric windows",
+            Capability::Revoke => "ncclCommRevoke",
+            Capability::WindowRefusal => "refusal of windows that cannot be symmetric",
+            Capability::RegistrationInCapture => "registration while a stream is captured",
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_decoded_as_nccl_encodes_them() {
+        assert_eq!(NcclVersion::from_code(22_809), NcclVersion::new(2, 28, 9));
+        assert_eq!(NcclVersion::from_code(23_007), NcclVersion::new(2, 30, 7));
+        assert_eq!(NcclVersion::from_code(21_805), NcclVersion::new(2, 18, 5));
+        assert_eq!(NcclVersion::from_code(20_903), NcclVersion::new(2, 9, 3));
+        assert_eq!(NcclVersion::from_code(2_808), NcclVersion::new(2, 8, 8));
+        assert_eq!(NcclVersion::from_code(22_809).to_string(), "2.28.9");
+    }
+
+    #[test]
+    fn versions_compare_by_number_and_not_by_text() {
+        assert!(NcclVersion::new(2, 9, 6) < NcclVersion::OLDEST);
+        assert!(NcclVersion::new(2, 30, 7) > NcclVersion::new(2, 30, 3));
+    }
+}
