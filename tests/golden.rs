@@ -9,7 +9,7 @@ use std::path::Path;
 use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
 use symmalloc_core::{Allocator, Digest, PoolId};
 use symmalloc_harness::jobs;
-use symmalloc_sim::SimBackend;
+use symmalloc_sim::{Call, CallCounts, SimBackend};
 use symmalloc_trace::replay::{Program, Replay};
 
 const SEGMENTS: [&str; 2] = ["expandable", "fixed"];
@@ -24,6 +24,7 @@ struct Summary {
     /// FNV-1a over all placements: says whether a digest that changed means other placements.
     placements: u64,
     digest: Digest,
+    calls: CallCounts,
 }
 
 impl Summary {
@@ -55,6 +56,7 @@ fn replay(program: &Program, segments: &str, streams: StreamPolicy) -> Summary {
         segments_born: stats.segments_born,
         placements,
         digest: allocator.digest(PoolId::DEFAULT).expect("the default pool"),
+        calls: allocator.backend().calls(),
     }
 }
 
@@ -76,8 +78,15 @@ fn recorded_jobs_come_to_what_is_written_down() {
         let program = jobs::program(job);
         for segments in SEGMENTS {
             for (name, streams) in STREAMS {
-                let Summary { allocations, peak_live_bytes, peak_reserved_bytes, segments_born, placements, digest } =
-                    replay(&program, segments, streams);
+                let Summary {
+                    allocations,
+                    peak_live_bytes,
+                    peak_reserved_bytes,
+                    segments_born,
+                    placements,
+                    digest,
+                    ..
+                } = replay(&program, segments, streams);
                 writeln!(
                     table,
                     "{job:<20} {segments:<10} {name:<8} {allocations:>11} {peak_live_bytes:>15} \
@@ -87,15 +96,35 @@ fn recorded_jobs_come_to_what_is_written_down() {
             }
         }
     }
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("golden/jobs.txt");
+    compare_with_file("golden/jobs.txt", &table);
+}
+
+/// Compares a table with the file that pins it, line by line.
+fn compare_with_file(name: &str, table: &str) {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(name);
     if std::env::var_os("SYMMALLOC_BLESS").is_some() {
-        std::fs::write(&path, &table).expect("the golden file can be written");
+        std::fs::write(&path, table).expect("the golden file can be written");
     }
     let golden = std::fs::read_to_string(&path).expect("the golden file is there");
     for (found, expected) in table.lines().zip(golden.lines()) {
         assert_eq!(found, expected, "set SYMMALLOC_BLESS=1 if this is meant");
     }
     assert_eq!(table.lines().count(), golden.lines().count());
+}
+
+/// How often each job makes each kind of call, pinned in `golden/calls.txt`: a wait too many or too few is in no placement.
+#[test]
+fn recorded_jobs_make_the_calls_that_are_written_down() {
+    let mut table = String::new();
+    for job in jobs::JOBS {
+        for (name, streams) in STREAMS {
+            let calls = replay(&jobs::program(job), "expandable", streams).calls;
+            let told: Vec<String> =
+                Call::ALL.iter().map(|call| format!("{} {}", call.name(), calls.of(*call))).collect();
+            writeln!(table, "{job:<20} {name:<8} {}", told.join(", ")).expect("memory does not fail");
+        }
+    }
+    compare_with_file("golden/calls.txt", &table);
 }
 
 #[test]

@@ -1,7 +1,8 @@
 //! Layouts: a rank that restarts goes on as the others do, and a pool goes back to what it was.
 
+use std::cell::RefCell;
 use std::collections::BTreeSet;
-use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::config::{Config, PointerLookup, PoolConfig};
 use symmalloc_core::layout::Layout;
 use symmalloc_core::restore::LayoutError;
 use symmalloc_core::lock::{Exclusive, Lock, Shared};
@@ -13,6 +14,7 @@ use symmalloc_core::{
 };
 use symmalloc_harness::checker::{DeviceWork, PrintOnPanic, outcome};
 use symmalloc_harness::generate::Scenario;
+use symmalloc_harness::hooked::{DeviceCall, Hooked};
 use symmalloc_harness::jobs;
 use symmalloc_harness::oracle::Outcome;
 use symmalloc_harness::restart::Checkpoint;
@@ -207,6 +209,11 @@ fn a_pool_goes_back_to_what_it_was_and_has_the_same_future_again() {
                 for (id, handle) in &live {
                     assert_eq!(replay.handle(*id), Some(*handle), "a handle that was live all the time is good");
                 }
+                assert_eq!(
+                    Checkpoint::take(at, &allocator, program, &replay),
+                    checkpoint,
+                    "what it was, names and all"
+                );
                 let future = go_on(&allocator, program, &mut replay, &mut work, at);
                 assert_eq!((future, digests(&allocator)), (expected.clone(), ends.clone()), "seed {seed}, op {at}");
                 rewound += 1;
@@ -628,4 +635,71 @@ fn a_name_that_no_line_can_hold_is_cut_between_characters() {
     let name = layout.heaps()[0].segments[0].allocations[0].name.clone().expect("it is named");
     assert_eq!((name.len(), &name[4090..]), (4095, "\u{1f600}x"));
     assert_eq!(symmalloc_trace::layout::parse(&symmalloc_trace::layout::to_text(&layout)).expect("a layout"), layout);
+}
+
+/// Where an allocation without a name was, one with a name is by now: it takes the saved one's place, and has no name then.
+#[test]
+fn a_rewind_takes_back_names_that_were_given_later() {
+    let device = SimBackend::builder().build();
+    let allocator = rank(&device, &PoolConfig::default(), None);
+    let saved = allocator.allocate(POOL, S0, MIB).expect("fits");
+    let named = allocator.allocate_named(POOL, S0, MIB, "weights").expect("fits");
+    let layout = allocator.save_layout(POOL).expect("nothing is retired");
+    allocator.free(saved.handle).expect("live");
+    allocator.free(named.handle).expect("live");
+    let later = allocator.allocate_named(POOL, S0, MIB, "later").expect("fits");
+    let unnamed = allocator.allocate(POOL, S0, MIB).expect("fits");
+    assert_eq!([later.placement, unnamed.placement], [saved.placement, named.placement]);
+    let restored = allocator.restore_layout(POOL, &layout).expect("all of it is there");
+    let names: Vec<_> = restored.allocations().map(|restored| restored.name.as_deref()).collect();
+    assert_eq!(names, [None, Some("weights")]);
+    assert_eq!(allocator.save_layout(POOL), Ok(layout));
+    assert!(!allocator.leak_report().to_string().contains("later"));
+}
+
+/// Rule D5: memory goes back in (stream, sequence) order, in a rewind as well.
+#[test]
+fn a_rewind_gives_surplus_segments_back_in_the_order_of_their_birth() {
+    let device = SimBackend::builder().build();
+    let unmapped = RefCell::new(Vec::new());
+    let log = |call| match call {
+        DeviceCall::Unmap { size_bytes, .. } => unmapped.borrow_mut().push(size_bytes / MIB),
+        _ => {}
+    };
+    let config = Config::builder().default_pool(pool("segments:fixed")).build().expect("valid");
+    let allocator: Allocator<_> = Allocator::new(Hooked { inner: &device, hook: log }, config).expect("valid");
+    let streams = [(); 2].map(|()| allocator.register_stream().expect("few"));
+    allocator.allocate(POOL, S0, 20 * MIB).expect("fits");
+    let layout = allocator.save_layout(POOL).expect("nothing is retired");
+    // Born in an order that is neither that of their streams nor of their sizes; freed in yet another one.
+    let sizes = [(1, 30), (0, 28), (0, 40), (1, 24), (0, 26)];
+    let made = sizes.map(|(stream, mib)| allocator.allocate(POOL, streams[stream], mib * MIB).expect("fits"));
+    for index in [3, 0, 4, 2, 1] {
+        allocator.free(made[index].handle).expect("live");
+    }
+    allocator.restore_layout(POOL, &layout).expect("all of it is there");
+    assert_eq!(*unmapped.borrow(), [28, 40, 26, 30, 24]);
+}
+
+/// Restored allocations are found by address, and those that the layout lacks are not.
+#[test]
+fn what_is_restored_is_found_by_its_address() {
+    let device = SimBackend::builder().build();
+    let config = Config::builder().pointer_lookup(PointerLookup::Exact).build().expect("valid");
+    let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
+    allocator.register_stream().expect("few");
+    allocator.register_stream().expect("few");
+    let saved = [(); 2].map(|()| allocator.allocate(POOL, S0, MIB).expect("fits"));
+    let layout = allocator.save_layout(POOL).expect("nothing is retired");
+    allocator.record_use_at(saved[0].address, S1).expect("live");
+    allocator.free_at(saved[0].address).expect("live");
+    let small = allocator.allocate(POOL, S0, 512).expect("fits");
+    assert_eq!(small.address, saved[0].address);
+    allocator.free_at(small.address).expect("live");
+    let restored = allocator.restore_layout(POOL, &layout).expect("all of it is there");
+    for again in restored.allocations() {
+        assert_eq!(allocator.handle_at(again.allocation.address), Ok(again.allocation.handle));
+        allocator.free_at(again.allocation.address).expect("live again");
+    }
+    assert_eq!(allocator.stats().usage.all.allocations.current, 0);
 }

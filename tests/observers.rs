@@ -1,15 +1,15 @@
 //! Observers: what a registrar of windows is told, and what the allocator keeps for it.
 
 use std::collections::BTreeMap;
-use symmalloc_core::config::{Config, PoolConfig};
-use symmalloc_core::errors::PoolError;
+use symmalloc_core::config::{Config, PoolConfig, Reclaim};
+use symmalloc_core::errors::{AllocateError, PoolError};
+use symmalloc_core::report::{BlockStateSnapshot, SegmentSnapshot};
 use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocator, PoolId, SegmentId, StreamId};
 use symmalloc_harness::generate::Scenario;
 use symmalloc_harness::run::Run;
 use symmalloc_sim::SimBackend;
-use symmalloc_trace::replay::Replay;
 
 const POOL: PoolId = PoolId::DEFAULT;
 
@@ -210,4 +210,124 @@ fn the_log_tells_every_birth_growth_and_death_in_order() {
         }
     }
     assert!(deaths > 100, "{deaths}");
+}
+
+/// What is backed by memory in the live segments of the pool: each run of bytes that is no hole.
+fn mapped_runs(allocator: &Allocator<&SimBackend>) -> Runs {
+    let snapshot = allocator.snapshot();
+    let segments = snapshot.segments.iter().filter(|segment| segment.pool == POOL);
+    let runs = |segment: &SegmentSnapshot| {
+        let mut runs = Vec::new();
+        let mapped = segment.blocks.iter().filter(|block| block.state != BlockStateSnapshot::Hole);
+        mapped.for_each(|block| add_run(&mut runs, block.offset_bytes, block.size_bytes));
+        runs
+    };
+    segments.map(|segment| ((segment.stream, segment.segment), runs(segment))).collect()
+}
+
+/// Adds bytes to a list of runs in order, joined with their neighbours.
+fn add_run(runs: &mut Vec<(u64, u64)>, offset_bytes: u64, size_bytes: u64) {
+    assert!(runs.iter().all(|(offset, size)| offset_bytes + size_bytes <= *offset || offset + size <= offset_bytes));
+    runs.push((offset_bytes, size_bytes));
+    runs.sort_unstable();
+    runs.dedup_by(|(offset, size), before| {
+        let is_behind = before.0 + before.1 == *offset;
+        before.1 += if is_behind { *size } else { 0 };
+        is_behind
+    });
+}
+
+/// Observers that come when segments have holes, which are filled while they look: every offset that they are told is where
+/// the memory is.
+#[test]
+fn an_observer_knows_which_bytes_have_memory() {
+    let (mut fillings, mut births_with_holes) = (0, 0);
+    for seed in 0..200 {
+        let scenario = Scenario::from_seed(seed, 160);
+        let device = scenario.device(seed);
+        let allocator: Allocator<_> = Allocator::new(&device, scenario.config.clone()).expect("valid");
+        let mut run = Run::new(&allocator, &scenario);
+        let mut observing = None;
+        for index in 0..scenario.program.ops().len() {
+            let _refused_or_not = run.step(index);
+            let (observer, mut known) = match observing.take() {
+                None if index % 10 == 0 => {
+                    let (observer, births) = allocator.observe(POOL).expect("exists");
+                    births_with_holes +=
+                        usize::from(kinds(&births).iter().any(|(kind, _)| *kind != SegmentEventKind::Birth));
+                    (observer, read(BTreeMap::new(), &births))
+                }
+                None => continue,
+                Some((observer, _)) if index % 10 == 9 => {
+                    allocator.forget(observer).expect("no faults");
+                    continue;
+                }
+                Some(observing) => observing,
+            };
+            let unread = allocator.unread(observer);
+            fillings += unread.events.iter().filter(|event| is_filling(&known, event)).count();
+            known = read(known, &unread.events);
+            allocator.acknowledge(observer, &unread).expect("no faults");
+            assert_eq!(known, mapped_runs(&allocator), "seed {seed}, op {index}");
+            observing = Some((observer, known));
+        }
+    }
+    assert!(fillings > 5 && births_with_holes > 5, "{fillings} fillings, {births_with_holes} births with holes");
+}
+
+type Runs = BTreeMap<(Option<StreamId>, SegmentId), Vec<(u64, u64)>>;
+
+/// Whether a growth lies before memory that is there already.
+fn is_filling(known: &Runs, event: &SegmentEvent) -> bool {
+    let runs = known.get(&(event.stream, event.segment));
+    event.kind == SegmentEventKind::Growth
+        && runs.is_some_and(|runs| runs.iter().any(|(offset, _)| *offset > event.offset_bytes))
+}
+
+fn read(mut known: Runs, events: &[SegmentEvent]) -> Runs {
+    for event in events {
+        let key = (event.stream, event.segment);
+        match event.kind {
+            SegmentEventKind::Birth => {
+                assert_eq!(event.offset_bytes, 0, "{event:?}");
+                // A segment that begins with a hole is born without memory.
+                let run = (event.size_bytes > 0).then_some((0, event.size_bytes));
+                assert_eq!(known.insert(key, run.into_iter().collect()), None, "{event:?}");
+            }
+            SegmentEventKind::Growth => {
+                let runs = known.get_mut(&key).unwrap_or_else(|| panic!("grown before birth: {event:?}"));
+                add_run(runs, event.offset_bytes, event.size_bytes);
+            }
+            SegmentEventKind::Death => {
+                let runs = known.remove(&key).unwrap_or_else(|| panic!("dead before birth: {event:?}"));
+                let size_bytes: u64 = runs.iter().map(|(_, size)| size).sum();
+                assert_eq!((event.offset_bytes, event.size_bytes), (0, size_bytes), "{event:?}");
+            }
+            kind => panic!("{kind:?} in an observed pool"),
+        }
+    }
+    known
+}
+
+/// Rule D5: what an observer keeps was given up by its heap, but is no memory that a request could get. The heaps are asked in
+/// order until enough is given up, once.
+#[test]
+fn what_an_observer_keeps_helps_no_request_and_is_given_up_once() {
+    let device = SimBackend::builder().build();
+    let pool = PoolConfig::builder().fixed().reclaim(Reclaim::Pool).limit_bytes(Some(60 * MIB));
+    let config = Config::builder().default_pool(pool.build().expect("valid")).build().expect("valid");
+    let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
+    let streams = [(); 3].map(|()| allocator.register_stream().expect("few"));
+    for made in streams.map(|stream| allocator.allocate(POOL, stream, 20 * MIB).expect("within the limit")) {
+        allocator.free(made.handle).expect("live");
+    }
+    let (observer, _) = allocator.observe(POOL).expect("exists");
+    let refused = allocator.allocate(POOL, streams[0], 24 * MIB);
+    assert!(matches!(refused, Err(AllocateError::OutOfMemory(_))), "{refused:?}");
+    let trims = streams.map(|stream| allocator.heap_stats(POOL, stream).expect("exists").trim_count);
+    assert_eq!(trims, [1, 1, 0], "two of them hold enough");
+    let stats = allocator.stats();
+    assert_eq!((stats.retired_bytes, stats.reserved_bytes.current, stats.retry_count), (40 * MIB, 60 * MIB, 1));
+    assert_eq!(allocator.acknowledge(observer, &allocator.unread(observer)), Ok(40 * MIB));
+    allocator.allocate(POOL, streams[0], 24 * MIB).expect("it is back");
 }

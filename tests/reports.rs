@@ -1,11 +1,13 @@
 //! What the allocator tells of itself: statistics and their scopes, snapshots, leaks, the summary.
 
-use symmalloc_core::config::PoolConfig;
-use symmalloc_core::lock::Shared;
+use symmalloc_core::config::{PoolConfig, Reclaim};
+use symmalloc_core::errors::AllocateError;
+use symmalloc_core::lock::{Exclusive, Lock, Shared};
 use symmalloc_core::report::BlockStateSnapshot;
+use symmalloc_core::stats::{ClassStats, Stat};
 use symmalloc_core::units::{KIB, MIB};
-use symmalloc_core::{Allocator, Config, PoolId, StreamId};
-use symmalloc_sim::SimBackend;
+use symmalloc_core::{Allocation, Allocator, Config, PoolId, StreamId};
+use symmalloc_sim::{SimBackend, SplitMix64};
 
 const POOL: PoolId = PoolId::DEFAULT;
 
@@ -111,4 +113,117 @@ fn the_summary_has_a_row_for_every_pool_that_is_left() {
     let rows: Vec<_> = summary.lines().map(|line| line.split_whitespace().collect::<Vec<_>>()).collect();
     assert_eq!(rows.len(), 4, "{summary}");
     assert_eq!(rows[3], ["p1", "1048576", "1048576", "2097152", "2097152", "1", "1"]);
+}
+
+/// The oracle of statistics: what is live by class, and for each open scope the totals and the peaks, from the start.
+#[derive(Clone, Default)]
+struct Usage {
+    /// By class (all, small, large) and quantity (allocations, allocated bytes, requested bytes).
+    now: [[Stat; 3]; 3],
+    /// What `now` was when each open scope began, outermost first.
+    scopes: Vec<[[Stat; 3]; 3]>,
+}
+
+impl Usage {
+    fn change(&mut self, made: &Allocation, requested_bytes: u64, is_made: bool) {
+        let class = if made.size_bytes <= MIB { 1 } else { 2 };
+        for class in [0, class] {
+            for (stat, amount) in self.now[class].iter_mut().zip([1, made.size_bytes, requested_bytes]) {
+                if is_made {
+                    (stat.current, stat.allocated) = (stat.current + amount, stat.allocated + amount);
+                } else {
+                    (stat.current, stat.freed) = (stat.current - amount, stat.freed + amount);
+                }
+                stat.peak = stat.peak.max(stat.current);
+            }
+        }
+    }
+
+    fn reset_peaks(&mut self) {
+        self.now.as_flattened_mut().iter_mut().for_each(|stat| stat.peak = stat.current);
+    }
+
+    fn open(&mut self) {
+        self.scopes.push(self.now);
+        self.reset_peaks();
+    }
+
+    fn close(&mut self) -> [[Stat; 3]; 3] {
+        let outer = self.scopes.pop().expect("one is open");
+        let mut seen = self.now;
+        for ((now, outer), seen) in
+            self.now.as_flattened_mut().iter_mut().zip(outer.as_flattened()).zip(seen.as_flattened_mut())
+        {
+            now.peak = now.peak.max(outer.peak);
+            (seen.allocated, seen.freed) = (now.allocated - outer.allocated, now.freed - outer.freed);
+        }
+        seen
+    }
+}
+
+fn told(stats: &ClassStats) -> [[Stat; 3]; 3] {
+    [stats.all, stats.small, stats.large].map(|usage| [usage.allocations, usage.allocated_bytes, usage.requested_bytes])
+}
+
+/// Scopes that open and close at any depth, and peaks that are reset within them: every number, by class and in all.
+fn statistics_are_the_oracles<L: Lock>(seed: u64) {
+    let allocator = Allocator::<_, L>::new(SimBackend::builder().build(), Config::default()).expect("a device");
+    let stream = allocator.register_stream().expect("few");
+    let (mut random, mut usage) = (SplitMix64::new(seed), Usage::default());
+    let (mut live, mut scopes) = (Vec::new(), Vec::new());
+    for _ in 0..400 {
+        match random.below(12) {
+            0..5 => {
+                let requested_bytes = 1 + (random.below(4 * MIB) >> (2 * random.below(6)));
+                let made = allocator.allocate(POOL, stream, requested_bytes).expect("memory");
+                usage.change(&made, requested_bytes, true);
+                live.push((made, requested_bytes));
+            }
+            5..9 if !live.is_empty() => {
+                let (made, requested_bytes) = live.swap_remove(random.below(live.len() as u64) as usize);
+                allocator.free(made.handle).expect("live");
+                usage.change(&made, requested_bytes, false);
+            }
+            9 => {
+                scopes.push(allocator.open_stat_scope());
+                usage.open();
+            }
+            10 => {
+                if let Some(scope) = scopes.pop() {
+                    assert_eq!(told(&allocator.close_stat_scope(scope)), usage.close(), "seed {seed}: a scope");
+                }
+            }
+            11 if random.below(4) == 0 => {
+                allocator.reset_peak_stats();
+                usage.reset_peaks();
+            }
+            _ => {}
+        }
+        assert_eq!(told(&allocator.heap_stats(POOL, stream).expect("a pool").usage), usage.now, "seed {seed}");
+        assert_eq!(told(&allocator.stats().usage), usage.now, "seed {seed}: over all heaps");
+    }
+}
+
+#[test]
+fn scopes_and_peaks_are_what_a_slow_count_says() {
+    for seed in 0..60 {
+        statistics_are_the_oracles::<Exclusive>(seed);
+        statistics_are_the_oracles::<Shared>(seed);
+    }
+}
+
+/// A heap of fixed segments keeps small blocks and large ones apart, and the largest free block may be of either.
+#[test]
+fn the_largest_free_block_that_an_error_names_is_of_any_size_class() {
+    for (size_bytes, largest) in [(KIB, 2 * MIB), (3 * MIB, 20 * MIB)] {
+        let pool = PoolConfig::builder().fixed().reclaim(Reclaim::Never).limit_bytes(Some(22 * MIB));
+        let config = Config::builder().default_pool(pool.build().expect("valid")).build().expect("valid");
+        let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).expect("a device");
+        let stream = allocator.register_stream().expect("few");
+        let made = allocator.allocate(POOL, stream, size_bytes).expect("memory");
+        allocator.free(made.handle).expect("live");
+        let error = allocator.allocate(POOL, stream, 40 * MIB).expect_err("more than the limit");
+        let AllocateError::OutOfMemory(error) = error else { panic!("{error}") };
+        assert_eq!((error.largest_free_bytes, error.reserved_bytes, error.allocated_bytes), (largest, largest, 0));
+    }
 }

@@ -16,7 +16,7 @@ use crate::oracle::{Content, Heap, Oracle, Outcome, Refusal};
 use crate::run::Run;
 use std::collections::BTreeMap;
 use symmalloc_core::backend::Backend;
-use symmalloc_core::errors::{AllocateError, OutOfMemoryCause, PoolError, RecordUseError, UnknownError};
+use symmalloc_core::errors::{AllocateError, OutOfMemory, OutOfMemoryCause, PoolError, RecordUseError, UnknownError};
 use symmalloc_core::lock::{Exclusive, Lock};
 use symmalloc_core::report::{BlockStateSnapshot, SegmentSnapshot};
 use symmalloc_core::{Allocation, AllocationId, Allocator, Digest, Op, PoolId, StreamId};
@@ -88,6 +88,9 @@ pub fn decisions_through<B: Backend, L: Lock>(
         for (index, op) in scenario.program.ops().iter().enumerate() {
             let result = run.step(index);
             work.submit(op, &result);
+            if let Err(StepError::Allocate(AllocateError::OutOfMemory(error))) = &result {
+                check_refusal(&allocator, error, index);
+            }
             let outcome = outcome(result);
             look(index, op, outcome, &allocator);
             decisions.outcomes.push(outcome);
@@ -98,6 +101,21 @@ pub fn decisions_through<B: Backend, L: Lock>(
     }
     assert!(device.leaks().is_empty(), "the allocator was dropped and left behind: {}", device.leaks());
     decisions
+}
+
+/// What an error says there is, is what there is.
+fn check_refusal<B: Backend, L: Lock>(allocator: &Allocator<B, L>, error: &OutOfMemory, index: usize) {
+    let stats = allocator.pool_stats(error.pool).expect("the pool that was asked");
+    let held = (stats.reserved_bytes.current, stats.usage.all.allocated_bytes.current);
+    assert_eq!((error.reserved_bytes, error.allocated_bytes), held, "op {index}: {error}");
+    let snapshot = allocator.snapshot();
+    let is_of_heap = |segment: &&SegmentSnapshot| {
+        segment.pool == error.pool && segment.stream.is_none_or(|stream| stream == error.stream)
+    };
+    let blocks = snapshot.segments.iter().filter(is_of_heap).flat_map(|segment| &segment.blocks);
+    let free = blocks.filter(|block| matches!(block.state, BlockStateSnapshot::Free { .. }));
+    let largest = free.map(|block| block.size_bytes).max().unwrap_or(0);
+    assert_eq!(error.largest_free_bytes, largest, "op {index}: the largest free block");
 }
 
 /// Prints the trace of a scenario that failed: the bug report.

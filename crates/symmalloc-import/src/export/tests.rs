@@ -1,7 +1,7 @@
 //! Tests of the export, read back by our own reader. `tests/export.rs` reads with Python's.
 
 use symmalloc_core::Allocator;
-use symmalloc_core::op::{Op, Record};
+use symmalloc_core::op::Op;
 use symmalloc_sim::SimBackend;
 
 use super::*;

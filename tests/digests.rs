@@ -1,0 +1,300 @@
+//! What is in a digest: every decision that later ones depend on. Each is pinned in `golden/digests.txt`; and where two
+//! histories can differ in it alone, their digests do.
+//!
+//! `SYMMALLOC_BLESS=1 cargo test -p symmalloc-harness --test digests` writes the file anew. A digest that changes is news
+//! for everyone who compares ranks of two versions.
+
+use std::collections::BTreeSet;
+use std::fmt::Write as _;
+use std::path::Path;
+use symmalloc_core::config::{Config, PoolConfig, Reclaim, StreamPolicy};
+use symmalloc_core::errors::AllocateError;
+use symmalloc_core::sim::{Call, Fault, FaultRule, SimBackend};
+use symmalloc_core::units::{KIB, MIB};
+use symmalloc_core::{Allocator, Digest, PoolId, StreamId};
+
+const POOL: PoolId = PoolId::DEFAULT;
+const S0: StreamId = StreamId(0);
+const S1: StreamId = StreamId(1);
+
+type Rank<'a> = Allocator<&'a SimBackend>;
+
+/// A few ops with one decision to look at.
+struct Story {
+    name: &'static str,
+    pool: &'static str,
+    ops: fn(&Rank<'_>, &SimBackend),
+}
+
+/// The next call of a kind is refused.
+fn refuse(device: &SimBackend, call: Call, fault: Fault) {
+    device.inject(Some(call), FaultRule::At { ordinal: device.calls().of(call) }, fault);
+}
+
+/// Frees a block of so many bytes that another stream used: whoever takes it next waits.
+fn leave_fenced(rank: &Rank<'_>, size_bytes: u64) {
+    let made = rank.allocate(POOL, S0, size_bytes).expect("memory");
+    rank.record_use(made.handle, S1).expect("live");
+    rank.free(made.handle).expect("live");
+}
+
+/// Grows behind a fenced block, and then cannot wait.
+fn grow_in_vain(rank: &Rank<'_>, device: &SimBackend) {
+    leave_fenced(rank, 2 * MIB);
+    refuse(device, Call::Wait, Fault::Refused);
+    let refused = rank.allocate(POOL, S0, 5 * MIB);
+    assert!(matches!(refused, Err(AllocateError::Fence { .. })), "{refused:?}");
+    assert_eq!(device.mapped_bytes(), 6 * MIB);
+}
+
+/// Frees all but one allocation, so that a trim cuts holes.
+fn leave_room_around_one(rank: &Rank<'_>) {
+    let made = [3 * MIB, MIB, 6 * MIB].map(|size_bytes| rank.allocate(POOL, S0, size_bytes).expect("memory"));
+    rank.free(made[0].handle).expect("live");
+    rank.free(made[2].handle).expect("live");
+}
+
+const STORIES: &[Story] = &[
+    Story { name: "nothing", pool: "", ops: |_, _| () },
+    Story {
+        name: "allocate",
+        pool: "",
+        ops: |rank, _| {
+            rank.allocate(POOL, S0, 3 * MIB + 1).expect("memory");
+        },
+    },
+    Story {
+        name: "allocate-nothing",
+        pool: "",
+        ops: |rank, _| {
+            let made = rank.allocate(POOL, S0, 0).expect("always");
+            rank.free(made.handle).expect("live");
+        },
+    },
+    Story {
+        name: "use-and-wait",
+        pool: "",
+        ops: |rank, _| {
+            leave_fenced(rank, MIB);
+            rank.allocate(POOL, S0, MIB).expect("memory");
+        },
+    },
+    Story { name: "reserve-expandable", pool: "", ops: |rank, _| rank.reserve(POOL, S0, 5 * MIB).expect("memory") },
+    Story {
+        name: "reserve-what-is-there",
+        pool: "",
+        ops: |rank, _| {
+            rank.reserve(POOL, S0, 8 * MIB).expect("memory");
+            rank.reserve(POOL, S0, 5 * MIB).expect("it is there");
+        },
+    },
+    Story { name: "reserve-fixed", pool: "fixed", ops: |rank, _| rank.reserve(POOL, S0, 5 * MIB).expect("memory") },
+    Story {
+        name: "reserve-reserved",
+        pool: "reserved",
+        ops: |rank, _| rank.reserve(POOL, S0, 5 * MIB).expect("memory"),
+    },
+    Story {
+        name: "trim-death",
+        pool: "",
+        ops: |rank, _| {
+            rank.reserve(POOL, S0, 8 * MIB).expect("memory");
+            rank.trim(None).expect("no faults");
+        },
+    },
+    Story {
+        name: "trim-shrink",
+        pool: "",
+        ops: |rank, _| {
+            leave_room_around_one(rank);
+            rank.trim(None).expect("no faults");
+        },
+    },
+    Story {
+        name: "trim-shrink-refused-first",
+        pool: "",
+        ops: |rank, device| {
+            leave_room_around_one(rank);
+            refuse(device, Call::Unmap, Fault::Refused);
+            rank.trim(None).expect_err("refused");
+        },
+    },
+    Story {
+        name: "trim-observed",
+        pool: "",
+        ops: |rank, _| {
+            leave_room_around_one(rank);
+            rank.observe(POOL).expect("it exists");
+            rank.trim(None).expect("nothing goes back");
+        },
+    },
+    Story {
+        name: "refused-by-pool-limit",
+        pool: "limited",
+        ops: |rank, _| {
+            rank.allocate(POOL, S0, 5 * MIB).expect("memory");
+            rank.allocate(POOL, S0, 30 * MIB).expect_err("more than the limit");
+        },
+    },
+    Story {
+        name: "refused-by-segment",
+        pool: "reserved",
+        ops: |rank, _| {
+            rank.allocate(POOL, S0, 5 * MIB).expect("memory");
+            rank.allocate(POOL, S0, 30 * MIB).expect_err("more than the segment");
+        },
+    },
+    Story {
+        name: "refused-by-driver",
+        pool: "",
+        ops: |rank, device| {
+            rank.allocate(POOL, S0, 5 * MIB).expect("memory");
+            refuse(device, Call::Map, Fault::OutOfMemory);
+            rank.allocate(POOL, S0, 30 * MIB).expect_err("refused");
+        },
+    },
+    Story {
+        name: "reserve-refused-by-driver",
+        pool: "",
+        ops: |rank, device| {
+            refuse(device, Call::Map, Fault::OutOfMemory);
+            rank.reserve(POOL, S0, 30 * MIB).expect_err("refused");
+        },
+    },
+    Story {
+        name: "reclaim-in-vain",
+        pool: "limited",
+        ops: |rank, _| {
+            let made = [S0, S1].map(|stream| rank.allocate(POOL, stream, 7 * MIB).expect("memory"));
+            rank.free(made[0].handle).expect("live");
+            rank.allocate(POOL, S0, 15 * MIB).expect_err("the other stream holds too much");
+        },
+    },
+    Story {
+        name: "reclaim-helps",
+        pool: "limited",
+        ops: |rank, _| {
+            let made = [S0, S1].map(|stream| rank.allocate(POOL, stream, 7 * MIB).expect("memory"));
+            rank.free(made[1].handle).expect("live");
+            rank.allocate(POOL, S0, 9 * MIB).expect("the other stream's memory went back");
+        },
+    },
+    Story { name: "growth-behind-a-failed-wait", pool: "", ops: grow_in_vain },
+    Story {
+        name: "growth-behind-a-failed-wait-again",
+        pool: "",
+        ops: |rank, device| {
+            grow_in_vain(rank, device);
+            rank.allocate(POOL, S0, 5 * MIB).expect("the driver works again");
+        },
+    },
+    Story {
+        name: "release-threshold",
+        pool: "threshold",
+        ops: |rank, _| {
+            let made = rank.allocate(POOL, S0, 9 * MIB).expect("memory");
+            rank.allocate(POOL, S0, 100 * KIB).expect("memory");
+            rank.free(made.handle).expect("live");
+        },
+    },
+    Story {
+        name: "shared-streams",
+        pool: "shared",
+        ops: |rank, _| {
+            let made = rank.allocate(POOL, S0, MIB).expect("memory");
+            rank.record_use(made.handle, S1).expect("live");
+            rank.free(made.handle).expect("live");
+            rank.allocate(POOL, S1, MIB).expect("memory");
+        },
+    },
+    Story {
+        name: "fill-a-hole",
+        pool: "",
+        ops: |rank, _| {
+            leave_room_around_one(rank);
+            rank.trim(None).expect("no faults");
+            rank.allocate(POOL, S0, 2 * MIB).expect("memory");
+        },
+    },
+];
+
+fn pool_config(name: &str) -> PoolConfig {
+    let pool = PoolConfig::builder();
+    match name {
+        "fixed" => pool.fixed(),
+        "reserved" => return "segments:reserved,segment_bytes:16777216".parse().expect("valid"),
+        "limited" => pool.limit_bytes(Some(16 * MIB)).reclaim(Reclaim::Pool),
+        "gives-nothing-back" => pool.reclaim(Reclaim::Never),
+        "threshold" => pool.release_threshold_bytes(Some(4 * MIB)),
+        "shared" => pool.streams(StreamPolicy::Shared),
+        _ => pool,
+    }
+    .build()
+    .expect("valid")
+}
+
+fn digest(story: &Story, rank: u32) -> Digest {
+    let device = SimBackend::builder().seed(1).rank(rank).build();
+    let config = Config::builder().default_pool(pool_config(story.pool)).build().expect("valid");
+    let allocator = Allocator::new(&device, config).expect("valid");
+    allocator.register_stream().expect("few");
+    allocator.register_stream().expect("few");
+    (story.ops)(&allocator, &device);
+    allocator.check().expect("sound");
+    allocator.digest(POOL).expect("it exists")
+}
+
+fn of(name: &str) -> Digest {
+    digest(STORIES.iter().find(|story| story.name == name).expect("a story"), 0)
+}
+
+#[test]
+fn digests_are_what_is_written_down() {
+    let mut table = String::new();
+    for story in STORIES {
+        let found = digest(story, 0);
+        assert_eq!(digest(story, 1), found, "{}: on another rank", story.name);
+        writeln!(table, "{:<34} {:>3} ops {found}", story.name, found.ops).expect("memory does not fail");
+    }
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("golden/digests.txt");
+    if std::env::var_os("SYMMALLOC_BLESS").is_some() {
+        std::fs::write(&path, &table).expect("the golden file can be written");
+    }
+    let golden = std::fs::read_to_string(&path).expect("the golden file is there");
+    for (found, expected) in table.lines().zip(golden.lines()) {
+        assert_eq!(found, expected, "set SYMMALLOC_BLESS=1 if this is meant");
+    }
+    assert_eq!(table.lines().count(), golden.lines().count());
+}
+
+#[test]
+fn every_story_has_a_digest_of_its_own() {
+    let distinct: BTreeSet<_> = STORIES.iter().map(|story| digest(story, 0).value).collect();
+    assert_eq!(distinct.len(), STORIES.len());
+}
+
+/// The ranks of a job, one of which meets something that the others do not.
+#[test]
+fn histories_that_differ_in_one_decision_have_different_digests() {
+    // The same layout, whose memory the driver did not take back, or an observer keeps.
+    assert_ne!(of("trim-shrink-refused-first"), of("trim-observed"));
+    assert_ne!(of("trim-shrink-refused-first"), of("trim-shrink"));
+    // A heap that grew behind a wait that failed, and one that grew without.
+    assert_ne!(of("growth-behind-a-failed-wait-again").value, of("growth-behind-a-failed-wait").value);
+    let before = Story { name: "", pool: "", ops: |rank, _| leave_fenced(rank, 2 * MIB) };
+    assert_ne!(of("growth-behind-a-failed-wait"), digest(&before, 0));
+    // The same request, refused for each reason by the same heap.
+    let by = |ops| digest(&Story { name: "", pool: "gives-nothing-back", ops }, 0);
+    let by_limit = by(|rank, _| {
+        rank.allocate(POOL, S0, 8 * MIB).expect("memory");
+        rank.set_limit_bytes(Some(8 * MIB));
+        rank.allocate(POOL, S0, 6 * MIB).expect_err("beyond the limit");
+    });
+    let by_driver = by(|rank, device| {
+        rank.allocate(POOL, S0, 8 * MIB).expect("memory");
+        refuse(device, Call::Map, Fault::OutOfMemory);
+        rank.allocate(POOL, S0, 6 * MIB).expect_err("refused");
+    });
+    assert_eq!(by_limit.ops, by_driver.ops);
+    assert_ne!(by_limit, by_driver);
+}

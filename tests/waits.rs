@@ -1,0 +1,140 @@
+//! Waits: a stream is told to wait for what it has not waited for, and for nothing else (rule D3). What it has waited for
+//! follows from the ops alone: by itself, through another stream, or through the host.
+
+use symmalloc_core::backend::Backend;
+use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
+use symmalloc_core::sim::{Call, SimBackend};
+use symmalloc_core::units::MIB;
+use symmalloc_core::{Allocation, Allocator, PoolId, StreamId};
+
+const POOL: PoolId = PoolId::DEFAULT;
+const S0: StreamId = StreamId(0);
+const S1: StreamId = StreamId(1);
+const S2: StreamId = StreamId(2);
+
+struct Rank {
+    allocator: Allocator<SimBackend>,
+}
+
+impl Rank {
+    fn new(streams: StreamPolicy) -> Self {
+        let pool = PoolConfig::builder().streams(streams).build().expect("valid");
+        let config = Config::builder().default_pool(pool).build().expect("valid");
+        let allocator = Allocator::new(SimBackend::builder().build(), config).expect("valid");
+        (0..4).for_each(|_| _ = allocator.register_stream().expect("few"));
+        Rank { allocator }
+    }
+
+    fn allocate(&self, stream: StreamId) -> Allocation {
+        let made = self.allocator.allocate(POOL, stream, MIB).expect("memory");
+        self.allocator.backend().submit(stream, made.address, made.size_bytes).expect("a wait is missing");
+        made
+    }
+
+    /// Frees what `user` used, too.
+    fn free_used_by(&self, made: &Allocation, owner: StreamId, user: StreamId) {
+        self.waits_on_device(user, owner);
+        self.allocator.backend().submit(user, made.address, made.size_bytes).expect("it waited for the owner");
+        self.allocator.record_use(made.handle, user).expect("live");
+        self.allocator.free(made.handle).expect("live");
+    }
+
+    /// The program makes a stream wait, and does not say so.
+    fn waits_on_device(&self, stream: StreamId, on: StreamId) {
+        let device = self.allocator.backend();
+        let event = device.record(on).expect("no faults");
+        device.wait(stream, event).expect("no faults");
+        device.recycle(event);
+    }
+
+    /// The program makes a stream wait, and says so.
+    fn waits(&self, stream: StreamId, on: StreamId) {
+        self.waits_on_device(stream, on);
+        self.allocator.stream_waits(stream, on).expect("both exist");
+    }
+
+    /// How many waits it takes to allocate.
+    fn waits_to_allocate(&self, stream: StreamId) -> u64 {
+        let before = self.allocator.backend().calls().of(Call::Wait);
+        self.allocate(stream);
+        self.allocator.backend().calls().of(Call::Wait) - before
+    }
+}
+
+#[test]
+fn a_block_that_another_stream_used_takes_one_wait_and_no_second_one() {
+    let rank = Rank::new(StreamPolicy::Separate);
+    let blocks = [(); 2].map(|()| rank.allocate(S0));
+    blocks.iter().for_each(|made| rank.free_used_by(made, S0, S1));
+    // Both are one block now.
+    assert_eq!(rank.waits_to_allocate(S0), 1);
+    assert_eq!(rank.waits_to_allocate(S0), 0);
+}
+
+#[test]
+fn a_wait_before_the_use_covers_nothing() {
+    let rank = Rank::new(StreamPolicy::Separate);
+    let made = rank.allocate(S0);
+    rank.waits(S0, S1);
+    rank.free_used_by(&made, S0, S1);
+    assert_eq!(rank.waits_to_allocate(S0), 1);
+}
+
+#[test]
+fn who_waited_for_the_user_waits_no_more() {
+    let rank = Rank::new(StreamPolicy::Separate);
+    let made = rank.allocate(S0);
+    rank.free_used_by(&made, S0, S1);
+    rank.waits(S0, S1);
+    assert_eq!(rank.waits_to_allocate(S0), 0);
+}
+
+#[test]
+fn who_waited_for_one_that_waited_for_the_user_waits_no_more() {
+    let rank = Rank::new(StreamPolicy::Separate);
+    let made = rank.allocate(S0);
+    rank.free_used_by(&made, S0, S1);
+    rank.waits(S2, S1);
+    rank.waits(S0, S2);
+    assert_eq!(rank.waits_to_allocate(S0), 0);
+}
+
+#[test]
+fn a_wait_for_one_that_waited_only_later_covers_nothing() {
+    let rank = Rank::new(StreamPolicy::Separate);
+    let made = rank.allocate(S0);
+    rank.free_used_by(&made, S0, S1);
+    rank.waits(S0, S2);
+    rank.waits(S2, S1);
+    assert_eq!(rank.waits_to_allocate(S0), 1);
+}
+
+#[test]
+fn the_host_waits_for_what_the_stream_that_it_waits_for_had_waited_for() {
+    let rank = Rank::new(StreamPolicy::Separate);
+    let made = rank.allocate(S0);
+    rank.free_used_by(&made, S0, S1);
+    rank.waits(S2, S1);
+    rank.allocator.backend().synchronize(S2).expect("no faults");
+    rank.allocator.stream_synchronized(S2).expect("it exists");
+    assert_eq!(rank.waits_to_allocate(S0), 0);
+}
+
+/// The allocator makes a stream wait for the last owner of a block, who had waited for the user of another one.
+#[test]
+fn a_wait_that_the_allocator_makes_covers_what_the_other_stream_had_waited_for() {
+    let rank = Rank::new(StreamPolicy::Shared);
+    let used = rank.allocate(S0);
+    // Fills the granule, so that the two do not become one block.
+    rank.allocate(S0);
+    let owned = rank.allocate(S1);
+    rank.free_used_by(&used, S0, S2);
+    rank.waits(S1, S2);
+    rank.allocator.free(owned.handle).expect("live");
+    let stream = StreamId(3);
+    let before = rank.allocator.backend().calls().of(Call::Wait);
+    let large = rank.allocator.allocate(POOL, stream, 2 * MIB).expect("memory");
+    assert_eq!(large.placement, owned.placement);
+    assert_eq!(rank.allocator.backend().calls().of(Call::Wait) - before, 1, "for the block's owner");
+    assert_eq!(rank.waits_to_allocate(stream), 1, "for the block's owner, and not for its user");
+}
