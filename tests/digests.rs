@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 use symmalloc_core::config::{Config, PoolConfig, Reclaim, StreamPolicy};
 use symmalloc_core::errors::AllocateError;
-use symmalloc_core::sim::{Call, Fault, FaultRule, SimBackend};
+use symmalloc_sim::{Call, Fault, FaultRule, SimBackend};
 use symmalloc_core::units::{KIB, MIB};
 use symmalloc_core::{Allocator, Digest, PoolId, StreamId};
 

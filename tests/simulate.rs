@@ -9,27 +9,27 @@ use symmalloc_harness::{is_night, jobs, targets};
 use symmalloc_import::{ReadOptions, read_path};
 use symmalloc_sim::SplitMix64;
 use symmalloc_sim::job::shrink::shrink;
-use symmalloc_sim::job::{Cause, Deviation, Failure, Faults, Outcome, Plan, Size, simulate, story};
+use symmalloc_sim::job::{Deviation, Failure, FailureCause, JobFaults, JobOutcome, JobPlan, Size, simulate, story};
 
 fn size(ranks: u32, ops: usize) -> Size {
     Size { ranks: NonZeroU32::new(ranks).expect("some"), ops }
 }
 
-fn run(plan: &Plan) -> Result<Outcome, Failure> {
+fn run(plan: &JobPlan) -> Result<JobOutcome, Failure> {
     simulate(plan, NonZeroUsize::MIN, &mut |_| ())
 }
 
 /// Simulates the jobs of these seeds, on all cores.
-fn seeds(count: u64, size: Size) -> Outcome {
+fn seeds(count: u64, size: Size) -> JobOutcome {
     let next = AtomicU64::new(0);
     let work = || {
-        let mut sum = Outcome::default();
+        let mut sum = JobOutcome::default();
         loop {
             let seed = next.fetch_add(1, Ordering::Relaxed);
             if seed >= count {
                 return sum;
             }
-            sum += run(&Plan::from_seed(seed, &size)).unwrap_or_else(|failure| {
+            sum += run(&JobPlan::from_seed(seed, &size)).unwrap_or_else(|failure| {
                 panic!(
                     "{failure}\nTo have it shrunk: symmalloc simulate --seed {seed} --ranks {} --ops {}",
                     size.ranks, size.ops
@@ -37,7 +37,7 @@ fn seeds(count: u64, size: Size) -> Outcome {
             });
         }
     };
-    let mut sum = Outcome::default();
+    let mut sum = JobOutcome::default();
     std::thread::scope(|scope| {
         let cores = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
         let workers: Vec<_> = (0..cores).map(|_| scope.spawn(work)).collect();
@@ -58,7 +58,7 @@ fn jobs_of_64_ranks_place_alike_whatever_happens() {
     assert!(outcome.ops > 2_000_000 * hundreds, "{outcome:?}");
     // What is said to happen does happen.
     assert!(outcome.private_ops > 10_000 * hundreds, "{outcome:?}");
-    let Faults { failed_calls, out_of_memory, refused, losses, small_devices, .. } = outcome.faults;
+    let JobFaults { failed_calls, out_of_memory, refused, losses, small_devices, .. } = outcome.faults;
     assert!(
         failed_calls > 1000 * hundreds
             && [out_of_memory, refused, losses, small_devices].iter().all(|n| *n > 40 * hundreds),
@@ -76,7 +76,7 @@ fn recorded_jobs_place_alike_on_many_ranks() {
     let ranks = if is_night() { 64 } else { 12 };
     for (job, seed) in [("fsdp1_train_rank0", 7), ("fsdp_train_rank1", 1)] {
         let recording = read_path(&jobs::path(job), &ReadOptions::default()).expect("part of the project");
-        let plan = Plan::of_recorded(&recording.config.clone().unwrap_or_default(), &recording.records, seed, NonZeroU32::new(ranks).expect("some"));
+        let plan = JobPlan::of_recorded(&recording.config.clone().unwrap_or_default(), &recording.records, seed, NonZeroU32::new(ranks).expect("some"));
         let outcome = run(&plan).unwrap_or_else(|failure| panic!("{job}: {failure}"));
         assert!(outcome.ops > u64::from(ranks) * recording.records.len() as u64 / 2, "{outcome:?}");
         assert!(outcome.syncs > 10, "{outcome:?}");
@@ -113,18 +113,18 @@ fn any_bytes_are_a_job_that_ends_well() {
 #[test]
 fn the_outcome_is_a_function_of_the_plan_and_not_of_the_threads_that_work_it_out() {
     for seed in 0..30 {
-        let plan = Plan::from_seed(seed, &size(9, 150));
+        let plan = JobPlan::from_seed(seed, &size(9, 150));
         let alone = run(&plan).expect("a good run");
         for workers in [2, 5] {
             let workers = NonZeroUsize::new(workers).expect("some");
             assert_eq!(simulate(&plan, workers, &mut |_| ()).expect("a good run"), alone, "seed {seed}");
         }
-        assert_eq!(Plan::from_seed(seed, &size(9, 150)), plan);
+        assert_eq!(JobPlan::from_seed(seed, &size(9, 150)), plan);
     }
 }
 
 /// A rank of the plan that can be made to deviate, and an allocation in a symmetric pool that the program frees.
-fn deviation(plan: &Plan, deviate: impl Fn(&Op) -> Option<Deviation>) -> Option<Plan> {
+fn deviation(plan: &JobPlan, deviate: impl Fn(&Op) -> Option<Deviation>) -> Option<JobPlan> {
     let symmetric = |pool: PoolId| {
         let created = plan.steps().iter().find_map(|step| match &step.op {
             Op::CreatePool { pool: id, config } if *id == pool => Some(config.symmetric()),
@@ -143,13 +143,13 @@ fn deviation(plan: &Plan, deviate: impl Fn(&Op) -> Option<Deviation>) -> Option<
 }
 
 /// The first failure that a deviation of some seed leads to.
-fn failing(deviate: impl Fn(&Plan, &Op) -> Option<Deviation>) -> (Plan, Failure) {
-    let plans = (0..100).map(|seed| Plan::from_seed(seed, &size(16, 200)));
+fn failing(deviate: impl Fn(&JobPlan, &Op) -> Option<Deviation>) -> (JobPlan, Failure) {
+    let plans = (0..100).map(|seed| JobPlan::from_seed(seed, &size(16, 200)));
     let mut deviating = plans.filter_map(|plan| deviation(&plan, |op| deviate(&plan, op)));
     deviating.find_map(|plan| run(&plan).err().map(|failure| (plan, failure))).expect("a deviation is noticed")
 }
 
-fn told(plan: &Plan, failure: &Failure) {
+fn told(plan: &JobPlan, failure: &Failure) {
     let deviating = plan.ranks().iter().find(|rank| rank.deviation.is_some()).expect("one was made to").rank;
     assert_eq!(failure.rank, Some(deviating));
     let report = failure.report.as_ref().expect("the ranks have something to say about it");
@@ -168,7 +168,7 @@ fn told(plan: &Plan, failure: &Failure) {
 
 #[test]
 fn a_rank_that_forgets_a_free_is_named_with_that_free() {
-    let freed = |plan: &Plan, op: &Op| match *op {
+    let freed = |plan: &JobPlan, op: &Op| match *op {
         Op::Allocate { id, .. } => {
             plan.steps().iter().any(|step| step.op == Op::Free { id }).then_some(Deviation::KeepAllocation { id })
         }
@@ -176,7 +176,7 @@ fn a_rank_that_forgets_a_free_is_named_with_that_free() {
     };
     let (plan, failure) = failing(freed);
     assert!(failure.op.as_ref().is_some_and(|op| op.starts_with("f ")), "{failure}");
-    assert!(matches!(failure.cause, Cause::OtherDigest { .. }), "{failure}");
+    assert!(matches!(failure.cause, FailureCause::OtherDigest { .. }), "{failure}");
     told(&plan, &failure);
 }
 

@@ -3,7 +3,7 @@
 
 use symmalloc_core::backend::Backend;
 use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
-use symmalloc_core::sim::{Call, SimBackend};
+use symmalloc_sim::{Call, SimBackend};
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocation, Allocator, PoolId, StreamId};
 

@@ -11,7 +11,7 @@ use symmalloc_core::lock::{Exclusive, Shared};
 use symmalloc_core::{Allocator, Op, PoolId, Record};
 use symmalloc_import::export::export;
 use symmalloc_import::{Format, ReadOptions, read_bytes};
-use symmalloc_sim::job::{Plan, simulate, story};
+use symmalloc_sim::job::{JobPlan, simulate, story};
 use symmalloc_sim::{Delays, SimBackend};
 use symmalloc_trace::replay::Program;
 use symmalloc_trace::{TraceReader, TraceWriter, layout};
@@ -76,7 +76,7 @@ pub fn job(bytes: &[u8]) -> u64 {
     let seed =
         bytes.iter().fold(0, |seed: u64, byte| seed.rotate_left(7).wrapping_mul(0x100_0000_01b3) ^ u64::from(*byte));
     let ops = scenario.program.ops().chunks(OPS_A_SYNC).flat_map(|ops| ops.iter().cloned().chain([Op::Sync]));
-    let plan = Plan::of_records(scenario.config, ops.map(Record::from), seed, NonZeroU32::new(5).expect("some"));
+    let plan = JobPlan::of_records(scenario.config, ops.map(Record::from), seed, NonZeroU32::new(5).expect("some"));
     let plan = plan.with_granularity_bytes(scenario.granularity_bytes);
     match simulate(&plan, NonZeroUsize::MIN, &mut |_| ()) {
         Ok(outcome) => outcome.ops + outcome.private_ops,

@@ -18,7 +18,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use symmalloc_import::{ReadOptions, Recording, read_path};
 use symmalloc_sim::job::shrink::{Shrunk, shrink};
-use symmalloc_sim::job::{Failure, Outcome, Plan, Size, simulate as run_plan, story};
+use symmalloc_sim::job::{Failure, JobOutcome, JobPlan, Size, simulate as run_plan, story};
 use symmalloc_trace::MAGIC;
 
 /// Steps times ranks that shrinking a failure may cost, about: some minutes.
@@ -35,7 +35,7 @@ enum Source {
     /// From a recording.
     Recorded { path: PathBuf, recording: Box<Recording> },
     /// From what was written about a failure.
-    Story { path: PathBuf, plan: Box<Plan> },
+    Story { path: PathBuf, plan: Box<JobPlan> },
 }
 
 /// What became of the runs of one source.
@@ -43,7 +43,7 @@ struct Finding<'a> {
     source: &'a Source,
     args: &'a SimulateArgs,
     runs: u64,
-    outcome: Outcome,
+    outcome: JobOutcome,
     elapsed: Duration,
     /// What a rank takes on this machine, in bytes; `None` where it cannot be told.
     state_bytes_per_rank: Option<u64>,
@@ -117,12 +117,12 @@ fn story_text(path: &Path) -> Option<String> {
 
 impl Source {
     /// The plan of a run.
-    fn plan(&self, args: &SimulateArgs, seed: u64) -> Plan {
+    fn plan(&self, args: &SimulateArgs, seed: u64) -> JobPlan {
         match self {
-            Source::Generated => Plan::from_seed(seed, &Size { ranks: ranks(args), ops: args.ops as usize }),
+            Source::Generated => JobPlan::from_seed(seed, &Size { ranks: ranks(args), ops: args.ops as usize }),
             Source::Recorded { recording, .. } => {
                 let config = recording.config.clone().unwrap_or_default();
-                Plan::of_recorded(&config, &recording.records, seed, ranks(args))
+                JobPlan::of_recorded(&config, &recording.records, seed, ranks(args))
             }
             Source::Story { plan, .. } => (**plan).clone(),
         }
@@ -164,7 +164,7 @@ fn find_out<'a>(source: &'a Source, args: &'a SimulateArgs) -> Result<Finding<'a
     Ok(Finding { source, args, runs, outcome, elapsed, state_bytes_per_rank, failure })
 }
 
-type Ran = (Outcome, Option<(Plan, Failure)>, Option<u64>);
+type Ran = (JobOutcome, Option<(JobPlan, Failure)>, Option<u64>);
 
 /// One run, its ranks on all cores.
 fn one(source: &Source, args: &SimulateArgs) -> Ran {
@@ -177,7 +177,7 @@ fn one(source: &Source, args: &SimulateArgs) -> Ran {
     });
     match ran {
         Ok(outcome) => (outcome, None, resident_peak),
-        Err(failure) => (Outcome::default(), Some((plan, failure)), None),
+        Err(failure) => (JobOutcome::default(), Some((plan, failure)), None),
     }
 }
 
@@ -207,7 +207,7 @@ fn many(source: &Source, args: &SimulateArgs, runs: u64) -> Ran {
         workers.into_iter().flat_map(|worker| worker.join().expect("a run catches its panics")).collect()
     });
     ran.sort_by_key(|(run, _)| *run);
-    let mut outcome = Outcome::default();
+    let mut outcome = JobOutcome::default();
     for (_, result) in ran {
         match result {
             Ok(one) => outcome += one,
@@ -222,7 +222,7 @@ fn cores() -> NonZeroUsize {
 }
 
 /// Shrinks a failure and saves its story.
-fn tell(source: &Source, args: &SimulateArgs, plan: Plan, first: Failure) -> Result<Told, CliError> {
+fn tell(source: &Source, args: &SimulateArgs, plan: JobPlan, first: Failure) -> Result<Told, CliError> {
     let seed = plan.seed();
     let (ops, ranks) = (plan.steps().len(), plan.ranks().len());
     let runs_max = (SHRINK_STEPS / (ops * ranks).max(1)).clamp(50, SHRINK_RUNS_MAX);

@@ -48,33 +48,3 @@ fn distance(from: &[u8], to: &[u8]) -> usize {
     }
     row[to.len()]
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const KNOWN: [&str; 3] = ["max_split_size_mb", "segments", "a"];
-
-    #[test]
-    fn a_slip_of_the_fingers_finds_the_word() {
-        assert_eq!(nearest("max_split_size", KNOWN), Some("max_split_size_mb"));
-        assert_eq!(nearest("segmets", KNOWN), Some("segments"));
-        assert_eq!(nearest("segment", KNOWN), Some("segments"));
-    }
-
-    #[test]
-    fn another_word_finds_nothing() {
-        assert_eq!(nearest("garbage", KNOWN), None);
-        assert_eq!(nearest("b", KNOWN), None);
-        assert_eq!(nearest("", KNOWN), None);
-        assert_eq!(nearest(&"segments".repeat(1000), KNOWN), None);
-    }
-
-    #[test]
-    fn distance_counts_insertions_deletions_and_replacements() {
-        assert_eq!(distance(b"kitten", b"sitting"), 3);
-        assert_eq!(distance(b"", b"abc"), 3);
-        assert_eq!(distance(b"abc", b""), 3);
-        assert_eq!(distance(b"abc", b"abc"), 0);
-    }
-}

@@ -4,7 +4,7 @@ use crate::{Folder, command, recorded, symmalloc};
 use std::fs;
 use std::num::{NonZeroU32, NonZeroUsize};
 use symmalloc_core::{AllocationId, Op};
-use symmalloc_sim::job::{Deviation, Plan, Size, simulate, story};
+use symmalloc_sim::job::{Deviation, JobPlan, Size, simulate, story};
 
 const KEYS: [&str; 22] = [
     "caught",
@@ -79,7 +79,7 @@ fn a_recorded_job_is_simulated() {
 fn story_of_a_failure() -> String {
     let size = Size { ranks: NonZeroU32::new(4).unwrap(), ops: 150 };
     let fails = |seed| {
-        let plan = Plan::from_seed(seed, &size);
+        let plan = JobPlan::from_seed(seed, &size);
         let freed = plan.steps().iter().find_map(|step| match step.op {
             Op::Free { id } => Some(id),
             _ => None,

@@ -18,8 +18,6 @@ mod error;
 mod keys;
 mod reason;
 mod settings;
-#[cfg(test)]
-mod tests;
 mod text;
 
 pub use crate::nearest::{DidYouMean, nearest};

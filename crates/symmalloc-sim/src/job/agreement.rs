@@ -3,11 +3,11 @@
 //! Ranks know of each other only what they tell each other: digests, and on demand ops of their histories. The simulator
 //! knows better, since it follows every rank to which something happened, digest by digest. At each sync
 //!
-//! - whoever is reported must differ (no false alarm, whatever a rank's surroundings are),
+//! - whoever is reported must differ (no false alarm, whatever the context of a rank is),
 //! - whoever differs must be reported, with the op at which it began to,
 //! - and the ranks that are left must agree.
 
-use crate::job::failure::Cause;
+use crate::job::failure::FailureCause;
 use crate::job::journal::HeapName;
 use crate::job::rank::{Job, Rank};
 use std::collections::BTreeSet;
@@ -26,7 +26,7 @@ pub(crate) struct Disputed {
     pub(crate) seat: usize,
     /// The step at which it began to differ, if it does.
     pub(crate) step: Option<usize>,
-    pub(crate) cause: Cause,
+    pub(crate) cause: FailureCause,
     pub(crate) report: Box<str>,
 }
 
@@ -43,7 +43,7 @@ pub(crate) fn agree<L: Lock>(
         let found = differing(job, &left, reference, &disagreement)?;
         if found.is_empty() {
             let report = disagreement.to_string().into();
-            return Err(Disputed { seat: reference, step: None, cause: Cause::FalseAlarm, report });
+            return Err(Disputed { seat: reference, step: None, cause: FailureCause::FalseAlarm, report });
         }
         left.retain(|(seat, _)| !found.contains(seat));
         reported.extend(found);
@@ -52,7 +52,7 @@ pub(crate) fn agree<L: Lock>(
         None => Ok(reported),
         Some((seat, step)) => {
             let report = "the ranks agreed".into();
-            Err(Disputed { seat, step: Some(step), cause: Cause::Missed, report })
+            Err(Disputed { seat, step: Some(step), cause: FailureCause::Missed, report })
         }
     }
 }
@@ -83,7 +83,7 @@ fn differing<L: Lock>(
 ) -> Result<BTreeSet<usize>, Disputed> {
     let report = || disagreement.to_string().into();
     let Difference::History { first, others } = &disagreement.difference else {
-        return Err(Disputed { seat: reference, step: None, cause: Cause::FalseAlarm, report: report() });
+        return Err(Disputed { seat: reference, step: None, cause: FailureCause::FalseAlarm, report: report() });
     };
     let mut found = BTreeSet::new();
     for difference in std::iter::once(first).chain(others) {
@@ -110,8 +110,8 @@ fn check<L: Lock>(
     job: &Job,
     (heap, difference, group): (HeapName, &HeapDifference, &Group),
     rank: &Rank<L>,
-) -> Result<(), (Option<usize>, Cause)> {
-    let departure = rank.standing.departure(heap).ok_or((None, Cause::FalseAlarm))?;
+) -> Result<(), (Option<usize>, FailureCause)> {
+    let departure = rank.standing.departure(heap).ok_or((None, FailureCause::FalseAlarm))?;
     let named = difference.first_op..difference.last_op + 1;
     // Where heaps take memory from each other, a rank may make up, at another step, for what the reference did: then the
     // histories part later than the steps did.
@@ -125,6 +125,6 @@ fn check<L: Lock>(
     }
     let tell =
         |ops: &std::ops::Range<u64>| format!("ops {} to {} of the heap of {heap}", ops.start, ops.end - 1).into();
-    let cause = Cause::OtherOpNamed { named: tell(&named), expected: tell(&departure.ops) };
+    let cause = FailureCause::OtherOpNamed { named: tell(&named), expected: tell(&departure.ops) };
     Err((Some(departure.step), cause))
 }

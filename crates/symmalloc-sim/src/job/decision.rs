@@ -13,13 +13,13 @@ pub enum Decision {
     /// The allocation lies there.
     Placed(Placement),
     /// It was refused.
-    Refused(Refusal),
+    Refused(DecidedRefusal),
 }
 
 /// Why a step was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Refusal {
+pub enum DecidedRefusal {
     /// The allocation is not live: it was refused itself.
     NotLive,
     /// More than a segment can have.
@@ -49,61 +49,61 @@ impl fmt::Display for Decision {
     }
 }
 
-impl fmt::Display for Refusal {
+impl fmt::Display for DecidedRefusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Refusal::NotLive => "the allocation is not live",
-            Refusal::TooLarge => "too large for a segment",
-            Refusal::PoolLimit => "the pool's limit",
-            Refusal::LimitOverAll => "the limit over all pools",
-            Refusal::SegmentFull => "the segment is full",
-            Refusal::PoolInUse => "the pool is in use",
-            Refusal::NoSuchPool => "no such pool",
-            Refusal::Driver => "the driver",
+            DecidedRefusal::NotLive => "the allocation is not live",
+            DecidedRefusal::TooLarge => "too large for a segment",
+            DecidedRefusal::PoolLimit => "the pool's limit",
+            DecidedRefusal::LimitOverAll => "the limit over all pools",
+            DecidedRefusal::SegmentFull => "the segment is full",
+            DecidedRefusal::PoolInUse => "the pool is in use",
+            DecidedRefusal::NoSuchPool => "no such pool",
+            DecidedRefusal::Driver => "the driver",
         })
     }
 }
 
-impl From<&AllocateError> for Refusal {
+impl From<&AllocateError> for DecidedRefusal {
     fn from(error: &AllocateError) -> Self {
         match error {
-            AllocateError::Unknown(_) => Refusal::NoSuchPool,
-            AllocateError::TooLarge { .. } => Refusal::TooLarge,
+            AllocateError::Unknown(_) => DecidedRefusal::NoSuchPool,
+            AllocateError::TooLarge { .. } => DecidedRefusal::TooLarge,
             AllocateError::OutOfMemory(error) => match error.cause {
-                OutOfMemoryCause::Limit { scope: LimitScope::Pool, .. } => Refusal::PoolLimit,
-                OutOfMemoryCause::Limit { .. } => Refusal::LimitOverAll,
-                OutOfMemoryCause::SegmentFull { .. } => Refusal::SegmentFull,
-                _ => Refusal::Driver,
+                OutOfMemoryCause::Limit { scope: LimitScope::Pool, .. } => DecidedRefusal::PoolLimit,
+                OutOfMemoryCause::Limit { .. } => DecidedRefusal::LimitOverAll,
+                OutOfMemoryCause::SegmentFull { .. } => DecidedRefusal::SegmentFull,
+                _ => DecidedRefusal::Driver,
             },
-            _ => Refusal::Driver,
+            _ => DecidedRefusal::Driver,
         }
     }
 }
 
-impl From<&FreeError> for Refusal {
+impl From<&FreeError> for DecidedRefusal {
     fn from(error: &FreeError) -> Self {
-        if matches!(error, FreeError::Handle(_)) { Refusal::NotLive } else { Refusal::Driver }
+        if matches!(error, FreeError::Handle(_)) { DecidedRefusal::NotLive } else { DecidedRefusal::Driver }
     }
 }
 
-impl From<&RecordUseError> for Refusal {
+impl From<&RecordUseError> for DecidedRefusal {
     fn from(_: &RecordUseError) -> Self {
-        Refusal::NotLive
+        DecidedRefusal::NotLive
     }
 }
 
-impl From<&TrimError> for Refusal {
+impl From<&TrimError> for DecidedRefusal {
     fn from(error: &TrimError) -> Self {
-        if matches!(error, TrimError::Unknown(_)) { Refusal::NoSuchPool } else { Refusal::Driver }
+        if matches!(error, TrimError::Unknown(_)) { DecidedRefusal::NoSuchPool } else { DecidedRefusal::Driver }
     }
 }
 
-impl From<&PoolError> for Refusal {
+impl From<&PoolError> for DecidedRefusal {
     fn from(error: &PoolError) -> Self {
         match error {
-            PoolError::InUse { .. } => Refusal::PoolInUse,
-            PoolError::Unknown(_) | PoolError::Default => Refusal::NoSuchPool,
-            _ => Refusal::Driver,
+            PoolError::InUse { .. } => DecidedRefusal::PoolInUse,
+            PoolError::Unknown(_) | PoolError::Default => DecidedRefusal::NoSuchPool,
+            _ => DecidedRefusal::Driver,
         }
     }
 }

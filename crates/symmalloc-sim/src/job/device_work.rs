@@ -9,7 +9,7 @@ use symmalloc_core::{Allocation, Handle, StreamId};
 
 /// A live allocation of the program.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Live {
+pub(crate) struct LiveBlock {
     /// `None` for one of zero bytes whose pool was given up before its rank started again.
     pub(crate) handle: Option<Handle>,
     address: DeviceAddress,
@@ -19,12 +19,12 @@ pub(crate) struct Live {
     last_user: StreamId,
 }
 
-impl Live {
+impl LiveBlock {
     /// Work on `stream` uses the allocation for the first time.
     pub(crate) fn begin(device: &SimBackend, stream: StreamId, allocation: &Allocation) -> Result<Self, Race> {
         let Allocation { handle, address, size_bytes, .. } = *allocation;
         device.submit(stream, address, size_bytes)?;
-        Ok(Live { handle: Some(handle), address, size_bytes, users: bit(stream), last_user: stream })
+        Ok(LiveBlock { handle: Some(handle), address, size_bytes, users: bit(stream), last_user: stream })
     }
 
     /// The first address; `None` for an allocation of zero bytes.
@@ -34,12 +34,12 @@ impl Live {
 
     /// An allocation of zero bytes.
     pub(crate) fn nothing(handle: Handle) -> Self {
-        Live { handle: Some(handle), ..Live::of_a_pool_that_is_gone() }
+        LiveBlock { handle: Some(handle), ..LiveBlock::of_a_pool_that_is_gone() }
     }
 
     /// An allocation of zero bytes that outlived its pool.
     pub(crate) fn of_a_pool_that_is_gone() -> Self {
-        Live { handle: None, address: DeviceAddress(0), size_bytes: 0, users: 0, last_user: StreamId(0) }
+        LiveBlock { handle: None, address: DeviceAddress(0), size_bytes: 0, users: 0, last_user: StreamId(0) }
     }
 
     /// Work on `stream` uses the allocation, too. A program that cannot wait does not use it.

@@ -18,7 +18,7 @@ pub struct Failure {
     /// The op of that step as a line of a trace.
     pub op: Option<Box<str>>,
     /// What went wrong.
-    pub cause: Cause,
+    pub cause: FailureCause,
     /// What the ranks' agreement says about it, for people.
     pub report: Option<Box<str>>,
 }
@@ -26,7 +26,7 @@ pub struct Failure {
 /// What went wrong.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
-pub enum Cause {
+pub enum FailureCause {
     /// A rank to which nothing happened decided otherwise.
     #[error("the rank decided otherwise: {decision}, not {expected}")]
     OtherDecision {
@@ -55,7 +55,7 @@ pub enum Cause {
         "at the end {allocations} allocations are live and {reserved_bytes} bytes reserved; on the device: {leaks}"
     )]
     LeftBehind {
-        /// Live allocations.
+        /// LiveBlock allocations.
         allocations: u64,
         /// Device memory held, in bytes.
         reserved_bytes: u64,
@@ -90,14 +90,14 @@ pub enum Cause {
     NoReference,
 }
 
-impl Cause {
+impl FailureCause {
     /// Whether a rank differs from the others for no reason.
     pub(crate) fn is_difference(&self) -> bool {
-        matches!(self, Cause::OtherDecision { .. } | Cause::OtherDigest { .. })
+        matches!(self, FailureCause::OtherDecision { .. } | FailureCause::OtherDigest { .. })
     }
 
     /// Whether two failures are of one kind, so that one may stand for the other.
-    pub(crate) fn is_like(&self, other: &Cause) -> bool {
+    pub(crate) fn is_like(&self, other: &FailureCause) -> bool {
         self.is_difference() && other.is_difference() || std::mem::discriminant(self) == std::mem::discriminant(other)
     }
 }

@@ -28,9 +28,9 @@ pub(crate) type HeapDigest = (HeapName, Digest);
 
 /// The decisions of a stretch, and the digests after each step.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Journal {
+pub(crate) struct DecisionJournal {
     /// By step of the stretch.
-    entries: Vec<Entry>,
+    entries: Vec<DecisionEntry>,
     digests: Vec<HeapDigest>,
     /// Of all compared heaps, before the stretch.
     pub(crate) first: Vec<HeapDigest>,
@@ -39,24 +39,24 @@ pub(crate) struct Journal {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Entry {
+struct DecisionEntry {
     decision: Decision,
     /// Where in `digests` those of the heaps stand that the step touched.
     digests: (u32, u32),
 }
 
-impl Journal {
+impl DecisionJournal {
     /// An empty journal of a stretch of so many steps.
     pub(crate) fn new(steps: usize, first: Vec<HeapDigest>) -> Self {
-        let entry = Entry { decision: Decision::Done, digests: (0, 0) };
-        Journal { entries: vec![entry; steps], first, ..Journal::default() }
+        let entry = DecisionEntry { decision: Decision::Done, digests: (0, 0) };
+        DecisionJournal { entries: vec![entry; steps], first, ..DecisionJournal::default() }
     }
 
     /// Enters a step.
     pub(crate) fn enter(&mut self, step: usize, decision: Decision, digests: impl IntoIterator<Item = HeapDigest>) {
         let start = self.digests.len() as u32;
         self.digests.extend(digests);
-        self.entries[step] = Entry { decision, digests: (start, self.digests.len() as u32) };
+        self.entries[step] = DecisionEntry { decision, digests: (start, self.digests.len() as u32) };
     }
 
     /// What the reference decided.

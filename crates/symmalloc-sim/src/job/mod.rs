@@ -1,12 +1,12 @@
-//! Simulates whole jobs: thousands of ranks that run one program in surroundings of their own, and must place alike.
+//! Simulates whole jobs: thousands of ranks that run one program in a context of its own, and must place alike.
 //!
 //! The allocator's claim is that ranks cannot drift apart. A simulated job tries to make them: every rank has other
 //! addresses, other event timing, threads that interleave differently, a driver that refuses calls, work of its own on
 //! the side; ranks die and start again. The program is drawn from a seed, or taken from a recorded job.
 //!
 //! ```text
-//!  seed ──► Plan ──► program (steps of several threads) ──┬─► rank 0    ─┐
-//!             └────► surroundings of each rank            ├─► rank 1    ─┤ compared step by step,
+//!  seed ──► JobPlan ──► program (steps of several threads) ──┬─► rank 0    ─┐
+//!             └────► context of each rank                 ├─► rank 1    ─┤ compared step by step,
 //!                                                         └─► rank N-1  ─┘ digest by digest at every sync
 //! ```
 //!
@@ -20,15 +20,16 @@
 //!
 //! ```
 //! use std::num::{NonZeroU32, NonZeroUsize};
-//! use symmalloc_sim::job::{Plan, Size, simulate};
+//! use symmalloc_sim::job::{JobPlan, Size, simulate};
 //!
 //! let size = Size { ranks: NonZeroU32::new(8).unwrap(), ops: 200 };
-//! let outcome = simulate(&Plan::from_seed(7, &size), NonZeroUsize::MIN, &mut |_| ())?;
+//! let outcome = simulate(&JobPlan::from_seed(7, &size), NonZeroUsize::MIN, &mut |_| ())?;
 //! assert!(outcome.ops > 8 * 150);
 //! # Ok::<(), symmalloc_sim::job::Failure>(())
 //! ```
 
 mod agreement;
+mod context;
 mod crew;
 mod decision;
 mod device_work;
@@ -47,15 +48,14 @@ pub mod shrink;
 mod standing;
 mod step;
 pub mod story;
-mod surroundings;
 mod swarm;
 
-pub use decision::{Decision, Refusal};
-pub use failure::{Cause, Failure};
+pub use context::{AfterLoss, BadContext, Deviation, RankContext, RankFault};
+pub use decision::{DecidedRefusal, Decision};
+pub use failure::{Failure, FailureCause};
 pub use journal::HeapName;
-pub use outcome::{Faults, Outcome};
-pub use plan::{Plan, Size};
-pub use program::Step;
-pub use run::{Progress, simulate};
+pub use outcome::{JobFaults, JobOutcome};
+pub use plan::{JobPlan, Size};
+pub use program::JobStep;
+pub use run::{JobProgress, simulate};
 pub use schedule::Schedule;
-pub use surroundings::{AfterLoss, BadSurroundings, Deviation, RankFault, Surroundings};

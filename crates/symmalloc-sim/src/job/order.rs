@@ -22,13 +22,13 @@
 //! waits for on the device and never who gets which block, so steps of different threads that share nothing but a
 //! stream change places freely, and neither a placement nor a digest may notice. Nor may the race detector.
 
-use crate::job::program::{PoolPolicies, Step};
+use crate::job::program::{JobStep, PoolPolicies};
 use std::collections::BTreeMap;
 use symmalloc_core::config::{PoolConfig, Reclaim, StreamPolicy};
 use symmalloc_core::{AllocationId, Op, PoolId, StreamId};
 
 /// Where each allocation lies: which heap its frees and uses touch.
-pub(crate) type Homes = BTreeMap<AllocationId, (PoolId, StreamId)>;
+pub(crate) type HeapsByAllocation = BTreeMap<AllocationId, (PoolId, StreamId)>;
 
 /// Names of what steps touch, as indices into one table.
 #[derive(Clone, Debug)]
@@ -105,7 +105,7 @@ impl<'a> Resources<'a> {
     }
 
     /// Everything that a step touches, in `touched`, which is emptied first.
-    pub(crate) fn touched(&self, step: &Step, homes: &Homes, touched: &mut Vec<usize>) {
+    pub(crate) fn touched(&self, step: &JobStep, homes: &HeapsByAllocation, touched: &mut Vec<usize>) {
         touched.clear();
         touched.push(usize::from(step.thread));
         match step.op {
@@ -160,7 +160,7 @@ fn streams_of(op: &Op) -> [Option<StreamId>; 2] {
 
 /// The order of the steps between two syncs: for each, how many must come before it, and which ones it lets go.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Order {
+pub(crate) struct JobOrder {
     /// By step: the number of steps that must come first, transitive ones not counted.
     pub(crate) waits_for: Vec<u32>,
     /// `next[first_next[i]..first_next[i + 1]]` are the steps that step i lets go.
@@ -168,9 +168,9 @@ pub(crate) struct Order {
     next: Vec<u32>,
 }
 
-impl Order {
+impl JobOrder {
     /// The order of these steps.
-    pub(crate) fn new(steps: &[Step], resources: &Resources<'_>, homes: &Homes) -> Self {
+    pub(crate) fn new(steps: &[JobStep], resources: &Resources<'_>, homes: &HeapsByAllocation) -> Self {
         let mut last: Vec<Option<u32>> = vec![None; resources.count()];
         let mut registered: BTreeMap<StreamId, u32> = BTreeMap::new();
         let mut edges: Vec<(u32, u32)> = Vec::new();
@@ -188,7 +188,7 @@ impl Order {
         }
         edges.sort_unstable();
         edges.dedup();
-        let mut order = Order { waits_for: vec![0; steps.len()], ..Order::default() };
+        let mut order = JobOrder { waits_for: vec![0; steps.len()], ..JobOrder::default() };
         order.first_next = vec![0; steps.len() + 1];
         for (earlier, later) in edges {
             order.waits_for[later as usize] += 1;
@@ -216,15 +216,15 @@ impl Order {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::job::plan::{Plan, Size};
+    use crate::job::context::{Purpose, sequence};
+    use crate::job::plan::{JobPlan, Size};
     use crate::job::schedule::{Schedule, Scheduler};
-    use crate::job::surroundings::{Purpose, sequence};
     use std::collections::BTreeSet;
     use std::num::NonZeroU32;
     use symmalloc_core::Config;
 
-    fn plan(seed: u64) -> Plan {
-        Plan::from_seed(seed, &Size { ranks: NonZeroU32::MIN, ops: 120 })
+    fn plan(seed: u64) -> JobPlan {
+        JobPlan::from_seed(seed, &Size { ranks: NonZeroU32::MIN, ops: 120 })
     }
 
     #[test]
@@ -261,15 +261,15 @@ mod tests {
     }
 
     /// Two streams, a sync, and then these ops, each of a thread of its own.
-    fn steps(ops: impl IntoIterator<Item = Op>) -> Vec<Step> {
+    fn steps(ops: impl IntoIterator<Item = Op>) -> Vec<JobStep> {
         let streams = [A, B].map(|stream| Op::RegisterStream { stream });
         let ops = streams.into_iter().chain([Op::Sync]).chain(ops);
-        ops.zip(0..).map(|(op, thread)| Step::new(op, thread)).collect()
+        ops.zip(0..).map(|(op, thread)| JobStep::new(op, thread)).collect()
     }
 
     /// How many direct predecessors each step of the last stretch has.
-    fn waits_for(config: &Config, steps: &[Step]) -> Vec<u32> {
-        let program = crate::job::program::Program::new(config, steps, 1000);
+    fn waits_for(config: &Config, steps: &[JobStep]) -> Vec<u32> {
+        let program = crate::job::program::JobProgram::new(config, steps, 1000);
         program.stretches[program.liveness - 1].order.waits_for.clone()
     }
 

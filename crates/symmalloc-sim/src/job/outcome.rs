@@ -5,7 +5,7 @@ use std::ops::AddAssign;
 /// The outcome of a run that is as it must be. A function of the plan alone.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Outcome {
+pub struct JobOutcome {
     /// Ranks at the start.
     pub ranks: u64,
     /// Ops carried out, over all ranks.
@@ -15,7 +15,7 @@ pub struct Outcome {
     /// Points at which all live ranks were compared.
     pub syncs: u64,
     /// What happened to ranks.
-    pub faults: Faults,
+    pub faults: JobFaults,
     /// Ranks that started again, for whatever reason.
     pub restarts: u64,
     /// Ranks that were lost and left the job.
@@ -33,7 +33,7 @@ pub struct Outcome {
 /// What happened to ranks, by kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Faults {
+pub struct JobFaults {
     /// Calls of drivers that failed, whatever the reason.
     pub failed_calls: u64,
     /// Ranks to which at least one of them happened.
@@ -48,7 +48,7 @@ pub struct Faults {
     pub small_devices: u64,
 }
 
-impl AddAssign for Faults {
+impl AddAssign for JobFaults {
     fn add_assign(&mut self, other: Self) {
         self.failed_calls += other.failed_calls;
         self.ranks += other.ranks;
@@ -59,7 +59,7 @@ impl AddAssign for Faults {
     }
 }
 
-impl AddAssign for Outcome {
+impl AddAssign for JobOutcome {
     /// Adds up runs. Peaks are the larger one; digests are folded.
     fn add_assign(&mut self, other: Self) {
         self.ranks += other.ranks;

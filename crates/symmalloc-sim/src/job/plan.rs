@@ -1,8 +1,8 @@
-//! A plan: the program of a job and the surroundings of each of its ranks. A run is a function of its plan.
+//! A plan: the program of a job and the context of each of its ranks. A run is a function of its plan.
 
 use crate::device::{Call, Fault, SplitMix64};
-use crate::job::program::{Program, Step};
-use crate::job::surroundings::{AfterLoss, Deviation, Purpose, RankFault, Surroundings, sequence};
+use crate::job::context::{AfterLoss, Deviation, Purpose, RankContext, RankFault, sequence};
+use crate::job::program::{JobProgram, JobStep};
 use crate::job::swarm;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -20,15 +20,15 @@ pub struct Size {
     pub ops: usize,
 }
 
-/// The program of a job and the surroundings of its ranks. A run is a function of its plan.
+/// The program of a job and the context of each of its ranks. A run is a function of its plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Plan {
+pub struct JobPlan {
     pub(crate) seed: u64,
     pub(crate) config: Config,
     pub(crate) granularity_bytes: u64,
-    pub(crate) steps: Vec<Step>,
+    pub(crate) steps: Vec<JobStep>,
     /// At least one, the first of which that is not faulty is the reference.
-    pub(crate) ranks: Vec<Surroundings>,
+    pub(crate) ranks: Vec<RankContext>,
 }
 
 /// Between two syncs a recorded job makes at most so many steps: it is compared at least so often.
@@ -40,20 +40,20 @@ const THREADS_BY_STREAM: u16 = 8;
 /// Ops that a heap of a recorded job remembers.
 const RECORDED_HISTORY_OPS: u32 = 256;
 
-impl Plan {
+impl JobPlan {
     /// The job that a seed names.
     pub fn from_seed(seed: u64, size: &Size) -> Self {
         let drawn = swarm::draw(seed, size.ops);
-        Plan {
+        JobPlan {
             seed,
             config: drawn.config,
             granularity_bytes: drawn.granularity_bytes,
             steps: drawn.steps,
-            ranks: surroundings(seed, size.ranks, size.ops as u64),
+            ranks: contexts(seed, size.ranks, size.ops as u64),
         }
     }
 
-    /// A recorded job on `ranks` ranks, in surroundings that `seed` names. All of its pools are taken for symmetric ones,
+    /// A recorded job on `ranks` ranks, in contexts that `seed` names. All of its pools are taken for symmetric ones,
     /// so that the ranks agree on them, with a history of few ops: there may be thousands of ranks.
     pub fn of_recorded(config: &Config, records: &[Record], seed: u64, ranks: NonZeroU32) -> Self {
         let config = with_default_pool(config, &symmetric(config.default_pool()));
@@ -65,10 +65,10 @@ impl Plan {
             }
             record
         });
-        Plan::of_records(config, records, seed, ranks)
+        JobPlan::of_records(config, records, seed, ranks)
     }
 
-    /// A program on `ranks` ranks, in surroundings that `seed` names. Each stream has a thread that drives it, up to eight
+    /// A program on `ranks` ranks, in contexts that `seed` names. Each stream has a thread that drives it, up to eight
     /// of them. The records must be consistent with each other, as those of a trace are.
     pub fn of_records(
         mut config: Config,
@@ -95,10 +95,10 @@ impl Plan {
                 | Op::Reserve { stream, .. } => stream.0,
                 _ => 0,
             };
-            steps.push(Step { op: record.op, thread: (thread % THREADS_BY_STREAM) as u8, name: record.name });
+            steps.push(JobStep { op: record.op, thread: (thread % THREADS_BY_STREAM) as u8, name: record.name });
         }
-        let ranks = surroundings(seed, ranks, steps.len() as u64);
-        Plan { seed, config, granularity_bytes: 2 * MIB, steps, ranks }
+        let ranks = contexts(seed, ranks, steps.len() as u64);
+        JobPlan { seed, config, granularity_bytes: 2 * MIB, steps, ranks }
     }
 
     /// The same plan on devices of another granularity: a power of two from 512 bytes to 1 GiB.
@@ -111,7 +111,7 @@ impl Plan {
     /// The same plan with one rank that carries out another program. For tests: the run must fail.
     #[must_use]
     pub fn with_deviation(mut self, rank: u32, deviation: Deviation) -> Self {
-        if let Some(rank) = self.ranks.iter_mut().find(|surroundings| surroundings.rank == rank) {
+        if let Some(rank) = self.ranks.iter_mut().find(|context| context.rank == rank) {
             rank.deviation = Some(deviation);
         }
         self
@@ -123,23 +123,23 @@ impl Plan {
     }
 
     /// The program, without the liveness phase.
-    pub fn steps(&self) -> &[Step] {
+    pub fn steps(&self) -> &[JobStep] {
         &self.steps
     }
 
-    /// The surroundings of each rank.
-    pub fn ranks(&self) -> &[Surroundings] {
+    /// The context of each rank.
+    pub fn ranks(&self) -> &[RankContext] {
         &self.ranks
     }
 
     /// Which rank the others are compared with: the first one to which nothing happens.
     pub(crate) fn reference(&self) -> Option<usize> {
-        let is_private = |rank: &Surroundings| rank.private_per_million > 0 && self.config.limit_bytes().is_some();
+        let is_private = |rank: &RankContext| rank.private_per_million > 0 && self.config.limit_bytes().is_some();
         self.ranks.iter().position(|rank| !rank.is_faulty() && rank.restart_at.is_none() && !is_private(rank))
     }
 
-    pub(crate) fn program(&self) -> Program {
-        Program::new(&self.config, &self.steps, STRETCH_MAX)
+    pub(crate) fn program(&self) -> JobProgram {
+        JobProgram::new(&self.config, &self.steps, STRETCH_MAX)
     }
 }
 
@@ -154,53 +154,53 @@ fn symmetric(pool: &PoolConfig) -> PoolConfig {
 /// How many ranks meet something, of one hundred.
 const UNLUCKY_PERCENT: [u64; 4] = [0, 3, 10, 50];
 
-/// Draws the surroundings of all ranks. To one of them, which anybody may be, nothing happens.
-fn surroundings(seed: u64, ranks: NonZeroU32, ops: u64) -> Vec<Surroundings> {
-    let mut random = sequence(seed, Purpose::Faults, 0);
+/// Draws the contexts of all ranks. To one of them, which anybody may be, nothing happens.
+fn contexts(seed: u64, ranks: NonZeroU32, ops: u64) -> Vec<RankContext> {
+    let mut random = sequence(seed, Purpose::JobFaults, 0);
     let mut choose = |choices: [u64; 4]| choices[random.below(4) as usize];
     let unlucky = choose(UNLUCKY_PERCENT);
     let private = choose([0, 0, 10, 60]);
     let restarting = choose([0, 0, 3, 20]);
     let reference = random.below(ranks.get().into()) as u32;
     let draw = |rank: u32| {
-        let mut surroundings = Surroundings::adverse(seed, rank);
-        let mut random = sequence(seed, Purpose::Faults, 1 + u64::from(rank));
+        let mut context = RankContext::adverse(seed, rank);
+        let mut random = sequence(seed, Purpose::JobFaults, 1 + u64::from(rank));
         let mut happens = |percent| random.below(100) < percent;
         let (is_unlucky, is_private, restarts) = (happens(unlucky), happens(private), happens(restarting));
         if rank == reference {
-            return surroundings;
+            return context;
         }
         if is_unlucky {
-            misfortune(&mut surroundings, &mut random, ops);
+            misfortune(&mut context, &mut random, ops);
         }
         if is_private {
-            surroundings.private_per_million = [20_000, 200_000, 600_000][random.below(3) as usize];
+            context.private_per_million = [20_000, 200_000, 600_000][random.below(3) as usize];
         }
         if restarts {
-            surroundings.restart_at = Some(1 + random.below(12) as u32);
+            context.restart_at = Some(1 + random.below(12) as u32);
         }
-        surroundings
+        context
     };
     (0..ranks.get()).map(draw).collect()
 }
 
 /// What happens to one rank.
-fn misfortune(surroundings: &mut Surroundings, random: &mut SplitMix64, ops: u64) {
+fn misfortune(context: &mut RankContext, random: &mut SplitMix64, ops: u64) {
     // Small ordinals are as likely as large ones: what happens early is not what happens late.
     let mut ordinal = |most: u64| {
         let bits = random.below(u64::from(most.max(2).ilog2()) + 1);
         random.below(1 << (bits + 1))
     };
     let (calls, other_calls, kind) = (ordinal(ops / 8), ordinal(ops), ordinal(8));
-    let mut fail = |call, ordinal, fault| surroundings.faults.push(RankFault { call, ordinal, fault });
+    let mut fail = |call, ordinal, fault| context.faults.push(RankFault { call, ordinal, fault });
     match kind % 8 {
         0 => fail(Some(Call::Map), calls, Fault::OutOfMemory),
         1 => fail(Some(Call::Reserve), calls, Fault::OutOfMemory),
-        2 => surroundings.memory_bytes = Some((8 + calls * 16) * MIB),
+        2 => context.memory_bytes = Some((8 + calls * 16) * MIB),
         3 => {
             fail(None, other_calls, Fault::DeviceLost);
             let restarts = other_calls.is_multiple_of(2);
-            surroundings.after_loss = if restarts { AfterLoss::Restart } else { AfterLoss::Leave };
+            context.after_loss = if restarts { AfterLoss::Restart } else { AfterLoss::Leave };
         }
         4 => {
             fail(Some(Call::Record), calls, Fault::Refused);
@@ -218,10 +218,10 @@ fn misfortune(surroundings: &mut Surroundings, random: &mut SplitMix64, ops: u64
     }
 }
 
-impl fmt::Display for Plan {
+impl fmt::Display for JobPlan {
     /// What the run will be, for people.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Plan { seed, config, granularity_bytes, steps, ranks } = self;
+        let JobPlan { seed, config, granularity_bytes, steps, ranks } = self;
         let threads = steps.iter().map(|step| step.thread + 1).max().unwrap_or(1);
         let pools = steps.iter().filter_map(|step| match &step.op {
             Op::CreatePool { pool, config } => Some((pool, config)),
@@ -245,8 +245,8 @@ impl fmt::Display for Plan {
     }
 }
 
-/// Whether more happens to a rank than that its surroundings are its own.
-fn has_a_story(rank: &Surroundings) -> bool {
+/// Whether more happens to a rank than that its context are its own.
+fn has_a_story(rank: &RankContext) -> bool {
     rank.is_faulty() || rank.private_per_million > 0 || rank.restart_at.is_some()
 }
 

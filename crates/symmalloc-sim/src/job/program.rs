@@ -3,14 +3,14 @@
 //! ```text
 //!  steps of the plan ....... sync ....... sync ....│ liveness: free everything, trim, destroy, trim
 //!  └── stretch 0 ─────────┘└─ stretch 1 ─┘         │
-//!       each with its Order: what may change places
+//!       each with its JobOrder: what may change places
 //! ```
 //!
 //! All ranks are together at every sync. Between two syncs a rank is on its own, so what it needs there (its schedule) is
 //! worked out when it is its turn, and is gone afterwards: between stretches a rank is its allocator, its device and its
 //! live allocations, and nothing else.
 
-use crate::job::order::{Homes, Order, Resources};
+use crate::job::order::{HeapsByAllocation, JobOrder, Resources};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use symmalloc_core::config::{Config, PoolConfig};
@@ -18,7 +18,7 @@ use symmalloc_core::{AllocationId, Op, PoolId};
 
 /// A step of a program: an op, and the host thread that carries it out.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Step {
+pub struct JobStep {
     /// The op.
     pub op: Op,
     /// The thread, from 0.
@@ -27,10 +27,10 @@ pub struct Step {
     pub name: Option<Box<str>>,
 }
 
-impl Step {
+impl JobStep {
     /// An op of a thread.
     pub fn new(op: Op, thread: u8) -> Self {
-        Step { op, thread, name: None }
+        JobStep { op, thread, name: None }
     }
 }
 
@@ -42,7 +42,7 @@ pub(crate) struct PoolPolicies {
 }
 
 impl PoolPolicies {
-    fn new(config: &Config, steps: &[Step]) -> Self {
+    fn new(config: &Config, steps: &[JobStep]) -> Self {
         let created = steps.iter().filter_map(|step| match &step.op {
             Op::CreatePool { config, .. } => Some((**config).clone()),
             _ => None,
@@ -78,18 +78,18 @@ impl PoolPolicies {
 #[derive(Clone, Debug)]
 pub(crate) struct Stretch {
     pub(crate) steps: Range<usize>,
-    pub(crate) order: Order,
+    pub(crate) order: JobOrder,
 }
 
 /// What all ranks carry out. See the [module documentation](self).
 #[derive(Clone, Debug)]
-pub(crate) struct Program {
-    pub(crate) steps: Vec<Step>,
+pub(crate) struct JobProgram {
+    pub(crate) steps: Vec<JobStep>,
     /// By step: where a rank keeps the allocation that the step is about.
     pub(crate) slots: Vec<u32>,
     /// How many allocations a rank keeps at most.
     pub(crate) slot_count: usize,
-    pub(crate) homes: Homes,
+    pub(crate) homes: HeapsByAllocation,
     pub(crate) policies: PoolPolicies,
     /// Number of streams that the program registers.
     pub(crate) streams: usize,
@@ -101,9 +101,9 @@ pub(crate) struct Program {
 /// No slot: the step is about no allocation.
 const NO_SLOT: u32 = u32::MAX;
 
-impl Program {
+impl JobProgram {
     /// The program of these steps, followed by the liveness phase. A stretch has at most `stretch_max` steps.
-    pub(crate) fn new(config: &Config, steps: &[Step], stretch_max: usize) -> Self {
+    pub(crate) fn new(config: &Config, steps: &[JobStep], stretch_max: usize) -> Self {
         let policies = PoolPolicies::new(config, steps);
         let mut steps = steps.to_vec();
         let mut ranges = stretches(&steps, stretch_max);
@@ -113,14 +113,14 @@ impl Program {
             steps.extend(part);
             ranges.push(start..steps.len());
         }
-        let homes: Homes = steps.iter().filter_map(|step| home(&step.op)).collect();
+        let homes: HeapsByAllocation = steps.iter().filter_map(|step| home(&step.op)).collect();
         let streams = steps.iter().filter(|step| matches!(step.op, Op::RegisterStream { .. })).count();
         let threads = steps.iter().map(|step| usize::from(step.thread) + 1).max().unwrap_or(1);
         let resources = Resources::new(&policies, streams, threads);
-        let order = |range: &Range<usize>| Order::new(&steps[range.clone()], &resources, &homes);
+        let order = |range: &Range<usize>| JobOrder::new(&steps[range.clone()], &resources, &homes);
         let stretches: Vec<Stretch> = ranges.into_iter().map(|steps| Stretch { order: order(&steps), steps }).collect();
         let (slots, slot_count) = slots(&steps, &stretches);
-        Program { slots, slot_count, homes, streams, stretches, liveness, policies, steps }
+        JobProgram { slots, slot_count, homes, streams, stretches, liveness, policies, steps }
     }
 
     /// The number of pools that the program makes, the default pool included.
@@ -137,7 +137,7 @@ fn home(op: &Op) -> Option<(AllocationId, (PoolId, symmalloc_core::StreamId))> {
 }
 
 /// Cuts a program at its syncs, and where a part is too long. The syncs themselves are in no part.
-fn stretches(steps: &[Step], stretch_max: usize) -> Vec<Range<usize>> {
+fn stretches(steps: &[JobStep], stretch_max: usize) -> Vec<Range<usize>> {
     let (mut stretches, mut start) = (Vec::new(), 0);
     for (index, step) in steps.iter().enumerate() {
         let is_sync = matches!(step.op, Op::Sync);
@@ -152,7 +152,7 @@ fn stretches(steps: &[Step], stretch_max: usize) -> Vec<Range<usize>> {
 }
 
 /// What ends every run: everything is freed, and everything goes back.
-fn liveness_phase(steps: &[Step], pools: u32) -> [Vec<Step>; 2] {
+fn liveness_phase(steps: &[JobStep], pools: u32) -> [Vec<JobStep>; 2] {
     let mut live: BTreeMap<AllocationId, u8> = BTreeMap::new();
     let mut threads = 1;
     for step in steps {
@@ -164,16 +164,16 @@ fn liveness_phase(steps: &[Step], pools: u32) -> [Vec<Step>; 2] {
             _ => {}
         }
     }
-    let free = |(id, thread): (AllocationId, u8)| Step::new(Op::Free { id }, thread % threads);
-    let mut trims = vec![Step::new(Op::Trim { pool: None }, 0)];
-    trims.extend((1..pools).map(|pool| Step::new(Op::DestroyPool { pool: PoolId(pool) }, 0)));
-    trims.push(Step::new(Op::Trim { pool: None }, 0));
+    let free = |(id, thread): (AllocationId, u8)| JobStep::new(Op::Free { id }, thread % threads);
+    let mut trims = vec![JobStep::new(Op::Trim { pool: None }, 0)];
+    trims.extend((1..pools).map(|pool| JobStep::new(Op::DestroyPool { pool: PoolId(pool) }, 0)));
+    trims.push(JobStep::new(Op::Trim { pool: None }, 0));
     [live.into_iter().map(free).collect(), trims]
 }
 
 /// Gives each allocation a slot. A slot is given again only after a sync: between two syncs ranks free and allocate in
 /// different orders.
-fn slots(steps: &[Step], stretches: &[Stretch]) -> (Vec<u32>, usize) {
+fn slots(steps: &[JobStep], stretches: &[Stretch]) -> (Vec<u32>, usize) {
     let mut slots = vec![NO_SLOT; steps.len()];
     let mut of: BTreeMap<AllocationId, u32> = BTreeMap::new();
     let (mut count, mut free) = (0, Vec::new());
@@ -206,14 +206,14 @@ fn slots(steps: &[Step], stretches: &[Stretch]) -> (Vec<u32>, usize) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::job::plan::{Plan, Size};
+    use crate::job::plan::{JobPlan, Size};
     use std::collections::BTreeSet;
     use std::num::NonZeroU32;
 
     #[test]
     fn a_slot_is_given_again_only_after_a_sync() {
         for seed in 0..40 {
-            let plan = Plan::from_seed(seed, &Size { ranks: NonZeroU32::MIN, ops: 200 });
+            let plan = JobPlan::from_seed(seed, &Size { ranks: NonZeroU32::MIN, ops: 200 });
             let program = plan.program();
             let mut taken = BTreeSet::new();
             for stretch in &program.stretches {
@@ -235,7 +235,7 @@ mod tests {
 
     #[test]
     fn long_parts_are_cut_and_syncs_are_in_none() {
-        let step = |op| Step::new(op, 0);
+        let step = |op| JobStep::new(op, 0);
         let mut steps = vec![step(Op::Trim { pool: None }); 7];
         steps[2] = step(Op::Sync);
         steps[3] = step(Op::Sync);

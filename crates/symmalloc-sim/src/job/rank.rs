@@ -1,21 +1,21 @@
-//! One rank: its allocator on its device, in its surroundings.
+//! One rank: its allocator on its device, in its context.
 //!
 //! Between syncs a rank carries the steps of a stretch out in the order of its own schedule. What it decides is compared,
-//! step by step, with what the reference rank decided; only the reference writes a [`Journal`].
+//! step by step, with what the reference rank decided; only the reference writes a [`DecisionJournal`].
 //!
 //! How it then stands to the reference is told in [`crate::job::standing`], what it does with one step in `step.rs`.
 
 use crate::device::{Fault, FaultRule, SimBackend, SplitMix64};
-use crate::job::decision::{Decision, Refusal};
-use crate::job::device_work::Live;
-use crate::job::failure::Cause;
-use crate::job::journal::{HeapDigest, HeapName, Journal, first_difference};
-use crate::job::outcome::Faults;
+use crate::job::context::{Purpose, RankContext, RankFault, sequence};
+use crate::job::decision::{DecidedRefusal, Decision};
+use crate::job::device_work::LiveBlock;
+use crate::job::failure::FailureCause;
+use crate::job::journal::{DecisionJournal, HeapDigest, HeapName, first_difference};
+use crate::job::outcome::JobFaults;
 use crate::job::private_work::PrivateWork;
-use crate::job::program::{Program, Stretch};
+use crate::job::program::{JobProgram, Stretch};
 use crate::job::schedule::Scheduler;
-use crate::job::standing::Standing;
-use crate::job::surroundings::{Purpose, RankFault, Surroundings, sequence};
+use crate::job::standing::RankStanding;
 use symmalloc_core::backend::Backend;
 use symmalloc_core::config::{Config, PointerLookup, SegmentPolicy, StreamPolicy};
 use symmalloc_core::lock::Lock;
@@ -27,7 +27,7 @@ pub(crate) struct Job {
     pub(crate) seed: u64,
     pub(crate) config: Config,
     pub(crate) granularity_bytes: u64,
-    pub(crate) program: Program,
+    pub(crate) program: JobProgram,
     /// Ranks may use up the limit over all pools for themselves: pools that are not symmetric may differ then.
     pub(crate) may_starve: bool,
     /// A rank whose digests are compared after each step, while nothing happens to it: to find the step at which it parts.
@@ -57,18 +57,18 @@ pub(crate) enum Stop {
     /// Its device is lost.
     Lost,
     /// Something that must not be.
-    Failed { step: Option<usize>, cause: Cause },
+    Failed { step: Option<usize>, cause: FailureCause },
 }
 
 /// One rank. See the [module documentation](self).
 #[derive(Debug)]
 pub(crate) struct Rank<L: Lock> {
-    pub(crate) surroundings: Surroundings,
+    pub(crate) context: RankContext,
     /// How often it was started again.
     pub(crate) incarnation: u32,
     pub(crate) allocator: Allocator<SimBackend, L>,
     /// By slot.
-    pub(crate) live: Vec<Option<Live>>,
+    pub(crate) live: Vec<Option<LiveBlock>>,
     /// The allocator's pools by the program's.
     pub(crate) pools: Vec<PoolId>,
     /// Number of streams that the program has registered.
@@ -76,56 +76,61 @@ pub(crate) struct Rank<L: Lock> {
     private: Option<PrivateWork>,
     moments: SplitMix64,
     failed_calls: u64,
-    pub(crate) standing: Standing,
+    pub(crate) standing: RankStanding,
     pub(crate) ops: u64,
     /// The step that was begun last: where it was when it panicked.
     pub(crate) begun: Option<usize>,
     /// Of private work that has ended.
     private_ops: u64,
     /// What happened to it before it was healed.
-    healed_of: Option<Faults>,
+    healed_of: Option<JobFaults>,
 }
 
 impl<L: Lock> Rank<L> {
     /// A rank that has done nothing yet.
-    pub(crate) fn new(job: &Job, surroundings: Surroundings, incarnation: u32) -> Self {
+    pub(crate) fn new(job: &Job, context: RankContext, incarnation: u32) -> Self {
         let mut device = SimBackend::builder()
             .seed(job.seed.wrapping_add(u64::from(incarnation) << 32))
-            .rank(surroundings.rank)
+            .rank(context.rank)
             .granularity_bytes(job.granularity_bytes)
-            .delays(surroundings.delays)
-            .memory_bytes(surroundings.memory_bytes.unwrap_or(1 << 50));
+            .delays(context.delays)
+            .memory_bytes(context.memory_bytes.unwrap_or(1 << 50));
         // A lost device first: of two rules that apply, the first decides.
-        let mut faults = surroundings.faults.clone();
+        let mut faults = context.faults.clone();
         faults.sort_by_key(|fault| fault.fault != Fault::DeviceLost);
         for fault in faults {
             device = device.fail(fault.call, FaultRule::At { ordinal: fault.ordinal }, fault.fault);
         }
         let config = job.config.to_builder().pointer_lookup(PointerLookup::Exact).build().expect("it was valid before");
-        let sequence_of = |purpose| sequence(job.seed, purpose, u64::from(surroundings.rank)).split(incarnation.into());
+        let sequence_of = |purpose| sequence(job.seed, purpose, u64::from(context.rank)).split(incarnation.into());
         Rank {
             incarnation,
             allocator: Allocator::new(device.build(), config).expect("a valid granularity"),
             live: vec![None; job.program.slot_count],
             pools: vec![PoolId::DEFAULT],
             streams: 0,
-            private: (surroundings.private_per_million > 0)
+            private: (context.private_per_million > 0)
                 .then(|| PrivateWork::new(sequence_of(Purpose::Private), job.program.streams.max(1))),
             moments: sequence_of(Purpose::Moments),
             failed_calls: 0,
-            standing: Standing::Alike,
+            standing: RankStanding::Alike,
             ops: 0,
             begun: None,
             private_ops: 0,
             healed_of: None,
-            surroundings,
+            context,
         }
     }
 
     /// Carries a stretch out, and enters what it decides.
-    pub(crate) fn lead(&mut self, job: &Job, stretch: usize, scheduler: &mut Scheduler) -> Result<Journal, Stop> {
+    pub(crate) fn lead(
+        &mut self,
+        job: &Job,
+        stretch: usize,
+        scheduler: &mut Scheduler,
+    ) -> Result<DecisionJournal, Stop> {
         let steps = job.program.stretches[stretch].steps.clone();
-        let mut journal = Journal::new(steps.len(), self.digests(job));
+        let mut journal = DecisionJournal::new(steps.len(), self.digests(job));
         self.carry_out(job, stretch, scheduler, |rank, index, decision| {
             let digests = rank.touched_digests(job, &job.program.steps[steps.start + index].op);
             journal.enter(index, decision, digests);
@@ -142,7 +147,7 @@ impl<L: Lock> Rank<L> {
         job: &Job,
         stretch: usize,
         scheduler: &mut Scheduler,
-        journal: &Journal,
+        journal: &DecisionJournal,
     ) -> Result<(), Stop> {
         let mut compared = Ok(());
         self.carry_out(job, stretch, scheduler, |rank, index, decision| {
@@ -154,9 +159,9 @@ impl<L: Lock> Rank<L> {
         compared?;
         let digests = self.digests(job);
         match &mut self.standing {
-            Standing::Alike => first_difference(&digests, &journal.last)
-                .map_or(Ok(()), |heap| Err(Stop::Failed { step: None, cause: Cause::OtherDigest { heap } })),
-            Standing::Followed { .. } => Ok(()),
+            RankStanding::Alike => first_difference(&digests, &journal.last)
+                .map_or(Ok(()), |heap| Err(Stop::Failed { step: None, cause: FailureCause::OtherDigest { heap } })),
+            RankStanding::Followed { .. } => Ok(()),
         }
     }
 
@@ -168,12 +173,12 @@ impl<L: Lock> Rank<L> {
         mut decided: impl FnMut(&mut Self, usize, Decision) -> Result<(), Stop>,
     ) -> Result<(), Stop> {
         let Stretch { steps, order } = &job.program.stretches[stretch];
-        let random = sequence(job.seed, Purpose::Schedule, self.surroundings.rank.into());
+        let random = sequence(job.seed, Purpose::Schedule, self.context.rank.into());
         let random = random.split(self.incarnation.into()).split(stretch as u64);
-        for &index in scheduler.schedule(order, self.surroundings.schedule, random) {
+        for &index in scheduler.schedule(order, self.context.schedule, random) {
             let index = index as usize;
             let number = steps.start + index;
-            let failed = |race| Stop::Failed { step: Some(number), cause: Cause::Race(race) };
+            let failed = |race| Stop::Failed { step: Some(number), cause: FailureCause::Race(race) };
             self.begun = Some(number);
             self.moment(job).map_err(failed)?;
             let decision = self.step(job, number).map_err(failed)?;
@@ -189,7 +194,7 @@ impl<L: Lock> Rank<L> {
 
     /// What happens between two steps, on this rank alone.
     fn moment(&mut self, job: &Job) -> Result<(), crate::device::Race> {
-        let Surroundings { pace_ticks, asks_per_million, private_per_million, .. } = self.surroundings;
+        let RankContext { pace_ticks, asks_per_million, private_per_million, .. } = self.context;
         if pace_ticks > 0 {
             self.allocator.backend().tick(self.moments.below(u64::from(pace_ticks) + 1));
         }
@@ -210,7 +215,7 @@ impl<L: Lock> Rank<L> {
     /// Whether the device was lost.
     fn is_lost(&self) -> bool {
         let is_end = |fault: &RankFault| fault.fault == Fault::DeviceLost && self.has_happened(fault);
-        self.healed_of.is_none() && self.surroundings.faults.iter().any(is_end)
+        self.healed_of.is_none() && self.context.faults.iter().any(is_end)
     }
 
     /// Whether the call that was to fail was made.
@@ -220,17 +225,17 @@ impl<L: Lock> Rank<L> {
     }
 
     /// What happened to the rank.
-    pub(crate) fn faults(&self) -> Faults {
+    pub(crate) fn faults(&self) -> JobFaults {
         if let Some(faults) = self.healed_of {
             return faults;
         }
         let happened = |fault| {
-            let faults = self.surroundings.faults.iter().filter(|entry| entry.fault == fault);
+            let faults = self.context.faults.iter().filter(|entry| entry.fault == fault);
             faults.filter(|fault| self.has_happened(fault)).count() as u64
         };
         let failed_calls = self.allocator.backend().calls().failed();
-        let is_small = self.surroundings.memory_bytes.is_some() && failed_calls > 0;
-        Faults {
+        let is_small = self.context.memory_bytes.is_some() && failed_calls > 0;
+        JobFaults {
             failed_calls,
             ranks: u64::from(failed_calls > 0),
             out_of_memory: happened(Fault::OutOfMemory),
@@ -242,7 +247,7 @@ impl<L: Lock> Rank<L> {
 
     /// A rank whose driver refused something is followed from now on.
     fn notice_refusals(&mut self) {
-        if !self.surroundings.is_faulty() {
+        if !self.context.is_faulty() {
             return;
         }
         let failed_calls = self.allocator.backend().calls().failed();
@@ -259,25 +264,25 @@ impl<L: Lock> Rank<L> {
         stretch: usize,
         index: usize,
         decision: Decision,
-        journal: &Journal,
+        journal: &DecisionJournal,
     ) -> Result<(), Stop> {
         let number = job.program.stretches[stretch].steps.start + index;
         let op = &job.program.steps[number].op;
         let expected = journal.decision(index);
         let is_compared = job.pool_of(op).is_none_or(|pool| job.compares(pool));
-        if let Standing::Alike = self.standing
+        if let RankStanding::Alike = self.standing
             && decision != expected
             && is_compared
         {
-            let starved = Decision::Refused(Refusal::LimitOverAll);
+            let starved = Decision::Refused(DecidedRefusal::LimitOverAll);
             if !(job.may_starve && [decision, expected].contains(&starved)) {
-                let cause = Cause::OtherDecision { decision, expected };
+                let cause = FailureCause::OtherDecision { decision, expected };
                 return Err(Stop::Failed { step: Some(number), cause });
             }
             self.standing.begin_to_follow();
         }
-        let is_alike = matches!(self.standing, Standing::Alike);
-        if is_alike && job.watched != Some(self.surroundings.rank) {
+        let is_alike = matches!(self.standing, RankStanding::Alike);
+        if is_alike && job.watched != Some(self.context.rank) {
             return Ok(());
         }
         let digests = self.touched_digests(job, op);
@@ -286,7 +291,7 @@ impl<L: Lock> Rank<L> {
             return Ok(());
         }
         first_difference(&digests, journal.digests(index))
-            .map_or(Ok(()), |heap| Err(Stop::Failed { step: Some(number), cause: Cause::OtherDigest { heap } }))
+            .map_or(Ok(()), |heap| Err(Stop::Failed { step: Some(number), cause: FailureCause::OtherDigest { heap } }))
     }
 
     /// The digests of all compared heaps.
@@ -347,14 +352,14 @@ impl<L: Lock> Rank<L> {
     }
 
     /// Liveness: everything was freed and given back.
-    pub(crate) fn ended(&self, job: &Job) -> Result<(), Cause> {
+    pub(crate) fn ended(&self, job: &Job) -> Result<(), FailureCause> {
         // What the last users of a segment that stays have left is waited for, and then forgotten.
         for stream in (0..self.allocator.stream_count() as u16).map(StreamId) {
             self.allocator.backend().synchronize(stream).expect("the driver works");
             self.allocator.stream_synchronized(stream).expect("it is registered");
         }
         self.allocator.drop_completed_fences().expect("the driver works");
-        self.allocator.check().map_err(|violation| Cause::Violation(violation.to_string().into()))?;
+        self.allocator.check().map_err(|violation| FailureCause::Violation(violation.to_string().into()))?;
         let stats = self.allocator.stats();
         let kept = match job.program.policies.of(PoolId::DEFAULT).segments() {
             // Such a segment is there for ever, and the default pool is never destroyed.
@@ -372,6 +377,6 @@ impl<L: Lock> Rank<L> {
             && leaks.events == 0
             && (leaks.ranges == 0 || kept > 0);
         let reserved_bytes = stats.reserved_bytes.current;
-        if is_clean { Ok(()) } else { Err(Cause::LeftBehind { allocations, reserved_bytes, leaks }) }
+        if is_clean { Ok(()) } else { Err(FailureCause::LeftBehind { allocations, reserved_bytes, leaks }) }
     }
 }

@@ -8,10 +8,10 @@
 //! A rank that restarts of its own accord has saved its own layouts. One that was lost, or came to differ, gets those of
 //! the reference: what a layout says is the same on all ranks.
 
-use crate::job::device_work::Live;
-use crate::job::failure::Cause;
+use crate::job::context::RankContext;
+use crate::job::device_work::LiveBlock;
+use crate::job::failure::FailureCause;
 use crate::job::rank::{Job, Rank};
-use crate::job::surroundings::Surroundings;
 use std::collections::BTreeMap;
 use symmalloc_core::lock::Lock;
 use symmalloc_core::{Op, Placement, PoolId, StreamId};
@@ -65,16 +65,15 @@ impl Checkpoint {
     pub(crate) fn resume<L: Lock>(
         &self,
         job: &Job,
-        surroundings: &Surroundings,
+        context: &RankContext,
         incarnation: u32,
-    ) -> Result<Rank<L>, Cause> {
-        let restarted =
-            Surroundings { faults: Vec::new(), memory_bytes: None, restart_at: None, ..surroundings.clone() };
+    ) -> Result<Rank<L>, FailureCause> {
+        let restarted = RankContext { faults: Vec::new(), memory_bytes: None, restart_at: None, ..context.clone() };
         let mut rank = Rank::new(job, restarted, incarnation);
         (0..self.streams).for_each(|_| rank.register_stream());
         (1..self.layouts.len()).for_each(|pool| rank.create_pool(job.program.policies.of(PoolId(pool as u32))));
         for (pool, layout) in self.layouts.iter().enumerate() {
-            let not_restored = |error: &dyn std::error::Error| Cause::NotRestored(error.to_string().into());
+            let not_restored = |error: &dyn std::error::Error| FailureCause::NotRestored(error.to_string().into());
             let own = rank.pools[pool];
             let Some(text) = layout else {
                 rank.allocator.destroy_pool(own).map_err(|error| not_restored(&error))?;
@@ -84,19 +83,19 @@ impl Checkpoint {
             let restored = rank.allocator.restore_layout(own, &layout).map_err(|error| not_restored(&error))?;
             for (slot, kept) in self.live.iter().filter(|(_, kept)| kept.pool.index() == pool) {
                 let live = if kept.placement == Placement::NOWHERE {
-                    restored.nothing(kept.stream).map(Live::nothing)
+                    restored.nothing(kept.stream).map(LiveBlock::nothing)
                 } else {
                     let found = restored.find(kept.stream, kept.placement);
-                    let begin = |allocation| Live::begin(rank.allocator.backend(), kept.stream, allocation);
+                    let begin = |allocation| LiveBlock::begin(rank.allocator.backend(), kept.stream, allocation);
                     found.map(|found| begin(&found.allocation)).transpose()?
                 };
-                let lost = || Cause::NotRestored(format!("nothing was restored at {}", kept.placement).into());
+                let lost = || FailureCause::NotRestored(format!("nothing was restored at {}", kept.placement).into());
                 rank.live[*slot] = Some(live.ok_or_else(lost)?);
             }
         }
         // An allocation of zero bytes outlives its pool, but there is nothing of it to restore.
         for (slot, _) in self.live.iter().filter(|(_, kept)| self.layouts[kept.pool.index()].is_none()) {
-            rank.live[*slot] = Some(Live::of_a_pool_that_is_gone());
+            rank.live[*slot] = Some(LiveBlock::of_a_pool_that_is_gone());
         }
         Ok(rank)
     }

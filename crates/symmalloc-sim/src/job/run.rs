@@ -10,15 +10,15 @@
 //! ```
 
 use crate::job::agreement::{Seated, agree, compare};
+use crate::job::context::{AfterLoss, Purpose, RankContext, sequence};
 use crate::job::crew::{Alone, Crew, Workers};
-use crate::job::failure::{Cause, Failure};
-use crate::job::journal::{Journal, first_difference};
-use crate::job::outcome::Outcome;
-use crate::job::plan::Plan;
+use crate::job::failure::{Failure, FailureCause};
+use crate::job::journal::{DecisionJournal, first_difference};
+use crate::job::outcome::JobOutcome;
+use crate::job::plan::JobPlan;
 use crate::job::rank::{Job, Rank, Stop};
 use crate::job::rejoin::Checkpoint;
 use crate::job::schedule::Scheduler;
-use crate::job::surroundings::{AfterLoss, Purpose, Surroundings, sequence};
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -28,7 +28,7 @@ use symmalloc_trace::RecordLine;
 /// How far a run is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Progress {
+pub struct JobProgress {
     /// Steps of the program that every rank is through with.
     pub steps: usize,
     /// Steps of the program, those of the liveness phase included.
@@ -42,12 +42,18 @@ pub struct Progress {
 ///
 /// # Determinism
 /// The outcome, and a failure, is a function of the plan. The number of threads decides nothing.
-pub fn simulate(plan: &Plan, workers: NonZeroUsize, progress: &mut dyn FnMut(Progress)) -> Result<Outcome, Failure> {
+pub fn simulate(
+    plan: &JobPlan,
+    workers: NonZeroUsize,
+    progress: &mut dyn FnMut(JobProgress),
+) -> Result<JobOutcome, Failure> {
     let failure = match run(plan, workers, None, progress) {
         Ok(outcome) => return Ok(outcome),
         Err(failure) => failure,
     };
-    let (Cause::OtherDecision { .. } | Cause::OtherDigest { .. }, Some(rank)) = (&failure.cause, failure.rank) else {
+    let (FailureCause::OtherDecision { .. } | FailureCause::OtherDigest { .. }, Some(rank)) =
+        (&failure.cause, failure.rank)
+    else {
         return Err(failure);
     };
     // Ranks may have parted long before a decision shows it. Once more, with a look at that rank's digests after each step.
@@ -58,18 +64,18 @@ pub fn simulate(plan: &Plan, workers: NonZeroUsize, progress: &mut dyn FnMut(Pro
 }
 
 fn run(
-    plan: &Plan,
+    plan: &JobPlan,
     workers: NonZeroUsize,
     watched: Option<u32>,
-    progress: &mut dyn FnMut(Progress),
-) -> Result<Outcome, Failure> {
+    progress: &mut dyn FnMut(JobProgress),
+) -> Result<JobOutcome, Failure> {
     let Some(reference) = plan.reference() else {
         return Err(Failure {
             seed: plan.seed,
             rank: None,
             step: None,
             op: None,
-            cause: Cause::NoReference,
+            cause: FailureCause::NoReference,
             report: None,
         });
     };
@@ -93,7 +99,7 @@ fn run(
     match catch_unwind(run) {
         Ok(Ok(outcome)) => Ok(outcome),
         Ok(Err(Failed { rank, step, cause, report })) => Err(Failure { report, ..failed(rank, step, cause) }),
-        Err(panic) => Err(failed(None, None, Cause::Panic(message(panic.as_ref())))),
+        Err(panic) => Err(failed(None, None, FailureCause::Panic(message(panic.as_ref())))),
     }
 }
 
@@ -108,12 +114,12 @@ fn message(panic: &(dyn std::any::Any + Send)) -> Box<str> {
 struct Failed {
     rank: Option<u32>,
     step: Option<usize>,
-    cause: Cause,
+    cause: FailureCause,
     report: Option<Box<str>>,
 }
 
 impl Failed {
-    fn new(rank: u32, step: Option<usize>, cause: Cause) -> Self {
+    fn new(rank: u32, step: Option<usize>, cause: FailureCause) -> Self {
         Failed { rank: Some(rank), step, cause, report: None }
     }
 }
@@ -139,15 +145,15 @@ impl<L: Lock> Seat<L> {
         job: &Job,
         stretch: usize,
         scheduler: &mut Scheduler,
-        journal: &Journal,
+        journal: &DecisionJournal,
     ) -> Result<Arrival, Failed> {
         let Some(rank) = &mut self.0 else { return Ok(Arrival::Nobody) };
-        let number = rank.surroundings.rank;
+        let number = rank.context.rank;
         match catch_unwind(AssertUnwindSafe(|| rank.follow(job, stretch, scheduler, journal))) {
             Ok(Ok(())) => Ok(Arrival::AtSync),
             Ok(Err(Stop::Lost)) => Ok(Arrival::Lost),
             Ok(Err(Stop::Failed { step, cause })) => Err(Failed::new(number, step, cause)),
-            Err(panic) => Err(Failed::new(number, rank.begun, Cause::Panic(message(panic.as_ref())))),
+            Err(panic) => Err(Failed::new(number, rank.begun, FailureCause::Panic(message(panic.as_ref())))),
         }
     }
 }
@@ -165,20 +171,20 @@ struct Run<'a, L: Lock, C> {
     /// The seat of the reference.
     reference: usize,
     crew: C,
-    outcome: Outcome,
+    outcome: JobOutcome,
 }
 
 /// One rank in so many is scanned at a sync, besides the reference.
 const CHECKED_ONE_IN: u64 = 16;
 
 impl<'a, L: Lock, C: Crew<L>> Run<'a, L, C> {
-    fn new(job: &'a Job, plan: &Plan, reference: usize, crew: C) -> Self {
-        let seat = |surroundings: &Surroundings| Seat(Some(Box::new(Rank::new(job, surroundings.clone(), 0))));
-        let outcome = Outcome { ranks: plan.ranks.len() as u64, ..Outcome::default() };
+    fn new(job: &'a Job, plan: &JobPlan, reference: usize, crew: C) -> Self {
+        let seat = |context: &RankContext| Seat(Some(Box::new(Rank::new(job, context.clone(), 0))));
+        let outcome = JobOutcome { ranks: plan.ranks.len() as u64, ..JobOutcome::default() };
         Run { job, seats: plan.ranks.iter().map(seat).collect(), reference, crew, outcome }
     }
 
-    fn run(mut self, progress: &mut dyn FnMut(Progress)) -> Result<Outcome, Failed> {
+    fn run(mut self, progress: &mut dyn FnMut(JobProgress)) -> Result<JobOutcome, Failed> {
         let program = &self.job.program;
         for stretch in 0..program.stretches.len() {
             if stretch == program.liveness {
@@ -187,11 +193,11 @@ impl<'a, L: Lock, C: Crew<L>> Run<'a, L, C> {
             }
             let arrivals = self.stretch(stretch)?;
             self.sync(stretch, &arrivals)?;
-            progress(Progress { steps: program.stretches[stretch].steps.end, steps_total: program.steps.len() });
+            progress(JobProgress { steps: program.stretches[stretch].steps.end, steps_total: program.steps.len() });
         }
         for seat in 0..self.seats.len() {
             if let Some(rank) = self.seats[seat].0.take() {
-                let failed = |cause| Failed::new(rank.surroundings.rank, None, cause);
+                let failed = |cause| Failed::new(rank.context.rank, None, cause);
                 rank.ended(self.job).map_err(failed)?;
                 self.count(&rank);
             }
@@ -218,14 +224,14 @@ impl<'a, L: Lock, C: Crew<L>> Run<'a, L, C> {
     fn stretch(&mut self, stretch: usize) -> Result<Vec<Arrival>, Failed> {
         let job = self.job;
         let reference = self.reference();
-        let number = reference.surroundings.rank;
+        let number = reference.context.rank;
         let led = catch_unwind(AssertUnwindSafe(|| reference.lead(job, stretch, &mut Scheduler::default())));
         let journal = match led {
             Ok(Ok(journal)) => journal,
             Ok(Err(Stop::Failed { step, cause })) => return Err(Failed::new(number, step, cause)),
             Ok(Err(Stop::Lost)) => unreachable!("nothing happens to the reference"),
             Err(panic) => {
-                return Err(Failed::new(number, reference.begun, Cause::Panic(message(panic.as_ref()))));
+                return Err(Failed::new(number, reference.begun, FailureCause::Panic(message(panic.as_ref()))));
             }
         };
         let leader = self.seats[self.reference].0.take();
@@ -263,7 +269,7 @@ impl<'a, L: Lock, C: Crew<L>> Run<'a, L, C> {
         let mut restarting = BTreeMap::new();
         for (seat, arrival) in arrivals.iter().enumerate() {
             if *arrival == Arrival::Lost {
-                let after_loss = self.seats[seat].0.as_ref().map(|rank| rank.surroundings.after_loss);
+                let after_loss = self.seats[seat].0.as_ref().map(|rank| rank.context.after_loss);
                 if after_loss == Some(AfterLoss::Restart) {
                     restarting.insert(seat, Source::Reference);
                 } else if let Some(rank) = self.seats[seat].0.take() {
@@ -276,7 +282,7 @@ impl<'a, L: Lock, C: Crew<L>> Run<'a, L, C> {
         // Lost ranks have nothing to say any more.
         let live: Vec<_> = self.live().into_iter().filter(|(seat, _)| !restarting.contains_key(seat)).collect();
         let reported = agree(self.job, &live, self.reference).map_err(|disputed| {
-            let rank = self.seats[disputed.seat].0.as_ref().map(|rank| rank.surroundings.rank);
+            let rank = self.seats[disputed.seat].0.as_ref().map(|rank| rank.context.rank);
             Failed { rank, step: disputed.step, cause: disputed.cause, report: Some(disputed.report) }
         })?;
         let syncs = stretch as u32 + 1;
@@ -284,7 +290,7 @@ impl<'a, L: Lock, C: Crew<L>> Run<'a, L, C> {
             // Those that differ in other pools only are nobody's business but the simulator's, which compares these, too.
             if reported.contains(&seat) || rank.standing.first_departed().is_some() {
                 restarting.insert(seat, Source::Reference);
-            } else if rank.surroundings.restart_at == Some(syncs) {
+            } else if rank.context.restart_at == Some(syncs) {
                 restarting.insert(seat, Source::Own);
             }
         }
@@ -298,8 +304,8 @@ impl<'a, L: Lock, C: Crew<L>> Run<'a, L, C> {
         for (seat, rank) in self.seats.iter().enumerate().filter_map(|(seat, rank)| Some((seat, rank.0.as_ref()?))) {
             if random.below(CHECKED_ONE_IN) == 0 || seat == self.reference {
                 self.outcome.checks += 1;
-                let failed = |cause| Failed::new(rank.surroundings.rank, None, cause);
-                rank.allocator.check().map_err(|error| failed(Cause::Violation(error.to_string().into())))?;
+                let failed = |cause| Failed::new(rank.context.rank, None, cause);
+                rank.allocator.check().map_err(|error| failed(FailureCause::Violation(error.to_string().into())))?;
             }
         }
         Ok(())
@@ -319,14 +325,13 @@ impl<'a, L: Lock, C: Crew<L>> Run<'a, L, C> {
                 Source::Own => Checkpoint::take(job, &rank, stretches),
                 Source::Reference => None,
             };
-            let (surroundings, incarnation) = (rank.surroundings.clone(), rank.incarnation + 1);
+            let (context, incarnation) = (rank.context.clone(), rank.incarnation + 1);
             // The old process is gone before the new one begins.
             drop(rank);
-            let failed = |cause| Failed::new(surroundings.rank, None, cause);
-            let mut rank =
-                own.as_ref().unwrap_or(&checkpoint).resume(job, &surroundings, incarnation).map_err(failed)?;
+            let failed = |cause| Failed::new(context.rank, None, cause);
+            let mut rank = own.as_ref().unwrap_or(&checkpoint).resume(job, &context, incarnation).map_err(failed)?;
             if let Some(heap) = first_difference(&rank.digests(job), &expected) {
-                return Err(failed(Cause::Rejoined { heap }));
+                return Err(failed(FailureCause::Rejoined { heap }));
             }
             if stretches > job.program.liveness {
                 rank.heal();
@@ -336,7 +341,7 @@ impl<'a, L: Lock, C: Crew<L>> Run<'a, L, C> {
         compare(&self.live()).map_err(|disagreement| Failed {
             rank: None,
             step: None,
-            cause: Cause::FalseAlarm,
+            cause: FailureCause::FalseAlarm,
             report: Some(disagreement.to_string().into()),
         })
     }

@@ -4,10 +4,10 @@
 //! ready ──pick one──► carried out ──► those that waited for it alone become ready
 //! ```
 //! Every pick is drawn from (seed, rank, stretch): a rank's schedule is a random one of the orders that
-//! [`Order`](crate::job::order::Order) allows, and the same one in every run.
+//! [`JobOrder`](crate::job::order::JobOrder) allows, and the same one in every run.
 
 use crate::device::SplitMix64;
-use crate::job::order::Order;
+use crate::job::order::JobOrder;
 
 /// How a rank's threads are scheduled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -15,7 +15,7 @@ use crate::job::order::Order;
 pub enum Schedule {
     /// As the program lists the steps.
     #[default]
-    Program,
+    JobProgram,
     /// Any ready step.
     Uniform,
     /// The ready step that the program lists last: as far from the program's order as it goes.
@@ -25,12 +25,12 @@ pub enum Schedule {
 }
 
 impl Schedule {
-    pub(crate) const ALL: [Schedule; 4] = [Schedule::Program, Schedule::Uniform, Schedule::Latest, Schedule::Runs];
+    pub(crate) const ALL: [Schedule; 4] = [Schedule::JobProgram, Schedule::Uniform, Schedule::Latest, Schedule::Runs];
 
     /// The name in a story.
     pub(crate) fn name(self) -> &'static str {
         match self {
-            Schedule::Program => "program",
+            Schedule::JobProgram => "program",
             Schedule::Uniform => "uniform",
             Schedule::Latest => "latest",
             Schedule::Runs => "runs",
@@ -48,9 +48,9 @@ pub(crate) struct Scheduler {
 
 impl Scheduler {
     /// The steps in the order of this rank.
-    pub(crate) fn schedule(&mut self, order: &Order, style: Schedule, mut random: SplitMix64) -> &[u32] {
+    pub(crate) fn schedule(&mut self, order: &JobOrder, style: Schedule, mut random: SplitMix64) -> &[u32] {
         self.order.clear();
-        if style == Schedule::Program {
+        if style == Schedule::JobProgram {
             self.order.extend(0..order.len() as u32);
             return &self.order;
         }

@@ -5,12 +5,12 @@
 //! configuration. Whatever is left out, the plan stays a valid one.
 
 use crate::device::Delays;
+use crate::job::context::{AfterLoss, RankContext};
 use crate::job::failure::Failure;
-use crate::job::plan::Plan;
-use crate::job::program::Step;
+use crate::job::plan::JobPlan;
+use crate::job::program::JobStep;
 use crate::job::run::simulate;
 use crate::job::schedule::Schedule;
-use crate::job::surroundings::{AfterLoss, Surroundings};
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroUsize;
 use symmalloc_core::{Config, Op, PoolConfig, PoolId, StreamId};
@@ -20,7 +20,7 @@ use symmalloc_core::{Config, Op, PoolConfig, PoolId, StreamId};
 #[non_exhaustive]
 pub struct Shrunk {
     /// The plan.
-    pub plan: Plan,
+    pub plan: JobPlan,
     /// How it fails.
     pub failure: Failure,
     /// How many plans were run.
@@ -28,13 +28,13 @@ pub struct Shrunk {
 }
 
 /// Makes a failing plan smaller, with at most `runs_max` runs. A function of its arguments, like everything here.
-pub fn shrink(plan: Plan, failure: Failure, runs_max: usize) -> Shrunk {
+pub fn shrink(plan: JobPlan, failure: Failure, runs_max: usize) -> Shrunk {
     let mut shrinker = Shrinker { best: Shrunk { plan, failure, runs: 0 }, runs_max };
     loop {
         let before = shrinker.best.plan.clone();
         shrinker.ranks();
         shrinker.steps();
-        shrinker.surroundings();
+        shrinker.context();
         shrinker.threads();
         shrinker.configuration();
         if shrinker.best.plan == before || shrinker.best.runs >= runs_max {
@@ -50,7 +50,7 @@ struct Shrinker {
 
 impl Shrinker {
     /// Keeps a plan if it fails as the best one does.
-    fn try_plan(&mut self, plan: Plan) -> bool {
+    fn try_plan(&mut self, plan: JobPlan) -> bool {
         if self.best.runs >= self.runs_max || plan == self.best.plan || plan.reference().is_none() {
             return false;
         }
@@ -65,7 +65,7 @@ impl Shrinker {
     }
 
     /// Keeps a change of the best plan if it fails as that does.
-    fn try_change(&mut self, change: impl FnOnce(&mut Plan)) -> bool {
+    fn try_change(&mut self, change: impl FnOnce(&mut JobPlan)) -> bool {
         let mut plan = self.best.plan.clone();
         change(&mut plan);
         self.try_plan(plan)
@@ -91,7 +91,7 @@ impl Shrinker {
         self.leave_out(
             |plan| plan.steps.len(),
             |plan, from, to| {
-                let is_kept = |(index, step): (usize, &Step)| !(from..to).contains(&index) || declares(&step.op);
+                let is_kept = |(index, step): (usize, &JobStep)| !(from..to).contains(&index) || declares(&step.op);
                 let kept = plan.steps.iter().enumerate().filter(|entry| is_kept((entry.0, entry.1)));
                 plan.steps = that_make_sense(kept.map(|(_, step)| step.clone()));
             },
@@ -100,7 +100,7 @@ impl Shrinker {
     }
 
     /// Leaves out parts of a list, halves first, down to single items.
-    fn leave_out(&mut self, count: impl Fn(&Plan) -> usize, leave_out: impl Fn(&mut Plan, usize, usize)) {
+    fn leave_out(&mut self, count: impl Fn(&JobPlan) -> usize, leave_out: impl Fn(&mut JobPlan, usize, usize)) {
         let mut part = count(&self.best.plan).div_ceil(2);
         while part > 0 {
             let mut from = 0;
@@ -114,8 +114,8 @@ impl Shrinker {
         }
     }
 
-    fn surroundings(&mut self) {
-        let changes: [fn(&mut Surroundings); 9] = [
+    fn context(&mut self) {
+        let changes: [fn(&mut RankContext); 9] = [
             |rank| rank.private_per_million = 0,
             |rank| rank.restart_at = None,
             |rank| rank.memory_bytes = None,
@@ -123,7 +123,7 @@ impl Shrinker {
             |rank| rank.pace_ticks = 0,
             |rank| rank.delays = Delays::Immediate,
             |rank| rank.after_loss = AfterLoss::Leave,
-            |rank| rank.schedule = Schedule::Program,
+            |rank| rank.schedule = Schedule::JobProgram,
             |rank| {
                 rank.faults.pop();
             },
@@ -162,9 +162,9 @@ fn declares(op: &Op) -> bool {
 }
 
 /// Leaves out what names an allocation that is not made any more.
-fn that_make_sense(steps: impl Iterator<Item = Step>) -> Vec<Step> {
+fn that_make_sense(steps: impl Iterator<Item = JobStep>) -> Vec<JobStep> {
     let mut made = BTreeSet::new();
-    let makes_sense = |step: &Step| match step.op {
+    let makes_sense = |step: &JobStep| match step.op {
         Op::Allocate { id, .. } => made.insert(id),
         Op::Free { id } | Op::RecordUse { id, .. } => made.contains(&id),
         _ => true,
@@ -173,7 +173,7 @@ fn that_make_sense(steps: impl Iterator<Item = Step>) -> Vec<Step> {
 }
 
 /// The same steps without streams and pools that nothing names; the others are numbered anew.
-fn renumbered(steps: &[Step]) -> Vec<Step> {
+fn renumbered(steps: &[JobStep]) -> Vec<JobStep> {
     let (mut streams, mut pools) = (BTreeSet::new(), BTreeSet::new());
     for step in steps {
         match step.op {
@@ -190,7 +190,7 @@ fn renumbered(steps: &[Step]) -> Vec<Step> {
     pools.insert(PoolId::DEFAULT);
     let streams: BTreeMap<StreamId, StreamId> = streams.into_iter().zip((0..).map(StreamId)).collect();
     let pools: BTreeMap<PoolId, PoolId> = pools.into_iter().zip((0..).map(PoolId)).collect();
-    let renumber = |step: &Step| {
+    let renumber = |step: &JobStep| {
         let mut step = step.clone();
         match &mut step.op {
             Op::RegisterStream { stream } => *stream = *streams.get(stream)?,

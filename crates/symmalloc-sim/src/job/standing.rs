@@ -8,13 +8,13 @@
 //! differ; it is followed digest by digest, so that it is known at which step each of its heaps departed. The agreement
 //! is held against that.
 
-use crate::job::journal::{HeapDigest, HeapName, Journal, digest_of};
+use crate::job::journal::{DecisionJournal, HeapDigest, HeapName, digest_of};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// Whether a rank must be like the reference.
 #[derive(Clone, Debug)]
-pub(crate) enum Standing {
+pub(crate) enum RankStanding {
     Alike,
     /// Something happened to it. By heap that differs now, or did when its pool was given up: since when.
     Followed {
@@ -31,21 +31,21 @@ pub(crate) struct Departure {
     pub(crate) ops: Range<u64>,
 }
 
-impl Standing {
+impl RankStanding {
     pub(crate) fn followed() -> Self {
-        Standing::Followed { departed: BTreeMap::new() }
+        RankStanding::Followed { departed: BTreeMap::new() }
     }
 
     /// Something happened to the rank.
     pub(crate) fn begin_to_follow(&mut self) {
-        if let Standing::Alike = self {
-            *self = Standing::followed();
+        if let RankStanding::Alike = self {
+            *self = RankStanding::followed();
         }
     }
 
     /// Notes which heaps differ after the step with this index in the journal, and this number in the program.
-    pub(crate) fn follow(&mut self, digests: &[HeapDigest], journal: &Journal, index: usize, number: usize) {
-        let Standing::Followed { departed } = self else { return };
+    pub(crate) fn follow(&mut self, digests: &[HeapDigest], journal: &DecisionJournal, index: usize, number: usize) {
+        let RankStanding::Followed { departed } = self else { return };
         let expected = journal.digests(index);
         for (heap, _) in digests.iter().chain(expected) {
             let (own, theirs) = (digest_of(digests, *heap), digest_of(expected, *heap));
@@ -65,7 +65,7 @@ impl Standing {
 
     /// The heaps that differ, and since when.
     pub(crate) fn departed(&self) -> impl Iterator<Item = (&HeapName, &Departure)> {
-        let departed = if let Standing::Followed { departed } = self { Some(departed) } else { None };
+        let departed = if let RankStanding::Followed { departed } = self { Some(departed) } else { None };
         departed.into_iter().flatten()
     }
 

@@ -4,11 +4,11 @@
 //! Refused memory is a decision: the program goes on without it, and its rank is another one from then on.
 
 use crate::device::Race;
-use crate::job::decision::{Decision, Refusal};
-use crate::job::device_work::{Live, waits};
-use crate::job::program::Step;
+use crate::job::context::Deviation;
+use crate::job::decision::{DecidedRefusal, Decision};
+use crate::job::device_work::{LiveBlock, waits};
+use crate::job::program::JobStep;
 use crate::job::rank::{Job, Rank};
-use crate::job::surroundings::Deviation;
 use symmalloc_core::Op;
 use symmalloc_core::backend::Backend;
 use symmalloc_core::config::PoolConfig;
@@ -21,13 +21,13 @@ const ATTEMPTS_MAX: usize = 100;
 impl<L: Lock> Rank<L> {
     /// Carries one step out. A call that the driver refuses without an effect is tried again.
     pub(crate) fn step(&mut self, job: &Job, number: usize) -> Result<Decision, Race> {
-        let Step { op, name, .. } = &job.program.steps[number];
+        let JobStep { op, name, .. } = &job.program.steps[number];
         let slot = job.program.slots[number] as usize;
         let refused = |refusal| Ok(Decision::Refused(refusal));
         match *op {
             Op::Allocate { id, pool, stream, size_bytes } => {
                 self.live[slot] = None;
-                let size_bytes = match self.surroundings.deviation {
+                let size_bytes = match self.context.deviation {
                     Some(Deviation::OtherSize { id: other, size_bytes }) if other == id => size_bytes,
                     _ => size_bytes,
                 };
@@ -37,16 +37,16 @@ impl<L: Lock> Rank<L> {
                     Some(name) => self.allocator.allocate_named(pool, stream, size_bytes, name),
                 };
                 match insist(allocate, |error| matches!(error, AllocateError::Fence { .. })) {
-                    Err(error) => return refused(Refusal::from(&error)),
+                    Err(error) => return refused(DecidedRefusal::from(&error)),
                     Ok(allocation) => {
-                        self.live[slot] = Some(Live::begin(self.allocator.backend(), stream, &allocation)?);
+                        self.live[slot] = Some(LiveBlock::begin(self.allocator.backend(), stream, &allocation)?);
                         return Ok(Decision::Placed(allocation.placement));
                     }
                 }
             }
             Op::Free { id } => {
-                let Some(live) = self.live[slot] else { return refused(Refusal::NotLive) };
-                if self.surroundings.deviation == Some(Deviation::KeepAllocation { id }) {
+                let Some(live) = self.live[slot] else { return refused(DecidedRefusal::NotLive) };
+                if self.context.deviation == Some(Deviation::KeepAllocation { id }) {
                     return Ok(Decision::Done);
                 }
                 if let Some(handle) = live.handle {
@@ -57,21 +57,21 @@ impl<L: Lock> Rank<L> {
                     if let Err(error) = insist(free, |error| matches!(error, FreeError::Fence(_))) {
                         let is_lost = matches!(error, FreeError::Handle(_)) && live.address().is_some();
                         assert!(!is_lost, "a live allocation is not found: {error}");
-                        return refused(Refusal::from(&error));
+                        return refused(DecidedRefusal::from(&error));
                     }
                 }
                 self.live[slot] = None;
             }
             Op::RecordUse { stream, .. } => {
                 let is_by_address = self.goes_by_address(number);
-                let Some(live) = &mut self.live[slot] else { return refused(Refusal::NotLive) };
+                let Some(live) = &mut self.live[slot] else { return refused(DecidedRefusal::NotLive) };
                 let noted = match (live.address().filter(|_| is_by_address), live.handle) {
                     (Some(address), _) => self.allocator.record_use_at(address, stream),
                     (None, Some(handle)) => self.allocator.record_use(handle, stream),
                     (None, None) => Ok(()),
                 };
                 if let Err(error) = noted {
-                    return refused(Refusal::from(&error));
+                    return refused(DecidedRefusal::from(&error));
                 }
                 live.shared(self.allocator.backend(), stream)?;
             }
@@ -94,7 +94,7 @@ impl<L: Lock> Rank<L> {
 
     /// Every second op names its allocation by address, and other ones on the next rank: nobody may notice.
     fn goes_by_address(&self, number: usize) -> bool {
-        (number + self.surroundings.rank as usize) % 2 == 1
+        (number + self.context.rank as usize) % 2 == 1
     }
 
     fn step_rarely(&mut self, op: &Op) -> Decision {
@@ -105,12 +105,12 @@ impl<L: Lock> Rank<L> {
                 let reserve = || self.allocator.reserve(pool, *stream, *size_bytes);
                 match insist(reserve, |error| matches!(error, AllocateError::Fence { .. })) {
                     Ok(()) => Decision::Done,
-                    Err(error) => refused(Refusal::from(&error)),
+                    Err(error) => refused(DecidedRefusal::from(&error)),
                 }
             }
             Op::Trim { pool } => match self.allocator.trim(pool.map(|pool| self.pools[pool.index()])) {
                 Ok(_) => Decision::Done,
-                Err(error) => refused(Refusal::from(&error)),
+                Err(error) => refused(DecidedRefusal::from(&error)),
             },
             Op::RegisterStream { .. } => {
                 self.register_stream();
@@ -122,7 +122,7 @@ impl<L: Lock> Rank<L> {
             }
             Op::DestroyPool { pool } => match self.allocator.destroy_pool(self.pools[pool.index()]) {
                 Ok(()) => Decision::Done,
-                Err(error) => refused(Refusal::from(&error)),
+                Err(error) => refused(DecidedRefusal::from(&error)),
             },
             _ => Decision::Done,
         }

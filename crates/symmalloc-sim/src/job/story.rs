@@ -1,7 +1,7 @@
 //! Stories: a failing plan as a trace, with what happened on top.
 //!
 //! A story is an ordinary trace, which `symmalloc replay` and every test runs. What a trace has no words for stands in
-//! its comments: lines that begin with `#!` say seed, granularity, ranks with their surroundings, and threads, and
+//! its comments: lines that begin with `#!` say seed, granularity, ranks with their context, and threads, and
 //! `symmalloc simulate` reads them. So the file alone reproduces the failure.
 //!
 //! ```text
@@ -18,10 +18,10 @@
 //! end 3
 //! ```
 
+use crate::job::context::{BadContext, RankContext};
 use crate::job::failure::Failure;
-use crate::job::plan::Plan;
-use crate::job::program::Step;
-use crate::job::surroundings::{BadSurroundings, Surroundings};
+use crate::job::plan::JobPlan;
+use crate::job::program::JobStep;
 use std::fmt::Write;
 use symmalloc_core::Record;
 use symmalloc_trace::{Trace, TraceError, TraceWriteError};
@@ -35,8 +35,8 @@ const THREADS_A_LINE: usize = 1000;
 ///
 /// # Errors
 /// When the plan's steps contradict each other.
-pub fn write(plan: &Plan, failure: &Failure, comment: &str) -> Result<String, TraceWriteError> {
-    let record = |step: &Step| {
+pub fn write(plan: &JobPlan, failure: &Failure, comment: &str) -> Result<String, TraceWriteError> {
+    let record = |step: &JobStep| {
         let record = Record::from(step.op.clone());
         match &step.name {
             Some(name) => record.with_name(name),
@@ -72,14 +72,14 @@ fn add(story: &mut String, line: std::fmt::Arguments<'_>) {
 ///
 /// # Errors
 /// When it is no trace, or its words of the simulator make no sense.
-pub fn read(text: &str) -> Result<Option<Plan>, StoryError> {
+pub fn read(text: &str) -> Result<Option<JobPlan>, StoryError> {
     let marked = || text.lines().zip(1_usize..).filter_map(|(line, number)| Some((line.strip_prefix(MARK)?, number)));
     if marked().next().is_none() {
         return Ok(None);
     }
     let (config, records) = Trace::parse(text)?.into_parts();
-    let step = |record: Record| Step { op: record.op, thread: 0, name: record.name };
-    let mut plan = Plan {
+    let step = |record: Record| JobStep { op: record.op, thread: 0, name: record.name };
+    let mut plan = JobPlan {
         seed: 0,
         config: config.unwrap_or_default(),
         granularity_bytes: 2 << 20,
@@ -106,7 +106,7 @@ pub fn read(text: &str) -> Result<Option<Plan>, StoryError> {
                 }
             }
         } else {
-            let rank = line.parse::<Surroundings>().map_err(|BadSurroundings { word }| bad(&word))?;
+            let rank = line.parse::<RankContext>().map_err(|BadContext { word }| bad(&word))?;
             plan.ranks.push(rank);
         }
     }

@@ -5,8 +5,8 @@
 //! testing", ISSTA 2012.)
 
 use crate::device::SplitMix64;
-use crate::job::program::Step;
-use crate::job::surroundings::{Purpose, sequence};
+use crate::job::context::{Purpose, sequence};
+use crate::job::program::JobStep;
 use symmalloc_core::config::{
     Config, ExpandableSegments, FixedSegments, PoolConfig, Reclaim, RoundupPower2Divisions, SegmentPolicy, StreamPolicy,
 };
@@ -81,12 +81,12 @@ const POOLS_MAX: u32 = 6;
 pub(crate) struct Drawn {
     pub(crate) config: Config,
     pub(crate) granularity_bytes: u64,
-    pub(crate) steps: Vec<Step>,
+    pub(crate) steps: Vec<JobStep>,
 }
 
 /// Draws the program that a seed names.
 pub(crate) fn draw(seed: u64, ops: usize) -> Drawn {
-    let mut random = sequence(seed, Purpose::Plan, 0);
+    let mut random = sequence(seed, Purpose::JobPlan, 0);
     let granularity_bytes = pick(&mut random, &[2 * MIB, 2 * MIB, 2 * MIB, 64 * KIB, 512, 4 * MIB]);
     let limit_bytes = pick(&mut random, &[None, None, None, Some(90 * MIB), Some(200 * MIB + 1)]);
     let default_pool = pool_config(&mut random);
@@ -150,7 +150,7 @@ enum Freed {
 /// Draws steps that are valid after those before them.
 struct Writer {
     random: SplitMix64,
-    steps: Vec<Step>,
+    steps: Vec<JobStep>,
     weights: Vec<(Kind, u32)>,
     sizes: Vec<u64>,
     threads: u8,
@@ -195,12 +195,12 @@ impl Writer {
         let first = if random.below(4) == 0 { 1 } else { streams_max };
         (0..first).for_each(|_| writer.register_stream());
         (0..random.below(4)).for_each(|_| writer.create_pool());
-        writer.steps.push(Step::new(Op::Sync, 0));
+        writer.steps.push(JobStep::new(Op::Sync, 0));
         writer
     }
 
     fn push(&mut self, op: Op, thread: u8) {
-        self.steps.push(Step::new(op, thread));
+        self.steps.push(JobStep::new(op, thread));
     }
 
     fn register_stream(&mut self) {

@@ -1,10 +1,9 @@
 //! Round trips, PyTorch's meanings, and what is refused where.
 
 use proptest::prelude::*;
-
-use super::*;
-use crate::config::RoundupPower2Divisions;
-use crate::units::MIB;
+use symmalloc_core::config::*;
+use symmalloc_core::config_text::*;
+use symmalloc_core::units::MIB;
 
 /// FNV-1a of [`Config::default`]'s canonical text.
 const DEFAULT_DIGEST: u64 = 0xd282_16fe_c351_a7c6;
@@ -297,15 +296,17 @@ fn the_digest_is_fnv_1a_of_the_canonical_text() {
 fn any_segments() -> impl Strategy<Value = SegmentPolicy> {
     let fixed = (6..40_u64, prop::option::of(0..1_u64 << 34), 0..1_u64 << 30).prop_map(|(large, split, rounding)| {
         let large_segment_bytes = large * 2 * MIB;
-        SegmentPolicy::Fixed(FixedSegments {
-            max_split_size_bytes: split.map(|split| large_segment_bytes + split),
-            max_non_split_rounding_bytes: rounding,
-            large_segment_bytes,
-        })
+        let mut fixed = FixedSegments::default();
+        fixed.max_split_size_bytes = split.map(|split| large_segment_bytes + split);
+        fixed.max_non_split_rounding_bytes = rounding;
+        fixed.large_segment_bytes = large_segment_bytes;
+        SegmentPolicy::Fixed(fixed)
     });
     let expandable = (1..8192_u64, 4096..65536_u64).prop_map(|(growth, steps)| {
         let growth_bytes = growth * 512;
-        SegmentPolicy::Expandable(ExpandableSegments { range_bytes: growth_bytes * steps, growth_bytes })
+        let mut expandable = ExpandableSegments::default();
+        (expandable.range_bytes, expandable.growth_bytes) = (growth_bytes * steps, growth_bytes);
+        SegmentPolicy::Expandable(expandable)
     });
     let reserved = (1..1_u64 << 31).prop_map(|units| SegmentPolicy::Reserved { segment_bytes: units * 512 });
     prop_oneof![fixed, expandable, reserved]
@@ -393,5 +394,23 @@ fn offset(error: &ConfigTextError) -> usize {
         | ConfigTextError::Contradiction { offset }
         | ConfigTextError::MissingSegmentSize { offset }
         | ConfigTextError::OutOfRange { offset, .. } => offset,
+        _ => panic!("{error}"),
     }
+}
+
+const KNOWN: [&str; 3] = ["max_split_size_mb", "segments", "a"];
+
+#[test]
+fn a_slip_of_the_fingers_finds_the_word() {
+    assert_eq!(nearest("max_split_size", KNOWN), Some("max_split_size_mb"));
+    assert_eq!(nearest("segmets", KNOWN), Some("segments"));
+    assert_eq!(nearest("segment", KNOWN), Some("segments"));
+}
+
+#[test]
+fn another_word_finds_nothing() {
+    assert_eq!(nearest("garbage", KNOWN), None);
+    assert_eq!(nearest("b", KNOWN), None);
+    assert_eq!(nearest("", KNOWN), None);
+    assert_eq!(nearest(&"segments".repeat(1000), KNOWN), None);
 }

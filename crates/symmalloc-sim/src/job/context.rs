@@ -1,15 +1,15 @@
-//! Surroundings: everything in which one rank differs from the next, while the program is the same.
+//! RankContext: everything in which one rank differs from the next, while the program is the same.
 
 use crate::device::{Call, Delays, Fault, SplitMix64};
 use crate::job::schedule::Schedule;
 use std::fmt;
 use symmalloc_core::AllocationId;
 
-/// The surroundings of one rank. What is not said here (addresses, raw handles, event timing) is drawn from
+/// The context of one rank. What is not said here (addresses, raw handles, event timing) is drawn from
 /// (seed, rank).
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Surroundings {
+pub struct RankContext {
     /// Names the rank. Stays the same when other ranks are dropped.
     pub rank: u32,
     /// How its threads interleave.
@@ -74,12 +74,12 @@ pub enum Deviation {
     },
 }
 
-impl Surroundings {
+impl RankContext {
     /// Quiet ones: the program's own order, work that is done at once, no fault.
     pub fn quiet(rank: u32) -> Self {
-        Surroundings {
+        RankContext {
             rank,
-            schedule: Schedule::Program,
+            schedule: Schedule::JobProgram,
             delays: Delays::Immediate,
             pace_ticks: 0,
             asks_per_million: 0,
@@ -94,15 +94,15 @@ impl Surroundings {
 
     /// Adverse ones without a fault, drawn from (seed, rank).
     pub fn adverse(seed: u64, rank: u32) -> Self {
-        let mut random = sequence(seed, Purpose::Surroundings, rank.into());
+        let mut random = sequence(seed, Purpose::RankContext, rank.into());
         let mut pick = |choices: u64| random.below(choices) as usize;
-        Surroundings {
+        RankContext {
             schedule: Schedule::ALL[pick(4)],
             delays: [Delays::Immediate, Delays::UntilSynchronized, Delays::UpTo { ticks: 40 }, Delays::FromSeed]
                 [pick(4)],
             pace_ticks: [0, 0, 3, 200][pick(4)],
             asks_per_million: [0, 10_000, 200_000][pick(3)],
-            ..Surroundings::quiet(rank)
+            ..RankContext::quiet(rank)
         }
     }
 
@@ -115,10 +115,10 @@ impl Surroundings {
 /// What a sequence of random numbers is drawn for, so that none depends on how many another one took.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Purpose {
-    Plan,
+    JobPlan,
     Steps,
-    Surroundings,
-    Faults,
+    RankContext,
+    JobFaults,
     Schedule,
     Moments,
     Private,
@@ -130,7 +130,7 @@ pub(crate) fn sequence(seed: u64, purpose: Purpose, of: u64) -> SplitMix64 {
     SplitMix64::new(seed).split(purpose as u64).split(of)
 }
 
-impl fmt::Display for Surroundings {
+impl fmt::Display for RankContext {
     /// As one line of a story.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "rank:{} schedule:{}", self.rank, self.schedule.name())?;
@@ -172,14 +172,14 @@ fn fault_name(fault: Fault) -> &'static str {
     }
 }
 
-impl std::str::FromStr for Surroundings {
-    type Err = BadSurroundings;
+impl std::str::FromStr for RankContext {
+    type Err = BadContext;
 
     /// Reads what `Display` writes.
-    fn from_str(text: &str) -> Result<Self, BadSurroundings> {
-        let mut read = Surroundings::quiet(0);
+    fn from_str(text: &str) -> Result<Self, BadContext> {
+        let mut read = RankContext::quiet(0);
         for word in text.split_ascii_whitespace() {
-            let bad = || BadSurroundings { word: word.into() };
+            let bad = || BadContext { word: word.into() };
             let (key, value) = word.split_once(':').ok_or_else(bad)?;
             let number = || value.parse::<u64>().map_err(|_| bad());
             let small = || value.parse::<u32>().map_err(|_| bad());
@@ -229,10 +229,10 @@ fn fault(text: &str) -> Option<RankFault> {
     Some(RankFault { call, ordinal: ordinal.parse().ok()?, fault })
 }
 
-/// A word that says nothing about a rank's surroundings.
+/// A word that says nothing about a rank's context.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("`{word}` says nothing about a rank's surroundings")]
-pub struct BadSurroundings {
+#[error("`{word}` says nothing about a rank's context")]
+pub struct BadContext {
     /// The word.
     pub word: Box<str>,
 }
@@ -240,15 +240,15 @@ pub struct BadSurroundings {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::job::plan::{Plan, Size};
+    use crate::job::plan::{JobPlan, Size};
     use std::num::NonZeroU32;
 
     #[test]
-    fn surroundings_are_read_back_as_they_were_written() {
+    fn a_context_is_read_back_as_it_was_written() {
         let size = Size { ranks: NonZeroU32::new(64).expect("some"), ops: 10 };
         let mut faulty = 0;
         for seed in 0..50 {
-            for mut rank in Plan::from_seed(seed, &size).ranks {
+            for mut rank in JobPlan::from_seed(seed, &size).ranks {
                 faulty += usize::from(rank.is_faulty());
                 if rank.rank % 9 == 0 {
                     rank.deviation = Some(Deviation::OtherSize { id: AllocationId(7), size_bytes: 513 });
@@ -262,7 +262,7 @@ mod tests {
     #[test]
     fn what_makes_no_sense_is_named() {
         for word in ["rank", "rank:x", "delays:soon", "fault:map@1", "fault:none@1=refused", "speed:9"] {
-            let error = format!("rank:1 {word} pace:3").parse::<Surroundings>().expect_err("no sense");
+            let error = format!("rank:1 {word} pace:3").parse::<RankContext>().expect_err("no sense");
             assert_eq!(&*error.word, word);
         }
     }
