@@ -11,7 +11,7 @@ use crate::picture::timeline::{ALLOCATED, LIVE, Peak, RESERVED, Timeline};
 use crate::picture::{NARROW, Selection, WIDE, heap_name, map, page};
 use crate::quantity::{count, memory};
 use crate::recorded::Recorded;
-use serde::Serialize;
+use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
 use symmalloc_core::Placement;
@@ -34,57 +34,21 @@ impl PictureKind {
     }
 }
 
-/// What `chart --json` prints. Its keys are an interface: `symmalloc chart --help` lists them.
-#[derive(Serialize)]
-struct Object {
-    trace: String,
-    picture: String,
-    ops: usize,
-    op: usize,
-    refused: u64,
-    live: PeakObject,
-    allocated: PeakObject,
-    reserved: PeakObject,
-    heaps: Vec<HeapObject>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    beside: Option<BesideObject>,
-}
-
-/// A peak.
-#[derive(Serialize)]
-pub(crate) struct PeakObject {
-    peak_bytes: u64,
-    op: usize,
-}
-
-#[derive(Serialize)]
-struct HeapObject {
-    pool: u32,
-    stream: Option<u16>,
-    live: PeakObject,
-    allocated: PeakObject,
-    reserved: PeakObject,
-}
-
-#[derive(Serialize)]
-struct BesideObject {
-    trace: String,
-    placements: &'static str,
-    allocs: usize,
-    differing_placements: usize,
-    differing_live: usize,
-}
-
-impl From<Peak> for PeakObject {
-    fn from(peak: Peak) -> Self {
-        PeakObject { peak_bytes: peak.bytes, op: peak.op }
-    }
+/// A peak, as JSON.
+pub(crate) fn peak(peak: Peak) -> Value {
+    json!({ "peak_bytes": peak.bytes, "op": peak.op })
 }
 
 /// Two ranks at one op.
 struct Beside {
     memories: [Memory; 2],
-    object: BesideObject,
+    /// The other recording.
+    trace: String,
+    /// Whether both are drawn as they were recorded, not as our allocator places them.
+    are_recorded: bool,
+    allocations: usize,
+    differing_placements: usize,
+    differing_live: usize,
 }
 
 /// Draws the pictures that the arguments ask for.
@@ -115,11 +79,10 @@ pub(crate) fn chart(args: &ChartArgs) -> Result<Verdict, CliError> {
         }
     };
     fs::write(&args.output, text).map_err(|source| CliError::Create { path: args.output.clone(), source })?;
-    let object = object(args, &timeline, op, beside.map(|beside| beside.object));
     if args.json {
-        output::print_json(&object)?;
+        output::print_json(&object(args, &timeline, op, beside.as_ref()))?;
     } else {
-        output::print(&screen(&object, &timeline, Palette::of_stdout()))?;
+        output::print(&screen(args, &timeline, op, beside.as_ref(), Palette::of_stdout()))?;
     }
     Ok(Verdict::Agree)
 }
@@ -157,17 +120,15 @@ fn beside(one: &Recorded, other: &Recorded, op: usize, selection: Selection) -> 
     let as_they_were = a.clone();
     let differing_live = a.mark(b);
     b.mark(&as_they_were);
-    let (allocs, differing_placements) = if are_recorded {
+    let (allocations, differing_placements) = if are_recorded {
         let diff = Diff::new(&one.recording, &other.recording);
         (diff.allocations, diff.differing_placements.unwrap_or(0))
     } else {
         let [a, b] = [placements(one)?, placements(other)?];
         (a.len().min(b.len()), a.iter().zip(&b).filter(|(a, b)| a != b).count())
     };
-    let placements = if are_recorded { "recorded" } else { "replayed" };
     let trace = other.path.display().to_string();
-    let object = BesideObject { trace, placements, allocs, differing_placements, differing_live };
-    Ok(Beside { memories, object })
+    Ok(Beside { memories, trace, are_recorded, allocations, differing_placements, differing_live })
 }
 
 /// Where our allocator places every allocation; `None` if it has no bytes or was refused.
@@ -220,18 +181,18 @@ fn map_of(name: &str, recorded: &Recorded, memory: &Memory, width: u32, prefix: 
 }
 
 fn beside_of(name: &str, beside: &Beside, width: u32, prefix: &'static str, class: &str) -> String {
-    let Beside { memories: [a, b], object } = beside;
-    let other = file_name(Path::new(&object.trace));
+    let Beside { memories: [a, b], trace, are_recorded, allocations, differing_placements, differing_live } = beside;
+    let other = file_name(Path::new(trace));
     let title =
-        format!("Two ranks after op {}: {} live allocations lie elsewhere", count(a.op), count(object.differing_live));
-    let how = match object.placements {
-        "recorded" => "Where the recorded allocator placed them; segments as far as allocations reached.",
-        _ => "As our allocator places them.",
+        format!("Two ranks after op {}: {} live allocations lie elsewhere", count(a.op), count(*differing_live));
+    let how = match are_recorded {
+        true => "Where the recorded allocator placed them; segments as far as allocations reached.",
+        false => "As our allocator places them.",
     };
     let aside = format!(
         "{how} Over the whole job {} of {} allocations differ.",
-        count(object.differing_placements),
-        count(object.allocs)
+        count(*differing_placements),
+        count(*allocations)
     );
     let names = [name, other.as_str()];
     map::draw_beside([a, b], names, width, prefix, class, &Words { title: &title, aside: &aside })
@@ -242,50 +203,59 @@ fn configuration(recorded: &Recorded) -> String {
     format!("Settings: {}", recorded.config.default_pool().to_string().replace(',', ", "))
 }
 
-fn object(args: &ChartArgs, timeline: &Timeline, op: usize, beside: Option<BesideObject>) -> Object {
+/// What `chart --json` prints. Its keys are an interface: `symmalloc chart --help` lists them.
+fn object(args: &ChartArgs, timeline: &Timeline, op: usize, beside: Option<&Beside>) -> Value {
     let peaks = timeline.total.peaks;
-    Object {
-        trace: args.input.display().to_string(),
-        picture: args.output.display().to_string(),
-        ops: timeline.op_count,
-        op,
-        refused: timeline.refused,
-        live: peaks[LIVE].into(),
-        allocated: peaks[ALLOCATED].into(),
-        reserved: peaks[RESERVED].into(),
-        heaps: timeline
-            .heaps
-            .iter()
-            .map(|(owner, curve)| HeapObject {
-                pool: owner.pool.0,
-                stream: owner.stream.map(|stream| stream.0),
-                live: curve.peaks[LIVE].into(),
-                allocated: curve.peaks[ALLOCATED].into(),
-                reserved: curve.peaks[RESERVED].into(),
-            })
-            .collect(),
-        beside,
+    let heaps = timeline.heaps.iter().map(|(owner, curve)| {
+        json!({
+            "pool": owner.pool.0,
+            "stream": owner.stream.map(|stream| stream.0),
+            "live": peak(curve.peaks[LIVE]),
+            "allocated": peak(curve.peaks[ALLOCATED]),
+            "reserved": peak(curve.peaks[RESERVED]),
+        })
+    });
+    let mut object = json!({
+        "trace": args.input.display().to_string(),
+        "picture": args.output.display().to_string(),
+        "ops": timeline.op_count,
+        "op": op,
+        "refused": timeline.refused,
+        "live": peak(peaks[LIVE]),
+        "allocated": peak(peaks[ALLOCATED]),
+        "reserved": peak(peaks[RESERVED]),
+        "heaps": heaps.collect::<Vec<_>>(),
+    });
+    if let Some(beside) = beside {
+        object["beside"] = json!({
+            "trace": beside.trace,
+            "placements": if beside.are_recorded { "recorded" } else { "replayed" },
+            "allocs": beside.allocations,
+            "differing_placements": beside.differing_placements,
+            "differing_live": beside.differing_live,
+        });
     }
+    object
 }
 
-fn screen(object: &Object, timeline: &Timeline, palette: Palette) -> String {
-    let mut out = format!("{}\n", palette.title(&object.trace));
+fn screen(args: &ChartArgs, timeline: &Timeline, op: usize, beside: Option<&Beside>, palette: Palette) -> String {
+    let mut out = format!("{}\n", palette.title(&args.input.display().to_string()));
     for (name, quantity) in [("reserved", RESERVED), ("allocated", ALLOCATED), ("live", LIVE)] {
         let Peak { bytes, op } = timeline.total.peaks[quantity];
         out += &format!("peak {name:<9}  {:>10}  after op {}\n", memory(bytes), count(op));
     }
-    if object.refused > 0 {
-        out += &format!("refused by a limit: {} allocations\n", count(object.refused));
+    if timeline.refused > 0 {
+        out += &format!("refused by a limit: {} allocations\n", count(timeline.refused));
     }
-    if let Some(beside) = &object.beside {
+    if let Some(beside) = beside {
         out += &format!(
             "beside {}: {} of {} placements differ, {} of those live after op {}\n",
             beside.trace,
             count(beside.differing_placements),
-            count(beside.allocs),
+            count(beside.allocations),
             count(beside.differing_live),
-            count(object.op)
+            count(op)
         );
     }
-    out + &format!("written to {}\n", object.picture)
+    out + &format!("written to {}\n", args.output.display())
 }

@@ -9,26 +9,12 @@ use crate::error::CliError;
 use crate::output::{self, Palette};
 use crate::quantity::{count, counted};
 use crate::recorded::Recorded;
-use serde::Serialize;
+use serde_json::{Value, json};
 use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::io::Write as _;
 use symmalloc_import::compression::Compressor;
 use symmalloc_import::export::{ExportError, ExportSummary, export as export_program};
-
-/// What `export --json` prints. Its keys are an interface: `symmalloc export --help` lists them.
-#[derive(Serialize)]
-struct Object {
-    trace: String,
-    snapshot: String,
-    entries: u64,
-    allocations: u64,
-    refused: u64,
-    pending_frees: u64,
-    segments: u64,
-    blocks: u64,
-    ops_without_entry: u64,
-}
 
 /// Reads a recording, carries it out, and writes what happened.
 pub(crate) fn export(args: &ExportArgs) -> Result<Verdict, CliError> {
@@ -68,18 +54,19 @@ fn format(args: &ExportArgs) -> ExportFormat {
     })
 }
 
-fn object(args: &ExportArgs, summary: &ExportSummary) -> Object {
-    Object {
-        trace: args.input.display().to_string(),
-        snapshot: args.output.display().to_string(),
-        entries: summary.entries,
-        allocations: summary.allocations,
-        refused: summary.refused,
-        pending_frees: summary.pending_frees,
-        segments: summary.segments,
-        blocks: summary.blocks,
-        ops_without_entry: summary.ops_without_entry,
-    }
+/// What `export --json` prints. Its keys are an interface: `symmalloc export --help` lists them.
+fn object(args: &ExportArgs, summary: &ExportSummary) -> Value {
+    json!({
+        "trace": args.input.display().to_string(),
+        "snapshot": args.output.display().to_string(),
+        "entries": summary.entries,
+        "allocations": summary.allocations,
+        "refused": summary.refused,
+        "pending_frees": summary.pending_frees,
+        "segments": summary.segments,
+        "blocks": summary.blocks,
+        "ops_without_entry": summary.ops_without_entry,
+    })
 }
 
 fn screen(args: &ExportArgs, summary: &ExportSummary, palette: Palette) -> String {

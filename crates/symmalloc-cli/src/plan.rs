@@ -25,7 +25,7 @@ use crate::report::settings;
 use heap::{Heap, Heaps};
 use program::Pools;
 use proof::Proof;
-use serde::Serialize;
+use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::path::Path;
 use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy};
@@ -198,51 +198,29 @@ fn within(limit_bytes: Option<u64>, needed_bytes: u64, pool: Option<PoolId>) -> 
 }
 
 /// What `plan --json` prints. Its keys are an interface: `symmalloc plan --help` lists them.
-#[derive(Serialize)]
-struct Object {
-    traces: Vec<String>,
-    margin_percent: u32,
-    settings: String,
-    lines: Vec<String>,
-    reserve_bytes: u64,
-    heaps: Vec<HeapObject>,
-    holds: bool,
-    without: Proof,
-    with: Proof,
-}
-
-#[derive(Serialize)]
-struct HeapObject {
-    pool: u32,
-    stream: Option<u16>,
-    for_stream: u16,
-    segments: &'static str,
-    peak_live_bytes: u64,
-    grown_bytes: u64,
-    reserve_bytes: u64,
-}
-
-fn object(args: &PlanArgs, plan: &ReservationPlan) -> Object {
-    let heap = |(owner, heap): (&Owner, &Heap)| HeapObject {
-        pool: owner.pool.0,
-        stream: owner.stream.map(|stream| stream.0),
-        for_stream: heap.stream.0,
-        segments: if plan.is_reserved(owner.pool) { "reserved" } else { "expandable" },
-        peak_live_bytes: heap.peak_live_bytes,
-        grown_bytes: heap.grown_bytes,
-        reserve_bytes: heap.reserve_bytes,
+fn object(args: &PlanArgs, plan: &ReservationPlan) -> Value {
+    let heap = |(owner, heap): (&Owner, &Heap)| {
+        json!({
+            "pool": owner.pool.0,
+            "stream": owner.stream.map(|stream| stream.0),
+            "for_stream": heap.stream.0,
+            "segments": if plan.is_reserved(owner.pool) { "reserved" } else { "expandable" },
+            "peak_live_bytes": heap.peak_live_bytes,
+            "grown_bytes": heap.grown_bytes,
+            "reserve_bytes": heap.reserve_bytes,
+        })
     };
-    Object {
-        traces: args.traces.iter().map(|path| path.display().to_string()).collect(),
-        margin_percent: args.margin,
-        settings: plan.settings(),
-        lines: plan.lines(),
-        reserve_bytes: plan.reserve_bytes(),
-        heaps: plan.heaps.iter().map(heap).collect(),
-        holds: plan.with.holds(),
-        without: plan.without,
-        with: plan.with,
-    }
+    json!({
+        "traces": args.traces.iter().map(|path| path.display().to_string()).collect::<Vec<_>>(),
+        "margin_percent": args.margin,
+        "settings": plan.settings(),
+        "lines": plan.lines(),
+        "reserve_bytes": plan.reserve_bytes(),
+        "heaps": plan.heaps.iter().map(heap).collect::<Vec<_>>(),
+        "holds": plan.with.holds(),
+        "without": plan.without,
+        "with": plan.with,
+    })
 }
 
 impl ReservationPlan {

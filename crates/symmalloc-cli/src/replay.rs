@@ -48,7 +48,7 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<Verdict, CliError> {
             record(out, &config, &recording, &finding.outcome)?;
         }
         if args.json {
-            objects.push(json::Object::new(&finding));
+            objects.push(json::object(&finding));
         } else {
             // Each trace is shown as soon as it is done.
             let others = comparison(path, &job, args)?;
@@ -57,7 +57,7 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<Verdict, CliError> {
         }
     }
     if args.json {
-        output::print(&json::text(&objects))?;
+        output::print_json(&objects)?;
     }
     Ok(verdict)
 }

@@ -12,7 +12,7 @@ pub(crate) mod settings;
 
 use crate::Verdict;
 use crate::args::ReportArgs;
-use crate::chart::{PeakObject, op_of, timeline_of};
+use crate::chart::{op_of, peak, timeline_of};
 use crate::error::CliError;
 use crate::output::{self, Palette};
 use crate::picture::Selection;
@@ -21,7 +21,7 @@ use crate::picture::timeline::{ALLOCATED, LIVE, RESERVED, Timeline};
 use crate::quantity::{count, memory};
 use crate::recorded::Recorded;
 use holders::Holder;
-use serde::Serialize;
+use serde_json::{Value, json};
 use settings::Trial;
 use std::fs;
 
@@ -36,30 +36,12 @@ struct Findings<'a> {
 }
 
 /// Free memory, and how much of it is in one piece.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Fragmentation {
     free_bytes: u64,
     largest_free_bytes: u64,
     /// 1 - largest / free: 0 when all that is free is one block, near 1 when it is in many pieces.
     fragmentation: f64,
-}
-
-/// What `report --json` prints. Its keys are an interface: `symmalloc report --help` lists them.
-#[derive(Serialize)]
-struct Object<'a> {
-    trace: String,
-    report: String,
-    ops: usize,
-    op: usize,
-    refused: u64,
-    live: PeakObject,
-    allocated: PeakObject,
-    reserved: PeakObject,
-    efficiency: f64,
-    holders: &'a [Holder],
-    #[serde(flatten)]
-    fragmentation: Fragmentation,
-    settings: &'a [Trial],
 }
 
 /// Finds everything out and writes the page.
@@ -108,22 +90,26 @@ impl Findings<'_> {
         self.trials.iter().filter(fits).min_by_key(|trial| trial.peak_reserved_bytes)
     }
 
-    fn object(&self, args: &ReportArgs) -> Object<'_> {
+    /// What `report --json` prints. Its keys are an interface: `symmalloc report --help` lists them.
+    fn object(&self, args: &ReportArgs) -> Value {
         let peaks = self.timeline.total.peaks;
-        Object {
-            trace: args.input.display().to_string(),
-            report: args.output.display().to_string(),
-            ops: self.timeline.op_count,
-            op: self.memory.op,
-            refused: self.timeline.refused,
-            live: peaks[LIVE].into(),
-            allocated: peaks[ALLOCATED].into(),
-            reserved: peaks[RESERVED].into(),
-            efficiency: (self.efficiency() * 1e6).round() / 1e6,
-            holders: &self.holders,
-            fragmentation: Fragmentation::of(self.memory.blocks()),
-            settings: &self.trials,
-        }
+        let Fragmentation { free_bytes, largest_free_bytes, fragmentation } = Fragmentation::of(self.memory.blocks());
+        json!({
+            "trace": args.input.display().to_string(),
+            "report": args.output.display().to_string(),
+            "ops": self.timeline.op_count,
+            "op": self.memory.op,
+            "refused": self.timeline.refused,
+            "live": peak(peaks[LIVE]),
+            "allocated": peak(peaks[ALLOCATED]),
+            "reserved": peak(peaks[RESERVED]),
+            "efficiency": (self.efficiency() * 1e6).round() / 1e6,
+            "holders": self.holders,
+            "free_bytes": free_bytes,
+            "largest_free_bytes": largest_free_bytes,
+            "fragmentation": fragmentation,
+            "settings": self.trials,
+        })
     }
 
     fn screen(&self, args: &ReportArgs, palette: Palette) -> String {

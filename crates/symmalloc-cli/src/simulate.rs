@@ -76,14 +76,14 @@ pub(crate) fn simulate(args: &SimulateArgs) -> Result<Verdict, CliError> {
             verdict = Verdict::Differ;
         }
         if args.json {
-            findings.push(json::Object::new(&finding));
+            findings.push(json::object(&finding));
         } else {
             output::print(&screen::render(&finding, Palette::of_stdout()))?;
         }
     }
     std::panic::set_hook(hook);
     if args.json {
-        output::print(&json::text(&findings))?;
+        output::print_json(&findings)?;
     }
     Ok(verdict)
 }

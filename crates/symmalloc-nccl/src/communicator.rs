@@ -29,11 +29,11 @@ pub use order::CommOrder;
 pub use state::{CommState, Stage};
 pub(crate) use submit::submit;
 
+use crate::backoff::Backoff;
 use crate::calls::NO_COLOR;
 use crate::error::CommError;
 use crate::handles::{CommHandle, NewHandle};
 use crate::library::Nccl;
-use crate::patience::Patience;
 use crate::version::Capability;
 use call::{Route, perform, settle};
 use cudarc::driver::CudaStream;
@@ -133,8 +133,8 @@ impl Communicator {
     /// [`CommError::Gone`], or the error that NCCL found meanwhile, which ends it.
     pub fn check(&self) -> Result<(), CommError> {
         let mut access = self.shared.access()?;
-        let patience = Patience::new(self.shared.deadline);
-        settle(from_mut(&mut access), Stage::Submit, &None, &patience)
+        let backoff = Backoff::new(self.shared.deadline);
+        settle(from_mut(&mut access), Stage::Submit, &None, &backoff)
     }
 
     /// NCCL's communicator, for calls that this type does not offer; null when it is gone. Never waits.
@@ -189,7 +189,7 @@ impl Communicator {
             inner: Mutex::new(Inner::default()),
             life: Life::ready(raw),
         };
-        Communicator::settled(child, &Patience::new(shared.deadline)).map(Some)
+        Communicator::settled(child, &Backoff::new(shared.deadline)).map(Some)
     }
 
     /// Destroys it in order, when all its work is done, with the windows that are left. Does nothing when it is gone. The last
@@ -224,9 +224,9 @@ impl Communicator {
     }
 
     /// Waits until it is connected, and asks NCCL for the rank and the number of ranks.
-    fn settled(mut shared: Shared, patience: &Patience) -> Result<Communicator, CommError> {
+    fn settled(mut shared: Shared, backoff: &Backoff) -> Result<Communicator, CommError> {
         let mut access = shared.access()?;
-        settle(from_mut(&mut access), Stage::Connect, &None, patience)?;
+        settle(from_mut(&mut access), Stage::Connect, &None, backoff)?;
         let (rank, ranks) = {
             let _current = shared.device.enter()?;
             shared.nccl.calls().rank_of_ranks(access.comm)?
@@ -302,11 +302,11 @@ impl Shared {
     }
 
     fn destroy_finalized(&self, comm: CommHandle, kept: Kept) -> Result<(), CommError> {
-        let (calls, patience) = (self.nccl.calls(), Patience::new(self.deadline));
+        let (calls, backoff) = (self.nccl.calls(), Backoff::new(self.deadline));
         // Whatever it comes to, nobody may touch the communicator afterwards.
         lock(&self.life).end(CommState::Destroyed, None);
         let caller = start(&self.device, kept, move || calls.destroy(comm));
-        match wait_for(&caller, &patience, || false) {
+        match wait_for(&caller, &backoff, || false) {
             Waited::Came(answer) => {
                 answer?;
                 tracing::debug!(name: "communicator.destroyed", target: "symmalloc", communicator = &*self.name);
@@ -314,19 +314,19 @@ impl Shared {
             }
             Waited::Stopped | Waited::TooLong => {
                 lock(&self.life).state = CommState::Lost;
-                Err(self.overdue(Stage::Destroy, &patience))
+                Err(self.overdue(Stage::Destroy, &backoff))
             }
         }
     }
 
-    fn overdue(&self, stage: Stage, patience: &Patience) -> CommError {
-        let (name, waited, state) = (Arc::clone(&self.name), patience.waited(), self.state());
+    fn overdue(&self, stage: Stage, backoff: &Backoff) -> CommError {
+        let (name, waited, state) = (Arc::clone(&self.name), backoff.waited(), self.state());
         CommError::Deadline { name, stage, waited, state }
     }
 
     /// The call lock, also when its holder hangs in a call that was not expected to wait.
     fn lock_against_waiting(&self) -> Result<MutexGuard<'_, Inner>, CommError> {
-        let patience = Patience::new(ABORT_LIMIT * 2);
+        let backoff = Backoff::new(ABORT_LIMIT * 2);
         let mut has_revoked = false;
         loop {
             match self.inner.try_lock() {
@@ -334,12 +334,12 @@ impl Shared {
                 Err(TryLockError::Poisoned(poisoned)) => return Ok(poisoned.into_inner()),
                 Err(TryLockError::WouldBlock) => {}
             }
-            if patience.waited() > ABORT_LIMIT && !has_revoked {
+            if backoff.waited() > ABORT_LIMIT && !has_revoked {
                 has_revoked = true;
                 self.revoke_from_outside();
             }
-            if !patience.pause() {
-                return Err(self.overdue(Stage::Abort, &patience));
+            if !backoff.pause() {
+                return Err(self.overdue(Stage::Abort, &backoff));
             }
         }
     }

@@ -47,12 +47,14 @@
 //! `SYMMALLOC_NCCL_LIBRARY` names another one. CUDA versions are chosen as in `symmalloc-cuda`.
 //!
 //! # Implementation
-//! `calls.rs` resolves NCCL's calls; `communicator/call.rs` says on which thread they are made and for how long,
-//! `communicator/ending.rs` what happens when one does not come back. `registrar.rs` follows the segment log of the allocator,
-//! `registrar/plan.rs` says what one sync does, `registrar/round.rs` compares the plans of the ranks in one collective. `unsafe` stands only where
-//! NCCL or the driver is called, and where collectives take memory by its address.
+//! `calls.rs` has a function for each NCCL call and names the contract under which it is safe; `driver.rs` has the few calls of the
+//! driver. `communicator/call.rs` says on which thread NCCL is called and for how long, `communicator/ending.rs` what happens
+//! when a call does not come back. `collectives.rs` describes the collectives once, for plain and checked ones. `registrar.rs`
+//! follows the segment log of the allocator, `registrar/plan.rs` says what one sync does, `registrar/round.rs` compares the plans
+//! of the ranks in one collective. `unsafe` blocks stand in `calls.rs`, `driver.rs` and `library.rs` alone.
 
 mod all_to_all;
+mod backoff;
 mod calls;
 mod collectives;
 mod communicator;
@@ -66,12 +68,11 @@ mod library;
 #[cfg(feature = "metrics")]
 pub mod metrics;
 mod nccl_error;
-mod patience;
 mod registrar;
 mod rendezvous;
+mod sequence_counter;
 mod splits;
 mod transport;
-mod turns;
 mod unique_id;
 mod version;
 

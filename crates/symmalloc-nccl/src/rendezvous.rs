@@ -19,11 +19,11 @@
 pub(crate) mod error;
 mod meeting_point;
 
+use crate::backoff::Backoff;
 use crate::error::CommError;
 use crate::launch::Launch;
 use crate::library::Nccl;
-use crate::patience::Patience;
-use crate::turns::Turns;
+use crate::sequence_counter::SequenceCounter;
 use crate::unique_id::{COMM_ID_VARIABLE, UniqueId};
 use error::RendezvousError;
 use meeting_point::{MeetingPoint, hash, job_of};
@@ -38,7 +38,7 @@ const HELLO_BYTES: usize = 8 + 8 + 4 + 4 + 8;
 /// Magic, verdict, id.
 const REPLY_BYTES: usize = 8 + 1 + UniqueId::BYTES;
 /// How long a visitor may take to say who it is, and rank 0 to answer.
-const PATIENCE_WITH_ONE: Duration = Duration::from_secs(5);
+const VISITOR_LIMIT: Duration = Duration::from_secs(5);
 /// Visitors that have not said who they are: more wait outside.
 const VISITORS_MAX: usize = 1024;
 
@@ -51,26 +51,26 @@ impl Launch {
     /// # Errors
     /// When libnccl cannot be used, or the ranks do not find each other within the deadline.
     pub fn unique_id(&self, deadline: Duration) -> Result<UniqueId, CommError> {
-        self.unique_id_from(Nccl::load()?, &Patience::new(deadline))
+        self.unique_id_from(Nccl::load()?, &Backoff::new(deadline))
     }
 
-    pub(crate) fn unique_id_from(&self, nccl: &Nccl, patience: &Patience) -> Result<UniqueId, CommError> {
-        static TURNS: Turns<u64> = Turns::new();
+    pub(crate) fn unique_id_from(&self, nccl: &Nccl, backoff: &Backoff) -> Result<UniqueId, CommError> {
+        static COUNTER: SequenceCounter<u64> = SequenceCounter::new();
         if self.ranks == 1 || std::env::var_os(COMM_ID_VARIABLE).is_some() {
             return UniqueId::from_nccl(nccl);
         }
         let point = MeetingPoint::of(self, |name| std::env::var(name).ok())?;
         // The n-th meeting of one rank is the n-th of every other.
-        let turn = TURNS.next(hash(job_of(self).as_bytes()), self.rank);
+        let turn = COUNTER.next(hash(job_of(self).as_bytes()), self.rank);
         let meeting = Meeting::new(self, turn);
         if self.rank == 0 {
             // Listening first: whoever knocks meanwhile waits.
             let listener = point.listen()?;
             let id = UniqueId::from_nccl(nccl)?;
-            meeting.give(&listener, &id, patience)?;
+            meeting.give(&listener, &id, backoff)?;
             return Ok(id);
         }
-        Ok(meeting.ask(&point.addresses, self.rank, patience)?)
+        Ok(meeting.ask(&point.addresses, self.rank, backoff)?)
     }
 }
 
@@ -149,7 +149,7 @@ impl Visitor {
         }
         match <&[u8; HELLO_BYTES]>::try_from(self.hello.as_slice()) {
             Ok(bytes) => Ok(Some(Hello::from_bytes(bytes))),
-            Err(_) if self.since.elapsed() > PATIENCE_WITH_ONE => Err(io::ErrorKind::TimedOut.into()),
+            Err(_) if self.since.elapsed() > VISITOR_LIMIT => Err(io::ErrorKind::TimedOut.into()),
             Err(_) => Ok(None),
         }
     }
@@ -172,7 +172,7 @@ impl Meeting {
     }
 
     /// Rank 0's side: gives the id to every other rank, once each.
-    fn give(&self, listener: &TcpListener, id: &UniqueId, patience: &Patience) -> Result<(), RendezvousError> {
+    fn give(&self, listener: &TcpListener, id: &UniqueId, backoff: &Backoff) -> Result<(), RendezvousError> {
         // By rank: the visit that it came with.
         let mut came: Vec<Option<u64>> = vec![None; self.ranks as usize];
         let mut visitors: Vec<Visitor> = vec![];
@@ -197,9 +197,9 @@ impl Meeting {
                 // A stranger: it gets nothing.
                 Ok(Some(None)) | Err(_) => false,
             });
-            if !patience.pause() {
+            if !backoff.pause() {
                 let missing = (1..self.ranks).filter(|rank| came[*rank as usize].is_none()).collect();
-                return Err(RendezvousError::Missing { missing, waited: patience.waited() });
+                return Err(RendezvousError::Missing { missing, waited: backoff.waited() });
             }
         }
         Ok(())
@@ -217,11 +217,11 @@ impl Meeting {
     }
 
     /// The others' side: knocks until the right rank 0 answers.
-    fn ask(&self, addresses: &[SocketAddr], rank: u32, patience: &Patience) -> Result<UniqueId, RendezvousError> {
+    fn ask(&self, addresses: &[SocketAddr], rank: u32, backoff: &Backoff) -> Result<UniqueId, RendezvousError> {
         let hello = Hello { job: self.job, ranks: self.ranks, rank, visit: visit() }.bytes();
         loop {
             for address in addresses {
-                let limit = patience.left().min(PATIENCE_WITH_ONE);
+                let limit = backoff.left().min(VISITOR_LIMIT);
                 if limit.is_zero() {
                     break;
                 }
@@ -232,10 +232,10 @@ impl Meeting {
                     Ok((Verdict::OtherJob, _)) | Err(_) => {}
                 }
             }
-            // Not more often than a hundred times a second, whatever the patience: a knock is a packet.
-            std::thread::sleep(patience.left().min(Duration::from_millis(10)));
-            if !patience.pause() {
-                return Err(RendezvousError::NoAnswer { address: addresses[0], waited: patience.waited() });
+            // Not more often than a hundred times a second, whatever the backoff: a knock is a packet.
+            std::thread::sleep(backoff.left().min(Duration::from_millis(10)));
+            if !backoff.pause() {
+                return Err(RendezvousError::NoAnswer { address: addresses[0], waited: backoff.waited() });
             }
         }
     }
@@ -291,8 +291,8 @@ mod tests {
         (listener, address)
     }
 
-    fn patience(millis: u64) -> Patience {
-        Patience::new(Duration::from_millis(millis))
+    fn backoff(millis: u64) -> Backoff {
+        Backoff::new(Duration::from_millis(millis))
     }
 
     fn meeting(ranks: u32) -> Meeting {
@@ -307,11 +307,11 @@ mod tests {
                 .map(|rank| {
                     scope.spawn(move || {
                         thread::sleep(Duration::from_millis(u64::from(7 - rank) * 10));
-                        meeting(6).ask(&[address], rank, &patience(10_000))
+                        meeting(6).ask(&[address], rank, &backoff(10_000))
                     })
                 })
                 .collect();
-            meeting(6).give(&listener, &UniqueId::from_bytes(ID), &patience(10_000)).expect("all come");
+            meeting(6).give(&listener, &UniqueId::from_bytes(ID), &backoff(10_000)).expect("all come");
             for other in others {
                 assert_eq!(other.join().expect("no panic"), Ok(UniqueId::from_bytes(ID)));
             }
@@ -323,10 +323,10 @@ mod tests {
         let (listener, address) = anywhere();
         drop(listener);
         thread::scope(|scope| {
-            let other = scope.spawn(move || meeting(2).ask(&[address], 1, &patience(10_000)));
+            let other = scope.spawn(move || meeting(2).ask(&[address], 1, &backoff(10_000)));
             thread::sleep(Duration::from_millis(60));
             let listener = listen_at(address).expect("still free");
-            meeting(2).give(&listener, &UniqueId::from_bytes(ID), &patience(10_000)).expect("it comes");
+            meeting(2).give(&listener, &UniqueId::from_bytes(ID), &backoff(10_000)).expect("it comes");
             assert_eq!(other.join().expect("no panic"), Ok(UniqueId::from_bytes(ID)));
         });
     }
@@ -338,15 +338,15 @@ mod tests {
             let silent = TcpStream::connect(address).expect("listening");
             let mut babbling = TcpStream::connect(address).expect("listening");
             babbling.write_all(b"GET / HTTP/1.1\r\nHost: nobody at all\r\n\r\n").expect("sent");
-            let other_job = scope.spawn(move || Meeting { job: 1, ranks: 2 }.ask(&[address], 1, &patience(150)));
-            let other_size = scope.spawn(move || meeting(3).ask(&[address], 1, &patience(150)));
+            let other_job = scope.spawn(move || Meeting { job: 1, ranks: 2 }.ask(&[address], 1, &backoff(150)));
+            let other_size = scope.spawn(move || meeting(3).ask(&[address], 1, &backoff(150)));
             let late = scope.spawn(move || {
                 thread::sleep(Duration::from_millis(250));
-                meeting(2).ask(&[address], 1, &patience(10_000))
+                meeting(2).ask(&[address], 1, &backoff(10_000))
             });
             let since = Instant::now();
-            meeting(2).give(&listener, &UniqueId::from_bytes(ID), &patience(10_000)).expect("it comes");
-            assert!(since.elapsed() < PATIENCE_WITH_ONE, "the silent one held it up");
+            meeting(2).give(&listener, &UniqueId::from_bytes(ID), &backoff(10_000)).expect("it comes");
+            assert!(since.elapsed() < VISITOR_LIMIT, "the silent one held it up");
             assert!(matches!(other_job.join().expect("no panic"), Err(RendezvousError::NoAnswer { .. })));
             assert!(matches!(other_size.join().expect("no panic"), Err(RendezvousError::NoAnswer { .. })));
             assert_eq!(late.join().expect("no panic"), Ok(UniqueId::from_bytes(ID)));
@@ -362,8 +362,8 @@ mod tests {
     fn rank_0_names_the_ranks_that_did_not_come() {
         let (listener, address) = anywhere();
         thread::scope(|scope| {
-            let other = scope.spawn(move || meeting(4).ask(&[address], 2, &patience(5_000)));
-            let given = meeting(4).give(&listener, &UniqueId::from_bytes(ID), &patience(300));
+            let other = scope.spawn(move || meeting(4).ask(&[address], 2, &backoff(5_000)));
+            let given = meeting(4).give(&listener, &UniqueId::from_bytes(ID), &backoff(300));
             let Err(RendezvousError::Missing { missing, waited }) = given else { panic!("{given:?}") };
             assert_eq!(missing, [1, 3]);
             assert!(waited >= Duration::from_millis(300));
@@ -376,7 +376,7 @@ mod tests {
         let (listener, address) = anywhere();
         drop(listener);
         let since = Instant::now();
-        let asked = meeting(2).ask(&[address], 1, &patience(120));
+        let asked = meeting(2).ask(&[address], 1, &backoff(120));
         assert!(matches!(asked, Err(RendezvousError::NoAnswer { address: at, .. }) if at == address));
         assert!(since.elapsed() < Duration::from_secs(2));
     }
@@ -405,7 +405,7 @@ mod tests {
                 let mut reply = [0; REPLY_BYTES];
                 stream.read_exact(&mut reply).map(|()| reply)
             });
-            meeting(2).give(&listener, &UniqueId::from_bytes(ID), &patience(10_000)).expect("it comes");
+            meeting(2).give(&listener, &UniqueId::from_bytes(ID), &backoff(10_000)).expect("it comes");
             let reply = other.join().expect("no panic").expect("answered");
             assert_eq!((&reply[..8], reply[8], &reply[9..]), (&MAGIC[..], 0, &ID[..]));
         });
@@ -421,7 +421,7 @@ mod tests {
         assert_eq!(listener.local_addr().expect("bound"), second);
         thread::scope(|scope| {
             let addresses = &point.addresses;
-            let other = scope.spawn(move || meeting(2).ask(addresses, 1, &patience(20_000)));
+            let other = scope.spawn(move || meeting(2).ask(addresses, 1, &backoff(20_000)));
             // The stranger on the first port hangs up on whoever comes.
             scope.spawn(move || {
                 let until = Instant::now() + Duration::from_millis(200);
@@ -430,7 +430,7 @@ mod tests {
                     thread::sleep(Duration::from_millis(5));
                 }
             });
-            meeting(2).give(&listener, &UniqueId::from_bytes(ID), &patience(20_000)).expect("it comes");
+            meeting(2).give(&listener, &UniqueId::from_bytes(ID), &backoff(20_000)).expect("it comes");
             assert_eq!(other.join().expect("no panic"), Ok(UniqueId::from_bytes(ID)));
         });
     }

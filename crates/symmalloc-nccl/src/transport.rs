@@ -12,13 +12,13 @@
 //! (seen on 4 H200). So each message carries a seal of its bytes and of the gather's number, and a slot whose seal does not fit
 //! means that another rank gave up.
 
+use crate::backoff::Backoff;
 use crate::communicator::buffers::{Buffers, Elements};
 use crate::communicator::operation::NcclCall;
 use crate::communicator::{Communicator, Stage};
 use crate::data_type::DataType;
 use crate::driver::refused;
 use crate::error::CommError;
-use crate::patience::Patience;
 use cudarc::driver::{CudaEvent, CudaStream};
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -96,13 +96,13 @@ impl NcclTransport {
         let stream = &*staging.stream;
         self.comm.collective(NcclCall::AllGather, |comm| Buffers::raw(comm, send, receive, DataType::Uint8, stream))?;
         staging.event.record(&staging.stream).map_err(refused("cuEventRecord"))?;
-        let patience = Patience::new(self.comm.deadline());
+        let backoff = Backoff::new(self.comm.deadline());
         while !staging.event.try_is_complete().map_err(refused("cuEventQuery"))? {
-            if patience.waited() > ASK_NCCL_AFTER {
+            if backoff.waited() > ASK_NCCL_AFTER {
                 self.comm.check()?;
             }
-            if !patience.pause() {
-                return Err(self.comm.give_up(Stage::Run, patience.waited()));
+            if !backoff.pause() {
+                return Err(self.comm.give_up(Stage::Run, backoff.waited()));
             }
         }
         let slots = messages[..all_bytes].chunks_exact(slot_bytes).map(|slot| slot.split_at(message.len()));

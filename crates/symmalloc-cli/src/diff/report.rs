@@ -7,7 +7,7 @@ use crate::error::CliError;
 use crate::output::{self, Palette};
 use crate::quantity::{count, counted};
 use crate::replay::describe;
-use serde::Serialize;
+use serde_json::{Value, json};
 use std::fmt::Write;
 use std::path::Path;
 use symmalloc_core::ids::Placement;
@@ -19,16 +19,15 @@ pub(crate) fn run(args: &DiffArgs) -> Result<Verdict, CliError> {
     let options = ReadOptions::from(&args.reading);
     let (a, b) = (read_path(&args.a, &options)?, read_path(&args.b, &options)?);
     let diff = Diff::new(&a, &b);
-    let text = if args.json {
-        json(&diff)
+    if args.json {
+        output::print_json(&object(&diff))?;
     } else {
         let palette = Palette::of_stdout();
         let mut text = header("A", &args.a, &a, palette);
         text.push_str(&header("B", &args.b, &b, palette));
         text.push_str(&findings(&diff, palette));
-        text
-    };
-    output::print(&text)?;
+        output::print(&text)?;
+    }
     Ok(if diff.is_same() { Verdict::Agree } else { Verdict::Differ })
 }
 
@@ -110,67 +109,27 @@ fn line(op: &Op) -> String {
     }
 }
 
-#[derive(Serialize)]
-struct Object {
-    same_ops: bool,
-    allocs: usize,
-    differing_placements: Option<usize>,
-    first: Option<First>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    first_op_difference: Option<FirstOp>,
-}
-
-#[derive(Serialize)]
-struct First {
-    allocation: usize,
-    op: usize,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    name: Option<Box<str>>,
-    a: PlacementObject,
-    b: PlacementObject,
-}
-
-#[derive(Serialize)]
-struct PlacementObject {
-    segment: u32,
-    offset: u64,
-}
-
-#[derive(Serialize)]
-struct FirstOp {
-    a: Option<Did>,
-    b: Option<Did>,
-}
-
-#[derive(Serialize)]
-struct Did {
-    op: usize,
-    did: String,
-}
-
-impl From<Placement> for PlacementObject {
-    fn from(placement: Placement) -> Self {
-        PlacementObject { segment: placement.segment.0, offset: placement.offset_bytes }
+/// What `diff --json` prints. Its keys are an interface: `symmalloc diff --help` lists them.
+fn object(diff: &Diff) -> Value {
+    let call = |call: &Option<(usize, Op)>| call.as_ref().map(|(op, what)| json!({ "op": op, "did": line(what) }));
+    let place = |at: Placement| json!({ "segment": at.segment.0, "offset": at.offset_bytes });
+    let first = |first: &PlacementDifference| {
+        let mut object = json!({ "allocation": first.allocation, "op": first.op });
+        if let Some(name) = &first.name {
+            object["name"] = json!(name);
+        }
+        object["a"] = place(first.a);
+        object["b"] = place(first.b);
+        object
+    };
+    let mut object = json!({
+        "same_ops": diff.same_ops(),
+        "allocs": diff.allocations,
+        "differing_placements": diff.differing_placements,
+        "first": diff.first.as_ref().map(first),
+    });
+    if let Some(OpDifference { a, b }) = &diff.first_op {
+        object["first_op_difference"] = json!({ "a": call(a), "b": call(b) });
     }
-}
-
-fn json(diff: &Diff) -> String {
-    let did = |call: &Option<(usize, Op)>| call.as_ref().map(|(op, what)| Did { op: *op, did: line(what) });
-    let first = |first: &PlacementDifference| First {
-        allocation: first.allocation,
-        op: first.op,
-        name: first.name.clone(),
-        a: first.a.into(),
-        b: first.b.into(),
-    };
-    let object = Object {
-        same_ops: diff.same_ops(),
-        allocs: diff.allocations,
-        differing_placements: diff.differing_placements,
-        first: diff.first.as_ref().map(first),
-        first_op_difference: diff.first_op.as_ref().map(|OpDifference { a, b }| FirstOp { a: did(a), b: did(b) }),
-    };
-    let mut text = serde_json::to_string_pretty(&object).expect("plain numbers and strings have a JSON form");
-    text.push('\n');
-    text
+    object
 }

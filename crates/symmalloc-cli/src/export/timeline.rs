@@ -7,25 +7,12 @@ use crate::error::CliError;
 use crate::output::{self, Palette};
 use crate::quantity::{count, counted};
 use crate::recorded::Recorded;
-use serde::Serialize;
+use serde_json::{Value, json};
 use std::fmt::Write as _;
 use symmalloc_import::compression::Compressor;
 use symmalloc_import::export::ExportError;
 use symmalloc_import::perfetto::{TimelineOptions, TimelineSummary, timeline};
 use symmalloc_import::rerun::{Rerun, RerunError};
-
-/// What `export --json` prints for a time line. Its keys are an interface: `symmalloc export --help` lists them.
-#[derive(Serialize)]
-struct Object {
-    trace: String,
-    timeline: String,
-    heaps: u64,
-    slices: u64,
-    left_out: u64,
-    points: u64,
-    ops_per_point: u64,
-    instants: u64,
-}
 
 pub(super) fn export(args: &ExportArgs, recorded: &Recorded) -> Result<Verdict, CliError> {
     let (program, config) = (recorded.program(), &recorded.config);
@@ -51,17 +38,18 @@ pub(super) fn export(args: &ExportArgs, recorded: &Recorded) -> Result<Verdict, 
     Ok(Verdict::Agree)
 }
 
-fn object(args: &ExportArgs, summary: &TimelineSummary) -> Object {
-    Object {
-        trace: args.input.display().to_string(),
-        timeline: args.output.display().to_string(),
-        heaps: summary.heaps,
-        slices: summary.slices,
-        left_out: summary.left_out,
-        points: summary.points,
-        ops_per_point: summary.ops_per_point,
-        instants: summary.instants,
-    }
+/// What `export --json` prints for a time line. Its keys are an interface: `symmalloc export --help` lists them.
+fn object(args: &ExportArgs, summary: &TimelineSummary) -> Value {
+    json!({
+        "trace": args.input.display().to_string(),
+        "timeline": args.output.display().to_string(),
+        "heaps": summary.heaps,
+        "slices": summary.slices,
+        "left_out": summary.left_out,
+        "points": summary.points,
+        "ops_per_point": summary.ops_per_point,
+        "instants": summary.instants,
+    })
 }
 
 fn screen(args: &ExportArgs, summary: &TimelineSummary, palette: Palette) -> String {

@@ -1,4 +1,4 @@
-//! Tests of the export, read back by our own reader. `tests/export.rs` reads with Python's.
+//! Tests of the export, read back by our own reader. `tests/files/export.rs` reads with Python's.
 
 use symmalloc_core::Allocator;
 use symmalloc_core::op::Op;

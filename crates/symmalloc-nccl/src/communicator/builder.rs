@@ -6,13 +6,13 @@ use super::order::CommOrder;
 use super::shared::{Inner, Life, Mode, Ownership, Shared};
 use super::state::{CommState, Stage};
 use super::threads::{self, Answer, Kept, Waited, start, wait_for};
+use crate::backoff::Backoff;
 use crate::driver;
 use crate::error::CommError;
 use crate::handles::{CommHandle, NewHandle};
 use crate::launch::Launch;
 use crate::library::Nccl;
-use crate::patience::Patience;
-use crate::turns::Turns;
+use crate::sequence_counter::SequenceCounter;
 use crate::unique_id::{COMM_ID_VARIABLE, UniqueId};
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::slice::from_mut;
@@ -103,8 +103,8 @@ impl CommunicatorBuilder {
     /// When ranks do not come within the deadline, or NCCL or the driver refuses. Nothing is left then, but for a deadline in
     /// blocking mode: the thread that connects stays in NCCL until the other ranks have come or are gone.
     pub fn connect(self, id: UniqueId, rank: u32, ranks: u32) -> Result<Communicator, CommError> {
-        let patience = Patience::new(self.deadline);
-        self.connect_until(id, rank, ranks, &patience)
+        let backoff = Backoff::new(self.deadline);
+        self.connect_until(id, rank, ranks, &backoff)
     }
 
     /// Connects all ranks of the job, as the launcher's variables say, with an id that comes to all ranks as
@@ -113,10 +113,10 @@ impl CommunicatorBuilder {
     /// # Errors
     /// When the environment does not say enough, and as [`connect`](Self::connect).
     pub fn connect_env(self) -> Result<Communicator, CommError> {
-        let patience = Patience::new(self.deadline);
+        let backoff = Backoff::new(self.deadline);
         let launch = Launch::from_env()?;
-        let id = launch.unique_id_from(self.nccl()?, &patience)?;
-        self.connect_until(id, launch.rank, launch.ranks, &patience)
+        let id = launch.unique_id_from(self.nccl()?, &backoff)?;
+        self.connect_until(id, launch.rank, launch.ranks, &backoff)
     }
 
     fn nccl(&self) -> Result<&'static Nccl, CommError> {
@@ -126,13 +126,7 @@ impl CommunicatorBuilder {
         }
     }
 
-    fn connect_until(
-        self,
-        id: UniqueId,
-        rank: u32,
-        ranks: u32,
-        patience: &Patience,
-    ) -> Result<Communicator, CommError> {
+    fn connect_until(self, id: UniqueId, rank: u32, ranks: u32, backoff: &Backoff) -> Result<Communicator, CommError> {
         let name = self.name.as_str();
         let span = tracing::debug_span!(target: "symmalloc", "communicator.connect", communicator = name, rank, ranks);
         let _entered = span.entered();
@@ -150,11 +144,11 @@ impl CommunicatorBuilder {
             (Some(Arc::clone(&new) as _), Arc::clone(&new), self.mode == Mode::Blocking);
         let caller =
             start(&self.device, kept, move || nccl.calls().init(&out, raw_ranks, *id.as_bytes(), raw_rank, blocking));
-        let answer = match wait_for(&caller, patience, || false) {
+        let answer = match wait_for(&caller, backoff, || false) {
             Waited::Came(answer) => answer,
             Waited::Stopped | Waited::TooLong => {
                 abort_when_back(caller, &self.device, nccl, new);
-                let (stage, waited, state) = (Stage::Connect, patience.waited(), CommState::Lost);
+                let (stage, waited, state) = (Stage::Connect, backoff.waited(), CommState::Lost);
                 return Err(CommError::Deadline { name, stage, waited, state });
             }
         };
@@ -168,7 +162,7 @@ impl CommunicatorBuilder {
             end_all(from_mut(&mut shared.access()?), Ending::Unborn, Some(&error), GRACE);
             return Err(Arc::unwrap_or_clone(error));
         }
-        Communicator::settled(shared, patience)
+        Communicator::settled(shared, backoff)
     }
 
     /// A communicator that other code made and destroys, under this builder's name, which all ranks give alike. It is never
@@ -194,8 +188,8 @@ impl CommunicatorBuilder {
         if usize::try_from(actual) != Ok(ordinal) {
             return Err(CommError::OtherDevice { ordinal, actual });
         }
-        let (order, patience) = (CommOrder::borrowed(&names.0), Patience::new(self.deadline));
-        Communicator::settled(self.shared(nccl, names, order, Ownership::Borrowed, comm), &patience)
+        let (order, backoff) = (CommOrder::borrowed(&names.0), Backoff::new(self.deadline));
+        Communicator::settled(self.shared(nccl, names, order, Ownership::Borrowed, comm), &backoff)
     }
 
     fn names(&self) -> Result<(Arc<str>, Arc<CStr>), CommError> {
@@ -267,8 +261,8 @@ fn ordinal_of(id: &UniqueId, rank: u32) -> u32 {
     if std::env::var_os(COMM_ID_VARIABLE).is_none() {
         return 0;
     }
-    static TURNS: Turns<UniqueId> = Turns::new();
-    TURNS.next(*id, rank)
+    static COUNTER: SequenceCounter<UniqueId> = SequenceCounter::new();
+    COUNTER.next(*id, rank)
 }
 
 #[cfg(test)]

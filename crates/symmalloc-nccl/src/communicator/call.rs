@@ -14,9 +14,9 @@ use super::ending::{ABORT_LIMIT, Ending, GRACE, end_all};
 use super::shared::{Access, Mode, lock};
 use super::state::{CommState, Stage};
 use super::threads::{CallError, Kept, Waited, start, wait_for};
+use crate::backoff::Backoff;
 use crate::calls::{Calls, Outcome, Progress};
 use crate::error::CommError;
-use crate::patience::Patience;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -50,9 +50,9 @@ pub(super) fn perform(
     kept: &Kept,
     call: impl FnOnce(&'static Calls) -> Outcome + Send + 'static,
 ) -> Result<(), CommError> {
-    let patience = Patience::new(accesses[0].shared.deadline);
-    make(accesses, stage, route, kept, &patience, call)?;
-    settle(accesses, stage, kept, &patience)
+    let backoff = Backoff::new(accesses[0].shared.deadline);
+    make(accesses, stage, route, kept, &backoff, call)?;
+    settle(accesses, stage, kept, &backoff)
 }
 
 /// Makes a call, on this thread or on another one, and waits until it returns.
@@ -61,7 +61,7 @@ pub(super) fn make(
     stage: Stage,
     route: Route,
     kept: &Kept,
-    patience: &Patience,
+    backoff: &Backoff,
     call: impl FnOnce(&'static Calls) -> Outcome + Send + 'static,
 ) -> Result<(), CommError> {
     let (calls, device) = (accesses[0].shared.nccl.calls(), &accesses[0].shared.device);
@@ -72,11 +72,11 @@ pub(super) fn make(
         }
         Route::Apart => {
             let caller = start(device, kept.clone(), move || call(calls));
-            match wait_for(&caller, patience, || is_abort_asked(accesses)) {
+            match wait_for(&caller, backoff, || is_abort_asked(accesses)) {
                 Waited::Came(answer) => answer,
                 Waited::Stopped => return Err(stopped(accesses, Ending::Inside { stage, caller })),
                 Waited::TooLong => {
-                    return Err(overdue(accesses, stage, patience.waited(), Ending::Inside { stage, caller }));
+                    return Err(overdue(accesses, stage, backoff.waited(), Ending::Inside { stage, caller }));
                 }
             }
         }
@@ -89,7 +89,7 @@ pub(super) fn settle(
     accesses: &mut [Access<'_>],
     stage: Stage,
     kept: &Kept,
-    patience: &Patience,
+    backoff: &Backoff,
 ) -> Result<(), CommError> {
     let mut next = 0;
     while let Some(access) = accesses.get(next) {
@@ -99,9 +99,9 @@ pub(super) fn settle(
             Ok(Progress::Underway) if is_abort_asked(accesses) => {
                 return Err(stopped(accesses, Ending::Underway { kept: kept.clone() }));
             }
-            Ok(Progress::Underway) if patience.pause() => {}
+            Ok(Progress::Underway) if backoff.pause() => {}
             Ok(Progress::Underway) => {
-                return Err(overdue(accesses, stage, patience.waited(), Ending::Underway { kept: kept.clone() }));
+                return Err(overdue(accesses, stage, backoff.waited(), Ending::Underway { kept: kept.clone() }));
             }
             Err(error) => {
                 let error = Arc::new(CommError::from(error));

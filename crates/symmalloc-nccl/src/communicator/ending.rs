@@ -18,10 +18,10 @@
 use super::shared::{Access, Life, Mode, Ownership, lock};
 use super::state::{CommState, Stage};
 use super::threads::{self, Answer, Kept};
+use crate::backoff::Backoff;
 use crate::calls::{Calls, Progress};
 use crate::error::CommError;
 use crate::handles::{CommHandle, RegistrationHandle, WindowHandle};
-use crate::patience::Patience;
 use crate::version::Capability;
 use std::ffi::CStr;
 use std::sync::mpsc::{Receiver, channel};
@@ -159,10 +159,10 @@ impl Remains {
         if self.calls.revoke(self.comm).is_err() {
             return false;
         }
-        let patience = Patience::new(ABORT_LIMIT);
+        let backoff = Backoff::new(ABORT_LIMIT);
         loop {
             match self.calls.poll("ncclCommRevoke", self.comm) {
-                Ok(Progress::Underway) if self.mode == Mode::Nonblocking && patience.pause() => {}
+                Ok(Progress::Underway) if self.mode == Mode::Nonblocking && backoff.pause() => {}
                 answer => return answer == Ok(Progress::Done),
             }
         }

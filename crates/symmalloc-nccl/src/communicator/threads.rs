@@ -3,10 +3,10 @@
 //! A thread that is through with its call waits for the next one: making one costs some 50 us, and CUDA's first call on it as much
 //! again. One that hangs in a call is never seen again, and another takes its place.
 
+use crate::backoff::Backoff;
 use crate::calls::{Outcome, Progress};
 use crate::error::CommError;
 use crate::nccl_error::NcclError;
-use crate::patience::Patience;
 use std::any::Any;
 use std::io::{self, ErrorKind};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SendError, Sender, channel};
@@ -131,13 +131,13 @@ pub(super) enum Waited {
 }
 
 /// Waits for the thread's answer.
-pub(super) fn wait_for(caller: &Receiver<Answer>, patience: &Patience, stop: impl Fn() -> bool) -> Waited {
+pub(super) fn wait_for(caller: &Receiver<Answer>, backoff: &Backoff, stop: impl Fn() -> bool) -> Waited {
     loop {
-        match caller.recv_timeout(patience.left().min(LOOK)) {
+        match caller.recv_timeout(backoff.left().min(LOOK)) {
             Ok(answer) => return Waited::Came(answer),
             Err(RecvTimeoutError::Disconnected) => return Waited::Came(Err(CallError::Thread(ErrorKind::Other))),
             Err(RecvTimeoutError::Timeout) if stop() => return Waited::Stopped,
-            Err(RecvTimeoutError::Timeout) if patience.left().is_zero() => return Waited::TooLong,
+            Err(RecvTimeoutError::Timeout) if backoff.left().is_zero() => return Waited::TooLong,
             Err(RecvTimeoutError::Timeout) => {}
         }
     }

@@ -91,22 +91,22 @@ const PROTOCOL: u64 = 1;
 impl Summary {
     pub(crate) const BYTES: usize = 8 * (PlanField::ALL.len() + 1);
 
-    pub(crate) fn new(plan: &SyncPlan, around: &Circumstances) -> Self {
+    pub(crate) fn new(plan: &SyncPlan, circumstances: &Circumstances) -> Self {
         let (registrations, deregistrations) = plan.counts();
         let word = |field| match field {
             PlanField::Protocol => PROTOCOL,
-            PlanField::Mode => around.mode,
-            PlanField::OffsetChecks => around.offset_checks.into(),
-            PlanField::Library => around.library,
-            PlanField::SyncNumber => around.sync_number,
-            PlanField::Attached => around.attached,
-            PlanField::Windows => around.windows,
-            PlanField::WindowBytes => around.window_bytes,
+            PlanField::Mode => circumstances.mode,
+            PlanField::OffsetChecks => circumstances.offset_checks.into(),
+            PlanField::Library => circumstances.library,
+            PlanField::SyncNumber => circumstances.sync_number,
+            PlanField::Attached => circumstances.attached,
+            PlanField::Windows => circumstances.windows,
+            PlanField::WindowBytes => circumstances.window_bytes,
             PlanField::Registrations => registrations,
             PlanField::Deregistrations => deregistrations,
             PlanField::Steps => plan.digest(),
         };
-        Summary { words: PlanField::ALL.map(word), space_bytes: around.space_bytes }
+        Summary { words: PlanField::ALL.map(word), space_bytes: circumstances.space_bytes }
     }
 
     pub(crate) fn write(&self, message: &mut Vec<u8>) {
@@ -255,7 +255,7 @@ mod tests {
     use symmalloc_core::backend::DeviceAddress;
     use symmalloc_core::{PoolId, SegmentId};
 
-    const AROUND: Circumstances = Circumstances {
+    const CIRCUMSTANCES: Circumstances = Circumstances {
         mode: 1,
         offset_checks: false,
         library: 22809,
@@ -298,7 +298,7 @@ mod tests {
 
     #[test]
     fn a_summary_survives_its_message() {
-        let summary = Summary::new(&plan(3, 9), &AROUND);
+        let summary = Summary::new(&plan(3, 9), &CIRCUMSTANCES);
         let mut message = Vec::new();
         summary.write(&mut message);
         assert_eq!(message.len(), Summary::BYTES);
@@ -307,15 +307,15 @@ mod tests {
 
     #[test]
     fn the_space_that_a_rank_wants_is_no_difference() {
-        let one = Summary::new(&plan(3, 9), &AROUND);
-        let other = Summary::new(&plan(3, 9), &Circumstances { space_bytes: 1, ..AROUND });
+        let one = Summary::new(&plan(3, 9), &CIRCUMSTANCES);
+        let other = Summary::new(&plan(3, 9), &Circumstances { space_bytes: 1, ..CIRCUMSTANCES });
         assert_eq!(compare(&[one, other]), Ok(()));
     }
 
     #[test]
     fn the_most_telling_field_is_named_with_its_ranks() {
-        let one = Summary::new(&plan(3, 9), &AROUND);
-        let other = Summary::new(&plan(4, 9), &Circumstances { library: 23007, ..AROUND });
+        let one = Summary::new(&plan(3, 9), &CIRCUMSTANCES);
+        let other = Summary::new(&plan(4, 9), &Circumstances { library: 23007, ..CIRCUMSTANCES });
         let difference = compare(&[one, one, other]).expect_err("they differ");
         assert_eq!(
             difference.to_string(),
@@ -336,7 +336,7 @@ mod tests {
     #[test]
     fn a_difference_in_steps_reads_as_a_sentence() {
         let plans = [plan(1, 9), plan(2, 9)];
-        let summaries = plans.each_ref().map(|plan| Summary::new(plan, &AROUND));
+        let summaries = plans.each_ref().map(|plan| Summary::new(plan, &CIRCUMSTANCES));
         let mut difference = compare(&summaries).expect_err("they differ");
         assert!(difference.is_about_steps());
         difference.first_step = search(&plans);

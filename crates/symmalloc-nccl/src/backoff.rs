@@ -12,15 +12,15 @@ const LONGEST_SLEEP: Duration = Duration::from_millis(2);
 /// A wait with an end. It asks often at first and seldom later: what takes long is late by an eighth of its time at most,
 /// and a wait of minutes costs next to nothing.
 #[derive(Debug)]
-pub(crate) struct Patience {
+pub(crate) struct Backoff {
     since: Instant,
     limit: Duration,
 }
 
-impl Patience {
+impl Backoff {
     /// Begins to wait.
     pub(crate) fn new(limit: Duration) -> Self {
-        Patience { since: Instant::now(), limit }
+        Backoff { since: Instant::now(), limit }
     }
 
     /// How long it has been.
@@ -56,19 +56,19 @@ mod tests {
 
     #[test]
     fn a_wait_ends_when_its_time_is_up_and_asks_seldom_by_then() {
-        let patience = Patience::new(Duration::from_millis(40));
+        let backoff = Backoff::new(Duration::from_millis(40));
         let since = Instant::now();
         let mut sleeps = 0;
-        while patience.pause() {
-            sleeps += u32::from(patience.waited() > YIELD);
+        while backoff.pause() {
+            sleeps += u32::from(backoff.waited() > YIELD);
         }
         assert!(since.elapsed() >= Duration::from_millis(40));
         assert!(sleeps < 120, "{sleeps} questions in 40 ms");
-        assert_eq!(patience.left(), Duration::ZERO);
+        assert_eq!(backoff.left(), Duration::ZERO);
     }
 
     #[test]
     fn no_time_is_no_pause() {
-        assert!(!Patience::new(Duration::ZERO).pause());
+        assert!(!Backoff::new(Duration::ZERO).pause());
     }
 }

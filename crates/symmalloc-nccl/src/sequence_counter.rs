@@ -5,13 +5,13 @@ use std::sync::{Mutex, PoisonError};
 
 /// Counts what each rank does with a key, so that the n-th time of one rank is the n-th time of every other. Ranks may be threads
 /// of one process.
-pub(crate) struct Turns<K> {
+pub(crate) struct SequenceCounter<K> {
     counts: Mutex<BTreeMap<(K, u32), u32>>,
 }
 
-impl<K: Ord> Turns<K> {
+impl<K: Ord> SequenceCounter<K> {
     pub(crate) const fn new() -> Self {
-        Turns { counts: Mutex::new(BTreeMap::new()) }
+        SequenceCounter { counts: Mutex::new(BTreeMap::new()) }
     }
 
     /// How often the rank did it before.
@@ -29,7 +29,10 @@ mod tests {
 
     #[test]
     fn every_rank_and_key_has_its_own_count() {
-        let turns = Turns::new();
-        assert_eq!([turns.next("a", 0), turns.next("a", 0), turns.next("a", 1), turns.next("b", 0)], [0, 1, 0, 0]);
+        let counter = SequenceCounter::new();
+        assert_eq!(
+            [counter.next("a", 0), counter.next("a", 0), counter.next("a", 1), counter.next("b", 0)],
+            [0, 1, 0, 0]
+        );
     }
 }
