@@ -1,9 +1,9 @@
 //! Builds a layout item by item, and refuses what no heap could look like.
 
 use super::contradiction::Contradiction;
-use super::{AllocationLayout, Extent, HeapLayout, Layout, SegmentLayout};
-use crate::Digest;
+use super::parts::{AllocationLayout, Extent, HeapLayout, Layout, SegmentLayout};
 use crate::config::{PoolConfig, SegmentPolicy, StreamPolicy};
+use crate::digest::Digest;
 use crate::ids::{SegmentId, StreamId};
 use crate::op::NAME_BYTES_MAX;
 use crate::size_rules::SizeClass;
