@@ -48,6 +48,7 @@ pub struct SimBackend {
 }
 
 /// The two sizes of a device.
+#[derive(Clone, Copy)]
 pub(super) struct Sizes {
     pub(super) granularity_bytes: u64,
     pub(super) memory_bytes: u64,
