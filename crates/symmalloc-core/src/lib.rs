@@ -66,35 +66,40 @@
 //! out-of-memory path. Everything else stands beside: ops, traces, replay, layouts, statistics, reports, invariants, the simulator.
 #![forbid(unsafe_code)]
 
-pub mod allocator;
-mod blocks;
-pub mod config;
-pub mod config_text;
-pub mod errors;
-mod heap;
-mod history;
-pub mod layout;
-#[cfg(feature = "metrics")]
-pub mod metrics;
-mod nearest;
-pub mod op;
-mod pointers;
-mod restore_error;
-mod size_rules;
-pub mod stats;
-mod streams;
-mod sync;
+// The rooms, in the order in which each may use those above it. A test reads the imports and holds it.
 mod types;
 
+mod sync;
+
+pub mod config;
+
+mod streams;
+
+mod blocks;
+
+mod history;
+
+pub mod stats;
+
+mod pointers;
+
+mod heap;
+
+pub mod allocator;
+
+#[cfg(feature = "metrics")]
+pub mod metrics;
+
 pub use allocator::{Allocator, Retry, SegmentPosition, SharedAllocator, Unread, histories, recording, report};
-pub use config::{Config, PoolConfig};
-pub use errors::LimitScope;
-pub use heap::Violation;
+pub use config::errors::LimitScope;
+pub use config::op::{Op, Record};
+pub use config::size_rules::{SMALL_BYTES_MAX, SizeClass};
+pub use config::text as config_text;
+pub use config::{Config, PoolConfig, errors, op};
+pub use heap::invariants::Violation;
 pub use history::digest::Digest;
-pub use history::segment_log;
-pub use layout::Layout;
-pub use op::{Op, Record};
-pub use size_rules::{SMALL_BYTES_MAX, SizeClass};
+pub use history::layout::Layout;
+pub use history::{layout, segment_log};
 pub use sync::lock;
 pub use types::backend::{Backend, BackendError, DeviceAddress};
 pub use types::handle::{Allocation, Handle};
@@ -104,5 +109,5 @@ pub use types::{backend, ids, units};
 /// Restoring a [`Layout`]: the pool becomes what it was when the layout was saved.
 pub mod restore {
     pub use crate::allocator::{LayoutError, Restored, RestoredAllocation, RestoredHeap};
-    pub use crate::restore_error::RestoreError;
+    pub use crate::config::restore_error::RestoreError;
 }

@@ -6,11 +6,11 @@
 pub use crate::history::digest::{Mark, folded_multiply, op_word, unpack_op, unpack_placement};
 pub use crate::history::journal::{CHECKPOINTS_MAX, Journal, JournalEntry, NAME_BYTES_MAX};
 
-use super::pools::Pool;
-use super::{Allocator, HeapCell};
-use crate::config_text::hash_of_text;
+use super::Allocator;
+use super::pool::{HeapCell, Pool};
+use crate::config::text::hash_of_text;
 use crate::history::digest::Digest;
-use crate::op::Op;
+use crate::config::op::Op;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::ids::{PoolId, StreamId};

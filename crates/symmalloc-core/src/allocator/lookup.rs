@@ -1,8 +1,8 @@
 //! Questions about one allocation or one address. Nothing here changes anything.
 
 use super::Allocator;
-use crate::errors::HandleError;
-use crate::heap::Violation;
+use crate::config::errors::HandleError;
+use crate::heap::invariants::Violation;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, DeviceAddress};
 use crate::types::handle::{Allocation, Handle};

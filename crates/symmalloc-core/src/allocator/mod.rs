@@ -21,28 +21,33 @@
 
 pub mod histories;
 mod lookup;
+mod observer_list;
 mod observers;
 mod out_of_memory;
+mod pool;
 mod pools;
+mod recorder;
 pub mod recording;
 pub mod report;
+mod request;
 mod restore;
 mod save;
 
 pub use lookup::SegmentPosition;
 pub use observers::Unread;
-pub use out_of_memory::Retry;
+pub use request::Retry;
 pub use restore::{Restored, RestoredAllocation, RestoredHeap};
 pub use save::LayoutError;
 
 use crate::config::{Config, ConfigError, PointerLookup, StreamPolicy};
-use crate::errors::{
-    AllocateError, FreeError, HandleError, RecordUseError, ReserveError, StreamError, TrimError, UnknownError,
+use crate::config::errors::{
+    AllocateError, FreeError, HandleError, OutOfMemory, RecordUseError, ReserveError, StreamError, TrimError, UnknownError,
 };
-use crate::heap::{Context, Freed, Heap, HeapIdentity, TrimGoal, is_nothing};
+use crate::heap::trim::TrimGoal;
+use crate::heap::{Context, Freed, Heap, HeapIdentity, is_nothing};
 use crate::history::journal::ProgramOrder;
 use crate::history::segment_log::SegmentLog;
-use crate::op::Op;
+use crate::config::op::Op;
 use crate::pointers::{PointerMap, SegmentDirectory};
 use crate::stats::budget::Budget;
 use crate::stats::usage::Usage;
@@ -53,16 +58,16 @@ use crate::types::backend::{Backend, BackendError, DeviceAddress};
 use crate::types::handle::{Allocation, Handle, next_owner};
 use crate::types::ids::{HeapId, PoolId, StreamId};
 use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, Units, units};
-use observers::Observers;
-use out_of_memory::{FailureCallback, Request};
-use pools::Pool;
-use recording::Recorder;
+use observer_list::Observers;
+use pool::{HeapCell, Pool};
+use recorder::Recorder;
+use request::Request;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-/// A heap behind its lock.
-type HeapCell<L> = <L as Lock>::Cell<Heap<L>>;
+/// What a program is asked when an allocation is about to fail. Called without any lock; may free, trim and log.
+type FailureCallback<B, L> = Arc<dyn Fn(&Allocator<B, L>, &OutOfMemory) -> Retry + Send + Sync>;
 
 /// A caching device allocator over a backend, driven by one thread ([`Exclusive`]) or by many ([`Shared`]).
 ///
@@ -182,7 +187,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Determinism
     /// The limit is an input of every later decision, like the configuration (rule D4): set the same number of bytes at the
     /// same point of the program on every rank. Agreement compares it. No op of a trace says it: a change ends a
-    /// [recording](crate::recording) that is on, and one that begins later has the new limit.
+    /// [recording](crate::allocator::recording) that is on, and one that begins later has the new limit.
     pub fn set_limit_bytes(&self, limit_bytes: Option<u64>) {
         let mut gate = self.gate();
         if limit_bytes != self.limit_bytes() {

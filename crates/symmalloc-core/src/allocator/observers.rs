@@ -1,8 +1,8 @@
 //! Observers: whoever must know about a pool's segments. See [`crate::history::segment_log`] for what they are told and when.
 
 use super::Allocator;
-use super::pools::Pool;
-use crate::errors::{TrimError, UnknownError};
+use super::pool::Pool;
+use crate::config::errors::{TrimError, UnknownError};
 use crate::history::segment_log::{SegmentEvent, SegmentLog};
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
@@ -19,39 +19,6 @@ pub struct Unread {
     reader: (u64, ObserverId),
     /// How far these events reach in the log of each heap.
     ends: Vec<(HeapId, u64)>,
-}
-
-/// Which observer watches which pool.
-#[derive(Debug, Default)]
-pub(super) struct Observers {
-    next: u32,
-    live: Vec<(ObserverId, PoolId)>,
-}
-
-impl Observers {
-    fn add(&mut self, pool: PoolId) -> ObserverId {
-        let observer = ObserverId(self.next);
-        self.next += 1;
-        self.live.push((observer, pool));
-        observer
-    }
-
-    /// All observers, in the order in which they came.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (ObserverId, PoolId)> + '_ {
-        self.live.iter().copied()
-    }
-
-    pub(super) fn count(&self, pool: PoolId) -> u32 {
-        self.of_pool(pool).count() as u32
-    }
-
-    pub(super) fn of_pool(&self, pool: PoolId) -> impl Iterator<Item = ObserverId> + '_ {
-        self.iter().filter(move |(_, watched)| *watched == pool).map(|(observer, _)| observer)
-    }
-
-    fn pool_of(&self, observer: ObserverId) -> Option<PoolId> {
-        self.iter().find(|(id, _)| *id == observer).map(|(_, pool)| pool)
-    }
 }
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
@@ -131,7 +98,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut gate = self.gate();
         let mut observers = self.observers.lock();
         let ends = self.ends_of(observers.pool_of(observer));
-        observers.live.retain(|(id, _)| *id != observer);
+        observers.remove(observer);
         drop(observers);
         let released = self.let_go(&ends, |log, _| log.forget(observer));
         gate.note_forgotten(observer);

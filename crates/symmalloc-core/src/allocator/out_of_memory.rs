@@ -1,39 +1,21 @@
 //! When memory runs out: steps 3 to 5 of an allocation. See [`crate::allocator`] for all of them.
 
+use super::Allocator;
+use super::pool::{HeapCell, Pool};
 use super::recording::Gate;
-use super::pools::Pool;
-use super::{Allocator, HeapCell};
+use super::request::{Request, Retry};
 use crate::config::Reclaim;
-use crate::errors::{AllocateError, LimitScope, OutOfMemory, OutOfMemoryCause, TrimError, UnknownError};
-use crate::heap::{Heap, Shortage, TrimGoal};
+use crate::config::errors::{AllocateError, LimitScope, OutOfMemory, OutOfMemoryCause, TrimError, UnknownError};
+use crate::heap::trim::TrimGoal;
+use crate::heap::{Heap, Shortage};
 use crate::history::digest::Mark;
-use crate::op::{Op, Refusal};
+use crate::config::op::{Op, Refusal};
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::ids::{PoolId, StreamId};
 use crate::types::units::bytes;
 use smallvec::SmallVec;
 use std::sync::Arc;
-
-/// What a program is asked when an allocation is about to fail. Called without any lock; may free, trim and log.
-pub(super) type FailureCallback<B, L> = Arc<dyn Fn(&Allocator<B, L>, &OutOfMemory) -> Retry + Send + Sync>;
-
-/// The answer of a failure callback.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Retry {
-    /// Memory was made available: try again.
-    Again,
-    /// Let the allocation fail.
-    GiveUp,
-}
-
-/// What was asked for, for errors and digests.
-#[derive(Clone, Copy)]
-pub(super) struct Request {
-    pub(super) pool: PoolId,
-    pub(super) stream: StreamId,
-    pub(super) size_bytes: u64,
-}
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Sets what is asked when an allocation is about to fail. It is called without any lock and may use the allocator;

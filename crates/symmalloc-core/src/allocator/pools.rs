@@ -1,77 +1,13 @@
 //! Pools: policy domains that a program makes, like PyTorch's `MemPool`. Pool 0 is there from the start.
 
-use super::{Allocator, HeapCell};
-use crate::config::{PoolConfig, StreamPolicy};
-use crate::errors::{PoolError, UnknownError};
-use crate::op::Op;
-use crate::stats::budget::Budget;
+use super::Allocator;
+use super::pool::Pool;
+use crate::config::PoolConfig;
+use crate::config::errors::{PoolError, UnknownError};
+use crate::config::op::Op;
 use crate::sync::lock::{Lock, LockCell};
-use crate::sync::registry::Registry;
 use crate::types::backend::Backend;
-use crate::types::ids::{PoolId, StreamId};
-use std::fmt;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-
-/// A pool, with the heaps that serve it.
-pub(super) struct Pool<L: Lock> {
-    pub(super) config: PoolConfig,
-    /// Of the configuration: ranks compare it at every agreement.
-    pub(super) config_digest: u64,
-    pub(super) budget: Arc<Budget<L>>,
-    /// Entries so far in the segment logs of its heaps.
-    pub(super) log_entries: Arc<AtomicU64>,
-    /// The heap of each stream, by stream; of all streams, at index 0, when they share.
-    heaps: Registry<Arc<HeapCell<L>>>,
-    is_destroyed: AtomicBool,
-}
-
-impl<L: Lock> Pool<L> {
-    pub(super) fn new(config: PoolConfig) -> Self {
-        Pool {
-            budget: Arc::new(Budget::new(config.limit_bytes())),
-            config_digest: config.digest(),
-            config,
-            heaps: Registry::new(),
-            is_destroyed: AtomicBool::new(false),
-            log_entries: Arc::new(AtomicU64::new(0)),
-        }
-    }
-
-    /// The pool's heaps in stream order.
-    pub(super) fn heaps(&self) -> impl Iterator<Item = &HeapCell<L>> {
-        self.heaps.iter().map(|(_, heap)| &**heap)
-    }
-
-    /// The heap that serves a stream, if it was made already.
-    #[inline]
-    pub(super) fn heap(&self, stream: StreamId) -> Option<&HeapCell<L>> {
-        self.heaps.get(self.index(stream)).map(|heap| &**heap)
-    }
-
-    /// The heap that serves a stream, made now if it was not made before.
-    pub(super) fn make_heap(&self, stream: StreamId, make: impl FnOnce() -> Arc<HeapCell<L>>) -> &HeapCell<L> {
-        self.heaps.get_or_make(self.index(stream), make)
-    }
-
-    #[inline]
-    fn index(&self, stream: StreamId) -> usize {
-        match self.config.streams() {
-            StreamPolicy::Separate => stream.index(),
-            StreamPolicy::Shared => 0,
-        }
-    }
-
-    pub(super) fn is_destroyed(&self) -> bool {
-        self.is_destroyed.load(Ordering::Acquire)
-    }
-}
-
-impl<L: Lock> fmt::Debug for Pool<L> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Pool").field("config", &self.config).finish_non_exhaustive()
-    }
-}
+use crate::types::ids::PoolId;
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Makes the program's next pool. Create pools in the same order on every rank.
@@ -126,7 +62,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             let allocated_bytes = heaps.iter().map(|heap| heap.usage().allocated_bytes()).sum();
             return Err(PoolError::InUse { pool, allocations, allocated_bytes });
         }
-        entry.is_destroyed.store(true, Ordering::Release);
+        entry.set_destroyed();
         let mut first_error = None;
         for heap in &mut heaps {
             heap.close();

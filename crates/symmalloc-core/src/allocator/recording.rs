@@ -24,182 +24,21 @@
 //! A sink that fails ends the recording, never an op: the error waits for [`Allocator::stop_recording`], and `tracing` hears of
 //! it once (`recording.ended`). The same happens when something comes that no record can say, see [`RecordingError`].
 
-use super::observers::Observers;
-use super::out_of_memory::Request;
+pub use super::recorder::{Recorded, RecordingError, Sink, SinkError, StartRecordingError};
+
 use super::Allocator;
+use super::observer_list::Observers;
+use super::recorder::{Recorder, Recording};
+use super::request::Request;
 use crate::config::Config;
-use crate::errors::TrimError;
-use crate::history::names::{SlotMap, cut_name, slot_map};
-use crate::op::{NAME_BYTES_MAX, Op, Record};
+use crate::config::errors::TrimError;
+use crate::config::op::{NAME_BYTES_MAX, Op, Record};
+use crate::history::names::{cut_name, slot_map};
 use crate::sync::lock::{Guard, Lock, LockCell};
 use crate::types::backend::{Backend, BackendError};
 use crate::types::handle::{Allocation, Handle};
 use crate::types::ids::{AllocationId, ObserverId, PoolId, StreamId};
-use std::error::Error;
-use std::fmt;
 use std::sync::atomic::Ordering;
-
-/// Why a sink failed, in its own words.
-pub type SinkError = Box<dyn Error + Send + Sync>;
-
-/// Where records go. Every call is made under a lock that all recorded ops need: it must be quick, and must not call the
-/// allocator.
-pub trait Sink: Send {
-    /// A recording begins, of an allocator of this configuration.
-    ///
-    /// # Errors
-    /// When it cannot begin.
-    fn begin(&mut self, config: &Config) -> Result<(), SinkError>;
-
-    /// The next record. Records are consistent, as those of a trace are.
-    ///
-    /// # Errors
-    /// When the record cannot be kept: the recording ends with this record lost, and nothing is called any more.
-    fn record(&mut self, record: Record) -> Result<(), SinkError>;
-
-    /// The recording is over, and what was recorded is whole. Also called when the allocator is dropped while it is recorded.
-    /// Not called after an error.
-    ///
-    /// # Errors
-    /// When what was recorded could not be kept.
-    fn finish(&mut self) -> Result<(), SinkError>;
-}
-
-/// A recording that was stopped.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Recorded {
-    /// Records that the sink got.
-    pub records: u64,
-}
-
-/// Why a recording could not begin. Nothing has changed.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum StartRecordingError {
-    /// There is one already.
-    #[error("the allocator is recorded already: stop that recording first")]
-    AlreadyRecording,
-    /// Memory was asked for before.
-    #[error(
-        "{pool} has had {ops} ops: a recording replays only from the start, so begin it before the first allocation, \
-         right after the allocator was made"
-    )]
-    InUse {
-        /// The first pool that was used.
-        pool: PoolId,
-        /// Ops in its digest.
-        ops: u64,
-    },
-    /// The sink refused.
-    #[error("the recording's sink cannot begin: {0}")]
-    Sink(#[source] SinkError),
-}
-
-/// Why a recording ended early, or could not be stopped.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum RecordingError {
-    /// There is none.
-    #[error("nothing is recorded: call start_recording first")]
-    NotRecording,
-    /// The sink failed.
-    #[error("the recording ended after {records} records, because its sink failed: {source}")]
-    Sink {
-        /// Records that the sink had got.
-        records: u64,
-        /// What the sink said.
-        source: SinkError,
-    },
-    /// The driver failed in the middle of an op, and left a state that no op leads to. What was recorded before is whole.
-    #[error("the recording ended after {records} records, because the driver failed in the middle of an op: {source}")]
-    Driver {
-        /// Records that the sink had got.
-        records: u64,
-        /// What the driver said.
-        source: BackendError,
-    },
-    /// A pool was restored: no op leads to its state. What was recorded before is whole.
-    #[error(
-        "the recording ended after {records} records, because {pool} was restored: no op leads to a restored state"
-    )]
-    Restored {
-        /// Records that the sink had got.
-        records: u64,
-        /// The pool.
-        pool: PoolId,
-    },
-    /// The limit over all pools was changed: no op says so. What was recorded before is whole.
-    #[error(
-        "the recording ended after {records} records, because the limit over all pools was changed: set it before the \
-         recording begins"
-    )]
-    LimitChanged {
-        /// Records that the sink had got.
-        records: u64,
-    },
-    /// A segment died while its observer was dealing with what had happened before: no trace can say which of it the observer
-    /// let go. What was recorded before is whole.
-    #[error(
-        "the recording ended after {records} records, because a segment died between an observer's `unread` and its \
-         `acknowledge`: trim observed pools at another time"
-    )]
-    LateDeath {
-        /// Records that the sink had got.
-        records: u64,
-    },
-    /// A sink or a backend panicked in the middle of an op. The sink was not told to finish.
-    #[error("the recording ended after {records} records, because an op panicked: what the sink has may be incomplete")]
-    Panicked {
-        /// Records that the sink had got.
-        records: u64,
-    },
-    /// An allocation of zero bytes was freed twice, which no handle tells and no trace can say. What was recorded before is
-    /// whole.
-    #[error("the recording ended after {records} records, because {handle}, of zero bytes, was freed twice")]
-    FreedTwice {
-        /// Records that the sink had got.
-        records: u64,
-        /// Its handle.
-        handle: Handle,
-    },
-}
-
-/// What the gate guards.
-pub(crate) enum Recorder {
-    Off,
-    On(Box<Recording>),
-    /// Ended before it was stopped.
-    Ended(RecordingError),
-}
-
-impl fmt::Debug for Recorder {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Recorder::Off => f.write_str("Off"),
-            Recorder::On(recording) => write!(f, "On({} records)", recording.records),
-            Recorder::Ended(error) => write!(f, "Ended({error})"),
-        }
-    }
-}
-
-pub(crate) struct Recording {
-    sink: Box<dyn Sink>,
-    records: u64,
-    next_id: u64,
-    /// What records call the live allocations.
-    ids: SlotMap<Handle, AllocationId>,
-    /// The observers that came so far, and are there still. Their place is their id in the records.
-    observers: Vec<Option<ObserverId>>,
-}
-
-impl Recording {
-    /// The id of an observer that is there.
-    fn observer(&self, observer: ObserverId) -> Option<ObserverId> {
-        let id = self.observers.iter().position(|known| *known == Some(observer))?;
-        Some(ObserverId(id as u32))
-    }
-}
 
 /// The way through the gate. While a thread holds it, no other carries out a recorded op.
 pub(crate) struct Gate<'a, B: Backend, L: Lock> {

@@ -1,9 +1,11 @@
 //! Reports: what the allocator holds, for programs and for people. Nothing here changes anything but peaks and scopes.
 
-use super::{Allocator, HeapCell};
+use super::Allocator;
+use super::pool::HeapCell;
 use crate::blocks::table::BlockState;
-use crate::errors::UnknownError;
-use crate::heap::{BlockView, Heap};
+use crate::config::errors::UnknownError;
+use crate::heap::Heap;
+use crate::heap::view::BlockView;
 use crate::history::digest::Digest;
 use crate::stats::usage::{ClassStats, Stat};
 use crate::sync::lock::{Lock, LockCell};
@@ -35,7 +37,7 @@ pub struct MemoryStats {
     pub trim_count: u64,
     /// Number of times that a request was tried again, after a trim by itself or a failure callback.
     pub retry_count: u64,
-    /// Number of requests that ended with [`OutOfMemory`](crate::errors::OutOfMemory).
+    /// Number of requests that ended with [`OutOfMemory`](crate::config::errors::OutOfMemory).
     pub out_of_memory_count: u64,
     /// Whether the peaks of `usage.all` are exact: of one heap, or of all heaps when one thread drives the allocator.
     /// Otherwise, and by class, they are sums of the heaps' peaks, which need not have been at the same time: upper bounds.

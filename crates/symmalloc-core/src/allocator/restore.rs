@@ -20,11 +20,11 @@
 //! earlier users on the device, as in `allocate`, and nothing is unmapped before its users are synchronized.
 
 use super::Allocator;
-use super::pools::Pool;
+use super::pool::Pool;
 use crate::blocks::table::BlockState;
 use crate::heap::Heap;
-use crate::layout::{HeapLayout, Layout};
-use crate::restore_error::RestoreError;
+use crate::history::layout::{HeapLayout, Layout};
+use crate::config::restore_error::RestoreError;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::handle::{Allocation, Handle};

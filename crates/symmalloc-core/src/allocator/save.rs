@@ -2,11 +2,11 @@
 
 use super::Allocator;
 use crate::blocks::table::BlockState;
-use crate::errors::UnknownError;
+use crate::config::errors::UnknownError;
 use crate::heap::Heap;
 use crate::history::names::cut_name;
-use crate::layout::{AllocationLayout, Extent, HeapLayout, Layout, SegmentLayout};
-use crate::op::NAME_BYTES_MAX;
+use crate::history::layout::{AllocationLayout, Extent, HeapLayout, Layout, SegmentLayout};
+use crate::config::op::NAME_BYTES_MAX;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::ids::PoolId;

@@ -24,7 +24,7 @@
 use crate::blocks::free_key::FreeKey;
 use crate::blocks::sorted_run::SortedRun;
 use crate::blocks::table::{Block, NONE, SENTINELS, Slot};
-use crate::size_rules::SizeClass;
+use crate::config::size_rules::SizeClass;
 use crate::types::units::Units;
 
 /// Every power of two is cut into 2^MANTISSA_BITS bins.

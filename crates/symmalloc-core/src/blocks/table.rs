@@ -20,7 +20,7 @@
 //! Segments live in a [`Slab`]. Blocks live in a vector whose vacant slots are linked, as in a slab: most pairs of `allocate`
 //! and `free` make and drop a block, and a slab moves whole blocks in and out and checks every look-up twice.
 
-use crate::size_rules::SizeClass;
+use crate::config::size_rules::SizeClass;
 use crate::streams::clocks::Tick;
 use crate::streams::fences::FenceSetId;
 use crate::types::backend::{DeviceAddress, Range};

@@ -4,7 +4,7 @@
 //! that refuses) are returned as values of these types, and the allocator is as it was before the call. *Corruption* is
 //! an assertion: an allocator that is wrong about its own blocks must not go on.
 
-use crate::config::ConfigError;
+use crate::config::policy::ConfigError;
 use crate::types::backend::{BackendError, DeviceAddress};
 use crate::types::handle::Handle;
 use crate::types::ids::{ObserverId, PoolId, StreamId};

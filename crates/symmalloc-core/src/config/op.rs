@@ -7,7 +7,7 @@
 
 use std::num::NonZeroU64;
 
-use crate::config::PoolConfig;
+use crate::config::policy::PoolConfig;
 use crate::types::ids::{AllocationId, ObserverId, Placement, PoolId, StreamId};
 
 /// The longest name of an allocation that a record holds, in bytes of UTF-8. Escaped in a text it takes at most six times as many.

@@ -5,7 +5,7 @@
 //! user's peak carries over. Expandable and reserved segments round in the same way and split whenever 512 bytes
 //! remain. Integer arithmetic only: a float would be a way for two machines to differ.
 
-use crate::config::{PoolConfig, RoundupPower2Divisions, SegmentPolicy};
+use crate::config::policy::{PoolConfig, RoundupPower2Divisions, SegmentPolicy};
 use crate::types::units::{MIB, SEGMENT_BYTES_MAX, UNIT_BYTES, Units, bytes, units};
 
 /// PyTorch's `kSmallSize`: the largest request of the small class, in bytes.
@@ -146,7 +146,7 @@ fn round_to_division(requested: u64, divisions: RoundupPower2Divisions) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::FixedSegments;
+    use crate::config::policy::FixedSegments;
 
     fn fixed(knobs: FixedSegments) -> SizeRules {
         let config = PoolConfig::builder().segments(SegmentPolicy::Fixed(knobs)).build().expect("valid");

@@ -6,7 +6,7 @@ use super::{Heap, HeapIdentity};
 use crate::blocks::FreeKey;
 use crate::blocks::table::{Block, BlockState, Location, NONE, Slot};
 use crate::config::SegmentPolicy;
-use crate::size_rules::SizeClass;
+use crate::config::size_rules::SizeClass;
 use crate::sync::lock::Lock;
 use crate::types::backend::DeviceAddress;
 use crate::types::handle::Handle;

@@ -19,27 +19,24 @@
 //! (rule D8), and the heap's lock the only lock on the way of a cache hit. The fields are private to this room.
 
 mod fencing;
-mod invariants;
+pub(crate) mod invariants;
 mod obtain;
 mod rejoin;
 mod rewind;
-mod trim;
-mod view;
+pub(crate) mod trim;
+pub(crate) mod view;
 
-pub use invariants::Violation;
-pub(crate) use trim::TrimGoal;
-pub(crate) use view::BlockView;
 
 use crate::blocks::FreeIndex;
 use crate::blocks::table::{BlockState, BlockTable, Slot};
 use crate::config::PoolConfig;
-use crate::errors::{FreeError, HandleError};
+use crate::config::errors::{FreeError, HandleError};
 use crate::history::digest::{Digest, Mark, op_word, placement_word};
 use crate::history::journal::{Journal, ProgramOrder};
 use crate::history::names::Names;
 use crate::history::segment_log::SegmentLog;
 use crate::pointers::SegmentDirectory;
-use crate::size_rules::SizeRules;
+use crate::config::size_rules::SizeRules;
 use crate::stats::budget::{Budget, Budgets, LimitMet};
 use crate::stats::usage::{RareCounts, Usage};
 use crate::streams::clocks::StreamClocks;

@@ -15,7 +15,7 @@ use crate::blocks::table::{BlockState, Slot};
 use crate::config::{ExpandableSegments, SegmentPolicy};
 use crate::history::digest::{Mark, op_word};
 use crate::history::segment_log::{SegmentEvent, SegmentEventKind};
-use crate::size_rules::SizeClass;
+use crate::config::size_rules::SizeClass;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, BackendError, Range, Reason};
 use crate::types::ids::{SegmentId, StreamId};

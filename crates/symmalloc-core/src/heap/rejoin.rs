@@ -11,7 +11,7 @@ use super::obtain::{fresh, trace_segment};
 use super::{Context, Heap};
 use crate::blocks::table::{BlockState, Slot};
 use crate::config::SegmentPolicy;
-use crate::layout::{AllocationLayout, Content, HeapLayout, SegmentLayout};
+use crate::history::layout::{AllocationLayout, Content, HeapLayout, SegmentLayout};
 use crate::stats::budget::{Charge, LimitMet};
 use crate::streams::fences::Fence;
 use crate::sync::lock::{Lock, LockCell};

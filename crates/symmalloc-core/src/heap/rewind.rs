@@ -10,8 +10,8 @@
 use super::fencing::synchronize;
 use super::{Context, Heap, Shortage};
 use crate::blocks::table::{BlockState, Slot};
-use crate::layout::{AllocationLayout, Extent, HeapLayout, SegmentLayout};
-use crate::restore_error::RestoreError;
+use crate::history::layout::{AllocationLayout, Extent, HeapLayout, SegmentLayout};
+use crate::config::restore_error::RestoreError;
 use crate::streams::fences::{Fence, FenceSetId, Fences};
 use crate::sync::lock::Lock;
 use crate::types::backend::{Backend, BackendError};

@@ -16,7 +16,7 @@ use super::obtain::trace_segment;
 use super::{Context, Heap};
 use crate::blocks::table::{BlockState, NONE, Slot};
 use crate::config::SegmentPolicy;
-use crate::errors::TrimError;
+use crate::config::errors::TrimError;
 use crate::history::digest::{Mark, op_word, placement_word};
 use crate::history::segment_log::SegmentEventKind;
 use crate::stats::budget::Budgets;

@@ -1,6 +1,7 @@
-//! What heaps remember of the past: digests, the journals that agreement looks back on, names, the segment log.
+//! What heaps remember of the past: digests, the journals that agreement looks back on, names, the segment log, layouts.
 
 pub(crate) mod digest;
 pub(crate) mod journal;
 pub(crate) mod names;
+pub mod layout;
 pub mod segment_log;

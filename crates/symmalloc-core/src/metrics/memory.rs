@@ -2,11 +2,11 @@
 
 use super::{Metric, Publisher, Source};
 use crate::allocator::Allocator;
-use crate::backend::Backend;
+use crate::types::backend::Backend;
 use crate::config::PoolConfig;
-use crate::ids::{PoolId, StreamId};
-use crate::lock::Lock;
-use crate::report::MemoryStats;
+use crate::types::ids::{PoolId, StreamId};
+use crate::sync::lock::Lock;
+use crate::allocator::report::MemoryStats;
 use ::metrics::Unit;
 
 const BYTES: Option<Unit> = Some(Unit::Bytes);

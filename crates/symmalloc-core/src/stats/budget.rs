@@ -6,7 +6,7 @@
 //! What the driver says is free plays no part: the same program meets the same limit at the same op on every rank.
 
 use crate::config::PoolConfig;
-use crate::errors::LimitScope;
+use crate::config::errors::LimitScope;
 use crate::stats::usage::Stat;
 use crate::sync::lock::{Lock, LockCell};
 use std::fmt;

@@ -10,7 +10,7 @@
 //! counters and starts the peaks anew. Closing one gives the outer scope the larger of both peaks. Scopes nest, and cost
 //! nothing between open and close.
 
-use crate::size_rules::SizeClass;
+use crate::config::size_rules::SizeClass;
 use crate::types::units::{Units, bytes};
 
 /// A quantity over time.

@@ -1,11 +1,10 @@
 //! How a simulated device is made.
 
 use super::address_space::{AddressSpace, Addresses};
+use super::backend::{SimBackend, Sizes};
 use super::fault::{Call, Fault, FaultRule, Faults};
 use super::random::{SplitMix64, mix};
 use super::timeline::{Delays, Timeline};
-use super::{SimBackend, State};
-use std::sync::Mutex;
 use symmalloc_core::units::{GIB, MIB, UNIT_BYTES};
 
 /// Makes a [`SimBackend`]. Where nothing else is said, everything that can differ between ranks is drawn from
@@ -101,17 +100,19 @@ impl SimBuilder {
         for (call, rule, fault) in self.faults {
             faults.add(call, rule, fault);
         }
-        SimBackend {
-            granularity_bytes,
-            memory_bytes: self.memory_bytes,
-            handles: handles.clone().next_u64(),
-            state: Mutex::new(State {
-                addresses: AddressSpace::new(addresses, granularity_bytes, self.addresses),
-                timeline: Timeline::new(timeline, self.delays),
-                faults,
-                mapped_bytes: 0,
-                mapped_bytes_peak: 0,
-            }),
-        }
+        SimBackend::new(
+            Sizes { granularity_bytes, memory_bytes: self.memory_bytes },
+            handles.clone().next_u64(),
+            AddressSpace::new(addresses, granularity_bytes, self.addresses),
+            Timeline::new(timeline, self.delays),
+            faults,
+        )
+    }
+}
+
+impl SimBackend {
+    /// Starts from the defaults; see [`SimBuilder`].
+    pub fn builder() -> SimBuilder {
+        SimBuilder::default()
     }
 }

@@ -1,6 +1,7 @@
 //! What a user of the simulated device sees.
 
 use super::*;
+use crate::device::Delays;
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use symmalloc_core::backend::Reason;

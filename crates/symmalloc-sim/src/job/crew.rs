@@ -3,22 +3,20 @@
 //! One thread drives allocators without locks ([`Exclusive`](symmalloc_core::lock::Exclusive)), several drive those with
 //! locks: so both kinds are simulated, and must come to the same.
 
-use crate::job::run::Seat;
 use crate::job::schedule::Scheduler;
 use std::num::NonZeroUsize;
-use symmalloc_core::lock::{Lock, Shared};
 
 /// Runs something on every seat.
-pub(crate) trait Crew<L: Lock> {
+pub(crate) trait Crew<S> {
     /// The answers, by seat.
-    fn each<R: Send>(&self, seats: &mut [Seat<L>], work: impl Fn(&mut Seat<L>, &mut Scheduler) -> R + Sync) -> Vec<R>;
+    fn each<R: Send>(&self, seats: &mut [S], work: impl Fn(&mut S, &mut Scheduler) -> R + Sync) -> Vec<R>;
 }
 
 /// This thread.
 pub(crate) struct Alone;
 
-impl<L: Lock> Crew<L> for Alone {
-    fn each<R: Send>(&self, seats: &mut [Seat<L>], work: impl Fn(&mut Seat<L>, &mut Scheduler) -> R + Sync) -> Vec<R> {
+impl<S> Crew<S> for Alone {
+    fn each<R: Send>(&self, seats: &mut [S], work: impl Fn(&mut S, &mut Scheduler) -> R + Sync) -> Vec<R> {
         let mut scheduler = Scheduler::default();
         seats.iter_mut().map(|seat| work(seat, &mut scheduler)).collect()
     }
@@ -27,12 +25,8 @@ impl<L: Lock> Crew<L> for Alone {
 /// So many threads.
 pub(crate) struct Workers(pub(crate) NonZeroUsize);
 
-impl Crew<Shared> for Workers {
-    fn each<R: Send>(
-        &self,
-        seats: &mut [Seat<Shared>],
-        work: impl Fn(&mut Seat<Shared>, &mut Scheduler) -> R + Sync,
-    ) -> Vec<R> {
+impl<S: Send> Crew<S> for Workers {
+    fn each<R: Send>(&self, seats: &mut [S], work: impl Fn(&mut S, &mut Scheduler) -> R + Sync) -> Vec<R> {
         let share = seats.len().div_ceil(self.0.get()).max(1);
         let work = &work;
         std::thread::scope(|scope| {

@@ -47,6 +47,7 @@ mod schedule;
 pub mod shrink;
 mod standing;
 mod step;
+mod steps;
 pub mod story;
 mod swarm;
 
@@ -56,6 +57,6 @@ pub use failure::{Failure, FailureCause};
 pub use journal::HeapName;
 pub use outcome::{JobFaults, JobOutcome};
 pub use plan::{JobPlan, Size};
-pub use program::JobStep;
 pub use run::{JobProgress, simulate};
 pub use schedule::Schedule;
+pub use steps::JobStep;

@@ -22,9 +22,9 @@
 //! waits for on the device and never who gets which block, so steps of different threads that share nothing but a
 //! stream change places freely, and neither a placement nor a digest may notice. Nor may the race detector.
 
-use crate::job::program::{JobStep, PoolPolicies};
+use crate::job::steps::{JobStep, PoolPolicies};
 use std::collections::BTreeMap;
-use symmalloc_core::config::{PoolConfig, Reclaim, StreamPolicy};
+use symmalloc_core::config::StreamPolicy;
 use symmalloc_core::{AllocationId, Op, PoolId, StreamId};
 
 /// Where each allocation lies: which heap its frees and uses touch.
@@ -132,17 +132,6 @@ impl<'a> Resources<'a> {
         }
         touched.sort_unstable();
         touched.dedup();
-    }
-}
-
-/// The policies that decide what is shared.
-impl PoolPolicies {
-    /// Whether an allocation that meets a limit may take free memory from every heap of the pool.
-    pub(crate) fn reclaims_as_a_whole(&self, pool: PoolId) -> bool {
-        let config: &PoolConfig = self.of(pool);
-        // A symmetric pool gives nothing back for the limit over all pools.
-        let can_meet_a_limit = config.limit_bytes().is_some() || self.limit_bytes().is_some() && !config.symmetric();
-        config.reclaim() == Reclaim::Pool && can_meet_a_limit
     }
 }
 

@@ -2,7 +2,8 @@
 
 use crate::device::{Call, Fault, SplitMix64};
 use crate::job::context::{AfterLoss, Deviation, Purpose, RankContext, RankFault, sequence};
-use crate::job::program::{JobProgram, JobStep};
+use crate::job::program::JobProgram;
+use crate::job::steps::JobStep;
 use crate::job::swarm;
 use std::collections::BTreeMap;
 use std::fmt;

@@ -11,68 +11,11 @@
 //! live allocations, and nothing else.
 
 use crate::job::order::{HeapsByAllocation, JobOrder, Resources};
+use crate::job::steps::{JobStep, PoolPolicies};
 use std::collections::BTreeMap;
 use std::ops::Range;
-use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::config::Config;
 use symmalloc_core::{AllocationId, Op, PoolId};
-
-/// A step of a program: an op, and the host thread that carries it out.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct JobStep {
-    /// The op.
-    pub op: Op,
-    /// The thread, from 0.
-    pub thread: u8,
-    /// What the program calls the allocation (allocate only).
-    pub name: Option<Box<str>>,
-}
-
-impl JobStep {
-    /// An op of a thread.
-    pub fn new(op: Op, thread: u8) -> Self {
-        JobStep { op, thread, name: None }
-    }
-}
-
-/// The policies of all pools that the program ever makes, by their ids, and the limit over all of them.
-#[derive(Clone, Debug)]
-pub(crate) struct PoolPolicies {
-    pools: Vec<PoolConfig>,
-    limit_bytes: Option<u64>,
-}
-
-impl PoolPolicies {
-    fn new(config: &Config, steps: &[JobStep]) -> Self {
-        let created = steps.iter().filter_map(|step| match &step.op {
-            Op::CreatePool { config, .. } => Some((**config).clone()),
-            _ => None,
-        });
-        let pools = std::iter::once(config.default_pool().clone()).chain(created).collect();
-        PoolPolicies { pools, limit_bytes: config.limit_bytes() }
-    }
-
-    pub(crate) fn of(&self, pool: PoolId) -> &PoolConfig {
-        &self.pools[pool.index()]
-    }
-
-    pub(crate) fn count(&self) -> usize {
-        self.pools.len()
-    }
-
-    pub(crate) fn pools(&self) -> impl Iterator<Item = PoolId> + use<> {
-        (0..self.pools.len() as u32).map(PoolId)
-    }
-
-    /// The pool with this ordinal among the symmetric ones, as the agreement names pools.
-    pub(crate) fn symmetric(&self, ordinal: u32) -> PoolId {
-        let mut symmetric = self.pools().filter(|pool| self.of(*pool).symmetric());
-        symmetric.nth(ordinal as usize).expect("a rank has no symmetric pools but the program's")
-    }
-
-    pub(crate) fn limit_bytes(&self) -> Option<u64> {
-        self.limit_bytes
-    }
-}
 
 /// The steps between two syncs.
 #[derive(Clone, Debug)]

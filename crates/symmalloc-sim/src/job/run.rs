@@ -22,7 +22,7 @@ use crate::job::schedule::Scheduler;
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use symmalloc_core::lock::{Exclusive, Lock};
+use symmalloc_core::lock::{Exclusive, Lock, Shared};
 use symmalloc_trace::RecordLine;
 
 /// How far a run is.
@@ -90,7 +90,7 @@ fn run(
     };
     let run = AssertUnwindSafe(|| match workers.get() {
         1 => Run::<Exclusive, _>::new(&job, plan, reference, Alone).run(progress),
-        _ => Run::new(&job, plan, reference, Workers(workers)).run(progress),
+        _ => Run::<Shared, _>::new(&job, plan, reference, Workers(workers)).run(progress),
     });
     let failed = |rank, step: Option<usize>, cause| {
         let line = |step: usize| RecordLine(&job.program.steps[step].op.clone().into()).to_string().into();
@@ -177,7 +177,7 @@ struct Run<'a, L: Lock, C> {
 /// One rank in so many is scanned at a sync, besides the reference.
 const CHECKED_ONE_IN: u64 = 16;
 
-impl<'a, L: Lock, C: Crew<L>> Run<'a, L, C> {
+impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
     fn new(job: &'a Job, plan: &JobPlan, reference: usize, crew: C) -> Self {
         let seat = |context: &RankContext| Seat(Some(Box::new(Rank::new(job, context.clone(), 0))));
         let outcome = JobOutcome { ranks: plan.ranks.len() as u64, ..JobOutcome::default() };

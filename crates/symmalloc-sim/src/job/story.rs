@@ -21,7 +21,7 @@
 use crate::job::context::{BadContext, RankContext};
 use crate::job::failure::Failure;
 use crate::job::plan::JobPlan;
-use crate::job::program::JobStep;
+use crate::job::steps::JobStep;
 use std::fmt::Write;
 use symmalloc_core::Record;
 use symmalloc_trace::{Trace, TraceError, TraceWriteError};

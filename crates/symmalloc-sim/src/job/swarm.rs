@@ -6,7 +6,7 @@
 
 use crate::device::SplitMix64;
 use crate::job::context::{Purpose, sequence};
-use crate::job::program::JobStep;
+use crate::job::steps::JobStep;
 use symmalloc_core::config::{
     Config, ExpandableSegments, FixedSegments, PoolConfig, Reclaim, RoundupPower2Divisions, SegmentPolicy, StreamPolicy,
 };

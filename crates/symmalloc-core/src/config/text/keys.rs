@@ -1,8 +1,8 @@
 //! The keys: every spelling, what it says, which values it takes and where it may stand.
 
 use super::reason::{IgnoredReason, Refusal};
-use crate::nearest::nearest;
-use crate::units::MIB;
+use crate::config::nearest::nearest;
+use crate::types::units::MIB;
 
 /// What a key says, whatever the unit it is spelt in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

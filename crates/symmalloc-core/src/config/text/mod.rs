@@ -20,7 +20,7 @@ mod reason;
 mod settings;
 mod text;
 
-pub use crate::nearest::{DidYouMean, nearest};
+pub use crate::config::nearest::{DidYouMean, nearest};
 pub use error::ConfigTextError;
 pub use reason::{IgnoredKey, IgnoredReason, Refusal};
 
@@ -28,7 +28,7 @@ use std::str::FromStr;
 
 use self::keys::{EXPANDABLE, FIXED, Key, RESERVED, SEGMENTS};
 use self::settings::{Dialect, Settings};
-use crate::config::{
+use crate::config::policy::{
     Config, ConfigError, ExpandableSegments, FixedSegments, PointerLookup, PoolConfig, Reclaim, SegmentPolicy,
     StreamPolicy,
 };

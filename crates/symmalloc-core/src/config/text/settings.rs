@@ -10,7 +10,7 @@
 use super::error::ConfigTextError;
 use super::keys::{self, Key, Spelling, Takes};
 use super::reason::{IgnoredKey, IgnoredReason, Refusal};
-use crate::config::RoundupPower2Divisions;
+use crate::config::policy::RoundupPower2Divisions;
 
 /// Who wrote the text, and so how its slips are taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -3,8 +3,8 @@
 use std::fmt;
 
 use super::keys::{EXPANDABLE, FIXED, POINTER_LOOKUP, RECLAIM, RESERVED, SEGMENTS, STREAMS};
-use crate::config::{Config, PointerLookup, PoolConfig, Reclaim, RoundupPower2Divisions, SegmentPolicy, StreamPolicy};
-use crate::units::MIB;
+use crate::config::policy::{Config, PointerLookup, PoolConfig, Reclaim, RoundupPower2Divisions, SegmentPolicy, StreamPolicy};
+use crate::types::units::MIB;
 
 impl fmt::Display for PoolConfig {
     /// The canonical text; see the [module documentation](super).

@@ -1,13 +1,13 @@
 //! Builds a layout item by item, and refuses what no heap could look like.
 
 use super::contradiction::Contradiction;
-use super::{AllocationLayout, Extent, HeapLayout, Layout, SegmentLayout};
-use crate::Digest;
+use super::parts::{AllocationLayout, Extent, HeapLayout, Layout, SegmentLayout};
 use crate::config::{PoolConfig, SegmentPolicy, StreamPolicy};
-use crate::ids::{SegmentId, StreamId};
-use crate::op::NAME_BYTES_MAX;
-use crate::size_rules::SizeClass;
-use crate::units::{SEGMENT_BYTES_MAX, UNIT_BYTES};
+use crate::history::digest::Digest;
+use crate::types::ids::{SegmentId, StreamId};
+use crate::config::op::NAME_BYTES_MAX;
+use crate::config::size_rules::SizeClass;
+use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES};
 
 /// More ops than a heap carries out in nine years, a million a second. The sum over all heaps fits a digest's count.
 const OPS_MAX: u64 = 1 << 48;

@@ -1,0 +1,79 @@
+//! One pool, with the heaps that serve it.
+
+use crate::config::{PoolConfig, StreamPolicy};
+use crate::heap::Heap;
+use crate::stats::budget::Budget;
+use crate::sync::lock::Lock;
+use crate::sync::registry::Registry;
+use crate::types::ids::StreamId;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// A heap behind its lock.
+pub(super) type HeapCell<L> = <L as Lock>::Cell<Heap<L>>;
+
+/// A pool, with the heaps that serve it.
+pub(super) struct Pool<L: Lock> {
+    pub(super) config: PoolConfig,
+    /// Of the configuration: ranks compare it at every agreement.
+    pub(super) config_digest: u64,
+    pub(super) budget: Arc<Budget<L>>,
+    /// Entries so far in the segment logs of its heaps.
+    pub(super) log_entries: Arc<AtomicU64>,
+    /// The heap of each stream, by stream; of all streams, at index 0, when they share.
+    heaps: Registry<Arc<HeapCell<L>>>,
+    is_destroyed: AtomicBool,
+}
+
+impl<L: Lock> Pool<L> {
+    pub(super) fn new(config: PoolConfig) -> Self {
+        Pool {
+            budget: Arc::new(Budget::new(config.limit_bytes())),
+            config_digest: config.digest(),
+            config,
+            heaps: Registry::new(),
+            is_destroyed: AtomicBool::new(false),
+            log_entries: Arc::new(AtomicU64::new(0)),
+        }
+    }
+
+    /// The pool's heaps in stream order.
+    pub(super) fn heaps(&self) -> impl Iterator<Item = &HeapCell<L>> {
+        self.heaps.iter().map(|(_, heap)| &**heap)
+    }
+
+    /// The heap that serves a stream, if it was made already.
+    #[inline]
+    pub(super) fn heap(&self, stream: StreamId) -> Option<&HeapCell<L>> {
+        self.heaps.get(self.index(stream)).map(|heap| &**heap)
+    }
+
+    /// The heap that serves a stream, made now if it was not made before.
+    pub(super) fn make_heap(&self, stream: StreamId, make: impl FnOnce() -> Arc<HeapCell<L>>) -> &HeapCell<L> {
+        self.heaps.get_or_make(self.index(stream), make)
+    }
+
+    #[inline]
+    fn index(&self, stream: StreamId) -> usize {
+        match self.config.streams() {
+            StreamPolicy::Separate => stream.index(),
+            StreamPolicy::Shared => 0,
+        }
+    }
+
+    pub(super) fn is_destroyed(&self) -> bool {
+        self.is_destroyed.load(Ordering::Acquire)
+    }
+
+    /// No heap is made any more, and none serves a request.
+    pub(super) fn set_destroyed(&self) {
+        self.is_destroyed.store(true, Ordering::Release);
+    }
+}
+
+impl<L: Lock> fmt::Debug for Pool<L> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pool").field("config", &self.config).finish_non_exhaustive()
+    }
+}

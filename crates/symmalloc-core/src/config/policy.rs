@@ -1,0 +1,466 @@
+//! Configuration: what the program decides before the first allocation, equal on every rank.
+//!
+//! A [`PoolConfig`] is the policy of one pool, a [`Config`] is an allocator's: the default pool's policy and what holds
+//! over all pools. Both are made by builders that check every value, so a value of these types is valid by
+//! construction. [`crate::config::text`] reads and writes them in PyTorch's `key:value,...` syntax.
+//!
+//! Configuration is an input of every decision (rule D1): two ranks with different configurations are two different
+//! programs, which is why [`Config::digest`] exists.
+
+use crate::types::units::{GIB, MIB, SEGMENT_BYTES_MAX, UNIT_BYTES};
+
+/// PyTorch's `kLargeBuffer`: the fixed segment for requests between 1 and 10 MiB, in bytes.
+pub const LARGE_SEGMENT_BYTES: u64 = 20 * MIB;
+
+/// How a pool obtains backing memory.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum SegmentPolicy {
+    /// PyTorch's size rules: small and large segments of fixed sizes, each obtained whole.
+    Fixed(FixedSegments),
+    /// One virtual range per heap that grows at its end, mapped in granules. The default.
+    Expandable(ExpandableSegments),
+    /// One segment per heap, obtained whole at the heap's first op; the heap never grows. For registered memory.
+    Reserved {
+        /// Size of the segment in bytes; a multiple of 512, rounded up to the backend's granularity when obtained.
+        segment_bytes: u64,
+    },
+}
+
+/// Knobs of [`SegmentPolicy::Fixed`], with PyTorch's names, meanings and defaults.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct FixedSegments {
+    /// Blocks of at least this many bytes are never split (`max_split_size_mb`). `None`: no bound.
+    pub max_split_size_bytes: Option<u64>,
+    /// How much larger than the request an unsplittable block may be (`max_non_split_rounding_mb`).
+    pub max_non_split_rounding_bytes: u64,
+    /// The segment for requests between 1 and 10 MiB (`large_segment_size_mb`); a multiple of 2 MiB, more than 10 MiB.
+    pub large_segment_bytes: u64,
+}
+
+impl Default for FixedSegments {
+    fn default() -> Self {
+        FixedSegments {
+            max_split_size_bytes: None,
+            max_non_split_rounding_bytes: LARGE_SEGMENT_BYTES,
+            large_segment_bytes: LARGE_SEGMENT_BYTES,
+        }
+    }
+}
+
+/// Knobs of [`SegmentPolicy::Expandable`].
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct ExpandableSegments {
+    /// Address space reserved per heap, in bytes. Costs no memory; a heap cannot grow beyond it.
+    pub range_bytes: u64,
+    /// The range grows by multiples of this many bytes; a multiple of the backend's granularity. Larger steps make
+    /// fewer driver calls, smaller ones leave less memory unused at the end.
+    pub growth_bytes: u64,
+}
+
+impl Default for ExpandableSegments {
+    fn default() -> Self {
+        ExpandableSegments { range_bytes: 512 * GIB, growth_bytes: 2 * MIB }
+    }
+}
+
+/// Whether the streams of a pool share free blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum StreamPolicy {
+    /// A heap per stream: a block is reused only on the stream it was allocated on. Threads that drive different
+    /// streams do not disturb each other (rule D8).
+    #[default]
+    Separate,
+    /// One heap for all streams of the pool: a free block serves any stream, which waits for the earlier users on the
+    /// device. For programs in which one host thread drives all streams.
+    Shared,
+}
+
+/// What an allocation does, before it fails, when a configured limit would be exceeded (rule D5). It gives back as much as is
+/// missing, and more while it is short of more, so that it fails only when nothing that it may give back is left.
+/// What a failure callback frees for it without trimming is used where it is, and not given back.
+///
+/// It never reaches beyond the pool, and a symmetric pool gives nothing back for the limit over all pools, so that what
+/// happens in one pool cannot move a block of a symmetric one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Reclaim {
+    /// Fail at once.
+    Never,
+    /// Give back the free memory of the heap that asks, in sequence order. The default: a heap stays independent of
+    /// its neighbours.
+    #[default]
+    Heap,
+    /// Give back the free memory of the whole pool, in (stream, sequence) order. For pools driven by one host thread.
+    Pool,
+}
+
+/// `roundup_power2_divisions`: how many steps a request is rounded up to between two powers of two.
+///
+/// Element i is for sizes from 2^i MiB up (element 0 also for all smaller ones, the last also for all larger ones), as
+/// in PyTorch. 0 or 1: no rounding beyond 512 bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct RoundupPower2Divisions(pub(crate) [u32; 16]);
+
+impl RoundupPower2Divisions {
+    /// The same number of divisions for all sizes.
+    ///
+    /// # Errors
+    /// When `divisions` is not zero or a power of two.
+    pub fn uniform(divisions: u32) -> Result<Self, ConfigError> {
+        Self::per_size([divisions; 16])
+    }
+
+    /// Divisions for sizes from 1, 2, 4, ... 32768 MiB up.
+    ///
+    /// # Errors
+    /// When one of them is not zero or a power of two.
+    pub fn per_size(divisions: [u32; 16]) -> Result<Self, ConfigError> {
+        match divisions.iter().find(|d| **d != 0 && !d.is_power_of_two()) {
+            Some(&divisions) => {
+                Err(ConfigError::NotAPowerOfTwo { key: "roundup_power2_divisions", value: divisions.into() })
+            }
+            None => Ok(RoundupPower2Divisions(divisions)),
+        }
+    }
+
+    /// The divisions by size, as given.
+    pub fn divisions(&self) -> [u32; 16] {
+        self.0
+    }
+}
+
+/// The policy of one pool.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct PoolConfig {
+    pub(crate) segments: SegmentPolicy,
+    pub(crate) streams: StreamPolicy,
+    pub(crate) symmetric: bool,
+    pub(crate) limit_bytes: Option<u64>,
+    pub(crate) release_threshold_bytes: Option<u64>,
+    pub(crate) reclaim: Reclaim,
+    pub(crate) roundup_power2_divisions: RoundupPower2Divisions,
+}
+
+impl Default for PoolConfig {
+    fn default() -> Self {
+        PoolConfig {
+            segments: SegmentPolicy::Expandable(ExpandableSegments::default()),
+            streams: StreamPolicy::default(),
+            symmetric: false,
+            limit_bytes: None,
+            release_threshold_bytes: None,
+            reclaim: Reclaim::default(),
+            roundup_power2_divisions: RoundupPower2Divisions::default(),
+        }
+    }
+}
+
+impl PoolConfig {
+    /// Starts from the defaults: expandable segments, separate streams, no limit.
+    pub fn builder() -> PoolConfigBuilder {
+        PoolConfigBuilder { config: PoolConfig::default() }
+    }
+
+    /// Starts from this policy.
+    pub fn to_builder(&self) -> PoolConfigBuilder {
+        PoolConfigBuilder { config: self.clone() }
+    }
+
+    /// How the pool obtains backing memory.
+    pub fn segments(&self) -> &SegmentPolicy {
+        &self.segments
+    }
+
+    /// Whether its streams share free blocks.
+    pub fn streams(&self) -> StreamPolicy {
+        self.streams
+    }
+
+    /// Whether all ranks must place alike in this pool: only symmetric pools are compared between ranks.
+    pub fn symmetric(&self) -> bool {
+        self.symmetric
+    }
+
+    /// The most device memory the pool may hold, in bytes.
+    pub fn limit_bytes(&self) -> Option<u64> {
+        self.limit_bytes
+    }
+
+    /// A heap that holds more free bytes than this after a free gives its free memory back (CUDA's release threshold).
+    pub fn release_threshold_bytes(&self) -> Option<u64> {
+        self.release_threshold_bytes
+    }
+
+    /// What happens before an allocation fails at a limit.
+    pub fn reclaim(&self) -> Reclaim {
+        self.reclaim
+    }
+
+    /// How requests are rounded beyond 512 bytes.
+    pub fn roundup_power2_divisions(&self) -> RoundupPower2Divisions {
+        self.roundup_power2_divisions
+    }
+}
+
+/// Makes a [`PoolConfig`].
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct PoolConfigBuilder {
+    config: PoolConfig,
+}
+
+impl PoolConfigBuilder {
+    /// How the pool obtains backing memory.
+    pub fn segments(mut self, segments: SegmentPolicy) -> Self {
+        self.config.segments = segments;
+        self
+    }
+
+    /// PyTorch's fixed segments with their default knobs.
+    pub fn fixed(self) -> Self {
+        self.segments(SegmentPolicy::Fixed(FixedSegments::default()))
+    }
+
+    /// One growing range per heap with default knobs.
+    pub fn expandable(self) -> Self {
+        self.segments(SegmentPolicy::Expandable(ExpandableSegments::default()))
+    }
+
+    /// One segment of `segment_bytes` per heap, obtained up front.
+    pub fn reserved(self, segment_bytes: u64) -> Self {
+        self.segments(SegmentPolicy::Reserved { segment_bytes })
+    }
+
+    /// Whether the pool's streams share free blocks.
+    pub fn streams(mut self, streams: StreamPolicy) -> Self {
+        self.config.streams = streams;
+        self
+    }
+
+    /// Declares that all ranks place alike in this pool.
+    pub fn symmetric(mut self, symmetric: bool) -> Self {
+        self.config.symmetric = symmetric;
+        self
+    }
+
+    /// The most device memory the pool may hold, in bytes.
+    pub fn limit_bytes(mut self, limit_bytes: Option<u64>) -> Self {
+        self.config.limit_bytes = limit_bytes;
+        self
+    }
+
+    /// Free bytes of a heap above which a free gives memory back.
+    pub fn release_threshold_bytes(mut self, threshold_bytes: Option<u64>) -> Self {
+        self.config.release_threshold_bytes = threshold_bytes;
+        self
+    }
+
+    /// What happens before an allocation fails at a limit.
+    pub fn reclaim(mut self, reclaim: Reclaim) -> Self {
+        self.config.reclaim = reclaim;
+        self
+    }
+
+    /// How requests are rounded beyond 512 bytes.
+    pub fn roundup_power2_divisions(mut self, divisions: RoundupPower2Divisions) -> Self {
+        self.config.roundup_power2_divisions = divisions;
+        self
+    }
+
+    /// Checks the values.
+    ///
+    /// # Errors
+    /// When a value is out of its range, with the key, the value and the range.
+    pub fn build(self) -> Result<PoolConfig, ConfigError> {
+        match &self.config.segments {
+            SegmentPolicy::Fixed(fixed) => {
+                in_range("large_segment_size", fixed.large_segment_bytes, 12 * MIB, SEGMENT_BYTES_MAX)?;
+                multiple_of("large_segment_size", fixed.large_segment_bytes, 2 * MIB)?;
+                if let Some(max_split) = fixed.max_split_size_bytes {
+                    in_range("max_split_size", max_split, fixed.large_segment_bytes, u64::MAX)?;
+                }
+                in_range("max_non_split_rounding", fixed.max_non_split_rounding_bytes, 0, SEGMENT_BYTES_MAX)?;
+            }
+            SegmentPolicy::Expandable(expandable) => {
+                in_range("range", expandable.range_bytes, 2 * MIB, SEGMENT_BYTES_MAX)?;
+                in_range("growth", expandable.growth_bytes, UNIT_BYTES, expandable.range_bytes)?;
+                multiple_of("growth", expandable.growth_bytes, UNIT_BYTES)?;
+                multiple_of("range", expandable.range_bytes, expandable.growth_bytes)?;
+            }
+            SegmentPolicy::Reserved { segment_bytes } => {
+                in_range("segment", *segment_bytes, UNIT_BYTES, SEGMENT_BYTES_MAX)?;
+                multiple_of("segment", *segment_bytes, UNIT_BYTES)?;
+            }
+        }
+        Ok(self.config)
+    }
+}
+
+/// An allocator's configuration.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Config {
+    pub(crate) default_pool: PoolConfig,
+    pub(crate) limit_bytes: Option<u64>,
+    pub(crate) retries_max: u32,
+    pub(crate) pointer_lookup: PointerLookup,
+    pub(crate) history_ops: u32,
+}
+
+/// Whether allocations can be found by device pointer, and what that costs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum PointerLookup {
+    /// By handle only. Costs nothing.
+    #[default]
+    Off,
+    /// Also by the pointer that `allocate` returned: a hash table beside the heaps.
+    Exact,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config {
+            default_pool: PoolConfig::default(),
+            limit_bytes: None,
+            retries_max: 3,
+            pointer_lookup: PointerLookup::Off,
+            history_ops: 4096,
+        }
+    }
+}
+
+impl Config {
+    /// Starts from the defaults.
+    pub fn builder() -> ConfigBuilder {
+        ConfigBuilder { config: Config::default() }
+    }
+
+    /// Starts from this configuration.
+    pub fn to_builder(&self) -> ConfigBuilder {
+        ConfigBuilder { config: self.clone() }
+    }
+
+    /// The policy of pool 0.
+    pub fn default_pool(&self) -> &PoolConfig {
+        &self.default_pool
+    }
+
+    /// The most device memory all pools together may hold, in bytes.
+    pub fn limit_bytes(&self) -> Option<u64> {
+        self.limit_bytes
+    }
+
+    /// How often the failure callback may ask for another attempt at one allocation.
+    pub fn retries_max(&self) -> u32 {
+        self.retries_max
+    }
+
+    /// Whether allocations can be found by device pointer.
+    pub fn pointer_lookup(&self) -> PointerLookup {
+        self.pointer_lookup
+    }
+
+    /// How many ops each heap of a symmetric pool remembers, for agreement to name the first that
+    /// differs.
+    pub fn history_ops(&self) -> u32 {
+        self.history_ops
+    }
+}
+
+/// Makes a [`Config`].
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct ConfigBuilder {
+    config: Config,
+}
+
+impl ConfigBuilder {
+    /// The policy of pool 0.
+    pub fn default_pool(mut self, pool: PoolConfig) -> Self {
+        self.config.default_pool = pool;
+        self
+    }
+
+    /// The most device memory all pools together may hold, in bytes.
+    pub fn limit_bytes(mut self, limit_bytes: Option<u64>) -> Self {
+        self.config.limit_bytes = limit_bytes;
+        self
+    }
+
+    /// How often the failure callback may ask for another attempt at one allocation.
+    pub fn retries_max(mut self, retries_max: u32) -> Self {
+        self.config.retries_max = retries_max;
+        self
+    }
+
+    /// Whether allocations can be found by device pointer.
+    pub fn pointer_lookup(mut self, lookup: PointerLookup) -> Self {
+        self.config.pointer_lookup = lookup;
+        self
+    }
+
+    /// How many ops each heap of a symmetric pool remembers: 32 bytes each, and up to 112 more where the allocation has
+    /// a name. 0: none. Decides no placement.
+    pub fn history_ops(mut self, history_ops: u32) -> Self {
+        self.config.history_ops = history_ops;
+        self
+    }
+
+    /// Checks the values.
+    ///
+    /// # Errors
+    /// When a value is out of its range, with the key, the value and the range.
+    pub fn build(self) -> Result<Config, ConfigError> {
+        in_range("retries_max", self.config.retries_max.into(), 0, 1000)?;
+        in_range("history_ops", self.config.history_ops.into(), 0, 1 << 24)?;
+        Ok(self.config)
+    }
+}
+
+/// A configuration value that cannot be.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// The value is outside of its range.
+    #[error("{key} is {value}, but must be from {min} to {max}")]
+    OutOfRange {
+        /// The key, without its unit.
+        key: &'static str,
+        /// The value given.
+        value: u64,
+        /// The least value.
+        min: u64,
+        /// The greatest value.
+        max: u64,
+    },
+    /// The value is not a multiple of what it must be a multiple of.
+    #[error("{key} is {value}, but must be a multiple of {of}")]
+    NotAMultiple {
+        /// The key, without its unit.
+        key: &'static str,
+        /// The value given.
+        value: u64,
+        /// What it must be a multiple of.
+        of: u64,
+    },
+    /// The value is not a power of two.
+    #[error("{key} is {value}, but must be zero or a power of two")]
+    NotAPowerOfTwo {
+        /// The key.
+        key: &'static str,
+        /// The value given.
+        value: u64,
+    },
+}
+
+fn in_range(key: &'static str, value: u64, min: u64, max: u64) -> Result<(), ConfigError> {
+    if (min..=max).contains(&value) { Ok(()) } else { Err(ConfigError::OutOfRange { key, value, min, max }) }
+}
+
+fn multiple_of(key: &'static str, value: u64, of: u64) -> Result<(), ConfigError> {
+    if value.is_multiple_of(of) { Ok(()) } else { Err(ConfigError::NotAMultiple { key, value, of }) }
+}

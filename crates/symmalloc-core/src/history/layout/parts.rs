@@ -1,0 +1,168 @@
+//! What a layout consists of: heaps, segments, memory, allocations.
+
+use crate::config::PoolConfig;
+use crate::history::digest::Digest;
+use crate::types::ids::{SegmentId, StreamId};
+use crate::config::size_rules::SizeClass;
+use smallvec::SmallVec;
+
+/// What a pool's future depends on. See the [module documentation](crate::history::layout).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Layout {
+    pub(crate) config: PoolConfig,
+    pub(crate) granularity_bytes: u64,
+    pub(crate) total_limit_bytes: Option<u64>,
+    pub(crate) heaps: Vec<HeapLayout>,
+}
+
+/// One heap of a [`Layout`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct HeapLayout {
+    /// Its stream; `None` when the pool's streams share.
+    pub stream: Option<StreamId>,
+    /// The digest of its history.
+    pub digest: Digest,
+    /// The id that its next segment gets.
+    pub next_segment: SegmentId,
+    /// Its live segments, by id.
+    pub segments: Vec<SegmentLayout>,
+}
+
+/// One live segment of a [`HeapLayout`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SegmentLayout {
+    /// Birth ordinal in its heap.
+    pub id: SegmentId,
+    /// Which requests it serves. Only fixed segments keep small ones apart; all others are `Large`.
+    pub class: SizeClass,
+    /// The parts that memory backs, in order, with a hole between each two. At least one.
+    pub extents: Vec<Extent>,
+    /// The live allocations, by offset, each within one extent.
+    pub allocations: Vec<AllocationLayout>,
+}
+
+/// A part of a segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// Where it starts in the segment, in bytes.
+    pub offset_bytes: u64,
+    /// Its size in bytes.
+    pub size_bytes: u64,
+}
+
+/// One live allocation of a [`SegmentLayout`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AllocationLayout {
+    /// Where it starts in the segment, in bytes.
+    pub offset_bytes: u64,
+    /// Bytes of its block.
+    pub size_bytes: u64,
+    /// Bytes that the program asked for.
+    pub requested_bytes: u64,
+    /// The stream it was allocated for.
+    pub stream: StreamId,
+    /// The other streams that use it, ascending.
+    pub used_by: SmallVec<[StreamId; 2]>,
+    /// What the program called it.
+    pub name: Option<Box<str>>,
+}
+
+impl Layout {
+    /// The pool's configuration.
+    pub fn config(&self) -> &PoolConfig {
+        &self.config
+    }
+
+    /// The backend's granularity in bytes.
+    pub fn granularity_bytes(&self) -> u64 {
+        self.granularity_bytes
+    }
+
+    /// The limit over all pools of the allocator, in bytes.
+    pub fn total_limit_bytes(&self) -> Option<u64> {
+        self.total_limit_bytes
+    }
+
+    /// The heaps in which anything ever happened, by stream.
+    pub fn heaps(&self) -> &[HeapLayout] {
+        &self.heaps
+    }
+
+    /// Bytes of device memory that the pool held.
+    pub fn reserved_bytes(&self) -> u64 {
+        self.heaps.iter().fold(0, |sum, heap| sum.saturating_add(heap.reserved_bytes()))
+    }
+
+    /// Number of live allocations of at least one byte.
+    pub fn allocation_count(&self) -> usize {
+        self.heaps.iter().flat_map(|heap| &heap.segments).map(|segment| segment.allocations.len()).sum()
+    }
+}
+
+impl HeapLayout {
+    /// Bytes of device memory that the heap held.
+    pub fn reserved_bytes(&self) -> u64 {
+        let extents = self.segments.iter().flat_map(|segment| &segment.extents);
+        extents.fold(0, |sum, extent| sum.saturating_add(extent.size_bytes))
+    }
+
+    /// Of a heap in which nothing happened yet.
+    pub(crate) fn of_fresh(stream: Option<StreamId>, digest: Digest) -> Self {
+        HeapLayout { stream, digest, next_segment: SegmentId(0), segments: Vec::new() }
+    }
+}
+
+impl SegmentLayout {
+    /// Bytes that its blocks tile.
+    pub(crate) fn end_bytes(&self) -> u64 {
+        self.extents.last().map_or(0, |extent| extent.end_bytes())
+    }
+
+    /// All of its blocks, in order.
+    pub(crate) fn pieces(&self) -> Vec<Piece<'_>> {
+        let mut pieces = Vec::new();
+        let mut end = 0;
+        let fill = |pieces: &mut Vec<_>, end: &mut u64, to, content| {
+            if *end < to {
+                pieces.push(Piece { size_bytes: to - *end, content });
+                *end = to;
+            }
+        };
+        let mut allocations = self.allocations.iter().peekable();
+        for extent in &self.extents {
+            fill(&mut pieces, &mut end, extent.offset_bytes, Content::Hole);
+            while let Some(allocation) = allocations.next_if(|next| next.offset_bytes < extent.end_bytes()) {
+                fill(&mut pieces, &mut end, allocation.offset_bytes, Content::Free);
+                fill(&mut pieces, &mut end, allocation.end_bytes(), Content::Allocated(allocation));
+            }
+            fill(&mut pieces, &mut end, extent.end_bytes(), Content::Free);
+        }
+        pieces
+    }
+}
+
+impl Extent {
+    pub(crate) fn end_bytes(self) -> u64 {
+        self.offset_bytes + self.size_bytes
+    }
+}
+
+impl AllocationLayout {
+    pub(crate) fn end_bytes(&self) -> u64 {
+        self.offset_bytes + self.size_bytes
+    }
+}
+
+/// A block of a [`SegmentLayout`].
+pub(crate) struct Piece<'a> {
+    pub(crate) size_bytes: u64,
+    pub(crate) content: Content<'a>,
+}
+
+pub(crate) enum Content<'a> {
+    Allocated(&'a AllocationLayout),
+    Free,
+    Hole,
+}

@@ -1,0 +1,392 @@
+//! The simulator: a backend without a device, one instance per simulated rank, all of it from one seed.
+//!
+//! It is a test instrument with two faces. To a *correct* allocator it is an ordinary [`Backend`] that is merely
+//! unlucky in its own way on each rank. To an *incorrect* one it is merciless: it panics at the first breach of the
+//! contract in [`symmalloc_core::backend`], names the rule, and finds missing waits that a real device would punish once a week.
+//!
+//! ```text
+//!                seed, rank
+//!        ┌───────────┼──────────────┬───────────────┐
+//!   addresses     timeline        faults         handles         each from its own random sequence
+//!   reserve       record wait     any call       raw_stream
+//!   map unmap     query           fails at k     raw events
+//!   release       synchronize
+//!        └── submit: a kernel uses these bytes ─► Ok, or Race
+//! ```
+//!
+//! What differs between ranks (addresses, event completion, raw handles, faults) is exactly what rule D1 forbids to
+//! decide a placement; what a program does is the same on all. So an allocator that places alike on many simulated
+//! ranks does so because it looks at nothing else.
+//!
+//! Time is counted in ticks: each call is one, [`SimBackend::tick`] adds more. No clock is read. A fresh instance takes
+//! at most [`SimBackend::FRESH_BYTES_MAX`] bytes and no heap memory, and grows with what is live only: thousands of
+//! ranks fit a laptop.
+//!
+//! What it leaves out: bytes have no contents, copies and graphs do not exist, and mappings are counted, not placed.
+
+use super::address_space::AddressSpace;
+use super::fault::{Call, CallCounts, Fault, FaultRule, Faults};
+use super::random::mix;
+use super::timeline::{Race, Timeline};
+use std::fmt;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Range};
+use symmalloc_core::ids::StreamId;
+
+/// A simulated device of one rank. See the [module documentation](self).
+///
+/// # Panics
+/// Every method that implements [`Backend`], and [`submit`](SimBackend::submit), panics when the caller breaches the
+/// contract of [`symmalloc_core::backend`], with the rule. While the thread is unwinding already, a breach is returned as an
+/// error instead, so that the first report is the one that is seen.
+#[derive(Debug)]
+pub struct SimBackend {
+    granularity_bytes: u64,
+    memory_bytes: u64,
+    handles: u64,
+    state: Mutex<State>,
+}
+
+/// The two sizes of a device.
+#[derive(Clone, Copy)]
+pub(super) struct Sizes {
+    pub(super) granularity_bytes: u64,
+    pub(super) memory_bytes: u64,
+}
+
+#[derive(Debug)]
+struct State {
+    addresses: AddressSpace,
+    timeline: Timeline,
+    faults: Faults,
+    mapped_bytes: u64,
+    mapped_bytes_peak: u64,
+}
+
+/// What a program left behind.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Leaks {
+    /// Device memory still mapped, in bytes.
+    pub mapped_bytes: u64,
+    /// Ranges not released.
+    pub ranges: usize,
+    /// Events not recycled.
+    pub events: usize,
+}
+
+impl Leaks {
+    /// Whether nothing was left behind.
+    pub fn is_empty(&self) -> bool {
+        *self == Leaks::default()
+    }
+}
+
+impl fmt::Display for Leaks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Leaks { mapped_bytes, ranges, events } = self;
+        write!(f, "{mapped_bytes} bytes mapped, {ranges} ranges reserved, {events} events live")
+    }
+}
+
+/// The caller broke a rule of the contract: stops the test with the rule.
+#[track_caller]
+fn breach(call: Call, rule: &str, what: fmt::Arguments<'_>) -> BackendError {
+    if !std::thread::panicking() {
+        panic!("breach of the backend contract in `{call}`: {rule} ({what})");
+    }
+    Fault::Refused.of(call)
+}
+
+const ALIGNED: &str = "offsets and sizes are multiples of the granularity, and sizes are not zero";
+const RESERVED: &str = "a range is what `reserve` returned, and is not released yet";
+const INSIDE: &str = "what is mapped or unmapped lies inside of its range";
+const MAPPED_ONCE: &str = "a granule is mapped at most once";
+const MAPPED: &str = "only what is mapped is unmapped or used";
+const UNMAPPED_FIRST: &str = "everything is unmapped before its range is released";
+const SYNCHRONIZED_FIRST: &str = "every stream that may still use the bytes is synchronised before they are unmapped";
+const LIVE_EVENT: &str = "an event is recycled once and not used afterwards";
+
+impl SimBackend {
+    /// No fresh instance is larger than this, in bytes, and none owns heap memory.
+    pub const FRESH_BYTES_MAX: usize = 768;
+
+    /// A device without memory in use, whose raw stream handles come from a number.
+    pub(super) fn new(sizes: Sizes, handles: u64, addresses: AddressSpace, timeline: Timeline, faults: Faults) -> Self {
+        let Sizes { granularity_bytes, memory_bytes } = sizes;
+        let state = State { addresses, timeline, faults, mapped_bytes: 0, mapped_bytes_peak: 0 };
+        SimBackend { granularity_bytes, memory_bytes, handles, state: Mutex::new(state) }
+    }
+
+    /// A panic at a breach leaves the state as it was before the call, so a poisoned lock does no harm.
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The raw handle the simulated driver gave to a stream: a pointer-like number, another on each rank.
+    pub fn raw_stream(&self, stream: StreamId) -> u64 {
+        (mix(self.handles ^ (u64::from(stream.0) + 1)) >> 17) & !0xf
+    }
+
+    /// Lets simulated time pass: work and events may come to be done.
+    pub fn tick(&self, ticks: u64) {
+        self.state().timeline.tick(ticks);
+    }
+
+    /// Pretends that a kernel on `stream` reads and writes the bytes from `address` on. Not a call of the backend: it
+    /// takes no tick and has no ordinal.
+    ///
+    /// # Errors
+    /// When an earlier use of any of the bytes on another stream does not come before this one: by a wait of `stream`
+    /// (through any number of streams), by a synchronise, or by a query that said done. The kernel is not submitted
+    /// then. Bytes are told apart in steps of 512.
+    ///
+    /// # Panics
+    /// When not all of the bytes are mapped.
+    #[track_caller]
+    pub fn submit(&self, stream: StreamId, address: DeviceAddress, size_bytes: u64) -> Result<(), Race> {
+        let mut state = self.state();
+        let end = address.0.saturating_add(size_bytes);
+        if size_bytes == 0 {
+            return Ok(());
+        }
+        assert!(
+            state.addresses.is_mapped(address.0, end),
+            "breach of the backend contract in `submit`: {MAPPED} ({size_bytes} bytes at {:#x} on {stream})",
+            address.0
+        );
+        state.timeline.submit(stream, address.0, end)
+    }
+
+    /// From now on calls fail as the rule says: calls of one kind, or (`None`) of any.
+    pub fn inject(&self, call: Option<Call>, rule: FaultRule, fault: Fault) {
+        self.state().faults.add(call, rule, fault);
+    }
+
+    /// Takes all faults away, a lost device included. What limited memory refuses, it still refuses.
+    pub fn heal(&self) {
+        self.state().faults.clear();
+    }
+
+    /// How often each call was made so far.
+    pub fn calls(&self) -> CallCounts {
+        self.state().faults.counts
+    }
+
+    /// Device memory, in bytes.
+    pub fn memory_bytes(&self) -> u64 {
+        self.memory_bytes
+    }
+
+    /// Device memory that is not mapped, in bytes.
+    pub fn free_bytes(&self) -> u64 {
+        self.memory_bytes - self.mapped_bytes()
+    }
+
+    /// Device memory that is mapped, in bytes.
+    pub fn mapped_bytes(&self) -> u64 {
+        self.state().mapped_bytes
+    }
+
+    /// The most device memory that was ever mapped at once, in bytes.
+    pub fn mapped_bytes_peak(&self) -> u64 {
+        self.state().mapped_bytes_peak
+    }
+
+    /// What would be left behind if the program ended now.
+    pub fn leaks(&self) -> Leaks {
+        let state = self.state();
+        Leaks { mapped_bytes: state.mapped_bytes, ranges: state.addresses.ranges(), events: state.timeline.events() }
+    }
+
+    /// Makes one fallible call: counts it, lets a tick pass, checks the contract, injects a fault, and only then acts.
+    /// A lost device answers before the contract is checked, since nothing can be done properly any more.
+    #[track_caller]
+    fn call<T>(
+        &self,
+        call: Call,
+        check: impl FnOnce(&State) -> Result<(), BackendError>,
+        act: impl FnOnce(&mut State) -> Result<T, BackendError>,
+    ) -> Result<T, BackendError> {
+        let mut state = self.state();
+        if !state.faults.lost() {
+            check(&state)?;
+        }
+        state.timeline.tick(1);
+        let answer = match state.faults.enter(call) {
+            Some(fault) => Err(fault.of(call)),
+            None => act(&mut state),
+        };
+        if answer.is_err() {
+            state.faults.counts.add_failed();
+        }
+        answer
+    }
+
+    /// The addresses of a part of a range, if it may be named.
+    #[track_caller]
+    fn part(
+        &self,
+        state: &State,
+        call: Call,
+        range: Range,
+        part: std::ops::Range<u64>,
+    ) -> Result<(u64, u64), BackendError> {
+        let (base, of) = (range.base.0, range.size_bytes);
+        if !state.addresses.is_reserved(base, of) {
+            return Err(breach(call, RESERVED, format_args!("{of} bytes at {base:#x}")));
+        }
+        let aligned = |bytes: u64| bytes.is_multiple_of(self.granularity_bytes);
+        if part.is_empty() || !aligned(part.start) || !aligned(part.end) {
+            return Err(breach(
+                call,
+                ALIGNED,
+                format_args!("bytes {part:?} at granularity {}", self.granularity_bytes),
+            ));
+        }
+        if part.end > of {
+            return Err(breach(call, INSIDE, format_args!("bytes {part:?} of a range of {of} bytes")));
+        }
+        Ok((base + part.start, base + part.end))
+    }
+}
+
+impl Backend for SimBackend {
+    fn granularity_bytes(&self) -> u64 {
+        self.granularity_bytes
+    }
+
+    #[track_caller]
+    fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
+        let call = Call::Reserve;
+        let check = |_: &State| match size_bytes != 0 && size_bytes.is_multiple_of(self.granularity_bytes) {
+            true => Ok(()),
+            false => Err(breach(call, ALIGNED, format_args!("{size_bytes} bytes"))),
+        };
+        self.call(call, check, |state| {
+            let base = state.addresses.reserve(size_bytes).ok_or_else(|| Fault::OutOfMemory.of(call))?;
+            Ok(Range { base: DeviceAddress(base), size_bytes })
+        })
+    }
+
+    #[track_caller]
+    fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
+        let call = Call::Map;
+        let part = offset_bytes..offset_bytes.saturating_add(size_bytes);
+        let check = |state: &State| {
+            let (start, end) = self.part(state, call, range, part.clone())?;
+            match state.addresses.is_any_mapped(start, end) {
+                true => Err(breach(call, MAPPED_ONCE, format_args!("bytes {part:?} at {:#x}", range.base.0))),
+                false => Ok(()),
+            }
+        };
+        self.call(call, check, |state| {
+            if size_bytes > self.memory_bytes - state.mapped_bytes {
+                return Err(Fault::OutOfMemory.of(call));
+            }
+            state.addresses.map(range.base.0 + part.start, range.base.0 + part.end);
+            state.mapped_bytes += size_bytes;
+            state.mapped_bytes_peak = state.mapped_bytes_peak.max(state.mapped_bytes);
+            Ok(())
+        })
+    }
+
+    #[track_caller]
+    fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
+        let call = Call::Unmap;
+        let part = offset_bytes..offset_bytes.saturating_add(size_bytes);
+        let check = |state: &State| {
+            let (start, end) = self.part(state, call, range, part.clone())?;
+            if !state.addresses.is_mapped(start, end) {
+                return Err(breach(call, MAPPED, format_args!("bytes {part:?} at {:#x}", range.base.0)));
+            }
+            match state.timeline.pending_use(start, end) {
+                Some((at, stream)) => Err(breach(call, SYNCHRONIZED_FIRST, format_args!("{stream} uses {at:#x}"))),
+                None => Ok(()),
+            }
+        };
+        self.call(call, check, |state| {
+            let (start, end) = (range.base.0 + part.start, range.base.0 + part.end);
+            state.addresses.unmap(start, end);
+            state.timeline.forget(start, end);
+            state.mapped_bytes -= size_bytes;
+            Ok(())
+        })
+    }
+
+    #[track_caller]
+    fn release(&self, range: Range) -> Result<(), BackendError> {
+        let call = Call::Release;
+        let check = |state: &State| {
+            let (start, end) = self.part(state, call, range, 0..range.size_bytes)?;
+            match state.addresses.is_any_mapped(start, end) {
+                true => Err(breach(call, UNMAPPED_FIRST, format_args!("{} bytes at {start:#x}", range.size_bytes))),
+                false => Ok(()),
+            }
+        };
+        self.call(call, check, |state| {
+            state.addresses.release(range.base.0);
+            Ok(())
+        })
+    }
+
+    #[track_caller]
+    fn record(&self, stream: StreamId) -> Result<Event, BackendError> {
+        self.call(Call::Record, |_| Ok(()), |state| Ok(Event(state.timeline.record(stream))))
+    }
+
+    #[track_caller]
+    fn wait(&self, stream: StreamId, event: Event) -> Result<(), BackendError> {
+        self.call(
+            Call::Wait,
+            |state| live(state, Call::Wait, event),
+            |state| {
+                state.timeline.wait(stream, event.0);
+                Ok(())
+            },
+        )
+    }
+
+    #[track_caller]
+    fn query(&self, event: Event) -> Result<bool, BackendError> {
+        self.call(Call::Query, |state| live(state, Call::Query, event), |state| Ok(state.timeline.query(event.0)))
+    }
+
+    /// Takes an event back, on a lost device too.
+    #[track_caller]
+    fn recycle(&self, event: Event) {
+        let mut state = self.state();
+        assert!(
+            state.timeline.is_event(event.0) || std::thread::panicking(),
+            "breach of the backend contract in `recycle`: {LIVE_EVENT} (event {:#x})",
+            event.0
+        );
+        state.timeline.tick(1);
+        state.timeline.recycle(event.0);
+        state.faults.counts.add_recycle();
+    }
+
+    #[track_caller]
+    fn synchronize(&self, stream: StreamId) -> Result<(), BackendError> {
+        self.call(
+            Call::Synchronize,
+            |_| Ok(()),
+            |state| {
+                state.timeline.synchronize(stream);
+                Ok(())
+            },
+        )
+    }
+}
+
+#[track_caller]
+fn live(state: &State, call: Call, event: Event) -> Result<(), BackendError> {
+    match state.timeline.is_event(event.0) {
+        true => Ok(()),
+        false => Err(breach(call, LIVE_EVENT, format_args!("event {:#x}", event.0))),
+    }
+}
+
+#[cfg(test)]
+#[path = "tests.rs"]
+mod tests;

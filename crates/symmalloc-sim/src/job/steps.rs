@@ -1,0 +1,70 @@
+//! The steps of a program, and the pools that they make.
+
+use symmalloc_core::config::{Config, PoolConfig, Reclaim};
+use symmalloc_core::{Op, PoolId};
+
+/// A step of a program: an op, and the host thread that carries it out.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct JobStep {
+    /// The op.
+    pub op: Op,
+    /// The thread, from 0.
+    pub thread: u8,
+    /// What the program calls the allocation (allocate only).
+    pub name: Option<Box<str>>,
+}
+
+impl JobStep {
+    /// An op of a thread.
+    pub fn new(op: Op, thread: u8) -> Self {
+        JobStep { op, thread, name: None }
+    }
+}
+
+/// The policies of all pools that the program ever makes, by their ids, and the limit over all of them.
+#[derive(Clone, Debug)]
+pub(crate) struct PoolPolicies {
+    pools: Vec<PoolConfig>,
+    limit_bytes: Option<u64>,
+}
+
+impl PoolPolicies {
+    pub(crate) fn new(config: &Config, steps: &[JobStep]) -> Self {
+        let created = steps.iter().filter_map(|step| match &step.op {
+            Op::CreatePool { config, .. } => Some((**config).clone()),
+            _ => None,
+        });
+        let pools = std::iter::once(config.default_pool().clone()).chain(created).collect();
+        PoolPolicies { pools, limit_bytes: config.limit_bytes() }
+    }
+
+    pub(crate) fn of(&self, pool: PoolId) -> &PoolConfig {
+        &self.pools[pool.index()]
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.pools.len()
+    }
+
+    pub(crate) fn pools(&self) -> impl Iterator<Item = PoolId> + use<> {
+        (0..self.pools.len() as u32).map(PoolId)
+    }
+
+    /// The pool with this ordinal among the symmetric ones, as the agreement names pools.
+    pub(crate) fn symmetric(&self, ordinal: u32) -> PoolId {
+        let mut symmetric = self.pools().filter(|pool| self.of(*pool).symmetric());
+        symmetric.nth(ordinal as usize).expect("a rank has no symmetric pools but the program's")
+    }
+
+    pub(crate) fn limit_bytes(&self) -> Option<u64> {
+        self.limit_bytes
+    }
+
+    /// Whether an allocation that meets a limit may take free memory from every heap of the pool.
+    pub(crate) fn reclaims_as_a_whole(&self, pool: PoolId) -> bool {
+        let config = self.of(pool);
+        // A symmetric pool gives nothing back for the limit over all pools.
+        let can_meet_a_limit = config.limit_bytes().is_some() || self.limit_bytes().is_some() && !config.symmetric();
+        config.reclaim() == Reclaim::Pool && can_meet_a_limit
+    }
+}
