@@ -50,7 +50,7 @@ use crate::history::segment_log::SegmentLog;
 use crate::config::op::Op;
 use crate::pointers::{PointerMap, SegmentDirectory};
 use crate::stats::budget::Budget;
-use crate::stats::usage::Usage;
+use crate::stats::usage::TotalUsage;
 use crate::streams::clocks::StreamClocks;
 use crate::sync::lock::{Exclusive, Lock, LockCell, Shared};
 use crate::sync::registry::Registry;
@@ -103,7 +103,7 @@ pub struct Allocator<B: Backend, L: Lock = Exclusive> {
     /// Live allocations by address, where that is configured.
     pointers: Option<PointerMap<L>>,
     /// Usage over all heaps. Counted only where one thread drives the allocator: many would meet here.
-    usage: L::Cell<Usage>,
+    usage: L::Cell<TotalUsage>,
     /// Held while a scope is opened or closed, and while a heap is made: every heap has every open scope.
     open_scopes: L::Cell<usize>,
     /// Held while a pool's observers change, while a pool is destroyed, and while a heap is made: every heap has its pool's
@@ -154,7 +154,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             pools,
             heaps: Registry::new(),
             pointers: (config.pointer_lookup() != PointerLookup::Off).then(PointerMap::new),
-            usage: L::Cell::new(Usage::default()),
+            usage: L::Cell::new(TotalUsage::default()),
             open_scopes: L::Cell::new(0),
             observers: L::Cell::new(Observers::default()),
             failure_callback: L::Cell::new(None),

@@ -195,7 +195,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn stats(&self) -> MemoryStats {
         let mut stats = stats_of::<L, _>(self.context.budget.stat(), self.all_heaps());
         if L::IS_EXCLUSIVE {
-            stats.usage = self.usage.lock().stats();
+            self.usage.lock().correct_peaks(&mut stats.usage.all);
             stats.peaks_are_exact = true;
         }
         stats
@@ -261,10 +261,12 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let StatScope(()) = scope;
         let mut open_scopes = self.open_scopes.lock();
         *open_scopes -= 1;
-        let of_all = self.usage.lock().close_scope();
-        let of_heaps = self.all_heaps().map(|heap| heap.lock().usage_mut().close_scope());
-        let sum = of_heaps.fold(ClassStats::default(), ClassStats::plus);
-        if L::IS_EXCLUSIVE { of_all } else { sum }
+        let heaps = self.all_heaps().map(|heap| heap.lock().usage_mut().close_scope());
+        let mut stats = heaps.fold(ClassStats::default(), ClassStats::plus);
+        if L::IS_EXCLUSIVE {
+            self.usage.lock().close_scope(&mut stats.all);
+        }
+        stats
     }
 
     /// Every live segment and block, in (pool, stream, sequence, offset) order.

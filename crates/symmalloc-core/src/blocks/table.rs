@@ -140,18 +140,6 @@ impl Block {
         matches!(self.state, BlockState::Free { .. })
     }
 
-    /// Its size if it is free.
-    #[inline(always)]
-    pub(crate) fn free_size(&self) -> Option<Units> {
-        self.is_free().then_some(self.size)
-    }
-
-    /// Whether it is free, and work on `stream` may use it without waiting for anyone.
-    #[inline(always)]
-    pub(crate) fn is_free_for(&self, stream: StreamId) -> bool {
-        matches!(self.state, BlockState::Free { stream: owner, .. } if owner == stream) && self.fences.is_empty()
-    }
-
     pub(crate) fn is_hole(&self) -> bool {
         self.state == BlockState::Hole
     }

@@ -10,7 +10,7 @@
 use crate::types::units::{GIB, MIB, SEGMENT_BYTES_MAX, UNIT_BYTES};
 
 /// PyTorch's `kLargeBuffer`: the fixed segment for requests between 1 and 10 MiB, in bytes.
-pub const LARGE_SEGMENT_BYTES: u64 = 20 * MIB;
+pub(crate) const LARGE_SEGMENT_BYTES: u64 = 20 * MIB;
 
 /// How a pool obtains backing memory.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]

@@ -2,7 +2,6 @@
 
 use super::{Heap, HeapIdentity};
 use crate::blocks::table::{Block, BlockState, Slot};
-use crate::config::PoolConfig;
 use crate::config::errors::HandleError;
 use crate::history::digest::Digest;
 use crate::history::journal::Journal;
@@ -77,10 +76,6 @@ impl<L: Lock> Heap<L> {
     /// Whether nothing ever happened here.
     pub(crate) fn is_fresh(&self) -> bool {
         self.digest.ops == 0 && self.next_segment == SegmentId(0)
-    }
-
-    pub(crate) fn config(&self) -> &PoolConfig {
-        &self.config
     }
 
     pub(crate) fn budget(&self) -> &Budget<L> {

@@ -97,19 +97,16 @@ pub(crate) struct RareCounts {
     pub(crate) refusals: u64,
 }
 
-/// One quantity while it is counted.
+/// How high a quantity is, and was at most.
 #[derive(Clone, Copy, Debug, Default)]
-struct Counter {
+struct Level {
     current: u64,
     peak: u64,
-    /// Everything that was ever added.
-    allocated: u64,
 }
 
-impl Counter {
+impl Level {
     #[inline]
     fn add(&mut self, amount: u64) {
-        self.allocated += amount;
         self.current += amount;
         self.peak = self.peak.max(self.current);
     }
@@ -119,108 +116,174 @@ impl Counter {
         self.current -= amount;
     }
 
-    /// What happened since an earlier moment.
-    fn since(&self, then: &Counter) -> Stat {
-        let allocated = self.allocated - then.allocated;
-        Stat {
-            current: self.current,
-            peak: self.peak,
-            allocated,
-            // current = then.current + allocated - freed
-            freed: then.current + allocated - self.current,
-        }
+    /// The peak starts anew. Returns what the level was.
+    fn open(&mut self) -> Level {
+        let outer = *self;
+        self.peak = self.current;
+        outer
+    }
+
+    /// The peak is the larger of its own and the outer one.
+    fn close(&mut self, outer: Level) {
+        self.peak = self.peak.max(outer.peak);
     }
 }
 
 /// Allocations, allocated bytes and requested bytes.
-type Counters = [Counter; 3];
+type Levels = [Level; 3];
 
-/// Small and large blocks, and both together.
-#[derive(Clone, Copy, Debug, Default)]
-struct ClassCounters([Counters; 3]);
+/// The levels of all sizes together: of one heap, or of all heaps where one thread drives the allocator.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct TotalUsage {
+    levels: Levels,
+    /// What the levels were when each open scope began; outermost first.
+    scopes: Vec<Levels>,
+}
 
-const SMALL: usize = 0;
-const LARGE: usize = 1;
-const ALL: usize = 2;
-
-impl ClassCounters {
-    /// What happened since an earlier moment.
-    fn since(&self, then: &ClassCounters) -> ClassStats {
-        let [small, large, all] = [SMALL, LARGE, ALL].map(|class| {
-            let [allocations, allocated_bytes, requested_bytes] =
-                [0, 1, 2].map(|quantity| self.0[class][quantity].since(&then.0[class][quantity]));
-            UsageStats { allocations, allocated_bytes, requested_bytes }
-        });
-        ClassStats { all, small, large }
+impl TotalUsage {
+    #[inline]
+    pub(crate) fn allocate(&mut self, size: Units, requested_bytes: u64) {
+        let [allocations, allocated, requested] = &mut self.levels;
+        allocations.add(1);
+        allocated.add(bytes(size));
+        requested.add(requested_bytes);
     }
 
-    fn counters_mut(&mut self) -> impl Iterator<Item = &mut Counter> {
-        self.0.as_flattened_mut().iter_mut()
+    #[inline]
+    pub(crate) fn free(&mut self, size: Units, requested_bytes: u64) {
+        let [allocations, allocated, requested] = &mut self.levels;
+        allocations.take(1);
+        allocated.take(bytes(size));
+        requested.take(requested_bytes);
+    }
+
+    /// The peaks of a sum over parts, in place of the sums of their peaks.
+    pub(crate) fn correct_peaks(&self, sum: &mut UsageStats) {
+        let stats = [&mut sum.allocations, &mut sum.allocated_bytes, &mut sum.requested_bytes];
+        stats.into_iter().zip(&self.levels).for_each(|(stat, level)| stat.peak = level.peak);
+    }
+
+    pub(crate) fn reset_peaks(&mut self) {
+        self.levels.iter_mut().for_each(|level| level.peak = level.current);
+    }
+
+    pub(crate) fn open_scope(&mut self) {
+        self.scopes.push([0, 1, 2].map(|quantity| self.levels[quantity].open()));
+    }
+
+    /// As [`correct_peaks`](Self::correct_peaks), for what happened since the innermost scope was opened, which ends.
+    pub(crate) fn close_scope(&mut self, sum: &mut UsageStats) {
+        self.correct_peaks(sum);
+        let outer = self.scopes.pop().unwrap_or_default();
+        self.levels.iter_mut().zip(outer).for_each(|(level, outer)| level.close(outer));
     }
 }
 
-/// The usage of one heap, or of all heaps where one thread drives the allocator.
+/// One quantity of one size class while it is counted.
+#[derive(Clone, Copy, Debug, Default)]
+struct Counter {
+    level: Level,
+    /// Everything that was ever added.
+    allocated: u64,
+}
+
+impl Counter {
+    #[inline]
+    fn add(&mut self, amount: u64) {
+        self.allocated += amount;
+        self.level.add(amount);
+    }
+
+    /// What happened since an earlier moment.
+    fn since(&self, then: &Counter) -> Stat {
+        let (Level { current, peak }, allocated) = (self.level, self.allocated - then.allocated);
+        // current = then.current + allocated - freed
+        Stat { current, peak, allocated, freed: then.level.current + allocated - current }
+    }
+}
+
+/// Allocations, allocated bytes and requested bytes, of small blocks and of large ones.
+type Counters = [[Counter; 3]; 2];
+
+/// The usage of one heap.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Usage {
-    counters: ClassCounters,
+    counters: Counters,
+    total: TotalUsage,
     /// What the counters were when each open scope began; outermost first.
-    scopes: Vec<ClassCounters>,
+    scopes: Vec<Counters>,
 }
 
 impl Usage {
     #[inline]
     pub(crate) fn allocate(&mut self, size: Units, requested_bytes: u64) {
-        let amounts = [1, bytes(size), requested_bytes];
-        for class in [class_of(size), ALL] {
-            for (counter, amount) in self.counters.0[class].iter_mut().zip(amounts) {
-                counter.add(amount);
-            }
-        }
+        let [allocations, allocated, requested] = &mut self.counters[class_of(size)];
+        allocations.add(1);
+        allocated.add(bytes(size));
+        requested.add(requested_bytes);
+        self.total.allocate(size, requested_bytes);
     }
 
     #[inline]
     pub(crate) fn free(&mut self, size: Units, requested_bytes: u64) {
-        let amounts = [1, bytes(size), requested_bytes];
-        for class in [class_of(size), ALL] {
-            for (counter, amount) in self.counters.0[class].iter_mut().zip(amounts) {
-                counter.take(amount);
-            }
-        }
+        let [allocations, allocated, requested] = &mut self.counters[class_of(size)];
+        allocations.level.take(1);
+        allocated.level.take(bytes(size));
+        requested.level.take(requested_bytes);
+        self.total.free(size, requested_bytes);
     }
 
     /// Bytes of the blocks that are allocated now.
     pub(crate) fn allocated_bytes(&self) -> u64 {
-        self.counters.0[ALL][1].current
+        self.total.levels[1].current
     }
 
     /// Number of allocations of at least one byte now.
     pub(crate) fn allocations(&self) -> u64 {
-        self.counters.0[ALL][0].current
+        self.total.levels[0].current
     }
 
     pub(crate) fn stats(&self) -> ClassStats {
-        self.counters.since(&ClassCounters::default())
+        let mut stats = self.since(&Counters::default());
+        self.total.correct_peaks(&mut stats.all);
+        stats
+    }
+
+    /// What happened since an earlier moment. Peaks of all sizes are sums.
+    fn since(&self, then: &Counters) -> ClassStats {
+        let [small, large] = [SMALL, LARGE].map(|class| {
+            let [allocations, allocated_bytes, requested_bytes] =
+                [0, 1, 2].map(|quantity| self.counters[class][quantity].since(&then[class][quantity]));
+            UsageStats { allocations, allocated_bytes, requested_bytes }
+        });
+        ClassStats { all: small.plus(large), small, large }
     }
 
     pub(crate) fn reset_peaks(&mut self) {
-        self.counters.counters_mut().for_each(|counter| counter.peak = counter.current);
+        self.counters.as_flattened_mut().iter_mut().for_each(|counter| counter.level.peak = counter.level.current);
+        self.total.reset_peaks();
     }
 
     pub(crate) fn open_scope(&mut self) {
         self.scopes.push(self.counters);
-        self.reset_peaks();
+        self.counters.as_flattened_mut().iter_mut().for_each(|counter| _ = counter.level.open());
+        self.total.open_scope();
     }
 
     /// What happened since the innermost scope was opened; `allocated` and `freed` count from there.
     pub(crate) fn close_scope(&mut self) -> ClassStats {
-        let Some(mut outer) = self.scopes.pop() else { return ClassStats::default() };
-        let stats = self.counters.since(&outer);
-        for (counter, outer) in self.counters.counters_mut().zip(outer.counters_mut()) {
-            counter.peak = counter.peak.max(outer.peak);
+        let outer = self.scopes.pop().unwrap_or_default();
+        let mut stats = self.since(&outer);
+        self.total.close_scope(&mut stats.all);
+        for (counter, outer) in self.counters.as_flattened_mut().iter_mut().zip(outer.as_flattened()) {
+            counter.level.close(outer.level);
         }
         stats
     }
 }
+
+const SMALL: usize = 0;
+const LARGE: usize = 1;
 
 #[inline]
 fn class_of(size: Units) -> usize {
