@@ -656,9 +656,10 @@ fn a_rewind_takes_back_names_that_were_given_later() {
 fn a_rewind_gives_surplus_segments_back_in_the_order_of_their_birth() {
     let device = SimBackend::builder().build();
     let unmapped = RefCell::new(Vec::new());
-    let log = |call| match call {
-        DeviceCall::Unmap { size_bytes, .. } => unmapped.borrow_mut().push(size_bytes / MIB),
-        _ => {}
+    let log = |call| {
+        if let DeviceCall::Unmap { size_bytes, .. } = call {
+            unmapped.borrow_mut().push(size_bytes / MIB);
+        }
     };
     let config = Config::builder().default_pool(pool("segments:fixed")).build().expect("valid");
     let allocator: Allocator<_> = Allocator::new(Hooked { inner: &device, hook: log }, config).expect("valid");

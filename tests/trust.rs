@@ -4,7 +4,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Range};
-use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
 use symmalloc_core::lock::Shared;
 use symmalloc_core::recording::{Sink, SinkError};
 use symmalloc_core::replay::{Program, Replay};
@@ -268,24 +268,24 @@ fn resident_bytes() -> u64 {
     pages * 4096
 }
 
-/// Streams of which each waits for the one before it: by itself, and because it takes the other one's block.
-fn streams_that_each_wait_once(streams: u16) -> Vec<Record> {
-    let pool = PoolConfig::builder().streams(symmalloc_core::config::StreamPolicy::Shared).build().expect("valid");
+/// Streams of which each takes the block of the one before it, and waits for another one.
+fn streams_that_each_wait_once(streams: u16, on: fn(u16, u16) -> u16) -> Vec<Record> {
+    let pool = PoolConfig::builder().streams(StreamPolicy::Shared).build().expect("valid");
     let mut ops: Vec<Op> = (0..streams).map(|stream| Op::RegisterStream { stream: StreamId(stream) }).collect();
     ops.push(Op::CreatePool { pool: PoolId(1), config: Box::new(pool) });
     for stream in 0..streams {
         let id = AllocationId(stream.into());
-        let (stream, before) = (StreamId(stream), StreamId(stream.saturating_sub(1)));
+        let (stream, on) = (StreamId(stream), StreamId(on(stream, streams)));
         ops.push(Op::Allocate { id, pool: PoolId(1), stream, size_bytes: 2 * MIB });
         ops.push(Op::Free { id });
-        ops.push(Op::Wait { stream, on: before });
+        ops.push(Op::Wait { stream, on });
     }
     ops.into_iter().map(Record::from).collect()
 }
 
-fn waits_cost_little(streams: u16) {
+fn waits_cost_little(streams: u16, on: fn(u16, u16) -> u16) {
     let (before, begun) = (resident_bytes(), std::time::Instant::now());
-    let records = streams_that_each_wait_once(streams);
+    let records = streams_that_each_wait_once(streams, on);
     let program = Program::new(&records).expect("valid");
     let allocator: Allocator<_> = Allocator::new(NoDevice::default(), Config::default()).expect("valid");
     Replay::new(&allocator, &program).run(|_, _| ()).expect("no limit");
@@ -301,11 +301,13 @@ fn waits_cost_little(streams: u16) {
 #[test]
 #[ignore = "the core accepts this today"]
 fn four_thousand_streams_that_wait_once_are_quick_and_small() {
-    waits_cost_little(4096);
+    waits_cost_little(4096, |stream, _| stream.saturating_sub(1));
+    waits_cost_little(4096, |_, streams| streams - 1);
 }
 
 #[test]
 #[ignore = "the core accepts this today: it takes gigabytes"]
 fn all_streams_that_there_can_be_wait_once_and_are_quick_and_small() {
-    waits_cost_little(u16::MAX);
+    waits_cost_little(u16::MAX, |stream, _| stream.saturating_sub(1));
+    waits_cost_little(u16::MAX, |_, streams| streams - 1);
 }

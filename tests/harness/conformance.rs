@@ -8,7 +8,7 @@
 //! tests), and that a *caller* keeps its promises (the simulator panics when it does not).
 
 use std::collections::BTreeSet;
-use symmalloc_core::backend::{Backend, Event, InRow, Range};
+use symmalloc_core::backend::{Backend, Event, Range};
 use symmalloc_core::ids::StreamId;
 
 const S0: StreamId = StreamId(0);
@@ -48,11 +48,6 @@ pub fn conformance<B: Backend + Send + Sync>(make: impl Fn() -> B) {
         a_stream_may_wait_for_its_own_event,
         an_event_outlives_a_wait_and_is_recycled_while_a_stream_waits,
         events_are_recycled_in_any_order,
-        a_wait_for_the_last_event_of_a_row_is_a_wait_for_all,
-        an_event_that_was_waited_for_is_joined_by_no_other,
-        an_event_that_was_extended_stands_for_both_moments,
-        a_row_that_ended_is_not_extended,
-        a_last_wait_is_a_wait_and_takes_the_event_back,
         an_event_that_is_done_stays_done,
         synchronize_completes_the_events_of_its_stream,
         synchronize_completes_what_the_stream_waited_for,
@@ -254,83 +249,6 @@ fn events_are_recycled_in_any_order(backend: &impl Backend) {
         assert!(is_done(backend, event));
         backend.recycle(event);
     }
-}
-
-/// Frees in a row, so many; whether the last one joined the one before.
-fn record_in_row(backend: &impl Backend, stream: StreamId, count: usize) -> (Vec<Event>, bool) {
-    let mut has_joined = false;
-    let events = (0..count).map(|_| match backend.record_in_row(stream).expect("record") {
-        InRow::Apart(event) => {
-            has_joined = false;
-            event
-        }
-        InRow::Joined(event) => {
-            has_joined = true;
-            event
-        }
-    });
-    (events.collect(), has_joined)
-}
-
-fn a_wait_for_the_last_event_of_a_row_is_a_wait_for_all(backend: &impl Backend) {
-    let (mut events, _) = record_in_row(backend, S0, 8);
-    assert_eq!(events.iter().map(|event| event.0).collect::<BTreeSet<_>>().len(), 8, "each is recycled on its own");
-    backend.recycle(events.remove(3));
-    backend.wait(S1, events[6]).expect("wait");
-    backend.recycle(events.remove(6));
-    backend.synchronize(S1).expect("synchronize");
-    for event in events {
-        assert!(is_done(backend, event));
-        backend.recycle(event);
-    }
-}
-
-fn an_event_that_was_waited_for_is_joined_by_no_other(backend: &impl Backend) {
-    let mut events = Vec::new();
-    for (stream, index) in [(S1, 0), (S2, 2), (S1, 1)] {
-        let (row, _) = record_in_row(backend, S0, 3);
-        backend.wait(stream, row[index]).expect("wait");
-        let (next, has_joined) = record_in_row(backend, S0, 1);
-        assert!(!has_joined, "the stream would not be behind it");
-        events.extend(row.into_iter().chain(next));
-    }
-    backend.synchronize(S0).expect("synchronize");
-    events.into_iter().for_each(|event| backend.recycle(event));
-}
-
-fn an_event_that_was_extended_stands_for_both_moments(backend: &impl Backend) {
-    let (row, _) = record_in_row(backend, S0, 1);
-    let before = record(backend, S1);
-    // What is behind the first moment only is not behind the event any more.
-    backend.wait(S0, before).expect("wait");
-    let is_extended = backend.extend_row(row[0]);
-    backend.wait(S2, row[0]).expect("wait");
-    backend.synchronize(S2).expect("synchronize");
-    assert!(is_done(backend, before) || !is_extended);
-    [before, row[0]].into_iter().for_each(|event| backend.recycle(event));
-}
-
-fn a_row_that_ended_is_not_extended(backend: &impl Backend) {
-    let (row, _) = record_in_row(backend, S0, 1);
-    backend.wait(S1, row[0]).expect("wait");
-    assert!(!backend.extend_row(row[0]), "the stream would not be behind it");
-    let alone = record(backend, S0);
-    assert!(!backend.extend_row(alone), "it stands for one moment");
-    [alone, row[0]].into_iter().for_each(|event| backend.recycle(event));
-}
-
-fn a_last_wait_is_a_wait_and_takes_the_event_back(backend: &impl Backend) {
-    for _ in 0..100 {
-        let (row, _) = record_in_row(backend, S0, 2);
-        for first in [record(backend, S0), row[0], row[1]] {
-            backend.wait_last(S1, first).expect("wait");
-        }
-    }
-    let before = record(backend, S0);
-    backend.wait_last(S1, record(backend, S0)).expect("wait");
-    backend.synchronize(S1).expect("synchronize");
-    assert!(is_done(backend, before));
-    backend.recycle(before);
 }
 
 fn an_event_that_is_done_stays_done(backend: &impl Backend) {
