@@ -298,3 +298,16 @@ fn histories_that_differ_in_one_decision_have_different_digests() {
     assert_eq!(by_limit.ops, by_driver.ops);
     assert_ne!(by_limit, by_driver);
 }
+
+/// A heap whose memory comes in other granules decides otherwise sooner or later.
+#[test]
+fn the_granularity_is_in_every_digest() {
+    let digest = |granularity_bytes| {
+        let device = SimBackend::builder().granularity_bytes(granularity_bytes).build();
+        let allocator: Rank<'_> = Allocator::new(&device, Config::default()).expect("valid");
+        allocator.register_stream().expect("few");
+        allocator.allocate(POOL, S0, 0).expect("always");
+        allocator.digest(POOL).expect("it exists")
+    };
+    assert_ne!(digest(MIB), digest(2 * MIB));
+}

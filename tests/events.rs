@@ -198,3 +198,19 @@ fn a_recording_that_ends_early_is_told_once() {
     allocator.stop_recording().expect_err("it ended early");
     assert!(listener.heard().is_empty());
 }
+
+/// A block that begins in the middle of a granule gives back the granules behind it.
+#[test]
+fn a_shrink_says_where_the_memory_was() {
+    let listener = Listener::default();
+    let _guard = tracing::subscriber::set_default(listener.clone());
+    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("a device");
+    let stream = allocator.register_stream().expect("the first");
+    allocator.allocate(PoolId::DEFAULT, stream, MIB).expect("no limit");
+    let freed = allocator.allocate(PoolId::DEFAULT, stream, 5 * MIB).expect("no limit");
+    allocator.free(freed.handle).expect("live");
+    listener.heard();
+    assert_eq!(allocator.trim(None), Ok(4 * MIB));
+    let shrink = "segment.shrink pool=0 stream=0 segment=0 offset_bytes=2097152 size_bytes=4194304";
+    assert_eq!(listener.heard()[1], shrink);
+}

@@ -63,7 +63,7 @@ fn explore(schedules: usize, test: impl Fn() + Send + Sync + Clone + 'static) {
 const STREAMS: u16 = 3;
 
 /// An allocator whose allocations are found by address.
-fn allocator<L: Lock>(config: Config, seed: u64) -> Allocator<Device, L> {
+fn allocator<L: Lock>(config: &Config, seed: u64) -> Allocator<Device, L> {
     // At an atomic, another thread may go on. Yielding instead would say that one has to.
     let turn = (!L::IS_EXCLUSIVE).then(|| AtomicBool::new(false));
     let give_way = move |_| _ = turn.as_ref().map(|turn| turn.load(SeqCst));
@@ -78,7 +78,7 @@ fn of_pool(pool: PoolConfig) -> Config {
     Config::builder().default_pool(pool).build().expect("valid")
 }
 
-fn shared(config: Config, seed: u64) -> Shared {
+fn shared(config: &Config, seed: u64) -> Shared {
     Arc::new(allocator(config, seed))
 }
 
@@ -178,14 +178,14 @@ type HeapDigests = Vec<(Option<StreamId>, Digest)>;
 
 fn heaps_decide_as_if_alone(pool: &PoolConfig, schedules: usize) {
     for seed in 0..6 {
-        let alone = allocator::<Exclusive>(of_pool(pool.clone()), seed);
+        let alone = allocator::<Exclusive>(&of_pool(pool.clone()), seed);
         for stream in (0..STREAMS).map(StreamId) {
             drive(&alone, stream, seed, |made| free(&alone, &made));
         }
         let expected: HeapDigests = alone.heap_digests(PoolId::DEFAULT).expect("the default pool");
         let pool = pool.clone();
         explore(schedules, move || {
-            let together = shared(of_pool(pool.clone()), seed + 1);
+            let together = shared(&of_pool(pool.clone()), seed + 1);
             let mut threads = Vec::new();
             for stream in (0..STREAMS).map(StreamId) {
                 let (left, theirs) = mpsc::channel::<Allocation>();
@@ -268,7 +268,7 @@ fn a_shared_heap_with_a_limit_stays_sound_and_loses_no_free() {
                 .reclaim(Reclaim::Pool)
                 .build()
                 .expect("valid");
-            let allocator = shared(of_pool(pool), seed);
+            let allocator = shared(&of_pool(pool), seed);
             let asked = Arc::new(AtomicU64::new(0));
             let asking = Arc::clone(&asked);
             allocator.set_failure_callback(move |allocator, error| {
@@ -305,7 +305,7 @@ fn a_shared_heap_with_a_limit_stays_sound_and_loses_no_free() {
 fn threads_free_what_others_made_by_handle_and_by_address() {
     let (one, other) = (StreamId(0), StreamId(1));
     explore(1000, move || {
-        let allocator = shared(Config::default(), 9);
+        let allocator = shared(&Config::default(), 9);
         let (to_other, of_one) = mpsc::channel::<Allocation>();
         let (to_one, of_other) = mpsc::channel::<Allocation>();
         let threads = [(one, other, to_other, of_other), (other, one, to_one, of_one)];
@@ -338,7 +338,7 @@ fn threads_free_what_others_made_by_handle_and_by_address() {
 #[test]
 fn of_two_threads_that_free_one_address_one_does() {
     explore(1000, || {
-        let allocator = shared(Config::default(), 10);
+        let allocator = shared(&Config::default(), 10);
         let made = allocator.allocate(PoolId::DEFAULT, StreamId(0), MIB).expect("no limit");
         use_it(&allocator, StreamId(0), &made);
         lend(&allocator, StreamId(0), StreamId(1), &made);
@@ -357,7 +357,7 @@ fn threads_that_fence_one_stream_get_their_events_in_the_order_of_their_ticks() 
     let (one, other, user) = (StreamId(0), StreamId(1), StreamId(2));
     for order in [[0, 1], [1, 0]] {
         explore(1000, move || {
-            let allocator = shared(Config::default(), 11);
+            let allocator = shared(&Config::default(), 11);
             let pool = PoolConfig::builder().streams(StreamPolicy::Shared).build().expect("valid");
             let pools = [(); 2].map(|()| allocator.create_pool(pool.clone()).expect("few"));
             let threads = [(pools[0], one), (pools[1], other)].map(|(pool, stream)| {
@@ -390,7 +390,7 @@ fn heaps_that_charge_one_limit_never_hold_more() {
             let pool = if is_of_pool { pool.limit_bytes(limit_bytes) } else { pool };
             let config = Config::builder().default_pool(pool.build().expect("valid"));
             let config = if is_of_pool { config } else { config.limit_bytes(limit_bytes) };
-            let allocator = shared(config.build().expect("valid"), 12);
+            let allocator = shared(&config.build().expect("valid"), 12);
             let threads = (0..STREAMS).map(StreamId).map(|stream| {
                 let allocator = Arc::clone(&allocator);
                 thread::spawn(move || {
@@ -415,7 +415,7 @@ fn heaps_that_charge_one_limit_never_hold_more() {
 fn a_host_that_waits_for_a_stream_has_not_waited_for_what_comes_meanwhile() {
     let (one, other) = (StreamId(0), StreamId(1));
     explore(2000, move || {
-        let allocator = shared(Config::default(), 3);
+        let allocator = shared(&Config::default(), 3);
         let cached = allocator.allocate(PoolId::DEFAULT, other, 6 * MIB).expect("no limit");
         use_it(&allocator, other, &cached);
         allocator.free(cached.handle).expect("live");
@@ -444,7 +444,7 @@ fn a_host_that_waits_for_a_stream_has_not_waited_for_what_comes_meanwhile() {
 fn a_stream_that_waits_for_another_has_not_waited_for_what_comes_meanwhile() {
     let (one, other) = (StreamId(0), StreamId(1));
     explore(2000, move || {
-        let allocator = shared(Config::default(), 4);
+        let allocator = shared(&Config::default(), 4);
         let pool = PoolConfig::builder().streams(StreamPolicy::Shared).build().expect("valid");
         let pool = allocator.create_pool(pool).expect("few");
         let left = allocator.allocate(pool, other, MIB).expect("no limit");
@@ -471,7 +471,7 @@ fn a_stream_that_waits_for_another_has_not_waited_for_what_comes_meanwhile() {
 #[test]
 fn a_pool_is_destroyed_by_one_thread_and_used_by_another() {
     explore(2000, || {
-        let allocator = shared(Config::default(), 5);
+        let allocator = shared(&Config::default(), 5);
         let pool = allocator.create_pool(PoolConfig::default()).expect("few");
         let using = Arc::clone(&allocator);
         let user = thread::spawn(move || {
@@ -499,7 +499,7 @@ fn a_pool_is_destroyed_by_one_thread_and_used_by_another() {
 #[test]
 fn an_observer_that_comes_and_goes_misses_no_segment_and_holds_none() {
     explore(2000, || {
-        let allocator = shared(Config::default(), 6);
+        let allocator = shared(&Config::default(), 6);
         let using = Arc::clone(&allocator);
         let user = thread::spawn(move || {
             for stream in (0..STREAMS).map(StreamId) {
@@ -526,7 +526,7 @@ fn an_observer_that_comes_and_goes_misses_no_segment_and_holds_none() {
 #[test]
 fn an_observer_is_forgotten_by_heaps_that_are_made_meanwhile() {
     explore(2000, || {
-        let allocator = shared(Config::default(), 7);
+        let allocator = shared(&Config::default(), 7);
         let (observer, _) = allocator.observe(PoolId::DEFAULT).expect("it exists");
         let using = Arc::clone(&allocator);
         let user = thread::spawn(move || {
@@ -543,7 +543,7 @@ fn an_observer_is_forgotten_by_heaps_that_are_made_meanwhile() {
 #[test]
 fn an_address_is_looked_up_while_its_segment_dies() {
     explore(1000, || {
-        let allocator = shared(Config::default(), 8);
+        let allocator = shared(&Config::default(), 8);
         let made = allocator.allocate(PoolId::DEFAULT, StreamId(0), MIB).expect("no limit");
         allocator.free(made.handle).expect("live");
         let trimming = Arc::clone(&allocator);

@@ -1,12 +1,11 @@
 //! Threads: a heap's placements and digest are those of its own ops, however threads interleave (rule D8).
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Range};
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::lock::Shared;
 use symmalloc_core::units::MIB;
 use symmalloc_sim::{SimBackend, SplitMix64};
 use symmalloc_core::{Allocator, Digest, Handle, PoolId, SharedAllocator, StreamId};
+use symmalloc_harness::hooked::NoDevice;
 
 const THREADS: u16 = 4;
 const OPS: u64 = 3000;
@@ -161,45 +160,4 @@ fn threads_that_charge_one_limit_lose_no_charge() {
     assert_eq!(allocator.stats().reserved_bytes.current, 0);
     allocator.reserve(pools[0], StreamId(0), limit_bytes).expect("all of the limit is there");
     allocator.reserve(pools[1], StreamId(1), 1).expect_err("nothing is left");
-}
-
-/// Addresses without a device behind them: calls that cost nothing.
-#[derive(Debug)]
-struct NoDevice(AtomicU64);
-
-impl Default for NoDevice {
-    fn default() -> Self {
-        NoDevice(AtomicU64::new(1 << 32))
-    }
-}
-
-impl Backend for NoDevice {
-    fn granularity_bytes(&self) -> u64 {
-        2 * MIB
-    }
-    fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
-        Ok(Range { base: DeviceAddress(self.0.fetch_add(size_bytes, Ordering::Relaxed)), size_bytes })
-    }
-    fn map(&self, _: Range, _: u64, _: u64) -> Result<(), BackendError> {
-        Ok(())
-    }
-    fn unmap(&self, _: Range, _: u64, _: u64) -> Result<(), BackendError> {
-        Ok(())
-    }
-    fn release(&self, _: Range) -> Result<(), BackendError> {
-        Ok(())
-    }
-    fn record(&self, _: StreamId) -> Result<Event, BackendError> {
-        Ok(Event(0))
-    }
-    fn wait(&self, _: StreamId, _: Event) -> Result<(), BackendError> {
-        Ok(())
-    }
-    fn query(&self, _: Event) -> Result<bool, BackendError> {
-        Ok(true)
-    }
-    fn recycle(&self, _: Event) {}
-    fn synchronize(&self, _: StreamId) -> Result<(), BackendError> {
-        Ok(())
-    }
 }

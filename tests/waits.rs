@@ -71,6 +71,16 @@ fn a_block_that_another_stream_used_takes_one_wait_and_no_second_one() {
     assert_eq!(rank.waits_to_allocate(S0), 0);
 }
 
+/// What is left of a block keeps the fence, which its taker has met exactly.
+#[test]
+fn what_is_left_of_a_block_takes_no_second_wait() {
+    let rank = Rank::new(StreamPolicy::Shared);
+    let large = rank.allocator.allocate(POOL, S0, 2 * MIB).expect("memory");
+    rank.free_used_by(&large, S0, S1);
+    assert_eq!(rank.waits_to_allocate(S2), 2, "for the user and for the owner");
+    assert_eq!(rank.waits_to_allocate(S2), 0);
+}
+
 #[test]
 fn a_wait_before_the_use_covers_nothing() {
     let rank = Rank::new(StreamPolicy::Separate);

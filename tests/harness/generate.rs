@@ -63,7 +63,7 @@ pub enum Access {
 impl Access {
     /// Even bytes stand for one, odd ones for the other.
     pub fn from_byte(byte: u8) -> Self {
-        if byte % 2 == 0 { Access::Handle } else { Access::Address }
+        if byte.is_multiple_of(2) { Access::Handle } else { Access::Address }
     }
 }
 

@@ -178,7 +178,7 @@ impl Oracle {
 
     /// Tries, and as long as a limit is in the way gives back what `reclaim` allows and tries again, until nothing was left to
     /// give back; not for what is larger than the limit itself.
-    fn persist<T>(
+    fn retry<T>(
         &mut self,
         id: PoolId,
         key: Option<StreamId>,
@@ -223,7 +223,7 @@ impl Oracle {
         if requested > SEGMENT_BYTES_MAX {
             return Err(Refusal::TooLarge);
         }
-        let placed = self.persist(pool, key, |heap, config, headroom, granularity| {
+        let placed = self.retry(pool, key, |heap, config, headroom, granularity| {
             let size = round(requested, config.roundup_power2_divisions());
             let place = match heap.best_fit(config, size).filter(|place| heap.accepts(config, size, *place)) {
                 Some(place) => place,
@@ -289,14 +289,14 @@ impl Oracle {
         if target > SEGMENT_BYTES_MAX {
             return Err(Refusal::TooLarge);
         }
-        self.persist(pool, key, |heap, config, headroom, granularity| {
+        self.retry(pool, key, |heap, config, headroom, granularity| {
             let held: u64 = heap.segments.iter().map(Segment::mapped).sum();
             if held >= target {
                 return Ok(());
             }
             let missing = (target - held).next_multiple_of(granularity);
             match config.segments() {
-                SegmentPolicy::Fixed(_) => heap.bear(headroom, missing, missing, false),
+                SegmentPolicy::Fixed(_) => heap.create_segment(headroom, missing, missing, false),
                 SegmentPolicy::Reserved { .. } => heap.obtain(config, headroom, granularity, target),
                 SegmentPolicy::Expandable(knobs) => {
                     heap.grow(headroom, granularity, knobs.range_bytes, granularity, missing)

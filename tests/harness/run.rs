@@ -79,7 +79,7 @@ impl<'a, B: Backend, L: Lock> Run<'a, B, L> {
     pub fn free_all(&mut self) -> Result<(), FreeError> {
         while let Some((id, allocation)) = self.live.first_key_value() {
             let (id, allocation) = (*id, *allocation);
-            self.free(&allocation, if id.0 % 2 == 0 { Access::Address } else { Access::Handle })?;
+            self.free(&allocation, if id.0.is_multiple_of(2) { Access::Address } else { Access::Handle })?;
             self.live.remove(&id);
         }
         Ok(())

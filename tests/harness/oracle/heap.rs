@@ -116,14 +116,14 @@ impl Heap {
                     large => large.next_multiple_of(2 * MIB),
                 };
                 let segment = segment.next_multiple_of(granularity);
-                self.bear(headroom, segment, segment, size <= MIB)
+                self.create_segment(headroom, segment, segment, size <= MIB)
             }
             SegmentPolicy::Reserved { segment_bytes } => {
                 let segment = segment_bytes.next_multiple_of(granularity);
                 if !self.segments.is_empty() || size > segment {
                     return Err(Shortage::SegmentFull);
                 }
-                self.bear(headroom, segment, segment, false)
+                self.create_segment(headroom, segment, segment, false)
             }
             SegmentPolicy::Expandable(knobs) => {
                 if self.fill_hole(headroom, granularity, size)? {
@@ -142,7 +142,13 @@ impl Heap {
     }
 
     /// A new segment.
-    pub(super) fn bear(&mut self, headroom: Headroom, range: u64, mapped: u64, is_small: bool) -> Result<(), Shortage> {
+    pub(super) fn create_segment(
+        &mut self,
+        headroom: Headroom,
+        range: u64,
+        mapped: u64,
+        is_small: bool,
+    ) -> Result<(), Shortage> {
         headroom.charge(mapped)?;
         let mut segment = Segment { ordinal: self.born, blocks: Vec::new(), range, is_small };
         segment.extend(mapped);
@@ -176,7 +182,7 @@ impl Heap {
                 segment.extend(growth);
                 Ok(())
             }
-            None => self.bear(headroom, range, growth, false),
+            None => self.create_segment(headroom, range, growth, false),
         }
     }
 

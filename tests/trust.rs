@@ -1,0 +1,313 @@
+//! What safe code can do to the allocator: none of it frees what is another's, leaves a lie behind, or costs memory that nobody
+//! uses. Errors are typed, and what fails changes nothing.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Range};
+use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
+use symmalloc_core::lock::Shared;
+use symmalloc_core::recording::{Sink, SinkError};
+use symmalloc_core::replay::{Program, Replay};
+use symmalloc_core::sim::SimBackend;
+use symmalloc_core::units::MIB;
+use symmalloc_core::{Allocation, AllocationId, Allocator, Op, PoolId, Record, StreamId};
+use symmalloc_harness::hooked::{DeviceCall, Hooked, NoDevice};
+
+const POOL: PoolId = PoolId::DEFAULT;
+const S0: StreamId = StreamId(0);
+
+fn fixed() -> Config {
+    let pool = PoolConfig::builder().fixed().build().expect("valid");
+    Config::builder().default_pool(pool).build().expect("valid")
+}
+
+/// Each allocator has its allocation at the same place, so that nothing but its owner tells the handles apart.
+#[test]
+#[ignore = "the core accepts this today"]
+fn a_handle_is_of_its_allocator_however_many_come_after_it() {
+    let made = || {
+        let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
+        allocator.register_stream().expect("few");
+        let made = allocator.allocate(POOL, S0, 512).expect("memory");
+        (allocator, made)
+    };
+    let (first, of_first) = made();
+    for number in 1..70_000 {
+        let (allocator, own) = made();
+        assert!(allocator.free(of_first.handle).is_err(), "allocator {number} freed what is the first one's");
+        assert!(allocator.record_use(of_first.handle, S0).is_err(), "allocator {number}");
+        assert!(allocator.allocation(of_first.handle).is_err(), "allocator {number}");
+        allocator.free(own.handle).expect("live");
+    }
+    first.free(of_first.handle).expect("live");
+}
+
+/// A dead segment, and an observer that has not read of it.
+fn dead_segment(allocator: &Allocator<&SimBackend>) {
+    allocator.register_stream().expect("few");
+    let made = allocator.allocate(POOL, S0, 30 * MIB).expect("memory");
+    allocator.free(made.handle).expect("live");
+}
+
+#[test]
+#[ignore = "the core accepts this today"]
+fn what_one_observer_read_acknowledges_for_no_other_one() {
+    let device = SimBackend::builder().build();
+    let allocator: Allocator<_> = Allocator::new(&device, fixed()).expect("valid");
+    dead_segment(&allocator);
+    let (one, _) = allocator.observe(POOL).expect("it exists");
+    let (other, _) = allocator.observe(POOL).expect("it exists");
+    allocator.trim(None).expect("no faults");
+    let read = allocator.unread(one);
+    assert!(allocator.acknowledge(other, &read).is_err(), "the other one has read nothing");
+    assert_eq!(allocator.acknowledge(one, &read), Ok(0), "the other one has not let go");
+    assert_eq!((device.mapped_bytes(), allocator.unread(other).events.len()), (30 * MIB, 1));
+    assert_eq!(allocator.acknowledge(other, &allocator.unread(other)), Ok(30 * MIB));
+}
+
+#[test]
+#[ignore = "the core accepts this today"]
+fn what_was_read_of_one_allocator_acknowledges_nothing_of_another() {
+    let devices = [(); 2].map(|()| SimBackend::builder().build());
+    let [one, other] = devices.each_ref().map(|device| Allocator::new(device, fixed()).expect("valid"));
+    let observers = [&one, &other].map(|allocator| {
+        dead_segment(allocator);
+        let (observer, _) = allocator.observe(POOL).expect("it exists");
+        allocator.trim(None).expect("no faults");
+        observer
+    });
+    assert!(other.acknowledge(observers[1], &one.unread(observers[0])).is_err(), "read elsewhere");
+    assert_eq!((devices[1].mapped_bytes(), other.unread(observers[1]).events.len()), (30 * MIB, 1));
+    assert_eq!(other.acknowledge(observers[1], &other.unread(observers[1])), Ok(30 * MIB));
+}
+
+/// Panics at a record.
+struct Panicking {
+    room: usize,
+}
+
+impl Sink for Panicking {
+    fn begin(&mut self, _: &Config) -> Result<(), SinkError> {
+        Ok(())
+    }
+    fn record(&mut self, _: Record) -> Result<(), SinkError> {
+        self.room = self.room.checked_sub(1).expect("this sink panics when it is full");
+        Ok(())
+    }
+    fn finish(&mut self) -> Result<(), SinkError> {
+        Ok(())
+    }
+}
+
+#[test]
+#[ignore = "the core accepts this today"]
+fn a_recording_whose_sink_panicked_is_not_whole() {
+    let allocator = Allocator::<_, Shared>::new(SimBackend::builder().build(), Config::default()).expect("valid");
+    allocator.start_recording(Panicking { room: 4 }).expect("nothing was allocated");
+    allocator.register_stream().expect("few");
+    let mut panics = 0;
+    for _ in 0..6 {
+        panics += u32::from(catch_unwind(AssertUnwindSafe(|| allocator.allocate(POOL, S0, MIB))).is_err());
+    }
+    assert!(panics >= 1, "the program hears of the panic");
+    let stopped = allocator.stop_recording();
+    assert!(stopped.is_err(), "{stopped:?}, though ops are missing");
+    allocator.check().expect("sound");
+    allocator.allocate(POOL, S0, MIB).expect("the allocator goes on");
+}
+
+fn a_panic_in_a_call_leaves_no_charge(panics_in: fn(DeviceCall) -> bool) {
+    let device = SimBackend::builder().build();
+    let is_armed = AtomicBool::new(true);
+    let hook = |call| assert!(!panics_in(call) || !is_armed.swap(false, Ordering::Relaxed), "this backend panics once");
+    let pool = PoolConfig::builder().fixed().limit_bytes(Some(20 * MIB)).build().expect("valid");
+    let config = Config::builder().default_pool(pool).limit_bytes(Some(20 * MIB)).build().expect("valid");
+    let allocator = Allocator::<_, Shared>::new(Hooked { inner: &device, hook }, config).expect("valid");
+    allocator.register_stream().expect("few");
+    catch_unwind(AssertUnwindSafe(|| allocator.allocate(POOL, S0, 5 * MIB))).expect_err("the backend panicked");
+    let stats = allocator.stats();
+    assert_eq!((stats.reserved_bytes.current, stats.usage.all.allocations.current), (0, 0), "a charge for ever");
+    allocator.check().expect("sound");
+    allocator.allocate(POOL, S0, 5 * MIB).expect("all of the limit is there");
+}
+
+#[test]
+#[ignore = "the core accepts this today"]
+fn a_backend_that_panics_in_map_leaves_no_charge() {
+    a_panic_in_a_call_leaves_no_charge(|call| matches!(call, DeviceCall::Map { .. }));
+}
+
+#[test]
+#[ignore = "the core accepts this today"]
+fn a_backend_that_panics_in_reserve_leaves_no_charge() {
+    a_panic_in_a_call_leaves_no_charge(|call| matches!(call, DeviceCall::Reserve { .. }));
+}
+
+/// Answers `reserve` with a range of its own, once.
+struct Lying<'a> {
+    device: &'a SimBackend,
+    /// The number of the call that is answered otherwise.
+    at: u64,
+    calls: AtomicU64,
+    lie: fn(&Range, u64) -> Range,
+    /// The first range that was given.
+    first: AtomicU64,
+}
+
+impl Backend for Lying<'_> {
+    fn granularity_bytes(&self) -> u64 {
+        self.device.granularity_bytes()
+    }
+    fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
+        if self.calls.fetch_add(1, Ordering::Relaxed) == self.at {
+            let first = DeviceAddress(self.first.load(Ordering::Relaxed));
+            return Ok((self.lie)(&Range { base: first, size_bytes: 20 * MIB }, size_bytes));
+        }
+        let range = self.device.reserve(size_bytes)?;
+        self.first.store(range.base.0, Ordering::Relaxed);
+        Ok(range)
+    }
+    fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
+        assert!(!self.has_just_lied(), "a range that cannot be was mapped");
+        self.device.map(range, offset_bytes, size_bytes)
+    }
+    fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
+        self.device.unmap(range, offset_bytes, size_bytes)
+    }
+    /// What was never given need not come back.
+    fn release(&self, range: Range) -> Result<(), BackendError> {
+        if self.has_just_lied() { Ok(()) } else { self.device.release(range) }
+    }
+    fn record(&self, stream: StreamId) -> Result<Event, BackendError> {
+        self.device.record(stream)
+    }
+    fn wait(&self, stream: StreamId, event: Event) -> Result<(), BackendError> {
+        self.device.wait(stream, event)
+    }
+    fn query(&self, event: Event) -> Result<bool, BackendError> {
+        self.device.query(event)
+    }
+    fn recycle(&self, event: Event) {
+        self.device.recycle(event);
+    }
+    fn synchronize(&self, stream: StreamId) -> Result<(), BackendError> {
+        self.device.synchronize(stream)
+    }
+}
+
+impl Lying<'_> {
+    fn has_just_lied(&self) -> bool {
+        self.calls.load(Ordering::Relaxed) == self.at + 1
+    }
+}
+
+/// Lets the second segment's range be a lie: the request is refused, nothing has changed, and the next one is served.
+fn a_range_that_cannot_be_is_refused(lie: fn(&Range, u64) -> Range) {
+    let device = SimBackend::builder().build();
+    {
+        let lying = Lying { device: &device, at: 1, calls: AtomicU64::new(0), lie, first: AtomicU64::new(0) };
+        let allocator: Allocator<_> = Allocator::new(lying, fixed()).expect("valid");
+        allocator.register_stream().expect("few");
+        let kept = allocator.allocate(POOL, S0, 20 * MIB).expect("memory");
+        let before = (allocator.snapshot(), allocator.stats().reserved_bytes.current, device.mapped_bytes());
+        let refused = allocator.allocate(POOL, S0, 30 * MIB);
+        assert!(refused.is_err(), "{refused:?}");
+        allocator.check().expect("sound");
+        assert_eq!((allocator.snapshot(), allocator.stats().reserved_bytes.current, device.mapped_bytes()), before);
+        let Allocation { handle, .. } = allocator.allocate(POOL, S0, 30 * MIB).expect("the backend is sane again");
+        allocator.free(handle).expect("live");
+        allocator.free(kept.handle).expect("live");
+        allocator.trim(None).expect("no faults");
+        assert_eq!(allocator.stats().reserved_bytes.current, 0);
+    }
+    assert!(device.leaks().is_empty(), "{}", device.leaks());
+}
+
+#[test]
+#[ignore = "the core accepts this today"]
+fn a_range_that_overlaps_a_live_one_is_refused() {
+    a_range_that_cannot_be_is_refused(|first, size_bytes| Range { base: first.base, size_bytes });
+    a_range_that_cannot_be_is_refused(|first, size_bytes| Range {
+        base: DeviceAddress(first.base.0 + 18 * MIB),
+        size_bytes,
+    });
+    a_range_that_cannot_be_is_refused(|first, size_bytes| Range {
+        base: DeviceAddress(first.base.0 - size_bytes + 2 * MIB),
+        size_bytes,
+    });
+}
+
+#[test]
+#[ignore = "the core accepts this today"]
+fn a_range_that_is_not_aligned_is_refused() {
+    a_range_that_cannot_be_is_refused(|_, size_bytes| Range { base: DeviceAddress((1 << 46) + 512), size_bytes });
+}
+
+#[test]
+#[ignore = "the core accepts this today"]
+fn a_range_that_is_too_short_is_refused() {
+    a_range_that_cannot_be_is_refused(|_, _| Range { base: DeviceAddress(1 << 46), size_bytes: 28 * MIB });
+    a_range_that_cannot_be_is_refused(|_, _| Range { base: DeviceAddress(1 << 46), size_bytes: 0 });
+}
+
+#[test]
+#[ignore = "the core accepts this today"]
+fn a_range_that_wraps_around_is_refused() {
+    let base = DeviceAddress(0_u64.wrapping_sub(16 * MIB));
+    assert_eq!(base.0 % (2 * MIB), 0);
+    a_range_that_cannot_be_is_refused(|_, size_bytes| Range {
+        base: DeviceAddress(0_u64.wrapping_sub(16 * MIB)),
+        size_bytes,
+    });
+}
+
+/// Bytes of memory that this process has taken.
+fn resident_bytes() -> u64 {
+    let text = std::fs::read_to_string("/proc/self/statm").expect("Linux says");
+    let pages: u64 = text.split_whitespace().nth(1).and_then(|pages| pages.parse().ok()).expect("a number");
+    pages * 4096
+}
+
+/// Streams of which each takes the block of the one before it, and waits for another one.
+fn streams_that_each_wait_once(streams: u16, on: fn(u16, u16) -> u16) -> Vec<Record> {
+    let pool = PoolConfig::builder().streams(StreamPolicy::Shared).build().expect("valid");
+    let mut ops: Vec<Op> = (0..streams).map(|stream| Op::RegisterStream { stream: StreamId(stream) }).collect();
+    ops.push(Op::CreatePool { pool: PoolId(1), config: Box::new(pool) });
+    for stream in 0..streams {
+        let id = AllocationId(stream.into());
+        let (stream, on) = (StreamId(stream), StreamId(on(stream, streams)));
+        ops.push(Op::Allocate { id, pool: PoolId(1), stream, size_bytes: 2 * MIB });
+        ops.push(Op::Free { id });
+        ops.push(Op::Wait { stream, on });
+    }
+    ops.into_iter().map(Record::from).collect()
+}
+
+fn waits_cost_little(streams: u16, on: fn(u16, u16) -> u16) {
+    let (before, begun) = (resident_bytes(), std::time::Instant::now());
+    let records = streams_that_each_wait_once(streams, on);
+    let program = Program::new(&records).expect("valid");
+    let allocator: Allocator<_> = Allocator::new(NoDevice::default(), Config::default()).expect("valid");
+    Replay::new(&allocator, &program).run(|_, _| ()).expect("no limit");
+    let taken_bytes = resident_bytes().saturating_sub(before);
+    println!("{streams} streams: {taken_bytes} bytes, {:?}", begun.elapsed());
+    assert!(
+        taken_bytes < 32 * MIB + u64::from(streams) * 1024,
+        "{streams} streams that wait once take {taken_bytes} bytes"
+    );
+    assert!(begun.elapsed().as_secs() < 2, "{:?}", begun.elapsed());
+}
+
+#[test]
+#[ignore = "the core accepts this today"]
+fn four_thousand_streams_that_wait_once_are_quick_and_small() {
+    waits_cost_little(4096, |stream, _| stream.saturating_sub(1));
+    waits_cost_little(4096, |_, streams| streams - 1);
+}
+
+#[test]
+#[ignore = "the core accepts this today: it takes gigabytes"]
+fn all_streams_that_there_can_be_wait_once_and_are_quick_and_small() {
+    waits_cost_little(u16::MAX, |stream, _| stream.saturating_sub(1));
+    waits_cost_little(u16::MAX, |_, streams| streams - 1);
+}
