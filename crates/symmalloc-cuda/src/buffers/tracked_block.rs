@@ -61,7 +61,7 @@ impl TrackedBlock {
         }
     }
 
-    /// Gives the block to whoever has its handle, unless its uses cannot be ordered: then it is freed here.
+    /// Leaves the block to the holder of its handle. If its uses cannot be ordered, it stays here.
     pub(super) fn disown(&mut self) -> Result<(), BackendError> {
         self.settle()?;
         self.block.disown();

@@ -98,7 +98,7 @@ impl Descending {
 impl Drop for Descending {
     fn drop(&mut self) {
         let freed = self.device.enter().and_then(|_current| {
-            // SAFETY: reserved with this size. Whoever drops a backend has given its ranges back, or the driver refuses.
+            // SAFETY: reserved with this size. If a range was not given back, the driver refuses.
             unsafe { self.device.driver().address_free(self.base, self.size_bytes as usize) }
         });
         if let Err(error) = freed {

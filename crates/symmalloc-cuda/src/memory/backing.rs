@@ -36,12 +36,12 @@ impl Backing {
         backed
     }
 
-    /// For whoever makes memory ahead; `None` when a caller waits.
+    /// For the thread that makes memory ahead; `None` when a caller waits.
     pub(super) fn lock_behind_callers(&self) -> Option<MutexGuard<'_, Backed>> {
         (self.callers.load(Ordering::Relaxed) == 0).then(|| self.look())
     }
 
-    /// For whoever leaves the range as it is, which is no caller.
+    /// For readers, which do not count as callers.
     pub(super) fn look(&self) -> MutexGuard<'_, Backed> {
         self.backed.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -36,7 +36,7 @@ struct Thread {
     process: u32,
 }
 
-/// What the thread and those who ask share.
+/// What the thread shares with callers.
 #[derive(Default)]
 struct Work {
     tasks: Mutex<Tasks>,

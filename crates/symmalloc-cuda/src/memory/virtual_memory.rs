@@ -35,7 +35,7 @@ const CHUNK_BYTES: u64 = 20 << 20;
 pub(crate) struct VirtualMemory {
     device: Arc<CudaDevice>,
     properties: MemProperties,
-    /// Who may use the memory. Read under the lock of the range that is mapped, so that a range is either mapped with a new
+    /// The devices that may use the memory. Read under the lock of the range that is mapped, so that a range is either mapped with a new
     /// entry or there to be found when [`grant_access`](BackendMemory::grant_access) goes through them.
     access: RwLock<SmallVec<[MemAccess; 1]>>,
     granularity_bytes: u64,
@@ -262,11 +262,11 @@ impl VirtualMemory {
         self.paused.load(Ordering::Relaxed) == 0 && !self.is_full.load(Ordering::Relaxed)
     }
 
-    /// Makes the next chunk that is wanted ahead of the range. Returns whether more may be: not when a caller wants the range,
-    /// who asks again, nor after an error.
+    /// Makes the next chunk that is wanted ahead of the range. Returns whether more may be made: not after an error, and not
+    /// when a caller wants the range, which asks again.
     pub(crate) fn prefetch_chunk(&self, backing: &Backing) -> bool {
         let Some(mut backed) = backing.lock_behind_callers() else { return false };
-        // Under the lock: whoever holds this off takes the lock afterwards to give back what is ahead.
+        // Under the lock: a caller that pauses prefetching takes it afterwards to give back what is ahead.
         if !self.may_prefetch() {
             return false;
         }
