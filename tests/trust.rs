@@ -7,8 +7,8 @@ use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Range
 use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
 use symmalloc_core::lock::Shared;
 use symmalloc_core::recording::{Sink, SinkError};
-use symmalloc_core::replay::{Program, Replay};
-use symmalloc_core::sim::SimBackend;
+use symmalloc_trace::replay::{Program, Replay};
+use symmalloc_sim::SimBackend;
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocation, AllocationId, Allocator, Op, PoolId, Record, StreamId};
 use symmalloc_harness::hooked::{DeviceCall, Hooked, NoDevice};
