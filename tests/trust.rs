@@ -23,7 +23,6 @@ fn fixed() -> Config {
 
 /// Each allocator has its allocation at the same place, so that nothing but its owner tells the handles apart.
 #[test]
-#[ignore = "the core accepts this today"]
 fn a_handle_is_of_its_allocator_however_many_come_after_it() {
     let made = || {
         let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
@@ -50,7 +49,6 @@ fn dead_segment(allocator: &Allocator<&SimBackend>) {
 }
 
 #[test]
-#[ignore = "the core accepts this today"]
 fn what_one_observer_read_acknowledges_for_no_other_one() {
     let device = SimBackend::builder().build();
     let allocator: Allocator<_> = Allocator::new(&device, fixed()).expect("valid");
@@ -66,7 +64,6 @@ fn what_one_observer_read_acknowledges_for_no_other_one() {
 }
 
 #[test]
-#[ignore = "the core accepts this today"]
 fn what_was_read_of_one_allocator_acknowledges_nothing_of_another() {
     let devices = [(); 2].map(|()| SimBackend::builder().build());
     let [one, other] = devices.each_ref().map(|device| Allocator::new(device, fixed()).expect("valid"));
@@ -100,7 +97,6 @@ impl Sink for Panicking {
 }
 
 #[test]
-#[ignore = "the core accepts this today"]
 fn a_recording_whose_sink_panicked_is_not_whole() {
     let allocator = Allocator::<_, Shared>::new(SimBackend::builder().build(), Config::default()).expect("valid");
     allocator.start_recording(Panicking { room: 4 }).expect("nothing was allocated");
@@ -132,13 +128,11 @@ fn a_panic_in_a_call_leaves_no_charge(panics_in: fn(DeviceCall) -> bool) {
 }
 
 #[test]
-#[ignore = "the core accepts this today"]
 fn a_backend_that_panics_in_map_leaves_no_charge() {
     a_panic_in_a_call_leaves_no_charge(|call| matches!(call, DeviceCall::Map { .. }));
 }
 
 #[test]
-#[ignore = "the core accepts this today"]
 fn a_backend_that_panics_in_reserve_leaves_no_charge() {
     a_panic_in_a_call_leaves_no_charge(|call| matches!(call, DeviceCall::Reserve { .. }));
 }
@@ -224,7 +218,6 @@ fn a_range_that_cannot_be_is_refused(lie: fn(&Range, u64) -> Range) {
 }
 
 #[test]
-#[ignore = "the core accepts this today"]
 fn a_range_that_overlaps_a_live_one_is_refused() {
     a_range_that_cannot_be_is_refused(|first, size_bytes| Range { base: first.base, size_bytes });
     a_range_that_cannot_be_is_refused(|first, size_bytes| Range {
@@ -238,20 +231,17 @@ fn a_range_that_overlaps_a_live_one_is_refused() {
 }
 
 #[test]
-#[ignore = "the core accepts this today"]
 fn a_range_that_is_not_aligned_is_refused() {
     a_range_that_cannot_be_is_refused(|_, size_bytes| Range { base: DeviceAddress((1 << 46) + 512), size_bytes });
 }
 
 #[test]
-#[ignore = "the core accepts this today"]
 fn a_range_that_is_too_short_is_refused() {
     a_range_that_cannot_be_is_refused(|_, _| Range { base: DeviceAddress(1 << 46), size_bytes: 28 * MIB });
     a_range_that_cannot_be_is_refused(|_, _| Range { base: DeviceAddress(1 << 46), size_bytes: 0 });
 }
 
 #[test]
-#[ignore = "the core accepts this today"]
 fn a_range_that_wraps_around_is_refused() {
     let base = DeviceAddress(0_u64.wrapping_sub(16 * MIB));
     assert_eq!(base.0 % (2 * MIB), 0);
@@ -299,14 +289,12 @@ fn waits_cost_little(streams: u16, on: fn(u16, u16) -> u16) {
 }
 
 #[test]
-#[ignore = "the core accepts this today"]
 fn four_thousand_streams_that_wait_once_are_quick_and_small() {
     waits_cost_little(4096, |stream, _| stream.saturating_sub(1));
     waits_cost_little(4096, |_, streams| streams - 1);
 }
 
 #[test]
-#[ignore = "the core accepts this today: it takes gigabytes"]
 fn all_streams_that_there_can_be_wait_once_and_are_quick_and_small() {
     waits_cost_little(u16::MAX, |stream, _| stream.saturating_sub(1));
     waits_cost_little(u16::MAX, |_, streams| streams - 1);

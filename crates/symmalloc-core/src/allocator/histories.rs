@@ -8,9 +8,9 @@ pub use crate::history::journal::{CHECKPOINTS_MAX, Journal, JournalEntry, NAME_B
 
 use super::Allocator;
 use super::pool::{HeapCell, Pool};
+use crate::config::op::Op;
 use crate::config::text::hash_of_text;
 use crate::history::digest::Digest;
-use crate::config::op::Op;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::ids::{PoolId, StreamId};
@@ -68,7 +68,9 @@ impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
     }
 
     fn policy_digests(&self) -> Vec<u64> {
-        std::iter::once(hash_of_text(&self.shared_policy())).chain(self.symmetric_pools().map(|(_, pool)| pool.config_digest)).collect()
+        std::iter::once(hash_of_text(&self.shared_policy()))
+            .chain(self.symmetric_pools().map(|(_, pool)| pool.config_digest))
+            .collect()
     }
 
     fn policy(&self, number: u32) -> Option<String> {

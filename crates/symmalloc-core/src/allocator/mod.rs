@@ -39,15 +39,16 @@ pub use request::Retry;
 pub use restore::{Restored, RestoredAllocation, RestoredHeap};
 pub use save::LayoutError;
 
-use crate::config::{Config, ConfigError, PointerLookup, StreamPolicy};
 use crate::config::errors::{
-    AllocateError, FreeError, HandleError, OutOfMemory, RecordUseError, ReserveError, StreamError, TrimError, UnknownError,
+    AllocateError, FreeError, HandleError, OutOfMemory, RecordUseError, ReserveError, StreamError, TrimError,
+    UnknownError,
 };
+use crate::config::op::Op;
+use crate::config::{Config, ConfigError, PointerLookup, StreamPolicy};
 use crate::heap::trim::TrimGoal;
 use crate::heap::{Context, Freed, Heap, HeapIdentity, is_nothing};
 use crate::history::journal::ProgramOrder;
 use crate::history::segment_log::SegmentLog;
-use crate::config::op::Op;
 use crate::pointers::{PointerMap, SegmentDirectory};
 use crate::stats::budget::Budget;
 use crate::stats::usage::TotalUsage;

@@ -325,7 +325,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
 fn stats_of<'a, L: Lock, H: IntoIterator<Item = &'a HeapCell<L>>>(reserved_bytes: Stat, heaps: H) -> MemoryStats
 where
-    HeapCell<L>: 'a, {
+    HeapCell<L>: 'a,
+{
     let mut stats = MemoryStats { reserved_bytes, ..MemoryStats::default() };
     let mut heap_count = 0;
     for heap in heaps {

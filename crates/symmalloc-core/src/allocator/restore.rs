@@ -22,9 +22,9 @@
 use super::Allocator;
 use super::pool::Pool;
 use crate::blocks::table::BlockState;
+use crate::config::restore_error::RestoreError;
 use crate::heap::Heap;
 use crate::history::layout::{HeapLayout, Layout};
-use crate::config::restore_error::RestoreError;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::handle::{Allocation, Handle};

@@ -3,10 +3,10 @@
 use super::Allocator;
 use crate::blocks::table::BlockState;
 use crate::config::errors::UnknownError;
-use crate::heap::Heap;
-use crate::history::names::cut_name;
-use crate::history::layout::{AllocationLayout, Extent, HeapLayout, Layout, SegmentLayout};
 use crate::config::op::NAME_BYTES_MAX;
+use crate::heap::Heap;
+use crate::history::layout::{AllocationLayout, Extent, HeapLayout, Layout, SegmentLayout};
+use crate::history::names::cut_name;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::ids::PoolId;
@@ -68,8 +68,7 @@ fn heap_layout<L: Lock>(heap: &Heap<L>) -> HeapLayout {
 
 fn segment_layout<L: Lock>(heap: &Heap<L>, segment: u32) -> SegmentLayout {
     let there = heap.segment(segment);
-    let mut layout =
-        SegmentLayout { id: there.id, class: there.class, extents: Vec::new(), allocations: Vec::new() };
+    let mut layout = SegmentLayout { id: there.id, class: there.class, extents: Vec::new(), allocations: Vec::new() };
     for block in heap.blocks(segment) {
         let (offset_bytes, size_bytes) = (block.offset_bytes, block.size_bytes);
         if block.state == BlockState::Hole {
@@ -92,4 +91,3 @@ fn segment_layout<L: Lock>(heap: &Heap<L>, segment: u32) -> SegmentLayout {
     }
     layout
 }
-

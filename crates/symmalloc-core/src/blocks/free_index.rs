@@ -324,8 +324,8 @@ impl FreeIndex {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::types::backend::{DeviceAddress, Range};
     use crate::blocks::table::{BlockState, BlockTable, Location};
+    use crate::types::backend::{DeviceAddress, Range};
     use crate::types::ids::{SegmentId, StreamId};
     use proptest::prelude::*;
     use std::collections::BTreeSet;

@@ -126,7 +126,17 @@ pub(crate) enum BlockState {
 impl Block {
     /// A block of `size` units, without neighbours.
     fn new(segment: u32, class: SizeClass, location: Location, size: Units, state: BlockState) -> Self {
-        Block { location, size, segment, prev: NONE, next: NONE, links: [NONE; 2], fences: FenceSetId::EMPTY, class, state }
+        Block {
+            location,
+            size,
+            segment,
+            prev: NONE,
+            next: NONE,
+            links: [NONE; 2],
+            fences: FenceSetId::EMPTY,
+            class,
+            state,
+        }
     }
 
     /// The sentinel of an empty list.

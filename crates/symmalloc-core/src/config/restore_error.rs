@@ -1,8 +1,8 @@
 //! What stands in the way of a restore.
 
-use crate::types::backend::BackendError;
-use crate::config::policy::PoolConfig;
 use crate::config::errors::{LimitScope, UnknownError};
+use crate::config::policy::PoolConfig;
+use crate::types::backend::BackendError;
 use crate::types::ids::{Placement, PoolId, SegmentId, StreamId};
 use std::fmt;
 use thiserror::Error;

@@ -35,27 +35,27 @@ type Check<L> = fn(&Heap<L>) -> bool;
 /// Name, meaning and check of every invariant of a heap.
 fn invariants<L: Lock>() -> [(&'static str, &'static str, Check<L>); 8] {
     [
-    ("I1", "the blocks of a segment tile it from 0 to its end, linked both ways", blocks_tile_their_segment),
-    ("I2", "no two neighbours are both free or both holes, and no segment ends in a hole", neighbours_are_merged),
-    (
-        "I3",
-        "the free index holds exactly the free blocks, each once, in key order, linked both ways",
-        free_index_is_exact,
-    ),
-    ("I4", "mapped bytes are those of all blocks but the holes, and every hole is counted", mapped_bytes_add_up),
-    ("I5", "usage equals the sum over live allocations, and no peak is below its current value", usage_adds_up),
-    ("I6", "every fence set belongs to one block and every event to one fence of a free block", fences_are_owned),
-    (
-        "I7",
-        "a live allocation's request fits its block, its serial was given by this heap, and names are of live ones",
-        live_ones_are_sane,
-    ),
-    (
-        "I8",
-        "blocks lie on granule boundaries where memory begins and ends, and segments within their range",
-        extents_are_granular,
-    ),
-]
+        ("I1", "the blocks of a segment tile it from 0 to its end, linked both ways", blocks_tile_their_segment),
+        ("I2", "no two neighbours are both free or both holes, and no segment ends in a hole", neighbours_are_merged),
+        (
+            "I3",
+            "the free index holds exactly the free blocks, each once, in key order, linked both ways",
+            free_index_is_exact,
+        ),
+        ("I4", "mapped bytes are those of all blocks but the holes, and every hole is counted", mapped_bytes_add_up),
+        ("I5", "usage equals the sum over live allocations, and no peak is below its current value", usage_adds_up),
+        ("I6", "every fence set belongs to one block and every event to one fence of a free block", fences_are_owned),
+        (
+            "I7",
+            "a live allocation's request fits its block, its serial was given by this heap, and names are of live ones",
+            live_ones_are_sane,
+        ),
+        (
+            "I8",
+            "blocks lie on granule boundaries where memory begins and ends, and segments within their range",
+            extents_are_granular,
+        ),
+    ]
 }
 
 impl<L: Lock> Heap<L> {

@@ -26,17 +26,16 @@ mod rewind;
 pub(crate) mod trim;
 pub(crate) mod view;
 
-
 use crate::blocks::FreeIndex;
 use crate::blocks::table::{BlockState, BlockTable, Slot};
 use crate::config::PoolConfig;
 use crate::config::errors::{FreeError, HandleError};
+use crate::config::size_rules::SizeRules;
 use crate::history::digest::{Digest, Mark, op_word, placement_word};
 use crate::history::journal::{Journal, ProgramOrder};
 use crate::history::names::Names;
 use crate::history::segment_log::SegmentLog;
 use crate::pointers::SegmentDirectory;
-use crate::config::size_rules::SizeRules;
 use crate::stats::budget::{Budget, Budgets, LimitMet};
 use crate::stats::usage::{RareCounts, Usage};
 use crate::streams::clocks::StreamClocks;
@@ -280,11 +279,7 @@ impl<L: Lock> Heap<L> {
 
     /// Frees a live allocation. On an error it is still live.
     #[inline]
-    pub(crate) fn free<B: Backend>(
-        &mut self,
-        context: &Context<B, L>,
-        handle: Handle,
-    ) -> Result<Freed, FreeError> {
+    pub(crate) fn free<B: Backend>(&mut self, context: &Context<B, L>, handle: Handle) -> Result<Freed, FreeError> {
         if is_nothing(handle) {
             return self.free_nothing(handle);
         }
@@ -379,36 +374,41 @@ impl<L: Lock> Heap<L> {
     /// Puts a free block that is in no index into the free index, merged with its free neighbours. Returns the result.
     ///
     /// ```text
-    ///  prev      freed     next
-    ///  free    + block   + free    ──►  prev        the block at the lowest offset keeps its slot
+    ///  prev      freed     next                          what was free before covers the freed block, and keeps its owner
+    ///  free    + block   + free    ──►  prev
+    ///  free    + block             ──►  prev
+    ///            block   + free    ──►  next
     /// ```
     #[inline]
     fn put_back(&mut self, slot: Slot) -> Slot {
         let (prev, next) = (self.table.block(slot).prev, self.table.block(slot).next);
-        if self.table.free_size(next) > 0 {
-            self.unlink(next);
-            self.merge(slot, next);
-        }
         let mut merged = slot;
-        if self.table.free_size(prev) > 0 {
-            self.unlink(prev);
-            self.merge(prev, slot);
-            merged = prev;
+        for neighbour in [prev, next] {
+            if self.table.free_size(neighbour) > 0 {
+                self.unlink(neighbour);
+                // After the first neighbour it is that one which covers the second.
+                let (from, to) = if merged == slot { (slot, neighbour) } else { (neighbour, merged) };
+                self.merge(from, to);
+                merged = to;
+            }
         }
         self.link(merged);
         merged
     }
 
-    /// Makes one block of two free neighbours that are in no index.
+    /// Lets a free block that is in no index cover its neighbour, which is given up.
     #[inline]
-    fn merge(&mut self, lower: Slot, upper: Slot) {
-        let (taker, giver) = (self.table.block(lower), self.table.block(upper));
+    fn merge(&mut self, from: Slot, to: Slot) {
+        let (giver, taker) = (self.table.block(from), self.table.block(to));
         let size = giver.size;
+        let location = giver.location.min(taker.location);
         if !giver.fences.is_empty() || giver.state != taker.state {
-            self.hand_over(upper, lower);
+            self.hand_over(from, to);
         }
-        self.table.take_out(upper);
-        self.table.block_mut(lower).size += size;
+        self.table.take_out(from);
+        let taker = self.table.block_mut(to);
+        taker.size += size;
+        taker.location = location;
     }
 
     /// What had to be waited for before one free block is used must be waited for before the other is.

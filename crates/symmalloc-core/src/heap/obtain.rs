@@ -12,10 +12,10 @@
 
 use super::{Context, Heap, Shortage};
 use crate::blocks::table::{BlockState, Slot};
+use crate::config::size_rules::SizeClass;
 use crate::config::{ExpandableSegments, SegmentPolicy};
 use crate::history::digest::{Mark, op_word};
 use crate::history::segment_log::{SegmentEvent, SegmentEventKind};
-use crate::config::size_rules::SizeClass;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, BackendError, Range, Reason};
 use crate::types::ids::{SegmentId, StreamId};
@@ -69,7 +69,8 @@ impl<L: Lock> Heap<L> {
         }
         let before = self.mapped_bytes;
         if self.mapped_bytes < target_bytes {
-            let missing = self.rules.whole_granules(units((target_bytes - self.mapped_bytes).next_multiple_of(UNIT_BYTES)));
+            let missing =
+                self.rules.whole_granules(units((target_bytes - self.mapped_bytes).next_multiple_of(UNIT_BYTES)));
             match self.config.segments().clone() {
                 SegmentPolicy::Fixed(_) => {
                     self.create_segment(context, stream, SizeClass::Large, missing, missing)?;
@@ -277,7 +278,10 @@ impl<L: Lock> Heap<L> {
 
     /// Free units at the end of the newest segment.
     fn free_at_end(&self) -> Units {
-        self.table.segments_in_order().last().map_or(0, |segment| self.table.free_size(self.table.segment(*segment).last))
+        self.table
+            .segments_in_order()
+            .last()
+            .map_or(0, |segment| self.table.free_size(self.table.segment(*segment).last))
     }
 
     pub(super) fn log_segment(&mut self, kind: SegmentEventKind, segment: u32, offset: Units, size_bytes: u64) {

@@ -10,8 +10,8 @@
 use super::fencing::synchronize;
 use super::{Context, Heap, Shortage};
 use crate::blocks::table::{BlockState, Slot};
-use crate::history::layout::{AllocationLayout, Extent, HeapLayout, SegmentLayout};
 use crate::config::restore_error::RestoreError;
+use crate::history::layout::{AllocationLayout, Extent, HeapLayout, SegmentLayout};
 use crate::streams::fences::{Fence, FenceSetId, Fences};
 use crate::sync::lock::Lock;
 use crate::types::backend::{Backend, BackendError};
@@ -91,7 +91,11 @@ impl<L: Lock> Heap<L> {
 
     /// Makes every saved allocation live that is not, and takes up the saved history. All memory of the layout is there, no
     /// other is. Returns size and requested bytes of what is live now and was not.
-    pub(crate) fn carve_layout<B: Backend>(&mut self, context: &Context<B, L>, layout: &HeapLayout) -> Vec<(Units, u64)> {
+    pub(crate) fn carve_layout<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        layout: &HeapLayout,
+    ) -> Vec<(Units, u64)> {
         let segments = self.table.segments_in_order();
         assert_eq!(segments.len(), layout.segments.len(), "what the layout lacks was given back");
         let mut made = Vec::new();

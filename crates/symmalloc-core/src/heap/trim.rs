@@ -80,11 +80,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Gives free memory up, and back as far as no observer holds it. Returns the bytes that are back on the device.
-    pub(crate) fn trim<B: Backend>(
-        &mut self,
-        context: &Context<B, L>,
-        goal: TrimGoal,
-    ) -> Result<u64, TrimFailure> {
+    pub(crate) fn trim<B: Backend>(&mut self, context: &Context<B, L>, goal: TrimGoal) -> Result<u64, TrimFailure> {
         let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
         let span = tracing::debug_span!(target: "symmalloc", "heap.trim", pool, stream, goal_bytes = goal.bytes());
         let _entered = span.enter();
@@ -208,10 +204,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Gives the memory of dead segments back, oldest first. What fails stays retired and is tried again.
-    pub(crate) fn release_retired<B: Backend>(
-        &mut self,
-        context: &Context<B, L>,
-    ) -> (u64, Option<BackendError>) {
+    pub(crate) fn release_retired<B: Backend>(&mut self, context: &Context<B, L>) -> (u64, Option<BackendError>) {
         let mut released_bytes = 0;
         let outcome = self.try_release_retired(context, &mut released_bytes);
         (released_bytes, outcome.err())

@@ -3,10 +3,10 @@
 use super::{Heap, HeapIdentity};
 use crate::blocks::table::{Block, BlockState, Slot};
 use crate::config::errors::HandleError;
+use crate::config::size_rules::SizeClass;
 use crate::history::digest::Digest;
 use crate::history::journal::Journal;
 use crate::history::segment_log::{SegmentEvent, SegmentEventKind, SegmentLog};
-use crate::config::size_rules::SizeClass;
 use crate::stats::budget::Budget;
 use crate::stats::usage::{RareCounts, Usage};
 use crate::sync::lock::Lock;

@@ -2,6 +2,6 @@
 
 pub(crate) mod digest;
 pub(crate) mod journal;
-pub(crate) mod names;
 pub mod layout;
+pub(crate) mod names;
 pub mod segment_log;

@@ -2,11 +2,11 @@
 
 use super::{Metric, Publisher, Source};
 use crate::allocator::Allocator;
-use crate::types::backend::Backend;
-use crate::config::PoolConfig;
-use crate::types::ids::{PoolId, StreamId};
-use crate::sync::lock::Lock;
 use crate::allocator::report::MemoryStats;
+use crate::config::PoolConfig;
+use crate::sync::lock::Lock;
+use crate::types::backend::Backend;
+use crate::types::ids::{PoolId, StreamId};
 use ::metrics::Unit;
 
 const BYTES: Option<Unit> = Some(Unit::Bytes);

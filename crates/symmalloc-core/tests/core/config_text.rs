@@ -56,8 +56,7 @@ fn the_canonical_text_states_every_value() {
 
 #[test]
 fn the_allocators_keys_hold_beside_the_default_pools() {
-    let config: Config =
-        "total_limit_mb:4096,limit_mb:1024,retries_max:0,pointer_lookup:exact".parse().expect("valid");
+    let config: Config = "total_limit_mb:4096,limit_mb:1024,retries_max:0,pointer_lookup:exact".parse().expect("valid");
     assert_eq!(config.limit_bytes(), Some(4096 * MIB));
     assert_eq!(config.default_pool().limit_bytes(), Some(1024 * MIB));
     assert_eq!(config.retries_max(), 0);

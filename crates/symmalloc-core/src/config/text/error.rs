@@ -6,8 +6,8 @@ use std::fmt;
 
 use super::keys;
 use super::reason::Refusal;
-use crate::config::policy::ConfigError;
 use crate::config::nearest::DidYouMean;
+use crate::config::policy::ConfigError;
 
 /// Why a text is not a configuration.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

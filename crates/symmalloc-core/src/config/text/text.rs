@@ -3,7 +3,9 @@
 use std::fmt;
 
 use super::keys::{EXPANDABLE, FIXED, POINTER_LOOKUP, RECLAIM, RESERVED, SEGMENTS, STREAMS};
-use crate::config::policy::{Config, PointerLookup, PoolConfig, Reclaim, RoundupPower2Divisions, SegmentPolicy, StreamPolicy};
+use crate::config::policy::{
+    Config, PointerLookup, PoolConfig, Reclaim, RoundupPower2Divisions, SegmentPolicy, StreamPolicy,
+};
 use crate::types::units::MIB;
 
 impl fmt::Display for PoolConfig {

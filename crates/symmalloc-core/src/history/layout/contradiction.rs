@@ -1,7 +1,7 @@
 //! What no heap can look like.
 
-use crate::types::ids::{SegmentId, StreamId};
 use crate::config::op::NAME_BYTES_MAX;
+use crate::types::ids::{SegmentId, StreamId};
 
 /// Something that no heap can look like.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]

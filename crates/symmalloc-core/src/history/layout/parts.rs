@@ -1,9 +1,9 @@
 //! What a layout consists of: heaps, segments, memory, allocations.
 
 use crate::config::PoolConfig;
+use crate::config::size_rules::SizeClass;
 use crate::history::digest::Digest;
 use crate::types::ids::{SegmentId, StreamId};
-use crate::config::size_rules::SizeClass;
 use smallvec::SmallVec;
 
 /// What a pool's future depends on. See the [module documentation](crate::history::layout).

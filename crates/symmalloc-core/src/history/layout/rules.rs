@@ -2,11 +2,11 @@
 
 use super::contradiction::Contradiction;
 use super::parts::{AllocationLayout, Extent, HeapLayout, Layout, SegmentLayout};
+use crate::config::op::NAME_BYTES_MAX;
+use crate::config::size_rules::SizeClass;
 use crate::config::{PoolConfig, SegmentPolicy, StreamPolicy};
 use crate::history::digest::Digest;
 use crate::types::ids::{SegmentId, StreamId};
-use crate::config::op::NAME_BYTES_MAX;
-use crate::config::size_rules::SizeClass;
 use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES};
 
 /// More ops than a heap carries out in nine years, a million a second. The sum over all heaps fits a digest's count.
