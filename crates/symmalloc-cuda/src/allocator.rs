@@ -220,7 +220,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     }
 
     /// Makes a pool with a policy of its own. It is destroyed when the returned owner and every allocator of
-    /// [`with_pool`](Self::with_pool) are gone and its buffers are freed, by the next [`trim`](Self::trim); while somebody
+    /// [`with_pool`](Self::with_pool) are gone and its buffers are freed, by the next [`trim`](Self::trim); while an observer
     /// observes it, a later one.
     ///
     /// # Errors

@@ -85,7 +85,7 @@ pub enum Op {
     },
     /// A point that every rank passes with the same history: where ranks agree and register (rule D6).
     Sync,
-    /// Somebody observes the pool's segments: dead ones keep their memory until the observer lets go, and none is shrunk.
+    /// An observer follows the pool's segments: removed ones keep their memory until it lets go, and none is shrunk.
     Observe {
         /// The id the observer gets. Ids are dense, over all pools.
         observer: ObserverId,

@@ -317,7 +317,7 @@ pub enum PointerLookup {
     /// By handle only. Costs nothing.
     #[default]
     Off,
-    /// Also by the pointer that `allocate` returned: a hash table beside the heaps.
+    /// Also by the pointer that `allocate` returned, with a hash table.
     Exact,
 }
 

@@ -112,7 +112,7 @@ impl Digest {
     }
 }
 
-/// What all ops of one mark on one stream have in common. A heap that knows its own need not make them again and again.
+/// What all ops of one mark on one stream have in common.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OpKind(u64);
 
