@@ -1,6 +1,6 @@
 //! The allocator: what a program calls.
 //!
-//! A request finds its heap, takes the heap's lock, and is placed there, as [`crate::heap`] tells. There is one way in and one
+//! A request finds its heap, takes the heap's lock, and is placed there, as `heap/mod.rs` tells. There is one way in and one
 //! way out; buffers, handles and pointers are names of the same allocation. An allocation takes these steps; most end with
 //! the first:
 //!
@@ -188,7 +188,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Determinism
     /// The limit is an input of every later decision, like the configuration (rule D4): set the same number of bytes at the
     /// same point of the program on every rank. Agreement compares it. No op of a trace says it: a change ends a
-    /// [recording](crate::allocator::recording) that is on, and one that begins later has the new limit.
+    /// [recording] that is on, and one that begins later has the new limit.
     pub fn set_limit_bytes(&self, limit_bytes: Option<u64>) {
         let mut gate = self.gate();
         if limit_bytes != self.limit_bytes() {
