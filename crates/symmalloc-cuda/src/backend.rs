@@ -1,4 +1,4 @@
-//! The two backends: device memory and pinned host memory. Each is memory and an set of streams that order work.
+//! The two backends: device memory and pinned host memory. Each is memory and a set of streams that order work.
 
 use crate::call_counters::DeviceCall;
 use crate::device::CudaDevice;
@@ -17,7 +17,7 @@ const WHOLE_GRANULARITY_BYTES: u64 = 2 << 20;
 
 /// Memory of a device, as the allocator takes it. Made by [`CudaBackend::builder`].
 pub struct CudaBackend {
-    // Dropped first: it needs the streams no more, and the device it does.
+    // Dropped first: it does not need the streams, but it needs the device.
     memory: Box<dyn BackendMemory>,
     streams: BackendStreams,
     traits: MemoryTraits,

@@ -279,8 +279,8 @@ impl RestoreCurrent {
 
 impl Drop for RestoreCurrent {
     fn drop(&mut self) {
-        // SAFETY: it was current when this guard was made. Should it be destroyed since, the driver refuses, and the
-        // thread is left without a context that is alive, which is the truth.
+        // SAFETY: it was current when this guard was made. If it was destroyed since, the driver refuses, and the
+        // thread is left without a live context.
         let _restored = unsafe { self.driver.context_set(self.before) };
     }
 }
