@@ -244,7 +244,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.place(Request { pool, stream, size_bytes }, Some(name))
     }
 
-    #[inline]
+    #[inline(always)]
     fn place(&self, request: Request, name: Option<&str>) -> Result<Allocation, AllocateError> {
         let Request { pool, stream, size_bytes } = request;
         if size_bytes > SEGMENT_BYTES_MAX {
@@ -316,7 +316,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     /// An allocation was decided: counts it over all heaps, and enters its pointer.
-    #[inline]
+    #[inline(always)]
     fn note_allocation(&self, allocation: &Allocation, requested_bytes: u64) {
         if allocation.size_bytes == 0 {
             return;
@@ -326,7 +326,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     /// A free was decided: counts it over all heaps, and removes its pointer.
-    #[inline]
+    #[inline(always)]
     fn note_free(&self, handle: Handle, Freed { address, size, requested_bytes }: Freed) {
         if size == 0 {
             return;
@@ -340,7 +340,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     /// Counts allocations by size and requested bytes in the usage over all heaps.
-    #[inline]
+    #[inline(always)]
     fn count_allocations(&self, made: &[(Units, u64)]) {
         if L::IS_EXCLUSIVE {
             let mut usage = self.usage.lock();
@@ -348,7 +348,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
     }
 
-    #[inline]
+    #[inline(always)]
     fn note_pointer(&self, allocation: &Allocation) {
         if let Some(pointers) = &self.pointers {
             pointers.insert(allocation.address, allocation.handle);
@@ -464,21 +464,21 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(dropped)
     }
 
-    #[inline]
+    #[inline(always)]
     fn known_stream(&self, stream: StreamId) -> Result<(), UnknownError> {
         let streams = self.stream_count();
         if u32::from(stream.0) < streams { Ok(()) } else { Err(UnknownError::Stream { stream, streams }) }
     }
 
     /// The heap that an allocation lies in.
-    #[inline]
+    #[inline(always)]
     fn heap_of(&self, handle: Handle) -> Result<&HeapCell<L>, HandleError> {
         let heap = self.heaps.get(handle.heap().index()).filter(|_| handle.owner() == self.owner);
         heap.map(|heap| &**heap).ok_or(HandleError::Foreign { handle })
     }
 
     /// The heap that serves a stream in a pool, made at the first request.
-    #[inline]
+    #[inline(always)]
     fn heap_for(&self, pool: PoolId, stream: StreamId) -> Result<&HeapCell<L>, UnknownError> {
         let entry = self.pool(pool)?;
         self.known_stream(stream)?;

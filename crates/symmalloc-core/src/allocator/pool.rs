@@ -44,7 +44,7 @@ impl<L: Lock> Pool<L> {
     }
 
     /// The heap that serves a stream, if it was made already.
-    #[inline]
+    #[inline(always)]
     pub(super) fn heap(&self, stream: StreamId) -> Option<&HeapCell<L>> {
         self.heaps.get(self.index(stream)).map(|heap| &**heap)
     }
@@ -54,7 +54,7 @@ impl<L: Lock> Pool<L> {
         self.heaps.get_or_make(self.index(stream), make)
     }
 
-    #[inline]
+    #[inline(always)]
     fn index(&self, stream: StreamId) -> usize {
         match self.config.streams() {
             StreamPolicy::Separate => stream.index(),

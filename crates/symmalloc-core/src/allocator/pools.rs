@@ -77,7 +77,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Err(error.into())
     }
 
-    #[inline]
+    #[inline(always)]
     pub(super) fn pool(&self, pool: PoolId) -> Result<&Pool<L>, UnknownError> {
         match self.pools.get(pool.index()) {
             Some(entry) if entry.is_destroyed() => Err(UnknownError::DestroyedPool { pool }),

@@ -141,7 +141,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     /// Through the gate, when something is recorded. Call it before any other lock is taken.
-    #[inline]
+    #[inline(always)]
     pub(super) fn gate(&self) -> Gate<'_, B, L> {
         let (mut recorder, mut was_panicking) = (None, false);
         if self.is_recording() {

@@ -84,7 +84,7 @@ pub(crate) struct FreeIndex {
 
 impl Block {
     /// What two free blocks of a heap are ordered by.
-    #[inline]
+    #[inline(always)]
     fn rank(&self) -> u128 {
         (u128::from(self.size) << 64) | u128::from(self.location.word())
     }
@@ -92,7 +92,7 @@ impl Block {
 
 impl FreeIndex {
     /// The least block of this class with at least `size`: the smallest, of the oldest backing memory, at the lowest offset.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn best_fit(&mut self, blocks: &[Block], class: SizeClass, size: Units) -> Option<Slot> {
         let bin = self.occupied_from(class, bin_in_class(size))?;
         let first = blocks[bin as usize].links[NEXT];
@@ -145,7 +145,7 @@ impl FreeIndex {
 
     /// The first bin of this class, from this one on, that is not empty. It may be one behind the class's last bin: blocks of
     /// the other class are too small for the request.
-    #[inline]
+    #[inline(always)]
     fn occupied_from(&self, class: SizeClass, bin: Bin) -> Option<Bin> {
         let first = first_of(class);
         let (words, _) = self.occupied[first as usize / 64..].split_first_chunk::<{ WORD_COUNT + 1 }>()?;
@@ -166,13 +166,13 @@ impl FreeIndex {
 
     /// The word of the bitmap that a bin's bit is in. The bit's number is the bin's, modulo 64. For a slot that is no bin, some
     /// word.
-    #[inline]
+    #[inline(always)]
     fn word_mut(&mut self, bin: Bin) -> &mut u64 {
         &mut self.occupied[bin as usize / 64 % (2 * WORD_COUNT)]
     }
 
     /// Puts a free block in. Its size and location must not change while it is here.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn insert(&mut self, blocks: &mut [Block], slot: Slot) {
         let block = &blocks[slot as usize];
         let (bin, rank) = (bin_of(block.class, block.size), block.rank());
@@ -194,7 +194,7 @@ impl FreeIndex {
     ///
     /// # Panics
     /// When the block is not in the index: the block table and the index disagree.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn remove(&mut self, blocks: &mut [Block], slot: Slot) {
         let [prev, next] = blocks[slot as usize].links;
         let Some(before) = blocks.get_mut(prev as usize) else { return self.remove_from_run(blocks, slot) };

@@ -145,7 +145,7 @@ impl Block {
         Block { links: [slot; 2], ..greatest }
     }
 
-    #[inline]
+    #[inline(always)]
     pub(crate) fn is_free(&self) -> bool {
         matches!(self.state, BlockState::Free { .. })
     }
@@ -199,40 +199,40 @@ impl Default for BlockTable {
 }
 
 impl BlockTable {
-    #[inline]
+    #[inline(always)]
     pub(crate) fn block(&self, slot: Slot) -> &Block {
         &self.blocks[slot as usize]
     }
 
-    #[inline]
+    #[inline(always)]
     pub(crate) fn block_mut(&mut self, slot: Slot) -> &mut Block {
         &mut self.blocks[slot as usize]
     }
 
     /// The block in a slot that may be stale, or vacant.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn find(&self, slot: Slot) -> Option<&Block> {
         self.blocks.get(slot as usize)
     }
 
     /// All slots, vacant ones and sentinels included.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn blocks(&self) -> &[Block] {
         &self.blocks
     }
 
-    #[inline]
+    #[inline(always)]
     pub(crate) fn blocks_mut(&mut self) -> &mut [Block] {
         &mut self.blocks
     }
 
     /// Size of a block if it is there and free, else 0.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn free_size(&self, slot: Slot) -> Units {
         self.find(slot).filter(|block| block.is_free()).map_or(0, |block| block.size)
     }
 
-    #[inline]
+    #[inline(always)]
     fn insert(&mut self, block: Block) -> Slot {
         if self.vacant == NONE {
             self.add_vacant_slot();
@@ -251,7 +251,7 @@ impl BlockTable {
         self.blocks.push(Block::new(0, SizeClass::Small, Location(0), 0, BlockState::Vacant));
     }
 
-    #[inline]
+    #[inline(always)]
     pub(crate) fn segment(&self, segment: u32) -> &Segment {
         &self.segments[segment as usize]
     }
@@ -261,7 +261,7 @@ impl BlockTable {
     }
 
     /// The first address of a block.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn address(&self, slot: Slot) -> DeviceAddress {
         let block = self.block(slot);
         self.segment(block.segment).range.base.plus(bytes(block.offset()))
@@ -319,7 +319,7 @@ impl BlockTable {
 
     /// Cuts `size` off the start of a larger block that is in no index, and makes it a block of its own without fences. The
     /// rest keeps the slot, the state and the fences.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn cut_front(&mut self, slot: Slot, size: Units, state: BlockState) -> Slot {
         let rest = self.block_mut(slot);
         let (segment, class, location, prev) = (rest.segment, rest.class, rest.location, rest.prev);
@@ -335,7 +335,7 @@ impl BlockTable {
     }
 
     /// Takes a block out of the tiling. The caller extends a neighbour over it.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn take_out(&mut self, slot: Slot) {
         let Block { segment, prev, next, .. } = *self.block(slot);
         match self.blocks.get_mut(prev as usize) {
@@ -349,7 +349,7 @@ impl BlockTable {
         self.vacate(slot);
     }
 
-    #[inline]
+    #[inline(always)]
     fn vacate(&mut self, slot: Slot) {
         let vacant = self.vacant;
         let block = self.block_mut(slot);

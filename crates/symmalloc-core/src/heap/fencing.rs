@@ -35,7 +35,7 @@ impl<L: Lock> Heap<L> {
 
     /// Orders `stream` behind all earlier users of the free block, on the device. On an error, what is not waited for yet
     /// is waited for by the next attempt.
-    #[inline]
+    #[inline(always)]
     pub(super) fn wait_for_earlier_users<B: Backend>(
         &mut self,
         context: &Context<B, L>,
@@ -77,7 +77,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Gives events back that no fence names any more.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn recycle_spent<B: Backend>(&mut self, context: &Context<B, L>) {
         self.fences.drain_spent(|event| context.backend.recycle(event));
     }

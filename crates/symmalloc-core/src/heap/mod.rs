@@ -186,7 +186,7 @@ impl<L: Lock> Heap<L> {
 
     /// Allocates for work on `stream`, with a name or without. `requested` is at most
     /// [`SEGMENT_BYTES_MAX`](crate::types::units::SEGMENT_BYTES_MAX).
-    #[inline]
+    #[inline(always)]
     pub(crate) fn allocate<B: Backend>(
         &mut self,
         context: &Context<B, L>,
@@ -211,7 +211,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// A free block for a request, obtained if need be, which work on `stream` may use.
-    #[inline]
+    #[inline(always)]
     fn choose<B: Backend>(
         &mut self,
         context: &Context<B, L>,
@@ -229,7 +229,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Makes a free block, or as much of its start as is wanted, an allocation. What remains stays free, with the same fences.
-    #[inline]
+    #[inline(always)]
     fn place(&mut self, free: Slot, stream: StreamId, size: Units, requested: u64) -> Allocation {
         let serial = self.serials.next();
         let allocated = BlockState::Allocated { stream, requested, serial };
@@ -278,7 +278,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Frees a live allocation. On an error it is still live.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn free<B: Backend>(&mut self, context: &Context<B, L>, handle: Handle) -> Result<Freed, FreeError> {
         if is_nothing(handle) {
             return self.free_nothing(handle);
@@ -332,7 +332,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Folds an op and the decision about it into the digest, and notes them in the journal.
-    #[inline]
+    #[inline(always)]
     fn fold(&mut self, op: u64, decision: u64) {
         self.digest.fold(op, decision);
         if let Some(journal) = &mut self.journal {
@@ -360,13 +360,13 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Puts a free block into the free index.
-    #[inline]
+    #[inline(always)]
     fn link(&mut self, slot: Slot) {
         self.free.insert(self.table.blocks_mut(), slot);
     }
 
     /// Takes a free block out of the free index, before anything of its key changes.
-    #[inline]
+    #[inline(always)]
     fn unlink(&mut self, slot: Slot) {
         self.free.remove(self.table.blocks_mut(), slot);
     }
@@ -379,7 +379,7 @@ impl<L: Lock> Heap<L> {
     ///  free    + block             ──►  prev
     ///            block   + free    ──►  next
     /// ```
-    #[inline]
+    #[inline(always)]
     fn put_back(&mut self, slot: Slot) -> Slot {
         let (prev, next) = (self.table.block(slot).prev, self.table.block(slot).next);
         let mut merged = slot;
@@ -397,7 +397,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Lets a free block that is in no index cover its neighbour, which is given up.
-    #[inline]
+    #[inline(always)]
     fn merge(&mut self, from: Slot, to: Slot) {
         let (giver, taker) = (self.table.block(from), self.table.block(to));
         let size = giver.size;
@@ -442,7 +442,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// The live allocation behind a handle of this heap.
-    #[inline]
+    #[inline(always)]
     fn live(&self, handle: Handle) -> Result<Live, HandleError> {
         let slot = handle.slot();
         match self.table.find(slot).map(|block| block.state) {

@@ -39,7 +39,7 @@ impl Names {
         self.by_slot.is_empty()
     }
 
-    #[inline]
+    #[inline(always)]
     pub(crate) fn take(&mut self, slot: Slot) -> Option<Box<str>> {
         if self.is_empty() { None } else { self.by_slot.remove(&slot) }
     }

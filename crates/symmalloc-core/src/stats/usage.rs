@@ -105,13 +105,13 @@ struct Level {
 }
 
 impl Level {
-    #[inline]
+    #[inline(always)]
     fn add(&mut self, amount: u64) {
         self.current += amount;
         self.peak = self.peak.max(self.current);
     }
 
-    #[inline]
+    #[inline(always)]
     fn take(&mut self, amount: u64) {
         self.current -= amount;
     }

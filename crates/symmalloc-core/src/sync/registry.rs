@@ -31,7 +31,7 @@ impl<T> Registry<T> {
         }
     }
 
-    #[inline]
+    #[inline(always)]
     pub(crate) fn get(&self, index: usize) -> Option<&T> {
         match self.near.get(index) {
             Some(entry) => entry.get(),
