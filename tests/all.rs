@@ -1,4 +1,5 @@
-//! All tests of the harness but those that need a process of their own. One file: `cargo test -p symmalloc-harness golden`.
+//! All tests of the harness but those that need a process of their own. Those of one file: `cargo test -p symmalloc-harness
+//! golden`.
 
 mod agreement;
 mod agreement_protocol;
@@ -8,7 +9,6 @@ mod events;
 mod exhaustive;
 mod faults;
 mod golden;
-mod interleavings;
 mod layout;
 mod metrics;
 mod misuse;
