@@ -263,7 +263,7 @@ fn resolve<'a>(
             modules.get(&child)?;
         }
     }
-    while let Some(part) = parts.next() {
+    for part in parts {
         let child = [&at[..], &[part]].concat();
         match part {
             "crate" | "self" => {}
