@@ -9,7 +9,7 @@ use std::fmt;
 pub enum Point {
     /// Where the program synchronizes its ranks.
     Sync = 1,
-    /// After an op, because the [`Mode`] says so.
+    /// After an op, because the [`Mode`](crate::Mode) says so.
     Op = 2,
 }
 

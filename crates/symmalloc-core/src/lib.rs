@@ -1,19 +1,19 @@
 //! A deterministic caching device allocator: the same program gets the same places on every rank.
 //!
-//! GPU runtimes cache device memory, because asking the driver is slow. The usual caching allocator picks free blocks by
-//! *address* and polls events to see what is free, so the n-th allocation of one program lands elsewhere on other ranks,
-//! and whatever relies on equal offsets (NCCL's symmetric windows, captured graphs, a bug that should reproduce) breaks.
-//! This allocator decides from the program alone: by size, by the age of the backing memory, by offset, and by nothing
-//! that a machine could answer differently.
+//! GPU runtimes cache device memory, because the driver is slow. The usual caching allocator picks free blocks by
+//! *address* and polls events to see what is free. So the n-th allocation of one program lands elsewhere on other ranks,
+//! and what relies on equal offsets (NCCL's symmetric windows, captured graphs, a bug that should reproduce) breaks.
+//! This allocator decides from the program alone: by size, by the age of the backing memory, and by offset. No answer
+//! that could differ between machines plays a part.
 //!
-//! The crate knows no CUDA and contains no `unsafe`. It takes memory from a [`Backend`]; the [simulator](sim) is one.
+//! The crate knows no CUDA and contains no `unsafe`. It takes memory from a [`Backend`]; `symmalloc-sim` simulates one.
 //!
 //! # Examples
 //! Two ranks whose devices hand out addresses in different orders, and what the program sees of that:
 //!
 //! ```
-//! use symmalloc_core::{Allocator, Config, PoolId}; use symmalloc_sim::SimBackend;
-//!
+//! use symmalloc_core::{Allocator, Config, PoolId};
+//! use symmalloc_sim::SimBackend;
 //! let mut placements = Vec::new();
 //! for rank in 0..2 {
 //!     let device = SimBackend::builder().seed(7).rank(rank).build();
@@ -24,7 +24,7 @@
 //!     let weights = allocator.allocate_named(PoolId::DEFAULT, compute, 48 << 20, "weights")?;
 //!     let bucket = allocator.allocate(PoolId::DEFAULT, compute, 5 << 20)?;
 //!     allocator.record_use(bucket.handle, communication)?;
-//!     allocator.free(bucket.handle)?; // free at once; whoever takes it waits on the device for `communication`
+//!     allocator.free(bucket.handle)?; // its next user waits on the device for `communication`
 //!     let next = allocator.allocate(PoolId::DEFAULT, compute, 3 << 20)?;
 //!
 //!     assert_eq!(next.placement, bucket.placement);
@@ -42,7 +42,7 @@
 //! | stream | a logical [`StreamId`], numbered in the order in which the program registers streams |
 //! | pool | a policy domain made by the program, like PyTorch's `MemPool` |
 //! | heap | one (pool, stream), or one pool whose streams share: its own segments, free index, fences, digest and lock |
-//! | sequence | the age of backing memory: a segment's birth ordinal, inherited by every block split from it |
+//! | sequence | the age of backing memory: the ordinal of the segment, which every block split from it inherits |
 //! | fence | what a block's next user waits for on the device |
 //! | op | one call of the vocabulary, see [`Op`] |
 //! | digest | a rolling hash of (op, decision): equal on all ranks exactly when placements are |
@@ -51,19 +51,19 @@
 //! The rules D1 to D8 that the documentation names stand in `docs/determinism.md`. In short: a decision depends on the
 //! configuration and the ops of its heap (D1); free blocks are ordered by (size, sequence, offset) within the stream (D2);
 //! uses by other streams are waited for on the device and never polled (D3); limits are configured bytes (D4); memory goes
-//! back only when told to, in order (D5); the allocator calls no collective (D6); ranks compare digests (D7, see the crate `symmalloc-agreement`); heaps are
-//! independent (D8).
+//! back only when told to, in order (D5); the allocator calls no collective (D6); ranks compare digests (D7, with the crate
+//! `symmalloc-agreement`); heaps are independent (D8).
 //!
 //! # Limits
-//! A segment has at most 1 TiB, blocks are multiples of 512 bytes, an allocator has at most 65,535 streams. Programs whose
-//! threads race for one heap get placements that depend on the race: give each thread its stream.
+//! A segment has at most 1 TiB, blocks are multiples of 512 bytes, an allocator has at most 65,535 streams. If
+//! threads race for one heap, placements depend on the race: give each thread its stream.
 //!
 //! # Implementation
-//! The modules form a line, each using only what comes before it: sizes and ids; errors; configuration; size rules; the
-//! block table, which says what lies where; the free index, a bitmap over size bins whose short lists run through the
-//! blocks themselves; fences; the backend trait; then the heap, which composes them (`heap.rs` is the file to read first;
-//! `obtain.rs`, `trim.rs` and `fencing.rs` are its other parts), and the allocator, which finds the heap and walks the
-//! out-of-memory path. Everything else stands beside: ops, traces, replay, layouts, statistics, reports, invariants, the simulator.
+//! The rooms form a line; each uses only those before it. `types` and `sync`; `config`, with the size rules; `streams`, the
+//! clocks and fences; `blocks`, where the block table says what lies where and the free index what is free; `history`, with
+//! digests and layouts; `stats`; `pointers`. Then `heap` composes them and makes every decision (read `heap/mod.rs` first),
+//! and `allocator` finds the heap and walks the out-of-memory path. `docs/architecture.md` lists the functions between a
+//! call and the free index.
 #![forbid(unsafe_code)]
 
 // The rooms, in the order in which each may use those above it. A test reads the imports and holds it.

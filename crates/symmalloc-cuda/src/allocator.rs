@@ -180,7 +180,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     }
 
     /// Whether a capture that a [`GraphPool`](crate::GraphPool) began on the device is under way, or a registered stream is
-    /// part of anybody's. Asks the driver once per registered stream.
+    /// part of one that other code began. Asks the driver once per registered stream.
     ///
     /// # Errors
     /// When the driver refuses.
@@ -210,7 +210,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
         Ok(self.lease.stream(stream)?.allocate_named(size_bytes, name)?)
     }
 
-    /// Frees an allocation. Waits for other threads that are in the same heap, and never for the device.
+    /// Frees an allocation. May wait for another thread that holds the lock of the same heap, never for the device.
     ///
     /// # Errors
     /// When it is not live, or the driver cannot fence its uses; it is still live then.
@@ -220,8 +220,8 @@ impl<B: CudaMemory> CachingAllocator<B> {
     }
 
     /// Makes a pool with a policy of its own. It is destroyed when the returned owner and every allocator of
-    /// [`with_pool`](Self::with_pool) are gone and its buffers are freed, by the next [`trim`](Self::trim); while somebody
-    /// observes it, a later one.
+    /// [`with_pool`](Self::with_pool) are gone and its buffers are freed, by the next [`trim`](Self::trim); while the
+    /// pool is observed, by a later one.
     ///
     /// # Errors
     /// When the policy does not fit the device.

@@ -1,4 +1,4 @@
-//! The two backends: device memory and pinned host memory. Each is memory and an set of streams that order work.
+//! The two backends: device memory and pinned host memory. Each is memory and a set of streams that order work.
 
 use crate::call_counters::DeviceCall;
 use crate::device::CudaDevice;
@@ -17,7 +17,7 @@ const WHOLE_GRANULARITY_BYTES: u64 = 2 << 20;
 
 /// Memory of a device, as the allocator takes it. Made by [`CudaBackend::builder`].
 pub struct CudaBackend {
-    // Dropped first: it needs the streams no more, and the device it does.
+    // Dropped first: it does not need the streams, but it needs the device.
     memory: Box<dyn BackendMemory>,
     streams: BackendStreams,
     traits: MemoryTraits,
@@ -60,9 +60,9 @@ impl CudaBackendBuilder {
     ///
     /// After each growth the thread maps as much behind the range as the range reaches, up to this, so that the next growth finds
     /// its memory made and mapped. Placements, digests, segments and what counts as reserved are the same
-    /// with and without. [`CudaMemory::spare_bytes`] says how much is ahead: it is device memory that nobody has yet. It goes
-    /// back when memory of its range does, in [`CachingAllocator::trim`](crate::CachingAllocator::trim), and before an allocation
-    /// fails because the device is full; after that nothing is made ahead until memory goes back.
+    /// with and without. [`CudaMemory::spare_bytes`] says how much is ahead: it is device memory that is not handed out
+    /// yet. It goes back when memory of its range does, in [`CachingAllocator::trim`](crate::CachingAllocator::trim), and
+    /// before an allocation fails because the device is full; after that nothing is made ahead until memory goes back.
     ///
     /// Chunks that are made ahead are as large as all growths of the range allow, so give expandable pools a growth step (`growth_mb`)
     /// for few and large ones. `docs/gpu.md` has the rule. Has no effect where memory comes from `cuMemAlloc`. Dropping

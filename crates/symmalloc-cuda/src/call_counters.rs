@@ -1,4 +1,4 @@
-//! What is asked of the device, counted: all of it costs a driver call at least, and none of it happens on a cache hit.
+//! Counters of what the device is asked. Each costs at least one driver call, and none happens on a cache hit.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

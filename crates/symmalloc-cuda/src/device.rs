@@ -41,7 +41,7 @@ pub struct DeviceFeatures {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryInfo {
-    /// Bytes that nobody uses.
+    /// Bytes that are free.
     pub free_bytes: u64,
     /// Bytes that there are.
     pub total_bytes: u64,
@@ -256,7 +256,7 @@ impl Drop for CurrentContext<'_> {
     fn drop(&mut self) {
         if self.pushed {
             let mut popped: CUcontext = std::ptr::null_mut();
-            // SAFETY: `popped` is valid for writing. Fails only when somebody popped in between: nothing to restore then.
+            // SAFETY: `popped` is valid for writing. Fails only when other code popped in between: nothing to restore then.
             let _popped = unsafe { self.driver.context_pop(&raw mut popped) };
         }
     }
@@ -279,8 +279,8 @@ impl RestoreCurrent {
 
 impl Drop for RestoreCurrent {
     fn drop(&mut self) {
-        // SAFETY: it was current when this guard was made. Should it be destroyed since, the driver refuses, and the
-        // thread is left without a context that is alive, which is the truth.
+        // SAFETY: it was current when this guard was made. If it was destroyed since, the driver refuses, and the
+        // thread is left without a live context.
         let _restored = unsafe { self.driver.context_set(self.before) };
     }
 }

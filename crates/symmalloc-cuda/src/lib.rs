@@ -16,7 +16,7 @@
 //! let mut input = allocator.alloc_zeroed_named::<f32>(&compute, 4096, "input")?;
 //! copies.memcpy_htod(&vec![1.0_f32; 4096], &mut input)?; // waits for `compute`, and is noted as a use
 //! let host = compute.clone_dtoh(&input)?; // waits for `copies`
-//! drop(input); // free at once: whoever takes the memory waits for `copies` on the device
+//! drop(input); // the next user of the memory waits for `copies` on the device
 //! compute.synchronize()?;
 //! assert_eq!(host, vec![1.0_f32; 4096]);
 //! # Ok::<(), Box<dyn std::error::Error>>(())

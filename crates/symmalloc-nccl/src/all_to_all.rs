@@ -139,7 +139,7 @@ impl AllToAllBuilder {
         self
     }
 
-    /// Makes the staging buffers of the exchange. Talks to nobody.
+    /// Makes the staging buffers of the exchange. Talks to no rank.
     ///
     /// # Errors
     /// When the communicator is gone or there is no memory for the staging buffers.

@@ -12,8 +12,8 @@
 //!   [`revoke`](Calls::revoke) may come in between, as NCCL allows.
 //! - **C3** A [`NewHandle`] is kept until nothing is under way that could write to it.
 //! - **C4** The memory of an [`Operation`] is of the communicator's device, long enough, and left alone by others until its
-//!   stream is past it: `communicator/buffers.rs` makes operations of borrowed buffers, and whoever gives bare addresses promises
-//!   as much. Its stream lives and is of the device.
+//!   stream is past it: `communicator/buffers.rs` makes operations of borrowed buffers, and a caller
+//!   that gives bare addresses promises as much. Its stream lives and is of the device.
 //! - **C5** A window or registration is given back once, to the communicator that made it.
 
 mod layout;

@@ -139,7 +139,7 @@ impl Communicator {
 
     /// NCCL's communicator, for calls that this type does not offer; null when it is gone. Never waits.
     ///
-    /// Whoever calls NCCL with it sees to it that nobody else does so at the same time.
+    /// A caller of NCCL makes sure that no other thread calls it with this communicator at the same time.
     pub fn raw(&self) -> *mut c_void {
         lock(&self.shared.life).comm.as_ptr()
     }
@@ -303,7 +303,7 @@ impl Shared {
 
     fn destroy_finalized(&self, comm: CommHandle, kept: Kept) -> Result<(), CommError> {
         let (calls, backoff) = (self.nccl.calls(), Backoff::new(self.deadline));
-        // Whatever it comes to, nobody may touch the communicator afterwards.
+        // Whether it fails or not, the communicator must not be used afterwards.
         lock(&self.life).end(CommState::Destroyed, None);
         let caller = start(&self.device, kept, move || calls.destroy(comm));
         match wait_for(&caller, &backoff, || false) {
@@ -350,7 +350,7 @@ impl Shared {
         if comm.is_null() || self.ownership == Ownership::Borrowed || !self.nccl.supports(Capability::Revoke) {
             return;
         }
-        // The communicator lives: whoever ends it needs the call lock, and its holder is inside a call.
+        // The communicator lives: ending it needs the call lock, and the lock's holder is inside a call.
         let calls = self.nccl.calls();
         start(&self.device, None, move || calls.revoke(comm));
     }

@@ -10,7 +10,7 @@ pub(crate) fn refused(call: &'static str) -> impl Fn(result::DriverError) -> Dri
     move |error| DriverError { call, code: error.0 as i32 }
 }
 
-/// The device's primary context. It is retained and released again, so it lives only if somebody else holds it.
+/// The device's primary context. It is retained and released again, so it lives only if other code holds it.
 pub(crate) fn primary_context(device: &CudaDevice) -> Result<CUcontext, DriverError> {
     let device = device.context().cu_device();
     // SAFETY: a device that exists; released below.

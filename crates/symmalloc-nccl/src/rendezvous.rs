@@ -64,7 +64,7 @@ impl Launch {
         let turn = COUNTER.next(hash(job_of(self).as_bytes()), self.rank);
         let meeting = Meeting::new(self, turn);
         if self.rank == 0 {
-            // Listening first: whoever knocks meanwhile waits.
+            // Listening first: visitors wait meanwhile.
             let listener = point.listen()?;
             let id = UniqueId::from_nccl(nccl)?;
             meeting.give(&listener, &id, backoff)?;
@@ -228,7 +228,7 @@ impl Meeting {
                 match knock(*address, &hello, limit) {
                     Ok((Verdict::Welcome, id)) => return Ok(id),
                     Ok((Verdict::RankTwice, _)) => return Err(RendezvousError::RankTwice { rank }),
-                    // Not there yet, somebody else's port, or another job's rank 0.
+                    // Not there yet, another program's port, or another job's rank 0.
                     Ok((Verdict::OtherJob, _)) | Err(_) => {}
                 }
             }
@@ -422,7 +422,7 @@ mod tests {
         thread::scope(|scope| {
             let addresses = &point.addresses;
             let other = scope.spawn(move || meeting(2).ask(addresses, 1, &backoff(20_000)));
-            // The stranger on the first port hangs up on whoever comes.
+            // The stranger on the first port hangs up on every visitor.
             scope.spawn(move || {
                 let until = Instant::now() + Duration::from_millis(200);
                 while Instant::now() < until {

@@ -91,7 +91,7 @@ impl NcclTransport {
         let send = Elements { address: receive + mine as u64, count: slot_bytes };
         let receive = Elements { address: receive, count: all_bytes };
         let _current = self.comm.device().enter()?;
-        // Pinned memory, which the device reaches under the host's addresses: nobody touches it before the event is done, and
+        // Pinned memory, which the device reaches under the host's addresses: it is not touched before the event is done, and
         // it is never freed otherwise.
         let stream = &*staging.stream;
         self.comm.collective(NcclCall::AllGather, |comm| Buffers::raw(comm, send, receive, DataType::Uint8, stream))?;

@@ -1,20 +1,20 @@
 //! The allocator: what a program calls.
 //!
-//! A request finds its heap, takes the heap's lock, and is placed there, as [`crate::heap`] tells. There is one way in and one
-//! way out; buffers, handles and pointers are names for the same thing. An allocation takes these steps, and most end with
+//! A request finds its heap, takes the heap's lock, and is placed there, as `heap/mod.rs` tells. There is one way in and one
+//! way out; buffers, handles and pointers are names of the same allocation. An allocation takes these steps; most end with
 //! the first:
 //!
 //! ```text
 //!  1. best fit among the heap's free blocks                                             (heap/mod.rs)
 //!  2. obtain memory: fill a hole, grow, or a new segment, within the limits             (heap/obtain.rs)
 //!  3. a configured limit stood in the way, and the request would fit into it: give back free memory as
-//!     `reclaim` says, try again, until it is served or no more is free                     (heap/trim.rs)
-//!  4. still short, or the driver refused: ask the failure callback, at most `retries_max` times; each yes tries again
+//!     `reclaim` says, and retry, until it is served or no more is free                     (heap/trim.rs)
+//!  4. still short, or the driver refused: ask the failure callback, at most `retries_max` times; each yes is a retry
 //!  5. a typed error; the heap is as it was, and its digest says that it refused
 //! ```
 //!
 //! Step 3 is the same on every rank because limits are configured bytes. When the driver refuses, which may happen on one
-//! rank alone, nothing is given back behind the program's back: step 3 is skipped.
+//! rank alone, nothing is given back unasked: step 3 is skipped.
 //!
 //! Statistics over all heaps, the pointer map and the recording are told after a decision, by `note_allocation` and `note_free`
 //! in this file. They decide nothing. While a recording is on, ops pass its gate one at a time.
@@ -94,7 +94,7 @@ pub struct Allocator<B: Backend, L: Lock = Exclusive> {
     /// What heaps need from outside.
     context: Context<B, L>,
     config: Config,
-    /// Tells this allocator's handles from another's.
+    /// The allocator's number in the process, which every handle carries.
     owner: u64,
     granularity_bytes: u64,
     /// Number of registered streams. Written under the lock of the clocks.
@@ -103,7 +103,7 @@ pub struct Allocator<B: Backend, L: Lock = Exclusive> {
     heaps: Registry<Arc<HeapCell<L>>>,
     /// Live allocations by address, where that is configured.
     pointers: Option<PointerMap<L>>,
-    /// Usage over all heaps. Counted only where one thread drives the allocator: many would meet here.
+    /// Usage over all heaps. Counted only where one thread drives the allocator: many threads would contend here.
     usage: L::Cell<TotalUsage>,
     /// Held while a scope is opened or closed, and while a heap is made: every heap has every open scope.
     open_scopes: L::Cell<usize>,
@@ -188,7 +188,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Determinism
     /// The limit is an input of every later decision, like the configuration (rule D4): set the same number of bytes at the
     /// same point of the program on every rank. Agreement compares it. No op of a trace says it: a change ends a
-    /// [recording](crate::allocator::recording) that is on, and one that begins later has the new limit.
+    /// [recording] that is on, and one that begins later has the new limit.
     pub fn set_limit_bytes(&self, limit_bytes: Option<u64>) {
         let mut gate = self.gate();
         if limit_bytes != self.limit_bytes() {
@@ -292,7 +292,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.free(self.handle_at(address)?)
     }
 
-    /// Tells that work on `stream`, too, uses the allocation (`record_stream` in PyTorch). The next user of the memory
+    /// Notes that work on `stream` uses the allocation as well (`record_stream` in PyTorch). The next user of the memory
     /// waits for that work on the device.
     ///
     /// # Errors
@@ -315,7 +315,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.record_use(self.handle_at(address)?, stream)
     }
 
-    /// Tells what keeps books beside the heaps of an allocation that was decided.
+    /// An allocation was decided: counts it over all heaps, and enters its pointer.
     #[inline]
     fn note_allocation(&self, allocation: &Allocation, requested_bytes: u64) {
         if allocation.size_bytes == 0 {
@@ -325,7 +325,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.note_pointer(allocation);
     }
 
-    /// Tells what keeps books beside the heaps of a free that was decided.
+    /// A free was decided: counts it over all heaps, and removes its pointer.
     #[inline]
     fn note_free(&self, handle: Handle, Freed { address, size, requested_bytes }: Freed) {
         if size == 0 {
@@ -355,9 +355,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
     }
 
-    /// Tells that the program made `stream` wait, on the device, for all work given to `on` so far. Fences that this
+    /// Notes that the program made `stream` wait, on the device, for all work given to `on` so far. Fences that this
     /// covers are not waited for again. Call it before another thread gives more work to `on`, or fences of that work
-    /// would be taken for covered too.
+    /// count as covered too.
     ///
     /// # Errors
     /// When a stream is unknown.
@@ -374,7 +374,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(())
     }
 
-    /// Tells that the host waited for all work given to `stream` so far. Call it before another thread gives more work to
+    /// Notes that the host waited for all work given to `stream` so far. Call it before another thread gives more work to
     /// the stream.
     ///
     /// # Errors
@@ -414,8 +414,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     /// Gives the free memory of a pool, or of all pools, back to the device, in (pool, stream, sequence) order. Returns
-    /// the bytes that are back. Waits on the host for streams that used the memory. Dead segments of an observed pool
-    /// stay until the observers have acknowledged; reserved segments stay.
+    /// the bytes that are back. Waits on the host for streams that used the memory. Removed segments of an observed
+    /// pool stay until the observers have acknowledged; reserved segments stay.
     ///
     /// # Errors
     /// When the pool is unknown, or the driver fails; every heap is consistent then and the rest can be trimmed again.
@@ -452,7 +452,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     /// Asks the backend which fences are over and drops those, so that their events can be reused. Returns how many
-    /// events were dropped. No placement and no digest notices (rule D3).
+    /// events were dropped. Changes no placement and no digest (rule D3).
     ///
     /// # Errors
     /// When the driver cannot say.

@@ -1,4 +1,4 @@
-//! Observers: whoever must know about a pool's segments. See [`crate::history::segment_log`] for what they are told and when.
+//! Observers of a pool's segments. See [`crate::history::segment_log`] for what they read, and when.
 
 use super::Allocator;
 use super::pool::Pool;
@@ -15,7 +15,7 @@ use std::sync::atomic::Ordering;
 pub struct Unread {
     /// The events, in (stream, order of happening): the same on every rank at the same op.
     pub events: Vec<SegmentEvent>,
-    /// Who read them, and from which allocator.
+    /// The allocator and the observer that read them.
     reader: (u64, ObserverId),
     /// How far these events reach in the log of each heap.
     ends: Vec<(HeapId, u64)>,
@@ -24,7 +24,7 @@ pub struct Unread {
 impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Starts observing a pool. Returns the observer and, as births, the segments that live already.
     ///
-    /// From now on dead segments of the pool keep their memory until the observer has acknowledged their death, and
+    /// From now on removed segments of the pool keep their memory until the observer has acknowledged their death, and
     /// expandable segments are not shrunk.
     ///
     /// # Errors
@@ -68,8 +68,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         unread
     }
 
-    /// The observer has dealt with these events. Memory of dead segments that no observer holds any more goes back to
-    /// the device; returns how many bytes.
+    /// The observer has dealt with these events. Memory of removed segments that no observer holds any more goes back
+    /// to the device; returns how many bytes.
     ///
     /// # Errors
     /// When another observer read the events, or they are another allocator's: nothing is acknowledged then. When the driver

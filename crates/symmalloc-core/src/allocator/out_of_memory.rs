@@ -47,7 +47,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let _entered = span.enter();
         let mut retries = 0;
         let mut may_reclaim = true;
-        // What was given back for this request, and replay would not know of unless the request is served by it.
+        // What was given back for this request. It is recorded only if the request fails: else replay gives it back by itself.
         let mut unsaid: SmallVec<[u64; 2]> = SmallVec::new();
         loop {
             let (missing, cause) = match shortage {
@@ -66,15 +66,15 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 Shortage::Closed => return Err(UnknownError::DestroyedPool { pool: request.pool }.into()),
             };
             let can_help = match cause {
-                // Pools that differ between ranks use this limit up too: it must not move a symmetric pool's blocks.
+                // Private pools, which differ between ranks, use this limit up too: it must not move a symmetric pool's blocks.
                 OutOfMemoryCause::Limit { scope: LimitScope::Allocator, .. } if entry.config.symmetric() => false,
                 // What is larger than the limit does not fit into an empty pool either: nothing is given back in vain.
                 OutOfMemoryCause::Limit { limit_bytes, .. } => bytes(missing) <= limit_bytes,
                 _ => false,
             };
             let after = if can_help && may_reclaim {
-                // Free memory that the request would have become part of may have gone back, and then more is missing than
-                // before. Less than was missing is all that there was.
+                // Free memory beside the request's place may have gone back. Then more is missing than before, and that is
+                // given back too. If less than was missing came back, there is no more.
                 may_reclaim = self.reclaim(entry, heap, bytes(missing), gate) >= bytes(missing);
                 unsaid.push(bytes(missing));
                 "reclaim"

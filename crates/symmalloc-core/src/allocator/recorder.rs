@@ -108,8 +108,8 @@ pub enum RecordingError {
         /// Records that the sink had got.
         records: u64,
     },
-    /// A segment died while its observer was dealing with what had happened before: no trace can say which of it the observer
-    /// let go. What was recorded before is whole.
+    /// A segment was removed between an observer's `unread` and its `acknowledge`: no trace can say which entries the
+    /// observer had read. What was recorded before is whole.
     #[error(
         "the recording ended after {records} records, because a segment died between an observer's `unread` and its \
          `acknowledge`: trim observed pools at another time"
@@ -124,8 +124,8 @@ pub enum RecordingError {
         /// Records that the sink had got.
         records: u64,
     },
-    /// An allocation of zero bytes was freed twice, which no handle tells and no trace can say. What was recorded before is
-    /// whole.
+    /// An allocation of zero bytes was freed twice. Its handle does not show that, and no trace can say it. What was
+    /// recorded before is whole.
     #[error("the recording ended after {records} records, because {handle}, of zero bytes, was freed twice")]
     FreedTwice {
         /// Records that the sink had got.

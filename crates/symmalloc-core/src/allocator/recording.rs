@@ -21,8 +21,8 @@
 //! | the failure callback is asked | what was given back before (`Reclaim`), the callback's own ops, then as above |
 //! | a free that crosses the release threshold, memory given back for an allocation that then fits | nothing more: replay does the same |
 //!
-//! A sink that fails ends the recording, never an op: the error waits for [`Allocator::stop_recording`], and `tracing` hears of
-//! it once (`recording.ended`). The same happens when something comes that no record can say, see [`RecordingError`].
+//! A sink that fails ends the recording, never an op: the error waits for [`Allocator::stop_recording`], and `tracing` gets
+//! one event (`recording.ended`). The same happens when something comes that no record can say, see [`RecordingError`].
 
 pub use super::recorder::{Recorded, RecordingError, Sink, SinkError, StartRecordingError};
 
@@ -63,7 +63,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if !matches!(*gate, Recorder::Off) {
             return Err(StartRecordingError::AlreadyRecording);
         }
-        // From here on no pool, heap or stream is made beside the recording.
+        // From here on no pool, heap or stream is made without a record.
         let observers = self.observers.lock();
         let open_scopes = self.open_scopes.lock();
         let heaps: Vec<_> = self.all_heaps().map(LockCell::lock).collect();
@@ -237,7 +237,7 @@ impl<B: Backend, L: Lock> Gate<'_, B, L> {
         }
     }
 
-    /// A segment died behind the back of an observer.
+    /// A segment was removed between an observer's `unread` and its `acknowledge`.
     #[cold]
     pub(crate) fn late_death(&mut self) {
         self.end(|records| RecordingError::LateDeath { records });
@@ -267,7 +267,7 @@ impl<B: Backend, L: Lock> Gate<'_, B, L> {
         self.end(|records| RecordingError::LimitChanged { records });
     }
 
-    /// Ends the recording before its time. The allocator goes on.
+    /// Ends the recording early. The allocator goes on.
     #[cold]
     fn end(&mut self, error: impl FnOnce(u64) -> RecordingError) {
         let Some(recorder) = self.recorder.as_deref_mut() else { return };
@@ -275,7 +275,7 @@ impl<B: Backend, L: Lock> Gate<'_, B, L> {
         let Recording { sink, records, .. } = &mut **recording;
         let records = *records;
         let mut error = error(records);
-        // What came before the end is whole, unless it is the sink that is at its end.
+        // What was recorded before is whole, unless the sink failed.
         if !matches!(error, RecordingError::Sink { .. } | RecordingError::Panicked { .. })
             && let Err(source) = sink.finish()
         {

@@ -25,7 +25,7 @@ pub struct MemoryStats {
     pub retired_bytes: u64,
     /// Number of live segments.
     pub segment_count: u64,
-    /// Number of segments ever born.
+    /// Number of segments created so far.
     pub segments_born: u64,
     /// Number of free blocks.
     pub free_block_count: u64,
@@ -131,7 +131,7 @@ pub enum BlockStateSnapshot {
     Hole,
 }
 
-/// Live allocations, largest first: what a program forgot to free, if it believes to be done.
+/// Live allocations, largest first: at the end of a program, what it forgot to free.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LeakReport {

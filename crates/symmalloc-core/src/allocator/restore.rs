@@ -12,12 +12,12 @@
 //!           then    │ a │  b  │ free │ c │ free │
 //! ```
 //!
-//! Everything that can be refused is refused before anything changes. The driver comes after that, and only then the
-//! books, which cannot fail. A rejoin that the driver refuses leaves the pool fresh. A rewind cannot undo what it gave
+//! Everything that can be refused is refused before anything changes. The driver's calls come next, and then the
+//! tables, which cannot fail. A rejoin that the driver refuses leaves the pool fresh. A rewind cannot undo what it gave
 //! back, so a driver that fails in the middle leaves a sound pool that says so in its digests, and can be restored again.
 //!
-//! The memory of an allocation that is carved again holds whatever was written there since. Who gets it waits for the
-//! earlier users on the device, as in `allocate`, and nothing is unmapped before its users are synchronized.
+//! The memory of an allocation that is carved again holds whatever was written there since. The stream that
+//! gets it waits for the earlier users on the device, as in `allocate`. Nothing is unmapped before its users are synchronized.
 
 use super::Allocator;
 use super::pool::Pool;
@@ -31,7 +31,7 @@ use crate::types::handle::{Allocation, Handle};
 use crate::types::ids::{Placement, PoolId, StreamId};
 use std::borrow::Cow;
 
-/// What a restored pool holds: the handles of a new beginning.
+/// What a restored pool holds, with its handles.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Restored {
@@ -154,7 +154,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 }
 
-/// A heap, and what it is to become.
+/// A heap, and its saved layout.
 struct Saved<'a, L: Lock> {
     heap: &'a mut Heap<L>,
     layout: Cow<'a, HeapLayout>,

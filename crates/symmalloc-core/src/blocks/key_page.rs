@@ -4,9 +4,9 @@
 //!  keys   [ 41 │ 30 │ 11 │ 17 │ 39 │ MIN │ MIN ... MIN ]        sorted 3, len 5; PAGE_MAX places
 //!           in order       newcomers
 //! ```
-//! A new key goes behind the others, which touches one cache line of a page that is in no cache. The newcomers are put in
-//! order when somebody looks for a key: in a long run few pages are ever looked into, those that best fits take from, and
-//! each gets most of its keys before.
+//! A new key goes behind the others, which touches one cache line of a page that is in no cache. The newcomers are
+//! sorted when a key is searched for. In a long run few pages are ever searched, those that best fits take from, and each
+//! gets most of its keys before.
 //!
 //! The greatest key comes first: best fits take the least, which moves no other. Behind its keys a page is filled up with a
 //! key that is less than all. So a search always halves PAGE_MAX places: the compiler knows every step, and no step depends
@@ -83,7 +83,7 @@ impl KeyPage {
             let to = self.keys.0[..newcomer].partition_point(|other| *other > self.keys.0[newcomer]);
             self.keys.0[to..=newcomer].rotate_right(1);
         }
-        // Where pages are looked into often there is rarely another. Nothing but `MIN` lies behind the keys in order now, as
+        // Where pages are searched often there is rarely another. Nothing but `MIN` lies behind the keys in order now, as
         // in a sorted page.
         let key = mem::replace(&mut self.keys.0[last], FreeKey::MIN);
         let to = self.count_sorted_at_least(key);

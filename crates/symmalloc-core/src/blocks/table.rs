@@ -167,7 +167,7 @@ impl Block {
     }
 }
 
-/// Alone on its cache lines, in pairs as processors fetch them: the table of another thread's heap may lie beside it.
+/// Alone on its cache lines, in pairs as processors fetch them: the table of another thread's heap may lie next to it.
 #[derive(Debug)]
 #[repr(align(128))]
 pub(crate) struct Segment {

@@ -1,7 +1,7 @@
 //! The vocabulary: one [`Op`] is one call that a program makes on the allocator.
 //!
 //! An op is at once the step of a test, the input of a fuzzer, a line of a trace, a unit of replay and of a benchmark,
-//! and what a bug report consists of. Whatever fails anywhere can therefore be saved and run everywhere.
+//! and what a bug report consists of. So what fails anywhere can be saved and run everywhere.
 //!
 //! Ops name things by their logical ids only. No op carries an address, a raw handle or a time.
 
@@ -85,7 +85,7 @@ pub enum Op {
     },
     /// A point that every rank passes with the same history: where ranks agree and register (rule D6).
     Sync,
-    /// Somebody observes the pool's segments: dead ones keep their memory until the observer lets go, and none is shrunk.
+    /// An observer follows the pool's segments: removed ones keep their memory until it lets go, and none is shrunk.
     Observe {
         /// The id the observer gets. Ids are dense, over all pools.
         observer: ObserverId,
@@ -102,8 +102,8 @@ pub enum Op {
         /// The observer.
         observer: ObserverId,
     },
-    /// A request for (pool, stream) met a limit: free memory was given back as the pool's `reclaim` says, until
-    /// `size_bytes` were, and the request was not served by that. Only recordings of running allocators have it.
+    /// A request for (pool, stream) met a limit. `size_bytes` of free memory were given back as the pool's `reclaim`
+    /// says, in vain: the request was not served by that. Only recordings of running allocators have it.
     Reclaim {
         /// The pool.
         pool: PoolId,

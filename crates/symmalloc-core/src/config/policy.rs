@@ -80,8 +80,8 @@ pub enum StreamPolicy {
 }
 
 /// What an allocation does, before it fails, when a configured limit would be exceeded (rule D5). It gives back as much as is
-/// missing, and more while it is short of more, so that it fails only when nothing that it may give back is left.
-/// What a failure callback frees for it without trimming is used where it is, and not given back.
+/// missing, and retries, until it is served or nothing that it may give back is left. What a failure callback frees
+/// without trimming is used where it is, and not given back.
 ///
 /// It never reaches beyond the pool, and a symmetric pool gives nothing back for the limit over all pools, so that what
 /// happens in one pool cannot move a block of a symmetric one.
@@ -317,7 +317,7 @@ pub enum PointerLookup {
     /// By handle only. Costs nothing.
     #[default]
     Off,
-    /// Also by the pointer that `allocate` returned: a hash table beside the heaps.
+    /// Also by the pointer that `allocate` returned, with a hash table.
     Exact,
 }
 

@@ -93,12 +93,12 @@ pub enum RestoreError {
         /// Number of observers of the pool.
         observers: u32,
     },
-    /// Observers hold dead segments, which count towards the limits.
+    /// Observers hold removed segments, which count towards the limits.
     #[error("observers hold {retired_bytes} bytes of dead segments of {pool}: let them acknowledge first")]
     Retired {
         /// The pool.
         pool: PoolId,
-        /// Bytes of the dead segments.
+        /// Bytes of the removed segments.
         retired_bytes: u64,
     },
     /// A configured limit is lower than what the layout and the other pools hold.

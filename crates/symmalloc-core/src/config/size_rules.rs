@@ -3,7 +3,7 @@
 //! For fixed segments these are PyTorch's rules, number for number (`c10/cuda/CUDACachingAllocator.cpp`, functions
 //! `round_size`, `get_allocation_size`, `should_split` and the oversize tests of `get_free_block`), so that a PyTorch
 //! user's peak carries over. Expandable and reserved segments round in the same way and split whenever 512 bytes
-//! remain. Integer arithmetic only: a float would be a way for two machines to differ.
+//! remain. Integer arithmetic only: floats may differ between machines.
 
 use crate::config::policy::{PoolConfig, RoundupPower2Divisions, SegmentPolicy};
 use crate::types::units::{MIB, SEGMENT_BYTES_MAX, UNIT_BYTES, Units, bytes, units};

@@ -33,7 +33,7 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// Orders `stream` behind everyone who used the free block before, on the device. On an error, what is not waited for yet
+    /// Orders `stream` behind all earlier users of the free block, on the device. On an error, what is not waited for yet
     /// is waited for by the next attempt.
     #[inline]
     pub(super) fn wait_for_earlier_users<B: Backend>(
@@ -66,7 +66,7 @@ impl<L: Lock> Heap<L> {
             order_behind(context, stream, self.fences.fences(set)[at])?;
         }
         if self.identity.stream.is_some() {
-            // No other stream takes from this heap: nobody has to wait for these again.
+            // No other stream takes from this heap, so these are never waited for again.
             self.fences.clear(set);
             self.table.block_mut(slot).fences = FenceSetId::EMPTY;
         } else {

@@ -1,4 +1,4 @@
-//! The named invariants of a heap, checked by scanning all of it: O(blocks), for tests and for suspicion.
+//! The named invariants of a heap, checked by scanning all of it: O(blocks), for tests and for finding defects.
 //!
 //! `docs/invariants.md` lists them with the tests that would notice. Reads everything and writes nothing.
 

@@ -47,7 +47,7 @@ use crate::types::ids::{HeapId, Placement, PoolId, SegmentId, StreamId};
 use crate::types::units::{Units, bytes};
 use std::sync::Arc;
 
-/// What a heap needs from outside: nothing of it decides a placement but the budget.
+/// What a heap needs from outside. Only the budget decides anything.
 #[derive(Debug)]
 pub(crate) struct Context<B, L: Lock> {
     pub(crate) backend: B,
@@ -386,7 +386,7 @@ impl<L: Lock> Heap<L> {
         for neighbour in [prev, next] {
             if self.table.free_size(neighbour) > 0 {
                 self.unlink(neighbour);
-                // After the first neighbour it is that one which covers the second.
+                // The first neighbour that is merged covers the second.
                 let (from, to) = if merged == slot { (slot, neighbour) } else { (neighbour, merged) };
                 self.merge(from, to);
                 merged = to;
@@ -423,7 +423,7 @@ impl<L: Lock> Heap<L> {
         let state = if stream == other {
             BlockState::Free { stream, since: since.max(other_since) }
         } else if since == 0 {
-            // Memory that nobody used yet takes over its neighbour's owner.
+            // Memory that no stream used yet takes over its neighbour's owner.
             BlockState::Free { stream: other, since: other_since }
         } else {
             if other_since != 0 {
@@ -463,7 +463,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Takes up a history that a digest stands for, in place of the heap's own: the ops so far are not of this heap any
-    /// more. Whatever remembers single ops forgets them here.
+    /// more. The journal forgets its ops.
     fn begin_history(&mut self, digest: Digest) {
         self.digest = digest;
         if let Some(journal) = &mut self.journal {
@@ -481,7 +481,7 @@ impl<L: Lock> Heap<L> {
 
     /// All ranks had this digest here: the history before it is forgotten.
     pub(crate) fn settle(&mut self, digest: Digest) {
-        // Told by what was agreed on, and not by what happened since on this rank alone.
+        // From what was agreed on, not from what happened since on this rank alone.
         self.is_settled = self.closed_after_ops.is_some_and(|ops| ops <= digest.ops);
         if let Some(journal) = &mut self.journal {
             journal.agree(digest);
@@ -497,7 +497,7 @@ pub(crate) fn is_nothing(handle: Handle) -> bool {
     handle.slot() == NO_SLOT
 }
 
-/// Whatever decisions depend on besides ops is in the digest from the start: other configurations never agree.
+/// The digest begins with all that decisions depend on besides ops, so that different configurations never agree.
 fn first_digest(config: &PoolConfig, granularity_bytes: u64, stream: Option<StreamId>) -> Digest {
     let mut digest = Digest::new(config.digest());
     digest.fold(granularity_bytes, stream.map_or(u64::MAX, |stream| stream.0.into()));

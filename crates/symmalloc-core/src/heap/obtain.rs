@@ -319,7 +319,7 @@ struct Missing {
     in_new_range: Units,
 }
 
-/// Memory that nobody has used yet: nothing to wait for.
+/// Memory that no stream has used yet: nothing to wait for.
 pub(super) fn fresh(stream: StreamId) -> BlockState {
     BlockState::Free { stream, since: 0 }
 }

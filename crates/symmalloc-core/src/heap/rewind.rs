@@ -1,7 +1,7 @@
 //! Rewind: a used heap goes back to what it was. A part of [`Heap`].
 //!
 //! ```text
-//!  plan       walk the blocks beside the layout; refuse what does not fit          nothing changes
+//!  plan       compare the blocks with the layout; refuse what does not fit         nothing changes
 //!  wait       streams wait for the earlier users of what they get again            nothing that a decision could see
 //!  give back  segments and memory obtained since, in (stream, sequence) order      the driver may stop it: restore again
 //!  carve      saved allocations out of free blocks; take up the saved history      nothing fails here
@@ -237,8 +237,8 @@ impl<L: Lock> Heap<L> {
         carved
     }
 
-    /// Another set of the same fences. An event belongs to one fence, so whoever takes this set waits for its streams as
-    /// they stand then, which is a little more.
+    /// Another set of the same fences. An event belongs to one fence, so this set has ticks only: its next user waits for
+    /// its streams as they stand then, which is a little more.
     fn without_events(&mut self, set: FenceSetId) -> FenceSetId {
         let copies: Fences = self.fences.fences(set).iter().map(|fence| Fence { event: None, ..*fence }).collect();
         self.fences.insert(copies)

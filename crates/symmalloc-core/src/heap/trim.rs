@@ -158,7 +158,7 @@ impl<L: Lock> Heap<L> {
         self.table.blocks_of(segment).all(|slot| !matches!(self.table.block(slot).state, BlockState::Allocated { .. }))
     }
 
-    /// A segment without live allocations dies: its blocks go, and its memory follows when every observer has let go.
+    /// Removes a segment without live allocations. Its memory goes back when every observer has let go.
     pub(super) fn retire<B>(&mut self, context: &Context<B, L>, segment: u32) {
         let mut mapped: SmallVec<[(u64, u64); 1]> = SmallVec::new();
         let mut streams: SmallVec<[StreamId; 2]> = SmallVec::new();
@@ -203,7 +203,7 @@ impl<L: Lock> Heap<L> {
         streams
     }
 
-    /// Gives the memory of dead segments back, oldest first. What fails stays retired and is tried again.
+    /// Gives the memory of removed segments back, oldest first. What fails stays retired and is tried again.
     pub(crate) fn release_retired<B: Backend>(&mut self, context: &Context<B, L>) -> (u64, Option<BackendError>) {
         let mut released_bytes = 0;
         let outcome = self.try_release_retired(context, &mut released_bytes);
@@ -286,7 +286,7 @@ impl<L: Lock> Heap<L> {
         let block = self.table.block(slot);
         let (segment, offset, end, fences) = (block.segment, block.offset(), block.end(), block.fences);
         self.unlink(slot);
-        // The streams are synchronized: nobody need wait for the rest of the block either.
+        // The streams are synchronized: the rest of the block needs no wait either.
         self.fences.clear(fences);
         self.table.block_mut(slot).fences = FenceSetId::EMPTY;
         let free = self.table.block(slot).state;
@@ -311,7 +311,7 @@ impl<L: Lock> Heap<L> {
         self.join_holes(hole);
     }
 
-    /// Restores the tiling's canonical form context a new hole: no two neighbouring holes, and none at the end.
+    /// Restores the tiling's canonical form beside a new hole: no two neighbouring holes, and none at the end.
     fn join_holes(&mut self, slot: Slot) {
         let (prev, next) = (self.table.block(slot).prev, self.table.block(slot).next);
         let mut slot = slot;

@@ -57,9 +57,9 @@ impl<L: Lock> Heap<L> {
         self.journal.as_deref()
     }
 
-    /// Whether the heap has done anything. One that was made for a request which came to nothing, because its pool was
-    /// destroyed at the same time, say, is as good as not there: nothing may tell it from one that was not made, or is not
-    /// any more after a restart.
+    /// Whether the heap has carried out an op. A heap without ops was made for a request that failed early, for example
+    /// because its pool was destroyed at the same time. It counts as not there, since other ranks, and this one after a
+    /// restart, have no such heap.
     pub(crate) fn has_history(&self) -> bool {
         self.digest.ops > 0
     }

@@ -112,7 +112,7 @@ impl Digest {
     }
 }
 
-/// What all ops of one mark on one stream have in common. A heap that knows its own need not make them again and again.
+/// What all ops of one mark on one stream have in common.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OpKind(u64);
 
@@ -148,7 +148,7 @@ pub(crate) fn placement_word(placement: Placement) -> u64 {
     (u64::from(placement.segment.0) << 32) | (placement.offset_bytes / UNIT_BYTES)
 }
 
-/// What [`placement_word`] made the word from.
+/// The placement that `placement_word` made the word from.
 pub fn unpack_placement(word: u64) -> Placement {
     Placement { segment: SegmentId((word >> 32) as u32), offset_bytes: (word & u64::from(u32::MAX)) * UNIT_BYTES }
 }

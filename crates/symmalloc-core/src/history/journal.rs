@@ -12,7 +12,7 @@
 //! ```
 //!
 //! After a successful agreement everything before it is known to be equal: the journal forgets it and starts again
-//! there. Its size is bounded at all times: 32 bytes per remembered op, up to 112 more where the allocation
+//! there. Its size is always bounded: 32 bytes per remembered op, up to 112 more where the allocation
 //! had a name, and [`CHECKPOINTS_MAX`] checkpoints.
 
 use crate::history::digest::{Digest, Mark, unpack_op};
@@ -236,7 +236,7 @@ impl Journal {
         }
     }
 
-    /// Gives the memory back: the heap has no future.
+    /// Gives the memory back: the heap gets no more ops.
     pub(crate) fn close(&mut self) {
         self.entries.shrink_to_fit();
         self.names.shrink_to_fit();

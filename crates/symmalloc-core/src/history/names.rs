@@ -1,4 +1,4 @@
-//! Names of live allocations, kept beside the blocks: most programs name few allocations, and a block has no room.
+//! Names of live allocations. Blocks have no room for them, and most programs name few allocations.
 
 use crate::blocks::table::Slot;
 use ahash::RandomState;

@@ -1,9 +1,8 @@
 //! The segment log: births, growths, shrinks and deaths of one heap's segments, in the order in which they happened.
 //!
-//! Whoever must know about segments (a registrar of NCCL windows, a profiler) is an **observer**. The allocator never
-//! calls it: an observer asks for what is new since its cursor, at a point of its own choosing, and acknowledges what it
-//! has dealt with. So no observer ever runs under a lock that `allocate` needs, and a collective never runs by surprise
-//! (rule D6).
+//! An **observer** must know about segments: a registrar of NCCL windows, for example, or a profiler. The allocator never
+//! calls it. An observer reads what is new since its cursor, when it wants to, and acknowledges what it has dealt with. So
+//! no observer ever runs under a lock that `allocate` needs, and a collective never runs by surprise (rule D6).
 //!
 //! ```text
 //!   dropped (all have passed)      entries                         next
@@ -14,8 +13,8 @@
 //! ```
 //!
 //! The log is append-only and its indices are never reused. Entries that every observer has acknowledged are dropped, so
-//! a heap without observers keeps none. A dead segment's memory goes back to the device only after every observer has
-//! acknowledged the death: a window on it is gone by then.
+//! a heap without observers keeps none. A removed segment's memory goes back to the device only after every observer
+//! has acknowledged the death: a window on it is gone by then.
 //!
 //! An observer learns without a lock whether there is anything to ask for: each pool counts the entries of its heaps' logs.
 //!
@@ -39,7 +38,7 @@ pub enum SegmentEventKind {
     Growth,
     /// The memory of `size_bytes` from `offset_bytes` on went back to the device. Never happens in an observed pool.
     Shrink,
-    /// The segment is no more. Its memory goes back once every observer has acknowledged this.
+    /// The segment is removed. Its memory goes back once every observer has acknowledged this.
     Death,
 }
 
@@ -63,7 +62,7 @@ pub struct SegmentEvent {
     pub size_bytes: u64,
 }
 
-/// A dead segment whose memory is not back on the device yet.
+/// A removed segment whose memory is not back on the device yet.
 #[derive(Debug)]
 pub(crate) struct Retired {
     /// Length of the log after the death: free to go when all cursors have come so far.
@@ -160,7 +159,7 @@ impl SegmentLog {
         later.into_iter().any(|event| event.kind == SegmentEventKind::Death)
     }
 
-    /// The oldest dead segment that every observer has let go.
+    /// The oldest removed segment that every observer has let go.
     pub(crate) fn first_released(&mut self) -> Option<&mut Retired> {
         let base = self.base;
         self.retired.front_mut().filter(|retired| retired.held_until <= base)
@@ -171,7 +170,7 @@ impl SegmentLog {
         self.retired.pop_front();
     }
 
-    /// Bytes of dead segments that are not back on the device yet.
+    /// Bytes of removed segments that are not back on the device yet.
     pub(crate) fn retired_bytes(&self) -> u64 {
         self.retired.iter().flat_map(|retired| &retired.mapped).map(|(_, size)| size).sum()
     }

@@ -1,6 +1,6 @@
 //! Statistics, with the words and the meaning of PyTorch's `memory_stats`.
 //!
-//! Every heap counts its own usage under its own lock. Sums over heaps are made when somebody asks.
+//! Every heap counts its own usage under its own lock. Sums over heaps are made on request.
 //!
 //! ```text
 //!  freed = allocated − current        all = small + large, but for the peak, which is counted by itself

@@ -27,7 +27,7 @@ pub(crate) struct StreamClocks {
 
 #[derive(Debug)]
 struct StreamClock {
-    /// The moment that work submitted now belongs to. Advances whenever someone may wait for "now".
+    /// The moment that work submitted now belongs to. Advances whenever a stream may wait for "now".
     now: Tick,
     /// The host has waited for the stream's work up to this tick.
     synchronized: Tick,

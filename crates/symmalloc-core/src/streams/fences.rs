@@ -1,7 +1,7 @@
 //! Fences: what a free block's next user must wait for, on the device (rule D3).
 //!
 //! A block that other streams used is free at `free`, at the same op on every rank. The uses go with it as fences, and the
-//! next stream that takes the block waits for them with `cuStreamWaitEvent`. Completion never decides who takes it.
+//! next stream that takes the block waits for them with `cuStreamWaitEvent`. Completion never decides which stream takes it.
 //!
 //! A use is fenced in one of two ways:
 //! - by an **event recorded at free** on each other stream that used the block. The next user waits for no more than it must.

@@ -73,8 +73,8 @@ impl Lock for Shared {
 }
 
 /// A mutex that fills whole pairs of cache lines: processors fetch lines in pairs, and threads that use different locks
-/// must not slow each other down. A panic under the lock does not poison it: others still learn what they can, and the
-/// next assertion stops whoever meets the damage.
+/// must not slow each other down. A panic under the lock does not poison it: other threads can still ask, and the next
+/// assertion stops a thread that meets the damage.
 #[derive(Debug)]
 #[repr(align(128))]
 pub struct PaddedMutex<T>(Mutex<T>);

@@ -1,8 +1,8 @@
 //! A registry: an append-only table that is read without a lock while it grows.
 //!
-//! Pools, heaps and the routes between them are looked up by every `allocate` and `free` and made rarely. The first few
-//! entries, all that most programs have, are a comparison and a load away; the rest lives in a [`boxcar::Vec`]. What is
-//! registered should be small, a box or a counted pointer: the first entries lie in the registry itself.
+//! Every `allocate` and `free` looks pools and heaps up; they are made rarely. The first few entries, all that most programs
+//! have, take a comparison and a load; the rest is in a [`boxcar::Vec`]. Entries should be small, a box or a counted pointer,
+//! because the first ones lie in the registry itself.
 
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering;
@@ -17,7 +17,7 @@ pub(crate) struct Registry<T> {
     len: AtomicUsize,
     near: [OnceLock<T>; NEAR],
     far: boxcar::Vec<OnceLock<T>>,
-    /// Held while `far` grows: a thread that waits for another one's entry would add entries until it comes.
+    /// Held while `far` grows: without it, a thread that needs another thread's entry would add entries until that one is there.
     growing: Mutex<()>,
 }
 

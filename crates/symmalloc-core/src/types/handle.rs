@@ -1,7 +1,7 @@
 //! Handles and what an allocation returns.
 //!
 //! A handle names one allocation of one allocator, for ever: it is never given to another allocation, so using it after
-//! the allocation was freed is an error and not somebody else's memory.
+//! the allocation was freed is an error, and never reaches another allocation's memory.
 //!
 //! ```text
 //!  owner 64   the allocator, numbered in the process      heap 32 │ slot 32   where its block is kept

@@ -32,7 +32,7 @@ impl<B: CudaMemory> OwnedBlock<B> {
         Ok(Self::of(pool_stream, allocation.handle, allocation.address.0))
     }
 
-    /// Takes over an allocation that nobody else frees.
+    /// Takes over an allocation that no other code frees.
     #[inline]
     pub(super) fn of(pool_stream: &Arc<PoolStream<B>>, handle: Handle, address: u64) -> Self {
         OwnedBlock { pool_stream: Some(Arc::clone(pool_stream)), handle, address }

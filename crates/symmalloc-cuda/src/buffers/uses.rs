@@ -1,7 +1,7 @@
 //! Which streams used a device buffer: what keeps its content and its memory safe across streams without a call by the user.
 //!
 //! When the pointer of a buffer is taken on another stream than its own, two things happen:
-//! 1. The use is recorded with the allocator: whoever gets the memory after the buffer is dropped waits for that stream.
+//! 1. The use is recorded with the allocator: the next owner of the memory waits for that stream.
 //! 2. While cudarc's event tracking is on (its default, see `CudaContext::disable_event_tracking`), the stream is made to wait
 //!    for the buffer's last writer, and a writer for all readers as well: what `CudaSlice` does, but with events that are
 //!    recorded when a stream changes and not at each use.

@@ -15,7 +15,7 @@ pub trait BackendMemory: Send + Sync {
     fn grant_access(&self, peer: usize) -> Result<(), CudaError>;
     /// Bytes that the allocator gave up and the device could not take back yet.
     fn idle_bytes(&self) -> u64;
-    /// Bytes that were made ahead and nobody has yet.
+    /// Bytes that were made ahead and are not handed out yet.
     fn spare_bytes(&self) -> u64 {
         0
     }

@@ -7,7 +7,8 @@
 //! ```
 //!
 //! What is wanted follows from what ranges grew by (`prefetch_window.rs`). Whether the thread was in time, and what the driver told
-//! it, decides only who makes a chunk. The allocator sees none of it: memory ahead is behind the end of what it has mapped.
+//! it, decides only which thread makes a chunk. The allocator sees none of it: memory ahead is behind the end of what it
+//! has mapped.
 //!
 //! A chunk is made under its range's lock, so that a caller who comes meanwhile waits for that one chunk, and finds it; callers
 //! go first. The thread is started when something is wanted for the first time, and ends with the backend, after the call that

@@ -8,8 +8,8 @@
 //! gives back whole chunks only. On an H200 a chunk of 2 to 64 MiB costs 34 to 38 us to make and 29 to 45 us to give
 //! back: their number counts, not their size, and setting access for many in one call saves nothing (`docs/gpu.md`).
 //!
-//! Chunks may be made ahead of growth (`prefetch_window.rs` says which, `prefetch_thread.rs` who makes them): they lie in their places, mapped
-//! and accessible, behind the end of what the allocator has.
+//! Chunks may be made ahead of growth (`prefetch_window.rs` says which, `prefetch_thread.rs` makes them): they lie in their
+//! places, mapped and accessible, behind the end of what the allocator has.
 
 use super::addresses::{AddressSource, Descending};
 use super::backing::{Backed, Backing};
@@ -45,7 +45,7 @@ pub(crate) struct VirtualMemory {
     rule: Option<PrefetchRule>,
     /// How many callers found the device full: nothing is made ahead meanwhile.
     paused: AtomicUsize,
-    /// The driver had no memory left, and none went back since: what is made ahead would be in somebody's way.
+    /// The driver had no memory left, and none went back since: memory made ahead would be missing elsewhere.
     is_full: AtomicBool,
     /// By base address. Each has a lock of its own: mapping takes tens of microseconds.
     ranges: Mutex<BTreeMap<u64, Arc<Backing>>>,

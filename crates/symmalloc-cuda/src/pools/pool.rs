@@ -1,4 +1,4 @@
-//! Pools as scopes: a pool is destroyed when nobody can allocate from it any more and its last buffer is freed.
+//! Pools as scopes: a pool is destroyed when its last name is gone and its last buffer is freed.
 //!
 //! Destroying a pool gives memory back, which blocks until the device is done with it. A `Drop` must not block, so it leaves
 //! the pool to the allocator's next `trim`.

@@ -171,7 +171,7 @@ impl<B: CudaMemory> AllocatorState<B> {
         lock(&self.abandoned).push(abandoned);
     }
 
-    /// Destroys the abandoned pools in which nothing is allocated any more and that nobody observes.
+    /// Destroys the abandoned pools in which nothing is allocated any more and that have no observer.
     fn destroy_abandoned(&self) -> Result<(), CudaError> {
         let abandoned = std::mem::take(&mut *lock(&self.abandoned));
         let mut first_error = Ok(());

@@ -259,7 +259,7 @@ impl BackendStreams {
         Ok(true)
     }
 
-    /// Whether a registered stream is part of a capture, whoever began it.
+    /// Whether a registered stream is part of a capture, of this crate or of other code.
     pub(crate) fn is_capturing(&self) -> Result<bool, DriverError> {
         if self.device.is_capturing() {
             return Ok(true);

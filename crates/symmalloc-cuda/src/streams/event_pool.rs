@@ -9,7 +9,7 @@ use cudarc::driver::sys::CUevent;
 use std::sync::{Arc, Mutex, PoisonError};
 use symmalloc_core::backend::Event;
 
-/// The events of one backend that nobody uses.
+/// The events of one backend that are not in use.
 pub(super) struct EventPool {
     device: Arc<CudaDevice>,
     spare: Mutex<Vec<Event>>,
@@ -48,7 +48,7 @@ impl Drop for EventPool {
     fn drop(&mut self) {
         let Ok(_current) = self.device.enter() else { return };
         for event in self.spare.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {
-            // SAFETY: made by this pool and used by nobody else.
+            // SAFETY: made by this pool, and not used elsewhere.
             let _destroyed = unsafe { self.device.driver().event_destroy(event.0 as CUevent) };
         }
     }

@@ -30,7 +30,7 @@ pub(super) struct Transfers<'a> {
     pub(super) output_bytes: u64,
 }
 
-/// Which rows go to whom.
+/// Which rows go to which rank.
 #[derive(Clone, Copy, Debug)]
 enum Rows<'a> {
     Split(&'a Splits),

@@ -169,7 +169,7 @@ impl CommunicatorBuilder {
     /// aborted: after a deadline it is [`Lost`](CommState::Lost) to this crate, and its owner's to abort.
     ///
     /// # Safety
-    /// `comm` is a live `ncclComm_t` of this library, ready, and of this device. It lives, and nobody else calls NCCL with it
+    /// `comm` is a live `ncclComm_t` of this library, ready, and of this device. It lives, and no other code calls NCCL with it
     /// at the same time, until the last clone of the returned name is gone.
     ///
     /// # Errors

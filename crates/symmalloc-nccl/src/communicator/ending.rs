@@ -73,7 +73,7 @@ struct Remains {
 /// Ends these communicators, and waits so long for it. They are aborted or lost afterwards.
 pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option<&Arc<CommError>>, limit: Duration) {
     for access in &mut *accesses {
-        // From here on nobody else calls NCCL with it.
+        // From here on no other thread calls NCCL with it.
         lock(&access.shared.life).end(CommState::Lost, cause.cloned());
     }
     let owned = || accesses.iter().all(|access| access.shared.ownership == Ownership::Owned);

@@ -1,4 +1,4 @@
-//! What the clones of a communicator share, and who may call NCCL with it.
+//! What the clones of a communicator share, and the lock under which NCCL is called with it.
 //!
 //! ```text
 //!  Communicator ─┐          ┌─ fixed: rank, ranks, name, order, deadline, mode

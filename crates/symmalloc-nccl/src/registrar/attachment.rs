@@ -134,7 +134,7 @@ impl Attachment {
     }
 
     /// Registers what is new and deregisters what is dead, in step with all other ranks. Histories are compared if there is a
-    /// witness of the pools.
+    /// history of the pools.
     pub(crate) fn sync(&self, job: &Job<'_>, witness: Option<&Witness<'_>>) -> Result<Synced, SyncError> {
         let name = self.comm.name();
         let _entered = tracing::debug_span!(target: "symmalloc", "communicator.sync", communicator = name).entered();
@@ -463,7 +463,7 @@ impl Attachment {
         self.drop_everything(&mut state, allocator);
     }
 
-    /// Shows the numbers to whoever asks.
+    /// Publishes the numbers.
     fn show(&self, state: &State) {
         let mut view = self.view_mut();
         view.window_pools = state.pools.of(Registration::Windows).collect();

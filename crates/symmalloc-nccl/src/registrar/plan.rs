@@ -5,7 +5,7 @@
 //!   birth  g0                            register   g0             new, and lives
 //!   birth  g1, growth g1                 register   g1, whole      once, at its size by now
 //!   growth g2                            grow       g2             the old window goes, a larger one comes
-//!   birth  g3, death g3                  nothing                   nobody will ever see it
+//!   birth  g3, death g3                  nothing                   no rank ever sees it
 //!   death  g4                            deregister g4             last, and in order of death
 //! ```
 //!

@@ -22,7 +22,7 @@ pub(crate) struct Consent {
     pub(crate) space_bytes: u64,
 }
 
-/// Asks all ranks of a communicator whether they have the same history, if there is a witness, and the same plan.
+/// Asks all ranks of a communicator whether they have the same history, where histories are compared, and the same plan.
 pub(crate) fn consent(
     transport: &impl Transport,
     communicator: &str,

@@ -132,7 +132,7 @@ impl Watchlist {
         pools.fold(0, |digest, watched| fold(digest, (u64::from(watched.ordinal) << 1) | u64::from(watched.is_leaving)))
     }
 
-    /// Everything that was read is dealt with: memory that nobody holds any more goes back.
+    /// Everything that was read is dealt with: memory that no observer holds any more goes back.
     pub(super) fn acknowledge(&mut self, allocator: &CudaAllocator, unread: Vec<Unread>, synced: &mut Synced) {
         let core = allocator.core();
         for (watched, unread) in self.pools.iter_mut().zip(unread) {

@@ -33,7 +33,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Range};
 use symmalloc_core::ids::StreamId;
 
-/// A simulated device of one rank. See the [module documentation](self).
+/// A simulated device of one rank: addresses, handles, event timing and faults come from its seed.
 ///
 /// # Panics
 /// Every method that implements [`Backend`], and [`submit`](SimBackend::submit), panics when the caller breaches the

@@ -50,7 +50,7 @@ pub fn read(reader: impl BufRead) -> Result<Layout, LayoutTextError> {
 /// Reads a layout from its text.
 ///
 /// # Errors
-/// As [`read`](Self::read).
+/// As [`read`].
 pub fn parse(text: &str) -> Result<Layout, LayoutTextError> {
     read(text.as_bytes())
 }

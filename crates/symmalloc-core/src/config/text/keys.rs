@@ -45,7 +45,7 @@ pub(super) enum Takes {
     Word { words: &'static [&'static str], allowed: &'static str },
     /// PyTorch's `roundup_power2_divisions`.
     Divisions,
-    /// Anything; nobody looks at it.
+    /// Anything; it is not read.
     Anything,
 }
 

@@ -40,7 +40,7 @@ pub enum Contradiction {
         /// The segment.
         segment: SegmentId,
     },
-    /// The segment was not born yet.
+    /// The segment was not created yet.
     #[error("{segment} is not born yet: the heap's next one is {next}")]
     SegmentNotBorn {
         /// The segment.

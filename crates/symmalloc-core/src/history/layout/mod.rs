@@ -18,7 +18,7 @@
 //!
 //! It is small because the tiling of a segment is canonical (invariant I2): no two neighbours are both free or both holes, so
 //! live allocations and extents say where every block is. The free index follows from the blocks, budgets and thresholds
-//! from the sums. Fences are not part of it: they decide who waits, never who lies where.
+//! from the sums. Fences are not part of it: they decide which stream waits, never a placement.
 //!
 //! A `Layout` is consistent by construction: it comes from [`save_layout`](crate::Allocator::save_layout) or from a
 //! [`LayoutBuilder`], which refuses what no heap could look like. The crate `symmalloc-trace` writes and reads it as text.
