@@ -9,9 +9,9 @@ use std::fmt::Write as _;
 use std::path::Path;
 use symmalloc_core::config::{Config, PoolConfig, Reclaim, StreamPolicy};
 use symmalloc_core::errors::AllocateError;
-use symmalloc_sim::{Call, Fault, FaultRule, SimBackend};
 use symmalloc_core::units::{KIB, MIB};
 use symmalloc_core::{Allocator, Digest, PoolId, StreamId};
+use symmalloc_sim::{Call, Fault, FaultRule, SimBackend};
 
 const POOL: PoolId = PoolId::DEFAULT;
 const S0: StreamId = StreamId(0);

@@ -3,9 +3,9 @@
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::lock::Shared;
 use symmalloc_core::units::MIB;
-use symmalloc_sim::{SimBackend, SplitMix64};
 use symmalloc_core::{Allocator, Digest, Handle, PoolId, SharedAllocator, StreamId};
 use symmalloc_harness::hooked::NoDevice;
+use symmalloc_sim::{SimBackend, SplitMix64};
 
 const THREADS: u16 = 4;
 const OPS: u64 = 3000;

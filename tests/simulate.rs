@@ -76,7 +76,12 @@ fn recorded_jobs_place_alike_on_many_ranks() {
     let ranks = if is_night() { 64 } else { 12 };
     for (job, seed) in [("fsdp1_train_rank0", 7), ("fsdp_train_rank1", 1)] {
         let recording = read_path(&jobs::path(job), &ReadOptions::default()).expect("part of the project");
-        let plan = JobPlan::of_recorded(&recording.config.clone().unwrap_or_default(), &recording.records, seed, NonZeroU32::new(ranks).expect("some"));
+        let plan = JobPlan::of_recorded(
+            &recording.config.clone().unwrap_or_default(),
+            &recording.records,
+            seed,
+            NonZeroU32::new(ranks).expect("some"),
+        );
         let outcome = run(&plan).unwrap_or_else(|failure| panic!("{job}: {failure}"));
         assert!(outcome.ops > u64::from(ranks) * recording.records.len() as u64 / 2, "{outcome:?}");
         assert!(outcome.syncs > 10, "{outcome:?}");

@@ -7,11 +7,11 @@ use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Range
 use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
 use symmalloc_core::lock::Shared;
 use symmalloc_core::recording::{Sink, SinkError};
-use symmalloc_trace::replay::{Program, Replay};
-use symmalloc_sim::SimBackend;
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocation, AllocationId, Allocator, Op, PoolId, Record, StreamId};
 use symmalloc_harness::hooked::{DeviceCall, Hooked, NoDevice};
+use symmalloc_sim::SimBackend;
+use symmalloc_trace::replay::{Program, Replay};
 
 const POOL: PoolId = PoolId::DEFAULT;
 const S0: StreamId = StreamId(0);

@@ -3,9 +3,9 @@
 
 use symmalloc_core::backend::Backend;
 use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
-use symmalloc_sim::{Call, SimBackend};
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocation, Allocator, PoolId, StreamId};
+use symmalloc_sim::{Call, SimBackend};
 
 const POOL: PoolId = PoolId::DEFAULT;
 const S0: StreamId = StreamId(0);

@@ -23,10 +23,10 @@ use symmalloc_benches::moving::{Moves, Victims, move_by_need};
 use symmalloc_benches::workload::Workload;
 use symmalloc_core::config::StreamPolicy;
 use symmalloc_core::errors::AllocateError;
-use symmalloc_trace::replay::{Program, Replay, StepError};
 use symmalloc_core::report::{BlockStateSnapshot, Snapshot};
 use symmalloc_core::{Allocator, Config, Op, Retry, StreamId};
 use symmalloc_harness::jobs;
+use symmalloc_trace::replay::{Program, Replay, StepError};
 
 const MIB: u64 = 1 << 20;
 

@@ -9,7 +9,6 @@
 //! | bench | measures | needs |
 //! |---|---|---|
 //! | `ratios` | per recorded job: instructions and ns per op, ours beside the reference, against the bars | valgrind, else times only |
-//! | `instructions` | every case by instruction count | valgrind, and `gungraun-runner` of the crate's version |
 //! | `buffers` | a `DeviceBuffer` through the CUDA allocator, on the stub of libcuda; threads | valgrind, else times only |
 //! | `indexes` | designs of a free index, on what each recorded job asks of one | |
 //! | `efficiency` | per recorded job: what is reserved beyond what is live, and what could close it | |

@@ -7,8 +7,8 @@ use std::hint::black_box;
 use symmalloc_core::backend::Backend;
 use symmalloc_core::ids::{Placement, PoolId, StreamId};
 use symmalloc_core::op::Op;
-use symmalloc_trace::replay::Program;
 use symmalloc_core::{Allocator, Handle};
+use symmalloc_trace::replay::Program;
 
 /// One op.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

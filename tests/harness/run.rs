@@ -12,8 +12,8 @@ use symmalloc_core::backend::Backend;
 use symmalloc_core::config::PointerLookup;
 use symmalloc_core::errors::{FreeError, RecordUseError};
 use symmalloc_core::lock::Lock;
-use symmalloc_trace::replay::{Replay, StepError};
 use symmalloc_core::{Allocation, AllocationId, Allocator, Op, StreamId};
+use symmalloc_trace::replay::{Replay, StepError};
 
 /// See the [module documentation](self).
 #[derive(Debug)]

@@ -21,14 +21,12 @@ mod error;
 
 pub use error::RmmError;
 
+use self::error::LINE_BYTES_MAX;
 use crate::options::ReadOptions;
 use crate::transcript::{Address, Allocated, Overflow, RawPool, RawStream, Transcript};
 
 /// How every log starts, which is how one is told from other text.
 pub(crate) const HEADER_START: &[u8] = b"Thread,Time,Action";
-
-/// The longest line, in bytes. RMM's have some 80.
-const LINE_BYTES_MAX: u64 = 4096;
 
 /// Reads a log to its end.
 pub(crate) fn read(source: impl BufRead, options: &ReadOptions) -> Result<Transcript, RmmError> {

@@ -97,11 +97,6 @@ pub struct Registrar {
 }
 
 impl Registrar {
-    /// Starts from the defaults: agreement at every sync, no offset checks.
-    pub fn builder(allocator: &CudaAllocator) -> RegistrarBuilder {
-        RegistrarBuilder::new(allocator)
-    }
-
     /// The allocator whose memory it registers.
     pub fn allocator(&self) -> &CudaAllocator {
         &self.allocator

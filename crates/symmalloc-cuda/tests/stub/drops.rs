@@ -6,8 +6,8 @@ use cudarc::driver::{CudaStream, DevicePtr};
 use std::sync::{Arc, Barrier};
 use std::thread;
 use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
-use symmalloc_sim::SplitMix64;
 use symmalloc_cuda::{CudaAllocator, DeviceBuffer, GraphPool, PinnedAllocator};
+use symmalloc_sim::SplitMix64;
 
 const MIB: usize = 1 << 20;
 

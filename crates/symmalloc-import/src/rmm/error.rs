@@ -2,7 +2,8 @@
 
 use std::io;
 
-use super::LINE_BYTES_MAX;
+/// The longest line, in bytes. RMM's have some 80.
+pub(super) const LINE_BYTES_MAX: u64 = 4096;
 
 /// Why an RMM log could not be made into ops. Lines count from 1.
 #[derive(Debug, thiserror::Error)]

@@ -18,12 +18,15 @@ pub struct RegistrarBuilder {
     symmetric_space_bytes: Option<u64>,
 }
 
-impl RegistrarBuilder {
-    pub(super) fn new(allocator: &CudaAllocator) -> Self {
+impl Registrar {
+    /// Starts from the defaults: agreement at every sync, no offset checks.
+    pub fn builder(allocator: &CudaAllocator) -> RegistrarBuilder {
         let allocator = allocator.clone();
         RegistrarBuilder { allocator, mode: Mode::default(), check_offsets: false, symmetric_space_bytes: None }
     }
+}
 
+impl RegistrarBuilder {
     /// When ranks compare the histories of the pools that are attached to a communicator for windows. [`Mode::AtSync`] by
     /// default: at every sync, for one small collective. With
     /// [`Mode::Off`] a sync with nothing new returns at once, and ranks that differ in *whether* there is something new are

@@ -14,11 +14,11 @@
 //! `Display` writes the *canonical* text: every value that is set, defaults too, in a fixed order and unit. Equal
 //! configurations have equal canonical texts, and [`Config::digest`] is a hash of it.
 
+mod display;
 mod error;
 mod keys;
 mod reason;
 mod settings;
-mod text;
 
 pub use crate::config::nearest::{DidYouMean, nearest};
 pub use error::ConfigTextError;

@@ -1,0 +1,26 @@
+//! All tests of the harness but those that need a process of their own. Those of one file: `cargo test -p symmalloc-harness
+//! golden`.
+
+mod agreement;
+mod agreement_protocol;
+mod conformance;
+mod digests;
+mod events;
+mod exhaustive;
+mod faults;
+mod golden;
+mod layout;
+mod metrics;
+mod misuse;
+mod model;
+mod observers;
+mod ranks;
+mod recording;
+mod reports;
+mod rooms;
+mod seeds;
+mod shared;
+mod simulate;
+mod stories;
+mod vocabulary;
+mod waits;
