@@ -9,6 +9,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 use symmalloc_core::config::{Config, PoolConfig, Reclaim, StreamPolicy};
 use symmalloc_core::errors::AllocateError;
+use symmalloc_core::histories::HistorySource;
 use symmalloc_core::units::{KIB, MIB};
 use symmalloc_core::{Allocator, Digest, PoolId, StreamId};
 use symmalloc_sim::{Call, Fault, FaultRule, SimBackend};
@@ -297,6 +298,10 @@ fn histories_that_differ_in_one_decision_have_different_digests() {
     });
     assert_eq!(by_limit.ops, by_driver.ops);
     assert_ne!(by_limit, by_driver);
+    // Nothing, for one stream of a shared heap and for the other.
+    let nothing_for = |ops| digest(&Story { name: "", pool: "shared", ops }, 0);
+    let for_one = nothing_for(|rank, _| _ = rank.allocate(POOL, S0, 0).expect("always"));
+    assert_ne!(for_one, nothing_for(|rank, _| _ = rank.allocate(POOL, S1, 0).expect("always")));
 }
 
 /// A heap whose memory comes in other granules decides otherwise sooner or later.
@@ -310,4 +315,23 @@ fn the_granularity_is_in_every_digest() {
         allocator.digest(POOL).expect("it exists")
     };
     assert_ne!(digest(MIB), digest(2 * MIB));
+}
+
+/// A rank that destroyed a pool and one that keeps it never agree, even when there is no memory left to give back.
+#[test]
+fn the_end_of_a_pool_is_in_its_digest() {
+    let histories = |is_destroyed| {
+        let device = SimBackend::builder().build();
+        let allocator: Rank<'_> = Allocator::new(&device, Config::default()).expect("valid");
+        allocator.register_stream().expect("few");
+        let pool = allocator.create_pool(pool_config("")).expect("valid");
+        let made = allocator.allocate(pool, S0, MIB).expect("memory");
+        allocator.free(made.handle).expect("live");
+        allocator.trim(None).expect("no faults");
+        if is_destroyed {
+            allocator.destroy_pool(pool).expect("empty");
+        }
+        allocator.heap_histories()
+    };
+    assert_ne!(histories(true), histories(false));
 }

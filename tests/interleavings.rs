@@ -383,10 +383,12 @@ fn threads_that_fence_one_stream_get_their_events_in_the_order_of_their_ticks() 
 /// Two threads obtain memory under one limit that has room for one of them.
 #[test]
 fn heaps_that_charge_one_limit_never_hold_more() {
-    for is_of_pool in [true, false] {
+    // Memory comes as a segment, or as a segment and its growth.
+    for (is_of_pool, is_fixed) in [(true, true), (true, false), (false, true), (false, false)] {
         explore(1000, move || {
             let limit_bytes = Some(8 * MIB);
-            let pool = PoolConfig::builder().fixed().reclaim(Reclaim::Never);
+            let pool = PoolConfig::builder().reclaim(Reclaim::Never);
+            let pool = if is_fixed { pool.fixed() } else { pool };
             let pool = if is_of_pool { pool.limit_bytes(limit_bytes) } else { pool };
             let config = Config::builder().default_pool(pool.build().expect("valid"));
             let config = if is_of_pool { config } else { config.limit_bytes(limit_bytes) };
@@ -395,6 +397,10 @@ fn heaps_that_charge_one_limit_never_hold_more() {
                 let allocator = Arc::clone(&allocator);
                 thread::spawn(move || {
                     for _ in 0..2 {
+                        if !is_fixed {
+                            let begun = allocator.reserve(PoolId::DEFAULT, stream, 2 * MIB);
+                            begun.expect("beside what the other thread holds");
+                        }
                         let reserved = allocator.reserve(PoolId::DEFAULT, stream, 6 * MIB);
                         let mapped_bytes = allocator.backend().inner.mapped_bytes();
                         assert!(mapped_bytes <= 8 * MIB, "{mapped_bytes} bytes are mapped");

@@ -331,3 +331,23 @@ fn what_an_observer_keeps_helps_no_request_and_is_given_up_once() {
     assert_eq!(allocator.acknowledge(observer, &allocator.unread(observer)), Ok(40 * MIB));
     allocator.allocate(POOL, streams[0], 24 * MIB).expect("it is back");
 }
+
+/// The cursor of one observer does not depend on what another one has read, and never goes back.
+#[test]
+fn an_observer_that_comes_later_or_acknowledges_twice_reads_nothing_again() {
+    let device = SimBackend::builder().build();
+    let allocator = fixed(&device);
+    let (slow, _) = allocator.observe(POOL).expect("exists");
+    allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("fits");
+    let (quick, births) = allocator.observe(POOL).expect("exists");
+    assert_eq!(kinds(&births), [(SegmentEventKind::Birth, 0)]);
+    assert!(allocator.unread(quick).events.is_empty(), "it is told as a birth already");
+    allocator.allocate(POOL, StreamId(0), 40 * MIB).expect("fits");
+    let first = allocator.unread(quick);
+    allocator.allocate(POOL, StreamId(0), 50 * MIB).expect("fits");
+    for unread in [&allocator.unread(quick), &first] {
+        assert_eq!(allocator.acknowledge(quick, unread), Ok(0));
+    }
+    assert!(allocator.unread(quick).events.is_empty(), "all was acknowledged");
+    assert_eq!(allocator.unread(slow).events.len(), 3);
+}
