@@ -324,7 +324,8 @@ fn the_end_of_a_pool_is_in_its_digest() {
         let device = SimBackend::builder().build();
         let allocator: Rank<'_> = Allocator::new(&device, Config::default()).expect("valid");
         allocator.register_stream().expect("few");
-        let pool = allocator.create_pool(pool_config("")).expect("valid");
+        let symmetric = PoolConfig::builder().symmetric(true).build().expect("valid");
+        let pool = allocator.create_pool(symmetric).expect("valid");
         let made = allocator.allocate(pool, S0, MIB).expect("memory");
         allocator.free(made.handle).expect("live");
         allocator.trim(None).expect("no faults");

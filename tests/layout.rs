@@ -699,3 +699,22 @@ fn what_is_restored_is_found_by_its_address() {
     }
     assert_eq!(allocator.stats().usage.all.allocations.current, 0);
 }
+
+/// When the second heap of a pool does not fit, the first one's memory is not set aside any more.
+#[test]
+fn a_rejoin_that_meets_the_limit_at_a_later_heap_charges_nothing() {
+    let device = SimBackend::builder().build();
+    let policy = PoolConfig::default();
+    let old = rank(&device, &policy, Some(32 * MIB));
+    for stream in [S0, S1] {
+        old.allocate(POOL, stream, 10 * MIB).expect("fits");
+    }
+    let layout = old.save_layout(POOL).expect("nothing is retired");
+    let new = rank(&device, &policy, Some(32 * MIB));
+    let private = new.create_pool(policy).expect("valid");
+    new.allocate(private, S0, 20 * MIB).expect("fits");
+    let error = new.restore_layout(POOL, &layout).expect_err("12 MiB are left");
+    assert!(matches!(error, RestoreError::Limit { .. }), "{error}");
+    new.check().expect("sound");
+    assert_eq!(new.stats().reserved_bytes.current, 20 * MIB);
+}

@@ -302,3 +302,12 @@ fn a_destroyed_pool_serves_no_kind_of_request() {
     assert_eq!(allocator.reserve(pool, S0, 1 << 20), Err(gone.into()));
     assert_eq!(state(&allocator), before);
 }
+
+/// A made-up name of nothing is not freed.
+#[test]
+fn only_zero_bytes_that_were_allocated_are_freed() {
+    let allocator = allocator();
+    let (owner, place, serial) = allocator.allocate(POOL, S0, 0).expect("always").handle.into_raw();
+    let handle = Handle::from_raw((owner, place, serial + 1));
+    assert_eq!(allocator.free(handle), Err(HandleError::Foreign { handle }.into()));
+}

@@ -233,6 +233,7 @@ fn a_range_that_overlaps_a_live_one_is_refused() {
 #[test]
 fn a_range_that_is_not_aligned_is_refused() {
     a_range_that_cannot_be_is_refused(|_, size_bytes| Range { base: DeviceAddress((1 << 46) + 512), size_bytes });
+    a_range_that_cannot_be_is_refused(|_, bytes| Range { base: DeviceAddress(1 << 46), size_bytes: bytes + 512 });
 }
 
 #[test]
