@@ -713,7 +713,7 @@ fn a_rejoin_that_meets_the_limit_at_a_later_heap_charges_nothing() {
     let new = rank(&device, &policy, Some(32 * MIB));
     let private = new.create_pool(policy).expect("valid");
     new.allocate(private, S0, 20 * MIB).expect("fits");
-    let error = new.restore_layout(POOL, &layout).expect_err("12 MiB are left");
+    let error = refusal(&new, POOL, &layout);
     assert!(matches!(error, RestoreError::Limit { .. }), "{error}");
     new.check().expect("sound");
     assert_eq!(new.stats().reserved_bytes.current, 20 * MIB);

@@ -523,3 +523,16 @@ fn recorded_jobs_are_recorded_again_byte_for_byte() {
         assert!(record(once.records()).to_text() == once.to_text(), "{job}: recorded again it is another text");
     }
 }
+
+/// No handle says whether an allocation of zero bytes was freed before, and no trace can say it twice.
+#[test]
+fn an_allocation_of_zero_bytes_that_is_freed_twice_ends_the_recording() {
+    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
+    let stream = allocator.register_stream().expect("few");
+    allocator.start_recording(Memory::new()).expect("nothing was allocated");
+    let nothing = allocator.allocate(PoolId::DEFAULT, stream, 0).expect("no memory").handle;
+    allocator.free(nothing).expect("given here");
+    allocator.free(nothing).expect("no handle tells");
+    let ended = allocator.stop_recording();
+    assert!(matches!(ended, Err(RecordingError::FreedTwice { handle, .. }) if handle == nothing), "{ended:?}");
+}

@@ -33,8 +33,8 @@ impl<L: Lock> Heap<L> {
 
     /// So much of a layout's memory is there. The rest of the charge is given back.
     pub(crate) fn confirm_layout<B>(&self, context: &Context<B, L>, layout: &HeapLayout, there_bytes: u64) {
-        self.budgets(context).confirm(there_bytes);
         self.budgets(context).refund(layout.reserved_bytes() - there_bytes);
+        self.budgets(context).confirm(there_bytes);
     }
 
     /// Reserves and maps the segments of a layout, which are charged. On an error, `obtained` says what is there.
