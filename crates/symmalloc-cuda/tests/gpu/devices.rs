@@ -123,10 +123,9 @@ fn with_peers(device: &Arc<CudaDevice>, peers: &[usize]) -> Result<CudaAllocator
 #[test]
 fn a_peer_uses_memory_that_was_mapped_for_it_and_no_other() {
     let Some(devices) = two_devices() else { return };
-    for peer in [0, 99] {
-        let error = with_peers(&devices[0], &[peer]).expect_err("no peer");
-        assert_eq!(error, CudaError::NoPeerAccess { ordinal: 0, peer });
-    }
+    let error = with_peers(&devices[0], &[99]).expect_err("no peer");
+    assert_eq!(error, CudaError::NoPeerAccess { ordinal: 0, peer: 99 });
+    with_peers(&devices[0], &[0]).expect("a device reaches its own memory");
     for (here, there) in [(0, 1), (1, 0)] {
         let allocator = match with_peers(&devices[here], &[there]) {
             Ok(allocator) => allocator,
