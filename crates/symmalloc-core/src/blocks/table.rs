@@ -321,12 +321,22 @@ impl BlockTable {
     /// rest keeps the slot, the state and the fences.
     #[inline(always)]
     pub(crate) fn cut_front(&mut self, slot: Slot, size: Units, state: BlockState) -> Slot {
+        if self.vacant == NONE {
+            self.add_vacant_slot();
+        }
+        let front = self.vacant;
         let rest = self.block_mut(slot);
         let (segment, class, location, prev) = (rest.segment, rest.class, rest.location, rest.prev);
         rest.location = location.plus(size);
         rest.size -= size;
-        let front = self.insert(Block { prev, next: slot, ..Block::new(segment, class, location, size, state) });
-        self.block_mut(slot).prev = front;
+        rest.prev = front;
+        // Field by field: a whole block would be put together on the stack first.
+        let block = self.block_mut(front);
+        let next_vacant = block.next;
+        (block.segment, block.class, block.location, block.size) = (segment, class, location, size);
+        (block.prev, block.next) = (prev, slot);
+        (block.fences, block.state) = (FenceSetId::EMPTY, state);
+        self.vacant = next_vacant;
         match self.blocks.get_mut(prev as usize) {
             Some(before) => before.next = front,
             None => self.segment_mut(segment).first = front,

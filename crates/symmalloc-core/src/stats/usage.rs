@@ -97,35 +97,53 @@ pub(crate) struct RareCounts {
     pub(crate) refusals: u64,
 }
 
-/// How high a quantity is, and was at most.
+/// How high a quantity is, and was at most. It keeps its peak and how far below it is: adding takes from that distance, and
+/// only what the distance does not suffice for is a new peak.
 #[derive(Clone, Copy, Debug, Default)]
 struct Level {
-    current: u64,
     peak: u64,
+    /// Peak less current.
+    below_peak: u64,
 }
 
 impl Level {
     #[inline(always)]
     fn add(&mut self, amount: u64) {
-        self.current += amount;
-        self.peak = self.peak.max(self.current);
+        let (below_peak, is_above) = self.below_peak.overflowing_sub(amount);
+        self.below_peak = below_peak;
+        if is_above {
+            self.raise_peak();
+        }
+    }
+
+    /// The distance fell below zero: the peak is higher by as much.
+    #[cold]
+    fn raise_peak(&mut self) {
+        self.peak = self.current();
+        self.below_peak = 0;
     }
 
     #[inline(always)]
     fn take(&mut self, amount: u64) {
-        self.current -= amount;
+        self.below_peak += amount;
     }
 
-    /// The peak starts anew. Returns what the level was.
-    fn open(&mut self) -> Level {
-        let outer = *self;
-        self.peak = self.current;
-        outer
+    fn current(&self) -> u64 {
+        self.peak.wrapping_sub(self.below_peak)
+    }
+
+    /// Puts the peak elsewhere, at or above the current value.
+    fn set_peak(&mut self, peak: u64) {
+        (self.peak, self.below_peak) = (peak, peak - self.current());
+    }
+
+    fn reset_peak(&mut self) {
+        self.set_peak(self.current());
     }
 
     /// The peak is the larger of its own and the outer one.
     fn close(&mut self, outer: Level) {
-        self.peak = self.peak.max(outer.peak);
+        self.set_peak(self.peak.max(outer.peak));
     }
 }
 
@@ -164,11 +182,12 @@ impl TotalUsage {
     }
 
     pub(crate) fn reset_peaks(&mut self) {
-        self.levels.iter_mut().for_each(|level| level.peak = level.current);
+        self.levels.iter_mut().for_each(Level::reset_peak);
     }
 
     pub(crate) fn open_scope(&mut self) {
-        self.scopes.push([0, 1, 2].map(|quantity| self.levels[quantity].open()));
+        self.scopes.push(self.levels);
+        self.reset_peaks();
     }
 
     /// As [`correct_peaks`](Self::correct_peaks), for what happened since the innermost scope was opened, which ends.
@@ -196,9 +215,9 @@ impl Counter {
 
     /// What happened since an earlier moment.
     fn since(&self, then: &Counter) -> Stat {
-        let (Level { current, peak }, allocated) = (self.level, self.allocated - then.allocated);
+        let (current, allocated) = (self.level.current(), self.allocated - then.allocated);
         // current = then.current + allocated - freed
-        Stat { current, peak, allocated, freed: then.level.current + allocated - current }
+        Stat { current, peak: self.level.peak, allocated, freed: then.level.current() + allocated - current }
     }
 }
 
@@ -235,12 +254,12 @@ impl Usage {
 
     /// Bytes of the blocks that are allocated now.
     pub(crate) fn allocated_bytes(&self) -> u64 {
-        self.total.levels[1].current
+        self.total.levels[1].current()
     }
 
     /// Number of allocations of at least one byte now.
     pub(crate) fn allocations(&self) -> u64 {
-        self.total.levels[0].current
+        self.total.levels[0].current()
     }
 
     pub(crate) fn stats(&self) -> ClassStats {
@@ -260,13 +279,13 @@ impl Usage {
     }
 
     pub(crate) fn reset_peaks(&mut self) {
-        self.counters.as_flattened_mut().iter_mut().for_each(|counter| counter.level.peak = counter.level.current);
+        self.counters.as_flattened_mut().iter_mut().for_each(|counter| counter.level.reset_peak());
         self.total.reset_peaks();
     }
 
     pub(crate) fn open_scope(&mut self) {
         self.scopes.push(self.counters);
-        self.counters.as_flattened_mut().iter_mut().for_each(|counter| _ = counter.level.open());
+        self.counters.as_flattened_mut().iter_mut().for_each(|counter| counter.level.reset_peak());
         self.total.open_scope();
     }
 
