@@ -54,7 +54,7 @@ use smallvec::SmallVec;
 use stats::{CommunicatorStats, Counters, RegistrarStats};
 use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
-use symmalloc_agreement::{Mode, Point, RankHistory as Witness};
+use symmalloc_agreement::{Mode, Point, RankHistory};
 use symmalloc_core::PoolId;
 use symmalloc_core::config::SegmentPolicy;
 use symmalloc_cuda::CudaAllocator;
@@ -215,15 +215,15 @@ impl Registrar {
             return Err(SyncError::Capturing);
         }
         // All communicators compare histories up to one moment.
-        let witness = |attachment: &Arc<Attachment>| {
+        let history = |attachment: &Arc<Attachment>| {
             let pools = attachment.view().window_pools.clone();
-            (self.settings.mode != Mode::Off).then(|| Witness::of_pools(self.allocator.core(), Point::Sync, &pools))
+            (self.settings.mode != Mode::Off).then(|| RankHistory::of_pools(self.allocator.core(), Point::Sync, &pools))
         };
-        let witnesses: SmallVec<[Option<Witness<'_>>; 4]> = attachments.iter().map(witness).collect();
+        let histories: SmallVec<[Option<RankHistory<'_>>; 4]> = attachments.iter().map(history).collect();
         let job = Job { allocator: &self.allocator, settings: &self.settings, counters: &self.counters };
         let mut total = Ok(Synced::default());
-        for (attachment, witness) in attachments.iter().zip(&witnesses) {
-            match (attachment.sync(&job, witness.as_ref()), &mut total) {
+        for (attachment, history) in attachments.iter().zip(&histories) {
+            match (attachment.sync(&job, history.as_ref()), &mut total) {
                 (Ok(synced), Ok(total)) => total.add(synced),
                 (Err(error), Ok(_)) => total = Err(error),
                 (_, Err(_)) => {}
@@ -231,14 +231,14 @@ impl Registrar {
         }
         self.sweep();
         if total.is_ok() {
-            self.settle(&attachments, &witnesses);
+            self.settle(&attachments, &histories);
         }
         total
     }
 
     /// Forgets the histories of pools on which all ranks have agreed: those that are attached to no other communicator, whose
     /// ranks may not have come so far.
-    fn settle(&self, synced: &[Arc<Attachment>], witnesses: &[Option<Witness<'_>>]) {
+    fn settle(&self, synced: &[Arc<Attachment>], histories: &[Option<RankHistory<'_>>]) {
         let is_synced = |attachment: &Arc<Attachment>| synced.iter().any(|other| Arc::ptr_eq(attachment, other));
         let elsewhere: Vec<u32> = {
             let all = self.read();
@@ -246,8 +246,8 @@ impl Registrar {
             let pools = others.flat_map(|attachment| attachment.view().window_pools.clone());
             pools.filter_map(|pool| self.allocator.core().symmetric_ordinal(pool)).collect()
         };
-        for witness in witnesses.iter().flatten() {
-            witness.settle_pools(|ordinal| !elsewhere.contains(&ordinal));
+        for history in histories.iter().flatten() {
+            history.settle_pools(|ordinal| !elsewhere.contains(&ordinal));
         }
     }
 

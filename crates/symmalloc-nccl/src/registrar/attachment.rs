@@ -32,7 +32,7 @@ use smallvec::SmallVec;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 use std::time::Instant;
-use symmalloc_agreement::RankHistory as Witness;
+use symmalloc_agreement::RankHistory;
 use symmalloc_core::segment_log::SegmentEventKind;
 use symmalloc_core::{Backend, ObserverId, PoolId};
 use symmalloc_cuda::CudaAllocator;
@@ -135,7 +135,7 @@ impl Attachment {
 
     /// Registers what is new and deregisters what is dead, in step with all other ranks. Histories are compared if there is a
     /// history of the pools.
-    pub(crate) fn sync(&self, job: &Job<'_>, witness: Option<&Witness<'_>>) -> Result<Synced, SyncError> {
+    pub(crate) fn sync(&self, job: &Job<'_>, history: Option<&RankHistory<'_>>) -> Result<Synced, SyncError> {
         let name = self.comm.name();
         let _entered = tracing::debug_span!(target: "symmalloc", "communicator.sync", communicator = name).entered();
         let mut state = self.lock();
@@ -143,7 +143,7 @@ impl Attachment {
             self.drop_everything(&mut state, job.allocator);
             return Err(self.gone());
         }
-        let outcome = self.sync_ready(&mut state, job, witness);
+        let outcome = self.sync_ready(&mut state, job, history);
         self.show(&state);
         if let Err(error) = &outcome
             && error.is_fatal()
@@ -155,14 +155,19 @@ impl Attachment {
         outcome
     }
 
-    fn sync_ready(&self, state: &mut State, job: &Job<'_>, witness: Option<&Witness<'_>>) -> Result<Synced, SyncError> {
+    fn sync_ready(
+        &self,
+        state: &mut State,
+        job: &Job<'_>,
+        history: Option<&RankHistory<'_>>,
+    ) -> Result<Synced, SyncError> {
         let unread = state.pools.read(job.allocator);
         let (windows, buffers) =
             (state.pools.news(&unread, Registration::Windows), state.pools.news(&unread, Registration::Buffers));
         let plan = SyncPlan::new(&state.book, &windows.events, &windows.leaving, |pool| state.pools.ordinal(pool));
         let mut synced = Synced::default();
-        if witness.is_some() || !plan.steps.is_empty() {
-            synced.rounds = self.agree(state, job, witness, &plan)?;
+        if history.is_some() || !plan.steps.is_empty() {
+            synced.rounds = self.agree(state, job, history, &plan)?;
         }
         let dead: Vec<SegmentKey> = [&windows, &buffers]
             .into_iter()
@@ -203,7 +208,7 @@ impl Attachment {
         &self,
         state: &mut State,
         job: &Job<'_>,
-        witness: Option<&Witness<'_>>,
+        history: Option<&RankHistory<'_>>,
         plan: &SyncPlan,
     ) -> Result<u64, SyncError> {
         let library = self.comm.nccl().version();
@@ -222,7 +227,7 @@ impl Attachment {
             Some(transport) => transport,
             None => NcclTransport::new(&self.comm).map_err(|error| self.failed(error))?,
         };
-        let consent = consent(state.transport.insert(transport), self.comm.name(), witness, plan, &summary)?;
+        let consent = consent(state.transport.insert(transport), self.comm.name(), history, plan, &summary)?;
         state.rounds += 1;
         if !plan.steps.is_empty() {
             let granularity_bytes = job.allocator.core().backend().granularity_bytes();

@@ -11,7 +11,7 @@
 use crate::registrar::error::SyncError;
 use crate::registrar::plan::SyncPlan;
 use crate::registrar::plan_summary::{StepSearch, Summary, compare};
-use symmalloc_agreement::{Gathered, Inquiry, Progress, ProtocolError, RankHistory as Witness, Transport};
+use symmalloc_agreement::{Gathered, Inquiry, Progress, ProtocolError, RankHistory, Transport};
 
 /// What came out of it.
 #[derive(Clone, Copy, Debug)]
@@ -26,7 +26,7 @@ pub(crate) struct Consent {
 pub(crate) fn consent(
     transport: &impl Transport,
     communicator: &str,
-    witness: Option<&Witness<'_>>,
+    history: Option<&RankHistory<'_>>,
     plan: &SyncPlan,
     summary: &Summary,
 ) -> Result<Consent, SyncError> {
@@ -38,8 +38,8 @@ pub(crate) fn consent(
     let mut inquiry = Inquiry::new(transport.ranks());
     let answer_bytes = inquiry.question().message_bytes();
     let mut message = Vec::with_capacity(answer_bytes + Summary::BYTES);
-    match witness {
-        Some(witness) => witness.answer(inquiry.question(), &mut message),
+    match history {
+        Some(history) => history.answer(inquiry.question(), &mut message),
         None => message.resize(answer_bytes, 0),
     }
     summary.write(&mut message);
@@ -58,7 +58,7 @@ pub(crate) fn consent(
         return Err(differ(difference.clone()));
     }
     let mut rounds = 1;
-    if let Some(witness) = witness {
+    if let Some(history) = history {
         let answers: Vec<u8> = gathered.iter().flat_map(|message| &message[..answer_bytes]).copied().collect();
         let mut gathered = Gathered::new(answers, answer_bytes);
         while let Progress::Asked = match inquiry.advance(&gathered).map_err(nonsense)? {
@@ -69,7 +69,7 @@ pub(crate) fn consent(
             progress => progress,
         } {
             message.clear();
-            witness.answer(inquiry.question(), &mut message);
+            history.answer(inquiry.question(), &mut message);
             gathered = transport.all_gather(&message).map_err(lost)?;
             rounds += 1;
         }
@@ -148,8 +148,8 @@ mod tests {
                             window_bytes: 0,
                             space_bytes: program.space_bytes,
                         };
-                        let witness = program.agrees.then(|| Witness::new(&allocator, Point::Sync));
-                        consent(&transport, "tp", witness.as_ref(), &plan, &Summary::new(&plan, &around))
+                        let history = program.agrees.then(|| RankHistory::new(&allocator, Point::Sync));
+                        consent(&transport, "tp", history.as_ref(), &plan, &Summary::new(&plan, &around))
                     })
                 })
                 .collect();
