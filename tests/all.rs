@@ -5,7 +5,6 @@ mod agreement;
 mod agreement_protocol;
 mod conformance;
 mod digests;
-mod events;
 mod exhaustive;
 mod faults;
 mod golden;
