@@ -1,16 +1,16 @@
 //! An allocator's statistics as Prometheus reads them:
 //!
 //! ```sh
-//! cargo run -p symmalloc-core --features metrics --example prometheus
+//! cargo run -p symmalloc --features metrics --example prometheus
 //! ```
 //!
 //! A program that serves them installs the exporter with its HTTP listener (`PrometheusBuilder::new().install()`, feature
 //! `http-listener`) in place of the local recorder here, and publishes from a thread of its own every few seconds.
 
 use metrics_exporter_prometheus::PrometheusBuilder;
-use symmalloc_core::metrics::Publisher;
-use symmalloc_core::{Allocator, Config, PoolId};
-use symmalloc_sim::SimBackend;
+use symmalloc::metrics::Publisher;
+use symmalloc::sim::SimBackend;
+use symmalloc::{Allocator, Config, PoolId};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default())?;
