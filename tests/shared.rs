@@ -4,8 +4,7 @@ use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::lock::Shared;
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocator, Digest, Handle, PoolId, SharedAllocator, StreamId};
-use symmalloc_harness::hooked::NoDevice;
-use symmalloc_sim::{SimBackend, SplitMix64};
+use symmalloc_sim::{IdleBackend, SimBackend, SplitMix64};
 
 const THREADS: u16 = 4;
 const OPS: u64 = 3000;
@@ -134,7 +133,7 @@ fn threads_that_share_a_heap_leave_it_sound() {
 fn threads_that_charge_one_limit_lose_no_charge() {
     let limit_bytes = 14 * MIB;
     let config = Config::builder().limit_bytes(Some(limit_bytes)).build().expect("valid");
-    let allocator = Allocator::<_, Shared>::new(NoDevice::default(), config).expect("valid");
+    let allocator = Allocator::<_, Shared>::new(IdleBackend::default(), config).expect("valid");
     let pools: Vec<PoolId> = (0..THREADS)
         .map(|_| {
             allocator.register_stream().expect("few");

@@ -9,8 +9,8 @@ use symmalloc_core::lock::Shared;
 use symmalloc_core::recording::{Sink, SinkError};
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocation, AllocationId, Allocator, Op, PoolId, Record, StreamId};
-use symmalloc_harness::hooked::{DeviceCall, Hooked, NoDevice};
-use symmalloc_sim::SimBackend;
+use symmalloc_harness::hooked::{DeviceCall, Hooked};
+use symmalloc_sim::{IdleBackend, SimBackend};
 use symmalloc_trace::replay::{Program, Replay};
 
 const POOL: PoolId = PoolId::DEFAULT;
@@ -278,7 +278,7 @@ fn waits_cost_little(streams: u16, on: fn(u16, u16) -> u16) {
     let (before, begun) = (resident_bytes(), std::time::Instant::now());
     let records = streams_that_each_wait_once(streams, on);
     let program = Program::new(&records).expect("valid");
-    let allocator: Allocator<_> = Allocator::new(NoDevice::default(), Config::default()).expect("valid");
+    let allocator: Allocator<_> = Allocator::new(IdleBackend::default(), Config::default()).expect("valid");
     Replay::new(&allocator, &program).run(|_, _| ()).expect("no limit");
     let taken_bytes = resident_bytes().saturating_sub(before);
     println!("{streams} streams: {taken_bytes} bytes, {:?}", begun.elapsed());

@@ -1,10 +1,8 @@
-//! Backends for tests: one that tells of every call, so that a test compares the calls of ranks, gives way to other threads
-//! inside of them, or panics there; and one that does nothing.
+//! A backend that tells of every call, so that a test compares the calls of ranks, gives way to other threads inside of them, or
+//! panics there.
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use symmalloc_core::StreamId;
-use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Range};
-use symmalloc_core::units::MIB;
+use symmalloc_core::backend::{Backend, BackendError, Event, Range};
 
 /// A call on a backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,46 +65,5 @@ impl<B: Backend, F: Fn(DeviceCall)> Backend for Hooked<B, F> {
     }
     fn synchronize(&self, stream: StreamId) -> Result<(), BackendError> {
         self.pass(DeviceCall::Synchronize { stream }, |inner| inner.synchronize(stream))
-    }
-}
-
-/// Addresses without a device behind them: what costs anything is the allocator.
-#[derive(Debug)]
-pub struct NoDevice(AtomicU64);
-
-impl Default for NoDevice {
-    fn default() -> Self {
-        NoDevice(AtomicU64::new(1 << 32))
-    }
-}
-
-impl Backend for NoDevice {
-    fn granularity_bytes(&self) -> u64 {
-        2 * MIB
-    }
-    fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
-        Ok(Range { base: DeviceAddress(self.0.fetch_add(size_bytes, Ordering::Relaxed)), size_bytes })
-    }
-    fn map(&self, _: Range, _: u64, _: u64) -> Result<(), BackendError> {
-        Ok(())
-    }
-    fn unmap(&self, _: Range, _: u64, _: u64) -> Result<(), BackendError> {
-        Ok(())
-    }
-    fn release(&self, _: Range) -> Result<(), BackendError> {
-        Ok(())
-    }
-    fn record(&self, _: StreamId) -> Result<Event, BackendError> {
-        Ok(Event(0))
-    }
-    fn wait(&self, _: StreamId, _: Event) -> Result<(), BackendError> {
-        Ok(())
-    }
-    fn query(&self, _: Event) -> Result<bool, BackendError> {
-        Ok(true)
-    }
-    fn recycle(&self, _: Event) {}
-    fn synchronize(&self, _: StreamId) -> Result<(), BackendError> {
-        Ok(())
     }
 }
