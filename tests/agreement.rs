@@ -1,6 +1,7 @@
 //! Agreement: a difference of any kind, at any place, on any rank, is caught at the next agreement and named (rule D7).
 //!
-//! `SYMMALLOC_INJECTIONS=1000000 cargo test --release --test agreement -- --nocapture` injects more, and prints the table.
+//! `SYMMALLOC_INJECTIONS=1000000 cargo test --release -p symmalloc-harness --test agreement -- --nocapture` injects
+//! more, and prints the table.
 
 use std::collections::BTreeMap;
 use symmalloc_agreement::{

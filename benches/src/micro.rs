@@ -78,7 +78,7 @@ pub struct ManyFree<S: Subject> {
 
 impl<S: Subject> ManyFree<S> {
     /// `count` free blocks, and as many allocated ones, that cannot merge. As many replacements were carried out, as in a
-    /// program that has run for a while: what frees in a row put off until somebody searches is done.
+    /// program that has run for a while: what the frees left to the next search is done.
     pub fn new(mut subject: S, count: usize, sizes: Sizes) -> Self {
         let mut random = SplitMix64::new(count as u64);
         let size = |random: &mut SplitMix64| match sizes {

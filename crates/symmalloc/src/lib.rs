@@ -8,7 +8,7 @@
 //! | `trace` (default) | [`trace`] | ops as text, their replay, layouts as text |
 //! | `agreement` (default) | [`agreement`] | ranks compare what they did, and find the first op that differs |
 //! | `sim` (default) | [`sim`] | a device from a seed, and thousands of adverse ranks on it |
-//! | `cuda` | `cuda` | NVIDIA devices, buffers that fit cudarc, graphs; with one feature `cuda-12000` to `cuda-13040` |
+//! | `cuda` | `cuda` | NVIDIA devices, buffers that fit cudarc, graphs; with one feature `cuda-11040` to `cuda-13040` |
 //! | `nccl` | `nccl` | NCCL: communicators, windows in step on all ranks, all-to-all-v |
 //! | `metrics` | [`metrics`](symmalloc_core) | statistics on the `metrics` facade |
 //!

@@ -251,7 +251,7 @@ fn what_the_program_asked_for_is_counted_unrounded() {
     assert_eq!((old.requested_bytes(), old.requested_bytes_peak()), (1000, 1100));
 }
 
-/// The job of `DESIGN.md`: eight tensors in eight segments, freed and taken again.
+/// What breaks symmetric windows: eight tensors in eight segments, freed and taken again.
 #[test]
 fn ranks_agree_on_the_first_round_and_not_after() {
     let run = |rank| {

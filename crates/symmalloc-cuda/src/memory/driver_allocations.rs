@@ -1,4 +1,4 @@
-//! DriverAllocations allocations: of a device without virtual memory, or of pinned host memory.
+//! Allocations of the driver: of a device without virtual memory, or of pinned host memory.
 //!
 //! What a range reserves is there until the range is released; parts that are unmapped in between are idle.
 

@@ -1,4 +1,4 @@
-//! VirtualMemory memory whose growth is made ahead by a thread.
+//! Virtual memory whose growth is made ahead by a thread.
 //!
 //! ```text
 //!  caller   map ── takes what is ahead, makes the rest ── asks for the next ──► goes on

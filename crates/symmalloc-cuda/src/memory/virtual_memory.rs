@@ -1,4 +1,4 @@
-//! VirtualMemory memory of a device: addresses first, physical chunks behind them as the allocator asks.
+//! Virtual memory of a device: addresses first, physical chunks behind them as the allocator asks.
 //!
 //! A chunk's handle is released as soon as it is mapped; the mapping keeps the memory, and unmapping it gives it back. Who
 //! needs the handle (NCCL does) gets it with `cuMemRetainAllocationHandle`.

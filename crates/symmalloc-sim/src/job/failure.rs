@@ -55,7 +55,7 @@ pub enum FailureCause {
         "at the end {allocations} allocations are live and {reserved_bytes} bytes reserved; on the device: {leaks}"
     )]
     LeftBehind {
-        /// LiveBlock allocations.
+        /// Live allocations.
         allocations: u64,
         /// Device memory held, in bytes.
         reserved_bytes: u64,
