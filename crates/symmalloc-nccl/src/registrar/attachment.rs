@@ -161,9 +161,9 @@ impl Attachment {
         job: &Job<'_>,
         history: Option<&RankHistory<'_>>,
     ) -> Result<Synced, SyncError> {
-        let unread = state.pools.read(job.allocator);
+        let readings = state.pools.read(job.allocator);
         let (windows, buffers) =
-            (state.pools.news(&unread, Registration::Windows), state.pools.news(&unread, Registration::Buffers));
+            (state.pools.news(&readings, Registration::Windows), state.pools.news(&readings, Registration::Buffers));
         let plan = SyncPlan::new(&state.book, &windows.events, &windows.leaving, |pool| state.pools.ordinal(pool));
         let mut synced = Synced::default();
         if history.is_some() || !plan.steps.is_empty() {
@@ -185,7 +185,7 @@ impl Attachment {
         plan.write_to(&mut state.book);
         SyncPlan::new(&state.book, &buffers.events, &buffers.leaving, |_| 0).write_to(&mut state.book);
         self.view_mut().invalidations.extend(dead);
-        state.pools.acknowledge(job.allocator, unread, &mut synced);
+        state.pools.acknowledge(job.allocator, readings, &mut synced);
         job.counters.registrations.add(synced.registrations);
         job.counters.deregistrations.add(synced.deregistrations);
         job.counters.rounds.add(synced.rounds);

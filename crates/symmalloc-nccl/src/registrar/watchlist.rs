@@ -25,13 +25,20 @@ struct Watched {
     observer: ObserverId,
     /// The segments that lived when it was attached, until the first sync.
     births: Vec<SegmentEvent>,
-    /// Entries of the pool's log when it was last read.
+    /// Entries of the pool's log that syncs have dealt with.
     seen: u64,
     /// It is to be let go of at the next sync.
     is_leaving: bool,
 }
 
-/// What happened to the pools of one kind since they were last read.
+/// A pool's log as a sync found it.
+pub(super) struct Reading {
+    /// Entries of the log.
+    entries: u64,
+    unread: Unread,
+}
+
+/// What happened to the pools of one kind since the last sync.
 pub(super) struct News {
     pub(super) events: Vec<SegmentEvent>,
     pub(super) leaving: Vec<PoolId>,
@@ -100,22 +107,23 @@ impl Watchlist {
         self.pools.into_iter().map(|watched| watched.observer).collect()
     }
 
-    /// Reads the logs of all pools, in order.
-    pub(super) fn read(&mut self, allocator: &CudaAllocator) -> Vec<Unread> {
+    /// Reads the logs of all pools, in order. They are new until they are [acknowledged](Self::acknowledge): a sync that fails
+    /// before has dealt with nothing.
+    pub(super) fn read(&self, allocator: &CudaAllocator) -> Vec<Reading> {
         let core = allocator.core();
-        let read = |watched: &mut Watched| {
+        let read = |watched: &Watched| {
             // Before the log is read: what comes later shows as new next time.
-            watched.seen = core.segment_log_entries(watched.pool);
-            core.unread(watched.observer)
+            let entries = core.segment_log_entries(watched.pool);
+            Reading { entries, unread: core.unread(watched.observer) }
         };
-        self.pools.iter_mut().map(read).collect()
+        self.pools.iter().map(read).collect()
     }
 
-    pub(super) fn news(&self, unread: &[Unread], registration: Registration) -> News {
+    pub(super) fn news(&self, readings: &[Reading], registration: Registration) -> News {
         let mut news = News { events: Vec::new(), leaving: Vec::new() };
-        for (watched, unread) in self.pools.iter().zip(unread) {
+        for (watched, reading) in self.pools.iter().zip(readings) {
             if watched.registration == registration {
-                news.events.extend(watched.births.iter().chain(&unread.events));
+                news.events.extend(watched.births.iter().chain(&reading.unread.events));
                 news.leaving.extend(watched.is_leaving.then_some(watched.pool));
             }
         }
@@ -133,10 +141,11 @@ impl Watchlist {
     }
 
     /// Everything that was read is dealt with: memory that no observer holds any more goes back.
-    pub(super) fn acknowledge(&mut self, allocator: &CudaAllocator, unread: Vec<Unread>, synced: &mut Synced) {
+    pub(super) fn acknowledge(&mut self, allocator: &CudaAllocator, readings: Vec<Reading>, synced: &mut Synced) {
         let core = allocator.core();
-        for (watched, unread) in self.pools.iter_mut().zip(unread) {
+        for (watched, Reading { entries, unread }) in self.pools.iter_mut().zip(readings) {
             watched.births.clear();
+            watched.seen = entries;
             let outcome = if watched.is_leaving {
                 core.forget(watched.observer)
             } else {

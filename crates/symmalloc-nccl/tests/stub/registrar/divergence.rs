@@ -97,6 +97,21 @@ nccl_test!(without_agreement_plans_that_differ_are_reported_on_all, {
     nothing_is_left();
 });
 
+/// What a sync that failed had read is still news to the next one.
+nccl_test!(ranks_whose_plans_differed_and_that_made_up_for_it_sync, {
+    Job::new(2).quiet().run(|it| {
+        let pool = it.attached_pool();
+        let _first = it.take(&pool, 30 * MIB);
+        let _second = (it.rank == 0).then(|| it.take(&pool, 40 * MIB));
+        let error = it.registrar.sync(&[&it.world]).expect_err("they differ");
+        assert!(matches!(error, SyncError::PlansDiffer { .. }), "{error}");
+        let _made_up = (it.rank == 1).then(|| it.take(&pool, 40 * MIB));
+        let synced = it.registrar.sync(&[&it.world]).expect("all ranks have the same by now");
+        assert_eq!((synced.registrations, it.registrar.stats().windows), (2, 2));
+    });
+    nothing_is_left();
+});
+
 nccl_test!(pools_that_are_attached_on_some_ranks_only_are_reported_on_all, {
     let outcomes = Job::new(2).run(|it| {
         let (pool, other) = (it.attached_pool(), it.pool());
