@@ -143,6 +143,15 @@ pub fn lose(connection: &Arc<Connection>) {
     }
 }
 
+impl Inner {
+    /// Takes a host step back that the end of the communicator overtook.
+    fn cancel(&mut self, step: &Step) {
+        if let Step::Window(window) = step {
+            self.windows.cancel(window);
+        }
+    }
+}
+
 impl Member {
     /// A communicator that joins a job.
     pub fn create(world: usize, device: c_int, is_blocking: bool) -> Arc<Member> {
@@ -204,7 +213,14 @@ impl Member {
     /// Begins a host step. The ticket.
     pub fn begin(&self, step: Step, round: Option<Round>) -> u64 {
         let ticket = fresh();
-        self.lock().steps.insert(ticket, step);
+        let mut inner = self.lock();
+        if matches!(inner.life, Life::Aborted | Life::Destroyed | Life::Revoked) {
+            // Another thread ended the communicator after this call came in: nothing will end the step.
+            inner.cancel(&step);
+            return ticket;
+        }
+        inner.steps.insert(ticket, step);
+        drop(inner);
         if let Some(round) = round {
             self.tell(ToJob::Round { ticket, round });
         }
@@ -311,9 +327,7 @@ impl Member {
         }
         inner.life = life;
         for step in take(&mut inner.steps).into_values() {
-            if let Step::Window(window) = &step {
-                inner.windows.cancel(window);
-            }
+            inner.cancel(&step);
         }
         inner.launches.clear();
         let queue = take(&mut inner.queue);
