@@ -104,6 +104,15 @@ const STORIES: &[Story] = &[
         },
     },
     Story {
+        name: "trim-death-kept-by-driver",
+        pool: "",
+        ops: |rank, device| {
+            rank.reserve(POOL, S0, 8 * MIB).expect("memory");
+            refuse(device, Call::Unmap, Fault::Refused);
+            rank.trim(None).expect_err("refused");
+        },
+    },
+    Story {
         name: "trim-shrink",
         pool: "",
         ops: |rank, _| {
@@ -280,6 +289,8 @@ fn histories_that_differ_in_one_decision_have_different_digests() {
     // The same layout, whose memory the driver did not take back, or an observer keeps.
     assert_ne!(of("trim-shrink-refused-first"), of("trim-observed"));
     assert_ne!(of("trim-shrink-refused-first"), of("trim-shrink"));
+    // A segment that died, whose memory the driver kept: it counts towards the limits from then on.
+    assert_ne!(of("trim-death-kept-by-driver"), of("trim-death"));
     // A heap that grew behind a wait that failed, and one that grew without.
     assert_ne!(of("growth-behind-a-failed-wait-again").value, of("growth-behind-a-failed-wait").value);
     let before = Story { name: "", pool: "", ops: |rank, _| leave_fenced(rank, 2 * MIB) };

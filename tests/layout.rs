@@ -297,6 +297,11 @@ fn a_rejoin_that_the_driver_refuses_leaves_the_pool_fresh() {
                 assert!(calls % 2 == 1 || device.mapped_bytes() == 0, "seed {seed}: everything is given back");
                 kept += u64::from(device.mapped_bytes() > 0);
                 device.heal();
+                if calls % 4 == 1 {
+                    let kept_bytes = device.mapped_bytes();
+                    assert_eq!(allocator.trim(None), Ok(kept_bytes), "a trim takes back what the driver kept");
+                    assert_eq!((device.mapped_bytes(), digests(&allocator)), (0, fresh));
+                }
                 let mut work = DeviceWork::new(&device);
                 let adopt = |id, stream, allocation| work.adopt(id, stream, allocation);
                 let mut replay = checkpoint.resume(&allocator, &scenario.program, adopt);

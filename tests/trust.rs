@@ -236,6 +236,12 @@ fn a_range_that_is_not_aligned_is_refused() {
     a_range_that_cannot_be_is_refused(|_, bytes| Range { base: DeviceAddress(1 << 46), size_bytes: bytes + 512 });
 }
 
+/// Where a range ends decides where growth goes on.
+#[test]
+fn a_range_that_is_longer_than_asked_is_refused() {
+    a_range_that_cannot_be_is_refused(|_, bytes| Range { base: DeviceAddress(1 << 46), size_bytes: bytes + 20 * MIB });
+}
+
 #[test]
 fn a_range_that_is_too_short_is_refused() {
     a_range_that_cannot_be_is_refused(|_, _| Range { base: DeviceAddress(1 << 46), size_bytes: 28 * MIB });

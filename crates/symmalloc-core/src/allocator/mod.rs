@@ -45,7 +45,7 @@ use crate::config::errors::{
 };
 use crate::config::op::Op;
 use crate::config::{Config, ConfigError, PointerLookup, StreamPolicy};
-use crate::heap::trim::TrimGoal;
+use crate::heap::trim::{TrimFailure, TrimGoal};
 use crate::heap::{Context, Freed, Heap, HeapIdentity, is_nothing};
 use crate::history::journal::ProgramOrder;
 use crate::history::segment_log::SegmentLog;
@@ -441,6 +441,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             }
             let mut heap = heap.lock();
             if !heap.has_history() {
+                // Nothing is free in it, but the driver may have kept memory of a rejoin that was refused.
+                let (bytes, failure) = heap.release_retired(&self.context);
+                let outcome = failure.map_or(Ok(bytes), |error| Err(TrimFailure { released_bytes: bytes, error }));
+                released = sum_trims(released, outcome.map_err(TrimError::from));
                 continue;
             }
             let mapped_bytes = heap.mapped_bytes();

@@ -153,9 +153,9 @@ impl<L: Lock> Heap<L> {
     ) -> Result<Range, (BackendError, Option<Range>)> {
         let range = context.backend.reserve(size_bytes).map_err(|error| (error, None))?;
         let granule_bytes = bytes(self.rules.granule);
-        let Range { base, size_bytes: returned_bytes } = range;
-        let has_size = returned_bytes >= size_bytes && base.0.checked_add(returned_bytes).is_some();
-        if has_size && base.0.is_multiple_of(granule_bytes) && returned_bytes.is_multiple_of(granule_bytes) {
+        // Exactly as long: where a range ends decides where growth goes on, so that no backend may say it (rule D1).
+        let has_size = range.size_bytes == size_bytes && range.base.0.checked_add(size_bytes).is_some();
+        if has_size && range.base.0.is_multiple_of(granule_bytes) {
             if !context.directory.lock().overlaps(range) {
                 return Ok(range);
             }

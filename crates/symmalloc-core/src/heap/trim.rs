@@ -110,6 +110,10 @@ impl<L: Lock> Heap<L> {
         self.fold(op_word(Mark::Trim, StreamId(0), 0), mapped_before - self.mapped_bytes);
         self.recycle_spent(context);
         let (retired_bytes, release_failure) = self.release_retired(context);
+        if release_failure.is_some() {
+            // What the driver keeps counts towards the limits, so that later decisions may differ from other ranks'.
+            self.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
+        }
         let released_bytes = shrunk_bytes + retired_bytes;
         tracing::debug!(
             name: "heap.trimmed",

@@ -69,8 +69,8 @@ pub enum Reason {
     /// The device or its context is lost: no further call can succeed.
     #[error("the device is lost")]
     DeviceLost,
-    /// The backend returned a range that overlaps a live one, or is unaligned, too short or too long for the address space. The
-    /// allocator uses none of it: the backend breaks its contract.
+    /// The backend returned a range that overlaps a live one, is unaligned, is not as long as was asked for, or goes beyond the
+    /// address space. The allocator uses none of it: the backend breaks its contract.
     #[error("the backend returned a range that cannot be used")]
     BadRange,
     /// Anything else the driver refused.
@@ -90,7 +90,8 @@ pub trait Backend {
     /// The unit of mapping, in bytes: a power of two, at least 512, the same for the life of the backend.
     fn granularity_bytes(&self) -> u64;
 
-    /// Reserves a range of addresses without memory.
+    /// Reserves a range of addresses without memory, at a multiple of the granularity and of exactly this size, which is one
+    /// too.
     ///
     /// # Errors
     /// When the driver refuses; nothing is reserved then.
