@@ -10,6 +10,8 @@
 //! | `sim` (default) | [`sim`] | a device from a seed, and thousands of adverse ranks on it |
 //! | `cuda` | `cuda` | NVIDIA devices, buffers that fit cudarc, graphs; with one feature `cuda-11040` to `cuda-13040` |
 //! | `nccl` | `nccl` | NCCL: communicators, windows in step on all ranks, all-to-all-v |
+//! | `half` | | the element types of the crate `half` in NCCL's collectives |
+//! | `dynamic-linking` | | the linker finds libcuda, in place of a look at run time |
 //! | `metrics` | [`metrics`](symmalloc_core) | statistics on the `metrics` facade |
 //!
 //! # Examples

@@ -81,7 +81,7 @@ fn python(script: &str) -> Option<Command> {
 
 #[track_caller]
 fn assert_python_reads(folder: &TempDir, snapshot: &[u8], original: Option<&Path>) {
-    let Some(mut python) = python("snapshot.py") else { return };
+    let Some(mut python) = python("snapshot.py") else { return println!("skipped: there is no python3") };
     let path = folder.path().join("exported.pickle");
     fs::write(&path, snapshot).unwrap();
     let output = python.arg(&path).args(original).output().unwrap();
