@@ -190,6 +190,8 @@ struct Row {
     caught: u64,
     named: u64,
     cause: u64,
+    /// Names of the injected ops that the report tells.
+    told_names: u64,
     rounds: u32,
 }
 
@@ -240,7 +242,7 @@ fn every_injected_difference_is_caught_at_the_next_agreement_and_named() {
         "kind", "injected", "caught", "named", "cause", "blurred", "unchanged", "rounds"
     );
     for (kind, row) in &table {
-        let Row { injected, unchanged, blurred, caught, named, cause, rounds } = row;
+        let Row { injected, unchanged, blurred, caught, named, cause, told_names: _, rounds } = row;
         println!(
             "{:<18} {injected:>9} {caught:>9} {named:>9} {cause:>9} {blurred:>9} {unchanged:>10} {rounds:>7}",
             format!("{kind:?}")
@@ -249,6 +251,8 @@ fn every_injected_difference_is_caught_at_the_next_agreement_and_named() {
         assert!(blurred * 100 <= *injected, "{kind:?}: {blurred} of {injected} blurred");
         assert!(cause * 100 >= injected * 90, "{kind:?}: the cause is guessed right in {cause} of {injected} cases");
     }
+    let told_names: u64 = table.values().map(|row| row.told_names).sum();
+    assert!(told_names * 20 >= injections, "only {told_names} of the injected ops had a name to tell");
 }
 
 /// Injects one difference, and checks what the ranks are told.
@@ -326,7 +330,7 @@ fn inject(kind: Kind, seed: u64, programs: &Programs, row: &mut Row) {
             assert!(first.first_op == first.last_op && (equal..differs).contains(&first.first_op), "{}", place());
             let is_odd = first.groups.iter().any(|group| group.ranks.iter().eq([odd]));
             assert!(is_odd && first.groups.len() == 2, "{}", place());
-            check_names(&program, &mutant, first, odd);
+            row.told_names += check_names(&program, &mutant, first, odd);
             row.named += 1;
             row.cause += u64::from(first.cause == expected_cause(kind));
             if first.cause != expected_cause(kind) && std::env::var_os("SYMMALLOC_SHOW").is_some() {
@@ -350,8 +354,14 @@ fn expected_cause(kind: Kind) -> Cause {
     }
 }
 
-/// Where the injected op is an allocation with a name, that name is told.
-fn check_names(program: &SymmetricProgram, mutant: &Mutant, first: &symmalloc_agreement::HeapDifference, odd: u32) {
+/// Where the injected op is an allocation with a name, that name is told. Returns how many were.
+fn check_names(
+    program: &SymmetricProgram,
+    mutant: &Mutant,
+    first: &symmalloc_agreement::HeapDifference,
+    odd: u32,
+) -> u64 {
+    let mut told_names = 0;
     for (records, is_odd) in [(&program.records, false), (&mutant.program.records, true)] {
         let Record { op: Op::Allocate { size_bytes, stream, .. }, name: Some(name), .. } = &records[mutant.op] else {
             continue;
@@ -362,6 +372,8 @@ fn check_names(program: &SymmetricProgram, mutant: &Mutant, first: &symmalloc_ag
             && bytes > 0
         {
             assert!(group.name.is_some(), "{name} is not told");
+            told_names += 1;
         }
     }
+    told_names
 }
