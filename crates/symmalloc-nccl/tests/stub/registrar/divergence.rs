@@ -97,7 +97,7 @@ nccl_test!(without_agreement_plans_that_differ_are_reported_on_all, {
     nothing_is_left();
 });
 
-/// What a sync that failed had read is still news to the next one.
+// What a sync that failed had read is still news to the next one.
 nccl_test!(ranks_whose_plans_differed_and_that_made_up_for_it_sync, {
     Job::new(2).quiet().run(|it| {
         let pool = it.attached_pool();
