@@ -100,12 +100,12 @@ fn walk<S: Subject>(subject: &S, streams: &[S::Stream<'_>], moves: &[Move], bloc
     for step in moves {
         match *step {
             Move::Allocate { place, stream, size_bytes } => {
-                blocks[place as usize] = Some(subject.allocate(&streams[usize::from(stream)], size_bytes));
+                let allocate = || subject.allocate(&streams[usize::from(stream)], size_bytes);
+                // Made where it is kept: an assignment would make it on the stack, and copy it.
+                blocks[place as usize].get_or_insert_with(allocate);
             }
             Move::Free { place, stream } => {
-                if let Some(block) = blocks[place as usize].take() {
-                    subject.free(&streams[usize::from(stream)], block);
-                }
+                subject.free_at(&streams[usize::from(stream)], &mut blocks[place as usize]);
             }
             Move::Use { place, stream } => {
                 if let Some(block) = &blocks[place as usize] {
@@ -194,10 +194,9 @@ pub(crate) fn replace_random<S: Subject>(
         let reading = stopwatch.time(amounts.pairs, || {
             for _ in 0..amounts.pairs {
                 let slot = &mut blocks[which(&mut random)];
-                if let Some(block) = slot.take() {
-                    subject.free(&stream, block);
-                }
-                *slot = Some(subject.allocate(&stream, size(&mut random)));
+                subject.free_at(&stream, slot);
+                let size_bytes = size(&mut random);
+                slot.get_or_insert_with(|| subject.allocate(&stream, size_bytes));
             }
         });
         subject.synchronize();

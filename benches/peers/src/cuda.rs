@@ -98,6 +98,12 @@ impl Subject for Buffers {
         drop(block);
     }
 
+    #[inline(always)]
+    fn free_at(&self, _: &Registered, place: &mut Option<DeviceBuffer<u8>>) {
+        // Dropped where it is: nothing moves.
+        *place = None;
+    }
+
     fn record_use(&self, block: &DeviceBuffer<u8>, by: &Registered) {
         by.allocator.core().record_use(block.handle(), by.id).expect(KNOWN);
     }

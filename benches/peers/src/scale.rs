@@ -87,10 +87,9 @@ fn replace_between<S: Subject>(
         stopwatch.time(amounts.pairs, || {
             for _ in 0..amounts.pairs {
                 let slot = &mut blocks[random.below(live)];
-                if let Some(block) = slot.take() {
-                    subject.free(&stream, block);
-                }
-                *slot = Some(subject.allocate(&stream, spread(&mut random)));
+                subject.free_at(&stream, slot);
+                let size_bytes = spread(&mut random);
+                slot.get_or_insert_with(|| subject.allocate(&stream, size_bytes));
             }
         })
     };

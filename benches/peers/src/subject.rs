@@ -21,6 +21,14 @@ pub(crate) trait Subject: Sync + Sized {
     /// Frees what was allocated for work on the stream.
     fn free(&self, stream: &Self::Stream<'_>, block: Self::Block);
 
+    /// Frees what is kept at a place, if anything is.
+    #[inline(always)]
+    fn free_at(&self, stream: &Self::Stream<'_>, place: &mut Option<Self::Block>) {
+        if let Some(block) = place.take() {
+            self.free(stream, block);
+        }
+    }
+
     /// Notes a use by work on another stream.
     fn record_use(&self, block: &Self::Block, stream: &Self::Stream<'_>);
 
