@@ -1,7 +1,7 @@
 """Builds the wheel: cargo makes the library, setuptools puts it beside the Python files.
 
 The package is ctypes on a C interface, so one wheel fits every Python 3 (`py3-none-linux_*`). `CARGO_TARGET_DIR` is
-respected. `SYMMALLOC_CARGO_PROFILE` (default `release`) chooses the profile. A library that was built already is taken
+respected. `SYMMALLOC_CARGO_PROFILE` (default `shipped`) chooses the profile. A library that was built already is taken
 with `SYMMALLOC_LIBRARY=/path/to/libsymmalloc_torch.so pip install ./crates/symmalloc-torch`.
 """
 
@@ -36,7 +36,7 @@ def built_library() -> Path:
     if shutil.which("cargo") is None:
         raise SystemExit("cargo is not on the PATH: install Rust (https://rustup.rs), or set SYMMALLOC_LIBRARY")
     command = ["cargo", "rustc", "--locked", "-p", "symmalloc-torch", "--lib", "--crate-type", "cdylib"]
-    command += ["--profile", os.environ.get("SYMMALLOC_CARGO_PROFILE", "release")]
+    command += ["--profile", os.environ.get("SYMMALLOC_CARGO_PROFILE", "shipped")]
     command += ["--message-format", "json-render-diagnostics"]
     messages = subprocess.run(command, cwd=WORKSPACE, check=True, stdout=subprocess.PIPE, text=True).stdout
     artifacts = (json.loads(line) for line in messages.splitlines())

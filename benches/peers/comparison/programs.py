@@ -148,10 +148,10 @@ class Bench:
     def cargo(self, package, artifact):
         if not shutil.which("cargo"):
             raise Missing(f"cargo is not here to build {package}, and no option says where {artifact} is")
-        words = ["cargo", "build", "--release", "--locked", "-p", package]
+        words = ["cargo", "build", "--profile", "shipped", "--locked", "-p", package]
         self.command(words, f"build-{package}", cwd=ROOT)
         folder = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-        return folder / "release" / artifact
+        return folder / "shipped" / artifact
 
     def find_library(self):
         if self.library:

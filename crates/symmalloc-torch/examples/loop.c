@@ -1,8 +1,8 @@
 /* A program that uses the allocator from C: a training step's worth of memory, again and again, at the same places.
  *
- *   cargo build --release -p symmalloc-torch
- *   cc -Icrates/symmalloc-torch/include crates/symmalloc-torch/examples/loop.c -Ltarget/release -lsymmalloc_torch -o loop
- *   LD_LIBRARY_PATH=target/release ./loop
+ *   cargo build --profile shipped -p symmalloc-torch
+ *   cc -Icrates/symmalloc-torch/include crates/symmalloc-torch/examples/loop.c -Ltarget/shipped -lsymmalloc_torch -o loop
+ *   LD_LIBRARY_PATH=target/shipped ./loop
  */
 
 #include <stdio.h>
