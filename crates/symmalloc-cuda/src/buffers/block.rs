@@ -86,7 +86,7 @@ impl<B: CudaMemory> OwnedBlock<B> {
 impl<B: CudaMemory> Drop for OwnedBlock<B> {
     #[inline]
     fn drop(&mut self) {
-        let Some(pool_stream) = self.pool_stream.take() else { return };
+        let Some(pool_stream) = &self.pool_stream else { return };
         if let Err(error) = pool_stream.state().core().free(self.handle) {
             pool_stream.state().note_drop_error(DropError::Free(error));
         }

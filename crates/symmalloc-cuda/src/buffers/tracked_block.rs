@@ -70,26 +70,29 @@ impl TrackedBlock {
 
     /// Never frees the block.
     pub(super) fn leak(&mut self) {
-        self.settle_or_note();
+        self.settle_or_keep();
         self.block.disown();
     }
 
+    /// Before the block is freed. If nothing orders the next user behind a stream that may still use the memory, it stays
+    /// allocated.
     #[cold]
-    fn settle_or_note(&self) -> bool {
-        let settled = self.settle();
-        if let Err(error) = &settled {
-            self.block.state().note_drop_error(DropError::Order(error.clone()));
+    fn settle_or_keep(&mut self) {
+        if !self.block.is_owned() {
+            return;
         }
-        settled.is_ok()
+        if let Err(error) = self.settle() {
+            self.block.state().note_drop_error(DropError::Order(error));
+            self.block.disown();
+        }
     }
 }
 
 impl Drop for TrackedBlock {
     #[inline]
     fn drop(&mut self) {
-        if self.uses.get().is_some() && self.block.is_owned() && !self.settle_or_note() {
-            // Nothing orders the next user behind a stream that may still use the memory: it stays allocated.
-            self.block.disown();
+        if self.uses.get().is_some() {
+            self.settle_or_keep();
         }
     }
 }

@@ -22,6 +22,15 @@ impl<T> StreamTable<T> {
     /// What belongs to the key.
     #[inline]
     pub(super) fn get(&self, key: usize) -> Option<&T> {
+        match self.slots[hash(key)].get() {
+            Some((known, value)) if *known == key => Some(value),
+            _ => self.get_beside(key),
+        }
+    }
+
+    /// As [`get`](Self::get), when another key has the slot of this one.
+    #[inline(never)]
+    fn get_beside(&self, key: usize) -> Option<&T> {
         for slot in self.slots_of(key) {
             // No key stands behind a free slot.
             let (known, value) = slot.get()?;
@@ -45,12 +54,16 @@ impl<T> StreamTable<T> {
         self.next.get_or_init(|| Box::new(StreamTable::new())).insert(key, value)
     }
 
-    #[inline]
     fn slots_of(&self, key: usize) -> impl Iterator<Item = &OnceLock<(usize, T)>> {
-        // Fibonacci hashing: the multiplication carries all bits to the highest ones.
-        let hashed = ((key as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - SLOTS.ilog2())) as usize;
-        (0..PROBES).map(move |step| &self.slots[(hashed + step) % SLOTS])
+        (0..PROBES).map(move |step| &self.slots[(hash(key) + step) % SLOTS])
     }
+}
+
+/// The slot where a key is looked for first.
+#[inline]
+fn hash(key: usize) -> usize {
+    // Fibonacci hashing: the multiplication carries all bits to the highest ones.
+    ((key as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - SLOTS.ilog2())) as usize
 }
 
 #[cfg(test)]
