@@ -104,7 +104,7 @@ fn lend<L: Lock>(allocator: &Allocator<Device, L>, owner: StreamId, other: Strea
 /// Frees an allocation: some by handle, others by address.
 fn free<L: Lock>(allocator: &Allocator<Device, L>, made: &Allocation) {
     match by_address(made) {
-        true => allocator.free_at(made.address).expect("live"),
+        true => drop(allocator.free_at(made.address).expect("live")),
         false => allocator.free(made.handle).expect("live"),
     }
 }

@@ -723,3 +723,26 @@ fn a_rejoin_that_meets_the_limit_at_a_later_heap_charges_nothing() {
     new.check().expect("sound");
     assert_eq!(new.stats().reserved_bytes.current, 20 * MIB);
 }
+
+/// The peak over all heaps, counted in the end to the same value as if nothing had been restored.
+#[test]
+fn what_a_restore_makes_live_counts_in_the_peak_over_all_heaps() {
+    let device = SimBackend::builder().build();
+    let policy = PoolConfig::default();
+    let old = rank(&device, &policy, None);
+    let handles = [S0, S1].map(|stream| old.allocate(POOL, stream, 10 * MIB).expect("fits").handle);
+    let layout = old.save_layout(POOL).expect("nothing is retired");
+    handles.into_iter().for_each(|handle| old.free(handle).expect("live"));
+    old.restore_layout(POOL, &layout).expect("all of it is there");
+    let new = rank(&device, &policy, None);
+    new.restore_layout(POOL, &layout).expect("a fresh pool");
+    for allocator in [old, new] {
+        for (mib, peak) in [(5, 25), (7, 32)] {
+            allocator.allocate(POOL, S0, mib * MIB).expect("fits");
+            let usage = allocator.stats().usage.all;
+            assert_eq!((usage.allocated_bytes.current, usage.allocated_bytes.peak), (peak * MIB, peak * MIB));
+            assert_eq!(usage.allocations.current, usage.allocations.peak);
+        }
+        allocator.check().expect("sound");
+    }
+}

@@ -97,7 +97,7 @@ impl<'a, B: Backend, L: Lock> Run<'a, B, L> {
         }
         let freed = match access {
             Access::Handle => self.allocator.free(handle),
-            Access::Address => self.allocator.free_at(address),
+            Access::Address => self.allocator.free_at(address).map(drop),
         };
         match &freed {
             Ok(()) => {

@@ -228,12 +228,8 @@ impl DeviceAllocator {
             return Ok(());
         }
         let address = pointer as u64;
-        let core = self.core();
-        let unknown = |_| self.unknown(address);
-        let handle = core.handle_at(DeviceAddress(address)).map_err(unknown)?;
-        let size_bytes = core.allocation(handle).map_err(unknown)?.size_bytes;
-        match core.free(handle) {
-            Ok(()) => {
+        match self.core().free_at(DeviceAddress(address)) {
+            Ok(size_bytes) => {
                 self.peak.subtract(size_bytes);
                 Ok(())
             }

@@ -1,8 +1,11 @@
 //! Questions about one allocation or one address. Nothing here changes anything.
 
 use super::Allocator;
+use super::pool::HeapGuard;
 use crate::config::errors::HandleError;
+use crate::heap::Heap;
 use crate::heap::invariants::Violation;
+use crate::pointers::HeapHints;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, DeviceAddress};
 use crate::types::handle::{Allocation, Handle};
@@ -48,11 +51,35 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// When none is, or when look-up by pointer is not configured.
     pub fn handle_at(&self, address: DeviceAddress) -> Result<Handle, HandleError> {
-        let pointers = self.pointers.as_ref().ok_or(HandleError::LookupOff)?;
-        pointers.find(address).ok_or_else(|| match self.context.directory.lock().around(address) {
-            Some(_) => HandleError::InteriorAddress { address },
-            None => HandleError::UnknownAddress { address },
-        })
+        self.at(address, |heap| heap.handle_at(address)).map(|(_, handle)| handle)
+    }
+
+    /// What the heap around an address answers of the allocation that starts there, and the heap, which is locked.
+    #[inline(always)]
+    pub(super) fn at<T>(
+        &self,
+        address: DeviceAddress,
+        ask: impl Fn(&mut Heap<L>) -> Option<T>,
+    ) -> Result<(HeapGuard<'_, L>, T), HandleError> {
+        let hints = self.hints.as_ref().ok_or(HandleError::LookupOff)?;
+        if let Some(heap) = hints.get(address).and_then(|id| self.heaps.get(id.index())) {
+            let mut heap = heap.lock();
+            if let Some(answer) = ask(&mut heap) {
+                return Ok((heap, answer));
+            }
+        }
+        let mut heap = self.heap_around(address, hints)?;
+        let answer = ask(&mut heap).ok_or(HandleError::InteriorAddress { address })?;
+        Ok((heap, answer))
+    }
+
+    /// The heap around an address by the directory, locked.
+    #[cold]
+    #[inline(never)]
+    fn heap_around(&self, address: DeviceAddress, hints: &HeapHints) -> Result<HeapGuard<'_, L>, HandleError> {
+        let entry = self.context.directory.lock().around(address).ok_or(HandleError::UnknownAddress { address })?;
+        hints.set(address, entry.heap);
+        Ok(self.heaps.get(entry.heap.index()).ok_or(HandleError::UnknownAddress { address })?.lock())
     }
 
     /// The live segment that a device address lies in, whether it is allocated there or not.
@@ -75,13 +102,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         })
     }
 
-    /// Checks every invariant of every heap, that the pointer map knows what is live (`I9`), and that the budgets equal the
+    /// Checks every invariant of every heap, and that the budgets equal the
     /// sums over heaps (`I10`). Slow; for tests. Between ops only: with another thread in the middle of one, sums may differ.
     ///
     /// # Errors
     /// The first violation found, in (pool, stream) order.
     pub fn check(&self) -> Result<(), Violation> {
-        let (mut held_in_all, mut segments_in_all, mut live_in_all) = (0, 0, 0);
+        let (mut held_in_all, mut segments_in_all) = (0, 0);
         for (index, entry) in self.pools.iter() {
             let pool = PoolId(index as u32);
             let mut held = 0;
@@ -90,20 +117,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 let (held_bytes, segments) = heap.check()?;
                 held += held_bytes;
                 segments_in_all += segments;
-                for (address, handle) in heap.pointers() {
-                    live_in_all += 1;
-                    if self.pointers.as_ref().is_some_and(|pointers| pointers.find(address) != Some(handle)) {
-                        return Err(Violation::of_pointers(pool));
-                    }
-                }
             }
             if held != entry.budget.reserved_bytes() {
                 return Err(Violation::of_budgets(pool));
             }
             held_in_all += held;
-        }
-        if self.pointers.as_ref().is_some_and(|pointers| pointers.len() != live_in_all) {
-            return Err(Violation::of_pointers(PoolId::DEFAULT));
         }
         let is_directory_exact = self.context.directory.lock().len() == segments_in_all;
         if held_in_all != self.context.budget.reserved_bytes() || !is_directory_exact {

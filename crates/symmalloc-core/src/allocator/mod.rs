@@ -16,9 +16,10 @@
 //! Step 3 is the same on every rank because limits are configured bytes. When the driver refuses, which may happen on one
 //! rank alone, nothing is given back unasked: step 3 is skipped.
 //!
-//! Statistics over all heaps, the pointer map and the recording are told after a decision, by `note_allocation` and `note_free`
-//! in this file. They decide nothing. While a recording is on, ops pass its gate one at a time.
+//! Statistics over all heaps, the pointer map and the recording are told after a decision, at the end of `place` and of `free`.
+//! They decide nothing. While a recording is on, ops pass its gate one at a time.
 
+mod gate;
 pub mod histories;
 mod lookup;
 mod observer_list;
@@ -49,23 +50,23 @@ use crate::heap::trim::{TrimFailure, TrimGoal};
 use crate::heap::{Context, Freed, Heap, HeapIdentity, is_nothing};
 use crate::history::journal::ProgramOrder;
 use crate::history::segment_log::SegmentLog;
-use crate::pointers::{PointerMap, SegmentDirectory};
+use crate::pointers::{HeapHints, SegmentDirectory};
 use crate::stats::budget::Budget;
 use crate::stats::usage::TotalUsage;
 use crate::streams::clocks::StreamClocks;
 use crate::sync::lock::{Exclusive, Lock, LockCell, Shared};
 use crate::sync::registry::Registry;
 use crate::types::backend::{Backend, BackendError, DeviceAddress};
-use crate::types::handle::{Allocation, Handle, next_owner};
+use crate::types::handle::{Allocation, Handle};
 use crate::types::ids::{HeapId, PoolId, StreamId};
-use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, Units, units};
+use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, Units, bytes, units};
+use gate::{Gate, Recorder};
 use observer_list::Observers;
-use pool::{HeapCell, Pool};
-use recorder::Recorder;
+use pool::{HeapCell, HeapGuard, Pool};
 use request::Request;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// What a program is asked when an allocation is about to fail. Called without any lock; may free, trim and log.
 type FailureCallback<B, L> = Arc<dyn Fn(&Allocator<B, L>, &OutOfMemory) -> Retry + Send + Sync>;
@@ -94,15 +95,15 @@ pub struct Allocator<B: Backend, L: Lock = Exclusive> {
     /// What heaps need from outside.
     context: Context<B, L>,
     config: Config,
-    /// The allocator's number in the process, which every handle carries.
-    owner: u64,
+    /// The allocator's number in the process, by which it knows what its observers read.
+    number: u64,
     granularity_bytes: u64,
     /// Number of registered streams. Written under the lock of the clocks.
     streams: AtomicU32,
     pools: Registry<Box<Pool<L>>>,
     heaps: Registry<Arc<HeapCell<L>>>,
-    /// Live allocations by address, where that is configured.
-    pointers: Option<PointerMap<L>>,
+    /// Where allocations can be found by address.
+    hints: Option<HeapHints>,
     /// Usage over all heaps. Counted only where one thread drives the allocator: many threads would contend here.
     usage: L::Cell<TotalUsage>,
     /// Held while a scope is opened or closed, and while a heap is made: every heap has every open scope.
@@ -114,9 +115,7 @@ pub struct Allocator<B: Backend, L: Lock = Exclusive> {
     /// Numbers the ops of symmetric pools, for agreement. In no digest.
     program_order: Arc<ProgramOrder>,
     /// The gate that recorded ops pass one at a time. Taken before every other lock.
-    recorder: L::Cell<Recorder>,
-    /// Whether ops are recorded. Changes behind the gate.
-    is_recording: AtomicBool,
+    recorder: Recorder<L>,
 }
 
 /// An [`Allocator`] that many threads drive. Put it into an `Arc`.
@@ -149,19 +148,18 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 directory: L::Cell::new(SegmentDirectory::default()),
                 budget: Budget::new(config.limit_bytes()),
             },
-            owner: next_owner(),
+            number: observer_list::next_allocator(),
             granularity_bytes,
             streams: AtomicU32::new(0),
             pools,
             heaps: Registry::new(),
-            pointers: (config.pointer_lookup() != PointerLookup::Off).then(PointerMap::new),
+            hints: (config.pointer_lookup() != PointerLookup::Off).then(HeapHints::new),
             usage: L::Cell::new(TotalUsage::default()),
             open_scopes: L::Cell::new(0),
             observers: L::Cell::new(Observers::default()),
             failure_callback: L::Cell::new(None),
             program_order: Arc::new(ProgramOrder::new(L::IS_EXCLUSIVE)),
-            recorder: L::Cell::new(Recorder::Off),
-            is_recording: AtomicBool::new(false),
+            recorder: Recorder::new(),
             config,
         })
     }
@@ -227,13 +225,17 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// See [`AllocateError`]; nothing is allocated then.
     pub fn allocate(&self, pool: PoolId, stream: StreamId, size_bytes: u64) -> Result<Allocation, AllocateError> {
-        self.place(Request { pool, stream, size_bytes }, None)
+        if self.is_recording() {
+            return self.allocate_recorded(Request { pool, stream, size_bytes }, None);
+        }
+        self.place(pool, stream, size_bytes, None, None)
     }
 
     /// Allocates as [`allocate`](Self::allocate) does and names the allocation, for snapshots and reports.
     ///
     /// # Errors
     /// As [`allocate`](Self::allocate).
+    #[inline(never)]
     pub fn allocate_named(
         &self,
         pool: PoolId,
@@ -241,26 +243,39 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         size_bytes: u64,
         name: &str,
     ) -> Result<Allocation, AllocateError> {
-        self.place(Request { pool, stream, size_bytes }, Some(name))
+        if self.is_recording() {
+            return self.allocate_recorded(Request { pool, stream, size_bytes }, Some(name));
+        }
+        self.place(pool, stream, size_bytes, Some(name), None)
     }
 
+    /// An allocation in all its steps, with the gate that is held while something is recorded.
     #[inline(always)]
-    fn place(&self, request: Request, name: Option<&str>) -> Result<Allocation, AllocateError> {
-        let Request { pool, stream, size_bytes } = request;
+    fn place<'a>(
+        &'a self,
+        pool: PoolId,
+        stream: StreamId,
+        size_bytes: u64,
+        name: Option<&str>,
+        gate: Option<&mut Gate<'a, L>>,
+    ) -> Result<Allocation, AllocateError> {
         if size_bytes > SEGMENT_BYTES_MAX {
             return Err(AllocateError::TooLarge { requested_bytes: size_bytes });
         }
-        let mut gate = self.gate();
-        let heap = self.heap_for(pool, stream)?;
+        let heap = match self.find_heap(pool, stream) {
+            Some(heap) => heap,
+            None => self.make_heap(pool, stream)?,
+        };
         let placed = heap.lock().allocate(&self.context, stream, size_bytes, name);
         let allocation = match placed {
             Ok(allocation) => allocation,
-            Err(shortage) => self.retry(request, heap, *shortage, &mut gate, |heap| {
+            Err(shortage) => self.retry(Request { pool, stream, size_bytes }, heap, shortage, gate, move |heap| {
                 heap.allocate(&self.context, stream, size_bytes, name)
             })?,
         };
-        self.note_allocation(&allocation, size_bytes);
-        gate.note_allocation(&allocation, request, name);
+        if allocation.size_bytes > 0 {
+            self.count_allocation(units(allocation.size_bytes), size_bytes);
+        }
         Ok(allocation)
     }
 
@@ -270,26 +285,41 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// When the handle is not live here, or the driver cannot fence the uses; the allocation is still live then.
     pub fn free(&self, handle: Handle) -> Result<(), FreeError> {
-        let mut gate = self.gate();
+        if self.is_recording() {
+            return self.free_recorded(handle).map(drop);
+        }
         let mut heap = self.heap_of(handle)?.lock();
         let freed = heap.free(&self.context, handle)?;
-        let failure = heap.release_above_threshold(&self.context);
-        drop(heap);
-        self.note_free(handle, freed);
-        if let Some(error) = failure {
-            gate.driver_failed(error);
-        }
-        gate.note_free(handle);
+        self.note_free(heap, freed, None);
         Ok(())
     }
 
-    /// As [`free`](Self::free), by the first address of the allocation. Needs look-up by pointer, see
-    /// [`PointerLookup`].
+    /// As [`free`](Self::free), by the first address of the allocation. Needs look-up by pointer, see [`PointerLookup`]. Returns
+    /// the bytes that could be used: the request, rounded up.
     ///
     /// # Errors
     /// When no live allocation starts there, or as [`free`](Self::free).
-    pub fn free_at(&self, address: DeviceAddress) -> Result<(), FreeError> {
-        self.free(self.handle_at(address)?)
+    pub fn free_at(&self, address: DeviceAddress) -> Result<u64, FreeError> {
+        if self.is_recording() {
+            return self.free_recorded(self.handle_at(address)?).map(|freed| bytes(freed.size));
+        }
+        let (heap, freed) = self.at(address, |heap| heap.free_at(&self.context, address))?;
+        let freed = freed?;
+        self.note_free(heap, freed, None);
+        Ok(bytes(freed.size))
+    }
+
+    /// A free was decided: gives back what is above a threshold, unlocks the heap, and counts over all heaps.
+    #[inline(always)]
+    fn note_free(&self, mut heap: HeapGuard<'_, L>, freed: Freed, gate: Option<&mut Gate<'_, L>>) {
+        let failure = heap.release_above_threshold(&self.context);
+        drop(heap);
+        if L::IS_EXCLUSIVE && freed.size > 0 {
+            self.usage.lock().free(freed.size, freed.requested_bytes);
+        }
+        if let (Some(error), Some(gate)) = (failure, gate) {
+            gate.driver_failed(error);
+        }
     }
 
     /// Notes that work on `stream` uses the allocation as well (`record_stream` in PyTorch). The next user of the memory
@@ -312,46 +342,20 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// When no live allocation starts there, or as [`record_use`](Self::record_use).
     pub fn record_use_at(&self, address: DeviceAddress, stream: StreamId) -> Result<(), RecordUseError> {
-        self.record_use(self.handle_at(address)?, stream)
+        let mut gate = self.gate();
+        let (mut heap, handle) = self.at(address, |heap| heap.handle_at(address))?;
+        self.known_stream(stream)?;
+        heap.record_use(handle, stream)?;
+        drop(heap);
+        gate.note_use(handle, stream);
+        Ok(())
     }
 
-    /// An allocation was decided: counts it over all heaps, and enters its pointer.
+    /// Counts an allocation over all heaps.
     #[inline(always)]
-    fn note_allocation(&self, allocation: &Allocation, requested_bytes: u64) {
-        if allocation.size_bytes == 0 {
-            return;
-        }
-        self.count_allocations(&[(units(allocation.size_bytes), requested_bytes)]);
-        self.note_pointer(allocation);
-    }
-
-    /// A free was decided: counts it over all heaps, and removes its pointer.
-    #[inline(always)]
-    fn note_free(&self, handle: Handle, Freed { address, size, requested_bytes }: Freed) {
-        if size == 0 {
-            return;
-        }
+    fn count_allocation(&self, size: Units, requested_bytes: u64) {
         if L::IS_EXCLUSIVE {
-            self.usage.lock().free(size, requested_bytes);
-        }
-        if let Some(pointers) = &self.pointers {
-            pointers.remove(address, handle);
-        }
-    }
-
-    /// Counts allocations by size and requested bytes in the usage over all heaps.
-    #[inline(always)]
-    fn count_allocations(&self, made: &[(Units, u64)]) {
-        if L::IS_EXCLUSIVE {
-            let mut usage = self.usage.lock();
-            made.iter().for_each(|(size, requested_bytes)| usage.allocate(*size, *requested_bytes));
-        }
-    }
-
-    #[inline(always)]
-    fn note_pointer(&self, allocation: &Allocation) {
-        if let Some(pointers) = &self.pointers {
-            pointers.insert(allocation.address, allocation.handle);
+            self.usage.lock().allocate(size, requested_bytes);
         }
     }
 
@@ -405,7 +409,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let _entered = span.enter();
         let outcome = heap.lock().reserve(&self.context, stream, size_bytes);
         if let Err(shortage) = outcome {
-            self.retry(Request { pool, stream, size_bytes }, heap, *shortage, &mut gate, |heap| {
+            self.retry(Request { pool, stream, size_bytes }, heap, shortage, Some(&mut gate), |heap| {
                 heap.reserve(&self.context, stream, size_bytes)
             })?;
         }
@@ -477,19 +481,21 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// The heap that an allocation lies in.
     #[inline(always)]
     fn heap_of(&self, handle: Handle) -> Result<&HeapCell<L>, HandleError> {
-        let heap = self.heaps.get(handle.heap().index()).filter(|_| handle.owner() == self.owner);
+        let heap = self.heaps.get(handle.heap().index());
         heap.map(|heap| &**heap).ok_or(HandleError::Foreign { handle })
     }
 
     /// The heap that serves a stream in a pool, made at the first request.
-    #[inline(always)]
     fn heap_for(&self, pool: PoolId, stream: StreamId) -> Result<&HeapCell<L>, UnknownError> {
-        let entry = self.pool(pool)?;
-        self.known_stream(stream)?;
-        match entry.heap(stream) {
-            Some(heap) => Ok(heap),
-            None => self.make_heap(pool, stream),
-        }
+        self.pool(pool)?;
+        self.find_heap(pool, stream).map_or_else(|| self.make_heap(pool, stream), Ok)
+    }
+
+    /// The heap that serves a stream in a pool, if it was made. That of a destroyed pool has no memory and obtains none.
+    #[inline(always)]
+    fn find_heap(&self, pool: PoolId, stream: StreamId) -> Option<&HeapCell<L>> {
+        let entry = self.pools.get(pool.index())?;
+        if u32::from(stream.0) < self.stream_count() { entry.heap(stream) } else { None }
     }
 
     #[cold]
@@ -497,10 +503,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let observers = self.observers.lock();
         let open_scopes = self.open_scopes.lock();
         let entry = self.pool(pool)?;
+        self.known_stream(stream)?;
         Ok(entry.make_heap(stream, || {
             let make = |index| {
                 let identity = HeapIdentity {
-                    owner: self.owner,
                     id: HeapId(index as u32),
                     pool,
                     stream: (entry.config.streams() == StreamPolicy::Separate).then_some(stream),
@@ -511,6 +517,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 let mut heap = Heap::new(identity, entry.config.clone(), budget, self.granularity_bytes, log);
                 if entry.config.symmetric() && self.config.history_ops() > 0 {
                     heap.keep_journal(self.config.history_ops(), Arc::clone(&self.program_order));
+                }
+                if self.hints.is_some() {
+                    heap.keep_pointers();
                 }
                 (0..*open_scopes).for_each(|_| heap.usage_mut().open_scope());
                 Arc::new(LockCell::new(heap))

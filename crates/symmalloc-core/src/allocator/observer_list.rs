@@ -1,6 +1,7 @@
 //! Which observer watches which pool. What observers are for stands in [`crate::history::segment_log`].
 
 use crate::types::ids::{ObserverId, PoolId};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Which observer watches which pool.
 #[derive(Debug, Default)]
@@ -37,4 +38,10 @@ impl Observers {
     pub(super) fn pool_of(&self, observer: ObserverId) -> Option<PoolId> {
         self.iter().find(|(id, _)| *id == observer).map(|(_, pool)| pool)
     }
+}
+
+/// Numbers the allocators of this process, and never gives a number twice.
+pub(super) fn next_allocator() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    NEXT.fetch_add(1, Ordering::Relaxed)
 }

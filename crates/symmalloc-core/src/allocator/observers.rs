@@ -56,7 +56,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// What the observer has not acknowledged, in (stream, order of happening). Empty for an observer that was forgotten.
     pub fn unread(&self, observer: ObserverId) -> Unread {
-        let mut unread = Unread { events: Vec::new(), reader: (self.owner, observer), ends: Vec::new() };
+        let mut unread = Unread { events: Vec::new(), reader: (self.number, observer), ends: Vec::new() };
         let pool = self.observers.lock().pool_of(observer);
         if let Some(entry) = pool.and_then(|pool| self.pool(pool).ok()) {
             for heap in entry.heaps() {
@@ -75,7 +75,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// When another observer read the events, or they are another allocator's: nothing is acknowledged then. When the driver
     /// fails to take memory back: the events are acknowledged, and the next trim tries again.
     pub fn acknowledge(&self, observer: ObserverId, unread: &Unread) -> Result<u64, TrimError> {
-        if unread.reader != (self.owner, observer) {
+        if unread.reader != (self.number, observer) {
             return Err(TrimError::NotRead { observer });
         }
         let mut gate = self.gate();

@@ -1,8 +1,8 @@
 //! When memory runs out: steps 3 to 5 of an allocation. See [`crate::allocator`] for all of them.
 
 use super::Allocator;
+use super::gate::Gate;
 use super::pool::{HeapCell, Pool};
-use super::recording::Gate;
 use super::request::{Request, Retry};
 use crate::config::Reclaim;
 use crate::config::errors::{AllocateError, LimitScope, OutOfMemory, OutOfMemoryCause, TrimError, UnknownError};
@@ -27,15 +27,18 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// The out-of-memory path: steps 3 to 5 of the [module documentation](self).
     #[cold]
     #[inline(never)]
-    pub(super) fn retry<T>(
-        &self,
+    #[allow(clippy::boxed_local, reason = "the callers have a box, and moving what is in it costs them a copy")]
+    pub(super) fn retry<'a, T>(
+        &'a self,
         request: Request,
         heap: &HeapCell<L>,
-        mut shortage: Shortage,
-        gate: &mut Gate<'_, B, L>,
+        mut shortage: Box<Shortage>,
+        gate: Option<&mut Gate<'a, L>>,
         attempt: impl Fn(&mut Heap<L>) -> Result<T, Box<Shortage>>,
     ) -> Result<T, AllocateError> {
         let Request { pool, stream, size_bytes } = request;
+        let mut open = self.recorder.open_gate();
+        let gate = gate.unwrap_or(&mut open);
         let entry = self.pool(pool)?;
         let span = tracing::debug_span!(
             target: "symmalloc",
@@ -50,7 +53,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         // What was given back for this request. It is recorded only if the request fails: else replay gives it back by itself.
         let mut unsaid: SmallVec<[u64; 2]> = SmallVec::new();
         loop {
-            let (missing, cause) = match shortage {
+            let (missing, cause) = match *shortage {
                 Shortage::Limit { met, missing } => {
                     let (scope, limit_bytes) = (met.scope, met.limit_bytes);
                     (missing, OutOfMemoryCause::Limit { scope, limit_bytes })
@@ -85,7 +88,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 let error = self.out_of_memory(entry, heap, request, bytes(missing), cause);
                 let callback = self.failure_callback.lock().clone();
                 let may_retry = retries < self.config().retries_max();
-                match callback.filter(|_| may_retry).map(|callback| gate.open(|| callback(self, &error))) {
+                match callback.filter(|_| may_retry).map(|callback| gate.pause(|| callback(self, &error))) {
                     Some(Retry::Again) => retries += 1,
                     Some(Retry::GiveUp) | None => return Err(self.refuse(heap, request, error, gate)),
                 }
@@ -100,17 +103,18 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 missing_bytes = bytes(missing),
                 after,
             );
-            heap.lock().count_retry();
-            match attempt(&mut heap.lock()) {
+            let mut heap = heap.lock();
+            heap.count_retry();
+            match attempt(&mut heap) {
                 Ok(done) => return Ok(done),
-                Err(again) => shortage = *again,
+                Err(again) => shortage = again,
             }
         }
     }
 
     /// Step 3: gives back what `reclaim` allows, until it is what is missing. Returns the bytes that are back. What the driver
     /// then fails to take counts as still reserved, and no more is asked of it: 0.
-    fn reclaim(&self, entry: &Pool<L>, heap: &HeapCell<L>, missing_bytes: u64, gate: &mut Gate<'_, B, L>) -> u64 {
+    fn reclaim(&self, entry: &Pool<L>, heap: &HeapCell<L>, missing_bytes: u64, gate: &mut Gate<'_, L>) -> u64 {
         let goal = TrimGoal::AtLeast(missing_bytes);
         let released = match entry.config.reclaim() {
             Reclaim::Never => Ok(0),
@@ -177,7 +181,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         heap: &HeapCell<L>,
         request: Request,
         error: OutOfMemory,
-        gate: &mut Gate<'_, B, L>,
+        gate: &mut Gate<'_, L>,
     ) -> AllocateError {
         let refusal = match error.cause {
             OutOfMemoryCause::Limit { .. } => Refusal::Limit,
@@ -202,12 +206,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 }
 
 /// The digest says that the request was refused, and so does the recording.
-fn fold_refusal<B: Backend, L: Lock>(
-    heap: &HeapCell<L>,
-    request: Request,
-    refusal: Refusal,
-    gate: &mut Gate<'_, B, L>,
-) {
+fn fold_refusal<L: Lock>(heap: &HeapCell<L>, request: Request, refusal: Refusal, gate: &mut Gate<'_, L>) {
     let mark = match refusal {
         Refusal::Limit => Mark::RefusedByLimit,
         Refusal::Segment => Mark::RefusedBySegment,

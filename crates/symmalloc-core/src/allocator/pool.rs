@@ -3,7 +3,7 @@
 use crate::config::{PoolConfig, StreamPolicy};
 use crate::heap::Heap;
 use crate::stats::budget::Budget;
-use crate::sync::lock::Lock;
+use crate::sync::lock::{Guard, Lock};
 use crate::sync::registry::Registry;
 use crate::types::ids::StreamId;
 use std::fmt;
@@ -12,6 +12,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// A heap behind its lock.
 pub(super) type HeapCell<L> = <L as Lock>::Cell<Heap<L>>;
+
+/// A heap that is locked.
+pub(super) type HeapGuard<'a, L> = Guard<'a, L, Heap<L>>;
 
 /// A pool, with the heaps that serve it.
 pub(super) struct Pool<L: Lock> {

@@ -7,7 +7,6 @@ use crate::types::backend::BackendError;
 use crate::types::handle::Handle;
 use crate::types::ids::{AllocationId, ObserverId, PoolId};
 use std::error::Error;
-use std::fmt;
 
 /// Why a sink failed, in its own words.
 pub type SinkError = Box<dyn Error + Send + Sync>;
@@ -135,24 +134,7 @@ pub enum RecordingError {
     },
 }
 
-/// What the gate guards.
-pub(super) enum Recorder {
-    Off,
-    On(Box<Recording>),
-    /// Ended before it was stopped.
-    Ended(RecordingError),
-}
-
-impl fmt::Debug for Recorder {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Recorder::Off => f.write_str("Off"),
-            Recorder::On(recording) => write!(f, "On({} records)", recording.records),
-            Recorder::Ended(error) => write!(f, "Ended({error})"),
-        }
-    }
-}
-
+/// A recording that is on.
 pub(super) struct Recording {
     pub(super) sink: Box<dyn Sink>,
     pub(super) records: u64,

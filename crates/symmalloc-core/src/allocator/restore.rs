@@ -121,9 +121,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             gate.restored(pool);
         }
         let heaps = restored?;
-        for restored in heaps.iter().flat_map(|heap| &heap.allocations) {
-            self.note_pointer(&restored.allocation);
-        }
         tracing::debug!(name: "pool.restored", target: "symmalloc", pool = pool.0, heaps = heaps.len(), is_fresh);
         Ok(Restored { heaps })
     }
@@ -197,7 +194,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             if outcome.is_ok() {
                 heap.confirm_layout(&self.context, layout, layout.reserved_bytes());
                 let made = heap.lay_layout(&self.context, layout, ranges);
-                self.count_allocations(&made);
+                made.iter().for_each(|(size, requested_bytes)| self.count_allocation(*size, *requested_bytes));
             } else {
                 let kept_bytes = heap.give_obtained_back(&self.context, ranges);
                 heap.confirm_layout(&self.context, layout, kept_bytes);
@@ -218,7 +215,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         for Saved { heap, layout } in heaps {
             let made = heap.carve_layout(&self.context, layout);
-            self.count_allocations(&made);
+            made.iter().for_each(|(size, requested_bytes)| self.count_allocation(*size, *requested_bytes));
         }
         Ok(())
     }

@@ -190,17 +190,13 @@ impl FreeIndex {
         }
     }
 
-    /// Takes a free block out.
-    ///
-    /// # Panics
-    /// When the block is not in the index: the block table and the index disagree.
+    /// Takes a free block out, which is in the index.
     #[inline(always)]
     pub(crate) fn remove(&mut self, blocks: &mut [Block], slot: Slot) {
         let [prev, next] = blocks[slot as usize].links;
         let Some(before) = blocks.get_mut(prev as usize) else { return self.remove_from_run(blocks, slot) };
         before.links[NEXT] = next;
         blocks[next as usize].links[PREV] = prev;
-        blocks[slot as usize].links = UNLINKED;
         // A block with the same neighbour on both sides is the last of its bin, and that neighbour is the sentinel.
         *self.word_mut(prev) ^= u64::from(prev == next) << (prev % 64);
     }

@@ -1,17 +1,17 @@
 //! The block table: every block and every segment of one heap, and how they tile each other.
 //!
 //! Three nouns. A **segment** is one reservation of device memory. A **block** is a contiguous part of one segment;
-//! the blocks of a segment are a doubly linked list in offset order that tiles it without gap or overlap. A **hole** is
+//! the blocks of a segment are a doubly linked ring in offset order that tiles it without gap or overlap. A **hole** is
 //! a part of an expandable segment whose memory went back to the device; it is a block too, so that the tiling holds.
 //!
 //! ```text
-//!  segment 3   first ─┐                                     ┌─ last        end
-//!                     ▼                                     ▼               ▼
-//!              ┌───────────┬──────┬──────────────┬──────────┬───────────────┐
-//!              │ allocated │ free │  allocated   │   hole   │     free      │   (addresses reserved, not mapped)
+//!  segment 3   ┌───────────┬──────┬──────────────┬──────────┬───────────────┐
+//!       edge ◄─┤ allocated │ free │  allocated   │   hole   │     free      ├─► edge     (addresses reserved, not mapped)
 //!              └───────────┴──────┴──────────────┴──────────┴───────────────┘
-//!              0           no two free neighbours: they are merged at once
+//!              0           no two free neighbours: they are merged at once  end
 //! ```
+//! The ring begins and ends with the segment's *edge*, a slot that holds no block. So a block always has a neighbour on both
+//! sides, and no code asks whether it is the first or the last.
 //!
 //! The slot of a block is part of a [`Handle`](crate::types::handle::Handle), another part is the serial of the allocation, so that
 //! a handle to a slot that was reused is recognised. The table only links and unlinks: keeping the free index in step is
@@ -32,7 +32,7 @@ use std::num::NonZeroU64;
 /// A slot of the block table.
 pub(crate) type Slot = u32;
 
-/// No block: the end of a list.
+/// No slot.
 pub(crate) const NONE: Slot = Slot::MAX;
 
 /// The first slots hold no blocks. They are the sentinels of the free index: a list of blocks begins and ends with one,
@@ -89,9 +89,9 @@ pub(crate) struct Block {
     pub(crate) location: Location,
     /// Never zero.
     pub(crate) size: Units,
-    /// The neighbour at the lower offset.
+    /// The neighbour at the lower offset, or the edge.
     pub(crate) prev: Slot,
-    /// The neighbour at the higher offset.
+    /// The neighbour at the higher offset, or the edge.
     pub(crate) next: Slot,
     /// Free: the previous and the next slot in the list of the free index, which owns these two.
     pub(crate) links: [Slot; 2],
@@ -119,7 +119,7 @@ pub(crate) enum BlockState {
         since: Tick,
     },
     Hole,
-    /// No block: the slot is free for reuse, and `next` is the next such slot.
+    /// No block: a sentinel, an edge, or a slot that is free for reuse, and `next` is the next such slot.
     Vacant,
 }
 
@@ -150,6 +150,12 @@ impl Block {
         matches!(self.state, BlockState::Free { .. })
     }
 
+    /// Whether a stream may use a free block at once: it had the block last, and no other stream used it since.
+    #[inline(always)]
+    pub(crate) fn is_ready_for(&self, stream: StreamId) -> bool {
+        matches!(self.state, BlockState::Free { stream: owner, .. } if owner == stream) && self.fences.is_empty()
+    }
+
     pub(crate) fn is_hole(&self) -> bool {
         self.state == BlockState::Hole
     }
@@ -178,13 +184,13 @@ pub(crate) struct Segment {
     pub(crate) end: Units,
     /// Mapped part of `0..end`: all but the holes.
     pub(crate) mapped: Units,
-    pub(crate) first: Slot,
-    pub(crate) last: Slot,
+    /// Behind it lies the first block, before it the last one.
+    edge: Slot,
 }
 
 #[derive(Debug)]
 pub(crate) struct BlockTable {
-    /// All slots: sentinels, blocks and vacant ones.
+    /// All slots: sentinels, edges, blocks and vacant ones.
     blocks: Vec<Block>,
     /// The vacant slot to use next; `NONE` when there is none.
     vacant: Slot,
@@ -215,33 +221,25 @@ impl BlockTable {
         self.blocks.get(slot as usize)
     }
 
-    /// All slots, vacant ones and sentinels included.
+    /// All slots, those without a block included.
     #[inline(always)]
     pub(crate) fn blocks(&self) -> &[Block] {
         &self.blocks
     }
 
+    /// The blocks, for code that changes several of them. There is room for one more.
     #[inline(always)]
-    pub(crate) fn blocks_mut(&mut self) -> &mut [Block] {
-        &mut self.blocks
-    }
-
-    /// Size of a block if it is there and free, else 0.
-    #[inline(always)]
-    pub(crate) fn free_size(&self, slot: Slot) -> Units {
-        self.find(slot).filter(|block| block.is_free()).map_or(0, |block| block.size)
-    }
-
-    #[inline(always)]
-    fn insert(&mut self, block: Block) -> Slot {
+    pub(crate) fn tiling(&mut self) -> Tiling<'_> {
         if self.vacant == NONE {
             self.add_vacant_slot();
         }
-        let slot = self.vacant;
-        let vacant = &mut self.blocks[slot as usize];
-        self.vacant = vacant.next;
-        *vacant = block;
-        slot
+        Tiling { blocks: &mut self.blocks, vacant: &mut self.vacant }
+    }
+
+    /// Size of a block if it is free, else 0.
+    pub(crate) fn free_size(&self, slot: Slot) -> Units {
+        let block = self.block(slot);
+        if block.is_free() { block.size } else { 0 }
     }
 
     #[cold]
@@ -261,10 +259,30 @@ impl BlockTable {
     }
 
     /// The first address of a block.
-    #[inline(always)]
     pub(crate) fn address(&self, slot: Slot) -> DeviceAddress {
         let block = self.block(slot);
-        self.segment(block.segment).range.base.plus(bytes(block.offset()))
+        self.address_at(block.segment, block.location)
+    }
+
+    /// The address of a location in a segment.
+    #[inline(always)]
+    pub(crate) fn address_at(&self, segment: u32, location: Location) -> DeviceAddress {
+        self.segment(segment).range.base.plus(bytes(location.offset()))
+    }
+
+    /// The first block of a segment.
+    pub(crate) fn first(&self, segment: u32) -> Slot {
+        self.block(self.segment(segment).edge).next
+    }
+
+    /// The last block of a segment.
+    pub(crate) fn last(&self, segment: u32) -> Slot {
+        self.block(self.segment(segment).edge).prev
+    }
+
+    /// Whether nothing lies behind a block in its segment.
+    pub(crate) fn is_last(&self, slot: Slot) -> bool {
+        self.last(self.block(slot).segment) == slot
     }
 
     /// Number of blocks. O(blocks), for the invariants.
@@ -285,11 +303,10 @@ impl BlockTable {
 
     /// The slots of a segment's blocks in offset order.
     pub(crate) fn blocks_of(&self, segment: u32) -> impl Iterator<Item = Slot> + '_ {
-        let start = self.segment(segment).first;
-        std::iter::successors((start != NONE).then_some(start), |slot| {
-            let next = self.block(*slot).next;
-            (next != NONE).then_some(next)
-        })
+        let edge = self.segment(segment).edge;
+        std::iter::successors(Some(edge), |slot| Some(self.block(*slot).next))
+            .skip(1)
+            .take_while(move |slot| *slot != edge)
     }
 
     /// Adds a segment that one block covers, and returns the block.
@@ -302,9 +319,11 @@ impl BlockTable {
         fresh: BlockState,
     ) -> Slot {
         let segment = self.segments.vacant_key() as u32;
-        let slot = self.insert(Block::new(segment, class, Location::new(id, 0), size, fresh));
-        self.segments.insert(Segment { id, range, end: size, mapped: size, first: slot, last: slot });
-        slot
+        let edge = self.tiling().insert(Block::new(segment, class, Location::new(id, 0), 0, BlockState::Vacant));
+        let block = self.block_mut(edge);
+        (block.prev, block.next) = (edge, edge);
+        self.segments.insert(Segment { id, range, end: 0, mapped: 0, edge });
+        self.extend(segment, size, fresh)
     }
 
     /// Takes out a segment of which nothing is allocated, with all its blocks.
@@ -312,70 +331,22 @@ impl BlockTable {
         for slot in self.blocks_of(segment).collect::<Vec<_>>() {
             let state = self.block(slot).state;
             assert!(!matches!(state, BlockState::Allocated { .. }), "a segment with a live allocation cannot die");
-            self.vacate(slot);
+            self.tiling().vacate(slot);
         }
-        self.segments.remove(segment as usize)
-    }
-
-    /// Cuts `size` off the start of a larger block that is in no index, and makes it a block of its own without fences. The
-    /// rest keeps the slot, the state and the fences.
-    #[inline(always)]
-    pub(crate) fn cut_front(&mut self, slot: Slot, size: Units, state: BlockState) -> Slot {
-        if self.vacant == NONE {
-            self.add_vacant_slot();
-        }
-        let front = self.vacant;
-        let rest = self.block_mut(slot);
-        let (segment, class, location, prev) = (rest.segment, rest.class, rest.location, rest.prev);
-        rest.location = location.plus(size);
-        rest.size -= size;
-        rest.prev = front;
-        // Field by field: a whole block would be put together on the stack first.
-        let block = self.block_mut(front);
-        let next_vacant = block.next;
-        (block.segment, block.class, block.location, block.size) = (segment, class, location, size);
-        (block.prev, block.next) = (prev, slot);
-        (block.fences, block.state) = (FenceSetId::EMPTY, state);
-        self.vacant = next_vacant;
-        match self.blocks.get_mut(prev as usize) {
-            Some(before) => before.next = front,
-            None => self.segment_mut(segment).first = front,
-        }
-        front
-    }
-
-    /// Takes a block out of the tiling. The caller extends a neighbour over it.
-    #[inline(always)]
-    pub(crate) fn take_out(&mut self, slot: Slot) {
-        let Block { segment, prev, next, .. } = *self.block(slot);
-        match self.blocks.get_mut(prev as usize) {
-            Some(before) => before.next = next,
-            None => self.segment_mut(segment).first = next,
-        }
-        match self.blocks.get_mut(next as usize) {
-            Some(behind) => behind.prev = prev,
-            None => self.segment_mut(segment).last = prev,
-        }
-        self.vacate(slot);
-    }
-
-    #[inline(always)]
-    fn vacate(&mut self, slot: Slot) {
-        let vacant = self.vacant;
-        let block = self.block_mut(slot);
-        (block.state, block.next) = (BlockState::Vacant, vacant);
-        self.vacant = slot;
+        let dead = self.segments.remove(segment as usize);
+        self.tiling().vacate(dead.edge);
+        dead
     }
 
     /// Adds a block of `size` at the end of a segment and returns it.
     pub(crate) fn extend(&mut self, segment: u32, size: Units, fresh: BlockState) -> Slot {
-        let Segment { last, .. } = *self.segment(segment);
-        let Block { location, size: whole, class, .. } = *self.block(last);
-        let block = Block { prev: last, ..Block::new(segment, class, location.plus(whole), size, fresh) };
-        let slot = self.insert(block);
+        let Segment { id, edge, end, .. } = *self.segment(segment);
+        let Block { prev: last, class, .. } = *self.block(edge);
+        let block = Block::new(segment, class, Location::new(id, end), size, fresh);
+        let slot = self.tiling().insert(Block { prev: last, next: edge, ..block });
         self.block_mut(last).next = slot;
+        self.block_mut(edge).prev = slot;
         let segment = self.segment_mut(segment);
-        segment.last = slot;
         segment.end += size;
         segment.mapped += size;
         slot
@@ -383,11 +354,80 @@ impl BlockTable {
 
     /// Takes the hole at the end of a segment away. The segment keeps another block.
     pub(crate) fn shorten(&mut self, segment: u32) {
-        let last = self.segment(segment).last;
+        let last = self.last(segment);
         let block = self.block(last);
-        assert!(block.is_hole() && block.prev != NONE, "a segment is shortened by a hole, and keeps a block");
+        assert!(block.is_hole() && last != self.first(segment), "a segment is shortened by a hole, and keeps a block");
         self.segment_mut(segment).end = block.offset();
-        self.take_out(last);
+        self.tiling().take_out(last);
+    }
+}
+
+/// The blocks of a table, borrowed once: code that goes from block to block checks a slot once.
+#[derive(Debug)]
+pub(crate) struct Tiling<'a> {
+    blocks: &'a mut [Block],
+    /// Never [`NONE`] before a block is made.
+    vacant: &'a mut Slot,
+}
+
+impl Tiling<'_> {
+    /// All slots, those without a block included.
+    #[inline(always)]
+    pub(crate) fn blocks(&mut self) -> &mut [Block] {
+        self.blocks
+    }
+
+    fn insert(self, block: Block) -> Slot {
+        let slot = *self.vacant;
+        *self.vacant = self.blocks[slot as usize].next;
+        self.blocks[slot as usize] = block;
+        slot
+    }
+
+    /// Cuts `size` off the start of a larger block that is in no index, and makes it a block of its own without fences. The
+    /// rest keeps the slot, the state and the fences.
+    #[inline(always)]
+    pub(crate) fn cut_front(&mut self, slot: Slot, size: Units, state: BlockState) -> Slot {
+        let front = *self.vacant;
+        let rest = &mut self.blocks[slot as usize];
+        let (segment, class, location, prev) = (rest.segment, rest.class, rest.location, rest.prev);
+        rest.location = location.plus(size);
+        rest.size -= size;
+        rest.prev = front;
+        // Field by field: a whole block would be put together on the stack first.
+        let block = &mut self.blocks[front as usize];
+        *self.vacant = block.next;
+        (block.segment, block.class, block.location, block.size) = (segment, class, location, size);
+        (block.prev, block.next) = (prev, slot);
+        (block.fences, block.state) = (FenceSetId::EMPTY, state);
+        self.blocks[prev as usize].next = front;
+        front
+    }
+
+    /// Lets a block that is in no index cover its neighbour, which is given up.
+    #[inline(always)]
+    pub(crate) fn cover(&mut self, from: Slot, to: Slot) {
+        let Block { size, location, .. } = self.blocks[from as usize];
+        let taker = &mut self.blocks[to as usize];
+        taker.size += size;
+        taker.location = taker.location.min(location);
+        self.take_out(from);
+    }
+
+    /// Takes a block out of the tiling. The caller extends a neighbour over it.
+    #[inline(always)]
+    pub(crate) fn take_out(&mut self, slot: Slot) {
+        let Block { prev, next, .. } = self.blocks[slot as usize];
+        self.blocks[prev as usize].next = next;
+        self.blocks[next as usize].prev = prev;
+        self.vacate(slot);
+    }
+
+    #[inline(always)]
+    fn vacate(&mut self, slot: Slot) {
+        let block = &mut self.blocks[slot as usize];
+        (block.state, block.next) = (BlockState::Vacant, *self.vacant);
+        *self.vacant = slot;
     }
 }
 

@@ -3,7 +3,7 @@
 //! Uses by other streams are noted while a block is allocated, become events when it is freed, travel with it while it
 //! is free, and are waited for by the stream that takes it. Only this file makes those driver calls.
 
-use super::{Context, Heap, Shortage};
+use super::{Context, Heap};
 use crate::blocks::table::{BlockState, Slot};
 use crate::streams::fences::{Fence, FenceSetId, Fences};
 use crate::sync::lock::{Lock, LockCell};
@@ -35,33 +35,21 @@ impl<L: Lock> Heap<L> {
 
     /// Orders `stream` behind all earlier users of the free block, on the device. On an error, what is not waited for yet
     /// is waited for by the next attempt.
-    #[inline(always)]
     pub(super) fn wait_for_earlier_users<B: Backend>(
         &mut self,
         context: &Context<B, L>,
         slot: Slot,
         stream: StreamId,
-    ) -> Result<(), Box<Shortage>> {
+    ) -> Result<(), BackendError> {
         let block = self.table.block(slot);
+        if block.is_ready_for(stream) {
+            return Ok(());
+        }
         let BlockState::Free { stream: owner, since } = block.state else {
             unreachable!("the free index names only free blocks");
         };
-        if block.fences.is_empty() && owner == stream {
-            return Ok(());
-        }
-        self.wait_for(context, slot, stream, Fence { stream: owner, tick: since, event: None })
-            .map_err(|error| Box::new(Shortage::Fence(error)))
-    }
-
-    #[inline(never)]
-    fn wait_for<B: Backend>(
-        &mut self,
-        context: &Context<B, L>,
-        slot: Slot,
-        stream: StreamId,
-        owner: Fence,
-    ) -> Result<(), BackendError> {
-        let set = self.table.block(slot).fences;
+        let set = block.fences;
+        let owner = Fence { stream: owner, tick: since, event: None };
         for at in 0..self.fences.fences(set).len() {
             order_behind(context, stream, self.fences.fences(set)[at])?;
         }

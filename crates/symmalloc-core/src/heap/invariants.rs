@@ -4,12 +4,10 @@
 
 use super::{Heap, HeapIdentity};
 use crate::blocks::FreeKey;
-use crate::blocks::table::{Block, BlockState, Location, NONE, Slot};
+use crate::blocks::table::{Block, BlockState, Location, Slot};
 use crate::config::SegmentPolicy;
 use crate::config::size_rules::SizeClass;
 use crate::sync::lock::Lock;
-use crate::types::backend::DeviceAddress;
-use crate::types::handle::Handle;
 use crate::types::ids::{PoolId, StreamId};
 use crate::types::units::{Units, bytes};
 use std::collections::BTreeSet;
@@ -33,7 +31,7 @@ pub struct Violation {
 type Check<L> = fn(&Heap<L>) -> bool;
 
 /// Name, meaning and check of every invariant of a heap.
-fn invariants<L: Lock>() -> [(&'static str, &'static str, Check<L>); 8] {
+fn invariants<L: Lock>() -> [(&'static str, &'static str, Check<L>); 9] {
     [
         ("I1", "the blocks of a segment tile it from 0 to its end, linked both ways", blocks_tile_their_segment),
         ("I2", "no two neighbours are both free or both holes, and no segment ends in a hole", neighbours_are_merged),
@@ -55,6 +53,7 @@ fn invariants<L: Lock>() -> [(&'static str, &'static str, Check<L>); 8] {
             "blocks lie on granule boundaries where memory begins and ends, and segments within their range",
             extents_are_granular,
         ),
+        ("I9", "the pointer map, where configured, holds exactly the live allocations", pointers_are_exact),
     ]
 }
 
@@ -73,14 +72,6 @@ impl<L: Lock> Heap<L> {
         }
         Ok((held_bytes, self.table.segment_count()))
     }
-
-    /// The first addresses of the live allocations, with their handles.
-    pub(crate) fn pointers(&self) -> impl Iterator<Item = (DeviceAddress, Handle)> {
-        blocks(self).filter_map(|(slot, block)| match block.state {
-            BlockState::Allocated { serial, .. } => Some((self.table.address(slot), self.handle(slot, serial))),
-            _ => None,
-        })
-    }
 }
 
 impl Violation {
@@ -88,12 +79,6 @@ impl Violation {
     pub(crate) fn of_budgets(pool: PoolId) -> Self {
         let meaning = "what is charged to the budgets and listed in the directory is what the heaps hold";
         Violation { name: "I10", meaning, pool, stream: None }
-    }
-
-    /// The pointer map is wrong about a pool.
-    pub(crate) fn of_pointers(pool: PoolId) -> Self {
-        let meaning = "the pointer map holds exactly the live allocations";
-        Violation { name: "I9", meaning, pool, stream: None }
     }
 }
 
@@ -109,7 +94,8 @@ fn blocks_tile_their_segment<L: Lock>(heap: &Heap<L>) -> bool {
     let mut count = 0;
     let tiled = segments(heap).all(|id| {
         let segment = heap.table.segment(id);
-        let (mut end, mut prev) = (0, NONE);
+        let first = heap.table.block(heap.table.first(id));
+        let (mut end, mut prev) = (0, first.prev);
         for slot in heap.table.blocks_of(id) {
             let block = heap.table.block(slot);
             if block.location != Location::new(segment.id, end)
@@ -122,18 +108,16 @@ fn blocks_tile_their_segment<L: Lock>(heap: &Heap<L>) -> bool {
             (end, prev) = (block.end(), slot);
             count += 1;
         }
-        end == segment.end && prev == segment.last && segment.id < heap.next_segment
+        end == segment.end && prev == heap.table.last(id) && segment.id < heap.next_segment
     });
     tiled && count == heap.table.block_count()
 }
 
 fn neighbours_are_merged<L: Lock>(heap: &Heap<L>) -> bool {
-    blocks(heap).all(|(_, block)| match block.next {
-        NONE => !block.is_hole(),
-        next => {
-            let next = heap.table.block(next);
-            !(block.is_free() && next.is_free() || block.is_hole() && next.is_hole())
-        }
+    blocks(heap).all(|(slot, block)| {
+        let next = heap.table.block(block.next);
+        let is_last = heap.table.is_last(slot);
+        !(block.is_free() && next.is_free() || block.is_hole() && (is_last || next.is_hole()))
     })
 }
 
@@ -222,4 +206,11 @@ fn extents_are_granular<L: Lock>(heap: &Heap<L>) -> bool {
                 .into_iter()
                 .all(|hole| is_expandable && hole.offset().is_multiple_of(granule) && hole.size.is_multiple_of(granule))
     })
+}
+
+fn pointers_are_exact<L: Lock>(heap: &Heap<L>) -> bool {
+    let Some(pointers) = &heap.pointers else { return true };
+    let mut live = blocks(heap).filter(|(_, block)| matches!(block.state, BlockState::Allocated { .. }));
+    live.all(|(slot, _)| pointers.find(heap.table.address(slot)) == Some(slot))
+        && pointers.len() as u64 == heap.usage.allocations()
 }

@@ -27,7 +27,7 @@ pub(crate) mod trim;
 pub(crate) mod view;
 
 use crate::blocks::FreeIndex;
-use crate::blocks::table::{BlockState, BlockTable, Slot};
+use crate::blocks::table::{Block, BlockState, BlockTable, Slot};
 use crate::config::PoolConfig;
 use crate::config::errors::{FreeError, HandleError};
 use crate::config::size_rules::SizeRules;
@@ -35,7 +35,7 @@ use crate::history::digest::{Digest, Mark, op_word, placement_word};
 use crate::history::journal::{Journal, ProgramOrder};
 use crate::history::names::Names;
 use crate::history::segment_log::SegmentLog;
-use crate::pointers::SegmentDirectory;
+use crate::pointers::{PointerMap, SegmentDirectory};
 use crate::stats::budget::{Budget, Budgets, LimitMet};
 use crate::stats::usage::{RareCounts, Usage};
 use crate::streams::clocks::StreamClocks;
@@ -45,6 +45,7 @@ use crate::types::backend::{Backend, BackendError, DeviceAddress, Range};
 use crate::types::handle::{Allocation, Handle, Serials};
 use crate::types::ids::{HeapId, Placement, PoolId, SegmentId, StreamId};
 use crate::types::units::{Units, bytes};
+use std::num::NonZeroU64;
 use std::sync::Arc;
 
 /// What a heap needs from outside. Only the budget decides anything.
@@ -84,8 +85,6 @@ const NO_SLOT: Slot = u32::MAX;
 /// What makes one heap different from the next.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HeapIdentity {
-    /// The allocator.
-    pub(crate) owner: u64,
     pub(crate) id: HeapId,
     pub(crate) pool: PoolId,
     /// The heap's stream; `None` when the pool's streams share.
@@ -126,6 +125,8 @@ pub(crate) struct Heap<L: Lock> {
     digest: Digest,
     serials: Serials,
     names: Names,
+    /// Live allocations by address, where that is configured.
+    pointers: Option<PointerMap>,
     /// What agreement looks back on; heaps of symmetric pools have one.
     journal: Option<Box<Journal>>,
 }
@@ -138,10 +139,9 @@ struct Live {
     requested: u64,
 }
 
-/// What was freed, for statistics and look-up. Nothing at address 0 for an allocation of zero bytes.
+/// What was freed, for statistics. Its size is 0 for an allocation of zero bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Freed {
-    pub(crate) address: DeviceAddress,
     pub(crate) size: Units,
     pub(crate) requested_bytes: u64,
 }
@@ -174,6 +174,7 @@ impl<L: Lock> Heap<L> {
             digest: first_digest(&config, granularity_bytes, identity.stream),
             serials: Serials::default(),
             names: Names::default(),
+            pointers: None,
             journal: None,
             config,
         }
@@ -182,6 +183,11 @@ impl<L: Lock> Heap<L> {
     /// From now on the heap remembers its last ops, for agreement to look back on.
     pub(crate) fn keep_journal(&mut self, history_ops: u32, order: Arc<ProgramOrder>) {
         self.journal = Some(Box::new(Journal::new(history_ops, self.digest, order)));
+    }
+
+    /// From now on allocations are found by their address.
+    pub(crate) fn keep_pointers(&mut self) {
+        self.pointers = Some(PointerMap::new());
     }
 
     /// Allocates for work on `stream`, with a name or without. `requested` is at most
@@ -195,37 +201,45 @@ impl<L: Lock> Heap<L> {
         name: Option<&str>,
     ) -> Result<Allocation, Box<Shortage>> {
         if requested == 0 {
-            return self.allocate_nothing(stream);
+            self.fold_nothing(stream)?;
+            return Ok(self.nothing());
         }
-        let mapped_before = self.mapped_bytes;
         let size = self.rules.block_size(requested);
-        let placed = self.choose(context, stream, size).map(|slot| self.place(slot, stream, size, requested));
+        let blocks = self.table.blocks();
+        let fit = self.free.best_fit(blocks, self.rules.class_of(size), size);
+        let fit = fit.filter(|slot| self.rules.accepts(size, blocks[*slot as usize].size));
+        let allocation = match fit {
+            Some(slot) if blocks[slot as usize].is_ready_for(stream) => self.place(slot, stream, size, requested),
+            fit => self.prepare_and_place(context, fit, stream, size, requested)?,
+        };
+        if let Some(name) = name {
+            self.set_name(allocation.handle.slot(), name);
+        }
+        Ok(allocation)
+    }
+
+    /// Allocates where no free block fits, or the earlier users of the one that does must be waited for.
+    #[inline(never)]
+    fn prepare_and_place<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        fit: Option<Slot>,
+        stream: StreamId,
+        size: Units,
+        requested: u64,
+    ) -> Result<Allocation, Box<Shortage>> {
+        let mapped_before = self.mapped_bytes;
+        let found = fit.map_or_else(|| self.obtain(context, stream, size), Ok);
+        let placed = found.and_then(|slot| {
+            let waited = self.wait_for_earlier_users(context, slot, stream);
+            waited.map_err(|error| Box::new(Shortage::Fence(error)))?;
+            Ok(self.place(slot, stream, size, requested))
+        });
         if self.mapped_bytes > mapped_before {
             // How much was obtained is a decision too: a limit that several heaps share may have shaped it.
             self.fold(op_word(Mark::Obtain, stream, self.mapped_bytes - mapped_before), 0);
         }
-        if let (Ok(allocation), Some(name)) = (&placed, name) {
-            self.set_name(allocation.handle.slot(), name);
-        }
         placed
-    }
-
-    /// A free block for a request, obtained if need be, which work on `stream` may use.
-    #[inline(always)]
-    fn choose<B: Backend>(
-        &mut self,
-        context: &Context<B, L>,
-        stream: StreamId,
-        size: Units,
-    ) -> Result<Slot, Box<Shortage>> {
-        let blocks = self.table.blocks();
-        let fit = self.free.best_fit(blocks, self.rules.class_of(size), size);
-        let slot = match fit.filter(|slot| self.rules.accepts(size, blocks[*slot as usize].size)) {
-            Some(slot) => slot,
-            None => self.obtain(context, stream, size)?,
-        };
-        self.wait_for_earlier_users(context, slot, stream)?;
-        Ok(slot)
     }
 
     /// Makes a free block, or as much of its start as is wanted, an allocation. What remains stays free, with the same fences.
@@ -233,40 +247,44 @@ impl<L: Lock> Heap<L> {
     fn place(&mut self, free: Slot, stream: StreamId, size: Units, requested: u64) -> Allocation {
         let serial = self.serials.next();
         let allocated = BlockState::Allocated { stream, requested, serial };
-        self.unlink(free);
-        let slot = if self.rules.splits(self.rules.class_of(size), size, self.table.block(free).size) {
-            let front = self.table.cut_front(free, size, allocated);
-            self.link(free);
+        let mut tiling = self.table.tiling();
+        self.free.remove(tiling.blocks(), free);
+        let slot = if self.rules.splits(self.rules.class_of(size), size, tiling.blocks()[free as usize].size) {
+            let front = tiling.cut_front(free, size, allocated);
+            self.free.insert(tiling.blocks(), free);
             front
         } else {
-            let block = self.table.block_mut(free);
+            let block = &mut tiling.blocks()[free as usize];
             block.state = allocated;
-            let fences = std::mem::replace(&mut block.fences, FenceSetId::EMPTY);
-            self.fences.clear(fences);
+            if !block.fences.is_empty() {
+                let fences = std::mem::replace(&mut block.fences, FenceSetId::EMPTY);
+                self.fences.clear(fences);
+            }
             free
         };
-        let block = self.table.block(slot);
-        let (location, size) = (block.location, block.size);
+        let Block { segment, location, size, .. } = tiling.blocks()[slot as usize];
         self.usage.allocate(size, requested);
         self.fold(op_word(Mark::Allocate, stream, requested), location.word());
+        self.note_pointer(slot);
         Allocation {
             handle: self.handle(slot, serial),
-            address: self.table.address(slot),
+            address: self.table.address_at(segment, location),
             placement: location.placement(),
             size_bytes: bytes(size),
         }
     }
 
     #[cold]
-    fn allocate_nothing(&mut self, stream: StreamId) -> Result<Allocation, Box<Shortage>> {
+    fn fold_nothing(&mut self, stream: StreamId) -> Result<(), Box<Shortage>> {
         if self.is_closed() {
             return Err(Box::new(Shortage::Closed));
         }
         self.fold(op_word(Mark::AllocateNothing, stream, 0), 0);
-        Ok(self.nothing())
+        Ok(())
     }
 
     /// A new allocation of zero bytes.
+    #[inline(always)]
     pub(crate) fn nothing(&mut self) -> Allocation {
         let serial = self.serials.next();
         Allocation {
@@ -283,16 +301,73 @@ impl<L: Lock> Heap<L> {
         if is_nothing(handle) {
             return self.free_nothing(handle);
         }
-        let Live { slot, stream, requested } = self.live(handle)?;
-        if !self.table.block(slot).fences.is_empty() {
-            self.fence_uses(context, slot)?;
+        let live = self.live(handle)?;
+        self.free_live(context, live, true)
+    }
+
+    /// As [`free`](Self::free), of the allocation that starts at an address. `None` when none does.
+    #[inline(always)]
+    pub(crate) fn free_at<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        address: DeviceAddress,
+    ) -> Option<Result<Freed, FreeError>> {
+        let slot = self.pointers.as_mut()?.take(address)?;
+        let BlockState::Allocated { stream, requested, .. } = self.table.block(slot).state else {
+            unreachable!("the pointer map knows live allocations only");
+        };
+        let freed = self.free_live(context, Live { slot, stream, requested }, false);
+        if freed.is_err() {
+            self.note_pointer(slot);
         }
-        // Nothing fails from here on.
+        Some(freed)
+    }
+
+    /// From now on a live allocation is found by its address, if that is configured.
+    #[inline(always)]
+    fn note_pointer(&mut self, slot: Slot) {
+        if let Some(pointers) = &mut self.pointers {
+            pointers.insert(self.table.address(slot), slot);
+        }
+    }
+
+    /// Frees a live allocation, which the pointer map may still know.
+    #[inline(always)]
+    fn free_live<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        live: Live,
+        is_mapped: bool,
+    ) -> Result<Freed, FreeError> {
+        if self.table.block(live.slot).fences.is_empty() {
+            return Ok(self.make_free(context, live, is_mapped));
+        }
+        self.fence_and_free(context, live, is_mapped)
+    }
+
+    #[inline(never)]
+    fn fence_and_free<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        live: Live,
+        is_mapped: bool,
+    ) -> Result<Freed, FreeError> {
+        self.fence_uses(context, live.slot)?;
+        Ok(self.make_free(context, live, is_mapped))
+    }
+
+    /// Makes an allocation whose uses are fenced a free block.
+    #[inline(always)]
+    fn make_free<B: Backend>(&mut self, context: &Context<B, L>, live: Live, is_mapped: bool) -> Freed {
+        let Live { slot, stream, requested } = live;
         let since = if self.identity.stream.is_some() { 0 } else { context.clocks.lock().now(stream) };
         let block = self.table.block_mut(slot);
         block.state = BlockState::Free { stream, since };
-        let (location, size) = (block.location, block.size);
-        let freed = Freed { address: self.table.address(slot), size, requested_bytes: requested };
+        let Block { segment, location, size, .. } = *block;
+        if is_mapped && let Some(pointers) = &mut self.pointers {
+            pointers.take(self.table.address_at(segment, location));
+        }
+        self.put_back(slot);
         self.usage.free(size, requested);
         self.fold(op_word(Mark::Free, stream, 0), location.word());
         if let Some(name) = self.names.take(slot)
@@ -300,9 +375,8 @@ impl<L: Lock> Heap<L> {
         {
             journal.name_newest(&name);
         }
-        self.put_back(slot);
         self.recycle_spent(context);
-        Ok(freed)
+        Freed { size, requested_bytes: requested }
     }
 
     #[cold]
@@ -311,7 +385,7 @@ impl<L: Lock> Heap<L> {
             return Err(HandleError::Foreign { handle }.into());
         }
         self.fold(op_word(Mark::FreeNothing, StreamId(0), 0), 0);
-        Ok(Freed { address: DeviceAddress(0), size: 0, requested_bytes: 0 })
+        Ok(Freed { size: 0, requested_bytes: 0 })
     }
 
     /// Notes that work on `stream` uses the allocation.
@@ -360,15 +434,13 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Puts a free block into the free index.
-    #[inline(always)]
     fn link(&mut self, slot: Slot) {
-        self.free.insert(self.table.blocks_mut(), slot);
+        self.free.insert(self.table.tiling().blocks(), slot);
     }
 
     /// Takes a free block out of the free index, before anything of its key changes.
-    #[inline(always)]
     fn unlink(&mut self, slot: Slot) {
-        self.free.remove(self.table.blocks_mut(), slot);
+        self.free.remove(self.table.tiling().blocks(), slot);
     }
 
     /// Puts a free block that is in no index into the free index, merged with its free neighbours. Returns the result.
@@ -381,59 +453,26 @@ impl<L: Lock> Heap<L> {
     /// ```
     #[inline(always)]
     fn put_back(&mut self, slot: Slot) -> Slot {
-        let (prev, next) = (self.table.block(slot).prev, self.table.block(slot).next);
+        let mut tiling = self.table.tiling();
+        let Block { prev, next, .. } = tiling.blocks()[slot as usize];
         let mut merged = slot;
         for neighbour in [prev, next] {
-            if self.table.free_size(neighbour) > 0 {
-                self.unlink(neighbour);
+            if tiling.blocks()[neighbour as usize].is_free() {
+                self.free.remove(tiling.blocks(), neighbour);
                 // The first neighbour that is merged covers the second.
                 let (from, to) = if merged == slot { (slot, neighbour) } else { (neighbour, merged) };
-                self.merge(from, to);
+                let blocks = tiling.blocks();
+                let (giver, taker) = (&blocks[from as usize], &blocks[to as usize]);
+                // The owner of all blocks is the heap's stream, if it has one.
+                if !giver.fences.is_empty() || self.identity.stream.is_none() && giver.state != taker.state {
+                    hand_over(&mut self.fences, blocks, from, to);
+                }
+                tiling.cover(from, to);
                 merged = to;
             }
         }
-        self.link(merged);
+        self.free.insert(tiling.blocks(), merged);
         merged
-    }
-
-    /// Lets a free block that is in no index cover its neighbour, which is given up.
-    #[inline(always)]
-    fn merge(&mut self, from: Slot, to: Slot) {
-        let (giver, taker) = (self.table.block(from), self.table.block(to));
-        let size = giver.size;
-        let location = giver.location.min(taker.location);
-        if !giver.fences.is_empty() || giver.state != taker.state {
-            self.hand_over(from, to);
-        }
-        self.table.take_out(from);
-        let taker = self.table.block_mut(to);
-        taker.size += size;
-        taker.location = location;
-    }
-
-    /// What had to be waited for before one free block is used must be waited for before the other is.
-    fn hand_over(&mut self, from: Slot, to: Slot) {
-        let (giver, taker) = (self.table.block(from), self.table.block(to));
-        let (BlockState::Free { stream: other, since: other_since }, BlockState::Free { stream, since }) =
-            (giver.state, taker.state)
-        else {
-            unreachable!("only free blocks are merged");
-        };
-        let mut fences = self.fences.union(taker.fences, giver.fences);
-        let state = if stream == other {
-            BlockState::Free { stream, since: since.max(other_since) }
-        } else if since == 0 {
-            // Memory that no stream used yet takes over its neighbour's owner.
-            BlockState::Free { stream: other, since: other_since }
-        } else {
-            if other_since != 0 {
-                fences = self.fences.add(fences, Fence { stream: other, tick: other_since, event: None });
-            }
-            BlockState::Free { stream, since }
-        };
-        self.table.block_mut(from).fences = FenceSetId::EMPTY;
-        let taker = self.table.block_mut(to);
-        (taker.fences, taker.state) = (fences, state);
     }
 
     /// What reservations are charged to.
@@ -454,8 +493,8 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    fn handle(&self, slot: Slot, serial: std::num::NonZeroU64) -> Handle {
-        Handle::new(self.identity.owner, self.identity.id, slot, serial)
+    fn handle(&self, slot: Slot, serial: NonZeroU64) -> Handle {
+        Handle::new(self.identity.id, slot, serial)
     }
 
     fn placement(&self, slot: Slot) -> Placement {
@@ -490,6 +529,32 @@ impl<L: Lock> Heap<L> {
             }
         }
     }
+}
+
+/// What had to be waited for before one free block is used must be waited for before the other is.
+#[inline(never)]
+fn hand_over(table: &mut FenceTable, blocks: &mut [Block], from: Slot, to: Slot) {
+    let (giver, taker) = (&blocks[from as usize], &blocks[to as usize]);
+    let (BlockState::Free { stream: other, since: other_since }, BlockState::Free { stream, since }) =
+        (giver.state, taker.state)
+    else {
+        unreachable!("only free blocks are merged");
+    };
+    let mut fences = table.union(taker.fences, giver.fences);
+    let state = if stream == other {
+        BlockState::Free { stream, since: since.max(other_since) }
+    } else if since == 0 {
+        // Memory that no stream used yet takes over its neighbour's owner.
+        BlockState::Free { stream: other, since: other_since }
+    } else {
+        if other_since != 0 {
+            fences = table.add(fences, Fence { stream: other, tick: other_since, event: None });
+        }
+        BlockState::Free { stream, since }
+    };
+    blocks[from as usize].fences = FenceSetId::EMPTY;
+    let taker = &mut blocks[to as usize];
+    (taker.fences, taker.state) = (fences, state);
 }
 
 /// Whether the handle is of an allocation of zero bytes.

@@ -250,7 +250,7 @@ impl<L: Lock> Heap<L> {
         let (offset, whole) = (hole.offset(), hole.size);
         self.map(context, segment, offset, missing)?;
         let filled = if missing < whole {
-            self.table.cut_front(slot, missing, fresh(stream))
+            self.table.tiling().cut_front(slot, missing, fresh(stream))
         } else {
             self.hole_count -= 1;
             self.table.block_mut(slot).state = fresh(stream);
@@ -278,10 +278,7 @@ impl<L: Lock> Heap<L> {
 
     /// Free units at the end of the newest segment.
     fn free_at_end(&self) -> Units {
-        self.table
-            .segments_in_order()
-            .last()
-            .map_or(0, |segment| self.table.free_size(self.table.segment(*segment).last))
+        self.table.segments_in_order().last().map_or(0, |segment| self.table.free_size(self.table.last(*segment)))
     }
 
     pub(super) fn log_segment(&mut self, kind: SegmentEventKind, segment: u32, offset: Units, size_bytes: u64) {

@@ -145,6 +145,7 @@ impl<L: Lock> Heap<L> {
         block.state = BlockState::Allocated { stream, requested, serial };
         let size = block.size;
         self.usage.allocate(size, requested);
+        self.note_pointer(slot);
         self.note_uses_and_name(slot, saved);
         (size, requested)
     }

@@ -8,7 +8,7 @@
 //! ```
 
 use super::fencing::synchronize;
-use super::{Context, Heap, Shortage};
+use super::{Context, Heap};
 use crate::blocks::table::{BlockState, Slot};
 use crate::config::restore_error::RestoreError;
 use crate::history::layout::{AllocationLayout, Extent, HeapLayout, SegmentLayout};
@@ -81,10 +81,8 @@ impl<L: Lock> Heap<L> {
         plan: &RewindPlan,
     ) -> Result<(), RestoreError> {
         for &(slot, stream) in &plan.waits {
-            self.wait_for_earlier_users(context, slot, stream).map_err(|shortage| match *shortage {
-                Shortage::Fence(error) => RestoreError::Fence { stream, error },
-                other => unreachable!("a wait takes no memory: {other:?}"),
-            })?;
+            let waited = self.wait_for_earlier_users(context, slot, stream);
+            waited.map_err(|error| RestoreError::Fence { stream, error })?;
         }
         Ok(())
     }
@@ -100,7 +98,7 @@ impl<L: Lock> Heap<L> {
         assert_eq!(segments.len(), layout.segments.len(), "what the layout lacks was given back");
         let mut made = Vec::new();
         for (segment, saved) in segments.into_iter().zip(&layout.segments) {
-            let mut slot = self.table.segment(segment).first;
+            let mut slot = self.table.first(segment);
             for allocation in &saved.allocations {
                 let (offset, end) = (units(allocation.offset_bytes), units(allocation.end_bytes()));
                 while self.table.block(slot).end() < end {
@@ -223,7 +221,7 @@ impl<L: Lock> Heap<L> {
         let free = self.table.block(slot).state;
         let start = self.table.block(slot).offset();
         if start < offset {
-            let front = self.table.cut_front(slot, offset - start, free);
+            let front = self.table.tiling().cut_front(slot, offset - start, free);
             self.table.block_mut(front).fences = self.without_events(self.table.block(slot).fences);
             self.link(front);
         }
@@ -232,7 +230,7 @@ impl<L: Lock> Heap<L> {
             self.fences.clear(fences);
             return slot;
         }
-        let carved = self.table.cut_front(slot, end - offset, free);
+        let carved = self.table.tiling().cut_front(slot, end - offset, free);
         self.link(slot);
         carved
     }

@@ -14,7 +14,7 @@
 use super::fencing::synchronize;
 use super::obtain::trace_segment;
 use super::{Context, Heap};
-use crate::blocks::table::{BlockState, NONE, Slot};
+use crate::blocks::table::{BlockState, Slot};
 use crate::config::SegmentPolicy;
 use crate::config::errors::TrimError;
 use crate::history::digest::{Mark, op_word, placement_word};
@@ -295,11 +295,11 @@ impl<L: Lock> Heap<L> {
         self.table.block_mut(slot).fences = FenceSetId::EMPTY;
         let free = self.table.block(slot).state;
         if from > offset {
-            let front = self.table.cut_front(slot, from - offset, free);
+            let front = self.table.tiling().cut_front(slot, from - offset, free);
             self.link(front);
         }
         let hole = if to < end {
-            let hole = self.table.cut_front(slot, to - from, BlockState::Hole);
+            let hole = self.table.tiling().cut_front(slot, to - from, BlockState::Hole);
             self.link(slot);
             hole
         } else {
@@ -319,14 +319,14 @@ impl<L: Lock> Heap<L> {
     fn join_holes(&mut self, slot: Slot) {
         let (prev, next) = (self.table.block(slot).prev, self.table.block(slot).next);
         let mut slot = slot;
-        if next != NONE && self.table.block(next).is_hole() {
+        if self.table.block(next).is_hole() {
             self.swallow_hole(slot, next);
         }
-        if prev != NONE && self.table.block(prev).is_hole() {
+        if self.table.block(prev).is_hole() {
             self.swallow_hole(prev, slot);
             slot = prev;
         }
-        if self.table.block(slot).next == NONE {
+        if self.table.is_last(slot) {
             let segment = self.table.block(slot).segment;
             self.table.shorten(segment);
             self.hole_count -= 1;
@@ -334,9 +334,7 @@ impl<L: Lock> Heap<L> {
     }
 
     fn swallow_hole(&mut self, lower: Slot, upper: Slot) {
-        let size = self.table.block(upper).size;
-        self.table.take_out(upper);
-        self.table.block_mut(lower).size += size;
+        self.table.tiling().cover(upper, lower);
         self.hole_count -= 1;
     }
 }

@@ -10,7 +10,7 @@ use crate::history::segment_log::{SegmentEvent, SegmentEventKind, SegmentLog};
 use crate::stats::budget::Budget;
 use crate::stats::usage::{RareCounts, Usage};
 use crate::sync::lock::Lock;
-use crate::types::backend::Range;
+use crate::types::backend::{DeviceAddress, Range};
 use crate::types::handle::{Allocation, Handle};
 use crate::types::ids::{SegmentId, StreamId};
 use crate::types::units::{Units, bytes};
@@ -51,6 +51,16 @@ impl<L: Lock> Heap<L> {
     /// The digest before the first op.
     pub(crate) fn first_digest(&self) -> Digest {
         super::first_digest(&self.config, bytes(self.rules.granule), self.identity.stream)
+    }
+
+    /// The handle of the live allocation whose first byte is at an address.
+    #[inline]
+    pub(crate) fn handle_at(&self, address: DeviceAddress) -> Option<Handle> {
+        let slot = self.pointers.as_ref()?.find(address)?;
+        match self.table.block(slot).state {
+            BlockState::Allocated { serial, .. } => Some(self.handle(slot, serial)),
+            _ => None,
+        }
     }
 
     pub(crate) fn journal(&self) -> Option<&Journal> {
@@ -152,7 +162,7 @@ impl<L: Lock> Heap<L> {
         SegmentView {
             id: there.id,
             range: there.range,
-            class: self.table.block(there.first).class,
+            class: self.table.block(self.table.first(segment)).class,
             size_bytes: bytes(there.end),
             mapped_bytes: bytes(there.mapped),
         }

@@ -112,28 +112,11 @@ impl Digest {
     }
 }
 
-/// What all ops of one mark on one stream have in common.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct OpKind(u64);
-
-impl OpKind {
-    #[inline]
-    pub(crate) fn new(mark: Mark, stream: StreamId) -> Self {
-        OpKind(((mark as u64) << 58) | (u64::from(stream.0) << 42))
-    }
-
-    /// The op as one word, with an amount of bytes below 2^42.
-    #[inline]
-    pub(crate) fn with(self, amount_bytes: u64) -> u64 {
-        debug_assert!(amount_bytes < 1 << 42);
-        self.0 | amount_bytes
-    }
-}
-
 /// An op as one word: the mark, a stream and an amount of bytes below 2^42.
 #[inline]
 pub fn op_word(mark: Mark, stream: StreamId, amount_bytes: u64) -> u64 {
-    OpKind::new(mark, stream).with(amount_bytes)
+    debug_assert!(amount_bytes < 1 << 42);
+    ((mark as u64) << 58) | (u64::from(stream.0) << 42) | amount_bytes
 }
 
 /// What [`op_word`] made the word from; `None` for a word that it does not make.
@@ -154,49 +137,5 @@ pub fn unpack_placement(word: u64) -> Placement {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use std::collections::BTreeSet;
-
-    #[test]
-    fn near_histories_have_different_digests() {
-        let histories: [&[(u64, u64)]; 8] = [
-            &[],
-            &[(1, 2)],
-            &[(2, 1)],
-            &[(1, 2), (3, 4)],
-            &[(3, 4), (1, 2)],
-            &[(1, 2), (4, 3)],
-            &[(0, 0)],
-            &[(0, 0), (0, 0)],
-        ];
-        let values: BTreeSet<u64> = histories
-            .iter()
-            .map(|history| {
-                let mut digest = Digest::new(9);
-                history.iter().for_each(|(op, decision)| digest.fold(*op, *decision));
-                digest.value
-            })
-            .collect();
-        assert_eq!(values.len(), histories.len());
-    }
-
-    #[test]
-    fn words_can_be_read_back() {
-        for (number, mark) in Mark::ALL.into_iter().enumerate() {
-            assert_eq!(mark as usize, number + 1);
-            assert_eq!(unpack_op(op_word(mark, StreamId(7), 99)), Some((mark, StreamId(7), 99)));
-        }
-        assert_eq!((unpack_op(0), unpack_op(u64::MAX)), (None, None));
-        let placement = Placement { segment: SegmentId(3), offset_bytes: 5 << 20 };
-        assert_eq!(unpack_placement(placement_word(placement)), placement);
-    }
-
-    #[test]
-    fn marks_streams_and_amounts_do_not_overlap() {
-        let most = op_word(Mark::RefusedBySegment, StreamId(u16::MAX), (1 << 42) - 1);
-        assert_eq!(most >> 58, Mark::RefusedBySegment as u64);
-        assert_eq!((most >> 42) & 0xffff, 0xffff);
-        assert_eq!(unpack_op(most), Some((Mark::RefusedBySegment, StreamId(u16::MAX), (1 << 42) - 1)));
-    }
-}
+#[path = "../../tests/unit/digest.rs"]
+mod tests;

@@ -1,17 +1,23 @@
 //! From an address to an allocation, for programs that keep the address and nothing else, as C and PyTorch do.
 //!
-//! Two maps. The **directory** knows every live segment; it changes only when a segment is created or removed, so it is always
-//! kept. The **pointer map** knows every live allocation by its first address. It is told of allocations and frees after they
-//! are decided, and only where it is configured ([`PointerLookup`](crate::config::PointerLookup)).
+//! ```text
+//!  address ──► hint ──► heap, locked ──► its pointer map ──► handle
+//!                │ none, or the heap does not know the address
+//!                └────► directory ──► heap, locked ──► its pointer map
+//! ```
+//! The **directory** knows every live segment; it changes only when a segment is created or removed, so it is always kept.
+//! A heap's **pointer map** knows its live allocations by their first address. It is told of allocations and frees after they are
+//! decided, and only where it is configured ([`PointerLookup`](crate::config::PointerLookup)).
 //!
 //! A pointer is resolved to a handle, and from there on there is one way. Addresses go in as keys and decide nothing.
 
-use crate::history::names::{SlotMap, slot_map};
-use crate::sync::lock::{Lock, LockCell};
+use crate::blocks::table::Slot;
 use crate::types::backend::{DeviceAddress, Range};
-use crate::types::handle::Handle;
 use crate::types::ids::HeapId;
+use rustc_hash::FxBuildHasher;
 use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// The live segments of an allocator by address.
 #[derive(Debug, Default)]
@@ -55,53 +61,81 @@ impl SegmentDirectory {
     }
 }
 
-/// Parts of the pointer map. Threads that use different memory rarely meet at one.
-const SHARDS: usize = 64;
-/// Addresses that differ only below this bit share a part.
-const GRANULE_BITS: u32 = 21;
-
-/// The live allocations of an allocator by their first address, each part behind a lock of its own.
-pub(crate) struct PointerMap<L: Lock> {
-    shards: Box<[L::Cell<SlotMap<u64, Handle>>]>,
+/// The live allocations of one heap by their first address. Each heap has its own, behind its lock.
+pub(crate) struct PointerMap {
+    by_address: AddressMap,
 }
 
-impl<L: Lock> PointerMap<L> {
+/// Nothing iterates over it. Addresses are the driver's, not a stranger's: the quickest hash is good enough.
+#[allow(clippy::disallowed_types, reason = "looked up by key only, with a fixed hash")]
+type AddressMap = std::collections::HashMap<u64, Slot, FxBuildHasher>;
+
+impl PointerMap {
     pub(crate) fn new() -> Self {
-        PointerMap { shards: (0..SHARDS).map(|_| LockCell::new(slot_map())).collect() }
+        PointerMap { by_address: AddressMap::default() }
     }
 
-    fn shard(&self, address: DeviceAddress) -> &L::Cell<SlotMap<u64, Handle>> {
+    /// The block of the live allocation that starts here.
+    pub(crate) fn find(&self, address: DeviceAddress) -> Option<Slot> {
+        self.by_address.get(&address.0).copied()
+    }
+
+    pub(crate) fn insert(&mut self, address: DeviceAddress, slot: Slot) {
+        self.by_address.insert(address.0, slot);
+    }
+
+    /// As [`find`](Self::find), and it is not known any more.
+    pub(crate) fn take(&mut self, address: DeviceAddress) -> Option<Slot> {
+        self.by_address.remove(&address.0)
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.by_address.len()
+    }
+}
+
+impl fmt::Debug for PointerMap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PointerMap({})", self.len())
+    }
+}
+
+/// Addresses that differ only below this bit have one hint.
+const GRANULE_BITS: u32 = 21;
+/// Granules that share a hint push each other out.
+const HINTS: usize = 1 << 14;
+
+/// Which heap an address was last found in, so that most look-ups need no directory, whose lock all threads share. A hint may
+/// be wrong and decides nothing: the heap says whether it knows the address.
+pub(crate) struct HeapHints {
+    /// The heap's id and one; 0 when there is no hint.
+    by_granule: Box<[AtomicU32]>,
+}
+
+impl HeapHints {
+    pub(crate) fn new() -> Self {
+        HeapHints { by_granule: (0..HINTS).map(|_| AtomicU32::new(0)).collect() }
+    }
+
+    #[inline]
+    fn hint(&self, address: DeviceAddress) -> &AtomicU32 {
         // Fibonacci hashing: the multiplication carries all bits to the highest ones.
         let hash = (address.0 >> GRANULE_BITS).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        &self.shards[(hash >> (64 - SHARDS.ilog2())) as usize]
+        &self.by_granule[(hash >> (64 - HINTS.ilog2())) as usize]
     }
 
-    /// The live allocation that starts here.
-    pub(crate) fn find(&self, address: DeviceAddress) -> Option<Handle> {
-        self.shard(address).lock().get(&address.0).copied()
+    #[inline]
+    pub(crate) fn get(&self, address: DeviceAddress) -> Option<HeapId> {
+        self.hint(address).load(Ordering::Relaxed).checked_sub(1).map(HeapId)
     }
 
-    /// An allocation starts here. One that another thread has just freed may still be known here: it is no more.
-    pub(crate) fn insert(&self, address: DeviceAddress, handle: Handle) {
-        self.shard(address).lock().insert(address.0, handle);
-    }
-
-    /// The allocation was freed. Another thread may have got its place already, and then that one stays known.
-    pub(crate) fn remove(&self, address: DeviceAddress, handle: Handle) {
-        let mut shard = self.shard(address).lock();
-        if shard.get(&address.0) == Some(&handle) {
-            shard.remove(&address.0);
-        }
-    }
-
-    /// Number of allocations that are known.
-    pub(crate) fn len(&self) -> usize {
-        self.shards.iter().map(|shard| shard.lock().len()).sum()
+    pub(crate) fn set(&self, address: DeviceAddress, heap: HeapId) {
+        self.hint(address).store(heap.0 + 1, Ordering::Relaxed);
     }
 }
 
-impl<L: Lock> std::fmt::Debug for PointerMap<L> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "PointerMap({})", self.len())
+impl fmt::Debug for HeapHints {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HeapHints").finish_non_exhaustive()
     }
 }

@@ -107,50 +107,5 @@ pub(crate) struct Moment {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn clocks(streams: u16) -> StreamClocks {
-        let mut clocks = StreamClocks::default();
-        (0..streams).for_each(|_| clocks.register());
-        clocks
-    }
-
-    fn waits(clocks: &mut StreamClocks, stream: u16, on: u16) -> Tick {
-        let moment = clocks.moment(StreamId(on));
-        clocks.waits_for(StreamId(stream), &moment);
-        moment.tick
-    }
-
-    #[test]
-    fn a_wait_covers_what_the_other_stream_had_waited_for_and_nothing_later() {
-        let mut clocks = clocks(3);
-        let first = waits(&mut clocks, 1, 0);
-        waits(&mut clocks, 2, 1);
-        assert!(clocks.covers(StreamId(2), StreamId(0), first));
-        assert!(!clocks.covers(StreamId(2), StreamId(0), first + 1));
-        let second = waits(&mut clocks, 1, 0);
-        assert!(!clocks.covers(StreamId(2), StreamId(0), second));
-    }
-
-    #[test]
-    fn the_host_waits_for_all_that_the_stream_had_waited_for() {
-        let mut clocks = clocks(3);
-        let tick = waits(&mut clocks, 1, 0);
-        let moment = clocks.moment(StreamId(1));
-        clocks.synchronized(&moment);
-        assert!(clocks.covers(StreamId(2), StreamId(0), tick));
-        assert!(!clocks.covers(StreamId(2), StreamId(0), tick + 1));
-    }
-
-    #[test]
-    fn the_first_wait_is_forgotten_when_there_are_too_many() {
-        let others = WAITS_MAX as u16 + 1;
-        let mut clocks = clocks(others + 1);
-        let ticks: Vec<Tick> = (1..=others).map(|on| waits(&mut clocks, 0, on)).collect();
-        assert!(!clocks.covers(StreamId(0), StreamId(1), ticks[0]));
-        for on in 2..=others {
-            assert!(clocks.covers(StreamId(0), StreamId(on), ticks[on as usize - 1]), "{on}");
-        }
-    }
-}
+#[path = "../../tests/unit/clocks.rs"]
+mod tests;

@@ -1,49 +1,44 @@
 //! Handles and what an allocation returns.
 //!
-//! A handle names one allocation of one allocator, for ever: it is never given to another allocation, so using it after
-//! the allocation was freed is an error, and never reaches another allocation's memory.
+//! A handle names one allocation for ever: it is never given to another one, so using it after the allocation was freed, or
+//! with another allocator, is an error, and never reaches another allocation's memory.
 //!
 //! ```text
-//!  owner 64   the allocator, numbered in the process      heap 32 │ slot 32   where its block is kept
-//!  serial 64  the allocation, numbered in its heap
+//!  heap 32 │ slot 32   where the block is kept, in its allocator        serial 64   the allocation, numbered in the process
 //! ```
-//! The block in `slot` carries the same serial while it is allocated: one comparison recognises a live handle. No serial is
-//! zero, so an `Option<Handle>` is as large as a handle.
+//! The block in `slot` carries the same serial while it is allocated: one comparison recognises a live handle. A heap takes
+//! serials from the process 2^32 at a time, so no two heaps give the same one. No serial is zero, so an `Option<Handle>` is
+//! as large as a handle.
 
 use crate::types::backend::DeviceAddress;
 use crate::types::ids::{HeapId, Placement};
+use smallvec::SmallVec;
 use std::fmt;
 use std::num::NonZeroU64;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Names one allocation. Copying it copies the name, not the memory.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Handle {
-    owner: u64,
-    heap: HeapId,
-    slot: u32,
+    /// Heap and slot. Two words pass in registers.
+    place: u64,
     serial: NonZeroU64,
 }
 
 impl Handle {
     #[inline]
-    pub(crate) fn new(owner: u64, heap: HeapId, slot: u32, serial: NonZeroU64) -> Self {
-        Handle { owner, heap, slot, serial }
-    }
-
-    #[inline]
-    pub(crate) fn owner(self) -> u64 {
-        self.owner
+    pub(crate) fn new(heap: HeapId, slot: u32, serial: NonZeroU64) -> Self {
+        Handle { place: (u64::from(heap.0) << 32) | u64::from(slot), serial }
     }
 
     #[inline]
     pub(crate) fn heap(self) -> HeapId {
-        self.heap
+        HeapId((self.place >> 32) as u32)
     }
 
     #[inline]
     pub(crate) fn slot(self) -> u32 {
-        self.slot
+        self.place as u32
     }
 
     #[inline]
@@ -51,60 +46,81 @@ impl Handle {
         self.serial
     }
 
-    /// The handle as three words, for interfaces that carry integers only.
+    /// The handle as two words, for interfaces that carry integers only.
     #[inline]
-    pub const fn into_raw(self) -> (u64, u64, u64) {
-        (self.owner, ((self.heap.0 as u64) << 32) | self.slot as u64, self.serial.get())
+    pub const fn into_raw(self) -> (u64, u64) {
+        (self.place, self.serial.get())
     }
 
-    /// The handle of [`into_raw`](Self::into_raw). Any three words are safe: what is not a live handle is refused by
-    /// every call.
+    /// The handle of [`into_raw`](Self::into_raw). Any two words are safe: what is not a live handle is refused by every
+    /// call.
     #[inline]
-    pub const fn from_raw((owner, place, serial): (u64, u64, u64)) -> Self {
-        // No allocation has the serial zero, and no heap lives to give the last one.
+    pub const fn from_raw((place, serial): (u64, u64)) -> Self {
+        // No allocation has the serial zero, and no process lives to give the last one.
         let serial = match NonZeroU64::new(serial) {
             Some(serial) => serial,
             None => NonZeroU64::MAX,
         };
-        Handle { owner, heap: HeapId((place >> 32) as u32), slot: place as u32, serial }
+        Handle { place, serial }
     }
 }
 
 impl fmt::Debug for Handle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Handle({self} of allocator {})", self.owner)
+        write!(f, "Handle({self})")
     }
 }
 
 impl fmt::Display for Handle {
-    /// Heap, slot and serial.
+    /// Heap, slot and serial, which is the number of the range and the number in it.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/{}#{}", self.heap, self.slot, self.serial)
+        let serial = self.serial.get();
+        write!(f, "{}/{}#{}.{}", self.heap(), self.slot(), serial >> RANGE_BITS, serial as u32)
     }
 }
 
-/// Numbers the allocators of this process, and never gives a number twice. Goes into handles, never into a decision.
-pub(crate) fn next_owner() -> u64 {
-    static NEXT_OWNER: AtomicU64 = AtomicU64::new(1);
-    NEXT_OWNER.fetch_add(1, Ordering::Relaxed)
+/// A heap takes 2^RANGE_BITS serials at a time.
+const RANGE_BITS: u32 = 32;
+
+/// The serials of one heap's allocations. They go into handles, never into a decision.
+#[derive(Debug)]
+pub(crate) struct Serials {
+    /// The serial given last. The first of a range is not given.
+    last: u64,
+    /// The ranges that were taken, newest last.
+    ranges: SmallVec<[u32; 2]>,
 }
 
-/// Numbers the allocations of one heap.
-#[derive(Debug, Default)]
-pub(crate) struct Serials {
-    last: u64,
+impl Default for Serials {
+    /// At the end of a range that nobody takes.
+    fn default() -> Self {
+        Serials { last: u64::from(u32::MAX), ranges: SmallVec::new() }
+    }
 }
 
 impl Serials {
-    #[inline]
+    #[inline(always)]
     pub(crate) fn next(&mut self) -> NonZeroU64 {
+        if self.last as u32 == u32::MAX {
+            self.take_range();
+        }
         self.last += 1;
-        NonZeroU64::new(self.last).expect("a heap makes fewer than 2^64 allocations")
+        NonZeroU64::new(self.last).expect("the first of a range is not given")
+    }
+
+    #[cold]
+    fn take_range(&mut self) {
+        static TAKEN: AtomicU32 = AtomicU32::new(0);
+        let before = TAKEN.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |taken| taken.checked_add(1));
+        let range = before.expect("a process makes fewer than 2^32 heaps") + 1;
+        self.ranges.push(range);
+        self.last = u64::from(range) << RANGE_BITS;
     }
 
     /// Whether the serial is, or was, of an allocation of this heap.
     pub(crate) fn gave(&self, serial: NonZeroU64) -> bool {
-        serial.get() <= self.last
+        let (range, newest) = ((serial.get() >> RANGE_BITS) as u32, (self.last >> RANGE_BITS) as u32);
+        self.ranges.contains(&range) && serial.get() as u32 != 0 && (range != newest || serial.get() <= self.last)
     }
 }
 
@@ -121,3 +137,7 @@ pub struct Allocation {
     /// Bytes that may be used: the request, rounded up.
     pub size_bytes: u64,
 }
+
+#[cfg(test)]
+#[path = "../../tests/unit/handle.rs"]
+mod tests;

@@ -40,7 +40,7 @@ fn table_of(blocks: &[(Units, u32, Units)]) -> (BlockTable, Vec<Slot>) {
 fn an_equal_size_goes_to_the_oldest_memory_then_to_the_lowest_offset() {
     let (mut table, slots) = table_of(&[(40, 7, 0), (40, 3, 9), (40, 3, 2), (40, 5, 1)]);
     let mut index = FreeIndex::default();
-    slots.iter().for_each(|slot| index.insert(table.blocks_mut(), *slot));
+    slots.iter().for_each(|slot| index.insert(table.tiling().blocks(), *slot));
     assert_eq!(index.best_fit(table.blocks(), CLASS, 33), Some(slots[2]));
 }
 
@@ -51,13 +51,13 @@ fn a_request_of_the_largest_sizes_gets_no_block_of_the_other_class() {
     for slot in &slots[..3] {
         table.block_mut(*slot).class = SizeClass::Small;
     }
-    slots[..3].iter().for_each(|slot| index.insert(table.blocks_mut(), *slot));
+    slots[..3].iter().for_each(|slot| index.insert(table.tiling().blocks(), *slot));
     // The words of these sizes' bins are followed by the other class's.
     let sizes = [1 << 24, 1 << 29, (1 << 30) + 1, 1 << 31, u32::MAX];
     let fits =
         |index: &mut FreeIndex, table: &BlockTable| sizes.map(|size| index.best_fit(table.blocks(), CLASS, size));
     assert_eq!(fits(&mut index, &table), [None; 5]);
-    index.insert(table.blocks_mut(), slots[3]);
+    index.insert(table.tiling().blocks(), slots[3]);
     assert_eq!(fits(&mut index, &table), [Some(slots[3]), Some(slots[3]), None, None, None]);
 }
 
@@ -90,7 +90,7 @@ proptest! {
             assert!(index.is_linked(table.blocks()));
         };
         for slot in slots {
-            index.insert(table.blocks_mut(), slot);
+            index.insert(table.tiling().blocks(), slot);
             oracle.insert(FreeKey::of(table.block(slot), slot));
         }
         check(&mut index, &table, &oracle);
@@ -99,7 +99,7 @@ proptest! {
                 break;
             }
             let key = *removal.get(&oracle.iter().copied().collect::<Vec<_>>());
-            index.remove(table.blocks_mut(), key.slot());
+            index.remove(table.tiling().blocks(), key.slot());
             oracle.remove(&key);
         }
         check(&mut index, &table, &oracle);

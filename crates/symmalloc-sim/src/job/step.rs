@@ -51,7 +51,7 @@ impl<L: Lock> Rank<L> {
                 }
                 if let Some(handle) = live.handle {
                     let free = || match live.address().filter(|_| self.goes_by_address(number)) {
-                        Some(address) => self.allocator.free_at(address),
+                        Some(address) => self.allocator.free_at(address).map(drop),
                         None => self.allocator.free(handle),
                     };
                     if let Err(error) = insist(free, |error| matches!(error, FreeError::Fence(_))) {

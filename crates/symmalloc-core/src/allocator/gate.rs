@@ -1,0 +1,239 @@
+//! The gate that ops pass one at a time while they are recorded, and what is noted there. See [`super::recording`].
+
+use super::recorder::{Recording, RecordingError, StartRecordingError};
+use super::request::Request;
+use crate::config::errors::TrimError;
+use crate::config::op::{NAME_BYTES_MAX, Op, Record};
+use crate::history::names::cut_name;
+use crate::sync::lock::{Guard, Lock, LockCell};
+use crate::types::backend::BackendError;
+use crate::types::handle::{Allocation, Handle};
+use crate::types::ids::{AllocationId, ObserverId, PoolId, StreamId};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// What the gate guards.
+enum State {
+    Off,
+    On(Box<Recording>),
+    /// Ended before it was stopped.
+    Ended(RecordingError),
+}
+
+/// The recording of an allocator, if there is one.
+pub(super) struct Recorder<L: Lock> {
+    state: L::Cell<State>,
+    /// Whether ops are recorded. Changes behind the gate.
+    is_on: AtomicBool,
+}
+
+/// The way through the gate. While a thread holds it, no other carries out a recorded op.
+pub(super) struct Gate<'a, L: Lock> {
+    recorder: &'a Recorder<L>,
+    /// `None` while nothing is recorded, and while the failure callback is asked.
+    state: Option<Guard<'a, L, State>>,
+    /// The thread was unwinding already: the op is one of a `Drop`.
+    was_panicking: bool,
+}
+
+impl<L: Lock> Recorder<L> {
+    pub(super) fn new() -> Self {
+        Recorder { state: L::Cell::new(State::Off), is_on: AtomicBool::new(false) }
+    }
+
+    #[inline(always)]
+    pub(super) fn is_on(&self) -> bool {
+        self.is_on.load(Ordering::Acquire)
+    }
+
+    /// Through the gate, when something is recorded.
+    pub(super) fn gate(&self) -> Gate<'_, L> {
+        if !self.is_on() {
+            return self.open_gate();
+        }
+        Gate { recorder: self, state: Some(self.state.lock()), was_panicking: std::thread::panicking() }
+    }
+
+    /// The gate while nothing is recorded.
+    pub(super) fn open_gate(&self) -> Gate<'_, L> {
+        Gate { recorder: self, state: None, was_panicking: false }
+    }
+
+    /// Through the gate, to begin a recording.
+    pub(super) fn prepare(&self) -> Result<Gate<'_, L>, StartRecordingError> {
+        let state = self.state.lock();
+        if !matches!(*state, State::Off) {
+            return Err(StartRecordingError::AlreadyRecording);
+        }
+        Ok(Gate { recorder: self, state: Some(state), was_panicking: std::thread::panicking() })
+    }
+
+    /// Ends the recording.
+    pub(super) fn stop(&self) -> Result<Box<Recording>, RecordingError> {
+        let mut state = self.state.lock();
+        match std::mem::replace(&mut *state, State::Off) {
+            State::Off => Err(RecordingError::NotRecording),
+            State::Ended(error) => Err(error),
+            State::On(recording) => {
+                self.is_on.store(false, Ordering::Release);
+                Ok(recording)
+            }
+        }
+    }
+}
+
+impl<L: Lock> Gate<'_, L> {
+    /// From here on everything is recorded.
+    pub(super) fn begin(&mut self, recording: Recording) {
+        let state = self.state.as_deref_mut().expect("a gate that was prepared");
+        *state = State::On(Box::new(recording));
+        self.recorder.is_on.store(true, Ordering::Release);
+    }
+
+    /// Whether what is noted goes anywhere.
+    pub(super) fn is_recording(&mut self) -> bool {
+        self.recording().is_some()
+    }
+
+    fn recording(&mut self) -> Option<&mut Recording> {
+        match self.state.as_deref_mut() {
+            Some(State::On(recording)) => Some(recording),
+            _ => None,
+        }
+    }
+
+    /// Records an op that was carried out. No heap is locked.
+    pub(super) fn note(&mut self, op: Op) {
+        self.note_record(Record::from(op));
+    }
+
+    fn note_record(&mut self, record: Record) {
+        let Some(recording) = self.recording() else { return };
+        match recording.sink.record(record) {
+            Ok(()) => recording.records += 1,
+            Err(source) => self.end(|records| RecordingError::Sink { records, source }),
+        }
+    }
+
+    /// Records an allocation.
+    pub(super) fn note_allocation(&mut self, made: &Allocation, request: Request, name: Option<&str>) {
+        let Request { pool, stream, size_bytes } = request;
+        let Some(recording) = self.recording() else { return };
+        let id = AllocationId(recording.next_id);
+        recording.next_id += 1;
+        recording.ids.insert(made.handle, id);
+        let op = Op::Allocate { id, pool, stream, size_bytes };
+        let placement = (made.size_bytes > 0).then_some(made.placement);
+        let name = name.map(|name| cut_name(name, NAME_BYTES_MAX).into());
+        self.note_record(Record { op, name, placement, pending: None });
+    }
+
+    /// Records the free of an allocation that was live.
+    pub(super) fn note_free(&mut self, handle: Handle) {
+        let Some(recording) = self.recording() else { return };
+        match recording.ids.remove(&handle) {
+            Some(id) => self.note(Op::Free { id }),
+            // No handle says whether an allocation of zero bytes was freed before.
+            None => self.end(|records| RecordingError::FreedTwice { records, handle }),
+        }
+    }
+
+    /// Records the use of an allocation by another stream.
+    pub(super) fn note_use(&mut self, handle: Handle, stream: StreamId) {
+        let Some(recording) = self.recording() else { return };
+        if let Some(id) = recording.ids.get(&handle).copied() {
+            self.note(Op::RecordUse { id, stream });
+        }
+    }
+
+    /// Records that an observer came.
+    pub(super) fn note_observer(&mut self, observer: ObserverId, pool: PoolId) {
+        let Some(recording) = self.recording() else { return };
+        let id = ObserverId(recording.observers.len() as u32);
+        recording.observers.push(Some(observer));
+        self.note(Op::Observe { observer: id, pool });
+    }
+
+    /// Records that an observer acknowledged everything so far.
+    pub(super) fn note_acknowledgement(&mut self, observer: ObserverId) {
+        if let Some(id) = self.recording().and_then(|recording| recording.observer(observer)) {
+            self.note(Op::Acknowledge { observer: id });
+        }
+    }
+
+    /// Records that an observer is gone.
+    pub(super) fn note_forgotten(&mut self, observer: ObserverId) {
+        let Some(recording) = self.recording() else { return };
+        if let Some(id) = recording.observer(observer) {
+            recording.observers[id.index()] = None;
+            self.note(Op::Forget { observer: id });
+        }
+    }
+
+    /// A segment was removed between an observer's `unread` and its `acknowledge`.
+    #[cold]
+    pub(super) fn late_death(&mut self) {
+        self.end(|records| RecordingError::LateDeath { records });
+    }
+
+    /// Ends the recording where the driver kept what a trim was to give back.
+    pub(super) fn note_failed_trim(&mut self, outcome: &Result<u64, TrimError>) {
+        if let Err(TrimError::Backend { error, .. }) = outcome {
+            self.driver_failed(error.clone());
+        }
+    }
+
+    /// The driver failed in the middle of an op: whether it left what no op leads to is not known.
+    #[cold]
+    pub(super) fn driver_failed(&mut self, source: BackendError) {
+        self.end(|records| RecordingError::Driver { records, source });
+    }
+
+    /// A pool was restored.
+    #[cold]
+    pub(super) fn restored(&mut self, pool: PoolId) {
+        self.end(|records| RecordingError::Restored { records, pool });
+    }
+
+    /// The limit over all pools is another one from here on.
+    pub(super) fn note_limit(&mut self) {
+        self.end(|records| RecordingError::LimitChanged { records });
+    }
+
+    /// Ends the recording early. The allocator goes on.
+    #[cold]
+    fn end(&mut self, error: impl FnOnce(u64) -> RecordingError) {
+        let Some(state) = self.state.as_deref_mut() else { return };
+        let State::On(recording) = state else { return };
+        let Recording { sink, records, .. } = &mut **recording;
+        let records = *records;
+        let mut error = error(records);
+        // What was recorded before is whole, unless the sink failed.
+        if !matches!(error, RecordingError::Sink { .. } | RecordingError::Panicked { .. })
+            && let Err(source) = sink.finish()
+        {
+            error = RecordingError::Sink { records, source };
+        }
+        tracing::warn!(name: "recording.ended", target: "symmalloc", records, %error);
+        *state = State::Ended(error);
+        self.recorder.is_on.store(false, Ordering::Release);
+    }
+
+    /// Lets others through the gate, and calls `during`.
+    pub(super) fn pause<T>(&mut self, during: impl FnOnce() -> T) -> T {
+        let was_closed = self.state.take().is_some();
+        let result = during();
+        if was_closed {
+            self.state = Some(self.recorder.state.lock());
+        }
+        result
+    }
+}
+
+impl<L: Lock> Drop for Gate<'_, L> {
+    /// An op that panics is half recorded: the recording ends, and says so.
+    fn drop(&mut self) {
+        if self.state.is_some() && !self.was_panicking && std::thread::panicking() {
+            self.end(|records| RecordingError::Panicked { records });
+        }
+    }
+}

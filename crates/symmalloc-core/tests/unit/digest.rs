@@ -1,0 +1,46 @@
+//! Tests of `src/history/digest.rs`, which has them as its module.
+
+use super::*;
+use std::collections::BTreeSet;
+
+#[test]
+fn near_histories_have_different_digests() {
+    let histories: [&[(u64, u64)]; 8] = [
+        &[],
+        &[(1, 2)],
+        &[(2, 1)],
+        &[(1, 2), (3, 4)],
+        &[(3, 4), (1, 2)],
+        &[(1, 2), (4, 3)],
+        &[(0, 0)],
+        &[(0, 0), (0, 0)],
+    ];
+    let values: BTreeSet<u64> = histories
+        .iter()
+        .map(|history| {
+            let mut digest = Digest::new(9);
+            history.iter().for_each(|(op, decision)| digest.fold(*op, *decision));
+            digest.value
+        })
+        .collect();
+    assert_eq!(values.len(), histories.len());
+}
+
+#[test]
+fn words_can_be_read_back() {
+    for (number, mark) in Mark::ALL.into_iter().enumerate() {
+        assert_eq!(mark as usize, number + 1);
+        assert_eq!(unpack_op(op_word(mark, StreamId(7), 99)), Some((mark, StreamId(7), 99)));
+    }
+    assert_eq!((unpack_op(0), unpack_op(u64::MAX)), (None, None));
+    let placement = Placement { segment: SegmentId(3), offset_bytes: 5 << 20 };
+    assert_eq!(unpack_placement(placement_word(placement)), placement);
+}
+
+#[test]
+fn marks_streams_and_amounts_do_not_overlap() {
+    let most = op_word(Mark::RefusedBySegment, StreamId(u16::MAX), (1 << 42) - 1);
+    assert_eq!(most >> 58, Mark::RefusedBySegment as u64);
+    assert_eq!((most >> 42) & 0xffff, 0xffff);
+    assert_eq!(unpack_op(most), Some((Mark::RefusedBySegment, StreamId(u16::MAX), (1 << 42) - 1)));
+}

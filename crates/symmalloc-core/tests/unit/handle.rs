@@ -1,0 +1,20 @@
+//! Tests of `src/types/handle.rs`, which has them as its module.
+
+use super::*;
+
+#[test]
+fn no_serial_is_given_twice_and_a_heap_knows_its_own() {
+    let [mut one, mut other] = [Serials::default(), Serials::default()];
+    let mut given = vec![one.next(), other.next(), one.next()];
+    // At the end of its range, a heap takes another one.
+    one.last |= u64::from(u32::MAX) - 1;
+    given.extend([one.next(), one.next(), one.next()]);
+    let distinct: std::collections::BTreeSet<_> = given.iter().collect();
+    assert_eq!(distinct.len(), given.len());
+    assert_eq!(one.ranges.len(), 2);
+    let known: Vec<bool> = given.iter().map(|serial| one.gave(*serial)).collect();
+    assert_eq!(known, [true, false, true, true, true, true]);
+    assert!(other.gave(given[1]) && !other.gave(given[0]));
+    assert!(!one.gave(given[5].checked_add(1).expect("small")), "it was not given yet");
+    assert!(!one.gave(NonZeroU64::new(given[0].get() - 1).expect("not zero")), "the first of a range is not given");
+}

@@ -1,0 +1,61 @@
+//! Tests of `src/config/size_rules.rs`, which has them as its module.
+
+use super::*;
+use crate::config::policy::FixedSegments;
+
+fn fixed(knobs: FixedSegments) -> SizeRules {
+    let config = PoolConfig::builder().segments(SegmentPolicy::Fixed(knobs)).build().expect("valid");
+    SizeRules::new(&config, 2 * MIB)
+}
+
+#[test]
+fn segments_have_pytorchs_sizes() {
+    let rules = fixed(FixedSegments::default());
+    for (block, segment) in [
+        (512, 2 * MIB),
+        (MIB, 2 * MIB),
+        (MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB),
+        (10 * MIB + 512, 12 * MIB),
+        (33 * MIB, 34 * MIB),
+    ] {
+        assert_eq!(bytes(rules.segment_size(units(block))), segment, "for a block of {block} bytes");
+    }
+}
+
+#[test]
+fn a_large_block_is_split_only_when_more_than_a_mebibyte_remains() {
+    let rules = fixed(FixedSegments::default());
+    let request = units(5 * MIB);
+    assert!(!rules.splits(SizeClass::Large, request, request + units(MIB)));
+    assert!(rules.splits(SizeClass::Large, request, request + units(MIB) + 1));
+    assert!(rules.splits(SizeClass::Small, 1, 2));
+}
+
+#[test]
+fn oversize_blocks_are_neither_split_nor_given_to_small_requests() {
+    let rules = fixed(FixedSegments {
+        max_split_size_bytes: Some(64 * MIB),
+        max_non_split_rounding_bytes: 20 * MIB,
+        ..FixedSegments::default()
+    });
+    assert!(!rules.accepts(units(63 * MIB), units(64 * MIB)));
+    assert!(rules.accepts(units(63 * MIB), units(64 * MIB) - 1));
+    assert!(rules.accepts(units(64 * MIB), units(84 * MIB) - 1));
+    assert!(!rules.accepts(units(64 * MIB), units(84 * MIB)));
+    assert!(!rules.splits(SizeClass::Large, units(64 * MIB), units(80 * MIB)));
+}
+
+#[test]
+fn power_of_two_divisions_round_as_in_pytorchs_documentation() {
+    // "with divisions 4, a request of 1200 is rounded up to 1280": 1024 + 256.
+    let four = RoundupPower2Divisions::uniform(4).expect("valid");
+    assert_eq!(round_to_division(1200 * KIB, four), 1280 * KIB);
+    assert_eq!(round_to_division(1024 * KIB, four), 1024 * KIB);
+    assert_eq!(round_to_division(1, four), 512);
+    assert_eq!(round_to_division(2048, four), 2048);
+    assert_eq!(round_to_division(2049, four), 2560);
+}
+
+use crate::types::units::KIB;
