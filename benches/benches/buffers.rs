@@ -25,7 +25,7 @@ use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer};
 use symmalloc_harness::jobs;
 
 /// Instructions per op in the bench profile, the walk not counted, that a recorded job whose streams keep to themselves may take.
-const INSTRUCTIONS_MAX: f64 = 520.0;
+const INSTRUCTIONS_MAX: f64 = 380.0;
 
 const REPEATS: usize = 15;
 /// Replacements that a thread makes in the table of threads.

@@ -25,7 +25,7 @@ use symmalloc_harness::jobs;
 /// How many times faster than the reference we must be.
 const RATIO_MIN: f64 = 4.0;
 /// Instructions per op, the driver's not counted, that no job may take. In the bench profile.
-const INSTRUCTIONS_MAX: f64 = 480.0;
+const INSTRUCTIONS_MAX: f64 = 340.0;
 /// Cost per op with 100,000 free blocks over that with 100.
 const GROWTH_MAX: f64 = 2.0;
 
