@@ -3,7 +3,7 @@
 mod endings;
 mod library;
 
-use cudarc::driver::CudaStream;
+use cudarc::driver::{CudaStream, DevicePtr};
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
 use stub_process::{nccl, nccl_test};
@@ -12,8 +12,8 @@ use symmalloc_core::Config;
 use symmalloc_core::config::PoolConfig;
 use symmalloc_cuda::{CudaAllocator, CudaDevice, DeviceBuffer, GraphPool};
 use symmalloc_nccl::{
-    CommError, CommState, Communicator, CommunicatorBuilder, Group, NcclTransport, ReduceOp, Registered, UniqueId,
-    Window,
+    CommError, CommState, Communicator, CommunicatorBuilder, DataType, Group, NcclTransport, ReduceOp, Registered,
+    UniqueId, Window,
 };
 
 /// More than a large segment: an allocation of it has a segment for itself.
@@ -178,6 +178,24 @@ nccl_test!(a_group_sends_and_receives_at_once, {
         assert_eq!(rank.read(&theirs), [((r + 2) % 3) as f32; 5]);
         assert_eq!(rank.read(&sum), [3.0; 5]);
         Group::new().submit().expect("nothing is nothing");
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(a_group_takes_memory_that_is_known_by_its_address, {
+    ranks(2, |rank| {
+        let (comm, stream, r) = (&rank.comm, &rank.stream, rank.number());
+        let (mine, theirs) = (rank.buffer(&[r as f32; 3]), rank.buffer(&[-1.0; 3]));
+        let [from, to] = [&mine, &theirs].map(|buffer| buffer.device_ptr(stream).0);
+        let mut group = Group::new();
+        // SAFETY: three floats each, of this device and written on this stream; they live until the stream is read from.
+        unsafe {
+            group.send_raw(comm, from, 3, DataType::Float32, 1 - r, stream).expect("a peer");
+            group.receive_raw(comm, to, 3, DataType::Float32, 1 - r, stream).expect("a peer");
+            group.send_raw(comm, from, 3, DataType::Float32, 2, stream).expect_err("there are two ranks");
+        }
+        group.submit().expect("submitted");
+        assert_eq!(rank.read(&theirs), [(1 - r) as f32; 3]);
     });
     nccl::assert_clean();
 });
