@@ -125,6 +125,15 @@ fn a_panic_in_a_call_leaves_no_charge(panics_in: fn(DeviceCall) -> bool) {
     assert_eq!((stats.reserved_bytes.current, stats.usage.all.allocations.current), (0, 0), "a charge for ever");
     allocator.check().expect("sound");
     allocator.allocate(POOL, S0, 5 * MIB).expect("all of the limit is there");
+    let layout = allocator.save_layout(POOL).expect("nothing is retired");
+    is_armed.store(true, Ordering::Relaxed);
+    let again =
+        Allocator::<_, Shared>::new(Hooked { inner: &device, hook }, allocator.config().clone()).expect("valid");
+    again.register_stream().expect("few");
+    catch_unwind(AssertUnwindSafe(|| again.restore_layout(POOL, &layout))).expect_err("the backend panicked");
+    assert_eq!(again.stats().reserved_bytes.current, 0, "a charge for ever");
+    again.restore_layout(POOL, &layout).expect("all of the limit is there");
+    again.check().expect("sound");
 }
 
 #[test]

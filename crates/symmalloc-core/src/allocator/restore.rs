@@ -25,6 +25,7 @@ use crate::blocks::table::BlockState;
 use crate::config::restore_error::RestoreError;
 use crate::heap::Heap;
 use crate::history::layout::{HeapLayout, Layout};
+use crate::stats::budget::{Charge, LimitMet};
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::handle::{Allocation, Handle};
@@ -174,20 +175,22 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             let (_, failure) = heap.release_retired(&self.context);
             failure.map_or(Ok(()), Err)?;
         }
-        for (at, Saved { heap, layout }) in heaps.iter().enumerate() {
-            if let Err(met) = heap.charge_layout(&self.context, layout) {
-                for earlier in &heaps[..at] {
-                    earlier.heap.confirm_layout(&self.context, &earlier.layout, 0);
-                }
-                let (scope, limit_bytes, needed_bytes) = (met.scope, met.limit_bytes, layout.reserved_bytes());
-                return Err(RestoreError::Limit { scope, limit_bytes, needed_bytes });
-            }
+        // A charge that is dropped before it is kept, because of a limit or of a backend that panics, is refunded.
+        let mut charges = Vec::new();
+        for Saved { heap, layout } in heaps.iter() {
+            let charge = heap.charge_layout(&self.context, layout);
+            charges.push(charge.map_err(|LimitMet { scope, limit_bytes }| RestoreError::Limit {
+                scope,
+                limit_bytes,
+                needed_bytes: layout.reserved_bytes(),
+            })?);
         }
         let mut obtained = Vec::new();
         let outcome = heaps.iter().try_for_each(|Saved { heap, layout }| {
             obtained.push(Vec::new());
             heap.obtain_layout(&self.context, layout, obtained.last_mut().expect("just pushed"))
         });
+        charges.into_iter().for_each(Charge::keep);
         let mut obtained = obtained.into_iter();
         for Saved { heap, layout } in heaps {
             let ranges = obtained.next().unwrap_or_default();

@@ -27,8 +27,12 @@ pub(crate) struct ObtainedRange {
 
 impl<L: Lock> Heap<L> {
     /// Sets the memory of a layout aside.
-    pub(crate) fn charge_layout<B>(&self, context: &Context<B, L>, layout: &HeapLayout) -> Result<(), LimitMet> {
-        self.budgets(context).charge(layout.reserved_bytes()).map(Charge::keep)
+    pub(crate) fn charge_layout<'a, B>(
+        &'a self,
+        context: &'a Context<B, L>,
+        layout: &HeapLayout,
+    ) -> Result<Charge<'a, L>, LimitMet> {
+        self.budgets(context).charge(layout.reserved_bytes())
     }
 
     /// So much of a layout's memory is there. The rest of the charge is given back.
