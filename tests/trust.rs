@@ -4,7 +4,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Range};
-use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
+use symmalloc_core::config::{Config, PointerLookup, PoolConfig, StreamPolicy};
 use symmalloc_core::lock::Shared;
 use symmalloc_core::recording::{Sink, SinkError};
 use symmalloc_core::units::MIB;
@@ -144,6 +144,27 @@ fn a_backend_that_panics_in_map_leaves_no_charge() {
 #[test]
 fn a_backend_that_panics_in_reserve_leaves_no_charge() {
     a_panic_in_a_call_leaves_no_charge(|call| matches!(call, DeviceCall::Reserve { .. }));
+}
+
+/// An allocation whose free panicked is live, and is freed by the address that the program still has.
+#[test]
+fn a_backend_that_panics_in_record_leaves_the_allocation_to_be_found() {
+    let device = SimBackend::builder().build();
+    let is_armed = AtomicBool::new(true);
+    let hook = |call| {
+        let panics = matches!(call, DeviceCall::Record { .. }) && is_armed.swap(false, Ordering::Relaxed);
+        assert!(!panics, "this backend panics once");
+    };
+    let config = Config::builder().pointer_lookup(PointerLookup::Exact).build().expect("valid");
+    let allocator = Allocator::<_, Shared>::new(Hooked { inner: &device, hook }, config).expect("valid");
+    let streams = [(); 2].map(|()| allocator.register_stream().expect("few"));
+    let made = allocator.allocate(POOL, streams[0], MIB).expect("fits");
+    allocator.record_use(made.handle, streams[1]).expect("live");
+    catch_unwind(AssertUnwindSafe(|| allocator.free_at(made.address))).expect_err("the backend panicked");
+    allocator.check().expect("sound");
+    assert_eq!(allocator.handle_at(made.address), Ok(made.handle));
+    assert_eq!(allocator.free_at(made.address), Ok(MIB));
+    allocator.check().expect("sound");
 }
 
 /// Answers `reserve` with a range of its own, once.

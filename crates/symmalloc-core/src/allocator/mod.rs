@@ -16,8 +16,8 @@
 //! Step 3 is the same on every rank because limits are configured bytes. When the driver refuses, which may happen on one
 //! rank alone, nothing is given back unasked: step 3 is skipped.
 //!
-//! Statistics over all heaps, the pointer map and the recording are told after a decision, at the end of `place` and of `free`.
-//! They decide nothing. While a recording is on, ops pass its gate one at a time.
+//! Statistics over all heaps and the recording are told after a decision, at the end of `place` and of `free`. They decide nothing.
+//! While a recording is on, ops pass its gate one at a time.
 
 mod gate;
 pub mod histories;

@@ -302,7 +302,10 @@ impl<L: Lock> Heap<L> {
             return self.free_nothing(handle);
         }
         let live = self.live(handle)?;
-        self.free_live(context, live, true)
+        if self.table.block(live.slot).fences.is_empty() {
+            return Ok(self.make_free(context, live, true));
+        }
+        self.fence_and_free(context, live)
     }
 
     /// As [`free`](Self::free), of the allocation that starts at an address. `None` when none does.
@@ -316,11 +319,13 @@ impl<L: Lock> Heap<L> {
         let BlockState::Allocated { stream, requested, .. } = self.table.block(slot).state else {
             unreachable!("the pointer map knows live allocations only");
         };
-        let freed = self.free_live(context, Live { slot, stream, requested }, false);
-        if freed.is_err() {
-            self.note_pointer(slot);
+        let live = Live { slot, stream, requested };
+        if self.table.block(slot).fences.is_empty() {
+            return Some(Ok(self.make_free(context, live, false)));
         }
-        Some(freed)
+        // It is found until its uses are fenced: the backend may refuse that, or panic.
+        self.note_pointer(slot);
+        Some(self.fence_and_free(context, live))
     }
 
     /// From now on a live allocation is found by its address, if that is configured.
@@ -331,32 +336,14 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Frees a live allocation, which the pointer map may still know.
-    #[inline(always)]
-    fn free_live<B: Backend>(
-        &mut self,
-        context: &Context<B, L>,
-        live: Live,
-        is_mapped: bool,
-    ) -> Result<Freed, FreeError> {
-        if self.table.block(live.slot).fences.is_empty() {
-            return Ok(self.make_free(context, live, is_mapped));
-        }
-        self.fence_and_free(context, live, is_mapped)
-    }
-
+    /// Frees a live allocation that other streams used.
     #[inline(never)]
-    fn fence_and_free<B: Backend>(
-        &mut self,
-        context: &Context<B, L>,
-        live: Live,
-        is_mapped: bool,
-    ) -> Result<Freed, FreeError> {
+    fn fence_and_free<B: Backend>(&mut self, context: &Context<B, L>, live: Live) -> Result<Freed, FreeError> {
         self.fence_uses(context, live.slot)?;
-        Ok(self.make_free(context, live, is_mapped))
+        Ok(self.make_free(context, live, true))
     }
 
-    /// Makes an allocation whose uses are fenced a free block.
+    /// Makes an allocation whose uses are fenced a free block. The pointer map may know it still.
     #[inline(always)]
     fn make_free<B: Backend>(&mut self, context: &Context<B, L>, live: Live, is_mapped: bool) -> Freed {
         let Live { slot, stream, requested } = live;

@@ -1,7 +1,7 @@
 //! From an address to an allocation, for programs that keep the address and nothing else, as C and PyTorch do.
 //!
 //! ```text
-//!  address ──► hint ──► heap, locked ──► its pointer map ──► handle
+//!  address ──► hint ──► heap, locked ──► its pointer map ──► block
 //!                │ none, or the heap does not know the address
 //!                └────► directory ──► heap, locked ──► its pointer map
 //! ```
@@ -9,7 +9,8 @@
 //! A heap's **pointer map** knows its live allocations by their first address. It is told of allocations and frees after they are
 //! decided, and only where it is configured ([`PointerLookup`](crate::config::PointerLookup)).
 //!
-//! A pointer is resolved to a handle, and from there on there is one way. Addresses go in as keys and decide nothing.
+//! A pointer is resolved to its block, as a handle is, and from there on there is one way. Addresses go in as keys and decide
+//! nothing.
 
 use crate::blocks::table::Slot;
 use crate::types::backend::{DeviceAddress, Range};
