@@ -68,6 +68,7 @@ def peers(without_device):
         ]
     return [
         ours("symmalloc", "buffer"),
+        ours("symmalloc, counted", "counted", turns=2),
         ours("symmalloc, handles", "handle", turns=2),
         ours("symmalloc, C", "library"),
         ours("symmalloc, shared streams", "buffer", "streams:shared"),

@@ -75,28 +75,39 @@ pub(crate) fn measure<S: Subject>(amounts: &Amounts, jobs: &[Job], report: &Repo
     report.figure("readings", &"disturbed", &[disturbed]);
 }
 
-/// A job as it is replayed, with the blocks that are live.
-struct Replay<'a, S: Subject> {
-    job: &'a Job,
-    moves: Vec<Move>,
-    blocks: Vec<Option<S::Block>>,
+/// A job as a subject replays it, with the blocks that are live.
+struct Replay<'s, S: Subject> {
+    subject: &'s S,
+    streams: Vec<S::Stream<'s>>,
+    moves: &'s [Move],
+    blocks: Vec<Option<S::Block<'s>>>,
 }
 
-impl<S: Subject> Replay<'_, S> {
-    fn streams<'s>(&self, subject: &'s S) -> Vec<S::Stream<'s>> {
-        (0..self.job.streams()).map(|number| subject.stream(number)).collect()
+impl<'s, S: Subject> Replay<'s, S> {
+    fn new(subject: &'s S, job: &Job, script: &'s Script) -> Self {
+        Replay {
+            subject,
+            streams: (0..job.streams()).map(|number| subject.stream(number)).collect(),
+            moves: &script.moves,
+            blocks: (0..script.places).map(|_| None).collect(),
+        }
     }
 
     /// Times one pass over the job.
-    fn pass(&mut self, subject: &S, streams: &[S::Stream<'_>], stopwatch: &mut Stopwatch) -> Reading {
-        let Replay { moves, blocks, .. } = self;
-        let reading = stopwatch.time(moves.len(), || walk(subject, streams, moves, blocks));
+    fn pass(&mut self, stopwatch: &mut Stopwatch) -> Reading {
+        let Replay { subject, streams, moves, blocks } = self;
+        let reading = stopwatch.time(moves.len(), || walk(*subject, streams, moves, blocks));
         subject.synchronize();
         reading
     }
 }
 
-fn walk<S: Subject>(subject: &S, streams: &[S::Stream<'_>], moves: &[Move], blocks: &mut [Option<S::Block>]) {
+fn walk<'s, S: Subject>(
+    subject: &'s S,
+    streams: &[S::Stream<'s>],
+    moves: &[Move],
+    blocks: &mut [Option<S::Block<'s>>],
+) {
     for step in moves {
         match *step {
             Move::Allocate { place, stream, size_bytes } => {
@@ -118,22 +129,17 @@ fn walk<S: Subject>(subject: &S, streams: &[S::Stream<'_>], moves: &[Move], bloc
 
 /// Passes over memory that was just obtained, and over memory that is there.
 fn replay<S: Subject>(amounts: &Amounts, job: &Job, stopwatch: &mut Stopwatch, report: &Report, make: &dyn Fn() -> S) {
-    let Script { moves, places } = Script::new(job);
-    let replay = &mut Replay { job, moves, blocks: (0..places).map(|_| None).collect() };
-    let cold = stopwatch.read(amounts.cold, |stopwatch| {
-        let subject = make();
-        let streams = replay.streams(&subject);
-        replay.pass(&subject, &streams, stopwatch)
-    });
+    let script = Script::new(job);
+    let cold = stopwatch.read(amounts.cold, |stopwatch| Replay::new(&make(), job, &script).pass(stopwatch));
     report.figure("cold_ns_per_op", &job.name, &cold);
 
     let subject = make();
-    let streams = replay.streams(&subject);
-    replay.pass(&subject, &streams, stopwatch);
+    let mut replay = Replay::new(&subject, job, &script);
+    replay.pass(stopwatch);
     let (calls, mut passes) = (subject.driver_calls(), 0);
     let steady = stopwatch.read(amounts.steady, |stopwatch| {
         passes += 1;
-        replay.pass(&subject, &streams, stopwatch)
+        replay.pass(stopwatch)
     });
     report.figure("steady_ns_per_op", &job.name, &steady);
     if let Some((before, after)) = calls.zip(subject.driver_calls()) {
@@ -188,7 +194,7 @@ pub(crate) fn replace_random<S: Subject>(
 ) -> Vec<f64> {
     let stream = subject.stream(0);
     let mut random = Random::new();
-    let mut blocks: Vec<Option<S::Block>> =
+    let mut blocks: Vec<Option<S::Block<'_>>> =
         (0..live).map(|_| Some(subject.allocate(&stream, size(&mut random)))).collect();
     let mut repeat = |stopwatch: &mut Stopwatch| {
         let reading = stopwatch.time(amounts.pairs, || {

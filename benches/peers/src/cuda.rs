@@ -2,7 +2,8 @@
 //!
 //! | subject | allocates with | frees with |
 //! |---|---|---|
-//! | [`Buffers`] | `CudaAllocator::alloc` | the drop of a `DeviceBuffer` |
+//! | [`Counted`] | `CudaAllocator::alloc` | the drop of a `DeviceBuffer` |
+//! | [`Borrowed`] | `StreamAllocator::alloc` | the drop of a `DeviceBuffer` |
 //! | [`Handles`] | `CudaAllocator::allocate` | `CudaAllocator::free` |
 //!
 //! A program calls them where it keeps the memory, so nothing of a subject stands between: it is inlined.
@@ -11,7 +12,7 @@ use crate::subject::{Memory, Subject};
 use cudarc::driver::CudaStream;
 use std::sync::Arc;
 use symmalloc_core::{Config, Handle, StreamId};
-use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaError, DeviceBuffer};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaError, DeviceBuffer, StreamAllocator};
 
 const ROOM: &str = "the device has room";
 const KNOWN: &str = "the stream is of the device, and the allocation live";
@@ -58,15 +59,66 @@ fn memory(allocator: &CudaAllocator) -> Option<Memory> {
     Some(Memory { reserved_peak_bytes: stats.reserved_bytes.peak, segments: stats.segment_count })
 }
 
-/// Owning buffers, from clones of the allocator.
-pub(crate) struct Buffers {
+/// Buffers that borrow the allocator of their stream.
+pub(crate) struct Borrowed(Counted);
+
+impl Borrowed {
+    pub(crate) fn new(cuda: &Cuda, config: &Config) -> Self {
+        Borrowed(Counted::new(cuda, config))
+    }
+}
+
+impl Subject for Borrowed {
+    type Stream<'a> = &'a StreamAllocator;
+    type Block<'a> = DeviceBuffer<u8, &'a StreamAllocator>;
+
+    fn stream(&self, number: usize) -> &StreamAllocator {
+        self.0.allocator.for_stream(&self.0.cuda.streams[number]).expect(KNOWN)
+    }
+
+    #[inline(always)]
+    fn allocate<'a>(&'a self, on: &&'a StreamAllocator, size_bytes: u64) -> DeviceBuffer<u8, &'a StreamAllocator> {
+        // SAFETY: nothing reads the memory.
+        unsafe { on.alloc(size_bytes as usize) }.expect(ROOM)
+    }
+
+    #[inline(always)]
+    fn free<'a>(&'a self, _: &&'a StreamAllocator, block: DeviceBuffer<u8, &'a StreamAllocator>) {
+        drop(block);
+    }
+
+    #[inline(always)]
+    fn free_at<'a>(&'a self, _: &&'a StreamAllocator, place: &mut Option<DeviceBuffer<u8, &'a StreamAllocator>>) {
+        // Dropped where it is: nothing moves.
+        *place = None;
+    }
+
+    fn record_use(&self, block: &DeviceBuffer<u8, &StreamAllocator>, by: &&StreamAllocator) {
+        self.0.allocator.core().record_use(block.handle(), by.stream_id()).expect(KNOWN);
+    }
+
+    fn synchronize(&self) {
+        self.0.synchronize();
+    }
+
+    fn memory(&self) -> Option<Memory> {
+        self.0.memory()
+    }
+
+    fn driver_calls(&self) -> Option<u64> {
+        self.0.driver_calls()
+    }
+}
+
+/// Buffers that count their allocator, from clones of it.
+pub(crate) struct Counted {
     allocator: CudaAllocator,
     cuda: Cuda,
 }
 
-impl Buffers {
+impl Counted {
     pub(crate) fn new(cuda: &Cuda, config: &Config) -> Self {
-        Buffers { allocator: cuda.allocator(config), cuda: cuda.clone() }
+        Counted { allocator: cuda.allocator(config), cuda: cuda.clone() }
     }
 }
 
@@ -77,9 +129,9 @@ pub(crate) struct Registered {
     id: StreamId,
 }
 
-impl Subject for Buffers {
+impl Subject for Counted {
     type Stream<'a> = Registered;
-    type Block = DeviceBuffer<u8>;
+    type Block<'a> = DeviceBuffer<u8>;
 
     fn stream(&self, number: usize) -> Registered {
         let (allocator, stream) = (self.allocator.clone(), Arc::clone(&self.cuda.streams[number]));
@@ -122,17 +174,17 @@ impl Subject for Buffers {
 }
 
 /// Handles, from clones of the allocator.
-pub(crate) struct Handles(Buffers);
+pub(crate) struct Handles(Counted);
 
 impl Handles {
     pub(crate) fn new(cuda: &Cuda, config: &Config) -> Self {
-        Handles(Buffers::new(cuda, config))
+        Handles(Counted::new(cuda, config))
     }
 }
 
 impl Subject for Handles {
     type Stream<'a> = Registered;
-    type Block = Handle;
+    type Block<'a> = Handle;
 
     fn stream(&self, number: usize) -> Registered {
         self.0.stream(number)

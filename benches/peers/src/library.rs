@@ -112,7 +112,7 @@ impl Drop for Pointers {
 
 impl Subject for Pointers {
     type Stream<'a> = Raw;
-    type Block = Raw;
+    type Block<'a> = Raw;
 
     fn stream(&self, number: usize) -> Raw {
         Raw(self.cuda.streams[number].cu_stream().cast())

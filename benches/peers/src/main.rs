@@ -24,7 +24,7 @@ mod stopwatch;
 mod subject;
 
 use crate::cases::Amounts;
-use crate::cuda::{Buffers, Cuda, Handles};
+use crate::cuda::{Borrowed, Counted, Cuda, Handles};
 use crate::job::Job;
 use crate::library::{Library, Pointers};
 use crate::report::Report;
@@ -108,8 +108,10 @@ struct Which {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Interface {
-    /// `CudaAllocator` and `DeviceBuffer`, as a Rust program uses them.
+    /// `StreamAllocator`, and a `DeviceBuffer` that borrows it.
     Buffer,
+    /// `CudaAllocator`, and a `DeviceBuffer` that counts it.
+    Counted,
     /// `CudaAllocator::allocate` and `free`, with handles.
     Handle,
     /// The C interface, by raw pointer.
@@ -180,7 +182,7 @@ impl Which {
         let report = Report::new(&self.peer);
         let config: Config = if self.conf.is_empty() { Config::default() } else { self.conf.parse()? };
         if self.prefetch_mib > 0 && matches!(self.interface, Interface::Simulated | Interface::Library) {
-            return Err("--prefetch-mib is for the interfaces buffer and handle".into());
+            return Err("--prefetch-mib is for the interfaces buffer, counted and handle".into());
         }
         let prefetch_bytes = self.prefetch_mib << 20;
         match self.interface {
@@ -192,7 +194,11 @@ impl Which {
             }
             Interface::Buffer => {
                 let cuda = Cuda::new(streams, prefetch_bytes)?;
-                task.run(&report, &|| Buffers::new(&cuda, &config));
+                task.run(&report, &|| Borrowed::new(&cuda, &config));
+            }
+            Interface::Counted => {
+                let cuda = Cuda::new(streams, prefetch_bytes)?;
+                task.run(&report, &|| Counted::new(&cuda, &config));
             }
             Interface::Handle => {
                 let cuda = Cuda::new(streams, prefetch_bytes)?;

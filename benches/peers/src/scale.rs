@@ -33,7 +33,7 @@ pub(crate) fn live_blocks<S: Subject>(
     {
         let stream = subject.stream(0);
         // Room for what the program holds, touched, so that it is not counted.
-        let mut blocks: Vec<Option<S::Block>> = (0..count).map(|_| None).collect();
+        let mut blocks: Vec<Option<S::Block<'_>>> = (0..count).map(|_| None).collect();
         let before = resident_bytes();
         let start = Instant::now();
         blocks.iter_mut().for_each(|slot| *slot = Some(subject.allocate(&stream, size(&mut random))));
@@ -82,7 +82,7 @@ fn replace_between<S: Subject>(
         let victim = blocks.swap_remove(random.below(blocks.len()));
         subject.free(&stream, victim);
     }
-    let mut blocks: Vec<Option<S::Block>> = blocks.into_iter().map(Some).collect();
+    let mut blocks: Vec<Option<S::Block<'_>>> = blocks.into_iter().map(Some).collect();
     let mut repeat = |stopwatch: &mut Stopwatch| {
         stopwatch.time(amounts.pairs, || {
             for _ in 0..amounts.pairs {

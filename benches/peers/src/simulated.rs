@@ -20,7 +20,7 @@ impl Simulated {
 
 impl Subject for Simulated {
     type Stream<'a> = StreamId;
-    type Block = Handle;
+    type Block<'a> = Handle;
 
     fn stream(&self, number: usize) -> StreamId {
         StreamId(number as u16)

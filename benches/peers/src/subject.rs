@@ -10,27 +10,29 @@ pub(crate) trait Subject: Sync + Sized {
         Self: 'a;
 
     /// An allocation.
-    type Block: Send;
+    type Block<'a>: Send
+    where
+        Self: 'a;
 
     /// One of the streams, from 0.
     fn stream(&self, number: usize) -> Self::Stream<'_>;
 
     /// Allocates for work on the stream.
-    fn allocate(&self, stream: &Self::Stream<'_>, size_bytes: u64) -> Self::Block;
+    fn allocate<'a>(&'a self, stream: &Self::Stream<'a>, size_bytes: u64) -> Self::Block<'a>;
 
     /// Frees what was allocated for work on the stream.
-    fn free(&self, stream: &Self::Stream<'_>, block: Self::Block);
+    fn free<'a>(&'a self, stream: &Self::Stream<'a>, block: Self::Block<'a>);
 
     /// Frees what is kept at a place, if anything is.
     #[inline(always)]
-    fn free_at(&self, stream: &Self::Stream<'_>, place: &mut Option<Self::Block>) {
+    fn free_at<'a>(&'a self, stream: &Self::Stream<'a>, place: &mut Option<Self::Block<'a>>) {
         if let Some(block) = place.take() {
             self.free(stream, block);
         }
     }
 
     /// Notes a use by work on another stream.
-    fn record_use(&self, block: &Self::Block, stream: &Self::Stream<'_>);
+    fn record_use(&self, block: &Self::Block<'_>, stream: &Self::Stream<'_>);
 
     /// Waits for the device, outside of what is measured.
     fn synchronize(&self) {}

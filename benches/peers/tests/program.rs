@@ -52,7 +52,7 @@ fn measure(folder: &TempDir, interface: &str, options: &[&str]) -> Vec<Value> {
 fn every_interface_gives_every_figure_and_the_same_memory() {
     let folder = folder_with_jobs();
     let simulated = measure(&folder, "simulated", &[]);
-    for interface in ["simulated", "buffer", "handle"] {
+    for interface in ["simulated", "buffer", "counted", "handle"] {
         let found = measure(&folder, interface, &[]);
         for (case, at, count) in [
             ("pair_ns", "4096", 2),

@@ -4,7 +4,7 @@ use crate::backend::{CudaBackend, CudaMemory};
 use crate::call_counters::DeviceCalls;
 use crate::device::CudaDevice;
 use crate::error::{CudaError, DriverError, DropErrors};
-use crate::pools::{AllocatorState, Pool, PoolLease};
+use crate::pools::{AllocatorState, Pool, PoolLease, StreamAllocator};
 use cudarc::driver::CudaStream;
 use cudarc::driver::sys::CUstream;
 use std::fmt;
@@ -115,7 +115,17 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// # Errors
     /// When the stream is of another context or differs by thread, or all ids are taken.
     pub fn register_stream(&self, stream: &Arc<CudaStream>) -> Result<StreamId, CudaError> {
-        Ok(self.lease.stream(stream)?.id())
+        Ok(self.for_stream(stream)?.stream_id())
+    }
+
+    /// What allocates for work on a stream, which is registered now if it was not before. Look it up once where many buffers
+    /// are made: they can borrow it.
+    ///
+    /// # Errors
+    /// When the stream is of another context or differs by thread, or all ids are taken.
+    #[inline]
+    pub fn for_stream(&self, stream: &Arc<CudaStream>) -> Result<&Arc<StreamAllocator<B>>, CudaError> {
+        self.lease.stream(stream)
     }
 
     /// Registers a stream that other code made and owns, for example one that came from C.
@@ -194,7 +204,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// When the stream cannot be registered or the allocator refuses; nothing is allocated then.
     #[inline]
     pub fn allocate(&self, stream: &Arc<CudaStream>, size_bytes: u64) -> Result<Allocation, CudaError> {
-        Ok(self.lease.stream(stream)?.allocate(size_bytes)?)
+        Ok(self.for_stream(stream)?.allocate(size_bytes)?)
     }
 
     /// As [`allocate`](Self::allocate), with a name for snapshots and reports.
@@ -207,7 +217,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
         size_bytes: u64,
         name: &str,
     ) -> Result<Allocation, CudaError> {
-        Ok(self.lease.stream(stream)?.allocate_named(size_bytes, name)?)
+        Ok(self.for_stream(stream)?.allocate_named(size_bytes, name)?)
     }
 
     /// Frees an allocation. May wait for another thread that holds the lock of the same heap, never for the device.

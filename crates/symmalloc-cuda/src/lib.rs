@@ -28,6 +28,7 @@
 //! | [`CudaDevice`] | a device with a context: its primary one, or your own |
 //! | [`CudaAllocator`] | the allocator, shared by threads, one per device |
 //! | [`DeviceBuffer`] | memory that is freed when dropped and goes wherever a `CudaSlice` goes |
+//! | [`StreamAllocator`] | the allocator for one stream, whose buffers borrow it |
 //! | [`Pool`] | a policy of its own, for a part of the program |
 //! | [`PinnedAllocator`], [`PinnedBuffer`] | the same for page-locked host memory |
 //! | [`GraphPool`], [`DeviceGraph`] | memory that a captured graph keeps |
@@ -86,5 +87,5 @@ pub use call_counters::DeviceCalls;
 pub use device::{CudaDevice, CurrentContext, DeviceFeatures, MemoryInfo};
 pub use error::{CudaError, DriverError, DropError, DropErrors, LoadError};
 pub use graphs::{DeviceGraph, GraphCapture, GraphPool};
-pub use pools::Pool;
+pub use pools::{Pool, StreamAllocator, StreamAllocatorRef};
 pub use streams::CaptureWatch;

@@ -9,6 +9,7 @@ use crate::allocator::CachingAllocator;
 use crate::backend::PinnedBackend;
 use crate::device::CudaDevice;
 use crate::error::{CudaError, DriverError};
+use crate::pools::StreamAllocator;
 use cudarc::driver::{CudaStream, DeviceRepr, HostSlice, SyncOnDrop, ValidAsZeroBits};
 use smallvec::SmallVec;
 use std::fmt;
@@ -54,7 +55,7 @@ impl PinnedAllocator {
 /// It implements cudarc's [`HostSlice`]: copies take it, and run asynchronously with it. The host waits for them when it looks
 /// at the elements again.
 pub struct PinnedBuffer<T> {
-    block: OwnedBlock<PinnedBackend>,
+    block: OwnedBlock<Arc<StreamAllocator<PinnedBackend>>>,
     len: usize,
     /// Streams whose work uses it since the host looked last.
     pending: Mutex<SmallVec<[StreamId; 2]>>,
@@ -122,7 +123,7 @@ impl<T> PinnedBuffer<T> {
             // No event could be recorded on it later: the host waits for this use at once.
             return SyncOnDrop::sync_stream(stream);
         };
-        self.block.record_use(id);
+        self.block.allocator().record_use(self.block.handle(), id);
         let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
         if !pending.contains(&id) {
             pending.push(id);

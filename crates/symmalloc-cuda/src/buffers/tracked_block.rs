@@ -7,56 +7,89 @@ use super::block::OwnedBlock;
 use super::uses::{AccessMode, Uses};
 use crate::backend::CudaBackend;
 use crate::error::DropError;
+use crate::pools::{StreamAllocator, StreamAllocatorRef};
 use crate::streams::is_same;
 use cudarc::driver::{CudaStream, SyncOnDrop};
 use once_cell::race::OnceBox;
 use std::sync::Arc;
+use symmalloc_core::Handle;
 use symmalloc_core::backend::BackendError;
 
-pub(super) struct TrackedBlock {
-    block: OwnedBlock<CudaBackend>,
+pub(super) struct TrackedBlock<A: StreamAllocatorRef<Memory = CudaBackend>> {
+    block: OwnedBlock<A>,
     uses: OnceBox<Uses>,
 }
 
-impl TrackedBlock {
-    #[inline]
-    pub(super) fn new(block: OwnedBlock<CudaBackend>) -> Self {
-        TrackedBlock { block, uses: OnceBox::new() }
-    }
+/// A tracked block that somebody else owns.
+#[derive(Clone, Copy)]
+pub(super) struct TrackedBlockRef<'b> {
+    allocator: &'b StreamAllocator,
+    handle: Handle,
+    address: u64,
+    uses: &'b OnceBox<Uses>,
+}
 
+impl<'b> TrackedBlockRef<'b> {
+    /// The first byte; 0 when there are no bytes.
     #[inline]
-    pub(super) fn block(&self) -> &OwnedBlock<CudaBackend> {
-        &self.block
+    pub(super) fn address(self) -> u64 {
+        self.address
     }
 
     /// The stream that it was allocated on.
     #[inline]
-    pub(super) fn stream(&self) -> &Arc<CudaStream> {
-        self.block.pool_stream().stream().expect("device memory is not the host's")
+    pub(super) fn stream(self) -> &'b Arc<CudaStream> {
+        self.allocator.stream().expect("device memory is not the host's")
     }
 
     /// Notes a use by work that is submitted to the stream while the guard lives.
     #[inline]
-    pub(super) fn begin<'a>(&'a self, stream: &'a CudaStream, access: AccessMode) -> SyncOnDrop<'a> {
-        if self.block.address() == 0 || (self.uses.get().is_none() && is_same(self.stream(), stream)) {
+    pub(super) fn begin<'a>(self, stream: &'a CudaStream, access: AccessMode) -> SyncOnDrop<'a>
+    where
+        'b: 'a,
+    {
+        if self.address == 0 || (self.uses.get().is_none() && is_same(self.stream(), stream)) {
             return SyncOnDrop::Record(None);
         }
-        self.uses.get_or_init(|| Box::new(Uses::new(self.block.pool_stream().id()))).begin(&self.block, stream, access)
+        let uses = self.uses.get_or_init(|| Box::new(Uses::new(self.allocator.stream_id())));
+        uses.begin(self.allocator, self.handle, stream, access)
     }
 
     /// Notes a use by work that is submitted to its own stream next.
     #[inline]
-    pub(super) fn use_on_own_stream(&self, access: AccessMode) {
+    pub(super) fn use_on_own_stream(self, access: AccessMode) {
         if let Some(uses) = self.uses.get() {
             // A registered stream leaves nothing to do after its work.
-            drop(uses.begin(&self.block, self.stream(), access));
+            drop(uses.begin(self.allocator, self.handle, self.stream(), access));
+        }
+    }
+}
+
+impl<A: StreamAllocatorRef<Memory = CudaBackend>> TrackedBlock<A> {
+    #[inline]
+    pub(super) fn new(block: OwnedBlock<A>) -> Self {
+        TrackedBlock { block, uses: OnceBox::new() }
+    }
+
+    #[inline]
+    pub(super) fn block(&self) -> &OwnedBlock<A> {
+        &self.block
+    }
+
+    #[inline]
+    pub(super) fn as_ref(&self) -> TrackedBlockRef<'_> {
+        TrackedBlockRef {
+            allocator: self.block.allocator(),
+            handle: self.block.handle(),
+            address: self.block.address(),
+            uses: &self.uses,
         }
     }
 
     /// Brings every use behind the block's own stream that freeing does not cover: those of streams that are not registered.
     fn settle(&self) -> Result<(), BackendError> {
         match self.uses.get() {
-            Some(uses) => uses.order_behind_foreign(&self.block, self.stream()),
+            Some(uses) => uses.order_behind_foreign(self.block.allocator(), self.as_ref().stream()),
             None => Ok(()),
         }
     }
@@ -88,7 +121,7 @@ impl TrackedBlock {
     }
 }
 
-impl Drop for TrackedBlock {
+impl<A: StreamAllocatorRef<Memory = CudaBackend>> Drop for TrackedBlock<A> {
     #[inline]
     fn drop(&mut self) {
         if self.uses.get().is_some() {

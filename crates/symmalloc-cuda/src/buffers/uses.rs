@@ -14,15 +14,14 @@
 //! In a stream capture only streams of the same capture are ordered. The program orders what came before, before it launches
 //! the graph.
 
-use super::block::OwnedBlock;
-use crate::backend::CudaBackend;
 use crate::device::RestoreCurrent;
 use crate::error::{DriverError, DropError};
+use crate::pools::StreamAllocator;
 use cudarc::driver::{CudaEvent, CudaStream, SyncOnDrop};
 use smallvec::SmallVec;
 use std::sync::{Mutex, OnceLock, PoisonError};
-use symmalloc_core::StreamId;
 use symmalloc_core::backend::{BackendError, Event};
+use symmalloc_core::{Handle, StreamId};
 
 /// How a pointer will be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,43 +64,45 @@ impl Uses {
     #[cold]
     pub(super) fn begin<'a>(
         &'a self,
-        block: &OwnedBlock<CudaBackend>,
+        allocator: &StreamAllocator,
+        block: Handle,
         stream: &'a CudaStream,
         access: AccessMode,
     ) -> SyncOnDrop<'a> {
-        let begun = match block.state().streams().find(stream) {
-            Some(id) => self.begin_registered(block, stream, id, access),
-            None => self.begin_foreign(block, stream),
+        let begun = match allocator.state().streams().find(stream) {
+            Some(id) => self.begin_registered(allocator, block, stream, id, access),
+            None => self.begin_foreign(allocator, stream),
         };
         begun.unwrap_or_else(|error| {
-            block.state().note_drop_error(DropError::Order(error));
+            allocator.state().note_drop_error(DropError::Order(error));
             // The host waits, before and after: slow and safe. What the driver refuses even then is a lost device.
-            let _waited = block.state().device().synchronize();
+            let _waited = allocator.state().device().synchronize();
             SyncOnDrop::sync_stream(stream)
         })
     }
 
     fn begin_registered<'a>(
         &self,
-        block: &OwnedBlock<CudaBackend>,
+        allocator: &StreamAllocator,
+        block: Handle,
         stream: &'a CudaStream,
         id: StreamId,
         access: AccessMode,
     ) -> Result<SyncOnDrop<'a>, BackendError> {
-        if id != block.pool_stream().id() {
-            block.record_use(id);
+        if id != allocator.stream_id() {
+            allocator.record_use(block, id);
         }
         if stream.context().is_event_tracking() {
-            self.order_registered(block, id, access)?;
+            self.order_registered(allocator, id, access)?;
         }
-        self.order_behind_foreign(block, stream)?;
+        self.order_behind_foreign(allocator, stream)?;
         Ok(SyncOnDrop::Record(None))
     }
 
     /// Makes a registered stream wait for whom it must. The use is noted also when that fails: the host waits then.
     fn order_registered(
         &self,
-        block: &OwnedBlock<CudaBackend>,
+        allocator: &StreamAllocator,
         stream: StreamId,
         access: AccessMode,
     ) -> Result<(), BackendError> {
@@ -119,28 +120,28 @@ impl Uses {
                 *registered = RegisteredUses { writer: stream, readers: SmallVec::new() };
             }
         }
-        behind.into_iter().try_for_each(|on| order_behind(block, stream, on))
+        behind.into_iter().try_for_each(|on| order_behind(allocator, stream, on))
     }
 
     /// Makes a stream wait for all uses by streams that are not registered.
     pub(super) fn order_behind_foreign(
         &self,
-        block: &OwnedBlock<CudaBackend>,
+        allocator: &StreamAllocator,
         stream: &CudaStream,
     ) -> Result<(), BackendError> {
         let Some(foreign) = self.foreign.get() else { return Ok(()) };
         for event in foreign.iter().filter_map(|(_, entry)| entry.event.as_ref()) {
-            block.state().streams().wait_raw(stream.cu_stream(), Event(event.cu_event() as u64))?;
+            allocator.state().streams().wait_raw(stream.cu_stream(), Event(event.cu_event() as u64))?;
         }
         Ok(())
     }
 
     fn begin_foreign<'a>(
         &'a self,
-        block: &OwnedBlock<CudaBackend>,
+        allocator: &StreamAllocator,
         stream: &'a CudaStream,
     ) -> Result<SyncOnDrop<'a>, BackendError> {
-        let streams = block.state().streams();
+        let streams = allocator.state().streams();
         if stream.context().cu_ctx() != streams.device().context().cu_ctx() {
             // Events of this context cannot be recorded on a stream of another one: the host waits, before and after.
             streams.device().synchronize()?;
@@ -156,17 +157,17 @@ impl Uses {
             }
         }
         // Also its own earlier uses: recording its event again must not lose them.
-        self.order_behind_foreign(block, stream)?;
+        self.order_behind_foreign(allocator, stream)?;
         if !stream.context().is_managing_stream_synchronization() {
             // cudarc would not record the event: the host waits.
             return Ok(SyncOnDrop::sync_stream(stream));
         }
-        Ok(SyncOnDrop::record_event(self.foreign_event(block, stream)?, stream))
+        Ok(SyncOnDrop::record_event(self.foreign_event(allocator, stream)?, stream))
     }
 
     fn foreign_event(
         &self,
-        block: &OwnedBlock<CudaBackend>,
+        allocator: &StreamAllocator,
         stream: &CudaStream,
     ) -> Result<&Option<CudaEvent>, BackendError> {
         let uses = self.foreign.get_or_init(Box::default);
@@ -174,7 +175,7 @@ impl Uses {
         if let Some((_, entry)) = uses.iter().find(|(_, entry)| entry.stream == raw) {
             return Ok(&entry.event);
         }
-        let device = block.state().device();
+        let device = allocator.state().device();
         let _restore = RestoreCurrent::of(device.driver())?;
         let event = device.context().new_event(None);
         let event = event.map_err(|error| DriverError { call: "cuEventCreate", code: error.0 as i32 })?;
@@ -184,8 +185,8 @@ impl Uses {
 }
 
 /// Orders `stream` behind `on`, unless a capture separates them.
-fn order_behind(block: &OwnedBlock<CudaBackend>, stream: StreamId, on: StreamId) -> Result<(), BackendError> {
-    let streams = block.state().streams();
+fn order_behind(allocator: &StreamAllocator, stream: StreamId, on: StreamId) -> Result<(), BackendError> {
+    let streams = allocator.state().streams();
     if streams.device().is_capturing() {
         let capture_of = |id| match streams.stream(id) {
             Some(stream) => streams.capture_of(stream.cu_stream()),
@@ -195,5 +196,5 @@ fn order_behind(block: &OwnedBlock<CudaBackend>, stream: StreamId, on: StreamId)
             return Ok(());
         }
     }
-    block.state().wait(stream, on)
+    allocator.state().wait(stream, on)
 }

@@ -1,6 +1,6 @@
 //! Borrowed parts of a [`DeviceBuffer`](crate::DeviceBuffer). They use the buffer's stream, and record uses with it.
 
-use super::tracked_block::TrackedBlock;
+use super::tracked_block::TrackedBlockRef;
 use super::uses::AccessMode;
 use cudarc::driver::sys::CUdeviceptr;
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, LaunchArgs, PushKernelArg, SyncOnDrop};
@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 /// A part of a buffer.
 pub struct BufferView<'b, T> {
-    block: &'b TrackedBlock,
+    block: TrackedBlockRef<'b>,
     start: usize,
     len: usize,
     elements: PhantomData<fn() -> T>,
@@ -20,7 +20,7 @@ pub struct BufferView<'b, T> {
 /// A part of a buffer that may be written. No other view overlaps it.
 pub struct BufferViewMut<'b, T> {
     /// Shared by the disjoint parts of a split; each is borrowed from the one `&mut` that made the first.
-    block: &'b TrackedBlock,
+    block: TrackedBlockRef<'b>,
     start: usize,
     len: usize,
     elements: PhantomData<fn(T) -> T>,
@@ -36,7 +36,7 @@ impl<T> Copy for BufferView<'_, T> {}
 
 impl<'b, T> BufferView<'b, T> {
     #[inline]
-    pub(super) fn new(block: &'b TrackedBlock, start: usize, len: usize) -> Self {
+    pub(super) fn new(block: TrackedBlockRef<'b>, start: usize, len: usize) -> Self {
         BufferView { block, start, len, elements: PhantomData }
     }
 
@@ -67,7 +67,7 @@ impl<'b, T> BufferView<'b, T> {
 impl<'b, T> BufferViewMut<'b, T> {
     /// The caller has borrowed the part mutably.
     #[inline]
-    pub(super) fn new(block: &'b TrackedBlock, start: usize, len: usize) -> Self {
+    pub(super) fn new(block: TrackedBlockRef<'b>, start: usize, len: usize) -> Self {
         BufferViewMut { block, start, len, elements: PhantomData }
     }
 
@@ -130,8 +130,8 @@ fn within(len: usize, bounds: impl RangeBounds<usize>) -> Range<usize> {
 
 /// The first byte of an element; 0 when there are no bytes.
 #[inline]
-fn pointer_at<T>(block: &TrackedBlock, index: usize) -> CUdeviceptr {
-    block.block().address() + (index * size_of::<T>()) as u64
+fn pointer_at<T>(block: TrackedBlockRef<'_>, index: usize) -> CUdeviceptr {
+    block.address() + (index * size_of::<T>()) as u64
 }
 
 impl<T> DeviceSlice<T> for BufferView<'_, T> {

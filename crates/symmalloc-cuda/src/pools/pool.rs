@@ -3,8 +3,8 @@
 //! Destroying a pool gives memory back, which blocks until the device is done with it. A `Drop` must not block, so it leaves
 //! the pool to the allocator's next `trim`.
 
-use super::pool_stream::PoolStream;
 use super::state::{AbandonedPool, AllocatorState};
+use super::stream_allocator::StreamAllocator;
 use super::stream_table::StreamTable;
 use crate::backend::CudaMemory;
 use crate::error::CudaError;
@@ -44,7 +44,7 @@ pub(crate) struct PoolLease<B: CudaMemory> {
     state: Arc<AllocatorState<B>>,
     pool: PoolId,
     /// By the address of the `CudaStream`; the host's by [`HOST`].
-    streams: StreamTable<Arc<PoolStream<B>>>,
+    streams: StreamTable<Arc<StreamAllocator<B>>>,
 }
 
 /// No stream lies at this address.
@@ -66,7 +66,7 @@ impl<B: CudaMemory> PoolLease<B> {
 
     /// The pool's side of a stream, which is registered now if it was not before.
     #[inline]
-    pub(crate) fn stream(&self, stream: &Arc<CudaStream>) -> Result<&Arc<PoolStream<B>>, CudaError> {
+    pub(crate) fn stream(&self, stream: &Arc<CudaStream>) -> Result<&Arc<StreamAllocator<B>>, CudaError> {
         match self.streams.get(Arc::as_ptr(stream) as usize) {
             Some(known) => Ok(known),
             None => self.register(stream),
@@ -75,16 +75,16 @@ impl<B: CudaMemory> PoolLease<B> {
 
     /// A stream that is new, or known by another wrapper.
     #[cold]
-    fn register(&self, stream: &Arc<CudaStream>) -> Result<&Arc<PoolStream<B>>, CudaError> {
+    fn register(&self, stream: &Arc<CudaStream>) -> Result<&Arc<StreamAllocator<B>>, CudaError> {
         Ok(self.registered_stream(self.state.register(stream)?))
     }
 
     /// The pool's side of a registered stream, or of the host.
-    pub(crate) fn registered_stream(&self, id: StreamId) -> &Arc<PoolStream<B>> {
+    pub(crate) fn registered_stream(&self, id: StreamId) -> &Arc<StreamAllocator<B>> {
         let key = self.state.streams().stream(id).map_or(HOST, |stream| Arc::as_ptr(stream) as usize);
         match self.streams.get(key) {
             Some(known) => known,
-            None => self.streams.insert(key, Arc::new(PoolStream::new(&self.state, self.pool, id))),
+            None => self.streams.insert(key, Arc::new(StreamAllocator::new(&self.state, self.pool, id))),
         }
     }
 }

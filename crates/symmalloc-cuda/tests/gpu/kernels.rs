@@ -3,7 +3,7 @@
 use cudarc::driver::sys::CUdeviceptr;
 use cudarc::driver::{CudaContext, CudaFunction, CudaSlice, CudaStream, LaunchConfig, PushKernelArg};
 use std::sync::Arc;
-use symmalloc_cuda::DeviceBuffer;
+use symmalloc_cuda::{CudaBackend, DeviceBuffer, StreamAllocatorRef};
 
 const SOURCE: &str = r#"
 extern "C" __global__ void fill(unsigned int* to, unsigned int value, unsigned int count) {
@@ -62,7 +62,10 @@ impl Worker {
             .expect("launched");
     }
 
-    pub(crate) fn fill(&self, buffer: &mut DeviceBuffer<u32>, value: u32) {
+    pub(crate) fn fill<A>(&self, buffer: &mut DeviceBuffer<u32, A>, value: u32)
+    where
+        A: StreamAllocatorRef<Memory = CudaBackend>,
+    {
         let count = buffer.len() as u32;
         let argument = buffer.on(&self.stream);
         // SAFETY: the buffer has so many elements, and the argument, which orders the streams, lives until the launch.
@@ -70,7 +73,10 @@ impl Worker {
     }
 
     /// Counts the elements that differ.
-    pub(crate) fn expect(&self, buffer: &DeviceBuffer<u32>, value: u32) {
+    pub(crate) fn expect<A>(&self, buffer: &DeviceBuffer<u32, A>, value: u32)
+    where
+        A: StreamAllocatorRef<Memory = CudaBackend>,
+    {
         let argument = buffer.read_on(&self.stream);
         // SAFETY: as in `fill`.
         unsafe { self.expect_at(argument.pointer(), value, buffer.len() as u32) };

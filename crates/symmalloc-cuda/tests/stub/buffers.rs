@@ -1,15 +1,18 @@
 //! Buffers and allocators on the stub: content, streams, and what they cost.
 
 use crate::process::{all_calls, calls, device, fail, heal, live, stub_test};
-use cudarc::driver::{DevicePtr, DevicePtrMut, DeviceSlice, PushKernelArg};
+use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, PushKernelArg};
 use cudarc::nvrtc::Ptx;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::errors::{AllocateError, OutOfMemoryCause};
-use symmalloc_core::{PoolId, StreamId};
-use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaError, CudaMemory, DeviceBuffer, DropError};
+use symmalloc_core::{Digest, Placement, PoolId, StreamId};
+use symmalloc_cuda::{
+    CudaAllocator, CudaBackend, CudaDevice, CudaError, CudaMemory, DeviceBuffer, DropError, StreamAllocator,
+    StreamAllocatorRef,
+};
 
 const MIB: usize = 1 << 20;
 
@@ -145,6 +148,65 @@ stub_test!(taking_a_pointer_on_another_stream_orders_both_and_fences_the_memory,
     let next = unsafe { allocator.alloc::<u8>(&a, MIB) }.expect("allocated");
     assert_eq!(counts(), (3, 3), "whoever takes the memory waits on the device");
     drop(next);
+});
+
+/// What a program with two streams comes to: where its buffers lie, the digest, and the calls that order its streams.
+fn history<'a, A: StreamAllocatorRef<Memory = CudaBackend> + 'a>(
+    allocator: &CudaAllocator,
+    b: &CudaStream,
+    alloc: impl Fn(usize) -> DeviceBuffer<u8, A>,
+) -> (Vec<Placement>, Digest, [u64; 2]) {
+    let calls = || [calls("cuEventRecord"), calls("cuStreamWaitEvent")];
+    let before = calls();
+    let mut buffers: Vec<_> = (1..20).map(|count| alloc(count * MIB / 4)).collect();
+    drop(buffers[3].device_ptr(b));
+    drop(buffers[7].as_view_mut().split_at_mut(MIB).1.device_ptr_mut(b));
+    let places = buffers.iter().map(DeviceBuffer::placement).collect();
+    buffers.retain(|buffer| buffer.len() % MIB == 0);
+    let kept = buffers.pop().expect("more than one").into_raw().expect("ordered");
+    drop((alloc(MIB), buffers));
+    allocator.free(kept.handle).expect("live");
+    let after = calls();
+    (places, allocator.digest(PoolId::DEFAULT).expect("known"), [after[0] - before[0], after[1] - before[1]])
+}
+
+stub_test!(a_buffer_that_borrows_is_placed_ordered_and_freed_as_one_that_counts, {
+    let device = device();
+    let streams = [(); 2].map(|()| device.context().new_stream().expect("a stream"));
+    let allocators = [(); 2].map(|()| allocator());
+    for (allocator, stream) in allocators.iter().flat_map(|allocator| streams.iter().map(move |it| (allocator, it))) {
+        allocator.register_stream(stream).expect("registered");
+    }
+    let [counting, borrowing] = &allocators;
+    let counted = history(counting, &streams[1], |len| counting.alloc_zeroed(&streams[0], len).expect("allocated"));
+    let a = borrowing.for_stream(&streams[0]).expect("registered");
+    let borrowed = history(borrowing, &streams[1], |len| a.alloc_zeroed(len).expect("allocated"));
+    assert_eq!(borrowed, counted);
+    assert_ne!(counted.2, [0, 0]);
+    assert_eq!(borrowing.stats().usage.all.allocations.current, 0);
+    let named = a.alloc_zeroed_named::<u8>(MIB, "borrows").expect("allocated");
+    is_send_and_sync(&named);
+    assert!(borrowing.leak_report().to_string().contains("borrows"), "{}", borrowing.leak_report());
+});
+
+stub_test!(a_stream_allocator_keeps_the_memory_and_not_the_pool, {
+    let allocator = allocator();
+    let stream = allocator.device().context().new_stream().expect("a stream");
+    let pool = allocator.create_pool(PoolConfig::default()).expect("made");
+    let inside: Arc<StreamAllocator> = Arc::clone(allocator.with_pool(&pool).for_stream(&stream).expect("registered"));
+    assert_eq!((inside.pool(), inside.stream_id()), (pool.id(), StreamId(0)));
+    let buffer = inside.alloc_zeroed::<u8>(MIB).expect("allocated");
+    drop(pool);
+    allocator.trim().expect("trimmed");
+    drop(buffer);
+    allocator.trim().expect("trimmed");
+    let error = inside.alloc_zeroed::<u8>(MIB).expect_err("the pool is gone");
+    assert!(matches!(error, CudaError::Allocate(AllocateError::Unknown(_))), "{error:?}");
+    drop(allocator.alloc_zeroed::<u8>(&stream, MIB).expect("allocated"));
+    drop(allocator);
+    assert!(live().device_bytes >= MIB as u64, "its memory is there");
+    drop(inside);
+    assert_eq!(live().device_bytes, 0);
 });
 
 stub_test!(a_buffer_given_to_a_kernel_is_ordered_behind_other_streams, {

@@ -8,14 +8,18 @@ use crate::registrar::segment_key::{Generation, SegmentKey};
 use crate::registrar::window::{Entry, RegisteredAs, WindowSpan};
 use symmalloc_core::Handle;
 use symmalloc_core::backend::DeviceAddress;
-use symmalloc_cuda::DeviceBuffer;
+use symmalloc_cuda::{CudaBackend, DeviceBuffer, StreamAllocatorRef};
 
 impl Registrar {
     /// The window that a buffer lies in, and where: equal offsets on all ranks.
     ///
     /// # Errors
     /// When the buffer is not registered on the communicator as a window, see [`LookupError`].
-    pub fn window_of<T>(&self, comm: &Communicator, buffer: &DeviceBuffer<T>) -> Result<WindowSpan, LookupError> {
+    pub fn window_of<T, A: StreamAllocatorRef<Memory = CudaBackend>>(
+        &self,
+        comm: &Communicator,
+        buffer: &DeviceBuffer<T, A>,
+    ) -> Result<WindowSpan, LookupError> {
         let (address, size_bytes) = self.place_of(buffer.handle(), buffer.is_empty())?;
         self.window_at(comm, address, size_bytes)
     }
@@ -53,7 +57,10 @@ impl Registrar {
     ///
     /// # Errors
     /// When the buffer is of another allocator or has no bytes.
-    pub fn key_of<T>(&self, buffer: &DeviceBuffer<T>) -> Result<SegmentKey, LookupError> {
+    pub fn key_of<T, A: StreamAllocatorRef<Memory = CudaBackend>>(
+        &self,
+        buffer: &DeviceBuffer<T, A>,
+    ) -> Result<SegmentKey, LookupError> {
         let (address, _) = self.place_of(buffer.handle(), buffer.is_empty())?;
         self.key_at(address)
     }
