@@ -30,7 +30,7 @@
 mod blocks;
 mod expandable;
 
-use blocks::{Block, Blocks, Class, List, State};
+use blocks::{Blocks, Class, List, ModelBlock, ModelState};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use symmalloc_core::backend::{Backend, BackendError, Event, Range, Reason};
 use symmalloc_core::ids::{AllocationId, Placement, PoolId, SegmentId, StreamId};
@@ -49,7 +49,7 @@ const EVENT_TICKS_MAX_LOG2: u64 = 11;
 
 /// How the model obtains memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Segments {
+pub enum ModelSegments {
     /// A segment of a fixed size whenever no free block fits. PyTorch's default.
     Fixed,
     /// A growing range per (stream, small or large): PyTorch's `expandable_segments`.
@@ -59,11 +59,11 @@ pub enum Segments {
 /// One rank of a job under the old rule. See the [module documentation](self).
 #[derive(Debug)]
 pub struct AddressOrder {
-    segments: Segments,
+    segments: ModelSegments,
     device: SimBackend,
     blocks: Blocks,
     /// Every segment there ever was, by birth.
-    born: Vec<Segment>,
+    born: Vec<ModelSegment>,
     allocations: BTreeMap<AllocationId, Allocation>,
     /// By stream, in the order of recording: events, and the blocks that wait for them.
     pending: BTreeMap<StreamId, VecDeque<(Event, u64)>>,
@@ -72,7 +72,7 @@ pub struct AddressOrder {
 }
 
 #[derive(Debug)]
-struct Segment {
+struct ModelSegment {
     range: Range,
     alive: bool,
 }
@@ -87,14 +87,14 @@ struct Allocation {
 
 impl AddressOrder {
     /// One rank of the job that `seed` names.
-    pub fn new(seed: u64, segments: Segments, rank: u32) -> Self {
+    pub fn new(seed: u64, segments: ModelSegments, rank: u32) -> Self {
         let ticks = 1 << SplitMix64::new(seed).split(rank.into()).below(EVENT_TICKS_MAX_LOG2);
         let device = SimBackend::builder().seed(seed).rank(rank).delays(Delays::UpTo { ticks });
         AddressOrder::on(device.memory_bytes(u64::MAX).build(), segments)
     }
 
     /// One rank whose driver is `device`.
-    pub fn on(device: SimBackend, segments: Segments) -> Self {
+    pub fn on(device: SimBackend, segments: ModelSegments) -> Self {
         AddressOrder {
             segments,
             device,
@@ -177,25 +177,25 @@ impl AddressOrder {
         let class = if size <= SMALL_MAX_BYTES { Class::Small } else { Class::Large };
         let list = List { pool, class, stream };
         let found = match self.segments {
-            Segments::Fixed => self.blocks.best_fit(list, size),
-            Segments::Expandable => self.blocks.best_fit_expandable(list, size),
+            ModelSegments::Fixed => self.blocks.best_fit(list, size),
+            ModelSegments::Expandable => self.blocks.best_fit_expandable(list, size),
         };
         let address = match (found, self.segments) {
             (Some(address), _) => address,
-            (None, Segments::Fixed) => self.fixed_segment(list, size)?,
-            (None, Segments::Expandable) => self.expanded_block(list, size)?,
+            (None, ModelSegments::Fixed) => self.fixed_segment(list, size)?,
+            (None, ModelSegments::Expandable) => self.expanded_block(list, size)?,
         };
         let block = self.blocks.take(address);
         let rest = block.size_bytes - size;
         let split = match (self.segments, class) {
-            (Segments::Fixed, Class::Large) => rest > SMALL_MAX_BYTES,
+            (ModelSegments::Fixed, Class::Large) => rest > SMALL_MAX_BYTES,
             _ => rest >= UNIT_BYTES,
         };
         let kept = if split { size } else { block.size_bytes };
         if split {
-            self.blocks.put(address + kept, Block { size_bytes: rest, ..block });
+            self.blocks.put(address + kept, ModelBlock { size_bytes: rest, ..block });
         }
-        self.blocks.put(address, Block { size_bytes: kept, state: State::Allocated, ..block });
+        self.blocks.put(address, ModelBlock { size_bytes: kept, state: ModelState::Allocated, ..block });
         self.allocations.insert(id, Allocation { address, requested_bytes, uses: BTreeSet::new() });
         self.requested_bytes += requested_bytes;
         self.requested_bytes_peak = self.requested_bytes_peak.max(self.requested_bytes);
@@ -212,14 +212,14 @@ impl AddressOrder {
         };
         let range = self.device.reserve(segment_bytes)?;
         self.device.map(range, 0, segment_bytes)?;
-        Ok(self.add_segment(list, range, State::Free))
+        Ok(self.add_segment(list, range, ModelState::Free))
     }
 
     /// Enters a new segment as one block; returns its address.
-    fn add_segment(&mut self, list: List, range: Range, state: State) -> u64 {
+    fn add_segment(&mut self, list: List, range: Range, state: ModelState) -> u64 {
         let segment = SegmentId(self.born.len() as u32);
-        self.born.push(Segment { range, alive: true });
-        self.blocks.put(range.base.0, Block { size_bytes: range.size_bytes, segment, list, state })
+        self.born.push(ModelSegment { range, alive: true });
+        self.blocks.put(range.base.0, ModelBlock { size_bytes: range.size_bytes, segment, list, state })
     }
 
     fn free(&mut self, id: AllocationId) -> Result<(), BackendError> {
@@ -232,8 +232,8 @@ impl AddressOrder {
             self.pending.entry(stream).or_default().push_back((event, allocation.address));
             events += 1;
         }
-        let state = if events > 0 { State::Pending { events } } else { State::Free };
-        self.blocks.put(allocation.address, Block { state, ..block });
+        let state = if events > 0 { ModelState::Pending { events } } else { ModelState::Free };
+        self.blocks.put(allocation.address, ModelBlock { state, ..block });
         Ok(())
     }
 
@@ -268,8 +268,8 @@ impl AddressOrder {
         }
         for address in self.blocks.free_of(pool) {
             match self.segments {
-                Segments::Fixed => self.release_if_whole(address)?,
-                Segments::Expandable => self.unmap_whole_pages(address)?,
+                ModelSegments::Fixed => self.release_if_whole(address)?,
+                ModelSegments::Expandable => self.unmap_whole_pages(address)?,
             }
         }
         Ok(())

@@ -281,7 +281,7 @@ pub(crate) struct ExportArgs {
     pub(crate) format: Option<ExportFormat>,
     /// On a time line, the most allocations, and the most points of a counter: a number, or `all`
     #[arg(long, value_name = "N", default_value = "100000", value_parser = parse_detail)]
-    pub(crate) detail: Detail,
+    pub(crate) detail: AtMost,
     #[command(flatten)]
     pub(crate) policy: PolicyArgs,
     /// Free memory when the program does, as in every other command. Otherwise it stays taken as long as the recording
@@ -387,10 +387,10 @@ pub(crate) enum ExportFormat {
 
 /// How many of something at most; `None` for all.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Detail(pub(crate) Option<u64>);
+pub(crate) struct AtMost(pub(crate) Option<u64>);
 
-fn parse_detail(text: &str) -> Result<Detail, std::num::ParseIntError> {
-    if text == "all" { Ok(Detail(None)) } else { text.parse().map(|most| Detail(Some(most))) }
+fn parse_detail(text: &str) -> Result<AtMost, std::num::ParseIntError> {
+    if text == "all" { Ok(AtMost(None)) } else { text.parse().map(|most| AtMost(Some(most))) }
 }
 
 /// A pool: `1` or, as in a trace, `p1`.

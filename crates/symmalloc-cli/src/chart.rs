@@ -7,7 +7,7 @@ use crate::error::CliError;
 use crate::output::{self, Palette};
 use crate::picture::history::{self, Words};
 use crate::picture::memory::{Memory, has_placements, same_point};
-use crate::picture::timeline::{ALLOCATED, LIVE, Peak, RESERVED, Timeline};
+use crate::picture::timeline::{ALLOCATED, JobCurves, LIVE, Peak, RESERVED};
 use crate::picture::{NARROW, Selection, WIDE, heap_name, map, page};
 use crate::quantity::{count, memory};
 use crate::recorded::Recorded;
@@ -88,10 +88,10 @@ pub(crate) fn chart(args: &ChartArgs) -> Result<Verdict, CliError> {
 }
 
 /// A job over its ops; refused if nothing of it is selected.
-pub(crate) fn timeline_of(recorded: &Recorded, selection: Selection) -> Result<Timeline, CliError> {
-    let timeline = Timeline::of(recorded, selection)?;
+pub(crate) fn timeline_of(recorded: &Recorded, selection: Selection) -> Result<JobCurves, CliError> {
+    let timeline = JobCurves::of(recorded, selection)?;
     if timeline.heaps.is_empty() {
-        let all = Timeline::of(recorded, Selection::default())?;
+        let all = JobCurves::of(recorded, Selection::default())?;
         let heaps = all.heaps.iter().map(|(owner, _)| heap_name(*owner)).collect();
         return Err(CliError::NothingToShow { path: recorded.path.clone(), heaps });
     }
@@ -99,7 +99,7 @@ pub(crate) fn timeline_of(recorded: &Recorded, selection: Selection) -> Result<T
 }
 
 /// The op asked for, or that after which most is allocated.
-pub(crate) fn op_of(wanted: Option<usize>, recorded: &Recorded, timeline: &Timeline) -> Result<usize, CliError> {
+pub(crate) fn op_of(wanted: Option<usize>, recorded: &Recorded, timeline: &JobCurves) -> Result<usize, CliError> {
     let ops = recorded.op_count();
     match wanted {
         Some(op) if op >= ops => Err(CliError::NoSuchOp { path: recorded.path.clone(), op, ops }),
@@ -151,7 +151,7 @@ pub(crate) fn file_name(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-pub(crate) fn history_figure(name: &str, recorded: &Recorded, timeline: &Timeline) -> String {
+pub(crate) fn history_figure(name: &str, recorded: &Recorded, timeline: &JobCurves) -> String {
     let [wide, narrow] = [(WIDE, "hw", "wide"), (NARROW, "hn", "narrow")]
         .map(|(width, prefix, class)| history_of(name, recorded, timeline, width, prefix, class));
     page::figure(&wide, &narrow)
@@ -166,7 +166,7 @@ pub(crate) fn map_figure(name: &str, recorded: &Recorded, memory: &Memory) -> St
 fn history_of(
     name: &str,
     recorded: &Recorded,
-    timeline: &Timeline,
+    timeline: &JobCurves,
     width: u32,
     prefix: &'static str,
     class: &str,
@@ -204,7 +204,7 @@ fn configuration(recorded: &Recorded) -> String {
 }
 
 /// What `chart --json` prints. Its keys are an interface: `symmalloc chart --help` lists them.
-fn object(args: &ChartArgs, timeline: &Timeline, op: usize, beside: Option<&Beside>) -> Value {
+fn object(args: &ChartArgs, timeline: &JobCurves, op: usize, beside: Option<&Beside>) -> Value {
     let peaks = timeline.total.peaks;
     let heaps = timeline.heaps.iter().map(|(owner, curve)| {
         json!({
@@ -238,7 +238,7 @@ fn object(args: &ChartArgs, timeline: &Timeline, op: usize, beside: Option<&Besi
     object
 }
 
-fn screen(args: &ChartArgs, timeline: &Timeline, op: usize, beside: Option<&Beside>, palette: Palette) -> String {
+fn screen(args: &ChartArgs, timeline: &JobCurves, op: usize, beside: Option<&Beside>, palette: Palette) -> String {
     let mut out = format!("{}\n", palette.title(&args.input.display().to_string()));
     for (name, quantity) in [("reserved", RESERVED), ("allocated", ALLOCATED), ("live", LIVE)] {
         let Peak { bytes, op } = timeline.total.peaks[quantity];

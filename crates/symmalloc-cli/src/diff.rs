@@ -63,7 +63,7 @@ impl Diff {
     /// Compares two recordings.
     pub fn new(a: &Recording, b: &Recording) -> Self {
         let decided_by_us = a.config.is_some() && b.config.is_some();
-        let detail = if decided_by_us { Detail::Everything } else { Detail::WithoutUses };
+        let detail = if decided_by_us { ComparedOps::Everything } else { ComparedOps::WithoutUses };
         let places_are_known = has_placements(a) && has_placements(b);
         let mut diff =
             Diff { first_op: None, allocations: 0, differing_placements: places_are_known.then_some(0), first: None };
@@ -73,7 +73,7 @@ impl Diff {
                 (None, None) => return diff,
                 (Some(one), Some(other)) if one.op == other.op => (one, other),
                 (one, other) => {
-                    let told = |call: Option<Call<'_>>| call.map(|call| (call.number, call.op));
+                    let told = |call: Option<ProgramCall<'_>>| call.map(|call| (call.number, call.op));
                     diff.first_op = Some(OpDifference { a: told(one), b: told(other) });
                     return diff;
                 }
@@ -96,7 +96,7 @@ impl Diff {
     }
 
     /// A placement that one of the two does not know, such as that of an empty allocation, does not differ.
-    fn compare_placements(&mut self, one: &Call<'_>, other: &Call<'_>) {
+    fn compare_placements(&mut self, one: &ProgramCall<'_>, other: &ProgramCall<'_>) {
         let (Some(a), Some(b)) = (one.record.placement, other.record.placement) else { return };
         if a == b {
             return;
@@ -118,14 +118,14 @@ fn has_placements(recording: &Recording) -> bool {
 
 /// What of two recordings is compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Detail {
+enum ComparedOps {
     Everything,
     /// Not what depends on when event polling noticed a use.
     WithoutUses,
 }
 
 /// A call of the program.
-struct Call<'a> {
+struct ProgramCall<'a> {
     /// The number of its record, from 0.
     number: usize,
     /// The op; its allocation is named by its ordinal.
@@ -134,7 +134,7 @@ struct Call<'a> {
 }
 
 /// The calls in records.
-fn calls(records: &[Record], detail: Detail) -> impl Iterator<Item = Call<'_>> {
+fn calls(records: &[Record], detail: ComparedOps) -> impl Iterator<Item = ProgramCall<'_>> {
     // Looked up only; no decision follows its order.
     let mut ordinals: HashMap<AllocationId, AllocationId> = HashMap::new();
     records.iter().enumerate().filter_map(move |(number, record)| {
@@ -149,7 +149,7 @@ fn calls(records: &[Record], detail: Detail) -> impl Iterator<Item = Call<'_>> {
             _ => {}
         }
         let depends_on_polling = matches!(op, Op::RecordUse { .. } | Op::RegisterStream { .. });
-        (detail == Detail::Everything || !depends_on_polling).then_some(Call { number, op, record })
+        (detail == ComparedOps::Everything || !depends_on_polling).then_some(ProgramCall { number, op, record })
     })
 }
 

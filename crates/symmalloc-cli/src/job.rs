@@ -161,8 +161,8 @@ impl Job {
             }
             Order::Address => {
                 let segments = match config.default_pool().segments() {
-                    SegmentPolicy::Fixed(_) => address_order::Segments::Fixed,
-                    _ => address_order::Segments::Expandable,
+                    SegmentPolicy::Fixed(_) => address_order::ModelSegments::Fixed,
+                    _ => address_order::ModelSegments::Expandable,
                 };
                 let rule = address::Address { program: &self.program, segments, seed: options.seed };
                 ranks::replay(&rule, self, options, rank_done)

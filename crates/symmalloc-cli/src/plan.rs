@@ -22,7 +22,7 @@ use crate::job::JobError;
 use crate::output::{self, Palette};
 use crate::recorded::Recorded;
 use crate::report::settings;
-use heap::{Heap, Heaps};
+use heap::{HeapPlan, Heaps};
 use program::Pools;
 use proof::Proof;
 use serde_json::{Value, json};
@@ -199,7 +199,7 @@ fn within(limit_bytes: Option<u64>, needed_bytes: u64, pool: Option<PoolId>) -> 
 
 /// What `plan --json` prints. Its keys are an interface: `symmalloc plan --help` lists them.
 fn object(args: &PlanArgs, plan: &ReservationPlan) -> Value {
-    let heap = |(owner, heap): (&Owner, &Heap)| {
+    let heap = |(owner, heap): (&Owner, &HeapPlan)| {
         json!({
             "pool": owner.pool.0,
             "stream": owner.stream.map(|stream| stream.0),

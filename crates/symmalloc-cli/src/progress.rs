@@ -10,7 +10,7 @@ const QUIET: Duration = Duration::from_secs(1);
 const REDRAW: Duration = Duration::from_millis(100);
 
 /// Counts what is done; draws nothing where stderr is no terminal.
-pub(crate) struct Progress {
+pub(crate) struct ProgressLine {
     job: String,
     unit: &'static str,
     is_shown: bool,
@@ -24,11 +24,11 @@ struct Count {
     drawn: Option<Instant>,
 }
 
-impl Progress {
+impl ProgressLine {
     /// `total` of what `unit` names are to be done.
     pub(crate) fn new(job: &str, total: u64, unit: &'static str) -> Self {
         let count = Mutex::new(Count { done: 0, total, drawn: None });
-        Progress { job: job.to_owned(), unit, is_shown: io::stderr().is_terminal(), begun: Instant::now(), count }
+        ProgressLine { job: job.to_owned(), unit, is_shown: io::stderr().is_terminal(), begun: Instant::now(), count }
     }
 
     /// One more is done.
@@ -54,7 +54,7 @@ impl Progress {
     }
 }
 
-impl Drop for Progress {
+impl Drop for ProgressLine {
     fn drop(&mut self) {
         if self.count.get_mut().is_ok_and(|count| count.drawn.is_some()) {
             let _ = write!(io::stderr(), "\r\x1b[K");

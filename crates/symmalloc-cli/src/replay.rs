@@ -9,10 +9,10 @@ use crate::args::ReplayArgs;
 use crate::error::CliError;
 use crate::job::{Job, Options, Order, Outcome, Segments};
 use crate::output::{self, Palette};
-use crate::progress::Progress;
+use crate::progress::ProgressLine;
 use crate::recorded::reconfigure;
 use crate::timing;
-use finding::Finding;
+use finding::ReplayFinding;
 use screen::Screen;
 pub(crate) use screen::kind_of as describe;
 use std::num::NonZeroU32;
@@ -78,7 +78,7 @@ fn at_least_one(number: u32) -> NonZeroU32 {
     NonZeroU32::new(number).unwrap_or(NonZeroU32::MIN)
 }
 
-fn find_out<'a>(path: &'a Path, job: &'a Job, options: &Options) -> Result<Finding<'a>, CliError> {
+fn find_out<'a>(path: &'a Path, job: &'a Job, options: &Options) -> Result<ReplayFinding<'a>, CliError> {
     let outcome = run(path, job, options)?;
     let nanoseconds_per_op = match options.order {
         Order::Address => None,
@@ -89,7 +89,7 @@ fn find_out<'a>(path: &'a Path, job: &'a Job, options: &Options) -> Result<Findi
                 .map_err(|source| failed(path, source))?,
         ),
     };
-    Ok(Finding { path, job, outcome, nanoseconds_per_op })
+    Ok(ReplayFinding { path, job, outcome, nanoseconds_per_op })
 }
 
 /// What the old rule makes of the job, in PyTorch's default form first. Nothing if it was asked for itself.
@@ -110,7 +110,7 @@ fn comparison(path: &Path, job: &Job, args: &ReplayArgs) -> Result<Vec<Outcome>,
 
 fn run(path: &Path, job: &Job, options: &Options) -> Result<Outcome, CliError> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let progress = Progress::new(&name, options.ranks.get().into(), "ranks");
+    let progress = ProgressLine::new(&name, options.ranks.get().into(), "ranks");
     job.replay(options, &|| progress.step()).map_err(|source| failed(path, source))
 }
 

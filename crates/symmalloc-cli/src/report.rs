@@ -16,8 +16,8 @@ use crate::chart::{op_of, peak, timeline_of};
 use crate::error::CliError;
 use crate::output::{self, Palette};
 use crate::picture::Selection;
-use crate::picture::memory::{Block, Memory, State};
-use crate::picture::timeline::{ALLOCATED, LIVE, RESERVED, Timeline};
+use crate::picture::memory::{BlockState, DrawnBlock, Memory};
+use crate::picture::timeline::{ALLOCATED, JobCurves, LIVE, RESERVED};
 use crate::quantity::{count, memory};
 use crate::recorded::Recorded;
 use holders::Holder;
@@ -28,7 +28,7 @@ use std::fs;
 /// What was found out about a job.
 struct Findings<'a> {
     recorded: &'a Recorded,
-    timeline: Timeline,
+    timeline: JobCurves,
     /// At the op that was asked for, else where most is allocated.
     memory: Memory,
     holders: Vec<Holder>,
@@ -67,8 +67,8 @@ pub(crate) fn report(args: &ReportArgs) -> Result<Verdict, CliError> {
 }
 
 impl Fragmentation {
-    fn of<'a>(blocks: impl Iterator<Item = &'a Block>) -> Self {
-        let free = blocks.filter(|block| matches!(block.state, State::Free | State::Fenced));
+    fn of<'a>(blocks: impl Iterator<Item = &'a DrawnBlock>) -> Self {
+        let free = blocks.filter(|block| matches!(block.state, BlockState::Free | BlockState::Fenced));
         let (free_bytes, largest_free_bytes) =
             free.fold((0, 0), |(sum, largest), block| (sum + block.size_bytes, block.size_bytes.max(largest)));
         let in_one = if free_bytes == 0 { 1.0 } else { largest_free_bytes as f64 / free_bytes as f64 };

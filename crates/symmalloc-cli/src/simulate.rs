@@ -8,7 +8,7 @@ use crate::Verdict;
 use crate::args::SimulateArgs;
 use crate::error::CliError;
 use crate::output::{self, Palette};
-use crate::progress::Progress;
+use crate::progress::ProgressLine;
 use std::fs;
 use std::io::Read;
 use std::num::{NonZeroU32, NonZeroUsize};
@@ -29,7 +29,7 @@ const SHRINK_RUNS_MAX: usize = 3000;
 const STORY_BYTES_MAX: u64 = 64 << 20;
 
 /// Where the programs of the runs come from.
-enum Source {
+enum ProgramSource {
     /// From their seeds.
     Generated,
     /// From a recording.
@@ -39,8 +39,8 @@ enum Source {
 }
 
 /// What became of the runs of one source.
-struct Finding<'a> {
-    source: &'a Source,
+struct SimulationFinding<'a> {
+    source: &'a ProgramSource,
     args: &'a SimulateArgs,
     runs: u64,
     outcome: JobOutcome,
@@ -88,22 +88,22 @@ pub(crate) fn simulate(args: &SimulateArgs) -> Result<Verdict, CliError> {
     Ok(verdict)
 }
 
-fn sources(args: &SimulateArgs) -> Result<Vec<Source>, CliError> {
+fn sources(args: &SimulateArgs) -> Result<Vec<ProgramSource>, CliError> {
     if args.traces.is_empty() {
-        return Ok(vec![Source::Generated]);
+        return Ok(vec![ProgramSource::Generated]);
     }
     args.traces.iter().map(|path| source(path, args)).collect()
 }
 
-fn source(path: &Path, args: &SimulateArgs) -> Result<Source, CliError> {
+fn source(path: &Path, args: &SimulateArgs) -> Result<ProgramSource, CliError> {
     let path = path.to_path_buf();
     if let Some(text) = story_text(&path)
         && let Some(plan) = story::read(&text).map_err(|source| CliError::Story { path: path.clone(), source })?
     {
-        return Ok(Source::Story { path, plan: Box::new(plan) });
+        return Ok(ProgramSource::Story { path, plan: Box::new(plan) });
     }
     let recording = Box::new(read_path(&path, &ReadOptions::from(&args.reading))?);
-    Ok(Source::Recorded { path, recording })
+    Ok(ProgramSource::Recorded { path, recording })
 }
 
 /// The text of a file that may be a story. What cannot be read is left to the reader of recordings, which says why.
@@ -115,28 +115,28 @@ fn story_text(path: &Path) -> Option<String> {
     is_trace.then(|| String::from_utf8(bytes).ok()).flatten()
 }
 
-impl Source {
+impl ProgramSource {
     /// The plan of a run.
     fn plan(&self, args: &SimulateArgs, seed: u64) -> JobPlan {
         match self {
-            Source::Generated => JobPlan::from_seed(seed, &Size { ranks: ranks(args), ops: args.ops as usize }),
-            Source::Recorded { recording, .. } => {
+            ProgramSource::Generated => JobPlan::from_seed(seed, &Size { ranks: ranks(args), ops: args.ops as usize }),
+            ProgramSource::Recorded { recording, .. } => {
                 let config = recording.config.clone().unwrap_or_default();
                 JobPlan::of_recorded(&config, &recording.records, seed, ranks(args))
             }
-            Source::Story { plan, .. } => (**plan).clone(),
+            ProgramSource::Story { plan, .. } => (**plan).clone(),
         }
     }
 
     /// A story is one run, whatever was asked for.
     fn runs(&self, args: &SimulateArgs) -> u64 {
-        if matches!(self, Source::Story { .. }) { 1 } else { args.seeds.into() }
+        if matches!(self, ProgramSource::Story { .. }) { 1 } else { args.seeds.into() }
     }
 
     fn path(&self) -> Option<&Path> {
         match self {
-            Source::Generated => None,
-            Source::Recorded { path, .. } | Source::Story { path, .. } => Some(path),
+            ProgramSource::Generated => None,
+            ProgramSource::Recorded { path, .. } | ProgramSource::Story { path, .. } => Some(path),
         }
     }
 
@@ -151,7 +151,7 @@ fn ranks(args: &SimulateArgs) -> NonZeroU32 {
     NonZeroU32::new(args.ranks).unwrap_or(NonZeroU32::MIN)
 }
 
-fn find_out<'a>(source: &'a Source, args: &'a SimulateArgs) -> Result<Finding<'a>, CliError> {
+fn find_out<'a>(source: &'a ProgramSource, args: &'a SimulateArgs) -> Result<SimulationFinding<'a>, CliError> {
     let start = Instant::now();
     let runs = source.runs(args);
     let resident_before = resident::bytes();
@@ -161,15 +161,15 @@ fn find_out<'a>(source: &'a Source, args: &'a SimulateArgs) -> Result<Finding<'a
     let state_bytes_per_rank =
         resident_before.zip(resident_peak).map(|(before, peak)| peak.saturating_sub(before) / ranks);
     let failure = failed.map(|(plan, failure)| tell(source, args, plan, failure)).transpose()?;
-    Ok(Finding { source, args, runs, outcome, elapsed, state_bytes_per_rank, failure })
+    Ok(SimulationFinding { source, args, runs, outcome, elapsed, state_bytes_per_rank, failure })
 }
 
 type Ran = (JobOutcome, Option<(JobPlan, Failure)>, Option<u64>);
 
 /// One run, its ranks on all cores.
-fn one(source: &Source, args: &SimulateArgs) -> Ran {
+fn one(source: &ProgramSource, args: &SimulateArgs) -> Ran {
     let plan = source.plan(args, args.seed);
-    let progress = Progress::new(&source.name(), 0, "steps");
+    let progress = ProgressLine::new(&source.name(), 0, "steps");
     let mut resident_peak = None;
     let ran = run_plan(&plan, cores(), &mut |at| {
         progress.set(at.steps as u64, at.steps_total as u64);
@@ -182,8 +182,8 @@ fn one(source: &Source, args: &SimulateArgs) -> Ran {
 }
 
 /// Many runs, each on a core of its own. The failure is that of the least seed.
-fn many(source: &Source, args: &SimulateArgs, runs: u64) -> Ran {
-    let progress = Progress::new(&source.name(), runs, "runs");
+fn many(source: &ProgramSource, args: &SimulateArgs, runs: u64) -> Ran {
+    let progress = ProgressLine::new(&source.name(), runs, "runs");
     let (next, first_failed) = (AtomicU64::new(0), AtomicU64::new(u64::MAX));
     let work = || {
         let mut ran = Vec::new();
@@ -222,14 +222,14 @@ fn cores() -> NonZeroUsize {
 }
 
 /// Shrinks a failure and saves its story.
-fn tell(source: &Source, args: &SimulateArgs, plan: JobPlan, first: Failure) -> Result<Told, CliError> {
+fn tell(source: &ProgramSource, args: &SimulateArgs, plan: JobPlan, first: Failure) -> Result<Told, CliError> {
     let seed = plan.seed();
     let (ops, ranks) = (plan.steps().len(), plan.ranks().len());
     let runs_max = (SHRINK_STEPS / (ops * ranks).max(1)).clamp(50, SHRINK_RUNS_MAX);
     let shrunk = shrink(plan, first.clone(), runs_max);
     let story = args.out.join(format!("simulate-seed-{seed}.trace"));
     let found = match source {
-        Source::Generated => format!("--seed {seed} --ranks {ranks} --ops {}", args.ops),
+        ProgramSource::Generated => format!("--seed {seed} --ranks {ranks} --ops {}", args.ops),
         _ => format!("{} --seed {seed} --ranks {ranks}", source.name()),
     };
     let comment = format!(

@@ -40,7 +40,7 @@ use symmalloc_trace::replay::Program;
 
 use crate::export::ExportError;
 use crate::rerun::{Happened, Live, Moment, Owner, Rerun};
-use heap::{Counter, HeapTrack};
+use heap::{HeapTrack, Quantity};
 use writer::{Args, EventWriter};
 
 /// How much of a job is drawn.
@@ -106,7 +106,7 @@ pub fn timeline(
     sink: impl Write,
 ) -> Result<TimelineSummary, ExportError> {
     let ops = program.ops().len();
-    let mut timeline = Timeline {
+    let mut timeline = TimelineWriter {
         events: EventWriter::new(sink)?,
         program,
         drawn: Drawn::of(program, options.slices_max.unwrap_or(u64::MAX)),
@@ -168,7 +168,7 @@ impl Drawn {
     }
 }
 
-struct Timeline<'p, W> {
+struct TimelineWriter<'p, W> {
     events: EventWriter<W>,
     program: &'p Program,
     drawn: Drawn,
@@ -181,12 +181,12 @@ struct Timeline<'p, W> {
     summary: TimelineSummary,
 }
 
-impl<W: Write> Timeline<'_, W> {
+impl<W: Write> TimelineWriter<'_, W> {
     fn moment(&mut self, moment: &Moment<'_>) -> Result<(), ExportError> {
         let at = moment.number;
         for change in moment.memory {
             let heap = self.heap(change.owner)?;
-            self.heaps[heap].add(Counter::Reserved, change.is_mapped, change.size_bytes);
+            self.heaps[heap].add(Quantity::Reserved, change.is_mapped, change.size_bytes);
             let args = Args::new().number("bytes", change.size_bytes).address("address", change.address.0);
             self.instant(if change.is_mapped { "map" } else { "unmap" }, FIRST_HEAP + heap, at, &args)?;
         }
@@ -228,8 +228,8 @@ impl<W: Write> Timeline<'_, W> {
 
     fn begin(&mut self, live: &Live, at: usize) -> Result<(), ExportError> {
         let heap = self.heap(live.owner)?;
-        self.heaps[heap].add(Counter::Live, true, live.requested_bytes);
-        self.heaps[heap].add(Counter::Allocated, true, live.block_bytes);
+        self.heaps[heap].add(Quantity::Live, true, live.requested_bytes);
+        self.heaps[heap].add(Quantity::Allocated, true, live.block_bytes);
         if !self.drawn.takes(live) {
             self.summary.left_out += 1;
             return Ok(());
@@ -248,8 +248,8 @@ impl<W: Write> Timeline<'_, W> {
 
     fn end(&mut self, live: &Live, at: usize) -> Result<(), ExportError> {
         let heap = self.heap(live.owner)?;
-        self.heaps[heap].add(Counter::Live, false, live.requested_bytes);
-        self.heaps[heap].add(Counter::Allocated, false, live.block_bytes);
+        self.heaps[heap].add(Quantity::Live, false, live.requested_bytes);
+        self.heaps[heap].add(Quantity::Allocated, false, live.block_bytes);
         let Some(process) = self.open.remove(&live.id) else { return Ok(()) };
         let name = self.program.name(live.id).unwrap_or(UNNAMED);
         Ok(self.events.end_slice(name, live.id, process, at)?)

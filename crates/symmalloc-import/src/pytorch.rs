@@ -46,7 +46,7 @@ pub use error::SnapshotError;
 use crate::options::ReadOptions;
 use crate::pickle::{self, DictId, Document, Item, List, Value, Word};
 use crate::transcript::{Address, Allocated, Overflow, RawPool, RawStream, Transcript};
-use segments::{AddressRange, Segments};
+use segments::{AddressRange, LiveSegments};
 
 /// The text that matters in a snapshot, and its numbers.
 macro_rules! words {
@@ -83,7 +83,7 @@ pub(crate) fn read(source: impl Read, options: &ReadOptions) -> Result<Transcrip
     let document = pickle::read(source, VOCABULARY, Some(USER_METADATA), options.memory_limit_bytes)?;
     let traces = device_traces(&document)?;
     let device = select_device(&traces, options.device)?;
-    Trace { document: &document, device, entries: traces[device] }.retell(options.memory_limit_bytes)
+    DeviceTrace { document: &document, device, entries: traces[device] }.retell(options.memory_limit_bytes)
 }
 
 /// The list of entries of each device.
@@ -123,7 +123,7 @@ fn select_device(traces: &[&List], wanted: Option<usize>) -> Result<usize, Snaps
 }
 
 /// One device's trace.
-struct Trace<'a> {
+struct DeviceTrace<'a> {
     document: &'a Document,
     device: usize,
     entries: &'a List,
@@ -131,17 +131,17 @@ struct Trace<'a> {
 
 /// One entry of a trace.
 #[derive(Clone, Copy)]
-struct Entry<'a> {
+struct TraceEntry<'a> {
     document: &'a Document,
     dict: DictId,
     device: usize,
     number: u64,
 }
 
-impl<'a> Trace<'a> {
+impl<'a> DeviceTrace<'a> {
     fn retell(&self, limit_bytes: u64) -> Result<Transcript, SnapshotError> {
         let mut transcript = Transcript::new(limit_bytes);
-        let mut segments = Segments::default();
+        let mut segments = LiveSegments::default();
         transcript.summary.device = Some(self.device);
         let mut entries = self.entries().peekable();
         while let Some(entry) = entries.next() {
@@ -186,19 +186,19 @@ impl<'a> Trace<'a> {
         Ok(transcript)
     }
 
-    fn entries(&self) -> impl Iterator<Item = Result<Entry<'a>, SnapshotError>> {
-        let Trace { document, device, entries } = *self;
+    fn entries(&self) -> impl Iterator<Item = Result<TraceEntry<'a>, SnapshotError>> {
+        let DeviceTrace { document, device, entries } = *self;
         // Only dicts that hold something and lists are kept, so other items show by their absence.
         let missing = (!entries.is_whole()).then_some(Err(SnapshotError::NotAnEntry { device }));
         let entry = move |(item, number): (&Item, u64)| match item {
-            Item::Dict(dict) => Ok(Entry { document, dict: *dict, device, number }),
+            Item::Dict(dict) => Ok(TraceEntry { document, dict: *dict, device, number }),
             Item::List(_) => Err(SnapshotError::NotAnEntry { device }),
         };
         missing.into_iter().chain(entries.items.iter().zip(0..).map(entry))
     }
 }
 
-impl<'a> Entry<'a> {
+impl<'a> TraceEntry<'a> {
     fn action(&self) -> Result<Value, SnapshotError> {
         self.field(ACTION).ok_or_else(|| self.bad_field(ACTION))
     }

@@ -124,11 +124,11 @@ pub enum TraceFileError {
 pub struct TraceFile {
     path: PathBuf,
     options: TraceFileOptions,
-    state: State,
+    state: FileState,
 }
 
 #[derive(Debug)]
-enum State {
+enum FileState {
     Created(Compressor<File>),
     Writing(Writing),
     Done,
@@ -136,15 +136,15 @@ enum State {
 
 #[derive(Debug)]
 struct Writing {
-    shared: Arc<Shared>,
+    shared: Arc<SharedRecords>,
     thread: JoinHandle<Result<(), TraceWriteError>>,
     /// The process that the thread is in.
     owner: u32,
 }
 
 #[derive(Debug)]
-struct Shared {
-    pending: Mutex<Pending>,
+struct SharedRecords {
+    pending: Mutex<PendingRecords>,
     /// A chunk is full, or the end has come.
     news: Condvar,
     /// Records were taken.
@@ -154,7 +154,7 @@ struct Shared {
 }
 
 #[derive(Debug)]
-struct Pending {
+struct PendingRecords {
     records: Vec<Record>,
     /// With so many records the program takes note: at a full chunk, and at once when the thread is gone.
     wake_at: usize,
@@ -164,10 +164,10 @@ struct Pending {
     is_abandoned: bool,
 }
 
-impl Shared {
+impl SharedRecords {
     fn new(chunk_records: usize) -> Self {
-        Shared {
-            pending: Mutex::new(Pending {
+        SharedRecords {
+            pending: Mutex::new(PendingRecords {
                 records: Vec::with_capacity(chunk_records),
                 wake_at: chunk_records,
                 is_over: false,
@@ -181,7 +181,7 @@ impl Shared {
 
     /// Takes all pending records: when there is a chunk of them, when no more come, or after a while. Whether no more come.
     fn take(&self, records: &mut Vec<Record>, patience: Duration) -> bool {
-        let is_to_wait = |pending: &mut Pending| pending.records.len() < self.chunk_records && !pending.is_over;
+        let is_to_wait = |pending: &mut PendingRecords| pending.records.len() < self.chunk_records && !pending.is_over;
         let waited = self.news.wait_timeout_while(self.lock(), patience, is_to_wait);
         let (mut pending, _) = waited.unwrap_or_else(PoisonError::into_inner);
         mem::swap(&mut pending.records, records);
@@ -190,7 +190,7 @@ impl Shared {
         pending.is_over
     }
 
-    fn lock(&self) -> MutexGuard<'_, Pending> {
+    fn lock(&self) -> MutexGuard<'_, PendingRecords> {
         self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -225,7 +225,7 @@ impl TraceFile {
     pub fn create(path: impl AsRef<Path>, options: TraceFileOptions) -> Result<Self, TraceFileError> {
         let path = path.as_ref().to_path_buf();
         match Compressor::create(&path) {
-            Ok(file) => Ok(TraceFile { path, options, state: State::Created(file) }),
+            Ok(file) => Ok(TraceFile { path, options, state: FileState::Created(file) }),
             Err(source) => Err(TraceFileError::Create { path, source }),
         }
     }
@@ -238,13 +238,13 @@ impl TraceFile {
     /// Wakes the thread, and waits when too much is pending.
     #[cold]
     fn hand_over(&mut self) -> Result<(), SinkError> {
-        let State::Writing(Writing { shared, owner, .. }) = &self.state else { return Ok(()) };
+        let FileState::Writing(Writing { shared, owner, .. }) = &self.state else { return Ok(()) };
         if process::id() != *owner {
             return Err(self.give_up());
         }
         shared.news.notify_one();
         let records_max = self.options.pending_records_max.max(1);
-        let is_to_wait = |pending: &mut Pending| pending.records.len() >= records_max && !pending.is_abandoned;
+        let is_to_wait = |pending: &mut PendingRecords| pending.records.len() >= records_max && !pending.is_abandoned;
         let mut pending = shared.room.wait_while(shared.lock(), is_to_wait).unwrap_or_else(PoisonError::into_inner);
         let is_abandoned = pending.is_abandoned;
         if pending.records.len() >= pending.wake_at {
@@ -265,7 +265,8 @@ impl TraceFile {
 
     /// Makes the file whole. Without a thread there is nothing to do.
     fn close(&mut self) -> Result<(), TraceFileError> {
-        let State::Writing(Writing { shared, thread, owner }) = mem::replace(&mut self.state, State::Done) else {
+        let FileState::Writing(Writing { shared, thread, owner }) = mem::replace(&mut self.state, FileState::Done)
+        else {
             return Ok(());
         };
         let path = self.path.clone();
@@ -286,10 +287,10 @@ impl TraceFile {
 
 impl Sink for TraceFile {
     fn begin(&mut self, config: &Config) -> Result<(), SinkError> {
-        let State::Created(file) = mem::replace(&mut self.state, State::Done) else {
+        let FileState::Created(file) = mem::replace(&mut self.state, FileState::Done) else {
             return Err(TraceFileError::Gone { path: self.path.clone() }.into());
         };
-        let shared = Arc::new(Shared::new(CHUNK_RECORDS.min(self.options.pending_records_max).max(1)));
+        let shared = Arc::new(SharedRecords::new(CHUNK_RECORDS.min(self.options.pending_records_max).max(1)));
         let (taken, config, flush_interval) =
             (Arc::clone(&shared), config.clone(), self.options.flush_interval.max(Duration::from_millis(1)));
         let body = move || {
@@ -298,13 +299,13 @@ impl Sink for TraceFile {
         };
         let thread = thread::Builder::new().name("symmalloc-trace".to_owned()).spawn(body);
         let thread = thread.map_err(|source| TraceFileError::Thread { path: self.path.clone(), source })?;
-        self.state = State::Writing(Writing { shared, thread, owner: process::id() });
+        self.state = FileState::Writing(Writing { shared, thread, owner: process::id() });
         Ok(())
     }
 
     #[inline]
     fn record(&mut self, record: Record) -> Result<(), SinkError> {
-        let State::Writing(writing) = &self.state else { return Err(self.give_up()) };
+        let FileState::Writing(writing) = &self.state else { return Err(self.give_up()) };
         match writing.push(record) {
             Some(false) => Ok(()),
             Some(true) => self.hand_over(),
@@ -325,7 +326,7 @@ impl Drop for TraceFile {
 }
 
 /// Tells the program that the thread is gone, however it went.
-struct Leave<'a>(&'a Shared);
+struct Leave<'a>(&'a SharedRecords);
 
 impl Drop for Leave<'_> {
     fn drop(&mut self) {
@@ -338,7 +339,7 @@ impl Drop for Leave<'_> {
 
 /// The thread: writes what comes, until no more does.
 fn write(
-    shared: &Shared,
+    shared: &SharedRecords,
     file: Compressor<File>,
     config: &Config,
     flush_interval: Duration,

@@ -55,7 +55,7 @@ pub(crate) enum Overflow {
 
 /// An allocation that is not freed yet.
 #[derive(Clone, Copy)]
-struct Live {
+struct OpenAllocation {
     id: AllocationId,
     stream: StreamId,
     /// The log named a stream that uses it, too.
@@ -64,7 +64,7 @@ struct Live {
 
 /// A free that is not completed.
 #[derive(Clone, Copy)]
-struct PendingFree {
+struct OpenFree {
     /// Its record.
     record: usize,
     /// Records and completions up to it.
@@ -84,9 +84,9 @@ pub(crate) struct Transcript {
     /// All but the default pool. Looked up only.
     pools: HashMap<RawPool, PoolId>,
     /// Looked up only. Its allocations are not freed.
-    live: HashMap<Address, Live>,
+    live: HashMap<Address, OpenAllocation>,
     /// Frees that are not completed, by what they freed. Looked up only.
-    pending: HashMap<Address, PendingFree>,
+    pending: HashMap<Address, OpenFree>,
     /// Completions that came later than their free.
     completions: u64,
 }
@@ -128,7 +128,7 @@ impl Transcript {
             record = record.with_placement(placement);
         }
         self.push(record)?;
-        self.live.insert(address, Live { id, stream, is_used: false });
+        self.live.insert(address, OpenAllocation { id, stream, is_used: false });
         Ok(())
     }
 
@@ -179,7 +179,7 @@ impl Transcript {
         }
         let record = self.records.len();
         self.push(Record::from(Op::Free { id: live.id }).with_pending(Pending::TO_THE_END))?;
-        self.pending.insert(address, PendingFree { record, entries: self.entries() });
+        self.pending.insert(address, OpenFree { record, entries: self.entries() });
         Ok(())
     }
 

@@ -115,7 +115,7 @@ pub struct AllToAllBuilder {
 }
 
 /// A call that can be submitted.
-struct Call<'a> {
+struct ReadyCall<'a> {
     transfers: Transfers<'a>,
     input: Region,
     output: Region,
@@ -241,7 +241,7 @@ impl AllToAll {
         output: &'a mut O,
         row_elements: usize,
         splits: Option<&'a Splits>,
-    ) -> Result<Call<'a>, AllToAllError>
+    ) -> Result<ReadyCall<'a>, AllToAllError>
     where
         T: DeviceRepr,
         I: DevicePtr<T>,
@@ -275,10 +275,10 @@ impl AllToAll {
             registered.check(&self.comm, Side::Input, input)?;
             registered.check(&self.comm, Side::Output, output)?;
         }
-        Ok(Call { transfers, input, output, _uses: [reading, writing] })
+        Ok(ReadyCall { transfers, input, output, _uses: [reading, writing] })
     }
 
-    fn submit(&self, stream: &CudaStream, call: &Call<'_>) -> Result<(), AllToAllError> {
+    fn submit(&self, stream: &CudaStream, call: &ReadyCall<'_>) -> Result<(), AllToAllError> {
         let Messages { rank, ranks, .. } = self.messages;
         let part = |side, peer| match side {
             Side::Input => call.transfers.part(side, call.input.address, peer),

@@ -36,7 +36,7 @@ pub(crate) const NO_COLOR: c_int = -1;
 
 /// Whether a call that was accepted is through.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Progress {
+pub(crate) enum CallProgress {
     /// Nothing is left to do on the host.
     Done,
     /// A thread of NCCL's works on it: ask `ncclCommGetAsyncError` until it does not.
@@ -44,7 +44,7 @@ pub(crate) enum Progress {
 }
 
 /// What a call came to.
-pub(crate) type Outcome = Result<Progress, NcclError>;
+pub(crate) type Outcome = Result<CallProgress, NcclError>;
 
 type Comm = *mut c_void;
 type Stream = *mut c_void;
@@ -256,7 +256,7 @@ impl Calls {
         // SAFETY: takes nothing.
         self.outcome("ncclGroupStart", unsafe { (self.group_start)() })?;
         let issued =
-            operations.iter().try_fold(Progress::Done, |_, (comm, operation)| self.issue_one(*comm, operation));
+            operations.iter().try_fold(CallProgress::Done, |_, (comm, operation)| self.issue_one(*comm, operation));
         // The group must be ended on this thread in any case; after an error NCCL drops what it holds.
         // SAFETY: takes nothing.
         let ended = self.outcome("ncclGroupEnd", unsafe { (self.group_end)() });
@@ -303,13 +303,13 @@ impl Calls {
 
     /// What a call came to that some libraries lack: there it does nothing.
     fn optional(&self, call: &'static str, code: Option<c_int>) -> Outcome {
-        code.map_or(Ok(Progress::Done), |code| self.outcome(call, code))
+        code.map_or(Ok(CallProgress::Done), |code| self.outcome(call, code))
     }
 
     fn outcome(&self, call: &'static str, code: c_int) -> Outcome {
         match code {
-            SUCCESS => Ok(Progress::Done),
-            IN_PROGRESS => Ok(Progress::Underway),
+            SUCCESS => Ok(CallProgress::Done),
+            IN_PROGRESS => Ok(CallProgress::Underway),
             code => Err(NcclError { call, code, detail: self.last_error_text() }),
         }
     }

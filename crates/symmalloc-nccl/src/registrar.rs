@@ -47,7 +47,7 @@ pub use builder::RegistrarBuilder;
 use crate::communicator::{CommState, Communicator};
 use crate::error::CommError;
 use crate::version::{Capability, NcclVersion};
-use attachment::{Attachment, Job};
+use attachment::{Attachment, SyncJob};
 use error::{AttachError, SyncError};
 use settings::{Registration, Settings, Synced};
 use smallvec::SmallVec;
@@ -220,7 +220,7 @@ impl Registrar {
             (self.settings.mode != Mode::Off).then(|| RankHistory::of_pools(self.allocator.core(), Point::Sync, &pools))
         };
         let histories: SmallVec<[Option<RankHistory<'_>>; 4]> = attachments.iter().map(history).collect();
-        let job = Job { allocator: &self.allocator, settings: &self.settings, counters: &self.counters };
+        let job = SyncJob { allocator: &self.allocator, settings: &self.settings, counters: &self.counters };
         let mut total = Ok(Synced::default());
         for (attachment, history) in attachments.iter().zip(&histories) {
             match (attachment.sync(&job, history.as_ref()), &mut total) {

@@ -36,7 +36,7 @@ pub(super) struct List {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum ModelState {
     Free,
     Allocated,
     /// Freed by the program; free when so many events are done.
@@ -48,17 +48,17 @@ pub(super) enum State {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Block {
+pub(super) struct ModelBlock {
     pub(super) size_bytes: u64,
     pub(super) segment: SegmentId,
     pub(super) list: List,
-    pub(super) state: State,
+    pub(super) state: ModelState,
 }
 
 /// All blocks of a rank.
 #[derive(Debug, Default)]
 pub(super) struct Blocks {
-    by_address: BTreeMap<u64, Block>,
+    by_address: BTreeMap<u64, ModelBlock>,
     /// (list, size, address) of the free ones.
     free: BTreeSet<(List, u64, u64)>,
     /// (list, address) of the unmapped ones.
@@ -70,7 +70,7 @@ impl Blocks {
     ///
     /// # Panics
     /// When none does.
-    pub(super) fn at(&self, address: u64) -> Block {
+    pub(super) fn at(&self, address: u64) -> ModelBlock {
         self.by_address[&address]
     }
 
@@ -78,19 +78,19 @@ impl Blocks {
     ///
     /// # Panics
     /// When none starts at `address`.
-    pub(super) fn take(&mut self, address: u64) -> Block {
+    pub(super) fn take(&mut self, address: u64) -> ModelBlock {
         let block = self.by_address.remove(&address).expect("a block starts here");
         match block.state {
-            State::Free => _ = self.free.remove(&(block.list, block.size_bytes, address)),
-            State::Unmapped => _ = self.unmapped.remove(&(block.list, address)),
-            State::Allocated | State::Pending { .. } => {}
+            ModelState::Free => _ = self.free.remove(&(block.list, block.size_bytes, address)),
+            ModelState::Unmapped => _ = self.unmapped.remove(&(block.list, address)),
+            ModelState::Allocated | ModelState::Pending { .. } => {}
         }
         block
     }
 
     /// Puts a block in. A free or unmapped one merges with neighbours of its kind; returns where it then starts.
-    pub(super) fn put(&mut self, mut address: u64, mut block: Block) -> u64 {
-        if matches!(block.state, State::Free | State::Unmapped) {
+    pub(super) fn put(&mut self, mut address: u64, mut block: ModelBlock) -> u64 {
+        if matches!(block.state, ModelState::Free | ModelState::Unmapped) {
             if let Some((next, neighbour)) = self.next(address, &block)
                 && neighbour.state == block.state
             {
@@ -104,23 +104,23 @@ impl Blocks {
             }
         }
         match block.state {
-            State::Free => _ = self.free.insert((block.list, block.size_bytes, address)),
-            State::Unmapped => _ = self.unmapped.insert((block.list, address)),
-            State::Allocated | State::Pending { .. } => {}
+            ModelState::Free => _ = self.free.insert((block.list, block.size_bytes, address)),
+            ModelState::Unmapped => _ = self.unmapped.insert((block.list, address)),
+            ModelState::Allocated | ModelState::Pending { .. } => {}
         }
         self.by_address.insert(address, block);
         address
     }
 
     /// The block right behind, in the same segment.
-    pub(super) fn next(&self, address: u64, block: &Block) -> Option<(u64, Block)> {
+    pub(super) fn next(&self, address: u64, block: &ModelBlock) -> Option<(u64, ModelBlock)> {
         let next = address + block.size_bytes;
         let neighbour = *self.by_address.get(&next)?;
         (neighbour.segment == block.segment).then_some((next, neighbour))
     }
 
     /// The block right before, in the same segment.
-    pub(super) fn previous(&self, address: u64, block: &Block) -> Option<(u64, Block)> {
+    pub(super) fn previous(&self, address: u64, block: &ModelBlock) -> Option<(u64, ModelBlock)> {
         let (&previous, &neighbour) = self.by_address.range(..address).next_back()?;
         let touches = previous + neighbour.size_bytes == address && neighbour.segment == block.segment;
         touches.then_some((previous, neighbour))
@@ -140,7 +140,7 @@ impl Blocks {
     pub(super) fn best_fit_expandable(&self, list: List, size: u64) -> Option<u64> {
         let room = |address: u64| {
             let block = self.at(address);
-            let behind = self.next(address, &block).filter(|(_, next)| next.state == State::Unmapped);
+            let behind = self.next(address, &block).filter(|(_, next)| next.state == ModelState::Unmapped);
             block.size_bytes + behind.map_or(0, |(_, next)| next.size_bytes)
         };
         let mut fitting = self.fitting(list, size);
@@ -169,9 +169,9 @@ impl Blocks {
     pub(super) fn event_done(&mut self, address: u64) {
         let block = self.take(address);
         let state = match block.state {
-            State::Pending { events } if events > 1 => State::Pending { events: events - 1 },
-            _ => State::Free,
+            ModelState::Pending { events } if events > 1 => ModelState::Pending { events: events - 1 },
+            _ => ModelState::Free,
         };
-        self.put(address, Block { state, ..block });
+        self.put(address, ModelBlock { state, ..block });
     }
 }

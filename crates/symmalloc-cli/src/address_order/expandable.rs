@@ -10,7 +10,7 @@
 //! `emptyCache` left are filled before the range grows at its end.
 
 use super::AddressOrder;
-use super::blocks::{Block, List, State};
+use super::blocks::{List, ModelBlock, ModelState};
 use symmalloc_core::backend::{Backend, BackendError};
 use symmalloc_core::units::GIB;
 
@@ -25,10 +25,10 @@ impl AddressOrder {
             Some(address) => address,
             None => {
                 let range = self.device.reserve(RANGE_BYTES.max(size.next_multiple_of(list.class.page_bytes())))?;
-                self.add_segment(list, range, State::Unmapped)
+                self.add_segment(list, range, ModelState::Unmapped)
             }
         };
-        if self.blocks.at(address).state == State::Unmapped {
+        if self.blocks.at(address).state == ModelState::Unmapped {
             address = self.map_pages(address, size)?;
         }
         loop {
@@ -42,7 +42,7 @@ impl AddressOrder {
 
     /// Where a run of free and unmapped blocks starts that has room for `size` bytes.
     fn room_for(&self, list: List, size: u64) -> Option<u64> {
-        let usable = |block: &Block| matches!(block.state, State::Free | State::Unmapped);
+        let usable = |block: &ModelBlock| matches!(block.state, ModelState::Free | ModelState::Unmapped);
         self.blocks.unmapped_of(list).find_map(|unmapped| {
             let block = self.blocks.at(unmapped);
             let before = self.blocks.previous(unmapped, &block).filter(|(_, before)| usable(before));
@@ -68,9 +68,9 @@ impl AddressOrder {
         self.device.map(range, address - range.base.0, mapped)?;
         self.blocks.take(address);
         if mapped < block.size_bytes {
-            self.blocks.put(address + mapped, Block { size_bytes: block.size_bytes - mapped, ..block });
+            self.blocks.put(address + mapped, ModelBlock { size_bytes: block.size_bytes - mapped, ..block });
         }
-        Ok(self.blocks.put(address, Block { size_bytes: mapped, state: State::Free, ..block }))
+        Ok(self.blocks.put(address, ModelBlock { size_bytes: mapped, state: ModelState::Free, ..block }))
     }
 
     /// Takes the memory from the pages that lie wholly inside of a free block; a segment left without any is released.
@@ -87,10 +87,11 @@ impl AddressOrder {
         self.blocks.take(address);
         for (start, end) in [(address, from), (to, end)] {
             if start < end {
-                self.blocks.put(start, Block { size_bytes: end - start, ..block });
+                self.blocks.put(start, ModelBlock { size_bytes: end - start, ..block });
             }
         }
-        let unmapped = self.blocks.put(from, Block { size_bytes: to - from, state: State::Unmapped, ..block });
+        let unmapped =
+            self.blocks.put(from, ModelBlock { size_bytes: to - from, state: ModelState::Unmapped, ..block });
         if self.blocks.at(unmapped).size_bytes == range.size_bytes {
             self.device.release(range)?;
             self.blocks.take(unmapped);

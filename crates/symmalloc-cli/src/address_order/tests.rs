@@ -14,11 +14,11 @@ fn calm(delays: Delays) -> SimBackend {
 }
 
 fn fixed() -> AddressOrder {
-    AddressOrder::on(calm(Delays::Immediate), Segments::Fixed)
+    AddressOrder::on(calm(Delays::Immediate), ModelSegments::Fixed)
 }
 
 fn expandable() -> AddressOrder {
-    AddressOrder::on(calm(Delays::Immediate), Segments::Expandable)
+    AddressOrder::on(calm(Delays::Immediate), ModelSegments::Expandable)
 }
 
 impl AddressOrder {
@@ -142,7 +142,7 @@ fn streams_and_pools_share_nothing() {
 
 #[test]
 fn a_block_that_another_stream_used_is_free_only_when_a_poll_says_so() {
-    let mut old = AddressOrder::on(calm(Delays::UntilSynchronized), Segments::Fixed);
+    let mut old = AddressOrder::on(calm(Delays::UntilSynchronized), ModelSegments::Fixed);
     assert_eq!(old.take(0, MIB), (0, 0));
     old.record_use(0, S0);
     old.record_use(0, S1);
@@ -157,7 +157,7 @@ fn a_block_that_another_stream_used_is_free_only_when_a_poll_says_so() {
 
 #[test]
 fn a_trim_waits_for_the_events() {
-    let mut old = AddressOrder::on(calm(Delays::UntilSynchronized), Segments::Fixed);
+    let mut old = AddressOrder::on(calm(Delays::UntilSynchronized), ModelSegments::Fixed);
     old.take(0, MIB);
     old.record_use(0, S1);
     old.give(0);
@@ -255,7 +255,7 @@ fn what_the_program_asked_for_is_counted_unrounded() {
 #[test]
 fn ranks_agree_on_the_first_round_and_not_after() {
     let run = |rank| {
-        let mut old = AddressOrder::new(7, Segments::Fixed, rank);
+        let mut old = AddressOrder::new(7, ModelSegments::Fixed, rank);
         let first: Vec<_> = (0..8).map(|id| old.take(id, 12 * MIB)).collect();
         (0..8).for_each(|id| old.give(id));
         let second: Vec<_> = (8..16).map(|id| old.take(id, 12 * MIB)).collect();
@@ -271,7 +271,7 @@ fn ranks_agree_on_the_first_round_and_not_after() {
 #[test]
 fn ranks_poll_their_events_at_other_times() {
     let run = |rank| {
-        let mut old = AddressOrder::new(7, Segments::Expandable, rank);
+        let mut old = AddressOrder::new(7, ModelSegments::Expandable, rank);
         (0..200)
             .map(|id| {
                 let place = old.take(id, MIB);

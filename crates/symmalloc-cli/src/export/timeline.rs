@@ -2,7 +2,7 @@
 //! job can be carried out is found out before.
 
 use crate::Verdict;
-use crate::args::{Detail, ExportArgs};
+use crate::args::{AtMost, ExportArgs};
 use crate::error::CliError;
 use crate::output::{self, Palette};
 use crate::quantity::{count, counted};
@@ -20,7 +20,7 @@ pub(super) fn export(args: &ExportArgs, recorded: &Recorded) -> Result<Verdict, 
     rehearsal.map_err(|error: RerunError| recorded.failed(error))?;
 
     let mut options = TimelineOptions::default();
-    let Detail(most) = args.detail;
+    let AtMost(most) = args.detail;
     (options.slices_max, options.points_max) = (most, most);
     let unwritten = |source| CliError::Create { path: args.output.clone(), source };
     let mut file = Compressor::create(&args.output).map_err(unwritten)?;

@@ -12,15 +12,15 @@ use symmalloc_trace::replay::Program;
 /// The rule, for one program.
 pub(super) struct Address<'a> {
     pub(super) program: &'a Program,
-    pub(super) segments: address_order::Segments,
+    pub(super) segments: address_order::ModelSegments,
     pub(super) seed: u64,
 }
 
 impl Rule for Address<'_> {
     fn segments(&self) -> Option<Segments> {
         Some(match self.segments {
-            address_order::Segments::Fixed => Segments::Fixed,
-            address_order::Segments::Expandable => Segments::Expandable,
+            address_order::ModelSegments::Fixed => Segments::Fixed,
+            address_order::ModelSegments::Expandable => Segments::Expandable,
         })
     }
 

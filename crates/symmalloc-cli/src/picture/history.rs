@@ -10,7 +10,7 @@
 
 use super::heap_name;
 use super::svg::{Anchor, BODY, Fill, HEAP_FILLS, SMALL, Svg, TITLE, fitting, short, wrapped};
-use super::timeline::{ALLOCATED, Curve, LIVE, Peak, RESERVED, Span, Timeline};
+use super::timeline::{ALLOCATED, Curve, JobCurves, LIVE, Peak, RESERVED, Span};
 use crate::quantity::{count, memory};
 use std::cmp::Reverse;
 use symmalloc_import::rerun::Owner;
@@ -101,7 +101,7 @@ pub(crate) struct Words<'a> {
 }
 
 /// Draws a timeline at a width.
-pub(crate) fn draw(timeline: &Timeline, width: u32, prefix: &'static str, class: &str, words: &Words<'_>) -> String {
+pub(crate) fn draw(timeline: &JobCurves, width: u32, prefix: &'static str, class: &str, words: &Words<'_>) -> String {
     let mut svg = Svg::new(prefix, width);
     let mut y = heading(&mut svg, words);
     let shown = shown_heaps(timeline);
@@ -146,7 +146,7 @@ pub(crate) fn heading(svg: &mut Svg, words: &Words<'_>) -> f64 {
 }
 
 /// The heaps with a fill of their own, by index: those that hold the most.
-fn shown_heaps(timeline: &Timeline) -> Vec<(Fill, usize)> {
+fn shown_heaps(timeline: &JobCurves) -> Vec<(Fill, usize)> {
     let mut largest: Vec<usize> = (0..timeline.heaps.len()).collect();
     largest.sort_by_key(|index| (Reverse(timeline.heaps[*index].1.peaks[RESERVED].bytes), *index));
     largest.truncate(HEAP_FILLS);
@@ -154,7 +154,7 @@ fn shown_heaps(timeline: &Timeline) -> Vec<(Fill, usize)> {
     largest.into_iter().enumerate().map(|(fill, index)| (Fill::Heap(fill), index)).collect()
 }
 
-fn legend(svg: &mut Svg, y: f64, timeline: &Timeline, shown: &[(Fill, usize)]) -> f64 {
+fn legend(svg: &mut Svg, y: f64, timeline: &JobCurves, shown: &[(Fill, usize)]) -> f64 {
     let peaks = &timeline.total.peaks;
     let told = |name: &str, Peak { bytes, op }: Peak| format!("{name}: peak {} after op {}", memory(bytes), count(op));
     let mut at = Flow { x: 12.0, y };
@@ -220,12 +220,12 @@ impl Flow {
 }
 
 /// Whether a column stands for more than one op.
-fn is_condensed(timeline: &Timeline) -> bool {
+fn is_condensed(timeline: &JobCurves) -> bool {
     timeline.op_count > timeline.columns
 }
 
 /// The allocated bytes of all heaps, one on the other.
-fn stack(svg: &mut Svg, panel: &Panel, timeline: &Timeline, shown: &[(Fill, usize)]) {
+fn stack(svg: &mut Svg, panel: &Panel, timeline: &JobCurves, shown: &[(Fill, usize)]) {
     let mut below = vec![0; timeline.columns];
     let mut layer = |svg: &mut Svg, fill: Fill, has: &dyn Fn(usize) -> bool| {
         let of_column = |(stack, below): (&Vec<u64>, &mut u64)| {
@@ -256,7 +256,7 @@ fn curve(svg: &mut Svg, panel: &Panel, curve: &Curve, is_condensed: bool) {
 }
 
 /// Marks the peak of reserved and of allocated memory.
-fn peak(svg: &mut Svg, panel: &Panel, timeline: &Timeline) {
+fn peak(svg: &mut Svg, panel: &Panel, timeline: &JobCurves) {
     let reserved = panel.level(timeline.total.peaks[RESERVED].bytes);
     for (quantity, word) in [(RESERVED, "reserved"), (ALLOCATED, "allocated")] {
         let Peak { bytes, op } = timeline.total.peaks[quantity];
@@ -281,7 +281,7 @@ fn peak(svg: &mut Svg, panel: &Panel, timeline: &Timeline) {
 }
 
 /// A heap's own panel. Returns where the next one begins.
-fn heap(svg: &mut Svg, y: f64, timeline: &Timeline, fill: Fill, index: usize) -> f64 {
+fn heap(svg: &mut Svg, y: f64, timeline: &JobCurves, fill: Fill, index: usize) -> f64 {
     let (owner, curve_of_heap) = &timeline.heaps[index];
     let mut at = Flow { x: 12.0, y };
     swatch(svg, &mut at, fill, &heap_name(*owner));
@@ -345,7 +345,7 @@ fn round_memory(bytes: u64) -> String {
 }
 
 /// The picture in words, for who cannot see it.
-fn told(timeline: &Timeline) -> String {
+fn told(timeline: &JobCurves) -> String {
     let peaks = &timeline.total.peaks;
     let mut text = format!(
         "Over {} ops: at most {} reserved (after op {}), {} allocated (op {}), {} live (op {}).",

@@ -11,7 +11,7 @@
 
 use super::heap_name;
 use super::history::{Flow, Words, heading, swatch};
-use super::memory::{Block, Heap, LiveAllocation, Memory, State};
+use super::memory::{BlockState, DrawnBlock, DrawnHeap, LiveAllocation, Memory};
 use super::svg::{Anchor, BODY, Fill, SMALL, Svg, fitting, short, text_width, wrapped};
 use crate::quantity::{count, counted, memory};
 use std::collections::{BTreeMap, BTreeSet};
@@ -108,10 +108,10 @@ impl Scale {
 fn legend(svg: &mut Svg, y: f64, memories: &[&Memory], scale: &Scale) -> f64 {
     let mut at = Flow { x: MARGIN, y };
     for (state, text) in [
-        (State::Live, if memories.len() == 1 { "live" } else { "live, at the same place on both" }),
-        (State::Differs, "live, elsewhere on the other"),
-        (State::Free, "free"),
-        (State::Fenced, "free, fenced: next user may wait"),
+        (BlockState::Live, if memories.len() == 1 { "live" } else { "live, at the same place on both" }),
+        (BlockState::Differs, "live, elsewhere on the other"),
+        (BlockState::Free, "free"),
+        (BlockState::Fenced, "free, fenced: next user may wait"),
     ] {
         if memories.iter().any(|memory| memory.blocks().any(|block| block.state == state)) {
             swatch(svg, &mut at, fill(state), text);
@@ -130,7 +130,7 @@ fn rank_name(svg: &mut Svg, x: f64, y: f64, width: f64, name: &str) -> f64 {
     y + 26.0
 }
 
-fn heap_title(svg: &mut Svg, x: f64, y: f64, width: f64, heap: &Heap) -> f64 {
+fn heap_title(svg: &mut Svg, x: f64, y: f64, width: f64, heap: &DrawnHeap) -> f64 {
     svg.bold(x, y + 18.0, BODY, Anchor::Start, &heap_name(heap.owner));
     let mut y = y + 18.0;
     for line in wrapped(&summary(heap), SMALL, width) {
@@ -140,9 +140,10 @@ fn heap_title(svg: &mut Svg, x: f64, y: f64, width: f64, heap: &Heap) -> f64 {
     y + 6.0
 }
 
-fn summary(heap: &Heap) -> String {
-    let sum =
-        |has: fn(State) -> bool| heap.blocks().filter(|block| has(block.state)).map(|block| block.size_bytes).sum();
+fn summary(heap: &DrawnHeap) -> String {
+    let sum = |has: fn(BlockState) -> bool| {
+        heap.blocks().filter(|block| has(block.state)).map(|block| block.size_bytes).sum()
+    };
     let live: u64 = sum(is_live);
     let free: u64 = sum(|state| !is_live(state));
     let largest = heap.blocks().filter(|block| !is_live(block.state)).map(|block| block.size_bytes).max();
@@ -156,23 +157,23 @@ fn summary(heap: &Heap) -> String {
     if let Some(largest) = largest {
         text += &format!(" (largest block {})", memory(largest));
     }
-    let differing = heap.blocks().filter(|block| block.state == State::Differs).count();
+    let differing = heap.blocks().filter(|block| block.state == BlockState::Differs).count();
     if differing > 0 {
         text += &format!("; {} elsewhere on the other", counted(differing, "allocation"));
     }
     text
 }
 
-fn is_live(state: State) -> bool {
-    matches!(state, State::Live | State::Differs)
+fn is_live(state: BlockState) -> bool {
+    matches!(state, BlockState::Live | BlockState::Differs)
 }
 
-fn fill(state: State) -> Fill {
+fn fill(state: BlockState) -> Fill {
     match state {
-        State::Live => Fill::Live,
-        State::Differs => Fill::Differs,
-        State::Free => Fill::Free,
-        State::Fenced => Fill::Fenced,
+        BlockState::Live => Fill::Live,
+        BlockState::Differs => Fill::Differs,
+        BlockState::Free => Fill::Free,
+        BlockState::Fenced => Fill::Fenced,
     }
 }
 
@@ -210,7 +211,7 @@ struct Start {
 }
 
 /// The segments that are wide enough for a line between them.
-fn starts(heap: &Heap, scale: &Scale) -> Vec<Start> {
+fn starts(heap: &DrawnHeap, scale: &Scale) -> Vec<Start> {
     let (mut starts, mut at) = (Vec::new(), 0);
     for segment in &heap.segments {
         let size_bytes: u64 = segment.blocks.iter().map(|block| block.size_bytes).sum();
@@ -228,7 +229,14 @@ fn starts(heap: &Heap, scale: &Scale) -> Vec<Start> {
 }
 
 /// A heap's rows. Returns where the page goes on.
-fn rows(svg: &mut Svg, x: f64, y: f64, heap: &Heap, scale: &Scale, numbers: &BTreeMap<AllocationId, usize>) -> f64 {
+fn rows(
+    svg: &mut Svg,
+    x: f64,
+    y: f64,
+    heap: &DrawnHeap,
+    scale: &Scale,
+    numbers: &BTreeMap<AllocationId, usize>,
+) -> f64 {
     let starts = starts(heap, scale);
     let count = heap.size_bytes().div_ceil(scale.row_bytes).max(1) as usize;
     let mut tops = Vec::with_capacity(count);
@@ -262,7 +270,7 @@ fn rows(svg: &mut Svg, x: f64, y: f64, heap: &Heap, scale: &Scale, numbers: &BTr
 }
 
 /// Lines between blocks.
-fn separators(heap: &Heap, scale: &Scale, x: f64, tops: &[f64]) -> String {
+fn separators(heap: &DrawnHeap, scale: &Scale, x: f64, tops: &[f64]) -> String {
     let (mut path, mut at) = (String::new(), 0);
     for block in heap.blocks() {
         if scale.pixels(block.size_bytes) >= SEPARATED_PX
@@ -278,7 +286,7 @@ fn separators(heap: &Heap, scale: &Scale, x: f64, tops: &[f64]) -> String {
 /// The numbers of the largest allocations, with their names where there is room.
 fn mark_numbers(
     svg: &mut Svg,
-    heap: &Heap,
+    heap: &DrawnHeap,
     scale: &Scale,
     x: f64,
     tops: &[f64],
@@ -310,10 +318,10 @@ fn outline(path: &mut String, x: f64, y: f64, width: f64) {
 /// What a column is made of, by state.
 type Column = [f64; 4];
 
-const STATES: [State; 4] = [State::Differs, State::Fenced, State::Live, State::Free];
+const STATES: [BlockState; 4] = [BlockState::Differs, BlockState::Fenced, BlockState::Live, BlockState::Free];
 
 /// The filled areas: runs of columns of one state.
-fn areas(svg: &mut Svg, heap: &Heap, scale: &Scale, place: &dyn Fn(usize) -> (f64, f64)) {
+fn areas(svg: &mut Svg, heap: &DrawnHeap, scale: &Scale, place: &dyn Fn(usize) -> (f64, f64)) {
     let per_row = scale.width as usize;
     let mut columns: Vec<Column> = Vec::new();
     let mut at = 0.0;
@@ -324,7 +332,7 @@ fn areas(svg: &mut Svg, heap: &Heap, scale: &Scale, place: &dyn Fn(usize) -> (f6
     }
     let most = |column: &Column| {
         let by_size = |a: &usize, b: &usize| column[*a].total_cmp(&column[*b]).then(b.cmp(a));
-        (0..STATES.len()).max_by(by_size).map_or(State::Free, |index| STATES[index])
+        (0..STATES.len()).max_by(by_size).map_or(BlockState::Free, |index| STATES[index])
     };
     let mut paths: [String; 4] = Default::default();
     let mut column = 0;
@@ -346,7 +354,7 @@ fn areas(svg: &mut Svg, heap: &Heap, scale: &Scale, place: &dyn Fn(usize) -> (f6
 }
 
 /// Adds a block's share to each column that it touches.
-fn spread(columns: &mut Vec<Column>, from: f64, to: f64, block: &Block) {
+fn spread(columns: &mut Vec<Column>, from: f64, to: f64, block: &DrawnBlock) {
     let index = STATES.iter().position(|state| *state == block.state).unwrap_or(0);
     let last = to.ceil() as usize;
     if columns.len() < last {
@@ -396,7 +404,7 @@ fn place(held: &LiveAllocation) -> String {
 /// The largest allocations that lie elsewhere on the other rank, with both places.
 fn list_differing(svg: &mut Svg, y: f64, [one, other]: [&Memory; 2]) -> f64 {
     let is_marked = |memory: &Memory| {
-        let marked = memory.blocks().filter(|block| block.state == State::Differs);
+        let marked = memory.blocks().filter(|block| block.state == BlockState::Differs);
         marked.filter_map(|block| block.held.as_ref()).map(|held| held.id).collect::<BTreeSet<_>>()
     };
     let marked = is_marked(one);

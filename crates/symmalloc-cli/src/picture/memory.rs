@@ -16,7 +16,7 @@ const DEVICE_BYTES_MAX: u64 = 1 << 50;
 
 /// What a block is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum State {
+pub(crate) enum BlockState {
     /// A live allocation.
     Live,
     /// A live allocation that lies elsewhere on the other rank.
@@ -29,9 +29,9 @@ pub(crate) enum State {
 
 /// A block.
 #[derive(Clone, Debug)]
-pub(crate) struct Block {
+pub(crate) struct DrawnBlock {
     pub(crate) size_bytes: u64,
-    pub(crate) state: State,
+    pub(crate) state: BlockState,
     /// Of a live block.
     pub(crate) held: Option<LiveAllocation>,
 }
@@ -54,27 +54,27 @@ impl LiveAllocation {
 
 /// A segment: the memory that it has, without holes.
 #[derive(Clone, Debug)]
-pub(crate) struct Segment {
+pub(crate) struct DrawnSegment {
     pub(crate) id: u32,
-    pub(crate) blocks: Vec<Block>,
+    pub(crate) blocks: Vec<DrawnBlock>,
 }
 
 /// A heap.
 #[derive(Clone, Debug)]
-pub(crate) struct Heap {
+pub(crate) struct DrawnHeap {
     pub(crate) owner: Owner,
-    pub(crate) segments: Vec<Segment>,
+    pub(crate) segments: Vec<DrawnSegment>,
 }
 
 /// The memory of the selected heaps after one op.
 #[derive(Clone, Debug)]
 pub(crate) struct Memory {
     pub(crate) op: usize,
-    pub(crate) heaps: Vec<Heap>,
+    pub(crate) heaps: Vec<DrawnHeap>,
 }
 
-impl Heap {
-    pub(crate) fn blocks(&self) -> impl Iterator<Item = &Block> {
+impl DrawnHeap {
+    pub(crate) fn blocks(&self) -> impl Iterator<Item = &DrawnBlock> {
         self.segments.iter().flat_map(|segment| &segment.blocks)
     }
 
@@ -100,7 +100,7 @@ impl Memory {
                 Ok(())
             })
             .map_err(failed)?;
-        let mut heaps: Vec<Heap> = Vec::new();
+        let mut heaps: Vec<DrawnHeap> = Vec::new();
         for segment in rerun.snapshot().segments {
             let owner = Owner { pool: segment.pool, stream: segment.stream };
             if !selection.has(owner) {
@@ -109,7 +109,7 @@ impl Memory {
             let shown = segment_of(&segment, &ids);
             match heaps.last_mut() {
                 Some(heap) if heap.owner == owner => heap.segments.push(shown),
-                _ => heaps.push(Heap { owner, segments: vec![shown] }),
+                _ => heaps.push(DrawnHeap { owner, segments: vec![shown] }),
             }
         }
         Ok(Memory { op, heaps })
@@ -156,12 +156,12 @@ impl Memory {
         Ok(Memory { op, heaps: tiled(live, &ends) })
     }
 
-    pub(crate) fn blocks(&self) -> impl Iterator<Item = &Block> {
-        self.heaps.iter().flat_map(Heap::blocks)
+    pub(crate) fn blocks(&self) -> impl Iterator<Item = &DrawnBlock> {
+        self.heaps.iter().flat_map(DrawnHeap::blocks)
     }
 
     pub(crate) fn size_bytes(&self) -> u64 {
-        self.heaps.iter().map(Heap::size_bytes).sum()
+        self.heaps.iter().map(DrawnHeap::size_bytes).sum()
     }
 
     /// Live allocations, the largest first.
@@ -182,7 +182,7 @@ impl Memory {
         let segments = self.heaps.iter_mut().flat_map(|heap| &mut heap.segments);
         for block in segments.flat_map(|segment| &mut segment.blocks) {
             if block.held.as_ref().is_some_and(|held| !places.contains(&(held.id, held.placement))) {
-                block.state = State::Differs;
+                block.state = BlockState::Differs;
                 differing += 1;
             }
         }
@@ -194,7 +194,7 @@ fn rounded(size_bytes: u64) -> u64 {
     size_bytes.checked_next_multiple_of(UNIT_BYTES).unwrap_or(size_bytes)
 }
 
-fn segment_of(segment: &SegmentSnapshot, ids: &BTreeMap<u64, AllocationId>) -> Segment {
+fn segment_of(segment: &SegmentSnapshot, ids: &BTreeMap<u64, AllocationId>) -> DrawnSegment {
     let blocks = segment.blocks.iter().filter_map(|block| {
         let size_bytes = block.size_bytes;
         let placement = Placement { segment: segment.segment, offset_bytes: block.offset_bytes };
@@ -202,30 +202,30 @@ fn segment_of(segment: &SegmentSnapshot, ids: &BTreeMap<u64, AllocationId>) -> S
             BlockStateSnapshot::Allocated { requested_bytes, name, .. } => {
                 let id = ids.get(&(segment.base.0 + block.offset_bytes)).copied().unwrap_or_default();
                 let held = LiveAllocation { id, name: name.clone(), requested_bytes: *requested_bytes, placement };
-                Block { size_bytes, state: State::Live, held: Some(held) }
+                DrawnBlock { size_bytes, state: BlockState::Live, held: Some(held) }
             }
             BlockStateSnapshot::Free { fenced_by } if fenced_by.is_empty() => {
-                Block { size_bytes, state: State::Free, held: None }
+                DrawnBlock { size_bytes, state: BlockState::Free, held: None }
             }
-            BlockStateSnapshot::Free { .. } => Block { size_bytes, state: State::Fenced, held: None },
+            BlockStateSnapshot::Free { .. } => DrawnBlock { size_bytes, state: BlockState::Fenced, held: None },
             _ => return None,
         })
     });
-    Segment { id: segment.segment.0, blocks: blocks.collect() }
+    DrawnSegment { id: segment.segment.0, blocks: blocks.collect() }
 }
 
 /// Segments of which only allocations are known: what lies between is free.
-fn tiled(live: BTreeMap<AllocationId, (Owner, LiveAllocation)>, ends: &BTreeMap<(Owner, u32), u64>) -> Vec<Heap> {
+fn tiled(live: BTreeMap<AllocationId, (Owner, LiveAllocation)>, ends: &BTreeMap<(Owner, u32), u64>) -> Vec<DrawnHeap> {
     let mut by_segment: BTreeMap<(Owner, u32), Vec<LiveAllocation>> = BTreeMap::new();
     for (owner, held) in live.into_values() {
         by_segment.entry((owner, held.placement.segment.0)).or_default().push(held);
     }
-    let mut heaps: Vec<Heap> = Vec::new();
+    let mut heaps: Vec<DrawnHeap> = Vec::new();
     for (&(owner, id), &end) in ends {
         let mut held = by_segment.remove(&(owner, id)).unwrap_or_default();
         held.sort_by_key(|held| held.placement.offset_bytes);
         let (mut blocks, mut at) = (Vec::new(), 0);
-        let free = |size_bytes| Block { size_bytes, state: State::Free, held: None };
+        let free = |size_bytes| DrawnBlock { size_bytes, state: BlockState::Free, held: None };
         for held in held {
             let (offset, size_bytes) = (held.placement.offset_bytes, rounded(held.requested_bytes));
             // A recording that contradicts itself may let two overlap: the first one is shown whole.
@@ -236,15 +236,15 @@ fn tiled(live: BTreeMap<AllocationId, (Owner, LiveAllocation)>, ends: &BTreeMap<
                 blocks.push(free(offset - at));
             }
             at = offset + size_bytes;
-            blocks.push(Block { size_bytes, state: State::Live, held: Some(held) });
+            blocks.push(DrawnBlock { size_bytes, state: BlockState::Live, held: Some(held) });
         }
         if at < end {
             blocks.push(free(end - at));
         }
-        let segment = Segment { id, blocks };
+        let segment = DrawnSegment { id, blocks };
         match heaps.last_mut() {
             Some(heap) if heap.owner == owner => heap.segments.push(segment),
-            _ => heaps.push(Heap { owner, segments: vec![segment] }),
+            _ => heaps.push(DrawnHeap { owner, segments: vec![segment] }),
         }
     }
     heaps

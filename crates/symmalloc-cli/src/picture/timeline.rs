@@ -69,7 +69,7 @@ impl Curve {
 
 /// A job over its ops.
 #[derive(Clone, Debug)]
-pub(crate) struct Timeline {
+pub(crate) struct JobCurves {
     pub(crate) op_count: usize,
     pub(crate) columns: usize,
     /// The heaps, by pool and stream.
@@ -81,13 +81,13 @@ pub(crate) struct Timeline {
     pub(crate) refused: u64,
 }
 
-impl Timeline {
+impl JobCurves {
     /// Carries a job out and keeps what the selected heaps held.
     pub(crate) fn of(recorded: &Recorded, selection: Selection) -> Result<Self, CliError> {
         let op_count = recorded.op_count();
         let mut watcher = Watcher {
             selection,
-            timeline: Timeline {
+            timeline: JobCurves {
                 op_count,
                 columns: op_count.min(COLUMNS),
                 heaps: Vec::new(),
@@ -112,7 +112,7 @@ impl Timeline {
 
 struct Watcher {
     selection: Selection,
-    timeline: Timeline,
+    timeline: JobCurves,
     column: Option<usize>,
     /// The sum of the present column's stack.
     stacked_bytes: u64,

@@ -7,7 +7,7 @@ use symmalloc_import::rerun::Owner;
 
 /// What is planned for a heap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Heap {
+pub(super) struct HeapPlan {
     /// The stream for which its memory is reserved: its own, or of a shared heap the lowest that allocates from it.
     pub(super) stream: StreamId,
     /// The most that was requested at any time.
@@ -19,11 +19,11 @@ pub(super) struct Heap {
 }
 
 /// By owner.
-pub(super) type Heaps = BTreeMap<Owner, Heap>;
+pub(super) type Heaps = BTreeMap<Owner, HeapPlan>;
 
-impl Heap {
+impl HeapPlan {
     pub(super) fn new(stream: StreamId) -> Self {
-        Heap { stream, peak_live_bytes: 0, grown_bytes: 0, reserve_bytes: 0 }
+        HeapPlan { stream, peak_live_bytes: 0, grown_bytes: 0, reserve_bytes: 0 }
     }
 
     pub(super) fn reserve(&self, pool: PoolId) -> Op {

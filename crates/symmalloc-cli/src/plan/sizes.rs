@@ -12,7 +12,7 @@
 //! Every round reserves more than the one before, and what all allocations take together is enough, so it ends. Over
 //! several ranks each heap gets the most that any of them needs, so that all reserve the same.
 
-use super::heap::{Heap, Heaps};
+use super::heap::{HeapPlan, Heaps};
 use super::program::{Pools, heaps_of, planned, stream_count};
 use crate::error::CliError;
 use crate::job::JobError;
@@ -56,7 +56,7 @@ impl Search<'_> {
         let mut heaps = Heaps::new();
         for job in self.jobs {
             for (owner, stream) in heaps_of(&job.recording.records, self.pools) {
-                let heap = heaps.entry(owner).or_insert(Heap::new(stream));
+                let heap = heaps.entry(owner).or_insert(HeapPlan::new(stream));
                 heap.stream = heap.stream.min(stream);
             }
         }

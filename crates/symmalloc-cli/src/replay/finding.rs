@@ -4,7 +4,7 @@ use crate::job::{Job, Outcome};
 use std::path::Path;
 
 /// What was found out about one trace.
-pub(super) struct Finding<'a> {
+pub(super) struct ReplayFinding<'a> {
     pub(super) path: &'a Path,
     pub(super) job: &'a Job,
     pub(super) outcome: Outcome,

@@ -1,14 +1,14 @@
 //! What `replay --json` prints. Its keys are an interface: `symmalloc replay --help` lists them.
 
-use super::finding::Finding;
+use super::finding::ReplayFinding;
 use crate::job::{Decision, Divergence, Order, Segments};
 use serde_json::{Value, json};
 use symmalloc_core::config::StreamPolicy;
 use symmalloc_core::ids::Placement;
 
 /// One trace.
-pub(super) fn object(finding: &Finding<'_>) -> Value {
-    let Finding { path, job, outcome, nanoseconds_per_op } = finding;
+pub(super) fn object(finding: &ReplayFinding<'_>) -> Value {
+    let ReplayFinding { path, job, outcome, nanoseconds_per_op } = finding;
     json!({
         "trace": path.display().to_string(),
         "ops": job.program().ops().len(),

@@ -1,6 +1,6 @@
 //! What `replay` shows to people, on one screen: the job, our order beside the old rule, and what the difference means.
 
-use super::finding::Finding;
+use super::finding::ReplayFinding;
 use super::json::{segments_name, streams_name};
 use crate::job::{Decision, Divergence, Order, Outcome, Segments};
 use crate::output::{Cell, Palette, Table};
@@ -12,7 +12,7 @@ use symmalloc_import::{Format, Recording};
 /// One trace on one screen.
 pub(super) struct Screen<'a> {
     pub(super) recording: &'a Recording,
-    pub(super) finding: &'a Finding<'a>,
+    pub(super) finding: &'a ReplayFinding<'a>,
     /// The old rule on the same job.
     pub(super) others: &'a [Outcome],
     pub(super) seed: u64,
@@ -30,7 +30,7 @@ impl Screen<'_> {
     }
 
     fn job(&self, palette: Palette) -> String {
-        let Finding { path, job, outcome, .. } = self.finding;
+        let ReplayFinding { path, job, outcome, .. } = self.finding;
         let program = job.program();
         let facts = [
             counted(program.ops().len(), "op"),

@@ -1,10 +1,10 @@
 //! What `simulate --json` prints. Its keys are an interface: `symmalloc simulate --help` lists them.
 
-use super::{Finding, Told};
+use super::{SimulationFinding, Told};
 use serde_json::{Value, json};
 
 /// The runs of one trace, or of generated jobs.
-pub(super) fn object(finding: &Finding<'_>) -> Value {
+pub(super) fn object(finding: &SimulationFinding<'_>) -> Value {
     let outcome = &finding.outcome;
     json!({
         "trace": finding.source.path().map(|path| path.display().to_string()),

@@ -1,21 +1,21 @@
 //! What `simulate` shows to people: the plan of a single run, what happened to ranks, and what came of it.
 
-use super::{Finding, Source, Told};
+use super::{ProgramSource, SimulationFinding, Told};
 use crate::output::{Palette, Table};
 use crate::quantity::{count, counted, memory};
 use std::fmt::Write;
 
-pub(super) fn render(finding: &Finding<'_>, palette: Palette) -> String {
-    let Finding { source, args, runs, outcome, .. } = finding;
+pub(super) fn render(finding: &SimulationFinding<'_>, palette: Palette) -> String {
+    let SimulationFinding { source, args, runs, outcome, .. } = finding;
     let mut out = String::new();
     let title = source.path().map_or_else(|| "generated jobs".to_owned(), |path| path.display().to_string());
     let seeds = match (source, runs) {
-        (Source::Story { .. }, _) => "as it says".to_owned(),
+        (ProgramSource::Story { .. }, _) => "as it says".to_owned(),
         (_, 1) => format!("seed {}", args.seed),
         _ => format!("seeds {} to {}", args.seed, args.seed.wrapping_add(runs - 1)),
     };
     let _ = writeln!(out, "{}  {}", palette.title(&title), palette.aside(&seeds));
-    if *runs == 1 && matches!(source, Source::Generated) {
+    if *runs == 1 && matches!(source, ProgramSource::Generated) {
         let _ = writeln!(out, "{}", source.plan(args, args.seed).to_string().trim_end());
     }
     out.push('\n');

@@ -12,7 +12,7 @@ use crate::types::ids::{AllocationId, ObserverId, PoolId, StreamId};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// What the gate guards.
-enum State {
+enum RecorderState {
     Off,
     On(Box<Recording>),
     /// Ended before it was stopped.
@@ -21,7 +21,7 @@ enum State {
 
 /// The recording of an allocator, if there is one.
 pub(super) struct Recorder<L: Lock> {
-    state: L::Cell<State>,
+    state: L::Cell<RecorderState>,
     /// Whether ops are recorded. Changes behind the gate.
     is_on: AtomicBool,
 }
@@ -30,14 +30,14 @@ pub(super) struct Recorder<L: Lock> {
 pub(super) struct Gate<'a, L: Lock> {
     recorder: &'a Recorder<L>,
     /// `None` while nothing is recorded, and while the failure callback is asked.
-    state: Option<Guard<'a, L, State>>,
+    state: Option<Guard<'a, L, RecorderState>>,
     /// The thread was unwinding already: the op is one of a `Drop`.
     was_panicking: bool,
 }
 
 impl<L: Lock> Recorder<L> {
     pub(super) fn new() -> Self {
-        Recorder { state: L::Cell::new(State::Off), is_on: AtomicBool::new(false) }
+        Recorder { state: L::Cell::new(RecorderState::Off), is_on: AtomicBool::new(false) }
     }
 
     #[inline(always)]
@@ -61,7 +61,7 @@ impl<L: Lock> Recorder<L> {
     /// Through the gate, to begin a recording.
     pub(super) fn prepare(&self) -> Result<Gate<'_, L>, StartRecordingError> {
         let state = self.state.lock();
-        if !matches!(*state, State::Off) {
+        if !matches!(*state, RecorderState::Off) {
             return Err(StartRecordingError::AlreadyRecording);
         }
         Ok(Gate { recorder: self, state: Some(state), was_panicking: std::thread::panicking() })
@@ -70,10 +70,10 @@ impl<L: Lock> Recorder<L> {
     /// Ends the recording.
     pub(super) fn stop(&self) -> Result<Box<Recording>, RecordingError> {
         let mut state = self.state.lock();
-        match std::mem::replace(&mut *state, State::Off) {
-            State::Off => Err(RecordingError::NotRecording),
-            State::Ended(error) => Err(error),
-            State::On(recording) => {
+        match std::mem::replace(&mut *state, RecorderState::Off) {
+            RecorderState::Off => Err(RecordingError::NotRecording),
+            RecorderState::Ended(error) => Err(error),
+            RecorderState::On(recording) => {
                 self.is_on.store(false, Ordering::Release);
                 Ok(recording)
             }
@@ -85,7 +85,7 @@ impl<L: Lock> Gate<'_, L> {
     /// From here on everything is recorded.
     pub(super) fn begin(&mut self, recording: Recording) {
         let state = self.state.as_deref_mut().expect("a gate that was prepared");
-        *state = State::On(Box::new(recording));
+        *state = RecorderState::On(Box::new(recording));
         self.recorder.is_on.store(true, Ordering::Release);
     }
 
@@ -96,7 +96,7 @@ impl<L: Lock> Gate<'_, L> {
 
     fn recording(&mut self) -> Option<&mut Recording> {
         match self.state.as_deref_mut() {
-            Some(State::On(recording)) => Some(recording),
+            Some(RecorderState::On(recording)) => Some(recording),
             _ => None,
         }
     }
@@ -203,7 +203,7 @@ impl<L: Lock> Gate<'_, L> {
     #[cold]
     fn end(&mut self, error: impl FnOnce(u64) -> RecordingError) {
         let Some(state) = self.state.as_deref_mut() else { return };
-        let State::On(recording) = state else { return };
+        let RecorderState::On(recording) = state else { return };
         let Recording { sink, records, .. } = &mut **recording;
         let records = *records;
         let mut error = error(records);
@@ -214,7 +214,7 @@ impl<L: Lock> Gate<'_, L> {
             error = RecordingError::Sink { records, source };
         }
         tracing::warn!(name: "recording.ended", target: "symmalloc", records, %error);
-        *state = State::Ended(error);
+        *state = RecorderState::Ended(error);
         self.recorder.is_on.store(false, Ordering::Release);
     }
 

@@ -48,13 +48,13 @@ pub struct Publisher {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Metric {
     name: &'static str,
-    kind: Kind,
+    kind: MetricKind,
     unit: Option<Unit>,
     help: &'static str,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum MetricKind {
     Gauge,
     Counter,
     Histogram,
@@ -63,17 +63,17 @@ enum Kind {
 impl Metric {
     /// A quantity that rises and falls. A ratio has no unit.
     pub const fn gauge(name: &'static str, unit: Option<Unit>, help: &'static str) -> Self {
-        Metric { name, kind: Kind::Gauge, unit, help }
+        Metric { name, kind: MetricKind::Gauge, unit, help }
     }
 
     /// A number that only rises.
     pub const fn counter(name: &'static str, unit: Option<Unit>, help: &'static str) -> Self {
-        Metric { name, kind: Kind::Counter, unit, help }
+        Metric { name, kind: MetricKind::Counter, unit, help }
     }
 
     /// Values of which each counts.
     pub const fn histogram(name: &'static str, unit: Option<Unit>, help: &'static str) -> Self {
-        Metric { name, kind: Kind::Histogram, unit, help }
+        Metric { name, kind: MetricKind::Histogram, unit, help }
     }
 
     /// Its name.
@@ -107,15 +107,15 @@ impl Publisher {
         let Metric { name, kind, unit, help } = *metric;
         let key = Key::from_parts(name, self.labels.clone());
         with_recorder(|recorder| match kind {
-            Kind::Gauge => {
+            MetricKind::Gauge => {
                 recorder.describe_gauge(name.into(), unit, help.into());
                 recorder.register_gauge(&key, &METADATA).set(value);
             }
-            Kind::Counter => {
+            MetricKind::Counter => {
                 recorder.describe_counter(name.into(), unit, help.into());
                 recorder.register_counter(&key, &METADATA).absolute(value as u64);
             }
-            Kind::Histogram => {
+            MetricKind::Histogram => {
                 recorder.describe_histogram(name.into(), unit, help.into());
                 recorder.register_histogram(&key, &METADATA).record(value);
             }

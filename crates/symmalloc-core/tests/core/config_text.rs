@@ -63,7 +63,7 @@ fn the_allocators_keys_hold_beside_the_default_pools() {
     assert_eq!(config.pointer_lookup(), PointerLookup::Exact);
     for text in ["total_limit_mb:4096", "retries_max:1", "pointer_lookup:off", "history_ops:0"] {
         assert!(
-            matches!(pool_error(text), ConfigTextError::Refused { offset: 0, reason: Refusal::WholeAllocator, .. }),
+            matches!(pool_error(text), ConfigTextError::Refused { offset: 0, reason: KeyRefusal::WholeAllocator, .. }),
             "{text}"
         );
     }
@@ -120,7 +120,7 @@ fn what_has_no_effect_is_listed_for_pytorch_and_refused_otherwise() {
     }
     assert!(matches!(
         pool_error("pinned_use_background_threads:True"),
-        ConfigTextError::Refused { offset: 0, reason: Refusal::NoEffect(IgnoredReason::NotPlacement), .. }
+        ConfigTextError::Refused { offset: 0, reason: KeyRefusal::NoEffect(IgnoredReason::NotPlacement), .. }
     ));
     assert!(matches!(
         pool_error("segments:expandable,max_split_size_mb:64"),

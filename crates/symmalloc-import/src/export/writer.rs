@@ -28,7 +28,7 @@ pub(super) struct SnapshotWriter<W> {
 }
 
 /// What all entries have.
-struct Entry<'a> {
+struct EntryFields<'a> {
     action: &'a str,
     address: DeviceAddress,
     size_bytes: u64,
@@ -67,7 +67,7 @@ impl<W: Write> SnapshotWriter<W> {
     pub(super) fn moment(&mut self, moment: &Moment<'_>, program: &Program) -> io::Result<()> {
         let number = moment.number;
         let named = |live: &Live| program.name(live.id).map(|name| (live.owner.pool, name));
-        let entry = |action, live: &Live| Entry {
+        let entry = |action, live: &Live| EntryFields {
             action,
             address: live.address,
             size_bytes: live.requested_bytes,
@@ -80,7 +80,7 @@ impl<W: Write> SnapshotWriter<W> {
             Happened::Allocated(live) => {
                 self.memory(moment.memory, number, named(live))?;
                 self.summary.allocations += 1;
-                return self.entry(&Entry { pool: Some(live.owner.pool), ..entry("alloc", live) });
+                return self.entry(&EntryFields { pool: Some(live.owner.pool), ..entry("alloc", live) });
             }
             Happened::Freed(live) => {
                 self.entry(&entry("free_requested", live))?;
@@ -95,11 +95,13 @@ impl<W: Write> SnapshotWriter<W> {
                 self.pending.remove(&live.address);
                 self.entry(&entry("free_completed", live))?;
             }
-            Happened::Used { live, stream } => self.entry(&Entry { stream: *stream, ..entry("record_use", live) })?,
+            Happened::Used { live, stream } => {
+                self.entry(&EntryFields { stream: *stream, ..entry("record_use", live) })?;
+            }
             Happened::Refused { requested_bytes, stream, left_bytes } => {
                 self.memory(moment.memory, number, None)?;
                 self.summary.refused += 1;
-                return self.entry(&Entry {
+                return self.entry(&EntryFields {
                     action: "oom",
                     address: DeviceAddress(*left_bytes),
                     size_bytes: *requested_bytes,
@@ -126,12 +128,12 @@ impl<W: Write> SnapshotWriter<W> {
                 (false, false) => "segment_free",
             };
             let MemoryChange { address, size_bytes, stream, .. } = *change;
-            self.entry(&Entry { action, address, size_bytes, stream, number, pool: None, name })?;
+            self.entry(&EntryFields { action, address, size_bytes, stream, number, pool: None, name })?;
         }
         Ok(())
     }
 
-    fn entry(&mut self, entry: &Entry<'_>) -> io::Result<()> {
+    fn entry(&mut self, entry: &EntryFields<'_>) -> io::Result<()> {
         self.pickle.item(self.summary.entries as usize)?;
         self.summary.entries += 1;
         self.pickle.open_dict()?;

@@ -9,7 +9,7 @@ use crate::rerun::Owner;
 
 /// A quantity in bytes.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Counter {
+pub(super) enum Quantity {
     /// Asked for by live allocations.
     Live,
     /// Blocks of live allocations.
@@ -18,7 +18,7 @@ pub(super) enum Counter {
     Reserved,
 }
 
-/// In the order of [`Counter`].
+/// In the order of [`Quantity`].
 const NAMES: [&str; 3] = ["live", "allocated", "reserved"];
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -52,7 +52,7 @@ impl HeapTrack {
     }
 
     /// Adds bytes, or takes them away.
-    pub(super) fn add(&mut self, counter: Counter, is_more: bool, bytes: u64) {
+    pub(super) fn add(&mut self, counter: Quantity, is_more: bool, bytes: u64) {
         let level = &mut self.levels[counter as usize];
         level.present = if is_more { level.present + bytes } else { level.present - bytes };
     }

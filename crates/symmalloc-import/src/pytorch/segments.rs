@@ -44,28 +44,28 @@ impl AddressRange {
 
 /// A segment that exists. Its start is its key.
 #[derive(Clone, Copy, Debug)]
-struct Segment {
+struct LiveSegment {
     id: SegmentId,
     end: Address,
-    kind: Kind,
+    kind: SegmentKind,
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Kind {
+enum SegmentKind {
     Fixed,
     Expandable { stream: RawStream, mapped_bytes: u64 },
 }
 
 /// The segments that exist at one point of the recording. No two overlap.
 #[derive(Default)]
-pub(super) struct Segments {
-    live: BTreeMap<Address, Segment>,
+pub(super) struct LiveSegments {
+    live: BTreeMap<Address, LiveSegment>,
     births: u32,
 }
 
-impl Segments {
+impl LiveSegments {
     pub(super) fn allocated(&mut self, range: AddressRange) {
-        self.give_birth(range, Kind::Fixed);
+        self.give_birth(range, SegmentKind::Fixed);
     }
 
     pub(super) fn freed(&mut self, start: Address) {
@@ -75,23 +75,23 @@ impl Segments {
     pub(super) fn mapped(&mut self, range: AddressRange, on: RawStream) {
         let below = self.live.range_mut(..=range.start).next_back();
         let Some((start, segment)) = below.filter(|(_, segment)| range.start <= segment.end) else {
-            return self.give_birth(range, Kind::Expandable { stream: on, mapped_bytes: range.size_bytes() });
+            return self.give_birth(range, SegmentKind::Expandable { stream: on, mapped_bytes: range.size_bytes() });
         };
         match &mut segment.kind {
-            Kind::Expandable { stream, mapped_bytes } if *stream == on => {
+            SegmentKind::Expandable { stream, mapped_bytes } if *stream == on => {
                 *mapped_bytes = mapped_bytes.saturating_add(range.size_bytes());
                 segment.end = segment.end.max(range.end);
                 let (start, segment) = (*start, *segment);
                 self.forget_overlapped(AddressRange { start, end: segment.end });
                 self.live.insert(start, segment);
             }
-            _ => self.give_birth(range, Kind::Expandable { stream: on, mapped_bytes: range.size_bytes() }),
+            _ => self.give_birth(range, SegmentKind::Expandable { stream: on, mapped_bytes: range.size_bytes() }),
         }
     }
 
     pub(super) fn unmapped(&mut self, range: AddressRange) {
         let Some((start, segment)) = self.live.range_mut(..=range.start).next_back() else { return };
-        if let Kind::Expandable { mapped_bytes, .. } = &mut segment.kind
+        if let SegmentKind::Expandable { mapped_bytes, .. } = &mut segment.kind
             && range.start < segment.end
         {
             *mapped_bytes = mapped_bytes.saturating_sub(range.size_bytes());
@@ -109,12 +109,12 @@ impl Segments {
         (address < segment.end).then_some(Placement { segment: segment.id, offset_bytes })
     }
 
-    fn give_birth(&mut self, range: AddressRange, kind: Kind) {
+    fn give_birth(&mut self, range: AddressRange, kind: SegmentKind) {
         self.forget_overlapped(range);
         let id = SegmentId(self.births);
         // A recording of 2^32 segments would take 100 GB; from there on they would share the last number.
         self.births = self.births.saturating_add(1);
-        self.live.insert(range.start, Segment { id, end: range.end, kind });
+        self.live.insert(range.start, LiveSegment { id, end: range.end, kind });
     }
 
     /// Removes segments in the range: their death is missing in the recording, or they could not be overlapped.
@@ -136,13 +136,13 @@ mod tests {
         AddressRange::new(Address(start), size_bytes)
     }
 
-    fn place(segments: &Segments, address: u64) -> Option<(u32, u64)> {
+    fn place(segments: &LiveSegments, address: u64) -> Option<(u32, u64)> {
         segments.placement(Address(address)).map(|placement| (placement.segment.0, placement.offset_bytes))
     }
 
     #[test]
     fn fixed_segments_are_numbered_by_birth_and_never_again() {
-        let mut segments = Segments::default();
+        let mut segments = LiveSegments::default();
         segments.allocated(range(5000, 100));
         segments.allocated(range(1000, 100));
         assert_eq!(place(&segments, 1050), Some((1, 50)));
@@ -157,7 +157,7 @@ mod tests {
 
     #[test]
     fn an_expandable_segment_keeps_its_number_while_it_grows_and_has_holes() {
-        let mut segments = Segments::default();
+        let mut segments = LiveSegments::default();
         let (stream, other) = (RawStream(0), RawStream(9));
         segments.mapped(range(1000, 20), stream);
         segments.mapped(range(1020, 20), stream);
@@ -176,7 +176,7 @@ mod tests {
 
     #[test]
     fn a_mapping_right_behind_another_streams_segment_is_a_birth() {
-        let mut segments = Segments::default();
+        let mut segments = LiveSegments::default();
         segments.mapped(range(1000, 20), RawStream(0));
         segments.mapped(range(1020, 20), RawStream(1));
         segments.allocated(range(1040, 20));
@@ -186,7 +186,7 @@ mod tests {
 
     #[test]
     fn a_segment_whose_death_was_not_recorded_gives_way() {
-        let mut segments = Segments::default();
+        let mut segments = LiveSegments::default();
         segments.allocated(range(1000, 100));
         segments.allocated(range(1100, 100));
         segments.allocated(range(1050, 100));
@@ -197,7 +197,7 @@ mod tests {
 
     #[test]
     fn ranges_at_the_end_of_the_address_space_do_not_overflow() {
-        let mut segments = Segments::default();
+        let mut segments = LiveSegments::default();
         segments.allocated(range(u64::MAX - 10, u64::MAX));
         segments.mapped(range(u64::MAX, 5), RawStream(0));
         segments.unmapped(range(u64::MAX, u64::MAX));

@@ -42,7 +42,7 @@ struct Reserved {
 }
 
 #[derive(Debug)]
-struct State {
+struct DeviceState {
     next_address: u64,
     /// Whoever is at work: ranges reserved now are its.
     current: Option<Reserved>,
@@ -53,12 +53,17 @@ struct State {
 
 /// The device. See the [module documentation](self).
 #[derive(Debug)]
-pub(crate) struct NotingDevice(RefCell<State>);
+pub(crate) struct NotingDevice(RefCell<DeviceState>);
 
 impl NotingDevice {
     pub(super) fn new() -> Self {
         let ranges = BTreeMap::new();
-        NotingDevice(RefCell::new(State { next_address: FIRST_ADDRESS, current: None, ranges, changes: Vec::new() }))
+        NotingDevice(RefCell::new(DeviceState {
+            next_address: FIRST_ADDRESS,
+            current: None,
+            ranges,
+            changes: Vec::new(),
+        }))
     }
 
     /// An op begins that may obtain memory for an owner and a stream of its.

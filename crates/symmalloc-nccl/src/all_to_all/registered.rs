@@ -26,13 +26,13 @@ pub(super) struct RegisteredSegments {
 
 #[derive(Default)]
 struct Known {
-    segments: Segments,
+    segments: SegmentList,
     cursor: InvalidationCursor,
 }
 
 /// Segments that do not overlap.
 #[derive(Debug, Default)]
-struct Segments {
+struct SegmentList {
     /// Ascending by base.
     keys: Vec<SegmentKey>,
 }
@@ -72,7 +72,7 @@ impl RegisteredSegments {
     }
 }
 
-impl Segments {
+impl SegmentList {
     fn forget(&mut self, dead: Invalidated) {
         match dead {
             Invalidated::Keys(dead) if dead.is_empty() => {}
@@ -116,7 +116,7 @@ mod tests {
 
     #[test]
     fn a_buffer_is_known_when_one_segment_holds_all_of_it() {
-        let mut segments = Segments::default();
+        let mut segments = SegmentList::default();
         assert!(!segments.hold(region(0x1000, 1)));
         segments.insert(key(0, 0x3000));
         segments.insert(key(1, 0x1000));
@@ -128,7 +128,7 @@ mod tests {
 
     #[test]
     fn what_died_is_forgotten_and_nothing_else() {
-        let mut segments = Segments::default();
+        let mut segments = SegmentList::default();
         (0..4_u32).for_each(|at| segments.insert(key(at, 0x1000 * u64::from(at))));
         segments.forget(Invalidated::Keys(vec![]));
         assert_eq!(segments.keys.len(), 4);

@@ -15,7 +15,7 @@ use super::shared::{Access, Mode, lock};
 use super::state::{CommState, Stage};
 use super::threads::{CallError, Kept, Waited, start, wait_for};
 use crate::backoff::Backoff;
-use crate::calls::{Calls, Outcome, Progress};
+use crate::calls::{CallProgress, Calls, Outcome};
 use crate::error::CommError;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -95,12 +95,12 @@ pub(super) fn settle(
     while let Some(access) = accesses.get(next) {
         let call = stage.call();
         match access.shared.nccl.calls().poll(call, access.comm) {
-            Ok(Progress::Done) => next += 1,
-            Ok(Progress::Underway) if is_abort_asked(accesses) => {
+            Ok(CallProgress::Done) => next += 1,
+            Ok(CallProgress::Underway) if is_abort_asked(accesses) => {
                 return Err(stopped(accesses, Ending::Underway { kept: kept.clone() }));
             }
-            Ok(Progress::Underway) if backoff.pause() => {}
-            Ok(Progress::Underway) => {
+            Ok(CallProgress::Underway) if backoff.pause() => {}
+            Ok(CallProgress::Underway) => {
                 return Err(overdue(accesses, stage, backoff.waited(), Ending::Underway { kept: kept.clone() }));
             }
             Err(error) => {
@@ -134,7 +134,7 @@ fn failed(accesses: &mut [Access<'_>], stage: Stage, error: CallError) -> CommEr
 
 /// Whether NCCL will refuse everything from now on.
 fn is_broken(access: &Access<'_>) -> bool {
-    access.shared.nccl.calls().poll("ncclCommGetAsyncError", access.comm) != Ok(Progress::Done)
+    access.shared.nccl.calls().poll("ncclCommGetAsyncError", access.comm) != Ok(CallProgress::Done)
 }
 
 /// The deadline passed.

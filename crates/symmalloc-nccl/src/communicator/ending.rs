@@ -19,7 +19,7 @@ use super::shared::{Access, Life, Mode, Ownership, lock};
 use super::state::{CommState, Stage};
 use super::threads::{self, Answer, Kept};
 use crate::backoff::Backoff;
-use crate::calls::{Calls, Progress};
+use crate::calls::{CallProgress, Calls};
 use crate::error::CommError;
 use crate::handles::{CommHandle, RegistrationHandle, WindowHandle};
 use crate::version::Capability;
@@ -162,8 +162,8 @@ impl Remains {
         let backoff = Backoff::new(ABORT_LIMIT);
         loop {
             match self.calls.poll("ncclCommRevoke", self.comm) {
-                Ok(Progress::Underway) if self.mode == Mode::Nonblocking && backoff.pause() => {}
-                answer => return answer == Ok(Progress::Done),
+                Ok(CallProgress::Underway) if self.mode == Mode::Nonblocking && backoff.pause() => {}
+                answer => return answer == Ok(CallProgress::Done),
             }
         }
     }

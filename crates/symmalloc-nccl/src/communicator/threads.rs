@@ -4,7 +4,7 @@
 //! again. One that hangs in a call is never seen again, and another takes its place.
 
 use crate::backoff::Backoff;
-use crate::calls::{Outcome, Progress};
+use crate::calls::{CallProgress, Outcome};
 use crate::error::CommError;
 use crate::nccl_error::NcclError;
 use std::any::Any;
@@ -73,7 +73,7 @@ const LOOK: Duration = Duration::from_millis(20);
 pub(super) type Kept = Option<Arc<dyn Any + Send + Sync>>;
 
 /// What a call came to.
-pub(super) type Answer = Result<Progress, CallError>;
+pub(super) type Answer = Result<CallProgress, CallError>;
 
 /// Why a call did not do its work.
 #[derive(Debug)]

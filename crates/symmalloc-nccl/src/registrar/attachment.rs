@@ -39,13 +39,13 @@ use symmalloc_cuda::CudaAllocator;
 
 pub(crate) struct Attachment {
     pub(crate) comm: Communicator,
-    state: Mutex<State>,
+    state: Mutex<SyncState>,
     view: RwLock<View>,
 }
 
 /// What changes in a sync.
 #[derive(Default)]
-pub(crate) struct State {
+pub(crate) struct SyncState {
     pools: Watchlist,
     book: Book,
     /// Of pools that are attached for windows.
@@ -91,7 +91,7 @@ impl View {
 }
 
 /// What a sync has from its registrar.
-pub(crate) struct Job<'a> {
+pub(crate) struct SyncJob<'a> {
     pub(crate) allocator: &'a CudaAllocator,
     pub(crate) settings: &'a Settings,
     pub(crate) counters: &'a Counters,
@@ -102,7 +102,7 @@ impl Attachment {
         Attachment { comm: comm.clone(), state: Mutex::default(), view: RwLock::default() }
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, SyncState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -135,7 +135,7 @@ impl Attachment {
 
     /// Registers what is new and deregisters what is dead, in step with all other ranks. Histories are compared if there is a
     /// history of the pools.
-    pub(crate) fn sync(&self, job: &Job<'_>, history: Option<&RankHistory<'_>>) -> Result<Synced, SyncError> {
+    pub(crate) fn sync(&self, job: &SyncJob<'_>, history: Option<&RankHistory<'_>>) -> Result<Synced, SyncError> {
         let name = self.comm.name();
         let _entered = tracing::debug_span!(target: "symmalloc", "communicator.sync", communicator = name).entered();
         let mut state = self.lock();
@@ -157,8 +157,8 @@ impl Attachment {
 
     fn sync_ready(
         &self,
-        state: &mut State,
-        job: &Job<'_>,
+        state: &mut SyncState,
+        job: &SyncJob<'_>,
         history: Option<&RankHistory<'_>>,
     ) -> Result<Synced, SyncError> {
         let readings = state.pools.read(job.allocator);
@@ -206,8 +206,8 @@ impl Attachment {
     /// Asks the other ranks whether they would do the same, and sees to it that NCCL can. Returns the collectives that took.
     fn agree(
         &self,
-        state: &mut State,
-        job: &Job<'_>,
+        state: &mut SyncState,
+        job: &SyncJob<'_>,
         history: Option<&RankHistory<'_>>,
         plan: &SyncPlan,
     ) -> Result<u64, SyncError> {
@@ -267,7 +267,7 @@ impl Attachment {
         Err(self.failed(self.comm.give_up(Stage::Run, waited)))
     }
 
-    fn carry_out(&self, state: &mut State, step: &Step, synced: &mut Synced) -> Result<(), SyncError> {
+    fn carry_out(&self, state: &mut SyncState, step: &Step, synced: &mut Synced) -> Result<(), SyncError> {
         if step.told.kind != StepKind::Register {
             self.deregister(state, step, synced).map_err(|error| self.failed(error))?;
         }
@@ -277,7 +277,7 @@ impl Attachment {
         Ok(())
     }
 
-    fn register(&self, state: &mut State, step: &Step, synced: &mut Synced) -> Result<(), CommError> {
+    fn register(&self, state: &mut SyncState, step: &Step, synced: &mut Synced) -> Result<(), CommError> {
         let registered = self.comm.register_window(step.base, step.told.size_bytes)?;
         let kind = match &registered {
             Registered::Window(window) => RegisteredAs::Window(window.handle()),
@@ -292,7 +292,7 @@ impl Attachment {
         Ok(())
     }
 
-    fn deregister(&self, state: &mut State, step: &Step, synced: &mut Synced) -> Result<(), CommError> {
+    fn deregister(&self, state: &mut SyncState, step: &Step, synced: &mut Synced) -> Result<(), CommError> {
         let Some(registered) = state.windows.remove(&step.segment) else { return Ok(()) };
         self.view_mut().windows.remove(step.base);
         state.window_bytes -= registered.size_bytes();
@@ -310,7 +310,7 @@ impl Attachment {
     }
 
     /// Registers and deregisters the pieces of pools that are attached for buffers: this rank's own matter.
-    fn follow(&self, state: &mut State, news: &News, synced: &mut Synced) -> Result<(), SyncError> {
+    fn follow(&self, state: &mut SyncState, news: &News, synced: &mut Synced) -> Result<(), SyncError> {
         let mut gone: Vec<Generation> = Vec::new();
         for event in &news.events {
             let segment = generation(event);
@@ -406,7 +406,7 @@ impl Attachment {
     }
 
     /// Aborts the communicator and lets go of everything.
-    fn end(&self, state: &mut State, allocator: &CudaAllocator) {
+    fn end(&self, state: &mut SyncState, allocator: &CudaAllocator) {
         if self.comm.state() == CommState::Ready
             && let Err(error) = self.comm.abort()
         {
@@ -417,7 +417,7 @@ impl Attachment {
 
     /// The communicator is gone: its windows went with it and are not touched, and the segments are let go. While NCCL may
     /// still be inside a lost one, their memory is kept.
-    fn drop_everything(&self, state: &mut State, allocator: &CudaAllocator) {
+    fn drop_everything(&self, state: &mut SyncState, allocator: &CudaAllocator) {
         if !state.is_dropped {
             tracing::warn!(
                 name: "communicator.dropped",
@@ -427,7 +427,7 @@ impl Attachment {
                 windows = state.windows.len(),
             );
             let held = std::mem::take(&mut state.pools).into_observers();
-            *state = State { is_dropped: true, held, ..State::default() };
+            *state = SyncState { is_dropped: true, held, ..SyncState::default() };
             let mut view = self.view_mut();
             view.windows.clear();
             view.invalidations.everything();
@@ -469,7 +469,7 @@ impl Attachment {
     }
 
     /// Publishes the numbers.
-    fn show(&self, state: &State) {
+    fn show(&self, state: &SyncState) {
         let mut view = self.view_mut();
         view.window_pools = state.pools.of(Registration::Windows).collect();
         view.space_used_bytes = state.space.as_ref().map_or(0, SymmetricSpace::used_bytes);

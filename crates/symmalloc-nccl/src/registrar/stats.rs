@@ -49,19 +49,19 @@ pub struct CommunicatorStats {
 
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
-    pub(crate) syncs: Counter,
-    pub(crate) quiet_syncs: Counter,
-    pub(crate) rounds: Counter,
-    pub(crate) registrations: Counter,
-    pub(crate) deregistrations: Counter,
-    pub(crate) failures: Counter,
+    pub(crate) syncs: AtomicCounter,
+    pub(crate) quiet_syncs: AtomicCounter,
+    pub(crate) rounds: AtomicCounter,
+    pub(crate) registrations: AtomicCounter,
+    pub(crate) deregistrations: AtomicCounter,
+    pub(crate) failures: AtomicCounter,
 }
 
 /// A number that threads add to.
 #[derive(Debug, Default)]
-pub(crate) struct Counter(AtomicU64);
+pub(crate) struct AtomicCounter(AtomicU64);
 
-impl Counter {
+impl AtomicCounter {
     #[inline]
     pub(crate) fn add(&self, count: u64) {
         self.0.fetch_add(count, Ordering::Relaxed);

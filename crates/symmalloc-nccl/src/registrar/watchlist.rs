@@ -13,11 +13,11 @@ use symmalloc_cuda::CudaAllocator;
 #[derive(Default)]
 pub(super) struct Watchlist {
     /// Ascending by pool.
-    pools: Vec<Watched>,
+    pools: Vec<WatchedPool>,
 }
 
 /// A pool that is watched for one communicator.
-struct Watched {
+struct WatchedPool {
     pool: PoolId,
     /// Among symmetric pools; 0 for a private one, which no other rank hears of.
     ordinal: u32,
@@ -53,13 +53,13 @@ impl Watchlist {
         pools: &[PoolId],
         registration: Registration,
     ) -> Result<(), AttachError> {
-        let mut added: SmallVec<[Watched; 4]> = SmallVec::new();
+        let mut added: SmallVec<[WatchedPool; 4]> = SmallVec::new();
         for &pool in pools {
-            let is_known = |watched: &Watched| watched.pool == pool;
+            let is_known = |watched: &WatchedPool| watched.pool == pool;
             let watched = if self.pools.iter().any(is_known) || added.iter().any(is_known) {
                 Err(AttachError::Already { pool, communicator: communicator.to_owned() })
             } else {
-                Watched::new(allocator, pool, registration).map_err(AttachError::from)
+                WatchedPool::new(allocator, pool, registration).map_err(AttachError::from)
             };
             match watched {
                 Ok(watched) => added.push(watched),
@@ -96,7 +96,7 @@ impl Watchlist {
     /// Whether there is certainly nothing to read: no log has grown, and no pool leaves.
     #[inline]
     pub(super) fn is_read(&self, allocator: &CudaAllocator) -> bool {
-        let is_read = |watched: &Watched| {
+        let is_read = |watched: &WatchedPool| {
             !watched.is_leaving && allocator.core().segment_log_entries(watched.pool) == watched.seen
         };
         self.pools.iter().all(is_read)
@@ -111,7 +111,7 @@ impl Watchlist {
     /// before has dealt with nothing.
     pub(super) fn read(&self, allocator: &CudaAllocator) -> Vec<Reading> {
         let core = allocator.core();
-        let read = |watched: &Watched| {
+        let read = |watched: &WatchedPool| {
             // Before the log is read: what comes later shows as new next time.
             let entries = core.segment_log_entries(watched.pool);
             Reading { entries, unread: core.unread(watched.observer) }
@@ -163,12 +163,12 @@ impl Watchlist {
     }
 }
 
-impl Watched {
+impl WatchedPool {
     fn new(allocator: &CudaAllocator, pool: PoolId, registration: Registration) -> Result<Self, UnknownError> {
         let core = allocator.core();
         let seen = core.segment_log_entries(pool);
         let (observer, births) = core.observe(pool)?;
-        Ok(Watched {
+        Ok(WatchedPool {
             pool,
             ordinal: core.symmetric_ordinal(pool).unwrap_or(0),
             registration,

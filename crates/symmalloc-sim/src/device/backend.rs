@@ -44,7 +44,7 @@ pub struct SimBackend {
     granularity_bytes: u64,
     memory_bytes: u64,
     handles: u64,
-    state: Mutex<State>,
+    state: Mutex<SimState>,
 }
 
 /// The two sizes of a device.
@@ -55,7 +55,7 @@ pub(super) struct Sizes {
 }
 
 #[derive(Debug)]
-struct State {
+struct SimState {
     addresses: AddressSpace,
     timeline: Timeline,
     faults: Faults,
@@ -114,12 +114,12 @@ impl SimBackend {
     /// A device without memory in use, whose raw stream handles come from a number.
     pub(super) fn new(sizes: Sizes, handles: u64, addresses: AddressSpace, timeline: Timeline, faults: Faults) -> Self {
         let Sizes { granularity_bytes, memory_bytes } = sizes;
-        let state = State { addresses, timeline, faults, mapped_bytes: 0, mapped_bytes_peak: 0 };
+        let state = SimState { addresses, timeline, faults, mapped_bytes: 0, mapped_bytes_peak: 0 };
         SimBackend { granularity_bytes, memory_bytes, handles, state: Mutex::new(state) }
     }
 
     /// A panic at a breach leaves the state as it was before the call, so a poisoned lock does no harm.
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, SimState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -205,8 +205,8 @@ impl SimBackend {
     fn call<T>(
         &self,
         call: Call,
-        check: impl FnOnce(&State) -> Result<(), BackendError>,
-        act: impl FnOnce(&mut State) -> Result<T, BackendError>,
+        check: impl FnOnce(&SimState) -> Result<(), BackendError>,
+        act: impl FnOnce(&mut SimState) -> Result<T, BackendError>,
     ) -> Result<T, BackendError> {
         let mut state = self.state();
         if !state.faults.lost() {
@@ -227,7 +227,7 @@ impl SimBackend {
     #[track_caller]
     fn part(
         &self,
-        state: &State,
+        state: &SimState,
         call: Call,
         range: Range,
         part: std::ops::Range<u64>,
@@ -259,7 +259,7 @@ impl Backend for SimBackend {
     #[track_caller]
     fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
         let call = Call::Reserve;
-        let check = |_: &State| match size_bytes != 0 && size_bytes.is_multiple_of(self.granularity_bytes) {
+        let check = |_: &SimState| match size_bytes != 0 && size_bytes.is_multiple_of(self.granularity_bytes) {
             true => Ok(()),
             false => Err(breach(call, ALIGNED, format_args!("{size_bytes} bytes"))),
         };
@@ -273,7 +273,7 @@ impl Backend for SimBackend {
     fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
         let call = Call::Map;
         let part = offset_bytes..offset_bytes.saturating_add(size_bytes);
-        let check = |state: &State| {
+        let check = |state: &SimState| {
             let (start, end) = self.part(state, call, range, part.clone())?;
             match state.addresses.is_any_mapped(start, end) {
                 true => Err(breach(call, MAPPED_ONCE, format_args!("bytes {part:?} at {:#x}", range.base.0))),
@@ -295,7 +295,7 @@ impl Backend for SimBackend {
     fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
         let call = Call::Unmap;
         let part = offset_bytes..offset_bytes.saturating_add(size_bytes);
-        let check = |state: &State| {
+        let check = |state: &SimState| {
             let (start, end) = self.part(state, call, range, part.clone())?;
             if !state.addresses.is_mapped(start, end) {
                 return Err(breach(call, MAPPED, format_args!("bytes {part:?} at {:#x}", range.base.0)));
@@ -317,7 +317,7 @@ impl Backend for SimBackend {
     #[track_caller]
     fn release(&self, range: Range) -> Result<(), BackendError> {
         let call = Call::Release;
-        let check = |state: &State| {
+        let check = |state: &SimState| {
             let (start, end) = self.part(state, call, range, 0..range.size_bytes)?;
             match state.addresses.is_any_mapped(start, end) {
                 true => Err(breach(call, UNMAPPED_FIRST, format_args!("{} bytes at {start:#x}", range.size_bytes))),
@@ -380,7 +380,7 @@ impl Backend for SimBackend {
 }
 
 #[track_caller]
-fn live(state: &State, call: Call, event: Event) -> Result<(), BackendError> {
+fn live(state: &SimState, call: Call, event: Event) -> Result<(), BackendError> {
     match state.timeline.is_event(event.0) {
         true => Ok(()),
         false => Err(breach(call, LIVE_EVENT, format_args!("event {:#x}", event.0))),

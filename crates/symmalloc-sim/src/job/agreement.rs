@@ -9,7 +9,7 @@
 
 use crate::job::failure::FailureCause;
 use crate::job::journal::HeapName;
-use crate::job::rank::{Job, Rank};
+use crate::job::rank::{Rank, RankJob};
 use std::collections::BTreeSet;
 use symmalloc_agreement::{
     Action, AgreementError, Difference, Disagreement, Group, HeapDifference, Point, RankHistory, agree_in_lockstep,
@@ -33,7 +33,7 @@ pub(crate) struct Disputed {
 /// Lets the live ranks agree, as often as it takes until those that are left do. Returns the seats of those that were
 /// reported.
 pub(crate) fn agree<L: Lock>(
-    job: &Job,
+    job: &RankJob,
     ranks: &[Seated<'_, L>],
     reference: usize,
 ) -> Result<BTreeSet<usize>, Disputed> {
@@ -69,14 +69,14 @@ pub(crate) fn compare<L: Lock>(ranks: &[Seated<'_, L>]) -> Result<(), Box<Disagr
 }
 
 /// The step at which a symmetric heap of the rank began to differ; `None` if none does.
-fn began_to_differ<L: Lock>(job: &Job, rank: &Rank<L>) -> Option<usize> {
+fn began_to_differ<L: Lock>(job: &RankJob, rank: &Rank<L>) -> Option<usize> {
     let symmetric = rank.standing.departed().filter(|(heap, _)| job.program.policies.of(heap.pool).symmetric());
     symmetric.map(|(_, departure)| departure.step).min()
 }
 
 /// The seats of the ranks that did something else than the reference, each held against what is known.
 fn differing<L: Lock>(
-    job: &Job,
+    job: &RankJob,
     ranks: &[Seated<'_, L>],
     reference: usize,
     disagreement: &Disagreement,
@@ -107,7 +107,7 @@ fn differing<L: Lock>(
 
 /// Holds what is reported of a heap of a group of ranks against what is known of one of them.
 fn check<L: Lock>(
-    job: &Job,
+    job: &RankJob,
     (heap, difference, group): (HeapName, &HeapDifference, &Group),
     rank: &Rank<L>,
 ) -> Result<(), (Option<usize>, FailureCause)> {

@@ -23,7 +23,7 @@ use symmalloc_core::{Allocator, Op, PoolId, StreamId};
 
 /// What every rank of a job has in common.
 #[derive(Clone, Debug)]
-pub(crate) struct Job {
+pub(crate) struct RankJob {
     pub(crate) seed: u64,
     pub(crate) config: Config,
     pub(crate) granularity_bytes: u64,
@@ -34,7 +34,7 @@ pub(crate) struct Job {
     pub(crate) watched: Option<u32>,
 }
 
-impl Job {
+impl RankJob {
     /// Whether ranks are compared in a pool.
     pub(crate) fn compares(&self, pool: PoolId) -> bool {
         !self.may_starve || self.program.policies.of(pool).symmetric()
@@ -88,7 +88,7 @@ pub(crate) struct Rank<L: Lock> {
 
 impl<L: Lock> Rank<L> {
     /// A rank that has done nothing yet.
-    pub(crate) fn new(job: &Job, context: RankContext, incarnation: u32) -> Self {
+    pub(crate) fn new(job: &RankJob, context: RankContext, incarnation: u32) -> Self {
         let mut device = SimBackend::builder()
             .seed(job.seed.wrapping_add(u64::from(incarnation) << 32))
             .rank(context.rank)
@@ -125,7 +125,7 @@ impl<L: Lock> Rank<L> {
     /// Carries a stretch out, and enters what it decides.
     pub(crate) fn lead(
         &mut self,
-        job: &Job,
+        job: &RankJob,
         stretch: usize,
         scheduler: &mut Scheduler,
     ) -> Result<DecisionJournal, Stop> {
@@ -144,7 +144,7 @@ impl<L: Lock> Rank<L> {
     /// the sync, for the agreement to say what it thinks of it.
     pub(crate) fn follow(
         &mut self,
-        job: &Job,
+        job: &RankJob,
         stretch: usize,
         scheduler: &mut Scheduler,
         journal: &DecisionJournal,
@@ -167,7 +167,7 @@ impl<L: Lock> Rank<L> {
 
     fn carry_out(
         &mut self,
-        job: &Job,
+        job: &RankJob,
         stretch: usize,
         scheduler: &mut Scheduler,
         mut decided: impl FnMut(&mut Self, usize, Decision) -> Result<(), Stop>,
@@ -193,7 +193,7 @@ impl<L: Lock> Rank<L> {
     }
 
     /// What happens between two steps, on this rank alone.
-    fn moment(&mut self, job: &Job) -> Result<(), crate::device::Race> {
+    fn moment(&mut self, job: &RankJob) -> Result<(), crate::device::Race> {
         let RankContext { pace_ticks, asks_per_million, private_per_million, .. } = self.context;
         if pace_ticks > 0 {
             self.allocator.backend().tick(self.moments.below(u64::from(pace_ticks) + 1));
@@ -260,7 +260,7 @@ impl<L: Lock> Rank<L> {
     /// Compares the step with this index in a stretch.
     fn compare(
         &mut self,
-        job: &Job,
+        job: &RankJob,
         stretch: usize,
         index: usize,
         decision: Decision,
@@ -295,7 +295,7 @@ impl<L: Lock> Rank<L> {
     }
 
     /// The digests of all compared heaps.
-    pub(crate) fn digests(&self, job: &Job) -> Vec<HeapDigest> {
+    pub(crate) fn digests(&self, job: &RankJob) -> Vec<HeapDigest> {
         let mut digests = Vec::new();
         for pool in (0..self.pools.len() as u32).map(PoolId).filter(|pool| job.compares(*pool)) {
             self.add_digests(pool, |_| true, &mut digests);
@@ -304,7 +304,7 @@ impl<L: Lock> Rank<L> {
     }
 
     /// The digests of the compared heaps that an op touched.
-    fn touched_digests(&self, job: &Job, op: &Op) -> Vec<HeapDigest> {
+    fn touched_digests(&self, job: &RankJob, op: &Op) -> Vec<HeapDigest> {
         let policies = &job.program.policies;
         let mut digests = Vec::new();
         match op {
@@ -352,7 +352,7 @@ impl<L: Lock> Rank<L> {
     }
 
     /// Liveness: everything was freed and given back.
-    pub(crate) fn ended(&self, job: &Job) -> Result<(), FailureCause> {
+    pub(crate) fn ended(&self, job: &RankJob) -> Result<(), FailureCause> {
         // What the last users of a segment that stays have left is waited for, and then forgotten.
         for stream in (0..self.allocator.stream_count() as u16).map(StreamId) {
             self.allocator.backend().synchronize(stream).expect("the driver works");

@@ -11,7 +11,7 @@
 use crate::job::context::RankContext;
 use crate::job::device_work::LiveBlock;
 use crate::job::failure::FailureCause;
-use crate::job::rank::{Job, Rank};
+use crate::job::rank::{Rank, RankJob};
 use std::collections::BTreeMap;
 use symmalloc_core::lock::Lock;
 use symmalloc_core::{Op, Placement, PoolId, StreamId};
@@ -40,7 +40,7 @@ struct Kept {
 impl Checkpoint {
     /// Writes down where a rank is after so many stretches. `None` when a layout cannot be saved: the driver still has
     /// memory of dead segments.
-    pub(crate) fn take<L: Lock>(job: &Job, rank: &Rank<L>, stretches: usize) -> Option<Self> {
+    pub(crate) fn take<L: Lock>(job: &RankJob, rank: &Rank<L>, stretches: usize) -> Option<Self> {
         let layouts = (0..rank.pools.len()).map(|pool| {
             let pool = rank.pools[pool];
             // A pool that was given up has no statistics.
@@ -64,7 +64,7 @@ impl Checkpoint {
     /// Starts a rank again. Nothing happens to the new one, but that it goes on working for itself.
     pub(crate) fn resume<L: Lock>(
         &self,
-        job: &Job,
+        job: &RankJob,
         context: &RankContext,
         incarnation: u32,
     ) -> Result<Rank<L>, FailureCause> {
@@ -102,7 +102,7 @@ impl Checkpoint {
 }
 
 /// Which heap the allocation in each slot is of, after so many stretches.
-fn homes_of_slots(job: &Job, stretches: usize) -> BTreeMap<usize, (PoolId, StreamId)> {
+fn homes_of_slots(job: &RankJob, stretches: usize) -> BTreeMap<usize, (PoolId, StreamId)> {
     let program = &job.program;
     let done = program.stretches[..stretches].last().map_or(0, |stretch| stretch.steps.end);
     let made = program.steps[..done].iter().zip(&program.slots).filter_map(|(step, slot)| match step.op {

@@ -16,7 +16,7 @@ use crate::job::failure::{Failure, FailureCause};
 use crate::job::journal::{DecisionJournal, first_difference};
 use crate::job::outcome::JobOutcome;
 use crate::job::plan::JobPlan;
-use crate::job::rank::{Job, Rank, Stop};
+use crate::job::rank::{Rank, RankJob, Stop};
 use crate::job::rejoin::Checkpoint;
 use crate::job::schedule::Scheduler;
 use std::collections::BTreeMap;
@@ -80,7 +80,7 @@ fn run(
         });
     };
     let has_private = plan.ranks.iter().any(|rank| rank.private_per_million > 0);
-    let job = Job {
+    let job = RankJob {
         seed: plan.seed,
         config: plan.config.clone(),
         granularity_bytes: plan.granularity_bytes,
@@ -142,7 +142,7 @@ impl<L: Lock> Seat<L> {
     /// Lets its rank carry a stretch out, if there is one.
     fn follow(
         &mut self,
-        job: &Job,
+        job: &RankJob,
         stretch: usize,
         scheduler: &mut Scheduler,
         journal: &DecisionJournal,
@@ -160,13 +160,13 @@ impl<L: Lock> Seat<L> {
 
 /// Whose layouts a rank starts again from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Source {
+enum LayoutSource {
     Own,
     Reference,
 }
 
 struct Run<'a, L: Lock, C> {
-    job: &'a Job,
+    job: &'a RankJob,
     seats: Vec<Seat<L>>,
     /// The seat of the reference.
     reference: usize,
@@ -178,7 +178,7 @@ struct Run<'a, L: Lock, C> {
 const CHECKED_ONE_IN: u64 = 16;
 
 impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
-    fn new(job: &'a Job, plan: &JobPlan, reference: usize, crew: C) -> Self {
+    fn new(job: &'a RankJob, plan: &JobPlan, reference: usize, crew: C) -> Self {
         let seat = |context: &RankContext| Seat(Some(Box::new(Rank::new(job, context.clone(), 0))));
         let outcome = JobOutcome { ranks: plan.ranks.len() as u64, ..JobOutcome::default() };
         Run { job, seats: plan.ranks.iter().map(seat).collect(), reference, crew, outcome }
@@ -271,7 +271,7 @@ impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
             if *arrival == Arrival::Lost {
                 let after_loss = self.seats[seat].0.as_ref().map(|rank| rank.context.after_loss);
                 if after_loss == Some(AfterLoss::Restart) {
-                    restarting.insert(seat, Source::Reference);
+                    restarting.insert(seat, LayoutSource::Reference);
                 } else if let Some(rank) = self.seats[seat].0.take() {
                     self.outcome.left += 1;
                     self.count(&rank);
@@ -289,9 +289,9 @@ impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
         for (seat, rank) in live {
             // Those that differ in other pools only are nobody's business but the simulator's, which compares these, too.
             if reported.contains(&seat) || rank.standing.first_departed().is_some() {
-                restarting.insert(seat, Source::Reference);
+                restarting.insert(seat, LayoutSource::Reference);
             } else if rank.context.restart_at == Some(syncs) {
-                restarting.insert(seat, Source::Own);
+                restarting.insert(seat, LayoutSource::Own);
             }
         }
         self.outcome.caught += reported.len() as u64;
@@ -312,7 +312,7 @@ impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
     }
 
     /// Starts ranks again, which have the same future as the others from here on.
-    fn restart(&mut self, seats: &BTreeMap<usize, Source>, stretches: usize) -> Result<(), Failed> {
+    fn restart(&mut self, seats: &BTreeMap<usize, LayoutSource>, stretches: usize) -> Result<(), Failed> {
         let job = self.job;
         let reference = self.seats[self.reference].0.as_deref().expect("nothing happens to the reference");
         let checkpoint = Checkpoint::take(job, reference, stretches).expect("its driver takes everything back");
@@ -322,8 +322,8 @@ impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
             self.count(&rank);
             self.outcome.restarts += 1;
             let own = match source {
-                Source::Own => Checkpoint::take(job, &rank, stretches),
-                Source::Reference => None,
+                LayoutSource::Own => Checkpoint::take(job, &rank, stretches),
+                LayoutSource::Reference => None,
             };
             let (context, incarnation) = (rank.context.clone(), rank.incarnation + 1);
             // The old process is gone before the new one begins.

@@ -7,7 +7,7 @@ use crate::device::Race;
 use crate::job::context::Deviation;
 use crate::job::decision::{DecidedRefusal, Decision};
 use crate::job::device_work::{LiveBlock, waits};
-use crate::job::rank::{Job, Rank};
+use crate::job::rank::{Rank, RankJob};
 use crate::job::steps::JobStep;
 use symmalloc_core::Op;
 use symmalloc_core::backend::Backend;
@@ -20,7 +20,7 @@ const ATTEMPTS_MAX: usize = 100;
 
 impl<L: Lock> Rank<L> {
     /// Carries one step out. A call that the driver refuses without an effect is tried again.
-    pub(crate) fn step(&mut self, job: &Job, number: usize) -> Result<Decision, Race> {
+    pub(crate) fn step(&mut self, job: &RankJob, number: usize) -> Result<Decision, Race> {
         let JobStep { op, name, .. } = &job.program.steps[number];
         let slot = job.program.slots[number] as usize;
         let refused = |refusal| Ok(Decision::Refused(refusal));

@@ -15,7 +15,7 @@ use symmalloc_core::{AllocationId, Op, PoolId, StreamId};
 
 /// The kinds of steps that have weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum StepKind {
     Allocate,
     Free,
     RecordUse,
@@ -30,18 +30,18 @@ enum Kind {
 }
 
 /// Every kind, with the weights that it may get: the first is as likely as each other one.
-const KINDS: [(Kind, [u32; 4]); 11] = [
-    (Kind::Allocate, [30, 40, 60, 100]),
-    (Kind::Free, [5, 25, 40, 60]),
-    (Kind::RecordUse, [0, 5, 15, 40]),
-    (Kind::Wait, [0, 0, 3, 12]),
-    (Kind::Synchronize, [0, 0, 2, 8]),
-    (Kind::Reserve, [0, 0, 2, 8]),
-    (Kind::TrimPool, [0, 0, 1, 6]),
-    (Kind::TrimAll, [0, 0, 1, 4]),
-    (Kind::CreatePool, [0, 0, 1, 2]),
-    (Kind::DestroyPool, [0, 0, 1, 3]),
-    (Kind::Sync, [1, 2, 4, 8]),
+const KINDS: [(StepKind, [u32; 4]); 11] = [
+    (StepKind::Allocate, [30, 40, 60, 100]),
+    (StepKind::Free, [5, 25, 40, 60]),
+    (StepKind::RecordUse, [0, 5, 15, 40]),
+    (StepKind::Wait, [0, 0, 3, 12]),
+    (StepKind::Synchronize, [0, 0, 2, 8]),
+    (StepKind::Reserve, [0, 0, 2, 8]),
+    (StepKind::TrimPool, [0, 0, 1, 6]),
+    (StepKind::TrimAll, [0, 0, 1, 4]),
+    (StepKind::CreatePool, [0, 0, 1, 2]),
+    (StepKind::DestroyPool, [0, 0, 1, 3]),
+    (StepKind::Sync, [1, 2, 4, 8]),
 ];
 
 /// Around every boundary of the size rules.
@@ -151,7 +151,7 @@ enum Freed {
 struct Writer {
     random: SplitMix64,
     steps: Vec<JobStep>,
-    weights: Vec<(Kind, u32)>,
+    weights: Vec<(StepKind, u32)>,
     sizes: Vec<u64>,
     threads: u8,
     by: Threads,
@@ -237,7 +237,7 @@ impl Writer {
         }
     }
 
-    fn kind(&mut self) -> Kind {
+    fn kind(&mut self) -> StepKind {
         let total: u32 = self.weights.iter().map(|(_, weight)| weight).sum();
         let mut at = self.random.below(total.into()) as u32;
         for (kind, weight) in &self.weights {
@@ -246,47 +246,47 @@ impl Writer {
             }
             at -= weight;
         }
-        Kind::Allocate
+        StepKind::Allocate
     }
 
     fn write(&mut self) {
-        let kind = if self.live.len() >= LIVE_MAX { Kind::Free } else { self.kind() };
+        let kind = if self.live.len() >= LIVE_MAX { StepKind::Free } else { self.kind() };
         match kind {
-            Kind::Free => self.free(),
-            Kind::RecordUse => self.record_use(),
-            Kind::Wait => {
+            StepKind::Free => self.free(),
+            StepKind::RecordUse => self.record_use(),
+            StepKind::Wait => {
                 let (stream, on) = (self.stream(), self.stream());
                 let thread = self.thread_of(stream);
                 self.push(Op::Wait { stream, on }, thread);
             }
-            Kind::Synchronize => {
+            StepKind::Synchronize => {
                 let stream = self.stream();
                 let thread = self.thread_of(stream);
                 self.push(Op::Synchronize { stream }, thread);
             }
-            Kind::Reserve => {
+            StepKind::Reserve => {
                 let (pool, stream) = (self.pool(), self.stream());
                 let (size_bytes, thread) = (self.size(), self.thread_of(stream));
                 self.push(Op::Reserve { pool, stream, size_bytes }, thread);
             }
-            Kind::TrimPool => {
+            StepKind::TrimPool => {
                 let (pool, thread) = (self.pool(), self.any_thread());
                 self.push(Op::Trim { pool: Some(pool) }, thread);
             }
-            Kind::TrimAll => {
+            StepKind::TrimAll => {
                 let thread = self.any_thread();
                 self.push(Op::Trim { pool: None }, thread);
             }
-            Kind::CreatePool if self.pools_made <= POOLS_MAX => self.create_pool(),
-            Kind::CreatePool if self.streams < self.streams_max => self.register_stream(),
+            StepKind::CreatePool if self.pools_made <= POOLS_MAX => self.create_pool(),
+            StepKind::CreatePool if self.streams < self.streams_max => self.register_stream(),
             // It may still be in use: then it is refused, and lives on without being named again.
-            Kind::DestroyPool if !self.pools.is_empty() => {
+            StepKind::DestroyPool if !self.pools.is_empty() => {
                 let pool = self.pools.swap_remove(self.random.below(self.pools.len() as u64) as usize);
                 let thread = self.any_thread();
                 self.push(Op::DestroyPool { pool }, thread);
             }
-            Kind::Sync => self.push(Op::Sync, 0),
-            Kind::Allocate | Kind::CreatePool | Kind::DestroyPool => self.allocate(),
+            StepKind::Sync => self.push(Op::Sync, 0),
+            StepKind::Allocate | StepKind::CreatePool | StepKind::DestroyPool => self.allocate(),
         }
     }
 

@@ -25,7 +25,7 @@ pub(super) const CLASSES: [(SizeClass, &str); 2] = [(SizeClass::Small, "small"),
 
 /// What a line says.
 #[derive(Debug)]
-pub(super) enum Statement {
+pub(super) enum LayoutStatement {
     /// Blank, or a comment.
     Nothing,
     /// A part of the layout.
@@ -35,9 +35,9 @@ pub(super) enum Statement {
 }
 
 /// Reads one line, given without its line break.
-pub(super) fn parse(line: u64, text: &str) -> Result<Statement, LineError> {
+pub(super) fn parse(line: u64, text: &str) -> Result<LayoutStatement, LineError> {
     let mut fields = Fields::new(line, text);
-    let Some(keyword) = fields.next() else { return Ok(Statement::Nothing) };
+    let Some(keyword) = fields.next() else { return Ok(LayoutStatement::Nothing) };
     let item = match keyword.text {
         "pool" => LayoutItem::Pool(fields.config()?),
         "granularity" => LayoutItem::Granularity(fields.bytes()?),
@@ -61,12 +61,12 @@ pub(super) fn parse(line: u64, text: &str) -> Result<Statement, LineError> {
         "end" => {
             let stated = fields.number("the number of lines", u64::MAX)?;
             fields.finish()?;
-            return Ok(Statement::End(stated));
+            return Ok(LayoutStatement::End(stated));
         }
         _ => return Err(fields.unknown(keyword, KEYWORDS)),
     };
     fields.finish()?;
-    Ok(Statement::Item(item))
+    Ok(LayoutStatement::Item(item))
 }
 
 impl Fields<'_> {

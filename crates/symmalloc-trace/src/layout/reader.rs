@@ -1,7 +1,7 @@
 //! Reads a layout line by line.
 
 use super::error::LayoutTextError;
-use super::line::{self, MAGIC, Statement, VERSION};
+use super::line::{self, LayoutStatement, MAGIC, VERSION};
 use crate::text::{Ending, FirstLine, Lines};
 use std::io::BufRead;
 use symmalloc_core::layout::{Layout, LayoutBuilder, Misfit};
@@ -28,18 +28,22 @@ pub fn read(reader: impl BufRead) -> Result<Layout, LayoutTextError> {
         }
         let statement = match line::parse(line, lines.text()?) {
             // The line may lack its end (`end 1` of `end 12`), so it counts only when it is the right one.
-            Ok(Statement::End(stated)) if ending == Ending::Whole || stated == statements => Statement::End(stated),
+            Ok(LayoutStatement::End(stated)) if ending == Ending::Whole || stated == statements => {
+                LayoutStatement::End(stated)
+            }
             _ if ending == Ending::Cut => return Err(LayoutTextError::Torn { line }),
             statement => statement?,
         };
         match statement {
-            Statement::Nothing => {}
-            Statement::End(stated) if stated == statements => {
+            LayoutStatement::Nothing => {}
+            LayoutStatement::End(stated) if stated == statements => {
                 read_nothing_more(&mut lines)?;
                 return layout.finish().map_err(|misfit| refused(line, misfit));
             }
-            Statement::End(stated) => return Err(LayoutTextError::WrongCount { line, stated, lines: statements }),
-            Statement::Item(item) => {
+            LayoutStatement::End(stated) => {
+                return Err(LayoutTextError::WrongCount { line, stated, lines: statements });
+            }
+            LayoutStatement::Item(item) => {
                 layout.add(item).map_err(|misfit| refused(line, misfit))?;
                 statements += 1;
             }
@@ -58,7 +62,7 @@ pub fn parse(text: &str) -> Result<Layout, LayoutTextError> {
 fn read_nothing_more(lines: &mut Lines<impl BufRead>) -> Result<(), LayoutTextError> {
     while lines.read()? != Ending::Missing {
         let line = lines.number();
-        if !matches!(line::parse(line, lines.text()?), Ok(Statement::Nothing)) {
+        if !matches!(line::parse(line, lines.text()?), Ok(LayoutStatement::Nothing)) {
             return Err(LayoutTextError::AfterEnd { line });
         }
     }

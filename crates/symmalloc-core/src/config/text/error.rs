@@ -5,7 +5,7 @@
 use std::fmt;
 
 use super::keys;
-use super::reason::Refusal;
+use super::reason::KeyRefusal;
 use crate::config::nearest::DidYouMean;
 use crate::config::policy::ConfigError;
 
@@ -31,7 +31,7 @@ pub enum ConfigTextError {
         /// The key.
         key: &'static str,
         /// Why.
-        reason: Refusal,
+        reason: KeyRefusal,
     },
     /// The key is stated twice, perhaps in another unit.
     #[error("byte {offset}: {key} is stated already at byte {first}; keep one of them")]

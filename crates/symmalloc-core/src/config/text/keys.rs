@@ -1,6 +1,6 @@
 //! The keys: every spelling, what it says, which values it takes and where it may stand.
 
-use super::reason::{IgnoredReason, Refusal};
+use super::reason::{IgnoredReason, KeyRefusal};
 use crate::config::nearest::nearest;
 use crate::types::units::MIB;
 
@@ -29,7 +29,7 @@ pub(super) enum Key {
     /// PyTorch's, and without a meaning here.
     Ignored(IgnoredReason),
     /// PyTorch's, and never taken.
-    Refused(Refusal),
+    Refused(KeyRefusal),
 }
 
 /// Which values a key takes.
@@ -120,7 +120,7 @@ static FOREIGN: [Spelling; 14] = {
     const DRIVER: Key = Key::Ignored(IgnoredReason::NotPlacement);
     const FRACTION: Key = Key::Ignored(IgnoredReason::DeviceFraction);
     [
-        spelling("garbage_collection_threshold", Key::Refused(Refusal::LocalAge), Takes::Anything),
+        spelling("garbage_collection_threshold", Key::Refused(KeyRefusal::LocalAge), Takes::Anything),
         spelling("per_process_memory_fraction", FRACTION, Takes::Anything),
         spelling("throw_on_cudamalloc_oom", FRACTION, Takes::Anything),
         spelling("expandable_segments_reserve", FRACTION, Takes::Anything),

@@ -22,7 +22,7 @@ mod settings;
 
 pub use crate::config::nearest::{DidYouMean, nearest};
 pub use error::ConfigTextError;
-pub use reason::{IgnoredKey, IgnoredReason, Refusal};
+pub use reason::{IgnoredKey, IgnoredReason, KeyRefusal};
 
 use std::str::FromStr;
 
@@ -99,7 +99,7 @@ impl FromStr for PoolConfig {
             Some(stated) => Err(ConfigTextError::Refused {
                 offset: stated.offset,
                 key: stated.name,
-                reason: Refusal::WholeAllocator,
+                reason: KeyRefusal::WholeAllocator,
             }),
             None => build_pool(&mut settings),
         }

@@ -3,7 +3,7 @@
 /// Why a known key is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum Refusal {
+pub enum KeyRefusal {
     /// The key would make ranks differ.
     #[error(
         "it frees by each block's local age and by what the device reports, so ranks would differ; use release_threshold_mb"

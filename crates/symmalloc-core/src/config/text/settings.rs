@@ -9,7 +9,7 @@
 
 use super::error::ConfigTextError;
 use super::keys::{self, Key, Spelling, Takes};
-use super::reason::{IgnoredKey, IgnoredReason, Refusal};
+use super::reason::{IgnoredKey, IgnoredReason, KeyRefusal};
 use crate::config::policy::RoundupPower2Divisions;
 
 /// Who wrote the text, and so how its slips are taken.
@@ -77,7 +77,7 @@ impl Settings {
         }
         let value = parse_value(spelling, value)?;
         if let (Key::Backend, Value::Word(1..)) = (key, value) {
-            return Err(ConfigTextError::Refused { offset, key: name, reason: Refusal::OtherAllocator });
+            return Err(ConfigTextError::Refused { offset, key: name, reason: KeyRefusal::OtherAllocator });
         }
         let setting = Setting { key, name, offset, value };
         match self.stated.iter_mut().find(|stated| stated.key == key) {
@@ -96,7 +96,7 @@ impl Settings {
         reason: IgnoredReason,
     ) -> Result<(), ConfigTextError> {
         match self.dialect {
-            Dialect::Strict => Err(ConfigTextError::Refused { offset, key, reason: Refusal::NoEffect(reason) }),
+            Dialect::Strict => Err(ConfigTextError::Refused { offset, key, reason: KeyRefusal::NoEffect(reason) }),
             Dialect::PyTorch => {
                 self.ignored.push(IgnoredKey { offset, key, reason });
                 Ok(())
