@@ -191,6 +191,38 @@ fn a_refusal_of_the_driver_gives_nothing_back() {
     assert_eq!(again.placement, cached.placement);
 }
 
+/// What a trim says that it gave back is what the device has back, however many of its calls were refused.
+#[test]
+fn a_trim_that_fails_says_all_that_it_gave_back() {
+    let mut failed = 0;
+    for (segments, every) in [("fixed", 2), ("fixed", 3), ("expandable", 2), ("expandable", 3)] {
+        let device = SimBackend::builder().build();
+        let config: Config = format!("segments:{segments}").parse().expect("valid");
+        let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
+        for stream in [(); 3].map(|()| allocator.register_stream().expect("few")) {
+            let allocate = |mib: u64| allocator.allocate(PoolId::DEFAULT, stream, mib << 20).expect("fits").handle;
+            // Every other one is free: segments, or holes in one.
+            let made = [24, 26, 28, 30, 32, 34].map(allocate);
+            made.into_iter().step_by(2).for_each(|handle| allocator.free(handle).expect("live"));
+        }
+        device.inject(Some(Call::Unmap), FaultRule::Every { calls: every }, Fault::Refused);
+        for pool in [None, Some(PoolId::DEFAULT), None] {
+            let before = device.mapped_bytes();
+            let trimmed = allocator.trim(pool);
+            let released = before - device.mapped_bytes();
+            match trimmed {
+                Ok(bytes) => assert_eq!(bytes, released),
+                Err(TrimError::Backend { released_bytes, .. }) => {
+                    assert_eq!(released_bytes, released, "{segments}, every {every}");
+                    failed += u32::from(released > 0);
+                }
+                Err(other) => panic!("{other}"),
+            }
+        }
+    }
+    assert!(failed >= 4, "{failed} trims gave something back and failed");
+}
+
 /// Rule D4: the rank whose driver refused differs from the others from then on, whatever it does next.
 #[test]
 fn a_refused_rank_has_another_digest() {

@@ -528,6 +528,29 @@ fn an_observer_that_comes_and_goes_misses_no_segment_and_holds_none() {
     });
 }
 
+/// Between two heaps that are there, a third is made while the observer goes through them.
+#[test]
+fn an_observer_is_known_once_to_a_heap_that_is_made_while_it_comes() {
+    explore(2000, || {
+        let allocator = shared(&Config::default(), 6);
+        let take = |allocator: &Shared, stream| {
+            let made = allocator.allocate(PoolId::DEFAULT, StreamId(stream), MIB).expect("no limit");
+            allocator.free(made.handle).expect("live");
+        };
+        take(&allocator, 0);
+        take(&allocator, 2);
+        let using = Arc::clone(&allocator);
+        let user = thread::spawn(move || take(&using, 1));
+        let (observer, _) = allocator.observe(PoolId::DEFAULT).expect("it exists");
+        user.join().expect("no panic");
+        allocator.trim(None).expect("no faults");
+        let unread = allocator.unread(observer);
+        allocator.acknowledge(observer, &unread).expect("no faults");
+        assert_eq!(allocator.stats().retired_bytes, 0, "what the observer has read is held");
+        assert_nothing_is_left(&allocator);
+    });
+}
+
 #[test]
 fn an_observer_is_forgotten_by_heaps_that_are_made_meanwhile() {
     explore(2000, || {

@@ -7,7 +7,7 @@ use symmalloc_core::errors::{
 };
 use symmalloc_core::units::{MIB, SEGMENT_BYTES_MAX};
 use symmalloc_core::{Allocator, Handle, LimitScope, Placement, PoolId, Retry, StreamId};
-use symmalloc_sim::SimBackend;
+use symmalloc_sim::{Call, SimBackend};
 
 const S0: StreamId = StreamId(0);
 const POOL: PoolId = PoolId::DEFAULT;
@@ -163,9 +163,12 @@ fn huge_sizes_are_refused_without_overflow() {
     }
     assert_eq!(state(&allocator), before);
     // The default range is smaller than the largest segment.
-    let error = allocator.allocate(POOL, S0, SEGMENT_BYTES_MAX).expect_err("512 GiB of addresses");
-    let AllocateError::OutOfMemory(error) = error else { panic!("{error}") };
-    assert_eq!(error.cause, OutOfMemoryCause::SegmentFull { segment_bytes: 512 << 30 });
+    let allocated = allocator.allocate(POOL, S0, SEGMENT_BYTES_MAX).map(|_| ());
+    for refused in [allocated, allocator.reserve(POOL, S0, SEGMENT_BYTES_MAX)] {
+        let error = refused.expect_err("512 GiB of addresses");
+        let AllocateError::OutOfMemory(error) = error else { panic!("{error}") };
+        assert_eq!(error.cause, OutOfMemoryCause::SegmentFull { segment_bytes: 512 << 30 });
+    }
     allocator.check().expect("sound");
 }
 
@@ -218,6 +221,26 @@ fn a_failure_callback_frees_and_the_allocation_succeeds() {
     allocator.allocate(POOL, S0, 4 * MIB).expect("fits");
     allocator.allocate(POOL, S0, 4 * MIB).expect_err("nothing more to free");
     assert_eq!(calls.load(std::sync::atomic::Ordering::Relaxed), 3, "retries are bounded");
+}
+
+/// What a callback frees without a trim is for the request alone: memory was given back before it was asked.
+#[test]
+fn what_a_failure_callback_frees_is_not_given_back() {
+    let pool = PoolConfig::builder().fixed().limit_bytes(Some(60 * MIB)).build().expect("valid");
+    let allocator = with(Config::builder().default_pool(pool).retries_max(2).build().expect("valid"));
+    let [held, ..] = [0; 3].map(|_| allocator.allocate(POOL, S0, 20 * MIB).expect("fits").handle);
+    let held = std::sync::Mutex::new(Some(held));
+    allocator.set_failure_callback(move |allocator, _| match held.lock().expect("one thread").take() {
+        Some(handle) => {
+            allocator.free(handle).expect("live");
+            Retry::Again
+        }
+        None => Retry::GiveUp,
+    });
+    allocator.allocate(POOL, S0, 30 * MIB).expect_err("20 MiB are free");
+    assert_eq!(allocator.stats().reserved_bytes.current, 60 * MIB);
+    assert_eq!(allocator.backend().calls().of(Call::Unmap), 0);
+    allocator.allocate(POOL, S0, 20 * MIB).expect("it is still there");
 }
 
 #[test]

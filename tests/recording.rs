@@ -8,6 +8,7 @@ use symmalloc_core::config::{Config, PoolConfig, Reclaim, StreamPolicy};
 use symmalloc_core::lock::{Exclusive, Lock, Shared};
 use symmalloc_core::op::Record;
 use symmalloc_core::recording::{RecordingError, Sink, SinkError, StartRecordingError};
+use symmalloc_core::restore::RestoreError;
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocator, Backend, Digest, Handle, Op, PoolId, Retry, SharedAllocator, StreamId};
 use symmalloc_harness::checker::{PrintOnPanic, outcome};
@@ -417,6 +418,33 @@ fn a_restored_pool_ends_the_recording() {
         panic!("the default pool was restored after two records");
     };
     assert_eq!(sink.records().len(), 2);
+}
+
+/// What it did before it failed is in no op.
+#[test]
+fn a_pool_that_was_restored_by_half_ends_the_recording() {
+    for call in [Call::Unmap, Call::Synchronize] {
+        let device = SimBackend::builder().build();
+        let config: Config = "segments:fixed".parse().expect("valid");
+        let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
+        let [owner, user] = [0, 1].map(|_| allocator.register_stream().expect("few"));
+        allocator.start_recording(Memory::new()).expect("nothing was allocated");
+        let allocate = |mib: u64| allocator.allocate(PoolId::DEFAULT, owner, mib * MIB).expect("memory").handle;
+        allocate(20);
+        let layout = allocator.save_layout(PoolId::DEFAULT).expect("exists");
+        for made in [allocate(30), allocate(40)] {
+            allocator.record_use(made, user).expect("live");
+            allocator.free(made).expect("live");
+        }
+        // One of two segments goes back.
+        let ordinal = device.calls().of(call) + 1;
+        device.inject(Some(call), FaultRule::At { ordinal }, Fault::Refused);
+        let refused = allocator.restore_layout(PoolId::DEFAULT, &layout).expect_err("the driver does not take it");
+        assert!(matches!(refused, RestoreError::Backend(_) | RestoreError::Fence { .. }), "{refused}");
+        assert!(!allocator.is_recording(), "{call:?}");
+        let stopped = allocator.stop_recording();
+        assert!(matches!(stopped, Err(RecordingError::Restored { pool: PoolId::DEFAULT, .. })), "{stopped:?}");
+    }
 }
 
 /// A limit that was changed before is the recording's configuration.

@@ -45,3 +45,36 @@ fn the_first_wait_is_forgotten_when_there_are_too_many() {
         assert!(clocks.covers(StreamId(0), StreamId(on), ticks[on as usize - 1]), "{on}");
     }
 }
+
+#[test]
+fn a_host_wait_that_covers_an_older_moment_of_another_stream_takes_nothing_back() {
+    let mut clocks = clocks(3);
+    waits(&mut clocks, 1, 0);
+    let later = clocks.moment(StreamId(0));
+    clocks.synchronized(&later);
+    let with_the_older_one = clocks.moment(StreamId(1));
+    clocks.synchronized(&with_the_older_one);
+    assert!(clocks.covers(StreamId(2), StreamId(0), later.tick));
+}
+
+#[test]
+fn a_device_wait_that_covers_an_older_moment_of_another_stream_takes_nothing_back() {
+    let mut clocks = clocks(3);
+    waits(&mut clocks, 1, 0);
+    let later = waits(&mut clocks, 2, 0);
+    waits(&mut clocks, 2, 1);
+    assert!(clocks.covers(StreamId(2), StreamId(0), later));
+}
+
+#[test]
+fn a_stream_that_waits_for_one_that_waited_for_it_takes_no_place_for_itself() {
+    let others = WAITS_MAX as u16;
+    let mut clocks = clocks(others + 1);
+    let first = waits(&mut clocks, 0, 2);
+    waits(&mut clocks, 1, 0);
+    waits(&mut clocks, 0, 1);
+    for on in 3..=others {
+        waits(&mut clocks, 0, on);
+    }
+    assert!(clocks.covers(StreamId(0), StreamId(2), first), "{others} others are remembered");
+}
