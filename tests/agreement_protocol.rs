@@ -8,8 +8,9 @@ use symmalloc_agreement::{
     Action, Agreement, AgreementError, Cause, Difference, Disagreement, Gathered, Mode, Point, RankHistory,
     ThreadTransport, Transport, TransportError, agree, agree_in_lockstep,
 };
+use symmalloc_core::config::PointerLookup;
 use symmalloc_core::units::MIB;
-use symmalloc_core::{Allocator, Config, PoolConfig, PoolId, StreamId};
+use symmalloc_core::{Allocation, Allocator, Config, PoolConfig, PoolId, StreamId};
 use symmalloc_sim::SimBackend;
 
 const LONG: Duration = Duration::from_secs(60);
@@ -97,6 +98,49 @@ fn what_all_ranks_agreed_on_is_forgotten() {
     assert_eq!((first.first_op, first.last_op, first.order), (number_in_heap(4500), number_in_heap(4500), Some(0)));
     assert_eq!(first.cause, Cause::OtherRequest);
     assert_eq!(first.groups[1].name.as_deref(), Some("block"));
+}
+
+#[test]
+fn whatever_one_rank_alone_does_with_an_allocation_is_told_with_its_name() {
+    type Act = fn(&Allocator<SimBackend>, &Allocation);
+    const OWN: StreamId = StreamId(0);
+    const OTHER: StreamId = StreamId(1);
+    let acts: [(&str, Act); 6] = [
+        ("use", |rank, made| rank.record_use(made.handle, OWN).expect("live")),
+        ("use by another stream", |rank, made| rank.record_use(made.handle, OTHER).expect("live")),
+        ("free", |rank, made| rank.free(made.handle).expect("live")),
+        ("use at", |rank, made| rank.record_use_at(made.address, OWN).expect("live")),
+        ("use at by another stream", |rank, made| rank.record_use_at(made.address, OTHER).expect("live")),
+        ("free at", |rank, made| _ = rank.free_at(made.address).expect("live")),
+    ];
+    for (act, carry_out) in acts {
+        for streams in ["streams:separate", "streams:shared"] {
+            let pool: PoolConfig = format!("symmetric:true,{streams}").parse().expect("valid");
+            let config = Config::builder().default_pool(pool).pointer_lookup(PointerLookup::Exact).build();
+            let ranks = [0, 1].map(|rank| {
+                let device = SimBackend::builder().rank(rank).build();
+                let allocator: Allocator<_> = Allocator::new(device, config.clone().expect("valid")).expect("valid");
+                allocator.register_stream().expect("few");
+                allocator.register_stream().expect("few");
+                allocator
+            });
+            let made = ranks.each_ref().map(|rank| {
+                let named = |name| rank.allocate_named(PoolId::DEFAULT, OWN, 4096, name).expect("fits");
+                let made = [named("weights"), named("bias")];
+                [made[0], made[1], rank.allocate(PoolId::DEFAULT, OWN, 4096).expect("fits")]
+            });
+            for (allocation, name) in [(1, Some("bias")), (0, Some("weights")), (2, None)] {
+                assert_eq!(compare(&ranks), None);
+                carry_out(&ranks[1], &made[1][allocation]);
+                let disagreement = compare(&ranks).expect("one rank did more");
+                let groups = &disagreement.first_heap().expect("a heap").groups;
+                let told = [0, 1].map(|group: usize| groups[group].name.as_deref());
+                assert_eq!(told, [None, name], "{act}, {streams}");
+                assert_eq!(groups[0].action, Action::Nothing);
+                carry_out(&ranks[0], &made[0][allocation]);
+            }
+        }
+    }
 }
 
 /// Found by the job simulator: a rank that restarts makes pools that were destroyed before only to destroy them again, so

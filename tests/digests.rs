@@ -4,15 +4,17 @@
 //! `SYMMALLOC_BLESS=1 cargo test -p symmalloc-harness --test digests` writes the file anew. A digest that changes is news
 //! for everyone who compares ranks of two versions.
 
+use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::Path;
 use symmalloc_core::config::{Config, PoolConfig, Reclaim, StreamPolicy};
 use symmalloc_core::errors::AllocateError;
-use symmalloc_core::histories::HistorySource;
+use symmalloc_core::histories::{HistorySource, Mark, unpack_op, unpack_placement};
 use symmalloc_core::units::{KIB, MIB};
-use symmalloc_core::{Allocator, Digest, PoolId, StreamId};
-use symmalloc_sim::{Call, Fault, FaultRule, SimBackend};
+use symmalloc_core::{Allocator, Digest, PoolId, SegmentId, StreamId};
+use symmalloc_harness::hooked::{DeviceCall, Hooked};
+use symmalloc_sim::{Call, Fault, FaultRule, SimBackend, SplitMix64};
 
 const POOL: PoolId = PoolId::DEFAULT;
 const S0: StreamId = StreamId(0);
@@ -346,4 +348,42 @@ fn the_end_of_a_pool_is_in_its_digest() {
         allocator.heap_histories()
     };
     assert_ne!(histories(true), histories(false));
+}
+
+/// A free block begins and ends anywhere in a granule. What went back is told, which is only the whole granules in it.
+#[test]
+fn what_a_shrink_says_in_the_history_is_what_the_device_took_back() {
+    let device = SimBackend::builder().build();
+    let taken_back = RefCell::new(Vec::new());
+    let log = |call| {
+        if let DeviceCall::Unmap { offset_bytes, size_bytes } = call {
+            taken_back.borrow_mut().push((SegmentId(0), offset_bytes, size_bytes));
+        }
+    };
+    let pool = PoolConfig::builder().symmetric(true).build().expect("valid");
+    let config = Config::builder().default_pool(pool).build().expect("valid");
+    let allocator: Allocator<_> = Allocator::new(Hooked { inner: &device, hook: log }, config).expect("valid");
+    allocator.register_stream().expect("few");
+    let take = |size_bytes| allocator.allocate(POOL, S0, size_bytes).expect("memory");
+    let _holds_the_segment = take(KIB);
+    let (mut random, mut live) = (SplitMix64::new(1), Vec::new());
+    for _ in 0..20 {
+        live.extend((0..10).map(|_| take(1 + random.below(9 * MIB))));
+        for _ in 0..8 {
+            let victim = random.below(live.len() as u64) as usize;
+            allocator.free(live.swap_remove(victim).handle).expect("live");
+        }
+        allocator.trim(None).expect("no faults");
+    }
+    let mut told = Vec::new();
+    allocator.look_back(0, Some(S0), &mut |journal| {
+        for entry in (0..).map_while(|op| journal.entry(op)) {
+            if let Some((Mark::Shrink, _, size_bytes)) = unpack_op(entry.op) {
+                let placement = unpack_placement(entry.decision);
+                told.push((placement.segment, placement.offset_bytes, size_bytes));
+            }
+        }
+    });
+    assert_eq!(told, *taken_back.borrow());
+    assert!(told.len() > 50, "{} shrinks", told.len());
 }

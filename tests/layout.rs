@@ -746,3 +746,35 @@ fn what_a_restore_makes_live_counts_in_the_peak_over_all_heaps() {
         allocator.check().expect("sound");
     }
 }
+
+/// A rejoin obtains what a saved segment had, piece by piece between its holes: each is a time that memory was obtained.
+#[test]
+fn memory_that_a_rejoin_obtains_counts_as_growth() {
+    for segments in ["segments:expandable", "segments:fixed"] {
+        let policy = pool(segments);
+        let device = SimBackend::builder().build();
+        let old = rank(&device, &policy, None);
+        let made = [4, 12, 4, 12, 4].map(|mib| old.allocate(POOL, S0, mib * MIB).expect("fits"));
+        old.allocate(POOL, S1, 30 * MIB).expect("fits");
+        old.free(made[1].handle).expect("live");
+        old.free(made[3].handle).expect("live");
+        old.trim(None).expect("no faults");
+        let layout = old.save_layout(POOL).expect("nothing is retired");
+
+        let device = SimBackend::builder().build();
+        let new = rank(&device, &policy, None);
+        let growths = || {
+            let heaps = [S0, S1].map(|stream| new.heap_stats(POOL, stream).expect("a pool").growth_count);
+            assert_eq!(new.pool_stats(POOL).expect("a pool").growth_count, heaps[0] + heaps[1], "{segments}");
+            assert_eq!(new.stats().growth_count, device.calls().of(Call::Map), "{segments}: over all pools");
+            heaps
+        };
+        new.restore_layout(POOL, &layout).expect("fresh");
+        let rejoined = growths();
+        assert_eq!(rejoined, if segments.ends_with("expandable") { [3, 1] } else { [2, 1] });
+        new.restore_layout(POOL, &layout).expect("it is there");
+        assert_eq!(growths(), rejoined, "{segments}: nothing was obtained");
+        new.allocate(POOL, S1, 50 * MIB).expect("fits");
+        assert_eq!(growths(), [rejoined[0], rejoined[1] + 1], "{segments}");
+    }
+}

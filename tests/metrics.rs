@@ -80,6 +80,32 @@ fn free_bytes_that_do_not_hang_together_are_fragmentation() {
 }
 
 #[test]
+fn dead_segments_that_an_observer_holds_are_no_fragments() {
+    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("a device");
+    let stream = allocator.register_stream().expect("the first");
+    let take = |mib| allocator.allocate(PoolId::DEFAULT, stream, mib * MIB).expect("fits").handle;
+    let free = |handle| allocator.free(handle).expect("live");
+    let fragmentation_with = |retired_mib: u64| {
+        let text = rendered(&Publisher::new(), &[&allocator]);
+        let heap = |name: &str| value(&text, &format!("{name}{{pool=\"0\",stream=\"0\"}}"));
+        assert_eq!(heap("symmalloc_retired_bytes"), (retired_mib * MIB) as f64);
+        heap("symmalloc_fragmentation_ratio")
+    };
+    let (observer, _) = allocator.observe(PoolId::DEFAULT).expect("it exists");
+    free(take(50));
+    allocator.trim(None).expect("no faults");
+    assert_eq!(fragmentation_with(50), 0.0, "nothing is free");
+    let [first, _, third, _] = [6, 2, 2, 2].map(take);
+    assert_eq!(fragmentation_with(50), 0.0, "nothing is free");
+    free(first);
+    assert_eq!(fragmentation_with(50), 0.0, "what is free hangs together");
+    free(third);
+    assert_eq!(fragmentation_with(50), 0.25);
+    allocator.forget(observer).expect("no faults");
+    assert_eq!(fragmentation_with(0), 0.25);
+}
+
+#[test]
 fn streams_that_share_are_one_series_and_counters_follow() {
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("a device");
     let streams = [(); 2].map(|()| allocator.register_stream().expect("an id is left"));

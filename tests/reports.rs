@@ -3,7 +3,7 @@
 use symmalloc_core::config::{PoolConfig, Reclaim};
 use symmalloc_core::errors::AllocateError;
 use symmalloc_core::lock::{Exclusive, Lock, Shared};
-use symmalloc_core::report::BlockStateSnapshot;
+use symmalloc_core::report::{BlockStateSnapshot, MemoryStats};
 use symmalloc_core::stats::{ClassStats, Stat};
 use symmalloc_core::units::{KIB, MIB};
 use symmalloc_core::{Allocation, Allocator, Config, PoolId, StreamId};
@@ -210,6 +210,48 @@ fn scopes_and_peaks_are_what_a_slow_count_says() {
         statistics_are_the_oracles::<Exclusive>(seed);
         statistics_are_the_oracles::<Shared>(seed);
     }
+}
+
+/// Every quantity that has a peak: of all pools, of each pool, and of each heap in both ways to ask for it.
+fn stats_of_all_levels<L: Lock>(allocator: &Allocator<SimBackend, L>) -> Vec<(String, Stat)> {
+    let mut levels = vec![("all pools".to_owned(), allocator.stats())];
+    for pool in (0..allocator.pool_count()).map(PoolId) {
+        levels.push((pool.to_string(), allocator.pool_stats(pool).expect("a pool")));
+        for stream in [0, 1].map(StreamId) {
+            levels.push((format!("{pool} {stream}"), allocator.heap_stats(pool, stream).expect("a pool")));
+        }
+    }
+    let by_heap = allocator.stats_by_heap().into_iter();
+    levels.extend(by_heap.map(|(pool, stream, stats)| (format!("{pool} {stream:?}, listed"), stats)));
+    let stats_of = |(level, stats): (String, MemoryStats)| {
+        let stats = [told(&stats.usage).as_flattened(), &[stats.reserved_bytes]].concat();
+        stats.into_iter().map(move |stat| (level.clone(), stat))
+    };
+    levels.into_iter().flat_map(stats_of).collect()
+}
+
+fn a_reset_reaches_every_peak<L: Lock>() {
+    let allocator = Allocator::<_, L>::new(SimBackend::builder().build(), Config::default()).expect("a device");
+    let streams = [(); 2].map(|()| allocator.register_stream().expect("few"));
+    let pools = [POOL, allocator.create_pool(PoolConfig::default()).expect("a pool")];
+    for (pool, stream) in pools.iter().flat_map(|pool| streams.map(|stream| (*pool, stream))) {
+        let made = [1000, 2 * MIB, 2000, 8 * MIB].map(|size| allocator.allocate(pool, stream, size).expect("memory"));
+        made[2..].iter().for_each(|made| allocator.free(made.handle).expect("live"));
+    }
+    allocator.trim(None).expect("no faults");
+    for (level, stat) in stats_of_all_levels(&allocator) {
+        assert!(stat.peak > stat.current && stat.current > 0, "{level}: {stat:?}");
+    }
+    allocator.reset_peak_stats();
+    for (level, stat) in stats_of_all_levels(&allocator) {
+        assert_eq!(stat.peak, stat.current, "{level}");
+    }
+}
+
+#[test]
+fn peaks_of_all_pools_of_each_pool_and_of_each_heap_begin_anew() {
+    a_reset_reaches_every_peak::<Exclusive>();
+    a_reset_reaches_every_peak::<Shared>();
 }
 
 /// A heap of fixed segments keeps small blocks and large ones apart, and the largest free block may be of either.

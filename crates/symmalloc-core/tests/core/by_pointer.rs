@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use symmalloc_core::backend::DeviceAddress;
 use symmalloc_core::config::{Config, PointerLookup, PoolConfig};
 use symmalloc_core::errors::{FreeError, HandleError};
-use symmalloc_core::{PoolId, SharedAllocator, StreamId};
+use symmalloc_core::{Allocation, PoolId, SharedAllocator, StreamId};
 use symmalloc_sim::SimBackend;
 
 const SIZES: [u64; 6] = [1, 4096, 3 << 20, 700, 64 << 20, 21 << 20];
@@ -154,4 +154,41 @@ fn a_hint_of_another_heap_hides_no_allocation() {
         assert_eq!(allocator.free_at(address), Ok(2 << 20));
     }
     allocator.check().expect("sane");
+}
+
+/// The range of an expandable segment is longer than its memory, and that of a fixed one is not.
+#[test]
+fn a_segment_is_found_from_its_first_byte_to_its_last_and_not_beyond() {
+    const MIB: u64 = 1 << 20;
+    let fixed = PoolConfig::builder().fixed().build().expect("valid");
+    for pool in [PoolConfig::default(), fixed] {
+        let is_fixed = pool != PoolConfig::default();
+        let allocator = allocator(&Config::builder().default_pool(pool).build().expect("valid"), 1);
+        let take = |size_bytes| allocator.allocate(PoolId::DEFAULT, StreamId(0), size_bytes).expect("memory");
+        let found_around = |first: &Allocation, size_bytes: u64| {
+            for offset_bytes in [0, 1, size_bytes / 2, size_bytes - 1] {
+                let found = allocator.segment_at(DeviceAddress(first.address.0 + offset_bytes)).expect("inside");
+                assert_eq!(
+                    (found.base, found.offset_bytes, found.size_bytes),
+                    (first.address, offset_bytes, size_bytes)
+                );
+                assert_eq!((found.pool, found.stream), (PoolId::DEFAULT, Some(StreamId(0))));
+                assert_eq!(found.segment, first.placement.segment);
+            }
+            for outside in [first.address.0 - 1, first.address.0 + size_bytes, first.address.0 + size_bytes + 1] {
+                assert_eq!(allocator.segment_at(DeviceAddress(outside)), None, "{outside:#x}");
+            }
+        };
+        let first = take(11 * MIB);
+        found_around(&first, 12 * MIB);
+        let second = take(15 * MIB);
+        if is_fixed {
+            found_around(&second, 16 * MIB);
+        } else {
+            found_around(&first, 26 * MIB);
+        }
+        allocator.free(second.handle).expect("live");
+        allocator.trim(None).expect("no faults");
+        found_around(&first, 12 * MIB);
+    }
 }

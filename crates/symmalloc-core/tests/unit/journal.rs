@@ -15,21 +15,36 @@ fn note(journal: &mut Journal, digest: &mut Digest, op: u64) {
     journal.note(op, 1, *digest);
 }
 
+/// Of the ops whose digests are `all`, the journal knows everything from `oldest` on and nothing before. Every third one has
+/// no name.
+fn assert_knows_from(journal: &Journal, oldest: u64, all: &[Digest]) {
+    let ops = all.len() as u64 - 1;
+    assert_eq!((journal.ops(), journal.oldest()), (ops, oldest));
+    for (at, digest) in (0..).zip(all) {
+        let is_known = (oldest..ops).contains(&at);
+        assert_eq!(journal.digest_at(at), (at >= oldest).then_some(digest.value));
+        assert_eq!(journal.entry(at).map(|entry| entry.op), is_known.then_some(at));
+        let name = (is_known && at % 3 > 0).then(|| at.to_string());
+        assert_eq!(journal.name_of(at), name.as_deref(), "op {at} of {oldest}..{ops}");
+    }
+    assert!(journal.checkpoints().all(|checkpoint| all[checkpoint.ops as usize] == checkpoint));
+}
+
 #[test]
 fn a_journal_answers_for_its_last_ops_as_one_that_forgets_nothing() {
     let (mut short, mut digest) = journal(10);
     let mut all = vec![digest];
-    for op in 0..1000 {
+    for op in 0..1000_u64 {
         note(&mut short, &mut digest, op);
-        all.push(digest);
-        let oldest = (op + 1).saturating_sub(10);
-        assert_eq!((short.ops(), short.oldest()), (op + 1, oldest));
-        for (at, digest) in (0..).zip(&all) {
-            let known = (at >= oldest).then_some(digest.value);
-            assert_eq!(short.digest_at(at), known);
-            assert_eq!(short.entry(at).map(|entry| entry.op), (at >= oldest && at <= op).then_some(at));
+        if op % 3 > 0 {
+            short.name_newest(&op.to_string());
         }
-        assert!(short.checkpoints().all(|checkpoint| all[checkpoint.ops as usize] == checkpoint));
+        all.push(digest);
+        assert_knows_from(&short, (op + 1).saturating_sub(10), &all);
+    }
+    for agreed in 991..=1000 {
+        short.agree(all[agreed]);
+        assert_knows_from(&short, agreed as u64, &all);
     }
 }
 
@@ -48,6 +63,26 @@ fn checkpoints_are_few_spread_and_at_the_same_ops_whatever_a_rank_remembers() {
     assert!(widest <= 2 * 100_000 / (CHECKPOINTS_MAX as u64 / 2), "{widest}");
     let shared = other.checkpoints().filter(|checkpoint| kept.contains(checkpoint)).count();
     assert!(shared >= CHECKPOINTS_MAX / 2, "{shared}");
+}
+
+#[test]
+fn an_agreement_leaves_a_rank_that_did_much_with_the_checkpoints_of_one_that_joins() {
+    let (mut old, mut digest) = journal(16);
+    for ops in [10_000, 100_000, 50, 5000] {
+        for op in 0..ops {
+            note(&mut old, &mut digest, op);
+        }
+        old.agree(digest);
+        let (mut joined, _) = journal(16);
+        joined.begin(digest);
+        let (mut one, mut other) = (digest, digest);
+        for op in 0..5000 {
+            note(&mut old, &mut one, op);
+            note(&mut joined, &mut other, op);
+            assert!(old.checkpoints().eq(joined.checkpoints()), "{op} ops after the agreement at {}", digest.ops);
+        }
+        digest = one;
+    }
 }
 
 #[test]
