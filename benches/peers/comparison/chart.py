@@ -13,7 +13,8 @@ from xml.sax.saxutils import escape
 from comparison import programs
 
 # Colours that stay apart without red or green (Okabe and Ito), and marks that stay apart without colours.
-COLOURS = ("#0072b2", "#56b4e9", "#004d80", "#009e73", "#7fd1ae", "#d55e00", "#e69f00", "#cc79a7", "#882255", "#999933", "#666", "#000")
+COLOURS = ("#0072b2", "#56b4e9", "#004d80", "#009e73", "#7fd1ae", "#d55e00")
+COLOURS += ("#e69f00", "#cc79a7", "#882255", "#999933", "#666", "#000")
 MARKS = ("circle", "square", "diamond", "up", "down")
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"
 

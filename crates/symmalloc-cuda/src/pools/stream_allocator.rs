@@ -107,7 +107,7 @@ impl<B: CudaMemory> fmt::Debug for StreamAllocator<B> {
 }
 
 /// How a buffer refers to its [`StreamAllocator`]: an `Arc` counts it, a `&` borrows it. No other type can be one.
-pub trait StreamAllocatorRef: Clone + sealed::Deref {}
+pub trait StreamAllocatorRef: Clone + sealed::Sealed {}
 
 impl<B: CudaMemory> StreamAllocatorRef for Arc<StreamAllocator<B>> {}
 
@@ -116,14 +116,14 @@ impl<B: CudaMemory> StreamAllocatorRef for &StreamAllocator<B> {}
 mod sealed {
     use super::{Arc, CudaMemory, StreamAllocator};
 
-    /// Always leads to the same allocator, which `std`'s trait does not promise.
-    pub trait Deref {
+    /// Always leads to the same allocator, which `std::ops::Deref` does not promise.
+    pub trait Sealed {
         type Memory: CudaMemory;
 
         fn stream_allocator(&self) -> &StreamAllocator<Self::Memory>;
     }
 
-    impl<B: CudaMemory> Deref for Arc<StreamAllocator<B>> {
+    impl<B: CudaMemory> Sealed for Arc<StreamAllocator<B>> {
         type Memory = B;
 
         #[inline]
@@ -132,7 +132,7 @@ mod sealed {
         }
     }
 
-    impl<B: CudaMemory> Deref for &StreamAllocator<B> {
+    impl<B: CudaMemory> Sealed for &StreamAllocator<B> {
         type Memory = B;
 
         #[inline]
