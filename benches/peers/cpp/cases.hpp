@@ -260,10 +260,11 @@ template <class Peer> void threads(const Options &options, Report &report, int c
                 // Of its own clock: threads do not begin at one moment.
                 const auto start = Clock::now();
                 uint64_t done = 0;
-                while (!stop.load(std::memory_order_relaxed)) {
+                // Once at least: a thread that got no processor until it was told to stop has a rate as well.
+                do {
                     for (int at = 0; at < 64; at++) peer.free(peer.allocate(bytes, stream), bytes, stream);
                     done += 64;
-                }
+                } while (!stop.load(std::memory_order_relaxed));
                 rates[stream] = double(done) * 1e9 / nanoseconds_since(start);
             });
         while (ready < count) std::this_thread::yield();
