@@ -1,0 +1,253 @@
+//! What the flight records of all ranks say together: who is missing, where ranks did something else, and who is behind.
+
+use crate::flight_record::{CollectiveRecord, CollectiveState, CommunicatorRecord, FlightRecord, Signature};
+use crate::ids::CommunicatorId;
+use serde::Serialize;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+/// What was found out about each communicator, by id.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Findings {
+    /// By communicator.
+    pub communicators: Vec<(CommunicatorId, String, Vec<Finding>)>,
+}
+
+/// Something that all records of a communicator say together.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(tag = "finding", rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Finding {
+    /// These ranks left no record: they ended before they could write one, or the files were not given.
+    NoRecord {
+        /// The ranks.
+        ranks: Vec<u32>,
+    },
+    /// Two records are of the same rank: it wrote several, or the files are of different runs.
+    RankTwice {
+        /// The rank.
+        rank: u32,
+    },
+    /// The records do not agree on the number of ranks.
+    RanksDiffer {
+        /// Each number, and the ranks that say it.
+        said: Vec<(u32, Vec<u32>)>,
+    },
+    /// The first collective that is not the same on all ranks.
+    Differs {
+        /// Its number.
+        number: u64,
+        /// By what was called: the ranks that called it.
+        calls: Vec<(Signature, Vec<u32>)>,
+    },
+    /// The ranks that are furthest behind: they did not come to a collective that others submitted. Ranks that are behind by less
+    /// may only wait for them.
+    Behind {
+        /// The first collective that they did not come to: the last that they submitted is the one before.
+        number: u64,
+        /// What it is, as the others have it; `None` when it is no longer in their records.
+        signature: Option<Signature>,
+        /// The ranks.
+        ranks: Vec<u32>,
+    },
+    /// A collective that all ranks with a record submitted, and that is not done on these.
+    Unfinished {
+        /// Its number.
+        number: u64,
+        /// What it is.
+        signature: Signature,
+        /// How far it is, and on which ranks.
+        states: Vec<(CollectiveState, Vec<u32>)>,
+    },
+    /// All collectives are done, and a send or receive is not. Other ranks need not have called it.
+    UnfinishedTransfer {
+        /// The rank that called it.
+        rank: u32,
+        /// What it is.
+        signature: Signature,
+        /// How far it is there.
+        state: CollectiveState,
+    },
+    /// All ranks with a record submitted the same collectives, and all are done.
+    Even {
+        /// How many.
+        submitted: u64,
+    },
+}
+
+impl Findings {
+    /// Compares the records of the processes of a job.
+    pub fn new(records: &[FlightRecord]) -> Self {
+        let mut by_id: BTreeMap<CommunicatorId, Vec<&CommunicatorRecord>> = BTreeMap::new();
+        for communicator in records.iter().flat_map(|record| &record.communicators) {
+            by_id.entry(communicator.id).or_default().push(communicator);
+        }
+        let found = by_id.into_iter().map(|(id, records)| (id, records[0].name.clone(), compare(&records)));
+        Findings { communicators: found.collect() }
+    }
+
+    /// Whether ranks are missing, behind or different, or something is not done.
+    pub fn is_trouble(&self) -> bool {
+        let findings = self.communicators.iter().flat_map(|(_, _, findings)| findings);
+        findings.into_iter().any(|finding| !matches!(finding, Finding::Even { .. }))
+    }
+}
+
+impl CommunicatorRecord {
+    /// What this rank waits for: the first of its calls, sends and receives among them, that is not done. What is part of a graph
+    /// runs when the graph does, and holds nobody up.
+    pub fn first_unfinished(&self) -> Option<&CollectiveRecord> {
+        self.unfinished().next()
+    }
+
+    fn unfinished(&self) -> impl Iterator<Item = &CollectiveRecord> {
+        let is_done = |state| matches!(state, CollectiveState::Finished | CollectiveState::Captured);
+        self.collectives.iter().filter(move |collective| !is_done(collective.state))
+    }
+}
+
+fn compare(records: &[&CommunicatorRecord]) -> Vec<Finding> {
+    let mut found = Vec::new();
+    let ranks = records[0].ranks;
+    if records.iter().any(|record| record.ranks != ranks) {
+        found.push(Finding::RanksDiffer { said: grouped(records.iter().map(|record| (record.ranks, record.rank))) });
+    }
+    let mut seen = BTreeSet::new();
+    if let Some(twice) = records.iter().find(|record| !seen.insert(record.rank)) {
+        found.push(Finding::RankTwice { rank: twice.rank });
+        return found;
+    }
+    // A number that no file of ours can reach is not worth a list.
+    let missing: Vec<u32> = (0..ranks.min(1 << 20)).filter(|rank| !seen.contains(rank)).collect();
+    if !missing.is_empty() {
+        found.push(Finding::NoRecord { ranks: missing });
+    }
+    let submitted = || records.iter().map(|record| record.progress.submitted);
+    let (least, most) = (submitted().min().unwrap_or(0), submitted().max().unwrap_or(0));
+    let difference = first_difference(records);
+    // A rank that came to the collective that differs may be behind because of it.
+    let alike = difference.as_ref().map_or(most, |(number, _)| number.saturating_sub(1));
+    if least < alike {
+        found.push(furthest_behind(records, least));
+    }
+    match difference {
+        Some((number, calls)) => found.push(Finding::Differs { number, calls }),
+        None if least == most => found.push(unfinished(records).unwrap_or(Finding::Even { submitted: most })),
+        None => {}
+    }
+    found
+}
+
+/// What all ranks call alike.
+fn collectives(record: &CommunicatorRecord) -> impl Iterator<Item = &CollectiveRecord> {
+    record.collectives.iter().filter(|collective| !collective.is_point_to_point)
+}
+
+/// What was called, and by which ranks.
+type Calls = Vec<(Signature, Vec<u32>)>;
+
+/// Among the collectives that at least two ranks still remember.
+fn first_difference(records: &[&CommunicatorRecord]) -> Option<(u64, Calls)> {
+    let mut calls: BTreeMap<u64, Vec<(&Signature, u32)>> = BTreeMap::new();
+    for record in records {
+        for collective in collectives(record) {
+            calls.entry(collective.number).or_default().push((&collective.signature, record.rank));
+        }
+    }
+    let (number, calls) = calls.into_iter().find(|(_, calls)| calls.iter().any(|call| call.0 != calls[0].0))?;
+    Some((number, grouped(calls).into_iter().map(|(signature, ranks)| (signature.clone(), ranks)).collect()))
+}
+
+/// The ranks whose last collective is this.
+fn furthest_behind(records: &[&CommunicatorRecord], last: u64) -> Finding {
+    let number = last + 1;
+    let submitted = records.iter().flat_map(|record| collectives(record));
+    let signature = submitted.into_iter().find(|it| it.number == number).map(|it| it.signature.clone());
+    let behind = records.iter().filter(|record| record.progress.submitted == last);
+    let mut ranks: Vec<u32> = behind.map(|record| record.rank).collect();
+    ranks.sort_unstable();
+    Finding::Behind { number, signature, ranks }
+}
+
+/// The first collective that is not done; where there is none, the first send or receive.
+fn unfinished(records: &[&CommunicatorRecord]) -> Option<Finding> {
+    let open = || records.iter().flat_map(|record| record.unfinished().map(|it| (it, record.rank)));
+    let (first, rank) = open().min_by_key(|(it, rank)| (it.is_point_to_point, it.number, *rank))?;
+    let (number, signature) = (first.number, first.signature.clone());
+    if first.is_point_to_point {
+        return Some(Finding::UnfinishedTransfer { rank, signature, state: first.state });
+    }
+    let there = open().filter(|(it, _)| !it.is_point_to_point && it.number == number);
+    Some(Finding::Unfinished { number, signature, states: grouped(there.map(|(it, rank)| (it.state, rank))) })
+}
+
+/// Ranks of which the same is said, in the order of their first ranks.
+fn grouped<T: PartialEq>(said: impl IntoIterator<Item = (T, u32)>) -> Vec<(T, Vec<u32>)> {
+    let mut groups: Vec<(T, Vec<u32>)> = Vec::new();
+    for (what, rank) in said {
+        match groups.iter_mut().find(|(known, _)| *known == what) {
+            Some((_, ranks)) => ranks.push(rank),
+            None => groups.push((what, vec![rank])),
+        }
+    }
+    groups.iter_mut().for_each(|(_, ranks)| ranks.sort_unstable());
+    groups.sort_by_key(|(_, ranks)| ranks[0]);
+    groups
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Finding::NoRecord { ranks } => {
+                let files = if ranks.len() == 1 { "its file was" } else { "their files were" };
+                write!(f, "{} left no record, or {files} not given", named(ranks))
+            }
+            Finding::RankTwice { rank } => write!(f, "rank {rank} has two records: give one of each rank, of one run"),
+            Finding::RanksDiffer { said } => {
+                let said = said.iter().map(|(number, ranks)| format!("{number} on {}", named(ranks)));
+                write!(f, "the records do not agree on the number of ranks: {}", listed(said, "; "))
+            }
+            Finding::Differs { number, calls } => {
+                let calls = calls.iter().map(|(signature, ranks)| format!("{} called {signature}", named(ranks)));
+                write!(f, "collective {number} is the first that differs: {}", listed(calls, "; "))
+            }
+            Finding::Behind { number, signature, ranks } => {
+                let what = signature.as_ref().map_or_else(String::new, |signature| format!(" ({signature})"));
+                write!(f, "{} did not come to collective {number}{what}, which others submitted", named(ranks))
+            }
+            Finding::Unfinished { number, signature, states } => {
+                let states = states.iter().map(|(state, ranks)| format!("{state} on {}", named(ranks)));
+                let states = listed(states, "; ");
+                write!(
+                    f,
+                    "all ranks with a record came to collective {number} ({signature}), and it is not done: {states}"
+                )
+            }
+            Finding::UnfinishedTransfer { rank, signature, state } => {
+                write!(f, "all collectives are done, and {signature} is not: {state} on rank {rank}")
+            }
+            Finding::Even { submitted: 0 } => f.write_str("no rank with a record submitted a collective"),
+            Finding::Even { submitted } => {
+                let plural = if *submitted == 1 { "" } else { "s" };
+                write!(f, "all ranks with a record submitted the same {submitted} collective{plural}, all done")
+            }
+        }
+    }
+}
+
+/// "rank 3", "ranks 0, 1, 4".
+fn named(ranks: &[u32]) -> String {
+    let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
+    format!("{noun} {}", listed(ranks.iter().map(u32::to_string), ", "))
+}
+
+/// As many as one can read.
+fn listed(items: impl ExactSizeIterator<Item = String>, separator: &str) -> String {
+    const SHOWN: usize = 16;
+    let more = items.len().saturating_sub(SHOWN);
+    let mut list = items.take(SHOWN).collect::<Vec<_>>().join(separator);
+    if more > 0 {
+        list += &format!(" and {more} more");
+    }
+    list
+}

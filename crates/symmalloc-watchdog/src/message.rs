@@ -1,0 +1,88 @@
+//! What processes tell each other: one line of JSON for each message.
+
+use crate::ids::{CommunicatorId, ProcessId, Progress, RankId};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// A longer line is none of ours.
+pub(crate) const LINE_BYTES_MAX: usize = 1 << 20;
+
+/// How the connection to a process ended.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Departure {
+    /// It was closed, which the system does for a process that ends, however it ends.
+    Closed,
+    /// It broke: the machine or the network failed.
+    Broken {
+        /// What the system said.
+        error: String,
+    },
+}
+
+impl fmt::Display for Departure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Departure::Closed => f.write_str("its process ended"),
+            Departure::Broken { error } => write!(f, "the connection to it broke ({error})"),
+        }
+    }
+}
+
+/// Why a rank ended a communicator.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FailureReport {
+    /// What it says.
+    pub text: String,
+    /// The rank that began it, as far as this one knows; `None` when that is not another one.
+    pub first_rank: Option<u32>,
+}
+
+/// What the hub knows of a rank of a communicator.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Member {
+    /// The rank.
+    pub rank: u32,
+    /// Its process.
+    pub process: ProcessId,
+    /// How far it is, as it last said.
+    pub progress: Progress,
+    /// For how long that did not change, in milliseconds.
+    pub still_ms: u64,
+    /// How long nothing was heard of its process, in milliseconds. A process that is stopped is silent; one that computes is not.
+    pub silent_ms: u64,
+    /// Set when its process is gone.
+    pub departure: Option<Departure>,
+    /// It destroyed the communicator in order.
+    pub has_left: bool,
+    /// Why it ended the communicator, if it did.
+    pub failure: Option<FailureReport>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Message {
+    // From a process to the hub, which says the same to itself.
+    /// It is alive, and that far.
+    Beat { progress: Vec<(RankId, Progress)> },
+    /// It is a rank of a communicator from now on.
+    Joined { rank: RankId },
+    /// It destroyed the communicator in order: what becomes of it is of no interest to the other ranks any more.
+    Left { rank: RankId },
+    /// It is no rank of it after all, or under another number.
+    Withdrawn { rank: RankId },
+    /// It ended the communicator because of an error.
+    Failed { rank: RankId, report: FailureReport },
+    /// Who is in the communicator, and how far?
+    Ask { communicator: CommunicatorId },
+
+    // From the hub to all others.
+    /// A process is gone, and with it these ranks of communicators that it had not left. `after` is what it had said last of others
+    /// that it ended.
+    Gone { process: ProcessId, departure: Departure, ranks: Vec<RankId>, after: Option<FailureReport> },
+    /// A rank ended the communicator because of an error.
+    RankFailed { rank: RankId, report: FailureReport },
+    /// The answer to the question.
+    Told { communicator: CommunicatorId, members: Vec<Member> },
+}

@@ -1,0 +1,197 @@
+//! Flight records as files, and what those of all ranks say together.
+
+use std::fs;
+use std::path::PathBuf;
+use symmalloc_watchdog::{
+    CollectiveRecord, CollectiveState, CommunicatorId, CommunicatorRecord, Finding, Findings, FlightRecord,
+    FlightRecordError, Progress, Signature,
+};
+use tempfile::tempdir;
+
+fn all_reduce(elements: u64) -> Signature {
+    let word = |text: &str| Some(text.to_owned());
+    Signature {
+        kind: "all_reduce".to_owned(),
+        elements: Some(elements),
+        data_type: word("float32"),
+        detail: word("sum"),
+    }
+}
+
+/// A rank that submitted `elements`, of which so many are finished.
+fn rank(rank: u32, ranks: u32, elements: &[u64], finished: u64) -> FlightRecord {
+    let collective = |(at, elements): (usize, &u64)| {
+        let number = at as u64 + 1;
+        let state = match number {
+            _ if number <= finished => CollectiveState::Finished,
+            _ if number == finished + 1 => CollectiveState::Running,
+            _ => CollectiveState::Submitted,
+        };
+        CollectiveRecord {
+            number,
+            is_point_to_point: false,
+            signature: all_reduce(*elements),
+            stream: Some(0),
+            state,
+            age_ms: 10,
+        }
+    };
+    let communicator = CommunicatorRecord {
+        id: CommunicatorId::of(b"world"),
+        name: "world".to_owned(),
+        rank,
+        ranks,
+        state: "ready".to_owned(),
+        cause: None,
+        progress: Progress { submitted: elements.len() as u64, finished },
+        peers: Vec::new(),
+        collectives: elements.iter().enumerate().map(collective).collect(),
+    };
+    FlightRecord::new("gpu7".to_owned(), "asked for".to_owned(), vec![communicator])
+}
+
+fn findings(records: &[FlightRecord]) -> Vec<Finding> {
+    let mut found = Findings::new(records);
+    assert_eq!(found.communicators.len(), 1);
+    found.communicators.remove(0).2
+}
+
+#[test]
+fn what_was_written_is_read() {
+    let folder = tempdir().expect("a folder");
+    let path = folder.path().join("rank0.json");
+    let record = rank(0, 2, &[8, 8, 4], 2);
+    fs::write(&path, "older").expect("written");
+    record.write(&path).expect("written");
+    assert_eq!(FlightRecord::read(&path).expect("read"), record);
+    assert!(FlightRecord::is_one(&record.to_json()) && !FlightRecord::is_one("symmalloc-trace 1"));
+    assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 1, "nothing is left beside it");
+}
+
+#[test]
+fn what_is_no_record_is_refused() {
+    let folder = tempdir().expect("a folder");
+    let file = |name: &str, text: &str| -> PathBuf {
+        let path = folder.path().join(name);
+        fs::write(&path, text).expect("written");
+        path
+    };
+    let whole = rank(0, 2, &[8, 8, 4], 2).to_json();
+    let torn = file("torn.json", &whole[..whole.len() / 2]);
+    assert!(matches!(FlightRecord::read(&torn), Err(FlightRecordError::Malformed { .. })));
+    let other = file("other.json", "{\"a\": 1}");
+    assert!(matches!(FlightRecord::read(&other), Err(FlightRecordError::Malformed { .. })));
+    let later = file("later.json", "{\"symmalloc_flight_record\": 2, \"new\": true}");
+    let error = FlightRecord::read(&later).expect_err("of another version");
+    assert!(matches!(error, FlightRecordError::Version { version: 2, .. }), "{error}");
+    let missing = FlightRecord::read(&folder.path().join("missing.json"));
+    assert!(matches!(missing, Err(FlightRecordError::Io { .. })));
+    let record = rank(0, 2, &[], 0);
+    assert!(matches!(record.write(&folder.path().join("no/folder.json")), Err(FlightRecordError::Io { .. })));
+}
+
+#[test]
+fn ranks_that_are_even_are_no_trouble() {
+    let records = [rank(0, 2, &[8, 8], 2), rank(1, 2, &[8, 8], 2)];
+    let found = findings(&records);
+    assert_eq!(found, [Finding::Even { submitted: 2 }]);
+    assert_eq!(found[0].to_string(), "all ranks with a record submitted the same 2 collectives, all done");
+    assert!(!Findings::new(&records).is_trouble());
+}
+
+#[test]
+fn who_did_not_come_is_named_with_the_collective() {
+    let records = [rank(0, 3, &[8, 8, 4], 2), rank(1, 3, &[8, 8], 2), rank(2, 3, &[8, 8, 4], 2)];
+    let found = findings(&records);
+    let behind = Finding::Behind { number: 3, signature: Some(all_reduce(4)), ranks: vec![1] };
+    assert_eq!(found, [behind]);
+    assert_eq!(
+        found[0].to_string(),
+        "rank 1 did not come to collective 3 (all_reduce of 4 float32 sum), which others submitted"
+    );
+    assert!(Findings::new(&records).is_trouble());
+}
+
+#[test]
+fn ranks_that_are_behind_by_less_may_only_wait_for_the_others() {
+    let records = [rank(0, 3, &[8, 8, 4], 0), rank(1, 3, &[8, 8], 0), rank(2, 3, &[8], 0)];
+    let behind = Finding::Behind { number: 2, signature: Some(all_reduce(8)), ranks: vec![2] };
+    assert_eq!(findings(&records), [behind]);
+    // Nobody remembers the collective.
+    let mut records = [rank(0, 2, &[8, 8, 4], 3), rank(1, 2, &[], 0)];
+    records[0].communicators[0].collectives.remove(0);
+    let found = findings(&records);
+    assert_eq!(found, [Finding::Behind { number: 1, signature: None, ranks: vec![1] }]);
+    assert_eq!(found[0].to_string(), "rank 1 did not come to collective 1, which others submitted");
+}
+
+#[test]
+fn the_first_collective_that_differs_is_named_with_what_each_called() {
+    let records = [rank(0, 3, &[8, 8, 4], 1), rank(1, 3, &[8, 6, 4], 1), rank(2, 3, &[8, 8], 1)];
+    let calls = vec![(all_reduce(8), vec![0, 2]), (all_reduce(6), vec![1])];
+    let found = findings(&records);
+    assert_eq!(found, [Finding::Differs { number: 2, calls }]);
+    assert_eq!(
+        found[0].to_string(),
+        "collective 2 is the first that differs: ranks 0, 2 called all_reduce of 8 float32 sum; \
+         rank 1 called all_reduce of 6 float32 sum"
+    );
+}
+
+#[test]
+fn a_rank_that_stayed_away_before_the_first_difference_is_named_as_well() {
+    let records = [rank(0, 3, &[8, 8, 4], 1), rank(1, 3, &[8, 8, 5], 1), rank(2, 3, &[8], 1)];
+    let behind = Finding::Behind { number: 2, signature: Some(all_reduce(8)), ranks: vec![2] };
+    let calls = vec![(all_reduce(4), vec![0]), (all_reduce(5), vec![1])];
+    assert_eq!(findings(&records), [behind, Finding::Differs { number: 3, calls }]);
+}
+
+#[test]
+fn a_collective_that_all_came_to_and_that_hangs_is_named() {
+    let records = [rank(0, 3, &[8, 8], 1), rank(1, 3, &[8, 8], 2), rank(2, 3, &[8, 8], 0)];
+    let states = vec![(CollectiveState::Running, vec![2])];
+    assert_eq!(findings(&records), [Finding::Unfinished { number: 1, signature: all_reduce(8), states }]);
+    let found = findings(&[rank(0, 2, &[8, 8], 1), rank(1, 2, &[8, 8], 1)]);
+    assert_eq!(
+        found[0].to_string(),
+        "all ranks with a record came to collective 2 (all_reduce of 8 float32 sum), and it is not done: \
+         running on ranks 0, 1"
+    );
+}
+
+#[test]
+fn a_receive_that_hangs_is_named_and_a_send_of_one_rank_is_no_difference() {
+    let receive = |record: &mut FlightRecord, state| {
+        let mut last = record.communicators[0].collectives[1].clone();
+        (last.is_point_to_point, last.state) = (true, state);
+        last.signature = Signature { kind: "recv".to_owned(), detail: Some("from 0".to_owned()), ..last.signature };
+        record.communicators[0].collectives.push(last);
+    };
+    let mut records = [rank(0, 2, &[8, 8], 2), rank(1, 2, &[8, 8], 2)];
+    receive(&mut records[1], CollectiveState::Finished);
+    assert_eq!(findings(&records), [Finding::Even { submitted: 2 }]);
+    assert_eq!(records[1].communicators[0].first_unfinished(), None);
+    receive(&mut records[1], CollectiveState::Running);
+    let found = findings(&records);
+    assert_eq!(
+        found[0].to_string(),
+        "all collectives are done, and recv of 8 float32 from 0 is not: running on rank 1"
+    );
+    assert!(Findings::new(&records).is_trouble());
+    let waits_for = records[1].communicators[0].first_unfinished().expect("it waits");
+    assert!(waits_for.is_point_to_point && waits_for.state == CollectiveState::Running);
+}
+
+#[test]
+fn a_rank_without_a_record_is_named() {
+    let found = findings(&[rank(0, 3, &[8], 0), rank(2, 3, &[8], 0)]);
+    assert_eq!(found[0], Finding::NoRecord { ranks: vec![1] });
+    assert_eq!(found[0].to_string(), "rank 1 left no record, or its file was not given");
+    let missing = &findings(&[rank(0, 40, &[8], 1)])[0];
+    let list = "ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 and 23 more";
+    assert_eq!(missing.to_string(), format!("{list} left no record, or their files were not given"));
+    assert_eq!(findings(&[rank(0, 2, &[8], 1), rank(0, 2, &[8], 1)]), [Finding::RankTwice { rank: 0 }]);
+    let differ = findings(&[rank(0, 2, &[8], 1), rank(1, 3, &[8], 1)]);
+    assert_eq!(differ[0], Finding::RanksDiffer { said: vec![(2, vec![0]), (3, vec![1])] });
+    assert_eq!(differ[0].to_string(), "the records do not agree on the number of ranks: 2 on rank 0; 3 on rank 1");
+}
