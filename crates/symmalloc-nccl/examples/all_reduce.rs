@@ -346,10 +346,12 @@ impl Rank {
         for tensor in tensors.iter_mut() {
             self.comm.all_reduce_in_place(*tensor, ReduceOp::Sum, &self.stream)?;
         }
+        // Before the copies, which wait on the host without an end.
+        self.comm.synchronize(&self.stream)?;
         let mut wrong = Vec::new();
         for (index, tensor) in tensors.iter().enumerate() {
             let host = self.stream.clone_dtoh(&**tensor)?;
-            self.stream.synchronize()?;
+            self.comm.synchronize(&self.stream)?;
             let ranks_sum = 1000.0 * (0..ranks).sum::<u32>() as f32;
             let expected = |element| ranks as f32 * given(index, round, element) + ranks_sum;
             wrong.push(host.iter().enumerate().filter(|(element, value)| **value != expected(*element)).count() as u32);
@@ -363,8 +365,9 @@ impl Rank {
         let mut wrong = self.allocator.alloc_zeroed::<u32>(&self.stream, 2 * TENSORS)?;
         self.stream.memcpy_htod(&[old, ours].concat(), &mut wrong)?;
         self.comm.all_reduce_in_place(&mut wrong, ReduceOp::Sum, &self.stream)?;
+        self.comm.synchronize(&self.stream)?;
         let wrong = self.stream.clone_dtoh(&wrong)?;
-        self.stream.synchronize()?;
+        self.comm.synchronize(&self.stream)?;
         let right = |of: &[u32]| of.iter().filter(|wrong| **wrong == 0).count() as u64;
         row.add(right(&wrong[..TENSORS]), right(&wrong[TENSORS..]));
         Ok(())

@@ -210,7 +210,7 @@ impl AllToAll {
     /// the ranks disagree. Otherwise when NCCL or the driver fails.
     pub fn run<'s, T, I, O>(
         &self,
-        stream: &CudaStream,
+        stream: &Arc<CudaStream>,
         input: &I,
         output: &mut O,
         row_elements: usize,
@@ -236,7 +236,7 @@ impl AllToAll {
     /// All that can be refused on this rank alone.
     fn prepare<'a, T, I, O>(
         &self,
-        stream: &'a CudaStream,
+        stream: &'a Arc<CudaStream>,
         input: &'a I,
         output: &'a mut O,
         row_elements: usize,
@@ -278,7 +278,7 @@ impl AllToAll {
         Ok(ReadyCall { transfers, input, output, _uses: [reading, writing] })
     }
 
-    fn submit(&self, stream: &CudaStream, call: &ReadyCall<'_>) -> Result<(), AllToAllError> {
+    fn submit(&self, stream: &Arc<CudaStream>, call: &ReadyCall<'_>) -> Result<(), AllToAllError> {
         let Messages { rank, ranks, .. } = self.messages;
         let part = |side, peer| match side {
             Side::Input => call.transfers.part(side, call.input.address, peer),
@@ -298,7 +298,8 @@ impl AllToAll {
                 }
             }
         }
-        group.submit()?;
+        // One of all ranks' collectives, whoever has rows for whom.
+        self.comm.announce("all_to_all", None, stream, || group.submit_announced())??;
         match (part(Side::Input, rank), part(Side::Output, rank)) {
             (Some(from), Some(to)) => self.copy(stream, from, to),
             _ => Ok(()),

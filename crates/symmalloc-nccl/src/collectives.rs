@@ -25,7 +25,7 @@ macro_rules! collectives {
                 send: &S,
                 receive: &mut R,
                 op: ReduceOp,
-                stream: &CudaStream,
+                stream: &std::sync::Arc<CudaStream>,
             ) -> Result<(), $error> {
                 self.collective(NcclCall::AllReduce { op }, |comm| Buffers::pair::<T, S, R>(comm, send, receive, stream))
             }
@@ -37,7 +37,7 @@ macro_rules! collectives {
                 &self,
                 buffer: &mut R,
                 op: ReduceOp,
-                stream: &CudaStream,
+                stream: &std::sync::Arc<CudaStream>,
             ) -> Result<(), $error> {
                 self.collective(NcclCall::AllReduce { op }, |comm| Buffers::written::<T, R>(comm, buffer, stream))
             }
@@ -50,7 +50,7 @@ macro_rules! collectives {
                 &self,
                 send: &S,
                 receive: &mut R,
-                stream: &CudaStream,
+                stream: &std::sync::Arc<CudaStream>,
             ) -> Result<(), $error> {
                 self.collective(NcclCall::AllGather, |comm| Buffers::pair::<T, S, R>(comm, send, receive, stream))
             }
@@ -63,7 +63,7 @@ macro_rules! collectives {
                 send: &S,
                 receive: &mut R,
                 op: ReduceOp,
-                stream: &CudaStream,
+                stream: &std::sync::Arc<CudaStream>,
             ) -> Result<(), $error> {
                 self.collective(NcclCall::ReduceScatter { op }, |comm| {
                     Buffers::pair::<T, S, R>(comm, send, receive, stream)
@@ -77,7 +77,7 @@ macro_rules! collectives {
                 &self,
                 buffer: &mut R,
                 root: u32,
-                stream: &CudaStream,
+                stream: &std::sync::Arc<CudaStream>,
             ) -> Result<(), $error> {
                 self.collective(NcclCall::Broadcast { root }, |comm| Buffers::written::<T, R>(comm, buffer, stream))
             }
@@ -92,7 +92,7 @@ macro_rules! collectives {
                 receive: &mut R,
                 op: ReduceOp,
                 root: u32,
-                stream: &CudaStream,
+                stream: &std::sync::Arc<CudaStream>,
             ) -> Result<(), $error> {
                 self.collective(NcclCall::Reduce { op, root }, |comm| {
                     Buffers::pair::<T, S, R>(comm, send, receive, stream)
@@ -118,7 +118,7 @@ impl Communicator {
         &self,
         buffer: &S,
         peer: u32,
-        stream: &CudaStream,
+        stream: &std::sync::Arc<CudaStream>,
     ) -> Result<(), CommError> {
         self.collective(NcclCall::Send { peer }, |comm| Buffers::read::<T, S>(comm, buffer, stream))
     }
@@ -131,7 +131,7 @@ impl Communicator {
         &self,
         buffer: &mut R,
         peer: u32,
-        stream: &CudaStream,
+        stream: &std::sync::Arc<CudaStream>,
     ) -> Result<(), CommError> {
         self.collective(NcclCall::Receive { peer }, |comm| Buffers::written::<T, R>(comm, buffer, stream))
     }
@@ -142,7 +142,7 @@ impl Communicator {
         call: NcclCall,
         buffers: impl FnOnce(&Self) -> Result<Buffers<'a>, CommError>,
     ) -> Result<(), CommError> {
-        let (operation, _uses) = buffers(self)?.operation(call, self.ranks())?;
-        submit(&[(self, operation)])
+        let (operation, stream, _uses) = buffers(self)?.operation(call, self.ranks())?;
+        submit(&[(self, operation, stream)], true)
     }
 }

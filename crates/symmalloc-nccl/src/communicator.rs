@@ -8,6 +8,7 @@
 //!    ending.rs         what happens when it does not end in order (state.rs)
 //!    registering.rs    windows and buffers (registration.rs)
 //!    submit.rs         collectives (operation.rs), over buffers (buffers.rs)
+//!    watching.rs       what the watchdog asks of it
 //!    order.rs          one order of all communicators, on every rank
 //! ```
 
@@ -15,6 +16,7 @@ pub(crate) mod buffers;
 mod builder;
 mod call;
 mod ending;
+mod host_entry;
 pub(crate) mod operation;
 mod order;
 mod registering;
@@ -22,12 +24,14 @@ pub(crate) mod registration;
 mod shared;
 pub(crate) mod state;
 mod submit;
-mod threads;
+pub(crate) mod threads;
+mod unborn;
+mod watching;
 
 pub use builder::CommunicatorBuilder;
 pub use order::CommOrder;
 pub use state::{CommState, Stage};
-pub(crate) use submit::submit;
+pub(crate) use submit::{Submission, submit};
 
 use crate::backoff::Backoff;
 use crate::calls::NO_COLOR;
@@ -35,18 +39,22 @@ use crate::error::CommError;
 use crate::handles::{CommHandle, NewHandle};
 use crate::library::Nccl;
 use crate::version::Capability;
+use crate::watch::{self, Watched};
 use call::{Route, perform, settle};
 use cudarc::driver::CudaStream;
 use ending::{ABORT_LIMIT, Ending, end_all};
+use host_entry::HostEntry;
 use shared::{Inner, Life, Mode, Ownership, Shared, lock};
 use std::ffi::{CString, c_int, c_void};
 use std::fmt;
+use std::ops::Deref;
 use std::slice::from_mut;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError};
 use std::time::Duration;
 use symmalloc_cuda::CudaDevice;
 use threads::{Kept, Waited, start, wait_for};
+use unborn::Unborn;
 
 /// Our own safe type over `ncclComm_t`. Cloning it is cheap and gives another name of the same communicator.
 ///
@@ -54,14 +62,14 @@ use threads::{Kept, Waited, start, wait_for};
 /// count as such) in the same order, so threads that share a communicator must agree on one.
 ///
 /// # Deadlines
-/// Nothing waits for other ranks longer than the [`deadline`](CommunicatorBuilder::deadline). When it passes, the call returns
-/// [`CommError::Deadline`] and the communicator is gone, windows included; the allocator and other communicators go on. NCCL
-/// cannot take a single call back. What a collective does on the device after it was submitted is the stream's matter; the
-/// agreement's [transport](crate::NcclTransport) watches its own.
+/// Nothing waits for other ranks longer than the [`deadline`](CommunicatorBuilder::deadline) while nothing gets on, on the host or
+/// on the device. A [watchdog](crate::WatchdogMode) finds out which rank is gone, stopped or stuck; calls and waits return
+/// [`CommError::Failed`] and the communicator is gone, windows included; the allocator and other communicators go on. NCCL cannot
+/// take a single call back. While connecting, and where the watchdog is off, the error is [`CommError::Deadline`] and names no rank.
+/// Wait for streams with [`synchronize`](Self::synchronize). See `docs/watchdog.md`.
 ///
-/// A kernel on symmetric windows has no abort flag. When a peer is missing there, the communicator is
-/// [`Lost`](CommState::Lost): report it, do not synchronize that stream, and end the process with a signal or `_exit`: the driver
-/// waits for the kernel in `exit`.
+/// A kernel on symmetric windows has no abort flag, and the driver waits for it in `exit`. When a peer is missing there, the
+/// communicator is [`Lost`](CommState::Lost) and the watchdog ends the process, unless it was told not to.
 ///
 /// # Blocking or not
 /// | | [blocking](CommunicatorBuilder), the default | [`nonblocking`](CommunicatorBuilder::nonblocking) |
@@ -73,7 +81,18 @@ use threads::{Kept, Waited, start, wait_for};
 /// `NCCL_COMM_BLOCKING`, which NCCL puts above the program's choice, is heeded.
 #[derive(Clone)]
 pub struct Communicator {
-    shared: Arc<Shared>,
+    shared: Arc<Owner>,
+}
+
+/// What the clones share. The watchdog knows of it, and never keeps it from being destroyed.
+struct Owner(Arc<Shared>);
+
+impl Deref for Owner {
+    type Target = Shared;
+
+    fn deref(&self) -> &Shared {
+        &self.0
+    }
 }
 
 impl Communicator {
@@ -167,11 +186,17 @@ impl Communicator {
         let new = NewHandle::named(&c_name);
         let (kept, out): (Kept, _) = (Some(Arc::clone(&new) as _), Arc::clone(&new));
         let (comm, mode) = (access.comm, shared.mode);
+        let order = shared.order.split(ordinal, color.unwrap_or(0));
+        // Until the new one is watched.
+        let _unborn = color.map(|_| Unborn::new(shared.met, shared.rank, &order));
+        let entry = HostEntry::begin(shared.watched(), Stage::Split, None);
         perform(from_mut(&mut access), Stage::Split, Route::when_blocking(mode, Route::Apart), &kept, move |calls| {
             calls.split(comm, raw_color, raw_key, &out, mode == Mode::Blocking)
         })?;
-        drop(access);
-        let Some(color) = color else { return Ok(None) };
+        drop((entry, access));
+        if color.is_none() {
+            return Ok(None);
+        }
         let raw = new.comm().ok_or(CommError::NoCommunicator { call: "ncclCommSplit" })?;
         let child = Shared {
             nccl: shared.nccl,
@@ -183,9 +208,12 @@ impl Communicator {
             deadline: shared.deadline,
             mode,
             ownership: Ownership::Owned,
-            order: shared.order.split(ordinal, color),
+            order,
             serial: Shared::next_serial(),
             abort_asked: AtomicBool::new(false),
+            met: shared.met,
+            watch_settings: shared.watch_settings.clone(),
+            watched: OnceLock::new(),
             inner: Mutex::new(Inner::default()),
             life: Life::ready(raw),
         };
@@ -203,8 +231,8 @@ impl Communicator {
         self.shared.destroy()
     }
 
-    /// Ends it and whatever it does, on the device as well, and gets other threads out of calls with it. Other ranks learn of
-    /// it by their deadlines. Does nothing when it is gone.
+    /// Ends it and whatever it does, on the device as well, and gets other threads out of calls with it. Other ranks' watchdogs end
+    /// it there. Does nothing when it is gone.
     ///
     /// Takes five seconds at most. Without `ncclCommRevoke` (before 2.28.9), NCCL keeps the memory of windows that are left:
     /// deregister them first.
@@ -213,7 +241,7 @@ impl Communicator {
     /// When it is [`Lost`](CommState::Lost) afterwards.
     pub fn abort(&self) -> Result<(), CommError> {
         self.shared.abort_asked.store(true, Ordering::Release);
-        let inner = self.shared.lock_against_waiting()?;
+        let inner = self.shared.lock_against_waiting(ABORT_LIMIT)?;
         if let Ok(mut access) = self.shared.access_with(inner) {
             end_all(from_mut(&mut access), Ending::Idle, None, ABORT_LIMIT);
         }
@@ -235,7 +263,9 @@ impl Communicator {
         (shared.rank, shared.ranks) = (rank, ranks);
         let (communicator, device) = (&*shared.name, shared.device.ordinal());
         tracing::debug!(name: "communicator.ready", target: "symmalloc", communicator, rank, ranks, device);
-        Ok(Communicator { shared: Arc::new(shared) })
+        let shared = Arc::new(shared);
+        shared.begin_to_be_watched();
+        Ok(Communicator { shared: Arc::new(Owner(shared)) })
     }
 
     /// Ends it because a wait on the device was too long.
@@ -250,9 +280,10 @@ impl Communicator {
     pub(crate) fn miss(&self, rank: u32) -> CommError {
         let name = Arc::clone(&self.shared.name);
         match self.shared.access() {
-            Ok(mut access) => {
-                call::give_up(from_mut(&mut access), Ending::Idle, |state| CommError::PeerLost { name, rank, state })
-            }
+            Ok(mut access) => call::give_up(from_mut(&mut access), Ending::Idle, |state| {
+                let name = Arc::clone(&name);
+                CommError::PeerLost { name, rank, state }
+            }),
             Err(gone) => gone,
         }
     }
@@ -270,6 +301,15 @@ impl Communicator {
             return Ok(());
         }
         Err(CommError::ForeignStream { name: Arc::clone(&self.shared.name) })
+    }
+
+    pub(crate) fn watched(&self) -> &Watched {
+        self.shared.watched()
+    }
+
+    /// How long the crate's own waits last: where the watchdog ends them, for ever.
+    pub(crate) fn patience(&self) -> Duration {
+        self.shared.patience()
     }
 
     pub(crate) fn serial(&self) -> u64 {
@@ -291,12 +331,15 @@ impl Shared {
         let deregistered = registering::deregister_all(&mut access);
         if self.ownership == Ownership::Borrowed {
             lock(&self.life).end(CommState::Destroyed, None);
+            watch::leave(self.watched());
         }
         if self.state() != CommState::Ready {
             return deregistered;
         }
         let (comm, kept): (_, Kept) = (access.comm, Some(Arc::new(Arc::clone(&self.c_name))));
+        let entry = HostEntry::begin(self.watched(), Stage::Destroy, None);
         perform(from_mut(&mut access), Stage::Destroy, Route::Apart, &kept, move |calls| calls.finalize(comm))?;
+        drop(entry);
         self.destroy_finalized(comm, kept)?;
         deregistered
     }
@@ -305,6 +348,7 @@ impl Shared {
         let (calls, backoff) = (self.nccl.calls(), Backoff::new(self.deadline));
         // Whether it fails or not, the communicator must not be used afterwards.
         lock(&self.life).end(CommState::Destroyed, None);
+        watch::leave(self.watched());
         let caller = start(&self.device, kept, move || calls.destroy(comm));
         match wait_for(&caller, &backoff, || false) {
             Waited::Came(answer) => {
@@ -325,8 +369,9 @@ impl Shared {
     }
 
     /// The call lock, also when its holder hangs in a call that was not expected to wait.
-    fn lock_against_waiting(&self) -> Result<MutexGuard<'_, Inner>, CommError> {
-        let backoff = Backoff::new(ABORT_LIMIT * 2);
+    /// After so much patience what the holder waits for is stopped, and after twice as much this is an error.
+    fn lock_against_waiting(&self, patience: Duration) -> Result<MutexGuard<'_, Inner>, CommError> {
+        let backoff = Backoff::new(patience * 2);
         let mut has_revoked = false;
         loop {
             match self.inner.try_lock() {
@@ -334,7 +379,7 @@ impl Shared {
                 Err(TryLockError::Poisoned(poisoned)) => return Ok(poisoned.into_inner()),
                 Err(TryLockError::WouldBlock) => {}
             }
-            if backoff.waited() > ABORT_LIMIT && !has_revoked {
+            if backoff.waited() > patience && !has_revoked {
                 has_revoked = true;
                 self.revoke_from_outside();
             }
@@ -356,7 +401,7 @@ impl Shared {
     }
 }
 
-impl Drop for Shared {
+impl Drop for Owner {
     fn drop(&mut self) {
         if std::thread::panicking() {
             if let Ok(mut access) = self.access() {

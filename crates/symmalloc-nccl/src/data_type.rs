@@ -34,6 +34,11 @@ pub enum DataType {
 }
 
 impl DataType {
+    /// What it is called in flight records: "float32".
+    pub(crate) fn word(self) -> String {
+        format!("{self:?}").to_lowercase()
+    }
+
     /// Size of one element in bytes.
     pub const fn size_bytes(self) -> usize {
         match self {
@@ -79,6 +84,11 @@ pub enum ReduceOp {
 }
 
 impl ReduceOp {
+    /// What it is called in flight records: "sum".
+    pub(crate) fn word(self) -> String {
+        format!("{self:?}").to_lowercase()
+    }
+
     pub(crate) const fn raw(self) -> c_int {
         match self {
             ReduceOp::Sum => 0,

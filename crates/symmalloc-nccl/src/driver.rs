@@ -2,7 +2,9 @@
 
 use cudarc::driver::CudaStream;
 use cudarc::driver::result;
-use cudarc::driver::sys::{CUcontext, CUstreamCaptureStatus_enum::CU_STREAM_CAPTURE_STATUS_NONE};
+use cudarc::driver::sys::{
+    self, CUcontext, CUstreamCaptureMode_enum, CUstreamCaptureStatus_enum::CU_STREAM_CAPTURE_STATUS_NONE,
+};
 use symmalloc_cuda::{CudaDevice, DriverError};
 
 /// The driver's refusal of this call.
@@ -25,6 +27,31 @@ pub(crate) fn is_captured(stream: &CudaStream) -> Result<bool, DriverError> {
     // SAFETY: the stream lives.
     let status = unsafe { result::stream::is_capturing(stream.cu_stream()) };
     Ok(status.map_err(refused("cuStreamIsCapturing"))? != CU_STREAM_CAPTURE_STATUS_NONE)
+}
+
+/// As [`is_captured`], whatever context is current. Streams name theirs, so it is asked for only where the driver did not find it.
+/// The default streams have the same names in all contexts, 0 to 2, and mean the current one's.
+pub(crate) fn is_captured_on(device: &CudaDevice, stream: &CudaStream) -> Result<bool, DriverError> {
+    if stream.cu_stream() as usize > 2
+        && let Ok(is_captured) = is_captured(stream)
+    {
+        return Ok(is_captured);
+    }
+    let _current = device.enter()?;
+    is_captured(stream)
+}
+
+/// Lets this thread ask the driver about events and streams while another one captures.
+pub(crate) fn relax_capture_mode() -> bool {
+    let mut mode = CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_RELAXED;
+    // SAFETY: `mode` is valid for reading and writing.
+    unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) }.result().is_ok()
+}
+
+/// Ends the process at once, without the handlers of `exit`: the driver's waits for kernels that never end.
+pub(crate) fn exit_now(code: i32) -> ! {
+    // SAFETY: nothing of this process runs afterwards.
+    unsafe { libc::_exit(code) }
 }
 
 /// Copies between two addresses of the device, whose context is current. The caller holds the guards of both buffers, which do not

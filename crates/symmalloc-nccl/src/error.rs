@@ -6,6 +6,7 @@ use crate::launch::LaunchError;
 use crate::nccl_error::{LoadError, NcclError};
 use crate::rendezvous::error::RendezvousError;
 use crate::version::{Capability, NcclVersion};
+use crate::watch::Failure;
 use std::sync::Arc;
 use std::time::Duration;
 use symmalloc_cuda::{CudaError, DriverError};
@@ -59,6 +60,9 @@ pub enum CommError {
         /// What became of the communicator.
         state: CommState,
     },
+    /// The watchdog ended the communicator: a rank is gone, stopped or stuck.
+    #[error("{0}")]
+    Failed(Arc<Failure>),
     /// The communicator was destroyed, aborted or lost before.
     #[error(
         "communicator \"{name}\" is {state}{}: connect a new one",

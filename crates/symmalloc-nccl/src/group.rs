@@ -4,13 +4,14 @@
 //! group is a value: it borrows the buffers until it is submitted, and an abandoned one has called nothing.
 
 use crate::communicator::buffers::{Buffers, Elements, Uses};
-use crate::communicator::operation::{NcclCall, Operation};
-use crate::communicator::{Communicator, submit};
+use crate::communicator::operation::NcclCall;
+use crate::communicator::{Communicator, Submission, submit};
 use crate::data_type::{DataType, NcclType, ReduceOp};
 use crate::error::CommError;
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 use smallvec::SmallVec;
 use std::fmt;
+use std::sync::Arc;
 
 /// Collectives that are collected and then given to NCCL at once: sends and receives that need each other, or the same
 /// collective on communicators of several devices that one thread drives.
@@ -38,7 +39,7 @@ use std::fmt;
 #[derive(Default)]
 #[must_use = "nothing is called before submit"]
 pub struct Group<'a> {
-    operations: SmallVec<[(&'a Communicator, Operation); 4]>,
+    operations: SmallVec<[Submission<'a>; 4]>,
     /// Order later uses of the buffers behind the group, when they are dropped.
     uses: Uses<'a>,
 }
@@ -58,7 +59,7 @@ impl<'a> Group<'a> {
         comm: &'a Communicator,
         buffer: &'a S,
         peer: u32,
-        stream: &'a CudaStream,
+        stream: &'a Arc<CudaStream>,
     ) -> Result<&mut Self, CommError> {
         self.add(comm, NcclCall::Send { peer }, Buffers::read(comm, buffer, stream)?)
     }
@@ -72,7 +73,7 @@ impl<'a> Group<'a> {
         comm: &'a Communicator,
         buffer: &'a mut R,
         peer: u32,
-        stream: &'a CudaStream,
+        stream: &'a Arc<CudaStream>,
     ) -> Result<&mut Self, CommError> {
         self.add(comm, NcclCall::Receive { peer }, Buffers::written(comm, buffer, stream)?)
     }
@@ -87,7 +88,7 @@ impl<'a> Group<'a> {
         send: &'a S,
         receive: &'a mut R,
         op: ReduceOp,
-        stream: &'a CudaStream,
+        stream: &'a Arc<CudaStream>,
     ) -> Result<&mut Self, CommError> {
         self.add(comm, NcclCall::AllReduce { op }, Buffers::pair(comm, send, receive, stream)?)
     }
@@ -107,7 +108,7 @@ impl<'a> Group<'a> {
         count: usize,
         data_type: DataType,
         peer: u32,
-        stream: &'a CudaStream,
+        stream: &'a Arc<CudaStream>,
     ) -> Result<&mut Self, CommError> {
         self.add_raw(comm, NcclCall::Send { peer }, Elements { address, count }, data_type, stream)
     }
@@ -126,7 +127,7 @@ impl<'a> Group<'a> {
         count: usize,
         data_type: DataType,
         peer: u32,
-        stream: &'a CudaStream,
+        stream: &'a Arc<CudaStream>,
     ) -> Result<&mut Self, CommError> {
         self.add_raw(comm, NcclCall::Receive { peer }, Elements { address, count }, data_type, stream)
     }
@@ -137,7 +138,12 @@ impl<'a> Group<'a> {
     /// See [`CommError`]. Either all of it is submitted or nothing; where an error ends a communicator, it ends all of the
     /// group's.
     pub fn submit(self) -> Result<(), CommError> {
-        submit(&self.operations)
+        submit(&self.operations, true)
+    }
+
+    /// As [`submit`](Self::submit), of what was announced as a whole.
+    pub(crate) fn submit_announced(self) -> Result<(), CommError> {
+        submit(&self.operations, false)
     }
 
     /// Adds a send or receive of memory by its address, for which the caller vouches as [`send_raw`](Self::send_raw) says.
@@ -147,15 +153,15 @@ impl<'a> Group<'a> {
         call: NcclCall,
         elements: Elements,
         data_type: DataType,
-        stream: &'a CudaStream,
+        stream: &'a Arc<CudaStream>,
     ) -> Result<&mut Self, CommError> {
         self.add(comm, call, Buffers::raw(comm, elements, elements, data_type, stream)?)
     }
 
     fn add(&mut self, comm: &'a Communicator, call: NcclCall, buffers: Buffers<'a>) -> Result<&mut Self, CommError> {
-        let (operation, uses) = buffers.operation(call, comm.ranks())?;
+        let (operation, stream, uses) = buffers.operation(call, comm.ranks())?;
         self.uses.extend(uses);
-        self.operations.push((comm, operation));
+        self.operations.push((comm, operation, stream));
         Ok(self)
     }
 }

@@ -75,6 +75,7 @@ mod splits;
 mod transport;
 mod unique_id;
 mod version;
+mod watch;
 
 pub use all_to_all::{AllToAll, AllToAllBuilder, AllToAllError};
 pub use communicator::operation::Collective;
@@ -103,6 +104,7 @@ pub use splits::{Sending, Side, Split, Splits, SplitsError};
 pub use transport::NcclTransport;
 pub use unique_id::UniqueId;
 pub use version::{Capability, NcclVersion};
+pub use watch::{FAILURE_EXIT_CODE, Failure, FailureCause, WatchdogMode, flight_record, write_flight_record};
 
 /// What threads may share.
 const _: () = {

@@ -104,6 +104,11 @@ impl NcclError {
     pub(crate) fn is_fatal(&self) -> bool {
         !matches!(self.code, INVALID_ARGUMENT | INVALID_USAGE)
     }
+
+    /// Whether it mostly says that another rank is gone.
+    pub(crate) fn is_of_another_rank(&self) -> bool {
+        matches!(self.code, SYSTEM_ERROR | REMOTE_ERROR)
+    }
 }
 
 impl std::error::Error for NcclError {}

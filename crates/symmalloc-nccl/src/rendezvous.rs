@@ -14,7 +14,8 @@
 //!  all ranks on one machine         localhost, on one of eight ports that follow from the job
 //! ```
 //!
-//! A port that is taken is passed over; the others knock at all of the eight until the right rank 0 answers.
+//! A port that is taken is passed over; the others knock at all of the eight until the right rank 0 answers. The connections on
+//! which they met stay open: they are the [lifeline](crate::watch) by which each learns what became of the others.
 
 pub(crate) mod error;
 mod meeting_point;
@@ -25,8 +26,10 @@ use crate::launch::Launch;
 use crate::library::Nccl;
 use crate::sequence_counter::SequenceCounter;
 use crate::unique_id::{COMM_ID_VARIABLE, UniqueId};
+use crate::watch::{self, MeetingId};
 use error::RendezvousError;
 use meeting_point::{MeetingPoint, hash, job_of};
+use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
@@ -67,11 +70,43 @@ impl Launch {
             // Listening first: visitors wait meanwhile.
             let listener = point.listen()?;
             let id = UniqueId::from_nccl(nccl)?;
-            meeting.give(&listener, &id, backoff)?;
+            let connections = meeting.give(&listener, &id, backoff)?;
+            watch::met(&id, self.rank, self.ranks, connections);
             return Ok(id);
         }
-        Ok(meeting.ask(&point.addresses, self.rank, backoff)?)
+        let (id, connection) = meeting.ask(&point.addresses, self.rank, backoff)?;
+        watch::met(&id, self.rank, self.ranks, vec![(0, connection)]);
+        Ok(id)
     }
+}
+
+/// Ranks that have an id already meet at the address of rank 0 ("host:port"), for their connections alone. Every rank does so, as
+/// often as every other. `None` where there is one rank.
+pub(crate) fn meet(
+    address: &str,
+    name: &str,
+    rank: u32,
+    ranks: u32,
+    backoff: &Backoff,
+) -> Result<Option<MeetingId>, CommError> {
+    static COUNTER: SequenceCounter<u64> = SequenceCounter::new();
+    if ranks < 2 {
+        return Ok(None);
+    }
+    let point = MeetingPoint::at(address)?;
+    let turn = COUNTER.next(hash(format!("{address} {name}").as_bytes()), rank);
+    let meeting = Meeting { job: hash(format!("{address} {name} {turn}").as_bytes()), ranks };
+    if rank == 0 {
+        let listener = point.listen()?;
+        let mut bytes = [0; UniqueId::BYTES];
+        bytes[..8].copy_from_slice(&visit().to_le_bytes());
+        bytes[8..16].copy_from_slice(&meeting.job.to_le_bytes());
+        let id = UniqueId::from_bytes(bytes);
+        let connections = meeting.give(&listener, &id, backoff)?;
+        return Ok(Some(watch::met(&id, rank, ranks, connections)));
+    }
+    let (id, connection) = meeting.ask(&point.addresses, rank, backoff)?;
+    Ok(Some(watch::met(&id, rank, ranks, vec![(0, connection)])))
 }
 
 /// One exchange of one job.
@@ -171,10 +206,16 @@ impl Meeting {
         Meeting { job: hash(format!("{}.{turn}", job_of(launch)).as_bytes()), ranks: launch.ranks }
     }
 
-    /// Rank 0's side: gives the id to every other rank, once each.
-    fn give(&self, listener: &TcpListener, id: &UniqueId, backoff: &Backoff) -> Result<(), RendezvousError> {
+    /// Rank 0's side: gives the id to every other rank, once each. Returns the connections to them.
+    fn give(
+        &self,
+        listener: &TcpListener,
+        id: &UniqueId,
+        backoff: &Backoff,
+    ) -> Result<Vec<(u32, TcpStream)>, RendezvousError> {
         // By rank: the visit that it came with.
         let mut came: Vec<Option<u64>> = vec![None; self.ranks as usize];
+        let mut connections: BTreeMap<u32, TcpStream> = BTreeMap::new();
         let mut visitors: Vec<Visitor> = vec![];
         while came.iter().skip(1).any(Option::is_none) {
             while visitors.len() < VISITORS_MAX
@@ -188,8 +229,12 @@ impl Meeting {
                 Ok(Some(Some(hello))) => {
                     let verdict = self.verdict(&came, hello);
                     let answered = visitor.answer(verdict, id);
-                    if verdict == Verdict::Welcome && answered.is_ok() {
+                    if verdict == Verdict::Welcome
+                        && answered.is_ok()
+                        && let Ok(stream) = visitor.stream.try_clone()
+                    {
                         came[hello.rank as usize] = Some(hello.visit);
+                        connections.insert(hello.rank, stream);
                     }
                     false
                 }
@@ -202,7 +247,7 @@ impl Meeting {
                 return Err(RendezvousError::Missing { missing, waited: backoff.waited() });
             }
         }
-        Ok(())
+        Ok(connections.into_iter().collect())
     }
 
     fn verdict(&self, came: &[Option<u64>], hello: Hello) -> Verdict {
@@ -216,8 +261,13 @@ impl Meeting {
         }
     }
 
-    /// The others' side: knocks until the right rank 0 answers.
-    fn ask(&self, addresses: &[SocketAddr], rank: u32, backoff: &Backoff) -> Result<UniqueId, RendezvousError> {
+    /// The others' side: knocks until the right rank 0 answers. Returns the connection to it.
+    fn ask(
+        &self,
+        addresses: &[SocketAddr],
+        rank: u32,
+        backoff: &Backoff,
+    ) -> Result<(UniqueId, TcpStream), RendezvousError> {
         let hello = Hello { job: self.job, ranks: self.ranks, rank, visit: visit() }.bytes();
         loop {
             for address in addresses {
@@ -226,10 +276,10 @@ impl Meeting {
                     break;
                 }
                 match knock(*address, &hello, limit) {
-                    Ok((Verdict::Welcome, id)) => return Ok(id),
-                    Ok((Verdict::RankTwice, _)) => return Err(RendezvousError::RankTwice { rank }),
+                    Ok((Verdict::Welcome, id, stream)) => return Ok((id, stream)),
+                    Ok((Verdict::RankTwice, ..)) => return Err(RendezvousError::RankTwice { rank }),
                     // Not there yet, another program's port, or another job's rank 0.
-                    Ok((Verdict::OtherJob, _)) | Err(_) => {}
+                    Ok((Verdict::OtherJob, ..)) | Err(_) => {}
                 }
             }
             // Not more often than a hundred times a second, whatever the backoff: a knock is a packet.
@@ -241,7 +291,11 @@ impl Meeting {
     }
 }
 
-fn knock(address: SocketAddr, hello: &[u8; HELLO_BYTES], limit: Duration) -> io::Result<(Verdict, UniqueId)> {
+fn knock(
+    address: SocketAddr,
+    hello: &[u8; HELLO_BYTES],
+    limit: Duration,
+) -> io::Result<(Verdict, UniqueId, TcpStream)> {
     let mut stream = TcpStream::connect_timeout(&address, limit)?;
     stream.set_read_timeout(Some(limit))?;
     stream.set_write_timeout(Some(limit))?;
@@ -252,7 +306,7 @@ fn knock(address: SocketAddr, hello: &[u8; HELLO_BYTES], limit: Duration) -> io:
         [Verdict::Welcome, Verdict::OtherJob, Verdict::RankTwice].into_iter().find(|it| it.byte() == reply[8]);
     match verdict {
         Some(verdict) if reply[..8] == MAGIC => {
-            Ok((verdict, UniqueId::from_bytes(std::array::from_fn(|index| reply[9 + index]))))
+            Ok((verdict, UniqueId::from_bytes(std::array::from_fn(|index| reply[9 + index])), stream))
         }
         _ => Err(io::ErrorKind::InvalidData.into()),
     }
@@ -307,7 +361,7 @@ mod tests {
                 .map(|rank| {
                     scope.spawn(move || {
                         thread::sleep(Duration::from_millis(u64::from(7 - rank) * 10));
-                        meeting(6).ask(&[address], rank, &backoff(10_000))
+                        meeting(6).ask(&[address], rank, &backoff(10_000)).map(|(id, _)| id)
                     })
                 })
                 .collect();
@@ -323,7 +377,7 @@ mod tests {
         let (listener, address) = anywhere();
         drop(listener);
         thread::scope(|scope| {
-            let other = scope.spawn(move || meeting(2).ask(&[address], 1, &backoff(10_000)));
+            let other = scope.spawn(move || meeting(2).ask(&[address], 1, &backoff(10_000)).map(|(id, _)| id));
             thread::sleep(Duration::from_millis(60));
             let listener = listen_at(address).expect("still free");
             meeting(2).give(&listener, &UniqueId::from_bytes(ID), &backoff(10_000)).expect("it comes");
@@ -342,7 +396,7 @@ mod tests {
             let other_size = scope.spawn(move || meeting(3).ask(&[address], 1, &backoff(150)));
             let late = scope.spawn(move || {
                 thread::sleep(Duration::from_millis(250));
-                meeting(2).ask(&[address], 1, &backoff(10_000))
+                meeting(2).ask(&[address], 1, &backoff(10_000)).map(|(id, _)| id)
             });
             let since = Instant::now();
             meeting(2).give(&listener, &UniqueId::from_bytes(ID), &backoff(10_000)).expect("it comes");
@@ -353,7 +407,7 @@ mod tests {
             let mut answer = vec![];
             // Reset or closed, but not answered.
             let _closed = babbling.read_to_end(&mut answer);
-            assert_eq!(answer, []);
+            assert_eq!(answer, [0_u8; 0]);
             drop(silent);
         });
     }
@@ -362,7 +416,7 @@ mod tests {
     fn rank_0_names_the_ranks_that_did_not_come() {
         let (listener, address) = anywhere();
         thread::scope(|scope| {
-            let other = scope.spawn(move || meeting(4).ask(&[address], 2, &backoff(5_000)));
+            let other = scope.spawn(move || meeting(4).ask(&[address], 2, &backoff(5_000)).map(|(id, _)| id));
             let given = meeting(4).give(&listener, &UniqueId::from_bytes(ID), &backoff(300));
             let Err(RendezvousError::Missing { missing, waited }) = given else { panic!("{given:?}") };
             assert_eq!(missing, [1, 3]);
@@ -421,7 +475,7 @@ mod tests {
         assert_eq!(listener.local_addr().expect("bound"), second);
         thread::scope(|scope| {
             let addresses = &point.addresses;
-            let other = scope.spawn(move || meeting(2).ask(addresses, 1, &backoff(20_000)));
+            let other = scope.spawn(move || meeting(2).ask(addresses, 1, &backoff(20_000)).map(|(id, _)| id));
             // The stranger on the first port hangs up on every visitor.
             scope.spawn(move || {
                 let until = Instant::now() + Duration::from_millis(200);

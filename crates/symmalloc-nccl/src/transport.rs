@@ -19,6 +19,7 @@ use crate::communicator::{Communicator, Stage};
 use crate::data_type::DataType;
 use crate::driver::refused;
 use crate::error::CommError;
+use crate::watch::Tick;
 use cudarc::driver::{CudaEvent, CudaStream};
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -93,10 +94,12 @@ impl NcclTransport {
         let _current = self.comm.device().enter()?;
         // Pinned memory, which the device reaches under the host's addresses: it is not touched before the event is done, and
         // it is never freed otherwise.
-        let stream = &*staging.stream;
+        let stream = &staging.stream;
         self.comm.collective(NcclCall::AllGather, |comm| Buffers::raw(comm, send, receive, DataType::Uint8, stream))?;
         staging.event.record(&staging.stream).map_err(refused("cuEventRecord"))?;
-        let backoff = Backoff::new(self.comm.deadline());
+        let flight = self.comm.watched().flight();
+        let end = flight.end_of(stream);
+        let backoff = Backoff::new(self.comm.patience());
         while !staging.event.try_is_complete().map_err(refused("cuEventQuery"))? {
             if backoff.waited() > ASK_NCCL_AFTER {
                 self.comm.check()?;
@@ -105,6 +108,7 @@ impl NcclTransport {
                 return Err(self.comm.give_up(Stage::Run, backoff.waited()));
             }
         }
+        flight.done(end, Tick::now());
         let slots = messages[..all_bytes].chunks_exact(slot_bytes).map(|slot| slot.split_at(message.len()));
         if let Some(rank) = slots.clone().position(|(bytes, sealed)| sealed != seal(number, bytes)) {
             return Err(self.comm.miss(rank as u32));
@@ -163,6 +167,10 @@ fn transport_error(error: &CommError) -> TransportError {
     match error {
         CommError::Deadline { waited, .. } => TransportError::Overdue { waited: *waited },
         CommError::PeerLost { rank, .. } => TransportError::RankLost { rank: *rank },
+        CommError::Failed(failure) => match failure.cause.rank() {
+            Some(rank) => TransportError::RankLost { rank },
+            None => TransportError::Overdue { waited: failure.waited },
+        },
         CommError::Nccl(error) => TransportError::Failed { call: error.call, code: error.code.into() },
         CommError::Cuda(CudaError::Driver(error)) => {
             TransportError::Failed { call: error.call, code: error.code.into() }

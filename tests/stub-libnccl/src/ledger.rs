@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_char, c_int};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 /// What happens to a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,6 +16,24 @@ pub enum Verdict {
     Hang,
 }
 
+/// What a test plans for a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Strike {
+    /// It returns this and does nothing.
+    Fail(c_int),
+    /// It never gets to the other ranks.
+    Hang,
+    /// The process is killed in it.
+    Die,
+    /// The process is stopped in it, and makes it when it goes on.
+    Stop,
+    /// It is made so much later.
+    Slow(Duration),
+}
+
+/// In place of a call's name: any call.
+const ANY: &str = "*";
+
 #[derive(Clone, Debug)]
 struct Fault {
     call: String,
@@ -22,7 +41,7 @@ struct Fault {
     rank: Option<usize>,
     /// Calls until it strikes; 0: always.
     left: u64,
-    verdict: Verdict,
+    strike: Strike,
 }
 
 /// See the file's comment.
@@ -46,30 +65,47 @@ fn with<T>(act: impl FnOnce(&mut Ledger) -> T) -> T {
     act(lock().get_or_insert_default())
 }
 
-/// Counts a call, and says what happens to it.
+/// Counts a call, and says what happens to it. What happens to the process happens here.
 pub fn enter(call: &'static str, rank: Option<usize>) -> Verdict {
+    match strike(call, rank) {
+        None => {}
+        Some(Strike::Fail(code)) => return Verdict::Fail(code),
+        Some(Strike::Hang) => return Verdict::Hang,
+        Some(Strike::Die) => signal_self(libc::SIGKILL),
+        Some(Strike::Stop) => signal_self(libc::SIGSTOP),
+        Some(Strike::Slow(time)) => std::thread::sleep(time),
+    }
+    Verdict::Go
+}
+
+fn signal_self(signal: c_int) {
+    // SAFETY: a signal to this process.
+    unsafe { libc::kill(libc::getpid(), signal) };
+}
+
+fn strike(call: &'static str, rank: Option<usize>) -> Option<Strike> {
     with(|ledger| {
         *ledger.calls.entry(call).or_default() += 1;
         let struck = ledger.faults.iter_mut().position(|fault| {
-            if fault.call != call || fault.rank.is_some() && fault.rank != rank {
+            if fault.call != call && fault.call != ANY || fault.rank.is_some() && fault.rank != rank {
                 return false;
             }
             let strikes = fault.left <= 1;
             fault.left -= u64::from(fault.left > 1);
             strikes
         });
-        let Some(index) = struck else { return Verdict::Go };
-        let verdict = ledger.faults[index].verdict;
+        let index = struck?;
+        let strike = ledger.faults[index].strike;
         if ledger.faults[index].left == 1 {
             ledger.faults.remove(index);
         }
-        verdict
+        Some(strike)
     })
 }
 
-/// See `stub_nccl_fail` and `stub_nccl_hang`.
-pub fn plan(call: String, rank: Option<usize>, nth: u64, verdict: Verdict) {
-    with(|ledger| ledger.faults.push(Fault { call, rank, left: nth, verdict }));
+/// See `stub_nccl_fail` and its like.
+pub fn plan(call: String, rank: Option<usize>, nth: u64, strike: Strike) {
+    with(|ledger| ledger.faults.push(Fault { call, rank, left: nth, strike }));
 }
 
 /// See `stub_nccl_heal`.

@@ -85,6 +85,7 @@ pub fn run(test: &str, cuda: Library, nccl: Option<Library>, options: &[(&str, &
     let output = alone(test)
         .env(MARK, test)
         .env("LD_LIBRARY_PATH", folder.path())
+        .env("SYMMALLOC_FLIGHT_RECORDS", folder.path())
         .envs(options.iter().copied())
         .output()
         .expect("the test can be started again");

@@ -30,6 +30,27 @@ pub fn hang(call: &str, rank: Option<usize>, nth: u64) {
     unsafe { control::<Hang>("stub_nccl_hang")(c_string(call).as_ptr(), number(rank), nth) };
 }
 
+/// This process is killed in the rank's n-th call from now on. The call `*` is any.
+pub fn die(call: &str, rank: Option<usize>, nth: u64) {
+    type Die = unsafe extern "C" fn(*const c_char, c_int, u64);
+    // SAFETY: the symbol's type, and a C string.
+    unsafe { control::<Die>("stub_nccl_die")(c_string(call).as_ptr(), number(rank), nth) };
+}
+
+/// This process is stopped in the rank's n-th call from now on.
+pub fn stop(call: &str, rank: Option<usize>, nth: u64) {
+    type Stop = unsafe extern "C" fn(*const c_char, c_int, u64);
+    // SAFETY: the symbol's type, and a C string.
+    unsafe { control::<Stop>("stub_nccl_stop")(c_string(call).as_ptr(), number(rank), nth) };
+}
+
+/// The rank's n-th call from now on is made so many milliseconds later; with 0, every call is.
+pub fn slow(call: &str, rank: Option<usize>, nth: u64, ms: u64) {
+    type Slow = unsafe extern "C" fn(*const c_char, c_int, u64, u64);
+    // SAFETY: the symbol's type, and a C string.
+    unsafe { control::<Slow>("stub_nccl_slow")(c_string(call).as_ptr(), number(rank), nth, ms) };
+}
+
 /// No call fails or hangs any more.
 pub fn heal() {
     // SAFETY: the symbol's type.

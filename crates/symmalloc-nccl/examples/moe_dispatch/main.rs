@@ -256,11 +256,11 @@ impl Rank {
         let mut received = self.rows(rows_max)?;
         let begun = self.start_together()?;
         self.all_to_all.run(&self.stream, &input, &mut received, hidden, &load.splits)?;
-        self.stream.synchronize()?;
+        self.comm.synchronize(&self.stream)?;
         times.dispatch += begun.elapsed();
 
         let mut rows = self.stream.clone_dtoh(&received)?;
-        self.stream.synchronize()?;
+        self.comm.synchronize(&self.stream)?;
         let mut wrong_rows = 0;
         for (row, (source, token, expert)) in rows.chunks_exact_mut(hidden).zip(&load.received) {
             let is_right = |(column, found): (usize, &f32)| *found == element(step, *source, *token, column);
@@ -276,11 +276,11 @@ impl Rank {
         self.all_to_all.run(&self.stream, &processed, &mut combined, hidden, &back)?;
         // They may go at once: the memory is not used again before the stream is past the call.
         drop((input, received, processed));
-        self.stream.synchronize()?;
+        self.comm.synchronize(&self.stream)?;
         times.combine += begun.elapsed();
 
         let rows = self.stream.clone_dtoh(&combined)?;
-        self.stream.synchronize()?;
+        self.comm.synchronize(&self.stream)?;
         for (row, (expert, token)) in rows.chunks_exact(hidden).zip(&load.routing.order) {
             let expected = |column| expert_output(*expert, element(step, self.rank, *token, column));
             wrong_rows += u64::from(!row.iter().enumerate().all(|(column, found)| *found == expected(column)));
@@ -293,7 +293,7 @@ impl Rank {
     fn start_together(&self) -> Result<Instant, Failure> {
         let mut word = self.rows(1)?;
         self.comm.all_reduce_in_place(&mut word, ReduceOp::Max, &self.stream)?;
-        self.stream.synchronize()?;
+        self.comm.synchronize(&self.stream)?;
         Ok(Instant::now())
     }
 

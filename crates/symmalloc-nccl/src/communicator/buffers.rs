@@ -7,6 +7,7 @@ use crate::error::CommError;
 use crate::handles::StreamHandle;
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use smallvec::SmallVec;
+use std::sync::Arc;
 
 /// Elements in device memory.
 #[derive(Clone, Copy, Debug)]
@@ -20,7 +21,7 @@ pub(crate) struct Buffers<'a> {
     pub(crate) send: Elements,
     pub(crate) receive: Elements,
     pub(crate) data_type: DataType,
-    stream: StreamHandle,
+    stream: &'a Arc<CudaStream>,
     uses: Uses<'a>,
 }
 
@@ -33,7 +34,7 @@ impl<'a> Buffers<'a> {
         comm: &Communicator,
         send: &'a S,
         receive: &'a mut R,
-        stream: &'a CudaStream,
+        stream: &'a Arc<CudaStream>,
     ) -> Result<Self, CommError> {
         let mut buffers = Self::read(comm, send, stream)?;
         let written = Self::written(comm, receive, stream)?;
@@ -46,7 +47,7 @@ impl<'a> Buffers<'a> {
     pub(crate) fn read<T: NcclType, S: DevicePtr<T> + ?Sized>(
         comm: &Communicator,
         buffer: &'a S,
-        stream: &'a CudaStream,
+        stream: &'a Arc<CudaStream>,
     ) -> Result<Self, CommError> {
         comm.check_stream(stream)?;
         let (address, guard) = buffer.device_ptr(stream);
@@ -58,7 +59,7 @@ impl<'a> Buffers<'a> {
     pub(crate) fn written<T: NcclType, R: DevicePtrMut<T> + ?Sized>(
         comm: &Communicator,
         buffer: &'a mut R,
-        stream: &'a CudaStream,
+        stream: &'a Arc<CudaStream>,
     ) -> Result<Self, CommError> {
         comm.check_stream(stream)?;
         let count = buffer.len();
@@ -74,18 +75,28 @@ impl<'a> Buffers<'a> {
         send: Elements,
         receive: Elements,
         data_type: DataType,
-        stream: &'a CudaStream,
+        stream: &'a Arc<CudaStream>,
     ) -> Result<Self, CommError> {
         comm.check_stream(stream)?;
         Ok(Self::new(send, receive, data_type, stream, Uses::new()))
     }
 
-    fn new(send: Elements, receive: Elements, data_type: DataType, stream: &CudaStream, uses: Uses<'a>) -> Self {
-        Buffers { send, receive, data_type, stream: StreamHandle::of(stream), uses }
+    fn new(
+        send: Elements,
+        receive: Elements,
+        data_type: DataType,
+        stream: &'a Arc<CudaStream>,
+        uses: Uses<'a>,
+    ) -> Self {
+        Buffers { send, receive, data_type, stream, uses }
     }
 
-    /// The call with these buffers, when their lengths fit it, and the guards that must outlive its submission.
-    pub(crate) fn operation(self, call: NcclCall, ranks: u32) -> Result<(Operation, Uses<'a>), CommError> {
+    /// The call with these buffers, when their lengths fit it, its stream, and the guards that must outlive its submission.
+    pub(crate) fn operation(
+        self,
+        call: NcclCall,
+        ranks: u32,
+    ) -> Result<(Operation, &'a Arc<CudaStream>, Uses<'a>), CommError> {
         if let Some(rank) = call.named_rank().filter(|rank| *rank >= ranks) {
             return Err(CommError::NoSuchRank { rank, ranks });
         }
@@ -100,6 +111,8 @@ impl<'a> Buffers<'a> {
             return Err(CommError::Length { collective: call.symbol(), role, actual, expected });
         }
         let Buffers { send, receive, data_type, stream, uses } = self;
-        Ok((Operation { call, send: send.address, receive: receive.address, count, data_type, stream }, uses))
+        let (send, receive) = (send.address, receive.address);
+        let operation = Operation { call, send, receive, count, data_type, stream: StreamHandle::of(stream) };
+        Ok((operation, stream, uses))
     }
 }

@@ -6,19 +6,22 @@ use super::order::CommOrder;
 use super::shared::{Inner, Life, Mode, Ownership, Shared};
 use super::state::{CommState, Stage};
 use super::threads::{self, Answer, Kept, Waited, start, wait_for};
+use super::unborn::Unborn;
 use crate::backoff::Backoff;
 use crate::driver;
 use crate::error::CommError;
 use crate::handles::{CommHandle, NewHandle};
 use crate::launch::Launch;
 use crate::library::Nccl;
+use crate::rendezvous;
 use crate::sequence_counter::SequenceCounter;
 use crate::unique_id::{COMM_ID_VARIABLE, UniqueId};
+use crate::watch::{self, Failure, MeetingId, WatchSettings, WatchdogMode};
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::slice::from_mut;
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::Receiver;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 use symmalloc_cuda::CudaDevice;
 
@@ -47,6 +50,8 @@ pub struct CommunicatorBuilder {
     deadline: Duration,
     mode: Mode,
     name: String,
+    watch_settings: WatchSettings,
+    rendezvous: Option<String>,
 }
 
 impl Communicator {
@@ -61,13 +66,15 @@ impl Communicator {
             deadline: Communicator::DEFAULT_DEADLINE,
             mode: Mode::Blocking,
             name: "world".to_owned(),
+            watch_settings: WatchSettings::default(),
+            rendezvous: None,
         }
     }
 }
 
 impl CommunicatorBuilder {
-    /// How long anything that depends on other ranks may take, each time: [`Communicator::DEFAULT_DEADLINE`] by default.
-    /// The error comes at most a quarter of a second later.
+    /// How long anything that depends on other ranks may take without getting on, each time:
+    /// [`Communicator::DEFAULT_DEADLINE`] by default. The error comes at most 1.25 seconds later.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
@@ -87,6 +94,31 @@ impl CommunicatorBuilder {
     #[must_use]
     pub fn name(mut self, name: &str) -> Self {
         name.clone_into(&mut self.name);
+        self
+    }
+
+    /// Where the ranks meet for the connections by which each learns what became of the others: a free port of rank 0's machine,
+    /// "host:port", the same on all ranks. For communicators that are [connected](Self::connect) with an id that came by the
+    /// program's own way, and for [borrowed](Self::borrow) ones; [`connect_env`](Self::connect_env) and
+    /// [`Launch::unique_id`] meet by themselves. Ranks that did not meet know of each other within a process alone.
+    #[must_use]
+    pub fn rendezvous(mut self, address: &str) -> Self {
+        self.rendezvous = Some(address.to_owned());
+        self
+    }
+
+    /// What the watchdog does when a rank is gone, stopped or stuck: [`WatchdogMode::Exit`] by default. Splits do the same.
+    #[must_use]
+    pub fn watchdog(mut self, mode: WatchdogMode) -> Self {
+        self.watch_settings.set_mode(mode);
+        self
+    }
+
+    /// Is called once when the watchdog ends the communicator or a split of it, on a thread of its own. When the process must be
+    /// ended, that happens two seconds after the failure, whether the callback has returned or not.
+    #[must_use]
+    pub fn on_failure(mut self, callback: impl Fn(&Failure) + Send + Sync + 'static) -> Self {
+        self.watch_settings.set_callback(Arc::new(callback));
         self
     }
 
@@ -136,8 +168,14 @@ impl CommunicatorBuilder {
             _ => return Err(CommError::NoSuchRank { rank, ranks }),
         };
         check_context(&self.device)?;
+        let met = match watch::meeting_of(&id, rank) {
+            Some(meeting) => Some(meeting),
+            None => self.meet(rank, ranks, backoff)?,
+        };
         let (name, c_name) = self.names()?;
         let order = CommOrder::connected(&name, &id, ordinal_of(&id, rank));
+        // Until it is watched.
+        let _unborn = Unborn::new(met, rank, &order);
 
         let new = NewHandle::named(&c_name);
         let (kept, out, blocking): (Kept, _, _) =
@@ -156,7 +194,7 @@ impl CommunicatorBuilder {
             answer?;
             return Err(CommError::NoCommunicator { call: "ncclCommInitRankConfig" });
         };
-        let shared = self.shared(nccl, (name, c_name), order, Ownership::Owned, comm);
+        let shared = self.shared(nccl, (name, c_name), order, Ownership::Owned, comm, met);
         if let Err(error) = answer {
             let error = Arc::new(CommError::from(error));
             end_all(from_mut(&mut shared.access()?), Ending::Unborn, Some(&error), GRACE);
@@ -181,15 +219,23 @@ impl CommunicatorBuilder {
             return Err(CommError::NoCommunicator { call: "borrow" });
         }
         let (comm, ordinal) = (CommHandle::new(comm), self.device.ordinal());
-        let actual = {
+        let (actual, (rank, ranks)) = {
             let _current = self.device.enter()?;
-            nccl.calls().device_of(comm)?
+            (nccl.calls().device_of(comm)?, nccl.calls().rank_of_ranks(comm)?)
         };
         if usize::try_from(actual) != Ok(ordinal) {
             return Err(CommError::OtherDevice { ordinal, actual });
         }
         let (order, backoff) = (CommOrder::borrowed(&names.0), Backoff::new(self.deadline));
-        Communicator::settled(self.shared(nccl, names, order, Ownership::Borrowed, comm), &backoff)
+        let met = self.meet(rank, ranks, &backoff)?;
+        Communicator::settled(self.shared(nccl, names, order, Ownership::Borrowed, comm, met), &backoff)
+    }
+
+    fn meet(&self, rank: u32, ranks: u32, backoff: &Backoff) -> Result<Option<MeetingId>, CommError> {
+        match &self.rendezvous {
+            Some(address) => rendezvous::meet(address, &self.name, rank, ranks, backoff),
+            None => Ok(None),
+        }
     }
 
     fn names(&self) -> Result<(Arc<str>, Arc<CStr>), CommError> {
@@ -207,6 +253,7 @@ impl CommunicatorBuilder {
         order: CommOrder,
         ownership: Ownership,
         comm: CommHandle,
+        met: Option<MeetingId>,
     ) -> Shared {
         Shared {
             nccl,
@@ -221,6 +268,9 @@ impl CommunicatorBuilder {
             order,
             serial: Shared::next_serial(),
             abort_asked: AtomicBool::new(false),
+            met,
+            watch_settings: self.watch_settings,
+            watched: OnceLock::new(),
             inner: Mutex::new(Inner::default()),
             life: Life::ready(comm),
         }

@@ -17,6 +17,7 @@ use super::threads::{CallError, Kept, Waited, start, wait_for};
 use crate::backoff::Backoff;
 use crate::calls::{CallProgress, Calls, Outcome};
 use crate::error::CommError;
+use crate::watch::{END_LIMIT, NEWS_LIMIT};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -50,7 +51,8 @@ pub(super) fn perform(
     kept: &Kept,
     call: impl FnOnce(&'static Calls) -> Outcome + Send + 'static,
 ) -> Result<(), CommError> {
-    let backoff = Backoff::new(accesses[0].shared.deadline);
+    let shared = accesses[0].shared;
+    let backoff = Backoff::new(if stage.is_watched() { shared.patience() } else { shared.deadline });
     make(accesses, stage, route, kept, &backoff, call)?;
     settle(accesses, stage, kept, &backoff)
 }
@@ -104,9 +106,9 @@ pub(super) fn settle(
                 return Err(overdue(accesses, stage, backoff.waited(), Ending::Underway { kept: kept.clone() }));
             }
             Err(error) => {
-                let error = Arc::new(CommError::from(error));
+                let error = Arc::new(told(accesses, error.into()));
                 let ending = if stage.is_birth() { Ending::Unborn } else { Ending::Idle };
-                end_all(accesses, ending, Some(&error), GRACE);
+                end_all(accesses, ending, Some(&error), limit(&error));
                 return Err(Arc::unwrap_or_clone(error));
             }
         }
@@ -125,11 +127,33 @@ fn failed(accesses: &mut [Access<'_>], stage: Stage, error: CallError) -> CommEr
         // A failed registration leaves tasks behind in NCCL's group that would run with the next call.
         CallError::Nccl(error) => stage == Stage::Register || error.is_fatal() || accesses.iter().any(is_broken),
     };
-    let error = Arc::new(CommError::from(error));
+    let error = if is_fatal { told(accesses, error.into()) } else { error.into() };
+    let error = Arc::new(error);
     if is_fatal {
-        end_all(accesses, if stage.is_birth() { Ending::Unborn } else { Ending::Idle }, Some(&error), GRACE);
+        let ending = if stage.is_birth() { Ending::Unborn } else { Ending::Idle };
+        end_all(accesses, ending, Some(&error), limit(&error));
     }
     Arc::unwrap_or_clone(error)
+}
+
+/// How long an error waits for the abort that follows from it.
+fn limit(error: &CommError) -> Duration {
+    if matches!(error, CommError::Failed(_)) { END_LIMIT } else { GRACE }
+}
+
+/// What the watchdog knows of an error that NCCL reports, if it knows more: which rank is gone. NCCL may notice it first.
+fn told(accesses: &[Access<'_>], error: CommError) -> CommError {
+    let is_watched = accesses.iter().any(|access| access.shared.watched.get().is_some());
+    let is_news = is_watched && matches!(&error, CommError::Nccl(error) if error.is_of_another_rank());
+    let backoff = Backoff::new(if is_news { NEWS_LIMIT } else { Duration::ZERO });
+    loop {
+        if let Some(failed) = accesses.iter().find_map(|access| access.shared.failure()) {
+            return failed;
+        }
+        if !backoff.pause() {
+            return error;
+        }
+    }
 }
 
 /// Whether NCCL will refuse everything from now on.
@@ -140,16 +164,16 @@ fn is_broken(access: &Access<'_>) -> bool {
 /// The deadline passed.
 pub(super) fn overdue(accesses: &mut [Access<'_>], stage: Stage, waited: Duration, ending: Ending) -> CommError {
     let name = Arc::clone(&accesses[0].shared.name);
-    give_up(accesses, ending, |state| CommError::Deadline { name, stage, waited, state })
+    give_up(accesses, ending, |state| CommError::Deadline { name: Arc::clone(&name), stage, waited, state })
 }
 
 /// Other ranks cannot be counted on any more. The error is told what became of the communicator, and is the cause of its end.
 pub(super) fn give_up(
     accesses: &mut [Access<'_>],
     ending: Ending,
-    error: impl FnOnce(CommState) -> CommError,
+    error: impl Fn(CommState) -> CommError,
 ) -> CommError {
-    end_all(accesses, ending, None, GRACE);
+    end_all(accesses, ending, Some(&Arc::new(error(CommState::Lost))), GRACE);
     let error = error(accesses[0].shared.state());
     let cause = Arc::new(error.clone());
     for access in accesses {
@@ -158,8 +182,9 @@ pub(super) fn give_up(
     error
 }
 
-/// The program asked for an abort.
+/// The program or the watchdog asked for an abort.
 fn stopped(accesses: &mut [Access<'_>], ending: Ending) -> CommError {
-    end_all(accesses, ending, None, ABORT_LIMIT);
-    accesses[0].shared.gone()
+    let failed = accesses.iter().find_map(|access| access.shared.failure());
+    end_all(accesses, ending, failed.clone().map(Arc::new).as_ref(), ABORT_LIMIT);
+    failed.unwrap_or_else(|| accesses[0].shared.gone())
 }

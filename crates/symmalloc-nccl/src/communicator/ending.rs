@@ -15,7 +15,7 @@
 //! Deregistration comes first because up to 2.28 an abort keeps the physical memory of windows for good. It needs a communicator
 //! whose kernels have stopped, which is what a revoke does: without one, windows are left to the abort.
 
-use super::shared::{Access, Life, Mode, Ownership, lock};
+use super::shared::{Access, Life, Mode, Ownership, Shared, lock};
 use super::state::{CommState, Stage};
 use super::threads::{self, Answer, Kept};
 use crate::backoff::Backoff;
@@ -23,11 +23,13 @@ use crate::calls::{CallProgress, Calls};
 use crate::error::CommError;
 use crate::handles::{CommHandle, RegistrationHandle, WindowHandle};
 use crate::version::Capability;
+use crate::watch;
 use std::ffi::CStr;
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use symmalloc_cuda::CudaDevice;
+use symmalloc_watchdog::FailureReport;
 
 /// How long an abort that the program asked for may take.
 pub(super) const ABORT_LIMIT: Duration = Duration::from_secs(5);
@@ -75,6 +77,7 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
     for access in &mut *accesses {
         // From here on no other thread calls NCCL with it.
         lock(&access.shared.life).end(CommState::Lost, cause.cloned());
+        tell(access.shared, cause);
     }
     let owned = || accesses.iter().all(|access| access.shared.ownership == Ownership::Owned);
     let has_revoke = || accesses.iter().all(|access| access.shared.nccl.supports(Capability::Revoke));
@@ -108,6 +111,23 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
         let _in_time = through.recv_timeout(limit);
     }
     accesses.iter().for_each(report);
+}
+
+/// Tells the other ranks, which would wait for this one.
+fn tell(shared: &Shared, cause: Option<&Arc<CommError>>) {
+    // One that was never ready is not known to them.
+    let Some(watched) = shared.watched.get() else { return };
+    let text = match cause {
+        Some(cause) => cause.to_string(),
+        None if std::thread::panicking() => "its thread panicked".to_owned(),
+        None => "its program aborted the communicator".to_owned(),
+    };
+    let first_rank = match cause.map(|cause| &**cause) {
+        Some(CommError::PeerLost { rank, .. }) => Some(*rank),
+        Some(CommError::Failed(failure)) => failure.cause.rank(),
+        _ => None,
+    };
+    watch::fail(watched, FailureReport { text, first_rank });
 }
 
 fn remains(access: &mut Access<'_>) -> Remains {

@@ -91,6 +91,18 @@ impl NcclCall {
         }
     }
 
+    /// What else all ranks must give alike, or whom it names.
+    pub(crate) fn detail(self) -> Option<String> {
+        match self {
+            NcclCall::AllReduce { op } | NcclCall::ReduceScatter { op } => Some(op.word()),
+            NcclCall::Reduce { op, root } => Some(format!("{}, root {root}", op.word())),
+            NcclCall::Broadcast { root } => Some(format!("root {root}")),
+            NcclCall::Send { peer } => Some(format!("to {peer}")),
+            NcclCall::Receive { peer } => Some(format!("from {peer}")),
+            NcclCall::AllGather => None,
+        }
+    }
+
     fn reduction(self) -> Option<ReduceOp> {
         match self {
             NcclCall::AllReduce { op } | NcclCall::ReduceScatter { op } | NcclCall::Reduce { op, .. } => Some(op),

@@ -2,6 +2,7 @@
 
 use super::Communicator;
 use super::call::{Route, perform};
+use super::host_entry::HostEntry;
 use super::registration::{BufferRegistration, Memory, Registered, WINDOW_ALIGNMENT, Window};
 use super::shared::Access;
 use super::state::{CommState, Stage};
@@ -39,6 +40,7 @@ impl Communicator {
         let (comm, new) = (access.comm, NewHandle::unnamed());
         let (kept, out): (Kept, _) = (Some(Arc::clone(&new) as _), Arc::clone(&new));
         let route = Route::when_blocking(self.shared.mode, Route::Apart);
+        let _entry = HostEntry::begin(self.watched(), Stage::Register, Some(size_bytes));
         perform(from_mut(&mut access), Stage::Register, route, &kept, move |calls| {
             calls.register_window(comm, base, size_bytes, &out)
         })?;

@@ -9,14 +9,19 @@
 use super::operation::KnownShapes;
 use super::order::CommOrder;
 use super::state::CommState;
+use crate::backoff::Backoff;
 use crate::error::CommError;
 use crate::handles::{CommHandle, RegistrationHandle, WindowHandle};
 use crate::library::Nccl;
+use crate::watch::{self, END_LIMIT, MeetingId, WatchSettings, WatchdogMode, Watched};
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 use symmalloc_cuda::CudaDevice;
+
+/// For longer than a program lives.
+pub(super) const FOR_EVER: Duration = Duration::from_secs(u32::MAX as u64);
 
 /// Whether NCCL's calls return before their work on the host is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,6 +55,11 @@ pub(super) struct Shared {
     pub(super) serial: u64,
     /// Set by [`abort`](super::Communicator::abort), for a thread that waits with the call lock held.
     pub(super) abort_asked: AtomicBool,
+    /// Where its processes met.
+    pub(super) met: Option<MeetingId>,
+    pub(super) watch_settings: WatchSettings,
+    /// Set when it is ready.
+    pub(super) watched: OnceLock<Arc<Watched>>,
     pub(super) inner: Mutex<Inner>,
     pub(super) life: Arc<Mutex<Life>>,
 }
@@ -105,9 +115,26 @@ impl Shared {
         NEXT.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Waits until no other thread calls NCCL with it.
+    /// Waits until no other thread calls NCCL with it. Refuses what the watchdog has ended, or is about to.
     pub(super) fn access(&self) -> Result<Access<'_>, CommError> {
-        self.access_with(lock(&self.inner))
+        let access = self.access_with(lock(&self.inner))?;
+        let Some(failed) = self.failure() else { return Ok(access) };
+        drop(access);
+        self.wait_for_end();
+        Err(failed)
+    }
+
+    /// An error of the watchdog's waits for the end that follows from it: a program that exits at once would unload libraries under
+    /// the thread that aborts. After so long the watchdog ends the process, where it must.
+    pub(super) fn wait_for_end(&self) {
+        let backoff = Backoff::new(END_LIMIT);
+        while !self.is_ended() && backoff.pause() {}
+    }
+
+    /// Whether nothing of it runs any more, or it is another one's to end.
+    pub(super) fn is_ended(&self) -> bool {
+        self.ownership == Ownership::Borrowed
+            || matches!(lock(&self.life).state, CommState::Destroyed | CommState::Aborted)
     }
 
     pub(super) fn access_with<'a>(&'a self, inner: MutexGuard<'a, Inner>) -> Result<Access<'a>, CommError> {
@@ -122,6 +149,26 @@ impl Shared {
     pub(super) fn gone(&self) -> CommError {
         let life = lock(&self.life);
         CommError::Gone { name: Arc::clone(&self.name), state: life.state, cause: life.cause.clone() }
+    }
+
+    /// Refuses what is not ready. Waits for nobody.
+    pub(super) fn check_ready(&self) -> Result<(), CommError> {
+        match self.failure() {
+            Some(failed) => Err(failed),
+            None if lock(&self.life).comm.is_null() => Err(self.gone()),
+            None => Ok(()),
+        }
+    }
+
+    /// The error of what the watchdog ended.
+    pub(super) fn failure(&self) -> Option<CommError> {
+        Some(CommError::Failed(Arc::clone(self.watched.get()?.failure()?)))
+    }
+
+    /// How long a wait of this crate's own for other ranks lasts. The watchdog knows whether they are slow or stuck, and ends it.
+    pub(super) fn patience(&self) -> Duration {
+        let is_watched = self.watched.get().is_some() && self.watch_settings.mode() != WatchdogMode::Off;
+        if is_watched && watch::is_on() { FOR_EVER } else { self.deadline }
     }
 
     pub(super) fn state(&self) -> CommState {

@@ -58,6 +58,11 @@ impl Stage {
         self == Stage::Connect
     }
 
+    /// Whether all ranks come to it, and the watchdog knows of it.
+    pub(super) fn is_watched(self) -> bool {
+        matches!(self, Stage::Split | Stage::Register | Stage::Submit | Stage::Destroy)
+    }
+
     /// The call whose outcome NCCL reports later.
     pub(super) fn call(self) -> &'static str {
         match self {

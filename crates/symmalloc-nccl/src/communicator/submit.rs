@@ -7,34 +7,63 @@ use super::shared::{Access, Mode};
 use super::state::Stage;
 use crate::error::CommError;
 use crate::handles::CommHandle;
+use crate::watch::{EntryNumber, Tick, Work};
+use cudarc::driver::CudaStream;
 use smallvec::SmallVec;
 use std::sync::Arc;
 
+/// A collective with its communicator and its stream.
+pub(crate) type Submission<'a> = (&'a Communicator, Operation, &'a Arc<CudaStream>);
+
 /// Gives collectives to NCCL: one as it is, several as a group. Returns when they are in their streams. The guards of their buffers
-/// live until then.
-pub(crate) fn submit(operations: &[(&Communicator, Operation)]) -> Result<(), CommError> {
+/// live until then. The watchdog learns of each, unless they are announced as a whole.
+pub(crate) fn submit(operations: &[Submission<'_>], is_noted: bool) -> Result<(), CommError> {
     let mut accesses = access_all(operations)?;
     let mut issues: SmallVec<[(CommHandle, Operation); 2]> = SmallVec::with_capacity(operations.len());
     let mut has_run = true;
-    for (comm, operation) in operations {
+    for (comm, operation, _) in operations {
         let access = find(&mut accesses, comm);
         has_run &= access.inner.shapes.contains(operation.shape());
         issues.push((access.comm, *operation));
     }
     let Some(first) = accesses.first() else { return Ok(()) };
     let route = if has_run { Route::Here } else { Route::when_blocking(first.shared.mode, Route::Apart) };
-    perform(&mut accesses, Stage::Submit, route, &None, move |calls| calls.issue(&issues))?;
+    let entries = if is_noted { begin(operations) } else { Entries::new() };
+    let issued = perform(&mut accesses, Stage::Submit, route, &None, move |calls| calls.issue(&issues));
+    note(operations, &entries, issued.is_ok());
+    issued?;
     if !has_run {
-        for (comm, operation) in operations {
+        for (comm, operation, _) in operations {
             find(&mut accesses, comm).inner.shapes.insert(operation.shape());
         }
     }
     Ok(())
 }
 
+/// Their entries in the flights of their communicators.
+type Entries = SmallVec<[EntryNumber; 2]>;
+
+fn begin(operations: &[Submission<'_>]) -> Entries {
+    let now = Tick::now();
+    let entry = |(comm, operation, stream): &Submission<'_>| {
+        comm.watched().flight().begin(Work::of(operation), Some(*stream), now)
+    };
+    operations.iter().map(entry).collect()
+}
+
+fn note(operations: &[Submission<'_>], entries: &Entries, is_issued: bool) {
+    for ((comm, _, stream), entry) in operations.iter().zip(entries) {
+        if is_issued {
+            comm.note_submitted(*entry, stream);
+        } else {
+            comm.watched().flight().over(*entry, Tick::now());
+        }
+    }
+}
+
 /// The right to use all communicators, each once, taken in an order that is the same for all threads.
-fn access_all<'a>(operations: &[(&'a Communicator, Operation)]) -> Result<SmallVec<[Access<'a>; 1]>, CommError> {
-    let mut comms: SmallVec<[&Communicator; 1]> = operations.iter().map(|(comm, _)| *comm).collect();
+fn access_all<'a>(operations: &[Submission<'a>]) -> Result<SmallVec<[Access<'a>; 1]>, CommError> {
+    let mut comms: SmallVec<[&Communicator; 1]> = operations.iter().map(|(comm, ..)| *comm).collect();
     comms.sort_unstable_by_key(|comm| comm.serial());
     comms.dedup_by_key(|comm| comm.serial());
     let name_of = |mode| comms.iter().find(|comm| comm.shared.mode == mode).map(|comm| Arc::clone(&comm.shared.name));

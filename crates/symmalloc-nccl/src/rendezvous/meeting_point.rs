@@ -51,6 +51,11 @@ impl MeetingPoint {
         Err(RendezvousError::NoAddress)
     }
 
+    /// One address, as the program says.
+    pub(super) fn at(address: &str) -> Result<Self, RendezvousError> {
+        Ok(MeetingPoint { addresses: resolve(address, "rendezvous", address)? })
+    }
+
     pub(super) fn listen(&self) -> Result<TcpListener, RendezvousError> {
         let mut refusal = None;
         for &address in &self.addresses {

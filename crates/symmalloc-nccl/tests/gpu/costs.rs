@@ -1,13 +1,14 @@
 //! What syncs and registrations cost, beside NCCL's own calls.
 
 use crate::job::{Calls, MIB, Rank, devices, fixed, ranks, reserved};
-use cudarc::driver::DevicePtrMut;
+use cudarc::driver::{CudaStream, DevicePtrMut};
+use std::sync::Arc;
 use std::time::Instant;
 use symmalloc_agreement::{Mode, Transport};
-use symmalloc_core::PoolId;
 use symmalloc_core::backend::Backend;
-use symmalloc_cuda::{CudaAllocator, CudaBackend};
-use symmalloc_nccl::{Communicator, NcclTransport, ReduceOp, Registered, Registrar, Registration, UniqueId};
+use symmalloc_core::{Config, PoolId};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice};
+use symmalloc_nccl::{Communicator, Nccl, NcclTransport, ReduceOp, Registered, Registrar, Registration, UniqueId};
 
 const WINDOWS: usize = 16;
 
@@ -148,4 +149,60 @@ fn a_registration_costs_what_nccls_own_does() {
             assert!(ours <= 1.5 * own.0 + 500.0, "{ours} us, NCCL alone {} us", own.0);
         });
     }
+}
+
+/// What the watchdog adds to each collective: its place in the flight record, the question whether the stream is captured, and an
+/// event now and then. One device and one rank will do.
+#[test]
+fn a_collective_is_watched_for_less_than_150_ns() {
+    if let Err(error) = CudaDevice::count().map_err(|error| error.to_string()).and_then(|count| match count {
+        0 => Err("no device".to_owned()),
+        _ => Nccl::load().map(|_| ()).map_err(|error| error.to_string()),
+    }) {
+        println!("skipped: {error}");
+        return;
+    }
+    const OPS: u32 = 10_000;
+    let device = CudaDevice::new(0).expect("a device");
+    let stream = device.context().new_stream().expect("a stream");
+    let id = UniqueId::new().expect("NCCL makes one");
+    let comm = Communicator::builder(&device).connect(id, 0, 1).expect("alone");
+    let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+    let mut buffer = allocator.alloc_zeroed::<u8>(&stream, 1 << 20).expect("allocated");
+    // On the host: nothing but what the watchdog does. With the device idle, and with work in the stream.
+    let announced = |act: &mut dyn FnMut(&Arc<CudaStream>)| {
+        let begun = Instant::now();
+        for _ in 0..OPS {
+            comm.announce("nothing", None, &stream, || act(&stream)).expect("it lives");
+        }
+        let time = begun.elapsed();
+        comm.synchronize(&stream).expect("done");
+        time.as_secs_f64() * 1e9 / f64::from(OPS)
+    };
+    let mut host: Vec<f64> = (0..50).map(|_| announced(&mut |_| ())).collect();
+    // On the device: as many fills of 1 MiB, with and without being announced, in turns.
+    let mut device_ns = [Vec::new(), Vec::new()];
+    for _ in 0..20 {
+        for (is_announced, times) in device_ns.iter_mut().enumerate() {
+            let begun = Instant::now();
+            for _ in 0..OPS {
+                if is_announced == 1 {
+                    let fill = || stream.memset_zeros(&mut buffer);
+                    comm.announce("fill", None, &stream, fill).expect("it lives").expect("submitted");
+                } else {
+                    stream.memset_zeros(&mut buffer).expect("submitted");
+                }
+            }
+            stream.synchronize().expect("done");
+            times.push(begun.elapsed().as_secs_f64() * 1e9 / f64::from(OPS));
+        }
+    }
+    host.sort_by(f64::total_cmp);
+    device_ns.iter_mut().for_each(|times| times.sort_by(f64::total_cmp));
+    // The least: what else goes on on the machine only adds to it.
+    let [plain, watched] = device_ns.map(|times| times[0]);
+    println!("host: median {:.0} ns, least {:.0}, most {:.0}", host[25], host[0], host[49]);
+    println!("a fill of 1 MiB: {plain:.0} ns, watched {watched:.0} ns");
+    assert!(host[25] < 150.0, "{host:?}");
+    assert!(watched < 1.05 * plain, "{plain} and {watched} ns");
 }

@@ -14,3 +14,4 @@ mod leaks;
 mod recorded;
 mod stopped;
 mod table;
+mod watchdog;

@@ -8,7 +8,7 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 use symmalloc_core::PoolId;
 use symmalloc_cuda::CudaDevice;
-use symmalloc_nccl::{Communicator, CommunicatorBuilder, Launch, ReduceOp, Registration, UniqueId};
+use symmalloc_nccl::{Communicator, CommunicatorBuilder, Launch, ReduceOp, Registration, UniqueId, WatchdogMode};
 
 const CHILD: &str = "SYMMALLOC_STOPPED_CHILD";
 const WAIT: Duration = Duration::from_secs(2);
@@ -49,7 +49,7 @@ fn a_thread_that_stops_under_a_collective_on_windows_ends_in_an_error() {
             let stop = || loop {
                 std::thread::park();
             };
-            let comm = connect(rank.builder(calls).deadline(WAIT)).expect("connected");
+            let comm = connect(rank.builder(calls).deadline(WAIT).watchdog(WatchdogMode::Abort)).expect("connected");
             live(rank, &comm, InFlight::CollectiveOnWindows, stop);
         });
         return;
@@ -69,7 +69,8 @@ fn a_process_that_dies_ends_in_an_error_on_all_others() {
         let launch = Launch::from_env().expect("started as a rank");
         let device = CudaDevice::new(launch.local_rank as usize).expect("a device");
         let stream = device.context().new_stream().expect("a stream");
-        let comm = Communicator::builder(&device).deadline(WAIT).connect_env().expect("connected");
+        let builder = Communicator::builder(&device).deadline(WAIT).watchdog(WatchdogMode::Abort);
+        let comm = builder.connect_env().expect("connected");
         let barrier = Barrier::new(1);
         let rank = Rank { rank: launch.rank, ranks: launch.ranks, device, stream, barrier: &barrier };
         live(&rank, &comm, in_flight, || {

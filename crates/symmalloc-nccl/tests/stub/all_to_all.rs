@@ -52,7 +52,7 @@ nccl_test!(a_rank_that_does_not_exchange_is_noticed_by_the_deadline, {
         let all_to_all = it.all_to_all();
         if it.rank == 0 {
             let late = all_to_all.exchange_splits(&[1, 2]).expect_err("rank 1 does not come");
-            assert!(matches!(late, AllToAllError::Transport(TransportError::Overdue { .. })), "{late}");
+            assert!(matches!(late, AllToAllError::Transport(TransportError::RankLost { rank: 1 })), "{late}");
             all_to_all.exchange_splits(&[1, 2]).expect_err("the communicator is gone");
         }
         barrier.wait();
@@ -259,12 +259,12 @@ nccl_test!(buffers_may_be_dropped_while_the_rows_wait_for_the_other_rank, {
 const WARM_UP_CALLS: u64 = 1_000;
 const HALF_OF_CALLS: u64 = 50_000;
 
-/// What the process, the stubs and the crates hold.
+/// What the process, the stubs and the crates hold, but for events: the watchdog's come and go.
 fn holdings(it: &Rank, all_to_all: &AllToAll) -> impl Debug + PartialEq {
     let stats = it.registrar.stats();
     let registered = ["ncclCommWindowRegister", "ncclCommRegister", "ncclCommWindowDeregister", "ncclCommDeregister"];
     (
-        cuda::live(),
+        cuda::Live { events: 0, ..cuda::live() },
         nccl::live(),
         registered.map(nccl::calls),
         stats,

@@ -11,3 +11,4 @@ mod stub_faults;
 mod stub_itself;
 mod stub_processes;
 mod stub_violations;
+mod watchdog;

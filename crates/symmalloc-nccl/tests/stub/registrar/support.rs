@@ -7,7 +7,7 @@ use stub_process::{cuda, nccl};
 use symmalloc_agreement::Mode;
 use symmalloc_core::config::{Config, PoolConfig, PoolConfigBuilder};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer, Pool};
-use symmalloc_nccl::{Communicator, ReduceOp, Registrar, Registration, UniqueId};
+use symmalloc_nccl::{Communicator, ReduceOp, Registrar, Registration, UniqueId, WatchdogMode};
 
 pub(crate) const MIB: u64 = 1 << 20;
 
@@ -101,7 +101,9 @@ impl Job {
         let stream = device.context().new_stream().expect("a stream");
         allocator.register_stream(&stream).expect("the first");
         let registrar = Registrar::builder(&allocator).agreement(self.mode).check_offsets(self.check_offsets).build();
-        let world = Communicator::builder(&device).deadline(self.deadline).connect(id, rank as u32, self.ranks as u32);
+        // What deadlines and aborts do by themselves: with the watchdog, ranks would learn of each other's end at once.
+        let builder = Communicator::builder(&device).deadline(self.deadline).watchdog(WatchdogMode::Off);
+        let world = builder.connect(id, rank as u32, self.ranks as u32);
         Rank {
             rank,
             ranks: self.ranks,
@@ -181,7 +183,7 @@ impl Rank {
         }
         self.meet();
         let id = shared.lock().expect("no panic").expect("rank 0 gave it");
-        let comm = Communicator::builder(&self.device).deadline(self.deadline).name(name);
+        let comm = Communicator::builder(&self.device).deadline(self.deadline).watchdog(WatchdogMode::Off).name(name);
         comm.connect(id, self.rank as u32, self.ranks as u32).expect("all ranks come")
     }
 

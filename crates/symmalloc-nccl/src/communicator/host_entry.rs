@@ -1,0 +1,23 @@
+//! What all ranks do together on the host, in the flight record.
+
+use super::state::Stage;
+use crate::watch::{EntryNumber, Tick, Watched, Work};
+
+/// Something that all ranks do together on the host, from its begin until this is dropped.
+pub(super) struct HostEntry<'a> {
+    watched: &'a Watched,
+    number: EntryNumber,
+}
+
+impl<'a> HostEntry<'a> {
+    pub(super) fn begin(watched: &'a Watched, stage: Stage, elements: Option<u64>) -> Self {
+        let work = Work::Named { kind: stage.call(), elements };
+        HostEntry { watched, number: watched.flight().begin(work, None, Tick::now()) }
+    }
+}
+
+impl Drop for HostEntry<'_> {
+    fn drop(&mut self) {
+        self.watched.flight().over(self.number, Tick::now());
+    }
+}

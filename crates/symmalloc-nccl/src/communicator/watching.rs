@@ -1,0 +1,159 @@
+//! What the watchdog asks of a communicator, and what a program waits for with it.
+
+use super::ending::{ABORT_LIMIT, Ending, GRACE, end_all};
+use super::order::CommOrder;
+use super::shared::{FOR_EVER, Ownership, Shared};
+use crate::backoff::Backoff;
+use crate::calls::CallProgress;
+use crate::communicator::Communicator;
+use crate::driver::{self, refused};
+use crate::error::CommError;
+use crate::sequence_counter::SequenceCounter;
+use crate::watch::{self, EntryNumber, Failure, FailureCause, Identity, Tick, Watchable, Watched, Work};
+use cudarc::driver::CudaStream;
+use std::slice::from_mut;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+use symmalloc_watchdog::CommunicatorId;
+
+impl Communicator {
+    /// Waits on the host until the stream is past all work given to it so far, or until the watchdog ends the communicator.
+    ///
+    /// # Errors
+    /// [`CommError::Failed`] when a rank is gone, stopped or stuck, and what the driver says.
+    pub fn synchronize(&self, stream: &Arc<CudaStream>) -> Result<(), CommError> {
+        self.check_stream(stream)?;
+        let _current = self.device().enter()?;
+        let event = self.device().context().new_event(None).map_err(refused("cuEventCreate"))?;
+        let flight = self.watched().flight();
+        let end = flight.end_of(stream);
+        event.record(stream).map_err(refused("cuEventRecord"))?;
+        let backoff = Backoff::new(FOR_EVER);
+        while !event.try_is_complete().map_err(refused("cuEventQuery"))? {
+            self.check_failure()?;
+            backoff.pause();
+        }
+        flight.done(end, Tick::now());
+        self.check_failure()
+    }
+
+    /// Makes a wait of the program's own, and says whether the communicator failed meanwhile: what its collectives wrote is worth
+    /// nothing then. The wait itself ends, because the watchdog stops the kernels that it waits for, or ends the process.
+    ///
+    /// # Errors
+    /// [`CommError::Failed`] when the watchdog ended the communicator.
+    pub fn guarded<T>(&self, wait: impl FnOnce() -> T) -> Result<T, CommError> {
+        let answer = wait();
+        self.check_failure()?;
+        Ok(answer)
+    }
+
+    /// Tells the watchdog of work that the program gives to the stream by itself and that all ranks give alike: a call of NCCL's
+    /// with [`raw`](Self::raw), the launch of a graph that holds collectives. `submit` gives it to the stream. It is numbered among
+    /// the communicator's collectives, and has its deadline.
+    ///
+    /// # Examples
+    /// ```no_run
+    /// # fn example(comm: &symmalloc_nccl::Communicator, graph: &cudarc::driver::CudaGraph,
+    /// #     stream: &std::sync::Arc<cudarc::driver::CudaStream>) -> Result<(), Box<dyn std::error::Error>> {
+    /// comm.announce("step", None, stream, || graph.launch())??;
+    /// comm.synchronize(stream)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// When the communicator is gone or the stream is another device's; `submit` is not called then.
+    pub fn announce<T>(
+        &self,
+        kind: &'static str,
+        elements: Option<u64>,
+        stream: &Arc<CudaStream>,
+        submit: impl FnOnce() -> T,
+    ) -> Result<T, CommError> {
+        self.check_stream(stream)?;
+        self.shared.check_ready()?;
+        let flight = self.watched().flight();
+        let entry = flight.begin(Work::Named { kind, elements }, Some(stream), Tick::now());
+        let answer = submit();
+        self.note_submitted(entry, stream);
+        Ok(answer)
+    }
+
+    /// It is in its stream, or in a graph.
+    pub(super) fn note_submitted(&self, entry: EntryNumber, stream: &CudaStream) {
+        let is_captured = driver::is_captured_on(self.device(), stream);
+        // A stream that cannot be asked is taken for one that runs.
+        let due = self.watched().flight().submitted(entry, is_captured.unwrap_or(false));
+        if let Some(due) = due
+            && let Ok(_current) = self.device().enter()
+        {
+            watch::mark(self.watched(), &due);
+        }
+    }
+
+    fn check_failure(&self) -> Result<(), CommError> {
+        let Some(failed) = self.shared.failure() else { return Ok(()) };
+        self.shared.wait_for_end();
+        Err(failed)
+    }
+}
+
+impl Shared {
+    /// It is ready: rank and number of ranks are known.
+    pub(super) fn begin_to_be_watched(self: &Arc<Self>) {
+        // Of borrowed ones the name is all there is, and several may have the same.
+        static BORROWED: SequenceCounter<CommOrder> = SequenceCounter::new();
+        let mut key = self.order.as_bytes().to_vec();
+        if self.ownership == Ownership::Borrowed {
+            key.extend_from_slice(&BORROWED.next(self.order.clone(), self.rank).to_be_bytes());
+        }
+        let identity = Identity {
+            id: CommunicatorId::of(&key),
+            name: Arc::clone(&self.name),
+            rank: self.rank,
+            ranks: self.ranks,
+            deadline: self.deadline,
+            met: self.met,
+        };
+        let communicator: Weak<dyn Watchable> = Arc::downgrade(&(Arc::clone(self) as Arc<dyn Watchable>));
+        let fresh = || Arc::new(Watched::new(identity, self.watch_settings.clone(), communicator));
+        watch::watch(self.watched.get_or_init(fresh));
+    }
+
+    pub(super) fn watched(&self) -> &Watched {
+        self.watched.get().expect("it is watched from the moment that it is ready")
+    }
+}
+
+impl Watchable for Shared {
+    fn end(&self, failure: &Arc<Failure>) {
+        self.abort_asked.store(true, Ordering::Release);
+        let Ok(inner) = self.lock_against_waiting(GRACE) else { return };
+        let Ok(mut access) = self.access_with(inner) else { return };
+        let cause = Arc::new(CommError::Failed(Arc::clone(failure)));
+        end_all(from_mut(&mut access), Ending::Idle, Some(&cause), ABORT_LIMIT);
+    }
+
+    fn examine(&self) -> Option<FailureCause> {
+        // Its owner asks NCCL by itself.
+        if self.ownership == Ownership::Borrowed {
+            return None;
+        }
+        let inner = self.inner.try_lock().ok()?;
+        let access = self.access_with(inner).ok()?;
+        let _current = self.device.enter().ok()?;
+        match self.nccl.calls().poll("ncclCommGetAsyncError", access.comm) {
+            Ok(CallProgress::Done | CallProgress::Underway) => None,
+            Err(error) => Some(FailureCause::Nccl(error)),
+        }
+    }
+
+    fn is_ended(&self) -> bool {
+        Shared::is_ended(self)
+    }
+
+    fn condition(&self) -> String {
+        self.state().to_string()
+    }
+}

@@ -1,0 +1,50 @@
+//! The time as the watchdog counts it: cheap to read, and as exact as a deadline of seconds needs.
+//!
+//! While the process is stopped, no time passes here: when a whole job is stopped and goes on later, no rank has waited too long for
+//! another one.
+
+use std::sync::Mutex;
+use std::sync::PoisonError;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// Between two looks of the watchdog and of the marker.
+pub(super) const LOOK: Duration = Duration::from_millis(100);
+
+/// What one tick adds at most.
+const STEP_MAX: Duration = Duration::from_secs(1);
+
+/// Time since the process began to watch, as of the watchdog's last tick.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Tick(u64);
+
+static NOW: AtomicU64 = AtomicU64::new(0);
+
+impl Tick {
+    /// One load: asking the system takes 20 ns, and collectives are counted in these.
+    #[inline]
+    pub(crate) fn now() -> Self {
+        Tick(NOW.load(Ordering::Relaxed))
+    }
+
+    /// Sets the time, which the watchdog's thread does at every tick.
+    pub(super) fn advance() -> Self {
+        static LAST: Mutex<Option<Instant>> = Mutex::new(None);
+        let mut last = LAST.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Instant::now();
+        let step = last.map_or(Duration::ZERO, |last| now.saturating_duration_since(last)).min(STEP_MAX);
+        *last = Some(now);
+        let sum = NOW.load(Ordering::Relaxed) + step.as_micros() as u64;
+        NOW.store(sum, Ordering::Relaxed);
+        Tick(sum)
+    }
+
+    pub(crate) fn since(self, earlier: Tick) -> Duration {
+        self.time().saturating_sub(earlier.time())
+    }
+
+    /// As lifelines count it.
+    pub(crate) fn time(self) -> Duration {
+        Duration::from_micros(self.0)
+    }
+}

@@ -1,0 +1,216 @@
+//! Why the watchdog ended a communicator.
+
+use super::watched::UNBORN;
+use crate::nccl_error::NcclError;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+use symmalloc_cuda::DriverError;
+use symmalloc_watchdog::{CollectiveRecord, Departure, FailureReport};
+
+/// Why the watchdog ended a communicator.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Failure {
+    /// The communicator's name.
+    pub communicator: Arc<str>,
+    /// This rank.
+    pub rank: u32,
+    /// What it is.
+    pub cause: FailureCause,
+    /// The collective that the other rank did not come to, or else the first of this rank that was not done.
+    pub collective: Option<CollectiveRecord>,
+    /// How long nothing had got on.
+    pub waited: Duration,
+}
+
+/// What ended a communicator.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum FailureCause {
+    /// A rank's process is gone.
+    RankGone {
+        /// The rank.
+        rank: u32,
+        /// How.
+        departure: Departure,
+        /// Why it had ended another communicator, if it had: it may have gone because of that.
+        after: Option<FailureReport>,
+    },
+    /// Another rank ended the communicator.
+    RankFailed {
+        /// The rank.
+        rank: u32,
+        /// What it said.
+        report: FailureReport,
+    },
+    /// Nothing is heard of a rank, and it did not come: it is stopped, or its machine cannot be reached.
+    RankStopped {
+        /// The rank.
+        rank: u32,
+        /// For how long.
+        silent: Duration,
+        /// The last collective that it submitted.
+        submitted: u64,
+    },
+    /// Ranks live and did not come: stuck in host code, or in another program.
+    RanksBehind {
+        /// The ranks, each with the last collective that it submitted.
+        ranks: Vec<(u32, u64)>,
+    },
+    /// A rank destroyed the communicator while this one uses it.
+    RankLeft {
+        /// The rank.
+        rank: u32,
+    },
+    /// A send or receive does not meet its counterpart, and the other rank is alive.
+    PeerWaits {
+        /// The other rank.
+        rank: u32,
+    },
+    /// All ranks came, and the device does not get on.
+    Hanging,
+    /// Nothing got on, and nobody can say why: there are ranks to which there is no connection.
+    Unknown,
+    /// NCCL reported an error.
+    Nccl(NcclError),
+    /// The driver reported an error.
+    Driver(DriverError),
+}
+
+impl Failure {
+    /// As other ranks are told.
+    pub(super) fn report(&self) -> FailureReport {
+        FailureReport { text: self.summary(), first_rank: self.cause.rank() }
+    }
+
+    /// Without what to do, which is done here.
+    fn summary(&self) -> String {
+        let mut text = self.cause.to_string();
+        if let Some(CollectiveRecord { number, signature, state, .. }) = &self.collective {
+            text += &format!(". On rank {} collective {number} ({signature}) was {state}", self.rank);
+            if !self.waited.is_zero() {
+                text += &format!(", and nothing had got on for {:.1} s", self.waited.as_secs_f64());
+            }
+        }
+        text
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "communicator \"{}\", rank {}: {}. {}",
+            self.communicator,
+            self.rank,
+            self.summary(),
+            self.cause.advice()
+        )
+    }
+}
+
+impl fmt::Display for FailureCause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            FailureCause::RankGone { rank, departure, after: None } => write!(f, "rank {rank} is gone: {departure}"),
+            FailureCause::RankGone { rank, departure, after: Some(report) } => {
+                write!(
+                    f,
+                    "rank {rank} is gone: {departure}, after it had given up another communicator: {}",
+                    report.text
+                )
+            }
+            FailureCause::RankFailed { rank, report } => write!(f, "rank {rank} gave up: {}", report.text),
+            FailureCause::RankStopped { rank, silent, submitted } => write!(
+                f,
+                "rank {rank} is stopped, or its machine cannot be reached: nothing was heard of it for {:.1} s, and its last \
+                 collective was {submitted}",
+                silent.as_secs_f64()
+            ),
+            FailureCause::RanksBehind { ranks } => {
+                f.write_str("ranks that are alive did not come:")?;
+                let mut separator = "";
+                ranks.iter().try_for_each(|(rank, submitted)| {
+                    write!(f, "{separator} rank {rank}, whose last collective was {submitted}")?;
+                    separator = ",";
+                    Ok(())
+                })
+            }
+            FailureCause::RankLeft { rank } => write!(f, "rank {rank} destroyed the communicator"),
+            FailureCause::PeerWaits { rank } => {
+                write!(f, "a send or receive does not meet its counterpart at rank {rank}, which is alive")
+            }
+            FailureCause::Hanging => f.write_str("all ranks came, and the device does not get on"),
+            FailureCause::Unknown => {
+                f.write_str("nothing gets on, and there are ranks to which there is no connection that could tell why")
+            }
+            FailureCause::Nccl(error) => error.fmt(f),
+            FailureCause::Driver(error) => error.fmt(f),
+        }
+    }
+}
+
+impl FailureCause {
+    fn advice(&self) -> &'static str {
+        match self {
+            FailureCause::RankGone { .. } => "Look at what that rank wrote last, and at the system's log for a kill",
+            FailureCause::RankFailed { .. } => "Look at that rank's report",
+            FailureCause::RankStopped { .. } => {
+                "Look whether that process is stopped (state T) and whether its machine answers"
+            }
+            FailureCause::RanksBehind { .. } | FailureCause::PeerWaits { .. } => {
+                "Look at their stacks, and compare the flight records of all ranks with `symmalloc diff`"
+            }
+            FailureCause::RankLeft { .. } => "Destroy a communicator when all its ranks are done with it",
+            FailureCause::Hanging => {
+                "Compare the flight records of all ranks with `symmalloc diff`: sizes or order may differ"
+            }
+            FailureCause::Unknown => {
+                "Connect with connect_env, or give all ranks SYMMALLOC_RENDEZVOUS, and compare the flight records of all ranks \
+                 with `symmalloc diff`"
+            }
+            FailureCause::Nccl(_) | FailureCause::Driver(_) => "Look for the first error among the ranks",
+        }
+    }
+}
+
+impl FailureCause {
+    /// A rank that has not come out of a split yet is named by its number in the parent.
+    pub(super) fn with_numbers_of_parents(mut self) -> Self {
+        match &mut self {
+            FailureCause::RankGone { rank, .. }
+            | FailureCause::RankFailed { rank, .. }
+            | FailureCause::RankStopped { rank, .. }
+            | FailureCause::RankLeft { rank }
+            | FailureCause::PeerWaits { rank } => *rank &= !UNBORN,
+            FailureCause::RanksBehind { ranks } => ranks.iter_mut().for_each(|(rank, _)| *rank &= !UNBORN),
+            FailureCause::Hanging | FailureCause::Unknown | FailureCause::Nccl(_) | FailureCause::Driver(_) => {}
+        }
+        self
+    }
+
+    /// The last collective of the rank that did not come.
+    pub(super) fn last_submitted(&self) -> Option<u64> {
+        match self {
+            FailureCause::RankStopped { submitted, .. } => Some(*submitted),
+            FailureCause::RanksBehind { ranks } => ranks.iter().map(|(_, submitted)| *submitted).min(),
+            _ => None,
+        }
+    }
+
+    /// The rank to look at first.
+    pub fn rank(&self) -> Option<u32> {
+        match self {
+            FailureCause::RankFailed { rank, report } | FailureCause::RankGone { rank, after: Some(report), .. } => {
+                report.first_rank.or(Some(*rank))
+            }
+            FailureCause::RankGone { rank, .. }
+            | FailureCause::RankStopped { rank, .. }
+            | FailureCause::RankLeft { rank }
+            | FailureCause::PeerWaits { rank } => Some(*rank),
+            FailureCause::RanksBehind { ranks } => ranks.first().map(|(rank, _)| *rank),
+            FailureCause::Hanging | FailureCause::Unknown | FailureCause::Nccl(_) | FailureCause::Driver(_) => None,
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! What other threads have of the watchdog's thread.
+
+use super::watched::{Identity, MeetingId};
+use crate::unique_id::UniqueId;
+use std::collections::BTreeSet;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+use symmalloc_watchdog::{FailureReport, Lifeline, Member, RankId};
+
+/// How long other threads wait for the watchdog's answer.
+const OBEY_LIMIT: Duration = Duration::from_secs(1);
+
+/// What other threads want.
+pub(super) enum Command {
+    /// Processes met with this id.
+    Met(MeetingId, Box<Lifeline>),
+    /// There is a communicator.
+    Watch(Identity),
+    /// This process is in a split of which this communicator will come.
+    Expect(Option<MeetingId>, RankId),
+    /// It has come, or will not.
+    Withdraw(Option<MeetingId>, RankId),
+    /// A communicator was destroyed in order.
+    Leave(Identity),
+    /// A communicator was ended because of an error.
+    Fail(Identity, FailureReport),
+    /// Who is in the communicator?
+    Tell(Identity, Sender<Vec<Member>>),
+    /// Who sends it waits until what was sent before is done.
+    Flush(Sender<()>),
+}
+
+pub(super) struct Handle {
+    commands: Mutex<Sender<Command>>,
+    /// Wakes the thread.
+    bell: OwnedFd,
+    /// The meetings of which connections are kept.
+    met: Mutex<BTreeSet<MeetingId>>,
+}
+
+static OF_PROCESS: OnceLock<Option<Handle>> = OnceLock::new();
+
+impl Handle {
+    pub(super) fn new(commands: Sender<Command>, bell: OwnedFd) -> Self {
+        Handle { commands: Mutex::new(commands), bell, met: Mutex::default() }
+    }
+
+    /// The process's, which is started for the first that asks.
+    pub(super) fn of_process_or(start: impl FnOnce() -> io::Result<Self>) -> Option<&'static Self> {
+        let started = || match start() {
+            Ok(handle) => Some(handle),
+            Err(error) => {
+                tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error);
+                None
+            }
+        };
+        OF_PROCESS.get_or_init(started).as_ref()
+    }
+
+    pub(super) fn command(&self, command: Command) {
+        if lock(&self.commands).send(command).is_ok() {
+            let _rung = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
+        }
+    }
+
+    /// Waits until what was said before is done.
+    pub(super) fn flush(&self) {
+        let (sender, done) = channel();
+        self.command(Command::Flush(sender));
+        let _in_time = done.recv_timeout(OBEY_LIMIT);
+    }
+
+    pub(super) fn note_meeting(&self, meeting: MeetingId) {
+        lock(&self.met).insert(meeting);
+    }
+
+    pub(super) fn forget_meeting(&self, meeting: &MeetingId) {
+        lock(&self.met).remove(meeting);
+    }
+
+    /// The meeting with this id: as this rank, where ranks are threads and each met for itself.
+    pub(super) fn meeting_of(&self, id: &UniqueId, rank: u32) -> Option<MeetingId> {
+        let met = lock(&self.met);
+        let of_id = || met.iter().filter(|meeting| meeting.id == *id);
+        of_id().find(|meeting| meeting.own == rank).or_else(|| of_id().next()).copied()
+    }
+}
+
+/// What is known of a communicator's ranks. Nothing where nothing was ever watched.
+pub(super) fn members(identity: &Identity) -> Vec<Member> {
+    let Some(Some(watchdog)) = OF_PROCESS.get() else { return Vec::new() };
+    let (sender, answer) = channel();
+    watchdog.command(Command::Tell(identity.clone(), sender));
+    answer.recv_timeout(OBEY_LIMIT).unwrap_or_default()
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,179 @@
+//! Why a collective is not done at its deadline, by what is known of all ranks.
+
+use super::failure::FailureCause;
+use super::flight::Undone;
+use super::watched::Identity;
+use std::time::Duration;
+use symmalloc_watchdog::Member;
+
+/// A process of which nothing is heard for so long is stopped, or its machine cannot be reached. One that computes is heard four
+/// times a second.
+const SILENT: Duration = Duration::from_secs(1);
+
+/// What is to be done about something that is not done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Judgement {
+    /// The communicator is to be ended.
+    End(FailureCause),
+    /// The ranks that are waited for get on, if slowly. To be looked at again after this time.
+    Wait(Duration),
+}
+
+impl Judgement {
+    /// Of what has been standing for the deadline already.
+    pub(super) fn new(identity: &Identity, standing: &Undone, members: &[Member]) -> Self {
+        let others = || members.iter().filter(|member| member.rank != identity.rank);
+        if let Some((rank, departure)) = others().find_map(|it| Some((it.rank, it.departure.clone()?))) {
+            return Judgement::End(FailureCause::RankGone { rank, departure, after: None });
+        }
+        if let Some((rank, report)) = others().find_map(|it| Some((it.rank, it.failure.clone()?))) {
+            return Judgement::End(FailureCause::RankFailed { rank, report });
+        }
+        let behind: Vec<&Member> = match standing.peer {
+            // Of sends and receives nobody knows which the peer has called.
+            Some(peer) => others().filter(|it| it.rank == peer).collect(),
+            None => others().filter(|it| is_behind(it, standing)).collect(),
+        };
+        let has_come = behind.is_empty();
+        let is_open = |it: &&Member| it.progress.finished < standing.last;
+        let waited_for = if has_come { others().filter(is_open).collect() } else { behind };
+        let stillness = |it: &&Member| Duration::from_millis(it.still_ms);
+        let still: Vec<&Member> = waited_for.iter().copied().filter(|it| stillness(it) >= identity.deadline).collect();
+        // When all have come, each that gets on may be in kernels of its own before it. When some have not, one that stands still is
+        // enough.
+        let moving = waited_for.iter().filter(|it| stillness(it) < identity.deadline);
+        if let Some(longest) = moving.map(stillness).max()
+            && (has_come || still.is_empty())
+        {
+            return Judgement::Wait(identity.deadline.saturating_sub(longest));
+        }
+        Judgement::End(cause(identity, standing, members, &still, has_come))
+    }
+}
+
+/// Whether it did not come to something that stands here. What is the first that stands is known as exactly as marks are: it may be
+/// done, and a later one stand. A rank with work of its own that is not done waits as well.
+fn is_behind(Member { progress, .. }: &Member, Undone { first, last, .. }: &Undone) -> bool {
+    progress.submitted < first.number || progress.submitted < *last && progress.finished == progress.submitted
+}
+
+fn cause(
+    identity: &Identity,
+    standing: &Undone,
+    members: &[Member],
+    still: &[&Member],
+    has_come: bool,
+) -> FailureCause {
+    let is_silent = |it: &&&Member| u128::from(it.silent_ms) >= SILENT.as_millis();
+    // One that came and was stopped then holds the others up as well: NCCL's threads are stopped with it.
+    if let Some(stopped) = still.iter().find(is_silent) {
+        let (silent, submitted) = (Duration::from_millis(stopped.silent_ms), stopped.progress.submitted);
+        return FailureCause::RankStopped { rank: stopped.rank, silent, submitted };
+    }
+    if let Some(left) = still.iter().find(|it| it.has_left).filter(|_| !has_come) {
+        return FailureCause::RankLeft { rank: left.rank };
+    }
+    match standing.peer {
+        Some(rank) if !still.is_empty() => FailureCause::PeerWaits { rank },
+        _ if !still.is_empty() && !has_come => {
+            FailureCause::RanksBehind { ranks: still.iter().map(|it| (it.rank, it.progress.submitted)).collect() }
+        }
+        _ if members.len() < identity.ranks as usize => FailureCause::Unknown,
+        _ => FailureCause::Hanging,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::watch::Tick;
+    use std::sync::Arc;
+    use symmalloc_watchdog::{
+        CollectiveRecord, CollectiveState, CommunicatorId, Departure, ProcessId, Progress, Signature,
+    };
+
+    const DEADLINE: Duration = Duration::from_secs(5);
+
+    /// Stands as long as the deadline, with nothing heard for so long.
+    fn member(rank: u32, submitted: u64, silent_ms: u64) -> Member {
+        Member {
+            rank,
+            process: ProcessId(rank),
+            progress: Progress { submitted, finished: 0 },
+            still_ms: 5_000,
+            silent_ms,
+            departure: None,
+            has_left: false,
+            failure: None,
+        }
+    }
+
+    fn judgement(ranks: u32, peer: Option<u32>, members: &[Member]) -> Judgement {
+        let name = Arc::from("world");
+        let identity = Identity { id: CommunicatorId(1), name, rank: 0, ranks, deadline: DEADLINE, met: None };
+        let signature = Signature { kind: "ncclAllReduce".to_owned(), elements: None, data_type: None, detail: None };
+        let first = CollectiveRecord {
+            number: 5,
+            is_point_to_point: peer.is_some(),
+            signature,
+            stream: Some(0),
+            state: CollectiveState::Running,
+            age_ms: 0,
+        };
+        Judgement::new(&identity, &Undone { first, last: 6, peer, since: Tick::default() }, members)
+    }
+
+    #[test]
+    fn the_worst_that_is_known_is_the_cause() {
+        let cause = |members: &[Member]| match judgement(members.len() as u32, None, members) {
+            Judgement::End(cause) => cause,
+            Judgement::Wait(time) => panic!("waits {time:?}"),
+        };
+        assert_eq!(judgement(3, None, &[member(0, 5, 0)]), Judgement::End(FailureCause::Unknown));
+        assert_eq!(cause(&[member(0, 5, 0), member(1, 5, 90)]), FailureCause::Hanging);
+        let behind = [member(0, 5, 0), member(1, 4, 90), member(2, 5, 0), member(3, 3, 0)];
+        assert_eq!(cause(&behind), FailureCause::RanksBehind { ranks: vec![(1, 4), (3, 3)] });
+        let stopped = [member(0, 5, 0), member(1, 4, 90), member(2, 5, 9000), member(3, 3, 7000)];
+        let silent = Duration::from_secs(7);
+        assert_eq!(cause(&stopped), FailureCause::RankStopped { rank: 3, silent, submitted: 3 });
+        let silent = Duration::from_secs(9);
+        let came = [member(0, 5, 0), member(1, 5, 9000)];
+        assert_eq!(cause(&came), FailureCause::RankStopped { rank: 1, silent, submitted: 5 });
+        let left = Member { has_left: true, ..member(1, 4, 0) };
+        assert_eq!(cause(&[member(0, 5, 0), left]), FailureCause::RankLeft { rank: 1 });
+        let gone = Member { departure: Some(Departure::Closed), ..member(2, 5, 9000) };
+        let departure = Departure::Closed;
+        assert_eq!(
+            cause(&[member(0, 5, 0), member(1, 4, 0), gone]),
+            FailureCause::RankGone { rank: 2, departure, after: None }
+        );
+    }
+
+    #[test]
+    fn a_rank_that_is_through_with_what_it_was_given_is_behind() {
+        let done = Member { progress: Progress { submitted: 5, finished: 5 }, ..member(1, 5, 0) };
+        let behind = FailureCause::RanksBehind { ranks: vec![(1, 5)] };
+        assert_eq!(judgement(2, None, &[member(0, 6, 0), done.clone()]), Judgement::End(behind));
+        let slow = Member { still_ms: 1_000, ..done };
+        assert_eq!(judgement(2, None, &[member(0, 6, 0), slow]), Judgement::Wait(Duration::from_secs(4)));
+    }
+
+    #[test]
+    fn a_rank_that_gets_on_is_waited_for() {
+        let slow = |submitted| Member { still_ms: 1_500, ..member(1, submitted, 0) };
+        assert_eq!(judgement(2, None, &[member(0, 5, 0), slow(3)]), Judgement::Wait(Duration::from_millis(3_500)));
+        assert_eq!(judgement(2, None, &[member(0, 5, 0), slow(5)]), Judgement::Wait(Duration::from_millis(3_500)));
+        // One that stands still is not excused by another one that gets on.
+        let members = [member(0, 5, 0), slow(3), member(2, 4, 0)];
+        assert_eq!(judgement(3, None, &members), Judgement::End(FailureCause::RanksBehind { ranks: vec![(2, 4)] }));
+    }
+
+    #[test]
+    fn a_send_waits_for_its_peer_alone() {
+        let members = [member(0, 5, 0), member(1, 9, 0), member(2, 2, 9000)];
+        assert_eq!(judgement(3, Some(1), &members), Judgement::End(FailureCause::PeerWaits { rank: 1 }));
+        let silent = Duration::from_secs(9);
+        let stopped = FailureCause::RankStopped { rank: 2, silent, submitted: 2 };
+        assert_eq!(judgement(3, Some(2), &members), Judgement::End(stopped));
+    }
+}

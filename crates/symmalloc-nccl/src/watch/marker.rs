@@ -1,0 +1,97 @@
+//! The thread that asks the driver and NCCL how far the device is. It may hang in either; the watchdog does not wait for it.
+//!
+//! In a stream with collectives that are not known to be done, an event is recorded behind them. When it is done, they are. The
+//! thread is in the relaxed capture mode: in the global one, another thread's capture would be spoilt by any question. An event that
+//! became part of a capture is never asked, which would spoil it as well.
+
+use super::clock::{LOOK, Tick};
+use super::failure::FailureCause;
+use super::flight::Unmarked;
+use super::marks::Mark;
+use super::registry;
+use super::watched::Watched;
+use crate::driver::{self, refused};
+use cudarc::driver::CudaEvent;
+use symmalloc_cuda::DriverError;
+
+/// Starts the thread, once.
+pub(super) fn start() {
+    static STARTED: std::sync::Once = std::sync::Once::new();
+    STARTED.call_once(|| {
+        let thread = std::thread::Builder::new().name("symmalloc-marker".to_owned()).spawn(run);
+        if let Err(error) = thread {
+            tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error);
+        }
+    });
+}
+
+fn run() {
+    let mut is_relaxed = false;
+    loop {
+        std::thread::sleep(LOOK);
+        for watched in registry::all() {
+            is_relaxed = is_relaxed || driver::relax_capture_mode();
+            if !is_relaxed || watched.is_over() {
+                drop(std::mem::take(&mut *watched.marks()));
+                continue;
+            }
+            ask(&watched);
+            for unmarked in watched.flight().unmarked() {
+                mark(&watched, &unmarked);
+            }
+            if let Some(trouble) = watched.communicator().and_then(|communicator| communicator.examine()) {
+                watched.note_trouble(trouble);
+            }
+        }
+    }
+}
+
+/// Asks which marks the device is past. Nobody waits for the driver's answers.
+fn ask(watched: &Watched) {
+    let waiting = watched.marks().take_waiting();
+    for mark in waiting {
+        match is_past(&mark.event) {
+            Ok(true) => {
+                watched.flight().done(mark.upto, Tick::now());
+                watched.marks().keep(mark.event);
+            }
+            Ok(false) => watched.marks().add(mark),
+            Err(error) => watched.note_trouble(FailureCause::Driver(error)),
+        }
+    }
+}
+
+fn is_past(event: &CudaEvent) -> Result<bool, DriverError> {
+    event.context().bind_to_thread().map_err(refused("cuCtxSetCurrent"))?;
+    event.try_is_complete().map_err(refused("cuEventQuery"))
+}
+
+/// Marks the end of what is in a stream. Changes the thread's current context.
+pub(crate) fn mark(watched: &Watched, unmarked: &Unmarked) {
+    let Unmarked { upto, .. } = *unmarked;
+    let free = watched.marks().free_event();
+    match event_behind(unmarked, free) {
+        Ok(Some(event)) => watched.marks().add(Mark { upto, event }),
+        Ok(None) => watched.flight().lost(upto),
+        Err(error) => {
+            watched.flight().lost(upto);
+            watched.note_trouble(FailureCause::Driver(error));
+        }
+    }
+}
+
+/// `None` while the stream is part of a capture.
+fn event_behind(Unmarked { stream, .. }: &Unmarked, free: Option<CudaEvent>) -> Result<Option<CudaEvent>, DriverError> {
+    let context = stream.context();
+    context.bind_to_thread().map_err(refused("cuCtxSetCurrent"))?;
+    if driver::is_captured(stream)? {
+        return Ok(None);
+    }
+    let event = match free {
+        Some(event) => event,
+        None => context.new_event(None).map_err(refused("cuEventCreate"))?,
+    };
+    event.record(stream).map_err(refused("cuEventRecord"))?;
+    // A capture that began in between has the event now: it must not be asked.
+    Ok((!driver::is_captured(stream)?).then_some(event))
+}

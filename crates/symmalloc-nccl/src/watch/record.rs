@@ -1,0 +1,84 @@
+//! Flight records of this process: written at a failure, on request, and by signal.
+
+use super::handle;
+use super::registry;
+use super::watched::Identity;
+use signal_hook::consts::{SIGUSR1, SIGUSR2};
+use std::env;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use symmalloc_watchdog::{FlightRecord, FlightRecordError};
+
+/// Names the folder of flight records; the system's for temporary files by default.
+const FOLDER_VARIABLE: &str = "SYMMALLOC_FLIGHT_RECORDS";
+/// Names a signal at which a record is written: "USR1" or "USR2".
+const SIGNAL_VARIABLE: &str = "SYMMALLOC_FLIGHT_SIGNAL";
+
+/// What this process knows of its communicators now: the last 256 collectives of each, how far it is with them, and what it knows
+/// of the other ranks. Takes a second at most.
+///
+/// # Examples
+/// ```
+/// let record = symmalloc_nccl::flight_record("asked for by the operator");
+/// assert_eq!(record.communicators, []);
+/// ```
+pub fn flight_record(reason: &str) -> FlightRecord {
+    let watched = registry::all();
+    let communicators = watched.iter().map(|it| it.record(&handle::members(it.identity()))).collect();
+    FlightRecord::new(host(), reason.to_owned(), communicators)
+}
+
+/// Writes [`flight_record`] to the folder that `SYMMALLOC_FLIGHT_RECORDS` names, or to the system's for temporary files. Every
+/// record of the process goes to the same file, the last one stays. `symmalloc diff` compares those of all ranks.
+///
+/// # Errors
+/// When the file cannot be written.
+pub fn write_flight_record(reason: &str) -> Result<PathBuf, FlightRecordError> {
+    static PATH: Mutex<Option<PathBuf>> = Mutex::new(None);
+    // One after the other: they go to one file.
+    let mut path = PATH.lock().unwrap_or_else(PoisonError::into_inner);
+    let first = || registry::all().first().map(|watched| name(watched.identity()));
+    let process = || format!("symmalloc-flight-process{}.json", std::process::id());
+    let path = path.get_or_insert_with(|| folder().join(first().unwrap_or_else(process)));
+    flight_record(reason).write(path)?;
+    Ok(path.clone())
+}
+
+fn folder() -> PathBuf {
+    env::var_os(FOLDER_VARIABLE).map_or_else(env::temp_dir, PathBuf::from)
+}
+
+/// By the process's first communicator: records of all ranks lie side by side.
+fn name(Identity { name, id, rank, .. }: &Identity) -> String {
+    let plain = |letter: char| if letter.is_ascii_alphanumeric() { letter } else { '-' };
+    format!("symmalloc-flight-{}-{id}-rank{rank}.json", name.chars().map(plain).collect::<String>())
+}
+
+fn host() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
+}
+
+/// Set by the signal that the environment names.
+static IS_ASKED: LazyLock<Arc<AtomicBool>> = LazyLock::new(|| {
+    let flag = Arc::new(AtomicBool::new(false));
+    let signal = match env::var(SIGNAL_VARIABLE).as_deref() {
+        Ok("USR1" | "SIGUSR1") => SIGUSR1,
+        Ok("USR2" | "SIGUSR2") => SIGUSR2,
+        Ok(other) => {
+            let error = format!("{SIGNAL_VARIABLE}={other}: it takes USR1 or USR2");
+            tracing::warn!(name: "watchdog.failed", target: "symmalloc", error);
+            return flag;
+        }
+        Err(_) => return flag,
+    };
+    if let Err(error) = signal_hook::flag::register(signal, Arc::clone(&flag)) {
+        tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error);
+    }
+    flag
+});
+
+/// Whether the signal came since this was asked last.
+pub(super) fn is_asked_by_signal() -> bool {
+    IS_ASKED.swap(false, Ordering::AcqRel)
+}

@@ -1,0 +1,18 @@
+//! All communicators of the process that are watched.
+
+use super::watched::Watched;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+static WATCHED: Mutex<Vec<Weak<Watched>>> = Mutex::new(Vec::new());
+
+/// From now on until it is dropped.
+pub(super) fn add(watched: &Arc<Watched>) {
+    WATCHED.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(watched));
+}
+
+/// In the order in which they were connected.
+pub(super) fn all() -> Vec<Arc<Watched>> {
+    let mut watched = WATCHED.lock().unwrap_or_else(PoisonError::into_inner);
+    watched.retain(|it| it.strong_count() > 0);
+    watched.iter().filter_map(Weak::upgrade).collect()
+}

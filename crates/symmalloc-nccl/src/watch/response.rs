@@ -1,0 +1,80 @@
+//! What happens when the watchdog ends a communicator: the report, the flight record, the program's callback, the communicator's
+//! end, and where a kernel cannot be stopped the end of the process.
+
+use super::clock::LOOK;
+use super::failure::Failure;
+use super::record::write_flight_record;
+use super::settings::{MODE_VARIABLE, WatchdogMode};
+use super::watched::Watched;
+use crate::communicator::threads;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// With this code the watchdog ends a process that cannot go on: a kernel of NCCL's waits for a rank that will not come, and cannot
+/// be stopped.
+pub const FAILURE_EXIT_CODE: i32 = 86;
+
+/// How long a communicator's end may take, before the process is ended.
+pub(crate) const END_LIMIT: Duration = Duration::from_secs(2);
+
+/// Responds, on threads of its own: each part may never come back.
+pub(super) fn begin(watched: &Arc<Watched>, failure: &Arc<Failure>) {
+    let (of_end, cause) = (Arc::clone(watched), Arc::clone(failure));
+    apart(move || {
+        if let Some(communicator) = of_end.communicator() {
+            communicator.end(&cause);
+        }
+    });
+    let cause = Arc::clone(failure);
+    apart(move || report(&cause));
+    if let Some(callback) = watched.settings().callback() {
+        let cause = Arc::clone(failure);
+        apart(move || {
+            let _panicked = catch_unwind(AssertUnwindSafe(|| callback(&cause)));
+        });
+    }
+    let (watched, failure) = (Arc::clone(watched), Arc::clone(failure));
+    apart(move || see_to_the_end(&watched, &failure));
+}
+
+fn apart(job: impl FnOnce() + Send + 'static) {
+    if let Err(error) = threads::run(job) {
+        tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error);
+    }
+}
+
+fn report(failure: &Failure) {
+    let communicator = &*failure.communicator;
+    tracing::error!(name: "communicator.failed", target: "symmalloc", communicator, %failure);
+    let written = match write_flight_record(&failure.to_string()) {
+        Ok(path) => format!("the flight record is {}", path.display()),
+        Err(error) => format!("there is no flight record: {error}"),
+    };
+    eprintln!("symmalloc: {failure}; {written}");
+}
+
+/// Ends the process when the communicator does not end.
+fn see_to_the_end(watched: &Watched, failure: &Failure) {
+    let begun = Instant::now();
+    loop {
+        let Some(communicator) = watched.communicator() else { return };
+        if communicator.is_ended() {
+            return;
+        }
+        if begun.elapsed() > END_LIMIT {
+            break;
+        }
+        std::thread::sleep(LOOK / 4);
+    }
+    // A thread of ours that hangs in NCCL harms nobody; a kernel that spins holds the device, and `exit` as well.
+    if watched.settings().mode() != WatchdogMode::Exit || watched.flight().is_off_device() {
+        return;
+    }
+    eprintln!(
+        "symmalloc: communicator \"{}\" cannot be ended: a kernel of NCCL's waits for ever. The process ends with \
+         {FAILURE_EXIT_CODE}; {MODE_VARIABLE}=abort leaves it alone",
+        failure.communicator
+    );
+    crate::driver::exit_now(FAILURE_EXIT_CODE);
+}

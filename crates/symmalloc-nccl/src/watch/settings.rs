@@ -1,0 +1,87 @@
+//! What the watchdog does for a communicator, as the program and the environment say.
+
+use super::failure::Failure;
+use std::env;
+use std::fmt;
+use std::sync::{Arc, LazyLock};
+
+/// Says what the watchdog does, above what the program says.
+pub(super) const MODE_VARIABLE: &str = "SYMMALLOC_WATCHDOG";
+
+/// What the watchdog does when a rank is gone, stopped or stuck. The environment's `SYMMALLOC_WATCHDOG` (`exit`, `abort` or `off`)
+/// is above what the program chooses, for debuggers, which stop processes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum WatchdogMode {
+    /// It aborts the communicator; where a kernel of NCCL's cannot be aborted, it ends the process with
+    /// [`FAILURE_EXIT_CODE`](crate::FAILURE_EXIT_CODE).
+    #[default]
+    Exit,
+    /// It aborts the communicator, and never ends the process.
+    Abort,
+    /// It keeps the flight record and does nothing else. Host calls keep their deadline.
+    Off,
+}
+
+impl WatchdogMode {
+    fn from_word(word: &str) -> Option<Self> {
+        match word.trim() {
+            "exit" => Some(WatchdogMode::Exit),
+            "abort" => Some(WatchdogMode::Abort),
+            "off" => Some(WatchdogMode::Off),
+            _ => None,
+        }
+    }
+}
+
+type Callback = Arc<dyn Fn(&Failure) + Send + Sync>;
+
+/// See [`WatchdogMode`].
+#[derive(Clone, Default)]
+pub(crate) struct WatchSettings {
+    mode: WatchdogMode,
+    callback: Option<Callback>,
+}
+
+impl WatchSettings {
+    /// What the program chooses, unless the environment says otherwise.
+    pub(crate) fn set_mode(&mut self, mode: WatchdogMode) {
+        self.mode = mode;
+    }
+
+    pub(crate) fn set_callback(&mut self, callback: Callback) {
+        self.callback = Some(callback);
+    }
+
+    pub(super) fn callback(&self) -> Option<Callback> {
+        self.callback.clone()
+    }
+
+    /// Asked with every collective: the environment is read once.
+    #[inline]
+    pub(crate) fn mode(&self) -> WatchdogMode {
+        static SAID: LazyLock<Option<WatchdogMode>> =
+            LazyLock::new(|| WatchdogMode::from_word(&env::var(MODE_VARIABLE).ok()?));
+        SAID.unwrap_or(self.mode)
+    }
+}
+
+impl fmt::Debug for WatchSettings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let has_callback = self.callback.is_some();
+        f.debug_struct("WatchSettings").field("mode", &self.mode).field("has_callback", &has_callback).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_known_words_choose_a_mode() {
+        assert_eq!(WatchdogMode::from_word(" off"), Some(WatchdogMode::Off));
+        assert_eq!(WatchdogMode::from_word("exit"), Some(WatchdogMode::Exit));
+        assert_eq!(WatchdogMode::from_word("abort"), Some(WatchdogMode::Abort));
+        assert_eq!(WatchdogMode::from_word("no"), None);
+    }
+}

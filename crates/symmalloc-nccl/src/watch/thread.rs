@@ -1,0 +1,333 @@
+//! The one thread of the process that watches: it polls lifelines, lets time pass and judges. It calls neither the driver nor NCCL.
+
+use super::clock::{LOOK, Tick};
+use super::failure::FailureCause;
+use super::handle::{Command, Handle};
+use super::judgement::Judgement;
+use super::marker;
+use super::record;
+use super::registry;
+use super::response;
+use super::settings::WatchdogMode;
+use super::watched::{Identity, MeetingId, Watched};
+use crate::communicator::threads;
+use crate::unique_id::UniqueId;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use std::collections::BTreeMap;
+use std::net::TcpStream;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+use symmalloc_watchdog::{FailureReport, Lifeline, Member, PeerEvent, ProcessId, RankId};
+
+/// How long the hub may take to say how far the others are, before a delay is judged without it.
+const ANSWER_LIMIT: Duration = Duration::from_millis(500);
+
+/// What NCCL and the driver report is often that another rank is gone. For so long the news of which one may come.
+pub(crate) const NEWS_LIMIT: Duration = Duration::from_millis(500);
+
+/// The processes of a job have met with this id, and this one keeps its connections.
+pub(crate) fn met(id: &UniqueId, own: u32, processes: u32, connections: Vec<(u32, TcpStream)>) -> MeetingId {
+    let meeting = MeetingId { id: *id, own };
+    let connections = connections.into_iter().map(|(process, stream)| (ProcessId(process), stream)).collect();
+    match Lifeline::new(ProcessId(own), processes, connections, Tick::now().time()) {
+        Ok(lifeline) => {
+            if let Some(watchdog) = watchdog() {
+                watchdog.note_meeting(meeting);
+                watchdog.command(Command::Met(meeting, Box::new(lifeline)));
+            }
+        }
+        Err(error) => tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error),
+    }
+    meeting
+}
+
+/// Whether there is a watchdog.
+pub(crate) fn is_on() -> bool {
+    watchdog().is_some()
+}
+
+/// The meeting with this id: as this rank, where ranks are threads and each met for itself.
+pub(crate) fn meeting_of(id: &UniqueId, rank: u32) -> Option<MeetingId> {
+    watchdog()?.meeting_of(id, rank)
+}
+
+/// Watches a communicator until it is dropped.
+pub(crate) fn watch(watched: &Arc<Watched>) {
+    if let Some(watchdog) = watchdog() {
+        registry::add(watched);
+        watchdog.command(Command::Watch(watched.identity().clone()));
+        marker::start();
+    }
+}
+
+/// This process enters a split of which this communicator will come. When this returns, others know, and learn of its end.
+pub(crate) fn expect(met: Option<MeetingId>, rank: RankId) {
+    if let Some(watchdog) = watchdog() {
+        watchdog.command(Command::Expect(met, rank));
+        watchdog.flush();
+    }
+}
+
+/// It has come and is watched, or will not.
+pub(crate) fn withdraw(met: Option<MeetingId>, rank: RankId) {
+    if let Some(watchdog) = watchdog() {
+        watchdog.command(Command::Withdraw(met, rank));
+    }
+}
+
+/// The communicator was destroyed in order: other ranks need not mind what becomes of this process. When this returns, they know.
+pub(crate) fn leave(watched: &Watched) {
+    watched.close();
+    if let Some(watchdog) = watchdog() {
+        watchdog.command(Command::Leave(watched.identity().clone()));
+        watchdog.flush();
+    }
+}
+
+/// The communicator was ended because of an error, which other ranks are told. When this returns, they know.
+pub(crate) fn fail(watched: &Watched, report: FailureReport) {
+    watched.close();
+    if let Some(watchdog) = watchdog() {
+        watchdog.command(Command::Fail(watched.identity().clone(), report));
+        watchdog.flush();
+    }
+}
+
+/// Its connections are gone.
+fn forget(meeting: Option<&MeetingId>) {
+    if let (Some(meeting), Some(watchdog)) = (meeting, watchdog()) {
+        watchdog.forget_meeting(meeting);
+    }
+}
+
+/// `None` where the system refuses a thread or a descriptor: nothing is watched then, and the log says so.
+fn watchdog() -> Option<&'static Handle> {
+    Handle::of_process_or(|| {
+        let (sender, commands) = channel();
+        let bell = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
+        let heard = bell.try_clone()?;
+        let thread = std::thread::Builder::new().name("symmalloc-watchdog".to_owned());
+        thread.spawn(move || Watch::new().run(&commands, &heard))?;
+        Ok(Handle::new(sender, bell))
+    })
+}
+
+/// The thread's own.
+struct Watch {
+    /// By meeting. Ranks of this process that met nobody have one without connections.
+    lifelines: BTreeMap<Option<MeetingId>, Lifeline>,
+    /// What was joined, and is to be left when the communicator is dropped.
+    joined: BTreeMap<RankId, Option<MeetingId>>,
+    delays: BTreeMap<RankId, Delay>,
+}
+
+/// What is done about something that is not done.
+#[derive(Clone, Copy)]
+enum Delay {
+    /// The hub was asked then.
+    Asked(Tick),
+    /// From then on it is left alone for so long.
+    Left(Tick, Duration),
+}
+
+impl Watch {
+    fn new() -> Self {
+        Watch { lifelines: BTreeMap::new(), joined: BTreeMap::new(), delays: BTreeMap::new() }
+    }
+
+    fn run(mut self, commands: &Receiver<Command>, bell: &OwnedFd) {
+        loop {
+            self.wait(bell);
+            let now = Tick::advance();
+            while let Ok(command) = commands.try_recv() {
+                self.obey(command);
+            }
+            let watched = registry::all();
+            self.let_go(&watched);
+            self.listen(&watched);
+            for one in watched.iter().filter(|one| !one.is_over()) {
+                self.judge(one, now);
+            }
+            if record::is_asked_by_signal() {
+                let _started = threads::run(|| {
+                    if let Err(error) = record::write_flight_record("a signal came") {
+                        tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error);
+                    }
+                });
+            }
+        }
+    }
+
+    /// Waits until something came, or it is time to look.
+    fn wait(&self, bell: &OwnedFd) {
+        let mut descriptors = vec![PollFd::new(bell, PollFlags::IN)];
+        descriptors.extend(self.lifelines.values().flat_map(Lifeline::descriptors));
+        let limit = Timespec { tv_sec: 0, tv_nsec: LOOK.as_nanos() as i64 };
+        if poll(&mut descriptors, Some(&limit)).is_err() {
+            // Interrupted, or out of memory: no busy loop.
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let _drained = rustix::io::read(bell, &mut [0_u8; 8]);
+    }
+
+    fn obey(&mut self, command: Command) {
+        let now = Tick::now().time();
+        match command {
+            Command::Met(id, lifeline) => drop(self.lifelines.insert(Some(id), *lifeline)),
+            Command::Watch(identity) => {
+                self.joined.insert(identity.rank_id(), identity.met);
+                if identity.met.is_none() && !self.lifelines.contains_key(&None) {
+                    // Without connections nothing can fail.
+                    let alone = Lifeline::new(ProcessId(0), 1, Vec::new(), now);
+                    self.lifelines.extend(alone.ok().map(|alone| (None, alone)));
+                }
+                self.with_lifeline(&identity, |lifeline| lifeline.endpoint().join(identity.rank_id()));
+            }
+            Command::Expect(met, rank) => {
+                if let Some(lifeline) = self.lifelines.get_mut(&met) {
+                    lifeline.endpoint().join(rank);
+                    lifeline.turn(now);
+                }
+            }
+            Command::Withdraw(met, rank) => {
+                if let Some(lifeline) = self.lifelines.get_mut(&met) {
+                    lifeline.endpoint().withdraw(rank);
+                    lifeline.turn(now);
+                }
+            }
+            Command::Leave(identity) => {
+                self.joined.remove(&identity.rank_id());
+                self.with_lifeline(&identity, |lifeline| lifeline.endpoint().leave(identity.rank_id()));
+            }
+            Command::Fail(identity, report) => {
+                self.with_lifeline(&identity, |lifeline| lifeline.endpoint().fail(identity.rank_id(), &report));
+            }
+            Command::Tell(identity, answer) => {
+                let members = self.members(&identity);
+                let _heard = answer.send(members);
+            }
+            Command::Flush(done) => {
+                let _heard = done.send(());
+            }
+        }
+    }
+
+    /// What is said goes out at once.
+    fn with_lifeline<T>(&mut self, identity: &Identity, act: impl FnOnce(&mut Lifeline) -> T) -> Option<T> {
+        let lifeline = self.lifelines.get_mut(&identity.met)?;
+        let answer = act(lifeline);
+        lifeline.turn(Tick::now().time());
+        Some(answer)
+    }
+
+    /// Leaves what was dropped without being destroyed, and closes connections that nobody needs.
+    fn let_go(&mut self, watched: &[Arc<Watched>]) {
+        let is_watched = |rank: &RankId| watched.iter().any(|one| one.identity().rank_id() == *rank);
+        let lifelines = &mut self.lifelines;
+        self.joined.retain(|rank, met| {
+            let is_kept = is_watched(rank);
+            if !is_kept && let Some(lifeline) = lifelines.get_mut(met) {
+                lifeline.endpoint().leave(*rank);
+            }
+            is_kept
+        });
+        self.delays.retain(|rank, _| is_watched(rank));
+        lifelines.retain(|id, lifeline| {
+            let is_over = lifeline.endpoint().is_over();
+            if is_over {
+                lifeline.turn(Tick::now().time());
+                forget(id.as_ref());
+            }
+            !is_over
+        });
+    }
+
+    /// Says how far this process is, and takes in what became of others.
+    fn listen(&mut self, watched: &[Arc<Watched>]) {
+        for one in watched {
+            let identity = one.identity();
+            if let Some(lifeline) = self.lifelines.get_mut(&identity.met) {
+                lifeline.endpoint().set_progress(identity.rank_id(), one.flight().progress());
+            }
+        }
+        let mut events = Vec::new();
+        for lifeline in self.lifelines.values_mut() {
+            lifeline.turn(Tick::now().time());
+            events.extend(lifeline.endpoint().take_events());
+        }
+        for event in events {
+            let (of, cause) = match event {
+                PeerEvent::Gone { rank, departure, after } => {
+                    (rank, FailureCause::RankGone { rank: rank.rank, departure, after })
+                }
+                PeerEvent::Failed { rank, report } => (rank, FailureCause::RankFailed { rank: rank.rank, report }),
+                _ => continue,
+            };
+            let others = watched.iter().filter(|one| {
+                let own = one.identity().rank_id();
+                own.communicator == of.communicator && own != of && !one.is_over()
+            });
+            for one in others {
+                self.end(one, cause.clone(), Duration::ZERO);
+            }
+        }
+    }
+
+    /// Whether nothing gets on, and why.
+    fn judge(&mut self, watched: &Arc<Watched>, now: Tick) {
+        let (identity, rank) = (watched.identity(), watched.identity().rank_id());
+        if let Some((trouble, since)) = watched.trouble()
+            && now.since(since) >= NEWS_LIMIT
+        {
+            self.end(watched, trouble, Duration::ZERO);
+            return;
+        }
+        // A look later than the deadline: times are as exact as that.
+        let is_late = |since: Tick| now.since(since) >= identity.deadline.saturating_add(LOOK);
+        let Some(standing) = watched.flight().standing(now).filter(|it| is_late(it.since)) else {
+            self.delays.remove(&rank);
+            return;
+        };
+        let asked = match self.delays.get(&rank) {
+            Some(Delay::Left(from, time)) if now.since(*from) < *time => return,
+            Some(Delay::Asked(asked)) => *asked,
+            _ => {
+                self.with_lifeline(identity, |lifeline| lifeline.endpoint().ask(identity.id));
+                self.delays.insert(rank, Delay::Asked(now));
+                now
+            }
+        };
+        let told = self.with_lifeline(identity, |lifeline| lifeline.endpoint().told_at(identity.id, now.time()));
+        let is_told = told.flatten().is_some_and(|told| told >= asked.time());
+        if !is_told && now.since(asked) < ANSWER_LIMIT {
+            return;
+        }
+        match Judgement::new(identity, &standing, &self.members(identity)) {
+            Judgement::End(cause) => self.end(watched, cause, now.since(standing.since)),
+            Judgement::Wait(time) => drop(self.delays.insert(rank, Delay::Left(now, time))),
+        }
+    }
+
+    fn members(&mut self, identity: &Identity) -> Vec<Member> {
+        let Some(lifeline) = self.lifelines.get_mut(&identity.met) else { return Vec::new() };
+        lifeline.endpoint().members(identity.id, Tick::now().time())
+    }
+
+    fn end(&mut self, watched: &Arc<Watched>, cause: FailureCause, waited: Duration) {
+        if watched.settings().mode() == WatchdogMode::Off {
+            return;
+        }
+        watched.close();
+        let (flight, now) = (watched.flight(), Tick::now());
+        // What the other rank did not come to, or else the first that is not done.
+        let missed = cause.last_submitted().and_then(|last| flight.numbered(last + 1, now));
+        let collective = missed.or_else(|| Some(flight.standing(now)?.first));
+        if let Some(failure) = watched.fail(cause.with_numbers_of_parents(), collective, waited) {
+            let (identity, report) = (watched.identity(), failure.report());
+            self.with_lifeline(identity, |lifeline| lifeline.endpoint().fail(identity.rank_id(), &report));
+            response::begin(watched, &failure);
+        }
+    }
+}

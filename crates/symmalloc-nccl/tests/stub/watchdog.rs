@@ -1,0 +1,273 @@
+//! Ranks as processes that die, stop, stay away or are slow, on the stubs.
+
+mod programs;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Barrier, Mutex};
+use std::time::{Duration, Instant};
+use stub_process::{RankOutput, nccl_test, ranks};
+use symmalloc_core::Config;
+use symmalloc_cuda::{CudaAllocator, CudaDevice, DeviceBuffer};
+use symmalloc_nccl::{
+    CommError, Communicator, Failure, FailureCause, Launch, ReduceOp, UniqueId, WatchdogMode, write_flight_record,
+};
+use symmalloc_watchdog::FlightRecord;
+
+/// Of collectives.
+const DEADLINE: Duration = Duration::from_secs(2);
+
+/// Of flight records.
+fn folder() -> PathBuf {
+    PathBuf::from(std::env::var("SYMMALLOC_FLIGHT_RECORDS").expect("set"))
+}
+
+/// A rank with a communicator over all.
+struct Rank {
+    comm: Communicator,
+    stream: Arc<cudarc::driver::CudaStream>,
+    buffer: DeviceBuffer<f32>,
+    allocator: CudaAllocator,
+    folder: PathBuf,
+}
+
+impl Rank {
+    fn new(rank: usize, ranks: usize) -> Self {
+        let folder = folder();
+        let variables = [
+            ("RANK", rank.to_string()),
+            ("WORLD_SIZE", ranks.to_string()),
+            ("LOCAL_RANK", rank.to_string()),
+            ("LOCAL_WORLD_SIZE", ranks.to_string()),
+            ("TORCHELASTIC_RUN_ID", folder.display().to_string()),
+        ];
+        let variable = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.clone());
+        let launch = Launch::from_variables(variable).expect("complete");
+        let id = launch.unique_id(Duration::from_secs(60)).expect("all come");
+        Rank { folder, ..Rank::of_thread(rank, ranks, id) }
+    }
+
+    /// A rank among others in this process.
+    fn of_thread(rank: usize, ranks: usize, id: UniqueId) -> Self {
+        let device = CudaDevice::new(rank).expect("a stub device");
+        let comm = Communicator::builder(&device).deadline(DEADLINE).connect(id, rank as u32, ranks as u32);
+        let comm = comm.expect("all come");
+        let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+        let stream = device.context().new_stream().expect("a stream");
+        let buffer = allocator.alloc_zeroed(&stream, 1024).expect("allocated");
+        Rank { comm, stream, buffer, allocator, folder: PathBuf::new() }
+    }
+
+    fn reduce(&mut self) -> Result<(), CommError> {
+        self.comm.all_reduce_in_place(&mut self.buffer, ReduceOp::Sum, &self.stream)?;
+        self.comm.synchronize(&self.stream)
+    }
+
+    /// Reduces until it fails. Returns why, and how long the last call took.
+    fn reduce_until_failure(&mut self) -> (CommError, Duration) {
+        loop {
+            let begun = Instant::now();
+            if let Err(error) = self.reduce() {
+                return (error, begun.elapsed());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+/// Runs ranks whose flight records are in the folder.
+fn run(count: usize, folder: &Path, body: impl FnOnce(Rank)) -> Vec<RankOutput> {
+    ranks(count, &[("SYMMALLOC_FLIGHT_RECORDS", &folder.to_string_lossy())], |rank| body(Rank::new(rank, count)))
+}
+
+fn assert_success(outputs: &[RankOutput], of: impl Fn(usize) -> bool) {
+    for output in outputs.iter().filter(|output| of(output.rank)) {
+        assert!(output.is_success, "rank {}:\n{}", output.rank, output.text);
+    }
+}
+
+fn failure(error: &CommError) -> &FailureCause {
+    match error {
+        CommError::Failed(failure) => &failure.cause,
+        CommError::Gone { cause: Some(cause), .. } => failure(cause),
+        other => panic!("{other:?}"),
+    }
+}
+
+nccl_test!(a_process_that_is_killed_is_named_by_all_others_at_once, {
+    let folder = tempfile::tempdir().expect("a folder");
+    let outputs = run(3, folder.path(), |mut rank| {
+        if rank.comm.rank() == 1 {
+            for _ in 0..5 {
+                rank.reduce().expect("all are there");
+            }
+            // SAFETY: ends this process.
+            unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+        }
+        let (error, took) = rank.reduce_until_failure();
+        assert!(took < Duration::from_secs(3), "{took:?}");
+        assert!(matches!(failure(&error), FailureCause::RankGone { rank: 1, .. }), "{error:?}");
+        println!("{error}");
+    });
+    assert_success(&outputs, |rank| rank != 1);
+    assert!(outputs[0].text.contains("rank 1 is gone: its process ended"), "{}", outputs[0].text);
+    let records = fs::read_dir(folder.path()).expect("a folder").map(|entry| entry.expect("readable").path());
+    let records: Vec<_> = records.map(|path| FlightRecord::read(&path).expect("a record")).collect();
+    assert_eq!(records.len(), 2);
+    assert!(records.iter().all(|record| record.communicators[0].collectives.len() >= 5), "{records:?}");
+});
+
+nccl_test!(a_process_that_is_stopped_is_named_at_the_deadline, {
+    let folder = tempfile::tempdir().expect("a folder");
+    let outputs = run(2, folder.path(), |mut rank| {
+        let file = rank.folder.join("stopped.pid");
+        if rank.comm.rank() == 1 {
+            rank.reduce().expect("both are there");
+            fs::write(&file, std::process::id().to_string()).expect("written");
+            // SAFETY: stops this process.
+            unsafe { libc::kill(libc::getpid(), libc::SIGSTOP) };
+            return;
+        }
+        let (error, took) = rank.reduce_until_failure();
+        let stopped = fs::read_to_string(&file).expect("written").parse().expect("a number");
+        // SAFETY: ends the other rank.
+        unsafe { libc::kill(stopped, libc::SIGKILL) };
+        assert!(took > DEADLINE - Duration::from_millis(300) && took < DEADLINE + Duration::from_secs(1), "{took:?}");
+        assert!(matches!(failure(&error), FailureCause::RankStopped { rank: 1, .. }), "{error:?}");
+    });
+    assert_success(&outputs, |rank| rank == 0);
+});
+
+nccl_test!(a_rank_that_lives_and_does_not_come_is_named_at_the_deadline, {
+    let folder = tempfile::tempdir().expect("a folder");
+    let outputs = run(3, folder.path(), |mut rank| {
+        if rank.comm.rank() == 2 {
+            rank.reduce().expect("all are there");
+            std::thread::sleep(DEADLINE * 2);
+            return;
+        }
+        let (error, took) = rank.reduce_until_failure();
+        assert!(took < DEADLINE + Duration::from_secs(2), "{took:?}");
+        match failure(&error) {
+            FailureCause::RanksBehind { ranks } => assert_eq!(*ranks, [(2, 1)]),
+            // The other one was faster.
+            FailureCause::RankFailed { report, .. } => {
+                assert!(report.text.contains("rank 2, whose last collective was 1"));
+            }
+            other => panic!("{other:?}"),
+        }
+    });
+    assert_success(&outputs, |rank| rank != 2);
+});
+
+nccl_test!(a_rank_that_is_slow_is_waited_for, {
+    let folder = tempfile::tempdir().expect("a folder");
+    let outputs = run(2, folder.path(), |mut rank| {
+        for _ in 0..4 {
+            if rank.comm.rank() == 1 {
+                std::thread::sleep(DEADLINE * 6 / 10);
+            }
+            rank.reduce().expect("it comes in the end");
+        }
+        // Far ahead of the other one, whose work is waited for in the stream.
+        for _ in 0..6 {
+            if rank.comm.rank() == 1 {
+                std::thread::sleep(DEADLINE * 6 / 10);
+            }
+            rank.comm.all_reduce_in_place(&mut rank.buffer, ReduceOp::Sum, &rank.stream).expect("submitted");
+        }
+        rank.comm.synchronize(&rank.stream).expect("it comes in the end");
+        rank.comm.destroy().expect("in order");
+    });
+    assert_success(&outputs, |_| true);
+    assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 0, "no record is written");
+});
+
+nccl_test!(a_rank_that_destroyed_its_communicator_may_end, {
+    let folder = tempfile::tempdir().expect("a folder");
+    let outputs = run(3, folder.path(), |mut rank| {
+        rank.reduce().expect("all are there");
+        rank.comm.destroy().expect("in order");
+        let number = rank.comm.rank();
+        drop(rank);
+        // NCCL needs all of them until all have destroyed it.
+        std::thread::sleep(Duration::from_millis(500) + Duration::from_millis(200) * number);
+    });
+    assert_success(&outputs, |_| true);
+    assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 0, "no record is written");
+});
+
+nccl_test!(a_record_is_written_on_request_and_at_a_signal, ["SYMMALLOC_FLIGHT_SIGNAL" = "USR2"], {
+    let folder = folder();
+    let id = UniqueId::new().expect("an id");
+    let mut rank = Rank::of_thread(0, 1, id);
+    for _ in 0..3 {
+        rank.reduce().expect("alone");
+    }
+    let path = write_flight_record("asked for").expect("written");
+    assert!(path.starts_with(&folder), "{}", path.display());
+    let record = FlightRecord::read(&path).expect("a record");
+    let [communicator] = &record.communicators[..] else { panic!("{record:?}") };
+    assert_eq!(
+        (&*record.reason, &*communicator.name, communicator.rank, communicator.ranks),
+        ("asked for", "world", 0, 1)
+    );
+    assert_eq!((communicator.progress.submitted, communicator.progress.finished), (3, 3));
+    assert_eq!(communicator.collectives[2].signature.to_string(), "ncclAllReduce of 1024 float32 sum");
+    fs::remove_file(&path).expect("it is there");
+    // SAFETY: a signal that this process handles.
+    unsafe { libc::kill(libc::getpid(), libc::SIGUSR2) };
+    let begun = Instant::now();
+    while !path.exists() {
+        assert!(begun.elapsed() < Duration::from_secs(10), "no record came");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(FlightRecord::read(&path).expect("whole, as soon as it is there").reason, "a signal came");
+});
+
+/// What the program chooses, and what the environment says above it.
+fn failure_of_the_other(mode: WatchdogMode) -> (Result<(), CommError>, Vec<String>) {
+    let (id, barrier, told) = (UniqueId::new().expect("an id"), Barrier::new(2), Mutex::new(Vec::new()));
+    let told = Arc::new(told);
+    let mut outcomes = std::thread::scope(|scope| {
+        let rank = |number: u32| {
+            let (barrier, told) = (&barrier, Arc::clone(&told));
+            scope.spawn(move || {
+                let device = CudaDevice::new(number as usize).expect("a stub device");
+                let tell = move |failure: &Failure| told.lock().expect("no panic").push(failure.to_string());
+                let builder = Communicator::builder(&device).deadline(DEADLINE / 4).watchdog(mode).on_failure(tell);
+                let comm = builder.connect(id, number, 2).expect("connected");
+                let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+                let stream = device.context().new_stream().expect("a stream");
+                let mut buffer = allocator.alloc_zeroed::<f32>(&stream, 8).expect("allocated");
+                comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &stream).expect("submitted");
+                comm.guarded(|| stream.synchronize()).expect("nothing failed").expect("done");
+                barrier.wait();
+                let outcome = if number == 1 {
+                    comm.abort().and_then(|()| comm.guarded(|| ()))
+                } else {
+                    comm.guarded(|| std::thread::sleep(DEADLINE / 8))
+                };
+                barrier.wait();
+                outcome
+            })
+        };
+        let threads: Vec<_> = (0..2).map(rank).collect();
+        threads.into_iter().map(|thread| thread.join().expect("no panic")).collect::<Vec<_>>()
+    });
+    let told = told.lock().expect("no panic").clone();
+    (outcomes.remove(0), told)
+}
+
+nccl_test!(an_abort_is_told_to_the_others_and_to_the_callback, {
+    let (outcome, told) = failure_of_the_other(WatchdogMode::Exit);
+    let error = outcome.expect_err("rank 1 aborted");
+    assert!(error.to_string().contains("rank 1 gave up: its program aborted the communicator"), "{error}");
+    assert_eq!(told.len(), 1, "{told:?}");
+    assert!(told[0].contains("rank 0: rank 1 gave up"), "{told:?}");
+});
+
+nccl_test!(a_watchdog_that_is_off_does_nothing, ["SYMMALLOC_WATCHDOG" = "off"], {
+    let (outcome, told) = failure_of_the_other(WatchdogMode::Exit);
+    assert_eq!((outcome, told), (Ok(()), Vec::new()));
+});

@@ -1,0 +1,307 @@
+//! Random programs on 2 to 4 ranks, one of which meets a fate: it dies, is stopped, slow, fails, leaves early, panics or gets stuck,
+//! at any call. Every other rank ends in time, and what it reports is true.
+
+use super::{DEADLINE, Rank};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+use stub_process::{RankOutput, nccl, nccl_test, ranks};
+use symmalloc_core::PoolConfig;
+use symmalloc_nccl::{AllToAll, ReduceOp, Registrar, Registration, UniqueId};
+use symmalloc_sim::SplitMix64;
+
+type Failure = Box<dyn std::error::Error>;
+
+/// Programs that one test runs; `SYMMALLOC_SEEDS` says otherwise. Threads share the stub, so they run one after the other.
+const SEEDS_OF_PROCESSES: u64 = 24;
+const SEEDS_OF_THREADS: u64 = 10;
+/// Of them at a time: they mostly wait.
+const AT_A_TIME: u64 = 6;
+const STEPS: u64 = 14;
+/// How much later than the deadline a rank may end: two looks, the answer of the hub, the communicator's end, and a busy machine.
+const LATE: Duration = Duration::from_secs(4);
+
+const SEED: &str = "SYMMALLOC_WATCHED_SEED";
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fate {
+    None,
+    /// Killed, in a call of NCCL's.
+    Dies,
+    /// Stopped, in a call of NCCL's.
+    Stops,
+    /// Every call of NCCL's takes a part of the deadline.
+    Slow,
+    /// A call of NCCL's fails.
+    Fails,
+    /// A call of NCCL's never gets to the other ranks.
+    Hangs,
+    /// Its program returns in the middle.
+    Leaves,
+    /// Its program panics in the middle.
+    Panics,
+    /// Its program does not go on.
+    Sticks,
+}
+
+/// What a seed means.
+#[derive(Clone, Copy, Debug)]
+struct Plan {
+    seed: u64,
+    ranks: usize,
+    fate: Fate,
+    victim: usize,
+    /// Of NCCL's calls after the first step, or of steps.
+    at: u64,
+}
+
+impl Plan {
+    fn new(seed: u64, fates: &[Fate]) -> Self {
+        let mut draw = SplitMix64::new(seed);
+        let mut below = |limit: usize| (draw.next_u64() % limit as u64) as usize;
+        let ranks = 2 + below(3);
+        let fate = fates[below(fates.len())];
+        let at = match fate {
+            Fate::Leaves | Fate::Panics | Fate::Sticks => 1 + below(STEPS as usize - 1),
+            _ => 1 + below(60),
+        };
+        Plan { seed, ranks, fate, victim: below(ranks), at: at as u64 }
+    }
+
+    fn meet_it(&self, rank: usize) {
+        let victim = Some(self.victim);
+        if rank != self.victim {
+            return;
+        }
+        match self.fate {
+            Fate::Dies => nccl::die("*", victim, self.at),
+            Fate::Stops => nccl::stop("*", victim, self.at),
+            Fate::Slow => nccl::slow("*", victim, 0, DEADLINE.as_millis() as u64 / 50),
+            Fate::Fails => nccl::fail("*", victim, self.at, 3),
+            Fate::Hangs => nccl::hang("ncclAllReduce", victim, 1 + self.at % 12),
+            _ => {}
+        }
+    }
+
+    /// The program: the same steps on all ranks.
+    fn run(&self, it: &mut Rank) -> Result<(), Failure> {
+        let mut draw = SplitMix64::new(!self.seed);
+        let rank = it.comm.rank() as usize;
+        let registrar = Registrar::builder(&it.allocator).build()?;
+        let pool = it.allocator.create_pool(PoolConfig::builder().fixed().symmetric(true).build()?)?;
+        registrar.attach(&it.comm, &[pool.id()], Registration::Windows)?;
+        let all_to_all = AllToAll::new(&it.comm)?;
+        let mut kept = Vec::new();
+        for step in 0..STEPS {
+            match draw.next_u64() % 8 {
+                0 | 1 => {
+                    for _ in 0..draw.next_u64() % 40 {
+                        it.comm.all_reduce_in_place(&mut it.buffer, ReduceOp::Sum, &it.stream)?;
+                    }
+                }
+                2 => {
+                    kept.push(it.allocator.with_pool(&pool).alloc_zeroed::<u8>(&it.stream, 20 << 20)?);
+                    registrar.sync(&[&it.comm])?;
+                }
+                3 => {
+                    kept.clear();
+                    registrar.sync(&[&it.comm])?;
+                }
+                4 => {
+                    let part = it.comm.split(Some(0), rank as u32)?.expect("with a color");
+                    part.all_reduce_in_place(&mut it.buffer, ReduceOp::Max, &it.stream)?;
+                    part.synchronize(&it.stream)?;
+                    part.destroy()?;
+                }
+                5 => {
+                    let splits = all_to_all.exchange_splits(&vec![1; self.ranks])?;
+                    let input = it.allocator.alloc_zeroed::<u32>(&it.stream, 2 * self.ranks)?;
+                    let mut output = it.allocator.alloc_zeroed::<u32>(&it.stream, 2 * self.ranks)?;
+                    all_to_all.run(&it.stream, &input, &mut output, 2, &splits)?;
+                }
+                6 => std::thread::sleep(Duration::from_millis(draw.next_u64() % 20)),
+                _ => it.comm.announce("nothing", None, &it.stream, || ())?,
+            }
+            if step == 0 || draw.next_u64().is_multiple_of(2) {
+                it.comm.synchronize(&it.stream)?;
+            }
+            if step == 0 {
+                self.meet_it(rank);
+            }
+            if step == self.at && rank == self.victim {
+                match self.fate {
+                    Fate::Leaves => return Err("it leaves".into()),
+                    Fate::Panics => panic!("it panics"),
+                    Fate::Sticks => std::thread::sleep(DEADLINE * 2),
+                    _ => {}
+                }
+            }
+        }
+        it.comm.synchronize(&it.stream)?;
+        drop(kept);
+        registrar.detach(&it.comm, &[pool.id()])?;
+        registrar.sync(&[&it.comm])?;
+        Ok(())
+    }
+
+    /// Whether a report of a rank that is not the victim is true.
+    fn assert_true(&self, text: &str) {
+        let is_blamed = |what: &str| (0..self.ranks).find(|rank| text.contains(&format!("rank {rank} {what}")));
+        if let Some(gone) = is_blamed("is gone") {
+            let dies = matches!(self.fate, Fate::Dies | Fate::Leaves | Fate::Panics);
+            // An agreement says so of the rank that began it, whatever became of that.
+            let had_said = ["look for its error", "after it had given up"].iter().any(|said| text.contains(said));
+            let began_it = gone == self.victim && had_said;
+            // One that gave up because of another one is gone as well, and had said why.
+            let names_victim = text.contains(&format!("rank {}", self.victim));
+            let is_true = dies && gone == self.victim || began_it || gone != self.victim && names_victim;
+            // Nobody knows whose call hangs in NCCL: who gave up first is named.
+            assert!(is_true || self.fate == Fate::Hangs, "{self:?}: {text}");
+        }
+        if let Some(stopped) = is_blamed("is stopped") {
+            assert!(self.fate == Fate::Stops && stopped == self.victim, "{self:?}: {text}");
+        }
+        if text.contains("ranks that are alive did not come") {
+            assert!(matches!(self.fate, Fate::Sticks | Fate::Hangs | Fate::Fails), "{self:?}: {text}");
+        }
+        if matches!(self.fate, Fate::None | Fate::Slow) {
+            panic!("{self:?}, and a report: {text}");
+        }
+    }
+}
+
+fn seeds(by_day: u64) -> std::ops::Range<u64> {
+    0..std::env::var("SYMMALLOC_SEEDS").map_or(by_day, |text| text.parse().expect("a number"))
+}
+
+/// A rank in a process of its own. Prints what ended it, and for how long it waited.
+fn process(plan: &Plan, rank: usize) {
+    let mut it = Rank::new(rank, plan.ranks);
+    let pid = it.folder.join("victim.pid");
+    if rank == plan.victim {
+        std::fs::write(&pid, std::process::id().to_string()).expect("written");
+    }
+    let outcome = plan.run(&mut it).and_then(|()| Ok(it.comm.destroy()?));
+    match &outcome {
+        Ok(()) => {
+            println!("OUTCOME fine");
+            // NCCL needs all of them until all have destroyed it.
+            std::fs::write(it.folder.join(format!("through.{rank}")), "").expect("written");
+            let are_through = || (0..plan.ranks).all(|rank| it.folder.join(format!("through.{rank}")).exists());
+            let begun = Instant::now();
+            while !are_through() && begun.elapsed() < 2 * DEADLINE {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        }
+        Err(error) => println!("OUTCOME {error}"),
+    }
+    if plan.fate == Fate::Stops && rank != plan.victim && outcome.is_err() {
+        let stopped: i32 = std::fs::read_to_string(&pid).expect("written").parse().expect("a number");
+        std::thread::sleep(Duration::from_secs(1));
+        // SAFETY: ends another rank of this test, which is stopped.
+        unsafe { libc::kill(stopped, libc::SIGKILL) };
+    }
+    std::process::exit(i32::from(outcome.is_err()));
+}
+
+fn judge(plan: &Plan, outputs: &[RankOutput], took: Duration) {
+    let whole =
+        || outputs.iter().map(|output| format!("--- rank {}\n{}", output.rank, output.text)).collect::<String>();
+    let slow = if plan.fate == Fate::Slow { Duration::from_secs(60) } else { Duration::ZERO };
+    assert!(took < 4 * DEADLINE + LATE + slow, "{plan:?} took {took:?}\n{}", whole());
+    for output in outputs.iter().filter(|output| output.rank != plan.victim) {
+        let said = output.text.lines().find_map(|line| line.split_once("OUTCOME ")).map(|(_, said)| said);
+        // The watchdog may have ended the process before its program could say something.
+        match said {
+            Some("fine") => {}
+            Some(said) => plan.assert_true(said),
+            None if output.text.contains("symmalloc: communicator") => {}
+            None => panic!("{plan:?}: rank {} said nothing\n{}", output.rank, whole()),
+        }
+        for line in output.text.lines().filter(|line| line.starts_with("symmalloc: communicator")) {
+            plan.assert_true(line);
+        }
+    }
+    if matches!(plan.fate, Fate::None | Fate::Slow) {
+        assert!(outputs.iter().all(|output| output.is_success), "{plan:?}\n{}", whole());
+    }
+}
+
+nccl_test!(processes_with_every_fate_end_in_time_with_true_reports, {
+    const FATES: [Fate; 8] =
+        [Fate::None, Fate::Dies, Fate::Dies, Fate::Stops, Fate::Slow, Fate::Fails, Fate::Hangs, Fate::Leaves];
+    if let Ok(seed) = std::env::var(SEED) {
+        let plan = Plan::new(seed.parse().expect("a number"), &FATES);
+        ranks(plan.ranks, &[], |rank| process(&plan, rank));
+    }
+    let seeds = seeds(SEEDS_OF_PROCESSES);
+    let (next, worst) = (AtomicU64::new(seeds.start), Mutex::new(Duration::ZERO));
+    std::thread::scope(|scope| {
+        for _ in 0..AT_A_TIME {
+            scope.spawn(|| {
+                loop {
+                    let seed = next.fetch_add(1, Ordering::Relaxed);
+                    if seed >= seeds.end {
+                        return;
+                    }
+                    let plan = Plan::new(seed, &FATES);
+                    let folder = tempfile::tempdir().expect("a folder");
+                    let options =
+                        [(SEED, &*seed.to_string()), ("SYMMALLOC_FLIGHT_RECORDS", &*folder.path().to_string_lossy())];
+                    let begun = Instant::now();
+                    let outputs = ranks(plan.ranks, &options, |_| unreachable!("a rank has a seed"));
+                    judge(&plan, &outputs, begun.elapsed());
+                    let mut worst = worst.lock().expect("no panic");
+                    *worst = (*worst).max(begun.elapsed());
+                }
+            });
+        }
+    });
+    println!("the longest took {:?}", worst.lock().expect("no panic"));
+});
+
+/// Threads and descriptors of this process.
+fn held() -> (usize, usize) {
+    let count = |folder| std::fs::read_dir(folder).expect("Linux").count();
+    (count("/proc/self/task"), count("/proc/self/fd"))
+}
+
+nccl_test!(threads_with_every_fate_end_in_time_and_leave_nothing, {
+    const FATES: [Fate; 7] =
+        [Fate::None, Fate::Slow, Fate::Fails, Fate::Hangs, Fate::Leaves, Fate::Panics, Fate::Sticks];
+
+    let mut before = None;
+    for seed in seeds(SEEDS_OF_THREADS) {
+        let plan = Plan::new(seed, &FATES);
+        let id = UniqueId::new().expect("an id");
+        let outcomes = std::thread::scope(|scope| {
+            let rank = |rank: usize| {
+                scope.spawn(move || {
+                    let mut it = Rank::of_thread(rank, plan.ranks, id);
+                    let begun = Instant::now();
+                    let outcome = plan.run(&mut it).map_err(|error| error.to_string());
+                    let _ended = it.comm.destroy();
+                    (outcome, begun.elapsed())
+                })
+            };
+            let threads: Vec<_> = (0..plan.ranks).map(rank).collect();
+            threads.into_iter().map(|thread| thread.join().ok()).collect::<Vec<_>>()
+        });
+        nccl::heal();
+        for (rank, outcome) in outcomes.into_iter().enumerate().filter(|(rank, _)| *rank != plan.victim) {
+            let (outcome, took) = outcome.unwrap_or_else(|| panic!("{plan:?}: rank {rank} panicked"));
+            let slow = if plan.fate == Fate::Slow { Duration::from_secs(60) } else { Duration::ZERO };
+            assert!(took < 3 * DEADLINE + LATE + slow, "{plan:?} took {took:?}: {outcome:?}");
+            if let Err(error) = outcome {
+                plan.assert_true(&error);
+            }
+        }
+        // Threads that wait for the next call are kept, sixteen at most.
+        if seed == 8 {
+            before = Some(held());
+        }
+    }
+    let (threads, files) = held();
+    let (_, files_before) = before.expect("nine seeds at least");
+    assert!(threads < 40 && files <= files_before + 2, "{threads} threads, {files} files, {files_before} before");
+});
