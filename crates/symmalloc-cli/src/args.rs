@@ -39,15 +39,29 @@ const DIFF_EXAMPLES: &str = "\
 Examples:
   symmalloc diff rank0.pickle.gz rank1.pickle.gz
   symmalloc diff rank0.trace.zst rank1.trace.zst --json
+  symmalloc diff symmalloc-flight-world-*.json          who is behind, at which collective, and what differs
 
-JSON: same_ops, allocs, differing_placements (null where one of the two records no placements), first (null, or
-{allocation, op, a: {segment, offset}, b: {segment, offset}}); counted from 0, op in A. A segment is the ordinal of its
-birth. Where the ops differ, placements are compared up to there and first_op_difference says what each did.
+JSON of two recordings: same_ops, allocs, differing_placements (null where one of the two records no placements), first
+(null, or {allocation, op, a: {segment, offset}, b: {segment, offset}}); counted from 0, op in A. A segment is the ordinal
+of its birth. Where the ops differ, placements are compared up to there and first_op_difference says what each did.
 
 Uses by other streams are not compared, unless both are decisions that `replay --record` wrote: a snapshot shows a use
 only where event polling noticed it late, which differs between ranks that made the same calls.
 
-Exit codes: 0 the same, 3 different ops or placements, 2 bad input.";
+Flight records are compared as they were written. Of a job that goes on, ranks write at slightly different times: one may
+be some collectives ahead. A folder is not read: name its files.
+
+JSON of flight records: trouble, communicators:
+  communicator, id, ranks, records      its name; 16 hex digits; how many there are, and how many left a record
+  findings    finding (no_record, rank_twice, ranks_differ, behind, differs, unfinished, unfinished_transfer, even), text,
+              and what the text says: ranks, rank, number, signature {kind, elements?, data_type?, detail?}, state,
+              submitted; as pairs: said [[number, ranks]], calls [[signature, ranks]], states [[state, ranks]]
+  by_rank     rank, submitted, finished, record (the file), host, process, reason, state, cause, waits_for (null, or
+              {number, is_point_to_point?, kind, elements?, data_type?, detail?, stream?, state, age_ms}), seen
+              ([{as, by}]: what other ranks saw of it). Of a rank that left no record, submitted and finished are as
+              far as others knew, and record to waits_for are null
+
+Exit codes: 0 the same, 3 different ops or placements, or ranks that are missing, behind, different or wait, 2 bad input.";
 
 const IMPORT_EXAMPLES: &str = "\
 Examples:
@@ -235,16 +249,17 @@ pub(crate) struct SimulateArgs {
     pub(crate) json: bool,
 }
 
-/// Compare two ranks' recordings: the same calls, the same placements?
+/// Compare two ranks' recordings, or the flight records that a job's ranks left
+///
+/// Two recordings: the same calls, the same placements? Flight records, which each rank leaves when a communicator fails:
+/// who is missing, who is behind and at which collective, and where sizes or order differ. A rank that left none is
+/// described by what the others knew of it.
 #[derive(Debug, clap::Args)]
 #[command(after_help = DIFF_EXAMPLES)]
 pub(crate) struct DiffArgs {
-    /// One rank's recording
-    #[arg(value_name = "A")]
-    pub(crate) a: PathBuf,
-    /// Another rank's recording
-    #[arg(value_name = "B")]
-    pub(crate) b: PathBuf,
+    /// Two ranks' recordings, or flight records: one of each rank
+    #[arg(required = true, value_name = "FILE")]
+    pub(crate) files: Vec<PathBuf>,
     #[command(flatten)]
     pub(crate) reading: ReadingArgs,
     /// Print JSON

@@ -1,4 +1,4 @@
-//! `symmalloc diff`: two ranks' recordings of one job, compared.
+//! `symmalloc diff`: two ranks' recordings of one job, compared; or the flight records of all its ranks.
 //!
 //! ```text
 //! A  records ──► calls: ids by order of birth ──┐     the same, call by call? up to the first that differs:
@@ -9,10 +9,14 @@
 //! snapshot a use by another stream shows only where event polling noticed it after the free returned, so the same calls
 //! leave other records on another rank; and a stream may be registered only because of such a use. Both are left out of
 //! the comparison, unless both recordings are decisions of our allocator, which state its configuration.
+//!
+//! Flight records, of any number of ranks, are compared in `flights.rs`; `files.rs` tells them from recordings.
 
+mod files;
+mod flights;
 mod report;
 
-pub(crate) use report::run;
+pub(crate) use files::run;
 
 use std::collections::HashMap;
 use symmalloc_core::ids::{AllocationId, Placement};

@@ -10,6 +10,7 @@ use symmalloc_import::{ImportError, ImportErrorKind, SnapshotError};
 use symmalloc_sim::job::story::StoryError;
 use symmalloc_trace::replay::ReplayError;
 use symmalloc_trace::{TraceError, TraceWriteError};
+use symmalloc_watchdog::FlightRecordError;
 use thiserror::Error;
 
 /// Why a command could not be carried out.
@@ -33,6 +34,13 @@ pub(crate) enum CliError {
     NoSuchOp { path: PathBuf, op: usize, ops: usize },
     #[error("{}: there is no memory to show", path.display())]
     NothingToShow { path: PathBuf, heaps: Vec<String> },
+    /// Its message has its cause.
+    #[error("{0}")]
+    FlightRecord(FlightRecordError),
+    #[error("{} is a flight record, and {} is a recording", record.display(), recording.display())]
+    DiffOfBoth { record: PathBuf, recording: PathBuf },
+    #[error("diff compares two recordings, and is given {recordings}")]
+    DiffOfNotTwo { recordings: usize },
     #[error("--record writes the decisions of one trace, but {traces} are given")]
     RecordOfSeveral { traces: usize },
     #[error("-o writes one trace with its plan, but {traces} are given")]
@@ -83,6 +91,13 @@ impl CliError {
             }
             CliError::Job { .. } | CliError::Rerun { .. } => {
                 "record the job again, or repair the trace at that op (counted from 0)"
+            }
+            CliError::FlightRecord(FlightRecordError::Version { .. }) => "read it with the version that wrote it",
+            CliError::FlightRecord(_) => {
+                "give flight records as the ranks wrote them (symmalloc-flight-*.json), or two recordings"
+            }
+            CliError::DiffOfBoth { .. } | CliError::DiffOfNotTwo { .. } => {
+                "give two recordings, or flight records alone: one of each rank"
             }
             CliError::RecordOfSeveral { .. } => "replay the traces one by one",
             CliError::PlanOfSeveral { .. } => "plan for all of them, then write each with `--config` and its lines",

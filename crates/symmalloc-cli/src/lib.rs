@@ -5,7 +5,7 @@
 //!             ┌─ replay ─► job ──► ranks ──► sequence   our allocator          ─┐
 //! args ───────┤                          └─► address    address_order (model)  ─┴─► screen, or JSON
 //!             ├─ simulate ► whole jobs on adverse ranks (symmalloc-sim)
-//!             ├─ diff ───► comparison of two recordings
+//!             ├─ diff ───► comparison of two recordings, or of all ranks' flight records
 //!             ├─ import ─► a trace
 //!             ├─ export ─► a PyTorch snapshot
 //!             ├─ chart ──► pictures

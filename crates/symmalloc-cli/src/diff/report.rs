@@ -1,4 +1,4 @@
-//! What `symmalloc diff` prints.
+//! What `symmalloc diff` prints of two recordings.
 
 use super::{Diff, OpDifference, PlacementDifference};
 use crate::Verdict;
@@ -15,16 +15,16 @@ use symmalloc_core::op::Op;
 use symmalloc_import::{ReadOptions, Recording, read_path};
 
 /// Compares two recordings; the verdict is `Differ` if ops or placements do.
-pub(crate) fn run(args: &DiffArgs) -> Result<Verdict, CliError> {
+pub(super) fn run(path_a: &Path, path_b: &Path, args: &DiffArgs) -> Result<Verdict, CliError> {
     let options = ReadOptions::from(&args.reading);
-    let (a, b) = (read_path(&args.a, &options)?, read_path(&args.b, &options)?);
+    let (a, b) = (read_path(path_a, &options)?, read_path(path_b, &options)?);
     let diff = Diff::new(&a, &b);
     if args.json {
         output::print_json(&object(&diff))?;
     } else {
         let palette = Palette::of_stdout();
-        let mut text = header("A", &args.a, &a, palette);
-        text.push_str(&header("B", &args.b, &b, palette));
+        let mut text = header("A", path_a, &a, palette);
+        text.push_str(&header("B", path_b, &b, palette));
         text.push_str(&findings(&diff, palette));
         output::print(&text)?;
     }

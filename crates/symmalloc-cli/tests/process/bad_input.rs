@@ -3,6 +3,7 @@
 use crate::{Folder, Said, command, recorded, symmalloc};
 use std::fs::{self, OpenOptions};
 use std::path::{Path, PathBuf};
+use symmalloc_watchdog::FlightRecord;
 
 #[track_caller]
 fn assert_refused(said: &Said, wanted: &[&str]) {
@@ -127,7 +128,7 @@ fn arguments_that_cannot_be() {
         ("replay {} --segments reserved", "expandable"),
         ("replay {} --device -1", "-1"),
         ("replay {} --sead 3", "--seed"),
-        ("diff {}", "<B>"),
+        ("diff {}", "two recordings, and is given 1"),
         ("replay {} --config segments:fixd", "fixed"),
         ("export {} out.pickle --config max_split_mb:3", "max_split_size_mb"),
         ("play {}", "replay"),
@@ -135,6 +136,37 @@ fn arguments_that_cannot_be() {
         assert_refused(&symmalloc(args, &[&trace]), &[wanted]);
     }
     assert_refused(&symmalloc("replay", &[]), &["TRACE"]);
+    assert_refused(&symmalloc("diff", &[]), &["FILE"]);
+    assert_refused(&symmalloc("diff {} {} {}", &[&trace, &trace, &trace]), &["is given 3", "flight records"]);
+}
+
+#[test]
+fn flight_records_that_cannot_be_compared() {
+    let folder = Folder::new();
+    let whole = FlightRecord::new("gpu7".to_owned(), "asked for".to_owned(), Vec::new()).to_json();
+    let record = folder.file("rank0.json", &whole);
+    let trace = folder.trace("good.trace", &["stream s0"]);
+    for [a, b] in [[&record, &trace], [&trace, &record]] {
+        let wanted = ["rank0.json is a flight record", "good.trace is a recording", "flight records alone"];
+        assert_refused(&symmalloc("diff {} {} --json", &[a, b]), &wanted);
+    }
+    let later = whole.replace("\"symmalloc_flight_record\": 1", "\"symmalloc_flight_record\": 2");
+    for (name, content, wanted) in [
+        ("torn.json", &whole[..whole.len() / 2], &["is no flight record", "symmalloc-flight-*.json"][..]),
+        ("begun.json", "{", &["is no flight record"]),
+        ("empty.json", "", &["is no flight record"]),
+        ("foreign.json", "{\"a\": 1}", &["is no flight record", "symmalloc_flight_record"]),
+        ("later.json", &later, &["version 2", "reads version 1", "help: read it with"]),
+    ] {
+        let path = folder.file(name, content);
+        let wanted = [&[name], wanted].concat();
+        assert_refused(&symmalloc("diff {} {}", &[&record, &path]), &wanted);
+        if !content.is_empty() {
+            assert_refused(&symmalloc("diff {}", &[&path]), &wanted);
+        }
+    }
+    assert_refused(&symmalloc("diff {} {}", &[&record, &folder.path("nowhere.json")]), &["nowhere.json"]);
+    assert_refused(&symmalloc("diff {} {}", &[&record, folder.0.path()]), &[folder.0.path().to_str().unwrap()]);
 }
 
 #[test]

@@ -4,6 +4,7 @@ mod bad_input;
 mod chart;
 mod diff;
 mod export;
+mod flights;
 mod import;
 mod plan;
 mod replay;

@@ -1,0 +1,93 @@
+//! The flight records of a job's ranks, put together: each communicator, what its records say together, and each rank.
+//!
+//! ```text
+//! files ──► records ─┬─► findings (symmalloc-watchdog)  ──┐
+//!                    └─► a row per rank                 ──┴─► screen, or JSON
+//! ```
+//!
+//! A rank without a record has a row as well: what the others knew of it.
+
+mod json;
+mod screen;
+
+use crate::Verdict;
+use crate::args::DiffArgs;
+use crate::error::CliError;
+use crate::output::{self, Palette};
+use std::collections::BTreeMap;
+use std::path::Path;
+use symmalloc_watchdog::{CommunicatorId, CommunicatorRecord, Finding, Findings, FlightRecord, Progress};
+
+/// A communicator as its ranks saw it.
+struct CommunicatorFlights<'a> {
+    id: CommunicatorId,
+    name: &'a str,
+    /// Number of its ranks.
+    ranks: u32,
+    /// How many records there are.
+    records: usize,
+    findings: &'a [Finding],
+    rows: BTreeMap<u32, RankFlight<'a>>,
+}
+
+/// What is known of a rank.
+#[derive(Default)]
+struct RankFlight<'a> {
+    record: Option<RankRecord<'a>>,
+    /// How far any other rank saw it.
+    seen_progress: Progress,
+    /// What other ranks saw of it, and which ones.
+    seen: BTreeMap<&'a str, Vec<u32>>,
+}
+
+/// What a rank says itself.
+struct RankRecord<'a> {
+    path: &'a Path,
+    process: &'a FlightRecord,
+    communicator: &'a CommunicatorRecord,
+}
+
+/// Compares flight records; the verdict is `Differ` if ranks are missing, behind or different, or wait.
+pub(super) fn run(args: &DiffArgs) -> Result<Verdict, CliError> {
+    let records = args.files.iter().map(|path| FlightRecord::read(path)).collect::<Result<Vec<_>, _>>();
+    let records = records.map_err(CliError::FlightRecord)?;
+    let findings = Findings::new(&records);
+    let files: Vec<_> = args.files.iter().map(|path| &**path).zip(&records).collect();
+    let communicators = findings.communicators.iter();
+    let communicators: Vec<_> =
+        communicators.map(|(id, name, findings)| CommunicatorFlights::new(*id, name, findings, &files)).collect();
+    if args.json {
+        output::print_json(&json::object(&communicators, findings.is_trouble()))?;
+    } else {
+        output::print(&screen::render(&communicators, Palette::of_stdout()))?;
+    }
+    Ok(if findings.is_trouble() { Verdict::Differ } else { Verdict::Agree })
+}
+
+impl<'a> CommunicatorFlights<'a> {
+    fn new(id: CommunicatorId, name: &'a str, findings: &'a [Finding], files: &[(&'a Path, &'a FlightRecord)]) -> Self {
+        let mut flights = CommunicatorFlights { id, name, ranks: 0, records: 0, findings, rows: BTreeMap::new() };
+        for (path, process) in files {
+            for communicator in process.communicators.iter().filter(|communicator| communicator.id == id) {
+                flights.ranks = flights.ranks.max(communicator.ranks);
+                flights.records += 1;
+                let row = flights.rows.entry(communicator.rank).or_default();
+                row.record = Some(RankRecord { path, process, communicator });
+                for peer in &communicator.peers {
+                    let row = flights.rows.entry(peer.rank).or_default();
+                    let seen = &mut row.seen_progress;
+                    seen.submitted = seen.submitted.max(peer.progress.submitted);
+                    seen.finished = seen.finished.max(peer.progress.finished);
+                    row.seen.entry(&peer.condition).or_default().push(communicator.rank);
+                }
+            }
+        }
+        flights
+    }
+}
+
+impl RankFlight<'_> {
+    fn progress(&self) -> Progress {
+        self.record.as_ref().map_or(self.seen_progress, |record| record.communicator.progress)
+    }
+}

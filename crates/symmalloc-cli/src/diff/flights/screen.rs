@@ -1,0 +1,109 @@
+//! What `diff` shows of flight records to people: the findings about each communicator, and a line for each rank.
+
+use super::{CommunicatorFlights, RankFlight};
+use crate::output::{Palette, Table};
+use crate::quantity::{count, counted};
+use std::fmt::Write;
+use symmalloc_watchdog::{CollectiveRecord, Finding, Progress};
+
+/// More lines nobody reads: of a larger communicator, those of the ranks that are furthest behind are shown.
+const ROWS_MAX: usize = 64;
+/// Longer reasons are cut.
+const REASON_CHARS: usize = 80;
+/// More that others saw of a rank is left out.
+const SEEN_MAX: usize = 3;
+/// The condition of which nothing needs to be said.
+const ALIVE: &str = "alive";
+
+pub(super) fn render(communicators: &[CommunicatorFlights<'_>], palette: Palette) -> String {
+    let mut out = String::new();
+    for flights in communicators {
+        let (ranks, records) = (counted(flights.ranks, "rank"), counted(flights.records, "record"));
+        let title = palette.title(&format!("communicator \"{}\"", flights.name));
+        let _ = writeln!(out, "{title}  {}", palette.aside(&format!("{ranks}, {records}, id {}", flights.id)));
+        for finding in flights.findings {
+            let is_good = matches!(finding, Finding::Even { .. });
+            let text = finding.to_string();
+            let _ = writeln!(out, "  {}", if is_good { palette.good(&text) } else { palette.bad(&text) });
+        }
+        let _ = writeln!(out, "\n{}\n", table(flights, palette));
+    }
+    if communicators.is_empty() {
+        out.push_str("no communicator is in the records\n");
+    }
+    out
+}
+
+fn table(flights: &CommunicatorFlights<'_>, palette: Palette) -> String {
+    let mut rows: Vec<(u32, &RankFlight<'_>)> = flights.rows.iter().map(|(rank, row)| (*rank, row)).collect();
+    let hidden = rows.len().saturating_sub(ROWS_MAX);
+    if hidden > 0 {
+        rows.sort_by_key(|(_, row)| (row.progress().submitted, row.progress().finished));
+        rows.truncate(ROWS_MAX);
+    }
+    let waits = to_the_left("waits for", rows.iter().map(|(_, row)| waits_for(row)));
+    let whys = to_the_left("why", rows.iter().map(|(rank, row)| why(*rank, row, flights.name)));
+    let mut table = Table::default();
+    let head = ["  rank", "submitted", "finished", "state", &waits[0], &whys[0]];
+    table.row(head.map(|cell| (cell.to_owned(), Some(Palette::aside as _))));
+    for ((rank, row), (waits, why)) in rows.into_iter().zip(waits[1..].iter().zip(&whys[1..])) {
+        let Progress { submitted, finished } = row.progress();
+        let (state, paint) = match &row.record {
+            Some(record) => (record.communicator.state.clone(), None),
+            None => ("no record".to_owned(), Some(Palette::bad as _)),
+        };
+        let plain = [format!("  {rank}"), count(submitted), count(finished)].map(|cell| (cell, None));
+        table.row(plain.into_iter().chain([(state, paint), (waits.clone(), None), (why.clone(), None)]));
+    }
+    let mut lines = table.lines(palette);
+    if hidden > 0 {
+        lines.push(format!("  and {} that came at least as far; --json has all", counted(hidden, "rank")));
+    }
+    lines.join("\n")
+}
+
+/// The cells of a column, all as long as the longest: set to the right, as in a table, they begin below each other.
+fn to_the_left(head: &str, cells: impl Iterator<Item = String>) -> Vec<String> {
+    let cells: Vec<String> = std::iter::once(head.to_owned()).chain(cells).collect();
+    let width = cells.iter().map(|cell| cell.chars().count()).max().unwrap_or(0);
+    cells.into_iter().map(|cell| format!("{cell:<width$}")).collect()
+}
+
+/// The first call of the rank that is not done.
+fn waits_for(row: &RankFlight<'_>) -> String {
+    let Some(record) = &row.record else { return "unknown".to_owned() };
+    let Some(CollectiveRecord { number, is_point_to_point, signature, state, age_ms, .. }) =
+        record.communicator.first_unfinished()
+    else {
+        return "nothing".to_owned();
+    };
+    let after = if *is_point_to_point { "after " } else { "" };
+    format!("{after}{number}: {signature}, {state}, given {:.1} s ago", *age_ms as f64 / 1000.0)
+}
+
+/// Why the rank left its record. Where it did not, or says nothing of a failure, what the others saw of it.
+fn why(rank: u32, row: &RankFlight<'_>, name: &str) -> String {
+    let cause = row.record.as_ref().and_then(|record| record.communicator.cause.as_deref());
+    let own = cause.or(row.record.as_ref().map(|record| &*record.process.reason));
+    let mut said: Vec<String> = own.map(|own| shortened(own, name, rank)).into_iter().collect();
+    if cause.is_none() {
+        let is_news = |condition: &str| condition != ALIVE || row.record.is_none() && row.seen.len() == 1;
+        for (condition, by) in row.seen.iter().filter(|(condition, _)| is_news(condition)).take(SEEN_MAX) {
+            let by = if let [one] = by[..] { format!("rank {one}") } else { counted(by.len(), "rank") };
+            said.push(format!("{} (seen by {by})", shortened(condition, name, rank)));
+        }
+    }
+    said.join("; ")
+}
+
+/// The first sentence, without the names of the communicator and the rank, which stand beside it.
+fn shortened(reason: &str, name: &str, rank: u32) -> String {
+    let of_all = format!("communicator \"{name}\", ");
+    let reason = reason.replace(&format!("{of_all}rank {rank}: "), "").replace(&of_all, "");
+    let sentence = reason.split_once(". ").map_or(&*reason, |(first, _)| first);
+    let mut text: String = sentence.split_whitespace().collect::<Vec<_>>().join(" ");
+    if let Some((at, _)) = text.char_indices().nth(REASON_CHARS) {
+        text.replace_range(at.., "...");
+    }
+    text
+}
