@@ -375,10 +375,12 @@ symmalloc_status symmalloc_agree_all(struct symmalloc_allocator *allocator,
 /**
  * Attaches a symmetric pool to a communicator that other code owns. Nothing is registered before the first sync. Every rank
  * of the communicator calls it. Anything that waits for other ranks ends after `deadline_ms` milliseconds; 0: after
- * five minutes.
+ * five minutes. `rendezvous` is "host:port", a free port of the machine of the communicator's rank 0 and the same on every rank:
+ * there the ranks meet, and keep connections by which each learns which rank died, is stopped or does not come. NULL: nothing tells
+ * which rank it is.
  *
  * # Safety
- * `allocator` is live; `nccl_comm` is a live and ready `ncclComm_t` on its device, of the NCCL library of this process, which
+ * `rendezvous` is a C string or NULL; `allocator` is live; `nccl_comm` is a live and ready `ncclComm_t` on its device, of the NCCL library of this process, which
  * lives until the registrar is destroyed and is not used by other threads while a call of this library uses it; `out` is valid
  * for writing.
  */
@@ -386,6 +388,7 @@ symmalloc_status symmalloc_registrar_create(struct symmalloc_allocator *allocato
                                             uint32_t pool,
                                             void *nccl_comm,
                                             uint32_t deadline_ms,
+                                            const char *rendezvous,
                                             struct symmalloc_registrar **out);
 
 /**
@@ -407,6 +410,17 @@ symmalloc_status symmalloc_registrar_sync(struct symmalloc_registrar *registrar,
  * The registrar is live and not used after this.
  */
 symmalloc_status symmalloc_registrar_destroy(struct symmalloc_registrar *registrar);
+
+/**
+ * What this process knows of its communicators: the last collectives of each, how far it is with them, and what became of other
+ * ranks. JSON, which `symmalloc diff` takes from all ranks. A record is also written when a communicator fails, and at the signal
+ * that `SYMMALLOC_FLIGHT_SIGNAL` names. Free the text with `symmalloc_release_bytes`.
+ *
+ * # Safety
+ * `reason` is a C string; `json` is valid for writing.
+ */
+symmalloc_status symmalloc_flight_record(const char *reason,
+                                         char **json);
 
 /**
  * Allocates for work on a stream; PyTorch's `alloc_fn`. Zero bytes are a null pointer.

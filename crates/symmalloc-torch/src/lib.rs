@@ -18,6 +18,7 @@
 //! | `symmalloc_torch_alloc` ... `symmalloc_torch_release_pool` | PyTorch's entry points, over one allocator per device |
 //! | `symmalloc_torch_push_pool`, `symmalloc_torch_push_name` ... | a thread's allocations go to a pool, have a name |
 //! | `symmalloc_agree` | ranks compare their histories, over any gather |
+//! | `symmalloc_flight_record` | what the process's communicators did last, for `symmalloc diff` |
 //! | `symmalloc_registrar_create` ... | NCCL windows over a symmetric pool, on a communicator of PyTorch's |
 //!
 //! # What is different from PyTorch's allocator

@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use symmalloc_core::PoolId;
 use symmalloc_cuda::CudaAllocator;
-use symmalloc_nccl::{Communicator, Registrar, Registration, SyncError, Synced};
+use symmalloc_nccl::{Communicator, CommunicatorBuilder, Registrar, Registration, SyncError, Synced};
 
 /// The registrar of one allocator, made when the first communicator comes.
 pub(crate) struct Registrations {
@@ -48,8 +48,10 @@ impl PoolRegistration {
         pool: PoolId,
         communicator: *mut c_void,
         deadline: Duration,
+        rendezvous: Option<&str>,
     ) -> Result<Self, Error> {
         let builder = Communicator::builder(registrations.allocator.device()).name("borrowed").deadline(deadline);
+        let builder = rendezvous.into_iter().fold(builder, CommunicatorBuilder::rendezvous);
         // SAFETY: the caller's contract.
         let communicator = unsafe { builder.borrow(communicator) }?;
         let registrar = Arc::clone(registrations.registrar()?);

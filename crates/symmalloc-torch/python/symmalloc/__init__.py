@@ -35,7 +35,7 @@ from .errors import (
 )
 from .installation import allocator, install, installed
 from .library import VERSION as __version__
-from .library import library_path
+from .library import library_path, text
 from .naming import named
 from .pool import MemPool, use_mem_pool
 
@@ -46,7 +46,7 @@ __all__ = [
     "Allocator", "CudaError", "Device", "Error", "FileError", "InternalError", "InvalidArgument", "InvalidSettings",
     "InvalidState", "LibraryNotFound", "MemPool", "MisalignedError", "NcclError", "NotInstalled", "OutOfMemory",
     "Placement", "TorchError", "TransportError", "UnknownPointer", "UnknownPool", "__version__", "allocator",
-    "assert_aligned", "digest", "dump_snapshot", "install", "installed", "library_path", "named", "placement",
+    "assert_aligned", "digest", "dump_snapshot", "flight_record", "install", "installed", "library_path", "named", "placement",
     "snapshot", "start_trace", "stats", "stop_trace", "use_mem_pool",
 ]  # fmt: skip
 
@@ -66,6 +66,20 @@ def dump_snapshot(path: str | os.PathLike[str], device: Device = None) -> None:
     import pickle
 
     Path(path).write_bytes(pickle.dumps(snapshot(device)))
+
+
+def flight_record(path: str | os.PathLike[str] | None = None, *, reason: str = "asked for") -> dict[str, Any]:
+    """What this process's groups with windows did last, and what is known of their other ranks; for `symmalloc diff`.
+
+    `path` also writes it there. A record is written by itself when a group's sync fails, to the folder that
+    `SYMMALLOC_FLIGHT_RECORDS` names, and at the signal that `SYMMALLOC_FLIGHT_SIGNAL` names (`USR1` or `USR2`).
+    """
+    import json
+
+    record = text("flight_record", reason.encode())
+    if path is not None:
+        Path(path).write_text(record)
+    return json.loads(record)  # type: ignore[no-any-return]
 
 
 def digest(device: Device = None, pool: MemPool | None = None) -> int:

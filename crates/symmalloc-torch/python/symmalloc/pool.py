@@ -11,6 +11,8 @@ PyTorch's `torch.cuda.MemPool` needs calls that its class for pluggable allocato
 
 from __future__ import annotations
 
+import os
+import socket
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -76,12 +78,14 @@ class MemPool:
         if id(backend) in self._registrars:
             raise InvalidState("the pool is registered on this group already: sync() registers what is new")
         registrar = c_void_p()
+        communicator = _communicator(backend, self.device)
         call(
             "registrar_create",
             self._allocator._handle,
             self.id,
-            _communicator(backend, self.device),
+            communicator,
             int(deadline_seconds * 1000),
+            _rendezvous(group),
             byref(registrar),
         )
         self._registrars[id(backend)] = backend, registrar
@@ -177,6 +181,39 @@ def _nccl_backend(group: ProcessGroup | None, device: int) -> Any:
     if not hasattr(backend, "_comm_ptr"):
         raise TorchError(f"windows need a group with NCCL; this one has {backend.name()}")
     return backend
+
+
+# How often this process has met on each group, which is equal on all of the group's ranks.
+_meetings: dict[str, int] = {}
+
+
+def _rendezvous(group: ProcessGroup | None) -> bytes | None:
+    """Where the group's ranks meet, to learn of each other's end: a free port of its rank 0, told through its store."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    process_group = group if group is not None else dist.group.WORLD
+    if dist.get_world_size(process_group) < 2:
+        return None
+    store = c10d._get_process_group_store(process_group)
+    turn = _meetings[process_group.group_name] = _meetings.get(process_group.group_name, 0) + 1
+    key = f"symmalloc/rendezvous/{turn}"
+    if dist.get_rank(process_group) == 0:
+        store.set(key, f"{_own_address()}:{_free_port()}")
+    return bytes(store.get(key))
+
+
+def _own_address() -> str:
+    """The address under which this machine reaches the job's master, and others reach it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def _check_alive(backend: Any, device: int) -> None:

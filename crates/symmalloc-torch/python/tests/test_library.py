@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import re
+import tempfile
 import unittest
 from pathlib import Path
 
@@ -42,6 +44,14 @@ class Library(unittest.TestCase):
         declared = re.findall(r"^\s*uint(\d\d)_t (\w+);$", struct.group(1), re.MULTILINE)
         fields = [(str(8 * ctypes.sizeof(kind)), name) for name, kind in library.PlacementStruct._fields_]
         self.assertEqual(declared, fields)
+
+    def test_a_flight_record_is_a_dict_and_a_file(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "record.json"
+            record = symmalloc.flight_record(path, reason="a test")
+            self.assertEqual(record, json.loads(path.read_text()))
+        self.assertEqual((record["symmalloc_flight_record"], record["reason"]), (1, "a test"))
+        self.assertEqual(record["communicators"], [])
 
     def test_a_wrong_path_is_named_with_what_to_do(self) -> None:
         done = needs.process("import symmalloc; symmalloc.Allocator()", SYMMALLOC_LIBRARY="/nowhere/lib.so")

@@ -198,6 +198,7 @@ class Pools(unittest.TestCase):
         pools.call = call
         pools._nccl_backend = lambda group, device: backend
         pools._communicator = lambda backend, device: 1
+        pools._rendezvous = lambda group: None
         torch.cuda.device = lambda device: contextlib.nullcontext()
         pool = symmalloc.MemPool(device=0)
         pool.register()

@@ -1,13 +1,13 @@
 //! Ranks that compare themselves, and windows that they register together.
 
-use super::arguments::{living, not_forked, not_null, write};
+use super::arguments::{hand_out_text, living, not_forked, not_null, required_text, text, write};
 use crate::alignment::{self, Gathering, symmalloc_gather_fn};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
 use crate::guard::report;
 use crate::registrations::PoolRegistration;
 use crate::status::symmalloc_status;
-use std::ffi::c_void;
+use std::ffi::{c_char, c_void};
 use std::time::Duration;
 use symmalloc_nccl::Communicator;
 
@@ -55,10 +55,12 @@ pub unsafe extern "C" fn symmalloc_agree_all(
 
 /// Attaches a symmetric pool to a communicator that other code owns. Nothing is registered before the first sync. Every rank
 /// of the communicator calls it. Anything that waits for other ranks ends after `deadline_ms` milliseconds; 0: after
-/// five minutes.
+/// five minutes. `rendezvous` is "host:port", a free port of the machine of the communicator's rank 0 and the same on every rank:
+/// there the ranks meet, and keep connections by which each learns which rank died, is stopped or does not come. NULL: nothing tells
+/// which rank it is.
 ///
 /// # Safety
-/// `allocator` is live; `nccl_comm` is a live and ready `ncclComm_t` on its device, of the NCCL library of this process, which
+/// `rendezvous` is a C string or NULL; `allocator` is live; `nccl_comm` is a live and ready `ncclComm_t` on its device, of the NCCL library of this process, which
 /// lives until the registrar is destroyed and is not used by other threads while a call of this library uses it; `out` is valid
 /// for writing.
 #[unsafe(no_mangle)]
@@ -67,6 +69,7 @@ pub unsafe extern "C" fn symmalloc_registrar_create(
     pool: u32,
     nccl_comm: *mut c_void,
     deadline_ms: u32,
+    rendezvous: *const c_char,
     out: *mut *mut PoolRegistration,
 ) -> symmalloc_status {
     report(|| {
@@ -80,7 +83,10 @@ pub unsafe extern "C" fn symmalloc_registrar_create(
             milliseconds => Duration::from_millis(milliseconds.into()),
         };
         // SAFETY: the caller's contract.
-        let registration = unsafe { PoolRegistration::new(&allocator.registrations, pool, nccl_comm, deadline) }?;
+        let rendezvous = unsafe { text(rendezvous, "rendezvous") }?;
+        // SAFETY: the caller's contract.
+        let registration =
+            unsafe { PoolRegistration::new(&allocator.registrations, pool, nccl_comm, deadline, rendezvous) }?;
         // SAFETY: the caller's contract.
         unsafe { write(out, "out", Box::into_raw(Box::new(registration))) }
     })
@@ -126,5 +132,22 @@ pub unsafe extern "C" fn symmalloc_registrar_destroy(registrar: *mut PoolRegistr
         }
         // SAFETY: the caller's contract; it came from `Box::into_raw`.
         unsafe { Box::from_raw(registrar) }.end()
+    })
+}
+
+/// What this process knows of its communicators: the last collectives of each, how far it is with them, and what became of other
+/// ranks. JSON, which `symmalloc diff` takes from all ranks. A record is also written when a communicator fails, and at the signal
+/// that `SYMMALLOC_FLIGHT_SIGNAL` names. Free the text with `symmalloc_release_bytes`.
+///
+/// # Safety
+/// `reason` is a C string; `json` is valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_flight_record(reason: *const c_char, json: *mut *mut c_char) -> symmalloc_status {
+    report(|| {
+        not_forked()?;
+        // SAFETY: the caller's contract.
+        let reason = unsafe { required_text(reason, "reason") }?;
+        // SAFETY: the caller's contract.
+        unsafe { hand_out_text(json, "json", &symmalloc_nccl::flight_record(reason).to_json()) }
     })
 }

@@ -234,7 +234,7 @@ stub_test!(arguments_that_mean_nothing_are_refused, {
             symmalloc_allocate(allocator.0, 0, 512, null_mut(), null_mut()),
             symmalloc_free(null_mut(), null_mut()),
             symmalloc_agree(allocator.0, 2, 2, None, null_mut()),
-            symmalloc_registrar_create(allocator.0, 0, null_mut(), 0, null_mut()),
+            symmalloc_registrar_create(allocator.0, 0, null_mut(), 0, null(), null_mut()),
             symmalloc_registrar_sync(null_mut(), null_mut(), null_mut()),
         ]
     };

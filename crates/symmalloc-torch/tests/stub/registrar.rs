@@ -1,8 +1,8 @@
 //! Windows over a pool, on communicators that other code owns: two ranks as two threads, on the stub of libnccl.
 
 use crate::library::*;
-use std::ffi::c_void;
-use std::ptr::null_mut;
+use std::ffi::{CStr, CString, c_void};
+use std::ptr::{null, null_mut};
 use std::sync::Barrier;
 use std::thread;
 use stub_process::{nccl, nccl_test};
@@ -17,7 +17,7 @@ impl Windows {
     fn new(allocator: Allocator, pool: u32, comm: *mut c_void) -> Self {
         let mut out = null_mut();
         // SAFETY: a live allocator and communicator, and a place for the answer.
-        done(unsafe { symmalloc_registrar_create(allocator.0, pool, comm, 5000, &raw mut out) });
+        done(unsafe { symmalloc_registrar_create(allocator.0, pool, comm, 5000, null(), &raw mut out) });
         Windows(out)
     }
 
@@ -50,7 +50,7 @@ fn ranks(body: impl Fn(u32, Allocator, &Communicator, &Barrier) + Sync) {
                 let comm = Communicator::builder(&device).connect(id, rank, 2).expect("connected");
                 let mut out = null_mut();
                 // SAFETY: no text, and a place for the answer.
-                done(unsafe { symmalloc_create(rank as i32, std::ptr::null(), &raw mut out) });
+                done(unsafe { symmalloc_create(rank as i32, null(), &raw mut out) });
                 body(rank, Allocator(out), &comm, barrier);
             });
         }
@@ -100,8 +100,38 @@ nccl_test!(a_pool_that_is_not_symmetric_is_refused, {
         let pool = allocator.create_pool(None);
         let mut out = null_mut();
         // SAFETY: a live allocator and communicator, and a place for the answer.
-        let status = unsafe { symmalloc_registrar_create(allocator.0, pool, comm.raw(), 0, &raw mut out) };
+        let status = unsafe { symmalloc_registrar_create(allocator.0, pool, comm.raw(), 0, null(), &raw mut out) };
         assert_eq!(status, SYMMALLOC_NCCL);
         assert!(message().contains("symmetric") && out.is_null(), "{}", message());
+    });
+});
+
+nccl_test!(ranks_that_met_name_the_one_that_does_not_come_to_a_sync, {
+    let free = std::net::TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
+    let address = CString::new(free.expect("a free port").to_string()).expect("no zero byte");
+    ranks(|rank, allocator, comm, barrier| {
+        let (pool, mut registrar) = (allocator.create_pool(Some(POOL)), null_mut());
+        // SAFETY: a live allocator and communicator, a C string, and a place for the answer.
+        done(unsafe {
+            symmalloc_registrar_create(allocator.0, pool, comm.raw(), 800, address.as_ptr(), &raw mut registrar)
+        });
+        let windows = Windows(registrar);
+        assert_eq!(windows.sync(), (0, 0));
+        if rank == 0 {
+            assert_eq!(windows.try_sync(), SYMMALLOC_NCCL);
+            assert!(message().contains("rank 1"), "{}", message());
+            let mut json = null_mut();
+            // SAFETY: a C string, and a place for the answer.
+            done(unsafe { symmalloc_flight_record(c"asked for".as_ptr(), &raw mut json) });
+            // SAFETY: a C string of the library's.
+            let record = unsafe { CStr::from_ptr(json) }.to_str().expect("text").to_owned();
+            // SAFETY: it came from the library.
+            unsafe { symmalloc_release_bytes(json.cast()) };
+            assert!(record.contains("\"reason\": \"asked for\"") && record.contains("ncclAllGather"), "{record}");
+        }
+        barrier.wait();
+        windows.destroy();
+        // Its owner's to end, with what waits in it.
+        comm.abort().expect("in time");
     });
 });
