@@ -73,8 +73,10 @@ impl Gathered {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum TransportError {
-    /// A rank left before its message came.
-    #[error("rank {rank} is gone: look for its error, and restart the job or go on without it")]
+    /// A rank died, is stopped or does not come.
+    #[error(
+        "rank {rank} is lost: it died, is stopped or does not come. Look for its error, and restart the job or go on without it"
+    )]
     RankLost {
         /// The rank.
         rank: u32,

@@ -12,6 +12,7 @@ use crate::communicator::{Communicator, submit};
 use crate::data_type::{NcclType, ReduceOp};
 use crate::error::CommError;
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
+use std::sync::Arc;
 
 /// The collectives of a type, which has a method `collective` that makes any of them.
 macro_rules! collectives {
@@ -25,7 +26,7 @@ macro_rules! collectives {
                 send: &S,
                 receive: &mut R,
                 op: ReduceOp,
-                stream: &std::sync::Arc<CudaStream>,
+                stream: &Arc<CudaStream>,
             ) -> Result<(), $error> {
                 self.collective(NcclCall::AllReduce { op }, |comm| Buffers::pair::<T, S, R>(comm, send, receive, stream))
             }
@@ -37,7 +38,7 @@ macro_rules! collectives {
                 &self,
                 buffer: &mut R,
                 op: ReduceOp,
-                stream: &std::sync::Arc<CudaStream>,
+                stream: &Arc<CudaStream>,
             ) -> Result<(), $error> {
                 self.collective(NcclCall::AllReduce { op }, |comm| Buffers::written::<T, R>(comm, buffer, stream))
             }
@@ -50,7 +51,7 @@ macro_rules! collectives {
                 &self,
                 send: &S,
                 receive: &mut R,
-                stream: &std::sync::Arc<CudaStream>,
+                stream: &Arc<CudaStream>,
             ) -> Result<(), $error> {
                 self.collective(NcclCall::AllGather, |comm| Buffers::pair::<T, S, R>(comm, send, receive, stream))
             }
@@ -63,7 +64,7 @@ macro_rules! collectives {
                 send: &S,
                 receive: &mut R,
                 op: ReduceOp,
-                stream: &std::sync::Arc<CudaStream>,
+                stream: &Arc<CudaStream>,
             ) -> Result<(), $error> {
                 self.collective(NcclCall::ReduceScatter { op }, |comm| {
                     Buffers::pair::<T, S, R>(comm, send, receive, stream)
@@ -77,7 +78,7 @@ macro_rules! collectives {
                 &self,
                 buffer: &mut R,
                 root: u32,
-                stream: &std::sync::Arc<CudaStream>,
+                stream: &Arc<CudaStream>,
             ) -> Result<(), $error> {
                 self.collective(NcclCall::Broadcast { root }, |comm| Buffers::written::<T, R>(comm, buffer, stream))
             }
@@ -92,7 +93,7 @@ macro_rules! collectives {
                 receive: &mut R,
                 op: ReduceOp,
                 root: u32,
-                stream: &std::sync::Arc<CudaStream>,
+                stream: &Arc<CudaStream>,
             ) -> Result<(), $error> {
                 self.collective(NcclCall::Reduce { op, root }, |comm| {
                     Buffers::pair::<T, S, R>(comm, send, receive, stream)
@@ -118,7 +119,7 @@ impl Communicator {
         &self,
         buffer: &S,
         peer: u32,
-        stream: &std::sync::Arc<CudaStream>,
+        stream: &Arc<CudaStream>,
     ) -> Result<(), CommError> {
         self.collective(NcclCall::Send { peer }, |comm| Buffers::read::<T, S>(comm, buffer, stream))
     }
@@ -131,7 +132,7 @@ impl Communicator {
         &self,
         buffer: &mut R,
         peer: u32,
-        stream: &std::sync::Arc<CudaStream>,
+        stream: &Arc<CudaStream>,
     ) -> Result<(), CommError> {
         self.collective(NcclCall::Receive { peer }, |comm| Buffers::written::<T, R>(comm, buffer, stream))
     }

@@ -8,6 +8,8 @@
 //!    ending.rs         what happens when it does not end in order (state.rs)
 //!    registering.rs    windows and buffers (registration.rs)
 //!    submit.rs         collectives (operation.rs), over buffers (buffers.rs)
+//!    unborn.rs         ranks that are about to make one
+//!    host_entry.rs     a registration or split in the flight record
 //!    watching.rs       what the watchdog asks of it
 //!    order.rs          one order of all communicators, on every rank
 //! ```
@@ -65,7 +67,7 @@ use unborn::Unborn;
 /// Nothing waits for other ranks longer than the [`deadline`](CommunicatorBuilder::deadline) while nothing gets on, on the host or
 /// on the device. A [watchdog](crate::WatchdogMode) finds out which rank is gone, stopped or stuck; calls and waits return
 /// [`CommError::Failed`] and the communicator is gone, windows included; the allocator and other communicators go on. NCCL cannot
-/// take a single call back. While connecting, and where the watchdog is off, the error is [`CommError::Deadline`] and names no rank.
+/// take a single call back. While connecting, and for what the watchdog does not watch, the error is [`CommError::Deadline`] and names no rank.
 /// Wait for streams with [`synchronize`](Self::synchronize). See `docs/watchdog.md`.
 ///
 /// A kernel on symmetric windows has no abort flag, and the driver waits for it in `exit`. When a peer is missing there, the

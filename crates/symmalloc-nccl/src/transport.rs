@@ -37,8 +37,8 @@ const SEAL_BYTES: usize = size_of::<u64>();
 /// A [`Transport`] over a communicator's all-gather, with memory and a stream of its own.
 ///
 /// Its all-gathers count among the communicator's collectives: every rank calls them at the same points. A rank that does not
-/// come within the communicator's deadline ends the communicator on the others, with [`TransportError::Overdue`], or, where
-/// another rank's end was faster than the own deadline, with [`TransportError::RankLost`].
+/// come within the communicator's deadline ends the communicator on the others, with [`TransportError::RankLost`], or with
+/// [`TransportError::Overdue`] where it is not known which one it is.
 pub struct NcclTransport {
     comm: Communicator,
     staging: Mutex<Option<Staging>>,

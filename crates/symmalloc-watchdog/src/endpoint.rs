@@ -99,17 +99,20 @@ impl Endpoint {
         self.has_joined = true;
         self.memberships.insert(rank, Membership::default());
         self.say(Message::Joined { rank });
-        self.miss_the_hub(rank.communicator);
+        self.note_what_the_hub_met(rank.communicator);
     }
 
-    /// A hub that is gone cannot say so to who joins late: that is known here.
-    fn miss_the_hub(&mut self, communicator: CommunicatorId) {
+    /// A hub's rank that failed, or a hub that is gone, is known here: who joins late need not be told, or cannot be.
+    fn note_what_the_hub_met(&mut self, communicator: CommunicatorId) {
         let Some(hub) = self.others.get(&HUB).filter(|_| self.own != HUB) else { return };
-        let Some(departure) = hub.departure.clone() else { return };
-        let of_it = |(rank, it): &(&RankId, &Membership)| rank.communicator == communicator && !it.has_left;
-        let gone = |rank: &RankId| PeerEvent::Gone { rank: *rank, departure: departure.clone(), after: None };
-        let events: Vec<_> = hub.memberships.iter().filter(of_it).map(|(rank, _)| gone(rank)).collect();
-        self.events.extend(events);
+        for (&rank, it) in hub.memberships.iter().filter(|(rank, it)| rank.communicator == communicator && !it.has_left)
+        {
+            if let Some(report) = it.failure.clone() {
+                self.events.push(PeerEvent::Failed { rank, report });
+            } else if let Some(departure) = hub.departure.clone() {
+                self.events.push(PeerEvent::Gone { rank, departure, after: None });
+            }
+        }
     }
 
     /// The rank destroyed its communicator in order.
@@ -634,11 +637,12 @@ mod tests {
                         }
                     }
                 }
-                if process.is_dead || hub_is_dead {
+                if process.is_dead {
                     continue;
                 }
-                // Everything that did.
-                for (rank, other) in job.processes.iter().enumerate().filter(|(rank, _)| *rank != at) {
+                // Everything that did. Without the hub, what became of the hub's own rank.
+                let is_heard_of = |rank: usize| rank != at && (rank == 0 || !hub_is_dead);
+                for (rank, other) in job.processes.iter().enumerate().filter(|(rank, _)| is_heard_of(*rank)) {
                     for id in other.joined.intersection(&process.joined) {
                         let is_in = !process.left.contains(id) && !process.failed.contains(id);
                         if !is_in || other.left.contains(id) {
@@ -654,7 +658,7 @@ mod tests {
                     }
                 }
             }
-            // Who loses the hub learns of it, and of the hub's ranks.
+            // Who loses the hub learns of it.
             for process in job.processes.iter().skip(1).filter(|it| hub_is_dead && !it.is_dead) {
                 let gone = |event: &PeerEvent| matches!(event, PeerEvent::ProcessGone { process: HUB, .. });
                 prop_assert_eq!(process.events.iter().filter(|event| gone(event)).count(), 1);
@@ -701,6 +705,16 @@ mod tests {
         endpoint.join(of(1));
         let gone = PeerEvent::Gone { rank: of(0), departure: Departure::Closed, after: None };
         assert_eq!(endpoint.take_events(), [gone]);
+    }
+
+    #[test]
+    fn who_joins_after_the_hub_failed_learns_of_it_without_asking() {
+        let of = |rank| RankId { communicator: CommunicatorId(7), rank };
+        let mut endpoint = Endpoint::new(ProcessId(1), 2, Duration::ZERO);
+        endpoint.receive(HUB, Message::Joined { rank: of(0) }, Duration::ZERO);
+        endpoint.receive(HUB, Message::RankFailed { rank: of(0), report: broken() }, Duration::ZERO);
+        endpoint.join(of(1));
+        assert_eq!(endpoint.take_events(), [PeerEvent::Failed { rank: of(0), report: broken() }]);
     }
 
     #[test]

@@ -71,7 +71,7 @@ pub struct PeerRecord {
 /// What all ranks must give alike to one collective.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Signature {
-    /// NCCL's word for it: "all_reduce". Of what the program announced, the program's.
+    /// NCCL's name for it: "ncclAllReduce". Of what the program announced, the program's.
     pub kind: String,
     /// Elements, as NCCL counts them; `None` where ranks may differ, as in an all-to-all-v.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -225,13 +225,6 @@ impl FlightRecord {
             return Err(FlightRecordError::Version { path: path.to_owned(), version: head.version });
         }
         serde_json::from_str(&text).map_err(malformed)
-    }
-
-    /// Whether a text begins like a flight record.
-    pub fn is_one(text: &str) -> bool {
-        text.trim_start()
-            .strip_prefix('{')
-            .is_some_and(|rest| rest.trim_start().starts_with("\"symmalloc_flight_record\""))
     }
 }
 

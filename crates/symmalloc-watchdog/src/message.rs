@@ -4,8 +4,8 @@ use crate::ids::{CommunicatorId, ProcessId, Progress, RankId};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// A longer line is none of ours.
-pub(crate) const LINE_BYTES_MAX: usize = 1 << 20;
+/// A longer line is none of ours. What the hub knows of a communicator has about 200 bytes for each rank.
+pub(crate) const LINE_BYTES_MAX: usize = 64 << 20;
 
 /// How the connection to a process ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -64,7 +64,6 @@ fn what_was_written_is_read() {
     fs::write(&path, "older").expect("written");
     record.write(&path).expect("written");
     assert_eq!(FlightRecord::read(&path).expect("read"), record);
-    assert!(FlightRecord::is_one(&record.to_json()) && !FlightRecord::is_one("symmalloc-trace 1"));
     assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 1, "nothing is left beside it");
 }
 

@@ -74,7 +74,7 @@ impl Communicator {
 
 impl CommunicatorBuilder {
     /// How long anything that depends on other ranks may take without getting on, each time:
-    /// [`Communicator::DEFAULT_DEADLINE`] by default. The error comes at most 1.25 seconds later.
+    /// [`Communicator::DEFAULT_DEADLINE`] by default. The error comes at most three seconds later.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;

@@ -22,6 +22,7 @@ use crate::registrar::error::SyncError;
 use crate::registrar::offset_difference::{BufferPlace, CollectiveCall, OffsetDifference};
 use crate::registrar::plan_summary::groups;
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
+use std::sync::Arc;
 use symmalloc_agreement::Transport;
 
 /// Collectives of one communicator whose buffers are compared over all ranks first, if the registrar was made so. All ranks

@@ -57,6 +57,8 @@ struct Ring {
     streams: Vec<Followed>,
     /// When something was done last, or nothing was left to do.
     moved: Tick,
+    /// Whether a graph has any of it. What is forgotten may be among that.
+    has_captured: bool,
 }
 
 struct Entry {
@@ -144,6 +146,7 @@ impl Flight {
         let mut ring = self.lock();
         let at = ring.place(entry)?;
         ring.entries[at].stage = if is_captured { EntryStage::Captured } else { EntryStage::InStream };
+        ring.has_captured |= is_captured;
         let StreamNumber(stream) = ring.entries[at].stream.filter(|_| !is_captured)?;
         let followed = &mut ring.streams[stream as usize];
         followed.last = followed.last.max(entry);
@@ -170,9 +173,7 @@ impl Flight {
     pub(crate) fn end_of(&self, stream: &Arc<CudaStream>) -> Marked {
         let mut ring = self.lock();
         let stream = ring.number_of(stream);
-        let entry = ring.streams[stream.0 as usize].last;
-        let number = ring.place(entry).map_or(ring.collectives, |place| ring.entries[place].number);
-        Marked { stream, entry, number }
+        ring.end_of(stream)
     }
 
     /// There is no mark behind it after all.
@@ -196,7 +197,7 @@ impl Flight {
     pub(crate) fn is_off_device(&self) -> bool {
         let ring = self.lock();
         let is_done = |followed: &Followed| followed.done == followed.last;
-        ring.streams.iter().all(is_done) && ring.entries.iter().all(|entry| entry.stage != EntryStage::Captured)
+        !ring.has_captured && ring.streams.iter().all(is_done)
     }
 
     pub(crate) fn progress(&self) -> Progress {
@@ -269,9 +270,14 @@ impl Ring {
             return None;
         }
         followed.marked = followed.last;
-        let (stream, entry) = (Arc::clone(&followed.stream), followed.last);
+        let stream = Arc::clone(&followed.stream);
+        Some(Unmarked { stream, upto: self.end_of(StreamNumber(at as u32)) })
+    }
+
+    fn end_of(&self, stream: StreamNumber) -> Marked {
+        let entry = self.streams[stream.0 as usize].last;
         let number = self.place(entry).map_or(self.collectives, |place| self.entries[place].number);
-        Some(Unmarked { stream, upto: Marked { stream: StreamNumber(at as u32), entry, number } })
+        Marked { stream, entry, number }
     }
 
     /// With how far each is.
@@ -400,6 +406,11 @@ mod tests {
         let entry = flight.begin(all_reduce(4), None, now);
         flight.submitted(entry, true);
         assert_eq!((states(&flight), flight.standing(now)), (vec![(1, CollectiveState::Captured)], None));
+        for _ in 0..REMEMBERED {
+            let entry = flight.begin(all_reduce(4), None, now);
+            flight.submitted(entry, false);
+        }
+        assert!(!flight.is_off_device(), "the graph may run, remembered or not");
     }
 
     #[test]

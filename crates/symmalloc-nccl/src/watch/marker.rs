@@ -56,9 +56,16 @@ fn ask(watched: &Watched) {
                 watched.marks().keep(mark.event);
             }
             Ok(false) => watched.marks().add(mark),
+            Err(error) if is_passing(&error) => watched.marks().add(mark),
             Err(error) => watched.note_trouble(FailureCause::Driver(error)),
         }
     }
+}
+
+/// Whether the driver only refuses for now: memory is missing (2), or a capture, perhaps of another library's, is in the way (900 to
+/// 908). The device is not lost.
+fn is_passing(error: &DriverError) -> bool {
+    matches!(error.code, 2 | 900..=908)
 }
 
 fn is_past(event: &CudaEvent) -> Result<bool, DriverError> {
@@ -75,7 +82,9 @@ pub(crate) fn mark(watched: &Watched, unmarked: &Unmarked) {
         Ok(None) => watched.flight().lost(upto),
         Err(error) => {
             watched.flight().lost(upto);
-            watched.note_trouble(FailureCause::Driver(error));
+            if !is_passing(&error) {
+                watched.note_trouble(FailureCause::Driver(error));
+            }
         }
     }
 }

@@ -60,8 +60,15 @@ impl WatchSettings {
     /// Asked with every collective: the environment is read once.
     #[inline]
     pub(crate) fn mode(&self) -> WatchdogMode {
-        static SAID: LazyLock<Option<WatchdogMode>> =
-            LazyLock::new(|| WatchdogMode::from_word(&env::var(MODE_VARIABLE).ok()?));
+        static SAID: LazyLock<Option<WatchdogMode>> = LazyLock::new(|| {
+            let word = env::var(MODE_VARIABLE).ok()?;
+            let mode = WatchdogMode::from_word(&word);
+            if mode.is_none() {
+                let error = format!("{MODE_VARIABLE} is {word:?}, which is not exit, abort or off: it is ignored");
+                tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error);
+            }
+            mode
+        });
         SAID.unwrap_or(self.mode)
     }
 }

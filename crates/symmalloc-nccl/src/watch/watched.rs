@@ -34,8 +34,7 @@ pub(crate) struct MeetingId {
 }
 
 /// A rank that has not come out of a split yet is known by its number in the parent, with this bit, and one that has not come out of
-/// connecting by its own. So the others know of its end,
-/// and which communicator it is the end of.
+/// connecting by its own. So the others know of its end, and which communicator it is the end of.
 pub(crate) const UNBORN: u32 = 1 << 31;
 
 /// What does not change of a communicator.

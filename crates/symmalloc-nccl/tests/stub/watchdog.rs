@@ -6,11 +6,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Barrier, Mutex};
 use std::time::{Duration, Instant};
-use stub_process::{RankOutput, nccl_test, ranks};
+use stub_process::{RankOutput, cuda, nccl_test, ranks};
 use symmalloc_core::Config;
 use symmalloc_cuda::{CudaAllocator, CudaDevice, DeviceBuffer};
 use symmalloc_nccl::{
-    CommError, Communicator, Failure, FailureCause, Launch, ReduceOp, UniqueId, WatchdogMode, write_flight_record,
+    CommError, CommState, Communicator, Failure, FailureCause, Launch, ReduceOp, UniqueId, WatchdogMode,
+    write_flight_record,
 };
 use symmalloc_watchdog::FlightRecord;
 
@@ -270,4 +271,35 @@ nccl_test!(an_abort_is_told_to_the_others_and_to_the_callback, {
 nccl_test!(a_watchdog_that_is_off_does_nothing, ["SYMMALLOC_WATCHDOG" = "off"], {
     let (outcome, told) = failure_of_the_other(WatchdogMode::Exit);
     assert_eq!((outcome, told), (Ok(()), Vec::new()));
+});
+
+/// A rank alone, with a collective on its device whose end the driver refuses to tell the watchdog.
+fn rank_whose_watchdog_meets(call: &str, code: i32) -> Rank {
+    let mut rank = Rank::of_thread(0, 1, UniqueId::new().expect("an id"));
+    let calls_of_others = || cuda::calls(call) - cuda::own_calls(call);
+    let before = calls_of_others();
+    cuda::fail_elsewhere(call, 0, code);
+    rank.comm.all_reduce_in_place(&mut rank.buffer, ReduceOp::Sum, &rank.stream).expect("submitted");
+    while calls_of_others() < before + 2 && rank.comm.state() == CommState::Ready {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    rank
+}
+
+nccl_test!(a_capture_in_the_way_and_missing_memory_are_no_lost_device, {
+    for (call, code) in [("cuStreamIsCapturing", 906), ("cuEventQuery", 900), ("cuEventCreate", 2)] {
+        let mut rank = rank_whose_watchdog_meets(call, code);
+        std::thread::sleep(Duration::from_millis(300));
+        assert_eq!(rank.comm.state(), CommState::Ready, "{call}");
+        cuda::heal();
+        rank.reduce().expect("nothing happened");
+    }
+});
+
+nccl_test!(a_device_that_is_lost_ends_the_communicator, {
+    let mut rank = rank_whose_watchdog_meets("cuEventQuery", 700);
+    std::thread::sleep(Duration::from_millis(1300));
+    cuda::heal();
+    let error = rank.reduce().expect_err("it has ended");
+    assert!(matches!(failure(&error), FailureCause::Driver(_)), "{error:?}");
 });

@@ -188,12 +188,15 @@ _meetings: dict[str, int] = {}
 
 
 def _rendezvous(group: ProcessGroup | None) -> bytes | None:
-    """Where the group's ranks meet, to learn of each other's end: a free port of its rank 0, told through its store."""
+    """Where the group's ranks meet, to learn of each other's end: a free port of its rank 0, told through its store.
+
+    None where `SYMMALLOC_WATCHDOG=off` says that they need not, on every rank.
+    """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
     process_group = group if group is not None else dist.group.WORLD
-    if dist.get_world_size(process_group) < 2:
+    if dist.get_world_size(process_group) < 2 or os.environ.get("SYMMALLOC_WATCHDOG", "").strip() == "off":
         return None
     store = c10d._get_process_group_store(process_group)
     turn = _meetings[process_group.group_name] = _meetings.get(process_group.group_name, 0) + 1

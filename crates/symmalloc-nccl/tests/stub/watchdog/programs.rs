@@ -150,7 +150,7 @@ impl Plan {
         if let Some(gone) = is_blamed("is gone") {
             let dies = matches!(self.fate, Fate::Dies | Fate::Leaves | Fate::Panics);
             // An agreement says so of the rank that began it, whatever became of that.
-            let had_said = ["look for its error", "after it had given up"].iter().any(|said| text.contains(said));
+            let had_said = text.contains("after it had given up");
             let began_it = gone == self.victim && had_said;
             // One that gave up because of another one is gone as well, and had said why.
             let names_victim = text.contains(&format!("rank {}", self.victim));
