@@ -135,6 +135,17 @@ impl AddressOrder {
         Ok(None)
     }
 
+    /// Frees what the program left allocated, in the order of ids: each by a step of its own.
+    ///
+    /// # Errors
+    /// As [`step`](Self::step).
+    pub fn free_all(&mut self) -> Result<(), BackendError> {
+        while let Some((&id, _)) = self.allocations.first_key_value() {
+            self.step(&Op::Free { id })?;
+        }
+        Ok(())
+    }
+
     /// Device memory held, in bytes.
     pub fn reserved_bytes(&self) -> u64 {
         self.device.mapped_bytes()

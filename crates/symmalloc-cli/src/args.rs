@@ -17,21 +17,23 @@ Examples:
   symmalloc replay job.trace --record rank0.trace.zst   our decisions, for `symmalloc diff`
 
 JSON: an array with one object per trace:
-  trace, ops, allocs, ranks, order, segments, streams
-  aligned               whether all ranks placed alike, in every repeat, with equal digests
+  trace, ops, allocs, ranks, passes, order, segments, streams
+  aligned               whether all ranks placed alike, in every pass, with equal digests
   differing_placements  allocations whose (segment, offset) is not the same on all ranks
-  first_divergence      null, or {op, allocation, name?, repeat?, ranks: [{rank, segment, offset}]}; counted from 0;
+  first_divergence      null, or {op, allocation, name?, pass?, ranks: [{rank, segment, offset}]}; counted from 0;
                         segment and offset are null where the allocation was refused or has no bytes
-  peak_live_bytes       the most that the program had requested at any time of the first repeat
-  peak_reserved_bytes   the most that was held from the device at any time of the first repeat
+  peak_live_bytes       the most that the program had requested at any time of any pass
+  peak_reserved_bytes   the most that was held from the device at any time of any pass
   efficiency            peak_live_bytes / peak_reserved_bytes
-  segment_count         at the end of the first repeat, before what the program left is freed
-  ns_per_op             median repeat after the first on a device that costs nothing; null with --order address
-  digest                16 hex digits over all (op, decision) of rank 0's first repeat; null with --order address
+  first_pass            {peak_reserved_bytes, efficiency}: the first pass alone, which flatters
+  segment_count         at the end of the last pass, before what the program left is freed
+  ns_per_op             median pass after the first on a device that costs nothing; null with --order address
+  digest                16 hex digits over all (op, decision) of rank 0's first pass; null with --order address
 
 A trace's own configuration and pools hold; --segments and --streams replace the default pool's, and --config replaces
 the whole of it but for the pools that the program makes. The model of address
-order always keeps streams separate, and has fixed and expandable segments only.
+order always keeps streams separate, and has fixed and expandable segments only; its rank 0 does all passes, and the
+other ranks are compared over the first one.
 
 Exit codes: 0 fine, 3 the ranks differ, 2 bad input.";
 
@@ -203,9 +205,10 @@ pub(crate) struct ReplayArgs {
     /// Names the simulated job: address orders, event timing and handles of all ranks
     #[arg(long, value_name = "S", default_value_t = 0)]
     pub(crate) seed: u64,
-    /// How often each rank carries the trace out; between repeats everything is freed
-    #[arg(long, value_name = "K", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
-    pub(crate) repeat: u32,
+    /// How often each rank carries the trace out on its allocator; between passes everything is freed
+    #[arg(long, alias = "repeat", value_name = "N", default_value_t = 5,
+          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub(crate) passes: u32,
     #[command(flatten)]
     pub(crate) reading: ReadingArgs,
     /// Write the trace with rank 0's decisions (.zst and .gz compress)

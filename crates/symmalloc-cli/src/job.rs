@@ -1,7 +1,7 @@
 //! A job: a recorded program, carried out on many simulated ranks that are then compared.
 //!
 //! ```text
-//!                      ┌─ rank 0 ──► decisions of each repeat ◄─┐  compare, allocation by allocation
+//!                      ┌─ rank 0 ──► decisions of each pass ◄───┐  compare, allocation by allocation
 //! recording ─► Job ────┼─ rank 1 ─────────────────────────────► ┤
 //!                      └─ rank N-1 ───────────────────────────► ┘ ─► Outcome
 //! ```
@@ -25,7 +25,7 @@ mod outcome;
 mod ranks;
 mod sequence;
 
-pub use outcome::{Decision, Divergence, Outcome};
+pub use outcome::{Decision, Divergence, Outcome, Peaks};
 
 use crate::address_order;
 use clap::ValueEnum;
@@ -71,14 +71,15 @@ pub struct Options {
     pub streams: Option<StreamPolicy>,
     /// Names the simulated job: the same seed gives the same addresses and timings on every rank for ever.
     pub seed: u64,
-    /// How often each rank carries the program out, freeing everything in between. The model of address order does it
-    /// once.
-    pub repeats: NonZeroU32,
+    /// How often a rank carries the program out on its allocator, freeing everything in between. The first pass alone
+    /// flatters: a later one begins with all the memory there is, and best fit may spoil the part that a large request
+    /// needs. In the model of address order rank 0 does them all, and the others one.
+    pub passes: NonZeroU32,
 }
 
 impl Default for Options {
-    /// Eight ranks, our rule, the recording's configuration, seed 0, two repeats: one from nothing and one from what the
-    /// first has left reserved.
+    /// Eight ranks, our rule, the recording's configuration, seed 0, five passes: one from nothing and four from what
+    /// those before have left reserved.
     fn default() -> Self {
         Options {
             ranks: NonZeroU32::new(8).expect("8 is not zero"),
@@ -86,7 +87,7 @@ impl Default for Options {
             segments: None,
             streams: None,
             seed: 0,
-            repeats: NonZeroU32::new(2).expect("2 is not zero"),
+            passes: NonZeroU32::new(5).expect("5 is not zero"),
         }
     }
 }
@@ -147,7 +148,7 @@ impl Job {
     /// Carries the program out on every rank, on all cores, and compares them. `rank_done` is called, from any thread,
     /// whenever a rank is done.
     ///
-    /// Memory: the decisions of rank 0 (24 bytes per allocation, for each repeat that differs from the one before), and
+    /// Memory: the decisions of rank 0 (24 bytes per allocation, for each pass that differs from the one before), and
     /// one rank's allocator per core. The outcome is a function of the job and the options.
     ///
     /// # Errors
@@ -164,7 +165,12 @@ impl Job {
                     SegmentPolicy::Fixed(_) => address_order::ModelSegments::Fixed,
                     _ => address_order::ModelSegments::Expandable,
                 };
-                let rule = address::Address { program: &self.program, segments, seed: options.seed };
+                let rule = address::Address {
+                    program: &self.program,
+                    segments,
+                    seed: options.seed,
+                    passes: options.passes.get(),
+                };
                 ranks::replay(&rule, self, options, rank_done)
             }
         }

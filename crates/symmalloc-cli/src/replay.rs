@@ -69,7 +69,7 @@ fn options(args: &ReplayArgs) -> Options {
         segments: args.policy.segments,
         streams: args.policy.streams.map(Into::into),
         seed: args.seed,
-        repeats: at_least_one(args.repeat),
+        passes: at_least_one(args.passes),
     }
 }
 
@@ -85,21 +85,21 @@ fn find_out<'a>(path: &'a Path, job: &'a Job, options: &Options) -> Result<Repla
         Order::Sequence => Some(
             job.config(options)
                 .map_err(Into::into)
-                .and_then(|config| timing::nanoseconds_per_op(job, &config, options.repeats))
+                .and_then(|config| timing::nanoseconds_per_op(job, &config, options.passes))
                 .map_err(|source| failed(path, source))?,
         ),
     };
     Ok(ReplayFinding { path, job, outcome, nanoseconds_per_op })
 }
 
-/// What the old rule makes of the job, in PyTorch's default form first. Nothing if it was asked for itself.
+/// What the old rule makes of the job, in the form that holds less first. Nothing if it was asked for itself.
 fn comparison(path: &Path, job: &Job, args: &ReplayArgs) -> Result<Vec<Outcome>, CliError> {
     let options = options(args);
     if options.order == Order::Address {
         return Ok(Vec::new());
     }
     let ranks = at_least_one(args.ranks.min(COMPARISON_RANKS_MAX));
-    [Segments::Fixed, Segments::Expandable]
+    [Segments::Expandable, Segments::Fixed]
         .into_iter()
         .map(|segments| {
             let options = Options { order: Order::Address, segments: Some(segments), ranks, ..options.clone() };

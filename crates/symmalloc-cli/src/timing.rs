@@ -1,6 +1,6 @@
 //! How long our allocator takes for an op, once it holds the memory it needs.
 //!
-//! One thread, exclusive access, statistics and digest included; the device below costs nothing. The first repeat, in
+//! One thread, exclusive access, statistics and digest included; the device below costs nothing. The first pass, in
 //! which memory is obtained, does not count, and what the program left allocated is freed outside of the measurement.
 
 use crate::job::{Job, JobError};
@@ -13,16 +13,16 @@ use symmalloc_core::lock::Exclusive;
 use symmalloc_sim::IdleBackend;
 use symmalloc_trace::replay::Replay;
 
-/// Nanoseconds per op of the median repeat after the first, or of the first if it is the only one.
+/// Nanoseconds per op of the median pass after the first, or of the first if it is the only one.
 ///
 /// # Errors
 /// When what the program left cannot be freed. Ops that the allocator refuses are timed like others.
-pub fn nanoseconds_per_op(job: &Job, config: &Config, repeats: NonZeroU32) -> Result<f64, JobError> {
+pub fn nanoseconds_per_op(job: &Job, config: &Config, passes: NonZeroU32) -> Result<f64, JobError> {
     let program = job.program();
     let allocator = Allocator::<_, Exclusive>::new(IdleBackend::default(), config.clone())?;
     let mut replay = Replay::new(&allocator, program);
     let mut times = Vec::new();
-    for _ in 0..repeats.get() {
+    for _ in 0..passes.get() {
         let start = Instant::now();
         for op in program.ops() {
             let _ = black_box(replay.step(op));

@@ -16,28 +16,30 @@ pub struct Outcome {
     pub order: Order,
     /// Number of ranks.
     pub ranks: u32,
+    /// How often rank 0 carried the program out.
+    pub passes: u32,
     /// How the default pool obtained memory; `None` if it was reserved up front.
     pub segments: Option<Segments>,
     /// Whether the default pool's streams shared free blocks.
     pub streams: StreamPolicy,
-    /// Number of allocations of the program whose placement is not the same on all ranks, in any repeat.
+    /// Number of allocations of the program whose placement is not the same on all ranks, in any pass that is compared.
     pub differing_placements: usize,
     /// The first of them.
     pub first_divergence: Option<Divergence>,
-    /// Ranks whose digest differs from rank 0's after the last repeat. Without a differing placement: a rank was
+    /// Ranks whose digest differs from rank 0's after the last pass. Without a differing placement: a rank was
     /// refused memory for another reason.
     pub differing_digests: usize,
-    /// The most bytes that the program had requested at any time.
-    pub peak_live_bytes: u64,
-    /// The most device memory held at any time of the first repeat, in bytes.
-    pub peak_reserved_bytes: u64,
-    /// Segments at the end of the first repeat.
+    /// Over all passes of rank 0.
+    pub peaks: Peaks,
+    /// In its first pass.
+    pub first_pass: Peaks,
+    /// Segments at the end of the last pass.
     pub segment_count: u64,
-    /// Allocations that rank 0 refused in the first repeat.
+    /// Allocations that rank 0 refused in the first pass.
     pub refused: usize,
-    /// Over all (op, decision) of rank 0's first repeat, in all pools that exist at its end; `None` for address order.
+    /// Over all (op, decision) of rank 0's first pass, in all pools that exist at its end; `None` for address order.
     pub digest: Option<u64>,
-    /// Rank 0's decisions in the first repeat, by allocation.
+    /// Rank 0's decisions in the first pass, by allocation.
     pub decisions: Vec<Decision>,
 }
 
@@ -46,10 +48,21 @@ impl Outcome {
     pub fn is_aligned(&self) -> bool {
         self.differing_placements == 0 && self.differing_digests == 0
     }
+}
 
+/// The most memory at any time of some passes, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Peaks {
+    /// What the program had requested and not freed.
+    pub live_bytes: u64,
+    /// Device memory held.
+    pub reserved_bytes: u64,
+}
+
+impl Peaks {
     /// Peak live over peak reserved; 1 where nothing was reserved.
     pub fn efficiency(&self) -> f64 {
-        if self.peak_reserved_bytes == 0 { 1.0 } else { self.peak_live_bytes as f64 / self.peak_reserved_bytes as f64 }
+        if self.reserved_bytes == 0 { 1.0 } else { self.live_bytes as f64 / self.reserved_bytes as f64 }
     }
 }
 
@@ -57,8 +70,8 @@ impl Outcome {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Divergence {
-    /// The repeat, counted from 0.
-    pub repeat: u32,
+    /// The pass, counted from 0.
+    pub pass: u32,
     /// The op, counted from 0.
     pub op: usize,
     /// The allocation, counted from 0.

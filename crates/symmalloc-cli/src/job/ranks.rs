@@ -1,15 +1,15 @@
 //! Many ranks of one job, run on all cores and compared with rank 0.
 //!
 //! ```text
-//! rank 0                     ──► journal: its decisions, repeat by repeat     (on its own: the others need it)
+//! rank 0                     ──► journal: its decisions, pass by pass     (on its own: the others need it)
 //! ranks 1 to N-1, any order  ──► which allocations differ from the journal, and the first of them
 //! first difference, if any   ──► every rank once more, up to there            (so that nobody keeps N journals)
 //! ```
 //!
-//! A repeat that decides what the one before it decided shares its place in the journal: a steady state costs nothing,
-//! however many repeats there are.
+//! A pass that decides what the one before it decided shares its place in the journal: a steady state costs nothing,
+//! however many passes there are.
 
-use super::{Decision, Divergence, Job, JobError, Options, Outcome, Segments};
+use super::{Decision, Divergence, Job, JobError, Options, Outcome, Peaks, Segments};
 use std::num::NonZeroUsize;
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -27,14 +27,14 @@ pub(super) trait Rule: Sync {
     fn streams(&self) -> StreamPolicy;
 
     /// Carries the job out on one rank. Gives each decision about an allocation to `decided`, in order, until it says
-    /// to stop.
+    /// to stop. Rank 0 does all passes, and the others as many as are compared.
     fn run(&self, rank: u32, decided: impl FnMut(At, Decision) -> ControlFlow<()>) -> Result<Report, JobError>;
 }
 
 /// A decision's place in a rank's run, each counted from 0. Ordered by time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct At {
-    pub(super) repeat: u32,
+    pub(super) pass: u32,
     pub(super) op: usize,
     pub(super) allocation: usize,
 }
@@ -42,12 +42,14 @@ pub(super) struct At {
 /// What a rank can tell when it is done.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Report {
-    pub(super) peak_live_bytes: u64,
-    pub(super) peak_reserved_bytes: u64,
+    /// Over all passes.
+    pub(super) peaks: Peaks,
+    pub(super) first_pass: Peaks,
+    /// At the end of the last pass.
     pub(super) segment_count: u64,
-    /// After the first repeat.
+    /// After the first pass.
     pub(super) first_digest: Option<u64>,
-    /// After the last repeat.
+    /// After the last pass.
     pub(super) last_digest: Option<u64>,
 }
 
@@ -60,21 +62,21 @@ pub(super) fn replay(
 ) -> Result<Outcome, JobError> {
     let mut journal = Journal::new(job.program.allocation_count());
     let report = rule.run(0, |at, decision| journal.push(at, decision))?;
-    journal.end_repeat();
+    journal.end_pass();
     rank_done();
     let ranks = options.ranks.get();
     let differences = compare(rule, &journal, report.last_digest, ranks, rank_done)?;
     let first_divergence = match differences.first {
         None => None,
         Some(at) => Some(Divergence {
-            repeat: at.repeat,
+            pass: at.pass,
             op: at.op,
             allocation: at.allocation,
             name: job.program.name(AllocationId(at.allocation as u64)).map(Into::into),
             decisions: on_all_cores(ranks, |rank| decision_at(rule, rank, at))?,
         }),
     };
-    let decisions = journal.first_repeat();
+    let decisions = journal.first_pass();
     Ok(Outcome {
         order: options.order,
         ranks,
@@ -83,8 +85,9 @@ pub(super) fn replay(
         differing_placements: differences.differs.iter().filter(|differs| **differs).count(),
         first_divergence,
         differing_digests: differences.digests,
-        peak_live_bytes: report.peak_live_bytes,
-        peak_reserved_bytes: report.peak_reserved_bytes,
+        passes: options.passes.get(),
+        peaks: report.peaks,
+        first_pass: report.first_pass,
         segment_count: report.segment_count,
         refused: decisions.iter().filter(|decision| decision.is_none()).count(),
         digest: report.first_digest,
@@ -95,41 +98,41 @@ pub(super) fn replay(
 /// Rank 0's decisions.
 struct Journal {
     allocations: usize,
-    /// By repeat; equal neighbours are shared.
-    repeats: Vec<Arc<[Decision]>>,
-    /// The repeat that is going on.
+    /// By pass; equal neighbours are shared.
+    passes: Vec<Arc<[Decision]>>,
+    /// The pass that is going on.
     current: Vec<Decision>,
 }
 
 impl Journal {
     fn new(allocations: usize) -> Self {
-        Journal { allocations, repeats: Vec::new(), current: Vec::with_capacity(allocations) }
+        Journal { allocations, passes: Vec::new(), current: Vec::with_capacity(allocations) }
     }
 
     fn push(&mut self, at: At, decision: Decision) -> ControlFlow<()> {
-        if self.repeats.len() < at.repeat as usize {
-            self.end_repeat();
+        if self.passes.len() < at.pass as usize {
+            self.end_pass();
         }
         self.current.push(decision);
         ControlFlow::Continue(())
     }
 
-    fn end_repeat(&mut self) {
-        let repeat = match self.repeats.last() {
+    fn end_pass(&mut self) {
+        let pass = match self.passes.last() {
             Some(last) if **last == *self.current => Arc::clone(last),
             _ => Arc::from(self.current.as_slice()),
         };
-        debug_assert_eq!(repeat.len(), self.allocations);
-        self.repeats.push(repeat);
+        debug_assert_eq!(pass.len(), self.allocations);
+        self.passes.push(pass);
         self.current.clear();
     }
 
     fn at(&self, at: At) -> Decision {
-        self.repeats[at.repeat as usize][at.allocation]
+        self.passes[at.pass as usize][at.allocation]
     }
 
-    fn first_repeat(self) -> Vec<Decision> {
-        self.repeats.first().map_or_else(Vec::new, |first| first.to_vec())
+    fn first_pass(self) -> Vec<Decision> {
+        self.passes.first().map_or_else(Vec::new, |first| first.to_vec())
     }
 }
 
@@ -252,11 +255,11 @@ mod tests {
     use symmalloc_import::{ReadOptions, read_bytes};
 
     const ALLOCATIONS: usize = 4;
-    const REPEATS: u32 = 3;
+    const PASSES: u32 = 3;
 
     /// Places allocation n in segment n on every rank, but for the exceptions.
     struct Scripted {
-        /// (rank, repeat, allocation)s that lie elsewhere.
+        /// (rank, pass, allocation)s that lie elsewhere.
         exceptions: Vec<(u32, u32, usize)>,
         /// Ranks with a digest of their own.
         odd_digests: Vec<u32>,
@@ -272,11 +275,11 @@ mod tests {
         }
 
         fn run(&self, rank: u32, mut decided: impl FnMut(At, Decision) -> ControlFlow<()>) -> Result<Report, JobError> {
-            for repeat in 0..REPEATS {
+            for pass in 0..PASSES {
                 for allocation in 0..ALLOCATIONS {
-                    let offset_bytes = 512 * u64::from(self.exceptions.contains(&(rank, repeat, allocation)));
+                    let offset_bytes = 512 * u64::from(self.exceptions.contains(&(rank, pass, allocation)));
                     let placement = Placement { segment: SegmentId(allocation as u32), offset_bytes };
-                    if decided(At { repeat, op: allocation + 1, allocation }, Some(placement)).is_break() {
+                    if decided(At { pass, op: allocation + 1, allocation }, Some(placement)).is_break() {
                         return Ok(Report::default());
                     }
                 }
@@ -304,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn an_allocation_counts_once_however_many_ranks_and_repeats_differ() {
+    fn an_allocation_counts_once_however_many_ranks_and_passes_differ() {
         let outcome = outcome(9, &[(3, 0, 2), (5, 0, 2), (5, 1, 2), (8, 2, 3)], &[]);
         assert!(!outcome.is_aligned());
         assert_eq!(outcome.differing_placements, 2);
@@ -313,17 +316,17 @@ mod tests {
     #[test]
     fn the_first_divergence_is_first_in_time_and_shows_every_rank() {
         let first = outcome(9, &[(3, 1, 0), (8, 0, 2), (4, 0, 3)], &[]).first_divergence.unwrap();
-        assert_eq!((first.repeat, first.op, first.allocation, first.name.as_deref()), (0, 3, 2, Some("n2")));
+        assert_eq!((first.pass, first.op, first.allocation, first.name.as_deref()), (0, 3, 2, Some("n2")));
         let offsets: Vec<u64> = first.decisions.iter().map(|decision| decision.unwrap().offset_bytes).collect();
         assert_eq!(offsets, [0, 0, 0, 0, 0, 0, 0, 0, 512]);
     }
 
     #[test]
-    fn a_divergence_in_a_later_repeat_is_found() {
+    fn a_divergence_in_a_later_pass_is_found() {
         let first = outcome(2, &[(1, 2, 1)], &[]).first_divergence.unwrap();
-        assert_eq!((first.repeat, first.allocation), (2, 1));
+        assert_eq!((first.pass, first.allocation), (2, 1));
         let rank_0_alone = outcome(2, &[(0, 1, 1)], &[]).first_divergence.unwrap();
-        assert_eq!((rank_0_alone.repeat, rank_0_alone.allocation), (1, 1));
+        assert_eq!((rank_0_alone.pass, rank_0_alone.allocation), (1, 1));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! One rank under our rule: the allocator of the core on a simulated device.
 
 use super::ranks::{At, Report, Rule};
-use super::{Decision, JobError, Options, Segments};
+use super::{Decision, JobError, Options, Peaks, Segments};
 use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use symmalloc_core::config::{Config, StreamPolicy};
@@ -34,7 +34,7 @@ impl Rule for Sequence<'_> {
         let allocator = Allocator::<_, Exclusive>::new(device, self.config.clone())?;
         let mut replay = Replay::new(&allocator, self.program);
         let mut report = Report::default();
-        for repeat in 0..self.options.repeats.get() {
+        for pass in 0..self.options.passes.get() {
             let mut refused = BTreeSet::new();
             let mut allocation = 0;
             for (op, call) in self.program.ops().iter().enumerate() {
@@ -49,17 +49,18 @@ impl Rule for Sequence<'_> {
                     (Err(error), _) => Err(JobError::Step { rank, op, error }),
                 };
                 if let Some(decision) = stepped? {
-                    if decided(At { repeat, op, allocation }, decision).is_break() {
+                    if decided(At { pass, op, allocation }, decision).is_break() {
                         return Ok(report);
                     }
                     allocation += 1;
                 }
             }
-            if repeat == 0 {
-                let stats = allocator.stats();
-                report.peak_live_bytes = stats.usage.all.requested_bytes.peak;
-                report.peak_reserved_bytes = stats.reserved_bytes.peak;
-                report.segment_count = stats.segment_count;
+            let stats = allocator.stats();
+            report.peaks =
+                Peaks { live_bytes: stats.usage.all.requested_bytes.peak, reserved_bytes: stats.reserved_bytes.peak };
+            report.segment_count = stats.segment_count;
+            if pass == 0 {
+                report.first_pass = report.peaks;
                 report.first_digest = Some(digest(&allocator));
             }
             replay.free_all().map_err(|error| JobError::Free { rank, error })?;

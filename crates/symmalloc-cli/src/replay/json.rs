@@ -14,6 +14,7 @@ pub(super) fn object(finding: &ReplayFinding<'_>) -> Value {
         "ops": job.program().ops().len(),
         "allocs": job.program().allocation_count(),
         "ranks": outcome.ranks,
+        "passes": outcome.passes,
         "order": match outcome.order {
             Order::Sequence => "sequence",
             Order::Address => "address",
@@ -23,9 +24,13 @@ pub(super) fn object(finding: &ReplayFinding<'_>) -> Value {
         "aligned": outcome.is_aligned(),
         "differing_placements": outcome.differing_placements,
         "first_divergence": outcome.first_divergence.as_ref().map(first),
-        "peak_live_bytes": outcome.peak_live_bytes,
-        "peak_reserved_bytes": outcome.peak_reserved_bytes,
-        "efficiency": rounded(outcome.efficiency(), 1e6),
+        "peak_live_bytes": outcome.peaks.live_bytes,
+        "peak_reserved_bytes": outcome.peaks.reserved_bytes,
+        "efficiency": rounded(outcome.peaks.efficiency(), 1e6),
+        "first_pass": {
+            "peak_reserved_bytes": outcome.first_pass.reserved_bytes,
+            "efficiency": rounded(outcome.first_pass.efficiency(), 1e6),
+        },
         "segment_count": outcome.segment_count,
         "ns_per_op": nanoseconds_per_op.map(|nanoseconds| rounded(nanoseconds, 1e2)),
         "digest": outcome.digest.map(|digest| format!("{digest:016x}")),
@@ -43,8 +48,8 @@ fn first(divergence: &Divergence) -> Value {
     if let Some(name) = &divergence.name {
         first["name"] = json!(name);
     }
-    if divergence.repeat > 0 {
-        first["repeat"] = json!(divergence.repeat);
+    if divergence.pass > 0 {
+        first["pass"] = json!(divergence.pass);
     }
     first["ranks"] = json!(ranks);
     first

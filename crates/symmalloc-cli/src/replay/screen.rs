@@ -36,7 +36,7 @@ impl Screen<'_> {
             counted(program.ops().len(), "op"),
             counted(program.allocation_count(), "allocation"),
             counted(job.stream_count(), "stream"),
-            format!("{} live at the peak", memory(outcome.peak_live_bytes)),
+            format!("{} live at the peak", memory(outcome.peaks.live_bytes)),
         ];
         format!(
             "{}  {}\n{}\n\n",
@@ -71,8 +71,11 @@ impl Screen<'_> {
         plain("  first at op", &|outcome| {
             outcome.first_divergence.as_ref().map_or_else(|| "-".to_owned(), |first| count(first.op))
         });
-        plain("peak reserved", &|outcome| memory(outcome.peak_reserved_bytes));
-        plain("peak live / reserved", &|outcome| format!("{:.3}", outcome.efficiency()));
+        plain("peak reserved", &|outcome| memory(outcome.peaks.reserved_bytes));
+        plain("peak live / reserved", &|outcome| format!("{:.3}", outcome.peaks.efficiency()));
+        if columns.iter().any(|outcome| outcome.first_pass != outcome.peaks) {
+            plain("  in the first pass", &|outcome| format!("{:.3}", outcome.first_pass.efficiency()));
+        }
         plain("segments at the end", &|outcome| count(outcome.segment_count));
         if columns.iter().any(|outcome| outcome.refused > 0) {
             plain("allocations refused", &|outcome| count(outcome.refused));

@@ -52,7 +52,7 @@ pub(super) fn trials(recorded: &Recorded, reading: &ReadingArgs) -> Result<Vec<T
         let (peak_reserved_bytes, refused) = measured?;
         let settings = text(config);
         let command = format!(
-            "symmalloc replay {}{} --ranks 1 --config {}",
+            "symmalloc replay {}{} --ranks 1 --passes 1 --config {}",
             quoted(&recorded.path.to_string_lossy()),
             reading.flags(),
             quoted(&settings)

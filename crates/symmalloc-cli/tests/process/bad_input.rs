@@ -123,7 +123,7 @@ fn arguments_that_cannot_be() {
     let trace = folder.trace("good.trace", &["stream s0"]);
     for (args, wanted) in [
         ("replay {} --ranks 0", "--ranks"),
-        ("replay {} --repeat 0", "--repeat"),
+        ("replay {} --passes 0", "--passes"),
         ("replay {} --order random", "sequence"),
         ("replay {} --segments reserved", "expandable"),
         ("replay {} --device -1", "-1"),
@@ -264,7 +264,7 @@ fn a_trace_beyond_the_memory_limit() {
     let folder = Folder::new();
     let lines = (0..20_000).map(|id| format!("a {id} 512 s0\nf {id}\n")).collect::<String>();
     let large = folder.file("large.trace", format!("symmalloc-trace 1\nstream s0\n{lines}end 40001\n"));
-    assert_eq!(symmalloc("replay {} --json --repeat 1", &[&large]).code, Some(0));
+    assert_eq!(symmalloc("replay {} --json --passes 1", &[&large]).code, Some(0));
     assert_refused(&symmalloc("replay {} --json --memory-limit-mb 1", &[&large]), &["raise --memory-limit-mb"]);
 }
 

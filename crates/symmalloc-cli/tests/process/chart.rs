@@ -39,7 +39,7 @@ fn peaks_are_those_of_a_replay() {
     for job in [busy_trace(&folder), recorded("fsdp1_train_rank0.trace.zst"), recorded("llama_generate.trace.zst")] {
         for segments in ["expandable", "fixed"] {
             let (said, text) = charted(&format!("chart {{}} -o {{}} --json --segments {segments}"), &[&job, &out]);
-            let args = format!("replay {{}} --json --ranks 1 --repeat 1 --segments {segments}");
+            let args = format!("replay {{}} --json --ranks 1 --passes 1 --segments {segments}");
             let replayed = &symmalloc(&args, &[&job]).json(0)[0];
             assert_eq!(said["reserved"]["peak_bytes"], replayed["peak_reserved_bytes"]);
             assert_eq!(said["live"]["peak_bytes"], replayed["peak_live_bytes"]);
