@@ -134,7 +134,8 @@ JSON: traces, margin_percent, settings (of the allocator and its default pool), 
 reserve_bytes, heaps ([{pool, stream, for_stream, segments, peak_live_bytes, grown_bytes (with nothing reserved),
 reserve_bytes}]; stream is null where streams share), holds (nothing is obtained after what is reserved), without and
 with (the plan: {reserving, first_pass, second_pass: {memory_calls, registrations}, refused, peak_reserved_bytes}; of all
-ranks the most).
+ranks the most), offline ({peak_live_bytes, planned_bytes, efficiency}: what an offset for each allocation comes to when the
+whole job is known beforehand and streams share; no allocator follows it yet).
 
 Exit codes: 0 fine, 3 the plan does not hold, 2 bad input, such as a limit below what the job needs.";
 

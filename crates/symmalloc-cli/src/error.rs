@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use symmalloc_core::ids::PoolId;
 use symmalloc_import::rerun::RerunError;
 use symmalloc_import::{ImportError, ImportErrorKind, SnapshotError};
+use symmalloc_plan::ProblemError;
 use symmalloc_sim::job::story::StoryError;
 use symmalloc_trace::replay::ReplayError;
 use symmalloc_trace::{TraceError, TraceWriteError};
@@ -22,6 +23,8 @@ pub(crate) enum CliError {
     Program { path: PathBuf, source: ReplayError },
     #[error("{}: cannot be replayed", path.display())]
     Job { path: PathBuf, source: JobError },
+    #[error("{}: cannot be placed beforehand", path.display())]
+    Offline { path: PathBuf, source: ProblemError },
     #[error("{}: cannot be carried out", path.display())]
     Rerun { path: PathBuf, source: RerunError },
     #[error("{}: no kind of picture goes by this name", path.display())]
@@ -89,7 +92,7 @@ impl CliError {
             | CliError::Rerun { source: RerunError::Config(_), .. } => {
                 "change the trace's configuration, or choose with --segments, --streams and --config"
             }
-            CliError::Job { .. } | CliError::Rerun { .. } => {
+            CliError::Job { .. } | CliError::Rerun { .. } | CliError::Offline { .. } => {
                 "record the job again, or repair the trace at that op (counted from 0)"
             }
             CliError::FlightRecord(FlightRecordError::Version { .. }) => "read it with the version that wrote it",

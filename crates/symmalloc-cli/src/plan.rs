@@ -4,12 +4,14 @@
 //! ranks' recordings ──► sizes   a heap's bytes, the most that any rank needs
 //!                         └───► plan: settings of each pool, and a `reserve` per heap
 //!                                 └───► proof: each rank, carried out twice with it on a simulated device
+//!                    └───► offline: how little would do if all were known beforehand
 //! ```
 //!
 //! Expandable and fixed pools become expandable ones that are reserved for. A symmetric or reserved pool becomes a
 //! reserved one: each of its heaps is one segment, and so one window for ever.
 
 mod heap;
+mod offline;
 mod program;
 mod proof;
 mod screen;
@@ -23,6 +25,7 @@ use crate::output::{self, Palette};
 use crate::recorded::Recorded;
 use crate::report::settings;
 use heap::{HeapPlan, Heaps};
+use offline::OfflineBound;
 use program::Pools;
 use proof::Proof;
 use serde_json::{Value, json};
@@ -46,6 +49,8 @@ struct ReservationPlan {
     without: Proof,
     /// The job with the plan.
     with: Proof,
+    /// What is possible when all is known beforehand.
+    offline: OfflineBound,
 }
 
 /// Plans a job of one or more ranks. The verdict is `Differ` if a rank obtains memory in spite of the plan.
@@ -103,7 +108,12 @@ impl ReservationPlan {
         let config = jobs[0].config.to_builder().default_pool(pools[&PoolId::DEFAULT].clone());
         let config = config.build().map_err(invalid)?;
         let (without, with) = (Proof::default(), Proof::default());
-        let mut plan = ReservationPlan { config, pools, heaps, without, with };
+        let mut offline = OfflineBound::default();
+        for job in jobs {
+            let bound = OfflineBound::of(job.program());
+            offline = offline.max(bound.map_err(|source| CliError::Offline { path: job.path.clone(), source })?);
+        }
+        let mut plan = ReservationPlan { config, pools, heaps, without, with, offline };
         plan.prove(jobs)?;
         Ok(plan)
     }
@@ -220,6 +230,7 @@ fn object(args: &PlanArgs, plan: &ReservationPlan) -> Value {
         "holds": plan.with.holds(),
         "without": plan.without,
         "with": plan.with,
+        "offline": plan.offline.object(),
     })
 }
 

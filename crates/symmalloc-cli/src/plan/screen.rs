@@ -26,6 +26,14 @@ pub(super) fn render(args: &PlanArgs, plan: &ReservationPlan, palette: Palette) 
         );
     }
     let _ = writeln!(out, "{:<51}{:>10}", "all", memory(plan.reserve_bytes()));
+    let offline = plan.offline;
+    let _ = writeln!(
+        out,
+        "{:<51}{:>10}   {:.3} of it live at the peak",
+        "were all known beforehand",
+        memory(offline.planned_bytes),
+        offline.efficiency()
+    );
     let _ = writeln!(out, "\n{}", palette.aside("in a trace"));
     out += &(plan.lines().join("\n") + "\n");
     let _ = writeln!(out, "\n{}", palette.aside("in Rust"));

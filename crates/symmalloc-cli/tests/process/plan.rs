@@ -36,6 +36,9 @@ fn a_recorded_job_of_two_ranks_obtains_nothing_after_what_is_reserved() {
     assert_eq!(sizes(&plan), [5_125_439_488, 67_108_864, 264_241_152, 492_830_720]);
     assert_eq!((&plan["with"]["first_pass"], &plan["with"]["second_pass"]), (&NOTHING(), &NOTHING()), "{plan}");
     assert_eq!(plan["without"]["first_pass"]["memory_calls"], 243);
+    // Known beforehand, the job needs what is live at its peak, and no more than the rounding of that.
+    assert_eq!(plan["offline"]["efficiency"].as_f64().map(|it| (it * 1e3).round()), Some(1000.0), "{plan}");
+    assert!(plan["offline"]["planned_bytes"].as_u64() < plan["reserve_bytes"].as_u64());
     // A reservation and a mapping for each heap, and a window for each segment.
     assert_eq!(plan["with"]["reserving"], json!({ "memory_calls": 8, "registrations": 4 }));
 }

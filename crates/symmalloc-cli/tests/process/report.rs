@@ -66,7 +66,8 @@ fn a_limit_that_refuses_is_said() {
     assert!(!words.contains("least with"), "what refuses more is no advice: {words}");
     let text = fs::read_to_string(&out).unwrap();
     assert!(
-        text.contains("1 refused") && text.contains("a job.trace' --ranks 1 --passes 1 --config segments:expandable,limit_mb:4"),
+        text.contains("1 refused")
+            && text.contains("a job.trace' --ranks 1 --passes 1 --config segments:expandable,limit_mb:4"),
         "{text}"
     );
 }

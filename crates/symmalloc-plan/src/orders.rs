@@ -1,0 +1,21 @@
+//! Orders in which rectangles are placed. Ties go by birth, so an order is a function of the problem.
+
+use crate::decode::Decoder;
+
+/// Orders that do well, the one that mostly does best first: large ones find room while there is some, and long ones are in the
+/// way of many.
+pub(crate) fn orders(decoder: &Decoder) -> Vec<Vec<u32>> {
+    let area = |(size, life): (u64, u64)| u128::from(size) * u128::from(life);
+    vec![
+        descending(decoder, |extent| (u128::from(extent.0), extent.1)),
+        descending(decoder, |extent| (area(extent), extent.1)),
+        descending(decoder, |extent| (u128::from(extent.1), extent.0)),
+        (0..decoder.len() as u32).collect(),
+    ]
+}
+
+fn descending<K: Ord>(decoder: &Decoder, key: impl Fn((u64, u64)) -> K) -> Vec<u32> {
+    let mut order: Vec<u32> = (0..decoder.len() as u32).collect();
+    order.sort_by_cached_key(|birth| std::cmp::Reverse(key(decoder.extent(*birth))));
+    order
+}
