@@ -1,5 +1,8 @@
-//! Solves a table of rectangles: `cargo run --release -p symmalloc-plan --example solve -- FILE.csv [STEPS]`. The offsets go to
-//! standard output, what was reached to standard error.
+//! Solves tables of rectangles and prints what was reached:
+//! `cargo run --release -p symmalloc-plan --example solve -- FILE.csv...`
+//!
+//! `--steps N` searches longer or shorter, `--period N` solves a step that is repeated after N, `--offsets` prints the rectangles with
+//! their offsets instead.
 
 use std::error::Error;
 use std::fs::File;
@@ -7,20 +10,43 @@ use std::time::Instant;
 use symmalloc_plan::{Problem, Steps, solve};
 
 fn main() -> Result<(), Box<dyn Error>> {
+    let (mut steps, mut period, mut offsets, mut paths) = (Steps::default(), None, false, Vec::new());
     let mut args = std::env::args().skip(1);
-    let path = args.next().ok_or("usage: solve FILE.csv [STEPS]")?;
-    let steps = args.next().map(|text| text.parse().map(Steps)).transpose()?.unwrap_or_default();
-    let (problem, names) = Problem::read_csv(File::open(&path)?)?;
-    let begun = Instant::now();
-    let solution = solve(&problem, steps);
-    let took = begun.elapsed();
-    solution.check(&problem)?;
-    let (bound, height) = (problem.lower_bound(), solution.height());
-    eprintln!(
-        "{path}: {} rectangles, live at most {bound}, height {height} ({:.4}), {} steps, {took:.1?}",
-        names.len(),
-        bound as f64 / height.max(1) as f64,
-        solution.steps(),
-    );
-    Ok(solution.write_csv(&problem, &names, std::io::stdout().lock())?)
+    while let Some(arg) = args.next() {
+        match arg.as_str() {
+            "--steps" => steps = Steps(args.next().ok_or("--steps needs a number")?.parse()?),
+            "--period" => period = Some(args.next().ok_or("--period needs a number")?.parse()?),
+            "--offsets" => offsets = true,
+            _ => paths.push(arg),
+        }
+    }
+    if paths.is_empty() {
+        return Err("usage: solve [--steps N] [--period N] [--offsets] FILE.csv...".into());
+    }
+    if !offsets {
+        println!(
+            "{:<32}{:>7}{:>16}{:>16}{:>8}{:>13}{:>9}",
+            "name", "count", "bound", "height", "ratio", "steps", "seconds"
+        );
+    }
+    for path in paths {
+        let (problem, names) = match period {
+            Some(period) => Problem::read_periodic_csv(period, File::open(&path)?)?,
+            None => Problem::read_csv(File::open(&path)?)?,
+        };
+        let begun = Instant::now();
+        let solution = solve(&problem, steps);
+        let seconds = begun.elapsed().as_secs_f64();
+        solution.check(&problem)?;
+        if offsets {
+            solution.write_csv(&problem, &names, std::io::stdout().lock())?;
+            continue;
+        }
+        let (bound, height) = (problem.lower_bound(), solution.height());
+        let ratio = height as f64 / bound.max(1) as f64;
+        let name = path.rsplit('/').next().unwrap_or(&path);
+        let (count, steps) = (names.len(), solution.steps());
+        println!("{name:<32}{count:>7}{bound:>16}{height:>16}{ratio:>8.4}{steps:>13}{seconds:>9.2}");
+    }
+    Ok(())
 }

@@ -1,9 +1,9 @@
 //! The check of a solution: a sweep over time that knows nothing of how it was found. O(n log n).
 //!
 //! At each moment the live rectangles are kept by offset. Two of them overlap exactly when two neighbours do, and that shows when
-//! the later one comes.
+//! the later one comes. What lives into the next step of a repeated one is live at its beginning as well.
 
-use crate::problem::Rectangle;
+use crate::problem::Problem;
 use std::collections::BTreeMap;
 use thiserror::Error;
 
@@ -40,7 +40,8 @@ pub enum PlacementError {
 }
 
 /// Checks offsets, by rectangle.
-pub(crate) fn check(rectangles: &[Rectangle], offsets: &[u64], height: u64) -> Result<(), PlacementError> {
+pub(crate) fn check(problem: &Problem, offsets: &[u64], height: u64) -> Result<(), PlacementError> {
+    let rectangles = problem.rectangles();
     if offsets.len() != rectangles.len() {
         return Err(PlacementError::Count { offsets: offsets.len(), rectangles: rectangles.len() });
     }
@@ -51,8 +52,8 @@ pub(crate) fn check(rectangles: &[Rectangle], offsets: &[u64], height: u64) -> R
         }
     }
     // What ends at a moment is gone before anything begins then.
-    let begins = rectangles.iter().enumerate().map(|(index, it)| (it.lower, true, index));
-    let ends = rectangles.iter().enumerate().map(|(index, it)| (it.upper, false, index));
+    let begins = problem.intervals().map(|it| (it.lower, true, it.owner as usize));
+    let ends = problem.intervals().map(|it| (it.upper, false, it.owner as usize));
     let mut changes: Vec<(u64, bool, usize)> = begins.chain(ends).collect();
     changes.sort_unstable();
     let mut live: BTreeMap<u64, usize> = BTreeMap::new();

@@ -9,8 +9,11 @@
 //!  b           │    ────────  │           is born in (lower, upper): a bit set by birth
 //! ```
 //!
+//! A rectangle that lives into the next step has two intervals, and so two births. Both are asked for.
+//!
 //! The free places between the tops of these are looked at from below. [`Fit::Best`] takes the smallest one that is large enough,
-//! [`Fit::Lowest`] the lowest. A step is one rectangle that was looked at.
+//! [`Fit::Lowest`] the lowest. A step is one rectangle that was looked at,
+//! or 32 words of bits.
 
 use crate::problem::Problem;
 
@@ -23,20 +26,24 @@ pub(crate) enum Fit {
     Lowest,
 }
 
-/// What is the same for all orders of one problem. Rectangles are numbered by birth: by beginning, then by their place in the
-/// problem.
+/// What is the same for all orders of one problem. Items are its rectangles, numbered by beginning, then by their place in the
+/// problem. Births are the beginnings of their intervals, in order of time.
 pub(crate) struct Decoder {
-    /// By birth: the rectangle's place in the problem.
+    /// By item: the rectangle's place in the problem.
     place: Vec<u32>,
-    /// By birth: the first birth that is not before the end of this one's life.
-    end: Vec<u32>,
-    /// By birth.
+    /// By item.
     size: Vec<u64>,
+    /// By item: the births of its intervals. Twice the same where it has one.
+    births: Vec<[u32; 2]>,
+    /// By birth: whose it is.
+    item: Vec<u32>,
+    /// By birth: the first birth that is not before the end of this interval.
+    end: Vec<u32>,
     /// Leaves of the segment tree: a power of two.
     leaves: usize,
 }
 
-/// Offsets by birth, and how high they reach.
+/// Offsets by item, and how high they reach.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Decoded {
     pub(crate) offsets: Vec<u64>,
@@ -48,24 +55,38 @@ impl Decoder {
         let rectangles = problem.rectangles();
         let mut place: Vec<u32> = (0..rectangles.len() as u32).collect();
         place.sort_by_key(|place| rectangles[*place as usize].lower);
-        let births: Vec<u64> = place.iter().map(|place| rectangles[*place as usize].lower).collect();
-        let of = |place: &u32| rectangles[*place as usize];
-        let end = place.iter().map(|place| births.partition_point(|birth| *birth < of(place).upper) as u32).collect();
-        let size = place.iter().map(|place| of(place).size).collect();
-        let leaves = place.len().next_power_of_two();
-        Decoder { place, end, size, leaves }
+        let mut item_at = vec![0; place.len()];
+        (0..).zip(&place).for_each(|(item, place)| item_at[*place as usize] = item);
+        let mut intervals: Vec<(u64, u32, u64)> =
+            problem.intervals().map(|it| (it.lower, item_at[it.owner as usize], it.upper)).collect();
+        intervals.sort_unstable();
+        let end = |upper: u64| intervals.partition_point(|(lower, ..)| *lower < upper) as u32;
+        let mut births = vec![[u32::MAX; 2]; place.len()];
+        for (birth, &(_, item, _)) in (0..).zip(&intervals) {
+            let [first, _] = births[item as usize];
+            births[item as usize] = [first.min(birth), birth];
+        }
+        Decoder {
+            size: place.iter().map(|place| rectangles[*place as usize].size).collect(),
+            place,
+            births,
+            item: intervals.iter().map(|(_, item, _)| *item).collect(),
+            end: intervals.iter().map(|(.., upper)| end(*upper)).collect(),
+            leaves: intervals.len().next_power_of_two(),
+        }
     }
 
     pub(crate) fn len(&self) -> usize {
         self.place.len()
     }
 
-    /// Size and length of life, in births, of the rectangle with this birth.
-    pub(crate) fn extent(&self, birth: u32) -> (u64, u64) {
-        (self.size[birth as usize], u64::from(self.end[birth as usize] - birth))
+    /// Size and length of life, in births, of an item.
+    pub(crate) fn extent(&self, item: u32) -> (u64, u64) {
+        let life = self.births_of(item).map(|birth| u64::from(self.end[birth as usize] - birth)).sum();
+        (self.size[item as usize], life)
     }
 
-    /// Offsets by place in the problem.
+    /// From offsets by item to offsets by place in the problem.
     pub(crate) fn by_place(&self, decoded: &Decoded) -> Vec<u64> {
         let mut offsets = vec![0; self.len()];
         for (place, offset) in self.place.iter().zip(&decoded.offsets) {
@@ -74,57 +95,74 @@ impl Decoder {
         offsets
     }
 
-    /// Places the rectangles in this order of births. Gives up, with `None`, when one would reach above `limit`, or when the steps
-    /// are used up.
+    /// From offsets by place in the problem to offsets by item.
+    pub(crate) fn by_item(&self, offsets: &[u64]) -> Decoded {
+        let offsets: Vec<u64> = self.place.iter().map(|place| offsets[*place as usize]).collect();
+        let height = offsets.iter().zip(&self.size).map(|(offset, size)| offset + size).max().unwrap_or(0);
+        Decoded { offsets, height }
+    }
+
+    fn births_of(&self, item: u32) -> impl Iterator<Item = u32> {
+        let [first, last] = self.births[item as usize];
+        std::iter::once(first).chain((first != last).then_some(last))
+    }
+
+    /// Places the items in this order. Gives up, with `None`, when one would reach above `limit`, or when the steps are used up.
     pub(crate) fn decode(&self, order: &[u32], fit: Fit, limit: u64, steps: &mut u64) -> Option<Decoded> {
         let mut offsets = vec![0; self.len()];
         let mut covers: Vec<Vec<u32>> = vec![Vec::new(); 2 * self.leaves];
-        let mut born = vec![0_u64; self.len().div_ceil(64)];
+        let mut born = vec![0_u64; self.item.len().div_ceil(64)];
         let mut taken: Vec<(u64, u64)> = Vec::new();
         let mut height = 0;
-        for &birth in order {
-            let end = self.end[birth as usize];
+        for &item in order {
             taken.clear();
+            let mut words = 0;
             let mut look_at = |other: u32| {
                 let offset = offsets[other as usize];
                 taken.push((offset, offset + self.size[other as usize]));
             };
-            let mut node = self.leaves + birth as usize;
-            while node > 0 {
-                covers[node].iter().for_each(|other| look_at(*other));
-                node /= 2;
+            for birth in self.births_of(item) {
+                let mut node = self.leaves + birth as usize;
+                while node > 0 {
+                    covers[node].iter().for_each(|other| look_at(*other));
+                    node /= 2;
+                }
+                let end = self.end[birth as usize];
+                for_each_bit(&born, birth + 1, end, |birth| look_at(self.item[birth as usize]));
+                words += u64::from((end - birth) / 64);
             }
-            for_each_bit(&born, birth + 1, end, &mut look_at);
-            let looked_at = taken.len() as u64 + 1;
+            let looked_at = taken.len() as u64 + 1 + words / 32;
             if *steps < looked_at {
                 *steps = 0;
                 return None;
             }
             *steps -= looked_at;
-            let size = self.size[birth as usize];
+            let size = self.size[item as usize];
             let offset = free_place(&mut taken, size, fit);
             if offset + size > limit {
                 return None;
             }
-            offsets[birth as usize] = offset;
+            offsets[item as usize] = offset;
             height = height.max(offset + size);
-            born[birth as usize / 64] |= 1 << (birth % 64);
-            self.cover(&mut covers, birth, end);
+            for birth in self.births_of(item) {
+                born[birth as usize / 64] |= 1 << (birth % 64);
+                self.cover(&mut covers, birth, item);
+            }
         }
         Some(Decoded { offsets, height })
     }
 
-    /// Enters a rectangle into the nodes that cover its life.
-    fn cover(&self, covers: &mut [Vec<u32>], birth: u32, end: u32) {
-        let (mut from, mut to) = (self.leaves + birth as usize, self.leaves + end as usize);
+    /// Enters an item into the nodes that cover its interval.
+    fn cover(&self, covers: &mut [Vec<u32>], birth: u32, item: u32) {
+        let (mut from, mut to) = (self.leaves + birth as usize, self.leaves + self.end[birth as usize] as usize);
         while from < to {
             if from % 2 == 1 {
-                covers[from].push(birth);
+                covers[from].push(item);
                 from += 1;
             }
             if to % 2 == 1 {
                 to -= 1;
-                covers[to].push(birth);
+                covers[to].push(item);
             }
             (from, to) = (from / 2, to / 2);
         }

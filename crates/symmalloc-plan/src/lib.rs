@@ -32,8 +32,11 @@
 
 mod check;
 mod decode;
+mod exact;
+mod online;
 mod orders;
 mod problem;
+mod sections;
 mod solution;
 mod solve;
 mod table;

@@ -16,6 +16,6 @@ pub(crate) fn orders(decoder: &Decoder) -> Vec<Vec<u32>> {
 
 fn descending<K: Ord>(decoder: &Decoder, key: impl Fn((u64, u64)) -> K) -> Vec<u32> {
     let mut order: Vec<u32> = (0..decoder.len() as u32).collect();
-    order.sort_by_cached_key(|birth| std::cmp::Reverse(key(decoder.extent(*birth))));
+    order.sort_by_cached_key(|item| std::cmp::Reverse(key(decoder.extent(*item))));
     order
 }

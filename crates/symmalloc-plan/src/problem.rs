@@ -7,7 +7,7 @@ use thiserror::Error;
 pub struct Rectangle {
     /// When it begins to live: a number of an op, or any other time.
     pub lower: u64,
-    /// When it lives no more; more than `lower`.
+    /// When it lives no more; more than `lower`. In a [periodic](Problem::periodic) problem it may lie in the next step.
     pub upper: u64,
     /// How much it needs, in any unit; not 0. Offsets have the same unit.
     pub size: u64,
@@ -26,6 +26,21 @@ pub enum ProblemError {
         lower: u64,
         /// Its end.
         upper: u64,
+    },
+    /// A rectangle of a repeated step does not begin in it, or lives longer than a step.
+    #[error(
+        "rectangle {index} lives from {lower} to {upper}: it must begin before {period}, where the step ends, and live no \
+         longer than a step"
+    )]
+    OutsidePeriod {
+        /// Which one, counted from 0.
+        index: usize,
+        /// Its beginning.
+        lower: u64,
+        /// Its end.
+        upper: u64,
+        /// How long a step is.
+        period: u64,
     },
     /// A rectangle has no size.
     #[error("rectangle {index} has size 0: leave it out, it needs no place")]
@@ -51,7 +66,18 @@ pub enum ProblemError {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem {
     rectangles: Vec<Rectangle>,
+    /// How long a repeated step is. No rectangle begins after it, or lives longer.
+    period: Option<u64>,
     lower_bound: u64,
+}
+
+/// A time in which a rectangle lives, as solver and check see it. A rectangle has one, or two of which the second begins at 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Interval {
+    pub(crate) lower: u64,
+    pub(crate) upper: u64,
+    /// The rectangle's place in the problem.
+    pub(crate) owner: u32,
 }
 
 impl Problem {
@@ -60,6 +86,27 @@ impl Problem {
     /// # Errors
     /// See [`ProblemError`].
     pub fn new(rectangles: Vec<Rectangle>) -> Result<Self, ProblemError> {
+        Self::checked(rectangles, None)
+    }
+
+    /// The problem of placing these in a step that is repeated and takes `period`. What is allocated in one step and freed in the
+    /// next has an `upper` of up to `lower + period`: it lives until the end of the step and from the beginning of a step to
+    /// `upper - period`, at the same offset.
+    ///
+    /// ```text
+    ///  offset ▲
+    ///         │▓▓▓▓ a ▓▓▓▓┐     ┌▓▓▓▓ a ▓▓▓▓│▓▓▓▓ a ▓▓▓▓┐     ┌▓▓▓        a: from lower to upper, which is behind the period
+    ///         └───────────┴─────┴───────────┼───────────┴─────┴───► time
+    ///         0                             period
+    /// ```
+    ///
+    /// # Errors
+    /// See [`ProblemError`].
+    pub fn periodic(period: u64, rectangles: Vec<Rectangle>) -> Result<Self, ProblemError> {
+        Self::checked(rectangles, Some(period))
+    }
+
+    fn checked(rectangles: Vec<Rectangle>, period: Option<u64>) -> Result<Self, ProblemError> {
         if rectangles.len() > 1 << 31 {
             return Err(ProblemError::TooMany { count: rectangles.len() });
         }
@@ -68,13 +115,19 @@ impl Problem {
             if upper <= lower {
                 return Err(ProblemError::Lifetime { index, lower, upper });
             }
+            if let Some(period) = period
+                && (lower >= period || upper - lower > period)
+            {
+                return Err(ProblemError::OutsidePeriod { index, lower, upper, period });
+            }
             if size == 0 {
                 return Err(ProblemError::Size { index });
             }
             sum = sum.checked_add(size).filter(|sum| *sum <= 1 << 63).ok_or(ProblemError::TooLarge { index })?;
         }
-        let lower_bound = peak_live(&rectangles);
-        Ok(Problem { rectangles, lower_bound })
+        let mut problem = Problem { rectangles, period, lower_bound: 0 };
+        problem.lower_bound = problem.peak_live();
+        Ok(problem)
     }
 
     /// What is to be placed.
@@ -86,18 +139,29 @@ impl Problem {
     pub fn lower_bound(&self) -> u64 {
         self.lower_bound
     }
-}
 
-/// The most that is live at any time. What ends at a moment makes room for what begins then.
-fn peak_live(rectangles: &[Rectangle]) -> u64 {
-    let begins = rectangles.iter().map(|it| (it.lower, true, it.size));
-    let ends = rectangles.iter().map(|it| (it.upper, false, it.size));
-    let mut changes: Vec<(u64, bool, u64)> = begins.chain(ends).collect();
-    changes.sort_unstable();
-    let (mut live, mut peak) = (0_u64, 0);
-    for (_, begins, size) in changes {
-        live = if begins { live + size } else { live - size };
-        peak = live.max(peak);
+    /// The times in which rectangles live, those of one rectangle behind each other.
+    pub(crate) fn intervals(&self) -> impl Iterator<Item = Interval> {
+        self.rectangles.iter().enumerate().flat_map(|(index, &Rectangle { lower, upper, .. })| {
+            let owner = index as u32;
+            let end = self.period.unwrap_or(upper).min(upper);
+            let next_step = (end < upper).then(|| Interval { lower: 0, upper: upper - end, owner });
+            std::iter::once(Interval { lower, upper: end, owner }).chain(next_step)
+        })
     }
-    peak
+
+    /// What ends at a moment makes room for what begins then.
+    fn peak_live(&self) -> u64 {
+        let size = |of: &Interval| self.rectangles[of.owner as usize].size;
+        let begins = self.intervals().map(|it| (it.lower, true, size(&it)));
+        let ends = self.intervals().map(|it| (it.upper, false, size(&it)));
+        let mut changes: Vec<(u64, bool, u64)> = begins.chain(ends).collect();
+        changes.sort_unstable();
+        let (mut live, mut peak) = (0_u64, 0);
+        for (_, begins, size) in changes {
+            live = if begins { live + size } else { live - size };
+            peak = live.max(peak);
+        }
+        peak
+    }
 }

@@ -13,8 +13,9 @@ pub struct Solution {
 }
 
 impl Solution {
-    pub(crate) fn new(problem: &Problem, offsets: Vec<u64>, height: u64, steps: u64) -> Self {
-        Solution { offsets, height, is_optimal: height == problem.lower_bound(), steps }
+    /// `least` is a height below which no placement is.
+    pub(crate) fn new(offsets: Vec<u64>, least: u64, steps: u64, height: u64) -> Self {
+        Solution { offsets, height, is_optimal: height == least, steps }
     }
 
     /// By rectangle.
@@ -27,7 +28,8 @@ impl Solution {
         self.height
     }
 
-    /// Whether it is known that no placement is lower: it has the height of what is live at the peak.
+    /// Whether it is known that no placement is lower: it has the height of what is live at the peak, or the exact search has
+    /// gone through all that are lower.
     pub fn is_optimal(&self) -> bool {
         self.is_optimal
     }
@@ -43,6 +45,6 @@ impl Solution {
     /// # Errors
     /// When the solution is not one of this problem.
     pub fn check(&self, problem: &Problem) -> Result<(), PlacementError> {
-        check::check(problem.rectangles(), &self.offsets, self.height)
+        check::check(problem, &self.offsets, self.height)
     }
 }

@@ -1,15 +1,18 @@
-//! The search: several orders, then improvement of the best one.
+//! The search: a first placement, several orders, then exact search and improvement in turn.
 //!
 //! ```text
-//!  orders ──► decode, best fit and lowest fit ──► the best ──► those that reach the top come earlier ──► decode ─┐
-//!                 one reaches the bound: done          ▲                                                          │
-//!                                                      └───────────────── lower: keep it; else try another ◄──────┘
+//!  in order of time ──► orders, best fit and lowest fit ──► round: exact search at the bound, then between the bound and the best
+//!                                                             ▲    improvement of the best order, for as many steps
+//!                          one reaches the bound: done        └─── twice the steps
 //! ```
 //!
 //! The improvement is known as squeaky wheel optimisation: what ended at the top is what had too little room, so it is placed
-//! earlier next time. What is drawn is drawn by a generator with a fixed seed.
+//! earlier next time. What is drawn is drawn by a generator with a fixed seed. No part of the search knows how many steps there
+//! are: they end it wherever it is. So more steps are never worse.
 
 use crate::decode::{Decoded, Decoder, Fit};
+use crate::exact::{ExactSearch, Preference, Verdict};
+use crate::online::best_fit_by_time;
 use crate::orders::orders;
 use crate::problem::Problem;
 use crate::solution::Solution;
@@ -25,99 +28,183 @@ impl Default for Steps {
     }
 }
 
-/// Places the rectangles of a problem as low as the search finds in so many steps. The first order is carried out whatever it
-/// takes, so there is always a solution.
+/// What one exact search may take in the first round.
+const FIRST_ROUND_STEPS: u64 = 50_000;
+
+/// Places the rectangles of a problem as low as the search finds in so many steps. A first placement, in order of time, takes one
+/// step for each rectangle and is made in any case, so there is always a solution.
 ///
 /// # Determinism
-/// The solution is a function of the problem and the steps. It takes O(n log n) memory for n rectangles.
-pub fn solve(problem: &Problem, Steps(budget): Steps) -> Solution {
+/// The solution is a function of the problem and the steps, and more steps are never worse. It takes O(n log n) memory for n
+/// rectangles, and some hundred MiB where there are few enough for exact search.
+pub fn solve(problem: &Problem, steps: Steps) -> Solution {
     let decoder = Decoder::new(problem);
-    let bound = problem.lower_bound();
+    let mut search = Search::new(problem, &decoder, steps);
     let orders = orders(&decoder);
-    let mut search = Portfolio::new(&decoder, &orders[0], budget);
-    let mut best_order = 0;
-    for (fit, number) in [Fit::Best, Fit::Lowest].into_iter().flat_map(|fit| (0..orders.len()).map(move |it| (fit, it)))
-    {
-        if search.best.height == bound {
-            break;
-        }
-        if search.attempt(&orders[number], fit) {
-            (best_order, search.fit) = (number, fit);
+    let best_order = search.try_orders(&orders);
+    if !search.is_over() {
+        let mut improvement = Improvement::new(&orders[best_order]);
+        let mut exact = ExactSearch::new(problem);
+        let mut limit = FIRST_ROUND_STEPS;
+        while !search.is_over() {
+            let before = search.left;
+            if let Some(exact) = &mut exact {
+                search.search_exactly(exact, limit);
+            }
+            search.improve(&mut improvement, limit.max(before - search.left));
+            limit = limit.saturating_mul(2);
         }
     }
-    if search.best.height > bound {
-        search.improve(&orders[best_order], bound);
-    }
-    Solution::new(problem, decoder.by_place(&search.best), search.best.height, search.spent)
+    let spent = problem.rectangles().len() as u64 + search.budget - search.left;
+    Solution::new(decoder.by_place(&search.best), search.least, spent, search.best.height)
 }
 
 /// The best so far, and what the search may still take.
-struct Portfolio<'a> {
+struct Search<'a> {
     decoder: &'a Decoder,
+    budget: u64,
     /// Steps that may still be taken.
     left: u64,
-    spent: u64,
     best: Decoded,
-    /// Of the best.
+    /// Of the order that is improved.
     fit: Fit,
+    /// No placement is lower.
+    least: u64,
+    /// All heights are multiples of it.
+    unit: u64,
 }
 
-impl<'a> Portfolio<'a> {
-    /// The first order is carried out whatever it takes.
-    fn new(decoder: &'a Decoder, order: &[u32], budget: u64) -> Self {
-        let mut left = u64::MAX;
-        let best =
-            decoder.decode(order, Fit::Best, u64::MAX, &mut left).expect("without a limit every order is decoded");
-        let spent = u64::MAX - left;
-        Portfolio { decoder, left: budget.saturating_sub(spent), spent, best, fit: Fit::Best }
+impl<'a> Search<'a> {
+    fn new(problem: &Problem, decoder: &'a Decoder, Steps(steps): Steps) -> Self {
+        let best = decoder.by_item(&best_fit_by_time(problem));
+        let budget = steps.saturating_sub(problem.rectangles().len() as u64);
+        let unit = problem.rectangles().iter().fold(0, |unit, it| greatest_common_divisor(unit, it.size));
+        Search { decoder, budget, left: budget, best, fit: Fit::Best, least: problem.lower_bound(), unit }
+    }
+
+    fn is_over(&self) -> bool {
+        self.left == 0 || self.best.height == self.least
+    }
+
+    /// Which order was the best.
+    fn try_orders(&mut self, orders: &[Vec<u32>]) -> usize {
+        let mut best_order = 0;
+        for fit in [Fit::Best, Fit::Lowest] {
+            for (number, order) in orders.iter().enumerate() {
+                if self.is_over() {
+                    return best_order;
+                }
+                if self.attempt(order, fit) {
+                    (best_order, self.fit) = (number, fit);
+                }
+            }
+        }
+        best_order
     }
 
     /// Tries an order. Whether it is lower than the best so far, and so the best now.
     fn attempt(&mut self, order: &[u32], fit: Fit) -> bool {
-        let before = self.left;
         let decoded = self.decoder.decode(order, fit, self.best.height - 1, &mut self.left);
-        self.spent += before - self.left;
         let Some(lower) = decoded else { return false };
         self.best = lower;
         true
     }
 
-    /// Places what reached the top earlier, and draws some others, until the bound is reached or the steps are used up.
-    fn improve(&mut self, order: &[u32], bound: u64) {
-        let mut random = Random(0x9e37_79b9_7f4a_7c15);
-        let mut current = order.to_vec();
-        let mut failures = 0;
-        while self.left > 0 && self.best.height > bound {
-            let mut tried = current.clone();
-            self.promote(&mut tried, failures, &mut random);
+    /// Tries the least height that is not ruled out, and then others between it and the best. Most problems that can be solved at
+    /// all reach the first one, so it gets most of the steps.
+    fn search_exactly(&mut self, exact: &mut ExactSearch, limit: u64) {
+        let mut capacity = self.least;
+        // Below it heights are ruled out, or not decided in so many steps.
+        let mut from = self.least;
+        while !self.is_over() && (from == self.least || self.best.height - from > self.best.height / 1024) {
+            let limit = if capacity == self.least { limit } else { limit / 8 };
+            match self.decide(exact, capacity, limit) {
+                Verdict::Placed(offsets) => self.best = self.decoder.by_item(&offsets),
+                Verdict::Impossible => {
+                    self.least = capacity + self.unit;
+                    from = self.least;
+                }
+                Verdict::OutOfSteps => from = capacity + self.unit,
+            }
+            if from >= self.best.height {
+                break;
+            }
+            let last = self.best.height - self.unit;
+            capacity = from + (last - from) / self.unit / 2 * self.unit;
+        }
+    }
+
+    /// Tries each preference. What one cannot decide another one often can.
+    fn decide(&mut self, exact: &mut ExactSearch, capacity: u64, limit: u64) -> Verdict {
+        for preference in Preference::ALL {
+            let mut steps = limit.min(self.left);
+            self.left -= steps;
+            let verdict = exact.place_below(capacity, preference, &mut steps);
+            self.left += steps;
+            if verdict != Verdict::OutOfSteps {
+                return verdict;
+            }
+        }
+        Verdict::OutOfSteps
+    }
+
+    /// Places what reached the top earlier, and draws some others, until the bound is reached or so many steps are used up.
+    fn improve(&mut self, improvement: &mut Improvement, steps: u64) {
+        let end = self.left.saturating_sub(steps);
+        while !self.is_over() && self.left > end {
+            let tried = self.promoted(improvement);
             let left = self.left;
             if self.attempt(&tried, self.fit) {
-                (current, failures) = (tried, 0);
+                (improvement.order, improvement.failures) = (tried, 0);
             } else {
-                failures += 1;
+                improvement.failures += 1;
                 // An attempt that gives up at once costs steps as well.
                 self.left = self.left.min(left.saturating_sub(self.decoder.len() as u64));
             }
         }
     }
 
-    /// Moves the rectangles at the top to an earlier place, and after failures a few others to any.
-    fn promote(&self, order: &mut Vec<u32>, failures: u64, random: &mut Random) {
-        let top = |birth: &u32| {
-            let (size, _) = self.decoder.extent(*birth);
-            self.best.offsets[*birth as usize] + size == self.best.height
+    /// The order, with the rectangles at the top moved to an earlier place, and after failures a few others to any.
+    fn promoted(&self, Improvement { order, failures, random }: &mut Improvement) -> Vec<u32> {
+        let mut order = order.clone();
+        let top = |item: &u32| {
+            let (size, _) = self.decoder.extent(*item);
+            self.best.offsets[*item as usize] + size == self.best.height
         };
         let at_top: Vec<usize> = (0..order.len()).filter(|at| top(&order[*at])).collect();
         for at in at_top {
-            let birth = order.remove(at);
-            order.insert(random.below(at as u64 + 1) as usize, birth);
+            let item = order.remove(at);
+            order.insert(random.below(at as u64 + 1) as usize, item);
         }
-        for _ in 0..failures.min(16) {
+        for _ in 0..(*failures).min(16) {
             let (from, to) = (random.below(order.len() as u64) as usize, random.below(order.len() as u64) as usize);
-            let birth = order.remove(from);
-            order.insert(to, birth);
+            let item = order.remove(from);
+            order.insert(to, item);
         }
+        order
     }
+}
+
+/// The order that is improved.
+struct Improvement {
+    order: Vec<u32>,
+    /// Attempts since it last became lower.
+    failures: u64,
+    random: Random,
+}
+
+impl Improvement {
+    fn new(order: &[u32]) -> Self {
+        Improvement { order: order.to_vec(), failures: 0, random: Random(0x9e37_79b9_7f4a_7c15) }
+    }
+}
+
+/// Of 0 and a number the number.
+fn greatest_common_divisor(mut one: u64, mut other: u64) -> u64 {
+    while other > 0 {
+        (one, other) = (other, one % other);
+    }
+    one
 }
 
 /// Xorshift, with a fixed seed.

@@ -44,14 +44,28 @@ impl Problem {
     /// # Errors
     /// When it is no table of rectangles; the line is named.
     pub fn read_csv(source: impl Read) -> Result<(Self, Vec<String>), TableError> {
-        let (mut rectangles, mut names) = (Vec::new(), Vec::new());
-        for row in csv::ReaderBuilder::new().trim(csv::Trim::All).from_reader(source).deserialize() {
-            let Row { id, lower, upper, size } = row?;
-            rectangles.push(Rectangle { lower, upper, size });
-            names.push(id);
-        }
+        let (rectangles, names) = read(source)?;
         Ok((Problem::new(rectangles)?, names))
     }
+
+    /// Reads the table of a step that is repeated after `period`: see [`Problem::periodic`].
+    ///
+    /// # Errors
+    /// When it is no table of such rectangles; the line is named.
+    pub fn read_periodic_csv(period: u64, source: impl Read) -> Result<(Self, Vec<String>), TableError> {
+        let (rectangles, names) = read(source)?;
+        Ok((Problem::periodic(period, rectangles)?, names))
+    }
+}
+
+fn read(source: impl Read) -> Result<(Vec<Rectangle>, Vec<String>), csv::Error> {
+    let (mut rectangles, mut names) = (Vec::new(), Vec::new());
+    for row in csv::ReaderBuilder::new().trim(csv::Trim::All).from_reader(source).deserialize() {
+        let Row { id, lower, upper, size } = row?;
+        rectangles.push(Rectangle { lower, upper, size });
+        names.push(id);
+    }
+    Ok((rectangles, names))
 }
 
 impl Solution {

@@ -1,0 +1,86 @@
+//! The placement that there always is: best fit in order of time, as an allocator places that does not know what comes. O(n log n).
+//!
+//! It looks at free blocks instead of at what overlaps, so that a problem of which the search could not decode one order within
+//! its steps has a solution all the same. What lives into the next step of a repeated one lies at the bottom, for the whole step.
+
+use crate::problem::Problem;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Offsets by place in the problem.
+pub(crate) fn best_fit_by_time(problem: &Problem) -> Vec<u64> {
+    let rectangles = problem.rectangles();
+    let mut offsets = vec![0; rectangles.len()];
+    let mut intervals = vec![0_u8; rectangles.len()];
+    problem.intervals().for_each(|it| intervals[it.owner as usize] += 1);
+    let mut blocks = FreeBlocks::default();
+    for (index, _) in intervals.iter().enumerate().filter(|(_, count)| **count > 1) {
+        offsets[index] = blocks.take(rectangles[index].size);
+    }
+    let within = || problem.intervals().filter(|it| intervals[it.owner as usize] == 1);
+    let begins = within().map(|it| (it.lower, true, it.owner as usize));
+    let ends = within().map(|it| (it.upper, false, it.owner as usize));
+    let mut changes: Vec<(u64, bool, usize)> = begins.chain(ends).collect();
+    changes.sort_unstable();
+    for (_, begins, index) in changes {
+        let size = rectangles[index].size;
+        if begins {
+            offsets[index] = blocks.take(size);
+        } else {
+            blocks.give_back(offsets[index], size);
+        }
+    }
+    offsets
+}
+
+/// Free blocks below the top. No two of them touch, and none touches the top.
+#[derive(Default)]
+struct FreeBlocks {
+    /// From offset to size.
+    by_offset: BTreeMap<u64, u64>,
+    /// The same blocks: size, offset.
+    by_size: BTreeSet<(u64, u64)>,
+    top: u64,
+}
+
+impl FreeBlocks {
+    /// The smallest block that is large enough, the lowest of these; else the top.
+    fn take(&mut self, size: u64) -> u64 {
+        let Some(&(room, offset)) = self.by_size.range((size, 0)..).next() else {
+            self.top += size;
+            return self.top - size;
+        };
+        self.remove(offset, room);
+        if room > size {
+            self.insert(offset + size, room - size);
+        }
+        offset
+    }
+
+    fn give_back(&mut self, mut offset: u64, mut size: u64) {
+        if let Some((&below, &room)) = self.by_offset.range(..offset).next_back()
+            && below + room == offset
+        {
+            self.remove(below, room);
+            (offset, size) = (below, room + size);
+        }
+        if let Some(&room) = self.by_offset.get(&(offset + size)) {
+            self.remove(offset + size, room);
+            size += room;
+        }
+        if offset + size == self.top {
+            self.top = offset;
+        } else {
+            self.insert(offset, size);
+        }
+    }
+
+    fn insert(&mut self, offset: u64, size: u64) {
+        self.by_offset.insert(offset, size);
+        self.by_size.insert((size, offset));
+    }
+
+    fn remove(&mut self, offset: u64, size: u64) {
+        self.by_offset.remove(&offset);
+        self.by_size.remove(&(size, offset));
+    }
+}

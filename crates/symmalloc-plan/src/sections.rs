@@ -1,0 +1,139 @@
+//! Time cut into sections: as few as tell which rectangles overlap.
+//!
+//! A section is a set of rectangles that live at one moment, to which no neighbouring moment adds one. Whatever overlaps meets in
+//! one of them, and a rectangle lives in an unbroken run of sections, or in two such runs when it lives into the next step.
+//!
+//! ```text
+//!   a ───────────────       ─────── c
+//!          b ──────────────────────────           live: a│ab│b│bc│b      sections: ab, bc
+//! ```
+
+use crate::problem::Problem;
+use std::ops::Range;
+
+/// More pairs of overlapping rectangles than this are not kept: 32 MiB.
+const PAIRS_MAX: usize = 1 << 23;
+
+/// A run of sections.
+pub(crate) type Run = Range<usize>;
+
+/// Which rectangles live together. Rectangles are numbered by place in the problem.
+pub(crate) struct Sections {
+    count: usize,
+    /// By rectangle: where it lives. The second run is mostly empty.
+    runs: Vec<[Run; 2]>,
+    /// All overlapping ones of the first rectangle, then of the second, and so on.
+    overlaps: Vec<u32>,
+    /// By rectangle: where its part of `overlaps` begins; and the end of the last.
+    begins: Vec<usize>,
+}
+
+impl Sections {
+    /// `None` when too many pairs overlap.
+    pub(crate) fn new(problem: &Problem) -> Option<Self> {
+        let begins = problem.intervals().map(|it| (it.lower, true, it.owner));
+        let ends = problem.intervals().map(|it| (it.upper, false, it.owner));
+        let mut changes: Vec<(u64, bool, u32)> = begins.chain(ends).collect();
+        changes.sort_unstable();
+        // A section is complete when one of its rectangles ends.
+        let (mut count, mut has_grown) = (0, false);
+        let mut runs = vec![[0..0, 0..0]; problem.rectangles().len()];
+        for (_, begins, owner) in changes {
+            let [first, second] = &mut runs[owner as usize];
+            if begins {
+                *(if first.is_empty() { &mut *first } else { second }) = count..usize::MAX;
+                has_grown = true;
+                continue;
+            }
+            count += usize::from(has_grown);
+            has_grown = false;
+            *(if first.end == usize::MAX { &mut first.end } else { &mut second.end }) = count;
+        }
+        let (overlaps, begins) = overlaps(&runs, count)?;
+        Some(Sections { count, runs, overlaps, begins })
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Where a rectangle lives.
+    pub(crate) fn runs(&self, rectangle: u32) -> impl Iterator<Item = Run> {
+        let [first, second] = &self.runs[rectangle as usize];
+        [first.clone(), second.clone()].into_iter()
+    }
+
+    /// From the first section to the last: what keeps the sections in between together until the rectangle is placed.
+    pub(crate) fn reach(&self, rectangle: u32) -> Run {
+        let [first, second] = &self.runs[rectangle as usize];
+        if second.is_empty() { first.clone() } else { first.start..second.end }
+    }
+
+    pub(crate) fn live_the_same(&self, rectangle: u32, other: u32) -> bool {
+        self.runs[rectangle as usize] == self.runs[other as usize]
+    }
+
+    /// The rectangles that live in a section with this one.
+    pub(crate) fn overlaps(&self, rectangle: u32) -> &[u32] {
+        let rectangle = rectangle as usize;
+        &self.overlaps[self.begins[rectangle]..self.begins[rectangle + 1]]
+    }
+}
+
+/// The overlapping ones of each rectangle, and where they begin.
+fn overlaps(runs: &[[Run; 2]], count: usize) -> Option<(Vec<u32>, Vec<usize>)> {
+    let mut members: Vec<Vec<u32>> = vec![Vec::new(); count];
+    let mut in_sections = 0_usize;
+    for (rectangle, own) in (0_u32..).zip(runs) {
+        for run in own {
+            in_sections += run.len();
+            if in_sections > PAIRS_MAX {
+                return None;
+            }
+            members[run.clone()].iter_mut().for_each(|members| members.push(rectangle));
+        }
+    }
+    let (mut overlaps, mut begins) = (Vec::new(), Vec::with_capacity(runs.len() + 1));
+    let mut seen_by = vec![u32::MAX; runs.len()];
+    for (rectangle, own) in (0_u32..).zip(runs) {
+        begins.push(overlaps.len());
+        seen_by[rectangle as usize] = rectangle;
+        for other in own.iter().flat_map(|run| members[run.clone()].iter().flatten()) {
+            if seen_by[*other as usize] != rectangle {
+                seen_by[*other as usize] = rectangle;
+                overlaps.push(*other);
+            }
+        }
+        if overlaps.len() > PAIRS_MAX {
+            return None;
+        }
+    }
+    begins.push(overlaps.len());
+    Some((overlaps, begins))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::problem::Rectangle;
+
+    fn at(lower: u64, upper: u64) -> Rectangle {
+        Rectangle { lower, upper, size: 1 }
+    }
+
+    #[test]
+    fn a_section_is_what_lives_together_and_no_more() {
+        let problem = Problem::new(vec![at(0, 4), at(2, 10), at(5, 9)]).expect("sane");
+        let sections = Sections::new(&problem).expect("small");
+        assert_eq!((sections.count(), sections.runs), (2, vec![[0..1, 0..0], [0..2, 0..0], [1..2, 0..0]]));
+    }
+
+    #[test]
+    fn what_lives_into_the_next_step_has_two_runs_and_reaches_over_all() {
+        let problem = Problem::periodic(10, vec![at(8, 12), at(1, 9), at(3, 5), at(6, 7), at(9, 10)]).expect("sane");
+        let sections = Sections::new(&problem).expect("small");
+        assert_eq!(sections.runs[0], [0..1, 3..5]);
+        assert_eq!(sections.reach(0), 0..5);
+        assert_eq!((sections.overlaps(0), sections.overlaps(2)), (&[1, 4][..], &[1][..]));
+    }
+}
