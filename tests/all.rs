@@ -13,6 +13,7 @@ mod metrics;
 mod misuse;
 mod model;
 mod observers;
+mod plans;
 mod ranks;
 mod recording;
 mod reports;

@@ -11,6 +11,7 @@
 //!  restart   a rank that goes on in a new process
 //!  mutation  one difference in one rank's program
 //!  conformance   what every backend must do
+//!  steps     programs that repeat steps, beside a model of following a plan
 //! ```
 
 pub mod checker;
@@ -22,6 +23,7 @@ pub mod mutation;
 pub mod oracle;
 pub mod restart;
 pub mod run;
+pub mod steps;
 pub mod targets;
 
 /// Whether tests may take long: with `SYMMALLOC_NIGHT=1` they do more of the same.

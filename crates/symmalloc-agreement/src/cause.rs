@@ -50,6 +50,8 @@ fn between(one: &Answered, other: &Answered) -> Cause {
         (Answer::Op { op, decision, .. }, Answer::Op { op: other_op, decision: other_decision, .. }) => {
             if is_obtained(op) || is_obtained(other_op) {
                 Cause::OtherGrowth
+            } else if is_of_a_plan(op) && is_of_a_plan(other_op) {
+                Cause::OtherPlan
             } else if op == other_op && Step::new(op, decision) == Step::new(other_op, other_decision) {
                 Cause::OtherDecision
             } else if is_refusal_of_the_same(op, other_op) {
@@ -67,6 +69,11 @@ fn between(one: &Answered, other: &Answered) -> Cause {
 /// Whether it is what came of the op before: memory that was obtained.
 fn is_obtained(op: u64) -> bool {
     matches!(unpack_op(op), Some((Mark::Obtain, _, _)))
+}
+
+/// Whether it says which step and which plan there is.
+fn is_of_a_plan(op: u64) -> bool {
+    matches!(unpack_op(op), Some((Mark::Adopt | Mark::BeginStep, _, _)))
 }
 
 /// The other's history ends here, this one goes on with `window` ops or more.

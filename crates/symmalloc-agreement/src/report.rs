@@ -169,6 +169,26 @@ pub enum Action {
     },
     /// The pool was destroyed.
     Destroyed,
+    /// Plans were adopted, or given up for 0 bytes.
+    AdoptedPlans {
+        /// Bytes of their memory.
+        plan_bytes: u64,
+    },
+    /// A step began.
+    BeganStep {
+        /// What the program calls it.
+        key: u64,
+    },
+    /// A step ended.
+    EndedStep {
+        /// Allocations that went where a plan says.
+        planned: u64,
+    },
+    /// A step went another way than its plan.
+    LeftPlan {
+        /// The number of the allocation in the step.
+        number: u64,
+    },
     /// Nothing: the heap has no further op on these ranks.
     Nothing,
     /// It is older than these ranks' histories.
@@ -204,6 +224,8 @@ pub enum Cause {
     OtherDecision,
     /// The same request obtained another amount of memory: a limit that several heaps share was used up in another order.
     OtherGrowth,
+    /// The ranks adopted other plans, or called a step by another key.
+    OtherPlan,
     /// The histories do not go back so far.
     OlderThanHistory,
     /// Not looked into: another heap differed before.
@@ -236,6 +258,10 @@ impl Action {
             Mark::RefusedBySegment => Action::RefusedBySegment { stream, size_bytes },
             Mark::Destroy => Action::Destroyed,
             Mark::Obtain => Action::Obtained { stream, size_bytes },
+            Mark::Adopt => Action::AdoptedPlans { plan_bytes: size_bytes },
+            Mark::BeginStep => Action::BeganStep { key: decision },
+            Mark::EndStep => Action::EndedStep { planned: decision },
+            Mark::Differ => Action::LeftPlan { number: decision },
         }
     }
 }
@@ -253,6 +279,7 @@ impl Cause {
             Cause::OtherStream => "other_stream",
             Cause::OtherDecision => "other_decision",
             Cause::OtherGrowth => "other_growth",
+            Cause::OtherPlan => "other_plan",
             Cause::OlderThanHistory => "older_than_history",
             Cause::Consequence => "consequence",
             Cause::Unknown => "unknown",
@@ -275,6 +302,9 @@ impl fmt::Display for Cause {
             }
             Cause::OtherGrowth => {
                 "the ranks obtained different amounts of memory: was a limit that several heaps share used up in another order?"
+            }
+            Cause::OtherPlan => {
+                "the ranks follow other plans, or call a step by another key: use the same plan file and keys on every rank"
             }
             Cause::OlderThanHistory => "older than what is remembered: agree more often, or raise history_ops",
             Cause::Consequence => "not looked into",
@@ -387,6 +417,13 @@ impl fmt::Display for Group {
                     Grouped(obtained_bytes)
                 )
             }
+            Action::AdoptedPlans { plan_bytes: 0 } => write!(f, "dropped their plans"),
+            Action::AdoptedPlans { plan_bytes } => write!(f, "adopted plans of {} bytes", Grouped(plan_bytes)),
+            Action::BeganStep { key } => write!(f, "began step {key}"),
+            Action::EndedStep { planned } => {
+                write!(f, "ended a step of which {} allocations were as planned", Grouped(planned))
+            }
+            Action::LeftPlan { number } => write!(f, "left the plan at allocation {} of the step", Grouped(number)),
             Action::Trimmed { given_up_bytes } => write!(f, "trimmed, giving up {} bytes", Grouped(given_up_bytes)),
             Action::Shrunk { placement, size_bytes } => {
                 write!(f, "trimmed, giving back {} bytes at {placement}", Grouped(size_bytes))

@@ -83,6 +83,8 @@ pub mod stats;
 
 mod pointers;
 
+pub mod plans;
+
 mod heap;
 
 pub mod allocator;

@@ -216,6 +216,13 @@ impl<W: Write> TimelineWriter<'_, W> {
                 self.instant("pool destroyed", JOB, at, &Args::new().number("pool", pool.0.into()))?;
             }
             Op::Sync => self.instant("sync", JOB, at, &Args::new())?,
+            Op::BeginStep { pool, key } => {
+                let args = Args::new().number("pool", pool.0.into()).number("key", *key);
+                self.instant("step begins", JOB, at, &args)?;
+            }
+            Op::EndStep { pool } => {
+                self.instant("step ends", JOB, at, &Args::new().number("pool", pool.0.into()))?;
+            }
             _ => {}
         }
         if (at as u64 + 1).is_multiple_of(self.summary.ops_per_point) {

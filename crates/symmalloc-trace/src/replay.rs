@@ -102,13 +102,22 @@ pub struct Replay<'a, B: Backend, L: Lock> {
     pools: Vec<Option<PoolId>>,
     /// The allocator's observer for each one of the program; `None` once it is gone.
     observers: Vec<Option<ObserverId>>,
+    /// The allocator's pools with a step that the program has begun and not ended.
+    open_steps: Vec<PoolId>,
 }
 
 impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
     /// A run on an allocator that no other run uses at the same time.
     pub fn new(allocator: &'a Allocator<B, L>, program: &'a Program) -> Self {
         let live = vec![None; program.allocation_count()];
-        Replay { allocator, program, live, pools: vec![Some(PoolId::DEFAULT)], observers: Vec::new() }
+        Replay {
+            allocator,
+            program,
+            live,
+            pools: vec![Some(PoolId::DEFAULT)],
+            observers: Vec::new(),
+            open_steps: Vec::new(),
+        }
     }
 
     /// Carries one op of the program out. Returns the allocation that it made.
@@ -172,6 +181,16 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
             Op::Trim { pool } => {
                 let pool = pool.map(|pool| self.pool(pool)).transpose()?;
                 self.allocator.trim(pool)?;
+            }
+            Op::BeginStep { pool, key } => {
+                let pool = self.pool(*pool)?;
+                self.allocator.begin_step(pool, *key)?;
+                self.open_steps.push(pool);
+            }
+            Op::EndStep { pool } => {
+                let pool = self.pool(*pool)?;
+                self.allocator.end_step(pool)?;
+                self.open_steps.retain(|open| *open != pool);
             }
             Op::Observe { observer, pool } => {
                 if self.observers.len() <= observer.index() {
@@ -250,7 +269,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         self.live.get(id.0 as usize).copied().flatten()
     }
 
-    /// Frees what the program left allocated, in the order in which it was made.
+    /// Frees what the program left allocated, in the order in which it was made, and ends the steps that it left open.
     ///
     /// # Errors
     /// When the driver cannot fence a use; what is left then can be freed by another call.
@@ -260,6 +279,10 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
                 self.allocator.free(handle)?;
                 *live = None;
             }
+        }
+        for pool in self.open_steps.drain(..) {
+            // A pool that was destroyed has no step any more.
+            let _report = self.allocator.end_step(pool);
         }
         Ok(())
     }
@@ -332,6 +355,9 @@ pub enum StepError {
     /// The allocator refused.
     #[error(transparent)]
     Pool(#[from] PoolError),
+    /// A step is open, or none is.
+    #[error(transparent)]
+    Step(#[from] symmalloc_core::plans::StepError),
     /// The driver failed.
     #[error(transparent)]
     Trim(#[from] TrimError),

@@ -194,6 +194,12 @@ impl<L: Lock> Gate<'_, L> {
         self.end(|records| RecordingError::Restored { records, pool });
     }
 
+    /// Plans of a pool are adopted or dropped.
+    #[cold]
+    pub(super) fn plans_changed(&mut self, pool: PoolId) {
+        self.end(|records| RecordingError::Planned { records, pool });
+    }
+
     /// The limit over all pools is another one from here on.
     pub(super) fn note_limit(&mut self) {
         self.end(|records| RecordingError::LimitChanged { records });

@@ -33,12 +33,14 @@ pub mod report;
 mod request;
 mod restore;
 mod save;
+mod steps;
 
 pub use lookup::SegmentPosition;
 pub use observers::Unread;
 pub use request::Retry;
 pub use restore::{Restored, RestoredAllocation, RestoredHeap};
 pub use save::LayoutError;
+pub use steps::StepGuard;
 
 use crate::config::errors::{
     AllocateError, FreeError, HandleError, OutOfMemory, RecordUseError, ReserveError, StreamError, TrimError,
@@ -504,6 +506,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let open_scopes = self.open_scopes.lock();
         let entry = self.pool(pool)?;
         self.known_stream(stream)?;
+        let step = entry.step.lock();
         Ok(entry.make_heap(stream, || {
             let make = |index| {
                 let identity = HeapIdentity {
@@ -522,6 +525,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                     heap.keep_pointers();
                 }
                 (0..*open_scopes).for_each(|_| heap.usage_mut().open_scope());
+                if let Some(key) = *step {
+                    heap.begin_step(&self.context, key);
+                }
                 Arc::new(LockCell::new(heap))
             };
             let index = self.heaps.push(make);

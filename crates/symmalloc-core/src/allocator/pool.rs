@@ -3,7 +3,7 @@
 use crate::config::{PoolConfig, StreamPolicy};
 use crate::heap::Heap;
 use crate::stats::budget::Budget;
-use crate::sync::lock::{Guard, Lock};
+use crate::sync::lock::{Guard, Lock, LockCell};
 use crate::sync::registry::Registry;
 use crate::types::ids::StreamId;
 use std::fmt;
@@ -27,6 +27,8 @@ pub(super) struct Pool<L: Lock> {
     /// The heap of each stream, by stream; of all streams, at index 0, when they share.
     heaps: Registry<Arc<HeapCell<L>>>,
     is_destroyed: AtomicBool,
+    /// The key of the step that is open. Held while a step begins or ends, and while a heap is made, before any heap's lock.
+    pub(super) step: L::Cell<Option<u64>>,
 }
 
 impl<L: Lock> Pool<L> {
@@ -37,6 +39,7 @@ impl<L: Lock> Pool<L> {
             config,
             heaps: Registry::new(),
             is_destroyed: AtomicBool::new(false),
+            step: L::Cell::new(None),
             log_entries: Arc::new(AtomicU64::new(0)),
         }
     }

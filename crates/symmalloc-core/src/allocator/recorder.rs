@@ -98,6 +98,17 @@ pub enum RecordingError {
         /// The pool.
         pool: PoolId,
     },
+    /// A plan was adopted or dropped: no op says which. What was recorded before is whole.
+    #[error(
+        "the recording ended after {records} records, because plans of {pool} were adopted or dropped: no op says which; \
+         a pool with `plan:learn` records and replays"
+    )]
+    Planned {
+        /// Records that the sink had got.
+        records: u64,
+        /// The pool.
+        pool: PoolId,
+    },
     /// The limit over all pools was changed: no op says so. What was recorded before is whole.
     #[error(
         "the recording ended after {records} records, because the limit over all pools was changed: set it before the \

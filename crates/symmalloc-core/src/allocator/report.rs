@@ -7,6 +7,7 @@ use crate::config::errors::UnknownError;
 use crate::heap::Heap;
 use crate::heap::view::BlockView;
 use crate::history::digest::Digest;
+use crate::plans::report::StepStats;
 use crate::stats::usage::{ClassStats, Stat};
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, DeviceAddress};
@@ -39,6 +40,8 @@ pub struct MemoryStats {
     pub retry_count: u64,
     /// Number of requests that ended with [`OutOfMemory`](crate::config::errors::OutOfMemory).
     pub out_of_memory_count: u64,
+    /// Steps, and how far they followed plans.
+    pub steps: StepStats,
     /// Whether the peaks of `usage.all` are exact: of one heap, or of all heaps when one thread drives the allocator.
     /// Otherwise, and by class, they are sums of the heaps' peaks, which need not have been at the same time: upper bounds.
     pub peaks_are_exact: bool,
@@ -52,6 +55,7 @@ impl MemoryStats {
         self.segments_born += u64::from(heap.next_segment().0);
         self.free_block_count += heap.free_block_count();
         self.largest_free_bytes = self.largest_free_bytes.max(heap.largest_free_bytes());
+        self.steps = self.steps.plus(heap.step_stats());
         let rare = heap.rare_counts();
         self.growth_count += rare.growths;
         self.trim_count += rare.trims;
@@ -364,6 +368,7 @@ fn block_snapshot(block: BlockView<'_>) -> BlockSnapshot {
         },
         BlockState::Free { .. } => BlockStateSnapshot::Free { fenced_by: block.other_streams },
         BlockState::Hole => BlockStateSnapshot::Hole,
+        BlockState::Planned => unreachable!("what lies in the memory of plans stands in its place"),
         BlockState::Vacant => unreachable!("a vacant slot is in no segment"),
     };
     BlockSnapshot { offset_bytes: block.offset_bytes, size_bytes: block.size_bytes, state }

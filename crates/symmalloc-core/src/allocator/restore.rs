@@ -106,6 +106,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
         self.check_it_fits(entry, layout)?;
+        if entry.heaps().any(|heap| heap.lock().plan_bytes() > 0) {
+            return Err(RestoreError::Planned { pool });
+        }
         let is_fresh = entry.heaps().all(|heap| heap.lock().is_fresh());
         for saved in layout.heaps() {
             self.heap_for(pool, saved.stream.unwrap_or_default())?;

@@ -29,6 +29,12 @@ pub enum LayoutError {
         /// Bytes of dead segments that observers hold, or that the driver did not take back.
         retired_bytes: u64,
     },
+    /// A plan is followed, which a layout cannot hold.
+    #[error("{pool} has plans, which a layout cannot hold: save it before it adopts any, or drop them with drop_plans")]
+    Planned {
+        /// The pool.
+        pool: PoolId,
+    },
 }
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
@@ -44,6 +50,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let entry = self.pool(pool)?;
         // All heaps at once, so that the layout is of one moment.
         let heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
+        if heaps.iter().any(|heap| heap.plan_bytes() > 0) {
+            return Err(LayoutError::Planned { pool });
+        }
         let retired_bytes = heaps.iter().map(|heap| heap.log().retired_bytes()).sum();
         if retired_bytes > 0 {
             return Err(LayoutError::Retired { pool, retired_bytes });

@@ -119,6 +119,8 @@ pub(crate) enum BlockState {
         since: Tick,
     },
     Hole,
+    /// The memory that plans place in.
+    Planned,
     /// No block: a sentinel, an edge, or a slot that is free for reuse, and `next` is the next such slot.
     Vacant,
 }
@@ -154,6 +156,12 @@ impl Block {
     #[inline(always)]
     pub(crate) fn is_ready_for(&self, stream: StreamId) -> bool {
         matches!(self.state, BlockState::Free { stream: owner, .. } if owner == stream) && self.fences.is_empty()
+    }
+
+    /// Whether it is a place of a plan: it lies in the plan memory, and is in no segment's ring.
+    #[inline(always)]
+    pub(crate) fn is_place(&self) -> bool {
+        self.prev == NONE
     }
 
     pub(crate) fn is_hole(&self) -> bool {
@@ -330,7 +338,8 @@ impl BlockTable {
     pub(crate) fn remove_segment(&mut self, segment: u32) -> Segment {
         for slot in self.blocks_of(segment).collect::<Vec<_>>() {
             let state = self.block(slot).state;
-            assert!(!matches!(state, BlockState::Allocated { .. }), "a segment with a live allocation cannot die");
+            let is_in_use = matches!(state, BlockState::Allocated { .. } | BlockState::Planned);
+            assert!(!is_in_use, "a segment with a live allocation or a plan cannot die");
             self.tiling().vacate(slot);
         }
         let dead = self.segments.remove(segment as usize);
@@ -350,6 +359,12 @@ impl BlockTable {
         segment.end += size;
         segment.mapped += size;
         slot
+    }
+
+    /// Adds a place of a plan, from this offset in the plan memory.
+    pub(crate) fn add_place(&mut self, memory: Slot, offset: Units, size: Units, state: BlockState) -> Slot {
+        let Block { segment, class, location, .. } = *self.block(memory);
+        self.tiling().insert(Block::new(segment, class, location.plus(offset), size, state))
     }
 
     /// Takes the hole at the end of a segment away. The segment keeps another block.
@@ -404,6 +419,19 @@ impl Tiling<'_> {
         front
     }
 
+    /// Puts a place at the start of the plan memory into the ring, as a block of its own. The memory may have no size then.
+    pub(crate) fn put_front(&mut self, memory: Slot, place: Slot) {
+        let (prev, size) = (self.blocks[memory as usize].prev, self.blocks[place as usize].size);
+        let rest = &mut self.blocks[memory as usize];
+        assert!(size <= rest.size, "a place lies in the plan memory");
+        rest.location = rest.location.plus(size);
+        rest.size -= size;
+        rest.prev = place;
+        let block = &mut self.blocks[place as usize];
+        (block.prev, block.next) = (prev, memory);
+        self.blocks[prev as usize].next = place;
+    }
+
     /// Lets a block that is in no index cover its neighbour, which is given up.
     #[inline(always)]
     pub(crate) fn cover(&mut self, from: Slot, to: Slot) {
@@ -424,7 +452,7 @@ impl Tiling<'_> {
     }
 
     #[inline(always)]
-    fn vacate(&mut self, slot: Slot) {
+    pub(crate) fn vacate(&mut self, slot: Slot) {
         let block = &mut self.blocks[slot as usize];
         (block.state, block.next) = (BlockState::Vacant, *self.vacant);
         *self.vacant = slot;

@@ -9,6 +9,6 @@ pub mod size_rules;
 pub mod text;
 
 pub use policy::{
-    Config, ConfigBuilder, ConfigError, ExpandableSegments, FixedSegments, PointerLookup, PoolConfig,
+    Config, ConfigBuilder, ConfigError, ExpandableSegments, FixedSegments, PlanPolicy, PointerLookup, PoolConfig,
     PoolConfigBuilder, Reclaim, RoundupPower2Divisions, SegmentPolicy, StreamPolicy,
 };

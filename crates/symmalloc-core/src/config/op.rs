@@ -85,6 +85,18 @@ pub enum Op {
     },
     /// A point that every rank passes with the same history: where ranks agree and register (rule D6).
     Sync,
+    /// A step begins in a pool: what the program repeats, for example a training step. Steps of one key are alike.
+    BeginStep {
+        /// The pool.
+        pool: PoolId,
+        /// Which step it is: the shape of a batch, say. 0 when all are alike.
+        key: u64,
+    },
+    /// The pool's step ends.
+    EndStep {
+        /// The pool.
+        pool: PoolId,
+    },
     /// An observer follows the pool's segments: removed ones keep their memory until it lets go, and none is shrunk.
     Observe {
         /// The id the observer gets. Ids are dense, over all pools.

@@ -98,6 +98,18 @@ pub enum Reclaim {
     Pool,
 }
 
+/// Whether a pool plans its steps by itself. See [`Plan`](crate::plans::Plan).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum PlanPolicy {
+    /// Only plans that the program hands over are followed.
+    #[default]
+    Off,
+    /// A step that asks for the same twice in a row is planned when it ends, and followed from then on. Which steps there are says
+    /// the program, with `begin_step` and `end_step`.
+    Learn,
+}
+
 /// `roundup_power2_divisions`: how many steps a request is rounded up to between two powers of two.
 ///
 /// Element i is for sizes from 2^i MiB up (element 0 also for all smaller ones, the last also for all larger ones), as
@@ -143,6 +155,7 @@ pub struct PoolConfig {
     pub(crate) release_threshold_bytes: Option<u64>,
     pub(crate) reclaim: Reclaim,
     pub(crate) roundup_power2_divisions: RoundupPower2Divisions,
+    pub(crate) plan: PlanPolicy,
 }
 
 impl Default for PoolConfig {
@@ -155,6 +168,7 @@ impl Default for PoolConfig {
             release_threshold_bytes: None,
             reclaim: Reclaim::default(),
             roundup_power2_divisions: RoundupPower2Divisions::default(),
+            plan: PlanPolicy::default(),
         }
     }
 }
@@ -203,6 +217,11 @@ impl PoolConfig {
     /// How requests are rounded beyond 512 bytes.
     pub fn roundup_power2_divisions(&self) -> RoundupPower2Divisions {
         self.roundup_power2_divisions
+    }
+
+    /// Whether the pool plans its steps by itself.
+    pub fn plan(&self) -> PlanPolicy {
+        self.plan
     }
 }
 
@@ -268,6 +287,12 @@ impl PoolConfigBuilder {
     /// How requests are rounded beyond 512 bytes.
     pub fn roundup_power2_divisions(mut self, divisions: RoundupPower2Divisions) -> Self {
         self.config.roundup_power2_divisions = divisions;
+        self
+    }
+
+    /// Whether the pool plans its steps by itself.
+    pub fn plan(mut self, plan: PlanPolicy) -> Self {
+        self.config.plan = plan;
         self
     }
 

@@ -101,6 +101,12 @@ pub enum RestoreError {
         /// Bytes of the removed segments.
         retired_bytes: u64,
     },
+    /// The pool follows plans, which are no part of a layout.
+    #[error("{pool} has plans: drop them with drop_plans before it is restored, and adopt them again after")]
+    Planned {
+        /// The pool.
+        pool: PoolId,
+    },
     /// A configured limit is lower than what the layout and the other pools hold.
     #[error("the layout needs {needed_bytes} bytes, and the {} limit of {limit_bytes} leaves less: restore every pool \
         before anything else is allocated", ScopeText(*scope))]

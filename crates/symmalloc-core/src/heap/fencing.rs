@@ -73,7 +73,8 @@ impl<L: Lock> Heap<L> {
     /// Drops the fences that are over, asking the backend. Placement does not notice. Returns how many.
     pub(crate) fn drop_completed_fences<B: Backend>(&mut self, context: &Context<B, L>) -> Result<u64, BackendError> {
         let mut dropped = 0;
-        for slot in self.all_blocks() {
+        let places = self.places().to_vec();
+        for slot in self.all_blocks().into_iter().chain(places) {
             let set = self.table.block(slot).fences;
             let mut completed = SmallVec::<[StreamId; 2]>::new();
             for fence in self.fences.fences(set) {

@@ -31,7 +31,7 @@ pub struct Violation {
 type Check<L> = fn(&Heap<L>) -> bool;
 
 /// Name, meaning and check of every invariant of a heap.
-fn invariants<L: Lock>() -> [(&'static str, &'static str, Check<L>); 9] {
+fn invariants<L: Lock>() -> [(&'static str, &'static str, Check<L>); 10] {
     [
         ("I1", "the blocks of a segment tile it from 0 to its end, linked both ways", blocks_tile_their_segment),
         ("I2", "no two neighbours are both free or both holes, and no segment ends in a hole", neighbours_are_merged),
@@ -54,6 +54,11 @@ fn invariants<L: Lock>() -> [(&'static str, &'static str, Check<L>); 9] {
             extents_are_granular,
         ),
         ("I9", "the pointer map, where configured, holds exactly the live allocations", pointers_are_exact),
+        (
+            "I11",
+            "places of plans lie in one block, those that are live do not overlap, and are counted",
+            places_are_apart,
+        ),
     ]
 }
 
@@ -90,6 +95,12 @@ fn blocks<L: Lock>(heap: &Heap<L>) -> impl Iterator<Item = (Slot, &Block)> {
     segments(heap).flat_map(|segment| heap.table.blocks_of(segment)).map(|slot| (slot, heap.table.block(slot)))
 }
 
+/// The blocks of all segments, and the places of plans.
+fn blocks_and_places<L: Lock>(heap: &Heap<L>) -> impl Iterator<Item = (Slot, &Block)> {
+    let places = heap.places().iter().map(|slot| (*slot, heap.table.block(*slot)));
+    blocks(heap).chain(places)
+}
+
 fn blocks_tile_their_segment<L: Lock>(heap: &Heap<L>) -> bool {
     let mut count = 0;
     let tiled = segments(heap).all(|id| {
@@ -110,7 +121,7 @@ fn blocks_tile_their_segment<L: Lock>(heap: &Heap<L>) -> bool {
         }
         end == segment.end && prev == heap.table.last(id) && segment.id < heap.next_segment
     });
-    tiled && count == heap.table.block_count()
+    tiled && count + heap.places().len() == heap.table.block_count()
 }
 
 fn neighbours_are_merged<L: Lock>(heap: &Heap<L>) -> bool {
@@ -145,7 +156,7 @@ fn mapped_bytes_add_up<L: Lock>(heap: &Heap<L>) -> bool {
 
 fn usage_adds_up<L: Lock>(heap: &Heap<L>) -> bool {
     let (mut count, mut allocated, mut requested_in_all) = (0, 0, 0);
-    for (_, block) in blocks(heap) {
+    for (_, block) in blocks_and_places(heap) {
         if let BlockState::Allocated { requested, .. } = block.state {
             count += 1;
             allocated += bytes(block.size);
@@ -163,7 +174,7 @@ fn usage_adds_up<L: Lock>(heap: &Heap<L>) -> bool {
 
 fn fences_are_owned<L: Lock>(heap: &Heap<L>) -> bool {
     let (mut sets, mut events) = (BTreeSet::new(), BTreeSet::new());
-    let each = blocks(heap).all(|(_, block)| {
+    let each = blocks_and_places(heap).all(|(_, block)| {
         let fences = heap.fences.fences(block.fences);
         let is_named_once = block.fences.is_empty() || !fences.is_empty() && sets.insert(block.fences);
         let is_ordered = fences.is_sorted_by(|a, b| a.stream < b.stream);
@@ -178,7 +189,7 @@ fn fences_are_owned<L: Lock>(heap: &Heap<L>) -> bool {
 }
 
 fn live_ones_are_sane<L: Lock>(heap: &Heap<L>) -> bool {
-    let sane = blocks(heap).all(|(_, block)| match block.state {
+    let sane = blocks_and_places(heap).all(|(_, block)| match block.state {
         BlockState::Allocated { requested, serial, stream } => {
             requested > 0
                 && requested <= bytes(block.size)
@@ -190,7 +201,7 @@ fn live_ones_are_sane<L: Lock>(heap: &Heap<L>) -> bool {
     let is_named_and_live = |(slot, block): &(Slot, &Block)| {
         matches!(block.state, BlockState::Allocated { .. }) && heap.names.find(*slot).is_some()
     };
-    sane && blocks(heap).filter(is_named_and_live).count() == heap.names.len()
+    sane && blocks_and_places(heap).filter(is_named_and_live).count() == heap.names.len()
 }
 
 fn extents_are_granular<L: Lock>(heap: &Heap<L>) -> bool {
@@ -210,7 +221,27 @@ fn extents_are_granular<L: Lock>(heap: &Heap<L>) -> bool {
 
 fn pointers_are_exact<L: Lock>(heap: &Heap<L>) -> bool {
     let Some(pointers) = &heap.pointers else { return true };
-    let mut live = blocks(heap).filter(|(_, block)| matches!(block.state, BlockState::Allocated { .. }));
+    let mut live = blocks_and_places(heap).filter(|(_, block)| matches!(block.state, BlockState::Allocated { .. }));
     live.all(|(slot, _)| pointers.find(heap.table.address(slot)) == Some(slot))
         && pointers.len() as u64 == heap.usage.allocations()
+}
+
+fn places_are_apart<L: Lock>(heap: &Heap<L>) -> bool {
+    let planned = blocks(heap).filter(|(_, block)| block.state == BlockState::Planned).map(|(slot, _)| slot);
+    if !planned.eq(heap.plan_memory()) {
+        return false;
+    }
+    let Some(memory) = heap.plan_memory().map(|slot| heap.table.block(slot)) else { return heap.planned_live == 0 };
+    let places = || heap.places().iter().map(|slot| heap.table.block(*slot));
+    let lies_in_memory = |place: &Block| {
+        place.is_place()
+            && place.segment == memory.segment
+            && memory.offset() <= place.offset()
+            && place.end() <= memory.end()
+    };
+    let mut live: Vec<&Block> = places().filter(|place| !place.is_free()).collect();
+    live.sort_unstable_by_key(|place| place.location);
+    places().all(lies_in_memory)
+        && live.iter().map(|place| place.size).sum::<Units>() == heap.planned_live
+        && live.is_sorted_by(|lower, upper| lower.end() <= upper.offset())
 }

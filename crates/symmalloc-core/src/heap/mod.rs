@@ -19,6 +19,7 @@
 //! (rule D8), and the heap's lock the only lock on the way of a cache hit. The fields are private to this room.
 
 mod fencing;
+mod follow;
 pub(crate) mod invariants;
 mod obtain;
 mod rejoin;
@@ -35,6 +36,7 @@ use crate::history::digest::{Digest, Mark, op_word, placement_word};
 use crate::history::journal::{Journal, ProgramOrder};
 use crate::history::names::Names;
 use crate::history::segment_log::SegmentLog;
+use crate::plans::follower::{Follower, Watch};
 use crate::pointers::{PointerMap, SegmentDirectory};
 use crate::stats::budget::{Budget, Budgets, LimitMet};
 use crate::stats::usage::{RareCounts, Usage};
@@ -129,6 +131,14 @@ pub(crate) struct Heap<L: Lock> {
     pointers: Option<PointerMap>,
     /// What agreement looks back on; heaps of symmetric pools have one.
     journal: Option<Box<Journal>>,
+    /// What is done with requests besides serving them: something only while a step is open.
+    watch: Watch,
+    /// Whether frees are logged, to learn a plan.
+    logs_frees: bool,
+    /// What is live at places of plans.
+    planned_live: Units,
+    /// Its plans, and the step; made at the first step or plan.
+    follower: Option<Box<Follower>>,
 }
 
 /// A live allocation, as its block knows it.
@@ -176,6 +186,10 @@ impl<L: Lock> Heap<L> {
             names: Names::default(),
             pointers: None,
             journal: None,
+            watch: Watch::Nothing,
+            logs_frees: false,
+            planned_live: 0,
+            follower: None,
             config,
         }
     }
@@ -204,18 +218,33 @@ impl<L: Lock> Heap<L> {
             self.fold_nothing(stream)?;
             return Ok(self.nothing());
         }
-        let size = self.rules.block_size(requested);
-        let blocks = self.table.blocks();
-        let fit = self.free.best_fit(blocks, self.rules.class_of(size), size);
-        let fit = fit.filter(|slot| self.rules.accepts(size, blocks[*slot as usize].size));
-        let allocation = match fit {
-            Some(slot) if blocks[slot as usize].is_ready_for(stream) => self.place(slot, stream, size, requested),
-            fit => self.prepare_and_place(context, fit, stream, size, requested)?,
+        let allocation = if self.watch == Watch::Nothing {
+            self.allocate_anywhere(context, stream, requested)?
+        } else {
+            self.allocate_in_step(context, stream, requested)?
         };
         if let Some(name) = name {
             self.set_name(allocation.handle.slot(), name);
         }
         Ok(allocation)
+    }
+
+    /// Allocates where the best fit is.
+    #[inline(always)]
+    fn allocate_anywhere<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        stream: StreamId,
+        requested: u64,
+    ) -> Result<Allocation, Box<Shortage>> {
+        let size = self.rules.block_size(requested);
+        let blocks = self.table.blocks();
+        let fit = self.free.best_fit(blocks, self.rules.class_of(size), size);
+        let fit = fit.filter(|slot| self.rules.accepts(size, blocks[*slot as usize].size));
+        match fit {
+            Some(slot) if blocks[slot as usize].is_ready_for(stream) => Ok(self.place(slot, stream, size, requested)),
+            fit => self.prepare_and_place(context, fit, stream, size, requested),
+        }
     }
 
     /// Allocates where no free block fits, or the earlier users of the one that does must be waited for.
@@ -262,7 +291,13 @@ impl<L: Lock> Heap<L> {
             }
             free
         };
-        let Block { segment, location, size, .. } = tiling.blocks()[slot as usize];
+        self.announce(slot, stream, requested, serial)
+    }
+
+    /// A block is an allocation now: counts it, folds the decision, and tells where it is.
+    #[inline(always)]
+    fn announce(&mut self, slot: Slot, stream: StreamId, requested: u64, serial: NonZeroU64) -> Allocation {
+        let Block { segment, location, size, .. } = *self.table.block(slot);
         self.usage.allocate(size, requested);
         self.fold(op_word(Mark::Allocate, stream, requested), location.word());
         self.note_pointer(slot);
@@ -351,10 +386,18 @@ impl<L: Lock> Heap<L> {
         let block = self.table.block_mut(slot);
         block.state = BlockState::Free { stream, since };
         let Block { segment, location, size, .. } = *block;
+        let is_place = block.is_place();
         if is_mapped && let Some(pointers) = &mut self.pointers {
             pointers.take(self.table.address_at(segment, location));
         }
-        self.put_back(slot);
+        if is_place {
+            self.planned_live -= size;
+        } else {
+            if self.logs_frees {
+                self.log_free(slot);
+            }
+            self.put_back(slot);
+        }
         self.usage.free(size, requested);
         self.fold(op_word(Mark::Free, stream, 0), location.word());
         if let Some(name) = self.names.take(slot)

@@ -147,6 +147,7 @@ impl<L: Lock> Heap<L> {
                         outside(&saved.extents, from, to).map(|(from, to)| Surplus::Part(slot, units(from), units(to))),
                     );
                 }
+                BlockState::Planned => unreachable!("a heap with plans is not rewound"),
                 BlockState::Vacant => unreachable!("a vacant slot is in no segment"),
             }
         }

@@ -73,7 +73,7 @@ impl<L: Lock> Heap<L> {
     #[inline]
     pub(crate) fn release_above_threshold<B: Backend>(&mut self, context: &Context<B, L>) -> Option<BackendError> {
         let threshold_bytes = self.config.release_threshold_bytes()?;
-        if self.mapped_bytes - self.usage.allocated_bytes() <= threshold_bytes {
+        if self.mapped_bytes - self.usage.allocated_bytes() - self.idle_plan_bytes() <= threshold_bytes {
             return None;
         }
         self.trim(context, TrimGoal::Everything).err().map(|failure| failure.error)
@@ -134,6 +134,7 @@ impl<L: Lock> Heap<L> {
 
     /// Retires every segment, reserved ones too. Nothing may be allocated.
     pub(crate) fn retire_all<B: Backend>(&mut self, context: &Context<B, L>) {
+        self.dissolve_plans(context);
         self.table.segments_in_order().into_iter().for_each(|segment| self.retire(context, segment));
         self.recycle_spent(context);
     }
@@ -141,6 +142,7 @@ impl<L: Lock> Heap<L> {
     /// Gives everything back at the end of the allocator, live allocations and observed segments too. What the driver
     /// refuses is left to the end of its context.
     pub(crate) fn abandon<B: Backend>(&mut self, context: &Context<B, L>) {
+        self.dissolve_plans(context);
         for slot in self.all_blocks() {
             self.abandon_block(slot);
         }
@@ -159,7 +161,8 @@ impl<L: Lock> Heap<L> {
     }
 
     fn is_unused(&self, segment: u32) -> bool {
-        self.table.blocks_of(segment).all(|slot| !matches!(self.table.block(slot).state, BlockState::Allocated { .. }))
+        let is_in_use = |state| matches!(state, BlockState::Allocated { .. } | BlockState::Planned);
+        self.table.blocks_of(segment).all(|slot| !is_in_use(self.table.block(slot).state))
     }
 
     /// Removes a segment without live allocations. Its memory goes back when every observer has let go.

@@ -168,29 +168,35 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// A segment's blocks, in offset order.
+    /// A segment's blocks, in offset order. What lies in the memory of plans stands in place of that memory.
     pub(crate) fn blocks(&self, segment: u32) -> impl Iterator<Item = BlockView<'_>> {
-        self.table.blocks_of(segment).map(|slot| {
-            let &Block { location, size, state, fences, .. } = self.table.block(slot);
-            let (placement, size_bytes) = (location.placement(), bytes(size));
-            let allocation = |serial| Allocation {
-                handle: self.handle(slot, serial),
-                address: self.table.address(slot),
-                placement,
-                size_bytes,
-            };
-            BlockView {
-                offset_bytes: placement.offset_bytes,
-                size_bytes,
-                state,
-                other_streams: self.fences.fences(fences).iter().map(|fence| fence.stream).collect(),
-                name: self.names.find(slot),
-                allocation: match state {
-                    BlockState::Allocated { serial, .. } => Some(allocation(serial)),
-                    _ => None,
-                },
-            }
+        self.table.blocks_of(segment).flat_map(|slot| match self.table.block(slot).state {
+            BlockState::Planned => self.views_of_plan_memory(slot),
+            _ => vec![self.view(slot)],
         })
+    }
+
+    /// A block, or a place of a plan.
+    pub(super) fn view(&self, slot: Slot) -> BlockView<'_> {
+        let &Block { location, size, state, fences, .. } = self.table.block(slot);
+        let (placement, size_bytes) = (location.placement(), bytes(size));
+        let allocation = |serial| Allocation {
+            handle: self.handle(slot, serial),
+            address: self.table.address(slot),
+            placement,
+            size_bytes,
+        };
+        BlockView {
+            offset_bytes: placement.offset_bytes,
+            size_bytes,
+            state,
+            other_streams: self.fences.fences(fences).iter().map(|fence| fence.stream).collect(),
+            name: self.names.find(slot),
+            allocation: match state {
+                BlockState::Allocated { serial, .. } => Some(allocation(serial)),
+                _ => None,
+            },
+        }
     }
 
     /// What an observer that was there from the start would know of a live segment: a birth with the memory at its start,

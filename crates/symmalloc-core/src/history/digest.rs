@@ -58,11 +58,19 @@ pub enum Mark {
     Destroy,
     /// Memory that was obtained for the op before.
     Obtain,
+    /// Plans that were adopted, or given up.
+    Adopt,
+    /// A step that began.
+    BeginStep,
+    /// A step that ended.
+    EndStep,
+    /// A step that went another way than its plan.
+    Differ,
 }
 
 impl Mark {
     /// Every mark, in the order of its number.
-    const ALL: [Mark; 14] = [
+    const ALL: [Mark; 18] = [
         Mark::Allocate,
         Mark::AllocateNothing,
         Mark::Free,
@@ -77,6 +85,10 @@ impl Mark {
         Mark::RefusedBySegment,
         Mark::Destroy,
         Mark::Obtain,
+        Mark::Adopt,
+        Mark::BeginStep,
+        Mark::EndStep,
+        Mark::Differ,
     ];
 }
 

@@ -262,6 +262,11 @@ impl Usage {
         self.total.levels[0].current()
     }
 
+    /// Number of allocations ever made.
+    pub(crate) fn allocations_made(&self) -> u64 {
+        self.counters.iter().map(|[allocations, ..]| allocations.allocated).sum()
+    }
+
     pub(crate) fn stats(&self) -> ClassStats {
         let mut stats = self.since(&Counters::default());
         self.total.correct_peaks(&mut stats.all);

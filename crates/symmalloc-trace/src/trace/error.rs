@@ -78,6 +78,18 @@ pub enum TraceError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Inconsistency {
+    /// A step begins while one of its pool is open.
+    #[error("a step of {pool} begins before the one before it has ended: `end_step` is missing")]
+    StepOpen {
+        /// The pool.
+        pool: PoolId,
+    },
+    /// A step ends that did not begin.
+    #[error("a step of {pool} ends and none has begun: `begin_step` is missing")]
+    StepNotOpen {
+        /// The pool.
+        pool: PoolId,
+    },
     /// Streams must be registered in the order of their ids, without a gap.
     #[error("stream {stream} is registered, but the next one must be s{next}")]
     StreamOutOfOrder {

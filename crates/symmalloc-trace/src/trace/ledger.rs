@@ -12,7 +12,7 @@
 //! dense pages ≤ 1024 + 2 · allocations        sparse pages ≤ allocations
 //! ```
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::error::Inconsistency;
 use symmalloc_core::ids::{AllocationId, ObserverId, PoolId, StreamId};
@@ -29,6 +29,8 @@ pub(super) struct Ledger {
     default_pool_settled: bool,
     /// Whether each observer is still there.
     observers_alive: Vec<bool>,
+    /// Pools with an open step.
+    open_steps: BTreeSet<PoolId>,
     allocations: Allocations,
 }
 
@@ -60,6 +62,7 @@ impl Ledger {
             Op::CreatePool { pool, .. } => self.create_pool(pool)?,
             Op::DestroyPool { pool } => {
                 self.pool(pool)?;
+                self.open_steps.remove(&pool);
                 match pool.index().checked_sub(1) {
                     Some(index) => self.pools_alive[index] = false,
                     None => return Err(Inconsistency::DefaultPoolDestroyed),
@@ -96,6 +99,19 @@ impl Ledger {
             }
             Op::Acknowledge { observer } => drop(self.observer(observer)?),
             Op::Forget { observer } => *self.observer(observer)? = false,
+            Op::BeginStep { pool, .. } => {
+                self.pool(pool)?;
+                if !self.open_steps.insert(pool) {
+                    return Err(Inconsistency::StepOpen { pool });
+                }
+                self.default_pool_settled = true;
+            }
+            Op::EndStep { pool } => {
+                self.pool(pool)?;
+                if !self.open_steps.remove(&pool) {
+                    return Err(Inconsistency::StepNotOpen { pool });
+                }
+            }
             Op::Sync => {}
         }
         Ok(())

@@ -29,6 +29,8 @@ const KEYWORDS: &[&str] = &[
     "reserve",
     "trim",
     "sync",
+    "begin_step",
+    "end_step",
     "stream",
     "pool",
     "destroy",
@@ -75,6 +77,11 @@ pub(super) fn parse(line: u64, text: &str) -> Result<Statement, LineError> {
         }
         "trim" => Op::Trim { pool: fields.ahead().is_some().then(|| fields.pool()).transpose()? }.into(),
         "sync" => Op::Sync.into(),
+        "begin_step" => {
+            let key = fields.number("the key of a step, a number", u64::MAX)?;
+            Op::BeginStep { pool: fields.pool_or_default()?, key }.into()
+        }
+        "end_step" => Op::EndStep { pool: fields.pool_or_default()? }.into(),
         "observe" => Op::Observe { observer: fields.observer()?, pool: fields.pool()? }.into(),
         "acknowledge" => Op::Acknowledge { observer: fields.observer()? }.into(),
         "forget" => Op::Forget { observer: fields.observer()? }.into(),

@@ -17,6 +17,7 @@ fn consistent_records(steps: Vec<Step>) -> Vec<Record> {
     let mut records = vec![Op::RegisterStream { stream: StreamId(0) }.into()];
     let (mut streams, mut pools, mut next_pool) = (1_u16, vec![PoolId::DEFAULT], 1);
     let (mut given, mut live) = (BTreeSet::new(), Vec::new());
+    let mut open_steps: Vec<PoolId> = Vec::new();
     for (what, a, b, named) in steps {
         let stream = StreamId((a % u64::from(streams)) as u16);
         let pool = pools[(b % pools.len() as u64) as usize];
@@ -33,11 +34,22 @@ fn consistent_records(steps: Vec<Step>) -> Vec<Record> {
                     PoolConfig::builder().symmetric(a % 2 == 0).limit_bytes(Some(b)).build().expect("in range");
                 Op::CreatePool { pool: PoolId(next_pool - 1), config: Box::new(config) }
             }
-            (2, _) if pools.len() > 1 => Op::DestroyPool { pool: pools.remove(1) },
+            (2, _) if pools.len() > 1 => {
+                let pool = pools.remove(1);
+                open_steps.retain(|open| *open != pool);
+                Op::DestroyPool { pool }
+            }
             (3, _) => Op::Wait { stream, on: StreamId(0) },
             (4, _) => Op::Synchronize { stream },
             (5, _) => Op::Reserve { pool, stream, size_bytes: b },
             (6, _) => Op::Trim { pool: (a % 2 == 0).then_some(pool) },
+            (7, _) if a % 3 == 0 => match open_steps.iter().position(|open| *open == pool) {
+                None => {
+                    open_steps.push(pool);
+                    Op::BeginStep { pool, key: b }
+                }
+                Some(at) => Op::EndStep { pool: open_steps.remove(at) },
+            },
             (7, _) => Op::Sync,
             (8..=9, Some(chosen)) => {
                 let free = Op::Free { id: live.swap_remove(chosen) };

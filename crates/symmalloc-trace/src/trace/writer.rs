@@ -124,6 +124,14 @@ fn write_record(line: &mut impl fmt::Write, record: &Record) -> fmt::Result {
         Op::Trim { pool: Some(pool) } => write!(line, "trim {pool}"),
         Op::Trim { pool: None } => line.write_str("trim"),
         Op::Sync => line.write_str("sync"),
+        Op::BeginStep { pool, key } => {
+            write!(line, "begin_step {key}")?;
+            write_pool(line, *pool)
+        }
+        Op::EndStep { pool } => {
+            line.write_str("end_step")?;
+            write_pool(line, *pool)
+        }
         Op::Observe { observer, pool } => write!(line, "observe {observer} {pool}"),
         Op::Acknowledge { observer } => write!(line, "acknowledge {observer}"),
         Op::Forget { observer } => write!(line, "forget {observer}"),

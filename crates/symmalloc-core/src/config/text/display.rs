@@ -2,9 +2,9 @@
 
 use std::fmt;
 
-use super::keys::{EXPANDABLE, FIXED, POINTER_LOOKUP, RECLAIM, RESERVED, SEGMENTS, STREAMS};
+use super::keys::{EXPANDABLE, FIXED, PLAN, POINTER_LOOKUP, RECLAIM, RESERVED, SEGMENTS, STREAMS};
 use crate::config::policy::{
-    Config, PointerLookup, PoolConfig, Reclaim, RoundupPower2Divisions, SegmentPolicy, StreamPolicy,
+    Config, PlanPolicy, PointerLookup, PoolConfig, Reclaim, RoundupPower2Divisions, SegmentPolicy, StreamPolicy,
 };
 use crate::types::units::MIB;
 
@@ -41,7 +41,11 @@ impl fmt::Display for PoolConfig {
             Reclaim::Pool => RECLAIM[2],
         };
         write!(f, ",reclaim:{reclaim}")?;
-        write_divisions(f, self.roundup_power2_divisions())
+        write_divisions(f, self.roundup_power2_divisions())?;
+        match self.plan() {
+            PlanPolicy::Off => Ok(()),
+            PlanPolicy::Learn => write!(f, ",plan:{}", PLAN[1]),
+        }
     }
 }
 

@@ -21,6 +21,7 @@ pub(super) enum Key {
     Limit,
     ReleaseThreshold,
     Reclaim,
+    Plan,
     Backend,
     TotalLimit,
     RetriesMax,
@@ -67,6 +68,8 @@ pub(super) const SEGMENTS: &[&str] = &["fixed", "expandable", "reserved"];
 pub(super) const STREAMS: &[&str] = &["separate", "shared"];
 /// The words of `reclaim`.
 pub(super) const RECLAIM: &[&str] = &["never", "heap", "pool"];
+/// The words of `plan`.
+pub(super) const PLAN: &[&str] = &["off", "learn"];
 /// The words of `pointer_lookup`.
 pub(super) const POINTER_LOOKUP: &[&str] = &["off", "exact"];
 /// The words of `backend`; the second is refused.
@@ -81,7 +84,7 @@ const fn word(words: &'static [&'static str], allowed: &'static str) -> Takes {
 }
 
 /// Keys that this library knows a meaning for.
-static MEANT: [Spelling; 28] = {
+static MEANT: [Spelling; 29] = {
     use Key::*;
     [
         spelling("segments", Segments, word(SEGMENTS, "fixed, expandable or reserved")),
@@ -106,6 +109,7 @@ static MEANT: [Spelling; 28] = {
         spelling("release_threshold_mb", ReleaseThreshold, Takes::Bytes(MIB)),
         spelling("release_threshold_bytes", ReleaseThreshold, Takes::Bytes(1)),
         spelling("reclaim", Reclaim, word(RECLAIM, "never, heap or pool")),
+        spelling("plan", Plan, word(PLAN, "off or learn")),
         spelling("backend", Backend, word(BACKENDS, "native")),
         spelling("total_limit_mb", TotalLimit, Takes::Bytes(MIB)),
         spelling("total_limit_bytes", TotalLimit, Takes::Bytes(1)),

@@ -29,8 +29,8 @@ use std::str::FromStr;
 use self::keys::{EXPANDABLE, FIXED, Key, RESERVED, SEGMENTS};
 use self::settings::{Dialect, Settings};
 use crate::config::policy::{
-    Config, ConfigError, ExpandableSegments, FixedSegments, PointerLookup, PoolConfig, Reclaim, SegmentPolicy,
-    StreamPolicy,
+    Config, ConfigError, ExpandableSegments, FixedSegments, PlanPolicy, PointerLookup, PoolConfig, Reclaim,
+    SegmentPolicy, StreamPolicy,
 };
 
 /// A configuration that was written for PyTorch.
@@ -128,6 +128,9 @@ fn build_pool(settings: &mut Settings) -> Result<PoolConfig, ConfigTextError> {
     }
     if let Some(reclaim) = settings.word(Key::Reclaim) {
         pool = pool.reclaim([Reclaim::Never, Reclaim::Heap, Reclaim::Pool][reclaim]);
+    }
+    if let Some(plan) = settings.word(Key::Plan) {
+        pool = pool.plan([PlanPolicy::Off, PlanPolicy::Learn][plan]);
     }
     if let Some(symmetric) = settings.flag(Key::Symmetric) {
         pool = pool.symmetric(symmetric);

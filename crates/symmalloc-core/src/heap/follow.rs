@@ -1,0 +1,461 @@
+//! Following a plan: a step whose allocations are known beforehand goes where the plan says. A part of [`Heap`].
+//!
+//! While a step is open, each request is compared with the plan's next one. If it is the same, and what lay at its place before is
+//! free, the allocation takes the place: no search, no split, no merge when it is freed. The first request that differs ends that
+//! for the step: from there on everything is placed the ordinary way, beside the memory that the plans hold.
+//!
+//! ```text
+//!  segment   ┌───────────┬──────────────────────────────────┬──────┐
+//!            │ allocated │            plan memory           │ free │       one block of the ring, neither free nor allocated
+//!            └───────────┼───────┬────────┬─────────────────┼──────┘
+//!                        │ place │ place  │
+//!                        ├───────┴─┬──────┴───┐                             places overlap; those that are live do not
+//!                        │  place  │  place   │
+//!                        └─────────┴──────────┘
+//! ```
+//!
+//! Frees are not compared. A place that is free too early does no harm, and one that is not free when its turn comes is a
+//! difference. Who used a place is waited for by whoever takes what overlaps it: the plan knows who was last at each offset
+//! ([`Schedule`](crate::plans::schedule::Schedule)), as long as steps of it follow each other. After another step, each stream of
+//! the plan waits for all places before the first request, and what is live still from then is looked at by each request.
+
+use super::obtain::fresh;
+use super::view::BlockView;
+use super::{Context, Heap, Shortage};
+use crate::blocks::table::{BlockState, Slot};
+use crate::config::{PlanPolicy, StreamPolicy};
+use crate::history::digest::{Mark, op_word};
+use crate::plans::error::PlanError;
+use crate::plans::follower::{Follower, PlanMemory, Watch};
+use crate::plans::plan::{Plan, StepAllocation};
+use crate::plans::report::{DifferenceCause, StepReport, StepStats};
+use crate::plans::schedule::{Place, Schedule};
+use crate::streams::fences::{Fence, FenceSetId, Fences};
+use crate::sync::lock::{Lock, LockCell};
+use crate::types::backend::{Backend, BackendError};
+use crate::types::handle::Allocation;
+use crate::types::ids::StreamId;
+use crate::types::units::{Units, bytes};
+use smallvec::SmallVec;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use symmalloc_plan::Steps;
+
+/// Plans that a heap can adopt.
+#[derive(Debug)]
+pub(crate) struct PreparedPlans {
+    /// At least one.
+    plans: Vec<(Arc<Plan>, Schedule)>,
+    /// What the memory of all of them needs.
+    size: Units,
+    /// Streams that they allocate for, ascending.
+    streams: SmallVec<[StreamId; 2]>,
+}
+
+impl PreparedPlans {
+    pub(crate) fn memory_bytes(&self) -> u64 {
+        bytes(self.size)
+    }
+}
+
+impl<L: Lock> Heap<L> {
+    /// Allocates while the requests of a step are compared with a plan, or logged.
+    #[inline(never)]
+    pub(super) fn allocate_in_step<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        stream: StreamId,
+        requested: u64,
+    ) -> Result<Allocation, Box<Shortage>> {
+        if self.watch == Watch::Learn {
+            let allocation = self.allocate_anywhere(context, stream, requested)?;
+            if let Some(follower) = &mut self.follower {
+                follower.learner().note_allocation(stream, requested, allocation.handle.slot());
+            }
+            return Ok(allocation);
+        }
+        let op = op_word(Mark::Allocate, stream, requested);
+        let follower = self.follower.as_deref_mut().expect("a plan is followed");
+        let Some(turn) = follower.turn().filter(|turn| turn.op == op) else {
+            let cause = follower.other_request((stream, requested));
+            self.differ(cause);
+            return self.allocate_anywhere(context, stream, requested);
+        };
+        let end = follower.turn_end(turn);
+        let Some(slot) = turn.slot else {
+            let allocation = self.allocate_anywhere(context, stream, requested)?;
+            self.follower.as_deref_mut().expect("it is followed still").advance(end, false);
+            return Ok(allocation);
+        };
+        let is_ready = |slot: &Slot| self.table.block(*slot).is_ready_for(stream);
+        if !(is_ready(&slot) && turn.earlier.iter().all(is_ready) && follower.late().is_empty()) {
+            match self.wait_for_place(context, stream)? {
+                None => {}
+                Some(taken) => {
+                    self.differ(DifferenceCause::Occupied { offset_bytes: taken });
+                    return self.allocate_anywhere(context, stream, requested);
+                }
+            }
+        }
+        self.follower.as_deref_mut().expect("it is followed still").advance(end, true);
+        let serial = self.serials.next();
+        let block = self.table.block_mut(slot);
+        block.state = BlockState::Allocated { stream, requested, serial };
+        self.planned_live += block.size;
+        Ok(self.announce(slot, stream, requested, serial))
+    }
+
+    /// Orders a stream behind all that used the next place, or what overlaps it. Returns where what overlaps it is not free, in bytes
+    /// of the plan memory.
+    #[cold]
+    fn wait_for_place<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        stream: StreamId,
+    ) -> Result<Option<u64>, Box<Shortage>> {
+        let (mut before, own, memory) = {
+            let follower = self.follower.as_deref().expect("a plan is followed");
+            let turn = follower.turn().expect("there is a next one");
+            let own = turn.slot.expect("it has a place");
+            let place = self.table.block(own);
+            let overlaps = |slot: &&Slot| {
+                let late = self.table.block(**slot);
+                late.offset() < place.end() && place.offset() < late.end()
+            };
+            let mut before = turn.earlier.to_vec();
+            before.extend(follower.late().iter().filter(overlaps));
+            (before, own, follower.memory().expect("there is a place").block)
+        };
+        before.push(own);
+        if let Some(taken) = before.iter().find(|slot| !self.table.block(**slot).is_free()) {
+            let offset = self.table.block(*taken).offset() - self.table.block(memory).offset();
+            return Ok(Some(bytes(offset)));
+        }
+        for slot in before {
+            self.wait_for_earlier_users(context, slot, stream).map_err(Shortage::Fence)?;
+        }
+        let fences = std::mem::replace(&mut self.table.block_mut(own).fences, FenceSetId::EMPTY);
+        self.fences.clear(fences);
+        self.recycle_spent(context);
+        Ok(None)
+    }
+
+    /// An allocation that may be logged is freed.
+    #[cold]
+    pub(super) fn log_free(&mut self, slot: Slot) {
+        if let Some(follower) = &mut self.follower {
+            follower.learner().note_free(slot);
+        }
+    }
+
+    /// From here on the step is placed the ordinary way.
+    #[cold]
+    fn differ(&mut self, cause: DifferenceCause) {
+        self.watch = Watch::Nothing;
+        let Some(follower) = self.follower.as_deref_mut() else { return };
+        let difference = follower.differ(cause);
+        self.fold(op_word(Mark::Differ, StreamId(0), 0), difference.number.into());
+        let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
+        tracing::warn!(name: "plan.differs", target: "symmalloc", pool, stream, %difference);
+    }
+
+    /// A step begins that the program calls by this key.
+    pub(crate) fn begin_step<B: Backend>(&mut self, context: &Context<B, L>, key: u64) {
+        if self.has_history() {
+            self.fold(op_word(Mark::BeginStep, StreamId(0), 0), key);
+        }
+        let allocations = self.usage.allocations_made();
+        let learns = self.config.plan() == PlanPolicy::Learn;
+        let follower = self.follower.get_or_insert_default();
+        self.watch = follower.begin(key, learns, allocations);
+        self.logs_frees = self.watch == Watch::Learn;
+        if self.watch != Watch::Plan {
+            return;
+        }
+        if self.planned_live > 0
+            && let Some(memory) = follower.memory()
+        {
+            let places = memory.places.clone();
+            follower.note_live(places.into_iter().filter(|slot| !self.table.block(*slot).is_free()));
+        }
+        if !follower.is_continued()
+            && let Err(error) = self.wait_for_all_places(context)
+        {
+            // Other ranks may follow the plan: the digest says that this one does not.
+            self.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
+            tracing::warn!(name: "plan.unordered", target: "symmalloc", pool = self.identity.pool.0, %error);
+            self.differ(DifferenceCause::Driver);
+        }
+    }
+
+    /// Orders each stream of the plans behind all that used their places.
+    fn wait_for_all_places<B: Backend>(&mut self, context: &Context<B, L>) -> Result<(), BackendError> {
+        let memory = self.follower.as_deref().and_then(Follower::memory).expect("there is a plan");
+        let (places, streams) = (memory.places.clone(), memory.streams.clone());
+        for slot in places.into_iter().filter(|slot| self.table.block(*slot).is_free()).collect::<Vec<_>>() {
+            for stream in &streams {
+                self.wait_for_earlier_users(context, slot, *stream)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The step ends. A heap that learns may adopt a plan now.
+    pub(crate) fn end_step<B: Backend>(&mut self, context: &Context<B, L>, key: u64) -> StepReport {
+        let allocations = self.usage.allocations_made();
+        let Some(follower) = self.follower.as_deref_mut() else { return StepReport::default() };
+        let (mut report, learned) = follower.end(self.watch, allocations);
+        self.watch = Watch::Nothing;
+        if self.has_history() {
+            self.fold(op_word(Mark::EndStep, StreamId(0), 0), report.planned);
+        }
+        if let Some(wanted) = learned
+            && !wanted.is_empty()
+        {
+            self.adopt_learned(context, key, wanted);
+            report.plan_bytes = self.plan_bytes();
+        }
+        report
+    }
+
+    /// Plans a step that came twice alike, and adopts the plan. What stands in the way is told, and no more is learned for this key.
+    fn adopt_learned<B: Backend>(&mut self, context: &Context<B, L>, key: u64, wanted: Vec<StepAllocation>) {
+        let of_heap = self.identity.stream;
+        let others = self.plans().into_iter().filter(|plan| plan.key() != key);
+        let mut steps: Vec<(u64, Vec<StepAllocation>)> = others
+            .map(|plan| (plan.key(), plan.allocations().iter().map(|planned| planned.wanted).collect()))
+            .collect();
+        steps.push((key, wanted));
+        if steps.len() > 1 {
+            // What one step leaves for the next would lie in the way of a step of another key.
+            for (_, wanted) in &mut steps {
+                let count = wanted.len() as u32;
+                wanted.iter_mut().for_each(|it| it.until = it.until.filter(|until| *until <= count));
+            }
+        }
+        let solve = |(key, wanted): (u64, Vec<StepAllocation>)| {
+            let known = self.plans().into_iter().find(|plan| {
+                plan.key() == key && plan.allocations().iter().map(|planned| planned.wanted).eq(wanted.iter().copied())
+            });
+            known.map_or_else(|| Plan::solve(&self.config, key, of_heap, &wanted, Steps::default()).map(Arc::new), Ok)
+        };
+        let plans: Result<Vec<Arc<Plan>>, PlanError> = steps.into_iter().map(solve).collect();
+        let adopted =
+            plans.and_then(|plans| self.prepare(plans)).map_err(|error| error.to_string()).and_then(|plans| {
+                self.dissolve_plans(context);
+                // What is free lies in pieces between what lives on. The plan's memory takes its place.
+                let _kept_by_the_driver = self.trim(context, super::trim::TrimGoal::Everything);
+                self.adopt(context, &plans).map_err(|shortage| {
+                    let mark = match *shortage {
+                        Shortage::Limit { .. } => Mark::RefusedByLimit,
+                        Shortage::SegmentFull { .. } | Shortage::Closed => Mark::RefusedBySegment,
+                        Shortage::Driver { .. } | Shortage::Fence(_) => Mark::RefusedByDriver,
+                    };
+                    self.fold_refusal(mark, plans.streams[0], plans.memory_bytes());
+                    format!("no memory for it: {shortage:?}")
+                })
+            });
+        let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
+        if let Err(error) = adopted {
+            tracing::warn!(name: "plan.refused", target: "symmalloc", pool, stream, key, error);
+            self.follower.as_deref_mut().expect("it has learned").give_up(key);
+        } else {
+            tracing::info!(name: "plan.adopted", target: "symmalloc", pool, stream, key, plan_bytes = self.plan_bytes());
+        }
+    }
+
+    /// Makes a plan ready to be adopted, beside those of other keys that are there. Nothing changes.
+    pub(crate) fn prepare_plan(&self, plan: Plan) -> Result<PreparedPlans, PlanError> {
+        let mut plans = self.plans();
+        plans.retain(|other| other.key() != plan.key());
+        plans.push(Arc::new(plan));
+        self.prepare(plans)
+    }
+
+    fn prepare(&self, plans: Vec<Arc<Plan>>) -> Result<PreparedPlans, PlanError> {
+        let is_shared = self.config.streams() == StreamPolicy::Shared;
+        let (mut prepared, mut size, mut streams) = (Vec::new(), 1, SmallVec::new());
+        for plan in plans {
+            if plan.stream().is_none() != is_shared || !is_shared && plan.stream() != self.identity.stream {
+                return Err(PlanError::Streams { pool: self.identity.pool, stream: plan.stream() });
+            }
+            streams.extend(plan.allocations().iter().map(|planned| planned.wanted.stream));
+            let schedule = Schedule::new(&plan, &self.rules)?;
+            size = schedule.places.iter().map(|place| place.offset + place.size).fold(size, Units::max);
+            prepared.push((plan, schedule));
+        }
+        streams.sort_unstable();
+        streams.dedup();
+        Ok(PreparedPlans { plans: prepared, size, streams })
+    }
+
+    /// Obtains the memory of prepared plans, in place of the plans that are there. On an error there are no plans.
+    pub(crate) fn adopt<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        prepared: &PreparedPlans,
+    ) -> Result<(), Box<Shortage>> {
+        self.dissolve_plans(context);
+        let PreparedPlans { plans, size, streams } = prepared;
+        let (size, class) = (*size, self.rules.class_of(*size));
+        let mapped_before = self.mapped_bytes;
+        let fit = self.free.best_fit(self.table.blocks(), class, size);
+        let fit = fit.filter(|slot| self.rules.accepts(size, self.table.block(*slot).size));
+        let found = fit.map_or_else(|| self.obtain(context, streams[0], size), Ok);
+        let ready = found.and_then(|slot| {
+            let waited = streams.iter().try_for_each(|stream| self.wait_for_earlier_users(context, slot, *stream));
+            waited.map(|()| slot).map_err(|error| Box::new(Shortage::Fence(error)))
+        });
+        if ready.is_ok() {
+            let digest = plans.iter().fold(0, |all: u64, (plan, _)| all.rotate_left(7) ^ plan.digest());
+            self.fold(op_word(Mark::Adopt, StreamId(0), bytes(size)), digest);
+        }
+        if self.mapped_bytes > mapped_before {
+            self.fold(op_word(Mark::Obtain, streams[0], self.mapped_bytes - mapped_before), 0);
+        }
+        let slot = ready?;
+        self.unlink(slot);
+        let memory = if self.rules.splits(class, size, self.table.block(slot).size) {
+            let front = self.table.tiling().cut_front(slot, size, BlockState::Planned);
+            self.link(slot);
+            front
+        } else {
+            let block = self.table.block_mut(slot);
+            block.state = BlockState::Planned;
+            let fences = std::mem::replace(&mut block.fences, FenceSetId::EMPTY);
+            self.fences.clear(fences);
+            slot
+        };
+        let mut slots = BTreeMap::new();
+        for Place { offset, size } in plans.iter().flat_map(|(_, schedule)| &schedule.places).copied() {
+            let add = || self.table.add_place(memory, offset, size, fresh(streams[0]));
+            slots.entry(Place { offset, size }).or_insert_with(add);
+        }
+        let places = slots.values().copied().collect();
+        let memory = PlanMemory { block: memory, places, streams: streams.clone() };
+        self.follower.get_or_insert_default().install(plans, &slots, memory, bytes(size));
+        self.recycle_spent(context);
+        Ok(())
+    }
+
+    /// Gives the plans up. What is live at their places becomes ordinary blocks, and the rest of their memory is free.
+    pub(crate) fn dissolve_plans<B: Backend>(&mut self, context: &Context<B, L>) {
+        let Some(PlanMemory { block: memory, places, .. }) = self.follower.as_deref_mut().and_then(Follower::clear)
+        else {
+            return;
+        };
+        self.fold(op_word(Mark::Adopt, StreamId(0), 0), 0);
+        let (idle, mut live): (Vec<Slot>, Vec<Slot>) =
+            places.into_iter().partition(|slot| self.table.block(*slot).is_free());
+        live.sort_unstable_by_key(|slot| self.table.block(*slot).location);
+        let (state, fences) = self.free_after(context, &idle);
+        for slot in idle {
+            let fences = self.table.block(slot).fences;
+            self.fences.clear(fences);
+            self.table.tiling().vacate(slot);
+        }
+        let mut pieces = Vec::new();
+        self.table.block_mut(memory).state = state;
+        for slot in live {
+            let gap = self.table.block(slot).offset() - self.table.block(memory).offset();
+            if gap > 0 {
+                pieces.push(self.table.tiling().cut_front(memory, gap, state));
+            }
+            self.table.tiling().put_front(memory, slot);
+        }
+        if self.table.block(memory).size > 0 {
+            pieces.push(memory);
+        } else {
+            self.table.tiling().take_out(memory);
+        }
+        for piece in pieces {
+            self.table.block_mut(piece).fences = self.fences.insert(fences.clone());
+            self.put_back(piece);
+        }
+        self.planned_live = 0;
+        self.recycle_spent(context);
+    }
+
+    /// State and fences of memory that was used at these places, which are free: whoever takes it waits for all of their users, as
+    /// they stand now.
+    fn free_after<B>(&self, context: &Context<B, L>, places: &[Slot]) -> (BlockState, Fences) {
+        let mut users: SmallVec<[StreamId; 4]> = SmallVec::new();
+        for slot in places {
+            let block = self.table.block(*slot);
+            users.extend(self.fences.fences(block.fences).iter().map(|fence| fence.stream));
+            users.extend(match block.state {
+                BlockState::Free { stream, since } if since > 0 => Some(stream),
+                _ => None,
+            });
+        }
+        users.sort_unstable();
+        users.dedup();
+        let clocks = context.clocks.lock();
+        let state = match self.identity.stream {
+            Some(own) => fresh(own),
+            None => {
+                users.pop().map_or(fresh(StreamId(0)), |stream| BlockState::Free { stream, since: clocks.now(stream) })
+            }
+        };
+        let fence = |stream| Fence { stream, tick: clocks.now(stream), event: None };
+        (state, users.into_iter().map(fence).collect())
+    }
+
+    /// Its plans, in the order in which they were adopted.
+    pub(crate) fn plans(&self) -> Vec<Arc<Plan>> {
+        self.follower.as_deref().map_or_else(Vec::new, Follower::plans)
+    }
+
+    /// Bytes of memory that plans place in.
+    pub(crate) fn plan_bytes(&self) -> u64 {
+        self.follower.as_deref().map_or(0, Follower::memory_bytes)
+    }
+
+    /// Bytes of that memory that nothing live lies in.
+    pub(super) fn idle_plan_bytes(&self) -> u64 {
+        self.plan_bytes().saturating_sub(bytes(self.planned_live))
+    }
+
+    pub(crate) fn step_stats(&self) -> StepStats {
+        self.follower.as_deref().map_or_else(StepStats::default, Follower::stats)
+    }
+
+    /// The slots of all places of plans.
+    pub(super) fn places(&self) -> &[Slot] {
+        self.follower.as_deref().and_then(Follower::memory).map_or(&[], |memory| &memory.places)
+    }
+
+    /// The block that plans place in.
+    pub(super) fn plan_memory(&self) -> Option<Slot> {
+        self.follower.as_deref().and_then(Follower::memory).map(|memory| memory.block)
+    }
+
+    /// What lies in the plan memory, in offset order: live allocations, and free memory between them.
+    pub(super) fn views_of_plan_memory(&self, memory: Slot) -> Vec<BlockView<'_>> {
+        let mut live: Vec<Slot> =
+            self.places().iter().copied().filter(|slot| !self.table.block(*slot).is_free()).collect();
+        live.sort_unstable_by_key(|slot| self.table.block(*slot).location);
+        let whole = self.table.block(memory);
+        let (mut at, mut views) = (whole.offset(), Vec::new());
+        let gap = |from: Units, to: Units| BlockView {
+            offset_bytes: bytes(from),
+            size_bytes: bytes(to - from),
+            state: fresh(self.identity.stream.unwrap_or_default()),
+            other_streams: Vec::new(),
+            name: None,
+            allocation: None,
+        };
+        for slot in live {
+            let block = self.table.block(slot);
+            if block.offset() > at {
+                views.push(gap(at, block.offset()));
+            }
+            views.push(self.view(slot));
+            at = block.end();
+        }
+        if whole.end() > at {
+            views.push(gap(at, whole.end()));
+        }
+        views
+    }
+}

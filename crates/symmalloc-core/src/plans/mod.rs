@@ -1,0 +1,47 @@
+//! Plans: steps whose allocations are known beforehand. Nothing here knows a heap; `heap/follow.rs` follows what is made here.
+
+//!
+//! A program says where its steps begin and end, with [`begin_step`](crate::Allocator::begin_step) and
+//! [`end_step`](crate::Allocator::end_step). A heap that has a plan for a step places its allocations where the plan says. Plans
+//! come from a program ([`Plan::solve`], [`adopt_plan`](crate::Allocator::adopt_plan)), or from the heap itself, where its pool is
+//! configured `plan:learn`.
+//!
+//! # Examples
+//! A step that comes twice alike is planned, and needs no more than what is live at its peak:
+//!
+//! ```
+//! use symmalloc_core::config::PlanPolicy;
+//! use symmalloc_core::{Allocator, Config, PoolConfig, PoolId};
+//! use symmalloc_sim::SimBackend;
+//!
+//! let pool = PoolConfig::builder().plan(PlanPolicy::Learn).build()?;
+//! let config = Config::builder().default_pool(pool).build()?;
+//! let allocator: Allocator<_> = Allocator::new(SimBackend::builder().seed(1).build(), config)?;
+//! let stream = allocator.register_stream()?;
+//! let mut last = None;
+//! for _ in 0..3 {
+//!     allocator.begin_step(PoolId::DEFAULT, 0)?;
+//!     let activations = allocator.allocate(PoolId::DEFAULT, stream, 4 << 20)?;
+//!     let loss = allocator.allocate(PoolId::DEFAULT, stream, 512)?;
+//!     allocator.free(activations.handle)?;
+//!     let gradients = allocator.allocate(PoolId::DEFAULT, stream, 6 << 20)?;
+//!     allocator.free(loss.handle)?;
+//!     allocator.free(gradients.handle)?;
+//!     last = Some(allocator.end_step(PoolId::DEFAULT)?);
+//! }
+//! let last = last.expect("three steps");
+//! assert_eq!((last.allocations, last.planned, last.difference), (3, 3, None));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+pub(crate) mod error;
+pub(crate) mod follower;
+pub(crate) mod learner;
+pub(crate) mod plan;
+pub(crate) mod report;
+pub(crate) mod schedule;
+
+pub use error::{PlanError, StepError};
+pub use plan::{ALLOCATIONS_MAX, Plan, PlannedAllocation, StepAllocation};
+pub use report::{DifferenceCause, StepDifference, StepReport, StepStats};
+pub use symmalloc_plan::Steps;

@@ -1,0 +1,169 @@
+//! A plan: what one heap's step allocates, in order, and where each allocation goes.
+//!
+//! A step is what a program repeats: a training step, a batch. Its allocations are numbered from 0 in the order in which they
+//! are made; those of zero bytes do not count. Time is counted in these numbers, and frees come in between:
+//!
+//! ```text
+//!  offset ▲  ┌─────────┐   ┌────────────        an allocation lives from its own number up to `until`,
+//!         │  │ 0       │   │ 3                  the number of the allocation before which it is free;
+//!         │  └────┬────┴───┴──┐                 allocation 3 lives on in the next step: its `until` is
+//!         │       │ 1         │                 more than the number of all allocations
+//!         └──┬────┴┬───┬──────┴───► number
+//!            0     1   2   3
+//! ```
+//!
+//! Offsets count from the start of the plan's memory, which the heap obtains when the plan is adopted.
+
+use super::error::PlanError;
+use crate::config::PoolConfig;
+use crate::config::size_rules::SizeRules;
+use crate::history::digest::{Digest, Mark, op_word};
+use crate::types::ids::StreamId;
+use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, Units, bytes, units};
+use symmalloc_plan::{Problem, Rectangle, Steps, solve};
+
+/// The most allocations that a step of a plan may make.
+pub const ALLOCATIONS_MAX: usize = 1 << 24;
+
+/// What a step asks for, before anything is known of where it goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepAllocation {
+    /// The stream whose work uses it first.
+    pub stream: StreamId,
+    /// Requested bytes, not rounded; not 0.
+    pub requested_bytes: u64,
+    /// The number of the allocation before which it is free, at most one step later; `None` when it outlives the next step,
+    /// so that no plan can place it.
+    pub until: Option<u32>,
+}
+
+/// One allocation of a planned step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlannedAllocation {
+    /// What is asked for.
+    pub wanted: StepAllocation,
+    /// Where it goes, in bytes from the start of the plan's memory; `None` for one that is placed the ordinary way.
+    pub offset_bytes: Option<u64>,
+}
+
+/// A planned step of one heap.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Plan {
+    key: u64,
+    stream: Option<StreamId>,
+    allocations: Vec<PlannedAllocation>,
+}
+
+impl Plan {
+    /// A plan for the steps of this key, of the heap of a stream, or of all streams when they share (`None`). Whether its offsets
+    /// fit is checked when a heap adopts it, since that depends on how the pool rounds sizes.
+    ///
+    /// # Errors
+    /// When an allocation is none: no bytes, an end before its beginning, more than a step later or beyond what a segment has.
+    pub fn new(key: u64, stream: Option<StreamId>, allocations: Vec<PlannedAllocation>) -> Result<Self, PlanError> {
+        let count = allocations.len();
+        if count == 0 || count > ALLOCATIONS_MAX {
+            return Err(PlanError::Count { allocations: count, most: ALLOCATIONS_MAX });
+        }
+        for (number, planned) in (0..).zip(&allocations) {
+            let PlannedAllocation { wanted: StepAllocation { stream: of, requested_bytes, until }, offset_bytes } =
+                *planned;
+            let last = number + count as u32;
+            let is_time = until.map_or(offset_bytes.is_none(), |until| until > number && until <= last);
+            let end = offset_bytes.unwrap_or(0).checked_add(requested_bytes);
+            let is_place = offset_bytes.is_none_or(|offset| offset.is_multiple_of(UNIT_BYTES));
+            let is_size = requested_bytes > 0 && end.is_some_and(|end| end <= SEGMENT_BYTES_MAX);
+            if !is_time || !is_place || !is_size || stream.is_some_and(|stream| stream != of) {
+                return Err(PlanError::Allocation { number });
+            }
+        }
+        Ok(Plan { key, stream, allocations })
+    }
+
+    /// Finds an offset for every allocation of a step that a plan can place, for a pool of this configuration: as low as the
+    /// search of `symmalloc-plan` finds in so many steps of its own.
+    ///
+    /// # Determinism
+    /// The plan is a function of the arguments: ranks that plan alike place alike.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), and when the sizes add up to more than can be counted.
+    pub fn solve(
+        config: &PoolConfig,
+        key: u64,
+        stream: Option<StreamId>,
+        wanted: &[StepAllocation],
+        budget: Steps,
+    ) -> Result<Self, PlanError> {
+        let rules = SizeRules::new(config, UNIT_BYTES);
+        let unplaced = |wanted: &StepAllocation| PlannedAllocation { wanted: *wanted, offset_bytes: None };
+        let mut plan = Plan::new(key, stream, wanted.iter().map(unplaced).collect())?;
+        let numbers: Vec<usize> = (0..wanted.len()).filter(|number| wanted[*number].until.is_some()).collect();
+        if numbers.is_empty() {
+            return Ok(plan);
+        }
+        let rectangle = |number: &usize| Rectangle {
+            lower: *number as u64,
+            upper: u64::from(wanted[*number].until.expect("filtered")),
+            size: u64::from(rules.block_size(wanted[*number].requested_bytes)),
+        };
+        let problem = Problem::periodic(wanted.len() as u64, numbers.iter().map(rectangle).collect());
+        let solution = solve(&problem.map_err(PlanError::Solver)?, budget);
+        for (number, offset) in numbers.into_iter().zip(solution.offsets()) {
+            plan.allocations[number].offset_bytes = Some(offset * UNIT_BYTES);
+        }
+        Ok(plan)
+    }
+
+    /// The steps that it is for: what the program calls them in `begin_step`.
+    pub fn key(&self) -> u64 {
+        self.key
+    }
+
+    /// The stream of the heap that it is for; `None` for a heap whose streams share.
+    pub fn stream(&self) -> Option<StreamId> {
+        self.stream
+    }
+
+    /// The step's allocations.
+    pub fn allocations(&self) -> &[PlannedAllocation] {
+        &self.allocations
+    }
+
+    /// Bytes of memory that the plan needs in a pool of this configuration.
+    pub fn memory_bytes(&self, config: &PoolConfig) -> u64 {
+        let rules = SizeRules::new(config, UNIT_BYTES);
+        self.ends(&rules).max().unwrap_or(0)
+    }
+
+    fn ends<'a>(&'a self, rules: &'a SizeRules) -> impl Iterator<Item = u64> + 'a {
+        self.allocations
+            .iter()
+            .filter_map(|it| Some(it.offset_bytes? + bytes(rules.block_size(it.wanted.requested_bytes))))
+    }
+
+    /// Offset and size of an allocation's place, in units; `None` for one that is placed the ordinary way.
+    pub(super) fn place(&self, number: usize, rules: &SizeRules) -> Option<(Units, Units)> {
+        let PlannedAllocation { wanted, offset_bytes } = self.allocations[number];
+        Some((units(offset_bytes?), rules.block_size(wanted.requested_bytes)))
+    }
+
+    /// The most that any place reaches, in units; `None` when that is more than a segment can have.
+    pub(super) fn end(&self, rules: &SizeRules) -> Option<Units> {
+        let end = self.ends(rules).max().unwrap_or(0);
+        (end <= SEGMENT_BYTES_MAX).then(|| units(end))
+    }
+
+    /// All of it in one number, for the digest of the heap that adopts it.
+    pub(crate) fn digest(&self) -> u64 {
+        let mut digest = Digest::new(self.key);
+        for PlannedAllocation { wanted, offset_bytes } in &self.allocations {
+            digest.fold(
+                op_word(Mark::Allocate, wanted.stream, wanted.requested_bytes),
+                offset_bytes.map_or(u64::MAX, |offset| offset / UNIT_BYTES)
+                    ^ u64::from(wanted.until.unwrap_or(u32::MAX)).rotate_left(32),
+            );
+        }
+        digest.value
+    }
+}

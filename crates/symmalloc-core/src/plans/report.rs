@@ -1,0 +1,118 @@
+//! What became of a step.
+
+use crate::types::ids::StreamId;
+use std::fmt;
+
+/// A step that ended. Over the heaps of a pool, numbers are sums, and the difference is that of the first heap in stream order.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StepReport {
+    /// Allocations in the step, of at least one byte.
+    pub allocations: u64,
+    /// How many of them went where a plan says.
+    pub planned: u64,
+    /// Where the step was another one than the plan's; `None` also when there was no plan.
+    pub difference: Option<StepDifference>,
+    /// Bytes of memory that plans hold.
+    pub plan_bytes: u64,
+}
+
+impl StepReport {
+    pub(crate) fn add(&mut self, heap: StepReport) {
+        self.allocations += heap.allocations;
+        self.planned += heap.planned;
+        self.plan_bytes += heap.plan_bytes;
+        self.difference = self.difference.or(heap.difference);
+    }
+}
+
+/// Steps of a heap or of several so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StepStats {
+    /// Steps that ended. Of several heaps, those of all of them.
+    pub steps: u64,
+    /// Steps that followed a plan to its end.
+    pub followed: u64,
+    /// Allocations in steps.
+    pub allocations: u64,
+    /// How many of them went where a plan says.
+    pub planned: u64,
+    /// Plans that are adopted.
+    pub plans: u64,
+    /// Times that plans were adopted, learned ones included.
+    pub adoptions: u64,
+    /// Bytes of memory that plans hold.
+    pub plan_bytes: u64,
+}
+
+impl StepStats {
+    pub(crate) fn plus(self, other: StepStats) -> StepStats {
+        StepStats {
+            steps: self.steps + other.steps,
+            followed: self.followed + other.followed,
+            allocations: self.allocations + other.allocations,
+            planned: self.planned + other.planned,
+            plans: self.plans + other.plans,
+            adoptions: self.adoptions + other.adoptions,
+            plan_bytes: self.plan_bytes + other.plan_bytes,
+        }
+    }
+}
+
+/// The first allocation of a step that was not as planned. What came after it in the step was placed the ordinary way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StepDifference {
+    /// The number of the allocation in the step.
+    pub number: u32,
+    /// What was different.
+    pub cause: DifferenceCause,
+}
+
+/// How a step differed from its plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum DifferenceCause {
+    /// Something else was asked for: stream and bytes.
+    Request {
+        /// What the plan expects; `None` behind its last allocation.
+        planned: Option<(StreamId, u64)>,
+        /// What was asked for.
+        requested: (StreamId, u64),
+    },
+    /// The place was not free: an allocation is live that the plan expects to be freed by then.
+    Occupied {
+        /// Where it lies in the plan's memory, in bytes.
+        offset_bytes: u64,
+    },
+    /// The step ended before the plan did.
+    Ended,
+    /// The driver could not order the plan's streams behind each other: this rank alone went the ordinary way.
+    Driver,
+}
+
+impl fmt::Display for StepDifference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let StepDifference { number, cause } = self;
+        match cause {
+            DifferenceCause::Request { planned: Some((of, bytes)), requested: (stream, size) } => {
+                write!(
+                    f,
+                    "allocation {number} asked for {size} bytes on {stream}, and the plan expects {bytes} on {of}"
+                )
+            }
+            DifferenceCause::Request { planned: None, requested: (stream, size) } => {
+                write!(f, "allocation {number}, of {size} bytes on {stream}, comes behind the end of the plan")
+            }
+            DifferenceCause::Occupied { offset_bytes } => write!(
+                f,
+                "the place of allocation {number} is taken at {offset_bytes} by an allocation that the plan expects to be freed"
+            ),
+            DifferenceCause::Ended => write!(f, "the step ended before allocation {number} of the plan"),
+            DifferenceCause::Driver => {
+                write!(f, "the driver could not order the plan's streams at allocation {number}")
+            }
+        }
+    }
+}

@@ -1,0 +1,39 @@
+//! Steps that follow plans: what is placed where, what a difference does, and what is learned.
+
+use proptest::prelude::*;
+use symmalloc_core::lock::{Exclusive, Shared};
+use symmalloc_harness::steps::{StepScenario, run};
+use symmalloc_sim::{Delays, SimBackend, SplitMix64};
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(if symmalloc_harness::is_night() { 20_000 } else { 1_500 }))]
+
+    /// Two ranks that have nothing in common but the program.
+    #[test]
+    fn steps_go_where_the_model_says_on_every_rank(bytes in prop::collection::vec(any::<u8>(), 4..180)) {
+        let scenario = StepScenario::from_bytes(&bytes);
+        let one = SimBackend::builder().seed(1).rank(0).delays(Delays::Immediate).build();
+        let other = SimBackend::builder().seed(2).rank(1).delays(Delays::UntilSynchronized).build();
+        prop_assert_eq!(run::<Exclusive>(&scenario, &one), run::<Shared>(&scenario, &other));
+    }
+}
+
+/// The generated steps are worth something: plans are followed, left and learned, across streams and over into the next step.
+#[test]
+fn generated_steps_follow_and_leave_plans() {
+    let (mut steps, mut followed, mut left, mut planned, mut learned) = (0, 0, 0, 0, 0);
+    let mut random = SplitMix64::new(7);
+    for _ in 0..300 {
+        let length = 40 + random.next_u64() % 140;
+        let bytes: Vec<u8> = (0..length).map(|_| random.next_u64() as u8).collect();
+        let scenario = StepScenario::from_bytes(&bytes);
+        let outcome = run::<Exclusive>(&scenario, &SimBackend::builder().seed(random.next_u64()).build());
+        steps += outcome.reports.len();
+        followed += outcome.reports.iter().filter(|report| report.planned > 0 && report.difference.is_none()).count();
+        left += outcome.reports.iter().filter(|report| report.difference.is_some()).count();
+        planned += outcome.reports.iter().map(|report| report.planned).sum::<u64>();
+        learned += outcome.stats.adoptions;
+    }
+    println!("{steps} steps, {followed} followed, {left} left, {planned} planned, {learned} adopted");
+    assert!(followed > steps / 4 && left > steps / 20 && planned > 3 * steps as u64 && learned > 100);
+}
