@@ -41,6 +41,11 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use symmalloc_plan::Steps;
 
+/// How long the search for a learned plan may take: steps in proportion to what is planned, a few seconds for 50,000 allocations.
+fn learning_budget(allocations: usize) -> Steps {
+    Steps(2_000 * allocations as u64)
+}
+
 /// Plans that a heap can adopt.
 #[derive(Debug)]
 pub(crate) struct PreparedPlans {
@@ -237,7 +242,10 @@ impl<L: Lock> Heap<L> {
             let known = self.plans().into_iter().find(|plan| {
                 plan.key() == key && plan.allocations().iter().map(|planned| planned.wanted).eq(wanted.iter().copied())
             });
-            known.map_or_else(|| Plan::solve(&self.config, key, of_heap, &wanted, Steps::default()).map(Arc::new), Ok)
+            known.map_or_else(
+                || Plan::solve(&self.config, key, of_heap, &wanted, learning_budget(wanted.len())).map(Arc::new),
+                Ok,
+            )
         };
         let plans: Result<Vec<Arc<Plan>>, PlanError> = steps.into_iter().map(solve).collect();
         let adopted =
