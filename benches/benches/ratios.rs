@@ -6,7 +6,8 @@
 //! that allocates nothing, and the bar is on the difference. Without valgrind these columns stay empty.
 //!
 //! A second table has the instructions on heaps that are not plain: of fixed segments, of streams that share, of a symmetric
-//! pool, and recorded into a trace file (the thread that writes it not counted).
+//! pool, and recorded into a trace file (the thread that writes it not counted); and where a pass is a step that follows a plan,
+//! on plain heaps and on streams that share.
 //!
 //! Exits with 1 when a bar is missed; with `--test`, for machines that are busy with other things, only when a bar on
 //! instructions is, and only on [`TEST_JOBS`]: valgrind takes seconds for each count. A build with debug assertions, as tests
@@ -18,8 +19,10 @@ use std::time::Instant;
 use std::{env, fs};
 use symmalloc_benches::micro::{ManyFree, PAIRS, Sizes};
 use symmalloc_benches::workload::{Bench, Nothing, Workload};
-use symmalloc_benches::{Ours, Segments, ours, ours_recorded, ours_symmetric, reference};
+use symmalloc_benches::{Ours, Segments, ours, ours_learning, ours_recorded, ours_symmetric, reference};
+use symmalloc_core::PoolId;
 use symmalloc_core::config::StreamPolicy;
+use symmalloc_core::plans::StepReport;
 use symmalloc_harness::jobs;
 
 /// How many times faster than the reference we must be.
@@ -49,13 +52,17 @@ type Sort = (&'static str, fn() -> Ours);
 
 const PLAIN: &str = "plain";
 /// Plain heaps have the shortest way. Each of the others has something that makes it longer.
-const SORTS: [Sort; 5] = [
+const SORTS: [Sort; 7] = [
     (PLAIN, || ours(Segments::Expandable, StreamPolicy::Separate)),
     ("fixed", || ours(Segments::Fixed, StreamPolicy::Separate)),
     ("shared", || ours(Segments::Expandable, StreamPolicy::Shared)),
     ("symmetric", ours_symmetric),
     ("recorded", ours_recorded),
+    (PLANNED, || ours_learning(StreamPolicy::Separate)),
+    (PLANNED_SHARED, || ours_learning(StreamPolicy::Shared)),
 ];
+const PLANNED: &str = "planned";
+const PLANNED_SHARED: &str = "planned shared";
 
 fn main() -> ExitCode {
     if let Ok(case) = env::var(CASE) {
@@ -186,8 +193,22 @@ fn count_this(case: &str) {
         measured_part(&mut || case.replace());
     } else {
         let mut bench = Bench::warm(ours, Workload::from(&jobs::program(case)));
-        measured_part(&mut || bench.repeat());
+        if [PLANNED, PLANNED_SHARED].contains(&heaps.as_str()) {
+            for _ in 0..3 {
+                step(&mut bench);
+            }
+            measured_part(&mut || assert_eq!(step(&mut bench).difference, None, "the plan is followed"));
+        } else {
+            measured_part(&mut || bench.repeat());
+        }
     }
+}
+
+/// A repeat as a step of the pool.
+fn step(bench: &mut Bench<Ours>) -> StepReport {
+    bench.subject().begin_step(PoolId::DEFAULT, 0).expect("no step is open");
+    bench.repeat();
+    bench.subject().end_step(PoolId::DEFAULT).expect("a step is open")
 }
 
 /// Instructions of the measured part of a case on a sort of heap; `None` without valgrind, and in a build with debug assertions.

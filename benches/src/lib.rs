@@ -19,7 +19,7 @@
 
 use crate::reference::Reference;
 use std::sync::atomic::{AtomicU32, Ordering};
-use symmalloc_core::config::{PoolConfigBuilder, StreamPolicy};
+use symmalloc_core::config::{PlanPolicy, PoolConfigBuilder, StreamPolicy};
 use symmalloc_core::{Allocator, Config, PoolConfig};
 use symmalloc_import::{TraceFile, TraceFileOptions};
 use symmalloc_sim::IdleBackend;
@@ -63,6 +63,14 @@ pub fn ours(segments: Segments, streams: StreamPolicy) -> Ours {
 /// Never: the default knobs are valid.
 pub fn ours_symmetric() -> Ours {
     ours_with(PoolConfig::builder().expandable().symmetric(true))
+}
+
+/// Our allocator, driven by one thread, that learns plans for steps.
+///
+/// # Panics
+/// Never: the default knobs are valid.
+pub fn ours_learning(streams: StreamPolicy) -> Ours {
+    ours_with(PoolConfig::builder().expandable().streams(streams).plan(PlanPolicy::Learn))
 }
 
 /// Our allocator, driven by one thread, that records what it does into a file, which is gone when it is closed.

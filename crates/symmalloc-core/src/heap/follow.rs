@@ -22,7 +22,7 @@
 use super::obtain::fresh;
 use super::view::BlockView;
 use super::{Context, Heap, Shortage};
-use crate::blocks::table::{BlockState, Slot};
+use crate::blocks::table::{Block, BlockState, Slot};
 use crate::config::{PlanPolicy, StreamPolicy};
 use crate::history::digest::{Mark, op_word};
 use crate::plans::error::PlanError;
@@ -72,6 +72,43 @@ impl<L: Lock> Heap<L> {
         stream: StreamId,
         requested: u64,
     ) -> Result<Allocation, Box<Shortage>> {
+        let op = op_word(Mark::Allocate, stream, requested);
+        let blocks = self.table.blocks();
+        if let Some(follower) = &mut self.follower
+            && let Some(places) = follower.course().places_if(op)
+            && let Some(slot) = places.first().copied()
+            && places.iter().all(|place| blocks[*place as usize].is_ready_for(stream))
+        {
+            let count = places.len();
+            if follower.late().is_empty() {
+                follower.course().advance(count);
+                return Ok(self.take_place(slot, stream, requested));
+            }
+        }
+        self.allocate_with_care(context, stream, requested)
+    }
+
+    /// The place that is next in the plan is free, and its stream waits for all that used it.
+    #[inline(always)]
+    fn take_place(&mut self, slot: Slot, stream: StreamId, requested: u64) -> Allocation {
+        let serial = self.serials.next();
+        let block = self.table.block_mut(slot);
+        block.state = BlockState::Allocated { stream, requested, serial };
+        let Block { segment, location, size, .. } = *block;
+        self.planned_live += size;
+        self.announce(slot, serial, (segment, location, size), stream, requested)
+    }
+
+    /// Allocates in a step what does not simply follow the plan: something is to be waited for, is placed the ordinary way, logged, or
+    /// another request than the plan's.
+    #[cold]
+    #[inline(never)]
+    fn allocate_with_care<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        stream: StreamId,
+        requested: u64,
+    ) -> Result<Allocation, Box<Shortage>> {
         if self.watch == Watch::Learn {
             let allocation = self.allocate_anywhere(context, stream, requested)?;
             if let Some(follower) = &mut self.follower {
@@ -79,67 +116,55 @@ impl<L: Lock> Heap<L> {
             }
             return Ok(allocation);
         }
-        let op = op_word(Mark::Allocate, stream, requested);
         let follower = self.follower.as_deref_mut().expect("a plan is followed");
-        let Some(turn) = follower.turn().filter(|turn| turn.op == op) else {
+        let op = op_word(Mark::Allocate, stream, requested);
+        let Some(places) = follower.course().places_if(op).map(<[Slot]>::to_vec) else {
             let cause = follower.other_request((stream, requested));
             self.differ(cause);
             return self.allocate_anywhere(context, stream, requested);
         };
-        let end = follower.turn_end(turn);
-        let Some(slot) = turn.slot else {
-            let allocation = self.allocate_anywhere(context, stream, requested)?;
-            self.follower.as_deref_mut().expect("it is followed still").advance(end, false);
-            return Ok(allocation);
-        };
-        let is_ready = |slot: &Slot| self.table.block(*slot).is_ready_for(stream);
-        if !(is_ready(&slot) && turn.earlier.iter().all(is_ready) && follower.late().is_empty()) {
-            match self.wait_for_place(context, stream)? {
-                None => {}
+        let planned = match places.first() {
+            None => None,
+            Some(slot) => match self.wait_for_place(context, &places, stream)? {
+                None => Some(*slot),
                 Some(taken) => {
                     self.differ(DifferenceCause::Occupied { offset_bytes: taken });
                     return self.allocate_anywhere(context, stream, requested);
                 }
-            }
-        }
-        self.follower.as_deref_mut().expect("it is followed still").advance(end, true);
-        let serial = self.serials.next();
-        let block = self.table.block_mut(slot);
-        block.state = BlockState::Allocated { stream, requested, serial };
-        self.planned_live += block.size;
-        Ok(self.announce(slot, stream, requested, serial))
+            },
+        };
+        let allocation = match planned {
+            Some(slot) => self.take_place(slot, stream, requested),
+            None => self.allocate_anywhere(context, stream, requested)?,
+        };
+        self.follower.as_deref_mut().expect("it is followed still").course().advance(places.len());
+        Ok(allocation)
     }
 
-    /// Orders a stream behind all that used the next place, or what overlaps it. Returns where what overlaps it is not free, in bytes
-    /// of the plan memory.
-    #[cold]
+    /// Orders a stream behind all that used a place, which leads these, or what overlaps it. Returns where what overlaps it is not
+    /// free, in bytes of the plan memory.
     fn wait_for_place<B: Backend>(
         &mut self,
         context: &Context<B, L>,
+        places: &[Slot],
         stream: StreamId,
     ) -> Result<Option<u64>, Box<Shortage>> {
-        let (mut before, own, memory) = {
-            let follower = self.follower.as_deref().expect("a plan is followed");
-            let turn = follower.turn().expect("there is a next one");
-            let own = turn.slot.expect("it has a place");
-            let place = self.table.block(own);
-            let overlaps = |slot: &&Slot| {
-                let late = self.table.block(**slot);
-                late.offset() < place.end() && place.offset() < late.end()
-            };
-            let mut before = turn.earlier.to_vec();
-            before.extend(follower.late().iter().filter(overlaps));
-            (before, own, follower.memory().expect("there is a place").block)
+        let follower = self.follower.as_deref().expect("a plan is followed");
+        let place = self.table.block(places[0]);
+        let overlaps = |slot: &&Slot| {
+            let late = self.table.block(**slot);
+            late.offset() < place.end() && place.offset() < late.end()
         };
-        before.push(own);
+        let mut before = places.to_vec();
+        before.extend(follower.late().iter().filter(overlaps));
         if let Some(taken) = before.iter().find(|slot| !self.table.block(**slot).is_free()) {
-            let offset = self.table.block(*taken).offset() - self.table.block(memory).offset();
-            return Ok(Some(bytes(offset)));
+            let memory = self.plan_memory().map_or(0, |memory| self.table.block(memory).offset());
+            return Ok(Some(bytes(self.table.block(*taken).offset() - memory)));
         }
         for slot in before {
             self.wait_for_earlier_users(context, slot, stream).map_err(Shortage::Fence)?;
         }
-        let fences = std::mem::replace(&mut self.table.block_mut(own).fences, FenceSetId::EMPTY);
+        let fences = std::mem::replace(&mut self.table.block_mut(places[0]).fences, FenceSetId::EMPTY);
         self.fences.clear(fences);
         self.recycle_spent(context);
         Ok(None)

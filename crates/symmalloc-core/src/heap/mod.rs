@@ -28,7 +28,7 @@ pub(crate) mod trim;
 pub(crate) mod view;
 
 use crate::blocks::FreeIndex;
-use crate::blocks::table::{Block, BlockState, BlockTable, Slot};
+use crate::blocks::table::{Block, BlockState, BlockTable, Location, Slot};
 use crate::config::PoolConfig;
 use crate::config::errors::{FreeError, HandleError};
 use crate::config::size_rules::SizeRules;
@@ -291,13 +291,20 @@ impl<L: Lock> Heap<L> {
             }
             free
         };
-        self.announce(slot, stream, requested, serial)
+        let Block { segment, location, size, .. } = tiling.blocks()[slot as usize];
+        self.announce(slot, serial, (segment, location, size), stream, requested)
     }
 
     /// A block is an allocation now: counts it, folds the decision, and tells where it is.
     #[inline(always)]
-    fn announce(&mut self, slot: Slot, stream: StreamId, requested: u64, serial: NonZeroU64) -> Allocation {
-        let Block { segment, location, size, .. } = *self.table.block(slot);
+    fn announce(
+        &mut self,
+        slot: Slot,
+        serial: NonZeroU64,
+        (segment, location, size): (u32, Location, Units),
+        stream: StreamId,
+        requested: u64,
+    ) -> Allocation {
         self.usage.allocate(size, requested);
         self.fold(op_word(Mark::Allocate, stream, requested), location.word());
         self.note_pointer(slot);

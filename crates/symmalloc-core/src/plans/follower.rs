@@ -37,28 +37,59 @@ pub(crate) enum Watch {
     Learn,
 }
 
+/// What a plan expects, and how far a step has come in it.
+#[derive(Debug, Default)]
+pub(crate) struct Course {
+    expected: Vec<Expected>,
+    /// Slots of places: those of one allocation side by side, its own one first. See [`Schedule`].
+    places_of: Vec<Slot>,
+    /// The number of the next allocation, and where its places begin.
+    next: usize,
+    places_from: usize,
+}
+
+impl Course {
+    /// The places of the next allocation, if it is expected to ask for this: its own one, then those that were there before. None
+    /// when it is placed the ordinary way. In a step that follows no plan nothing is expected.
+    #[inline(always)]
+    pub(crate) fn places_if(&self, op: u64) -> Option<&[Slot]> {
+        let expected = self.expected.get(self.next)?;
+        if expected.op == op { self.places_of.get(self.places_from..expected.places_end as usize) } else { None }
+    }
+
+    /// Goes on to the next allocation. This one has so many places.
+    #[inline(always)]
+    pub(crate) fn advance(&mut self, places: usize) {
+        self.next += 1;
+        self.places_from += places;
+    }
+
+    fn is_at_end(&self) -> bool {
+        self.next == self.expected.len()
+    }
+
+    fn rewind(&mut self) {
+        (self.next, self.places_from) = (0, 0);
+    }
+
+    /// How many allocations so far have a place.
+    fn planned(&self) -> u64 {
+        let ends = |number: usize| self.expected[number].places_end;
+        let begins = |number: usize| if number == 0 { 0 } else { ends(number - 1) };
+        (0..self.next).filter(|number| ends(*number) > begins(*number)).count() as u64
+    }
+}
+
 /// A plan that is adopted.
 #[derive(Debug)]
 struct Adopted {
     plan: Arc<Plan>,
-    expected: Vec<Expected>,
-    /// Slots of places that were there before, see [`Schedule`].
-    earlier: Vec<Slot>,
+    /// Lent to the follower while a step follows it.
+    course: Course,
     /// Slots of places of what lives on in the next step, ascending.
     carried: Vec<Slot>,
     /// Steps of its key in a row that differed.
     differences: u32,
-}
-
-/// The request that comes next in a plan.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Turn<'a> {
-    /// What it asks for, as in a digest.
-    pub(crate) op: u64,
-    /// The slot of its place; `None` when it is placed the ordinary way.
-    pub(crate) slot: Option<Slot>,
-    /// Slots of the places that were there before.
-    pub(crate) earlier: &'a [Slot],
 }
 
 /// The memory that plans place in.
@@ -81,15 +112,12 @@ pub(crate) struct Follower {
     memory_bytes: u64,
     /// The plan of the step; `None` when no plan has its key.
     current: Option<usize>,
-    /// The number of the next allocation in it.
-    next: usize,
-    /// Where that one's earlier places begin.
-    earlier_from: usize,
-    /// The plan that the last step followed to its end. Only then do a plan's earlier places say who was last at each offset.
+    /// That of the plan that is followed; of nothing while none is.
+    course: Course,
+    /// The plan that the last step followed to its end. Only then does a plan know who was last at each offset.
     last_whole: Option<usize>,
     /// Slots of places that were live when the step began, which the plan does not expect.
     late: Vec<Slot>,
-    planned: u64,
     difference: Option<StepDifference>,
     /// Allocations of the heap before the step.
     allocations_before: u64,
@@ -100,26 +128,9 @@ pub(crate) struct Follower {
 }
 
 impl Follower {
-    /// The request that comes next; `None` behind the last one.
     #[inline(always)]
-    pub(crate) fn turn(&self) -> Option<Turn<'_>> {
-        let Adopted { expected, earlier, .. } = &self.plans[self.current?];
-        let &Expected { op, place, earlier_end } = expected.get(self.next)?;
-        Some(Turn { op, slot: place, earlier: earlier.get(self.earlier_from..earlier_end as usize)? })
-    }
-
-    /// Goes on to the next request.
-    #[inline(always)]
-    pub(crate) fn advance(&mut self, turn_end: usize, is_planned: bool) {
-        self.next += 1;
-        self.earlier_from = turn_end;
-        self.planned += u64::from(is_planned);
-    }
-
-    /// Where the earlier places of the next request end.
-    #[inline(always)]
-    pub(crate) fn turn_end(&self, turn: Turn<'_>) -> usize {
-        self.earlier_from + turn.earlier.len()
+    pub(crate) fn course(&mut self) -> &mut Course {
+        &mut self.course
     }
 
     /// Slots of places that were live when the step began, which the plan does not expect.
@@ -144,14 +155,14 @@ impl Follower {
     /// What was asked for when the plan expected something else.
     pub(crate) fn other_request(&self, requested: (StreamId, u64)) -> DifferenceCause {
         let plan = self.current.map(|current| &self.plans[current].plan);
-        let planned = plan.and_then(|plan| plan.allocations().get(self.next));
+        let planned = plan.and_then(|plan| plan.allocations().get(self.course.next));
         let planned = planned.map(|planned| (planned.wanted.stream, planned.wanted.requested_bytes));
         DifferenceCause::Request { planned, requested }
     }
 
     /// A step begins. Says what is to be done with its requests.
     pub(crate) fn begin(&mut self, key: u64, learns: bool, allocations: u64) -> Watch {
-        (self.next, self.earlier_from, self.planned, self.difference) = (0, 0, 0, None);
+        self.difference = None;
         self.allocations_before = allocations;
         self.late.clear();
         self.current = self.plans.iter().position(|adopted| adopted.plan.key() == key);
@@ -162,7 +173,9 @@ impl Follower {
             return Watch::Learn;
         }
         self.learner.pause();
-        if self.current.is_some() { Watch::Plan } else { Watch::Nothing }
+        let Some(current) = self.current else { return Watch::Nothing };
+        self.course = std::mem::take(&mut self.plans[current].course);
+        Watch::Plan
     }
 
     /// Whether the step before followed the same plan to its end.
@@ -178,7 +191,7 @@ impl Follower {
 
     /// The step differs from its plan here.
     pub(crate) fn differ(&mut self, cause: DifferenceCause) -> StepDifference {
-        let difference = StepDifference { number: self.next as u32, cause };
+        let difference = StepDifference { number: self.course.next as u32, cause };
         (self.difference, self.last_whole) = (Some(difference), None);
         difference
     }
@@ -186,23 +199,27 @@ impl Follower {
     /// The step ends. Says what became of it, and what is to be planned now for its key.
     pub(crate) fn end(&mut self, watch: Watch, allocations: u64) -> (StepReport, Option<Vec<StepAllocation>>) {
         if watch == Watch::Plan {
-            let is_whole = self.turn().is_none();
-            self.last_whole = self.current.filter(|_| is_whole);
-            if !is_whole {
+            self.last_whole = self.current;
+            if !self.course.is_at_end() {
                 self.differ(DifferenceCause::Ended);
             }
         }
         let is_followed = watch == Watch::Plan && self.difference.is_none();
-        if let Some(current) = self.current {
-            let differences = &mut self.plans[current].differences;
-            *differences = if is_followed { 0 } else { differences.saturating_add(1) };
-        }
         let report = StepReport {
             allocations: allocations - self.allocations_before,
-            planned: self.planned,
+            planned: self.course.planned(),
             difference: self.difference,
             plan_bytes: self.memory_bytes,
         };
+        let mut course = std::mem::take(&mut self.course);
+        if let Some(current) = self.current {
+            let adopted = &mut self.plans[current];
+            adopted.differences = if is_followed { 0 } else { adopted.differences.saturating_add(1) };
+            if !course.expected.is_empty() {
+                course.rewind();
+                adopted.course = course;
+            }
+        }
         self.stats.steps += 1;
         self.stats.followed += u64::from(is_followed);
         self.stats.allocations += report.allocations;
@@ -228,14 +245,13 @@ impl Follower {
         memory: PlanMemory,
         memory_bytes: u64,
     ) {
-        for (plan, Schedule { places, expected, earlier, carried }) in plans {
+        for (plan, Schedule { places, expected, places_of, carried }) in plans {
             let slot_of = |place: &u32| slots[&places[*place as usize]];
-            let expected = expected.iter();
-            let expected = expected.map(|it| Expected { place: it.place.as_ref().map(slot_of), ..*it }).collect();
             let mut carried: Vec<Slot> = carried.iter().map(slot_of).collect();
             carried.sort_unstable();
-            let earlier = earlier.iter().map(slot_of).collect();
-            self.plans.push(Adopted { plan: Arc::clone(plan), expected, earlier, carried, differences: 0 });
+            let places_of = places_of.iter().map(slot_of).collect();
+            let course = Course { expected: expected.clone(), places_of, next: 0, places_from: 0 };
+            self.plans.push(Adopted { plan: Arc::clone(plan), course, carried, differences: 0 });
         }
         (self.memory, self.memory_bytes) = (Some(memory), memory_bytes);
         self.stats.adoptions += 1;
@@ -244,6 +260,7 @@ impl Follower {
     /// Gives all plans up. The slots of their places are the caller's.
     pub(crate) fn clear(&mut self) -> Option<PlanMemory> {
         self.plans.clear();
+        self.course = Course::default();
         (self.current, self.last_whole, self.memory_bytes) = (None, None, 0);
         self.memory.take()
     }

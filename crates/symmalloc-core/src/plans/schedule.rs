@@ -34,10 +34,8 @@ pub(crate) struct Place {
 pub(crate) struct Expected {
     /// What it asks for, as in a digest.
     pub(crate) op: u64,
-    /// The number of its place; `None` when it is placed the ordinary way.
-    pub(crate) place: Option<u32>,
-    /// Behind the places that were there before, in [`Schedule::earlier`]. They begin where those of the allocation before end.
-    pub(crate) earlier_end: u32,
+    /// Where its places end in [`Schedule::places_of`]. They begin where those of the allocation before end.
+    pub(crate) places_end: u32,
 }
 
 /// A plan for one way of rounding.
@@ -45,8 +43,9 @@ pub(crate) struct Expected {
 pub(crate) struct Schedule {
     pub(crate) places: Vec<Place>,
     pub(crate) expected: Vec<Expected>,
-    /// Numbers of places, those of one allocation side by side.
-    pub(crate) earlier: Vec<u32>,
+    /// Numbers of places, those of one allocation side by side: its own one, and those that were there before. None when it is placed
+    /// the ordinary way.
+    pub(crate) places_of: Vec<u32>,
     /// Places of what lives on in the next step.
     pub(crate) carried: Vec<u32>,
 }
@@ -56,7 +55,7 @@ impl Schedule {
     pub(crate) fn new(plan: &Plan, rules: &SizeRules) -> Result<Self, PlanError> {
         plan.end(rules).ok_or(PlanError::TooLarge)?;
         let mut schedule =
-            Schedule { places: Vec::new(), expected: Vec::new(), earlier: Vec::new(), carried: Vec::new() };
+            Schedule { places: Vec::new(), expected: Vec::new(), places_of: Vec::new(), carried: Vec::new() };
         let mut numbers: BTreeMap<Place, u32> = BTreeMap::new();
         let mut sweep = Sweep { plan, last: BTreeMap::new() };
         let count = plan.allocations().len();
@@ -75,23 +74,24 @@ impl Schedule {
         for number in 0..count {
             let wanted = plan.allocations()[number].wanted;
             let place = place_of(number);
-            let own = place.map(|place| numbers[&place]);
             if let Some(place) = place {
+                let own = numbers[&place];
+                listed[own as usize] = number as u32;
+                schedule.places_of.push(own);
                 sweep.visit((count + number) as u32, place, |before| {
                     let there = numbers[&place_of(before as usize % count).expect("only placed ones are visited")];
-                    if own != Some(there) && listed[there as usize] != number as u32 {
+                    if listed[there as usize] != number as u32 {
                         listed[there as usize] = number as u32;
-                        schedule.earlier.push(there);
+                        schedule.places_of.push(there);
                     }
                 })?;
                 if wanted.until.is_some_and(|until| until as usize > count) {
-                    schedule.carried.extend(own);
+                    schedule.carried.push(own);
                 }
             }
             schedule.expected.push(Expected {
                 op: op_word(Mark::Allocate, wanted.stream, wanted.requested_bytes),
-                place: own,
-                earlier_end: schedule.earlier.len() as u32,
+                places_end: schedule.places_of.len() as u32,
             });
         }
         Ok(schedule)
