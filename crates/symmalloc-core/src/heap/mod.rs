@@ -36,6 +36,7 @@ use crate::history::digest::{Digest, Mark, op_word, placement_word};
 use crate::history::journal::{Journal, ProgramOrder};
 use crate::history::names::Names;
 use crate::history::segment_log::SegmentLog;
+use crate::plans::course::Course;
 use crate::plans::follower::{Follower, Watch};
 use crate::pointers::{PointerMap, SegmentDirectory};
 use crate::stats::budget::{Budget, Budgets, LimitMet};
@@ -135,8 +136,8 @@ pub(crate) struct Heap<L: Lock> {
     watch: Watch,
     /// Whether frees are logged, to learn a plan.
     logs_frees: bool,
-    /// What is live at places of plans.
-    planned_live: Units,
+    /// Lent by the plan that is followed, and of nothing while none is.
+    course: Course,
     /// Its plans, and the step; made at the first step or plan.
     follower: Option<Box<Follower>>,
 }
@@ -188,7 +189,7 @@ impl<L: Lock> Heap<L> {
             journal: None,
             watch: Watch::Nothing,
             logs_frees: false,
-            planned_live: 0,
+            course: Course::default(),
             follower: None,
             config,
         }
@@ -397,9 +398,7 @@ impl<L: Lock> Heap<L> {
         if is_mapped && let Some(pointers) = &mut self.pointers {
             pointers.take(self.table.address_at(segment, location));
         }
-        if is_place {
-            self.planned_live -= size;
-        } else {
+        if !is_place {
             if self.logs_frees {
                 self.log_free(slot);
             }

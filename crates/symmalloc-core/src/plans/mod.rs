@@ -34,6 +34,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+pub(crate) mod course;
 pub(crate) mod error;
 pub(crate) mod follower;
 pub(crate) mod learner;

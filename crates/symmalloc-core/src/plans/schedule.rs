@@ -34,8 +34,10 @@ pub(crate) struct Place {
 pub(crate) struct Expected {
     /// What it asks for, as in a digest.
     pub(crate) op: u64,
-    /// Where its places end in [`Schedule::places_of`]. They begin where those of the allocation before end.
-    pub(crate) places_end: u32,
+    /// The number of its place; `None` when it is placed the ordinary way.
+    pub(crate) place: Option<u32>,
+    /// Where the places that were there before end in [`Schedule::earlier`]. They begin where those of the allocation before end.
+    pub(crate) earlier_end: u32,
 }
 
 /// A plan for one way of rounding.
@@ -43,9 +45,8 @@ pub(crate) struct Expected {
 pub(crate) struct Schedule {
     pub(crate) places: Vec<Place>,
     pub(crate) expected: Vec<Expected>,
-    /// Numbers of places, those of one allocation side by side: its own one, and those that were there before. None when it is placed
-    /// the ordinary way.
-    pub(crate) places_of: Vec<u32>,
+    /// Numbers of places that were there before, those of one allocation side by side.
+    pub(crate) earlier: Vec<u32>,
     /// Places of what lives on in the next step.
     pub(crate) carried: Vec<u32>,
 }
@@ -55,7 +56,7 @@ impl Schedule {
     pub(crate) fn new(plan: &Plan, rules: &SizeRules) -> Result<Self, PlanError> {
         plan.end(rules).ok_or(PlanError::TooLarge)?;
         let mut schedule =
-            Schedule { places: Vec::new(), expected: Vec::new(), places_of: Vec::new(), carried: Vec::new() };
+            Schedule { places: Vec::new(), expected: Vec::new(), earlier: Vec::new(), carried: Vec::new() };
         let mut numbers: BTreeMap<Place, u32> = BTreeMap::new();
         let mut sweep = Sweep { plan, last: BTreeMap::new() };
         let count = plan.allocations().len();
@@ -74,15 +75,14 @@ impl Schedule {
         for number in 0..count {
             let wanted = plan.allocations()[number].wanted;
             let place = place_of(number);
-            if let Some(place) = place {
-                let own = numbers[&place];
+            let own = place.map(|place| numbers[&place]);
+            if let (Some(place), Some(own)) = (place, own) {
                 listed[own as usize] = number as u32;
-                schedule.places_of.push(own);
                 sweep.visit((count + number) as u32, place, |before| {
                     let there = numbers[&place_of(before as usize % count).expect("only placed ones are visited")];
                     if listed[there as usize] != number as u32 {
                         listed[there as usize] = number as u32;
-                        schedule.places_of.push(there);
+                        schedule.earlier.push(there);
                     }
                 })?;
                 if wanted.until.is_some_and(|until| until as usize > count) {
@@ -91,7 +91,8 @@ impl Schedule {
             }
             schedule.expected.push(Expected {
                 op: op_word(Mark::Allocate, wanted.stream, wanted.requested_bytes),
-                places_end: schedule.places_of.len() as u32,
+                place: own,
+                earlier_end: schedule.earlier.len() as u32,
             });
         }
         Ok(schedule)

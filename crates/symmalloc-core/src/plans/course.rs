@@ -1,0 +1,95 @@
+//! What a step of a plan expects, request by request, and how far it has come.
+
+use super::schedule::Schedule;
+use crate::blocks::table::{NONE, Slot};
+
+/// What is expected of one allocation.
+#[derive(Clone, Copy, Debug)]
+struct Expected {
+    /// What it asks for, as in a digest.
+    op: u64,
+    /// The slot of its place; [`NONE`] when it is placed the ordinary way.
+    slot: Slot,
+    /// Where the places that were there before end in [`Course::earlier`]. They begin where those of the allocation before end.
+    earlier_end: u32,
+}
+
+/// A plan that can be followed.
+#[derive(Debug, Default)]
+pub(crate) struct Course {
+    expected: Vec<Expected>,
+    /// Slots of places that were there before, those of one allocation side by side.
+    earlier: Vec<Slot>,
+    /// Numbers of the allocations that are placed the ordinary way, ascending.
+    unplaced: Vec<u32>,
+    /// The number of the next allocation, and where its earlier places begin.
+    next: usize,
+    earlier_from: usize,
+    /// Whether something is live from before the step that the plan does not expect: then the earlier places do not tell all that may
+    /// be in the way.
+    has_late: bool,
+}
+
+impl Course {
+    pub(crate) fn new(schedule: &Schedule, slot_of: impl Fn(&u32) -> Slot) -> Self {
+        let expected = schedule.expected.iter().map(|it| Expected {
+            op: it.op,
+            slot: it.place.as_ref().map_or(NONE, &slot_of),
+            earlier_end: it.earlier_end,
+        });
+        let unplaced = (0..).zip(&schedule.expected).filter(|(_, it)| it.place.is_none()).map(|(number, _)| number);
+        Course {
+            expected: expected.collect(),
+            earlier: schedule.earlier.iter().map(&slot_of).collect(),
+            unplaced: unplaced.collect(),
+            ..Course::default()
+        }
+    }
+
+    /// The slot of the next allocation's place, and those of the places that were there before, if it is expected to ask for this, and
+    /// these tell all that may be in the way. [`NONE`] when it is placed the ordinary way. In a step that follows no plan nothing
+    /// is expected.
+    #[inline(always)]
+    pub(crate) fn next_if(&self, op: u64) -> Option<(Slot, &[Slot])> {
+        let expected = self.expected.get(self.next)?;
+        if expected.op != op || self.has_late {
+            return None;
+        }
+        Some((expected.slot, self.earlier.get(self.earlier_from..expected.earlier_end as usize)?))
+    }
+
+    /// As [`next_if`](Self::next_if), whether or not the places tell all.
+    pub(crate) fn expected_if(&self, op: u64) -> Option<(Slot, Vec<Slot>)> {
+        let expected = self.expected.get(self.next).filter(|expected| expected.op == op)?;
+        Some((expected.slot, self.earlier[self.earlier_from..expected.earlier_end as usize].to_vec()))
+    }
+
+    /// Goes on to the next allocation. This one has so many earlier places.
+    #[inline(always)]
+    pub(crate) fn advance(&mut self, earlier: usize) {
+        self.next += 1;
+        self.earlier_from += earlier;
+    }
+
+    pub(crate) fn set_late(&mut self, has_late: bool) {
+        self.has_late = has_late;
+    }
+
+    /// The number of the next allocation.
+    pub(crate) fn number(&self) -> u32 {
+        self.next as u32
+    }
+
+    pub(crate) fn is_at_end(&self) -> bool {
+        self.next == self.expected.len()
+    }
+
+    pub(crate) fn rewind(&mut self) {
+        (self.next, self.earlier_from, self.has_late) = (0, 0, false);
+    }
+
+    /// How many allocations so far have a place.
+    pub(crate) fn planned(&self) -> u64 {
+        (self.next - self.unplaced.partition_point(|number| *number < self.number())) as u64
+    }
+}
