@@ -41,7 +41,7 @@ impl Sections {
         for (_, begins, owner) in changes {
             let [first, second] = &mut runs[owner as usize];
             if begins {
-                *(if first.is_empty() { &mut *first } else { second }) = count..usize::MAX;
+                *(if first.end == 0 { &mut *first } else { second }) = count..usize::MAX;
                 has_grown = true;
                 continue;
             }

@@ -36,7 +36,7 @@ const FIRST_ROUND_STEPS: u64 = 50_000;
 ///
 /// # Determinism
 /// The solution is a function of the problem and the steps, and more steps are never worse. It takes O(n log n) memory for n
-/// rectangles, and some hundred MiB where there are few enough for exact search.
+/// rectangles, and up to 100 MiB where there are few enough for exact search.
 pub fn solve(problem: &Problem, steps: Steps) -> Solution {
     let decoder = Decoder::new(problem);
     let mut search = Search::new(problem, &decoder, steps);
@@ -47,11 +47,10 @@ pub fn solve(problem: &Problem, steps: Steps) -> Solution {
         let mut exact = ExactSearch::new(problem);
         let mut limit = FIRST_ROUND_STEPS;
         while !search.is_over() {
-            let before = search.left;
             if let Some(exact) = &mut exact {
                 search.search_exactly(exact, limit);
             }
-            search.improve(&mut improvement, limit.max(before - search.left));
+            search.improve(&mut improvement, limit);
             limit = limit.saturating_mul(2);
         }
     }
@@ -117,7 +116,7 @@ impl<'a> Search<'a> {
         // Below it heights are ruled out, or not decided in so many steps.
         let mut from = self.least;
         while !self.is_over() && (from == self.least || self.best.height - from > self.best.height / 1024) {
-            let limit = if capacity == self.least { limit } else { limit / 8 };
+            let limit = if capacity == self.least { limit } else { limit / 16 };
             match self.decide(exact, capacity, limit) {
                 Verdict::Placed(offsets) => self.best = self.decoder.by_item(&offsets),
                 Verdict::Impossible => {
