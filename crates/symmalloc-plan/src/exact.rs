@@ -183,8 +183,7 @@ impl ExactSearch {
         }
         (self.capacity, self.preference) = (capacity, preference);
         self.left = steps.saturating_mul(LOOKS_PER_STEP);
-        let all = (0..self.size.len() as u32).collect();
-        self.begin_root(all);
+        self.begin_root();
         let verdict = self.run();
         *steps = self.left / LOOKS_PER_STEP;
         self.take_back(0);
@@ -196,7 +195,7 @@ impl ExactSearch {
     }
 
     /// The root has no candidates. Its parts are the times that no rectangle connects.
-    fn begin_root(&mut self, all: Vec<u32>) {
+    fn begin_root(&mut self) {
         let sections = 0..self.sections.count();
         let part = Part { sections: sections.clone(), list: 0..0, least: (0, 0) };
         self.nodes.push(Node {
@@ -208,6 +207,7 @@ impl ExactSearch {
             changes_end: 0,
             is_last: true,
         });
+        let all: Vec<u32> = (0..self.size.len() as u32).collect();
         self.cut(&all, sections.clone(), inner(sections), 0);
     }
 

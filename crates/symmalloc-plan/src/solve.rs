@@ -24,7 +24,7 @@ pub struct Steps(pub u64);
 impl Default for Steps {
     /// A few seconds.
     fn default() -> Self {
-        Steps(100_000_000)
+        Steps(200_000_000)
     }
 }
 
@@ -215,5 +215,29 @@ impl Random {
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
         ((u128::from(self.0) * u128::from(bound)) >> 64) as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// 104 rectangles that fill a room completely, shuffled.
+    fn filled() -> Problem {
+        let (problem, _) = Problem::read_csv(include_bytes!("../tests/filled.csv").as_slice()).expect("a table");
+        problem
+    }
+
+    #[test]
+    fn exact_search_solves_what_orders_and_improvement_do_not() {
+        let problem = filled();
+        let decoder = Decoder::new(&problem);
+        let mut heuristics = Search::new(&problem, &decoder, Steps(3_000_000));
+        let orders = orders(&decoder);
+        let best = heuristics.try_orders(&orders);
+        heuristics.improve(&mut Improvement::new(&orders[best]), u64::MAX);
+        assert!(heuristics.best.height > 1_010, "{} is lower than it was", heuristics.best.height);
+        let solution = solve(&problem, Steps(100_000));
+        assert_eq!((solution.height(), solution.is_optimal(), solution.check(&problem)), (1_000, true, Ok(())));
     }
 }
