@@ -26,15 +26,15 @@
 //!   the finished parts is looked for.
 //!
 //! The ideas are those of MiniMalloc (Moffitt, ASPLOS 2023). How long a search takes depends on the preference, by orders of
-//! magnitude and not predictably, so the caller gives each a few steps in turn. Memory: O(n²) at worst, for lists of what is
-//! unplaced.
+//! magnitude and not predictably, so the caller gives each a few steps in turn. Memory: O(n²) at worst, some
+//! 50 MiB, for pairs that overlap and lists of what is unplaced.
 
 use crate::problem::Problem;
 use crate::sections::{Run, Sections};
 use std::cmp::Reverse;
 
 /// More rectangles are not searched: they are hardly ever solved, and heuristics do well on them.
-const RECTANGLES_MAX: usize = 4096;
+const RECTANGLES_MAX: usize = 2048;
 
 /// Rectangles, or runs of few sections, that are looked at in the time of a step.
 const LOOKS_PER_STEP: u64 = 4;
@@ -147,7 +147,7 @@ impl ExactSearch {
         if rectangles.len() > RECTANGLES_MAX {
             return None;
         }
-        let sections = Sections::new(problem)?;
+        let sections = Sections::new(problem);
         let size: Vec<u64> = rectangles.iter().map(|it| it.size).collect();
         let (mut unplaced, mut bridges) = (vec![0; sections.count()], vec![0; sections.count()]);
         for rectangle in 0..size.len() as u32 {
@@ -418,4 +418,40 @@ impl ExactSearch {
 /// Without the last section.
 fn inner(run: Run) -> Run {
     run.start..run.end.max(1) - 1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::problem::Rectangle;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Each goes through all placements, in another order.
+        #[test]
+        fn preferences_agree_on_the_least_height(
+            rectangles in prop::collection::vec((0..16_u64, 1..=16_u64, 1..9_u64), 1..12),
+        ) {
+            let rectangle = |(lower, life, size)| Rectangle { lower, upper: lower + life, size };
+            let problem = Problem::periodic(16, rectangles.into_iter().map(rectangle).collect()).expect("sane");
+            let mut exact = ExactSearch::new(&problem).expect("few");
+            let least = Preference::ALL.map(|preference| {
+                let placed_below = |capacity| {
+                    let verdict = exact.place_below(capacity, preference, &mut { u64::MAX });
+                    let Verdict::Placed(offsets) = verdict else {
+                        assert_eq!(verdict, Verdict::Impossible);
+                        return None;
+                    };
+                    Some((capacity, offsets))
+                };
+                (0..).find_map(placed_below)
+            });
+            let heights = least.map(|found| {
+                let (capacity, offsets) = found.expect("high enough");
+                crate::check::check(&problem, &offsets, capacity).expect("a placement");
+                capacity
+            });
+            prop_assert_eq!(heights, [heights[0]; 3]);
+        }
+    }
 }

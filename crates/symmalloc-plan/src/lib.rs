@@ -16,7 +16,7 @@
 //! [`solve`] tries several orders, and goes on with exact search and improvement in turn for as many steps as it is given. Steps
 //! are counted, no clock is read: the same problem and the same steps give the same offsets on every machine.
 //!
-//! **Exact search** takes part for up to 4096 rectangles. It decides whether a height can be reached at all, so that
+//! **Exact search** takes part for up to 2048 rectangles. It decides whether a height can be reached at all, so that
 //! [`Solution::is_optimal`] also holds where the peak cannot be reached. Hard problems such as the challenging ones of
 //! `google/minimalloc` (154 to 454 rectangles) are solved within the default steps. Larger ones are left to the orders and their
 //! improvement.

@@ -36,7 +36,7 @@ const FIRST_ROUND_STEPS: u64 = 50_000;
 ///
 /// # Determinism
 /// The solution is a function of the problem and the steps, and more steps are never worse. It takes O(n log n) memory for n
-/// rectangles, and up to 100 MiB where there are few enough for exact search.
+/// rectangles, and up to 50 MiB where there are few enough for exact search.
 pub fn solve(problem: &Problem, steps: Steps) -> Solution {
     let decoder = Decoder::new(problem);
     let mut search = Search::new(problem, &decoder, steps);

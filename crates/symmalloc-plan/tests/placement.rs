@@ -100,7 +100,7 @@ proptest! {
 
     /// Also where no placement reaches the bound.
     #[test]
-    fn small_problems_are_solved_and_known_to_be(problem in problem(1..7)) {
+    fn small_problems_are_solved_and_known_to_be(problem in problem(1..9)) {
         let solution = solve(&problem, Steps(100_000));
         prop_assert_eq!((solution.height(), solution.is_optimal()), (least_height(&problem), true));
     }
