@@ -17,9 +17,9 @@
 //! are counted, no clock is read: the same problem and the same steps give the same offsets on every machine.
 //!
 //! **Exact search** takes part for up to 2048 rectangles. It decides whether a height can be reached at all, so that
-//! [`Solution::is_optimal`] also holds where the peak cannot be reached. Hard problems such as the challenging ones of
-//! `google/minimalloc` (154 to 454 rectangles) are solved within the default steps. Larger ones are left to the orders and their
-//! improvement.
+//! [`Solution::is_optimal`] also holds where the peak cannot be reached. The challenging problems of `google/minimalloc` (154 to 454
+//! rectangles) come out at the height that they were made for, or lower, with the default steps. Larger problems are left to the
+//! orders and their improvement.
 //!
 //! **Repeated steps.** What is allocated in one step of a training job and freed in the next lives around the end of the step:
 //! [`Problem::periodic`] takes such lives, and gives them one offset.
