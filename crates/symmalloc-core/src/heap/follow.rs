@@ -91,8 +91,8 @@ impl<L: Lock> Heap<L> {
         let serial = self.serials.next();
         let block = self.table.block_mut(slot);
         block.state = BlockState::Allocated { stream, requested, serial };
-        let Block { segment, location, size, .. } = *block;
-        self.announce(slot, serial, (segment, location, size), stream, requested)
+        let Block { location, size, .. } = *block;
+        self.announce(slot, serial, (self.course.base(), location, size), stream, requested)
     }
 
     /// Allocates in a step what does not simply follow the plan: something is to be waited for, is placed the ordinary way, logged, or
@@ -354,7 +354,8 @@ impl<L: Lock> Heap<L> {
             slots.entry(Place { offset, size }).or_insert_with(add);
         }
         let places = slots.values().copied().collect();
-        let memory = PlanMemory { block: memory, places, streams: streams.clone() };
+        let base = self.table.segment(self.table.block(memory).segment).range.base;
+        let memory = PlanMemory { block: memory, base, places, streams: streams.clone() };
         self.follower.get_or_insert_default().install(plans, &slots, memory, bytes(size));
         self.recycle_spent(context);
         Ok(())

@@ -293,16 +293,17 @@ impl<L: Lock> Heap<L> {
             free
         };
         let Block { segment, location, size, .. } = tiling.blocks()[slot as usize];
-        self.announce(slot, serial, (segment, location, size), stream, requested)
+        let base = self.table.segment(segment).range.base;
+        self.announce(slot, serial, (base, location, size), stream, requested)
     }
 
-    /// A block is an allocation now: counts it, folds the decision, and tells where it is.
+    /// A block of the segment with this base is an allocation now: counts it, folds the decision, and tells where it is.
     #[inline(always)]
     fn announce(
         &mut self,
         slot: Slot,
         serial: NonZeroU64,
-        (segment, location, size): (u32, Location, Units),
+        (base, location, size): (DeviceAddress, Location, Units),
         stream: StreamId,
         requested: u64,
     ) -> Allocation {
@@ -311,7 +312,7 @@ impl<L: Lock> Heap<L> {
         self.note_pointer(slot);
         Allocation {
             handle: self.handle(slot, serial),
-            address: self.table.address_at(segment, location),
+            address: base.plus(bytes(location.offset())),
             placement: location.placement(),
             size_bytes: bytes(size),
         }

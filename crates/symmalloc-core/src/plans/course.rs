@@ -2,6 +2,7 @@
 
 use super::schedule::Schedule;
 use crate::blocks::table::{NONE, Slot};
+use crate::types::backend::DeviceAddress;
 
 /// What is expected of one allocation.
 #[derive(Clone, Copy, Debug)]
@@ -20,6 +21,8 @@ pub(crate) struct Course {
     expected: Vec<Expected>,
     /// Slots of places that were there before, those of one allocation side by side.
     earlier: Vec<Slot>,
+    /// The base of the segment that all places lie in.
+    base: DeviceAddress,
     /// Numbers of the allocations that are placed the ordinary way, ascending.
     unplaced: Vec<u32>,
     /// The number of the next allocation, and where its earlier places begin.
@@ -31,7 +34,7 @@ pub(crate) struct Course {
 }
 
 impl Course {
-    pub(crate) fn new(schedule: &Schedule, slot_of: impl Fn(&u32) -> Slot) -> Self {
+    pub(crate) fn new(schedule: &Schedule, slot_of: impl Fn(&u32) -> Slot, base: DeviceAddress) -> Self {
         let expected = schedule.expected.iter().map(|it| Expected {
             op: it.op,
             slot: it.place.as_ref().map_or(NONE, &slot_of),
@@ -42,6 +45,7 @@ impl Course {
             expected: expected.collect(),
             earlier: schedule.earlier.iter().map(&slot_of).collect(),
             unplaced: unplaced.collect(),
+            base,
             ..Course::default()
         }
     }
@@ -62,6 +66,12 @@ impl Course {
     pub(crate) fn expected_if(&self, op: u64) -> Option<(Slot, Vec<Slot>)> {
         let expected = self.expected.get(self.next).filter(|expected| expected.op == op)?;
         Some((expected.slot, self.earlier[self.earlier_from..expected.earlier_end as usize].to_vec()))
+    }
+
+    /// The base of the segment that all places lie in.
+    #[inline(always)]
+    pub(crate) fn base(&self) -> DeviceAddress {
+        self.base
     }
 
     /// Goes on to the next allocation. This one has so many earlier places.

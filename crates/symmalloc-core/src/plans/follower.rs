@@ -18,6 +18,7 @@ use super::plan::{Plan, StepAllocation};
 use super::report::{DifferenceCause, StepDifference, StepReport, StepStats};
 use super::schedule::{Place, Schedule};
 use crate::blocks::table::Slot;
+use crate::types::backend::DeviceAddress;
 use crate::types::ids::StreamId;
 use smallvec::SmallVec;
 use std::collections::{BTreeMap, BTreeSet};
@@ -55,6 +56,8 @@ struct Adopted {
 pub(crate) struct PlanMemory {
     /// Its block, which is in the segment's ring.
     pub(crate) block: Slot,
+    /// The base of its segment.
+    pub(crate) base: DeviceAddress,
     /// The slots of all places.
     pub(crate) places: Vec<Slot>,
     /// Streams that plans allocate for, ascending.
@@ -208,7 +211,7 @@ impl Follower {
             let slot_of = |place: &u32| slots[&schedule.places[*place as usize]];
             let mut carried: Vec<Slot> = schedule.carried.iter().map(slot_of).collect();
             carried.sort_unstable();
-            let course = Course::new(schedule, slot_of);
+            let course = Course::new(schedule, slot_of, memory.base);
             self.plans.push(Adopted { plan: Arc::clone(plan), course, carried, differences: 0 });
         }
         (self.memory, self.memory_bytes) = (Some(memory), memory_bytes);
