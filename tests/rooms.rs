@@ -10,8 +10,20 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The rooms of the core. Each uses itself and those before it. `lib.rs` comes after all.
-const ROOMS: [&str; 11] =
-    ["types", "sync", "config", "streams", "blocks", "history", "stats", "pointers", "heap", "allocator", "metrics"];
+const ROOMS: [&str; 12] = [
+    "types",
+    "sync",
+    "config",
+    "streams",
+    "blocks",
+    "history",
+    "stats",
+    "pointers",
+    "plans",
+    "heap",
+    "allocator",
+    "metrics",
+];
 
 /// Structs of the core with fields for the whole crate, each with the reason. All others keep their fields in their file.
 const PLAIN_DATA: [(&str, &str); 20] = [

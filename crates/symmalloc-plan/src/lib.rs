@@ -43,16 +43,22 @@
 mod check;
 mod decode;
 mod exact;
+mod learner;
 mod online;
 mod orders;
 mod problem;
+mod schedule;
 mod sections;
 mod solution;
 mod solve;
+#[cfg(feature = "csv")]
 mod table;
 
 pub use check::PlacementError;
+pub use learner::{Lived, StepLearner};
 pub use problem::{Problem, ProblemError, Rectangle};
+pub use schedule::{Overlap, Place, PlacedAllocation, Schedule};
 pub use solution::Solution;
 pub use solve::{Steps, solve};
+#[cfg(feature = "csv")]
 pub use table::TableError;

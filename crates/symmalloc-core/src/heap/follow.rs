@@ -16,7 +16,7 @@
 //!
 //! Frees are not compared. A place that is free too early does no harm, and one that is not free when its turn comes is a
 //! difference. Who used a place is waited for by whoever takes what overlaps it: the plan knows who was last at each offset
-//! ([`Schedule`](crate::plans::schedule::Schedule)), as long as steps of it follow each other. After another step, each stream of
+//! ([`Schedule`]), as long as steps of it follow each other. After another step, each stream of
 //! the plan waits for all places before the first request, and what is live still from then is looked at by each request.
 
 use super::obtain::fresh;
@@ -29,7 +29,6 @@ use crate::plans::error::PlanError;
 use crate::plans::follower::{Follower, PlanMemory, Watch};
 use crate::plans::plan::{Plan, StepAllocation};
 use crate::plans::report::{DifferenceCause, StepReport, StepStats};
-use crate::plans::schedule::{Place, Schedule};
 use crate::streams::fences::{Fence, FenceSetId, Fences};
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, BackendError};
@@ -39,7 +38,7 @@ use crate::types::units::{Units, bytes};
 use smallvec::SmallVec;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use symmalloc_plan::Steps;
+use symmalloc_plan::{Place, Schedule, Steps};
 
 /// How long the search for a learned plan may take: steps in proportion to what is planned, a few seconds for 50,000 allocations.
 fn learning_budget(allocations: usize) -> Steps {
@@ -108,7 +107,7 @@ impl<L: Lock> Heap<L> {
         if self.watch == Watch::Learn {
             let allocation = self.allocate_anywhere(context, stream, requested)?;
             if let Some(follower) = &mut self.follower {
-                follower.learner().note_allocation(stream, requested, allocation.handle.slot());
+                follower.learner().note_allocation((stream, requested), allocation.handle.slot());
             }
             return Ok(allocation);
         }
@@ -228,9 +227,11 @@ impl<L: Lock> Heap<L> {
         if self.has_history() {
             self.fold(op_word(Mark::EndStep, StreamId(0), 0), report.planned);
         }
-        if let Some(wanted) = learned
-            && !wanted.is_empty()
+        if let Some(learned) = learned
+            && !learned.is_empty()
         {
+            let allocation = |((stream, requested_bytes), until)| StepAllocation { stream, requested_bytes, until };
+            let wanted = learned.into_iter().map(allocation).collect();
             self.adopt_learned(context, key, wanted);
             report.plan_bytes = self.plan_bytes();
         }
@@ -302,8 +303,8 @@ impl<L: Lock> Heap<L> {
                 return Err(PlanError::Streams { pool: self.identity.pool, stream: plan.stream() });
             }
             streams.extend(plan.allocations().iter().map(|planned| planned.wanted.stream));
-            let schedule = Schedule::new(&plan, &self.rules)?;
-            size = schedule.places.iter().map(|place| place.offset + place.size).fold(size, Units::max);
+            let schedule = plan.schedule(&self.rules)?;
+            size = schedule.places().iter().map(|place| place.offset + place.size).fold(size, Units::max);
             prepared.push((plan, schedule));
         }
         streams.sort_unstable();
@@ -349,7 +350,7 @@ impl<L: Lock> Heap<L> {
             slot
         };
         let mut slots = BTreeMap::new();
-        for Place { offset, size } in plans.iter().flat_map(|(_, schedule)| &schedule.places).copied() {
+        for Place { offset, size } in plans.iter().flat_map(|(_, schedule)| schedule.places()).copied() {
             let add = || self.table.add_place(memory, offset, size, fresh(streams[0]));
             slots.entry(Place { offset, size }).or_insert_with(add);
         }

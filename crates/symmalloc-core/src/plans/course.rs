@@ -1,8 +1,10 @@
 //! What a step of a plan expects, request by request, and how far it has come.
 
-use super::schedule::Schedule;
+use super::plan::Plan;
 use crate::blocks::table::{NONE, Slot};
+use crate::history::digest::{Mark, op_word};
 use crate::types::backend::DeviceAddress;
+use symmalloc_plan::Schedule;
 
 /// What is expected of one allocation.
 #[derive(Clone, Copy, Debug)]
@@ -34,16 +36,18 @@ pub(crate) struct Course {
 }
 
 impl Course {
-    pub(crate) fn new(schedule: &Schedule, slot_of: impl Fn(&u32) -> Slot, base: DeviceAddress) -> Self {
-        let expected = schedule.expected.iter().map(|it| Expected {
-            op: it.op,
-            slot: it.place.as_ref().map_or(NONE, &slot_of),
-            earlier_end: it.earlier_end,
+    /// `slot_of` gives the slot of a place by its number in the schedule.
+    pub(crate) fn new(plan: &Plan, schedule: &Schedule, slot_of: impl Fn(&u32) -> Slot, base: DeviceAddress) -> Self {
+        let places = schedule.place_of().iter().zip(schedule.earlier_ends());
+        let expected = plan.allocations().iter().zip(places).map(|(planned, (place, earlier_end))| Expected {
+            op: op_word(Mark::Allocate, planned.wanted.stream, planned.wanted.requested_bytes),
+            slot: place.as_ref().map_or(NONE, &slot_of),
+            earlier_end: *earlier_end,
         });
-        let unplaced = (0..).zip(&schedule.expected).filter(|(_, it)| it.place.is_none()).map(|(number, _)| number);
+        let unplaced = (0..).zip(schedule.place_of()).filter(|(_, place)| place.is_none()).map(|(number, _)| number);
         Course {
             expected: expected.collect(),
-            earlier: schedule.earlier.iter().map(&slot_of).collect(),
+            earlier: schedule.earlier().iter().map(&slot_of).collect(),
             unplaced: unplaced.collect(),
             base,
             ..Course::default()

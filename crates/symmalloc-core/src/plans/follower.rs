@@ -13,16 +13,18 @@
 //! It is in no segment's ring, so it has no neighbours: that is how a place is told from a block.
 
 use super::course::Course;
-use super::learner::Learner;
-use super::plan::{Plan, StepAllocation};
+use super::plan::Plan;
 use super::report::{DifferenceCause, StepDifference, StepReport, StepStats};
-use super::schedule::{Place, Schedule};
 use crate::blocks::table::Slot;
 use crate::types::backend::DeviceAddress;
 use crate::types::ids::StreamId;
 use smallvec::SmallVec;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use symmalloc_plan::{Lived, Place, Schedule, StepLearner};
+
+/// What is asked for: a stream and bytes.
+type Request = (StreamId, u64);
 
 /// Steps of one key in a row that may differ before a heap that learns learns them anew.
 const DIFFERENCES_MAX: u32 = 2;
@@ -80,7 +82,7 @@ pub(crate) struct Follower {
     difference: Option<StepDifference>,
     /// Allocations of the heap before the step.
     allocations_before: u64,
-    learner: Learner,
+    learner: StepLearner<Request>,
     /// Keys for which a plan was learned that could not be adopted.
     given_up: BTreeSet<u64>,
     stats: StepStats,
@@ -93,7 +95,7 @@ impl Follower {
         &self.late
     }
 
-    pub(crate) fn learner(&mut self) -> &mut Learner {
+    pub(crate) fn learner(&mut self) -> &mut StepLearner<Request> {
         &mut self.learner
     }
 
@@ -160,7 +162,7 @@ impl Follower {
         watch: Watch,
         mut course: Course,
         allocations: u64,
-    ) -> (StepReport, Option<Vec<StepAllocation>>) {
+    ) -> (StepReport, Option<Vec<Lived<Request>>>) {
         if watch == Watch::Plan {
             self.last_whole = self.current;
             if !course.is_at_end() {
@@ -208,10 +210,10 @@ impl Follower {
         memory_bytes: u64,
     ) {
         for (plan, schedule) in plans {
-            let slot_of = |place: &u32| slots[&schedule.places[*place as usize]];
-            let mut carried: Vec<Slot> = schedule.carried.iter().map(slot_of).collect();
+            let slot_of = |place: &u32| slots[&schedule.places()[*place as usize]];
+            let mut carried: Vec<Slot> = schedule.carried().iter().map(slot_of).collect();
             carried.sort_unstable();
-            let course = Course::new(schedule, slot_of, memory.base);
+            let course = Course::new(plan, schedule, slot_of, memory.base);
             self.plans.push(Adopted { plan: Arc::clone(plan), course, carried, differences: 0 });
         }
         (self.memory, self.memory_bytes) = (Some(memory), memory_bytes);

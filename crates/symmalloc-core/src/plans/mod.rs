@@ -37,10 +37,8 @@
 pub(crate) mod course;
 pub(crate) mod error;
 pub(crate) mod follower;
-pub(crate) mod learner;
 pub(crate) mod plan;
 pub(crate) mod report;
-pub(crate) mod schedule;
 
 pub use error::{PlanError, StepError};
 pub use plan::{ALLOCATIONS_MAX, Plan, PlannedAllocation, StepAllocation};
