@@ -98,6 +98,28 @@ typedef struct symmalloc_allocator symmalloc_allocator;
 typedef struct symmalloc_registrar symmalloc_registrar;
 
 /**
+ * What became of a step.
+ */
+typedef struct symmalloc_step_report {
+  /**
+   * Allocations in the step.
+   */
+  uint64_t allocations;
+  /**
+   * How many of them went where a plan says.
+   */
+  uint64_t planned;
+  /**
+   * Bytes of memory that the pool's plans hold.
+   */
+  uint64_t plan_bytes;
+  /**
+   * The number of the first allocation that was not as planned; `UINT64_MAX` when all were, or there is no plan.
+   */
+  uint64_t differs_at;
+} symmalloc_step_report;
+
+/**
  * Where an allocation lies. Equal on all ranks that ran the same program.
  */
 typedef struct symmalloc_placement {
@@ -258,6 +280,36 @@ symmalloc_status symmalloc_trim(struct symmalloc_allocator *allocator,
  * `allocator` is live.
  */
 symmalloc_status symmalloc_grant_access(struct symmalloc_allocator *allocator, int32_t peer);
+
+/**
+ * A step of a pool begins: what the program repeats, such as a training step. In a pool with `plan:learn` a step that comes twice
+ * alike is planned when it ends, and later ones follow the plan. `key` says which steps are alike; 0 when all are. Call it at the
+ * same point on every rank, while no other thread uses the pool and no stream is captured.
+ *
+ * # Safety
+ * `allocator` is live.
+ */
+symmalloc_status symmalloc_step_begin(struct symmalloc_allocator *allocator,
+                                      uint32_t pool,
+                                      uint64_t key);
+
+/**
+ * The step of a pool ends. `out` may be NULL.
+ *
+ * # Safety
+ * `allocator` is live; `out` is NULL or valid for writing.
+ */
+symmalloc_status symmalloc_step_end(struct symmalloc_allocator *allocator,
+                                    uint32_t pool,
+                                    struct symmalloc_step_report *out);
+
+/**
+ * Gives the plans of a pool up. What they placed stays where it is.
+ *
+ * # Safety
+ * `allocator` is live.
+ */
+symmalloc_status symmalloc_plans_drop(struct symmalloc_allocator *allocator, uint32_t pool);
 
 /**
  * Where a live allocation lies.
