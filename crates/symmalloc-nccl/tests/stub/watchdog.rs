@@ -1,6 +1,7 @@
 //! Ranks as processes that die, stop, stay away or are slow, on the stubs.
 
 mod programs;
+mod stops;
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -2,6 +2,7 @@
 //! at any call. Every other rank ends in time, and what it reports is true.
 
 use super::{DEADLINE, Rank};
+use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -15,7 +16,7 @@ type Failure = Box<dyn std::error::Error>;
 /// Programs that one test runs; `SYMMALLOC_SEEDS` says otherwise. Threads share the stub, so they run one after the other.
 const SEEDS_OF_PROCESSES: u64 = 24;
 const SEEDS_OF_THREADS: u64 = 10;
-/// Of them at a time: they mostly wait.
+/// Of processes, so many at a time.
 const AT_A_TIME: u64 = 6;
 const STEPS: u64 = 14;
 /// How much later than the deadline a rank may end: two looks, the answer of the hub, the communicator's end, and a busy machine.
@@ -170,8 +171,29 @@ impl Plan {
     }
 }
 
-fn seeds(by_day: u64) -> std::ops::Range<u64> {
-    0..std::env::var("SYMMALLOC_SEEDS").map_or(by_day, |text| text.parse().expect("a number"))
+/// So many, from `SYMMALLOC_FIRST_SEED` on, by which a long run can be cut into parts.
+pub(super) fn seeds(by_day: u64) -> Range<u64> {
+    let number = |name, default| std::env::var(name).map_or(default, |text| text.parse().expect("a number"));
+    let first = number("SYMMALLOC_FIRST_SEED", 0);
+    first..first + number("SYMMALLOC_SEEDS", by_day)
+}
+
+/// Runs these seeds, several at a time: they mostly wait.
+pub(super) fn each_at_a_time(seeds: Range<u64>, run: impl Fn(u64) + Sync) {
+    let next = AtomicU64::new(seeds.start);
+    std::thread::scope(|scope| {
+        for _ in 0..AT_A_TIME {
+            scope.spawn(|| {
+                loop {
+                    let seed = next.fetch_add(1, Ordering::Relaxed);
+                    if seed >= seeds.end {
+                        return;
+                    }
+                    run(seed);
+                }
+            });
+        }
+    });
 }
 
 /// A rank in a process of its own. Prints what ended it, and for how long it waited.
@@ -234,28 +256,16 @@ nccl_test!(processes_with_every_fate_end_in_time_with_true_reports, {
         let plan = Plan::new(seed.parse().expect("a number"), &FATES);
         ranks(plan.ranks, &[], |rank| process(&plan, rank));
     }
-    let seeds = seeds(SEEDS_OF_PROCESSES);
-    let (next, worst) = (AtomicU64::new(seeds.start), Mutex::new(Duration::ZERO));
-    std::thread::scope(|scope| {
-        for _ in 0..AT_A_TIME {
-            scope.spawn(|| {
-                loop {
-                    let seed = next.fetch_add(1, Ordering::Relaxed);
-                    if seed >= seeds.end {
-                        return;
-                    }
-                    let plan = Plan::new(seed, &FATES);
-                    let folder = tempfile::tempdir().expect("a folder");
-                    let options =
-                        [(SEED, &*seed.to_string()), ("SYMMALLOC_FLIGHT_RECORDS", &*folder.path().to_string_lossy())];
-                    let begun = Instant::now();
-                    let outputs = ranks(plan.ranks, &options, |_| unreachable!("a rank has a seed"));
-                    judge(&plan, &outputs, begun.elapsed());
-                    let mut worst = worst.lock().expect("no panic");
-                    *worst = (*worst).max(begun.elapsed());
-                }
-            });
-        }
+    let worst = Mutex::new(Duration::ZERO);
+    each_at_a_time(seeds(SEEDS_OF_PROCESSES), |seed| {
+        let plan = Plan::new(seed, &FATES);
+        let folder = tempfile::tempdir().expect("a folder");
+        let options = [(SEED, &*seed.to_string()), ("SYMMALLOC_FLIGHT_RECORDS", &*folder.path().to_string_lossy())];
+        let begun = Instant::now();
+        let outputs = ranks(plan.ranks, &options, |_| unreachable!("a rank has a seed"));
+        judge(&plan, &outputs, begun.elapsed());
+        let mut worst = worst.lock().expect("no panic");
+        *worst = (*worst).max(begun.elapsed());
     });
     println!("the longest took {:?}", worst.lock().expect("no panic"));
 });
@@ -270,8 +280,8 @@ nccl_test!(threads_with_every_fate_end_in_time_and_leave_nothing, {
     const FATES: [Fate; 7] =
         [Fate::None, Fate::Slow, Fate::Fails, Fate::Hangs, Fate::Leaves, Fate::Panics, Fate::Sticks];
 
-    let mut before = None;
-    for seed in seeds(SEEDS_OF_THREADS) {
+    let (mut before, seeds) = (None, seeds(SEEDS_OF_THREADS));
+    for seed in seeds.clone() {
         let plan = Plan::new(seed, &FATES);
         let id = UniqueId::new().expect("an id");
         let outcomes = std::thread::scope(|scope| {
@@ -297,7 +307,7 @@ nccl_test!(threads_with_every_fate_end_in_time_and_leave_nothing, {
             }
         }
         // Threads that wait for the next call are kept, sixteen at most.
-        if seed == 8 {
+        if seed == seeds.start + 8 {
             before = Some(held());
         }
     }
