@@ -208,6 +208,8 @@ fn process(plan: &Plan, rank: usize) {
         std::fs::write(&pid, std::process::id().to_string()).expect("written");
     }
     let outcome = plan.run(&mut it).and_then(|()| Ok(it.comm.destroy()?));
+    // What did not meet it by now meets it no more.
+    nccl::heal();
     let mut is_stopped = plan.fate == Fate::Stops && rank != plan.victim;
     match &outcome {
         Ok(()) => {
@@ -223,15 +225,17 @@ fn process(plan: &Plan, rank: usize) {
         }
         Err(error) => println!("OUTCOME {error}"),
     }
+    // What hangs inside of NCCL keeps what it has.
+    let is_lost = it.comm.state() == CommState::Lost;
+    let kept = is_lost.then_some(it);
     if is_stopped {
         let stopped: i32 = std::fs::read_to_string(&pid).expect("written").parse().expect("a number");
+        // Nobody has a communicator by then that could miss it.
         std::thread::sleep(Duration::from_secs(1));
         // SAFETY: ends another rank of this test, which is stopped.
         unsafe { libc::kill(stopped, libc::SIGKILL) };
     }
-    // What hangs inside of NCCL keeps what it has.
-    if it.comm.state() != CommState::Lost {
-        drop(it);
+    if kept.is_none() {
         // The watchdog's bell has two, the stubs their memory.
         await_nothing_held(files_before + 3);
     }
