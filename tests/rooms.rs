@@ -51,7 +51,7 @@ const PLAIN_DATA: [(&str, &str); 20] = [
 
 const CORE_TOP_MAX: usize = 15;
 const CORE_LINES_MAX: usize = 11_500;
-/// The watchdog and its flight records came with 4,200 lines, offline placement with 1,600, of which exact search
+/// The watchdog and its flight records came with 4,400 lines, offline placement with 1,600, of which exact search
 /// and repeated steps are 900.
 const HOUSE_LINES_MAX: usize = 63_200;
 const HOUSE_CIRCLES_MAX: usize = 4;

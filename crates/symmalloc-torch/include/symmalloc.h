@@ -98,6 +98,11 @@ typedef struct symmalloc_allocator symmalloc_allocator;
 typedef struct symmalloc_registrar symmalloc_registrar;
 
 /**
+ * Work that the program gives to a stream by itself, until this is dropped.
+ */
+typedef struct symmalloc_announcement symmalloc_announcement;
+
+/**
  * What became of a step.
  */
 typedef struct symmalloc_step_report {
@@ -462,6 +467,32 @@ symmalloc_status symmalloc_registrar_sync(struct symmalloc_registrar *registrar,
  * The registrar is live and not used after this.
  */
 symmalloc_status symmalloc_registrar_destroy(struct symmalloc_registrar *registrar);
+
+/**
+ * Tells the watchdog of work that the program gives to a stream by itself and that all ranks of the registrar's communicator give
+ * alike: a collective of the library that owns it. The program gives it to the stream after this and before
+ * `symmalloc_announce_end`, in the same order on every rank. It is numbered among the communicator's collectives in flight records,
+ * and has its deadline: a rank that does not come is named on stderr, in a flight record and at the next sync.
+ *
+ * `kind` says what it is, and `elements` how large, as in flight records: the same on every rank; 0 where ranks may differ.
+ *
+ * # Safety
+ * The registrar is live; `kind` is a C string; `stream` is one of its device and lives as long as the registrar; `out` is valid for
+ * writing.
+ */
+symmalloc_status symmalloc_announce_begin(struct symmalloc_registrar *registrar,
+                                          const char *kind,
+                                          uint64_t elements,
+                                          void *stream,
+                                          struct symmalloc_announcement **out);
+
+/**
+ * What was announced is in its stream, or the program failed to give it to it. NULL is no op.
+ *
+ * # Safety
+ * The announcement is live and not used after this.
+ */
+symmalloc_status symmalloc_announce_end(struct symmalloc_announcement *announcement);
 
 /**
  * What this process knows of its communicators: the last collectives of each, how far it is with them, and what became of other
