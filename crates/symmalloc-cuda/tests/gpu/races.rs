@@ -6,7 +6,7 @@ use cudarc::driver::{CudaStream, LaunchConfig, PushKernelArg};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use symmalloc_core::backend::{Backend, BackendError, Event, Range};
-use symmalloc_core::config::Config;
+use symmalloc_core::config::{Config, PlanPolicy};
 use symmalloc_core::{PoolId, SharedAllocator, StreamId};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaMemory, DeviceBuffer, StreamAllocatorRef};
 
@@ -52,8 +52,11 @@ impl Backend for Fenced {
 }
 
 /// For so long: a block filled on one stream is read on a slow second one, freed, and taken again by the first. Returns how
-/// many elements the reader found changed, and in how many rounds.
-fn wrong_elements(device: &Arc<CudaDevice>, waits: bool, lasting: Duration) -> (u32, u32) {
+/// many elements the reader found changed, and in how many rounds. In a pool that learns, two rounds are a step, and each takes the
+/// place of the one before.
+fn wrong_elements(device: &Arc<CudaDevice>, waits: bool, lasting: Duration, config: &str) -> (u32, u32) {
+    let config: Config = config.parse().expect("settings");
+    let in_steps = config.default_pool().plan() == PlanPolicy::Learn;
     let context = device.context();
     // SAFETY: the streams are ordered by hand here.
     unsafe { context.disable_event_tracking() };
@@ -62,7 +65,7 @@ fn wrong_elements(device: &Arc<CudaDevice>, waits: bool, lasting: Duration) -> (
     let (main, side) = (context.new_stream().expect("a stream"), context.new_stream().expect("a stream"));
     backend.add_stream(Arc::clone(&main));
     backend.add_stream(Arc::clone(&side));
-    let allocator = SharedAllocator::new(Fenced { backend, waits }, Config::default()).expect("valid");
+    let allocator = SharedAllocator::new(Fenced { backend, waits }, config).expect("valid");
     let (main_id, side_id) = (allocator.register_stream().expect("an id"), allocator.register_stream().expect("an id"));
     let wrong = side.alloc_zeros::<u32>(1).expect("a counter");
     side.synchronize().expect("done");
@@ -71,6 +74,9 @@ fn wrong_elements(device: &Arc<CudaDevice>, waits: bool, lasting: Duration) -> (
     let (start, mut round) = (Instant::now(), 0_u32);
     while start.elapsed() < lasting {
         round += 1;
+        if in_steps && round % 2 == 1 {
+            allocator.begin_step(PoolId::DEFAULT, 0).expect("no step is open");
+        }
         let block = allocator.allocate(PoolId::DEFAULT, main_id, u64::from(COUNT) * 4).expect("allocated");
         let (pointer, cycles) = (block.address.0, 200_000_u64);
         // SAFETY: the kernel writes COUNT elements of a block that has them.
@@ -86,6 +92,10 @@ fn wrong_elements(device: &Arc<CudaDevice>, waits: bool, lasting: Duration) -> (
         .expect("launched");
         allocator.record_use(block.handle, side_id).expect("known");
         allocator.free(block.handle).expect("freed");
+        if in_steps && round.is_multiple_of(2) {
+            let report = allocator.end_step(PoolId::DEFAULT).expect("a step is open");
+            assert!(round <= 4 || report.planned == 2, "{report:?}");
+        }
         if round.is_multiple_of(64) {
             side.synchronize().expect("the queues stay short");
         }
@@ -97,7 +107,7 @@ fn wrong_elements(device: &Arc<CudaDevice>, waits: bool, lasting: Duration) -> (
 #[test]
 fn without_fences_data_is_corrupted_within_a_second() {
     let Some(device) = device() else { return };
-    let (wrong, rounds) = wrong_elements(&device, false, Duration::from_secs(1));
+    let (wrong, rounds) = wrong_elements(&device, false, Duration::from_secs(1), "");
     println!("without fences: {wrong} wrong elements in {rounds} rounds");
     assert!(wrong > 0);
 }
@@ -106,9 +116,20 @@ fn without_fences_data_is_corrupted_within_a_second() {
 fn with_fences_data_is_never_corrupted() {
     let Some(device) = device() else { return };
     let seconds = std::env::var("SYMMALLOC_RACE_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(5);
-    let (wrong, rounds) = wrong_elements(&device, true, Duration::from_secs(seconds));
+    let (wrong, rounds) = wrong_elements(&device, true, Duration::from_secs(seconds), "");
     println!("with fences: {wrong} wrong elements in {rounds} rounds, {seconds} s");
     assert_eq!(wrong, 0);
+}
+
+#[test]
+fn places_of_a_plan_are_waited_for() {
+    let Some(device) = device() else { return };
+    for config in ["plan:learn", "plan:learn,streams:shared"] {
+        let (unfenced, _) = wrong_elements(&device, false, Duration::from_secs(1), config);
+        let (wrong, rounds) = wrong_elements(&device, true, Duration::from_secs(3), config);
+        println!("{config}: {wrong} wrong elements in {rounds} rounds; without fences {unfenced}");
+        assert!(unfenced > 0 && wrong == 0);
+    }
 }
 
 #[test]

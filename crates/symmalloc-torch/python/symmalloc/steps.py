@@ -96,5 +96,7 @@ def follow_optimizers(torch: Any) -> None:
             _optimizers[optimizer] = len(_optimizers)
         _begin(_optimizers[optimizer], None)
 
-    torch.optim.optimizer.register_optimizer_step_post_hook(stepped)
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    register_optimizer_step_post_hook(stepped)
 
