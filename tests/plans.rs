@@ -32,7 +32,7 @@ fn generated_steps_follow_and_leave_plans() {
         followed += outcome.reports.iter().filter(|report| report.planned > 0 && report.difference.is_none()).count();
         left += outcome.reports.iter().filter(|report| report.difference.is_some()).count();
         planned += outcome.reports.iter().map(|report| report.planned).sum::<u64>();
-        learned += outcome.stats.adoptions;
+        learned += outcome.stats.learned;
     }
     println!("{steps} steps, {followed} followed, {left} left, {planned} planned, {learned} adopted");
     assert!(followed > steps / 4 && left > steps / 20 && planned > 3 * steps as u64 && learned > 100);

@@ -178,8 +178,8 @@ struct HeapModel {
     plans: Vec<Plan>,
     /// Where the memory of plans begins, once something has been placed there.
     base: Option<(SegmentId, u64)>,
-    /// Times that plans were adopted.
-    adoptions: u64,
+    /// Times that plans were taken up.
+    learned: u64,
     /// Steps in a row, by key, that differed.
     differences: BTreeMap<u64, u32>,
 }
@@ -267,6 +267,11 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
             self.adopt(step);
         }
         let mut progress = self.begin(step.key);
+        for (heap, _) in progress.iter().filter(|(_, progress)| !progress.follows) {
+            // The step has the memory of plans for itself: what is live in it lies in ordinary blocks from now on.
+            self.live.values_mut().filter(|live| live.heap == *heap).for_each(|live| live.place = None);
+            self.heaps.entry(*heap).or_default().base = None;
+        }
         self.allocator.begin_step(POOL, step.key).expect("no step is open");
         assert!(self.allocator.begin_step(POOL, 7).is_err() && self.allocator.drop_plans(POOL).is_err());
         self.made.push(Vec::new());
@@ -428,14 +433,15 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
             // The memory is another one whenever plans were adopted, also when a plan was learned again that is as before.
             let stats = self.allocator.heap_stats(POOL, heap.unwrap_or_default()).expect("it is there").steps;
             assert_eq!(stats.plans, plans.len() as u64);
-            if model.adoptions == stats.adoptions {
-                assert_eq!(model.plans, plans);
-                continue;
-            }
             plans.iter().for_each(check_plan);
-            (model.plans, model.adoptions, model.base) = (plans, stats.adoptions, None);
-            model.differences.clear();
-            self.live.values_mut().filter(|live| live.heap == heap).for_each(|live| live.place = None);
+            if model.learned != stats.learned {
+                (model.learned, model.base) = (stats.learned, None);
+                model.differences.clear();
+                self.live.values_mut().filter(|live| live.heap == heap).for_each(|live| live.place = None);
+            } else {
+                assert_eq!(model.plans, plans);
+            }
+            model.plans = plans;
         }
     }
 

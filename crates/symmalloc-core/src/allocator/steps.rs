@@ -45,7 +45,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut step = entry.step.lock();
         let key = step.take().ok_or(StepError::NotOpen { pool })?;
         let mut report = StepReport::default();
-        entry.heaps().for_each(|heap| report.add(heap.lock().end_step(&self.context, key)));
+        entry.heaps().for_each(|heap| report.add(heap.lock().end_step(key)));
         drop(step);
         gate.note(Op::EndStep { pool });
         Ok(report)
@@ -61,8 +61,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     /// Adopts a plan: the heap obtains its memory now, and steps of the plan's key follow it from the next one on. It replaces the
-    /// heap's plan of the same key. All plans of a heap place in the same memory, as large as the largest of them needs. When
-    /// the heap gets other memory for that, what is live at places of the old one stays where it is.
+    /// heap's plan of the same key. All plans of a heap place in the same memory, as large as the largest of them needs. Where no
+    /// free block is large enough, free memory is given back first, as in [`trim`](Self::trim). A step without a plan has that
+    /// memory for itself.
     ///
     /// # Determinism
     /// The plan is part of the heap's digest: ranks that adopt other plans learn so when they agree.
@@ -102,7 +103,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             return Err(PlanError::StepOpen { pool });
         }
         gate.plans_changed(pool);
-        entry.heaps().for_each(|heap| heap.lock().dissolve_plans(&self.context));
+        entry.heaps().for_each(|heap| heap.lock().drop_plans(&self.context));
         Ok(())
     }
 

@@ -15,11 +15,13 @@
 //! ```
 //!
 //! Frees are not compared. A place that is free too early does no harm, and one that is not free when its turn comes is a
-//! difference. Who used a place is waited for by whoever takes what overlaps it: the plan knows who was last at each offset
+//! difference. A step without a plan has the plan memory for itself: it is an ordinary free block until a step follows a plan again.
+//! Who used a place is waited for by whoever takes what overlaps it: the plan knows who was last at each offset
 //! ([`Schedule`]), as long as steps of it follow each other. After another step, each stream of
 //! the plan waits for all places before the first request, and what is live still from then is looked at by each request.
 
 use super::obtain::fresh;
+use super::trim::TrimGoal;
 use super::view::BlockView;
 use super::{Context, Heap, Shortage};
 use crate::blocks::table::{Block, BlockState, NONE, Slot};
@@ -49,7 +51,9 @@ fn learning_budget(allocations: usize) -> Steps {
 #[derive(Debug)]
 pub(crate) struct PreparedPlans {
     /// At least one.
-    plans: Vec<(Arc<Plan>, Schedule)>,
+    plans: Vec<Arc<Plan>>,
+    /// Of each plan.
+    schedules: Vec<Schedule>,
     /// What the memory of all of them needs.
     size: Units,
     /// Streams that they allocate for, ascending.
@@ -187,15 +191,19 @@ impl<L: Lock> Heap<L> {
         }
         let allocations = self.usage.allocations_made();
         let learns = self.config.plan() == PlanPolicy::Learn;
-        let follower = self.follower.get_or_insert_default();
-        (self.watch, self.course) = follower.begin(key, learns, allocations);
+        self.watch = self.follower.get_or_insert_default().begin(key, learns, allocations);
         self.logs_frees = self.watch == Watch::Learn;
         if self.watch != Watch::Plan {
-            return;
+            // The step has the memory of plans for itself.
+            return self.dissolve_plans(context);
         }
+        if let Err(cause) = self.place_plans(context) {
+            return self.differ(cause);
+        }
+        let follower = self.follower.as_deref_mut().expect("there is a plan");
         let live = |slot: &Slot| !self.table.block(*slot).is_free();
-        let has_late = follower.note_live(live);
-        self.course.set_late(has_late);
+        self.course = follower.lend();
+        self.course.set_late(follower.note_live(live));
         if !follower.is_continued()
             && let Err(error) = self.wait_for_all_places(context)
         {
@@ -204,6 +212,27 @@ impl<L: Lock> Heap<L> {
             tracing::warn!(name: "plan.unordered", target: "symmalloc", pool = self.identity.pool.0, %error);
             self.differ(DifferenceCause::Driver);
         }
+    }
+
+    /// Obtains memory for the plans, unless they have some. Without it none is followed any more.
+    fn place_plans<B: Backend>(&mut self, context: &Context<B, L>) -> Result<(), DifferenceCause> {
+        if self.plan_memory().is_some() {
+            return Ok(());
+        }
+        let plans = self.prepare(self.plans()).expect("plans are checked before they are taken up");
+        self.install(context, &plans).map_err(|shortage| {
+            let mark = match *shortage {
+                Shortage::Limit { .. } => Mark::RefusedByLimit,
+                Shortage::SegmentFull { .. } | Shortage::Closed => Mark::RefusedBySegment,
+                Shortage::Driver { .. } | Shortage::Fence(_) => Mark::RefusedByDriver,
+            };
+            self.fold_refusal(mark, plans.streams[0], plans.memory_bytes());
+            let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
+            let size_bytes = plans.memory_bytes();
+            tracing::warn!(name: "plan.refused", target: "symmalloc", pool, stream, size_bytes, ?shortage);
+            self.follower.as_deref_mut().expect("there is a plan").give_up();
+            DifferenceCause::Memory
+        })
     }
 
     /// Orders each stream of the plans behind all that used their places.
@@ -218,33 +247,28 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// The step ends. A heap that learns may adopt a plan now.
-    pub(crate) fn end_step<B: Backend>(&mut self, context: &Context<B, L>, key: u64) -> StepReport {
+    /// The step ends. A heap that learns may know a plan more now.
+    pub(crate) fn end_step(&mut self, key: u64) -> StepReport {
         let allocations = self.usage.allocations_made();
         let Some(follower) = self.follower.as_deref_mut() else { return StepReport::default() };
-        let (mut report, learned) = follower.end(self.watch, std::mem::take(&mut self.course), allocations);
+        let (report, learned) = follower.end(self.watch, std::mem::take(&mut self.course), allocations);
         self.watch = Watch::Nothing;
         if self.has_history() {
             self.fold(op_word(Mark::EndStep, StreamId(0), 0), report.planned);
         }
-        if let Some(learned) = learned
-            && !learned.is_empty()
-        {
+        if let Some(learned) = learned.filter(|learned| !learned.is_empty()) {
             let allocation = |((stream, requested_bytes), until)| StepAllocation { stream, requested_bytes, until };
-            let wanted = learned.into_iter().map(allocation).collect();
-            self.adopt_learned(context, key, wanted);
-            report.plan_bytes = self.plan_bytes();
+            self.plan_step(key, learned.into_iter().map(allocation).collect());
         }
         report
     }
 
-    /// Plans a step that came twice alike, and adopts the plan. What stands in the way is told, and no more is learned for this key.
-    fn adopt_learned<B: Backend>(&mut self, context: &Context<B, L>, key: u64, wanted: Vec<StepAllocation>) {
-        let of_heap = self.identity.stream;
-        let others = self.plans().into_iter().filter(|plan| plan.key() != key);
-        let mut steps: Vec<(u64, Vec<StepAllocation>)> = others
-            .map(|plan| (plan.key(), plan.allocations().iter().map(|planned| planned.wanted).collect()))
-            .collect();
+    /// Makes a plan for a step that came twice alike. The next one follows it.
+    fn plan_step(&mut self, key: u64, wanted: Vec<StepAllocation>) {
+        let wanted_of = |plan: &Plan| plan.allocations().iter().map(|planned| planned.wanted).collect::<Vec<_>>();
+        let known = self.plans();
+        let others = known.iter().filter(|plan| plan.key() != key);
+        let mut steps: Vec<(u64, Vec<StepAllocation>)> = others.map(|plan| (plan.key(), wanted_of(plan))).collect();
         steps.push((key, wanted));
         if steps.len() > 1 {
             // What one step leaves for the next would lie in the way of a step of another key.
@@ -254,36 +278,24 @@ impl<L: Lock> Heap<L> {
             }
         }
         let solve = |(key, wanted): (u64, Vec<StepAllocation>)| {
-            let known = self.plans().into_iter().find(|plan| {
-                plan.key() == key && plan.allocations().iter().map(|planned| planned.wanted).eq(wanted.iter().copied())
-            });
-            known.map_or_else(
-                || Plan::solve(&self.config, key, of_heap, &wanted, learning_budget(wanted.len())).map(Arc::new),
-                Ok,
-            )
+            let same = known.iter().find(|plan| plan.key() == key && wanted_of(plan) == wanted);
+            let budget = learning_budget(wanted.len());
+            let solve = || Plan::solve(&self.config, key, self.identity.stream, &wanted, budget).map(Arc::new);
+            same.map_or_else(solve, |same| Ok(Arc::clone(same)))
         };
-        let plans: Result<Vec<Arc<Plan>>, PlanError> = steps.into_iter().map(solve).collect();
-        let adopted =
-            plans.and_then(|plans| self.prepare(plans)).map_err(|error| error.to_string()).and_then(|plans| {
-                self.dissolve_plans(context);
-                // What is free lies in pieces between what lives on. The plan's memory takes its place.
-                let _kept_by_the_driver = self.trim(context, super::trim::TrimGoal::Everything);
-                self.adopt(context, &plans).map_err(|shortage| {
-                    let mark = match *shortage {
-                        Shortage::Limit { .. } => Mark::RefusedByLimit,
-                        Shortage::SegmentFull { .. } | Shortage::Closed => Mark::RefusedBySegment,
-                        Shortage::Driver { .. } | Shortage::Fence(_) => Mark::RefusedByDriver,
-                    };
-                    self.fold_refusal(mark, plans.streams[0], plans.memory_bytes());
-                    format!("no memory for it: {shortage:?}")
-                })
-            });
+        let plans = steps.into_iter().map(solve).collect::<Result<_, _>>().and_then(|plans| self.prepare(plans));
         let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
-        if let Err(error) = adopted {
-            tracing::warn!(name: "plan.refused", target: "symmalloc", pool, stream, key, error);
-            self.follower.as_deref_mut().expect("it has learned").give_up(key);
-        } else {
-            tracing::info!(name: "plan.adopted", target: "symmalloc", pool, stream, key, plan_bytes = self.plan_bytes());
+        let follower = self.follower.as_deref_mut().expect("it has learned");
+        match plans {
+            Ok(plans) => {
+                let plan_bytes = plans.memory_bytes();
+                tracing::info!(name: "plan.learned", target: "symmalloc", pool, stream, key, plan_bytes);
+                follower.set_plans(plans.plans.into_iter());
+            }
+            Err(error) => {
+                tracing::warn!(name: "plan.failed", target: "symmalloc", pool, stream, key, %error);
+                follower.give_up();
+            }
         }
     }
 
@@ -297,40 +309,63 @@ impl<L: Lock> Heap<L> {
 
     fn prepare(&self, plans: Vec<Arc<Plan>>) -> Result<PreparedPlans, PlanError> {
         let is_shared = self.config.streams() == StreamPolicy::Shared;
-        let (mut prepared, mut size, mut streams) = (Vec::new(), 1, SmallVec::new());
-        for plan in plans {
+        let (mut schedules, mut size, mut streams) = (Vec::new(), 1, SmallVec::new());
+        for plan in &plans {
             if plan.stream().is_none() != is_shared || !is_shared && plan.stream() != self.identity.stream {
                 return Err(PlanError::Streams { pool: self.identity.pool, stream: plan.stream() });
             }
             streams.extend(plan.allocations().iter().map(|planned| planned.wanted.stream));
             let schedule = plan.schedule(&self.rules)?;
             size = schedule.places().iter().map(|place| place.offset + place.size).fold(size, Units::max);
-            prepared.push((plan, schedule));
+            schedules.push(schedule);
         }
         streams.sort_unstable();
         streams.dedup();
-        Ok(PreparedPlans { plans: prepared, size, streams })
+        Ok(PreparedPlans { plans, schedules, size, streams })
     }
 
-    /// Obtains the memory of prepared plans, in place of the plans that are there. On an error there are no plans.
+    /// Takes prepared plans up, in place of those that are there, and obtains their memory. On an error there are no plans.
     pub(crate) fn adopt<B: Backend>(
         &mut self,
         context: &Context<B, L>,
         prepared: &PreparedPlans,
     ) -> Result<(), Box<Shortage>> {
         self.dissolve_plans(context);
-        let PreparedPlans { plans, size, streams } = prepared;
+        let plans = prepared.plans.iter().cloned();
+        self.follower.get_or_insert_default().set_plans(plans);
+        let installed = self.install(context, prepared);
+        if installed.is_err() {
+            self.drop_plans(context);
+        }
+        installed
+    }
+
+    /// Gives the plans up, with their memory.
+    pub(crate) fn drop_plans<B: Backend>(&mut self, context: &Context<B, L>) {
+        self.dissolve_plans(context);
+        if let Some(follower) = &mut self.follower {
+            follower.set_plans(std::iter::empty());
+        }
+    }
+
+    /// Obtains memory for the plans that are known, which these are. Where no free block is large enough, what is free lies in pieces
+    /// between what lives on: it goes back first, and the plans take its place.
+    fn install<B: Backend>(&mut self, context: &Context<B, L>, prepared: &PreparedPlans) -> Result<(), Box<Shortage>> {
+        let PreparedPlans { plans, schedules, size, streams } = prepared;
         let (size, class) = (*size, self.rules.class_of(*size));
-        let mapped_before = self.mapped_bytes;
         let fit = self.free.best_fit(self.table.blocks(), class, size);
         let fit = fit.filter(|slot| self.rules.accepts(size, self.table.block(*slot).size));
+        if fit.is_none() {
+            let _kept_by_the_driver = self.trim(context, TrimGoal::Everything);
+        }
+        let mapped_before = self.mapped_bytes;
         let found = fit.map_or_else(|| self.obtain(context, streams[0], size), Ok);
         let ready = found.and_then(|slot| {
             let waited = streams.iter().try_for_each(|stream| self.wait_for_earlier_users(context, slot, *stream));
             waited.map(|()| slot).map_err(|error| Box::new(Shortage::Fence(error)))
         });
         if ready.is_ok() {
-            let digest = plans.iter().fold(0, |all: u64, (plan, _)| all.rotate_left(7) ^ plan.digest());
+            let digest = plans.iter().fold(0, |all: u64, plan| all.rotate_left(7) ^ plan.digest());
             self.fold(op_word(Mark::Adopt, StreamId(0), bytes(size)), digest);
         }
         if self.mapped_bytes > mapped_before {
@@ -350,21 +385,22 @@ impl<L: Lock> Heap<L> {
             slot
         };
         let mut slots = BTreeMap::new();
-        for Place { offset, size } in plans.iter().flat_map(|(_, schedule)| schedule.places()).copied() {
+        for Place { offset, size } in schedules.iter().flat_map(Schedule::places).copied() {
             let add = || self.table.add_place(memory, offset, size, fresh(streams[0]));
             slots.entry(Place { offset, size }).or_insert_with(add);
         }
         let places = slots.values().copied().collect();
         let base = self.table.segment(self.table.block(memory).segment).range.base;
-        let memory = PlanMemory { block: memory, base, places, streams: streams.clone() };
-        self.follower.get_or_insert_default().install(plans, &slots, memory, bytes(size));
+        let memory = PlanMemory { block: memory, base, size_bytes: bytes(size), places, streams: streams.clone() };
+        self.follower.as_deref_mut().expect("it knows the plans").install(schedules, &slots, memory);
         self.recycle_spent(context);
         Ok(())
     }
 
-    /// Gives the plans up. What is live at their places becomes ordinary blocks, and the rest of their memory is free.
+    /// Takes the memory of plans away, if they have some. What is live at their places becomes ordinary blocks, and the rest is free.
     pub(crate) fn dissolve_plans<B: Backend>(&mut self, context: &Context<B, L>) {
-        let Some(PlanMemory { block: memory, places, .. }) = self.follower.as_deref_mut().and_then(Follower::clear)
+        let Some(PlanMemory { block: memory, places, .. }) =
+            self.follower.as_deref_mut().and_then(Follower::take_memory)
         else {
             return;
         };

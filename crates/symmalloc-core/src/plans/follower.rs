@@ -9,7 +9,8 @@
 //!   learning, or nothing ◄──────── the ordinary way, to the end of the step
 //! ```
 //!
-//! All plans of a heap place in the same memory, one block of it. A place has a slot of the block table for as long as there are plans.
+//! All plans of a heap place in the same memory, one block of it. It is there from the first step that follows a plan to the next step
+//! that follows none: such a step has the memory for itself. A place has a slot of the block table as long as that memory is there.
 //! It is in no segment's ring, so it has no neighbours: that is how a place is told from a block.
 
 use super::course::Course;
@@ -19,7 +20,7 @@ use crate::blocks::table::Slot;
 use crate::types::backend::DeviceAddress;
 use crate::types::ids::StreamId;
 use smallvec::SmallVec;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use symmalloc_plan::{Lived, Place, Schedule, StepLearner};
 
@@ -41,16 +42,21 @@ pub(crate) enum Watch {
     Learn,
 }
 
-/// A plan that is adopted.
+/// A plan that is known.
 #[derive(Debug)]
-struct Adopted {
+struct Known {
     plan: Arc<Plan>,
+    /// Steps of its key in a row that differed.
+    differences: u32,
+}
+
+/// A plan in the plan memory.
+#[derive(Debug)]
+struct Placed {
     /// Lent to the heap while a step follows it.
     course: Course,
     /// Slots of places of what lives on in the next step, ascending.
     carried: Vec<Slot>,
-    /// Steps of its key in a row that differed.
-    differences: u32,
 }
 
 /// The memory that plans place in.
@@ -60,6 +66,7 @@ pub(crate) struct PlanMemory {
     pub(crate) block: Slot,
     /// The base of its segment.
     pub(crate) base: DeviceAddress,
+    pub(crate) size_bytes: u64,
     /// The slots of all places.
     pub(crate) places: Vec<Slot>,
     /// Streams that plans allocate for, ascending.
@@ -69,10 +76,10 @@ pub(crate) struct PlanMemory {
 /// The plans of one heap.
 #[derive(Debug, Default)]
 pub(crate) struct Follower {
-    plans: Vec<Adopted>,
-    /// There is some exactly when there are plans.
+    plans: Vec<Known>,
     memory: Option<PlanMemory>,
-    memory_bytes: u64,
+    /// The plans in that memory, in the same order; none while there is no memory.
+    placed: Vec<Placed>,
     /// The plan of the step; `None` when no plan has its key.
     current: Option<usize>,
     /// The plan that the last step followed to its end. Only then does a plan know who was last at each offset.
@@ -83,8 +90,8 @@ pub(crate) struct Follower {
     /// Allocations of the heap before the step.
     allocations_before: u64,
     learner: StepLearner<Request>,
-    /// Keys for which a plan was learned that could not be adopted.
-    given_up: BTreeSet<u64>,
+    /// There was no memory for the plans: none is followed or learned any more.
+    has_given_up: bool,
     stats: StepStats,
 }
 
@@ -105,7 +112,7 @@ impl Follower {
 
     /// Bytes of memory that plans place in.
     pub(crate) fn memory_bytes(&self) -> u64 {
-        self.memory_bytes
+        self.memory.as_ref().map_or(0, |memory| memory.size_bytes)
     }
 
     /// What was asked for when the plan expected something else for the allocation with this number.
@@ -116,23 +123,34 @@ impl Follower {
         DifferenceCause::Request { planned, requested }
     }
 
-    /// A step begins. Says what is to be done with its requests, and lends what they are compared with.
-    pub(crate) fn begin(&mut self, key: u64, learns: bool, allocations: u64) -> (Watch, Course) {
+    /// A step begins. Says what is to be done with its requests.
+    pub(crate) fn begin(&mut self, key: u64, learns: bool, allocations: u64) -> Watch {
         self.difference = None;
         self.allocations_before = allocations;
         self.late.clear();
-        self.current = self.plans.iter().position(|adopted| adopted.plan.key() == key);
+        self.current = self.plans.iter().position(|known| known.plan.key() == key);
         self.last_whole = self.last_whole.filter(|last| self.current == Some(*last));
         let is_good = self.current.is_some_and(|at| self.plans[at].differences < DIFFERENCES_MAX);
-        if learns && !is_good && !self.given_up.contains(&key) {
-            self.learner.begin(key);
-            return (Watch::Learn, Course::default());
+        match (learns && !is_good, self.current) {
+            _ if self.has_given_up => Watch::Nothing,
+            (true, _) => {
+                self.learner.begin(key);
+                Watch::Learn
+            }
+            (false, Some(_)) => {
+                self.learner.pause();
+                Watch::Plan
+            }
+            (false, None) => {
+                self.learner.pause();
+                Watch::Nothing
+            }
         }
-        self.learner.pause();
-        match self.current {
-            Some(current) => (Watch::Plan, std::mem::take(&mut self.plans[current].course)),
-            None => (Watch::Nothing, Course::default()),
-        }
+    }
+
+    /// Lends what the requests of the step are compared with. The plans are in their memory.
+    pub(crate) fn lend(&mut self) -> Course {
+        self.current.map_or_else(Course::default, |current| std::mem::take(&mut self.placed[current].course))
     }
 
     /// Whether the step before followed the same plan to its end.
@@ -143,7 +161,7 @@ impl Follower {
     /// The step begins with these places live. Returns whether the plan does not expect some of them.
     pub(crate) fn note_live(&mut self, is_live: impl Fn(&Slot) -> bool) -> bool {
         let (Some(current), Some(memory)) = (self.current, &self.memory) else { return false };
-        let carried = &self.plans[current].carried;
+        let carried = &self.placed[current].carried;
         let late = memory.places.iter().filter(|slot| is_live(slot) && carried.binary_search(slot).is_err());
         self.late.extend(late);
         !self.late.is_empty()
@@ -174,14 +192,14 @@ impl Follower {
             allocations: allocations - self.allocations_before,
             planned: course.planned(),
             difference: self.difference,
-            plan_bytes: self.memory_bytes,
+            plan_bytes: self.memory_bytes(),
         };
         if let Some(current) = self.current {
-            let adopted = &mut self.plans[current];
-            adopted.differences = if is_followed { 0 } else { adopted.differences.saturating_add(1) };
-            if watch == Watch::Plan || self.difference.is_some() {
+            let differences = &mut self.plans[current].differences;
+            *differences = if is_followed { 0 } else { differences.saturating_add(1) };
+            if let Some(placed) = self.placed.get_mut(current) {
                 course.rewind();
-                adopted.course = course;
+                placed.course = course;
             }
         }
         self.stats.steps += 1;
@@ -191,43 +209,45 @@ impl Follower {
         (report, if watch == Watch::Learn { self.learner.end() } else { None })
     }
 
-    /// No plan is learned for this key any more.
-    pub(crate) fn give_up(&mut self, key: u64) {
-        self.given_up.insert(key);
+    /// No plan is followed or learned any more.
+    pub(crate) fn give_up(&mut self) {
+        self.has_given_up = true;
     }
 
-    /// The plans that are adopted, in the order in which they came.
+    /// The plans, in the order in which they came.
     pub(crate) fn plans(&self) -> Vec<Arc<Plan>> {
-        self.plans.iter().map(|adopted| Arc::clone(&adopted.plan)).collect()
+        self.plans.iter().map(|known| Arc::clone(&known.plan)).collect()
     }
 
-    /// Takes up plans. Every place of theirs has a slot, all in this memory.
-    pub(crate) fn install(
-        &mut self,
-        plans: &[(Arc<Plan>, Schedule)],
-        slots: &BTreeMap<Place, Slot>,
-        memory: PlanMemory,
-        memory_bytes: u64,
-    ) {
-        for (plan, schedule) in plans {
+    /// Knows these plans from now on, and no others. There is no plan memory.
+    pub(crate) fn set_plans(&mut self, plans: impl Iterator<Item = Arc<Plan>>) {
+        assert!(self.memory.is_none(), "plans change while they have no memory");
+        self.plans = plans.map(|plan| Known { plan, differences: 0 }).collect();
+        self.stats.learned += u64::from(!self.plans.is_empty());
+        (self.current, self.last_whole, self.has_given_up) = (None, None, false);
+    }
+
+    /// The plans have memory. Every place of theirs has a slot in it.
+    pub(crate) fn install(&mut self, schedules: &[Schedule], slots: &BTreeMap<Place, Slot>, memory: PlanMemory) {
+        for (known, schedule) in self.plans.iter().zip(schedules) {
             let slot_of = |place: &u32| slots[&schedule.places()[*place as usize]];
             let mut carried: Vec<Slot> = schedule.carried().iter().map(slot_of).collect();
             carried.sort_unstable();
-            let course = Course::new(plan, schedule, slot_of, memory.base);
-            self.plans.push(Adopted { plan: Arc::clone(plan), course, carried, differences: 0 });
+            let course = Course::new(&known.plan, schedule, slot_of, memory.base);
+            self.placed.push(Placed { course, carried });
         }
-        (self.memory, self.memory_bytes) = (Some(memory), memory_bytes);
-        self.stats.adoptions += 1;
+        self.memory = Some(memory);
+        self.stats.placed += 1;
     }
 
-    /// Gives all plans up. The slots of their places are the caller's.
-    pub(crate) fn clear(&mut self) -> Option<PlanMemory> {
-        self.plans.clear();
-        (self.current, self.last_whole, self.memory_bytes) = (None, None, 0);
+    /// The plans have no memory any more. The slots of their places are the caller's.
+    pub(crate) fn take_memory(&mut self) -> Option<PlanMemory> {
+        self.placed.clear();
+        self.last_whole = None;
         self.memory.take()
     }
 
     pub(crate) fn stats(&self) -> StepStats {
-        StepStats { plans: self.plans.len() as u64, plan_bytes: self.memory_bytes, ..self.stats }
+        StepStats { plans: self.plans.len() as u64, plan_bytes: self.memory_bytes(), ..self.stats }
     }
 }

@@ -40,8 +40,10 @@ pub struct StepStats {
     pub planned: u64,
     /// Plans that are adopted.
     pub plans: u64,
-    /// Times that plans were adopted, learned ones included.
-    pub adoptions: u64,
+    /// Times that plans were taken up: adopted, or learned.
+    pub learned: u64,
+    /// Times that plans got memory.
+    pub placed: u64,
     /// Bytes of memory that plans hold.
     pub plan_bytes: u64,
 }
@@ -54,7 +56,8 @@ impl StepStats {
             allocations: self.allocations + other.allocations,
             planned: self.planned + other.planned,
             plans: self.plans + other.plans,
-            adoptions: self.adoptions + other.adoptions,
+            learned: self.learned + other.learned,
+            placed: self.placed + other.placed,
             plan_bytes: self.plan_bytes + other.plan_bytes,
         }
     }
@@ -88,6 +91,8 @@ pub enum DifferenceCause {
     },
     /// The step ended before the plan did.
     Ended,
+    /// There was no memory for the plans. None is followed any more.
+    Memory,
     /// The driver could not order the plan's streams behind each other: this rank alone went the ordinary way.
     Driver,
 }
@@ -110,6 +115,7 @@ impl fmt::Display for StepDifference {
                 "the place of allocation {number} is taken at {offset_bytes} by an allocation that the plan expects to be freed"
             ),
             DifferenceCause::Ended => write!(f, "the step ended before allocation {number} of the plan"),
+            DifferenceCause::Memory => write!(f, "there was no memory for the plans; none is followed any more"),
             DifferenceCause::Driver => {
                 write!(f, "the driver could not order the plan's streams at allocation {number}")
             }
