@@ -462,7 +462,7 @@ fn parse_stream(text: &str) -> Result<u16, std::num::ParseIntError> {
 }
 
 /// How the allocator is configured.
-#[derive(Debug, clap::Args)]
+#[derive(Debug, Default, clap::Args)]
 pub(crate) struct PolicyArgs {
     /// How the default pool obtains memory [default: as the trace says, else expandable]
     #[arg(long)]
@@ -473,6 +473,25 @@ pub(crate) struct PolicyArgs {
     /// Settings in the place of the trace's own, as in docs/configuration.md: segments:fixed,max_split_size_mb:256
     #[arg(long, value_name = "SETTINGS", value_parser = Config::from_str)]
     pub(crate) config: Option<Config>,
+}
+
+impl PolicyArgs {
+    /// The flags that say the same, each after a blank.
+    pub(crate) fn flags(&self) -> String {
+        let word =
+            |value: Option<clap::builder::PossibleValue>| value.map_or_else(String::new, |it| it.get_name().into());
+        let mut flags = String::new();
+        if let Some(segments) = &self.segments {
+            flags += &format!(" --segments {}", word(segments.to_possible_value()));
+        }
+        if let Some(streams) = &self.streams {
+            flags += &format!(" --streams {}", word(streams.to_possible_value()));
+        }
+        if let Some(config) = &self.config {
+            flags += &format!(" --config '{config}'");
+        }
+        flags
+    }
 }
 
 /// How recordings are read.

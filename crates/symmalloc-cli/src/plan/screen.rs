@@ -48,15 +48,13 @@ fn figures(args: &PlanArgs, plan: &JobPlan<'_>) -> String {
     line("online", figures.online_bytes, &online);
     let gained = figures.online_bytes.saturating_sub(figures.planned_bytes);
     line("gained", gained, &format!("{:.1} %", gained as f64 * 100.0 / figures.online_bytes.max(1) as f64));
-    let share = figures.planned_ops_share();
     let _ = writeln!(
         out,
-        "{} of {}, found in {:.1} s; {:.2} % of the allocations go where {} say",
+        "{} of {}, found in {:.1} s and followed by {:.2} % of the allocations",
         counted(figures.plans, "plan"),
         memory(figures.plan_bytes),
         figures.seconds,
-        share * 100.0,
-        if figures.plans == 1 { "it" } else { "they" }
+        figures.planned_ops_share() * 100.0
     );
     if let (Some(file), [trace]) = (&args.output, plan.traces) {
         let _ = writeln!(out, "written; follow it: symmalloc replay {} --plan {}", trace.display(), file.display());
