@@ -83,23 +83,28 @@ pub(super) fn check(program: &Program, file: &PlanFile) -> Result<(), JobDiffere
     }
 }
 
+/// All requests first, then how long each lives.
 fn compare(step: &HeapStep, plan: &Plan, has_steps: bool) -> Result<(), JobDifference> {
     let heap = HeapName { pool: step.pool, stream: step.stream };
-    let mut planned = plan.allocations().iter().map(|planned| planned.wanted);
-    for (number, (asked, op)) in step.wanted.iter().zip(&step.ops).enumerate() {
-        let (asked, op) = (*asked, *op);
-        let planned = planned.next();
-        let same = planned.filter(|it| (it.stream, it.requested_bytes) == (asked.stream, asked.requested_bytes));
-        let Some(same) = same else { return Err(JobDifference::Request { heap, number, op, asked, planned }) };
-        // What a step of its own carries over into the next one is known by those who learn it.
-        if let (false, Some(asked), Some(planned)) = (has_steps, asked.until, same.until)
-            && asked > planned
-        {
-            return Err(JobDifference::Lifetime { heap, number, op, asked, planned });
+    let planned: Vec<StepAllocation> = plan.allocations().iter().map(|planned| planned.wanted).collect();
+    let asked = || step.wanted.iter().zip(&step.ops).enumerate();
+    for (number, (asked, op)) in asked() {
+        let (asked, op, planned) = (*asked, *op, planned.get(number).copied());
+        let is_same = |it: StepAllocation| (it.stream, it.requested_bytes) == (asked.stream, asked.requested_bytes);
+        if !planned.is_some_and(is_same) {
+            return Err(JobDifference::Request { heap, number, op, asked, planned });
         }
     }
-    match planned.next() {
-        Some(planned) => Err(JobDifference::Ended { heap, number: step.wanted.len(), planned }),
-        None => Ok(()),
+    if let Some(planned) = planned.get(step.wanted.len()).copied() {
+        return Err(JobDifference::Ended { heap, number: step.wanted.len(), planned });
     }
+    for ((number, (asked, op)), planned) in asked().zip(&planned) {
+        // What a step of its own carries over into the next one is known by those who learn it.
+        if let (false, Some(asked), Some(planned)) = (has_steps, asked.until, planned.until)
+            && asked > planned
+        {
+            return Err(JobDifference::Lifetime { heap, number, op: *op, asked, planned });
+        }
+    }
+    Ok(())
 }

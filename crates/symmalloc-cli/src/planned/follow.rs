@@ -19,7 +19,7 @@ use symmalloc_trace::replay::Program;
 
 /// A flag that says something else than a plan's configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{flag} says something else than the plan, which is for `{settings}`", settings = .settings.word())]
+#[error("{flag} says something else than the plan, which has {}", settings.word())]
 pub(crate) struct Contradiction {
     flag: &'static str,
     settings: Setting,
@@ -36,12 +36,12 @@ enum Setting {
 impl Setting {
     fn word(self) -> &'static str {
         match self {
-            Setting::Segments(Some(Segments::Expandable)) => "segments:expandable",
-            Setting::Segments(Some(Segments::Fixed)) => "segments:fixed",
-            Setting::Segments(None) => "segments:reserved",
-            Setting::Streams(StreamPolicy::Shared) => "streams:shared",
-            Setting::Streams(_) => "streams:separate",
-            Setting::Config => "the settings in its `config` line",
+            Setting::Segments(Some(Segments::Expandable)) => "`segments:expandable`",
+            Setting::Segments(Some(Segments::Fixed)) => "`segments:fixed`",
+            Setting::Segments(None) => "`segments:reserved`",
+            Setting::Streams(StreamPolicy::Shared) => "`streams:shared`",
+            Setting::Streams(_) => "`streams:separate`",
+            Setting::Config => "other settings in its `config` line",
         }
     }
 }
