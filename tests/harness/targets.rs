@@ -8,7 +8,7 @@ use crate::generate::Scenario;
 use std::num::{NonZeroU32, NonZeroUsize};
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::lock::{Exclusive, Shared};
-use symmalloc_core::plans::Plan;
+use symmalloc_core::plans::{Plan, PlanError};
 use symmalloc_core::{Allocator, Op, PoolId, Record};
 use symmalloc_import::export::export;
 use symmalloc_import::{Format, ReadOptions, read_bytes};
@@ -172,7 +172,7 @@ fn adopt(bytes: &[u8]) -> u64 {
     let mut made = 0;
     {
         let Ok(allocator) = Allocator::<_>::new(&device, file.config().clone()) else { return 0 };
-        (0..4).for_each(|_| drop(allocator.register_stream().expect("few")));
+        (0..4).for_each(|_| _ = allocator.register_stream().expect("few"));
         for pool in [PoolId::DEFAULT].into_iter().chain(file.pools().map(|(pool, _)| pool)) {
             let config = file.pool_config(pool).expect("it has plans").clone();
             let made_pool = if pool == PoolId::DEFAULT { Ok(pool) } else { allocator.create_pool(config) };
@@ -181,9 +181,9 @@ fn adopt(bytes: &[u8]) -> u64 {
                 let before = allocator.digest(made_pool).expect("it is there");
                 match allocator.adopt_plan(made_pool, plan.clone()) {
                     Ok(()) => made += follow(&allocator, made_pool, plan),
-                    Err(symmalloc_core::plans::PlanError::Memory(_)) => {}
+                    Err(PlanError::Memory(_)) => {}
                     Err(_) => {
-                        assert_eq!(allocator.digest(made_pool), Ok(before), "a plan that is refused changes nothing")
+                        assert_eq!(allocator.digest(made_pool), Ok(before), "a plan that is refused changes nothing");
                     }
                 }
                 allocator.check().expect("sound");

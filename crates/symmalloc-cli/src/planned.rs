@@ -8,13 +8,16 @@
 //! PlanFile, and a recording ──► follow    is it this job's, of this configuration, and does it fit? else an error
 //! ```
 
+mod contradiction;
 mod difference;
+mod draft;
 mod follow;
 mod learnt;
 mod steps;
 
+pub(crate) use contradiction::Contradiction;
 pub(crate) use difference::JobDifference;
-pub(crate) use follow::{Contradiction, follow};
+pub(crate) use follow::follow;
 
 use crate::args::PolicyArgs;
 use crate::error::CliError;
@@ -92,33 +95,16 @@ fn config_of(recorded: &Recorded, policy: &PolicyArgs) -> Result<Config, CliErro
     config.map_err(|error| recorded.invalid(error))
 }
 
-/// A file with this configuration and the pools that the program makes, without plans.
-fn empty_file(recorded: &Recorded, config: Config) -> Result<PlanFile, CliError> {
-    let mut file = PlanFile::new(config);
-    for op in recorded.program().ops() {
-        if let Op::CreatePool { pool, config } = op
-            && *pool != PoolId::DEFAULT
-        {
-            file.add_pool(*pool, (**config).clone()).map_err(|source| contradicts(recorded, source))?;
-        }
-    }
-    Ok(file)
-}
-
 /// Plans the whole job as one step.
 fn solved(recorded: &Recorded, config: Config) -> Result<PlanFile, CliError> {
-    let mut file = empty_file(recorded, config)?;
+    let mut file = draft::empty(recorded, config)?;
     for step in steps::of(recorded.program(), &file) {
         let config = file.pool_config(step.pool).expect("steps are of pools of the file");
         let plan = Plan::solve(config, step.key, step.stream, &step.wanted, Steps::default());
         let plan = plan.map_err(|error| refused(recorded, step.pool, error))?;
-        file.add_plan(step.pool, plan).map_err(|source| contradicts(recorded, source))?;
+        file.add_plan(step.pool, plan).map_err(|source| draft::contradicts(recorded, source))?;
     }
     Ok(file)
-}
-
-fn contradicts(recorded: &Recorded, source: symmalloc_trace::plan::PlanContradiction) -> CliError {
-    CliError::Contradictory { path: recorded.path.clone(), source }
 }
 
 fn refused(recorded: &Recorded, pool: PoolId, source: PlanError) -> CliError {

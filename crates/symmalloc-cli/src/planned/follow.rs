@@ -1,12 +1,11 @@
 //! A plan's file for a recording: read, and held against flags, job and pools before anything runs.
 
+use super::contradiction::Contradiction;
 use super::difference::{self, JobDifference};
 use crate::args::PolicyArgs;
 use crate::error::CliError;
-use crate::job::Segments;
 use crate::recorded::reconfigure;
 use std::path::Path;
-use symmalloc_core::config::{Config, SegmentPolicy, StreamPolicy};
 use symmalloc_core::lock::Exclusive;
 use symmalloc_core::op::Op;
 use symmalloc_core::plans::PlanError;
@@ -16,35 +15,6 @@ use symmalloc_import::compression;
 use symmalloc_sim::IdleBackend;
 use symmalloc_trace::plan::{self, PlanFile};
 use symmalloc_trace::replay::Program;
-
-/// A flag that says something else than a plan's configuration.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{flag} says something else than the plan, which has {}", settings.word())]
-pub(crate) struct Contradiction {
-    flag: &'static str,
-    settings: Setting,
-}
-
-/// What of the plan's configuration is contradicted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Setting {
-    Segments(Option<Segments>),
-    Streams(StreamPolicy),
-    Config,
-}
-
-impl Setting {
-    fn word(self) -> &'static str {
-        match self {
-            Setting::Segments(Some(Segments::Expandable)) => "`segments:expandable`",
-            Setting::Segments(Some(Segments::Fixed)) => "`segments:fixed`",
-            Setting::Segments(None) => "`segments:reserved`",
-            Setting::Streams(StreamPolicy::Shared) => "`streams:shared`",
-            Setting::Streams(_) => "`streams:separate`",
-            Setting::Config => "other settings in its `config` line",
-        }
-    }
-}
 
 /// Reads a plan for a recording, and configures the recording's allocator and pools as the plan says.
 ///
@@ -59,7 +29,7 @@ pub(crate) fn follow(
     let open = |source| CliError::OpenPlan { path: path.to_path_buf(), source };
     let file = plan::read(compression::open(path).map_err(open)?);
     let file = file.map_err(|source| CliError::PlanText { path: path.to_path_buf(), source })?;
-    contradicted(policy, file.config())
+    Contradiction::of(policy, file.config())
         .map_or(Ok(()), |source| Err(CliError::PlanContradicted { path: path.to_path_buf(), source }))?;
     let another = |source| CliError::PlanOfAnotherJob { plan: path.to_path_buf(), job: job.to_path_buf(), source };
     configure(recording, &file).map_err(another)?;
@@ -72,26 +42,6 @@ pub(crate) fn follow(
         source,
     })?;
     Ok(file)
-}
-
-/// The first flag that says something else than a plan's configuration.
-fn contradicted(policy: &PolicyArgs, config: &Config) -> Option<Contradiction> {
-    let pool = config.default_pool();
-    let segments = match pool.segments() {
-        SegmentPolicy::Expandable(_) => Some(Segments::Expandable),
-        SegmentPolicy::Fixed(_) => Some(Segments::Fixed),
-        _ => None,
-    };
-    let streams = policy.streams.map(StreamPolicy::from);
-    if policy.config.as_ref().is_some_and(|wanted| wanted != config) {
-        Some(Contradiction { flag: "--config", settings: Setting::Config })
-    } else if policy.segments.is_some_and(|wanted| Some(wanted) != segments) {
-        Some(Contradiction { flag: "--segments", settings: Setting::Segments(segments) })
-    } else if streams.is_some_and(|wanted| wanted != pool.streams()) {
-        Some(Contradiction { flag: "--streams", settings: Setting::Streams(pool.streams()) })
-    } else {
-        None
-    }
 }
 
 /// Puts the plan's configuration in the place of the recording's, for every pool.

@@ -1,6 +1,6 @@
 //! Plans of a job that says where its steps begin and end: what its pools learn when it is repeated.
 
-use super::{contradicts, empty_file};
+use super::draft;
 use crate::error::CliError;
 use crate::job::JobError;
 use crate::recorded::Recorded;
@@ -19,7 +19,7 @@ const PASSES: u32 = 3;
 
 /// Carries the job out in pools that learn, and takes the plans that they end with.
 pub(super) fn plans(recorded: &Recorded, config: &Config) -> Result<PlanFile, CliError> {
-    let mut file = empty_file(recorded, config.clone())?;
+    let mut file = draft::empty(recorded, config.clone())?;
     let failed = |source| CliError::Job { path: recorded.path.clone(), source };
     let learning = learning(config.default_pool()).and_then(|pool| config.to_builder().default_pool(pool).build());
     let learning = learning.map_err(|error| recorded.invalid(error))?;
@@ -50,7 +50,7 @@ pub(super) fn plans(recorded: &Recorded, config: &Config) -> Result<PlanFile, Cl
     }
     for (pool, plans) in learnt {
         for plan in plans {
-            file.add_plan(pool, plan).map_err(|source| contradicts(recorded, source))?;
+            file.add_plan(pool, plan).map_err(|source| draft::contradicts(recorded, source))?;
         }
     }
     Ok(file)
