@@ -10,8 +10,20 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The rooms of the core. Each uses itself and those before it. `lib.rs` comes after all.
-const ROOMS: [&str; 11] =
-    ["types", "sync", "config", "streams", "blocks", "history", "stats", "pointers", "heap", "allocator", "metrics"];
+const ROOMS: [&str; 12] = [
+    "types",
+    "sync",
+    "config",
+    "streams",
+    "blocks",
+    "history",
+    "stats",
+    "pointers",
+    "plans",
+    "heap",
+    "allocator",
+    "metrics",
+];
 
 /// Structs of the core with fields for the whole crate, each with the reason. All others keep their fields in their file.
 const PLAIN_DATA: [(&str, &str); 20] = [
@@ -39,8 +51,9 @@ const PLAIN_DATA: [(&str, &str); 20] = [
 
 const CORE_TOP_MAX: usize = 15;
 const CORE_LINES_MAX: usize = 11_500;
-/// The watchdog and its flight records came with 4,200 lines, offline placement with 800.
-const HOUSE_LINES_MAX: usize = 62_300;
+/// The watchdog and its flight records came with 4,200 lines, offline placement with 1,600, of which exact search
+/// and repeated steps are 900.
+const HOUSE_LINES_MAX: usize = 63_200;
 const HOUSE_CIRCLES_MAX: usize = 4;
 
 /// The files of one crate: path inside of `src`, text.

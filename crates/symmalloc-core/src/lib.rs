@@ -92,7 +92,9 @@ pub mod allocator;
 #[cfg(feature = "metrics")]
 pub mod metrics;
 
-pub use allocator::{Allocator, Retry, SegmentPosition, SharedAllocator, Unread, histories, recording, report};
+pub use allocator::{
+    Allocator, Retry, SegmentPosition, SharedAllocator, StepGuard, Unread, histories, recording, report,
+};
 pub use config::errors::LimitScope;
 pub use config::op::{Op, Record};
 pub use config::size_rules::{SMALL_BYTES_MAX, SizeClass};

@@ -59,7 +59,7 @@
 //! | `streams/` | registered streams, events, captures |
 //! | `backend.rs` | memory and streams together: the core's backend |
 //! | `pools/` | the core's allocator with CUDA's streams, pools as scopes |
-//! | `allocator.rs` | the names by which programs use them |
+//! | `allocator.rs`, `steps.rs` | the names by which programs use them; steps that follow plans |
 //! | `buffers/` | device and pinned buffers, their views, and which streams used them |
 //! | `graphs/`, `metrics.rs` | captures into graphs; statistics |
 //!
@@ -78,6 +78,7 @@ mod memory;
 #[cfg(feature = "metrics")]
 pub mod metrics;
 mod pools;
+mod steps;
 mod streams;
 
 pub use allocator::{CachingAllocator, CudaAllocator};
@@ -88,4 +89,5 @@ pub use device::{CudaDevice, CurrentContext, DeviceFeatures, MemoryInfo};
 pub use error::{CudaError, DriverError, DropError, DropErrors, LoadError};
 pub use graphs::{DeviceGraph, GraphCapture, GraphPool};
 pub use pools::{Pool, StreamAllocator, StreamAllocatorRef};
+pub use steps::Step;
 pub use streams::CaptureWatch;

@@ -26,15 +26,18 @@
 //!   the finished parts is looked for.
 //!
 //! The ideas are those of MiniMalloc (Moffitt, ASPLOS 2023). How long a search takes depends on the preference, by orders of
-//! magnitude and not predictably, so the caller gives each a few steps in turn. A step is a rectangle that is looked at, or a few
-//! sections. Memory: O(n²) at worst, for lists of what is unplaced.
+//! magnitude and not predictably, so the caller gives each a few steps in turn. Memory: O(n²) at worst, some
+//! 50 MiB, for pairs that overlap and lists of what is unplaced.
 
 use crate::problem::Problem;
 use crate::sections::{Run, Sections};
 use std::cmp::Reverse;
 
 /// More rectangles are not searched: they are hardly ever solved, and heuristics do well on them.
-const RECTANGLES_MAX: usize = 4096;
+const RECTANGLES_MAX: usize = 2048;
+
+/// Rectangles, or runs of few sections, that are looked at in the time of a step.
+const LOOKS_PER_STEP: u64 = 4;
 
 /// Which of the rectangles that could go to the same offset is tried first. Each begins with one, and breaks ties with the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,6 +72,7 @@ pub(crate) struct ExactSearch {
     life: Vec<u64>,
     capacity: u64,
     preference: Preference,
+    /// Looks that the search may still take.
     left: u64,
     /// The lowest offset above all placed rectangles that overlap this one. For a placed one its offset.
     low: Vec<u64>,
@@ -143,7 +147,7 @@ impl ExactSearch {
         if rectangles.len() > RECTANGLES_MAX {
             return None;
         }
-        let sections = Sections::new(problem)?;
+        let sections = Sections::new(problem);
         let size: Vec<u64> = rectangles.iter().map(|it| it.size).collect();
         let (mut unplaced, mut bridges) = (vec![0; sections.count()], vec![0; sections.count()]);
         for rectangle in 0..size.len() as u32 {
@@ -177,11 +181,11 @@ impl ExactSearch {
         if self.unplaced.iter().any(|sum| *sum > capacity) {
             return Verdict::Impossible;
         }
-        (self.capacity, self.preference, self.left) = (capacity, preference, *steps);
-        let all = (0..self.size.len() as u32).collect();
-        self.begin_root(all);
+        (self.capacity, self.preference) = (capacity, preference);
+        self.left = steps.saturating_mul(LOOKS_PER_STEP);
+        self.begin_root();
         let verdict = self.run();
-        *steps = self.left;
+        *steps = self.left / LOOKS_PER_STEP;
         self.take_back(0);
         self.nodes.clear();
         self.lists.clear();
@@ -191,7 +195,7 @@ impl ExactSearch {
     }
 
     /// The root has no candidates. Its parts are the times that no rectangle connects.
-    fn begin_root(&mut self, all: Vec<u32>) {
+    fn begin_root(&mut self) {
         let sections = 0..self.sections.count();
         let part = Part { sections: sections.clone(), list: 0..0, least: (0, 0) };
         self.nodes.push(Node {
@@ -203,6 +207,7 @@ impl ExactSearch {
             changes_end: 0,
             is_last: true,
         });
+        let all: Vec<u32> = (0..self.size.len() as u32).collect();
         self.cut(&all, sections.clone(), inner(sections), 0);
     }
 
@@ -313,7 +318,7 @@ impl ExactSearch {
     /// Puts a rectangle at its lowest offset and raises those that overlap it. False if one of them is then too high.
     fn place(&mut self, rectangle: u32) -> bool {
         let overlaps = self.sections.overlaps(rectangle);
-        let steps = overlaps.len() / 4;
+        let looks = overlaps.len() / 4;
         let top = self.low[rectangle as usize] + self.size[rectangle as usize];
         let (mut is_covered, mut fits) = (false, true);
         for &other in overlaps {
@@ -335,7 +340,7 @@ impl ExactSearch {
         self.bridges[inner(self.sections.reach(rectangle))].iter_mut().for_each(|count| *count -= 1);
         self.changes.push(Change::Placed { rectangle });
         self.nodes.last_mut().expect("a node").is_last = !is_covered;
-        self.spend(steps);
+        self.spend(looks);
         fits
     }
 
@@ -357,15 +362,15 @@ impl ExactSearch {
     /// Whether in each section what is unplaced fits between the floor and the capacity. `offset` is the last one.
     fn has_room(&mut self, list: Run, sections: Run, offset: u64) -> bool {
         self.floor[sections.clone()].fill(self.capacity);
-        let mut looked_at = sections.len() + list.len();
+        let mut looks = sections.len() + list.len();
         for ranked in &self.lists[list] {
             let low = self.low[ranked.rectangle as usize];
             for run in self.sections.runs(ranked.rectangle) {
-                looked_at += run.len();
+                looks += run.len();
                 self.floor[run].iter_mut().for_each(|floor| *floor = low.min(*floor));
             }
         }
-        self.spend(looked_at / 16);
+        self.spend(looks / 16);
         let mut floors = self.floor[sections.clone()].iter().zip(&self.unplaced[sections]);
         floors.all(|(floor, unplaced)| *unplaced == 0 || offset.max(*floor) + unplaced <= self.capacity)
     }
@@ -405,12 +410,48 @@ impl ExactSearch {
         })
     }
 
-    fn spend(&mut self, steps: usize) {
-        self.left = self.left.saturating_sub(steps as u64);
+    fn spend(&mut self, looks: usize) {
+        self.left = self.left.saturating_sub(looks as u64);
     }
 }
 
 /// Without the last section.
 fn inner(run: Run) -> Run {
     run.start..run.end.max(1) - 1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::problem::Rectangle;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Each goes through all placements, in another order.
+        #[test]
+        fn preferences_agree_on_the_least_height(
+            rectangles in prop::collection::vec((0..16_u64, 1..=16_u64, 1..9_u64), 1..12),
+        ) {
+            let rectangle = |(lower, life, size)| Rectangle { lower, upper: lower + life, size };
+            let problem = Problem::periodic(16, rectangles.into_iter().map(rectangle).collect()).expect("sane");
+            let mut exact = ExactSearch::new(&problem).expect("few");
+            let least = Preference::ALL.map(|preference| {
+                let placed_below = |capacity| {
+                    let verdict = exact.place_below(capacity, preference, &mut { u64::MAX });
+                    let Verdict::Placed(offsets) = verdict else {
+                        assert_eq!(verdict, Verdict::Impossible);
+                        return None;
+                    };
+                    Some((capacity, offsets))
+                };
+                (0..).find_map(placed_below)
+            });
+            let heights = least.map(|found| {
+                let (capacity, offsets) = found.expect("high enough");
+                crate::check::check(&problem, &offsets, capacity).expect("a placement");
+                capacity
+            });
+            prop_assert_eq!(heights, [heights[0]; 3]);
+        }
+    }
 }

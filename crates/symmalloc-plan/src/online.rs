@@ -4,6 +4,7 @@
 //! its steps has a solution all the same. What lives into the next step of a repeated one lies at the bottom, for the whole step.
 
 use crate::problem::Problem;
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Offsets by place in the problem.
@@ -17,11 +18,12 @@ pub(crate) fn best_fit_by_time(problem: &Problem) -> Vec<u64> {
         offsets[index] = blocks.take(rectangles[index].size);
     }
     let within = || problem.intervals().filter(|it| intervals[it.owner as usize] == 1);
-    let begins = within().map(|it| (it.lower, true, it.owner as usize));
-    let ends = within().map(|it| (it.upper, false, it.owner as usize));
-    let mut changes: Vec<(u64, bool, usize)> = begins.chain(ends).collect();
+    let begins = within().map(|it| (it.lower, true, Reverse(it.upper), it.owner as usize));
+    let ends = within().map(|it| (it.upper, false, Reverse(it.upper), it.owner as usize));
+    // Of those that begin together the longest first, so that those that end together lie together.
+    let mut changes: Vec<(u64, bool, Reverse<u64>, usize)> = begins.chain(ends).collect();
     changes.sort_unstable();
-    for (_, begins, index) in changes {
+    for (_, begins, _, index) in changes {
         let size = rectangles[index].size;
         if begins {
             offsets[index] = blocks.take(size);

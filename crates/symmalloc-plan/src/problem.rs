@@ -135,6 +135,11 @@ impl Problem {
         &self.rectangles
     }
 
+    /// How long the step is, where one is repeated.
+    pub fn period(&self) -> Option<u64> {
+        self.period
+    }
+
     /// The most that is live at any time: no placement has less height.
     pub fn lower_bound(&self) -> u64 {
         self.lower_bound

@@ -11,9 +11,6 @@
 use crate::problem::Problem;
 use std::ops::Range;
 
-/// More pairs of overlapping rectangles than this are not kept: 32 MiB.
-const PAIRS_MAX: usize = 1 << 23;
-
 /// A run of sections.
 pub(crate) type Run = Range<usize>;
 
@@ -29,8 +26,8 @@ pub(crate) struct Sections {
 }
 
 impl Sections {
-    /// `None` when too many pairs overlap.
-    pub(crate) fn new(problem: &Problem) -> Option<Self> {
+    /// Keeps all pairs that overlap, so it is made for few thousand rectangles.
+    pub(crate) fn new(problem: &Problem) -> Self {
         let begins = problem.intervals().map(|it| (it.lower, true, it.owner));
         let ends = problem.intervals().map(|it| (it.upper, false, it.owner));
         let mut changes: Vec<(u64, bool, u32)> = begins.chain(ends).collect();
@@ -41,7 +38,7 @@ impl Sections {
         for (_, begins, owner) in changes {
             let [first, second] = &mut runs[owner as usize];
             if begins {
-                *(if first.is_empty() { &mut *first } else { second }) = count..usize::MAX;
+                *(if first.end == 0 { &mut *first } else { second }) = count..usize::MAX;
                 has_grown = true;
                 continue;
             }
@@ -49,8 +46,8 @@ impl Sections {
             has_grown = false;
             *(if first.end == usize::MAX { &mut first.end } else { &mut second.end }) = count;
         }
-        let (overlaps, begins) = overlaps(&runs, count)?;
-        Some(Sections { count, runs, overlaps, begins })
+        let (overlaps, begins) = overlaps(&runs, count);
+        Sections { count, runs, overlaps, begins }
     }
 
     pub(crate) fn count(&self) -> usize {
@@ -81,15 +78,10 @@ impl Sections {
 }
 
 /// The overlapping ones of each rectangle, and where they begin.
-fn overlaps(runs: &[[Run; 2]], count: usize) -> Option<(Vec<u32>, Vec<usize>)> {
+fn overlaps(runs: &[[Run; 2]], count: usize) -> (Vec<u32>, Vec<usize>) {
     let mut members: Vec<Vec<u32>> = vec![Vec::new(); count];
-    let mut in_sections = 0_usize;
     for (rectangle, own) in (0_u32..).zip(runs) {
         for run in own {
-            in_sections += run.len();
-            if in_sections > PAIRS_MAX {
-                return None;
-            }
             members[run.clone()].iter_mut().for_each(|members| members.push(rectangle));
         }
     }
@@ -104,12 +96,9 @@ fn overlaps(runs: &[[Run; 2]], count: usize) -> Option<(Vec<u32>, Vec<usize>)> {
                 overlaps.push(*other);
             }
         }
-        if overlaps.len() > PAIRS_MAX {
-            return None;
-        }
     }
     begins.push(overlaps.len());
-    Some((overlaps, begins))
+    (overlaps, begins)
 }
 
 #[cfg(test)]
@@ -124,14 +113,14 @@ mod tests {
     #[test]
     fn a_section_is_what_lives_together_and_no_more() {
         let problem = Problem::new(vec![at(0, 4), at(2, 10), at(5, 9)]).expect("sane");
-        let sections = Sections::new(&problem).expect("small");
+        let sections = Sections::new(&problem);
         assert_eq!((sections.count(), sections.runs), (2, vec![[0..1, 0..0], [0..2, 0..0], [1..2, 0..0]]));
     }
 
     #[test]
     fn what_lives_into_the_next_step_has_two_runs_and_reaches_over_all() {
         let problem = Problem::periodic(10, vec![at(8, 12), at(1, 9), at(3, 5), at(6, 7), at(9, 10)]).expect("sane");
-        let sections = Sections::new(&problem).expect("small");
+        let sections = Sections::new(&problem);
         assert_eq!(sections.runs[0], [0..1, 3..5]);
         assert_eq!(sections.reach(0), 0..5);
         assert_eq!((sections.overlaps(0), sections.overlaps(2)), (&[1, 4][..], &[1][..]));

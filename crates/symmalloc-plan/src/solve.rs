@@ -24,7 +24,7 @@ pub struct Steps(pub u64);
 impl Default for Steps {
     /// A few seconds.
     fn default() -> Self {
-        Steps(100_000_000)
+        Steps(200_000_000)
     }
 }
 
@@ -36,7 +36,7 @@ const FIRST_ROUND_STEPS: u64 = 50_000;
 ///
 /// # Determinism
 /// The solution is a function of the problem and the steps, and more steps are never worse. It takes O(n log n) memory for n
-/// rectangles, and some hundred MiB where there are few enough for exact search.
+/// rectangles, and up to 50 MiB where there are few enough for exact search.
 pub fn solve(problem: &Problem, steps: Steps) -> Solution {
     let decoder = Decoder::new(problem);
     let mut search = Search::new(problem, &decoder, steps);
@@ -47,11 +47,10 @@ pub fn solve(problem: &Problem, steps: Steps) -> Solution {
         let mut exact = ExactSearch::new(problem);
         let mut limit = FIRST_ROUND_STEPS;
         while !search.is_over() {
-            let before = search.left;
             if let Some(exact) = &mut exact {
                 search.search_exactly(exact, limit);
             }
-            search.improve(&mut improvement, limit.max(before - search.left));
+            search.improve(&mut improvement, limit);
             limit = limit.saturating_mul(2);
         }
     }
@@ -117,7 +116,7 @@ impl<'a> Search<'a> {
         // Below it heights are ruled out, or not decided in so many steps.
         let mut from = self.least;
         while !self.is_over() && (from == self.least || self.best.height - from > self.best.height / 1024) {
-            let limit = if capacity == self.least { limit } else { limit / 8 };
+            let limit = if capacity == self.least { limit } else { limit / 16 };
             match self.decide(exact, capacity, limit) {
                 Verdict::Placed(offsets) => self.best = self.decoder.by_item(&offsets),
                 Verdict::Impossible => {
@@ -216,5 +215,29 @@ impl Random {
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
         ((u128::from(self.0) * u128::from(bound)) >> 64) as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// 104 rectangles that fill a room completely, shuffled.
+    fn filled() -> Problem {
+        let (problem, _) = Problem::read_csv(include_bytes!("../tests/filled.csv").as_slice()).expect("a table");
+        problem
+    }
+
+    #[test]
+    fn exact_search_solves_what_orders_and_improvement_do_not() {
+        let problem = filled();
+        let decoder = Decoder::new(&problem);
+        let mut heuristics = Search::new(&problem, &decoder, Steps(3_000_000));
+        let orders = orders(&decoder);
+        let best = heuristics.try_orders(&orders);
+        heuristics.improve(&mut Improvement::new(&orders[best]), u64::MAX);
+        assert!(heuristics.best.height > 1_010, "{} is lower than it was", heuristics.best.height);
+        let solution = solve(&problem, Steps(100_000));
+        assert_eq!((solution.height(), solution.is_optimal(), solution.check(&problem)), (1_000, true, Ok(())));
     }
 }

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `memory.rs` | an allocator, and memory from it |
 //! | `pools.rs` | pools, and what holds for all of them: reserve, trim, peers |
+//! | `steps.rs` | steps, and the plans that they follow |
 //! | `reports.rs` | placements, statistics, snapshots, traces |
 //! | `ranks.rs` | ranks compared, windows registered |
 //! | `arguments.rs` | how arguments are checked and answers written |
@@ -16,8 +17,10 @@ mod memory;
 mod pools;
 mod ranks;
 mod reports;
+mod steps;
 
 pub use memory::*;
 pub use pools::*;
 pub use ranks::*;
 pub use reports::*;
+pub use steps::*;

@@ -5,6 +5,7 @@ use crate::status::symmalloc_status;
 use std::io;
 use symmalloc_agreement::AgreementError;
 use symmalloc_core::errors::{AllocateError, FreeError, RecordUseError, TrimError, UnknownError};
+use symmalloc_core::plans::{PlanError, StepError};
 use symmalloc_core::recording::{RecordingError, StartRecordingError};
 use symmalloc_cuda::CudaError;
 use symmalloc_nccl::{AttachError, CommError, SyncError};
@@ -94,6 +95,12 @@ pub(crate) enum Error {
     /// The allocator could not note a use.
     #[error(transparent)]
     RecordUse(#[from] RecordUseError),
+    /// A step is open, or none is.
+    #[error(transparent)]
+    Step(#[from] StepError),
+    /// A plan cannot be adopted or dropped.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
     /// Memory could not go back.
     #[error(transparent)]
     Trim(#[from] TrimError),
@@ -169,6 +176,10 @@ impl Error {
             Error::Recording(RecordingError::Sink { .. }) | Error::StartRecording(_) | Error::Snapshot(_) => {
                 SYMMALLOC_IO
             }
+            Error::Step(StepError::Unknown(error)) | Error::Plan(PlanError::Unknown(error)) => of_unknown(error),
+            Error::Plan(PlanError::Memory(error)) => of_allocation(error),
+            Error::Step(_) | Error::Plan(PlanError::StepOpen { .. }) => SYMMALLOC_INVALID_STATE,
+            Error::Plan(_) => SYMMALLOC_INVALID_SETTINGS,
             Error::Recording(_) => SYMMALLOC_INVALID_STATE,
             Error::Internal { .. } => SYMMALLOC_INTERNAL,
         }

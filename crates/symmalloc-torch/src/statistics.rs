@@ -10,6 +10,8 @@
 //! | `num_alloc_retries`, `num_ooms` | allocations that were tried again, and that failed |
 //! | `num_device_alloc`, `num_device_free` | births and deaths of segments |
 //!
+//! `steps` counts steps and how far they followed plans; PyTorch has nothing like it.
+//!
 //! The peaks of `allocated_bytes`, `active_bytes` (`.all`, of the total) and `reserved_bytes` are true ones; where threads free at
 //! a new peak, the former two may count what is being freed. Where `peaks_are_sums`, the others are sums of the heaps' peaks,
 //! which need not have been at the same time: upper bounds.
@@ -104,6 +106,15 @@ fn nested(stats: &MemoryStats) -> Map<String, Value> {
         "inactive_split_bytes": { "all": { "current": free_bytes } },
         "num_device_alloc": stats.segments_born,
         "num_device_free": dead,
+        "steps": {
+            "ended": stats.steps.steps,
+            "followed": stats.steps.followed,
+            "allocations": stats.steps.allocations,
+            "planned": stats.steps.planned,
+            "plans": stats.steps.plans,
+            "adoptions": stats.steps.adoptions,
+            "plan_bytes": stats.steps.plan_bytes,
+        },
         "largest_free_bytes": stats.largest_free_bytes,
         "retired_bytes": stats.retired_bytes,
         "peaks_are_sums": !stats.peaks_are_exact,

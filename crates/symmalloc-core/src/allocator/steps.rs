@@ -129,8 +129,9 @@ impl<B: Backend, L: Lock> StepGuard<'_, B, L> {
     /// # Errors
     /// When the step was ended, or its pool destroyed, meanwhile.
     pub fn end(self) -> Result<StepReport, StepError> {
-        self.allocator.end_step(self.pool)
-        // Dropped after this: no step is open any more, which the drop does not mind.
+        let (allocator, pool) = (self.allocator, self.pool);
+        std::mem::forget(self);
+        allocator.end_step(pool)
     }
 }
 

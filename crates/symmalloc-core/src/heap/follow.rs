@@ -16,20 +16,19 @@
 //!
 //! Frees are not compared. A place that is free too early does no harm, and one that is not free when its turn comes is a
 //! difference. Who used a place is waited for by whoever takes what overlaps it: the plan knows who was last at each offset
-//! ([`Schedule`](crate::plans::schedule::Schedule)), as long as steps of it follow each other. After another step, each stream of
+//! ([`Schedule`]), as long as steps of it follow each other. After another step, each stream of
 //! the plan waits for all places before the first request, and what is live still from then is looked at by each request.
 
 use super::obtain::fresh;
 use super::view::BlockView;
 use super::{Context, Heap, Shortage};
-use crate::blocks::table::{Block, BlockState, Slot};
+use crate::blocks::table::{Block, BlockState, NONE, Slot};
 use crate::config::{PlanPolicy, StreamPolicy};
 use crate::history::digest::{Mark, op_word};
 use crate::plans::error::PlanError;
 use crate::plans::follower::{Follower, PlanMemory, Watch};
 use crate::plans::plan::{Plan, StepAllocation};
 use crate::plans::report::{DifferenceCause, StepReport, StepStats};
-use crate::plans::schedule::{Place, Schedule};
 use crate::streams::fences::{Fence, FenceSetId, Fences};
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, BackendError};
@@ -39,7 +38,7 @@ use crate::types::units::{Units, bytes};
 use smallvec::SmallVec;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use symmalloc_plan::Steps;
+use symmalloc_plan::{Place, Schedule, Steps};
 
 /// How long the search for a learned plan may take: steps in proportion to what is planned, a few seconds for 50,000 allocations.
 fn learning_budget(allocations: usize) -> Steps {
@@ -65,7 +64,7 @@ impl PreparedPlans {
 
 impl<L: Lock> Heap<L> {
     /// Allocates while the requests of a step are compared with a plan, or logged.
-    #[inline(never)]
+    #[inline(always)]
     pub(super) fn allocate_in_step<B: Backend>(
         &mut self,
         context: &Context<B, L>,
@@ -74,29 +73,25 @@ impl<L: Lock> Heap<L> {
     ) -> Result<Allocation, Box<Shortage>> {
         let op = op_word(Mark::Allocate, stream, requested);
         let blocks = self.table.blocks();
-        if let Some(follower) = &mut self.follower
-            && let Some(places) = follower.course().places_if(op)
-            && let Some(slot) = places.first().copied()
-            && places.iter().all(|place| blocks[*place as usize].is_ready_for(stream))
+        if let Some((slot, earlier)) = self.course.next_if(op)
+            && earlier.iter().all(|place| blocks[*place as usize].is_ready_for(stream))
+            && self.table.find(slot).is_some_and(|place| place.is_ready_for(stream))
         {
-            let count = places.len();
-            if follower.late().is_empty() {
-                follower.course().advance(count);
-                return Ok(self.take_place(slot, stream, requested));
-            }
+            let count = earlier.len();
+            self.course.advance(count);
+            return Ok(self.take_place(slot, stream, requested));
         }
         self.allocate_with_care(context, stream, requested)
     }
 
-    /// The place that is next in the plan is free, and its stream waits for all that used it.
+    /// A place that is free, and whose users the stream waits for, becomes an allocation.
     #[inline(always)]
     fn take_place(&mut self, slot: Slot, stream: StreamId, requested: u64) -> Allocation {
         let serial = self.serials.next();
         let block = self.table.block_mut(slot);
         block.state = BlockState::Allocated { stream, requested, serial };
-        let Block { segment, location, size, .. } = *block;
-        self.planned_live += size;
-        self.announce(slot, serial, (segment, location, size), stream, requested)
+        let Block { location, size, .. } = *block;
+        self.announce(slot, serial, (self.course.base(), location, size), stream, requested)
     }
 
     /// Allocates in a step what does not simply follow the plan: something is to be waited for, is placed the ordinary way, logged, or
@@ -112,51 +107,47 @@ impl<L: Lock> Heap<L> {
         if self.watch == Watch::Learn {
             let allocation = self.allocate_anywhere(context, stream, requested)?;
             if let Some(follower) = &mut self.follower {
-                follower.learner().note_allocation(stream, requested, allocation.handle.slot());
+                follower.learner().note_allocation((stream, requested), allocation.handle.slot());
             }
             return Ok(allocation);
         }
-        let follower = self.follower.as_deref_mut().expect("a plan is followed");
         let op = op_word(Mark::Allocate, stream, requested);
-        let Some(places) = follower.course().places_if(op).map(<[Slot]>::to_vec) else {
-            let cause = follower.other_request((stream, requested));
+        let Some((slot, mut before)) = self.course.expected_if(op) else {
+            let follower = self.follower.as_deref().expect("a plan is followed");
+            let cause = follower.other_request(self.course.number(), (stream, requested));
             self.differ(cause);
             return self.allocate_anywhere(context, stream, requested);
         };
-        let planned = match places.first() {
-            None => None,
-            Some(slot) => match self.wait_for_place(context, &places, stream)? {
-                None => Some(*slot),
-                Some(taken) => {
-                    self.differ(DifferenceCause::Occupied { offset_bytes: taken });
-                    return self.allocate_anywhere(context, stream, requested);
-                }
-            },
+        let earlier = before.len();
+        let allocation = if slot == NONE {
+            self.allocate_anywhere(context, stream, requested)?
+        } else {
+            before.push(slot);
+            if let Some(taken) = self.wait_for_place(context, slot, before, stream)? {
+                self.differ(DifferenceCause::Occupied { offset_bytes: taken });
+                return self.allocate_anywhere(context, stream, requested);
+            }
+            self.take_place(slot, stream, requested)
         };
-        let allocation = match planned {
-            Some(slot) => self.take_place(slot, stream, requested),
-            None => self.allocate_anywhere(context, stream, requested)?,
-        };
-        self.follower.as_deref_mut().expect("it is followed still").course().advance(places.len());
+        self.course.advance(earlier);
         Ok(allocation)
     }
 
-    /// Orders a stream behind all that used a place, which leads these, or what overlaps it. Returns where what overlaps it is not
-    /// free, in bytes of the plan memory.
+    /// Orders a stream behind all that used a place, which are the users of these and of what overlaps it from before the step. Returns
+    /// where one of them is not free, in bytes of the plan memory.
     fn wait_for_place<B: Backend>(
         &mut self,
         context: &Context<B, L>,
-        places: &[Slot],
+        place: Slot,
+        mut before: Vec<Slot>,
         stream: StreamId,
     ) -> Result<Option<u64>, Box<Shortage>> {
-        let follower = self.follower.as_deref().expect("a plan is followed");
-        let place = self.table.block(places[0]);
+        let (offset, end) = (self.table.block(place).offset(), self.table.block(place).end());
         let overlaps = |slot: &&Slot| {
             let late = self.table.block(**slot);
-            late.offset() < place.end() && place.offset() < late.end()
+            late.offset() < end && offset < late.end()
         };
-        let mut before = places.to_vec();
-        before.extend(follower.late().iter().filter(overlaps));
+        before.extend(self.follower.as_deref().map_or(&[][..], Follower::late).iter().filter(overlaps));
         if let Some(taken) = before.iter().find(|slot| !self.table.block(**slot).is_free()) {
             let memory = self.plan_memory().map_or(0, |memory| self.table.block(memory).offset());
             return Ok(Some(bytes(self.table.block(*taken).offset() - memory)));
@@ -164,7 +155,7 @@ impl<L: Lock> Heap<L> {
         for slot in before {
             self.wait_for_earlier_users(context, slot, stream).map_err(Shortage::Fence)?;
         }
-        let fences = std::mem::replace(&mut self.table.block_mut(places[0]).fences, FenceSetId::EMPTY);
+        let fences = std::mem::replace(&mut self.table.block_mut(place).fences, FenceSetId::EMPTY);
         self.fences.clear(fences);
         self.recycle_spent(context);
         Ok(None)
@@ -183,7 +174,7 @@ impl<L: Lock> Heap<L> {
     fn differ(&mut self, cause: DifferenceCause) {
         self.watch = Watch::Nothing;
         let Some(follower) = self.follower.as_deref_mut() else { return };
-        let difference = follower.differ(cause);
+        let difference = follower.differ(self.course.number(), cause);
         self.fold(op_word(Mark::Differ, StreamId(0), 0), difference.number.into());
         let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
         tracing::warn!(name: "plan.differs", target: "symmalloc", pool, stream, %difference);
@@ -197,17 +188,14 @@ impl<L: Lock> Heap<L> {
         let allocations = self.usage.allocations_made();
         let learns = self.config.plan() == PlanPolicy::Learn;
         let follower = self.follower.get_or_insert_default();
-        self.watch = follower.begin(key, learns, allocations);
+        (self.watch, self.course) = follower.begin(key, learns, allocations);
         self.logs_frees = self.watch == Watch::Learn;
         if self.watch != Watch::Plan {
             return;
         }
-        if self.planned_live > 0
-            && let Some(memory) = follower.memory()
-        {
-            let places = memory.places.clone();
-            follower.note_live(places.into_iter().filter(|slot| !self.table.block(*slot).is_free()));
-        }
+        let live = |slot: &Slot| !self.table.block(*slot).is_free();
+        let has_late = follower.note_live(live);
+        self.course.set_late(has_late);
         if !follower.is_continued()
             && let Err(error) = self.wait_for_all_places(context)
         {
@@ -234,14 +222,16 @@ impl<L: Lock> Heap<L> {
     pub(crate) fn end_step<B: Backend>(&mut self, context: &Context<B, L>, key: u64) -> StepReport {
         let allocations = self.usage.allocations_made();
         let Some(follower) = self.follower.as_deref_mut() else { return StepReport::default() };
-        let (mut report, learned) = follower.end(self.watch, allocations);
+        let (mut report, learned) = follower.end(self.watch, std::mem::take(&mut self.course), allocations);
         self.watch = Watch::Nothing;
         if self.has_history() {
             self.fold(op_word(Mark::EndStep, StreamId(0), 0), report.planned);
         }
-        if let Some(wanted) = learned
-            && !wanted.is_empty()
+        if let Some(learned) = learned
+            && !learned.is_empty()
         {
+            let allocation = |((stream, requested_bytes), until)| StepAllocation { stream, requested_bytes, until };
+            let wanted = learned.into_iter().map(allocation).collect();
             self.adopt_learned(context, key, wanted);
             report.plan_bytes = self.plan_bytes();
         }
@@ -313,8 +303,8 @@ impl<L: Lock> Heap<L> {
                 return Err(PlanError::Streams { pool: self.identity.pool, stream: plan.stream() });
             }
             streams.extend(plan.allocations().iter().map(|planned| planned.wanted.stream));
-            let schedule = Schedule::new(&plan, &self.rules)?;
-            size = schedule.places.iter().map(|place| place.offset + place.size).fold(size, Units::max);
+            let schedule = plan.schedule(&self.rules)?;
+            size = schedule.places().iter().map(|place| place.offset + place.size).fold(size, Units::max);
             prepared.push((plan, schedule));
         }
         streams.sort_unstable();
@@ -360,12 +350,13 @@ impl<L: Lock> Heap<L> {
             slot
         };
         let mut slots = BTreeMap::new();
-        for Place { offset, size } in plans.iter().flat_map(|(_, schedule)| &schedule.places).copied() {
+        for Place { offset, size } in plans.iter().flat_map(|(_, schedule)| schedule.places()).copied() {
             let add = || self.table.add_place(memory, offset, size, fresh(streams[0]));
             slots.entry(Place { offset, size }).or_insert_with(add);
         }
         let places = slots.values().copied().collect();
-        let memory = PlanMemory { block: memory, places, streams: streams.clone() };
+        let base = self.table.segment(self.table.block(memory).segment).range.base;
+        let memory = PlanMemory { block: memory, base, places, streams: streams.clone() };
         self.follower.get_or_insert_default().install(plans, &slots, memory, bytes(size));
         self.recycle_spent(context);
         Ok(())
@@ -405,7 +396,6 @@ impl<L: Lock> Heap<L> {
             self.table.block_mut(piece).fences = self.fences.insert(fences.clone());
             self.put_back(piece);
         }
-        self.planned_live = 0;
         self.recycle_spent(context);
     }
 
@@ -442,11 +432,6 @@ impl<L: Lock> Heap<L> {
     /// Bytes of memory that plans place in.
     pub(crate) fn plan_bytes(&self) -> u64 {
         self.follower.as_deref().map_or(0, Follower::memory_bytes)
-    }
-
-    /// Bytes of that memory that nothing live lies in.
-    pub(super) fn idle_plan_bytes(&self) -> u64 {
-        self.plan_bytes().saturating_sub(bytes(self.planned_live))
     }
 
     pub(crate) fn step_stats(&self) -> StepStats {

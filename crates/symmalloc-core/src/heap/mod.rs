@@ -36,6 +36,7 @@ use crate::history::digest::{Digest, Mark, op_word, placement_word};
 use crate::history::journal::{Journal, ProgramOrder};
 use crate::history::names::Names;
 use crate::history::segment_log::SegmentLog;
+use crate::plans::course::Course;
 use crate::plans::follower::{Follower, Watch};
 use crate::pointers::{PointerMap, SegmentDirectory};
 use crate::stats::budget::{Budget, Budgets, LimitMet};
@@ -135,8 +136,8 @@ pub(crate) struct Heap<L: Lock> {
     watch: Watch,
     /// Whether frees are logged, to learn a plan.
     logs_frees: bool,
-    /// What is live at places of plans.
-    planned_live: Units,
+    /// Lent by the plan that is followed, and of nothing while none is.
+    course: Course,
     /// Its plans, and the step; made at the first step or plan.
     follower: Option<Box<Follower>>,
 }
@@ -188,7 +189,7 @@ impl<L: Lock> Heap<L> {
             journal: None,
             watch: Watch::Nothing,
             logs_frees: false,
-            planned_live: 0,
+            course: Course::default(),
             follower: None,
             config,
         }
@@ -292,16 +293,17 @@ impl<L: Lock> Heap<L> {
             free
         };
         let Block { segment, location, size, .. } = tiling.blocks()[slot as usize];
-        self.announce(slot, serial, (segment, location, size), stream, requested)
+        let base = self.table.segment(segment).range.base;
+        self.announce(slot, serial, (base, location, size), stream, requested)
     }
 
-    /// A block is an allocation now: counts it, folds the decision, and tells where it is.
+    /// A block of the segment with this base is an allocation now: counts it, folds the decision, and tells where it is.
     #[inline(always)]
     fn announce(
         &mut self,
         slot: Slot,
         serial: NonZeroU64,
-        (segment, location, size): (u32, Location, Units),
+        (base, location, size): (DeviceAddress, Location, Units),
         stream: StreamId,
         requested: u64,
     ) -> Allocation {
@@ -310,7 +312,7 @@ impl<L: Lock> Heap<L> {
         self.note_pointer(slot);
         Allocation {
             handle: self.handle(slot, serial),
-            address: self.table.address_at(segment, location),
+            address: base.plus(bytes(location.offset())),
             placement: location.placement(),
             size_bytes: bytes(size),
         }
@@ -397,9 +399,7 @@ impl<L: Lock> Heap<L> {
         if is_mapped && let Some(pointers) = &mut self.pointers {
             pointers.take(self.table.address_at(segment, location));
         }
-        if is_place {
-            self.planned_live -= size;
-        } else {
+        if !is_place {
             if self.logs_frees {
                 self.log_free(slot);
             }

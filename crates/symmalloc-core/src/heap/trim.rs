@@ -73,7 +73,9 @@ impl<L: Lock> Heap<L> {
     #[inline]
     pub(crate) fn release_above_threshold<B: Backend>(&mut self, context: &Context<B, L>) -> Option<BackendError> {
         let threshold_bytes = self.config.release_threshold_bytes()?;
-        if self.mapped_bytes - self.usage.allocated_bytes() - self.idle_plan_bytes() <= threshold_bytes {
+        // The memory of plans is not free. What is live in it counts twice, so that a step gives back too little rather than too much.
+        let in_use_bytes = self.usage.allocated_bytes() + self.plan_bytes();
+        if self.mapped_bytes.saturating_sub(in_use_bytes) <= threshold_bytes {
             return None;
         }
         self.trim(context, TrimGoal::Everything).err().map(|failure| failure.error)

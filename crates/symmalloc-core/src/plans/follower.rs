@@ -12,15 +12,19 @@
 //! All plans of a heap place in the same memory, one block of it. A place has a slot of the block table for as long as there are plans.
 //! It is in no segment's ring, so it has no neighbours: that is how a place is told from a block.
 
-use super::learner::Learner;
-use super::plan::{Plan, StepAllocation};
+use super::course::Course;
+use super::plan::Plan;
 use super::report::{DifferenceCause, StepDifference, StepReport, StepStats};
-use super::schedule::{Expected, Place, Schedule};
 use crate::blocks::table::Slot;
+use crate::types::backend::DeviceAddress;
 use crate::types::ids::StreamId;
 use smallvec::SmallVec;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use symmalloc_plan::{Lived, Place, Schedule, StepLearner};
+
+/// What is asked for: a stream and bytes.
+type Request = (StreamId, u64);
 
 /// Steps of one key in a row that may differ before a heap that learns learns them anew.
 const DIFFERENCES_MAX: u32 = 2;
@@ -37,54 +41,11 @@ pub(crate) enum Watch {
     Learn,
 }
 
-/// What a plan expects, and how far a step has come in it.
-#[derive(Debug, Default)]
-pub(crate) struct Course {
-    expected: Vec<Expected>,
-    /// Slots of places: those of one allocation side by side, its own one first. See [`Schedule`].
-    places_of: Vec<Slot>,
-    /// The number of the next allocation, and where its places begin.
-    next: usize,
-    places_from: usize,
-}
-
-impl Course {
-    /// The places of the next allocation, if it is expected to ask for this: its own one, then those that were there before. None
-    /// when it is placed the ordinary way. In a step that follows no plan nothing is expected.
-    #[inline(always)]
-    pub(crate) fn places_if(&self, op: u64) -> Option<&[Slot]> {
-        let expected = self.expected.get(self.next)?;
-        if expected.op == op { self.places_of.get(self.places_from..expected.places_end as usize) } else { None }
-    }
-
-    /// Goes on to the next allocation. This one has so many places.
-    #[inline(always)]
-    pub(crate) fn advance(&mut self, places: usize) {
-        self.next += 1;
-        self.places_from += places;
-    }
-
-    fn is_at_end(&self) -> bool {
-        self.next == self.expected.len()
-    }
-
-    fn rewind(&mut self) {
-        (self.next, self.places_from) = (0, 0);
-    }
-
-    /// How many allocations so far have a place.
-    fn planned(&self) -> u64 {
-        let ends = |number: usize| self.expected[number].places_end;
-        let begins = |number: usize| if number == 0 { 0 } else { ends(number - 1) };
-        (0..self.next).filter(|number| ends(*number) > begins(*number)).count() as u64
-    }
-}
-
 /// A plan that is adopted.
 #[derive(Debug)]
 struct Adopted {
     plan: Arc<Plan>,
-    /// Lent to the follower while a step follows it.
+    /// Lent to the heap while a step follows it.
     course: Course,
     /// Slots of places of what lives on in the next step, ascending.
     carried: Vec<Slot>,
@@ -97,6 +58,8 @@ struct Adopted {
 pub(crate) struct PlanMemory {
     /// Its block, which is in the segment's ring.
     pub(crate) block: Slot,
+    /// The base of its segment.
+    pub(crate) base: DeviceAddress,
     /// The slots of all places.
     pub(crate) places: Vec<Slot>,
     /// Streams that plans allocate for, ascending.
@@ -112,8 +75,6 @@ pub(crate) struct Follower {
     memory_bytes: u64,
     /// The plan of the step; `None` when no plan has its key.
     current: Option<usize>,
-    /// That of the plan that is followed; of nothing while none is.
-    course: Course,
     /// The plan that the last step followed to its end. Only then does a plan know who was last at each offset.
     last_whole: Option<usize>,
     /// Slots of places that were live when the step began, which the plan does not expect.
@@ -121,25 +82,20 @@ pub(crate) struct Follower {
     difference: Option<StepDifference>,
     /// Allocations of the heap before the step.
     allocations_before: u64,
-    learner: Learner,
+    learner: StepLearner<Request>,
     /// Keys for which a plan was learned that could not be adopted.
     given_up: BTreeSet<u64>,
     stats: StepStats,
 }
 
 impl Follower {
-    #[inline(always)]
-    pub(crate) fn course(&mut self) -> &mut Course {
-        &mut self.course
-    }
-
     /// Slots of places that were live when the step began, which the plan does not expect.
     #[inline(always)]
     pub(crate) fn late(&self) -> &[Slot] {
         &self.late
     }
 
-    pub(crate) fn learner(&mut self) -> &mut Learner {
+    pub(crate) fn learner(&mut self) -> &mut StepLearner<Request> {
         &mut self.learner
     }
 
@@ -152,16 +108,16 @@ impl Follower {
         self.memory_bytes
     }
 
-    /// What was asked for when the plan expected something else.
-    pub(crate) fn other_request(&self, requested: (StreamId, u64)) -> DifferenceCause {
+    /// What was asked for when the plan expected something else for the allocation with this number.
+    pub(crate) fn other_request(&self, number: u32, requested: (StreamId, u64)) -> DifferenceCause {
         let plan = self.current.map(|current| &self.plans[current].plan);
-        let planned = plan.and_then(|plan| plan.allocations().get(self.course.next));
+        let planned = plan.and_then(|plan| plan.allocations().get(number as usize));
         let planned = planned.map(|planned| (planned.wanted.stream, planned.wanted.requested_bytes));
         DifferenceCause::Request { planned, requested }
     }
 
-    /// A step begins. Says what is to be done with its requests.
-    pub(crate) fn begin(&mut self, key: u64, learns: bool, allocations: u64) -> Watch {
+    /// A step begins. Says what is to be done with its requests, and lends what they are compared with.
+    pub(crate) fn begin(&mut self, key: u64, learns: bool, allocations: u64) -> (Watch, Course) {
         self.difference = None;
         self.allocations_before = allocations;
         self.late.clear();
@@ -170,12 +126,13 @@ impl Follower {
         let is_good = self.current.is_some_and(|at| self.plans[at].differences < DIFFERENCES_MAX);
         if learns && !is_good && !self.given_up.contains(&key) {
             self.learner.begin(key);
-            return Watch::Learn;
+            return (Watch::Learn, Course::default());
         }
         self.learner.pause();
-        let Some(current) = self.current else { return Watch::Nothing };
-        self.course = std::mem::take(&mut self.plans[current].course);
-        Watch::Plan
+        match self.current {
+            Some(current) => (Watch::Plan, std::mem::take(&mut self.plans[current].course)),
+            None => (Watch::Nothing, Course::default()),
+        }
     }
 
     /// Whether the step before followed the same plan to its end.
@@ -183,39 +140,46 @@ impl Follower {
         self.last_whole.is_some()
     }
 
-    /// These places are live as the step begins.
-    pub(crate) fn note_live(&mut self, live: impl Iterator<Item = Slot>) {
-        let carried = self.current.map_or(&[][..], |current| &self.plans[current].carried);
-        self.late.extend(live.filter(|slot| carried.binary_search(slot).is_err()));
+    /// The step begins with these places live. Returns whether the plan does not expect some of them.
+    pub(crate) fn note_live(&mut self, is_live: impl Fn(&Slot) -> bool) -> bool {
+        let (Some(current), Some(memory)) = (self.current, &self.memory) else { return false };
+        let carried = &self.plans[current].carried;
+        let late = memory.places.iter().filter(|slot| is_live(slot) && carried.binary_search(slot).is_err());
+        self.late.extend(late);
+        !self.late.is_empty()
     }
 
-    /// The step differs from its plan here.
-    pub(crate) fn differ(&mut self, cause: DifferenceCause) -> StepDifference {
-        let difference = StepDifference { number: self.course.next as u32, cause };
+    /// The step differs from its plan at the allocation with this number.
+    pub(crate) fn differ(&mut self, number: u32, cause: DifferenceCause) -> StepDifference {
+        let difference = StepDifference { number, cause };
         (self.difference, self.last_whole) = (Some(difference), None);
         difference
     }
 
-    /// The step ends. Says what became of it, and what is to be planned now for its key.
-    pub(crate) fn end(&mut self, watch: Watch, allocations: u64) -> (StepReport, Option<Vec<StepAllocation>>) {
+    /// The step ends, and gives back what it was lent. Says what became of it, and what is to be planned now for its key.
+    pub(crate) fn end(
+        &mut self,
+        watch: Watch,
+        mut course: Course,
+        allocations: u64,
+    ) -> (StepReport, Option<Vec<Lived<Request>>>) {
         if watch == Watch::Plan {
             self.last_whole = self.current;
-            if !self.course.is_at_end() {
-                self.differ(DifferenceCause::Ended);
+            if !course.is_at_end() {
+                self.differ(course.number(), DifferenceCause::Ended);
             }
         }
         let is_followed = watch == Watch::Plan && self.difference.is_none();
         let report = StepReport {
             allocations: allocations - self.allocations_before,
-            planned: self.course.planned(),
+            planned: course.planned(),
             difference: self.difference,
             plan_bytes: self.memory_bytes,
         };
-        let mut course = std::mem::take(&mut self.course);
         if let Some(current) = self.current {
             let adopted = &mut self.plans[current];
             adopted.differences = if is_followed { 0 } else { adopted.differences.saturating_add(1) };
-            if !course.expected.is_empty() {
+            if watch == Watch::Plan || self.difference.is_some() {
                 course.rewind();
                 adopted.course = course;
             }
@@ -245,12 +209,11 @@ impl Follower {
         memory: PlanMemory,
         memory_bytes: u64,
     ) {
-        for (plan, Schedule { places, expected, places_of, carried }) in plans {
-            let slot_of = |place: &u32| slots[&places[*place as usize]];
-            let mut carried: Vec<Slot> = carried.iter().map(slot_of).collect();
+        for (plan, schedule) in plans {
+            let slot_of = |place: &u32| slots[&schedule.places()[*place as usize]];
+            let mut carried: Vec<Slot> = schedule.carried().iter().map(slot_of).collect();
             carried.sort_unstable();
-            let places_of = places_of.iter().map(slot_of).collect();
-            let course = Course { expected: expected.clone(), places_of, next: 0, places_from: 0 };
+            let course = Course::new(plan, schedule, slot_of, memory.base);
             self.plans.push(Adopted { plan: Arc::clone(plan), course, carried, differences: 0 });
         }
         (self.memory, self.memory_bytes) = (Some(memory), memory_bytes);
@@ -260,7 +223,6 @@ impl Follower {
     /// Gives all plans up. The slots of their places are the caller's.
     pub(crate) fn clear(&mut self) -> Option<PlanMemory> {
         self.plans.clear();
-        self.course = Course::default();
         (self.current, self.last_whole, self.memory_bytes) = (None, None, 0);
         self.memory.take()
     }

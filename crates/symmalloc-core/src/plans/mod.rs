@@ -34,12 +34,11 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+pub(crate) mod course;
 pub(crate) mod error;
 pub(crate) mod follower;
-pub(crate) mod learner;
 pub(crate) mod plan;
 pub(crate) mod report;
-pub(crate) mod schedule;
 
 pub use error::{PlanError, StepError};
 pub use plan::{ALLOCATIONS_MAX, Plan, PlannedAllocation, StepAllocation};

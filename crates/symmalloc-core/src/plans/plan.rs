@@ -19,8 +19,8 @@ use crate::config::PoolConfig;
 use crate::config::size_rules::SizeRules;
 use crate::history::digest::{Digest, Mark, op_word};
 use crate::types::ids::StreamId;
-use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, Units, bytes, units};
-use symmalloc_plan::{Problem, Rectangle, Steps, solve};
+use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, bytes, units};
+use symmalloc_plan::{Overlap, Place, PlacedAllocation, Problem, Rectangle, Schedule, Steps, solve};
 
 /// The most allocations that a step of a plan may make.
 pub const ALLOCATIONS_MAX: usize = 1 << 24;
@@ -142,16 +142,17 @@ impl Plan {
             .filter_map(|it| Some(it.offset_bytes? + bytes(rules.block_size(it.wanted.requested_bytes))))
     }
 
-    /// Offset and size of an allocation's place, in units; `None` for one that is placed the ordinary way.
-    pub(super) fn place(&self, number: usize, rules: &SizeRules) -> Option<(Units, Units)> {
-        let PlannedAllocation { wanted, offset_bytes } = self.allocations[number];
-        Some((units(offset_bytes?), rules.block_size(wanted.requested_bytes)))
-    }
-
-    /// The most that any place reaches, in units; `None` when that is more than a segment can have.
-    pub(super) fn end(&self, rules: &SizeRules) -> Option<Units> {
-        let end = self.ends(rules).max().unwrap_or(0);
-        (end <= SEGMENT_BYTES_MAX).then(|| units(end))
+    /// The places of the step, for a heap with these rules.
+    pub(crate) fn schedule(&self, rules: &SizeRules) -> Result<Schedule, PlanError> {
+        if self.ends(rules).any(|end| end > SEGMENT_BYTES_MAX) {
+            return Err(PlanError::TooLarge);
+        }
+        let placed = self.allocations.iter().map(|PlannedAllocation { wanted, offset_bytes }| {
+            let place = Place { offset: units((*offset_bytes)?), size: rules.block_size(wanted.requested_bytes) };
+            Some(PlacedAllocation { place, until: wanted.until? })
+        });
+        let overlap = |Overlap { first, second }| PlanError::Overlap { first, second };
+        Schedule::new(&placed.collect::<Vec<_>>()).map_err(overlap)
     }
 
     /// All of it in one number, for the digest of the heap that adopts it.

@@ -22,7 +22,7 @@
 use crate::types::ids::StreamId;
 
 /// A device address.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DeviceAddress(pub u64);
 
 impl DeviceAddress {

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .agreement import assert_aligned
-from .allocator import Allocator, Placement
+from .allocator import Allocator, Placement, StepReport
 from .devices import Device
 from .errors import (
     CudaError,
@@ -38,6 +38,7 @@ from .library import VERSION as __version__
 from .library import library_path, text
 from .naming import named
 from .pool import MemPool, use_mem_pool
+from .steps import Step, last_step, step
 
 if TYPE_CHECKING:
     import torch
@@ -45,9 +46,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Allocator", "CudaError", "Device", "Error", "FileError", "InternalError", "InvalidArgument", "InvalidSettings",
     "InvalidState", "LibraryNotFound", "MemPool", "MisalignedError", "NcclError", "NotInstalled", "OutOfMemory",
-    "Placement", "TorchError", "TransportError", "UnknownPointer", "UnknownPool", "__version__", "allocator",
-    "assert_aligned", "digest", "dump_snapshot", "flight_record", "install", "installed", "library_path", "named", "placement",
-    "snapshot", "start_trace", "stats", "stop_trace", "use_mem_pool",
+    "Placement", "Step", "StepReport", "TorchError", "TransportError", "UnknownPointer", "UnknownPool", "__version__", "allocator",
+    "assert_aligned", "digest", "dump_snapshot", "flight_record", "install", "installed", "last_step", "library_path", "named",
+    "placement", "snapshot", "start_trace", "stats", "step", "stop_trace", "use_mem_pool",
 ]  # fmt: skip
 
 

@@ -11,10 +11,11 @@ from ctypes import byref, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
-from .library import GatherFunction, PlacementStruct, call, data, encoded, text
+from .library import GatherFunction, PlacementStruct, StepReportStruct, call, data, encoded, text
 
 DEFAULT_POOL = 0
 SHARED_STREAMS = 0xFFFF_FFFF
+NOWHERE = 0xFFFF_FFFF_FFFF_FFFF
 
 Gather = Callable[[bytes], bytes]
 """Takes this rank's bytes; returns all ranks' bytes, each as many, in rank order."""
@@ -33,6 +34,19 @@ class Placement:
     size_bytes: int
     """Bytes that may be used: the request, rounded up."""
     requested_bytes: int
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What became of a step."""
+
+    allocations: int
+    planned: int
+    """How many of them went where a plan says."""
+    plan_bytes: int
+    """Bytes of memory that the pool's plans hold."""
+    differs_at: int | None
+    """The number of the first allocation that was not as planned; None when all were, or there is no plan."""
 
 
 class Allocator:
@@ -98,6 +112,24 @@ class Allocator:
     def reserve(self, size_bytes: int, stream: int = 0, pool: int = DEFAULT_POOL) -> None:
         """Obtains memory for later allocations of a pool on a stream. Raises `OutOfMemory`."""
         call("reserve", self._handle, pool, stream, size_bytes)
+
+    def begin_step(self, key: int = 0, pool: int = DEFAULT_POOL) -> None:
+        """A step begins: what the program repeats. Raises `InvalidState` when one is open.
+
+        In a pool with `plan:learn` a step that comes twice alike is planned when it ends, and later ones follow the plan.
+        """
+        call("step_begin", self._handle, pool, key)
+
+    def end_step(self, pool: int = DEFAULT_POOL) -> StepReport:
+        """The step ends. Raises `InvalidState` when none is open."""
+        out = StepReportStruct()
+        call("step_end", self._handle, pool, byref(out))
+        differs_at = None if out.differs_at == NOWHERE else out.differs_at
+        return StepReport(out.allocations, out.planned, out.plan_bytes, differs_at)
+
+    def drop_plans(self, pool: int = DEFAULT_POOL) -> None:
+        """Gives the plans of a pool up. What they placed stays where it is."""
+        call("plans_drop", self._handle, pool)
 
     def trim(self) -> int:
         """Gives free memory back to the device, but not that of graphs in use. Returns how many bytes."""

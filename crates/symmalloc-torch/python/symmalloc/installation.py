@@ -71,6 +71,10 @@ def install(conf: str | None = None, *, trace: str | os.PathLike[str] | None = N
     if statistics:
         pytorch_statistics.teach(torch)
     _installed_with = arguments
+    if _learns(conf):
+        from .steps import follow_optimizers
+
+        follow_optimizers(torch)
 
 
 def installed() -> bool:
@@ -83,6 +87,12 @@ def allocator(device: Device = None) -> Allocator:
     if not installed():
         raise NotInstalled("PyTorch does not use symmalloc: call symmalloc.install() before CUDA is used")
     return Allocator._of_torch(device_index(device))
+
+
+def _learns(conf: str | None) -> bool:
+    """Whether the default pool plans its steps."""
+    settings = os.environ.get("SYMMALLOC_CONF", "") if conf is None else conf
+    return "plan:learn" in settings.replace(" ", "")
 
 
 def _complete(torch: Any) -> None:

@@ -31,6 +31,17 @@ class PlacementStruct(ctypes.Structure):
     ]
 
 
+class StepReportStruct(ctypes.Structure):
+    """symmalloc_step_report in the header."""
+
+    _fields_ = [
+        ("allocations", c_uint64),
+        ("planned", c_uint64),
+        ("plan_bytes", c_uint64),
+        ("differs_at", c_uint64),
+    ]
+
+
 # Calls that return a symmalloc_status.
 CALLS: dict[str, list[Any]] = {
     "create": [c_int32, c_char_p, POINTER(c_void_p)],
@@ -44,6 +55,9 @@ CALLS: dict[str, list[Any]] = {
     "reserve": [c_void_p, c_uint32, c_void_p, c_size_t],
     "trim": [c_void_p, POINTER(c_uint64)],
     "grant_access": [c_void_p, c_int32],
+    "step_begin": [c_void_p, c_uint32, c_uint64],
+    "step_end": [c_void_p, c_uint32, POINTER(StepReportStruct)],
+    "plans_drop": [c_void_p, c_uint32],
     "placement_of": [c_void_p, c_void_p, POINTER(PlacementStruct)],
     "stats_json": [c_void_p, POINTER(c_void_p)],
     "reset_peaks": [c_void_p],

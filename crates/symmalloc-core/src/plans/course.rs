@@ -1,0 +1,109 @@
+//! What a step of a plan expects, request by request, and how far it has come.
+
+use super::plan::Plan;
+use crate::blocks::table::{NONE, Slot};
+use crate::history::digest::{Mark, op_word};
+use crate::types::backend::DeviceAddress;
+use symmalloc_plan::Schedule;
+
+/// What is expected of one allocation.
+#[derive(Clone, Copy, Debug)]
+struct Expected {
+    /// What it asks for, as in a digest.
+    op: u64,
+    /// The slot of its place; [`NONE`] when it is placed the ordinary way.
+    slot: Slot,
+    /// Where the places that were there before end in [`Course::earlier`]. They begin where those of the allocation before end.
+    earlier_end: u32,
+}
+
+/// A plan that can be followed.
+#[derive(Debug, Default)]
+pub(crate) struct Course {
+    expected: Vec<Expected>,
+    /// Slots of places that were there before, those of one allocation side by side.
+    earlier: Vec<Slot>,
+    /// The base of the segment that all places lie in.
+    base: DeviceAddress,
+    /// Numbers of the allocations that are placed the ordinary way, ascending.
+    unplaced: Vec<u32>,
+    /// The number of the next allocation, and where its earlier places begin.
+    next: usize,
+    earlier_from: usize,
+    /// Whether something is live from before the step that the plan does not expect: then the earlier places do not tell all that may
+    /// be in the way.
+    has_late: bool,
+}
+
+impl Course {
+    /// `slot_of` gives the slot of a place by its number in the schedule.
+    pub(crate) fn new(plan: &Plan, schedule: &Schedule, slot_of: impl Fn(&u32) -> Slot, base: DeviceAddress) -> Self {
+        let places = schedule.place_of().iter().zip(schedule.earlier_ends());
+        let expected = plan.allocations().iter().zip(places).map(|(planned, (place, earlier_end))| Expected {
+            op: op_word(Mark::Allocate, planned.wanted.stream, planned.wanted.requested_bytes),
+            slot: place.as_ref().map_or(NONE, &slot_of),
+            earlier_end: *earlier_end,
+        });
+        let unplaced = (0..).zip(schedule.place_of()).filter(|(_, place)| place.is_none()).map(|(number, _)| number);
+        Course {
+            expected: expected.collect(),
+            earlier: schedule.earlier().iter().map(&slot_of).collect(),
+            unplaced: unplaced.collect(),
+            base,
+            ..Course::default()
+        }
+    }
+
+    /// The slot of the next allocation's place, and those of the places that were there before, if it is expected to ask for this, and
+    /// these tell all that may be in the way. [`NONE`] when it is placed the ordinary way. In a step that follows no plan nothing
+    /// is expected.
+    #[inline(always)]
+    pub(crate) fn next_if(&self, op: u64) -> Option<(Slot, &[Slot])> {
+        let expected = self.expected.get(self.next)?;
+        if expected.op != op || self.has_late {
+            return None;
+        }
+        Some((expected.slot, self.earlier.get(self.earlier_from..expected.earlier_end as usize)?))
+    }
+
+    /// As [`next_if`](Self::next_if), whether or not the places tell all.
+    pub(crate) fn expected_if(&self, op: u64) -> Option<(Slot, Vec<Slot>)> {
+        let expected = self.expected.get(self.next).filter(|expected| expected.op == op)?;
+        Some((expected.slot, self.earlier[self.earlier_from..expected.earlier_end as usize].to_vec()))
+    }
+
+    /// The base of the segment that all places lie in.
+    #[inline(always)]
+    pub(crate) fn base(&self) -> DeviceAddress {
+        self.base
+    }
+
+    /// Goes on to the next allocation. This one has so many earlier places.
+    #[inline(always)]
+    pub(crate) fn advance(&mut self, earlier: usize) {
+        self.next += 1;
+        self.earlier_from += earlier;
+    }
+
+    pub(crate) fn set_late(&mut self, has_late: bool) {
+        self.has_late = has_late;
+    }
+
+    /// The number of the next allocation.
+    pub(crate) fn number(&self) -> u32 {
+        self.next as u32
+    }
+
+    pub(crate) fn is_at_end(&self) -> bool {
+        self.next == self.expected.len()
+    }
+
+    pub(crate) fn rewind(&mut self) {
+        (self.next, self.earlier_from, self.has_late) = (0, 0, false);
+    }
+
+    /// How many allocations so far have a place.
+    pub(crate) fn planned(&self) -> u64 {
+        (self.next - self.unplaced.partition_point(|number| *number < self.number())) as u64
+    }
+}

@@ -1,0 +1,197 @@
+//! Learning a step: one that asks for the same twice is worth a plan.
+//!
+//! ```text
+//!  step k      a a f a f ...        logged: what is asked for, and before which allocation it is free
+//!  step k+1    a a f a f ...        logged again, and with it when what step k left alive is freed
+//!                     └──► alike: what was alive longer counts
+//! ```
+//!
+//! What a step leaves alive, and a step of the same key that follows at once frees, is *carried*: it lives in the next step up to
+//! there. What lives longer is no part of the step, and is placed the ordinary way. All of it follows from the ops.
+
+use std::collections::BTreeMap;
+
+/// Keys whose steps are remembered at a time.
+const KEYS_MAX: usize = 64;
+
+/// Allocations of a step that are remembered: a step with more is not learned.
+const ALLOCATIONS_MAX: usize = 1 << 24;
+
+/// An allocation of a step: what was asked for, and the number of the allocation before which it is free, at most one step later;
+/// `None` when it lives longer.
+pub type Lived<R> = (R, Option<u32>);
+
+/// An allocation that was logged and is live.
+#[derive(Clone, Copy, Debug)]
+struct Logged {
+    /// Of the present step, or the last one while none is open; else of the one before.
+    is_newest: bool,
+    number: u32,
+}
+
+/// The steps of one heap, as far as they are remembered. `R` is what an allocation asks for. Live allocations are told apart by
+/// any number that is theirs while they live.
+#[derive(Debug)]
+pub struct StepLearner<R> {
+    /// The last step of each key, without the newest one.
+    steps: BTreeMap<u64, Vec<Lived<R>>>,
+    /// The step that is logged now, or was last.
+    newest: Vec<Lived<R>>,
+    newest_key: u64,
+    /// The key of the step before the newest one, if that is remembered and the newest one's as well.
+    before: Option<u64>,
+    /// What was logged in these two steps and is live.
+    live: BTreeMap<u32, Logged>,
+    is_too_long: bool,
+}
+
+impl<R> Default for StepLearner<R> {
+    fn default() -> Self {
+        StepLearner {
+            steps: BTreeMap::new(),
+            newest: Vec::new(),
+            newest_key: 0,
+            before: None,
+            live: BTreeMap::new(),
+            is_too_long: false,
+        }
+    }
+}
+
+impl<R: Copy + Eq> StepLearner<R> {
+    /// A step begins that is logged. Steps of one key may be alike.
+    pub fn begin(&mut self, key: u64) {
+        self.file();
+        // What a step of another key frees lives too long to be placed by a plan.
+        self.before = self.before.filter(|before| *before == key);
+        (self.newest_key, self.is_too_long) = (key, false);
+    }
+
+    /// From now on nothing is logged, until the next step that is.
+    pub fn pause(&mut self) {
+        self.file();
+        self.before = None;
+        self.live.clear();
+    }
+
+    /// The newest step becomes the last one of its key.
+    fn file(&mut self) {
+        let step = std::mem::take(&mut self.newest);
+        self.live.retain(|_, logged| std::mem::take(&mut logged.is_newest));
+        self.before = None;
+        if !step.is_empty() && (self.steps.len() < KEYS_MAX || self.steps.contains_key(&self.newest_key)) {
+            self.before = Some(self.newest_key);
+            self.steps.insert(self.newest_key, step);
+        }
+    }
+
+    /// An allocation was made in the step.
+    pub fn note_allocation(&mut self, request: R, allocation: u32) {
+        self.is_too_long |= self.newest.len() == ALLOCATIONS_MAX;
+        if !self.is_too_long {
+            self.live.insert(allocation, Logged { is_newest: true, number: self.newest.len() as u32 });
+            self.newest.push((request, None));
+        }
+    }
+
+    /// An allocation was freed, in a step or between two. It need not have been logged.
+    pub fn note_free(&mut self, allocation: u32) {
+        let Some(Logged { is_newest, number }) = self.live.remove(&allocation) else { return };
+        let now = self.newest.len() as u32;
+        if is_newest {
+            self.newest[number as usize].1 = Some(now);
+        } else if let Some(step) = self.before.and_then(|before| self.steps.get_mut(&before)) {
+            step[number as usize].1 = Some(step.len() as u32 + now);
+        }
+    }
+
+    /// The step ends. Returns it when the last step of its key asked for the same: what a plan has to place.
+    pub fn end(&mut self) -> Option<Vec<Lived<R>>> {
+        let before = self.steps.get(&self.newest_key)?;
+        let asks = |lived: &Lived<R>| lived.0;
+        if self.is_too_long || !before.iter().map(asks).eq(self.newest.iter().map(asks)) {
+            return None;
+        }
+        let follows_at_once = self.before == Some(self.newest_key);
+        let count = before.len() as u32;
+        let longer = |(before, newest): (&Lived<R>, &Lived<R>)| {
+            let until = match (before.1, newest.1) {
+                (Some(before), Some(newest)) => Some(before.max(newest)),
+                // Alive at the end: it lives as long as it did last time.
+                (Some(before), None) if before > count || before == count && follows_at_once => Some(before),
+                _ => None,
+            };
+            (before.0, until)
+        };
+        Some(before.iter().zip(&self.newest).map(longer).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A step that asks for 1, 2 and 3, frees 1 behind 2, and what the step before left of 3 behind its first request.
+    fn step(learner: &mut StepLearner<u8>, key: u64, number: u32) -> Option<Vec<Lived<u8>>> {
+        learner.begin(key);
+        learner.note_allocation(1, 10 * number);
+        learner.note_free(10 * (number.wrapping_sub(1)) + 2);
+        learner.note_allocation(2, 10 * number + 1);
+        learner.note_free(10 * number);
+        learner.note_allocation(3, 10 * number + 2);
+        learner.end()
+    }
+
+    #[test]
+    fn a_step_that_comes_twice_is_learned_with_what_it_leaves_for_the_next() {
+        let mut learner = StepLearner::default();
+        assert_eq!(step(&mut learner, 0, 1), None);
+        // The second request is never freed.
+        assert_eq!(step(&mut learner, 0, 2), Some(vec![(1, Some(2)), (2, None), (3, Some(4))]));
+    }
+
+    #[test]
+    fn what_a_step_of_another_key_frees_lives_too_long() {
+        let mut learner = StepLearner::default();
+        step(&mut learner, 0, 1);
+        assert_eq!(step(&mut learner, 1, 2), None);
+        assert_eq!(step(&mut learner, 0, 3), Some(vec![(1, Some(2)), (2, None), (3, None)]));
+    }
+
+    #[test]
+    fn a_step_that_asks_for_something_else_is_not_learned() {
+        let mut learner = StepLearner::default();
+        step(&mut learner, 0, 1);
+        learner.begin(0);
+        learner.note_allocation(9, 20);
+        assert_eq!(learner.end(), None);
+        assert_eq!(step(&mut learner, 0, 3), None);
+        assert!(step(&mut learner, 0, 4).is_some());
+    }
+
+    #[test]
+    fn the_longer_of_two_lives_counts() {
+        let mut learner = StepLearner::default();
+        for frees_early in [true, false] {
+            learner.begin(0);
+            learner.note_allocation(1, 1);
+            if frees_early {
+                learner.note_free(1);
+            }
+            learner.note_allocation(2, 2);
+            learner.note_free(1);
+            learner.note_free(2);
+            let learned = learner.end();
+            assert!(frees_early || learned == Some(vec![(1, Some(2)), (2, Some(2))]));
+        }
+    }
+
+    #[test]
+    fn nothing_is_taken_for_freed_while_the_log_pauses() {
+        let mut learner = StepLearner::default();
+        step(&mut learner, 0, 1);
+        learner.pause();
+        learner.note_free(12);
+        assert_eq!(step(&mut learner, 0, 3), Some(vec![(1, Some(2)), (2, None), (3, None)]));
+    }
+}
