@@ -71,7 +71,7 @@ impl<'a> JobPlan<'a> {
         let jobs = traces.iter().map(|path| read(path)).collect::<Result<Vec<Recorded>, CliError>>()?;
         let reservations = match ReservationPlan::new(&jobs, args) {
             // The plan may fit where what best fit needs does not: that is what it is for.
-            Err(CliError::PlanBeyondLimit { .. }) if args.output.is_some() => None,
+            Err(CliError::PlanBeyondLimit { .. } | CliError::PlanBeyondRange { .. }) if args.output.is_some() => None,
             reservations => Some(reservations?),
         };
         let mut figures = Figures::default();

@@ -60,15 +60,7 @@ impl PlannedJob {
 
     /// Bytes of memory that the plans place in. Those of one heap share it.
     pub(crate) fn memory_bytes(&self) -> u64 {
-        let (mut sum, mut last, mut most) = (0, None, 0);
-        for (pool, plan) in self.file.plans() {
-            let heap = Some((pool, plan.stream()));
-            if last != heap {
-                (sum, last, most) = (sum + most, heap, 0);
-            }
-            most = plan.memory_bytes(self.file.pool_config(pool).expect("it has plans")).max(most);
-        }
-        sum + most
+        draft::heaps(&self.file).values().sum()
     }
 
     pub(crate) fn plan_count(&self) -> usize {
@@ -104,7 +96,7 @@ fn solved(recorded: &Recorded, config: Config) -> Result<PlanFile, CliError> {
         let plan = plan.map_err(|error| refused(recorded, step.pool, error))?;
         file.add_plan(step.pool, plan).map_err(|source| draft::contradicts(recorded, source))?;
     }
-    Ok(file)
+    draft::with_exact_segments(recorded, &file)
 }
 
 fn refused(recorded: &Recorded, pool: PoolId, source: PlanError) -> CliError {

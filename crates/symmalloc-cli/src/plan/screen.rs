@@ -46,8 +46,13 @@ fn figures(args: &PlanArgs, plan: &JobPlan<'_>) -> String {
         online += &format!("; {} requests refused", count(figures.online_refused));
     }
     line("online", figures.online_bytes, &online);
-    let gained = figures.online_bytes.saturating_sub(figures.planned_bytes);
-    line("gained", gained, &format!("{:.1} %", gained as f64 * 100.0 / figures.online_bytes.max(1) as f64));
+    let (word, bytes) = if figures.planned_bytes <= figures.online_bytes {
+        ("gained", figures.online_bytes - figures.planned_bytes)
+    } else {
+        // Heaps that are used one after the other, and pools that come and go, may hold less without a plan.
+        ("lost", figures.planned_bytes - figures.online_bytes)
+    };
+    line(word, bytes, &format!("{:.1} %", bytes as f64 * 100.0 / figures.online_bytes.max(1) as f64));
     let _ = writeln!(
         out,
         "{} of {}, found in {:.1} s and followed by {:.2} % of the allocations",

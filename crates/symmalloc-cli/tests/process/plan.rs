@@ -303,6 +303,40 @@ fn a_plan_fits_where_best_fit_does_not() {
 }
 
 #[test]
+fn a_symmetric_pool_has_one_window_of_the_planned_size() {
+    let folder = Folder::new();
+    let lines = [
+        "config segments:reserved,segment_mb:64,symmetric:true,streams:shared",
+        "stream s0",
+        "stream s1",
+        "a 0 3000000 s0",
+        "a 1 9000000 s1",
+        "f 0",
+        "a 2 3000000 s0",
+    ];
+    let job = folder.trace("job.trace", &lines);
+    let (file, plan) = planned(&folder, &job, "");
+    let text = fs::read_to_string(&file).unwrap();
+    assert!(text.contains("\nconfig segments:reserved,segment_mb:12,"), "{text}");
+    assert_eq!((bytes(&plan, "planned_bytes"), bytes(&plan, "online_bytes")), (12 << 20, 64 << 20));
+    assert_eq!((&plan["waits"], &plan["planned_ops_share"]), (&0.into(), &1.0.into()), "{plan}");
+    let followed = &symmalloc("replay {} --plan {} --json", &[&job, &file]).json(0)[0];
+    assert_eq!((&followed["segment_count"], &followed["efficiency"]), (&1.into(), &plan["efficiency"]), "{followed}");
+}
+
+#[test]
+fn a_plan_that_holds_more_says_so() {
+    let folder = Folder::new();
+    let lines = ["stream s0", "stream s1", "a 0 31457280 s0", "f 0", "trim", "a 1 31457280 s1", "f 1", "trim"];
+    let job = folder.trace("job.trace", &lines);
+    let shared = symmalloc("plan {}", &[&job]).exited(0).stdout.clone();
+    assert!(shared.contains("\ngained            0 B   0.0 %\n"), "{shared}");
+    // A heap each, of which one would be enough at a time.
+    let separate = symmalloc("plan {} --streams separate", &[&job]).exited(0).stdout.clone();
+    assert!(separate.contains("\nlost        30.00 MiB   100.0 %\n"), "{separate}");
+}
+
+#[test]
 fn a_job_in_which_nothing_repeats_has_no_plan_to_write() {
     let folder = Folder::new();
     let job = folder.trace("job.trace", &["stream s0", "a 0 0 s0", "f 0"]);
