@@ -6,6 +6,7 @@
 use crate::checker::{compare_at, decisions};
 use crate::generate::Scenario;
 use std::num::{NonZeroU32, NonZeroUsize};
+use std::path::Path;
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::lock::{Exclusive, Shared};
 use symmalloc_core::plans::{Plan, PlanError};
@@ -16,6 +17,7 @@ use symmalloc_sim::job::{JobPlan, simulate, story};
 use symmalloc_sim::{Delays, SimBackend};
 use symmalloc_trace::replay::Program;
 use symmalloc_trace::{TraceReader, TraceWriter, layout, plan};
+use symmalloc_watchdog::{CommunicatorRecord, Finding, Findings, FlightRecord};
 
 /// Takes any bytes, and panics when something is wrong. Returns how many ops it carried out, or read.
 pub type Target = fn(&[u8]) -> u64;
@@ -24,7 +26,7 @@ pub type Target = fn(&[u8]) -> u64;
 const LOOK_EVERY: usize = 16;
 
 /// Name and function of every target.
-pub const TARGETS: [(&str, Target); 9] = [
+pub const TARGETS: [(&str, Target); 10] = [
     ("ops_vs_oracle", ops_vs_oracle),
     ("two_ranks", two_ranks),
     ("job", job),
@@ -34,6 +36,7 @@ pub const TARGETS: [(&str, Target); 9] = [
     ("config_text", config_text),
     ("snapshot_reader", snapshot_reader),
     ("rmm_reader", rmm_reader),
+    ("flight_record_reader", flight_record_reader),
 ];
 
 /// A program on the allocator beside the oracle.
@@ -301,4 +304,50 @@ fn there_and_back(program: &Program, records: &[Record]) {
         let told = |record: &Record| (record.op.clone(), record.name.clone(), record.pending);
         assert!(again.records.iter().map(told).eq(records.iter().map(told)), "other ops came back");
     }
+}
+
+/// Text as a flight record. What is read is written in one way only, and read back as the same; a rank that did the same as another
+/// one is neither behind nor different.
+///
+/// # Panics
+/// When the reader or the comparison panics, reading back differs, or a difference is found where there is none.
+pub fn flight_record_reader(bytes: &[u8]) -> u64 {
+    let read = |text: &[u8]| FlightRecord::from_reader(text, Path::new("fuzzed"));
+    let Ok(record) = read(bytes) else { return 0 };
+    let text = record.to_json();
+    let again = read(text.as_bytes()).expect("what was written can be read");
+    assert_eq!(again, record);
+    assert_eq!(again.to_json(), text, "writing is canonical");
+    compare_with_twin(&record);
+    record.communicators.iter().map(|it| it.collectives.len() as u64).sum()
+}
+
+fn compare_with_twin(record: &FlightRecord) {
+    let mut twin = record.clone();
+    twin.communicators.iter_mut().for_each(|it| it.rank ^= 1);
+    let alone = Findings::new(std::slice::from_ref(record));
+    let both = Findings::new(&[twin, record.clone()]);
+    let mut listed = 0;
+    for (id, name, findings) in alone.communicators.iter().chain(&both.communicators) {
+        let of_it: Vec<_> = record.communicators.iter().filter(|it| it.id == *id).collect();
+        assert_eq!(*name, of_it[0].name);
+        for finding in findings {
+            assert!(!finding.to_string().is_empty());
+            let is_invented = matches!(finding, Finding::Differs { .. } | Finding::Behind { .. });
+            let is_plain = of_it.len() == 1 && numbers_differ(of_it[0]);
+            assert!(!(is_invented && is_plain), "ranks that did the same: {finding}");
+            if let Finding::NoRecord { ranks } = finding {
+                listed += ranks.len();
+            }
+        }
+    }
+    assert!(listed <= 2 << 20, "{listed} ranks are listed as missing");
+}
+
+/// Whether each collective of the record has a number of its own.
+fn numbers_differ(record: &CommunicatorRecord) -> bool {
+    let mut numbers: Vec<u64> =
+        record.collectives.iter().filter(|it| !it.is_point_to_point).map(|it| it.number).collect();
+    numbers.sort_unstable();
+    numbers.windows(2).all(|pair| pair[0] < pair[1])
 }

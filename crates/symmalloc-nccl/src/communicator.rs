@@ -28,7 +28,7 @@ pub(crate) mod state;
 mod submit;
 pub(crate) mod threads;
 mod unborn;
-mod watching;
+pub(crate) mod watching;
 
 pub use builder::CommunicatorBuilder;
 pub use order::CommOrder;
@@ -303,6 +303,11 @@ impl Communicator {
             return Ok(());
         }
         Err(CommError::ForeignStream { name: Arc::clone(&self.shared.name) })
+    }
+
+    /// The error that ended it, if one did.
+    pub(crate) fn end_cause(&self) -> Option<Arc<CommError>> {
+        lock(&self.shared.life).cause.clone()
     }
 
     pub(crate) fn watched(&self) -> &Watched {

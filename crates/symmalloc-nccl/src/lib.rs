@@ -80,6 +80,7 @@ mod watch;
 pub use all_to_all::{AllToAll, AllToAllBuilder, AllToAllError};
 pub use communicator::operation::Collective;
 pub use communicator::registration::{BufferRegistration, Registered, WINDOW_ALIGNMENT, Window};
+pub use communicator::watching::Announcement;
 pub use communicator::{CommOrder, CommState, Communicator, CommunicatorBuilder, Stage};
 pub use data_type::{DataType, NcclType, ReduceOp};
 pub use error::CommError;

@@ -329,7 +329,7 @@ fn not_attached(comm: &Communicator) -> SyncError {
     let communicator = comm.name().to_owned();
     match comm.state() {
         CommState::Ready => SyncError::NotAttached { communicator, pool: None },
-        state => SyncError::Gone { communicator, state },
+        state => SyncError::Gone { communicator, state, cause: comm.end_cause() },
     }
 }
 

@@ -98,6 +98,33 @@ typedef struct symmalloc_allocator symmalloc_allocator;
 typedef struct symmalloc_registrar symmalloc_registrar;
 
 /**
+ * Work that the program gives to a stream by itself, until this is dropped.
+ */
+typedef struct symmalloc_announcement symmalloc_announcement;
+
+/**
+ * What became of a step.
+ */
+typedef struct symmalloc_step_report {
+  /**
+   * Allocations in the step.
+   */
+  uint64_t allocations;
+  /**
+   * How many of them went where a plan says.
+   */
+  uint64_t planned;
+  /**
+   * Bytes of memory that the pool's plans hold.
+   */
+  uint64_t plan_bytes;
+  /**
+   * The number of the first allocation that was not as planned; `UINT64_MAX` when all were, or there is no plan.
+   */
+  uint64_t differs_at;
+} symmalloc_step_report;
+
+/**
  * Where an allocation lies. Equal on all ranks that ran the same program.
  */
 typedef struct symmalloc_placement {
@@ -260,6 +287,36 @@ symmalloc_status symmalloc_trim(struct symmalloc_allocator *allocator,
 symmalloc_status symmalloc_grant_access(struct symmalloc_allocator *allocator, int32_t peer);
 
 /**
+ * A step of a pool begins: what the program repeats, such as a training step. In a pool with `plan:learn` a step that comes twice
+ * alike is planned when it ends, and later ones follow the plan. `key` says which steps are alike; 0 when all are. Call it at the
+ * same point on every rank, while no other thread uses the pool and no stream is captured.
+ *
+ * # Safety
+ * `allocator` is live.
+ */
+symmalloc_status symmalloc_step_begin(struct symmalloc_allocator *allocator,
+                                      uint32_t pool,
+                                      uint64_t key);
+
+/**
+ * The step of a pool ends. `out` may be NULL.
+ *
+ * # Safety
+ * `allocator` is live; `out` is NULL or valid for writing.
+ */
+symmalloc_status symmalloc_step_end(struct symmalloc_allocator *allocator,
+                                    uint32_t pool,
+                                    struct symmalloc_step_report *out);
+
+/**
+ * Gives the plans of a pool up. What they placed stays where it is.
+ *
+ * # Safety
+ * `allocator` is live.
+ */
+symmalloc_status symmalloc_plans_drop(struct symmalloc_allocator *allocator, uint32_t pool);
+
+/**
  * Where a live allocation lies.
  *
  * # Safety
@@ -410,6 +467,32 @@ symmalloc_status symmalloc_registrar_sync(struct symmalloc_registrar *registrar,
  * The registrar is live and not used after this.
  */
 symmalloc_status symmalloc_registrar_destroy(struct symmalloc_registrar *registrar);
+
+/**
+ * Tells the watchdog of work that the program gives to a stream by itself and that all ranks of the registrar's communicator give
+ * alike: a collective of the library that owns it. The program gives it to the stream after this and before
+ * `symmalloc_announce_end`, in the same order on every rank. It is numbered among the communicator's collectives in flight records,
+ * and has its deadline: a rank that does not come is named on stderr, in a flight record and at the next sync.
+ *
+ * `kind` says what it is, and `elements` how large, as in flight records: the same on every rank; 0 where ranks may differ.
+ *
+ * # Safety
+ * The registrar is live; `kind` is a C string; `stream` is one of its device and lives as long as the registrar; `out` is valid for
+ * writing.
+ */
+symmalloc_status symmalloc_announce_begin(struct symmalloc_registrar *registrar,
+                                          const char *kind,
+                                          uint64_t elements,
+                                          void *stream,
+                                          struct symmalloc_announcement **out);
+
+/**
+ * What was announced is in its stream, or the program failed to give it to it. NULL is no op.
+ *
+ * # Safety
+ * The announcement is live and not used after this.
+ */
+symmalloc_status symmalloc_announce_end(struct symmalloc_announcement *announcement);
 
 /**
  * What this process knows of its communicators: the last collectives of each, how far it is with them, and what became of other

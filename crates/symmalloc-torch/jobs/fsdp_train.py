@@ -11,7 +11,7 @@ import functools
 import os
 import random
 
-from job import Job, report
+from job import OURS, Job, report
 
 
 def main() -> None:
@@ -115,7 +115,7 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
         if statistics is not None:
             torch.cuda.current_stream().wait_stream(statistics)
-        if job.allocator == "symmalloc" and is_cuda:
+        if job.allocator in OURS and is_cuda:
             import symmalloc
 
             digests.append(symmalloc.digest())

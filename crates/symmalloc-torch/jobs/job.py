@@ -17,7 +17,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-ALLOCATORS = ("native", "expandable", "symmalloc")
+ALLOCATORS = ("native", "expandable", "symmalloc", "planned")
+# Those that are ours, with what is added to their configuration.
+OURS = {"symmalloc": None, "planned": "plan:learn"}
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,11 @@ class Job:
             os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         import torch
 
-        if options.allocator == "symmalloc":
+        if options.allocator in OURS:
             import symmalloc
 
-            symmalloc.install(conf, trace=options.trace)
+            settings = [text for text in (conf, OURS[options.allocator]) if text is not None]
+            symmalloc.install(",".join(settings) if settings else None, trace=options.trace)
         elif options.trace and options.device == "cuda":
             torch.cuda.memory._record_memory_history(context=None)
         # Equal bits from run to run, as far as PyTorch offers them.
@@ -63,12 +66,20 @@ class Job:
         """Runs a period to warm up, then the windows, each of so many periods that it takes seconds. Returns the figures."""
         import torch
 
-        losses, speeds = [step(number) for number in range(period)], []
+        def carried_out(number: int) -> object:
+            if self.allocator != "planned":
+                return step(number)
+            import symmalloc
+
+            with symmalloc.step(number % period):
+                return step(number)
+
+        losses, speeds = [carried_out(number) for number in range(period)], []
         steps = periods * period
         for window in range(self.windows):
             self.synchronize()
             start = time.perf_counter()
-            losses += [step(period + window * steps + number) for number in range(steps)]
+            losses += [carried_out(period + window * steps + number) for number in range(steps)]
             self.synchronize()
             speeds.append(steps / (time.perf_counter() - start))
         values = torch.stack(losses).double().cpu().tolist()
@@ -84,11 +95,32 @@ class Job:
         if self.device == "cuda":
             figures["reserved_peak_mib"] = torch.cuda.max_memory_reserved() / 2**20
             figures["allocated_peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
+            figures |= self.steady(steps, period, carried_out)
+        return figures
+
+    def steady(self, steps: int, period: int, step: Callable[[int], object]) -> dict[str, object]:
+        """Peaks of one more period, after all windows, and what the driver says is taken then."""
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+        for number in range(period):
+            step(period + self.windows * steps + number)
+        self.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        figures: dict[str, object] = {
+            "steady_reserved_mib": torch.cuda.max_memory_reserved() / 2**20,
+            "steady_allocated_mib": torch.cuda.max_memory_allocated() / 2**20,
+            "driver_used_mib": (total - free) / 2**20,
+        }
+        if self.allocator == "planned":
+            import symmalloc
+
+            figures["plans"] = symmalloc.stats()["total"]["steps"]
         return figures
 
     def end_trace(self) -> None:
         """Completes the recording."""
-        if self.trace and self.allocator == "symmalloc":
+        if self.trace and self.allocator in OURS:
             import symmalloc
 
             symmalloc.stop_trace()

@@ -18,6 +18,7 @@
 //! | `symmalloc_torch_alloc` ... `symmalloc_torch_release_pool` | PyTorch's entry points, over one allocator per device |
 //! | `symmalloc_torch_push_pool`, `symmalloc_torch_push_name` ... | a thread's allocations go to a pool, have a name |
 //! | `symmalloc_agree` | ranks compare their histories, over any gather |
+//! | `symmalloc_announce_begin`, `symmalloc_announce_end` | the watchdog learns of a collective that other code submits |
 //! | `symmalloc_flight_record` | what the process's communicators did last, for `symmalloc diff` |
 //! | `symmalloc_registrar_create` ... | NCCL windows over a symmetric pool, on a communicator of PyTorch's |
 //!
@@ -65,7 +66,7 @@ pub use alignment::symmalloc_gather_fn;
 pub use c_interface::*;
 pub use device::DeviceAllocator;
 pub use guard::symmalloc_error_message;
-pub use registrations::PoolRegistration;
+pub use registrations::{PoolRegistration, RankAnnouncement};
 pub use status::symmalloc_status;
 pub use torch_entry::*;
 pub use virtuals::symmalloc_torch_complete;

@@ -3,12 +3,13 @@
 //! One registrar of `symmalloc-nccl` per allocator, with an attachment for each communicator.
 
 use crate::error::Error;
+use crate::streams::RawStream;
 use std::ffi::c_void;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use symmalloc_core::PoolId;
 use symmalloc_cuda::CudaAllocator;
-use symmalloc_nccl::{Communicator, CommunicatorBuilder, Registrar, Registration, SyncError, Synced};
+use symmalloc_nccl::{Announcement, Communicator, CommunicatorBuilder, Registrar, Registration, SyncError, Synced};
 
 /// The registrar of one allocator, made when the first communicator comes.
 pub(crate) struct Registrations {
@@ -28,6 +29,11 @@ impl Registrations {
         let registrar = Arc::new(Registrar::builder(&self.allocator).build()?);
         Ok(self.registrar.get_or_init(|| registrar))
     }
+}
+
+/// Work that the program gives to a stream by itself, until this is dropped.
+pub struct RankAnnouncement {
+    _open: Announcement,
 }
 
 /// One pool on one communicator.
@@ -62,6 +68,22 @@ impl PoolRegistration {
     /// Brings the windows up to date, on every rank of the communicator.
     pub(crate) fn sync(&self) -> Result<Synced, Error> {
         Ok(self.registrar.sync(&[&self.communicator])?)
+    }
+
+    /// Tells the watchdog of work that the program gives to the stream while it holds the answer.
+    ///
+    /// # Safety
+    /// `stream` is one of the allocator's device, and lives as long as the communicator is watched.
+    pub(crate) unsafe fn announce(
+        &self,
+        kind: &str,
+        elements: Option<u64>,
+        stream: *mut c_void,
+    ) -> Result<RankAnnouncement, Error> {
+        let raw = RawStream::new(stream).handle();
+        // SAFETY: the caller's contract. Nothing is given to it but events.
+        let stream = unsafe { self.communicator.device().context().wrap_borrowed_stream(raw.cast()) };
+        Ok(RankAnnouncement { _open: self.communicator.announcement(kind.to_owned(), elements, &stream)? })
     }
 
     /// Deregisters everything, on every rank of the communicator.

@@ -6,6 +6,10 @@ use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
+/// Ranks without a record that are listed, over all communicators. No job has so many: the numbers of a broken file are not worth
+/// memory.
+const MISSING_MAX: usize = 1 << 20;
+
 /// What was found out about each communicator, by id.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Findings {
@@ -82,7 +86,9 @@ impl Findings {
         for communicator in records.iter().flat_map(|record| &record.communicators) {
             by_id.entry(communicator.id).or_default().push(communicator);
         }
-        let found = by_id.into_iter().map(|(id, records)| (id, records[0].name.clone(), compare(&records)));
+        let mut listable = MISSING_MAX;
+        let found =
+            by_id.into_iter().map(|(id, records)| (id, records[0].name.clone(), compare(&records, &mut listable)));
         Findings { communicators: found.collect() }
     }
 
@@ -106,7 +112,8 @@ impl CommunicatorRecord {
     }
 }
 
-fn compare(records: &[&CommunicatorRecord]) -> Vec<Finding> {
+/// `listable`: how many more ranks may be listed as missing.
+fn compare(records: &[&CommunicatorRecord], listable: &mut usize) -> Vec<Finding> {
     let mut found = Vec::new();
     let ranks = records[0].ranks;
     if records.iter().any(|record| record.ranks != ranks) {
@@ -117,8 +124,8 @@ fn compare(records: &[&CommunicatorRecord]) -> Vec<Finding> {
         found.push(Finding::RankTwice { rank: twice.rank });
         return found;
     }
-    // A number that no file of ours can reach is not worth a list.
-    let missing: Vec<u32> = (0..ranks.min(1 << 20)).filter(|rank| !seen.contains(rank)).collect();
+    let missing: Vec<u32> = (0..ranks).filter(|rank| !seen.contains(rank)).take(*listable).collect();
+    *listable -= missing.len();
     if !missing.is_empty() {
         found.push(Finding::NoRecord { ranks: missing });
     }

@@ -6,7 +6,7 @@ use crate::ids::{CommunicatorId, Progress};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::fs::{self, File};
-use std::io::{self, BufReader, Read};
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use thiserror::Error;
 
@@ -212,19 +212,27 @@ impl FlightRecord {
     /// # Errors
     /// When the file cannot be read, or is no flight record of this version.
     pub fn read(path: &Path) -> Result<Self, FlightRecordError> {
+        let file = File::open(path).map_err(|source| FlightRecordError::Io { path: path.to_owned(), source })?;
+        Self::from_reader(file, path)
+    }
+
+    /// Reads one from anything; errors call it `path`. No more than 64 MiB are read.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn from_reader(reader: impl Read, path: &Path) -> Result<Self, FlightRecordError> {
         let io = |source| FlightRecordError::Io { path: path.to_owned(), source };
-        let file = File::open(path).map_err(io)?;
-        let mut text = String::new();
-        BufReader::new(file).take(FILE_BYTES_MAX + 1).read_to_string(&mut text).map_err(io)?;
-        if text.len() as u64 > FILE_BYTES_MAX {
+        let mut bytes = Vec::new();
+        reader.take(FILE_BYTES_MAX + 1).read_to_end(&mut bytes).map_err(io)?;
+        if bytes.len() as u64 > FILE_BYTES_MAX {
             return Err(FlightRecordError::TooLarge { path: path.to_owned() });
         }
         let malformed = |source| FlightRecordError::Malformed { path: path.to_owned(), source };
-        let head: Head = serde_json::from_str(&text).map_err(malformed)?;
+        let head: Head = serde_json::from_slice(&bytes).map_err(malformed)?;
         if head.version != VERSION {
             return Err(FlightRecordError::Version { path: path.to_owned(), version: head.version });
         }
-        serde_json::from_str(&text).map_err(malformed)
+        serde_json::from_slice(&bytes).map_err(malformed)
     }
 }
 

@@ -3,7 +3,7 @@
 //! Nothing here knows CUDA or NCCL, and nothing decides a placement: it is what a watchdog of communicators stands on.
 //!
 //! ```text
-//!  process 1 ──┐  beats, joins, departures           Endpoint   what is said, without any input or output
+//!  process 1 ──┐  beats, joins, departures           Endpoint   what is said, without any input or output; its Roster is what is known
 //!  process 2 ──┼── TCP ──► process 0, the hub        Lifeline   the same over connections
 //!  process 3 ──┘
 //!                                                    FlightRecord   what a process knew of its communicators, as a file
@@ -18,8 +18,9 @@ mod flight_record;
 mod ids;
 mod lifeline;
 mod message;
+mod roster;
 
-pub use endpoint::{Endpoint, PeerEvent};
+pub use endpoint::{Endpoint, PeerEvent, SILENT_AFTER};
 pub use findings::{Finding, Findings};
 pub use flight_record::{
     CollectiveRecord, CollectiveState, CommunicatorRecord, FlightRecord, FlightRecordError, PeerRecord, Signature,

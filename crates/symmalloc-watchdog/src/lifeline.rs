@@ -93,7 +93,7 @@ impl Lifeline {
         for (process, departure) in lost {
             tracing::warn!(name: "peer.gone", target: "symmalloc", process = process.0, %departure);
             self.links.retain(|link| link.process != process);
-            self.endpoint.lose(process, departure, now);
+            self.endpoint.lose(process, &departure, now);
         }
     }
 }

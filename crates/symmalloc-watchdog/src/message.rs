@@ -60,16 +60,26 @@ pub struct Member {
     pub failure: Option<FailureReport>,
 }
 
+/// How far a rank is, as its process says.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Standing {
+    pub(crate) rank: RankId,
+    pub(crate) progress: Progress,
+    /// For how long that did not change: a beat comes later than what it tells.
+    pub(crate) still_ms: u64,
+}
+
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Message {
     // From a process to the hub, which says the same to itself.
-    /// It is alive, and that far.
-    Beat { progress: Vec<(RankId, Progress)> },
+    /// It is alive, and its ranks are that far. The hub says it to all.
+    Beat { standings: Vec<Standing> },
     /// It is a rank of a communicator from now on.
     Joined { rank: RankId },
-    /// It destroyed the communicator in order: what becomes of it is of no interest to the other ranks any more.
-    Left { rank: RankId },
+    /// It destroyed the communicator in order, after it had come so far: what becomes of it is of no interest to the other ranks any
+    /// more.
+    Left { last: Standing },
     /// It is no rank of it after all, or under another number.
     Withdrawn { rank: RankId },
     /// It ended the communicator because of an error.
@@ -80,7 +90,7 @@ pub(crate) enum Message {
     // From the hub to all others.
     /// A process is gone, and with it these ranks of communicators that it had not left. `after` is what it had said last of others
     /// that it ended.
-    Gone { process: ProcessId, departure: Departure, ranks: Vec<RankId>, after: Option<FailureReport> },
+    Gone { departure: Departure, ranks: Vec<RankId>, after: Option<FailureReport> },
     /// A rank ended the communicator because of an error.
     RankFailed { rank: RankId, report: FailureReport },
     /// The answer to the question.

@@ -1,7 +1,7 @@
 //! Flight records as files, and what those of all ranks say together.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use symmalloc_watchdog::{
     CollectiveRecord, CollectiveState, CommunicatorId, CommunicatorRecord, Finding, Findings, FlightRecord,
     FlightRecordError, Progress, Signature,
@@ -87,6 +87,20 @@ fn what_is_no_record_is_refused() {
     assert!(matches!(missing, Err(FlightRecordError::Io { .. })));
     let record = rank(0, 2, &[], 0);
     assert!(matches!(record.write(&folder.path().join("no/folder.json")), Err(FlightRecordError::Io { .. })));
+}
+
+/// A file of broken numbers, or one without an end, costs no more memory than one of ours.
+#[test]
+fn what_no_job_can_have_costs_little() {
+    let endless = FlightRecord::from_reader(std::io::repeat(b' '), Path::new("endless"));
+    assert!(matches!(endless, Err(FlightRecordError::TooLarge { .. })));
+    let mut record = rank(0, u32::MAX, &[], 0);
+    let one = record.communicators.remove(0);
+    record.communicators = (0..1000).map(|id| CommunicatorRecord { id: CommunicatorId(id), ..one.clone() }).collect();
+    let found = Findings::new(&[record]);
+    let missing = |finding: &Finding| if let Finding::NoRecord { ranks } = finding { ranks.len() } else { 0 };
+    let listed: usize = found.communicators.iter().flat_map(|(_, _, findings)| findings).map(missing).sum();
+    assert_eq!((found.communicators.len(), listed), (1000, 1 << 20));
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use crate::alone;
 use std::process::{Child, Stdio};
+use std::time::SystemTime;
 
 const RANK: &str = "SYMMALLOC_STUB_RANK";
 
@@ -14,6 +15,8 @@ pub struct RankOutput {
     pub is_success: bool,
     /// What it printed.
     pub text: String,
+    /// When it ended.
+    pub ended: SystemTime,
 }
 
 /// In a test on the stubs: runs `body` in one process per rank, with `options` in the environment on top of the test's, and
@@ -36,7 +39,10 @@ pub fn ranks(count: usize, options: &[(&str, &str)], body: impl FnOnce(usize)) -
     let wait = |(rank, child): (usize, Child)| {
         let output = child.wait_with_output().expect("a child");
         let text = [String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr)].concat();
-        RankOutput { rank, is_success: output.status.success(), text }
+        RankOutput { rank, is_success: output.status.success(), text, ended: SystemTime::now() }
     };
-    children.into_iter().enumerate().map(wait).collect()
+    std::thread::scope(|scope| {
+        let waits: Vec<_> = children.into_iter().enumerate().map(|child| scope.spawn(|| wait(child))).collect();
+        waits.into_iter().map(|wait| wait.join().expect("no panic")).collect()
+    })
 }

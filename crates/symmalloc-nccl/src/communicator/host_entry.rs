@@ -11,7 +11,7 @@ pub(super) struct HostEntry<'a> {
 
 impl<'a> HostEntry<'a> {
     pub(super) fn begin(watched: &'a Watched, stage: Stage, elements: Option<u64>) -> Self {
-        let work = Work::Named { kind: stage.call(), elements };
+        let work = Work::Named { kind: stage.call().into(), elements };
         HostEntry { watched, number: watched.flight().begin(work, None, Tick::now()) }
     }
 }

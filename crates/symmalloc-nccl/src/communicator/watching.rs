@@ -11,10 +11,27 @@ use crate::error::CommError;
 use crate::sequence_counter::SequenceCounter;
 use crate::watch::{self, EntryNumber, Failure, FailureCause, Identity, Tick, Watchable, Watched, Work};
 use cudarc::driver::CudaStream;
+use std::borrow::Cow;
 use std::slice::from_mut;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use symmalloc_watchdog::CommunicatorId;
+
+/// Work that the program gives to a stream by itself: it is in its stream when this is dropped. See
+/// [`announcement`](Communicator::announcement).
+#[derive(Debug)]
+#[must_use = "the work counts as being submitted as long as this is held"]
+pub struct Announcement {
+    communicator: Communicator,
+    entry: EntryNumber,
+    stream: Arc<CudaStream>,
+}
+
+impl Drop for Announcement {
+    fn drop(&mut self) {
+        self.communicator.note_submitted(self.entry, &self.stream);
+    }
+}
 
 impl Communicator {
     /// Waits on the host until the stream is past all work given to it so far, or until the watchdog ends the communicator.
@@ -66,18 +83,41 @@ impl Communicator {
     /// When the communicator is gone or the stream is another device's; `submit` is not called then.
     pub fn announce<T>(
         &self,
-        kind: &'static str,
+        kind: impl Into<Cow<'static, str>>,
         elements: Option<u64>,
         stream: &Arc<CudaStream>,
         submit: impl FnOnce() -> T,
     ) -> Result<T, CommError> {
-        self.check_stream(stream)?;
-        self.shared.check_ready()?;
-        let flight = self.watched().flight();
-        let entry = flight.begin(Work::Named { kind, elements }, Some(stream), Tick::now());
+        let entry = self.begin_announced(kind.into(), elements, stream)?;
         let answer = submit();
         self.note_submitted(entry, stream);
         Ok(answer)
+    }
+
+    /// As [`announce`](Self::announce), where a closure does not fit: the program gives the work to the stream while it holds the
+    /// answer.
+    ///
+    /// # Errors
+    /// As [`announce`](Self::announce).
+    pub fn announcement(
+        &self,
+        kind: impl Into<Cow<'static, str>>,
+        elements: Option<u64>,
+        stream: &Arc<CudaStream>,
+    ) -> Result<Announcement, CommError> {
+        let entry = self.begin_announced(kind.into(), elements, stream)?;
+        Ok(Announcement { communicator: self.clone(), entry, stream: Arc::clone(stream) })
+    }
+
+    fn begin_announced(
+        &self,
+        kind: Cow<'static, str>,
+        elements: Option<u64>,
+        stream: &Arc<CudaStream>,
+    ) -> Result<EntryNumber, CommError> {
+        self.check_stream(stream)?;
+        self.shared.check_ready()?;
+        Ok(self.watched().flight().begin(Work::Named { kind, elements }, Some(stream), Tick::now()))
     }
 
     /// It is in its stream, or in a graph.

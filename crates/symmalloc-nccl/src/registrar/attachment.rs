@@ -123,7 +123,7 @@ impl Attachment {
     }
 
     fn gone(&self) -> SyncError {
-        SyncError::Gone { communicator: self.name(), state: self.comm.state() }
+        SyncError::Gone { communicator: self.name(), state: self.comm.state(), cause: self.comm.end_cause() }
     }
 
     /// Whether there is certainly nothing to do: no log has grown, no pool leaves, and the communicator lives.

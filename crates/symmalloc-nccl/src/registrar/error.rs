@@ -6,6 +6,7 @@ use crate::registrar::offset_difference::OffsetDifference;
 use crate::registrar::plan_summary::PlanDifference;
 use crate::registrar::segment_key::SegmentKey;
 use crate::version::NcclVersion;
+use std::sync::Arc;
 use symmalloc_agreement::{Disagreement, ProtocolError, TransportError};
 use symmalloc_core::PoolId;
 use symmalloc_core::errors::{HandleError, UnknownError};
@@ -171,13 +172,16 @@ pub enum SyncError {
     },
     /// The communicator was destroyed, aborted or lost: its windows are gone and its segments let go.
     #[error(
-        "communicator \"{communicator}\" is {state}, its windows are gone: connect a new one, attach the pools to it, and sync"
+        "communicator \"{communicator}\" is {state}{}, its windows are gone: connect a new one, attach the pools to it, and sync",
+        .cause.as_ref().map_or_else(String::new, |cause| format!(" because of this: {cause}"))
     )]
     Gone {
         /// The communicator.
         communicator: String,
         /// What became of it.
         state: CommState,
+        /// The error that ended it, if one did.
+        cause: Option<Arc<CommError>>,
     },
 }
 

@@ -13,6 +13,7 @@ use super::clock::Tick;
 use crate::communicator::operation::{NcclCall, Operation};
 use crate::data_type::DataType;
 use cudarc::driver::CudaStream;
+use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_watchdog::{CollectiveRecord, CollectiveState, Progress, Signature};
@@ -30,7 +31,7 @@ pub(crate) enum Work {
     /// A collective of NCCL's.
     Call { call: NcclCall, count: usize, data_type: DataType },
     /// Something else that all ranks do together: a registration, a split, what the program announced.
-    Named { kind: &'static str, elements: Option<u64> },
+    Named { kind: Cow<'static, str>, elements: Option<u64> },
 }
 
 /// The stream of an entry, by the order in which streams were first used with the communicator.
@@ -349,7 +350,7 @@ impl Work {
                 detail: call.detail(),
             },
             Work::Named { kind, elements } => {
-                Signature { kind: (*kind).to_owned(), elements: *elements, data_type: None, detail: None }
+                Signature { kind: kind.clone().into_owned(), elements: *elements, data_type: None, detail: None }
             }
         }
     }
@@ -375,7 +376,7 @@ mod tests {
     #[test]
     fn what_has_no_stream_is_done_when_the_call_is() {
         let (flight, now) = (Flight::default(), Tick::default());
-        let window = flight.begin(Work::Named { kind: "window_register", elements: None }, None, now);
+        let window = flight.begin(Work::Named { kind: "window_register".into(), elements: None }, None, now);
         assert_eq!(states(&flight), [(1, CollectiveState::Submitting)]);
         assert_eq!(flight.progress(), Progress { submitted: 1, finished: 0 });
         assert!(flight.standing(now).is_some());

@@ -4,11 +4,7 @@ use super::failure::FailureCause;
 use super::flight::Undone;
 use super::watched::Identity;
 use std::time::Duration;
-use symmalloc_watchdog::Member;
-
-/// A process of which nothing is heard for so long is stopped, or its machine cannot be reached. One that computes is heard four
-/// times a second.
-const SILENT: Duration = Duration::from_secs(1);
+use symmalloc_watchdog::{Member, SILENT_AFTER};
 
 /// What is to be done about something that is not done.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,7 +19,9 @@ impl Judgement {
     /// Of what has been standing for the deadline already.
     pub(super) fn new(identity: &Identity, standing: &Undone, members: &[Member]) -> Self {
         let others = || members.iter().filter(|member| member.rank != identity.rank);
-        if let Some((rank, departure)) = others().find_map(|it| Some((it.rank, it.departure.clone()?))) {
+        // What becomes of one that destroyed the communicator in order is no loss.
+        let gone = others().filter(|it| !it.has_left).find_map(|it| Some((it.rank, it.departure.clone()?)));
+        if let Some((rank, departure)) = gone {
             return Judgement::End(FailureCause::RankGone { rank, departure, after: None });
         }
         if let Some((rank, report)) = others().find_map(|it| Some((it.rank, it.failure.clone()?))) {
@@ -37,7 +35,6 @@ impl Judgement {
         let has_come = behind.is_empty();
         let is_open = |it: &&Member| it.progress.finished < standing.last;
         let waited_for = if has_come { others().filter(is_open).collect() } else { behind };
-        let stillness = |it: &&Member| Duration::from_millis(it.still_ms);
         let still: Vec<&Member> = waited_for.iter().copied().filter(|it| stillness(it) >= identity.deadline).collect();
         // When all have come, each that gets on may be in kernels of its own before it. When some have not, one that stands still is
         // enough.
@@ -49,6 +46,16 @@ impl Judgement {
         }
         Judgement::End(cause(identity, standing, members, &still, has_come))
     }
+}
+
+fn is_silent(member: &Member) -> bool {
+    Duration::from_millis(member.silent_ms) >= SILENT_AFTER
+}
+
+/// For how long it is known to stand still. One that lives may have got on since it was heard last.
+fn stillness(member: &&Member) -> Duration {
+    let unknown_ms = if is_silent(member) { 0 } else { member.silent_ms };
+    Duration::from_millis(member.still_ms.saturating_sub(unknown_ms))
 }
 
 /// Whether it did not come to something that stands here. What is the first that stands is known as exactly as marks are: it may be
@@ -64,14 +71,13 @@ fn cause(
     still: &[&Member],
     has_come: bool,
 ) -> FailureCause {
-    let is_silent = |it: &&&Member| u128::from(it.silent_ms) >= SILENT.as_millis();
-    // One that came and was stopped then holds the others up as well: NCCL's threads are stopped with it.
-    if let Some(stopped) = still.iter().find(is_silent) {
-        let (silent, submitted) = (Duration::from_millis(stopped.silent_ms), stopped.progress.submitted);
-        return FailureCause::RankStopped { rank: stopped.rank, silent, submitted };
-    }
     if let Some(left) = still.iter().find(|it| it.has_left).filter(|_| !has_come) {
         return FailureCause::RankLeft { rank: left.rank };
+    }
+    // One that came and was stopped then holds the others up as well: NCCL's threads are stopped with it.
+    if let Some(stopped) = still.iter().find(|it| !it.has_left && is_silent(it)) {
+        let (silent, submitted) = (Duration::from_millis(stopped.silent_ms), stopped.progress.submitted);
+        return FailureCause::RankStopped { rank: stopped.rank, silent, submitted };
     }
     match standing.peer {
         Some(rank) if !still.is_empty() => FailureCause::PeerWaits { rank },
@@ -94,13 +100,13 @@ mod tests {
 
     const DEADLINE: Duration = Duration::from_secs(5);
 
-    /// Stands as long as the deadline, with nothing heard for so long.
+    /// Is known to stand as long as the deadline, with nothing heard for so long.
     fn member(rank: u32, submitted: u64, silent_ms: u64) -> Member {
         Member {
             rank,
             process: ProcessId(rank),
             progress: Progress { submitted, finished: 0 },
-            still_ms: 5_000,
+            still_ms: 5_000 + silent_ms,
             silent_ms,
             departure: None,
             has_left: false,
@@ -140,9 +146,15 @@ mod tests {
         let came = [member(0, 5, 0), member(1, 5, 9000)];
         assert_eq!(cause(&came), FailureCause::RankStopped { rank: 1, silent, submitted: 5 });
         let left = Member { has_left: true, ..member(1, 4, 0) };
-        assert_eq!(cause(&[member(0, 5, 0), left]), FailureCause::RankLeft { rank: 1 });
+        assert_eq!(cause(&[member(0, 5, 0), left.clone()]), FailureCause::RankLeft { rank: 1 });
         let gone = Member { departure: Some(Departure::Closed), ..member(2, 5, 9000) };
         let departure = Departure::Closed;
+        let left = Member { departure: Some(Departure::Closed), silent_ms: 9000, ..left };
+        assert_eq!(cause(&[member(0, 5, 0), left]), FailureCause::RankLeft { rank: 1 }, "its process may end");
+        let (stuck, through) = (member(1, 4, 0), Member { has_left: true, ..gone.clone() });
+        let through = Member { progress: Progress { submitted: 6, finished: 6 }, ..through };
+        let behind = FailureCause::RanksBehind { ranks: vec![(1, 4)] };
+        assert_eq!(cause(&[member(0, 5, 0), stuck, through]), behind, "nor is one that was done blamed");
         assert_eq!(
             cause(&[member(0, 5, 0), member(1, 4, 0), gone]),
             FailureCause::RankGone { rank: 2, departure, after: None }
@@ -166,6 +178,16 @@ mod tests {
         // One that stands still is not excused by another one that gets on.
         let members = [member(0, 5, 0), slow(3), member(2, 4, 0)];
         assert_eq!(judgement(3, None, &members), Judgement::End(FailureCause::RanksBehind { ranks: vec![(2, 4)] }));
+    }
+
+    #[test]
+    fn a_rank_that_may_have_got_on_since_it_was_heard_is_waited_for() {
+        let heard = |silent_ms| Member { still_ms: 5_100, ..member(1, 4, silent_ms) };
+        assert_eq!(judgement(2, None, &[member(0, 5, 0), heard(240)]), Judgement::Wait(Duration::from_millis(140)));
+        assert_eq!(judgement(2, None, &[member(0, 5, 0), heard(999)]), Judgement::Wait(Duration::from_millis(899)));
+        let silent = Duration::from_secs(1);
+        let stopped = FailureCause::RankStopped { rank: 1, silent, submitted: 4 };
+        assert_eq!(judgement(2, None, &[member(0, 5, 0), heard(1_000)]), Judgement::End(stopped));
     }
 
     #[test]

@@ -21,9 +21,6 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 use symmalloc_watchdog::{FailureReport, Lifeline, Member, PeerEvent, ProcessId, RankId};
 
-/// How long the hub may take to say how far the others are, before a delay is judged without it.
-const ANSWER_LIMIT: Duration = Duration::from_millis(500);
-
 /// What NCCL and the driver report is often that another rank is gone. For so long the news of which one may come.
 pub(crate) const NEWS_LIMIT: Duration = Duration::from_millis(500);
 
@@ -141,6 +138,8 @@ impl Watch {
         loop {
             self.wait(bell);
             let now = Tick::advance();
+            // Before what is said of their ends.
+            self.note_progress(&registry::all(), now);
             while let Ok(command) = commands.try_recv() {
                 self.obey(command);
             }
@@ -183,26 +182,26 @@ impl Watch {
                     let alone = Lifeline::new(ProcessId(0), 1, Vec::new(), now);
                     self.lifelines.extend(alone.ok().map(|alone| (None, alone)));
                 }
-                self.with_lifeline(&identity, |lifeline| lifeline.endpoint().join(identity.rank_id()));
+                self.with_lifeline(&identity, |lifeline| lifeline.endpoint().join(identity.rank_id(), now));
             }
             Command::Expect(met, rank) => {
                 if let Some(lifeline) = self.lifelines.get_mut(&met) {
-                    lifeline.endpoint().join(rank);
+                    lifeline.endpoint().join(rank, now);
                     lifeline.turn(now);
                 }
             }
             Command::Withdraw(met, rank) => {
                 if let Some(lifeline) = self.lifelines.get_mut(&met) {
-                    lifeline.endpoint().withdraw(rank);
+                    lifeline.endpoint().withdraw(rank, now);
                     lifeline.turn(now);
                 }
             }
             Command::Leave(identity) => {
                 self.joined.remove(&identity.rank_id());
-                self.with_lifeline(&identity, |lifeline| lifeline.endpoint().leave(identity.rank_id()));
+                self.with_lifeline(&identity, |lifeline| lifeline.endpoint().leave(identity.rank_id(), now));
             }
             Command::Fail(identity, report) => {
-                self.with_lifeline(&identity, |lifeline| lifeline.endpoint().fail(identity.rank_id(), &report));
+                self.with_lifeline(&identity, |lifeline| lifeline.endpoint().fail(identity.rank_id(), &report, now));
             }
             Command::Tell(identity, answer) => {
                 let members = self.members(&identity);
@@ -229,7 +228,7 @@ impl Watch {
         self.joined.retain(|rank, met| {
             let is_kept = is_watched(rank);
             if !is_kept && let Some(lifeline) = lifelines.get_mut(met) {
-                lifeline.endpoint().leave(*rank);
+                lifeline.endpoint().leave(*rank, Tick::now().time());
             }
             is_kept
         });
@@ -244,14 +243,18 @@ impl Watch {
         });
     }
 
-    /// Says how far this process is, and takes in what became of others.
-    fn listen(&mut self, watched: &[Arc<Watched>]) {
+    /// How far this process is.
+    fn note_progress(&mut self, watched: &[Arc<Watched>], now: Tick) {
         for one in watched {
             let identity = one.identity();
             if let Some(lifeline) = self.lifelines.get_mut(&identity.met) {
-                lifeline.endpoint().set_progress(identity.rank_id(), one.flight().progress());
+                lifeline.endpoint().set_progress(identity.rank_id(), one.flight().progress(), now.time());
             }
         }
+    }
+
+    /// Takes in what became of others.
+    fn listen(&mut self, watched: &[Arc<Watched>]) {
         let mut events = Vec::new();
         for lifeline in self.lifelines.values_mut() {
             lifeline.turn(Tick::now().time());
@@ -294,14 +297,15 @@ impl Watch {
             Some(Delay::Left(from, time)) if now.since(*from) < *time => return,
             Some(Delay::Asked(asked)) => *asked,
             _ => {
-                self.with_lifeline(identity, |lifeline| lifeline.endpoint().ask(identity.id));
+                self.with_lifeline(identity, |lifeline| lifeline.endpoint().ask(identity.id, now.time()));
                 self.delays.insert(rank, Delay::Asked(now));
                 now
             }
         };
-        let told = self.with_lifeline(identity, |lifeline| lifeline.endpoint().told_at(identity.id, now.time()));
-        let is_told = told.flatten().is_some_and(|told| told >= asked.time());
-        if !is_told && now.since(asked) < ANSWER_LIMIT {
+        let has_answer =
+            |lifeline: &mut Lifeline| lifeline.endpoint().has_answer(identity.id, asked.time(), now.time());
+        // Without connections there is nobody to answer.
+        if self.with_lifeline(identity, has_answer) == Some(false) {
             return;
         }
         match Judgement::new(identity, &standing, &self.members(identity)) {
@@ -326,7 +330,7 @@ impl Watch {
         let collective = missed.or_else(|| Some(flight.standing(now)?.first));
         if let Some(failure) = watched.fail(cause.with_numbers_of_parents(), collective, waited) {
             let (identity, report) = (watched.identity(), failure.report());
-            self.with_lifeline(identity, |lifeline| lifeline.endpoint().fail(identity.rank_id(), &report));
+            self.with_lifeline(identity, |lifeline| lifeline.endpoint().fail(identity.rank_id(), &report, now.time()));
             response::begin(watched, &failure);
         }
     }

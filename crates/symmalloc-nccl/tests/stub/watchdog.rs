@@ -1,6 +1,7 @@
 //! Ranks as processes that die, stop, stay away or are slow, on the stubs.
 
 mod programs;
+mod stops;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -161,9 +162,24 @@ nccl_test!(a_rank_that_lives_and_does_not_come_is_named_at_the_deadline, {
     assert_success(&outputs, |rank| rank != 2);
 });
 
+// `SYMMALLOC_SLOW_SECONDS` makes it longer.
 nccl_test!(a_rank_that_is_slow_is_waited_for, {
     let folder = tempfile::tempdir().expect("a folder");
+    let seconds: u64 =
+        std::env::var("SYMMALLOC_SLOW_SECONDS").map_or(6, |text| text.parse().expect("a number of seconds"));
     let outputs = run(2, folder.path(), |mut rank| {
+        // A host thread that sleeps below the deadline, and then fifty times as long a step as the other one's.
+        for round in 0..seconds * 1000 / 3600 {
+            if rank.comm.rank() == 1 {
+                std::thread::sleep(DEADLINE * 9 / 10);
+            }
+            rank.reduce().expect("it comes in the end");
+            for _ in 0..6 {
+                let slowness = if u64::from(rank.comm.rank()) == round % 2 { 50 } else { 1 };
+                std::thread::sleep(Duration::from_millis(6) * slowness);
+                rank.reduce().expect("it comes in the end");
+            }
+        }
         for _ in 0..4 {
             if rank.comm.rank() == 1 {
                 std::thread::sleep(DEADLINE * 6 / 10);

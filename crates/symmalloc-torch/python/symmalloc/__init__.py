@@ -37,7 +37,7 @@ from .installation import allocator, install, installed
 from .library import VERSION as __version__
 from .library import library_path, text
 from .naming import named
-from .pool import MemPool, use_mem_pool
+from .pool import MemPool, announce, use_mem_pool
 from .steps import Step, last_step, step
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ __all__ = [
     "Allocator", "CudaError", "Device", "Error", "FileError", "InternalError", "InvalidArgument", "InvalidSettings",
     "InvalidState", "LibraryNotFound", "MemPool", "MisalignedError", "NcclError", "NotInstalled", "OutOfMemory",
     "Placement", "Step", "StepReport", "TorchError", "TransportError", "UnknownPointer", "UnknownPool", "__version__", "allocator",
-    "assert_aligned", "digest", "dump_snapshot", "flight_record", "install", "installed", "last_step", "library_path", "named",
+    "announce", "assert_aligned", "digest", "dump_snapshot", "flight_record", "install", "installed", "last_step", "library_path", "named",
     "placement", "snapshot", "start_trace", "stats", "step", "stop_trace", "use_mem_pool",
 ]  # fmt: skip
 

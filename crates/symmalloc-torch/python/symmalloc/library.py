@@ -72,6 +72,8 @@ CALLS: dict[str, list[Any]] = {
     "registrar_create": [c_void_p, c_uint32, c_void_p, c_uint32, c_char_p, POINTER(c_void_p)],
     "registrar_sync": [c_void_p, POINTER(c_uint64), POINTER(c_uint64)],
     "registrar_destroy": [c_void_p],
+    "announce_begin": [c_void_p, c_char_p, c_uint64, c_void_p, POINTER(c_void_p)],
+    "announce_end": [c_void_p],
     "flight_record": [c_char_p, POINTER(c_void_p)],
     "torch_configure": [c_char_p],
     "torch_allocator": [c_int32, POINTER(c_void_p)],

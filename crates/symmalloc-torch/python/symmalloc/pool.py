@@ -32,8 +32,9 @@ GRANULE_BYTES = 2 << 20
 DEADLINE_SECONDS = 60.0
 
 
-# Pools with windows: NCCL goes on using their memory when the program lets go of them.
-_registered: set[MemPool] = set()
+# Pools with windows, in the order of registration, which is the same on every rank: NCCL goes on using their memory when the program
+# lets go of them.
+_registered: dict[MemPool, None] = {}
 
 
 class MemPool:
@@ -89,7 +90,7 @@ class MemPool:
             byref(registrar),
         )
         self._registrars[id(backend)] = backend, registrar
-        _registered.add(self)
+        _registered[self] = None
         return _sync(registrar)[0]
 
     def sync(self) -> tuple[int, int]:
@@ -131,7 +132,7 @@ class MemPool:
     def _end(self, key: int) -> None:
         _, registrar = self._registrars.pop(key)
         if not self._registrars:
-            _registered.discard(self)
+            _registered.pop(self, None)
         call("registrar_destroy", registrar)
 
 
@@ -143,6 +144,54 @@ def use_mem_pool(pool: MemPool) -> Iterator[None]:
         yield
     finally:
         call("torch_pop_pool", pool.device)
+
+
+@contextmanager
+def announce(
+    kind: str,
+    *,
+    elements: int | None = None,
+    stream: torch.cuda.Stream | None = None,
+    group: ProcessGroup | None = None,
+    device: Device = None,
+) -> Iterator[None]:
+    """Tells the watchdog of a collective that the program submits by other means, inside the `with`:
+
+        with symmalloc.announce("all_reduce", elements=gradients.numel()):
+            torch.distributed.all_reduce(gradients)
+
+    The group (None: the default one) is one on which a pool is registered; every rank announces the same in the same order. It is
+    numbered among the group's collectives in flight records and has the deadline of `register()`: a rank that does not come is
+    named on the error output, in a flight record and at the next `sync()`. Nothing of the group is aborted.
+
+    kind      what it is, in flight records: the same on every rank
+    elements  how large, the same on every rank; None where ranks may differ
+    stream    the one that it ends on; None: the current one, which PyTorch's collectives join unless `async_op` is given
+    device    None: the current one
+
+    Raises `InvalidState` when no pool is registered on the group, `NcclError` when its communicator failed before: what is inside
+    is not run then.
+    """
+    index = device_index(device)
+    registrar = _registrar(_nccl_backend(group, index))
+    if stream is None:
+        import torch
+
+        stream = torch.cuda.current_stream(index)
+    announcement = c_void_p()
+    call("announce_begin", registrar, kind.encode(), elements or 0, stream.cuda_stream, byref(announcement))
+    try:
+        yield
+    finally:
+        call("announce_end", announcement)
+
+
+def _registrar(backend: Any) -> c_void_p:
+    """Of the pool that was registered on the group first, which is the same one on every rank."""
+    for pool in _registered:
+        if id(backend) in pool._registrars:
+            return pool._registrars[id(backend)][1]
+    raise InvalidState("no pool is registered on this group: MemPool.register() comes before announce()")
 
 
 def _pool_conf(symmetric: bool, reserve: int | None, conf: str | None) -> str:

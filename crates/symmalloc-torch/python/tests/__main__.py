@@ -1,7 +1,8 @@
 """Runs the tests of the package: `python crates/symmalloc-torch/python/tests [--stub target/debug/libstub_libcuda.so] [NAME...]`.
 
 A library path counts when a process starts, so with `--stub` this process starts again with that library under the name of
-libcuda. Without it, tests that need a device are skipped, and say so. So are tests that need PyTorch, where there is none.
+libcuda, and with the stub of libnccl where that lies beside it. Without it, tests that need a device are skipped, and say so. So are
+tests that need PyTorch, where there is none.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ def main() -> None:
         folder = Path(tempfile.mkdtemp())
         for name in ("libcuda.so", "libcuda.so.1"):
             (folder / name).symlink_to(options.stub.resolve())
+        nccl = options.stub.resolve().with_name("libstub_libnccl.so")
+        if nccl.is_file():
+            (folder / "libnccl.so.2").symlink_to(nccl)
         environment = os.environ | {STUB: str(options.stub), "LD_LIBRARY_PATH": str(folder), "STUB_DEVICES": "2"}
+        environment["STUB_POLLS"] = "1"  # what is asked about without a wait is done in the end
         os.execve(sys.executable, [sys.executable, *sys.argv], environment)
     here = Path(__file__).resolve().parent
     sys.path.insert(0, str(here))

@@ -8,9 +8,15 @@ import subprocess
 import sys
 import textwrap
 import unittest
+from pathlib import Path
 
 device = unittest.skipUnless(
     "SYMMALLOC_TEST_STUB" in os.environ, "needs a device: name the stub of libcuda with --stub"
+)
+nccl = unittest.skipUnless(
+    any((Path(folder) / "libnccl.so.2").exists() for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":"))
+    and "SYMMALLOC_TEST_STUB" in os.environ,
+    "needs NCCL: build the stub of libnccl beside that of libcuda",
 )
 torch = unittest.skipUnless(importlib.util.find_spec("torch"), "needs PyTorch")
 

@@ -54,6 +54,31 @@ class OnADevice(unittest.TestCase):
         self.allocator.reset_peaks()
         self.assertEqual(self.allocator.stats()["total"]["allocated_bytes"]["all"]["peak"], 0)
 
+    def test_a_step_that_comes_twice_is_planned(self) -> None:
+        with symmalloc.Allocator(0, "plan:learn") as learning:
+            for number in range(4):
+                learning.begin_step(key=7)
+                first = learning.allocate(5 * MIB)
+                second = learning.allocate(3 * MIB)
+                learning.free(first)
+                if number == 3:
+                    learning.allocate(9 * MIB)
+                learning.free(second)
+                report = learning.end_step()
+                planned, differs_at = {2: (2, None), 3: (2, 2)}.get(number, (0, None))
+                self.assertEqual((report.planned, report.differs_at), (planned, differs_at))
+            steps = learning.stats()["total"]["steps"]
+            self.assertEqual((steps["ended"], steps["followed"], steps["plans"], steps["plan_bytes"]), (4, 1, 1, 8 * MIB))
+            with self.assertRaises(symmalloc.InvalidState):
+                learning.end_step()
+            learning.begin_step()
+            for call in (learning.begin_step, learning.drop_plans):
+                with self.assertRaises(symmalloc.InvalidState):
+                    call()
+            learning.end_step()
+            learning.drop_plans()
+            self.assertEqual(learning.stats()["total"]["steps"]["plans"], 0)
+
     def test_a_trim_gives_everything_free_back(self) -> None:
         self.allocator.free(self.allocator.allocate(3 * MIB))
         self.assertGreater(self.allocator.trim(), 0)

@@ -5,7 +5,7 @@ use crate::alignment::{self, Gathering, symmalloc_gather_fn};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
 use crate::guard::report;
-use crate::registrations::PoolRegistration;
+use crate::registrations::{PoolRegistration, RankAnnouncement};
 use crate::status::symmalloc_status;
 use std::ffi::{c_char, c_void};
 use std::time::Duration;
@@ -132,6 +132,54 @@ pub unsafe extern "C" fn symmalloc_registrar_destroy(registrar: *mut PoolRegistr
         }
         // SAFETY: the caller's contract; it came from `Box::into_raw`.
         unsafe { Box::from_raw(registrar) }.end()
+    })
+}
+
+/// Tells the watchdog of work that the program gives to a stream by itself and that all ranks of the registrar's communicator give
+/// alike: a collective of the library that owns it. The program gives it to the stream after this and before
+/// `symmalloc_announce_end`, in the same order on every rank. It is numbered among the communicator's collectives in flight records,
+/// and has its deadline: a rank that does not come is named on stderr, in a flight record and at the next sync.
+///
+/// `kind` says what it is, and `elements` how large, as in flight records: the same on every rank; 0 where ranks may differ.
+///
+/// # Safety
+/// The registrar is live; `kind` is a C string; `stream` is one of its device and lives as long as the registrar; `out` is valid for
+/// writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_announce_begin(
+    registrar: *mut PoolRegistration,
+    kind: *const c_char,
+    elements: u64,
+    stream: *mut c_void,
+    out: *mut *mut RankAnnouncement,
+) -> symmalloc_status {
+    report(|| {
+        not_forked()?;
+        not_null(out, "out")?;
+        // SAFETY: the caller's contract.
+        let registrar = unsafe { registrar.as_ref() }.ok_or(Error::Null { argument: "registrar" })?;
+        // SAFETY: the caller's contract.
+        let kind = unsafe { required_text(kind, "kind") }?;
+        // SAFETY: the caller's contract.
+        let announcement = unsafe { registrar.announce(kind, (elements > 0).then_some(elements), stream) }?;
+        // SAFETY: the caller's contract.
+        unsafe { write(out, "out", Box::into_raw(Box::new(announcement))) }
+    })
+}
+
+/// What was announced is in its stream, or the program failed to give it to it. NULL is no op.
+///
+/// # Safety
+/// The announcement is live and not used after this.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_announce_end(announcement: *mut RankAnnouncement) -> symmalloc_status {
+    report(|| {
+        not_forked()?;
+        if !announcement.is_null() {
+            // SAFETY: the caller's contract; it came from `Box::into_raw`.
+            drop(unsafe { Box::from_raw(announcement) });
+        }
+        Ok(())
     })
 }
 

@@ -5,9 +5,11 @@ use std::ffi::{CStr, CString, c_void};
 use std::ptr::{null, null_mut};
 use std::sync::Barrier;
 use std::thread;
+use std::time::{Duration, Instant};
 use stub_process::{nccl, nccl_test};
-use symmalloc_cuda::CudaDevice;
-use symmalloc_nccl::{Communicator, UniqueId};
+use symmalloc_core::Config;
+use symmalloc_cuda::{CudaAllocator, CudaDevice};
+use symmalloc_nccl::{Communicator, ReduceOp, UniqueId};
 use symmalloc_torch::*;
 
 /// A rank's registrar by its C functions.
@@ -31,6 +33,15 @@ impl Windows {
     fn try_sync(&self) -> symmalloc_status {
         // SAFETY: a live registrar; no answers are wanted.
         unsafe { symmalloc_registrar_sync(self.0, null_mut(), null_mut()) }
+    }
+
+    fn announce(&self, kind: &CStr, elements: u64, stream: *mut c_void, submit: impl FnOnce()) {
+        let mut announcement = null_mut();
+        // SAFETY: a live registrar, a C string, a stream that outlives it, and a place for the answer.
+        done(unsafe { symmalloc_announce_begin(self.0, kind.as_ptr(), elements, stream, &raw mut announcement) });
+        submit();
+        // SAFETY: it came from the call before, and is used by nobody after this.
+        done(unsafe { symmalloc_announce_end(announcement) });
     }
 
     fn destroy(self) -> symmalloc_status {
@@ -106,9 +117,66 @@ nccl_test!(a_pool_that_is_not_symmetric_is_refused, {
     });
 });
 
-nccl_test!(ranks_that_met_name_the_one_that_does_not_come_to_a_sync, {
+fn flight_record() -> String {
+    let mut json = null_mut();
+    // SAFETY: a C string, and a place for the answer.
+    done(unsafe { symmalloc_flight_record(c"asked for".as_ptr(), &raw mut json) });
+    // SAFETY: a C string of the library's.
+    let record = unsafe { CStr::from_ptr(json) }.to_str().expect("text").to_owned();
+    // SAFETY: it came from the library.
+    unsafe { symmalloc_release_bytes(json.cast()) };
+    record
+}
+
+fn free_address() -> CString {
     let free = std::net::TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
-    let address = CString::new(free.expect("a free port").to_string()).expect("no zero byte");
+    CString::new(free.expect("a free port").to_string()).expect("no zero byte")
+}
+
+nccl_test!(who_does_not_come_to_what_was_announced_is_named, {
+    let address = free_address();
+    ranks(|rank, allocator, comm, barrier| {
+        let (pool, mut registrar) = (allocator.create_pool(Some(POOL)), null_mut());
+        // SAFETY: a live allocator and communicator, a C string, and a place for the answer.
+        done(unsafe {
+            symmalloc_registrar_create(allocator.0, pool, comm.raw(), 800, address.as_ptr(), &raw mut registrar)
+        });
+        let (windows, stream) = (Windows(registrar), comm.device().context().new_stream().expect("a stream"));
+        let raw = stream.cu_stream().cast();
+        let values = CudaAllocator::new(comm.device(), Config::default()).expect("made");
+        let mut values = values.alloc_zeroed::<f32>(&stream, 64).expect("allocated");
+        let mut reduce = || comm.all_reduce_in_place(&mut values, ReduceOp::Sum, &stream).expect("submitted");
+        windows.announce(c"theirs", 64, raw, &mut reduce);
+        comm.synchronize(&stream).expect("both came");
+        barrier.wait();
+        if rank == 0 {
+            windows.announce(c"missed", 0, raw, &mut reduce);
+            let begun = Instant::now();
+            while !flight_record().contains("ranks that are alive did not come: rank 1") {
+                assert!(begun.elapsed() < Duration::from_secs(20), "{}", flight_record());
+                thread::sleep(Duration::from_millis(20));
+            }
+            let record = flight_record();
+            assert!(record.contains("collective 2 (missed) was "), "{record}");
+            assert!(record.contains("\"kind\": \"theirs\"") && record.contains("\"elements\": 64"), "{record}");
+            assert_eq!(windows.try_sync(), SYMMALLOC_NCCL);
+            assert!(message().contains("rank 1"), "{}", message());
+            let mut announcement = null_mut();
+            // SAFETY: a live registrar, a C string, a live stream, and a place for the answer.
+            let refused =
+                unsafe { symmalloc_announce_begin(windows.0, c"late".as_ptr(), 0, raw, &raw mut announcement) };
+            assert!(refused == SYMMALLOC_NCCL && announcement.is_null(), "{}", message());
+        }
+        barrier.wait();
+        // SAFETY: null is no op.
+        done(unsafe { symmalloc_announce_end(null_mut()) });
+        windows.destroy();
+        comm.abort().expect("in time");
+    });
+});
+
+nccl_test!(ranks_that_met_name_the_one_that_does_not_come_to_a_sync, {
+    let address = free_address();
     ranks(|rank, allocator, comm, barrier| {
         let (pool, mut registrar) = (allocator.create_pool(Some(POOL)), null_mut());
         // SAFETY: a live allocator and communicator, a C string, and a place for the answer.
@@ -120,13 +188,7 @@ nccl_test!(ranks_that_met_name_the_one_that_does_not_come_to_a_sync, {
         if rank == 0 {
             assert_eq!(windows.try_sync(), SYMMALLOC_NCCL);
             assert!(message().contains("rank 1"), "{}", message());
-            let mut json = null_mut();
-            // SAFETY: a C string, and a place for the answer.
-            done(unsafe { symmalloc_flight_record(c"asked for".as_ptr(), &raw mut json) });
-            // SAFETY: a C string of the library's.
-            let record = unsafe { CStr::from_ptr(json) }.to_str().expect("text").to_owned();
-            // SAFETY: it came from the library.
-            unsafe { symmalloc_release_bytes(json.cast()) };
+            let record = flight_record();
             assert!(record.contains("\"reason\": \"asked for\"") && record.contains("ncclAllGather"), "{record}");
         }
         barrier.wait();

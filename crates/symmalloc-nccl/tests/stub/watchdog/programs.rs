@@ -2,12 +2,13 @@
 //! at any call. Every other rank ends in time, and what it reports is true.
 
 use super::{DEADLINE, Rank};
+use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use stub_process::{RankOutput, nccl, nccl_test, ranks};
 use symmalloc_core::PoolConfig;
-use symmalloc_nccl::{AllToAll, ReduceOp, Registrar, Registration, UniqueId};
+use symmalloc_nccl::{AllToAll, CommState, ReduceOp, Registrar, Registration, UniqueId};
 use symmalloc_sim::SplitMix64;
 
 type Failure = Box<dyn std::error::Error>;
@@ -15,11 +16,14 @@ type Failure = Box<dyn std::error::Error>;
 /// Programs that one test runs; `SYMMALLOC_SEEDS` says otherwise. Threads share the stub, so they run one after the other.
 const SEEDS_OF_PROCESSES: u64 = 24;
 const SEEDS_OF_THREADS: u64 = 10;
-/// Of them at a time: they mostly wait.
+/// Of processes, so many at a time.
 const AT_A_TIME: u64 = 6;
 const STEPS: u64 = 14;
 /// How much later than the deadline a rank may end: two looks, the answer of the hub, the communicator's end, and a busy machine.
 const LATE: Duration = Duration::from_secs(4);
+
+/// Threads that wait for the next call are kept, sixteen at most; the stubs and the watchdog have some.
+const THREADS_MAX: usize = 40;
 
 const SEED: &str = "SYMMALLOC_WATCHED_SEED";
 
@@ -170,18 +174,43 @@ impl Plan {
     }
 }
 
-fn seeds(by_day: u64) -> std::ops::Range<u64> {
-    0..std::env::var("SYMMALLOC_SEEDS").map_or(by_day, |text| text.parse().expect("a number"))
+/// So many, from `SYMMALLOC_FIRST_SEED` on, by which a long run can be cut into parts.
+pub(super) fn seeds(by_day: u64) -> Range<u64> {
+    let number = |name, default| std::env::var(name).map_or(default, |text| text.parse().expect("a number"));
+    let first = number("SYMMALLOC_FIRST_SEED", 0);
+    first..first + number("SYMMALLOC_SEEDS", by_day)
+}
+
+/// Runs these seeds, several at a time: they mostly wait.
+pub(super) fn each_at_a_time(seeds: Range<u64>, run: impl Fn(u64) + Sync) {
+    let next = AtomicU64::new(seeds.start);
+    std::thread::scope(|scope| {
+        for _ in 0..AT_A_TIME {
+            scope.spawn(|| {
+                loop {
+                    let seed = next.fetch_add(1, Ordering::Relaxed);
+                    if seed >= seeds.end {
+                        return;
+                    }
+                    run(seed);
+                }
+            });
+        }
+    });
 }
 
 /// A rank in a process of its own. Prints what ended it, and for how long it waited.
 fn process(plan: &Plan, rank: usize) {
+    let (_, files_before) = held();
     let mut it = Rank::new(rank, plan.ranks);
     let pid = it.folder.join("victim.pid");
     if rank == plan.victim {
         std::fs::write(&pid, std::process::id().to_string()).expect("written");
     }
     let outcome = plan.run(&mut it).and_then(|()| Ok(it.comm.destroy()?));
+    // What did not meet it by now meets it no more.
+    nccl::heal();
+    let mut is_stopped = plan.fate == Fate::Stops && rank != plan.victim;
     match &outcome {
         Ok(()) => {
             println!("OUTCOME fine");
@@ -192,23 +221,53 @@ fn process(plan: &Plan, rank: usize) {
             while !are_through() && begun.elapsed() < 2 * DEADLINE {
                 std::thread::sleep(Duration::from_millis(5));
             }
+            is_stopped &= !are_through();
         }
         Err(error) => println!("OUTCOME {error}"),
     }
-    if plan.fate == Fate::Stops && rank != plan.victim && outcome.is_err() {
+    // What hangs inside of NCCL keeps what it has.
+    let is_lost = it.comm.state() == CommState::Lost;
+    let kept = is_lost.then_some(it);
+    if is_stopped {
         let stopped: i32 = std::fs::read_to_string(&pid).expect("written").parse().expect("a number");
+        // Nobody has a communicator by then that could miss it.
         std::thread::sleep(Duration::from_secs(1));
         // SAFETY: ends another rank of this test, which is stopped.
         unsafe { libc::kill(stopped, libc::SIGKILL) };
     }
+    if kept.is_none() {
+        // The watchdog's bell has two, the stubs their memory.
+        await_nothing_held(files_before + 3);
+    }
     std::process::exit(i32::from(outcome.is_err()));
+}
+
+/// Connections go when nobody needs them: those of rank 0 when the others are through.
+fn await_nothing_held(files_kept: usize) {
+    let begun = Instant::now();
+    loop {
+        let (threads, files) = held();
+        if threads < THREADS_MAX && files <= files_kept {
+            return;
+        }
+        if begun.elapsed() > 3 * DEADLINE {
+            let open = std::fs::read_dir("/proc/self/fd")
+                .expect("Linux")
+                .filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok().map(|path| path.display().to_string()));
+            let open = open.collect::<Vec<_>>().join(" ");
+            println!("LEAK {threads} threads, {files} files, {files_kept} may stay: {open}");
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }
 
 fn judge(plan: &Plan, outputs: &[RankOutput], took: Duration) {
     let whole =
         || outputs.iter().map(|output| format!("--- rank {}\n{}", output.rank, output.text)).collect::<String>();
     let slow = if plan.fate == Fate::Slow { Duration::from_secs(60) } else { Duration::ZERO };
-    assert!(took < 4 * DEADLINE + LATE + slow, "{plan:?} took {took:?}\n{}", whole());
+    assert!(took < 7 * DEADLINE + LATE + slow, "{plan:?} took {took:?}\n{}", whole());
+    assert!(outputs.iter().all(|output| !output.text.contains("LEAK")), "{plan:?}\n{}", whole());
     for output in outputs.iter().filter(|output| output.rank != plan.victim) {
         let said = output.text.lines().find_map(|line| line.split_once("OUTCOME ")).map(|(_, said)| said);
         // The watchdog may have ended the process before its program could say something.
@@ -234,44 +293,42 @@ nccl_test!(processes_with_every_fate_end_in_time_with_true_reports, {
         let plan = Plan::new(seed.parse().expect("a number"), &FATES);
         ranks(plan.ranks, &[], |rank| process(&plan, rank));
     }
-    let seeds = seeds(SEEDS_OF_PROCESSES);
-    let (next, worst) = (AtomicU64::new(seeds.start), Mutex::new(Duration::ZERO));
-    std::thread::scope(|scope| {
-        for _ in 0..AT_A_TIME {
-            scope.spawn(|| {
-                loop {
-                    let seed = next.fetch_add(1, Ordering::Relaxed);
-                    if seed >= seeds.end {
-                        return;
-                    }
-                    let plan = Plan::new(seed, &FATES);
-                    let folder = tempfile::tempdir().expect("a folder");
-                    let options =
-                        [(SEED, &*seed.to_string()), ("SYMMALLOC_FLIGHT_RECORDS", &*folder.path().to_string_lossy())];
-                    let begun = Instant::now();
-                    let outputs = ranks(plan.ranks, &options, |_| unreachable!("a rank has a seed"));
-                    judge(&plan, &outputs, begun.elapsed());
-                    let mut worst = worst.lock().expect("no panic");
-                    *worst = (*worst).max(begun.elapsed());
-                }
-            });
-        }
+    let worst = Mutex::new(Duration::ZERO);
+    each_at_a_time(seeds(SEEDS_OF_PROCESSES), |seed| {
+        let plan = Plan::new(seed, &FATES);
+        let folder = tempfile::tempdir().expect("a folder");
+        let options = [(SEED, &*seed.to_string()), ("SYMMALLOC_FLIGHT_RECORDS", &*folder.path().to_string_lossy())];
+        let begun = Instant::now();
+        let outputs = ranks(plan.ranks, &options, |_| unreachable!("a rank has a seed"));
+        judge(&plan, &outputs, begun.elapsed());
+        let mut worst = worst.lock().expect("no panic");
+        *worst = (*worst).max(begun.elapsed());
     });
     println!("the longest took {:?}", worst.lock().expect("no panic"));
 });
 
-/// Threads and descriptors of this process.
+/// Threads and descriptors of this process, without the stub's own sockets, which last as long as processes do.
 fn held() -> (usize, usize) {
-    let count = |folder| std::fs::read_dir(folder).expect("Linux").count();
-    (count("/proc/self/task"), count("/proc/self/fd"))
+    let entries = |folder| std::fs::read_dir(folder).expect("Linux").map(|entry| entry.expect("readable").file_name());
+    let number = |name: std::ffi::OsString| name.to_str().expect("a number").parse::<i32>().expect("a number");
+    let files = entries("/proc/self/fd").filter(|name| !is_unix_socket(number(name.clone())));
+    (entries("/proc/self/task").count(), files.count())
+}
+
+fn is_unix_socket(file: i32) -> bool {
+    let (mut domain, mut length) = (0_i32, size_of::<i32>() as libc::socklen_t);
+    // SAFETY: a descriptor, which may be gone, and places for the answer and its length.
+    let answer =
+        unsafe { libc::getsockopt(file, libc::SOL_SOCKET, libc::SO_DOMAIN, (&raw mut domain).cast(), &raw mut length) };
+    answer == 0 && domain == libc::AF_UNIX
 }
 
 nccl_test!(threads_with_every_fate_end_in_time_and_leave_nothing, {
     const FATES: [Fate; 7] =
         [Fate::None, Fate::Slow, Fate::Fails, Fate::Hangs, Fate::Leaves, Fate::Panics, Fate::Sticks];
 
-    let mut before = None;
-    for seed in seeds(SEEDS_OF_THREADS) {
+    let (mut before, seeds) = (None, seeds(SEEDS_OF_THREADS));
+    for seed in seeds.clone() {
         let plan = Plan::new(seed, &FATES);
         let id = UniqueId::new().expect("an id");
         let outcomes = std::thread::scope(|scope| {
@@ -296,12 +353,14 @@ nccl_test!(threads_with_every_fate_end_in_time_and_leave_nothing, {
                 plan.assert_true(&error);
             }
         }
-        // Threads that wait for the next call are kept, sixteen at most.
-        if seed == 8 {
+        if seed == seeds.start + 8 {
             before = Some(held());
         }
     }
     let (threads, files) = held();
     let (_, files_before) = before.expect("nine seeds at least");
-    assert!(threads < 40 && files <= files_before + 2, "{threads} threads, {files} files, {files_before} before");
+    assert!(
+        threads < THREADS_MAX && files <= files_before + 2,
+        "{threads} threads, {files} files, {files_before} before"
+    );
 });

@@ -1,0 +1,137 @@
+//! A rank that is stopped at any moment: all others have ended within the deadline and a second, and name it.
+
+use super::programs::{each_at_a_time, seeds};
+use super::{DEADLINE, Rank, folder};
+use std::fs;
+use std::path::Path;
+use std::sync::Mutex;
+use std::time::{Duration, SystemTime};
+use stub_process::{nccl_test, ranks};
+use symmalloc_core::PoolConfig;
+use symmalloc_nccl::{ReduceOp, Registrar, Registration};
+use symmalloc_sim::SplitMix64;
+
+type Failure = Box<dyn std::error::Error>;
+
+const STOPS: u64 = 24;
+const SEED: &str = "SYMMALLOC_STOPPED_SEED";
+/// From the deadline to the end of the process.
+const LATE: Duration = Duration::from_secs(1);
+
+/// What a seed means.
+#[derive(Clone, Copy, Debug)]
+struct Stop {
+    seed: u64,
+    ranks: usize,
+    victim: usize,
+    /// After all have begun to work.
+    moment: Duration,
+}
+
+impl Stop {
+    fn new(seed: u64) -> Self {
+        let mut draw = SplitMix64::new(!seed);
+        let ranks = 2 + (draw.next_u64() % 3) as usize;
+        let victim = (draw.next_u64() % ranks as u64) as usize;
+        Stop { seed, ranks, victim, moment: Duration::from_micros(draw.next_u64() % 600_000) }
+    }
+
+    /// The same on all ranks, until an error.
+    fn work(&self, it: &mut Rank) -> Result<(), Failure> {
+        let registrar = Registrar::builder(&it.allocator).build()?;
+        let pool = it.allocator.create_pool(PoolConfig::builder().fixed().symmetric(true).build()?)?;
+        registrar.attach(&it.comm, &[pool.id()], Registration::Windows)?;
+        let mut draw = SplitMix64::new(self.seed);
+        let mut is_stopping = false;
+        loop {
+            for _ in 0..8 {
+                it.comm.all_reduce_in_place(&mut it.buffer, ReduceOp::Sum, &it.stream)?;
+            }
+            it.comm.synchronize(&it.stream)?;
+            match draw.next_u64() % 8 {
+                0 => {
+                    let kept = it.allocator.with_pool(&pool).alloc_zeroed::<u8>(&it.stream, 20 << 20)?;
+                    registrar.sync(&[&it.comm])?;
+                    drop(kept);
+                    registrar.sync(&[&it.comm])?;
+                }
+                1 => {
+                    let part = it.comm.split(Some(0), it.comm.rank())?.expect("with a color");
+                    part.all_reduce_in_place(&mut it.buffer, ReduceOp::Max, &it.stream)?;
+                    part.synchronize(&it.stream)?;
+                    part.destroy()?;
+                }
+                2 => std::thread::sleep(Duration::from_millis(draw.next_u64() % 10)),
+                _ => {}
+            }
+            if it.comm.rank() as usize == self.victim && !std::mem::replace(&mut is_stopping, true) {
+                self.stop_in_a_while();
+            }
+        }
+    }
+
+    /// Stops this process at the moment.
+    fn stop_in_a_while(self) {
+        std::thread::spawn(move || {
+            std::thread::sleep(self.moment);
+            fs::write(folder().join("victim.pid"), std::process::id().to_string()).expect("written");
+            // SAFETY: stops this process.
+            unsafe { libc::kill(libc::getpid(), libc::SIGSTOP) };
+        });
+    }
+
+    /// Waits until the victim is stopped, and kills it when the others must have ended.
+    fn follow(self, folder: &Path) -> SystemTime {
+        let file = folder.join("victim.pid");
+        let read = || fs::read_to_string(&file).ok().and_then(|text| text.parse::<i32>().ok());
+        let pid = loop {
+            match read() {
+                Some(pid) => break pid,
+                None => std::thread::sleep(Duration::from_millis(1)),
+            }
+        };
+        let stopped = fs::metadata(&file).and_then(|metadata| metadata.modified()).expect("it is there");
+        std::thread::sleep(DEADLINE + 3 * LATE);
+        // SAFETY: ends a rank of this test, which is stopped.
+        unsafe { libc::kill(pid, libc::SIGKILL) };
+        stopped
+    }
+}
+
+nccl_test!(a_rank_that_is_stopped_at_any_moment_ends_the_others_within_a_second_of_the_deadline, {
+    if let Ok(seed) = std::env::var(SEED) {
+        let stop = Stop::new(seed.parse().expect("a number"));
+        ranks(stop.ranks, &[], |rank| {
+            let mut it = Rank::new(rank, stop.ranks);
+            let error = stop.work(&mut it).expect_err("it ends with an error");
+            println!("ERROR {error}");
+            drop(it);
+            std::process::exit(1);
+        });
+    }
+    let times = Mutex::new(Vec::new());
+    each_at_a_time(seeds(STOPS), |seed| {
+        let (stop, folder) = (Stop::new(seed), tempfile::tempdir().expect("a folder"));
+        let options = [(SEED, &*seed.to_string()), ("SYMMALLOC_FLIGHT_RECORDS", &*folder.path().to_string_lossy())];
+        let (stopped, outputs) = std::thread::scope(|scope| {
+            let follower = scope.spawn(|| stop.follow(folder.path()));
+            let outputs = ranks(stop.ranks, &options, |_| unreachable!("a rank has a seed"));
+            (follower.join().expect("no panic"), outputs)
+        });
+        for output in outputs.into_iter().filter(|output| output.rank != stop.victim) {
+            let took = output.ended.duration_since(stopped).unwrap_or_default();
+            let (rank, text) = (output.rank, output.text);
+            // In a sync, the first that gave up may have said it to the others on the way.
+            let names =
+                ["is stopped", "is lost: it died, is stopped"].map(|what| format!("rank {} {what}", stop.victim));
+            assert!(names.iter().any(|name| text.contains(name)), "{stop:?}, rank {rank}:\n{text}");
+            assert!(took + LATE / 2 > DEADLINE, "{stop:?}, rank {rank} after {took:?}:\n{text}");
+            times.lock().expect("no panic").push((took, stop, rank, text));
+        }
+    });
+    let mut times = times.into_inner().expect("no panic");
+    times.sort_by_key(|(took, ..)| *took);
+    let (median, (most, stop, rank, text)) = (times[times.len() / 2].0, times.last().expect("some"));
+    println!("{} ranks ended {median:.2?} (median), {most:.2?} (most) after another one was stopped", times.len());
+    assert!(*most < DEADLINE + LATE, "{stop:?}: rank {rank} took {most:?}\n{text}");
+});

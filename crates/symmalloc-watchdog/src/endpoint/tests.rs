@@ -1,0 +1,350 @@
+//! Generated jobs: processes that join, leave, fail, die, stop and go on, with messages under way.
+
+use super::*;
+use proptest::prelude::*;
+use proptest::sample::Index;
+use std::collections::{BTreeSet, VecDeque};
+
+/// A process and what is on the way to it from the hub, and from it to the hub.
+struct Process {
+    endpoint: Endpoint,
+    to_hub: VecDeque<Message>,
+    from_hub: VecDeque<Message>,
+    is_dead: bool,
+    is_stopped: bool,
+    joined: BTreeSet<CommunicatorId>,
+    left: BTreeSet<CommunicatorId>,
+    failed: BTreeSet<CommunicatorId>,
+    events: Vec<PeerEvent>,
+}
+
+struct Job {
+    processes: Vec<Process>,
+    now: Duration,
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Join(Index, u8),
+    Leave(Index, u8),
+    Fail(Index, u8),
+    Die(Index),
+    Stop(Index),
+    Continue(Index),
+    Deliver(Index, u8),
+    Tick(u16),
+}
+
+fn broken() -> FailureReport {
+    FailureReport { text: "it broke".to_owned(), first_rank: None }
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let one = || any::<Index>();
+    prop_oneof![
+        6 => (one(), 0..3_u8).prop_map(|(process, id)| Step::Join(process, id)),
+        2 => (one(), 0..3_u8).prop_map(|(process, id)| Step::Leave(process, id)),
+        1 => (one(), 0..3_u8).prop_map(|(process, id)| Step::Fail(process, id)),
+        1 => one().prop_map(Step::Die),
+        1 => one().prop_map(Step::Stop),
+        1 => one().prop_map(Step::Continue),
+        12 => (one(), 1..4_u8).prop_map(|(process, count)| Step::Deliver(process, count)),
+        3 => (1..2000_u16).prop_map(Step::Tick),
+    ]
+}
+
+impl Job {
+    fn new(count: u32) -> Self {
+        let process = |own| Process {
+            endpoint: Endpoint::new(ProcessId(own), count, Duration::ZERO),
+            to_hub: VecDeque::new(),
+            from_hub: VecDeque::new(),
+            is_dead: false,
+            is_stopped: false,
+            joined: BTreeSet::new(),
+            left: BTreeSet::new(),
+            failed: BTreeSet::new(),
+            events: Vec::new(),
+        };
+        Job { processes: (0..count).map(process).collect(), now: Duration::ZERO }
+    }
+
+    /// Puts what was said on the way.
+    fn collect(&mut self) {
+        for at in 0..self.processes.len() {
+            for (to, message) in self.processes[at].endpoint.take_outbox() {
+                assert!(at == 0 || to == HUB, "only the hub talks to others");
+                if at == 0 {
+                    self.processes[to.0 as usize].from_hub.push_back(message);
+                } else {
+                    self.processes[at].to_hub.push_back(message);
+                }
+            }
+            let events = self.processes[at].endpoint.take_events();
+            self.processes[at].events.extend(events);
+        }
+    }
+
+    /// One message each way between a process and the hub, or that one of them sees that the other is gone.
+    fn deliver(&mut self, at: usize) {
+        let now = self.now;
+        let acts = |process: &Process| !process.is_dead && !process.is_stopped;
+        if acts(&self.processes[0]) {
+            match self.processes[at].to_hub.pop_front() {
+                Some(message) => self.processes[0].endpoint.receive(ProcessId(at as u32), message, now),
+                None if self.processes[at].is_dead => {
+                    self.processes[0].endpoint.lose(ProcessId(at as u32), &Departure::Closed, now);
+                }
+                None => {}
+            }
+        }
+        self.collect();
+        if acts(&self.processes[at]) {
+            match self.processes[at].from_hub.pop_front() {
+                Some(message) => self.processes[at].endpoint.receive(HUB, message, now),
+                None if self.processes[0].is_dead => {
+                    self.processes[at].endpoint.lose(HUB, &Departure::Closed, now);
+                }
+                None => {}
+            }
+        }
+        self.collect();
+    }
+
+    fn carry_out(&mut self, step: &Step) {
+        let count = self.processes.len();
+        let id = |number: u8| CommunicatorId(u64::from(number));
+        let of = |number: u8, at: usize| RankId { communicator: id(number), rank: at as u32 };
+        let acts = |job: &Job, at: usize| !job.processes[at].is_dead && !job.processes[at].is_stopped;
+        match *step {
+            Step::Join(process, number) => {
+                let at = process.index(count);
+                if acts(self, at) && self.processes[at].joined.insert(id(number)) {
+                    self.processes[at].endpoint.join(of(number, at), self.now);
+                }
+            }
+            Step::Leave(process, number) => {
+                let at = process.index(count);
+                if acts(self, at) && self.processes[at].joined.contains(&id(number)) {
+                    self.processes[at].left.insert(id(number));
+                    self.processes[at].endpoint.leave(of(number, at), self.now);
+                }
+            }
+            Step::Fail(process, number) => {
+                let at = process.index(count);
+                let (process, now) = (&mut self.processes[at], self.now);
+                if !process.is_dead
+                    && !process.is_stopped
+                    && process.joined.contains(&id(number))
+                    && !process.left.contains(&id(number))
+                {
+                    process.failed.insert(id(number));
+                    process.endpoint.fail(of(number, at), &broken(), now);
+                }
+            }
+            Step::Die(process) => self.processes[process.index(count)].is_dead = true,
+            Step::Stop(process) => self.processes[process.index(count)].is_stopped = true,
+            Step::Continue(process) => self.processes[process.index(count)].is_stopped = false,
+            Step::Deliver(process, messages) => {
+                let at = process.index(count);
+                if at != 0 {
+                    (0..messages).for_each(|_| self.deliver(at));
+                }
+            }
+            Step::Tick(millis) => {
+                self.now += Duration::from_millis(millis.into());
+                for process in self.processes.iter_mut().filter(|it| !it.is_dead && !it.is_stopped) {
+                    process.endpoint.tick(self.now);
+                }
+            }
+        }
+        self.collect();
+    }
+
+    /// Everybody goes on, and everything arrives.
+    fn settle(&mut self) {
+        self.processes.iter_mut().for_each(|process| process.is_stopped = false);
+        for _ in 0..200 {
+            for at in 1..self.processes.len() {
+                self.deliver(at);
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2000))]
+
+    #[test]
+    fn every_death_and_failure_is_told_to_all_whom_it_concerns_and_nothing_else(
+        count in 2..6_u32,
+        steps in prop::collection::vec(step(), 0..80),
+    ) {
+        let mut job = Job::new(count);
+        steps.iter().for_each(|step| job.carry_out(step));
+        job.settle();
+        let hub_is_dead = job.processes[0].is_dead;
+        for (at, process) in job.processes.iter().enumerate() {
+            // Nothing that did not happen.
+            for event in &process.events {
+                match event {
+                    PeerEvent::Gone { rank: RankId { communicator, rank }, .. } => {
+                        let other = &job.processes[*rank as usize];
+                        prop_assert!(other.is_dead && other.joined.contains(communicator), "{event:?} at {at}");
+                        prop_assert!(process.joined.contains(communicator));
+                    }
+                    PeerEvent::Failed { rank: RankId { communicator, rank }, .. } => {
+                        prop_assert!(job.processes[*rank as usize].failed.contains(communicator));
+                        prop_assert!(process.joined.contains(communicator));
+                    }
+                }
+            }
+            if process.is_dead {
+                continue;
+            }
+            // Everything that did. Without the hub, what became of the hub's own rank.
+            let is_heard_of = |rank: usize| rank != at && (rank == 0 || !hub_is_dead);
+            for (rank, other) in job.processes.iter().enumerate().filter(|(rank, _)| is_heard_of(*rank)) {
+                for id in other.joined.intersection(&process.joined) {
+                    let is_in = !process.left.contains(id) && !process.failed.contains(id);
+                    if !is_in || other.left.contains(id) {
+                        continue;
+                    }
+                    let is_of_it = |event: &&PeerEvent| {
+                        let (PeerEvent::Gone { rank: of, .. } | PeerEvent::Failed { rank: of, .. }) = event;
+                        (of.communicator, of.rank as usize) == (*id, rank)
+                    };
+                    let told = process.events.iter().filter(is_of_it).count();
+                    let is_over = other.is_dead || other.failed.contains(id);
+                    prop_assert_eq!(told > 0, is_over, "{} of {} at {}", rank, id, at);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_process_that_is_stopped_is_silent_and_one_that_computes_is_not() {
+    let mut job = Job::new(3);
+    let id = CommunicatorId(7);
+    for (at, process) in job.processes.iter_mut().enumerate() {
+        let rank = RankId { communicator: id, rank: at as u32 };
+        process.endpoint.join(rank, Duration::ZERO);
+        process.endpoint.set_progress(rank, Progress { submitted: at as u64, finished: 0 }, Duration::ZERO);
+    }
+    job.processes[2].is_stopped = true;
+    for _ in 0..20 {
+        job.carry_out(&Step::Tick(300));
+        (0..8).for_each(|_| (1..3).for_each(|at| job.deliver(at)));
+    }
+    job.processes[1].endpoint.ask(id, job.now);
+    assert!(!job.processes[1].endpoint.has_answer(id, job.now, job.now));
+    job.collect();
+    (0..8).for_each(|_| job.deliver(1));
+    assert!(job.processes[1].endpoint.has_answer(id, job.now, job.now));
+    let members = job.processes[1].endpoint.members(id, job.now);
+    assert!(members.iter().all(|member| member.still_ms >= 5_000), "nobody moves: {members:?}");
+    assert_eq!(members.iter().map(|member| member.rank).collect::<Vec<_>>(), [0, 1, 2]);
+    assert!(members[0].silent_ms == 0 && members[1].silent_ms <= 300, "{members:?}");
+    assert!(members[2].silent_ms >= 5_000, "{members:?}");
+    assert_eq!(members[1].progress.submitted, 1);
+}
+
+#[test]
+fn a_hub_that_is_stopped_need_not_answer() {
+    let (id, of) = (CommunicatorId(7), |rank| RankId { communicator: CommunicatorId(7), rank });
+    let mut job = Job::new(3);
+    job.processes.iter_mut().zip(0..).for_each(|(process, rank)| process.endpoint.join(of(rank), Duration::ZERO));
+    job.collect();
+    job.settle();
+    job.carry_out(&Step::Tick(2_000));
+    // The hub's beat tells how far it is, and since when.
+    let progress = Progress { submitted: 42, finished: 41 };
+    job.processes[0].endpoint.set_progress(of(0), progress, job.now - Duration::from_millis(200));
+    job.carry_out(&Step::Tick(300));
+    (0..8).for_each(|_| (1..3).for_each(|at| job.deliver(at)));
+    job.processes[0].is_stopped = true;
+    job.now += Duration::from_millis(600);
+    let (now, endpoint) = (job.now, &mut job.processes[1].endpoint);
+    endpoint.ask(id, now);
+    assert!(!endpoint.has_answer(id, now, now), "it may come");
+    let later = now + Duration::from_secs(1);
+    assert!(endpoint.has_answer(id, now, later), "nothing was heard of the hub for a second");
+    let members = endpoint.members(id, later);
+    assert_eq!(members.iter().map(|member| member.rank).collect::<Vec<_>>(), [0, 1], "of others nobody knows");
+    assert_eq!((members[0].progress, members[0].still_ms, members[0].silent_ms), (progress, 2_100, 1_600));
+    // What it told once is no news.
+    let told = vec![Member { rank: 2, ..members[0].clone() }];
+    endpoint.receive(HUB, Message::Told { communicator: id, members: told }, later);
+    assert_eq!(endpoint.members(id, later).len(), 3);
+    assert_eq!(endpoint.members(id, later + Duration::from_secs(2)).len(), 2);
+    endpoint.lose(HUB, &Departure::Closed, later);
+    assert!(endpoint.has_answer(id, later, later));
+}
+
+#[test]
+fn who_left_is_known_to_have_come_to_what_it_came_to() {
+    let of = |rank| RankId { communicator: CommunicatorId(7), rank };
+    let mut job = Job::new(3);
+    job.processes.iter_mut().zip(0..).for_each(|(process, rank)| process.endpoint.join(of(rank), Duration::ZERO));
+    job.collect();
+    job.settle();
+    let progress = Progress { submitted: 6, finished: 6 };
+    for (process, rank) in job.processes[..2].iter_mut().zip(0..) {
+        process.endpoint.set_progress(of(rank), progress, Duration::ZERO);
+        process.endpoint.leave(of(rank), Duration::ZERO);
+    }
+    job.processes[2].endpoint.ask(CommunicatorId(7), Duration::ZERO);
+    job.collect();
+    job.settle();
+    let of_others = job.processes[2].endpoint.members(CommunicatorId(7), job.now);
+    let of_all = job.processes[0].endpoint.members(CommunicatorId(7), job.now);
+    for left in of_others[..2].iter().chain(&of_all[..2]) {
+        assert!(left.has_left && left.progress == progress, "{left:?}");
+    }
+}
+
+#[test]
+fn who_joins_after_the_hub_is_gone_misses_it() {
+    let of = |rank| RankId { communicator: CommunicatorId(7), rank };
+    let mut endpoint = Endpoint::new(ProcessId(1), 2, Duration::ZERO);
+    endpoint.receive(HUB, Message::Joined { rank: of(0) }, Duration::ZERO);
+    endpoint.lose(HUB, &Departure::Closed, Duration::ZERO);
+    endpoint.take_events();
+    endpoint.join(of(1), Duration::ZERO);
+    let gone = PeerEvent::Gone { rank: of(0), departure: Departure::Closed, after: None };
+    assert_eq!(endpoint.take_events(), [gone]);
+}
+
+#[test]
+fn who_joins_after_the_hub_failed_learns_of_it_without_asking() {
+    let of = |rank| RankId { communicator: CommunicatorId(7), rank };
+    let mut endpoint = Endpoint::new(ProcessId(1), 2, Duration::ZERO);
+    endpoint.receive(HUB, Message::Joined { rank: of(0) }, Duration::ZERO);
+    endpoint.receive(HUB, Message::RankFailed { rank: of(0), report: broken() }, Duration::ZERO);
+    endpoint.join(of(1), Duration::ZERO);
+    assert_eq!(endpoint.take_events(), [PeerEvent::Failed { rank: of(0), report: broken() }]);
+}
+
+#[test]
+fn ranks_of_one_process_learn_of_each_other() {
+    let of = |rank| RankId { communicator: CommunicatorId(7), rank };
+    let mut endpoint = Endpoint::new(HUB, 1, Duration::ZERO);
+    let (begun, later) = (Duration::ZERO, Duration::from_secs(1));
+    (0..3).for_each(|rank| endpoint.join(of(rank), begun));
+    endpoint.leave(of(2), begun);
+    endpoint.set_progress(of(1), Progress { submitted: 4, finished: 3 }, later);
+    let members = endpoint.members(CommunicatorId(7), later);
+    assert!(members[2].has_left && members[1].progress.submitted == 4, "{members:?}");
+    assert!(members[0].still_ms == 1_000 && members[1].still_ms == 0, "without a beat: {members:?}");
+    endpoint.join(of(9), later);
+    endpoint.withdraw(of(9), later);
+    assert_eq!(endpoint.members(CommunicatorId(7), later).len(), 3);
+    endpoint.fail(of(0), &broken(), later);
+    assert_eq!(endpoint.take_events(), [PeerEvent::Failed { rank: of(0), report: broken() }]);
+    endpoint.fail(of(1), &broken(), later);
+    assert_eq!(endpoint.take_events(), [], "nobody is left to be told");
+    assert!(!endpoint.is_over());
+    (0..2).for_each(|rank| endpoint.leave(of(rank), later));
+    assert!(endpoint.is_over());
+}

@@ -1,0 +1,215 @@
+//! What is known of processes: which ranks of communicators each has, how far they are, what became of them, and when the process was
+//! heard last.
+//!
+//! The hub knows all processes, and every other one knows the hub.
+
+use crate::ids::{CommunicatorId, ProcessId, Progress, RankId};
+use crate::message::{Departure, FailureReport, Member, Message, Standing};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::time::Duration;
+
+/// See the file's comment.
+#[derive(Debug)]
+pub(crate) struct Roster {
+    processes: BTreeMap<ProcessId, Known>,
+}
+
+/// What is known of one process.
+#[derive(Debug, Default)]
+struct Known {
+    heard: Duration,
+    departure: Option<Departure>,
+    memberships: BTreeMap<RankId, Membership>,
+    /// Whether it ever was part of a communicator.
+    has_joined: bool,
+}
+
+/// A rank of a communicator.
+#[derive(Clone, Debug)]
+pub(crate) struct Membership {
+    progress: Progress,
+    /// When that changed last.
+    moved: Duration,
+    has_left: bool,
+    failure: Option<FailureReport>,
+}
+
+impl Membership {
+    pub(crate) fn new(now: Duration) -> Self {
+        Membership { progress: Progress::default(), moved: now, has_left: false, failure: None }
+    }
+
+    /// How far it is, since this moment.
+    pub(crate) fn set_progress(&mut self, progress: Progress, moved: Duration) {
+        if self.progress != progress {
+            (self.progress, self.moved) = (progress, moved);
+        }
+    }
+
+    /// Whether this is its first failure, which is the one that counts.
+    pub(crate) fn fail(&mut self, report: &FailureReport) -> bool {
+        let is_first = self.failure.is_none();
+        self.failure.get_or_insert_with(|| report.clone());
+        is_first
+    }
+
+    pub(crate) fn has_failed(&self) -> bool {
+        self.failure.is_some()
+    }
+
+    pub(crate) fn standing(&self, rank: RankId, now: Duration) -> Standing {
+        Standing { rank, progress: self.progress, still_ms: millis(now.saturating_sub(self.moved)) }
+    }
+
+    pub(crate) fn member(&self, rank: RankId, process: ProcessId, silent: Duration, now: Duration) -> Member {
+        Member {
+            rank: rank.rank,
+            process,
+            progress: self.progress,
+            still_ms: millis(now.saturating_sub(self.moved)),
+            silent_ms: millis(silent),
+            departure: None,
+            has_left: self.has_left,
+            failure: self.failure.clone(),
+        }
+    }
+
+    /// Whether its end would be missed.
+    fn is_live(&self) -> bool {
+        !self.has_left && self.failure.is_none()
+    }
+}
+
+fn millis(time: Duration) -> u64 {
+    time.as_millis() as u64
+}
+
+impl Known {
+    /// Why it ended a communicator, if it did.
+    fn last_words(&self) -> Option<FailureReport> {
+        self.memberships.values().find_map(|it| it.failure.clone())
+    }
+
+    fn is_through(&self) -> bool {
+        self.departure.is_some() || self.has_joined && !self.memberships.values().any(Membership::is_live)
+    }
+}
+
+impl Roster {
+    pub(crate) fn new(processes: Range<u32>, now: Duration) -> Self {
+        let known = |process| (ProcessId(process), Known { heard: now, ..Known::default() });
+        Roster { processes: processes.map(known).collect() }
+    }
+
+    /// Notes a sign of life. `false` of a process that is unknown or gone.
+    pub(crate) fn hear(&mut self, process: ProcessId, now: Duration) -> bool {
+        let known = self.processes.get_mut(&process).filter(|known| known.departure.is_none());
+        known.map(|known| known.heard = now).is_some()
+    }
+
+    pub(crate) fn silence(&self, process: ProcessId, now: Duration) -> Duration {
+        self.processes.get(&process).map_or(Duration::ZERO, |known| now.saturating_sub(known.heard))
+    }
+
+    pub(crate) fn is_gone(&self, process: ProcessId) -> bool {
+        self.processes.get(&process).is_none_or(|known| known.departure.is_some())
+    }
+
+    /// All that are not gone.
+    pub(crate) fn alive(&self) -> impl Iterator<Item = ProcessId> {
+        self.processes.iter().filter(|(_, known)| known.departure.is_none()).map(|(process, _)| *process)
+    }
+
+    /// Whether nobody is part of a communicator any more.
+    pub(crate) fn are_through(&self) -> bool {
+        self.processes.values().all(Known::is_through)
+    }
+
+    pub(crate) fn join(&mut self, process: ProcessId, rank: RankId, now: Duration) {
+        let Some(known) = self.processes.get_mut(&process) else { return };
+        known.has_joined = true;
+        known.memberships.insert(rank, Membership::new(now));
+    }
+
+    /// The rank destroyed its communicator, after it had come so far.
+    pub(crate) fn leave(&mut self, process: ProcessId, last: &Standing, now: Duration) {
+        self.note_standing(process, last, now);
+        if let Some(it) = self.membership(process, last.rank) {
+            it.has_left = true;
+        }
+        self.forget_if_over(last.rank.communicator);
+    }
+
+    pub(crate) fn withdraw(&mut self, process: ProcessId, rank: RankId) {
+        if let Some(known) = self.processes.get_mut(&process) {
+            known.memberships.remove(&rank);
+        }
+        self.forget_if_over(rank.communicator);
+    }
+
+    /// Whether the process has that rank.
+    pub(crate) fn fail(&mut self, process: ProcessId, rank: RankId, report: &FailureReport) -> bool {
+        self.membership(process, rank).map(|it| it.failure = Some(report.clone())).is_some()
+    }
+
+    /// A process says how far a rank of its own is.
+    pub(crate) fn note_standing(&mut self, process: ProcessId, standing: &Standing, now: Duration) {
+        if let Some(it) = self.membership(process, standing.rank) {
+            it.set_progress(standing.progress, now.saturating_sub(Duration::from_millis(standing.still_ms)));
+        }
+    }
+
+    /// A process is gone: what those that have ranks beside its own are to be told. `None` when that is nothing, or was told already.
+    pub(crate) fn lose(&mut self, process: ProcessId, departure: &Departure, now: Duration) -> Option<Message> {
+        let known = self.processes.get_mut(&process).filter(|known| known.departure.is_none())?;
+        (known.departure, known.heard) = (Some(departure.clone()), now);
+        let live = known.memberships.iter().filter(|(_, it)| it.is_live());
+        let ranks: Vec<RankId> = live.map(|(rank, _)| *rank).collect();
+        let departure = departure.clone();
+        (!ranks.is_empty()).then(|| Message::Gone { departure, ranks, after: known.last_words() })
+    }
+
+    /// What became of ranks of the communicator so far, for one that joins late.
+    pub(crate) fn news_of(&self, communicator: CommunicatorId) -> Vec<Message> {
+        let mut news = Vec::new();
+        for known in self.processes.values() {
+            let of_it = known.memberships.iter().filter(|(rank, it)| rank.communicator == communicator && !it.has_left);
+            for (&rank, it) in of_it {
+                if let Some(report) = it.failure.clone() {
+                    news.push(Message::RankFailed { rank, report });
+                } else if let Some(departure) = known.departure.clone() {
+                    news.push(Message::Gone { departure, ranks: vec![rank], after: known.last_words() });
+                }
+            }
+        }
+        news
+    }
+
+    /// The ranks of the communicator. `own`, who asks, is never silent.
+    pub(crate) fn members(&self, communicator: CommunicatorId, own: ProcessId, now: Duration) -> Vec<Member> {
+        let mut members = Vec::new();
+        for (process, known) in &self.processes {
+            let silent = if *process == own { Duration::ZERO } else { now.saturating_sub(known.heard) };
+            let of_it = known.memberships.iter().filter(|(rank, _)| rank.communicator == communicator);
+            members.extend(of_it.map(|(rank, it)| Member {
+                departure: known.departure.clone(),
+                ..it.member(*rank, *process, silent, now)
+            }));
+        }
+        members
+    }
+
+    /// A communicator that all have left needs no memory. One with a rank that is gone or failed is kept for one that joins late.
+    fn forget_if_over(&mut self, communicator: CommunicatorId) {
+        let is_in = |(rank, it): (&RankId, &Membership)| rank.communicator == communicator && !it.has_left;
+        if !self.processes.values().any(|known| known.memberships.iter().any(is_in)) {
+            let all = self.processes.values_mut();
+            all.for_each(|known| known.memberships.retain(|rank, _| rank.communicator != communicator));
+        }
+    }
+
+    fn membership(&mut self, process: ProcessId, rank: RankId) -> Option<&mut Membership> {
+        self.processes.get_mut(&process)?.memberships.get_mut(&rank)
+    }
+}

@@ -1,0 +1,10 @@
+//! Text as a flight record: read, written, read back and compared.
+#![no_main]
+
+#[path = "../count.rs"]
+mod count;
+
+use libfuzzer_sys::fuzz_target;
+use symmalloc_harness::targets;
+
+fuzz_target!(init: count::print_at_exit(), |bytes: &[u8]| count::add(targets::flight_record_reader(bytes)));
