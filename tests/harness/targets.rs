@@ -9,13 +9,14 @@ use std::num::{NonZeroU32, NonZeroUsize};
 use std::path::Path;
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::lock::{Exclusive, Shared};
+use symmalloc_core::plans::{Plan, PlanError};
 use symmalloc_core::{Allocator, Op, PoolId, Record};
 use symmalloc_import::export::export;
 use symmalloc_import::{Format, ReadOptions, read_bytes};
 use symmalloc_sim::job::{JobPlan, simulate, story};
 use symmalloc_sim::{Delays, SimBackend};
 use symmalloc_trace::replay::Program;
-use symmalloc_trace::{TraceReader, TraceWriter, layout};
+use symmalloc_trace::{TraceReader, TraceWriter, layout, plan};
 use symmalloc_watchdog::{CommunicatorRecord, Finding, Findings, FlightRecord};
 
 /// Takes any bytes, and panics when something is wrong. Returns how many ops it carried out, or read.
@@ -25,12 +26,13 @@ pub type Target = fn(&[u8]) -> u64;
 const LOOK_EVERY: usize = 16;
 
 /// Name and function of every target.
-pub const TARGETS: [(&str, Target); 9] = [
+pub const TARGETS: [(&str, Target); 10] = [
     ("ops_vs_oracle", ops_vs_oracle),
     ("two_ranks", two_ranks),
     ("job", job),
     ("trace_reader", trace_reader),
     ("layout_reader", layout_reader),
+    ("plan_reader", plan_reader),
     ("config_text", config_text),
     ("snapshot_reader", snapshot_reader),
     ("rmm_reader", rmm_reader),
@@ -150,6 +152,86 @@ fn restore(bytes: &[u8]) -> u64 {
     }
     assert!(device.leaks().is_empty(), "left behind: {}", device.leaks());
     layout.allocation_count() as u64
+}
+
+/// Text as a plan. What is read is written in one way only, and is followed or refused.
+///
+/// # Panics
+/// When the reader panics, reading back differs, or a plan that was adopted is not followed.
+pub fn plan_reader(bytes: &[u8]) -> u64 {
+    let as_it_is = adopt(bytes);
+    // With the right number of lines at its end, as for layouts.
+    let text = String::from_utf8_lossy(bytes);
+    let lines: Vec<&str> = text.lines().filter(|line| !line.starts_with("end")).collect();
+    let said = lines.iter().filter(|line| !line.trim_ascii_start().is_empty() && !line.starts_with('#')).count();
+    as_it_is + adopt(format!("{}\nend {}\n", lines.join("\n"), said.saturating_sub(1)).as_bytes())
+}
+
+/// Adopts what can be read, and carries two steps of each plan out. Returns how many allocations it made.
+fn adopt(bytes: &[u8]) -> u64 {
+    let Ok(file) = plan::read(bytes) else { return 0 };
+    assert_eq!(plan::parse(&plan::to_text(&file)).expect("what was written can be read"), file);
+    let device = SimBackend::builder().memory_bytes(1 << 50).build();
+    let mut made = 0;
+    {
+        let Ok(allocator) = Allocator::<_>::new(&device, file.config().clone()) else { return 0 };
+        (0..4).for_each(|_| _ = allocator.register_stream().expect("few"));
+        for pool in [PoolId::DEFAULT].into_iter().chain(file.pools().map(|(pool, _)| pool)) {
+            let config = file.pool_config(pool).expect("it has plans").clone();
+            let made_pool = if pool == PoolId::DEFAULT { Ok(pool) } else { allocator.create_pool(config) };
+            let Ok(made_pool) = made_pool else { continue };
+            for plan in file.plans_of(pool) {
+                let before = allocator.digest(made_pool).expect("it is there");
+                match allocator.adopt_plan(made_pool, plan.clone()) {
+                    Ok(()) => made += follow(&allocator, made_pool, plan),
+                    Err(PlanError::Memory(_)) => {}
+                    Err(_) => {
+                        assert_eq!(allocator.digest(made_pool), Ok(before), "a plan that is refused changes nothing");
+                    }
+                }
+                allocator.check().expect("sound");
+            }
+        }
+    }
+    assert!(device.leaks().is_empty(), "left behind: {}", device.leaks());
+    made
+}
+
+/// Two steps as planned, and then everything is freed.
+fn follow(allocator: &Allocator<&SimBackend>, pool: PoolId, plan: &Plan) -> u64 {
+    let plans = allocator.plans(pool).expect("it is there");
+    let is_alone = plans.iter().filter(|other| other.key() == plan.key()).count() == 1;
+    let count = plan.allocations().len() as u64;
+    let placed = plan.allocations().iter().filter(|planned| planned.offset_bytes.is_some()).count() as u64;
+    let (mut live, mut made) = (Vec::new(), 0);
+    for step in 0..2 {
+        allocator.begin_step(pool, plan.key()).expect("none is open");
+        // A heap whose plan of this key comes first is not called.
+        let mut is_complete = is_alone;
+        for (number, planned) in (step * count..).zip(plan.allocations()) {
+            live.retain(|(until, handle)| {
+                let is_over = *until <= number;
+                if is_over {
+                    allocator.free(*handle).expect("live");
+                }
+                !is_over
+            });
+            match allocator.allocate(pool, planned.wanted.stream, planned.wanted.requested_bytes) {
+                Ok(allocation) => {
+                    let until = planned.wanted.until.map_or(u64::MAX, |until| step * count + u64::from(until));
+                    live.push((until, allocation.handle));
+                    made += 1;
+                }
+                // What is placed the ordinary way may be too much for the device, or for a limit.
+                Err(_) => is_complete = false,
+            }
+        }
+        let report = allocator.end_step(pool).expect("it is open");
+        assert!(!is_complete || (report.difference, report.planned) == (None, placed), "{report:?}");
+        assert!(!is_complete || report.allocations == count, "{report:?}");
+    }
+    live.into_iter().for_each(|(_, handle)| allocator.free(handle).expect("live"));
+    made
 }
 
 fn written(config: Option<&Config>, records: &[Record]) -> Vec<u8> {

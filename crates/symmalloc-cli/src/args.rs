@@ -15,6 +15,7 @@ Examples:
   symmalloc replay snapshot.pickle.gz --ranks 64 --seed 3 --json
   symmalloc replay snapshot.pickle --order address --segments fixed      PyTorch's rule alone: exits with 3
   symmalloc replay job.trace --record rank0.trace.zst   our decisions, for `symmalloc diff`
+  symmalloc replay job.trace --plan job.plan            every rank follows a plan that `symmalloc plan` wrote
 
 JSON: an array with one object per trace:
   trace, ops, allocs, ranks, passes, order, segments, streams
@@ -29,9 +30,12 @@ JSON: an array with one object per trace:
   segment_count         at the end of the last pass, before what the program left is freed
   ns_per_op             median pass after the first on a device that costs nothing; null with --order address
   digest                16 hex digits over all (op, decision) of rank 0's first pass; null with --order address
+  planned_ops_share     allocations that went where the plan says over all of at least one byte, in all passes; null
+                        without a plan
 
 A trace's own configuration and pools hold; --segments and --streams replace the default pool's, and --config replaces
-the whole of it but for the pools that the program makes. The model of address
+the whole of it but for the pools that the program makes. With --plan the plan's configuration holds, for all pools: flags
+that say something else are an error. Each pass is a step, unless the program has steps of its own. The model of address
 order always keeps streams separate, and has fixed and expandable segments only; its rank 0 does all passes, and the
 other ranks are compared over the first one.
 
@@ -96,13 +100,15 @@ Examples:
   symmalloc chart job.trace.zst -o job.svg                       memory over ops alone
   symmalloc chart job.trace.zst -o map.svg --map --op 12000      segments and blocks after op 12000
   symmalloc chart rank0.pickle.gz --beside rank1.pickle.gz -o ranks.svg
+  symmalloc chart job.trace.zst --plan job.plan -o job.html      what the plan holds, beside that
 
 Two ranks are drawn where their recordings say that each allocation was placed; where these do not, as our allocator
 places them. Pictures need no script and no network. Equal jobs are equal bytes.
 
 JSON: trace, picture, ops, op (that the map shows), refused (allocations, by a limit), live, allocated, reserved
 ({peak_bytes, op}), heaps ([{pool, stream, live, allocated, reserved}]; stream is null where streams share), and with
---beside: beside ({trace, placements: recorded or replayed, allocs, differing_placements, differing_live}).
+--beside: beside ({trace, placements: recorded or replayed, allocs, differing_placements, differing_live}), and with
+--plan: plan ({file, reserved}).
 
 Exit codes: 0 fine, 2 bad input.";
 
@@ -115,29 +121,47 @@ One page that needs no script and no network: peaks, what holds memory at the pe
 other settings would make of the same ops, each with the command that does it again.
 
 JSON: trace, report, ops, op (of holders and fragmentation), refused, live, allocated, reserved ({peak_bytes, op}),
-efficiency (peak live / peak reserved), holders ([{name, each_bytes?, allocations, requested_bytes}]: by name, or by size
+steady_reserved_bytes, efficiency (peak live / that), holders ([{name, each_bytes?, allocations, requested_bytes}]: by name, or by size
 where name is null), free_bytes, largest_free_bytes, fragmentation (1 - largest / free),
-settings ([{settings, command, is_own, peak_reserved_bytes, refused}], least peak first).
+settings ([{settings, command, is_own, peak_reserved_bytes, refused}], least peak first), plan (what a plan would need, or null:
+{command, planned_bytes, efficiency}).
+
+What settings and a plan take is the most over five passes; the pictures, and what holds memory, are of the first one.
 
 Exit codes: 0 fine, 2 bad input.";
 
 const PLAN_EXAMPLES: &str = "\
 Examples:
-  symmalloc plan job.trace.zst                                   what each heap needs, as lines to paste
-  symmalloc plan rank0.pickle.gz rank1.pickle.gz --margin 5      the same on all ranks, and 5 % more
-  symmalloc plan job.trace.zst --reserved --streams shared       one segment, one window
-  symmalloc plan job.trace.zst -o planned.trace.zst              the job with its plan, for `symmalloc replay`
+  symmalloc plan job.trace.zst -o job.plan                       where every allocation goes, for `symmalloc replay --plan`
+  symmalloc plan job.trace.zst --streams separate                each stream's heap planned by itself
+  symmalloc plan rank0.pickle.gz rank1.pickle.gz --one-job --margin 5      the same reserved on all ranks, and 5 % more
+  symmalloc plan job.trace.zst --reserved --streams shared       without a plan: one segment, one window
+  symmalloc plan job.trace.zst --reservations reserved.trace.zst the job with what it reserves, for `symmalloc replay`
 
-Each rank is carried out twice, as it was recorded and with the plan, on a device that counts its calls.
+In a plan the default pool's streams share, unless --streams, or a configuration of the recording's own or of --config, says
+otherwise; all else is as the recording and the flags say. Planned is what is held when the plan is followed, online what is
+held without one, both the most over five passes. What to reserve is for running without a plan: each recording is carried
+out twice, as it was recorded and with that, on a device that counts its calls.
 
-JSON: traces, margin_percent, settings (of the allocator and its default pool), lines (to paste into a trace),
-reserve_bytes, heaps ([{pool, stream, for_stream, segments, peak_live_bytes, grown_bytes (with nothing reserved),
-reserve_bytes}]; stream is null where streams share), holds (nothing is obtained after what is reserved), without and
-with (the plan: {reserving, first_pass, second_pass: {memory_calls, registrations}, refused, peak_reserved_bytes}; of all
-ranks the most), offline ({peak_live_bytes, planned_bytes, efficiency}: what an offset for each allocation comes to when the
-whole job is known beforehand and streams share; no allocator follows it yet).
+JSON: an array with one object per job (with --one-job there is one job, and numbers are the most of all ranks):
+  job                   the recording
+  peak_live_bytes       the most that the program has requested at any time
+  planned_bytes         the most that is held when the plan is followed
+  efficiency            peak_live_bytes / planned_bytes
+  online_bytes          the most that is held without a plan, with the recording's settings
+  seconds               that planning took
+  streams, plans        of the default pool, shared or separate; how many plans there are
+  plan_bytes            memory that plans place in; planned_bytes has all else, too
+  planned_ops_share     allocations that go where the plan says over all of at least one byte
+  waits, online_waits   waits of a stream for another one that reuse needs in a pass: planned, and without a plan
+  plan                  the file that was written, or null
+and what to reserve without a plan; where a limit leaves no room for that, these are missing:
+  traces, margin_percent, settings (of the allocator and its default pool), lines (to paste into a trace), reserve_bytes,
+  heaps ([{pool, stream, for_stream, segments, peak_live_bytes, grown_bytes (with nothing reserved), reserve_bytes}]; stream is
+  null where streams share), holds (nothing is obtained after what is reserved), without and with (the reservations:
+  {reserving, first_pass, second_pass: {memory_calls, registrations}, refused, peak_reserved_bytes})
 
-Exit codes: 0 fine, 3 the plan does not hold, 2 bad input, such as a limit below what the job needs.";
+Exit codes: 0 fine, 3 what is reserved does not hold, 2 bad input, such as a limit below what the job needs.";
 
 const SIMULATE_EXAMPLES: &str = "\
 Examples:
@@ -215,6 +239,9 @@ pub(crate) struct ReplayArgs {
     /// Write the trace with rank 0's decisions (.zst and .gz compress)
     #[arg(long, value_name = "OUT")]
     pub(crate) record: Option<PathBuf>,
+    /// Follow a plan of the job that `symmalloc plan` wrote; with its configuration
+    #[arg(long, value_name = "FILE", conflicts_with = "order")]
+    pub(crate) plan: Option<PathBuf>,
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
@@ -333,6 +360,9 @@ pub(crate) struct ChartArgs {
     /// Another rank's recording, to draw beside with differing blocks marked
     #[arg(long, value_name = "TRACE")]
     pub(crate) beside: Option<PathBuf>,
+    /// A plan of the job that `symmalloc plan` wrote, to draw beside: what it reserves, and a map of it
+    #[arg(long, value_name = "FILE", conflicts_with = "beside")]
+    pub(crate) plan: Option<PathBuf>,
     /// Show this pool only
     #[arg(long, value_name = "P", value_parser = parse_pool)]
     pub(crate) pool: Option<u32>,
@@ -370,22 +400,31 @@ pub(crate) struct ReportArgs {
     pub(crate) json: bool,
 }
 
-/// Say what to reserve so that a job, once it runs, obtains no more memory, and prove it
+/// Plan where every allocation of a job goes, so that it needs no more than what is live at its peak
+///
+/// The whole job is known beforehand, so its peak can be planned to what is live then. Says also what to reserve without a plan, so
+/// that a job, once it runs, obtains no more memory, and proves it.
 #[derive(Debug, clap::Args)]
 #[command(after_help = PLAN_EXAMPLES)]
 pub(crate) struct PlanArgs {
-    /// Recordings of one job's ranks: traces, PyTorch memory snapshots or RMM logs; plain, gzip or zstd
+    /// Recorded jobs: traces, PyTorch memory snapshots or RMM logs; plain, gzip or zstd
     #[arg(required = true, value_name = "TRACE")]
     pub(crate) traces: Vec<PathBuf>,
+    /// The recordings are of one job's ranks: what to reserve is the same on all of them
+    #[arg(long)]
+    pub(crate) one_job: bool,
+    /// Write the plan, for `symmalloc replay --plan` and `symmalloc chart --plan` (.zst and .gz compress)
+    #[arg(short, long, value_name = "FILE")]
+    pub(crate) output: Option<PathBuf>,
     /// Reserve so much more than the job needs, in percent
     #[arg(long, value_name = "PERCENT", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1000))]
     pub(crate) margin: u32,
-    /// Plan one segment, and so one window, for each heap of every pool, as for symmetric pools
+    /// Reserve one segment, and so one window, for each heap of every pool, as for symmetric pools
     #[arg(long)]
     pub(crate) reserved: bool,
-    /// Write the job with its plan as a trace (.zst and .gz compress)
-    #[arg(short, long, value_name = "OUT")]
-    pub(crate) output: Option<PathBuf>,
+    /// Write the job with what it reserves as a trace (.zst and .gz compress)
+    #[arg(long, value_name = "OUT")]
+    pub(crate) reservations: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) policy: PolicyArgs,
     #[command(flatten)]
@@ -423,7 +462,7 @@ fn parse_stream(text: &str) -> Result<u16, std::num::ParseIntError> {
 }
 
 /// How the allocator is configured.
-#[derive(Debug, clap::Args)]
+#[derive(Debug, Default, clap::Args)]
 pub(crate) struct PolicyArgs {
     /// How the default pool obtains memory [default: as the trace says, else expandable]
     #[arg(long)]
@@ -434,6 +473,25 @@ pub(crate) struct PolicyArgs {
     /// Settings in the place of the trace's own, as in docs/configuration.md: segments:fixed,max_split_size_mb:256
     #[arg(long, value_name = "SETTINGS", value_parser = Config::from_str)]
     pub(crate) config: Option<Config>,
+}
+
+impl PolicyArgs {
+    /// The flags that say the same, each after a blank.
+    pub(crate) fn flags(&self) -> String {
+        let word =
+            |value: Option<clap::builder::PossibleValue>| value.map_or_else(String::new, |it| it.get_name().into());
+        let mut flags = String::new();
+        if let Some(segments) = &self.segments {
+            flags += &format!(" --segments {}", word(segments.to_possible_value()));
+        }
+        if let Some(streams) = &self.streams {
+            flags += &format!(" --streams {}", word(streams.to_possible_value()));
+        }
+        if let Some(config) = &self.config {
+            flags += &format!(" --config '{config}'");
+        }
+        flags
+    }
 }
 
 /// How recordings are read.

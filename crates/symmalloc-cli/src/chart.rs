@@ -1,21 +1,25 @@
 //! `symmalloc chart`: a job as a picture.
 
 use crate::Verdict;
-use crate::args::ChartArgs;
+use crate::args::{ChartArgs, PolicyArgs};
 use crate::diff::Diff;
 use crate::error::CliError;
 use crate::output::{self, Palette};
 use crate::picture::history::{self, Words};
 use crate::picture::memory::{Memory, has_placements, same_point};
-use crate::picture::timeline::{ALLOCATED, JobCurves, LIVE, Peak, RESERVED};
-use crate::picture::{NARROW, Selection, WIDE, heap_name, map, page};
+use crate::picture::timeline::{ALLOCATED, JobCurves, LIVE, Peak, PlannedCurve, RESERVED};
+use crate::picture::{NARROW, Selection, WIDE, following, heap_name, map, page};
+use crate::planned;
 use crate::quantity::{count, memory};
 use crate::recorded::Recorded;
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
 use symmalloc_core::Placement;
+use symmalloc_core::config::Config;
 use symmalloc_import::rerun::{Happened, Rerun};
+use symmalloc_trace::plan::PlanFile;
+use symmalloc_trace::replay::Program;
 
 /// The kinds of picture file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,20 +60,34 @@ pub(crate) fn chart(args: &ChartArgs) -> Result<Verdict, CliError> {
     let kind = PictureKind::of(&args.output)?;
     let recorded = Recorded::read(&args.input, &args.reading, &args.policy)?;
     let selection = Selection { pool: args.pool, stream: args.stream };
-    let timeline = timeline_of(&recorded, selection)?;
+    let mut timeline = timeline_of(&recorded, selection)?;
     let op = op_of(args.op, &recorded, &timeline)?;
+    let mut planned = None;
+    if let Some(plan) = &args.plan {
+        let (file, curve, memory) = as_planned(plan, &recorded, op, selection)?;
+        timeline.planned = Some(curve);
+        planned = Some((file, memory));
+    }
     let other = args.beside.as_deref().map(|path| Recorded::read(path, &args.reading, &args.policy)).transpose()?;
     let beside = other.map(|other| beside(&recorded, &other, op, selection)).transpose()?;
     let memory_map = Memory::replayed(&recorded, op, selection)?;
     let name = file_name(&recorded.path);
     let text = match (kind, &beside) {
-        (PictureKind::Svg, None) if args.map => map_of(&name, &recorded, &memory_map, WIDE, "m", ""),
+        (PictureKind::Svg, None) if args.map => match &planned {
+            Some((file, memory)) => planned_map_of(&name, file, memory, WIDE, "p", ""),
+            None => map_of(&name, &recorded, &memory_map, WIDE, "m", ""),
+        },
         (PictureKind::Svg, None) => history_of(&name, &recorded, &timeline, WIDE, "h", ""),
         (PictureKind::Svg, Some(beside)) => beside_of(&name, beside, WIDE, "b", ""),
         (PictureKind::Html, _) => {
             let mut body = format!("<h1>{}</h1>\n", crate::picture::svg::escape(&name));
             body += &history_figure(&name, &recorded, &timeline);
             body += &map_figure(&name, &recorded, &memory_map);
+            if let Some((file, memory)) = &planned {
+                let [wide, narrow] = [(WIDE, "pw", "wide"), (NARROW, "pn", "narrow")]
+                    .map(|(width, prefix, class)| planned_map_of(&name, file, memory, width, prefix, class));
+                body += &page::figure(&wide, &narrow);
+            }
             if let Some(beside) = &beside {
                 let [wide, narrow] = [(WIDE, "bw", "wide"), (NARROW, "bn", "narrow")]
                     .map(|(width, prefix, class)| beside_of(&name, beside, width, prefix, class));
@@ -85,6 +103,21 @@ pub(crate) fn chart(args: &ChartArgs) -> Result<Verdict, CliError> {
         output::print(&screen(args, &timeline, op, beside.as_ref(), Palette::of_stdout()))?;
     }
     Ok(Verdict::Agree)
+}
+
+/// A job as it follows a plan. The flags say how it is drawn beside that.
+fn as_planned(
+    plan: &Path,
+    recorded: &Recorded,
+    op: usize,
+    selection: Selection,
+) -> Result<(PlanFile, PlannedCurve, Memory), CliError> {
+    let (path, mut recording) = (&recorded.path, recorded.recording.clone());
+    let file = planned::follow(plan, path, &mut recording, &PolicyArgs::default())?;
+    let program = Program::new(&recording.records);
+    let program = program.map_err(|source| CliError::Program { path: path.clone(), source })?;
+    let (curve, memory) = following::follow(path, &program, &file, op, selection)?;
+    Ok((file, curve, memory))
 }
 
 /// A job over its ops; refused if nothing of it is selected.
@@ -180,6 +213,19 @@ fn map_of(name: &str, recorded: &Recorded, memory: &Memory, width: u32, prefix: 
     map::draw(memory, width, prefix, class, &Words { title: &title, aside: &configuration(recorded) })
 }
 
+fn planned_map_of(
+    name: &str,
+    file: &PlanFile,
+    memory: &Memory,
+    width: u32,
+    prefix: &'static str,
+    class: &str,
+) -> String {
+    let title = format!("The same as planned, after op {} of {name}", count(memory.op));
+    let aside = settings_of(file.config());
+    map::draw(memory, width, prefix, class, &Words { title: &title, aside: &aside })
+}
+
 fn beside_of(name: &str, beside: &Beside, width: u32, prefix: &'static str, class: &str) -> String {
     let Beside { memories: [a, b], trace, are_recorded, allocations, differing_placements, differing_live } = beside;
     let other = file_name(Path::new(trace));
@@ -200,7 +246,11 @@ fn beside_of(name: &str, beside: &Beside, width: u32, prefix: &'static str, clas
 
 /// The settings that decide most, in words.
 fn configuration(recorded: &Recorded) -> String {
-    format!("Settings: {}", recorded.config.default_pool().to_string().replace(',', ", "))
+    settings_of(&recorded.config)
+}
+
+fn settings_of(config: &Config) -> String {
+    format!("Settings: {}", config.default_pool().to_string().replace(',', ", "))
 }
 
 /// What `chart --json` prints. Its keys are an interface: `symmalloc chart --help` lists them.
@@ -235,6 +285,9 @@ fn object(args: &ChartArgs, timeline: &JobCurves, op: usize, beside: Option<&Bes
             "differing_live": beside.differing_live,
         });
     }
+    if let (Some(file), Some(planned)) = (&args.plan, &timeline.planned) {
+        object["plan"] = json!({ "file": file.display().to_string(), "reserved": peak(planned.peak) });
+    }
     object
 }
 
@@ -243,6 +296,10 @@ fn screen(args: &ChartArgs, timeline: &JobCurves, op: usize, beside: Option<&Bes
     for (name, quantity) in [("reserved", RESERVED), ("allocated", ALLOCATED), ("live", LIVE)] {
         let Peak { bytes, op } = timeline.total.peaks[quantity];
         out += &format!("peak {name:<9}  {:>10}  after op {}\n", memory(bytes), count(op));
+    }
+    if let Some(planned) = &timeline.planned {
+        let Peak { bytes, op } = planned.peak;
+        out += &format!("as planned: {} reserved, first after op {}\n", memory(bytes), count(op));
     }
     if timeline.refused > 0 {
         out += &format!("refused by a limit: {} allocations\n", count(timeline.refused));

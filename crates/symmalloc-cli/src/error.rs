@@ -1,14 +1,16 @@
 //! What can go wrong in the program: each error says what to do, and ends it with exit code 2.
 
 use crate::job::JobError;
+use crate::planned::{Contradiction, JobDifference};
 use std::borrow::Cow;
 use std::io;
 use std::path::PathBuf;
 use symmalloc_core::ids::PoolId;
+use symmalloc_core::plans::PlanError;
 use symmalloc_import::rerun::RerunError;
 use symmalloc_import::{ImportError, ImportErrorKind, SnapshotError};
-use symmalloc_plan::ProblemError;
 use symmalloc_sim::job::story::StoryError;
+use symmalloc_trace::plan::{PlanContradiction, PlanTextError};
 use symmalloc_trace::replay::ReplayError;
 use symmalloc_trace::{TraceError, TraceWriteError};
 use symmalloc_watchdog::FlightRecordError;
@@ -23,8 +25,24 @@ pub(crate) enum CliError {
     Program { path: PathBuf, source: ReplayError },
     #[error("{}: cannot be replayed", path.display())]
     Job { path: PathBuf, source: JobError },
-    #[error("{}: cannot be placed beforehand", path.display())]
-    Offline { path: PathBuf, source: ProblemError },
+    #[error("{}: cannot be planned, in pool {pool}", path.display())]
+    NotPlanned { path: PathBuf, pool: PoolId, source: PlanError },
+    #[error("{}: its plans contradict each other", path.display())]
+    Contradictory { path: PathBuf, source: PlanContradiction },
+    #[error("{}: there is nothing to plan", path.display())]
+    NothingToPlan { path: PathBuf },
+    #[error("{}: cannot be opened", path.display())]
+    OpenPlan { path: PathBuf, source: io::Error },
+    #[error("{}: cannot be read as a plan", path.display())]
+    PlanText { path: PathBuf, source: PlanTextError },
+    #[error("{}: is for another configuration", path.display())]
+    PlanContradicted { path: PathBuf, source: Contradiction },
+    #[error("{} is not a plan of {}", plan.display(), job.display())]
+    PlanOfAnotherJob { plan: PathBuf, job: PathBuf, source: JobDifference },
+    #[error("{}: cannot be followed, in pool {pool}", path.display())]
+    PlanRefused { path: PathBuf, pool: PoolId, source: PlanError },
+    #[error("--plan is for one job, but {traces} are given")]
+    PlanForSeveral { traces: usize },
     #[error("{}: cannot be carried out", path.display())]
     Rerun { path: PathBuf, source: RerunError },
     #[error("{}: no kind of picture goes by this name", path.display())]
@@ -46,8 +64,8 @@ pub(crate) enum CliError {
     DiffOfNotTwo { recordings: usize },
     #[error("--record writes the decisions of one trace, but {traces} are given")]
     RecordOfSeveral { traces: usize },
-    #[error("-o writes one trace with its plan, but {traces} are given")]
-    PlanOfSeveral { traces: usize },
+    #[error("{flag} writes a file for one recording, but {traces} are given")]
+    PlanOfSeveral { flag: &'static str, traces: usize },
     #[error("{} and {} configure pool {pool} differently", path.display(), other.display())]
     PlanOfOtherSettings { path: PathBuf, other: PathBuf, pool: PoolId },
     #[error("{}, but the limit is {limit_bytes} bytes", needs(pool.as_ref(), *needed_bytes))]
@@ -92,7 +110,7 @@ impl CliError {
             | CliError::Rerun { source: RerunError::Config(_), .. } => {
                 "change the trace's configuration, or choose with --segments, --streams and --config"
             }
-            CliError::Job { .. } | CliError::Rerun { .. } | CliError::Offline { .. } => {
+            CliError::Job { .. } | CliError::Rerun { .. } | CliError::Contradictory { .. } => {
                 "record the job again, or repair the trace at that op (counted from 0)"
             }
             CliError::FlightRecord(FlightRecordError::Version { .. }) => "read it with the version that wrote it",
@@ -103,9 +121,22 @@ impl CliError {
                 "give two recordings, or flight records alone: one of each rank"
             }
             CliError::RecordOfSeveral { .. } => "replay the traces one by one",
-            CliError::PlanOfSeveral { .. } => "plan for all of them, then write each with `--config` and its lines",
+            CliError::PlanOfSeveral { .. } => "plan the recordings one by one",
+            CliError::PlanForSeveral { .. } => "replay the jobs one by one, each with its plan",
+            CliError::NothingToPlan { .. } => {
+                "record a job that allocates something; steps of its own must come at least twice alike"
+            }
+            CliError::NotPlanned { source: PlanError::Memory(_), .. }
+            | CliError::PlanRefused { source: PlanError::Memory(_), .. } => {
+                "raise the pool's limit_mb or segment_mb, or total_limit_mb: the plan needs no less"
+            }
+            CliError::NotPlanned { .. } => "record a shorter part of the job",
+            CliError::PlanRefused { .. } => "plan the job again: the file was edited, or damaged",
+            CliError::PlanText { .. } | CliError::OpenPlan { .. } => "write one with `symmalloc plan JOB -o FILE`",
+            CliError::PlanContradicted { .. } => "leave the flag out, or plan the job again with it",
+            CliError::PlanOfAnotherJob { .. } => "give the plan that was made for this job, or plan it now",
             CliError::PlanOfOtherSettings { .. } => {
-                "give the recordings of one job's ranks; --config puts one configuration in the place of theirs"
+                "give --one-job the recordings of one job's ranks; --config puts one configuration in the place of theirs"
             }
             CliError::PlanBeyondLimit { pool: Some(_), .. } => {
                 "raise the pool's limit_mb, let its streams share, or make the job smaller"

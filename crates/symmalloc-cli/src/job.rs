@@ -25,17 +25,22 @@ mod outcome;
 mod ranks;
 mod sequence;
 
-pub use outcome::{Decision, Divergence, Outcome, Peaks};
+pub(crate) use outcome::Steady;
+pub use outcome::{Decision, Divergence, Outcome, Peaks, PlannedOps};
 
 use crate::address_order;
 use clap::ValueEnum;
+use ranks::{Report, Rule};
 use std::num::NonZeroU32;
+use std::ops::ControlFlow;
+use std::sync::Arc;
 use symmalloc_core::PoolId;
 use symmalloc_core::backend::BackendError;
 use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy, StreamPolicy};
 use symmalloc_core::errors::FreeError;
 use symmalloc_core::op::Op;
 use symmalloc_import::Recording;
+use symmalloc_trace::plan::PlanFile;
 use symmalloc_trace::replay::{Program, ReplayError, StepError};
 
 /// How free blocks are ordered.
@@ -75,6 +80,8 @@ pub struct Options {
     /// flatters: a later one begins with all the memory there is, and best fit may spoil the part that a large request
     /// needs. In the model of address order rank 0 does them all, and the others one.
     pub passes: NonZeroU32,
+    /// Plans that our rule follows, made for this job and its configuration. Each pass is a step, unless the program has its own.
+    pub plan: Option<Arc<PlanFile>>,
 }
 
 impl Default for Options {
@@ -88,6 +95,7 @@ impl Default for Options {
             streams: None,
             seed: 0,
             passes: NonZeroU32::new(5).expect("5 is not zero"),
+            plan: None,
         }
     }
 }
@@ -122,7 +130,7 @@ impl Job {
 
     /// Number of streams that the program registers.
     pub fn stream_count(&self) -> usize {
-        self.program.ops().iter().filter(|op| matches!(op, Op::RegisterStream { .. })).count()
+        self.program.stream_count()
     }
 
     /// The configuration of every rank's allocator: the recording's, with the default pool's segments and streams as the
@@ -143,6 +151,19 @@ impl Job {
             builder = builder.streams(streams);
         }
         self.config.to_builder().default_pool(builder.build()?).build()
+    }
+
+    /// What one rank takes under a configuration once the job is repeated, following a plan or none.
+    pub(crate) fn steady(&self, config: &Config, plan: Option<&Arc<PlanFile>>) -> Result<Steady, JobError> {
+        let options = Options { plan: plan.cloned(), ..Options::default() };
+        let rule = sequence::Sequence { program: &self.program, config, options: &options };
+        let mut refused = 0;
+        let report = rule.run(0, |_, decision| {
+            refused += u64::from(decision.is_none());
+            ControlFlow::Continue(())
+        })?;
+        let Report { peaks, planned, waits, .. } = report;
+        Ok(Steady { peaks, passes: options.passes.get(), refused, planned, waits })
     }
 
     /// Carries the program out on every rank, on all cores, and compares them. `rank_done` is called, from any thread,
@@ -198,6 +219,14 @@ pub enum JobError {
         rank: u32,
         /// The op, counted from 0.
         op: usize,
+        /// Why.
+        error: StepError,
+    },
+    /// A plan is not followed here.
+    #[error("following the plan, on rank {rank}: {error}")]
+    Plan {
+        /// The rank.
+        rank: u32,
         /// Why.
         error: StepError,
     },

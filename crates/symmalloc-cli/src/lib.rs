@@ -10,7 +10,7 @@
 //!             ├─ export ─► a PyTorch snapshot
 //!             ├─ chart ──► pictures
 //!             ├─ report ─► a page about a job, and settings to try
-//!             └─ plan ───► what to reserve, and the proof that it is enough
+//!             └─ plan ───► where every allocation of a job goes, and what to reserve without that
 //! ```
 //!
 //! [`job`] is the part that others use, too: the golden tests replay the recorded jobs through it. [`address_order`] is
@@ -30,6 +30,7 @@ pub mod job;
 mod output;
 mod picture;
 mod plan;
+mod planned;
 mod progress;
 mod quantity;
 mod recorded;

@@ -4,6 +4,7 @@
 //!            ┌─► timeline ──► history     live, allocated and reserved bytes over ops
 //! Recorded ──┤
 //!            └─► memory ────► map         segments and blocks at one op, of one rank or of two side by side
+//! PlanFile ──► following ──► both         the same as planned
 //!                                │
 //!                svg, page ◄─────┘
 //! ```
@@ -12,6 +13,7 @@
 //! and paper, narrow for phones. Nothing needs a script, a network, a pointer to hover with, or colour: each colour (of
 //! Okabe and Ito's palette) has a pattern or a label of its own. Equal jobs are equal bytes.
 
+pub(crate) mod following;
 pub(crate) mod history;
 pub(crate) mod map;
 pub(crate) mod memory;

@@ -1,241 +1,153 @@
-//! `symmalloc plan`: what to reserve so that a job, once it runs, obtains no more memory and registers no more windows.
+//! `symmalloc plan`: where every allocation of a job goes, and what to reserve without that.
 //!
 //! ```text
-//! ranks' recordings ──► sizes   a heap's bytes, the most that any rank needs
-//!                         └───► plan: settings of each pool, and a `reserve` per heap
-//!                                 └───► proof: each rank, carried out twice with it on a simulated device
-//!                    └───► offline: how little would do if all were known beforehand
+//! recording ──► planned        an offset for every allocation, written to a file, and followed on a simulated device
+//!      │           └──► figures    beside the job as it is without a plan
+//!      └──────► reservations   so that it obtains and registers nothing while it runs without one
 //! ```
-//!
-//! Expandable and fixed pools become expandable ones that are reserved for. A symmetric or reserved pool becomes a
-//! reserved one: each of its heaps is one segment, and so one window for ever.
 
+mod figures;
 mod heap;
-mod offline;
 mod program;
 mod proof;
+mod reservations;
 mod screen;
 mod sizes;
 
 use crate::Verdict;
 use crate::args::PlanArgs;
 use crate::error::CliError;
-use crate::job::JobError;
 use crate::output::{self, Palette};
 use crate::recorded::Recorded;
-use crate::report::settings;
-use heap::{HeapPlan, Heaps};
-use offline::OfflineBound;
-use program::Pools;
-use proof::Proof;
+use figures::Figures;
+use heap::HeapPlan;
+use reservations::ReservationPlan;
 use serde_json::{Value, json};
-use std::collections::BTreeSet;
-use std::path::Path;
-use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy};
-use symmalloc_core::ids::PoolId;
-use symmalloc_core::op::Op;
+use std::io::Write;
+use std::path::{Path, PathBuf};
 use symmalloc_import::compression::Compressor;
 use symmalloc_import::rerun::Owner;
-use symmalloc_trace::replay::Program;
-use symmalloc_trace::{RecordLine, TraceWriter};
+use symmalloc_trace::plan::{PlanFile, to_text};
 
-/// A plan, and what came of it.
-struct ReservationPlan {
-    /// The configuration, that of the default pool included.
-    config: Config,
-    pools: Pools,
-    heaps: Heaps,
-    /// The job as it was recorded; of several ranks, the most.
-    without: Proof,
-    /// The job with the plan.
-    with: Proof,
-    /// What is possible when all is known beforehand.
-    offline: OfflineBound,
+/// What was found out about one job.
+struct JobPlan<'a> {
+    /// Its recordings: one, or those of all of its ranks.
+    traces: &'a [PathBuf],
+    figures: Figures,
+    /// `None` where a limit leaves no room for them, and a plan was asked for.
+    reservations: Option<ReservationPlan>,
 }
 
-/// Plans a job of one or more ranks. The verdict is `Differ` if a rank obtains memory in spite of the plan.
+/// Plans each job. The verdict is `Differ` if a rank obtains memory in spite of what is reserved.
 pub(crate) fn plan(args: &PlanArgs) -> Result<Verdict, CliError> {
-    if args.output.is_some() && args.traces.len() != 1 {
-        return Err(CliError::PlanOfSeveral { traces: args.traces.len() });
+    for (flag, wanted) in [("-o", &args.output), ("--reservations", &args.reservations)] {
+        if wanted.is_some() && args.traces.len() != 1 {
+            return Err(CliError::PlanOfSeveral { flag, traces: args.traces.len() });
+        }
     }
-    let read = |path| Recorded::read(path, &args.reading, &args.policy);
-    let jobs = args.traces.iter().map(|path| read(path)).collect::<Result<Vec<Recorded>, CliError>>()?;
-    let plan = ReservationPlan::new(&jobs, args)?;
-    if let (Some(out), [job]) = (&args.output, &jobs[..]) {
-        plan.write(job, out)?;
+    let ranks = if args.one_job { args.traces.len() } else { 1 };
+    let mut objects = Vec::new();
+    let mut verdict = Verdict::Agree;
+    for traces in args.traces.chunks(ranks) {
+        let plan = JobPlan::new(traces, args)?;
+        if plan.reservations.as_ref().is_some_and(|reservations| !reservations.with.holds()) {
+            verdict = Verdict::Differ;
+        }
+        if args.json {
+            objects.push(object(args, &plan));
+        } else {
+            output::print(&screen::render(args, &plan, Palette::of_stdout()))?;
+        }
     }
     if args.json {
-        output::print_json(&object(args, &plan))?;
-    } else {
-        output::print(&screen::render(args, &plan, Palette::of_stdout()))?;
+        output::print_json(&objects)?;
     }
-    Ok(if plan.with.holds() { Verdict::Agree } else { Verdict::Differ })
+    Ok(verdict)
 }
 
-impl ReservationPlan {
-    fn new(jobs: &[Recorded], args: &PlanArgs) -> Result<Self, CliError> {
-        let own = pools_of(jobs)?;
-        let invalid = |error: ConfigError| jobs[0].invalid(error);
-        let is_reserved = |config: &PoolConfig| {
-            args.reserved || config.symmetric() || matches!(config.segments(), SegmentPolicy::Reserved { .. })
+impl<'a> JobPlan<'a> {
+    fn new(traces: &'a [PathBuf], args: &PlanArgs) -> Result<Self, CliError> {
+        let read = |path| Recorded::read(path, &args.reading, &args.policy);
+        let jobs = traces.iter().map(|path| read(path)).collect::<Result<Vec<Recorded>, CliError>>()?;
+        let reservations = match ReservationPlan::new(&jobs, args) {
+            // The plan may fit where what best fit needs does not: that is what it is for.
+            Err(CliError::PlanBeyondLimit { .. } | CliError::PlanBeyondRange { .. }) if args.output.is_some() => None,
+            reservations => Some(reservations?),
         };
-        let reserved: BTreeSet<PoolId> =
-            own.iter().filter(|(_, config)| is_reserved(config)).map(|(pool, _)| *pool).collect();
-        let growing = own.iter().map(|(pool, config)| Ok((*pool, sizes::growing(config)?)));
-        let growing: Pools = growing.collect::<Result<_, _>>().map_err(invalid)?;
-        let unlimited = jobs[0].config.to_builder().limit_bytes(None);
-        let search = sizes::Search {
-            jobs,
-            pools: &growing,
-            config: &unlimited.default_pool(growing[&PoolId::DEFAULT].clone()).build().map_err(invalid)?,
-            equal: &reserved,
-            margin_percent: args.margin.into(),
-        };
-        let mut heaps = search.run()?;
-        heaps.retain(|_, heap| heap.reserve_bytes > 0);
-
-        let mut pools = Pools::new();
-        for (pool, config) in &growing {
-            let of_pool = heaps.iter().filter(|(owner, _)| owner.pool == *pool).map(|(_, heap)| heap.reserve_bytes);
-            let (needed_bytes, largest_bytes) = (of_pool.clone().sum(), of_pool.max());
-            let mut builder = config.to_builder().limit_bytes(own[pool].limit_bytes());
-            if let (true, Some(segment_bytes)) = (reserved.contains(pool), largest_bytes) {
-                builder = builder.reserved(segment_bytes);
-            }
-            within(own[pool].limit_bytes(), needed_bytes, Some(*pool))?;
-            pools.insert(*pool, builder.build().map_err(invalid)?);
-        }
-        let config = jobs[0].config.to_builder().default_pool(pools[&PoolId::DEFAULT].clone());
-        let config = config.build().map_err(invalid)?;
-        let (without, with) = (Proof::default(), Proof::default());
-        let mut offline = OfflineBound::default();
-        for job in jobs {
-            let bound = OfflineBound::of(job.program());
-            offline = offline.max(bound.map_err(|source| CliError::Offline { path: job.path.clone(), source })?);
-        }
-        let mut plan = ReservationPlan { config, pools, heaps, without, with, offline };
-        plan.prove(jobs)?;
-        Ok(plan)
-    }
-
-    /// Carries every rank out, as it was recorded and with the plan.
-    fn prove(&mut self, jobs: &[Recorded]) -> Result<(), CliError> {
-        let unlimited = self.config.to_builder().limit_bytes(None).build().map_err(|error| jobs[0].invalid(error))?;
-        for (rank, job) in (0..).zip(jobs) {
-            let failed = |source| CliError::Job { path: job.path.clone(), source };
-            let without = proof::prove(job.program(), &job.config, rank).map_err(failed)?;
-            self.without = self.without.max(without);
-            let planned = self.program(jobs, job);
-            let program = Program::new(&planned.records);
-            let program = program.map_err(|source| CliError::Program { path: job.path.clone(), source })?;
-            // The limit over all pools is looked at afterwards: pools come and go, so it is the peak that counts.
-            let with = proof::prove(&program, &unlimited, rank).map_err(|error| match error {
-                JobError::Step { rank, op, error } => JobError::Step { rank, op: planned.origins[op], error },
-                other => other,
-            });
-            self.with = self.with.max(with.map_err(failed)?);
-        }
-        within(self.config.limit_bytes(), self.with.peak_reserved_bytes, None)
-    }
-
-    fn program(&self, jobs: &[Recorded], job: &Recorded) -> program::PlannedProgram {
-        let streams = jobs.iter().map(|job| program::stream_count(&job.recording.records)).max().unwrap_or(0);
-        program::planned(&job.recording.records, streams, &self.pools, &self.heaps)
-    }
-
-    /// Writes the job with its plan as a trace.
-    fn write(&self, job: &Recorded, out: &Path) -> Result<(), CliError> {
-        let created = |source| CliError::Create { path: out.to_path_buf(), source };
-        let file = Compressor::create(out).map_err(created)?;
-        let mut trace = TraceWriter::new(file, Some(&self.config)).map_err(created)?;
-        for record in &self.program(std::slice::from_ref(job), job).records {
-            // Where another allocator placed it is not where it lies with the plan.
-            let mut record = record.clone();
-            (record.placement, record.pending) = (None, None);
-            trace.write(&record).map_err(|source| CliError::Write { path: out.to_path_buf(), source })?;
-        }
-        trace.finish().and_then(Compressor::finish).map(drop).map_err(created)
-    }
-
-    fn reserve_bytes(&self) -> u64 {
-        self.heaps.values().map(|heap| heap.reserve_bytes).sum()
-    }
-
-    /// The lines that the plan adds to a trace: settings, then what is reserved.
-    fn lines(&self) -> Vec<String> {
-        let mut lines = vec![format!("config {}", self.settings())];
-        let others = self.pools.iter().filter(|(pool, _)| **pool != PoolId::DEFAULT);
-        lines.extend(others.map(|(pool, config)| format!("pool {pool} {config}")));
-        let reserved = self.heaps.iter().map(|(owner, heap)| heap.reserve(owner.pool));
-        lines.extend(reserved.map(|op| RecordLine(&op.into()).to_string()));
-        lines
-    }
-
-    /// The configuration in as few words as it needs.
-    fn settings(&self) -> String {
-        settings::text(&self.config)
-    }
-}
-
-/// How each pool is configured in the recordings, which must not contradict each other.
-fn pools_of(jobs: &[Recorded]) -> Result<Pools, CliError> {
-    let mut pools = Pools::from([(PoolId::DEFAULT, jobs[0].config.default_pool().clone())]);
-    for job in jobs {
-        let differ = |pool| CliError::PlanOfOtherSettings { path: jobs[0].path.clone(), other: job.path.clone(), pool };
-        if job.config != jobs[0].config {
-            return Err(differ(PoolId::DEFAULT));
-        }
-        for record in &job.recording.records {
-            if let Op::CreatePool { pool, config } = &record.op
-                && *pool != PoolId::DEFAULT
-                && pools.entry(*pool).or_insert_with(|| (**config).clone()) != &**config
-            {
-                return Err(differ(*pool));
+        let mut figures = Figures::default();
+        for job in &jobs {
+            let (file, of_rank) = Figures::of(job, &args.policy)?;
+            figures = figures.max(of_rank);
+            if let Some(out) = &args.output {
+                write(job, &file, out)?;
             }
         }
-    }
-    Ok(pools)
-}
-
-/// Whether a limit leaves room for what the plan reserves: of a pool, or of all.
-fn within(limit_bytes: Option<u64>, needed_bytes: u64, pool: Option<PoolId>) -> Result<(), CliError> {
-    match limit_bytes {
-        Some(limit_bytes) if limit_bytes < needed_bytes => {
-            Err(CliError::PlanBeyondLimit { pool, needed_bytes, limit_bytes })
+        if let (Some(out), Some(reservations)) = (&args.reservations, &reservations) {
+            reservations.write(&jobs[0], out)?;
         }
-        _ => Ok(()),
+        Ok(JobPlan { traces, figures, reservations })
     }
 }
 
-/// What `plan --json` prints. Its keys are an interface: `symmalloc plan --help` lists them.
-fn object(args: &PlanArgs, plan: &ReservationPlan) -> Value {
+fn write(job: &Recorded, file: &PlanFile, out: &Path) -> Result<(), CliError> {
+    if file.plans().next().is_none() {
+        return Err(CliError::NothingToPlan { path: job.path.clone() });
+    }
+    let mut compressor =
+        Compressor::create(out).map_err(|source| CliError::Create { path: out.to_path_buf(), source })?;
+    let written = compressor.write_all(to_text(file).as_bytes()).and_then(|()| compressor.finish());
+    written.map(drop).map_err(|source| CliError::Create { path: out.to_path_buf(), source })
+}
+
+/// What `plan --json` prints for a job. Its keys are an interface: `symmalloc plan --help` lists them.
+fn object(args: &PlanArgs, plan: &JobPlan<'_>) -> Value {
+    let Figures { peak_live_bytes, planned_bytes, online_bytes, seconds, .. } = plan.figures;
+    let figures = &plan.figures;
+    let mut object = json!({
+        "job": plan.traces[0].display().to_string(),
+        "peak_live_bytes": peak_live_bytes,
+        "planned_bytes": planned_bytes,
+        "efficiency": rounded(figures.efficiency()),
+        "online_bytes": online_bytes,
+        "seconds": rounded(seconds),
+        "streams": figures.streams(),
+        "plans": figures.plans,
+        "plan_bytes": figures.plan_bytes,
+        "planned_ops_share": rounded(figures.planned_ops_share()),
+        "waits": figures.waits,
+        "online_waits": figures.online_waits,
+        "plan": args.output.as_ref().map(|path| path.display().to_string()),
+    });
+    let Some(reservations) = &plan.reservations else { return object };
     let heap = |(owner, heap): (&Owner, &HeapPlan)| {
         json!({
             "pool": owner.pool.0,
             "stream": owner.stream.map(|stream| stream.0),
             "for_stream": heap.stream.0,
-            "segments": if plan.is_reserved(owner.pool) { "reserved" } else { "expandable" },
+            "segments": if reservations.is_reserved(owner.pool) { "reserved" } else { "expandable" },
             "peak_live_bytes": heap.peak_live_bytes,
             "grown_bytes": heap.grown_bytes,
             "reserve_bytes": heap.reserve_bytes,
         })
     };
-    json!({
-        "traces": args.traces.iter().map(|path| path.display().to_string()).collect::<Vec<_>>(),
+    let more = json!({
+        "traces": plan.traces.iter().map(|path| path.display().to_string()).collect::<Vec<_>>(),
         "margin_percent": args.margin,
-        "settings": plan.settings(),
-        "lines": plan.lines(),
-        "reserve_bytes": plan.reserve_bytes(),
-        "heaps": plan.heaps.iter().map(heap).collect::<Vec<_>>(),
-        "holds": plan.with.holds(),
-        "without": plan.without,
-        "with": plan.with,
-        "offline": plan.offline.object(),
-    })
+        "settings": reservations.settings(),
+        "lines": reservations.lines(),
+        "reserve_bytes": reservations.reserve_bytes(),
+        "heaps": reservations.heaps.iter().map(heap).collect::<Vec<_>>(),
+        "holds": reservations.with.holds(),
+        "without": reservations.without,
+        "with": reservations.with,
+    });
+    if let (Value::Object(object), Value::Object(more)) = (&mut object, more) {
+        object.extend(more);
+    }
+    object
 }
 
-impl ReservationPlan {
-    fn is_reserved(&self, pool: PoolId) -> bool {
-        matches!(self.pools[&pool].segments(), SegmentPolicy::Reserved { .. })
-    }
+/// Rounded to what means something.
+fn rounded(value: f64) -> f64 {
+    (value * 1e6).round() / 1e6
 }

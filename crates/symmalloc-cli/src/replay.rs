@@ -9,6 +9,7 @@ use crate::args::ReplayArgs;
 use crate::error::CliError;
 use crate::job::{Job, Options, Order, Outcome, Segments};
 use crate::output::{self, Palette};
+use crate::planned::follow;
 use crate::progress::ProgressLine;
 use crate::recorded::reconfigure;
 use crate::timing;
@@ -17,6 +18,7 @@ use screen::Screen;
 pub(crate) use screen::kind_of as describe;
 use std::num::NonZeroU32;
 use std::path::Path;
+use std::sync::Arc;
 use symmalloc_core::config::Config;
 use symmalloc_core::op::Op;
 use symmalloc_import::compression::Compressor;
@@ -31,20 +33,26 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<Verdict, CliError> {
     if args.record.is_some() && args.traces.len() != 1 {
         return Err(CliError::RecordOfSeveral { traces: args.traces.len() });
     }
+    if args.plan.is_some() && args.traces.len() != 1 {
+        return Err(CliError::PlanForSeveral { traces: args.traces.len() });
+    }
     let mut objects = Vec::new();
     let mut verdict = Verdict::Agree;
     for path in &args.traces {
         let mut recording = read_path(path, &ReadOptions::from(&args.reading))?;
-        if let Some(config) = &args.policy.config {
+        let mut options = options(args);
+        if let Some(plan) = &args.plan {
+            options.plan = Some(Arc::new(follow(plan, path, &mut recording, &args.policy)?));
+        } else if let Some(config) = &args.policy.config {
             reconfigure(&mut recording, config);
         }
         let job = Job::new(&recording).map_err(|source| CliError::Program { path: path.clone(), source })?;
-        let finding = find_out(path, &job, &options(args))?;
+        let finding = find_out(path, &job, &options)?;
         if !finding.outcome.is_aligned() {
             verdict = Verdict::Differ;
         }
         if let Some(out) = &args.record {
-            let config = job.config(&options(args)).map_err(|error| failed(path, error.into()))?;
+            let config = job.config(&options).map_err(|error| failed(path, error.into()))?;
             record(out, &config, &recording, &finding.outcome)?;
         }
         if args.json {
@@ -70,6 +78,7 @@ fn options(args: &ReplayArgs) -> Options {
         streams: args.policy.streams.map(Into::into),
         seed: args.seed,
         passes: at_least_one(args.passes),
+        plan: None,
     }
 }
 
@@ -85,7 +94,7 @@ fn find_out<'a>(path: &'a Path, job: &'a Job, options: &Options) -> Result<Repla
         Order::Sequence => Some(
             job.config(options)
                 .map_err(Into::into)
-                .and_then(|config| timing::nanoseconds_per_op(job, &config, options.passes))
+                .and_then(|config| timing::nanoseconds_per_op(job, &config, options))
                 .map_err(|source| failed(path, source))?,
         ),
     };

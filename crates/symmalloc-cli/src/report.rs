@@ -3,7 +3,8 @@
 //! ```text
 //!            ┌─► timeline ──► peaks, picture
 //! Recorded ──┼─► memory at the peak ──► holders by name, fragmentation, map
-//!            └─► settings: the same ops carried out under others, each with the command that does it again
+//!            ├─► settings: the same ops carried out under others, each with the command that does it again
+//!            └─► planned: what it would need if all of it were known beforehand
 //! ```
 
 mod holders;
@@ -18,9 +19,11 @@ use crate::output::{self, Palette};
 use crate::picture::Selection;
 use crate::picture::memory::{BlockState, DrawnBlock, Memory};
 use crate::picture::timeline::{ALLOCATED, JobCurves, LIVE, RESERVED};
+use crate::planned::PlannedJob;
 use crate::quantity::{count, memory};
 use crate::recorded::Recorded;
 use holders::Holder;
+use serde::Serialize;
 use serde_json::{Value, json};
 use settings::Trial;
 use std::fs;
@@ -33,6 +36,18 @@ struct Findings<'a> {
     memory: Memory,
     holders: Vec<Holder>,
     trials: Vec<Trial>,
+    /// `None` where there is nothing to plan.
+    planned: Option<PlanTrial>,
+}
+
+/// What a plan of the job would need.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+struct PlanTrial {
+    /// Writes it.
+    command: String,
+    planned_bytes: u64,
+    /// Peak live over that.
+    efficiency: f64,
 }
 
 /// Free memory, and how much of it is in one piece.
@@ -55,7 +70,8 @@ pub(crate) fn report(args: &ReportArgs) -> Result<Verdict, CliError> {
     let memory = Memory::replayed(&recorded, op, Selection::default())?;
     let holders = holders::of(&memory);
     let trials = settings::trials(&recorded, &args.reading)?;
-    let findings = Findings { recorded: &recorded, timeline, memory, holders, trials };
+    let planned = plan_trial(&recorded, args)?;
+    let findings = Findings { recorded: &recorded, timeline, memory, holders, trials, planned };
     let page = page::html(&findings);
     fs::write(&args.output, page).map_err(|source| CliError::Create { path: args.output.clone(), source })?;
     if args.json {
@@ -64,6 +80,20 @@ pub(crate) fn report(args: &ReportArgs) -> Result<Verdict, CliError> {
         output::print(&findings.screen(args, Palette::of_stdout()))?;
     }
     Ok(Verdict::Agree)
+}
+
+/// Plans the job. What a limit leaves no room for is no plan.
+fn plan_trial(recorded: &Recorded, args: &ReportArgs) -> Result<Option<PlanTrial>, CliError> {
+    let planned = match PlannedJob::of(recorded, &args.policy) {
+        Err(CliError::NotPlanned { .. }) => return Ok(None),
+        planned => planned?,
+    };
+    let path = settings::quoted(&args.input.to_string_lossy());
+    let command = format!("symmalloc plan {path}{}{} -o job.plan", args.reading.flags(), args.policy.flags());
+    let peaks = planned.followed.peaks;
+    let efficiency = (peaks.efficiency() * 1e6).round() / 1e6;
+    let trial = PlanTrial { command, planned_bytes: peaks.reserved_bytes, efficiency };
+    Ok((planned.plan_count() > 0).then_some(trial))
 }
 
 impl Fragmentation {
@@ -77,15 +107,19 @@ impl Fragmentation {
 }
 
 impl Findings<'_> {
+    /// Peak reserved under the job's own settings, over all passes.
+    fn steady_bytes(&self) -> u64 {
+        self.trials.iter().find(|trial| trial.is_own).map_or(0, |own| own.peak_reserved_bytes)
+    }
+
     /// Peak live over peak reserved.
     fn efficiency(&self) -> f64 {
-        let peaks = &self.timeline.total.peaks;
-        peaks[LIVE].bytes as f64 / peaks[RESERVED].bytes.max(1) as f64
+        self.timeline.total.peaks[LIVE].bytes as f64 / self.steady_bytes().max(1) as f64
     }
 
     /// The settings that hold the least, if they are not the job's own.
     fn best(&self) -> Option<&Trial> {
-        let own = self.timeline.total.peaks[RESERVED].bytes;
+        let own = self.steady_bytes();
         let fits = |trial: &&Trial| trial.refused <= self.timeline.refused && trial.peak_reserved_bytes < own;
         self.trials.iter().filter(fits).min_by_key(|trial| trial.peak_reserved_bytes)
     }
@@ -103,12 +137,14 @@ impl Findings<'_> {
             "live": peak(peaks[LIVE]),
             "allocated": peak(peaks[ALLOCATED]),
             "reserved": peak(peaks[RESERVED]),
+            "steady_reserved_bytes": self.steady_bytes(),
             "efficiency": (self.efficiency() * 1e6).round() / 1e6,
             "holders": self.holders,
             "free_bytes": free_bytes,
             "largest_free_bytes": largest_free_bytes,
             "fragmentation": fragmentation,
             "settings": self.trials,
+            "plan": self.planned,
         })
     }
 
@@ -117,11 +153,14 @@ impl Findings<'_> {
         let mut out = format!(
             "{}\npeak reserved {}, live {}\n",
             palette.title(&args.input.display().to_string()),
-            memory(peaks[RESERVED].bytes),
+            memory(self.steady_bytes()),
             memory(peaks[LIVE].bytes)
         );
         if let Some(best) = self.best() {
             out += &format!("least with {}: {} reserved\n", best.settings, memory(best.peak_reserved_bytes));
+        }
+        if let Some(PlanTrial { planned_bytes, command, .. }) = &self.planned {
+            out += &format!("with a plan: {} reserved ({command})\n", memory(*planned_bytes));
         }
         let trials = count(self.trials.len());
         out + &format!("{trials} settings tried; written to {}\n", args.output.display())

@@ -3,9 +3,8 @@
 //! One thread, exclusive access, statistics and digest included; the device below costs nothing. The first pass, in
 //! which memory is obtained, does not count, and what the program left allocated is freed outside of the measurement.
 
-use crate::job::{Job, JobError};
+use crate::job::{Job, JobError, Options};
 use std::hint::black_box;
-use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
 use symmalloc_core::Allocator;
 use symmalloc_core::config::Config;
@@ -13,16 +12,21 @@ use symmalloc_core::lock::Exclusive;
 use symmalloc_sim::IdleBackend;
 use symmalloc_trace::replay::Replay;
 
-/// Nanoseconds per op of the median pass after the first, or of the first if it is the only one.
+/// Nanoseconds per op of the median pass after the first, or of the first if it is the only one. With a plan, of following it.
 ///
 /// # Errors
-/// When what the program left cannot be freed. Ops that the allocator refuses are timed like others.
-pub fn nanoseconds_per_op(job: &Job, config: &Config, passes: NonZeroU32) -> Result<f64, JobError> {
+/// When the plan cannot be adopted, or what the program left cannot be freed. Ops that the allocator refuses are timed like others.
+pub fn nanoseconds_per_op(job: &Job, config: &Config, options: &Options) -> Result<f64, JobError> {
     let program = job.program();
     let allocator = Allocator::<_, Exclusive>::new(IdleBackend::default(), config.clone())?;
-    let mut replay = Replay::new(&allocator, program);
+    let not_followed = |error| JobError::Plan { rank: 0, error };
+    let mut replay = match options.plan.as_deref() {
+        Some(plan) => Replay::following(&allocator, program, plan).map_err(not_followed)?,
+        None => Replay::new(&allocator, program),
+    };
     let mut times = Vec::new();
-    for _ in 0..passes.get() {
+    for _ in 0..options.passes.get() {
+        replay.begin_pass().map_err(not_followed)?;
         let start = Instant::now();
         for op in program.ops() {
             let _ = black_box(replay.step(op));

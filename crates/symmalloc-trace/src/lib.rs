@@ -1,4 +1,4 @@
-//! The ops of `symmalloc-core` as text, their replay, and layouts as text.
+//! The ops of `symmalloc-core` as text, their replay, and layouts and plans as text.
 //!
 //! * A [`Trace`] is a list of ops, one record per line. It is at once the step list of a test, the input of a fuzzer, what
 //!   a [`replay`] runs and what a bug report consists of. People and `diff` can read, cut and compare it, and it
@@ -6,6 +6,7 @@
 //!   [`BufRead`](std::io::BufRead) and [`Write`](std::io::Write).
 //! * A [`Replay`](replay::Replay) carries recorded ops out on an allocator.
 //! * A [`layout`] says what lies where in a pool, and is saved and restored as text.
+//! * A [`plan`] says where the allocations of a job go, and is written and followed.
 //!
 //! ```
 //! # use symmalloc_trace::{RecordLine, Trace};
@@ -24,16 +25,17 @@
 //! # Ok::<(), symmalloc_trace::TraceError>(())
 //! ```
 //!
-//! The formats stand in `docs/trace-format.md` and `docs/layout.md`. A reader checks everything that a text can be checked
-//! for by itself ([`LineError`], [`Inconsistency`], [`LayoutTextError`](layout::LayoutTextError)); a writer refuses what a
-//! reader would refuse.
+//! The formats stand in `docs/trace-format.md`, `docs/layout.md` and `docs/plan.md`. A reader checks everything that a text can be
+//! checked for by itself ([`LineError`], [`Inconsistency`], [`LayoutTextError`](layout::LayoutTextError),
+//! [`PlanTextError`](plan::PlanTextError)); a writer refuses what a reader would refuse.
 //!
 //! # Implementation
-//! `text/` reads lines and their fields, for both formats. `trace/` and `layout/` each have a file for one line, for what
+//! `text/` reads lines and their fields, for all formats. `trace/`, `layout/` and `plan/` each have a file for one line, for what
 //! the lines before it said, for the reader and for the writer. `replay.rs` stands beside them.
 #![forbid(unsafe_code)]
 
 pub mod layout;
+pub mod plan;
 pub mod replay;
 mod text;
 mod trace;

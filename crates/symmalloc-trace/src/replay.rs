@@ -3,7 +3,11 @@
 //! A [`Program`] is a list of ops whose allocations are renumbered 0, 1, 2, ... in the order in which they are made, so that
 //! many ranks can share one and each keeps a dense table of handles. A [`Replay`] is one rank's run of it: a test, a fuzz
 //! input, a benchmark and a recorded job all run through here.
+//!
+//! A run may follow [plans](crate::plan). Each [pass](Replay::begin_pass) of the program is then a step of every pool, unless the
+//! program says itself where its steps begin and end.
 
+use crate::plan::PlanFile;
 use std::collections::BTreeMap;
 use symmalloc_core::Allocator;
 use symmalloc_core::backend::{Backend, BackendError};
@@ -13,6 +17,7 @@ use symmalloc_core::errors::{
 use symmalloc_core::ids::{AllocationId, ObserverId, PoolId, StreamId};
 use symmalloc_core::lock::Lock;
 use symmalloc_core::op::{Op, Pending, Record};
+use symmalloc_core::plans::PlanError;
 use symmalloc_core::{Allocation, Handle};
 use thiserror::Error;
 
@@ -69,6 +74,16 @@ impl Program {
         self.allocation_count
     }
 
+    /// Number of streams that the program registers.
+    pub fn stream_count(&self) -> usize {
+        self.ops.iter().filter(|op| matches!(op, Op::RegisterStream { .. })).count()
+    }
+
+    /// Whether the program says where its steps begin.
+    pub fn has_steps(&self) -> bool {
+        self.ops.iter().any(|op| matches!(op, Op::BeginStep { .. }))
+    }
+
     /// What the program calls an allocation.
     #[inline]
     pub fn name(&self, id: AllocationId) -> Option<&str> {
@@ -102,8 +117,19 @@ pub struct Replay<'a, B: Backend, L: Lock> {
     pools: Vec<Option<PoolId>>,
     /// The allocator's observer for each one of the program; `None` once it is gone.
     observers: Vec<Option<ObserverId>>,
-    /// The allocator's pools with a step that the program has begun and not ended.
+    /// The allocator's pools with a step that has begun and not ended.
     open_steps: Vec<PoolId>,
+    plans: Option<Following<'a>>,
+    /// Allocations that went where a plan says, in steps that ended.
+    planned: u64,
+}
+
+/// Plans that a run follows.
+#[derive(Clone, Copy, Debug)]
+struct Following<'a> {
+    file: &'a PlanFile,
+    /// Whether a pass is a step of every pool: the program has none of its own.
+    passes_are_steps: bool,
 }
 
 impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
@@ -117,7 +143,71 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
             pools: vec![Some(PoolId::DEFAULT)],
             observers: Vec::new(),
             open_steps: Vec::new(),
+            plans: None,
+            planned: 0,
         }
+    }
+
+    /// A run that follows plans, on an allocator of their configuration. All streams of the program are registered, and the plans of
+    /// the default pool adopted; those of other pools are when the program makes these.
+    ///
+    /// # Errors
+    /// When a plan cannot be adopted, or there are too many streams.
+    pub fn following(
+        allocator: &'a Allocator<B, L>,
+        program: &'a Program,
+        file: &'a PlanFile,
+    ) -> Result<Self, StepError> {
+        let mut replay = Replay::new(allocator, program);
+        replay.plans = Some(Following { file, passes_are_steps: !program.has_steps() });
+        while (allocator.stream_count() as usize) < program.stream_count() {
+            allocator.register_stream()?;
+        }
+        replay.adopt_plans(PoolId::DEFAULT, PoolId::DEFAULT)?;
+        Ok(replay)
+    }
+
+    /// The program begins once more. Without plans nothing has to be done for that.
+    ///
+    /// # Errors
+    /// When a step of the default pool is open.
+    pub fn begin_pass(&mut self) -> Result<(), StepError> {
+        self.begin_step_of_pass(PoolId::DEFAULT)
+    }
+
+    /// Allocations that went where a plan says, in steps that ended.
+    pub fn planned_allocations(&self) -> u64 {
+        self.planned
+    }
+
+    /// The allocator's pool for one of the program; `None` while it is not there.
+    pub fn pool_of(&self, pool: PoolId) -> Option<PoolId> {
+        self.pools.get(pool.index()).copied().flatten()
+    }
+
+    /// Adopts what is planned for a pool of the program.
+    fn adopt_plans(&self, planned: PoolId, pool: PoolId) -> Result<(), PlanError> {
+        let Some(Following { file, .. }) = self.plans else { return Ok(()) };
+        file.plans_of(planned).try_for_each(|plan| self.allocator.adopt_plan(pool, plan.clone()))
+    }
+
+    fn begin_step_of_pass(&mut self, pool: PoolId) -> Result<(), StepError> {
+        if self.plans.is_some_and(|plans| plans.passes_are_steps) {
+            self.begin_step(pool, 0)?;
+        }
+        Ok(())
+    }
+
+    fn begin_step(&mut self, pool: PoolId, key: u64) -> Result<(), StepError> {
+        self.allocator.begin_step(pool, key)?;
+        self.open_steps.push(pool);
+        Ok(())
+    }
+
+    fn end_step(&mut self, pool: PoolId) -> Result<(), StepError> {
+        self.planned += self.allocator.end_step(pool)?.planned;
+        self.open_steps.retain(|open| *open != pool);
+        Ok(())
     }
 
     /// Carries one op of the program out. Returns the allocation that it made.
@@ -161,12 +251,25 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
                 if self.pools.len() <= pool.index() {
                     self.pools.resize(pool.index() + 1, None);
                 }
-                if self.pools[pool.index()].is_none() {
-                    self.pools[pool.index()] = Some(self.allocator.create_pool((**config).clone())?);
+                let made = match self.pools[pool.index()] {
+                    Some(made) => made,
+                    None => {
+                        let made = self.allocator.create_pool((**config).clone())?;
+                        self.pools[pool.index()] = Some(made);
+                        self.adopt_plans(*pool, made)?;
+                        made
+                    }
+                };
+                if *pool != PoolId::DEFAULT {
+                    self.begin_step_of_pass(made)?;
                 }
             }
             Op::DestroyPool { pool } => {
-                self.allocator.destroy_pool(self.pool(*pool)?)?;
+                let made = self.pool(*pool)?;
+                if self.plans.is_some_and(|plans| plans.passes_are_steps) {
+                    self.end_step(made)?;
+                }
+                self.allocator.destroy_pool(made)?;
                 self.pools[pool.index()] = None;
             }
             Op::Wait { stream, on } => self.wait(*stream, *on)?,
@@ -184,13 +287,11 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
             }
             Op::BeginStep { pool, key } => {
                 let pool = self.pool(*pool)?;
-                self.allocator.begin_step(pool, *key)?;
-                self.open_steps.push(pool);
+                self.begin_step(pool, *key)?;
             }
             Op::EndStep { pool } => {
                 let pool = self.pool(*pool)?;
-                self.allocator.end_step(pool)?;
-                self.open_steps.retain(|open| *open != pool);
+                self.end_step(pool)?;
             }
             Op::Observe { observer, pool } => {
                 if self.observers.len() <= observer.index() {
@@ -269,7 +370,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         self.live.get(id.0 as usize).copied().flatten()
     }
 
-    /// Frees what the program left allocated, in the order in which it was made, and ends the steps that it left open.
+    /// Frees what the program left allocated, in the order in which it was made, and ends the steps that are open.
     ///
     /// # Errors
     /// When the driver cannot fence a use; what is left then can be freed by another call.
@@ -282,7 +383,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         }
         for pool in self.open_steps.drain(..) {
             // A pool that was destroyed has no step any more.
-            let _report = self.allocator.end_step(pool);
+            self.planned += self.allocator.end_step(pool).map_or(0, |report| report.planned);
         }
         Ok(())
     }
@@ -299,8 +400,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
 
     #[inline]
     fn pool(&self, pool: PoolId) -> Result<PoolId, UnknownError> {
-        let known = self.pools.get(pool.index()).copied().flatten();
-        known.ok_or(UnknownError::Pool { pool, pools: self.pools.len() as u32 })
+        self.pool_of(pool).ok_or(UnknownError::Pool { pool, pools: self.pools.len() as u32 })
     }
 }
 
@@ -358,6 +458,9 @@ pub enum StepError {
     /// A step is open, or none is.
     #[error(transparent)]
     Step(#[from] symmalloc_core::plans::StepError),
+    /// A plan is not followed here.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
     /// The driver failed.
     #[error(transparent)]
     Trim(#[from] TrimError),

@@ -41,6 +41,24 @@ pub struct Outcome {
     pub digest: Option<u64>,
     /// Rank 0's decisions in the first pass, by allocation.
     pub decisions: Vec<Decision>,
+    /// Of rank 0's requests for at least one byte, in all passes; `None` where no plan is followed.
+    pub planned: Option<PlannedOps>,
+}
+
+/// How many requests went where a plan says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlannedOps {
+    /// Those that did.
+    pub planned: u64,
+    /// All.
+    pub all: u64,
+}
+
+impl PlannedOps {
+    /// Those that did over all; 1 where there is none.
+    pub fn share(self) -> f64 {
+        if self.all == 0 { 1.0 } else { self.planned as f64 / self.all as f64 }
+    }
 }
 
 impl Outcome {
@@ -64,6 +82,19 @@ impl Peaks {
     pub fn efficiency(&self) -> f64 {
         if self.reserved_bytes == 0 { 1.0 } else { self.live_bytes as f64 / self.reserved_bytes as f64 }
     }
+}
+
+/// What one rank of a job takes, over all of its passes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Steady {
+    pub(crate) peaks: Peaks,
+    pub(crate) passes: u32,
+    /// Requests that a limit or a full segment refused.
+    pub(crate) refused: u64,
+    /// Allocations that went where a plan says.
+    pub(crate) planned: u64,
+    /// Waits of one stream for another one that reuse of memory needed in the last pass.
+    pub(crate) waits: u64,
 }
 
 /// An allocation that ranks placed differently.

@@ -9,6 +9,7 @@
 //! A pass that decides what the one before it decided shares its place in the journal: a steady state costs nothing,
 //! however many passes there are.
 
+use super::outcome::PlannedOps;
 use super::{Decision, Divergence, Job, JobError, Options, Outcome, Peaks, Segments};
 use std::num::NonZeroUsize;
 use std::ops::ControlFlow;
@@ -17,6 +18,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use symmalloc_core::config::StreamPolicy;
 use symmalloc_core::ids::AllocationId;
+use symmalloc_core::op::Op;
 
 /// A rule by which a rank places.
 pub(super) trait Rule: Sync {
@@ -25,6 +27,11 @@ pub(super) trait Rule: Sync {
 
     /// Whether the default pool's streams share.
     fn streams(&self) -> StreamPolicy;
+
+    /// Whether it follows a plan.
+    fn is_planned(&self) -> bool {
+        false
+    }
 
     /// Carries the job out on one rank. Gives each decision about an allocation to `decided`, in order, until it says
     /// to stop. Rank 0 does all passes, and the others as many as are compared.
@@ -51,6 +58,10 @@ pub(super) struct Report {
     pub(super) first_digest: Option<u64>,
     /// After the last pass.
     pub(super) last_digest: Option<u64>,
+    /// Allocations that went where a plan says, in all passes.
+    pub(super) planned: u64,
+    /// Waits of streams for each other that the allocator made in the last pass.
+    pub(super) waits: u64,
 }
 
 /// Runs all ranks of a job and compares them.
@@ -92,7 +103,16 @@ pub(super) fn replay(
         refused: decisions.iter().filter(|decision| decision.is_none()).count(),
         digest: report.first_digest,
         decisions,
+        planned: rule.is_planned().then(|| PlannedOps {
+            planned: report.planned,
+            all: u64::from(options.passes.get())
+                * job.program.ops().iter().filter(|op| takes_memory(op)).count() as u64,
+        }),
     })
+}
+
+fn takes_memory(op: &Op) -> bool {
+    matches!(op, Op::Allocate { size_bytes: 1.., .. })
 }
 
 /// Rank 0's decisions.

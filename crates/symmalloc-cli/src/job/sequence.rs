@@ -9,7 +9,7 @@ use symmalloc_core::errors::AllocateError;
 use symmalloc_core::lock::Exclusive;
 use symmalloc_core::op::Op;
 use symmalloc_core::{Allocator, PoolId};
-use symmalloc_sim::SimBackend;
+use symmalloc_sim::{Call, SimBackend};
 use symmalloc_trace::replay::{Program, Replay, StepError};
 
 /// The rule, for one program.
@@ -28,13 +28,25 @@ impl Rule for Sequence<'_> {
         self.config.default_pool().streams()
     }
 
+    fn is_planned(&self) -> bool {
+        self.options.plan.is_some()
+    }
+
     fn run(&self, rank: u32, mut decided: impl FnMut(At, Decision) -> ControlFlow<()>) -> Result<Report, JobError> {
         // As much memory as the program wants: what one rank's driver refuses is not this comparison's subject.
         let device = SimBackend::builder().seed(self.options.seed).rank(rank).memory_bytes(u64::MAX).build();
         let allocator = Allocator::<_, Exclusive>::new(device, self.config.clone())?;
-        let mut replay = Replay::new(&allocator, self.program);
+        let plan = self.options.plan.as_deref();
+        let replay = plan.map_or_else(
+            || Ok(Replay::new(&allocator, self.program)),
+            |plan| Replay::following(&allocator, self.program, plan),
+        );
+        let mut replay = replay.map_err(|error| JobError::Plan { rank, error })?;
         let mut report = Report::default();
+        let own_waits = self.program.ops().iter().filter(|op| matches!(op, Op::Wait { .. })).count() as u64;
         for pass in 0..self.options.passes.get() {
+            let waits_before = allocator.backend().calls().of(Call::Wait);
+            replay.begin_pass().map_err(|error| JobError::Plan { rank, error })?;
             let mut refused = BTreeSet::new();
             let mut allocation = 0;
             for (op, call) in self.program.ops().iter().enumerate() {
@@ -64,7 +76,9 @@ impl Rule for Sequence<'_> {
                 report.first_digest = Some(digest(&allocator));
             }
             replay.free_all().map_err(|error| JobError::Free { rank, error })?;
+            report.waits = (allocator.backend().calls().of(Call::Wait) - waits_before).saturating_sub(own_waits);
         }
+        report.planned = replay.planned_allocations();
         report.last_digest = Some(digest(&allocator));
         Ok(report)
     }

@@ -7,6 +7,8 @@
 //!        │ │▓▓▓▓▓▓▓▓▓▓▓▓▓▓
 //!      0 ┴─┴──────────────► ops
 //! ```
+//!
+//! What the job holds as it follows a plan is one more line.
 
 use super::heap_name;
 use super::svg::{Anchor, BODY, Fill, HEAP_FILLS, SMALL, Svg, TITLE, fitting, short, wrapped};
@@ -17,6 +19,7 @@ use symmalloc_import::rerun::Owner;
 
 const RESERVED_LINE: &str = r##"stroke="#000" stroke-width="2.4""##;
 const LIVE_LINE: &str = r##"stroke="#000" stroke-width="1.4" stroke-dasharray="5 3""##;
+const PLANNED_LINE: &str = r##"stroke="#d55e00" stroke-width="2.4" stroke-dasharray="9 4""##;
 const LEAST_LINE: &str = r##"stroke="#fff" stroke-width="1.4""##;
 const GRID: &str = r##"stroke="#000" stroke-opacity=".16""##;
 const AXIS: &str = r##"stroke="#000""##;
@@ -111,11 +114,14 @@ pub(crate) fn draw(timeline: &JobCurves, width: u32, prefix: &'static str, class
         y,
         width: svg.width() - LEFT - RIGHT,
         height: if svg.is_narrow() { 220.0 } else { 280.0 },
-        bytes_max: headroom(timeline.total.peaks[RESERVED].bytes),
+        bytes_max: headroom(timeline.total.peaks[RESERVED].bytes.max(planned_peak(timeline).bytes)),
         columns: timeline.columns,
     };
     stack(&mut svg, &panel, timeline, &shown);
     curve(&mut svg, &panel, &timeline.total, is_condensed(timeline));
+    if let Some(planned) = &timeline.planned {
+        svg.line(&panel.steps(planned.reserved.iter().copied()), PLANNED_LINE);
+    }
     panel.axes(&mut svg, 5);
     panel.op_labels(&mut svg, timeline.op_count);
     peak(&mut svg, &panel, timeline);
@@ -127,6 +133,10 @@ pub(crate) fn draw(timeline: &JobCurves, width: u32, prefix: &'static str, class
         y += 20.0;
     }
     svg.finish(y, class, words.title, &told(timeline))
+}
+
+fn planned_peak(timeline: &JobCurves) -> Peak {
+    timeline.planned.as_ref().map_or_else(Peak::default, |planned| planned.peak)
 }
 
 /// Title and remark. Returns where the picture goes on.
@@ -165,6 +175,9 @@ fn legend(svg: &mut Svg, y: f64, timeline: &JobCurves, shown: &[(Fill, usize)]) 
     };
     line(svg, RESERVED_LINE, &told("reserved", peaks[RESERVED]));
     line(svg, LIVE_LINE, &told("live", peaks[LIVE]));
+    if timeline.planned.is_some() {
+        line(svg, PLANNED_LINE, &told("reserved by the plan", planned_peak(timeline)));
+    }
     let is_one = timeline.heaps.len() == 1;
     for (fill, index) in shown {
         let (owner, curve) = &timeline.heaps[*index];
@@ -357,6 +370,9 @@ fn told(timeline: &JobCurves) -> String {
         memory(peaks[LIVE].bytes),
         count(peaks[LIVE].op),
     );
+    if timeline.planned.is_some() {
+        text += &format!(" As planned: at most {} reserved.", memory(planned_peak(timeline).bytes));
+    }
     for (owner, curve) in timeline.heaps.iter().filter(|_| timeline.heaps.len() > 1) {
         text += &told_heap(*owner, curve);
     }

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use symmalloc_core::config::StreamPolicy;
 use symmalloc_core::ids::{AllocationId, Placement, PoolId};
 use symmalloc_core::op::Op;
-use symmalloc_core::report::{BlockStateSnapshot, SegmentSnapshot};
+use symmalloc_core::report::{BlockStateSnapshot, SegmentSnapshot, Snapshot};
 use symmalloc_core::units::UNIT_BYTES;
 use symmalloc_import::rerun::{Happened, Owner, Rerun};
 
@@ -100,19 +100,24 @@ impl Memory {
                 Ok(())
             })
             .map_err(failed)?;
+        Ok(Memory::of(op, rerun.snapshot(), &ids, selection))
+    }
+
+    /// What a snapshot after `op` shows; addresses say which allocation a block holds.
+    pub(super) fn of(op: usize, snapshot: Snapshot, ids: &BTreeMap<u64, AllocationId>, selection: Selection) -> Self {
         let mut heaps: Vec<DrawnHeap> = Vec::new();
-        for segment in rerun.snapshot().segments {
+        for segment in snapshot.segments {
             let owner = Owner { pool: segment.pool, stream: segment.stream };
             if !selection.has(owner) {
                 continue;
             }
-            let shown = segment_of(&segment, &ids);
+            let shown = segment_of(&segment, ids);
             match heaps.last_mut() {
                 Some(heap) if heap.owner == owner => heap.segments.push(shown),
                 _ => heaps.push(DrawnHeap { owner, segments: vec![shown] }),
             }
         }
-        Ok(Memory { op, heaps })
+        Memory { op, heaps }
     }
 
     /// After `op`, as the recorded allocator placed. Segments are known as far as allocations up to then reached.

@@ -79,6 +79,33 @@ pub(crate) struct JobCurves {
     pub(crate) stacks: Vec<Vec<u64>>,
     /// Allocations that a limit refused.
     pub(crate) refused: u64,
+    /// What the job holds as it follows a plan, where one is to be drawn beside.
+    pub(crate) planned: Option<PlannedCurve>,
+}
+
+/// Bytes held as planned.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct PlannedCurve {
+    /// By column, the most.
+    pub(crate) reserved: Vec<u64>,
+    pub(crate) peak: Peak,
+}
+
+impl PlannedCurve {
+    /// So much is held after an op of so many.
+    pub(super) fn see(&mut self, op: usize, op_count: usize, bytes: u64) {
+        self.reserved.resize(column_of(op, op_count) + 1, bytes);
+        let last = self.reserved.last_mut().expect("it has this column");
+        *last = bytes.max(*last);
+        if bytes > self.peak.bytes {
+            self.peak = Peak { bytes, op };
+        }
+    }
+}
+
+/// The column of an op.
+fn column_of(op: usize, op_count: usize) -> usize {
+    op * op_count.min(COLUMNS) / op_count
 }
 
 impl JobCurves {
@@ -94,6 +121,7 @@ impl JobCurves {
                 total: Curve::default(),
                 stacks: Vec::new(),
                 refused: 0,
+                planned: None,
             },
             column: None,
             stacked_bytes: 0,
@@ -121,7 +149,7 @@ struct Watcher {
 impl Watcher {
     fn see(&mut self, moment: &Moment<'_>) {
         let op = moment.number;
-        let column = op * self.timeline.columns / self.timeline.op_count;
+        let column = column_of(op, self.timeline.op_count);
         if self.column != Some(column) {
             self.column = Some(column);
             self.begin_column();

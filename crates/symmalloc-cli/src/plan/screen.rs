@@ -1,18 +1,76 @@
-//! A plan for people: what each heap needs, the lines to paste, and the proof.
+//! A job's plan for people: what it gains; and without it what each heap needs, the lines to paste, and the proof.
 
-use super::ReservationPlan;
+use super::JobPlan;
+use super::reservations::ReservationPlan;
 use crate::args::PlanArgs;
 use crate::output::Palette;
 use crate::quantity::{count, counted, memory};
 use std::fmt::Write;
 use symmalloc_core::PoolId;
 
-pub(super) fn render(args: &PlanArgs, plan: &ReservationPlan, palette: Palette) -> String {
+pub(super) fn render(args: &PlanArgs, plan: &JobPlan<'_>, palette: Palette) -> String {
     let mut out = String::new();
-    for path in &args.traces {
+    for path in plan.traces {
         let _ = writeln!(out, "{}", palette.title(&path.display().to_string()));
     }
-    let _ = writeln!(out, "\n{}", palette.aside("heap       segments    peak live       grows to   to reserve"));
+    out += &figures(args, plan);
+    if let Some(reservations) = &plan.reservations {
+        out += &reserved(plan.traces.len(), reservations, palette);
+    } else {
+        out += "\nWithout the plan the job needs more than its limits leave.\n";
+    }
+    out
+}
+
+/// What planning gains.
+fn figures(args: &PlanArgs, plan: &JobPlan<'_>) -> String {
+    let figures = &plan.figures;
+    let mut out = String::new();
+    let mut line = |name: &str, bytes: u64, remark: &str| {
+        let _ = writeln!(out, "{}", format!("{name:<10} {:>10}   {remark}", memory(bytes)).trim_end());
+    };
+    let waits = |waits: u64| {
+        if waits > 0 { format!(", {} between them a pass", counted(waits, "wait")) } else { String::new() }
+    };
+    line("peak live", figures.peak_live_bytes, "");
+    let planned = format!("{:.3} of it live at the peak; streams {}", figures.efficiency(), figures.streams());
+    line("planned", figures.planned_bytes, &(planned + &waits(figures.waits)));
+    let mut online = format!(
+        "{:.3} over {} passes; streams {}",
+        figures.online_efficiency(),
+        figures.passes,
+        figures.online_streams()
+    );
+    online += &waits(figures.online_waits);
+    if figures.online_refused > 0 {
+        online += &format!("; {} requests refused", count(figures.online_refused));
+    }
+    line("online", figures.online_bytes, &online);
+    let (word, bytes) = if figures.planned_bytes <= figures.online_bytes {
+        ("gained", figures.online_bytes - figures.planned_bytes)
+    } else {
+        // Heaps that are used one after the other, and pools that come and go, may hold less without a plan.
+        ("lost", figures.planned_bytes - figures.online_bytes)
+    };
+    line(word, bytes, &format!("{:.1} %", bytes as f64 * 100.0 / figures.online_bytes.max(1) as f64));
+    let _ = writeln!(
+        out,
+        "{} of {}, found in {:.1} s and followed by {:.2} % of the allocations",
+        counted(figures.plans, "plan"),
+        memory(figures.plan_bytes),
+        figures.seconds,
+        figures.planned_ops_share() * 100.0
+    );
+    if let (Some(file), [trace]) = (&args.output, plan.traces) {
+        let _ = writeln!(out, "written; follow it: symmalloc replay {} --plan {}", trace.display(), file.display());
+    }
+    out
+}
+
+/// What to reserve without a plan.
+fn reserved(ranks: usize, plan: &ReservationPlan, palette: Palette) -> String {
+    let mut out = format!("\n{}\n", palette.aside("without a plan, so that nothing is obtained while it runs"));
+    let _ = writeln!(out, "{}", palette.aside("heap       segments    peak live       grows to   to reserve"));
     for (owner, heap) in &plan.heaps {
         let stream = owner.stream.map_or_else(|| "shared".to_owned(), |stream| stream.to_string());
         let _ = writeln!(
@@ -26,14 +84,6 @@ pub(super) fn render(args: &PlanArgs, plan: &ReservationPlan, palette: Palette) 
         );
     }
     let _ = writeln!(out, "{:<51}{:>10}", "all", memory(plan.reserve_bytes()));
-    let offline = plan.offline;
-    let _ = writeln!(
-        out,
-        "{:<51}{:>10}   {:.3} of it live at the peak",
-        "were all known beforehand",
-        memory(offline.planned_bytes),
-        offline.efficiency()
-    );
     let _ = writeln!(out, "\n{}", palette.aside("in a trace"));
     out += &(plan.lines().join("\n") + "\n");
     let _ = writeln!(out, "\n{}", palette.aside("in Rust"));
@@ -42,11 +92,11 @@ pub(super) fn render(args: &PlanArgs, plan: &ReservationPlan, palette: Palette) 
         // A segment is obtained whole at the heap's first use, so the settings alone are the plan of this pool.
         let _ = writeln!(out, "\n{}\nSYMMALLOC_CONF={}", palette.aside("in the environment"), plan.settings());
     }
-    let _ = write!(out, "\n{}", proof(args.traces.len(), plan, palette));
+    let _ = write!(out, "\n{}", proof(ranks, plan, palette));
     out
 }
 
-/// The calls that do what the plan says. Streams and pools have the numbers that the program gave them.
+/// The calls that reserve it. Streams and pools have the numbers that the program gave them.
 fn rust(plan: &ReservationPlan) -> Vec<String> {
     let mut lines = vec![format!("let config: Config = \"{}\".parse()?;", plan.settings())];
     let others = plan.pools.iter().filter(|(pool, _)| **pool != PoolId::DEFAULT);
@@ -75,7 +125,7 @@ fn proof(ranks: usize, plan: &ReservationPlan, palette: Palette) -> String {
         counted(ranks, "rank"),
         palette.aside("                    memory calls              registrations"),
     );
-    let _ = writeln!(out, "{:<18}{:>12}{:>12}{:>15}{:>12}", "", "without", "planned", "without", "planned");
+    let _ = writeln!(out, "{:<18}{:>12}{:>12}{:>15}{:>12}", "", "without", "reserved", "without", "reserved");
     for (name, before, after) in [
         ("reserving", without.reserving, with.reserving),
         ("first pass", without.first_pass, with.first_pass),

@@ -34,6 +34,7 @@ pub(super) fn object(finding: &ReplayFinding<'_>) -> Value {
         "segment_count": outcome.segment_count,
         "ns_per_op": nanoseconds_per_op.map(|nanoseconds| rounded(nanoseconds, 1e2)),
         "digest": outcome.digest.map(|digest| format!("{digest:016x}")),
+        "planned_ops_share": outcome.planned.map(|planned| rounded(planned.share(), 1e6)),
     })
 }
 

@@ -76,6 +76,11 @@ impl Screen<'_> {
         if columns.iter().any(|outcome| outcome.first_pass != outcome.peaks) {
             plain("  in the first pass", &|outcome| format!("{:.3}", outcome.first_pass.efficiency()));
         }
+        if finding.outcome.planned.is_some() {
+            plain("allocations as planned", &|outcome| {
+                outcome.planned.map_or_else(|| "-".to_owned(), |planned| format!("{:.2} %", planned.share() * 100.0))
+            });
+        }
         plain("segments at the end", &|outcome| count(outcome.segment_count));
         if columns.iter().any(|outcome| outcome.refused > 0) {
             plain("allocations refused", &|outcome| count(outcome.refused));
@@ -124,6 +129,9 @@ const HEAD_LINES: usize = 3;
 fn title(outcome: &Outcome) -> Vec<String> {
     let segments = format!("{} segments", segments_name(outcome.segments));
     let (rule, note) = match (outcome.order, outcome.segments) {
+        (Order::Sequence, _) if outcome.planned.is_some() => {
+            ("symmalloc, planned", format!("{} streams", streams_name(outcome.streams)))
+        }
         (Order::Sequence, _) => ("symmalloc", format!("{} streams", streams_name(outcome.streams))),
         (Order::Address, Some(Segments::Fixed)) => ("PyTorch (model)", "(its default)".to_owned()),
         (Order::Address, _) => ("PyTorch (model)", String::new()),

@@ -1,7 +1,8 @@
 //! The page of a report.
 
-use super::{Findings, Fragmentation, Trial};
+use super::{Findings, Fragmentation, PlanTrial, Trial};
 use crate::chart::{file_name, history_figure, map_figure};
+use crate::job::Options;
 use crate::picture::svg::escape;
 use crate::picture::timeline::{ALLOCATED, LIVE, RESERVED};
 use crate::picture::{heap_name, page};
@@ -34,7 +35,12 @@ fn figures(findings: &Findings<'_>) -> String {
         counted(summary.streams, "stream"),
         code(&super::settings::text(&findings.recorded.config))
     );
-    for (word, quantity) in [("peak reserved", RESERVED), ("peak allocated", ALLOCATED), ("peak live", LIVE)] {
+    body += &format!(
+        "<div><b>{}</b>peak reserved<br>over {} passes</div>",
+        memory(findings.steady_bytes()),
+        Options::default().passes
+    );
+    for (word, quantity) in [("in the first pass", RESERVED), ("peak allocated", ALLOCATED), ("peak live", LIVE)] {
         let peak = peaks[quantity];
         body += &format!("<div><b>{}</b>{word}<br>after op {}</div>", memory(peak.bytes), count(peak.op));
     }
@@ -45,10 +51,10 @@ fn figures(findings: &Findings<'_>) -> String {
     body + "</div>\n"
 }
 
-/// One sentence on what to do.
+/// What to do, in two sentences.
 fn advice(findings: &Findings<'_>) -> String {
-    let own = findings.timeline.total.peaks[RESERVED].bytes;
-    match findings.best() {
+    let own = findings.steady_bytes();
+    let best = match findings.best() {
         Some(best) => format!(
             "<p>With {} the peak would be {} reserved, {} less. All settings that were tried stand below.</p>\n",
             code(&best.settings),
@@ -56,7 +62,15 @@ fn advice(findings: &Findings<'_>) -> String {
             memory(own - best.peak_reserved_bytes)
         ),
         None => "<p>None of the other settings that were tried holds less. They stand below.</p>\n".to_owned(),
-    }
+    };
+    let Some(PlanTrial { command, planned_bytes, efficiency }) = &findings.planned else { return best };
+    best + &format!(
+        "<p>Planned beforehand and followed, the job would need {}, of which {:.1} % is live at the peak. The plan is written by \
+         <code>{}</code></p>\n",
+        memory(*planned_bytes),
+        efficiency * 100.0,
+        escape(command)
+    )
 }
 
 fn holders(findings: &Findings<'_>) -> String {
@@ -114,14 +128,15 @@ fn fragmentation(findings: &Findings<'_>) -> String {
 }
 
 fn settings(findings: &Findings<'_>) -> String {
-    let own = findings.timeline.total.peaks[RESERVED].bytes;
-    let mut body =
-        "<h2>Settings to try</h2>\n<p class=\"aside\">The same ops, carried out under each; what a program would do \
+    let own = findings.steady_bytes();
+    let passes = Options::default().passes;
+    let mut body = format!(
+        "<h2>Settings to try</h2>\n<p class=\"aside\">The same ops, carried out {passes} times under each; what a program would do \
                     differently, and how fast, a replay does not know. Without a limit no setting gives memory back unasked. The command under each \
                     does it again.</p>\n\
                     <table class=\"stacked\"><thead><tr><th>default pool</th><th class=\"n\">peak reserved</th>\
                     <th class=\"n\">compared</th></tr></thead><tbody>\n"
-            .to_owned();
+    );
     for trial in &findings.trials {
         body += &format!(
             "<tr><td>{}<br><code class=\"aside\">{}</code></td><td class=\"n\" data-of=\"peak reserved\">{}</td>\

@@ -2,6 +2,7 @@
 
 use crate::args::ReadingArgs;
 use crate::error::CliError;
+use crate::job::Steady;
 use crate::progress::ProgressLine;
 use crate::recorded::Recorded;
 use serde::Serialize;
@@ -10,9 +11,8 @@ use symmalloc_core::config::{
     Config, ConfigError, FixedSegments, PoolConfigBuilder, RoundupPower2Divisions, SegmentPolicy, StreamPolicy,
 };
 use symmalloc_core::units::MIB;
-use symmalloc_import::rerun::{Happened, Rerun};
 
-/// What a configuration made of the job.
+/// What a configuration made of the job, repeated.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Trial {
     /// The configuration, as `--config` takes it.
@@ -22,6 +22,7 @@ pub(crate) struct Trial {
     /// Whether it is what the recording and the flags say.
     pub(super) is_own: bool,
     pub(super) peak_reserved_bytes: u64,
+    /// Allocations that a limit refuses in a pass.
     pub(super) refused: u64,
 }
 
@@ -49,36 +50,26 @@ pub(super) fn trials(recorded: &Recorded, reading: &ReadingArgs) -> Result<Vec<T
     }
     let mut trials = Vec::new();
     for (index, (config, measured)) in configs.iter().zip(measured).enumerate() {
-        let (peak_reserved_bytes, refused) = measured?;
+        let Steady { peaks, refused, passes, .. } = measured?;
         let settings = text(config);
         let command = format!(
-            "symmalloc replay {}{} --ranks 1 --passes 1 --config {}",
+            "symmalloc replay {}{} --ranks 1 --passes {passes} --config {}",
             quoted(&recorded.path.to_string_lossy()),
             reading.flags(),
             quoted(&settings)
         );
+        let peak_reserved_bytes = peaks.reserved_bytes;
+        let refused = refused / u64::from(passes);
         trials.push(Trial { settings, command, is_own: index == 0, peak_reserved_bytes, refused });
     }
     trials.sort_by_key(|trial| trial.peak_reserved_bytes);
     Ok(trials)
 }
 
-/// Peak reserved bytes, and how many allocations are refused.
-fn measure(recorded: &Recorded, config: &Config) -> Result<(u64, u64), CliError> {
-    let failed = |error| recorded.failed(error);
-    let (mut reserved, mut peak, mut refused) = (0_u64, 0, 0);
-    let mut rerun = Rerun::new(recorded.program(), config).map_err(failed)?;
-    rerun
-        .run(recorded.op_count(), |moment| {
-            for change in moment.memory {
-                reserved = if change.is_mapped { reserved + change.size_bytes } else { reserved - change.size_bytes };
-                peak = reserved.max(peak);
-            }
-            refused += u64::from(matches!(moment.happened, Happened::Refused { .. }));
-            Ok(())
-        })
-        .map_err(failed)?;
-    Ok((peak, refused))
+/// Peak reserved bytes over all passes, and how many allocations are refused in them.
+fn measure(recorded: &Recorded, config: &Config) -> Result<Steady, CliError> {
+    let steady = recorded.job.steady(config, None);
+    steady.map_err(|source| CliError::Job { path: recorded.path.clone(), source })
 }
 
 /// Configurations that differ from the job's own in how its default pool obtains, splits and rounds.
@@ -145,7 +136,7 @@ fn keys(text: &str) -> Vec<&str> {
 }
 
 /// An argument as a shell takes it.
-fn quoted(argument: &str) -> String {
+pub(super) fn quoted(argument: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "._-/:,=+".contains(c);
     if !argument.is_empty() && argument.chars().all(is_plain) {
         argument.to_owned()

@@ -274,3 +274,112 @@ fn a_device_of_a_recording_without_devices() {
     let trace = folder.trace("one.trace", &["stream s0"]);
     assert_refused(&symmalloc("replay {} --device 1", &[&trace]), &["only a PyTorch snapshot has"]);
 }
+
+/// A job, and a plan of it.
+const PLANNED_JOB: [&str; 6] = ["stream s0", "stream s1", "a 0 1000 s0", "a 1 1000 s1", "f 0", "f 1"];
+
+/// Replay and chart refuse the plan before anything runs, and say all of `wanted`.
+#[track_caller]
+fn assert_not_followed(folder: &Folder, job: &Path, plan: &Path, wanted: &[&str]) {
+    let picture = folder.path("plan.html");
+    let wanted = [&[plan.to_str().unwrap()], wanted].concat();
+    assert_refused(&symmalloc("replay {} --plan {} --json", &[job, plan]), &wanted);
+    assert_refused(&symmalloc("replay {} --plan {}", &[job, plan]), &wanted);
+    assert_refused(&symmalloc("chart {} --plan {} -o {}", &[job, plan, &picture]), &wanted);
+    assert!(!picture.exists(), "a picture was drawn of what cannot be followed");
+}
+
+#[test]
+fn plans_that_are_none_torn_or_of_another_version() {
+    let folder = Folder::new();
+    let (job, plan) = (folder.trace("job.trace", &PLANNED_JOB), folder.path("job.plan"));
+    symmalloc("plan {} -o {}", &[&job, &plan]).exited(0);
+    let text = fs::read_to_string(&plan).unwrap();
+    let plan_of = |text: &str| folder.file("bad.plan", text);
+    let assert_bad = |text: &str, wanted: &[&str]| assert_not_followed(&folder, &job, &plan_of(text), wanted);
+    assert_not_followed(&folder, &job, &folder.path("nowhere"), &["cannot be opened", "symmalloc plan JOB -o FILE"]);
+    assert_not_followed(&folder, &job, &job, &["not a plan: the first line must be `symmalloc-plan 1`"]);
+    assert_bad(&text.replace("plan 1", "plan 7"), &["has version 7", "use a newer one, or plan the job again"]);
+    assert_bad(text.split_once("a 1000 s1").unwrap().0, &["line 5: the plan is torn; write it again"]);
+    assert_bad(&text.replace("end 4", "end 5"), &["line 6: the plan states 5 lines, but has 4", "`end 4`"]);
+    assert_bad(&text.replace("a 1000 s1", "b 1000 s1"), &["line 5, column 1: unknown keyword"]);
+    assert_bad(&text.replace("s1 2 @", "s1 5 @"), &["line 5: allocation 1 of the plan is none"]);
+    assert_bad(&text.replace("shared key", "s0 key"), &["line 5: allocation 1 of the plan is none"]);
+    let overlapping = text.replace("@1024", "@512");
+    assert_ne!(overlapping, text);
+    assert_bad(&overlapping, &["cannot be followed, in pool p0", "allocations 0 and 1 of the plan overlap"]);
+    // Rounded up, sizes of another configuration overlap as well.
+    let rounded =
+        text.replace("reclaim:heap,", "reclaim:heap,roundup_power2_divisions:[256:1,512:1,1024:1,2048:1,>:1],");
+    symmalloc("replay {} --plan {} --json", &[&job, &plan_of(&rounded)]).exited(0);
+    let small = text.replace("shared,", "shared,limit_mb:1,");
+    assert_bad(&small, &["no memory for the plan", "raise the pool's limit_mb"]);
+}
+
+#[test]
+fn plans_of_another_job_or_configuration() {
+    let folder = Folder::new();
+    let (job, plan) = (folder.trace("job.trace", &PLANNED_JOB), folder.path("job.plan"));
+    symmalloc("plan {} -o {}", &[&job, &plan]).exited(0);
+    let assert_other = |from: &str, to: &str, wanted: &str| {
+        let lines: Vec<String> = PLANNED_JOB.iter().map(|line| line.replace(from, to)).collect();
+        let lines: Vec<&str> = lines.iter().flat_map(|line| line.lines()).collect();
+        let other = folder.trace("other.trace", &lines);
+        assert_not_followed(&folder, &other, &plan, &["other.trace", wanted, "plan it now"]);
+    };
+    assert_other(
+        "1000 s1",
+        "1001 s1",
+        "allocation 1 of p0 (op 3) asks for 1001 bytes on s1, and the plan expects 1000 on s1",
+    );
+    assert_other(
+        "1000 s1",
+        "1000 s0",
+        "allocation 1 of p0 (op 3) asks for 1000 bytes on s0, and the plan expects 1000 on s1",
+    );
+    assert_other("f 1", "a 2 5 s0", "allocation 2 of p0 (op 5) asks for 5 bytes on s0, and the plan expects no more");
+    assert_other(
+        "a 1 1000 s1",
+        "a 1 0 s1",
+        "the plan expects 1000 on s1 as allocation 1 of p0, and the job ends before that",
+    );
+    assert_other(
+        "stream s1",
+        "stream s1\npool p1\na 9 7 s1 p1",
+        "the job makes pool p1, which the plan does not configure",
+    );
+    assert_other(
+        "f 0",
+        "begin_step 4\nend_step",
+        "the plan is for steps 0 of p0, and the job asks nothing of that heap",
+    );
+    // The first one is freed at once, and lives on in the other job.
+    let early = folder.trace("early.trace", &["stream s0", "a 0 1000 s0", "f 0", "a 1 1000 s0", "f 1"]);
+    let late = folder.trace("late.trace", &["stream s0", "a 0 1000 s0", "a 1 1000 s0", "f 0", "f 1"]);
+    symmalloc("plan {} -o {}", &[&early, &plan]).exited(0);
+    let wanted = "allocation 0 of p0 (op 1) is freed later than the plan expects: before allocation 2, not 1";
+    assert_not_followed(&folder, &late, &plan, &[wanted]);
+    // A plan of the other one leaves room for longer lives than this job's.
+    symmalloc("plan {} -o {}", &[&late, &plan]).exited(0);
+    symmalloc("replay {} --plan {} --json", &[&early, &plan]).exited(0);
+    // Streams that do not share have a heap each.
+    symmalloc("plan {} -o {} --streams separate", &[&job, &plan]).exited(0);
+    let text = fs::read_to_string(&plan).unwrap();
+    let (first, rest) = text.split_once("plan p0 s1").unwrap();
+    assert_eq!(rest.lines().count(), 3, "{text}");
+    let half = folder.file("half.plan", format!("{first}end 3\n"));
+    assert_not_followed(&folder, &job, &half, &["op 3 asks for memory of p0 s1, for which there is no plan"]);
+    for (flags, wanted) in [
+        ("--streams shared", "--streams says something else than the plan, which has `streams:separate`"),
+        ("--segments fixed", "--segments says something else than the plan, which has `segments:expandable`"),
+        ("--config streams:shared", "--config says something else than the plan, which has other settings"),
+    ] {
+        let said = symmalloc(&format!("replay {{}} --plan {{}} {flags}"), &[&job, &plan]);
+        assert_refused(&said, &["is for another configuration", wanted, "leave the flag out"]);
+    }
+    assert_refused(
+        &symmalloc("replay {} {} --plan {}", &[&job, &job, &plan]),
+        &["--plan is for one job, but 2 are given"],
+    );
+    assert_refused(&symmalloc("replay {} --plan {} --order address", &[&job, &plan]), &["cannot be used with"]);
+}

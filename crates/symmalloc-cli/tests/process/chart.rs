@@ -103,6 +103,32 @@ fn ranks_on_our_allocator_do_not_differ() {
 }
 
 #[test]
+fn a_plan_is_drawn_beside_the_job() {
+    let folder = Folder::new();
+    let [plan, page, svg] = ["job.plan", "job.html", "job.svg"].map(|name| folder.path(name));
+    let job = recorded("fsdp1_train_rank0.trace.zst");
+    let planned = symmalloc("plan {} -o {} --json", &[&job, &plan]).json(0)[0]["planned_bytes"].clone();
+    let (said, text) = charted("chart {} --plan {} -o {} --json", &[&job, &plan, &page]);
+    assert_eq!((&said["plan"]["reserved"]["peak_bytes"], &said["plan"]["reserved"]["op"]), (&planned, &0.into()));
+    assert!(said["reserved"]["peak_bytes"].as_u64() > planned.as_u64(), "{said}");
+    assert_eq!(text.matches("class=\"wide\"").count(), 3);
+    for words in [
+        "reserved by the plan: peak 4.66 GiB",
+        "As planned: at most 4.66 GiB reserved.",
+        "The same as planned, after op",
+    ] {
+        assert!(text.contains(words), "{words}");
+    }
+    let ids: Vec<&str> = text.split(" id=\"").skip(1).map(|rest| rest.split('"').next().unwrap()).collect();
+    assert_eq!(ids.len(), ids.iter().collect::<std::collections::BTreeSet<_>>().len(), "{ids:?}");
+    // The map of the plan alone: one heap, and all that is live at the peak without a gap worth a word.
+    let (_, text) = charted("chart {} --plan {} -o {} --map --json", &[&job, &plan, &svg]);
+    assert!(text.contains("pool 0, all streams") && text.contains("4.66 GiB live, "), "{text}");
+    let words = symmalloc("chart {} --plan {} -o {}", &[&job, &plan, &svg]).exited(0).stdout.clone();
+    assert!(words.contains("as planned: 4.66 GiB reserved, first after op 0"), "{words}");
+}
+
+#[test]
 fn people_are_told_the_peaks() {
     let folder = Folder::new();
     let (job, out) = (folder.trace("job.trace", &["stream s0", "a 0 3000000 s0"]), folder.path("out.svg"));

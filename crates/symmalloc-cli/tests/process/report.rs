@@ -17,6 +17,7 @@ fn the_page_says_what_holds_memory_and_how_it_is_fragmented() {
     assert_eq!((&holders[1]["name"], &holders[1]["each_bytes"]), (&Value::Null, &(2 << 20).into()), "{said}");
     assert_eq!((&said["free_bytes"], &said["fragmentation"]), (&(2 << 20).into(), &0.0.into()), "{said}");
     assert_eq!(said["efficiency"], 1.0);
+    assert_eq!(said["plan"]["planned_bytes"], 12 << 20, "{said}");
     let text = fs::read_to_string(&out).unwrap();
     assert_stands_alone(&text);
     for words in ["&lt;kv&gt;", "without a name, 2.00 MiB each", "80.0 %", "Settings to try", "after op 5"] {
@@ -33,15 +34,24 @@ fn every_command_does_again_what_the_page_says() {
     let settings = said["settings"].as_array().unwrap();
     assert_eq!(settings.len(), 9, "{said}");
     let own: Vec<&Value> = settings.iter().filter(|trial| trial["is_own"] == true).collect();
-    assert_eq!((own.len(), &own[0]["peak_reserved_bytes"]), (1, &said["reserved"]["peak_bytes"]));
+    assert_eq!((own.len(), &own[0]["peak_reserved_bytes"]), (1, &said["steady_reserved_bytes"]));
+    let run = |text: &str| {
+        let words: Vec<&str> = text.split(' ').map(|word| word.trim_matches('\'')).collect();
+        assert_eq!(words[0], "symmalloc");
+        let output = command().args(&words[1..]).arg("--json").current_dir(folder.0.path()).output().unwrap();
+        serde_json::from_slice::<Value>(&output.stdout).unwrap()
+    };
+    let plan = run(said["plan"]["command"].as_str().unwrap());
+    assert_eq!(
+        (&plan[0]["planned_bytes"], &plan[0]["efficiency"]),
+        (&said["plan"]["planned_bytes"], &said["plan"]["efficiency"])
+    );
+    assert!(folder.path("job.plan").exists());
     for trial in settings {
         let text = trial["command"].as_str().unwrap();
         assert!(page.contains(text), "{text}");
-        let words: Vec<&str> = text.split(' ').map(|word| word.trim_matches('\'')).collect();
-        assert_eq!(words[0], "symmalloc");
-        let output = command().args(&words[1..]).arg("--json").output().unwrap();
-        let replayed: Value = serde_json::from_slice(&output.stdout).unwrap();
-        assert_eq!(replayed[0]["peak_reserved_bytes"], trial["peak_reserved_bytes"], "{text}");
+        assert!(text.contains("--passes 5"), "{text}");
+        assert_eq!(run(text)[0]["peak_reserved_bytes"], trial["peak_reserved_bytes"], "{text}");
     }
 }
 
@@ -55,6 +65,7 @@ fn the_best_settings_are_named_and_the_page_is_the_same_again() {
     let text = fs::read_to_string(&pages[0]).unwrap();
     assert!(text.contains("With <code>segments:expandable,streams:shared</code> the peak would be"));
     assert!(text == fs::read_to_string(&pages[1]).unwrap());
+    assert!(text.contains("Planned beforehand and followed, the job would need 4.66 GiB, of which 100.0 % is live"));
 }
 
 #[test]
@@ -67,7 +78,7 @@ fn a_limit_that_refuses_is_said() {
     let text = fs::read_to_string(&out).unwrap();
     assert!(
         text.contains("1 refused")
-            && text.contains("a job.trace' --ranks 1 --passes 1 --config segments:expandable,limit_mb:4"),
+            && text.contains("a job.trace' --ranks 1 --passes 5 --config segments:expandable,limit_mb:4"),
         "{text}"
     );
 }

@@ -4,7 +4,7 @@ use crate::text::{Fields, LineError};
 use smallvec::SmallVec;
 use symmalloc_core::Digest;
 use symmalloc_core::SizeClass;
-use symmalloc_core::ids::{SegmentId, StreamId};
+use symmalloc_core::ids::SegmentId;
 use symmalloc_core::layout::{AllocationLayout, Extent, LayoutItem};
 
 /// The first word of every layout's text.
@@ -16,9 +16,6 @@ pub const VERSION: u64 = 1;
 /// The words that a line can start with, after the first line.
 pub(super) const KEYWORDS: &[&str] =
     &["pool", "granularity", "total_limit", "heap", "segment", "memory", "a", "u", "end"];
-
-/// The word for the heap of a pool whose streams share.
-pub(super) const SHARED: &str = "shared";
 
 /// The words for the classes of segments.
 pub(super) const CLASSES: [(SizeClass, &str); 2] = [(SizeClass::Small, "small"), (SizeClass::Large, "large")];
@@ -83,15 +80,6 @@ impl Fields<'_> {
         let field = self.expect(EXPECTED)?;
         let class = CLASSES.iter().find(|(_, word)| *word == field.text);
         class.map(|(class, _)| *class).ok_or_else(|| self.expected(field.column, EXPECTED))
-    }
-
-    fn heap_stream(&mut self) -> Result<Option<StreamId>, LineError> {
-        const EXPECTED: &str = "a stream (s0, s1, ...), or `shared`";
-        if self.ahead() == Some(b's') && self.clone().expect(EXPECTED)?.text == SHARED {
-            self.next();
-            return Ok(None);
-        }
-        self.stream().map(Some)
     }
 
     fn hexadecimal(&mut self) -> Result<u64, LineError> {

@@ -1,7 +1,7 @@
 //! Writes a layout. Spelling is canonical: equal layouts are equal bytes.
 
-use super::line::{CLASSES, MAGIC, SHARED, VERSION};
-use crate::text::write_name;
+use super::line::{CLASSES, MAGIC, VERSION};
+use crate::text::{SHARED, write_name};
 use std::fmt::{self, Write};
 use symmalloc_core::layout::{AllocationLayout, HeapLayout, Layout, SegmentLayout};
 

@@ -4,7 +4,10 @@
 
 use super::error::LineError;
 use symmalloc_core::config_text::{ConfigTextError, nearest};
-use symmalloc_core::ids::StreamId;
+use symmalloc_core::ids::{PoolId, StreamId};
+
+/// The word for the heap of a pool whose streams share.
+pub(crate) const SHARED: &str = "shared";
 
 /// The fields of a line from `at` on.
 #[derive(Clone, Copy)]
@@ -107,6 +110,24 @@ impl<'a> Fields<'a> {
         let field = self.expect(EXPECTED)?;
         let digits = field.text.strip_prefix('s').ok_or_else(|| self.expected(field.column, EXPECTED))?;
         Ok(StreamId(self.decimal(digits, field.column, EXPECTED, u16::MAX.into())? as u16))
+    }
+
+    #[inline]
+    pub(crate) fn pool(&mut self) -> Result<PoolId, LineError> {
+        const EXPECTED: &str = "a pool: p0, p1, ...";
+        let field = self.expect(EXPECTED)?;
+        let digits = field.text.strip_prefix('p').ok_or_else(|| self.expected(field.column, EXPECTED))?;
+        Ok(PoolId(self.decimal(digits, field.column, EXPECTED, u32::MAX.into())? as u32))
+    }
+
+    /// Whose heap it is: a stream's, or that of all streams.
+    pub(crate) fn heap_stream(&mut self) -> Result<Option<StreamId>, LineError> {
+        const EXPECTED: &str = "a stream (s0, s1, ...), or `shared`";
+        if self.ahead() == Some(b's') && self.clone().expect(EXPECTED)?.text == SHARED {
+            self.next();
+            return Ok(None);
+        }
+        self.stream().map(Some)
     }
 
     /// A name in double quotes, the first of which is ahead.

@@ -1,4 +1,4 @@
-//! Text in lines of fields: what traces and layouts are written in.
+//! Text in lines of fields: what traces, layouts and plans are written in.
 //!
 //! ```text
 //! line   = [ field { field } ] [ "#" comment ]        fields are separated by spaces or tabs
@@ -14,6 +14,6 @@ mod lines;
 mod name;
 
 pub use error::{LINE_BYTES_MAX, LineError};
-pub(crate) use fields::Fields;
+pub(crate) use fields::{Fields, SHARED};
 pub(crate) use lines::{Ending, FirstLine, Lines};
 pub(crate) use name::write_name;

@@ -124,14 +124,6 @@ impl Fields<'_> {
         self.number("a size in bytes", u64::MAX)
     }
 
-    #[inline]
-    fn pool(&mut self) -> Result<PoolId, LineError> {
-        const EXPECTED: &str = "a pool: p0, p1, ...";
-        let field = self.expect(EXPECTED)?;
-        let digits = field.text.strip_prefix('p').ok_or_else(|| self.expected(field.column, EXPECTED))?;
-        Ok(PoolId(self.decimal(digits, field.column, EXPECTED, u32::MAX.into())? as u32))
-    }
-
     /// A pool that may be left out: then it is the default pool.
     #[inline]
     fn pool_or_default(&mut self) -> Result<PoolId, LineError> {

@@ -1,0 +1,114 @@
+//! What a job takes as planned, and what it takes online: beside each other.
+
+use crate::args::PolicyArgs;
+use crate::error::CliError;
+use crate::job::{PlannedOps, Steady};
+use crate::planned::PlannedJob;
+use crate::recorded::Recorded;
+use std::sync::Arc;
+use symmalloc_core::config::StreamPolicy;
+use symmalloc_core::op::Op;
+use symmalloc_trace::plan::PlanFile;
+
+/// Over all passes; of several ranks the most.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Figures {
+    /// As the program requests it, over all pools.
+    pub(super) peak_live_bytes: u64,
+    /// Held when the plan is followed.
+    pub(super) planned_bytes: u64,
+    /// Held without a plan.
+    pub(super) online_bytes: u64,
+    /// Memory that plans place in.
+    pub(super) plan_bytes: u64,
+    pub(super) plans: usize,
+    /// Requests in all passes, and how many of them went where the plan says; of the rank with the most that did not.
+    ops: Option<PlannedOps>,
+    /// Waits of streams for each other in a pass.
+    pub(super) waits: u64,
+    pub(super) online_waits: u64,
+    /// Requests that a limit refuses without a plan, in all passes.
+    pub(super) online_refused: u64,
+    pub(super) passes: u32,
+    /// What planning took.
+    pub(super) seconds: f64,
+    /// Whether the default pool's streams share: planned, and online.
+    streams: StreamPolicy,
+    online_streams: StreamPolicy,
+}
+
+impl Figures {
+    /// Plans a job, and carries it out with and without its plan.
+    pub(super) fn of(job: &Recorded, policy: &PolicyArgs) -> Result<(Arc<PlanFile>, Self), CliError> {
+        let plan = PlannedJob::of(job, policy)?;
+        let online = job.job.steady(&job.config, None);
+        let online = online.map_err(|source| CliError::Job { path: job.path.clone(), source })?;
+        let Steady { peaks, passes, planned, waits, .. } = plan.followed;
+        let takes_memory = |op: &&Op| matches!(op, Op::Allocate { size_bytes: 1.., .. });
+        let requests = job.program().ops().iter().filter(takes_memory).count() as u64;
+        let figures = Figures {
+            peak_live_bytes: peaks.live_bytes,
+            planned_bytes: peaks.reserved_bytes,
+            online_bytes: online.peaks.reserved_bytes,
+            plan_bytes: plan.memory_bytes(),
+            plans: plan.plan_count(),
+            ops: Some(PlannedOps { planned, all: requests * u64::from(passes) }),
+            waits,
+            online_waits: online.waits,
+            online_refused: online.refused,
+            passes,
+            seconds: plan.seconds,
+            streams: plan.streams(),
+            online_streams: job.config.default_pool().streams(),
+        };
+        Ok((plan.file, figures))
+    }
+
+    /// The larger number of each.
+    pub(super) fn max(self, other: Figures) -> Figures {
+        let share = |figures: &Figures| figures.ops.map_or(1.0, PlannedOps::share);
+        Figures {
+            peak_live_bytes: self.peak_live_bytes.max(other.peak_live_bytes),
+            planned_bytes: self.planned_bytes.max(other.planned_bytes),
+            online_bytes: self.online_bytes.max(other.online_bytes),
+            plan_bytes: self.plan_bytes.max(other.plan_bytes),
+            plans: self.plans.max(other.plans),
+            ops: if share(&self) < share(&other) { self.ops } else { other.ops },
+            waits: self.waits.max(other.waits),
+            online_waits: self.online_waits.max(other.online_waits),
+            online_refused: self.online_refused.max(other.online_refused),
+            seconds: self.seconds + other.seconds,
+            ..other
+        }
+    }
+
+    /// Live over planned; 1 where nothing is.
+    pub(super) fn efficiency(&self) -> f64 {
+        share(self.peak_live_bytes, self.planned_bytes)
+    }
+
+    /// Live over what is held online.
+    pub(super) fn online_efficiency(&self) -> f64 {
+        share(self.peak_live_bytes, self.online_bytes)
+    }
+
+    pub(super) fn planned_ops_share(&self) -> f64 {
+        self.ops.map_or(1.0, PlannedOps::share)
+    }
+
+    pub(super) fn streams(&self) -> &'static str {
+        word(self.streams)
+    }
+
+    pub(super) fn online_streams(&self) -> &'static str {
+        word(self.online_streams)
+    }
+}
+
+fn share(live_bytes: u64, held_bytes: u64) -> f64 {
+    if held_bytes == 0 { 1.0 } else { live_bytes as f64 / held_bytes as f64 }
+}
+
+fn word(streams: StreamPolicy) -> &'static str {
+    if streams == StreamPolicy::Shared { "shared" } else { "separate" }
+}

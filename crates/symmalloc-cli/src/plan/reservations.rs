@@ -1,0 +1,174 @@
+//! What to reserve so that a job, once it runs, obtains no more memory and registers no more windows.
+//!
+//! ```text
+//! ranks' recordings ──► sizes   a heap's bytes, the most that any rank needs
+//!                         └───► plan: settings of each pool, and a `reserve` per heap
+//!                                 └───► proof: each rank, carried out twice with it on a simulated device
+//! ```
+//!
+//! Expandable and fixed pools become expandable ones that are reserved for. A symmetric or reserved pool becomes a
+//! reserved one: each of its heaps is one segment, and so one window for ever.
+
+use super::heap::Heaps;
+use super::program::{self, Pools};
+use super::proof::{self, Proof};
+use super::sizes;
+use crate::args::PlanArgs;
+use crate::error::CliError;
+use crate::job::JobError;
+use crate::recorded::Recorded;
+use crate::report::settings;
+use std::collections::BTreeSet;
+use std::path::Path;
+use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy};
+use symmalloc_core::ids::PoolId;
+use symmalloc_core::op::Op;
+use symmalloc_import::compression::Compressor;
+use symmalloc_trace::replay::Program;
+use symmalloc_trace::{RecordLine, TraceWriter};
+
+/// What to reserve, and what comes of it.
+pub(super) struct ReservationPlan {
+    /// The configuration, that of the default pool included.
+    pub(super) config: Config,
+    pub(super) pools: Pools,
+    pub(super) heaps: Heaps,
+    /// The job as it was recorded; of several ranks, the most.
+    pub(super) without: Proof,
+    /// The job with what is reserved.
+    pub(super) with: Proof,
+}
+
+impl ReservationPlan {
+    pub(super) fn new(jobs: &[Recorded], args: &PlanArgs) -> Result<Self, CliError> {
+        let own = pools_of(jobs)?;
+        let invalid = |error: ConfigError| jobs[0].invalid(error);
+        let is_reserved = |config: &PoolConfig| {
+            args.reserved || config.symmetric() || matches!(config.segments(), SegmentPolicy::Reserved { .. })
+        };
+        let reserved: BTreeSet<PoolId> =
+            own.iter().filter(|(_, config)| is_reserved(config)).map(|(pool, _)| *pool).collect();
+        let growing = own.iter().map(|(pool, config)| Ok((*pool, sizes::growing(config)?)));
+        let growing: Pools = growing.collect::<Result<_, _>>().map_err(invalid)?;
+        let unlimited = jobs[0].config.to_builder().limit_bytes(None);
+        let search = sizes::Search {
+            jobs,
+            pools: &growing,
+            config: &unlimited.default_pool(growing[&PoolId::DEFAULT].clone()).build().map_err(invalid)?,
+            equal: &reserved,
+            margin_percent: args.margin.into(),
+        };
+        let mut heaps = search.run()?;
+        heaps.retain(|_, heap| heap.reserve_bytes > 0);
+
+        let mut pools = Pools::new();
+        for (pool, config) in &growing {
+            let of_pool = heaps.iter().filter(|(owner, _)| owner.pool == *pool).map(|(_, heap)| heap.reserve_bytes);
+            let (needed_bytes, largest_bytes) = (of_pool.clone().sum(), of_pool.max());
+            let mut builder = config.to_builder().limit_bytes(own[pool].limit_bytes());
+            if let (true, Some(segment_bytes)) = (reserved.contains(pool), largest_bytes) {
+                builder = builder.reserved(segment_bytes);
+            }
+            within(own[pool].limit_bytes(), needed_bytes, Some(*pool))?;
+            pools.insert(*pool, builder.build().map_err(invalid)?);
+        }
+        let config = jobs[0].config.to_builder().default_pool(pools[&PoolId::DEFAULT].clone());
+        let config = config.build().map_err(invalid)?;
+        let (without, with) = (Proof::default(), Proof::default());
+        let mut plan = ReservationPlan { config, pools, heaps, without, with };
+        plan.prove(jobs)?;
+        Ok(plan)
+    }
+
+    /// Carries every rank out, as it was recorded and with the plan.
+    fn prove(&mut self, jobs: &[Recorded]) -> Result<(), CliError> {
+        let unlimited = self.config.to_builder().limit_bytes(None).build().map_err(|error| jobs[0].invalid(error))?;
+        for (rank, job) in (0..).zip(jobs) {
+            let failed = |source| CliError::Job { path: job.path.clone(), source };
+            let without = proof::prove(job.program(), &job.config, rank).map_err(failed)?;
+            self.without = self.without.max(without);
+            let planned = self.program(jobs, job);
+            let program = Program::new(&planned.records);
+            let program = program.map_err(|source| CliError::Program { path: job.path.clone(), source })?;
+            // The limit over all pools is looked at afterwards: pools come and go, so it is the peak that counts.
+            let with = proof::prove(&program, &unlimited, rank).map_err(|error| match error {
+                JobError::Step { rank, op, error } => JobError::Step { rank, op: planned.origins[op], error },
+                other => other,
+            });
+            self.with = self.with.max(with.map_err(failed)?);
+        }
+        within(self.config.limit_bytes(), self.with.peak_reserved_bytes, None)
+    }
+
+    fn program(&self, jobs: &[Recorded], job: &Recorded) -> program::PlannedProgram {
+        let streams = jobs.iter().map(|job| program::stream_count(&job.recording.records)).max().unwrap_or(0);
+        program::planned(&job.recording.records, streams, &self.pools, &self.heaps)
+    }
+
+    /// Writes the job with its plan as a trace.
+    pub(super) fn write(&self, job: &Recorded, out: &Path) -> Result<(), CliError> {
+        let created = |source| CliError::Create { path: out.to_path_buf(), source };
+        let file = Compressor::create(out).map_err(created)?;
+        let mut trace = TraceWriter::new(file, Some(&self.config)).map_err(created)?;
+        for record in &self.program(std::slice::from_ref(job), job).records {
+            // Where another allocator placed it is not where it lies with the plan.
+            let mut record = record.clone();
+            (record.placement, record.pending) = (None, None);
+            trace.write(&record).map_err(|source| CliError::Write { path: out.to_path_buf(), source })?;
+        }
+        trace.finish().and_then(Compressor::finish).map(drop).map_err(created)
+    }
+
+    pub(super) fn reserve_bytes(&self) -> u64 {
+        self.heaps.values().map(|heap| heap.reserve_bytes).sum()
+    }
+
+    /// The lines that the plan adds to a trace: settings, then what is reserved.
+    pub(super) fn lines(&self) -> Vec<String> {
+        let mut lines = vec![format!("config {}", self.settings())];
+        let others = self.pools.iter().filter(|(pool, _)| **pool != PoolId::DEFAULT);
+        lines.extend(others.map(|(pool, config)| format!("pool {pool} {config}")));
+        let reserved = self.heaps.iter().map(|(owner, heap)| heap.reserve(owner.pool));
+        lines.extend(reserved.map(|op| RecordLine(&op.into()).to_string()));
+        lines
+    }
+
+    /// The configuration in as few words as it needs.
+    pub(super) fn settings(&self) -> String {
+        settings::text(&self.config)
+    }
+
+    pub(super) fn is_reserved(&self, pool: PoolId) -> bool {
+        matches!(self.pools[&pool].segments(), SegmentPolicy::Reserved { .. })
+    }
+}
+
+/// How each pool is configured in the recordings, which must not contradict each other.
+fn pools_of(jobs: &[Recorded]) -> Result<Pools, CliError> {
+    let mut pools = Pools::from([(PoolId::DEFAULT, jobs[0].config.default_pool().clone())]);
+    for job in jobs {
+        let differ = |pool| CliError::PlanOfOtherSettings { path: jobs[0].path.clone(), other: job.path.clone(), pool };
+        if job.config != jobs[0].config {
+            return Err(differ(PoolId::DEFAULT));
+        }
+        for record in &job.recording.records {
+            if let Op::CreatePool { pool, config } = &record.op
+                && *pool != PoolId::DEFAULT
+                && pools.entry(*pool).or_insert_with(|| (**config).clone()) != &**config
+            {
+                return Err(differ(*pool));
+            }
+        }
+    }
+    Ok(pools)
+}
+
+/// Whether a limit leaves room for what the plan reserves: of a pool, or of all.
+fn within(limit_bytes: Option<u64>, needed_bytes: u64, pool: Option<PoolId>) -> Result<(), CliError> {
+    match limit_bytes {
+        Some(limit_bytes) if limit_bytes < needed_bytes => {
+            Err(CliError::PlanBeyondLimit { pool, needed_bytes, limit_bytes })
+        }
+        _ => Ok(()),
+    }
+}

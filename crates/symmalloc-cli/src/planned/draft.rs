@@ -1,0 +1,68 @@
+//! A job's plans before there is one: the configuration, and the pools that the program makes.
+
+use crate::error::CliError;
+use crate::recorded::Recorded;
+use std::collections::BTreeMap;
+use symmalloc_core::config::{Config, PoolConfig, SegmentPolicy};
+use symmalloc_core::op::Op;
+use symmalloc_core::units::MIB;
+use symmalloc_core::{PoolId, StreamId};
+use symmalloc_trace::plan::{PlanContradiction, PlanFile};
+
+/// What CUDA maps at least.
+const GRANULE_BYTES: u64 = 2 * MIB;
+
+/// A file with this configuration and the pools that the program makes, without plans.
+pub(super) fn empty(recorded: &Recorded, config: Config) -> Result<PlanFile, CliError> {
+    let mut file = PlanFile::new(config);
+    for op in recorded.program().ops() {
+        if let Op::CreatePool { pool, config } = op
+            && *pool != PoolId::DEFAULT
+        {
+            file.add_pool(*pool, (**config).clone()).map_err(|source| contradicts(recorded, source))?;
+        }
+    }
+    Ok(file)
+}
+
+/// The same plans, of a job that allocates nothing beside them: each reserved pool has segments of the size that its largest heap needs.
+pub(super) fn with_exact_segments(recorded: &Recorded, file: &PlanFile) -> Result<PlanFile, CliError> {
+    let heaps = heaps(file);
+    let exact = |pool: PoolId, config: &PoolConfig| {
+        let needed_bytes = heaps.iter().filter(|((of, _), _)| *of == pool).map(|(_, bytes)| *bytes).max();
+        match (config.segments(), needed_bytes) {
+            (SegmentPolicy::Reserved { .. }, Some(bytes)) => {
+                config.to_builder().reserved(bytes.next_multiple_of(GRANULE_BYTES)).build()
+            }
+            _ => Ok(config.clone()),
+        }
+    };
+    let invalid = |error| recorded.invalid(error);
+    let default_pool = exact(PoolId::DEFAULT, file.config().default_pool()).map_err(invalid)?;
+    let config = file.config().to_builder().default_pool(default_pool).build().map_err(invalid)?;
+    let mut exact_file = PlanFile::new(config);
+    for (pool, config) in file.pools() {
+        let config = exact(pool, config).map_err(invalid)?;
+        exact_file.add_pool(pool, config).map_err(|source| contradicts(recorded, source))?;
+    }
+    for (pool, plan) in file.plans() {
+        exact_file.add_plan(pool, plan.clone()).map_err(|source| contradicts(recorded, source))?;
+    }
+    Ok(exact_file)
+}
+
+/// Bytes of memory that the plans of each heap place in. Those of one heap share it.
+pub(super) fn heaps(file: &PlanFile) -> BTreeMap<(PoolId, Option<StreamId>), u64> {
+    let mut heaps = BTreeMap::new();
+    for (pool, plan) in file.plans() {
+        let bytes = plan.memory_bytes(file.pool_config(pool).expect("it has plans"));
+        let most: &mut u64 = heaps.entry((pool, plan.stream())).or_default();
+        *most = bytes.max(*most);
+    }
+    heaps
+}
+
+/// The error of plans that do not go together.
+pub(super) fn contradicts(recorded: &Recorded, source: PlanContradiction) -> CliError {
+    CliError::Contradictory { path: recorded.path.clone(), source }
+}

@@ -1,0 +1,44 @@
+//! Plans as text: what a job was planned to, written to a file, and followed in other processes.
+//!
+//! What a plan is, and what following it does, stands in [`symmalloc_core::plans`]; the format in `docs/plan.md`.
+//!
+//! ```
+//! use symmalloc_core::plans::{Plan, StepAllocation, Steps};
+//! use symmalloc_core::{Allocator, Config, PoolId, StreamId};
+//! use symmalloc_sim::SimBackend;
+//! use symmalloc_trace::plan::{self, PlanFile};
+//!
+//! let config = Config::default();
+//! let stream = StreamId(0);
+//! let wanted = |requested_bytes, until| StepAllocation { stream, requested_bytes, until: Some(until) };
+//! let step = [wanted(4 << 20, 2), wanted(512, 3), wanted(6 << 20, 3)];
+//! let solved = Plan::solve(config.default_pool(), 0, Some(stream), &step, Steps::default())?;
+//! let mut file = PlanFile::new(config);
+//! file.add_plan(PoolId::DEFAULT, solved)?;
+//! let text = plan::to_text(&file);
+//! assert!(text.starts_with("symmalloc-plan 1\nconfig segments:expandable,"));
+//! assert!(text.ends_with("plan p0 s0 key 0 allocations 3\na 4194304 s0 2 @0\na 512 s0 3 @6291456\na 6291456 s0 3 @0\nend 5\n"));
+//!
+//! // Another process follows it.
+//! let file = plan::parse(&text)?;
+//! let allocator: Allocator<_> = Allocator::new(SimBackend::builder().seed(1).build(), file.config().clone())?;
+//! allocator.register_stream()?;
+//! for (pool, plan) in file.plans() {
+//!     allocator.adopt_plan(pool, plan.clone())?;
+//! }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod error;
+mod file;
+mod line;
+mod reader;
+#[cfg(test)]
+mod tests;
+mod writer;
+
+pub use error::{PlanContradiction, PlanTextError};
+pub use file::PlanFile;
+pub use line::{MAGIC, VERSION};
+pub use reader::{parse, read};
+pub use writer::to_text;

@@ -1,0 +1,205 @@
+//! Each error with its line, text that is nearly right, and round trips.
+
+use super::line::KEYWORDS;
+use super::*;
+use proptest::prelude::*;
+use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
+use symmalloc_core::ids::{PoolId, StreamId};
+use symmalloc_core::plans::{Plan, PlannedAllocation, StepAllocation};
+
+const HEAD: &str = "symmalloc-plan 1\nconfig streams:shared\n";
+const PLAN: &str = "plan p0 shared key 0 allocations 2\na 1000 s0 2 @0\na 512 s1 2 @1024\n";
+
+/// The error of a text whose last line is wrong.
+fn error_of(parts: &[&str]) -> String {
+    let text = parts.concat();
+    let line = text.lines().count();
+    let error = parse(&text).expect_err("it is wrong").to_string();
+    let error = error.strip_prefix(&format!("line {line}")).unwrap_or_else(|| panic!("not line {line}: {error}"));
+    error.trim_start_matches([':', ' ', ',']).to_owned()
+}
+
+fn contradiction(parts: &[&str], wanted_line: u64) -> PlanContradiction {
+    match parse(&parts.concat()) {
+        Err(PlanTextError::Inconsistent { line, source }) => {
+            assert_eq!(line, wanted_line, "{source}");
+            source
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_plan_is_read_as_it_is_written() {
+    let text =
+        [HEAD, "pool p3 limit_mb:4 # separate\n\n", PLAN, "plan\tp3 s7 key 9 allocations 1\r\na 5 s7 never\nend 7"];
+    let file = parse(&text.concat()).expect("a plan");
+    let plans: Vec<(PoolId, &Plan)> = file.plans().collect();
+    let [(PoolId(0), shared), (PoolId(3), own)] = plans[..] else { panic!("{plans:?}") };
+    assert_eq!((shared.stream(), shared.key(), shared.allocations().len()), (None, 0, 2));
+    assert_eq!((own.stream(), own.key(), own.allocations()[0].offset_bytes), (Some(StreamId(7)), 9, None));
+    assert_eq!(file.plans_of(PoolId(3)).collect::<Vec<_>>(), [own]);
+    assert_eq!(file.plans_of(PoolId(1)).count(), 0);
+    let written = to_text(&file);
+    assert!(written.ends_with("plan p3 s7 key 9 allocations 1\na 5 s7 never\nend 7\n"), "{written}");
+    assert_eq!(parse(&written).expect("a plan"), file);
+    assert_eq!(to_text(&parse(&written).expect("a plan")), written);
+}
+
+#[test]
+fn a_text_that_is_no_plan_says_what_it_is() {
+    assert!(matches!(parse(""), Err(PlanTextError::NotAPlan)));
+    assert!(matches!(parse("symmalloc-trace 1\nend 0\n"), Err(PlanTextError::NotAPlan)));
+    assert!(matches!(read(&[0x1f, 0x8b, 0x08, 0xff][..]), Err(PlanTextError::NotAPlan)));
+    assert!(matches!(parse("symmalloc-plan 2\nend 0\n"), Err(PlanTextError::UnsupportedVersion { found: 2 })));
+    assert!(matches!(parse("symmalloc-plan 1"), Err(PlanTextError::Torn { line: 1 })));
+}
+
+#[test]
+fn a_wrong_line_is_named_with_its_column() {
+    for (line, wanted) in [
+        ("plane p0 shared key 0 allocations 2", "column 1: unknown keyword, did you mean `plan`?"),
+        ("plan s0 shared key 0 allocations 2", "column 6: expected a pool: p0, p1, ..."),
+        ("plan p0 sh key 0 allocations 2", "column 9: expected a stream: s0, s1, ..."),
+        ("plan p0 shared 0 allocations 2", "column 16: expected `key` and the key of the steps"),
+        ("plan p0 shared key 0 2", "column 22: expected `allocations` and how many follow"),
+        ("plan p0 shared key 0 allocations", "column 33: expected how many allocations follow"),
+        ("a 1 s0", "column 7: expected the number of the allocation before which it is free, or `never`"),
+        ("a 1 s0 1 0", "column 10: expected an offset in bytes: @OFFSET"),
+        ("a 1 s0 4294967296", "column 8: the number is too large; the largest here is 4294967295"),
+        ("a 1 s0 1 @0 0", "column 13: the line is complete before this"),
+        ("config segments:no", "column 8: the configuration is not valid"),
+    ] {
+        let error = error_of(&[HEAD, line, "\n"]);
+        assert!(error.starts_with(wanted), "{line}: {error}");
+    }
+}
+
+#[test]
+fn lines_stand_where_they_belong() {
+    let settings = "misplaced; here must stand `config` and the allocator's settings";
+    assert_eq!(error_of(&["symmalloc-plan 1\n", "pool p1\n"]), settings);
+    assert_eq!(error_of(&["symmalloc-plan 1\n", "end 0\n"]), settings);
+    assert_eq!(error_of(&[HEAD, "config\n"]), "misplaced; here must stand `pool`, `plan` or `end`");
+    assert_eq!(error_of(&[HEAD, "a 1 s0 1 @0\n"]), "misplaced; here must stand `plan` and whose plan it is");
+    assert_eq!(
+        error_of(&[HEAD, PLAN, "pool p1\na 1 s0 1 @0\n"]),
+        "misplaced; here must stand `plan` and whose plan it is"
+    );
+}
+
+#[test]
+fn what_no_allocator_can_follow_is_named() {
+    let pool = PoolId(0);
+    let twice = PlanContradiction::PoolTwice { pool };
+    assert_eq!(contradiction(&[HEAD, "pool p0\n"], 3), twice);
+    assert_eq!(contradiction(&[HEAD, "pool p1\npool p1\n"], 4), PlanContradiction::PoolTwice { pool: PoolId(1) });
+    let unknown = PlanContradiction::UnknownPool { pool: PoolId(1) };
+    assert_eq!(contradiction(&[HEAD, "plan p1 s0 key 0 allocations 1\na 1 s0 1 @0\nend 3\n"], 3), unknown);
+    let twice = PlanContradiction::PlanTwice { pool, stream: None, key: 0 };
+    assert_eq!(contradiction(&[HEAD, PLAN, PLAN, "end 7\n"], 6), twice);
+    let short = PlanContradiction::Allocations { stated: 2, found: 1 };
+    assert_eq!(contradiction(&[HEAD, "plan p0 shared key 0 allocations 2\na 1 s0 1 @0\nend 3\n"], 3), short);
+    let error = contradiction(&[HEAD, "plan p0 shared key 0 allocations 0\nend 2\n"], 3).to_string();
+    assert!(error.contains("1 to 16777216 allocations, not 0"), "{error}");
+    let error = contradiction(&[HEAD, "plan p0 s1 key 0 allocations 1\na 1 s1 1 @0\nend 3\n"], 3).to_string();
+    assert!(error.contains("for the heap of s1, and the streams of p0 share"), "{error}");
+    // Each of them is the second allocation, of which the line is named.
+    for line in [
+        "a 1 s0 1 @512",
+        "a 1 s0 4 @512",
+        "a 1 s0 2 @511",
+        "a 0 s0 2 @512",
+        "a 1 s0 never @512",
+        "a 9 s0 2 @1099511627776",
+    ] {
+        let text = [HEAD, "plan p0 shared key 0 allocations 2\na 1 s0 2 @0\n", line, "\nend 4\n"];
+        let error = contradiction(&text, 5).to_string();
+        assert!(error.starts_with("allocation 1 of the plan is none"), "{line}: {error}");
+    }
+}
+
+#[test]
+fn lines_that_are_missing_are_noticed() {
+    let text = [HEAD, PLAN, "end 4\n"].concat();
+    for cut in 0..text.len() - 1 {
+        let error = parse(&text[..cut]).expect_err("its end is missing");
+        let is_torn =
+            matches!(error, PlanTextError::Torn { .. }) || cut < 18 && matches!(error, PlanTextError::NotAPlan);
+        assert!(is_torn, "cut at {cut}: {error}");
+    }
+    let lost = text.replace("a 512 s1 2 @1024\n", "");
+    assert!(matches!(parse(&lost), Err(PlanTextError::WrongCount { line: 5, stated: 4, lines: 3 })));
+    assert!(matches!(parse(&(text.clone() + "end 4\n")), Err(PlanTextError::AfterEnd { line: 7 })));
+    assert!(parse(&(text + "# the rest is silence\n")).is_ok());
+}
+
+/// A plan's allocations, whatever the numbers: each takes what it may have.
+fn allocations(stream: Option<StreamId>, raw: Vec<(u64, u16, u32, u64)>) -> Vec<PlannedAllocation> {
+    let count = raw.len() as u32;
+    let allocation = |(number, (size, of, until, offset)): (u32, (u64, u16, u32, u64))| {
+        let until = (until % 4 != 0).then(|| number + 1 + until % count);
+        let wanted =
+            StepAllocation { stream: stream.unwrap_or(StreamId(of)), requested_bytes: 1 + size % (1 << 38), until };
+        let offset_bytes = until.filter(|_| offset % 5 != 0).map(|_| offset % (1 << 30) * 512);
+        PlannedAllocation { wanted, offset_bytes }
+    };
+    (0..).zip(raw).map(allocation).collect()
+}
+
+prop_compose! {
+    fn arbitrary_file()(
+        shares in any::<[bool; 3]>(),
+        limit in prop::option::of(0..1_u64 << 40),
+        plans in prop::collection::vec(
+            (0..3_u32, any::<u16>(), 0..3_u64, prop::collection::vec(any::<(u64, u16, u32, u64)>(), 1..9)),
+            0..6,
+        ),
+    ) -> PlanFile {
+        let policy = |pool: usize| if shares[pool] { StreamPolicy::Shared } else { StreamPolicy::Separate };
+        let pool = |pool: usize| PoolConfig::builder().streams(policy(pool)).limit_bytes(limit).build().expect("valid");
+        let config = Config::builder().default_pool(pool(0)).limit_bytes(limit).build().expect("valid");
+        let mut file = PlanFile::new(config);
+        (1..3).for_each(|id| file.add_pool(PoolId(id), pool(id as usize)).expect("new"));
+        for (pool, stream, key, raw) in plans {
+            let stream = (!shares[pool as usize]).then_some(StreamId(stream));
+            // A second plan for the same steps is refused, and that is all.
+            let _ = file.add_plan(PoolId(pool), Plan::new(key, stream, allocations(stream, raw)).expect("a plan"));
+        }
+        file
+    }
+}
+
+proptest! {
+    #[test]
+    fn what_is_written_is_read_back(file in arbitrary_file()) {
+        let text = to_text(&file);
+        let read = parse(&text).expect("it was written");
+        prop_assert_eq!(to_text(&read), text);
+        prop_assert_eq!(read, file);
+    }
+
+    /// Words in any order, and lines that are cut: an error or a plan, and never a panic.
+    #[test]
+    fn text_that_is_nearly_a_plan_does_no_harm(
+        words in prop::collection::vec((0..9_usize, any::<u64>(), prop::option::of(Just("\n"))), 0..60),
+        cut in any::<prop::sample::Index>(),
+    ) {
+        let word = |(what, number, end): (usize, u64, Option<&str>)| {
+            let word = match what {
+                0..=4 => KEYWORDS[what].to_owned(),
+                5 => format!("s{} {} never", number % 3, number % 9),
+                6 => format!("p{} shared key {} allocations 1\na 7 s0 1 @0", number % 3, number % 2),
+                7 => format!("@{number}"),
+                _ => (number % 4).to_string(),
+            };
+            word + end.unwrap_or(" ")
+        };
+        let text = [HEAD, PLAN, &words.into_iter().map(word).collect::<String>()].concat();
+        for text in [&text[..], &text[..cut.index(text.len())]] {
+            if let Ok(file) = parse(text) {
+                prop_assert_eq!(parse(&to_text(&file)).expect("it was written"), file);
+            }
+        }
+    }
+}

@@ -1,0 +1,40 @@
+//! Writes a plan. Spelling is canonical: equal plans are equal bytes.
+
+use super::error::heap_word;
+use super::file::PlanFile;
+use super::line::{MAGIC, NEVER, VERSION};
+use std::fmt::{self, Write};
+use symmalloc_core::ids::PoolId;
+use symmalloc_core::plans::{Plan, PlannedAllocation};
+
+/// The plans as text, which [`parse`](super::parse) reads back to equal ones.
+pub fn to_text(file: &PlanFile) -> String {
+    let mut out = format!("{MAGIC} {VERSION}\nconfig {}\n", file.config());
+    let mut lines = 1;
+    for (pool, config) in file.pools() {
+        out += &format!("pool {pool} {config}\n");
+        lines += 1;
+    }
+    for (pool, plan) in file.plans() {
+        write_plan(&mut out, pool, plan).expect("a string takes all");
+        lines += 1 + plan.allocations().len();
+    }
+    out + &format!("end {lines}\n")
+}
+
+fn write_plan(out: &mut String, pool: PoolId, plan: &Plan) -> fmt::Result {
+    let count = plan.allocations().len();
+    writeln!(out, "plan {pool} {} key {} allocations {count}", heap_word(plan.stream()), plan.key())?;
+    for PlannedAllocation { wanted, offset_bytes } in plan.allocations() {
+        write!(out, "a {} {} ", wanted.requested_bytes, wanted.stream)?;
+        match wanted.until {
+            Some(until) => write!(out, "{until}")?,
+            None => out.write_str(NEVER)?,
+        }
+        match offset_bytes {
+            Some(offset) => writeln!(out, " @{offset}")?,
+            None => out.write_char('\n')?,
+        }
+    }
+    Ok(())
+}
