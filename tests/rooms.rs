@@ -14,7 +14,9 @@ const ROOMS: [&str; 11] =
     ["types", "sync", "config", "streams", "blocks", "history", "stats", "pointers", "heap", "allocator", "metrics"];
 
 /// Structs of the core with fields for the whole crate, each with the reason. All others keep their fields in their file.
-const PLAIN_DATA: [(&str, &str); 20] = [
+const PLAIN_DATA: [(&str, &str); 22] = [
+    ("blocks/stitched.rs Granule", "a value"),
+    ("blocks/stitched.rs StitchedRange", "a row of a list, which the heap keeps in step with the table"),
     ("blocks/table.rs Block", "a row of the table, which heap and free index fill in"),
     ("blocks/table.rs Segment", "a row of the table"),
     ("config/policy.rs Config", "settings that the builder has checked"),
@@ -38,9 +40,10 @@ const PLAIN_DATA: [(&str, &str); 20] = [
 ];
 
 const CORE_TOP_MAX: usize = 15;
-const CORE_LINES_MAX: usize = 11_500;
-/// The watchdog and its flight records came with 4,200 lines, offline placement with 800.
-const HOUSE_LINES_MAX: usize = 62_300;
+/// Stitching came with 700 lines, 230 of them its contract with backends and its configuration.
+const CORE_LINES_MAX: usize = 12_200;
+/// The watchdog and its flight records came with 4,200 lines, offline placement with 800, stitching with 1,000.
+const HOUSE_LINES_MAX: usize = 63_300;
 const HOUSE_CIRCLES_MAX: usize = 4;
 
 /// The files of one crate: path inside of `src`, text.

@@ -14,6 +14,7 @@
 
 mod heap;
 mod segment;
+mod stitching;
 
 pub use heap::Heap;
 pub use segment::{Block, Content, Segment};
@@ -189,6 +190,7 @@ impl Oracle {
             let (headroom, granularity) = (self.headroom(id)?, self.granularity);
             let pool = self.pool(id)?;
             let config = pool.config.clone();
+            let granularity = granule(&config, granularity);
             let limit_of = |scope| match scope {
                 LimitScope::Pool => config.limit_bytes().unwrap_or(u64::MAX),
                 _ => limit,
@@ -228,7 +230,7 @@ impl Oracle {
             let place = match heap.best_fit(config, size).filter(|place| heap.accepts(config, size, *place)) {
                 Some(place) => place,
                 None => {
-                    heap.obtain(config, headroom, granularity, size)?;
+                    heap.obtain(config, headroom, granularity, stream, size)?;
                     match config.segments() {
                         // Of two blocks that fit, one may have been refused before: the new segment is meant.
                         SegmentPolicy::Fixed(_) => (heap.segments.len() - 1, 0),
@@ -266,7 +268,7 @@ impl Oracle {
         if let Some(threshold) = pool.config.release_threshold_bytes() {
             let heap = pool.heaps.get_mut(&key).expect("a live allocation has a heap");
             if heap.free_bytes() > threshold {
-                heap.trim(&pool.config, granularity, None);
+                heap.trim(&pool.config, granule(&pool.config, granularity), None);
             }
         }
         Ok(())
@@ -297,7 +299,7 @@ impl Oracle {
             let missing = (target - held).next_multiple_of(granularity);
             match config.segments() {
                 SegmentPolicy::Fixed(_) => heap.create_segment(headroom, missing, missing, false),
-                SegmentPolicy::Reserved { .. } => heap.obtain(config, headroom, granularity, target),
+                SegmentPolicy::Reserved { .. } => heap.obtain(config, headroom, granularity, stream, target),
                 SegmentPolicy::Expandable(knobs) => {
                     heap.grow(headroom, granularity, knobs.range_bytes, granularity, missing)
                 }
@@ -314,7 +316,7 @@ impl Oracle {
         for (id, entry) in self.pools.iter_mut().enumerate() {
             if let Some(entry) = entry.as_mut().filter(|_| pool.is_none_or(|pool| pool.index() == id)) {
                 for heap in entry.heaps.values_mut() {
-                    heap.trim(&entry.config, granularity, None);
+                    heap.trim(&entry.config, granule(&entry.config, granularity), None);
                 }
             }
         }
@@ -347,4 +349,9 @@ impl Pool {
     pub fn reserved_bytes(&self) -> u64 {
         self.heaps.values().flat_map(|heap| &heap.segments).map(Segment::mapped).sum()
     }
+}
+
+/// What a pool obtains memory and gives it back in.
+fn granule(config: &PoolConfig, granularity: u64) -> u64 {
+    config.stitching().map_or(granularity, |stitching| stitching.granule_bytes.next_multiple_of(granularity))
 }

@@ -41,7 +41,12 @@ impl fmt::Display for PoolConfig {
             Reclaim::Pool => RECLAIM[2],
         };
         write!(f, ",reclaim:{reclaim}")?;
-        write_divisions(f, self.roundup_power2_divisions())
+        write_divisions(f, self.roundup_power2_divisions())?;
+        let Some(stitching) = self.stitching() else { return Ok(()) };
+        write!(f, ",stitching:true")?;
+        write_bytes(f, "stitching_granule", Some(stitching.granule_bytes))?;
+        write_bytes(f, "stitching_least", Some(stitching.least_bytes))?;
+        write!(f, ",stitching_maps:{},stitching_aliases:{}", stitching.maps_max, stitching.aliases_max)
     }
 }
 

@@ -12,6 +12,11 @@ pub(super) enum Key {
     SegmentSize,
     Range,
     Growth,
+    Stitching,
+    StitchingGranule,
+    StitchingLeast,
+    StitchingMaps,
+    StitchingAliases,
     LargeSegmentSize,
     MaxSplitSize,
     MaxNonSplitRounding,
@@ -81,7 +86,7 @@ const fn word(words: &'static [&'static str], allowed: &'static str) -> Takes {
 }
 
 /// Keys that this library knows a meaning for.
-static MEANT: [Spelling; 28] = {
+static MEANT: [Spelling; 35] = {
     use Key::*;
     [
         spelling("segments", Segments, word(SEGMENTS, "fixed, expandable or reserved")),
@@ -92,6 +97,13 @@ static MEANT: [Spelling; 28] = {
         spelling("range_bytes", Range, Takes::Bytes(1)),
         spelling("growth_mb", Growth, Takes::Bytes(MIB)),
         spelling("growth_bytes", Growth, Takes::Bytes(1)),
+        spelling("stitching", Stitching, Takes::Flag),
+        spelling("stitching_granule_mb", StitchingGranule, Takes::Bytes(MIB)),
+        spelling("stitching_granule_bytes", StitchingGranule, Takes::Bytes(1)),
+        spelling("stitching_least_mb", StitchingLeast, Takes::Bytes(MIB)),
+        spelling("stitching_least_bytes", StitchingLeast, Takes::Bytes(1)),
+        spelling("stitching_maps", StitchingMaps, Takes::Count),
+        spelling("stitching_aliases", StitchingAliases, Takes::Count),
         spelling("large_segment_size_mb", LargeSegmentSize, Takes::Bytes(MIB)),
         spelling("large_segment_size_bytes", LargeSegmentSize, Takes::Bytes(1)),
         spelling("max_split_size_mb", MaxSplitSize, Takes::Bytes(MIB)),
@@ -157,7 +169,13 @@ impl Key {
     pub(super) fn segments(self) -> Option<usize> {
         match self {
             Key::LargeSegmentSize | Key::MaxSplitSize | Key::MaxNonSplitRounding => Some(FIXED),
-            Key::Range | Key::Growth => Some(EXPANDABLE),
+            Key::Range
+            | Key::Growth
+            | Key::Stitching
+            | Key::StitchingGranule
+            | Key::StitchingLeast
+            | Key::StitchingMaps
+            | Key::StitchingAliases => Some(EXPANDABLE),
             Key::SegmentSize => Some(RESERVED),
             _ => None,
         }
