@@ -73,6 +73,7 @@ pub struct Pool {
 #[derive(Clone, Debug)]
 struct Live {
     pool: PoolId,
+    stream: StreamId,
     /// `None` for an allocation of zero bytes.
     heap: Option<Option<StreamId>>,
     requested: u64,
@@ -170,7 +171,7 @@ impl Oracle {
 
     fn destroy_pool(&mut self, id: PoolId) -> Result<(), Refusal> {
         let pool = self.pool(id)?;
-        if id == PoolId::DEFAULT || !pool.heaps.values().flat_map(|heap| &heap.segments).all(Segment::is_unused) {
+        if id == PoolId::DEFAULT || pool.heaps.values().flat_map(|heap| &heap.segments).any(Segment::has_live) {
             return Err(Refusal::PoolInUse);
         }
         self.pools[id.index()] = None;
@@ -219,7 +220,7 @@ impl Oracle {
         let key = self.pool(pool)?.key(stream);
         self.known(stream)?;
         if requested == 0 {
-            self.live.insert(id, Live { pool, heap: None, requested });
+            self.live.insert(id, Live { pool, stream, heap: None, requested });
             return Ok((Placement::NOWHERE, 0));
         }
         if requested > SEGMENT_BYTES_MAX {
@@ -240,7 +241,7 @@ impl Oracle {
             };
             Ok(heap.take(config, size, place, id, stream))
         })?;
-        self.live.insert(id, Live { pool, heap: Some(key), requested });
+        self.live.insert(id, Live { pool, stream, heap: Some(key), requested });
         Ok(placed)
     }
 
@@ -261,15 +262,15 @@ impl Oracle {
             segment.blocks[index].content = Content::Free;
             segment.normalize();
         }
-        let Live { pool, heap, .. } = self.live.remove(&id).expect("found above");
-        let Some(key) = heap else { return Ok(()) };
+        let Live { pool, stream, .. } = self.live.remove(&id).expect("found above");
         let granularity = self.granularity;
-        let pool = self.pool(pool)?;
-        if let Some(threshold) = pool.config.release_threshold_bytes() {
-            let heap = pool.heaps.get_mut(&key).expect("a live allocation has a heap");
-            if heap.free_bytes() > threshold {
-                heap.trim(&pool.config, granule(&pool.config, granularity), None);
-            }
+        // Zero bytes may outlive their pool.
+        let Ok(pool) = self.pool(pool) else { return Ok(()) };
+        let key = pool.key(stream);
+        if let (Some(threshold), Some(heap)) = (pool.config.release_threshold_bytes(), pool.heaps.get_mut(&key))
+            && heap.free_bytes() > threshold
+        {
+            heap.trim(&pool.config, granule(&pool.config, granularity), None);
         }
         Ok(())
     }

@@ -68,8 +68,13 @@ impl Segment {
         self.blocks.iter().filter(|block| block.content != Content::Hole).map(|block| block.size).sum()
     }
 
+    pub(super) fn has_live(&self) -> bool {
+        self.blocks.iter().any(|block| matches!(block.content, Content::Allocated(_)))
+    }
+
+    /// Whether a trim may remove it.
     pub(super) fn is_unused(&self) -> bool {
-        !self.blocks.iter().any(|block| matches!(block.content, Content::Allocated(_) | Content::Elsewhere))
+        !self.has_live() && !self.blocks.iter().any(|block| block.content == Content::Elsewhere)
     }
 
     /// Replaces a block by parts that cover it, and merges what must not stand side by side.
