@@ -218,7 +218,9 @@ fn mapped_runs(allocator: &Allocator<&SimBackend>) -> Runs {
     let segments = snapshot.segments.iter().filter(|segment| segment.pool == POOL);
     let runs = |segment: &SegmentSnapshot| {
         let mut runs = Vec::new();
-        let mapped = segment.blocks.iter().filter(|block| block.state != BlockStateSnapshot::Hole);
+        // A stitched range has no memory of its own.
+        let mapped = segment.blocks.iter().filter(|_| segment.mapped_bytes > 0);
+        let mapped = mapped.filter(|block| block.state != BlockStateSnapshot::Hole);
         mapped.for_each(|block| add_run(&mut runs, block.offset_bytes, block.size_bytes));
         runs
     };

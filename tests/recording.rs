@@ -137,7 +137,11 @@ fn adverse_run<L: Lock>(scenario: &Scenario, seed: u64, refusals_per_million: u3
         }
     }
     allocator.check().expect("sound");
-    assert!(allocator.is_recording());
+    if !allocator.is_recording() {
+        // The driver failed in the middle of a stitched allocation.
+        assert!(refusals_per_million > 0);
+        return sink.records();
+    }
     let recorded = allocator.stop_recording().expect("a sink with room");
     let records = sink.records();
     assert_eq!(recorded.records, records.len() as u64);

@@ -26,7 +26,9 @@ const ROOMS: [&str; 12] = [
 ];
 
 /// Structs of the core with fields for the whole crate, each with the reason. All others keep their fields in their file.
-const PLAIN_DATA: [(&str, &str); 20] = [
+const PLAIN_DATA: [(&str, &str); 23] = [
+    ("blocks/stitched.rs Granule", "a value"),
+    ("blocks/stitched.rs StitchedRange", "a row of a list, which the heap keeps in step with the table"),
     ("blocks/table.rs Block", "a row of the table, which heap and free index fill in"),
     ("blocks/table.rs Segment", "a row of the table"),
     ("config/policy.rs Config", "settings that the builder has checked"),
@@ -42,6 +44,7 @@ const PLAIN_DATA: [(&str, &str); 20] = [
     ("history/layout/parts.rs Layout", "a saved layout"),
     ("history/layout/parts.rs Piece", "a copy for checks"),
     ("history/segment_log.rs Retired", "what is left of a dead segment"),
+    ("plans/follower.rs PlanMemory", "handed over whole"),
     ("pointers/mod.rs DirectoryEntry", "a result of a look-up"),
     ("stats/budget.rs Budgets", "references that are handed down together"),
     ("stats/budget.rs LimitMet", "a result"),
@@ -50,11 +53,12 @@ const PLAIN_DATA: [(&str, &str); 20] = [
 ];
 
 const CORE_TOP_MAX: usize = 15;
-const CORE_LINES_MAX: usize = 11_500;
+/// Stitching came with 700 lines, 230 of them its contract with backends and its configuration; steps that follow plans with 1,650.
+const CORE_LINES_MAX: usize = 14_000;
 /// The watchdog and its flight records came with 4,400 lines, offline placement with 1,600, of which exact search
 /// and repeated steps are 900. Steps that follow plans came with 2,200; plans as files, and what the program does with them,
-/// with 2,000, of which 600 are the format with its tests.
-const HOUSE_LINES_MAX: usize = 67_900;
+/// with 2,000, of which 600 are the format with its tests; stitching with 1,000.
+const HOUSE_LINES_MAX: usize = 69_000;
 const HOUSE_CIRCLES_MAX: usize = 4;
 
 /// The files of one crate: path inside of `src`, text.

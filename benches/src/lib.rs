@@ -31,6 +31,7 @@ pub mod metered;
 pub mod micro;
 pub mod moving;
 pub mod reference;
+pub mod varying;
 pub mod workload;
 
 /// How backing memory is obtained, with default knobs.

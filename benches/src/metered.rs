@@ -6,7 +6,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
-use symmalloc_core::backend::{Backend, BackendError, Event, Range};
+use symmalloc_core::backend::{Backend, BackendError, Event, Place, Range};
 use symmalloc_core::ids::StreamId;
 use symmalloc_sim::{Call, SimBackend};
 
@@ -31,6 +31,8 @@ pub struct Asked {
     pub chunks_made: u64,
     /// Physical chunks given back.
     pub chunks_given_back: u64,
+    /// Calls of `alias`, which are among those of `map`.
+    pub aliases: u64,
 }
 
 impl Asked {
@@ -47,6 +49,7 @@ impl Asked {
             unmapped_bytes: self.unmapped_bytes - then.unmapped_bytes,
             chunks_made: self.chunks_made - then.chunks_made,
             chunks_given_back: self.chunks_given_back - then.chunks_given_back,
+            aliases: self.aliases - then.aliases,
         }
     }
 }
@@ -62,6 +65,7 @@ pub struct Metered {
     unmapped_bytes: Cell<u64>,
     chunks_made: Cell<u64>,
     chunks_given_back: Cell<u64>,
+    aliases: Cell<u64>,
     held_bytes: Cell<u64>,
     held_bytes_peak: Cell<u64>,
 }
@@ -93,6 +97,7 @@ impl Metered {
             unmapped_bytes: Cell::new(0),
             chunks_made: Cell::new(0),
             chunks_given_back: Cell::new(0),
+            aliases: Cell::new(0),
             held_bytes: Cell::new(0),
             held_bytes_peak: Cell::new(0),
         }
@@ -111,6 +116,7 @@ impl Metered {
             unmapped_bytes: self.unmapped_bytes.get(),
             chunks_made: self.chunks_made.get(),
             chunks_given_back: self.chunks_given_back.get(),
+            aliases: self.aliases.get(),
         }
     }
 
@@ -156,24 +162,43 @@ impl Backend for Metered {
     }
 
     fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
-        self.device.map(range, offset_bytes, size_bytes)?;
+        self.map_pieces((range, offset_bytes), size_bytes, self.chunk_bytes)
+    }
+
+    fn map_pieces(&self, at: Place, size_bytes: u64, piece_bytes: u64) -> Result<(), BackendError> {
+        self.device.map_pieces(at, size_bytes, piece_bytes)?;
+        let (range, offset_bytes) = at;
         add(&self.mapped_bytes, size_bytes);
         let mut ranges = self.ranges.borrow_mut();
         let chunks = ranges.get_mut(&range.base.0).expect("reserved before");
         let part = self.granules(offset_bytes, size_bytes);
         // A map of a whole range is one chunk.
-        let most = if size_bytes == range.size_bytes { size_bytes } else { self.chunk_bytes };
+        let most = if size_bytes == range.size_bytes { size_bytes } else { piece_bytes };
         let made = chunks.map(part, (most / self.granularity_bytes()) as usize);
         add(&self.chunks_made, made.len() as u64);
         self.hold(made.iter().sum());
         Ok(())
     }
 
+    fn can_alias(&self) -> bool {
+        true
+    }
+
+    fn alias(&self, at: Place, source: Place, piece_bytes: u64) -> Result<(), BackendError> {
+        self.device.alias(at, source, piece_bytes)?;
+        add(&self.aliases, 1);
+        Ok(())
+    }
+
     fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
         self.device.unmap(range, offset_bytes, size_bytes)?;
-        add(&self.unmapped_bytes, size_bytes);
         let mut ranges = self.ranges.borrow_mut();
         let chunks = ranges.get_mut(&range.base.0).expect("reserved before");
+        if chunks.chunks.is_empty() {
+            // Nothing but aliases was ever mapped here.
+            return Ok(());
+        }
+        add(&self.unmapped_bytes, size_bytes);
         let given_back = chunks.unmap(self.granules(offset_bytes, size_bytes));
         add(&self.chunks_given_back, given_back.len() as u64);
         self.let_go(given_back.iter().sum());

@@ -43,6 +43,8 @@ pub fn conformance<B: Backend + Send + Sync>(make: impl Fn() -> B) {
         a_range_that_was_never_mapped_can_be_released,
         a_range_that_was_unmapped_can_be_released,
         neighbouring_ranges_are_mapped_and_unmapped_independently,
+        a_piece_is_mapped_at_several_addresses_if_the_backend_can,
+        an_alias_is_unmapped_and_its_addresses_are_used_again,
         live_events_are_told_apart,
         one_event_is_waited_for_any_number_of_times,
         a_stream_may_wait_for_its_own_event,
@@ -196,6 +198,45 @@ fn neighbouring_ranges_are_mapped_and_unmapped_independently(backend: &impl Back
         unmap(backend, range, 0..2);
         backend.release(range).expect("release");
     }
+}
+
+fn a_piece_is_mapped_at_several_addresses_if_the_backend_can(backend: &impl Backend) {
+    let granularity = backend.granularity_bytes();
+    let (home, first, second) = (reserve(backend, 16), reserve(backend, 4), reserve(backend, 4));
+    backend.map_pieces((home, 0), 8 * granularity, 2 * granularity).expect("map");
+    if !backend.can_alias() {
+        backend.alias((first, 0), (home, 0), 2 * granularity).expect_err("it cannot");
+        unmap(backend, home, 0..8);
+        return [home, first, second].into_iter().for_each(|range| backend.release(range).expect("release"));
+    }
+    // In another order, twice over, and one of them into two ranges.
+    for (range, to, from) in [(first, 0, 6), (first, 2, 2), (second, 2, 6), (second, 0, 0)] {
+        let alias = backend.alias((range, to * granularity), (home, from * granularity), 2 * granularity);
+        alias.expect("alias");
+    }
+    unmap(backend, first, 0..4);
+    unmap(backend, second, 2..4);
+    unmap(backend, second, 0..2);
+    unmap(backend, home, 0..8);
+    [home, first, second].into_iter().for_each(|range| backend.release(range).expect("release"));
+}
+
+fn an_alias_is_unmapped_and_its_addresses_are_used_again(backend: &impl Backend) {
+    if !backend.can_alias() {
+        return;
+    }
+    let granularity = backend.granularity_bytes();
+    let (home, range) = (reserve(backend, 4), reserve(backend, 2));
+    backend.map_pieces((home, 0), 4 * granularity, granularity).expect("map");
+    for from in 0..4 {
+        backend.alias((range, granularity), (home, from * granularity), granularity).expect("alias");
+        unmap(backend, range, 1..2);
+    }
+    // What was an alias may have memory of its own, which is gone before the home is.
+    backend.map_pieces((range, 0), 2 * granularity, granularity).expect("map");
+    unmap(backend, range, 0..2);
+    unmap(backend, home, 0..4);
+    [home, range].into_iter().for_each(|range| backend.release(range).expect("release"));
 }
 
 fn live_events_are_told_apart(backend: &impl Backend) {

@@ -15,7 +15,7 @@
 use proptest::prelude::*;
 use symmalloc_core::config::{
     Config, ExpandableSegments, FixedSegments, PointerLookup, PoolConfig, Reclaim, RoundupPower2Divisions,
-    SegmentPolicy, StreamPolicy,
+    SegmentPolicy, Stitching, StreamPolicy,
 };
 use symmalloc_core::op::{Op, Record};
 use symmalloc_core::units::{KIB, MIB};
@@ -128,6 +128,21 @@ impl Scenario {
     /// The ops with how they go in.
     pub fn ops(&self) -> impl Iterator<Item = (Op, Access)> {
         self.program.ops().iter().cloned().zip(self.access.iter().copied())
+    }
+
+    /// The same scenario, in which nothing is stitched: then every pool has a layout.
+    ///
+    /// # Panics
+    /// Never: a policy without it is valid.
+    #[must_use]
+    pub fn without_stitching(self) -> Self {
+        let plain = |pool: &PoolConfig| pool.to_builder().stitching(None).build().expect("valid");
+        let config = self.config.to_builder().default_pool(plain(self.config.default_pool())).build().expect("valid");
+        let ops = self.ops().map(|(op, access)| match op {
+            Op::CreatePool { pool, config } => (Op::CreatePool { pool, config: Box::new(plain(&config)) }, access),
+            other => (other, access),
+        });
+        Scenario::new(config, self.granularity_bytes, ops)
     }
 
     /// The same scenario, in which every op goes in the other way.
@@ -254,6 +269,8 @@ pub fn scenario_bytes(ops: usize) -> impl Strategy<Value = Vec<u8>> {
 /// A pool's policy out of five bytes.
 fn pool_config(tape: &mut Tape<'_>) -> PoolConfig {
     let mut expandable = ExpandableSegments::default();
+    // Its highest bits say whether large blocks are stitched.
+    let stitches = tape.bytes.first().map_or(0, |byte| byte >> 5);
     (expandable.range_bytes, expandable.growth_bytes) =
         tape.pick(&[(512 << 30, 2 * MIB), (64 * MIB, 2 * MIB), (32 * MIB, 8 * MIB), (96 * MIB, 12 * MIB)]);
     let mut fixed = FixedSegments::default();
@@ -268,7 +285,9 @@ fn pool_config(tape: &mut Tape<'_>) -> PoolConfig {
     ]);
     let flags = tape.byte();
     let divisions = if flags & 0xc0 == 0xc0 { 4 } else { 0 };
+    let may_stitch = flags & 2 == 0 && matches!(segments, SegmentPolicy::Expandable(_));
     PoolConfig::builder()
+        .stitching(may_stitch.then(|| stitching(stitches)).flatten())
         .segments(segments)
         .streams(if flags & 1 == 0 { StreamPolicy::Separate } else { StreamPolicy::Shared })
         .symmetric(flags & 2 != 0)
@@ -278,6 +297,15 @@ fn pool_config(tape: &mut Tape<'_>) -> PoolConfig {
         .roundup_power2_divisions(RoundupPower2Divisions::uniform(divisions).expect("a power of two"))
         .build()
         .expect("valid")
+}
+
+/// Small bounds, so that a short program comes to them.
+fn stitching(choice: u8) -> Option<Stitching> {
+    let mut stitching = Stitching::default();
+    (stitching.granule_bytes, stitching.least_bytes) =
+        [(2 * MIB, 2 * MIB), (4 * MIB, 9 * MIB)][usize::from(choice & 1)];
+    (stitching.maps_max, stitching.aliases_max) = [(1 << 10, 1 << 16), (12, 24)][usize::from(choice >> 1 & 1)];
+    (choice & 4 != 0).then_some(stitching)
 }
 
 /// Turns four bytes at a time into an op that is valid after those before it.

@@ -2,7 +2,7 @@
 //! panics there.
 
 use symmalloc_core::StreamId;
-use symmalloc_core::backend::{Backend, BackendError, Event, Range};
+use symmalloc_core::backend::{Backend, BackendError, Event, Place, Range};
 
 /// A call on a backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -10,6 +10,7 @@ use symmalloc_core::backend::{Backend, BackendError, Event, Range};
 pub enum DeviceCall {
     Reserve { size_bytes: u64 },
     Map { offset_bytes: u64, size_bytes: u64 },
+    Alias { offset_bytes: u64, piece_bytes: u64 },
     Unmap { offset_bytes: u64, size_bytes: u64 },
     Release,
     Record { stream: StreamId },
@@ -44,6 +45,17 @@ impl<B: Backend, F: Fn(DeviceCall)> Backend for Hooked<B, F> {
     }
     fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
         self.pass(DeviceCall::Map { offset_bytes, size_bytes }, |inner| inner.map(range, offset_bytes, size_bytes))
+    }
+    fn map_pieces(&self, at: Place, size_bytes: u64, piece_bytes: u64) -> Result<(), BackendError> {
+        let map = |inner: &B| inner.map_pieces(at, size_bytes, piece_bytes);
+        self.pass(DeviceCall::Map { offset_bytes: at.1, size_bytes }, map)
+    }
+    fn can_alias(&self) -> bool {
+        self.inner.can_alias()
+    }
+    fn alias(&self, at: Place, source: Place, piece_bytes: u64) -> Result<(), BackendError> {
+        let alias = |inner: &B| inner.alias(at, source, piece_bytes);
+        self.pass(DeviceCall::Alias { offset_bytes: at.1, piece_bytes }, alias)
     }
     fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
         self.pass(DeviceCall::Unmap { offset_bytes, size_bytes }, |inner| inner.unmap(range, offset_bytes, size_bytes))

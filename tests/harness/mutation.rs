@@ -83,7 +83,7 @@ impl SymmetricProgram {
     /// # Panics
     /// When a configuration without a threshold is no configuration: never.
     pub fn new<'a>(config: &Config, records: impl IntoIterator<Item = &'a Record>) -> Self {
-        let symmetric = |pool: &PoolConfig| pool.to_builder().symmetric(true).build().expect("valid");
+        let symmetric = |pool: &PoolConfig| pool.to_builder().stitching(None).symmetric(true).build().expect("valid");
         let config = config.to_builder().default_pool(symmetric(config.default_pool())).build().expect("valid");
         let mut program = SymmetricProgram {
             pools: BTreeMap::from([(PoolId::DEFAULT, config.default_pool().clone())]),

@@ -14,6 +14,7 @@
 
 mod heap;
 mod segment;
+mod stitching;
 
 pub use heap::Heap;
 pub use segment::{Block, Content, Segment};
@@ -72,6 +73,7 @@ pub struct Pool {
 #[derive(Clone, Debug)]
 struct Live {
     pool: PoolId,
+    stream: StreamId,
     /// `None` for an allocation of zero bytes.
     heap: Option<Option<StreamId>>,
     requested: u64,
@@ -169,7 +171,7 @@ impl Oracle {
 
     fn destroy_pool(&mut self, id: PoolId) -> Result<(), Refusal> {
         let pool = self.pool(id)?;
-        if id == PoolId::DEFAULT || !pool.heaps.values().flat_map(|heap| &heap.segments).all(Segment::is_unused) {
+        if id == PoolId::DEFAULT || pool.heaps.values().flat_map(|heap| &heap.segments).any(Segment::has_live) {
             return Err(Refusal::PoolInUse);
         }
         self.pools[id.index()] = None;
@@ -189,6 +191,7 @@ impl Oracle {
             let (headroom, granularity) = (self.headroom(id)?, self.granularity);
             let pool = self.pool(id)?;
             let config = pool.config.clone();
+            let granularity = granule(&config, granularity);
             let limit_of = |scope| match scope {
                 LimitScope::Pool => config.limit_bytes().unwrap_or(u64::MAX),
                 _ => limit,
@@ -217,7 +220,7 @@ impl Oracle {
         let key = self.pool(pool)?.key(stream);
         self.known(stream)?;
         if requested == 0 {
-            self.live.insert(id, Live { pool, heap: None, requested });
+            self.live.insert(id, Live { pool, stream, heap: None, requested });
             return Ok((Placement::NOWHERE, 0));
         }
         if requested > SEGMENT_BYTES_MAX {
@@ -228,7 +231,7 @@ impl Oracle {
             let place = match heap.best_fit(config, size).filter(|place| heap.accepts(config, size, *place)) {
                 Some(place) => place,
                 None => {
-                    heap.obtain(config, headroom, granularity, size)?;
+                    heap.obtain(config, headroom, granularity, stream, size)?;
                     match config.segments() {
                         // Of two blocks that fit, one may have been refused before: the new segment is meant.
                         SegmentPolicy::Fixed(_) => (heap.segments.len() - 1, 0),
@@ -238,7 +241,7 @@ impl Oracle {
             };
             Ok(heap.take(config, size, place, id, stream))
         })?;
-        self.live.insert(id, Live { pool, heap: Some(key), requested });
+        self.live.insert(id, Live { pool, stream, heap: Some(key), requested });
         Ok(placed)
     }
 
@@ -259,15 +262,15 @@ impl Oracle {
             segment.blocks[index].content = Content::Free;
             segment.normalize();
         }
-        let Live { pool, heap, .. } = self.live.remove(&id).expect("found above");
-        let Some(key) = heap else { return Ok(()) };
+        let Live { pool, stream, .. } = self.live.remove(&id).expect("found above");
         let granularity = self.granularity;
-        let pool = self.pool(pool)?;
-        if let Some(threshold) = pool.config.release_threshold_bytes() {
-            let heap = pool.heaps.get_mut(&key).expect("a live allocation has a heap");
-            if heap.free_bytes() > threshold {
-                heap.trim(&pool.config, granularity, None);
-            }
+        // Zero bytes may outlive their pool.
+        let Ok(pool) = self.pool(pool) else { return Ok(()) };
+        let key = pool.key(stream);
+        if let (Some(threshold), Some(heap)) = (pool.config.release_threshold_bytes(), pool.heaps.get_mut(&key))
+            && heap.free_bytes() > threshold
+        {
+            heap.trim(&pool.config, granule(&pool.config, granularity), None);
         }
         Ok(())
     }
@@ -297,7 +300,7 @@ impl Oracle {
             let missing = (target - held).next_multiple_of(granularity);
             match config.segments() {
                 SegmentPolicy::Fixed(_) => heap.create_segment(headroom, missing, missing, false),
-                SegmentPolicy::Reserved { .. } => heap.obtain(config, headroom, granularity, target),
+                SegmentPolicy::Reserved { .. } => heap.obtain(config, headroom, granularity, stream, target),
                 SegmentPolicy::Expandable(knobs) => {
                     heap.grow(headroom, granularity, knobs.range_bytes, granularity, missing)
                 }
@@ -314,7 +317,7 @@ impl Oracle {
         for (id, entry) in self.pools.iter_mut().enumerate() {
             if let Some(entry) = entry.as_mut().filter(|_| pool.is_none_or(|pool| pool.index() == id)) {
                 for heap in entry.heaps.values_mut() {
-                    heap.trim(&entry.config, granularity, None);
+                    heap.trim(&entry.config, granule(&entry.config, granularity), None);
                 }
             }
         }
@@ -347,4 +350,9 @@ impl Pool {
     pub fn reserved_bytes(&self) -> u64 {
         self.heaps.values().flat_map(|heap| &heap.segments).map(Segment::mapped).sum()
     }
+}
+
+/// What a pool obtains memory and gives it back in.
+fn granule(config: &PoolConfig, granularity: u64) -> u64 {
+    config.stitching().map_or(granularity, |stitching| stitching.granule_bytes.next_multiple_of(granularity))
 }

@@ -12,7 +12,7 @@
 
 use crate::checker::DeviceWork;
 use std::collections::{BTreeMap, BTreeSet};
-use symmalloc_core::config::{Config, PlanPolicy, PoolConfig, StreamPolicy};
+use symmalloc_core::config::{Config, PlanPolicy, PoolConfig, Stitching, StreamPolicy};
 use symmalloc_core::lock::Lock;
 use symmalloc_core::plans::{DifferenceCause, Plan, PlannedAllocation, StepAllocation, StepReport, StepStats, Steps};
 use symmalloc_core::units::{MIB, UNIT_BYTES};
@@ -77,7 +77,8 @@ impl StepScenario {
         builder = match flags >> 4 & 3 {
             0 => builder.reserved(256 * MIB),
             1 => builder.fixed(),
-            _ => builder.expandable(),
+            2 => builder.expandable(),
+            _ => builder.expandable().stitching(Some(Stitching::default())),
         };
         builder = builder.plan(if learns { PlanPolicy::Learn } else { PlanPolicy::Off });
         let config = Config::builder().default_pool(builder.build().expect("valid")).build().expect("valid");

@@ -9,7 +9,7 @@ use crate::streams::BackendStreams;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
-use symmalloc_core::backend::{Backend, BackendError, Event, Range};
+use symmalloc_core::backend::{Backend, BackendError, Event, Place, Range};
 use symmalloc_core::ids::StreamId;
 
 /// Granularity of memory that has none of its own, in bytes.
@@ -263,6 +263,17 @@ macro_rules! backend {
             }
             fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
                 self.watch(DeviceCall::Map, || self.memory.map(range, offset_bytes, size_bytes))
+            }
+            fn map_pieces(&self, at: Place, size_bytes: u64, piece_bytes: u64) -> Result<(), BackendError> {
+                let map = || self.memory.map_pieces(at, size_bytes, piece_bytes);
+                self.watch(DeviceCall::Map, map)
+            }
+            fn can_alias(&self) -> bool {
+                self.memory.can_alias()
+            }
+            fn alias(&self, at: Place, source: Place, piece_bytes: u64) -> Result<(), BackendError> {
+                let alias = || self.memory.alias(at, source, piece_bytes);
+                self.watch(DeviceCall::Map, alias)
             }
             fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
                 self.watch(DeviceCall::Unmap, || self.memory.unmap(range, offset_bytes, size_bytes))

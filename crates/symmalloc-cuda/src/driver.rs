@@ -153,6 +153,7 @@ driver_calls! {
     address_free = cuMemAddressFree(base: CUdeviceptr, size: usize);
     create = cuMemCreate(handle: *mut c_ulonglong, size: usize, properties: *const MemProperties, flags: c_ulonglong);
     release = cuMemRelease(handle: c_ulonglong);
+    retain = cuMemRetainAllocationHandle(handle: *mut c_ulonglong, address: *mut c_void);
     map = cuMemMap(address: CUdeviceptr, size: usize, offset: usize, handle: c_ulonglong, flags: c_ulonglong);
     unmap = cuMemUnmap(address: CUdeviceptr, size: usize);
     set_access = cuMemSetAccess(address: CUdeviceptr, size: usize, access: *const MemAccess, count: usize);

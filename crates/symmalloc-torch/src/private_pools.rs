@@ -115,8 +115,9 @@ impl PrivatePools {
     }
 }
 
-/// As the default pool, but its memory stays, and ranks may capture what they like.
+/// As the default pool, but its memory stays, under the addresses that a graph has captured, and ranks may capture what they like.
 fn policy(default: &PoolConfig) -> Result<PoolConfig, CudaError> {
-    let policy = default.to_builder().reclaim(Reclaim::Never).release_threshold_bytes(None).symmetric(false);
+    let policy =
+        default.to_builder().stitching(None).reclaim(Reclaim::Never).release_threshold_bytes(None).symmetric(false);
     Ok(policy.build()?)
 }

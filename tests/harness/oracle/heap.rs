@@ -106,6 +106,7 @@ impl Heap {
         config: &PoolConfig,
         headroom: Headroom,
         granularity: u64,
+        stream: StreamId,
         size: u64,
     ) -> Result<(), Shortage> {
         match config.segments() {
@@ -126,14 +127,20 @@ impl Heap {
                 self.create_segment(headroom, segment, segment, false)
             }
             SegmentPolicy::Expandable(knobs) => {
+                if let Some(stitching) = config.stitching()
+                    && self.stitch(knobs, stitching, headroom, granularity, stream, size)?
+                {
+                    return Ok(());
+                }
                 if self.fill_hole(headroom, granularity, size)? {
                     return Ok(());
                 }
-                let at_end = self.segments.last().and_then(|segment| segment.blocks.last());
+                let newest = self.segments.iter().rfind(|segment| segment.stitched.is_none());
+                let at_end = newest.and_then(|segment| segment.blocks.last());
                 let at_end = at_end.filter(|block| block.is_free()).map_or(0, |block| block.size);
                 let range = knobs.range_bytes.next_multiple_of(granularity);
                 let missing = (size - at_end).next_multiple_of(granularity);
-                let has_room = self.segments.last().is_some_and(|segment| segment.end() + missing <= segment.range);
+                let has_room = newest.is_some_and(|segment| segment.end() + missing <= segment.range);
                 let missing = if has_room { missing } else { size.next_multiple_of(granularity) };
                 self.grow(headroom, granularity, range, knobs.growth_bytes.next_multiple_of(granularity), missing)
             }
@@ -150,7 +157,7 @@ impl Heap {
         is_small: bool,
     ) -> Result<(), Shortage> {
         headroom.charge(mapped)?;
-        let mut segment = Segment { ordinal: self.born, blocks: Vec::new(), range, is_small };
+        let mut segment = Segment { ordinal: self.born, blocks: Vec::new(), range, is_small, stitched: None };
         segment.extend(mapped);
         self.segments.push(segment);
         self.born += 1;
@@ -168,7 +175,8 @@ impl Heap {
         missing: u64,
     ) -> Result<(), Shortage> {
         let range = range.next_multiple_of(granularity);
-        let newest = self.segments.last_mut().filter(|segment| segment.end() + missing <= segment.range);
+        let newest = self.segments.iter_mut().rfind(|segment| segment.stitched.is_none());
+        let newest = newest.filter(|segment| segment.end() + missing <= segment.range);
         let room = newest.as_ref().map_or(range, |segment| segment.range - segment.end());
         if missing > room {
             return Err(Shortage::SegmentFull);
@@ -213,7 +221,10 @@ impl Heap {
     /// Gives memory back, segment by segment, until `goal` bytes are given up.
     pub(super) fn trim(&mut self, config: &PoolConfig, granularity: u64, goal: Option<u64>) -> u64 {
         let mut given = 0;
-        for segment in &mut self.segments {
+        if config.stitching().is_some() {
+            self.forget_stitched(granularity);
+        }
+        for segment in self.segments.iter_mut().filter(|segment| segment.stitched.is_none()) {
             if goal.is_some_and(|goal| given >= goal) {
                 break;
             }

@@ -12,6 +12,8 @@ pub enum Content {
     Free,
     /// Without memory.
     Hole,
+    /// In use, or free, under other addresses.
+    Elsewhere,
 }
 
 /// A part of a segment.
@@ -48,6 +50,8 @@ pub struct Segment {
     pub(super) range: u64,
     /// Whether it is for small blocks only (fixed segments).
     pub(super) is_small: bool,
+    /// Where each granule of a stitched range lies: the segment's ordinal and the offset; `None` once it is unmapped.
+    pub(super) stitched: Option<Vec<Option<(u32, u64)>>>,
 }
 
 impl Segment {
@@ -58,11 +62,19 @@ impl Segment {
 
     /// Bytes of them that are backed by memory.
     pub fn mapped(&self) -> u64 {
+        if self.stitched.is_some() {
+            return 0;
+        }
         self.blocks.iter().filter(|block| block.content != Content::Hole).map(|block| block.size).sum()
     }
 
+    pub(super) fn has_live(&self) -> bool {
+        self.blocks.iter().any(|block| matches!(block.content, Content::Allocated(_)))
+    }
+
+    /// Whether a trim may remove it.
     pub(super) fn is_unused(&self) -> bool {
-        !self.blocks.iter().any(|block| matches!(block.content, Content::Allocated(_)))
+        !self.has_live() && !self.blocks.iter().any(|block| block.content == Content::Elsewhere)
     }
 
     /// Replaces a block by parts that cover it, and merges what must not stand side by side.
@@ -76,7 +88,8 @@ impl Segment {
         for block in self.blocks.drain(..) {
             match merged.last_mut() {
                 Some(last)
-                    if last.content == block.content && matches!(block.content, Content::Free | Content::Hole) =>
+                    if last.content == block.content
+                        && matches!(block.content, Content::Free | Content::Hole | Content::Elsewhere) =>
                 {
                     last.size += block.size;
                     last.users.extend(block.users);

@@ -182,6 +182,10 @@ stub! {
         Ok(())
     };
     call_outside_capture cuMemRelease(handle: u64) |state| state.release(handle).ok_or(INVALID_VALUE);
+    call_outside_capture cuMemRetainAllocationHandle(handle: *mut u64, address: *mut c_void) |state| {
+        answer(handle, state.retain_at(address as u64).ok_or(INVALID_VALUE)?);
+        Ok(())
+    };
     call_outside_capture cuMemMap(address: u64, size: usize, offset: usize, handle: u64, flags: c_ulonglong) |state| {
         state.map(address, size as u64, handle).ok_or(INVALID_VALUE)
     };

@@ -238,6 +238,14 @@ impl State {
         Some(())
     }
 
+    /// The handle of what is mapped at an address, with one owner more.
+    pub fn retain_at(&mut self, address: u64) -> Option<u64> {
+        let (start, mapping) = self.memory.mappings.range(..=address).next_back()?;
+        let handle = (address < start + mapping.size).then_some(mapping.handle)?;
+        self.retain(handle)?;
+        Some(handle)
+    }
+
     /// One owner less: a handle, a mapping of it, or a retainer.
     pub fn release(&mut self, handle: u64) -> Option<()> {
         let physical = self.memory.physical.get_mut(&handle)?;

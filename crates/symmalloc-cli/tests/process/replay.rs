@@ -82,6 +82,28 @@ fn the_peak_is_that_of_all_passes_and_the_first_is_told_apart() {
 }
 
 #[test]
+fn stitched_memory_counts_once() {
+    let folder = Folder::new();
+    let trace = folder.path("pieces.trace");
+    // Three pieces of 8 MiB that lie apart are free when 24 MiB are asked for, and then 26.
+    let allocate = |number: u32, mib: u64| format!("a {number} {} s0\n", mib << 20);
+    let blocks: String = (0..7).map(|number| allocate(number, 8)).collect();
+    let text =
+        format!("symmalloc-trace 1\nstream s0\n{blocks}f 1\nf 3\nf 5\n{}f 7\n{}", allocate(7, 24), allocate(8, 26));
+    std::fs::write(&trace, text + "end 14\n").unwrap();
+    let replay = |config: &str| {
+        let said = symmalloc(&format!("replay {{}} --json --passes 3 --ranks 3 --config {config}"), &[&trace]).json(0);
+        assert_eq!(said[0]["aligned"], true);
+        (said[0]["peak_live_bytes"].as_u64().unwrap() >> 20, said[0]["peak_reserved_bytes"].as_u64().unwrap() >> 20)
+    };
+    assert_eq!(replay("streams:separate"), (58, 82));
+    assert_eq!(replay("stitching:true"), (58, 58));
+    // The table beside it has fixed segments too, which are not stitched.
+    let table = symmalloc("replay {} --config stitching:true", &[&trace]).exited(0).stdout.clone();
+    assert!(table.contains("1.000"), "{table}");
+}
+
+#[test]
 fn json_has_the_promised_keys_and_types() {
     let folder = Folder::new();
     let trace = busy_trace(&folder);

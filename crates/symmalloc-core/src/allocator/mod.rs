@@ -141,8 +141,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 max: 1 << 30,
             });
         }
+        let can_alias = backend.can_alias();
         let pools = Registry::new();
-        pools.push(|_| Box::new(Pool::new(config.default_pool().clone())));
+        pools.push(|_| Box::new(Pool::new(config.default_pool().clone().that_works(can_alias))));
         Ok(Allocator {
             context: Context {
                 backend,

@@ -17,7 +17,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn create_pool(&self, config: PoolConfig) -> Result<PoolId, PoolError> {
         let mut gate = self.gate();
         let (symmetric, limit_bytes) = (config.symmetric(), config.limit_bytes());
-        let entry = Box::new(Pool::new(config));
+        let entry = Box::new(Pool::new(config.that_works(self.context.backend.can_alias())));
         let config = gate.is_recording().then(|| Box::new(entry.config.clone()));
         let pool = PoolId(self.pools.push(|_| entry) as u32);
         if let Some(config) = config {

@@ -133,6 +133,8 @@ pub enum BlockStateSnapshot {
     },
     /// Memory that went back to the device; the addresses are kept.
     Hole,
+    /// Memory that is in use, or free, under other addresses of the heap: a stitched range names it, or this is one.
+    Elsewhere,
 }
 
 /// Live allocations, largest first: at the end of a program, what it forgot to free.
@@ -369,6 +371,7 @@ fn block_snapshot(block: BlockView<'_>) -> BlockSnapshot {
         BlockState::Free { .. } => BlockStateSnapshot::Free { fenced_by: block.other_streams },
         BlockState::Hole => BlockStateSnapshot::Hole,
         BlockState::Planned => unreachable!("what lies in the memory of plans stands in its place"),
+        BlockState::Elsewhere => BlockStateSnapshot::Elsewhere,
         BlockState::Vacant => unreachable!("a vacant slot is in no segment"),
     };
     BlockSnapshot { offset_bytes: block.offset_bytes, size_bytes: block.size_bytes, state }

@@ -19,6 +19,12 @@ pub enum LayoutError {
     /// The pool does not exist.
     #[error(transparent)]
     Unknown(#[from] UnknownError),
+    /// Large blocks are put together from pieces, and a layout cannot hold that.
+    #[error("{pool} has stitched ranges: free what lies in them, and trim the pool")]
+    Stitched {
+        /// The pool.
+        pool: PoolId,
+    },
     /// Dead segments still count towards the limits, and a layout cannot hold them.
     #[error(
         "{retired_bytes} bytes of dead segments of {pool} are not back on the device: let the observers acknowledge, or trim"
@@ -45,13 +51,16 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// heap's history should be the same on every rank.
     ///
     /// # Errors
-    /// When the pool is unknown, or holds memory of dead segments.
+    /// When the pool is unknown, has stitched ranges, or holds memory of dead segments.
     pub fn save_layout(&self, pool: PoolId) -> Result<Layout, LayoutError> {
         let entry = self.pool(pool)?;
         // All heaps at once, so that the layout is of one moment.
         let heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         if heaps.iter().any(|heap| heap.plan_bytes() > 0) {
             return Err(LayoutError::Planned { pool });
+        }
+        if heaps.iter().any(|heap| heap.has_stitched()) {
+            return Err(LayoutError::Stitched { pool });
         }
         let retired_bytes = heaps.iter().map(|heap| heap.log().retired_bytes()).sum();
         if retired_bytes > 0 {

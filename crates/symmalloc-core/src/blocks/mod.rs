@@ -4,6 +4,7 @@ mod free_index;
 mod free_key;
 mod key_page;
 mod sorted_run;
+pub(crate) mod stitched;
 pub(crate) mod table;
 
 pub(crate) use free_index::FreeIndex;

@@ -25,7 +25,7 @@ use crate::streams::clocks::Tick;
 use crate::streams::fences::FenceSetId;
 use crate::types::backend::{DeviceAddress, Range};
 use crate::types::ids::{Placement, SegmentId, StreamId};
-use crate::types::units::{Units, bytes};
+use crate::types::units::{Units, bytes, units};
 use slab::Slab;
 use std::num::NonZeroU64;
 
@@ -123,6 +123,8 @@ pub(crate) enum BlockState {
     Planned,
     /// No block: a sentinel, an edge, or a slot that is free for reuse, and `next` is the next such slot.
     Vacant,
+    /// Memory that is in use, or free, under other addresses: see [`stitched`](crate::blocks::stitched).
+    Elsewhere,
 }
 
 impl Block {
@@ -164,6 +166,10 @@ impl Block {
         self.prev == NONE
     }
 
+    pub(crate) fn is_elsewhere(&self) -> bool {
+        self.state == BlockState::Elsewhere
+    }
+
     pub(crate) fn is_hole(&self) -> bool {
         self.state == BlockState::Hole
     }
@@ -191,7 +197,10 @@ pub(crate) struct Segment {
     /// The blocks tile `0..end`.
     pub(crate) end: Units,
     /// Mapped part of `0..end`: all but the holes.
+    /// A stitched range has no memory of its own: 0.
     pub(crate) mapped: Units,
+    /// Its addresses name memory of other segments.
+    pub(crate) is_stitched: bool,
     /// Behind it lies the first block, before it the last one.
     edge: Slot,
 }
@@ -309,6 +318,13 @@ impl BlockTable {
         slots
     }
 
+    /// The slots of all segments with memory of their own, in sequence order.
+    pub(crate) fn homes_in_order(&self) -> Vec<u32> {
+        let mut slots = self.segments_in_order();
+        slots.retain(|slot| !self.segment(*slot).is_stitched);
+        slots
+    }
+
     /// The slots of a segment's blocks in offset order.
     pub(crate) fn blocks_of(&self, segment: u32) -> impl Iterator<Item = Slot> + '_ {
         let edge = self.segment(segment).edge;
@@ -330,8 +346,16 @@ impl BlockTable {
         let edge = self.tiling().insert(Block::new(segment, class, Location::new(id, 0), 0, BlockState::Vacant));
         let block = self.block_mut(edge);
         (block.prev, block.next) = (edge, edge);
-        self.segments.insert(Segment { id, range, end: 0, mapped: 0, edge });
+        self.segments.insert(Segment { id, range, end: 0, mapped: 0, is_stitched: false, edge });
         self.extend(segment, size, fresh)
+    }
+
+    /// Adds a stitched range that one block covers, and returns the block.
+    pub(crate) fn add_stitched(&mut self, id: SegmentId, range: Range, state: BlockState) -> Slot {
+        let slot = self.add_segment(id, range, SizeClass::Large, units(range.size_bytes), state);
+        let segment = self.segment_mut(self.block(slot).segment);
+        (segment.mapped, segment.is_stitched) = (0, true);
+        slot
     }
 
     /// Takes out a segment of which nothing is allocated, with all its blocks.

@@ -106,8 +106,9 @@ pub enum AllocateError {
     /// No memory within the limits, or the driver refused.
     #[error(transparent)]
     OutOfMemory(Box<OutOfMemory>),
-    /// The stream could not be told to wait for the block's earlier users. The block is still free.
-    #[error("cannot order {stream} behind the block's earlier users: {error}")]
+    /// The stream could not be told to wait for the block's earlier users, or the block could not be put together from pieces. What
+    /// it would consist of is still free.
+    #[error("the block cannot be made ready for {stream}: {error}")]
     Fence {
         /// The stream that was to wait.
         stream: StreamId,

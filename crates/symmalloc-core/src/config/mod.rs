@@ -6,9 +6,11 @@ pub mod op;
 mod policy;
 pub(crate) mod restore_error;
 pub mod size_rules;
+mod stitching;
 pub mod text;
 
 pub use policy::{
     Config, ConfigBuilder, ConfigError, ExpandableSegments, FixedSegments, PlanPolicy, PointerLookup, PoolConfig,
     PoolConfigBuilder, Reclaim, RoundupPower2Divisions, SegmentPolicy, StreamPolicy,
 };
+pub use stitching::Stitching;

@@ -7,6 +7,7 @@
 //! Configuration is an input of every decision (rule D1): two ranks with different configurations are two different
 //! programs, which is why [`Config::digest`] exists.
 
+use crate::config::stitching::Stitching;
 use crate::types::units::{GIB, MIB, SEGMENT_BYTES_MAX, UNIT_BYTES};
 
 /// PyTorch's `kLargeBuffer`: the fixed segment for requests between 1 and 10 MiB, in bytes.
@@ -156,6 +157,8 @@ pub struct PoolConfig {
     pub(crate) reclaim: Reclaim,
     pub(crate) roundup_power2_divisions: RoundupPower2Divisions,
     pub(crate) plan: PlanPolicy,
+    /// `None` unless segments are expandable and the pool is not symmetric.
+    pub(crate) stitching: Option<Stitching>,
 }
 
 impl Default for PoolConfig {
@@ -169,6 +172,7 @@ impl Default for PoolConfig {
             reclaim: Reclaim::default(),
             roundup_power2_divisions: RoundupPower2Divisions::default(),
             plan: PlanPolicy::default(),
+            stitching: None,
         }
     }
 }
@@ -223,6 +227,17 @@ impl PoolConfig {
     pub fn plan(&self) -> PlanPolicy {
         self.plan
     }
+
+    /// What of the policy a backend can serve. What is left out is not in the digest either.
+    pub(crate) fn that_works(mut self, can_alias: bool) -> Self {
+        self.stitching = self.stitching.filter(|_| can_alias);
+        self
+    }
+
+    /// How large blocks are put together from free pieces, if they are. `None` also where the backend cannot do that.
+    pub fn stitching(&self) -> Option<&Stitching> {
+        self.stitching.as_ref()
+    }
 }
 
 /// Makes a [`PoolConfig`].
@@ -233,8 +248,9 @@ pub struct PoolConfigBuilder {
 }
 
 impl PoolConfigBuilder {
-    /// How the pool obtains backing memory.
+    /// How the pool obtains backing memory. Only expandable segments are stitched.
     pub fn segments(mut self, segments: SegmentPolicy) -> Self {
+        self.config.stitching = self.config.stitching.filter(|_| matches!(segments, SegmentPolicy::Expandable(_)));
         self.config.segments = segments;
         self
     }
@@ -296,10 +312,17 @@ impl PoolConfigBuilder {
         self
     }
 
+    /// Whether large blocks are put together from free pieces, and how.
+    pub fn stitching(mut self, stitching: Option<Stitching>) -> Self {
+        self.config.stitching = stitching;
+        self
+    }
+
     /// Checks the values.
     ///
     /// # Errors
-    /// When a value is out of its range, with the key, the value and the range.
+    /// When a value is out of its range, with the key, the value and the range; when what is registered or fixed shall be
+    /// stitched.
     pub fn build(self) -> Result<PoolConfig, ConfigError> {
         match &self.config.segments {
             SegmentPolicy::Fixed(fixed) => {
@@ -320,6 +343,16 @@ impl PoolConfigBuilder {
                 in_range("segment", *segment_bytes, UNIT_BYTES, SEGMENT_BYTES_MAX)?;
                 multiple_of("segment", *segment_bytes, UNIT_BYTES)?;
             }
+        }
+        if let Some(stitching) = &self.config.stitching {
+            if self.config.symmetric || !matches!(self.config.segments, SegmentPolicy::Expandable(_)) {
+                return Err(ConfigError::NotStitched { symmetric: self.config.symmetric });
+            }
+            in_range("stitching_granule", stitching.granule_bytes, UNIT_BYTES, 1 << 30)?;
+            multiple_of("stitching_granule", stitching.granule_bytes, UNIT_BYTES)?;
+            in_range("stitching_least", stitching.least_bytes, UNIT_BYTES, SEGMENT_BYTES_MAX)?;
+            in_range("stitching_maps", stitching.maps_max.into(), 1, 1 << 20)?;
+            in_range("stitching_aliases", stitching.aliases_max.into(), stitching.maps_max.into(), 1 << 24)?;
         }
         Ok(self.config)
     }
@@ -479,6 +512,15 @@ pub enum ConfigError {
         key: &'static str,
         /// The value given.
         value: u64,
+    },
+    /// Memory that may be registered, or has sizes of its own, is not stitched.
+    #[error(
+        "{} is not stitched: remove stitching, or use another pool, with expandable segments",
+        if *symmetric { "a symmetric pool" } else { "a pool of fixed or reserved segments" }
+    )]
+    NotStitched {
+        /// Whether that is because the pool is symmetric.
+        symmetric: bool,
     },
 }
 

@@ -41,6 +41,17 @@ pub enum RestoreError {
         /// Of this allocator, in bytes.
         here_bytes: Option<u64>,
     },
+    /// Large blocks are put together from pieces, which no layout has.
+    #[error(
+        "{pool} ({}) has stitched ranges, which a layout cannot have: free what lies in them, and trim the pool",
+        HeapText(*stream)
+    )]
+    Stitched {
+        /// The pool.
+        pool: PoolId,
+        /// The stream of the heap; `None` when the pool's streams share.
+        stream: Option<StreamId>,
+    },
     /// A live allocation is not in the layout, or is there with another size, request or stream.
     #[error(
         "an allocation of {requested_bytes} bytes at {placement} on {stream} in {pool}{} is live, but not as the layout \

@@ -39,7 +39,7 @@ pub(crate) struct SizeRules {
     /// Blocks up to this size have segments of their own: those of the small class where segments are fixed, else none.
     small_max: Units,
     divisions: Option<RoundupPower2Divisions>,
-    /// The backend's granularity.
+    /// What memory is obtained and given back in: the backend's granularity, or that of stitching.
     pub(crate) granule: Units,
 }
 
@@ -66,7 +66,14 @@ impl SizeRules {
             small_max: if matches!(shape, Shape::Fixed { .. }) { units(SMALL_BYTES_MAX) } else { 0 },
             shape,
             divisions: divisions.divisions().iter().any(|d| *d > 1).then_some(divisions),
-            granule: units(granularity_bytes),
+            granule: units(
+                config
+                    .stitching
+                    .as_ref()
+                    .map_or(0, |stitching| stitching.granule_bytes)
+                    .max(1)
+                    .next_multiple_of(granularity_bytes),
+            ),
         }
     }
 
@@ -125,7 +132,7 @@ impl SizeRules {
         self.whole_granules(units(wanted))
     }
 
-    /// The size rounded up to the backend's granularity.
+    /// The size rounded up to whole granules.
     pub(crate) fn whole_granules(&self, size: Units) -> Units {
         size.next_multiple_of(self.granule)
     }

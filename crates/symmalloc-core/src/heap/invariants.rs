@@ -4,6 +4,7 @@
 
 use super::{Heap, HeapIdentity};
 use crate::blocks::FreeKey;
+use crate::blocks::stitched::Granule;
 use crate::blocks::table::{Block, BlockState, Location, Slot};
 use crate::config::SegmentPolicy;
 use crate::config::size_rules::SizeClass;
@@ -31,7 +32,7 @@ pub struct Violation {
 type Check<L> = fn(&Heap<L>) -> bool;
 
 /// Name, meaning and check of every invariant of a heap.
-fn invariants<L: Lock>() -> [(&'static str, &'static str, Check<L>); 10] {
+fn invariants<L: Lock>() -> [(&'static str, &'static str, Check<L>); 11] {
     [
         ("I1", "the blocks of a segment tile it from 0 to its end, linked both ways", blocks_tile_their_segment),
         ("I2", "no two neighbours are both free or both holes, and no segment ends in a hole", neighbours_are_merged),
@@ -54,7 +55,8 @@ fn invariants<L: Lock>() -> [(&'static str, &'static str, Check<L>); 10] {
             extents_are_granular,
         ),
         ("I9", "the pointer map, where configured, holds exactly the live allocations", pointers_are_exact),
-        ("I11", "places of plans lie in one block, and those that are live do not overlap", places_are_apart),
+        ("I11", "memory that has several names is in use or free under exactly one of them", names_are_used_once),
+        ("I12", "places of plans lie in one block, and those that are live do not overlap", places_are_apart),
     ]
 }
 
@@ -143,7 +145,8 @@ fn mapped_bytes_add_up<L: Lock>(heap: &Heap<L>) -> bool {
     let mut total = 0;
     let each = segments(heap).all(|id| {
         let blocks = heap.table.blocks_of(id).map(|slot| heap.table.block(slot));
-        let mapped: Units = blocks.filter(|block| !block.is_hole()).map(|block| block.size).sum();
+        let is_own = |block: &&Block| !block.is_hole() && !heap.table.segment(id).is_stitched;
+        let mapped: Units = blocks.filter(is_own).map(|block| block.size).sum();
         total += bytes(mapped);
         mapped == heap.table.segment(id).mapped
     });
@@ -205,7 +208,8 @@ fn extents_are_granular<L: Lock>(heap: &Heap<L>) -> bool {
     let is_expandable = matches!(heap.config.segments(), SegmentPolicy::Expandable(_));
     segments(heap).all(|id| {
         let segment = heap.table.segment(id);
-        let holes = heap.table.blocks_of(id).map(|slot| heap.table.block(slot)).filter(|block| block.is_hole());
+        let blocks = heap.table.blocks_of(id).map(|slot| heap.table.block(slot));
+        let holes = blocks.filter(|block| block.is_hole() || block.is_elsewhere());
         bytes(segment.end) <= segment.range.size_bytes
             && segment.end.is_multiple_of(granule)
             && (is_expandable || bytes(segment.end) == segment.range.size_bytes)
@@ -220,6 +224,23 @@ fn pointers_are_exact<L: Lock>(heap: &Heap<L>) -> bool {
     let mut live = blocks_and_places(heap).filter(|(_, block)| matches!(block.state, BlockState::Allocated { .. }));
     live.all(|(slot, _)| pointers.find(heap.table.address(slot)) == Some(slot))
         && pointers.len() as u64 == heap.usage.allocations()
+}
+
+fn names_are_used_once<L: Lock>(heap: &Heap<L>) -> bool {
+    let granule = heap.rules.granule;
+    let away = blocks(heap).filter(|(_, block)| block.is_elsewhere());
+    let away: BTreeSet<Granule> =
+        away.map(|(_, block)| Granule { segment: block.segment, offset: block.offset() }).collect();
+    let mut named = Vec::new();
+    for range in &heap.stitched {
+        let offsets = (0..).step_by(granule as usize).zip(&range.granules);
+        let is_here = |offset| !away.contains(&Granule { segment: range.segment, offset });
+        named.extend(offsets.filter(|(offset, _)| is_here(*offset)).map(|(_, granule)| *granule));
+    }
+    named.sort_unstable();
+    let is_home = |granule: &&Granule| !heap.table.segment(granule.segment).is_stitched;
+    let are_granules = blocks(heap).all(|(_, block)| !block.is_elsewhere() || block.size == granule);
+    are_granules && away.iter().filter(is_home).map(|granule| Some(*granule)).eq(named)
 }
 
 fn places_are_apart<L: Lock>(heap: &Heap<L>) -> bool {

@@ -3,7 +3,7 @@
 //! A heap composes the rooms above: the [`BlockTable`] says what lies where, the [`FreeIndex`] says what is free in the order
 //! of rule D2, the [`FenceTable`] says what a block's next user must wait for, and [`SizeRules`] says how large things
 //! are. This file keeps them in step and folds each decision into the digest. What needs the driver has files of its own:
-//! [`obtain`] when nothing fits, [`fencing`] when other streams used a block, [`trim`] when memory goes back.
+//! [`obtain`] and [`stitch`] when nothing fits, [`fencing`] when other streams used a block, [`trim`] when memory goes back.
 //!
 //! ```text
 //!  allocate   best fit in the free index ──found──► wait for its fences ─► split ─► allocated
@@ -24,10 +24,12 @@ pub(crate) mod invariants;
 mod obtain;
 mod rejoin;
 mod rewind;
+mod stitch;
 pub(crate) mod trim;
 pub(crate) mod view;
 
 use crate::blocks::FreeIndex;
+use crate::blocks::stitched::StitchedRange;
 use crate::blocks::table::{Block, BlockState, BlockTable, Location, Slot};
 use crate::config::PoolConfig;
 use crate::config::errors::{FreeError, HandleError};
@@ -115,6 +117,8 @@ pub(crate) struct Heap<L: Lock> {
     mapped_bytes: u64,
     /// Number of holes in all segments.
     hole_count: usize,
+    /// Oldest first. Empty unless the pool stitches.
+    stitched: Vec<StitchedRange>,
     /// Address ranges without memory that the driver did not take back.
     stray_ranges: Vec<Range>,
     /// Number of ops after which the pool was destroyed: nothing is obtained any more.
@@ -165,11 +169,11 @@ impl<L: Lock> Heap<L> {
         granularity_bytes: u64,
         log: SegmentLog,
     ) -> Self {
+        let rules = SizeRules::new(&config, granularity_bytes);
         Heap {
             identity,
             pool_budget,
             budget: Budget::new(None),
-            rules: SizeRules::new(&config, granularity_bytes),
             table: BlockTable::default(),
             free: FreeIndex::default(),
             fences: FenceTable::default(),
@@ -177,12 +181,14 @@ impl<L: Lock> Heap<L> {
             next_segment: SegmentId(0),
             mapped_bytes: 0,
             hole_count: 0,
+            stitched: Vec::new(),
             stray_ranges: Vec::new(),
             closed_after_ops: None,
             is_settled: false,
             usage: Usage::default(),
             rare: RareCounts::default(),
-            digest: first_digest(&config, granularity_bytes, identity.stream),
+            digest: first_digest(&config, bytes(rules.granule), identity.stream),
+            rules,
             serials: Serials::default(),
             names: Names::default(),
             pointers: None,

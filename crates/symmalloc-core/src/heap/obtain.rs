@@ -4,7 +4,7 @@
 //! |---|---|
 //! | fixed | a segment of PyTorch's size for the request |
 //! | reserved | the one segment, at the heap's first op; after that nothing |
-//! | expandable | memory for the lowest hole that makes the request fit, else growth at the end of the range |
+//! | expandable | a stitched range, where the pool stitches; memory for the lowest hole that makes the request fit, else growth at the end of the range |
 //!
 //! Each ends with a free block in the index that is large enough, which the caller takes like any other. Each charges the
 //! budgets first and undoes everything when the driver refuses: the heap is then as it was (rule D4). A range from the
@@ -44,6 +44,11 @@ impl<L: Lock> Heap<L> {
             }
             SegmentPolicy::Reserved { segment_bytes } => self.create_reserved(context, stream, segment_bytes, size),
             SegmentPolicy::Expandable(knobs) => {
+                if let Some(stitching) = self.config.stitching().cloned()
+                    && let Some(slot) = self.stitch(context, stream, size, &knobs, &stitching)?
+                {
+                    return Ok(slot);
+                }
                 if let Some(slot) = self.fill_hole(context, stream, size)? {
                     return Ok(slot);
                 }
@@ -121,7 +126,7 @@ impl<L: Lock> Heap<L> {
         let limit = |met| Box::new(Shortage::Limit { met, missing: mapped });
         let charge = self.budgets(context).charge(size_bytes).map_err(limit)?;
         let reserved = self.reserve_range(context, bytes(range)).and_then(|range| {
-            let Err(error) = context.backend.map(range, 0, size_bytes) else { return Ok(range) };
+            let Err(error) = self.back(context, range, 0, size_bytes) else { return Ok(range) };
             Err((error, context.backend.release(range).is_err().then_some(range)))
         });
         let range = match reserved {
@@ -152,7 +157,7 @@ impl<L: Lock> Heap<L> {
         size_bytes: u64,
     ) -> Result<Range, (BackendError, Option<Range>)> {
         let range = context.backend.reserve(size_bytes).map_err(|error| (error, None))?;
-        let granule_bytes = bytes(self.rules.granule);
+        let granule_bytes = context.backend.granularity_bytes();
         // Exactly as long: where a range ends decides where growth goes on, so that no backend may say it (rule D1).
         let has_size = range.size_bytes == size_bytes && range.base.0.checked_add(size_bytes).is_some();
         if has_size && range.base.0.is_multiple_of(granule_bytes) {
@@ -168,7 +173,7 @@ impl<L: Lock> Heap<L> {
 
     /// Grows the newest range at its end, or begins a new one when there is none or it has no room. Returns the free
     /// block that the new memory became part of.
-    fn grow<B: Backend>(
+    pub(super) fn grow<B: Backend>(
         &mut self,
         context: &Context<B, L>,
         stream: StreamId,
@@ -176,7 +181,7 @@ impl<L: Lock> Heap<L> {
         knobs: &ExpandableSegments,
         step: Units,
     ) -> Result<Slot, Box<Shortage>> {
-        let newest = self.table.segments_in_order().last().copied();
+        let newest = self.table.homes_in_order().last().copied();
         let room = newest.map_or(0, |newest| {
             let segment = self.table.segment(newest);
             units(segment.range.size_bytes) - segment.end
@@ -230,10 +235,24 @@ impl<L: Lock> Heap<L> {
         let charge = self.budgets(context).charge(size_bytes).map_err(limit)?;
         let range = self.table.segment(segment).range;
         let driver = |error| Box::new(Shortage::Driver { error, missing: size });
-        context.backend.map(range, bytes(offset), size_bytes).map_err(driver)?;
+        self.back(context, range, bytes(offset), size_bytes).map_err(driver)?;
         charge.confirm();
         self.mapped_bytes += size_bytes;
         Ok(())
+    }
+
+    /// Backs a part of a range with new memory, in pieces if they may be stitched.
+    pub(super) fn back<B: Backend>(
+        &self,
+        context: &Context<B, L>,
+        range: Range,
+        offset_bytes: u64,
+        size_bytes: u64,
+    ) -> Result<(), BackendError> {
+        match self.config.stitching() {
+            None => context.backend.map(range, offset_bytes, size_bytes),
+            Some(_) => context.backend.map_pieces((range, offset_bytes), size_bytes, bytes(self.rules.granule)),
+        }
     }
 
     /// Gives memory to the lowest hole that, with its free neighbours, then has `size` units. As little as is needed,
@@ -277,8 +296,8 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Free units at the end of the newest segment.
-    fn free_at_end(&self) -> Units {
-        self.table.segments_in_order().last().map_or(0, |segment| self.table.free_size(self.table.last(*segment)))
+    pub(super) fn free_at_end(&self) -> Units {
+        self.table.homes_in_order().last().map_or(0, |segment| self.table.free_size(self.table.last(*segment)))
     }
 
     pub(super) fn log_segment(&mut self, kind: SegmentEventKind, segment: u32, offset: Units, size_bytes: u64) {
@@ -310,10 +329,10 @@ impl<L: Lock> Heap<L> {
 
 /// What must be mapped at least, in whole granules.
 #[derive(Clone, Copy)]
-struct Missing {
+pub(super) struct Missing {
     /// Behind the end of the newest range, whose last block may be free already.
-    at_end: Units,
-    in_new_range: Units,
+    pub(super) at_end: Units,
+    pub(super) in_new_range: Units,
 }
 
 /// Memory that no stream has used yet: nothing to wait for.

@@ -58,7 +58,7 @@ impl<L: Lock> Heap<L> {
             let range = self.reserve_range(context, range_bytes).map_err(|(error, _)| error)?;
             obtained.push(ObtainedRange { range, mapped: SmallVec::new() });
             for extent in &segment.extents {
-                context.backend.map(range, extent.offset_bytes, extent.size_bytes)?;
+                self.back(context, range, extent.offset_bytes, extent.size_bytes)?;
                 let newest = obtained.last_mut().expect("just pushed");
                 newest.mapped.push((extent.offset_bytes, extent.size_bytes));
             }
@@ -77,7 +77,7 @@ impl<L: Lock> Heap<L> {
         for ObtainedRange { range, mut mapped } in obtained {
             if give_back(&context.backend, range, &mut mapped).is_err() {
                 kept_bytes += mapped.iter().map(|(_, size)| size).sum::<u64>();
-                self.log.keep_stray(range, mapped);
+                self.log.keep_stray(range, mapped, false);
             }
         }
         kept_bytes
@@ -169,7 +169,7 @@ impl<L: Lock> Heap<L> {
 }
 
 /// Gives a range back, and tells in `mapped` what is left of it when the driver fails.
-fn give_back<B: Backend>(
+pub(super) fn give_back<B: Backend>(
     backend: &B,
     range: Range,
     mapped: &mut SmallVec<[(u64, u64); 1]>,

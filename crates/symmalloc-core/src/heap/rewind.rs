@@ -43,6 +43,9 @@ impl<L: Lock> Heap<L> {
         if observers > 0 && retired_bytes > 0 {
             return Err(RestoreError::Retired { pool, retired_bytes });
         }
+        if self.has_stitched() {
+            return Err(RestoreError::Stitched { pool, stream: self.identity.stream });
+        }
         let mut saved = layout.segments.iter().peekable();
         for segment in self.table.segments_in_order() {
             let id = self.table.segment(segment).id;
@@ -147,8 +150,9 @@ impl<L: Lock> Heap<L> {
                         outside(&saved.extents, from, to).map(|(from, to)| Surplus::Part(slot, units(from), units(to))),
                     );
                 }
-                BlockState::Planned => unreachable!("a heap with plans is not rewound"),
-                BlockState::Vacant => unreachable!("a vacant slot is in no segment"),
+                BlockState::Planned | BlockState::Elsewhere | BlockState::Vacant => {
+                    unreachable!("nothing is planned or stitched, and no slot vacant")
+                }
             }
         }
         let end_bytes = bytes(self.table.segment(segment).end);
@@ -217,7 +221,7 @@ impl<L: Lock> Heap<L> {
 
     /// Cuts `offset..end` out of a free block, and returns it, in no index. What is left on both sides stays free, with
     /// the same earlier users.
-    fn carve(&mut self, slot: Slot, offset: Units, end: Units) -> Slot {
+    pub(super) fn carve(&mut self, slot: Slot, offset: Units, end: Units) -> Slot {
         self.unlink(slot);
         let free = self.table.block(slot).state;
         let start = self.table.block(slot).offset();
@@ -238,7 +242,7 @@ impl<L: Lock> Heap<L> {
 
     /// Another set of the same fences. An event belongs to one fence, so this set has ticks only: its next user waits for
     /// its streams as they stand then, which is a little more.
-    fn without_events(&mut self, set: FenceSetId) -> FenceSetId {
+    pub(super) fn without_events(&mut self, set: FenceSetId) -> FenceSetId {
         let copies: Fences = self.fences.fences(set).iter().map(|fence| Fence { event: None, ..*fence }).collect();
         self.fences.insert(copies)
     }

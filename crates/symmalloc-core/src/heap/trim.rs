@@ -8,6 +8,7 @@
 //! | all of a segment | it is removed: an entry in the log, and its memory is *retired* until every observer has let go |
 //! | whole granules of an expandable segment | their memory goes back and a hole is left, or the range gets shorter; not while the pool is observed |
 //! | a reserved segment | stays: it is there for ever |
+//! | a stitched range | is unmapped before memory that it names goes back |
 //!
 //! Before memory goes back, the host waits for the streams that used it: trim is the one call that may block.
 
@@ -90,7 +91,13 @@ impl<L: Lock> Heap<L> {
         let mapped_before = self.mapped_bytes;
         let mut shrunk_bytes = 0;
         let mut failure = None;
-        for segment in self.table.segments_in_order() {
+        if let Err(error) = self.forget_stitched(context) {
+            self.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
+            failure = Some(error);
+        }
+        // While a stitched range names it, memory cannot go back.
+        let homes = if failure.is_none() { self.table.homes_in_order() } else { Vec::new() };
+        for segment in homes {
             if matches!(goal, TrimGoal::AtLeast(wanted) if mapped_before - self.mapped_bytes >= wanted) {
                 break;
             }
@@ -137,7 +144,10 @@ impl<L: Lock> Heap<L> {
     /// Retires every segment, reserved ones too. Nothing may be allocated.
     pub(crate) fn retire_all<B: Backend>(&mut self, context: &Context<B, L>) {
         self.dissolve_plans(context);
-        self.table.segments_in_order().into_iter().for_each(|segment| self.retire(context, segment));
+        // Stitched ranges first: what they name is not unmapped before them.
+        let mut segments = self.table.segments_in_order();
+        segments.sort_by_key(|segment| !self.table.segment(*segment).is_stitched);
+        segments.into_iter().for_each(|segment| self.retire(context, segment));
         self.recycle_spent(context);
     }
 
@@ -163,14 +173,21 @@ impl<L: Lock> Heap<L> {
     }
 
     fn is_unused(&self, segment: u32) -> bool {
-        let is_in_use = |state| matches!(state, BlockState::Allocated { .. } | BlockState::Planned);
-        self.table.blocks_of(segment).all(|slot| !is_in_use(self.table.block(slot).state))
+        let is_in_use = |slot| {
+            let state = self.table.block(slot).state;
+            matches!(state, BlockState::Allocated { .. } | BlockState::Planned | BlockState::Elsewhere)
+        };
+        // What a stitched range names although it is free: only where nothing may be unmapped.
+        let is_named = self.log.is_observed() && !self.stitched.is_empty();
+        !is_named && !self.table.blocks_of(segment).any(is_in_use)
     }
 
     /// Removes a segment without live allocations. Its memory goes back when every observer has let go.
     pub(super) fn retire<B>(&mut self, context: &Context<B, L>, segment: u32) {
         let mut mapped: SmallVec<[(u64, u64); 1]> = SmallVec::new();
         let mut streams: SmallVec<[StreamId; 2]> = SmallVec::new();
+        let stitched = self.stitched.iter().position(|range| range.segment == segment);
+        let stitched = stitched.map(|at| self.stitched.remove(at));
         for slot in self.table.blocks_of(segment).collect::<Vec<_>>() {
             let block = self.table.block(slot);
             if block.is_hole() {
@@ -181,14 +198,21 @@ impl<L: Lock> Heap<L> {
                 Some((offset, size)) if *offset + *size == bytes(block.offset()) => *size += bytes(block.size),
                 _ => mapped.push((bytes(block.offset()), bytes(block.size))),
             }
+            if block.is_elsewhere() {
+                continue;
+            }
             streams.extend(self.streams_of(slot));
             let fences = block.fences;
             self.fences.clear(fences);
             self.unlink(slot);
         }
+        let size_bytes = if stitched.is_some() { 0 } else { mapped.iter().map(|(_, size)| size).sum() };
+        if let Some(range) = &stitched {
+            mapped = range.mapped(self.rules.granule);
+            streams.extend_from_slice(&range.users);
+        }
         streams.sort_unstable();
         streams.dedup();
-        let size_bytes = mapped.iter().map(|(_, size)| size).sum();
         let event = self.segment_event(SegmentEventKind::Death, segment, 0, size_bytes);
         trace_segment(&event);
         let dead = self.table.remove_segment(segment);
@@ -198,7 +222,7 @@ impl<L: Lock> Heap<L> {
             op_word(Mark::Death, StreamId(0), size_bytes),
             placement_word(Placement { segment: dead.id, offset_bytes: 0 }),
         );
-        self.log.append_death(event, dead.range, mapped, streams);
+        self.log.append_death(event, dead.range, mapped, dead.is_stitched, streams);
     }
 
     /// Streams whose work may still use a free block.
@@ -237,8 +261,11 @@ impl<L: Lock> Heap<L> {
             while let Some((offset_bytes, size_bytes)) = retired.mapped.last().copied() {
                 context.backend.unmap(retired.range, offset_bytes, size_bytes)?;
                 retired.mapped.pop();
-                Budgets { heap: &self.budget, pool: &self.pool_budget, allocator: &context.budget }.refund(size_bytes);
-                *released_bytes += size_bytes;
+                if !retired.is_stitched {
+                    Budgets { heap: &self.budget, pool: &self.pool_budget, allocator: &context.budget }
+                        .refund(size_bytes);
+                    *released_bytes += size_bytes;
+                }
             }
             context.backend.release(retired.range)?;
             self.log.drop_first_released();

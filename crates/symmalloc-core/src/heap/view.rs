@@ -112,6 +112,11 @@ impl<L: Lock> Heap<L> {
         &mut self.log
     }
 
+    /// Whether addresses name memory a second time, or did and the driver has not taken them back.
+    pub(crate) fn has_stitched(&self) -> bool {
+        !self.stitched.is_empty() || self.log.has_stitched()
+    }
+
     pub(crate) fn mapped_bytes(&self) -> u64 {
         self.mapped_bytes
     }
@@ -203,7 +208,9 @@ impl<L: Lock> Heap<L> {
     /// and growths for what lies behind holes.
     pub(crate) fn events_of_live_segment(&self, segment: u32) -> Vec<SegmentEvent> {
         let mut runs: Vec<(Units, Units)> = vec![(0, 0)];
-        for block in self.table.blocks_of(segment).map(|slot| self.table.block(slot)).filter(|block| !block.is_hole()) {
+        let is_stitched = self.table.segment(segment).is_stitched;
+        let blocks = self.table.blocks_of(segment).map(|slot| self.table.block(slot));
+        for block in blocks.filter(|block| !block.is_hole() && !is_stitched) {
             match runs.last_mut() {
                 Some((from, size)) if *from + *size == block.offset() => *size += block.size,
                 _ => runs.push((block.offset(), block.size)),

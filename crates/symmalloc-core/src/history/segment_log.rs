@@ -70,6 +70,8 @@ pub(crate) struct Retired {
     pub(crate) range: Range,
     /// What is still backed by memory: (offset, size) in bytes.
     pub(crate) mapped: SmallVec<[(u64, u64); 1]>,
+    /// Addresses that name memory of other segments: it does not go back with them.
+    pub(crate) is_stitched: bool,
     /// Streams whose work may still use the memory.
     pub(crate) streams: SmallVec<[StreamId; 2]>,
 }
@@ -113,15 +115,16 @@ impl SegmentLog {
         event: SegmentEvent,
         range: Range,
         mapped: SmallVec<[(u64, u64); 1]>,
+        is_stitched: bool,
         streams: SmallVec<[StreamId; 2]>,
     ) {
-        self.retired.push_back(Retired { held_until: self.next() + 1, range, mapped, streams });
+        self.retired.push_back(Retired { held_until: self.next() + 1, range, mapped, is_stitched, streams });
         self.append(event);
     }
 
     /// Keeps a range that never became a segment, and that the driver did not take back: no observer knows of it.
-    pub(crate) fn keep_stray(&mut self, range: Range, mapped: SmallVec<[(u64, u64); 1]>) {
-        self.retired.push_front(Retired { held_until: 0, range, mapped, streams: SmallVec::new() });
+    pub(crate) fn keep_stray(&mut self, range: Range, mapped: SmallVec<[(u64, u64); 1]>, is_stitched: bool) {
+        self.retired.push_front(Retired { held_until: 0, range, mapped, is_stitched, streams: SmallVec::new() });
     }
 
     /// A new observer starts at the end; what lives already it is told separately.
@@ -159,6 +162,11 @@ impl SegmentLog {
         later.into_iter().any(|event| event.kind == SegmentEventKind::Death)
     }
 
+    /// Whether a removed segment names memory of others still.
+    pub(crate) fn has_stitched(&self) -> bool {
+        self.retired.iter().any(|retired| retired.is_stitched)
+    }
+
     /// The oldest removed segment that every observer has let go.
     pub(crate) fn first_released(&mut self) -> Option<&mut Retired> {
         let base = self.base;
@@ -172,7 +180,8 @@ impl SegmentLog {
 
     /// Bytes of removed segments that are not back on the device yet.
     pub(crate) fn retired_bytes(&self) -> u64 {
-        self.retired.iter().flat_map(|retired| &retired.mapped).map(|(_, size)| size).sum()
+        let with_memory = self.retired.iter().filter(|retired| !retired.is_stitched);
+        with_memory.flat_map(|retired| &retired.mapped).map(|(_, size)| size).sum()
     }
 
     fn drop_acknowledged(&mut self) {

@@ -6,11 +6,12 @@
 //! ```text
 //! reserve ──► map ──► (the program uses the bytes) ──► unmap ──► release
 //!             map more granules at the end, or into a hole
+//! map_pieces ──► alias, from another range, any number of times ──► unmap the aliases ──► unmap
 //! record(stream) ──► wait(other stream, event) any number of times ──► recycle(event)
 //! ```
 //!
 //! The allocator promises: offsets and sizes are multiples of [`Backend::granularity_bytes`], sizes not zero; a granule
-//! is mapped at most once; everything is unmapped before its range is released; before `unmap` it has called
+//! is mapped at most once; everything is unmapped before its range is released; memory is unmapped after all of its aliases; before `unmap` it has called
 //! `synchronize` for every stream that may still use the bytes; an event is recycled once and not used afterwards.
 //!
 //! A backend promises: a call that returns an error changed nothing; no call blocks on device work, but
@@ -41,6 +42,9 @@ pub struct Range {
     /// Length in bytes; a multiple of the granularity.
     pub size_bytes: u64,
 }
+
+/// A range, and an offset in it, in bytes.
+pub type Place = (Range, u64);
 
 /// A recorded event, as the backend names it. Means nothing outside that backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,6 +107,31 @@ pub trait Backend {
     /// When the driver refuses; nothing is mapped then.
     fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError>;
 
+    /// As [`map`](Self::map), for memory that [`alias`](Self::alias) will map in pieces of `piece_bytes`: offset and size are
+    /// multiples of it.
+    ///
+    /// # Errors
+    /// When the driver refuses; nothing is mapped then.
+    fn map_pieces(&self, at: Place, size_bytes: u64, _piece_bytes: u64) -> Result<(), BackendError> {
+        self.map(at.0, at.1, size_bytes)
+    }
+
+    /// Whether [`alias`](Self::alias) works. The same for the life of the backend, and an input of every decision, as the
+    /// granularity is.
+    fn can_alias(&self) -> bool {
+        false
+    }
+
+    /// Backs a part of a range with memory that is mapped already: one whole piece of [`map_pieces`](Self::map_pieces), in
+    /// another range. It takes no memory. Both addresses name the same bytes until one of them is unmapped, and unmapping an
+    /// alias gives no memory back.
+    ///
+    /// # Errors
+    /// When the driver refuses, or the backend cannot; nothing is mapped then.
+    fn alias(&self, _at: Place, _source: Place, _piece_bytes: u64) -> Result<(), BackendError> {
+        Err(BackendError::new("Backend::alias", 0, Reason::Refused))
+    }
+
     /// Gives the memory behind a part of the range back to the device. The part may cover several `map` calls, and may
     /// cut one (backends that cannot cut a mapping map granule by granule).
     ///
@@ -154,6 +183,15 @@ impl<B: Backend + ?Sized> Backend for &B {
     }
     fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
         (**self).map(range, offset_bytes, size_bytes)
+    }
+    fn map_pieces(&self, at: Place, size_bytes: u64, piece_bytes: u64) -> Result<(), BackendError> {
+        (**self).map_pieces(at, size_bytes, piece_bytes)
+    }
+    fn can_alias(&self) -> bool {
+        (**self).can_alias()
+    }
+    fn alias(&self, at: Place, source: Place, piece_bytes: u64) -> Result<(), BackendError> {
+        (**self).alias(at, source, piece_bytes)
     }
     fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
         (**self).unmap(range, offset_bytes, size_bytes)

@@ -54,13 +54,15 @@ struct GraphPoolState {
 }
 
 impl GraphPool {
-    /// A pool for graphs. Of the policy, `reclaim` and the release threshold are ignored: its memory stays.
+    /// A pool for graphs. Of the policy, `reclaim`, the release threshold and stitching are ignored: its memory stays, under the
+    /// addresses that graphs have captured.
     ///
     /// # Errors
     /// When the policy does not fit the device.
     #[allow(clippy::needless_pass_by_value, reason = "like `create_pool`")]
     pub fn new(allocator: &CudaAllocator, config: PoolConfig) -> Result<Self, CudaError> {
-        let config = config.to_builder().reclaim(Reclaim::Never).release_threshold_bytes(None).build()?;
+        let config =
+            config.to_builder().stitching(None).reclaim(Reclaim::Never).release_threshold_bytes(None).build()?;
         let state = Arc::clone(allocator.state());
         let pool = state.create_kept_pool(config)?;
         let (observer, _) = state.core().observe(pool)?;

@@ -1,7 +1,7 @@
 //! What all kinds of memory do.
 
-use crate::error::CudaError;
-use symmalloc_core::backend::{BackendError, Range};
+use crate::error::{CudaError, INVALID_VALUE};
+use symmalloc_core::backend::{BackendError, Place, Range, Reason};
 
 /// Memory in ranges. The contract is that of [`symmalloc_core::backend`].
 #[doc(hidden)]
@@ -9,6 +9,17 @@ pub trait BackendMemory: Send + Sync {
     fn granularity_bytes(&self) -> u64;
     fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError>;
     fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError>;
+    /// As `map`, in pieces that can be mapped elsewhere too.
+    fn map_pieces(&self, at: Place, size_bytes: u64, _piece_bytes: u64) -> Result<(), BackendError> {
+        self.map(at.0, at.1, size_bytes)
+    }
+    fn can_alias(&self) -> bool {
+        false
+    }
+    /// Maps a piece of one range into another one.
+    fn alias(&self, _at: Place, _source: Place, _piece_bytes: u64) -> Result<(), BackendError> {
+        Err(BackendError::new("cuMemMap", INVALID_VALUE, Reason::Refused))
+    }
     fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError>;
     fn release(&self, range: Range) -> Result<(), BackendError>;
     /// Lets another device read and write the memory, what is mapped already and what will be.

@@ -8,6 +8,9 @@
 //! gives back whole chunks only. On an H200 a chunk of 2 to 64 MiB costs 34 to 38 us to make and 29 to 45 us to give
 //! back: their number counts, not their size, and setting access for many in one call saves nothing (`docs/gpu.md`).
 //!
+//! What may be stitched is mapped in chunks of one piece each, and a piece is mapped into another range by its handle: a map
+//! covers a handle from its start. Memory goes back to the device with its last mapping.
+//!
 //! Chunks may be made ahead of growth (`prefetch_window.rs` says which, `prefetch_thread.rs` makes them): they lie in their
 //! places, mapped and accessible, behind the end of what the allocator has.
 
@@ -23,11 +26,11 @@ use crate::driver::{MemAccess, MemLocation, MemProperties};
 use crate::error::{CudaError, DriverError, INVALID_VALUE, OUT_OF_MEMORY};
 use smallvec::SmallVec;
 use std::collections::BTreeMap;
-use std::ffi::{c_uint, c_ulonglong};
+use std::ffi::{c_uint, c_ulonglong, c_void};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
-use symmalloc_core::backend::{BackendError, DeviceAddress, Range};
+use symmalloc_core::backend::{BackendError, DeviceAddress, Place, Range};
 
 /// What growth is cut into unless the program says otherwise: what PyTorch maps at once for its large blocks.
 const CHUNK_BYTES: u64 = 20 << 20;
@@ -145,7 +148,8 @@ impl VirtualMemory {
         self.ranges().get(&range.base.0).cloned().ok_or(DriverError { call, code: INVALID_VALUE })
     }
 
-    fn map_once(&self, range: Range, part: &Part) -> Result<(), DriverError> {
+    /// In chunks of one piece each, if `piece_bytes` says so.
+    fn map_once(&self, range: Range, part: &Part, piece_bytes: Option<u64>) -> Result<(), DriverError> {
         let backing = self.backing(range, "cuMemMap")?;
         let mut backed = backing.lock();
         let Backed { chunks, window } = &mut *backed;
@@ -159,7 +163,11 @@ impl VirtualMemory {
         let cut_from = |gap: &Part| if gap.start == window.made().end { window.made().start } else { gap.start };
         let gaps = chunks.gaps(part);
         for (index, gap) in gaps.iter().enumerate() {
-            if let Err(error) = self.back(chunks, range, gap, cut_from(gap)) {
+            let (step, cut_from) = match piece_bytes {
+                Some(piece_bytes) => (piece_bytes, 0),
+                None => (self.step(range, gap), cut_from(gap)),
+            };
+            if let Err(error) = self.back(chunks, range, gap, step, cut_from) {
                 gaps[..index].iter().for_each(|gap| self.give_back(chunks, range, gap));
                 return Err(error);
             }
@@ -172,10 +180,14 @@ impl VirtualMemory {
         Ok(())
     }
 
-    /// Backs `gap` with new chunks, which are accessible and end every `chunk_bytes` behind `cut_from`; on an error none is left,
+    /// How large chunks are: a whole range is one.
+    fn step(&self, range: Range, gap: &Part) -> u64 {
+        if *gap == (0..range.size_bytes) { range.size_bytes } else { self.chunk_bytes }
+    }
+
+    /// Backs `gap` with new chunks, which are accessible and end every `step` bytes behind `cut_from`; on an error none is left,
     /// but for what the driver did not take back, which stays as idle chunks.
-    fn back(&self, chunks: &mut Chunks, range: Range, gap: &Part, cut_from: u64) -> Result<(), DriverError> {
-        let step = if *gap == (0..range.size_bytes) { range.size_bytes } else { self.chunk_bytes };
+    fn back(&self, chunks: &mut Chunks, range: Range, gap: &Part, step: u64, cut_from: u64) -> Result<(), DriverError> {
         let mut at = gap.start;
         let mut outcome = Ok(());
         while at < gap.end && outcome.is_ok() {
@@ -201,6 +213,19 @@ impl VirtualMemory {
         unsafe { driver.create(&raw mut handle, size, &raw const self.properties, 0) }?;
         // SAFETY: the addresses are reserved and no chunk covers them; the handle has this size.
         let mapped = unsafe { driver.map(range.base.0 + chunk.start, size, 0, handle, 0) };
+        self.release_handle(handle);
+        mapped
+    }
+
+    /// Maps the chunk that lies at an address a second time.
+    fn map_again(&self, range: Range, part: &Part, source: u64) -> Result<(), DriverError> {
+        let driver = self.device.driver();
+        let mut handle = 0;
+        // SAFETY: `handle` is valid for writing; the source is an address that is only looked up.
+        unsafe { driver.retain(&raw mut handle, source as *mut c_void) }?;
+        let size = (part.end - part.start) as usize;
+        // SAFETY: the addresses are reserved and no chunk covers them; the driver refuses a handle of another size.
+        let mapped = unsafe { driver.map(range.base.0 + part.start, size, 0, handle, 0) };
         self.release_handle(handle);
         mapped
     }
@@ -276,7 +301,11 @@ impl VirtualMemory {
             let _relaxed = self.device.driver().relax_capture();
             // What the driver did not take back lies there: growth takes it first.
             let is_free = chunks.gaps(&chunk) == [chunk.clone()];
-            if is_free { self.back(chunks, backing.range, &chunk, chunk.start).map(|()| true) } else { Ok(false) }
+            if is_free {
+                self.back(chunks, backing.range, &chunk, self.step(backing.range, &chunk), chunk.start).map(|()| true)
+            } else {
+                Ok(false)
+            }
         });
         match made {
             Ok(true) => {
@@ -358,7 +387,35 @@ impl BackendMemory for VirtualMemory {
 
     fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
         let part = offset_bytes..offset_bytes + size_bytes;
-        Ok(with_spare(&self.device, || self.map_once(range, &part))?)
+        Ok(with_spare(&self.device, || self.map_once(range, &part, None))?)
+    }
+
+    fn map_pieces(&self, at: Place, size_bytes: u64, piece_bytes: u64) -> Result<(), BackendError> {
+        let part = at.1..at.1 + size_bytes;
+        Ok(with_spare(&self.device, || self.map_once(at.0, &part, Some(piece_bytes)))?)
+    }
+
+    /// What is made ahead of growth has its own sizes.
+    fn can_alias(&self) -> bool {
+        self.rule.is_none()
+    }
+
+    fn alias(&self, at: Place, source: Place, piece_bytes: u64) -> Result<(), BackendError> {
+        let (range, part) = (at.0, at.1..at.1 + piece_bytes);
+        let backing = self.backing(range, "cuMemMap")?;
+        let mut backed = backing.lock();
+        let chunks = &mut backed.chunks;
+        debug_assert!(!chunks.is_any_mapped(&part));
+        let _current = self.device.enter()?;
+        let _relaxed = self.device.driver().relax_capture();
+        self.map_again(range, &part, source.0.base.0 + source.1)?;
+        chunks.add_chunk(&part);
+        if let Err(error) = self.set_access(range, &part) {
+            self.give_back(chunks, range, &part);
+            return Err(error.into());
+        }
+        chunks.map(&part);
+        Ok(())
     }
 
     fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {

@@ -49,6 +49,54 @@ fn memory_really_comes_back_after_a_trim() {
 }
 
 #[test]
+fn a_stitched_buffer_is_the_memory_of_its_pieces_and_no_other() {
+    let Some(device) = device() else { return };
+    for granule_mib in [2, 20] {
+        let text = format!("stitching:true,stitching_granule_mb:{granule_mib},stitching_least_mb:{granule_mib}");
+        let allocator = CudaAllocator::new(&device, text.parse().expect("valid")).expect("made");
+        let stream = device.context().new_stream().expect("a stream");
+        let piece = granule_mib * MIB;
+        let buffers: Vec<_> = (0..32_u8)
+            .map(|value| {
+                let mut buffer = allocator.alloc_zeroed::<u8>(&stream, piece).expect("allocated");
+                stream.memset_zeros(&mut buffer).expect("set");
+                stream.memcpy_htod(&vec![value; piece], &mut buffer).expect("copied");
+                buffer
+            })
+            .collect();
+        let (kept, freed): (Vec<_>, Vec<_>) = buffers.into_iter().enumerate().partition(|(at, _)| at % 2 == 0);
+        drop(freed);
+        let free = device.memory_info().expect("asked").free_bytes;
+        let before = Instant::now();
+        // SAFETY: written before it is read.
+        let mut whole = unsafe { allocator.alloc::<u8>(&stream, 15 * piece) }.expect("allocated");
+        println!("15 granules of {granule_mib} MiB: stitched in {:?}", before.elapsed());
+        assert_eq!(whole.placement().segment.0, 1);
+        // The driver may need some for its tables.
+        assert!(free.saturating_sub(device.memory_info().expect("asked").free_bytes) <= 8 << 20);
+        let pattern: Vec<u8> = (0..15 * piece).map(|at| (at / 4096) as u8 ^ (at % 251) as u8).collect();
+        stream.memcpy_htod(&pattern, &mut whole).expect("copied");
+        assert!(stream.clone_dtoh(&whole).expect("copied") == pattern, "what was written is read");
+        drop(whole);
+        let before = Instant::now();
+        // SAFETY: written before it is read.
+        let mut again = unsafe { allocator.alloc::<u8>(&stream, 15 * piece - 4096) }.expect("allocated");
+        println!("the same range again: {:?}", before.elapsed());
+        stream.memset_zeros(&mut again).expect("set");
+        for (value, buffer) in &kept {
+            let bytes = stream.clone_dtoh(buffer).expect("copied");
+            assert!(
+                bytes.iter().all(|byte| usize::from(*byte) == *value),
+                "its neighbours were written, and it was not"
+            );
+        }
+        drop((again, kept));
+        let released = allocator.trim().expect("trimmed");
+        assert_eq!(released, 32 * piece as u64);
+    }
+}
+
+#[test]
 fn what_was_made_ahead_is_memory_as_any_other_and_comes_back() {
     let Some(device) = device() else { return };
     let free = || device.memory_info().expect("asked").free_bytes;

@@ -13,3 +13,4 @@ mod pinned;
 mod prefetch;
 mod process;
 mod recording;
+mod stitching;

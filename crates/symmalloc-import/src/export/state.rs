@@ -134,8 +134,10 @@ impl<W: Write> SnapshotWriter<W> {
 }
 
 fn stretches_of(segment: &SegmentSnapshot) -> impl Iterator<Item = Stretch<'_>> {
-    let is_hole = |block: &BlockSnapshot| block.state == BlockStateSnapshot::Hole;
-    let mapped = segment.blocks.split(is_hole).filter(|blocks| !blocks.is_empty());
+    // Memory with several names is shown once, where it is in use or free.
+    let is_elsewhere =
+        |block: &BlockSnapshot| matches!(block.state, BlockStateSnapshot::Hole | BlockStateSnapshot::Elsewhere);
+    let mapped = segment.blocks.split(is_elsewhere).filter(|blocks| !blocks.is_empty());
     mapped.map(move |blocks| Stretch { segment, blocks })
 }
 

@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Range, Reason};
+use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Place, Range, Reason};
 use symmalloc_core::ids::StreamId;
 use symmalloc_core::units::{GIB, MIB};
 
@@ -39,6 +39,8 @@ struct Reserved {
     owner: Owner,
     stream: StreamId,
     is_expandable: bool,
+    /// It names memory of other ranges, and has none.
+    is_stitched: bool,
 }
 
 #[derive(Debug)]
@@ -68,7 +70,8 @@ impl NotingDevice {
 
     /// An op begins that may obtain memory for an owner and a stream of its.
     pub(super) fn begin(&self, owner: Option<(Owner, StreamId)>, is_expandable: bool) {
-        self.0.borrow_mut().current = owner.map(|(owner, stream)| Reserved { owner, stream, is_expandable });
+        self.0.borrow_mut().current =
+            owner.map(|(owner, stream)| Reserved { owner, stream, is_expandable, is_stitched: false });
     }
 
     /// The op is over: what it changed.
@@ -78,7 +81,10 @@ impl NotingDevice {
 
     fn note(&self, is_mapped: bool, range: Range, offset_bytes: u64, size_bytes: u64) {
         let mut state = self.0.borrow_mut();
-        let Reserved { owner, stream, is_expandable } = state.ranges[&range.base];
+        let Reserved { owner, stream, is_expandable, is_stitched } = state.ranges[&range.base];
+        if is_stitched {
+            return;
+        }
         let address = DeviceAddress(range.base.0 + offset_bytes);
         state.changes.push(MemoryChange { is_mapped, owner, stream, is_expandable, address, size_bytes });
     }
@@ -102,6 +108,15 @@ impl Backend for NotingDevice {
 
     fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
         self.note(true, range, offset_bytes, size_bytes);
+        Ok(())
+    }
+
+    fn can_alias(&self) -> bool {
+        true
+    }
+
+    fn alias(&self, at: Place, _: Place, _: u64) -> Result<(), BackendError> {
+        self.0.borrow_mut().ranges.get_mut(&at.0.base).expect("reserved before").is_stitched = true;
         Ok(())
     }
 

@@ -56,6 +56,8 @@ pub(crate) struct AddressSpace {
     holes: Vec<u64>,
     /// The bytes that have memory; each lies in a range.
     mapped: IntervalMap<()>,
+    /// Pieces that have the memory of others: start → (end, where that memory was mapped first).
+    aliases: BTreeMap<u64, (u64, u64)>,
 }
 
 impl AddressSpace {
@@ -73,6 +75,7 @@ impl AddressSpace {
             ranges: BTreeMap::new(),
             holes: Vec::new(),
             mapped: IntervalMap::default(),
+            aliases: BTreeMap::new(),
         }
     }
 
@@ -149,9 +152,56 @@ impl AddressSpace {
         self.mapped.insert(start, end, ());
     }
 
-    /// Takes the memory away.
-    pub(crate) fn unmap(&mut self, start: u64, end: u64) {
+    /// Gives the bytes the memory of others.
+    pub(crate) fn alias(&mut self, start: u64, end: u64, source: u64) {
+        self.mapped.insert(start, end, ());
+        self.aliases.insert(start, (end, source));
+    }
+
+    /// Whether a byte has the memory of others.
+    pub(crate) fn is_alias(&self, start: u64, end: u64) -> bool {
+        self.pieces(start, end).next().is_some()
+    }
+
+    /// Whether others have the memory of a byte.
+    pub(crate) fn has_alias(&self, start: u64, end: u64) -> bool {
+        self.aliases.iter().any(|(&alias, &(alias_end, source))| source < end && start < source + (alias_end - alias))
+    }
+
+    fn pieces(&self, start: u64, end: u64) -> impl Iterator<Item = (u64, u64, u64)> + '_ {
+        let before = self.aliases.range(..start).next_back();
+        let all = before.into_iter().chain(self.aliases.range(start..end));
+        all.map(|(&from, &(to, source))| (from, to, source)).filter(move |(from, to, _)| *from < end && start < *to)
+    }
+
+    /// Where the memory of mapped bytes was mapped first, part by part.
+    pub(crate) fn memory_of(&self, start: u64, end: u64) -> Vec<(u64, u64)> {
+        let mut parts = Vec::new();
+        let mut at = start;
+        for (from, to, source) in self.pieces(start, end) {
+            if at < from {
+                parts.push((at, from));
+            }
+            let (first, last) = (from.max(start), to.min(end));
+            parts.push((source + (first - from), source + (last - from)));
+            at = last;
+        }
+        if at < end {
+            parts.push((at, end));
+        }
+        parts
+    }
+
+    /// Takes the memory away. Returns how many bytes of it no other addresses have.
+    pub(crate) fn unmap(&mut self, start: u64, end: u64) -> u64 {
         self.mapped.remove(start, end);
+        let aliases: Vec<(u64, u64)> = self.pieces(start, end).map(|(from, to, _)| (from, to)).collect();
+        let mut own_bytes = end - start;
+        for (from, to) in aliases {
+            self.aliases.remove(&from);
+            own_bytes -= to - from;
+        }
+        own_bytes
     }
 }
 

@@ -22,6 +22,8 @@
 //! at most [`SimBackend::FRESH_BYTES_MAX`] bytes and no heap memory, and grows with what is live only: thousands of
 //! ranks fit a laptop.
 //!
+//! Aliases have the memory of what they name: a use by one address and a use by another race.
+//!
 //! What it leaves out: bytes have no contents, copies and graphs do not exist, and mappings are counted, not placed.
 
 use super::address_space::AddressSpace;
@@ -30,7 +32,7 @@ use super::random::mix;
 use super::timeline::{Race, Timeline};
 use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Range};
+use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Place, Range};
 use symmalloc_core::ids::StreamId;
 
 /// A simulated device of one rank: addresses, handles, event timing and faults come from its seed.
@@ -43,6 +45,7 @@ use symmalloc_core::ids::StreamId;
 pub struct SimBackend {
     granularity_bytes: u64,
     memory_bytes: u64,
+    can_alias: bool,
     handles: u64,
     state: Mutex<SimState>,
 }
@@ -52,6 +55,7 @@ pub struct SimBackend {
 pub(super) struct Sizes {
     pub(super) granularity_bytes: u64,
     pub(super) memory_bytes: u64,
+    pub(super) can_alias: bool,
 }
 
 #[derive(Debug)]
@@ -104,6 +108,8 @@ const INSIDE: &str = "what is mapped or unmapped lies inside of its range";
 const MAPPED_ONCE: &str = "a granule is mapped at most once";
 const MAPPED: &str = "only what is mapped is unmapped or used";
 const UNMAPPED_FIRST: &str = "everything is unmapped before its range is released";
+const PIECE: &str = "an alias has the memory of bytes that are mapped, and are no alias themselves";
+const ALIASES_FIRST: &str = "memory is unmapped after all of its aliases";
 const SYNCHRONIZED_FIRST: &str = "every stream that may still use the bytes is synchronised before they are unmapped";
 const LIVE_EVENT: &str = "an event is recycled once and not used afterwards";
 
@@ -113,9 +119,9 @@ impl SimBackend {
 
     /// A device without memory in use, whose raw stream handles come from a number.
     pub(super) fn new(sizes: Sizes, handles: u64, addresses: AddressSpace, timeline: Timeline, faults: Faults) -> Self {
-        let Sizes { granularity_bytes, memory_bytes } = sizes;
+        let Sizes { granularity_bytes, memory_bytes, can_alias } = sizes;
         let state = SimState { addresses, timeline, faults, mapped_bytes: 0, mapped_bytes_peak: 0 };
-        SimBackend { granularity_bytes, memory_bytes, handles, state: Mutex::new(state) }
+        SimBackend { granularity_bytes, memory_bytes, can_alias, handles, state: Mutex::new(state) }
     }
 
     /// A panic at a breach leaves the state as it was before the call, so a poisoned lock does no harm.
@@ -155,7 +161,9 @@ impl SimBackend {
             "breach of the backend contract in `submit`: {MAPPED} ({size_bytes} bytes at {:#x} on {stream})",
             address.0
         );
-        state.timeline.submit(stream, address.0, end)
+        let parts = state.addresses.memory_of(address.0, end);
+        let name = state.addresses.is_alias(address.0, end).then_some((address.0, end));
+        state.timeline.submit_parts(stream, &parts, name)
     }
 
     /// From now on calls fail as the rule says: calls of one kind, or (`None`) of any.
@@ -291,6 +299,33 @@ impl Backend for SimBackend {
         })
     }
 
+    fn can_alias(&self) -> bool {
+        self.can_alias
+    }
+
+    /// A call of the kind [`Call::Map`], as it is for a driver.
+    #[track_caller]
+    fn alias(&self, at: Place, source: Place, piece_bytes: u64) -> Result<(), BackendError> {
+        let call = Call::Map;
+        let part_from = |(_, offset): Place| offset..offset.saturating_add(piece_bytes);
+        let check = |state: &SimState| {
+            let (start, end) = self.part(state, call, at.0, part_from(at))?;
+            let (from, to) = self.part(state, call, source.0, part_from(source))?;
+            if state.addresses.is_any_mapped(start, end) {
+                return Err(breach(call, MAPPED_ONCE, format_args!("{piece_bytes} bytes at {start:#x}")));
+            }
+            match state.addresses.is_mapped(from, to) && !state.addresses.is_alias(from, to) {
+                true => Ok(()),
+                false => Err(breach(call, PIECE, format_args!("{piece_bytes} bytes at {from:#x}"))),
+            }
+        };
+        self.call(call, check, |state| {
+            let (start, source) = (at.0.base.0 + at.1, source.0.base.0 + source.1);
+            state.addresses.alias(start, start + piece_bytes, source);
+            Ok(())
+        })
+    }
+
     #[track_caller]
     fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
         let call = Call::Unmap;
@@ -300,6 +335,9 @@ impl Backend for SimBackend {
             if !state.addresses.is_mapped(start, end) {
                 return Err(breach(call, MAPPED, format_args!("bytes {part:?} at {:#x}", range.base.0)));
             }
+            if state.addresses.has_alias(start, end) {
+                return Err(breach(call, ALIASES_FIRST, format_args!("bytes {part:?} at {:#x}", range.base.0)));
+            }
             match state.timeline.pending_use(start, end) {
                 Some((at, stream)) => Err(breach(call, SYNCHRONIZED_FIRST, format_args!("{stream} uses {at:#x}"))),
                 None => Ok(()),
@@ -307,9 +345,8 @@ impl Backend for SimBackend {
         };
         self.call(call, check, |state| {
             let (start, end) = (range.base.0 + part.start, range.base.0 + part.end);
-            state.addresses.unmap(start, end);
+            state.mapped_bytes -= state.addresses.unmap(start, end);
             state.timeline.forget(start, end);
-            state.mapped_bytes -= size_bytes;
             Ok(())
         })
     }

@@ -16,6 +16,7 @@ pub struct SimBuilder {
     rank: u32,
     memory_bytes: u64,
     granularity_bytes: u64,
+    can_alias: bool,
     delays: Delays,
     addresses: Addresses,
     faults: Vec<(Option<Call>, FaultRule, Fault)>,
@@ -29,6 +30,7 @@ impl Default for SimBuilder {
             rank: 0,
             memory_bytes: 80 * GIB,
             granularity_bytes: 2 * MIB,
+            can_alias: true,
             delays: Delays::FromSeed,
             addresses: Addresses::default(),
             faults: Vec::new(),
@@ -58,6 +60,12 @@ impl SimBuilder {
     /// The unit of mapping, in bytes: a power of two from 512 to 1 GiB.
     pub fn granularity_bytes(mut self, granularity_bytes: u64) -> Self {
         self.granularity_bytes = granularity_bytes;
+        self
+    }
+
+    /// Whether memory can be mapped at several addresses, as it can unless this says otherwise.
+    pub fn can_alias(mut self, can_alias: bool) -> Self {
+        self.can_alias = can_alias;
         self
     }
 
@@ -101,7 +109,7 @@ impl SimBuilder {
             faults.add(call, rule, fault);
         }
         SimBackend::new(
-            Sizes { granularity_bytes, memory_bytes: self.memory_bytes },
+            Sizes { granularity_bytes, memory_bytes: self.memory_bytes, can_alias: self.can_alias },
             handles.clone().next_u64(),
             AddressSpace::new(addresses, granularity_bytes, self.addresses),
             Timeline::new(timeline, self.delays),

@@ -2,7 +2,7 @@
 //! takes longer than the allocator that calls it. Placements are the same on both, as on every device (rule D1).
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Range};
+use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Place, Range};
 use symmalloc_core::ids::StreamId;
 use symmalloc_core::units::MIB;
 
@@ -32,6 +32,14 @@ impl Backend for IdleBackend {
     }
 
     fn map(&self, _: Range, _: u64, _: u64) -> Result<(), BackendError> {
+        Ok(())
+    }
+
+    fn can_alias(&self) -> bool {
+        true
+    }
+
+    fn alias(&self, _: Place, _: Place, _: u64) -> Result<(), BackendError> {
         Ok(())
     }
 

@@ -242,10 +242,40 @@ impl Timeline {
     }
 
     /// Submits work that reads and writes the bytes.
-    pub(crate) fn submit(&mut self, stream: StreamId, start: u64, end: u64) -> Result<(), Race> {
-        let (start, end) = (start & !(UNIT_BYTES - 1), end.next_multiple_of(UNIT_BYTES));
-        let now = self.now;
+    #[cfg(test)]
+    fn submit(&mut self, stream: StreamId, start: u64, end: u64) -> Result<(), Race> {
+        self.submit_parts(stream, &[(start, end)], None)
+    }
+
+    /// Submits work that reads and writes memory, part by part, perhaps by another name that is remembered as well.
+    pub(crate) fn submit_parts(
+        &mut self,
+        stream: StreamId,
+        parts: &[(u64, u64)],
+        name: Option<(u64, u64)>,
+    ) -> Result<(), Race> {
         self.stream(stream);
+        let units = |&(start, end): &(u64, u64)| (start & !(UNIT_BYTES - 1), end.next_multiple_of(UNIT_BYTES));
+        for (start, end) in parts.iter().map(units) {
+            self.check(stream, start, end)?;
+        }
+        let now = self.now;
+        let state = self.stream(stream);
+        state.work(now);
+        state.open = true;
+        let epoch = state.epoch;
+        for (start, end) in parts.iter().chain(&name).map(units) {
+            self.uses.insert(start, end, Use { stream, epoch });
+        }
+        if self.uses.len() >= self.sweep_at {
+            let host = &self.host;
+            self.uses.retain(|last| !host.covers(last.stream, last.epoch));
+            self.sweep_at = SWEEP_MIN.max(2 * self.uses.len());
+        }
+        Ok(())
+    }
+
+    fn check(&self, stream: StreamId, start: u64, end: u64) -> Result<(), Race> {
         let clock = &self.streams[&stream].clock;
         let ordered = |earlier: Use| {
             earlier.stream == stream
@@ -259,16 +289,6 @@ impl Timeline {
                 stream,
                 earlier_stream: part.value.stream,
             });
-        }
-        let state = self.stream(stream);
-        state.work(now);
-        state.open = true;
-        let epoch = state.epoch;
-        self.uses.insert(start, end, Use { stream, epoch });
-        if self.uses.len() >= self.sweep_at {
-            let host = &self.host;
-            self.uses.retain(|last| !host.covers(last.stream, last.epoch));
-            self.sweep_at = SWEEP_MIN.max(2 * self.uses.len());
         }
         Ok(())
     }

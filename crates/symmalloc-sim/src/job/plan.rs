@@ -148,8 +148,9 @@ fn with_default_pool(config: &Config, pool: &PoolConfig) -> Config {
     config.to_builder().default_pool(pool.clone()).build().expect("each part is valid, and so is the whole")
 }
 
+/// A symmetric pool is not stitched.
 fn symmetric(pool: &PoolConfig) -> PoolConfig {
-    pool.to_builder().symmetric(true).build().expect("it was valid before")
+    pool.to_builder().stitching(None).symmetric(true).build().expect("it was valid before")
 }
 
 /// How many ranks meet something, of one hundred.

@@ -3,6 +3,7 @@
 //! A rank that logs, keeps a cache, or runs an evaluation is no other program: no symmetric heap may notice. What a rank
 //! makes for itself comes after everything that the program makes, so that the program's ids are the same everywhere.
 
+use super::swarm::small_stitching;
 use crate::device::{Race, SimBackend, SplitMix64};
 use crate::job::device_work;
 use symmalloc_core::config::{PoolConfig, StreamPolicy};
@@ -50,7 +51,8 @@ impl PrivateWork {
         if self.pools.is_empty() || self.pools.len() < OWN_MAX && self.random.below(50) == 0 {
             let streams = if self.random.below(2) == 0 { StreamPolicy::Separate } else { StreamPolicy::Shared };
             let builder = PoolConfig::builder().streams(streams);
-            let builder = if self.random.below(2) == 0 { builder.fixed() } else { builder };
+            let is_fixed = self.random.below(2) == 0;
+            let builder = if is_fixed { builder.fixed() } else { builder.stitching(Some(small_stitching())) };
             self.pools.extend(builder.build().ok().and_then(|config| allocator.create_pool(config).ok()));
             return Ok(());
         }

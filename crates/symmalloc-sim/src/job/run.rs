@@ -315,7 +315,15 @@ impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
     fn restart(&mut self, seats: &BTreeMap<usize, LayoutSource>, stretches: usize) -> Result<(), Failed> {
         let job = self.job;
         let reference = self.seats[self.reference].0.as_deref().expect("nothing happens to the reference");
-        let checkpoint = Checkpoint::take(job, reference, stretches).expect("its driver takes everything back");
+        let Some(checkpoint) = Checkpoint::take(job, reference, stretches) else {
+            // A pool with stitched ranges has no layout: who would start again from that of the reference leaves.
+            for (seat, _) in seats.iter().filter(|(_, source)| **source == LayoutSource::Reference) {
+                let Some(rank) = self.seats[*seat].0.take() else { continue };
+                self.outcome.left += 1;
+                self.count(&rank);
+            }
+            return Ok(());
+        };
         let expected = reference.digests(job);
         for (seat, source) in seats {
             let Some(rank) = self.seats[*seat].0.take() else { continue };

@@ -8,7 +8,8 @@ use crate::device::SplitMix64;
 use crate::job::context::{Purpose, sequence};
 use crate::job::steps::JobStep;
 use symmalloc_core::config::{
-    Config, ExpandableSegments, FixedSegments, PoolConfig, Reclaim, RoundupPower2Divisions, SegmentPolicy, StreamPolicy,
+    Config, ExpandableSegments, FixedSegments, PoolConfig, Reclaim, RoundupPower2Divisions, SegmentPolicy, Stitching,
+    StreamPolicy,
 };
 use symmalloc_core::units::{KIB, MIB};
 use symmalloc_core::{AllocationId, Op, PoolId, StreamId};
@@ -116,16 +117,28 @@ fn pool_config(random: &mut SplitMix64) -> PoolConfig {
         _ => SegmentPolicy::Reserved { segment_bytes: pick(random, &[48 * MIB, 256 * MIB]) },
     };
     let divisions = RoundupPower2Divisions::uniform(pick(random, &[0, 0, 0, 4, 8])).expect("a power of two");
+    let streams = pick(random, &[StreamPolicy::Separate, StreamPolicy::Separate, StreamPolicy::Shared]);
+    let is_symmetric = random.below(4) > 0;
+    let may_stitch = !is_symmetric && matches!(&segments, SegmentPolicy::Expandable(_));
     PoolConfig::builder()
         .segments(segments)
-        .streams(pick(random, &[StreamPolicy::Separate, StreamPolicy::Separate, StreamPolicy::Shared]))
-        .symmetric(random.below(4) > 0)
+        .streams(streams)
+        .symmetric(is_symmetric)
+        .stitching(may_stitch.then(small_stitching))
         .limit_bytes(pick(random, &[None, None, None, Some(40 * MIB), Some(100 * MIB)]))
         .reclaim(pick(random, &[Reclaim::Heap, Reclaim::Pool, Reclaim::Never]))
         .release_threshold_bytes(pick(random, &[None, None, None, Some(24 * MIB)]))
         .roundup_power2_divisions(divisions)
         .build()
         .expect("in range")
+}
+
+/// Bounds that a job of a few MiB comes to.
+pub(super) fn small_stitching() -> Stitching {
+    let mut stitching = Stitching::default();
+    (stitching.granule_bytes, stitching.least_bytes) = (2 * MIB, 3 * MIB);
+    (stitching.maps_max, stitching.aliases_max) = (24, 40);
+    stitching
 }
 
 /// Which threads do what.

@@ -42,10 +42,14 @@ impl fmt::Display for PoolConfig {
         };
         write!(f, ",reclaim:{reclaim}")?;
         write_divisions(f, self.roundup_power2_divisions())?;
-        match self.plan() {
-            PlanPolicy::Off => Ok(()),
-            PlanPolicy::Learn => write!(f, ",plan:{}", PLAN[1]),
+        if self.plan() == PlanPolicy::Learn {
+            write!(f, ",plan:{}", PLAN[1])?;
         }
+        let Some(stitching) = self.stitching() else { return Ok(()) };
+        write!(f, ",stitching:true")?;
+        write_bytes(f, "stitching_granule", Some(stitching.granule_bytes))?;
+        write_bytes(f, "stitching_least", Some(stitching.least_bytes))?;
+        write!(f, ",stitching_maps:{},stitching_aliases:{}", stitching.maps_max, stitching.aliases_max)
     }
 }
 

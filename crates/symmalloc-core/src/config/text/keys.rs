@@ -12,6 +12,11 @@ pub(super) enum Key {
     SegmentSize,
     Range,
     Growth,
+    Stitching,
+    StitchingGranule,
+    StitchingLeast,
+    StitchingMaps,
+    StitchingAliases,
     LargeSegmentSize,
     MaxSplitSize,
     MaxNonSplitRounding,
@@ -84,7 +89,7 @@ const fn word(words: &'static [&'static str], allowed: &'static str) -> Takes {
 }
 
 /// Keys that this library knows a meaning for.
-static MEANT: [Spelling; 29] = {
+static MEANT: [Spelling; 36] = {
     use Key::*;
     [
         spelling("segments", Segments, word(SEGMENTS, "fixed, expandable or reserved")),
@@ -95,6 +100,13 @@ static MEANT: [Spelling; 29] = {
         spelling("range_bytes", Range, Takes::Bytes(1)),
         spelling("growth_mb", Growth, Takes::Bytes(MIB)),
         spelling("growth_bytes", Growth, Takes::Bytes(1)),
+        spelling("stitching", Stitching, Takes::Flag),
+        spelling("stitching_granule_mb", StitchingGranule, Takes::Bytes(MIB)),
+        spelling("stitching_granule_bytes", StitchingGranule, Takes::Bytes(1)),
+        spelling("stitching_least_mb", StitchingLeast, Takes::Bytes(MIB)),
+        spelling("stitching_least_bytes", StitchingLeast, Takes::Bytes(1)),
+        spelling("stitching_maps", StitchingMaps, Takes::Count),
+        spelling("stitching_aliases", StitchingAliases, Takes::Count),
         spelling("large_segment_size_mb", LargeSegmentSize, Takes::Bytes(MIB)),
         spelling("large_segment_size_bytes", LargeSegmentSize, Takes::Bytes(1)),
         spelling("max_split_size_mb", MaxSplitSize, Takes::Bytes(MIB)),
@@ -161,7 +173,13 @@ impl Key {
     pub(super) fn segments(self) -> Option<usize> {
         match self {
             Key::LargeSegmentSize | Key::MaxSplitSize | Key::MaxNonSplitRounding => Some(FIXED),
-            Key::Range | Key::Growth => Some(EXPANDABLE),
+            Key::Range
+            | Key::Growth
+            | Key::Stitching
+            | Key::StitchingGranule
+            | Key::StitchingLeast
+            | Key::StitchingMaps
+            | Key::StitchingAliases => Some(EXPANDABLE),
             Key::SegmentSize => Some(RESERVED),
             _ => None,
         }

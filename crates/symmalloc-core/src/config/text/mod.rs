@@ -32,6 +32,7 @@ use crate::config::policy::{
     Config, ConfigError, ExpandableSegments, FixedSegments, PlanPolicy, PointerLookup, PoolConfig, Reclaim,
     SegmentPolicy, StreamPolicy,
 };
+use crate::config::stitching::Stitching;
 
 /// A configuration that was written for PyTorch.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -138,10 +139,26 @@ fn build_pool(settings: &mut Settings) -> Result<PoolConfig, ConfigTextError> {
     if let Some(divisions) = settings.divisions() {
         pool = pool.roundup_power2_divisions(divisions);
     }
-    pool.limit_bytes(settings.number(Key::Limit))
+    pool.stitching(build_stitching(settings))
+        .limit_bytes(settings.number(Key::Limit))
         .release_threshold_bytes(settings.number(Key::ReleaseThreshold))
         .build()
         .map_err(|source| out_of_range(settings, source))
+}
+
+/// A knob of stitching asks for it.
+fn build_stitching(settings: &Settings) -> Option<Stitching> {
+    let default = Stitching::default();
+    let number = |key, default| settings.number(key).unwrap_or(default);
+    let count = |key, default: u32| u32::try_from(number(key, default.into())).unwrap_or(u32::MAX);
+    let knobs = [Key::StitchingGranule, Key::StitchingLeast, Key::StitchingMaps, Key::StitchingAliases];
+    let is_on = settings.flag(Key::Stitching).unwrap_or(knobs.into_iter().any(|key| settings.find(key).is_some()));
+    is_on.then(|| Stitching {
+        granule_bytes: number(Key::StitchingGranule, default.granule_bytes),
+        least_bytes: number(Key::StitchingLeast, default.least_bytes),
+        maps_max: count(Key::StitchingMaps, default.maps_max),
+        aliases_max: count(Key::StitchingAliases, default.aliases_max),
+    })
 }
 
 fn build_segments(settings: &mut Settings) -> Result<SegmentPolicy, ConfigTextError> {
@@ -211,6 +228,7 @@ fn check_segment_keys(settings: &mut Settings, kind: usize) -> Result<(), Config
 /// others; the text as a whole is at fault then.
 fn out_of_range(settings: &Settings, source: ConfigError) -> ConfigTextError {
     let key = match source {
+        ConfigError::NotStitched { .. } => "stitching",
         ConfigError::OutOfRange { key, .. }
         | ConfigError::NotAMultiple { key, .. }
         | ConfigError::NotAPowerOfTwo { key, .. } => key,

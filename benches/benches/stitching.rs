@@ -1,0 +1,105 @@
+//! What stitching saves, and what it takes, on jobs whose steps are never the same twice (`varying`) and on the recorded ones.
+//!
+//! Counts on a simulated device, the same on every machine and at every run. A job is carried out six times on one allocator: the
+//! generated ones with other steps in each pass, and again with the same ones. Peaks are over the peak of what is live, as
+//! requested. Times are computed: a granule takes 45 us to map a second time, whatever its size (`docs/efficiency.md`).
+//!
+//! `cargo bench -p symmalloc-benches --bench stitching`; a word keeps the jobs that contain it, and `--with=` replaces the
+//! configurations. With `--test` short jobs, and it fails if stitching saves nothing.
+
+use std::env;
+use symmalloc_benches::metered::Metered;
+use symmalloc_benches::varying;
+use symmalloc_benches::workload::{Step, Workload};
+use symmalloc_core::{Allocator, Config, PoolId};
+use symmalloc_harness::jobs;
+
+const MIB: u64 = 1 << 20;
+const PASSES: usize = 6;
+const MAP_US: f64 = 45.0;
+
+const CONFIGS: [&str; 6] = [
+    "streams:separate",
+    "streams:shared",
+    "streams:shared,stitching:true",
+    "streams:shared,stitching:true,stitching_granule_mb:4",
+    "streams:shared,stitching:true,stitching_granule_mb:8",
+    "streams:shared,stitching:true,stitching_granule_mb:20,stitching_least_mb:80",
+];
+
+fn main() {
+    let is_test = env::args().any(|arg| arg == "--test");
+    let filter = env::args().skip(1).find(|arg| !arg.starts_with('-')).unwrap_or_default();
+    let with: Vec<String> = env::args().filter_map(|arg| Some(arg.strip_prefix("--with=")?.to_owned())).collect();
+    let configs = if with.is_empty() { CONFIGS.map(str::to_owned).to_vec() } else { with };
+    for name in varying::JOBS.into_iter().filter(|name| name.contains(&filter)) {
+        let steps = if is_test { 4 } else { 50 };
+        let fresh: Vec<Workload> = (0..PASSES as u64).map(|pass| varying::job(name, pass, steps)).collect();
+        let same = vec![fresh[0].clone(); PASSES];
+        let ratios = table(&format!("{name}, every pass other steps"), &fresh, &configs);
+        table(&format!("{name}, every pass the same steps"), &same, &configs);
+        assert!(!is_test || ratios[2] >= ratios[1], "{name}: stitching costs memory");
+    }
+    for name in jobs::JOBS.into_iter().filter(|name| !is_test && name.contains(&filter)) {
+        table(name, &vec![Workload::from(&jobs::program(name)); PASSES], &configs);
+    }
+}
+
+/// Prints a row for each configuration. Returns live over reserved after all passes.
+fn table(name: &str, passes: &[Workload], configs: &[String]) -> Vec<f64> {
+    let live_bytes = passes.iter().map(Workload::live_bytes_peak).max().unwrap_or(0);
+    println!("\n## {name}\n\n{} MiB live at most, {} ops in the first pass\n", live_bytes / MIB, passes[0].len());
+    println!(
+        "| configuration | live / reserved, first pass | all | granules mapped again, by pass | us per op, first | last |"
+    );
+    println!("|---|---|---|---|---|---|");
+    let mut ratios = Vec::new();
+    for text in configs {
+        let run = carry_out(text, passes);
+        let first = passes[0].live_bytes_peak() as f64 / run.peaks[0] as f64;
+        let all = live_bytes as f64 / run.peaks[PASSES - 1] as f64;
+        let us_per_op = |pass: usize| run.aliases[pass] as f64 * MAP_US / passes[pass].len() as f64;
+        let (begin, end) = (us_per_op(0), us_per_op(PASSES - 1));
+        println!("| {text} | {first:.3} | {all:.3} | {:?} | {begin:.1} | {end:.1} |", run.aliases);
+        ratios.push(all);
+    }
+    ratios
+}
+
+/// By pass: the peak of what was reserved so far, and the granules that were mapped a second time.
+struct Run {
+    peaks: Vec<u64>,
+    aliases: Vec<u64>,
+}
+
+fn carry_out(text: &str, passes: &[Workload]) -> Run {
+    let config: Config = text.parse().unwrap_or_else(|error| panic!("{text}: {error}"));
+    let allocator: Allocator<Metered> = Allocator::new(Metered::new(20 * MIB), config).expect("a valid granularity");
+    let streams = passes.iter().map(Workload::streams).max().unwrap_or(0);
+    for _ in 0..streams {
+        allocator.register_stream().expect("few");
+    }
+    let mut run = Run { peaks: Vec::new(), aliases: Vec::new() };
+    for pass in passes {
+        let before = allocator.backend().asked();
+        let mut handles = vec![None; pass.allocations()];
+        for step in pass.steps() {
+            match *step {
+                Step::Allocate { number, stream, size_bytes } => {
+                    let made = allocator.allocate(PoolId::DEFAULT, stream, size_bytes).expect("endless memory");
+                    handles[number as usize] = Some(made.handle);
+                }
+                Step::Free { number, .. } => {
+                    allocator.free(handles[number as usize].expect("allocated")).expect("live");
+                }
+                Step::RecordUse { number, stream } => {
+                    allocator.record_use(handles[number as usize].expect("allocated"), stream).expect("live");
+                }
+            }
+        }
+        allocator.check().expect("sound");
+        run.peaks.push(allocator.stats().reserved_bytes.peak);
+        run.aliases.push(allocator.backend().asked().since(before).aliases);
+    }
+    run
+}

@@ -1,0 +1,372 @@
+//! Stitching: large blocks out of free pieces. What the oracle decides, and what it cannot see: waits, calls, names, errors.
+
+use std::collections::BTreeSet;
+use symmalloc_core::backend::Backend;
+use symmalloc_core::config::{Config, ConfigError, PoolConfig, Stitching};
+use symmalloc_core::config_text::ConfigTextError;
+use symmalloc_core::errors::AllocateError;
+use symmalloc_core::lock::{Exclusive, Shared};
+use symmalloc_core::report::{BlockStateSnapshot, SegmentSnapshot};
+use symmalloc_core::restore::{LayoutError, RestoreError};
+use symmalloc_core::units::MIB;
+use symmalloc_core::{Allocation, Allocator, PoolId, StreamId};
+use symmalloc_harness::checker::{compare_with_oracle, decisions};
+use symmalloc_harness::generate::Scenario;
+use symmalloc_harness::hooked::{DeviceCall, Hooked};
+use symmalloc_sim::{Call, Fault, FaultRule, SimBackend};
+
+const POOL: PoolId = PoolId::DEFAULT;
+
+fn config(more: &str) -> Config {
+    let text = format!("stitching:true,stitching_granule_mb:2,stitching_least_mb:4{more}");
+    text.parse().unwrap_or_else(|error| panic!("{text}: {error}"))
+}
+
+struct Job<B: Backend> {
+    allocator: Allocator<B>,
+    streams: Vec<StreamId>,
+}
+
+impl<B: Backend> Job<B> {
+    fn new(backend: B, more: &str) -> Self {
+        let allocator: Allocator<B> = Allocator::new(backend, config(more)).expect("valid");
+        let streams = (0..3).map(|_| allocator.register_stream().expect("few")).collect();
+        Job { allocator, streams }
+    }
+
+    fn allocate(&self, stream: usize, mib: u64) -> Allocation {
+        self.allocator.allocate(POOL, self.streams[stream], mib * MIB).expect("memory")
+    }
+
+    fn free(&self, allocation: Allocation) {
+        self.allocator.free(allocation.handle).expect("live");
+        self.allocator.check().expect("sound");
+    }
+
+    /// Blocks of 4 MiB side by side, every second of which is free.
+    fn pieces(&self, stream: usize, free: usize) -> Vec<Allocation> {
+        let blocks: Vec<Allocation> = (0..2 * free).map(|_| self.allocate(stream, 4)).collect();
+        let (free, kept): (Vec<_>, Vec<_>) = blocks.into_iter().enumerate().partition(|(at, _)| at % 2 == 1);
+        free.into_iter().for_each(|(_, block)| self.free(block));
+        kept.into_iter().map(|(_, block)| block).collect()
+    }
+
+    fn reserved_mib(&self) -> u64 {
+        self.allocator.stats().reserved_bytes.current / MIB
+    }
+
+    fn stitched(&self) -> Vec<SegmentSnapshot> {
+        let segments = self.allocator.snapshot().segments.into_iter();
+        segments.filter(|segment| segment.mapped_bytes == 0).collect()
+    }
+}
+
+fn device() -> SimBackend {
+    SimBackend::builder().build()
+}
+
+#[test]
+fn a_block_of_free_pieces_takes_no_memory_and_what_recurs_takes_no_map() {
+    let device = device();
+    let job = Job::new(&device, "");
+    let _kept = job.pieces(0, 4);
+    let maps = || device.calls().of(Call::Map);
+    let before = maps();
+    let mut whole = job.allocate(0, 12);
+    assert_eq!((whole.placement.segment.0, whole.placement.offset_bytes), (1, 0));
+    assert_eq!((job.reserved_mib(), device.mapped_bytes() / MIB, maps() - before), (32, 32, 6));
+    for round in 0..20 {
+        job.free(whole);
+        if round % 2 == 1 {
+            // Of the same pieces and one more: the first range's are free at home then, and the second range is made, once.
+            let larger = job.allocate(0, 14);
+            assert_eq!(larger.placement.segment.0, 2, "round {round}");
+            job.free(larger);
+        }
+        whole = job.allocate(0, 11);
+        assert_eq!(whole.placement.segment.0, if round == 0 { 1 } else { 2 }, "round {round}: what is free as it is");
+        device.submit(job.streams[0], whole.address, 11 * MIB).expect("ordered");
+    }
+    assert_eq!((job.reserved_mib(), maps() - before), (32, 6 + 7), "nothing was mapped twice");
+}
+
+#[test]
+fn of_ranges_whose_pieces_are_free_the_oldest_is_taken() {
+    let device = device();
+    let job = Job::new(&device, "");
+    let blocks: Vec<Allocation> = [4; 8].into_iter().chain([2; 12]).map(|mib| job.allocate(0, mib)).collect();
+    let _end = job.allocate(0, 2);
+    [0, 2, 4, 6].into_iter().for_each(|at| job.free(blocks[at]));
+    let ranges = [job.allocate(0, 8), job.allocate(0, 8)];
+    (8..20).step_by(2).for_each(|at| job.free(blocks[at]));
+    ranges.into_iter().for_each(|range| job.free(range));
+    // The smallest pieces are taken first, and all others go home.
+    let other = job.allocate(0, 12);
+    let maps = device.calls().of(Call::Map);
+    let again = job.allocate(0, 7);
+    assert_eq!((other.placement.segment.0, again.placement), (3, ranges[0].placement));
+    assert_eq!(device.calls().of(Call::Map), maps);
+}
+
+#[test]
+fn memory_grows_by_what_is_missing_and_no_more() {
+    let job = Job::new(device(), "");
+    let _kept = job.pieces(0, 3);
+    assert_eq!(job.reserved_mib(), 24);
+    // 12 MiB are free, of which 4 are at the end.
+    let _whole = job.allocate(0, 17);
+    assert_eq!(job.reserved_mib(), 24 + 6);
+    let segments = job.stitched();
+    assert_eq!(segments.len(), 1);
+    let sizes: Vec<(u64, bool)> = segments[0]
+        .blocks
+        .iter()
+        .map(|block| (block.size_bytes / MIB, matches!(block.state, BlockStateSnapshot::Allocated { .. })))
+        .collect();
+    assert_eq!(sizes, [(17, true), (1, false)], "what is left of the last granule is free");
+    // It is free memory like any other.
+    let small = job.allocate(0, 1);
+    assert_eq!((small.placement.segment.0, job.reserved_mib()), (1, 30));
+}
+
+#[test]
+fn what_growing_needs_anyway_is_not_stitched() {
+    let device = device();
+    let job = Job::new(&device, "");
+    let first = job.allocate(0, 8);
+    job.free(first);
+    let second = job.allocate(0, 20);
+    assert_eq!((second.placement.segment.0, job.stitched().len(), job.reserved_mib()), (0, 0, 20));
+    let _kept = job.pieces(0, 2);
+    // Fewer bytes than `stitching_least`, and more granules than `stitching_maps`.
+    let little = job.allocator.allocate(POOL, job.streams[0], 4 * MIB - 512).expect("memory");
+    assert_eq!(little.placement.segment.0, 0);
+    let bounded = Job::new(&device, ",stitching_maps:3");
+    let _kept = bounded.pieces(0, 4);
+    let large = bounded.allocate(0, 8);
+    assert_eq!((large.placement.segment.0, bounded.reserved_mib()), (0, 36));
+}
+
+#[test]
+fn a_stitched_block_waits_for_the_users_of_all_its_pieces() {
+    for streams in ["separate", "shared"] {
+        let device = device();
+        let job = Job::new(&device, &format!(",streams:{streams}"));
+        let blocks: Vec<Allocation> = (0..6).map(|_| job.allocate(0, 4)).collect();
+        for (at, block) in blocks.iter().enumerate() {
+            device.submit(job.streams[0], block.address, 4 * MIB).expect("first use");
+            let user = job.streams[1 + at % 2];
+            let event = device.record(job.streams[0]).expect("no faults");
+            device.wait(user, event).expect("no faults");
+            device.recycle(event);
+            job.allocator.record_use(block.handle, user).expect("live");
+            device.submit(user, block.address, 4 * MIB).expect("it waited");
+        }
+        [1, 3, 4].into_iter().for_each(|at| job.free(blocks[at]));
+        let taker = usize::from(streams == "shared") * 2;
+        let whole = job.allocate(taker, 12);
+        assert_eq!(whole.placement.segment.0, 1, "{streams}");
+        device.submit(job.streams[taker], whole.address, 12 * MIB).expect("it waits for all");
+        // And back: who gets a piece at home waits for who had the whole.
+        job.free(whole);
+        let larger = job.allocate(0, 40);
+        let pieces = [job.allocate(0, 4), job.allocate(0, 7)];
+        for piece in pieces {
+            device.submit(job.streams[0], piece.address, piece.size_bytes).expect("it waits");
+        }
+        assert_eq!(larger.placement.segment.0, 2);
+    }
+}
+
+#[test]
+fn a_trim_unmaps_what_is_unused_and_gives_all_memory_back() {
+    let device = device();
+    let job = Job::new(&device, "");
+    let kept = job.pieces(0, 3);
+    let whole = job.allocate(0, 10);
+    device.submit(job.streams[0], whole.address, 10 * MIB).expect("ordered");
+    job.free(whole);
+    // A small block holds one granule of the range, and of the memory.
+    let small = job.allocator.allocate(POOL, job.streams[0], 10 * MIB - 512).expect("memory");
+    let rest = job.allocator.allocate(POOL, job.streams[0], 512).expect("memory");
+    assert_eq!((small.placement.segment.0, rest.placement.segment.0), (1, 1));
+    job.free(small);
+    assert_eq!(job.allocator.trim(None).expect("no faults") / MIB, 10);
+    assert_eq!((job.reserved_mib(), device.mapped_bytes() / MIB, job.stitched().len()), (14, 14, 1));
+    job.free(rest);
+    kept.into_iter().for_each(|block| job.free(block));
+    assert_eq!(job.allocator.trim(None).expect("no faults") / MIB, 14);
+    assert_eq!((job.reserved_mib(), device.leaks().is_empty()), (0, true));
+}
+
+#[test]
+fn only_a_trim_and_too_many_ranges_wait_on_the_host() {
+    let device = device();
+    let job = Job::new(&device, ",stitching_maps:8,stitching_aliases:24");
+    let _kept = job.pieces(0, 6);
+    let waits = || device.calls().of(Call::Synchronize);
+    let mut made = BTreeSet::new();
+    let mut waited = 0;
+    for round in 0..12 {
+        let before = waits();
+        // The blocks that stay in between make each range another one.
+        let spacer = job.allocate(0, 1 + round % 4);
+        let whole = job.allocate(0, 6 + 2 * (round % 6));
+        device.submit(job.streams[0], whole.address, whole.size_bytes).expect("ordered");
+        made.insert(whole.placement.segment);
+        job.free(whole);
+        job.free(spacer);
+        waited += u64::from(waits() > before);
+        let aliases: u64 = job.stitched().iter().map(|segment| segment.size_bytes / (2 * MIB)).sum();
+        assert!(aliases <= 24, "round {round}: {aliases}");
+    }
+    assert!(made.len() > 4 && waited > 0 && waited < 6, "{made:?}, {waited}");
+}
+
+#[test]
+fn a_refused_map_takes_nothing_and_the_digest_says_so() {
+    let run = |fail: Option<u64>| {
+        let device = device();
+        let job = Job::new(&device, "");
+        let _kept = job.pieces(0, 3);
+        let maps = device.calls().of(Call::Map);
+        if let Some(nth) = fail {
+            device.inject(Some(Call::Map), FaultRule::At { ordinal: maps + nth }, Fault::Refused);
+        }
+        let made = job.allocator.allocate(POOL, job.streams[0], 10 * MIB);
+        job.allocator.check().expect("sound");
+        let digest = job.allocator.digest(POOL).expect("there");
+        assert_eq!((job.reserved_mib(), device.mapped_bytes() / MIB), (24, 24));
+        let made = made.or_else(|error| {
+            assert!(matches!(error, AllocateError::Fence { .. }), "{error}");
+            assert_eq!(job.stitched().len(), 0);
+            job.allocator.allocate(POOL, job.streams[0], 10 * MIB)
+        });
+        (made.expect("the second attempt").placement, digest)
+    };
+    let (placement, digest) = run(None);
+    for nth in 0..5 {
+        let (again, other) = run(Some(nth));
+        assert_eq!(again, placement);
+        assert_ne!(other, digest);
+    }
+}
+
+#[test]
+fn a_backend_that_cannot_alias_serves_the_same_requests_without() {
+    let plain = |backend| {
+        let job = Job::new(backend, "");
+        let _kept = job.pieces(0, 3);
+        let whole = job.allocate(0, 10);
+        let config = job.allocator.pool_config(POOL).expect("there").clone();
+        (whole.placement.segment.0, config.stitching().cloned(), job.allocator.digest(POOL).expect("there"))
+    };
+    let (segment, stitching, digest) = plain(SimBackend::builder().can_alias(false).build());
+    assert_eq!((segment, stitching), (0, None));
+    let (segment, stitching, other) = plain(device());
+    assert_eq!((segment, stitching.is_some()), (1, true));
+    assert_ne!(digest, other, "what a backend can do is in the digest");
+}
+
+#[test]
+fn what_is_registered_or_fixed_is_not_stitched() {
+    let stitching = Some(Stitching::default());
+    let symmetric = PoolConfig::builder().symmetric(true).stitching(stitching.clone()).build();
+    assert_eq!(symmetric, Err(ConfigError::NotStitched { symmetric: true }));
+    for builder in [PoolConfig::builder().fixed(), PoolConfig::builder().reserved(MIB)] {
+        let refused = builder.stitching(stitching.clone()).build();
+        assert_eq!(refused, Err(ConfigError::NotStitched { symmetric: false }));
+    }
+    let refused = |text: &str| text.parse::<PoolConfig>().expect_err(text);
+    assert!(matches!(refused("stitching:true,symmetric:true"), ConfigTextError::OutOfRange { offset: 0, .. }));
+    assert!(matches!(refused("segments:fixed,stitching:true"), ConfigTextError::OtherSegments { offset: 15, .. }));
+    let asked = |text: &str| text.parse::<PoolConfig>().expect("valid").stitching().cloned();
+    assert_eq!(asked("stitching_least_mb:8").map(|stitching| stitching.least_bytes), Some(8 * MIB));
+    assert_eq!((asked("stitching:false,stitching_least_mb:8"), asked("")), (None, None));
+    assert!(matches!(refused("stitching:true,stitching_maps:0"), ConfigTextError::OutOfRange { offset: 15, .. }));
+    let text = "segments:expandable,range_mb:524288,growth_mb:2,streams:separate,symmetric:false,reclaim:heap,stitching:true,\
+                stitching_granule_mb:20,stitching_least_mb:16,stitching_maps:1024,stitching_aliases:65536";
+    assert_eq!("stitching:true,stitching_granule_mb:20".parse::<PoolConfig>().expect("valid").to_string(), text);
+    assert_eq!(text.parse::<PoolConfig>().expect("canonical").to_string(), text);
+}
+
+#[test]
+fn a_pool_with_stitched_ranges_has_no_layout_until_it_is_trimmed() {
+    let job = Job::new(device(), "");
+    let _kept = job.pieces(0, 3);
+    let saved = job.allocator.save_layout(POOL).expect("nothing is stitched yet");
+    let whole = job.allocate(0, 10);
+    assert_eq!(job.allocator.save_layout(POOL).expect_err("stitched"), LayoutError::Stitched { pool: POOL });
+    job.free(whole);
+    assert_eq!(job.allocator.save_layout(POOL).expect_err("kept"), LayoutError::Stitched { pool: POOL });
+    let refused = job.allocator.restore_layout(POOL, &saved).expect_err("kept");
+    assert_eq!(refused, RestoreError::Stitched { pool: POOL, stream: Some(job.streams[0]) });
+    job.allocator.trim(None).expect("no faults");
+    job.allocator.save_layout(POOL).expect("forgotten");
+}
+
+#[test]
+fn nothing_is_stitched_while_somebody_observes() {
+    let device = device();
+    let job = Job::new(&device, "");
+    let _kept = job.pieces(0, 3);
+    let (observer, _) = job.allocator.observe(POOL).expect("there");
+    let whole = job.allocate(0, 10);
+    assert_eq!(whole.placement.segment.0, 0);
+    job.free(whole);
+    job.allocator.forget(observer).expect("no faults");
+    let whole = job.allocate(0, 20);
+    assert_eq!(whole.placement.segment.0, 1);
+    // It is there before the next observer, who is told of memory at home only.
+    let (observer, births) = job.allocator.observe(POOL).expect("there");
+    assert_eq!(births.iter().map(|event| event.size_bytes / MIB).collect::<Vec<_>>(), [job.reserved_mib(), 0]);
+    job.free(whole);
+    job.allocator.trim(None).expect("no faults");
+    job.allocator.check().expect("sound");
+    job.allocator.forget(observer).expect("no faults");
+    job.allocator.trim(None).expect("no faults");
+    assert_eq!((job.reserved_mib(), job.stitched().len()), (12, 0));
+}
+
+/// Programs of large blocks in a pool that stitches: as the oracle decides, on ranks of other addresses, timing and locks alike.
+#[test]
+fn generated_programs_are_stitched_alike_everywhere() {
+    let (mut stitched, mut again, mut forgotten) = (0, 0, 0);
+    for seed in 0..200 {
+        let mut bytes: Vec<u8> =
+            (0..).map(|at| symmalloc_sim::SplitMix64::new(seed << 20 | at).next_u64() as u8).take(1200).collect();
+        // Granules of 512 bytes to 4 MiB, no limit over all; expandable, stitched, and not symmetric.
+        (bytes[2], bytes[3], bytes[6]) = (0, bytes[3] | 0x80, 0);
+        bytes[7] &= 0b0011_0001;
+        let scenario = Scenario::from_bytes(&bytes);
+        assert!(scenario.config.default_pool().stitching().is_some());
+        let device = scenario.device(seed);
+        let expected = compare_with_oracle(&scenario, &device);
+        let other = scenario.device(seed + 1000);
+        assert_eq!(decisions::<Shared>(&scenario, &other, |_, _, _, _| {}), expected, "seed {seed}");
+        let mut seen: BTreeSet<(Option<StreamId>, u32)> = BTreeSet::new();
+        let calls = std::cell::Cell::new(0);
+        let count = |call| calls.set(calls.get() + u64::from(matches!(call, DeviceCall::Alias { .. })));
+        let hooked = Hooked { inner: scenario.device(seed), hook: count };
+        let allocator: Allocator<_, Exclusive> = Allocator::new(&hooked, scenario.config.clone()).expect("valid");
+        let mut run = symmalloc_harness::run::Run::new(&allocator, &scenario);
+        for index in 0..scenario.program.ops().len() {
+            let before = calls.get();
+            let placed = run.step(index).ok().flatten();
+            let snapshot = allocator.snapshot();
+            let live: BTreeSet<_> = snapshot
+                .segments
+                .iter()
+                .filter(|segment| segment.pool == POOL && segment.mapped_bytes == 0)
+                .map(|segment| (segment.stream, segment.segment.0))
+                .collect();
+            forgotten += seen.difference(&live).count();
+            stitched += live.difference(&seen).count();
+            let is_stitched =
+                |placement: symmalloc_core::Placement| seen.iter().any(|(_, id)| *id == placement.segment.0);
+            again += usize::from(before == calls.get() && placed.is_some_and(|made| is_stitched(made.placement)));
+            seen = live;
+        }
+    }
+    assert!(stitched > 300 && again > 300 && forgotten > 100, "{stitched} {again} {forgotten}");
+}
