@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-ALLOCATORS = ("native", "expandable", "symmalloc", "planned")
+ALLOCATORS = ("native", "expandable", "symmalloc", "planned", "stitched")
 # Those that are ours, with what is added to their configuration.
-OURS = {"symmalloc": None, "planned": "plan:learn"}
+OURS = {"symmalloc": None, "planned": "plan:learn", "stitched": "stitching:true"}
 
 
 @dataclass(frozen=True)
