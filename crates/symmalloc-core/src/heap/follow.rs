@@ -209,7 +209,8 @@ impl<L: Lock> Heap<L> {
         {
             // Other ranks may follow the plan: the digest says that this one does not.
             self.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
-            tracing::warn!(name: "plan.unordered", target: "symmalloc", pool = self.identity.pool.0, %error);
+            let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
+            tracing::warn!(name: "plan.unordered", target: "symmalloc", pool, stream, %error);
             self.differ(DifferenceCause::Driver);
         }
     }
@@ -229,7 +230,7 @@ impl<L: Lock> Heap<L> {
             self.fold_refusal(mark, plans.streams[0], plans.memory_bytes());
             let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
             let size_bytes = plans.memory_bytes();
-            tracing::warn!(name: "plan.refused", target: "symmalloc", pool, stream, size_bytes, ?shortage);
+            tracing::warn!(name: "plan.refused", target: "symmalloc", pool, stream, size_bytes, cause = ?shortage);
             self.follower.as_deref_mut().expect("there is a plan").give_up();
             DifferenceCause::Memory
         })
