@@ -1,9 +1,10 @@
 //! Steps that follow plans: what is placed where, what a difference does, and what is learned.
 
 use proptest::prelude::*;
-use symmalloc_core::lock::{Exclusive, Shared};
+use symmalloc_core::lock::Exclusive;
 use symmalloc_harness::steps::{StepScenario, run};
-use symmalloc_sim::{Delays, SimBackend, SplitMix64};
+use symmalloc_harness::targets;
+use symmalloc_sim::{SimBackend, SplitMix64};
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(if symmalloc_harness::is_night() { 20_000 } else { 1_500 }))]
@@ -11,10 +12,7 @@ proptest! {
     /// Two ranks that have nothing in common but the program.
     #[test]
     fn steps_go_where_the_model_says_on_every_rank(bytes in prop::collection::vec(any::<u8>(), 4..180)) {
-        let scenario = StepScenario::from_bytes(&bytes);
-        let one = SimBackend::builder().seed(1).rank(0).delays(Delays::Immediate).build();
-        let other = SimBackend::builder().seed(2).rank(1).delays(Delays::UntilSynchronized).build();
-        prop_assert_eq!(run::<Exclusive>(&scenario, &one), run::<Shared>(&scenario, &other));
+        targets::steps(&bytes);
     }
 }
 
