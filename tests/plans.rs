@@ -1,7 +1,11 @@
 //! Steps that follow plans: what is placed where, what a difference does, and what is learned.
 
 use proptest::prelude::*;
+use symmalloc_core::config::{Config, PlanPolicy, PoolConfig};
 use symmalloc_core::lock::Exclusive;
+use symmalloc_core::restore::{LayoutError, RestoreError};
+use symmalloc_core::units::MIB;
+use symmalloc_core::{Allocator, PoolId};
 use symmalloc_harness::steps::{StepScenario, run};
 use symmalloc_harness::targets;
 use symmalloc_sim::{SimBackend, SplitMix64};
@@ -34,4 +38,31 @@ fn generated_steps_follow_and_leave_plans() {
     }
     println!("{steps} steps, {followed} followed, {left} left, {planned} planned, {learned} adopted");
     assert!(followed > steps / 4 && left > steps / 20 && planned > 3 * steps as u64 && learned > 100);
+}
+
+/// A restarted rank would have no step open, and would learn later than the others.
+#[test]
+fn a_pool_that_is_in_a_step_or_learns_has_no_layout_and_takes_none() {
+    let device = SimBackend::builder().build();
+    let pool = PoolConfig::builder().plan(PlanPolicy::Learn).build().expect("valid");
+    let config = Config::builder().default_pool(pool).build().expect("valid");
+    let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
+    let stream = allocator.register_stream().expect("few");
+    let pool = PoolId::DEFAULT;
+    let before = allocator.save_layout(pool).expect("it has learned nothing");
+    let is_refused = || {
+        let saved = allocator.save_layout(pool);
+        let restored = allocator.restore_layout(pool, &before);
+        matches!(saved, Err(LayoutError::Planned { .. })) && matches!(restored, Err(RestoreError::Planned { .. }))
+    };
+    for _ in 0..3 {
+        allocator.begin_step(pool, 0).expect("none is open");
+        assert!(is_refused(), "in a step");
+        let made = allocator.allocate(pool, stream, MIB).expect("there is memory");
+        allocator.free(made.handle).expect("live");
+        allocator.end_step(pool).expect("it is open");
+        assert!(is_refused(), "it has seen a step");
+    }
+    allocator.drop_plans(pool).expect("no step is open");
+    allocator.save_layout(pool).expect("all is forgotten");
 }
