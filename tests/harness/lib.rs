@@ -36,6 +36,11 @@ pub fn is_night() -> bool {
 #[doc = include_str!("../../README.md")]
 pub struct Readme;
 
+/// The example of the page on steps compiles and runs.
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/steps.md")]
+pub struct Steps;
+
 /// The example of the page on recording compiles.
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/recording.md")]

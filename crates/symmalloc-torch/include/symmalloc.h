@@ -67,7 +67,7 @@ enum symmalloc_status
    */
   SYMMALLOC_NCCL = 9,
   /**
-   * A file could not be written.
+   * A file could not be read or written.
    */
   SYMMALLOC_IO = 10,
   /**
@@ -307,6 +307,19 @@ symmalloc_status symmalloc_step_begin(struct symmalloc_allocator *allocator,
 symmalloc_status symmalloc_step_end(struct symmalloc_allocator *allocator,
                                     uint32_t pool,
                                     struct symmalloc_step_report *out);
+
+/**
+ * Adopts the plans that a file of `symmalloc plan -o FILE` has for a pool, plain or compressed. Later steps of their keys follow
+ * them. Streams have the numbers of their first use, so use each stream once before. `count` may be NULL; it says how many plans
+ * there are.
+ *
+ * # Safety
+ * `allocator` is live; `path` is a C string; `count` is NULL or valid for writing.
+ */
+symmalloc_status symmalloc_plans_adopt(struct symmalloc_allocator *allocator,
+                                       uint32_t pool,
+                                       const char *path,
+                                       uint32_t *count);
 
 /**
  * Gives the plans of a pool up. What they placed stays where it is.

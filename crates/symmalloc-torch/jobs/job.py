@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-ALLOCATORS = ("native", "expandable", "symmalloc", "planned")
+ALLOCATORS = ("native", "expandable", "async", "symmalloc", "planned", "stitched")
 # Those that are ours, with what is added to their configuration.
-OURS = {"symmalloc": None, "planned": "plan:learn"}
+OURS = {"symmalloc": None, "planned": "plan:learn", "stitched": "stitching:true,streams:shared"}
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ class Job:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if options.allocator == "expandable":
             os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        if options.allocator == "async":
+            os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "backend:cudaMallocAsync"
         import torch
 
         if options.allocator in OURS:

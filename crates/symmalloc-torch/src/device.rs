@@ -23,6 +23,7 @@ use crate::streams::{KnownStream, RawStream, StreamRegistry};
 use crate::trace;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::DeviceAddress;
@@ -30,6 +31,8 @@ use symmalloc_core::config::{Config, PointerLookup, PoolConfig};
 use symmalloc_core::errors::{AllocateError, FreeError, RecordUseError};
 use symmalloc_core::{Allocation, PoolId, SegmentPosition, SharedAllocator};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaError, DriverError, Pool};
+use symmalloc_import::compression;
+use symmalloc_trace::plan::{self, PlanTextError};
 
 /// The allocator of one device.
 pub struct DeviceAllocator {
@@ -348,6 +351,20 @@ impl DeviceAllocator {
         // SAFETY: the caller's contract.
         let stream = unsafe { self.stream(stream) }?.id;
         self.core().reserve(pool, stream, size_bytes).map_err(|error| self.refused(error))
+    }
+
+    /// Adopts the plans of a file for a pool. Returns how many there are.
+    pub(crate) fn adopt_plans(&self, pool: PoolId, path: &str) -> Result<u32, Error> {
+        let opened = compression::open(Path::new(path));
+        let opened = opened.map_err(|source| Error::OpenPlan { path: path.to_owned(), source })?;
+        let failed = |source: PlanTextError| Error::PlanFile { path: path.to_owned(), source: Box::new(source) };
+        let file = plan::read(opened).map_err(failed)?;
+        let mut count = 0;
+        for plan in file.plans_of(pool) {
+            self.core().adopt_plan(pool, plan.clone())?;
+            count += 1;
+        }
+        Ok(count)
     }
 
     /// Gives all free memory back but that of private pools in use. Returns the bytes that went back.

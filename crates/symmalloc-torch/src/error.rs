@@ -9,6 +9,7 @@ use symmalloc_core::plans::{PlanError, StepError};
 use symmalloc_core::recording::{RecordingError, StartRecordingError};
 use symmalloc_cuda::CudaError;
 use symmalloc_nccl::{AttachError, CommError, SyncError};
+use symmalloc_trace::plan::PlanTextError;
 use thiserror::Error;
 
 /// Why a call failed. What it was to change is as it was before.
@@ -101,6 +102,22 @@ pub(crate) enum Error {
     /// A plan cannot be adopted or dropped.
     #[error(transparent)]
     Plan(#[from] PlanError),
+    /// A plan file cannot be opened.
+    #[error("{path} cannot be opened: {source}")]
+    OpenPlan {
+        /// The file.
+        path: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// A plan file is none.
+    #[error("{path}: {source}")]
+    PlanFile {
+        /// The file.
+        path: String,
+        /// What is wrong with it.
+        source: Box<PlanTextError>,
+    },
     /// Memory could not go back.
     #[error(transparent)]
     Trim(#[from] TrimError),
@@ -179,7 +196,8 @@ impl Error {
             Error::Step(StepError::Unknown(error)) | Error::Plan(PlanError::Unknown(error)) => of_unknown(error),
             Error::Plan(PlanError::Memory(error)) => of_allocation(error),
             Error::Step(_) | Error::Plan(PlanError::StepOpen { .. }) => SYMMALLOC_INVALID_STATE,
-            Error::Plan(_) => SYMMALLOC_INVALID_SETTINGS,
+            Error::Plan(_) | Error::PlanFile { .. } => SYMMALLOC_INVALID_SETTINGS,
+            Error::OpenPlan { .. } => SYMMALLOC_IO,
             Error::Recording(_) => SYMMALLOC_INVALID_STATE,
             Error::Internal { .. } => SYMMALLOC_INTERNAL,
         }

@@ -25,7 +25,7 @@ pub enum symmalloc_status {
     SYMMALLOC_TRANSPORT = 8,
     /// libnccl cannot be used, or a call of it failed or took too long.
     SYMMALLOC_NCCL = 9,
-    /// A file could not be written.
+    /// A file could not be read or written.
     SYMMALLOC_IO = 10,
     /// The call does not fit what was called before: scopes that do not nest, settings after the first allocation.
     SYMMALLOC_INVALID_STATE = 11,

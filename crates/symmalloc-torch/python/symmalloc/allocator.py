@@ -127,6 +127,16 @@ class Allocator:
         differs_at = None if out.differs_at == NOWHERE else out.differs_at
         return StepReport(out.allocations, out.planned, out.plan_bytes, differs_at)
 
+    def adopt_plans(self, path: str | os.PathLike[str], pool: int = DEFAULT_POOL) -> int:
+        """Adopts the plans that a file of `symmalloc plan -o FILE` has for a pool. Returns how many.
+
+        Streams have the numbers of their first use: use each stream once before. Raises `InvalidSettings` for a file that is no
+        plan or a plan that does not fit, `OutOfMemory`, `InvalidState` while a step is open.
+        """
+        count = c_uint32()
+        call("plans_adopt", self._handle, pool, os.fspath(path).encode(), byref(count))
+        return count.value
+
     def drop_plans(self, pool: int = DEFAULT_POOL) -> None:
         """Gives the plans of a pool up. What they placed stays where it is."""
         call("plans_drop", self._handle, pool)

@@ -57,6 +57,7 @@ CALLS: dict[str, list[Any]] = {
     "grant_access": [c_void_p, c_int32],
     "step_begin": [c_void_p, c_uint32, c_uint64],
     "step_end": [c_void_p, c_uint32, POINTER(StepReportStruct)],
+    "plans_adopt": [c_void_p, c_uint32, c_char_p, POINTER(c_uint32)],
     "plans_drop": [c_void_p, c_uint32],
     "placement_of": [c_void_p, c_void_p, POINTER(PlacementStruct)],
     "stats_json": [c_void_p, POINTER(c_void_p)],

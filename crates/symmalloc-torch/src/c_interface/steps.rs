@@ -1,9 +1,10 @@
 //! Steps, and the plans that they follow.
 
-use super::arguments::{living, write};
+use super::arguments::{living, required_text, write};
 use crate::device::DeviceAllocator;
 use crate::guard::report;
 use crate::status::symmalloc_status;
+use std::ffi::c_char;
 
 /// What became of a step.
 #[allow(non_camel_case_types, reason = "C's names")]
@@ -61,6 +62,31 @@ pub unsafe extern "C" fn symmalloc_step_end(
         let step = symmalloc_step_report { allocations, planned, plan_bytes, differs_at };
         // SAFETY: the caller's contract.
         unsafe { write(out, "out", step) }
+    })
+}
+
+/// Adopts the plans that a file of `symmalloc plan -o FILE` has for a pool, plain or compressed. Later steps of their keys follow
+/// them. Streams have the numbers of their first use, so use each stream once before. `count` may be NULL; it says how many plans
+/// there are.
+///
+/// # Safety
+/// `allocator` is live; `path` is a C string; `count` is NULL or valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_plans_adopt(
+    allocator: *mut DeviceAllocator,
+    pool: u32,
+    path: *const c_char,
+    count: *mut u32,
+) -> symmalloc_status {
+    report(|| {
+        // SAFETY: the caller's contract.
+        let (allocator, path) = unsafe { (living(allocator)?, required_text(path, "path")?) };
+        let adopted = allocator.adopt_plans(allocator.known_pool(pool)?, path)?;
+        if count.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the caller's contract.
+        unsafe { write(count, "count", adopted) }
     })
 }
 

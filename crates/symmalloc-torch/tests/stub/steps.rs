@@ -25,8 +25,30 @@ stub_test!(a_step_that_comes_twice_is_planned_and_followed, {
     assert!(places[1] - places[0] >= 3 << 20, "they do not overlap: {places:?}");
     assert_eq!(allocator.stats()["total"]["steps"]["followed"], 1);
     assert_eq!(live().device_bytes, 8 << 20, "what is reserved is what is live at the peak");
+    // As a file says it, of 8 MiB that are both live.
+    let text = "symmalloc-plan 1\nconfig segments:expandable\nplan p0 s0 key 3 allocations 2\n\
+                a 5242880 s0 2 @3145728\na 3145728 s0 2 @0\nend 4\n";
+    let path = std::env::temp_dir().join(format!("symmalloc-steps-{}.plan", std::process::id()));
+    std::fs::write(&path, text).expect("a folder for temporary files");
+    let c_path = std::ffi::CString::new(path.to_str().expect("text")).expect("no NUL");
+    let (mut count, missing) = (0, c"/nonexistent/job.plan");
+    // SAFETY: a live allocator, C strings, and places for the answers.
+    unsafe {
+        done(symmalloc_plans_adopt(allocator.0, 0, c_path.as_ptr(), &raw mut count));
+        let status = symmalloc_plans_adopt(allocator.0, 0, missing.as_ptr(), null_mut());
+        assert_eq!(status, SYMMALLOC_IO, "{}", message());
+        done(symmalloc_step_begin(allocator.0, 0, 3));
+    }
+    std::fs::remove_file(&path).expect("it is there");
+    let one = allocator.allocate(0, 5 * MIB, stream);
+    let two = allocator.allocate(0, 3 * MIB, stream);
+    assert_eq!(allocator.placement(one).offset_bytes - allocator.placement(two).offset_bytes, 3 << 20);
+    allocator.free(one);
+    allocator.free(two);
     // SAFETY: a live allocator.
     unsafe {
+        done(symmalloc_step_end(allocator.0, 0, null_mut()));
+        assert_eq!(count, 1);
         done(symmalloc_plans_drop(allocator.0, 0));
         assert_eq!(symmalloc_step_end(allocator.0, 0, null_mut()), SYMMALLOC_INVALID_STATE, "{}", message());
         done(symmalloc_step_begin(allocator.0, 0, 3));
