@@ -2,7 +2,7 @@
 
 use std::fmt;
 use symmalloc_core::errors::{AllocateError, FreeError, OutOfMemoryCause, PoolError, RecordUseError, TrimError};
-use symmalloc_core::plans::{StepError, StepReport};
+use symmalloc_core::plans::StepError;
 use symmalloc_core::{LimitScope, Placement};
 
 /// An answer. Equal on two ranks exactly when they decided alike.
@@ -13,8 +13,13 @@ pub enum Decision {
     Done,
     /// The allocation lies there.
     Placed(Placement),
-    /// The step came to this.
-    Ended(StepReport),
+    /// A step of a pool ended.
+    Ended {
+        /// How many allocations went where a plan says.
+        planned: u32,
+        /// The number of the first that did not.
+        differs_at: Option<u32>,
+    },
     /// It was refused.
     Refused(DecidedRefusal),
 }
@@ -51,9 +56,9 @@ impl fmt::Display for Decision {
             Decision::Done => f.write_str("done"),
             Decision::Placed(placement) if *placement == Placement::NOWHERE => f.write_str("no bytes, nowhere"),
             Decision::Placed(placement) => write!(f, "at {placement}"),
-            Decision::Ended(report) => {
-                write!(f, "{} of {} allocations of the step planned", report.planned, report.allocations)?;
-                report.difference.map_or(Ok(()), |difference| write!(f, ", {difference}"))
+            Decision::Ended { planned, differs_at: None } => write!(f, "{planned} allocations as planned"),
+            Decision::Ended { planned, differs_at: Some(number) } => {
+                write!(f, "{planned} allocations as planned, number {number} not")
             }
             Decision::Refused(refusal) => write!(f, "refused: {refusal}"),
         }

@@ -132,7 +132,8 @@ impl<L: Lock> Rank<L> {
                 Ok(report) => {
                     self.planned += report.planned;
                     self.differing += u64::from(report.difference.is_some());
-                    Decision::Ended(report)
+                    let differs_at = report.difference.map(|difference| difference.number);
+                    Decision::Ended { planned: report.planned as u32, differs_at }
                 }
                 Err(error) => refused(DecidedRefusal::from(&error)),
             },
