@@ -8,7 +8,7 @@ use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocator, PoolId};
 use symmalloc_harness::steps::{StepScenario, run};
 use symmalloc_harness::targets;
-use symmalloc_sim::{SimBackend, SplitMix64};
+use symmalloc_sim::{Call, SimBackend, SplitMix64};
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(if symmalloc_harness::is_night() { 20_000 } else { 1_500 }))]
@@ -65,4 +65,30 @@ fn a_pool_that_is_in_a_step_or_learns_has_no_layout_and_takes_none() {
     }
     allocator.drop_plans(pool).expect("no step is open");
     allocator.save_layout(pool).expect("all is forgotten");
+}
+
+/// The memory of plans is in use from step to step, however little is live in it. What is free beside it is below the threshold.
+#[test]
+fn a_threshold_does_not_count_the_memory_of_plans() {
+    let device = SimBackend::builder().build();
+    let pool = PoolConfig::builder().plan(PlanPolicy::Learn).release_threshold_bytes(Some(8 * MIB));
+    let config = Config::builder().default_pool(pool.build().expect("valid")).build().expect("valid");
+    let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
+    let stream = allocator.register_stream().expect("few");
+    let passes = |sizes: &[u64]| {
+        for size_bytes in sizes {
+            let made = allocator.allocate(PoolId::DEFAULT, stream, *size_bytes).expect("there is memory");
+            allocator.free(made.handle).expect("live");
+        }
+    };
+    let mut unmapped = Vec::new();
+    for _ in 0..6 {
+        allocator.begin_step(PoolId::DEFAULT, 0).expect("none is open");
+        passes(&[24 * MIB, 16 * MIB]);
+        allocator.end_step(PoolId::DEFAULT).expect("it is open");
+        passes(&[3 * MIB]);
+        unmapped.push(device.calls().of(Call::Unmap));
+    }
+    assert!(unmapped[0] > 0, "a step that is learned gives memory back: {unmapped:?}");
+    assert_eq!(unmapped[3..], [unmapped[2]; 3], "steps that follow their plan do not: {unmapped:?}");
 }
