@@ -1,9 +1,14 @@
 //! Steps that follow plans: what is placed where, what a difference does, and what is learned.
 
 use proptest::prelude::*;
-use symmalloc_core::lock::{Exclusive, Shared};
+use symmalloc_core::config::{Config, PlanPolicy, PoolConfig};
+use symmalloc_core::lock::Exclusive;
+use symmalloc_core::restore::{LayoutError, RestoreError};
+use symmalloc_core::units::MIB;
+use symmalloc_core::{Allocator, PoolId};
 use symmalloc_harness::steps::{StepScenario, run};
-use symmalloc_sim::{Delays, SimBackend, SplitMix64};
+use symmalloc_harness::targets;
+use symmalloc_sim::{Call, SimBackend, SplitMix64};
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(if symmalloc_harness::is_night() { 20_000 } else { 1_500 }))]
@@ -11,10 +16,7 @@ proptest! {
     /// Two ranks that have nothing in common but the program.
     #[test]
     fn steps_go_where_the_model_says_on_every_rank(bytes in prop::collection::vec(any::<u8>(), 4..180)) {
-        let scenario = StepScenario::from_bytes(&bytes);
-        let one = SimBackend::builder().seed(1).rank(0).delays(Delays::Immediate).build();
-        let other = SimBackend::builder().seed(2).rank(1).delays(Delays::UntilSynchronized).build();
-        prop_assert_eq!(run::<Exclusive>(&scenario, &one), run::<Shared>(&scenario, &other));
+        targets::steps(&bytes);
     }
 }
 
@@ -36,4 +38,57 @@ fn generated_steps_follow_and_leave_plans() {
     }
     println!("{steps} steps, {followed} followed, {left} left, {planned} planned, {learned} adopted");
     assert!(followed > steps / 4 && left > steps / 20 && planned > 3 * steps as u64 && learned > 100);
+}
+
+/// A restarted rank would have no step open, and would learn later than the others.
+#[test]
+fn a_pool_that_is_in_a_step_or_learns_has_no_layout_and_takes_none() {
+    let device = SimBackend::builder().build();
+    let pool = PoolConfig::builder().plan(PlanPolicy::Learn).build().expect("valid");
+    let config = Config::builder().default_pool(pool).build().expect("valid");
+    let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
+    let stream = allocator.register_stream().expect("few");
+    let pool = PoolId::DEFAULT;
+    let before = allocator.save_layout(pool).expect("it has learned nothing");
+    let is_refused = || {
+        let saved = allocator.save_layout(pool);
+        let restored = allocator.restore_layout(pool, &before);
+        matches!(saved, Err(LayoutError::Planned { .. })) && matches!(restored, Err(RestoreError::Planned { .. }))
+    };
+    for _ in 0..3 {
+        allocator.begin_step(pool, 0).expect("none is open");
+        assert!(is_refused(), "in a step");
+        let made = allocator.allocate(pool, stream, MIB).expect("there is memory");
+        allocator.free(made.handle).expect("live");
+        allocator.end_step(pool).expect("it is open");
+        assert!(is_refused(), "it has seen a step");
+    }
+    allocator.drop_plans(pool).expect("no step is open");
+    allocator.save_layout(pool).expect("all is forgotten");
+}
+
+/// The memory of plans is in use from step to step, however little is live in it. What is free beside it is below the threshold.
+#[test]
+fn a_threshold_does_not_count_the_memory_of_plans() {
+    let device = SimBackend::builder().build();
+    let pool = PoolConfig::builder().plan(PlanPolicy::Learn).release_threshold_bytes(Some(8 * MIB));
+    let config = Config::builder().default_pool(pool.build().expect("valid")).build().expect("valid");
+    let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
+    let stream = allocator.register_stream().expect("few");
+    let passes = |sizes: &[u64]| {
+        for size_bytes in sizes {
+            let made = allocator.allocate(PoolId::DEFAULT, stream, *size_bytes).expect("there is memory");
+            allocator.free(made.handle).expect("live");
+        }
+    };
+    let mut unmapped = Vec::new();
+    for _ in 0..6 {
+        allocator.begin_step(PoolId::DEFAULT, 0).expect("none is open");
+        passes(&[24 * MIB, 16 * MIB]);
+        allocator.end_step(PoolId::DEFAULT).expect("it is open");
+        passes(&[3 * MIB]);
+        unmapped.push(device.calls().of(Call::Unmap));
+    }
+    assert!(unmapped[0] > 0, "a step that is learned gives memory back: {unmapped:?}");
+    assert_eq!(unmapped[3..], [unmapped[2]; 3], "steps that follow their plan do not: {unmapped:?}");
 }

@@ -58,6 +58,7 @@ fn jobs_of_64_ranks_place_alike_whatever_happens() {
     assert!(outcome.ops > 2_000_000 * hundreds, "{outcome:?}");
     // What is said to happen does happen.
     assert!(outcome.private_ops > 10_000 * hundreds, "{outcome:?}");
+    assert!(outcome.planned > 15_000 * hundreds && outcome.differing > 2_000 * hundreds, "{outcome:?}");
     let JobFaults { failed_calls, out_of_memory, refused, losses, small_devices, .. } = outcome.faults;
     assert!(
         failed_calls > 1000 * hundreds

@@ -75,7 +75,7 @@ impl StepScenario {
         let mut builder =
             PoolConfig::builder().streams(if is_shared { StreamPolicy::Shared } else { StreamPolicy::Separate });
         builder = match flags >> 4 & 3 {
-            0 => builder.reserved(256 * MIB),
+            0 => builder.reserved(8 << 30),
             1 => builder.fixed(),
             2 => builder.expandable(),
             _ => builder.expandable().stitching(Some(Stitching::default())),
@@ -94,6 +94,11 @@ impl StepScenario {
         });
         let steps = steps.collect();
         StepScenario { config, streams, adopts_before: (!learns).then(|| usize::from(byte(3) % 3)), steps }
+    }
+
+    /// How many allocations, frees and uses there are in all steps.
+    pub fn ops(&self) -> usize {
+        self.steps.iter().map(|step| step.calls.len()).sum()
     }
 }
 

@@ -5,6 +5,7 @@
 
 use crate::checker::{compare_at, decisions};
 use crate::generate::Scenario;
+use crate::steps::{StepScenario, run};
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::path::Path;
 use symmalloc_core::config::{Config, PoolConfig};
@@ -26,9 +27,10 @@ pub type Target = fn(&[u8]) -> u64;
 const LOOK_EVERY: usize = 16;
 
 /// Name and function of every target.
-pub const TARGETS: [(&str, Target); 10] = [
+pub const TARGETS: [(&str, Target); 11] = [
     ("ops_vs_oracle", ops_vs_oracle),
     ("two_ranks", two_ranks),
+    ("steps", steps),
     ("job", job),
     ("trace_reader", trace_reader),
     ("layout_reader", layout_reader),
@@ -67,6 +69,18 @@ pub fn two_ranks(bytes: &[u8]) -> u64 {
     let other = decisions::<Shared>(&scenario.with_other_access(), &other, |_, _, _, _| {});
     assert_eq!(one, other, "two ranks decided differently");
     2 * ops
+}
+
+/// A program that repeats steps, beside the model of what following a plan means, on two ranks that have nothing in common but it.
+///
+/// # Panics
+/// When a rank does not do as the model says, or they decide differently.
+pub fn steps(bytes: &[u8]) -> u64 {
+    let scenario = StepScenario::from_bytes(bytes);
+    let one = SimBackend::builder().seed(1).rank(0).delays(Delays::Immediate).build();
+    let other = SimBackend::builder().seed(2).rank(1).delays(Delays::UntilSynchronized).build();
+    assert_eq!(run::<Exclusive>(&scenario, &one), run::<Shared>(&scenario, &other), "two ranks decided differently");
+    2 * scenario.ops() as u64
 }
 
 /// Ops from one sync of a [`job`] to the next.

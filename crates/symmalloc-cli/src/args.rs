@@ -176,6 +176,7 @@ small as it gets and saved as a trace with its story on top.
 JSON: an array with one object per trace, or for the generated jobs:
   trace, seed, runs, ranks, seconds     trace is null for generated jobs; ranks are those of all runs
   ops, private_ops                      carried out, over all ranks; private ones are a rank's own, in pools of its own
+  planned, differing                    allocations that went where a plan says; steps that were not as planned
   syncs, checks                         points at which all live ranks are compared; scans of all invariants of a rank
   failed_calls, ranks_with_failed_calls what drivers refused
   out_of_memory, refused, losses        injected: memory refused, other calls refused, devices lost

@@ -59,6 +59,11 @@ impl<R> Default for StepLearner<R> {
 }
 
 impl<R: Copy + Eq> StepLearner<R> {
+    /// Whether no step is remembered.
+    pub fn is_empty(&self) -> bool {
+        self.steps.is_empty() && self.newest.is_empty()
+    }
+
     /// A step begins that is logged. Steps of one key may be alike.
     pub fn begin(&mut self, key: u64) {
         self.file();

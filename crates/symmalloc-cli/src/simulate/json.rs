@@ -13,6 +13,8 @@ pub(super) fn object(finding: &SimulationFinding<'_>) -> Value {
         "ranks": outcome.ranks,
         "ops": outcome.ops,
         "private_ops": outcome.private_ops,
+        "planned": outcome.planned,
+        "differing": outcome.differing,
         "syncs": outcome.syncs,
         "failed_calls": outcome.faults.failed_calls,
         "ranks_with_failed_calls": outcome.faults.ranks,

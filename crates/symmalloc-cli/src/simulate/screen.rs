@@ -30,6 +30,8 @@ pub(super) fn render(finding: &SimulationFinding<'_>, palette: Palette) -> Strin
         ("ranks", count(outcome.ranks)),
         ("ops carried out", count(outcome.ops)),
         ("  for themselves", count(outcome.private_ops)),
+        ("  where a plan says", count(outcome.planned)),
+        ("steps that left their plan", count(outcome.differing)),
         ("syncs", count(outcome.syncs)),
         ("scans of invariants", count(outcome.checks)),
         ("failed driver calls", refused),

@@ -6,10 +6,11 @@ use std::num::{NonZeroU32, NonZeroUsize};
 use symmalloc_core::{AllocationId, Op};
 use symmalloc_sim::job::{Deviation, JobPlan, Size, simulate, story};
 
-const KEYS: [&str; 22] = [
+const KEYS: [&str; 24] = [
     "caught",
     "checks",
     "device_bytes_peak",
+    "differing",
     "digest",
     "failed_calls",
     "failure",
@@ -17,6 +18,7 @@ const KEYS: [&str; 22] = [
     "losses",
     "ops",
     "out_of_memory",
+    "planned",
     "private_ops",
     "ranks",
     "ranks_with_failed_calls",

@@ -106,7 +106,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
         self.check_it_fits(entry, layout)?;
-        if entry.heaps().any(|heap| heap.lock().plan_bytes() > 0) {
+        if entry.step.lock().is_some() || entry.heaps().any(|heap| heap.lock().remembers_steps()) {
             return Err(RestoreError::Planned { pool });
         }
         let is_fresh = entry.heaps().all(|heap| heap.lock().is_fresh());

@@ -35,8 +35,10 @@ pub enum LayoutError {
         /// Bytes of dead segments that observers hold, or that the driver did not take back.
         retired_bytes: u64,
     },
-    /// A plan is followed, which a layout cannot hold.
-    #[error("{pool} has plans, which a layout cannot hold: save it before it adopts any, or drop them with drop_plans")]
+    /// The pool is in a step, or has plans or learns some: a layout cannot hold that.
+    #[error(
+        "{pool} is in a step, has plans or learns some, which a layout cannot hold: end the step, and call drop_plans"
+    )]
     Planned {
         /// The pool.
         pool: PoolId,
@@ -51,12 +53,12 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// heap's history should be the same on every rank.
     ///
     /// # Errors
-    /// When the pool is unknown, has stitched ranges, or holds memory of dead segments.
+    /// When the pool is unknown, has plans or learns some, is in a step, has stitched ranges, or holds memory of dead segments.
     pub fn save_layout(&self, pool: PoolId) -> Result<Layout, LayoutError> {
         let entry = self.pool(pool)?;
         // All heaps at once, so that the layout is of one moment.
         let heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
-        if heaps.iter().any(|heap| heap.plan_bytes() > 0) {
+        if entry.step.lock().is_some() || heaps.iter().any(|heap| heap.remembers_steps()) {
             return Err(LayoutError::Planned { pool });
         }
         if heaps.iter().any(|heap| heap.has_stitched()) {

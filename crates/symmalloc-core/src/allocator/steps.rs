@@ -91,7 +91,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(())
     }
 
-    /// Gives all plans of a pool up. What is live at their places stays where it is, and the rest of their memory is free.
+    /// Gives all plans of a pool up, and forgets the steps from which it learns. What is live at their places stays where it is, and the rest of their memory is free.
     ///
     /// # Errors
     /// When the pool is unknown, or a step of it is open.

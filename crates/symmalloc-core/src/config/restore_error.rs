@@ -112,8 +112,8 @@ pub enum RestoreError {
         /// Bytes of the removed segments.
         retired_bytes: u64,
     },
-    /// The pool follows plans, which are no part of a layout.
-    #[error("{pool} has plans: drop them with drop_plans before it is restored, and adopt them again after")]
+    /// The pool is in a step, or has plans or learns some, which are no part of a layout.
+    #[error("{pool} is in a step, has plans or learns some: end the step, and call drop_plans before it is restored")]
     Planned {
         /// The pool.
         pool: PoolId,

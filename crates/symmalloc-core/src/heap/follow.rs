@@ -341,11 +341,11 @@ impl<L: Lock> Heap<L> {
         installed
     }
 
-    /// Gives the plans up, with their memory.
+    /// Gives the plans up, with their memory, and forgets what was learned.
     pub(crate) fn drop_plans<B: Backend>(&mut self, context: &Context<B, L>) {
         self.dissolve_plans(context);
         if let Some(follower) = &mut self.follower {
-            follower.set_plans(std::iter::empty());
+            follower.forget();
         }
     }
 
@@ -400,7 +400,7 @@ impl<L: Lock> Heap<L> {
 
     /// Takes the memory of plans away, if they have some. What is live at their places becomes ordinary blocks, and the rest is free.
     pub(crate) fn dissolve_plans<B: Backend>(&mut self, context: &Context<B, L>) {
-        let Some(PlanMemory { block: memory, places, .. }) =
+        let Some(PlanMemory { block: memory, places, streams, .. }) =
             self.follower.as_deref_mut().and_then(Follower::take_memory)
         else {
             return;
@@ -409,7 +409,7 @@ impl<L: Lock> Heap<L> {
         let (idle, mut live): (Vec<Slot>, Vec<Slot>) =
             places.into_iter().partition(|slot| self.table.block(*slot).is_free());
         live.sort_unstable_by_key(|slot| self.table.block(*slot).location);
-        let (state, fences) = self.free_after(context, &idle);
+        let (state, fences) = self.free_after(context, &idle, streams[0]);
         for slot in idle {
             let fences = self.table.block(slot).fences;
             self.fences.clear(fences);
@@ -437,8 +437,8 @@ impl<L: Lock> Heap<L> {
     }
 
     /// State and fences of memory that was used at these places, which are free: whoever takes it waits for all of their users, as
-    /// they stand now.
-    fn free_after<B>(&self, context: &Context<B, L>, places: &[Slot]) -> (BlockState, Fences) {
+    /// they stand now. Who used it before the plans is waited for with any stream of theirs: each waited for them.
+    fn free_after<B>(&self, context: &Context<B, L>, places: &[Slot], of_plans: StreamId) -> (BlockState, Fences) {
         let mut users: SmallVec<[StreamId; 4]> = SmallVec::new();
         for slot in places {
             let block = self.table.block(*slot);
@@ -454,7 +454,8 @@ impl<L: Lock> Heap<L> {
         let state = match self.identity.stream {
             Some(own) => fresh(own),
             None => {
-                users.pop().map_or(fresh(StreamId(0)), |stream| BlockState::Free { stream, since: clocks.now(stream) })
+                let stream = users.pop().unwrap_or(of_plans);
+                BlockState::Free { stream, since: clocks.now(stream) }
             }
         };
         let fence = |stream| Fence { stream, tick: clocks.now(stream), event: None };
@@ -464,6 +465,11 @@ impl<L: Lock> Heap<L> {
     /// Its plans, in the order in which they were adopted.
     pub(crate) fn plans(&self) -> Vec<Arc<Plan>> {
         self.follower.as_deref().map_or_else(Vec::new, Follower::plans)
+    }
+
+    /// Whether later steps depend on earlier ones: it has plans, or learns some.
+    pub(crate) fn remembers_steps(&self) -> bool {
+        self.follower.as_deref().is_some_and(Follower::remembers)
     }
 
     /// Bytes of memory that plans place in.

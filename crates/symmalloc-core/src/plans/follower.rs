@@ -214,6 +214,17 @@ impl Follower {
         self.has_given_up = true;
     }
 
+    /// Whether it knows or learns anything that later steps depend on.
+    pub(crate) fn remembers(&self) -> bool {
+        self.has_given_up || !self.plans.is_empty() || !self.learner.is_empty()
+    }
+
+    /// Knows nothing of earlier steps any more. There is no plan memory.
+    pub(crate) fn forget(&mut self) {
+        self.set_plans(std::iter::empty());
+        self.learner = StepLearner::default();
+    }
+
     /// The plans, in the order in which they came.
     pub(crate) fn plans(&self) -> Vec<Arc<Plan>> {
         self.plans.iter().map(|known| Arc::clone(&known.plan)).collect()

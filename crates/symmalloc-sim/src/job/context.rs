@@ -123,6 +123,7 @@ pub(crate) enum Purpose {
     Moments,
     Private,
     Checks,
+    Repeats,
 }
 
 /// The sequence of a purpose under a seed.

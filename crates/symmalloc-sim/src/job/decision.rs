@@ -2,6 +2,7 @@
 
 use std::fmt;
 use symmalloc_core::errors::{AllocateError, FreeError, OutOfMemoryCause, PoolError, RecordUseError, TrimError};
+use symmalloc_core::plans::StepError;
 use symmalloc_core::{LimitScope, Placement};
 
 /// An answer. Equal on two ranks exactly when they decided alike.
@@ -12,6 +13,13 @@ pub enum Decision {
     Done,
     /// The allocation lies there.
     Placed(Placement),
+    /// A step of a pool ended.
+    Ended {
+        /// How many allocations went where a plan says.
+        planned: u32,
+        /// The number of the first that did not.
+        differs_at: Option<u32>,
+    },
     /// It was refused.
     Refused(DecidedRefusal),
 }
@@ -34,6 +42,10 @@ pub enum DecidedRefusal {
     PoolInUse,
     /// The pool was destroyed before, or is the default one.
     NoSuchPool,
+    /// A step of the pool is open.
+    StepOpen,
+    /// No step of the pool is open.
+    NoStepOpen,
     /// The driver.
     Driver,
 }
@@ -44,6 +56,10 @@ impl fmt::Display for Decision {
             Decision::Done => f.write_str("done"),
             Decision::Placed(placement) if *placement == Placement::NOWHERE => f.write_str("no bytes, nowhere"),
             Decision::Placed(placement) => write!(f, "at {placement}"),
+            Decision::Ended { planned, differs_at: None } => write!(f, "{planned} allocations as planned"),
+            Decision::Ended { planned, differs_at: Some(number) } => {
+                write!(f, "{planned} allocations as planned, number {number} not")
+            }
             Decision::Refused(refusal) => write!(f, "refused: {refusal}"),
         }
     }
@@ -59,6 +75,8 @@ impl fmt::Display for DecidedRefusal {
             DecidedRefusal::SegmentFull => "the segment is full",
             DecidedRefusal::PoolInUse => "the pool is in use",
             DecidedRefusal::NoSuchPool => "no such pool",
+            DecidedRefusal::StepOpen => "a step of the pool is open",
+            DecidedRefusal::NoStepOpen => "no step of the pool is open",
             DecidedRefusal::Driver => "the driver",
         })
     }
@@ -95,6 +113,16 @@ impl From<&RecordUseError> for DecidedRefusal {
 impl From<&TrimError> for DecidedRefusal {
     fn from(error: &TrimError) -> Self {
         if matches!(error, TrimError::Unknown(_)) { DecidedRefusal::NoSuchPool } else { DecidedRefusal::Driver }
+    }
+}
+
+impl From<&StepError> for DecidedRefusal {
+    fn from(error: &StepError) -> Self {
+        match error {
+            StepError::Unknown(_) => DecidedRefusal::NoSuchPool,
+            StepError::Open { .. } => DecidedRefusal::StepOpen,
+            _ => DecidedRefusal::NoStepOpen,
+        }
     }
 }
 

@@ -29,6 +29,7 @@
 //! ```
 
 mod agreement;
+mod body;
 mod context;
 mod crew;
 mod decision;

@@ -9,8 +9,8 @@
 //! | what | touched by | because |
 //! |---|---|---|
 //! | a thread | each of its steps | a thread does one thing after the other |
-//! | a heap: (pool, stream), or the pool where streams share | allocate, reserve, free, record use; trim of its pool or of all; creation and destruction of its pool | a decision depends on the ops of its heap (D1) |
-//! | the limit of a pool, if it has one | allocate and reserve in the pool; trim and destruction; free, where a threshold gives memory back | the heaps of the pool share the bytes |
+//! | a heap: (pool, stream), or the pool where streams share | allocate, reserve, free, record use; trim of its pool or of all; creation and destruction of its pool; beginning and end of a step of its pool | a decision depends on the ops of its heap (D1) |
+//! | the limit of a pool, if it has one | allocate and reserve in the pool; trim and destruction; beginning and end of a step; free, where a threshold gives memory back | the heaps of the pool share the bytes |
 //! | the limit over all pools, if there is one | the same, in every pool | all heaps share the bytes |
 //! | a pool that reclaims as a whole, if a limit can make it | every step in the pool | an allocation that meets the limit takes free memory from any of its heaps |
 //! | the list of pools | creation | ids are dense |
@@ -121,7 +121,10 @@ impl<'a> Resources<'a> {
                     self.touch_memory(pool, touched);
                 }
             }
-            Op::Trim { pool: Some(pool) } | Op::DestroyPool { pool } => self.touch_pool(pool, touched),
+            Op::Trim { pool: Some(pool) }
+            | Op::DestroyPool { pool }
+            | Op::BeginStep { pool, .. }
+            | Op::EndStep { pool } => self.touch_pool(pool, touched),
             Op::Trim { pool: None } => self.policies.pools().for_each(|pool| self.touch_pool(pool, touched)),
             Op::CreatePool { pool, .. } => {
                 touched.push(self.list_of_pools());
@@ -313,5 +316,12 @@ mod tests {
     fn a_trim_of_all_pools_comes_between_everything_before_and_after_it() {
         let steps = steps([allocate(0, A), allocate(1, B), Op::Trim { pool: None }, allocate(2, A), allocate(3, B)]);
         assert_eq!(waits_for(&Config::default(), &steps), [0, 0, 2, 1, 1]);
+    }
+
+    #[test]
+    fn a_step_of_a_pool_holds_what_its_heaps_do() {
+        let [begin, end] = [Op::BeginStep { pool: PoolId::DEFAULT, key: 0 }, Op::EndStep { pool: PoolId::DEFAULT }];
+        let steps = steps([allocate(0, A), begin, allocate(1, A), allocate(2, B), end]);
+        assert_eq!(waits_for(&Config::default(), &steps), [0, 1, 1, 1, 2]);
     }
 }

@@ -12,6 +12,10 @@ pub struct JobOutcome {
     pub ops: u64,
     /// Ops that ranks carried out for themselves, in private pools.
     pub private_ops: u64,
+    /// Allocations that went where a plan says, over all ranks.
+    pub planned: u64,
+    /// Steps that were another one than their plan's, over all ranks.
+    pub differing: u64,
     /// Points at which all live ranks were compared.
     pub syncs: u64,
     /// What happened to ranks.
@@ -65,6 +69,8 @@ impl AddAssign for JobOutcome {
         self.ranks += other.ranks;
         self.ops += other.ops;
         self.private_ops += other.private_ops;
+        self.planned += other.planned;
+        self.differing += other.differing;
         self.syncs += other.syncs;
         self.faults += other.faults;
         self.restarts += other.restarts;

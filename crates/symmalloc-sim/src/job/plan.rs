@@ -265,6 +265,8 @@ fn kind(op: &Op) -> &'static str {
         Op::Synchronize { .. } => "synchronize",
         Op::Reserve { .. } => "reserve",
         Op::Trim { .. } => "trim",
+        Op::BeginStep { .. } => "begin_step",
+        Op::EndStep { .. } => "end_step",
         _ => "sync",
     }
 }

@@ -1,7 +1,7 @@
 //! The program of a job: what every rank carries out, worked out once and shared by all of them.
 //!
 //! ```text
-//!  steps of the plan ....... sync ....... sync ....│ liveness: free everything, trim, destroy, trim
+//!  steps of the plan ....... sync ....... sync ....│ liveness: end steps, free everything, trim, destroy, trim
 //!  └── stretch 0 ─────────┘└─ stretch 1 ─┘         │
 //!       each with its JobOrder: what may change places
 //! ```
@@ -12,7 +12,7 @@
 
 use crate::job::order::{HeapsByAllocation, JobOrder, Resources};
 use crate::job::steps::{JobStep, PoolPolicies};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use symmalloc_core::config::Config;
 use symmalloc_core::{AllocationId, Op, PoolId};
@@ -97,6 +97,7 @@ fn stretches(steps: &[JobStep], stretch_max: usize) -> Vec<Range<usize>> {
 /// What ends every run: everything is freed, and everything goes back.
 fn liveness_phase(steps: &[JobStep], pools: u32) -> [Vec<JobStep>; 2] {
     let mut live: BTreeMap<AllocationId, u8> = BTreeMap::new();
+    let mut open = BTreeSet::new();
     let mut threads = 1;
     for step in steps {
         threads = threads.max(step.thread + 1);
@@ -104,14 +105,23 @@ fn liveness_phase(steps: &[JobStep], pools: u32) -> [Vec<JobStep>; 2] {
             // Freed by the thread after the one that allocated it.
             Op::Allocate { id, .. } => drop(live.insert(id, step.thread + 1)),
             Op::Free { id } => drop(live.remove(&id)),
+            Op::BeginStep { pool, .. } => drop(open.insert(pool)),
+            Op::EndStep { pool } | Op::DestroyPool { pool } => drop(open.remove(&pool)),
             _ => {}
         }
     }
+    let end = open.into_iter().map(|pool| JobStep::new(Op::EndStep { pool }, 0));
     let free = |(id, thread): (AllocationId, u8)| JobStep::new(Op::Free { id }, thread % threads);
-    let mut trims = vec![JobStep::new(Op::Trim { pool: None }, 0)];
-    trims.extend((1..pools).map(|pool| JobStep::new(Op::DestroyPool { pool: PoolId(pool) }, 0)));
-    trims.push(JobStep::new(Op::Trim { pool: None }, 0));
-    [live.into_iter().map(free).collect(), trims]
+    let mut trims = Vec::new();
+    if steps.iter().any(|step| matches!(step.op, Op::BeginStep { pool: PoolId::DEFAULT, .. })) {
+        // A step that no plan has the key of gives the memory of plans back. Other pools are destroyed.
+        trims.extend([Op::BeginStep { pool: PoolId::DEFAULT, key: u64::MAX }, Op::EndStep { pool: PoolId::DEFAULT }]);
+    }
+    trims.push(Op::Trim { pool: None });
+    trims.extend((1..pools).map(|pool| Op::DestroyPool { pool: PoolId(pool) }));
+    trims.push(Op::Trim { pool: None });
+    let trims = trims.into_iter().map(|op| JobStep::new(op, 0)).collect();
+    [end.chain(live.into_iter().map(free)).collect(), trims]
 }
 
 /// Gives each allocation a slot. A slot is given again only after a sync: between two syncs ranks free and allocate in
@@ -150,7 +160,6 @@ fn slots(steps: &[JobStep], stretches: &[Stretch]) -> (Vec<u32>, usize) {
 mod tests {
     use super::*;
     use crate::job::plan::{JobPlan, Size};
-    use std::collections::BTreeSet;
     use std::num::NonZeroU32;
 
     #[test]

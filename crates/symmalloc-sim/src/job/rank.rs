@@ -44,6 +44,7 @@ impl RankJob {
     fn pool_of(&self, op: &Op) -> Option<PoolId> {
         match op {
             Op::Allocate { pool, .. } | Op::Reserve { pool, .. } | Op::DestroyPool { pool } => Some(*pool),
+            Op::BeginStep { pool, .. } | Op::EndStep { pool } => Some(*pool),
             Op::Trim { pool } => *pool,
             Op::Free { id } | Op::RecordUse { id, .. } => self.program.homes.get(id).map(|(pool, _)| *pool),
             _ => None,
@@ -80,6 +81,10 @@ pub(crate) struct Rank<L: Lock> {
     pub(crate) ops: u64,
     /// The step that was begun last: where it was when it panicked.
     pub(crate) begun: Option<usize>,
+    /// Allocations that went where a plan says.
+    pub(crate) planned: u64,
+    /// Steps that were another one than their plan's.
+    pub(crate) differing: u64,
     /// Of private work that has ended.
     private_ops: u64,
     /// What happened to it before it was healed.
@@ -116,6 +121,8 @@ impl<L: Lock> Rank<L> {
             standing: RankStanding::Alike,
             ops: 0,
             begun: None,
+            planned: 0,
+            differing: 0,
             private_ops: 0,
             healed_of: None,
             context,
@@ -281,6 +288,10 @@ impl<L: Lock> Rank<L> {
             }
             self.standing.begin_to_follow();
         }
+        // What others of its pools hold may leave no memory for a plan, which no decision shows at once.
+        if job.may_starve && matches!(op, Op::BeginStep { .. }) {
+            self.standing.begin_to_follow();
+        }
         let is_alike = matches!(self.standing, RankStanding::Alike);
         if is_alike && job.watched != Some(self.context.rank) {
             return Ok(());
@@ -309,7 +320,12 @@ impl<L: Lock> Rank<L> {
         let mut digests = Vec::new();
         match op {
             Op::Trim { pool: None } => return self.digests(job),
-            Op::Trim { pool: Some(pool) } | Op::DestroyPool { pool } if job.compares(*pool) => {
+            Op::Trim { pool: Some(pool) }
+            | Op::DestroyPool { pool }
+            | Op::BeginStep { pool, .. }
+            | Op::EndStep { pool }
+                if job.compares(*pool) =>
+            {
                 self.add_digests(*pool, |_| true, &mut digests);
             }
             Op::Allocate { .. } | Op::Reserve { .. } | Op::Free { .. } | Op::RecordUse { .. } => {

@@ -39,7 +39,7 @@ struct Kept {
 
 impl Checkpoint {
     /// Writes down where a rank is after so many stretches. `None` when a layout cannot be saved: the driver still has
-    /// memory of dead segments, or a pool has stitched ranges.
+    /// memory of dead segments, or a pool has stitched ranges or plans.
     pub(crate) fn take<L: Lock>(job: &RankJob, rank: &Rank<L>, stretches: usize) -> Option<Self> {
         let layouts = (0..rank.pools.len()).map(|pool| {
             let pool = rank.pools[pool];

@@ -316,7 +316,7 @@ impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
         let job = self.job;
         let reference = self.seats[self.reference].0.as_deref().expect("nothing happens to the reference");
         let Some(checkpoint) = Checkpoint::take(job, reference, stretches) else {
-            // A pool with stitched ranges has no layout: who would start again from that of the reference leaves.
+            // A pool with stitched ranges or plans has no layout: who would start again from that of the reference leaves.
             for (seat, _) in seats.iter().filter(|(_, source)| **source == LayoutSource::Reference) {
                 let Some(rank) = self.seats[*seat].0.take() else { continue };
                 self.outcome.left += 1;
@@ -359,6 +359,8 @@ impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
         let outcome = &mut self.outcome;
         outcome.ops += rank.ops;
         outcome.private_ops += rank.private_ops();
+        outcome.planned += rank.planned;
+        outcome.differing += rank.differing;
         outcome.faults += rank.faults();
         outcome.device_bytes_peak = outcome.device_bytes_peak.max(rank.allocator.backend().mapped_bytes_peak());
     }

@@ -161,12 +161,18 @@ fn declares(op: &Op) -> bool {
     matches!(op, Op::RegisterStream { .. } | Op::CreatePool { .. })
 }
 
-/// Leaves out what names an allocation that is not made any more.
+/// Leaves out what names an allocation that is not made any more, and half a step of a pool.
 fn that_make_sense(steps: impl Iterator<Item = JobStep>) -> Vec<JobStep> {
-    let mut made = BTreeSet::new();
+    let (mut made, mut open) = (BTreeSet::new(), BTreeSet::new());
     let makes_sense = |step: &JobStep| match step.op {
         Op::Allocate { id, .. } => made.insert(id),
         Op::Free { id } | Op::RecordUse { id, .. } => made.contains(&id),
+        Op::BeginStep { pool, .. } => open.insert(pool),
+        Op::EndStep { pool } => open.remove(&pool),
+        Op::DestroyPool { pool } => {
+            open.remove(&pool);
+            true
+        }
         _ => true,
     };
     steps.filter(makes_sense).collect()
@@ -183,7 +189,10 @@ fn renumbered(steps: &[JobStep]) -> Vec<JobStep> {
             }
             Op::RecordUse { stream, .. } | Op::Synchronize { stream } => drop(streams.insert(stream)),
             Op::Wait { stream, on } => streams.extend([stream, on]),
-            Op::Trim { pool: Some(pool) } | Op::DestroyPool { pool } => drop(pools.insert(pool)),
+            Op::Trim { pool: Some(pool) }
+            | Op::DestroyPool { pool }
+            | Op::BeginStep { pool, .. }
+            | Op::EndStep { pool } => drop(pools.insert(pool)),
             _ => {}
         }
     }
@@ -200,7 +209,10 @@ fn renumbered(steps: &[JobStep]) -> Vec<JobStep> {
             }
             Op::RecordUse { stream, .. } | Op::Synchronize { stream } => *stream = streams[stream],
             Op::Wait { stream, on } => (*stream, *on) = (streams[stream], streams[on]),
-            Op::Trim { pool: Some(pool) } | Op::DestroyPool { pool } => *pool = pools[pool],
+            Op::Trim { pool: Some(pool) }
+            | Op::DestroyPool { pool }
+            | Op::BeginStep { pool, .. }
+            | Op::EndStep { pool } => *pool = pools[pool],
             _ => {}
         }
         Some(step)

@@ -124,6 +124,19 @@ impl<L: Lock> Rank<L> {
                 Ok(()) => Decision::Done,
                 Err(error) => refused(DecidedRefusal::from(&error)),
             },
+            Op::BeginStep { pool, key } => match self.allocator.begin_step(self.pools[pool.index()], *key) {
+                Ok(()) => Decision::Done,
+                Err(error) => refused(DecidedRefusal::from(&error)),
+            },
+            Op::EndStep { pool } => match self.allocator.end_step(self.pools[pool.index()]) {
+                Ok(report) => {
+                    self.planned += report.planned;
+                    self.differing += u64::from(report.difference.is_some());
+                    let differs_at = report.difference.map(|difference| difference.number);
+                    Decision::Ended { planned: report.planned as u32, differs_at }
+                }
+                Err(error) => refused(DecidedRefusal::from(&error)),
+            },
             _ => Decision::Done,
         }
     }

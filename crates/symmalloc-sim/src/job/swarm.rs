@@ -3,13 +3,16 @@
 //! A program in which everything is equally likely never gets into a corner: what is allocated is freed, what fills up is
 //! trimmed. So each seed first draws weights, many of them zero, and only then the steps. (Groce and others, "Swarm
 //! testing", ISSTA 2012.)
+//!
+//! Half of the programs have steps as well: in pools that learn plans, a body is carried out several times.
 
 use crate::device::SplitMix64;
+use crate::job::body::{Body, BodyOp};
 use crate::job::context::{Purpose, sequence};
 use crate::job::steps::JobStep;
 use symmalloc_core::config::{
-    Config, ExpandableSegments, FixedSegments, PoolConfig, Reclaim, RoundupPower2Divisions, SegmentPolicy, Stitching,
-    StreamPolicy,
+    Config, ExpandableSegments, FixedSegments, PlanPolicy, PoolConfig, Reclaim, RoundupPower2Divisions, SegmentPolicy,
+    Stitching, StreamPolicy,
 };
 use symmalloc_core::units::{KIB, MIB};
 use symmalloc_core::{AllocationId, Op, PoolId, StreamId};
@@ -90,12 +93,15 @@ pub(crate) fn draw(seed: u64, ops: usize) -> Drawn {
     let mut random = sequence(seed, Purpose::JobPlan, 0);
     let granularity_bytes = pick(&mut random, &[2 * MIB, 2 * MIB, 2 * MIB, 64 * KIB, 512, 4 * MIB]);
     let limit_bytes = pick(&mut random, &[None, None, None, Some(90 * MIB), Some(200 * MIB + 1)]);
-    let default_pool = pool_config(&mut random);
+    let mut repeats = Repeats::draw(seed);
+    let default_pool = repeats.plan(PoolId::DEFAULT, pool_config(&mut random));
     let config = Config::builder().default_pool(default_pool).limit_bytes(limit_bytes).build().expect("in range");
-    let mut writer = Writer::new(seed, &mut random);
+    let mut writer = Writer::new(seed, &mut random, repeats);
     while writer.steps.len() < ops {
         writer.write();
     }
+    // The last step may be cut off in its course.
+    writer.steps.truncate(ops);
     Drawn { config, granularity_bytes, steps: writer.steps }
 }
 
@@ -160,8 +166,46 @@ enum Freed {
     Oldest,
 }
 
+/// A live allocation, and its stream.
+type Live = (AllocationId, StreamId);
+
+/// Whether and where a program repeats steps.
+struct Repeats {
+    random: SplitMix64,
+    /// How often a step begins that repeats, per million ops; 0 when the program has none.
+    per_million: u32,
+    /// Pools that learn plans and are there.
+    pools: Vec<PoolId>,
+    /// The pool of the step that is open.
+    open: Option<PoolId>,
+}
+
+impl Repeats {
+    fn draw(seed: u64) -> Self {
+        let mut random = sequence(seed, Purpose::Repeats, 0);
+        let per_million = pick(&mut random, &[0, 0, 0, 15_000, 40_000, 100_000]);
+        Repeats { random, per_million, pools: Vec::new(), open: None }
+    }
+
+    /// Lets a pool learn plans, or not.
+    fn plan(&mut self, pool: PoolId, config: PoolConfig) -> PoolConfig {
+        if self.per_million == 0 || self.random.below(3) == 0 {
+            return config;
+        }
+        self.pools.push(pool);
+        config.to_builder().plan(PlanPolicy::Learn).build().expect("any pool may learn")
+    }
+
+    /// The pool in which a step that repeats begins now.
+    fn next(&mut self) -> Option<PoolId> {
+        let begins = self.open.is_none() && !self.pools.is_empty() && self.random.chance(self.per_million);
+        begins.then(|| pick(&mut self.random, &self.pools))
+    }
+}
+
 /// Draws steps that are valid after those before them.
 struct Writer {
+    repeats: Repeats,
     random: SplitMix64,
     steps: Vec<JobStep>,
     weights: Vec<(StepKind, u32)>,
@@ -174,12 +218,12 @@ struct Writer {
     streams_max: u16,
     pools: Vec<PoolId>,
     pools_made: u32,
-    live: Vec<(AllocationId, StreamId)>,
+    live: Vec<Live>,
     made: u64,
 }
 
 impl Writer {
-    fn new(seed: u64, random: &mut SplitMix64) -> Self {
+    fn new(seed: u64, random: &mut SplitMix64, repeats: Repeats) -> Self {
         let weights = KINDS.map(|(kind, weights)| (kind, pick(random, &weights))).to_vec();
         let sizes = match random.below(4) {
             0 => SIZES.to_vec(),
@@ -190,6 +234,7 @@ impl Writer {
         };
         let streams_max = 1 + random.below(6) as u16;
         let mut writer = Writer {
+            repeats,
             random: sequence(seed, Purpose::Steps, 0),
             steps: Vec::new(),
             weights,
@@ -225,8 +270,19 @@ impl Writer {
         let pool = PoolId(self.pools_made);
         self.pools_made += 1;
         self.pools.push(pool);
-        let config = Box::new(pool_config(&mut self.random));
+        let config = Box::new(self.repeats.plan(pool, pool_config(&mut self.random)));
         self.push(Op::CreatePool { pool, config }, 0);
+    }
+
+    fn destroy_pool(&mut self) {
+        let index = self.random.below(self.pools.len() as u64) as usize;
+        if self.repeats.open == Some(self.pools[index]) {
+            return self.allocate();
+        }
+        let pool = self.pools.swap_remove(index);
+        self.repeats.pools.retain(|other| *other != pool);
+        let thread = self.any_thread();
+        self.push(Op::DestroyPool { pool }, thread);
     }
 
     fn stream(&mut self) -> StreamId {
@@ -263,6 +319,9 @@ impl Writer {
     }
 
     fn write(&mut self) {
+        if let Some(pool) = self.repeats.next() {
+            return self.repeat(pool);
+        }
         let kind = if self.live.len() >= LIVE_MAX { StepKind::Free } else { self.kind() };
         match kind {
             StepKind::Free => self.free(),
@@ -293,11 +352,7 @@ impl Writer {
             StepKind::CreatePool if self.pools_made <= POOLS_MAX => self.create_pool(),
             StepKind::CreatePool if self.streams < self.streams_max => self.register_stream(),
             // It may still be in use: then it is refused, and lives on without being named again.
-            StepKind::DestroyPool if !self.pools.is_empty() => {
-                let pool = self.pools.swap_remove(self.random.below(self.pools.len() as u64) as usize);
-                let thread = self.any_thread();
-                self.push(Op::DestroyPool { pool }, thread);
-            }
+            StepKind::DestroyPool if !self.pools.is_empty() => self.destroy_pool(),
             StepKind::Sync => self.push(Op::Sync, 0),
             StepKind::Allocate | StepKind::CreatePool | StepKind::DestroyPool => self.allocate(),
         }
@@ -312,18 +367,79 @@ impl Writer {
         }
     }
 
+    /// A body several times, each one a step of a pool, with other ops in between.
+    fn repeat(&mut self, pool: PoolId) {
+        let sizes: Vec<u64> = (0..3).map(|_| self.size()).collect();
+        let mut repeats = self.repeats.random.split(self.made);
+        let mut drawn = repeats.split(1);
+        let body = Body::draw(&mut repeats, self.streams, || pick(&mut drawn, &sizes));
+        let (key, times) = (repeats.below(2), 3 + repeats.below(4));
+        self.repeats.open = Some(pool);
+        // By number in the step before.
+        let mut before = vec![None; body.allocation_count()];
+        for _ in 0..times {
+            let thread = self.any_thread();
+            self.push(Op::BeginStep { pool, key }, thread);
+            let mut made = Vec::new();
+            for op in body.ops(&mut repeats) {
+                if repeats.below(50) == 0 {
+                    self.write();
+                }
+                self.write_of_body(pool, op, &mut made, &mut before);
+            }
+            let thread = self.any_thread();
+            self.push(Op::EndStep { pool }, thread);
+            if repeats.below(3) == 0 {
+                self.push(Op::Sync, 0);
+            }
+            self.live.extend(before.iter_mut().filter_map(Option::take));
+            before[..made.len()].clone_from_slice(&made);
+        }
+        self.live.extend(before.into_iter().flatten());
+        self.repeats.open = None;
+    }
+
+    /// `made` and `before` are what this step made, and what is left of the one before, by number.
+    fn write_of_body(&mut self, pool: PoolId, op: BodyOp, made: &mut Vec<Option<Live>>, before: &mut [Option<Live>]) {
+        match op {
+            BodyOp::Allocate { stream, size_bytes } => made.push(Some(self.push_allocate(pool, stream, size_bytes))),
+            BodyOp::Free { number } => {
+                if let Some(live) = made[number].take() {
+                    self.push_free(live);
+                }
+            }
+            BodyOp::FreeOfStepBefore { number } => {
+                if let Some(live) = before[number].take() {
+                    self.push_free(live);
+                }
+            }
+            BodyOp::RecordUse { number, stream } => {
+                if let Some((id, _)) = made[number] {
+                    let thread = self.thread_of(stream);
+                    self.push(Op::RecordUse { id, stream }, thread);
+                }
+            }
+        }
+    }
+
     fn allocate(&mut self) {
+        let (pool, stream) = (self.pool(), self.stream());
+        let size_bytes = self.size();
+        let live = self.push_allocate(pool, stream, size_bytes);
+        self.live.push(live);
+    }
+
+    fn push_allocate(&mut self, pool: PoolId, stream: StreamId, size_bytes: u64) -> Live {
         let id = AllocationId(self.made);
         self.made += 1;
-        let (pool, stream) = (self.pool(), self.stream());
-        let (size_bytes, thread) = (self.size(), self.thread_of(stream));
-        self.live.push((id, stream));
+        let thread = self.thread_of(stream);
         self.push(Op::Allocate { id, pool, stream, size_bytes }, thread);
         if self.random.chance(self.named_per_million)
             && let Some(step) = self.steps.last_mut()
         {
             step.name = Some(format!("tensor {}", id.0 % 17).into());
         }
+        (id, stream)
     }
 
     fn free(&mut self) {
@@ -336,7 +452,11 @@ impl Writer {
             Freed::Newest => count - 1 - self.random.below(count.min(3) as u64) as usize,
             Freed::Oldest => self.random.below(count.min(3) as u64) as usize,
         };
-        let (id, stream) = self.live.remove(index);
+        let live = self.live.remove(index);
+        self.push_free(live);
+    }
+
+    fn push_free(&mut self, (id, stream): Live) {
         let thread = if self.by == Threads::FreedByAny { self.any_thread() } else { self.thread_of(stream) };
         self.push(Op::Free { id }, thread);
     }

@@ -1,0 +1,10 @@
+//! Any bytes as a program that repeats steps, on two ranks beside the model of plans.
+#![no_main]
+
+#[path = "../count.rs"]
+mod count;
+
+use libfuzzer_sys::fuzz_target;
+use symmalloc_harness::targets;
+
+fuzz_target!(init: count::print_at_exit(), |bytes: &[u8]| count::add(targets::steps(bytes)));
