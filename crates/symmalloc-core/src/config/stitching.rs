@@ -24,6 +24,6 @@ pub struct Stitching {
 
 impl Default for Stitching {
     fn default() -> Self {
-        Stitching { granule_bytes: 2 * MIB, least_bytes: 16 * MIB, maps_max: 1 << 10, aliases_max: 1 << 16 }
+        Stitching { granule_bytes: 2 * MIB, least_bytes: 16 * MIB, maps_max: 1 << 14, aliases_max: 1 << 16 }
     }
 }
