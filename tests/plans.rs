@@ -3,9 +3,10 @@
 use proptest::prelude::*;
 use symmalloc_core::config::{Config, PlanPolicy, PoolConfig};
 use symmalloc_core::lock::Exclusive;
+use symmalloc_core::plans::{Plan, PlanError, PlannedAllocation, StepAllocation};
 use symmalloc_core::restore::{LayoutError, RestoreError};
 use symmalloc_core::units::MIB;
-use symmalloc_core::{Allocator, PoolId};
+use symmalloc_core::{Allocator, PoolId, Retry};
 use symmalloc_harness::steps::{StepScenario, run};
 use symmalloc_harness::targets;
 use symmalloc_sim::{Call, SimBackend, SplitMix64};
@@ -91,4 +92,28 @@ fn a_threshold_does_not_count_the_memory_of_plans() {
     }
     assert!(unmapped[0] > 0, "a step that is learned gives memory back: {unmapped:?}");
     assert_eq!(unmapped[3..], [unmapped[2]; 3], "steps that follow their plan do not: {unmapped:?}");
+}
+
+/// The callback allocates in the same pool, on a stream that has no heap yet, and even begins a step. No lock is held meanwhile.
+#[test]
+fn a_failure_callback_may_use_the_pool_whose_plan_has_no_memory() {
+    let pool = PoolConfig::builder().limit_bytes(Some(64 * MIB)).build().expect("valid");
+    let config = Config::builder().default_pool(pool).build().expect("valid");
+    let allocator = Allocator::<_, Exclusive>::new(SimBackend::builder().build(), config).expect("valid");
+    let [planned, other] = [(); 2].map(|()| allocator.register_stream().expect("few"));
+    allocator.set_failure_callback(move |allocator, _| {
+        let made = allocator.allocate(PoolId::DEFAULT, other, 512).expect("512 bytes fit");
+        allocator.begin_step(PoolId::DEFAULT, 0).expect("none is open");
+        allocator.end_step(PoolId::DEFAULT).expect("it is open");
+        allocator.free(made.handle).expect("live");
+        Retry::GiveUp
+    });
+    let wanted = StepAllocation { stream: planned, requested_bytes: 128 * MIB, until: Some(1) };
+    let plan =
+        Plan::new(0, Some(planned), vec![PlannedAllocation { wanted, offset_bytes: Some(0) }]).expect("it is one");
+    let refused = allocator.adopt_plan(PoolId::DEFAULT, plan);
+    assert!(matches!(refused, Err(PlanError::Memory(_))), "{refused:?}");
+    assert!(allocator.plans(PoolId::DEFAULT).expect("it is there").is_empty());
+    assert_eq!(allocator.stats().usage.all.allocations.allocated, 1, "the callback was asked once");
+    allocator.check().expect("nothing is left half done");
 }

@@ -86,12 +86,15 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let adopted = heap.lock().adopt(&self.context, &plans);
         if let Err(shortage) = adopted {
             let request = Request { pool, stream, size_bytes: plans.memory_bytes() };
+            // The failure callback may allocate, for which a heap of this pool may have to be made.
+            drop(step);
             self.retry(request, heap, shortage, Some(&mut gate), |heap| heap.adopt(&self.context, &plans))?;
         }
         Ok(())
     }
 
-    /// Gives all plans of a pool up, and forgets the steps from which it learns. What is live at their places stays where it is, and the rest of their memory is free.
+    /// Gives all plans of a pool up, and forgets the steps from which it learns. What is live at their places stays where it is,
+    /// and the rest of their memory is free.
     ///
     /// # Errors
     /// When the pool is unknown, or a step of it is open.

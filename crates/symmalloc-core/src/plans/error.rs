@@ -5,7 +5,7 @@ use crate::types::ids::{PoolId, StreamId};
 use symmalloc_plan::ProblemError;
 use thiserror::Error;
 
-/// Why a plan was not made, or not adopted. The heap is as it was then.
+/// Why a plan was not made, or not adopted. The heap is as it was then, except after [`Memory`](Self::Memory).
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum PlanError {
@@ -62,7 +62,7 @@ pub enum PlanError {
         /// The pool.
         pool: PoolId,
     },
-    /// There is no memory for it.
+    /// There is no memory for it. The heap has no plans any more, and goes on without.
     #[error("no memory for the plan: {0}")]
     Memory(#[from] AllocateError),
     /// The sizes add up to more than the planner can count.
