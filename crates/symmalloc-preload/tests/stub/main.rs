@@ -1,0 +1,4 @@
+//! Programs under the library, on a stub of libcuda. Each test is a process of its own.
+
+mod environment;
+mod programs;
