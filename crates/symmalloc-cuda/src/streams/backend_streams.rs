@@ -10,6 +10,7 @@ use super::event_pool::EventPool;
 use super::lent::LentStream;
 use crate::call_counters::{CallCounters, DeviceCall, DeviceCalls};
 use crate::device::{CudaDevice, RestoreCurrent};
+use crate::driver::STREAM_NON_BLOCKING;
 use crate::error::{CAPTURE_UNSUPPORTED, DriverError, INVALID_HANDLE, NOT_READY};
 use cudarc::driver::CudaStream;
 use cudarc::driver::sys::{CUevent, CUstream};
@@ -31,8 +32,8 @@ pub struct BackendStreams {
     events: EventPool,
     captured: CapturedEvents,
     calls: CallCounters,
-    /// Waits for the work of lent streams that are gone. Made when the first one goes.
-    returned: Mutex<Option<Arc<CudaStream>>>,
+    /// The handle of a stream that waits for the work of lent streams that are gone. Made when the first one goes.
+    returned: Mutex<Option<usize>>,
 }
 
 /// What a [`StreamId`] stands for.
@@ -142,13 +143,16 @@ impl BackendStreams {
 
     fn returned(&self) -> Result<CUstream, DriverError> {
         let mut returned = self.returned.lock().unwrap_or_else(PoisonError::into_inner);
-        if returned.is_none() {
-            let _restore = RestoreCurrent::of(self.device.driver())?;
-            let _relaxed = self.device.driver().relax_capture();
-            let made = self.device.context().new_stream();
-            *returned = Some(made.map_err(|error| DriverError { call: "cuStreamCreate", code: error.0 as i32 })?);
+        if let Some(stream) = *returned {
+            return Ok(std::ptr::without_provenance_mut(stream));
         }
-        Ok(returned.as_ref().map_or(std::ptr::null_mut(), |stream| stream.cu_stream()))
+        let _current = self.device.enter()?;
+        let _relaxed = self.device.driver().relax_capture();
+        let mut stream: CUstream = std::ptr::null_mut();
+        // SAFETY: valid for writing. cudarc's own call waits for the context.
+        unsafe { self.device.driver().stream_create(&raw mut stream, STREAM_NON_BLOCKING) }?;
+        *returned = Some(stream as usize);
+        Ok(stream)
     }
 
     #[inline]
@@ -360,6 +364,11 @@ impl Drop for BackendStreams {
         // Streams that are dropped here would leave their context current.
         let _restore = RestoreCurrent::of(self.device.driver());
         self.registered = boxcar::Vec::new();
-        *self.returned.get_mut().unwrap_or_else(PoisonError::into_inner) = None;
+        if let Some(stream) = self.returned.get_mut().unwrap_or_else(PoisonError::into_inner).take()
+            && let Ok(_current) = self.device.enter()
+        {
+            // SAFETY: made by `returned`, and not used any more. A context that is lost refuses, and takes it along.
+            let _refused = unsafe { self.device.driver().stream_destroy(std::ptr::without_provenance_mut(stream)) };
+        }
     }
 }
