@@ -10,6 +10,7 @@
 //!             ├─ export ─► a PyTorch snapshot
 //!             ├─ chart ──► pictures
 //!             ├─ report ─► a page about a job, and settings to try
+//!             ├─ run ────► any CUDA program under symmalloc, or recorded
 //!             └─ plan ───► where every allocation of a job goes, and what to reserve without that
 //! ```
 //!
@@ -36,6 +37,7 @@ mod quantity;
 mod recorded;
 mod replay;
 mod report;
+mod run;
 mod simulate;
 pub mod timing;
 
@@ -80,11 +82,12 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Chart(args) => chart::chart(&args),
         Command::Report(args) => report::report(&args),
         Command::Plan(args) => plan::plan(&args),
+        Command::Run(args) => return run::run(&args).unwrap_or_else(|error| failed(&error)),
     };
     done.map_or_else(|error| failed(&error), ExitCode::from)
 }
 
 fn failed(error: &CliError) -> ExitCode {
     output::report(error);
-    ExitCode::from(2)
+    ExitCode::from(error.exit_code())
 }

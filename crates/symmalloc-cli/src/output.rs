@@ -28,7 +28,7 @@ pub(crate) fn print_json(object: &impl serde::Serialize) -> Result<(), CliError>
 
 /// Tells on stderr what went wrong, because of what, and what to do.
 pub(crate) fn report(error: &CliError) {
-    let palette = Palette { is_colourful: is_colourful(&io::stderr()) };
+    let palette = Palette::of_stderr();
     let mut text = format!("  {} {error}\n", palette.bad("×"));
     let causes: Vec<_> = std::iter::successors(error.source(), |&error: &&dyn Error| error.source()).collect();
     for (index, cause) in causes.iter().enumerate() {
@@ -38,6 +38,11 @@ pub(crate) fn report(error: &CliError) {
     if let Some(help) = error.help() {
         text += &format!("  {} {help}\n", palette.aside("help:"));
     }
+    let _ = io::stderr().write_all(text.as_bytes());
+}
+
+/// Writes text to stderr, all at once. Nobody needs to read it.
+pub(crate) fn tell(text: &str) {
     let _ = io::stderr().write_all(text.as_bytes());
 }
 
@@ -56,6 +61,10 @@ pub(crate) struct Palette {
 impl Palette {
     pub(crate) fn of_stdout() -> Self {
         Palette { is_colourful: is_colourful(&io::stdout()) }
+    }
+
+    pub(crate) fn of_stderr() -> Self {
+        Palette { is_colourful: is_colourful(&io::stderr()) }
     }
 
     pub(crate) fn title(self, text: &str) -> String {

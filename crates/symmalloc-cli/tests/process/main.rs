@@ -9,6 +9,7 @@ mod import;
 mod plan;
 mod replay;
 mod report;
+mod run;
 mod simulate;
 
 use serde_json::Value;
