@@ -28,7 +28,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use symmalloc_core::errors::TrimError;
 use symmalloc_core::{PoolId, Retry, StreamId};
-use symmalloc_cuda::{CaptureWatch, CudaAllocator, CudaDevice, CudaError, LentStream};
+use symmalloc_cuda::{CaptureWatch, CudaAllocator, CudaDevice, CudaError, CudaMemory, LentStream};
 
 /// Contexts that a process can have had.
 const CONTEXTS_MAX: usize = 256;
@@ -307,10 +307,12 @@ impl Context {
         }
     }
 
-    /// Bytes that the allocator holds and that nothing is allocated in.
+    /// Bytes that the allocator holds and that nothing is allocated in: what is cached, what the driver has not taken back yet, and
+    /// what was made ahead.
     pub(crate) fn cached_bytes(&self) -> u64 {
-        let stats = self.allocator.stats();
-        stats.reserved_bytes.current.saturating_sub(stats.usage.all.allocated_bytes.current)
+        let (stats, backend) = (self.allocator.stats(), self.allocator.core().backend());
+        let cached = stats.reserved_bytes.current.saturating_sub(stats.usage.all.allocated_bytes.current);
+        cached + backend.idle_bytes() + backend.spare_bytes()
     }
 
     /// Gives free memory back to the device. Whether any went.

@@ -32,7 +32,7 @@ use external::{deliver, stream_key};
 use memory::Access;
 use model::{Code, State, THREAD, Thread, WAIT, with, with_waiting};
 use std::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
-use streams::{Capture, Event, Op, Stream};
+use streams::{Capture, Event, Op};
 
 const OK: c_int = 0;
 /// The device number of host memory.
@@ -234,9 +234,7 @@ stub! {
     };
 
     call_in_context cuStreamCreate(stream: *mut u64, flags: c_uint) |state| {
-        let handle = state.stream_handle();
-        state.streams.insert(handle, Stream::new(here()));
-        answer(stream, handle);
+        answer(stream, state.make_stream(here()));
         Ok(())
     };
     call_in_context cuStreamDestroy_v2(stream: u64) |state| state.destroy_stream(stream).ok_or(INVALID_HANDLE);

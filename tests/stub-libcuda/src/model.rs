@@ -205,8 +205,8 @@ pub struct State {
     pub pooled: BTreeMap<u64, u64>,
     /// Contexts that the program made itself, so far.
     pub own_contexts: usize,
-    /// Handles of destroyed streams that may be given again, newest last.
-    pub gone_streams: Vec<u64>,
+    /// Handles of destroyed streams that may be given again, newest last, and the number of their last work.
+    pub gone_streams: Vec<(u64, u64)>,
     /// Which device may use whose memory.
     pub peers: BTreeSet<(c_int, c_int)>,
     /// Memory of all devices.
@@ -352,10 +352,12 @@ impl State {
         true
     }
 
-    /// The handle of a new stream.
-    pub fn stream_handle(&mut self) -> u64 {
+    /// Makes a stream, and gives its handle. Work of a stream that had the handle before counts as done.
+    pub fn make_stream(&mut self, device: c_int) -> u64 {
         let again = if self.options.reuses_streams { self.gone_streams.pop() } else { None };
-        again.unwrap_or_else(|| self.handle())
+        let (handle, done) = again.unwrap_or_else(|| (self.handle(), 0));
+        self.streams.insert(handle, Stream::after(device, done));
+        handle
     }
 
     /// See `stub_live`.

@@ -78,7 +78,12 @@ pub struct Stream {
 impl Stream {
     /// A stream of a device, without work.
     pub fn new(device: c_int) -> Self {
-        Stream { device, ..Stream::default() }
+        Self::after(device, 0)
+    }
+
+    /// A stream whose work is numbered from `done` on.
+    pub fn after(device: c_int, done: u64) -> Self {
+        Stream { device, submitted: done, ran: done, completed: done, ..Stream::default() }
     }
 }
 
@@ -145,9 +150,10 @@ impl State {
     pub fn destroy_stream(&mut self, stream: u64) -> Option<()> {
         let known = self.stream(stream)?;
         known.is_gone = true;
+        let last = known.submitted;
         if known.queue.is_empty() {
             self.streams.remove(&stream);
-            self.gone_streams.push(stream);
+            self.gone_streams.push((stream, last));
         }
         Some(())
     }

@@ -5,3 +5,4 @@ mod environment;
 mod programs;
 mod promises;
 mod serving;
+mod storm;
