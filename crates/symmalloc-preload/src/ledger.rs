@@ -2,19 +2,21 @@
 //!
 //! ```text
 //!  addresses   │ region n       │ region n + 1   │ ...        32 MiB each
-//!  small ones  ▼ shard n % 64   ▼ shard (n+1) % 64           a map in order of addresses, with a lock of its own
+//!  small ones  ▼ a shard        ▼ another one                a map in order of addresses, with a lock of its own
 //!  large ones  ──────────────── one map ────────────────     a region or more: they may begin in any region before
 //! ```
 //!
-//! An allocation is found by its first address, and by any address in it: of the small ones, only two shards can have it. Threads that
-//! use different heaps use different regions, and mostly different locks.
+//! An allocation is found by its first address, and by any address in it: of the small ones, only two shards can have it. A shard has
+//! other regions too, but none between the allocation's first address and the one that is asked for. Threads that use different heaps
+//! use different regions, and mostly different locks: which shard a region has is scattered, because heaps lie at equal distances.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 const REGION_BITS: u32 = 25;
 const REGION_BYTES: u64 = 1 << REGION_BITS;
-const SHARDS: usize = 64;
+const SHARD_BITS: u32 = 7;
+const SHARDS: usize = 1 << SHARD_BITS;
 
 /// See the file's comment. `T` is what is known of an allocation.
 pub(crate) struct Ledger<T> {
@@ -58,7 +60,8 @@ impl<T: Copy> Ledger<T> {
     }
 
     fn region(&self, address: u64) -> &Shard<T> {
-        &self.small[(address >> REGION_BITS) as usize % SHARDS]
+        let scattered = (address >> REGION_BITS).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        &self.small[(scattered >> (u64::BITS - SHARD_BITS)) as usize]
     }
 
     /// Notes an allocation.

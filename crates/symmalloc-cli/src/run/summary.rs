@@ -32,6 +32,8 @@ pub(super) struct DeviceSummary {
     pub(super) device: u32,
     pub(super) trace: Option<PathBuf>,
     pub(super) peak_reserved_bytes: Option<u64>,
+    /// How often memory was obtained from the device.
+    pub(super) growths: Option<u64>,
     #[serde(default)]
     pub(super) refused: u64,
     #[serde(default)]

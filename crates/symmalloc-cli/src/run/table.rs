@@ -64,9 +64,12 @@ fn figures(summary: &Summary, palette: Palette) -> Vec<String> {
     let mut table = Table::default();
     let mut row = |title: &str, value: String| table.row([plain(format!("  {title}")), plain(value)]);
     row("peak live", memory(summary.peak_live_bytes));
-    for DeviceSummary { device, peak_reserved_bytes, refused, .. } in &summary.devices {
+    for DeviceSummary { device, peak_reserved_bytes, growths, refused, .. } in &summary.devices {
         if let Some(bytes) = peak_reserved_bytes {
             row(&format!("peak reserved, device {device}"), memory(*bytes));
+        }
+        if let Some(growths) = growths {
+            row(&format!("obtained from the device {device}"), counted(*growths, "time"));
         }
         if *refused > 0 {
             row(&format!("refused, device {device}"), count(*refused));
