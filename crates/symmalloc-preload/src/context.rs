@@ -24,11 +24,11 @@ use crate::settings::{Settings, say, settings};
 use crate::streams::{self, KnownStream, StreamName};
 use rustc_hash::FxHashMap;
 use std::ffi::c_int;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use symmalloc_core::errors::TrimError;
 use symmalloc_core::{PoolId, Retry, StreamId};
-use symmalloc_cuda::{CaptureWatch, CudaAllocator, CudaDevice, CudaError, CudaMemory, LentStream};
+use symmalloc_cuda::{CudaAllocator, CudaDevice, CudaError, CudaMemory, LentStream};
 
 /// Contexts that a process can have had.
 const CONTEXTS_MAX: usize = 256;
@@ -37,9 +37,6 @@ static CONTEXTS: [AtomicPtr<Context>; CONTEXTS_MAX] =
     [const { AtomicPtr::new(std::ptr::null_mut()) }; CONTEXTS_MAX];
 /// How many of them there are. Locked while one is made.
 static COUNT: Mutex<usize> = Mutex::new(0);
-
-/// Captures under way, of all contexts.
-static CAPTURES: AtomicUsize = AtomicUsize::new(0);
 
 /// See the file's comment.
 pub(crate) struct Context {
@@ -54,8 +51,6 @@ pub(crate) struct Context {
     current_pool: AtomicPtr<MemPool>,
     numbering: Mutex<Numbering>,
     legacy: OnceLock<&'static KnownStream>,
-    /// Captures that the program began: the stream, and what makes the allocator mind them.
-    captures: Mutex<Vec<(usize, CaptureWatch)>>,
     is_gone: AtomicBool,
 }
 
@@ -162,7 +157,6 @@ impl Context {
             current_pool: AtomicPtr::new(std::ptr::null_mut()),
             numbering: Mutex::new(Numbering { numbers: Numbers::new(), streams: FxHashMap::default() }),
             legacy: OnceLock::new(),
-            captures: Mutex::default(),
             is_gone: AtomicBool::new(false),
         }));
         default_pool.make(context)?;
@@ -259,27 +253,6 @@ impl Context {
         lock(&self.numbering).numbers.take_back(name);
     }
 
-    /// Whether a stream may be being captured: one load unless a capture is under way.
-    #[inline]
-    pub(crate) fn is_captured(stream: usize) -> bool {
-        CAPTURES.load(Ordering::Acquire) > 0 && libcuda::driver().is_some_and(|driver| driver.is_captured(stream))
-    }
-
-    /// The program is about to capture a stream.
-    pub(crate) fn begin_capture(&self, stream: usize) {
-        lock(&self.captures).push((stream, self.allocator.device().watch_captures()));
-        CAPTURES.fetch_add(1, Ordering::AcqRel);
-    }
-
-    /// The capture of a stream is over, or did not begin.
-    pub(crate) fn end_capture(&self, stream: usize) {
-        let mut captures = lock(&self.captures);
-        if let Some(at) = captures.iter().rposition(|(captured, _)| *captured == stream) {
-            drop(captures.remove(at));
-            CAPTURES.fetch_sub(1, Ordering::AcqRel);
-        }
-    }
-
     /// The context is about to be reset: everything in it goes back to the device.
     pub(crate) fn end(&'static self) {
         if self.is_gone() {
@@ -298,8 +271,6 @@ impl Context {
         let _ended = self.allocator.core().stop_recording();
         self.is_gone.store(true, Ordering::Relaxed);
         streams::forget_all_of(self);
-        let captures = std::mem::take(&mut *lock(&self.captures));
-        CAPTURES.fetch_sub(captures.len(), Ordering::AcqRel);
         // The allocator is never dropped, so its own reference to the context is given back here.
         if let Some(driver) = libcuda::driver() {
             // SAFETY: `CudaDevice::new` retained it.

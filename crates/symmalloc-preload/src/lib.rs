@@ -18,7 +18,7 @@
 //! | `symbols/` | every way to ask for a driver's call |
 //! | `calls/` | the calls that are served, each with the driver's signature |
 //! | `served.rs`, `context.rs`, `pools.rs`, `peers.rs` | allocating and freeing; a context's allocator; memory pools; devices that share |
-//! | `streams.rs`, `numbers.rs` | raw streams that come and go, by number |
+//! | `streams.rs`, `numbers.rs`, `captures.rs` | raw streams that come and go, by number; those that are captured |
 //! | `ledger.rs` | what is allocated, by address |
 //! | `watch.rs`, `recordings.rs` | a program that is only recorded; the traces |
 //! | `tally.rs`, `exit.rs` | what `symmalloc run` tells at the end |
@@ -30,6 +30,7 @@
 compile_error!("symmalloc-preload is for Linux with the GNU C library, on x86-64 and aarch64");
 
 mod calls;
+mod captures;
 mod context;
 mod exit;
 mod forks;

@@ -10,6 +10,7 @@
 //! What is not ours goes to the driver: [`Outcome::Driver`]. A free takes the allocation out of [`LIVE`] first, so of two
 //! threads that free it one gets the driver's answer to an address that it does not know; a free that fails puts it back.
 
+use crate::captures;
 use crate::context::Context;
 use crate::ledger::{Found, Ledger};
 use crate::libcuda;
@@ -63,7 +64,7 @@ pub(crate) fn allocate(size_bytes: u64) -> Outcome<u64> {
 /// `cuMemAllocAsync`, or from a pool.
 #[inline]
 pub(crate) fn allocate_async(size_bytes: u64, stream: usize, pool: Option<usize>) -> Outcome<u64> {
-    if Context::is_captured(stream) {
+    if captures::has(stream) {
         // The graph allocates when it runs.
         return Outcome::Driver;
     }
@@ -111,7 +112,7 @@ pub(crate) fn free(address: u64) -> Outcome<()> {
 #[inline]
 pub(crate) fn free_async(address: u64, stream: usize) -> Outcome<()> {
     let Some(found) = LIVE.take(address) else { return Outcome::Driver };
-    if Context::is_captured(stream) {
+    if captures::has(stream) {
         // A graph frees what a graph allocated. The driver refuses, and says so in its own way.
         LIVE.insert(found.address, found.size_bytes, found.known);
         return Outcome::Driver;

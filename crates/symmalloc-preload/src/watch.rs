@@ -11,7 +11,8 @@ use crate::ledger::Ledger;
 use crate::numbers::{Number, Numbers};
 use crate::outcome::SUCCESS;
 use crate::streams::StreamName;
-use crate::{exit, forks, libcuda, recordings, settings, tally};
+use crate::{captures, exit, forks, libcuda, recordings, settings, tally};
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::c_int;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -97,7 +98,17 @@ fn device_of(stream: Option<usize>) -> Option<c_int> {
         // SAFETY: valid for writing, and a stream that the driver just took.
         let _kept = unsafe { driver.stream_context(stream, &raw mut context) };
     }
-    driver.device_of(context)
+    thread_local! {
+        /// The context that was asked for last, and its device.
+        static LAST: Cell<(usize, c_int)> = const { Cell::new((0, 0)) };
+    }
+    let (known, device) = LAST.get();
+    if known == context {
+        return Some(device);
+    }
+    let device = driver.device_of(context)?;
+    LAST.set((context, device));
+    Some(device)
 }
 
 /// The driver answered to an allocation: notes it if it succeeded. `stream` is `None` for `cuMemAlloc`.
@@ -108,8 +119,7 @@ pub(crate) unsafe fn allocated(code: c_int, address: *mut u64, size_bytes: u64, 
     if code != SUCCESS || size_bytes == 0 || address.is_null() {
         return code;
     }
-    let is_captured = |stream| libcuda::driver().is_some_and(|driver| driver.is_captured(stream));
-    if stream.is_some_and(is_captured) {
+    if stream.is_some_and(captures::has) {
         return code;
     }
     let Some(device) = device_of(stream) else { return code };

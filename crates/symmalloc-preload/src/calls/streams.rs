@@ -1,5 +1,6 @@
 //! Streams that end, and captures.
 
+use crate::captures;
 use crate::context::Context;
 use crate::libcuda;
 use crate::outcome::SUCCESS;
@@ -27,8 +28,8 @@ pub(super) unsafe fn destroy(driver: unsafe extern "C" fn(usize) -> c_int, strea
         if let Err(code) = streams::forget(stream) {
             return code;
         }
-        Context::all().for_each(|context| context.end_capture(stream));
     }
+    captures::end(stream);
     // SAFETY: the caller's contract.
     unsafe { driver(stream) }
 }
@@ -42,28 +43,19 @@ fn begin(stream: usize, call: impl FnOnce() -> c_int) -> c_int {
     } else {
         Context::current()
     };
-    let Some(context) = context else { return call() };
-    context.begin_capture(stream);
+    captures::begin(stream, context);
     let code = call();
     if code != SUCCESS {
-        context.end_capture(stream);
+        captures::end(stream);
     }
     code
 }
 
+/// A capture is over when its graph is made and when it was spoiled; a call from the wrong thread ends none.
 fn end(stream: usize, call: impl FnOnce() -> c_int) -> c_int {
     let code = call();
-    // A capture is over when its graph is made and when it was spoiled; a call from the wrong thread ends none.
-    let is_over = !libcuda::driver().is_some_and(|driver| driver.is_captured(stream));
-    if is_over && !is_watched() {
-        let context = if stream > PER_THREAD {
-            find(stream).ok().map(|stream| stream.context)
-        } else {
-            Context::current()
-        };
-        if let Some(context) = context {
-            context.end_capture(stream);
-        }
+    if !libcuda::driver().is_some_and(|driver| driver.is_captured(stream)) {
+        captures::end(stream);
     }
     code
 }
