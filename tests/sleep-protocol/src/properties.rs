@@ -1,0 +1,159 @@
+//! What must hold: always, in the end, or at least in some run.
+//!
+//! *Sometimes* is the guard against a model in which nothing happens: what is always true of a job that never wakes is worth nothing.
+
+use crate::job::Job;
+use crate::model::State;
+use crate::rank::{Health, Life, Rank};
+use crate::step::{Outcome, Phase, Step};
+use stateright::Property;
+
+/// A window that NCCL may use is on the memory that lies behind the pool's addresses now.
+pub const MAPPED: &str = "no window outlives its memory";
+/// While a kernel runs on windows, every rank of its communicator that lives has the memory that it was registered with.
+pub const USED: &str = "no kernel uses memory that is gone";
+/// Ranks that meet in a communicator are in the same collective, of the same segment.
+pub const MET: &str = "no rank registers what another does not";
+/// A communicator that two ranks can use has the same windows on both, once both are through with the same ops.
+pub const EQUAL: &str = "the ranks have the same windows between ops";
+/// The windows of a communicator go from the first segment on, and come from the first segment on.
+pub const ORDER: &str = "windows come and go in log order";
+/// A rank that says that it cannot wake is heard by every other one before that one is awake.
+pub const ALONE: &str = "no rank is awake while another one says that it cannot";
+/// Between ops a pool has its memory and all windows of a communicator or none; or no memory and no window; or has failed.
+pub const WHOLE: &str = "a pool is awake, asleep or failed, and nothing between";
+/// When a wake has ended well, a communicator that it lost on one rank has ended on all.
+pub const LOST: &str = "what a wake lost on one rank it lost on all";
+/// Every rank that runs comes to the end of its program.
+pub const ENDS: &str = "every op ends";
+
+/// All ranks are awake with new memory and windows on all communicators.
+pub const IN_PLACE: &str = "all wake in place";
+/// A device refuses memory, and all ranks wake in the end.
+pub const RETRIED: &str = "a refused wake works at another try";
+/// A communicator dies, and all ranks wake with the other one.
+pub const FEWER: &str = "a pool wakes without a communicator that died";
+/// A wake breaks in which one rank ends well and another does not, and all sleep and wake over a new communicator.
+pub const HEALED: &str = "a broken wake is healed over a new communicator";
+/// A rank cannot give its memory back, because a lost communicator holds it.
+pub const FAILED: &str = "a pool fails";
+
+/// All properties that must never be broken.
+pub const KEPT: [&str; 9] = [MAPPED, USED, MET, EQUAL, ORDER, ALONE, WHOLE, LOST, ENDS];
+
+/// All properties.
+pub fn all() -> Vec<Property<Job>> {
+    vec![
+        Property::always(MAPPED, |_, state| living(state).all(windows_are_mapped)),
+        Property::always(USED, memory_in_use_is_there),
+        Property::always(MET, |_, state: &State| {
+            state.meetings.iter().flat_map(|meetings| meetings.iter()).all(|meeting| meeting.is_one_collective())
+        }),
+        Property::always(EQUAL, |job, state| pairs(state).all(|(one, other)| windows_are_equal(job, one, other))),
+        Property::always(ORDER, |job, state| living(state).all(|rank| windows_are_in_order(job, rank))),
+        Property::always(ALONE, |_, state| !(living(state).any(is_awake) && living(state).any(says_that_it_cannot))),
+        Property::always(WHOLE, |job, state| living(state).all(|rank| !rank.is_between_ops() || is_whole(job, rank))),
+        Property::always(LOST, |job, state| pairs(state).all(|(one, other)| what_is_lost_is_lost(job, one, other))),
+        // Once this is so it stays so, and no run comes to a state twice (`State::progress`): the checker's answer is exact.
+        Property::eventually(ENDS, |_, state| running(state).all(|rank| rank.step == Step::Done)),
+        Property::sometimes(IN_PLACE, |job, state| are_all_awake(job, state, job.comms.len())),
+        Property::sometimes(RETRIED, |job: &Job, state: &State| {
+            state.left.refusals < job.faults.refusals && are_all_awake(job, state, job.comms.len())
+        }),
+        Property::sometimes(FEWER, |job: &Job, state: &State| {
+            job.comms.len() > 1 && running(state).all(|rank| !rank.sides[1].is_ready()) && are_all_awake(job, state, 1)
+        }),
+        Property::sometimes(HEALED, |job: &Job, state: &State| {
+            job.comms.len() > 1
+                && running(state).all(|rank| !rank.sides[0].is_ready() && is_registered(job, rank, 1))
+                && running(state).all(|rank| rank.step == Step::Done && rank.last == Outcome::Done)
+        }),
+        Property::sometimes(FAILED, |_, state| living(state).any(|rank| rank.phase == Phase::Failed)),
+    ]
+}
+
+/// Ranks whose process is there, stopped or not: a kernel of theirs may run.
+fn living(state: &State) -> impl Iterator<Item = &Rank> {
+    state.ranks.iter().filter(|rank| rank.life != Life::Dead)
+}
+
+fn running(state: &State) -> impl Iterator<Item = &Rank> {
+    state.ranks.iter().filter(|rank| rank.life == Life::Running)
+}
+
+/// Two ranks that are through with the same ops and not in the middle of another one, in both orders.
+fn pairs(state: &State) -> impl Iterator<Item = (&Rank, &Rank)> {
+    let pairs = state.ranks.iter().flat_map(|one| state.ranks.iter().map(move |other| (one, other)));
+    pairs.filter(|(one, other)| one.is_between_ops() && other.is_between_ops() && one.op == other.op)
+}
+
+fn windows_are_mapped(rank: &Rank) -> bool {
+    let held = rank.sides.iter().filter(|side| side.health != Health::Aborted);
+    held.flat_map(|side| side.windows).all(|window| window == 0 || window == rank.memory)
+}
+
+fn memory_in_use_is_there(job: &Job, state: &State) -> bool {
+    living(state).all(|rank| {
+        let busy = rank.sides.iter().enumerate().filter(|(_, side)| side.is_busy);
+        busy.into_iter().all(|(comm, side)| {
+            let others = job.members(comm).map(|member| &state.ranks[member]).filter(|it| it.life != Life::Dead);
+            others.into_iter().all(|other| other.memory == side.windows[0])
+        })
+    })
+}
+
+fn windows_are_equal(job: &Job, one: &Rank, other: &Rank) -> bool {
+    (0..job.comms.len()).all(|comm| {
+        let (one, other) = (one.sides[comm], other.sides[comm]);
+        !one.is_ready() || !other.is_ready() || one.windows == other.windows
+    })
+}
+
+fn windows_are_in_order(job: &Job, rank: &Rank) -> bool {
+    rank.ready().all(|(_, side)| {
+        let has_window = |segment: usize| side.windows[segment] != 0;
+        (1..job.segments).all(|segment| match rank.step {
+            Step::Deregister(..) | Step::Unmap => has_window(segment) || !has_window(segment - 1),
+            _ => has_window(segment - 1) || !has_window(segment),
+        })
+    })
+}
+
+fn is_awake(rank: &Rank) -> bool {
+    rank.phase == Phase::Awake
+}
+
+fn says_that_it_cannot(rank: &Rank) -> bool {
+    let says = rank.step == Step::Decide && rank.is_waiting && !rank.could;
+    let said = rank.is_between_ops() && rank.last == Outcome::Refused { mine: true };
+    rank.phase == Phase::Asleep && (says || said)
+}
+
+fn is_whole(job: &Job, rank: &Rank) -> bool {
+    let windows = |side: &crate::rank::Side| side.windows[..job.segments].iter().filter(|window| **window != 0).count();
+    match rank.phase {
+        Phase::Awake => rank.memory != 0 && rank.ready().all(|(_, side)| [0, job.segments].contains(&windows(side))),
+        Phase::Asleep => rank.memory == 0 && rank.sides.iter().all(|side| !side.holds_memory()),
+        Phase::Failed => rank.memory != 0 && rank.ready().all(|(_, side)| windows(side) == 0),
+    }
+}
+
+fn what_is_lost_is_lost(job: &Job, one: &Rank, other: &Rank) -> bool {
+    let are_well = one.last == Outcome::Done && other.last == Outcome::Done;
+    !are_well || (0..job.comms.len()).all(|comm| one.lost & 1 << comm == 0 || !other.sides[comm].is_ready())
+}
+
+fn is_registered(job: &Job, rank: &Rank, comm: usize) -> bool {
+    let side = rank.sides[comm];
+    side.is_ready() && rank.memory > 1 && side.windows[..job.segments].iter().all(|window| *window == rank.memory)
+}
+
+/// Whether all ranks of the job are through with it and awake, with new memory and windows on the first so many communicators.
+fn are_all_awake(job: &Job, state: &State, comms: usize) -> bool {
+    state.ranks[..job.ranks].iter().enumerate().all(|(number, rank)| {
+        let comms = (0..comms).filter(|comm| job.is_member(*comm, number));
+        rank.life == Life::Running
+            && (rank.step, rank.phase, rank.last) == (Step::Done, Phase::Awake, Outcome::Done)
+            && comms.into_iter().all(|comm| is_registered(job, rank, comm))
+    })
+}
