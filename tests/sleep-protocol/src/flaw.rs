@@ -15,6 +15,10 @@ pub enum Flaw {
     UnmapUnderLost,
     /// A rank whose sleep broke before it heard the decision keeps its other communicators.
     KeepCommunicators,
+    /// The ranks do not compare which op they are in.
+    OpsUncompared,
+    /// A sleep refuses to begin where the pool sleeps on some ranks already.
+    SleepOnce,
     /// A wake neither agrees nor decides: it remaps and registers.
     WakeUnasked,
     /// A rank that could not remap says that it could.

@@ -4,6 +4,7 @@ use crate::flaw::Flaw;
 use crate::model::State;
 use crate::rank::{Health, Life, Rank, Side};
 use crate::step::{Comm, Op, Outcome, Phase, Segment, Step};
+use std::ops::Range;
 
 /// The most ranks.
 pub const RANKS_MAX: usize = 3;
@@ -34,6 +35,8 @@ pub struct Faults {
     pub refusals: u8,
     /// Kernels do not end in time in a sleep.
     pub delays: u8,
+    /// A rank's program leaves out an op.
+    pub skips: u8,
 }
 
 /// A job.
@@ -131,7 +134,7 @@ impl Job {
     }
 
     /// The ranks of a communicator.
-    pub fn members(&self, comm: Comm) -> impl Iterator<Item = usize> + use<> {
+    pub fn members(&self, comm: Comm) -> Range<usize> {
         0..self.comms[comm].ranks
     }
 
@@ -155,6 +158,15 @@ impl Job {
     /// The places for windows in an op, in order.
     pub fn places(&self, op: u8, rank: usize) -> impl Iterator<Item = (Comm, Segment)> + '_ {
         self.comms_of(op, rank).flat_map(|comm| (0..self.segments).map(move |segment| (comm, segment)))
+    }
+
+    /// Whether a rank runs, and is not in the middle of an op.
+    pub fn is_between_ops(&self, rank: &Rank) -> bool {
+        let is_between = match rank.step {
+            Step::Agree(comm) => !rank.is_waiting && comm == self.over(rank.op),
+            step => step == Step::Done,
+        };
+        rank.life == Life::Running && is_between
     }
 
     /// Where a rank begins an op.

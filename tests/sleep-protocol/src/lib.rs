@@ -35,3 +35,13 @@ pub use flaw::Flaw;
 pub use job::{Faults, Job};
 pub use model::{Action, State};
 pub use step::{Op, Outcome, Phase, Step};
+
+/// A run as text: who did what, where.
+pub fn story(run: stateright::Path<State, Action>) -> String {
+    let line = |(state, action): (State, Option<Action>)| {
+        let action = action?;
+        let rank = &state.ranks[action.rank()];
+        Some(format!("{action:?}: op {}, {:?}, {:?}, memory {}\n", rank.op, rank.step, rank.phase, rank.memory))
+    };
+    run.into_vec().into_iter().filter_map(line).collect()
+}

@@ -5,18 +5,44 @@
 
 use crate::job::RANKS_MAX;
 use crate::step::{Phase, Segment};
+use std::ops::Range;
 
 /// What a rank says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Call {
-    /// The number of the op, the pool's state, and the windows on the communicator as bits.
-    Agree { op: u8, phase: Phase, windows: u8 },
-    /// Whether it could.
-    Decide { could: bool },
+    /// In [`Step::Agree`](crate::Step::Agree).
+    Agree {
+        /// The number of its op.
+        op: u8,
+        /// What the pool is on it.
+        phase: Phase,
+        /// In a sync, its windows on the communicator as bits.
+        windows: u8,
+    },
+    /// In [`Step::Decide`](crate::Step::Decide).
+    Decide {
+        /// Whether it could.
+        could: bool,
+    },
     /// `ncclCommWindowRegister`.
-    Register { segment: Segment },
-    /// The communicators that it lost, as bits.
-    Check { lost: u8 },
+    Register {
+        /// Of this segment.
+        segment: Segment,
+    },
+    /// In [`Step::Check`](crate::Step::Check).
+    Check {
+        /// The communicators that it lost on the way, as bits.
+        lost: u8,
+    },
+}
+
+impl Call {
+    fn is_same_collective(self, other: Call) -> bool {
+        match (self, other) {
+            (Call::Register { segment: one }, Call::Register { segment: other }) => one == other,
+            (one, other) => std::mem::discriminant(&one) == std::mem::discriminant(&other),
+        }
+    }
 }
 
 /// One collective.
@@ -29,14 +55,11 @@ pub struct Meeting {
 }
 
 impl Meeting {
-    /// Whether those who came are in the same collective.
-    pub fn is_one_collective(&self) -> bool {
-        let mut calls = self.came.iter().flatten();
+    /// Whether those of these ranks who have come are in the same collective.
+    pub fn is_one_collective(&self, ranks: impl Iterator<Item = usize>) -> bool {
+        let mut calls = ranks.filter_map(|rank| self.came[rank]);
         let Some(first) = calls.next() else { return true };
-        calls.all(|call| match (first, call) {
-            (Call::Register { segment: one }, Call::Register { segment: other }) => one == other,
-            (one, other) => std::mem::discriminant(one) == std::mem::discriminant(other),
-        })
+        calls.all(|call| call.is_same_collective(first))
     }
 }
 
@@ -65,9 +88,11 @@ impl Meetings {
         self.0.iter().position(|meeting| meeting.came[rank].is_some() && !meeting.heard[rank])
     }
 
-    /// Whether all these ranks have come to the collective that this rank waits in.
-    pub fn is_complete(&self, rank: usize, mut members: impl Iterator<Item = usize>) -> bool {
-        self.of(rank).is_some_and(|at| members.all(|member| self.0[at].came[member].is_some()))
+    /// Whether the collective that this rank waits in is done: all these ranks have come to it, and to no other.
+    pub fn is_complete(&self, rank: usize, mut members: Range<usize>) -> bool {
+        self.of(rank).map(|at| self.0[at]).is_some_and(|meeting| {
+            meeting.is_one_collective(members.clone()) && members.all(|member| meeting.came[member].is_some())
+        })
     }
 
     /// This rank hears what all said.

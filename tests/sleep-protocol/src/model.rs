@@ -39,6 +39,8 @@ pub enum Action {
     Delay(usize),
     /// The device refuses it memory.
     Refuse(usize),
+    /// Its program leaves out an op.
+    Skip(usize),
     /// A communicator ends on it: the program aborts it, or NCCL fails.
     Break(usize, Comm),
     /// Its process ends.
@@ -47,7 +49,22 @@ pub enum Action {
     Stop(usize),
 }
 
+impl Action {
+    /// The rank that it happens to.
+    pub fn rank(self) -> usize {
+        match self {
+            Action::Step(rank) | Action::Hear(rank) | Action::Fail(rank) | Action::Deadline(rank) => rank,
+            Action::Told(rank, _) | Action::Aborted(rank, _) | Action::Break(rank, _) => rank,
+            Action::Delay(rank) | Action::Refuse(rank) | Action::Skip(rank) | Action::Die(rank) | Action::Stop(rank) => rank,
+        }
+    }
+}
+
 impl State {
+    fn running(&self) -> impl Iterator<Item = (usize, &Rank)> {
+        self.ranks.iter().enumerate().filter(|(_, rank)| rank.life == Life::Running)
+    }
+
     /// Whether the watchdog has something to tell about a communicator.
     fn has_news(&self, job: &Job, comm: Comm) -> bool {
         let is_lost = |rank: usize| self.ranks[rank].life == Life::Dead || !self.ranks[rank].sides[comm].is_ready();
@@ -57,8 +74,8 @@ impl State {
     /// Grows with every action, so that nothing goes on for ever, and a state without a next action is the end of every run that
     /// comes there. Without that the checker's *eventually* would mean little.
     fn progress(&self, job: &Job) -> usize {
-        let Faults { deaths, stops, breaks, refusals, delays } = self.left;
-        let left = usize::from(deaths + stops + breaks + refusals + delays);
+        let Faults { deaths, stops, breaks, refusals, delays, skips } = self.left;
+        let left = usize::from(deaths + stops + breaks + refusals + delays + skips);
         let spent = 1_000_000 * (1000 - left);
         let health = |side: &Side| side.health as usize;
         let rank = |(number, rank): (usize, &Rank)| {
@@ -86,6 +103,60 @@ fn place(job: &Job, number: usize, rank: &Rank) -> usize {
     }
 }
 
+impl Job {
+    /// What a rank does, and what the watchdog does for it: nothing of this waits for ever.
+    fn steps(&self, state: &State, number: usize, rank: &Rank, actions: &mut Vec<Action>) {
+        if rank.is_waiting {
+            let comm = match rank.step {
+                Step::Agree(comm) | Step::Register(comm, _) => comm,
+                _ => self.over(rank.op),
+            };
+            if !rank.sides[comm].is_ready() {
+                actions.push(Action::Fail(number));
+            } else {
+                if state.meetings[comm].is_complete(number, self.members(comm)) {
+                    actions.push(Action::Hear(number));
+                }
+                if self.has_deadlines && !self.has(Flaw::NoDeadline) {
+                    actions.push(Action::Deadline(number));
+                }
+            }
+        } else if rank.step != Step::Done {
+            actions.push(Action::Step(number));
+        }
+        let comms = (0..self.comms.len()).filter(|comm| self.is_member(*comm, number) && rank.sides[*comm].is_ready());
+        actions.extend(comms.filter(|comm| state.has_news(self, *comm)).map(|comm| Action::Told(number, comm)));
+    }
+
+    /// What may go wrong with a rank, or not.
+    fn faults(&self, state: &State, number: usize, rank: &Rank, actions: &mut Vec<Action>) {
+        let lost = (0..self.comms.len()).filter(|comm| rank.sides[*comm].health == Health::Lost);
+        actions.extend(lost.map(|comm| Action::Aborted(number, comm)));
+        if rank.step == Step::Done {
+            return;
+        }
+        let Faults { deaths, stops, breaks, refusals, delays, skips } = state.left;
+        if refusals > 0 && rank.step == Step::Remap {
+            actions.push(Action::Refuse(number));
+        }
+        if delays > 0 && rank.step == Step::Quiesce && rank.ready().any(|(_, side)| side.is_busy) {
+            actions.push(Action::Delay(number));
+        }
+        if skips > 0 && self.is_between_ops(rank) {
+            actions.push(Action::Skip(number));
+        }
+        if breaks > 0 {
+            actions.extend(rank.ready().map(|(comm, _)| Action::Break(number, comm)));
+        }
+        if deaths > 0 {
+            actions.push(Action::Die(number));
+        }
+        if stops > 0 {
+            actions.push(Action::Stop(number));
+        }
+    }
+}
+
 impl Model for Job {
     type State = State;
     type Action = Action;
@@ -95,52 +166,12 @@ impl Model for Job {
     }
 
     fn actions(&self, state: &State, actions: &mut Vec<Action>) {
-        for (number, rank) in state.ranks.iter().enumerate().filter(|(_, rank)| rank.life == Life::Running) {
-            if rank.is_waiting {
-                let comm = match rank.step {
-                    Step::Agree(comm) | Step::Register(comm, _) => comm,
-                    _ => self.over(rank.op),
-                };
-                if !rank.sides[comm].is_ready() {
-                    actions.push(Action::Fail(number));
-                } else {
-                    if state.meetings[comm].is_complete(number, self.members(comm)) {
-                        actions.push(Action::Hear(number));
-                    }
-                    if self.has_deadlines && !self.has(Flaw::NoDeadline) {
-                        actions.push(Action::Deadline(number));
-                    }
-                }
-            } else if rank.step != Step::Done {
-                actions.push(Action::Step(number));
-            }
-            if rank.step == Step::Remap && state.left.refusals > 0 {
-                actions.push(Action::Refuse(number));
-            }
-            if rank.step == Step::Quiesce && state.left.delays > 0 && rank.ready().any(|(_, side)| side.is_busy) {
-                actions.push(Action::Delay(number));
-            }
-            let is_going_on = rank.step != Step::Done;
-            for comm in (0..self.comms.len()).filter(|comm| self.is_member(*comm, number)) {
-                match rank.sides[comm].health {
-                    Health::Ready => {
-                        if state.has_news(self, comm) {
-                            actions.push(Action::Told(number, comm));
-                        }
-                        if state.left.breaks > 0 && is_going_on {
-                            actions.push(Action::Break(number, comm));
-                        }
-                    }
-                    Health::Lost => actions.push(Action::Aborted(number, comm)),
-                    Health::Aborted => {}
-                }
-            }
-            if state.left.deaths > 0 && is_going_on {
-                actions.push(Action::Die(number));
-            }
-            if state.left.stops > 0 && is_going_on {
-                actions.push(Action::Stop(number));
-            }
+        for (number, rank) in state.running() {
+            self.steps(state, number, rank, actions);
+        }
+        if !actions.is_empty() {
+            // Where nothing goes on any more, a fault would only hide that a rank waits for ever.
+            state.running().for_each(|(number, rank)| self.faults(state, number, rank, actions));
         }
     }
 
@@ -165,6 +196,10 @@ impl Model for Job {
             Action::Refuse(rank) => {
                 state.left.refusals -= 1;
                 Actor::new(self, &mut state, rank).refuse();
+            }
+            Action::Skip(rank) => {
+                state.left.skips -= 1;
+                Actor::new(self, &mut state, rank).skip();
             }
             Action::Break(rank, comm) => {
                 state.left.breaks -= 1;

@@ -118,6 +118,12 @@ impl<'a> Actor<'a> {
         }
     }
 
+    /// Leaves out the op that comes next.
+    pub fn skip(&mut self) {
+        let last = self.rank().last;
+        self.finish(last);
+    }
+
     /// Kernels do not end within the deadline, and this rank says so.
     pub fn delay(&mut self) {
         self.rank().could = false;
@@ -149,12 +155,14 @@ impl<'a> Actor<'a> {
                 }
             }
             (Step::Agree(_), called) => {
-                let are_same_ops = calls.iter().all(|call| matches!(call, Call::Agree { op: other, .. } if *other == op));
+                let is_same = |call: &Call| matches!(call, Call::Agree { op: other, .. } if *other == op);
+                let are_same_ops = self.job.has(Flaw::OpsUncompared) || calls.iter().all(is_same);
                 let are_awake = all(|call| matches!(call, Call::Agree { phase: Phase::Awake, .. }));
                 let are_asleep = all(|call| matches!(call, Call::Agree { phase: Phase::Asleep, .. }));
                 match called {
                     _ if !are_same_ops => self.finish(Outcome::Differ),
                     Op::Sleep(_) if are_asleep => self.finish(Outcome::Done),
+                    Op::Sleep(_) if !are_awake && self.job.has(Flaw::SleepOnce) => self.finish(Outcome::Differ),
                     Op::Sleep(_) => self.rank().step = Step::Quiesce,
                     _ if are_awake => self.finish(Outcome::Done),
                     _ if are_asleep => self.rank().step = Step::Remap,

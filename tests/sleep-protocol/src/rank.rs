@@ -99,11 +99,6 @@ impl Rank {
         sides: [Side::ABORTED; COMMS_MAX],
     };
 
-    /// Whether it runs, and is not in the middle of an op.
-    pub fn is_between_ops(&self) -> bool {
-        self.life == Life::Running && !self.is_waiting && matches!(self.step, Step::Agree(_) | Step::Done)
-    }
-
     /// Its communicators that can be used.
     pub fn ready(&self) -> impl Iterator<Item = (Comm, &Side)> {
         self.sides.iter().enumerate().filter(|(_, side)| side.is_ready())
