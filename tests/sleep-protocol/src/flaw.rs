@@ -29,6 +29,10 @@ pub enum Flaw {
     KeepMemory,
     /// A broken communicator's decision is taken for a yes.
     GoOn,
+    /// A wake that breaks after its decision gives the memory back.
+    UnmapLate,
+    /// A wake that breaks after its decision keeps the communicators that it has not come to.
+    LeaveUnregistered,
     /// A wake does not tell which communicators were lost on the way.
     LoseUntold,
     /// A wake registers on the communicator over which the ranks agree last, not first.

@@ -55,7 +55,11 @@ impl Action {
         match self {
             Action::Step(rank) | Action::Hear(rank) | Action::Fail(rank) | Action::Deadline(rank) => rank,
             Action::Told(rank, _) | Action::Aborted(rank, _) | Action::Break(rank, _) => rank,
-            Action::Delay(rank) | Action::Refuse(rank) | Action::Skip(rank) | Action::Die(rank) | Action::Stop(rank) => rank,
+            Action::Delay(rank)
+            | Action::Refuse(rank)
+            | Action::Skip(rank)
+            | Action::Die(rank)
+            | Action::Stop(rank) => rank,
         }
     }
 }
@@ -218,7 +222,10 @@ impl Model for Job {
         for (comm, meetings) in meetings.iter_mut().enumerate() {
             meetings.forget(|rank| ranks[rank].life != Life::Running || !ranks[rank].sides[comm].is_ready());
         }
-        assert!(self.flaw.is_some() || state.progress(self) > before.progress(self), "{action:?} leads nowhere: {before:?}");
+        assert!(
+            self.flaw.is_some() || state.progress(self) > before.progress(self),
+            "{action:?} leads nowhere: {before:?}"
+        );
         Some(state)
     }
 

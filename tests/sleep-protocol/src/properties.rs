@@ -20,8 +20,8 @@ pub const EQUAL: &str = "the ranks have the same windows between ops";
 pub const ORDER: &str = "windows come and go in log order";
 /// A rank that says that it cannot wake is heard by every other one before that one is awake.
 pub const ALONE: &str = "no rank is awake while another one says that it cannot";
-/// Ranks that are through with the same ops and can still talk about it are awake together, or asleep together, or have just been
-/// told that they are not.
+/// Ranks that are through with the same ops and can still talk about it are awake together, or asleep together, or have just
+/// heard the same error.
 pub const TOGETHER: &str = "no rank goes on alone";
 /// Between ops a pool has its memory and all windows of a communicator or none; or no memory and no window; or has failed.
 pub const WHOLE: &str = "a pool is awake, asleep or failed, and nothing between";
@@ -54,10 +54,16 @@ pub fn all() -> Vec<Property<Job>> {
         Property::always(MET, ranks_meet_in_one_collective),
         Property::always(EQUAL, |job, state| pairs(job, state).all(|(one, other)| windows_are_equal(job, one, other))),
         Property::always(ORDER, |job, state| living(state).all(|rank| windows_are_in_order(job, rank))),
-        Property::always(ALONE, |job, state| !(living(state).any(is_awake) && living(state).any(|rank| says_that_it_cannot(job, rank)))),
+        Property::always(ALONE, |job, state| {
+            !(living(state).any(is_awake) && living(state).any(|rank| says_that_it_cannot(job, rank)))
+        }),
         Property::always(TOGETHER, |job, state| pairs(job, state).all(|(one, other)| are_together(job, one, other))),
-        Property::always(WHOLE, |job, state| living(state).all(|rank| !job.is_between_ops(rank) || is_whole(job, rank))),
-        Property::always(LOST, |job, state| pairs(job, state).all(|(one, other)| what_is_lost_is_lost(job, one, other))),
+        Property::always(WHOLE, |job, state| {
+            living(state).all(|rank| !job.is_between_ops(rank) || is_whole(job, rank))
+        }),
+        Property::always(LOST, |job, state| {
+            pairs(job, state).all(|(one, other)| what_is_lost_is_lost(job, one, other))
+        }),
         Property::always(HEALS, |job, state| !should_be_healed(job, state) || are_all_awake(job, state, &[1])),
         // Once this is so it stays so, and no run comes to a state twice (`State::progress`): the checker's answer is exact.
         Property::eventually(ENDS, |_, state| running(state).all(|rank| rank.step == Step::Done)),
@@ -65,7 +71,9 @@ pub fn all() -> Vec<Property<Job>> {
         Property::sometimes(RETRIED, |job: &Job, state: &State| {
             state.left.refusals < job.faults.refusals && are_all_awake(job, state, &[0, 1])
         }),
-        Property::sometimes(FEWER, |job, state| are_all_awake_without(job, state, 0) || are_all_awake_without(job, state, 1)),
+        Property::sometimes(FEWER, |job, state| {
+            are_all_awake_without(job, state, 0) || are_all_awake_without(job, state, 1)
+        }),
         Property::sometimes(SPLIT, |job, state| {
             pairs(job, state).any(|(one, other)| {
                 (one.phase, one.last, other.phase) == (Phase::Awake, Outcome::Done, Phase::Awake)
@@ -144,8 +152,8 @@ fn are_together(job: &Job, one: &Rank, other: &Rank) -> bool {
     let is_used = |comm: usize| job.comms[comm].from_op < one.op;
     let can_talk = |comm: usize| one.sides[comm].is_ready() && other.sides[comm].is_ready();
     let are_apart = (one.phase, other.phase) == (Phase::Awake, Phase::Asleep);
-    let know = (one.last, other.last) == (Outcome::Differ, Outcome::Differ);
-    !are_apart || know || !(0..job.comms.len()).any(|comm| is_used(comm) && can_talk(comm))
+    let is_told = |rank: &Rank| matches!(rank.last, Outcome::Differ | Outcome::Refused { .. });
+    !are_apart || (is_told(one) && is_told(other)) || !(0..job.comms.len()).any(|comm| is_used(comm) && can_talk(comm))
 }
 
 fn is_whole(job: &Job, rank: &Rank) -> bool {

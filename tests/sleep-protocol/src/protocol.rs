@@ -3,8 +3,9 @@
 //! 1. Before [`Step::Decide`] is heard nothing was done that other ranks see. A rank that does not hear it does not go on: a sleep
 //!    leaves the pool awake, a wake gives the memory back and leaves it asleep.
 //! 2. After it, a sleep needs no other rank, and a wake keeps its memory whatever happens: another rank may be awake already.
-//! 3. A rank that knows less than others may (the decision of a sleep, the end of a wake) ends all communicators of the op. Then
-//!    there is no window on it that another rank could use, and no rank waits for it.
+//! 3. A rank that leaves an op while others may go on with it ends the communicators on which they would miss it: all of the op
+//!    where it does not hear the decision of a sleep, and those that it has not come to where a wake breaks after its decision.
+//!    Then no other rank uses windows that have no counterpart, and none waits for it.
 //! 4. A communicator other than the one that the ranks agree over takes nothing else along: the wake goes on without it, on all ranks.
 
 use crate::flaw::Flaw;
@@ -228,10 +229,18 @@ impl<'a> Actor<'a> {
                 self.rank().lost |= 1 << comm;
                 self.register_after(Some((comm, self.job.segments - 1)));
             }
-            Step::Register(..) | Step::Check => {
+            Step::Register(..) | Step::Check if self.job.has(Flaw::UnmapLate) => {
                 self.end_all();
+                self.rank().memory = 0;
+                self.finish(Outcome::Broken);
+            }
+            Step::Register(..) => {
+                if !self.job.has(Flaw::LeaveUnregistered) {
+                    self.end_all();
+                }
                 self.awake(Outcome::Broken);
             }
+            Step::Check => self.awake(Outcome::Broken),
             _ => self.finish(outcome),
         }
     }
