@@ -13,6 +13,8 @@ pub enum Flaw {
     SleepUnasked,
     /// A sleep unmaps memory that a lost communicator holds.
     UnmapUnderLost,
+    /// A sleep does not wait until the others have deregistered.
+    SleepUnchecked,
     /// A rank whose sleep broke before it heard the decision keeps its other communicators.
     KeepCommunicators,
     /// The ranks do not compare which op they are in.

@@ -146,6 +146,14 @@ impl Job {
         }
     }
 
+    /// The communicator of the collective that a rank is in.
+    pub fn comm_of(&self, rank: &Rank) -> Comm {
+        match rank.step {
+            Step::Agree(comm) | Step::Register(comm, _) => comm,
+            _ => self.over(rank.op),
+        }
+    }
+
     /// The communicators of an op, in the order in which this rank goes through them: that over which the ranks agree comes first.
     pub fn comms_of(&self, op: u8, rank: usize) -> impl Iterator<Item = Comm> + '_ {
         let over = self.over(op);

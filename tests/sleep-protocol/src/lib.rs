@@ -4,7 +4,7 @@
 //! A model checker does what a tester with endless patience would do. It begins with the first [`State`] of a [`Job`], takes
 //! every [`Action`] that is possible there (a rank takes its next step, a message arrives, a rank dies, a deadline passes), and
 //! goes on from every state that it comes to, until it has seen all of them. In each it asks every [property](properties). So what
-//! it finds to hold holds for every order of things, and a property that does not hold comes back as the shortest list of actions
+//! it finds to hold holds for every order of things, and for a property that does not hold it gives a [`story`]: a list of actions
 //! that breaks it.
 //!
 //! | file | |

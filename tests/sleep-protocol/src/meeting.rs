@@ -33,6 +33,8 @@ pub enum Call {
     Check {
         /// The communicators that it lost on the way, as bits.
         lost: u8,
+        /// Whether its pool has failed.
+        failed: bool,
     },
 }
 

@@ -103,7 +103,8 @@ fn place(job: &Job, number: usize, rank: &Rank) -> usize {
         Step::Quiesce | Step::Remap => 1,
         Step::Decide => 2,
         Step::Deregister(comm, segment) | Step::Register(comm, segment) => 3 + of_window((comm, segment)),
-        Step::Unmap | Step::Check => 50,
+        Step::Unmap => 50,
+        Step::Check => 51,
     }
 }
 
@@ -111,10 +112,7 @@ impl Job {
     /// What a rank does, and what the watchdog does for it: nothing of this waits for ever.
     fn steps(&self, state: &State, number: usize, rank: &Rank, actions: &mut Vec<Action>) {
         if rank.is_waiting {
-            let comm = match rank.step {
-                Step::Agree(comm) | Step::Register(comm, _) => comm,
-                _ => self.over(rank.op),
-            };
+            let comm = self.comm_of(rank);
             if !rank.sides[comm].is_ready() {
                 actions.push(Action::Fail(number));
             } else {
@@ -186,10 +184,8 @@ impl Model for Job {
             Action::Hear(rank) => Actor::new(self, &mut state, rank).hear(),
             Action::Fail(rank) => Actor::new(self, &mut state, rank).fail(Outcome::Broken),
             Action::Deadline(rank) => {
-                let step = state.ranks[rank].step;
-                let mut actor = Actor::new(self, &mut state, rank);
-                let comm = actor.comm_of(step);
-                actor.end(comm);
+                let comm = self.comm_of(&state.ranks[rank]);
+                Actor::new(self, &mut state, rank).end(comm);
             }
             Action::Told(rank, comm) => Actor::new(self, &mut state, rank).end(comm),
             Action::Aborted(rank, comm) => state.ranks[rank].sides[comm] = Side::ABORTED,

@@ -23,6 +23,8 @@ pub const ALONE: &str = "no rank is awake while another one says that it cannot"
 /// Ranks that are through with the same ops and can still talk about it are awake together, or asleep together, or have just
 /// heard the same error.
 pub const TOGETHER: &str = "no rank goes on alone";
+/// When a sleep has ended well on one rank, no rank has a window: NCCL holds memory until all ranks have deregistered it.
+pub const BACK: &str = "memory is back on the device when a sleep has ended well";
 /// Between ops a pool has its memory and all windows of a communicator or none; or no memory and no window; or has failed.
 pub const WHOLE: &str = "a pool is awake, asleep or failed, and nothing between";
 /// When a wake has ended well, a communicator that it lost on one rank has ended on all.
@@ -44,7 +46,7 @@ pub const SPLIT: &str = "a broken wake ends well on one rank and not on another"
 pub const FAILED: &str = "a pool fails";
 
 /// All properties that must never be broken.
-pub const KEPT: [&str; 11] = [MAPPED, USED, MET, EQUAL, ORDER, ALONE, TOGETHER, WHOLE, LOST, HEALS, ENDS];
+pub const KEPT: [&str; 12] = [MAPPED, USED, MET, EQUAL, ORDER, ALONE, TOGETHER, BACK, WHOLE, LOST, HEALS, ENDS];
 
 /// All properties.
 pub fn all() -> Vec<Property<Job>> {
@@ -58,6 +60,9 @@ pub fn all() -> Vec<Property<Job>> {
             !(living(state).any(is_awake) && living(state).any(|rank| says_that_it_cannot(job, rank)))
         }),
         Property::always(TOGETHER, |job, state| pairs(job, state).all(|(one, other)| are_together(job, one, other))),
+        Property::always(BACK, |job, state| {
+            !living(state).any(|rank| has_slept_well(job, rank)) || living(state).all(has_no_window)
+        }),
         Property::always(WHOLE, |job, state| {
             living(state).all(|rank| !job.is_between_ops(rank) || is_whole(job, rank))
         }),
@@ -156,11 +161,19 @@ fn are_together(job: &Job, one: &Rank, other: &Rank) -> bool {
     !are_apart || (is_told(one) && is_told(other)) || !(0..job.comms.len()).any(|comm| is_used(comm) && can_talk(comm))
 }
 
+fn has_slept_well(job: &Job, rank: &Rank) -> bool {
+    job.is_between_ops(rank) && (rank.phase, rank.last) == (Phase::Asleep, Outcome::Done)
+}
+
+fn has_no_window(rank: &Rank) -> bool {
+    rank.sides.iter().all(|side| !side.holds_memory())
+}
+
 fn is_whole(job: &Job, rank: &Rank) -> bool {
     let windows = |side: &Side| side.windows[..job.segments].iter().filter(|window| **window != 0).count();
     match rank.phase {
         Phase::Awake => rank.memory != 0 && rank.ready().all(|(_, side)| [0, job.segments].contains(&windows(side))),
-        Phase::Asleep => rank.memory == 0 && rank.sides.iter().all(|side| !side.holds_memory()),
+        Phase::Asleep => rank.memory == 0 && has_no_window(rank),
         Phase::Failed => rank.memory != 0 && rank.ready().all(|(_, side)| windows(side) == 0),
     }
 }

@@ -2,10 +2,10 @@
 //!
 //! 1. Before [`Step::Decide`] is heard nothing was done that other ranks see. A rank that does not hear it does not go on: a sleep
 //!    leaves the pool awake, a wake gives the memory back and leaves it asleep.
-//! 2. After it, a sleep needs no other rank, and a wake keeps its memory whatever happens: another rank may be awake already.
+//! 2. After it, a sleep goes through with or without the others, and a wake keeps its memory whatever happens: another rank may be awake already.
 //! 3. A rank that leaves an op while others may go on with it ends the communicators on which they would miss it: all of the op
-//!    where it does not hear the decision of a sleep, and those that it has not come to where a wake breaks after its decision.
-//!    Then no other rank uses windows that have no counterpart, and none waits for it.
+//!    where it has said yes and does not hear the decision of a sleep; those that it has not come to where a wake breaks after
+//!    its decision. Then no other rank uses windows that have no counterpart, and none waits for it.
 //! 4. A communicator other than the one that the ranks agree over takes nothing else along: the wake goes on without it, on all ranks.
 
 use crate::flaw::Flaw;
@@ -42,14 +42,6 @@ impl<'a> Actor<'a> {
 
     fn is_ready(&self, comm: Comm) -> bool {
         self.state.ranks[self.number].sides[comm].is_ready()
-    }
-
-    /// The communicator of a step that is a collective.
-    pub fn comm_of(&self, step: Step) -> Comm {
-        match step {
-            Step::Agree(comm) | Step::Register(comm, _) => comm,
-            _ => self.over(),
-        }
     }
 
     /// Takes the step: does what concerns this rank alone, or comes to the collective.
@@ -89,13 +81,11 @@ impl<'a> Actor<'a> {
                 let is_held = |side: &Side| side.health == Health::Lost && side.holds_memory();
                 if self.rank().sides.iter().any(is_held) && !self.job.has(Flaw::UnmapUnderLost) {
                     self.rank().phase = Phase::Failed;
-                    return self.finish(Outcome::Held);
+                    self.rank().step = Step::Check;
+                } else {
+                    self.rank().memory = 0;
+                    if self.job.has(Flaw::UnmapFirst) { self.deregister_next() } else { self.asleep() }
                 }
-                self.rank().memory = 0;
-                if self.job.has(Flaw::UnmapFirst) {
-                    return self.deregister_next();
-                }
-                self.asleep();
             }
             Step::Register(comm, segment) => {
                 debug_assert!(memory != 0 || self.job.flaw.is_some(), "only what is mapped is registered");
@@ -103,7 +93,7 @@ impl<'a> Actor<'a> {
             }
             Step::Check => {
                 let lost = self.rank().lost;
-                self.come(self.over(), Call::Check { lost });
+                self.come(self.over(), Call::Check { lost, failed: phase == Phase::Failed });
             }
             Step::Done => {}
         }
@@ -142,74 +132,83 @@ impl<'a> Actor<'a> {
 
     /// All have come to the collective in which this rank waits, and it hears what they say.
     pub fn hear(&mut self) {
-        let Rank { op, step, phase, could, .. } = *self.rank();
-        let calls: Vec<Call> = self.state.meetings[self.comm_of(step)].hear(self.number).collect();
-        let all = |test: fn(&Call) -> bool| calls.iter().all(test);
+        let rank = *self.rank();
+        let comm = self.job.comm_of(&rank);
+        let calls: Vec<Call> = self.state.meetings[comm].hear(self.number).collect();
         self.rank().is_waiting = false;
-        match (step, self.op()) {
-            (Step::Agree(comm), Op::Sync) => {
-                let is_equal = calls.iter().all(|call| *call == calls[0]);
-                if is_equal && phase == Phase::Awake {
-                    self.sync_after(comm, None);
-                } else {
-                    self.sync_next(comm, if is_equal { Outcome::Done } else { Outcome::Differ });
-                }
+        match (rank.step, self.op()) {
+            (Step::Agree(_), Op::Sync) if calls.iter().any(|call| *call != calls[0]) => {
+                self.sync_next(comm, Outcome::Differ);
             }
-            (Step::Agree(_), called) => {
-                let is_same = |call: &Call| matches!(call, Call::Agree { op: other, .. } if *other == op);
-                let are_same_ops = self.job.has(Flaw::OpsUncompared) || calls.iter().all(is_same);
-                let are_awake = all(|call| matches!(call, Call::Agree { phase: Phase::Awake, .. }));
-                let are_asleep = all(|call| matches!(call, Call::Agree { phase: Phase::Asleep, .. }));
-                match called {
-                    _ if !are_same_ops => self.finish(Outcome::Differ),
-                    Op::Sleep(_) if are_asleep => self.finish(Outcome::Done),
-                    Op::Sleep(_) if !are_awake && self.job.has(Flaw::SleepOnce) => self.finish(Outcome::Differ),
-                    Op::Sleep(_) => self.rank().step = Step::Quiesce,
-                    _ if are_awake => self.finish(Outcome::Done),
-                    _ if are_asleep => self.rank().step = Step::Remap,
-                    _ => self.finish(Outcome::Differ),
-                }
-            }
-            (Step::Decide, called) => {
-                let could_all = all(|call| matches!(call, Call::Decide { could: true }));
-                match called {
-                    Op::Sleep(_) if could_all => self.deregister_next(),
-                    Op::Sleep(_) => self.finish(Outcome::Refused { mine: !could }),
-                    _ if self.rank().memory == 0 && could => self.finish(Outcome::Refused { mine: true }),
-                    _ if could_all => self.register_after(None),
-                    _ if could && self.job.has(Flaw::WakeAlone) => self.awake(Outcome::Done),
-                    _ => {
-                        if !self.job.has(Flaw::KeepMemory) {
-                            self.rank().memory = 0;
-                        }
-                        self.finish(Outcome::Refused { mine: !could });
-                    }
-                }
-            }
-            (Step::Register(comm, segment), called) => {
-                let memory = self.rank().memory;
-                self.rank().sides[comm].windows[segment] = memory;
-                match called {
+            (Step::Agree(_), Op::Sync) if rank.phase == Phase::Awake => self.sync_after(comm, None),
+            (Step::Agree(_), Op::Sync) => self.sync_next(comm, Outcome::Done),
+            (Step::Agree(_), op) => self.agreed(op, &calls),
+            (Step::Decide, op) => self.decided(op, calls.iter().all(|call| *call == Call::Decide { could: true })),
+            (Step::Register(comm, segment), op) => {
+                self.rank().sides[comm].windows[segment] = rank.memory;
+                match op {
                     Op::Sync => self.sync_after(comm, Some(segment)),
                     _ => self.register_after(Some((comm, segment))),
                 }
             }
-            (Step::Check, _) => {
-                let mine = self.rank().lost;
-                let bits = |call: &Call| if let Call::Check { lost } = call { *lost } else { 0 };
-                let told = calls.iter().map(bits).fold(0, |all, lost| all | lost);
-                let lost = if self.job.has(Flaw::LoseUntold) { mine } else { told };
-                self.rank().lost = told;
-                (0..self.job.comms.len()).filter(|comm| lost & 1 << comm != 0).for_each(|comm| self.end(comm));
-                self.awake(Outcome::Done);
+            (Step::Check, Op::Sleep(_)) => {
+                let has_failed = calls.iter().any(|call| matches!(call, Call::Check { failed: true, .. }));
+                self.finish(if has_failed { Outcome::Held } else { Outcome::Done });
             }
-            _ => unreachable!("{step:?} is no collective"),
+            (Step::Check, _) => self.woken(&calls),
+            (step, _) => unreachable!("{step:?} is no collective"),
         }
+    }
+
+    /// In a sleep or wake, the ranks have said which op they are in and what the pool is on them.
+    fn agreed(&mut self, called: Op, calls: &[Call]) {
+        let number = self.rank().op;
+        let is_same = |call: &Call| matches!(call, Call::Agree { op, .. } if *op == number);
+        let all_are =
+            |wanted: Phase| calls.iter().all(|call| matches!(call, Call::Agree { phase, .. } if *phase == wanted));
+        let (are_awake, are_asleep) = (all_are(Phase::Awake), all_are(Phase::Asleep));
+        match called {
+            _ if !calls.iter().all(is_same) && !self.job.has(Flaw::OpsUncompared) => self.finish(Outcome::Differ),
+            Op::Sleep(_) if are_asleep => self.finish(Outcome::Done),
+            Op::Sleep(_) if !are_awake && self.job.has(Flaw::SleepOnce) => self.finish(Outcome::Differ),
+            // Where some ranks sleep already, this is how they all come to be asleep.
+            Op::Sleep(_) => self.rank().step = Step::Quiesce,
+            _ if are_awake => self.finish(Outcome::Done),
+            _ if are_asleep => self.rank().step = Step::Remap,
+            _ => self.finish(Outcome::Differ),
+        }
+    }
+
+    /// The ranks have said whether they could.
+    fn decided(&mut self, called: Op, could_all: bool) {
+        let Rank { could, memory, .. } = *self.rank();
+        let has_lied = memory == 0 && self.job.has(Flaw::WakeUntold);
+        match called {
+            Op::Sleep(_) if could_all => self.deregister_next(),
+            Op::Sleep(_) => self.finish(Outcome::Refused { mine: !could }),
+            _ if has_lied => self.finish(Outcome::Refused { mine: true }),
+            _ if could_all => self.register_after(None),
+            _ if could && self.job.has(Flaw::WakeAlone) => self.awake(Outcome::Done),
+            _ => {
+                self.rank().memory = if self.job.has(Flaw::KeepMemory) { memory } else { 0 };
+                self.finish(Outcome::Refused { mine: !could });
+            }
+        }
+    }
+
+    /// The ranks have said which communicators they lost while they registered: what one lost is lost.
+    fn woken(&mut self, calls: &[Call]) {
+        let bits = |call: &Call| if let Call::Check { lost, .. } = call { *lost } else { 0 };
+        let told = calls.iter().map(bits).fold(0, |all, lost| all | lost);
+        let lost = if self.job.has(Flaw::LoseUntold) { self.rank().lost } else { told };
+        self.rank().lost = told;
+        (0..self.job.comms.len()).filter(|comm| lost & 1 << comm != 0).for_each(|comm| self.end(comm));
+        self.awake(Outcome::Done);
     }
 
     /// The communicator of the collective has ended: while this rank waited in it, or before it came.
     pub fn fail(&mut self, outcome: Outcome) {
-        let (step, is_wake) = (self.rank().step, matches!(self.op(), Op::Wake(_)));
+        let (Rank { step, could, .. }, is_wake) = (*self.rank(), matches!(self.op(), Op::Wake(_)));
         self.rank().is_waiting = false;
         match step {
             Step::Agree(comm) | Step::Register(comm, _) if self.op() == Op::Sync => self.sync_next(comm, outcome),
@@ -220,7 +219,9 @@ impl<'a> Actor<'a> {
                 self.finish(Outcome::Broken);
             }
             Step::Decide => {
-                if !self.job.has(Flaw::KeepCommunicators) {
+                // Only where this rank has said yes may others go to sleep.
+                let may_sleep = could && outcome == Outcome::Broken;
+                if may_sleep && !self.job.has(Flaw::KeepCommunicators) {
                     self.end_all();
                 }
                 self.finish(Outcome::Broken);
@@ -229,7 +230,7 @@ impl<'a> Actor<'a> {
                 self.rank().lost |= 1 << comm;
                 self.register_after(Some((comm, self.job.segments - 1)));
             }
-            Step::Register(..) | Step::Check if self.job.has(Flaw::UnmapLate) => {
+            Step::Register(..) | Step::Check if is_wake && self.job.has(Flaw::UnmapLate) => {
                 self.end_all();
                 self.rank().memory = 0;
                 self.finish(Outcome::Broken);
@@ -240,7 +241,8 @@ impl<'a> Actor<'a> {
                 }
                 self.awake(Outcome::Broken);
             }
-            Step::Check => self.awake(Outcome::Broken),
+            Step::Check if is_wake => self.awake(Outcome::Broken),
+            Step::Check => self.finish(Outcome::Broken),
             _ => self.finish(outcome),
         }
     }
@@ -313,7 +315,10 @@ impl<'a> Actor<'a> {
 
     fn asleep(&mut self) {
         self.rank().phase = Phase::Asleep;
-        self.finish(Outcome::Done);
+        self.rank().step = Step::Check;
+        if self.job.has(Flaw::SleepUnchecked) {
+            self.finish(Outcome::Done);
+        }
     }
 
     fn awake(&mut self, outcome: Outcome) {

@@ -17,7 +17,7 @@ pub enum Life {
     Dead,
 }
 
-/// What became of a communicator on one rank: [`CommState`](https://docs.rs/symmalloc-nccl) without `Destroyed`.
+/// What became of a communicator on one rank: `CommState` of `symmalloc-nccl` without `Destroyed`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Health {
     /// It can be used.

@@ -2,9 +2,8 @@
 //!
 //! ```text
 //!  sync    (Agree ─ Register ...) on each communicator
-//!  sleep   Agree ─ Quiesce ─ Decide ─ Deregister ... ─ Unmap
-//!  wake    Agree ─ Remap ─── Decide ─ Register ... ─── Check
-//!          ━━━━━             ━━━━━━   ━━━━━━━━ of wake ━━━━━   collectives: all ranks come, or it fails
+//!  sleep   Agree ─ Quiesce ─ Decide ─ Deregister ... ─ Unmap ─ Check
+//!  wake    Agree ─ Remap ─── Decide ─ Register ... ─────────── Check
 //! ```
 //!
 //! `Agree`, `Decide` and `Check` are all-gathers over the op's first communicator, `Register` is NCCL's own collective; all other
@@ -43,7 +42,8 @@ pub enum Step {
     Unmap,
     /// A window comes, in log order.
     Register(Comm, Segment),
-    /// The ranks tell each other which windows and communicators are not what they were.
+    /// The ranks tell each other how it went: in a sleep, that no window is left, which is when the memory is back on the device; in a
+    /// wake, which windows and communicators are not what they were.
     Check,
     /// The program has ended.
     Done,
@@ -78,6 +78,6 @@ pub enum Outcome {
     Gone,
     /// The communicator ended in the middle.
     Broken,
-    /// A lost communicator holds the memory.
+    /// A lost communicator holds the memory of some ranks, whose pool has failed; all others sleep.
     Held,
 }

@@ -1,6 +1,8 @@
 //! Every flaw is found, by the property that it stands beside, and every property finds one. `-- --nocapture` shows how.
 
-use sleep_protocol::properties::{ALONE, ENDS, EQUAL, HEALS, KEPT, LOST, MAPPED, MET, ORDER, TOGETHER, USED, WHOLE};
+use sleep_protocol::properties::{
+    ALONE, BACK, ENDS, EQUAL, HEALS, KEPT, LOST, MAPPED, MET, ORDER, TOGETHER, USED, WHOLE,
+};
 use sleep_protocol::{Faults, Flaw, Job, Op, story};
 use stateright::{Checker, HasDiscoveries, Model};
 use std::collections::BTreeSet;
@@ -28,6 +30,7 @@ fn flaws() -> Vec<(Flaw, &'static str, Job)> {
         (Flaw::OpsUncompared, MET, two(&[Op::Sleep(0), Op::Wake(0), Op::Sync])),
         (Flaw::KeepCommunicators, TOGETHER, two_communicators()),
         (Flaw::WakeUnasked, MET, two(&[Op::Sleep(0), Op::Wake(0), Op::Sync])),
+        (Flaw::SleepUnchecked, BACK, two(&CYCLE)),
         (Flaw::WakeUntold, ALONE, two(&CYCLE)),
         (Flaw::WakeAlone, ALONE, two(&CYCLE)),
         (Flaw::KeepMemory, WHOLE, two(&CYCLE)),
