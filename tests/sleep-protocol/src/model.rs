@@ -134,9 +134,6 @@ impl Job {
     fn faults(&self, state: &State, number: usize, rank: &Rank, actions: &mut Vec<Action>) {
         let lost = (0..self.comms.len()).filter(|comm| rank.sides[*comm].health == Health::Lost);
         actions.extend(lost.map(|comm| Action::Aborted(number, comm)));
-        if rank.step == Step::Done {
-            return;
-        }
         let Faults { deaths, stops, breaks, refusals, delays, skips } = state.left;
         if refusals > 0 && rank.step == Step::Remap {
             actions.push(Action::Refuse(number));
@@ -144,7 +141,7 @@ impl Job {
         if delays > 0 && rank.step == Step::Quiesce && rank.ready().any(|(_, side)| side.is_busy) {
             actions.push(Action::Delay(number));
         }
-        if skips > 0 && self.is_between_ops(rank) {
+        if skips > 0 && rank.step != Step::Done && self.is_between_ops(rank) {
             actions.push(Action::Skip(number));
         }
         if breaks > 0 {

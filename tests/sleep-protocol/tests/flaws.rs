@@ -31,6 +31,7 @@ fn flaws() -> Vec<(Flaw, &'static str, Job)> {
         (Flaw::KeepCommunicators, TOGETHER, two_communicators()),
         (Flaw::WakeUnasked, MET, two(&[Op::Sleep(0), Op::Wake(0), Op::Sync])),
         (Flaw::SleepUnchecked, BACK, two(&CYCLE)),
+        (Flaw::GoOn, ALONE, two(&CYCLE)),
         (Flaw::WakeUntold, ALONE, two(&CYCLE)),
         (Flaw::WakeAlone, ALONE, two(&CYCLE)),
         (Flaw::KeepMemory, WHOLE, two(&CYCLE)),
