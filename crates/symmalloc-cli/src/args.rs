@@ -640,6 +640,9 @@ mod tests {
         let bytes = |text| parse_bytes(text).ok().map(|bytes| bytes.0);
         assert_eq!([bytes("20GiB"), bytes("20g"), bytes("20 GB")], [Some(20 << 30); 3]);
         assert_eq!([bytes("1.5GiB"), bytes("512MiB"), bytes("4096")], [Some(3 << 29), Some(512 << 20), Some(4096)]);
-        assert_eq!([bytes("0"), bytes("GiB"), bytes("1.5"), bytes("3 miles"), bytes("-1k"), bytes("99999999TiB")], [None; 6]);
+        assert_eq!(
+            [bytes("0"), bytes("GiB"), bytes("1.5"), bytes("3 miles"), bytes("-1k"), bytes("99999999TiB")],
+            [None; 6]
+        );
     }
 }

@@ -184,7 +184,9 @@ impl CliError {
             }
             CliError::PreloadPath { .. } => "move the library, or name a link to it with --library",
             CliError::NotStarted { .. } => "give the program and its arguments after `--`",
-            CliError::RunFolder { .. } | CliError::RunSummary { .. } => "set TMPDIR to a folder that the program may write to",
+            CliError::RunFolder { .. } | CliError::RunSummary { .. } => {
+                "set TMPDIR to a folder that the program may write to"
+            }
             CliError::CheckOfOneRank => {
                 "start it before the launcher: symmalloc run --check -- torchrun ...; or --record, and compare with symmalloc diff"
             }

@@ -33,8 +33,7 @@ use symmalloc_cuda::{CudaAllocator, CudaDevice, CudaError, CudaMemory, LentStrea
 /// Contexts that a process can have had.
 const CONTEXTS_MAX: usize = 256;
 
-static CONTEXTS: [AtomicPtr<Context>; CONTEXTS_MAX] =
-    [const { AtomicPtr::new(std::ptr::null_mut()) }; CONTEXTS_MAX];
+static CONTEXTS: [AtomicPtr<Context>; CONTEXTS_MAX] = [const { AtomicPtr::new(std::ptr::null_mut()) }; CONTEXTS_MAX];
 /// How many of them there are. Locked while one is made.
 static COUNT: Mutex<usize> = Mutex::new(0);
 

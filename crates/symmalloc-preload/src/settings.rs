@@ -48,9 +48,11 @@ pub(crate) enum SettingsError {
 /// The settings of this process. Where they are wrong that is said once, and the driver serves everything.
 pub(crate) fn settings() -> Option<&'static Settings> {
     static SETTINGS: OnceLock<Option<Settings>> = OnceLock::new();
-    let read = || Settings::read(|name| std::env::var_os(name)).inspect_err(|error| {
-        say(format_args!("{error}: this program runs without symmalloc"));
-    });
+    let read = || {
+        Settings::read(|name| std::env::var_os(name)).inspect_err(|error| {
+            say(format_args!("{error}: this program runs without symmalloc"));
+        })
+    };
     SETTINGS.get_or_init(|| read().ok()).as_ref()
 }
 

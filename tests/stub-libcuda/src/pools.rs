@@ -32,7 +32,8 @@ unsafe fn take(state: &mut State, address: *mut u64, size: usize, pool: Option<u
 /// Frees memory of a pool, of a graph, or of `cuMemAlloc`.
 fn give(state: &mut State, address: u64, stream: u64) -> Result<(), Code> {
     state.stream(stream).ok_or(INVALID_HANDLE)?;
-    let (base, size, _) = state.memory.allocation(address).filter(|(base, ..)| *base == address).ok_or(INVALID_VALUE)?;
+    let (base, size, _) =
+        state.memory.allocation(address).filter(|(base, ..)| *base == address).ok_or(INVALID_VALUE)?;
     state.forget_pooled(base, size);
     state.free(address).ok_or(INVALID_VALUE)
 }

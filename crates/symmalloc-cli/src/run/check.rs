@@ -16,7 +16,8 @@ pub(super) fn tell(summaries: &Summaries, is_watched: bool) -> Result<bool, CliE
     let mut others = ranks.iter();
     let Some((first_rank, first)) = others.next() else { return Err(CliError::NothingToCheck { ranks: 0 }) };
     for (rank, summary) in others {
-        let difference = if is_watched { differs_by_traces(first, summary)? } else { differs_by_digests(first, summary) };
+        let difference =
+            if is_watched { differs_by_traces(first, summary)? } else { differs_by_digests(first, summary) };
         if let Some(difference) = difference {
             lines.push(format!("rank {rank} differs from rank {first_rank}: {difference}"));
             differ.push(*rank);
@@ -28,7 +29,8 @@ pub(super) fn tell(summaries: &Summaries, is_watched: bool) -> Result<bool, CliE
     if differ.is_empty() {
         let digests = first.devices.iter().flat_map(|device| &device.digests);
         let digests: Vec<String> = digests.map(|PoolDigest { pool, digest, .. }| format!("p{pool} {digest}")).collect();
-        let what = if is_watched { "the same calls".to_owned() } else { format!("digests are equal: {}", digests.join(", ")) };
+        let what =
+            if is_watched { "the same calls".to_owned() } else { format!("digests are equal: {}", digests.join(", ")) };
         lines.push(format!("{} ranks, {what}", ranks.len()));
     }
     output::tell(&lines.iter().map(|line| format!("symmalloc: {line}\n")).collect::<String>());
@@ -37,7 +39,8 @@ pub(super) fn tell(summaries: &Summaries, is_watched: bool) -> Result<bool, CliE
 
 /// By digests first, as they are exact, and then by traces, where there are any, to name the op.
 fn differs_by_digests(a: &Summary, b: &Summary) -> Option<String> {
-    let digests = |of: &Summary| -> Vec<Vec<PoolDigest>> { of.devices.iter().map(|device| device.digests.clone()).collect() };
+    let digests =
+        |of: &Summary| -> Vec<Vec<PoolDigest>> { of.devices.iter().map(|device| device.digests.clone()).collect() };
     let (ours, theirs) = (digests(a), digests(b));
     if ours == theirs {
         return None;
@@ -59,7 +62,9 @@ fn differs_by_traces(a: &Summary, b: &Summary) -> Result<Option<String>, CliErro
         let options = ReadOptions::default();
         let diff = Diff::new(&read_path(one, &options)?, &read_path(other, &options)?);
         if let Some(difference) = &diff.first_op {
-            let told = |op: &Option<(usize, _)>| op.as_ref().map_or("it ended".to_owned(), |(number, op)| format!("op {number} {op:?}"));
+            let told = |op: &Option<(usize, _)>| {
+                op.as_ref().map_or("it ended".to_owned(), |(number, op)| format!("op {number} {op:?}"))
+            };
             return Ok(Some(format!("{}, and {} there", told(&difference.b), told(&difference.a))));
         }
         if let Some(place) = &diff.first {

@@ -21,7 +21,9 @@ pub(super) fn text(summaries: &Summaries, args: &RunArgs, ended: &Ended) -> Stri
         if args.stats {
             lines.extend(figures(summary, palette));
         }
-        for trace in summary.devices.iter().filter_map(|device| device.trace.as_deref()).filter(|_| args.record.is_some()) {
+        for trace in
+            summary.devices.iter().filter_map(|device| device.trace.as_deref()).filter(|_| args.record.is_some())
+        {
             lines.push(format!("recorded {}", trace.display()));
         }
     }
@@ -93,14 +95,16 @@ fn figures(summary: &Summary, palette: Palette) -> Vec<String> {
 
 /// What was still allocated, by size.
 fn leaks_of(device: u32, leaks: &[Leak]) -> Option<String> {
-    let (number, bytes) = leaks.iter().fold((0, 0), |(number, bytes), leak| {
-        (number + leak.count, bytes + leak.count * leak.size_bytes)
-    });
+    let (number, bytes) =
+        leaks.iter().fold((0, 0), |(number, bytes), leak| (number + leak.count, bytes + leak.count * leak.size_bytes));
     if number == 0 {
         return None;
     }
-    let shown: Vec<String> =
-        leaks.iter().take(LEAKS_MAX).map(|leak| format!("{} of {}", count(leak.count), memory(leak.size_bytes))).collect();
+    let shown: Vec<String> = leaks
+        .iter()
+        .take(LEAKS_MAX)
+        .map(|leak| format!("{} of {}", count(leak.count), memory(leak.size_bytes)))
+        .collect();
     let more = if leaks.len() > LEAKS_MAX { ", ..." } else { "" };
     Some(format!(
         "  never freed, device {device}: {} in {}: {}{more}",

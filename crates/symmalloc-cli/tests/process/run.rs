@@ -53,10 +53,8 @@ impl Job {
     /// Two ranks, started by a shell as a launcher would.
     fn ranks(&self, flags: &str, what: &str) -> Said {
         let command = self.command(flags, what);
-        let launcher = self.folder.file(
-            "launcher",
-            "#!/bin/sh\nRANK=0 WORLD_SIZE=2 \"$@\" & RANK=1 WORLD_SIZE=2 \"$@\" & wait\n",
-        );
+        let launcher =
+            self.folder.file("launcher", "#!/bin/sh\nRANK=0 WORLD_SIZE=2 \"$@\" & RANK=1 WORLD_SIZE=2 \"$@\" & wait\n");
         let arguments: Vec<_> = command.get_args().map(std::ffi::OsStr::to_owned).collect();
         let at = arguments.iter().position(|argument| argument == "--").expect("a program") + 1;
         let mut wrapped = crate::command();
@@ -155,7 +153,8 @@ fn signals_go_to_the_program() {
     let Some(job) = Job::new() else { return };
     for (flags, signal, code) in [("--stats", "-USR1", 11), ("--stats", "-TERM", 12), ("", "-USR1", 11)] {
         let mut command = job.command(flags, "wait");
-        let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("starts");
+        let mut child =
+            command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("starts");
         let mut line = String::new();
         BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("readable");
         assert_eq!(line, "ready\n");
@@ -189,7 +188,11 @@ fn what_cannot_be_started_is_told() {
     };
     for flags in ["", "--stats"] {
         let said = started("/no/such/program", flags);
-        assert!(said.code == Some(127) && said.stderr.contains("/no/such/program cannot be started"), "{}", said.stderr);
+        assert!(
+            said.code == Some(127) && said.stderr.contains("/no/such/program cannot be started"),
+            "{}",
+            said.stderr
+        );
         assert_eq!(started("/etc/passwd", flags).code, Some(126));
     }
     let said = symmalloc("run --library {} -- true", &[Path::new("/no/library.so")]);

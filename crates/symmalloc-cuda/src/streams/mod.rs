@@ -8,5 +8,5 @@ mod lent;
 pub(crate) use backend_streams::BackendStreams;
 pub(crate) use backend_streams::is_same;
 pub use captures::CaptureWatch;
-pub use lent::LentStream;
 pub(crate) use captures::{CaptureId, capture_of};
+pub use lent::LentStream;

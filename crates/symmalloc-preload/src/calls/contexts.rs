@@ -23,7 +23,9 @@ pub(super) unsafe fn retain(
 ) -> c_int {
     // SAFETY: the caller's contract.
     let code = unsafe { driver(context, device) };
-    if code == SUCCESS && let Some(retained) = retained(device) {
+    if code == SUCCESS
+        && let Some(retained) = retained(device)
+    {
         retained.fetch_add(1, Ordering::Relaxed);
     }
     code
@@ -35,7 +37,8 @@ pub(super) unsafe fn retain(
 /// As the driver's call.
 pub(super) unsafe fn release(driver: unsafe extern "C" fn(c_int) -> c_int, device: c_int) -> c_int {
     if let Some(retained) = retained(device) {
-        let before = retained.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |count| (count > 0).then_some(count - 1));
+        let before =
+            retained.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |count| (count > 0).then_some(count - 1));
         if before == Ok(1) {
             end(device);
         }

@@ -97,12 +97,7 @@ pub(super) unsafe fn allocate_pitch(
 
 /// # Safety
 /// As the driver's call.
-pub(super) unsafe fn allocate_managed(
-    driver: AllocateManaged,
-    address: *mut u64,
-    size: usize,
-    flags: c_uint,
-) -> c_int {
+pub(super) unsafe fn allocate_managed(driver: AllocateManaged, address: *mut u64, size: usize, flags: c_uint) -> c_int {
     // SAFETY: the caller's contract.
     with_trim(|| unsafe { driver(address, size, flags) })
 }

@@ -101,7 +101,9 @@ pub(super) unsafe fn attributes(
 ) -> c_int {
     // SAFETY: the caller's contract.
     let code = unsafe { driver(count, attributes, values, address) };
-    if code == SUCCESS && let Some(found) = LIVE.around(address) {
+    if code == SUCCESS
+        && let Some(found) = LIVE.around(address)
+    {
         for at in 0..count as usize {
             // SAFETY: the driver read as many of both, and wrote to each value.
             unsafe { answer(&found, attributes.add(at).read(), values.add(at).read()) };

@@ -103,7 +103,9 @@ pub(super) unsafe fn set_attribute(
 pub(super) unsafe fn trim_to(driver: unsafe extern "C" fn(usize, usize) -> c_int, pool: usize, keep: usize) -> c_int {
     // SAFETY: the caller's contract.
     let code = unsafe { driver(pool, keep) };
-    if code == SUCCESS && let Some(pool) = served(pool) {
+    if code == SUCCESS
+        && let Some(pool) = served(pool)
+    {
         pool.trim_to(keep as u64);
     }
     code

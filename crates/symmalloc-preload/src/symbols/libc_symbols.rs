@@ -137,9 +137,8 @@ impl Tables {
     /// # Safety
     /// The tables are those of a loaded library.
     unsafe fn find(&self, base: usize, name: &CStr) -> Option<usize> {
-        let hash = name.to_bytes().iter().fold(5381_u32, |hash, byte| {
-            hash.wrapping_mul(33).wrapping_add(u32::from(*byte))
-        });
+        let hash =
+            name.to_bytes().iter().fold(5381_u32, |hash, byte| hash.wrapping_mul(33).wrapping_add(u32::from(*byte)));
         let words = self.hash as *const u32;
         // SAFETY: the header: buckets, first symbol, words of the bloom filter, its shift.
         let [buckets, first, bloom, _shift] = unsafe { words.cast::<[u32; 4]>().read() };

@@ -60,7 +60,12 @@ pub(crate) fn compile(stage: &Stage, name: &str, flags: &[&str], is_linked: bool
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs").join(format!("{name}.c"));
     let program = stage.path(name);
     let mut compiler = Command::new(std::env::var("CC").unwrap_or_else(|_| "cc".to_owned()));
-    compiler.args(["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror"]).args(flags).arg(&source).arg("-o").arg(&program);
+    compiler
+        .args(["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror"])
+        .args(flags)
+        .arg(&source)
+        .arg("-o")
+        .arg(&program);
     if is_linked {
         compiler.arg("-L").arg(stage.0.path()).args(["-Wl,--no-as-needed", "-lcuda"]);
     }

@@ -12,7 +12,14 @@ use stub_process::stub_test;
 
 /// What the driver was asked, but for what a look-up or the test itself asks.
 fn driver_allocations() -> u64 {
-    let all = ["cuMemAlloc_v2", "cuMemFree_v2", "cuMemAllocAsync", "cuMemFreeAsync", "cuMemAllocFromPoolAsync", "cuMemCreate"];
+    let all = [
+        "cuMemAlloc_v2",
+        "cuMemFree_v2",
+        "cuMemAllocAsync",
+        "cuMemFreeAsync",
+        "cuMemAllocFromPoolAsync",
+        "cuMemCreate",
+    ];
     all.into_iter().map(calls).sum()
 }
 
@@ -86,39 +93,47 @@ stub_test!(memory_freed_on_another_stream_is_used_behind_that_streams_work, ["LD
     let is_over = Arc::new(AtomicBool::new(false));
     let releaser = release_soon(work, &is_over);
     assert_eq!(alloc(MIB), Ok(pointer));
-    assert!(is_over.load(Ordering::SeqCst) && byte(pointer) == 4, "the memory was handed out before its last user was done");
+    assert!(
+        is_over.load(Ordering::SeqCst) && byte(pointer) == 4,
+        "the memory was handed out before its last user was done"
+    );
     releaser.join().expect("no panic");
 });
 
-stub_test!(a_stream_that_is_gone_is_waited_for_by_the_next_one_with_its_number, [
-    "LD_PRELOAD" = &preload(), "STUB_REUSE_STREAMS" = "1"
-], {
-    begin(0);
-    let first = stream();
-    let pointer = alloc_async(MIB, first).expect("memory");
-    let work = hold(first);
-    assert_eq!([memset_async(pointer, 5, MIB, first), mem_free_async(pointer, first), stream_destroy(first)], [0; 3]);
-    let second = stream();
-    assert_ne!(first, second, "its work is not done, so it is not gone for the driver");
-    // The number is the first stream's, and with it the memory.
-    assert_eq!(alloc_async(MIB, second), Ok(pointer));
-    assert_eq!(memset_async(pointer, 6, MIB, second), 0);
-    drop(work);
-    assert_eq!(stream_synchronize(second), 0);
-    assert_eq!(byte(pointer), 6);
-    assert_eq!([mem_free_async(pointer, second), stream_destroy(second)], [0; 2]);
-    // A handle that comes back is another stream, and gets the lowest number that is free.
-    let (third, fourth) = (stream(), stream());
-    assert!([first, second].contains(&third));
-    let lower = alloc_async(MIB, fourth).expect("memory");
-    assert_eq!(lower, pointer, "the first to be used, not the first to be made");
-    assert_ne!(alloc_async(MIB, third), Ok(pointer));
-    for _ in 0..200_000 / 100 {
-        let stream = stream();
-        let pointer = alloc_async(512, stream).expect("more streams than there are numbers come and go");
-        assert_eq!([mem_free_async(pointer, stream), stream_destroy(stream)], [0; 2]);
+stub_test!(
+    a_stream_that_is_gone_is_waited_for_by_the_next_one_with_its_number,
+    ["LD_PRELOAD" = &preload(), "STUB_REUSE_STREAMS" = "1"],
+    {
+        begin(0);
+        let first = stream();
+        let pointer = alloc_async(MIB, first).expect("memory");
+        let work = hold(first);
+        assert_eq!(
+            [memset_async(pointer, 5, MIB, first), mem_free_async(pointer, first), stream_destroy(first)],
+            [0; 3]
+        );
+        let second = stream();
+        assert_ne!(first, second, "its work is not done, so it is not gone for the driver");
+        // The number is the first stream's, and with it the memory.
+        assert_eq!(alloc_async(MIB, second), Ok(pointer));
+        assert_eq!(memset_async(pointer, 6, MIB, second), 0);
+        drop(work);
+        assert_eq!(stream_synchronize(second), 0);
+        assert_eq!(byte(pointer), 6);
+        assert_eq!([mem_free_async(pointer, second), stream_destroy(second)], [0; 2]);
+        // A handle that comes back is another stream, and gets the lowest number that is free.
+        let (third, fourth) = (stream(), stream());
+        assert!([first, second].contains(&third));
+        let lower = alloc_async(MIB, fourth).expect("memory");
+        assert_eq!(lower, pointer, "the first to be used, not the first to be made");
+        assert_ne!(alloc_async(MIB, third), Ok(pointer));
+        for _ in 0..200_000 / 100 {
+            let stream = stream();
+            let pointer = alloc_async(512, stream).expect("more streams than there are numbers come and go");
+            assert_eq!([mem_free_async(pointer, stream), stream_destroy(stream)], [0; 2]);
+        }
     }
-});
+);
 
 stub_test!(a_stream_whose_end_cannot_be_kept_track_of_is_not_destroyed, ["LD_PRELOAD" = &preload()], {
     begin(0);
@@ -127,7 +142,11 @@ stub_test!(a_stream_whose_end_cannot_be_kept_track_of_is_not_destroyed, ["LD_PRE
     assert_eq!(mem_free_async(pointer, stream), 0);
     fail("cuEventRecord", 1, 214);
     let before = live().streams;
-    assert_eq!((stream_destroy(stream), live().streams), (214, before + 1), "with the stream that stands for those that are gone");
+    assert_eq!(
+        (stream_destroy(stream), live().streams),
+        (214, before + 1),
+        "with the stream that stands for those that are gone"
+    );
     assert_eq!(alloc_async(MIB, stream), Ok(pointer), "nothing has changed");
     assert_eq!([mem_free_async(pointer, stream), stream_destroy(stream)], [0; 2]);
 });
@@ -227,11 +246,15 @@ stub_test!(a_limit_holds, ["LD_PRELOAD" = &preload(), "SYMMALLOC_RUN_LIMIT" = "1
     assert_eq!((free, total), (100 * MIB, 100 * MIB));
 });
 
-stub_test!(settings_that_are_wrong_leave_everything_to_the_driver, ["LD_PRELOAD" = &preload(), "SYMMALLOC_RUN_CONFIG" = "segment:fixed"], {
-    begin(0);
-    let pointer = alloc(MIB).expect("memory");
-    assert_eq!((mem_free(pointer), calls("cuMemAlloc_v2")), (0, 1));
-});
+stub_test!(
+    settings_that_are_wrong_leave_everything_to_the_driver,
+    ["LD_PRELOAD" = &preload(), "SYMMALLOC_RUN_CONFIG" = "segment:fixed"],
+    {
+        begin(0);
+        let pointer = alloc(MIB).expect("memory");
+        assert_eq!((mem_free(pointer), calls("cuMemAlloc_v2")), (0, 1));
+    }
+);
 
 stub_test!(two_devices_have_an_allocator_each, ["LD_PRELOAD" = &preload(), "STUB_DEVICES" = "2"], {
     let first = begin(0);

@@ -111,7 +111,8 @@ impl Sailor {
 
     /// One call, or a few. Codes of errors are checked, and nothing else is told.
     fn act(&mut self) {
-        let answer = |code: i32| assert!(code == 0 || OWN_CODES.contains(&code) || CODES.contains(&code), "code {code}");
+        let answer =
+            |code: i32| assert!(code == 0 || OWN_CODES.contains(&code) || CODES.contains(&code), "code {code}");
         match self.dice.below(16) {
             0..6 => {
                 let (size, mut address) = (self.size(), 0);
@@ -133,7 +134,10 @@ impl Sailor {
                 if blocks.is_empty() {
                     return;
                 }
-                let block = { let at = self.dice.below(blocks.len()); blocks.swap_remove(at) };
+                let block = {
+                    let at = self.dice.below(blocks.len());
+                    blocks.swap_remove(at)
+                };
                 drop(blocks);
                 block.check();
                 let code = match self.dice.below(4) {
@@ -154,7 +158,10 @@ impl Sailor {
                 answer(mem_free(0x1000));
             }
             14 => {
-                let block = { let blocks = self.storm.blocks.lock().expect("no panic"); blocks.last().copied() };
+                let block = {
+                    let blocks = self.storm.blocks.lock().expect("no panic");
+                    blocks.last().copied()
+                };
                 if let Some(block) = block {
                     let mut start = 0_u64;
                     answer(pointer_attribute((&raw mut start).cast(), 11, block.address + 8));
@@ -197,52 +204,59 @@ fn watch(storm: &Arc<Storm>, is_over: &Arc<AtomicBool>) {
     });
 }
 
-stub_test!(threads_and_failures_lose_nothing, [
-    "LD_PRELOAD" = &preload(), "STUB_REUSE_STREAMS" = "1", "STUB_MEMORY_BYTES" = "4294967296"
-], {
-    let all: u64 = std::env::var("SYMMALLOC_STORM").ok().and_then(|text| text.parse().ok()).unwrap_or(50_000);
-    let context = begin(0);
-    let mut pool = 0;
-    // `CUmemPoolProps`: pinned memory of device 0.
-    let properties: [i32; 24] = { let mut words = [0; 24]; words[0] = 1; words[2] = 1; words };
-    assert_eq!(pool_create(&raw mut pool, properties.as_ptr().cast()), 0);
-    let streams: Vec<u64> = (0..6).map(|_| stream()).collect();
-    let storm = Arc::new(Storm { blocks: Mutex::default(), streams, pool, made: AtomicU64::new(0) });
-    let is_over = Arc::new(AtomicBool::new(false));
-    watch(&storm, &is_over);
-    let sailors = (0..THREADS).map(|number| {
-        let storm = Arc::clone(&storm);
-        thread::spawn(move || {
-            // A failure may strike this, too: then once more.
-            while set_current(context) != 0 {}
-            let mut sailor = Sailor { storm, dice: Dice(number << 32), own: Vec::new(), number: 0 };
-            for call in 0..all / THREADS {
-                sailor.act();
-                if call % 97 == number % 97 {
-                    let call = FAILING[sailor.dice.below(FAILING.len())];
-                    fail(call, 1 + sailor.dice.below(5) as u64, CODES[sailor.dice.below(CODES.len())]);
+stub_test!(
+    threads_and_failures_lose_nothing,
+    ["LD_PRELOAD" = &preload(), "STUB_REUSE_STREAMS" = "1", "STUB_MEMORY_BYTES" = "4294967296"],
+    {
+        let all: u64 = std::env::var("SYMMALLOC_STORM").ok().and_then(|text| text.parse().ok()).unwrap_or(50_000);
+        let context = begin(0);
+        let mut pool = 0;
+        // `CUmemPoolProps`: pinned memory of device 0.
+        let properties: [i32; 24] = {
+            let mut words = [0; 24];
+            words[0] = 1;
+            words[2] = 1;
+            words
+        };
+        assert_eq!(pool_create(&raw mut pool, properties.as_ptr().cast()), 0);
+        let streams: Vec<u64> = (0..6).map(|_| stream()).collect();
+        let storm = Arc::new(Storm { blocks: Mutex::default(), streams, pool, made: AtomicU64::new(0) });
+        let is_over = Arc::new(AtomicBool::new(false));
+        watch(&storm, &is_over);
+        let sailors = (0..THREADS).map(|number| {
+            let storm = Arc::clone(&storm);
+            thread::spawn(move || {
+                // A failure may strike this, too: then once more.
+                while set_current(context) != 0 {}
+                let mut sailor = Sailor { storm, dice: Dice(number << 32), own: Vec::new(), number: 0 };
+                for call in 0..all / THREADS {
+                    sailor.act();
+                    if call % 97 == number % 97 {
+                        let call = FAILING[sailor.dice.below(FAILING.len())];
+                        fail(call, 1 + sailor.dice.below(5) as u64, CODES[sailor.dice.below(CODES.len())]);
+                    }
+                    if call % 1009 == number {
+                        heal();
+                    }
                 }
-                if call % 1009 == number {
-                    heal();
-                }
-            }
-        })
-    });
-    let sailors: Vec<_> = sailors.collect();
-    sailors.into_iter().for_each(|sailor| sailor.join().expect("no panic"));
-    is_over.store(true, Ordering::Relaxed);
-    heal();
-    assert!(storm.made.load(Ordering::Relaxed) > all * 9 / 10);
-    for block in storm.blocks.lock().expect("no panic").drain(..) {
-        block.check();
-        assert_eq!(mem_free(block.address), 0);
-        assert_eq!(mem_free(block.address), 1, "freed twice");
+            })
+        });
+        let sailors: Vec<_> = sailors.collect();
+        sailors.into_iter().for_each(|sailor| sailor.join().expect("no panic"));
+        is_over.store(true, Ordering::Relaxed);
+        heal();
+        assert!(storm.made.load(Ordering::Relaxed) > all * 9 / 10);
+        for block in storm.blocks.lock().expect("no panic").drain(..) {
+            block.check();
+            assert_eq!(mem_free(block.address), 0);
+            assert_eq!(mem_free(block.address), 1, "freed twice");
+        }
+        let (mut free, mut total) = (0, 0);
+        assert_eq!(mem_info(&raw mut free, &raw mut total), 0);
+        assert_eq!(free, total, "everything is free");
+        // Most was served, and what was not was served by the driver.
+        assert!(calls("cuMemAllocAsync") + calls("cuMemAlloc_v2") < all / 20);
+        assert_eq!(reset(0), 0);
+        assert_eq!((live().device_bytes, live().ranges, live().mappings), (0, 0, 0));
     }
-    let (mut free, mut total) = (0, 0);
-    assert_eq!(mem_info(&raw mut free, &raw mut total), 0);
-    assert_eq!(free, total, "everything is free");
-    // Most was served, and what was not was served by the driver.
-    assert!(calls("cuMemAllocAsync") + calls("cuMemAlloc_v2") < all / 20);
-    assert_eq!(reset(0), 0);
-    assert_eq!((live().device_bytes, live().ranges, live().mappings), (0, 0, 0));
-});
+);
