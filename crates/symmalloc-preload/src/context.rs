@@ -6,36 +6,51 @@
 //!  p2 ...   memory pools that the program made, in the order of their first use
 //! ```
 //!
-//! It is made when memory is first asked for, and lives for ever: a program may free while it ends. When the context is reset
-//! ([`Context::end`]), its memory goes back, and the next one is a new context, whatever its handle.
+//! `contexts.rs` makes it when memory is first asked for. It lives for ever: a program may free while it ends. When the context is reset
+//! (`ending.rs`), its memory goes back, and the next one is a new context, whatever its handle.
 //!
 //! Contexts that a program made with `cuCtxCreate` are the driver's: see `docs/run.md`.
 
-use crate::exit;
-use crate::forks;
-use crate::libcuda::{self, Driver};
-use crate::numbers::{Number, Numbers};
+use crate::libcuda::Driver;
+use crate::numbers::{Number, Numbers, StreamName};
 use crate::outcome;
-use crate::peers;
-use crate::pools::{MemPool, PoolRole};
-use crate::recordings;
-use crate::served::{self, Live};
-use crate::settings::{Settings, say, settings};
-use crate::streams::{self, KnownStream, StreamName};
+use crate::pools::{ContextId, MemPool};
 use rustc_hash::FxHashMap;
 use std::ffi::c_int;
-use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use symmalloc_core::errors::TrimError;
-use symmalloc_core::{PoolId, Retry, StreamId};
-use symmalloc_cuda::{CudaAllocator, CudaDevice, CudaError, CudaMemory, LentStream};
+use symmalloc_core::{PoolId, StreamId};
+use symmalloc_cuda::{CudaAllocator, CudaMemory, LentStream};
 
 /// Contexts that a process can have had.
 const CONTEXTS_MAX: usize = 256;
 
 static CONTEXTS: [AtomicPtr<Context>; CONTEXTS_MAX] = [const { AtomicPtr::new(std::ptr::null_mut()) }; CONTEXTS_MAX];
-/// How many of them there are. Locked while one is made.
-static COUNT: Mutex<usize> = Mutex::new(0);
+
+/// What is known of a stream.
+pub(crate) struct KnownStream {
+    /// Its handle. 0 for default streams, and while the number is nobody's.
+    raw: AtomicUsize,
+    pub(crate) context: &'static Context,
+    pub(crate) id: StreamId,
+}
+
+impl KnownStream {
+    fn new(context: &'static Context, id: StreamId) -> Self {
+        KnownStream { raw: AtomicUsize::new(0), context, id }
+    }
+
+    /// Its handle.
+    #[inline]
+    pub(crate) fn raw(&self) -> usize {
+        self.raw.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_raw(&self, raw: usize) {
+        self.raw.store(raw, Ordering::Relaxed);
+    }
+}
 
 /// See the file's comment.
 pub(crate) struct Context {
@@ -64,21 +79,6 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Context {
-    /// The calling thread's current context, if it is served.
-    #[inline]
-    pub(crate) fn current() -> Option<&'static Context> {
-        Self::of(libcuda::driver()?.current()?)
-    }
-
-    /// A context by its handle, if it is served.
-    #[inline]
-    pub(crate) fn of(raw: usize) -> Option<&'static Context> {
-        match Self::existing(raw) {
-            Some(context) => Some(context),
-            None => Self::make(raw),
-        }
-    }
-
     /// A context that has an allocator already.
     #[inline]
     pub(crate) fn existing(raw: usize) -> Option<&'static Context> {
@@ -96,60 +96,25 @@ impl Context {
         CONTEXTS.iter().map_while(|place| unsafe { place.load(Ordering::Acquire).as_ref() })
     }
 
-    #[cold]
-    fn make(raw: usize) -> Option<&'static Context> {
-        let driver = libcuda::driver()?;
-        let device = driver.device_of(raw)?;
-        let (mut flags, mut active) = (0, 0);
-        // SAFETY: valid for writing.
-        unsafe { driver.primary_state(device, &raw mut flags, &raw mut active) }.ok()?;
-        let settings = settings().filter(|settings| !settings.is_watched && active != 0)?;
-        let mut count = lock(&COUNT);
-        if let Some(context) = Self::existing(raw) {
-            return Some(context);
+    /// Makes a context known to all threads. Whether there was room. One thread at a time may do so.
+    pub(crate) fn publish(&'static self) -> bool {
+        let place = CONTEXTS.iter().find(|place| place.load(Ordering::Acquire).is_null());
+        if let Some(place) = place {
+            place.store(std::ptr::from_ref(self).cast_mut(), Ordering::Release);
         }
-        let place = CONTEXTS.get(*count)?;
-        match Self::new(driver, raw, device, settings) {
-            Ok(context) => {
-                place.store(std::ptr::from_ref(context?).cast_mut(), Ordering::Release);
-                *count += 1;
-                forks::watch();
-                exit::write_at_exit();
-                context
-            }
-            Err(error) => {
-                say(format_args!("device {device} is served by the driver: {error}"));
-                None
-            }
-        }
+        place.is_some()
     }
 
-    fn new(
-        driver: &'static Driver,
+    pub(crate) fn new(
         raw: usize,
-        ordinal: c_int,
-        settings: &Settings,
-    ) -> Result<Option<&'static Context>, CudaError> {
-        let device = CudaDevice::new(usize::try_from(ordinal).unwrap_or(0))?;
-        if device.context().cu_ctx() as usize != raw {
-            // The program's own context, beside a primary one that is in use.
-            return Ok(None);
-        }
-        let allocator = CudaAllocator::new(&device, settings.config.clone())?;
-        allocator.set_failure_callback(|core, _| match core.trim(None) {
-            Ok(0) | Err(TrimError::Backend { released_bytes: 0, .. }) => Retry::GiveUp,
-            Ok(_) | Err(TrimError::Backend { .. }) => Retry::Again,
-            Err(_) => Retry::GiveUp,
-        });
-        recordings::start(&allocator, settings);
-        let host = allocator.register_host_stream()?;
-        let mut handle = 0;
-        // SAFETY: valid for writing. Devices without pools have none, and no call that would use it.
-        let _missing = unsafe { driver.default_pool(&raw mut handle, ordinal) };
-        let default_pool = MemPool::of_driver(handle, ordinal, PoolRole::Default);
-        let context: &'static Context = Box::leak(Box::new(Context {
+        device: c_int,
+        allocator: CudaAllocator,
+        host: StreamId,
+        default_pool: &'static MemPool,
+    ) -> Self {
+        Context {
             raw,
-            device: ordinal,
+            device,
             allocator,
             host,
             default_pool,
@@ -157,11 +122,12 @@ impl Context {
             numbering: Mutex::new(Numbering { numbers: Numbers::new(), streams: FxHashMap::default() }),
             legacy: OnceLock::new(),
             is_gone: AtomicBool::new(false),
-        }));
-        default_pool.make(context)?;
-        context.find_current_pool(driver);
-        peers::grant_to(context);
-        Ok(Some(context))
+        }
+    }
+
+    /// What tells it from all others, also from later ones with its handle.
+    pub(crate) fn id(&'static self) -> ContextId {
+        ContextId::of(self)
     }
 
     pub(crate) fn raw(&self) -> usize {
@@ -174,6 +140,11 @@ impl Context {
 
     pub(crate) fn allocator(&self) -> &CudaAllocator {
         &self.allocator
+    }
+
+    /// The device's default pool.
+    pub(crate) fn default_pool(&self) -> &'static MemPool {
+        self.default_pool
     }
 
     pub(crate) fn is_gone(&self) -> bool {
@@ -252,29 +223,9 @@ impl Context {
         lock(&self.numbering).numbers.take_back(name);
     }
 
-    /// The context is about to be reset: everything in it goes back to the device.
-    pub(crate) fn end(&'static self) {
-        if self.is_gone() {
-            return;
-        }
-        exit::keep(self);
-        // The device may still use the memory; a context that is lost refuses, and goes anyway.
-        let _lost = self.allocator.device().synchronize();
-        served::LIVE.all().into_iter().filter(|found| std::ptr::eq(found.known.context, self)).for_each(|found| {
-            if let Some(found) = served::LIVE.take(found.address) {
-                let Live { handle, .. } = found.known;
-                let _refused = self.allocator.core().free(handle);
-            }
-        });
-        let _refused = self.allocator.trim();
-        let _ended = self.allocator.core().stop_recording();
+    /// The context is about to be reset, and nothing is allocated in it any more.
+    pub(crate) fn close(&self) {
         self.is_gone.store(true, Ordering::Relaxed);
-        streams::forget_all_of(self);
-        // The allocator is never dropped, so its own reference to the context is given back here.
-        if let Some(driver) = libcuda::driver() {
-            // SAFETY: `CudaDevice::new` retained it.
-            let _refused = unsafe { driver.primary_release(self.device) };
-        }
     }
 
     /// Bytes that the allocator holds and that nothing is allocated in: what is cached, what the driver has not taken back yet, and

@@ -4,8 +4,9 @@
 
 use crate::context::Context;
 use crate::ledger::Found;
+use crate::live::LIVE;
 use crate::settings::{Settings, rank, say, settings};
-use crate::{forks, recordings, served, tally, watch};
+use crate::{forks, recordings, tally, watch};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::ffi::c_int;
@@ -21,8 +22,9 @@ static ENDED: Mutex<Vec<Value>> = Mutex::new(Vec::new());
 /// Peaks before the program had them start anew: device, and bytes reserved.
 static PEAKS: Mutex<BTreeMap<c_int, u64>> = Mutex::new(BTreeMap::new());
 
-/// Sees to it that the process tells what it did when it ends, where somebody wants to know.
-pub(crate) fn write_at_exit() {
+/// The process allocates: sees to it that it tells what it did when it ends, where somebody wants to know.
+#[inline]
+pub(crate) fn begin() {
     static IS_ASKED: Once = Once::new();
     IS_ASKED.call_once(|| {
         let Some(settings) = settings() else { return };
@@ -119,7 +121,7 @@ fn of_context(context: &'static Context) -> Value {
         .filter(|(_, digest)| digest.ops > 0)
         .map(|(pool, digest)| json!({ "pool": pool.0, "ops": digest.ops, "digest": digest.to_string() }))
         .collect();
-    let live = served::LIVE.all();
+    let live = LIVE.all();
     let stats = context.allocator().stats();
     json!({
         "device": context.device(),

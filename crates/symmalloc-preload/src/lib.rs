@@ -6,7 +6,7 @@
 //! ```text
 //!             linked symbol, dlsym, cuGetProcAddress                  libcuda
 //!   program ───────── symbols/ ─────────► calls/ ─┬─ not served ──────────────► driver
-//!                                                 ├─ served.rs ─► context.rs ─► symmalloc-cuda ─► driver
+//!                                                 ├─ served.rs ─► contexts.rs ─► symmalloc-cuda ─► driver
 //!                                                 ╰─ watch.rs: only recorded ─► driver
 //! ```
 //!
@@ -17,9 +17,10 @@
 //! |---|---|
 //! | `symbols/` | every way to ask for a driver's call |
 //! | `calls/` | the calls that are served, each with the driver's signature |
-//! | `served.rs`, `context.rs`, `pools.rs`, `peers.rs` | allocating and freeing; a context's allocator; memory pools; devices that share |
+//! | `served.rs`, `pools.rs`, `peers.rs` | allocating and freeing; memory pools; devices that share |
+//! | `context.rs`, `contexts.rs`, `ending.rs` | a context's allocator; contexts found and made; what happens when one is reset |
 //! | `streams.rs`, `numbers.rs`, `captures.rs` | raw streams that come and go, by number; those that are captured |
-//! | `ledger.rs` | what is allocated, by address |
+//! | `ledger.rs`, `live.rs` | what is allocated, by address |
 //! | `watch.rs`, `recordings.rs` | a program that is only recorded; the traces |
 //! | `tally.rs`, `exit.rs` | what `symmalloc run` tells at the end |
 //! | `settings.rs`, `outcome.rs`, `forks.rs`, `libcuda.rs` | the environment; errors as codes of the driver; children; libcuda |
@@ -32,10 +33,13 @@ compile_error!("symmalloc-preload is for Linux with the GNU C library, on x86-64
 mod calls;
 mod captures;
 mod context;
+mod contexts;
+mod ending;
 mod exit;
 mod forks;
 mod ledger;
 mod libcuda;
+mod live;
 mod numbers;
 mod outcome;
 mod peers;

@@ -7,6 +7,17 @@
 use std::collections::BTreeSet;
 use std::hash::Hash;
 
+/// A stream of a program, while it lives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum StreamName {
+    /// The default stream that all threads share.
+    Legacy,
+    /// A thread's own default stream, by a number of the thread.
+    PerThread(u64),
+    /// A stream that the program made.
+    Handle(usize),
+}
+
 /// The numbers of one context's streams. `K` names a stream while it lives.
 #[derive(Debug)]
 pub(crate) struct Numbers<K> {

@@ -13,14 +13,13 @@ static GRANTED: Mutex<Vec<(usize, c_int)>> = Mutex::new(Vec::new());
 
 /// A device may use a context's memory from now on. The driver's code if it cannot.
 pub(crate) fn grant(context: usize, device: c_int) -> Result<(), c_int> {
-    if let Some(context) = Context::existing(context) {
-        grant_now(context, device)?;
-    }
     let mut granted = GRANTED.lock().unwrap_or_else(PoisonError::into_inner);
     if !granted.contains(&(context, device)) {
         granted.push((context, device));
     }
-    Ok(())
+    drop(granted);
+    // A context that is made from here on finds it noted.
+    Context::existing(context).map_or(Ok(()), |context| grant_now(context, device))
 }
 
 /// A context was made: grants what was asked for before.

@@ -9,15 +9,24 @@
 //! The driver keeps its pool, and with it what the program sets and asks about: reuse policies, the release threshold, which devices
 //! have access. Memory in use and reserved are the sum of both.
 
-use crate::context::Context;
-use crate::libcuda;
 use rustc_hash::FxHashMap;
 use std::ffi::{c_int, c_ushort, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError, RwLock};
 use symmalloc_core::PoolId;
 use symmalloc_core::report::MemoryStats;
-use symmalloc_cuda::{CudaBackend, CudaError, Pool};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaError, Pool};
+
+/// A context that is served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ContextId(usize);
+
+impl ContextId {
+    /// What lives for ever is told from all others by its address.
+    pub(crate) fn of<T>(context: &'static T) -> Self {
+        ContextId(std::ptr::from_ref(context).addr())
+    }
+}
 
 /// What a pool is to the program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,7 +72,8 @@ pub(crate) struct MemPool {
 }
 
 struct Made {
-    context: &'static Context,
+    context: ContextId,
+    allocator: CudaAllocator,
     id: PoolId,
     /// Dropped when the program destroys its pool.
     owner: Mutex<Option<Pool<CudaBackend>>>,
@@ -98,14 +108,6 @@ impl MemPool {
         POOLS.read().unwrap_or_else(PoisonError::into_inner).as_ref()?.get(&raw).copied()
     }
 
-    /// A pool by its handle, which may be the default one of a device on which nothing was allocated yet.
-    pub(crate) fn find_or_ask(raw: usize) -> Option<&'static MemPool> {
-        Self::find(raw).or_else(|| {
-            Context::current()?;
-            Self::find(raw)
-        })
-    }
-
     pub(crate) fn raw(&self) -> usize {
         self.raw
     }
@@ -119,13 +121,12 @@ impl MemPool {
     }
 
     /// Makes the allocator's pool, if there is none.
-    pub(crate) fn make(&self, context: &'static Context) -> Result<(), CudaError> {
+    pub(crate) fn make(&self, context: ContextId, allocator: &CudaAllocator) -> Result<(), CudaError> {
         if self.made.get().is_some() {
             return Ok(());
         }
-        let allocator = context.allocator();
         let pool = allocator.create_pool(allocator.core().config().default_pool().clone())?;
-        let made = Made { context, id: pool.id(), owner: Mutex::new(Some(pool)) };
+        let made = Made { context, allocator: allocator.clone(), id: pool.id(), owner: Mutex::new(Some(pool)) };
         // Of two threads that make it at the same time, one's is dropped unused.
         let _first = self.made.set(made);
         Ok(())
@@ -133,33 +134,32 @@ impl MemPool {
 
     /// The allocator's pool for work in a context; `None` if the driver serves it there.
     #[inline]
-    pub(crate) fn id_in(&self, context: &'static Context) -> Option<PoolId> {
+    pub(crate) fn id_in(&self, context: ContextId, device: c_int, allocator: &CudaAllocator) -> Option<PoolId> {
         match self.made.get() {
-            Some(made) if std::ptr::eq(made.context, context) => Some(made.id),
+            Some(made) if made.context == context => Some(made.id),
             Some(_) => None,
-            None if self.device == context.device() && self.is_served() => {
-                self.make(context).ok()?;
-                self.made.get().filter(|made| std::ptr::eq(made.context, context)).map(|made| made.id)
+            None if self.device == device && self.is_served() => {
+                self.make(context, allocator).ok()?;
+                self.made.get().filter(|made| made.context == context).map(|made| made.id)
             }
             None => None,
         }
     }
 
     fn living(&self) -> Option<&Made> {
-        self.made.get().filter(|made| !made.context.is_gone())
+        if self.is_destroyed.load(Ordering::Relaxed) { None } else { self.made.get() }
     }
 
     /// What the allocator has for the pool.
     pub(crate) fn stats(&self) -> Option<MemoryStats> {
         let made = self.living()?;
-        made.context.allocator().core().pool_stats(made.id).ok()
+        made.allocator.core().pool_stats(made.id).ok()
     }
 
     /// Starts the peaks anew at the current values.
     pub(crate) fn reset_peaks(&self) {
         if let Some(made) = self.living() {
-            crate::exit::keep_peaks(made.context);
-            made.context.allocator().core().reset_peak_stats();
+            made.allocator.core().reset_peak_stats();
         }
     }
 
@@ -167,7 +167,7 @@ impl MemPool {
     pub(crate) fn trim_to(&self, keep_bytes: u64) {
         let Some(made) = self.living() else { return };
         if self.stats().is_some_and(|stats| stats.reserved_bytes.current > keep_bytes) {
-            let _refused = made.context.allocator().core().trim(Some(made.id));
+            let _refused = made.allocator.core().trim(Some(made.id));
         }
     }
 
@@ -176,14 +176,24 @@ impl MemPool {
         let mut pools = POOLS.write().unwrap_or_else(PoisonError::into_inner);
         let Some(pool) = pools.as_mut().and_then(|pools| pools.remove(&raw)) else { return };
         drop(pools);
+        let made = pool.living();
         pool.is_destroyed.store(true, Ordering::Relaxed);
-        let Some(made) = pool.living() else { return };
+        let Some(made) = made else { return };
         let owner = made.owner.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let _refused = made.context.allocator().core().trim(Some(made.id));
+        let _refused = made.allocator.core().trim(Some(made.id));
         drop(owner);
-        if let Some(driver) = libcuda::driver() {
-            // A pool that was the device's current one is not any more.
-            made.context.find_current_pool(driver);
-        }
     }
+}
+
+/// A context is gone, and its pools are.
+pub(crate) fn end_all_of(context: ContextId) {
+    let mut pools = POOLS.write().unwrap_or_else(PoisonError::into_inner);
+    let Some(pools) = pools.as_mut() else { return };
+    pools.retain(|_, pool| {
+        let is_gone = pool.made.get().is_some_and(|made| made.context == context);
+        if is_gone {
+            pool.is_destroyed.store(true, Ordering::Relaxed);
+        }
+        !is_gone
+    });
 }

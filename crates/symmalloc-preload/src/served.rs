@@ -12,28 +12,17 @@
 
 use crate::captures;
 use crate::context::Context;
-use crate::ledger::{Found, Ledger};
+use crate::contexts;
+use crate::ledger::Found;
 use crate::libcuda;
+use crate::live::{LIVE, Live};
 use crate::outcome::{self, code_of_allocate, code_of_free};
 use crate::pools::MemPool;
 use crate::streams::{self, NotServed};
 use crate::tally;
 use std::ffi::c_int;
 use symmalloc_core::errors::RecordUseError;
-use symmalloc_core::{Allocation, Handle, PoolId, StreamId};
-
-/// What is known of an allocation of ours.
-#[derive(Clone, Copy)]
-pub(crate) struct Live {
-    pub(crate) context: &'static Context,
-    pub(crate) handle: Handle,
-    pub(crate) stream: StreamId,
-    /// The pool that the program took it from; `None` for `cuMemAlloc`.
-    pub(crate) pool: Option<&'static MemPool>,
-}
-
-/// What is allocated, over all contexts.
-pub(crate) static LIVE: Ledger<Live> = Ledger::new();
+use symmalloc_core::{Allocation, PoolId, StreamId};
 
 /// What became of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,7 +46,7 @@ impl<T> From<NotServed> for Outcome<T> {
 /// `cuMemAlloc`.
 #[inline]
 pub(crate) fn allocate(size_bytes: u64) -> Outcome<u64> {
-    let Some(context) = Context::current() else { return Outcome::Driver };
+    let Some(context) = contexts::current() else { return Outcome::Driver };
     take(context, Context::SYNCHRONOUS, context.host, None, size_bytes)
 }
 
@@ -77,7 +66,9 @@ pub(crate) fn allocate_async(size_bytes: u64, stream: usize, pool: Option<usize>
         Some(raw) => MemPool::find(raw),
     };
     let Some(pool) = pool else { return Outcome::Driver };
-    let Some(id) = pool.id_in(stream.context) else { return Outcome::Driver };
+    let Some(id) = pool.id_in(stream.context.id(), stream.context.device(), stream.context.allocator()) else {
+        return Outcome::Driver;
+    };
     take(stream.context, id, stream.id, Some(pool), size_bytes)
 }
 

@@ -11,15 +11,16 @@
 //! A stream that is destroyed leaves the cache before the driver destroys it. What is known of a number stays where it is for ever, and
 //! serves the next stream that gets the number.
 
-use crate::context::Context;
+use crate::context::{Context, KnownStream};
+use crate::contexts;
 use crate::libcuda;
+use crate::numbers::StreamName;
 use rustc_hash::FxHashMap;
 use std::cell::RefCell;
 use std::collections::hash_map::Entry;
 use std::ffi::c_int;
-use std::sync::atomic::{AtomicPtr, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use symmalloc_core::StreamId;
 
 const CACHE_BITS: u32 = 8;
 
@@ -28,44 +29,12 @@ const LEGACY: usize = 1;
 /// `CU_STREAM_PER_THREAD`.
 pub(crate) const PER_THREAD: usize = 2;
 
-/// A stream of a program, while it lives.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum StreamName {
-    /// The default stream that all threads share.
-    Legacy,
-    /// A thread's own default stream, by a number of the thread.
-    PerThread(u64),
-    /// A stream that the program made.
-    Handle(usize),
-}
-
-impl StreamName {
-    /// Which stream of the current context a handle names for the calling thread.
-    pub(crate) fn of(raw: usize) -> Self {
-        match raw {
-            0 | LEGACY => StreamName::Legacy,
-            PER_THREAD => StreamName::PerThread(thread_number()),
-            raw => StreamName::Handle(raw),
-        }
-    }
-}
-
-/// What is known of a stream.
-pub(crate) struct KnownStream {
-    /// Its handle. 0 for default streams, and while the number is nobody's.
-    raw: AtomicUsize,
-    pub(crate) context: &'static Context,
-    pub(crate) id: StreamId,
-}
-
-impl KnownStream {
-    pub(crate) fn new(context: &'static Context, id: StreamId) -> Self {
-        KnownStream { raw: AtomicUsize::new(0), context, id }
-    }
-
-    /// Its handle.
-    pub(crate) fn raw(&self) -> usize {
-        self.raw.load(Ordering::Relaxed)
+/// Which stream of the current context a handle names for the calling thread.
+pub(crate) fn name_of(raw: usize) -> StreamName {
+    match raw {
+        0 | LEGACY => StreamName::Legacy,
+        PER_THREAD => StreamName::PerThread(thread_number()),
+        raw => StreamName::Handle(raw),
     }
 }
 
@@ -97,7 +66,7 @@ fn place(raw: usize) -> &'static AtomicPtr<KnownStream> {
 pub(crate) fn find(raw: usize) -> Result<&'static KnownStream, NotServed> {
     // SAFETY: null, or a stream that was leaked.
     match unsafe { place(raw).load(Ordering::Acquire).as_ref() } {
-        Some(stream) if stream.raw.load(Ordering::Relaxed) == raw && raw > PER_THREAD => Ok(stream),
+        Some(stream) if stream.raw() == raw && raw > PER_THREAD => Ok(stream),
         _ => find_slowly(raw),
     }
 }
@@ -106,7 +75,7 @@ pub(crate) fn find(raw: usize) -> Result<&'static KnownStream, NotServed> {
 fn find_slowly(raw: usize) -> Result<&'static KnownStream, NotServed> {
     match raw {
         0 | LEGACY => {
-            let context = Context::current().ok_or(NotServed::Driver)?;
+            let context = contexts::current().ok_or(NotServed::Driver)?;
             context.legacy().map_err(NotServed::Refused)
         }
         PER_THREAD => find_per_thread(),
@@ -125,9 +94,9 @@ fn find_or_number(raw: usize) -> Result<&'static KnownStream, NotServed> {
             let driver = libcuda::driver().ok_or(NotServed::Driver)?;
             // SAFETY: valid for writing; the driver checks the handle.
             unsafe { driver.stream_context(raw, &raw mut context) }.map_err(|_| NotServed::Driver)?;
-            let context = Context::of(context).ok_or(NotServed::Driver)?;
+            let context = contexts::of(context).ok_or(NotServed::Driver)?;
             let stream = context.number(StreamName::Handle(raw)).map_err(NotServed::Refused)?;
-            stream.raw.store(raw, Ordering::Relaxed);
+            stream.set_raw(raw);
             *entry.insert(stream)
         }
     };
@@ -143,7 +112,7 @@ pub(crate) fn forget(raw: usize) -> Result<(), c_int> {
         known.as_mut().expect("just seen").insert(raw, stream);
         return Err(code);
     }
-    stream.raw.store(0, Ordering::Relaxed);
+    stream.set_raw(0);
     place(raw).store(std::ptr::null_mut(), Ordering::Release);
     Ok(())
 }
@@ -155,7 +124,7 @@ pub(crate) fn forget_all_of(context: &'static Context) {
     known.retain(|raw, stream| {
         let is_gone = std::ptr::eq(stream.context, context);
         if is_gone {
-            stream.raw.store(0, Ordering::Relaxed);
+            stream.set_raw(0);
             place(*raw).store(std::ptr::null_mut(), Ordering::Release);
         }
         !is_gone
@@ -193,7 +162,7 @@ fn thread_number() -> u64 {
 }
 
 fn find_per_thread() -> Result<&'static KnownStream, NotServed> {
-    let context = Context::current().ok_or(NotServed::Driver)?;
+    let context = contexts::current().ok_or(NotServed::Driver)?;
     // A thread that ends, and frees in its last destructors, is served by the driver.
     OWN.try_with(|own| {
         let mut own = own.try_borrow_mut().map_err(|_| NotServed::Driver)?;

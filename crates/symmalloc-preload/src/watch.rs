@@ -8,10 +8,10 @@
 //! Streams are numbered as when the program is served. What a capture allocates is a part of its graph, and no record.
 
 use crate::ledger::Ledger;
-use crate::numbers::{Number, Numbers};
+use crate::numbers::{Number, Numbers, StreamName};
 use crate::outcome::SUCCESS;
-use crate::streams::StreamName;
-use crate::{captures, exit, forks, libcuda, recordings, settings, tally};
+use crate::streams;
+use crate::{captures, forks, libcuda, recordings, settings, tally};
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::c_int;
@@ -54,7 +54,6 @@ pub(crate) fn all_devices() -> Vec<c_int> {
 impl WatchedDevice {
     fn new(device: c_int) -> Self {
         forks::watch();
-        exit::write_at_exit();
         let (ordinal, settings) = (usize::try_from(device).unwrap_or(0), settings::settings());
         let file = settings.and_then(|settings| {
             let mut file = recordings::create(ordinal, settings)?;
@@ -94,7 +93,7 @@ impl WatchedDevice {
 fn device_of(stream: Option<usize>) -> Option<c_int> {
     let driver = libcuda::driver()?;
     let mut context = driver.current()?;
-    if let Some(stream) = stream.filter(|stream| *stream > crate::streams::PER_THREAD) {
+    if let Some(stream) = stream.filter(|stream| *stream > streams::PER_THREAD) {
         // SAFETY: valid for writing, and a stream that the driver just took.
         let _kept = unsafe { driver.stream_context(stream, &raw mut context) };
     }
@@ -127,7 +126,7 @@ pub(crate) unsafe fn allocated(code: c_int, address: *mut u64, size_bytes: u64, 
     let address = unsafe { address.read() };
     let mut devices = devices();
     let known = devices.entry(device).or_insert_with(|| WatchedDevice::new(device));
-    let stream = known.number(StreamName::of(stream.unwrap_or(0)));
+    let stream = known.number(streams::name_of(stream.unwrap_or(0)));
     let id = AllocationId(known.allocations);
     known.allocations += 1;
     known.record(Op::Allocate { id, pool: PoolId::DEFAULT, stream, size_bytes });
@@ -149,7 +148,7 @@ pub(crate) fn freed(address: u64, stream: Option<usize>, call: impl FnOnce() -> 
     }
     let Watched { device, id, stream: owner } = found.known;
     if let Some(known) = devices().get_mut(&device) {
-        let user = stream.map(|stream| known.number(StreamName::of(stream)));
+        let user = stream.map(|stream| known.number(streams::name_of(stream)));
         if let Some(user) = user.filter(|user| *user != owner) {
             known.record(Op::RecordUse { id, stream: user });
         }

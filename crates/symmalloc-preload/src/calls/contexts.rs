@@ -3,7 +3,7 @@
 use crate::context::Context;
 use crate::libcuda;
 use crate::outcome::SUCCESS;
-use crate::{peers, settings};
+use crate::{ending, peers, settings};
 use std::ffi::{c_int, c_uint};
 use std::sync::atomic::{AtomicI64, Ordering};
 
@@ -57,7 +57,7 @@ pub(super) unsafe fn reset(driver: unsafe extern "C" fn(c_int) -> c_int, device:
 
 fn end(device: c_int) {
     if let Some(context) = Context::of_device(device) {
-        context.end();
+        ending::end(context);
     }
 }
 

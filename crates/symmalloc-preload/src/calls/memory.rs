@@ -5,6 +5,7 @@ use crate::outcome::{OUT_OF_MEMORY, SUCCESS};
 use crate::served::{self, Outcome};
 use crate::settings::settings;
 use crate::streams::PER_THREAD;
+use crate::{contexts, exit};
 use crate::{tally, watch};
 use std::ffi::{c_int, c_uint, c_void};
 
@@ -61,6 +62,7 @@ fn is_watched() -> bool {
 /// # Safety
 /// As the driver's call.
 pub(super) unsafe fn allocate(driver: Allocate, address: *mut u64, size: usize) -> c_int {
+    exit::begin();
     // SAFETY: the caller's contract.
     let call = || unsafe { driver(address, size) };
     if is_watched() {
@@ -169,6 +171,7 @@ unsafe fn allocate_on(
     pool: Option<usize>,
     call: impl Fn() -> c_int,
 ) -> c_int {
+    exit::begin();
     if is_watched() {
         // SAFETY: the driver wrote there when it succeeded.
         return unsafe { watch::allocated(call(), address, size as u64, Some(stream)) };
@@ -224,7 +227,7 @@ fn free_on(address: u64, stream: usize, call: impl Fn() -> c_int) -> c_int {
 pub(super) unsafe fn info(driver: Info, free: *mut usize, total: *mut usize) -> c_int {
     // SAFETY: the caller's contract.
     let code = unsafe { driver(free, total) };
-    let context = if code == SUCCESS && !is_watched() { Context::current() } else { None };
+    let context = if code == SUCCESS && !is_watched() { contexts::current() } else { None };
     let Some(context) = context.filter(|_| !free.is_null() && !total.is_null()) else { return code };
     let stats = context.allocator().stats();
     let cached = context.cached_bytes() as usize;

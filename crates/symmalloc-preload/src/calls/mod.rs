@@ -89,7 +89,7 @@ macro_rules! served {
                 // SAFETY: the type of the driver's call.
                 let driver = unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($type),*) -> c_int>(found) };
                 // SAFETY: the caller's contract is the driver's, in both.
-                boundary(|| unsafe { $serve(driver, $($arg),*) }, || unsafe { driver($($arg),*) })
+                boundary(|| unsafe { ($serve)(driver, $($arg),*) }, || unsafe { driver($($arg),*) })
             }
         )*
     };
@@ -97,9 +97,13 @@ macro_rules! served {
 
 served! {
     cuGetProcAddress("cuGetProcAddress", 11030)
-        (symbol: *const c_char, function: *mut *mut c_void, version: c_int, flags: u64) => proc_address::first;
+        (symbol: *const c_char, function: *mut *mut c_void, version: c_int, flags: u64) => |driver, symbol, function, version, flags| {
+            proc_address::first(&ALL, driver, symbol, function, version, flags)
+        };
     cuGetProcAddress_v2("cuGetProcAddress", 12000)
-        (symbol: *const c_char, function: *mut *mut c_void, version: c_int, flags: u64, status: *mut c_int) => proc_address::second;
+        (symbol: *const c_char, function: *mut *mut c_void, version: c_int, flags: u64, status: *mut c_int) => |driver, symbol, function, version, flags, status| {
+            proc_address::second(&ALL, driver, symbol, function, version, flags, status)
+        };
 
     cuMemAlloc_v2("cuMemAlloc", 3020)(address: *mut u64, size: usize) => memory::allocate;
     cuMemAllocPitch_v2("cuMemAllocPitch", 3020)

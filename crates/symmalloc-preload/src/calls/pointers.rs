@@ -4,8 +4,9 @@
 //! context. Attributes that follow from the allocation are answered here, all others by the driver.
 
 use crate::ledger::Found;
+use crate::live::{LIVE, Live};
 use crate::outcome::{INVALID_VALUE, NOT_SUPPORTED, SUCCESS};
-use crate::served::{LIVE, Live};
+use crate::pools::MemPool;
 use crate::settings::say;
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::Once;
@@ -56,7 +57,7 @@ unsafe fn answer(found: &Found<Live>, attribute: c_int, value: *mut c_void) -> b
         attribute_number::BUFFER_ID => handle.into_raw().1,
         attribute_number::RANGE_START => found.address,
         attribute_number::RANGE_SIZE => found.size_bytes,
-        attribute_number::MEMPOOL => pool.map_or(0, |pool| pool.raw()) as u64,
+        attribute_number::MEMPOOL => pool.map_or(0, MemPool::raw) as u64,
         attribute_number::IS_LEGACY_IPC_CAPABLE => {
             // SAFETY: the caller's contract: a bool of C.
             unsafe { value.cast::<u8>().write(0) };

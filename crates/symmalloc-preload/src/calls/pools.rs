@@ -6,6 +6,7 @@ use crate::outcome::SUCCESS;
 use crate::peers;
 use crate::pools::{MemPool, PoolProperties};
 use crate::settings::settings;
+use crate::{contexts, exit};
 use std::ffi::{c_int, c_void};
 
 /// `CUmemPool_attribute`.
@@ -24,7 +25,12 @@ fn are_served() -> bool {
 
 /// A pool that is served.
 fn served(raw: usize) -> Option<&'static MemPool> {
-    if are_served() { MemPool::find_or_ask(raw).filter(|pool| pool.is_served()) } else { None }
+    if !are_served() {
+        return None;
+    }
+    // It may be the default pool of a device on which nothing was allocated yet.
+    let known = MemPool::find(raw).or_else(|| contexts::current().and_then(|_| MemPool::find(raw)));
+    known.filter(|pool| pool.is_served())
 }
 
 /// # Safety
@@ -49,7 +55,10 @@ pub(super) unsafe fn destroy(driver: unsafe extern "C" fn(usize) -> c_int, pool:
     // SAFETY: the caller's contract.
     let code = unsafe { driver(pool) };
     if code == SUCCESS {
+        let device = MemPool::find(pool).map(MemPool::device);
         MemPool::destroy(pool);
+        // It may have been the device's current one.
+        device.into_iter().for_each(find_current);
     }
     code
 }
@@ -93,6 +102,9 @@ pub(super) unsafe fn set_attribute(
         && matches!(attribute, attribute_number::RESERVED_PEAK | attribute_number::USED_PEAK)
         && let Some(pool) = served(pool)
     {
+        if let Some(context) = Context::of_device(pool.device()) {
+            exit::keep_peaks(context);
+        }
         pool.reset_peaks();
     }
     code

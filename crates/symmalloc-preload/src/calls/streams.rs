@@ -1,7 +1,7 @@
 //! Streams that end, and captures.
 
 use crate::captures;
-use crate::context::Context;
+use crate::contexts;
 use crate::libcuda;
 use crate::outcome::SUCCESS;
 use crate::settings::settings;
@@ -41,7 +41,7 @@ fn begin(stream: usize, call: impl FnOnce() -> c_int) -> c_int {
     } else if stream > PER_THREAD {
         find(stream).ok().map(|stream| stream.context)
     } else {
-        Context::current()
+        contexts::current()
     };
     captures::begin(stream, context);
     let code = call();

@@ -18,6 +18,7 @@
 
 use super::libc_symbols;
 use super::served::{self, ServedCall};
+use crate::calls;
 use crate::libcuda;
 use std::arch::naked_asm;
 use std::ffi::{CStr, c_char, c_void};
@@ -196,7 +197,7 @@ unsafe fn asked_for(name: *const c_char, caller: usize) -> Option<&'static Serve
         return None;
     }
     // SAFETY: the caller's contract.
-    served::by_symbol(unsafe { CStr::from_ptr(name) }.to_bytes())
+    served::by_symbol(&calls::ALL, unsafe { CStr::from_ptr(name) }.to_bytes())
 }
 
 fn is_search(handle: *mut c_void) -> bool {

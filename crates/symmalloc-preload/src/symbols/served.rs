@@ -1,6 +1,5 @@
 //! A driver call that this library serves: its names, our function, and the driver's.
 
-use crate::calls;
 use crate::libcuda::Library;
 use crate::symbols::real_dlsym;
 use std::ffi::{CStr, c_void};
@@ -63,11 +62,11 @@ impl ServedCall {
 }
 
 /// The call that libcuda exports under a name.
-pub(crate) fn by_symbol(name: &[u8]) -> Option<&'static ServedCall> {
+pub(crate) fn by_symbol(all: &[&'static ServedCall], name: &[u8]) -> Option<&'static ServedCall> {
     if !name.starts_with(b"cu") {
         return None;
     }
-    calls::ALL.into_iter().find(|call| call.symbol.to_bytes() == name)
+    all.iter().copied().find(|call| call.symbol.to_bytes() == name)
 }
 
 /// The flag of `cuGetProcAddress` for the calls whose default stream is the calling thread's.
@@ -78,13 +77,14 @@ const PER_THREAD_DEFAULT_STREAM: u64 = 2;
 /// Mostly that is the address that it exports. Where a driver answers with another one, the name, the version and the flags say which
 /// call it is.
 pub(crate) fn by_request(
+    all: &[&'static ServedCall],
     library: Library,
     name: &str,
     version: i32,
     flags: u64,
     found: *mut c_void,
 ) -> Option<&'static ServedCall> {
-    let named = || calls::ALL.into_iter().filter(|call| call.base == name || call.symbol.to_bytes() == name.as_bytes());
+    let named = || all.iter().copied().filter(|call| call.base == name || call.symbol.to_bytes() == name.as_bytes());
     if let Some(call) = named().find(|call| call.driver(library) == found) {
         return Some(call);
     }

@@ -19,7 +19,6 @@ pub(crate) struct Stage(TempDir);
 #[derive(Debug)]
 pub(crate) struct Said {
     pub(crate) stdout: String,
-    pub(crate) stderr: String,
 }
 
 impl Stage {
@@ -51,7 +50,7 @@ impl Stage {
         let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
         let name = program.display();
         assert!(output.status.success(), "{name} {arguments:?}: {}\n{stdout}{stderr}", output.status);
-        Said { stdout, stderr }
+        Said { stdout }
     }
 }
 
