@@ -15,6 +15,7 @@ use crate::{captures, forks, libcuda, recordings, settings, tally};
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::c_int;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use symmalloc_core::op::{Op, Record};
 use symmalloc_core::recording::Sink;
@@ -89,24 +90,35 @@ impl WatchedDevice {
     }
 }
 
-/// The device of a stream: of its context, or of the current one.
+/// How many streams were destroyed: what a thread remembers of a handle holds until then.
+static DESTROYED: AtomicU64 = AtomicU64::new(0);
+
+/// The device of a stream: of its context, or of the current one. The thread remembers the last answer.
 fn device_of(stream: Option<usize>) -> Option<c_int> {
-    let driver = libcuda::driver()?;
-    let mut context = driver.current()?;
-    if let Some(stream) = stream.filter(|stream| *stream > streams::PER_THREAD) {
-        // SAFETY: valid for writing, and a stream that the driver just took.
-        let _kept = unsafe { driver.stream_context(stream, &raw mut context) };
-    }
     thread_local! {
-        /// The context that was asked for last, and its device.
-        static LAST: Cell<(usize, c_int)> = const { Cell::new((0, 0)) };
+        /// A handle of a stream, how many were destroyed then, and the device.
+        static STREAM: Cell<(usize, u64, c_int)> = const { Cell::new((0, 0, 0)) };
+        /// A context, and its device.
+        static CONTEXT: Cell<(usize, c_int)> = const { Cell::new((0, 0)) };
     }
-    let (known, device) = LAST.get();
-    if known == context {
+    let driver = libcuda::driver()?;
+    let Some(stream) = stream.filter(|stream| *stream > streams::PER_THREAD) else {
+        let context = driver.current()?;
+        let (known, device) = CONTEXT.get();
+        let device = if known == context { device } else { driver.device_of(context)? };
+        CONTEXT.set((context, device));
+        return Some(device);
+    };
+    let destroyed = DESTROYED.load(Ordering::Acquire);
+    let (known, when, device) = STREAM.get();
+    if known == stream && when == destroyed {
         return Some(device);
     }
+    let mut context = 0;
+    // SAFETY: valid for writing, and a stream that the driver just took.
+    unsafe { driver.stream_context(stream, &raw mut context) }.ok()?;
     let device = driver.device_of(context)?;
-    LAST.set((context, device));
+    STREAM.set((stream, destroyed, device));
     Some(device)
 }
 
@@ -160,6 +172,7 @@ pub(crate) fn freed(address: u64, stream: Option<usize>, call: impl FnOnce() -> 
 
 /// The program destroys a stream.
 pub(crate) fn destroyed(stream: usize) {
+    DESTROYED.fetch_add(1, Ordering::AcqRel);
     for device in devices().values_mut() {
         device.numbers.take_back(StreamName::Handle(stream));
     }
