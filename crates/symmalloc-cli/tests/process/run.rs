@@ -52,9 +52,13 @@ impl Job {
 
     /// Two ranks, started by a shell as a launcher would.
     fn ranks(&self, flags: &str, what: &str) -> Said {
+        self.launched("RANK=0 WORLD_SIZE=2 \"$@\" & RANK=1 WORLD_SIZE=2 \"$@\" & wait", flags, what)
+    }
+
+    /// A script that starts the program as `"$@"`.
+    fn launched(&self, script: &str, flags: &str, what: &str) -> Said {
         let command = self.command(flags, what);
-        let launcher =
-            self.folder.file("launcher", "#!/bin/sh\nRANK=0 WORLD_SIZE=2 \"$@\" & RANK=1 WORLD_SIZE=2 \"$@\" & wait\n");
+        let launcher = self.folder.file("launcher", format!("{script}\n"));
         let arguments: Vec<_> = command.get_args().map(std::ffi::OsStr::to_owned).collect();
         let at = arguments.iter().position(|argument| argument == "--").expect("a program") + 1;
         let mut wrapped = crate::command();
@@ -137,6 +141,20 @@ fn ranks_are_recorded_and_compared() {
     let traces = [job.folder.path("job.rank0.trace"), job.folder.path("job.rank1.trace")];
     let differs = symmalloc("diff {} {}", &[&traces[0], &traces[1]]);
     assert!(differs.exited(3).stdout.contains("1,576,960"), "{}", differs.stdout);
+}
+
+#[test]
+fn processes_write_files_of_their_own() {
+    let Some(job) = Job::new() else { return };
+    let said = job.launched("\"$@\"; \"$@\"", "--record job.trace", "");
+    assert_eq!(said.code, Some(0), "{}", said.stderr);
+    let recorded: Vec<&str> =
+        said.stderr.lines().filter_map(|line| line.strip_prefix("symmalloc: recorded ")).collect();
+    assert_eq!(recorded.len(), 2, "{}", said.stderr);
+    assert!(recorded.iter().any(|path| path.ends_with("/job.trace")), "{recorded:?}");
+    assert!(recorded.iter().any(|path| path.contains("/job.process")), "{recorded:?}");
+    let differs = symmalloc("diff {} {}", &[Path::new(recorded[0]), Path::new(recorded[1])]);
+    differs.exited(0);
 }
 
 #[test]
