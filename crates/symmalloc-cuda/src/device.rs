@@ -5,12 +5,13 @@
 //! after.
 
 use crate::driver::{Driver, attribute};
-use crate::error::{CudaError, DriverError, INVALID_CONTEXT, INVALID_HANDLE};
+use crate::error::{CudaError, DriverError, INVALID_CONTEXT, INVALID_HANDLE, LoadError};
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::{CUcontext, CUdevice, CUstream};
 use std::ffi::c_int;
 use std::fmt;
 use std::marker::PhantomData;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -80,6 +81,18 @@ impl CudaDevice {
             gpu_direct_rdma: has(attribute::GPU_DIRECT_RDMA),
         };
         Ok(Arc::new(CudaDevice { driver, captures: AtomicUsize::new(0), context, features }))
+    }
+
+    /// The libcuda of this process: opened, with every call that this crate makes looked up, by the first call that needs it,
+    /// or by this one. Nothing is called in it yet.
+    ///
+    /// In this order: the file that `SYMMALLOC_CUDA_LIBRARY` names, and no other if it is set; a libcuda that the process has
+    /// opened already; `libcuda.so`; `libcuda.so.1`.
+    ///
+    /// # Errors
+    /// When no library can be opened, or the one found lacks a call. The answer does not change within a process.
+    pub fn library() -> Result<&'static Path, LoadError> {
+        Driver::load().map(Driver::path)
     }
 
     /// Number of devices that the driver shows.

@@ -10,18 +10,23 @@ use thiserror::Error;
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum LoadError {
-    /// No library of any of these names can be opened.
+    /// No library could be opened.
     #[error(
-        "libcuda cannot be opened under any of the names {}: install the NVIDIA driver, or put the folder of its library \
-         on LD_LIBRARY_PATH; under another name, link it to libcuda.so.1", .names.join(", ")
+        "libcuda cannot be opened ({}): install the NVIDIA driver, put the folder of libcuda.so.1 on LD_LIBRARY_PATH, or name \
+         the file in SYMMALLOC_CUDA_LIBRARY", .tried.join("; ")
     )]
     LibraryMissing {
-        /// The names tried, in order.
-        names: Vec<String>,
+        /// Each name tried, in order, with the system's reason.
+        tried: Vec<String>,
     },
     /// The library lacks a call that is needed: the driver is older than the program, or it is not libcuda.
-    #[error("libcuda has no {symbol}: the driver is too old, install a newer one (CUDA 11.4 at least)")]
+    #[error(
+        "{path} has no {symbol}: the driver is too old, install a newer one (CUDA 11.4 at least); or name another file in \
+         SYMMALLOC_CUDA_LIBRARY"
+    )]
     SymbolMissing {
+        /// The library.
+        path: String,
         /// The call.
         symbol: &'static str,
     },
