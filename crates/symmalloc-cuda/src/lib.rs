@@ -28,6 +28,8 @@
 //! | [`CudaDevice`] | a device with a context: its primary one, or your own |
 //! | [`CudaAllocator`] | the allocator, shared by threads, one per device |
 //! | [`DeviceBuffer`] | memory that is freed when dropped and goes wherever a `CudaSlice` goes |
+//! | [`BufferPart`], [`SharedPart`] | parts of a buffer that are owned: disjoint ones that may be written, and ones that are only read |
+//! | [`LentSlice`] | a buffer as a `CudaSlice`, for interfaces that take nothing else |
 //! | [`StreamAllocator`] | the allocator for one stream, whose buffers borrow it |
 //! | [`Pool`] | a policy of its own, for a part of the program |
 //! | [`PinnedAllocator`], [`PinnedBuffer`] | the same for page-locked host memory |
@@ -96,7 +98,10 @@ mod streams;
 
 pub use allocator::{CachingAllocator, CudaAllocator};
 pub use backend::{CudaBackend, CudaBackendBuilder, CudaMemory, MemoryTraits, PinnedBackend};
-pub use buffers::{BufferView, BufferViewMut, DeviceBuffer, KernelArg, PinnedAllocator, PinnedBuffer, RawDeviceBuffer};
+pub use buffers::{
+    BufferPart, BufferView, BufferViewMut, DeviceBuffer, KernelArg, LentSlice, LentSliceMut, PinnedAllocator,
+    PinnedBuffer, RawDeviceBuffer, SharedPart,
+};
 pub use call_counters::DeviceCalls;
 pub use device::{CudaDevice, CurrentContext, DeviceFeatures, MemoryInfo};
 pub use error::{CudaError, DriverError, DropError, DropErrors, LoadError};
