@@ -109,6 +109,34 @@ impl CudaDevice {
         Ok(usize::try_from(count).unwrap_or(0))
     }
 
+    /// The number of the device whose context is current on this thread; `None` where none is.
+    ///
+    /// # Errors
+    /// When libcuda is missing or cannot be initialised.
+    pub fn current() -> Result<Option<usize>, CudaError> {
+        let driver = Driver::load()?;
+        // SAFETY: takes no pointers; may be called any number of times.
+        unsafe { driver.init(0) }?;
+        let mut context: CUcontext = std::ptr::null_mut();
+        // SAFETY: `context` is valid for writing.
+        unsafe { driver.context_current(&raw mut context) }?;
+        if context.is_null() {
+            return Ok(None);
+        }
+        let mut current: CUdevice = 0;
+        // SAFETY: `current` is valid for writing, and a context is current.
+        unsafe { driver.context_device(&raw mut current) }?;
+        for ordinal in 0..Self::count()? {
+            let mut device: CUdevice = 0;
+            // SAFETY: `device` is valid for writing.
+            unsafe { driver.device_get(&raw mut device, ordinal as c_int) }?;
+            if device == current {
+                return Ok(Some(ordinal));
+            }
+        }
+        Ok(None)
+    }
+
     #[inline]
     pub(crate) fn driver(&self) -> &'static Driver {
         self.driver

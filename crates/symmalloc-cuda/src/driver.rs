@@ -145,6 +145,7 @@ driver_calls! {
     device_can_access_peer = cuDeviceCanAccessPeer(can: *mut c_int, device: CUdevice, peer: CUdevice);
     device_get = cuDeviceGet(device: *mut CUdevice, ordinal: c_int);
     context_current = cuCtxGetCurrent(context: *mut CUcontext);
+    context_device = cuCtxGetDevice(device: *mut CUdevice);
     context_set = cuCtxSetCurrent(context: CUcontext);
     context_push = cuCtxPushCurrent_v2(context: CUcontext);
     context_pop = cuCtxPopCurrent_v2(context: *mut CUcontext);
