@@ -21,7 +21,7 @@ use crate::scopes::{MempoolId, ScopePurpose, Scopes};
 use crate::settings::{OutOfMemoryPolicy, TorchSettings};
 use crate::streams::{KnownStream, RawStream, StreamRegistry};
 use crate::trace;
-use crate::unordered::UnorderedPool;
+use crate::unordered_pool::UnorderedPool;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::path::Path;

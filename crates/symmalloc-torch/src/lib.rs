@@ -62,6 +62,7 @@ mod streams;
 mod torch_entry;
 mod trace;
 mod unordered;
+mod unordered_pool;
 mod virtuals;
 
 pub use alignment::symmalloc_gather_fn;

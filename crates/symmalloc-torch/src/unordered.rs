@@ -9,32 +9,12 @@ use crate::device::DeviceAllocator;
 use crate::error::Error;
 use crate::streams::RawStream;
 use std::ffi::c_void;
-use std::sync::{Mutex, PoisonError};
-use symmalloc_core::PoolId;
 use symmalloc_cuda::CudaError;
-
-/// The pool, made at the first allocation.
-#[derive(Default)]
-pub(crate) struct UnorderedPool(Mutex<Option<PoolId>>);
-
-impl UnorderedPool {
-    fn id(&self, allocator: &DeviceAllocator) -> Result<PoolId, Error> {
-        let mut pool = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        match *pool {
-            Some(pool) => Ok(pool),
-            None => Ok(*pool.insert(allocator.create_pool(None)?)),
-        }
-    }
-
-    fn is(&self, pool: PoolId) -> bool {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) == Some(pool)
-    }
-}
 
 impl DeviceAllocator {
     /// Allocates for work on any stream. Zero bytes are a null pointer and no op.
     pub(crate) fn allocate_unordered(&self, size_bytes: u64) -> Result<*mut c_void, Error> {
-        let pool = self.unordered.id(self)?;
+        let pool = self.unordered.get_or_make(|| self.create_pool(None))?;
         // All of it is of one heap, that of the default stream, which there always is.
         // SAFETY: the default stream is of every context.
         unsafe { self.allocate(pool, size_bytes, RawStream::new(std::ptr::null_mut())) }

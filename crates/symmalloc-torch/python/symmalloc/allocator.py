@@ -73,6 +73,11 @@ class Allocator:
         call("torch_allocator", device, byref(self._handle))
         return self
 
+    @property
+    def handle(self) -> c_void_p:
+        """The allocator as the C interface has it."""
+        return self._handle
+
     def close(self) -> None:
         """Gives all memory back to the device. Does nothing the second time."""
         handle, self._handle = self._handle, c_void_p()

@@ -6,10 +6,12 @@ knows a stream by its handle.
 
 from __future__ import annotations
 
+import ctypes
+from functools import cache
 from typing import Any
 
-from .allocator import Allocator
-from .library import call, encoded
+from .allocator import DEFAULT_POOL, Allocator
+from .library import call, encoded, failure, library
 
 
 def install(conf: str | None = None) -> None:
@@ -23,8 +25,27 @@ def install(conf: str | None = None) -> None:
 
     if conf is not None:
         call("torch_configure", encoded(conf))
+    get_current_stream, out = cupy.cuda.get_current_stream, ctypes.c_void_p
+
+    # These two are called for every array, so they make the library's calls directly.
+    allocate, free = library().symmalloc_allocate, library().symmalloc_free
+
+    def malloc(size_bytes: int, device: int) -> int:
+        pointer = out()
+        status = allocate(
+            _handle(device), DEFAULT_POOL, size_bytes, get_current_stream(device).ptr, ctypes.byref(pointer)
+        )
+        if status:
+            raise failure("allocate", status)
+        return pointer.value or 0
+
+    def release(pointer: int, device: int) -> None:
+        status = free(_handle(device), pointer)
+        if status:
+            raise failure("free", status)
+
     # A function of C could not raise when memory is short: CuPy does not look at the pointer.
-    cupy.cuda.set_allocator(cupy.cuda.PythonFunctionAllocator(_allocate, _free).malloc)
+    cupy.cuda.set_allocator(cupy.cuda.PythonFunctionAllocator(malloc, release).malloc)
 
 
 def record_use(array: Any, stream: Any) -> None:
@@ -32,11 +53,6 @@ def record_use(array: Any, stream: Any) -> None:
     Allocator.shared(array.device.id).record_use(array.data.mem.ptr, stream.ptr)
 
 
-def _allocate(size_bytes: int, device: int) -> int:
-    import cupy
-
-    return Allocator.shared(device).allocate(size_bytes, cupy.cuda.get_current_stream(device).ptr)
-
-
-def _free(pointer: int, device: int) -> None:
-    Allocator.shared(device).free(pointer)
+@cache
+def _handle(device: int) -> ctypes.c_void_p:
+    return Allocator.shared(device).handle

@@ -131,8 +131,13 @@ def call(name: str, *arguments: Any) -> None:
     loaded = library()
     status = getattr(loaded, f"symmalloc_{name}")(*arguments)
     if status != 0:
-        message = (loaded.symmalloc_error_message() or b"").decode(errors="replace")
-        raise errors.BY_STATUS.get(status, errors.Error)(message or f"symmalloc_{name} failed with status {status}")
+        raise failure(name, status)
+
+
+def failure(name: str, status: int) -> errors.Error:
+    """The error that a status means, of the call that this thread made last."""
+    message = (library().symmalloc_error_message() or b"").decode(errors="replace")
+    return errors.BY_STATUS.get(status, errors.Error)(message or f"symmalloc_{name} failed with status {status}")
 
 
 def text(name: str, *arguments: Any) -> str:

@@ -234,7 +234,10 @@ class CupyOnADevice(unittest.TestCase):
 class NumbaOnADevice(unittest.TestCase):
     PROGRAM = """
         import time
-        import numpy, symmalloc, numba
+        import numpy
+        if not hasattr(numpy, "row_stack"):
+            numpy.row_stack = numpy.vstack  # NumPy 2.5 removed what numba-cuda still asks for
+        import symmalloc, numba
         from numba import cuda
         @cuda.jit
         def double(x, y):
