@@ -1,7 +1,7 @@
 """Numba on the process's allocator: `NUMBA_CUDA_MEMORY_MANAGER=symmalloc.numba`, or `symmalloc.numba.install()`.
 
-Numba asks for memory without a stream. Until `use_stream()` says on which stream its arrays are used, freed memory waits in Numba's
-list of pending deallocations, and goes back when the device is idle, as with Numba's own manager.
+Numba asks for memory without a stream. Until `use_stream()` says on which stream its arrays are used, freed memory waits in
+Numba's list of pending deallocations, and goes back when the device is idle, as with Numba's own manager.
 """
 
 from __future__ import annotations

@@ -220,8 +220,9 @@ class CupyOnADevice(unittest.TestCase):
             assert wrong == 0, wrong
             shared = symmalloc.Allocator.shared(0)
             total = shared.stats()["total"]
-            print(f"cupy {cupy.__version__}: {total['allocation']['all']['allocated']} allocations; empty() of 1 MiB on one stream:",
-                  f"pool {pool:.0f} ns, MemoryAsyncPool {asynchronous:.0f} ns, symmalloc {ours:.0f} ns")
+            allocations = total["allocation"]["all"]["allocated"]
+            print(f"cupy {cupy.__version__}: {allocations} allocations; empty() of 1 MiB on one stream: pool {pool:.0f} ns,",
+                  f"MemoryAsyncPool {asynchronous:.0f} ns, symmalloc {ours:.0f} ns")
             big = cupy.ones((4096, 4096), dtype=cupy.float32)
             assert shared.placement_of(big.data.mem.ptr).requested_bytes == 4096 * 4096 * 4
             assert float((big @ big)[0, 0]) == 4096.0
@@ -262,16 +263,20 @@ class NumbaOnADevice(unittest.TestCase):
     """
 
     def test_numbas_own_manager_for_comparison(self) -> None:
-        done = needs.process(self.PROGRAM + """
+        done = needs.process(
+            self.PROGRAM
+            + """
         time_of()
         print(f"numba's own manager: device_array of 1 MiB {time_of():.0f} ns")
-        """)
+        """
+        )
         print(done.stdout, done.stderr)
         self.assertEqual(done.returncode, 0, done.stderr)
 
     def test_kernels_and_copies_are_right_and_memory_comes_from_here(self) -> None:
         done = needs.process(
-            self.PROGRAM + """
+            self.PROGRAM
+            + """
         shared = symmalloc.Allocator.shared(0)
         a, b = cuda.stream(), cuda.stream()
         for _ in range(16):
