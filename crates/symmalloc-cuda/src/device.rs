@@ -5,7 +5,7 @@
 //! after.
 
 use crate::driver::{Driver, attribute};
-use crate::error::{CudaError, DriverError, INVALID_CONTEXT, INVALID_HANDLE, LoadError};
+use crate::error::{CudaError, DriverError, INVALID_CONTEXT, INVALID_HANDLE, LoadError, NOT_INITIALIZED};
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::{CUcontext, CUdevice, CUstream};
 use std::ffi::c_int;
@@ -112,25 +112,33 @@ impl CudaDevice {
     /// The number of the device whose context is current on this thread; `None` where none is.
     ///
     /// # Errors
-    /// When libcuda is missing or cannot be initialised.
+    /// When libcuda is missing, or the driver refuses.
     pub fn current() -> Result<Option<usize>, CudaError> {
         let driver = Driver::load()?;
-        // SAFETY: takes no pointers; may be called any number of times.
-        unsafe { driver.init(0) }?;
         let mut context: CUcontext = std::ptr::null_mut();
         // SAFETY: `context` is valid for writing.
-        unsafe { driver.context_current(&raw mut context) }?;
+        match unsafe { driver.context_current(&raw mut context) } {
+            Err(error) if error.code == NOT_INITIALIZED => return Ok(None),
+            outcome => outcome?,
+        }
         if context.is_null() {
             return Ok(None);
         }
         let mut current: CUdevice = 0;
         // SAFETY: `current` is valid for writing, and a context is current.
         unsafe { driver.context_device(&raw mut current) }?;
-        for ordinal in 0..Self::count()? {
+        let is_current = |ordinal: c_int| -> Result<bool, CudaError> {
             let mut device: CUdevice = 0;
             // SAFETY: `device` is valid for writing.
-            unsafe { driver.device_get(&raw mut device, ordinal as c_int) }?;
-            if device == current {
+            unsafe { driver.device_get(&raw mut device, ordinal) }?;
+            Ok(device == current)
+        };
+        // Drivers number devices as programs do, though nothing says that they must.
+        if matches!(is_current(current), Ok(true)) {
+            return Ok(usize::try_from(current).ok());
+        }
+        for ordinal in 0..Self::count()? {
+            if is_current(ordinal as c_int)? {
                 return Ok(Some(ordinal));
             }
         }

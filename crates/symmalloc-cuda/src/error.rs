@@ -45,6 +45,8 @@ pub struct DriverError {
 pub(crate) const INVALID_VALUE: i32 = 1;
 /// `CUDA_ERROR_OUT_OF_MEMORY`.
 pub(crate) const OUT_OF_MEMORY: i32 = 2;
+/// `CUDA_ERROR_NOT_INITIALIZED`.
+pub(crate) const NOT_INITIALIZED: i32 = 3;
 /// `CUDA_ERROR_NO_DEVICE`.
 pub(crate) const NO_DEVICE: i32 = 100;
 /// `CUDA_ERROR_INVALID_CONTEXT`.
@@ -76,7 +78,7 @@ impl DriverError {
         match self.code {
             INVALID_VALUE => "CUDA_ERROR_INVALID_VALUE",
             OUT_OF_MEMORY => "CUDA_ERROR_OUT_OF_MEMORY",
-            3 => "CUDA_ERROR_NOT_INITIALIZED",
+            NOT_INITIALIZED => "CUDA_ERROR_NOT_INITIALIZED",
             4 => "CUDA_ERROR_DEINITIALIZED",
             34 => "CUDA_ERROR_STUB_LIBRARY",
             46 => "CUDA_ERROR_DEVICE_UNAVAILABLE",

@@ -82,3 +82,15 @@ stub_test!(an_ordinal_beyond_the_devices_is_refused, ["STUB_DEVICES" = "2"], {
     CudaDevice::new(1).expect("the second device");
     assert_eq!(CudaDevice::new(2).expect_err("no third"), CudaError::NoSuchDevice { ordinal: 2, devices: 2 });
 });
+
+stub_test!(the_current_device_is_that_of_the_current_context, ["STUB_DEVICES" = "2"], {
+    assert_eq!(CudaDevice::current().expect("asked"), None);
+    let [first, second] = [0, 1].map(|ordinal| CudaDevice::new(ordinal).expect("the stub has two"));
+    assert_eq!(CudaDevice::current().expect("asked"), None, "making a device leaves the thread as it was");
+    let _outer = first.enter().expect("entered");
+    {
+        let _inner = second.enter().expect("entered");
+        assert_eq!(CudaDevice::current().expect("asked"), Some(1));
+    }
+    assert_eq!(CudaDevice::current().expect("asked"), Some(0));
+});
