@@ -8,6 +8,9 @@
  *
  * Streams are cudaStream_t, cuda::stream_ref or rmm::cuda_stream_view. They live as long as the allocator. What is allocated without a
  * stream comes from a pool of its own, and its deallocation waits for the device, as cudaFree does.
+ *
+ * CCCL before 3.1 has memory resources only where LIBCUDACXX_ENABLE_EXPERIMENTAL_MEMORY_RESOURCE is defined: define it before anything of
+ * CUDA is included. SYMMALLOC_WITHOUT_CCCL keeps CCCL's headers out.
  */
 
 #ifndef SYMMALLOC_HPP
@@ -26,7 +29,10 @@
 
 #if __has_include(<cuda/memory_resource>) && !defined(SYMMALLOC_WITHOUT_CCCL)
 #include <cuda/memory_resource>
+/* Before CCCL 3.1 that header is empty unless the program asks for it. */
+#if !defined(CCCL_VERSION) || CCCL_VERSION >= 3001000 || defined(LIBCUDACXX_ENABLE_EXPERIMENTAL_MEMORY_RESOURCE)
 #define SYMMALLOC_HAS_CCCL 1
+#endif
 #endif
 
 namespace symmalloc {

@@ -140,5 +140,6 @@ stub_test!(the_header_for_cxx_is_a_memory_resource_of_a_real_cccl_too, {
     };
     let folders: Vec<PathBuf> = std::env::split_paths(&folders).collect();
     let folders: Vec<&Path> = folders.iter().map(PathBuf::as_path).collect();
+    memory_resource("-std=c++17", &folders);
     memory_resource("-std=c++20", &folders);
 });

@@ -325,5 +325,49 @@ class OnnxRuntimeOnADevice(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
 
 
+@needs.gpu("torch")
+class BesidePytorchOnADevice(unittest.TestCase):
+    def test_pytorch_and_cupy_share_the_memory_and_a_free_without_a_stream_waits(self) -> None:
+        done = needs.process("""
+            import ctypes, time
+            import torch, symmalloc
+            symmalloc.install()
+            from symmalloc import onnxruntime
+            stream = torch.cuda.Stream()
+            tensor = torch.ones(1 << 20, device="cuda")
+            shared = symmalloc.Allocator.shared(0)
+            assert symmalloc.allocator(0).placement_of(tensor.data_ptr()) == shared.placement_of(tensor.data_ptr())
+            try:
+                import cupy, symmalloc.cupy
+                symmalloc.cupy.install()
+                array = cupy.arange(1 << 20, dtype=cupy.float32)
+                assert shared.placement_of(array.data.ptr).requested_bytes == 4 << 20
+                assert float(torch.from_dlpack(array).sum() + tensor.sum()) == float(array.sum()) + (1 << 20)
+                print("PyTorch and CuPy:", shared.stats()["total"]["allocated_bytes"]["all"]["current"], "bytes live")
+            except ImportError as error:
+                print("skipped:", error)
+
+            options = onnxruntime.provider_options()
+            alloc = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(int(options["gpu_external_alloc"]))
+            free = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(int(options["gpu_external_free"]))
+            def time_of_free():
+                pointer = alloc(4 << 20)
+                torch.cuda.synchronize()
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(100_000_000)  # some 50 ms
+                start = time.perf_counter()
+                free(pointer)
+                return (time.perf_counter() - start) * 1e3
+            time_of_free(); unordered = time_of_free()
+            onnxruntime.provider_options(stream=stream.cuda_stream)
+            time_of_free(); ordered = time_of_free()
+            torch.cuda.synchronize()
+            print(f"a free beside 100M cycles of work: {unordered:.2f} ms without a stream, {ordered:.2f} ms with one")
+            assert unordered > 20 and ordered < 5, (unordered, ordered)
+        """)
+        print(done.stdout, done.stderr)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
+
 if __name__ == "__main__":
     unittest.main()

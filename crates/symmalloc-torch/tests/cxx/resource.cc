@@ -1,5 +1,6 @@
 // symmalloc.hpp on the stub of libcuda: what a library does with a memory resource.
 
+#define LIBCUDACXX_ENABLE_EXPERIMENTAL_MEMORY_RESOURCE 1
 #include "symmalloc.hpp"
 
 #include <cstdlib>
@@ -13,10 +14,20 @@
 
 using symmalloc::memory_resource;
 
+// CCCL 3.1 renamed the concepts; the stand-in has both.
+#if defined(MOCK_OF_CCCL) || CCCL_VERSION >= 3001000
+#define HAS_NAMES_OF_CCCL_3_1 1
+#endif
+
 #if __cplusplus >= 202002L
+static_assert(cuda::has_property<memory_resource, cuda::mr::device_accessible>);
+#ifdef HAS_NAMES_OF_CCCL_3_1
 static_assert(cuda::mr::resource<memory_resource>);
 static_assert(cuda::mr::synchronous_resource<memory_resource>);
-static_assert(cuda::has_property<memory_resource, cuda::mr::device_accessible>);
+#else
+static_assert(cuda::mr::async_resource<memory_resource>);
+static_assert(cuda::mr::async_resource_with<memory_resource, cuda::mr::device_accessible>);
+#endif
 #ifdef MOCK_OF_CCCL
 static_assert(cuda::mr::async_resource_2<memory_resource>);
 #endif
@@ -74,10 +85,17 @@ int main() {
     memory.deallocate_async(first, 1 << 20, a);
     CHECK(calls("cuCtxSynchronize") == waits);
 
-#if __cplusplus >= 202002L && !defined(MOCK_OF_CCCL)
+#ifndef MOCK_OF_CCCL
+    // What libraries take.
+#ifdef HAS_NAMES_OF_CCCL_3_1
     cuda::mr::resource_ref<cuda::mr::device_accessible> reference{memory};
     CHECK(reference.allocate(cuda::stream_ref(a), 1 << 20, 256) == first);
     reference.deallocate(cuda::stream_ref(a), first, 1 << 20, 256);
+#else
+    cuda::mr::async_resource_ref<cuda::mr::device_accessible> reference{memory};
+    CHECK(reference.allocate_async(1 << 20, 256, cuda::stream_ref(a)) == first);
+    reference.deallocate_async(first, 1 << 20, 256, cuda::stream_ref(a));
+#endif
 #endif
 
     void* unordered = memory.allocate_sync(1 << 20);
