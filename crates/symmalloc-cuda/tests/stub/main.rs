@@ -14,4 +14,5 @@ mod pinned;
 mod prefetch;
 mod process;
 mod recording;
+mod slices;
 mod stitching;
