@@ -103,6 +103,3 @@ stub! {
         Ok(())
     };
 }
-
-/// No context is current, as other calls say it.
-const _: Code = INVALID_CONTEXT;

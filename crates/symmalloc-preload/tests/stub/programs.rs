@@ -47,6 +47,8 @@ fn a_program_without_cuda_does_not_notice() {
     let stage = Stage::new();
     let Some(program) = compile(&stage, "no_cuda", &[], false) else { return };
     assert_eq!(stage.run(&program, &[], &[]).stdout, "without CUDA\n");
-    let said = stage.run("sh".as_ref(), &["-c", "echo a shell && cp /dev/null \"$0\" && ls \"$0\" >/dev/null"], &[]);
+    let copy = stage.path("copy");
+    let script = "echo a shell && cp /dev/null \"$0\" && ls \"$0\" >/dev/null";
+    let said = stage.run("sh".as_ref(), &["-c", script, copy.to_str().expect("UTF-8")], &[]);
     assert_eq!(said.stdout, "a shell\n");
 }
