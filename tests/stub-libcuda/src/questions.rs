@@ -2,9 +2,7 @@
 
 use crate::external::stream_key;
 use crate::model::{self, Code, THREAD};
-use crate::{
-    INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED, OUT_OF_MEMORY, answer, call, call_in_context,
-};
+use crate::{INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED, OUT_OF_MEMORY, answer, call, call_in_context};
 use crate::{call_outside_capture, here};
 use std::ffi::{c_int, c_uint, c_void};
 
