@@ -82,8 +82,16 @@ pub enum ImportErrorKind {
 }
 
 impl ImportError {
-    pub(crate) fn new(path: Option<&Path>, kind: impl Into<ImportErrorKind>) -> Self {
+    /// An error of this kind. Readers make their own; this is for who opens what they read.
+    pub fn new(path: Option<&Path>, kind: impl Into<ImportErrorKind>) -> Self {
         ImportError { path: path.map(Path::to_path_buf), kind: Box::new(kind.into()) }
+    }
+
+    /// Says where the data came from: what is shown before the message.
+    #[must_use]
+    pub fn with_path(mut self, path: impl Into<PathBuf>) -> Self {
+        self.path = Some(path.into());
+        self
     }
 
     /// The file, where there is one.

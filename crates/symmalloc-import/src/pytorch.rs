@@ -26,8 +26,9 @@
 //! request as if there had been no other stream. So recorded uses depend on timing: **two ranks that run the same
 //! program may differ in them** (of the 24,419 frees of one recorded job, 558 did), though not in allocations and frees.
 //!
-//! Streams are numbered by the first appearance of their handle in an `alloc`. An allocation's name is its
-//! `user_metadata`, which a program sets with `torch.cuda.memory._set_memory_metadata`. PyTorch's entries do not name the
+//! What lived when the trace begins is allocated first, see `before.rs`. Streams are numbered by the first appearance of their
+//! handle in an allocation. An allocation's name is its `user_metadata`, which a program sets with
+//! `torch.cuda.memory._set_memory_metadata`, else the Python frame that asked for it, see `frames.rs`. PyTorch's entries do not name the
 //! pool, so its allocations are put in the default pool; those of our [export](crate::export) do (`symmalloc_pool`).
 //!
 //! [`Allocate`]: symmalloc_core::op::Op::Allocate
@@ -36,16 +37,20 @@
 //! [`RecordUse`]: symmalloc_core::op::Op::RecordUse
 //! [`Summary`]: crate::Summary
 
+use std::borrow::Cow;
 use std::io::Read;
 
+mod before;
 mod error;
+mod frames;
 mod segments;
 
-pub use error::SnapshotError;
+pub use error::{Found, SnapshotError};
 
 use crate::options::ReadOptions;
-use crate::pickle::{self, DictId, Document, Item, List, Value, Word};
+use crate::pickle::{self, DictId, Document, Item, List, Value, Vocabulary, Word};
 use crate::transcript::{Address, Allocated, Overflow, RawPool, RawStream, Transcript};
+use before::{Before, Lived};
 use segments::{AddressRange, LiveSegments};
 
 /// The text that matters in a snapshot, and its numbers.
@@ -76,11 +81,24 @@ words! {
     RECORD_USE = "record_use",
     USER_METADATA = "user_metadata",
     SYMMALLOC_POOL = "symmalloc_pool",
+    FRAMES = "frames",
+    FILENAME = "filename",
+    NAME = "name",
+    LINE = "line",
+    SEGMENTS = "segments",
+    DEVICE = "device",
+    ADDRESS = "address",
+    TOTAL_SIZE = "total_size",
+    BLOCKS = "blocks",
+    STATE = "state",
+    REQUESTED_SIZE = "requested_size",
+    ACTIVE_ALLOCATED = "active_allocated",
 }
 
 /// Reads a snapshot and retells the trace of one device.
 pub(crate) fn read(source: impl Read, options: &ReadOptions) -> Result<Transcript, SnapshotError> {
-    let document = pickle::read(source, VOCABULARY, Some(USER_METADATA), options.memory_limit_bytes)?;
+    let vocabulary = Vocabulary { words: VOCABULARY, texts_of: &[USER_METADATA, FILENAME, NAME], keeps: frames::keeps };
+    let document = pickle::read(source, vocabulary, options.memory_limit_bytes)?;
     let traces = device_traces(&document)?;
     let device = select_device(&traces, options.device)?;
     DeviceTrace { document: &document, device, entries: traces[device] }.retell(options.memory_limit_bytes)
@@ -143,18 +161,20 @@ impl<'a> DeviceTrace<'a> {
         let mut transcript = Transcript::new(limit_bytes);
         let mut segments = LiveSegments::default();
         transcript.summary.device = Some(self.device);
+        self.retell_before(&mut transcript)?;
         let mut entries = self.entries().peekable();
         while let Some(entry) = entries.next() {
             let entry = entry?;
             match entry.action()? {
                 Value::Word(ALLOC) => {
                     let address = entry.address()?;
+                    let name = entry.name();
                     let told = transcript.allocate(Allocated {
                         address,
                         size_bytes: entry.integer(SIZE)?,
                         stream: entry.stream()?,
                         pool: entry.pool()?,
-                        name: entry.name(),
+                        name: name.as_deref(),
                         placement: segments.placement(address),
                     });
                     told.map_err(|overflow| entry.overflow(overflow))?;
@@ -180,10 +200,31 @@ impl<'a> DeviceTrace<'a> {
                 Value::Word(SEGMENT_UNMAP) => segments.unmapped(entry.range()?),
                 Value::Word(OOM) => transcript.summary.failed_allocations += 1,
                 Value::Word(SNAPSHOT) => transcript.summary.snapshot_marks += 1,
-                _ => transcript.summary.unknown_actions += 1,
+                Value::Word(_) | Value::Text(_) | Value::OtherText => transcript.summary.unknown_actions += 1,
+                _ => return Err(entry.bad_field(ACTION)),
             }
         }
         Ok(transcript)
+    }
+
+    /// What lived when the trace begins is allocated first.
+    fn retell_before(&self, transcript: &mut Transcript) -> Result<(), SnapshotError> {
+        let before = Before::of(self)?;
+        transcript.summary.recorded_reserved_bytes_peak = before.reserved_bytes_peak;
+        for Lived { stream, size_bytes, name, address } in &before.lived {
+            transcript.summary.lived_before += 1;
+            transcript.summary.lived_before_bytes = transcript.summary.lived_before_bytes.saturating_add(*size_bytes);
+            let told = transcript.allocate(Allocated {
+                address: Address(*address),
+                size_bytes: *size_bytes,
+                stream: RawStream(*stream),
+                pool: RawPool::default(),
+                name: name.as_deref(),
+                placement: None,
+            });
+            told.map_err(|overflow| overflow_at(overflow, self.device, 0))?;
+        }
+        Ok(())
     }
 
     fn entries(&self) -> impl Iterator<Item = Result<TraceEntry<'a>, SnapshotError>> {
@@ -222,11 +263,12 @@ impl<'a> TraceEntry<'a> {
         }
     }
 
-    fn name(&self) -> Option<&'a str> {
-        match self.field(USER_METADATA)? {
-            Value::Text(text) => Some(self.document.values.text(text)),
-            Value::Word(word) => Some(VOCABULARY[usize::from(word.0)]),
-            _ => None,
+    /// What the program calls it, else who asked for it.
+    fn name(&self) -> Option<Cow<'a, str>> {
+        match self.field(USER_METADATA) {
+            Some(Value::Text(text)) => Some(self.document.values.text(text).into()),
+            Some(Value::Word(word)) => Some(VOCABULARY[usize::from(word.0)].into()),
+            _ => frames::name(self.document, self.field(FRAMES)).map(Cow::from),
         }
     }
 
@@ -246,15 +288,24 @@ impl<'a> TraceEntry<'a> {
     }
 
     fn bad_field(&self, word: Word) -> SnapshotError {
-        SnapshotError::Field { device: self.device, entry: self.number, field: VOCABULARY[usize::from(word.0)] }
+        SnapshotError::Field {
+            device: self.device,
+            entry: self.number,
+            field: VOCABULARY[usize::from(word.0)],
+            found: Found::of(self.field(word)),
+        }
     }
 
     fn overflow(&self, overflow: Overflow) -> SnapshotError {
-        let (device, entry) = (self.device, self.number);
-        match overflow {
-            Overflow::Streams => SnapshotError::TooManyStreams { device, entry },
-            Overflow::Memory { limit_bytes } => SnapshotError::TooLarge { device, entry, limit_bytes },
-        }
+        overflow_at(overflow, self.device, self.number)
+    }
+}
+
+fn overflow_at(overflow: Overflow, device: usize, entry: u64) -> SnapshotError {
+    match overflow {
+        Overflow::Streams => SnapshotError::TooManyStreams { device, entry },
+        Overflow::Memory { limit_bytes } => SnapshotError::TooLarge { device, entry, limit_bytes },
+        Overflow::Size { size_bytes } => SnapshotError::Size { device, entry, size_bytes },
     }
 }
 

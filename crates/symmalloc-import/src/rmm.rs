@@ -182,6 +182,7 @@ impl Event {
             Action::Free => transcript.free(self.address, Some(self.stream)),
         };
         told.map_err(|overflow| match overflow {
+            Overflow::Size { size_bytes } => RmmError::Size { line: self.line, size_bytes },
             Overflow::Streams => RmmError::TooManyStreams { line: self.line },
             Overflow::Memory { limit_bytes } => RmmError::TooLarge { line: self.line, limit_bytes },
         })

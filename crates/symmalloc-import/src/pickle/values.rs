@@ -3,10 +3,10 @@
 //! A snapshot with stack frames is 99 % stack frames, and its reader wants five keys. So a caller names its words
 //! first, and
 //!
-//! * text outside of the vocabulary is [`Value::Nothing`], as are floats, bytes, sets, booleans and None. Only what is
-//!   spelt out as the value of one chosen word is [`Value::Text`];
+//! * text outside of the vocabulary is [`Value::OtherText`]; floats, bytes, sets, booleans and None are [`Value::Nothing`].
+//!   Only what is spelt out as the value of some chosen words is [`Value::Text`];
 //! * a dict keeps only the entries whose key is a word;
-//! * a list keeps only the dicts that kept something, and lists. It counts all its items ([`List::len`]), so that who
+//! * a list keeps only the dicts that kept something and that the caller wants in it, and lists. It counts all its items ([`List::len`]), so that who
 //!   expects dicts can tell that something else was among them.
 //!
 //! A stack frame thus shrinks to nothing at all when it is put into its list, however many lists share it.
@@ -47,6 +47,8 @@ pub(crate) enum Value {
     Word(Word),
     /// Other text.
     Text(TextId),
+    /// Other text that is not kept.
+    OtherText,
     /// An integer from 0 to 2^64 - 1.
     Integer(u64),
     /// A negative integer, or one of more than 64 bits.
@@ -90,6 +92,9 @@ struct Field {
 
 /// The end of a chain of fields; also the bound on the size of every arena.
 const NONE: u32 = u32::MAX;
+
+/// Whether a dict that holds something is kept in a list.
+pub(crate) type Keeps = fn(&Values, &List, DictId) -> bool;
 
 /// An arena is at its end: 2^32 - 1 dicts, lists, fields or texts.
 pub(crate) struct ArenaFull;
@@ -142,9 +147,13 @@ impl Values {
     }
 
     /// Appends an item to a list, if it is worth keeping.
-    pub(super) fn append(&mut self, list: ListId, value: Value) {
+    pub(super) fn append(&mut self, list: ListId, value: Value, keeps: Keeps) {
         let item = match value {
-            Value::Dict(dict) if self.dicts[dict.0 as usize] != NONE => Some(Item::Dict(dict)),
+            Value::Dict(dict)
+                if self.dicts[dict.0 as usize] != NONE && keeps(self, &self.lists[list.0 as usize], dict) =>
+            {
+                Some(Item::Dict(dict))
+            }
             Value::List(inner) => Some(Item::List(inner)),
             _ => None,
         };

@@ -2,6 +2,8 @@
 
 use std::io;
 
+use symmalloc_core::units::SEGMENT_BYTES_MAX;
+
 /// The longest line, in bytes. RMM's have some 80.
 pub(super) const LINE_BYTES_MAX: u64 = 4096;
 
@@ -75,6 +77,16 @@ pub enum RmmError {
     NotUtf8 {
         /// The line.
         line: u64,
+    },
+    /// An allocation that no device can hold.
+    #[error(
+        "line {line} allocates {size_bytes} bytes, and the most is {SEGMENT_BYTES_MAX} (1 TiB): the log is damaged"
+    )]
+    Size {
+        /// The line.
+        line: u64,
+        /// What it allocates.
+        size_bytes: u64,
     },
     /// More streams than ids.
     #[error("line {line} uses stream number 65,537; a trace has room for 65,536")]
