@@ -2,6 +2,7 @@
 
 use crate::Verdict;
 use crate::args::{ChartArgs, PolicyArgs};
+use crate::destination::Destination;
 use crate::diff::Diff;
 use crate::error::CliError;
 use crate::output::{self, Palette};
@@ -13,7 +14,6 @@ use crate::planned;
 use crate::quantity::{count, memory};
 use crate::recorded::Recorded;
 use serde_json::{Value, json};
-use std::fs;
 use std::path::Path;
 use symmalloc_core::Placement;
 use symmalloc_core::config::Config;
@@ -58,6 +58,8 @@ struct Beside {
 /// Draws the pictures that the arguments ask for.
 pub(crate) fn chart(args: &ChartArgs) -> Result<Verdict, CliError> {
     let kind = PictureKind::of(&args.output)?;
+    let inputs = std::iter::once(&args.input).chain(&args.beside).chain(&args.plan);
+    let out = Destination::of_any_name(&args.output, inputs)?;
     let recorded = Recorded::read(&args.input, &args.reading, &args.policy)?;
     let selection = Selection { pool: args.pool, stream: args.stream };
     let mut timeline = timeline_of(&recorded, selection)?;
@@ -96,9 +98,9 @@ pub(crate) fn chart(args: &ChartArgs) -> Result<Verdict, CliError> {
             page::html(&format!("Memory of {name}"), &body)
         }
     };
-    fs::write(&args.output, text).map_err(|source| CliError::Create { path: args.output.clone(), source })?;
+    out.write(text.as_bytes())?;
     if args.json {
-        output::print_json(&object(args, &timeline, op, beside.as_ref()))?;
+        output::print_json(object(args, &timeline, op, beside.as_ref()))?;
     } else {
         output::print(&screen(args, &timeline, op, beside.as_ref(), Palette::of_stdout()))?;
     }

@@ -22,6 +22,12 @@ pub(crate) fn memory(size_bytes: u64) -> String {
     }
 }
 
+/// An op of a recording and the allocation it is about, both counted from 0, and what the program calls it.
+pub(crate) fn op_of_allocation(op: usize, allocation: usize, name: Option<&str>) -> String {
+    let name = name.map_or_else(String::new, |name| format!(", {name}"));
+    format!("op {} (allocation {}{name})", count(op), count(allocation))
+}
+
 /// A count and its noun: `1 stream`, `2 streams`.
 pub(crate) fn counted(number: impl TryInto<u64>, noun: &str) -> String {
     let number = number.try_into().unwrap_or(u64::MAX);

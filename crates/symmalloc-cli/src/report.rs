@@ -14,6 +14,7 @@ pub(crate) mod settings;
 use crate::Verdict;
 use crate::args::ReportArgs;
 use crate::chart::{op_of, peak, timeline_of};
+use crate::destination::{Content, Destination};
 use crate::error::CliError;
 use crate::output::{self, Palette};
 use crate::picture::Selection;
@@ -26,7 +27,6 @@ use holders::Holder;
 use serde::Serialize;
 use serde_json::{Value, json};
 use settings::Trial;
-use std::fs;
 
 /// What was found out about a job.
 struct Findings<'a> {
@@ -64,6 +64,7 @@ pub(crate) fn report(args: &ReportArgs) -> Result<Verdict, CliError> {
     if !args.output.extension().is_some_and(|extension| extension == "html" || extension == "htm") {
         return Err(CliError::UnknownPage { path: args.output.clone() });
     }
+    let out = Destination::file(&args.output, Content::Page, [&args.input])?;
     let recorded = Recorded::read(&args.input, &args.reading, &args.policy)?;
     let timeline = timeline_of(&recorded, Selection::default())?;
     let op = op_of(args.op, &recorded, &timeline)?;
@@ -73,9 +74,9 @@ pub(crate) fn report(args: &ReportArgs) -> Result<Verdict, CliError> {
     let planned = plan_trial(&recorded, args)?;
     let findings = Findings { recorded: &recorded, timeline, memory, holders, trials, planned };
     let page = page::html(&findings);
-    fs::write(&args.output, page).map_err(|source| CliError::Create { path: args.output.clone(), source })?;
+    out.write(page.as_bytes())?;
     if args.json {
-        output::print_json(&findings.object(args))?;
+        output::print_json(findings.object(args))?;
     } else {
         output::print(&findings.screen(args, Palette::of_stdout()))?;
     }

@@ -7,6 +7,7 @@ mod screen;
 use crate::Verdict;
 use crate::args::SimulateArgs;
 use crate::error::CliError;
+use crate::input;
 use crate::output::{self, Palette};
 use crate::progress::ProgressLine;
 use std::fs;
@@ -16,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-use symmalloc_import::{ReadOptions, Recording, read_path};
+use symmalloc_import::Recording;
 use symmalloc_sim::job::shrink::{Shrunk, shrink};
 use symmalloc_sim::job::{Failure, JobOutcome, JobPlan, Size, simulate as run_plan, story};
 use symmalloc_trace::MAGIC;
@@ -83,7 +84,7 @@ pub(crate) fn simulate(args: &SimulateArgs) -> Result<Verdict, CliError> {
     }
     std::panic::set_hook(hook);
     if args.json {
-        output::print_json(&findings)?;
+        output::print_json(findings.into())?;
     }
     Ok(verdict)
 }
@@ -102,13 +103,14 @@ fn source(path: &Path, args: &SimulateArgs) -> Result<ProgramSource, CliError> {
     {
         return Ok(ProgramSource::Story { path, plan: Box::new(plan) });
     }
-    let recording = Box::new(read_path(&path, &ReadOptions::from(&args.reading))?);
+    let recording = Box::new(input::recording(&path, &args.reading)?);
     Ok(ProgramSource::Recorded { path, recording })
 }
 
 /// The text of a file that may be a story. What cannot be read is left to the reader of recordings, which says why.
 fn story_text(path: &Path) -> Option<String> {
-    let file = fs::File::open(path).ok()?;
+    // What is read of a pipe is gone.
+    let file = path.is_file().then(|| fs::File::open(path).ok())??;
     let mut bytes = Vec::new();
     file.take(STORY_BYTES_MAX + 1).read_to_end(&mut bytes).ok()?;
     let is_trace = bytes.starts_with(MAGIC.as_bytes()) && bytes.len() as u64 <= STORY_BYTES_MAX;

@@ -57,7 +57,7 @@ pub(super) fn run(args: &DiffArgs) -> Result<Verdict, CliError> {
     let communicators: Vec<_> =
         communicators.map(|(id, name, findings)| CommunicatorFlights::new(*id, name, findings, &files)).collect();
     if args.json {
-        output::print_json(&json::object(&communicators, findings.is_trouble()))?;
+        output::print_json(json::object(&communicators, findings.is_trouble()))?;
     } else {
         output::print(&screen::render(&communicators, Palette::of_stdout()))?;
     }

@@ -23,6 +23,7 @@ pub(super) fn object(finding: &ReplayFinding<'_>) -> Value {
         "streams": streams_name(outcome.streams),
         "aligned": outcome.is_aligned(),
         "differing_placements": outcome.differing_placements,
+        "refused": outcome.refused,
         "first_divergence": outcome.first_divergence.as_ref().map(first),
         "peak_live_bytes": outcome.peaks.live_bytes,
         "peak_reserved_bytes": outcome.peaks.reserved_bytes,
@@ -30,6 +31,7 @@ pub(super) fn object(finding: &ReplayFinding<'_>) -> Value {
         "first_pass": {
             "peak_reserved_bytes": outcome.first_pass.reserved_bytes,
             "efficiency": rounded(outcome.first_pass.efficiency(), 1e6),
+            "refused": outcome.first_pass_refused,
         },
         "segment_count": outcome.segment_count,
         "ns_per_op": nanoseconds_per_op.map(|nanoseconds| rounded(nanoseconds, 1e2)),

@@ -2,7 +2,7 @@
 
 use crate::args::ReadingArgs;
 use crate::error::CliError;
-use crate::job::Steady;
+use crate::job::{Steady, keys};
 use crate::progress::ProgressLine;
 use crate::recorded::Recorded;
 use serde::Serialize;
@@ -119,20 +119,6 @@ pub(crate) fn text(config: &Config) -> String {
         }
     }
     kept.join(",")
-}
-
-/// Splits a text at its commas, but not within brackets.
-fn keys(text: &str) -> Vec<&str> {
-    let mut depth = 0;
-    let split = |character: char| {
-        match character {
-            '[' => depth += 1,
-            ']' => depth -= 1,
-            _ => {}
-        }
-        character == ',' && depth == 0
-    };
-    text.split(split).collect()
 }
 
 /// An argument as a shell takes it.

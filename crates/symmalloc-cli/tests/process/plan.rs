@@ -90,7 +90,7 @@ fn symmetric_pools_get_one_segment_per_heap_and_all_of_a_pool_are_equal() {
 #[test]
 fn a_margin_is_reserved_too_and_ranks_that_need_less_reserve_as_much() {
     let folder = Folder::new();
-    let small = folder.trace("small.trace", &["stream s0", "a 0 9000000 s0"]);
+    let small = folder.trace("small.trace", &["stream s0", "stream s1", "a 0 9000000 s0", "a 1 1 s1"]);
     let large = folder.trace("large.trace", &["stream s0", "stream s1", "a 0 90000000 s0", "a 1 100 s1"]);
     let plan = one(&symmalloc("plan {} {} --one-job --margin 10 --json", &[&small, &large]));
     assert_eq!(sizes(&plan), [96 << 20, 4 << 20]);

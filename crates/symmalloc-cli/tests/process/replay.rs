@@ -5,7 +5,9 @@ use serde_json::Value;
 use std::io::Read;
 use std::process::Stdio;
 
-const KEYS: [&str; 19] = [
+const KEYS: [&str; 21] = [
+    "schema_version",
+    "refused",
     "trace",
     "ops",
     "allocs",
@@ -237,10 +239,38 @@ fn memory_refused_at_a_limit_is_a_decision_like_others() {
     let lines =
         ["config total_limit_mb:16", "stream s0", "a 0 8388608 s0", "a 1 67108864 s0", "u 1 s0", "f 1", "a 2 512 s0"];
     let trace = folder.trace("limit.trace", &lines);
-    let said = symmalloc("replay {} --json", &[&trace]).json(0);
+    let said = symmalloc("replay {} --json", &[&trace]).json(3);
     assert_eq!((&said[0]["aligned"], &said[0]["allocs"]), (&true.into(), &3.into()));
+    assert_eq!((&said[0]["refused"], &said[0]["first_pass"]["refused"]), (&1.into(), &1.into()));
     let screen = symmalloc("replay {}", &[&trace]);
-    assert!(screen.exited(0).stdout.contains("allocations refused"), "{}", screen.stdout);
+    let row = screen.exited(3).stdout.lines().find(|line| line.contains("allocations refused")).expect("a row");
+    assert!(row.contains("1 of 3"), "{row}");
+    let allowed = symmalloc("replay {} --json --allow-refusals", &[&trace]).json(0);
+    assert_eq!(allowed[0]["refused"], 1);
+}
+
+#[test]
+fn a_recorded_job_whose_limit_refuses_most_of_it_is_no_success() {
+    let said = symmalloc("replay fsdp1 --json --ranks 2 --config total_limit_mb:1000", &[]).json(3);
+    assert_eq!((&said[0]["first_pass"]["refused"], &said[0]["trace"]), (&17_142.into(), &"fsdp1".into()));
+    assert!(said[0]["refused"].as_u64().unwrap() >= 17_142);
+}
+
+#[test]
+fn the_model_follows_the_settings_that_it_has() {
+    let reserved = |flags: &str, code| {
+        let said = symmalloc(&format!("replay fsdp1 --json --ranks 2 --passes 2 {flags}"), &[]).json(code);
+        said[0]["peak_reserved_bytes"].as_u64().unwrap()
+    };
+    let plain = reserved("--order address --config segments:fixed", 3);
+    for settings in ["max_split_size_mb:64", "large_segment_size_mb:32", "roundup_power2_divisions:2"] {
+        let flags = format!("--config segments:fixed,{settings}");
+        let model = reserved(&format!("--order address {flags}"), 3);
+        assert_ne!(model, plain, "{settings} is ignored");
+        // Our allocator has the same size rules, and another order among equals.
+        let ours = reserved(&flags, 0);
+        assert!(model.abs_diff(ours) <= ours / 20, "{settings}: {model} in the model, {ours} in ours");
+    }
 }
 
 #[test]
