@@ -45,6 +45,9 @@ JSON: an array with one object per trace:
   segment_count         at the end of the last pass, before what the program left is freed
   ns_per_op             median pass after the first on a device that costs nothing; null with --order address
   digest                16 hex digits over all (op, decision) of rank 0's first pass; null with --order address
+  lived_before, lived_before_bytes    allocations that lived when the recording began, and their bytes
+  pytorch               the same job under PyTorch's rule (the model, on at most 8 ranks) with expandable and with fixed segments,
+                        its default: objects with the keys from ranks to segment_count; none with --order address
   planned_ops_share     allocations that went where the plan says over all of at least one byte, in all passes; null
                         without a plan
 
@@ -149,10 +152,12 @@ Examples:
 One page that needs no script and no network: peaks, what holds memory at the peak, fragmentation, pictures, and what
 other settings would make of the same ops, each with the command that does it again.
 
-JSON: schema_version, trace, report, ops, op (of holders and fragmentation), refused, live, allocated, reserved ({peak_bytes, op}),
+JSON: schema_version, trace, report, ops, op (of holders and fragmentation), refused, lived_before, lived_before_bytes (when the
+recording began), recorded_reserved (by the recorded allocator: null, or {peak_bytes, is_exact}, else it was at least that), live, allocated, reserved ({peak_bytes, op}),
 steady_reserved_bytes, efficiency (peak live / that), holders ([{name, each_bytes?, allocations, requested_bytes}]: by name, or by size
 where name is null), free_bytes, largest_free_bytes, fragmentation (1 - largest / free),
-settings ([{settings, command, is_own, peak_reserved_bytes, refused}], least peak first), plan (what a plan would need, or null:
+settings ([{settings, command, is_own, is_better, peak_reserved_bytes, refused, waits (of a stream for another, in a pass)}],
+least peak first), plan (what a plan would need, or null:
 {command, planned_bytes, efficiency}).
 
 What settings and a plan take is the most over five passes; the pictures, and what holds memory, are of the first one.
@@ -196,7 +201,7 @@ const SIMULATE_EXAMPLES: &str = "\
 Examples:
   symmalloc simulate --seed 7                           one generated job on 64 ranks, with its plan
   symmalloc simulate --seeds 1000 --ops 300             a thousand of them
-  symmalloc simulate job.trace.zst --ranks 4096         a recorded job
+  symmalloc simulate moe --ranks 256                    a recorded job; a minute for each thousand ranks, about
   symmalloc simulate simulate-seed-7.trace              a saved failure, as it was
 
 Seeds name everything: the program, what each rank's surroundings are, which driver calls fail. A failure is made as

@@ -13,6 +13,7 @@ use crate::picture::{NARROW, Selection, WIDE, following, heap_name, map, page};
 use crate::planned;
 use crate::quantity::{count, memory};
 use crate::recorded::Recorded;
+use maud::{PreEscaped, html};
 use serde_json::{Value, json};
 use std::path::Path;
 use symmalloc_core::Placement;
@@ -82,8 +83,7 @@ pub(crate) fn chart(args: &ChartArgs) -> Result<Verdict, CliError> {
         (PictureKind::Svg, None) => history_of(&name, &recorded, &timeline, WIDE, "h", ""),
         (PictureKind::Svg, Some(beside)) => beside_of(&name, beside, WIDE, "b", ""),
         (PictureKind::Html, _) => {
-            let mut body = format!("<h1>{}</h1>\n", crate::picture::svg::escape(&name));
-            body += &history_figure(&name, &recorded, &timeline);
+            let mut body = history_figure(&name, &recorded, &timeline);
             body += &map_figure(&name, &recorded, &memory_map);
             if let Some((file, memory)) = &planned {
                 let [wide, narrow] = [(WIDE, "pw", "wide"), (NARROW, "pn", "narrow")]
@@ -95,7 +95,7 @@ pub(crate) fn chart(args: &ChartArgs) -> Result<Verdict, CliError> {
                     .map(|(width, prefix, class)| beside_of(&name, beside, width, prefix, class));
                 body += &page::figure(&wide, &narrow);
             }
-            page::html(&format!("Memory of {name}"), &body)
+            page::html(&format!("Memory of {name}"), &html! { h1 { (name) } (PreEscaped(body)) })
         }
     };
     out.write(text.as_bytes())?;

@@ -5,6 +5,7 @@ use crate::collection;
 use crate::destination::Content;
 use crate::job::{JobError, UnknownToModel};
 use crate::planned::{Contradiction, JobDifference};
+use crate::quantity::memory;
 use std::borrow::Cow;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -85,7 +86,7 @@ pub(crate) enum CliError {
         other = other.display()
     )]
     NotRanksOfOneJob { path: PathBuf, other: PathBuf, did: String, other_did: String },
-    #[error("{}, but the limit is {limit_bytes} bytes", needs(pool.as_ref(), *needed_bytes))]
+    #[error("{}, but the limit is {}", needs(pool.as_ref(), *needed_bytes), memory(*limit_bytes))]
     PlanBeyondLimit { pool: Option<PoolId>, needed_bytes: u64, limit_bytes: u64 },
     #[error("{}, which is more than a segment or a range of the pool can have", needs(Some(pool), *needed_bytes))]
     PlanBeyondRange { pool: PoolId, needed_bytes: u64 },
@@ -102,8 +103,8 @@ pub(crate) enum CliError {
 /// What a plan asks for.
 fn needs(pool: Option<&PoolId>, bytes: u64) -> String {
     match pool {
-        Some(pool) => format!("pool {pool} needs {bytes} bytes"),
-        None => format!("all pools together need {bytes} bytes"),
+        Some(pool) => format!("pool {pool} needs {}", memory(bytes)),
+        None => format!("all pools together need {}", memory(bytes)),
     }
 }
 

@@ -94,8 +94,16 @@ pub(crate) fn report_json(message: &str, causes: &[String], help: Option<&str>) 
 
 /// What an error says, the errors behind it, and what to do.
 pub(crate) fn told(error: &CliError) -> (String, Vec<String>, Option<String>) {
-    let causes = std::iter::successors(error.source(), |&error: &&dyn Error| error.source());
-    (error.to_string(), causes.map(ToString::to_string).collect(), error.help().map(Into::into))
+    let message = error.to_string();
+    let mut causes: Vec<String> = Vec::new();
+    for cause in std::iter::successors(error.source(), |&error: &&dyn Error| error.source()) {
+        let cause = cause.to_string();
+        // Some messages have their cause.
+        if !causes.last().unwrap_or(&message).contains(&cause) {
+            causes.push(cause);
+        }
+    }
+    (message, causes, error.help().map(Into::into))
 }
 
 /// Tells on stderr what went wrong, because of what, and what to do.

@@ -63,11 +63,11 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<Verdict, CliError> {
             let config = job.config(&options).map_err(|error| failed(path, error.into()))?;
             record(out, &config, &recording, &finding.outcome)?;
         }
+        let others = comparison(path, &job, args)?;
         if args.json {
-            objects.push(json::object(&finding));
+            objects.push(json::object(&recording, &finding, &others));
         } else {
             // Each trace is shown as soon as it is done.
-            let others = comparison(path, &job, args)?;
             let screen = Screen { recording: &recording, finding: &finding, others: &others, seed: args.seed };
             output::print(&screen.render(Palette::of_stdout()))?;
         }

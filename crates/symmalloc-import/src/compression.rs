@@ -18,6 +18,8 @@ use std::fs::File;
 use std::io::{self, BufRead, BufReader, BufWriter, Chain, Cursor, Read, Write};
 use std::path::Path;
 
+use symmalloc_core::units::Amount;
+
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
 const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 /// Denser levels save 15 % on a trace and take 50 times as long.
@@ -81,8 +83,8 @@ impl fmt::Display for Compression {
 pub enum CompressionError {
     /// The data ends before the compressed stream does: the file was cut off, or is still being written.
     #[error(
-        "the {compression} data ends early, after {decompressed_bytes} decompressed bytes: copy the file again, or wait until \
-         it is written"
+        "the {compression} data ends early, after {} of decompressed data: copy the file again, or wait until it is written",
+        Amount(*decompressed_bytes)
     )]
     Torn {
         /// The compression.
@@ -91,7 +93,10 @@ pub enum CompressionError {
         decompressed_bytes: u64,
     },
     /// The data is not what its first bytes promise.
-    #[error("the {compression} data is damaged after {decompressed_bytes} decompressed bytes: copy the file again")]
+    #[error(
+        "the {compression} data is damaged after {} of decompressed data: copy the file again",
+        Amount(*decompressed_bytes)
+    )]
     Corrupt {
         /// The compression.
         compression: Compression,
@@ -100,8 +105,9 @@ pub enum CompressionError {
     },
     /// The data grows more than any recording does.
     #[error(
-        "{compressed_bytes} bytes of {compression} data grow to more than {decompressed_bytes}: no recording does that; if it \
-         is one, decompress it yourself"
+        "{} of {compression} data grow to more than {}: no recording does that; if it is one, decompress it yourself",
+        Amount(*compressed_bytes),
+        Amount(*decompressed_bytes)
     )]
     Bomb {
         /// The compression.

@@ -6,7 +6,7 @@ use crate::args::DiffArgs;
 use crate::error::CliError;
 use crate::input;
 use crate::output::{self, Palette};
-use crate::quantity::{count, counted, op_of_allocation};
+use crate::quantity::{count, counted, exact_memory, op_of_allocation};
 use crate::replay::describe;
 use serde_json::{Value, json};
 use std::fmt::Write;
@@ -112,7 +112,7 @@ pub(crate) fn told_without_size(call: Option<&(usize, Op)>) -> String {
 fn line(op: &Op) -> String {
     match op {
         Op::Allocate { id, pool, stream, size_bytes } => {
-            format!("allocates {} bytes on {stream} in {pool} (allocation {})", count(*size_bytes), count(id.0))
+            format!("allocates {} on {stream} in {pool} (allocation {})", exact_memory(*size_bytes), count(id.0))
         }
         Op::Free { id } => format!("frees allocation {}", count(id.0)),
         Op::RecordUse { id, stream } => format!("uses allocation {} on {stream}", count(id.0)),
@@ -122,7 +122,7 @@ fn line(op: &Op) -> String {
         Op::Wait { stream, on } => format!("lets {stream} wait for {on}"),
         Op::Synchronize { stream } => format!("synchronizes {stream}"),
         Op::Reserve { pool, stream, size_bytes } => {
-            format!("reserves {} bytes on {stream} in {pool}", count(*size_bytes))
+            format!("reserves {} on {stream} in {pool}", exact_memory(*size_bytes))
         }
         Op::Trim { pool: Some(pool) } => format!("trims {pool}"),
         Op::Trim { pool: None } => "trims all pools".to_owned(),

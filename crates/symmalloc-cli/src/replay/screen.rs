@@ -2,6 +2,7 @@
 
 use super::finding::ReplayFinding;
 use super::json::{segments_name, streams_name};
+use crate::import::lived_before;
 use crate::job::{Decision, Divergence, Order, Outcome, Segments};
 use crate::output::{Cell, Palette, Table};
 use crate::quantity::{count, counted, memory, op_of_allocation};
@@ -113,19 +114,32 @@ impl Screen<'_> {
         if columns().any(|outcome| outcome.order == Order::Address) {
             lines.push("PyTorch (model): free blocks by address, uses by other streams found by polling.".to_owned());
         }
+        if self.finding.outcome.refused > 0 {
+            lines.push("Refused allocations took no memory: peaks are those of what was left of the job.".to_owned());
+        }
+        lines.extend(lived_before(&self.recording.summary).map(|before| sentence(&before)));
         if let Some(first) = columns().find_map(|outcome| outcome.first_divergence.as_ref()) {
             lines.push(example(first));
-            lines.push(NCCL.to_owned());
+            // A collective runs on a stream of its own: a job of one stream, or on one rank, hands nothing to NCCL.
+            if self.finding.job.stream_count() > 1 && self.finding.outcome.ranks > 1 {
+                lines.push(NCCL.to_owned());
+            }
         }
         lines
     }
 }
 
+fn sentence(text: &str) -> String {
+    let mut characters = text.chars();
+    let first = characters.next().map(|first| first.to_uppercase().to_string()).unwrap_or_default();
+    first + characters.as_str() + "."
+}
+
 /// Why a placement that differs matters.
 const NCCL: &str = "\
-NCCL's symmetric kernels find a peer's buffer at (window, their own offset). Where
-these differ, an all-reduce returns wrong numbers and ncclSuccess: on 2 GPUs with
-NCCL 2.28.9, 262,144 elements of 262,144 were wrong.";
+If the job has several GPUs: NCCL's symmetric kernels find a peer's buffer at (window,
+their own offset). Where these differ, an all-reduce returns wrong numbers and
+ncclSuccess: on 2 GPUs with NCCL 2.28.9, 262,144 of 262,144 elements were wrong.";
 
 /// Lines of a column's head.
 const HEAD_LINES: usize = 3;

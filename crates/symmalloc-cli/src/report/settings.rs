@@ -24,6 +24,15 @@ pub(crate) struct Trial {
     pub(super) peak_reserved_bytes: u64,
     /// Allocations that a limit refuses in a pass.
     pub(super) refused: u64,
+    /// Waits of a stream for another one that reuse of memory needs in a pass: each is a fence on the device.
+    pub(super) waits: u64,
+}
+
+impl Trial {
+    /// Whether it holds less than the job's own settings, and refuses no more.
+    pub(super) fn is_better_than(&self, own: &Trial) -> bool {
+        self.peak_reserved_bytes < own.peak_reserved_bytes && self.refused <= own.refused
+    }
 }
 
 /// Tries the job's own settings and others, on all cores. Ascending by peak, the job's own among them.
@@ -50,7 +59,7 @@ pub(super) fn trials(recorded: &Recorded, reading: &ReadingArgs) -> Result<Vec<T
     }
     let mut trials = Vec::new();
     for (index, (config, measured)) in configs.iter().zip(measured).enumerate() {
-        let Steady { peaks, refused, passes, .. } = measured?;
+        let Steady { peaks, refused, passes, waits, .. } = measured?;
         let settings = text(config);
         let command = format!(
             "symmalloc replay {}{} --ranks 1 --passes {passes} --config {}",
@@ -60,7 +69,7 @@ pub(super) fn trials(recorded: &Recorded, reading: &ReadingArgs) -> Result<Vec<T
         );
         let peak_reserved_bytes = peaks.reserved_bytes;
         let refused = refused / u64::from(passes);
-        trials.push(Trial { settings, command, is_own: index == 0, peak_reserved_bytes, refused });
+        trials.push(Trial { settings, command, is_own: index == 0, peak_reserved_bytes, refused, waits });
     }
     trials.sort_by_key(|trial| trial.peak_reserved_bytes);
     Ok(trials)

@@ -292,7 +292,7 @@ fn a_snapshot_whose_fields_are_of_other_types() {
     let action = [&entry(b"K\x07", b"K\x01")[..], b"u."].concat();
     assert_unreadable(&folder.file("action.pickle", action), &["'action' of entry 0", "is a number, and must be text"]);
     let size = [&entry(&alloc, b"\x8a\x09\0\0\0\0\0\0\0\x80\0")[..], b"u."].concat();
-    assert_unreadable(&folder.file("size.pickle", size), &["entry 0", "allocates 9223372036854775808 bytes", "1 TiB"]);
+    assert_unreadable(&folder.file("size.pickle", size), &["entry 0", "allocates 8388608.00 TiB", "1.00 TiB"]);
 }
 
 #[test]
@@ -460,8 +460,8 @@ fn plans_that_are_none_torn_or_of_another_version() {
     assert_bad(text.split_once("a 1000 s1").unwrap().0, &["line 5: the plan is torn; write it again"]);
     assert_bad(&text.replace("end 4", "end 5"), &["line 6: the plan states 5 lines, but has 4", "`end 4`"]);
     assert_bad(&text.replace("a 1000 s1", "b 1000 s1"), &["line 5, column 1: unknown keyword"]);
-    assert_bad(&text.replace("s1 2 @", "s1 5 @"), &["line 5: allocation 1 of the plan is none"]);
-    assert_bad(&text.replace("shared key", "s0 key"), &["line 5: allocation 1 of the plan is none"]);
+    assert_bad(&text.replace("s1 2 @", "s1 5 @"), &["line 5: allocation 1 of the plan is not valid"]);
+    assert_bad(&text.replace("shared key", "s0 key"), &["line 5: allocation 1 of the plan is not valid"]);
     let overlapping = text.replace("@1024", "@512");
     assert_ne!(overlapping, text);
     assert_bad(&overlapping, &["cannot be followed, in pool p0", "allocations 0 and 1 of the plan overlap"]);
@@ -471,6 +471,8 @@ fn plans_that_are_none_torn_or_of_another_version() {
     symmalloc("replay {} --plan {} --json", &[&job, &plan_of(&rounded)]).exited(0);
     let small = text.replace("shared,", "shared,limit_mb:1,");
     assert_bad(&small, &["no memory for the plan", "raise the pool's limit_mb"]);
+    let said = symmalloc("replay {} --plan {}", &[&job, &plan_of(&small)]);
+    assert_eq!(said.stderr.matches("out of memory").count(), 1, "the cause twice in:\n{}", said.stderr);
 }
 
 #[test]
@@ -487,18 +489,18 @@ fn plans_of_another_job_or_configuration() {
     assert_other(
         "1000 s1",
         "1001 s1",
-        "allocation 1 of p0 (op 3) asks for 1001 bytes on s1, and the plan expects 1000 on s1",
+        "allocation 1 of p0 (op 3) asks for 1,001 bytes on s1, and the plan expects 1,000 bytes on s1",
     );
     assert_other(
         "1000 s1",
         "1000 s0",
-        "allocation 1 of p0 (op 3) asks for 1000 bytes on s0, and the plan expects 1000 on s1",
+        "allocation 1 of p0 (op 3) asks for 1,000 bytes on s0, and the plan expects 1,000 bytes on s1",
     );
     assert_other("f 1", "a 2 5 s0", "allocation 2 of p0 (op 5) asks for 5 bytes on s0, and the plan expects no more");
     assert_other(
         "a 1 1000 s1",
         "a 1 0 s1",
-        "the plan expects 1000 on s1 as allocation 1 of p0, and the job ends before that",
+        "the plan expects 1,000 bytes on s1 as allocation 1 of p0, and the job ends before that",
     );
     assert_other(
         "stream s1",

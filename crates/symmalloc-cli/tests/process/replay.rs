@@ -5,7 +5,10 @@ use serde_json::Value;
 use std::io::Read;
 use std::process::Stdio;
 
-const KEYS: [&str; 21] = [
+const KEYS: [&str; 24] = [
+    "lived_before",
+    "lived_before_bytes",
+    "pytorch",
     "schema_version",
     "refused",
     "trace",
@@ -321,5 +324,34 @@ fn a_reader_that_goes_away_is_no_failure() {
         let mut stderr = String::new();
         child.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
         assert_eq!((child.wait().unwrap().code(), stderr.as_str()), (Some(0), ""));
+    }
+}
+
+#[test]
+fn json_has_the_columns_that_people_see() {
+    let said = symmalloc("replay fsdp1 --ranks 12 --json", &[]).json(0);
+    let pytorch = said[0]["pytorch"].as_array().unwrap();
+    assert_eq!((pytorch.len(), &said[0]["ranks"]), (2, &12.into()));
+    let screen = symmalloc("replay fsdp1 --ranks 12", &[]);
+    let screen = &screen.exited(0).stdout;
+    for (column, segments) in pytorch.iter().zip(["expandable", "fixed"]) {
+        assert_eq!((&column["order"], &column["segments"]), (&"address".into(), &segments.into()));
+        assert_eq!((&column["aligned"], &column["ranks"], &column["refused"]), (&false.into(), &8.into(), &0.into()));
+        let gib = column["peak_reserved_bytes"].as_u64().unwrap() as f64 / f64::from(1 << 30);
+        assert!(screen.contains(&format!("{gib:.2} GiB")), "{gib} in\n{screen}");
+        assert_eq!(column["first_divergence"]["ranks"].as_array().unwrap().len(), 8);
+    }
+    let alone = symmalloc("replay fsdp1 --ranks 2 --order address --json", &[]).json(3);
+    assert_eq!(alone[0]["pytorch"].as_array().unwrap().len(), 0);
+}
+
+#[test]
+fn a_job_of_one_stream_is_not_warned_of_nccl() {
+    let warns = |args: &str| symmalloc(args, &[]).exited(0).stdout.contains("NCCL");
+    assert!(warns("replay fsdp1 --ranks 2"));
+    for job in ["gpt2", "moe"] {
+        let said = symmalloc(&format!("replay {job} --ranks 2 --passes 2"), &[]);
+        let screen = &said.exited(0).stdout;
+        assert!(screen.contains("The first to differ is op") && !screen.contains("NCCL"), "{screen}");
     }
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use symmalloc_core::units::SEGMENT_BYTES_MAX;
+use symmalloc_core::units::{Amount, SEGMENT_BYTES_MAX};
 
 use crate::pickle::{PickleError, Value};
 
@@ -136,8 +136,10 @@ pub enum SnapshotError {
     },
     /// An allocation that no device can hold.
     #[error(
-        "entry {entry} of device {device} (counted from 0) allocates {size_bytes} bytes, and the most is {SEGMENT_BYTES_MAX} \
-         (1 TiB): the snapshot is damaged"
+        "entry {entry} of device {device} (counted from 0) allocates {}, and the most is {}: the snapshot is \
+         damaged",
+        Amount(*size_bytes),
+        Amount(SEGMENT_BYTES_MAX)
     )]
     Size {
         /// The device.
@@ -157,8 +159,9 @@ pub enum SnapshotError {
     },
     /// The records made of the trace take more memory than the caller allows.
     #[error(
-        "the ops up to entry {entry} of device {device} take more than {limit_bytes} bytes of memory: raise the limit \
-         if you trust the file"
+        "the ops up to entry {entry} of device {device} take more than {} of memory: raise the limit if you trust the \
+         file",
+        Amount(*limit_bytes)
     )]
     TooLarge {
         /// The device.

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use symmalloc_core::units::SEGMENT_BYTES_MAX;
+use symmalloc_core::units::{Amount, SEGMENT_BYTES_MAX};
 
 /// The longest line, in bytes. RMM's have some 80.
 pub(super) const LINE_BYTES_MAX: u64 = 4096;
@@ -80,7 +80,9 @@ pub enum RmmError {
     },
     /// An allocation that no device can hold.
     #[error(
-        "line {line} allocates {size_bytes} bytes, and the most is {SEGMENT_BYTES_MAX} (1 TiB): the log is damaged"
+        "line {line} allocates {}, and the most is {}: the log is damaged",
+        Amount(*size_bytes),
+        Amount(SEGMENT_BYTES_MAX)
     )]
     Size {
         /// The line.
@@ -96,7 +98,8 @@ pub enum RmmError {
     },
     /// The records made of the log take more memory than the caller allows.
     #[error(
-        "the ops up to line {line} take more than {limit_bytes} bytes of memory: raise the limit if you trust the log"
+        "the ops up to line {line} take more than {} of memory: raise the limit if you trust the log",
+        Amount(*limit_bytes)
     )]
     TooLarge {
         /// The line.
