@@ -9,6 +9,7 @@ pub(crate) use reading::ReadingArgs;
 use crate::input::STREAM;
 use crate::job::Order;
 use clap::{Parser, Subcommand, ValueEnum};
+use clap_complete::Shell;
 use std::path::{Path, PathBuf};
 
 const HELP: &str = "\
@@ -133,6 +134,7 @@ Examples:
   symmalloc chart job.trace.zst -o map.svg --map --op 12000      segments and blocks after op 12000
   symmalloc chart rank0.pickle.gz --beside rank1.pickle.gz -o ranks.svg
   symmalloc chart job.trace.zst --plan job.plan -o job.html      what the plan holds, beside that
+  symmalloc chart fsdp1 --share -o fsdp1.png                     before and after, to show to others
 
 Two ranks are drawn where their recordings say that each allocation was placed; where these do not, as our allocator
 places them. Pictures need no script and no network. Equal jobs are equal bytes.
@@ -140,7 +142,8 @@ places them. Pictures need no script and no network. Equal jobs are equal bytes.
 JSON: schema_version, trace, picture, ops, op (that the map shows), refused (allocations, by a limit), live, allocated, reserved
 ({peak_bytes, op}), heaps ([{pool, stream, live, allocated, reserved}]; stream is null where streams share), and with
 --beside: beside ({trace, placements: recorded or replayed, allocs, differing_placements, differing_live}), and with
---plan: plan ({file, reserved}).
+--plan: plan ({file, reserved}); with --share: trace, picture, refused, peak_live_bytes, and what is reserved at the peak over five
+passes: pytorch_bytes (model), symmalloc_bytes, planned_bytes (null where there is nothing to plan).
 
 Exit codes: 0 fine, 2 bad input.";
 
@@ -265,6 +268,8 @@ pub(crate) enum Command {
     Chart(ChartArgs),
     Report(ReportArgs),
     Plan(PlanArgs),
+    Completions(CompletionsArgs),
+    Man(ManArgs),
 }
 
 /// Replay recorded jobs on many ranks and see whether they place alike
@@ -412,15 +417,18 @@ pub(crate) struct ChartArgs {
     /// A trace, a PyTorch memory snapshot or an RMM log; plain, gzip or zstd
     #[arg(value_name = "TRACE")]
     pub(crate) input: PathBuf,
-    /// The picture to write: .svg for one, .html for all
+    /// The picture to write: .svg or .png for one, .html for all
     #[arg(short, long, value_name = "OUT")]
     pub(crate) output: PathBuf,
     /// Map the memory after this op, counted from 0 [default: where most is allocated]
     #[arg(long, value_name = "N")]
     pub(crate) op: Option<usize>,
-    /// In an .svg, draw the map in place of memory over ops
+    /// In an .svg or .png, draw the map in place of memory over ops
     #[arg(long, conflicts_with = "beside")]
     pub(crate) map: bool,
+    /// Draw one picture for others: what the job holds under PyTorch's default, under symmalloc, and planned
+    #[arg(long, conflicts_with_all = ["map", "beside", "plan", "op", "pool", "stream"])]
+    pub(crate) share: bool,
     /// Another rank's recording, to draw beside with differing blocks marked
     #[arg(long, value_name = "TRACE")]
     pub(crate) beside: Option<PathBuf>,
@@ -496,6 +504,22 @@ pub(crate) struct PlanArgs {
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// Print a shell's completions
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example: symmalloc completions bash > ~/.local/share/bash-completion/completions/symmalloc")]
+pub(crate) struct CompletionsArgs {
+    /// The shell
+    pub(crate) shell: Shell,
+}
+
+/// Print a manual page
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example: symmalloc man replay | man -l -")]
+pub(crate) struct ManArgs {
+    /// The command that it is about [default: the program]
+    pub(crate) command: Option<String>,
 }
 
 /// What `export` writes.

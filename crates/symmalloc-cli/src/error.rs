@@ -4,6 +4,7 @@ use crate::args::FlagContradiction;
 use crate::collection;
 use crate::destination::Content;
 use crate::job::{JobError, UnknownToModel};
+use crate::picture::png::TooLargeForPixels;
 use crate::planned::{Contradiction, JobDifference};
 use crate::quantity::memory;
 use std::borrow::Cow;
@@ -49,6 +50,8 @@ pub(crate) enum CliError {
     FlagsContradict(#[from] FlagContradiction),
     #[error(transparent)]
     UnknownToModel(#[from] UnknownToModel),
+    #[error("there is no command {name} to write a page about")]
+    NoSuchCommand { name: String },
     #[error("--plan is for one job, but {traces} are given")]
     PlanForSeveral { traces: usize },
     #[error("{}: cannot be carried out", path.display())]
@@ -57,6 +60,10 @@ pub(crate) enum CliError {
     OutputIsInput { path: PathBuf },
     #[error("{}: the name says {}, and this is {}", path.display(), named.word(), content.word())]
     NamedOtherwise { path: PathBuf, named: Content, content: Content },
+    #[error(transparent)]
+    TooLargeForPixels(#[from] TooLargeForPixels),
+    #[error("{}: --share draws one picture, and a page has several", path.display())]
+    SharedPage { path: PathBuf },
     #[error("{}: no kind of picture goes by this name", path.display())]
     UnknownPicture { path: PathBuf },
     #[error("{}: the placement that op {op} records lies beyond any device's memory", path.display())]
@@ -116,7 +123,9 @@ impl CliError {
                 return Some(format!("choose with --pool and --stream among: {}", heaps.join("; ")).into());
             }
             CliError::NothingToShow { .. } => "record a job that allocates something",
-            CliError::UnknownPicture { .. } => "name it .svg for one picture or .html for a page of them",
+            CliError::UnknownPicture { .. } => "name it .svg or .png for one picture, or .html for a page of them",
+            CliError::SharedPage { .. } => "name it .png or .svg",
+            CliError::TooLargeForPixels(_) => return None,
             CliError::ImpossiblePlacement { .. } => {
                 "record the job again, or leave the placement out: without placements the job is carried out"
             }
@@ -140,6 +149,7 @@ impl CliError {
             CliError::DiffOfBoth { .. } | CliError::DiffOfNotTwo { .. } => {
                 "give two recordings, or flight records alone: one of each rank"
             }
+            CliError::NoSuchCommand { .. } => "`symmalloc --help` lists the commands",
             CliError::FlagsContradict(_) => "leave one of them out",
             CliError::UnknownToModel(_) => "leave the setting out, or use our rule: --order sequence, the default",
             CliError::RecordOfSeveral { .. } => "replay the traces one by one",

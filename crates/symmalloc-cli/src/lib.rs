@@ -10,7 +10,8 @@
 //!             ├─ export ─► a PyTorch snapshot
 //!             ├─ chart ──► pictures
 //!             ├─ report ─► a page about a job, and settings to try
-//!             └─ plan ───► where every allocation of a job goes, and what to reserve without that
+//!             ├─ plan ───► where every allocation of a job goes, and what to reserve without that
+//!             └─ completions, man
 //! ```
 //!
 //! [`job`] is the part that others use, too: the golden tests replay the recorded jobs through it. [`address_order`] is
@@ -30,6 +31,7 @@ mod export;
 mod import;
 mod input;
 pub mod job;
+mod manual;
 mod output;
 mod picture;
 mod plan;
@@ -93,6 +95,8 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Chart(args) => chart::chart(args),
         Command::Report(args) => report::report(args),
         Command::Plan(args) => plan::plan(args),
+        Command::Completions(args) => manual::completions(args),
+        Command::Man(args) => manual::man(args),
     });
     done.map_or_else(|error| failed(&error, wants_json && !args.command.writes_stdout()), ExitCode::from)
 }

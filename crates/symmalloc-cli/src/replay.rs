@@ -12,7 +12,7 @@ use crate::input;
 use crate::job::{Job, JobError, Options, Order, Outcome, Segments, UnknownToModel};
 use crate::output::{self, Palette};
 use crate::planned::follow;
-use crate::progress::ProgressLine;
+use crate::progress::Progress;
 use crate::recorded::reconfigure;
 use crate::timing;
 use finding::ReplayFinding;
@@ -131,7 +131,7 @@ fn run(
     replayed: impl FnOnce(&(dyn Fn() + Sync)) -> Result<Outcome, JobError>,
 ) -> Result<Outcome, CliError> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let progress = ProgressLine::new(&name, options.ranks.get().into(), "ranks");
+    let progress = Progress::new(&name, options.ranks.get().into(), "ranks");
     replayed(&|| progress.step()).map_err(|source| failed(path, source))
 }
 

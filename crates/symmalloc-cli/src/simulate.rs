@@ -9,7 +9,7 @@ use crate::args::SimulateArgs;
 use crate::error::CliError;
 use crate::input;
 use crate::output::{self, Palette};
-use crate::progress::ProgressLine;
+use crate::progress::Progress;
 use std::fs;
 use std::io::Read;
 use std::num::{NonZeroU32, NonZeroUsize};
@@ -171,7 +171,7 @@ type Ran = (JobOutcome, Option<(JobPlan, Failure)>, Option<u64>);
 /// One run, its ranks on all cores.
 fn one(source: &ProgramSource, args: &SimulateArgs) -> Ran {
     let plan = source.plan(args, args.seed);
-    let progress = ProgressLine::new(&source.name(), 0, "steps");
+    let progress = Progress::new(&source.name(), 0, "steps");
     let mut resident_peak = None;
     let ran = run_plan(&plan, cores(), &mut |at| {
         progress.set(at.steps as u64, at.steps_total as u64);
@@ -185,7 +185,7 @@ fn one(source: &ProgramSource, args: &SimulateArgs) -> Ran {
 
 /// Many runs, each on a core of its own. The failure is that of the least seed.
 fn many(source: &ProgramSource, args: &SimulateArgs, runs: u64) -> Ran {
-    let progress = ProgressLine::new(&source.name(), runs, "runs");
+    let progress = Progress::new(&source.name(), runs, "runs");
     let (next, first_failed) = (AtomicU64::new(0), AtomicU64::new(u64::MAX));
     let work = || {
         let mut ran = Vec::new();

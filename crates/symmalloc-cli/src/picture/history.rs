@@ -125,6 +125,7 @@ pub(crate) fn draw(timeline: &JobCurves, width: u32, prefix: &'static str, class
     panel.axes(&mut svg, 5);
     panel.op_labels(&mut svg, timeline.op_count);
     peak(&mut svg, &panel, timeline);
+    tooltips(&mut svg, &panel, timeline);
     y = panel.y + panel.height + 44.0;
     if timeline.heaps.len() > 1 {
         for (fill, index) in &shown {
@@ -290,6 +291,31 @@ fn peak(svg: &mut Svg, panel: &Panel, timeline: &JobCurves) {
         };
         let text = if svg.is_narrow() { memory(bytes) } else { format!("{} {word}", memory(bytes)) };
         svg.tag(x, y - 9.0, SMALL, anchor, &text);
+    }
+}
+
+/// Columns that a pointer is told of at once.
+const POINTED_COLUMNS: usize = 4;
+
+/// What there was in a stretch of ops, for who points at it.
+fn tooltips(svg: &mut Svg, panel: &Panel, timeline: &JobCurves) {
+    let most = |quantity: usize, from: usize, to: usize| {
+        timeline.total.spans[quantity][from..to].iter().map(|span| span.most).max().unwrap_or(0)
+    };
+    let op = |column: usize| column * timeline.op_count / timeline.columns.max(1);
+    for from in (0..timeline.columns).step_by(POINTED_COLUMNS) {
+        let to = (from + POINTED_COLUMNS).min(timeline.columns);
+        let (left, width) = (panel.column(from), panel.column(to) - panel.column(from));
+        let [reserved, allocated, live] = [RESERVED, ALLOCATED, LIVE].map(|quantity| memory(most(quantity, from, to)));
+        let last = op(to).saturating_sub(1).max(op(from));
+        let words = format!(
+            "ops {} to {}: at most {reserved} reserved, {allocated} allocated, {live} live",
+            count(op(from)),
+            count(last)
+        );
+        let path =
+            format!("M{} {}h{}v{}H{}z", short(left), short(panel.y), short(width), short(panel.height), short(left));
+        svg.tooltip(&path, &words);
     }
 }
 

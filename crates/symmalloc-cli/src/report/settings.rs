@@ -3,7 +3,7 @@
 use crate::args::ReadingArgs;
 use crate::error::CliError;
 use crate::job::{Steady, keys};
-use crate::progress::ProgressLine;
+use crate::progress::Progress;
 use crate::recorded::Recorded;
 use serde::Serialize;
 use std::thread;
@@ -43,7 +43,7 @@ pub(super) fn trials(recorded: &Recorded, reading: &ReadingArgs) -> Result<Vec<T
             configs.push(config);
         }
     }
-    let progress = ProgressLine::new(&recorded.path.to_string_lossy(), configs.len() as u64, "settings");
+    let progress = Progress::new(&recorded.path.to_string_lossy(), configs.len() as u64, "settings");
     let run = |config: &Config| {
         let measured = measure(recorded, config);
         progress.step();

@@ -138,6 +138,8 @@ fn arguments_that_cannot_be() {
     for (args, wanted) in [
         ("replay {} --ranks 0", "--ranks"),
         ("replay {} --ranks 4294967295", "1..=1048576"),
+        ("chart {} -o out.html --share", "--share draws one picture"),
+        ("chart {} -o out.png --share --map", "cannot be used with"),
         ("replay {} --passes 0", "--passes"),
         ("replay {} --order random", "sequence"),
         ("replay {} --segments reserved", "expandable"),
@@ -369,7 +371,7 @@ fn a_picture_of_what_is_not_there() {
     let nothing = folder.trace("nothing.trace", &["stream s0"]);
     assert_refused(&symmalloc("report {} -o {}", &[&nothing, &page]), &["no memory to show"]);
     assert_refused(&symmalloc("chart {} -o {}", &[&nothing, &out]), &["no memory to show", "allocates something"]);
-    for name in ["out.png", "out", "svg"] {
+    for name in ["out.gif", "out", "svg"] {
         let wanted = [name, "no kind of picture", ".html"];
         assert_refused(&symmalloc("chart {} -o {}", &[&job, &folder.path(name)]), &wanted);
     }

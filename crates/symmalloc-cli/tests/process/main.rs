@@ -6,6 +6,7 @@ mod diff;
 mod export;
 mod flights;
 mod import;
+mod manual;
 mod plan;
 mod replay;
 mod report;

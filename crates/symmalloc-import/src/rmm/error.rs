@@ -44,12 +44,6 @@ pub enum RmmError {
         /// Fields found.
         found: usize,
     },
-    /// A quoted field without its closing quote, or with text after it.
-    #[error("line {line} has a field whose quotes do not match")]
-    Quotes {
-        /// The line.
-        line: u64,
-    },
     /// An action that RMM does not log.
     #[error("line {line} has an unknown action; known are allocate, free and allocate failure")]
     UnknownAction {
