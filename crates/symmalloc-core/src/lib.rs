@@ -89,9 +89,6 @@ mod heap;
 
 pub mod allocator;
 
-#[cfg(feature = "metrics")]
-pub mod metrics;
-
 pub use allocator::{
     Allocator, Retry, SegmentPosition, SharedAllocator, StepGuard, Unread, histories, recording, report,
 };

@@ -2,7 +2,7 @@
 
 A Llama-style model in FSDP1 with bf16, sequences of varying lengths; inputs are copied on one side stream, and statistics of
 the activations are computed on another, both with `record_stream`. With symmalloc every step's digest is kept, and the ranks
-compare them at the end; `assert_aligned` runs once in the loop as well.
+compare them at the end; `assert_aligned` runs once in the loop as well. Ranks may share a GPU.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ def main() -> None:
 
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     is_cuda = job.device == "cuda"
+    if is_cuda and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
+        # NCCL wants a device for each rank of a machine: with these it takes the ranks for machines, and goes over sockets.
+        os.environ |= {"NCCL_HOSTID": f"machine{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+        local_rank %= torch.cuda.device_count()
     if is_cuda:
         torch.cuda.set_device(local_rank)
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo")

@@ -41,6 +41,7 @@ class Job:
         parser.add_argument("--allocator", choices=ALLOCATORS, default="symmalloc")
         parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
         parser.add_argument("--windows", type=int, default=4, help="how many equal windows of steps are timed")
+        parser.add_argument("--conf", help="more settings for symmalloc, as stitching_granule_mb:16")
         parser.add_argument("--trace", help="record every op to this file (symmalloc) or a snapshot (others)")
         options = parser.parse_args()
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -53,7 +54,7 @@ class Job:
         if options.allocator in OURS:
             import symmalloc
 
-            settings = [text for text in (conf, OURS[options.allocator]) if text is not None]
+            settings = [text for text in (conf, OURS[options.allocator], options.conf) if text is not None]
             symmalloc.install(",".join(settings) if settings else None, trace=options.trace)
         elif options.trace and options.device == "cuda":
             torch.cuda.memory._record_memory_history(context=None)

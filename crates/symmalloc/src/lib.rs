@@ -12,7 +12,7 @@
 //! | `nccl` | `nccl` | NCCL: communicators, windows in step on all ranks, all-to-all-v |
 //! | `half` | | the element types of the crate `half` in NCCL's collectives |
 //! | `dynamic-linking` | | the linker finds libcuda, in place of a look at run time |
-//! | `metrics` | [`metrics`](symmalloc_core) | statistics on the `metrics` facade |
+//! | `metrics` | `metrics` | statistics on the `metrics` facade |
 //!
 //! # Examples
 #![cfg_attr(feature = "sim", doc = "```")]
@@ -41,6 +41,8 @@ pub use symmalloc_core::*;
 pub use symmalloc_agreement as agreement;
 #[cfg(feature = "cuda")]
 pub use symmalloc_cuda as cuda;
+#[cfg(feature = "metrics")]
+pub use symmalloc_metrics as metrics;
 #[cfg(feature = "nccl")]
 pub use symmalloc_nccl as nccl;
 #[cfg(feature = "sim")]

@@ -116,6 +116,11 @@ stub! {
         answer(device, ordinal);
         Ok(())
     };
+    call cuDeviceGetName(name: *mut [u8; 5], length: c_int, device: c_int) |state| {
+        if length < 5 { return Err(INVALID_VALUE); }
+        answer(name, *b"stub\0");
+        Ok(())
+    };
     call cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, device: c_int) |state| {
         answer(value, c_int::from(state.options.has(attribute)));
         Ok(())

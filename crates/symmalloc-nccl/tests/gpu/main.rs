@@ -8,6 +8,7 @@ mod all_to_all;
 mod collectives;
 mod costs;
 mod divergence;
+mod engine;
 mod job;
 mod kernels;
 mod leaks;

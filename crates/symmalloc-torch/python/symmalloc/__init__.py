@@ -38,6 +38,7 @@ from .library import VERSION as __version__
 from .library import library_path, text
 from .naming import named
 from .pool import MemPool, announce, use_mem_pool
+from .showing import MemoryTable, show
 from .steps import Step, last_step, step
 
 if TYPE_CHECKING:
@@ -45,10 +46,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Allocator", "CudaError", "Device", "Error", "FileError", "InternalError", "InvalidArgument", "InvalidSettings",
-    "InvalidState", "LibraryNotFound", "MemPool", "MisalignedError", "NcclError", "NotInstalled", "OutOfMemory",
+    "InvalidState", "LibraryNotFound", "MemPool", "MemoryTable", "MisalignedError", "NcclError", "NotInstalled", "OutOfMemory",
     "Placement", "Step", "StepReport", "TorchError", "TransportError", "UnknownPointer", "UnknownPool", "__version__", "allocator",
     "announce", "assert_aligned", "digest", "dump_snapshot", "flight_record", "install", "installed", "last_step", "library_path", "named",
-    "placement", "snapshot", "start_trace", "stats", "step", "stop_trace", "use_mem_pool",
+    "placement", "show", "snapshot", "start_trace", "stats", "step", "stop_trace", "use_mem_pool",
 ]  # fmt: skip
 
 

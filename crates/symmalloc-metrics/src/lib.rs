@@ -1,5 +1,4 @@
-//! What the [`metrics`] facade is told: names, kinds, units and labels that dashboards may rely on. Feature
-//! `metrics`.
+//! What the [`metrics`] facade is told: names, kinds, units and labels that dashboards may rely on.
 //!
 //! ```text
 //!  Allocator ─┐                        ┌─ Prometheus
@@ -7,14 +6,14 @@
 //!  your own  ─┘      when told to      └─ whatever else records
 //! ```
 //!
-//! An allocator counts for itself, with or without this feature. A [`Publisher`] reads these counts when the program says so
+//! An allocator counts for itself, with or without this crate. A [`Publisher`] reads these counts when the program says so
 //! and sets gauges and counters to them, so an allocation costs nothing more than it does without. `docs/observability.md`
 //! lists every metric, and what it tells.
 //!
 //! # Examples
 //! ```
-//! use symmalloc_core::metrics::Publisher;
 //! use symmalloc_core::{Allocator, Config, PoolId};
+//! use symmalloc_metrics::Publisher;
 //! use symmalloc_sim::SimBackend;
 //!
 //! let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default())?;
@@ -25,10 +24,11 @@
 //! publisher.publish(&allocator); // every few seconds, from any thread that has the allocator
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
+#![forbid(unsafe_code)]
 
 mod memory;
 
-use ::metrics::{Key, Label, Level, Metadata, SharedString, Unit, with_recorder};
+use metrics::{Key, Label, Level, Metadata, SharedString, Unit, with_recorder};
 
 /// Whose numbers can be published.
 pub trait Source {

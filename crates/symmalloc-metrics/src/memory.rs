@@ -1,13 +1,10 @@
 //! The metrics of an allocator: one series per heap for what adds up, and per allocator for what does not.
 
-use super::{Metric, Publisher, Source};
-use crate::allocator::Allocator;
-use crate::allocator::report::MemoryStats;
-use crate::config::PoolConfig;
-use crate::sync::lock::Lock;
-use crate::types::backend::Backend;
-use crate::types::ids::{PoolId, StreamId};
-use ::metrics::Unit;
+use crate::{Metric, Publisher, Source};
+use metrics::Unit;
+use symmalloc_core::lock::Lock;
+use symmalloc_core::report::MemoryStats;
+use symmalloc_core::{Allocator, Backend, PoolConfig, PoolId, StreamId};
 
 const BYTES: Option<Unit> = Some(Unit::Bytes);
 const COUNT: Option<Unit> = Some(Unit::Count);

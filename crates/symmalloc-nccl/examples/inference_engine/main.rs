@@ -1,0 +1,245 @@
+//! An inference engine that embeds symmalloc: a transformer with a paged KV cache, requests that come and go, prompts on streams of
+//! their own beside a batch whose steps are CUDA graphs, and tensor parallelism over two GPUs through symmetric windows.
+//!
+//! | file | what is in it |
+//! |---|---|
+//! | `model.rs` | the model, whose weights come from a seed, and each rank's part of it |
+//! | `requests.rs` | requests: when they come, prompts, how long answers may be |
+//! | `memory.rs` | where device memory comes from: symmalloc, or cudarc's own allocator |
+//! | `forward.rs`, `kernels.cu` | a pass over some rows on the device |
+//! | `serving.rs` | continuous batching |
+//! | `reference.rs` | the answers, computed on the host with the same arithmetic |
+//!
+//! Every token of every answer is compared with the reference, bit for bit, and the same engine serves the same requests on cudarc's
+//! allocator (`cuMemAllocAsync`) in turns.
+//!
+//! ```sh
+//! cargo run --release -p symmalloc-nccl --example inference_engine -- --ranks 1
+//! cargo run --release -p symmalloc-nccl --example inference_engine                    # a thread for each of two GPUs
+//! torchrun --no-python --nproc-per-node 2 target/release/examples/inference_engine    # a process for each
+//! ```
+//!
+//! Ends with 0 when every token was right, and nothing was mapped and nothing registered after the warm-up, with 1 when not, and
+//! with 2 when it could not run.
+
+mod forward;
+mod memory;
+mod model;
+mod reference;
+mod report;
+mod requests;
+mod serving;
+
+pub(crate) use report::{Report, Table};
+
+use memory::{Cudarc, Memory, Symmalloc};
+use model::Model;
+use report::{Holdings, Run};
+use requests::Request;
+use serving::{Engine, PREFILLS_MAX};
+use std::error::Error;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+use symmalloc_core::units::MIB;
+use symmalloc_core::{Config, PoolConfig};
+use symmalloc_cuda::{CudaAllocator, CudaDevice, PinnedAllocator};
+use symmalloc_nccl::{Communicator, Launch, LaunchError, Nccl, Registrar, Registration, UniqueId};
+
+const DEADLINE: Duration = Duration::from_secs(60);
+/// Memory for the weights and for pages of the largest batch, and for prompts: stated once, as engines do.
+const BATCH_BYTES: u64 = 128 * MIB;
+const PREFILL_BYTES: u64 = 8 * MIB;
+/// What ranks reduce, for each stream.
+const REDUCED_BYTES: u64 = 2 * MIB;
+/// Requests that are served before anything is counted.
+const WARM_UP: usize = 40;
+const MODEL_SEED: u64 = 1;
+
+type Failure = Box<dyn Error + Send + Sync>;
+
+/// What the command line asks for.
+#[derive(Clone, Debug)]
+pub(crate) struct Options {
+    /// One or two; `None`: two if there are so many devices, or as the launcher says.
+    pub(crate) ranks: Option<u32>,
+    /// Requests to answer.
+    pub(crate) requests: usize,
+    /// Times that all of them are served by each allocator, in turns.
+    pub(crate) rounds: usize,
+    /// What requests are drawn from.
+    pub(crate) seed: u64,
+    /// No windows: for ranks that share a device.
+    pub(crate) plain: bool,
+    /// A thread for each rank, also where a launcher's variables are set.
+    pub(crate) threads: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options { ranks: None, requests: 1000, rounds: 3, seed: 1, plain: false, threads: false }
+    }
+}
+
+const USAGE: &str =
+    "usage: inference_engine [--ranks 1|2] [--requests N] [--rounds N] [--seed N] [--plain] [--threads]";
+
+impl Options {
+    fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Self, Failure> {
+        let mut options = Options::default();
+        while let Some(argument) = arguments.next() {
+            let mut number = || -> Result<u32, Failure> {
+                let value = arguments.next().ok_or_else(|| format!("{argument} needs a number"))?;
+                let number = value.parse().ok().filter(|number| *number > 0);
+                number.ok_or_else(|| format!("{argument} needs a number from 1 on, not \"{value}\"").into())
+            };
+            match argument.as_str() {
+                "--ranks" => options.ranks = Some(number()?),
+                "--requests" => options.requests = number()? as usize,
+                "--rounds" => options.rounds = number()? as usize,
+                "--seed" => options.seed = number()?.into(),
+                "--plain" => options.plain = true,
+                "--threads" => options.threads = true,
+                "--" => {}
+                _ => return Err(USAGE.into()),
+            }
+        }
+        Ok(options)
+    }
+}
+
+fn main() -> ExitCode {
+    match Options::parse(std::env::args().skip(1)).and_then(|options| run(&options)) {
+        Ok(reports) => {
+            print!("{}", Table(&reports));
+            if reports.iter().all(Report::is_right) { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+        }
+        Err(error) => {
+            eprintln!("inference_engine: {error}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// Runs this process's ranks: one when a launcher started it, else all of them, a thread each.
+pub(crate) fn run(options: &Options) -> Result<Vec<Report>, Failure> {
+    Nccl::load()?;
+    let devices = CudaDevice::count()? as u32;
+    let task = &Task::new(options);
+    match Launch::from_env() {
+        Ok(launch) if !options.threads => {
+            check_ranks(launch.ranks)?;
+            let device = CudaDevice::new(launch.local_rank as usize)?;
+            let comm = Communicator::builder(&device).name("engine").deadline(DEADLINE).connect_env()?;
+            Ok(vec![rank(&comm, options, task)?])
+        }
+        Err(error) if error != LaunchError::NotLaunched && !options.threads => Err(error.into()),
+        _ => {
+            let ranks = options.ranks.unwrap_or(devices.min(2));
+            check_ranks(ranks)?;
+            if ranks > devices {
+                return Err(format!("{ranks} ranks need a device each, and there are {devices}: give --ranks").into());
+            }
+            let id = UniqueId::new()?;
+            std::thread::scope(|scope| {
+                let thread = |number| {
+                    scope.spawn(move || {
+                        let rank_program = || {
+                            let device = CudaDevice::new(number as usize)?;
+                            let builder = Communicator::builder(&device).name("engine").deadline(DEADLINE);
+                            rank(&builder.connect(id, number, ranks)?, options, task)
+                        };
+                        rank_program().unwrap_or_else(|error: Failure| {
+                            // The others may be waiting on their devices for this one.
+                            eprintln!("inference_engine: rank {number}: {error}");
+                            std::process::exit(2)
+                        })
+                    })
+                };
+                let threads: Vec<_> = (0..ranks).map(thread).collect();
+                Ok(threads.into_iter().map(|thread| thread.join().expect("no rank panics")).collect())
+            })
+        }
+    }
+}
+
+fn check_ranks(ranks: u32) -> Result<(), Failure> {
+    if ranks == 1 || ranks as usize == model::PARTS {
+        return Ok(());
+    }
+    Err(format!("the model is for 1 or {} ranks, not for {ranks}", model::PARTS).into())
+}
+
+/// What all ranks of a process are given: the model, the requests and the right answers.
+struct Task {
+    model: Model,
+    requests: Vec<Request>,
+    expected: Vec<Vec<u32>>,
+}
+
+impl Task {
+    fn new(options: &Options) -> Self {
+        let model = Model::new(MODEL_SEED);
+        let requests = Request::generate(options.seed, options.requests);
+        let expected = reference::answers(&model, &requests);
+        Task { model, requests, expected }
+    }
+}
+
+/// The program of a rank: both engines serve the same requests, in turns.
+fn rank(comm: &Communicator, options: &Options, task: &Task) -> Result<Report, Failure> {
+    let device = comm.device();
+    let mut streams = Vec::new();
+    for _ in 0..1 + PREFILLS_MAX {
+        streams.push(device.context().new_stream()?);
+    }
+    let private = CudaAllocator::new(device, Config::default())?;
+    let symmetric = PoolConfig::builder().reserved(REDUCED_BYTES).symmetric(true).build()?;
+    let pool = private.create_pool(symmetric)?;
+    let ours = Symmalloc { symmetric: private.with_pool(&pool), private };
+    for (stream, size_bytes) in streams.iter().zip([BATCH_BYTES, PREFILL_BYTES, PREFILL_BYTES]) {
+        let id = ours.private.register_stream(stream)?;
+        ours.private.core().reserve(ours.private.pool(), id, size_bytes)?;
+        // The pool has a segment for each stream, born with its first buffer: so many windows, registered once.
+        drop(ours.take_reduced(stream, 1)?);
+    }
+    let registrar = Registrar::builder(&ours.private).build()?;
+    if !options.plain {
+        registrar.attach(comm, &[pool.id()], Registration::Windows)?;
+        registrar.sync(&[comm])?;
+    }
+    let pinned = PinnedAllocator::pinned(device, Config::default())?;
+    streams.iter().try_for_each(|stream| pinned.register_stream(stream).map(drop))?;
+
+    let mut report = Report::new(comm, task.expected.iter().map(Vec::len).sum());
+    let mut engine = Engine::new(&ours, &pinned, comm, &streams, &task.model)?;
+    let mut other = Engine::new(&Cudarc, &pinned, comm, &streams, &task.model)?;
+    let warm_up = &task.requests[..WARM_UP.min(task.requests.len())];
+    engine.serve(warm_up)?;
+    other.serve(warm_up)?;
+    let before = Holdings::now(&ours.private, &registrar);
+    for _ in 0..options.rounds {
+        report.symmalloc.push(timed(&mut engine, task)?);
+        report.cudarc.push(timed(&mut other, task)?);
+    }
+    report.grown = Holdings::now(&ours.private, &registrar).since(before);
+    streams.iter().try_for_each(|stream| comm.synchronize(stream))?;
+    report.digest = Some(ours.private.digest(ours.private.pool())?);
+    drop((engine, other));
+    if !options.plain {
+        registrar.detach(comm, &[pool.id()])?;
+        registrar.sync(&[comm])?;
+    }
+    Ok(report)
+}
+
+fn timed<M: Memory>(engine: &mut Engine<'_, M>, task: &Task) -> Result<Run, Failure> {
+    let begun = Instant::now();
+    let served = engine.serve(&task.requests)?;
+    let seconds = begun.elapsed().as_secs_f64();
+    let wrong = |(found, expected): (&Vec<u32>, &Vec<u32>)| {
+        let same = found.iter().zip(expected).filter(|(found, expected)| found == expected).count();
+        found.len().max(expected.len()) - same
+    };
+    let wrong_tokens = served.answers.iter().zip(&task.expected).map(wrong).sum();
+    Ok(Run { seconds, wrong_tokens, launches: served.launches, most_at_once: served.most_at_once })
+}

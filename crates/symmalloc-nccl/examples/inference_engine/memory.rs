@@ -1,0 +1,88 @@
+//! Where the engine's device memory comes from: symmalloc, or cudarc's own allocator to compare with.
+
+use super::Failure;
+use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DeviceSlice, SyncOnDrop};
+use std::sync::Arc;
+use symmalloc_cuda::{CudaAllocator, DeviceBuffer};
+
+/// An allocator of device memory.
+pub(crate) trait Memory {
+    /// So many elements, freed when dropped.
+    type Buffer<T: DeviceRepr>: DevicePtr<T> + DevicePtrMut<T>;
+
+    /// Elements that are whatever was there before. The engine writes every element before it reads it.
+    fn take<T: DeviceRepr>(&self, stream: &Arc<CudaStream>, len: usize) -> Result<Self::Buffer<T>, Failure>;
+
+    /// As `take`, of memory that all ranks reduce: it lies at the same place on each of them.
+    fn take_reduced(&self, stream: &Arc<CudaStream>, len: usize) -> Result<Self::Buffer<f32>, Failure>;
+}
+
+/// symmalloc's allocators.
+pub(crate) struct Symmalloc {
+    /// For what is this rank's business.
+    pub(crate) private: CudaAllocator,
+    /// Of a symmetric pool, all of it one window.
+    pub(crate) symmetric: CudaAllocator,
+}
+
+impl Memory for Symmalloc {
+    type Buffer<T: DeviceRepr> = DeviceBuffer<T>;
+
+    fn take<T: DeviceRepr>(&self, stream: &Arc<CudaStream>, len: usize) -> Result<DeviceBuffer<T>, Failure> {
+        // SAFETY: written before it is read.
+        Ok(unsafe { self.private.alloc(stream, len) }?)
+    }
+
+    fn take_reduced(&self, stream: &Arc<CudaStream>, len: usize) -> Result<DeviceBuffer<f32>, Failure> {
+        // SAFETY: as above.
+        Ok(unsafe { self.symmetric.alloc(stream, len) }?)
+    }
+}
+
+/// `cuMemAllocAsync`, as `CudaStream::alloc` calls it.
+pub(crate) struct Cudarc;
+
+impl Memory for Cudarc {
+    type Buffer<T: DeviceRepr> = CudaSlice<T>;
+
+    fn take<T: DeviceRepr>(&self, stream: &Arc<CudaStream>, len: usize) -> Result<CudaSlice<T>, Failure> {
+        // SAFETY: written before it is read.
+        Ok(unsafe { stream.alloc(len) }?)
+    }
+
+    fn take_reduced(&self, stream: &Arc<CudaStream>, len: usize) -> Result<CudaSlice<f32>, Failure> {
+        self.take(stream, len)
+    }
+}
+
+/// Part of a buffer by its address, for work in its stream's order: also while the stream is captured, when no event may be recorded.
+pub(crate) struct Span<'a> {
+    /// Its first element.
+    pub(crate) address: u64,
+    /// Elements.
+    pub(crate) len: usize,
+    /// The stream that uses it.
+    pub(crate) stream: &'a Arc<CudaStream>,
+}
+
+impl DeviceSlice<f32> for Span<'_> {
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn stream(&self) -> &Arc<CudaStream> {
+        self.stream
+    }
+}
+
+impl DevicePtr<f32> for Span<'_> {
+    fn device_ptr<'a>(&'a self, _: &'a CudaStream) -> (u64, SyncOnDrop<'a>) {
+        (self.address, SyncOnDrop::Record(None))
+    }
+}
+
+impl DevicePtrMut<f32> for Span<'_> {
+    fn device_ptr_mut<'a>(&'a mut self, _: &'a CudaStream) -> (u64, SyncOnDrop<'a>) {
+        (self.address, SyncOnDrop::Record(None))
+    }
+}

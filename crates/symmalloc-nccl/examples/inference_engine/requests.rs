@@ -1,0 +1,44 @@
+//! Requests that come while others are answered.
+
+use super::model::{POSITIONS, Random, VOCABULARY};
+
+/// One request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Request {
+    /// The decoding step at which it comes.
+    pub(crate) arrival: u64,
+    /// At least one token.
+    pub(crate) prompt: Vec<u32>,
+    /// The answer ends here, if the model does not end it before.
+    pub(crate) answer_max: usize,
+}
+
+impl Request {
+    /// So many requests, in order of arrival: short and long ones, in bursts and lulls.
+    pub(crate) fn generate(seed: u64, count: usize) -> Vec<Request> {
+        let random = &mut Random(seed);
+        let mut arrival = 0;
+        let request = |_| {
+            if random.between(0, 4) == 0 {
+                arrival += random.between(0, 12) as u64;
+            }
+            let prompt = (0..random.between(1, 128)).map(|_| random.between(1, VOCABULARY) as u32).collect();
+            Request { arrival, prompt, answer_max: random.between(4, POSITIONS - 128) }
+        };
+        (0..count).map(request).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_request_fits_and_they_are_the_same_each_time() {
+        let requests = Request::generate(1, 500);
+        assert_eq!(requests, Request::generate(1, 500));
+        assert!(requests.is_sorted_by_key(|request| request.arrival));
+        assert!(requests.iter().all(|request| request.prompt.len() + request.answer_max <= POSITIONS));
+        assert!(requests.iter().all(|request| !request.prompt.is_empty() && request.answer_max > 0));
+    }
+}

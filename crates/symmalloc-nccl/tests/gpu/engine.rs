@@ -1,0 +1,32 @@
+//! `examples/inference_engine` as a test: every token is the reference's, nothing is mapped and nothing registered after the warm-up.
+
+use crate::job::devices;
+use symmalloc_cuda::CudaDevice;
+
+#[allow(dead_code, reason = "the example's main is not called")]
+#[path = "../../examples/inference_engine/main.rs"]
+mod inference_engine;
+
+fn run(ranks: u32) {
+    let options =
+        inference_engine::Options { ranks: Some(ranks), requests: 200, rounds: 1, threads: true, ..Default::default() };
+    let reports = inference_engine::run(&options).expect("all ranks got through");
+    print!("{}", inference_engine::Table(&reports));
+    assert!(reports.iter().all(inference_engine::Report::is_right));
+}
+
+#[test]
+fn the_inference_engine_is_right_on_one_device() {
+    if let Err(error) = CudaDevice::new(0) {
+        println!("skipped: {error}");
+        return;
+    }
+    run(1);
+}
+
+#[test]
+fn the_inference_engine_is_right_on_two_devices() {
+    if devices().is_some() {
+        run(2);
+    }
+}

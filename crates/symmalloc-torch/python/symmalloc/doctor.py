@@ -1,0 +1,161 @@
+"""What is installed here, what works, and why the rest does not. Ends with 0 when `install()` will work."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from . import errors
+from .installation import TORCH_MINIMUM, installed
+from .library import VERSION, call, encoded, library, library_path
+
+# What CUDA calls the attribute that says whether a device can map memory piece by piece.
+VIRTUAL_MEMORY = 102
+NCCL_WINDOWS = (2, 27)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    works: bool
+    what: str
+    """What was found, or what is wrong and what to do."""
+    is_needed: bool = True
+    """Whether `install()` needs it."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class _Missing(Exception):
+    """What was looked for is not there; the text says what to do."""
+
+
+def examine() -> list[Finding]:
+    """Looks at everything. Takes no memory of a device, and leaves PyTorch as it is."""
+    looks: list[tuple[str, bool, Callable[[], str]]] = [
+        ("symmalloc", True, _package),
+        ("SYMMALLOC_CONF", True, _configuration),
+        ("NVIDIA driver", True, _driver),
+        ("PyTorch", True, _pytorch),
+        ("PYTORCH_CUDA_ALLOC_CONF", False, _pytorch_configuration),
+        ("NCCL windows", False, _nccl),
+    ]
+    return [_finding(name, is_needed, look) for name, is_needed, look in looks]
+
+
+def table(findings: list[Finding]) -> str:
+    """The findings as text."""
+    width = max(len(finding.name) for finding in findings)
+    lines = [f"{_mark(finding):<4} {finding.name:<{width}}  {finding.what}" for finding in findings]
+    works = all(finding.works for finding in findings if finding.is_needed)
+    return "\n".join([*lines, "", "symmalloc.install() will work" if works else "symmalloc.install() will not work here"])
+
+
+def _mark(finding: Finding) -> str:
+    return "ok" if finding.works else "NO" if finding.is_needed else "-"
+
+
+def _finding(name: str, is_needed: bool, look: Callable[[], str]) -> Finding:
+    try:
+        return Finding(name, True, look(), is_needed)
+    except (_Missing, errors.Error) as missing:
+        return Finding(name, False, str(missing), is_needed)
+
+
+def _package() -> str:
+    library()
+    return f"{VERSION}, {library_path()}"
+
+
+def _configuration() -> str:
+    text = os.environ.get("SYMMALLOC_CONF")
+    if text is None:
+        return "not set: the defaults"
+    if not installed():
+        call("torch_configure", encoded(text))
+    return text
+
+
+def _driver() -> str:
+    """The driver, and its devices."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise _Missing(f"{error}: install the NVIDIA driver, or put the folder of its library on LD_LIBRARY_PATH") from error
+    version, count = ctypes.c_int(), ctypes.c_int()
+    if status := cuda.cuInit(0):
+        raise _Missing(f"cuInit failed with {status}: is there a GPU that this process may use (CUDA_VISIBLE_DEVICES, container)?")
+    cuda.cuDriverGetVersion(ctypes.byref(version))
+    cuda.cuDeviceGetCount(ctypes.byref(count))
+    if count.value == 0:
+        raise _Missing("there is no device: see CUDA_VISIBLE_DEVICES")
+    devices = ", ".join(_devices(cuda, count.value))
+    return f"CUDA {version.value // 1000}.{version.value % 1000 // 10}; {devices}"
+
+
+def _devices(cuda: ctypes.CDLL, count: int) -> Iterator[str]:
+    for ordinal in range(count):
+        device, can_map, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(100)
+        cuda.cuDeviceGet(ctypes.byref(device), ordinal)
+        cuda.cuDeviceGetName(name, len(name), device)
+        cuda.cuDeviceGetAttribute(ctypes.byref(can_map), VIRTUAL_MEMORY, device)
+        if not can_map.value:
+            raise _Missing(f"device {ordinal}, {name.value.decode()}, cannot map memory piece by piece, which symmalloc needs")
+        yield f"device {ordinal} {name.value.decode()}"
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise _Missing(f"cannot be imported ({error}): only the C interface works here (symmalloc.Allocator)") from error
+    return torch
+
+
+def _pytorch() -> str:
+    torch = _torch()
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < TORCH_MINIMUM:
+        raise _Missing(f"{torch.__version__} is too old: from {'.'.join(map(str, TORCH_MINIMUM))} on")
+    if torch.version.cuda is None or not hasattr(torch._C, "_cuda_customAllocator"):
+        raise _Missing(f"{torch.__version__} was built without CUDA: install a CUDA build")
+    if torch.cuda.is_initialized() and not installed():
+        raise _Missing(f"{torch.__version__} has used CUDA already: call symmalloc.install() right after `import torch`")
+    return f"{torch.__version__}, CUDA {torch.version.cuda}"
+
+
+def _pytorch_configuration() -> str:
+    text = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
+    if text:
+        raise _Missing(f"{text!r} is for PyTorch's own allocator and has no effect: set SYMMALLOC_CONF, with the same syntax")
+    return "not set"
+
+
+def _nccl() -> str:
+    try:
+        nccl: Any = ctypes.CDLL("libnccl.so.2")
+    except OSError as error:
+        try:
+            torch = _torch()
+            version = torch.cuda.nccl.version() if torch.version.cuda is not None else None
+        except _Missing:
+            version = None
+        if version is None:
+            raise _Missing(f"{error}: windows and MemPool.register need libnccl {_dotted(NCCL_WINDOWS)} or later") from error
+    else:
+        number = ctypes.c_int()
+        nccl.ncclGetVersion(ctypes.byref(number))
+        version = (number.value // 10000, number.value // 100 % 100, number.value % 100)
+    if tuple(version[:2]) < NCCL_WINDOWS:
+        raise _Missing(f"NCCL {_dotted(version)} has no windows: they came with {_dotted(NCCL_WINDOWS)}")
+    return f"NCCL {_dotted(version)}"
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
