@@ -32,21 +32,14 @@ mod expandable;
 mod rules;
 
 use blocks::{Blocks, Class, List, ModelBlock, ModelState};
-use rules::ModelRules;
+use rules::{ModelRules, SMALL_MAX_BYTES};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use symmalloc_core::backend::{Backend, BackendError, Event, Range, Reason};
 use symmalloc_core::config::PoolConfig;
 use symmalloc_core::ids::{AllocationId, Placement, PoolId, SegmentId, StreamId};
 use symmalloc_core::op::Op;
-use symmalloc_core::units::MIB;
 use symmalloc_sim::{Delays, SimBackend, SplitMix64};
 
-/// Requests up to this are small.
-const SMALL_MAX_BYTES: u64 = MIB;
-/// Large requests from this on get a segment of their own size.
-const OWN_SEGMENT_MIN_BYTES: u64 = 10 * MIB;
-/// Such a segment is a multiple of this.
-const OWN_SEGMENT_ROUND_BYTES: u64 = 2 * MIB;
 /// The longest that an event takes is a power of two below this, drawn per rank.
 const EVENT_TICKS_MAX_LOG2: u64 = 11;
 

@@ -4,6 +4,7 @@
 //! not say that it is something else. A file is written under another name beside, and takes its own when it is whole: what
 //! was there before stays until then.
 
+use crate::content::Content;
 use crate::error::CliError;
 use crate::input::{STREAM, is_pipe, open_pipe};
 use std::borrow::{Borrow, Cow};
@@ -15,48 +16,6 @@ use symmalloc_core::config::Config;
 use symmalloc_core::op::Record;
 use symmalloc_import::compression::{Compression, Compressor};
 use symmalloc_trace::TraceWriter;
-
-/// What a file holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Content {
-    Trace,
-    Snapshot,
-    Timeline,
-    Plan,
-    Picture,
-    Page,
-    Log,
-}
-
-impl Content {
-    /// What a file's name says that it holds.
-    pub(crate) fn of_name(path: &Path) -> Option<Self> {
-        let name = path.file_name()?.to_str()?.to_lowercase();
-        let plain = [".gz", ".zst"].into_iter().find_map(|suffix| name.strip_suffix(suffix)).unwrap_or(&name);
-        Some(match plain.rsplit_once('.')?.1 {
-            "trace" => Content::Trace,
-            "pickle" | "pkl" => Content::Snapshot,
-            "json" => Content::Timeline,
-            "plan" => Content::Plan,
-            "svg" | "png" => Content::Picture,
-            "html" | "htm" => Content::Page,
-            "csv" => Content::Log,
-            _ => return None,
-        })
-    }
-
-    pub(crate) fn word(self) -> &'static str {
-        match self {
-            Content::Trace => "a trace",
-            Content::Snapshot => "a snapshot",
-            Content::Timeline => "a time line",
-            Content::Plan => "a plan",
-            Content::Picture => "a picture",
-            Content::Page => "a page",
-            Content::Log => "a log",
-        }
-    }
-}
 
 /// A place that may be written to.
 #[derive(Clone, Debug)]

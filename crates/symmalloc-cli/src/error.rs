@@ -2,7 +2,7 @@
 
 use crate::args::FlagContradiction;
 use crate::collection;
-use crate::destination::Content;
+use crate::content::Content;
 use crate::job::{JobError, UnknownToModel};
 use crate::picture::png::TooLargeForPixels;
 use crate::planned::{Contradiction, JobDifference};

@@ -5,7 +5,8 @@ mod timeline;
 
 use crate::Verdict;
 use crate::args::{ExportArgs, ExportFormat};
-use crate::destination::{Content, Destination, shown};
+use crate::content::Content;
+use crate::destination::{Destination, shown};
 use crate::error::CliError;
 use crate::output::{Channel, Palette};
 use crate::quantity::{count, counted};

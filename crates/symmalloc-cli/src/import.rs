@@ -2,7 +2,8 @@
 
 use crate::Verdict;
 use crate::args::ImportArgs;
-use crate::destination::{Content, Destination, shown};
+use crate::content::Content;
+use crate::destination::{Destination, shown};
 use crate::error::CliError;
 use crate::input;
 use crate::output::{Channel, Palette};

@@ -24,6 +24,7 @@ pub mod address_order;
 mod args;
 mod chart;
 mod collection;
+mod content;
 mod destination;
 pub mod diff;
 mod error;

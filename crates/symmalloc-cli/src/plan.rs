@@ -16,7 +16,8 @@ mod sizes;
 
 use crate::Verdict;
 use crate::args::PlanArgs;
-use crate::destination::{Content, Destination};
+use crate::content::Content;
+use crate::destination::Destination;
 use crate::diff::{OpDifference, other_job, told_without_size};
 use crate::error::CliError;
 use crate::output::{self, Palette};

@@ -6,7 +6,8 @@ mod screen;
 
 use crate::Verdict;
 use crate::args::ReplayArgs;
-use crate::destination::{Content, Destination};
+use crate::content::Content;
+use crate::destination::Destination;
 use crate::error::CliError;
 use crate::input;
 use crate::job::{Job, JobError, Options, Order, Outcome, Segments, UnknownToModel};

@@ -37,63 +37,27 @@
 //! [`RecordUse`]: symmalloc_core::op::Op::RecordUse
 //! [`Summary`]: crate::Summary
 
-use std::borrow::Cow;
 use std::io::Read;
 
 mod before;
 mod error;
 mod frames;
 mod segments;
+mod trace;
+mod words;
 
 pub use error::{Found, SnapshotError};
 
 use crate::options::ReadOptions;
-use crate::pickle::{self, DictId, Document, Item, List, Value, Vocabulary, Word};
+use crate::pickle::{self, Document, Item, List, Value, Vocabulary};
 use crate::transcript::{Address, Allocated, Overflow, RawPool, RawStream, Transcript};
 use before::{Before, Lived};
-use segments::{AddressRange, LiveSegments};
-
-/// The text that matters in a snapshot, and its numbers.
-macro_rules! words {
-    ($($name:ident = $text:literal),* $(,)?) => {
-        #[allow(clippy::upper_case_acronyms, non_camel_case_types)]
-        enum Position { $($name),* }
-        $(const $name: Word = Word(Position::$name as u8);)*
-        const VOCABULARY: &[&str] = &[$($text),*];
-    };
-}
-
-words! {
-    DEVICE_TRACES = "device_traces",
-    ACTION = "action",
-    ADDR = "addr",
-    SIZE = "size",
-    STREAM = "stream",
-    ALLOC = "alloc",
-    FREE_REQUESTED = "free_requested",
-    FREE_COMPLETED = "free_completed",
-    SEGMENT_ALLOC = "segment_alloc",
-    SEGMENT_FREE = "segment_free",
-    SEGMENT_MAP = "segment_map",
-    SEGMENT_UNMAP = "segment_unmap",
-    OOM = "oom",
-    SNAPSHOT = "snapshot",
-    RECORD_USE = "record_use",
-    USER_METADATA = "user_metadata",
-    SYMMALLOC_POOL = "symmalloc_pool",
-    FRAMES = "frames",
-    FILENAME = "filename",
-    NAME = "name",
-    LINE = "line",
-    SEGMENTS = "segments",
-    DEVICE = "device",
-    ADDRESS = "address",
-    TOTAL_SIZE = "total_size",
-    BLOCKS = "blocks",
-    STATE = "state",
-    REQUESTED_SIZE = "requested_size",
-    ACTIVE_ALLOCATED = "active_allocated",
-}
+use segments::LiveSegments;
+use trace::DeviceTrace;
+use words::{
+    ACTION, ALLOC, DEVICE_TRACES, FILENAME, FREE_COMPLETED, FREE_REQUESTED, NAME, OOM, RECORD_USE, SEGMENT_ALLOC,
+    SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, SIZE, SNAPSHOT, USER_METADATA, VOCABULARY,
+};
 
 /// Reads a snapshot and retells the trace of one device.
 pub(crate) fn read(source: impl Read, options: &ReadOptions) -> Result<Transcript, SnapshotError> {
@@ -140,22 +104,6 @@ fn select_device(traces: &[&List], wanted: Option<usize>) -> Result<usize, Snaps
     }
 }
 
-/// One device's trace.
-struct DeviceTrace<'a> {
-    document: &'a Document,
-    device: usize,
-    entries: &'a List,
-}
-
-/// One entry of a trace.
-#[derive(Clone, Copy)]
-struct TraceEntry<'a> {
-    document: &'a Document,
-    dict: DictId,
-    device: usize,
-    number: u64,
-}
-
 impl<'a> DeviceTrace<'a> {
     fn retell(&self, limit_bytes: u64) -> Result<Transcript, SnapshotError> {
         let mut transcript = Transcript::new(limit_bytes);
@@ -177,7 +125,7 @@ impl<'a> DeviceTrace<'a> {
                         name: name.as_deref(),
                         placement: segments.placement(address),
                     });
-                    told.map_err(|overflow| entry.overflow(overflow))?;
+                    told.map_err(|overflow| overflow_at(overflow, entry.device, entry.number))?;
                 }
                 Value::Word(FREE_REQUESTED) => {
                     let address = entry.address()?;
@@ -187,12 +135,12 @@ impl<'a> DeviceTrace<'a> {
                     } else {
                         transcript.free_used_elsewhere(address)
                     };
-                    told.map_err(|overflow| entry.overflow(overflow))?;
+                    told.map_err(|overflow| overflow_at(overflow, entry.device, entry.number))?;
                 }
                 Value::Word(FREE_COMPLETED) => transcript.complete(entry.address()?),
                 Value::Word(RECORD_USE) => {
                     let told = transcript.record_use(entry.address()?, entry.stream()?);
-                    told.map_err(|overflow| entry.overflow(overflow))?;
+                    told.map_err(|overflow| overflow_at(overflow, entry.device, entry.number))?;
                 }
                 Value::Word(SEGMENT_ALLOC) => segments.allocated(entry.range()?),
                 Value::Word(SEGMENT_FREE) => segments.freed(entry.address()?),
@@ -225,79 +173,6 @@ impl<'a> DeviceTrace<'a> {
             told.map_err(|overflow| overflow_at(overflow, self.device, 0))?;
         }
         Ok(())
-    }
-
-    fn entries(&self) -> impl Iterator<Item = Result<TraceEntry<'a>, SnapshotError>> {
-        let DeviceTrace { document, device, entries } = *self;
-        // Only dicts that hold something and lists are kept, so other items show by their absence.
-        let missing = (!entries.is_whole()).then_some(Err(SnapshotError::NotAnEntry { device }));
-        let entry = move |(item, number): (&Item, u64)| match item {
-            Item::Dict(dict) => Ok(TraceEntry { document, dict: *dict, device, number }),
-            Item::List(_) => Err(SnapshotError::NotAnEntry { device }),
-        };
-        missing.into_iter().chain(entries.items.iter().zip(0..).map(entry))
-    }
-}
-
-impl<'a> TraceEntry<'a> {
-    fn action(&self) -> Result<Value, SnapshotError> {
-        self.field(ACTION).ok_or_else(|| self.bad_field(ACTION))
-    }
-
-    fn completes_free_of(&self, address: Address) -> bool {
-        self.field(ACTION) == Some(Value::Word(FREE_COMPLETED)) && self.field(ADDR) == Some(Value::Integer(address.0))
-    }
-
-    fn address(&self) -> Result<Address, SnapshotError> {
-        self.integer(ADDR).map(Address)
-    }
-
-    fn stream(&self) -> Result<RawStream, SnapshotError> {
-        self.integer(STREAM).map(RawStream)
-    }
-
-    fn pool(&self) -> Result<RawPool, SnapshotError> {
-        match self.field(SYMMALLOC_POOL) {
-            None => Ok(RawPool::default()),
-            Some(_) => self.integer(SYMMALLOC_POOL).map(RawPool),
-        }
-    }
-
-    /// What the program calls it, else who asked for it.
-    fn name(&self) -> Option<Cow<'a, str>> {
-        match self.field(USER_METADATA) {
-            Some(Value::Text(text)) => Some(self.document.values.text(text).into()),
-            Some(Value::Word(word)) => Some(VOCABULARY[usize::from(word.0)].into()),
-            _ => frames::name(self.document, self.field(FRAMES)).map(Cow::from),
-        }
-    }
-
-    fn range(&self) -> Result<AddressRange, SnapshotError> {
-        Ok(AddressRange::new(self.address()?, self.integer(SIZE)?))
-    }
-
-    fn integer(&self, word: Word) -> Result<u64, SnapshotError> {
-        match self.field(word) {
-            Some(Value::Integer(integer)) => Ok(integer),
-            _ => Err(self.bad_field(word)),
-        }
-    }
-
-    fn field(&self, word: Word) -> Option<Value> {
-        self.document.values.field(self.dict, word)
-    }
-
-    fn bad_field(&self, word: Word) -> SnapshotError {
-        SnapshotError::Field {
-            device: self.device,
-            entry: self.number,
-            field: VOCABULARY[usize::from(word.0)],
-            found: Found::of(self.field(word)),
-        }
-    }
-
-    fn overflow(&self, overflow: Overflow) -> SnapshotError {
-        overflow_at(overflow, self.device, self.number)
     }
 }
 

@@ -1,9 +1,15 @@
 //! PyTorch's settings that the model has: how sizes are rounded, and which blocks are split.
 
 use super::blocks::Class;
-use super::{OWN_SEGMENT_MIN_BYTES, OWN_SEGMENT_ROUND_BYTES, SMALL_MAX_BYTES};
 use symmalloc_core::config::{FixedSegments, PoolConfig, RoundupPower2Divisions, SegmentPolicy};
 use symmalloc_core::units::{MIB, UNIT_BYTES};
+
+/// Requests up to this are small.
+pub(super) const SMALL_MAX_BYTES: u64 = MIB;
+/// Large requests from this on get a segment of their own size.
+const OWN_SEGMENT_MIN_BYTES: u64 = 10 * MIB;
+/// Such a segment is a multiple of this.
+const OWN_SEGMENT_ROUND_BYTES: u64 = 2 * MIB;
 
 /// The settings of all pools of a rank.
 #[derive(Clone, Debug)]

@@ -76,7 +76,7 @@ impl Screen<'_> {
         }
         let mut plain = |name: &str, text: &dyn Fn(&Outcome) -> String| row(name, &|outcome| (text(outcome), None));
         plain("ranks", &|outcome| count(outcome.ranks));
-        plain("  first at op", &|outcome| {
+        plain("first to differ, op", &|outcome| {
             outcome.first_divergence.as_ref().map_or_else(|| "-".to_owned(), |first| count(first.op))
         });
         plain("peak reserved", &|outcome| memory(outcome.peaks.reserved_bytes));

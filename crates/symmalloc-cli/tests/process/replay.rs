@@ -355,3 +355,14 @@ fn a_job_of_one_stream_is_not_warned_of_nccl() {
         assert!(screen.contains("The first to differ is op") && !screen.contains("NCCL"), "{screen}");
     }
 }
+
+#[test]
+fn the_table_in_the_readme_is_what_the_command_above_it_prints() {
+    let readme = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../README.md")).unwrap();
+    let said = symmalloc("replay fsdp1", &[]);
+    // The time is a machine's own.
+    let lines = said.exited(0).stdout.lines().filter(|line| !line.contains("time per op"));
+    for line in lines {
+        assert!(readme.lines().any(|of| of == line), "run it again and paste what it prints: {line:?}");
+    }
+}

@@ -15,11 +15,12 @@
 
 use std::collections::BTreeSet;
 
-use super::error::Found;
-use super::{
-    ACTIVE_ALLOCATED, ADDRESS, ALLOC, BLOCKS, DEVICE, DeviceTrace, FRAMES, FREE_REQUESTED, REQUESTED_SIZE,
-    SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, SEGMENTS, SIZE, STATE, STREAM, SnapshotError, TOTAL_SIZE,
-    VOCABULARY, frames,
+use super::error::{Found, SnapshotError};
+use super::frames;
+use super::trace::DeviceTrace;
+use super::words::{
+    ACTION, ACTIVE_ALLOCATED, ADDRESS, ALLOC, BLOCKS, DEVICE, FRAMES, FREE_REQUESTED, REQUESTED_SIZE, SEGMENT_ALLOC,
+    SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, SEGMENTS, SIZE, STATE, STREAM, TOTAL_SIZE, text,
 };
 use crate::pickle::{DictId, Document, Item, Value, Word};
 use crate::transcript::{Address, RawStream};
@@ -54,7 +55,7 @@ impl Before {
                 reserved += bytes;
                 (least, most) = (least.min(reserved), most.max(reserved));
             };
-            match entry.field(super::ACTION) {
+            match entry.field(ACTION) {
                 Some(Value::Word(ALLOC)) => _ = live.insert(entry.address()?),
                 Some(Value::Word(FREE_REQUESTED)) => {
                     let address = entry.address()?;
@@ -159,10 +160,6 @@ impl SegmentDict<'_> {
     }
 
     fn bad(self, word: Word, found: Option<Value>) -> SnapshotError {
-        SnapshotError::SegmentField {
-            segment: self.number as u64,
-            field: VOCABULARY[usize::from(word.0)],
-            found: Found::of(found),
-        }
+        SnapshotError::SegmentField { segment: self.number as u64, field: text(word), found: Found::of(found) }
     }
 }

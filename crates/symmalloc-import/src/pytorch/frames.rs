@@ -7,7 +7,7 @@
 //! Only these two are kept of a stack while it is read: all frames of all entries would take more memory than the rest of a
 //! snapshot.
 
-use super::{FILENAME, LINE, NAME, VOCABULARY};
+use super::words::{self, FILENAME, LINE, NAME};
 use crate::pickle::{DictId, Document, Item, List, Value, Values, Word};
 use symmalloc_trace::NAME_BYTES_MAX;
 
@@ -60,7 +60,7 @@ fn code_of(values: &Values, dict: DictId) -> Option<Code> {
 fn text_of(values: &Values, dict: DictId, word: Word) -> Option<&str> {
     match values.field(dict, word)? {
         Value::Text(text) => Some(values.text(text)),
-        Value::Word(word) => Some(VOCABULARY[usize::from(word.0)]),
+        Value::Word(word) => Some(words::text(word)),
         _ => None,
     }
 }
