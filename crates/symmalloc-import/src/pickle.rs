@@ -33,7 +33,7 @@ mod values;
 
 pub use error::PickleError;
 pub(crate) use output::{Memo, PickleWriter};
-pub(crate) use values::{DictId, Item, Keeps, List, Value, Values, Word};
+pub(crate) use values::{DictId, Item, Keeps, Kept, List, ListId, Value, Values, Word};
 
 use input::Input;
 use values::ArenaFull;

@@ -156,10 +156,10 @@ impl<W: Write> PickleWriter<W> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pickle::{Document, Value, Vocabulary, Word, read};
+    use crate::pickle::{Document, Kept, Value, Vocabulary, Word, read};
 
     const VOCABULARY: &[&str] = &["key", "other"];
-    const EVERYTHING: Vocabulary = Vocabulary { words: VOCABULARY, texts_of: &[], keeps: |_, _, _| true };
+    const EVERYTHING: Vocabulary = Vocabulary { words: VOCABULARY, texts_of: &[], keeps: |_, _| Kept::Always };
 
     fn read_back(write: impl FnOnce(&mut PickleWriter<Vec<u8>>) -> io::Result<()>) -> Document {
         let mut pickle = PickleWriter::new(Vec::new()).unwrap();

@@ -27,11 +27,11 @@
 pub(crate) struct Word(pub(crate) u8);
 
 /// A dict in the arena.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct DictId(u32);
 
 /// A list or tuple in the arena.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct ListId(u32);
 
 /// A text in the arena.
@@ -73,6 +73,8 @@ pub(crate) struct List {
     pub(crate) items: Vec<Item>,
     /// How many items the list has. `items.len() <= len`.
     pub(crate) len: u64,
+    /// Kinds of which it has the first, a bit each.
+    firsts: u8,
 }
 
 impl List {
@@ -93,8 +95,19 @@ struct Field {
 /// The end of a chain of fields; also the bound on the size of every arena.
 const NONE: u32 = u32::MAX;
 
-/// Whether a dict that holds something is kept in a list.
-pub(crate) type Keeps = fn(&Values, &List, DictId) -> bool;
+/// Which dicts that hold something are kept in a list. Asked once for each dict, when it is first put into one.
+pub(crate) type Keeps = fn(&Values, DictId) -> Kept;
+
+/// Whether a dict is kept in lists.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kept {
+    /// In each.
+    Always,
+    /// Where it is the first one of this kind, a number below 8.
+    First(u8),
+    /// In none.
+    Never,
+}
 
 /// An arena is at its end: 2^32 - 1 dicts, lists, fields or texts.
 pub(crate) struct ArenaFull;
@@ -104,6 +117,8 @@ pub(crate) struct ArenaFull;
 pub(crate) struct Values {
     /// For each dict its first field, or `NONE`.
     dicts: Vec<u32>,
+    /// For each dict whether lists keep it, once that was asked.
+    kept: Vec<Option<Kept>>,
     fields: Vec<Field>,
     lists: Vec<List>,
     /// Over all lists.
@@ -117,6 +132,7 @@ impl Values {
     pub(super) fn new_dict(&mut self) -> Result<Value, ArenaFull> {
         let id = next_index(self.dicts.len())?;
         self.dicts.push(NONE);
+        self.kept.push(None);
         Ok(Value::Dict(DictId(id)))
     }
 
@@ -149,9 +165,7 @@ impl Values {
     /// Appends an item to a list, if it is worth keeping.
     pub(super) fn append(&mut self, list: ListId, value: Value, keeps: Keeps) {
         let item = match value {
-            Value::Dict(dict)
-                if self.dicts[dict.0 as usize] != NONE && keeps(self, &self.lists[list.0 as usize], dict) =>
-            {
+            Value::Dict(dict) if self.dicts[dict.0 as usize] != NONE && self.is_kept(list, dict, keeps) => {
                 Some(Item::Dict(dict))
             }
             Value::List(inner) => Some(Item::List(inner)),
@@ -162,6 +176,22 @@ impl Values {
         if let Some(item) = item {
             list.items.push(item);
             self.items += 1;
+        }
+    }
+
+    fn is_kept(&mut self, list: ListId, dict: DictId, keeps: Keeps) -> bool {
+        let asked = self.kept[dict.0 as usize];
+        let kept = asked.unwrap_or_else(|| keeps(self, dict));
+        self.kept[dict.0 as usize] = Some(kept);
+        match kept {
+            Kept::Always => true,
+            Kept::Never => false,
+            Kept::First(kind) => {
+                let (bit, list) = (1 << kind, &mut self.lists[list.0 as usize]);
+                let is_first = list.firsts & bit == 0;
+                list.firsts |= bit;
+                is_first
+            }
         }
     }
 
@@ -180,7 +210,7 @@ impl Values {
 
     /// Memory in use, in bytes; what the arenas hold in reserve can be as much again.
     pub(super) fn held_bytes(&self) -> u64 {
-        let dicts = self.dicts.len() * size_of::<u32>();
+        let dicts = self.dicts.len() * (size_of::<u32>() + size_of::<Option<Kept>>());
         let fields = self.fields.len() * size_of::<Field>();
         let lists = self.lists.len() * size_of::<List>();
         let texts = self.texts.len() * size_of::<Box<str>>();

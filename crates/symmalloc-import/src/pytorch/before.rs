@@ -22,7 +22,7 @@ use super::words::{
     ACTION, ACTIVE_ALLOCATED, ADDRESS, ALLOC, BLOCKS, DEVICE, FRAMES, FREE_REQUESTED, REQUESTED_SIZE, SEGMENT_ALLOC,
     SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, SEGMENTS, SIZE, STATE, STREAM, TOTAL_SIZE, text,
 };
-use crate::pickle::{DictId, Document, Item, Value, Word};
+use crate::pickle::{DictId, Document, Item, ListId, Value, Word};
 use crate::transcript::{Address, RawStream};
 
 /// An allocation that lived when the trace began.
@@ -45,7 +45,7 @@ pub(super) struct Before {
 impl Before {
     pub(super) fn of(trace: &DeviceTrace<'_>) -> Result<Self, SnapshotError> {
         let segments = segments(trace.document, trace.device)?;
-        let mut live = BTreeSet::new();
+        let (mut live, mut freed) = (BTreeSet::new(), BTreeSet::new());
         let mut lived = Vec::new();
         let (mut reserved, mut least, mut most, mut has_segments) = (0i128, 0i128, 0i128, segments.is_some());
         for entry in trace.entries() {
@@ -59,7 +59,8 @@ impl Before {
                 Some(Value::Word(ALLOC)) => _ = live.insert(entry.address()?),
                 Some(Value::Word(FREE_REQUESTED)) => {
                     let address = entry.address()?;
-                    if !live.remove(&address) {
+                    // Freed once more, it is a damaged trace's, and no other allocation.
+                    if !live.remove(&address) && freed.insert(address) {
                         let (size_bytes, stream) = (entry.integer(SIZE)?, entry.stream()?.0);
                         lived.push(Lived { stream, size_bytes, name: None, address: address.0 });
                     }
@@ -74,12 +75,20 @@ impl Before {
         // At least what the trace gives back without having obtained it.
         let at_beginning = (total - reserved).max(-least);
         let mut left: Vec<Lived> = at_end.into_iter().flat_map(|segment| segment.live).collect();
-        left.retain(|block| live.insert(Address(block.address)));
+        left.retain(|block| !live.contains(&Address(block.address)));
         left.sort();
         lived.extend(left);
         let peak = u64::try_from(at_beginning + most).unwrap_or(u64::MAX);
         Ok(Before { lived, reserved_bytes_peak: has_segments.then_some(peak) })
     }
+}
+
+/// What was looked at: a pickle may name one thing a million times, and it counts once.
+#[derive(Default)]
+struct Seen {
+    segments: BTreeSet<DictId>,
+    lists: BTreeSet<ListId>,
+    addresses: BTreeSet<u64>,
 }
 
 /// A segment at the end.
@@ -101,13 +110,17 @@ fn segments(document: &Document, device: usize) -> Result<Option<Vec<Segment>>, 
         return Err(SnapshotError::Segments { found: Found::ListOfOthers });
     }
     let mut segments = Vec::new();
+    let mut seen = Seen::default();
     for (number, item) in list.items.iter().enumerate() {
         let Item::Dict(dict) = *item else { continue };
+        if !seen.segments.insert(dict) {
+            continue;
+        }
         let segment = SegmentDict { document, dict, number };
         // The first versions did not say it; they had one device.
         let of = if document.values.field(dict, DEVICE).is_some() { segment.integer(DEVICE)? } else { device as u64 };
         if of == device as u64 {
-            segments.push(segment.read()?);
+            segments.push(segment.read(&mut seen)?);
         }
     }
     Ok(Some(segments))
@@ -123,10 +136,11 @@ struct SegmentDict<'a> {
 }
 
 impl SegmentDict<'_> {
-    fn read(self) -> Result<Segment, SnapshotError> {
+    fn read(self, seen: &mut Seen) -> Result<Segment, SnapshotError> {
         let (total_bytes, stream) = (self.integer(TOTAL_SIZE)?, RawStream(self.integer(STREAM)?));
         let mut live = Vec::new();
         let blocks = match self.field(BLOCKS) {
+            Some(Value::List(blocks)) if !seen.lists.insert(blocks) => return Ok(Segment { total_bytes, live }),
             Some(Value::List(blocks)) => self.document.values.list(blocks),
             other => return Err(self.bad(BLOCKS, other)),
         };
@@ -138,7 +152,7 @@ impl SegmentDict<'_> {
             let size_bytes = block.integer(SIZE)?;
             let address = if block.field(ADDRESS).is_some() { block.integer(ADDRESS)? } else { next };
             next = address.saturating_add(size_bytes);
-            if block.field(STATE) == Some(Value::Word(ACTIVE_ALLOCATED)) {
+            if block.field(STATE) == Some(Value::Word(ACTIVE_ALLOCATED)) && seen.addresses.insert(address) {
                 let requested = block.field(REQUESTED_SIZE).is_some();
                 let size_bytes = if requested { block.integer(REQUESTED_SIZE)? } else { size_bytes };
                 let name = frames::name(self.document, block.field(FRAMES));

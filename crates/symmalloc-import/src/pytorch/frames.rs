@@ -8,7 +8,7 @@
 //! snapshot.
 
 use super::words::{self, FILENAME, LINE, NAME};
-use crate::pickle::{DictId, Document, Item, List, Value, Values, Word};
+use crate::pickle::{DictId, Document, Item, Kept, Value, Values, Word};
 use symmalloc_trace::NAME_BYTES_MAX;
 
 /// Whose code a frame is.
@@ -36,19 +36,12 @@ impl Code {
 }
 
 /// Whether a dict is kept in a list: all but frames, and of these the two that may name an allocation.
-pub(super) fn keeps(values: &Values, list: &List, dict: DictId) -> bool {
-    let Some(code) = code_of(values, dict) else { return true };
-    let has = |wanted: Code| {
-        list.items
-            .iter()
-            .rev()
-            .take(2)
-            .any(|item| matches!(item, Item::Dict(kept) if code_of(values, *kept) == Some(wanted)))
-    };
-    match code {
-        Code::Native => false,
-        Code::Library => !has(Code::Library) && !has(Code::Program),
-        Code::Program => !has(Code::Program),
+pub(super) fn keeps(values: &Values, dict: DictId) -> Kept {
+    match code_of(values, dict) {
+        None => Kept::Always,
+        Some(Code::Program) => Kept::First(0),
+        Some(Code::Library) => Kept::First(1),
+        Some(Code::Native) => Kept::Never,
     }
 }
 

@@ -335,7 +335,7 @@ fn frames(mut pickle: Pickle, stack: &[(&'static str, i64, &'static str)]) -> Pi
 }
 
 /// A snapshot of one device that frees what it did not allocate, with one segment of 20 MiB of these blocks at the end.
-fn with_segment(blocks: &[Block<'_>]) -> Vec<u8> {
+fn with_segment(blocks: &[Block<'_>], times: usize) -> Vec<u8> {
     let mut pickle = Pickle::of_protocol(4).dict().mark().text("segments").list().mark().dict().mark();
     pickle = pickle.text("device").integer(0).text("address").integer(0x1000).text("total_size").integer(20 << 20);
     pickle = pickle.text("stream").integer(0).text("blocks").list().mark();
@@ -344,7 +344,9 @@ fn with_segment(blocks: &[Block<'_>]) -> Vec<u8> {
         pickle = pickle.text("requested_size").integer(*size_bytes).text("state").text(state);
         pickle = frames(pickle, stack).op(SETITEMS);
     }
-    pickle = pickle.op(APPENDS).op(SETITEMS).op(APPENDS).text("device_traces").list().mark().list().mark();
+    // Named again and again, it is one segment.
+    pickle = pickle.op(APPENDS).op(SETITEMS).op(0x94).raw(&b"h\x00".repeat(times - 1));
+    pickle = pickle.op(APPENDS).text("device_traces").list().mark().list().mark();
     for (action, address) in [("alloc", 0x1000), ("free_requested", 0x9000), ("free_completed", 0x9000)] {
         pickle = pickle.dict().mark().text("action").text(action).text("addr").integer(address);
         pickle = pickle.text("size").integer(100).text("stream").integer(7).op(SETITEMS);
@@ -362,15 +364,17 @@ fn what_is_live_at_the_end_and_not_allocated_in_the_trace_lived_before() {
     ];
     let native: &[_] = &[("??", 0, "unwind")];
     let torch: &[_] = &[("??", 0, "unwind"), ("/venv/site-packages/torch/optim/adam.py", 40, "step")];
-    let bytes = with_segment(&[
+    let blocks: &[Block<'_>] = &[
         (0x1000, 100, "active_allocated", &[]),
         (0x2000, 200, "active_allocated", weights),
         (0x3000, 300, "inactive", weights),
         (0x4000, 250, "active_allocated", native),
         (0x5000, 260, "active_pending_free", native),
         (0x6000, 150, "active_allocated", torch),
-    ]);
-    let (records, summary) = read(&bytes[..], &ReadOptions::default()).unwrap().finish();
+    ];
+    let read_segment = |times| read(&with_segment(blocks, times)[..], &ReadOptions::default()).unwrap().finish();
+    let (records, summary) = read_segment(1);
+    assert_eq!((&records, &summary), (&read_segment(100_000).0, &read_segment(2).1));
     let lines: Vec<String> = records.iter().map(|record| symmalloc_trace::RecordLine(record).to_string()).collect();
     assert_eq!(
         lines,
