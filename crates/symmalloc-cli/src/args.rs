@@ -191,6 +191,7 @@ JSON: an array with one object per job (with --one-job there is one job, and num
   plan_bytes            memory that plans place in; planned_bytes has all else, too
   planned_ops_share     allocations that go where the plan says over all of at least one byte
   waits, online_waits   waits of a stream for another one that reuse needs in a pass: planned, and without a plan
+  refused, online_refused   requests that a limit refuses in all passes: planned, and without a plan
   plan                  the file that was written, or null
 and what to reserve without a plan; where a limit leaves no room for that, these are missing:
   traces, margin_percent, settings (of the allocator and its default pool), lines (to paste into a trace), reserve_bytes,
@@ -279,7 +280,7 @@ pub(crate) enum Command {
 #[derive(Debug, clap::Args)]
 #[command(after_help = REPLAY_EXAMPLES)]
 pub(crate) struct ReplayArgs {
-    /// Recordings to replay
+    /// Recordings to replay: files, `-`, or jobs that come with the program (see `symmalloc --help`)
     #[arg(required = true, value_name = "TRACE")]
     pub(crate) traces: Vec<PathBuf>,
     /// Ranks to simulate

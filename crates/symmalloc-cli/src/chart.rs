@@ -76,7 +76,7 @@ pub(crate) fn chart(args: &ChartArgs) -> Result<Verdict, CliError> {
         return Err(CliError::SharedPage { path: args.output.clone() });
     }
     let inputs = std::iter::once(&args.input).chain(&args.beside).chain(&args.plan);
-    let out = Destination::of_any_name(&args.output, inputs)?;
+    let out = Destination::file_or_stream(&args.output, None, inputs)?;
     let recorded = Recorded::read(&args.input, &args.reading, &args.policy)?;
     if args.share {
         return share::share(args, &recorded, format, &out);

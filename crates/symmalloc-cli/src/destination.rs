@@ -21,54 +21,51 @@ use symmalloc_trace::TraceWriter;
 #[derive(Clone, Debug)]
 pub(crate) struct Destination {
     path: PathBuf,
-    may_be_stream: bool,
 }
 
 impl Destination {
     /// A file for this content, made from these inputs.
     ///
     /// # Errors
-    /// When it is one of the inputs, or its name says that it holds something else.
+    /// When it is `-`, or one of the inputs, or its name says that it holds something else.
     pub(crate) fn file<'a>(
         path: &Path,
         content: Content,
         inputs: impl IntoIterator<Item = &'a PathBuf>,
     ) -> Result<Self, CliError> {
-        if let Some(named) = Content::of_name(path).filter(|named| *named != content) {
-            return Err(CliError::NamedOtherwise { path: path.to_path_buf(), named, content });
+        if path == Path::new(STREAM) {
+            return Err(CliError::NoStream { content });
         }
-        Self::of_any_name(path, inputs)
+        Self::file_or_stream(path, Some(content), inputs)
     }
 
-    /// A file of any name, made from these inputs.
+    /// The same, or standard output, which is called `-`; without a content of any name.
     ///
     /// # Errors
-    /// When it is one of the inputs.
-    pub(crate) fn of_any_name<'a>(
+    /// When it is one of the inputs, or its name says that it holds something else.
+    pub(crate) fn file_or_stream<'a>(
         path: &Path,
+        content: Option<Content>,
         inputs: impl IntoIterator<Item = &'a PathBuf>,
     ) -> Result<Self, CliError> {
+        if let (Some(content), Some(named)) = (content, Content::of_name(path))
+            && named != content
+        {
+            return Err(CliError::NamedOtherwise { path: path.to_path_buf(), named, content });
+        }
         match inputs.into_iter().find(|input| is_same(path, input)) {
             Some(_) => Err(CliError::OutputIsInput { path: path.to_path_buf() }),
-            None => Ok(Destination { path: path.to_path_buf(), may_be_stream: false }),
+            None => Ok(Destination { path: path.to_path_buf() }),
         }
-    }
-
-    /// `-` means standard output.
-    pub(crate) fn or_stream(self) -> Self {
-        Destination { may_be_stream: true, ..self }
     }
 
     /// Whether it is standard output, where nothing else may be written to then.
     pub(crate) fn is_stream(&self) -> bool {
-        self.may_be_stream && self.path == Path::new(STREAM)
+        self.path == Path::new(STREAM)
     }
 
     /// Begins to write, compressed as the name says.
     pub(crate) fn create(&self) -> io::Result<Writing> {
-        if !self.may_be_stream && self.path == Path::new(STREAM) {
-            return Err(io::Error::other("only import and export write to standard output: give a file's name"));
-        }
         let mut temporary = None;
         let sink: Box<dyn Write> = if self.is_stream() {
             Box::new(StandardOutput)

@@ -58,6 +58,8 @@ pub(crate) enum CliError {
     Rerun { path: PathBuf, source: RerunError },
     #[error("{} is the input, too: writing it would lose the recording", path.display())]
     OutputIsInput { path: PathBuf },
+    #[error("{} is written to a file, not to standard output", content.word())]
+    NoStream { content: Content },
     #[error("{}: the name says {}, and this is {}", path.display(), named.word(), content.word())]
     NamedOtherwise { path: PathBuf, named: Content, content: Content },
     #[error(transparent)]
@@ -132,6 +134,7 @@ impl CliError {
             CliError::UnknownPage { .. } => "name it .html",
             CliError::NoSuchOp { .. } => "ops are counted from 0; without --op, the map shows the peak",
             CliError::Import(error) => return import_help(error),
+            CliError::NoStream { .. } => "give the file's name; only import and export write to standard output",
             CliError::OutputIsInput { .. } => "write to another file",
             CliError::NamedOtherwise { .. } => "give it another name, or leave the ending out",
             CliError::Program { .. } => "record the job again, or repair the trace at that op",

@@ -19,12 +19,9 @@ use symmalloc_import::export::{ExportError, ExportSummary, export as export_prog
 /// Reads a recording, carries it out, and writes what happened.
 pub(crate) fn export(args: &ExportArgs) -> Result<Verdict, CliError> {
     let format = format(args);
-    let out = match args.format {
-        // Whoever says the format may call the file anything.
-        Some(_) => Destination::of_any_name(&args.output, [&args.input])?,
-        None => Destination::file(&args.output, content(format), [&args.input])?,
-    };
-    let out = out.or_stream();
+    // Whoever says the format may call the file anything.
+    let content = args.format.is_none().then(|| content(format));
+    let out = Destination::file_or_stream(&args.output, content, [&args.input])?;
     let recorded = Recorded::read(&args.input, &args.reading, &args.policy)?;
     if format == ExportFormat::Perfetto {
         return timeline::export(args, &recorded, &out);

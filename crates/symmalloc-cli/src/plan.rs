@@ -145,6 +145,8 @@ fn object(args: &PlanArgs, plan: &JobPlan<'_>) -> Value {
         "planned_ops_share": rounded(figures.planned_ops_share()),
         "waits": figures.waits,
         "online_waits": figures.online_waits,
+        "refused": figures.refused,
+        "online_refused": figures.online_refused,
         "plan": args.output.as_ref().map(|path| path.display().to_string()),
     });
     let Some(reservations) = &plan.reservations else { return object };

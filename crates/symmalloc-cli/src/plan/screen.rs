@@ -34,18 +34,18 @@ fn figures(args: &PlanArgs, plan: &JobPlan<'_>) -> String {
         if waits > 0 { format!(", {} between them a pass", counted(waits, "wait")) } else { String::new() }
     };
     line("peak live", figures.peak_live_bytes, "");
+    let refused = |refused: u64| {
+        if refused > 0 { format!("; {} refused", counted(refused, "request")) } else { String::new() }
+    };
     let planned = format!("{:.3} of it live at the peak; streams {}", figures.efficiency(), figures.streams());
-    line("planned", figures.planned_bytes, &(planned + &waits(figures.waits)));
+    line("planned", figures.planned_bytes, &(planned + &waits(figures.waits) + &refused(figures.refused)));
     let mut online = format!(
         "{:.3} over {} passes; streams {}",
         figures.online_efficiency(),
         figures.passes,
         figures.online_streams()
     );
-    online += &waits(figures.online_waits);
-    if figures.online_refused > 0 {
-        online += &format!("; {} requests refused", count(figures.online_refused));
-    }
+    online += &(waits(figures.online_waits) + &refused(figures.online_refused));
     line("online", figures.online_bytes, &online);
     let (word, bytes) = if figures.planned_bytes <= figures.online_bytes {
         ("gained", figures.online_bytes - figures.planned_bytes)

@@ -217,8 +217,9 @@ fn an_input_is_not_overwritten_and_a_name_says_what_is_in_a_file() {
     ] {
         assert_refused(&symmalloc(command, &[&job]), &[&format!("the name says {says}, and this is {is}")]);
     }
-    for command in ["chart {} -o -", "report {} -o -"] {
-        assert_eq!(symmalloc(command, &[&job]).code, Some(2));
+    assert_refused(&symmalloc("chart {} -o -", &[&job]), &["no kind of picture"]);
+    for command in ["plan {} -o -", "plan {} --reservations -", "replay {} --record -"] {
+        assert_refused(&symmalloc(command, &[&job]), &["not to standard output", "only import and export"]);
     }
     assert!(!Path::new("-").exists());
 }

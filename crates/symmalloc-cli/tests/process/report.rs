@@ -139,3 +139,15 @@ fn a_snapshot_that_begins_in_the_middle_counts_what_lived_by_then() {
     let replayed = symmalloc("replay {}", &[&snapshot]).exited(0).stdout.clone();
     assert!(replayed.contains(&wanted[1..]), "{replayed}");
 }
+
+#[test]
+fn python_frames_name_who_holds_memory() {
+    let folder = Folder::new();
+    let snapshot = recorded("../../crates/symmalloc-import/tests/fixtures/job.protocol4.pickle.gz");
+    let out = folder.path("report.html");
+    let said = symmalloc("report {} -o {} --json", &[&snapshot, &out]).json(0);
+    let holders = said["holders"].as_array().unwrap();
+    let name = holders[0]["name"].as_str().unwrap_or_else(|| panic!("the first has no name: {said}"));
+    assert!(name.starts_with("job/module_") && name.contains(" forward_"), "{name}");
+    assert!(fs::read_to_string(&out).unwrap().contains(name));
+}
