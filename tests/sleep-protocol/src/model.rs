@@ -1,0 +1,228 @@
+//! What can happen next: the steps of the ranks, and what goes wrong around them.
+
+use crate::flaw::Flaw;
+use crate::job::{COMMS_MAX, Faults, Job, RANKS_MAX};
+use crate::meeting::Meetings;
+use crate::properties;
+use crate::protocol::Actor;
+use crate::rank::{Health, Life, Rank, Side};
+use crate::step::{Comm, Op, Outcome, Step};
+use stateright::{Model, Property};
+
+/// Everything at one moment.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct State {
+    /// The ranks; those that the job does not have are dead.
+    pub ranks: [Rank; RANKS_MAX],
+    /// The collectives of each communicator.
+    pub meetings: [Meetings; COMMS_MAX],
+    /// What may still go wrong.
+    pub left: Faults,
+}
+
+/// What can happen. The first number is the rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// It takes its next step.
+    Step(usize),
+    /// The collective that it waits in is done.
+    Hear(usize),
+    /// It finds that the communicator on which it waits has ended.
+    Fail(usize),
+    /// It has waited for as long as the deadline says, and ends the communicator.
+    Deadline(usize),
+    /// The watchdog tells it that another rank is gone or has ended the communicator, and ends it here.
+    Told(usize, Comm),
+    /// NCCL comes out of a lost communicator.
+    Aborted(usize, Comm),
+    /// Its kernels do not end in time.
+    Delay(usize),
+    /// The device refuses it memory.
+    Refuse(usize),
+    /// Its program leaves out an op.
+    Skip(usize),
+    /// A communicator ends on it: the program aborts it, or NCCL fails.
+    Break(usize, Comm),
+    /// Its process ends.
+    Die(usize),
+    /// Its process stops.
+    Stop(usize),
+}
+
+impl Action {
+    /// The rank that it happens to.
+    pub fn rank(self) -> usize {
+        match self {
+            Action::Step(rank) | Action::Hear(rank) | Action::Fail(rank) | Action::Deadline(rank) => rank,
+            Action::Told(rank, _) | Action::Aborted(rank, _) | Action::Break(rank, _) => rank,
+            Action::Delay(rank)
+            | Action::Refuse(rank)
+            | Action::Skip(rank)
+            | Action::Die(rank)
+            | Action::Stop(rank) => rank,
+        }
+    }
+}
+
+impl State {
+    fn running(&self) -> impl Iterator<Item = (usize, &Rank)> {
+        self.ranks.iter().enumerate().filter(|(_, rank)| rank.life == Life::Running)
+    }
+
+    /// Whether the watchdog has something to tell about a communicator.
+    fn has_news(&self, job: &Job, comm: Comm) -> bool {
+        let is_lost = |rank: usize| self.ranks[rank].life == Life::Dead || !self.ranks[rank].sides[comm].is_ready();
+        job.members(comm).any(is_lost)
+    }
+
+    /// Grows with every action, so that nothing goes on for ever, and a state without a next action is the end of every run that
+    /// comes there. Without that the checker's *eventually* would mean little.
+    fn progress(&self, job: &Job) -> usize {
+        let Faults { deaths, stops, breaks, refusals, delays, skips } = self.left;
+        let left = usize::from(deaths + stops + breaks + refusals + delays + skips);
+        let spent = 1_000_000 * (1000 - left);
+        let health = |side: &Side| side.health as usize;
+        let rank = |(number, rank): (usize, &Rank)| {
+            let steps = 2 * place(job, number, rank) + usize::from(rank.is_waiting);
+            1000 * usize::from(rank.op) + steps + rank.sides.iter().map(health).sum::<usize>()
+        };
+        spent + self.ranks.iter().enumerate().map(rank).sum::<usize>()
+    }
+}
+
+/// How far a rank is in its op.
+fn place(job: &Job, number: usize, rank: &Rank) -> usize {
+    let of_window = |at| job.places(rank.op, number).position(|place| place == at).unwrap_or(0);
+    let is_sync = job.program.get(usize::from(rank.op)) == Some(&Op::Sync);
+    match rank.step {
+        Step::Agree(comm) if is_sync => 10 * job.comms_of(rank.op, number).position(|it| it == comm).unwrap_or(0),
+        Step::Register(comm, segment) if is_sync => {
+            10 * job.comms_of(rank.op, number).position(|it| it == comm).unwrap_or(0) + 1 + segment
+        }
+        Step::Agree(_) | Step::Done => 0,
+        Step::Quiesce | Step::Remap => 1,
+        Step::Decide => 2,
+        Step::Deregister(comm, segment) | Step::Register(comm, segment) => 3 + of_window((comm, segment)),
+        Step::Unmap => 50,
+        Step::Check => 51,
+    }
+}
+
+impl Job {
+    /// What a rank does, and what the watchdog does for it: nothing of this waits for ever.
+    fn steps(&self, state: &State, number: usize, rank: &Rank, actions: &mut Vec<Action>) {
+        if rank.is_waiting {
+            let comm = self.comm_of(rank);
+            if !rank.sides[comm].is_ready() {
+                actions.push(Action::Fail(number));
+            } else {
+                if state.meetings[comm].is_complete(number, self.members(comm)) {
+                    actions.push(Action::Hear(number));
+                }
+                if self.has_deadlines && !self.has(Flaw::NoDeadline) {
+                    actions.push(Action::Deadline(number));
+                }
+            }
+        } else if rank.step != Step::Done {
+            actions.push(Action::Step(number));
+        }
+        let comms = (0..self.comms.len()).filter(|comm| self.is_member(*comm, number) && rank.sides[*comm].is_ready());
+        actions.extend(comms.filter(|comm| state.has_news(self, *comm)).map(|comm| Action::Told(number, comm)));
+    }
+
+    /// What may go wrong with a rank, or not.
+    fn faults(&self, state: &State, number: usize, rank: &Rank, actions: &mut Vec<Action>) {
+        let lost = (0..self.comms.len()).filter(|comm| rank.sides[*comm].health == Health::Lost);
+        actions.extend(lost.map(|comm| Action::Aborted(number, comm)));
+        let Faults { deaths, stops, breaks, refusals, delays, skips } = state.left;
+        if refusals > 0 && rank.step == Step::Remap {
+            actions.push(Action::Refuse(number));
+        }
+        if delays > 0 && rank.step == Step::Quiesce && rank.ready().any(|(_, side)| side.is_busy) {
+            actions.push(Action::Delay(number));
+        }
+        if skips > 0 && rank.step != Step::Done && self.is_between_ops(rank) {
+            actions.push(Action::Skip(number));
+        }
+        if breaks > 0 {
+            actions.extend(rank.ready().map(|(comm, _)| Action::Break(number, comm)));
+        }
+        if deaths > 0 {
+            actions.push(Action::Die(number));
+        }
+        if stops > 0 {
+            actions.push(Action::Stop(number));
+        }
+    }
+}
+
+impl Model for Job {
+    type State = State;
+    type Action = Action;
+
+    fn init_states(&self) -> Vec<State> {
+        vec![self.start()]
+    }
+
+    fn actions(&self, state: &State, actions: &mut Vec<Action>) {
+        for (number, rank) in state.running() {
+            self.steps(state, number, rank, actions);
+        }
+        if !actions.is_empty() {
+            // Where nothing goes on any more, a fault would only hide that a rank waits for ever.
+            state.running().for_each(|(number, rank)| self.faults(state, number, rank, actions));
+        }
+    }
+
+    fn next_state(&self, before: &State, action: Action) -> Option<State> {
+        let mut state = before.clone();
+        match action {
+            Action::Step(rank) => Actor::new(self, &mut state, rank).step(),
+            Action::Hear(rank) => Actor::new(self, &mut state, rank).hear(),
+            Action::Fail(rank) => Actor::new(self, &mut state, rank).fail(Outcome::Broken),
+            Action::Deadline(rank) => {
+                let comm = self.comm_of(&state.ranks[rank]);
+                Actor::new(self, &mut state, rank).end(comm);
+            }
+            Action::Told(rank, comm) => Actor::new(self, &mut state, rank).end(comm),
+            Action::Aborted(rank, comm) => state.ranks[rank].sides[comm] = Side::ABORTED,
+            Action::Delay(rank) => {
+                state.left.delays -= 1;
+                Actor::new(self, &mut state, rank).delay();
+            }
+            Action::Refuse(rank) => {
+                state.left.refusals -= 1;
+                Actor::new(self, &mut state, rank).refuse();
+            }
+            Action::Skip(rank) => {
+                state.left.skips -= 1;
+                Actor::new(self, &mut state, rank).skip();
+            }
+            Action::Break(rank, comm) => {
+                state.left.breaks -= 1;
+                Actor::new(self, &mut state, rank).end(comm);
+            }
+            Action::Die(rank) => {
+                state.left.deaths -= 1;
+                state.ranks[rank] = Rank::DEAD;
+            }
+            Action::Stop(rank) => {
+                state.left.stops -= 1;
+                state.ranks[rank].life = Life::Stopped;
+            }
+        }
+        let State { ranks, meetings, .. } = &mut state;
+        for (comm, meetings) in meetings.iter_mut().enumerate() {
+            meetings.forget(|rank| ranks[rank].life != Life::Running || !ranks[rank].sides[comm].is_ready());
+        }
+        assert!(
+            self.flaw.is_some() || state.progress(self) > before.progress(self),
+            "{action:?} leads nowhere: {before:?}"
+        );
+        Some(state)
+    }
+
+    fn properties(&self) -> Vec<Property<Self>> {
+        properties::all()
+    }
+}

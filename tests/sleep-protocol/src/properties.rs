@@ -1,0 +1,216 @@
+//! What must hold: always, in the end, or at least in some run.
+//!
+//! *Sometimes* is the guard against a model in which nothing happens: what is always true of a job that never wakes is worth nothing.
+
+use crate::job::{Faults, Job};
+use crate::model::State;
+use crate::rank::{Health, Life, Rank, Side};
+use crate::step::{Outcome, Phase, Step};
+use stateright::Property;
+
+/// A window that NCCL may use is on the memory that lies behind the pool's addresses now.
+pub const MAPPED: &str = "no window outlives its memory";
+/// While a kernel runs on windows, every rank of its communicator that lives has the memory that it was registered with.
+pub const USED: &str = "no kernel uses memory that is gone";
+/// Ranks that meet in a communicator are in the same collective, of the same segment.
+pub const MET: &str = "no rank registers what another does not";
+/// A communicator that two ranks can use has the same windows on both, once both are through with the same ops.
+pub const EQUAL: &str = "the ranks have the same windows between ops";
+/// The windows of a communicator go from the first segment on, and come from the first segment on.
+pub const ORDER: &str = "windows come and go in log order";
+/// A rank that says that it cannot wake is heard by every other one before that one is awake.
+pub const ALONE: &str = "no rank is awake while another one says that it cannot";
+/// Ranks that are through with the same ops and can still talk about it are awake together, or asleep together, or have just
+/// heard the same error.
+pub const TOGETHER: &str = "no rank goes on alone";
+/// When a sleep has ended well on one rank, no rank has a window: NCCL holds memory until all ranks have deregistered it.
+pub const BACK: &str = "memory is back on the device when a sleep has ended well";
+/// Between ops a pool has its memory and all windows of a communicator or none; or no memory and no window; or has failed.
+pub const WHOLE: &str = "a pool is awake, asleep or failed, and nothing between";
+/// When a wake has ended well, a communicator that it lost on one rank has ended on all.
+pub const LOST: &str = "what a wake lost on one rank it lost on all";
+/// Whatever broke in the ops before: after a sleep and a wake over a new communicator that does not break, all ranks are awake.
+pub const HEALS: &str = "what broke heals over a new communicator";
+/// Every rank that runs comes to the end of its program.
+pub const ENDS: &str = "every op ends";
+
+/// All ranks are awake with new memory and windows on all communicators.
+pub const IN_PLACE: &str = "all wake in place";
+/// A device refuses memory, and all ranks wake in the end.
+pub const RETRIED: &str = "a refused wake works at another try";
+/// A communicator dies, and all ranks wake with the other one.
+pub const FEWER: &str = "a pool wakes without a communicator that died";
+/// A wake breaks, and one rank is awake and another asleep.
+pub const SPLIT: &str = "a broken wake ends well on one rank and not on another";
+/// A rank cannot give its memory back, because a lost communicator holds it.
+pub const FAILED: &str = "a pool fails";
+
+/// All properties that must never be broken.
+pub const KEPT: [&str; 12] = [MAPPED, USED, MET, EQUAL, ORDER, ALONE, TOGETHER, BACK, WHOLE, LOST, HEALS, ENDS];
+
+/// All properties.
+pub fn all() -> Vec<Property<Job>> {
+    vec![
+        Property::always(MAPPED, |_, state| living(state).all(windows_are_mapped)),
+        Property::always(USED, memory_in_use_is_there),
+        Property::always(MET, ranks_meet_in_one_collective),
+        Property::always(EQUAL, |job, state| pairs(job, state).all(|(one, other)| windows_are_equal(job, one, other))),
+        Property::always(ORDER, |job, state| living(state).all(|rank| windows_are_in_order(job, rank))),
+        Property::always(ALONE, |job, state| {
+            !(living(state).any(is_awake) && living(state).any(|rank| says_that_it_cannot(job, rank)))
+        }),
+        Property::always(TOGETHER, |job, state| pairs(job, state).all(|(one, other)| are_together(job, one, other))),
+        Property::always(BACK, |job, state| {
+            !living(state).any(|rank| has_slept_well(job, rank)) || living(state).all(has_no_window)
+        }),
+        Property::always(WHOLE, |job, state| {
+            living(state).all(|rank| !job.is_between_ops(rank) || is_whole(job, rank))
+        }),
+        Property::always(LOST, |job, state| {
+            pairs(job, state).all(|(one, other)| what_is_lost_is_lost(job, one, other))
+        }),
+        Property::always(HEALS, |job, state| !should_be_healed(job, state) || are_all_awake(job, state, &[1])),
+        // Once this is so it stays so, and no run comes to a state twice (`State::progress`): the checker's answer is exact.
+        Property::eventually(ENDS, |_, state| running(state).all(|rank| rank.step == Step::Done)),
+        Property::sometimes(IN_PLACE, |job, state| are_all_awake(job, state, &[0, 1])),
+        Property::sometimes(RETRIED, |job: &Job, state: &State| {
+            state.left.refusals < job.faults.refusals && are_all_awake(job, state, &[0, 1])
+        }),
+        Property::sometimes(FEWER, |job, state| {
+            are_all_awake_without(job, state, 0) || are_all_awake_without(job, state, 1)
+        }),
+        Property::sometimes(SPLIT, |job, state| {
+            pairs(job, state).any(|(one, other)| {
+                (one.phase, one.last, other.phase) == (Phase::Awake, Outcome::Done, Phase::Awake)
+                    && other.last == Outcome::Broken
+            })
+        }),
+        Property::sometimes(FAILED, |_, state| living(state).any(|rank| rank.phase == Phase::Failed)),
+    ]
+}
+
+/// Ranks whose process is there, stopped or not: a kernel of theirs may run.
+fn living(state: &State) -> impl Iterator<Item = &Rank> {
+    state.ranks.iter().filter(|rank| rank.life != Life::Dead)
+}
+
+fn running(state: &State) -> impl Iterator<Item = &Rank> {
+    state.ranks.iter().filter(|rank| rank.life == Life::Running)
+}
+
+/// Two ranks that are through with the same ops and not in the middle of another one, in both orders.
+fn pairs<'a>(job: &'a Job, state: &'a State) -> impl Iterator<Item = (&'a Rank, &'a Rank)> {
+    let between = || state.ranks.iter().filter(|rank| job.is_between_ops(rank));
+    between().flat_map(move |one| between().map(move |other| (one, other))).filter(|(one, other)| one.op == other.op)
+}
+
+fn windows_are_mapped(rank: &Rank) -> bool {
+    let held = rank.sides.iter().filter(|side| side.health != Health::Aborted);
+    held.flat_map(|side| side.windows).all(|window| window == 0 || window == rank.memory)
+}
+
+fn memory_in_use_is_there(job: &Job, state: &State) -> bool {
+    living(state).all(|rank| {
+        let busy = rank.sides.iter().enumerate().filter(|(_, side)| side.is_busy);
+        busy.into_iter().all(|(comm, side)| {
+            let others = job.members(comm).map(|member| &state.ranks[member]).filter(|it| it.life != Life::Dead);
+            others.into_iter().all(|other| other.memory == side.windows[0])
+        })
+    })
+}
+
+fn ranks_meet_in_one_collective(job: &Job, state: &State) -> bool {
+    (0..job.comms.len()).all(|comm| {
+        let can_talk = |rank: &usize| state.ranks[*rank].sides[comm].is_ready();
+        state.meetings[comm].iter().all(|meeting| meeting.is_one_collective(job.members(comm).filter(can_talk)))
+    })
+}
+
+fn windows_are_equal(job: &Job, one: &Rank, other: &Rank) -> bool {
+    (0..job.comms.len()).all(|comm| {
+        let (one, other) = (one.sides[comm], other.sides[comm]);
+        !one.is_ready() || !other.is_ready() || one.windows == other.windows
+    })
+}
+
+fn windows_are_in_order(job: &Job, rank: &Rank) -> bool {
+    rank.ready().all(|(_, side)| {
+        let has_window = |segment: usize| side.windows[segment] != 0;
+        (1..job.segments).all(|segment| match rank.step {
+            Step::Deregister(..) | Step::Unmap => has_window(segment) || !has_window(segment - 1),
+            _ => has_window(segment - 1) || !has_window(segment),
+        })
+    })
+}
+
+fn is_awake(rank: &Rank) -> bool {
+    rank.phase == Phase::Awake
+}
+
+fn says_that_it_cannot(job: &Job, rank: &Rank) -> bool {
+    let says = rank.step == Step::Decide && rank.is_waiting && !rank.could;
+    let said = job.is_between_ops(rank) && rank.last == Outcome::Refused { mine: true };
+    rank.phase == Phase::Asleep && (says || said)
+}
+
+fn are_together(job: &Job, one: &Rank, other: &Rank) -> bool {
+    let is_used = |comm: usize| job.comms[comm].from_op < one.op;
+    let can_talk = |comm: usize| one.sides[comm].is_ready() && other.sides[comm].is_ready();
+    let are_apart = (one.phase, other.phase) == (Phase::Awake, Phase::Asleep);
+    let is_told = |rank: &Rank| matches!(rank.last, Outcome::Differ | Outcome::Refused { .. });
+    !are_apart || (is_told(one) && is_told(other)) || !(0..job.comms.len()).any(|comm| is_used(comm) && can_talk(comm))
+}
+
+fn has_slept_well(job: &Job, rank: &Rank) -> bool {
+    job.is_between_ops(rank) && (rank.phase, rank.last) == (Phase::Asleep, Outcome::Done)
+}
+
+fn has_no_window(rank: &Rank) -> bool {
+    rank.sides.iter().all(|side| !side.holds_memory())
+}
+
+fn is_whole(job: &Job, rank: &Rank) -> bool {
+    let windows = |side: &Side| side.windows[..job.segments].iter().filter(|window| **window != 0).count();
+    match rank.phase {
+        Phase::Awake => rank.memory != 0 && rank.ready().all(|(_, side)| [0, job.segments].contains(&windows(side))),
+        Phase::Asleep => rank.memory == 0 && has_no_window(rank),
+        Phase::Failed => rank.memory != 0 && rank.ready().all(|(_, side)| windows(side) == 0),
+    }
+}
+
+fn what_is_lost_is_lost(job: &Job, one: &Rank, other: &Rank) -> bool {
+    let are_well = one.last == Outcome::Done && other.last == Outcome::Done;
+    !are_well || (0..job.comms.len()).all(|comm| one.lost & 1 << comm == 0 || !other.sides[comm].is_ready())
+}
+
+fn is_registered(job: &Job, rank: &Rank, comm: usize) -> bool {
+    let side = rank.sides[comm];
+    side.is_ready() && rank.memory > 1 && side.windows[..job.segments].iter().all(|window| *window == rank.memory)
+}
+
+/// Whether all ranks of the job are through with it and awake, with new memory and windows on these of its communicators.
+fn are_all_awake(job: &Job, state: &State, comms: &[usize]) -> bool {
+    state.ranks[..job.ranks].iter().enumerate().all(|(number, rank)| {
+        let comms = comms.iter().filter(|comm| **comm < job.comms.len());
+        let mut comms = comms.filter(|comm| job.is_member(**comm, number));
+        rank.life == Life::Running
+            && (rank.step, rank.phase, rank.last) == (Step::Done, Phase::Awake, Outcome::Done)
+            && comms.all(|comm| is_registered(job, rank, *comm))
+    })
+}
+
+/// As [`are_all_awake`], with the other communicator than this one, which has ended on all ranks.
+fn are_all_awake_without(job: &Job, state: &State, comm: usize) -> bool {
+    let is_there = comm < job.comms.len();
+    is_there && running(state).all(|rank| !rank.sides[comm].is_ready()) && are_all_awake(job, state, &[1 - comm])
+}
+
+/// Whether the program has ended on all ranks, its second communicator is new and did not break, and no rank was short of memory
+/// or time.
+fn should_be_healed(job: &Job, state: &State) -> bool {
+    let is_new = job.comms.get(1).is_some_and(|comm| comm.from_op > 0) && !job.has_lost;
+    let left = |faults: &Faults| (faults.refusals, faults.delays, faults.skips);
+    let were_able = left(&state.left) == left(&job.faults);
+    let is_through = |rank: &Rank| rank.life == Life::Running && rank.step == Step::Done && rank.sides[1].is_ready();
+    is_new && were_able && state.ranks[..job.ranks].iter().all(is_through)
+}

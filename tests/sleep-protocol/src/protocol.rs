@@ -1,0 +1,341 @@
+//! What a rank does in each step. The rules for failures are few:
+//!
+//! 1. Before [`Step::Decide`] is heard nothing was done that other ranks see. A rank that does not hear it does not go on: a sleep
+//!    leaves the pool awake, a wake gives the memory back and leaves it asleep.
+//! 2. After it, a sleep goes through with or without the others, and a wake keeps its memory whatever happens: another rank may be awake already.
+//! 3. A rank that leaves an op while others may go on with it ends the communicators on which they would miss it: all of the op
+//!    where it has said yes and does not hear the decision of a sleep; those that it has not come to where a wake breaks after
+//!    its decision. Then no other rank uses windows that have no counterpart, and none waits for it.
+//! 4. A communicator other than the one that the ranks agree over takes nothing else along: the wake goes on without it, on all ranks.
+
+use crate::flaw::Flaw;
+use crate::job::Job;
+use crate::meeting::Call;
+use crate::model::State;
+use crate::rank::{Health, Rank, Side};
+use crate::step::{Comm, Op, Outcome, Phase, Segment, Step};
+
+/// A rank that acts.
+pub struct Actor<'a> {
+    job: &'a Job,
+    state: &'a mut State,
+    number: usize,
+}
+
+impl<'a> Actor<'a> {
+    /// The rank with this number.
+    pub fn new(job: &'a Job, state: &'a mut State, number: usize) -> Self {
+        Actor { job, state, number }
+    }
+
+    fn rank(&mut self) -> &mut Rank {
+        &mut self.state.ranks[self.number]
+    }
+
+    fn op(&self) -> Op {
+        self.job.program[self.state.ranks[self.number].op as usize]
+    }
+
+    fn over(&self) -> Comm {
+        self.job.over(self.state.ranks[self.number].op)
+    }
+
+    fn is_ready(&self, comm: Comm) -> bool {
+        self.state.ranks[self.number].sides[comm].is_ready()
+    }
+
+    /// Takes the step: does what concerns this rank alone, or comes to the collective.
+    pub fn step(&mut self) {
+        let Rank { op, step, phase, memory, could, .. } = *self.rank();
+        match step {
+            Step::Agree(comm) => {
+                let windows = if self.op() == Op::Sync { self.rank().sides[comm].window_bits() } else { 0 };
+                self.rank().lost = 0;
+                self.come(comm, Call::Agree { op, phase, windows });
+            }
+            Step::Quiesce => {
+                let is_lost = |side: &Side| side.health == Health::Lost && side.holds_memory();
+                self.rank().could = !self.rank().sides.iter().any(is_lost);
+                self.rank().sides.iter_mut().filter(|side| side.is_ready()).for_each(|side| side.is_busy = false);
+                self.rank().step = Step::Decide;
+                if self.job.has(Flaw::SleepUnasked) {
+                    self.deregister_next();
+                }
+            }
+            Step::Remap => {
+                self.rank().memory = op + 1;
+                self.rank().could = true;
+                self.rank().step = Step::Decide;
+                if self.job.has(Flaw::WakeUnasked) {
+                    self.register_after(None);
+                }
+            }
+            Step::Decide => self.come(self.over(), Call::Decide { could }),
+            Step::Deregister(comm, segment) => {
+                if self.is_ready(comm) {
+                    self.rank().sides[comm].windows[segment] = 0;
+                }
+                self.deregister_next();
+            }
+            Step::Unmap => {
+                let is_held = |side: &Side| side.health == Health::Lost && side.holds_memory();
+                if self.rank().sides.iter().any(is_held) && !self.job.has(Flaw::UnmapUnderLost) {
+                    self.rank().phase = Phase::Failed;
+                    self.rank().step = Step::Check;
+                } else {
+                    self.rank().memory = 0;
+                    if self.job.has(Flaw::UnmapFirst) { self.deregister_next() } else { self.asleep() }
+                }
+            }
+            Step::Register(comm, segment) => {
+                debug_assert!(memory != 0 || self.job.flaw.is_some(), "only what is mapped is registered");
+                self.come(comm, Call::Register { segment });
+            }
+            Step::Check => {
+                let lost = self.rank().lost;
+                self.come(self.over(), Call::Check { lost, failed: phase == Phase::Failed });
+            }
+            Step::Done => {}
+        }
+    }
+
+    /// Comes to a collective, or finds that it cannot.
+    fn come(&mut self, comm: Comm, call: Call) {
+        if self.is_ready(comm) {
+            self.state.meetings[comm].come(self.number, call);
+            self.rank().is_waiting = true;
+        } else {
+            self.fail(Outcome::Gone);
+        }
+    }
+
+    /// Leaves out the op that comes next.
+    pub fn skip(&mut self) {
+        let last = self.rank().last;
+        self.finish(last);
+    }
+
+    /// Kernels do not end within the deadline, and this rank says so.
+    pub fn delay(&mut self) {
+        self.rank().could = false;
+        self.rank().step = Step::Decide;
+    }
+
+    /// The device refuses memory, and this rank says so.
+    pub fn refuse(&mut self) {
+        self.rank().could = self.job.has(Flaw::WakeUntold);
+        self.rank().step = Step::Decide;
+        if self.job.has(Flaw::WakeUnasked) {
+            self.finish(Outcome::Refused { mine: true });
+        }
+    }
+
+    /// All have come to the collective in which this rank waits, and it hears what they say.
+    pub fn hear(&mut self) {
+        let rank = *self.rank();
+        let comm = self.job.comm_of(&rank);
+        let calls: Vec<Call> = self.state.meetings[comm].hear(self.number).collect();
+        self.rank().is_waiting = false;
+        match (rank.step, self.op()) {
+            (Step::Agree(_), Op::Sync) if calls.iter().any(|call| *call != calls[0]) => {
+                self.sync_next(comm, Outcome::Differ);
+            }
+            (Step::Agree(_), Op::Sync) if rank.phase == Phase::Awake => self.sync_after(comm, None),
+            (Step::Agree(_), Op::Sync) => self.sync_next(comm, Outcome::Done),
+            (Step::Agree(_), op) => self.agreed(op, &calls),
+            (Step::Decide, op) => self.decided(op, calls.iter().all(|call| *call == Call::Decide { could: true })),
+            (Step::Register(comm, segment), op) => {
+                self.rank().sides[comm].windows[segment] = rank.memory;
+                match op {
+                    Op::Sync => self.sync_after(comm, Some(segment)),
+                    _ => self.register_after(Some((comm, segment))),
+                }
+            }
+            (Step::Check, Op::Sleep(_)) => {
+                let has_failed = calls.iter().any(|call| matches!(call, Call::Check { failed: true, .. }));
+                self.finish(if has_failed { Outcome::Held } else { Outcome::Done });
+            }
+            (Step::Check, _) => self.woken(&calls),
+            (step, _) => unreachable!("{step:?} is no collective"),
+        }
+    }
+
+    /// In a sleep or wake, the ranks have said which op they are in and what the pool is on them.
+    fn agreed(&mut self, called: Op, calls: &[Call]) {
+        let number = self.rank().op;
+        let is_same = |call: &Call| matches!(call, Call::Agree { op, .. } if *op == number);
+        let all_are =
+            |wanted: Phase| calls.iter().all(|call| matches!(call, Call::Agree { phase, .. } if *phase == wanted));
+        let (are_awake, are_asleep) = (all_are(Phase::Awake), all_are(Phase::Asleep));
+        match called {
+            _ if !calls.iter().all(is_same) && !self.job.has(Flaw::OpsUncompared) => self.finish(Outcome::Differ),
+            Op::Sleep(_) if are_asleep => self.finish(Outcome::Done),
+            Op::Sleep(_) if !are_awake && self.job.has(Flaw::SleepOnce) => self.finish(Outcome::Differ),
+            // Where some ranks sleep already, this is how they all come to be asleep.
+            Op::Sleep(_) => self.rank().step = Step::Quiesce,
+            _ if are_awake => self.finish(Outcome::Done),
+            _ if are_asleep => self.rank().step = Step::Remap,
+            _ => self.finish(Outcome::Differ),
+        }
+    }
+
+    /// The ranks have said whether they could.
+    fn decided(&mut self, called: Op, could_all: bool) {
+        let Rank { could, memory, .. } = *self.rank();
+        let has_lied = memory == 0 && self.job.has(Flaw::WakeUntold);
+        match called {
+            Op::Sleep(_) if could_all => self.deregister_next(),
+            Op::Sleep(_) => self.finish(Outcome::Refused { mine: !could }),
+            _ if has_lied => self.finish(Outcome::Refused { mine: true }),
+            _ if could_all => self.register_after(None),
+            _ if could && self.job.has(Flaw::WakeAlone) => self.awake(Outcome::Done),
+            _ => {
+                self.rank().memory = if self.job.has(Flaw::KeepMemory) { memory } else { 0 };
+                self.finish(Outcome::Refused { mine: !could });
+            }
+        }
+    }
+
+    /// The ranks have said which communicators they lost while they registered: what one lost is lost.
+    fn woken(&mut self, calls: &[Call]) {
+        let bits = |call: &Call| if let Call::Check { lost, .. } = call { *lost } else { 0 };
+        let told = calls.iter().map(bits).fold(0, |all, lost| all | lost);
+        let lost = if self.job.has(Flaw::LoseUntold) { self.rank().lost } else { told };
+        self.rank().lost = told;
+        (0..self.job.comms.len()).filter(|comm| lost & 1 << comm != 0).for_each(|comm| self.end(comm));
+        self.awake(Outcome::Done);
+    }
+
+    /// The communicator of the collective has ended: while this rank waited in it, or before it came.
+    pub fn fail(&mut self, outcome: Outcome) {
+        let (Rank { step, could, .. }, is_wake) = (*self.rank(), matches!(self.op(), Op::Wake(_)));
+        self.rank().is_waiting = false;
+        match step {
+            Step::Agree(comm) | Step::Register(comm, _) if self.op() == Op::Sync => self.sync_next(comm, outcome),
+            Step::Decide if self.job.has(Flaw::GoOn) && is_wake => self.register_after(None),
+            Step::Decide if self.job.has(Flaw::GoOn) => self.deregister_next(),
+            Step::Decide if is_wake => {
+                self.rank().memory = 0;
+                self.finish(Outcome::Broken);
+            }
+            Step::Decide => {
+                // Only where this rank has said yes may others go to sleep.
+                let may_sleep = could && outcome == Outcome::Broken;
+                if may_sleep && !self.job.has(Flaw::KeepCommunicators) {
+                    self.end_all();
+                }
+                self.finish(Outcome::Broken);
+            }
+            Step::Register(comm, _) if comm != self.over() => {
+                self.rank().lost |= 1 << comm;
+                self.register_after(Some((comm, self.job.segments - 1)));
+            }
+            Step::Register(..) | Step::Check if is_wake && self.job.has(Flaw::UnmapLate) => {
+                self.end_all();
+                self.rank().memory = 0;
+                self.finish(Outcome::Broken);
+            }
+            Step::Register(..) => {
+                if !self.job.has(Flaw::LeaveUnregistered) {
+                    self.end_all();
+                }
+                self.awake(Outcome::Broken);
+            }
+            Step::Check if is_wake => self.awake(Outcome::Broken),
+            Step::Check => self.finish(Outcome::Broken),
+            _ => self.finish(outcome),
+        }
+    }
+
+    /// The next window that a sleep takes away; after the last one the memory can go.
+    fn deregister_next(&mut self) {
+        let rank = *self.rank();
+        let has_window = |(comm, segment): &(Comm, Segment)| {
+            rank.sides[*comm].is_ready() && rank.sides[*comm].windows[*segment] != 0
+        };
+        let windows = self.job.places(rank.op, self.number).filter(has_window);
+        let next = match self.job.flaw {
+            Some(Flaw::KeepWindows) => None,
+            Some(Flaw::UnmapFirst) if rank.memory != 0 => None,
+            Some(Flaw::OtherOrder) if self.number == 1 => windows.last(),
+            _ => windows.into_iter().next(),
+        };
+        match next {
+            Some((comm, segment)) => self.rank().step = Step::Deregister(comm, segment),
+            None if rank.memory == 0 && self.job.has(Flaw::UnmapFirst) => self.asleep(),
+            None => self.rank().step = Step::Unmap,
+        }
+    }
+
+    /// The next window of a wake after this one, or after none; after the last one the ranks check.
+    fn register_after(&mut self, last: Option<(Comm, Segment)>) {
+        let op = self.rank().op;
+        let mut places = self.job.places(op, self.number);
+        if let Some(last) = last {
+            places.find(|place| *place == last);
+        }
+        let next = places.next();
+        self.rank().step = next.map_or(Step::Check, |(comm, segment)| Step::Register(comm, segment));
+    }
+
+    /// The next window of a sync on this communicator, or the next communicator.
+    fn sync_after(&mut self, comm: Comm, last: Option<Segment>) {
+        let windows = self.rank().sides[comm].windows;
+        let mut missing = (last.map_or(0, |last| last + 1)..self.job.segments).filter(|segment| windows[*segment] == 0);
+        match missing.next() {
+            Some(segment) => self.rank().step = Step::Register(comm, segment),
+            None => self.sync_next(comm, Outcome::Done),
+        }
+    }
+
+    /// A sync goes on with its next communicator, whatever became of this one.
+    fn sync_next(&mut self, comm: Comm, outcome: Outcome) {
+        let op = self.rank().op;
+        let next = self.job.comms_of(op, self.number).skip_while(|other| *other != comm).nth(1);
+        match next {
+            Some(next) => self.rank().step = Step::Agree(next),
+            None => self.finish(outcome),
+        }
+    }
+
+    /// Ends a communicator on this rank: a deadline passed, the watchdog or the program says so, or another op of this rank's broke.
+    pub fn end(&mut self, comm: Comm) {
+        let has_lost = self.job.has_lost;
+        let side = &mut self.rank().sides[comm];
+        if !side.is_ready() {
+            return;
+        }
+        if has_lost && side.holds_memory() { side.health = Health::Lost } else { *side = Side::ABORTED }
+    }
+
+    fn end_all(&mut self) {
+        let op = self.rank().op;
+        self.job.comms_of(op, self.number).collect::<Vec<_>>().into_iter().for_each(|comm| self.end(comm));
+    }
+
+    fn asleep(&mut self) {
+        self.rank().phase = Phase::Asleep;
+        self.rank().step = Step::Check;
+        if self.job.has(Flaw::SleepUnchecked) {
+            self.finish(Outcome::Done);
+        }
+    }
+
+    fn awake(&mut self, outcome: Outcome) {
+        self.rank().phase = Phase::Awake;
+        self.finish(outcome);
+    }
+
+    /// The op is over, and the program goes on: with kernels on all windows, where the pool is awake.
+    fn finish(&mut self, outcome: Outcome) {
+        let (segments, op) = (self.job.segments, self.rank().op + 1);
+        let step = self.job.first_step(op, self.number);
+        let rank = self.rank();
+        *rank = Rank { last: outcome, op, step, could: false, ..*rank };
+        if rank.phase == Phase::Awake {
+            for side in rank.sides.iter_mut().filter(|side| side.is_ready()) {
+                side.is_busy |= side.windows[..segments].iter().all(|generation| *generation != 0);
+            }
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! Every flaw is found, by the property that it stands beside, and every property finds one. `-- --nocapture` shows how.
+
+use sleep_protocol::properties::{
+    ALONE, BACK, ENDS, EQUAL, HEALS, KEPT, LOST, MAPPED, MET, ORDER, TOGETHER, USED, WHOLE,
+};
+use sleep_protocol::{Faults, Flaw, Job, Op, story};
+use stateright::{Checker, HasDiscoveries, Model};
+use std::collections::BTreeSet;
+
+const ONCE: Faults = Faults { deaths: 1, stops: 1, breaks: 1, refusals: 1, delays: 1, skips: 1 };
+
+const CYCLE: [Op; 2] = [Op::Sleep(0), Op::Wake(0)];
+const HEAL: [Op; 4] = [Op::Sleep(0), Op::Wake(0), Op::Sleep(1), Op::Wake(1)];
+
+/// What is wrong, which property must notice, and in which job.
+fn flaws() -> Vec<(Flaw, &'static str, Job)> {
+    let two = |program: &[Op]| Job::new(2, 2, program).with_faults(ONCE);
+    let two_communicators = || two(&CYCLE).with_communicator(2, 0);
+    // Where no process stops and no program differs, nothing may depend on a deadline.
+    let undelayed = || two_communicators().with_faults(Faults { stops: 0, skips: 0, ..ONCE }).without_deadlines();
+    vec![
+        (Flaw::UnmapFirst, MAPPED, two(&CYCLE)),
+        (Flaw::KeepWindows, MAPPED, two(&CYCLE)),
+        (Flaw::UnmapUnderLost, MAPPED, two(&CYCLE).with_lost()),
+        (Flaw::SleepUnasked, USED, two(&CYCLE)),
+        (Flaw::GoOn, USED, two_communicators()),
+        (Flaw::KeepCommunicators, USED, two_communicators()),
+        (Flaw::UnmapLate, USED, two_communicators()),
+        (Flaw::OtherOrder, ORDER, two(&CYCLE)),
+        (Flaw::OpsUncompared, MET, two(&[Op::Sleep(0), Op::Wake(0), Op::Sync])),
+        (Flaw::KeepCommunicators, TOGETHER, two_communicators()),
+        (Flaw::WakeUnasked, MET, two(&[Op::Sleep(0), Op::Wake(0), Op::Sync])),
+        (Flaw::SleepUnchecked, BACK, two(&CYCLE)),
+        (Flaw::GoOn, ALONE, two(&CYCLE)),
+        (Flaw::WakeUntold, ALONE, two(&CYCLE)),
+        (Flaw::WakeAlone, ALONE, two(&CYCLE)),
+        (Flaw::KeepMemory, WHOLE, two(&CYCLE)),
+        (Flaw::LoseUntold, LOST, two_communicators()),
+        (Flaw::KeepCommunicators, EQUAL, two_communicators()),
+        (Flaw::SleepOnce, HEALS, two(&HEAL).with_communicator(2, 2)),
+        (Flaw::NoDeadline, ENDS, two(&CYCLE)),
+        (Flaw::AgreedLast, ENDS, undelayed()),
+        (Flaw::LeaveUnregistered, ENDS, undelayed()),
+    ]
+}
+
+#[test]
+fn every_flaw_is_found() {
+    for (flaw, property, job) in flaws() {
+        let until = HasDiscoveries::AnyOf([property].into());
+        let checker = job.with_flaw(flaw).checker().finish_when(until).spawn_bfs().join();
+        let run = checker.discovery(property);
+        let Some(run) = run else { panic!("{flaw:?} breaks nothing that \"{property}\" would notice") };
+        println!("{flaw:?}: not so: {property}\n{}", story(run));
+    }
+}
+
+/// What the flaws are found in is sound without them.
+#[test]
+fn without_a_flaw_the_same_jobs_are_sound() {
+    for (flaw, _, job) in flaws() {
+        let found = job.checker().spawn_dfs().join().discoveries();
+        let broken: Vec<&str> = KEPT.into_iter().filter(|name| found.contains_key(name)).collect();
+        assert!(broken.is_empty(), "the job for {flaw:?}: not so: {broken:?}");
+    }
+}
+
+#[test]
+fn every_property_finds_a_flaw() {
+    let finding: BTreeSet<&str> = flaws().iter().map(|(_, property, _)| *property).collect();
+    assert_eq!(finding, KEPT.into());
+}

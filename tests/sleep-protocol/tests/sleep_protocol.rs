@@ -1,0 +1,122 @@
+//! The protocol keeps its promises in every run of these jobs. Numbers of states are pinned: a fault or a step that drops out of
+//! the model would make them smaller, and every check easier. `-- --nocapture` shows how long each takes;
+//! `docs/sleep-protocol.md` has the table.
+
+use Op::{Sleep, Sync, Wake};
+use sleep_protocol::properties::{FAILED, FEWER, IN_PLACE, KEPT, RETRIED, SPLIT};
+use sleep_protocol::{Faults, Job, Op, story};
+use stateright::{Checker, Model};
+use std::time::Instant;
+
+/// Everything goes wrong once.
+const ONCE: Faults = Faults { deaths: 1, stops: 1, breaks: 1, refusals: 1, delays: 1, skips: 1 };
+/// What needs no deadline to be noticed.
+const NOTICED: Faults = Faults { stops: 0, skips: 0, ..ONCE };
+
+const CYCLE: [Op; 2] = [Sleep(0), Wake(0)];
+/// The last wake does something only where the one before was refused.
+const AGAIN: [Op; 4] = [Sync, Sleep(0), Wake(0), Wake(0)];
+/// Once more over a communicator that is connected after the first wake.
+const HEAL: [Op; 6] = [Sync, Sleep(0), Wake(0), Sleep(1), Wake(1), Sync];
+
+/// Sees all states of a job. It keeps what it must, has so many states, and in some runs this is so.
+fn check(job: Job, threads: usize, states: usize, seen: &[&str]) {
+    let begun = Instant::now();
+    let checker = job.checker().threads(threads).spawn_dfs().join();
+    let found = checker.discoveries();
+    for name in KEPT {
+        let run = found.get(name).cloned().map(story);
+        assert!(run.is_none(), "not so: {name}\n{}", run.unwrap_or_default());
+    }
+    let seconds = begun.elapsed().as_secs_f64();
+    println!("{} states, {} actions at most, {seconds:.1} s", checker.unique_state_count(), checker.max_depth() - 1);
+    for name in seen {
+        assert!(found.contains_key(name), "never so: {name}");
+    }
+    assert_eq!(
+        checker.unique_state_count(),
+        states,
+        "the model has other states: update the table in docs/sleep-protocol.md"
+    );
+}
+
+/// Jobs that take minutes.
+fn is_night() -> bool {
+    std::env::var_os("SYMMALLOC_NIGHT").is_some()
+}
+
+#[test]
+fn two_ranks_with_two_communicators() {
+    let job = Job::new(2, 2, &AGAIN).with_communicator(2, 0).with_faults(ONCE);
+    check(job, 1, 142_111, &[IN_PLACE, RETRIED, FEWER, SPLIT]);
+}
+
+#[test]
+fn two_ranks_and_communicators_that_are_lost() {
+    let job = Job::new(2, 2, &CYCLE).with_communicator(2, 0).with_faults(ONCE).with_lost();
+    check(job, 1, 186_059, &[IN_PLACE, FEWER, FAILED]);
+}
+
+#[test]
+fn two_ranks_that_go_on_over_a_new_communicator() {
+    let job = Job::new(2, 2, &HEAL).with_communicator(2, 3).with_faults(ONCE);
+    check(job, 1, 564_932, &[IN_PLACE, RETRIED, FEWER, SPLIT]);
+}
+
+#[test]
+fn two_ranks_that_wake_on_a_communicator_that_came_while_they_slept() {
+    let job = Job::new(2, 2, &[Sleep(0), Wake(1)]).with_communicator(2, 1).with_faults(ONCE).with_lost();
+    check(job, 1, 110_446, &[IN_PLACE, FEWER]);
+}
+
+#[test]
+fn three_ranks() {
+    check(Job::new(3, 2, &AGAIN).with_faults(ONCE), 1, 878_787, &[IN_PLACE, RETRIED, SPLIT]);
+}
+
+#[test]
+fn three_ranks_of_which_two_have_a_communicator_of_their_own() {
+    let job = Job::new(3, 2, &CYCLE).with_communicator(2, 0).with_faults(ONCE);
+    check(job, 1, 691_298, &[IN_PLACE, FEWER, SPLIT]);
+}
+
+#[test]
+fn no_op_needs_a_deadline_where_no_process_stops() {
+    let two = Job::new(2, 2, &AGAIN).with_communicator(2, 0).with_faults(Faults { breaks: 2, ..NOTICED }).with_lost();
+    check(two.without_deadlines(), 1, 185_404, &[IN_PLACE, RETRIED, FEWER]);
+    let three = Job::new(3, 2, &AGAIN).with_communicator(3, 0).with_faults(NOTICED);
+    check(three.without_deadlines(), 1, 383_645, &[IN_PLACE, RETRIED, FEWER]);
+}
+
+#[test]
+fn by_night_two_ranks_and_everything_goes_wrong_twice() {
+    if is_night() {
+        let twice = Faults { deaths: 1, stops: 1, breaks: 2, refusals: 2, delays: 2, skips: 1 };
+        let job = Job::new(2, 2, &HEAL).with_communicator(2, 3).with_faults(twice).with_lost();
+        check(job, 2, 5_306_129, &[IN_PLACE, RETRIED, FEWER, SPLIT, FAILED]);
+    }
+}
+
+#[test]
+fn by_night_three_ranks_that_go_on_over_a_new_communicator() {
+    if is_night() {
+        let job = Job::new(3, 1, &[Sleep(0), Wake(0), Sleep(1), Wake(1)]).with_communicator(3, 2).with_faults(ONCE);
+        check(job, 2, 16_318_141, &[IN_PLACE, RETRIED, FEWER, SPLIT]);
+    }
+}
+
+#[test]
+fn by_night_three_ranks_with_two_communicators() {
+    if is_night() {
+        let job = Job::new(3, 2, &AGAIN).with_communicator(3, 0).with_faults(Faults { skips: 0, ..ONCE });
+        check(job, 2, 5_357_856, &[IN_PLACE, RETRIED, FEWER, SPLIT]);
+    }
+}
+
+#[test]
+fn by_night_three_ranks_and_communicators_that_are_lost() {
+    if is_night() {
+        let job = Job::new(3, 2, &CYCLE).with_communicator(3, 0).with_faults(Faults { skips: 0, ..ONCE }).with_lost();
+        check(job, 2, 20_694_638, &[IN_PLACE, FEWER, SPLIT, FAILED]);
+    }
+}
