@@ -146,13 +146,20 @@ fn what_a_limit_refuses_is_counted_and_not_drawn() {
 }
 
 #[test]
-fn the_picture_in_the_docs_is_what_the_command_beside_it_draws() {
+fn the_pictures_in_the_docs_are_what_the_commands_beside_them_draw() {
     let folder = Folder::new();
     let out = folder.path("ranks.svg");
     let ranks = [recorded("fsdp1_train_rank0.pickle.gz"), recorded("fsdp1_train_rank1.pickle.gz")];
     symmalloc("chart {} --beside {} -o {}", &[&ranks[0], &ranks[1], &out]).exited(0);
-    let kept = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/pictures/fsdp1_ranks.svg");
-    assert!(fs::read(out).unwrap() == fs::read(kept).unwrap(), "draw it again with the command in docs/pictures.md");
+    let share = folder.path("share.svg");
+    symmalloc("chart fsdp1 --share -o {}", &[&share]).exited(0);
+    let kept = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/pictures");
+    for (drawn, kept) in [(out, kept.join("fsdp1_ranks.svg")), (share, kept.join("fsdp1_share.svg"))] {
+        assert!(
+            fs::read(drawn).unwrap() == fs::read(kept).unwrap(),
+            "draw it again with the command in docs/pictures.md"
+        );
+    }
 }
 
 #[test]
