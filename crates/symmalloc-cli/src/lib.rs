@@ -14,6 +14,9 @@
 //!             └─ completions, man
 //! ```
 //!
+//! What they read comes through `input` (a file, standard input, a job of `collection` by its name), and what they write goes
+//! through `destination`.
+//!
 //! [`job`] is the part that others use, too: the golden tests replay the recorded jobs through it. [`address_order`] is
 //! the model of the old rule that `replay` shows beside ours.
 //!

@@ -1,6 +1,6 @@
 //! The page of a report.
 
-use super::{Findings, Fragmentation, PlanTrial, Trial};
+use super::{Findings, Fragmentation, PlanTrial, RecordedReserved, Trial};
 use crate::chart::{file_name, history_figure, map_figure};
 use crate::import::lived_before;
 use crate::job::Options;
@@ -165,21 +165,33 @@ fn settings(findings: &Findings<'_>) -> Markup {
              does not know. Without a limit no setting gives memory back unasked. Waits are those of a stream for another one \
              that reuse of memory needs in a pass: each is a fence on the device. The command under each does it again."
         }
-        (trials(findings, std::iter::once(findings.own()).chain(better)))
+        (trials(findings, findings.recorded_reserved, std::iter::once(findings.own()).chain(better)))
         @if !others.is_empty() {
             h2 { "Settings that hold no less" }
-            (trials(findings, others))
+            (trials(findings, None, others))
         }
     }
 }
 
-fn trials<'a>(findings: &Findings<'_>, trials: impl IntoIterator<Item = &'a Trial>) -> Markup {
+fn trials<'a>(
+    findings: &Findings<'_>,
+    recorded: Option<RecordedReserved>,
+    trials: impl IntoIterator<Item = &'a Trial>,
+) -> Markup {
     html! {
         table.stacked {
             thead {
                 tr { th { "default pool" } th.n { "peak reserved" } th.n { "compared" } th.n { "waits" } }
             }
             tbody {
+                @if let Some(recorded) = recorded {
+                    tr {
+                        td { b { "in the recording:" } " the recorded allocator" @if !recorded.is_exact { ", at least" } }
+                        td.n data-of="peak reserved" { (memory(recorded.peak_bytes)) }
+                        td.n data-of="compared" { (compared(recorded.peak_bytes, findings.steady_bytes())) }
+                        td.n data-of="waits" { "-" }
+                    }
+                }
                 @for trial in trials {
                     tr {
                         td {
