@@ -373,14 +373,9 @@ fn op_ticks(op_count: usize, wanted: usize) -> Vec<usize> {
     (0..=op_count / step).map(|tick| tick * step).collect()
 }
 
-/// An amount of memory that is a whole number of its unit.
+/// An amount of memory without digits that say nothing.
 fn round_memory(bytes: u64) -> String {
-    const UNITS: [(&str, u64); 4] = [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
-    let whole = UNITS.iter().find(|(_, unit)| bytes >= *unit && bytes.is_multiple_of(*unit));
-    whole.map_or_else(
-        || if bytes == 0 { "0".to_owned() } else { format!("{bytes} B") },
-        |(name, unit)| format!("{} {name}", bytes / unit),
-    )
+    if bytes == 0 { "0".to_owned() } else { memory(bytes).replace(".00 ", " ") }
 }
 
 /// The picture in words, for who cannot see it.
@@ -420,7 +415,7 @@ mod tests {
         assert_eq!(op_ticks(127_227, 6), [0, 20_000, 40_000, 60_000, 80_000, 100_000, 120_000]);
         assert_eq!(op_ticks(127_227, 3), [0, 50_000, 100_000]);
         assert_eq!(op_ticks(4, 6), [0, 1, 2, 3, 4]);
-        assert_eq!([0, 512, 3 << 20, 5 << 39].map(round_memory), ["0", "512 B", "3 MiB", "2560 GiB"]);
+        assert_eq!([0, 512, 3 << 20, 5 << 39].map(round_memory), ["0", "512 B", "3 MiB", "2.50 TiB"]);
     }
 
     #[test]

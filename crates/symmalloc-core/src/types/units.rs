@@ -16,7 +16,7 @@ pub const MIB: u64 = 1 << 20;
 /// One GiB in bytes.
 pub const GIB: u64 = 1 << 30;
 
-/// An amount of memory as people read it: in the largest of TiB, GiB, MiB and KiB of which there is at least one.
+/// An amount of memory as people read it: in the largest of EiB, PiB, TiB, GiB, MiB and KiB of which there is at least one.
 ///
 /// # Examples
 /// ```
@@ -32,7 +32,8 @@ pub struct Amount(
 
 impl fmt::Display for Amount {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const UNITS: [(&str, u64); 4] = [("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)];
+        const UNITS: [(&str, u64); 6] =
+            [("EiB", 1 << 60), ("PiB", 1 << 50), ("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)];
         match UNITS.iter().find(|(_, unit)| self.0 >= *unit) {
             Some((name, unit)) => write!(f, "{:.2} {name}", self.0 as f64 / *unit as f64),
             None => write!(f, "{} B", self.0),
