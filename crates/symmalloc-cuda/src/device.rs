@@ -5,12 +5,13 @@
 //! after.
 
 use crate::driver::{Driver, attribute};
-use crate::error::{CudaError, DriverError, INVALID_CONTEXT, INVALID_HANDLE};
+use crate::error::{CudaError, DriverError, INVALID_CONTEXT, INVALID_HANDLE, LoadError, NOT_INITIALIZED};
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::{CUcontext, CUdevice, CUstream};
 use std::ffi::c_int;
 use std::fmt;
 use std::marker::PhantomData;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -82,6 +83,18 @@ impl CudaDevice {
         Ok(Arc::new(CudaDevice { driver, captures: AtomicUsize::new(0), context, features }))
     }
 
+    /// The libcuda of this process: opened, with every call that this crate makes looked up, by the first call that needs it,
+    /// or by this one. Nothing is called in it yet.
+    ///
+    /// In this order: the file that `SYMMALLOC_CUDA_LIBRARY` names, and no other if it is set; a libcuda that the process has
+    /// opened already; `libcuda.so`; `libcuda.so.1`.
+    ///
+    /// # Errors
+    /// When no library can be opened, or the one found lacks a call. The answer does not change within a process.
+    pub fn library() -> Result<&'static Path, LoadError> {
+        Driver::load().map(Driver::path)
+    }
+
     /// Number of devices that the driver shows.
     ///
     /// # Errors
@@ -94,6 +107,42 @@ impl CudaDevice {
         // SAFETY: `count` is valid for writing.
         unsafe { driver.device_count(&raw mut count) }?;
         Ok(usize::try_from(count).unwrap_or(0))
+    }
+
+    /// The number of the device whose context is current on this thread; `None` where none is.
+    ///
+    /// # Errors
+    /// When libcuda is missing, or the driver refuses.
+    pub fn current() -> Result<Option<usize>, CudaError> {
+        let driver = Driver::load()?;
+        let mut context: CUcontext = std::ptr::null_mut();
+        // SAFETY: `context` is valid for writing.
+        match unsafe { driver.context_current(&raw mut context) } {
+            Err(error) if error.code == NOT_INITIALIZED => return Ok(None),
+            outcome => outcome?,
+        }
+        if context.is_null() {
+            return Ok(None);
+        }
+        let mut current: CUdevice = 0;
+        // SAFETY: `current` is valid for writing, and a context is current.
+        unsafe { driver.context_device(&raw mut current) }?;
+        let is_current = |ordinal: c_int| -> Result<bool, CudaError> {
+            let mut device: CUdevice = 0;
+            // SAFETY: `device` is valid for writing.
+            unsafe { driver.device_get(&raw mut device, ordinal) }?;
+            Ok(device == current)
+        };
+        // Drivers number devices as programs do, though nothing says that they must.
+        if matches!(is_current(current), Ok(true)) {
+            return Ok(usize::try_from(current).ok());
+        }
+        for ordinal in 0..Self::count()? {
+            if is_current(ordinal as c_int)? {
+                return Ok(Some(ordinal));
+            }
+        }
+        Ok(None)
     }
 
     #[inline]

@@ -3,17 +3,19 @@
 //! cudarc resolves a symbol when it is first called, and panics when it is not there; its `CUresult` is a Rust enum, so a
 //! code that is newer than the bindings has no valid value. An allocator must survive both. So its own calls go through
 //! this table: every symbol is looked up before anything is called, a missing one is a [`LoadError`], and codes are plain
-//! integers. The table opens libcuda itself, under names that cudarc tries as well, so it works whichever way cudarc links it:
-//! a process has one libcuda.
+//! integers.
 //!
 //! ```text
-//!  Driver::load ── library there? ── every symbol there? ── Driver ── method per call ── Result<(), DriverError>
+//!  Driver::load ── Libcuda::find ── every symbol there? ── Driver ── method per call ── Result<(), DriverError>
 //! ```
+//! After `Driver::load` no symbol is looked up any more: a library that stands between a program and libcuda, and is itself made
+//! of this crate, has only that one call to keep itself out of.
 
 use crate::error::{DriverError, LoadError};
+use crate::library::Libcuda;
 use cudarc::driver::sys::{CUcontext, CUdevice, CUdeviceptr, CUevent, CUgraph, CUgraphExec, CUstream};
-use libloading::Library;
 use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
+use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -80,14 +82,11 @@ pub(crate) mod attribute {
     pub(crate) const FABRIC: c_int = 128;
 }
 
-/// The names under which the driver is installed. cudarc tries all of them.
-const NAMES: &[&str] = if cfg!(windows) { &["nvcuda.dll"] } else { &["libcuda.so", "libcuda.so.1"] };
-
 /// Driver calls that this crate made in this process.
 static CALLS: AtomicU64 = AtomicU64::new(0);
 
-/// Symbols that cudarc itself calls on the paths of this crate: it would panic without them.
-const USED_BY_CUDARC: [&str; 13] = [
+/// Symbols that cudarc itself calls on the paths of this crate and of `symmalloc-nccl`: it would panic without them.
+const USED_BY_CUDARC: [&str; 14] = [
     "cuDevicePrimaryCtxRetain",
     "cuDevicePrimaryCtxRelease_v2",
     "cuStreamCreate",
@@ -100,6 +99,7 @@ const USED_BY_CUDARC: [&str; 13] = [
     "cuGraphExecDestroy",
     "cuMemcpyHtoDAsync_v2",
     "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyDtoDAsync_v2",
     "cuGetErrorString",
 ];
 
@@ -107,15 +107,17 @@ macro_rules! driver_calls {
     ($($name:ident = $symbol:ident ($($arg:ident: $type:ty),*);)*) => {
         /// libcuda, with every call resolved.
         pub(crate) struct Driver {
+            path: PathBuf,
             $($name: unsafe extern "C" fn($($type),*) -> c_int,)*
         }
 
         impl Driver {
-            fn resolve(library: &'static Library) -> Result<Driver, LoadError> {
+            fn resolve(library: &Libcuda) -> Result<Driver, LoadError> {
                 Ok(Driver {
+                    path: library.path().to_owned(),
                     $($name: {
                         // SAFETY: the type is the symbol's signature in cuda.h, with integers for enums.
-                        unsafe { symbol::<unsafe extern "C" fn($($type),*) -> c_int>(library, stringify!($symbol)) }?
+                        unsafe { library.symbol::<unsafe extern "C" fn($($type),*) -> c_int>(stringify!($symbol)) }?
                     },)*
                 })
             }
@@ -143,6 +145,7 @@ driver_calls! {
     device_can_access_peer = cuDeviceCanAccessPeer(can: *mut c_int, device: CUdevice, peer: CUdevice);
     device_get = cuDeviceGet(device: *mut CUdevice, ordinal: c_int);
     context_current = cuCtxGetCurrent(context: *mut CUcontext);
+    context_device = cuCtxGetDevice(device: *mut CUdevice);
     context_set = cuCtxSetCurrent(context: CUcontext);
     context_push = cuCtxPushCurrent_v2(context: CUcontext);
     context_pop = cuCtxPopCurrent_v2(context: *mut CUcontext);
@@ -174,16 +177,6 @@ driver_calls! {
     graph_launch = cuGraphLaunch(graph: CUgraphExec, stream: CUstream);
 }
 
-/// Looks a symbol up. The library stays open for the life of the process.
-///
-/// # Safety
-/// `F` must be the symbol's type.
-unsafe fn symbol<F: Copy>(library: &'static Library, name: &'static str) -> Result<F, LoadError> {
-    // SAFETY: the caller's contract.
-    let symbol = unsafe { library.get::<F>(name) };
-    symbol.map(|symbol| *symbol).map_err(|_| LoadError::SymbolMissing { symbol: name })
-}
-
 impl Driver {
     /// The driver of this process.
     pub(crate) fn load() -> Result<&'static Driver, LoadError> {
@@ -192,15 +185,19 @@ impl Driver {
     }
 
     fn open() -> Result<Driver, LoadError> {
-        // SAFETY: opens libcuda, whose initialisers may run at any time.
-        let library = NAMES.iter().find_map(|name| unsafe { Library::new(*name) }.ok());
-        let missing = || LoadError::LibraryMissing { names: NAMES.iter().map(ToString::to_string).collect() };
-        let library: &'static Library = Box::leak(Box::new(library.ok_or_else(missing)?));
+        let library = Libcuda::find()?;
         for name in USED_BY_CUDARC {
             // SAFETY: looked up only, never called through this type.
-            unsafe { symbol::<unsafe extern "C" fn()>(library, name) }?;
+            unsafe { library.symbol::<unsafe extern "C" fn()>(name) }?;
         }
-        Driver::resolve(library)
+        let driver = Driver::resolve(&library)?;
+        tracing::debug!(name: "cuda.loaded", target: "symmalloc", path = %driver.path.display());
+        Ok(driver)
+    }
+
+    /// The file that the calls came from.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
     }
 
     /// Driver calls made by this crate in this process so far.

@@ -10,18 +10,23 @@ use thiserror::Error;
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum LoadError {
-    /// No library of any of these names can be opened.
+    /// No library could be opened.
     #[error(
-        "libcuda cannot be opened under any of the names {}: install the NVIDIA driver, or put the folder of its library \
-         on LD_LIBRARY_PATH; under another name, link it to libcuda.so.1", .names.join(", ")
+        "libcuda cannot be opened ({}): install the NVIDIA driver, put the folder of libcuda.so.1 on LD_LIBRARY_PATH, or name \
+         the file in SYMMALLOC_CUDA_LIBRARY", .tried.join("; ")
     )]
     LibraryMissing {
-        /// The names tried, in order.
-        names: Vec<String>,
+        /// Each name tried, in order, with the system's reason.
+        tried: Vec<String>,
     },
     /// The library lacks a call that is needed: the driver is older than the program, or it is not libcuda.
-    #[error("libcuda has no {symbol}: the driver is too old, install a newer one (CUDA 11.4 at least)")]
+    #[error(
+        "{path} has no {symbol}: the driver is too old, install a newer one (CUDA 11.4 at least); or name another file in \
+         SYMMALLOC_CUDA_LIBRARY"
+    )]
     SymbolMissing {
+        /// The library.
+        path: String,
         /// The call.
         symbol: &'static str,
     },
@@ -40,6 +45,8 @@ pub struct DriverError {
 pub(crate) const INVALID_VALUE: i32 = 1;
 /// `CUDA_ERROR_OUT_OF_MEMORY`.
 pub(crate) const OUT_OF_MEMORY: i32 = 2;
+/// `CUDA_ERROR_NOT_INITIALIZED`.
+pub(crate) const NOT_INITIALIZED: i32 = 3;
 /// `CUDA_ERROR_NO_DEVICE`.
 pub(crate) const NO_DEVICE: i32 = 100;
 /// `CUDA_ERROR_INVALID_CONTEXT`.
@@ -71,7 +78,7 @@ impl DriverError {
         match self.code {
             INVALID_VALUE => "CUDA_ERROR_INVALID_VALUE",
             OUT_OF_MEMORY => "CUDA_ERROR_OUT_OF_MEMORY",
-            3 => "CUDA_ERROR_NOT_INITIALIZED",
+            NOT_INITIALIZED => "CUDA_ERROR_NOT_INITIALIZED",
             4 => "CUDA_ERROR_DEINITIALIZED",
             34 => "CUDA_ERROR_STUB_LIBRARY",
             46 => "CUDA_ERROR_DEVICE_UNAVAILABLE",

@@ -28,21 +28,35 @@
 //! | [`CudaDevice`] | a device with a context: its primary one, or your own |
 //! | [`CudaAllocator`] | the allocator, shared by threads, one per device |
 //! | [`DeviceBuffer`] | memory that is freed when dropped and goes wherever a `CudaSlice` goes |
+//! | [`BufferPart`], [`SharedPart`] | parts of a buffer that are owned: disjoint ones that may be written, and ones that are only read |
+//! | [`LentSlice`] | a buffer as a `CudaSlice`, for interfaces that take nothing else |
 //! | [`StreamAllocator`] | the allocator for one stream, whose buffers borrow it |
 //! | [`Pool`] | a policy of its own, for a part of the program |
 //! | [`PinnedAllocator`], [`PinnedBuffer`] | the same for page-locked host memory |
 //! | [`GraphPool`], [`DeviceGraph`] | memory that a captured graph keeps |
 //! | [`CudaBackend`] | the driver behind all this, for a core allocator that you drive yourself |
 //!
-//! # Choosing the CUDA version
-//! cudarc's bindings follow one version of the CUDA headers, and so one of the features `cuda-11040` ... `cuda-13040` (or
-//! `cuda-version-from-build-system`) must be chosen, here or on cudarc, by the program at the end of the line. None is the
-//! default, because two together do not compile. This crate behaves alike with all of them: it resolves its own driver calls.
-//! Within the repository `.cargo/config.toml` chooses.
+//! # Beside other crates that use cudarc
+//! Features of cudarc add up over a whole build. This crate compiles and works with whatever others turn on there, and turns on
+//! only what it needs itself (`std`, `driver`, `fallback-dynamic-loading`).
+//!
+//! cudarc's bindings follow one version of the CUDA headers, and so **exactly one** of the features `cuda-11040` ... `cuda-13040` (or
+//! `cuda-version-from-build-system`) must be chosen, by the program at the end of the line or by one of the crates it uses:
+//!
+//! | situation | what to do |
+//! |---|---|
+//! | cudarc's build script says "Must specify one of the following features" | name one here: `symmalloc-cuda = { features = ["cuda-12080"] }`, the oldest that the program must run with |
+//! | candle, or another crate, names one already | name none |
+//! | two are named: cudarc stops with some 190 errors about duplicate definitions | remove one of them; `cargo tree -e features -i cudarc` says who names which. If both are named here, this crate's build script says so as well |
+//! | the version is to come from the machine that builds | `CUDARC_CUDA_VERSION=13000` in the environment and no feature at all, or `cuda-version-from-build-system`, which asks `nvcc` |
+//!
+//! This crate behaves alike with all versions: it resolves its own driver calls. Within the repository `.cargo/config.toml` chooses.
 //!
 //! libcuda is opened when it is first needed, so everything builds and runs without CUDA, up to the first
-//! [`CudaDevice::new`], which then returns an error that says what is missing. With the feature `dynamic-linking`, here or on
-//! cudarc, the linker looks for it instead.
+//! [`CudaDevice::new`], which then returns an error that says what was tried and what is missing. Another file than the usual ones is
+//! named in `SYMMALLOC_CUDA_LIBRARY`, see [`CudaDevice::library`]. With cudarc's feature `dynamic-linking`, which candle sets, the
+//! linker needs libcuda to build the program and the loader to start it; this crate uses that same library. cudarc does not build with
+//! both `dynamic-linking` and `dynamic-loading`: leave the second out.
 //!
 //! # Errors
 //! No call of this crate panics because of the driver: [`LoadError`] when the library or a call in it is missing,
@@ -54,7 +68,7 @@
 //!
 //! | room | what is there |
 //! |---|---|
-//! | `error.rs`, `driver.rs`, `call_counters.rs`, `device.rs` | the driver's calls, resolved and counted; a device with its context |
+//! | `error.rs`, `library.rs`, `driver.rs`, `call_counters.rs`, `device.rs` | libcuda, found; its calls, resolved and counted; a device with its context |
 //! | `memory/` | where bytes come from: virtual memory in chunks, made ahead of growth where asked for, or allocations of the driver |
 //! | `streams/` | registered streams, events, captures |
 //! | `backend.rs` | memory and streams together: the core's backend |
@@ -74,6 +88,7 @@ mod device;
 mod driver;
 mod error;
 mod graphs;
+mod library;
 mod memory;
 #[cfg(feature = "metrics")]
 pub mod metrics;
@@ -83,7 +98,10 @@ mod streams;
 
 pub use allocator::{CachingAllocator, CudaAllocator};
 pub use backend::{CudaBackend, CudaBackendBuilder, CudaMemory, MemoryTraits, PinnedBackend};
-pub use buffers::{BufferView, BufferViewMut, DeviceBuffer, KernelArg, PinnedAllocator, PinnedBuffer, RawDeviceBuffer};
+pub use buffers::{
+    BufferPart, BufferView, BufferViewMut, DeviceBuffer, KernelArg, LentSlice, LentSliceMut, PinnedAllocator,
+    PinnedBuffer, RawDeviceBuffer, SharedPart,
+};
 pub use call_counters::DeviceCalls;
 pub use device::{CudaDevice, CurrentContext, DeviceFeatures, MemoryInfo};
 pub use error::{CudaError, DriverError, DropError, DropErrors, LoadError};

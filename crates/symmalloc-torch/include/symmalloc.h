@@ -237,6 +237,69 @@ symmalloc_status symmalloc_record_use(struct symmalloc_allocator *allocator,
                                       void *stream);
 
 /**
+ * Allocates memory for work on any stream, now or later: for callers that know no stream. It comes from a pool of its own. Free it
+ * with `symmalloc_free_unordered`. Zero bytes are a null pointer.
+ *
+ * # Safety
+ * `allocator` is live; `out` is valid for writing.
+ */
+symmalloc_status symmalloc_allocate_unordered(struct symmalloc_allocator *allocator,
+                                              size_t bytes,
+                                              void **out);
+
+/**
+ * Frees an allocation when all work that was given to the device so far is done. Blocks until then, as cuMemFree does. NULL is no
+ * op. Fails while a stream is captured; the allocation is live then.
+ *
+ * # Safety
+ * `allocator` is live.
+ */
+symmalloc_status symmalloc_free_unordered(struct symmalloc_allocator *allocator,
+                                          void *pointer);
+
+/**
+ * Frees an allocation behind the work that was given to this stream so far, whatever stream it was allocated for: for callers that
+ * name the stream of a free. What came from `symmalloc_allocate_unordered` is freed as by `symmalloc_free_unordered`. NULL is no op.
+ *
+ * # Safety
+ * As `symmalloc_allocate`.
+ */
+symmalloc_status symmalloc_free_on(struct symmalloc_allocator *allocator,
+                                   void *pointer,
+                                   void *stream);
+
+/**
+ * Says that sessions of ONNX Runtime on this device work on this stream alone: its `user_compute_stream`. From then on its memory
+ * is ordered by the stream, and `symmalloc_ort_free` does not wait. Without it, memory is as from `symmalloc_allocate_unordered`.
+ *
+ * # Safety
+ * The stream is one of the device's primary context and lives as long as the process.
+ */
+symmalloc_status symmalloc_ort_use_stream(int32_t device,
+                                          void *stream);
+
+/**
+ * ONNX Runtime's `gpu_external_alloc`. Allocates on the device whose context is current, from the allocator that PyTorch's entry
+ * points use. NULL when there is no memory, which ONNX Runtime makes an error of; what happened is on the error output once, and in
+ * the statistics.
+ */
+void *symmalloc_ort_alloc(size_t bytes);
+
+/**
+ * ONNX Runtime's `gpu_external_free`. Blocks until the device is idle, unless the memory was allocated for a stream that
+ * `symmalloc_ort_use_stream` named. What fails is counted, and once written to the error output.
+ *
+ * # Safety
+ * The pointer is NULL, or came from `symmalloc_ort_alloc` and is not used by work that is submitted after this.
+ */
+void symmalloc_ort_free(void *pointer);
+
+/**
+ * ONNX Runtime's `gpu_external_empty_cache`: gives free memory of all devices back. Waits for streams that used it.
+ */
+void symmalloc_ort_empty_cache(void);
+
+/**
  * Makes a pool with a policy of its own, the keys of a pool as in SYMMALLOC_CONF. NULL: as the default pool, but private.
  * Make pools in the same order on every rank.
  *

@@ -7,6 +7,7 @@
 //! | `steps.rs` | steps, and the plans that they follow |
 //! | `reports.rs` | placements, statistics, snapshots, traces |
 //! | `ranks.rs` | ranks compared, windows registered |
+//! | `runtimes.rs` | memory without a stream, ONNX Runtime's external allocator |
 //! | `arguments.rs` | how arguments are checked and answers written |
 //!
 //! Each call checks its arguments, carries out one thing, and returns a status; no panic leaves it. What it writes through a
@@ -17,10 +18,12 @@ mod memory;
 mod pools;
 mod ranks;
 mod reports;
+mod runtimes;
 mod steps;
 
 pub use memory::*;
 pub use pools::*;
 pub use ranks::*;
 pub use reports::*;
+pub use runtimes::*;
 pub use steps::*;

@@ -21,6 +21,7 @@ use crate::scopes::{MempoolId, ScopePurpose, Scopes};
 use crate::settings::{OutOfMemoryPolicy, TorchSettings};
 use crate::streams::{KnownStream, RawStream, StreamRegistry};
 use crate::trace;
+use crate::unordered_pool::UnorderedPool;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::path::Path;
@@ -46,6 +47,7 @@ pub struct DeviceAllocator {
     user_pools: Mutex<BTreeMap<PoolId, Pool<CudaBackend>>>,
     private_pools: Arc<PrivatePools>,
     refusals: Arc<Refusals>,
+    pub(crate) unordered: UnorderedPool,
     pub(crate) registrations: Registrations,
     pub(crate) failures: Failures,
 }
@@ -111,6 +113,7 @@ impl DeviceAllocator {
             user_pools: Mutex::default(),
             private_pools,
             refusals,
+            unordered: UnorderedPool::default(),
             failures: Failures::default(),
         })
     }

@@ -17,6 +17,7 @@
 //! | `symmalloc_create` ... `symmalloc_destroy` | an allocator of a device by raw streams and raw pointers |
 //! | `symmalloc_torch_alloc` ... `symmalloc_torch_release_pool` | PyTorch's entry points, over one allocator per device |
 //! | `symmalloc_torch_push_pool`, `symmalloc_torch_push_name` ... | a thread's allocations go to a pool, have a name |
+//! | `symmalloc_allocate_unordered`, `symmalloc_ort_alloc` ... | memory for runtimes that name no stream |
 //! | `symmalloc_agree` | ranks compare their histories, over any gather |
 //! | `symmalloc_announce_begin`, `symmalloc_announce_end` | the watchdog learns of a collective that other code submits |
 //! | `symmalloc_flight_record` | what the process's communicators did last, for `symmalloc diff` |
@@ -60,6 +61,8 @@ mod status;
 mod streams;
 mod torch_entry;
 mod trace;
+mod unordered;
+mod unordered_pool;
 mod virtuals;
 
 pub use alignment::symmalloc_gather_fn;

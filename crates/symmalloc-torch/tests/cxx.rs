@@ -108,3 +108,38 @@ stub_test!(a_complaint_that_nobody_reads_ends_no_process, {
 stub_test!(memory_can_be_freed_while_the_process_ends, {
     run(&["late"]);
 });
+
+/// `symmalloc.hpp` with these folders of headers, by this standard of C++.
+fn memory_resource(standard: &str, headers: &[&Path]) {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let (source, include, library) =
+        (package().join("tests/cxx/resource.cc"), package().join("include"), library_folder());
+    let mut arguments = vec![standard.to_owned(), "-Wextra".to_owned(), format!("-I{}", include.display())];
+    arguments.extend(headers.iter().map(|folder| format!("-isystem{}", folder.display())));
+    arguments.extend([source.display().to_string(), format!("-L{}", library.display())]);
+    arguments.extend([format!("-Wl,-rpath,{}", library.display()), "-lsymmalloc_torch".to_owned(), "-ldl".to_owned()]);
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let Some(program) = compile(folder.path(), &arguments, "resource") else { return };
+    let output = Command::new(program).output().expect("the program starts");
+    let [text, said] = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+    assert!(output.status.success() && text.contains("a memory resource"), "{}\n{text}{said}", output.status);
+    assert_eq!(said.matches("is no live allocation of device 0").count(), 1, "{said}");
+}
+
+stub_test!(the_header_for_cxx_is_a_memory_resource, {
+    let mock = package().join("tests/cxx/mock");
+    memory_resource("-std=c++17", &[&mock]);
+    memory_resource("-std=c++20", &[&mock]);
+});
+
+// `SYMMALLOC_CCCL_INCLUDE` names folders with CCCL's headers and those of CUDA's runtime, as wheels and toolkits have them.
+stub_test!(the_header_for_cxx_is_a_memory_resource_of_a_real_cccl_too, {
+    let Some(folders) = std::env::var_os("SYMMALLOC_CCCL_INCLUDE") else {
+        println!("skipped: SYMMALLOC_CCCL_INCLUDE names no folders of CCCL's headers");
+        return;
+    };
+    let folders: Vec<PathBuf> = std::env::split_paths(&folders).collect();
+    let folders: Vec<&Path> = folders.iter().map(PathBuf::as_path).collect();
+    memory_resource("-std=c++17", &folders);
+    memory_resource("-std=c++20", &folders);
+});

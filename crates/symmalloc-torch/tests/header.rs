@@ -13,6 +13,7 @@ fn the_header_is_what_the_sources_say() {
         "guard.rs",
         "device.rs",
         "c_interface/memory.rs",
+        "c_interface/runtimes.rs",
         "c_interface/pools.rs",
         "c_interface/steps.rs",
         "c_interface/reports.rs",

@@ -32,10 +32,21 @@ impl<A: StreamAllocatorRef> OwnedBlock<A> {
         OwnedBlock { allocator: Some(allocator.clone()), handle, address }
     }
 
+    /// The same block, which this does not own any more.
+    pub(super) fn take(&mut self) -> Self {
+        OwnedBlock { allocator: self.allocator.take(), handle: self.handle, address: self.address }
+    }
+
+    /// How it refers to where it was allocated.
+    #[inline]
+    pub(super) fn allocator_ref(&self) -> &A {
+        self.allocator.as_ref().expect("it is taken away only from what is dropped next")
+    }
+
     /// Where it was allocated.
     #[inline]
     pub(super) fn allocator(&self) -> &StreamAllocator<A::Memory> {
-        self.allocator.as_ref().expect("it is taken away only from what is dropped next").stream_allocator()
+        self.allocator_ref().stream_allocator()
     }
 
     #[inline]

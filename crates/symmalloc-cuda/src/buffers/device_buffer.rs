@@ -1,6 +1,7 @@
 //! Buffers of device memory that go wherever a `CudaSlice` goes.
 
 use super::block::OwnedBlock;
+use super::part::BufferPart;
 use super::tracked_block::TrackedBlock;
 use super::uses::AccessMode;
 use super::view::{BufferView, BufferViewMut, KernelArg};
@@ -15,7 +16,6 @@ use cudarc::driver::{
 };
 use std::fmt;
 use std::marker::PhantomData;
-use std::ops::RangeBounds;
 use std::sync::Arc;
 use symmalloc_core::{Handle, Placement, StreamId};
 
@@ -169,7 +169,7 @@ impl StreamAllocator {
 impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T, A> {
     /// The elements are whatever was there before.
     #[inline]
-    fn allocate(allocator: &A, len: usize, name: Option<&str>) -> Result<Self, CudaError> {
+    pub(super) fn allocate(allocator: &A, len: usize, name: Option<&str>) -> Result<Self, CudaError> {
         Ok(Self::of(OwnedBlock::allocate::<T>(allocator, len, name)?, len))
     }
 
@@ -216,7 +216,13 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T, A> {
         KernelArg::new(self.block.block().address(), self.block.as_ref().begin(stream, AccessMode::Read))
     }
 
-    /// All of it.
+    /// How it refers to where it was allocated.
+    #[inline]
+    pub(super) fn allocator(&self) -> &A {
+        self.block.block().allocator_ref()
+    }
+
+    /// All of it, to be read.
     pub fn as_view(&self) -> BufferView<'_, T> {
         BufferView::new(self.block.as_ref(), 0, self.len)
     }
@@ -226,20 +232,10 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T, A> {
         BufferViewMut::new(self.block.as_ref(), 0, self.len)
     }
 
-    /// A part of it.
-    ///
-    /// # Panics
-    /// When the bounds are not within the buffer, as slices do.
-    pub fn slice(&self, bounds: impl RangeBounds<usize>) -> BufferView<'_, T> {
-        self.as_view().slice(bounds)
-    }
-
-    /// A part of it, to be written.
-    ///
-    /// # Panics
-    /// When the bounds are not within the buffer, as slices do.
-    pub fn slice_mut(&mut self, bounds: impl RangeBounds<usize>) -> BufferViewMut<'_, T> {
-        self.as_view_mut().into_slice(bounds)
+    /// The same memory as parts that are owned: they outlive this call, can be [split](BufferPart::split_off) and
+    /// [shared](BufferPart::into_shared), and free the memory together.
+    pub fn into_part(self) -> BufferPart<T, A> {
+        BufferPart::of(self.block.into_part(), self.len)
     }
 
     /// Takes the buffer apart. It is not freed before [`from_raw`](Self::from_raw) puts it together again, or its handle is

@@ -6,11 +6,13 @@
 use super::block::OwnedBlock;
 use super::uses::{AccessMode, Uses};
 use crate::backend::CudaBackend;
+use crate::device::CudaDevice;
 use crate::error::DropError;
 use crate::pools::{StreamAllocator, StreamAllocatorRef};
 use crate::streams::is_same;
 use cudarc::driver::{CudaStream, SyncOnDrop};
 use once_cell::race::OnceBox;
+use std::mem;
 use std::sync::Arc;
 use symmalloc_core::Handle;
 use symmalloc_core::backend::BackendError;
@@ -20,7 +22,15 @@ pub(super) struct TrackedBlock<A: StreamAllocatorRef<Memory = CudaBackend>> {
     uses: OnceBox<Uses>,
 }
 
-/// A tracked block that somebody else owns.
+/// A part of a block that others share, with its own knowledge of which streams used it. The block is freed with its last part.
+pub(super) struct TrackedPart<A: StreamAllocatorRef<Memory = CudaBackend>> {
+    block: Arc<OwnedBlock<A>>,
+    /// The part's first byte; 0 when the block has no bytes.
+    address: u64,
+    uses: OnceBox<Uses>,
+}
+
+/// A tracked block, or a part of one, that somebody else owns.
 #[derive(Clone, Copy)]
 pub(super) struct TrackedBlockRef<'b> {
     allocator: &'b StreamAllocator,
@@ -34,6 +44,11 @@ impl<'b> TrackedBlockRef<'b> {
     #[inline]
     pub(super) fn address(self) -> u64 {
         self.address
+    }
+
+    /// The device.
+    pub(super) fn device(self) -> &'b Arc<CudaDevice> {
+        self.allocator.state().device()
     }
 
     /// The stream that it was allocated on.
@@ -63,6 +78,14 @@ impl<'b> TrackedBlockRef<'b> {
             drop(uses.begin(self.allocator, self.handle, self.stream(), access));
         }
     }
+
+    /// Brings every use behind the block's own stream that freeing does not cover: those of streams that are not registered.
+    fn settle(self) -> Result<(), BackendError> {
+        match self.uses.get() {
+            Some(uses) => uses.order_behind_foreign(self.allocator, self.stream()),
+            None => Ok(()),
+        }
+    }
 }
 
 impl<A: StreamAllocatorRef<Memory = CudaBackend>> TrackedBlock<A> {
@@ -86,12 +109,15 @@ impl<A: StreamAllocatorRef<Memory = CudaBackend>> TrackedBlock<A> {
         }
     }
 
-    /// Brings every use behind the block's own stream that freeing does not cover: those of streams that are not registered.
     fn settle(&self) -> Result<(), BackendError> {
-        match self.uses.get() {
-            Some(uses) => uses.order_behind_foreign(self.block.allocator(), self.as_ref().stream()),
-            None => Ok(()),
-        }
+        self.as_ref().settle()
+    }
+
+    /// The block as a part that is all of it.
+    pub(super) fn into_part(mut self) -> TrackedPart<A> {
+        let block = Arc::new(self.block.take());
+        let address = block.address();
+        TrackedPart { block, address, uses: mem::take(&mut self.uses) }
     }
 
     /// Leaves the block to the holder of its handle. If its uses cannot be ordered, it stays here.
@@ -126,6 +152,47 @@ impl<A: StreamAllocatorRef<Memory = CudaBackend>> Drop for TrackedBlock<A> {
     fn drop(&mut self) {
         if self.uses.get().is_some() {
             self.settle_or_keep();
+        }
+    }
+}
+
+impl<A: StreamAllocatorRef<Memory = CudaBackend>> TrackedPart<A> {
+    #[inline]
+    pub(super) fn as_ref(&self) -> TrackedBlockRef<'_> {
+        TrackedBlockRef {
+            allocator: self.block.allocator(),
+            handle: self.block.handle(),
+            address: self.address,
+            uses: &self.uses,
+        }
+    }
+
+    /// Where the address stands, for kernels' arguments.
+    #[inline]
+    pub(super) fn address_ref(&self) -> &u64 {
+        &self.address
+    }
+
+    /// Another part of the block, which begins so many bytes behind this one. Nobody has used it on another stream than the
+    /// block's own since that stream waited for all uses of this part, which it does now.
+    pub(super) fn behind(&self, offset_bytes: u64) -> Self {
+        self.as_ref().use_on_own_stream(AccessMode::Write);
+        let address = if self.address == 0 { 0 } else { self.address + offset_bytes };
+        TrackedPart { block: Arc::clone(&self.block), address, uses: OnceBox::new() }
+    }
+
+    /// The same part without the bytes before this address.
+    pub(super) fn begin_at(&mut self, address: u64) {
+        self.address = address;
+    }
+}
+
+impl<A: StreamAllocatorRef<Memory = CudaBackend>> Drop for TrackedPart<A> {
+    fn drop(&mut self) {
+        if let Err(error) = self.as_ref().settle() {
+            self.block.state().note_drop_error(DropError::Order(error));
+            // Nothing orders the next user of the memory behind this part's: the block is never freed.
+            mem::forget(Arc::clone(&self.block));
         }
     }
 }

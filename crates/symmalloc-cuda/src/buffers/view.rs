@@ -9,19 +9,23 @@ use std::marker::PhantomData;
 use std::ops::{Bound, Range, RangeBounds};
 use std::sync::Arc;
 
-/// A part of a buffer.
+/// A part of a buffer. It has the methods of a `CudaView`.
 pub struct BufferView<'b, T> {
     block: TrackedBlockRef<'b>,
-    start: usize,
+    start_bytes: u64,
     len: usize,
     elements: PhantomData<fn() -> T>,
 }
 
-/// A part of a buffer that may be written. No other view overlaps it.
+/// A part of a buffer that may be written. No other view overlaps it. It has the methods of a `CudaViewMut`.
+///
+/// Streams are ordered for the buffer as a whole. Where several streams write disjoint parts at the same time, submit the work on one
+/// stream before the pointer for the next one is taken; or make it a [part](crate::DeviceBuffer::into_part) and split that: parts
+/// are ordered each for itself.
 pub struct BufferViewMut<'b, T> {
     /// Shared by the disjoint parts of a split; each is borrowed from the one `&mut` that made the first.
     block: TrackedBlockRef<'b>,
-    start: usize,
+    start_bytes: u64,
     len: usize,
     elements: PhantomData<fn(T) -> T>,
 }
@@ -36,8 +40,12 @@ impl<T> Copy for BufferView<'_, T> {}
 
 impl<'b, T> BufferView<'b, T> {
     #[inline]
-    pub(super) fn new(block: TrackedBlockRef<'b>, start: usize, len: usize) -> Self {
-        BufferView { block, start, len, elements: PhantomData }
+    pub(super) fn new(block: TrackedBlockRef<'b>, start_bytes: u64, len: usize) -> Self {
+        BufferView { block, start_bytes, len, elements: PhantomData }
+    }
+
+    fn part(&self, part: Range<usize>) -> Self {
+        Self::new(self.block, offset_of::<T>(self.start_bytes, part.start), part.len())
     }
 
     /// A part of it.
@@ -45,8 +53,12 @@ impl<'b, T> BufferView<'b, T> {
     /// # Panics
     /// When the bounds are not within the view, as slices do.
     pub fn slice(&self, bounds: impl RangeBounds<usize>) -> BufferView<'b, T> {
-        let part = within(self.len, bounds);
-        BufferView::new(self.block, self.start + part.start, part.len())
+        self.part(within(self.len, bounds))
+    }
+
+    /// A part of it; `None` when the bounds are not within the view.
+    pub fn try_slice(&self, bounds: impl RangeBounds<usize>) -> Option<BufferView<'b, T>> {
+        Some(self.part(try_within(self.len, bounds)?))
     }
 
     /// The elements before `mid`, and the others.
@@ -57,23 +69,83 @@ impl<'b, T> BufferView<'b, T> {
         (self.slice(..mid), self.slice(mid..))
     }
 
+    /// The elements before `mid`, and the others; `None` when `mid` is beyond the end.
+    pub fn try_split_at(&self, mid: usize) -> Option<(BufferView<'b, T>, BufferView<'b, T>)> {
+        Some((self.try_slice(..mid)?, self.try_slice(mid..)?))
+    }
+
+    /// Parts of `chunk_size` elements, one behind the other.
+    ///
+    /// # Panics
+    /// When the chunks do not divide the view evenly, as `CudaView::chunks_exact` does.
+    pub fn chunks_exact(&self, chunk_size: usize) -> impl Iterator<Item = BufferView<'b, T>> + 'b
+    where
+        T: 'b,
+    {
+        let view = *self;
+        chunks(self.len, chunk_size).map(move |part| view.part(part))
+    }
+
+    /// The same bytes as `len` elements of another type; `None` when there are not that many, or the first byte is not aligned for
+    /// them.
+    ///
+    /// # Safety
+    /// The bytes are valid elements of `S` wherever something reads them as such.
+    pub unsafe fn transmute<S>(&self, len: usize) -> Option<BufferView<'b, S>> {
+        can_be::<T, S>(self.block, self.start_bytes, self.len, len)
+            .then(|| BufferView::new(self.block, self.start_bytes, len))
+    }
+
     /// As [`DeviceBuffer::read_on`](crate::DeviceBuffer::read_on).
     pub fn read_on<'a>(&'a self, stream: &'a CudaStream) -> KernelArg<'a> {
         let (pointer, guard) = self.device_ptr(stream);
         KernelArg::new(pointer, guard)
+    }
+
+    /// As [`DevicePtr::device_ptr`], for as long as the buffer is borrowed.
+    pub fn view_ptr(self, stream: &'b CudaStream) -> (CUdeviceptr, SyncOnDrop<'b>) {
+        (self.pointer(), self.block.begin(stream, AccessMode::Read))
+    }
+
+    /// The block that it is of, its first byte, and the number of elements.
+    pub(super) fn into_raw(self) -> (TrackedBlockRef<'b>, CUdeviceptr, usize) {
+        (self.block, self.pointer(), self.len)
+    }
+
+    #[inline]
+    fn pointer(&self) -> CUdeviceptr {
+        self.block.address() + self.start_bytes
     }
 }
 
 impl<'b, T> BufferViewMut<'b, T> {
     /// The caller has borrowed the part mutably.
     #[inline]
-    pub(super) fn new(block: TrackedBlockRef<'b>, start: usize, len: usize) -> Self {
-        BufferViewMut { block, start, len, elements: PhantomData }
+    pub(super) fn new(block: TrackedBlockRef<'b>, start_bytes: u64, len: usize) -> Self {
+        BufferViewMut { block, start_bytes, len, elements: PhantomData }
     }
 
     /// The same part, to be read.
     pub fn as_view(&self) -> BufferView<'_, T> {
-        BufferView::new(self.block, self.start, self.len)
+        BufferView::new(self.block, self.start_bytes, self.len)
+    }
+
+    /// The same part, to be read from now on.
+    pub fn into_view(self) -> BufferView<'b, T> {
+        BufferView::new(self.block, self.start_bytes, self.len)
+    }
+
+    /// A part of it, to be read.
+    ///
+    /// # Panics
+    /// When the bounds are not within the view, as slices do.
+    pub fn slice(&self, bounds: impl RangeBounds<usize>) -> BufferView<'_, T> {
+        self.as_view().slice(bounds)
+    }
+
+    /// A part of it, to be read; `None` when the bounds are not within the view.
+    pub fn try_slice(&self, bounds: impl RangeBounds<usize>) -> Option<BufferView<'_, T>> {
+        self.as_view().try_slice(bounds)
     }
 
     /// A part of it, for as long as this view is borrowed.
@@ -81,8 +153,12 @@ impl<'b, T> BufferViewMut<'b, T> {
     /// # Panics
     /// When the bounds are not within the view, as slices do.
     pub fn slice_mut(&mut self, bounds: impl RangeBounds<usize>) -> BufferViewMut<'_, T> {
-        let part = within(self.len, bounds);
-        BufferViewMut::new(self.block, self.start + part.start, part.len())
+        self.reborrow().into_slice(bounds)
+    }
+
+    /// A part of it, for as long as this view is borrowed; `None` when the bounds are not within the view.
+    pub fn try_slice_mut(&mut self, bounds: impl RangeBounds<usize>) -> Option<BufferViewMut<'_, T>> {
+        self.reborrow().try_into_slice(bounds)
     }
 
     /// A part of it, in place of the whole.
@@ -91,17 +167,76 @@ impl<'b, T> BufferViewMut<'b, T> {
     /// When the bounds are not within the view, as slices do.
     pub fn into_slice(self, bounds: impl RangeBounds<usize>) -> BufferViewMut<'b, T> {
         let part = within(self.len, bounds);
-        BufferViewMut::new(self.block, self.start + part.start, part.len())
+        self.into_part(part)
     }
 
-    /// The elements before `mid`, and the others.
+    /// A part of it, in place of the whole; `None` when the bounds are not within the view.
+    pub fn try_into_slice(self, bounds: impl RangeBounds<usize>) -> Option<BufferViewMut<'b, T>> {
+        let part = try_within(self.len, bounds)?;
+        Some(self.into_part(part))
+    }
+
+    /// The elements before `mid`, and the others, for as long as this view is borrowed.
     ///
     /// # Panics
     /// When `mid` is beyond the end.
-    pub fn split_at_mut(self, mid: usize) -> (BufferViewMut<'b, T>, BufferViewMut<'b, T>) {
+    pub fn split_at_mut(&mut self, mid: usize) -> (BufferViewMut<'_, T>, BufferViewMut<'_, T>) {
+        self.reborrow().into_split_at(mid)
+    }
+
+    /// The elements before `mid`, and the others, for as long as this view is borrowed; `None` when `mid` is beyond the end.
+    pub fn try_split_at_mut(&mut self, mid: usize) -> Option<(BufferViewMut<'_, T>, BufferViewMut<'_, T>)> {
+        (mid <= self.len).then(|| self.split_at_mut(mid))
+    }
+
+    /// The elements before `mid`, and the others, in place of the whole.
+    ///
+    /// # Panics
+    /// When `mid` is beyond the end.
+    pub fn into_split_at(self, mid: usize) -> (BufferViewMut<'b, T>, BufferViewMut<'b, T>) {
         assert!(mid <= self.len, "mid {mid} is beyond the end of a view of {} elements", self.len);
-        let BufferViewMut { block, start, len, .. } = self;
-        (Self::new(block, start, mid), Self::new(block, start + mid, len - mid))
+        let BufferViewMut { block, start_bytes, len, .. } = self;
+        (Self::new(block, start_bytes, mid), Self::new(block, offset_of::<T>(start_bytes, mid), len - mid))
+    }
+
+    /// Parts of `chunk_size` elements, one behind the other.
+    ///
+    /// # Panics
+    /// When the chunks do not divide the view evenly, as `CudaViewMut::chunks_exact_mut` does.
+    pub fn chunks_exact_mut(self, chunk_size: usize) -> impl Iterator<Item = BufferViewMut<'b, T>>
+    where
+        T: 'b,
+    {
+        let BufferViewMut { block, start_bytes, len, .. } = self;
+        chunks(len, chunk_size)
+            .map(move |part| BufferViewMut::new(block, offset_of::<T>(start_bytes, part.start), part.len()))
+    }
+
+    /// As [`BufferView::transmute`].
+    ///
+    /// # Safety
+    /// As [`BufferView::transmute`].
+    pub unsafe fn transmute<S>(&self, len: usize) -> Option<BufferView<'_, S>> {
+        // SAFETY: the caller's contract.
+        unsafe { self.as_view().transmute(len) }
+    }
+
+    /// As [`BufferView::transmute`], to be written.
+    ///
+    /// # Safety
+    /// As [`BufferView::transmute`]; and what is written as `S` is a valid `T` wherever something reads it as such.
+    pub unsafe fn transmute_mut<S>(&mut self, len: usize) -> Option<BufferViewMut<'_, S>> {
+        // SAFETY: the caller's contract.
+        unsafe { self.reborrow().into_transmuted(len) }
+    }
+
+    /// As [`transmute_mut`](Self::transmute_mut), in place of this view.
+    ///
+    /// # Safety
+    /// As [`transmute_mut`](Self::transmute_mut).
+    pub(super) unsafe fn into_transmuted<S>(self, len: usize) -> Option<BufferViewMut<'b, S>> {
+        can_be::<T, S>(self.block, self.start_bytes, self.len, len)
+            .then(|| BufferViewMut::new(self.block, self.start_bytes, len))
     }
 
     /// As [`DeviceBuffer::on`](crate::DeviceBuffer::on).
@@ -109,11 +244,64 @@ impl<'b, T> BufferViewMut<'b, T> {
         let (pointer, guard) = self.device_ptr_mut(stream);
         KernelArg::new(pointer, guard)
     }
+
+    /// As [`DevicePtr::device_ptr`], for as long as the buffer is borrowed.
+    pub fn view_ptr(self, stream: &'b CudaStream) -> (CUdeviceptr, SyncOnDrop<'b>) {
+        self.into_view().view_ptr(stream)
+    }
+
+    /// As [`DevicePtrMut::device_ptr_mut`], for as long as the buffer is borrowed.
+    pub fn view_ptr_mut(self, stream: &'b CudaStream) -> (CUdeviceptr, SyncOnDrop<'b>) {
+        (self.pointer(), self.block.begin(stream, AccessMode::Write))
+    }
+
+    fn reborrow(&mut self) -> BufferViewMut<'_, T> {
+        BufferViewMut::new(self.block, self.start_bytes, self.len)
+    }
+
+    fn into_part(self, part: Range<usize>) -> BufferViewMut<'b, T> {
+        Self::new(self.block, offset_of::<T>(self.start_bytes, part.start), part.len())
+    }
+
+    #[inline]
+    fn pointer(&self) -> CUdeviceptr {
+        self.block.address() + self.start_bytes
+    }
+}
+
+/// The byte of an element.
+#[inline]
+fn offset_of<T>(start_bytes: u64, index: usize) -> u64 {
+    start_bytes + (index * size_of::<T>()) as u64
+}
+
+/// Whether `elements` of `T` from there on have room for `len` of `S`, aligned.
+fn can_be<T, S>(block: TrackedBlockRef<'_>, start_bytes: u64, elements: usize, len: usize) -> bool {
+    let fits = len.checked_mul(size_of::<S>()).is_some_and(|bytes| bytes <= elements * size_of::<T>());
+    fits && (block.address() + start_bytes).is_multiple_of(align_of::<S>() as u64)
+}
+
+/// The ranges of `0..len` with `size` elements each.
+#[track_caller]
+fn chunks(len: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
+    assert!(size > 0 && len.is_multiple_of(size), "chunks of {size} do not divide a view of {len} elements evenly");
+    (0..len / size).map(move |index| index * size..(index + 1) * size)
 }
 
 /// The part of `0..len` that the bounds mean.
 #[track_caller]
-fn within(len: usize, bounds: impl RangeBounds<usize>) -> Range<usize> {
+pub(super) fn within(len: usize, bounds: impl RangeBounds<usize>) -> Range<usize> {
+    let Range { start, end } = range_of(len, bounds);
+    assert!(start <= end && end <= len, "{start}..{end} is not within a view of {len} elements");
+    start..end
+}
+
+/// As [`within`]; `None` when the bounds are not.
+pub(super) fn try_within(len: usize, bounds: impl RangeBounds<usize>) -> Option<Range<usize>> {
+    Some(range_of(len, bounds)).filter(|range| range.start <= range.end && range.end <= len)
+}
+
+fn range_of(len: usize, bounds: impl RangeBounds<usize>) -> Range<usize> {
     let start = match bounds.start_bound() {
         Bound::Included(&start) => start,
         Bound::Excluded(&before) => before.saturating_add(1),
@@ -124,14 +312,7 @@ fn within(len: usize, bounds: impl RangeBounds<usize>) -> Range<usize> {
         Bound::Excluded(&end) => end,
         Bound::Unbounded => len,
     };
-    assert!(start <= end && end <= len, "{start}..{end} is not within a view of {len} elements");
     start..end
-}
-
-/// The first byte of an element; 0 when there are no bytes.
-#[inline]
-fn pointer_at<T>(block: TrackedBlockRef<'_>, index: usize) -> CUdeviceptr {
-    block.address() + (index * size_of::<T>()) as u64
 }
 
 impl<T> DeviceSlice<T> for BufferView<'_, T> {
@@ -154,31 +335,37 @@ impl<T> DeviceSlice<T> for BufferViewMut<'_, T> {
 
 impl<T> DevicePtr<T> for BufferView<'_, T> {
     fn device_ptr<'a>(&'a self, stream: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
-        (pointer_at::<T>(self.block, self.start), self.block.begin(stream, AccessMode::Read))
+        (self.pointer(), self.block.begin(stream, AccessMode::Read))
     }
 }
 
 impl<T> DevicePtr<T> for BufferViewMut<'_, T> {
     fn device_ptr<'a>(&'a self, stream: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
-        (pointer_at::<T>(self.block, self.start), self.block.begin(stream, AccessMode::Read))
+        (self.pointer(), self.block.begin(stream, AccessMode::Read))
     }
 }
 
 impl<T> DevicePtrMut<T> for BufferViewMut<'_, T> {
     fn device_ptr_mut<'a>(&'a mut self, stream: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
-        (pointer_at::<T>(self.block, self.start), self.block.begin(stream, AccessMode::Write))
+        (self.pointer(), self.block.begin(stream, AccessMode::Write))
     }
 }
 
 impl<T> fmt::Debug for BufferView<'_, T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("BufferView").field("start", &self.start).field("len", &self.len).finish_non_exhaustive()
+        f.debug_struct("BufferView")
+            .field("start_bytes", &self.start_bytes)
+            .field("len", &self.len)
+            .finish_non_exhaustive()
     }
 }
 
 impl<T> fmt::Debug for BufferViewMut<'_, T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("BufferViewMut").field("start", &self.start).field("len", &self.len).finish_non_exhaustive()
+        f.debug_struct("BufferViewMut")
+            .field("start_bytes", &self.start_bytes)
+            .field("len", &self.len)
+            .finish_non_exhaustive()
     }
 }
 

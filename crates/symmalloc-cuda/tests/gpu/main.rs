@@ -12,6 +12,7 @@ mod memory;
 mod pools;
 mod races;
 mod raw;
+mod slices;
 
 use std::sync::Arc;
 use symmalloc_cuda::CudaDevice;

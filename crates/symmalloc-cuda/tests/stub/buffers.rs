@@ -40,7 +40,7 @@ stub_test!(buffers_hold_what_is_copied_into_them, {
     let mut copy = unsafe { allocator.alloc::<u32>(&stream, 1000) }.expect("allocated");
     stream.memcpy_dtod(&buffer, &mut copy).expect("copied");
     assert_eq!(stream.clone_dtoh(&copy.slice(700..)).expect("copied"), numbers[700..]);
-    let (mut low, mut high) = copy.as_view_mut().split_at_mut(10);
+    let (mut low, mut high) = copy.split_at_mut(10);
     stream.memcpy_htod(&[7; 10], &mut low).expect("copied");
     stream.memcpy_htod(&[9; 10], &mut high.slice_mut(..10)).expect("copied");
     assert_eq!(stream.clone_dtoh(&copy.slice(9..11)).expect("copied"), [7, 9]);
@@ -160,7 +160,7 @@ fn history<'a, A: StreamAllocatorRef<Memory = CudaBackend> + 'a>(
     let before = calls();
     let mut buffers: Vec<_> = (1..20).map(|count| alloc(count * MIB / 4)).collect();
     drop(buffers[3].device_ptr(b));
-    drop(buffers[7].as_view_mut().split_at_mut(MIB).1.device_ptr_mut(b));
+    drop(buffers[7].split_at_mut(MIB).1.device_ptr_mut(b));
     let places = buffers.iter().map(DeviceBuffer::placement).collect();
     buffers.retain(|buffer| buffer.len() % MIB == 0);
     let kept = buffers.pop().expect("more than one").into_raw().expect("ordered");

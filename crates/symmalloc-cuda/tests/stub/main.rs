@@ -13,4 +13,5 @@ mod pinned;
 mod prefetch;
 mod process;
 mod recording;
+mod slices;
 mod stitching;

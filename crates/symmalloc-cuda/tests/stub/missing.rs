@@ -1,26 +1,68 @@
 //! Machines without a driver, with an old one, or without a device.
 
-use crate::process::{Library, stub_test};
+use crate::process::{Library, all_calls, stub_test};
 use symmalloc_cuda::{CudaDevice, CudaError, LoadError};
 
-stub_test!(without_libcuda_the_error_lists_the_names, Library::Named("libsomething.so"), [], {
+stub_test!(without_libcuda_the_error_lists_what_was_tried, Library::Named("libsomething.so"), [], {
     match CudaDevice::new(0) {
         Err(CudaError::Load(error @ LoadError::LibraryMissing { .. })) => {
             let text = error.to_string();
-            assert!(text.contains("libcuda.so") && text.contains("LD_LIBRARY_PATH"), "{text}");
+            assert!(text.contains("libcuda.so: ") && text.contains("libcuda.so.1: "), "{text}");
+            assert!(text.contains("LD_LIBRARY_PATH") && text.contains("SYMMALLOC_CUDA_LIBRARY"), "{text}");
+            assert_eq!(CudaDevice::library().expect_err("missing"), error, "the answer is remembered");
         }
         _ if std::path::Path::new("/dev/nvidiactl").exists() => println!("skipped: this machine has a driver"),
         other => panic!("{other:?}"),
     }
 });
 
+stub_test!(a_file_that_is_named_is_the_only_one_tried, ["SYMMALLOC_CUDA_LIBRARY" = "/nowhere/libcuda.so.1"], {
+    let Err(LoadError::LibraryMissing { tried }) = CudaDevice::library() else { panic!("opened what is not there") };
+    assert!(tried.len() == 1 && tried[0].contains("/nowhere/libcuda.so.1"), "{tried:?}");
+});
+
+stub_test!(a_file_that_is_named_must_not_leave_cudarc_without_one, Library::Named("libsomething.so"), [], {
+    let folder = std::env::var_os("LD_LIBRARY_PATH").expect("the test's own");
+    let file = std::path::Path::new(&folder).join("libsomething.so");
+    // SAFETY: this process has one thread that reads the environment.
+    unsafe { std::env::set_var("SYMMALLOC_CUDA_LIBRARY", &file) };
+    match CudaDevice::new(0) {
+        Err(CudaError::Load(LoadError::LibraryMissing { tried })) => assert_eq!(tried.len(), 2, "{tried:?}"),
+        _ if std::path::Path::new("/dev/nvidiactl").exists() => println!("skipped: this machine has a driver"),
+        other => panic!("{other:?}"),
+    }
+});
+
+stub_test!(the_library_is_known_by_its_file, {
+    let folder = std::env::var_os("LD_LIBRARY_PATH").expect("the test's own");
+    let before = all_calls();
+    assert_eq!(CudaDevice::library().expect("found"), std::path::Path::new(&folder).join("libcuda.so"));
+    assert_eq!(all_calls(), before, "nothing is called in it");
+});
+
+stub_test!(a_libcuda_that_is_open_is_taken_before_others, Library::Named("libcuda.so.1"), [], {
+    let folder = std::env::var_os("LD_LIBRARY_PATH").expect("the test's own");
+    let before = all_calls(); // opens libcuda.so.1
+    let folder = std::path::Path::new(&folder);
+    std::fs::copy(folder.join("libcuda.so.1"), folder.join("libcuda.so")).expect("copied");
+    assert_eq!(CudaDevice::library().expect("found"), folder.join("libcuda.so.1"));
+    assert_eq!(all_calls(), before);
+});
+
 stub_test!(a_library_of_another_name_is_found_under_the_names_that_are_tried, Library::Named("libcuda.so.1"), [], {
     CudaDevice::new(0).expect("libcuda.so.1 is one of the names");
 });
 
+/// That the stub has no such call.
+fn lacks(symbol: &'static str) -> LoadError {
+    let folder = std::env::var_os("LD_LIBRARY_PATH").expect("the test's own");
+    let path = std::path::Path::new(&folder).join("libcuda.so").display().to_string();
+    LoadError::SymbolMissing { path, symbol }
+}
+
 stub_test!(an_old_driver_is_named_by_the_call_it_lacks, Library::StubWithout("cuMemAddressReserve"), [], {
     let error = CudaDevice::new(0).expect_err("a call is missing");
-    assert_eq!(error, CudaError::Load(LoadError::SymbolMissing { symbol: "cuMemAddressReserve" }));
+    assert_eq!(error, CudaError::Load(lacks("cuMemAddressReserve")));
     assert!(error.to_string().contains("too old"), "{error}");
     // And again: the answer is remembered.
     assert_eq!(CudaDevice::count().expect_err("a call is missing"), error);
@@ -28,7 +70,7 @@ stub_test!(an_old_driver_is_named_by_the_call_it_lacks, Library::StubWithout("cu
 
 stub_test!(what_cudarc_needs_is_looked_up_too, Library::StubWithout("cuDevicePrimaryCtxRetain"), [], {
     let error = CudaDevice::new(0).expect_err("a call is missing");
-    assert_eq!(error, CudaError::Load(LoadError::SymbolMissing { symbol: "cuDevicePrimaryCtxRetain" }));
+    assert_eq!(error, CudaError::Load(lacks("cuDevicePrimaryCtxRetain")));
 });
 
 stub_test!(without_a_device_the_error_says_where_to_look, ["STUB_NO_DEVICE" = "1"], {
@@ -39,4 +81,16 @@ stub_test!(without_a_device_the_error_says_where_to_look, ["STUB_NO_DEVICE" = "1
 stub_test!(an_ordinal_beyond_the_devices_is_refused, ["STUB_DEVICES" = "2"], {
     CudaDevice::new(1).expect("the second device");
     assert_eq!(CudaDevice::new(2).expect_err("no third"), CudaError::NoSuchDevice { ordinal: 2, devices: 2 });
+});
+
+stub_test!(the_current_device_is_that_of_the_current_context, ["STUB_DEVICES" = "2"], {
+    assert_eq!(CudaDevice::current().expect("asked"), None);
+    let [first, second] = [0, 1].map(|ordinal| CudaDevice::new(ordinal).expect("the stub has two"));
+    assert_eq!(CudaDevice::current().expect("asked"), None, "making a device leaves the thread as it was");
+    let _outer = first.enter().expect("entered");
+    {
+        let _inner = second.enter().expect("entered");
+        assert_eq!(CudaDevice::current().expect("asked"), Some(1));
+    }
+    assert_eq!(CudaDevice::current().expect("asked"), Some(0));
 });

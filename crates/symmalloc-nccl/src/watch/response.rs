@@ -8,7 +8,7 @@ use super::settings::{MODE_VARIABLE, WatchdogMode};
 use super::watched::Watched;
 use crate::communicator::threads;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, Condvar, Mutex, Once, PoisonError};
 use std::time::{Duration, Instant};
 
 /// With this code the watchdog ends a process that cannot go on: a kernel of NCCL's waits for a rank that will not come, and cannot
@@ -26,8 +26,11 @@ pub(super) fn begin(watched: &Arc<Watched>, failure: &Arc<Failure>) {
             communicator.end(&cause);
         }
     });
-    let cause = Arc::clone(failure);
-    apart(move || report(&cause));
+    let (cause, reporting) = (Arc::clone(failure), Reporting::begin());
+    apart(move || {
+        report(&cause);
+        drop(reporting);
+    });
     if let Some(callback) = watched.settings().callback() {
         let cause = Arc::clone(failure);
         apart(move || {
@@ -42,6 +45,40 @@ fn apart(job: impl FnOnce() + Send + 'static) {
     if let Err(error) = threads::run(job) {
         tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error);
     }
+}
+
+/// How many reports are being written, and who waits for them.
+static REPORTS: (Mutex<usize>, Condvar) = (Mutex::new(0), Condvar::new());
+
+/// How long the end of the process waits for them. A disk may be slow, or gone.
+const REPORT_LIMIT: Duration = Duration::from_secs(1);
+
+/// A report that is being written. A program that gets the error mostly ends at once, and the record would end with it: so
+/// `exit` waits.
+struct Reporting;
+
+impl Reporting {
+    fn begin() -> Self {
+        static AT_EXIT: Once = Once::new();
+        AT_EXIT.call_once(|| {
+            // SAFETY: a function that neither unwinds nor calls `exit`, in code that stays loaded: a thread of it runs for ever.
+            let _full = unsafe { libc::atexit(wait_for_reports) };
+        });
+        *REPORTS.0.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        Reporting
+    }
+}
+
+impl Drop for Reporting {
+    fn drop(&mut self) {
+        *REPORTS.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        REPORTS.1.notify_all();
+    }
+}
+
+extern "C" fn wait_for_reports() {
+    let reports = REPORTS.0.lock().unwrap_or_else(PoisonError::into_inner);
+    let _waited = REPORTS.1.wait_timeout_while(reports, REPORT_LIMIT, |reports| *reports > 0);
 }
 
 fn report(failure: &Failure) {

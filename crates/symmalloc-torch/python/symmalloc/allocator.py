@@ -63,12 +63,20 @@ class Allocator:
         call("create", device, encoded(conf), byref(self._handle))
 
     @classmethod
-    def _of_torch(cls, device: int) -> Allocator:
-        """The allocator behind PyTorch's entry points. It lives as long as the process."""
+    def shared(cls, device: int) -> Allocator:
+        """The process's allocator of a device, made at its first use with `SYMMALLOC_CONF`. It lives as long as the process.
+
+        PyTorch has it where `install()` was called, and so have the other runtimes that this package has hooks for.
+        """
         self = cls.__new__(cls)
         self._handle, self._is_owned = c_void_p(), False
         call("torch_allocator", device, byref(self._handle))
         return self
+
+    @property
+    def handle(self) -> c_void_p:
+        """The allocator as the C interface has it."""
+        return self._handle
 
     def close(self) -> None:
         """Gives all memory back to the device. Does nothing the second time."""
@@ -94,6 +102,22 @@ class Allocator:
     def free(self, pointer: int) -> None:
         """Frees at once: the next user waits on the device for those of other streams. Raises `UnknownPointer`."""
         call("free", self._handle, pointer)
+
+    def allocate_unordered(self, size_bytes: int) -> int:
+        """Allocates for work on any stream, where the stream is not known. Free it with `free_unordered`.
+
+        Raises `OutOfMemory`.
+        """
+        out = c_void_p()
+        call("allocate_unordered", self._handle, size_bytes, byref(out))
+        return out.value or 0
+
+    def free_unordered(self, pointer: int) -> None:
+        """Frees when all work of the device is done, and blocks until then. Raises `UnknownPointer`.
+
+        Raises `CudaError` while a stream is captured; the memory is still allocated then.
+        """
+        call("free_unordered", self._handle, pointer)
 
     def record_use(self, pointer: int, stream: int) -> None:
         """Says that another stream uses a block. Raises `UnknownPointer`."""

@@ -86,7 +86,7 @@ def allocator(device: Device = None) -> Allocator:
     """The allocator behind PyTorch's CUDA tensors on a device. Raises `NotInstalled`."""
     if not installed():
         raise NotInstalled("PyTorch does not use symmalloc: call symmalloc.install() before CUDA is used")
-    return Allocator._of_torch(device_index(device))
+    return Allocator.shared(device_index(device))
 
 
 def _learns(conf: str | None) -> bool:

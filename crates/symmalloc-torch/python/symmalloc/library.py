@@ -50,6 +50,10 @@ CALLS: dict[str, list[Any]] = {
     "allocate_named": [c_void_p, c_uint32, c_size_t, c_void_p, c_char_p, POINTER(c_void_p)],
     "free": [c_void_p, c_void_p],
     "record_use": [c_void_p, c_void_p, c_void_p],
+    "allocate_unordered": [c_void_p, c_size_t, POINTER(c_void_p)],
+    "free_unordered": [c_void_p, c_void_p],
+    "free_on": [c_void_p, c_void_p, c_void_p],
+    "ort_use_stream": [c_int32, c_void_p],
     "pool_create": [c_void_p, c_char_p, POINTER(c_uint32)],
     "pool_destroy": [c_void_p, c_uint32],
     "reserve": [c_void_p, c_uint32, c_void_p, c_size_t],
@@ -127,8 +131,13 @@ def call(name: str, *arguments: Any) -> None:
     loaded = library()
     status = getattr(loaded, f"symmalloc_{name}")(*arguments)
     if status != 0:
-        message = (loaded.symmalloc_error_message() or b"").decode(errors="replace")
-        raise errors.BY_STATUS.get(status, errors.Error)(message or f"symmalloc_{name} failed with status {status}")
+        raise failure(name, status)
+
+
+def failure(name: str, status: int) -> errors.Error:
+    """The error that a status means, of the call that this thread made last."""
+    message = (library().symmalloc_error_message() or b"").decode(errors="replace")
+    return errors.BY_STATUS.get(status, errors.Error)(message or f"symmalloc_{name} failed with status {status}")
 
 
 def text(name: str, *arguments: Any) -> str:

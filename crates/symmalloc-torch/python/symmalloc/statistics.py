@@ -56,7 +56,7 @@ def _since(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
 
 def reset_peaks(device: int) -> None:
     if _is_used(device):
-        Allocator._of_torch(device).reset_peaks()
+        Allocator.shared(device).reset_peaks()
 
 
 def reset_accumulated(device: int) -> None:
@@ -71,14 +71,14 @@ def _is_used(device: int) -> bool:
 
 
 def _totals(device: int) -> dict[str, Any]:
-    return Allocator._of_torch(device).stats()["total"] if _is_used(device) else {}
+    return Allocator.shared(device).stats()["total"] if _is_used(device) else {}
 
 
 def snapshot(devices: int) -> dict[str, Any]:
     """`torch.cuda.memory._snapshot()` over all devices."""
     whole: dict[str, Any] = {"segments": [], "device_traces": [[] for _ in range(devices)]}
     for device in filter(_is_used, range(devices)):
-        part = Allocator._of_torch(device).snapshot()
+        part = Allocator.shared(device).snapshot()
         whole["segments"] += part["segments"]
         traces = part.get("device_traces", [])
         if device < len(traces):

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import textwrap
 import unittest
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 device = unittest.skipUnless(
     "SYMMALLOC_TEST_STUB" in os.environ, "needs a device: name the stub of libcuda with --stub"
@@ -30,3 +32,17 @@ def process(program: str, **environment: str) -> subprocess.CompletedProcess[str
         env=os.environ | environment,
         timeout=120,
     )
+
+
+def packages() -> str:
+    """The folder that this symmalloc was imported from."""
+    import symmalloc
+
+    return str(Path(symmalloc.__file__).resolve().parents[1])
+
+
+def gpu(package: str) -> Callable[[Any], Any]:
+    """A real device, and a package that works on it. The reason is printed where one is missing."""
+    if "SYMMALLOC_TEST_STUB" in os.environ or not Path("/dev/nvidiactl").exists():
+        return unittest.skip("needs a device of NVIDIA's")
+    return unittest.skipUnless(importlib.util.find_spec(package), f"needs {package}")

@@ -6,6 +6,7 @@ mod captures;
 mod library;
 mod pools;
 mod registrar;
+mod runtimes;
 mod steps;
 mod threads;
 mod torch_calls;

@@ -1,0 +1,58 @@
+"""CuPy on the process's allocator: `symmalloc.cupy.install()`.
+
+Memory is ordered by the stream that is current where it is allocated, as in CuPy's own pool. Keep streams alive: the allocator
+knows a stream by its handle.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+from .allocator import DEFAULT_POOL, Allocator
+from .library import call, encoded, failure, library
+
+
+def install(conf: str | None = None) -> None:
+    """Makes all arrays of CuPy come from the process's allocator, which PyTorch shares where `symmalloc.install()` was called.
+
+    conf  configuration text; None: `SYMMALLOC_CONF`, or what is set already
+
+    Raises `ImportError` without CuPy, `InvalidSettings`, and `InvalidState` for a text after the first allocation.
+    """
+    import cupy
+
+    if conf is not None:
+        call("torch_configure", encoded(conf))
+    get_current_stream, out = cupy.cuda.get_current_stream, ctypes.c_void_p
+
+    # These two are called for every array, so they make the library's calls directly.
+    allocate, free = library().symmalloc_allocate, library().symmalloc_free
+
+    def malloc(size_bytes: int, device: int) -> int:
+        pointer = out()
+        status = allocate(
+            _handle(device), DEFAULT_POOL, size_bytes, get_current_stream(device).ptr, ctypes.byref(pointer)
+        )
+        if status:
+            raise failure("allocate", status)
+        return pointer.value or 0
+
+    def release(pointer: int, device: int) -> None:
+        status = free(_handle(device), pointer)
+        if status:
+            raise failure("free", status)
+
+    # A function of C could not raise when memory is short: CuPy does not look at the pointer.
+    cupy.cuda.set_allocator(cupy.cuda.PythonFunctionAllocator(malloc, release).malloc)
+
+
+def record_use(array: Any, stream: Any) -> None:
+    """Says that another stream uses an array too: whoever takes its memory waits for it. Raises `UnknownPointer`."""
+    Allocator.shared(array.device.id).record_use(array.data.mem.ptr, stream.ptr)
+
+
+@cache
+def _handle(device: int) -> ctypes.c_void_p:
+    return Allocator.shared(device).handle
