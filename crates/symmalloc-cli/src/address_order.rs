@@ -23,27 +23,23 @@
 //! A free block merges with its free neighbours at once. The driver is a [`SimBackend`]: its addresses and its event
 //! timing come from (seed, rank), so one rank replays the same for ever and two ranks differ as real ones do.
 //!
-//! What it leaves out: knobs of the original that are off by default (maximum split size, power-of-two rounding,
-//! garbage collection), the flush when memory runs out (it has as much as it likes), and graph capture. How a pool is
-//! configured is ignored but for its identity.
+//! Of the knobs that are off by default it has the maximum split size and power-of-two rounding ([`AddressOrder::with_rules`]).
+//! What it leaves out: garbage collection, the flush when memory runs out (it has as much as it likes), and graph capture.
+//! How a pool of the program is configured is ignored but for its identity.
 
 mod blocks;
 mod expandable;
+mod rules;
 
 use blocks::{Blocks, Class, List, ModelBlock, ModelState};
+use rules::{ModelRules, SMALL_MAX_BYTES};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use symmalloc_core::backend::{Backend, BackendError, Event, Range, Reason};
+use symmalloc_core::config::PoolConfig;
 use symmalloc_core::ids::{AllocationId, Placement, PoolId, SegmentId, StreamId};
 use symmalloc_core::op::Op;
-use symmalloc_core::units::{MIB, UNIT_BYTES};
 use symmalloc_sim::{Delays, SimBackend, SplitMix64};
 
-/// Requests up to this are small.
-const SMALL_MAX_BYTES: u64 = MIB;
-/// Large requests from this on get a segment of their own size.
-const OWN_SEGMENT_MIN_BYTES: u64 = 10 * MIB;
-/// Such a segment is a multiple of this.
-const OWN_SEGMENT_ROUND_BYTES: u64 = 2 * MIB;
 /// The longest that an event takes is a power of two below this, drawn per rank.
 const EVENT_TICKS_MAX_LOG2: u64 = 11;
 
@@ -59,7 +55,7 @@ pub enum ModelSegments {
 /// One rank of a job under the old rule. See the [module documentation](self).
 #[derive(Debug)]
 pub struct AddressOrder {
-    segments: ModelSegments,
+    rules: ModelRules,
     device: SimBackend,
     blocks: Blocks,
     /// Every segment there ever was, by birth.
@@ -95,8 +91,13 @@ impl AddressOrder {
 
     /// One rank whose driver is `device`.
     pub fn on(device: SimBackend, segments: ModelSegments) -> Self {
+        let config = PoolConfig::builder();
+        let config = match segments {
+            ModelSegments::Fixed => config.fixed(),
+            ModelSegments::Expandable => config.expandable(),
+        };
         AddressOrder {
-            segments,
+            rules: ModelRules::of(&config.build().expect("defaults are valid")),
             device,
             blocks: Blocks::default(),
             born: Vec::new(),
@@ -105,6 +106,14 @@ impl AddressOrder {
             requested_bytes: 0,
             requested_bytes_peak: 0,
         }
+    }
+
+    /// With these settings for all pools: segments, and of their knobs what the model has (see the [module
+    /// documentation](self)). Before the first step.
+    #[must_use]
+    pub fn with_rules(mut self, config: &PoolConfig) -> Self {
+        self.rules = ModelRules::of(config);
+        self
     }
 
     /// Does what PyTorch does at this op. Returns where an allocation lies (segments numbered by birth over the
@@ -182,26 +191,24 @@ impl AddressOrder {
             return Ok(None);
         }
         self.poll()?;
-        let Some(size) = requested_bytes.checked_next_multiple_of(UNIT_BYTES).filter(|size| *size < 1 << 62) else {
+        let Some(size) = self.rules.block_bytes(requested_bytes) else {
             return Err(BackendError::new("reserve", 2, Reason::OutOfMemory));
         };
         let class = if size <= SMALL_MAX_BYTES { Class::Small } else { Class::Large };
         let list = List { pool, class, stream };
-        let found = match self.segments {
-            ModelSegments::Fixed => self.blocks.best_fit(list, size),
-            ModelSegments::Expandable => self.blocks.best_fit_expandable(list, size),
+        let found = match self.rules.is_fixed() {
+            true => self.blocks.best_fit(list, size),
+            false => self.blocks.best_fit_expandable(list, size),
         };
-        let address = match (found, self.segments) {
-            (Some(address), _) => address,
-            (None, ModelSegments::Fixed) => self.fixed_segment(list, size)?,
-            (None, ModelSegments::Expandable) => self.expanded_block(list, size)?,
+        let found = found.filter(|&address| self.rules.accepts(class, size, self.blocks.at(address).size_bytes));
+        let address = match found {
+            Some(address) => address,
+            None if self.rules.is_fixed() => self.fixed_segment(list, size)?,
+            None => self.expanded_block(list, size)?,
         };
         let block = self.blocks.take(address);
         let rest = block.size_bytes - size;
-        let split = match (self.segments, class) {
-            (ModelSegments::Fixed, Class::Large) => rest > SMALL_MAX_BYTES,
-            _ => rest >= UNIT_BYTES,
-        };
+        let split = self.rules.splits(class, size, rest);
         let kept = if split { size } else { block.size_bytes };
         if split {
             self.blocks.put(address + kept, ModelBlock { size_bytes: rest, ..block });
@@ -216,11 +223,7 @@ impl AddressOrder {
 
     /// Obtains a segment of the size that the request asks for: one free block.
     fn fixed_segment(&mut self, list: List, size: u64) -> Result<u64, BackendError> {
-        let segment_bytes = match list.class {
-            Class::Small => list.class.page_bytes(),
-            Class::Large if size < OWN_SEGMENT_MIN_BYTES => list.class.page_bytes(),
-            Class::Large => size.next_multiple_of(OWN_SEGMENT_ROUND_BYTES),
-        };
+        let segment_bytes = self.rules.segment_bytes(list.class, size);
         let range = self.device.reserve(segment_bytes)?;
         self.device.map(range, 0, segment_bytes)?;
         Ok(self.add_segment(list, range, ModelState::Free))
@@ -278,9 +281,9 @@ impl AddressOrder {
             }
         }
         for address in self.blocks.free_of(pool) {
-            match self.segments {
-                ModelSegments::Fixed => self.release_if_whole(address)?,
-                ModelSegments::Expandable => self.unmap_whole_pages(address)?,
+            match self.rules.is_fixed() {
+                true => self.release_if_whole(address)?,
+                false => self.unmap_whole_pages(address)?,
             }
         }
         Ok(())

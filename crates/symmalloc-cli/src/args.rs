@@ -1,14 +1,30 @@
 //! What the program is asked to do: its commands and flags.
 
-use crate::job::{Order, Segments};
-use clap::{Parser, Subcommand, ValueEnum};
-use std::ffi::OsString;
-use std::path::PathBuf;
-use std::str::FromStr;
-use symmalloc_core::config::{Config, StreamPolicy};
-use symmalloc_import::{MEMORY_LIMIT_BYTES, ReadOptions};
+mod policy;
+mod reading;
+mod run;
 
-const EXIT_CODES: &str = "Exit codes: 0 fine, 3 the ranks differ, 2 bad input.";
+pub(crate) use policy::{FlagContradiction, PolicyArgs};
+pub(crate) use reading::ReadingArgs;
+pub(crate) use run::RunArgs;
+
+use crate::input::STREAM;
+use crate::job::Order;
+use clap::{Parser, Subcommand, ValueEnum};
+use clap_complete::Shell;
+use std::path::{Path, PathBuf};
+
+const HELP: &str = "\
+Recordings are files, standard input (`-`), or jobs that come with the program: gpt2, moe, resnet50, llama, gnn, fsdp,
+fsdp_rank1, fsdp1, fsdp1_rank1.
+
+With --json every command prints one JSON document: an object, or an array of objects, each with schema_version (1). If it fails,
+that is {schema_version, error: {message, causes, help, exit_code}}, and stderr says the same for people.
+
+Exit codes: 0 fine, 3 the ranks differ or memory is refused, 2 bad input.";
+
+/// The most ranks of a simulated job: a million.
+const RANKS_MAX: i64 = 1 << 20;
 
 const REPLAY_EXAMPLES: &str = "\
 Examples:
@@ -19,18 +35,22 @@ Examples:
   symmalloc replay job.trace --plan job.plan            every rank follows a plan that `symmalloc plan` wrote
 
 JSON: an array with one object per trace:
-  trace, ops, allocs, ranks, passes, order, segments, streams
+  schema_version, trace, ops, allocs, ranks, passes, order, segments, streams
   aligned               whether all ranks placed alike, in every pass, with equal digests
   differing_placements  allocations whose (segment, offset) is not the same on all ranks
+  refused               allocations that a limit, or the size of a segment, refused; of the pass with the most
   first_divergence      null, or {op, allocation, name?, pass?, ranks: [{rank, segment, offset}]}; counted from 0;
                         segment and offset are null where the allocation was refused or has no bytes
   peak_live_bytes       the most that the program had requested at any time of any pass
   peak_reserved_bytes   the most that was held from the device at any time of any pass
   efficiency            peak_live_bytes / peak_reserved_bytes
-  first_pass            {peak_reserved_bytes, efficiency}: the first pass alone, which flatters
+  first_pass            {peak_reserved_bytes, efficiency, refused}: the first pass alone, which flatters
   segment_count         at the end of the last pass, before what the program left is freed
   ns_per_op             median pass after the first on a device that costs nothing; null with --order address
   digest                16 hex digits over all (op, decision) of rank 0's first pass; null with --order address
+  lived_before, lived_before_bytes    allocations that lived when the recording began, and their bytes
+  pytorch               the same job under PyTorch's rule (the model, on at most 8 ranks) with expandable and with fixed segments,
+                        its default: objects with the keys from ranks to segment_count; none with --order address
   planned_ops_share     allocations that went where the plan says over all of at least one byte, in all passes; null
                         without a plan
 
@@ -38,9 +58,10 @@ A trace's own configuration and pools hold; --segments and --streams replace the
 the whole of it but for the pools that the program makes. With --plan the plan's configuration holds, for all pools: flags
 that say something else are an error. Each pass is a step, unless the program has steps of its own. The model of address
 order always keeps streams separate, and has fixed and expandable segments only; its rank 0 does all passes, and the
-other ranks are compared over the first one.
+other ranks are compared over the first one. Of settings it has max_split_size, max_non_split_rounding, large_segment_size and
+roundup_power2_divisions; with --order address, others in --config are an error.
 
-Exit codes: 0 fine, 3 the ranks differ, 2 bad input.";
+Exit codes: 0 fine, 3 the ranks differ, or allocations are refused without --allow-refusals, 2 bad input.";
 
 const DIFF_EXAMPLES: &str = "\
 Examples:
@@ -48,7 +69,8 @@ Examples:
   symmalloc diff rank0.trace.zst rank1.trace.zst --json
   symmalloc diff symmalloc-flight-world-*.json          who is behind, at which collective, and what differs
 
-JSON of two recordings: same_ops, allocs, differing_placements (null where one of the two records no placements), first
+JSON of two recordings: schema_version, same_ops, compared_ops, uses_left_out (null where uses by other streams are compared,
+else {a, b}: how many), allocs, differing_placements (null where one of the two records no placements), first
 (null, or {allocation, op, a: {segment, offset}, b: {segment, offset}}); counted from 0, op in A. A segment is the ordinal
 of its birth. Where the ops differ, placements are compared up to there and first_op_difference says what each did.
 
@@ -58,7 +80,7 @@ only where event polling noticed it late, which differs between ranks that made 
 Flight records are compared as they were written. Of a job that goes on, ranks write at slightly different times: one may
 be some collectives ahead. A folder is not read: name its files.
 
-JSON of flight records: trouble, communicators:
+JSON of flight records: schema_version, trouble, communicators:
   communicator, id, ranks, records      its name; 16 hex digits; how many there are, and how many left a record
   findings    finding (no_record, rank_twice, ranks_differ, behind, differs, unfinished, unfinished_transfer, even), text,
               and what the text says: ranks, rank, number, signature {kind, elements?, data_type?, detail?}, state,
@@ -74,7 +96,19 @@ const IMPORT_EXAMPLES: &str = "\
 Examples:
   symmalloc import snapshot.pickle job.trace.zst
   symmalloc import rmm.csv job.trace
-  symmalloc import killed.trace.zst whole.trace.zst --accept-torn        what a job that was killed left";
+  symmalloc import killed.trace.zst whole.trace.zst --accept-torn        what a job that was killed left
+  zcat rmm.csv.gz | symmalloc import - - | head         from standard input to standard output; what is said goes to stderr
+
+A snapshot that begins in the middle of a job says what lived by then: it is freed in the trace, or in `segments` at the end.
+Such allocations come first in the trace. An allocation's name is what the program calls it, else the Python frame that asked for
+it, where the snapshot has stack frames.
+
+JSON: schema_version, input, trace, format, device, ops, streams, allocs, frees, uses (by other streams), placements (that are recorded),
+lived_before, lived_before_bytes (when the recording began), recorded_reserved_bytes_peak (null where the recording does not say it),
+and what was supplied or left out: frees_supplied, frees_of_unknown, uses_of_unknown, failed_allocations, empty_allocations,
+unknown_actions, torn_at_line (null, or where it ends in the middle).
+
+Exit codes: 0 fine, 2 bad input.";
 
 const EXPORT_EXAMPLES: &str = "\
 Examples:
@@ -85,12 +119,12 @@ Examples:
   symmalloc export job.trace.zst job.json.gz                     a time line: open it at https://ui.perfetto.dev
   symmalloc export job.trace.zst all.json --detail all           ... with every allocation and every change
 
-The format goes by OUT's name, .json is a time line, unless --format says it. On a time line a microsecond is an op.
+The format goes by OUT's name, .json is a time line, unless --format says it; a name that says it is something else is an error. On a time line a microsecond is an op.
 
-JSON of a time line: trace, timeline, heaps, slices (allocations), left_out (smaller allocations), points (of counters),
+JSON of a time line: schema_version, trace, timeline, heaps, slices (allocations), left_out (smaller allocations), points (of counters),
 ops_per_point (each is the highest of), instants.
 
-JSON of a snapshot: trace, snapshot, entries, allocations, refused (by a limit), pending_frees (that complete later),
+JSON of a snapshot: schema_version, trace, snapshot, entries, allocations, refused (by a limit), pending_frees (that complete later),
 segments and blocks (at the end), ops_without_entry (that PyTorch's allocator does not have).
 
 Exit codes: 0 fine, 2 bad input.";
@@ -102,14 +136,16 @@ Examples:
   symmalloc chart job.trace.zst -o map.svg --map --op 12000      segments and blocks after op 12000
   symmalloc chart rank0.pickle.gz --beside rank1.pickle.gz -o ranks.svg
   symmalloc chart job.trace.zst --plan job.plan -o job.html      what the plan holds, beside that
+  symmalloc chart fsdp1 --share -o fsdp1.png                     before and after, to show to others
 
 Two ranks are drawn where their recordings say that each allocation was placed; where these do not, as our allocator
 places them. Pictures need no script and no network. Equal jobs are equal bytes.
 
-JSON: trace, picture, ops, op (that the map shows), refused (allocations, by a limit), live, allocated, reserved
+JSON: schema_version, trace, picture, ops, op (that the map shows), refused (allocations, by a limit), live, allocated, reserved
 ({peak_bytes, op}), heaps ([{pool, stream, live, allocated, reserved}]; stream is null where streams share), and with
 --beside: beside ({trace, placements: recorded or replayed, allocs, differing_placements, differing_live}), and with
---plan: plan ({file, reserved}).
+--plan: plan ({file, reserved}); with --share: trace, picture, refused, peak_live_bytes, and what is reserved at the peak over five
+passes: pytorch_bytes (model), symmalloc_bytes, planned_bytes (null where there is nothing to plan).
 
 Exit codes: 0 fine, 2 bad input.";
 
@@ -121,10 +157,12 @@ Examples:
 One page that needs no script and no network: peaks, what holds memory at the peak, fragmentation, pictures, and what
 other settings would make of the same ops, each with the command that does it again.
 
-JSON: trace, report, ops, op (of holders and fragmentation), refused, live, allocated, reserved ({peak_bytes, op}),
+JSON: schema_version, trace, report, ops, op (of holders and fragmentation), refused, lived_before, lived_before_bytes (when the
+recording began), recorded_reserved (by the recorded allocator: null, or {peak_bytes, is_exact}, else it was at least that), live, allocated, reserved ({peak_bytes, op}),
 steady_reserved_bytes, efficiency (peak live / that), holders ([{name, each_bytes?, allocations, requested_bytes}]: by name, or by size
 where name is null), free_bytes, largest_free_bytes, fragmentation (1 - largest / free),
-settings ([{settings, command, is_own, peak_reserved_bytes, refused}], least peak first), plan (what a plan would need, or null:
+settings ([{settings, command, is_own, is_better, peak_reserved_bytes, refused, waits (of a stream for another, in a pass)}],
+least peak first), plan (what a plan would need, or null:
 {command, planned_bytes, efficiency}).
 
 What settings and a plan take is the most over five passes; the pictures, and what holds memory, are of the first one.
@@ -145,7 +183,7 @@ held without one, both the most over five passes. What to reserve is for running
 out twice, as it was recorded and with that, on a device that counts its calls.
 
 JSON: an array with one object per job (with --one-job there is one job, and numbers are the most of all ranks):
-  job                   the recording
+  schema_version, job   1, and the recording
   peak_live_bytes       the most that the program has requested at any time
   planned_bytes         the most that is held when the plan is followed
   efficiency            peak_live_bytes / planned_bytes
@@ -155,6 +193,7 @@ JSON: an array with one object per job (with --one-job there is one job, and num
   plan_bytes            memory that plans place in; planned_bytes has all else, too
   planned_ops_share     allocations that go where the plan says over all of at least one byte
   waits, online_waits   waits of a stream for another one that reuse needs in a pass: planned, and without a plan
+  refused, online_refused   requests that a limit refuses in all passes: planned, and without a plan
   plan                  the file that was written, or null
 and what to reserve without a plan; where a limit leaves no room for that, these are missing:
   traces, margin_percent, settings (of the allocator and its default pool), lines (to paste into a trace), reserve_bytes,
@@ -168,14 +207,14 @@ const SIMULATE_EXAMPLES: &str = "\
 Examples:
   symmalloc simulate --seed 7                           one generated job on 64 ranks, with its plan
   symmalloc simulate --seeds 1000 --ops 300             a thousand of them
-  symmalloc simulate job.trace.zst --ranks 4096         a recorded job
+  symmalloc simulate moe --ranks 256                    a recorded job; a minute for each thousand ranks, about
   symmalloc simulate simulate-seed-7.trace              a saved failure, as it was
 
 Seeds name everything: the program, what each rank's surroundings are, which driver calls fail. A failure is made as
 small as it gets and saved as a trace with its story on top.
 
 JSON: an array with one object per trace, or for the generated jobs:
-  trace, seed, runs, ranks, seconds     trace is null for generated jobs; ranks are those of all runs
+  schema_version, trace, seed, runs, ranks, seconds    trace is null for generated jobs; ranks are those of all runs
   ops, private_ops                      carried out, over all ranks; private ones are a rank's own, in pools of its own
   planned, differing                    allocations that went where a plan says; steps that were not as planned
   syncs, checks                         points at which all live ranks are compared; scans of all invariants of a rank
@@ -191,27 +230,35 @@ JSON: an array with one object per trace, or for the generated jobs:
 
 Exit codes: 0 fine, 3 a run failed, 2 bad input.";
 
-const RUN_EXAMPLES: &str = "\
-Examples:
-  symmalloc run -- python train.py                               cudaMalloc and cudaMallocAsync from symmalloc
-  symmalloc run --stats --limit 20GiB -- ./simulate input.dat    figures at the end, and no more memory than this
-  symmalloc run --record job.trace.zst -- ./simulate input.dat   its own allocator, only watched: for replay, report, plan
-  symmalloc run --check -- torchrun --nproc-per-node 2 train.py  whether all ranks did alike
-
-Ranks (torchrun, mpirun, srun) are recorded into a file each: job.rank0.trace.zst, job.rank1.trace.zst; `symmalloc diff` compares
-two. Of a program that is killed the recording is there up to the last second: read it with --accept-torn.
-
-What is served and what is the driver's: docs/run.md. A program with a cache of its own above cudaMalloc, as PyTorch's, gains nothing.
-
-Exit codes: the program's; 128 and the signal's number if a signal ended it; 3 if --check found that ranks differ; 127 if there is no
-such program, 126 if it cannot be started; 2 bad input.";
-
 /// A deterministic caching device allocator, on recorded GPU jobs. Needs no GPU but for `run`.
 #[derive(Debug, Parser)]
-#[command(name = "symmalloc", version, after_help = EXIT_CODES)]
+#[command(name = "symmalloc", version, after_help = HELP)]
 pub(crate) struct Args {
     #[command(subcommand)]
     pub(crate) command: Command,
+}
+
+impl Command {
+    /// How the allocator is configured, where the command takes that.
+    pub(crate) fn policy(&self) -> Option<&PolicyArgs> {
+        match self {
+            Command::Replay(args) => Some(&args.policy),
+            Command::Export(args) => Some(&args.policy),
+            Command::Chart(args) => Some(&args.policy),
+            Command::Report(args) => Some(&args.policy),
+            Command::Plan(args) => Some(&args.policy),
+            _ => None,
+        }
+    }
+
+    /// Whether stdout has the result itself, and nothing else may be written to it.
+    pub(crate) fn writes_stdout(&self) -> bool {
+        match self {
+            Command::Import(args) => args.output == Path::new(STREAM),
+            Command::Export(args) => args.output == Path::new(STREAM),
+            _ => false,
+        }
+    }
 }
 
 #[derive(Debug, Subcommand)]
@@ -225,6 +272,8 @@ pub(crate) enum Command {
     Report(ReportArgs),
     Plan(PlanArgs),
     Run(RunArgs),
+    Completions(CompletionsArgs),
+    Man(ManArgs),
 }
 
 /// Replay recorded jobs on many ranks and see whether they place alike
@@ -234,11 +283,11 @@ pub(crate) enum Command {
 #[derive(Debug, clap::Args)]
 #[command(after_help = REPLAY_EXAMPLES)]
 pub(crate) struct ReplayArgs {
-    /// Recordings to replay
+    /// Recordings to replay: files, `-`, or jobs that come with the program (see `symmalloc --help`)
     #[arg(required = true, value_name = "TRACE")]
     pub(crate) traces: Vec<PathBuf>,
     /// Ranks to simulate
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=RANKS_MAX))]
     pub(crate) ranks: u32,
     /// How free blocks are ordered: our rule, or the model of PyTorch's
     #[arg(long)]
@@ -254,6 +303,9 @@ pub(crate) struct ReplayArgs {
     pub(crate) passes: u32,
     #[command(flatten)]
     pub(crate) reading: ReadingArgs,
+    /// Allocations that a limit refuses are no failure: without this the exit code is 3
+    #[arg(long)]
+    pub(crate) allow_refusals: bool,
     /// Write the trace with rank 0's decisions (.zst and .gz compress)
     #[arg(long, value_name = "OUT")]
     pub(crate) record: Option<PathBuf>,
@@ -277,7 +329,7 @@ pub(crate) struct SimulateArgs {
     #[arg(value_name = "TRACE")]
     pub(crate) traces: Vec<PathBuf>,
     /// Ranks of a job
-    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=RANKS_MAX))]
     pub(crate) ranks: u32,
     /// Seed of the first run
     #[arg(long, value_name = "S", default_value_t = 0)]
@@ -320,14 +372,17 @@ pub(crate) struct DiffArgs {
 #[derive(Debug, clap::Args)]
 #[command(after_help = IMPORT_EXAMPLES)]
 pub(crate) struct ImportArgs {
-    /// A PyTorch memory snapshot, an RMM log or a trace; plain, gzip or zstd
+    /// A PyTorch memory snapshot, an RMM log or a trace; plain, gzip or zstd; `-` for standard input
     #[arg(value_name = "IN")]
     pub(crate) input: PathBuf,
-    /// The trace to write (.zst and .gz compress)
+    /// The trace to write (.zst and .gz compress); `-` for standard output
     #[arg(value_name = "OUT")]
     pub(crate) output: PathBuf,
     #[command(flatten)]
     pub(crate) reading: ReadingArgs,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 /// Write what our allocator makes of a recording as a snapshot for PyTorch's memory_viz, or a time line for Perfetto
@@ -337,7 +392,7 @@ pub(crate) struct ExportArgs {
     /// A trace, a PyTorch memory snapshot or an RMM log; plain, gzip or zstd
     #[arg(value_name = "TRACE")]
     pub(crate) input: PathBuf,
-    /// The file to write (.gz and .zst compress)
+    /// The file to write (.gz and .zst compress); `-` for standard output
     #[arg(value_name = "OUT")]
     pub(crate) output: PathBuf,
     /// What to write [default: a time line if OUT is called .json, else a snapshot]
@@ -366,15 +421,18 @@ pub(crate) struct ChartArgs {
     /// A trace, a PyTorch memory snapshot or an RMM log; plain, gzip or zstd
     #[arg(value_name = "TRACE")]
     pub(crate) input: PathBuf,
-    /// The picture to write: .svg for one, .html for all
+    /// The picture to write: .svg or .png for one, .html for all
     #[arg(short, long, value_name = "OUT")]
     pub(crate) output: PathBuf,
     /// Map the memory after this op, counted from 0 [default: where most is allocated]
     #[arg(long, value_name = "N")]
     pub(crate) op: Option<usize>,
-    /// In an .svg, draw the map in place of memory over ops
+    /// In an .svg or .png, draw the map in place of memory over ops
     #[arg(long, conflicts_with = "beside")]
     pub(crate) map: bool,
+    /// Draw one picture for others: what the job holds under PyTorch's default, under symmalloc, and planned
+    #[arg(long, conflicts_with_all = ["map", "beside", "plan", "op", "pool", "stream"])]
+    pub(crate) share: bool,
     /// Another rank's recording, to draw beside with differing blocks marked
     #[arg(long, value_name = "TRACE")]
     pub(crate) beside: Option<PathBuf>,
@@ -428,7 +486,7 @@ pub(crate) struct PlanArgs {
     /// Recorded jobs: traces, PyTorch memory snapshots or RMM logs; plain, gzip or zstd
     #[arg(required = true, value_name = "TRACE")]
     pub(crate) traces: Vec<PathBuf>,
-    /// The recordings are of one job's ranks: what to reserve is the same on all of them
+    /// The recordings are of one job's ranks, which make the same calls: what to reserve is the same on all of them
     #[arg(long)]
     pub(crate) one_job: bool,
     /// Write the plan, for `symmalloc replay --plan` and `symmalloc chart --plan` (.zst and .gz compress)
@@ -452,67 +510,20 @@ pub(crate) struct PlanArgs {
     pub(crate) json: bool,
 }
 
-/// Run any CUDA program, unchanged, with its memory from symmalloc, or only record it
-///
-/// A library goes between the program and libcuda (LD_PRELOAD) and serves cuMemAlloc, cuMemAllocAsync, cuMemAllocFromPoolAsync and all
-/// frees, so cudaMalloc and cudaMallocAsync, too. Memory is cached, placed the same on every rank, and given out in stream order.
+/// Print a shell's completions
 #[derive(Debug, clap::Args)]
-#[command(after_help = RUN_EXAMPLES)]
-pub(crate) struct RunArgs {
-    /// Record what is allocated and freed as a trace (.zst and .gz compress). Alone, the program keeps its own allocator
-    #[arg(long, value_name = "FILE")]
-    pub(crate) record: Option<PathBuf>,
-    /// Serve the program's memory, also where it is recorded
-    #[arg(long)]
-    pub(crate) serve: bool,
-    /// Say at the end what was allocated, how long that took, and what was never freed
-    #[arg(long)]
-    pub(crate) stats: bool,
-    /// The most device memory to hold on each device: 20GiB, 512MiB, or a number of bytes
-    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
-    pub(crate) limit: Option<Bytes>,
-    /// Settings, as in docs/configuration.md: streams:shared,segments:fixed
-    #[arg(long, value_name = "SETTINGS", value_parser = Config::from_str)]
-    pub(crate) config: Option<Config>,
-    /// Write a page about the program's memory (.html), as `symmalloc report` does
-    #[arg(long, value_name = "OUT")]
-    pub(crate) report: Option<PathBuf>,
-    /// Compare the ranks that the program starts: exit with 3 if they differ
-    #[arg(long)]
-    pub(crate) check: bool,
-    /// Leave cuMemAlloc to the driver, for programs that open its memory in other processes (cuIpcGetMemHandle)
-    #[arg(long)]
-    pub(crate) ipc: bool,
-    /// The library to preload [default: SYMMALLOC_PRELOAD, else libsymmalloc_preload.so beside this program or in ../lib]
-    #[arg(long, value_name = "FILE")]
-    pub(crate) library: Option<PathBuf>,
-    #[command(flatten)]
-    pub(crate) reading: ReadingArgs,
-    /// The program and its arguments
-    #[arg(last = true, required = true, value_name = "PROGRAM")]
-    pub(crate) command: Vec<OsString>,
+#[command(after_help = "Example: symmalloc completions bash > ~/.local/share/bash-completion/completions/symmalloc")]
+pub(crate) struct CompletionsArgs {
+    /// The shell
+    pub(crate) shell: Shell,
 }
 
-/// An amount of memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Bytes(pub(crate) u64);
-
-/// `20GiB`, `1.5 GiB`, `512MiB`, `1048576`. Units are powers of 1,024, with and without the `i` and the `B`.
-fn parse_bytes(text: &str) -> Result<Bytes, String> {
-    let unit_at = text.find(|letter: char| letter.is_ascii_alphabetic()).unwrap_or(text.len());
-    let (number, unit) = (text[..unit_at].trim(), text[unit_at..].to_ascii_lowercase());
-    let shift = match unit.trim_end_matches('b').trim_end_matches('i') {
-        "" => 0,
-        "k" => 10,
-        "m" => 20,
-        "g" => 30,
-        "t" => 40,
-        _ => return Err("use KiB, MiB, GiB or TiB, or a number of bytes".to_owned()),
-    };
-    let whole = number.parse::<u64>().ok().and_then(|number| number.checked_mul(1 << shift));
-    let fraction = || number.parse::<f64>().ok().filter(|number| (0.0..1e6).contains(number) && shift > 0);
-    let bytes = whole.or_else(|| fraction().map(|number| (number * (1_u64 << shift) as f64) as u64));
-    bytes.filter(|bytes| *bytes > 0).map(Bytes).ok_or_else(|| "give a size such as 20GiB".to_owned())
+/// Print a manual page
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example: symmalloc man replay | man -l -")]
+pub(crate) struct ManArgs {
+    /// The command that it is about [default: the program]
+    pub(crate) command: Option<String>,
 }
 
 /// What `export` writes.
@@ -540,109 +551,4 @@ fn parse_pool(text: &str) -> Result<u32, std::num::ParseIntError> {
 /// A stream: `1` or, as in a trace, `s1`.
 fn parse_stream(text: &str) -> Result<u16, std::num::ParseIntError> {
     text.strip_prefix('s').unwrap_or(text).parse()
-}
-
-/// How the allocator is configured.
-#[derive(Debug, Default, clap::Args)]
-pub(crate) struct PolicyArgs {
-    /// How the default pool obtains memory [default: as the trace says, else expandable]
-    #[arg(long)]
-    pub(crate) segments: Option<Segments>,
-    /// Whether the default pool's streams share free blocks [default: as the trace says, else separate]
-    #[arg(long)]
-    pub(crate) streams: Option<Streams>,
-    /// Settings in the place of the trace's own, as in docs/configuration.md: segments:fixed,max_split_size_mb:256
-    #[arg(long, value_name = "SETTINGS", value_parser = Config::from_str)]
-    pub(crate) config: Option<Config>,
-}
-
-impl PolicyArgs {
-    /// The flags that say the same, each after a blank.
-    pub(crate) fn flags(&self) -> String {
-        let word =
-            |value: Option<clap::builder::PossibleValue>| value.map_or_else(String::new, |it| it.get_name().into());
-        let mut flags = String::new();
-        if let Some(segments) = &self.segments {
-            flags += &format!(" --segments {}", word(segments.to_possible_value()));
-        }
-        if let Some(streams) = &self.streams {
-            flags += &format!(" --streams {}", word(streams.to_possible_value()));
-        }
-        if let Some(config) = &self.config {
-            flags += &format!(" --config '{config}'");
-        }
-        flags
-    }
-}
-
-/// How recordings are read.
-#[derive(Clone, Debug, clap::Args)]
-pub(crate) struct ReadingArgs {
-    /// Device of a PyTorch snapshot that recorded several
-    #[arg(long, value_name = "D")]
-    device: Option<usize>,
-    /// Take a trace or log that ends in the middle up to there
-    #[arg(long)]
-    accept_torn: bool,
-    /// Memory that one recording may take while it is read, in MiB
-    #[arg(long, value_name = "M", default_value_t = MEMORY_LIMIT_BYTES >> 20,
-          value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
-    memory_limit_mb: u64,
-}
-
-impl ReadingArgs {
-    /// The flags that say the same, each after a blank.
-    pub(crate) fn flags(&self) -> String {
-        let mut flags = self.device.map_or_else(String::new, |device| format!(" --device {device}"));
-        if self.accept_torn {
-            flags += " --accept-torn";
-        }
-        if self.memory_limit_mb != MEMORY_LIMIT_BYTES >> 20 {
-            flags += &format!(" --memory-limit-mb {}", self.memory_limit_mb);
-        }
-        flags
-    }
-}
-
-impl From<&ReadingArgs> for ReadOptions {
-    fn from(args: &ReadingArgs) -> Self {
-        let mut options = ReadOptions::default().memory_limit_bytes(args.memory_limit_mb << 20);
-        options.device = args.device;
-        options.accept_torn = args.accept_torn;
-        options
-    }
-}
-
-/// Whether streams share free blocks.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub(crate) enum Streams {
-    /// A heap per stream
-    Separate,
-    /// One heap for all streams
-    Shared,
-}
-
-impl From<Streams> for StreamPolicy {
-    fn from(streams: Streams) -> Self {
-        match streams {
-            Streams::Separate => StreamPolicy::Separate,
-            Streams::Shared => StreamPolicy::Shared,
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn sizes_have_units() {
-        let bytes = |text| parse_bytes(text).ok().map(|bytes| bytes.0);
-        assert_eq!([bytes("20GiB"), bytes("20g"), bytes("20 GB")], [Some(20 << 30); 3]);
-        assert_eq!([bytes("1.5GiB"), bytes("512MiB"), bytes("4096")], [Some(3 << 29), Some(512 << 20), Some(4096)]);
-        assert_eq!(
-            [bytes("0"), bytes("GiB"), bytes("1.5"), bytes("3 miles"), bytes("-1k"), bytes("99999999TiB")],
-            [None; 6]
-        );
-    }
 }

@@ -1,19 +1,23 @@
 //! `symmalloc chart`: a job as a picture.
 
+mod share;
+
 use crate::Verdict;
 use crate::args::{ChartArgs, PolicyArgs};
+use crate::destination::Destination;
 use crate::diff::Diff;
 use crate::error::CliError;
 use crate::output::{self, Palette};
 use crate::picture::history::{self, Words};
 use crate::picture::memory::{Memory, has_placements, same_point};
+use crate::picture::png::png;
 use crate::picture::timeline::{ALLOCATED, JobCurves, LIVE, Peak, PlannedCurve, RESERVED};
 use crate::picture::{NARROW, Selection, WIDE, following, heap_name, map, page};
 use crate::planned;
 use crate::quantity::{count, memory};
 use crate::recorded::Recorded;
+use maud::{PreEscaped, html};
 use serde_json::{Value, json};
-use std::fs;
 use std::path::Path;
 use symmalloc_core::Placement;
 use symmalloc_core::config::Config;
@@ -23,17 +27,27 @@ use symmalloc_trace::replay::Program;
 
 /// The kinds of picture file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum PictureKind {
+enum Format {
     Svg,
+    Png,
     Html,
 }
 
-impl PictureKind {
+impl Format {
     fn of(path: &Path) -> Result<Self, CliError> {
         match path.extension().and_then(|extension| extension.to_str()) {
-            Some("svg") => Ok(PictureKind::Svg),
-            Some("html" | "htm") => Ok(PictureKind::Html),
+            Some("svg") => Ok(Format::Svg),
+            Some("png") => Ok(Format::Png),
+            Some("html" | "htm") => Ok(Format::Html),
             _ => Err(CliError::UnknownPicture { path: path.to_path_buf() }),
+        }
+    }
+
+    /// The file of a picture.
+    fn file(self, picture: String) -> Result<Vec<u8>, CliError> {
+        match self {
+            Format::Png => Ok(png(&picture)?),
+            Format::Svg | Format::Html => Ok(picture.into_bytes()),
         }
     }
 }
@@ -57,8 +71,16 @@ struct Beside {
 
 /// Draws the pictures that the arguments ask for.
 pub(crate) fn chart(args: &ChartArgs) -> Result<Verdict, CliError> {
-    let kind = PictureKind::of(&args.output)?;
+    let format = Format::of(&args.output)?;
+    if args.share && format == Format::Html {
+        return Err(CliError::SharedPage { path: args.output.clone() });
+    }
+    let inputs = std::iter::once(&args.input).chain(&args.beside).chain(&args.plan);
+    let out = Destination::file_or_stream(&args.output, None, inputs)?;
     let recorded = Recorded::read(&args.input, &args.reading, &args.policy)?;
+    if args.share {
+        return share::share(args, &recorded, format, &out);
+    }
     let selection = Selection { pool: args.pool, stream: args.stream };
     let mut timeline = timeline_of(&recorded, selection)?;
     let op = op_of(args.op, &recorded, &timeline)?;
@@ -72,16 +94,15 @@ pub(crate) fn chart(args: &ChartArgs) -> Result<Verdict, CliError> {
     let beside = other.map(|other| beside(&recorded, &other, op, selection)).transpose()?;
     let memory_map = Memory::replayed(&recorded, op, selection)?;
     let name = file_name(&recorded.path);
-    let text = match (kind, &beside) {
-        (PictureKind::Svg, None) if args.map => match &planned {
+    let picture = match (format, &beside) {
+        (Format::Svg | Format::Png, None) if args.map => match &planned {
             Some((file, memory)) => planned_map_of(&name, file, memory, WIDE, "p", ""),
             None => map_of(&name, &recorded, &memory_map, WIDE, "m", ""),
         },
-        (PictureKind::Svg, None) => history_of(&name, &recorded, &timeline, WIDE, "h", ""),
-        (PictureKind::Svg, Some(beside)) => beside_of(&name, beside, WIDE, "b", ""),
-        (PictureKind::Html, _) => {
-            let mut body = format!("<h1>{}</h1>\n", crate::picture::svg::escape(&name));
-            body += &history_figure(&name, &recorded, &timeline);
+        (Format::Svg | Format::Png, None) => history_of(&name, &recorded, &timeline, WIDE, "h", ""),
+        (Format::Svg | Format::Png, Some(beside)) => beside_of(&name, beside, WIDE, "b", ""),
+        (Format::Html, _) => {
+            let mut body = history_figure(&name, &recorded, &timeline);
             body += &map_figure(&name, &recorded, &memory_map);
             if let Some((file, memory)) = &planned {
                 let [wide, narrow] = [(WIDE, "pw", "wide"), (NARROW, "pn", "narrow")]
@@ -93,12 +114,12 @@ pub(crate) fn chart(args: &ChartArgs) -> Result<Verdict, CliError> {
                     .map(|(width, prefix, class)| beside_of(&name, beside, width, prefix, class));
                 body += &page::figure(&wide, &narrow);
             }
-            page::html(&format!("Memory of {name}"), &body)
+            page::html(&format!("Memory of {name}"), &html! { h1 { (name) } (PreEscaped(body)) })
         }
     };
-    fs::write(&args.output, text).map_err(|source| CliError::Create { path: args.output.clone(), source })?;
+    out.write(&format.file(picture)?)?;
     if args.json {
-        output::print_json(&object(args, &timeline, op, beside.as_ref()))?;
+        output::print_json(object(args, &timeline, op, beside.as_ref()))?;
     } else {
         output::print(&screen(args, &timeline, op, beside.as_ref(), Palette::of_stdout()))?;
     }

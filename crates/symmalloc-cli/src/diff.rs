@@ -17,8 +17,10 @@ mod flights;
 mod report;
 
 pub(crate) use files::run;
+pub(crate) use report::told_without_size;
 
 use std::collections::HashMap;
+use symmalloc_core::config::PoolConfig;
 use symmalloc_core::ids::{AllocationId, Placement};
 use symmalloc_core::op::{Op, Record};
 use symmalloc_import::Recording;
@@ -29,6 +31,10 @@ use symmalloc_import::Recording;
 pub struct Diff {
     /// The first call that is not the same; `None` if both made the same calls.
     pub first_op: Option<OpDifference>,
+    /// Ops that were compared: all that both made, or those before the first that differs.
+    pub compared_ops: usize,
+    /// Uses by other streams in A and in B, where these are not compared.
+    pub uses_left_out: Option<[u64; 2]>,
     /// Allocations that were compared: all, or those before the first call that differs.
     pub allocations: usize,
     /// How many of them lie elsewhere in B than in A. `None` when one of the two records no placements.
@@ -69,8 +75,14 @@ impl Diff {
         let decided_by_us = a.config.is_some() && b.config.is_some();
         let detail = if decided_by_us { ComparedOps::Everything } else { ComparedOps::WithoutUses };
         let places_are_known = has_placements(a) && has_placements(b);
-        let mut diff =
-            Diff { first_op: None, allocations: 0, differing_placements: places_are_known.then_some(0), first: None };
+        let mut diff = Diff {
+            first_op: None,
+            compared_ops: 0,
+            uses_left_out: (!decided_by_us).then(|| [a, b].map(|one| one.summary.record_uses)),
+            allocations: 0,
+            differing_placements: places_are_known.then_some(0),
+            first: None,
+        };
         let (mut calls_a, mut calls_b) = (calls(&a.records, detail), calls(&b.records, detail));
         loop {
             let (one, other) = match (calls_a.next(), calls_b.next()) {
@@ -82,6 +94,7 @@ impl Diff {
                     return diff;
                 }
             };
+            diff.compared_ops += 1;
             if matches!(one.op, Op::Allocate { .. }) {
                 diff.compare_placements(&one, &other);
                 diff.allocations += 1;
@@ -118,6 +131,28 @@ impl Diff {
 
 fn has_placements(recording: &Recording) -> bool {
     recording.summary.allocations == 0 || recording.summary.placements > 0
+}
+
+/// The first call of B that is not that of A, whatever sizes and pools' settings; `None` if the two may be ranks of one job.
+pub(crate) fn other_job(a: &Recording, b: &Recording) -> Option<OpDifference> {
+    let without_size = |mut call: ProgramCall<'_>| {
+        let number = call.number;
+        if let Op::Allocate { size_bytes, .. } | Op::Reserve { size_bytes, .. } = &mut call.op {
+            *size_bytes = 0;
+        }
+        if let Op::CreatePool { config, .. } = &mut call.op {
+            **config = PoolConfig::default();
+        }
+        (number, call.op)
+    };
+    let [mut calls_a, mut calls_b] = [a, b].map(|one| calls(&one.records, ComparedOps::WithoutUses).map(without_size));
+    loop {
+        match (calls_a.next(), calls_b.next()) {
+            (None, None) => return None,
+            (Some(one), Some(other)) if one.1 == other.1 => {}
+            (one, other) => return Some(OpDifference { a: one, b: other }),
+        }
+    }
 }
 
 /// What of two recordings is compared.

@@ -1,11 +1,16 @@
 //! What can go wrong in the program: each error says what to do, and ends it with exit code 2.
 
-use crate::job::JobError;
+use crate::args::FlagContradiction;
+use crate::collection;
+use crate::content::Content;
+use crate::job::{JobError, UnknownToModel};
+use crate::picture::png::TooLargeForPixels;
 use crate::planned::{Contradiction, JobDifference};
+use crate::quantity::memory;
 use std::borrow::Cow;
 use std::ffi::OsString;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use symmalloc_core::ids::PoolId;
 use symmalloc_core::plans::PlanError;
 use symmalloc_import::rerun::RerunError;
@@ -42,10 +47,26 @@ pub(crate) enum CliError {
     PlanOfAnotherJob { plan: PathBuf, job: PathBuf, source: JobDifference },
     #[error("{}: cannot be followed, in pool {pool}", path.display())]
     PlanRefused { path: PathBuf, pool: PoolId, source: PlanError },
+    #[error(transparent)]
+    FlagsContradict(#[from] FlagContradiction),
+    #[error(transparent)]
+    UnknownToModel(#[from] UnknownToModel),
+    #[error("there is no command {name} to write a page about")]
+    NoSuchCommand { name: String },
     #[error("--plan is for one job, but {traces} are given")]
     PlanForSeveral { traces: usize },
     #[error("{}: cannot be carried out", path.display())]
     Rerun { path: PathBuf, source: RerunError },
+    #[error("{} is the input, too: writing it would lose the recording", path.display())]
+    OutputIsInput { path: PathBuf },
+    #[error("{} is written to a file, not to standard output", content.word())]
+    NoStream { content: Content },
+    #[error("{}: the name says {}, and this is {}", path.display(), named.word(), content.word())]
+    NamedOtherwise { path: PathBuf, named: Content, content: Content },
+    #[error(transparent)]
+    TooLargeForPixels(#[from] TooLargeForPixels),
+    #[error("{}: --share draws one picture, and a page has several", path.display())]
+    SharedPage { path: PathBuf },
     #[error("{}: no kind of picture goes by this name", path.display())]
     UnknownPicture { path: PathBuf },
     #[error("{}: the placement that op {op} records lies beyond any device's memory", path.display())]
@@ -69,7 +90,13 @@ pub(crate) enum CliError {
     PlanOfSeveral { flag: &'static str, traces: usize },
     #[error("{} and {} configure pool {pool} differently", path.display(), other.display())]
     PlanOfOtherSettings { path: PathBuf, other: PathBuf, pool: PoolId },
-    #[error("{}, but the limit is {limit_bytes} bytes", needs(pool.as_ref(), *needed_bytes))]
+    #[error(
+        "{path} and {other} are not ranks of one job: {path} {did}, {other} {other_did}",
+        path = path.display(),
+        other = other.display()
+    )]
+    NotRanksOfOneJob { path: PathBuf, other: PathBuf, did: String, other_did: String },
+    #[error("{}, but the limit is {}", needs(pool.as_ref(), *needed_bytes), memory(*limit_bytes))]
     PlanBeyondLimit { pool: Option<PoolId>, needed_bytes: u64, limit_bytes: u64 },
     #[error("{}, which is more than a segment or a range of the pool can have", needs(Some(pool), *needed_bytes))]
     PlanBeyondRange { pool: PoolId, needed_bytes: u64 },
@@ -105,8 +132,8 @@ fn listed(paths: &[PathBuf]) -> String {
 /// What a plan asks for.
 fn needs(pool: Option<&PoolId>, bytes: u64) -> String {
     match pool {
-        Some(pool) => format!("pool {pool} needs {bytes} bytes"),
-        None => format!("all pools together need {bytes} bytes"),
+        Some(pool) => format!("pool {pool} needs {}", memory(bytes)),
+        None => format!("all pools together need {}", memory(bytes)),
     }
 }
 
@@ -128,13 +155,18 @@ impl CliError {
                 return Some(format!("choose with --pool and --stream among: {}", heaps.join("; ")).into());
             }
             CliError::NothingToShow { .. } => "record a job that allocates something",
-            CliError::UnknownPicture { .. } => "name it .svg for one picture or .html for a page of them",
+            CliError::UnknownPicture { .. } => "name it .svg or .png for one picture, or .html for a page of them",
+            CliError::SharedPage { .. } => "name it .png or .svg",
+            CliError::TooLargeForPixels(_) => return None,
             CliError::ImpossiblePlacement { .. } => {
                 "record the job again, or leave the placement out: without placements the job is carried out"
             }
             CliError::UnknownPage { .. } => "name it .html",
             CliError::NoSuchOp { .. } => "ops are counted from 0; without --op, the map shows the peak",
-            CliError::Import(error) => return import_help(error.kind()).map(Cow::from),
+            CliError::Import(error) => return import_help(error),
+            CliError::NoStream { .. } => "give the file's name; only import and export write to standard output",
+            CliError::OutputIsInput { .. } => "write to another file",
+            CliError::NamedOtherwise { .. } => "give it another name, or leave the ending out",
             CliError::Program { .. } => "record the job again, or repair the trace at that op",
             CliError::Job { source: JobError::Config(_), .. }
             | CliError::Rerun { source: RerunError::Config(_), .. } => {
@@ -150,6 +182,9 @@ impl CliError {
             CliError::DiffOfBoth { .. } | CliError::DiffOfNotTwo { .. } => {
                 "give two recordings, or flight records alone: one of each rank"
             }
+            CliError::NoSuchCommand { .. } => "`symmalloc --help` lists the commands",
+            CliError::FlagsContradict(_) => "leave one of them out",
+            CliError::UnknownToModel(_) => "leave the setting out, or use our rule: --order sequence, the default",
             CliError::RecordOfSeveral { .. } => "replay the traces one by one",
             CliError::PlanOfSeveral { .. } => "plan the recordings one by one",
             CliError::PlanForSeveral { .. } => "replay the jobs one by one, each with its plan",
@@ -165,6 +200,9 @@ impl CliError {
             CliError::PlanText { .. } | CliError::OpenPlan { .. } => "write one with `symmalloc plan JOB -o FILE`",
             CliError::PlanContradicted { .. } => "leave the flag out, or plan the job again with it",
             CliError::PlanOfAnotherJob { .. } => "give the plan that was made for this job, or plan it now",
+            CliError::NotRanksOfOneJob { .. } => {
+                "ranks of one job make the same calls, only sizes may differ; leave --one-job out to plan each by itself"
+            }
             CliError::PlanOfOtherSettings { .. } => {
                 "give --one-job the recordings of one job's ranks; --config puts one configuration in the place of theirs"
             }
@@ -200,22 +238,37 @@ impl CliError {
 }
 
 /// What to do about an unreadable recording, where its message does not say that yet.
-fn import_help(error: &ImportErrorKind) -> Option<&'static str> {
-    match error {
-        ImportErrorKind::Open(error) if error.kind() == io::ErrorKind::NotFound => {
-            Some("check the path; a recording is a PyTorch memory snapshot, an RMM log or a symmalloc trace")
+fn import_help(error: &ImportError) -> Option<Cow<'static, str>> {
+    let help = match error.kind() {
+        ImportErrorKind::Open(cause) if cause.kind() == io::ErrorKind::NotFound => {
+            return Some(not_found(error).into());
         }
         ImportErrorKind::Open(_) | ImportErrorKind::Read(_) => {
-            Some("give a file that you may read: a PyTorch memory snapshot, an RMM log or a symmalloc trace")
+            "give a file that you may read: a PyTorch memory snapshot, an RMM log or a symmalloc trace"
         }
         ImportErrorKind::Snapshot(SnapshotError::NoSuchTrace { .. } | SnapshotError::SeveralDevices { .. }) => {
-            Some("choose a device that has entries with --device")
+            "choose a device that has entries with --device"
         }
-        ImportErrorKind::TooLarge { .. } => Some("raise --memory-limit-mb"),
+        ImportErrorKind::TooLarge { .. } => "raise --memory-limit-mb",
         ImportErrorKind::Trace(TraceError::Torn { .. }) | ImportErrorKind::TornTrace { .. } => {
-            Some("or take what there is with --accept-torn")
+            "or take what there is with --accept-torn"
         }
-        ImportErrorKind::Empty => Some("dump the snapshot after the job has allocated something, or record again"),
-        _ => None,
-    }
+        ImportErrorKind::Empty => "dump the snapshot after the job has allocated something, or record again",
+        _ => return None,
+    };
+    Some(help.into())
+}
+
+/// What may have been meant by a name that is neither a file's nor a recorded job's.
+fn not_found(error: &ImportError) -> String {
+    let name = error.path().and_then(Path::to_str).unwrap_or_default();
+    // One slip in three characters.
+    let distance = |job: &&str| strsim::damerau_levenshtein(name, job);
+    let meant = collection::short_names().min_by_key(distance).filter(|job| distance(job) <= name.len() / 3);
+    let meant = meant.map_or_else(String::new, |job| format!("did you mean {job}? "));
+    format!(
+        "{meant}check the path; a recording is a PyTorch memory snapshot, an RMM log or a symmalloc trace, or one of the jobs that \
+         come with the program: {}",
+        collection::short_names().collect::<Vec<_>>().join(", ")
+    )
 }

@@ -5,22 +5,26 @@ mod timeline;
 
 use crate::Verdict;
 use crate::args::{ExportArgs, ExportFormat};
+use crate::content::Content;
+use crate::destination::{Destination, shown};
 use crate::error::CliError;
-use crate::output::{self, Palette};
+use crate::output::{Channel, Palette};
 use crate::quantity::{count, counted};
 use crate::recorded::Recorded;
 use serde_json::{Value, json};
 use std::borrow::Cow;
 use std::fmt::Write as _;
-use std::io::Write as _;
-use symmalloc_import::compression::Compressor;
 use symmalloc_import::export::{ExportError, ExportSummary, export as export_program};
 
 /// Reads a recording, carries it out, and writes what happened.
 pub(crate) fn export(args: &ExportArgs) -> Result<Verdict, CliError> {
+    let format = format(args);
+    // Whoever says the format may call the file anything.
+    let content = args.format.is_none().then(|| content(format));
+    let out = Destination::file_or_stream(&args.output, content, [&args.input])?;
     let recorded = Recorded::read(&args.input, &args.reading, &args.policy)?;
-    if format(args) == ExportFormat::Perfetto {
-        return timeline::export(args, &recorded);
+    if format == ExportFormat::Perfetto {
+        return timeline::export(args, &recorded, &out);
     }
     // The file is written when all of it is known, so a job that cannot be carried out leaves none.
     let mut snapshot = Vec::new();
@@ -29,29 +33,35 @@ pub(crate) fn export(args: &ExportArgs) -> Result<Verdict, CliError> {
         false => Cow::Borrowed(recorded.program()),
     };
     let exported = export_program(&program, &recorded.config, &mut snapshot);
-    let unwritten = |source| CliError::Create { path: args.output.clone(), source };
+    let unwritten = |source| out.failed(source);
     let summary = exported.map_err(|error| match error {
         ExportError::Rerun(source) => recorded.failed(source),
         ExportError::Write(source) => unwritten(source),
         other => unwritten(std::io::Error::other(other)),
     })?;
-    let mut file = Compressor::create(&args.output).map_err(unwritten)?;
-    file.write_all(&snapshot).and_then(|()| file.finish()).map_err(unwritten)?;
+    out.write(&snapshot)?;
+    let channel = Channel::beside(&out);
     if args.json {
-        output::print_json(&object(args, &summary))?;
+        channel.print_json(object(args, &summary))?;
     } else {
-        output::print(&screen(args, &summary, Palette::of_stdout()))?;
+        channel.print(&screen(args, &summary, channel.palette()))?;
     }
     Ok(Verdict::Agree)
 }
 
 /// What is asked for, by name if nothing else says it: `job.json`, `job.json.gz`.
 fn format(args: &ExportArgs) -> ExportFormat {
-    args.format.unwrap_or_else(|| {
-        let name = args.output.file_name().unwrap_or_default().to_string_lossy().to_lowercase();
-        let plain = [".gz", ".zst"].into_iter().find_map(|suffix| name.strip_suffix(suffix)).unwrap_or(&name);
-        if plain.ends_with(".json") { ExportFormat::Perfetto } else { ExportFormat::Snapshot }
+    args.format.unwrap_or(match Content::of_name(&args.output) {
+        Some(Content::Timeline) => ExportFormat::Perfetto,
+        _ => ExportFormat::Snapshot,
     })
+}
+
+fn content(format: ExportFormat) -> Content {
+    match format {
+        ExportFormat::Perfetto => Content::Timeline,
+        ExportFormat::Snapshot => Content::Snapshot,
+    }
 }
 
 /// What `export --json` prints. Its keys are an interface: `symmalloc export --help` lists them.
@@ -87,6 +97,6 @@ fn screen(args: &ExportArgs, summary: &ExportSummary, palette: Palette) -> Strin
             let _ = writeln!(out, "  {what}: {}", count(number));
         }
     }
-    let _ = writeln!(out, "written to {}: open it at https://pytorch.org/memory_viz", args.output.display());
+    let _ = writeln!(out, "written to {}: open it at https://pytorch.org/memory_viz", shown(&args.output));
     out
 }

@@ -2,32 +2,56 @@
 
 use crate::Verdict;
 use crate::args::ImportArgs;
+use crate::content::Content;
+use crate::destination::{Destination, shown};
 use crate::error::CliError;
-use crate::output::{self, Palette};
-use crate::quantity::{count, counted};
-use crate::replay::describe;
+use crate::input;
+use crate::output::{Channel, Palette};
+use crate::quantity::{count, counted, memory};
+use crate::replay::{describe, format_name};
+use serde_json::{Value, json};
 use std::fmt::Write;
-use std::path::Path;
-use symmalloc_import::compression::Compressor;
-use symmalloc_import::{ReadOptions, Recording, Summary, read_path};
-use symmalloc_trace::TraceWriter;
+use symmalloc_import::{Recording, Summary};
 
 /// Reads a recording and writes it as a trace.
 pub(crate) fn import(args: &ImportArgs) -> Result<Verdict, CliError> {
-    let recording = read_path(&args.input, &ReadOptions::from(&args.reading))?;
-    write(&recording, &args.output)?;
-    output::print(&summary(args, &recording, Palette::of_stdout()))?;
+    let out = Destination::file_or_stream(&args.output, Some(Content::Trace), [&args.input])?;
+    let recording = input::recording(&args.input, &args.reading)?;
+    out.write_trace(recording.config.as_ref(), &recording.records)?;
+    let channel = Channel::beside(&out);
+    if args.json {
+        channel.print_json(object(args, &recording))?;
+    } else {
+        channel.print(&summary(args, &recording, channel.palette()))?;
+    }
     Ok(Verdict::Agree)
 }
 
-fn write(recording: &Recording, out: &Path) -> Result<(), CliError> {
-    let created = |source| CliError::Create { path: out.to_path_buf(), source };
-    let file = Compressor::create(out).map_err(created)?;
-    let mut trace = TraceWriter::new(file, recording.config.as_ref()).map_err(created)?;
-    for record in &recording.records {
-        trace.write(record).map_err(|source| CliError::Write { path: out.to_path_buf(), source })?;
-    }
-    trace.finish().and_then(Compressor::finish).map(drop).map_err(created)
+/// What `import --json` prints. Its keys are an interface: `symmalloc import --help` lists them.
+fn object(args: &ImportArgs, recording: &Recording) -> Value {
+    let found = &recording.summary;
+    json!({
+        "input": args.input.display().to_string(),
+        "trace": args.output.display().to_string(),
+        "format": format_name(recording),
+        "device": found.device,
+        "ops": recording.records.len(),
+        "streams": found.streams,
+        "allocs": found.allocations,
+        "frees": found.frees,
+        "uses": found.record_uses,
+        "placements": found.placements,
+        "lived_before": found.lived_before,
+        "lived_before_bytes": found.lived_before_bytes,
+        "recorded_reserved_bytes_peak": found.recorded_reserved_bytes_peak,
+        "frees_supplied": found.frees_supplied,
+        "frees_of_unknown": found.frees_of_unknown,
+        "uses_of_unknown": found.uses_of_unknown,
+        "failed_allocations": found.failed_allocations,
+        "empty_allocations": found.empty_allocations,
+        "unknown_actions": found.unknown_actions,
+        "torn_at_line": found.torn_at_line,
+    })
 }
 
 fn summary(args: &ImportArgs, recording: &Recording, palette: Palette) -> String {
@@ -47,7 +71,7 @@ fn summary(args: &ImportArgs, recording: &Recording, palette: Palette) -> String
     for line in remarks(found) {
         let _ = writeln!(out, "  {line}");
     }
-    let _ = writeln!(out, "written to {}", args.output.display());
+    let _ = writeln!(out, "written to {}", shown(&args.output));
     out
 }
 
@@ -63,9 +87,21 @@ fn remarks(found: &Summary) -> Vec<String> {
         (found.unknown_actions, "left out: entries of a kind that this version does not know"),
     ];
     let counted = counts.into_iter().filter(|(number, _)| *number > 0);
-    let mut lines: Vec<String> = counted.map(|(number, what)| format!("{what}: {}", count(number))).collect();
+    let mut lines: Vec<String> = lived_before(found).into_iter().collect();
+    lines.extend(counted.map(|(number, what)| format!("{what}: {}", count(number))));
     if let Some(line) = found.torn_at_line {
         lines.push(format!("the recording ends in the middle, at line {}", count(line)));
     }
     lines
+}
+
+/// What lived when the recording began, if anything did.
+pub(crate) fn lived_before(found: &Summary) -> Option<String> {
+    (found.lived_before > 0).then(|| {
+        format!(
+            "the recording begins in the middle of a job: {} of {} lived by then and are allocated first",
+            counted(found.lived_before, "allocation"),
+            memory(found.lived_before_bytes)
+        )
+    })
 }

@@ -24,11 +24,12 @@ mod address;
 mod outcome;
 mod ranks;
 mod sequence;
+mod unknown;
 
 pub(crate) use outcome::Steady;
 pub use outcome::{Decision, Divergence, Outcome, Peaks, PlannedOps};
+pub(crate) use unknown::{UnknownToModel, keys};
 
-use crate::address_order;
 use clap::ValueEnum;
 use ranks::{Report, Rule};
 use std::num::NonZeroU32;
@@ -181,20 +182,37 @@ impl Job {
                 let rule = sequence::Sequence { program: &self.program, config: &config, options };
                 ranks::replay(&rule, self, options, rank_done)
             }
-            Order::Address => {
-                let segments = match config.default_pool().segments() {
-                    SegmentPolicy::Fixed(_) => address_order::ModelSegments::Fixed,
-                    _ => address_order::ModelSegments::Expandable,
-                };
-                let rule = address::Address {
-                    program: &self.program,
-                    segments,
-                    seed: options.seed,
-                    passes: options.passes.get(),
-                };
-                ranks::replay(&rule, self, options, rank_done)
-            }
+            Order::Address => self.replay_by_address(config.default_pool(), options, rank_done),
         }
+    }
+
+    /// The same under PyTorch's rule with its defaults, whatever the recording says of the allocator.
+    ///
+    /// # Errors
+    /// When an op cannot be carried out.
+    pub fn replay_as_pytorch(
+        &self,
+        segments: Segments,
+        options: &Options,
+        rank_done: &(dyn Fn() + Sync),
+    ) -> Result<Outcome, JobError> {
+        let rules = match segments {
+            Segments::Fixed => PoolConfig::builder().fixed(),
+            Segments::Expandable => PoolConfig::builder().expandable(),
+        };
+        let options = Options { order: Order::Address, plan: None, ..options.clone() };
+        self.replay_by_address(&rules.build()?, &options, rank_done)
+    }
+
+    fn replay_by_address(
+        &self,
+        rules: &PoolConfig,
+        options: &Options,
+        rank_done: &(dyn Fn() + Sync),
+    ) -> Result<Outcome, JobError> {
+        let passes = options.passes.get();
+        let rule = address::Address { program: &self.program, rules, seed: options.seed, passes };
+        ranks::replay(&rule, self, options, rank_done)
     }
 }
 

@@ -10,24 +10,33 @@
 //!             ├─ export ─► a PyTorch snapshot
 //!             ├─ chart ──► pictures
 //!             ├─ report ─► a page about a job, and settings to try
+//!             ├─ plan ───► where every allocation of a job goes, and what to reserve without that
 //!             ├─ run ────► any CUDA program under symmalloc, or recorded
-//!             └─ plan ───► where every allocation of a job goes, and what to reserve without that
+//!             └─ completions, man
 //! ```
+//!
+//! What they read comes through `input` (a file, standard input, a job of `collection` by its name), and what they write goes
+//! through `destination`.
 //!
 //! [`job`] is the part that others use, too: the golden tests replay the recorded jobs through it. [`address_order`] is
 //! the model of the old rule that `replay` shows beside ours.
 //!
-//! Exit codes: 0 fine, 3 the ranks differ, 2 bad input. Results go to stdout, what went wrong and progress to stderr.
+//! Exit codes: 0 fine, 3 the ranks differ or memory is refused, 2 bad input. Results go to stdout, what went wrong and progress to stderr.
 #![forbid(unsafe_code)]
 
 pub mod address_order;
 mod args;
 mod chart;
+mod collection;
+mod content;
+mod destination;
 pub mod diff;
 mod error;
 mod export;
 mod import;
+mod input;
 pub mod job;
+mod manual;
 mod output;
 mod picture;
 mod plan;
@@ -41,53 +50,72 @@ mod run;
 mod simulate;
 pub mod timing;
 
-use args::{Args, Command};
+use args::{Args, Command, PolicyArgs};
 use clap::Parser;
 use error::CliError;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-/// Whether ranks agree: what the exit code tells when the input was good.
+/// What the exit code tells when the input was good.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
+    /// Ranks agree, and all went well.
     Agree,
+    /// Ranks differ.
     Differ,
+    /// Allocations were refused.
+    Refused,
 }
 
 impl From<Verdict> for ExitCode {
     fn from(verdict: Verdict) -> Self {
         match verdict {
             Verdict::Agree => ExitCode::SUCCESS,
-            Verdict::Differ => ExitCode::from(3),
+            Verdict::Differ | Verdict::Refused => ExitCode::from(3),
         }
     }
 }
 
 /// Runs the program with these arguments, the first of which is its name. Returns its exit code.
 pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let arguments: Vec<OsString> = arguments.into_iter().collect();
+    let wants_json = arguments.iter().take_while(|argument| *argument != "--").any(|argument| argument == "--json");
     let args = match Args::try_parse_from(arguments) {
         Ok(args) => args,
         Err(error) => {
             // Help and version are "errors" that go to stdout. A reader that went away is no failure.
             let _ = error.print();
+            if wants_json && error.use_stderr() {
+                output::report_json(error.to_string().trim_end(), &[], None);
+            }
             return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2));
         }
     };
-    let done = match args.command {
-        Command::Replay(args) => replay::replay(&args),
-        Command::Simulate(args) => simulate::simulate(&args),
-        Command::Diff(args) => diff::run(&args),
-        Command::Import(args) => import::import(&args),
-        Command::Export(args) => export::export(&args),
-        Command::Chart(args) => chart::chart(&args),
-        Command::Report(args) => report::report(&args),
-        Command::Plan(args) => plan::plan(&args),
-        Command::Run(args) => return run::run(&args).unwrap_or_else(|error| failed(&error)),
-    };
-    done.map_or_else(|error| failed(&error), ExitCode::from)
+    if let Command::Run(args) = &args.command {
+        return run::run(args).unwrap_or_else(|error| failed(&error, false));
+    }
+    let agreed = args.command.policy().map_or(Ok(()), PolicyArgs::check);
+    let done = agreed.map_err(CliError::from).and_then(|()| match &args.command {
+        Command::Replay(args) => replay::replay(args),
+        Command::Simulate(args) => simulate::simulate(args),
+        Command::Diff(args) => diff::run(args),
+        Command::Import(args) => import::import(args),
+        Command::Export(args) => export::export(args),
+        Command::Chart(args) => chart::chart(args),
+        Command::Report(args) => report::report(args),
+        Command::Plan(args) => plan::plan(args),
+        Command::Run(_) => unreachable!("it has its own exit code, and has returned"),
+        Command::Completions(args) => manual::completions(args),
+        Command::Man(args) => manual::man(args),
+    });
+    done.map_or_else(|error| failed(&error, wants_json && !args.command.writes_stdout()), ExitCode::from)
 }
 
-fn failed(error: &CliError) -> ExitCode {
+fn failed(error: &CliError, wants_json: bool) -> ExitCode {
     output::report(error);
+    if wants_json && !matches!(error, CliError::Print(_)) {
+        let (message, causes, help) = output::told(error);
+        output::report_json(&message, &causes, help.as_deref());
+    }
     ExitCode::from(error.exit_code())
 }

@@ -1,41 +1,121 @@
 //! Where words go: results to stdout, errors to stderr, colours only to people.
+//!
+//! With `--json` a command prints one document, whatever happens: its result, or what went wrong. Each object at the top says
+//! which version of its keys it has ([`SCHEMA_VERSION`]); a version adds keys, and a new one may change them.
 
+use crate::destination::Destination;
 use crate::error::CliError;
+use serde_json::{Map, Value, json};
 use std::error::Error;
 use std::io::{self, IsTerminal, Write};
+
+/// The version of what `--json` prints. It counts up when a key changes its meaning or goes away.
+pub(crate) const SCHEMA_VERSION: u32 = 1;
 
 /// Writes a result to stdout, all at once. A reader that went away (`| head`) is no failure.
 ///
 /// # Errors
 /// When stdout cannot be written.
 pub(crate) fn print(text: &str) -> Result<(), CliError> {
-    let mut stdout = io::stdout().lock();
-    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
-        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(CliError::Print(error)),
-        _ => Ok(()),
-    }
+    Channel::Stdout.print(text)
 }
 
 /// Writes a result to stdout as JSON.
 ///
 /// # Errors
 /// When stdout cannot be written.
-pub(crate) fn print_json(object: &impl serde::Serialize) -> Result<(), CliError> {
-    let mut text = serde_json::to_string_pretty(object).expect("plain numbers and strings have a JSON form");
-    text.push('\n');
-    print(&text)
+pub(crate) fn print_json(result: Value) -> Result<(), CliError> {
+    Channel::Stdout.print_json(result)
+}
+
+/// Where a command says what it did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Channel {
+    Stdout,
+    /// Where stdout has the result itself.
+    Stderr,
+}
+
+impl Channel {
+    /// The channel that a destination leaves.
+    pub(crate) fn beside(out: &Destination) -> Self {
+        if out.is_stream() { Channel::Stderr } else { Channel::Stdout }
+    }
+
+    pub(crate) fn palette(self) -> Palette {
+        match self {
+            Channel::Stdout => Palette::of_stdout(),
+            Channel::Stderr => Palette { is_colourful: is_colourful(&io::stderr()) },
+        }
+    }
+
+    pub(crate) fn print(self, text: &str) -> Result<(), CliError> {
+        let written = match self {
+            Channel::Stdout => {
+                let mut stdout = io::stdout().lock();
+                stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush())
+            }
+            Channel::Stderr => io::stderr().write_all(text.as_bytes()),
+        };
+        match written {
+            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(CliError::Print(error)),
+            _ => Ok(()),
+        }
+    }
+
+    pub(crate) fn print_json(self, result: Value) -> Result<(), CliError> {
+        self.print(&document(result))
+    }
+}
+
+/// A result as text, with the version of its keys.
+fn document(result: Value) -> String {
+    let versioned = |value| match value {
+        Value::Object(object) => {
+            let mut with_version = Map::from_iter([("schema_version".to_owned(), json!(SCHEMA_VERSION))]);
+            with_version.extend(object);
+            Value::Object(with_version)
+        }
+        other => other,
+    };
+    let result = match result {
+        Value::Array(objects) => Value::Array(objects.into_iter().map(versioned).collect()),
+        one => versioned(one),
+    };
+    format!("{result:#}\n")
+}
+
+/// An error as JSON. Its keys are an interface: `symmalloc --help` lists them.
+pub(crate) fn report_json(message: &str, causes: &[String], help: Option<&str>) {
+    let error = json!({ "error": { "message": message, "causes": causes, "help": help, "exit_code": 2 } });
+    // Nothing is left to do where that fails.
+    let _ = print_json(error);
+}
+
+/// What an error says, the errors behind it, and what to do.
+pub(crate) fn told(error: &CliError) -> (String, Vec<String>, Option<String>) {
+    let message = error.to_string();
+    let mut causes: Vec<String> = Vec::new();
+    for cause in std::iter::successors(error.source(), |&error: &&dyn Error| error.source()) {
+        let cause = cause.to_string();
+        // Some messages have their cause.
+        if !causes.last().unwrap_or(&message).contains(&cause) {
+            causes.push(cause);
+        }
+    }
+    (message, causes, error.help().map(Into::into))
 }
 
 /// Tells on stderr what went wrong, because of what, and what to do.
 pub(crate) fn report(error: &CliError) {
     let palette = Palette::of_stderr();
-    let mut text = format!("  {} {error}\n", palette.bad("×"));
-    let causes: Vec<_> = std::iter::successors(error.source(), |&error: &&dyn Error| error.source()).collect();
+    let (message, causes, help) = told(error);
+    let mut text = format!("  {} {message}\n", palette.bad("×"));
     for (index, cause) in causes.iter().enumerate() {
         let branch = if index + 1 < causes.len() { "├─▶" } else { "╰─▶" };
         text += &format!("  {} {cause}\n", palette.bad(branch));
     }
-    if let Some(help) = error.help() {
+    if let Some(help) = help {
         text += &format!("  {} {help}\n", palette.aside("help:"));
     }
     let _ = io::stderr().write_all(text.as_bytes());

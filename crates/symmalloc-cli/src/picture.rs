@@ -11,13 +11,16 @@
 //!
 //! Every picture is drawn at a width in CSS pixels and never scaled down, so that text keeps its size: wide for screens
 //! and paper, narrow for phones. Nothing needs a script, a network, a pointer to hover with, or colour: each colour (of
-//! Okabe and Ito's palette) has a pattern or a label of its own. Equal jobs are equal bytes.
+//! Okabe and Ito's palette) has a pattern or a label of its own; where there is a pointer, it shows more. Equal jobs are equal
+//! bytes.
 
 pub(crate) mod following;
 pub(crate) mod history;
 pub(crate) mod map;
 pub(crate) mod memory;
 pub(crate) mod page;
+pub(crate) mod png;
+pub(crate) mod share;
 pub(crate) mod svg;
 pub(crate) mod timeline;
 

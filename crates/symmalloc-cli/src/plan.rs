@@ -16,6 +16,9 @@ mod sizes;
 
 use crate::Verdict;
 use crate::args::PlanArgs;
+use crate::content::Content;
+use crate::destination::Destination;
+use crate::diff::{OpDifference, other_job, told_without_size};
 use crate::error::CliError;
 use crate::output::{self, Palette};
 use crate::recorded::Recorded;
@@ -23,9 +26,7 @@ use figures::Figures;
 use heap::HeapPlan;
 use reservations::ReservationPlan;
 use serde_json::{Value, json};
-use std::io::Write;
-use std::path::{Path, PathBuf};
-use symmalloc_import::compression::Compressor;
+use std::path::PathBuf;
 use symmalloc_import::rerun::Owner;
 use symmalloc_trace::plan::{PlanFile, to_text};
 
@@ -45,11 +46,12 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<Verdict, CliError> {
             return Err(CliError::PlanOfSeveral { flag, traces: args.traces.len() });
         }
     }
+    let outputs = Outputs::of(args)?;
     let ranks = if args.one_job { args.traces.len() } else { 1 };
     let mut objects = Vec::new();
     let mut verdict = Verdict::Agree;
     for traces in args.traces.chunks(ranks) {
-        let plan = JobPlan::new(traces, args)?;
+        let plan = JobPlan::new(traces, args, &outputs)?;
         if plan.reservations.as_ref().is_some_and(|reservations| !reservations.with.holds()) {
             verdict = Verdict::Differ;
         }
@@ -60,15 +62,26 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<Verdict, CliError> {
         }
     }
     if args.json {
-        output::print_json(&objects)?;
+        output::print_json(objects.into())?;
     }
     Ok(verdict)
 }
 
 impl<'a> JobPlan<'a> {
-    fn new(traces: &'a [PathBuf], args: &PlanArgs) -> Result<Self, CliError> {
+    fn new(traces: &'a [PathBuf], args: &PlanArgs, outputs: &Outputs) -> Result<Self, CliError> {
         let read = |path| Recorded::read(path, &args.reading, &args.policy);
         let jobs = traces.iter().map(|path| read(path)).collect::<Result<Vec<Recorded>, CliError>>()?;
+        if let Some((other, difference)) =
+            jobs[1..].iter().find_map(|job| other_job(&jobs[0].recording, &job.recording).map(|found| (job, found)))
+        {
+            let OpDifference { a, b } = difference;
+            return Err(CliError::NotRanksOfOneJob {
+                path: jobs[0].path.clone(),
+                other: other.path.clone(),
+                did: told_without_size(a.as_ref()),
+                other_did: told_without_size(b.as_ref()),
+            });
+        }
         let reservations = match ReservationPlan::new(&jobs, args) {
             // The plan may fit where what best fit needs does not: that is what it is for.
             Err(CliError::PlanBeyondLimit { .. } | CliError::PlanBeyondRange { .. }) if args.output.is_some() => None,
@@ -78,25 +91,41 @@ impl<'a> JobPlan<'a> {
         for job in &jobs {
             let (file, of_rank) = Figures::of(job, &args.policy)?;
             figures = figures.max(of_rank);
-            if let Some(out) = &args.output {
+            if let Some(out) = &outputs.plan {
                 write(job, &file, out)?;
             }
         }
-        if let (Some(out), Some(reservations)) = (&args.reservations, &reservations) {
+        if let (Some(out), Some(reservations)) = (&outputs.reservations, &reservations) {
             reservations.write(&jobs[0], out)?;
         }
         Ok(JobPlan { traces, figures, reservations })
     }
 }
 
-fn write(job: &Recorded, file: &PlanFile, out: &Path) -> Result<(), CliError> {
+fn write(job: &Recorded, file: &PlanFile, out: &Destination) -> Result<(), CliError> {
     if file.plans().next().is_none() {
         return Err(CliError::NothingToPlan { path: job.path.clone() });
     }
-    let mut compressor =
-        Compressor::create(out).map_err(|source| CliError::Create { path: out.to_path_buf(), source })?;
-    let written = compressor.write_all(to_text(file).as_bytes()).and_then(|()| compressor.finish());
-    written.map(drop).map_err(|source| CliError::Create { path: out.to_path_buf(), source })
+    out.write(to_text(file).as_bytes())
+}
+
+/// Where a plan and a job with its reservations are written to.
+struct Outputs {
+    plan: Option<Destination>,
+    reservations: Option<Destination>,
+}
+
+impl Outputs {
+    fn of(args: &PlanArgs) -> Result<Self, CliError> {
+        let file = |path: &Option<PathBuf>, content, others: &Option<PathBuf>| {
+            let inputs = args.traces.iter().chain(others);
+            path.as_ref().map(|path| Destination::file(path, content, inputs)).transpose()
+        };
+        Ok(Outputs {
+            plan: file(&args.output, Content::Plan, &None)?,
+            reservations: file(&args.reservations, Content::Trace, &args.output)?,
+        })
+    }
 }
 
 /// What `plan --json` prints for a job. Its keys are an interface: `symmalloc plan --help` lists them.
@@ -116,6 +145,8 @@ fn object(args: &PlanArgs, plan: &JobPlan<'_>) -> Value {
         "planned_ops_share": rounded(figures.planned_ops_share()),
         "waits": figures.waits,
         "online_waits": figures.online_waits,
+        "refused": figures.refused,
+        "online_refused": figures.online_refused,
         "plan": args.output.as_ref().map(|path| path.display().to_string()),
     });
     let Some(reservations) = &plan.reservations else { return object };

@@ -1,5 +1,7 @@
 //! Quantities as people read them.
 
+use symmalloc_core::units::{Amount, KIB};
+
 /// A count with commas between thousands.
 pub(crate) fn count(number: impl TryInto<u64>) -> String {
     let digits = number.try_into().unwrap_or(u64::MAX).to_string();
@@ -15,11 +17,19 @@ pub(crate) fn count(number: impl TryInto<u64>) -> String {
 
 /// An amount of memory, in the largest unit of which there is at least one.
 pub(crate) fn memory(size_bytes: u64) -> String {
-    const UNITS: [(&str, u64); 4] = [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
-    match UNITS.iter().find(|(_, unit)| size_bytes >= *unit) {
-        Some((name, unit)) => format!("{:.2} {name}", size_bytes as f64 / *unit as f64),
-        None => format!("{size_bytes} B"),
-    }
+    Amount(size_bytes).to_string()
+}
+
+/// The same with each byte, where one more or less matters.
+pub(crate) fn exact_memory(size_bytes: u64) -> String {
+    let bytes = counted(size_bytes, "byte");
+    if size_bytes < KIB { bytes } else { format!("{} ({bytes})", memory(size_bytes)) }
+}
+
+/// An op of a recording and the allocation it is about, both counted from 0, and what the program calls it.
+pub(crate) fn op_of_allocation(op: usize, allocation: usize, name: Option<&str>) -> String {
+    let name = name.map_or_else(String::new, |name| format!(", {name}"));
+    format!("op {} (allocation {}{name})", count(op), count(allocation))
 }
 
 /// A count and its noun: `1 stream`, `2 streams`.
@@ -43,6 +53,7 @@ mod tests {
             [0, 1023, 1 << 10, 3 << 19, 5 << 30].map(memory),
             ["0 B", "1023 B", "1.00 KiB", "1.50 MiB", "5.00 GiB"]
         );
+        assert_eq!([1, 1023, 1025].map(exact_memory), ["1 byte", "1,023 bytes", "1.00 KiB (1,025 bytes)"]);
     }
 
     #[test]

@@ -2,13 +2,14 @@
 
 use crate::args::{PolicyArgs, ReadingArgs};
 use crate::error::CliError;
+use crate::input;
 use crate::job::{Job, JobError, Options};
 use std::path::{Path, PathBuf};
 use symmalloc_core::PoolId;
 use symmalloc_core::config::{Config, ConfigError};
 use symmalloc_core::op::Op;
+use symmalloc_import::Recording;
 use symmalloc_import::rerun::RerunError;
-use symmalloc_import::{ReadOptions, Recording, read_path};
 use symmalloc_trace::replay::Program;
 
 /// A recording and its allocator's configuration.
@@ -21,8 +22,8 @@ pub(crate) struct Recorded {
 
 impl Recorded {
     pub(crate) fn read(path: &Path, reading: &ReadingArgs, policy: &PolicyArgs) -> Result<Self, CliError> {
-        let mut recording = read_path(path, &ReadOptions::from(reading))?;
-        if let Some(config) = &policy.config {
+        let mut recording = input::recording(path, reading)?;
+        if let Some(config) = policy.config() {
             reconfigure(&mut recording, config);
         }
         let job = Job::new(&recording).map_err(|source| CliError::Program { path: path.to_path_buf(), source })?;

@@ -6,24 +6,25 @@ mod screen;
 
 use crate::Verdict;
 use crate::args::ReplayArgs;
+use crate::content::Content;
+use crate::destination::Destination;
 use crate::error::CliError;
-use crate::job::{Job, Options, Order, Outcome, Segments};
+use crate::input;
+use crate::job::{Job, JobError, Options, Order, Outcome, Segments, UnknownToModel};
 use crate::output::{self, Palette};
 use crate::planned::follow;
-use crate::progress::ProgressLine;
+use crate::progress::Progress;
 use crate::recorded::reconfigure;
 use crate::timing;
 use finding::ReplayFinding;
 use screen::Screen;
-pub(crate) use screen::kind_of as describe;
+pub(crate) use screen::{format_name, kind_of as describe};
 use std::num::NonZeroU32;
 use std::path::Path;
 use std::sync::Arc;
 use symmalloc_core::config::Config;
 use symmalloc_core::op::Op;
-use symmalloc_import::compression::Compressor;
-use symmalloc_import::{ReadOptions, Recording, read_path};
-use symmalloc_trace::TraceWriter;
+use symmalloc_import::Recording;
 
 /// The old rule is shown on at most this many ranks: more of them differ no less.
 const COMPARISON_RANKS_MAX: u32 = 8;
@@ -36,36 +37,44 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<Verdict, CliError> {
     if args.plan.is_some() && args.traces.len() != 1 {
         return Err(CliError::PlanForSeveral { traces: args.traces.len() });
     }
+    let out =
+        args.record.as_ref().map(|out| Destination::file(out, Content::Trace, args.traces.iter().chain(&args.plan)));
+    let out = out.transpose()?;
     let mut objects = Vec::new();
     let mut verdict = Verdict::Agree;
     for path in &args.traces {
-        let mut recording = read_path(path, &ReadOptions::from(&args.reading))?;
+        let mut recording = input::recording(path, &args.reading)?;
         let mut options = options(args);
         if let Some(plan) = &args.plan {
             options.plan = Some(Arc::new(follow(plan, path, &mut recording, &args.policy)?));
-        } else if let Some(config) = &args.policy.config {
+        } else if let Some(config) = args.policy.config() {
             reconfigure(&mut recording, config);
         }
         let job = Job::new(&recording).map_err(|source| CliError::Program { path: path.clone(), source })?;
+        if options.order == Order::Address {
+            UnknownToModel::of(args.policy.config(), args.policy.streams.map(Into::into))?;
+        }
         let finding = find_out(path, &job, &options)?;
         if !finding.outcome.is_aligned() {
             verdict = Verdict::Differ;
+        } else if finding.outcome.refused > 0 && !args.allow_refusals && verdict == Verdict::Agree {
+            verdict = Verdict::Refused;
         }
-        if let Some(out) = &args.record {
+        if let Some(out) = &out {
             let config = job.config(&options).map_err(|error| failed(path, error.into()))?;
             record(out, &config, &recording, &finding.outcome)?;
         }
+        let others = comparison(path, &job, args)?;
         if args.json {
-            objects.push(json::object(&finding));
+            objects.push(json::object(&recording, &finding, &others));
         } else {
             // Each trace is shown as soon as it is done.
-            let others = comparison(path, &job, args)?;
             let screen = Screen { recording: &recording, finding: &finding, others: &others, seed: args.seed };
             output::print(&screen.render(Palette::of_stdout()))?;
         }
     }
     if args.json {
-        output::print_json(&objects)?;
+        output::print_json(objects.into())?;
     }
     Ok(verdict)
 }
@@ -88,7 +97,7 @@ fn at_least_one(number: u32) -> NonZeroU32 {
 }
 
 fn find_out<'a>(path: &'a Path, job: &'a Job, options: &Options) -> Result<ReplayFinding<'a>, CliError> {
-    let outcome = run(path, job, options)?;
+    let outcome = run(path, options, |step| job.replay(options, step))?;
     let nanoseconds_per_op = match options.order {
         Order::Address => None,
         Order::Sequence => Some(
@@ -111,36 +120,38 @@ fn comparison(path: &Path, job: &Job, args: &ReplayArgs) -> Result<Vec<Outcome>,
     [Segments::Expandable, Segments::Fixed]
         .into_iter()
         .map(|segments| {
-            let options = Options { order: Order::Address, segments: Some(segments), ranks, ..options.clone() };
-            run(path, job, &options)
+            let options = Options { ranks, ..options.clone() };
+            run(path, &options, |step| job.replay_as_pytorch(segments, &options, step))
         })
         .collect()
 }
 
-fn run(path: &Path, job: &Job, options: &Options) -> Result<Outcome, CliError> {
+fn run(
+    path: &Path,
+    options: &Options,
+    replayed: impl FnOnce(&(dyn Fn() + Sync)) -> Result<Outcome, JobError>,
+) -> Result<Outcome, CliError> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let progress = ProgressLine::new(&name, options.ranks.get().into(), "ranks");
-    job.replay(options, &|| progress.step()).map_err(|source| failed(path, source))
+    let progress = Progress::new(&name, options.ranks.get().into(), "ranks");
+    replayed(&|| progress.step()).map_err(|source| failed(path, source))
 }
 
-fn failed(path: &Path, source: crate::job::JobError) -> CliError {
+fn failed(path: &Path, source: JobError) -> CliError {
     CliError::Job { path: path.to_path_buf(), source }
 }
 
 /// Writes the recorded ops with rank 0's placements.
-fn record(out: &Path, config: &Config, recording: &Recording, outcome: &Outcome) -> Result<(), CliError> {
-    let created = |source| CliError::Create { path: out.to_path_buf(), source };
+fn record(out: &Destination, config: &Config, recording: &Recording, outcome: &Outcome) -> Result<(), CliError> {
     let config = (outcome.order == Order::Sequence).then_some(config);
-    let mut trace = TraceWriter::new(Compressor::create(out).map_err(created)?, config).map_err(created)?;
     let mut decisions = outcome.decisions.iter();
-    for record in &recording.records {
+    let records = recording.records.iter().map(|record| {
         // This allocator has no pending frees: what a recording of another one says of them is not rank 0's.
         let mut record = record.clone();
         record.pending = None;
         if let Op::Allocate { size_bytes, .. } = record.op {
             record.placement = decisions.next().copied().flatten().filter(|_| size_bytes > 0);
         }
-        trace.write(&record).map_err(|source| CliError::Write { path: out.to_path_buf(), source })?;
-    }
-    trace.finish().and_then(Compressor::finish).map(drop).map_err(created)
+        record
+    });
+    out.write_trace(config, records)
 }

@@ -9,24 +9,28 @@
 
 mod holders;
 mod page;
+pub(crate) mod recorded_reserved;
 pub(crate) mod settings;
 
 use crate::Verdict;
 use crate::args::{PolicyArgs, ReadingArgs, ReportArgs};
 use crate::chart::{op_of, peak, timeline_of};
+use crate::content::Content;
+use crate::destination::Destination;
 use crate::error::CliError;
+use crate::import::lived_before;
 use crate::output::{self, Palette};
 use crate::picture::Selection;
 use crate::picture::memory::{BlockState, DrawnBlock, Memory};
 use crate::picture::timeline::{ALLOCATED, JobCurves, LIVE, RESERVED};
 use crate::planned::PlannedJob;
-use crate::quantity::{count, memory};
+use crate::quantity::{count, counted, memory};
 use crate::recorded::Recorded;
 use holders::Holder;
+use recorded_reserved::RecordedReserved;
 use serde::Serialize;
 use serde_json::{Value, json};
 use settings::Trial;
-use std::fs;
 use std::path::Path;
 
 /// What was found out about a job.
@@ -39,6 +43,8 @@ struct Findings<'a> {
     trials: Vec<Trial>,
     /// `None` where there is nothing to plan.
     planned: Option<PlanTrial>,
+    /// What the recorded allocator held.
+    recorded_reserved: Option<RecordedReserved>,
 }
 
 /// What a plan of the job would need.
@@ -77,7 +83,7 @@ pub(crate) fn write(input: &Path, output: &Path, reading: &ReadingArgs) -> Resul
 pub(crate) fn report(args: &ReportArgs) -> Result<Verdict, CliError> {
     make(args, |findings| {
         if args.json {
-            output::print_json(&findings.object(args))
+            output::print_json(findings.object(args))
         } else {
             output::print(&findings.screen(args, Palette::of_stdout()))
         }
@@ -88,6 +94,7 @@ pub(crate) fn report(args: &ReportArgs) -> Result<Verdict, CliError> {
 /// Finds everything out and writes the page.
 fn make(args: &ReportArgs, tell: impl FnOnce(&Findings<'_>) -> Result<(), CliError>) -> Result<(), CliError> {
     check_name(&args.output)?;
+    let out = Destination::file(&args.output, Content::Page, [&args.input])?;
     let recorded = Recorded::read(&args.input, &args.reading, &args.policy)?;
     let timeline = timeline_of(&recorded, Selection::default())?;
     let op = op_of(args.op, &recorded, &timeline)?;
@@ -95,9 +102,10 @@ fn make(args: &ReportArgs, tell: impl FnOnce(&Findings<'_>) -> Result<(), CliErr
     let holders = holders::of(&memory);
     let trials = settings::trials(&recorded, &args.reading)?;
     let planned = plan_trial(&recorded, args)?;
-    let findings = Findings { recorded: &recorded, timeline, memory, holders, trials, planned };
+    let recorded_reserved = RecordedReserved::of(&recorded);
+    let findings = Findings { recorded: &recorded, timeline, memory, holders, trials, planned, recorded_reserved };
     let page = page::html(&findings);
-    fs::write(&args.output, page).map_err(|source| CliError::Create { path: args.output.clone(), source })?;
+    out.write(page.as_bytes())?;
     tell(&findings)
 }
 
@@ -136,7 +144,7 @@ impl Fragmentation {
 impl Findings<'_> {
     /// Peak reserved under the job's own settings, over all passes.
     fn steady_bytes(&self) -> u64 {
-        self.trials.iter().find(|trial| trial.is_own).map_or(0, |own| own.peak_reserved_bytes)
+        self.own().peak_reserved_bytes
     }
 
     /// Peak live over peak reserved.
@@ -144,11 +152,23 @@ impl Findings<'_> {
         self.timeline.total.peaks[LIVE].bytes as f64 / self.steady_bytes().max(1) as f64
     }
 
-    /// The settings that hold the least, if they are not the job's own.
-    fn best(&self) -> Option<&Trial> {
-        let own = self.steady_bytes();
-        let fits = |trial: &&Trial| trial.refused <= self.timeline.refused && trial.peak_reserved_bytes < own;
-        self.trials.iter().filter(fits).min_by_key(|trial| trial.peak_reserved_bytes)
+    /// The job's own settings, tried.
+    fn own(&self) -> &Trial {
+        self.trials.iter().find(|trial| trial.is_own).expect("they are tried first")
+    }
+
+    /// The settings that hold less, the least first.
+    fn better(&self) -> impl Iterator<Item = &Trial> {
+        self.trials.iter().filter(|trial| trial.is_better_than(self.own()))
+    }
+
+    /// What a setting costs beside the job's own: waits of streams for each other, if it needs more of them.
+    fn cost(&self, trial: &Trial) -> Option<String> {
+        let own = self.own().waits;
+        (trial.waits > own).then(|| {
+            let waits = counted(trial.waits, "wait");
+            format!("{waits} of a stream for another in a pass, each a fence on the device ({} as it is)", count(own))
+        })
     }
 
     /// What `report --json` prints. Its keys are an interface: `symmalloc report --help` lists them.
@@ -161,6 +181,9 @@ impl Findings<'_> {
             "ops": self.timeline.op_count,
             "op": self.memory.op,
             "refused": self.timeline.refused,
+            "lived_before": self.recorded.recording.summary.lived_before,
+            "lived_before_bytes": self.recorded.recording.summary.lived_before_bytes,
+            "recorded_reserved": self.recorded_reserved.map(RecordedReserved::object),
             "live": peak(peaks[LIVE]),
             "allocated": peak(peaks[ALLOCATED]),
             "reserved": peak(peaks[RESERVED]),
@@ -170,9 +193,15 @@ impl Findings<'_> {
             "free_bytes": free_bytes,
             "largest_free_bytes": largest_free_bytes,
             "fragmentation": fragmentation,
-            "settings": self.trials,
+            "settings": self.trials.iter().map(|trial| self.setting(trial)).collect::<Vec<_>>(),
             "plan": self.planned,
         })
+    }
+
+    fn setting(&self, trial: &Trial) -> Value {
+        let mut object = serde_json::to_value(trial).expect("plain numbers and strings have a JSON form");
+        object["is_better"] = trial.is_better_than(self.own()).into();
+        object
     }
 
     fn screen(&self, args: &ReportArgs, palette: Palette) -> String {
@@ -183,8 +212,16 @@ impl Findings<'_> {
             memory(self.steady_bytes()),
             memory(peaks[LIVE].bytes)
         );
-        if let Some(best) = self.best() {
-            out += &format!("least with {}: {} reserved\n", best.settings, memory(best.peak_reserved_bytes));
+        if let Some(recorded) = self.recorded_reserved {
+            let least = if recorded.is_exact { "" } else { "at least " };
+            out += &format!("in the recording: {least}{} reserved\n", memory(recorded.peak_bytes));
+        }
+        if let Some(before) = lived_before(&self.recorded.recording.summary) {
+            out += &format!("{before}\n");
+        }
+        if let Some(best) = self.better().next() {
+            let cost = self.cost(best).map_or_else(String::new, |cost| format!(", at the price of {cost}"));
+            out += &format!("least with {}: {} reserved{cost}\n", best.settings, memory(best.peak_reserved_bytes));
         }
         if let Some(PlanTrial { planned_bytes, command, .. }) = &self.planned {
             out += &format!("with a plan: {} reserved ({command})\n", memory(*planned_bytes));

@@ -7,8 +7,9 @@ mod screen;
 use crate::Verdict;
 use crate::args::SimulateArgs;
 use crate::error::CliError;
+use crate::input;
 use crate::output::{self, Palette};
-use crate::progress::ProgressLine;
+use crate::progress::Progress;
 use std::fs;
 use std::io::Read;
 use std::num::{NonZeroU32, NonZeroUsize};
@@ -16,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-use symmalloc_import::{ReadOptions, Recording, read_path};
+use symmalloc_import::Recording;
 use symmalloc_sim::job::shrink::{Shrunk, shrink};
 use symmalloc_sim::job::{Failure, JobOutcome, JobPlan, Size, simulate as run_plan, story};
 use symmalloc_trace::MAGIC;
@@ -83,7 +84,7 @@ pub(crate) fn simulate(args: &SimulateArgs) -> Result<Verdict, CliError> {
     }
     std::panic::set_hook(hook);
     if args.json {
-        output::print_json(&findings)?;
+        output::print_json(findings.into())?;
     }
     Ok(verdict)
 }
@@ -102,13 +103,14 @@ fn source(path: &Path, args: &SimulateArgs) -> Result<ProgramSource, CliError> {
     {
         return Ok(ProgramSource::Story { path, plan: Box::new(plan) });
     }
-    let recording = Box::new(read_path(&path, &ReadOptions::from(&args.reading))?);
+    let recording = Box::new(input::recording(&path, &args.reading)?);
     Ok(ProgramSource::Recorded { path, recording })
 }
 
 /// The text of a file that may be a story. What cannot be read is left to the reader of recordings, which says why.
 fn story_text(path: &Path) -> Option<String> {
-    let file = fs::File::open(path).ok()?;
+    // What is read of a pipe is gone.
+    let file = path.is_file().then(|| fs::File::open(path).ok())??;
     let mut bytes = Vec::new();
     file.take(STORY_BYTES_MAX + 1).read_to_end(&mut bytes).ok()?;
     let is_trace = bytes.starts_with(MAGIC.as_bytes()) && bytes.len() as u64 <= STORY_BYTES_MAX;
@@ -169,7 +171,7 @@ type Ran = (JobOutcome, Option<(JobPlan, Failure)>, Option<u64>);
 /// One run, its ranks on all cores.
 fn one(source: &ProgramSource, args: &SimulateArgs) -> Ran {
     let plan = source.plan(args, args.seed);
-    let progress = ProgressLine::new(&source.name(), 0, "steps");
+    let progress = Progress::new(&source.name(), 0, "steps");
     let mut resident_peak = None;
     let ran = run_plan(&plan, cores(), &mut |at| {
         progress.set(at.steps as u64, at.steps_total as u64);
@@ -183,7 +185,7 @@ fn one(source: &ProgramSource, args: &SimulateArgs) -> Ran {
 
 /// Many runs, each on a core of its own. The failure is that of the least seed.
 fn many(source: &ProgramSource, args: &SimulateArgs, runs: u64) -> Ran {
-    let progress = ProgressLine::new(&source.name(), runs, "runs");
+    let progress = Progress::new(&source.name(), runs, "runs");
     let (next, first_failed) = (AtomicU64::new(0), AtomicU64::new(u64::MAX));
     let work = || {
         let mut ran = Vec::new();

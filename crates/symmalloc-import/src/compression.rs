@@ -10,18 +10,27 @@
 //! ```
 //!
 //! Compressed data that ends early is [`CompressionError::Torn`], carried inside the [`io::Error`] that `Read` can
-//! return; [`CompressionError::of`] finds it there again.
+//! return; [`CompressionError::of`] finds it there again. Data that grows a thousand times and more is no recording:
+//! kilobytes could keep a reader busy for minutes ([`CompressionError::Bomb`]).
 
 use std::fmt;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, BufWriter, Chain, Cursor, Read, Write};
 use std::path::Path;
 
+use symmalloc_core::units::Amount;
+
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
 const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 /// Denser levels save 15 % on a trace and take 50 times as long.
 const ZSTD_LEVEL: i32 = 9;
+/// The densest level takes twice as long and saves 8 %.
+const GZIP_LEVEL: u32 = 6;
 const BUFFER_BYTES: usize = 64 << 10;
+/// So much may come out of any data.
+const UNSUSPICIOUS_BYTES: u64 = 64 << 20;
+/// How many times its size more may come out. Recordings grow 10 to 100 times.
+const GROWTH_MAX: u64 = 1000;
 
 /// How a file is compressed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -74,8 +83,8 @@ impl fmt::Display for Compression {
 pub enum CompressionError {
     /// The data ends before the compressed stream does: the file was cut off, or is still being written.
     #[error(
-        "the {compression} data ends early, after {decompressed_bytes} decompressed bytes: copy the file again, or wait until \
-         it is written"
+        "the {compression} data ends early, after {} of decompressed data: copy the file again, or wait until it is written",
+        Amount(*decompressed_bytes)
     )]
     Torn {
         /// The compression.
@@ -84,11 +93,28 @@ pub enum CompressionError {
         decompressed_bytes: u64,
     },
     /// The data is not what its first bytes promise.
-    #[error("the {compression} data is damaged after {decompressed_bytes} decompressed bytes: copy the file again")]
+    #[error(
+        "the {compression} data is damaged after {} of decompressed data: copy the file again",
+        Amount(*decompressed_bytes)
+    )]
     Corrupt {
         /// The compression.
         compression: Compression,
         /// Bytes that came out before the damage.
+        decompressed_bytes: u64,
+    },
+    /// The data grows more than any recording does.
+    #[error(
+        "{} of {compression} data grow to more than {}: no recording does that; if it is one, decompress it yourself",
+        Amount(*compressed_bytes),
+        Amount(*decompressed_bytes)
+    )]
+    Bomb {
+        /// The compression.
+        compression: Compression,
+        /// Bytes that were read.
+        compressed_bytes: u64,
+        /// Bytes that came out of them.
         decompressed_bytes: u64,
     },
 }
@@ -106,11 +132,25 @@ pub(crate) fn is_torn(error: &io::Error) -> bool {
 }
 
 /// What is left of a source whose first bytes were looked at: those bytes, and the rest.
-type Source<R> = BufReader<Chain<Cursor<Vec<u8>>, R>>;
+type Source<R> = BufReader<Chain<Cursor<Vec<u8>>, Counted<R>>>;
+
+/// A source that counts what is read of it.
+struct Counted<R> {
+    source: R,
+    bytes: u64,
+}
+
+impl<R: Read> Read for Counted<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let bytes = self.source.read(buffer)?;
+        self.bytes += bytes as u64;
+        Ok(bytes)
+    }
+}
 
 enum Decoder<R: Read> {
     Plain(Source<R>),
-    Gzip(flate2::bufread::MultiGzDecoder<Source<R>>),
+    Gzip(Box<flate2::bufread::MultiGzDecoder<Source<R>>>),
     Zstd(zstd::stream::read::Decoder<'static, Source<R>>),
 }
 
@@ -132,10 +172,10 @@ impl<R: Read> Decompressor<R> {
         let mut start = Vec::with_capacity(ZSTD_MAGIC.len());
         source.by_ref().take(ZSTD_MAGIC.len() as u64).read_to_end(&mut start)?;
         let compression = Compression::of_content(&start);
-        let source = BufReader::with_capacity(BUFFER_BYTES, Cursor::new(start).chain(source));
+        let source = BufReader::with_capacity(BUFFER_BYTES, Cursor::new(start).chain(Counted { source, bytes: 0 }));
         let decoder = match compression {
             Compression::Plain => Decoder::Plain(source),
-            Compression::Gzip => Decoder::Gzip(flate2::bufread::MultiGzDecoder::new(source)),
+            Compression::Gzip => Decoder::Gzip(Box::new(flate2::bufread::MultiGzDecoder::new(source))),
             Compression::Zstd => Decoder::Zstd(zstd::stream::read::Decoder::with_buffer(source)?),
         };
         Ok(Decompressor { decoder, compression, decompressed_bytes: 0 })
@@ -144,6 +184,22 @@ impl<R: Read> Decompressor<R> {
     /// The compression found.
     pub fn compression(&self) -> Compression {
         self.compression
+    }
+
+    /// Whether more came out than can come of a recording.
+    fn check_growth(&self) -> io::Result<()> {
+        let source = match &self.decoder {
+            Decoder::Plain(_) => return Ok(()),
+            Decoder::Gzip(decoder) => decoder.get_ref(),
+            Decoder::Zstd(decoder) => decoder.get_ref(),
+        };
+        let (compression, decompressed_bytes) = (self.compression, self.decompressed_bytes);
+        let compressed_bytes = source.get_ref().get_ref().1.bytes + ZSTD_MAGIC.len() as u64;
+        if decompressed_bytes <= UNSUSPICIOUS_BYTES.max(compressed_bytes.saturating_mul(GROWTH_MAX)) {
+            return Ok(());
+        }
+        let bomb = CompressionError::Bomb { compression, compressed_bytes, decompressed_bytes };
+        Err(io::Error::new(io::ErrorKind::InvalidData, bomb))
     }
 
     /// Says which compression failed and where, unless it was the source itself that could not be read.
@@ -170,6 +226,7 @@ impl<R: Read> Read for Decompressor<R> {
         match result {
             Ok(bytes) => {
                 self.decompressed_bytes += bytes as u64;
+                self.check_growth()?;
                 Ok(bytes)
             }
             Err(error) => Err(self.explain(error)),
@@ -193,10 +250,11 @@ pub fn decompress<R: Read>(source: R) -> io::Result<BufReader<Decompressor<R>>> 
     Ok(BufReader::with_capacity(BUFFER_BYTES, Decompressor::new(source)?))
 }
 
+/// Encoders are given large pieces: a call for each word of a text costs more than its compression.
 enum Encoder<W: Write> {
     Plain(BufWriter<W>),
-    Gzip(flate2::write::GzEncoder<BufWriter<W>>),
-    Zstd(zstd::stream::write::Encoder<'static, BufWriter<W>>),
+    Gzip(Box<BufWriter<flate2::write::GzEncoder<BufWriter<W>>>>),
+    Zstd(BufWriter<zstd::stream::write::Encoder<'static, BufWriter<W>>>),
 }
 
 /// Writes plain, gzip or zstd data. Only [`Compressor::finish`] makes it complete; dropped before, it leaves torn data.
@@ -234,11 +292,14 @@ impl<W: Write> Compressor<W> {
         let sink = BufWriter::with_capacity(BUFFER_BYTES, sink);
         let encoder = match compression {
             Compression::Plain => Encoder::Plain(sink),
-            Compression::Gzip => Encoder::Gzip(flate2::GzBuilder::new().write(sink, flate2::Compression::best())),
+            Compression::Gzip => {
+                let encoder = flate2::GzBuilder::new().write(sink, flate2::Compression::new(GZIP_LEVEL));
+                Encoder::Gzip(Box::new(BufWriter::with_capacity(BUFFER_BYTES, encoder)))
+            }
             Compression::Zstd => {
                 let mut encoder = zstd::stream::write::Encoder::new(sink, ZSTD_LEVEL)?;
                 encoder.include_checksum(true)?;
-                Encoder::Zstd(encoder)
+                Encoder::Zstd(BufWriter::with_capacity(BUFFER_BYTES, encoder))
             }
         };
         Ok(Compressor { encoder })
@@ -251,8 +312,8 @@ impl<W: Write> Compressor<W> {
     pub fn finish(self) -> io::Result<W> {
         let sink = match self.encoder {
             Encoder::Plain(sink) => sink,
-            Encoder::Gzip(encoder) => encoder.finish()?,
-            Encoder::Zstd(encoder) => encoder.finish()?,
+            Encoder::Gzip(encoder) => encoder.into_inner().map_err(io::IntoInnerError::into_error)?.finish()?,
+            Encoder::Zstd(encoder) => encoder.into_inner().map_err(io::IntoInnerError::into_error)?.finish()?,
         };
         sink.into_inner().map_err(io::IntoInnerError::into_error)
     }
@@ -344,6 +405,26 @@ mod tests {
             let error = decompressed(&stored).unwrap_err();
             assert!(matches!(CompressionError::of(&error), Some(CompressionError::Corrupt { .. })), "{error:?}");
         }
+    }
+
+    #[test]
+    fn data_that_grows_like_no_recording_is_refused_before_it_has_grown() {
+        for compression in [Compression::Gzip, Compression::Zstd] {
+            let mut compressor = Compressor::new(Vec::new(), compression).unwrap();
+            let blank = vec![b'\n'; 1 << 20];
+            (0..256).for_each(|_| compressor.write_all(&blank).unwrap());
+            let stored = compressor.finish().unwrap();
+            let decompressed = io::copy(&mut decompress(&stored[..]).unwrap(), &mut io::sink());
+            // gzip cannot do worse than 1,032 times.
+            let error = decompressed.unwrap_err();
+            let Some(CompressionError::Bomb { decompressed_bytes, .. }) = CompressionError::of(&error) else {
+                panic!("{compression}: {error}")
+            };
+            assert!(decompressed_bytes <= 65 << 20 || compression == Compression::Gzip, "{decompressed_bytes}");
+        }
+        // Plain data is what it is.
+        let plain = vec![b'\n'; 65 << 20];
+        assert_eq!(io::copy(&mut decompress(&plain[..]).unwrap(), &mut io::sink()).unwrap(), 65 << 20);
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use symmalloc_core::units::Amount;
 use symmalloc_trace::{LineError, TraceError};
 
 use crate::compression::{Compression, CompressionError};
@@ -37,7 +38,7 @@ pub enum ImportErrorKind {
     Empty,
     /// Nothing that this library reads.
     #[error(
-        "is no recording that this library reads: a symmalloc trace (first line `symmalloc-trace 1`), a PyTorch memory \
+        "is not a recording that this version can read: give a symmalloc trace (first line `symmalloc-trace 1`), a PyTorch memory \
          snapshot (torch.cuda.memory._dump_snapshot) or an RMM log (first line \
          `Thread,Time,Action,Pointer,Size,Stream`), each plain, gzip or zstd"
     )]
@@ -74,7 +75,7 @@ pub enum ImportErrorKind {
     #[error("has no devices to choose from: only a PyTorch snapshot has; leave the device out")]
     NoDevices,
     /// The records of a trace take more memory than the caller allows.
-    #[error("takes more than {limit_bytes} bytes of memory: raise the limit if it is a trace that you trust")]
+    #[error("takes more than {} of memory: raise the limit if it is a trace that you trust", Amount(*limit_bytes))]
     TooLarge {
         /// The limit.
         limit_bytes: u64,
@@ -82,8 +83,16 @@ pub enum ImportErrorKind {
 }
 
 impl ImportError {
-    pub(crate) fn new(path: Option<&Path>, kind: impl Into<ImportErrorKind>) -> Self {
+    /// An error of this kind. Readers make their own; this is for who opens what they read.
+    pub fn new(path: Option<&Path>, kind: impl Into<ImportErrorKind>) -> Self {
         ImportError { path: path.map(Path::to_path_buf), kind: Box::new(kind.into()) }
+    }
+
+    /// Says where the data came from: what is shown before the message.
+    #[must_use]
+    pub fn with_path(mut self, path: impl Into<PathBuf>) -> Self {
+        self.path = Some(path.into());
+        self
     }
 
     /// The file, where there is one.

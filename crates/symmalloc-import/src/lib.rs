@@ -46,7 +46,7 @@ mod transcript;
 pub use error::{ImportError, ImportErrorKind};
 pub use options::{MEMORY_LIMIT_BYTES, ReadOptions};
 pub use pickle::PickleError;
-pub use pytorch::SnapshotError;
+pub use pytorch::{Found, SnapshotError};
 pub use recording::{Format, Recording, read_bytes, read_from, read_path};
 pub use rmm::RmmError;
 pub use summary::Summary;

@@ -33,7 +33,7 @@ mod values;
 
 pub use error::PickleError;
 pub(crate) use output::{Memo, PickleWriter};
-pub(crate) use values::{DictId, Item, List, Value, Values, Word};
+pub(crate) use values::{DictId, Item, Keeps, Kept, List, ListId, Value, Values, Word};
 
 use input::Input;
 use values::ArenaFull;
@@ -53,17 +53,20 @@ pub(crate) struct Document {
     pub(crate) values: Values,
 }
 
-/// Reads a pickle that fills `source` to its end.
-///
-/// `vocabulary` is the text to keep (at most 256 words; [`Word`] is a position in it). Under the word `texts_of` other
-/// text is kept, too, of up to [`TEXT_BYTES_MAX`]. `limit_bytes` is the most memory to hold.
-pub(crate) fn read<R: Read>(
-    source: R,
-    vocabulary: &'static [&'static str],
-    texts_of: Option<Word>,
-    limit_bytes: u64,
-) -> Result<Document, PickleError> {
-    Machine::new(source, vocabulary, texts_of, limit_bytes).run()
+/// What is kept of a pickle.
+#[derive(Clone, Copy)]
+pub(crate) struct Vocabulary {
+    /// The text to keep: at most 256 words. [`Word`] is a position in it.
+    pub(crate) words: &'static [&'static str],
+    /// Under these words other text is kept, too, of up to [`TEXT_BYTES_MAX`].
+    pub(crate) texts_of: &'static [Word],
+    /// Which dicts are kept in a list.
+    pub(crate) keeps: Keeps,
+}
+
+/// Reads a pickle that fills `source` to its end. `limit_bytes` is the most memory to hold.
+pub(crate) fn read<R: Read>(source: R, vocabulary: Vocabulary, limit_bytes: u64) -> Result<Document, PickleError> {
+    Machine::new(source, vocabulary, limit_bytes).run()
 }
 
 /// A frame of protocol 4 or 5: so many bytes of whole opcodes.
@@ -84,8 +87,7 @@ impl Frame {
 
 struct Machine<R> {
     input: Input<R>,
-    vocabulary: &'static [&'static str],
-    texts_of: Option<Word>,
+    vocabulary: Vocabulary,
     /// The length of the longest word.
     word_bytes_max: usize,
     limit_bytes: u64,
@@ -100,13 +102,12 @@ struct Machine<R> {
 }
 
 impl<R: Read> Machine<R> {
-    fn new(source: R, vocabulary: &'static [&'static str], texts_of: Option<Word>, limit_bytes: u64) -> Self {
-        assert!(vocabulary.len() <= 256, "a word's number has 8 bits");
+    fn new(source: R, vocabulary: Vocabulary, limit_bytes: u64) -> Self {
+        assert!(vocabulary.words.len() <= 256, "a word's number has 8 bits");
         Machine {
             input: Input::new(source),
             vocabulary,
-            texts_of,
-            word_bytes_max: vocabulary.iter().map(|word| word.len()).max().unwrap_or(0),
+            word_bytes_max: vocabulary.words.iter().map(|word| word.len()).max().unwrap_or(0),
             limit_bytes,
             offset: 0,
             frame: None,
@@ -345,28 +346,29 @@ impl<R: Read> Machine<R> {
             return self.push_kept_text(length_bytes as usize);
         }
         if length_bytes > self.word_bytes_max.min(text.len()) as u64 {
-            return self.push_skipped(length_bytes);
+            self.input.skip(length_bytes)?;
+            return self.push(Value::OtherText);
         }
         let text = &mut text[..length_bytes as usize];
         self.input.fill(text)?;
-        let word = word_of(self.vocabulary, text);
-        self.push(word.unwrap_or(Value::Nothing))
+        let word = word_of(self.vocabulary.words, text);
+        self.push(word.unwrap_or(Value::OtherText))
     }
 
     /// Text behind the key under which all text is kept. A word is a word there, too, as it may be meant elsewhere.
     fn push_kept_text(&mut self, length_bytes: usize) -> Result<(), PickleError> {
         let mut text = vec![0; length_bytes];
         self.input.fill(&mut text)?;
-        let value = match (word_of(self.vocabulary, &text), std::str::from_utf8(&text)) {
+        let value = match (word_of(self.vocabulary.words, &text), std::str::from_utf8(&text)) {
             (Some(word), _) => Ok(word),
             (None, Ok(text)) => self.values.new_text(text),
-            (None, Err(_)) => Ok(Value::Nothing),
+            (None, Err(_)) => Ok(Value::OtherText),
         };
         self.push_new(value)
     }
 
     fn is_text_key(&self, key: Option<&Value>) -> bool {
-        matches!((key, self.texts_of), (Some(Value::Word(key)), Some(word)) if *key == word)
+        matches!(key, Some(Value::Word(key)) if self.vocabulary.texts_of.contains(key))
     }
 
     /// An integer in little-endian two's complement of any length; none at all is zero.
@@ -426,7 +428,7 @@ impl<R: Read> Machine<R> {
         }
         for pair in pairs {
             // Most have no such text, and would keep a field each.
-            if pair[1] == Value::Nothing && self.is_text_key(pair.first()) {
+            if matches!(pair[1], Value::Nothing | Value::OtherText) && self.is_text_key(pair.first()) {
                 continue;
             }
             if self.values.set(dict, pair[0], pair[1]).is_err() {
@@ -442,7 +444,7 @@ impl<R: Read> Machine<R> {
         let container = self.start_of(count + 1)?;
         let Value::List(list) = self.stack[container] else { return Err(self.wrong_container()) };
         for value in &self.stack[container + 1..] {
-            self.values.append(list, *value);
+            self.values.append(list, *value, self.vocabulary.keeps);
         }
         self.stack.truncate(container + 1);
         Ok(())
@@ -454,7 +456,7 @@ impl<R: Read> Machine<R> {
         let tuple = self.values.new_list().map_err(|ArenaFull| self.too_large())?;
         if let Value::List(list) = tuple {
             for value in &self.stack[start..] {
-                self.values.append(list, *value);
+                self.values.append(list, *value, self.vocabulary.keeps);
             }
         }
         self.stack.truncate(start);

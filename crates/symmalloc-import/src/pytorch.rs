@@ -26,8 +26,9 @@
 //! request as if there had been no other stream. So recorded uses depend on timing: **two ranks that run the same
 //! program may differ in them** (of the 24,419 frees of one recorded job, 558 did), though not in allocations and frees.
 //!
-//! Streams are numbered by the first appearance of their handle in an `alloc`. An allocation's name is its
-//! `user_metadata`, which a program sets with `torch.cuda.memory._set_memory_metadata`. PyTorch's entries do not name the
+//! What lived when the trace begins is allocated first, see `before.rs`. Streams are numbered by the first appearance of their
+//! handle in an allocation. An allocation's name is its `user_metadata`, which a program sets with
+//! `torch.cuda.memory._set_memory_metadata`, else the Python frame that asked for it, see `frames.rs`. PyTorch's entries do not name the
 //! pool, so its allocations are put in the default pool; those of our [export](crate::export) do (`symmalloc_pool`).
 //!
 //! [`Allocate`]: symmalloc_core::op::Op::Allocate
@@ -38,49 +39,30 @@
 
 use std::io::Read;
 
+mod before;
 mod error;
+mod frames;
 mod segments;
+mod trace;
+mod words;
 
-pub use error::SnapshotError;
+pub use error::{Found, SnapshotError};
 
 use crate::options::ReadOptions;
-use crate::pickle::{self, DictId, Document, Item, List, Value, Word};
+use crate::pickle::{self, Document, Item, List, Value, Vocabulary};
 use crate::transcript::{Address, Allocated, Overflow, RawPool, RawStream, Transcript};
-use segments::{AddressRange, LiveSegments};
-
-/// The text that matters in a snapshot, and its numbers.
-macro_rules! words {
-    ($($name:ident = $text:literal),* $(,)?) => {
-        #[allow(clippy::upper_case_acronyms, non_camel_case_types)]
-        enum Position { $($name),* }
-        $(const $name: Word = Word(Position::$name as u8);)*
-        const VOCABULARY: &[&str] = &[$($text),*];
-    };
-}
-
-words! {
-    DEVICE_TRACES = "device_traces",
-    ACTION = "action",
-    ADDR = "addr",
-    SIZE = "size",
-    STREAM = "stream",
-    ALLOC = "alloc",
-    FREE_REQUESTED = "free_requested",
-    FREE_COMPLETED = "free_completed",
-    SEGMENT_ALLOC = "segment_alloc",
-    SEGMENT_FREE = "segment_free",
-    SEGMENT_MAP = "segment_map",
-    SEGMENT_UNMAP = "segment_unmap",
-    OOM = "oom",
-    SNAPSHOT = "snapshot",
-    RECORD_USE = "record_use",
-    USER_METADATA = "user_metadata",
-    SYMMALLOC_POOL = "symmalloc_pool",
-}
+use before::{Before, Lived};
+use segments::LiveSegments;
+use trace::DeviceTrace;
+use words::{
+    ACTION, ALLOC, DEVICE_TRACES, FILENAME, FREE_COMPLETED, FREE_REQUESTED, NAME, OOM, RECORD_USE, SEGMENT_ALLOC,
+    SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, SIZE, SNAPSHOT, USER_METADATA, VOCABULARY,
+};
 
 /// Reads a snapshot and retells the trace of one device.
 pub(crate) fn read(source: impl Read, options: &ReadOptions) -> Result<Transcript, SnapshotError> {
-    let document = pickle::read(source, VOCABULARY, Some(USER_METADATA), options.memory_limit_bytes)?;
+    let vocabulary = Vocabulary { words: VOCABULARY, texts_of: &[USER_METADATA, FILENAME, NAME], keeps: frames::keeps };
+    let document = pickle::read(source, vocabulary, options.memory_limit_bytes)?;
     let traces = device_traces(&document)?;
     let device = select_device(&traces, options.device)?;
     DeviceTrace { document: &document, device, entries: traces[device] }.retell(options.memory_limit_bytes)
@@ -122,42 +104,28 @@ fn select_device(traces: &[&List], wanted: Option<usize>) -> Result<usize, Snaps
     }
 }
 
-/// One device's trace.
-struct DeviceTrace<'a> {
-    document: &'a Document,
-    device: usize,
-    entries: &'a List,
-}
-
-/// One entry of a trace.
-#[derive(Clone, Copy)]
-struct TraceEntry<'a> {
-    document: &'a Document,
-    dict: DictId,
-    device: usize,
-    number: u64,
-}
-
 impl<'a> DeviceTrace<'a> {
     fn retell(&self, limit_bytes: u64) -> Result<Transcript, SnapshotError> {
         let mut transcript = Transcript::new(limit_bytes);
         let mut segments = LiveSegments::default();
         transcript.summary.device = Some(self.device);
+        self.retell_before(&mut transcript)?;
         let mut entries = self.entries().peekable();
         while let Some(entry) = entries.next() {
             let entry = entry?;
             match entry.action()? {
                 Value::Word(ALLOC) => {
                     let address = entry.address()?;
+                    let name = entry.name();
                     let told = transcript.allocate(Allocated {
                         address,
                         size_bytes: entry.integer(SIZE)?,
                         stream: entry.stream()?,
                         pool: entry.pool()?,
-                        name: entry.name(),
+                        name: name.as_deref(),
                         placement: segments.placement(address),
                     });
-                    told.map_err(|overflow| entry.overflow(overflow))?;
+                    told.map_err(|overflow| overflow_at(overflow, entry.device, entry.number))?;
                 }
                 Value::Word(FREE_REQUESTED) => {
                     let address = entry.address()?;
@@ -167,12 +135,12 @@ impl<'a> DeviceTrace<'a> {
                     } else {
                         transcript.free_used_elsewhere(address)
                     };
-                    told.map_err(|overflow| entry.overflow(overflow))?;
+                    told.map_err(|overflow| overflow_at(overflow, entry.device, entry.number))?;
                 }
                 Value::Word(FREE_COMPLETED) => transcript.complete(entry.address()?),
                 Value::Word(RECORD_USE) => {
                     let told = transcript.record_use(entry.address()?, entry.stream()?);
-                    told.map_err(|overflow| entry.overflow(overflow))?;
+                    told.map_err(|overflow| overflow_at(overflow, entry.device, entry.number))?;
                 }
                 Value::Word(SEGMENT_ALLOC) => segments.allocated(entry.range()?),
                 Value::Word(SEGMENT_FREE) => segments.freed(entry.address()?),
@@ -180,81 +148,39 @@ impl<'a> DeviceTrace<'a> {
                 Value::Word(SEGMENT_UNMAP) => segments.unmapped(entry.range()?),
                 Value::Word(OOM) => transcript.summary.failed_allocations += 1,
                 Value::Word(SNAPSHOT) => transcript.summary.snapshot_marks += 1,
-                _ => transcript.summary.unknown_actions += 1,
+                Value::Word(_) | Value::Text(_) | Value::OtherText => transcript.summary.unknown_actions += 1,
+                _ => return Err(entry.bad_field(ACTION)),
             }
         }
         Ok(transcript)
     }
 
-    fn entries(&self) -> impl Iterator<Item = Result<TraceEntry<'a>, SnapshotError>> {
-        let DeviceTrace { document, device, entries } = *self;
-        // Only dicts that hold something and lists are kept, so other items show by their absence.
-        let missing = (!entries.is_whole()).then_some(Err(SnapshotError::NotAnEntry { device }));
-        let entry = move |(item, number): (&Item, u64)| match item {
-            Item::Dict(dict) => Ok(TraceEntry { document, dict: *dict, device, number }),
-            Item::List(_) => Err(SnapshotError::NotAnEntry { device }),
-        };
-        missing.into_iter().chain(entries.items.iter().zip(0..).map(entry))
+    /// What lived when the trace begins is allocated first.
+    fn retell_before(&self, transcript: &mut Transcript) -> Result<(), SnapshotError> {
+        let before = Before::of(self)?;
+        transcript.summary.recorded_reserved_bytes_peak = before.reserved_bytes_peak;
+        for Lived { stream, size_bytes, name, address } in &before.lived {
+            transcript.summary.lived_before += 1;
+            transcript.summary.lived_before_bytes = transcript.summary.lived_before_bytes.saturating_add(*size_bytes);
+            let told = transcript.allocate(Allocated {
+                address: Address(*address),
+                size_bytes: *size_bytes,
+                stream: RawStream(*stream),
+                pool: RawPool::default(),
+                name: name.as_deref(),
+                placement: None,
+            });
+            told.map_err(|overflow| overflow_at(overflow, self.device, 0))?;
+        }
+        Ok(())
     }
 }
 
-impl<'a> TraceEntry<'a> {
-    fn action(&self) -> Result<Value, SnapshotError> {
-        self.field(ACTION).ok_or_else(|| self.bad_field(ACTION))
-    }
-
-    fn completes_free_of(&self, address: Address) -> bool {
-        self.field(ACTION) == Some(Value::Word(FREE_COMPLETED)) && self.field(ADDR) == Some(Value::Integer(address.0))
-    }
-
-    fn address(&self) -> Result<Address, SnapshotError> {
-        self.integer(ADDR).map(Address)
-    }
-
-    fn stream(&self) -> Result<RawStream, SnapshotError> {
-        self.integer(STREAM).map(RawStream)
-    }
-
-    fn pool(&self) -> Result<RawPool, SnapshotError> {
-        match self.field(SYMMALLOC_POOL) {
-            None => Ok(RawPool::default()),
-            Some(_) => self.integer(SYMMALLOC_POOL).map(RawPool),
-        }
-    }
-
-    fn name(&self) -> Option<&'a str> {
-        match self.field(USER_METADATA)? {
-            Value::Text(text) => Some(self.document.values.text(text)),
-            Value::Word(word) => Some(VOCABULARY[usize::from(word.0)]),
-            _ => None,
-        }
-    }
-
-    fn range(&self) -> Result<AddressRange, SnapshotError> {
-        Ok(AddressRange::new(self.address()?, self.integer(SIZE)?))
-    }
-
-    fn integer(&self, word: Word) -> Result<u64, SnapshotError> {
-        match self.field(word) {
-            Some(Value::Integer(integer)) => Ok(integer),
-            _ => Err(self.bad_field(word)),
-        }
-    }
-
-    fn field(&self, word: Word) -> Option<Value> {
-        self.document.values.field(self.dict, word)
-    }
-
-    fn bad_field(&self, word: Word) -> SnapshotError {
-        SnapshotError::Field { device: self.device, entry: self.number, field: VOCABULARY[usize::from(word.0)] }
-    }
-
-    fn overflow(&self, overflow: Overflow) -> SnapshotError {
-        let (device, entry) = (self.device, self.number);
-        match overflow {
-            Overflow::Streams => SnapshotError::TooManyStreams { device, entry },
-            Overflow::Memory { limit_bytes } => SnapshotError::TooLarge { device, entry, limit_bytes },
-        }
+fn overflow_at(overflow: Overflow, device: usize, entry: u64) -> SnapshotError {
+    match overflow {
+        Overflow::Streams => SnapshotError::TooManyStreams { device, entry },
+        Overflow::Memory { limit_bytes } => SnapshotError::TooLarge { device, entry, limit_bytes },
+        Overflow::Size { size_bytes } => SnapshotError::Size { device, entry, size_bytes },
     }
 }
 

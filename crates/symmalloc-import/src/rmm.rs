@@ -12,10 +12,11 @@
 //! A free on another stream than the allocation's own is a use of that stream, then the free. A log says nothing of
 //! segments, so allocations have no recorded placement. Several threads are taken in the order of the log.
 //!
-//! RMM ends every line. A last line without its end was therefore cut off, perhaps in a number, and is not believed.
+//! The `csv` crate reads it. RMM ends every line. A last line without its end was therefore cut off, perhaps in a number, and is not believed.
 
-use std::borrow::Cow;
-use std::io::{BufRead, Read};
+use std::io::{self, BufRead, Read};
+
+use csv::{ErrorKind, ReaderBuilder, StringRecord};
 
 mod error;
 
@@ -30,71 +31,103 @@ pub(crate) const HEADER_START: &[u8] = b"Thread,Time,Action";
 
 /// Reads a log to its end.
 pub(crate) fn read(source: impl BufRead, options: &ReadOptions) -> Result<Transcript, RmmError> {
-    let mut lines = Lines { source, line: 0, buffer: Vec::new() };
+    let source = LogText { source, line: 1, line_bytes: 0, ends_in_line: false };
+    let mut reader = ReaderBuilder::new().flexible(true).from_reader(source);
     let mut transcript = Transcript::new(options.memory_limit_bytes);
-    let columns = match lines.next()? {
-        Some(header) => Columns::find(header)?,
-        None => return Err(RmmError::MissingColumn { column: "Action" }),
-    };
+    let columns = Columns::find(reader.headers().map_err(|error| explained(error, 1))?)?;
+    // The last line is believed only when it is known to end.
+    let mut held: Option<(u64, StringRecord)> = None;
     let torn = loop {
-        match lines.next() {
-            Ok(None) => break None,
-            Ok(Some(line)) => {
-                if !line.text.trim_ascii().is_empty() {
-                    columns.event(line)?.tell(&mut transcript)?;
+        let mut record = StringRecord::new();
+        let read = reader.read_record(&mut record);
+        let at = reader.position().line();
+        match read {
+            Ok(true) => {
+                if let Some((line, record)) = held.replace((at.saturating_sub(1), record)) {
+                    columns.tell(line, &record, &mut transcript)?;
                 }
             }
-            Err(error) if options.accept_torn && is_torn(&error) => break Some(lines.line),
-            Err(error) => return Err(error),
+            Ok(false) => match held {
+                Some(_) if reader.get_ref().ends_in_line && options.accept_torn => break Some(at),
+                Some(_) if reader.get_ref().ends_in_line => return Err(RmmError::Torn { line: at }),
+                Some((line, record)) => {
+                    columns.tell(line, &record, &mut transcript)?;
+                    break None;
+                }
+                None => break None,
+            },
+            Err(error) => {
+                let error = explained(error, at);
+                match error {
+                    RmmError::Read { ref source, .. } if options.accept_torn && crate::compression::is_torn(source) => {
+                        if let Some((line, record)) = held {
+                            columns.tell(line, &record, &mut transcript)?;
+                        }
+                        break Some(at);
+                    }
+                    error => return Err(error),
+                }
+            }
         }
     };
     transcript.summary.torn_at_line = torn;
     Ok(transcript)
 }
 
-fn is_torn(error: &RmmError) -> bool {
-    match error {
-        RmmError::Torn { .. } => true,
-        RmmError::Read { source, .. } => crate::compression::is_torn(source),
-        _ => false,
+/// What the CSV reader could not read, at about this line.
+fn explained(error: csv::Error, line: u64) -> RmmError {
+    match error.into_kind() {
+        ErrorKind::Io(source) => match source.get_ref().and_then(|inner| inner.downcast_ref::<TooLong>()) {
+            Some(TooLong { line }) => RmmError::LineTooLong { line: *line },
+            None => RmmError::Read { line, source },
+        },
+        ErrorKind::Utf8 { pos, .. } => RmmError::NotUtf8 { line: pos.map_or(line, |position| position.line()) },
+        other => RmmError::Read { line, source: io::Error::other(format!("{other:?}")) },
     }
 }
 
-/// A line without its end.
-#[derive(Clone, Copy)]
-struct Line<'a> {
-    /// From 1.
-    number: u64,
-    text: &'a str,
-}
-
-/// Line by line, in memory for one.
-struct Lines<R> {
+/// The text of a log: no line is longer than a log's, lines end with LF alone, and whether the last one does is known.
+struct LogText<R> {
     source: R,
-    /// The line in the buffer, from 1.
+    /// From 1.
     line: u64,
-    buffer: Vec<u8>,
+    line_bytes: u64,
+    ends_in_line: bool,
 }
 
-impl<R: BufRead> Lines<R> {
-    /// The next line, or none at the end of the source.
-    fn next(&mut self) -> Result<Option<Line<'_>>, RmmError> {
-        self.line += 1;
-        let line = self.line;
-        self.buffer.clear();
-        let mut bounded = self.source.by_ref().take(LINE_BYTES_MAX);
-        let length = bounded.read_until(b'\n', &mut self.buffer).map_err(|source| RmmError::Read { line, source })?;
-        if length == 0 {
-            return Ok(None);
-        }
-        match self.buffer.strip_suffix(b"\n") {
-            Some(text) => {
-                let text = text.strip_suffix(b"\r").unwrap_or(text);
-                let text = std::str::from_utf8(text).map_err(|_| RmmError::NotUtf8 { line })?;
-                Ok(Some(Line { number: line, text }))
+/// A line longer than any in a log.
+#[derive(Debug, thiserror::Error)]
+#[error("line {line} is too long")]
+struct TooLong {
+    line: u64,
+}
+
+impl<R: BufRead> Read for LogText<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            let text = self.source.fill_buf()?;
+            if text.is_empty() {
+                return Ok(0);
             }
-            None if length as u64 == LINE_BYTES_MAX => Err(RmmError::LineTooLong { line }),
-            None => Err(RmmError::Torn { line }),
+            let (mut read, mut written) = (0, 0);
+            for byte in text.iter().take(buffer.len()) {
+                read += 1;
+                self.line_bytes += 1;
+                if *byte == b'\n' {
+                    (self.line, self.line_bytes) = (self.line + 1, 0);
+                } else if self.line_bytes >= LINE_BYTES_MAX {
+                    return Err(io::Error::new(io::ErrorKind::InvalidData, TooLong { line: self.line }));
+                }
+                if *byte != b'\r' {
+                    self.ends_in_line = *byte != b'\n';
+                    buffer[written] = *byte;
+                    written += 1;
+                }
+            }
+            self.source.consume(read);
+            if written > 0 {
+                return Ok(written);
+            }
         }
     }
 }
@@ -109,8 +142,7 @@ struct Columns {
 }
 
 impl Columns {
-    fn find(header: Line<'_>) -> Result<Self, RmmError> {
-        let names = fields(header.text).ok_or(RmmError::Quotes { line: header.number })?;
+    fn find(names: &StringRecord) -> Result<Self, RmmError> {
         let position = |column: &'static str| {
             names.iter().position(|name| name.trim() == column).ok_or(RmmError::MissingColumn { column })
         };
@@ -123,8 +155,11 @@ impl Columns {
         })
     }
 
-    fn event(&self, Line { number: line, text }: Line<'_>) -> Result<Event, RmmError> {
-        let fields = fields(text).ok_or(RmmError::Quotes { line })?;
+    /// Tells what a line says; a blank one says nothing.
+    fn tell(&self, line: u64, fields: &StringRecord, transcript: &mut Transcript) -> Result<(), RmmError> {
+        if fields.iter().all(|field| field.trim().is_empty()) && fields.len() == 1 {
+            return Ok(());
+        }
         if fields.len() != self.count {
             return Err(RmmError::FieldCount { line, expected: self.count, found: fields.len() });
         }
@@ -135,13 +170,14 @@ impl Columns {
             "allocate failure" => Action::Fail,
             _ => return Err(RmmError::UnknownAction { line }),
         };
-        Ok(Event {
+        let event = Event {
             line,
             action,
             address: Address(number("Pointer", pointer(&fields[self.pointer]))?),
             size_bytes: number("Size", decimal(fields[self.size].trim()))?,
             stream: RawStream(number("Stream", handle(&fields[self.stream]))?),
-        })
+        };
+        event.tell(transcript)
     }
 }
 
@@ -182,52 +218,10 @@ impl Event {
             Action::Free => transcript.free(self.address, Some(self.stream)),
         };
         told.map_err(|overflow| match overflow {
+            Overflow::Size { size_bytes } => RmmError::Size { line: self.line, size_bytes },
             Overflow::Streams => RmmError::TooManyStreams { line: self.line },
             Overflow::Memory { limit_bytes } => RmmError::TooLarge { line: self.line, limit_bytes },
         })
-    }
-}
-
-/// The fields of a line, unquoted; none if the quotes do not match.
-fn fields(line: &str) -> Option<Vec<Cow<'_, str>>> {
-    let mut fields = Vec::with_capacity(6);
-    let mut rest = line;
-    loop {
-        let field = match rest.strip_prefix('"') {
-            None => {
-                let end = rest.find(',').unwrap_or(rest.len());
-                let (field, after) = rest.split_at(end);
-                rest = after;
-                Cow::Borrowed(field)
-            }
-            Some(quoted) => {
-                let (field, after) = unquote(quoted)?;
-                rest = after;
-                field
-            }
-        };
-        fields.push(field);
-        match rest.strip_prefix(',') {
-            Some(after) => rest = after,
-            None => return rest.is_empty().then_some(fields),
-        }
-    }
-}
-
-/// A quoted field from behind its opening quote, and what follows it. A doubled quote stands for one.
-fn unquote(text: &str) -> Option<(Cow<'_, str>, &str)> {
-    let mut field = Cow::Borrowed("");
-    let mut rest = text;
-    loop {
-        let (part, after) = rest.split_once('"')?;
-        field += part;
-        match after.strip_prefix('"') {
-            Some(after) => {
-                field += "\"";
-                rest = after;
-            }
-            None => return Some((field, after)),
-        }
     }
 }
 

@@ -21,11 +21,18 @@ pub struct Summary {
     /// Frees that the recording lacks but must have happened, because the same address was allocated again. They are
     /// in the records, right before that allocation.
     pub frees_supplied: u64,
-    /// Frees of addresses whose allocation is not in the recording, left out: it began before them, or its beginning
-    /// was overwritten (`max_entries`).
+    /// Frees of addresses whose allocation is not in the recording, left out (RMM logs).
     pub frees_of_unknown: u64,
     /// Uses of addresses whose allocation is not in the recording, left out (exported snapshots).
     pub uses_of_unknown: u64,
+    /// Allocations that lived when the recording began, because it was switched on late or its beginning was overwritten
+    /// (`max_entries`). They are in the records, before all else.
+    pub lived_before: u64,
+    /// Their bytes.
+    pub lived_before_bytes: u64,
+    /// The most device memory that the recorded allocator held at any time, in bytes, where the recording says it (PyTorch
+    /// snapshots).
+    pub recorded_reserved_bytes_peak: Option<u64>,
     /// Allocations that the recorded allocator refused, left out.
     pub failed_allocations: u64,
     /// Allocations and frees of no memory (the null pointer), left out.

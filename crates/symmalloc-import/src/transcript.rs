@@ -14,6 +14,7 @@ use std::collections::HashMap;
 
 use symmalloc_core::ids::{AllocationId, Placement, PoolId, StreamId};
 use symmalloc_core::op::{Op, Pending, Record};
+use symmalloc_core::units::SEGMENT_BYTES_MAX;
 
 use crate::summary::Summary;
 
@@ -46,6 +47,11 @@ pub(crate) struct Allocated<'a> {
 pub(crate) enum Overflow {
     /// The recording uses more than 65,536 streams.
     Streams,
+    /// An allocation is larger than any segment.
+    Size {
+        /// What it asks for.
+        size_bytes: u64,
+    },
     /// The records take more memory than allowed.
     Memory {
         /// What is allowed.
@@ -113,6 +119,9 @@ impl Transcript {
     /// The log allocated.
     pub(crate) fn allocate(&mut self, allocated: Allocated<'_>) -> Result<(), Overflow> {
         let Allocated { address, size_bytes, stream, pool, name, placement } = allocated;
+        if size_bytes > SEGMENT_BYTES_MAX {
+            return Err(Overflow::Size { size_bytes });
+        }
         if let Some(lost) = self.live.remove(&address) {
             self.summary.frees_supplied += 1;
             self.push(Op::Free { id: lost.id }.into())?;

@@ -26,5 +26,5 @@ stub_test!(the_example_in_c_runs, {
     let text = [String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr)].concat();
     assert!(output.status.success(), "{}\n{text}", output.status);
     assert!(text.contains("100 steps at the same places"), "{text}");
-    assert!(text.contains("as it should be: out of memory: 1073741824 bytes on s0 in p0"), "{text}");
+    assert!(text.contains("as it should be: out of memory: 1.00 GiB on s0 in p0"), "{text}");
 });

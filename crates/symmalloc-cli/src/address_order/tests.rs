@@ -3,6 +3,7 @@
 use super::*;
 use symmalloc_core::config::PoolConfig;
 use symmalloc_core::units::KIB;
+use symmalloc_core::units::MIB;
 use symmalloc_sim::Addresses;
 
 const S0: StreamId = StreamId(0);

@@ -13,10 +13,13 @@ mod screen;
 use crate::Verdict;
 use crate::args::DiffArgs;
 use crate::error::CliError;
+use crate::input;
 use crate::output::{self, Palette};
 use std::collections::BTreeMap;
-use std::path::Path;
-use symmalloc_watchdog::{CommunicatorId, CommunicatorRecord, Finding, Findings, FlightRecord, Progress};
+use std::path::{Path, PathBuf};
+use symmalloc_watchdog::{
+    CommunicatorId, CommunicatorRecord, Finding, Findings, FlightRecord, FlightRecordError, Progress,
+};
 
 /// A communicator as its ranks saw it.
 struct CommunicatorFlights<'a> {
@@ -49,7 +52,11 @@ struct RankRecord<'a> {
 
 /// Compares flight records; the verdict is `Differ` if ranks are missing, behind or different, or wait.
 pub(super) fn run(args: &DiffArgs) -> Result<Verdict, CliError> {
-    let records = args.files.iter().map(|path| FlightRecord::read(path)).collect::<Result<Vec<_>, _>>();
+    let read = |path: &PathBuf| {
+        let source = input::open(path).map_err(|source| FlightRecordError::Io { path: path.clone(), source })?;
+        FlightRecord::from_reader(source, path)
+    };
+    let records = args.files.iter().map(read).collect::<Result<Vec<_>, _>>();
     let records = records.map_err(CliError::FlightRecord)?;
     let findings = Findings::new(&records);
     let files: Vec<_> = args.files.iter().map(|path| &**path).zip(&records).collect();
@@ -57,7 +64,7 @@ pub(super) fn run(args: &DiffArgs) -> Result<Verdict, CliError> {
     let communicators: Vec<_> =
         communicators.map(|(id, name, findings)| CommunicatorFlights::new(*id, name, findings, &files)).collect();
     if args.json {
-        output::print_json(&json::object(&communicators, findings.is_trouble()))?;
+        output::print_json(json::object(&communicators, findings.is_trouble()))?;
     } else {
         output::print(&screen::render(&communicators, Palette::of_stdout()))?;
     }

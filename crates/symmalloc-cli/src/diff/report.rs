@@ -4,23 +4,23 @@ use super::{Diff, OpDifference, PlacementDifference};
 use crate::Verdict;
 use crate::args::DiffArgs;
 use crate::error::CliError;
+use crate::input;
 use crate::output::{self, Palette};
-use crate::quantity::{count, counted};
+use crate::quantity::{count, counted, exact_memory, op_of_allocation};
 use crate::replay::describe;
 use serde_json::{Value, json};
 use std::fmt::Write;
 use std::path::Path;
 use symmalloc_core::ids::Placement;
 use symmalloc_core::op::Op;
-use symmalloc_import::{ReadOptions, Recording, read_path};
+use symmalloc_import::Recording;
 
 /// Compares two recordings; the verdict is `Differ` if ops or placements do.
 pub(super) fn run(path_a: &Path, path_b: &Path, args: &DiffArgs) -> Result<Verdict, CliError> {
-    let options = ReadOptions::from(&args.reading);
-    let (a, b) = (read_path(path_a, &options)?, read_path(path_b, &options)?);
+    let (a, b) = (input::recording(path_a, &args.reading)?, input::recording(path_b, &args.reading)?);
     let diff = Diff::new(&a, &b);
     if args.json {
-        output::print_json(&object(&diff))?;
+        output::print_json(object(&diff))?;
     } else {
         let palette = Palette::of_stdout();
         let mut text = header("A", path_a, &a, palette);
@@ -43,16 +43,27 @@ fn header(letter: &str, path: &Path, recording: &Recording, palette: Palette) ->
 
 fn findings(diff: &Diff, palette: Palette) -> String {
     let mut out = String::new();
+    let others = diff.compared_ops - diff.allocations;
+    let compared = format!("{} and {}", counted(diff.allocations, "allocation"), counted(others, "other op"));
     let _ = match &diff.first_op {
-        None => writeln!(out, "\nops         {}", palette.good("the same")),
+        None => writeln!(out, "\nops         {}: {compared}", palette.good("the same")),
         Some(difference) => writeln!(
             out,
-            "\nops         {}\n            A {}\n            B {}",
+            "\nops         {} after {compared}\n            A {}\n            B {}",
             palette.bad("differ"),
             told(difference.a.as_ref()),
             told(difference.b.as_ref())
         ),
     };
+    if let Some([a, b]) = diff.uses_left_out.filter(|uses| uses.iter().any(|uses| *uses > 0)) {
+        let _ = writeln!(
+            out,
+            "            not compared: uses by other streams, {} in A and {} in B, which snapshots show only by when\n            \
+             polling noticed them, and the registration of streams",
+            count(a),
+            count(b)
+        );
+    }
     let before = if diff.same_ops() { "" } else { " before that op" };
     let allocations = count(diff.allocations);
     let _ = match (diff.differing_placements, &diff.first) {
@@ -71,12 +82,12 @@ fn findings(diff: &Diff, palette: Palette) -> String {
 }
 
 fn first_place(first: &PlacementDifference) -> String {
-    let name = first.name.as_ref().map_or_else(String::new, |name| format!(" ({name})"));
     let place = |placement: Placement| {
         format!("segment {} offset {}", count(placement.segment.0), count(placement.offset_bytes))
     };
-    let PlacementDifference { allocation, op, a, b, .. } = first;
-    format!("allocation {}{name} at op {}: A {}, B {}", count(*allocation), count(*op), place(*a), place(*b))
+    let PlacementDifference { allocation, op, name, a, b } = first;
+    let at = op_of_allocation(*op, *allocation, name.as_deref());
+    format!("{at} of A, counted from 0: A {}, B {}", place(*a), place(*b))
 }
 
 /// A call and its number, as a trace says it.
@@ -87,11 +98,21 @@ fn told(call: Option<&(usize, Op)>) -> String {
     }
 }
 
+/// A call whose size does not matter.
+pub(crate) fn told_without_size(call: Option<&(usize, Op)>) -> String {
+    match call {
+        Some((number, Op::Allocate { id, pool, stream, .. })) => {
+            format!("at op {} allocates on {stream} in {pool} (allocation {})", count(*number), count(id.0))
+        }
+        other => told(other),
+    }
+}
+
 /// The op in words.
 fn line(op: &Op) -> String {
     match op {
         Op::Allocate { id, pool, stream, size_bytes } => {
-            format!("allocates {} bytes on {stream} in {pool} (allocation {})", count(*size_bytes), count(id.0))
+            format!("allocates {} on {stream} in {pool} (allocation {})", exact_memory(*size_bytes), count(id.0))
         }
         Op::Free { id } => format!("frees allocation {}", count(id.0)),
         Op::RecordUse { id, stream } => format!("uses allocation {} on {stream}", count(id.0)),
@@ -101,7 +122,7 @@ fn line(op: &Op) -> String {
         Op::Wait { stream, on } => format!("lets {stream} wait for {on}"),
         Op::Synchronize { stream } => format!("synchronizes {stream}"),
         Op::Reserve { pool, stream, size_bytes } => {
-            format!("reserves {} bytes on {stream} in {pool}", count(*size_bytes))
+            format!("reserves {} on {stream} in {pool}", exact_memory(*size_bytes))
         }
         Op::Trim { pool: Some(pool) } => format!("trims {pool}"),
         Op::Trim { pool: None } => "trims all pools".to_owned(),
@@ -124,6 +145,8 @@ fn object(diff: &Diff) -> Value {
     };
     let mut object = json!({
         "same_ops": diff.same_ops(),
+        "compared_ops": diff.compared_ops,
+        "uses_left_out": diff.uses_left_out.map(|[a, b]| json!({ "a": a, "b": b })),
         "allocs": diff.allocations,
         "differing_placements": diff.differing_placements,
         "first": diff.first.as_ref().map(first),

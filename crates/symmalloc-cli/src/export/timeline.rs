@@ -3,18 +3,18 @@
 
 use crate::Verdict;
 use crate::args::{AtMost, ExportArgs};
+use crate::destination::{Destination, shown};
 use crate::error::CliError;
-use crate::output::{self, Palette};
+use crate::output::{Channel, Palette};
 use crate::quantity::{count, counted};
 use crate::recorded::Recorded;
 use serde_json::{Value, json};
 use std::fmt::Write as _;
-use symmalloc_import::compression::Compressor;
 use symmalloc_import::export::ExportError;
 use symmalloc_import::perfetto::{TimelineOptions, TimelineSummary, timeline};
 use symmalloc_import::rerun::{Rerun, RerunError};
 
-pub(super) fn export(args: &ExportArgs, recorded: &Recorded) -> Result<Verdict, CliError> {
+pub(super) fn export(args: &ExportArgs, recorded: &Recorded, out: &Destination) -> Result<Verdict, CliError> {
     let (program, config) = (recorded.program(), &recorded.config);
     let rehearsal = Rerun::new(program, config).and_then(|mut rerun| rerun.run(recorded.op_count(), |_| Ok(())));
     rehearsal.map_err(|error: RerunError| recorded.failed(error))?;
@@ -22,18 +22,19 @@ pub(super) fn export(args: &ExportArgs, recorded: &Recorded) -> Result<Verdict, 
     let mut options = TimelineOptions::default();
     let AtMost(most) = args.detail;
     (options.slices_max, options.points_max) = (most, most);
-    let unwritten = |source| CliError::Create { path: args.output.clone(), source };
-    let mut file = Compressor::create(&args.output).map_err(unwritten)?;
+    let unwritten = |source| out.failed(source);
+    let mut file = out.create().map_err(unwritten)?;
     let summary = timeline(program, config, &options, &mut file).map_err(|error| match error {
         ExportError::Rerun(source) => recorded.failed(source),
         ExportError::Write(source) => unwritten(source),
         other => unwritten(std::io::Error::other(other)),
     })?;
     file.finish().map_err(unwritten)?;
+    let channel = Channel::beside(out);
     if args.json {
-        output::print_json(&object(args, &summary))?;
+        channel.print_json(object(args, &summary))?;
     } else {
-        output::print(&screen(args, &summary, Palette::of_stdout()))?;
+        channel.print(&screen(args, &summary, channel.palette()))?;
     }
     Ok(Verdict::Agree)
 }
@@ -67,6 +68,6 @@ fn screen(args: &ExportArgs, summary: &TimelineSummary, palette: Palette) -> Str
     if summary.ops_per_point > 1 {
         let _ = writeln!(out, "  each point is the highest of {} ops (--detail all draws each)", summary.ops_per_point);
     }
-    let _ = writeln!(out, "written to {}: open it at https://ui.perfetto.dev", args.output.display());
+    let _ = writeln!(out, "written to {}: open it at https://ui.perfetto.dev", shown(&args.output));
     out
 }

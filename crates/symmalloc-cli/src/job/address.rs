@@ -5,9 +5,10 @@
 
 use super::ranks::{At, Report, Rule};
 use super::{Decision, JobError, Peaks, Segments};
-use crate::address_order::{self, AddressOrder};
+use crate::address_order::{AddressOrder, ModelSegments};
 use std::ops::ControlFlow;
-use symmalloc_core::config::StreamPolicy;
+use symmalloc_core::backend::Reason;
+use symmalloc_core::config::{PoolConfig, SegmentPolicy, StreamPolicy};
 use symmalloc_core::ids::Placement;
 use symmalloc_core::op::Op;
 use symmalloc_trace::replay::Program;
@@ -15,16 +16,17 @@ use symmalloc_trace::replay::Program;
 /// The rule, for one program.
 pub(super) struct Address<'a> {
     pub(super) program: &'a Program,
-    pub(super) segments: address_order::ModelSegments,
+    /// Of the default pool, and followed in all.
+    pub(super) rules: &'a PoolConfig,
     pub(super) seed: u64,
     pub(super) passes: u32,
 }
 
 impl Rule for Address<'_> {
     fn segments(&self) -> Option<Segments> {
-        Some(match self.segments {
-            address_order::ModelSegments::Fixed => Segments::Fixed,
-            address_order::ModelSegments::Expandable => Segments::Expandable,
+        Some(match self.rules.segments() {
+            SegmentPolicy::Fixed(_) => Segments::Fixed,
+            _ => Segments::Expandable,
         })
     }
 
@@ -33,7 +35,7 @@ impl Rule for Address<'_> {
     }
 
     fn run(&self, rank: u32, mut decided: impl FnMut(At, Decision) -> ControlFlow<()>) -> Result<Report, JobError> {
-        let mut model = AddressOrder::new(self.seed, self.segments, rank);
+        let mut model = AddressOrder::new(self.seed, ModelSegments::Expandable, rank).with_rules(self.rules);
         let mut report = Report::default();
         let ops = self.program.ops();
         let failed = |op| move |error| JobError::Model { rank, op, error };
@@ -41,10 +43,14 @@ impl Rule for Address<'_> {
         for pass in 0..passes {
             let mut allocation = 0;
             for (op, call) in ops.iter().enumerate() {
-                let placement = model.step(call).map_err(failed(op))?;
+                let placement = match (model.step(call), call) {
+                    (Ok(placement), _) => Some(placement.unwrap_or(Placement::NOWHERE)),
+                    // It is larger than the address space: nothing has changed.
+                    (Err(error), Op::Allocate { .. }) if error.reason == Reason::OutOfMemory => None,
+                    (Err(error), _) => return Err(failed(op)(error)),
+                };
                 if matches!(call, Op::Allocate { .. }) {
-                    let placement = placement.unwrap_or(Placement::NOWHERE);
-                    if decided(At { pass, op, allocation }, Some(placement)).is_break() {
+                    if decided(At { pass, op, allocation }, placement).is_break() {
                         return Ok(report);
                     }
                     allocation += 1;

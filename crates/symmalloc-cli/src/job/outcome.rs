@@ -35,8 +35,10 @@ pub struct Outcome {
     pub first_pass: Peaks,
     /// Segments at the end of the last pass.
     pub segment_count: u64,
-    /// Allocations that rank 0 refused in the first pass.
+    /// Allocations that rank 0 refused, in the pass in which it refused most.
     pub refused: usize,
+    /// Those that it refused in the first pass.
+    pub first_pass_refused: usize,
     /// Over all (op, decision) of rank 0's first pass, in all pools that exist at its end; `None` for address order.
     pub digest: Option<u64>,
     /// Rank 0's decisions in the first pass, by allocation.
@@ -115,7 +117,7 @@ pub struct Divergence {
 
 impl Segments {
     /// The kind of a policy, where it is one of these two.
-    pub(super) fn of(policy: &SegmentPolicy) -> Option<Self> {
+    pub(crate) fn of(policy: &SegmentPolicy) -> Option<Self> {
         match policy {
             SegmentPolicy::Expandable(_) => Some(Segments::Expandable),
             SegmentPolicy::Fixed(_) => Some(Segments::Fixed),

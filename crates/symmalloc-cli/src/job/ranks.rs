@@ -87,6 +87,7 @@ pub(super) fn replay(
             decisions: on_all_cores(ranks, |rank| decision_at(rule, rank, at))?,
         }),
     };
+    let refused = journal.refused_most();
     let decisions = journal.first_pass();
     Ok(Outcome {
         order: options.order,
@@ -100,7 +101,8 @@ pub(super) fn replay(
         peaks: report.peaks,
         first_pass: report.first_pass,
         segment_count: report.segment_count,
-        refused: decisions.iter().filter(|decision| decision.is_none()).count(),
+        refused,
+        first_pass_refused: decisions.iter().filter(|decision| decision.is_none()).count(),
         digest: report.first_digest,
         decisions,
         planned: rule.is_planned().then(|| PlannedOps {
@@ -149,6 +151,12 @@ impl Journal {
 
     fn at(&self, at: At) -> Decision {
         self.passes[at.pass as usize][at.allocation]
+    }
+
+    /// The refusals of the pass with the most.
+    fn refused_most(&self) -> usize {
+        let refused = |pass: &Arc<[Decision]>| pass.iter().filter(|decision| decision.is_none()).count();
+        self.passes.iter().map(refused).max().unwrap_or(0)
     }
 
     fn first_pass(self) -> Vec<Decision> {

@@ -125,6 +125,7 @@ pub(crate) fn draw(timeline: &JobCurves, width: u32, prefix: &'static str, class
     panel.axes(&mut svg, 5);
     panel.op_labels(&mut svg, timeline.op_count);
     peak(&mut svg, &panel, timeline);
+    tooltips(&mut svg, &panel, timeline);
     y = panel.y + panel.height + 44.0;
     if timeline.heaps.len() > 1 {
         for (fill, index) in &shown {
@@ -293,6 +294,31 @@ fn peak(svg: &mut Svg, panel: &Panel, timeline: &JobCurves) {
     }
 }
 
+/// Columns that a pointer is told of at once.
+const POINTED_COLUMNS: usize = 4;
+
+/// What there was in a stretch of ops, for who points at it.
+fn tooltips(svg: &mut Svg, panel: &Panel, timeline: &JobCurves) {
+    let most = |quantity: usize, from: usize, to: usize| {
+        timeline.total.spans[quantity][from..to].iter().map(|span| span.most).max().unwrap_or(0)
+    };
+    let op = |column: usize| column * timeline.op_count / timeline.columns.max(1);
+    for from in (0..timeline.columns).step_by(POINTED_COLUMNS) {
+        let to = (from + POINTED_COLUMNS).min(timeline.columns);
+        let (left, width) = (panel.column(from), panel.column(to) - panel.column(from));
+        let [reserved, allocated, live] = [RESERVED, ALLOCATED, LIVE].map(|quantity| memory(most(quantity, from, to)));
+        let last = op(to).saturating_sub(1).max(op(from));
+        let words = format!(
+            "ops {} to {}: at most {reserved} reserved, {allocated} allocated, {live} live",
+            count(op(from)),
+            count(last)
+        );
+        let path =
+            format!("M{} {}h{}v{}H{}z", short(left), short(panel.y), short(width), short(panel.height), short(left));
+        svg.tooltip(&path, &words);
+    }
+}
+
 /// A heap's own panel. Returns where the next one begins.
 fn heap(svg: &mut Svg, y: f64, timeline: &JobCurves, fill: Fill, index: usize) -> f64 {
     let (owner, curve_of_heap) = &timeline.heaps[index];
@@ -347,14 +373,9 @@ fn op_ticks(op_count: usize, wanted: usize) -> Vec<usize> {
     (0..=op_count / step).map(|tick| tick * step).collect()
 }
 
-/// An amount of memory that is a whole number of its unit.
+/// An amount of memory without digits that say nothing.
 fn round_memory(bytes: u64) -> String {
-    const UNITS: [(&str, u64); 4] = [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
-    let whole = UNITS.iter().find(|(_, unit)| bytes >= *unit && bytes.is_multiple_of(*unit));
-    whole.map_or_else(
-        || if bytes == 0 { "0".to_owned() } else { format!("{bytes} B") },
-        |(name, unit)| format!("{} {name}", bytes / unit),
-    )
+    if bytes == 0 { "0".to_owned() } else { memory(bytes).replace(".00 ", " ") }
 }
 
 /// The picture in words, for who cannot see it.
@@ -394,7 +415,7 @@ mod tests {
         assert_eq!(op_ticks(127_227, 6), [0, 20_000, 40_000, 60_000, 80_000, 100_000, 120_000]);
         assert_eq!(op_ticks(127_227, 3), [0, 50_000, 100_000]);
         assert_eq!(op_ticks(4, 6), [0, 1, 2, 3, 4]);
-        assert_eq!([0, 512, 3 << 20, 5 << 39].map(round_memory), ["0", "512 B", "3 MiB", "2560 GiB"]);
+        assert_eq!([0, 512, 3 << 20, 5 << 39].map(round_memory), ["0", "512 B", "3 MiB", "2.50 TiB"]);
     }
 
     #[test]

@@ -24,6 +24,8 @@ const MARGIN: f64 = 12.0;
 const NUMBERED: usize = 8;
 /// Segments and blocks narrower than this, in pixels, have no line between them.
 const SEPARATED_PX: f64 = 3.0;
+/// Blocks from this width on say what they are to who points at them.
+const POINTED_PX: f64 = 6.0;
 
 /// Draws one rank's memory.
 pub(crate) fn draw(memory: &Memory, width: u32, prefix: &'static str, class: &str, words: &Words<'_>) -> String {
@@ -266,6 +268,7 @@ fn rows(
         }
     }
     mark_numbers(svg, heap, scale, x, &tops, numbers);
+    tooltips(svg, heap, scale, x, &tops);
     below + 8.0
 }
 
@@ -307,6 +310,31 @@ fn mark_numbers(
         if let Some(label) = labels.iter().find(|text| text_width(text, SMALL) * 1.1 <= room) {
             let middle = x + (widest.from + widest.to) / 2.0;
             svg.light(middle, tops[widest.row] + 15.5, SMALL, Anchor::Middle, label);
+        }
+    }
+}
+
+/// What each block is, for who points at it.
+fn tooltips(svg: &mut Svg, heap: &DrawnHeap, scale: &Scale, x: f64, tops: &[f64]) {
+    let mut at = 0;
+    for segment in &heap.segments {
+        for block in &segment.blocks {
+            let from = at;
+            at += block.size_bytes;
+            if scale.pixels(block.size_bytes) < POINTED_PX {
+                continue;
+            }
+            let mut path = String::new();
+            for piece in fragments(scale, from, block.size_bytes) {
+                outline(&mut path, x + piece.from, tops[piece.row], piece.to - piece.from);
+            }
+            let size = memory(block.size_bytes);
+            let words = match (&block.held, block.state) {
+                (Some(held), _) => format!("{}: {}, {}", held.label(), memory(held.requested_bytes), place(held)),
+                (None, BlockState::Fenced) => format!("free, fenced: {size} in segment {}", segment.id),
+                (None, _) => format!("free: {size} in segment {}", segment.id),
+            };
+            svg.tooltip(&path, &words);
         }
     }
 }

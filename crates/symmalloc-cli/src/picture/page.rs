@@ -1,6 +1,6 @@
 //! A page of pictures: one file, no script, no network; wide pictures on screens and paper, narrow ones on phones.
 
-use super::svg::escape;
+use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 const STYLE: &str = "\
 :root{color-scheme:light}\
@@ -23,17 +23,24 @@ svg.wide{display:none}svg.narrow{display:block;margin:0 auto}\
 code{font-size:11px}figure{margin:.5rem 0}svg{max-height:20cm}h2{margin:1rem 0 .3rem;break-after:avoid}\
 tr{break-inside:avoid}th,td{padding:.2rem .5rem .2rem 0}}";
 
-/// A page with a title and a body of HTML.
-pub(crate) fn html(title: &str, body: &str) -> String {
-    let title = escape(title);
-    format!(
-        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
-         <meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\n<title>{title}</title>\n\
-         <style>{STYLE}</style>\n</head>\n<body>\n{body}</body>\n</html>\n"
-    )
+/// A page with a title and a body.
+pub(crate) fn html(title: &str, body: &Markup) -> String {
+    let page = html! {
+        (DOCTYPE)
+        html lang="en" {
+            head {
+                meta charset="utf-8";
+                meta name="viewport" content="width=device-width,initial-scale=1";
+                title { (title) }
+                style { (PreEscaped(STYLE)) }
+            }
+            body { (body) }
+        }
+    };
+    page.into_string()
 }
 
 /// A picture in both widths.
 pub(crate) fn figure(wide: &str, narrow: &str) -> String {
-    format!("<figure>\n{wide}{narrow}</figure>\n")
+    html! { figure { (PreEscaped(wide)) (PreEscaped(narrow)) } }.into_string()
 }

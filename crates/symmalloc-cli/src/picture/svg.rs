@@ -129,6 +129,11 @@ impl Svg {
         let _ = write!(self.body, r##"<circle cx="{x}" cy="{y}" r="4" fill="#fff" stroke="#000" stroke-width="2"/>"##);
     }
 
+    /// Words for who points at an area.
+    pub(crate) fn tooltip(&mut self, path: &str, words: &str) {
+        let _ = write!(self.body, r#"<path d="{path}" fill-opacity="0"><title>{}</title></path>"#, escape(words));
+    }
+
     pub(crate) fn text(&mut self, x: f64, y: f64, size: u32, anchor: Anchor, text: &str) {
         self.styled_text(x, y, size, anchor, "", text);
     }

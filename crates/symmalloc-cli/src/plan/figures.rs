@@ -27,7 +27,8 @@ pub(super) struct Figures {
     /// Waits of streams for each other in a pass.
     pub(super) waits: u64,
     pub(super) online_waits: u64,
-    /// Requests that a limit refuses without a plan, in all passes.
+    /// Requests that a limit refuses in all passes: with the plan, and without one.
+    pub(super) refused: u64,
     pub(super) online_refused: u64,
     pub(super) passes: u32,
     /// What planning took.
@@ -43,7 +44,7 @@ impl Figures {
         let plan = PlannedJob::of(job, policy)?;
         let online = job.job.steady(&job.config, None);
         let online = online.map_err(|source| CliError::Job { path: job.path.clone(), source })?;
-        let Steady { peaks, passes, planned, waits, .. } = plan.followed;
+        let Steady { peaks, passes, planned, waits, refused } = plan.followed;
         let takes_memory = |op: &&Op| matches!(op, Op::Allocate { size_bytes: 1.., .. });
         let requests = job.program().ops().iter().filter(takes_memory).count() as u64;
         let figures = Figures {
@@ -55,6 +56,7 @@ impl Figures {
             ops: Some(PlannedOps { planned, all: requests * u64::from(passes) }),
             waits,
             online_waits: online.waits,
+            refused,
             online_refused: online.refused,
             passes,
             seconds: plan.seconds,
@@ -76,6 +78,7 @@ impl Figures {
             ops: if share(&self) < share(&other) { self.ops } else { other.ops },
             waits: self.waits.max(other.waits),
             online_waits: self.online_waits.max(other.online_waits),
+            refused: self.refused.max(other.refused),
             online_refused: self.online_refused.max(other.online_refused),
             seconds: self.seconds + other.seconds,
             ..other

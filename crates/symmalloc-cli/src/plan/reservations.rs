@@ -14,18 +14,17 @@ use super::program::{self, Pools};
 use super::proof::{self, Proof};
 use super::sizes;
 use crate::args::PlanArgs;
+use crate::destination::Destination;
 use crate::error::CliError;
 use crate::job::JobError;
 use crate::recorded::Recorded;
 use crate::report::settings;
 use std::collections::BTreeSet;
-use std::path::Path;
 use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy};
 use symmalloc_core::ids::PoolId;
 use symmalloc_core::op::Op;
-use symmalloc_import::compression::Compressor;
+use symmalloc_trace::RecordLine;
 use symmalloc_trace::replay::Program;
-use symmalloc_trace::{RecordLine, TraceWriter};
 
 /// What to reserve, and what comes of it.
 pub(super) struct ReservationPlan {
@@ -106,17 +105,13 @@ impl ReservationPlan {
     }
 
     /// Writes the job with its plan as a trace.
-    pub(super) fn write(&self, job: &Recorded, out: &Path) -> Result<(), CliError> {
-        let created = |source| CliError::Create { path: out.to_path_buf(), source };
-        let file = Compressor::create(out).map_err(created)?;
-        let mut trace = TraceWriter::new(file, Some(&self.config)).map_err(created)?;
-        for record in &self.program(std::slice::from_ref(job), job).records {
+    pub(super) fn write(&self, job: &Recorded, out: &Destination) -> Result<(), CliError> {
+        let records = self.program(std::slice::from_ref(job), job).records.into_iter().map(|mut record| {
             // Where another allocator placed it is not where it lies with the plan.
-            let mut record = record.clone();
             (record.placement, record.pending) = (None, None);
-            trace.write(&record).map_err(|source| CliError::Write { path: out.to_path_buf(), source })?;
-        }
-        trace.finish().and_then(Compressor::finish).map(drop).map_err(created)
+            record
+        });
+        out.write_trace(Some(&self.config), records)
     }
 
     pub(super) fn reserve_bytes(&self) -> u64 {

@@ -5,6 +5,7 @@ use super::reservations::ReservationPlan;
 use crate::args::PlanArgs;
 use crate::output::Palette;
 use crate::quantity::{count, counted, memory};
+use comfy_table::{CellAlignment, Table, presets};
 use std::fmt::Write;
 use symmalloc_core::PoolId;
 
@@ -33,18 +34,18 @@ fn figures(args: &PlanArgs, plan: &JobPlan<'_>) -> String {
         if waits > 0 { format!(", {} between them a pass", counted(waits, "wait")) } else { String::new() }
     };
     line("peak live", figures.peak_live_bytes, "");
+    let refused = |refused: u64| {
+        if refused > 0 { format!("; {} refused", counted(refused, "request")) } else { String::new() }
+    };
     let planned = format!("{:.3} of it live at the peak; streams {}", figures.efficiency(), figures.streams());
-    line("planned", figures.planned_bytes, &(planned + &waits(figures.waits)));
+    line("planned", figures.planned_bytes, &(planned + &waits(figures.waits) + &refused(figures.refused)));
     let mut online = format!(
         "{:.3} over {} passes; streams {}",
         figures.online_efficiency(),
         figures.passes,
         figures.online_streams()
     );
-    online += &waits(figures.online_waits);
-    if figures.online_refused > 0 {
-        online += &format!("; {} requests refused", count(figures.online_refused));
-    }
+    online += &(waits(figures.online_waits) + &refused(figures.online_refused));
     line("online", figures.online_bytes, &online);
     let (word, bytes) = if figures.planned_bytes <= figures.online_bytes {
         ("gained", figures.online_bytes - figures.planned_bytes)
@@ -70,20 +71,20 @@ fn figures(args: &PlanArgs, plan: &JobPlan<'_>) -> String {
 /// What to reserve without a plan.
 fn reserved(ranks: usize, plan: &ReservationPlan, palette: Palette) -> String {
     let mut out = format!("\n{}\n", palette.aside("without a plan, so that nothing is obtained while it runs"));
-    let _ = writeln!(out, "{}", palette.aside("heap       segments    peak live       grows to   to reserve"));
+    let mut table = table(["heap", "segments", "peak live", "grows to", "to reserve"], 2);
     for (owner, heap) in &plan.heaps {
         let stream = owner.stream.map_or_else(|| "shared".to_owned(), |stream| stream.to_string());
-        let _ = writeln!(
-            out,
-            "{:<10} {:<10} {:>10}   {:>12}   {:>10}",
+        table.add_row([
             format!("{} {stream}", owner.pool),
-            if plan.is_reserved(owner.pool) { "reserved" } else { "expandable" },
+            if plan.is_reserved(owner.pool) { "reserved" } else { "expandable" }.to_owned(),
             memory(heap.peak_live_bytes),
             memory(heap.grown_bytes),
             memory(heap.reserve_bytes),
-        );
+        ]);
     }
-    let _ = writeln!(out, "{:<51}{:>10}", "all", memory(plan.reserve_bytes()));
+    let all = memory(plan.reserve_bytes());
+    table.add_row(["all", "", "", "", all.as_str()]);
+    let _ = writeln!(out, "{}", table.trim_fmt());
     let _ = writeln!(out, "\n{}", palette.aside("in a trace"));
     out += &(plan.lines().join("\n") + "\n");
     let _ = writeln!(out, "\n{}", palette.aside("in Rust"));
@@ -120,35 +121,37 @@ fn proof(ranks: usize, plan: &ReservationPlan, palette: Palette) -> String {
     } else {
         palette.bad("DOES NOT HOLD: memory is obtained in spite of it, or is not enough")
     };
-    let mut out = format!(
-        "{verdict}\n{} carried out twice on a device that counts; of several the most:\n\n{}\n",
-        counted(ranks, "rank"),
-        palette.aside("                    memory calls              registrations"),
-    );
-    let _ = writeln!(out, "{:<18}{:>12}{:>12}{:>15}{:>12}", "", "without", "reserved", "without", "reserved");
+    let head = ["", "memory calls", "with what is reserved", "registrations", "with what is reserved"];
+    let mut table = table(head, 1);
     for (name, before, after) in [
         ("reserving", without.reserving, with.reserving),
         ("first pass", without.first_pass, with.first_pass),
         ("second pass", without.second_pass, with.second_pass),
     ] {
-        let _ = writeln!(
-            out,
-            "{name:<18}{:>12}{:>12}{:>15}{:>12}",
-            count(before.memory_calls),
-            count(after.memory_calls),
-            count(before.registrations),
-            count(after.registrations),
-        );
+        let numbers = [before.memory_calls, after.memory_calls, before.registrations, after.registrations].map(count);
+        table.add_row(std::iter::once(name.to_owned()).chain(numbers));
     }
     if without.refused > 0 || with.refused > 0 {
-        let _ = writeln!(out, "{:<18}{:>12}{:>12}", "refused", count(without.refused), count(with.refused));
+        table.add_row(["refused".to_owned(), count(without.refused), count(with.refused)]);
     }
-    let _ = writeln!(
-        out,
-        "{:<18}{:>12}{:>12}",
-        "peak reserved",
-        memory(without.peak_reserved_bytes),
-        memory(with.peak_reserved_bytes)
-    );
-    out
+    let peaks = [without.peak_reserved_bytes, with.peak_reserved_bytes].map(memory);
+    table.add_row(std::iter::once("peak reserved".to_owned()).chain(peaks));
+    format!(
+        "{verdict}\n{} carried out twice on a device that counts; of several the most:\n\n{}\n",
+        counted(ranks, "rank"),
+        table.trim_fmt()
+    )
+}
+
+/// A table without lines, whose first columns are words and the others numbers.
+fn table(head: [&str; 5], words: usize) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).set_header(head);
+    for (number, column) in table.column_iter_mut().enumerate() {
+        column.set_padding((if number == 0 { 0 } else { 1 }, 1));
+        if number >= words {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    table
 }

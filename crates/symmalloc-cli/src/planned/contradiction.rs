@@ -43,7 +43,7 @@ impl Contradiction {
             _ => None,
         };
         let streams = policy.streams.map(StreamPolicy::from);
-        if policy.config.as_ref().is_some_and(|wanted| wanted != config) {
+        if policy.config().is_some_and(|wanted| wanted != config) {
             Some(Contradiction { flag: "--config", settings: Setting::Config })
         } else if policy.segments.is_some_and(|wanted| Some(wanted) != segments) {
             Some(Contradiction { flag: "--segments", settings: Setting::Segments(segments) })

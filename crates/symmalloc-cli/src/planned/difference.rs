@@ -1,6 +1,7 @@
 //! Where a job is another one than its plan was made for.
 
 use super::steps::{self, HeapStep};
+use crate::quantity::exact_memory;
 use std::fmt;
 use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_core::plans::{Plan, StepAllocation};
@@ -18,8 +19,8 @@ pub(crate) enum JobDifference {
     #[error("op {op} asks for memory of {heap}, for which there is no plan")]
     NoPlan { heap: HeapName, op: usize },
     #[error(
-        "allocation {number} of {heap} (op {op}) asks for {} bytes on {}, and the plan expects {}",
-        asked.requested_bytes, asked.stream, Expected(*planned)
+        "allocation {number} of {heap} (op {op}) asks for {} on {}, and the plan expects {}",
+        exact_memory(asked.requested_bytes), asked.stream, Expected(*planned)
     )]
     Request { heap: HeapName, number: usize, op: usize, asked: StepAllocation, planned: Option<StepAllocation> },
     #[error("the plan expects {} as allocation {number} of {heap}, and the job ends before that", Expected(Some(*planned)))]
@@ -52,7 +53,7 @@ struct Expected(Option<StepAllocation>);
 impl fmt::Display for Expected {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
-            Some(planned) => write!(f, "{} on {}", planned.requested_bytes, planned.stream),
+            Some(planned) => write!(f, "{} on {}", exact_memory(planned.requested_bytes), planned.stream),
             None => f.write_str("no more"),
         }
     }

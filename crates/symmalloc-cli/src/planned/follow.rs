@@ -4,6 +4,7 @@ use super::contradiction::Contradiction;
 use super::difference::{self, JobDifference};
 use crate::args::PolicyArgs;
 use crate::error::CliError;
+use crate::input;
 use crate::recorded::reconfigure;
 use std::path::Path;
 use symmalloc_core::lock::Exclusive;
@@ -27,7 +28,7 @@ pub(crate) fn follow(
     policy: &PolicyArgs,
 ) -> Result<PlanFile, CliError> {
     let open = |source| CliError::OpenPlan { path: path.to_path_buf(), source };
-    let file = plan::read(compression::open(path).map_err(open)?);
+    let file = plan::read(compression::decompress(input::open(path).map_err(open)?).map_err(open)?);
     let file = file.map_err(|source| CliError::PlanText { path: path.to_path_buf(), source })?;
     Contradiction::of(policy, file.config())
         .map_or(Ok(()), |source| Err(CliError::PlanContradicted { path: path.to_path_buf(), source }))?;

@@ -1,18 +1,36 @@
 //! What `replay --json` prints. Its keys are an interface: `symmalloc replay --help` lists them.
 
 use super::finding::ReplayFinding;
-use crate::job::{Decision, Divergence, Order, Segments};
+use crate::job::{Decision, Divergence, Order, Outcome, Segments};
 use serde_json::{Value, json};
 use symmalloc_core::config::StreamPolicy;
 use symmalloc_core::ids::Placement;
+use symmalloc_import::Recording;
 
-/// One trace.
-pub(super) fn object(finding: &ReplayFinding<'_>) -> Value {
+/// One trace, and PyTorch's rule on it.
+pub(super) fn object(recording: &Recording, finding: &ReplayFinding<'_>, others: &[Outcome]) -> Value {
     let ReplayFinding { path, job, outcome, nanoseconds_per_op } = finding;
-    json!({
+    let mut object = json!({
         "trace": path.display().to_string(),
         "ops": job.program().ops().len(),
         "allocs": job.program().allocation_count(),
+        "lived_before": recording.summary.lived_before,
+        "lived_before_bytes": recording.summary.lived_before_bytes,
+    });
+    extend(&mut object, of(outcome));
+    let ours = json!({
+        "ns_per_op": nanoseconds_per_op.map(|nanoseconds| rounded(nanoseconds, 1e2)),
+        "digest": outcome.digest.map(|digest| format!("{digest:016x}")),
+        "planned_ops_share": outcome.planned.map(|planned| rounded(planned.share(), 1e6)),
+        "pytorch": others.iter().map(of).collect::<Vec<_>>(),
+    });
+    extend(&mut object, ours);
+    object
+}
+
+/// What became of a job under a rule.
+fn of(outcome: &Outcome) -> Value {
+    json!({
         "ranks": outcome.ranks,
         "passes": outcome.passes,
         "order": match outcome.order {
@@ -23,6 +41,7 @@ pub(super) fn object(finding: &ReplayFinding<'_>) -> Value {
         "streams": streams_name(outcome.streams),
         "aligned": outcome.is_aligned(),
         "differing_placements": outcome.differing_placements,
+        "refused": outcome.refused,
         "first_divergence": outcome.first_divergence.as_ref().map(first),
         "peak_live_bytes": outcome.peaks.live_bytes,
         "peak_reserved_bytes": outcome.peaks.reserved_bytes,
@@ -30,12 +49,16 @@ pub(super) fn object(finding: &ReplayFinding<'_>) -> Value {
         "first_pass": {
             "peak_reserved_bytes": outcome.first_pass.reserved_bytes,
             "efficiency": rounded(outcome.first_pass.efficiency(), 1e6),
+            "refused": outcome.first_pass_refused,
         },
         "segment_count": outcome.segment_count,
-        "ns_per_op": nanoseconds_per_op.map(|nanoseconds| rounded(nanoseconds, 1e2)),
-        "digest": outcome.digest.map(|digest| format!("{digest:016x}")),
-        "planned_ops_share": outcome.planned.map(|planned| rounded(planned.share(), 1e6)),
     })
+}
+
+fn extend(object: &mut Value, more: Value) {
+    if let (Value::Object(object), Value::Object(more)) = (object, more) {
+        object.extend(more);
+    }
 }
 
 fn first(divergence: &Divergence) -> Value {

@@ -2,9 +2,10 @@
 
 use super::finding::ReplayFinding;
 use super::json::{segments_name, streams_name};
+use crate::import::lived_before;
 use crate::job::{Decision, Divergence, Order, Outcome, Segments};
 use crate::output::{Cell, Palette, Table};
-use crate::quantity::{count, counted, memory};
+use crate::quantity::{count, counted, memory, op_of_allocation};
 use std::fmt::Write;
 use symmalloc_core::ids::Placement;
 use symmalloc_import::{Format, Recording};
@@ -66,9 +67,16 @@ impl Screen<'_> {
             let text = format!("{} of {allocations}", count(outcome.differing_placements));
             (text, (outcome.differing_placements > 0).then_some(Palette::bad as _))
         });
+        row("allocations refused", &|outcome| match outcome.refused {
+            0 => ("0".to_owned(), None),
+            refused => (format!("{} of {allocations}", count(refused)), Some(Palette::bad)),
+        });
+        if columns.iter().any(|outcome| outcome.refused != outcome.first_pass_refused) {
+            row("  in the first pass", &|outcome| (count(outcome.first_pass_refused), None));
+        }
         let mut plain = |name: &str, text: &dyn Fn(&Outcome) -> String| row(name, &|outcome| (text(outcome), None));
-        plain("  on ranks", &|outcome| count(outcome.ranks));
-        plain("  first at op", &|outcome| {
+        plain("ranks", &|outcome| count(outcome.ranks));
+        plain("first to differ, op", &|outcome| {
             outcome.first_divergence.as_ref().map_or_else(|| "-".to_owned(), |first| count(first.op))
         });
         plain("peak reserved", &|outcome| memory(outcome.peaks.reserved_bytes));
@@ -82,9 +90,6 @@ impl Screen<'_> {
             });
         }
         plain("segments at the end", &|outcome| count(outcome.segment_count));
-        if columns.iter().any(|outcome| outcome.refused > 0) {
-            plain("allocations refused", &|outcome| count(outcome.refused));
-        }
         if let Some(nanoseconds) = finding.nanoseconds_per_op {
             plain("time per op", &|outcome| match outcome.order {
                 Order::Sequence => format!("{nanoseconds:.0} ns"),
@@ -109,19 +114,32 @@ impl Screen<'_> {
         if columns().any(|outcome| outcome.order == Order::Address) {
             lines.push("PyTorch (model): free blocks by address, uses by other streams found by polling.".to_owned());
         }
+        if self.finding.outcome.refused > 0 {
+            lines.push("Refused allocations took no memory: peaks are those of what was left of the job.".to_owned());
+        }
+        lines.extend(lived_before(&self.recording.summary).map(|before| sentence(&before)));
         if let Some(first) = columns().find_map(|outcome| outcome.first_divergence.as_ref()) {
             lines.push(example(first));
-            lines.push(NCCL.to_owned());
+            // A collective runs on a stream of its own: a job of one stream, or on one rank, hands nothing to NCCL.
+            if self.finding.job.stream_count() > 1 && self.finding.outcome.ranks > 1 {
+                lines.push(NCCL.to_owned());
+            }
         }
         lines
     }
 }
 
+fn sentence(text: &str) -> String {
+    let mut characters = text.chars();
+    let first = characters.next().map(|first| first.to_uppercase().to_string()).unwrap_or_default();
+    first + characters.as_str() + "."
+}
+
 /// Why a placement that differs matters.
 const NCCL: &str = "\
-NCCL's symmetric kernels find a peer's buffer at (window, their own offset). Where
-these differ, an all-reduce returns wrong numbers and ncclSuccess: on 2 GPUs with
-NCCL 2.28.9, 262,144 elements of 262,144 were wrong.";
+If the job has several GPUs: NCCL's symmetric kernels find a peer's buffer at (window,
+their own offset). Where these differ, an all-reduce returns wrong numbers and
+ncclSuccess: on 2 GPUs with NCCL 2.28.9, 262,144 of 262,144 elements were wrong.";
 
 /// Lines of a column's head.
 const HEAD_LINES: usize = 3;
@@ -142,10 +160,9 @@ fn title(outcome: &Outcome) -> Vec<String> {
 /// A placement that differs, on two ranks.
 fn example(first: &Divergence) -> String {
     let other = first.decisions.iter().position(|decision| *decision != first.decisions[0]).unwrap_or(0);
-    let name = first.name.as_ref().map_or_else(String::new, |name| format!(" ({name})"));
     format!(
-        "The first to differ is allocation {}{name}: {} on rank 0,\n{} on rank {other}.",
-        count(first.allocation),
+        "The first to differ is {}: {} on rank 0,\n{} on rank {other}. Ops and allocations are counted from 0.",
+        op_of_allocation(first.op, first.allocation, first.name.as_deref()),
         place(&first.decisions[0]),
         place(&first.decisions[other]),
     )
@@ -161,14 +178,19 @@ fn place(decision: &Decision) -> String {
 
 /// What kind of recording it is.
 pub(crate) fn kind_of(recording: &Recording) -> String {
-    let kind = match recording.format {
+    let kind = format_name(recording);
+    match recording.summary.device {
+        Some(device) => format!("{kind}, device {device}"),
+        None => kind.to_owned(),
+    }
+}
+
+/// What kind of file it is.
+pub(crate) fn format_name(recording: &Recording) -> &'static str {
+    match recording.format {
         Format::PyTorchSnapshot => "PyTorch snapshot",
         Format::RmmLog => "RMM log",
         Format::Trace => "symmalloc trace",
         _ => "recording",
-    };
-    match recording.summary.device {
-        Some(device) => format!("{kind}, device {device}"),
-        None => kind.to_owned(),
     }
 }

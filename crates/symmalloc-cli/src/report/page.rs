@@ -1,12 +1,14 @@
 //! The page of a report.
 
-use super::{Findings, Fragmentation, PlanTrial, Trial};
+use super::{Findings, Fragmentation, PlanTrial, RecordedReserved, Trial};
 use crate::chart::{file_name, history_figure, map_figure};
+use crate::import::lived_before;
 use crate::job::Options;
-use crate::picture::svg::escape;
 use crate::picture::timeline::{ALLOCATED, LIVE, RESERVED};
 use crate::picture::{heap_name, page};
 use crate::quantity::{count, counted, memory};
+use maud::{Markup, PreEscaped, html};
+use std::cmp::Ordering;
 
 /// Rows of the table of holders.
 const HOLDERS_SHOWN: usize = 12;
@@ -14,161 +16,207 @@ const HOLDERS_SHOWN: usize = 12;
 /// The whole page.
 pub(super) fn html(findings: &Findings<'_>) -> String {
     let name = file_name(&findings.recorded.path);
-    let mut body = format!("<h1>Memory of {}</h1>\n", escape(&name));
-    body += &figures(findings);
-    body += &advice(findings);
-    body += &history_figure(&name, findings.recorded, &findings.timeline);
-    body += &holders(findings);
-    body += &fragmentation(findings);
-    body += &map_figure(&name, findings.recorded, &findings.memory);
-    body += &settings(findings);
+    let body = html! {
+        h1 { "Memory of " (name) }
+        (figures(findings))
+        (advice(findings))
+        (PreEscaped(history_figure(&name, findings.recorded, &findings.timeline)))
+        (holders(findings))
+        (fragmentation(findings))
+        (PreEscaped(map_figure(&name, findings.recorded, &findings.memory)))
+        (settings(findings))
+    };
     page::html(&format!("Memory of {name}"), &body)
 }
 
-fn figures(findings: &Findings<'_>) -> String {
+fn figures(findings: &Findings<'_>) -> Markup {
     let peaks = &findings.timeline.total.peaks;
     let summary = &findings.recorded.recording.summary;
-    let mut body = format!(
-        "<p class=\"aside\">{}: {}, {}. Carried out on symmalloc with {}.</p>\n<div class=\"figures\">",
-        counted(findings.timeline.op_count, "op"),
-        counted(summary.allocations, "allocation"),
-        counted(summary.streams, "stream"),
-        code(&super::settings::text(&findings.recorded.config))
-    );
-    body += &format!(
-        "<div><b>{}</b>peak reserved<br>over {} passes</div>",
-        memory(findings.steady_bytes()),
-        Options::default().passes
-    );
-    for (word, quantity) in [("in the first pass", RESERVED), ("peak allocated", ALLOCATED), ("peak live", LIVE)] {
-        let peak = peaks[quantity];
-        body += &format!("<div><b>{}</b>{word}<br>after op {}</div>", memory(peak.bytes), count(peak.op));
+    let of_op = [("in the first pass", RESERVED), ("peak allocated", ALLOCATED), ("peak live", LIVE)];
+    html! {
+        p.aside {
+            (counted(findings.timeline.op_count, "op")) ": " (counted(summary.allocations, "allocation")) ", "
+            (counted(summary.streams, "stream")) ". Carried out on symmalloc with "
+            code { (super::settings::text(&findings.recorded.config)) } "."
+        }
+        @if let Some(before) = lived_before(summary) {
+            p { b { "In short:" } " " (before) "." }
+        }
+        div.figures {
+            @if let Some(recorded) = findings.recorded_reserved {
+                div {
+                    b { @if !recorded.is_exact { "≥ " } (memory(recorded.peak_bytes)) }
+                    "peak reserved" br; "by the recorded allocator"
+                }
+            }
+            div {
+                b { (memory(findings.steady_bytes())) }
+                "peak reserved" br; "over " (Options::default().passes) " passes"
+            }
+            @for (word, quantity) in of_op {
+                div { b { (memory(peaks[quantity].bytes)) } (word) br; "after op " (count(peaks[quantity].op)) }
+            }
+            div { b { (format!("{:.1} %", findings.efficiency() * 100.0)) } "peak live" br; "of peak reserved" }
+            @if findings.timeline.refused > 0 {
+                div { b { (count(findings.timeline.refused)) } "allocations refused" br; "by a limit" }
+            }
+        }
     }
-    body += &format!("<div><b>{:.1} %</b>peak live<br>of peak reserved</div>", findings.efficiency() * 100.0);
-    if findings.timeline.refused > 0 {
-        body += &format!("<div><b>{}</b>allocations refused<br>by a limit</div>", count(findings.timeline.refused));
-    }
-    body + "</div>\n"
 }
 
 /// What to do, in two sentences.
-fn advice(findings: &Findings<'_>) -> String {
+fn advice(findings: &Findings<'_>) -> Markup {
     let own = findings.steady_bytes();
-    let best = match findings.best() {
-        Some(best) => format!(
-            "<p>With {} the peak would be {} reserved, {} less. All settings that were tried stand below.</p>\n",
-            code(&best.settings),
-            memory(best.peak_reserved_bytes),
-            memory(own - best.peak_reserved_bytes)
-        ),
-        None => "<p>None of the other settings that were tried holds less. They stand below.</p>\n".to_owned(),
-    };
-    let Some(PlanTrial { command, planned_bytes, efficiency }) = &findings.planned else { return best };
-    best + &format!(
-        "<p>Planned beforehand and followed, the job would need {}, of which {:.1} % is live at the peak. The plan is written by \
-         <code>{}</code></p>\n",
-        memory(*planned_bytes),
-        efficiency * 100.0,
-        escape(command)
-    )
+    html! {
+        p {
+            @match findings.better().next() {
+                Some(best) => {
+                    "With " code { (best.settings) } " the peak would be " (memory(best.peak_reserved_bytes)) " reserved, "
+                    (memory(own - best.peak_reserved_bytes)) " less"
+                    @if let Some(cost) = findings.cost(best) { ", at the price of " (cost) }
+                    ". All settings that were tried stand below."
+                }
+                None => "None of the other settings that were tried holds less. They stand below.",
+            }
+        }
+        @if let Some(PlanTrial { command, planned_bytes, efficiency }) = &findings.planned {
+            p {
+                "Planned beforehand and followed, the job would need " (memory(*planned_bytes)) ", of which "
+                (format!("{:.1} %", efficiency * 100.0)) " is live at the peak. The plan is written by " code { (command) }
+            }
+        }
+    }
 }
 
-fn holders(findings: &Findings<'_>) -> String {
+fn holders(findings: &Findings<'_>) -> Markup {
     let total: u64 = findings.holders.iter().map(|holder| holder.requested_bytes).sum();
-    let mut body = format!(
-        "<h2>What holds memory after op {}</h2>\n<table class=\"stacked\"><thead><tr><th>allocations</th>\
-         <th class=\"n\">number</th><th class=\"n\">bytes</th><th class=\"n\">share</th></tr></thead><tbody>\n",
-        count(findings.memory.op)
-    );
-    let mut row = |label: &str, number: usize, bytes: u64| {
-        body += &format!(
-            "<tr><td>{}</td><td class=\"n\" data-of=\"number\">{}</td><td class=\"n\" data-of=\"bytes\">{}</td>\
-             <td class=\"n\" data-of=\"share\">{:.1} %</td></tr>\n",
-            escape(label),
-            count(number),
-            memory(bytes),
-            bytes as f64 * 100.0 / total.max(1) as f64
-        );
+    let (shown, rest) = findings.holders.split_at(HOLDERS_SHOWN.min(findings.holders.len()));
+    let row = |label: &str, number: usize, bytes: u64| {
+        html! {
+            tr {
+                td { (label) }
+                td.n data-of="number" { (count(number)) }
+                td.n data-of="bytes" { (memory(bytes)) }
+                td.n data-of="share" { (format!("{:.1} %", bytes as f64 * 100.0 / total.max(1) as f64)) }
+            }
+        }
     };
-    for holder in findings.holders.iter().take(HOLDERS_SHOWN) {
-        row(&holder.label(), holder.allocations, holder.requested_bytes);
+    html! {
+        h2 { "What holds memory after op " (count(findings.memory.op)) }
+        table.stacked {
+            thead { tr { th { "allocations" } th.n { "number" } th.n { "bytes" } th.n { "share" } } }
+            tbody {
+                @for holder in shown { (row(&holder.label(), holder.allocations, holder.requested_bytes)) }
+                @if !rest.is_empty() {
+                    (row(
+                        "all others",
+                        rest.iter().map(|holder| holder.allocations).sum(),
+                        rest.iter().map(|holder| holder.requested_bytes).sum(),
+                    ))
+                }
+            }
+        }
     }
-    if let Some(rest) = findings.holders.get(HOLDERS_SHOWN..).filter(|rest| !rest.is_empty()) {
-        let number = rest.iter().map(|holder| holder.allocations).sum();
-        row("all others", number, rest.iter().map(|holder| holder.requested_bytes).sum());
-    }
-    body + "</tbody></table>\n"
 }
 
-fn fragmentation(findings: &Findings<'_>) -> String {
-    let mut body = format!(
-        "<h2>Free memory after op {}</h2>\n<p class=\"aside\">Fragmentation is 1 - largest free block / all free memory: \
-         0 when it is one piece.</p>\n<table class=\"stacked\"><thead><tr><th>heap</th><th class=\"n\">reserved</th>\
-         <th class=\"n\">free</th><th class=\"n\">largest block</th><th class=\"n\">fragmentation</th></tr></thead><tbody>\n",
-        count(findings.memory.op)
-    );
-    let mut row = |label: &str, reserved_bytes: u64, found: Fragmentation| {
-        body += &format!(
-            "<tr><td>{}</td><td class=\"n\" data-of=\"reserved\">{}</td><td class=\"n\" data-of=\"free\">{}</td>\
-             <td class=\"n\" data-of=\"largest block\">{}</td><td class=\"n\" data-of=\"fragmentation\">{:.3}</td></tr>\n",
-            escape(label),
-            memory(reserved_bytes),
-            memory(found.free_bytes),
-            memory(found.largest_free_bytes),
-            found.fragmentation
-        );
+fn fragmentation(findings: &Findings<'_>) -> Markup {
+    let row = |label: &str, reserved_bytes: u64, found: Fragmentation| {
+        html! {
+            tr {
+                td { (label) }
+                td.n data-of="reserved" { (memory(reserved_bytes)) }
+                td.n data-of="free" { (memory(found.free_bytes)) }
+                td.n data-of="largest block" { (memory(found.largest_free_bytes)) }
+                td.n data-of="fragmentation" { (format!("{:.3}", found.fragmentation)) }
+            }
+        }
     };
-    for heap in &findings.memory.heaps {
-        row(&heap_name(heap.owner), heap.size_bytes(), Fragmentation::of(heap.blocks()));
+    let drawn = &findings.memory;
+    html! {
+        h2 { "Free memory after op " (count(drawn.op)) }
+        p.aside { "Fragmentation is 1 - largest free block / all free memory: 0 when it is one piece." }
+        table.stacked {
+            thead {
+                tr {
+                    th { "heap" } th.n { "reserved" } th.n { "free" } th.n { "largest block" } th.n { "fragmentation" }
+                }
+            }
+            tbody {
+                @for heap in &drawn.heaps {
+                    (row(&heap_name(heap.owner), heap.size_bytes(), Fragmentation::of(heap.blocks())))
+                }
+                @if drawn.heaps.len() > 1 {
+                    (row("all heaps", drawn.size_bytes(), Fragmentation::of(drawn.blocks())))
+                }
+            }
+        }
     }
-    if findings.memory.heaps.len() > 1 {
-        row("all heaps", findings.memory.size_bytes(), Fragmentation::of(findings.memory.blocks()));
-    }
-    body + "</tbody></table>\n"
 }
 
-fn settings(findings: &Findings<'_>) -> String {
-    let own = findings.steady_bytes();
+fn settings(findings: &Findings<'_>) -> Markup {
     let passes = Options::default().passes;
-    let mut body = format!(
-        "<h2>Settings to try</h2>\n<p class=\"aside\">The same ops, carried out {passes} times under each; what a program would do \
-                    differently, and how fast, a replay does not know. Without a limit no setting gives memory back unasked. The command under each \
-                    does it again.</p>\n\
-                    <table class=\"stacked\"><thead><tr><th>default pool</th><th class=\"n\">peak reserved</th>\
-                    <th class=\"n\">compared</th></tr></thead><tbody>\n"
-    );
-    for trial in &findings.trials {
-        body += &format!(
-            "<tr><td>{}<br><code class=\"aside\">{}</code></td><td class=\"n\" data-of=\"peak reserved\">{}</td>\
-             <td class=\"n\" data-of=\"compared\">{}</td></tr>\n",
-            if trial.is_own { format!("<b>as it is:</b> {}", code(&trial.settings)) } else { code(&trial.settings) },
-            escape(&trial.command),
-            memory(trial.peak_reserved_bytes),
-            compared(trial, own)
-        );
+    let better: Vec<&Trial> = findings.better().collect();
+    let others: Vec<&Trial> =
+        findings.trials.iter().filter(|trial| !trial.is_own && !trial.is_better_than(findings.own())).collect();
+    html! {
+        h2 { "Settings to try" }
+        p.aside {
+            "The same ops, carried out " (passes) " times under each; what a program would do differently, and how fast, a replay \
+             does not know. Without a limit no setting gives memory back unasked. Waits are those of a stream for another one \
+             that reuse of memory needs in a pass: each is a fence on the device. The command under each does it again."
+        }
+        (trials(findings, findings.recorded_reserved, std::iter::once(findings.own()).chain(better)))
+        @if !others.is_empty() {
+            h2 { "Settings that hold no less" }
+            (trials(findings, None, others))
+        }
     }
-    body + "</tbody></table>\n"
+}
+
+fn trials<'a>(
+    findings: &Findings<'_>,
+    recorded: Option<RecordedReserved>,
+    trials: impl IntoIterator<Item = &'a Trial>,
+) -> Markup {
+    html! {
+        table.stacked {
+            thead {
+                tr { th { "default pool" } th.n { "peak reserved" } th.n { "compared" } th.n { "waits" } }
+            }
+            tbody {
+                @if let Some(recorded) = recorded {
+                    tr {
+                        td { b { "in the recording:" } " the recorded allocator" @if !recorded.is_exact { ", at least" } }
+                        td.n data-of="peak reserved" { (memory(recorded.peak_bytes)) }
+                        td.n data-of="compared" { (compared(recorded.peak_bytes, findings.steady_bytes())) }
+                        td.n data-of="waits" { "-" }
+                    }
+                }
+                @for trial in trials {
+                    tr {
+                        td {
+                            @if trial.is_own { b { "as it is:" } " " }
+                            code { (trial.settings) } br; code.aside { (trial.command) }
+                        }
+                        td.n data-of="peak reserved" { (memory(trial.peak_reserved_bytes)) }
+                        td.n data-of="compared" {
+                            (compared(trial.peak_reserved_bytes, findings.steady_bytes()))
+                            @if trial.refused > 0 { br; (count(trial.refused)) " refused" }
+                        }
+                        td.n data-of="waits" { (count(trial.waits)) }
+                    }
+                }
+            }
+        }
+    }
 }
 
 /// What a trial holds beside the job's own settings.
-fn compared(trial: &Trial, own_bytes: u64) -> String {
+fn compared(bytes: u64, own_bytes: u64) -> String {
     let percent = |bytes: u64| bytes as f64 * 100.0 / own_bytes.max(1) as f64;
-    let bytes = trial.peak_reserved_bytes;
-    let mut text = match bytes.cmp(&own_bytes) {
-        std::cmp::Ordering::Less => {
-            format!("{} less ({:.1} %)", memory(own_bytes - bytes), percent(own_bytes - bytes))
-        }
-        std::cmp::Ordering::Equal => "the same".to_owned(),
-        std::cmp::Ordering::Greater => {
-            format!("{} more ({:.1} %)", memory(bytes - own_bytes), percent(bytes - own_bytes))
-        }
-    };
-    if trial.refused > 0 {
-        text += &format!("<br>{} refused", count(trial.refused));
+    match bytes.cmp(&own_bytes) {
+        Ordering::Less => format!("{} less ({:.1} %)", memory(own_bytes - bytes), percent(own_bytes - bytes)),
+        Ordering::Equal => "the same".to_owned(),
+        Ordering::Greater => format!("{} more ({:.1} %)", memory(bytes - own_bytes), percent(bytes - own_bytes)),
     }
-    text
-}
-
-fn code(text: &str) -> String {
-    format!("<code>{}</code>", escape(text))
 }

@@ -2,8 +2,8 @@
 
 use crate::args::ReadingArgs;
 use crate::error::CliError;
-use crate::job::Steady;
-use crate::progress::ProgressLine;
+use crate::job::{Steady, keys};
+use crate::progress::Progress;
 use crate::recorded::Recorded;
 use serde::Serialize;
 use std::thread;
@@ -24,6 +24,15 @@ pub(crate) struct Trial {
     pub(super) peak_reserved_bytes: u64,
     /// Allocations that a limit refuses in a pass.
     pub(super) refused: u64,
+    /// Waits of a stream for another one that reuse of memory needs in a pass: each is a fence on the device.
+    pub(super) waits: u64,
+}
+
+impl Trial {
+    /// Whether it holds less than the job's own settings, and refuses no more.
+    pub(super) fn is_better_than(&self, own: &Trial) -> bool {
+        self.peak_reserved_bytes < own.peak_reserved_bytes && self.refused <= own.refused
+    }
 }
 
 /// Tries the job's own settings and others, on all cores. Ascending by peak, the job's own among them.
@@ -34,7 +43,7 @@ pub(super) fn trials(recorded: &Recorded, reading: &ReadingArgs) -> Result<Vec<T
             configs.push(config);
         }
     }
-    let progress = ProgressLine::new(&recorded.path.to_string_lossy(), configs.len() as u64, "settings");
+    let progress = Progress::new(&recorded.path.to_string_lossy(), configs.len() as u64, "settings");
     let run = |config: &Config| {
         let measured = measure(recorded, config);
         progress.step();
@@ -50,7 +59,7 @@ pub(super) fn trials(recorded: &Recorded, reading: &ReadingArgs) -> Result<Vec<T
     }
     let mut trials = Vec::new();
     for (index, (config, measured)) in configs.iter().zip(measured).enumerate() {
-        let Steady { peaks, refused, passes, .. } = measured?;
+        let Steady { peaks, refused, passes, waits, .. } = measured?;
         let settings = text(config);
         let command = format!(
             "symmalloc replay {}{} --ranks 1 --passes {passes} --config {}",
@@ -60,7 +69,7 @@ pub(super) fn trials(recorded: &Recorded, reading: &ReadingArgs) -> Result<Vec<T
         );
         let peak_reserved_bytes = peaks.reserved_bytes;
         let refused = refused / u64::from(passes);
-        trials.push(Trial { settings, command, is_own: index == 0, peak_reserved_bytes, refused });
+        trials.push(Trial { settings, command, is_own: index == 0, peak_reserved_bytes, refused, waits });
     }
     trials.sort_by_key(|trial| trial.peak_reserved_bytes);
     Ok(trials)
@@ -119,20 +128,6 @@ pub(crate) fn text(config: &Config) -> String {
         }
     }
     kept.join(",")
-}
-
-/// Splits a text at its commas, but not within brackets.
-fn keys(text: &str) -> Vec<&str> {
-    let mut depth = 0;
-    let split = |character: char| {
-        match character {
-            '[' => depth += 1,
-            ']' => depth -= 1,
-            _ => {}
-        }
-        character == ',' && depth == 0
-    };
-    text.split(split).collect()
 }
 
 /// An argument as a shell takes it.

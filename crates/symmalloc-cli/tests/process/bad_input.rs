@@ -1,14 +1,25 @@
 //! What is wrong with the input is said on stderr with what to do, and the exit code is 2. Nothing panics.
 
 use crate::{Folder, Said, command, recorded, symmalloc};
+use serde_json::Value;
 use std::fs::{self, OpenOptions};
+use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+use symmalloc_import::compression::Compressor;
 use symmalloc_watchdog::FlightRecord;
 
 #[track_caller]
 fn assert_refused(said: &Said, wanted: &[&str]) {
     let Said { code, stdout, stderr } = said;
-    assert_eq!((*code, stdout.as_str()), (Some(2), ""), "stderr:\n{stderr}");
+    assert_eq!(*code, Some(2), "stderr:\n{stderr}");
+    // With --json there is one document on stdout, which says the same.
+    if !stdout.is_empty() {
+        let error: Value = serde_json::from_str(stdout).unwrap_or_else(|error| panic!("{error} in:\n{stdout}"));
+        assert_eq!((&error["schema_version"], &error["error"]["exit_code"]), (&1.into(), &2.into()), "{error}");
+        assert!(stderr.contains(error["error"]["message"].as_str().unwrap()), "{error}");
+    }
     for wanted in wanted {
         assert!(stderr.contains(wanted), "no {wanted:?} in:\n{stderr}");
     }
@@ -26,14 +37,17 @@ fn assert_unreadable(path: &Path, wanted: &[&str]) {
     assert_refused(&symmalloc("replay {}", &[path]), &wanted);
     assert_refused(&symmalloc("diff {} {}", &[&good, path]), &wanted);
     assert_refused(&symmalloc("import {} {}", &[path, &out]), &wanted);
-    assert_refused(&symmalloc("export {} {}", &[path, &out]), &wanted);
+    let snapshot = folder.path("out.pickle");
+    assert_refused(&symmalloc("export {} {} --json", &[path, &snapshot]), &wanted);
     let picture = folder.path("out.html");
     assert_refused(&symmalloc("chart {} -o {}", &[path, &picture]), &wanted);
     assert_refused(&symmalloc("chart {} -o {} --beside {}", &[&good_job(&folder), &picture, path]), &wanted);
     assert_refused(&symmalloc("report {} -o {}", &[path, &picture]), &wanted);
     assert_refused(&symmalloc("plan {}", &[path]), &wanted);
     assert!(!picture.exists(), "a picture was drawn of what cannot be read");
-    assert!(!out.exists(), "a trace was written of what cannot be read");
+    assert!(!out.exists() && !snapshot.exists(), "something was written of what cannot be read");
+    let left: Vec<_> = fs::read_dir(folder.0.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert!(left.iter().all(|name| name == "good.trace" || name == "job.trace"), "left behind: {left:?}");
 }
 
 /// A trace that can be drawn.
@@ -123,6 +137,9 @@ fn arguments_that_cannot_be() {
     let trace = folder.trace("good.trace", &["stream s0"]);
     for (args, wanted) in [
         ("replay {} --ranks 0", "--ranks"),
+        ("replay {} --ranks 4294967295", "1..=1048576"),
+        ("chart {} -o out.html --share", "--share draws one picture"),
+        ("chart {} -o out.png --share --map", "cannot be used with"),
         ("replay {} --passes 0", "--passes"),
         ("replay {} --order random", "sequence"),
         ("replay {} --segments reserved", "expandable"),
@@ -138,6 +155,147 @@ fn arguments_that_cannot_be() {
     assert_refused(&symmalloc("replay", &[]), &["TRACE"]);
     assert_refused(&symmalloc("diff", &[]), &["FILE"]);
     assert_refused(&symmalloc("diff {} {} {}", &[&trace, &trace, &trace]), &["is given 3", "flight records"]);
+}
+
+#[test]
+fn flags_that_contradict_each_other_or_that_the_model_cannot_follow() {
+    let folder = Folder::new();
+    let trace = good_job(&folder);
+    for command in ["replay {}", "plan {}", "export {} out.pickle", "chart {} -o out.svg", "report {} -o out.html"] {
+        let refused = |flags: &str, wanted: &[&str]| {
+            assert_refused(&symmalloc(&format!("{command} {flags}"), &[&trace]), wanted);
+        };
+        refused("--config segments:fixed --segments expandable", &["--segments and --config", "`segments:fixed`"]);
+        refused("--segments fixed --config expandable_segments:True", &["--segments and --config", "expandable`"]);
+        refused("--config streams:shared --streams separate --json", &["--streams and --config", "`streams:shared`"]);
+    }
+    // What --config does not say, a flag may.
+    symmalloc("replay {} --config total_limit_mb:64,streams:shared --segments fixed --streams shared", &[&trace])
+        .exited(0);
+    for (setting, named) in [
+        ("--config total_limit_mb:64", "`total_limit_mb:64`"),
+        ("--config segments:reserved,segment_mb:64", "`segments:reserved`"),
+        ("--streams shared", "`streams:shared`"),
+    ] {
+        let said = symmalloc(&format!("replay {{}} --order address {setting}"), &[&trace]);
+        assert_refused(&said, &["--order address cannot follow", named, "--order sequence"]);
+    }
+}
+
+#[test]
+fn an_input_is_not_overwritten_and_a_name_says_what_is_in_a_file() {
+    let folder = Folder::new();
+    let job = good_job(&folder);
+    let text = fs::read(&job).unwrap();
+    let (link, plan) = (folder.path("link.trace"), folder.path("job.plan"));
+    fs::hard_link(&job, &link).unwrap();
+    symmalloc("plan {} -o {}", &[&job, &plan]).exited(0);
+    let other = folder.file("same.pickle", &text);
+    let wanted = ["is the input, too", "write to another file"];
+    for out in [&job, &link] {
+        assert_refused(&symmalloc("import {} {}", &[&job, out]), &wanted);
+        assert_refused(&symmalloc("replay {} --record {}", &[&job, out]), &wanted);
+        assert_refused(&symmalloc("plan {} --reservations {}", &[&job, out]), &wanted);
+    }
+    assert_refused(&symmalloc("export {} {} --json", &[&other, &other]), &wanted);
+    assert_refused(&symmalloc("export {} {} --format snapshot", &[&job, &job]), &wanted);
+    let named = |name: &str| folder.file(name, &text);
+    for name in ["in.html", "in.svg"] {
+        let file = named(name);
+        let command = if name.ends_with("html") { "report {} -o {}" } else { "chart {} -o {}" };
+        assert_refused(&symmalloc(command, &[&file, &file]), &wanted);
+        assert_eq!(fs::read(&file).unwrap(), text);
+    }
+    assert!(fs::read(&job).unwrap() == text && fs::read(&other).unwrap() == text);
+    for (command, says, is) in [
+        ("export {} out.html", "a page", "a snapshot"),
+        ("export {} out.trace.zst", "a trace", "a snapshot"),
+        ("import {} out.pickle.gz", "a snapshot", "a trace"),
+        ("import {} out.json", "a time line", "a trace"),
+        ("replay {} --record out.svg", "a picture", "a trace"),
+        ("plan {} -o out.trace", "a trace", "a plan"),
+    ] {
+        assert_refused(&symmalloc(command, &[&job]), &[&format!("the name says {says}, and this is {is}")]);
+    }
+    assert_refused(&symmalloc("chart {} -o -", &[&job]), &["no kind of picture"]);
+    for command in ["plan {} -o -", "plan {} --reservations -", "replay {} --record -"] {
+        assert_refused(&symmalloc(command, &[&job]), &["not to standard output", "only import and export"]);
+    }
+    assert!(!Path::new("-").exists());
+}
+
+#[test]
+fn two_jobs_are_no_ranks_of_one_job() {
+    let folder = Folder::new();
+    let one = folder.trace("one.trace", &["stream s0", "a 0 512 s0", "f 0"]);
+    let other = folder.trace("other.trace", &["stream s0", "a 0 512 s0", "a 1 512 s0"]);
+    let said = symmalloc("plan {} {} --one-job", &[&one, &other]);
+    let wanted = ["not ranks of one job", "one.trace at op 2 frees allocation 0", "other.trace at op 2 allocates"];
+    assert_refused(&said, &wanted);
+    assert_refused(&symmalloc("plan moe gpt2 --one-job --json", &[]), &["moe and gpt2 are not ranks of one job"]);
+}
+
+#[test]
+fn a_name_that_is_no_file_and_no_recorded_job() {
+    let wanted = ["gtp2: cannot be opened", "did you mean gpt2?", "resnet50"];
+    assert_refused(&symmalloc("replay gtp2", &[]), &wanted);
+    let said = symmalloc("replay zzzzzz", &[]);
+    assert_refused(&said, &["zzzzzz: cannot be opened", "check the path"]);
+    assert!(!said.stderr.contains("did you mean"), "{}", said.stderr);
+}
+
+#[test]
+fn kilobytes_that_grow_to_gigabytes() {
+    let folder = Folder::new();
+    let bomb = folder.path("bomb.trace.zst");
+    let mut compressor = Compressor::create(&bomb).unwrap();
+    compressor.write_all(b"symmalloc-trace 1\n").unwrap();
+    let blank = vec![b'\n'; 1 << 20];
+    (0..512).for_each(|_| compressor.write_all(&blank).unwrap());
+    compressor.finish().unwrap();
+    assert!(fs::metadata(&bomb).unwrap().len() < 64 << 10);
+    let begun = Instant::now();
+    assert_refused(&symmalloc("replay {} --json", &[&bomb]), &["grow to more than", "decompress it yourself"]);
+    assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_pipe_without_a_writer() {
+    let folder = Folder::new();
+    let pipe = folder.path("pipe");
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let wanted = ["waiting for the other end of the pipe", "nobody is at the other end"];
+    assert_refused(&symmalloc("replay {}", &[&pipe]), &wanted);
+}
+
+#[test]
+fn a_snapshot_whose_fields_are_of_other_types() {
+    let folder = Folder::new();
+    let entry = |action: &[u8], size: &[u8]| {
+        let text = |text: &str| [&[0x8c, text.len() as u8], text.as_bytes()].concat();
+        let parts = [
+            &b"\x80\x04}("[..],
+            &text("device_traces"),
+            b"]](}(",
+            &text("action"),
+            action,
+            &text("addr"),
+            b"K\x01",
+            &text("size"),
+            size,
+            &text("stream"),
+            b"K\x00uea",
+        ];
+        parts.concat()
+    };
+    let alloc = [&[0x8c, 5][..], b"alloc"].concat();
+    let segments = [&entry(&alloc, b"K\x01")[..], &[0x8c, 8], b"segmentsK\x05u."].concat();
+    assert_unreadable(&folder.file("segments.pickle", segments), &["'segments' is a number, and must be a list"]);
+    let action = [&entry(b"K\x07", b"K\x01")[..], b"u."].concat();
+    assert_unreadable(&folder.file("action.pickle", action), &["'action' of entry 0", "is a number, and must be text"]);
+    let size = [&entry(&alloc, b"\x8a\x09\0\0\0\0\0\0\0\x80\0")[..], b"u."].concat();
+    assert_unreadable(&folder.file("size.pickle", size), &["entry 0", "allocates 8.00 EiB", "1.00 TiB"]);
 }
 
 #[test]
@@ -177,6 +335,8 @@ fn a_trace_that_cannot_be_written() {
     let wanted = [out.to_str().unwrap(), "cannot be written", "choose a path"];
     assert_refused(&symmalloc("import {} {}", &[&trace, &out]), &wanted);
     assert_refused(&symmalloc("replay {} --json --record {}", &[&trace, &out]), &wanted);
+    let out = folder.path("no/such/folder/out.pickle");
+    let wanted = [out.to_str().unwrap(), "cannot be written", "choose a path"];
     assert_refused(&symmalloc("export {} {}", &[&trace, &out]), &wanted);
     let out = folder.path("no/such/folder/out.svg");
     let wanted = [out.to_str().unwrap(), "cannot be written", "choose a path"];
@@ -212,7 +372,7 @@ fn a_picture_of_what_is_not_there() {
     let nothing = folder.trace("nothing.trace", &["stream s0"]);
     assert_refused(&symmalloc("report {} -o {}", &[&nothing, &page]), &["no memory to show"]);
     assert_refused(&symmalloc("chart {} -o {}", &[&nothing, &out]), &["no memory to show", "allocates something"]);
-    for name in ["out.png", "out", "svg"] {
+    for name in ["out.gif", "out", "svg"] {
         let wanted = [name, "no kind of picture", ".html"];
         assert_refused(&symmalloc("chart {} -o {}", &[&job, &folder.path(name)]), &wanted);
     }
@@ -303,8 +463,8 @@ fn plans_that_are_none_torn_or_of_another_version() {
     assert_bad(text.split_once("a 1000 s1").unwrap().0, &["line 5: the plan is torn; write it again"]);
     assert_bad(&text.replace("end 4", "end 5"), &["line 6: the plan states 5 lines, but has 4", "`end 4`"]);
     assert_bad(&text.replace("a 1000 s1", "b 1000 s1"), &["line 5, column 1: unknown keyword"]);
-    assert_bad(&text.replace("s1 2 @", "s1 5 @"), &["line 5: allocation 1 of the plan is none"]);
-    assert_bad(&text.replace("shared key", "s0 key"), &["line 5: allocation 1 of the plan is none"]);
+    assert_bad(&text.replace("s1 2 @", "s1 5 @"), &["line 5: allocation 1 of the plan is not valid"]);
+    assert_bad(&text.replace("shared key", "s0 key"), &["line 5: allocation 1 of the plan is not valid"]);
     let overlapping = text.replace("@1024", "@512");
     assert_ne!(overlapping, text);
     assert_bad(&overlapping, &["cannot be followed, in pool p0", "allocations 0 and 1 of the plan overlap"]);
@@ -314,6 +474,8 @@ fn plans_that_are_none_torn_or_of_another_version() {
     symmalloc("replay {} --plan {} --json", &[&job, &plan_of(&rounded)]).exited(0);
     let small = text.replace("shared,", "shared,limit_mb:1,");
     assert_bad(&small, &["no memory for the plan", "raise the pool's limit_mb"]);
+    let said = symmalloc("replay {} --plan {}", &[&job, &plan_of(&small)]);
+    assert_eq!(said.stderr.matches("out of memory").count(), 1, "the cause twice in:\n{}", said.stderr);
 }
 
 #[test]
@@ -330,18 +492,18 @@ fn plans_of_another_job_or_configuration() {
     assert_other(
         "1000 s1",
         "1001 s1",
-        "allocation 1 of p0 (op 3) asks for 1001 bytes on s1, and the plan expects 1000 on s1",
+        "allocation 1 of p0 (op 3) asks for 1,001 bytes on s1, and the plan expects 1,000 bytes on s1",
     );
     assert_other(
         "1000 s1",
         "1000 s0",
-        "allocation 1 of p0 (op 3) asks for 1000 bytes on s0, and the plan expects 1000 on s1",
+        "allocation 1 of p0 (op 3) asks for 1,000 bytes on s0, and the plan expects 1,000 bytes on s1",
     );
     assert_other("f 1", "a 2 5 s0", "allocation 2 of p0 (op 5) asks for 5 bytes on s0, and the plan expects no more");
     assert_other(
         "a 1 1000 s1",
         "a 1 0 s1",
-        "the plan expects 1000 on s1 as allocation 1 of p0, and the job ends before that",
+        "the plan expects 1,000 bytes on s1 as allocation 1 of p0, and the job ends before that",
     );
     assert_other(
         "stream s1",

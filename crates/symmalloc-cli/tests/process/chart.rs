@@ -146,11 +146,71 @@ fn what_a_limit_refuses_is_counted_and_not_drawn() {
 }
 
 #[test]
-fn the_picture_in_the_docs_is_what_the_command_beside_it_draws() {
+fn the_pictures_in_the_docs_are_what_the_commands_beside_them_draw() {
     let folder = Folder::new();
     let out = folder.path("ranks.svg");
     let ranks = [recorded("fsdp1_train_rank0.pickle.gz"), recorded("fsdp1_train_rank1.pickle.gz")];
     symmalloc("chart {} --beside {} -o {}", &[&ranks[0], &ranks[1], &out]).exited(0);
-    let kept = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/pictures/fsdp1_ranks.svg");
-    assert!(fs::read(out).unwrap() == fs::read(kept).unwrap(), "draw it again with the command in docs/pictures.md");
+    let share = folder.path("share.svg");
+    symmalloc("chart fsdp1 --share -o {}", &[&share]).exited(0);
+    let kept = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/pictures");
+    for (drawn, kept) in [(out, kept.join("fsdp1_ranks.svg")), (share, kept.join("fsdp1_share.svg"))] {
+        assert!(
+            fs::read(drawn).unwrap() == fs::read(kept).unwrap(),
+            "draw it again with the command in docs/pictures.md"
+        );
+    }
+}
+
+#[test]
+fn a_picture_in_pixels_is_the_same_picture_and_the_same_bytes_again() {
+    let folder = Folder::new();
+    let job = busy_trace(&folder);
+    let [a, b, svg] = ["a.png", "b.png", "c.svg"].map(|name| folder.path(name));
+    for flags in ["", " --map"] {
+        for out in [&a, &b, &svg] {
+            symmalloc(&format!("chart {{}} -o {{}}{flags}"), &[&job, out]).exited(0);
+        }
+        let bytes = fs::read(&a).unwrap();
+        assert!(bytes == fs::read(&b).unwrap());
+        assert_eq!(bytes[..8], *b"\x89PNG\r\n\x1a\n");
+        let side = |at: usize| u32::from_be_bytes(bytes[at..at + 4].try_into().unwrap());
+        // At twice the size that the vectors say.
+        let text = fs::read_to_string(&svg).unwrap();
+        assert!(text.contains(&format!("width=\"{}\" height=\"{}\"", side(16) / 2, side(20) / 2)), "{}", &text[..300]);
+    }
+}
+
+#[test]
+fn who_points_at_a_picture_is_told_what_is_there() {
+    let folder = Folder::new();
+    let lines = ["stream s0", "a 0 9000000 s0 \"kv <cache>\"", "a 1 4000000 s0", "a 2 4000000 s0", "f 1"];
+    let (job, out) = (folder.trace("job.trace", &lines), folder.path("map.svg"));
+    let (_, map) = charted("chart {} -o {} --map --op 4 --json", &[&job, &out]);
+    assert!(map.contains("<title>kv &lt;cache&gt;: 8.58 MiB, segment 0 at 0 B</title>"), "{map}");
+    assert!(map.contains("<title>free: 3.81 MiB in segment 0</title>"), "{map}");
+    let (_, history) = charted("chart {} -o {} --json", &[&job, &out]);
+    assert!(history.contains("<title>ops 4 to 4: at most 18.00 MiB reserved, "), "{history}");
+}
+
+#[test]
+fn before_and_after_in_one_picture_to_share() {
+    let folder = Folder::new();
+    let [png, svg] = ["fsdp1.png", "fsdp1.svg"].map(|name| folder.path(name));
+    let said = symmalloc("chart fsdp1 --share -o {} --json", &[&png]).json(0);
+    let replayed = symmalloc("replay fsdp1 --ranks 1 --json", &[]).json(0);
+    let planned = symmalloc("plan fsdp1 --json", &[]).json(0);
+    assert_eq!(said["pytorch_bytes"], replayed[0]["pytorch"][1]["peak_reserved_bytes"]);
+    assert_eq!(said["symmalloc_bytes"], replayed[0]["peak_reserved_bytes"]);
+    assert_eq!(said["planned_bytes"], planned[0]["planned_bytes"]);
+    assert_eq!(fs::read(&png).unwrap()[1..4], *b"PNG");
+    let words = symmalloc("chart fsdp1 --share -o {}", &[&svg]).exited(0).stdout.clone();
+    assert!(words.contains("symmalloc, planned"), "{words}");
+    let text = fs::read_to_string(&svg).unwrap();
+    assert_stands_alone(&text);
+    for wanted in
+        ["PyTorch, its default", "37 % less", "4.66 GiB live at the peak", "51,429 recorded ops, replayed 5 times"]
+    {
+        assert!(text.contains(wanted), "{wanted} in {text}");
+    }
 }

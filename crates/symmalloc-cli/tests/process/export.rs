@@ -38,9 +38,9 @@ fn settings_take_the_place_of_the_traces_own() {
     let refused = |args: &str| symmalloc(args, &[&job, &out]).json(0)["refused"].clone();
     assert_eq!(refused("export {} {} --json"), 1);
     assert_eq!(refused("export {} {} --json --config segments:expandable"), 0);
-    let reserved = |args: &str| symmalloc(args, &[&job]).json(0)[0]["peak_reserved_bytes"].clone();
-    assert_eq!(reserved("replay {} --json"), 0);
-    assert_eq!(reserved("replay {} --json --config segments:fixed"), 20 << 20);
+    let reserved = |args: &str, code| symmalloc(args, &[&job]).json(code)[0]["peak_reserved_bytes"].clone();
+    assert_eq!(reserved("replay {} --json", 3), 0);
+    assert_eq!(reserved("replay {} --json --config segments:fixed", 0), 20 << 20);
 }
 
 #[test]

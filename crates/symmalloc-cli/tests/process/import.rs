@@ -1,7 +1,11 @@
 //! `symmalloc import`.
 
-use crate::{Folder, recorded, symmalloc};
+use crate::{Folder, command, recorded, symmalloc};
+use serde_json::Value;
 use std::fs;
+use std::io::Write;
+use std::path::Path;
+use std::process::Stdio;
 
 const RMM_LOG: &str = "Thread,Time,Action,Pointer,Size,Stream\n\
     7,12:00:00.000000,allocate,0x30a000000,1048576,0x2\n\
@@ -45,4 +49,45 @@ fn the_configuration_of_a_trace_is_kept() {
     let b = folder.path("b.trace");
     symmalloc("import {} {}", &[&a, &b]).exited(0);
     assert!(fs::read_to_string(&b).unwrap().contains("total_limit_mb:64"));
+}
+
+#[test]
+fn standard_input_and_output_are_read_and_written() {
+    let folder = Folder::new();
+    let (log, trace) = (folder.file("rmm.csv", RMM_LOG), folder.path("rmm.trace"));
+    symmalloc("import {} {}", &[&log, &trace]).exited(0);
+    let piped = |args: &[&str], input: &[u8]| {
+        let mut child =
+            command().args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        child.stdin.take().unwrap().write_all(input).unwrap();
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+        (output.stdout, String::from_utf8(output.stderr).unwrap())
+    };
+    let (written, said) = piped(&["import", "-", "-"], RMM_LOG.as_bytes());
+    assert_eq!(written, fs::read(&trace).unwrap());
+    assert!(said.contains("written to standard output"), "{said}");
+    // What is said about it is JSON beside it.
+    let (_, said) = piped(&["import", "-", "-", "--json"], RMM_LOG.as_bytes());
+    let said: Value = serde_json::from_str(&said).unwrap();
+    assert_eq!((&said["allocs"], &said["frees_of_unknown"]), (&1.into(), &1.into()), "{said}");
+    let (snapshot, _) = piped(&["export", "-", "-"], &written);
+    let file = folder.path("rmm.pickle");
+    symmalloc("export {} {}", &[&trace, &file]).exited(0);
+    assert_eq!(snapshot, fs::read(&file).unwrap());
+    let (replayed, _) = piped(&["replay", "-", "--json", "--ranks", "2"], &snapshot);
+    assert!(String::from_utf8(replayed).unwrap().contains("\"allocs\": 1"));
+    assert!(!Path::new("-").exists());
+}
+
+#[test]
+fn what_an_import_found_is_said_as_json() {
+    let folder = Folder::new();
+    let (log, trace) = (folder.file("rmm.csv", RMM_LOG), folder.path("rmm.trace"));
+    let said = symmalloc("import {} {} --json", &[&log, &trace]).json(0);
+    let help = symmalloc("import --help", &[]).stdout;
+    for key in said.as_object().unwrap().keys() {
+        assert!(help.contains(key.as_str()), "{key} is not in the help");
+    }
+    assert_eq!((&said["schema_version"], &said["format"]), (&1.into(), &"RMM log".into()), "{said}");
 }

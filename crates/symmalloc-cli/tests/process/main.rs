@@ -6,6 +6,7 @@ mod diff;
 mod export;
 mod flights;
 mod import;
+mod manual;
 mod plan;
 mod replay;
 mod report;
@@ -110,4 +111,33 @@ fn busy_trace(folder: &Folder) -> PathBuf {
     }
     lines.push("a 999 4096 s1 \"the last one\"".to_owned());
     folder.trace("busy.trace", &lines.iter().map(String::as_str).collect::<Vec<_>>())
+}
+
+/// A PyTorch snapshot of one device: a segment of blocks (address, size, state) as it is at the end, and a trace of entries
+/// (action, address, size).
+fn snapshot(segment_bytes: u64, blocks: &[(u64, u64, &str)], entries: &[(&str, u64, u64)]) -> Vec<u8> {
+    let text = |text: &str| [&[0x8c, text.len() as u8], text.as_bytes()].concat();
+    let number = |number: u64| [&[0x8a, 9], &number.to_le_bytes()[..], &[0]].concat();
+    let dict = |fields: &[(&str, Vec<u8>)]| {
+        let fields: Vec<u8> = fields.iter().flat_map(|(key, value)| [text(key), value.clone()].concat()).collect();
+        [b"}(", &fields[..], b"u"].concat()
+    };
+    let list = |items: Vec<Vec<u8>>| [b"](", &items.concat()[..], b"e"].concat();
+    let block = |(address, size, state): &(u64, u64, &str)| {
+        dict(&[("address", number(*address)), ("size", number(*size)), ("state", text(state))])
+    };
+    let entry = |(action, address, size): &(&str, u64, u64)| {
+        let fields = [("addr", number(*address)), ("size", number(*size)), ("stream", number(0))];
+        dict(&[&[("action", text(action))][..], &fields].concat())
+    };
+    let segment = dict(&[
+        ("device", number(0)),
+        ("address", number(0x1000)),
+        ("total_size", number(segment_bytes)),
+        ("stream", number(0)),
+        ("blocks", list(blocks.iter().map(block).collect())),
+    ]);
+    let traces = list(vec![list(entries.iter().map(entry).collect())]);
+    let root = dict(&[("segments", list(vec![segment])), ("device_traces", traces)]);
+    [b"\x80\x04", &root[..], b"."].concat()
 }

@@ -90,7 +90,7 @@ fn symmetric_pools_get_one_segment_per_heap_and_all_of_a_pool_are_equal() {
 #[test]
 fn a_margin_is_reserved_too_and_ranks_that_need_less_reserve_as_much() {
     let folder = Folder::new();
-    let small = folder.trace("small.trace", &["stream s0", "a 0 9000000 s0"]);
+    let small = folder.trace("small.trace", &["stream s0", "stream s1", "a 0 9000000 s0", "a 1 1 s1"]);
     let large = folder.trace("large.trace", &["stream s0", "stream s1", "a 0 90000000 s0", "a 1 100 s1"]);
     let plan = one(&symmalloc("plan {} {} --one-job --margin 10 --json", &[&small, &large]));
     assert_eq!(sizes(&plan), [96 << 20, 4 << 20]);
@@ -134,9 +134,9 @@ fn a_limit_below_what_the_job_needs_is_refused() {
         said.stderr
     };
     let pool = refused("pool.trace", ",limit_mb:12", ",limit_mb:8");
-    assert!(pool.contains("pool p1 needs 12582912 bytes, but the limit is 8388608 bytes"), "{pool}");
+    assert!(pool.contains("pool p1 needs 12.00 MiB, but the limit is 8.00 MiB"), "{pool}");
     let total = refused("total.trace", "total_limit_mb:64", "total_limit_mb:16");
-    assert!(total.contains("all pools together need 18874368 bytes, but the limit is 16777216 bytes"), "{total}");
+    assert!(total.contains("all pools together need 18.00 MiB, but the limit is 16.00 MiB"), "{total}");
     let range = refused("range.trace", "segments:expandable", "segments:expandable,range_mb:4");
     assert!(range.contains("pool p1 needs") && range.contains("raise range_mb"), "{range}");
 }
@@ -244,7 +244,7 @@ fn a_job_with_steps_of_its_own_has_a_plan_for_each_key() {
     );
     let said = symmalloc("replay {} --plan {}", &[&other, &file]);
     assert!(
-        said.code == Some(2) && said.stderr.contains("allocation 2 of p0 (op 22) asks for 4000001"),
+        said.code == Some(2) && said.stderr.contains("allocation 2 of p0 (op 22) asks for 3.81 MiB (4,000,001 bytes)"),
         "{}",
         said.stderr
     );
@@ -293,7 +293,7 @@ fn a_plan_fits_where_best_fit_does_not() {
     ];
     let job = folder.trace("job.trace", &lines);
     let said = symmalloc("plan {}", &[&job]);
-    assert!(said.code == Some(2) && said.stderr.contains("but the limit is 99614720 bytes"), "{}", said.stderr);
+    assert!(said.code == Some(2) && said.stderr.contains("but the limit is 95.00 MiB"), "{}", said.stderr);
     let (file, plan) = planned(&folder, &job, "");
     assert_eq!((bytes(&plan, "planned_bytes"), plan.get("reserve_bytes")), (86 << 20, None), "{plan}");
     let followed = &symmalloc("replay {} --plan {} --json", &[&job, &file]).json(0)[0];

@@ -5,7 +5,12 @@ use serde_json::Value;
 use std::io::Read;
 use std::process::Stdio;
 
-const KEYS: [&str; 19] = [
+const KEYS: [&str; 24] = [
+    "lived_before",
+    "lived_before_bytes",
+    "pytorch",
+    "schema_version",
+    "refused",
     "trace",
     "ops",
     "allocs",
@@ -237,10 +242,38 @@ fn memory_refused_at_a_limit_is_a_decision_like_others() {
     let lines =
         ["config total_limit_mb:16", "stream s0", "a 0 8388608 s0", "a 1 67108864 s0", "u 1 s0", "f 1", "a 2 512 s0"];
     let trace = folder.trace("limit.trace", &lines);
-    let said = symmalloc("replay {} --json", &[&trace]).json(0);
+    let said = symmalloc("replay {} --json", &[&trace]).json(3);
     assert_eq!((&said[0]["aligned"], &said[0]["allocs"]), (&true.into(), &3.into()));
+    assert_eq!((&said[0]["refused"], &said[0]["first_pass"]["refused"]), (&1.into(), &1.into()));
     let screen = symmalloc("replay {}", &[&trace]);
-    assert!(screen.exited(0).stdout.contains("allocations refused"), "{}", screen.stdout);
+    let row = screen.exited(3).stdout.lines().find(|line| line.contains("allocations refused")).expect("a row");
+    assert!(row.contains("1 of 3"), "{row}");
+    let allowed = symmalloc("replay {} --json --allow-refusals", &[&trace]).json(0);
+    assert_eq!(allowed[0]["refused"], 1);
+}
+
+#[test]
+fn a_recorded_job_whose_limit_refuses_most_of_it_is_no_success() {
+    let said = symmalloc("replay fsdp1 --json --ranks 2 --config total_limit_mb:1000", &[]).json(3);
+    assert_eq!((&said[0]["first_pass"]["refused"], &said[0]["trace"]), (&17_142.into(), &"fsdp1".into()));
+    assert!(said[0]["refused"].as_u64().unwrap() >= 17_142);
+}
+
+#[test]
+fn the_model_follows_the_settings_that_it_has() {
+    let reserved = |flags: &str, code| {
+        let said = symmalloc(&format!("replay fsdp1 --json --ranks 2 --passes 2 {flags}"), &[]).json(code);
+        said[0]["peak_reserved_bytes"].as_u64().unwrap()
+    };
+    let plain = reserved("--order address --config segments:fixed", 3);
+    for settings in ["max_split_size_mb:64", "large_segment_size_mb:32", "roundup_power2_divisions:2"] {
+        let flags = format!("--config segments:fixed,{settings}");
+        let model = reserved(&format!("--order address {flags}"), 3);
+        assert_ne!(model, plain, "{settings} is ignored");
+        // Our allocator has the same size rules, and another order among equals.
+        let ours = reserved(&flags, 0);
+        assert!(model.abs_diff(ours) <= ours / 20, "{settings}: {model} in the model, {ours} in ours");
+    }
 }
 
 #[test]
@@ -291,5 +324,45 @@ fn a_reader_that_goes_away_is_no_failure() {
         let mut stderr = String::new();
         child.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
         assert_eq!((child.wait().unwrap().code(), stderr.as_str()), (Some(0), ""));
+    }
+}
+
+#[test]
+fn json_has_the_columns_that_people_see() {
+    let said = symmalloc("replay fsdp1 --ranks 12 --json", &[]).json(0);
+    let pytorch = said[0]["pytorch"].as_array().unwrap();
+    assert_eq!((pytorch.len(), &said[0]["ranks"]), (2, &12.into()));
+    let screen = symmalloc("replay fsdp1 --ranks 12", &[]);
+    let screen = &screen.exited(0).stdout;
+    for (column, segments) in pytorch.iter().zip(["expandable", "fixed"]) {
+        assert_eq!((&column["order"], &column["segments"]), (&"address".into(), &segments.into()));
+        assert_eq!((&column["aligned"], &column["ranks"], &column["refused"]), (&false.into(), &8.into(), &0.into()));
+        let gib = column["peak_reserved_bytes"].as_u64().unwrap() as f64 / f64::from(1 << 30);
+        assert!(screen.contains(&format!("{gib:.2} GiB")), "{gib} in\n{screen}");
+        assert_eq!(column["first_divergence"]["ranks"].as_array().unwrap().len(), 8);
+    }
+    let alone = symmalloc("replay fsdp1 --ranks 2 --order address --json", &[]).json(3);
+    assert_eq!(alone[0]["pytorch"].as_array().unwrap().len(), 0);
+}
+
+#[test]
+fn a_job_of_one_stream_is_not_warned_of_nccl() {
+    let warns = |args: &str| symmalloc(args, &[]).exited(0).stdout.contains("NCCL");
+    assert!(warns("replay fsdp1 --ranks 2"));
+    for job in ["gpt2", "moe"] {
+        let said = symmalloc(&format!("replay {job} --ranks 2 --passes 2"), &[]);
+        let screen = &said.exited(0).stdout;
+        assert!(screen.contains("The first to differ is op") && !screen.contains("NCCL"), "{screen}");
+    }
+}
+
+#[test]
+fn the_table_in_the_readme_is_what_the_command_above_it_prints() {
+    let readme = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../README.md")).unwrap();
+    let said = symmalloc("replay fsdp1", &[]);
+    // The time is a machine's own.
+    let lines = said.exited(0).stdout.lines().filter(|line| !line.contains("time per op"));
+    for line in lines {
+        assert!(readme.lines().any(|of| of == line), "run it again and paste what it prints: {line:?}");
     }
 }

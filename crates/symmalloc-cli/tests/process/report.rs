@@ -62,9 +62,19 @@ fn the_best_settings_are_named_and_the_page_is_the_same_again() {
     let pages = ["a.html", "b.html"].map(|name| folder.path(name));
     let words = pages.each_ref().map(|page| symmalloc("report {} -o {}", &[&job, page]).exited(0).stdout.clone());
     assert!(words[0].contains("least with segments:expandable,streams:shared"), "{}", words[0]);
+    // What sharing costs is said with it, and what PyTorch held in the recording.
+    assert!(words[0].contains("waits of a stream for another in a pass, each a fence"), "{}", words[0]);
+    assert!(words[0].contains("in the recording: at least 7."), "{}", words[0]);
     let text = fs::read_to_string(&pages[0]).unwrap();
     assert!(text.contains("With <code>segments:expandable,streams:shared</code> the peak would be"));
     assert!(text == fs::read_to_string(&pages[1]).unwrap());
+    let (to_try, others) = text.split_once("Settings that hold no less").expect("fixed segments hold more");
+    assert!(to_try.contains("streams:shared"));
+    // The only row that holds more is what the recorded allocator held.
+    assert_eq!(to_try.matches(" more (").count(), 1, "worse settings are no advice");
+    assert!(to_try.contains("<b>in the recording:</b> the recorded allocator, at least"));
+    assert!(others.contains("<code>segments:fixed</code>") && !others.contains(" less ("));
+    assert!(text.contains("by the recorded allocator"));
     assert!(text.contains("Planned beforehand and followed, the job would need 4.66 GiB, of which 100.0 % is live"));
 }
 
@@ -81,4 +91,66 @@ fn a_limit_that_refuses_is_said() {
             && text.contains("a job.trace' --ranks 1 --passes 5 --config segments:expandable,limit_mb:4"),
         "{text}"
     );
+}
+
+#[test]
+fn what_the_recorded_allocator_held_is_known_from_a_snapshot() {
+    let folder = Folder::new();
+    let (snapshot, out) = (recorded("fsdp1_train_rank0.pickle.gz"), folder.path("report.html"));
+    let said = symmalloc("report {} -o {} --json", &[&snapshot, &out]).json(0);
+    let held = &said["recorded_reserved"];
+    assert_eq!(held["is_exact"], true);
+    let trace = symmalloc("report fsdp1 -o {} --json", &[&out]).json(0);
+    let at_least = &trace["recorded_reserved"];
+    assert_eq!(at_least["is_exact"], false);
+    assert!(at_least["peak_bytes"].as_u64() <= held["peak_bytes"].as_u64(), "{at_least} {held}");
+    let own = trace["settings"].as_array().unwrap().iter().find(|trial| trial["is_own"] == true).unwrap();
+    assert_eq!(own["is_better"], false);
+    let shared = trace["settings"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|trial| trial["settings"] == "segments:expandable,streams:shared");
+    assert!(shared.unwrap()["waits"].as_u64() > own["waits"].as_u64(), "{trace}");
+    let help = symmalloc("report --help", &[]).stdout;
+    for key in trace.as_object().unwrap().keys().chain(own.as_object().unwrap().keys()) {
+        assert!(help.contains(key.as_str()), "{key} is not in the help");
+    }
+}
+
+#[test]
+fn a_snapshot_that_begins_in_the_middle_counts_what_lived_by_then() {
+    let folder = Folder::new();
+    let blocks =
+        [(0x1000, 3 << 20, "active_allocated"), (0x90_0000, 2 << 20, "active_allocated"), (0xf0_0000, 512, "inactive")];
+    // One is freed in the trace, one is live at the end and never named, and one is allocated in the trace.
+    let entries =
+        [("free_requested", 0x70_0000, 1 << 20), ("free_completed", 0x70_0000, 1 << 20), ("alloc", 0x90_0000, 2 << 20)];
+    let snapshot = folder.file("middle.pickle", crate::snapshot(20 << 20, &blocks, &entries));
+    let out = folder.path("report.html");
+    let said = symmalloc("report {} -o {} --json", &[&snapshot, &out]).json(0);
+    assert_eq!((&said["lived_before"], &said["lived_before_bytes"]), (&2.into(), &(4 << 20).into()), "{said}");
+    assert_eq!(said["live"]["peak_bytes"], 5 << 20, "{said}");
+    assert_eq!(said["recorded_reserved"], serde_json::json!({ "peak_bytes": 20 << 20, "is_exact": true }));
+    let wanted = "begins in the middle of a job: 2 allocations of 4.00 MiB lived by then";
+    assert!(fs::read_to_string(&out).unwrap().contains(wanted));
+    for command in ["report {} -o {}", "import {} {}"] {
+        let out = if command.starts_with("import") { folder.path("middle.trace") } else { out.clone() };
+        let words = symmalloc(command, &[&snapshot, &out]).exited(0).stdout.clone();
+        assert!(words.contains(wanted), "{words}");
+    }
+    let replayed = symmalloc("replay {}", &[&snapshot]).exited(0).stdout.clone();
+    assert!(replayed.contains(&wanted[1..]), "{replayed}");
+}
+
+#[test]
+fn python_frames_name_who_holds_memory() {
+    let folder = Folder::new();
+    let snapshot = recorded("../../crates/symmalloc-import/tests/fixtures/job.protocol4.pickle.gz");
+    let out = folder.path("report.html");
+    let said = symmalloc("report {} -o {} --json", &[&snapshot, &out]).json(0);
+    let holders = said["holders"].as_array().unwrap();
+    let name = holders[0]["name"].as_str().unwrap_or_else(|| panic!("the first has no name: {said}"));
+    assert!(name.starts_with("job/module_") && name.contains(" forward_"), "{name}");
+    assert!(fs::read_to_string(&out).unwrap().contains(name));
 }

@@ -6,7 +6,7 @@ use std::num::{NonZeroU32, NonZeroUsize};
 use symmalloc_core::{AllocationId, Op};
 use symmalloc_sim::job::{Deviation, JobPlan, Size, simulate, story};
 
-const KEYS: [&str; 24] = [
+const KEYS: [&str; 25] = [
     "caught",
     "checks",
     "device_bytes_peak",
@@ -25,6 +25,7 @@ const KEYS: [&str; 24] = [
     "refused",
     "restarts",
     "runs",
+    "schema_version",
     "seconds",
     "seed",
     "small_devices",

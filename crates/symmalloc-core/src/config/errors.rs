@@ -8,7 +8,7 @@ use crate::config::policy::ConfigError;
 use crate::types::backend::{BackendError, DeviceAddress};
 use crate::types::handle::Handle;
 use crate::types::ids::{ObserverId, PoolId, StreamId};
-use crate::types::units::SEGMENT_BYTES_MAX;
+use crate::types::units::{Amount, SEGMENT_BYTES_MAX};
 use std::fmt;
 use thiserror::Error;
 
@@ -64,7 +64,8 @@ pub enum PoolError {
     Unknown(#[from] UnknownError),
     /// The pool cannot be destroyed while allocations of it are live.
     #[error(
-        "{pool} still has {allocations} live allocations ({allocated_bytes} bytes): free them first, see leak_report"
+        "{pool} still has {allocations} live allocations ({}): free them first, see leak_report",
+        Amount(*allocated_bytes)
     )]
     InUse {
         /// The pool.
@@ -98,7 +99,7 @@ pub enum AllocateError {
     #[error(transparent)]
     Unknown(#[from] UnknownError),
     /// No segment can be that large.
-    #[error("{requested_bytes} bytes are more than a segment can have ({} bytes)", SEGMENT_BYTES_MAX)]
+    #[error("{} is more than a segment can have ({})", Amount(*requested_bytes), Amount(SEGMENT_BYTES_MAX))]
     TooLarge {
         /// Bytes asked for.
         requested_bytes: u64,
@@ -179,27 +180,32 @@ impl fmt::Display for OutOfMemory {
         let OutOfMemory { pool, stream, requested_bytes, missing_bytes, .. } = self;
         write!(
             f,
-            "out of memory: {requested_bytes} bytes on {stream} in {pool} need {missing_bytes} more bytes of device memory; \
-             the pool holds {} ({} allocated, largest free block {}); ",
-            self.reserved_bytes, self.allocated_bytes, self.largest_free_bytes
+            "out of memory: {} on {stream} in {pool} needs {} more of device memory; the pool holds {} ({} allocated, largest \
+             free block {}); ",
+            Amount(*requested_bytes),
+            Amount(*missing_bytes),
+            Amount(self.reserved_bytes),
+            Amount(self.allocated_bytes),
+            Amount(self.largest_free_bytes)
         )?;
         let free_bytes = self.reserved_bytes - self.allocated_bytes;
         match &self.cause {
             OutOfMemoryCause::Limit { scope: LimitScope::Pool, limit_bytes } => {
-                write!(f, "the pool's limit is {limit_bytes}: raise it")?;
+                write!(f, "the pool's limit is {}: raise it", Amount(*limit_bytes))?;
             }
             OutOfMemoryCause::Limit { scope: LimitScope::Allocator, limit_bytes } => {
-                write!(f, "the allocator's limit is {limit_bytes}: raise it, or trim other pools")?;
+                write!(f, "the allocator's limit is {}: raise it, or trim other pools", Amount(*limit_bytes))?;
             }
             OutOfMemoryCause::SegmentFull { segment_bytes } => {
-                write!(f, "its segment of {segment_bytes} bytes cannot grow: configure a larger one")?;
+                write!(f, "its segment of {} cannot grow: configure a larger one", Amount(*segment_bytes))?;
             }
             OutOfMemoryCause::Driver(error) => {
                 write!(f, "the driver refused ({error}): trim, free what is not needed, or set a limit")?;
             }
         }
         if free_bytes >= *requested_bytes {
-            write!(f, "; {free_bytes} bytes are free in pieces: try expandable segments, or trim at a quiet point")?;
+            let free = Amount(free_bytes);
+            write!(f, "; {free} are free in pieces: try expandable segments, or trim at a quiet point")?;
         }
         Ok(())
     }
@@ -270,7 +276,7 @@ pub enum TrimError {
     #[error(transparent)]
     Unknown(#[from] UnknownError),
     /// The driver failed after so many bytes went back.
-    #[error("the driver failed after {released_bytes} bytes went back, trim again later: {error}")]
+    #[error("the driver failed after {} went back, trim again later: {error}", Amount(*released_bytes))]
     Backend {
         /// Bytes that are back on the device.
         released_bytes: u64,

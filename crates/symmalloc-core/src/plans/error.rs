@@ -1,4 +1,4 @@
-//! Why a plan is none, or cannot be followed here.
+//! Why a plan is not valid, or cannot be followed here.
 
 use crate::config::errors::{AllocateError, UnknownError};
 use crate::types::ids::{PoolId, StreamId};
@@ -22,8 +22,8 @@ pub enum PlanError {
     },
     /// A size, a lifetime or an offset is impossible, or the stream is not the heap's.
     #[error(
-        "allocation {number} of the plan is none: it needs at least 1 byte, an offset that is a multiple of 512 within a segment, \
-         an end behind its beginning and at most one step later, and the stream of its heap"
+        "allocation {number} of the plan is not valid: it needs at least 1 byte, an offset that is a multiple of 512 within a \
+         segment, an end behind its beginning and at most one step later, and the stream of its heap"
     )]
     Allocation {
         /// Its number in the step.
@@ -63,8 +63,9 @@ pub enum PlanError {
         pool: PoolId,
     },
     /// There is no memory for it. The heap has no plans any more, and goes on without.
+    /// Its message has the cause, which is no source of its own therefore.
     #[error("no memory for the plan: {0}")]
-    Memory(#[from] AllocateError),
+    Memory(AllocateError),
     /// The sizes add up to more than the planner can count.
     #[error(transparent)]
     Solver(ProblemError),
@@ -91,4 +92,10 @@ pub enum StepError {
         /// The pool.
         pool: PoolId,
     },
+}
+
+impl From<AllocateError> for PlanError {
+    fn from(error: AllocateError) -> Self {
+        PlanError::Memory(error)
+    }
 }

@@ -4,6 +4,8 @@
 //! are counted in units of 32 bits, so a free block's whole key (size, sequence, offset) and its slot fit into one
 //! 128-bit integer; at the public edge everything is bytes.
 
+use std::fmt;
+
 /// The smallest block and the alignment of every block, in bytes.
 pub const UNIT_BYTES: u64 = 512;
 
@@ -13,6 +15,31 @@ pub const KIB: u64 = 1 << 10;
 pub const MIB: u64 = 1 << 20;
 /// One GiB in bytes.
 pub const GIB: u64 = 1 << 30;
+
+/// An amount of memory as people read it: in the largest of EiB, PiB, TiB, GiB, MiB and KiB of which there is at least one.
+///
+/// # Examples
+/// ```
+/// use symmalloc_core::units::Amount;
+///
+/// assert_eq!([1023, 3 << 19, 5 << 30].map(|bytes| Amount(bytes).to_string()), ["1023 B", "1.50 MiB", "5.00 GiB"]);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Amount(
+    /// Bytes.
+    pub u64,
+);
+
+impl fmt::Display for Amount {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const UNITS: [(&str, u64); 6] =
+            [("EiB", 1 << 60), ("PiB", 1 << 50), ("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)];
+        match UNITS.iter().find(|(_, unit)| self.0 >= *unit) {
+            Some((name, unit)) => write!(f, "{:.2} {name}", self.0 as f64 / *unit as f64),
+            None => write!(f, "{} B", self.0),
+        }
+    }
+}
 
 /// The largest segment, and so the largest request, in bytes: 1 TiB. Units of a segment fit into 31 bits.
 pub const SEGMENT_BYTES_MAX: u64 = 1 << 40;

@@ -2,6 +2,8 @@
 
 use std::io;
 
+use symmalloc_core::units::Amount;
+
 /// Why a pickle could not be read. Offsets count decompressed bytes from the start of the pickle.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -103,8 +105,8 @@ pub enum PickleError {
     },
     /// What must be kept of the pickle is more than the caller allows.
     #[error(
-        "the pickle needs more than {limit_bytes} bytes of memory at byte {offset}: raise the limit if you trust the \
-         file"
+        "the pickle needs more than {} of memory at byte {offset}: raise the limit if you trust the file",
+        Amount(*limit_bytes)
     )]
     TooLarge {
         /// The limit.

@@ -156,14 +156,15 @@ impl<W: Write> PickleWriter<W> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pickle::{Document, Value, Word, read};
+    use crate::pickle::{Document, Kept, Value, Vocabulary, Word, read};
 
     const VOCABULARY: &[&str] = &["key", "other"];
+    const EVERYTHING: Vocabulary = Vocabulary { words: VOCABULARY, texts_of: &[], keeps: |_, _| Kept::Always };
 
     fn read_back(write: impl FnOnce(&mut PickleWriter<Vec<u8>>) -> io::Result<()>) -> Document {
         let mut pickle = PickleWriter::new(Vec::new()).unwrap();
         write(&mut pickle).unwrap();
-        read(&pickle.finish().unwrap()[..], VOCABULARY, None, u64::MAX).unwrap()
+        read(&pickle.finish().unwrap()[..], EVERYTHING, u64::MAX).unwrap()
     }
 
     #[test]
@@ -187,7 +188,7 @@ mod tests {
         pickle.close_dict().unwrap();
         let bytes = pickle.finish().unwrap();
         assert_eq!(bytes.windows(3).filter(|window| window == b"key").count(), 1);
-        let document = read(&bytes[..], VOCABULARY, None, u64::MAX).unwrap();
+        let document = read(&bytes[..], EVERYTHING, u64::MAX).unwrap();
         let Value::Dict(root) = document.root else { panic!("{:?}", document.root) };
         for word in [Word(0), Word(1)] {
             assert_eq!(document.values.field(root, word), Some(Value::Word(Word(0))));
@@ -208,7 +209,7 @@ mod tests {
         pickle.close_list().unwrap();
         let bytes = pickle.finish().unwrap();
         assert_eq!(bytes.iter().filter(|byte| **byte == opcode::APPENDS).count(), 3 + 1, "and the e of `key`");
-        let document = read(&bytes[..], VOCABULARY, None, u64::MAX).unwrap();
+        let document = read(&bytes[..], EVERYTHING, u64::MAX).unwrap();
         let Value::List(list) = document.root else { panic!("{:?}", document.root) };
         assert_eq!(document.values.list(list).len, 2001);
     }

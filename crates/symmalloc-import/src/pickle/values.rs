@@ -3,10 +3,10 @@
 //! A snapshot with stack frames is 99 % stack frames, and its reader wants five keys. So a caller names its words
 //! first, and
 //!
-//! * text outside of the vocabulary is [`Value::Nothing`], as are floats, bytes, sets, booleans and None. Only what is
-//!   spelt out as the value of one chosen word is [`Value::Text`];
+//! * text outside of the vocabulary is [`Value::OtherText`]; floats, bytes, sets, booleans and None are [`Value::Nothing`].
+//!   Only what is spelt out as the value of some chosen words is [`Value::Text`];
 //! * a dict keeps only the entries whose key is a word;
-//! * a list keeps only the dicts that kept something, and lists. It counts all its items ([`List::len`]), so that who
+//! * a list keeps only the dicts that kept something and that the caller wants in it, and lists. It counts all its items ([`List::len`]), so that who
 //!   expects dicts can tell that something else was among them.
 //!
 //! A stack frame thus shrinks to nothing at all when it is put into its list, however many lists share it.
@@ -27,11 +27,11 @@
 pub(crate) struct Word(pub(crate) u8);
 
 /// A dict in the arena.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct DictId(u32);
 
 /// A list or tuple in the arena.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct ListId(u32);
 
 /// A text in the arena.
@@ -47,6 +47,8 @@ pub(crate) enum Value {
     Word(Word),
     /// Other text.
     Text(TextId),
+    /// Other text that is not kept.
+    OtherText,
     /// An integer from 0 to 2^64 - 1.
     Integer(u64),
     /// A negative integer, or one of more than 64 bits.
@@ -71,6 +73,8 @@ pub(crate) struct List {
     pub(crate) items: Vec<Item>,
     /// How many items the list has. `items.len() <= len`.
     pub(crate) len: u64,
+    /// Kinds of which it has the first, a bit each.
+    firsts: u8,
 }
 
 impl List {
@@ -91,6 +95,20 @@ struct Field {
 /// The end of a chain of fields; also the bound on the size of every arena.
 const NONE: u32 = u32::MAX;
 
+/// Which dicts that hold something are kept in a list. Asked once for each dict, when it is first put into one.
+pub(crate) type Keeps = fn(&Values, DictId) -> Kept;
+
+/// Whether a dict is kept in lists.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kept {
+    /// In each.
+    Always,
+    /// Where it is the first one of this kind, a number below 8.
+    First(u8),
+    /// In none.
+    Never,
+}
+
 /// An arena is at its end: 2^32 - 1 dicts, lists, fields or texts.
 pub(crate) struct ArenaFull;
 
@@ -99,6 +117,8 @@ pub(crate) struct ArenaFull;
 pub(crate) struct Values {
     /// For each dict its first field, or `NONE`.
     dicts: Vec<u32>,
+    /// For each dict whether lists keep it, once that was asked.
+    kept: Vec<Option<Kept>>,
     fields: Vec<Field>,
     lists: Vec<List>,
     /// Over all lists.
@@ -112,6 +132,7 @@ impl Values {
     pub(super) fn new_dict(&mut self) -> Result<Value, ArenaFull> {
         let id = next_index(self.dicts.len())?;
         self.dicts.push(NONE);
+        self.kept.push(None);
         Ok(Value::Dict(DictId(id)))
     }
 
@@ -142,9 +163,11 @@ impl Values {
     }
 
     /// Appends an item to a list, if it is worth keeping.
-    pub(super) fn append(&mut self, list: ListId, value: Value) {
+    pub(super) fn append(&mut self, list: ListId, value: Value, keeps: Keeps) {
         let item = match value {
-            Value::Dict(dict) if self.dicts[dict.0 as usize] != NONE => Some(Item::Dict(dict)),
+            Value::Dict(dict) if self.dicts[dict.0 as usize] != NONE && self.is_kept(list, dict, keeps) => {
+                Some(Item::Dict(dict))
+            }
             Value::List(inner) => Some(Item::List(inner)),
             _ => None,
         };
@@ -153,6 +176,22 @@ impl Values {
         if let Some(item) = item {
             list.items.push(item);
             self.items += 1;
+        }
+    }
+
+    fn is_kept(&mut self, list: ListId, dict: DictId, keeps: Keeps) -> bool {
+        let asked = self.kept[dict.0 as usize];
+        let kept = asked.unwrap_or_else(|| keeps(self, dict));
+        self.kept[dict.0 as usize] = Some(kept);
+        match kept {
+            Kept::Always => true,
+            Kept::Never => false,
+            Kept::First(kind) => {
+                let (bit, list) = (1 << kind, &mut self.lists[list.0 as usize]);
+                let is_first = list.firsts & bit == 0;
+                list.firsts |= bit;
+                is_first
+            }
         }
     }
 
@@ -171,7 +210,7 @@ impl Values {
 
     /// Memory in use, in bytes; what the arenas hold in reserve can be as much again.
     pub(super) fn held_bytes(&self) -> u64 {
-        let dicts = self.dicts.len() * size_of::<u32>();
+        let dicts = self.dicts.len() * (size_of::<u32>() + size_of::<Option<Kept>>());
         let fields = self.fields.len() * size_of::<Field>();
         let lists = self.lists.len() * size_of::<List>();
         let texts = self.texts.len() * size_of::<Box<str>>();

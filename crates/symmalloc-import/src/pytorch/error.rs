@@ -2,7 +2,60 @@
 
 use std::fmt;
 
-use crate::pickle::PickleError;
+use symmalloc_core::units::{Amount, SEGMENT_BYTES_MAX};
+
+use crate::pickle::{PickleError, Value};
+
+/// What stands in a snapshot where something else must.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Found {
+    /// Nothing: the field is missing.
+    Missing,
+    /// Text.
+    Text,
+    /// A number.
+    Number,
+    /// A negative number, or one of more than 64 bits.
+    NumberOutOfRange,
+    /// A dict.
+    Dict,
+    /// A list.
+    List,
+    /// A list that holds something else than it must.
+    ListOfOthers,
+    /// None, a boolean, a float, bytes or a set.
+    Other,
+}
+
+impl Found {
+    pub(crate) fn of(value: Option<Value>) -> Self {
+        match value {
+            None => Found::Missing,
+            Some(Value::Word(_) | Value::Text(_) | Value::OtherText) => Found::Text,
+            Some(Value::Integer(_)) => Found::Number,
+            Some(Value::OutOfRange) => Found::NumberOutOfRange,
+            Some(Value::Dict(_)) => Found::Dict,
+            Some(Value::List(_)) => Found::List,
+            Some(Value::Nothing) => Found::Other,
+        }
+    }
+}
+
+impl fmt::Display for Found {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Found::Missing => "missing",
+            Found::Text => "text",
+            Found::Number => "a number",
+            Found::NumberOutOfRange => "negative, or a number of more than 64 bits",
+            Found::Dict => "a dict",
+            Found::List => "a list",
+            Found::ListOfOthers => "a list of other things",
+            Found::Other => "None, a boolean, a float, bytes or a set",
+        })
+    }
+}
 
 /// Why a PyTorch memory snapshot could not be made into ops.
 #[derive(Debug, thiserror::Error)]
@@ -47,7 +100,10 @@ pub enum SnapshotError {
         device: usize,
     },
     /// A field of a trace entry is missing, or is not what it must be.
-    #[error("entry {entry} of device {device} (counted from 0) has no valid '{field}': the snapshot is damaged")]
+    #[error(
+        "'{field}' of entry {entry} of device {device} (counted from 0) is {found}, and must be {}: the snapshot is damaged",
+        if *field == "action" { "text" } else { "a number" }
+    )]
     Field {
         /// The device.
         device: usize,
@@ -55,6 +111,43 @@ pub enum SnapshotError {
         entry: u64,
         /// The field.
         field: &'static str,
+        /// What it is.
+        found: Found,
+    },
+    /// The segments are no list of dicts.
+    #[error("'segments' is {found}, and must be a list of segments, which are dicts: the snapshot is damaged")]
+    Segments {
+        /// What it is.
+        found: Found,
+    },
+    /// A field of a segment or of one of its blocks is missing, or is not what it must be.
+    #[error(
+        "'{field}' of segment {segment} (counted from 0) or of one of its blocks is {found}, and must be {}: the snapshot is \
+         damaged",
+        if *field == "blocks" { "a list of dicts" } else { "a number" }
+    )]
+    SegmentField {
+        /// The segment's position in the list, from 0.
+        segment: u64,
+        /// The field.
+        field: &'static str,
+        /// What it is.
+        found: Found,
+    },
+    /// An allocation that no device can hold.
+    #[error(
+        "entry {entry} of device {device} (counted from 0) allocates {}, and the most is {}: the snapshot is \
+         damaged",
+        Amount(*size_bytes),
+        Amount(SEGMENT_BYTES_MAX)
+    )]
+    Size {
+        /// The device.
+        device: usize,
+        /// The entry's position in the trace, from 0.
+        entry: u64,
+        /// What it allocates.
+        size_bytes: u64,
     },
     /// More streams than ids.
     #[error("entry {entry} of device {device} uses stream number 65,537; a trace has room for 65,536")]
@@ -66,8 +159,9 @@ pub enum SnapshotError {
     },
     /// The records made of the trace take more memory than the caller allows.
     #[error(
-        "the ops up to entry {entry} of device {device} take more than {limit_bytes} bytes of memory: raise the limit \
-         if you trust the file"
+        "the ops up to entry {entry} of device {device} take more than {} of memory: raise the limit if you trust the \
+         file",
+        Amount(*limit_bytes)
     )]
     TooLarge {
         /// The device.

@@ -145,7 +145,7 @@ fn memory_that_is_given_out_again_was_completed() {
 }
 
 #[test]
-fn a_recording_that_starts_in_the_middle_is_read_from_there() {
+fn what_lived_when_the_recording_began_is_allocated_first() {
     let transcript = read_snapshot(&[&[
         ("free_completed", 0x900, 512, 0),
         ("free_requested", 0x800, 512, 0),
@@ -157,8 +157,14 @@ fn a_recording_that_starts_in_the_middle_is_read_from_there() {
     ]]);
     let summary = transcript.summary.clone();
     let (records, _) = transcript.finish();
-    assert_eq!(records.len(), 2);
-    assert_eq!((summary.frees_of_unknown, summary.allocations, summary.placements), (2, 1, 0));
+    let lines: Vec<String> = records.iter().map(|record| symmalloc_trace::RecordLine(record).to_string()).collect();
+    assert_eq!(
+        lines,
+        ["stream s0", "a 0 512 s0", "a 1 512 s0", "f 0", "stream s1", "u 1 s1", "f 1 pending", "a 2 512 s0"]
+    );
+    assert_eq!((summary.lived_before, summary.lived_before_bytes, summary.frees_of_unknown), (2, 1024, 0));
+    // What it gives back it had; where that was in the end nothing tells.
+    assert_eq!(summary.recorded_reserved_bytes_peak, Some(4 << 20));
 }
 
 #[test]
@@ -258,7 +264,7 @@ fn an_entry_without_a_field_is_named() {
         (&[action, ("addr", None), size, stream], "addr"),
     ] {
         match entry(fields) {
-            SnapshotError::Field { device: 0, entry: 1, field } => assert_eq!(field, missing),
+            SnapshotError::Field { device: 0, entry: 1, field, .. } => assert_eq!(field, missing),
             other => panic!("{missing}: {other}"),
         }
     }
@@ -314,4 +320,108 @@ fn a_pool_that_is_no_number_is_refused() {
     let pickle = pickle.text("stream").integer(0).text("symmalloc_pool").integer(-1).op(SETITEMS);
     let error = error_of(pickle.op(b'a').op(b'a').op(b's'));
     assert!(matches!(error, SnapshotError::Field { field: "symmalloc_pool", .. }), "{error}");
+}
+
+/// A block of a segment at the end: address, size, state, frames as (file, line, function).
+type Block<'a> = (i64, i64, &'static str, &'a [(&'static str, i64, &'static str)]);
+
+fn frames(mut pickle: Pickle, stack: &[(&'static str, i64, &'static str)]) -> Pickle {
+    pickle = pickle.text("frames").list().mark();
+    for (file, line, function) in stack {
+        pickle = pickle.dict().mark().text("name").text(function).text("filename").text(file);
+        pickle = pickle.text("line").integer(*line).op(SETITEMS);
+    }
+    pickle.op(APPENDS)
+}
+
+/// A snapshot of one device that frees what it did not allocate, with one segment of 20 MiB of these blocks at the end.
+fn with_segment(blocks: &[Block<'_>], times: usize) -> Vec<u8> {
+    let mut pickle = Pickle::of_protocol(4).dict().mark().text("segments").list().mark().dict().mark();
+    pickle = pickle.text("device").integer(0).text("address").integer(0x1000).text("total_size").integer(20 << 20);
+    pickle = pickle.text("stream").integer(0).text("blocks").list().mark();
+    for (address, size_bytes, state, stack) in blocks {
+        pickle = pickle.dict().mark().text("address").integer(*address).text("size").integer(512);
+        pickle = pickle.text("requested_size").integer(*size_bytes).text("state").text(state);
+        pickle = frames(pickle, stack).op(SETITEMS);
+    }
+    // Named again and again, it is one segment.
+    pickle = pickle.op(APPENDS).op(SETITEMS).op(0x94).raw(&b"h\x00".repeat(times - 1));
+    pickle = pickle.op(APPENDS).text("device_traces").list().mark().list().mark();
+    for (action, address) in [("alloc", 0x1000), ("free_requested", 0x9000), ("free_completed", 0x9000)] {
+        pickle = pickle.dict().mark().text("action").text(action).text("addr").integer(address);
+        pickle = pickle.text("size").integer(100).text("stream").integer(7).op(SETITEMS);
+    }
+    pickle.op(APPENDS).op(APPENDS).op(SETITEMS).stop()
+}
+
+#[test]
+fn what_is_live_at_the_end_and_not_allocated_in_the_trace_lived_before() {
+    let weights: &[_] = &[
+        ("/pytorch/c10/cuda/CUDACachingAllocator.cpp", 1, "malloc"),
+        ("/venv/lib/python3.12/site-packages/torch/nn/modules/linear.py", 96, "__init__"),
+        ("/home/me/job/model/block.py", 12, "make"),
+        ("/home/me/job/train.py", 7, "main"),
+    ];
+    let native: &[_] = &[("??", 0, "unwind")];
+    let torch: &[_] = &[("??", 0, "unwind"), ("/venv/site-packages/torch/optim/adam.py", 40, "step")];
+    let blocks: &[Block<'_>] = &[
+        (0x1000, 100, "active_allocated", &[]),
+        (0x2000, 200, "active_allocated", weights),
+        (0x3000, 300, "inactive", weights),
+        (0x4000, 250, "active_allocated", native),
+        (0x5000, 260, "active_pending_free", native),
+        (0x6000, 150, "active_allocated", torch),
+    ];
+    let read_segment = |times| read(&with_segment(blocks, times)[..], &ReadOptions::default()).unwrap().finish();
+    let (records, summary) = read_segment(1);
+    assert_eq!((&records, &summary), (&read_segment(100_000).0, &read_segment(2).1));
+    let lines: Vec<String> = records.iter().map(|record| symmalloc_trace::RecordLine(record).to_string()).collect();
+    assert_eq!(
+        lines,
+        [
+            "stream s0",
+            "a 0 100 s0",
+            "stream s1",
+            "a 1 150 s1 \"optim/adam.py:40 step\"",
+            "a 2 200 s1 \"model/block.py:12 make\"",
+            "a 3 250 s1",
+            "a 4 100 s0",
+            "f 0",
+        ]
+    );
+    assert_eq!((summary.lived_before, summary.lived_before_bytes), (4, 700));
+    assert_eq!(summary.recorded_reserved_bytes_peak, Some(20 << 20));
+}
+
+#[test]
+fn what_is_of_the_wrong_type_is_named_with_what_it_is() {
+    let start = || Pickle::of_protocol(2).dict().mark().text("device_traces").list().list().dict().mark();
+    let alloc = |action: Pickle| {
+        action.text("addr").integer(1).text("size").integer(1).text("stream").integer(0).op(SETITEMS).op(b'a').op(b'a')
+    };
+    let message = |pickle: Pickle| error_of(pickle.op(SETITEMS)).to_string();
+    let number = message(alloc(start().text("action").integer(7)));
+    assert!(
+        number.starts_with("'action' of entry 0 of device 0 (counted from 0) is a number, and must be text"),
+        "{number}"
+    );
+    let none = message(alloc(start().text("action").op(b'N')));
+    assert!(none.contains("is None, a boolean, a float, bytes or a set, and must be text"), "{none}");
+    let good = || alloc(start().text("action").text("alloc"));
+    let segments = message(good().text("segments").integer(5));
+    assert!(segments.starts_with("'segments' is a number, and must be a list of segments"), "{segments}");
+    let items = message(good().text("segments").list().integer(5).op(b'a'));
+    assert!(items.starts_with("'segments' is a list of other things"), "{items}");
+    let segment = message(good().text("segments").list().dict().text("device").integer(0).op(b's').op(b'a'));
+    assert!(
+        segment.starts_with("'total_size' of segment 0 (counted from 0) or of one of its blocks is missing"),
+        "{segment}"
+    );
+}
+
+#[test]
+fn an_allocation_beyond_any_device_is_damage() {
+    let rows: &[Row] = &[("alloc", 0x1000, i64::MAX, 0)];
+    let error = read(&snapshot(&[rows])[..], &ReadOptions::default()).err().unwrap();
+    assert!(matches!(error, SnapshotError::Size { device: 0, entry: 0, size_bytes: 0x7fff_ffff_ffff_ffff }), "{error}");
 }

@@ -2,6 +2,8 @@
 
 use std::io;
 
+use symmalloc_core::units::{Amount, SEGMENT_BYTES_MAX};
+
 /// The longest line, in bytes. RMM's have some 80.
 pub(super) const LINE_BYTES_MAX: u64 = 4096;
 
@@ -42,12 +44,6 @@ pub enum RmmError {
         /// Fields found.
         found: usize,
     },
-    /// A quoted field without its closing quote, or with text after it.
-    #[error("line {line} has a field whose quotes do not match")]
-    Quotes {
-        /// The line.
-        line: u64,
-    },
     /// An action that RMM does not log.
     #[error("line {line} has an unknown action; known are allocate, free and allocate failure")]
     UnknownAction {
@@ -76,6 +72,18 @@ pub enum RmmError {
         /// The line.
         line: u64,
     },
+    /// An allocation that no device can hold.
+    #[error(
+        "line {line} allocates {}, and the most is {}: the log is damaged",
+        Amount(*size_bytes),
+        Amount(SEGMENT_BYTES_MAX)
+    )]
+    Size {
+        /// The line.
+        line: u64,
+        /// What it allocates.
+        size_bytes: u64,
+    },
     /// More streams than ids.
     #[error("line {line} uses stream number 65,537; a trace has room for 65,536")]
     TooManyStreams {
@@ -84,7 +92,8 @@ pub enum RmmError {
     },
     /// The records made of the log take more memory than the caller allows.
     #[error(
-        "the ops up to line {line} take more than {limit_bytes} bytes of memory: raise the limit if you trust the log"
+        "the ops up to line {line} take more than {} of memory: raise the limit if you trust the log",
+        Amount(*limit_bytes)
     )]
     TooLarge {
         /// The line.

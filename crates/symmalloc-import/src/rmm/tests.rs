@@ -86,8 +86,9 @@ fn every_bad_line_is_named() {
         ("1,0,allocate,0x100,+256,0x2\n", "line 3 has no valid Size"),
         ("1,0,allocate,0x100,-1,0x2\n", "line 3 has no valid Size"),
         ("1,0,allocate,0x100,256,s2\n", "line 3 has no valid Stream"),
-        ("1,0,\"allocate,0x100,256,0x2\n", "line 3 has a field whose quotes"),
-        ("1,0,\"allocate\"x,0x100,256,0x2\n", "line 3 has a field whose quotes"),
+        ("1,0,\"allocate,0x100,256,0x2\n", "line 3 has 3 fields"),
+        ("1,0,\"allocate\"x,0x100,256,0x2\n", "line 3 has an unknown action"),
+        ("\r\n\n1,0,reallocate,0x100,256,0x2\r\n", "line 5 has an unknown action"),
         ("1,0,allocate,0x100,256,0x2", "line 3, the last, has no line break"),
         ("1,0,allo", "line 3, the last, has no line break"),
     ] {

@@ -78,7 +78,7 @@ static void out_of_memory(const std::string &type, bool has_runtime_error) {
     thrown = true;
     std::printf("%s: %s\n", typeid(error).name(), error.what());
     CHECK(type == typeid(error).name());
-    CHECK(std::strstr(error.what(), "out of memory: 1099511627776 bytes on s0 in p0"));
+    CHECK(std::strstr(error.what(), "out of memory: 1.00 TiB on s0 in p0"));
     CHECK(has_runtime_error == (dynamic_cast<const std::runtime_error *>(&error) != nullptr));
   }
   CHECK(thrown);

@@ -59,7 +59,7 @@ stub_test!(a_memory_fraction_is_a_limit_in_bytes, {
     assert_eq!(allocator.stats()["reserved_limit_bytes"], 256 << 20);
     let half = torch::allocate(200 * MIB, null_mut());
     assert_eq!(allocator.try_allocate(0, 100 * MIB, null_mut()), Err(SYMMALLOC_OUT_OF_MEMORY));
-    assert!(message().contains("the allocator's limit is 268435456"), "{}", message());
+    assert!(message().contains("the allocator's limit is 256.00 MiB"), "{}", message());
     assert_eq!(allocator.try_allocate(0, usize::MAX / 2, null_mut()), Err(SYMMALLOC_OUT_OF_MEMORY));
     assert_eq!(allocator.total("num_ooms"), 2, "of either kind");
     // SAFETY: as above.

@@ -115,7 +115,7 @@ fn what_no_allocator_can_follow_is_named() {
     ] {
         let text = [HEAD, "plan p0 shared key 0 allocations 2\na 1 s0 2 @0\n", line, "\nend 4\n"];
         let error = contradiction(&text, 5).to_string();
-        assert!(error.starts_with("allocation 1 of the plan is none"), "{line}: {error}");
+        assert!(error.starts_with("allocation 1 of the plan is not valid"), "{line}: {error}");
     }
 }
 

@@ -1,0 +1,123 @@
+//! The flags that say how the allocator is configured, and whether they contradict each other.
+
+use crate::job::Segments;
+use clap::ValueEnum;
+use std::str::FromStr;
+use symmalloc_core::config::text::ConfigTextError;
+use symmalloc_core::config::{Config, SegmentPolicy, StreamPolicy};
+
+/// How the allocator is configured.
+#[derive(Debug, Default, clap::Args)]
+pub(crate) struct PolicyArgs {
+    /// How the default pool obtains memory [default: as the trace says, else expandable]
+    #[arg(long)]
+    pub(crate) segments: Option<Segments>,
+    /// Whether the default pool's streams share free blocks [default: as the trace says, else separate]
+    #[arg(long)]
+    pub(crate) streams: Option<Streams>,
+    /// Settings in the place of the trace's own, as in docs/configuration.md: segments:fixed,max_split_size_mb:256
+    #[arg(long = "config", value_name = "SETTINGS", value_parser = Settings::from_str)]
+    settings: Option<Settings>,
+}
+
+/// What `--config` says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Settings {
+    config: Config,
+    states_segments: bool,
+    states_streams: bool,
+}
+
+impl FromStr for Settings {
+    type Err = ConfigTextError;
+
+    fn from_str(text: &str) -> Result<Self, ConfigTextError> {
+        let config = text.parse()?;
+        // The text is valid, so a key stands before each colon that is not in brackets; in brackets there are numbers.
+        let states = |keys: &[&str]| text.split([',', '[', ']']).any(|part| keys.contains(&key_of(part)));
+        Ok(Settings {
+            config,
+            states_segments: states(&["segments", "expandable_segments"]),
+            states_streams: states(&["streams"]),
+        })
+    }
+}
+
+fn key_of(pair: &str) -> &str {
+    pair.split(':').next().unwrap_or_default().trim()
+}
+
+/// A flag that says something else than `--config`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{flag} and --config say different things: --config has `{setting}`")]
+pub(crate) struct FlagContradiction {
+    flag: &'static str,
+    setting: &'static str,
+}
+
+impl PolicyArgs {
+    /// What `--config` says.
+    pub(crate) fn config(&self) -> Option<&Config> {
+        self.settings.as_ref().map(|settings| &settings.config)
+    }
+
+    /// Whether the flags agree with each other.
+    ///
+    /// # Errors
+    /// When `--segments` or `--streams` says something else than `--config` does.
+    pub(crate) fn check(&self) -> Result<(), FlagContradiction> {
+        let Some(Settings { config, states_segments, states_streams }) = &self.settings else { return Ok(()) };
+        let pool = config.default_pool();
+        if *states_segments && self.segments.is_some_and(|wanted| Some(wanted) != Segments::of(pool.segments())) {
+            let setting = match pool.segments() {
+                SegmentPolicy::Fixed(_) => "segments:fixed",
+                SegmentPolicy::Expandable(_) => "segments:expandable",
+                _ => "segments:reserved",
+            };
+            return Err(FlagContradiction { flag: "--segments", setting });
+        }
+        if *states_streams && self.streams.is_some_and(|wanted| StreamPolicy::from(wanted) != pool.streams()) {
+            let setting = match pool.streams() {
+                StreamPolicy::Shared => "streams:shared",
+                _ => "streams:separate",
+            };
+            return Err(FlagContradiction { flag: "--streams", setting });
+        }
+        Ok(())
+    }
+
+    /// The flags that say the same, each after a blank.
+    pub(crate) fn flags(&self) -> String {
+        let word =
+            |value: Option<clap::builder::PossibleValue>| value.map_or_else(String::new, |it| it.get_name().into());
+        let mut flags = String::new();
+        if let Some(segments) = &self.segments {
+            flags += &format!(" --segments {}", word(segments.to_possible_value()));
+        }
+        if let Some(streams) = &self.streams {
+            flags += &format!(" --streams {}", word(streams.to_possible_value()));
+        }
+        if let Some(config) = self.config() {
+            flags += &format!(" --config '{config}'");
+        }
+        flags
+    }
+}
+
+/// Whether streams share free blocks.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum Streams {
+    /// A heap per stream
+    Separate,
+    /// One heap for all streams
+    Shared,
+}
+
+impl From<Streams> for StreamPolicy {
+    fn from(streams: Streams) -> Self {
+        match streams {
+            Streams::Separate => StreamPolicy::Separate,
+            Streams::Shared => StreamPolicy::Shared,
+        }
+    }
+}

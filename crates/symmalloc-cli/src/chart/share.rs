@@ -1,0 +1,66 @@
+//! `symmalloc chart --share`: a job before and after, in one picture for others.
+
+use super::{Format, file_name};
+use crate::Verdict;
+use crate::args::ChartArgs;
+use crate::destination::Destination;
+use crate::error::CliError;
+use crate::job::{JobError, Options, Segments};
+use crate::output;
+use crate::picture::share::{Bar, Shared, draw};
+use crate::planned::PlannedJob;
+use crate::quantity::{counted, memory};
+use crate::recorded::Recorded;
+use serde_json::json;
+use std::num::NonZeroU32;
+
+/// Carries the job out three ways and draws what each holds.
+pub(super) fn share(
+    args: &ChartArgs,
+    recorded: &Recorded,
+    format: Format,
+    out: &Destination,
+) -> Result<Verdict, CliError> {
+    let failed = |source: JobError| CliError::Job { path: recorded.path.clone(), source };
+    let options = Options { ranks: NonZeroU32::MIN, ..Options::default() };
+    let pytorch = recorded.job.replay_as_pytorch(Segments::Fixed, &options, &|| ()).map_err(failed)?;
+    let ours = recorded.job.steady(&recorded.config, None).map_err(failed)?;
+    let planned = match PlannedJob::of(recorded, &args.policy) {
+        Err(CliError::NotPlanned { .. }) => None,
+        planned => Some(planned?).filter(|planned| planned.plan_count() > 0),
+    };
+    let planned_bytes = planned.map(|planned| planned.followed.peaks.reserved_bytes);
+    let (pytorch_bytes, symmalloc_bytes) = (pytorch.peaks.reserved_bytes, ours.peaks.reserved_bytes);
+    let mut bars = vec![
+        Bar { label: "PyTorch, its default", bytes: pytorch_bytes },
+        Bar { label: "symmalloc", bytes: symmalloc_bytes },
+    ];
+    bars.extend(planned_bytes.map(|bytes| Bar { label: "symmalloc, planned", bytes }));
+    let name = file_name(&recorded.path);
+    let footer = format!(
+        "{}, replayed {} times by symmalloc {} and by its model of PyTorch",
+        counted(recorded.op_count(), "recorded op"),
+        ours.passes,
+        env!("CARGO_PKG_VERSION")
+    );
+    let shared = Shared { name: &name, bars: &bars, live_bytes: ours.peaks.live_bytes, footer: &footer };
+    out.write(&format.file(draw(&shared))?)?;
+    if args.json {
+        output::print_json(json!({
+            "trace": args.input.display().to_string(),
+            "picture": args.output.display().to_string(),
+            "refused": ours.refused,
+            "peak_live_bytes": ours.peaks.live_bytes,
+            "pytorch_bytes": pytorch_bytes,
+            "symmalloc_bytes": symmalloc_bytes,
+            "planned_bytes": planned_bytes,
+        }))?;
+    } else {
+        let mut text = String::new();
+        for bar in &bars {
+            text += &format!("{:<21}{:>10}\n", bar.label, memory(bar.bytes));
+        }
+        output::print(&(text + &format!("written to {}\n", args.output.display())))?;
+    }
+    Ok(Verdict::Agree)
+}

@@ -1,0 +1,215 @@
+//! Where results are written to: a file, or standard output (`-`) for what `import` and `export` make.
+//!
+//! Before anything is read, the destination is held against what it is for: it must not be one of the inputs, and its name must
+//! not say that it is something else. A file is written under another name beside, and takes its own when it is whole: what
+//! was there before stays until then.
+
+use crate::content::Content;
+use crate::error::CliError;
+use crate::input::{STREAM, is_pipe, open_pipe};
+use std::borrow::{Borrow, Cow};
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::process;
+use symmalloc_core::config::Config;
+use symmalloc_core::op::Record;
+use symmalloc_import::compression::{Compression, Compressor};
+use symmalloc_trace::TraceWriter;
+
+/// A place that may be written to.
+#[derive(Clone, Debug)]
+pub(crate) struct Destination {
+    path: PathBuf,
+}
+
+impl Destination {
+    /// A file for this content, made from these inputs.
+    ///
+    /// # Errors
+    /// When it is `-`, or one of the inputs, or its name says that it holds something else.
+    pub(crate) fn file<'a>(
+        path: &Path,
+        content: Content,
+        inputs: impl IntoIterator<Item = &'a PathBuf>,
+    ) -> Result<Self, CliError> {
+        if path == Path::new(STREAM) {
+            return Err(CliError::NoStream { content });
+        }
+        Self::file_or_stream(path, Some(content), inputs)
+    }
+
+    /// The same, or standard output, which is called `-`; without a content of any name.
+    ///
+    /// # Errors
+    /// When it is one of the inputs, or its name says that it holds something else.
+    pub(crate) fn file_or_stream<'a>(
+        path: &Path,
+        content: Option<Content>,
+        inputs: impl IntoIterator<Item = &'a PathBuf>,
+    ) -> Result<Self, CliError> {
+        if let (Some(content), Some(named)) = (content, Content::of_name(path))
+            && named != content
+        {
+            return Err(CliError::NamedOtherwise { path: path.to_path_buf(), named, content });
+        }
+        match inputs.into_iter().find(|input| is_same(path, input)) {
+            Some(_) => Err(CliError::OutputIsInput { path: path.to_path_buf() }),
+            None => Ok(Destination { path: path.to_path_buf() }),
+        }
+    }
+
+    /// Whether it is standard output, where nothing else may be written to then.
+    pub(crate) fn is_stream(&self) -> bool {
+        self.path == Path::new(STREAM)
+    }
+
+    /// Begins to write, compressed as the name says.
+    pub(crate) fn create(&self) -> io::Result<Writing> {
+        let mut temporary = None;
+        let sink: Box<dyn Write> = if self.is_stream() {
+            Box::new(StandardOutput)
+        } else {
+            match fs::metadata(&self.path) {
+                Ok(metadata) if is_pipe(&metadata) => {
+                    Box::new(open_pipe(&self.path, |path| File::options().write(true).open(path))?)
+                }
+                // A device, such as /dev/null. A folder is refused here.
+                Ok(metadata) if !metadata.is_file() => Box::new(File::options().write(true).open(&self.path)?),
+                found => {
+                    let place = found.as_ref().map_or_else(|_| Ok(self.path.clone()), |_| self.path.canonicalize())?;
+                    let name = place.file_name().unwrap_or_default().to_string_lossy().into_owned();
+                    let beside = place.with_file_name(format!(".{name}.{}.part", process::id()));
+                    let file = File::create(&beside)?;
+                    temporary = Some(Temporary { beside, place });
+                    if let Ok(metadata) = found {
+                        file.set_permissions(metadata.permissions())?;
+                    }
+                    Box::new(file)
+                }
+            }
+        };
+        let compression = if self.is_stream() { Compression::Plain } else { Compression::of_extension(&self.path) };
+        Ok(Writing { compressor: Compressor::new(sink, compression)?, temporary })
+    }
+
+    /// Writes records as a trace.
+    pub(crate) fn write_trace(
+        &self,
+        config: Option<&Config>,
+        records: impl IntoIterator<Item = impl Borrow<Record>>,
+    ) -> Result<(), CliError> {
+        let failed = |error| self.failed(error);
+        let mut trace = TraceWriter::new(self.create().map_err(failed)?, config).map_err(failed)?;
+        for record in records {
+            let written = trace.write(record.borrow());
+            written.map_err(|source| CliError::Write { path: self.path.clone(), source })?;
+        }
+        trace.finish().and_then(Writing::finish).map_err(failed)
+    }
+
+    /// Writes all of it.
+    pub(crate) fn write(&self, bytes: &[u8]) -> Result<(), CliError> {
+        let written = self.create().and_then(|mut writing| {
+            writing.write_all(bytes)?;
+            writing.finish()
+        });
+        written.map_err(|error| self.failed(error))
+    }
+
+    pub(crate) fn failed(&self, source: io::Error) -> CliError {
+        let path = if self.is_stream() { PathBuf::from("standard output") } else { self.path.clone() };
+        CliError::Create { path, source }
+    }
+}
+
+/// A destination that is being written. Dropped before [`finish`](Writing::finish), it leaves nothing.
+pub(crate) struct Writing {
+    compressor: Compressor<Box<dyn Write>>,
+    temporary: Option<Temporary>,
+}
+
+impl Writing {
+    /// Ends what is written, and gives it its name.
+    pub(crate) fn finish(self) -> io::Result<()> {
+        self.compressor.finish()?.flush()?;
+        self.temporary.map_or(Ok(()), Temporary::persist)
+    }
+}
+
+impl Write for Writing {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.compressor.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.compressor.flush()
+    }
+}
+
+/// Standard output. A reader that went away (`| head`) is no failure.
+struct StandardOutput;
+
+impl Write for StandardOutput {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match io::stdout().write(bytes) {
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(bytes.len()),
+            written => written,
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        match io::stdout().flush() {
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+            flushed => flushed,
+        }
+    }
+}
+
+/// A file under another name.
+struct Temporary {
+    beside: PathBuf,
+    place: PathBuf,
+}
+
+impl Temporary {
+    fn persist(self) -> io::Result<()> {
+        fs::rename(&self.beside, &self.place)
+    }
+}
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        // Gone if it has its name.
+        let _ = fs::remove_file(&self.beside);
+    }
+}
+
+/// What a file that was written to is called.
+pub(crate) fn shown(path: &Path) -> Cow<'_, str> {
+    if path == Path::new(STREAM) { "standard output".into() } else { path.to_string_lossy() }
+}
+
+/// Whether two paths are one file, whatever they are called.
+fn is_same(one: &Path, other: &Path) -> bool {
+    if one == Path::new(STREAM) || other == Path::new(STREAM) {
+        return false;
+    }
+    match (fs::metadata(one), fs::metadata(other)) {
+        (Ok(a), Ok(b)) if a.is_file() && b.is_file() => {
+            is_same_file(&a, &b) || one.canonicalize().ok() == other.canonicalize().ok()
+        }
+        _ => false,
+    }
+}
+
+#[cfg(unix)]
+fn is_same_file(a: &fs::Metadata, b: &fs::Metadata) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    (a.dev(), a.ino()) == (b.dev(), b.ino())
+}
+
+#[cfg(not(unix))]
+fn is_same_file(_: &fs::Metadata, _: &fs::Metadata) -> bool {
+    false
+}

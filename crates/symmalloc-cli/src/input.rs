@@ -1,0 +1,73 @@
+//! Where recordings and plans come from: a file, standard input (`-`), or the project's recorded jobs by their name.
+//!
+//! A pipe with a name opens only when somebody writes to it. That is waited for, but not for ever and not without a word.
+
+use crate::args::ReadingArgs;
+use crate::collection;
+use crate::error::CliError;
+use std::fs::{self, File};
+use std::io::{self, IsTerminal, Read};
+use std::path::Path;
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
+use symmalloc_import::{ImportError, ImportErrorKind, ReadOptions, Recording, read_from};
+
+/// The name of standard input and output.
+pub(crate) const STREAM: &str = "-";
+/// Who waits so long for the other end of a pipe is told on stderr.
+const PIPE_PATIENCE: Duration = Duration::from_secs(1);
+/// Nobody is at the other end of a pipe that does not open in this time.
+const PIPE_WAIT_MAX: Duration = Duration::from_secs(10);
+
+/// Reads a recording.
+pub(crate) fn recording(path: &Path, reading: &ReadingArgs) -> Result<Recording, CliError> {
+    let source = open(path).map_err(|error| ImportError::new(Some(path), ImportErrorKind::Open(error)))?;
+    let name = if path == Path::new(STREAM) { Path::new("standard input") } else { path };
+    read_from(source, &ReadOptions::from(reading)).map_err(|error| error.with_path(name).into())
+}
+
+/// Opens a file, standard input or a recorded job. A file goes before a job of its name.
+pub(crate) fn open(path: &Path) -> io::Result<Box<dyn Read>> {
+    if path == Path::new(STREAM) {
+        let stdin = io::stdin();
+        if stdin.is_terminal() {
+            return Err(io::Error::other("standard input is a terminal: send a recording into it with < or |"));
+        }
+        return Ok(Box::new(stdin));
+    }
+    match (fs::metadata(path), collection::trace(path)) {
+        (Err(error), Some(trace)) if error.kind() == io::ErrorKind::NotFound => Ok(Box::new(trace)),
+        (Ok(metadata), _) if is_pipe(&metadata) => Ok(Box::new(open_pipe(path, |path| File::open(path))?)),
+        _ => Ok(Box::new(File::open(path)?)),
+    }
+}
+
+#[cfg(unix)]
+pub(crate) fn is_pipe(metadata: &fs::Metadata) -> bool {
+    std::os::unix::fs::FileTypeExt::is_fifo(&metadata.file_type())
+}
+
+#[cfg(not(unix))]
+pub(crate) fn is_pipe(_: &fs::Metadata) -> bool {
+    false
+}
+
+/// Opens a pipe once somebody is at its other end. If nobody comes, the thread that waits ends with the process.
+pub(crate) fn open_pipe(
+    path: &Path,
+    opens: impl FnOnce(&Path) -> io::Result<File> + Send + 'static,
+) -> io::Result<File> {
+    let (opened, opening) = mpsc::channel();
+    let pipe = path.to_path_buf();
+    thread::Builder::new().name("open-pipe".to_owned()).spawn(move || opened.send(opens(&pipe)))?;
+    if let Ok(file) = opening.recv_timeout(PIPE_PATIENCE) {
+        return file;
+    }
+    eprintln!("waiting for the other end of the pipe {}", path.display());
+    opening.recv_timeout(PIPE_WAIT_MAX - PIPE_PATIENCE).unwrap_or_else(|_| {
+        let seconds = PIPE_WAIT_MAX.as_secs();
+        let message = format!("nobody is at the other end of this pipe (waited {seconds} s): start that program first");
+        Err(io::Error::new(io::ErrorKind::TimedOut, message))
+    })
+}

@@ -1,0 +1,28 @@
+//! `symmalloc completions` and `symmalloc man`.
+
+use crate::symmalloc;
+
+const COMMANDS: [&str; 8] = ["replay", "simulate", "diff", "import", "export", "chart", "report", "plan"];
+
+#[test]
+fn every_shell_completes_every_command() {
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let said = symmalloc(&format!("completions {shell}"), &[]);
+        let script = &said.exited(0).stdout;
+        assert!(COMMANDS.iter().all(|command| script.contains(command)), "{shell}");
+        assert!(script.contains("allow-refusals"), "{shell}");
+    }
+    assert_eq!(symmalloc("completions tcsh", &[]).code, Some(2));
+}
+
+#[test]
+fn the_program_and_each_command_have_a_manual_page() {
+    let page = symmalloc("man", &[]).exited(0).stdout.clone();
+    assert!(page.contains(".TH symmalloc 1") && COMMANDS.iter().all(|command| page.contains(command)), "{page}");
+    for command in COMMANDS {
+        let page = symmalloc(&format!("man {command}"), &[]).exited(0).stdout.clone();
+        assert!(page.contains(&format!(".TH symmalloc-{command} 1")), "{page}");
+    }
+    let said = symmalloc("man play", &[]);
+    assert!(said.code == Some(2) && said.stderr.contains("no command play"), "{}", said.stderr);
+}

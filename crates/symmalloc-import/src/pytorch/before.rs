@@ -1,0 +1,179 @@
+//! What a snapshot tells of the time before its trace begins, and of memory that the device gave.
+//!
+//! A trace is a ring: with `max_entries`, or when the recording was switched on late, it begins in the middle of a job. What
+//! lived by then shows twice: it is freed in the trace without having been allocated there, or it is still in `segments`,
+//! which is the allocator as it was in the end.
+//!
+//! ```text
+//! segments, at the end   ── minus what the trace allocates and does not free ──┐
+//! frees in the trace     ── of what it does not allocate ────────────────────┴─► lived before: allocated first
+//! segments, at the end   ── minus what the trace obtained, plus what it gave back ─► reserved at the beginning
+//! ```
+//!
+//! Neither says in which order it was allocated. Those that the trace frees come first, in the order of their frees, which is
+//! the program's. The others follow by stream and size, never by address, which differs between ranks.
+
+use std::collections::BTreeSet;
+
+use super::error::{Found, SnapshotError};
+use super::frames;
+use super::trace::DeviceTrace;
+use super::words::{
+    ACTION, ACTIVE_ALLOCATED, ADDRESS, ALLOC, BLOCKS, DEVICE, FRAMES, FREE_REQUESTED, REQUESTED_SIZE, SEGMENT_ALLOC,
+    SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, SEGMENTS, SIZE, STATE, STREAM, TOTAL_SIZE, text,
+};
+use crate::pickle::{DictId, Document, Item, ListId, Value, Word};
+use crate::transcript::{Address, RawStream};
+
+/// An allocation that lived when the trace began.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Lived {
+    pub(super) stream: u64,
+    pub(super) size_bytes: u64,
+    pub(super) name: Option<String>,
+    pub(super) address: u64,
+}
+
+/// What is known of the beginning.
+#[derive(Debug, Default)]
+pub(super) struct Before {
+    pub(super) lived: Vec<Lived>,
+    /// The most that was reserved at any time; `None` where neither segments nor their births are in the snapshot.
+    pub(super) reserved_bytes_peak: Option<u64>,
+}
+
+impl Before {
+    pub(super) fn of(trace: &DeviceTrace<'_>) -> Result<Self, SnapshotError> {
+        let segments = segments(trace.document, trace.device)?;
+        let (mut live, mut freed) = (BTreeSet::new(), BTreeSet::new());
+        let mut lived = Vec::new();
+        let (mut reserved, mut least, mut most, mut has_segments) = (0i128, 0i128, 0i128, segments.is_some());
+        for entry in trace.entries() {
+            let entry = entry?;
+            let mut change = |bytes: i128| {
+                has_segments = true;
+                reserved += bytes;
+                (least, most) = (least.min(reserved), most.max(reserved));
+            };
+            match entry.field(ACTION) {
+                Some(Value::Word(ALLOC)) => _ = live.insert(entry.address()?),
+                Some(Value::Word(FREE_REQUESTED)) => {
+                    let address = entry.address()?;
+                    // Freed once more, it is a damaged trace's, and no other allocation.
+                    if !live.remove(&address) && freed.insert(address) {
+                        let (size_bytes, stream) = (entry.integer(SIZE)?, entry.stream()?.0);
+                        lived.push(Lived { stream, size_bytes, name: None, address: address.0 });
+                    }
+                }
+                Some(Value::Word(SEGMENT_ALLOC | SEGMENT_MAP)) => change(entry.integer(SIZE)?.into()),
+                Some(Value::Word(SEGMENT_FREE | SEGMENT_UNMAP)) => change(-i128::from(entry.integer(SIZE)?)),
+                _ => {}
+            }
+        }
+        let at_end = segments.unwrap_or_default();
+        let total: i128 = at_end.iter().map(|segment| i128::from(segment.total_bytes)).sum();
+        // At least what the trace gives back without having obtained it.
+        let at_beginning = (total - reserved).max(-least);
+        let mut left: Vec<Lived> = at_end.into_iter().flat_map(|segment| segment.live).collect();
+        left.retain(|block| !live.contains(&Address(block.address)));
+        left.sort();
+        lived.extend(left);
+        let peak = u64::try_from(at_beginning + most).unwrap_or(u64::MAX);
+        Ok(Before { lived, reserved_bytes_peak: has_segments.then_some(peak) })
+    }
+}
+
+/// What was looked at: a pickle may name one thing a million times, and it counts once.
+#[derive(Default)]
+struct Seen {
+    segments: BTreeSet<DictId>,
+    lists: BTreeSet<ListId>,
+    addresses: BTreeSet<u64>,
+}
+
+/// A segment at the end.
+struct Segment {
+    total_bytes: u64,
+    /// Its allocated blocks.
+    live: Vec<Lived>,
+}
+
+/// The segments of a device; `None` where the snapshot has no list of them.
+fn segments(document: &Document, device: usize) -> Result<Option<Vec<Segment>>, SnapshotError> {
+    let Value::Dict(root) = document.root else { return Err(SnapshotError::NotASnapshot) };
+    let Some(list) = document.values.field(root, SEGMENTS) else { return Ok(None) };
+    let not_a_list = |value| SnapshotError::Segments { found: Found::of(Some(value)) };
+    let Value::List(list) = list else { return Err(not_a_list(list)) };
+    let list = document.values.list(list);
+    let dicts = list.items.iter().filter(|item| matches!(item, Item::Dict(_))).count() as u64;
+    if dicts != list.len {
+        return Err(SnapshotError::Segments { found: Found::ListOfOthers });
+    }
+    let mut segments = Vec::new();
+    let mut seen = Seen::default();
+    for (number, item) in list.items.iter().enumerate() {
+        let Item::Dict(dict) = *item else { continue };
+        if !seen.segments.insert(dict) {
+            continue;
+        }
+        let segment = SegmentDict { document, dict, number };
+        // The first versions did not say it; they had one device.
+        let of = if document.values.field(dict, DEVICE).is_some() { segment.integer(DEVICE)? } else { device as u64 };
+        if of == device as u64 {
+            segments.push(segment.read(&mut seen)?);
+        }
+    }
+    Ok(Some(segments))
+}
+
+/// A segment, or one of its blocks.
+#[derive(Clone, Copy)]
+struct SegmentDict<'a> {
+    document: &'a Document,
+    dict: DictId,
+    /// Of the segment.
+    number: usize,
+}
+
+impl SegmentDict<'_> {
+    fn read(self, seen: &mut Seen) -> Result<Segment, SnapshotError> {
+        let (total_bytes, stream) = (self.integer(TOTAL_SIZE)?, RawStream(self.integer(STREAM)?));
+        let mut live = Vec::new();
+        let blocks = match self.field(BLOCKS) {
+            Some(Value::List(blocks)) if !seen.lists.insert(blocks) => return Ok(Segment { total_bytes, live }),
+            Some(Value::List(blocks)) => self.document.values.list(blocks),
+            other => return Err(self.bad(BLOCKS, other)),
+        };
+        // Blocks say where they lie since PyTorch 2.1; before, they follow each other.
+        let mut next = self.integer(ADDRESS)?;
+        for item in &blocks.items {
+            let Item::Dict(dict) = *item else { return Err(self.bad(BLOCKS, self.field(BLOCKS))) };
+            let block = SegmentDict { dict, ..self };
+            let size_bytes = block.integer(SIZE)?;
+            let address = if block.field(ADDRESS).is_some() { block.integer(ADDRESS)? } else { next };
+            next = address.saturating_add(size_bytes);
+            if block.field(STATE) == Some(Value::Word(ACTIVE_ALLOCATED)) && seen.addresses.insert(address) {
+                let requested = block.field(REQUESTED_SIZE).is_some();
+                let size_bytes = if requested { block.integer(REQUESTED_SIZE)? } else { size_bytes };
+                let name = frames::name(self.document, block.field(FRAMES));
+                live.push(Lived { stream: stream.0, size_bytes, name, address });
+            }
+        }
+        Ok(Segment { total_bytes, live })
+    }
+
+    fn field(self, word: Word) -> Option<Value> {
+        self.document.values.field(self.dict, word)
+    }
+
+    fn integer(self, word: Word) -> Result<u64, SnapshotError> {
+        match self.field(word) {
+            Some(Value::Integer(integer)) => Ok(integer),
+            other => Err(self.bad(word, other)),
+        }
+    }
+
+    fn bad(self, word: Word, found: Option<Value>) -> SnapshotError {
+        SnapshotError::SegmentField { segment: self.number as u64, field: text(word), found: Found::of(found) }
+    }
+}

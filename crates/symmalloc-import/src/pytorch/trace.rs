@@ -1,0 +1,97 @@
+//! One device's trace: its entries, and their fields.
+
+use std::borrow::Cow;
+
+use super::error::{Found, SnapshotError};
+use super::frames;
+use super::segments::AddressRange;
+use super::words::{ACTION, ADDR, FRAMES, FREE_COMPLETED, SIZE, STREAM, SYMMALLOC_POOL, USER_METADATA, text};
+use crate::pickle::{DictId, Document, Item, List, Value, Word};
+use crate::transcript::{Address, RawPool, RawStream};
+
+/// One device's trace.
+pub(super) struct DeviceTrace<'a> {
+    pub(super) document: &'a Document,
+    pub(super) device: usize,
+    pub(super) entries: &'a List,
+}
+
+/// One entry of a trace.
+#[derive(Clone, Copy)]
+pub(super) struct TraceEntry<'a> {
+    document: &'a Document,
+    dict: DictId,
+    pub(super) device: usize,
+    pub(super) number: u64,
+}
+
+impl<'a> DeviceTrace<'a> {
+    pub(super) fn entries(&self) -> impl Iterator<Item = Result<TraceEntry<'a>, SnapshotError>> {
+        let DeviceTrace { document, device, entries } = *self;
+        // Only dicts that hold something and lists are kept, so other items show by their absence.
+        let missing = (!entries.is_whole()).then_some(Err(SnapshotError::NotAnEntry { device }));
+        let entry = move |(item, number): (&Item, u64)| match item {
+            Item::Dict(dict) => Ok(TraceEntry { document, dict: *dict, device, number }),
+            Item::List(_) => Err(SnapshotError::NotAnEntry { device }),
+        };
+        missing.into_iter().chain(entries.items.iter().zip(0..).map(entry))
+    }
+}
+
+impl<'a> TraceEntry<'a> {
+    pub(super) fn action(&self) -> Result<Value, SnapshotError> {
+        self.field(ACTION).ok_or_else(|| self.bad_field(ACTION))
+    }
+
+    pub(super) fn completes_free_of(&self, address: Address) -> bool {
+        self.field(ACTION) == Some(Value::Word(FREE_COMPLETED)) && self.field(ADDR) == Some(Value::Integer(address.0))
+    }
+
+    pub(super) fn address(&self) -> Result<Address, SnapshotError> {
+        self.integer(ADDR).map(Address)
+    }
+
+    pub(super) fn stream(&self) -> Result<RawStream, SnapshotError> {
+        self.integer(STREAM).map(RawStream)
+    }
+
+    pub(super) fn pool(&self) -> Result<RawPool, SnapshotError> {
+        match self.field(SYMMALLOC_POOL) {
+            None => Ok(RawPool::default()),
+            Some(_) => self.integer(SYMMALLOC_POOL).map(RawPool),
+        }
+    }
+
+    /// What the program calls it, else who asked for it.
+    pub(super) fn name(&self) -> Option<Cow<'a, str>> {
+        match self.field(USER_METADATA) {
+            Some(Value::Text(text)) => Some(self.document.values.text(text).into()),
+            Some(Value::Word(word)) => Some(text(word).into()),
+            _ => frames::name(self.document, self.field(FRAMES)).map(Cow::from),
+        }
+    }
+
+    pub(super) fn range(&self) -> Result<AddressRange, SnapshotError> {
+        Ok(AddressRange::new(self.address()?, self.integer(SIZE)?))
+    }
+
+    pub(super) fn integer(&self, word: Word) -> Result<u64, SnapshotError> {
+        match self.field(word) {
+            Some(Value::Integer(integer)) => Ok(integer),
+            _ => Err(self.bad_field(word)),
+        }
+    }
+
+    pub(super) fn field(&self, word: Word) -> Option<Value> {
+        self.document.values.field(self.dict, word)
+    }
+
+    pub(super) fn bad_field(&self, word: Word) -> SnapshotError {
+        SnapshotError::Field {
+            device: self.device,
+            entry: self.number,
+            field: text(word),
+            found: Found::of(self.field(word)),
+        }
+    }
+}
