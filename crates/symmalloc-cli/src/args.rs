@@ -2,9 +2,11 @@
 
 mod policy;
 mod reading;
+mod run;
 
 pub(crate) use policy::{FlagContradiction, PolicyArgs};
 pub(crate) use reading::ReadingArgs;
+pub(crate) use run::RunArgs;
 
 use crate::input::STREAM;
 use crate::job::Order;
@@ -228,7 +230,7 @@ JSON: an array with one object per trace, or for the generated jobs:
 
 Exit codes: 0 fine, 3 a run failed, 2 bad input.";
 
-/// A deterministic caching device allocator, on recorded GPU jobs. Needs no GPU.
+/// A deterministic caching device allocator, on recorded GPU jobs. Needs no GPU but for `run`.
 #[derive(Debug, Parser)]
 #[command(name = "symmalloc", version, after_help = HELP)]
 pub(crate) struct Args {
@@ -269,6 +271,7 @@ pub(crate) enum Command {
     Chart(ChartArgs),
     Report(ReportArgs),
     Plan(PlanArgs),
+    Run(RunArgs),
     Completions(CompletionsArgs),
     Man(ManArgs),
 }

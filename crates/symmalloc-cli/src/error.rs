@@ -8,6 +8,7 @@ use crate::picture::png::TooLargeForPixels;
 use crate::planned::{Contradiction, JobDifference};
 use crate::quantity::memory;
 use std::borrow::Cow;
+use std::ffi::OsString;
 use std::io;
 use std::path::{Path, PathBuf};
 use symmalloc_core::ids::PoolId;
@@ -105,8 +106,27 @@ pub(crate) enum CliError {
     Write { path: PathBuf, source: TraceWriteError },
     #[error("{}: what it says about a simulated job makes no sense", path.display())]
     Story { path: PathBuf, source: StoryError },
+    #[error("the library that goes between the program and libcuda is not at {}", listed(tried))]
+    NoPreloadLibrary { tried: Vec<PathBuf> },
+    #[error("{}: a path with a blank or a colon cannot be preloaded", path.display())]
+    PreloadPath { path: PathBuf },
+    #[error("{} cannot be started", program.display())]
+    NotStarted { program: OsString, source: io::Error },
+    #[error("{}: the processes of the run could not tell what they did", path.display())]
+    RunFolder { path: PathBuf, source: io::Error },
+    #[error("{}: what a process told is damaged", path.display())]
+    RunSummary { path: PathBuf, source: serde_json::Error },
+    #[error("--check was started as one rank of a job, and sees no other")]
+    CheckOfOneRank,
+    #[error("--check compares ranks, and {ranks} of them ended and allocated")]
+    NothingToCheck { ranks: usize },
     #[error("the result cannot be written to stdout")]
     Print(#[source] io::Error),
+}
+
+/// Paths after each other.
+fn listed(paths: &[PathBuf]) -> String {
+    paths.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(" nor ")
 }
 
 /// What a plan asks for.
@@ -118,6 +138,16 @@ fn needs(pool: Option<&PoolId>, bytes: u64) -> String {
 }
 
 impl CliError {
+    /// The exit code of the program.
+    pub(crate) fn exit_code(&self) -> u8 {
+        match self {
+            // As a shell does.
+            CliError::NotStarted { source, .. } if source.kind() == io::ErrorKind::NotFound => 127,
+            CliError::NotStarted { .. } => 126,
+            _ => 2,
+        }
+    }
+
     /// What to do about it.
     pub(crate) fn help(&self) -> Option<Cow<'static, str>> {
         let help = match self {
@@ -186,6 +216,20 @@ impl CliError {
             }
             CliError::Story { .. } => {
                 "repair the lines that begin with `#!`, or leave them out: the rest is a plain trace"
+            }
+            CliError::NoPreloadLibrary { .. } => {
+                "build it with `cargo build --release -p symmalloc-preload`, or name it with --library or SYMMALLOC_PRELOAD"
+            }
+            CliError::PreloadPath { .. } => "move the library, or name a link to it with --library",
+            CliError::NotStarted { .. } => "give the program and its arguments after `--`",
+            CliError::RunFolder { .. } | CliError::RunSummary { .. } => {
+                "set TMPDIR to a folder that the program may write to"
+            }
+            CliError::CheckOfOneRank => {
+                "start it before the launcher: symmalloc run --check -- torchrun ...; or --record, and compare with symmalloc diff"
+            }
+            CliError::NothingToCheck { .. } => {
+                "start the job with its launcher behind `--`: torchrun, mpirun or srun, which tell each process its rank"
             }
             CliError::Print(_) => "send it elsewhere, or make room",
         };

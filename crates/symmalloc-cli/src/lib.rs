@@ -11,6 +11,7 @@
 //!             ├─ chart ──► pictures
 //!             ├─ report ─► a page about a job, and settings to try
 //!             ├─ plan ───► where every allocation of a job goes, and what to reserve without that
+//!             ├─ run ────► any CUDA program under symmalloc, or recorded
 //!             └─ completions, man
 //! ```
 //!
@@ -45,6 +46,7 @@ mod quantity;
 mod recorded;
 mod replay;
 mod report;
+mod run;
 mod simulate;
 pub mod timing;
 
@@ -89,6 +91,9 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
             return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2));
         }
     };
+    if let Command::Run(args) = &args.command {
+        return run::run(args).unwrap_or_else(|error| failed(&error, false));
+    }
     let agreed = args.command.policy().map_or(Ok(()), PolicyArgs::check);
     let done = agreed.map_err(CliError::from).and_then(|()| match &args.command {
         Command::Replay(args) => replay::replay(args),
@@ -99,6 +104,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Chart(args) => chart::chart(args),
         Command::Report(args) => report::report(args),
         Command::Plan(args) => plan::plan(args),
+        Command::Run(_) => unreachable!("it has its own exit code, and has returned"),
         Command::Completions(args) => manual::completions(args),
         Command::Man(args) => manual::man(args),
     });
@@ -111,5 +117,5 @@ fn failed(error: &CliError, wants_json: bool) -> ExitCode {
         let (message, causes, help) = output::told(error);
         output::report_json(&message, &causes, help.as_deref());
     }
-    ExitCode::from(2)
+    ExitCode::from(error.exit_code())
 }

@@ -108,7 +108,7 @@ pub(crate) fn told(error: &CliError) -> (String, Vec<String>, Option<String>) {
 
 /// Tells on stderr what went wrong, because of what, and what to do.
 pub(crate) fn report(error: &CliError) {
-    let palette = Palette { is_colourful: is_colourful(&io::stderr()) };
+    let palette = Palette::of_stderr();
     let (message, causes, help) = told(error);
     let mut text = format!("  {} {message}\n", palette.bad("×"));
     for (index, cause) in causes.iter().enumerate() {
@@ -118,6 +118,11 @@ pub(crate) fn report(error: &CliError) {
     if let Some(help) = help {
         text += &format!("  {} {help}\n", palette.aside("help:"));
     }
+    let _ = io::stderr().write_all(text.as_bytes());
+}
+
+/// Writes text to stderr, all at once. Nobody needs to read it.
+pub(crate) fn tell(text: &str) {
     let _ = io::stderr().write_all(text.as_bytes());
 }
 
@@ -136,6 +141,10 @@ pub(crate) struct Palette {
 impl Palette {
     pub(crate) fn of_stdout() -> Self {
         Palette { is_colourful: is_colourful(&io::stdout()) }
+    }
+
+    pub(crate) fn of_stderr() -> Self {
+        Palette { is_colourful: is_colourful(&io::stderr()) }
     }
 
     pub(crate) fn title(self, text: &str) -> String {

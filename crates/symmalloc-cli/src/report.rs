@@ -13,7 +13,7 @@ pub(crate) mod recorded_reserved;
 pub(crate) mod settings;
 
 use crate::Verdict;
-use crate::args::ReportArgs;
+use crate::args::{PolicyArgs, ReadingArgs, ReportArgs};
 use crate::chart::{op_of, peak, timeline_of};
 use crate::content::Content;
 use crate::destination::Destination;
@@ -31,6 +31,7 @@ use recorded_reserved::RecordedReserved;
 use serde::Serialize;
 use serde_json::{Value, json};
 use settings::Trial;
+use std::path::Path;
 
 /// What was found out about a job.
 struct Findings<'a> {
@@ -65,11 +66,34 @@ struct Fragmentation {
     fragmentation: f64,
 }
 
-/// Finds everything out and writes the page.
+/// Writes the page of a recording that the program has just made.
+pub(crate) fn write(input: &Path, output: &Path, reading: &ReadingArgs) -> Result<(), CliError> {
+    let args = ReportArgs {
+        input: input.to_path_buf(),
+        output: output.to_path_buf(),
+        op: None,
+        policy: PolicyArgs::default(),
+        reading: reading.clone(),
+        json: false,
+    };
+    make(&args, |_| Ok(()))
+}
+
+/// Finds everything out, writes the page, and says on the screen what is on it.
 pub(crate) fn report(args: &ReportArgs) -> Result<Verdict, CliError> {
-    if !args.output.extension().is_some_and(|extension| extension == "html" || extension == "htm") {
-        return Err(CliError::UnknownPage { path: args.output.clone() });
-    }
+    make(args, |findings| {
+        if args.json {
+            output::print_json(findings.object(args))
+        } else {
+            output::print(&findings.screen(args, Palette::of_stdout()))
+        }
+    })?;
+    Ok(Verdict::Agree)
+}
+
+/// Finds everything out and writes the page.
+fn make(args: &ReportArgs, tell: impl FnOnce(&Findings<'_>) -> Result<(), CliError>) -> Result<(), CliError> {
+    check_name(&args.output)?;
     let out = Destination::file(&args.output, Content::Page, [&args.input])?;
     let recorded = Recorded::read(&args.input, &args.reading, &args.policy)?;
     let timeline = timeline_of(&recorded, Selection::default())?;
@@ -82,12 +106,15 @@ pub(crate) fn report(args: &ReportArgs) -> Result<Verdict, CliError> {
     let findings = Findings { recorded: &recorded, timeline, memory, holders, trials, planned, recorded_reserved };
     let page = page::html(&findings);
     out.write(page.as_bytes())?;
-    if args.json {
-        output::print_json(findings.object(args))?;
-    } else {
-        output::print(&findings.screen(args, Palette::of_stdout()))?;
+    tell(&findings)
+}
+
+/// A report is a page, and is called like one.
+pub(crate) fn check_name(output: &Path) -> Result<(), CliError> {
+    if output.extension().is_some_and(|extension| extension == "html" || extension == "htm") {
+        return Ok(());
     }
-    Ok(Verdict::Agree)
+    Err(CliError::UnknownPage { path: output.to_path_buf() })
 }
 
 /// Plans the job. What a limit leaves no room for is no plan.

@@ -5,6 +5,7 @@ use crate::call_counters::DeviceCalls;
 use crate::device::CudaDevice;
 use crate::error::{CudaError, DriverError, DropErrors};
 use crate::pools::{AllocatorState, Pool, PoolLease, StreamAllocator};
+use crate::streams::LentStream;
 use cudarc::driver::CudaStream;
 use cudarc::driver::sys::CUstream;
 use std::fmt;
@@ -139,6 +140,48 @@ impl<B: CudaMemory> CachingAllocator<B> {
         // SAFETY: the caller's contract; the wrapper does not own the stream.
         let stream = unsafe { self.device().context().wrap_borrowed_stream(stream) };
         self.register_stream(&stream)
+    }
+
+    /// Registers a stream that other code owns and may destroy while the allocator lives: [`return_stream`](Self::return_stream)
+    /// comes before that. For programs that drive the core's allocator: such a stream is not found by
+    /// [`stream_id`](Self::stream_id), and calls about all registered streams leave it out.
+    ///
+    /// # Safety
+    /// The stream belongs to the device's context and lives until it is returned.
+    ///
+    /// # Errors
+    /// When all ids are taken.
+    pub unsafe fn lend_stream(&self, stream: LentStream) -> Result<StreamId, CudaError> {
+        self.state().register_lent(stream)
+    }
+
+    /// The owner of a lent stream is about to destroy it. The id stays, and stands for what is left of the stream's work, until
+    /// [`relend_stream`](Self::relend_stream) gives it to another one. The driver is not asked about the stream any more.
+    ///
+    /// # Errors
+    /// When the stream was not lent, or the driver refuses; nothing has changed then.
+    pub fn return_stream(&self, id: StreamId) -> Result<(), CudaError> {
+        Ok(self.state().streams().return_lent(id)?)
+    }
+
+    /// Gives the id of a lent stream to another stream, which is ordered behind the work of those before on the device.
+    ///
+    /// # Safety
+    /// As [`lend_stream`](Self::lend_stream).
+    ///
+    /// # Errors
+    /// As [`return_stream`](Self::return_stream).
+    pub unsafe fn relend_stream(&self, id: StreamId, stream: LentStream) -> Result<(), CudaError> {
+        Ok(self.state().streams().relend(id, stream)?)
+    }
+
+    /// Registers the host as a stream: memory that is allocated for it is the host's to hand out, and the host waits, in
+    /// `allocate`, for the work of streams that used it before.
+    ///
+    /// # Errors
+    /// When all ids are taken.
+    pub fn register_host_stream(&self) -> Result<StreamId, CudaError> {
+        self.state().register_host()
     }
 
     /// The id of a stream, if it is registered.

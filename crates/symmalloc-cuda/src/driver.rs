@@ -62,6 +62,8 @@ pub(crate) struct MemAccess {
     pub(crate) flags: c_int,
 }
 
+/// `CU_STREAM_NON_BLOCKING`.
+pub(crate) const STREAM_NON_BLOCKING: c_uint = 1;
 /// `CU_EVENT_DISABLE_TIMING`.
 pub(crate) const EVENT_DISABLE_TIMING: c_uint = 2;
 /// `CU_MEMHOSTALLOC_PORTABLE`: pinned for every context.
@@ -170,6 +172,8 @@ driver_calls! {
     event_record = cuEventRecord(event: CUevent, stream: CUstream);
     event_query = cuEventQuery(event: CUevent);
     event_synchronize = cuEventSynchronize(event: CUevent);
+    stream_create = cuStreamCreate(stream: *mut CUstream, flags: c_uint);
+    stream_destroy = cuStreamDestroy_v2(stream: CUstream);
     stream_wait = cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);
     stream_synchronize = cuStreamSynchronize(stream: CUstream);
     capture_info = cuStreamGetCaptureInfo_v2(stream: CUstream, status: *mut c_int, id: *mut u64, graph: *mut CUgraph, dependencies: *mut *const c_void, count: *mut usize);

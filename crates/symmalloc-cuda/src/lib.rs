@@ -108,4 +108,4 @@ pub use error::{CudaError, DriverError, DropError, DropErrors, LoadError};
 pub use graphs::{DeviceGraph, GraphCapture, GraphPool};
 pub use pools::{Pool, StreamAllocator, StreamAllocatorRef};
 pub use steps::Step;
-pub use streams::CaptureWatch;
+pub use streams::{CaptureWatch, LentStream};

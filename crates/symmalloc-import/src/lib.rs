@@ -40,6 +40,7 @@ pub mod rerun;
 mod rmm;
 mod summary;
 pub mod trace_file;
+mod trace_naming;
 mod transcript;
 
 pub use error::{ImportError, ImportErrorKind};
@@ -50,3 +51,4 @@ pub use recording::{Format, Recording, read_bytes, read_from, read_path};
 pub use rmm::RmmError;
 pub use summary::Summary;
 pub use trace_file::{TraceFile, TraceFileError, TraceFileOptions};
+pub use trace_naming::TraceNaming;

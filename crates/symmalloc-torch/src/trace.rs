@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, Once, PoisonError};
 use symmalloc_core::recording::{RecordingError, SinkError, StartRecordingError};
 use symmalloc_cuda::CudaAllocator;
-use symmalloc_import::{TraceFile, TraceFileOptions};
+use symmalloc_import::{TraceFile, TraceFileOptions, TraceNaming};
 
 /// The environment's pattern.
 pub(crate) const TRACE_VARIABLE: &str = "SYMMALLOC_TRACE";
@@ -66,53 +66,13 @@ pub(crate) fn start_from_environment(allocator: &CudaAllocator) -> Result<(), Er
         device: allocator.device().ordinal(),
         is_first_device: started.is_empty(),
         process: std::process::id(),
+        is_first_process: true,
     };
     start(allocator, Path::new(&launch.path_of(&pattern)))?;
     started.push(allocator.clone());
     PROCESS.store(std::process::id(), Ordering::Relaxed);
     stop_at_exit();
     Ok(())
-}
-
-/// What a pattern can ask for.
-struct TraceNaming {
-    rank: u64,
-    ranks: u64,
-    device: usize,
-    is_first_device: bool,
-    process: u32,
-}
-
-impl TraceNaming {
-    fn path_of(&self, pattern: &str) -> String {
-        let mut path = String::new();
-        let (mut has_rank, mut has_device) = (self.ranks <= 1, self.is_first_device);
-        let mut rest = pattern.chars().peekable();
-        while let Some(letter) = rest.next() {
-            let next = if letter == '%' { rest.peek().copied() } else { None };
-            match next {
-                Some('r') => path.push_str(&self.rank.to_string()),
-                Some('d') => path.push_str(&self.device.to_string()),
-                Some('p') => path.push_str(&self.process.to_string()),
-                Some('%') => path.push('%'),
-                _ => {
-                    path.push(letter);
-                    continue;
-                }
-            }
-            rest.next();
-            has_rank |= matches!(next, Some('r' | 'p'));
-            has_device |= next == Some('d');
-        }
-        let rank = if has_rank { String::new() } else { format!(".rank{}", self.rank) };
-        let device = if has_device { String::new() } else { format!(".device{}", self.device) };
-        let name_at = path.rfind('/').map_or(0, |slash| slash + 1);
-        // `job.trace.zst` has its suffix from the first dot on, which is not the first letter.
-        let dot = path[name_at..].char_indices().skip(1).find(|(_, letter)| *letter == '.');
-        let suffix_at = dot.map_or(path.len(), |(at, _)| name_at + at);
-        path.insert_str(suffix_at, &(rank + &device));
-        path
-    }
 }
 
 /// Python ends without dropping what lives for ever; the last second of a trace and its end are written here.
@@ -138,26 +98,5 @@ extern "C" fn stop_all() {
         {
             say(format_args!("the trace of device {} is not whole: {error}", allocator.device().ordinal()));
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn path_of(pattern: &str, ranks: u64, is_first_device: bool) -> String {
-        TraceNaming { rank: 3, ranks, device: 1, is_first_device, process: 77 }.path_of(pattern)
-    }
-
-    #[test]
-    fn no_two_ranks_and_no_two_devices_write_one_file() {
-        assert_eq!(path_of("/tmp/job.trace.zst", 1, true), "/tmp/job.trace.zst");
-        assert_eq!(path_of("/tmp/job.trace.zst", 8, true), "/tmp/job.rank3.trace.zst");
-        assert_eq!(path_of("/tmp/job.trace.zst", 8, false), "/tmp/job.rank3.device1.trace.zst");
-        assert_eq!(path_of("/tmp.d/job", 8, true), "/tmp.d/job.rank3");
-        assert_eq!(path_of(".hidden", 8, true), ".hidden.rank3");
-        assert_eq!(path_of("job-%r-%d.gz", 8, false), "job-3-1.gz");
-        assert_eq!(path_of("job-%p.gz", 8, true), "job-77.gz");
-        assert_eq!(path_of("100%%%x%", 1, true), "100%%x%");
     }
 }

@@ -241,7 +241,15 @@ pub extern "C" fn stub_capture_forbids() -> c_int {
     c_int::from(with(State::spoil_capture))
 }
 
-/// The key of a stream: each device has a default stream of its own under the handle 0.
+/// Marks the keys of default streams that are one thread's own.
+pub(crate) const PER_THREAD: u64 = 1 << 62;
+
+/// The key of a stream: each device has a default stream of its own under the handles 0 and 1, and each thread under 2.
 pub(crate) fn stream_key(stream: u64) -> u64 {
-    if stream == 0 { stub_device().max(0) as u64 } else { stream }
+    let device = stub_device().max(0) as u64;
+    match stream {
+        0 | 1 => device,
+        2 => THREAD.with_borrow(|thread| PER_THREAD | thread.number << 16 | device),
+        stream => stream,
+    }
 }

@@ -8,6 +8,8 @@
 //! | control | meaning |
 //! |---|---|
 //! | `STUB_NO_VMM`, `STUB_NO_FABRIC`, ... | environment: what the device lacks, see `model.rs` |
+//! | `STUB_REUSE_STREAMS` | environment: the handle of a destroyed stream is the next stream's |
+//! | `STUB_TRAMPOLINES` | environment: `cuGetProcAddress` answers with other addresses than those of the exported calls |
 //! | `stub_fail(call, nth, code)` | the n-th call from now on fails, once; n = 0: all of them |
 //! | `stub_fail_elsewhere(call, nth, code)` | the same, calls of this thread left out |
 //! | `stub_heal()` | no call fails any more |
@@ -30,7 +32,7 @@ use external::{deliver, stream_key};
 use memory::Access;
 use model::{Code, State, THREAD, Thread, WAIT, with, with_waiting};
 use std::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
-use streams::{Capture, Event, Op, Stream};
+use streams::{Capture, Event, Op};
 
 const OK: c_int = 0;
 /// The device number of host memory.
@@ -107,6 +109,11 @@ macro_rules! stub {
     };
 }
 
+// After the macro, which they use.
+pub mod pools;
+pub mod proc_address;
+pub mod questions;
+
 stub! {
     call cuInit(flags: c_uint) |state| if state.options.no_device { Err(Code(100)) } else { Ok(()) };
     call cuDriverGetVersion(version: *mut c_int) |state| { answer(version, 13000); Ok(()) };
@@ -131,10 +138,15 @@ stub! {
     };
     call cuDevicePrimaryCtxRetain(context: *mut usize, device: c_int) |state| {
         state.retained += 1;
+        *state.retained_of.entry(device).or_default() += 1;
         answer(context, model::context_of(device));
         Ok(())
     };
-    call cuDevicePrimaryCtxRelease_v2(device: c_int) |state| { state.retained -= 1; Ok(()) };
+    call cuDevicePrimaryCtxRelease_v2(device: c_int) |state| {
+        state.retained -= 1;
+        *state.retained_of.entry(device).or_default() -= 1;
+        Ok(())
+    };
     call cuCtxGetCurrent(context: *mut usize) |state| {
         answer(context, THREAD.with_borrow(|thread| thread.contexts.last().copied().unwrap_or(0)));
         Ok(())
@@ -203,7 +215,11 @@ stub! {
         answer(address, state.allocate(size as u64, here()).ok_or(OUT_OF_MEMORY)?);
         Ok(())
     };
-    call_outside_capture cuMemFree_v2(address: u64) |state| state.free(address).ok_or(INVALID_VALUE);
+    call_outside_capture cuMemFree_v2(address: u64) |state| {
+        let (base, size, _) = state.memory.allocation(address).ok_or(INVALID_VALUE)?;
+        if base == address { state.forget_pooled(base, size); }
+        state.free(address).ok_or(INVALID_VALUE)
+    };
     call_outside_capture cuMemHostAlloc(address: *mut u64, size: usize, flags: c_uint) |state| {
         answer(address, state.allocate(size as u64, HOST).ok_or(OUT_OF_MEMORY)?);
         Ok(())
@@ -224,9 +240,7 @@ stub! {
     };
 
     call_in_context cuStreamCreate(stream: *mut u64, flags: c_uint) |state| {
-        let handle = state.handle();
-        state.streams.insert(handle, Stream::new(here()));
-        answer(stream, handle);
+        answer(stream, state.make_stream(here()));
         Ok(())
     };
     call_in_context cuStreamDestroy_v2(stream: u64) |state| state.destroy_stream(stream).ok_or(INVALID_HANDLE);

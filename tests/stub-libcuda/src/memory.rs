@@ -316,6 +316,22 @@ impl State {
         Some(base + shift)
     }
 
+    /// Whether memory is mapped at an address.
+    pub fn is_mapped(&self, address: u64) -> bool {
+        let before = self.memory.mappings.range(..=address).next_back();
+        before.is_some_and(|(at, mapping)| address < at + mapping.size)
+    }
+
+    /// Gives all whole allocations of a device up.
+    pub fn free_all(&mut self, device: c_int) {
+        let of_device = self.memory.allocations.iter().filter(|(_, of)| of.device == device);
+        let all: Vec<(u64, u64)> = of_device.map(|(address, of)| (*address, of.size)).collect();
+        for (address, size) in all {
+            self.forget_pooled(address, size);
+            self.free(address);
+        }
+    }
+
     /// Gives an allocation up. Its addresses are not used again.
     pub fn free(&mut self, address: u64) -> Option<()> {
         let Allocation { size, offset, device } = self.memory.allocations.remove(&address)?;

@@ -7,6 +7,7 @@ use crate::streams::{Capture, Event, Op, Stream};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::c_int;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
 use std::time::Duration;
@@ -45,8 +46,10 @@ pub enum Live {
 }
 
 /// What a thread knows.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Thread {
+    /// Its number, of all threads that called.
+    pub number: u64,
     /// Stack of current contexts.
     pub contexts: Vec<usize>,
     /// What captures forbid on this thread: 2 is nothing.
@@ -55,11 +58,18 @@ pub struct Thread {
     pub calls: BTreeMap<&'static str, u64>,
 }
 
+impl Default for Thread {
+    fn default() -> Self {
+        static THREADS: AtomicU64 = AtomicU64::new(0);
+        let number = THREADS.fetch_add(1, Ordering::Relaxed);
+        Thread { number, contexts: Vec::new(), capture_mode: 0, calls: BTreeMap::new() }
+    }
+}
+
 impl Thread {
     /// The device of the current context.
     pub fn device(&self) -> Option<c_int> {
-        let current = *self.contexts.last().filter(|context| **context != 0)?;
-        Some(((current - FIRST_CONTEXT) / CONTEXT_STEP) as c_int)
+        self.contexts.last().filter(|context| **context != 0).map(|context| device_of(*context))
     }
 }
 
@@ -71,6 +81,16 @@ thread_local! {
 /// The primary context of a device.
 pub fn context_of(device: c_int) -> usize {
     FIRST_CONTEXT + device as usize * CONTEXT_STEP
+}
+
+/// The device of a context.
+pub fn device_of(context: usize) -> c_int {
+    ((context - FIRST_CONTEXT) / CONTEXT_STEP) as c_int
+}
+
+/// The default memory pool of a device.
+pub fn default_pool_of(device: c_int) -> u64 {
+    0x8000 + device as u64
 }
 
 /// What the device is like, from the environment.
@@ -91,6 +111,10 @@ pub struct Options {
     pub polls: u64,
     /// `STUB_MAPPING_MICROSECONDS`: how long `cuMemCreate`, `cuMemMap` and `cuMemSetAccess` take, each. 0 by default.
     pub mapping_time: Duration,
+    /// `STUB_REUSE_STREAMS`: the handle of a destroyed stream is the next stream's.
+    pub reuses_streams: bool,
+    /// `STUB_TRAMPOLINES`: `cuGetProcAddress` answers with other addresses than those of the exported calls.
+    pub has_trampolines: bool,
     /// `STUB_FABRIC_REFUSED`: the device says that it has fabric handles, and refuses to make them.
     pub fabric_refused: bool,
     no_vmm: bool,
@@ -113,6 +137,8 @@ impl Options {
                 .collect(),
             polls: number("STUB_POLLS", 0),
             mapping_time: Duration::from_micros(number("STUB_MAPPING_MICROSECONDS", 0)),
+            reuses_streams: flag("STUB_REUSE_STREAMS"),
+            has_trampolines: flag("STUB_TRAMPOLINES"),
             fabric_refused: flag("STUB_FABRIC_REFUSED"),
             no_vmm: flag("STUB_NO_VMM"),
             no_fabric: flag("STUB_NO_FABRIC"),
@@ -140,6 +166,26 @@ struct Fault {
     spares: Option<ThreadId>,
 }
 
+/// A memory pool.
+#[derive(Clone, Copy, Debug)]
+pub struct Pool {
+    /// Of which device.
+    pub device: c_int,
+    /// Bytes in use.
+    pub used: u64,
+    /// The most at any time.
+    pub used_peak: u64,
+    /// What the program set.
+    pub release_threshold: u64,
+}
+
+impl Pool {
+    /// A pool of a device.
+    pub fn new(device: c_int) -> Self {
+        Pool { device, used: 0, used_peak: 0, release_threshold: 0 }
+    }
+}
+
 /// The devices and the driver.
 #[derive(Debug)]
 pub struct State {
@@ -149,6 +195,20 @@ pub struct State {
     pub calls: BTreeMap<&'static str, u64>,
     /// References to primary contexts.
     pub retained: i64,
+    /// The same, of each device.
+    pub retained_of: BTreeMap<c_int, i64>,
+    /// Memory pools by handle.
+    pub pools: BTreeMap<u64, Pool>,
+    /// Which pool serves a device, where the program has set one.
+    pub current_pools: BTreeMap<c_int, u64>,
+    /// Which pool an allocation came from.
+    pub pooled: BTreeMap<u64, u64>,
+    /// Contexts that the program made itself, so far.
+    pub own_contexts: usize,
+    /// Handles of destroyed streams that may be given again, newest last, and the number of their last work.
+    pub gone_streams: Vec<(u64, u64)>,
+    /// Which device may use whose memory.
+    pub peers: BTreeSet<(c_int, c_int)>,
     /// Memory of all devices.
     pub memory: Memory,
     /// Streams by key: handles of those that were made, and for each device its number, the default stream.
@@ -213,6 +273,13 @@ impl State {
             streams: (0..options.devices).map(default_stream).collect(),
             calls: BTreeMap::new(),
             retained: 0,
+            retained_of: BTreeMap::new(),
+            pools: (0..options.devices).map(|device| (default_pool_of(device), Pool::new(device))).collect(),
+            current_pools: BTreeMap::new(),
+            pooled: BTreeMap::new(),
+            own_contexts: 0,
+            gone_streams: Vec::new(),
+            peers: BTreeSet::new(),
             memory: Memory::empty(&options),
             options,
             events: BTreeMap::new(),
@@ -283,6 +350,14 @@ impl State {
         let Some(capture) = self.captures.values_mut().find(|capture| capture.minds(thread)) else { return false };
         capture.is_valid = false;
         true
+    }
+
+    /// Makes a stream, and gives its handle. Work of a stream that had the handle before counts as done.
+    pub fn make_stream(&mut self, device: c_int) -> u64 {
+        let again = if self.options.reuses_streams { self.gone_streams.pop() } else { None };
+        let (handle, done) = again.unwrap_or_else(|| (self.handle(), 0));
+        self.streams.insert(handle, Stream::after(device, done));
+        handle
     }
 
     /// See `stub_live`.

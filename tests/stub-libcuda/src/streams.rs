@@ -11,7 +11,7 @@
 //! waited for it on the host, directly, through another stream, or by polling often enough (`STUB_POLLS`). So a query says
 //! "not ready" as long as it can.
 
-use crate::external::Notice;
+use crate::external::{Notice, PER_THREAD};
 use crate::model::{Code, State};
 use std::collections::VecDeque;
 use std::ffi::c_int;
@@ -78,7 +78,12 @@ pub struct Stream {
 impl Stream {
     /// A stream of a device, without work.
     pub fn new(device: c_int) -> Self {
-        Stream { device, ..Stream::default() }
+        Self::after(device, 0)
+    }
+
+    /// A stream whose work is numbered from `done` on.
+    pub fn after(device: c_int, done: u64) -> Self {
+        Stream { device, submitted: done, ran: done, completed: done, ..Stream::default() }
     }
 }
 
@@ -128,20 +133,27 @@ impl Capture {
 impl State {
     /// A stream that was not destroyed.
     pub fn stream(&mut self, stream: u64) -> Option<&mut Stream> {
+        if stream & PER_THREAD != 0 {
+            // A thread's own default stream is there when it is first named.
+            self.streams.entry(stream).or_insert_with(|| Stream::new((stream & 0xffff) as c_int));
+        }
         self.streams.get_mut(&stream).filter(|stream| !stream.is_gone)
     }
 
     /// Streams that a program made and did not destroy.
     pub fn stream_count(&self) -> u64 {
-        self.streams.values().filter(|stream| !stream.is_gone).count() as u64 - self.options.devices as u64
+        let made = self.streams.iter().filter(|(key, stream)| !stream.is_gone && *key & PER_THREAD == 0);
+        made.count() as u64 - self.options.devices as u64
     }
 
     /// Destroys a stream; its work goes on.
     pub fn destroy_stream(&mut self, stream: u64) -> Option<()> {
         let known = self.stream(stream)?;
         known.is_gone = true;
+        let last = known.submitted;
         if known.queue.is_empty() {
             self.streams.remove(&stream);
+            self.gone_streams.push((stream, last));
         }
         Some(())
     }

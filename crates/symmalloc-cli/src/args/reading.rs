@@ -3,7 +3,7 @@
 use symmalloc_import::{MEMORY_LIMIT_BYTES, ReadOptions};
 
 /// How recordings are read.
-#[derive(Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 pub(crate) struct ReadingArgs {
     /// Device of a PyTorch snapshot that recorded several
     #[arg(long, value_name = "D")]

@@ -10,6 +10,7 @@ mod manual;
 mod plan;
 mod replay;
 mod report;
+mod run;
 mod simulate;
 
 use serde_json::Value;

@@ -26,6 +26,8 @@ pub(crate) struct Chunks {
     chunks: BTreeMap<u64, u64>,
     /// Start to end; disjoint, no two touch.
     mapped: BTreeMap<u64, u64>,
+    /// Chunks that could neither be made accessible nor given back. Nothing of them is mapped. Start to end.
+    closed: BTreeMap<u64, u64>,
 }
 
 impl Chunks {
@@ -52,6 +54,23 @@ impl Chunks {
     /// Forgets the chunks that tile `run`.
     pub(crate) fn remove_chunks(&mut self, run: &Part) {
         self.chunks.retain(|start, _| !run.contains(start));
+        self.closed.retain(|start, _| !run.contains(start));
+    }
+
+    /// Notes that the chunks that tile `run` are not accessible.
+    pub(crate) fn close(&mut self, run: &Part) {
+        let closed = overlapping(&self.chunks, run).collect::<Vec<_>>();
+        self.closed.extend(closed);
+    }
+
+    /// A chunk that touches `part` and is not accessible.
+    pub(crate) fn first_closed(&self, part: &Part) -> Option<Part> {
+        overlapping(&self.closed, part).next().map(|(start, end)| start..end)
+    }
+
+    /// Notes that a chunk is accessible now.
+    pub(crate) fn open(&mut self, chunk: &Part) {
+        self.closed.remove(&chunk.start);
     }
 
     /// Notes that the allocator has `part`, which chunks cover.

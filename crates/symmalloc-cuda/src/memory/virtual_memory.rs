@@ -159,6 +159,10 @@ impl VirtualMemory {
         if window.is_cut_at(part.end) {
             self.give_back(chunks, range, &window.take());
         }
+        while let Some(closed) = chunks.first_closed(part) {
+            self.set_access(range, &closed)?;
+            chunks.open(&closed);
+        }
         // Chunks end where they would if nothing had been made ahead, and perhaps at other places too.
         let cut_from = |gap: &Part| if gap.start == window.made().end { window.made().start } else { gap.start };
         let gaps = chunks.gaps(part);
@@ -200,6 +204,7 @@ impl VirtualMemory {
         }
         let outcome = outcome.and_then(|()| self.set_access(range, gap));
         if outcome.is_err() && at > gap.start {
+            chunks.close(&(gap.start..at));
             self.give_back(chunks, range, &(gap.start..at));
         }
         outcome
@@ -411,6 +416,7 @@ impl BackendMemory for VirtualMemory {
         self.map_again(range, &part, source.0.base.0 + source.1)?;
         chunks.add_chunk(&part);
         if let Err(error) = self.set_access(range, &part) {
+            chunks.close(&part);
             self.give_back(chunks, range, &part);
             return Err(error.into());
         }

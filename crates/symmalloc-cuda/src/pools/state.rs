@@ -3,7 +3,7 @@
 use crate::backend::CudaMemory;
 use crate::device::CudaDevice;
 use crate::error::{CudaError, DriverError, DropError, DropErrors};
-use crate::streams::{BackendStreams, CaptureId};
+use crate::streams::{BackendStreams, CaptureId, LentStream};
 use cudarc::driver::CudaStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::BackendError;
@@ -83,6 +83,12 @@ impl<B: CudaMemory> AllocatorState<B> {
     pub(crate) fn register_host(&self) -> Result<StreamId, CudaError> {
         let _one_at_a_time = lock(&self.registration);
         self.register_next(|| self.streams().add_host())
+    }
+
+    /// Registers a stream that its owner may destroy, see [`LentStream`].
+    pub(crate) fn register_lent(&self, stream: LentStream) -> Result<StreamId, CudaError> {
+        let _one_at_a_time = lock(&self.registration);
+        self.register_next(|| self.streams().add_lent(stream))
     }
 
     fn register_next(&self, add: impl FnOnce() -> usize) -> Result<StreamId, CudaError> {

@@ -7,12 +7,14 @@
 
 use super::captures::{CaptureId, CapturedEvents, capture_of};
 use super::event_pool::EventPool;
+use super::lent::LentStream;
 use crate::call_counters::{CallCounters, DeviceCall, DeviceCalls};
 use crate::device::{CudaDevice, RestoreCurrent};
+use crate::driver::STREAM_NON_BLOCKING;
 use crate::error::{CAPTURE_UNSUPPORTED, DriverError, INVALID_HANDLE, NOT_READY};
 use cudarc::driver::CudaStream;
 use cudarc::driver::sys::{CUevent, CUstream};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 use symmalloc_core::backend::{BackendError, Event};
@@ -30,12 +32,16 @@ pub struct BackendStreams {
     events: EventPool,
     captured: CapturedEvents,
     calls: CallCounters,
+    /// The handle of a stream that waits for the work of lent streams that are gone. Made when the first one goes.
+    returned: Mutex<Option<usize>>,
 }
 
 /// What a [`StreamId`] stands for.
 enum RegisteredStream {
     Host,
     Device(Arc<CudaStream>),
+    /// Locked while the driver is called about it, so that its owner cannot destroy it meanwhile.
+    Lent(Mutex<LentStream>),
 }
 
 impl BackendStreams {
@@ -46,6 +52,7 @@ impl BackendStreams {
             registered: boxcar::Vec::new(),
             captured: CapturedEvents::default(),
             calls: CallCounters::default(),
+            returned: Mutex::default(),
         }
     }
 
@@ -84,16 +91,68 @@ impl BackendStreams {
     pub(crate) fn stream(&self, stream: StreamId) -> Option<&Arc<CudaStream>> {
         match self.registered.get(stream.index()) {
             Some(RegisteredStream::Device(stream)) => Some(stream),
-            Some(RegisteredStream::Host) | None => None,
+            Some(RegisteredStream::Host | RegisteredStream::Lent(_)) | None => None,
         }
     }
 
-    /// The registered streams of the device.
+    /// The registered streams of the device, without those that are lent.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (StreamId, &Arc<CudaStream>)> {
         self.registered.iter().filter_map(|(index, registered)| match registered {
             RegisteredStream::Device(stream) => Some((StreamId(index as u16), stream)),
-            RegisteredStream::Host => None,
+            RegisteredStream::Host | RegisteredStream::Lent(_) => None,
         })
+    }
+
+    /// Appends a lent stream, see [`add_stream`](Self::add_stream).
+    pub(crate) fn add_lent(&self, stream: LentStream) -> usize {
+        self.registered.push(RegisteredStream::Lent(Mutex::new(stream)))
+    }
+
+    /// The owner is about to destroy the stream: from now on the id stands for what is left of its work.
+    pub(crate) fn return_lent(&self, stream: StreamId) -> Result<(), DriverError> {
+        let returned = self.returned()?;
+        let mut lent = self.lent(stream)?.lock().unwrap_or_else(PoisonError::into_inner);
+        self.follow(returned, lent.raw())?;
+        *lent = LentStream::of(returned);
+        Ok(())
+    }
+
+    /// Gives the id to another stream, whose later work waits for what is left of the work of those before.
+    pub(crate) fn relend(&self, stream: StreamId, next: LentStream) -> Result<(), DriverError> {
+        let mut lent = self.lent(stream)?.lock().unwrap_or_else(PoisonError::into_inner);
+        self.follow(next.raw(), lent.raw())?;
+        *lent = next;
+        Ok(())
+    }
+
+    fn lent(&self, stream: StreamId) -> Result<&Mutex<LentStream>, DriverError> {
+        let call = "cuStreamWaitEvent";
+        match self.get(stream, call)? {
+            RegisteredStream::Lent(lent) => Ok(lent),
+            RegisteredStream::Host | RegisteredStream::Device(_) => Err(DriverError { call, code: INVALID_HANDLE }),
+        }
+    }
+
+    /// Makes later work on `stream` wait for the work of `on` so far.
+    fn follow(&self, stream: CUstream, on: CUstream) -> Result<(), DriverError> {
+        let event = self.record_raw(on)?;
+        let waited = self.wait_raw(stream, event);
+        self.recycle(event);
+        waited
+    }
+
+    fn returned(&self) -> Result<CUstream, DriverError> {
+        let mut returned = self.returned.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(stream) = *returned {
+            return Ok(std::ptr::without_provenance_mut(stream));
+        }
+        let _current = self.device.enter()?;
+        let _relaxed = self.device.driver().relax_capture();
+        let mut stream: CUstream = std::ptr::null_mut();
+        // SAFETY: valid for writing. cudarc's own call waits for the context.
+        unsafe { self.device.driver().stream_create(&raw mut stream, STREAM_NON_BLOCKING) }?;
+        *returned = Some(stream as usize);
+        Ok(stream)
     }
 
     #[inline]
@@ -115,6 +174,9 @@ impl BackendStreams {
     pub(crate) fn record(&self, stream: StreamId) -> Result<Event, BackendError> {
         let event = match self.get(stream, "cuEventRecord")? {
             RegisteredStream::Device(stream) => self.record_raw(stream.cu_stream()),
+            RegisteredStream::Lent(stream) => {
+                self.record_raw(stream.lock().unwrap_or_else(PoisonError::into_inner).raw())
+            }
             // An event that was never recorded is done.
             RegisteredStream::Host => self.events.create(),
         };
@@ -148,6 +210,9 @@ impl BackendStreams {
     pub(crate) fn wait(&self, stream: StreamId, event: Event) -> Result<(), BackendError> {
         let waited = match self.get(stream, "cuStreamWaitEvent")? {
             RegisteredStream::Device(stream) => self.wait_raw(stream.cu_stream(), event),
+            RegisteredStream::Lent(stream) => {
+                self.wait_raw(stream.lock().unwrap_or_else(PoisonError::into_inner).raw(), event)
+            }
             RegisteredStream::Host => self.wait_on_host(event),
         };
         Ok(waited?)
@@ -220,8 +285,21 @@ impl BackendStreams {
     /// Blocks the host until the stream's work so far is done.
     pub(crate) fn synchronize(&self, stream: StreamId) -> Result<(), BackendError> {
         let call = "cuStreamSynchronize";
-        let RegisteredStream::Device(stream) = self.get(stream, call)? else { return Ok(()) };
-        let raw = stream.cu_stream();
+        match self.get(stream, call)? {
+            RegisteredStream::Host => Ok(()),
+            RegisteredStream::Device(stream) => self.synchronize_raw(stream.cu_stream()),
+            // The host waits for an event, so that the stream is not locked meanwhile.
+            RegisteredStream::Lent(stream) => {
+                let event = self.record_raw(stream.lock().unwrap_or_else(PoisonError::into_inner).raw())?;
+                let waited = self.watch(DeviceCall::Synchronize, || self.wait_on_host(event));
+                self.recycle(event);
+                Ok(waited?)
+            }
+        }
+    }
+
+    fn synchronize_raw(&self, raw: CUstream) -> Result<(), BackendError> {
+        let call = "cuStreamSynchronize";
         if self.capture_of(raw)?.is_some() {
             // The driver would refuse as well, and end the capture.
             return Err(DriverError { call, code: CAPTURE_UNSUPPORTED }.into());
@@ -286,5 +364,11 @@ impl Drop for BackendStreams {
         // Streams that are dropped here would leave their context current.
         let _restore = RestoreCurrent::of(self.device.driver());
         self.registered = boxcar::Vec::new();
+        if let Some(stream) = self.returned.get_mut().unwrap_or_else(PoisonError::into_inner).take()
+            && let Ok(_current) = self.device.enter()
+        {
+            // SAFETY: made by `returned`, and not used any more. A context that is lost refuses, and takes it along.
+            let _refused = unsafe { self.device.driver().stream_destroy(std::ptr::without_provenance_mut(stream)) };
+        }
     }
 }

@@ -3,8 +3,10 @@
 mod backend_streams;
 mod captures;
 mod event_pool;
+mod lent;
 
 pub(crate) use backend_streams::BackendStreams;
 pub(crate) use backend_streams::is_same;
 pub use captures::CaptureWatch;
 pub(crate) use captures::{CaptureId, capture_of};
+pub use lent::LentStream;

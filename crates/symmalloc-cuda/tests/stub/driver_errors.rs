@@ -4,7 +4,7 @@ use crate::process::{calls, device, fail, heal, live, stub_test};
 use cudarc::driver::{CudaStream, DevicePtr};
 use std::sync::Arc;
 use symmalloc_core::config::{Config, PoolConfig};
-use symmalloc_cuda::{CudaAllocator, CudaError, DriverError};
+use symmalloc_cuda::{CudaAllocator, CudaError, CudaMemory, DriverError};
 
 /// The calls of the allocator once it is made.
 const CALLS: [&str; 16] = [
@@ -98,4 +98,24 @@ stub_test!(a_lost_device_is_said_and_nothing_panics, {
     assert_eq!(error, CudaError::Driver(DriverError { call: "cuStreamSynchronize", code: 700 }));
     assert!(error.to_string().contains("its context is lost"), "{error}");
     drop(allocator);
+});
+
+stub_test!(memory_that_could_be_neither_opened_nor_given_back_is_opened_before_it_is_used, {
+    let device = device();
+    let stream = device.context().new_stream().expect("a stream");
+    let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+    let kept = allocator.alloc_zeroed::<u8>(&stream, 2 << 20).expect("memory");
+    fail("cuMemSetAccess", 1, 719);
+    fail("cuMemUnmap", 1, 719);
+    assert!(allocator.alloc_zeroed::<u8>(&stream, 3 << 20).is_err());
+    assert_eq!((allocator.core().backend().idle_bytes(), live().device_bytes), (4 << 20, 6 << 20), "it stays mapped");
+    // As long as it cannot be opened it is refused.
+    fail("cuMemSetAccess", 1, 719);
+    assert!(allocator.alloc_zeroed::<u8>(&stream, 3 << 20).is_err());
+    let mut buffer = allocator.alloc_zeroed::<u8>(&stream, 3 << 20).expect("opened");
+    stream.memcpy_htod(&[7_u8; 3 << 20], &mut buffer).expect("accessible");
+    assert_eq!((allocator.core().backend().idle_bytes(), live().device_bytes), (0, 6 << 20));
+    drop((buffer, kept));
+    allocator.trim().expect("trimmed");
+    assert_eq!(live().device_bytes, 0);
 });

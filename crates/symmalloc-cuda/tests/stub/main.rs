@@ -6,6 +6,7 @@ mod buffers;
 mod driver_errors;
 mod drops;
 mod graphs;
+mod lent;
 #[cfg(feature = "metrics")]
 mod metrics;
 mod missing;

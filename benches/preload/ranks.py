@@ -1,0 +1,28 @@
+"""A rank of a small training job on device 0, for `symmalloc run --check -- torchrun --nproc-per-node 2 ranks.py`."""
+
+import torch
+from torch import nn
+
+
+def main() -> None:
+    torch.cuda.set_device(0)
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    side = torch.cuda.Stream()
+    for step in range(40):
+        x = torch.randn(64 + 16 * (step % 5), 1024, device="cuda")
+        loss = model(x).square().mean()
+        loss.backward()
+        with torch.cuda.stream(side):
+            side.wait_stream(torch.cuda.current_stream())
+            scratch = torch.empty(1 << 20, device="cuda").fill_(step)
+            scratch.record_stream(torch.cuda.current_stream())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    print("loss", loss.item())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+//! The program as a process: started, waited for, and sent the signals that this program gets.
+
+use super::environment::Environment;
+use crate::args::RunArgs;
+use crate::error::CliError;
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
+use signal_hook::iterator::Signals;
+use std::io::{self, IsTerminal};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child, Command, ExitCode};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// How the program ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Ended {
+    Code(u8),
+    Signal(i32),
+}
+
+impl Ended {
+    /// As a shell says it.
+    pub(super) fn exit_code(self) -> ExitCode {
+        match self {
+            Ended::Code(code) => ExitCode::from(code),
+            Ended::Signal(signal) => ExitCode::from(128_u8.saturating_add(u8::try_from(signal).unwrap_or(127))),
+        }
+    }
+}
+
+fn command(args: &RunArgs, environment: &Environment) -> Command {
+    // The parser demands at least one word.
+    let mut command = Command::new(&args.command[0]);
+    command.args(&args.command[1..]);
+    environment.apply(&mut command);
+    command
+}
+
+fn not_started(args: &RunArgs, source: io::Error) -> CliError {
+    CliError::NotStarted { program: args.command[0].clone(), source }
+}
+
+/// Becomes the program. Returns only when it cannot.
+pub(super) fn replace(args: &RunArgs, environment: &Environment) -> CliError {
+    not_started(args, command(args, environment).exec())
+}
+
+/// Runs the program to its end.
+pub(super) fn run(args: &RunArgs, environment: &Environment) -> Result<Ended, CliError> {
+    // Before the program starts, so that no signal ends this process and leaves the program alone.
+    let signals = Signals::new([SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2]);
+    let mut signals = signals.map_err(|source| not_started(args, source))?;
+    let mut child = command(args, environment).spawn().map_err(|source| not_started(args, source))?;
+    let running = Arc::new(Mutex::new(Pid::from_raw(child.id().cast_signed())));
+    let (forwarded, handle) = (Arc::clone(&running), signals.handle());
+    let forwarder = std::thread::spawn(move || {
+        // A terminal sends its signals to the program as well.
+        let has_terminal = io::stdin().is_terminal();
+        for signal in signals.forever().filter(|signal| !(has_terminal && [SIGINT, SIGQUIT].contains(signal))) {
+            let running = forwarded.lock().unwrap_or_else(PoisonError::into_inner);
+            if let (Some(pid), Some(signal)) = (*running, Signal::from_named_raw(signal)) {
+                // It may have ended just now, and is not reaped: nothing else has its number.
+                let _ended = kill_process(pid, signal);
+            }
+        }
+    });
+    let ended = wait(&mut child, &running);
+    handle.close();
+    // It does nothing that could panic.
+    let _ended = forwarder.join();
+    ended.map_err(|source| not_started(args, source))
+}
+
+/// Waits until the program has ended. Its number is given back only when no signal goes to it any more.
+fn wait(child: &mut Child, running: &Mutex<Option<Pid>>) -> io::Result<Ended> {
+    let pid = *running.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(pid) = pid {
+        while waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT)
+            .is_err_and(|error| error == rustix::io::Errno::INTR)
+        {}
+    }
+    *running.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    let status = child.wait()?;
+    Ok(match (status.code(), status.signal()) {
+        (Some(code), _) => Ended::Code(u8::try_from(code).unwrap_or(u8::MAX)),
+        (None, signal) => Ended::Signal(signal.unwrap_or(0)),
+    })
+}

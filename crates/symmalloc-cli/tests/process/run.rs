@@ -1,0 +1,225 @@
+//! `symmalloc run`: a CUDA program in C, on a stub of libcuda. Where there is no compiler the tests say so and pass.
+
+use crate::{Folder, Said, symmalloc};
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use tempfile::TempDir;
+
+/// The stub, the program and the folder that it runs in.
+struct Job {
+    stub: TempDir,
+    folder: Folder,
+    program: PathBuf,
+}
+
+impl Job {
+    fn new() -> Option<Self> {
+        let (stub, folder) = (stub_process::stub_of_libcuda(), Folder::new());
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs/job.c");
+        let program = folder.path("job");
+        let mut compiler = Command::new(std::env::var("CC").unwrap_or_else(|_| "cc".to_owned()));
+        compiler.args(["-std=gnu11", "-Wall", "-Wextra", "-Werror"]).arg(source).arg("-o").arg(&program);
+        compiler.arg("-L").arg(stub.path()).arg("-lcuda");
+        match compiler.output() {
+            Ok(compiled) => {
+                assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
+                Some(Job { stub, folder, program })
+            }
+            Err(error) => {
+                println!("skipped: no C compiler ({error}); set CC");
+                None
+            }
+        }
+    }
+
+    fn command(&self, flags: &str, what: &str) -> Command {
+        let executable = std::env::current_exe().expect("the test's executable");
+        let library = executable.parent().expect("a folder").join("libsymmalloc_preload.so");
+        let mut command = crate::command();
+        command.args(["run", "--library"]).arg(library).args(flags.split_whitespace()).arg("--").arg(&self.program);
+        command.arg(what).current_dir(self.folder.0.path()).env("LD_LIBRARY_PATH", self.stub.path());
+        for name in ["RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "WORLD_SIZE"] {
+            command.env_remove(name);
+        }
+        command
+    }
+
+    fn run(&self, flags: &str, what: &str) -> Said {
+        self.command(flags, what).output().expect("the program starts").into()
+    }
+
+    /// Two ranks, started by a shell as a launcher would.
+    fn ranks(&self, flags: &str, what: &str) -> Said {
+        self.launched("RANK=0 WORLD_SIZE=2 \"$@\" & RANK=1 WORLD_SIZE=2 \"$@\" & wait", flags, what)
+    }
+
+    /// A script that starts the program as `"$@"`.
+    fn launched(&self, script: &str, flags: &str, what: &str) -> Said {
+        let command = self.command(flags, what);
+        let launcher = self.folder.file("launcher", format!("{script}\n"));
+        let arguments: Vec<_> = command.get_args().map(std::ffi::OsStr::to_owned).collect();
+        let at = arguments.iter().position(|argument| argument == "--").expect("a program") + 1;
+        let mut wrapped = crate::command();
+        wrapped.args(&arguments[..at]).arg("sh").arg(launcher).args(&arguments[at..]);
+        wrapped.current_dir(self.folder.0.path()).env("LD_LIBRARY_PATH", self.stub.path());
+        wrapped.output().expect("the program starts").into()
+    }
+}
+
+#[test]
+fn a_program_is_served_and_its_exit_code_passed_on() {
+    let Some(job) = Job::new() else { return };
+    let said = job.run("", "");
+    assert_eq!((said.exited(0).stdout.as_str(), said.stderr.as_str()), ("driver 0\n", ""));
+    job.run("", "exit").exited(7);
+    assert_eq!(job.run("--limit 100MiB", "limit").code, Some(2), "CUDA_ERROR_OUT_OF_MEMORY");
+    assert_eq!(job.run("--limit 300MiB", "limit").code, Some(0));
+}
+
+#[test]
+fn figures_are_told_at_the_end() {
+    let Some(job) = Job::new() else { return };
+    let said = job.run("--stats", "exit");
+    assert_eq!(said.code, Some(7));
+    assert!(said.stderr.contains("82 allocations, 81 frees"), "{}", said.stderr);
+    for line in ["peak live", "peak reserved, device 0", "the driver's own, at least", "ns per call"] {
+        assert!(said.stderr.contains(line), "{line} is missing:\n{}", said.stderr);
+    }
+    assert!(said.stderr.contains("never freed, device 0: 3.00 MiB in 1 allocation: 1 of 3.00 MiB"), "{}", said.stderr);
+    // 9 MiB at once in ten steps; then 4 MiB.
+    assert!(said.stderr.contains("9.00 MiB"), "{}", said.stderr);
+}
+
+#[test]
+fn a_recording_alone_watches() {
+    let Some(job) = Job::new() else { return };
+    let said = job.run("--record job.trace.zst", "");
+    assert_eq!((said.code, said.stdout.as_str()), (Some(0), "driver 82\n"));
+    let trace = job.folder.path("job.trace.zst");
+    assert_eq!(said.stderr, format!("symmalloc: recorded {}\n", trace.display()));
+    let replayed = symmalloc("replay {} --json", &[&trace]).json(0);
+    assert_eq!((&replayed[0]["allocs"], &replayed[0]["aligned"]), (&82.into(), &true.into()));
+    symmalloc("report {} -o {} --json", &[&trace, &job.folder.path("job.html")]).json(0);
+    symmalloc("plan {} --json", &[&trace]).json(0);
+    job.run("--record text.trace", "");
+    let text = fs::read_to_string(job.folder.path("text.trace")).expect("a trace");
+    assert!(text.starts_with("symmalloc-trace 1\nconfig "), "{text}");
+    // Streams in the order of their first use; a free on another stream is a use by it.
+    assert!(text.contains("\nstream s0\na 0 262144 s0\nstream s1\na 1 524288 s1\n"), "{text}");
+    assert!(text.contains("\nu 1 s0\nf 1\n"), "{text}");
+}
+
+#[test]
+fn a_recording_of_a_program_that_is_served_has_its_places() {
+    let Some(job) = Job::new() else { return };
+    let said = job.run("--record job.trace --serve", "");
+    assert_eq!((said.code, said.stdout.as_str()), (Some(0), "driver 0\n"));
+    let text = fs::read_to_string(job.folder.path("job.trace")).expect("a trace");
+    assert!(text.contains(" -> 0@0\n"), "{text}");
+    symmalloc("replay {} --json", &[&job.folder.path("job.trace")]).json(0);
+    let said = job.run("--report page.html", "");
+    assert_eq!((said.code, said.stdout.as_str(), said.stderr.as_str()), (Some(0), "driver 0\n", ""));
+    let page = fs::read_to_string(job.folder.path("page.html")).expect("a page");
+    assert!(page.contains("</html>"), "{page}");
+}
+
+#[test]
+fn ranks_are_recorded_and_compared() {
+    let Some(job) = Job::new() else { return };
+    let said = job.ranks("--check", "");
+    assert!(said.code == Some(0) && said.stderr.contains("2 ranks, digests are equal: p0 "), "{}", said.stderr);
+    let said = job.ranks("--check", "differ");
+    assert!(said.code == Some(3) && said.stderr.contains("rank 1 differs from rank 0"), "{}", said.stderr);
+    let said = job.ranks("--check --serve --record served.trace", "differ");
+    assert!(said.code == Some(3) && said.stderr.contains("size_bytes: 1576960"), "{}", said.stderr);
+    let said = job.ranks("--check --record job.trace", "");
+    assert!(said.code == Some(0) && said.stderr.contains("2 ranks, the same calls"), "{}", said.stderr);
+    let said = job.ranks("--check --record job.trace", "differ");
+    assert!(said.code == Some(3) && said.stderr.contains("size_bytes: 1576960"), "{}", said.stderr);
+    let traces = [job.folder.path("job.rank0.trace"), job.folder.path("job.rank1.trace")];
+    let differs = symmalloc("diff {} {}", &[&traces[0], &traces[1]]);
+    assert!(differs.exited(3).stdout.contains("1,576,960"), "{}", differs.stdout);
+}
+
+#[test]
+fn processes_write_files_of_their_own() {
+    let Some(job) = Job::new() else { return };
+    let said = job.launched("\"$@\"; \"$@\"", "--record job.trace", "");
+    assert_eq!(said.code, Some(0), "{}", said.stderr);
+    let recorded: Vec<&str> =
+        said.stderr.lines().filter_map(|line| line.strip_prefix("symmalloc: recorded ")).collect();
+    assert_eq!(recorded.len(), 2, "{}", said.stderr);
+    assert!(recorded.iter().any(|path| path.ends_with("/job.trace")), "{recorded:?}");
+    assert!(recorded.iter().any(|path| path.contains("/job.process")), "{recorded:?}");
+    let differs = symmalloc("diff {} {}", &[Path::new(recorded[0]), Path::new(recorded[1])]);
+    differs.exited(0);
+}
+
+#[test]
+fn a_check_needs_ranks() {
+    let Some(job) = Job::new() else { return };
+    let said = job.run("--check", "");
+    assert!(said.code == Some(2) && said.stderr.contains("torchrun"), "{}", said.stderr);
+    let said: Said = job.command("--check", "").env("RANK", "0").output().expect("starts").into();
+    assert!(said.code == Some(2) && said.stderr.contains("sees no other"), "{}", said.stderr);
+}
+
+#[test]
+fn signals_go_to_the_program() {
+    let Some(job) = Job::new() else { return };
+    for (flags, signal, code) in [("--stats", "-USR1", 11), ("--stats", "-TERM", 12), ("", "-USR1", 11)] {
+        let mut command = job.command(flags, "wait");
+        let mut child =
+            command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("starts");
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("readable");
+        assert_eq!(line, "ready\n");
+        let sent = Command::new("kill").args([signal, &child.id().to_string()]).status().expect("kill starts");
+        assert!(sent.success());
+        assert_eq!(child.wait().expect("it ends").code(), Some(code));
+    }
+}
+
+#[test]
+fn a_program_that_dies_leaves_a_recording() {
+    let Some(job) = Job::new() else { return };
+    let said = job.run("--record job.trace.zst --stats", "abort");
+    assert_eq!(said.code, Some(128 + 6));
+    assert!(said.stderr.contains("ended by signal 6") && said.stderr.contains("--accept-torn"), "{}", said.stderr);
+    let trace = job.folder.path("job.trace.zst");
+    assert_eq!(symmalloc("replay {}", &[&trace]).code, Some(2));
+    let replayed = symmalloc("replay {} --accept-torn --json", &[&trace]).json(0);
+    assert_eq!(replayed[0]["allocs"], 82);
+}
+
+#[test]
+fn what_cannot_be_started_is_told() {
+    let Some(job) = Job::new() else { return };
+    let started = |program: &str, flags: &str| -> Said {
+        let mut command = job.command(flags, "");
+        let arguments: Vec<_> = command.get_args().map(std::ffi::OsStr::to_owned).collect();
+        command = crate::command();
+        command.args(&arguments[..3]).args(flags.split_whitespace()).arg("--").arg(program);
+        command.output().expect("symmalloc starts").into()
+    };
+    for flags in ["", "--stats"] {
+        let said = started("/no/such/program", flags);
+        assert!(
+            said.code == Some(127) && said.stderr.contains("/no/such/program cannot be started"),
+            "{}",
+            said.stderr
+        );
+        assert_eq!(started("/etc/passwd", flags).code, Some(126));
+    }
+    let said = symmalloc("run --library {} -- true", &[Path::new("/no/library.so")]);
+    assert!(said.code == Some(2) && said.stderr.contains("SYMMALLOC_PRELOAD"), "{}", said.stderr);
+    let said = symmalloc("run --report page.txt -- true", &[]);
+    assert!(said.code == Some(2) && said.stderr.contains(".html"), "{}", said.stderr);
+    assert_eq!(symmalloc("run --limit much -- true", &[]).code, Some(2));
+    assert_eq!(symmalloc("run --config segment:fixed -- true", &[]).code, Some(2));
+    assert_eq!(symmalloc("run", &[]).code, Some(2));
+    let said = started("true", "--stats");
+    assert!(said.code == Some(0) && said.stderr.contains("no process allocated"), "{}", said.stderr);
+}

@@ -1,0 +1,82 @@
+//! Streams that other code owns: an id outlives its stream, and its work stays in order.
+
+use crate::process::{device, fail, hold, live, stub_test};
+use cudarc::driver::sys::CUstream;
+use std::sync::Arc;
+use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
+use symmalloc_core::{PoolId, StreamId};
+use symmalloc_cuda::{CudaAllocator, CudaDevice, CudaError, LentStream};
+
+fn allocator(device: &Arc<CudaDevice>, streams: StreamPolicy) -> CudaAllocator {
+    let pool = PoolConfig::builder().streams(streams).build().expect("valid");
+    let config = Config::builder().default_pool(pool).build().expect("valid");
+    CudaAllocator::new(device, config).expect("made")
+}
+
+fn lend(allocator: &CudaAllocator, stream: CUstream) -> StreamId {
+    // SAFETY: a stream of the test's, which is returned before it is destroyed.
+    unsafe { allocator.lend_stream(LentStream::of(stream)) }.expect("lent")
+}
+
+stub_test!(the_next_stream_of_an_id_waits_for_the_one_before, {
+    let device = device();
+    let (first, second) =
+        (device.context().new_stream().expect("a stream"), device.context().new_stream().expect("one"));
+    let allocator = allocator(&device, StreamPolicy::Separate);
+    let id = lend(&allocator, first.cu_stream());
+    let block = allocator.core().allocate(PoolId::DEFAULT, id, 1 << 20).expect("memory");
+    let work = hold(first.cu_stream() as u64);
+    allocator.core().free(block.handle).expect("freed");
+    allocator.return_stream(id).expect("returned");
+    drop(first);
+    // SAFETY: a stream of this device, alive until the end of the test.
+    unsafe { allocator.relend_stream(id, LentStream::of(second.cu_stream())) }.expect("lent again");
+    let again = allocator.core().allocate(PoolId::DEFAULT, id, 1 << 20).expect("memory");
+    assert_eq!(again.address, block.address, "the id has its heap");
+    let waiting = std::thread::spawn({
+        let second = Arc::clone(&second);
+        move || second.synchronize()
+    });
+    std::thread::sleep(std::time::Duration::from_millis(30));
+    assert!(!waiting.is_finished(), "the second stream did not wait");
+    drop(work);
+    waiting.join().expect("no panic").expect("synchronized");
+});
+
+stub_test!(what_a_stream_left_in_a_shared_heap_is_waited_for_after_it_is_gone, {
+    let device = device();
+    let (gone, other) = (device.context().new_stream().expect("a stream"), device.context().new_stream().expect("one"));
+    let allocator = allocator(&device, StreamPolicy::Shared);
+    let (gone_id, other_id) = (lend(&allocator, gone.cu_stream()), lend(&allocator, other.cu_stream()));
+    let block = allocator.core().allocate(PoolId::DEFAULT, gone_id, 1 << 20).expect("memory");
+    let work = hold(gone.cu_stream() as u64);
+    allocator.core().free(block.handle).expect("freed");
+    allocator.return_stream(gone_id).expect("returned");
+    drop(gone);
+    let again = allocator.core().allocate(PoolId::DEFAULT, other_id, 1 << 20).expect("memory");
+    assert_eq!(again.address, block.address);
+    let waiting = std::thread::spawn({
+        let other = Arc::clone(&other);
+        move || other.synchronize()
+    });
+    std::thread::sleep(std::time::Duration::from_millis(30));
+    assert!(!waiting.is_finished(), "nobody waited for the stream that is gone");
+    drop(work);
+    waiting.join().expect("no panic").expect("synchronized");
+});
+
+stub_test!(a_return_that_fails_changes_nothing, {
+    let device = device();
+    let stream = device.context().new_stream().expect("a stream");
+    let allocator = allocator(&device, StreamPolicy::Separate);
+    let id = lend(&allocator, stream.cu_stream());
+    fail("cuEventRecord", 1, 719);
+    let refused = allocator.return_stream(id);
+    assert!(matches!(refused, Err(CudaError::Driver(error)) if error.code == 719), "{refused:?}");
+    allocator.core().allocate(PoolId::DEFAULT, id, 512).expect("the stream serves on");
+    allocator.return_stream(id).expect("returned");
+    let host = allocator.register_host_stream().expect("registered");
+    assert!(allocator.return_stream(host).is_err(), "the host was not lent");
+    drop(allocator);
+    assert_eq!(live().streams, 1, "the stream that stood for those that are gone is gone");
+});

@@ -1,0 +1,186 @@
+//! Calls about memory pools: the driver carries them out for its own pool, and ours follows.
+
+use crate::context::Context;
+use crate::libcuda;
+use crate::outcome::SUCCESS;
+use crate::peers;
+use crate::pools::{MemPool, PoolProperties};
+use crate::settings::settings;
+use crate::{contexts, exit};
+use std::ffi::{c_int, c_void};
+
+/// `CUmemPool_attribute`.
+mod attribute_number {
+    use std::ffi::c_int;
+    pub(super) const RESERVED: c_int = 5;
+    pub(super) const RESERVED_PEAK: c_int = 6;
+    pub(super) const USED: c_int = 7;
+    pub(super) const USED_PEAK: c_int = 8;
+}
+
+/// Whether pools are served at all.
+fn are_served() -> bool {
+    settings().is_some_and(|settings| !settings.is_watched)
+}
+
+/// A pool that is served.
+fn served(raw: usize) -> Option<&'static MemPool> {
+    if !are_served() {
+        return None;
+    }
+    // It may be the default pool of a device on which nothing was allocated yet.
+    let known = MemPool::find(raw).or_else(|| contexts::current().and_then(|_| MemPool::find(raw)));
+    known.filter(|pool| pool.is_served())
+}
+
+/// # Safety
+/// As the driver's call.
+pub(super) unsafe fn create(
+    driver: unsafe extern "C" fn(*mut usize, *const PoolProperties) -> c_int,
+    pool: *mut usize,
+    properties: *const PoolProperties,
+) -> c_int {
+    // SAFETY: the caller's contract.
+    let code = unsafe { driver(pool, properties) };
+    if code == SUCCESS && are_served() {
+        // SAFETY: the driver read and wrote them.
+        unsafe { MemPool::of_program(pool.read(), &*properties) };
+    }
+    code
+}
+
+/// # Safety
+/// As the driver's call.
+pub(super) unsafe fn destroy(driver: unsafe extern "C" fn(usize) -> c_int, pool: usize) -> c_int {
+    // SAFETY: the caller's contract.
+    let code = unsafe { driver(pool) };
+    if code == SUCCESS {
+        let device = MemPool::find(pool).map(MemPool::device);
+        MemPool::destroy(pool);
+        // It may have been the device's current one.
+        device.into_iter().for_each(find_current);
+    }
+    code
+}
+
+/// # Safety
+/// As the driver's call.
+pub(super) unsafe fn attribute(
+    driver: unsafe extern "C" fn(usize, c_int, *mut c_void) -> c_int,
+    pool: usize,
+    attribute: c_int,
+    value: *mut c_void,
+) -> c_int {
+    // SAFETY: the caller's contract.
+    let code = unsafe { driver(pool, attribute, value) };
+    let stats = if code == SUCCESS { served(pool).and_then(MemPool::stats) } else { None };
+    let Some(stats) = stats else { return code };
+    let ours = match attribute {
+        attribute_number::RESERVED => stats.reserved_bytes.current,
+        attribute_number::RESERVED_PEAK => stats.reserved_bytes.peak,
+        attribute_number::USED => stats.usage.all.allocated_bytes.current,
+        attribute_number::USED_PEAK => stats.usage.all.allocated_bytes.peak,
+        _ => return code,
+    };
+    let value = value.cast::<u64>();
+    // SAFETY: the driver wrote a number of eight bytes.
+    unsafe { value.write_unaligned(value.read_unaligned() + ours) };
+    code
+}
+
+/// # Safety
+/// As the driver's call.
+pub(super) unsafe fn set_attribute(
+    driver: unsafe extern "C" fn(usize, c_int, *mut c_void) -> c_int,
+    pool: usize,
+    attribute: c_int,
+    value: *mut c_void,
+) -> c_int {
+    // SAFETY: the caller's contract.
+    let code = unsafe { driver(pool, attribute, value) };
+    if code == SUCCESS
+        && matches!(attribute, attribute_number::RESERVED_PEAK | attribute_number::USED_PEAK)
+        && let Some(pool) = served(pool)
+    {
+        if let Some(context) = Context::of_device(pool.device()) {
+            exit::keep_peaks(context);
+        }
+        pool.reset_peaks();
+    }
+    code
+}
+
+/// # Safety
+/// As the driver's call.
+pub(super) unsafe fn trim_to(driver: unsafe extern "C" fn(usize, usize) -> c_int, pool: usize, keep: usize) -> c_int {
+    // SAFETY: the caller's contract.
+    let code = unsafe { driver(pool, keep) };
+    if code == SUCCESS
+        && let Some(pool) = served(pool)
+    {
+        pool.trim_to(keep as u64);
+    }
+    code
+}
+
+/// # Safety
+/// As the driver's call.
+pub(super) unsafe fn set_access(
+    driver: unsafe extern "C" fn(usize, *const [c_int; 3], usize) -> c_int,
+    pool: usize,
+    access: *const [c_int; 3],
+    count: usize,
+) -> c_int {
+    // SAFETY: the caller's contract.
+    let code = unsafe { driver(pool, access, count) };
+    let Some(pool) = served(pool).filter(|_| code == SUCCESS) else { return code };
+    // Kind of location, device, what it may do. Access that is taken away stays: it was given to all memory of the device.
+    for at in 0..count {
+        // SAFETY: the driver read as many.
+        let [kind, device, flags] = unsafe { access.add(at).read() };
+        let context = Context::of_device(pool.device());
+        if let Some(context) = context.filter(|_| kind == 1 && flags != 0)
+            && let Err(code) = peers::grant_now(context, device)
+        {
+            return code;
+        }
+    }
+    code
+}
+
+/// Another pool serves `cuMemAllocAsync` on a device from now on.
+fn find_current(device: c_int) {
+    if let (Some(context), Some(driver)) = (Context::of_device(device), libcuda::driver()) {
+        context.find_current_pool(driver);
+    }
+}
+
+/// # Safety
+/// As the driver's call.
+pub(super) unsafe fn set_current(
+    driver: unsafe extern "C" fn(c_int, usize) -> c_int,
+    device: c_int,
+    pool: usize,
+) -> c_int {
+    // SAFETY: the caller's contract.
+    let code = unsafe { driver(device, pool) };
+    find_current(device);
+    code
+}
+
+/// # Safety
+/// As the driver's call.
+pub(super) unsafe fn set_current_of_location(
+    driver: unsafe extern "C" fn(*const [c_int; 2], c_int, usize) -> c_int,
+    location: *const [c_int; 2],
+    kind: c_int,
+    pool: usize,
+) -> c_int {
+    // SAFETY: the caller's contract.
+    let code = unsafe { driver(location, kind, pool) };
+    if code == SUCCESS && !location.is_null() {
+        // SAFETY: the driver read it.
+        find_current(unsafe { location.read() }[1]);
+    }
+    code
+}

@@ -1,0 +1,157 @@
+//! What a process tells `symmalloc run` when it ends: one file in the run's folder, `PID.json`.
+//!
+//! `PID.begun` is written when the process first allocates. A process that is killed leaves it, and no `PID.json`.
+
+use crate::context::Context;
+use crate::ledger::Found;
+use crate::live::LIVE;
+use crate::settings::{Settings, rank, say, settings};
+use crate::{forks, recordings, tally, watch};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::ffi::c_int;
+use std::path::Path;
+use std::sync::{Mutex, Once, PoisonError};
+use symmalloc_core::PoolId;
+
+/// Sizes of leaks that are told.
+const LEAK_SIZES_MAX: usize = 100;
+
+/// What was known of contexts when they ended.
+static ENDED: Mutex<Vec<Value>> = Mutex::new(Vec::new());
+/// Peaks before the program had them start anew: device, and bytes reserved.
+static PEAKS: Mutex<BTreeMap<c_int, u64>> = Mutex::new(BTreeMap::new());
+
+/// The process allocates: sees to it that it tells what it did when it ends, where somebody wants to know.
+#[inline]
+pub(crate) fn begin() {
+    static IS_ASKED: Once = Once::new();
+    IS_ASKED.call_once(|| {
+        let Some(settings) = settings() else { return };
+        if settings.folder.is_some() {
+            tally::begin();
+            tell(settings, "begun", &json!({ "process": std::process::id(), "program": program(), "rank": rank() }));
+        }
+        if settings.folder.is_some() || settings.record.is_some() {
+            // SAFETY: the function takes nothing, and this library is never closed.
+            let refused = unsafe { libc::atexit(finish) };
+            if refused != 0 {
+                say(format_args!("the system has no memory to write a summary at exit"));
+            }
+        }
+    });
+}
+
+fn program() -> String {
+    std::env::args_os().next().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
+}
+
+fn tell(settings: &Settings, suffix: &str, value: &Value) {
+    let Some(folder) = &settings.folder else { return };
+    let name = format!("{}.{suffix}", std::process::id());
+    if let Err(error) = write_whole(folder, &name, &value.to_string()) {
+        say(format_args!("{}: {error}", folder.join(name).display()));
+    }
+}
+
+/// Under its name stands a whole file or none.
+fn write_whole(folder: &Path, name: &str, text: &str) -> std::io::Result<()> {
+    let draft = folder.join(format!("{name}.draft"));
+    std::fs::write(&draft, text)?;
+    std::fs::rename(&draft, folder.join(name))
+}
+
+extern "C" fn finish() {
+    // No panic may leave a function that the C library calls.
+    let _panicked = std::panic::catch_unwind(|| {
+        if forks::is_forked() {
+            return;
+        }
+        watch::finish();
+        let Some(settings) = settings() else { return };
+        let ended = std::mem::take(&mut *ENDED.lock().unwrap_or_else(PoisonError::into_inner));
+        let serving = Context::all().filter(|context| !context.is_gone());
+        let served = serving.map(|context| {
+            let told = of_context(context);
+            let _not_recording = context.allocator().core().stop_recording();
+            told
+        });
+        let devices: Vec<Value> = ended.into_iter().chain(served).chain(of_watched()).collect();
+        let tally = tally::read();
+        let told = json!({
+            "process": std::process::id(),
+            "program": program(),
+            "rank": rank(),
+            "watched": settings.is_watched,
+            "allocations": tally.allocations,
+            "frees": tally.frees,
+            "passed_on": tally.passed_on,
+            "nanoseconds": tally.nanoseconds,
+            "peak_live_bytes": tally.peak_live_bytes,
+            "peak_driver_bytes": tally.peak_driver_bytes,
+            "devices": devices,
+        });
+        tell(settings, "json", &told);
+    });
+}
+
+/// A context is about to end: what is asked for at the exit is known now.
+pub(crate) fn keep(context: &'static Context) {
+    if settings().is_some_and(|settings| settings.folder.is_some()) {
+        let told = of_context(context);
+        ENDED.lock().unwrap_or_else(PoisonError::into_inner).push(told);
+    }
+}
+
+/// The program is about to have its peaks start anew.
+pub(crate) fn keep_peaks(context: &Context) {
+    let peak = context.allocator().stats().reserved_bytes.peak;
+    let mut peaks = PEAKS.lock().unwrap_or_else(PoisonError::into_inner);
+    let known = peaks.entry(context.device()).or_default();
+    *known = peak.max(*known);
+}
+
+fn of_context(context: &'static Context) -> Value {
+    keep_peaks(context);
+    let peaks = PEAKS.lock().unwrap_or_else(PoisonError::into_inner);
+    let core = context.allocator().core();
+    let pools = (0..core.pool_count()).map(PoolId);
+    let digests = pools.filter_map(|pool| core.digest(pool).ok().map(|digest| (pool, digest)));
+    let digests: Vec<Value> = digests
+        .filter(|(_, digest)| digest.ops > 0)
+        .map(|(pool, digest)| json!({ "pool": pool.0, "ops": digest.ops, "digest": digest.to_string() }))
+        .collect();
+    let live = LIVE.all();
+    let stats = context.allocator().stats();
+    json!({
+        "device": context.device(),
+        "trace": recordings::file_of(context.device() as usize),
+        "peak_reserved_bytes": peaks.get(&context.device()),
+        "growths": stats.growth_count,
+        "refused": stats.out_of_memory_count,
+        "digests": digests,
+        "leaks": leaks(live.iter().filter(|found| std::ptr::eq(found.known.context, context))),
+    })
+}
+
+fn of_watched() -> Vec<Value> {
+    let live = watch::WATCHED.all();
+    let told = |device: c_int| {
+        json!({
+            "device": device,
+            "trace": recordings::file_of(device as usize),
+            "leaks": leaks(live.iter().filter(|found| found.known.device == device)),
+        })
+    };
+    watch::all_devices().into_iter().map(told).collect()
+}
+
+/// What is still allocated, by size, most bytes first.
+fn leaks<'a, T: 'a>(live: impl Iterator<Item = &'a Found<T>>) -> Vec<Value> {
+    let mut counts: BTreeMap<u64, u64> = BTreeMap::new();
+    live.for_each(|found| *counts.entry(found.size_bytes).or_default() += 1);
+    let mut leaks: Vec<(u64, u64)> = counts.into_iter().collect();
+    leaks.sort_by_key(|(size_bytes, count)| std::cmp::Reverse((size_bytes * count, *size_bytes)));
+    let told = leaks.into_iter().take(LEAK_SIZES_MAX);
+    told.map(|(size_bytes, count)| json!({ "size_bytes": size_bytes, "count": count })).collect()
+}

@@ -1,0 +1,157 @@
+//! Allocations and frees, served.
+//!
+//! ```text
+//!  cuMemAlloc ──────── host's stream, p0 ─┐                    ┌─ LIVE: address ─► context, handle, stream
+//!  cuMemAllocAsync ─── stream ─► number ──┴─► symmalloc-cuda ──┘
+//!  cuMemFree ──────── LIVE ─► the context's work is waited for ─► free
+//!  cuMemFreeAsync ─── LIVE ─► a use by the freeing stream, if it is another ─► free
+//! ```
+//!
+//! What is not ours goes to the driver: [`Outcome::Driver`]. A free takes the allocation out of [`LIVE`] first, so of two
+//! threads that free it one gets the driver's answer to an address that it does not know; a free that fails puts it back.
+
+use crate::captures;
+use crate::context::Context;
+use crate::contexts;
+use crate::ledger::Found;
+use crate::libcuda;
+use crate::live::{LIVE, Live};
+use crate::outcome::{self, code_of_allocate, code_of_free};
+use crate::pools::MemPool;
+use crate::streams::{self, NotServed};
+use crate::tally;
+use std::ffi::c_int;
+use symmalloc_core::errors::RecordUseError;
+use symmalloc_core::{Allocation, PoolId, StreamId};
+
+/// What became of a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Outcome<T> {
+    Done(T),
+    /// The driver's code.
+    Failed(c_int),
+    /// The driver serves it.
+    Driver,
+}
+
+impl<T> From<NotServed> for Outcome<T> {
+    fn from(reason: NotServed) -> Self {
+        match reason {
+            NotServed::Driver => Outcome::Driver,
+            NotServed::Refused(code) => Outcome::Failed(code),
+        }
+    }
+}
+
+/// `cuMemAlloc`.
+#[inline]
+pub(crate) fn allocate(size_bytes: u64) -> Outcome<u64> {
+    let Some(context) = contexts::current() else { return Outcome::Driver };
+    take(context, Context::SYNCHRONOUS, context.host, None, size_bytes)
+}
+
+/// `cuMemAllocAsync`, or from a pool.
+#[inline]
+pub(crate) fn allocate_async(size_bytes: u64, stream: usize, pool: Option<usize>) -> Outcome<u64> {
+    if captures::has(stream) {
+        // The graph allocates when it runs.
+        return Outcome::Driver;
+    }
+    let stream = match streams::find(stream) {
+        Ok(stream) => stream,
+        Err(reason) => return reason.into(),
+    };
+    let pool = match pool {
+        None => stream.context.current_pool(),
+        Some(raw) => MemPool::find(raw),
+    };
+    let Some(pool) = pool else { return Outcome::Driver };
+    let Some(id) = pool.id_in(stream.context.id(), stream.context.device(), stream.context.allocator()) else {
+        return Outcome::Driver;
+    };
+    take(stream.context, id, stream.id, Some(pool), size_bytes)
+}
+
+#[inline]
+fn take(
+    context: &'static Context,
+    pool: PoolId,
+    stream: StreamId,
+    of: Option<&'static MemPool>,
+    size_bytes: u64,
+) -> Outcome<u64> {
+    match context.allocator().core().allocate(pool, stream, size_bytes) {
+        Ok(Allocation { address, handle, .. }) => {
+            LIVE.insert(address.0, size_bytes, Live { context, handle, stream, pool: of });
+            tally::allocated(size_bytes);
+            Outcome::Done(address.0)
+        }
+        Err(error) => Outcome::Failed(code_of_allocate(&error)),
+    }
+}
+
+/// `cuMemFree`: as the driver's, it returns when the work that the context was given is done.
+pub(crate) fn free(address: u64) -> Outcome<()> {
+    let Some(found) = LIVE.take(address) else { return Outcome::Driver };
+    if let Err(error) = found.known.context.allocator().device().synchronize() {
+        return put_back(found, error.code);
+    }
+    give_back(found)
+}
+
+/// `cuMemFreeAsync`.
+#[inline]
+pub(crate) fn free_async(address: u64, stream: usize) -> Outcome<()> {
+    let Some(found) = LIVE.take(address) else { return Outcome::Driver };
+    if captures::has(stream) {
+        // A graph frees what a graph allocated. The driver refuses, and says so in its own way.
+        LIVE.insert(found.address, found.size_bytes, found.known);
+        return Outcome::Driver;
+    }
+    let stream = match streams::find(stream) {
+        Ok(stream) => stream,
+        Err(NotServed::Refused(code)) => return put_back(found, code),
+        Err(NotServed::Driver) => return free_behind(found, stream),
+    };
+    let Live { context, handle, stream: owner, .. } = found.known;
+    if !std::ptr::eq(stream.context, context) {
+        return free_behind(found, stream.raw());
+    }
+    if stream.id != owner {
+        match context.allocator().core().record_use(handle, stream.id) {
+            Ok(()) => {}
+            Err(RecordUseError::Handle(_)) => return put_back(found, outcome::INVALID_VALUE),
+            Err(_) => return put_back(found, outcome::UNKNOWN),
+        }
+    }
+    give_back(found)
+}
+
+/// Frees behind the work of a stream of another context: the host waits for it.
+#[cold]
+fn free_behind(found: Found<Live>, stream: usize) -> Outcome<()> {
+    let Some(driver) = libcuda::driver() else { return put_back(found, outcome::UNKNOWN) };
+    // SAFETY: the program names a stream; the driver checks it.
+    match unsafe { driver.stream_synchronize(stream) } {
+        Ok(()) => give_back(found),
+        Err(code) => put_back(found, code),
+    }
+}
+
+#[inline]
+fn give_back(found: Found<Live>) -> Outcome<()> {
+    match found.known.context.allocator().core().free(found.known.handle) {
+        Ok(()) => {
+            tally::freed(found.size_bytes);
+            Outcome::Done(())
+        }
+        Err(error) => put_back(found, code_of_free(&error)),
+    }
+}
+
+/// A free failed: the allocation is still live.
+#[cold]
+fn put_back<T>(found: Found<Live>, code: c_int) -> Outcome<T> {
+    LIVE.insert(found.address, found.size_bytes, found.known);
+    Outcome::Failed(code)
+}

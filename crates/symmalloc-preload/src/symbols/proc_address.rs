@@ -1,0 +1,71 @@
+//! `cuGetProcAddress`, which the CUDA runtime asks for nearly everything: the driver answers, and where the answer is a call that is
+//! served here, the program gets ours.
+
+use super::served::{self, ServedCall};
+use crate::libcuda;
+use std::ffi::{CStr, c_char, c_int, c_void};
+
+/// `cuGetProcAddress` before CUDA 12.
+pub(crate) type FirstCall = unsafe extern "C" fn(*const c_char, *mut *mut c_void, c_int, u64) -> c_int;
+/// `cuGetProcAddress_v2`.
+pub(crate) type SecondCall = unsafe extern "C" fn(*const c_char, *mut *mut c_void, c_int, u64, *mut c_int) -> c_int;
+
+/// # Safety
+/// As the driver's call.
+pub(crate) unsafe fn first(
+    all: &[&'static ServedCall],
+    driver: FirstCall,
+    symbol: *const c_char,
+    function: *mut *mut c_void,
+    version: c_int,
+    flags: u64,
+) -> c_int {
+    // SAFETY: the caller's contract.
+    unsafe {
+        let code = driver(symbol, function, version, flags);
+        put_ours(all, code, symbol, function, version, flags);
+        code
+    }
+}
+
+/// # Safety
+/// As the driver's call.
+#[allow(clippy::too_many_arguments, reason = "the driver's signature, and the calls that are served")]
+pub(crate) unsafe fn second(
+    all: &[&'static ServedCall],
+    driver: SecondCall,
+    symbol: *const c_char,
+    function: *mut *mut c_void,
+    version: c_int,
+    flags: u64,
+    status: *mut c_int,
+) -> c_int {
+    // SAFETY: the caller's contract.
+    unsafe {
+        let code = driver(symbol, function, version, flags, status);
+        put_ours(all, code, symbol, function, version, flags);
+        code
+    }
+}
+
+/// # Safety
+/// What the driver answered to a call with these arguments.
+unsafe fn put_ours(
+    all: &[&'static ServedCall],
+    code: c_int,
+    symbol: *const c_char,
+    function: *mut *mut c_void,
+    version: c_int,
+    flags: u64,
+) {
+    if code != 0 || symbol.is_null() || function.is_null() {
+        return;
+    }
+    // SAFETY: the driver accepted both.
+    let (name, found) = unsafe { (CStr::from_ptr(symbol), function.read()) };
+    let (Ok(name), false, Some(library)) = (name.to_str(), found.is_null(), libcuda::if_loaded()) else { return };
+    if let Some(call) = served::by_request(all, library, name, version, flags, found) {
+        // SAFETY: the driver wrote there.
+        unsafe { function.write(call.served()) };
+    }
+}

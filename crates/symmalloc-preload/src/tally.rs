@@ -1,0 +1,139 @@
+//! What the program did, counted where `symmalloc run` wants to know.
+//!
+//! Counts are spread over as many cache lines as threads are likely to run at once. Live bytes and their peak are one number for all.
+
+use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
+
+const SHARDS: usize = 16;
+
+/// Whether anybody wants to know.
+static IS_ON: AtomicBool = AtomicBool::new(false);
+
+#[repr(align(128))]
+struct Shard {
+    allocations: AtomicU64,
+    frees: AtomicU64,
+    passed_on: AtomicU64,
+    nanoseconds: AtomicU64,
+}
+
+static COUNTS: [Shard; SHARDS] = [const {
+    Shard {
+        allocations: AtomicU64::new(0),
+        frees: AtomicU64::new(0),
+        passed_on: AtomicU64::new(0),
+        nanoseconds: AtomicU64::new(0),
+    }
+}; SHARDS];
+
+/// Bytes, and the most at any time.
+struct Peak {
+    current: AtomicU64,
+    peak: AtomicU64,
+}
+
+impl Peak {
+    fn add(&self, bytes: u64) {
+        let current = self.current.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        if current > self.peak.load(Ordering::Relaxed) {
+            self.peak.fetch_max(current, Ordering::Relaxed);
+        }
+    }
+}
+
+static LIVE: Peak = Peak { current: AtomicU64::new(0), peak: AtomicU64::new(0) };
+/// The same as the driver rounds.
+static DRIVERS: Peak = Peak { current: AtomicU64::new(0), peak: AtomicU64::new(0) };
+
+/// What was counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Tally {
+    pub(crate) allocations: u64,
+    pub(crate) frees: u64,
+    /// Allocations that the driver served.
+    pub(crate) passed_on: u64,
+    /// Time in calls that were served.
+    pub(crate) nanoseconds: u64,
+    pub(crate) peak_live_bytes: u64,
+    /// What the driver would have needed at least for what was live at once.
+    pub(crate) peak_driver_bytes: u64,
+}
+
+/// Begins to count.
+pub(crate) fn begin() {
+    IS_ON.store(true, Ordering::Relaxed);
+}
+
+#[inline]
+fn is_on() -> bool {
+    IS_ON.load(Ordering::Relaxed)
+}
+
+fn shard() -> &'static Shard {
+    thread_local! {
+        static OWN: Cell<usize> = const { Cell::new(usize::MAX) };
+    }
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    if OWN.get() == usize::MAX {
+        OWN.set(NEXT.fetch_add(1, Ordering::Relaxed) as usize % SHARDS);
+    }
+    &COUNTS[OWN.get()]
+}
+
+/// As the driver rounds: to 512 bytes below a MiB, where it shares pages of 2 MiB, and to such pages above.
+fn driver_bytes(size_bytes: u64) -> u64 {
+    if size_bytes < 1 << 20 { size_bytes.next_multiple_of(512) } else { size_bytes.next_multiple_of(2 << 20) }
+}
+
+#[inline]
+pub(crate) fn allocated(size_bytes: u64) {
+    if is_on() {
+        shard().allocations.fetch_add(1, Ordering::Relaxed);
+        LIVE.add(size_bytes);
+        DRIVERS.add(driver_bytes(size_bytes));
+    }
+}
+
+#[inline]
+pub(crate) fn freed(size_bytes: u64) {
+    if is_on() {
+        shard().frees.fetch_add(1, Ordering::Relaxed);
+        LIVE.current.fetch_sub(size_bytes, Ordering::Relaxed);
+        DRIVERS.current.fetch_sub(driver_bytes(size_bytes), Ordering::Relaxed);
+    }
+}
+
+/// The driver serves an allocation.
+#[inline]
+pub(crate) fn passed_on() {
+    if is_on() {
+        shard().passed_on.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// Measures a call that is served.
+#[inline]
+pub(crate) fn timed<T>(act: impl FnOnce() -> T) -> T {
+    if !is_on() {
+        return act();
+    }
+    let begun = Instant::now();
+    let outcome = act();
+    shard().nanoseconds.fetch_add(begun.elapsed().as_nanos() as u64, Ordering::Relaxed);
+    outcome
+}
+
+/// What was counted so far.
+pub(crate) fn read() -> Tally {
+    let sum = |of: fn(&Shard) -> &AtomicU64| COUNTS.iter().map(|shard| of(shard).load(Ordering::Relaxed)).sum();
+    Tally {
+        allocations: sum(|shard| &shard.allocations),
+        frees: sum(|shard| &shard.frees),
+        passed_on: sum(|shard| &shard.passed_on),
+        nanoseconds: sum(|shard| &shard.nanoseconds),
+        peak_live_bytes: LIVE.peak.load(Ordering::Relaxed),
+        peak_driver_bytes: DRIVERS.peak.load(Ordering::Relaxed).next_multiple_of(2 << 20),
+    }
+}

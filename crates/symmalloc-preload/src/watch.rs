@@ -1,0 +1,190 @@
+//! The program keeps its own allocator and is only watched: a recorder for any CUDA program.
+//!
+//! ```text
+//!  cuMemAlloc, cuMemAllocAsync ... ─► the driver ── succeeded ──► record: a id size stream      ─► trace of the device
+//!  cuMemFree, cuMemFreeAsync ...   ─► the driver ── succeeded ──► record: u id stream?, f id
+//! ```
+//!
+//! Streams are numbered as when the program is served. What a capture allocates is a part of its graph, and no record.
+
+use crate::ledger::Ledger;
+use crate::numbers::{Number, Numbers, StreamName};
+use crate::outcome::SUCCESS;
+use crate::streams;
+use crate::{captures, forks, libcuda, recordings, settings, tally};
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::ffi::c_int;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use symmalloc_core::op::{Op, Record};
+use symmalloc_core::recording::Sink;
+use symmalloc_core::{AllocationId, PoolId, StreamId};
+use symmalloc_import::TraceFile;
+
+/// What is known of an allocation of the driver's.
+#[derive(Clone, Copy)]
+pub(crate) struct Watched {
+    pub(crate) device: c_int,
+    id: AllocationId,
+    stream: StreamId,
+}
+
+/// What is allocated, over all devices.
+pub(crate) static WATCHED: Ledger<Watched> = Ledger::new();
+
+struct WatchedDevice {
+    /// `None`: nothing is recorded, or not any more.
+    file: Option<TraceFile>,
+    numbers: Numbers<StreamName>,
+    streams: u16,
+    allocations: u64,
+}
+
+static DEVICES: Mutex<BTreeMap<c_int, WatchedDevice>> = Mutex::new(BTreeMap::new());
+
+fn devices() -> MutexGuard<'static, BTreeMap<c_int, WatchedDevice>> {
+    DEVICES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The devices on which something was allocated.
+pub(crate) fn all_devices() -> Vec<c_int> {
+    devices().keys().copied().collect()
+}
+
+impl WatchedDevice {
+    fn new(device: c_int) -> Self {
+        forks::watch();
+        let (ordinal, settings) = (usize::try_from(device).unwrap_or(0), settings::settings());
+        let file = settings.and_then(|settings| {
+            let mut file = recordings::create(ordinal, settings)?;
+            let begun = file.begin(&settings.config).map_err(recordings::refused);
+            begun.inspect_err(|error| settings::say(format_args!("nothing is recorded: {error}"))).ok()?;
+            Some(file)
+        });
+        WatchedDevice { file, numbers: Numbers::new(), streams: 0, allocations: 0 }
+    }
+
+    fn record(&mut self, op: Op) {
+        let Some(file) = &mut self.file else { return };
+        if let Err(error) = file.record(Record::from(op)) {
+            settings::say(format_args!("nothing more is recorded: {error}"));
+            self.file = None;
+        }
+    }
+
+    /// The number of a stream. The last one is shared by all that come after 65,535.
+    fn number(&mut self, name: StreamName) -> StreamId {
+        let number = match self.numbers.number_for(name) {
+            Number::Known(number) => return StreamId(number),
+            Number::Reused(number) => number,
+            Number::New if self.streams == u16::MAX => return StreamId(u16::MAX - 1),
+            Number::New => {
+                self.streams += 1;
+                self.record(Op::RegisterStream { stream: StreamId(self.streams - 1) });
+                self.streams - 1
+            }
+        };
+        self.numbers.give(name, number);
+        StreamId(number)
+    }
+}
+
+/// How many streams were destroyed: what a thread remembers of a handle holds until then.
+static DESTROYED: AtomicU64 = AtomicU64::new(0);
+
+/// The device of a stream: of its context, or of the current one. The thread remembers the last answer.
+fn device_of(stream: Option<usize>) -> Option<c_int> {
+    thread_local! {
+        /// A handle of a stream, how many were destroyed then, and the device.
+        static STREAM: Cell<(usize, u64, c_int)> = const { Cell::new((0, 0, 0)) };
+        /// A context, and its device.
+        static CONTEXT: Cell<(usize, c_int)> = const { Cell::new((0, 0)) };
+    }
+    let driver = libcuda::driver()?;
+    let Some(stream) = stream.filter(|stream| *stream > streams::PER_THREAD) else {
+        let context = driver.current()?;
+        let (known, device) = CONTEXT.get();
+        let device = if known == context { device } else { driver.device_of(context)? };
+        CONTEXT.set((context, device));
+        return Some(device);
+    };
+    let destroyed = DESTROYED.load(Ordering::Acquire);
+    let (known, when, device) = STREAM.get();
+    if known == stream && when == destroyed {
+        return Some(device);
+    }
+    let mut context = 0;
+    // SAFETY: valid for writing, and a stream that the driver just took.
+    unsafe { driver.stream_context(stream, &raw mut context) }.ok()?;
+    let device = driver.device_of(context)?;
+    STREAM.set((stream, destroyed, device));
+    Some(device)
+}
+
+/// The driver answered to an allocation: notes it if it succeeded. `stream` is `None` for `cuMemAlloc`.
+///
+/// # Safety
+/// `address` is what the driver wrote to, if it succeeded.
+pub(crate) unsafe fn allocated(code: c_int, address: *mut u64, size_bytes: u64, stream: Option<usize>) -> c_int {
+    if code != SUCCESS || size_bytes == 0 || address.is_null() {
+        return code;
+    }
+    if stream.is_some_and(captures::has) {
+        return code;
+    }
+    let Some(device) = device_of(stream) else { return code };
+    // SAFETY: the caller's contract.
+    let address = unsafe { address.read() };
+    let mut devices = devices();
+    let known = devices.entry(device).or_insert_with(|| WatchedDevice::new(device));
+    let stream = known.number(streams::name_of(stream.unwrap_or(0)));
+    let id = AllocationId(known.allocations);
+    known.allocations += 1;
+    known.record(Op::Allocate { id, pool: PoolId::DEFAULT, stream, size_bytes });
+    // Before another thread can free it, and before the driver can give the address again.
+    WATCHED.insert(address, size_bytes, Watched { device, id, stream });
+    drop(devices);
+    tally::allocated(size_bytes);
+    code
+}
+
+/// The program frees. `stream` is `None` for `cuMemFree`.
+pub(crate) fn freed(address: u64, stream: Option<usize>, call: impl FnOnce() -> c_int) -> c_int {
+    // Taken out before the driver can give the address to another thread.
+    let Some(found) = WATCHED.take(address) else { return call() };
+    let code = call();
+    if code != SUCCESS {
+        WATCHED.insert(address, found.size_bytes, found.known);
+        return code;
+    }
+    let Watched { device, id, stream: owner } = found.known;
+    if let Some(known) = devices().get_mut(&device) {
+        let user = stream.map(|stream| known.number(streams::name_of(stream)));
+        if let Some(user) = user.filter(|user| *user != owner) {
+            known.record(Op::RecordUse { id, stream: user });
+        }
+        known.record(Op::Free { id });
+    }
+    tally::freed(found.size_bytes);
+    code
+}
+
+/// The program destroys a stream.
+pub(crate) fn destroyed(stream: usize) {
+    DESTROYED.fetch_add(1, Ordering::AcqRel);
+    for device in devices().values_mut() {
+        device.numbers.take_back(StreamName::Handle(stream));
+    }
+}
+
+/// Makes the traces whole.
+pub(crate) fn finish() {
+    for device in devices().values_mut() {
+        if let Some(mut file) = device.file.take()
+            && let Err(error) = file.finish()
+        {
+            settings::say(format_args!("the recording is not whole: {error}"));
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! Where programs of the tests run: a folder with the stub of libcuda, and this package's library before all others.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use tempfile::TempDir;
+
+/// The library, which cargo puts beside the test's executable.
+pub(crate) fn preload() -> String {
+    let executable = std::env::current_exe().expect("the test's executable");
+    let library = executable.parent().expect("a folder").join("libsymmalloc_preload.so");
+    assert!(library.exists(), "{} was not built", library.display());
+    library.to_str().expect("UTF-8").to_owned()
+}
+
+/// See the file's comment.
+pub(crate) struct Stage(TempDir);
+
+/// What a program said that succeeded.
+#[derive(Debug)]
+pub(crate) struct Said {
+    pub(crate) stdout: String,
+}
+
+impl Stage {
+    pub(crate) fn new() -> Self {
+        Stage(stub_process::stub_of_libcuda())
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    pub(crate) fn libcuda(&self) -> PathBuf {
+        self.path("libcuda.so")
+    }
+
+    /// A command in this environment.
+    pub(crate) fn command(&self, program: &Path) -> Command {
+        let mut command = Command::new(program);
+        command.env("LD_LIBRARY_PATH", self.0.path()).env("LD_PRELOAD", preload());
+        command
+    }
+
+    /// Runs a program.
+    #[track_caller]
+    pub(crate) fn run(&self, program: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> Said {
+        let output = self.command(program).args(arguments).envs(variables.iter().copied()).output();
+        let output = output.expect("the program starts");
+        let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+        let name = program.display();
+        assert!(output.status.success(), "{name} {arguments:?}: {}\n{stdout}{stderr}", output.status);
+        Said { stdout }
+    }
+}
+
+/// Compiles a program of `tests/programs`; linked with libcuda, if it says so. `None` without a compiler.
+pub(crate) fn compile(stage: &Stage, name: &str, flags: &[&str], is_linked: bool) -> Option<PathBuf> {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs").join(format!("{name}.c"));
+    let program = stage.path(name);
+    let mut compiler = Command::new(std::env::var("CC").unwrap_or_else(|_| "cc".to_owned()));
+    compiler
+        .args(["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror"])
+        .args(flags)
+        .arg(&source)
+        .arg("-o")
+        .arg(&program);
+    if is_linked {
+        compiler.arg("-L").arg(stage.0.path()).args(["-Wl,--no-as-needed", "-lcuda"]);
+    }
+    compiler.args(["-ldl", "-lpthread"]);
+    match compiler.output() {
+        Ok(compiled) => {
+            assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
+            Some(program)
+        }
+        Err(error) => {
+            println!("skipped: no C compiler ({error}); set CC");
+            None
+        }
+    }
+}

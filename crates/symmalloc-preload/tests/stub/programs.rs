@@ -1,0 +1,54 @@
+//! Programs in C: every way to ask for a call. Where there is no compiler the tests say so and pass.
+
+use crate::environment::{Stage, compile};
+
+/// A way to ask, and what the program needs to know for it.
+fn asked_by(way: &str, options: &[(&str, &str)]) {
+    let stage = Stage::new();
+    let flags = if way == "linked" { vec!["-DLINKED"] } else { vec![] };
+    let Some(program) = compile(&stage, "ways", &flags, true) else { return };
+    let version = if cfg!(target_arch = "aarch64") { "GLIBC_2.17" } else { "GLIBC_2.2.5" };
+    let libcuda = stage.libcuda();
+    let more = if way == "dlvsym" { version } else { libcuda.to_str().expect("UTF-8") };
+    let said = stage.run(&program, &[way, more], options);
+    assert_eq!(said.stdout.trim(), way, "{said:?}");
+}
+
+macro_rules! ways {
+    ($($test:ident $way:literal;)*) => {
+        $(
+            #[test]
+            fn $test() {
+                asked_by($way, &[]);
+            }
+        )*
+    };
+}
+
+ways! {
+    a_linked_symbol_is_served "linked";
+    a_symbol_of_an_opened_library_is_served "dlopen";
+    a_symbol_of_the_default_scope_is_served "default";
+    a_symbol_of_the_next_library_is_served "next";
+    a_symbol_of_the_program_itself_is_served "program";
+    a_version_finds_what_it_finds_without_us "dlvsym";
+    an_address_by_the_first_call_is_served "proc";
+    an_address_by_the_second_call_is_served "proc_v2";
+}
+
+#[test]
+fn an_address_that_is_not_exported_is_served_by_its_name() {
+    asked_by("proc", &[("STUB_TRAMPOLINES", "1")]);
+    asked_by("proc_v2", &[("STUB_TRAMPOLINES", "1")]);
+}
+
+#[test]
+fn a_program_without_cuda_does_not_notice() {
+    let stage = Stage::new();
+    let Some(program) = compile(&stage, "no_cuda", &[], false) else { return };
+    assert_eq!(stage.run(&program, &[], &[]).stdout, "without CUDA\n");
+    let copy = stage.path("copy");
+    let script = "echo a shell && cp /dev/null \"$0\" && ls \"$0\" >/dev/null";
+    let said = stage.run("sh".as_ref(), &["-c", script, copy.to_str().expect("UTF-8")], &[]);
+    assert_eq!(said.stdout, "a shell\n");
+}

@@ -1,0 +1,296 @@
+//! What a program gets: memory without driver calls, in stream order, and the driver's answers to mistakes.
+
+use crate::driver::*;
+use crate::environment::preload;
+use std::ffi::c_int;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+use stub_process::cuda::{LongWork, all_calls, calls, fail, heal, hold, live};
+use stub_process::stub_test;
+
+/// What the driver was asked, but for what a look-up or the test itself asks.
+fn driver_allocations() -> u64 {
+    let all = [
+        "cuMemAlloc_v2",
+        "cuMemFree_v2",
+        "cuMemAllocAsync",
+        "cuMemFreeAsync",
+        "cuMemAllocFromPoolAsync",
+        "cuMemCreate",
+    ];
+    all.into_iter().map(calls).sum()
+}
+
+/// Lets held work go in a while, and says so before.
+fn release_soon(work: LongWork, is_over: &Arc<AtomicBool>) -> JoinHandle<()> {
+    let is_over = Arc::clone(is_over);
+    thread::spawn(move || {
+        thread::sleep(Duration::from_millis(50));
+        is_over.store(true, Ordering::SeqCst);
+        drop(work);
+    })
+}
+
+stub_test!(a_steady_state_asks_the_driver_for_nothing, ["LD_PRELOAD" = &preload()], {
+    begin(0);
+    let stream = stream();
+    let step = || {
+        let (a, b) = (alloc(3 * MIB).expect("memory"), alloc_async(700, stream).expect("memory"));
+        let c = alloc_async(40 * MIB, 0).expect("memory");
+        assert_eq!([mem_free_async(b, stream), mem_free(a), mem_free_async(c, 0)], [0; 3]);
+        [a, b, c]
+    };
+    let first = step();
+    assert!(live().device_bytes > 43 << 20);
+    let before = driver_allocations();
+    assert!((0..100).all(|_| step() == first), "the same places in every iteration");
+    assert_eq!(driver_allocations(), before);
+    // An allocation on a stream makes no call at all, and neither does its free.
+    let before = all_calls();
+    let pointer = alloc_async(700, stream).expect("memory");
+    assert_eq!((mem_free_async(pointer, stream), all_calls()), (0, before));
+    assert_eq!((calls("cuMemAlloc_v2"), calls("cuMemAllocAsync")), (0, 0));
+});
+
+stub_test!(a_free_waits_for_the_context_and_an_async_one_does_not, ["LD_PRELOAD" = &preload()], {
+    begin(0);
+    let (stream, pointer) = (stream(), alloc(MIB).expect("memory"));
+    let work = hold(stream);
+    // Set after the work before it on the stream.
+    assert_eq!(memset_async(pointer, 7, MIB, stream), 0);
+    let is_over = Arc::new(AtomicBool::new(false));
+    let releaser = release_soon(work, &is_over);
+    assert_eq!(mem_free(pointer), 0);
+    assert!(is_over.load(Ordering::SeqCst), "the free returned before the work was done");
+    releaser.join().expect("no panic");
+    let pointer = alloc_async(MIB, stream).expect("memory");
+    let work = hold(stream);
+    assert_eq!(memset_async(pointer, 9, MIB, stream), 0);
+    assert_eq!(mem_free_async(pointer, stream), 0);
+    assert_eq!(alloc_async(MIB, stream), Ok(pointer), "stream order is enough");
+    drop(work);
+});
+
+stub_test!(memory_freed_on_another_stream_is_used_behind_that_streams_work, ["LD_PRELOAD" = &preload()], {
+    begin(0);
+    let (a, b) = (stream(), stream());
+    let pointer = alloc_async(MIB, a).expect("memory");
+    assert_eq!(memset_async(pointer, 1, MIB, a), 0);
+    let work = hold(b);
+    assert_eq!([memset_async(pointer, 2, MIB, b), mem_free_async(pointer, b)], [0; 2]);
+    assert_eq!(alloc_async(MIB, a), Ok(pointer));
+    assert_eq!(memset_async(pointer, 3, MIB, a), 0);
+    assert_eq!(byte(pointer), 1, "nothing has run behind the held work");
+    drop(work);
+    assert_eq!([stream_synchronize(b), stream_synchronize(a)], [0; 2]);
+    assert_eq!(byte(pointer), 3, "the next user's work came last");
+    // Memory of `cuMemAlloc` may be used at once: the host has waited.
+    let pointer = alloc(MIB).expect("memory");
+    let work = hold(b);
+    assert_eq!([memset_async(pointer, 4, MIB, b), mem_free_async(pointer, b)], [0; 2]);
+    let is_over = Arc::new(AtomicBool::new(false));
+    let releaser = release_soon(work, &is_over);
+    assert_eq!(alloc(MIB), Ok(pointer));
+    assert!(
+        is_over.load(Ordering::SeqCst) && byte(pointer) == 4,
+        "the memory was handed out before its last user was done"
+    );
+    releaser.join().expect("no panic");
+});
+
+stub_test!(
+    a_stream_that_is_gone_is_waited_for_by_the_next_one_with_its_number,
+    ["LD_PRELOAD" = &preload(), "STUB_REUSE_STREAMS" = "1"],
+    {
+        begin(0);
+        let first = stream();
+        let pointer = alloc_async(MIB, first).expect("memory");
+        let work = hold(first);
+        assert_eq!(
+            [memset_async(pointer, 5, MIB, first), mem_free_async(pointer, first), stream_destroy(first)],
+            [0; 3]
+        );
+        let second = stream();
+        assert_ne!(first, second, "its work is not done, so it is not gone for the driver");
+        // The number is the first stream's, and with it the memory.
+        assert_eq!(alloc_async(MIB, second), Ok(pointer));
+        assert_eq!(memset_async(pointer, 6, MIB, second), 0);
+        drop(work);
+        assert_eq!(stream_synchronize(second), 0);
+        assert_eq!(byte(pointer), 6);
+        assert_eq!([mem_free_async(pointer, second), stream_destroy(second)], [0; 2]);
+        // A handle that comes back is another stream, and gets the lowest number that is free.
+        let (third, fourth) = (stream(), stream());
+        assert!([first, second].contains(&third));
+        let lower = alloc_async(MIB, fourth).expect("memory");
+        assert_eq!(lower, pointer, "the first to be used, not the first to be made");
+        assert_ne!(alloc_async(MIB, third), Ok(pointer));
+        for _ in 0..200_000 / 100 {
+            let stream = stream();
+            let pointer = alloc_async(512, stream).expect("more streams than there are numbers come and go");
+            assert_eq!([mem_free_async(pointer, stream), stream_destroy(stream)], [0; 2]);
+        }
+    }
+);
+
+stub_test!(a_stream_whose_end_cannot_be_kept_track_of_is_not_destroyed, ["LD_PRELOAD" = &preload()], {
+    begin(0);
+    let stream = stream();
+    let pointer = alloc_async(MIB, stream).expect("memory");
+    assert_eq!(mem_free_async(pointer, stream), 0);
+    fail("cuEventRecord", 1, 214);
+    let before = live().streams;
+    assert_eq!(
+        (stream_destroy(stream), live().streams),
+        (214, before + 1),
+        "with the stream that stands for those that are gone"
+    );
+    assert_eq!(alloc_async(MIB, stream), Ok(pointer), "nothing has changed");
+    assert_eq!([mem_free_async(pointer, stream), stream_destroy(stream)], [0; 2]);
+});
+
+stub_test!(every_thread_has_a_default_stream_of_its_own, ["LD_PRELOAD" = &preload()], {
+    let context = begin(0);
+    let mut own = 0;
+    assert_eq!(mem_alloc_async_ptsz(&raw mut own, MIB, 0), 0);
+    assert_eq!(mem_free_async_ptsz(own, 0), 0);
+    assert_ne!(alloc_async(MIB, 0), Ok(own), "the legacy stream is another one");
+    assert_eq!(alloc_async(MIB, 2), Ok(own), "2 is another name of it");
+    assert_eq!(mem_free_async(own, 2), 0);
+    let others = thread::spawn(move || {
+        assert_eq!(set_current(context), 0);
+        let mut pointer = 0;
+        assert_eq!(mem_alloc_async_ptsz(&raw mut pointer, MIB, 0), 0);
+        assert_eq!(mem_free_async_ptsz(pointer, 0), 0);
+        pointer
+    });
+    let others = others.join().expect("no panic");
+    assert_ne!(others, own);
+    // The thread is gone, and the next one gets its number.
+    let next = thread::spawn(move || {
+        assert_eq!(set_current(context), 0);
+        let mut pointer = 0;
+        assert_eq!(mem_alloc_async_ptsz(&raw mut pointer, MIB, 0), 0);
+        assert_eq!(mem_free_async_ptsz(pointer, 0), 0);
+        pointer
+    });
+    assert_eq!(next.join().expect("no panic"), others);
+});
+
+stub_test!(mistakes_get_the_drivers_answers, ["LD_PRELOAD" = &preload()], {
+    let mut address = 0;
+    assert_eq!(init(0), 0);
+    assert_eq!(mem_alloc(&raw mut address, MIB), 201, "no context");
+    begin(0);
+    let (stream, pointer) = (stream(), alloc(MIB).expect("memory"));
+    assert_eq!(mem_free(pointer + 512), 1);
+    assert_eq!(mem_free(pointer), 0);
+    assert_eq!(mem_free(pointer), 1, "freed twice");
+    let pointer = alloc_async(MIB, stream).expect("memory");
+    assert_eq!(mem_free_async(pointer, stream), 0);
+    assert_eq!(mem_free_async(pointer, stream), 1, "freed twice");
+    assert_eq!(alloc_async(0, stream), Err(1));
+    assert_eq!(alloc_async(MIB, 0x666), Err(400), "no such stream");
+    let pointer = alloc_async(MIB, stream).expect("memory");
+    assert_eq!(mem_free_async(pointer, 0x666), 400);
+    assert_eq!(mem_free_async(pointer, stream), 0, "a free that failed can be done again");
+    assert_eq!(alloc(usize::MAX / 4), Err(2));
+    assert_eq!(alloc(2 << 30), Err(2), "more than the device has");
+    // What the driver served before or beside us is the driver's.
+    let (mut pitched, mut pitch, mut managed) = (0, 0, 0);
+    assert_eq!(mem_alloc_pitch(&raw mut pitched, &raw mut pitch, 100, 100, 4), 0);
+    assert_eq!(mem_alloc_managed(&raw mut managed, MIB, 1), 0);
+    assert_eq!([mem_free(pitched), mem_free(managed)], [0; 2]);
+});
+
+stub_test!(the_drivers_errors_come_back_as_they_are, ["LD_PRELOAD" = &preload()], {
+    begin(0);
+    let stream = stream();
+    for (call, code) in [("cuMemCreate", 2), ("cuMemMap", 719), ("cuMemSetAccess", 801)] {
+        fail(call, 0, code);
+        assert_eq!(alloc(64 * MIB), Err(code), "{call}");
+        heal();
+    }
+    let pointer = alloc(64 * MIB).expect("nothing was left half done");
+    fail("cuCtxSynchronize", 1, 700);
+    assert_eq!(mem_free(pointer), 700);
+    assert_eq!(mem_free(pointer), 0, "it was still live");
+    let (pointer, other) = (alloc_async(MIB, stream).expect("memory"), crate::driver::stream());
+    fail("cuEventRecord", 1, 46);
+    assert_eq!(mem_free_async(pointer, other), 46);
+    assert_eq!(mem_free_async(pointer, other), 0);
+});
+
+stub_test!(memory_that_is_cached_goes_back_before_anything_is_refused, ["LD_PRELOAD" = &preload()], {
+    begin(0);
+    let (a, b) = (stream(), stream());
+    let pointer = alloc_async(700 * MIB, a).expect("memory");
+    assert_eq!(mem_free_async(pointer, a), 0);
+    let pointer = alloc_async(700 * MIB, b).expect("the other stream's cache goes back");
+    assert_eq!(mem_free_async(pointer, b), 0);
+    let mut managed = 0;
+    assert_eq!(mem_alloc_managed(&raw mut managed, 700 * MIB, 1), 0, "for what the driver serves, too");
+});
+
+stub_test!(a_limit_holds, ["LD_PRELOAD" = &preload(), "SYMMALLOC_RUN_LIMIT" = "104857600"], {
+    begin(0);
+    let pointer = alloc(80 * MIB).expect("memory");
+    assert_eq!(alloc(40 * MIB), Err(2));
+    let (mut free, mut total) = (0, 0);
+    assert_eq!(mem_info(&raw mut free, &raw mut total), 0);
+    assert_eq!((free, total), (20 * MIB, 100 * MIB));
+    assert_eq!(mem_free(pointer), 0);
+    assert_eq!(mem_info(&raw mut free, &raw mut total), 0);
+    assert_eq!((free, total), (100 * MIB, 100 * MIB));
+});
+
+stub_test!(
+    settings_that_are_wrong_leave_everything_to_the_driver,
+    ["LD_PRELOAD" = &preload(), "SYMMALLOC_RUN_CONFIG" = "segment:fixed"],
+    {
+        begin(0);
+        let pointer = alloc(MIB).expect("memory");
+        assert_eq!((mem_free(pointer), calls("cuMemAlloc_v2")), (0, 1));
+    }
+);
+
+stub_test!(two_devices_have_an_allocator_each, ["LD_PRELOAD" = &preload(), "STUB_DEVICES" = "2"], {
+    let first = begin(0);
+    let (a, on_first) = (alloc(MIB).expect("memory"), stream());
+    let second = begin(1);
+    let (b, on_second) = (alloc(MIB).expect("memory"), stream());
+    let ordinal = |address| {
+        let mut device: c_int = -1;
+        let mut value = 0_usize;
+        assert_eq!(pointer_attribute((&raw mut value).cast(), 1, address), 0);
+        assert_eq!(set_current(value), 0);
+        device += if value == first { 1 } else { 2 };
+        device
+    };
+    assert_eq!((ordinal(a), ordinal(b)), (0, 1));
+    assert_eq!(set_current(second), 0);
+    // A stream names its device, whatever context is current.
+    let c = alloc_async(MIB, on_first).expect("memory");
+    assert_eq!(ordinal(c), 0);
+    assert_eq!(set_current(second), 0);
+    // Freed by a stream of the other device: the host waits for it.
+    assert_eq!([mem_free_async(c, on_second), mem_free(a), mem_free(b)], [0; 3]);
+    assert_eq!(calls("cuMemAlloc_v2") + calls("cuMemAllocAsync"), 0);
+});
+
+stub_test!(contexts_that_the_program_makes_itself_are_the_drivers, ["LD_PRELOAD" = &preload()], {
+    let mut context = 0;
+    assert_eq!([init(0), create_context(&raw mut context, 0, 0)], [0; 2]);
+    let pointer = alloc(MIB).expect("memory");
+    assert_eq!((mem_free(pointer), calls("cuMemAlloc_v2")), (0, 1));
+    // Beside a primary one that is in use, too.
+    let primary = begin(0);
+    let pointer = alloc(MIB).expect("memory");
+    assert_eq!((mem_free(pointer), calls("cuMemAlloc_v2")), (0, 1));
+    assert_eq!(set_current(context), 0);
+    let pointer = alloc(MIB).expect("memory");
+    assert_eq!((mem_free(pointer), calls("cuMemAlloc_v2")), (0, 2));
+    assert_eq!(set_current(primary), 0);
+});
