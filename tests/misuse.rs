@@ -197,7 +197,7 @@ fn an_error_at_a_limit_says_what_there_was() {
     assert_eq!(error.missing_bytes, 4 * MIB);
     assert_eq!(error.cause, OutOfMemoryCause::Limit { scope: LimitScope::Pool, limit_bytes: 8 * MIB });
     let text = error.to_string();
-    assert!(text.contains("raise it") && text.contains("8388608"), "{text}");
+    assert!(text.contains("raise it") && text.contains("8.00 MiB"), "{text}");
 }
 
 #[test]
