@@ -114,7 +114,7 @@ int main() {
         small.allocate(a, 64 << 20);
         return 1;
     } catch (const std::bad_alloc& error) {
-        CHECK(std::strstr(error.what(), "67108864 bytes") != nullptr);
+        CHECK(std::strstr(error.what(), "64.00 MiB") != nullptr);
     }
     try {
         small.allocate(a, 1, 1024);
