@@ -2,12 +2,13 @@
 
 use crate::Verdict;
 use crate::args::ImportArgs;
+use crate::beginning::lived_before;
 use crate::content::Content;
 use crate::destination::{Destination, shown};
 use crate::error::CliError;
 use crate::input;
 use crate::output::{Channel, Palette};
-use crate::quantity::{count, counted, memory};
+use crate::quantity::{count, counted};
 use crate::replay::{describe, format_name};
 use serde_json::{Value, json};
 use std::fmt::Write;
@@ -93,15 +94,4 @@ fn remarks(found: &Summary) -> Vec<String> {
         lines.push(format!("the recording ends in the middle, at line {}", count(line)));
     }
     lines
-}
-
-/// What lived when the recording began, if anything did.
-pub(crate) fn lived_before(found: &Summary) -> Option<String> {
-    (found.lived_before > 0).then(|| {
-        format!(
-            "the recording begins in the middle of a job: {} of {} lived by then and are allocated first",
-            counted(found.lived_before, "allocation"),
-            memory(found.lived_before_bytes)
-        )
-    })
 }

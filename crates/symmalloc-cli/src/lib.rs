@@ -26,6 +26,7 @@
 
 pub mod address_order;
 mod args;
+mod beginning;
 mod chart;
 mod collection;
 mod content;

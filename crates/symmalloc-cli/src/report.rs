@@ -14,11 +14,11 @@ pub(crate) mod settings;
 
 use crate::Verdict;
 use crate::args::{PolicyArgs, ReadingArgs, ReportArgs};
+use crate::beginning::lived_before;
 use crate::chart::{op_of, peak, timeline_of};
 use crate::content::Content;
 use crate::destination::Destination;
 use crate::error::CliError;
-use crate::import::lived_before;
 use crate::output::{self, Palette};
 use crate::picture::Selection;
 use crate::picture::memory::{BlockState, DrawnBlock, Memory};

@@ -2,7 +2,7 @@
 
 use super::finding::ReplayFinding;
 use super::json::{segments_name, streams_name};
-use crate::import::lived_before;
+use crate::beginning::lived_before;
 use crate::job::{Decision, Divergence, Order, Outcome, Segments};
 use crate::output::{Cell, Palette, Table};
 use crate::quantity::{count, counted, memory, op_of_allocation};

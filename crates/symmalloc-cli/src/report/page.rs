@@ -1,8 +1,8 @@
 //! The page of a report.
 
 use super::{Findings, Fragmentation, PlanTrial, RecordedReserved, Trial};
+use crate::beginning::lived_before;
 use crate::chart::{file_name, history_figure, map_figure};
-use crate::import::lived_before;
 use crate::job::Options;
 use crate::picture::timeline::{ALLOCATED, LIVE, RESERVED};
 use crate::picture::{heap_name, page};
