@@ -28,8 +28,13 @@ fn own(stream: usize) -> usize {
 fn with_trim(call: impl Fn() -> c_int) -> c_int {
     tally::passed_on();
     let code = call();
-    let is_worth_it = code == OUT_OF_MEMORY && Context::all().filter(|context| !context.is_gone()).any(Context::trim);
-    if is_worth_it { call() } else { code }
+    if code != OUT_OF_MEMORY {
+        return code;
+    }
+    // On every device: the call does not say which one is short.
+    let contexts = Context::all().filter(|context| !context.is_gone());
+    let went = contexts.fold(false, |went, context| context.trim() | went);
+    if went { call() } else { code }
 }
 
 /// Asks our allocator, and the driver for what it does not serve.
