@@ -48,7 +48,7 @@ use crate::config::errors::{
 };
 use crate::config::op::Op;
 use crate::config::{Config, ConfigError, PointerLookup, StreamPolicy};
-use crate::heap::trim::{TrimFailure, TrimGoal};
+use crate::heap::trim::Released;
 use crate::heap::{Context, Freed, Heap, HeapIdentity, is_nothing};
 use crate::history::journal::ProgramOrder;
 use crate::history::segment_log::SegmentLog;
@@ -65,6 +65,7 @@ use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, Units, bytes, units};
 use gate::{Gate, Recorder};
 use observer_list::Observers;
 use pool::{HeapCell, HeapGuard, Pool};
+use recorder::RecordingEnd;
 use request::Request;
 use std::fmt;
 use std::sync::Arc;
@@ -194,7 +195,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut gate = self.gate();
         if limit_bytes != self.limit_bytes() {
             self.context.budget.set_limit_bytes(limit_bytes);
-            gate.note_limit();
+            gate.end(RecordingEnd::LimitChanged);
         }
     }
 
@@ -321,7 +322,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             self.usage.lock().free(freed.size, freed.requested_bytes);
         }
         if let (Some(error), Some(gate)) = (failure, gate) {
-            gate.driver_failed(error);
+            gate.end(RecordingEnd::Driver(error));
         }
     }
 
@@ -429,35 +430,32 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn trim(&self, pool: Option<PoolId>) -> Result<u64, TrimError> {
         let mut gate = self.gate();
         let released = match pool {
-            Some(pool) => self.trim_pool(self.pool(pool)?, TrimGoal::Everything),
+            Some(pool) => self.trim_pool(self.pool(pool)?, None),
             None => {
-                let trims = self.pools.iter().map(|(_, entry)| self.trim_pool(entry, TrimGoal::Everything));
-                trims.fold(Ok(0), sum_trims)
+                let trims = self.pools.iter().map(|(_, entry)| self.trim_pool(entry, None));
+                trims.fold(Released::default(), Released::plus)
             }
         };
         gate.note(Op::Trim { pool });
-        gate.note_failed_trim(&released);
-        released
+        gate.note_released(&released);
+        released.into_result()
     }
 
-    fn trim_pool(&self, entry: &Pool<L>, goal: TrimGoal) -> Result<u64, TrimError> {
-        let (mut released, mut left) = (Ok(0), goal);
+    /// Gives a pool's free memory back, all of it or until so many bytes are given up.
+    fn trim_pool(&self, entry: &Pool<L>, goal_bytes: Option<u64>) -> Released {
+        let (mut released, mut left_bytes) = (Released::default(), goal_bytes);
         for heap in entry.heaps() {
-            if left == TrimGoal::AtLeast(0) {
+            if left_bytes == Some(0) {
                 break;
             }
             let mut heap = heap.lock();
-            if !heap.has_history() {
-                // Nothing is free in it, but the driver may have kept memory of a rejoin that was refused.
-                let (bytes, failure) = heap.release_retired(&self.context);
-                let outcome = failure.map_or(Ok(bytes), |error| Err(TrimFailure { released_bytes: bytes, error }));
-                released = sum_trims(released, outcome.map_err(TrimError::from));
-                continue;
-            }
             let mapped_bytes = heap.mapped_bytes();
-            let outcome = heap.trim(&self.context, left);
-            left = left.less(mapped_bytes - heap.mapped_bytes());
-            released = sum_trims(released, outcome.map_err(TrimError::from));
+            // In a heap without ops nothing is free, but the driver may have kept memory of a rejoin that was refused.
+            let has_history = heap.has_history();
+            let outcome =
+                if has_history { heap.trim(&self.context, left_bytes) } else { heap.release_retired(&self.context) };
+            left_bytes = left_bytes.map(|left| left.saturating_sub(mapped_bytes - heap.mapped_bytes()));
+            released = released.plus(outcome);
         }
         released
     }
@@ -560,23 +558,5 @@ impl<B: Backend, L: Lock> Drop for Allocator<B, L> {
     fn drop(&mut self) {
         self.end_recording();
         self.all_heaps().for_each(|heap| heap.lock().abandon(&self.context));
-    }
-}
-
-/// Adds up what several trims gave back; the first failure stays, with all bytes.
-fn sum_trims(one: Result<u64, TrimError>, other: Result<u64, TrimError>) -> Result<u64, TrimError> {
-    let add = |error: TrimError, bytes: u64| match error {
-        TrimError::Backend { released_bytes, error } => {
-            TrimError::Backend { released_bytes: released_bytes + bytes, error }
-        }
-        other => other,
-    };
-    match (one, other) {
-        (Ok(one), Ok(other)) => Ok(one + other),
-        (Err(error), Ok(bytes)) | (Ok(bytes), Err(error)) => Err(add(error, bytes)),
-        (Err(first), Err(second)) => {
-            let bytes = if let TrimError::Backend { released_bytes, .. } = second { released_bytes } else { 0 };
-            Err(add(first, bytes))
-        }
     }
 }

@@ -5,6 +5,7 @@ use super::pool::Pool;
 use crate::config::PoolConfig;
 use crate::config::errors::{PoolError, UnknownError};
 use crate::config::op::Op;
+use crate::heap::trim::Released;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::ids::PoolId;
@@ -63,18 +64,17 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             return Err(PoolError::InUse { pool, allocations, allocated_bytes });
         }
         entry.set_destroyed();
-        let mut first_error = None;
+        let mut released = Released::default();
         for heap in &mut heaps {
             heap.close();
             heap.retire_all(&self.context);
-            first_error = first_error.or(heap.release_retired(&self.context).1);
+            released = released.plus(heap.release_retired(&self.context));
         }
         drop((heaps, observers));
         gate.note(Op::DestroyPool { pool });
         tracing::debug!(name: "pool.destroyed", target: "symmalloc", pool = pool.0);
-        let Some(error) = first_error else { return Ok(()) };
-        gate.driver_failed(error.clone());
-        Err(error.into())
+        gate.note_released(&released);
+        released.error.map_or(Ok(()), |error| Err(error.into()))
     }
 
     #[inline(always)]

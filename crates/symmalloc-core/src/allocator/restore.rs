@@ -21,6 +21,7 @@
 
 use super::Allocator;
 use super::pool::Pool;
+use super::recorder::RecordingEnd;
 use crate::blocks::table::BlockState;
 use crate::config::restore_error::RestoreError;
 use crate::heap::Heap;
@@ -122,7 +123,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             outcome.map(|()| heaps.into_iter().map(|Saved { heap, .. }| restored_heap(heap)).collect::<Vec<_>>());
         drop(guards);
         if matches!(restored, Ok(_) | Err(RestoreError::Backend { .. } | RestoreError::Fence { .. })) {
-            gate.restored(pool);
+            gate.end(RecordingEnd::Restored { pool });
         }
         let heaps = restored?;
         tracing::debug!(name: "pool.restored", target: "symmalloc", pool = pool.0, heaps = heaps.len(), is_fresh);
@@ -175,8 +176,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     fn rejoin(&self, heaps: &mut [Saved<'_, L>]) -> Result<(), RestoreError> {
         for Saved { heap, .. } in &mut *heaps {
             // What an earlier attempt could not give back is still charged.
-            let (_, failure) = heap.release_retired(&self.context);
-            failure.map_or(Ok(()), Err)?;
+            heap.release_retired(&self.context).error.map_or(Ok(()), Err)?;
         }
         // A charge that is dropped before it is kept, because of a limit or of a backend that panics, is refunded.
         let mut charges = Vec::new();

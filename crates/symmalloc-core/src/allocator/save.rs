@@ -68,12 +68,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if retired_bytes > 0 {
             return Err(LayoutError::Retired { pool, retired_bytes });
         }
-        Ok(Layout {
-            config: entry.config.clone(),
-            granularity_bytes: self.granularity_bytes,
-            total_limit_bytes: self.limit_bytes(),
-            heaps: heaps.iter().filter(|heap| !heap.is_fresh()).map(|heap| heap_layout(heap)).collect(),
-        })
+        let heaps = heaps.iter().filter(|heap| !heap.is_fresh()).map(|heap| heap_layout(heap)).collect();
+        Ok(Layout::of_parts(entry.config.clone(), self.granularity_bytes, self.limit_bytes(), heaps))
     }
 }
 

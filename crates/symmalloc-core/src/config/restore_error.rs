@@ -4,7 +4,6 @@ use crate::config::errors::{LimitScope, UnknownError};
 use crate::config::policy::PoolConfig;
 use crate::types::backend::BackendError;
 use crate::types::ids::{Placement, PoolId, SegmentId, StreamId};
-use std::fmt;
 use thiserror::Error;
 
 /// Why `restore_layout` failed. Nothing has changed, except after [`Backend`](Self::Backend) and [`Fence`](Self::Fence).
@@ -33,8 +32,11 @@ pub enum RestoreError {
         here_bytes: u64,
     },
     /// The allocator has another limit over all pools.
-    #[error("the layout was saved under a total limit of {}, here it is {}: configure the saved one",
-        LimitText(*saved_bytes), LimitText(*here_bytes))]
+    #[error(
+        "the layout was saved under a total limit of {}, here it is {}: configure the saved one",
+        limit(saved_bytes),
+        limit(here_bytes)
+    )]
     TotalLimit {
         /// When the layout was saved, in bytes.
         saved_bytes: Option<u64>,
@@ -44,7 +46,7 @@ pub enum RestoreError {
     /// Large blocks are put together from pieces, which no layout has.
     #[error(
         "{pool} ({}) has stitched ranges, which a layout cannot have: free what lies in them, and trim the pool",
-        HeapText(*stream)
+        heap(stream)
     )]
     Stitched {
         /// The pool.
@@ -56,7 +58,7 @@ pub enum RestoreError {
     #[error(
         "an allocation of {requested_bytes} bytes at {placement} on {stream} in {pool}{} is live, but not as the layout \
          has it: free it first",
-        NameText(name.as_deref())
+        name.as_ref().map_or_else(String::new, |name| format!(", {name:?},"))
     )]
     UnknownLive {
         /// The pool.
@@ -74,7 +76,7 @@ pub enum RestoreError {
     #[error(
         "{size_bytes} bytes at {segment}@{offset_bytes} in {pool} ({}) are not there any more: do not trim a pool \
          that is to be restored; a restarted rank restores before its first op",
-        HeapText(*stream)
+        heap(stream)
     )]
     Gone {
         /// The pool.
@@ -92,7 +94,7 @@ pub enum RestoreError {
     #[error(
         "{segment} of {pool} ({}) was born or grew since the layout was saved, and {observers} observers know of it: \
          forget them first, and observe the pool anew afterwards",
-        HeapText(*stream)
+        heap(stream)
     )]
     Observed {
         /// The pool.
@@ -120,7 +122,7 @@ pub enum RestoreError {
     },
     /// A configured limit is lower than what the layout and the other pools hold.
     #[error("the layout needs {needed_bytes} bytes, and the {} limit of {limit_bytes} leaves less: restore every pool \
-        before anything else is allocated", ScopeText(*scope))]
+        before anything else is allocated", scope.owner())]
     Limit {
         /// Which limit.
         scope: LimitScope,
@@ -142,43 +144,11 @@ pub enum RestoreError {
     Backend(#[from] BackendError),
 }
 
-struct LimitText(Option<u64>);
-
-impl fmt::Display for LimitText {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            Some(bytes) => write!(f, "{bytes} bytes"),
-            None => f.write_str("none"),
-        }
-    }
+/// What an error calls a heap.
+fn heap(stream: &Option<StreamId>) -> String {
+    stream.map_or_else(|| "shared".to_owned(), |stream| stream.to_string())
 }
 
-struct NameText<'a>(Option<&'a str>);
-
-impl fmt::Display for NameText<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.map_or(Ok(()), |name| write!(f, ", {name:?},"))
-    }
-}
-
-struct HeapText(Option<StreamId>);
-
-impl fmt::Display for HeapText {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            Some(stream) => write!(f, "{stream}"),
-            None => f.write_str("shared"),
-        }
-    }
-}
-
-struct ScopeText(LimitScope);
-
-impl fmt::Display for ScopeText {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self.0 {
-            LimitScope::Pool => "pool's",
-            LimitScope::Allocator => "allocator's",
-        })
-    }
+fn limit(bytes: &Option<u64>) -> String {
+    bytes.map_or_else(|| "none".to_owned(), |bytes| format!("{bytes} bytes"))
 }

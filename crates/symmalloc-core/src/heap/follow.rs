@@ -21,7 +21,6 @@
 //! the plan waits for all places before the first request, and what is live still from then is looked at by each request.
 
 use super::obtain::fresh;
-use super::trim::TrimGoal;
 use super::view::BlockView;
 use super::{Context, Heap, Shortage};
 use crate::blocks::table::{Block, BlockState, NONE, Slot};
@@ -357,7 +356,7 @@ impl<L: Lock> Heap<L> {
         let fit = self.free.best_fit(self.table.blocks(), class, size);
         let fit = fit.filter(|slot| self.rules.accepts(size, self.table.block(*slot).size));
         if fit.is_none() {
-            let _kept_by_the_driver = self.trim(context, TrimGoal::Everything);
+            let _kept_by_the_driver = self.trim(context, None);
         }
         let mapped_before = self.mapped_bytes;
         let found = fit.map_or_else(|| self.obtain(context, streams[0], size), Ok);

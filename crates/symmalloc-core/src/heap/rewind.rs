@@ -116,7 +116,8 @@ impl<L: Lock> Heap<L> {
             }
         }
         self.recycle_spent(context);
-        self.take_up_history(layout);
+        self.next_segment = layout.next_segment;
+        self.begin_history(layout.digest);
         made
     }
 
@@ -211,8 +212,7 @@ impl<L: Lock> Heap<L> {
                 }
             }
         }
-        let (_, failure) = self.release_retired(context);
-        failure.map_or(Ok(()), Err)
+        self.release_retired(context).error.map_or(Ok(()), Err)
     }
 
     fn is_live(&self, slot: Slot) -> bool {

@@ -298,7 +298,7 @@ impl<L: Lock> Heap<L> {
                 self.retire(context, segment);
             }
         }
-        self.release_retired(context).1.map_or(Ok(()), Err)
+        self.release_retired(context).error.map_or(Ok(()), Err)
     }
 
     /// Forgets the kept ranges, and unmaps what is unused of others, so that memory can go back to the device.
@@ -308,7 +308,7 @@ impl<L: Lock> Heap<L> {
         }
         self.gather();
         self.kept().into_iter().for_each(|(segment, _)| self.retire(context, segment));
-        self.release_retired(context).1.map_or(Ok(()), Err)?;
+        self.release_retired(context).error.map_or(Ok(()), Err)?;
         let others = if self.log.is_observed() { &mut [] } else { &mut self.stitched[..] };
         for StitchedRange { segment, granules, users } in others {
             let range = self.table.segment(*segment).range;
