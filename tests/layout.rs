@@ -530,7 +530,7 @@ fn an_observer_keeps_a_pool_from_going_back_over_births_and_growth() {
         allocator.trim(None).expect("no faults");
         let retired_bytes = 50 * MIB;
         assert_eq!(allocator.save_layout(POOL), Err(LayoutError::Retired { pool: POOL, retired_bytes }));
-        assert_eq!(refusal(&allocator, POOL, &empty), RestoreError::Retired { pool: POOL, retired_bytes });
+        assert_eq!(refusal(&allocator, POOL, &empty), RestoreError::State(LayoutError::Retired { pool: POOL, retired_bytes }));
         allocator.forget(observer).expect("no faults");
         allocator.restore_layout(POOL, &empty).expect("nothing was there");
         assert_eq!(allocator.save_layout(POOL), Ok(empty));

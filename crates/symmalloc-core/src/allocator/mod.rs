@@ -39,7 +39,6 @@ pub use lookup::SegmentPosition;
 pub use observers::Unread;
 pub use request::Retry;
 pub use restore::{Restored, RestoredAllocation, RestoredHeap};
-pub use save::LayoutError;
 pub use steps::StepGuard;
 
 use crate::config::errors::{

@@ -22,8 +22,7 @@
 use super::Allocator;
 use super::pool::Pool;
 use super::recorder::RecordingEnd;
-use crate::blocks::table::BlockState;
-use crate::config::restore_error::RestoreError;
+use crate::config::restore_error::{LayoutError, RestoreError};
 use crate::heap::Heap;
 use crate::history::layout::{HeapLayout, Layout};
 use crate::stats::budget::{Charge, LimitMet};
@@ -108,7 +107,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let entry = self.pool(pool)?;
         self.check_it_fits(entry, layout)?;
         if entry.step.lock().is_some() || entry.heaps().any(|heap| heap.lock().remembers_steps()) {
-            return Err(RestoreError::Planned { pool });
+            return Err(LayoutError::Planned { pool }.into());
         }
         let is_fresh = entry.heaps().all(|heap| heap.lock().is_fresh());
         for saved in layout.heaps() {
@@ -229,15 +228,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
 fn restored_heap<L: Lock>(heap: &mut Heap<L>) -> RestoredHeap {
     let nothing = heap.nothing().handle;
-    let segments = heap.segments().into_iter();
-    let live = segments.flat_map(|segment| heap.blocks(segment)).filter_map(|block| match block.state {
-        BlockState::Allocated { stream, requested, .. } => Some(RestoredAllocation {
-            allocation: block.allocation?,
-            stream,
-            requested_bytes: requested,
-            name: block.name.map(Into::into),
-        }),
-        _ => None,
+    let live = heap.live_allocations().map(|(allocation, stream, requested_bytes, name)| RestoredAllocation {
+        allocation,
+        stream,
+        requested_bytes,
+        name: name.map(Into::into),
     });
     RestoredHeap { stream: heap.identity().stream, nothing, allocations: live.collect() }
 }

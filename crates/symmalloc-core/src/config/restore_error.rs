@@ -1,10 +1,43 @@
-//! What stands in the way of a restore.
+//! What stands in the way of a layout that is saved, or restored.
 
 use crate::config::errors::{LimitScope, UnknownError};
 use crate::config::policy::PoolConfig;
 use crate::types::backend::BackendError;
 use crate::types::ids::{Placement, PoolId, SegmentId, StreamId};
 use thiserror::Error;
+
+/// Why `save_layout` failed: the pool is not as a layout can be.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum LayoutError {
+    /// The pool does not exist.
+    #[error(transparent)]
+    Unknown(#[from] UnknownError),
+    /// Large blocks are put together from pieces, and a layout cannot hold that.
+    #[error("{pool} has stitched ranges: free what lies in them, and trim the pool")]
+    Stitched {
+        /// The pool.
+        pool: PoolId,
+    },
+    /// Dead segments still count towards the limits, and a layout cannot hold them. In a restore only where observers hold them.
+    #[error(
+        "{retired_bytes} bytes of dead segments of {pool} are not back on the device: let the observers acknowledge, or trim"
+    )]
+    Retired {
+        /// The pool.
+        pool: PoolId,
+        /// Bytes of dead segments that observers hold, or that the driver did not take back.
+        retired_bytes: u64,
+    },
+    /// The pool is in a step, or has plans or learns some: a layout cannot hold that.
+    #[error(
+        "{pool} is in a step, has plans or learns some, which a layout cannot hold: end the step, and call drop_plans"
+    )]
+    Planned {
+        /// The pool.
+        pool: PoolId,
+    },
+}
 
 /// Why `restore_layout` failed. Nothing has changed, except after [`Backend`](Self::Backend) and [`Fence`](Self::Fence).
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -43,17 +76,9 @@ pub enum RestoreError {
         /// Of this allocator, in bytes.
         here_bytes: Option<u64>,
     },
-    /// Large blocks are put together from pieces, which no layout has.
-    #[error(
-        "{pool} ({}) has stitched ranges, which a layout cannot have: free what lies in them, and trim the pool",
-        heap(stream)
-    )]
-    Stitched {
-        /// The pool.
-        pool: PoolId,
-        /// The stream of the heap; `None` when the pool's streams share.
-        stream: Option<StreamId>,
-    },
+    /// The pool is not as a layout can be.
+    #[error(transparent)]
+    State(#[from] LayoutError),
     /// A live allocation is not in the layout, or is there with another size, request or stream.
     #[error(
         "an allocation of {requested_bytes} bytes at {placement} on {stream} in {pool}{} is live, but not as the layout \
@@ -105,20 +130,6 @@ pub enum RestoreError {
         segment: SegmentId,
         /// Number of observers of the pool.
         observers: u32,
-    },
-    /// Observers hold removed segments, which count towards the limits.
-    #[error("observers hold {retired_bytes} bytes of dead segments of {pool}: let them acknowledge first")]
-    Retired {
-        /// The pool.
-        pool: PoolId,
-        /// Bytes of the removed segments.
-        retired_bytes: u64,
-    },
-    /// The pool is in a step, or has plans or learns some, which are no part of a layout.
-    #[error("{pool} is in a step, has plans or learns some: end the step, and call drop_plans before it is restored")]
-    Planned {
-        /// The pool.
-        pool: PoolId,
     },
     /// A configured limit is lower than what the layout and the other pools hold.
     #[error("the layout needs {needed_bytes} bytes, and the {} limit of {limit_bytes} leaves less: restore every pool \

@@ -21,7 +21,6 @@
 //! the plan waits for all places before the first request, and what is live still from then is looked at by each request.
 
 use super::obtain::fresh;
-use super::view::BlockView;
 use super::{Context, Heap, Shortage};
 use crate::blocks::table::{Block, BlockState, NONE, Slot};
 use crate::config::{PlanPolicy, StreamPolicy};
@@ -490,32 +489,11 @@ impl<L: Lock> Heap<L> {
         self.follower.as_deref().and_then(Follower::memory).map(|memory| memory.block)
     }
 
-    /// What lies in the plan memory, in offset order: live allocations, and free memory between them.
-    pub(super) fn views_of_plan_memory(&self, memory: Slot) -> Vec<BlockView<'_>> {
+    /// The slots of places with live allocations, in offset order.
+    pub(super) fn live_places(&self) -> Vec<Slot> {
         let mut live: Vec<Slot> =
             self.places().iter().copied().filter(|slot| !self.table.block(*slot).is_free()).collect();
         live.sort_unstable_by_key(|slot| self.table.block(*slot).location);
-        let whole = self.table.block(memory);
-        let (mut at, mut views) = (whole.offset(), Vec::new());
-        let gap = |from: Units, to: Units| BlockView {
-            offset_bytes: bytes(from),
-            size_bytes: bytes(to - from),
-            state: fresh(self.identity.stream.unwrap_or_default()),
-            other_streams: Vec::new(),
-            name: None,
-            allocation: None,
-        };
-        for slot in live {
-            let block = self.table.block(slot);
-            if block.offset() > at {
-                views.push(gap(at, block.offset()));
-            }
-            views.push(self.view(slot));
-            at = block.end();
-        }
-        if whole.end() > at {
-            views.push(gap(at, whole.end()));
-        }
-        views
+        live
     }
 }

@@ -256,7 +256,6 @@ fn places_are_apart<L: Lock>(heap: &Heap<L>) -> bool {
             && memory.offset() <= place.offset()
             && place.end() <= memory.end()
     };
-    let mut live: Vec<&Block> = places().filter(|place| !place.is_free()).collect();
-    live.sort_unstable_by_key(|place| place.location);
+    let live: Vec<&Block> = heap.live_places().into_iter().map(|slot| heap.table.block(slot)).collect();
     places().all(lies_in_memory) && live.is_sorted_by(|lower, upper| lower.end() <= upper.offset())
 }
