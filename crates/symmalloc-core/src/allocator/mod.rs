@@ -42,8 +42,7 @@ pub use restore::{Restored, RestoredAllocation, RestoredHeap};
 pub use steps::StepGuard;
 
 use crate::config::errors::{
-    AllocateError, FreeError, HandleError, OutOfMemory, RecordUseError, ReserveError, StreamError, TrimError,
-    UnknownError,
+    AllocateError, FreeError, HandleError, OutOfMemory, RecordUseError, ReserveError, TrimError, UnknownError,
 };
 use crate::config::op::Op;
 use crate::config::{Config, ConfigError, PointerLookup, StreamPolicy};
@@ -68,7 +67,7 @@ use recorder::RecordingEnd;
 use request::Request;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::AtomicU32;
 
 /// What a program is asked when an allocation is about to fail. Called without any lock; may free, trim and log.
 type FailureCallback<B, L> = Arc<dyn Fn(&Allocator<B, L>, &OutOfMemory) -> Retry + Send + Sync>;
@@ -196,29 +195,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             self.context.budget.set_limit_bytes(limit_bytes);
             gate.end(RecordingEnd::LimitChanged);
         }
-    }
-
-    /// Registers the program's next stream. Register streams in the same order on every rank.
-    ///
-    /// # Errors
-    /// When all 65,535 ids are taken.
-    pub fn register_stream(&self) -> Result<StreamId, StreamError> {
-        let mut gate = self.gate();
-        let mut clocks = self.context.clocks.lock();
-        let streams = self.streams.load(Ordering::Relaxed);
-        let id = u16::try_from(streams).ok().filter(|id| *id < u16::MAX);
-        let id = id.ok_or(StreamError::TooManyStreams { streams })?;
-        clocks.register();
-        self.streams.store(streams + 1, Ordering::Release);
-        drop(clocks);
-        gate.note(Op::RegisterStream { stream: StreamId(id) });
-        tracing::debug!(name: "stream.registered", target: "symmalloc", stream = id);
-        Ok(StreamId(id))
-    }
-
-    /// Number of registered streams.
-    pub fn stream_count(&self) -> u32 {
-        self.streams.load(Ordering::Acquire)
     }
 
     /// Allocates `size_bytes` from a pool for work on a stream. Zero bytes take no memory and have address 0.
@@ -362,41 +338,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
     }
 
-    /// Notes that the program made `stream` wait, on the device, for all work given to `on` so far. Fences that this
-    /// covers are not waited for again. Call it before another thread gives more work to `on`, or fences of that work
-    /// count as covered too.
-    ///
-    /// # Errors
-    /// When a stream is unknown.
-    pub fn stream_waits(&self, stream: StreamId, on: StreamId) -> Result<(), UnknownError> {
-        self.known_stream(stream)?;
-        self.known_stream(on)?;
-        let mut gate = self.gate();
-        if stream != on {
-            let mut clocks = self.context.clocks.lock();
-            let moment = clocks.moment(on);
-            clocks.waits_for(stream, &moment);
-        }
-        gate.note(Op::Wait { stream, on });
-        Ok(())
-    }
-
-    /// Notes that the host waited for all work given to `stream` so far. Call it before another thread gives more work to
-    /// the stream.
-    ///
-    /// # Errors
-    /// When the stream is unknown.
-    pub fn stream_synchronized(&self, stream: StreamId) -> Result<(), UnknownError> {
-        self.known_stream(stream)?;
-        let mut gate = self.gate();
-        let mut clocks = self.context.clocks.lock();
-        let moment = clocks.moment(stream);
-        clocks.synchronized(&moment);
-        drop(clocks);
-        gate.note(Op::Synchronize { stream });
-        Ok(())
-    }
-
     /// Brings the device memory of the heap of (pool, stream) to at least `size_bytes`, so that later allocations find it.
     ///
     /// # Errors
@@ -470,12 +411,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             dropped += heap.lock().drop_completed_fences(&self.context)?;
         }
         Ok(dropped)
-    }
-
-    #[inline(always)]
-    fn known_stream(&self, stream: StreamId) -> Result<(), UnknownError> {
-        let streams = self.stream_count();
-        if u32::from(stream.0) < streams { Ok(()) } else { Err(UnknownError::Stream { stream, streams }) }
     }
 
     /// The heap that an allocation lies in.

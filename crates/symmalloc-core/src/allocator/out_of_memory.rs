@@ -10,7 +10,6 @@ use crate::config::errors::{AllocateError, LimitScope, OutOfMemory, OutOfMemoryC
 use crate::config::op::{Op, Refusal};
 use crate::heap::trim::Released;
 use crate::heap::{Heap, Shortage};
-use crate::history::digest::Mark;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::ids::{PoolId, StreamId};
@@ -55,14 +54,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut unsaid: SmallVec<[u64; 2]> = SmallVec::new();
         loop {
             let (missing, cause) = match *shortage {
-                Shortage::Limit { met, missing } => {
-                    let (scope, limit_bytes) = (met.scope, met.limit_bytes);
-                    (missing, OutOfMemoryCause::Limit { scope, limit_bytes })
-                }
-                Shortage::SegmentFull { segment_bytes, missing } => {
-                    (missing, OutOfMemoryCause::SegmentFull { segment_bytes })
-                }
-                Shortage::Driver { error, missing } => (missing, OutOfMemoryCause::Driver(error)),
+                Shortage::Memory { missing, cause } => (missing, cause),
                 Shortage::Fence(error) => {
                     gate.end(RecordingEnd::Driver(error.clone()));
                     return Err(AllocateError::Fence { stream: request.stream, error });
@@ -184,12 +176,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         error: OutOfMemory,
         gate: &mut Gate<'_, L>,
     ) -> AllocateError {
-        let refusal = match error.cause {
-            OutOfMemoryCause::Limit { .. } => Refusal::Limit,
-            OutOfMemoryCause::SegmentFull { .. } => Refusal::Segment,
-            OutOfMemoryCause::Driver(_) => Refusal::Driver,
-        };
-        fold_refusal(heap, request, refusal, gate);
+        fold_refusal(heap, request, Refusal::from(&error.cause), gate);
         tracing::warn!(
             name: "memory.refused",
             target: "symmalloc",
@@ -208,12 +195,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
 /// The digest says that the request was refused, and so does the recording.
 fn fold_refusal<L: Lock>(heap: &HeapCell<L>, request: Request, refusal: Refusal, gate: &mut Gate<'_, L>) {
-    let mark = match refusal {
-        Refusal::Limit => Mark::RefusedByLimit,
-        Refusal::Segment => Mark::RefusedBySegment,
-        Refusal::Driver => Mark::RefusedByDriver,
-    };
     let Request { pool, stream, size_bytes } = request;
-    heap.lock().fold_refusal(mark, stream, size_bytes);
+    heap.lock().fold_refusal(refusal, stream, size_bytes);
     gate.note(Op::Refuse { pool, stream, size_bytes, refusal });
 }

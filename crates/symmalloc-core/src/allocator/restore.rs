@@ -25,7 +25,7 @@ use super::recorder::RecordingEnd;
 use crate::config::restore_error::{LayoutError, RestoreError};
 use crate::heap::Heap;
 use crate::history::layout::{HeapLayout, Layout};
-use crate::stats::budget::{Charge, LimitMet};
+use crate::stats::budget::Charge;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::handle::{Allocation, Handle};
@@ -181,11 +181,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut charges = Vec::new();
         for Saved { heap, layout } in heaps.iter() {
             let charge = heap.charge_layout(&self.context, layout);
-            charges.push(charge.map_err(|LimitMet { scope, limit_bytes }| RestoreError::Limit {
-                scope,
-                limit_bytes,
-                needed_bytes: layout.reserved_bytes(),
-            })?);
+            let needed_bytes = layout.reserved_bytes();
+            charges.push(charge.map_err(|cause| RestoreError::Limit { needed_bytes, cause })?);
         }
         let mut obtained = Vec::new();
         let outcome = heaps.iter().try_for_each(|Saved { heap, layout }| {

@@ -67,7 +67,7 @@ impl Location {
         self.0 as Units
     }
 
-    /// As a decision in a digest: see [`placement_word`](crate::history::digest::placement_word).
+    /// As a decision in a digest, see [`unpack_placement`](crate::history::digest::unpack_placement).
     #[inline(always)]
     pub(crate) fn word(self) -> u64 {
         self.0

@@ -162,25 +162,15 @@ pub enum LimitScope {
     Allocator,
 }
 
-impl LimitScope {
-    /// Whose limit it is.
-    pub(super) fn owner(self) -> &'static str {
-        match self {
-            LimitScope::Pool => "pool's",
-            LimitScope::Allocator => "allocator's",
-        }
-    }
-}
-
 /// What stood in the way of an allocation.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum OutOfMemoryCause {
     /// A configured limit: the same on every rank.
-    #[error("the {} limit is {}: raise it{}", scope.owner(), Amount(*limit_bytes), match scope {
-        LimitScope::Pool => "",
-        LimitScope::Allocator => ", or trim other pools",
-    })]
+    #[error("the {} limit is {}: raise it{}",
+        match scope { LimitScope::Pool => "pool's", LimitScope::Allocator => "allocator's" },
+        Amount(*limit_bytes),
+        match scope { LimitScope::Pool => "", LimitScope::Allocator => ", or trim other pools" })]
     Limit {
         /// Which one.
         scope: LimitScope,

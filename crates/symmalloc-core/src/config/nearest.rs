@@ -8,6 +8,7 @@ use std::fmt;
 const WORD_BYTES_MAX: usize = 64;
 
 /// The first of the `known` words that is nearest to `word`, if any is near.
+#[doc(hidden)]
 pub fn nearest<'k>(word: &str, known: impl IntoIterator<Item = &'k str>) -> Option<&'k str> {
     if word.len() > WORD_BYTES_MAX {
         return None;
@@ -22,6 +23,7 @@ pub fn nearest<'k>(word: &str, known: impl IntoIterator<Item = &'k str>) -> Opti
 
 /// The part of an error's message that says what was probably meant, if that is known.
 #[derive(Clone, Copy, Debug)]
+#[doc(hidden)]
 pub struct DidYouMean(pub Option<&'static str>);
 
 impl fmt::Display for DidYouMean {

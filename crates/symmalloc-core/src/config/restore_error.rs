@@ -1,6 +1,6 @@
 //! What stands in the way of a layout that is saved, or restored.
 
-use crate::config::errors::{LimitScope, UnknownError};
+use crate::config::errors::{OutOfMemoryCause, UnknownError};
 use crate::config::policy::PoolConfig;
 use crate::types::backend::BackendError;
 use crate::types::ids::{Placement, PoolId, SegmentId, StreamId};
@@ -132,15 +132,14 @@ pub enum RestoreError {
         observers: u32,
     },
     /// A configured limit is lower than what the layout and the other pools hold.
-    #[error("the layout needs {needed_bytes} bytes, and the {} limit of {limit_bytes} leaves less: restore every pool \
-        before anything else is allocated", scope.owner())]
+    #[error(
+        "the layout needs {needed_bytes} bytes, and {cause}, or restore every pool before anything else is allocated"
+    )]
     Limit {
-        /// Which limit.
-        scope: LimitScope,
-        /// Its value in bytes.
-        limit_bytes: u64,
         /// Bytes of the heap that did not fit.
         needed_bytes: u64,
+        /// Which limit.
+        cause: OutOfMemoryCause,
     },
     /// A stream cannot be told to wait for the earlier users of memory that becomes its own again.
     #[error("cannot order {stream} behind the earlier users of its memory, restore again later: {error}")]

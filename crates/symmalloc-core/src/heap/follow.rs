@@ -23,6 +23,7 @@
 use super::obtain::fresh;
 use super::{Context, Heap, Shortage};
 use crate::blocks::table::{Block, BlockState, NONE, Slot};
+use crate::config::op::Refusal;
 use crate::config::{PlanPolicy, StreamPolicy};
 use crate::history::digest::{Mark, op_word};
 use crate::plans::error::PlanError;
@@ -34,7 +35,7 @@ use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, BackendError};
 use crate::types::handle::Allocation;
 use crate::types::ids::StreamId;
-use crate::types::units::{Units, bytes};
+use crate::types::units::{SEGMENT_BYTES_MAX, Units, bytes};
 use smallvec::SmallVec;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -109,8 +110,9 @@ impl<L: Lock> Heap<L> {
         if self.watch == Watch::Learn {
             let allocation = self.allocate_anywhere(context, stream, requested)?;
             if let Some(follower) = &mut self.follower {
-                follower.learner().note_allocation((stream, requested), allocation.handle.slot());
+                follower.note_allocation((stream, requested), allocation.handle.slot());
             }
+            self.notes_frees = true;
             return Ok(allocation);
         }
         let op = op_word(Mark::Allocate, stream, requested);
@@ -163,23 +165,20 @@ impl<L: Lock> Heap<L> {
         Ok(None)
     }
 
-    /// An allocation that may be logged is freed.
-    #[cold]
-    pub(super) fn log_free(&mut self, slot: Slot) {
-        if let Some(follower) = &mut self.follower {
-            follower.learner().note_free(slot);
-        }
-    }
-
     /// From here on the step is placed the ordinary way.
     #[cold]
     fn differ(&mut self, cause: DifferenceCause) {
-        self.watch = Watch::Nothing;
+        self.set_watch(Watch::Nothing);
         let Some(follower) = self.follower.as_deref_mut() else { return };
         let difference = follower.differ(self.course.number(), cause);
         self.fold(op_word(Mark::Differ, StreamId(0), 0), difference.number.into());
         let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
         tracing::warn!(name: "plan.differs", target: "symmalloc", pool, stream, %difference);
+    }
+
+    fn set_watch(&mut self, watch: Watch) {
+        self.watch = watch;
+        self.direct_bytes_max = if watch == Watch::Nothing { SEGMENT_BYTES_MAX } else { 0 };
     }
 
     /// A step begins that the program calls by this key.
@@ -189,8 +188,8 @@ impl<L: Lock> Heap<L> {
         }
         let allocations = self.usage.allocations_made();
         let learns = self.config.plan() == PlanPolicy::Learn;
-        self.watch = self.follower.get_or_insert_default().begin(key, learns, allocations);
-        self.logs_frees = self.watch == Watch::Learn;
+        let watch = self.follower.get_or_insert_default().begin(key, learns, allocations);
+        self.set_watch(watch);
         if self.watch != Watch::Plan {
             // The step has the memory of plans for itself.
             return self.dissolve_plans(context);
@@ -220,12 +219,12 @@ impl<L: Lock> Heap<L> {
         }
         let plans = self.prepare(self.plans()).expect("plans are checked before they are taken up");
         self.install(context, &plans).map_err(|shortage| {
-            let mark = match *shortage {
-                Shortage::Limit { .. } => Mark::RefusedByLimit,
-                Shortage::SegmentFull { .. } | Shortage::Closed => Mark::RefusedBySegment,
-                Shortage::Driver { .. } | Shortage::Fence(_) => Mark::RefusedByDriver,
+            let refusal = match &*shortage {
+                Shortage::Memory { cause, .. } => Refusal::from(cause),
+                Shortage::Closed => Refusal::Segment,
+                Shortage::Fence(_) => Refusal::Driver,
             };
-            self.fold_refusal(mark, plans.streams[0], plans.memory_bytes());
+            self.fold_refusal(refusal, plans.streams[0], plans.memory_bytes());
             let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
             let size_bytes = plans.memory_bytes();
             tracing::warn!(name: "plan.refused", target: "symmalloc", pool, stream, size_bytes, cause = ?shortage);
@@ -251,7 +250,7 @@ impl<L: Lock> Heap<L> {
         let allocations = self.usage.allocations_made();
         let Some(follower) = self.follower.as_deref_mut() else { return StepReport::default() };
         let (report, learned) = follower.end(self.watch, std::mem::take(&mut self.course), allocations);
-        self.watch = Watch::Nothing;
+        self.set_watch(Watch::Nothing);
         if self.has_history() {
             self.fold(op_word(Mark::EndStep, StreamId(0), 0), report.planned);
         }

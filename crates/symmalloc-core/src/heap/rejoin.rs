@@ -11,8 +11,9 @@ use super::obtain::{fresh, trace_segment};
 use super::{Context, Heap};
 use crate::blocks::table::{BlockState, Slot};
 use crate::config::SegmentPolicy;
+use crate::config::errors::OutOfMemoryCause;
 use crate::history::layout::{AllocationLayout, HeapLayout, SegmentLayout};
-use crate::stats::budget::{Charge, LimitMet};
+use crate::stats::budget::Charge;
 use crate::streams::fences::Fence;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, BackendError, Range};
@@ -31,7 +32,7 @@ impl<L: Lock> Heap<L> {
         &'a self,
         context: &'a Context<B, L>,
         layout: &HeapLayout,
-    ) -> Result<Charge<'a, L>, LimitMet> {
+    ) -> Result<Charge<'a, L>, OutOfMemoryCause> {
         self.budgets(context).charge(layout.reserved_bytes())
     }
 
@@ -55,7 +56,7 @@ impl<L: Lock> Heap<L> {
                 }
                 SegmentPolicy::Fixed(_) | SegmentPolicy::Reserved { .. } => segment.end_bytes(),
             };
-            let range = self.reserve_range(context, range_bytes).map_err(|(error, _)| error)?;
+            let range = self.reserve_range(context, range_bytes)?;
             obtained.push(ObtainedRange { range, mapped: SmallVec::new() });
             for extent in &segment.extents {
                 self.back(context, range, extent.offset_bytes, extent.size_bytes)?;
@@ -155,6 +156,7 @@ impl<L: Lock> Heap<L> {
             Some(name) => self.names.insert(slot, name),
             None => drop(self.names.take(slot)),
         }
+        self.notes_frees |= saved.name.is_some();
     }
 }
 

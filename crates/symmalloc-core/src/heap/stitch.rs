@@ -250,7 +250,7 @@ impl<L: Lock> Heap<L> {
         granules: &[Granule],
     ) -> Result<Range, BackendError> {
         let size_bytes = bytes(self.rules.granule);
-        let range = self.reserve_range(context, granules.len() as u64 * size_bytes).map_err(|(error, _)| error)?;
+        let range = self.reserve_range(context, granules.len() as u64 * size_bytes)?;
         for (at, Granule { segment, offset }) in granules.iter().enumerate() {
             let (home, offset_bytes) = ((self.table.segment(*segment).range, bytes(*offset)), at as u64 * size_bytes);
             if let Err(error) = context.backend.alias((range, offset_bytes), home, size_bytes) {

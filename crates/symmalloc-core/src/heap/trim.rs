@@ -15,17 +15,17 @@
 use super::fencing::synchronize;
 use super::obtain::trace_segment;
 use super::{Context, Heap};
-use crate::blocks::table::{BlockState, Slot};
+use crate::blocks::table::{BlockState, Location, Slot};
 use crate::config::SegmentPolicy;
 use crate::config::errors::TrimError;
-use crate::history::digest::{Mark, op_word, placement_word};
+use crate::history::digest::{Mark, op_word};
 use crate::history::segment_log::SegmentEventKind;
 use crate::stats::budget::Budgets;
 use crate::streams::clocks::Tick;
 use crate::streams::fences::FenceSetId;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, BackendError};
-use crate::types::ids::{Placement, StreamId};
+use crate::types::ids::StreamId;
 use crate::types::units::{Units, bytes};
 use smallvec::SmallVec;
 
@@ -196,10 +196,7 @@ impl<L: Lock> Heap<L> {
         let dead = self.table.remove_segment(segment);
         context.directory.lock().remove(dead.range);
         self.mapped_bytes -= size_bytes;
-        self.fold(
-            op_word(Mark::Death, StreamId(0), size_bytes),
-            placement_word(Placement { segment: dead.id, offset_bytes: 0 }),
-        );
+        self.fold(op_word(Mark::Death, StreamId(0), size_bytes), Location::new(dead.id, 0).word());
         self.log.append_death(event, dead.range, mapped, dead.is_stitched, streams);
     }
 
@@ -226,10 +223,6 @@ impl<L: Lock> Heap<L> {
         context: &Context<B, L>,
         released_bytes: &mut u64,
     ) -> Result<(), BackendError> {
-        while let Some(range) = self.stray_ranges.last().copied() {
-            context.backend.release(range)?;
-            self.stray_ranges.pop();
-        }
         while let Some(retired) = self.log.first_released() {
             let released_before = *released_bytes;
             while let Some(stream) = retired.streams.last().copied() {
@@ -320,8 +313,8 @@ impl<L: Lock> Heap<L> {
         self.mapped_bytes -= bytes(to - from);
         self.hole_count += 1;
         self.log_segment(SegmentEventKind::Shrink, segment, from, bytes(to - from));
-        let word = placement_word(Placement { segment: self.table.segment(segment).id, offset_bytes: bytes(from) });
-        self.fold(op_word(Mark::Shrink, StreamId(0), bytes(to - from)), word);
+        let shrunk = Location::new(self.table.segment(segment).id, from);
+        self.fold(op_word(Mark::Shrink, StreamId(0), bytes(to - from)), shrunk.word());
         self.join_holes(hole);
     }
 

@@ -1,19 +1,23 @@
-//! What other rooms may see of a heap. Nothing here changes anything but statistics, the segment log and what agreement forgets.
+//! What other rooms may see of a heap, and the history that it keeps for ranks to compare.
 
 use super::{Heap, HeapIdentity};
 use crate::blocks::table::{Block, BlockState, Slot};
+use crate::config::PoolConfig;
 use crate::config::errors::HandleError;
+use crate::config::op::Refusal;
 use crate::config::size_rules::SizeClass;
-use crate::history::digest::Digest;
-use crate::history::journal::Journal;
+use crate::history::digest::{Digest, Mark, op_word};
+use crate::history::journal::{Journal, ProgramOrder};
 use crate::history::segment_log::{SegmentEvent, SegmentEventKind, SegmentLog};
+use crate::pointers::PointerMap;
 use crate::stats::budget::Budget;
 use crate::stats::usage::{RareCounts, Usage};
 use crate::sync::lock::Lock;
 use crate::types::backend::{DeviceAddress, Range};
 use crate::types::handle::{Allocation, Handle};
-use crate::types::ids::{PoolId, SegmentId, StreamId};
+use crate::types::ids::{Placement, PoolId, SegmentId, StreamId};
 use crate::types::units::{Units, bytes};
+use std::sync::Arc;
 
 /// A live segment.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -86,7 +90,7 @@ impl<L: Lock> Heap<L> {
 
     /// The digest before the first op.
     pub(crate) fn first_digest(&self) -> Digest {
-        super::first_digest(&self.config, bytes(self.rules.granule), self.identity.stream)
+        Self::digest_before_ops(&self.config, bytes(self.rules.granule), self.identity.stream)
     }
 
     /// The handle of the live allocation whose first byte is at an address.
@@ -97,6 +101,62 @@ impl<L: Lock> Heap<L> {
             BlockState::Allocated { serial, .. } => Some(self.handle(slot, serial)),
             _ => None,
         }
+    }
+
+    /// The digest begins with all that decisions depend on besides ops, so that different configurations never agree.
+    pub(super) fn digest_before_ops(config: &PoolConfig, granularity_bytes: u64, stream: Option<StreamId>) -> Digest {
+        let mut digest = Digest::new(config.digest());
+        digest.fold(granularity_bytes, stream.map_or(u64::MAX, |stream| stream.0.into()));
+        Digest { ops: 0, ..digest }
+    }
+
+    /// From now on allocations are found by their address.
+    pub(crate) fn keep_pointers(&mut self) {
+        self.pointers = Some(PointerMap::new());
+    }
+
+    /// From now on the heap remembers its last ops, for agreement to look back on.
+    pub(crate) fn keep_journal(&mut self, history_ops: u32, order: Arc<ProgramOrder>) {
+        self.journal = Some(Box::new(Journal::new(history_ops, self.digest, order)));
+    }
+
+    /// Takes up a history that a digest stands for, in place of the heap's own: the ops so far are not of this heap any
+    /// more. The journal forgets its ops.
+    pub(super) fn begin_history(&mut self, digest: Digest) {
+        self.digest = digest;
+        if let Some(journal) = &mut self.journal {
+            journal.begin(digest);
+        }
+    }
+
+    /// The pool is destroyed: that is the last op of the heap's history that ranks compare.
+    pub(crate) fn close(&mut self) {
+        if self.has_history() {
+            self.fold(op_word(Mark::Destroy, StreamId(0), 0), 0);
+        }
+        self.closed_after_ops = Some(self.digest.ops);
+    }
+
+    /// All ranks had this digest here: the history before it is forgotten.
+    pub(crate) fn settle(&mut self, digest: Digest) {
+        // From what was agreed on, not from what happened since on this rank alone.
+        self.is_settled = self.closed_after_ops.is_some_and(|ops| ops <= digest.ops);
+        if let Some(journal) = &mut self.journal {
+            journal.agree(digest);
+            if self.is_settled {
+                journal.close();
+            }
+        }
+    }
+
+    /// A request for so many bytes was refused.
+    pub(crate) fn fold_refusal(&mut self, refusal: Refusal, stream: StreamId, size_bytes: u64) {
+        self.fold(op_word(refusal.into(), stream, size_bytes), 0);
+        self.rare.refusals += 1;
+    }
+
+    pub(crate) fn count_retry(&mut self) {
+        self.rare.retries += 1;
     }
 
     pub(crate) fn journal(&self) -> Option<&Journal> {
@@ -194,6 +254,20 @@ impl<L: Lock> Heap<L> {
             }
             _ => None,
         })
+    }
+
+    pub(super) fn placement(&self, slot: Slot) -> Placement {
+        self.table.block(slot).location.placement()
+    }
+
+    /// Gives a live allocation a name.
+    pub(super) fn set_name(&mut self, slot: Slot, name: &str) {
+        let placed = self.table.block(slot).location.word();
+        if let Some(journal) = &mut self.journal {
+            journal.name_allocation(placed, name);
+        }
+        self.names.insert(slot, name);
+        self.notes_frees = true;
     }
 
     /// Bytes that a live allocation was asked for with.

@@ -16,6 +16,7 @@ pub struct Layout {
 }
 
 /// One heap of a [`Layout`].
+#[doc(hidden)]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HeapLayout {
     /// Its stream; `None` when the pool's streams share.
@@ -29,6 +30,7 @@ pub struct HeapLayout {
 }
 
 /// One live segment of a [`HeapLayout`].
+#[doc(hidden)]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SegmentLayout {
     /// Birth ordinal in its heap.
@@ -42,6 +44,7 @@ pub struct SegmentLayout {
 }
 
 /// A part of a segment.
+#[doc(hidden)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
     /// Where it starts in the segment, in bytes.
@@ -51,6 +54,7 @@ pub struct Extent {
 }
 
 /// One live allocation of a [`SegmentLayout`].
+#[doc(hidden)]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AllocationLayout {
     /// Where it starts in the segment, in bytes.
@@ -95,6 +99,7 @@ impl Layout {
     }
 
     /// The heaps in which anything ever happened, by stream.
+    #[doc(hidden)]
     pub fn heaps(&self) -> &[HeapLayout] {
         &self.heaps
     }
