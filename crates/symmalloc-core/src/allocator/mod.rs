@@ -45,7 +45,7 @@ use crate::config::errors::{
     AllocateError, FreeError, HandleError, OutOfMemory, RecordUseError, ReserveError, TrimError, UnknownError,
 };
 use crate::config::op::Op;
-use crate::config::{Config, ConfigError, PointerLookup, StreamPolicy};
+use crate::config::{Config, ConfigError, PointerLookup, StreamPolicy, in_range};
 use crate::heap::trim::Released;
 use crate::heap::{Context, Freed, Heap, HeapIdentity, is_nothing};
 use crate::history::journal::ProgramOrder;
@@ -132,14 +132,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if !granularity_bytes.is_power_of_two() {
             return Err(ConfigError::NotAPowerOfTwo { key: "granularity", value: granularity_bytes });
         }
-        if !(UNIT_BYTES..=1 << 30).contains(&granularity_bytes) {
-            return Err(ConfigError::OutOfRange {
-                key: "granularity",
-                value: granularity_bytes,
-                min: UNIT_BYTES,
-                max: 1 << 30,
-            });
-        }
+        in_range("granularity", granularity_bytes, UNIT_BYTES, 1 << 30)?;
         let can_alias = backend.can_alias();
         let pools = Registry::new();
         pools.push(|_| Box::new(Pool::new(config.default_pool().clone().that_works(can_alias))));

@@ -29,7 +29,7 @@ use crate::stats::budget::Charge;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::handle::{Allocation, Handle};
-use crate::types::ids::{Placement, PoolId, StreamId};
+use crate::types::ids::{Placement, PoolId, SegmentId, StreamId};
 use std::borrow::Cow;
 
 /// What a restored pool holds, with its handles.
@@ -165,7 +165,9 @@ impl<'a, L: Lock> Saved<'a, L> {
     fn find(heap: &'a mut Heap<L>, layout: &'a Layout) -> Self {
         let stream = heap.identity().stream;
         let saved = layout.heaps().iter().find(|saved| saved.stream == stream);
-        let layout = saved.map_or_else(|| Cow::Owned(HeapLayout::of_fresh(stream, heap.first_digest())), Cow::Borrowed);
+        let (digest, next_segment) = (heap.first_digest(), SegmentId(0));
+        let fresh = || Cow::Owned(HeapLayout { stream, digest, next_segment, segments: Vec::new() });
+        let layout = saved.map_or_else(fresh, Cow::Borrowed);
         Saved { heap, layout }
     }
 }

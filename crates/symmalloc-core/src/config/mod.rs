@@ -9,6 +9,7 @@ pub mod size_rules;
 mod stitching;
 pub mod text;
 
+pub(crate) use policy::in_range;
 pub use policy::{
     Config, ConfigBuilder, ConfigError, ExpandableSegments, FixedSegments, PlanPolicy, PointerLookup, PoolConfig,
     PoolConfigBuilder, Reclaim, RoundupPower2Divisions, SegmentPolicy, StreamPolicy,

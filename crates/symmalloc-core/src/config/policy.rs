@@ -445,7 +445,7 @@ pub enum ConfigError {
     },
 }
 
-fn in_range(key: &'static str, value: u64, min: u64, max: u64) -> Result<(), ConfigError> {
+pub(crate) fn in_range(key: &'static str, value: u64, min: u64, max: u64) -> Result<(), ConfigError> {
     if (min..=max).contains(&value) { Ok(()) } else { Err(ConfigError::OutOfRange { key, value, min, max }) }
 }
 

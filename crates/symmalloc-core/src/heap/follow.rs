@@ -77,6 +77,7 @@ impl<L: Lock> Heap<L> {
         let op = op_word(Mark::Allocate, stream, requested);
         let blocks = self.table.blocks();
         if let Some((slot, earlier)) = self.course.next_if(op)
+            && self.course.tells_all()
             && earlier.iter().all(|place| blocks[*place as usize].is_ready_for(stream))
             && self.table.find(slot).is_some_and(|place| place.is_ready_for(stream))
         {
@@ -94,7 +95,8 @@ impl<L: Lock> Heap<L> {
         let block = self.table.block_mut(slot);
         block.state = BlockState::Allocated { stream, requested, serial };
         let Block { location, size, .. } = *block;
-        self.announce(slot, serial, (self.course.base(), location, size), stream, requested)
+        let address = |heap: &Self| heap.course.base().plus(bytes(location.offset()));
+        self.announce((slot, location, size), serial, stream, requested, address)
     }
 
     /// Allocates in a step what does not simply follow the plan: something is to be waited for, is placed the ordinary way, logged, or
@@ -116,13 +118,13 @@ impl<L: Lock> Heap<L> {
             return Ok(allocation);
         }
         let op = op_word(Mark::Allocate, stream, requested);
-        let Some((slot, mut before)) = self.course.expected_if(op) else {
+        let Some((slot, earlier)) = self.course.next_if(op) else {
             let follower = self.follower.as_deref().expect("a plan is followed");
             let cause = follower.other_request(self.course.number(), (stream, requested));
             self.differ(cause);
             return self.allocate_anywhere(context, stream, requested);
         };
-        let earlier = before.len();
+        let (earlier, mut before) = (earlier.len(), earlier.to_vec());
         let allocation = if slot == NONE {
             self.allocate_anywhere(context, stream, requested)?
         } else {

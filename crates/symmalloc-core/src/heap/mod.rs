@@ -282,26 +282,26 @@ impl<L: Lock> Heap<L> {
             free
         };
         let Block { segment, location, size, .. } = tiling.blocks()[slot as usize];
-        let base = self.table.segment(segment).range.base;
-        self.announce(slot, serial, (base, location, size), stream, requested)
+        let address = |heap: &Self| heap.table.address_at(segment, location);
+        self.announce((slot, location, size), serial, stream, requested, address)
     }
 
-    /// A block of the segment with this base is an allocation now: counts it, folds the decision, and tells where it is.
+    /// A block is an allocation now: counts it, folds the decision, and tells where it is.
     #[inline(always)]
     fn announce(
         &mut self,
-        slot: Slot,
+        (slot, location, size): (Slot, Location, Units),
         serial: NonZeroU64,
-        (base, location, size): (DeviceAddress, Location, Units),
         stream: StreamId,
         requested: u64,
+        address: impl FnOnce(&Self) -> DeviceAddress,
     ) -> Allocation {
         self.usage.allocate(size, requested);
         self.fold(op_word(Mark::Allocate, stream, requested), location.word());
         self.note_pointer(slot);
         Allocation {
             handle: self.handle(slot, serial),
-            address: base.plus(bytes(location.offset())),
+            address: address(self),
             placement: location.placement(),
             size_bytes: bytes(size),
         }

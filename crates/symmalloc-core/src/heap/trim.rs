@@ -134,20 +134,17 @@ impl<L: Lock> Heap<L> {
     pub(crate) fn abandon<B: Backend>(&mut self, context: &Context<B, L>) {
         self.dissolve_plans(context);
         for slot in self.all_blocks() {
-            self.abandon_block(slot);
+            // A live block is free without an op: its uses stay fences without events.
+            let block = self.table.block_mut(slot);
+            if let BlockState::Allocated { stream, .. } = block.state {
+                block.state = BlockState::Free { stream, since: Tick::MAX };
+                self.link(slot);
+            }
         }
         self.retire_all(context);
         self.log.forget_all();
         // A failure stops the attempt: a lost device fails every further call as well.
         let _released = self.release_retired(context);
-    }
-
-    /// Makes a live block free without an op: its uses stay fences without events.
-    fn abandon_block(&mut self, slot: Slot) {
-        let block = self.table.block_mut(slot);
-        let BlockState::Allocated { stream, .. } = block.state else { return };
-        block.state = BlockState::Free { stream, since: Tick::MAX };
-        self.link(slot);
     }
 
     fn is_unused(&self, segment: u32) -> bool {

@@ -121,11 +121,6 @@ impl HeapLayout {
         let extents = self.segments.iter().flat_map(|segment| &segment.extents);
         extents.fold(0, |sum, extent| sum.saturating_add(extent.size_bytes))
     }
-
-    /// Of a heap in which nothing happened yet.
-    pub(crate) fn of_fresh(stream: Option<StreamId>, digest: Digest) -> Self {
-        HeapLayout { stream, digest, next_segment: SegmentId(0), segments: Vec::new() }
-    }
 }
 
 impl SegmentLayout {
