@@ -6,7 +6,7 @@
 use std::fmt;
 
 macro_rules! id {
-    ($(#[$doc:meta])* $visible:vis $name:ident($repr:ty), $prefix:literal) => {
+    ($(#[$doc:meta])* $visible:vis struct $name:ident($repr:ty), $prefix:literal) => {
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
         $visible struct $name(pub $repr);
@@ -29,12 +29,12 @@ macro_rules! id {
 
 id! {
     /// A logical stream, numbered in the order in which the program registers streams; never the raw handle.
-    pub StreamId(u16), "s"
+    pub struct StreamId(u16), "s"
 }
 
 id! {
     /// A pool, numbered in the order in which the program creates pools. Pool 0 is the default pool. Never reused.
-    pub PoolId(u32), "p"
+    pub struct PoolId(u32), "p"
 }
 
 id! {
@@ -42,23 +42,23 @@ id! {
     ///
     /// When several threads make heaps at once their numbers may differ from rank to rank; nothing is ordered by
     /// them. What ranks compare names a heap by its pool and stream.
-    pub(crate) HeapId(u32), "h"
+    pub(crate) struct HeapId(u32), "h"
 }
 
 id! {
     /// A segment's birth ordinal in its heap. It is also the allocation-*sequence* counter of rule D2: given to
     /// backing memory when it is obtained and inherited by every block split from it. Never reused.
-    pub SegmentId(u32), "g"
+    pub struct SegmentId(u32), "g"
 }
 
 id! {
     /// The name of an allocation within one trace. Given by the program (or the recorder), unique in the trace.
-    pub AllocationId(u64), "a"
+    pub struct AllocationId(u64), "a"
 }
 
 id! {
     /// An observer of a pool's segments, numbered in the order in which observers come. Never reused.
-    pub ObserverId(u32), "o"
+    pub struct ObserverId(u32), "o"
 }
 
 impl PoolId {
