@@ -15,10 +15,10 @@
 //! ```
 //!
 //! Frees are not compared. A place that is free too early does no harm, and one that is not free when its turn comes is a
-//! difference. A step without a plan has the plan memory for itself: it is an ordinary free block until a step follows a plan again.
-//! Who used a place is waited for by whoever takes what overlaps it: the plan knows who was last at each offset
-//! ([`Schedule`]), as long as steps of it follow each other. After another step, each stream of
-//! the plan waits for all places before the first request, and what is live still from then is looked at by each request.
+//! difference. A step without a plan has the plan memory for itself: it is an ordinary free block until a step follows a plan
+//! again. Who used a place is waited for by whoever takes what overlaps it: the plan knows who was last at each offset
+//! ([`Schedule`]), as long as steps of it follow each other. After another step, each stream of the plan waits for all places
+//! before the first request, and what is live still from then is looked at by each request.
 
 use super::obtain::fresh;
 use super::{Context, Heap, Shortage};
@@ -111,10 +111,9 @@ impl<L: Lock> Heap<L> {
     ) -> Result<Allocation, Box<Shortage>> {
         if self.watch == Watch::Learn {
             let allocation = self.allocate_anywhere(context, stream, requested)?;
-            if let Some(follower) = &mut self.follower {
-                follower.note_allocation((stream, requested), allocation.handle.slot());
-            }
-            self.notes_frees = true;
+            let follower = self.follower.as_deref_mut().expect("it learns");
+            follower.note_allocation((stream, requested), allocation.handle.slot());
+            self.watches_frees = true;
             return Ok(allocation);
         }
         let op = op_word(Mark::Allocate, stream, requested);
@@ -393,6 +392,7 @@ impl<L: Lock> Heap<L> {
         let base = self.table.segment(self.table.block(memory).segment).range.base;
         let memory = PlanMemory { block: memory, base, size_bytes: bytes(size), places, streams: streams.clone() };
         self.follower.as_deref_mut().expect("it knows the plans").install(schedules, &slots, memory);
+        self.watches_frees = true;
         self.recycle_spent(context);
         Ok(())
     }

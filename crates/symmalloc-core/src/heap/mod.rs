@@ -132,8 +132,8 @@ pub(crate) struct Heap<L: Lock> {
     watch: Watch,
     /// Requests of 1 to so many bytes are placed where the best fit is: none while [`watch`](Self::watch) says something else.
     direct_bytes_max: u64,
-    /// Whether a free may have to be noted: an allocation has a name, or is logged to learn a plan.
-    notes_frees: bool,
+    /// Whether frees are looked at: an allocation has a name, is logged to learn a plan, or may lie at a place of a plan.
+    watches_frees: bool,
     /// Lent by the plan that is followed, and of nothing while none is.
     course: Course,
     /// Its plans, and the step; made at the first step or plan.
@@ -188,7 +188,7 @@ impl<L: Lock> Heap<L> {
             journal: None,
             watch: Watch::Nothing,
             direct_bytes_max: SEGMENT_BYTES_MAX,
-            notes_frees: false,
+            watches_frees: false,
             course: Course::default(),
             follower: None,
             config,
@@ -387,11 +387,14 @@ impl<L: Lock> Heap<L> {
         if is_mapped && let Some(pointers) = &mut self.pointers {
             pointers.take(self.table.address_at(segment, location));
         }
-        self.put_back(slot);
         self.usage.free(size, requested);
         self.fold(op_word(Mark::Free, stream, 0), location.word());
-        if self.notes_frees {
+        let is_place = self.watches_frees && self.table.block(slot).is_place();
+        if self.watches_frees && !(is_place && self.names.is_empty()) {
             self.note_free(slot);
+        }
+        if !is_place {
+            self.put_back(slot);
         }
         self.recycle_spent(context);
         Freed { size, requested_bytes: requested }
@@ -405,8 +408,8 @@ impl<L: Lock> Heap<L> {
         {
             journal.name_newest(&name);
         }
-        let is_logging = self.follower.as_deref_mut().is_some_and(|follower| follower.note_free(slot));
-        self.notes_frees = is_logging || !self.names.is_empty();
+        let is_followed = self.follower.as_deref_mut().is_some_and(|follower| follower.note_free(slot));
+        self.watches_frees = is_followed || !self.names.is_empty();
     }
 
     #[cold]
@@ -437,8 +440,7 @@ impl<L: Lock> Heap<L> {
         self.free.remove(self.table.tiling().blocks(), slot);
     }
 
-    /// Puts a free block that is in no index into the free index, merged with its free neighbours. Returns the result. A place of a
-    /// plan has no neighbours, and stays in no index.
+    /// Puts a free block that is in no index into the free index, merged with its free neighbours. Returns the result.
     ///
     /// ```text
     ///  prev      freed     next                          what was free before covers the freed block, and keeps its owner
@@ -452,8 +454,7 @@ impl<L: Lock> Heap<L> {
         let Block { prev, next, .. } = tiling.blocks()[slot as usize];
         let mut merged = slot;
         for neighbour in [prev, next] {
-            let Some(beside) = tiling.blocks().get(neighbour as usize) else { return slot };
-            if beside.is_free() {
+            if tiling.blocks()[neighbour as usize].is_free() {
                 self.free.remove(tiling.blocks(), neighbour);
                 // The first neighbour that is merged covers the second.
                 let (from, to) = if merged == slot { (slot, neighbour) } else { (neighbour, merged) };

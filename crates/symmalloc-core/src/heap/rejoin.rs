@@ -156,7 +156,7 @@ impl<L: Lock> Heap<L> {
             Some(name) => self.names.insert(slot, name),
             None => drop(self.names.take(slot)),
         }
-        self.notes_frees |= saved.name.is_some();
+        self.watches_frees |= saved.name.is_some();
     }
 }
 

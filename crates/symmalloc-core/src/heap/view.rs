@@ -267,7 +267,7 @@ impl<L: Lock> Heap<L> {
             journal.name_allocation(placed, name);
         }
         self.names.insert(slot, name);
-        self.notes_frees = true;
+        self.watches_frees = true;
     }
 
     /// Bytes that a live allocation was asked for with.

@@ -32,7 +32,7 @@ impl Names {
     }
 
     pub(crate) fn take(&mut self, slot: Slot) -> Option<Box<str>> {
-        self.by_slot.remove(&slot)
+        if self.is_empty() { None } else { self.by_slot.remove(&slot) }
     }
 
     pub(crate) fn find(&self, slot: Slot) -> Option<&str> {

@@ -107,10 +107,10 @@ impl Follower {
         self.learner.note_allocation(request, slot);
     }
 
-    /// An allocation was freed, which need not be logged. Returns whether others are.
+    /// An allocation was freed, which need not be logged. Returns whether others are, or lie at places.
     pub(crate) fn note_free(&mut self, slot: Slot) -> bool {
         self.learner.note_free(slot);
-        self.learner.is_waiting()
+        self.memory.is_some() || self.learner.is_waiting()
     }
 
     pub(crate) fn memory(&self) -> Option<&PlanMemory> {
