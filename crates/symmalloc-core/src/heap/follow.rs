@@ -23,8 +23,7 @@
 use super::obtain::fresh;
 use super::{Context, Heap, Shortage};
 use crate::blocks::table::{Block, BlockState, NONE, Slot};
-use crate::config::op::Refusal;
-use crate::config::{PlanPolicy, StreamPolicy};
+use crate::config::{PlanPolicy, StreamPolicy, op::Refusal};
 use crate::history::digest::{Mark, op_word};
 use crate::plans::error::PlanError;
 use crate::plans::follower::{Follower, PlanMemory, Watch};
