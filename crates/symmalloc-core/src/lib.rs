@@ -92,23 +92,26 @@ mod allocator;
 // What every program names.
 pub use allocator::{Allocator, SharedAllocator};
 pub use config::{Config, PoolConfig};
-pub use types::backend::{Backend, BackendError, DeviceAddress};
 pub use types::handle::{Allocation, Handle};
-pub use types::ids::{Placement, PoolId, SegmentId, StreamId};
+#[doc(no_inline)]
+pub use types::{
+    backend::{Backend, BackendError, DeviceAddress},
+    ids::{AllocationId, ObserverId, Placement, PoolId, SegmentId, StreamId},
+};
 
 // What some need: what goes wrong, what is told, what is kept.
 pub use allocator::{Retry, SegmentPosition, StepGuard, Unread, recording, report};
 pub use config::errors::{self, LimitScope};
 pub use config::op::{self, Op, Record};
-pub use config::size_rules::{SMALL_BYTES_MAX, SizeClass};
+pub use config::size_rules::SizeClass;
 pub use config::text as config_text;
 pub use heap::invariants::Violation;
 pub use history::digest::Digest;
-pub use history::layout::{self, Layout};
-pub use history::segment_log;
+#[doc(no_inline)]
+pub use history::layout::Layout;
+pub use history::{layout, segment_log};
 pub use sync::lock;
-pub use types::ids::{self, AllocationId, ObserverId};
-pub use types::{backend, units};
+pub use types::{backend, ids, units};
 
 /// Restoring a [`Layout`]: the pool becomes what it was when the layout was saved.
 pub mod restore {

@@ -5,7 +5,7 @@ pub(crate) mod nearest;
 pub mod op;
 mod policy;
 pub(crate) mod restore_error;
-pub mod size_rules;
+pub(crate) mod size_rules;
 mod stitching;
 pub mod text;
 

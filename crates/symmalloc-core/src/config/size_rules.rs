@@ -9,7 +9,7 @@ use crate::config::policy::{PoolConfig, RoundupPower2Divisions, SegmentPolicy};
 use crate::types::units::{MIB, SEGMENT_BYTES_MAX, UNIT_BYTES, Units, bytes, units};
 
 /// PyTorch's `kSmallSize`: the largest request of the small class, in bytes.
-pub const SMALL_BYTES_MAX: u64 = MIB;
+const SMALL_BYTES_MAX: u64 = MIB;
 /// PyTorch's `kMinLargeAlloc`: requests from here on get a segment of their own size, in bytes.
 const LARGE_BYTES_MIN: u64 = 10 * MIB;
 /// PyTorch's `kSmallBuffer` and `kRoundLarge`, in bytes.
