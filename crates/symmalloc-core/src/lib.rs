@@ -62,7 +62,7 @@
 //! The rooms form a line; each uses only those before it. `types` and `sync`; `config`, with the size rules; `streams`, the
 //! clocks and fences; `blocks`, where the block table says what lies where and the free index what is free; `history`, with
 //! digests and layouts; `stats`; `pointers`. Then `heap` composes them and makes every decision (read `heap/mod.rs` first),
-//! and `allocator` finds the heap and walks the out-of-memory path. `docs/architecture.md` lists the functions between a
+//! and `allocator` finds the heap and walks the out-of-memory path. `docs/one-allocation.md` lists the functions between a
 //! call and the free index.
 #![forbid(unsafe_code)]
 

@@ -25,7 +25,7 @@
 //! # Ok::<(), symmalloc_trace::TraceError>(())
 //! ```
 //!
-//! The formats stand in `docs/trace-format.md`, `docs/layout.md` and `docs/plan.md`. A reader checks everything that a text can be
+//! The formats stand in `docs/trace-format.md`, `docs/layout-format.md` and `docs/plan-format.md`. A reader checks everything that a text can be
 //! checked for by itself ([`LineError`], [`Inconsistency`], [`LayoutTextError`](layout::LayoutTextError),
 //! [`PlanTextError`](plan::PlanTextError)); a writer refuses what a reader would refuse.
 //!

@@ -180,6 +180,7 @@ impl<L: Lock> Gate<'_, L> {
         let RecorderState::On(recording) = state else { return };
         let Recording { sink, records, .. } = &mut **recording;
         let (records, mut source) = (*records, end);
+        // What was recorded before is whole, unless the sink failed.
         if !matches!(source, RecordingEnd::Sink(_) | RecordingEnd::Panicked)
             && let Err(error) = sink.finish()
         {

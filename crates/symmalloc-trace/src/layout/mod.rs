@@ -1,6 +1,6 @@
 //! Layouts as text: a pool's layout is saved to a file, and restored from it in another process.
 //!
-//! What a layout is, and what a restore does, stands in [`symmalloc_core::layout`]; the format in `docs/layout.md`.
+//! What a layout is, and what a restore does, stands in [`symmalloc_core::layout`]; the format in `docs/layout-format.md`.
 //!
 //! ```
 //! use symmalloc_core::{Allocator, Config, PoolId};
