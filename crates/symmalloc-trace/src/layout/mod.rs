@@ -22,13 +22,16 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod contradiction;
 mod error;
 mod line;
 mod reader;
+mod rules;
 #[cfg(test)]
 mod tests;
 mod writer;
 
+pub use contradiction::Contradiction;
 pub use error::LayoutTextError;
 pub use line::{MAGIC, VERSION};
 pub use reader::{parse, read};
