@@ -9,7 +9,8 @@
 //! * A [`plan`] says where the allocations of a job go, and is written and followed.
 //!
 //! ```
-//! # use symmalloc_trace::{RecordLine, Trace};
+//! use symmalloc_trace::{RecordLine, Trace};
+//!
 //! let trace = Trace::parse(r#"symmalloc-trace 1
 //! config segments:expandable,limit_mb:4096      # optional: the allocator's configuration
 //! stream s0                                     # streams and pools are declared, in order
