@@ -85,6 +85,8 @@ mod pointers;
 
 pub mod plans;
 
+pub mod sleep;
+
 mod heap;
 
 mod allocator;
@@ -100,7 +102,7 @@ pub use types::{
 };
 
 // What some need: what goes wrong, what is told, what is kept.
-pub use allocator::{Retry, SegmentPosition, StepGuard, Unread, recording, report};
+pub use allocator::{Quiesced, Remapped, Retry, SegmentPosition, StepGuard, Unread, recording, report};
 pub use config::errors::{self, LimitScope};
 pub use config::op::{self, Op, Record};
 pub use config::size_rules::SizeClass;

@@ -74,6 +74,7 @@
 //! | `backend.rs` | memory and streams together: the core's backend |
 //! | `pools/` | the core's allocator with CUDA's streams, pools as scopes |
 //! | `allocator.rs`, `steps.rs` | the names by which programs use them; steps that follow plans |
+//! | `sleep.rs` (after `graphs/`) | pools that give their memory back for a while |
 //! | `buffers/` | device and pinned buffers, their views, and which streams used them |
 //! | `graphs/`, `metrics.rs` | captures into graphs; statistics |
 //!
@@ -93,6 +94,7 @@ mod memory;
 #[cfg(feature = "metrics")]
 pub mod metrics;
 mod pools;
+mod sleep;
 mod steps;
 mod streams;
 

@@ -33,12 +33,14 @@ pub mod report;
 mod request;
 mod restore;
 mod save;
+mod sleep;
 mod steps;
 
 pub use lookup::SegmentPosition;
 pub use observers::Unread;
 pub use request::Retry;
 pub use restore::{Restored, RestoredAllocation, RestoredHeap};
+pub use sleep::{Quiesced, Remapped};
 pub use steps::StepGuard;
 
 use crate::config::errors::{
@@ -51,6 +53,7 @@ use crate::heap::{Context, Freed, Heap, HeapIdentity, is_nothing};
 use crate::history::journal::ProgramOrder;
 use crate::history::segment_log::SegmentLog;
 use crate::pointers::{HeapHints, SegmentDirectory};
+use crate::sleep::state::State;
 use crate::stats::budget::Budget;
 use crate::stats::usage::TotalUsage;
 use crate::streams::clocks::StreamClocks;
@@ -433,6 +436,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let entry = self.pool(pool)?;
         self.known_stream(stream)?;
         let step = entry.step.lock();
+        let sleep = entry.sleep.lock();
         Ok(entry.make_heap(stream, || {
             let make = |index| {
                 let identity = HeapIdentity {
@@ -453,6 +457,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 (0..*open_scopes).for_each(|_| heap.usage_mut().open_scope());
                 if let Some(key) = *step {
                     heap.begin_step(&self.context, key);
+                }
+                if !matches!(*sleep, State::Awake) {
+                    heap.fall_asleep();
                 }
                 Arc::new(LockCell::new(heap))
             };
@@ -485,5 +492,6 @@ impl<B: Backend, L: Lock> Drop for Allocator<B, L> {
     fn drop(&mut self) {
         self.end_recording();
         self.all_heaps().for_each(|heap| heap.lock().abandon(&self.context));
+        self.pools.iter().for_each(|(_, entry)| self.end_sleep(&mut entry.sleep.lock()));
     }
 }

@@ -6,7 +6,7 @@ use super::pool::{HeapCell, Pool};
 use super::recorder::RecordingEnd;
 use super::request::{Request, Retry};
 use crate::config::Reclaim;
-use crate::config::errors::{AllocateError, LimitScope, OutOfMemory, OutOfMemoryCause, UnknownError};
+use crate::config::errors::{AllocateError, LimitScope, OutOfMemory, OutOfMemoryCause, PoolSleeps, UnknownError};
 use crate::config::op::{Op, Refusal};
 use crate::heap::trim::Released;
 use crate::heap::{Heap, Shortage};
@@ -59,6 +59,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                     gate.end(RecordingEnd::Driver(error.clone()));
                     return Err(AllocateError::Fence { stream: request.stream, error });
                 }
+                Shortage::Asleep => return Err(PoolSleeps { pool: request.pool }.into()),
                 Shortage::Closed => return Err(UnknownError::DestroyedPool { pool: request.pool }.into()),
             };
             let can_help = match cause {

@@ -6,6 +6,7 @@ use crate::config::PoolConfig;
 use crate::config::errors::{PoolError, StreamError, UnknownError};
 use crate::config::op::Op;
 use crate::heap::trim::Released;
+use crate::sleep::state::State;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::ids::{PoolId, StreamId};
@@ -57,6 +58,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if observers.count(pool) > 0 {
             return Err(PoolError::Observed { pool, observers: observers.count(pool) });
         }
+        let mut sleep = entry.sleep.lock();
+        if matches!(*sleep, State::Changing(_)) {
+            return Err(PoolError::Sleeping { pool });
+        }
         // All heaps at once, so that no other thread allocates between the question and the answer.
         let mut heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         let allocations = heaps.iter().map(|heap| heap.usage().allocations()).sum();
@@ -71,7 +76,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             heap.retire_all(&self.context);
             released = released.plus(heap.release_retired(&self.context));
         }
-        drop((heaps, observers));
+        self.end_sleep(&mut sleep);
+        drop((heaps, sleep, observers));
         gate.note(Op::DestroyPool { pool });
         tracing::debug!(name: "pool.destroyed", target: "symmalloc", pool = pool.0);
         gate.note_released(&released);

@@ -8,6 +8,7 @@
 //! programs, which is why [`Config::digest`] exists.
 
 use crate::config::stitching::Stitching;
+use crate::config::tag::Tag;
 use crate::types::units::{GIB, MIB, SEGMENT_BYTES_MAX, UNIT_BYTES};
 
 /// PyTorch's `kLargeBuffer`: the fixed segment for requests between 1 and 10 MiB, in bytes.
@@ -172,6 +173,7 @@ pub struct PoolConfig {
     plan: PlanPolicy,
     /// `None` unless segments are expandable and the pool is not symmetric.
     stitching: Option<Stitching>,
+    tag: Option<Tag>,
 }
 
 impl Default for PoolConfig {
@@ -186,6 +188,7 @@ impl Default for PoolConfig {
             roundup_power2_divisions: RoundupPower2Divisions::default(),
             plan: PlanPolicy::default(),
             stitching: None,
+            tag: None,
         }
     }
 }
@@ -204,6 +207,11 @@ impl PoolConfig {
     /// How the pool obtains backing memory.
     pub fn segments(&self) -> &SegmentPolicy {
         &self.segments
+    }
+
+    /// What the pool is for: pools of one tag sleep and wake together.
+    pub fn tag(&self) -> Option<Tag> {
+        self.tag
     }
 
     /// What of the policy a backend can serve. What is left out is not in the digest either.
@@ -269,6 +277,12 @@ impl PoolConfigBuilder {
     /// Whether large blocks are put together from free pieces, and how.
     pub fn stitching(mut self, stitching: Option<Stitching>) -> Self {
         self.config.stitching = stitching;
+        self
+    }
+
+    /// What the pool is for: pools of one tag sleep and wake together.
+    pub fn tag(mut self, tag: Option<Tag>) -> Self {
+        self.config.tag = tag;
         self
     }
 

@@ -1,6 +1,6 @@
 //! What stands in the way of a layout that is saved, or restored.
 
-use crate::config::errors::{OutOfMemoryCause, UnknownError};
+use crate::config::errors::{OutOfMemoryCause, PoolSleeps, UnknownError};
 use crate::config::policy::PoolConfig;
 use crate::types::backend::BackendError;
 use crate::types::ids::{Placement, PoolId, SegmentId, StreamId};
@@ -13,6 +13,9 @@ pub enum LayoutError {
     /// The pool does not exist.
     #[error(transparent)]
     Unknown(#[from] UnknownError),
+    /// The pool sleeps.
+    #[error(transparent)]
+    Sleeps(#[from] PoolSleeps),
     /// Large blocks are put together from pieces, and a layout cannot hold that.
     #[error("{pool} has stitched ranges: free what lies in them, and trim the pool")]
     Stitched {
@@ -46,6 +49,9 @@ pub enum RestoreError {
     /// The pool, or a stream that the layout names, does not exist.
     #[error(transparent)]
     Unknown(#[from] UnknownError),
+    /// The pool sleeps.
+    #[error(transparent)]
+    Sleeps(#[from] PoolSleeps),
     /// The pool has another configuration than the saved one: its future is another.
     #[error("the layout is of a pool `{saved}`, this one is `{here}`: create it with the saved configuration")]
     Config {

@@ -108,6 +108,9 @@ impl<L: Lock> Heap<L> {
         stream: StreamId,
         requested: u64,
     ) -> Result<Allocation, Box<Shortage>> {
+        if self.watch == Watch::Refuse {
+            return Err(self.refuse_asleep());
+        }
         if self.watch == Watch::Learn {
             let allocation = self.allocate_anywhere(context, stream, requested)?;
             let follower = self.follower.as_deref_mut().expect("it learns");
@@ -221,7 +224,7 @@ impl<L: Lock> Heap<L> {
         self.install(context, &plans).map_err(|shortage| {
             let refusal = match &*shortage {
                 Shortage::Memory { cause, .. } => Refusal::from(cause),
-                Shortage::Closed => Refusal::Segment,
+                Shortage::Closed | Shortage::Asleep => Refusal::Segment,
                 Shortage::Fence(_) => Refusal::Driver,
             };
             self.fold_refusal(refusal, plans.streams[0], plans.memory_bytes());

@@ -6,6 +6,8 @@
 //! | [`Prefetching`] | the same | the same, or nothing where a thread has done it already | the same | the same |
 //! | [`DriverAllocations`] | an allocation | nothing | nothing | the allocation back |
 //!
+//! [`Images`] keep the bytes of memory that is given back for a while.
+//!
 //! An allocation of the driver has no addresses without memory, so `reserve` takes what `map` would take. Pools of fixed and
 //! reserved segments map what they reserve at once and notice no difference. Expandable ones need virtual memory.
 
@@ -13,6 +15,7 @@ mod addresses;
 mod backing;
 mod chunks;
 mod driver_allocations;
+mod images;
 mod interface;
 mod prefetch_thread;
 mod prefetch_window;
@@ -21,6 +24,7 @@ mod spare;
 mod virtual_memory;
 
 pub(crate) use driver_allocations::{AllocationKind, DriverAllocations};
+pub(crate) use images::Images;
 pub(crate) use interface::BackendMemory;
 pub(crate) use prefetch_thread::Prefetching;
 pub(crate) use virtual_memory::{VirtualMemory, VirtualOptions};

@@ -14,5 +14,6 @@ mod pinned;
 mod prefetch;
 mod process;
 mod recording;
+mod sleep;
 mod slices;
 mod stitching;

@@ -26,6 +26,8 @@ pub(super) enum Takes {
     Flag,
     /// One of these words, which are listed for people as well.
     Word(&'static [&'static str], &'static str),
+    /// A [`Tag`](crate::config::Tag).
+    Tag,
     /// PyTorch's `roundup_power2_divisions`.
     Divisions,
     /// Anything; it is not read.
@@ -76,7 +78,7 @@ macro_rules! key {
 }
 
 /// All keys, PyTorch's as of its version 2.14.
-static KEYS: [Key; 39] = {
+static KEYS: [Key; 40] = {
     use {Of::*, Takes::*};
     const DRIVER: Of = Nothing(IgnoredReason::NotPlacement);
     const FRACTION: Of = Nothing(IgnoredReason::DeviceFraction);
@@ -101,6 +103,7 @@ static KEYS: [Key; 39] = {
         key!("release_threshold", Bytes, Pool),
         key!("reclaim", Word(RECLAIM, "never, heap or pool"), Pool),
         key!("plan", Word(PLAN, "off or learn"), Pool),
+        key!("tag", Tag, Pool),
         key!("backend", Word(BACKENDS, "native"), Pool),
         key!("total_limit", Bytes, Allocator),
         key!("retries_max", Count, Allocator),

@@ -129,6 +129,7 @@ fn build_pool(settings: &mut Settings) -> Result<PoolConfig, ConfigTextError> {
         .reclaim(settings.one_of("reclaim", [Reclaim::Never, Reclaim::Heap, Reclaim::Pool]))
         .roundup_power2_divisions(settings.divisions().unwrap_or_default())
         .plan(settings.one_of("plan", [PlanPolicy::Off, PlanPolicy::Learn]))
+        .tag(settings.tag())
         .build()
         .map_err(|source| out_of_range(settings, source))
 }

@@ -11,6 +11,7 @@ use super::error::ConfigTextError;
 use super::keys::{self, Key, Of, Takes};
 use super::reason::{IgnoredKey, IgnoredReason, KeyRefusal};
 use crate::config::policy::RoundupPower2Divisions;
+use crate::config::tag::Tag;
 
 /// Who wrote the text, and so how its slips are taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,6 +47,7 @@ enum Value {
     /// Bytes, a count, 1 for `true`, or the position of the word among those that the key takes.
     Number(u64),
     Divisions(RoundupPower2Divisions),
+    Tag(Tag),
 }
 
 impl Settings {
@@ -131,6 +133,10 @@ impl Settings {
         self.number(name).map_or_else(T::default, |at| values[at as usize])
     }
 
+    pub(super) fn tag(&self) -> Option<Tag> {
+        self.find("tag").and_then(|stated| if let Value::Tag(tag) = stated.value { Some(tag) } else { None })
+    }
+
     pub(super) fn divisions(&self) -> Option<RoundupPower2Divisions> {
         let stated = self.find("roundup_power2_divisions")?;
         if let Value::Divisions(divisions) = stated.value { Some(divisions) } else { None }
@@ -211,6 +217,9 @@ fn parse_value(takes: Takes, key: &'static str, unit: u64, value: Word<'_>) -> R
         (Takes::Flag, _) => return Err(refused("true or false")),
         (Takes::Word(words, allowed), word) => {
             words.iter().position(|known| *known == word).ok_or_else(|| refused(allowed))? as u64
+        }
+        (Takes::Tag, text) => {
+            return text.parse().map(Value::Tag).map_err(|_| refused("1 to 24 lower-case letters, digits, _ and -"));
         }
         (Takes::Divisions, _) => return parse_divisions(key, value).map(Value::Divisions),
         (Takes::Anything, _) => return Err(refused("left out")),
