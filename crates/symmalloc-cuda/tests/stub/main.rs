@@ -14,5 +14,6 @@ mod pinned;
 mod prefetch;
 mod process;
 mod recording;
+mod sharing;
 mod slices;
 mod stitching;
