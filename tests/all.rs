@@ -21,6 +21,7 @@ mod rooms;
 mod seeds;
 mod shared;
 mod simulate;
+mod sleep;
 mod stitching;
 mod stories;
 mod vocabulary;

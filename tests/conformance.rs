@@ -1,6 +1,6 @@
 //! The backend contract, on every backend that runs without a device.
 
-use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Range, Reason};
+use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Image, Part, Range, Reason};
 use symmalloc_core::ids::StreamId;
 use symmalloc_harness::conformance::conformance;
 use symmalloc_sim::{Call, Delays, SimBackend};
@@ -39,6 +39,7 @@ enum Fraud {
     WaitDoesNothing,
     SynchronizeDoesNothing,
     DoneIsForgotten,
+    ImagesAreAlike,
 }
 
 /// A device that breaks the contract in one way.
@@ -103,6 +104,21 @@ impl Backend for Fraudulent {
             _ => self.device.synchronize(stream),
         }
     }
+    fn save(&self, parts: &[Part]) -> Result<Image, BackendError> {
+        let image = self.device.save(parts)?;
+        Ok(if matches!(self.fraud, Fraud::ImagesAreAlike) { Image(7) } else { image })
+    }
+    fn load(&self, image: Image, parts: &[Part]) -> Result<(), BackendError> {
+        if matches!(self.fraud, Fraud::ImagesAreAlike) { Ok(()) } else { self.device.load(image, parts) }
+    }
+    fn discard(&self, image: Image) {
+        if !matches!(self.fraud, Fraud::ImagesAreAlike) {
+            self.device.discard(image);
+        }
+    }
+    fn zero(&self, parts: &[Part]) -> Result<(), BackendError> {
+        self.device.zero(parts)
+    }
 }
 
 #[test]
@@ -115,6 +131,7 @@ fn the_suite_finds_every_fraud() {
         Fraud::WaitDoesNothing,
         Fraud::SynchronizeDoesNothing,
         Fraud::DoneIsForgotten,
+        Fraud::ImagesAreAlike,
     ] {
         let make = || Fraudulent { device: SimBackend::builder().delays(Delays::UntilSynchronized).build(), fraud };
         assert!(std::panic::catch_unwind(|| conformance(make)).is_err(), "{fraud:?} was not found");

@@ -6,7 +6,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
-use symmalloc_core::backend::{Backend, BackendError, Event, Place, Range};
+use symmalloc_core::backend::{Backend, BackendError, Event, Image, Part, Place, Range};
 use symmalloc_core::ids::StreamId;
 use symmalloc_sim::{Call, SimBackend};
 
@@ -229,6 +229,22 @@ impl Backend for Metered {
 
     fn synchronize(&self, stream: StreamId) -> Result<(), BackendError> {
         self.device.synchronize(stream)
+    }
+
+    fn save(&self, parts: &[Part]) -> Result<Image, BackendError> {
+        self.device.save(parts)
+    }
+
+    fn load(&self, image: Image, parts: &[Part]) -> Result<(), BackendError> {
+        self.device.load(image, parts)
+    }
+
+    fn discard(&self, image: Image) {
+        self.device.discard(image);
+    }
+
+    fn zero(&self, parts: &[Part]) -> Result<(), BackendError> {
+        self.device.zero(parts)
     }
 }
 

@@ -8,7 +8,7 @@
 //! tests), and that a *caller* keeps its promises (the simulator panics when it does not).
 
 use std::collections::BTreeSet;
-use symmalloc_core::backend::{Backend, Event, Range};
+use symmalloc_core::backend::{Backend, DeviceAddress, Event, Part, Range};
 use symmalloc_core::ids::StreamId;
 
 const S0: StreamId = StreamId(0);
@@ -56,6 +56,9 @@ pub fn conformance<B: Backend + Send + Sync>(make: impl Fn() -> B) {
         an_idle_or_unused_stream_can_be_synchronized,
         ten_thousand_events_come_and_go,
         calls_come_from_any_thread,
+        what_is_saved_outlives_its_memory,
+        some_of_what_was_saved_can_be_copied_back,
+        parts_can_be_made_zero,
     );
 }
 
@@ -366,4 +369,60 @@ fn calls_come_from_any_thread(backend: &(impl Backend + Sync)) {
             });
         }
     });
+}
+
+/// The first and the third granule of a range of four, of which these are mapped.
+fn two_parts(backend: &impl Backend) -> (Range, [Part; 2]) {
+    let granule = backend.granularity_bytes();
+    let range = reserve(backend, 4);
+    map(backend, range, 0..1);
+    map(backend, range, 2..3);
+    let part = |at: u64| Part {
+        address: DeviceAddress(range.base.0 + 2 * at * granule),
+        size_bytes: granule,
+        image_offset_bytes: at * granule,
+    };
+    (range, [part(0), part(1)])
+}
+
+fn give_back(backend: &impl Backend, range: Range) {
+    unmap(backend, range, 0..1);
+    unmap(backend, range, 2..3);
+    backend.release(range).expect("release");
+}
+
+fn what_is_saved_outlives_its_memory(backend: &impl Backend) {
+    let (range, parts) = two_parts(backend);
+    let (first, second) = (backend.save(&parts).expect("save"), backend.save(&parts[..1]).expect("save"));
+    assert_ne!(first, second);
+    unmap(backend, range, 0..1);
+    unmap(backend, range, 2..3);
+    map(backend, range, 0..1);
+    map(backend, range, 2..3);
+    for _ in 0..2 {
+        backend.load(first, &parts).expect("load");
+    }
+    backend.discard(first);
+    backend.load(second, &parts[..1]).expect("load");
+    backend.discard(second);
+    give_back(backend, range);
+}
+
+fn some_of_what_was_saved_can_be_copied_back(backend: &impl Backend) {
+    let (range, parts) = two_parts(backend);
+    let image = backend.save(&parts).expect("save");
+    backend.load(image, &parts[1..]).expect("load");
+    let half = Part { size_bytes: parts[0].size_bytes / 2 / 512 * 512, ..parts[0] };
+    if half.size_bytes > 0 {
+        backend.load(image, &[half, parts[1]]).expect("load");
+    }
+    backend.load(image, &[]).expect("load");
+    backend.discard(image);
+    give_back(backend, range);
+}
+
+fn parts_can_be_made_zero(backend: &impl Backend) {
+    let (range, parts) = two_parts(backend);
+    backend.zero(&parts).expect("zero");
+    give_back(backend, range);
 }

@@ -2,7 +2,7 @@
 //! panics there.
 
 use symmalloc_core::StreamId;
-use symmalloc_core::backend::{Backend, BackendError, Event, Place, Range};
+use symmalloc_core::backend::{Backend, BackendError, Event, Image, Part, Place, Range};
 
 /// A call on a backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,6 +18,10 @@ pub enum DeviceCall {
     Query,
     Recycle,
     Synchronize { stream: StreamId },
+    Save { parts: usize },
+    Load { parts: usize },
+    Zero { parts: usize },
+    Discard,
 }
 
 /// Passes every call on to `inner`, and tells `hook` of it before.
@@ -77,5 +81,17 @@ impl<B: Backend, F: Fn(DeviceCall)> Backend for Hooked<B, F> {
     }
     fn synchronize(&self, stream: StreamId) -> Result<(), BackendError> {
         self.pass(DeviceCall::Synchronize { stream }, |inner| inner.synchronize(stream))
+    }
+    fn save(&self, parts: &[Part]) -> Result<Image, BackendError> {
+        self.pass(DeviceCall::Save { parts: parts.len() }, |inner| inner.save(parts))
+    }
+    fn load(&self, image: Image, parts: &[Part]) -> Result<(), BackendError> {
+        self.pass(DeviceCall::Load { parts: parts.len() }, |inner| inner.load(image, parts))
+    }
+    fn zero(&self, parts: &[Part]) -> Result<(), BackendError> {
+        self.pass(DeviceCall::Zero { parts: parts.len() }, |inner| inner.zero(parts))
+    }
+    fn discard(&self, image: Image) {
+        self.pass(DeviceCall::Discard, |inner| inner.discard(image));
     }
 }

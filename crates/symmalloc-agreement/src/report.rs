@@ -6,6 +6,7 @@ use super::ranks::RankSet;
 use std::fmt;
 use symmalloc_core::histories::{Mark, unpack_op, unpack_placement};
 use symmalloc_core::ids::{Placement, SegmentId, StreamId};
+use symmalloc_core::op::Contents;
 
 /// How the ranks differ.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -184,6 +185,13 @@ pub enum Action {
         /// Allocations that went where a plan says.
         planned: u64,
     },
+    /// It was asked to sleep.
+    Sleep {
+        /// What was to become of its contents: the position in [`Contents::ALL`].
+        contents: u64,
+    },
+    /// It was asked to wake.
+    Wake,
     /// A step went another way than its plan.
     LeftPlan {
         /// The number of the allocation in the step.
@@ -262,6 +270,8 @@ impl Action {
             Mark::BeginStep => Action::BeganStep { key: decision },
             Mark::EndStep => Action::EndedStep { planned: decision },
             Mark::Differ => Action::LeftPlan { number: decision },
+            Mark::Sleep => Action::Sleep { contents: size_bytes },
+            Mark::Wake => Action::Wake,
         }
     }
 }
@@ -423,6 +433,11 @@ impl fmt::Display for Group {
             Action::EndedStep { planned } => {
                 write!(f, "ended a step of which {} allocations were as planned", Grouped(planned))
             }
+            Action::Sleep { contents } => {
+                let contents = Contents::ALL.get(contents as usize).map_or("?", |contents| contents.word());
+                write!(f, "put the pool to sleep (contents: {contents})")
+            }
+            Action::Wake => write!(f, "woke the pool"),
             Action::LeftPlan { number } => write!(f, "left the plan at allocation {} of the step", Grouped(number)),
             Action::Trimmed { given_up_bytes } => write!(f, "trimmed, giving up {} bytes", Grouped(given_up_bytes)),
             Action::Shrunk { placement, size_bytes } => {

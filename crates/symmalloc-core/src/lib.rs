@@ -85,6 +85,8 @@ mod pointers;
 
 pub mod plans;
 
+pub mod sleep;
+
 mod heap;
 
 pub mod allocator;

@@ -18,6 +18,7 @@ use symmalloc_core::ids::{AllocationId, ObserverId, PoolId, StreamId};
 use symmalloc_core::lock::Lock;
 use symmalloc_core::op::{Op, Pending, Record};
 use symmalloc_core::plans::PlanError;
+use symmalloc_core::sleep::{SleepError, WakeError};
 use symmalloc_core::{Allocation, Handle};
 use thiserror::Error;
 
@@ -293,6 +294,10 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
                 let pool = self.pool(*pool)?;
                 self.end_step(pool)?;
             }
+            // In steps, since an observed pool sleeps only so.
+            Op::Sleep { pool, contents } => drop(self.allocator.quiesce(self.pool(*pool)?, *contents)?.unmap()?),
+            Op::Wake { pool } => drop(self.allocator.wake(self.pool(*pool)?)?),
+            Op::Stay { pool, asked } => self.allocator.replay_stay(self.pool(*pool)?, *asked)?,
             Op::Observe { observer, pool } => {
                 if self.observers.len() <= observer.index() {
                     self.observers.resize(observer.index() + 1, None);
@@ -461,6 +466,12 @@ pub enum StepError {
     /// A plan is not followed here.
     #[error(transparent)]
     Plan(#[from] PlanError),
+    /// The pool did not fall asleep.
+    #[error(transparent)]
+    Sleep(#[from] SleepError),
+    /// The pool did not wake.
+    #[error(transparent)]
+    Wake(#[from] WakeError),
     /// The driver failed.
     #[error(transparent)]
     Trim(#[from] TrimError),

@@ -33,6 +33,7 @@ pub mod report;
 mod request;
 mod restore;
 mod save;
+mod sleep;
 mod steps;
 
 pub use lookup::SegmentPosition;
@@ -40,6 +41,7 @@ pub use observers::Unread;
 pub use request::Retry;
 pub use restore::{Restored, RestoredAllocation, RestoredHeap};
 pub use save::LayoutError;
+pub use sleep::{Quiesced, Remapped};
 pub use steps::StepGuard;
 
 use crate::config::errors::{
@@ -53,6 +55,7 @@ use crate::heap::{Context, Freed, Heap, HeapIdentity, is_nothing};
 use crate::history::journal::ProgramOrder;
 use crate::history::segment_log::SegmentLog;
 use crate::pointers::{HeapHints, SegmentDirectory};
+use crate::sleep::state::State;
 use crate::stats::budget::Budget;
 use crate::stats::usage::TotalUsage;
 use crate::streams::clocks::StreamClocks;
@@ -508,6 +511,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let entry = self.pool(pool)?;
         self.known_stream(stream)?;
         let step = entry.step.lock();
+        let sleep = entry.sleep.lock();
         Ok(entry.make_heap(stream, || {
             let make = |index| {
                 let identity = HeapIdentity {
@@ -528,6 +532,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 (0..*open_scopes).for_each(|_| heap.usage_mut().open_scope());
                 if let Some(key) = *step {
                     heap.begin_step(&self.context, key);
+                }
+                if !matches!(*sleep, State::Awake) {
+                    heap.fall_asleep();
                 }
                 Arc::new(LockCell::new(heap))
             };
@@ -560,6 +567,7 @@ impl<B: Backend, L: Lock> Drop for Allocator<B, L> {
     fn drop(&mut self) {
         self.end_recording();
         self.all_heaps().for_each(|heap| heap.lock().abandon(&self.context));
+        self.pools.iter().for_each(|(_, entry)| self.end_sleep(&mut entry.sleep.lock()));
     }
 }
 

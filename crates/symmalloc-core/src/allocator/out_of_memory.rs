@@ -5,7 +5,9 @@ use super::gate::Gate;
 use super::pool::{HeapCell, Pool};
 use super::request::{Request, Retry};
 use crate::config::Reclaim;
-use crate::config::errors::{AllocateError, LimitScope, OutOfMemory, OutOfMemoryCause, TrimError, UnknownError};
+use crate::config::errors::{
+    AllocateError, LimitScope, OutOfMemory, OutOfMemoryCause, PoolSleeps, TrimError, UnknownError,
+};
 use crate::config::op::{Op, Refusal};
 use crate::heap::trim::TrimGoal;
 use crate::heap::{Heap, Shortage};
@@ -66,6 +68,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                     gate.driver_failed(error.clone());
                     return Err(AllocateError::Fence { stream: request.stream, error });
                 }
+                Shortage::Asleep => return Err(PoolSleeps { pool: request.pool }.into()),
                 Shortage::Closed => return Err(UnknownError::DestroyedPool { pool: request.pool }.into()),
             };
             let can_help = match cause {

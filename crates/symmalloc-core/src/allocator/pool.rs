@@ -1,11 +1,13 @@
 //! One pool, with the heaps that serve it.
 
+use crate::config::errors::PoolSleeps;
 use crate::config::{PoolConfig, StreamPolicy};
 use crate::heap::Heap;
+use crate::sleep::state::State;
 use crate::stats::budget::Budget;
 use crate::sync::lock::{Guard, Lock, LockCell};
 use crate::sync::registry::Registry;
-use crate::types::ids::StreamId;
+use crate::types::ids::{PoolId, StreamId};
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -29,6 +31,8 @@ pub(super) struct Pool<L: Lock> {
     is_destroyed: AtomicBool,
     /// The key of the step that is open. Held while a step begins or ends, and while a heap is made, before any heap's lock.
     pub(super) step: L::Cell<Option<u64>>,
+    /// Taken after the step, before any heap's lock.
+    pub(super) sleep: L::Cell<State>,
 }
 
 impl<L: Lock> Pool<L> {
@@ -40,6 +44,7 @@ impl<L: Lock> Pool<L> {
             heaps: Registry::new(),
             is_destroyed: AtomicBool::new(false),
             step: L::Cell::new(None),
+            sleep: L::Cell::new(State::Awake),
             log_entries: Arc::new(AtomicU64::new(0)),
         }
     }
@@ -66,6 +71,11 @@ impl<L: Lock> Pool<L> {
             StreamPolicy::Separate => stream.index(),
             StreamPolicy::Shared => 0,
         }
+    }
+
+    /// What needs memory asks first.
+    pub(super) fn check_awake(&self, pool: PoolId) -> Result<(), PoolSleeps> {
+        if matches!(*self.sleep.lock(), State::Awake) { Ok(()) } else { Err(PoolSleeps { pool }) }
     }
 
     pub(super) fn is_destroyed(&self) -> bool {

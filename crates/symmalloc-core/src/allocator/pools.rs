@@ -5,6 +5,7 @@ use super::pool::Pool;
 use crate::config::PoolConfig;
 use crate::config::errors::{PoolError, UnknownError};
 use crate::config::op::Op;
+use crate::sleep::state::State;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::ids::PoolId;
@@ -55,6 +56,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if observers.count(pool) > 0 {
             return Err(PoolError::Observed { pool, observers: observers.count(pool) });
         }
+        let mut sleep = entry.sleep.lock();
+        if matches!(*sleep, State::Changing(_)) {
+            return Err(PoolError::Sleeping { pool });
+        }
         // All heaps at once, so that no other thread allocates between the question and the answer.
         let mut heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         let allocations = heaps.iter().map(|heap| heap.usage().allocations()).sum();
@@ -69,7 +74,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             heap.retire_all(&self.context);
             first_error = first_error.or(heap.release_retired(&self.context).1);
         }
-        drop((heaps, observers));
+        self.end_sleep(&mut sleep);
+        drop((heaps, sleep, observers));
         gate.note(Op::DestroyPool { pool });
         tracing::debug!(name: "pool.destroyed", target: "symmalloc", pool = pool.0);
         let Some(error) = first_error else { return Ok(()) };

@@ -106,6 +106,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
         self.check_it_fits(entry, layout)?;
+        entry.check_awake(pool)?;
         if entry.step.lock().is_some() || entry.heaps().any(|heap| heap.lock().remembers_steps()) {
             return Err(RestoreError::Planned { pool });
         }

@@ -2,7 +2,7 @@
 
 use super::Allocator;
 use crate::blocks::table::BlockState;
-use crate::config::errors::UnknownError;
+use crate::config::errors::{PoolSleeps, UnknownError};
 use crate::config::op::NAME_BYTES_MAX;
 use crate::heap::Heap;
 use crate::history::layout::{AllocationLayout, Extent, HeapLayout, Layout, SegmentLayout};
@@ -19,6 +19,9 @@ pub enum LayoutError {
     /// The pool does not exist.
     #[error(transparent)]
     Unknown(#[from] UnknownError),
+    /// The pool sleeps.
+    #[error(transparent)]
+    Sleeps(#[from] PoolSleeps),
     /// Large blocks are put together from pieces, and a layout cannot hold that.
     #[error("{pool} has stitched ranges: free what lies in them, and trim the pool")]
     Stitched {
@@ -56,6 +59,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// When the pool is unknown, has plans or learns some, is in a step, has stitched ranges, or holds memory of dead segments.
     pub fn save_layout(&self, pool: PoolId) -> Result<Layout, LayoutError> {
         let entry = self.pool(pool)?;
+        entry.check_awake(pool)?;
         // All heaps at once, so that the layout is of one moment.
         let heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         if entry.step.lock().is_some() || heaps.iter().any(|heap| heap.remembers_steps()) {

@@ -27,6 +27,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if let Some(key) = *step {
             return Err(StepError::Open { pool, key });
         }
+        entry.check_awake(pool)?;
         *step = Some(key);
         entry.heaps().for_each(|heap| heap.lock().begin_step(&self.context, key));
         drop(step);
@@ -81,6 +82,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if step.is_some() {
             return Err(PlanError::StepOpen { pool });
         }
+        entry.check_awake(pool)?;
         let plans = heap.lock().prepare_plan(plan)?;
         gate.plans_changed(pool);
         let adopted = heap.lock().adopt(&self.context, &plans);

@@ -40,6 +40,14 @@ pub enum UnknownError {
     },
 }
 
+/// A pool sleeps, or is falling asleep or waking in another thread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[error("{pool} sleeps: wake it first")]
+pub struct PoolSleeps {
+    /// The pool.
+    pub pool: PoolId,
+}
+
 /// Why `register_stream` failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
@@ -83,6 +91,12 @@ pub enum PoolError {
         /// Number of observers.
         observers: u32,
     },
+    /// The pool is falling asleep, or waking.
+    #[error("a sleep or wake of {pool} is under way: wait for its end")]
+    Sleeping {
+        /// The pool.
+        pool: PoolId,
+    },
     /// The default pool stays.
     #[error("the default pool cannot be destroyed: trim it instead")]
     Default,
@@ -98,6 +112,9 @@ pub enum AllocateError {
     /// The pool or stream does not exist.
     #[error(transparent)]
     Unknown(#[from] UnknownError),
+    /// The pool sleeps.
+    #[error(transparent)]
+    Sleeps(#[from] PoolSleeps),
     /// No segment can be that large.
     #[error("{} is more than a segment can have ({})", Amount(*requested_bytes), Amount(SEGMENT_BYTES_MAX))]
     TooLarge {

@@ -7,6 +7,7 @@ mod policy;
 pub(crate) mod restore_error;
 pub mod size_rules;
 mod stitching;
+mod tag;
 pub mod text;
 
 pub use policy::{
@@ -14,3 +15,4 @@ pub use policy::{
     PoolConfigBuilder, Reclaim, RoundupPower2Divisions, SegmentPolicy, StreamPolicy,
 };
 pub use stitching::Stitching;
+pub use tag::{Tag, TagError};

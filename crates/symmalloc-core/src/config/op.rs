@@ -97,6 +97,26 @@ pub enum Op {
         /// The pool.
         pool: PoolId,
     },
+    /// The pool gives its memory back, and keeps its addresses and blocks, until it wakes.
+    Sleep {
+        /// The pool.
+        pool: PoolId,
+        /// What becomes of the bytes in live blocks.
+        contents: Contents,
+    },
+    /// The pool has memory again, at the addresses that it had.
+    Wake {
+        /// The pool.
+        pool: PoolId,
+    },
+    /// A sleep or a wake of the pool was asked for, and did not come about. The pool is as it was, but the digest says that it was
+    /// asked. Only recordings of running allocators have it.
+    Stay {
+        /// The pool.
+        pool: PoolId,
+        /// Of the sleep; `None` for a wake.
+        asked: Option<Contents>,
+    },
     /// An observer follows the pool's segments: removed ones keep their memory until it lets go, and none is shrunk.
     Observe {
         /// The id the observer gets. Ids are dense, over all pools.
@@ -136,6 +156,32 @@ pub enum Op {
         /// What stood in the way.
         refusal: Refusal,
     },
+}
+
+/// What becomes of the bytes in live blocks of a pool that sleeps. Free memory is never kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Contents {
+    /// They are copied to where they outlive their memory, and back when the pool wakes.
+    Keep,
+    /// They are gone. What lies there after waking is undefined.
+    Drop,
+    /// They are zero after waking.
+    Zero,
+}
+
+impl Contents {
+    /// All of them.
+    pub const ALL: [Contents; 3] = [Contents::Keep, Contents::Drop, Contents::Zero];
+
+    /// Its word in a trace.
+    pub fn word(self) -> &'static str {
+        match self {
+            Contents::Keep => "keep",
+            Contents::Drop => "drop",
+            Contents::Zero => "zero",
+        }
+    }
 }
 
 /// What stood in the way of a request that was refused.

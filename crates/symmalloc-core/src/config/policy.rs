@@ -8,6 +8,7 @@
 //! programs, which is why [`Config::digest`] exists.
 
 use crate::config::stitching::Stitching;
+use crate::config::tag::Tag;
 use crate::types::units::{GIB, MIB, SEGMENT_BYTES_MAX, UNIT_BYTES};
 
 /// PyTorch's `kLargeBuffer`: the fixed segment for requests between 1 and 10 MiB, in bytes.
@@ -159,6 +160,7 @@ pub struct PoolConfig {
     pub(crate) plan: PlanPolicy,
     /// `None` unless segments are expandable and the pool is not symmetric.
     pub(crate) stitching: Option<Stitching>,
+    pub(crate) tag: Option<Tag>,
 }
 
 impl Default for PoolConfig {
@@ -173,6 +175,7 @@ impl Default for PoolConfig {
             roundup_power2_divisions: RoundupPower2Divisions::default(),
             plan: PlanPolicy::default(),
             stitching: None,
+            tag: None,
         }
     }
 }
@@ -226,6 +229,11 @@ impl PoolConfig {
     /// Whether the pool plans its steps by itself.
     pub fn plan(&self) -> PlanPolicy {
         self.plan
+    }
+
+    /// What the pool is for: pools of one tag sleep and wake together.
+    pub fn tag(&self) -> Option<Tag> {
+        self.tag
     }
 
     /// What of the policy a backend can serve. What is left out is not in the digest either.
@@ -315,6 +323,12 @@ impl PoolConfigBuilder {
     /// Whether large blocks are put together from free pieces, and how.
     pub fn stitching(mut self, stitching: Option<Stitching>) -> Self {
         self.config.stitching = stitching;
+        self
+    }
+
+    /// What the pool is for: pools of one tag sleep and wake together.
+    pub fn tag(mut self, tag: Option<Tag>) -> Self {
+        self.config.tag = tag;
         self
     }
 

@@ -1,6 +1,6 @@
 //! What stands in the way of a restore.
 
-use crate::config::errors::{LimitScope, UnknownError};
+use crate::config::errors::{LimitScope, PoolSleeps, UnknownError};
 use crate::config::policy::PoolConfig;
 use crate::types::backend::BackendError;
 use crate::types::ids::{Placement, PoolId, SegmentId, StreamId};
@@ -14,6 +14,9 @@ pub enum RestoreError {
     /// The pool, or a stream that the layout names, does not exist.
     #[error(transparent)]
     Unknown(#[from] UnknownError),
+    /// The pool sleeps.
+    #[error(transparent)]
+    Sleeps(#[from] PoolSleeps),
     /// The pool has another configuration than the saved one: its future is another.
     #[error("the layout is of a pool `{saved}`, this one is `{here}`: create it with the saved configuration")]
     Config {

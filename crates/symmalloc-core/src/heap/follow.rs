@@ -108,6 +108,9 @@ impl<L: Lock> Heap<L> {
         stream: StreamId,
         requested: u64,
     ) -> Result<Allocation, Box<Shortage>> {
+        if self.watch == Watch::Refuse {
+            return Err(self.refuse_asleep());
+        }
         if self.watch == Watch::Learn {
             let allocation = self.allocate_anywhere(context, stream, requested)?;
             if let Some(follower) = &mut self.follower {
@@ -224,7 +227,7 @@ impl<L: Lock> Heap<L> {
         self.install(context, &plans).map_err(|shortage| {
             let mark = match *shortage {
                 Shortage::Limit { .. } => Mark::RefusedByLimit,
-                Shortage::SegmentFull { .. } | Shortage::Closed => Mark::RefusedBySegment,
+                Shortage::SegmentFull { .. } | Shortage::Closed | Shortage::Asleep => Mark::RefusedBySegment,
                 Shortage::Driver { .. } | Shortage::Fence(_) => Mark::RefusedByDriver,
             };
             self.fold_refusal(mark, plans.streams[0], plans.memory_bytes());

@@ -69,7 +69,8 @@ impl<L: Lock> Heap<L> {
                 return Err(Violation { name, meaning, pool, stream });
             }
         }
-        let held_bytes = self.mapped_bytes + self.log.retired_bytes();
+        let live_bytes = if self.is_asleep() { self.dormant_bytes().0 } else { self.mapped_bytes };
+        let held_bytes = live_bytes + self.log.retired_bytes();
         if held_bytes != self.budget.reserved_bytes() {
             return Err(Violation::of_budgets(pool));
         }

@@ -24,6 +24,7 @@ pub(crate) mod invariants;
 mod obtain;
 mod rejoin;
 mod rewind;
+pub(crate) mod sleep;
 mod stitch;
 pub(crate) mod trim;
 pub(crate) mod view;
@@ -41,6 +42,7 @@ use crate::history::segment_log::SegmentLog;
 use crate::plans::course::Course;
 use crate::plans::follower::{Follower, Watch};
 use crate::pointers::{PointerMap, SegmentDirectory};
+use crate::sleep::dormant::Dormant;
 use crate::stats::budget::{Budget, Budgets, LimitMet};
 use crate::stats::usage::{RareCounts, Usage};
 use crate::streams::clocks::StreamClocks;
@@ -82,6 +84,8 @@ pub(crate) enum Shortage {
     Fence(BackendError),
     /// The pool was destroyed after the request had found it.
     Closed,
+    /// The pool sleeps.
+    Asleep,
 }
 
 /// The slot in handles of allocations of zero bytes.
@@ -144,6 +148,8 @@ pub(crate) struct Heap<L: Lock> {
     course: Course,
     /// Its plans, and the step; made at the first step or plan.
     follower: Option<Box<Follower>>,
+    /// While the pool sleeps.
+    dormant: Option<Box<Dormant>>,
 }
 
 /// A live allocation, as its block knows it.
@@ -197,6 +203,7 @@ impl<L: Lock> Heap<L> {
             logs_frees: false,
             course: Course::default(),
             follower: None,
+            dormant: None,
             config,
         }
     }
@@ -326,8 +333,8 @@ impl<L: Lock> Heap<L> {
 
     #[cold]
     fn fold_nothing(&mut self, stream: StreamId) -> Result<(), Box<Shortage>> {
-        if self.is_closed() {
-            return Err(Box::new(Shortage::Closed));
+        if self.is_closed() || self.is_asleep() {
+            return Err(self.refuse_asleep());
         }
         self.fold(op_word(Mark::AllocateNothing, stream, 0), 0);
         Ok(())

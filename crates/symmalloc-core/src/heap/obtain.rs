@@ -30,8 +30,8 @@ impl<L: Lock> Heap<L> {
         stream: StreamId,
         size: Units,
     ) -> Result<Slot, Box<Shortage>> {
-        if self.is_closed() {
-            return Err(Box::new(Shortage::Closed));
+        if self.is_closed() || self.is_asleep() {
+            return Err(self.refuse_asleep());
         }
         let (pool, size_bytes) = (self.identity.pool.0, bytes(size));
         let span = tracing::debug_span!(target: "symmalloc", "heap.obtain", pool, stream = stream.0, size_bytes);
@@ -69,8 +69,8 @@ impl<L: Lock> Heap<L> {
         stream: StreamId,
         target_bytes: u64,
     ) -> Result<(), Box<Shortage>> {
-        if self.is_closed() {
-            return Err(Box::new(Shortage::Closed));
+        if self.is_closed() || self.is_asleep() {
+            return Err(self.refuse_asleep());
         }
         let before = self.mapped_bytes;
         if self.mapped_bytes < target_bytes {

@@ -9,6 +9,7 @@
 //! | whole granules of an expandable segment | their memory goes back and a hole is left, or the range gets shorter; not while the pool is observed |
 //! | a reserved segment | stays: it is there for ever |
 //! | a stitched range | is unmapped before memory that it names goes back |
+//! | anything, while the pool sleeps | stays: its memory is on the device already |
 //!
 //! Before memory goes back, the host waits for the streams that used it: trim is the one call that may block.
 
@@ -76,7 +77,7 @@ impl<L: Lock> Heap<L> {
         let threshold_bytes = self.config.release_threshold_bytes()?;
         // The memory of plans is not free. What is live in it counts twice, so that a step gives back too little rather than too much.
         let in_use_bytes = self.usage.allocated_bytes() + self.plan_bytes();
-        if self.mapped_bytes.saturating_sub(in_use_bytes) <= threshold_bytes {
+        if self.mapped_bytes.saturating_sub(in_use_bytes) <= threshold_bytes || self.is_asleep() {
             return None;
         }
         self.trim(context, TrimGoal::Everything).err().map(|failure| failure.error)
@@ -91,12 +92,14 @@ impl<L: Lock> Heap<L> {
         let mapped_before = self.mapped_bytes;
         let mut shrunk_bytes = 0;
         let mut failure = None;
-        if let Err(error) = self.forget_stitched(context) {
+        if !self.is_asleep()
+            && let Err(error) = self.forget_stitched(context)
+        {
             self.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
             failure = Some(error);
         }
-        // While a stitched range names it, memory cannot go back.
-        let homes = if failure.is_none() { self.table.homes_in_order() } else { Vec::new() };
+        // While a stitched range names it, memory cannot go back. A heap that sleeps has none.
+        let homes = if failure.is_none() && !self.is_asleep() { self.table.homes_in_order() } else { Vec::new() };
         for segment in homes {
             if matches!(goal, TrimGoal::AtLeast(wanted) if mapped_before - self.mapped_bytes >= wanted) {
                 break;
@@ -148,6 +151,7 @@ impl<L: Lock> Heap<L> {
         let mut segments = self.table.segments_in_order();
         segments.sort_by_key(|segment| !self.table.segment(*segment).is_stitched);
         segments.into_iter().for_each(|segment| self.retire(context, segment));
+        self.dormant = None;
         self.recycle_spent(context);
     }
 
@@ -210,6 +214,9 @@ impl<L: Lock> Heap<L> {
         if let Some(range) = &stitched {
             mapped = range.mapped(self.rules.granule);
             streams.extend_from_slice(&range.users);
+        }
+        if let Some(still_mapped) = self.mapped_asleep(segment) {
+            mapped = still_mapped.collect();
         }
         streams.sort_unstable();
         streams.dedup();

@@ -66,11 +66,15 @@ pub enum Mark {
     EndStep,
     /// A step that went another way than its plan.
     Differ,
+    /// A sleep that was asked for.
+    Sleep,
+    /// A wake that was asked for.
+    Wake,
 }
 
 impl Mark {
     /// Every mark, in the order of its number.
-    const ALL: [Mark; 18] = [
+    const ALL: [Mark; 20] = [
         Mark::Allocate,
         Mark::AllocateNothing,
         Mark::Free,
@@ -89,6 +93,8 @@ impl Mark {
         Mark::BeginStep,
         Mark::EndStep,
         Mark::Differ,
+        Mark::Sleep,
+        Mark::Wake,
     ];
 }
 

@@ -1,6 +1,6 @@
 //! Why a plan is not valid, or cannot be followed here.
 
-use crate::config::errors::{AllocateError, UnknownError};
+use crate::config::errors::{AllocateError, PoolSleeps, UnknownError};
 use crate::types::ids::{PoolId, StreamId};
 use symmalloc_plan::ProblemError;
 use thiserror::Error;
@@ -62,6 +62,9 @@ pub enum PlanError {
         /// The pool.
         pool: PoolId,
     },
+    /// The pool sleeps.
+    #[error(transparent)]
+    Sleeps(#[from] PoolSleeps),
     /// There is no memory for it. The heap has no plans any more, and goes on without.
     /// Its message has the cause, which is no source of its own therefore.
     #[error("no memory for the plan: {0}")]
@@ -78,6 +81,9 @@ pub enum StepError {
     /// The pool does not exist.
     #[error(transparent)]
     Unknown(#[from] UnknownError),
+    /// The pool sleeps.
+    #[error(transparent)]
+    Sleeps(#[from] PoolSleeps),
     /// A step is open already.
     #[error("step {key} of {pool} is still open: call end_step before the next begin_step")]
     Open {

@@ -40,6 +40,8 @@ pub(crate) enum Watch {
     Plan,
     /// Logs them.
     Learn,
+    /// Refuses them: the pool sleeps, and no step is open.
+    Refuse,
 }
 
 /// A plan that is known.

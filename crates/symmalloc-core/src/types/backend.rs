@@ -8,6 +8,7 @@
 //!             map more granules at the end, or into a hole
 //! map_pieces ──► alias, from another range, any number of times ──► unmap the aliases ──► unmap
 //! record(stream) ──► wait(other stream, event) any number of times ──► recycle(event)
+//! save ──► unmap ──► map, at the same addresses ──► load or zero ──► discard
 //! ```
 //!
 //! The allocator promises: offsets and sizes are multiples of [`Backend::granularity_bytes`], sizes not zero; a granule
@@ -15,7 +16,7 @@
 //! `synchronize` for every stream that may still use the bytes; an event is recycled once and not used afterwards.
 //!
 //! A backend promises: a call that returns an error changed nothing; no call blocks on device work, but
-//! [`Backend::synchronize`]; it may be called from any thread, but never for the same range from two at once.
+//! [`Backend::synchronize`] and what copies; it may be called from any thread, but never for the same range from two at once.
 //!
 //! No answer of a backend decides a placement (rule D1): addresses are only handed on to the program, and a refusal
 //! becomes a typed error.
@@ -45,6 +46,21 @@ pub struct Range {
 
 /// A range, and an offset in it, in bytes.
 pub type Place = (Range, u64);
+
+/// A part of live memory, and where its copy lies among the bytes that are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// Its first address. The part lies in one range, and is mapped.
+    pub address: DeviceAddress,
+    /// Its length in bytes; a multiple of 512.
+    pub size_bytes: u64,
+    /// How many bytes of the image come before its copy.
+    pub image_offset_bytes: u64,
+}
+
+/// Bytes that the backend keeps while their memory is gone, as it names them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Image(pub u64);
 
 /// A recorded event, as the backend names it. Means nothing outside that backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -172,6 +188,35 @@ pub trait Backend {
     /// # Errors
     /// When the driver refuses or reports a failure of that work.
     fn synchronize(&self, stream: StreamId) -> Result<(), BackendError>;
+
+    /// Copies the bytes of parts to where they outlive their memory. Blocks until that is done. The offsets of the parts ascend, and
+    /// follow each other without gaps from 0 on; no stream uses the bytes meanwhile.
+    ///
+    /// # Errors
+    /// When there is no room for the copy, the driver refuses, or the backend cannot; nothing is kept then.
+    fn save(&self, _parts: &[Part]) -> Result<Image, BackendError> {
+        Err(BackendError::new("Backend::save", 0, Reason::Refused))
+    }
+
+    /// Copies bytes of an image back, to the addresses that they came from: parts of those that were saved, in their order. Blocks
+    /// until that is done. The image stays.
+    ///
+    /// # Errors
+    /// When the driver refuses; some bytes may have been copied.
+    fn load(&self, _image: Image, _parts: &[Part]) -> Result<(), BackendError> {
+        Err(BackendError::new("Backend::load", 0, Reason::Refused))
+    }
+
+    /// The image is not needed any more. Cannot fail.
+    fn discard(&self, _image: Image) {}
+
+    /// Makes the bytes of parts zero. Blocks until that is done.
+    ///
+    /// # Errors
+    /// When the driver refuses, or the backend cannot; some bytes may be zero.
+    fn zero(&self, _parts: &[Part]) -> Result<(), BackendError> {
+        Err(BackendError::new("Backend::zero", 0, Reason::Refused))
+    }
 }
 
 impl<B: Backend + ?Sized> Backend for &B {
@@ -213,5 +258,17 @@ impl<B: Backend + ?Sized> Backend for &B {
     }
     fn synchronize(&self, stream: StreamId) -> Result<(), BackendError> {
         (**self).synchronize(stream)
+    }
+    fn save(&self, parts: &[Part]) -> Result<Image, BackendError> {
+        (**self).save(parts)
+    }
+    fn load(&self, image: Image, parts: &[Part]) -> Result<(), BackendError> {
+        (**self).load(image, parts)
+    }
+    fn discard(&self, image: Image) {
+        (**self).discard(image);
+    }
+    fn zero(&self, parts: &[Part]) -> Result<(), BackendError> {
+        (**self).zero(parts)
     }
 }

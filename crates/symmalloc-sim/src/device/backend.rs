@@ -24,15 +24,18 @@
 //!
 //! Aliases have the memory of what they name: a use by one address and a use by another race.
 //!
-//! What it leaves out: bytes have no contents, copies and graphs do not exist, and mappings are counted, not placed.
+//! Bytes hold what [`SimBackend::write`] says until their memory is gone, so that a test sees whether a pool that slept has them again.
+//!
+//! What it leaves out: kernels write nothing, graphs do not exist, and mappings are counted, not placed.
 
 use super::address_space::AddressSpace;
+use super::contents::{Contents, Pieces};
 use super::fault::{Call, CallCounts, Fault, FaultRule, Faults};
 use super::random::mix;
 use super::timeline::{Race, Timeline};
 use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Place, Range};
+use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Image, Part, Place, Range};
 use symmalloc_core::ids::StreamId;
 
 /// A simulated device of one rank: addresses, handles, event timing and faults come from its seed.
@@ -63,6 +66,7 @@ struct SimState {
     addresses: AddressSpace,
     timeline: Timeline,
     faults: Faults,
+    contents: Contents,
     mapped_bytes: u64,
     mapped_bytes_peak: u64,
 }
@@ -77,6 +81,8 @@ pub struct Leaks {
     pub ranges: usize,
     /// Events not recycled.
     pub events: usize,
+    /// Images not discarded.
+    pub images: usize,
 }
 
 impl Leaks {
@@ -88,8 +94,8 @@ impl Leaks {
 
 impl fmt::Display for Leaks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Leaks { mapped_bytes, ranges, events } = self;
-        write!(f, "{mapped_bytes} bytes mapped, {ranges} ranges reserved, {events} events live")
+        let Leaks { mapped_bytes, ranges, events, images } = self;
+        write!(f, "{mapped_bytes} bytes mapped, {ranges} ranges reserved, {events} events live, {images} images kept")
     }
 }
 
@@ -111,6 +117,8 @@ const UNMAPPED_FIRST: &str = "everything is unmapped before its range is release
 const PIECE: &str = "an alias has the memory of bytes that are mapped, and are no alias themselves";
 const ALIASES_FIRST: &str = "memory is unmapped after all of its aliases";
 const SYNCHRONIZED_FIRST: &str = "every stream that may still use the bytes is synchronised before they are unmapped";
+const QUIET: &str = "no stream uses bytes that are copied";
+const IMAGE: &str = "parts follow each other in the order of their offsets, and lie in an image that is kept";
 const LIVE_EVENT: &str = "an event is recycled once and not used afterwards";
 
 impl SimBackend {
@@ -120,7 +128,14 @@ impl SimBackend {
     /// A device without memory in use, whose raw stream handles come from a number.
     pub(super) fn new(sizes: Sizes, handles: u64, addresses: AddressSpace, timeline: Timeline, faults: Faults) -> Self {
         let Sizes { granularity_bytes, memory_bytes, can_alias } = sizes;
-        let state = SimState { addresses, timeline, faults, mapped_bytes: 0, mapped_bytes_peak: 0 };
+        let state = SimState {
+            addresses,
+            timeline,
+            faults,
+            contents: Contents::default(),
+            mapped_bytes: 0,
+            mapped_bytes_peak: 0,
+        };
         SimBackend { granularity_bytes, memory_bytes, can_alias, handles, state: Mutex::new(state) }
     }
 
@@ -166,6 +181,32 @@ impl SimBackend {
         state.timeline.submit_parts(stream, &parts, name)
     }
 
+    /// Writes one value to all of these bytes, whatever a value is. Not a call of the backend.
+    ///
+    /// # Panics
+    /// When not all of the bytes are mapped.
+    #[track_caller]
+    pub fn write(&self, address: DeviceAddress, size_bytes: u64, value: u64) {
+        let mut state = self.state();
+        for (start, end) in state.memory_of(address, size_bytes) {
+            state.contents.write(start, end, value);
+        }
+    }
+
+    /// What all of these bytes hold; `None` where they hold several values, or were not written since they were mapped. Not a call of
+    /// the backend.
+    ///
+    /// # Panics
+    /// When not all of the bytes are mapped.
+    #[track_caller]
+    pub fn read(&self, address: DeviceAddress, size_bytes: u64) -> Option<u64> {
+        let state = self.state();
+        let mut values =
+            state.memory_of(address, size_bytes).into_iter().map(|(start, end)| state.contents.read(start, end));
+        let value = values.next()??;
+        values.all(|other| other == Some(value)).then_some(value)
+    }
+
     /// From now on calls fail as the rule says: calls of one kind, or (`None`) of any.
     pub fn inject(&self, call: Option<Call>, rule: FaultRule, fault: Fault) {
         self.state().faults.add(call, rule, fault);
@@ -204,7 +245,12 @@ impl SimBackend {
     /// What would be left behind if the program ended now.
     pub fn leaks(&self) -> Leaks {
         let state = self.state();
-        Leaks { mapped_bytes: state.mapped_bytes, ranges: state.addresses.ranges(), events: state.timeline.events() }
+        Leaks {
+            mapped_bytes: state.mapped_bytes,
+            ranges: state.addresses.ranges(),
+            events: state.timeline.events(),
+            images: state.contents.images(),
+        }
     }
 
     /// Makes one fallible call: counts it, lets a tick pass, checks the contract, injects a fault, and only then acts.
@@ -256,6 +302,51 @@ impl SimBackend {
             return Err(breach(call, INSIDE, format_args!("bytes {part:?} of a range of {of} bytes")));
         }
         Ok((base + part.start, base + part.end))
+    }
+}
+
+impl SimState {
+    /// Where the memory of mapped bytes was mapped first.
+    #[track_caller]
+    fn memory_of(&self, address: DeviceAddress, size_bytes: u64) -> Vec<(u64, u64)> {
+        let (start, end) = (address.0, address.0.saturating_add(size_bytes));
+        assert!(
+            self.addresses.is_mapped(start, end),
+            "breach of the backend contract: {MAPPED} ({size_bytes} bytes at {start:#x})"
+        );
+        self.addresses.memory_of(start, end)
+    }
+
+    /// The parts, as they lie in memory.
+    fn pieces(&self, parts: &[Part]) -> Pieces {
+        let mut pieces = Pieces::new();
+        for part in parts {
+            let mut offset = part.image_offset_bytes;
+            for (start, end) in self.addresses.memory_of(part.address.0, part.address.0 + part.size_bytes) {
+                pieces.push((start, end, offset));
+                offset += end - start;
+            }
+        }
+        pieces
+    }
+
+    /// What every copy must keep to.
+    #[track_caller]
+    fn check_parts(&self, call: Call, parts: &[Part]) -> Result<(), BackendError> {
+        for Part { address, size_bytes, .. } in parts {
+            let (start, end) = (address.0, address.0.saturating_add(*size_bytes));
+            if start >= end || !self.addresses.is_mapped(start, end) {
+                return Err(breach(call, MAPPED, format_args!("{size_bytes} bytes at {start:#x}")));
+            }
+            if let Some((at, stream)) = self.timeline.pending_use(start, end) {
+                return Err(breach(call, QUIET, format_args!("{stream} uses {at:#x}")));
+            }
+        }
+        match parts.is_sorted_by(|lower, upper| lower.image_offset_bytes + lower.size_bytes <= upper.image_offset_bytes)
+        {
+            true => Ok(()),
+            false => Err(breach(call, IMAGE, format_args!("{} parts", parts.len()))),
+        }
     }
 }
 
@@ -345,6 +436,9 @@ impl Backend for SimBackend {
         };
         self.call(call, check, |state| {
             let (start, end) = (range.base.0 + part.start, range.base.0 + part.end);
+            if !state.addresses.is_alias(start, end) {
+                state.contents.forget(start, end);
+            }
             state.mapped_bytes -= state.addresses.unmap(start, end);
             state.timeline.forget(start, end);
             Ok(())
@@ -413,6 +507,63 @@ impl Backend for SimBackend {
                 Ok(())
             },
         )
+    }
+
+    #[track_caller]
+    fn save(&self, parts: &[Part]) -> Result<Image, BackendError> {
+        let call = Call::Save;
+        let check = |state: &SimState| {
+            state.check_parts(call, parts)?;
+            let mut sum = 0;
+            let has_gap = parts.iter().any(|part| {
+                sum += part.size_bytes;
+                sum != part.image_offset_bytes + part.size_bytes
+            });
+            if has_gap { Err(breach(call, IMAGE, format_args!("{} parts", parts.len()))) } else { Ok(()) }
+        };
+        self.call(call, check, |state| {
+            let pieces = state.pieces(parts);
+            Ok(Image(state.contents.save(&pieces)))
+        })
+    }
+
+    #[track_caller]
+    fn load(&self, image: Image, parts: &[Part]) -> Result<(), BackendError> {
+        let call = Call::Load;
+        let check = |state: &SimState| {
+            state.check_parts(call, parts)?;
+            match state.contents.has(image.0, parts) {
+                true => Ok(()),
+                false => Err(breach(call, IMAGE, format_args!("image {}", image.0))),
+            }
+        };
+        self.call(call, check, |state| {
+            let pieces = state.pieces(parts);
+            state.contents.load(image.0, &pieces);
+            Ok(())
+        })
+    }
+
+    #[track_caller]
+    fn discard(&self, image: Image) {
+        let is_kept = self.state().contents.discard(image.0);
+        assert!(is_kept || std::thread::panicking(), "breach of the backend contract in `discard`: {IMAGE}");
+    }
+
+    #[track_caller]
+    fn zero(&self, parts: &[Part]) -> Result<(), BackendError> {
+        let call = Call::Zero;
+        let is_mapped = |state: &SimState| {
+            let all =
+                parts.iter().all(|part| state.addresses.is_mapped(part.address.0, part.address.0 + part.size_bytes));
+            if all { Ok(()) } else { Err(breach(call, MAPPED, format_args!("{} parts", parts.len()))) }
+        };
+        self.call(call, is_mapped, |state| {
+            for (start, end, _) in state.pieces(parts) {
+                state.contents.write(start, end, 0);
+            }
+            Ok(())
+        })
     }
 }
 

@@ -28,11 +28,17 @@ pub enum Call {
     Query,
     /// [`Backend::synchronize`](symmalloc_core::backend::Backend::synchronize)
     Synchronize,
+    /// [`Backend::save`](symmalloc_core::backend::Backend::save)
+    Save,
+    /// [`Backend::load`](symmalloc_core::backend::Backend::load)
+    Load,
+    /// [`Backend::zero`](symmalloc_core::backend::Backend::zero)
+    Zero,
 }
 
 impl Call {
     /// Every kind, in the order of the trait.
-    pub const ALL: [Call; 8] = [
+    pub const ALL: [Call; 11] = [
         Call::Reserve,
         Call::Map,
         Call::Unmap,
@@ -41,6 +47,9 @@ impl Call {
         Call::Wait,
         Call::Query,
         Call::Synchronize,
+        Call::Save,
+        Call::Load,
+        Call::Zero,
     ];
 
     /// The trait's name for it.
@@ -54,6 +63,9 @@ impl Call {
             Call::Wait => "wait",
             Call::Query => "query",
             Call::Synchronize => "synchronize",
+            Call::Save => "save",
+            Call::Load => "load",
+            Call::Zero => "zero",
         }
     }
 }

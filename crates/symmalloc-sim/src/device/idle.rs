@@ -2,7 +2,7 @@
 //! takes longer than the allocator that calls it. Placements are the same on both, as on every device (rule D1).
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Place, Range};
+use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Image, Part, Place, Range};
 use symmalloc_core::ids::StreamId;
 use symmalloc_core::units::MIB;
 
@@ -66,6 +66,18 @@ impl Backend for IdleBackend {
     fn recycle(&self, _: Event) {}
 
     fn synchronize(&self, _: StreamId) -> Result<(), BackendError> {
+        Ok(())
+    }
+
+    fn save(&self, _: &[Part]) -> Result<Image, BackendError> {
+        Ok(Image(0))
+    }
+
+    fn load(&self, _: Image, _: &[Part]) -> Result<(), BackendError> {
+        Ok(())
+    }
+
+    fn zero(&self, _: &[Part]) -> Result<(), BackendError> {
         Ok(())
     }
 }

@@ -4,6 +4,7 @@ mod address_space;
 mod backend;
 mod builder;
 mod clock;
+mod contents;
 mod fault;
 mod idle;
 mod interval;

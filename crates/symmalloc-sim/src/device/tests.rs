@@ -198,6 +198,11 @@ fn the_kth_call_of_any_kind_can_fail() {
         device.wait(S1, event)?;
         device.query(event)?;
         device.synchronize(S0)?;
+        let parts = [Part { address: range.base, size_bytes: GRANULE, image_offset_bytes: 0 }];
+        let image = device.save(&parts)?;
+        let filled = device.load(image, &parts).and_then(|()| device.zero(&parts));
+        device.discard(image);
+        filled?;
         device.unmap(range, 0, GRANULE)?;
         device.release(range)
     };
@@ -211,7 +216,10 @@ fn the_kth_call_of_any_kind_can_fail() {
             error.call
         })
         .collect();
-    assert_eq!(names, ["reserve", "map", "record", "wait", "query", "synchronize", "unmap", "release"]);
+    assert_eq!(
+        names,
+        ["reserve", "map", "record", "wait", "query", "synchronize", "save", "load", "zero", "unmap", "release"]
+    );
     assert!(Call::ALL.iter().all(|&call| plain.calls().of(call) == 1));
 }
 

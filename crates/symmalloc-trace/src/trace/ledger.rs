@@ -112,6 +112,13 @@ impl Ledger {
                     return Err(Inconsistency::StepNotOpen { pool });
                 }
             }
+            Op::Sleep { pool, .. } | Op::Wake { pool } | Op::Stay { pool, .. } => {
+                self.pool(pool)?;
+                if matches!(op, Op::Sleep { .. }) && self.open_steps.contains(&pool) {
+                    return Err(Inconsistency::StepOpen { pool });
+                }
+                self.default_pool_settled = true;
+            }
             Op::Sync => {}
         }
         Ok(())

@@ -11,7 +11,7 @@
 use crate::text::{Fields, LineError};
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::ids::{AllocationId, ObserverId, Placement, PoolId, SegmentId};
-use symmalloc_core::op::{Op, Pending, Record, Refusal};
+use symmalloc_core::op::{Contents, Op, Pending, Record, Refusal};
 
 /// The first word of every trace.
 pub const MAGIC: &str = "symmalloc-trace";
@@ -31,6 +31,9 @@ const KEYWORDS: &[&str] = &[
     "sync",
     "begin_step",
     "end_step",
+    "sleep",
+    "wake",
+    "stay",
     "stream",
     "pool",
     "destroy",
@@ -82,6 +85,18 @@ pub(super) fn parse(line: u64, text: &str) -> Result<Statement, LineError> {
             Op::BeginStep { pool: fields.pool_or_default()?, key }.into()
         }
         "end_step" => Op::EndStep { pool: fields.pool_or_default()? }.into(),
+        "sleep" => {
+            let contents = fields.contents("what becomes of the contents: keep, drop or zero")?;
+            Op::Sleep { pool: fields.pool_or_default()?, contents }.into()
+        }
+        "wake" => Op::Wake { pool: fields.pool_or_default()? }.into(),
+        "stay" => {
+            let asked = match fields.ahead() {
+                Some(b'w') => fields.wake().map(|()| None)?,
+                _ => Some(fields.contents("what was asked for: keep, drop or zero of a sleep, or wake")?),
+            };
+            Op::Stay { pool: fields.pool_or_default()?, asked }.into()
+        }
         "observe" => Op::Observe { observer: fields.observer()?, pool: fields.pool()? }.into(),
         "acknowledge" => Op::Acknowledge { observer: fields.observer()? }.into(),
         "forget" => Op::Forget { observer: fields.observer()? }.into(),
@@ -142,6 +157,17 @@ impl Fields<'_> {
         let field = self.expect(EXPECTED)?;
         let refusal = Refusal::ALL.into_iter().find(|refusal| refusal.word() == field.text);
         refusal.ok_or_else(|| self.expected(field.column, EXPECTED))
+    }
+
+    fn contents(&mut self, expected: &'static str) -> Result<Contents, LineError> {
+        let field = self.expect(expected)?;
+        let contents = Contents::ALL.into_iter().find(|contents| contents.word() == field.text);
+        contents.ok_or_else(|| self.expected(field.column, expected))
+    }
+
+    fn wake(&mut self) -> Result<(), LineError> {
+        let field = self.expect("wake")?;
+        if field.text == "wake" { Ok(()) } else { Err(self.expected(field.column, "wake")) }
     }
 
     /// `ID SIZE sN [pN] ["NAME"] [-> SEGMENT@OFFSET]`

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::*;
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::ids::{AllocationId, Placement, PoolId, SegmentId, StreamId};
-use symmalloc_core::op::{Op, Pending, Record};
+use symmalloc_core::op::{Contents, Op, Pending, Record};
 
 /// One step of the generator: what to do, and raw numbers to choose with.
 type Step = (u8, u64, u64, Option<(String, u64)>);
@@ -42,6 +42,11 @@ fn consistent_records(steps: Vec<Step>) -> Vec<Record> {
             (3, _) => Op::Wait { stream, on: StreamId(0) },
             (4, _) => Op::Synchronize { stream },
             (5, _) => Op::Reserve { pool, stream, size_bytes: b },
+            (6, _) if a % 5 == 0 && !open_steps.contains(&pool) => {
+                Op::Sleep { pool, contents: Contents::ALL[b as usize % 3] }
+            }
+            (6, _) if a % 5 == 1 => Op::Wake { pool },
+            (6, _) if a % 5 == 2 => Op::Stay { pool, asked: Contents::ALL.get(b as usize % 4).copied() },
             (6, _) => Op::Trim { pool: (a % 2 == 0).then_some(pool) },
             (7, _) if a % 3 == 0 => match open_steps.iter().position(|open| *open == pool) {
                 None => {

@@ -12,7 +12,7 @@ use super::line::{MAGIC, VERSION};
 use crate::text::write_name;
 use symmalloc_core::config::Config;
 use symmalloc_core::ids::PoolId;
-use symmalloc_core::op::{Op, Pending, Record};
+use symmalloc_core::op::{Contents, Op, Pending, Record};
 
 /// Writes a trace, checking each record as a reader would.
 ///
@@ -130,6 +130,18 @@ fn write_record(line: &mut impl fmt::Write, record: &Record) -> fmt::Result {
         }
         Op::EndStep { pool } => {
             line.write_str("end_step")?;
+            write_pool(line, *pool)
+        }
+        Op::Sleep { pool, contents } => {
+            write!(line, "sleep {}", contents.word())?;
+            write_pool(line, *pool)
+        }
+        Op::Wake { pool } => {
+            line.write_str("wake")?;
+            write_pool(line, *pool)
+        }
+        Op::Stay { pool, asked } => {
+            write!(line, "stay {}", asked.map_or("wake", Contents::word))?;
             write_pool(line, *pool)
         }
         Op::Observe { observer, pool } => write!(line, "observe {observer} {pool}"),

@@ -45,6 +45,9 @@ impl fmt::Display for PoolConfig {
         if self.plan() == PlanPolicy::Learn {
             write!(f, ",plan:{}", PLAN[1])?;
         }
+        if let Some(tag) = self.tag() {
+            write!(f, ",tag:{tag}")?;
+        }
         let Some(stitching) = self.stitching() else { return Ok(()) };
         write!(f, ",stitching:true")?;
         write_bytes(f, "stitching_granule", Some(stitching.granule_bytes))?;

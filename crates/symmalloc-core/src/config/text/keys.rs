@@ -27,6 +27,7 @@ pub(super) enum Key {
     ReleaseThreshold,
     Reclaim,
     Plan,
+    Tag,
     Backend,
     TotalLimit,
     RetriesMax,
@@ -49,6 +50,8 @@ pub(super) enum Takes {
     Flag,
     /// One of these words; the value is its position.
     Word { words: &'static [&'static str], allowed: &'static str },
+    /// A [`Tag`](crate::config::Tag).
+    Tag,
     /// PyTorch's `roundup_power2_divisions`.
     Divisions,
     /// Anything; it is not read.
@@ -89,7 +92,7 @@ const fn word(words: &'static [&'static str], allowed: &'static str) -> Takes {
 }
 
 /// Keys that this library knows a meaning for.
-static MEANT: [Spelling; 36] = {
+static MEANT: [Spelling; 37] = {
     use Key::*;
     [
         spelling("segments", Segments, word(SEGMENTS, "fixed, expandable or reserved")),
@@ -122,6 +125,7 @@ static MEANT: [Spelling; 36] = {
         spelling("release_threshold_bytes", ReleaseThreshold, Takes::Bytes(1)),
         spelling("reclaim", Reclaim, word(RECLAIM, "never, heap or pool")),
         spelling("plan", Plan, word(PLAN, "off or learn")),
+        spelling("tag", Tag, Takes::Tag),
         spelling("backend", Backend, word(BACKENDS, "native")),
         spelling("total_limit_mb", TotalLimit, Takes::Bytes(MIB)),
         spelling("total_limit_bytes", TotalLimit, Takes::Bytes(1)),

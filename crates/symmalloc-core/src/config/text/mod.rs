@@ -140,6 +140,7 @@ fn build_pool(settings: &mut Settings) -> Result<PoolConfig, ConfigTextError> {
         pool = pool.roundup_power2_divisions(divisions);
     }
     pool.stitching(build_stitching(settings))
+        .tag(settings.tag())
         .limit_bytes(settings.number(Key::Limit))
         .release_threshold_bytes(settings.number(Key::ReleaseThreshold))
         .build()

@@ -11,6 +11,7 @@ use super::error::ConfigTextError;
 use super::keys::{self, Key, Spelling, Takes};
 use super::reason::{IgnoredKey, IgnoredReason, KeyRefusal};
 use crate::config::policy::RoundupPower2Divisions;
+use crate::config::tag::Tag;
 
 /// Who wrote the text, and so how its slips are taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,6 +50,7 @@ pub(super) enum Value {
     /// The position of the word among those that the key takes.
     Word(usize),
     Divisions(RoundupPower2Divisions),
+    Tag(Tag),
 }
 
 impl Settings {
@@ -124,6 +126,10 @@ impl Settings {
 
     pub(super) fn word(&self, key: Key) -> Option<usize> {
         self.find(key).and_then(|stated| if let Value::Word(word) = stated.value { Some(word) } else { None })
+    }
+
+    pub(super) fn tag(&self) -> Option<Tag> {
+        self.find(Key::Tag).and_then(|stated| if let Value::Tag(tag) = stated.value { Some(tag) } else { None })
     }
 
     pub(super) fn divisions(&self) -> Option<RoundupPower2Divisions> {
@@ -213,6 +219,10 @@ fn parse_value(spelling: &Spelling, value: Word<'_>) -> Result<Value, ConfigText
         Takes::Word { words, allowed } => match words.iter().position(|word| *word == value.text) {
             Some(position) => Ok(Value::Word(position)),
             None => Err(refused(allowed)),
+        },
+        Takes::Tag => match value.text.parse() {
+            Ok(tag) => Ok(Value::Tag(tag)),
+            Err(_) => Err(refused("1 to 24 lower-case letters, digits, _ and -")),
         },
         Takes::Divisions => parse_divisions(key, value).map(Value::Divisions),
         Takes::Anything => Err(refused("left out")),

@@ -1,0 +1,757 @@
+//! Sleep and wake: memory goes back and comes again at the same addresses; what was kept is there, whatever fails on the way.
+
+use std::cell::RefCell;
+use symmalloc_core::backend::{Backend, DeviceAddress, Reason};
+use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::errors::{AllocateError, PoolError, PoolSleeps, UnknownError};
+use symmalloc_core::lock::{Exclusive, Lock};
+use symmalloc_core::op::Contents;
+use symmalloc_core::plans::StepError;
+use symmalloc_core::recording::{Sink, SinkError};
+use symmalloc_core::restore::{LayoutError, RestoreError};
+use symmalloc_core::sleep::{Phase, SleepError, WakeError};
+use symmalloc_core::units::MIB;
+use symmalloc_core::{Allocation, Allocator, Op, PoolId, Record, StreamId};
+use symmalloc_harness::hooked::{DeviceCall, Hooked};
+use symmalloc_sim::{Addresses, Call, Fault, FaultRule, SimBackend};
+use symmalloc_trace::replay::{Program, Replay};
+
+const POLICIES: [&str; 8] = [
+    "segments:expandable",
+    "segments:expandable,streams:shared",
+    "segments:expandable,release_threshold_mb:4",
+    "segments:fixed",
+    "segments:fixed,streams:shared",
+    "segments:reserved,segment_mb:128",
+    "segments:expandable,stitching:true,stitching_granule_mb:2,stitching_least_mb:4",
+    "segments:expandable,streams:shared,stitching:true,stitching_granule_mb:2,stitching_least_mb:4",
+];
+
+fn policy(text: &str) -> PoolConfig {
+    text.parse().unwrap_or_else(|error| panic!("{text}: {error}"))
+}
+
+/// A pool with live blocks that hold their number, on a device of two streams.
+struct Job<'d, L: Lock = Exclusive> {
+    device: &'d SimBackend,
+    allocator: Allocator<&'d SimBackend, L>,
+    pool: PoolId,
+    streams: [StreamId; 2],
+    /// With what each holds.
+    live: Vec<(Allocation, u64)>,
+    next: u64,
+}
+
+impl<'d, L: Lock> Job<'d, L> {
+    fn new(device: &'d SimBackend, text: &str) -> Self {
+        let allocator: Allocator<&SimBackend, L> = Allocator::new(device, Config::default()).expect("valid");
+        let streams = [(); 2].map(|()| allocator.register_stream().expect("few"));
+        let pool = allocator.create_pool(policy(text)).expect("valid");
+        Job { device, allocator, pool, streams, live: Vec::new(), next: 0 }
+    }
+
+    /// The same with blocks of many sizes, some of them freed again, holes, and work that other streams do.
+    fn busy(device: &'d SimBackend, text: &str) -> Self {
+        let mut job = Job::new(device, text);
+        for round in 0..12 {
+            for stream in [0, 1] {
+                job.allocate(stream, [512, 3 * 512, MIB, 5 * MIB][(round + stream) % 4]);
+            }
+        }
+        let (used, _) = job.live[4];
+        job.allocator.record_use(used.handle, job.streams[1]).expect("live");
+        let event = device.record(job.streams[0]).expect("it works");
+        device.wait(job.streams[1], event).expect("it works");
+        device.recycle(event);
+        job.allocator.stream_waits(job.streams[1], job.streams[0]).expect("known");
+        job.device.submit(job.streams[1], used.address, used.size_bytes).expect("ordered");
+        for at in [18, 15, 12, 9, 6, 4, 3] {
+            job.free(at);
+        }
+        job.allocator.trim(Some(job.pool)).expect("the device takes it");
+        // Of free pieces, where the pool stitches.
+        job.allocate(0, 10 * MIB);
+        job.allocator.check().expect("sound");
+        job
+    }
+
+    fn allocate(&mut self, stream: usize, size_bytes: u64) -> Allocation {
+        let allocation = self.allocator.allocate(self.pool, self.streams[stream], size_bytes).expect("memory");
+        self.next += 1;
+        self.device.submit(self.streams[stream], allocation.address, size_bytes).expect("ordered");
+        self.device.write(allocation.address, allocation.size_bytes, self.next);
+        self.live.push((allocation, self.next));
+        allocation
+    }
+
+    fn free(&mut self, at: usize) {
+        let (allocation, _) = self.live.remove(at);
+        self.allocator.free(allocation.handle).expect("live");
+    }
+
+    fn phase(&self) -> Phase {
+        self.allocator.phase(self.pool).expect("known")
+    }
+
+    fn reserved_bytes(&self) -> u64 {
+        self.allocator.check().expect("sound");
+        self.allocator.pool_stats(self.pool).expect("known").reserved_bytes.current
+    }
+
+    /// What live blocks hold, in order.
+    fn contents(&self) -> Vec<Option<u64>> {
+        self.live.iter().map(|(block, _)| self.device.read(block.address, block.size_bytes)).collect()
+    }
+
+    #[track_caller]
+    fn holds_what_it_held(&self) {
+        let expected: Vec<_> = self.live.iter().map(|(_, value)| Some(*value)).collect();
+        assert_eq!(self.contents(), expected);
+        for (block, _) in &self.live {
+            let found = self.allocator.allocation(block.handle).expect("live");
+            assert_eq!((found.address, found.placement), (block.address, block.placement));
+        }
+        self.allocator.check().expect("sound");
+    }
+
+    fn end(mut self) {
+        while !self.live.is_empty() {
+            self.free(0);
+        }
+        self.allocator.trim(None).expect("the device takes it");
+        self.allocator.destroy_pool(self.pool).expect("nothing is live");
+        drop(self.allocator);
+        assert!(self.device.leaks().is_empty(), "{}", self.device.leaks());
+    }
+}
+
+fn device() -> SimBackend {
+    SimBackend::builder().seed(5).build()
+}
+
+#[test]
+fn what_is_kept_is_there_again_at_the_same_addresses() {
+    for text in POLICIES {
+        let device = device();
+        let mut job: Job = Job::busy(&device, text);
+        let before = (job.reserved_bytes(), device.mapped_bytes(), device.calls().of(Call::Reserve));
+        assert!(before.0 > 0 && before.0 == before.1, "{text}");
+        for _ in 0..3 {
+            let slept = job.allocator.sleep(job.pool, Contents::Keep).expect(text);
+            assert_eq!(
+                (job.phase(), slept.released_bytes, device.mapped_bytes()),
+                (Phase::Asleep, before.0, 0),
+                "{text}"
+            );
+            let live_bytes: u64 = job.live.iter().map(|(block, _)| block.size_bytes).sum();
+            assert_eq!(slept.kept_bytes, live_bytes, "{text}: free memory is not copied");
+            assert_eq!(job.reserved_bytes(), 0, "{text}");
+            let woken = job.allocator.wake(job.pool).expect(text);
+            assert_eq!((woken.remapped_bytes, woken.loaded_bytes), (before.0, live_bytes), "{text}");
+            assert_eq!((job.phase(), device.mapped_bytes()), (Phase::Awake, before.1), "{text}");
+            assert_eq!(device.leaks().images, 0, "{text}");
+            job.holds_what_it_held();
+        }
+        assert_eq!(device.calls().of(Call::Reserve), before.2, "no addresses are obtained");
+        job.allocate(1, 3 * MIB);
+        job.holds_what_it_held();
+        job.end();
+    }
+}
+
+#[test]
+fn what_is_dropped_is_gone_and_what_is_to_be_zero_is() {
+    for text in POLICIES {
+        let device = device();
+        let job: Job = Job::busy(&device, text);
+        job.allocator.sleep(job.pool, Contents::Drop).expect(text);
+        job.allocator.wake(job.pool).expect(text);
+        assert!(job.contents().iter().all(Option::is_none), "{text}");
+        assert_eq!(device.calls().of(Call::Save) + device.calls().of(Call::Load) + device.calls().of(Call::Zero), 0);
+        job.allocator.sleep(job.pool, Contents::Zero).expect(text);
+        job.allocator.wake(job.pool).expect(text);
+        assert!(job.contents().iter().all(|held| *held == Some(0)), "{text}");
+        job.end();
+    }
+}
+
+#[test]
+fn neighbours_are_copied_in_one_part_and_no_part_goes_over_a_range() {
+    let calls = RefCell::new(Vec::new());
+    // Ranges that are direct neighbours, too.
+    let inner = SimBackend::builder().seed(1).addresses(Addresses::Ascending).build();
+    let device = Hooked { inner, hook: |call: DeviceCall| calls.borrow_mut().push(call) };
+    let allocator: Allocator<_> = Allocator::new(&device, "segments:fixed".parse().expect("valid")).expect("valid");
+    let streams = [(); 2].map(|()| allocator.register_stream().expect("few"));
+    let allocate = |at: usize| allocator.allocate(PoolId::DEFAULT, streams[at], 5 * MIB).expect("memory");
+    let blocks: Vec<Allocation> = [0, 0, 0, 0, 0, 0, 1].map(allocate).into();
+    allocator.free(blocks[1].handle).expect("live");
+    allocator.sleep(PoolId::DEFAULT, Contents::Keep).expect("quiet");
+    // Four blocks fill a segment: 0 and 2, 3 of the first, 4, 5 of the second, which lies right behind it, and 6.
+    assert!(calls.borrow().contains(&DeviceCall::Save { parts: 4 }), "{:?}", calls.borrow());
+    allocator.free(blocks[2].handle).expect("live");
+    allocator.wake(PoolId::DEFAULT).expect("memory");
+    assert!(calls.borrow().contains(&DeviceCall::Load { parts: 4 }), "{:?}", calls.borrow());
+}
+
+#[test]
+fn a_pool_that_sleeps_serves_nothing_and_says_so() {
+    for text in POLICIES {
+        let device = device();
+        let mut job: Job = Job::busy(&device, text);
+        let layout =
+            if text.contains("stitching") { None } else { Some(job.allocator.save_layout(job.pool).expect("saved")) };
+        job.allocator.sleep(job.pool, Contents::Keep).expect(text);
+        let before = job.allocator.digest(job.pool).expect("known");
+        let (pool, sleeps) = (job.pool, PoolSleeps { pool: job.pool });
+        let third = job.allocator.register_stream().expect("few");
+        for (stream, size_bytes) in
+            [(job.streams[0], 512), (job.streams[1], 20 * MIB), (third, MIB), (job.streams[0], 0)]
+        {
+            assert_eq!(job.allocator.allocate(pool, stream, size_bytes), Err(AllocateError::Sleeps(sleeps)), "{text}");
+        }
+        let reserved = job.allocator.reserve(pool, job.streams[0], 500 * MIB);
+        assert_eq!(reserved.unwrap_err().to_string(), "p1 sleeps: wake it first");
+        assert_eq!(job.allocator.begin_step(pool, 0), Err(StepError::Sleeps(sleeps)));
+        assert_eq!(job.allocator.save_layout(pool).unwrap_err(), LayoutError::Sleeps(sleeps));
+        if let Some(layout) = &layout {
+            assert_eq!(job.allocator.restore_layout(pool, layout).unwrap_err(), RestoreError::Sleeps(sleeps));
+        }
+        assert_eq!(job.allocator.digest(pool).expect("known"), before, "{text}: what is misused leaves no trace");
+        assert_eq!(job.allocator.trim(Some(pool)).expect("nothing is there"), 0);
+        assert_eq!(job.allocator.trim(None).expect("nothing is there"), 0);
+        // Freeing is no misuse, and what is free takes part in decisions when the pool is awake.
+        let first = job.live[0].0;
+        job.free(0);
+        while job.live.len() > 4 {
+            job.free(3);
+        }
+        job.allocator.check().expect("sound");
+        assert_eq!(device.mapped_bytes(), 0);
+        let other = job.allocator.allocate(PoolId::DEFAULT, job.streams[0], MIB).expect("other pools serve");
+        job.allocator.free(other.handle).expect("live");
+        job.allocator.wake(pool).expect(text);
+        job.holds_what_it_held();
+        let again = job.allocate(0, 512);
+        assert_eq!(again.placement.segment, first.placement.segment, "{text}");
+        job.allocator
+            .allocate(pool, third, MIB)
+            .map(|there| job.allocator.free(there.handle))
+            .expect("memory")
+            .expect("live");
+        job.allocator.trim(None).expect("the device takes it");
+        job.end();
+    }
+}
+
+#[test]
+fn a_pool_of_which_all_is_freed_asleep_can_be_destroyed_asleep() {
+    for text in POLICIES {
+        for is_destroyed in [false, true] {
+            let device = device();
+            let mut job: Job = Job::busy(&device, text);
+            job.allocator.sleep(job.pool, Contents::Keep).expect(text);
+            assert!(matches!(job.allocator.destroy_pool(job.pool), Err(PoolError::InUse { .. })));
+            if is_destroyed {
+                while !job.live.is_empty() {
+                    job.free(0);
+                }
+                job.allocator.destroy_pool(job.pool).expect("nothing is live");
+                job.allocator.check().expect("sound");
+                let unknown = UnknownError::DestroyedPool { pool: job.pool };
+                assert_eq!(job.allocator.wake(job.pool), Err(unknown.into()));
+                assert_eq!(job.allocator.sleep(job.pool, Contents::Keep), Err(unknown.into()));
+                assert_eq!(job.allocator.allocate(job.pool, job.streams[0], 1), Err(unknown.into()));
+                assert_eq!(device.leaks().images, 0, "what was kept is not needed");
+            }
+            drop(job.allocator);
+            assert!(device.leaks().is_empty(), "{text}: {}", device.leaks());
+        }
+    }
+}
+
+#[test]
+fn a_wake_that_the_device_refuses_leaves_the_pool_asleep_and_another_one_succeeds() {
+    for text in POLICIES {
+        let sized = SimBackend::builder().seed(3).memory_bytes(256 * MIB).build();
+        let job: Job = Job::busy(&sized, text);
+        let needed_bytes = job.reserved_bytes();
+        job.allocator.sleep(job.pool, Contents::Keep).expect(text);
+        let digest = job.allocator.digest(job.pool).expect("known");
+        let other =
+            job.allocator.allocate(PoolId::DEFAULT, job.streams[0], 256 * MIB - needed_bytes / 2).expect("it is free");
+        for _ in 0..2 {
+            let error = job.allocator.wake(job.pool).unwrap_err();
+            let WakeError::Map { needed_bytes: said, ref error, .. } = error else { panic!("{text}: {error}") };
+            assert_eq!((said, error.reason), (needed_bytes, Reason::OutOfMemory));
+            assert_eq!((job.phase(), job.reserved_bytes()), (Phase::Asleep, 0), "{text}");
+        }
+        assert_eq!(
+            job.allocator.digest(job.pool).expect("known").ops,
+            digest.ops + 2 * heaps(&job),
+            "each was asked for"
+        );
+        job.allocator.free(other.handle).expect("live");
+        job.allocator.trim(None).expect("taken");
+        job.allocator.wake(job.pool).expect(text);
+        job.holds_what_it_held();
+        job.end();
+    }
+}
+
+/// Heaps of the pool that have a history.
+fn heaps(job: &Job<'_>) -> u64 {
+    let config = job.allocator.pool_config(job.pool).expect("known");
+    if config.streams() == symmalloc_core::config::StreamPolicy::Shared { 1 } else { 2 }
+}
+
+#[test]
+fn a_pool_that_sleeps_uses_no_limit_up_and_needs_it_to_wake() {
+    let device = device();
+    let config = "total_limit_mb:64".parse().expect("valid");
+    let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
+    let stream = allocator.register_stream().expect("few");
+    let pools = [(); 2].map(|()| allocator.create_pool(policy("segments:expandable")).expect("valid"));
+    let first = allocator.allocate(pools[0], stream, 60 * MIB).expect("memory");
+    device.write(first.address, first.size_bytes, 9);
+    assert!(allocator.allocate(pools[1], stream, 60 * MIB).is_err());
+    allocator.sleep(pools[0], Contents::Keep).expect("nothing stands in the way");
+    let second = allocator.allocate(pools[1], stream, 60 * MIB).expect("memory");
+    let error = allocator.wake(pools[0]).unwrap_err();
+    let text = "p1 sleeps on: it needs 60.00 MiB, and the limit is 64.00 MiB: free or put to sleep what others hold, or raise it";
+    assert_eq!(error.to_string(), text);
+    allocator.check().expect("sound");
+    allocator.sleep(pools[1], Contents::Drop).expect("nothing stands in the way");
+    allocator.wake(pools[0]).expect("memory");
+    assert_eq!(device.read(first.address, first.size_bytes), Some(9));
+    allocator.check().expect("sound");
+    allocator.free(second.handle).expect("live");
+}
+
+/// Sleeps and wakes until both are done, whatever fails; each failure leaves the pool awake or asleep.
+fn there_and_back(job: &Job<'_>, contents: Contents) -> usize {
+    let mut failures = 0;
+    while let Err(error) = job.allocator.sleep(job.pool, contents) {
+        failures += 1;
+        match error {
+            SleepError::Held { held_bytes, .. } => {
+                assert_eq!((job.phase(), job.reserved_bytes()), (Phase::Failed, held_bytes));
+                assert!(matches!(job.allocator.allocate(job.pool, job.streams[0], 1), Err(AllocateError::Sleeps(_))));
+            }
+            SleepError::Synchronize { .. } | SleepError::Save { .. } => {
+                assert_eq!(job.phase(), Phase::Awake);
+                job.holds_what_it_held();
+            }
+            other => panic!("{other}"),
+        }
+        assert!(failures < 5, "one call fails, once");
+    }
+    assert_eq!((job.phase(), job.reserved_bytes()), (Phase::Asleep, 0));
+    assert_eq!(job.device.mapped_bytes(), 0);
+    while let Err(error) = job.allocator.wake(job.pool) {
+        failures += 1;
+        assert!(matches!(error, WakeError::Map { .. } | WakeError::Load { .. }), "{error}");
+        assert_eq!((job.phase(), job.reserved_bytes()), (Phase::Asleep, 0), "an undone wake has no memory");
+        assert!(failures < 5, "one call fails, once");
+    }
+    assert_eq!(job.phase(), Phase::Awake);
+    job.allocator.check().expect("sound");
+    failures
+}
+
+#[test]
+fn whatever_call_fails_the_pool_is_awake_or_asleep_and_nothing_is_lost() {
+    let mut failed = std::collections::BTreeSet::new();
+    for text in POLICIES {
+        for contents in [Contents::Keep, Contents::Zero] {
+            let plain = device();
+            let job: Job = Job::busy(&plain, text);
+            let before = plain.calls().fallible();
+            assert_eq!(there_and_back(&job, contents), 0);
+            let after = plain.calls().fallible();
+            for ordinal in before..after {
+                let device = SimBackend::builder().seed(5).fail_at(ordinal, Fault::Refused).build();
+                let job: Job = Job::busy(&device, text);
+                assert_eq!(there_and_back(&job, contents), 1, "{text}, call {ordinal}");
+                match contents {
+                    Contents::Keep => job.holds_what_it_held(),
+                    _ => assert!(job.contents().iter().all(|held| *held == Some(0))),
+                }
+                failed.extend(Call::ALL.into_iter().filter(|call| device.calls().of(*call) > plain.calls().of(*call)));
+                job.end();
+            }
+        }
+    }
+    for call in [Call::Synchronize, Call::Save, Call::Unmap, Call::Map, Call::Load, Call::Zero] {
+        assert!(failed.contains(&call), "{call} was never refused: {failed:?}");
+    }
+}
+
+#[test]
+fn a_wake_that_cannot_be_undone_is_made_use_of_by_the_next() {
+    let device = device();
+    let job: Job = Job::busy(&device, "segments:fixed");
+    let whole = job.reserved_bytes();
+    job.allocator.sleep(job.pool, Contents::Keep).expect("nothing stands in the way");
+    let maps = device.calls().of(Call::Map);
+    device.inject(Some(Call::Map), FaultRule::At { ordinal: maps + 2 }, Fault::OutOfMemory);
+    device.inject(Some(Call::Unmap), FaultRule::Every { calls: 1 }, Fault::Refused);
+    assert!(matches!(job.allocator.wake(job.pool), Err(WakeError::Map { .. })));
+    assert_eq!(job.phase(), Phase::Failed);
+    let held = job.reserved_bytes();
+    assert!(held > 0 && held == device.mapped_bytes() && held < whole);
+    device.heal();
+    let woken = job.allocator.wake(job.pool).expect("healed");
+    assert_eq!(
+        (woken.remapped_bytes, device.calls().of(Call::Map) - maps),
+        (whole - held, 3 + (job_segments(&job) - 2))
+    );
+    job.holds_what_it_held();
+    job.end();
+}
+
+fn job_segments(job: &Job<'_>) -> u64 {
+    let pool = job.pool;
+    job.allocator.snapshot().segments.iter().filter(|segment| segment.pool == pool).count() as u64
+}
+
+#[test]
+fn a_lost_device_leaves_the_pool_asleep_or_awake_and_the_allocator_ends() {
+    for ordinal in 0.. {
+        let device = SimBackend::builder().seed(5).build();
+        let job: Job = Job::busy(&device, "segments:fixed");
+        let from = device.calls().fallible();
+        device.inject(None, FaultRule::At { ordinal: from + ordinal }, Fault::DeviceLost);
+        let slept = job.allocator.sleep(job.pool, Contents::Keep);
+        let woken = job.allocator.wake(job.pool);
+        job.allocator.check().expect("sound");
+        if slept.is_ok() && woken.is_ok() {
+            assert!(ordinal > 8);
+            break;
+        }
+    }
+}
+
+#[test]
+fn a_guard_that_is_dropped_undoes_its_step() {
+    for text in POLICIES {
+        let device = device();
+        let mut job: Job = Job::busy(&device, text);
+        let digest = |job: &Job<'_>| job.allocator.digest(job.pool).expect("known");
+        let (before, heaps) = (digest(&job).ops, heaps(&job));
+        let quiesced = job.allocator.quiesce(job.pool, Contents::Keep).expect("quiet");
+        assert!(matches!(job.allocator.allocate(job.pool, job.streams[0], 1), Err(AllocateError::Sleeps(_))));
+        assert!(matches!(job.allocator.sleep(job.pool, Contents::Keep), Err(SleepError::Busy { .. })));
+        assert!(matches!(job.allocator.wake(job.pool), Err(WakeError::Busy { .. })));
+        assert!(matches!(job.allocator.destroy_pool(job.pool), Err(PoolError::Sleeping { .. })));
+        job.allocator.free(job.live.remove(0).0.handle).expect("freeing is no misuse");
+        assert_eq!(job.phase(), Phase::Awake, "its memory is there");
+        drop(quiesced);
+        assert_eq!((job.phase(), device.leaks().images), (Phase::Awake, 0));
+        assert_eq!(digest(&job).ops, before + heaps + 1, "it was asked for, and a block was freed");
+        job.allocate(0, MIB);
+        job.holds_what_it_held();
+
+        job.allocator.sleep(job.pool, Contents::Keep).expect(text);
+        let remapped = job.allocator.remap(job.pool).expect("memory");
+        assert_eq!(remapped.remapped_bytes(), device.mapped_bytes());
+        assert!(matches!(job.allocator.allocate(job.pool, job.streams[0], 1), Err(AllocateError::Sleeps(_))));
+        assert!(matches!(job.allocator.quiesce(job.pool, Contents::Drop), Err(SleepError::Busy { .. })));
+        drop(remapped);
+        assert_eq!((job.phase(), device.mapped_bytes(), job.reserved_bytes()), (Phase::Asleep, 0, 0));
+        job.allocator.wake(job.pool).expect(text);
+        job.holds_what_it_held();
+        job.end();
+    }
+}
+
+#[test]
+fn sleeping_twice_and_waking_twice_do_nothing_but_count() {
+    let device = device();
+    let job: Job = Job::busy(&device, "segments:expandable");
+    let whole = job.reserved_bytes();
+    assert_eq!(job.allocator.wake(job.pool).expect("awake").remapped_bytes, 0);
+    job.holds_what_it_held();
+    job.allocator.sleep(job.pool, Contents::Keep).expect("quiet");
+    let again = job.allocator.sleep(job.pool, Contents::Drop).expect("asleep");
+    assert_eq!((again.released_bytes, again.kept_bytes, device.leaks().images), (0, 0, 1), "what was kept stays");
+    drop(job.allocator.quiesce(job.pool, Contents::Zero).expect("asleep"));
+    assert_eq!(job.phase(), Phase::Asleep);
+    assert_eq!(job.allocator.wake(job.pool).expect("memory").remapped_bytes, whole);
+    drop(job.allocator.remap(job.pool).expect("awake"));
+    assert_eq!(job.phase(), Phase::Awake);
+    job.holds_what_it_held();
+    job.end();
+}
+
+#[test]
+fn memory_that_a_window_holds_stays_and_the_next_sleep_gives_it_back() {
+    let device = device();
+    let job: Job = Job::busy(&device, "segments:reserved,segment_mb:128");
+    let whole = job.reserved_bytes();
+    job.allocator.quiesce(job.pool, Contents::Keep).expect("quiet").hold();
+    assert_eq!((job.phase(), job.reserved_bytes(), device.mapped_bytes()), (Phase::Failed, whole, whole));
+    assert!(matches!(job.allocator.allocate(job.pool, job.streams[0], 1), Err(AllocateError::Sleeps(_))));
+    drop(job.allocator.quiesce(job.pool, Contents::Keep).expect("asleep"));
+    assert_eq!(job.phase(), Phase::Failed, "as it was");
+    assert_eq!(job.allocator.sleep(job.pool, Contents::Keep).expect("taken").released_bytes, whole);
+    assert_eq!((job.phase(), device.mapped_bytes()), (Phase::Asleep, 0));
+    job.allocator.wake(job.pool).expect("memory");
+    job.holds_what_it_held();
+    job.end();
+}
+
+#[test]
+fn an_observed_pool_sleeps_in_steps_only_and_its_dead_segments_are_the_observers() {
+    for text in ["segments:expandable", "segments:fixed"] {
+        let device = device();
+        let mut job: Job = Job::busy(&device, text);
+        let (observer, births) = job.allocator.observe(job.pool).expect("known");
+        assert!(!births.is_empty());
+        while job.live.iter().any(|(block, _)| block.placement.segment.0 == 0) {
+            let at = job.live.iter().position(|(block, _)| block.placement.segment.0 == 0).expect("some");
+            job.free(at);
+        }
+        job.allocator.trim(Some(job.pool)).expect("taken");
+        let dead_bytes = job.allocator.pool_stats(job.pool).expect("known").retired_bytes;
+        assert!(dead_bytes > 0, "{text}");
+        let refused = job.allocator.sleep(job.pool, Contents::Keep);
+        assert_eq!(refused, Err(SleepError::Observed { pool: job.pool, observers: 1 }));
+        job.allocator.quiesce(job.pool, Contents::Keep).expect("quiet").unmap().expect("taken");
+        assert_eq!((job.phase(), job.reserved_bytes()), (Phase::Asleep, dead_bytes), "{text}");
+        let unread = job.allocator.unread(observer);
+        job.allocator.acknowledge(observer, &unread).expect("taken");
+        assert_eq!(job.reserved_bytes(), 0, "{text}");
+        job.allocator.wake(job.pool).expect("memory");
+        job.holds_what_it_held();
+        job.allocator.forget(observer).expect("taken");
+        job.end();
+    }
+}
+
+#[test]
+fn a_step_that_is_open_stands_in_the_way_and_learned_plans_go_on() {
+    let device = device();
+    let mut job: Job = Job::new(&device, "segments:expandable,plan:learn");
+    let step = |job: &mut Job<'_>| {
+        job.allocator.begin_step(job.pool, 0).expect("none is open");
+        let blocks: Vec<Allocation> = [5, 3, 9].map(|mib| job.allocate(0, mib * MIB)).into();
+        let refused = job.allocator.sleep(job.pool, Contents::Keep);
+        assert_eq!(refused, Err(SleepError::StepOpen { pool: job.pool }));
+        let count = job.live.len();
+        job.free(count - 2);
+        (job.allocator.end_step(job.pool).expect("open"), blocks)
+    };
+    for _ in 0..3 {
+        step(&mut job);
+        while !job.live.is_empty() {
+            job.free(0);
+        }
+    }
+    let (report, blocks) = step(&mut job);
+    assert_eq!(report.planned, 3);
+    job.allocator.sleep(job.pool, Contents::Keep).expect("no step is open");
+    assert_eq!(device.mapped_bytes(), 0);
+    job.allocator.wake(job.pool).expect("memory");
+    job.holds_what_it_held();
+    while !job.live.is_empty() {
+        job.free(0);
+    }
+    let (report, again) = step(&mut job);
+    assert_eq!(report.planned, 3);
+    let places = |blocks: &[Allocation]| blocks.iter().map(|block| block.address).collect::<Vec<_>>();
+    assert_eq!(places(&again), places(&blocks));
+    job.holds_what_it_held();
+    job.end();
+}
+
+#[test]
+fn pools_of_a_tag_are_found_in_order() {
+    let device = device();
+    let allocator: Allocator<_> =
+        Allocator::new(&device, "tag:activations".parse::<Config>().expect("valid")).expect("valid");
+    let tagged = |tag: &str| allocator.pools_tagged(tag.parse().expect("a tag"));
+    let make = |text: &str| allocator.create_pool(policy(text)).expect("valid");
+    let pools = ["tag:weights", "tag:kv_cache", "segments:fixed,tag:weights", "segments:fixed"].map(make);
+    assert_eq!(tagged("weights"), [pools[0], pools[2]]);
+    assert_eq!(tagged("activations"), [PoolId::DEFAULT]);
+    assert_eq!(tagged("other"), []);
+    allocator.destroy_pool(pools[0]).expect("empty");
+    assert_eq!(tagged("weights"), [pools[2]]);
+    assert_eq!(allocator.pool_config(pools[2]).expect("known").to_string().matches("tag:weights").count(), 1);
+    for wrong in ["", "Weights", "a b", "a_name_of_twenty_five_bytes", "kv:cache"] {
+        assert!(wrong.parse::<symmalloc_core::config::Tag>().is_err(), "{wrong}");
+    }
+    let error = "tag:KV".parse::<PoolConfig>().unwrap_err().to_string();
+    assert!(error.contains("1 to 24 lower-case letters"), "{error}");
+}
+
+#[test]
+fn ranks_that_make_the_same_calls_have_the_same_digests_whatever_became_of_them() {
+    let run = |seed: u64, fault: Option<(Call, u64)>| {
+        let device = SimBackend::builder().seed(seed).rank(seed as u32).build();
+        let mut job: Job = Job::busy(&device, "segments:fixed");
+        if let Some((call, after)) = fault {
+            let ordinal = device.calls().of(call) + after;
+            device.inject(Some(call), FaultRule::At { ordinal }, Fault::OutOfMemory);
+        }
+        let slept = job.allocator.sleep(job.pool, Contents::Keep).is_ok();
+        let woken = job.allocator.wake(job.pool).is_ok();
+        let again = (job.allocator.sleep(job.pool, Contents::Keep), job.allocator.wake(job.pool));
+        assert!(again.0.is_ok() && again.1.is_ok());
+        let placed = job.allocate(0, 7 * MIB).placement;
+        job.holds_what_it_held();
+        (job.allocator.digest(job.pool).expect("known"), placed, [slept, woken])
+    };
+    let (digest, placed, all) = run(1, None);
+    assert_eq!(all, [true, true]);
+    for (seed, fault, done) in [
+        (2, None, [true, true]),
+        (3, Some((Call::Save, 0)), [false, true]),
+        (4, Some((Call::Unmap, 1)), [false, true]),
+        (5, Some((Call::Map, 1)), [true, false]),
+        (6, Some((Call::Load, 0)), [true, false]),
+    ] {
+        assert_eq!(run(seed, fault), (digest, placed, done), "{fault:?}");
+    }
+    let other = {
+        let device = SimBackend::builder().seed(1).rank(1).build();
+        let job: Job = Job::busy(&device, "segments:fixed");
+        job.allocator.sleep(job.pool, Contents::Drop).expect("quiet");
+        job.allocator.digest(job.pool).expect("known")
+    };
+    assert_ne!(other.value, digest.value);
+}
+
+/// Keeps what it is told.
+#[derive(Clone, Default)]
+struct Memory(std::sync::Arc<std::sync::Mutex<Vec<Record>>>);
+
+impl Sink for Memory {
+    fn begin(&mut self, _: &Config) -> Result<(), SinkError> {
+        Ok(())
+    }
+    fn record(&mut self, record: Record) -> Result<(), SinkError> {
+        self.0.lock().expect("no test panics there").push(record);
+        Ok(())
+    }
+    fn finish(&mut self) -> Result<(), SinkError> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_recording_replays_sleeps_that_came_about_and_those_that_did_not() {
+    let device = SimBackend::builder().seed(5).memory_bytes(256 * MIB).build();
+    let allocator: Allocator<_> = Allocator::new(&device, Config::default()).expect("valid");
+    let memory = Memory::default();
+    allocator.start_recording(memory.clone()).expect("nothing happened yet");
+    let stream = allocator.register_stream().expect("few");
+    let pool = allocator.create_pool(policy("segments:fixed")).expect("valid");
+    let blocks: Vec<Allocation> = (0..4).map(|_| allocator.allocate(pool, stream, 15 * MIB).expect("memory")).collect();
+    device.inject(Some(Call::Save), FaultRule::At { ordinal: 0 }, Fault::OutOfMemory);
+    assert!(matches!(allocator.sleep(pool, Contents::Keep), Err(SleepError::Save { .. })));
+    allocator.sleep(pool, Contents::Keep).expect("quiet");
+    let other = allocator.allocate(PoolId::DEFAULT, stream, 210 * MIB).expect("memory");
+    assert!(matches!(allocator.wake(pool), Err(WakeError::Map { .. })));
+    allocator.free(blocks[1].handle).expect("live");
+    allocator.free(other.handle).expect("live");
+    allocator.trim(None).expect("taken");
+    drop(allocator.remap(pool).expect("memory"));
+    allocator.wake(pool).expect("memory");
+    allocator.allocate(pool, stream, 3 * MIB).expect("memory");
+    allocator.stop_recording().expect("it went well");
+    let records = memory.0.lock().expect("unpoisoned").clone();
+    let ops: Vec<&Op> = records
+        .iter()
+        .map(|record| &record.op)
+        .filter(|op| matches!(op, Op::Sleep { .. } | Op::Wake { .. } | Op::Stay { .. }))
+        .collect();
+    let (keep, stay) = (Some(Contents::Keep), |asked| Op::Stay { pool, asked });
+    let expected =
+        [&stay(keep), &Op::Sleep { pool, contents: Contents::Keep }, &stay(None), &stay(None), &Op::Wake { pool }];
+    assert_eq!(ops, expected);
+    let text = symmalloc_trace::Trace::new(Some(Config::default()), records.clone()).expect("consistent").to_text();
+    for line in ["\nstay keep p1\n", "\nsleep keep p1\n", "\nstay wake p1\n", "\nwake p1\n"] {
+        assert!(text.contains(line), "{text}");
+    }
+    let read = symmalloc_trace::Trace::parse(&text).expect("as written");
+    assert_eq!(read.records(), records);
+    let program = Program::new(read.records()).expect("consistent");
+    let idle = SimBackend::builder().seed(77).build();
+    let again: Allocator<_> = Allocator::new(&idle, Config::default()).expect("valid");
+    Replay::new(&again, &program).run(|_, _| {}).expect("it replays");
+    for pool in [PoolId::DEFAULT, pool] {
+        assert_eq!(again.digest(pool), allocator.digest(pool));
+    }
+}
+
+#[test]
+fn a_pool_without_memory_sleeps_and_a_backend_that_cannot_copy_says_so() {
+    let device = device();
+    let allocator: Allocator<_> = Allocator::new(&device, Config::default()).expect("valid");
+    let stream = allocator.register_stream().expect("few");
+    assert_eq!(allocator.sleep(PoolId::DEFAULT, Contents::Keep).expect("nothing is there").kept_bytes, 0);
+    assert!(matches!(allocator.allocate(PoolId::DEFAULT, stream, 1), Err(AllocateError::Sleeps(_))));
+    allocator.wake(PoolId::DEFAULT).expect("nothing is needed");
+    assert_eq!(allocator.digest(PoolId::DEFAULT).expect("known").ops, 0, "a heap without ops has no history");
+    allocator.allocate(PoolId::DEFAULT, stream, 1).expect("memory");
+
+    struct CannotCopy(SimBackend);
+    impl Backend for CannotCopy {
+        fn granularity_bytes(&self) -> u64 {
+            self.0.granularity_bytes()
+        }
+        fn reserve(&self, size_bytes: u64) -> Result<symmalloc_core::backend::Range, symmalloc_core::BackendError> {
+            self.0.reserve(size_bytes)
+        }
+        fn map(
+            &self,
+            range: symmalloc_core::backend::Range,
+            at: u64,
+            size: u64,
+        ) -> Result<(), symmalloc_core::BackendError> {
+            self.0.map(range, at, size)
+        }
+        fn unmap(
+            &self,
+            range: symmalloc_core::backend::Range,
+            at: u64,
+            size: u64,
+        ) -> Result<(), symmalloc_core::BackendError> {
+            self.0.unmap(range, at, size)
+        }
+        fn release(&self, range: symmalloc_core::backend::Range) -> Result<(), symmalloc_core::BackendError> {
+            self.0.release(range)
+        }
+        fn record(&self, stream: StreamId) -> Result<symmalloc_core::backend::Event, symmalloc_core::BackendError> {
+            self.0.record(stream)
+        }
+        fn wait(
+            &self,
+            stream: StreamId,
+            event: symmalloc_core::backend::Event,
+        ) -> Result<(), symmalloc_core::BackendError> {
+            self.0.wait(stream, event)
+        }
+        fn query(&self, event: symmalloc_core::backend::Event) -> Result<bool, symmalloc_core::BackendError> {
+            self.0.query(event)
+        }
+        fn recycle(&self, event: symmalloc_core::backend::Event) {
+            self.0.recycle(event);
+        }
+        fn synchronize(&self, stream: StreamId) -> Result<(), symmalloc_core::BackendError> {
+            self.0.synchronize(stream)
+        }
+    }
+    let plain: Allocator<_> =
+        Allocator::new(CannotCopy(SimBackend::builder().build()), Config::default()).expect("valid");
+    let stream = plain.register_stream().expect("few");
+    let block = plain.allocate(PoolId::DEFAULT, stream, MIB).expect("memory");
+    let error = plain.sleep(PoolId::DEFAULT, Contents::Keep).unwrap_err();
+    assert!(matches!(error, SleepError::Save { live_bytes: MIB, .. }), "{error}");
+    plain.sleep(PoolId::DEFAULT, Contents::Drop).expect("nothing is copied");
+    plain.wake(PoolId::DEFAULT).expect("memory");
+    assert_eq!(plain.allocation(block.handle).expect("live").address, block.address);
+    assert_ne!(block.address, DeviceAddress(0));
+}
