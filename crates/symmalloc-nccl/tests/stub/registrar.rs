@@ -8,6 +8,7 @@ mod graphs;
 #[cfg(feature = "metrics")]
 mod metrics;
 mod programs;
+mod sleep;
 mod support;
 
 use std::sync::Mutex;
