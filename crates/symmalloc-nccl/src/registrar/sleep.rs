@@ -36,6 +36,7 @@ use symmalloc_cuda::CudaBackend;
 /// A communicator that ended and that this rank has let go of.
 #[derive(Clone, Debug)]
 pub(super) struct Ended {
+    name: String,
     communicator: u64,
     ranks: u32,
     pools: Vec<PoolId>,
@@ -53,6 +54,8 @@ struct Agreed {
     heads: Vec<Head>,
     /// Communicators of this rank that cannot be used on all of their ranks.
     broken: BTreeSet<u64>,
+    /// Those that this rank has let go of.
+    ended: Vec<Ended>,
 }
 
 /// One communicator of the op.
@@ -86,6 +89,10 @@ impl Registrar {
     pub fn sleep(&self, over: &Communicator, pool: PoolId, contents: Contents) -> Result<Slept, SleepError> {
         self.allocator.core().phase(pool)?;
         let attachments = self.members_of(over, pool).map_err(|error| self.sleep_error(error, pool, contents))?;
+        if self.allocator.is_capturing().unwrap_or(true) {
+            self.note(pool, Some(contents));
+            return Err(SleepError::Capturing);
+        }
         let outcome = Run::new(self, pool, &attachments).sleep(contents);
         self.sweep();
         outcome
@@ -105,6 +112,10 @@ impl Registrar {
     pub fn wake(&self, over: &Communicator, pool: PoolId) -> Result<Woken, WakeError> {
         self.allocator.core().phase(pool)?;
         let attachments = self.members_of(over, pool).map_err(|error| self.wake_error(error, pool))?;
+        if self.allocator.is_capturing().unwrap_or(true) {
+            self.note(pool, None);
+            return Err(WakeError::Capturing);
+        }
         let outcome = Run::new(self, pool, &attachments).wake();
         self.sweep();
         outcome
@@ -137,6 +148,7 @@ impl Registrar {
     /// Notes the communicators that the list of attachments loses.
     pub(super) fn remember(&self, gone: &[Arc<Attachment>]) {
         let ended = gone.iter().map(|attachment| Ended {
+            name: attachment.comm.name().to_owned(),
             communicator: name_of(&attachment.comm),
             ranks: attachment.comm.ranks(),
             pools: attachment.view().pools.to_vec(),
@@ -278,11 +290,11 @@ impl<'a> Run<'a> {
             let known = known(&told);
             let is_broken = |name: &u64| known.get(name).is_none_or(|known| !known.is_ready());
             broken = self.members[1..].iter().map(|member| member.name).filter(is_broken).collect();
-            let mut ended = registrar.ended.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut remembered = registrar.ended.lock().unwrap_or_else(PoisonError::into_inner);
             // Nobody speaks of it again that all have let go of.
-            ended.retain(|ended| known.get(&ended.communicator).is_none_or(|known| !known.is_over()));
+            remembered.retain(|ended| known.get(&ended.communicator).is_none_or(|known| !known.is_over()));
         }
-        Ok(Agreed { heads, broken })
+        Ok(Agreed { heads, broken, ended })
     }
 
     /// Compares what must be equal on all ranks: the call and, where histories are compared, these.
@@ -535,7 +547,9 @@ impl<'a> Run<'a> {
         let rows: Vec<Row> = findings.into_iter().map(Finding::row).collect();
         match exchange(&rows, |message| self.all_gather(message)) {
             Err(error) => Err(self.broken_wake(SleepStep::Check, error)),
-            Ok(told) => Ok(self.woken(&told, Woken { remapped_bytes, registrations, ..Woken::default() })),
+            Ok(told) => {
+                Ok(self.woken(&told, &agreed.ended, Woken { remapped_bytes, registrations, ..Woken::default() }))
+            }
         }
     }
 
@@ -600,7 +614,7 @@ impl<'a> Run<'a> {
     }
 
     /// `Check`, heard: what changed or was lost on one rank counts as changed or lost on all.
-    fn woken(&mut self, told: &[Vec<Row>], mut woken: Woken) -> Woken {
+    fn woken(&mut self, told: &[Vec<Row>], ended: &[Ended], mut woken: Woken) -> Woken {
         let mut lost: BTreeSet<u64> = BTreeSet::new();
         let mut changed: BTreeMap<u64, BTreeSet<SegmentName>> = BTreeMap::new();
         for finding in told.iter().flatten().filter_map(Finding::of) {
@@ -624,6 +638,8 @@ impl<'a> Run<'a> {
                 woken.changed.extend(segments.iter().map(|segment| (communicator.clone(), *segment)));
             }
         }
+        let gone = ended.iter().filter(|ended| lost.contains(&ended.communicator));
+        woken.lost.extend(gone.map(|ended| ended.name.clone()));
         woken
     }
 }

@@ -224,6 +224,9 @@ pub enum SleepError {
         /// The pool.
         pool: PoolId,
     },
+    /// A graph is being captured, into which the ranks' talk must not come. Nothing was said to other ranks, which wait for this one.
+    #[error("a graph is being captured: end the capture before the pool sleeps or wakes")]
+    Capturing,
     /// The communicator had ended. The pool is as it was.
     #[error("communicator \"{communicator}\" is {state}: connect a new one, attach the pool, and sleep over that")]
     Gone {
@@ -303,6 +306,9 @@ pub enum WakeError {
         /// The pool.
         pool: PoolId,
     },
+    /// A graph is being captured, into which the ranks' talk must not come. Nothing was said to other ranks, which wait for this one.
+    #[error("a graph is being captured: end the capture before the pool sleeps or wakes")]
+    Capturing,
     /// The communicator had ended. The pool is as it was.
     #[error("communicator \"{communicator}\" is {state}: connect a new one, attach the pool, and wake over that")]
     Gone {

@@ -9,6 +9,7 @@ mod graphs;
 mod metrics;
 mod programs;
 mod sleep;
+mod sleep_deaths;
 mod support;
 
 use std::sync::Mutex;
