@@ -72,7 +72,7 @@ fn restarted<L: Lock>(scenario: &Scenario, checkpoint: &Checkpoint, seed: u64) -
 fn a_restarted_rank_has_the_same_future() {
     let (mut live, mut holes, mut heaps) = (0, 0, 0);
     for seed in 0..400 {
-        let scenario = Scenario::from_seed(seed, 140).without_stitching();
+        let scenario = Scenario::from_seed(seed, 140).with_layouts();
         let _report = PrintOnPanic(&scenario);
         let at = SplitMix64::new(seed).below(scenario.program.ops().len() as u64) as usize;
         let device = scenario.device(seed);
@@ -165,7 +165,7 @@ fn stray(
 fn a_pool_goes_back_to_what_it_was_and_has_the_same_future_again() {
     let (mut rewound, mut gone, mut carved, mut kept) = (0, 0, 0, 0);
     for seed in 0..400 {
-        let scenario = in_one_pool(&Scenario::from_seed(seed, 140).without_stitching());
+        let scenario = in_one_pool(&Scenario::from_seed(seed, 140).with_layouts());
         let _report = PrintOnPanic(&scenario);
         let program = &scenario.program;
         let mut random = SplitMix64::new(seed);
@@ -263,7 +263,7 @@ fn refuse_after(device: &SimBackend, calls: u64) {
 fn a_rejoin_that_the_driver_refuses_leaves_the_pool_fresh() {
     let (mut refused, mut kept) = (0, 0);
     for seed in 0..80 {
-        let scenario = in_one_pool(&Scenario::from_seed(seed, 60).without_stitching());
+        let scenario = in_one_pool(&Scenario::from_seed(seed, 60).with_layouts());
         let _report = PrintOnPanic(&scenario);
         let device = scenario.device(seed);
         let allocator: Allocator<_> = Allocator::new(&device, scenario.config.clone()).expect("valid");
@@ -318,7 +318,7 @@ fn a_rejoin_that_the_driver_refuses_leaves_the_pool_fresh() {
 fn a_rewind_that_the_driver_refuses_can_be_made_again() {
     let mut kinds = BTreeSet::new();
     for seed in 0..80 {
-        let scenario = in_one_pool(&Scenario::from_seed(seed, 60).without_stitching());
+        let scenario = in_one_pool(&Scenario::from_seed(seed, 60).with_layouts());
         let _report = PrintOnPanic(&scenario);
         for calls in 0.. {
             let device = scenario.device(seed);

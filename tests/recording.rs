@@ -186,11 +186,14 @@ fn generated_programs_come_to_every_kind_of_record() {
         "refuse limit",
         "refuse segment",
         "reserve",
+        "sleep",
+        "stay",
         "stream",
         "synchronize",
         "trim",
         "u",
         "wait",
+        "wake",
     ];
     assert_eq!(common, all, "{words:?}");
 }

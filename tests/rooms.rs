@@ -10,11 +10,23 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The rooms of the core. Each uses itself and those before it. `lib.rs` comes after all.
-const ROOMS: [&str; 11] =
-    ["types", "sync", "config", "streams", "blocks", "history", "stats", "pointers", "plans", "heap", "allocator"];
+const ROOMS: [&str; 12] = [
+    "types",
+    "sync",
+    "config",
+    "streams",
+    "blocks",
+    "history",
+    "stats",
+    "pointers",
+    "plans",
+    "sleep",
+    "heap",
+    "allocator",
+];
 
 /// Structs of the core with fields for the whole crate, each with the reason. All others keep their fields in their file.
-const PLAIN_DATA: [(&str, &str); 23] = [
+const PLAIN_DATA: [(&str, &str); 25] = [
     ("blocks/stitched.rs Granule", "a value"),
     ("blocks/stitched.rs StitchedRange", "a row of a list, which the heap keeps in step with the table"),
     ("blocks/table.rs Block", "a row of the table, which heap and free index fill in"),
@@ -34,6 +46,8 @@ const PLAIN_DATA: [(&str, &str); 23] = [
     ("history/segment_log.rs Retired", "what is left of a dead segment"),
     ("plans/follower.rs PlanMemory", "handed over whole"),
     ("pointers/mod.rs DirectoryEntry", "a result of a look-up"),
+    ("sleep/dormant.rs Mapping", "a value"),
+    ("sleep/state.rs Kept", "a value"),
     ("stats/budget.rs Budgets", "references that are handed down together"),
     ("stats/budget.rs LimitMet", "a result"),
     ("stats/usage.rs RareCounts", "numbers that do not depend on each other"),

@@ -18,7 +18,9 @@ use std::collections::BTreeMap;
 use symmalloc_core::backend::Backend;
 use symmalloc_core::errors::{AllocateError, OutOfMemory, OutOfMemoryCause, PoolError, RecordUseError, UnknownError};
 use symmalloc_core::lock::{Exclusive, Lock};
+use symmalloc_core::op::Contents;
 use symmalloc_core::report::{BlockSnapshot, BlockStateSnapshot, SegmentSnapshot};
+use symmalloc_core::sleep::{SleepError, WakeError};
 use symmalloc_core::{Allocation, AllocationId, Allocator, Digest, Op, PoolId, StreamId};
 use symmalloc_sim::SimBackend;
 use symmalloc_trace::replay::StepError;
@@ -145,6 +147,9 @@ pub fn outcome(result: Result<Option<Allocation>, StepError>) -> Outcome {
     };
     Outcome::Refused(match error {
         StepError::NotLive { .. } => Refusal::NotLive,
+        StepError::Allocate(AllocateError::Sleeps(_)) => Refusal::Sleeps,
+        StepError::Wake(WakeError::Limit { scope, .. }) => Refusal::Limit(scope),
+        StepError::Sleep(SleepError::Unknown(_)) | StepError::Wake(WakeError::Unknown(_)) => Refusal::UnknownPool,
         StepError::Allocate(AllocateError::TooLarge { .. }) => Refusal::TooLarge,
         StepError::Allocate(AllocateError::OutOfMemory(error)) => match error.cause {
             OutOfMemoryCause::Limit { scope, .. } => Refusal::Limit(scope),
@@ -164,33 +169,51 @@ pub fn outcome(result: Result<Option<Allocation>, StepError>) -> Outcome {
 #[derive(Debug)]
 pub struct DeviceWork<'a> {
     device: &'a SimBackend,
-    /// Live allocations, with the streams that use them.
-    live: BTreeMap<AllocationId, (Allocation, Vec<StreamId>)>,
+    live: BTreeMap<AllocationId, Live>,
+    /// Pools that sleep, with what becomes of their contents.
+    asleep: BTreeMap<PoolId, Contents>,
+}
+
+/// A live allocation.
+#[derive(Debug)]
+struct Live {
+    allocation: Allocation,
+    /// Streams that use it.
+    users: Vec<StreamId>,
+    /// `None` after a restore.
+    pool: Option<PoolId>,
+    /// What it holds, if that is known.
+    value: Option<u64>,
 }
 
 impl<'a> DeviceWork<'a> {
     /// Nothing yet.
     pub fn new(device: &'a SimBackend) -> Self {
-        DeviceWork { device, live: BTreeMap::new() }
+        DeviceWork { device, live: BTreeMap::new(), asleep: BTreeMap::new() }
     }
 
     /// Submits the work that belongs to an op which the allocator answered so.
     ///
     /// # Panics
-    /// At a race: the allocator did not order the memory's earlier users before this one.
+    /// At a race: the allocator did not order the memory's earlier users before this one. When an allocation does not hold what it
+    /// should.
     pub fn submit(&mut self, op: &Op, result: &Result<Option<Allocation>, StepError>) {
         match (op, result) {
-            (Op::Allocate { id, stream, .. }, Ok(Some(allocation))) => {
+            (Op::Allocate { id, pool, stream, .. }, Ok(Some(allocation))) => {
                 self.use_all(*stream, allocation);
-                self.live.insert(*id, (*allocation, vec![*stream]));
+                if allocation.size_bytes > 0 {
+                    self.device.write(allocation.address, allocation.size_bytes, id.0);
+                }
+                let (users, value) = (vec![*stream], (allocation.size_bytes > 0).then_some(id.0));
+                self.live.insert(*id, Live { allocation: *allocation, users, pool: Some(*pool), value });
             }
             (Op::RecordUse { id, stream }, Ok(None)) => {
-                let Some((allocation, users)) = self.live.get_mut(id) else { return };
+                let Some(Live { allocation, users, pool, .. }) = self.live.get_mut(id) else { return };
                 if !users.contains(stream) && users.iter().all(|earlier| waits(self.device, *stream, *earlier)) {
                     users.push(*stream);
                 }
-                // An earlier user may not use it again without waiting for the later ones.
-                if users.last() == Some(stream) {
+                // An earlier user may not use it again without waiting for the later ones, and nobody what sleeps.
+                if users.last() == Some(stream) && !pool.is_some_and(|pool| self.asleep.contains_key(&pool)) {
                     let allocation = *allocation;
                     self.use_all(*stream, &allocation);
                 }
@@ -198,7 +221,30 @@ impl<'a> DeviceWork<'a> {
             (Op::Free { id }, Ok(None)) => {
                 self.live.remove(id);
             }
+            (Op::Sleep { pool, contents }, Ok(None) | Err(StepError::Sleep(SleepError::Held { .. }))) => {
+                self.asleep.entry(*pool).or_insert(*contents);
+            }
+            (Op::Wake { pool }, Ok(None)) => {
+                let Some(contents) = self.asleep.remove(pool) else { return };
+                for live in self.live.values_mut().filter(|live| live.pool == Some(*pool)) {
+                    live.value = match contents {
+                        Contents::Keep => live.value,
+                        Contents::Zero => live.value.map(|_| 0),
+                        _ => None,
+                    };
+                }
+                self.live.values().filter(|live| live.pool == Some(*pool)).for_each(|live| self.check_value(live));
+            }
             _ => {}
+        }
+    }
+
+    /// An allocation holds what was written.
+    fn check_value(&self, live: &Live) {
+        let Live { allocation, value, .. } = live;
+        if value.is_some() {
+            let held = self.device.read(allocation.address, allocation.size_bytes);
+            assert_eq!(held, *value, "what lies at {}", allocation.placement);
         }
     }
 
@@ -208,7 +254,7 @@ impl<'a> DeviceWork<'a> {
     /// At a race: the restore did not order the memory's earlier users before this one.
     pub fn adopt(&mut self, id: AllocationId, stream: StreamId, allocation: Allocation) {
         self.use_all(stream, &allocation);
-        self.live.insert(id, (allocation, vec![stream]));
+        self.live.insert(id, Live { allocation, users: vec![stream], pool: None, value: None });
     }
 
     fn use_all(&self, stream: StreamId, allocation: &Allocation) {

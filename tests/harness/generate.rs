@@ -17,7 +17,7 @@ use symmalloc_core::config::{
     Config, ExpandableSegments, FixedSegments, PointerLookup, PoolConfig, Reclaim, RoundupPower2Divisions,
     SegmentPolicy, Stitching, StreamPolicy,
 };
-use symmalloc_core::op::{Op, Record};
+use symmalloc_core::op::{Contents, Op, Record};
 use symmalloc_core::units::{KIB, MIB};
 use symmalloc_core::{AllocationId, PoolId, StreamId};
 use symmalloc_sim::{SimBackend, SimBuilder, SplitMix64};
@@ -130,17 +130,20 @@ impl Scenario {
         self.program.ops().iter().cloned().zip(self.access.iter().copied())
     }
 
-    /// The same scenario, in which nothing is stitched: then every pool has a layout.
+    /// The same scenario, in which nothing is stitched and no pool sleeps: then every pool has a layout.
     ///
     /// # Panics
     /// Never: a policy without it is valid.
     #[must_use]
-    pub fn without_stitching(self) -> Self {
+    pub fn with_layouts(self) -> Self {
         let plain = |pool: &PoolConfig| pool.to_builder().stitching(None).build().expect("valid");
         let config = self.config.to_builder().default_pool(plain(self.config.default_pool())).build().expect("valid");
-        let ops = self.ops().map(|(op, access)| match op {
-            Op::CreatePool { pool, config } => (Op::CreatePool { pool, config: Box::new(plain(&config)) }, access),
-            other => (other, access),
+        let ops = self.ops().filter_map(|(op, access)| match op {
+            Op::CreatePool { pool, config } => {
+                Some((Op::CreatePool { pool, config: Box::new(plain(&config)) }, access))
+            }
+            Op::Sleep { .. } | Op::Wake { .. } => None,
+            other => Some((other, access)),
         });
         Scenario::new(config, self.granularity_bytes, ops)
     }
@@ -208,6 +211,12 @@ impl Scenario {
         Scenario::from_bytes(&bytes)
     }
 }
+
+/// From this byte on a trim or a synchronize is a sleep, where the pool is awake.
+const SLEEPS: u8 = 144;
+
+/// While pools sleep, an op whose first byte is a multiple of this is a wake.
+const WAKES: u8 = 5;
 
 /// The first byte of an op that stands for many.
 const BURST: u8 = 255;
@@ -316,6 +325,8 @@ struct Writer {
     /// Live pools besides the default one, and the number of pools ever made.
     pools: Vec<PoolId>,
     pools_made: u32,
+    /// Pools that were put to sleep and not woken.
+    asleep: Vec<PoolId>,
     /// Made, and not freed by the program. Some were refused when they were made, and are not live.
     live: Vec<AllocationId>,
     made: u64,
@@ -325,7 +336,16 @@ impl Writer {
     fn new(streams: u16) -> Self {
         let records = (0..streams).map(|id| Op::RegisterStream { stream: StreamId(id) }.into()).collect();
         let access = vec![Access::Handle; usize::from(streams)];
-        Writer { records, access, streams, pools: Vec::new(), pools_made: 1, live: Vec::new(), made: 0 }
+        Writer {
+            records,
+            access,
+            streams,
+            pools: Vec::new(),
+            pools_made: 1,
+            asleep: Vec::new(),
+            live: Vec::new(),
+            made: 0,
+        }
     }
 
     fn write(&mut self, [kind, what, place, how]: [u8; OP_BYTES]) {
@@ -338,12 +358,21 @@ impl Writer {
         if kind == BURST {
             return self.burst(pool, stream, what);
         }
+        // What sleeps does not sleep for long.
+        if kind % WAKES == 0 && !self.asleep.is_empty() {
+            let pool = self.asleep.swap_remove(usize::from(what) % self.asleep.len());
+            return self.push(Op::Wake { pool }.into(), how);
+        }
         let op = match kind % 32 {
             0..13 => Some(self.allocate(pool, stream, what, how)),
             13..23 => self.take_live(what).map(|id| Op::Free { id }),
             23..26 => self.find_live(what).map(|id| Op::RecordUse { id, stream: other }),
             26 => Some(Op::Wait { stream, on: other }),
             27 => Some(Op::Synchronize { stream }),
+            27 | 28 if what >= SLEEPS && !self.asleep.contains(&pool) => {
+                self.asleep.push(pool);
+                Some(Op::Sleep { pool, contents: Contents::ALL[usize::from(what) % 3] })
+            }
             28 => Some(Op::Trim { pool: (how & 1 != 0).then_some(pool) }),
             29 => Some(Op::Reserve { pool, stream, size_bytes: SIZES[usize::from(what) % SIZES.len()] }),
             30 if self.pools.len() < 3 => Some(self.create_pool([what, place, how, what ^ how, place ^ how])),
@@ -408,6 +437,8 @@ impl Writer {
     /// The pool may still be in use: then it is refused, and lives on without being named again.
     fn destroy_pool(&mut self, what: u8) -> Option<Op> {
         let index = usize::from(what).checked_rem(self.pools.len())?;
-        Some(Op::DestroyPool { pool: self.pools.swap_remove(index) })
+        let pool = self.pools.swap_remove(index);
+        self.asleep.retain(|asleep| *asleep != pool);
+        Some(Op::DestroyPool { pool })
     }
 }

@@ -9,7 +9,7 @@
 
 use std::collections::BTreeMap;
 use symmalloc_core::config::{Config, PoolConfig, Reclaim, RoundupPower2Divisions, StreamPolicy};
-use symmalloc_core::op::{Op, Record};
+use symmalloc_core::op::{Contents, Op, Record};
 use symmalloc_core::units::{MIB, SEGMENT_BYTES_MAX};
 use symmalloc_core::{AllocationId, PoolId, StreamId};
 use symmalloc_sim::SplitMix64;
@@ -29,6 +29,8 @@ pub enum Kind {
     OtherStream,
     /// An allocation or a reservation is made on this rank only.
     ExtraOp,
+    /// A pool that sleeps keeps what it drops on other ranks, or the other way round.
+    Contents,
     /// A value of the configuration is another.
     Configuration,
     /// The driver refuses memory, once.
@@ -37,13 +39,14 @@ pub enum Kind {
 
 impl Kind {
     /// Every kind.
-    pub const ALL: [Kind; 8] = [
+    pub const ALL: [Kind; 9] = [
         Kind::Size,
         Kind::Swap,
         Kind::MissingFree,
         Kind::MissingRecordUse,
         Kind::OtherStream,
         Kind::ExtraOp,
+        Kind::Contents,
         Kind::Configuration,
         Kind::RefusedMemory,
     ];
@@ -143,7 +146,7 @@ impl SymmetricProgram {
     fn touches(&self, op: &Op, heap: Heap) -> bool {
         match op {
             Op::Trim { pool } => pool.is_none_or(|pool| pool == heap.0),
-            Op::DestroyPool { pool } => *pool == heap.0,
+            Op::DestroyPool { pool } | Op::Sleep { pool, .. } | Op::Wake { pool } => *pool == heap.0,
             _ => self.heap_of(op) == Some(heap),
         }
     }
@@ -217,6 +220,14 @@ impl SymmetricProgram {
             Kind::MissingRecordUse => self.leave_out(self.pick(random, |op| matches!(op, Op::RecordUse { .. }))?),
             Kind::OtherStream => self.move_stream(random),
             Kind::ExtraOp => self.add_op(random),
+            Kind::Contents => {
+                let index = self.pick(random, |op| matches!(op, Op::Sleep { .. }))?;
+                self.mutant(index, |program| {
+                    if let Op::Sleep { contents, .. } = &mut program.records[index].op {
+                        *contents = if *contents == Contents::Keep { Contents::Drop } else { Contents::Keep };
+                    }
+                })
+            }
             Kind::Configuration => self.reconfigure(random),
             Kind::RefusedMemory => None,
         }

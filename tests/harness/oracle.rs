@@ -58,6 +58,8 @@ pub enum Refusal {
     UnknownStream,
     /// The pool cannot be destroyed.
     PoolInUse,
+    /// The pool sleeps.
+    Sleeps,
     /// The driver refused: the oracle never says so.
     Driver,
 }
@@ -68,6 +70,7 @@ pub struct Pool {
     config: PoolConfig,
     /// By stream; `None` when the streams share.
     pub heaps: BTreeMap<Option<StreamId>, Heap>,
+    is_asleep: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -92,7 +95,7 @@ pub struct Oracle {
 impl Oracle {
     /// Before the first op.
     pub fn new(config: &Config, granularity_bytes: u64) -> Self {
-        let default_pool = Pool { config: config.default_pool().clone(), heaps: BTreeMap::new() };
+        let default_pool = Pool { config: config.default_pool().clone(), heaps: BTreeMap::new(), is_asleep: false };
         Oracle {
             granularity: granularity_bytes,
             limit: config.limit_bytes(),
@@ -129,7 +132,7 @@ impl Oracle {
                 if self.pools.len() <= pool.index() {
                     self.pools.resize(pool.index() + 1, None);
                 }
-                let new = || Pool { config: (**config).clone(), heaps: BTreeMap::new() };
+                let new = || Pool { config: (**config).clone(), heaps: BTreeMap::new(), is_asleep: false };
                 self.pools[pool.index()].get_or_insert_with(new);
                 Ok(())
             }
@@ -144,6 +147,8 @@ impl Oracle {
             Op::RecordUse { id, stream } => self.record_use(*id, *stream),
             Op::Reserve { pool, stream, size_bytes } => self.reserve(*pool, *stream, *size_bytes),
             Op::Trim { pool } => self.trim(*pool),
+            Op::Sleep { pool, .. } => self.pool(*pool).map(|pool| pool.is_asleep = true),
+            Op::Wake { pool } => self.wake(*pool),
             Op::Wait { stream, on } => self.known(*stream).and_then(|()| self.known(*on)),
             Op::Synchronize { stream } => self.known(*stream),
             _ => Ok(()),
@@ -157,6 +162,22 @@ impl Oracle {
 
     fn pool(&mut self, pool: PoolId) -> Result<&mut Pool, Refusal> {
         self.pools.get_mut(pool.index()).and_then(Option::as_mut).ok_or(Refusal::UnknownPool)
+    }
+
+    /// A pool that serves requests.
+    fn awake(&mut self, pool: PoolId) -> Result<(), Refusal> {
+        if self.pool(pool)?.is_asleep { Err(Refusal::Sleeps) } else { Ok(()) }
+    }
+
+    fn wake(&mut self, pool: PoolId) -> Result<(), Refusal> {
+        let held = self.reserved_bytes();
+        let limit = self.limit.unwrap_or(u64::MAX);
+        let pool = self.pool(pool)?;
+        if pool.is_asleep && held + pool.mapped_bytes() > limit {
+            return Err(Refusal::Limit(LimitScope::Allocator));
+        }
+        pool.is_asleep = false;
+        Ok(())
     }
 
     fn headroom(&mut self, pool: PoolId) -> Result<Headroom, Refusal> {
@@ -219,6 +240,9 @@ impl Oracle {
     ) -> Result<(Placement, u64), Refusal> {
         let key = self.pool(pool)?.key(stream);
         self.known(stream)?;
+        if requested <= SEGMENT_BYTES_MAX {
+            self.awake(pool)?;
+        }
         if requested == 0 {
             self.live.insert(id, Live { pool, stream, heap: None, requested });
             return Ok((Placement::NOWHERE, 0));
@@ -269,6 +293,7 @@ impl Oracle {
         let key = pool.key(stream);
         if let (Some(threshold), Some(heap)) = (pool.config.release_threshold_bytes(), pool.heaps.get_mut(&key))
             && heap.free_bytes() > threshold
+            && !pool.is_asleep
         {
             heap.trim(&pool.config, granule(&pool.config, granularity), None);
         }
@@ -292,6 +317,7 @@ impl Oracle {
         if target > SEGMENT_BYTES_MAX {
             return Err(Refusal::TooLarge);
         }
+        self.awake(pool)?;
         self.retry(pool, key, |heap, config, headroom, granularity| {
             let held: u64 = heap.segments.iter().map(Segment::mapped).sum();
             if held >= target {
@@ -315,7 +341,8 @@ impl Oracle {
         }
         let granularity = self.granularity;
         for (id, entry) in self.pools.iter_mut().enumerate() {
-            if let Some(entry) = entry.as_mut().filter(|_| pool.is_none_or(|pool| pool.index() == id)) {
+            let is_meant = |entry: &&mut Pool| !entry.is_asleep && pool.is_none_or(|pool| pool.index() == id);
+            if let Some(entry) = entry.as_mut().filter(is_meant) {
                 for heap in entry.heaps.values_mut() {
                     heap.trim(&entry.config, granule(&entry.config, granularity), None);
                 }
@@ -348,6 +375,11 @@ impl Pool {
 
     /// Device memory held.
     pub fn reserved_bytes(&self) -> u64 {
+        if self.is_asleep { 0 } else { self.mapped_bytes() }
+    }
+
+    /// Device memory that its blocks need.
+    fn mapped_bytes(&self) -> u64 {
         self.heaps.values().flat_map(|heap| &heap.segments).map(Segment::mapped).sum()
     }
 }

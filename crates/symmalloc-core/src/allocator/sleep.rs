@@ -80,6 +80,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let users: BTreeSet<_> = entry.heaps().flat_map(|heap| heap.lock().users()).collect();
         let waited = wait_for_all(&self.context, users);
         waited.map_err(|(stream, error)| SleepError::Synchronize { pool, stream, error })?;
+        if entry.heaps().any(|heap| heap.lock().has_retired_stitched(&self.context)) {
+            return Err(SleepError::Retired { pool });
+        }
         if contents == Contents::Keep {
             let mut live_bytes = 0;
             let mut parts = Vec::new();

@@ -84,6 +84,14 @@ impl<L: Lock> Heap<L> {
         users
     }
 
+    /// Whether what is dead names memory of the heap still: an observer holds it, or the driver does.
+    pub(crate) fn has_retired_stitched<B: Backend>(&mut self, context: &Context<B, L>) -> bool {
+        self.log.has_stitched() && {
+            let _tried = self.release_retired(context);
+            self.log.has_stitched()
+        }
+    }
+
     /// Runs of live blocks, each in one segment, in segment order.
     fn live_runs(&self) -> Vec<(DeviceAddress, u64)> {
         let mut runs: Vec<(DeviceAddress, u64)> = Vec::new();

@@ -67,6 +67,12 @@ pub enum SleepError {
         /// The pool.
         pool: PoolId,
     },
+    /// Dead stitched ranges name the pool's memory.
+    #[error("dead stitched ranges of {pool} are not given back: let the observers acknowledge, and trim")]
+    Retired {
+        /// The pool.
+        pool: PoolId,
+    },
     /// The work of a stream that uses the pool could not be waited for.
     #[error("the work of {stream} in {pool} cannot be waited for, a capture of it may be under way: {error}")]
     Synchronize {
