@@ -213,7 +213,8 @@ impl Programs {
             let scenario = Scenario::from_seed(random.next_u64(), OPS);
             // A wake that is refused on one rank leaves its digest as it is: only what follows differs.
             let is_meant = |op: &&Op| kind != Kind::RefusedMemory || !matches!(op, Op::Sleep { .. } | Op::Wake { .. });
-            let records: Vec<Record> = scenario.program.ops().iter().filter(is_meant).cloned().map(Record::from).collect();
+            let records: Vec<Record> =
+                scenario.program.ops().iter().filter(is_meant).cloned().map(Record::from).collect();
             return SymmetricProgram::new(&scenario.config, &records);
         }
         let job = &self.jobs[random.below(jobs as u64) as usize];

@@ -4,12 +4,14 @@ use crate::call_counters::DeviceCall;
 use crate::device::CudaDevice;
 use crate::driver::{HANDLE_FABRIC, HANDLE_POSIX_FD};
 use crate::error::CudaError;
-use crate::memory::{AllocationKind, BackendMemory, DriverAllocations, Prefetching, VirtualMemory, VirtualOptions};
+use crate::memory::{
+    AllocationKind, BackendMemory, DriverAllocations, Images, Prefetching, VirtualMemory, VirtualOptions,
+};
 use crate::streams::BackendStreams;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
-use symmalloc_core::backend::{Backend, BackendError, Event, Place, Range};
+use symmalloc_core::backend::{Backend, BackendError, Event, Image, Part, Place, Range};
 use symmalloc_core::ids::StreamId;
 
 /// Granularity of memory that has none of its own, in bytes.
@@ -21,6 +23,7 @@ pub struct CudaBackend {
     memory: Box<dyn BackendMemory>,
     streams: BackendStreams,
     traits: MemoryTraits,
+    images: Images,
 }
 
 /// What the memory of a [`CudaBackend`] is like.
@@ -44,6 +47,7 @@ pub struct CudaBackendBuilder {
     device: Arc<CudaDevice>,
     options: VirtualOptions,
     plain: bool,
+    images_in: Option<PathBuf>,
 }
 
 impl CudaBackendBuilder {
@@ -95,6 +99,13 @@ impl CudaBackendBuilder {
         self
     }
 
+    /// Folder of files for the contents of pools that [sleep](crate::CudaAllocator::sleep). They have no names there and are gone when
+    /// they are not needed. Contents are kept in pinned host memory unless this says otherwise.
+    pub fn images_in(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.images_in = Some(folder.into());
+        self
+    }
+
     /// Takes memory from `cuMemAlloc` even where the device has virtual memory. Neither NCCL windows nor expandable
     /// segments work then.
     pub fn plain(mut self) -> Self {
@@ -107,7 +118,8 @@ impl CudaBackendBuilder {
     /// # Errors
     /// When a peer cannot access the memory, a size does not fit, or the driver refuses.
     pub fn build(self) -> Result<CudaBackend, CudaError> {
-        let CudaBackendBuilder { device, options, plain } = self;
+        let CudaBackendBuilder { device, options, plain, images_in } = self;
+        let images = Images::new(Arc::clone(&device), images_in);
         let streams = BackendStreams::new(Arc::clone(&device));
         if plain || !device.features().virtual_memory {
             if let Some(&peer) = options.peers.first() {
@@ -121,7 +133,7 @@ impl CudaBackendBuilder {
             );
             let memory = Box::new(DriverAllocations::new(device, AllocationKind::Device, WHOLE_GRANULARITY_BYTES));
             let traits = MemoryTraits { virtual_memory: false, posix_fd: false, fabric: false, gpu_direct_rdma: false };
-            return Ok(CudaBackend { memory, streams, traits });
+            return Ok(CudaBackend { memory, streams, traits, images });
         }
         let memory = VirtualMemory::new(device, &options)?;
         let traits = MemoryTraits {
@@ -133,14 +145,19 @@ impl CudaBackendBuilder {
         tracing::debug!(name: "memory.virtual", target: "symmalloc", ?traits, chunk_bytes = options.chunk_bytes);
         let memory: Box<dyn BackendMemory> =
             if memory.is_prefetched() { Box::new(Prefetching::new(memory)) } else { Box::new(memory) };
-        Ok(CudaBackend { memory, streams, traits })
+        Ok(CudaBackend { memory, streams, traits, images })
     }
 }
 
 impl CudaBackend {
     /// Starts from the defaults: virtual memory where the device has it, no peers.
     pub fn builder(device: &Arc<CudaDevice>) -> CudaBackendBuilder {
-        CudaBackendBuilder { device: Arc::clone(device), options: VirtualOptions::default(), plain: false }
+        CudaBackendBuilder {
+            device: Arc::clone(device),
+            options: VirtualOptions::default(),
+            plain: false,
+            images_in: None,
+        }
     }
 
     /// Lets another device read and write the memory: what is mapped already, and what will be. As
@@ -157,6 +174,10 @@ impl CudaBackend {
     /// What the memory is like.
     pub fn traits(&self) -> MemoryTraits {
         self.traits
+    }
+
+    pub(crate) fn images(&self) -> &Images {
+        &self.images
     }
 }
 
@@ -253,7 +274,7 @@ pub(crate) mod sealed {
 }
 
 macro_rules! backend {
-    ($name:ident) => {
+    ($name:ident $($copies:item)*) => {
         impl Backend for $name {
             fn granularity_bytes(&self) -> u64 {
                 self.memory.granularity_bytes()
@@ -296,6 +317,7 @@ macro_rules! backend {
             fn synchronize(&self, stream: StreamId) -> Result<(), BackendError> {
                 self.streams.synchronize(stream)
             }
+            $($copies)*
         }
 
         impl $name {
@@ -313,5 +335,19 @@ macro_rules! backend {
     };
 }
 
-backend!(CudaBackend);
+backend! {
+    CudaBackend
+    fn save(&self, parts: &[Part]) -> Result<Image, BackendError> {
+        self.images.save(parts)
+    }
+    fn load(&self, image: Image, parts: &[Part]) -> Result<(), BackendError> {
+        self.images.load(image, parts)
+    }
+    fn discard(&self, image: Image) {
+        self.images.discard(image);
+    }
+    fn zero(&self, parts: &[Part]) -> Result<(), BackendError> {
+        self.images.zero(parts)
+    }
+}
 backend!(PinnedBackend);

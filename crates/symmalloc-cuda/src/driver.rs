@@ -188,6 +188,8 @@ driver_calls! {
     free = cuMemFree_v2(address: CUdeviceptr);
     host_allocate = cuMemHostAlloc(address: *mut *mut c_void, size: usize, flags: c_uint);
     host_free = cuMemFreeHost(address: *mut c_void);
+    copy_to_host = cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, count: usize, stream: CUstream);
+    copy_to_device = cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, count: usize, stream: CUstream);
     memset_async = cuMemsetD8Async(address: CUdeviceptr, value: u8, count: usize, stream: CUstream);
     event_create = cuEventCreate(event: *mut CUevent, flags: c_uint);
     event_destroy = cuEventDestroy_v2(event: CUevent);

@@ -4,6 +4,8 @@ use std::fmt;
 use symmalloc_core::backend::{BackendError, Reason};
 use symmalloc_core::config::ConfigError;
 use symmalloc_core::errors::{AllocateError, FreeError, PoolError, StreamError, TrimError, UnknownError};
+use symmalloc_core::ids::PoolId;
+use symmalloc_core::sleep::{SleepError, WakeError};
 use thiserror::Error;
 
 /// libcuda could not be used at all. Nothing was called in it.
@@ -238,6 +240,21 @@ pub enum CudaError {
     /// A pool or stream does not exist.
     #[error(transparent)]
     Unknown(#[from] UnknownError),
+    /// The pool did not fall asleep.
+    #[error(transparent)]
+    Sleep(#[from] SleepError),
+    /// The pool did not wake.
+    #[error(transparent)]
+    Wake(#[from] WakeError),
+    /// Memory that the graph uses is not there.
+    #[error("the graph uses memory of {pool}, which sleeps: wake it first")]
+    GraphSleeps {
+        /// The pool.
+        pool: PoolId,
+    },
+    /// The device has no virtual memory: addresses cannot outlive their memory.
+    #[error("memory comes from cuMemAlloc here, and its addresses go with it: a pool cannot sleep")]
+    NoSleep,
     /// The size in bytes is more than an address can hold.
     #[error("{len} elements of {element_bytes} bytes are more than can be addressed")]
     TooLarge {

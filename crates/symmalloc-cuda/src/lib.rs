@@ -75,6 +75,7 @@
 //! | `backend.rs` | memory and streams together: the core's backend |
 //! | `pools/` | the core's allocator with CUDA's streams, pools as scopes |
 //! | `allocator.rs`, `steps.rs` | the names by which programs use them; steps that follow plans |
+//! | `sleep.rs` (after `graphs/`) | pools that give their memory back for a while |
 //! | `buffers/` | device and pinned buffers, their views, and which streams used them |
 //! | `sharing/` | memory that goes to another process, and comes from one |
 //! | `graphs/`, `metrics.rs` | captures into graphs; statistics |
@@ -96,6 +97,7 @@ mod memory;
 pub mod metrics;
 mod pools;
 mod sharing;
+mod sleep;
 mod steps;
 mod streams;
 

@@ -31,7 +31,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// See [`SleepError`]; the pool is as it was, except after [`SleepError::Held`]. Whoever observes a pool may have windows on its
     /// memory, so that an observed pool sleeps by way of [`quiesce`](Self::quiesce).
     pub fn sleep(&self, pool: PoolId, contents: Contents) -> Result<Slept, SleepError> {
-        let observers = self.observers.lock().count(pool);
+        let observers = self.observer_count(pool);
         if observers > 0 {
             return Err(SleepError::Observed { pool, observers });
         }
@@ -154,6 +154,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             State::Changing(phase) => phase,
             State::Asleep(_) => phase_asleep(entry),
         })
+    }
+
+    /// How many observers a pool has.
+    pub fn observer_count(&self, pool: PoolId) -> u32 {
+        self.observers.lock().count(pool)
     }
 
     /// The pools that carry a tag, in the order of their ids: what sleeps and wakes together.

@@ -36,6 +36,7 @@ use cudarc::driver::{CudaGraph, CudaStream};
 use std::fmt;
 use std::sync::{Arc, Mutex};
 use symmalloc_core::config::{PoolConfig, Reclaim};
+use symmalloc_core::sleep::Phase;
 use symmalloc_core::{ObserverId, PoolId, StreamId};
 
 /// Memory for graphs. Cloning it gives another name of the same pool.
@@ -66,12 +67,17 @@ impl GraphPool {
         let state = Arc::clone(allocator.state());
         let pool = state.create_kept_pool(config)?;
         let (observer, _) = state.core().observe(pool)?;
+        state.note_graph_pool(pool);
         Ok(GraphPool { inner: Arc::new(GraphPoolState { state, pool, observer, launched_on: Mutex::default() }) })
     }
 
     /// The pool's id, equal on all ranks.
     pub fn id(&self) -> PoolId {
         self.inner.pool
+    }
+
+    pub(crate) fn state(&self) -> &Arc<AllocatorState<CudaBackend>> {
+        &self.inner.state
     }
 
     /// Begins to capture what is submitted to the stream, and to streams that are made to wait for it with
@@ -150,7 +156,7 @@ impl GraphCapture {
     /// When a call during the capture was not allowed, a stream that joined was not joined back, or nothing was captured.
     pub fn end(mut self) -> Result<DeviceGraph, CudaError> {
         let graph = self.end_capture().map_err(CudaError::Driver)?.ok_or(CudaError::EmptyCapture)?;
-        Ok(DeviceGraph { graph, pool: self.pool.clone() })
+        Ok(DeviceGraph { graph, pool: self.pool.clone(), other_pools: Vec::new() })
     }
 
     fn end_capture(&mut self) -> Result<Option<CudaGraph>, DriverError> {
@@ -193,15 +199,30 @@ pub struct DeviceGraph {
     // Dropped first: its memory must outlive it.
     graph: CudaGraph,
     pool: GraphPool,
+    /// Other pools whose memory it uses.
+    other_pools: Vec<PoolId>,
 }
 
 impl DeviceGraph {
+    /// Says of which other pools the graph uses memory, weights for example: launching it is an error while one of them sleeps.
+    #[must_use]
+    pub fn using(mut self, pools: impl IntoIterator<Item = PoolId>) -> Self {
+        self.other_pools.extend(pools);
+        self
+    }
+
     /// Submits the graph to a stream.
     ///
     /// # Errors
-    /// When the stream cannot be registered or the driver refuses.
+    /// When the graph's pool sleeps, or one that it [uses](Self::using); when the stream cannot be registered or the driver refuses.
+    /// Nothing is submitted then.
     pub fn launch(&self, stream: &Arc<CudaStream>) -> Result<(), CudaError> {
         let state = &self.pool.inner.state;
+        for pool in std::iter::once(self.pool.id()).chain(self.other_pools.iter().copied()) {
+            if state.core().phase(pool)? != Phase::Awake {
+                return Err(CudaError::GraphSleeps { pool });
+            }
+        }
         let id = CudaAllocator::of_state(state).register_stream(stream)?;
         {
             let mut launched_on = lock(&self.pool.inner.launched_on);

@@ -6,6 +6,8 @@
 //! | [`Prefetching`] | the same | the same, or nothing where a thread has done it already | the same | the same |
 //! | [`DriverAllocations`] | an allocation | nothing | nothing | the allocation back |
 //!
+//! [`Images`] keep the bytes of memory that is given back for a while.
+//!
 //! An allocation of the driver has no addresses without memory, so `reserve` takes what `map` would take. Pools of fixed and
 //! reserved segments map what they reserve at once and notice no difference. Expandable ones need virtual memory.
 
@@ -15,6 +17,7 @@ mod chunks;
 mod driver_allocations;
 mod export;
 mod exported;
+mod images;
 mod interface;
 mod prefetch_thread;
 mod prefetch_window;
@@ -27,6 +30,7 @@ pub(crate) use driver_allocations::{AllocationKind, DriverAllocations};
 pub(crate) use export::{ExportedHandle, FABRIC_BYTES, HandleKind};
 pub use exported::{Access, Peer};
 pub(crate) use exported::{ExportedList, ExportedMemory, is_held};
+pub(crate) use images::Images;
 pub(crate) use interface::BackendMemory;
 pub(crate) use prefetch_thread::Prefetching;
 pub use share_page::ExportState;

@@ -19,6 +19,8 @@ pub(crate) struct AllocatorState<B: CudaMemory> {
     /// Pools that [`trim`](Self::trim) trims, in creation order: all but those of graphs.
     trimmable: Mutex<Vec<PoolId>>,
     abandoned: Mutex<Vec<AbandonedPool>>,
+    /// Pools that a graph pool of this crate observes.
+    of_graphs: Mutex<Vec<PoolId>>,
     /// Where allocations of a stream that is being captured go.
     capture_pools: Mutex<Vec<(CaptureId, PoolId)>>,
     drop_errors: Mutex<DropErrors>,
@@ -43,6 +45,7 @@ impl<B: CudaMemory> AllocatorState<B> {
             registration: Mutex::default(),
             trimmable: Mutex::new(vec![PoolId::DEFAULT]),
             abandoned: Mutex::default(),
+            of_graphs: Mutex::default(),
             capture_pools: Mutex::default(),
             drop_errors: Mutex::default(),
             exported: ExportedList::default(),
@@ -176,6 +179,16 @@ impl<B: CudaMemory> AllocatorState<B> {
         Ok(self.core.create_pool(fitting(self.core.backend(), config)?)?)
     }
 
+    /// A graph pool observes the pool, to keep its memory.
+    pub(crate) fn note_graph_pool(&self, pool: PoolId) {
+        lock(&self.of_graphs).push(pool);
+    }
+
+    /// Observers of a pool that have no windows on it.
+    pub(crate) fn own_observers(&self, pool: PoolId) -> u32 {
+        u32::from(lock(&self.of_graphs).contains(&pool)).min(self.core.observer_count(pool))
+    }
+
     /// See [`CachingAllocator::trim`](crate::CachingAllocator::trim).
     pub(crate) fn trim(&self) -> Result<u64, CudaError> {
         self.destroy_abandoned()?;
@@ -222,6 +235,7 @@ impl<B: CudaMemory> AllocatorState<B> {
             entry.streams.pop();
         }
         if let Some(observer) = entry.observer.take() {
+            lock(&self.of_graphs).retain(|pool| *pool != entry.pool);
             self.core.forget(observer)?;
         }
         Ok(self.core.destroy_pool(entry.pool)?)

@@ -15,5 +15,6 @@ mod prefetch;
 mod process;
 mod recording;
 mod sharing;
+mod sleep;
 mod slices;
 mod stitching;

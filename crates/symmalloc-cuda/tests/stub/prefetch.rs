@@ -444,7 +444,7 @@ stub_test!(random_programs_are_the_same_with_and_without_memory_made_ahead, ["ST
     let device = device();
     for seed in 0..seeds() {
         // With memory made ahead nothing can be stitched.
-        let scenario = Scenario::from_seed(seed, 150).without_stitching();
+        let scenario = Scenario::from_seed(seed, 150).with_layouts();
         let run = |backend, before: &mut dyn FnMut()| seen(backend, &scenario.config, &scenario.program, before);
         let chunk_mib = [2, 20, 8][seed as usize % 3];
         let builder = || CudaBackend::builder(&device).chunk_bytes(chunk_mib * MIB);

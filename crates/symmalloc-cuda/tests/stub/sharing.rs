@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use symmalloc_core::config::PoolConfig;
+use symmalloc_core::op::Contents;
 use symmalloc_cuda::{
     Access, CudaAllocator, CudaBackend, CudaDevice, CudaError, DeviceBuffer, DriverError, Export, ExportState, Import,
     ImportError, MessageError, Peer, ShareError,
@@ -194,22 +195,26 @@ stub_test!(a_stale_import_is_an_error_and_its_memory_stays_mapped, {
     assert_eq!((weights.exports(), live().device_bytes), (vec![], 0));
 });
 
-stub_test!(memory_that_goes_back_under_live_allocations_is_stale, {
-    use symmalloc_core::backend::Backend;
+stub_test!(a_pool_that_sleeps_makes_imports_stale_and_is_exported_again_when_it_is_awake, {
     let device = device();
     let allocator = allocator(&device);
     let trainer = Trainer::of(&allocator, PoolConfig::builder().build().expect("valid"));
+    let pool = trainer.weights.pool();
     let export = trainer.weights.export().expect("exported");
     let import = attach(&export, &device, Access::Read).expect("attached");
-    let backend = allocator.core().backend();
-    let segment = allocator.core().snapshot().segments.remove(0);
-    let range = symmalloc_core::backend::Range { base: segment.base, size_bytes: 512 << 30 };
-    backend.unmap(range, 0, segment.size_bytes).expect("unmapped");
+    let address = import.allocation(1).expect("the second").address;
+    allocator.sleep(pool, Contents::Keep).expect("asleep");
     assert_eq!(import.check(), Err(ImportError::Stale { state: ExportState::Unmapped, allocation: None }));
     assert_eq!(export.check(), Err(ShareError::Stale(ExportState::Unmapped)));
-    backend.map(range, 0, segment.size_bytes).expect("mapped again");
-    assert_eq!(trainer.stream.clone_dtoh(&trainer.layer).expect("copied"), vec![0; 1000], "other memory");
+    assert!(trainer.weights.export().is_err(), "it has no memory");
+    // SAFETY: mapped by the import, whatever the exporter did; the stub's memory is the host's.
+    assert_eq!(unsafe { (address as *const u8).read() }, 2, "the last bytes");
+    allocator.wake(pool).expect("awake");
     assert!(import.check().is_err(), "it stays so");
+    drop(import);
+    let again = trainer.weights.export().expect("exported again");
+    let import = attach(&again, &device, Access::Read).expect("attached");
+    assert_eq!(content(&import, "layer", &trainer.stream), vec![2; 1000], "what was kept");
 });
 
 stub_test!(importers_are_told_by_exports_that_are_dropped_withdrawn_and_left, {

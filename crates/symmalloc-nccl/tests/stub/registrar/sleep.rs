@@ -99,6 +99,23 @@ nccl_test!(memory_is_back_on_every_device_while_a_pool_sleeps, {
     nothing_is_left();
 });
 
+nccl_test!(what_is_kept_is_there_again_and_zero_is_zero, {
+    Job::new(2).run(|it| {
+        let (pool, mut tensors) = registered(it);
+        let content: Vec<f32> = (0..tensors[0].len()).map(|at| (at % 1013 + it.rank) as f32).collect();
+        it.stream.memcpy_htod(&content, &mut tensors[0]).expect("copied");
+        let slept = it.registrar.sleep(&it.world, pool.id(), Contents::Keep).expect("all ranks sleep");
+        assert_eq!((slept.kept_bytes, slept.released_bytes), (90 * MIB, 90 * MIB));
+        it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+        assert_eq!(it.stream.clone_dtoh(&tensors[0]).expect("copied"), content);
+        it.registrar.sleep(&it.world, pool.id(), Contents::Zero).expect("all ranks sleep");
+        it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+        assert!(it.stream.clone_dtoh(&tensors[0]).expect("copied").iter().all(|element| *element == 0.0));
+        tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
+    });
+    nothing_is_left();
+});
+
 nccl_test!(buffers_of_a_private_pool_come_back_too, {
     Job::new(2).run(|it| {
         let config = symmalloc_core::PoolConfig::builder().build().expect("valid");

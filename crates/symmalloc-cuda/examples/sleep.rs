@@ -1,0 +1,238 @@
+//! A pool sleeps and wakes on a device: what comes back, how fast, and what a captured graph says afterwards.
+//!
+//! ```text
+//! cargo run --release -p symmalloc-cuda --example sleep -- [GiB to sleep, 8] [cycles with a graph, 200]
+//! ```
+//! Prints the time of a plain copy to pinned memory beside each sleep and wake of the same bytes, what the driver says of the
+//! device's memory, and fails when a byte, an address or a digest is another one than it was.
+
+use cudarc::driver::{CudaStream, DevicePtr};
+use std::error::Error;
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::op::{Contents, Record};
+use symmalloc_core::recording::{Sink, SinkError};
+use symmalloc_core::{Allocator, PoolId};
+use symmalloc_cuda::{CudaAllocator, CudaDevice, DeviceBuffer, GraphPool, PinnedAllocator, PinnedBuffer};
+use symmalloc_sim::SimBackend;
+use symmalloc_trace::replay::{Program, Replay};
+
+const MIB: usize = 1 << 20;
+const BUFFER_BYTES: usize = 128 * MIB;
+
+type Outcome<T> = Result<T, Box<dyn Error>>;
+
+/// Keeps what it is told, to be replayed without a device.
+#[derive(Clone, Default)]
+struct Records(Arc<Mutex<Vec<Record>>>);
+
+impl Sink for Records {
+    fn begin(&mut self, _: &Config) -> Result<(), SinkError> {
+        Ok(())
+    }
+    fn record(&mut self, record: Record) -> Result<(), SinkError> {
+        self.0.lock().map_err(|_| "poisoned")?.push(record);
+        Ok(())
+    }
+    fn finish(&mut self) -> Result<(), SinkError> {
+        Ok(())
+    }
+}
+
+fn main() -> Outcome<()> {
+    let mut arguments = std::env::args().skip(1);
+    let gib: usize = arguments.next().map_or(Ok(8), |text| text.parse())?;
+    let cycles: usize = arguments.next().map_or(Ok(200), |text| text.parse())?;
+    let device = CudaDevice::new(0)?;
+    // SAFETY: everything here runs on one stream.
+    unsafe { device.context().disable_event_tracking() };
+    copies(&device, gib)?;
+    graphs(&device, cycles)
+}
+
+/// The byte at a place of the buffer with this number.
+fn pattern(number: usize) -> Vec<u8> {
+    let mut state = number as u64 * 2 + 1;
+    let mut next = || {
+        state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+        (state >> 33) as u32
+    };
+    (0..MIB / 4).flat_map(|_| next().to_le_bytes()).collect()
+}
+
+struct Weights {
+    buffers: Vec<DeviceBuffer<u8>>,
+    addresses: Vec<u64>,
+}
+
+impl Weights {
+    fn new(allocator: &CudaAllocator, stream: &Arc<CudaStream>, bytes: usize) -> Outcome<Self> {
+        let mut buffers = Vec::new();
+        for number in 0..bytes / BUFFER_BYTES {
+            let mut buffer = allocator.alloc_zeroed::<u8>(stream, BUFFER_BYTES)?;
+            let one = pattern(number);
+            for at in (0..BUFFER_BYTES).step_by(MIB) {
+                stream.memcpy_htod(&one, &mut buffer.slice_mut(at..at + MIB))?;
+            }
+            buffers.push(buffer);
+        }
+        stream.synchronize()?;
+        let addresses = buffers.iter().map(|buffer| buffer.device_ptr(stream).0).collect();
+        Ok(Weights { buffers, addresses })
+    }
+
+    /// Every `step`-th MiB is what it was, and every buffer where it was.
+    fn check(&self, stream: &Arc<CudaStream>, step: usize) -> Outcome<()> {
+        for (number, buffer) in self.buffers.iter().enumerate() {
+            assert_eq!(buffer.device_ptr(stream).0, self.addresses[number], "buffer {number} moved");
+            let one = pattern(number);
+            for at in (0..BUFFER_BYTES).step_by(step * MIB) {
+                assert!(
+                    stream.clone_dtoh(&buffer.slice(at..at + MIB))? == one,
+                    "buffer {number} at {at} has other bytes"
+                );
+            }
+        }
+        Ok(())
+    }
+}
+
+fn seconds(work: impl FnOnce() -> Outcome<()>) -> Outcome<f64> {
+    let begun = Instant::now();
+    work()?;
+    Ok(begun.elapsed().as_secs_f64())
+}
+
+fn print(what: &str, bytes: u64, seconds: f64) {
+    println!("{what:44} {:9.3} ms {:7.2} GB/s", seconds * 1e3, bytes as f64 / seconds / 1e9);
+}
+
+/// A pool sleeps with its contents and without, beside copies of the same bytes.
+fn copies(device: &Arc<CudaDevice>, gib: usize) -> Outcome<()> {
+    let bytes = gib << 30;
+    let stream = device.context().new_stream()?;
+    let allocator = CudaAllocator::new(device, Config::default())?;
+    let pool = allocator.create_pool("segments:expandable,growth_mb:64,tag:weights".parse::<PoolConfig>()?)?;
+    let inside = allocator.with_pool(&pool);
+    let before = device.memory_info()?.free_bytes;
+    let weights = Weights::new(&inside, &stream, bytes)?;
+    let full = device.memory_info()?.free_bytes;
+    println!("{gib} GiB in buffers of 128 MiB; free on the device: {before} before, {full} with them");
+
+    let pinned = PinnedAllocator::pinned(device, Config::default())?;
+    let mut host: Vec<PinnedBuffer<u8>> = Vec::new();
+    let locked = seconds(|| {
+        for _ in &weights.buffers {
+            host.push(pinned.alloc_host_zeroed(BUFFER_BYTES)?);
+        }
+        Ok(())
+    })?;
+    print("plain: locking pinned memory", bytes as u64, locked);
+    for _ in 0..3 {
+        let out = seconds(|| {
+            for (buffer, host) in weights.buffers.iter().zip(&mut host) {
+                stream.memcpy_dtoh(buffer, host)?;
+            }
+            Ok(stream.synchronize()?)
+        })?;
+        print("plain: copy to pinned memory", bytes as u64, out);
+    }
+    let mut scratch = allocator.alloc_zeroed::<u8>(&stream, BUFFER_BYTES)?;
+    stream.synchronize()?;
+    for _ in 0..3 {
+        let back = seconds(|| {
+            for host in &host {
+                stream.memcpy_htod(host, &mut scratch)?;
+            }
+            Ok(stream.synchronize()?)
+        })?;
+        print("plain: copy from pinned memory", bytes as u64, back);
+    }
+    drop((scratch, host));
+    allocator.trim()?;
+    pinned.trim()?;
+
+    let locked = seconds(|| Ok(allocator.reserve_host_memory(bytes as u64)?))?;
+    print("symmalloc: reserve_host_memory", bytes as u64, locked);
+    for round in 0..4 {
+        let full = device.memory_info()?.free_bytes;
+        let slept = seconds(|| Ok(drop(allocator.sleep(pool.id(), Contents::Keep)?)))?;
+        let asleep = device.memory_info()?.free_bytes;
+        let woken = seconds(|| Ok(drop(allocator.wake(pool.id())?)))?;
+        let awake = device.memory_info()?.free_bytes;
+        print("symmalloc: sleep, contents kept", bytes as u64, slept);
+        print("symmalloc: wake, contents kept", bytes as u64, woken);
+        println!(
+            "  free on the device: {full} awake, {asleep} asleep ({} MiB came back), {awake} awake again",
+            (asleep - full) >> 20
+        );
+        weights.check(&stream, if round % 3 == 0 { 1 } else { 16 })?;
+    }
+    for _ in 0..4 {
+        let slept = seconds(|| Ok(drop(allocator.sleep(pool.id(), Contents::Drop)?)))?;
+        let woken = seconds(|| Ok(drop(allocator.wake(pool.id())?)))?;
+        print("symmalloc: sleep, contents dropped", bytes as u64, slept);
+        print("symmalloc: wake, contents dropped", bytes as u64, woken);
+    }
+    let slept = seconds(|| Ok(drop(allocator.sleep(pool.id(), Contents::Zero)?)))?;
+    let woken = seconds(|| Ok(drop(allocator.wake(pool.id())?)))?;
+    print("symmalloc: sleep, contents to be zero", bytes as u64, slept);
+    print("symmalloc: wake, contents made zero", bytes as u64, woken);
+    let head = stream.clone_dtoh(&weights.buffers[0].slice(0..MIB))?;
+    assert!(head.iter().all(|byte| *byte == 0));
+    Ok(())
+}
+
+/// Sleeps and wakes with a captured graph that is launched right after each wake.
+fn graphs(device: &Arc<CudaDevice>, cycles: usize) -> Outcome<()> {
+    let stream = device.context().new_stream()?;
+    let allocator = CudaAllocator::new(device, Config::default())?;
+    let records = Records::default();
+    allocator.core().start_recording(records.clone())?;
+    allocator.register_stream(&stream)?;
+    let pool = allocator.create_pool("segments:expandable,tag:weights".parse::<PoolConfig>()?)?;
+    let weights = Weights::new(&allocator.with_pool(&pool), &stream, 4 * BUFFER_BYTES)?;
+    let graph_pool = GraphPool::new(&allocator, "segments:reserved,segment_mb:256,tag:activations".parse()?)?;
+    let capture = graph_pool.begin(&stream)?;
+    let mut output = allocator.alloc_zeroed::<u8>(&stream, 4 * MIB)?;
+    let mut temporary = allocator.alloc_zeroed::<u8>(&stream, 4 * MIB)?;
+    for (number, weights) in weights.buffers.iter().enumerate() {
+        let at = number * MIB;
+        stream.memcpy_dtod(&weights.slice(64 * MIB..65 * MIB), &mut temporary.slice_mut(at..at + MIB))?;
+    }
+    stream.memcpy_dtod(&temporary, &mut output)?;
+    drop(temporary);
+    let graph = capture.end()?.using([pool.id()]);
+    let expected: Vec<u8> = (0..4).flat_map(pattern).collect();
+    let free = device.memory_info()?.free_bytes;
+    let begun = Instant::now();
+    for cycle in 0..cycles {
+        graph_pool.sleep(Contents::Drop)?;
+        allocator.sleep(pool.id(), Contents::Keep)?;
+        assert!(graph.launch(&stream).is_err(), "it sleeps");
+        allocator.wake(pool.id())?;
+        graph_pool.wake()?;
+        stream.memset_zeros(&mut output)?;
+        graph.launch(&stream)?;
+        assert!(stream.clone_dtoh(&output)? == expected, "cycle {cycle}: the graph says something else");
+        weights.check(&stream, if cycle % 50 == 0 { 1 } else { 32 })?;
+    }
+    let seconds = begun.elapsed().as_secs_f64();
+    let left = device.memory_info()?.free_bytes;
+    println!(
+        "{cycles} cycles of 512 MiB with a graph: all bytes right, {:.1} ms each; free: {free} before, {left} after",
+        seconds * 1e3 / cycles as f64
+    );
+    let digests = [pool.id(), graph_pool.id()].map(|pool| allocator.digest(pool));
+    allocator.core().stop_recording()?;
+    let records = records.0.lock().map_err(|_| "poisoned")?.clone();
+    let program = Program::new(&records)?;
+    let again: Allocator<_> = Allocator::new(SimBackend::builder().seed(1).build(), Config::default())?;
+    Replay::new(&again, &program).run(|_, _| {})?;
+    for (pool, digest) in [pool.id(), graph_pool.id()].into_iter().zip(digests) {
+        assert_eq!(again.digest(pool)?, digest?, "{pool}");
+    }
+    println!("{} ops replayed on the simulator: digests are equal ({:?})", records.len(), again.digest(PoolId(1))?);
+    Ok(())
+}

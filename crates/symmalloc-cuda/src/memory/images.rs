@@ -1,0 +1,379 @@
+//! Images: the bytes of pools that sleep, in pinned host memory or in files.
+//!
+//! ```text
+//!  parts     │ a │     │ b │        │ c │       live blocks on the device, wherever they lie
+//!  image     │ a │ b │ c │                      one after the other
+//!  chunks    │ 32 MiB │ 32 MiB │ ...            pinned; with a file two of them, one on the bus and one on its way to the file
+//! ```
+//! Pinned memory is slow to obtain (some 0.3 s for a GiB), so a chunk that is not needed any more is kept for the next image until
+//! [`Images::release_idle`]. Copies go over a stream of their own, so that they wait for nobody; the caller has waited for all users.
+
+use crate::device::CudaDevice;
+use crate::driver::{HOST_PORTABLE, STREAM_NON_BLOCKING};
+use crate::error::{DriverError, INVALID_VALUE};
+use cudarc::driver::sys::CUstream;
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use symmalloc_core::backend::{BackendError, Image, Part, Reason};
+
+/// Large enough for the full speed of the bus.
+const CHUNK_BYTES: usize = 32 << 20;
+
+/// The images of one backend.
+pub(crate) struct Images {
+    device: Arc<CudaDevice>,
+    /// Where files are made; `None`: images stay in pinned memory.
+    folder: Option<PathBuf>,
+    kept: Mutex<KeptImages>,
+}
+
+#[derive(Default)]
+struct KeptImages {
+    next: u64,
+    images: BTreeMap<u64, Arc<Store>>,
+    idle: Vec<Chunk>,
+}
+
+/// Where one image is.
+enum Store {
+    Host(Vec<Chunk>),
+    File(File),
+}
+
+/// [`CHUNK_BYTES`] of pinned memory.
+#[derive(Clone, Copy)]
+struct Chunk(u64);
+
+impl Chunk {
+    fn at(self, offset: usize) -> *mut c_void {
+        (self.0 as usize + offset) as *mut c_void
+    }
+}
+
+/// A part of a part that lies in one chunk.
+struct Piece {
+    address: u64,
+    chunk: usize,
+    /// Offset in the chunk.
+    at: usize,
+    len: usize,
+}
+
+impl Piece {
+    fn image_offset(&self) -> u64 {
+        (self.chunk * CHUNK_BYTES + self.at) as u64
+    }
+}
+
+fn pieces(parts: &[Part]) -> Vec<Piece> {
+    let mut pieces = Vec::with_capacity(parts.len());
+    for part in parts {
+        let (mut address, mut offset) = (part.address.0, part.image_offset_bytes as usize);
+        let end = offset + part.size_bytes as usize;
+        while offset < end {
+            let (chunk, at) = (offset / CHUNK_BYTES, offset % CHUNK_BYTES);
+            let len = (end - offset).min(CHUNK_BYTES - at);
+            pieces.push(Piece { address, chunk, at, len });
+            address += len as u64;
+            offset += len;
+        }
+    }
+    pieces
+}
+
+impl Images {
+    pub(crate) fn new(device: Arc<CudaDevice>, folder: Option<PathBuf>) -> Self {
+        Images { device, folder, kept: Mutex::default() }
+    }
+
+    fn kept(&self) -> MutexGuard<'_, KeptImages> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// See [`Backend::save`](symmalloc_core::backend::Backend::save).
+    pub(crate) fn save(&self, parts: &[Part]) -> Result<Image, BackendError> {
+        let _current = self.device.enter()?;
+        let _relaxed = self.device.driver().relax_capture();
+        let pieces = pieces(parts);
+        let store = match &self.folder {
+            None => {
+                let chunks = self.take_chunks(pieces.last().map_or(0, |piece| piece.chunk + 1))?;
+                let copied = self.copy(&pieces, |piece| chunks[piece.chunk], Direction::ToHost);
+                if let Err(error) = copied {
+                    self.put_back(chunks);
+                    return Err(error.into());
+                }
+                Store::Host(chunks)
+            }
+            Some(folder) => Store::File(self.save_to_file(folder, &pieces)?),
+        };
+        let mut kept = self.kept();
+        kept.next += 1;
+        let id = kept.next;
+        kept.images.insert(id, Arc::new(store));
+        Ok(Image(id))
+    }
+
+    /// See [`Backend::load`](symmalloc_core::backend::Backend::load).
+    pub(crate) fn load(&self, image: Image, parts: &[Part]) -> Result<(), BackendError> {
+        let found = self.kept().images.get(&image.0).cloned();
+        let store = found.ok_or(DriverError { call: "load", code: INVALID_VALUE })?;
+        let _current = self.device.enter()?;
+        let _relaxed = self.device.driver().relax_capture();
+        let pieces = pieces(parts);
+        match &*store {
+            Store::Host(chunks) => Ok(self.copy(&pieces, |piece| chunks[piece.chunk], Direction::ToDevice)?),
+            Store::File(file) => self.load_from_file(file, &pieces),
+        }
+    }
+
+    /// The image is not needed any more; its chunks are kept for others.
+    pub(crate) fn discard(&self, image: Image) {
+        let store = self.kept().images.remove(&image.0);
+        if let Some(Store::Host(chunks)) = store.and_then(Arc::into_inner) {
+            self.put_back(chunks);
+        }
+    }
+
+    /// See [`Backend::zero`](symmalloc_core::backend::Backend::zero).
+    pub(crate) fn zero(&self, parts: &[Part]) -> Result<(), BackendError> {
+        let _current = self.device.enter()?;
+        let _relaxed = self.device.driver().relax_capture();
+        let copies = Copies::new(&self.device)?;
+        let set = parts.iter().try_for_each(|part| {
+            // SAFETY: the part is mapped, and by the contract of `Backend` no stream uses it.
+            unsafe { self.device.driver().memset_async(part.address.0, 0, part.size_bytes as usize, copies.stream) }
+        });
+        Ok(copies.end(set)?)
+    }
+
+    /// Obtains pinned memory for images of so many bytes, so that saving them does not.
+    pub(crate) fn reserve(&self, size_bytes: u64) -> Result<(), BackendError> {
+        let _current = self.device.enter()?;
+        let _relaxed = self.device.driver().relax_capture();
+        let chunks = self.take_chunks((size_bytes as usize).div_ceil(CHUNK_BYTES))?;
+        self.put_back(chunks);
+        Ok(())
+    }
+
+    /// Gives pinned memory back that no image has. Returns its bytes.
+    pub(crate) fn release_idle(&self) -> Result<u64, BackendError> {
+        let _current = self.device.enter()?;
+        let _relaxed = self.device.driver().relax_capture();
+        let mut released_bytes = 0;
+        loop {
+            let Some(chunk) = self.kept().idle.pop() else { return Ok(released_bytes) };
+            if let Err(error) = self.free(chunk) {
+                self.put_back(vec![chunk]);
+                return Err(error.into());
+            }
+            released_bytes += CHUNK_BYTES as u64;
+        }
+    }
+
+    /// Pinned memory of images, and that no image has, in bytes.
+    pub(crate) fn host_bytes(&self) -> u64 {
+        let kept = self.kept();
+        let in_use =
+            kept.images.values().map(|store| if let Store::Host(chunks) = &**store { chunks.len() } else { 0 });
+        ((in_use.sum::<usize>() + kept.idle.len()) * CHUNK_BYTES) as u64
+    }
+
+    /// All or none.
+    fn take_chunks(&self, count: usize) -> Result<Vec<Chunk>, DriverError> {
+        let mut chunks = {
+            let mut kept = self.kept();
+            let from = kept.idle.len() - count.min(kept.idle.len());
+            kept.idle.split_off(from)
+        };
+        while chunks.len() < count {
+            let mut address = std::ptr::null_mut();
+            // SAFETY: `address` is valid for writing, and a context is current.
+            match unsafe { self.device.driver().host_allocate(&raw mut address, CHUNK_BYTES, HOST_PORTABLE) } {
+                Ok(()) => chunks.push(Chunk(address as u64)),
+                Err(error) => {
+                    self.put_back(chunks);
+                    return Err(error);
+                }
+            }
+        }
+        Ok(chunks)
+    }
+
+    fn put_back(&self, chunks: Vec<Chunk>) {
+        self.kept().idle.extend(chunks);
+    }
+
+    fn free(&self, chunk: Chunk) -> Result<(), DriverError> {
+        // SAFETY: it came from `host_allocate`, is freed once, and no copy is under way: each was waited for.
+        unsafe { self.device.driver().host_free(chunk.at(0)) }
+    }
+
+    /// Copies pieces to or from their chunks, and waits.
+    fn copy(
+        &self,
+        pieces: &[Piece],
+        chunk_of: impl Fn(&Piece) -> Chunk,
+        direction: Direction,
+    ) -> Result<(), DriverError> {
+        let copies = Copies::new(&self.device)?;
+        let submitted = pieces.iter().try_for_each(|piece| copies.submit(piece, chunk_of(piece), direction));
+        copies.end(submitted)
+    }
+
+    /// While one chunk is written to the file, the next is copied.
+    fn save_to_file(&self, folder: &Path, pieces: &[Piece]) -> Result<File, BackendError> {
+        let file = file_without_name(folder).map_err(|error| of_file("open", &error))?;
+        let staging = self.take_chunks(2)?;
+        let save = || {
+            let copies = Copies::new(&self.device)?;
+            let groups: Vec<&[Piece]> = pieces.chunk_by(|one, next| one.chunk == next.chunk).collect();
+            let submit = |at: usize| {
+                let group = groups.get(at).copied().unwrap_or_default();
+                group.iter().try_for_each(|piece| copies.submit(piece, staging[at % 2], Direction::ToHost))
+            };
+            let steps = || {
+                submit(0)?;
+                for (at, group) in groups.iter().enumerate() {
+                    copies.wait()?;
+                    submit(at + 1)?;
+                    for piece in *group {
+                        // SAFETY: the piece was copied into the staging chunk, which nothing writes until the next wait.
+                        let bytes = unsafe { slice_of(staging[at % 2], piece) };
+                        file.write_all_at(bytes, piece.image_offset()).map_err(|error| of_file("write", &error))?;
+                    }
+                }
+                Ok(())
+            };
+            copies.end(steps())
+        };
+        let saved = save();
+        self.put_back(staging);
+        saved.map(|()| file)
+    }
+
+    /// While one chunk is copied, the next is read from the file.
+    fn load_from_file(&self, file: &File, pieces: &[Piece]) -> Result<(), BackendError> {
+        let staging = self.take_chunks(2)?;
+        let load = || {
+            let copies = Copies::new(&self.device)?;
+            let steps = || {
+                for (at, group) in pieces.chunk_by(|one, next| one.chunk == next.chunk).enumerate() {
+                    let chunk = staging[at % 2];
+                    for piece in group {
+                        // SAFETY: the copies from this staging chunk were waited for; the other one's may be under way.
+                        let bytes = unsafe { slice_of(chunk, piece) };
+                        file.read_exact_at(bytes, piece.image_offset()).map_err(|error| of_file("read", &error))?;
+                    }
+                    copies.wait()?;
+                    group.iter().try_for_each(|piece| copies.submit(piece, chunk, Direction::ToDevice))?;
+                }
+                Ok(())
+            };
+            copies.end(steps())
+        };
+        let loaded = load();
+        self.put_back(staging);
+        loaded
+    }
+}
+
+impl Drop for Images {
+    fn drop(&mut self) {
+        let Ok(_current) = self.device.enter() else { return };
+        let mut kept = std::mem::take(&mut *self.kept());
+        let stores = std::mem::take(&mut kept.images).into_values().filter_map(Arc::into_inner);
+        kept.idle.extend(stores.flat_map(|store| if let Store::Host(chunks) = store { chunks } else { Vec::new() }));
+        for chunk in kept.idle {
+            // What the driver refuses is left to the end of its context.
+            let _freed = self.free(chunk);
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Direction {
+    ToHost,
+    ToDevice,
+}
+
+/// A stream for copies, which are over when this is gone.
+struct Copies<'a> {
+    device: &'a CudaDevice,
+    stream: CUstream,
+}
+
+impl<'a> Copies<'a> {
+    /// A context is current.
+    fn new(device: &'a CudaDevice) -> Result<Self, DriverError> {
+        let mut stream = std::ptr::null_mut();
+        // SAFETY: `stream` is valid for writing, and a context is current.
+        unsafe { device.driver().stream_create(&raw mut stream, STREAM_NON_BLOCKING) }?;
+        Ok(Copies { device, stream })
+    }
+
+    fn submit(&self, piece: &Piece, chunk: Chunk, direction: Direction) -> Result<(), DriverError> {
+        let (driver, host) = (self.device.driver(), chunk.at(piece.at));
+        match direction {
+            // SAFETY: the piece is mapped, the chunk has room for it, and both stay until the copy was waited for.
+            Direction::ToHost => unsafe { driver.copy_to_host(host, piece.address, piece.len, self.stream) },
+            // SAFETY: as above.
+            Direction::ToDevice => unsafe { driver.copy_to_device(piece.address, host, piece.len, self.stream) },
+        }
+    }
+
+    fn wait(&self) -> Result<(), DriverError> {
+        // SAFETY: the stream is ours, and alive.
+        unsafe { self.device.driver().stream_synchronize(self.stream) }
+    }
+
+    /// Waits for all of it, also after an error: the memory may go afterwards.
+    fn end<E: From<DriverError>>(&self, outcome: Result<(), E>) -> Result<(), E> {
+        let waited = self.wait();
+        outcome?;
+        Ok(waited?)
+    }
+}
+
+impl Drop for Copies<'_> {
+    fn drop(&mut self) {
+        // SAFETY: the stream is ours, and not used any more. Its work goes on if it was not waited for, and that only after an error
+        // of the wait, after which nothing works.
+        let _destroyed = unsafe { self.device.driver().stream_destroy(self.stream) };
+    }
+}
+
+/// The bytes of a piece in a staging chunk.
+///
+/// # Safety
+/// No copy reads or writes them while the slice lives, and there is no other slice of them.
+unsafe fn slice_of<'a>(chunk: Chunk, piece: &Piece) -> &'a mut [u8] {
+    // SAFETY: the chunk has room for the piece, is initialised host memory, and the caller's contract.
+    unsafe { std::slice::from_raw_parts_mut(chunk.at(piece.at).cast::<u8>(), piece.len) }
+}
+
+/// A file that is gone when it is closed.
+fn file_without_name(folder: &Path) -> io::Result<File> {
+    let mut number = 0_u64;
+    loop {
+        let path = folder.join(format!(".symmalloc-{}-{number}.image", std::process::id()));
+        match OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path) {
+            Ok(file) => {
+                std::fs::remove_file(&path)?;
+                return Ok(file);
+            }
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => number += 1,
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// The system's code is its `errno`.
+fn of_file(call: &'static str, error: &io::Error) -> BackendError {
+    BackendError::new(call, error.raw_os_error().unwrap_or(0), Reason::Refused)
+}

@@ -1,0 +1,319 @@
+//! Sleep and wake on the stub, whose device memory is real: what was kept is there again, whatever call fails on the way.
+
+use crate::process::{calls, device, fail, heal, live, stub_test};
+use cudarc::driver::CudaStream;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use symmalloc_core::PoolId;
+use symmalloc_core::backend::Reason;
+use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::errors::AllocateError;
+use symmalloc_core::op::Contents;
+use symmalloc_core::sleep::{Phase, SleepError, WakeError};
+use symmalloc_core::units::MIB;
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaError, CudaMemory, DeviceBuffer, GraphPool, Pool};
+
+fn policy(text: &str) -> PoolConfig {
+    text.parse().expect("valid")
+}
+
+/// A pool with buffers of many sizes, each filled with another pattern.
+struct Job {
+    allocator: CudaAllocator,
+    pool: Pool<CudaBackend>,
+    stream: Arc<CudaStream>,
+    buffers: Vec<(DeviceBuffer<u8>, Vec<u8>)>,
+}
+
+impl Job {
+    /// More than a chunk of an image, and some that end in the middle of one.
+    fn new(backend: CudaBackend, text: &str) -> Self {
+        Job::of(backend, text, &[100, 3 << 20, 20 << 20, 5000, 41 << 20, 9 << 20])
+    }
+
+    fn of(backend: CudaBackend, text: &str, lens: &[usize]) -> Self {
+        let allocator = CudaAllocator::with_backend(backend, Config::default()).expect("made");
+        let pool = allocator.create_pool(policy(text)).expect("made");
+        let stream = allocator.device().context().new_stream().expect("a stream");
+        let mut job = Job { allocator, pool, stream, buffers: Vec::new() };
+        lens.iter().for_each(|len| job.add(*len));
+        job.buffers.remove(1);
+        job
+    }
+
+    fn add(&mut self, len: usize) {
+        let inside = self.allocator.with_pool(&self.pool);
+        let mut buffer = inside.alloc_zeroed::<u8>(&self.stream, len).expect("memory");
+        let salt = self.buffers.len() as u8 * 31;
+        let pattern: Vec<u8> = (0..len).map(|at| (at / 4096) as u8 ^ (at % 251) as u8 ^ salt).collect();
+        self.stream.memcpy_htod(&pattern, &mut buffer).expect("copied");
+        self.buffers.push((buffer, pattern));
+    }
+
+    fn id(&self) -> PoolId {
+        self.pool.id()
+    }
+
+    fn phase(&self) -> Phase {
+        self.allocator.phase(self.id()).expect("known")
+    }
+
+    #[track_caller]
+    fn holds_what_it_held(&self) {
+        for (buffer, pattern) in &self.buffers {
+            let held = self.stream.clone_dtoh(buffer).expect("copied");
+            assert!(held == *pattern, "{} bytes at {}", pattern.len(), buffer.placement());
+        }
+        self.allocator.core().check().expect("sound");
+    }
+
+    fn end(self) {
+        let Job { allocator, pool, stream, buffers } = self;
+        drop((buffers, pool));
+        allocator.trim().expect("taken");
+        drop((allocator, stream));
+        let left = live();
+        assert_eq!((left.device_bytes, left.ranges, left.mappings, left.host_bytes), (0, 0, 0, 0));
+    }
+}
+
+fn backend() -> CudaBackend {
+    CudaBackend::builder(&device()).build().expect("the stub supports it")
+}
+
+const POLICIES: [&str; 4] = [
+    "segments:expandable",
+    "segments:fixed",
+    "segments:reserved,segment_mb:128",
+    "segments:expandable,stitching:true,stitching_granule_mb:2,stitching_least_mb:4",
+];
+
+stub_test!(what_is_kept_comes_back_from_the_host_and_its_memory_is_free_meanwhile, {
+    for text in POLICIES {
+        let job = Job::new(backend(), text);
+        let (before, locked) = (live().device_bytes, calls("cuMemHostAlloc"));
+        assert!(before > 64 << 20, "{text}");
+        for round in 0..3 {
+            let slept = job.allocator.sleep(job.id(), Contents::Keep).expect("slept");
+            assert_eq!((live().device_bytes, live().mappings, slept.released_bytes), (0, 0, before), "{text}");
+            // 70 MiB and some bytes, in chunks of 32 MiB that are used again.
+            assert_eq!((live().host_bytes, job.allocator.host_bytes()), (96 << 20, 96 << 20), "round {round}");
+            let woken = job.allocator.wake(job.id()).expect("woken");
+            assert_eq!((woken.remapped_bytes, woken.loaded_bytes), (before, slept.kept_bytes));
+            job.holds_what_it_held();
+        }
+        assert_eq!(calls("cuMemHostAlloc") - locked, 3, "pages are locked once");
+        assert_eq!(job.allocator.release_host_memory().expect("taken"), 96 << 20);
+        assert_eq!(live().host_bytes, 0);
+        job.allocator.reserve_host_memory(33 << 20).expect("memory");
+        assert_eq!(live().host_bytes, 64 << 20);
+        job.end();
+    }
+});
+
+stub_test!(a_file_keeps_it_too_and_is_gone_afterwards, {
+    let folder = std::env::temp_dir().join(format!("symmalloc-sleep-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).expect("a folder");
+    let files = || std::fs::read_dir(&folder).expect("the folder").count();
+    let backend = CudaBackend::builder(&device()).images_in(&folder).build().expect("the stub supports it");
+    let mut job = Job::new(backend, "segments:fixed");
+    for _ in 0..2 {
+        job.allocator.sleep(job.id(), Contents::Keep).expect("slept");
+        assert_eq!(
+            (live().device_bytes, live().host_bytes, files()),
+            (0, 64 << 20, 0),
+            "two chunks are under way at most"
+        );
+        // What is freed asleep is not copied back.
+        drop(job.buffers.remove(0));
+        job.allocator.wake(job.id()).expect("woken");
+        job.holds_what_it_held();
+    }
+    job.end();
+    std::fs::remove_dir(&folder).expect("it is empty");
+    let nowhere = CudaBackend::builder(&device()).images_in(&folder).build().expect("the folder is not looked for yet");
+    let job = Job::new(nowhere, "segments:fixed");
+    let error = job.allocator.sleep(job.id(), Contents::Keep).expect_err("there is no folder");
+    let CudaError::Sleep(SleepError::Save { error, .. }) = error else { panic!("{error}") };
+    assert_eq!((error.call, error.code), ("open", 2));
+    job.holds_what_it_held();
+    job.end();
+});
+
+stub_test!(what_is_dropped_or_zero_takes_no_host_memory, {
+    let job = Job::new(backend(), "segments:expandable");
+    job.allocator.sleep(job.id(), Contents::Zero).expect("slept");
+    assert_eq!((live().device_bytes, live().host_bytes), (0, 0));
+    job.allocator.wake(job.id()).expect("woken");
+    for (buffer, _) in &job.buffers {
+        assert!(job.stream.clone_dtoh(buffer).expect("copied").iter().all(|byte| *byte == 0));
+    }
+    job.allocator.sleep(job.id(), Contents::Drop).expect("slept");
+    job.allocator.wake(job.id()).expect("woken");
+    assert_eq!(calls("cuMemHostAlloc"), 0);
+    job.end();
+});
+
+/// The calls that a sleep and a wake make.
+const CALLS: [&str; 15] = [
+    "cuCtxGetCurrent",
+    "cuCtxPushCurrent_v2",
+    "cuCtxPopCurrent_v2",
+    "cuThreadExchangeStreamCaptureMode",
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
+    "cuStreamSynchronize",
+    "cuMemHostAlloc",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemUnmap",
+    "cuMemCreate",
+    "cuMemMap",
+    "cuMemSetAccess",
+    "cuMemRelease",
+];
+
+/// Sleeps and wakes until both are done. Returns how many attempts failed, each of which left the pool awake or asleep.
+fn there_and_back(job: &Job) -> u32 {
+    let mut failures = 0;
+    while let Err(error) = job.allocator.sleep(job.id(), Contents::Keep) {
+        failures += 1;
+        match error {
+            CudaError::Sleep(SleepError::Held { held_bytes, .. }) => {
+                assert!(held_bytes > 0 && job.phase() == Phase::Failed);
+            }
+            CudaError::Sleep(SleepError::Synchronize { .. } | SleepError::Save { .. }) => {
+                assert_eq!(job.phase(), Phase::Awake);
+            }
+            other => panic!("{other}"),
+        }
+        assert!(failures < 4, "one call fails, once");
+    }
+    assert_eq!(job.phase(), Phase::Asleep);
+    while let Err(error) = job.allocator.wake(job.id()) {
+        failures += 1;
+        assert!(matches!(error, CudaError::Wake(WakeError::Map { .. } | WakeError::Load { .. })), "{error}");
+        assert_ne!(job.phase(), Phase::Awake);
+        assert!(failures < 4, "one call fails, once");
+    }
+    assert_eq!(job.phase(), Phase::Awake);
+    failures
+}
+
+stub_test!(whatever_driver_call_fails_at_whatever_occurrence_nothing_is_lost, {
+    let mut noticed: BTreeMap<&str, u32> = BTreeMap::new();
+    for call in CALLS {
+        let mut nth = 1;
+        loop {
+            let job = Job::of(backend(), "segments:expandable", &[100, 2 << 20, 5000, 33 << 20]);
+            let (before, bytes) = (calls(call), live().device_bytes);
+            // Without a current context, which cudarc leaves behind, each call has to push and pop it.
+            // SAFETY: no context at all.
+            unsafe { cudarc::driver::result::ctx::set_current(std::ptr::null_mut()) }.expect("set");
+            fail(call, nth, 2);
+            *noticed.entry(call).or_default() += there_and_back(&job);
+            heal();
+            job.holds_what_it_held();
+            assert!(live().device_bytes >= bytes, "{call} {nth}: its memory is there");
+            let was_made = calls(call) - before >= nth;
+            job.end();
+            if !was_made {
+                break;
+            }
+            nth += 1;
+        }
+        assert!(nth > 1, "{call} is not made");
+    }
+    // What is refused there stands in no way: the handle, the context and the stream are given up later, or with the process.
+    let harmless = ["cuCtxPopCurrent_v2", "cuMemRelease", "cuStreamDestroy_v2", "cuThreadExchangeStreamCaptureMode"];
+    for (call, failures) in noticed {
+        assert_eq!(failures == 0, harmless.contains(&call), "{call}: {failures}");
+    }
+});
+
+stub_test!(a_device_without_room_is_a_typed_error_and_the_next_wake_succeeds, {
+    let job = Job::new(backend(), "segments:expandable");
+    job.allocator.sleep(job.id(), Contents::Keep).expect("slept");
+    fail("cuMemCreate", 0, 2);
+    for _ in 0..3 {
+        let error = job.allocator.wake(job.id()).expect_err("there is no room");
+        let CudaError::Wake(WakeError::Map { error, .. }) = error else { panic!("{error}") };
+        assert_eq!((error.call, error.reason), ("cuMemCreate", Reason::OutOfMemory));
+        assert_eq!((job.phase(), live().device_bytes), (Phase::Asleep, 0));
+        let inside = job.allocator.with_pool(&job.pool);
+        let refused = inside.alloc_zeroed::<u8>(&job.stream, 1).expect_err("it sleeps");
+        assert!(matches!(refused, CudaError::Allocate(AllocateError::Sleeps(_))), "{refused}");
+    }
+    heal();
+    job.allocator.wake(job.id()).expect("woken");
+    job.holds_what_it_held();
+    job.end();
+});
+
+stub_test!(a_graph_is_refused_while_its_memory_sleeps_and_replays_as_it_is_afterwards, {
+    let allocator = CudaAllocator::with_backend(backend(), Config::default()).expect("made");
+    let weights = allocator.create_pool(policy("segments:fixed,tag:weights")).expect("made");
+    let stream = allocator.device().context().new_stream().expect("a stream");
+    let inside = allocator.with_pool(&weights);
+    let mut source = inside.alloc_zeroed::<u8>(&stream, 3 << 20).expect("memory");
+    stream.memcpy_htod(&vec![7; 3 << 20], &mut source).expect("copied");
+    let graphs = GraphPool::new(&allocator, policy("segments:reserved,segment_mb:32,tag:activations")).expect("made");
+    let capture = graphs.begin(&stream).expect("begun");
+    let temporary = {
+        let mut temporary = allocator.alloc_zeroed::<u8>(&stream, 3 << 20).expect("memory");
+        stream.memcpy_dtod(&source, &mut temporary).expect("captured");
+        temporary
+    };
+    let mut target = allocator.alloc_zeroed::<u8>(&stream, 3 << 20).expect("memory");
+    stream.memcpy_dtod(&temporary, &mut target).expect("captured");
+    drop(temporary);
+    let graph = capture.end().expect("legal").using([weights.id()]);
+    graph.launch(&stream).expect("launched");
+    stream.synchronize().expect("done");
+
+    let tag = |text: &str| text.parse().expect("a tag");
+    for contents in [Contents::Keep, Contents::Drop] {
+        let slept = graphs.sleep(contents).expect("it is observed by its own graphs only");
+        assert_eq!(
+            (slept.released_bytes, slept.kept_bytes),
+            (32 << 20, if contents == Contents::Keep { 3 << 20 } else { 0 })
+        );
+        let pool = graphs.id();
+        assert_eq!(graph.launch(&stream).expect_err("asleep"), CudaError::GraphSleeps { pool });
+        allocator.sleep_tagged(tag("weights"), Contents::Keep).expect("slept");
+        assert_eq!(live().device_bytes, 0);
+        allocator.wake_tagged(tag("activations")).expect("woken");
+        let pool = weights.id();
+        assert_eq!(graph.launch(&stream).expect_err("what it uses is asleep"), CudaError::GraphSleeps { pool });
+        allocator.wake_tagged(tag("weights")).expect("woken");
+        stream.memset_zeros(&mut target).expect("set");
+        graph.launch(&stream).expect("launched");
+        assert!(stream.clone_dtoh(&target).expect("copied").iter().all(|byte| *byte == 7));
+    }
+    // Somebody else who observes may have windows.
+    let (observer, _) = allocator.core().observe(graphs.id()).expect("known");
+    let refused = graphs.sleep(Contents::Drop).expect_err("observed");
+    assert!(matches!(refused, CudaError::Sleep(SleepError::Observed { observers: 1, .. })), "{refused}");
+    allocator.core().forget(observer).expect("known");
+    // Nothing sleeps in the middle of a capture.
+    let capture = graphs.begin(&stream).expect("begun");
+    let error = allocator.sleep(weights.id(), Contents::Drop).expect_err("its stream is being captured");
+    assert!(matches!(error, CudaError::Sleep(SleepError::Synchronize { .. })), "{error}");
+    drop(capture);
+    allocator.sleep(weights.id(), Contents::Drop).expect("slept");
+    allocator.wake(weights.id()).expect("woken");
+});
+
+stub_test!(memory_that_was_made_ahead_goes_back_and_memory_of_the_driver_cannot_sleep, {
+    let ahead = CudaBackend::builder(&device()).prefetch_bytes(64 * MIB).build().expect("made");
+    let job = Job::new(ahead, "segments:expandable,growth_mb:16");
+    job.allocator.sleep(job.id(), Contents::Keep).expect("slept");
+    assert_eq!((live().device_bytes, job.allocator.core().backend().spare_bytes()), (0, 0));
+    job.allocator.wake(job.id()).expect("woken");
+    job.holds_what_it_held();
+    job.end();
+
+    let plain = CudaBackend::builder(&device()).plain().build().expect("made");
+    let allocator = CudaAllocator::with_backend(plain, Config::default()).expect("made");
+    assert_eq!(allocator.sleep(PoolId::DEFAULT, Contents::Drop).expect_err("no virtual memory"), CudaError::NoSleep);
+});
