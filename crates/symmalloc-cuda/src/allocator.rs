@@ -269,7 +269,11 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// When it is not live, or the driver cannot fence its uses; it is still live then.
     #[inline]
     pub fn free(&self, handle: Handle) -> Result<(), FreeError> {
-        self.core().free(handle)
+        let address = match self.state().exported().is_empty() {
+            true => 0,
+            false => self.core().allocation(handle).map_or(0, |allocation| allocation.address.0),
+        };
+        self.state().free(handle, address)
     }
 
     /// Makes a pool with a policy of its own. It is destroyed when the returned owner and every allocator of

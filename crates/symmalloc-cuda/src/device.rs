@@ -193,6 +193,14 @@ impl CudaDevice {
         Driver::calls()
     }
 
+    /// The device's UUID: the same in every process.
+    pub(crate) fn uuid(&self) -> Result<[u8; 16], DriverError> {
+        let mut uuid = [0; 16];
+        // SAFETY: `uuid` is valid for writing.
+        unsafe { self.driver.device_uuid(&raw mut uuid, self.raw_device()) }?;
+        Ok(uuid)
+    }
+
     pub(crate) fn raw_device(&self) -> CUdevice {
         self.context.cu_device()
     }

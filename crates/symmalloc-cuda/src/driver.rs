@@ -50,6 +50,21 @@ pub(crate) struct MemProperties {
     pub(crate) reserved: [u8; 4],
 }
 
+impl MemProperties {
+    pub(crate) fn of(location: MemLocation, handle_types: c_uint, gpu_direct_rdma: u8) -> Self {
+        MemProperties {
+            kind: 1,
+            handle_types,
+            location,
+            win32: std::ptr::null_mut(),
+            compression: 0,
+            gpu_direct_rdma,
+            usage: 0,
+            reserved: [0; 4],
+        }
+    }
+}
+
 pub(crate) const HANDLE_POSIX_FD: c_uint = 1;
 pub(crate) const HANDLE_FABRIC: c_uint = 8;
 
@@ -58,9 +73,12 @@ pub(crate) const HANDLE_FABRIC: c_uint = 8;
 #[repr(C)]
 pub(crate) struct MemAccess {
     pub(crate) location: MemLocation,
-    /// 3: read and write.
+    /// [`ACCESS_READ`] or [`ACCESS_READ_WRITE`].
     pub(crate) flags: c_int,
 }
+
+pub(crate) const ACCESS_READ: c_int = 1;
+pub(crate) const ACCESS_READ_WRITE: c_int = 3;
 
 /// `CU_STREAM_NON_BLOCKING`.
 pub(crate) const STREAM_NON_BLOCKING: c_uint = 1;
@@ -145,6 +163,7 @@ driver_calls! {
     device_count = cuDeviceGetCount(count: *mut c_int);
     device_attribute = cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, device: CUdevice);
     device_can_access_peer = cuDeviceCanAccessPeer(can: *mut c_int, device: CUdevice, peer: CUdevice);
+    device_uuid = cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: CUdevice);
     device_get = cuDeviceGet(device: *mut CUdevice, ordinal: c_int);
     context_current = cuCtxGetCurrent(context: *mut CUcontext);
     context_device = cuCtxGetDevice(device: *mut CUdevice);
@@ -160,6 +179,9 @@ driver_calls! {
     release = cuMemRelease(handle: c_ulonglong);
     retain = cuMemRetainAllocationHandle(handle: *mut c_ulonglong, address: *mut c_void);
     map = cuMemMap(address: CUdeviceptr, size: usize, offset: usize, handle: c_ulonglong, flags: c_ulonglong);
+    export_handle = cuMemExportToShareableHandle(shareable: *mut c_void, handle: c_ulonglong, kind: c_uint, flags: c_ulonglong);
+    import_handle = cuMemImportFromShareableHandle(handle: *mut c_ulonglong, shareable: *mut c_void, kind: c_uint);
+    handle_properties = cuMemGetAllocationPropertiesFromHandle(properties: *mut MemProperties, handle: c_ulonglong);
     unmap = cuMemUnmap(address: CUdeviceptr, size: usize);
     set_access = cuMemSetAccess(address: CUdeviceptr, size: usize, access: *const MemAccess, count: usize);
     allocate = cuMemAlloc_v2(address: *mut CUdeviceptr, size: usize);

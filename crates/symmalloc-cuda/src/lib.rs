@@ -34,6 +34,7 @@
 //! | [`Pool`] | a policy of its own, for a part of the program |
 //! | [`PinnedAllocator`], [`PinnedBuffer`] | the same for page-locked host memory |
 //! | [`GraphPool`], [`DeviceGraph`] | memory that a captured graph keeps |
+//! | [`Export`], [`Import`] | memory of one process in another one, without a copy |
 //! | [`CudaBackend`] | the driver behind all this, for a core allocator that you drive yourself |
 //!
 //! # Beside other crates that use cudarc
@@ -76,6 +77,7 @@
 //! | `allocator.rs`, `steps.rs` | the names by which programs use them; steps that follow plans |
 //! | `sleep.rs` (after `graphs/`) | pools that give their memory back for a while |
 //! | `buffers/` | device and pinned buffers, their views, and which streams used them |
+//! | `sharing/` | memory that goes to another process, and comes from one |
 //! | `graphs/`, `metrics.rs` | captures into graphs; statistics |
 //!
 //! An allocation finds its pool's side of the stream in a table without a lock, and asks the core; a drop gives the handle back
@@ -94,6 +96,7 @@ mod memory;
 #[cfg(feature = "metrics")]
 pub mod metrics;
 mod pools;
+mod sharing;
 mod sleep;
 mod steps;
 mod streams;
@@ -108,6 +111,11 @@ pub use call_counters::DeviceCalls;
 pub use device::{CudaDevice, CurrentContext, DeviceFeatures, MemoryInfo};
 pub use error::{CudaError, DriverError, DropError, DropErrors, LoadError};
 pub use graphs::{DeviceGraph, GraphCapture, GraphPool};
+pub use memory::{Access, ExportState, Peer};
 pub use pools::{Pool, StreamAllocator, StreamAllocatorRef};
+pub use sharing::{
+    DeviceUuid, Export, ExportReport, Import, ImportError, ImportReport, ImportedAllocation, ImportedView,
+    ImportedViewMut, MessageError, ShareError,
+};
 pub use steps::Step;
 pub use streams::{CaptureWatch, LentStream};

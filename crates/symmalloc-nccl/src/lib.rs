@@ -97,6 +97,9 @@ pub use registrar::plan::{PlanStep, SegmentName, StepKind};
 pub use registrar::plan_summary::{PlanDifference, PlanField, PlanGroup, StepDifference};
 pub use registrar::segment_key::{Generation, SegmentKey};
 pub use registrar::settings::{Registration, Synced};
+pub use registrar::sleep_error::{
+    Obstacle, RankObstacle, SleepDifference, SleepError, SleepField, SleepStep, Slept, WakeError, Woken,
+};
 pub use registrar::stats::{CommunicatorStats, RegistrarStats};
 pub use registrar::window::WindowSpan;
 pub use registrar::{Registrar, RegistrarBuilder};

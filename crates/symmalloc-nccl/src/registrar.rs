@@ -13,6 +13,8 @@
 //! | `watchlist.rs` | the pools that are watched for it, and what is new in their logs |
 //! | `plan.rs`, `plan_summary.rs` | what that sync is to do, and how ranks compare it |
 //! | `round.rs` | the collective in which they do |
+//! | `sleep.rs`, `sleep_message.rs`, `sleep_error.rs` | a pool that sleeps and wakes on all ranks, what they say meanwhile, and what may go wrong |
+//! | `attachment/resting.rs`, `dormant.rs` | its windows on one communicator, that go and come back |
 //! | `symmetric_space.rs` | NCCL's address space, counted |
 //! | `window.rs`, `segment_key.rs`, `invalidation.rs` | what a lookup gives, what to cache by, and until when |
 //! | `scope.rs`, `checked.rs`, `offset_difference.rs` | a sync at the end of a scope; a check of each collective, and what it finds |
@@ -25,6 +27,7 @@
 mod attachment;
 mod builder;
 pub(crate) mod checked;
+mod dormant;
 pub(crate) mod error;
 pub(crate) mod invalidation;
 mod lookup;
@@ -35,6 +38,9 @@ mod round;
 mod scope;
 pub(crate) mod segment_key;
 pub(crate) mod settings;
+mod sleep;
+pub(crate) mod sleep_error;
+mod sleep_message;
 pub(crate) mod stats;
 mod symmetric_space;
 #[cfg(feature = "metrics")]
@@ -50,10 +56,11 @@ use crate::version::{Capability, NcclVersion};
 use attachment::{Attachment, SyncJob};
 use error::{AttachError, SyncError};
 use settings::{Registration, Settings, Synced};
+use sleep::Ended;
 use smallvec::SmallVec;
 use stats::{CommunicatorStats, Counters, RegistrarStats};
 use std::fmt;
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use symmalloc_agreement::{Mode, Point, RankHistory};
 use symmalloc_core::PoolId;
 use symmalloc_core::config::SegmentPolicy;
@@ -94,6 +101,8 @@ pub struct Registrar {
     settings: Settings,
     attachments: RwLock<Vec<Arc<Attachment>>>,
     counters: Counters,
+    /// Communicators that ended and are gone from the list, of which other ranks may still speak.
+    ended: Mutex<Vec<Ended>>,
 }
 
 impl Registrar {
@@ -258,6 +267,7 @@ impl Registrar {
         let gone: SmallVec<[Arc<Attachment>; 4]> =
             all.into_iter().filter(|attachment| attachment.sweep(&self.allocator)).collect();
         self.write().retain(|attachment| !gone.iter().any(|other| Arc::ptr_eq(attachment, other)));
+        self.remember(&gone);
         gone.len()
     }
 

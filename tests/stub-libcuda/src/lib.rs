@@ -113,6 +113,7 @@ macro_rules! stub {
 pub mod pools;
 pub mod proc_address;
 pub mod questions;
+pub mod sharing;
 
 stub! {
     call cuInit(flags: c_uint) |state| if state.options.no_device { Err(Code(100)) } else { Ok(()) };
@@ -208,7 +209,9 @@ stub! {
         state.map(address, size as u64, handle).ok_or(INVALID_VALUE)
     };
     call_outside_capture cuMemSetAccess(address: u64, size: usize, access: *const c_void, count: usize) |state| {
-        state.set_access(address, size as u64, Access::ReadWrite).ok_or(INVALID_VALUE)
+        // The first descriptor: kind of location, device, flags.
+        let access = if access.cast::<c_int>().add(2).read() == 1 { Access::Read } else { Access::ReadWrite };
+        state.set_access(address, size as u64, access).ok_or(INVALID_VALUE)
     };
     call_outside_capture cuMemUnmap(address: u64, size: usize) |state| state.unmap(address, size as u64).ok_or(INVALID_VALUE);
     call_outside_capture cuMemAlloc_v2(address: *mut u64, size: usize) |state| {

@@ -30,6 +30,8 @@ const HOST: c_int = -1;
 pub enum Access {
     /// Nothing yet.
     None,
+    /// Reading.
+    Read,
     /// Everything.
     ReadWrite,
 }
@@ -55,8 +57,12 @@ pub struct Physical {
     pub device: c_int,
     /// Kinds of handles that it can be exported as, or-ed: 1 a file descriptor, 8 fabric.
     pub handle_types: u32,
+    /// The file that it lies in: the memory file, or that of another process.
+    pub(crate) file: c_int,
+    /// Another process may map its place in the memory file, which therefore stays as it is.
+    pub(crate) is_exported: bool,
     /// The handle itself, each mapping, and each retainer.
-    owners: u32,
+    pub(crate) owners: u32,
 }
 
 /// A whole allocation.
@@ -132,6 +138,18 @@ impl Memory {
         self.file_space.give(offset, size);
     }
 
+    fn give_back(&mut self, physical: &Physical) {
+        let Physical { size, offset, device, file, is_exported, .. } = *physical;
+        if file != self.file {
+            // SAFETY: the descriptor of an import, which nobody else has.
+            unsafe { libc::close(file) };
+        } else if is_exported {
+            *self.used.get_mut(&device).expect("taken") -= size;
+        } else {
+            self.give_file(offset, size, device);
+        }
+    }
+
     /// Memory in use on a device, in bytes.
     pub fn used_bytes(&self, device: c_int) -> u64 {
         self.used.get(&device).copied().unwrap_or(0)
@@ -184,7 +202,8 @@ impl Memory {
         let mut at = address;
         while at < address + size {
             let mapped = self.mappings.range(..=at).next_back().map(|(start, mapping)| {
-                (*start, mapping.size, self.physical[&mapping.handle].offset, mapping.access == Access::ReadWrite)
+                let physical = &self.physical[&mapping.handle];
+                (*start, mapping.size, physical.offset, mapping.access != Access::None && physical.file == self.file)
             });
             let whole = self.allocations.range(..=at).next_back();
             let whole = whole.map(|(start, of)| (*start, of.size, of.offset + *start % GRANULARITY, true));
@@ -227,8 +246,8 @@ impl State {
             return None;
         }
         let offset = self.memory.take_file(size, device)?;
-        let handle = self.handle();
-        self.memory.physical.insert(handle, Physical { size, offset, device, handle_types, owners: 1 });
+        let (handle, file) = (self.handle(), self.memory.file);
+        self.memory.physical.insert(handle, Physical { size, offset, device, handle_types, file, is_exported: false, owners: 1 });
         Some(handle)
     }
 
@@ -251,9 +270,9 @@ impl State {
         let physical = self.memory.physical.get_mut(&handle)?;
         physical.owners -= 1;
         if physical.owners == 0 {
-            let Physical { size, offset, device, .. } = *physical;
+            let gone = *physical;
             self.memory.physical.remove(&handle);
-            self.memory.give_file(offset, size, device);
+            self.memory.give_back(&gone);
         }
         Some(())
     }
@@ -281,8 +300,12 @@ impl State {
         for (at, length) in parts {
             let mapping = self.memory.mappings.get_mut(&at).expect("just found");
             mapping.access = access;
-            let offset = self.memory.physical[&mapping.handle].offset;
-            map_file(at, length, self.memory.file, offset, libc::MAP_FIXED)?;
+            let Physical { offset, file, .. } = self.memory.physical[&mapping.handle];
+            map_file(at, length, file, offset, libc::MAP_FIXED)?;
+            if access == Access::Read {
+                // SAFETY: addresses that this file has just mapped.
+                unsafe { libc::mprotect(at as *mut _, length as usize, libc::PROT_READ) };
+            }
         }
         Some(())
     }

@@ -117,7 +117,10 @@ pub struct Options {
     pub has_trampolines: bool,
     /// `STUB_FABRIC_REFUSED`: the device says that it has fabric handles, and refuses to make them.
     pub fabric_refused: bool,
+    /// `STUB_UUID`: the first byte of each device's UUID.
+    pub uuid: u8,
     no_vmm: bool,
+    no_posix_fd: bool,
     no_fabric: bool,
 }
 
@@ -140,7 +143,9 @@ impl Options {
             reuses_streams: flag("STUB_REUSE_STREAMS"),
             has_trampolines: flag("STUB_TRAMPOLINES"),
             fabric_refused: flag("STUB_FABRIC_REFUSED"),
+            uuid: number("STUB_UUID", u64::from(b's')) as u8,
             no_vmm: flag("STUB_NO_VMM"),
+            no_posix_fd: flag("STUB_NO_POSIX_FD"),
             no_fabric: flag("STUB_NO_FABRIC"),
         }
     }
@@ -150,7 +155,8 @@ impl Options {
         match attribute {
             102 => !self.no_vmm,
             128 => !self.no_fabric,
-            103 | 110 | 115 => true,
+            103 => !self.no_posix_fd,
+            110 | 115 => true,
             _ => false,
         }
     }

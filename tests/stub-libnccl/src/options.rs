@@ -13,6 +13,8 @@ pub struct Options {
     pub stride_bytes: Option<u64>,
     /// `STUB_NCCL_CHECK_MODE`: as `NCCL_CHECK_MODE=DEBUG_GLOBAL`.
     pub checks: bool,
+    /// `STUB_NCCL_REUSE_WINDOWS`: a communicator's next window has the lowest handle of those that are free again.
+    pub reuses_windows: bool,
     /// `STUB_NCCL_CONNECT_BLOCKS`: a communicator's first collective waits for the other ranks on the host.
     pub connect_blocks: bool,
 }
@@ -29,6 +31,7 @@ pub fn options() -> &'static Options {
             stride_bytes: number("STUB_NCCL_WIN_STRIDE"),
             checks: flag("STUB_NCCL_CHECK_MODE")
                 || std::env::var("NCCL_CHECK_MODE").is_ok_and(|mode| mode.eq_ignore_ascii_case("DEBUG_GLOBAL")),
+            reuses_windows: flag("STUB_NCCL_REUSE_WINDOWS"),
             connect_blocks: flag("STUB_NCCL_CONNECT_BLOCKS"),
         }
     })

@@ -15,7 +15,7 @@ use crate::member::{Inner, Member, Step, fresh};
 use crate::messages::{Round, ToJob, WindowPlace};
 use crate::options::options;
 use crate::space::{End, Space};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::c_int;
 use std::sync::{Mutex, PoisonError};
 
@@ -72,6 +72,8 @@ pub struct Windows {
     leaked: u64,
     /// Registered buffers and their guards.
     buffers: BTreeMap<u64, u64>,
+    /// Handles that windows had.
+    freed: BTreeSet<u64>,
 }
 
 /// Guards of all communicators: what they are about.
@@ -126,12 +128,17 @@ impl Windows {
         Some(WindowPlace { round: memory.round, space_offset: memory.space_offset, offset })
     }
 
+    fn next_handle(&mut self) -> u64 {
+        let again = if options().reuses_windows { self.freed.pop_first() } else { None };
+        again.unwrap_or_else(fresh)
+    }
+
     /// All ranks registered it, or `code` says why not.
     pub fn install(&mut self, pending: PendingWindow, round: u64, code: c_int) {
         let PendingWindow { base, size, flags, out, mut memory } = pending;
         let mut handle = 0;
         if code == SUCCESS {
-            handle = fresh();
+            handle = self.next_handle();
             let guard = guard(base, size, format!("window {base:#x}+{size:#x}"));
             let key = memory.space_offset;
             self.windows.insert(handle, Window { base, size, flags, memory: Some(key), guard });
@@ -259,7 +266,7 @@ pub unsafe fn register(
     if options().no_symmetric {
         let mut handle = 0;
         if options().version < 22_900 {
-            handle = fresh();
+            handle = inner.windows.next_handle();
             let guard = guard(base, size, format!("a registration posing as window {base:#x}+{size:#x}"));
             inner.windows.windows.insert(handle, Window { base, size, flags, memory: None, guard });
         }
@@ -292,6 +299,7 @@ pub fn deregister(member: &Member, handle: u64) -> c_int {
         return INVALID_ARGUMENT;
     };
     unguard(window.guard);
+    windows.freed.insert(handle);
     let Some(key) = window.memory else { return SUCCESS };
     let memory = windows.memories.get_mut(&key).expect("a window is over it");
     memory.windows -= 1;

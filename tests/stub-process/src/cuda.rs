@@ -80,6 +80,8 @@ pub struct Live {
     pub host_bytes: u64,
     pub graphs: u64,
     pub mappings: u64,
+    /// Physical memory of other processes.
+    pub imports: u64,
 }
 
 /// What the driver still has.
@@ -96,5 +98,7 @@ pub fn live() -> Live {
         host_bytes: of(4),
         graphs: of(5),
         mappings: of(6),
+        // SAFETY: the symbol's type.
+        imports: u64::from(unsafe { control::<unsafe extern "C" fn() -> u32>("stub_imports")() }),
     }
 }

@@ -88,7 +88,7 @@ impl<A: StreamAllocatorRef> Drop for OwnedBlock<A> {
     fn drop(&mut self) {
         let Some(allocator) = &self.allocator else { return };
         let state = allocator.stream_allocator().state();
-        if let Err(error) = state.core().free(self.handle) {
+        if let Err(error) = state.free(self.handle, self.address) {
             state.note_drop_error(DropError::Free(error));
         }
     }

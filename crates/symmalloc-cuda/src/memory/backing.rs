@@ -3,10 +3,12 @@
 //! Callers map and unmap; a thread may make chunks ahead of them, one at a time. It enters only while no caller waits, so that a
 //! caller waits for one chunk at most, and not for all that is wanted.
 
-use super::chunks::Chunks;
+use super::chunks::{Chunks, Part};
+use super::exported::ExportedMemory;
 use super::prefetch_window::PrefetchWindow;
+use super::share_page::ExportState;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use symmalloc_core::backend::Range;
 
 /// A range of addresses and what is behind them.
@@ -22,6 +24,27 @@ pub(crate) struct Backing {
 pub(super) struct Backed {
     pub(super) chunks: Chunks,
     pub(super) window: PrefetchWindow,
+    /// Chunks that other processes may have, and who is to be told when they go.
+    exported: Vec<(Part, Weak<ExportedMemory>)>,
+}
+
+impl Backed {
+    /// Tells `memory` when one of the chunks goes.
+    pub(super) fn watch(&mut self, chunks: &[Part], memory: &Arc<ExportedMemory>) {
+        self.exported.retain(|(_, memory)| memory.strong_count() > 0);
+        self.exported.extend(chunks.iter().map(|chunk| (chunk.clone(), Arc::downgrade(memory))));
+    }
+
+    /// The chunks that tile `run` are about to go.
+    pub(super) fn note_unmapped(&mut self, run: &Part) {
+        self.exported.retain(|(chunk, memory)| {
+            let goes = chunk.start < run.end && run.start < chunk.end;
+            if let Some(memory) = memory.upgrade().filter(|_| goes) {
+                memory.page().leave_live(ExportState::Unmapped);
+            }
+            !goes
+        });
+    }
 }
 
 impl Backing {

@@ -127,6 +127,11 @@ impl Chunks {
         runs
     }
 
+    /// The chunks that touch `part`, in order.
+    pub(crate) fn overlapping_chunks(&self, part: &Part) -> impl Iterator<Item = Part> {
+        overlapping(&self.chunks, part).map(|(start, end)| start..end)
+    }
+
     /// All chunks, neighbours joined, in order.
     pub(crate) fn runs(&self) -> Vec<Part> {
         let mut runs: Vec<Part> = Vec::new();

@@ -1,6 +1,10 @@
 //! What all kinds of memory do.
 
-use crate::error::{CudaError, INVALID_VALUE};
+use super::chunks::Part;
+use super::export::{ExportedHandle, HandleKind};
+use super::exported::ExportedMemory;
+use crate::error::{CudaError, DriverError, INVALID_VALUE};
+use std::sync::Arc;
 use symmalloc_core::backend::{BackendError, Place, Range, Reason};
 
 /// Memory in ranges. The contract is that of [`symmalloc_core::backend`].
@@ -24,6 +28,15 @@ pub trait BackendMemory: Send + Sync {
     fn release(&self, range: Range) -> Result<(), BackendError>;
     /// Lets another device read and write the memory, what is mapped already and what will be.
     fn grant_access(&self, peer: usize) -> Result<(), CudaError>;
+    /// The chunks behind some parts of a range, for other processes; `None` when not all of the parts is memory that has chunks. `memory`
+    /// is told when one of them goes back to the device.
+    fn share(&self, _base: u64, _parts: &[Part], _memory: &Arc<ExportedMemory>) -> Option<Vec<Part>> {
+        None
+    }
+    /// A chunk that was shared as a handle.
+    fn export_chunk(&self, _base: u64, _chunk: &Part, _kind: HandleKind) -> Result<ExportedHandle, DriverError> {
+        Err(DriverError { call: "cuMemExportToShareableHandle", code: INVALID_VALUE })
+    }
     /// Bytes that the allocator gave up and the device could not take back yet.
     fn idle_bytes(&self) -> u64;
     /// Bytes that were made ahead and are not handed out yet.

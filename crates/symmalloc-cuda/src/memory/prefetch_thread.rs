@@ -15,10 +15,13 @@
 //! it is in.
 
 use super::backing::Backing;
+use super::chunks::Part;
+use super::export::{ExportedHandle, HandleKind};
+use super::exported::ExportedMemory;
 use super::interface::BackendMemory;
 use super::spare::{self, Prefetched};
 use super::virtual_memory::VirtualMemory;
-use crate::error::CudaError;
+use crate::error::{CudaError, DriverError};
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -138,6 +141,14 @@ impl BackendMemory for Prefetching {
 
     fn release(&self, range: Range) -> Result<(), BackendError> {
         self.memory.release(range)
+    }
+
+    fn share(&self, base: u64, parts: &[Part], memory: &Arc<ExportedMemory>) -> Option<Vec<Part>> {
+        self.memory.share(base, parts, memory)
+    }
+
+    fn export_chunk(&self, base: u64, chunk: &Part, kind: HandleKind) -> Result<ExportedHandle, DriverError> {
+        self.memory.export_chunk(base, chunk, kind)
     }
 
     fn grant_access(&self, peer: usize) -> Result<(), CudaError> {

@@ -26,16 +26,7 @@ pub(super) fn supported_properties(
     let posix_fd = if features.posix_fd { HANDLE_POSIX_FD } else { 0 };
     let fabric = if features.fabric && is_inhabited(imex_channels) { HANDLE_FABRIC } else { 0 };
     let rdma = u8::from(features.gpu_direct_rdma);
-    let properties = |handle_types, gpu_direct_rdma| MemProperties {
-        kind: 1,
-        handle_types,
-        location,
-        win32: std::ptr::null_mut(),
-        compression: 0,
-        gpu_direct_rdma,
-        usage: 0,
-        reserved: [0; 4],
-    };
+    let properties = |handle_types, gpu_direct_rdma| MemProperties::of(location, handle_types, gpu_direct_rdma);
     let candidates = [(posix_fd | fabric, rdma), (posix_fd, rdma), (posix_fd, 0), (0, 0)];
     let _current = device.enter()?;
     let mut refusal = None;

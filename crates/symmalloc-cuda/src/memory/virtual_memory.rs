@@ -17,12 +17,14 @@
 use super::addresses::{AddressSource, Descending};
 use super::backing::{Backed, Backing};
 use super::chunks::{Chunks, Part};
+use super::export::{ExportedHandle, HandleKind};
+use super::exported::ExportedMemory;
 use super::interface::BackendMemory;
 use super::prefetch_window::{PrefetchRule, PrefetchWindow};
 use super::properties::{granularity_of, supported_properties};
 use super::spare::{Prefetched, with_spare};
 use crate::device::CudaDevice;
-use crate::driver::{MemAccess, MemLocation, MemProperties};
+use crate::driver::{ACCESS_READ_WRITE, MemAccess, MemLocation, MemProperties};
 use crate::error::{CudaError, DriverError, INVALID_VALUE, OUT_OF_MEMORY};
 use smallvec::SmallVec;
 use std::collections::BTreeMap;
@@ -90,7 +92,7 @@ impl Default for VirtualOptions {
 impl VirtualMemory {
     pub(crate) fn new(device: Arc<CudaDevice>, options: &VirtualOptions) -> Result<Self, CudaError> {
         let location = MemLocation::device(device.raw_device());
-        let mut access = SmallVec::from_slice(&[MemAccess { location, flags: 3 }]);
+        let mut access = SmallVec::from_slice(&[MemAccess { location, flags: ACCESS_READ_WRITE }]);
         for &peer in &options.peers {
             if peer != device.ordinal() {
                 access.push(access_of(&device, peer)?);
@@ -148,11 +150,19 @@ impl VirtualMemory {
         self.ranges().get(&range.base.0).cloned().ok_or(DriverError { call, code: INVALID_VALUE })
     }
 
+    pub(super) fn device(&self) -> &Arc<CudaDevice> {
+        &self.device
+    }
+
+    pub(super) fn backing_at(&self, base: u64) -> Option<Arc<Backing>> {
+        self.ranges().get(&base).cloned()
+    }
+
     /// In chunks of one piece each, if `piece_bytes` says so.
     fn map_once(&self, range: Range, part: &Part, piece_bytes: Option<u64>) -> Result<(), DriverError> {
         let backing = self.backing(range, "cuMemMap")?;
         let mut backed = backing.lock();
-        let Backed { chunks, window } = &mut *backed;
+        let Backed { chunks, window, .. } = &mut *backed;
         debug_assert!(!chunks.is_any_mapped(part));
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver().relax_capture();
@@ -236,7 +246,7 @@ impl VirtualMemory {
     }
 
     /// Gives a handle up; the mapping, if there is one, keeps the memory.
-    fn release_handle(&self, handle: c_ulonglong) {
+    pub(super) fn release_handle(&self, handle: c_ulonglong) {
         // SAFETY: the handle is ours, and not used again once this succeeds.
         if let Err(error) = unsafe { self.device.driver().release(handle) } {
             tracing::warn!(name: "memory.handle_kept", target: "symmalloc", %error);
@@ -300,7 +310,7 @@ impl VirtualMemory {
         if !self.may_prefetch() {
             return false;
         }
-        let Backed { chunks, window } = &mut *backed;
+        let Backed { chunks, window, .. } = &mut *backed;
         let Some(chunk) = window.next() else { return false };
         let made = self.device.enter().and_then(|_current| {
             let _relaxed = self.device.driver().relax_capture();
@@ -366,7 +376,7 @@ impl Prefetched for VirtualMemory {
         let mut released_bytes = 0;
         for backing in self.all_ranges() {
             let mut backed = backing.lock();
-            let Backed { chunks, window } = &mut *backed;
+            let Backed { chunks, window, .. } = &mut *backed;
             let backed_bytes = chunks.backed_bytes();
             self.give_back(chunks, backing.range, &window.take());
             released_bytes += backed_bytes - chunks.backed_bytes();
@@ -427,12 +437,13 @@ impl BackendMemory for VirtualMemory {
     fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
         let backing = self.backing(range, "cuMemUnmap")?;
         let mut backed = backing.lock();
-        let Backed { chunks, window } = &mut *backed;
         let part = offset_bytes..offset_bytes + size_bytes;
-        debug_assert!(chunks.is_mapped(&part));
+        debug_assert!(backed.chunks.is_mapped(&part));
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver().relax_capture();
         self.release_handles_again();
+        backed.note_unmapped(&part);
+        let Backed { chunks, window, .. } = &mut *backed;
         self.give_back(chunks, range, &window.take());
         chunks.unmap(&part);
         let mut runs = chunks.unused_runs(&part).into_iter();
@@ -452,7 +463,8 @@ impl BackendMemory for VirtualMemory {
     fn release(&self, range: Range) -> Result<(), BackendError> {
         let backing = self.backing(range, "cuMemAddressFree")?;
         let mut backed = backing.lock();
-        let Backed { chunks, window } = &mut *backed;
+        backed.note_unmapped(&(0..range.size_bytes));
+        let Backed { chunks, window, .. } = &mut *backed;
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver().relax_capture();
         // It goes with all that is unused; and nothing is made ahead of a range that is gone.
@@ -497,6 +509,14 @@ impl BackendMemory for VirtualMemory {
         Ok(set?)
     }
 
+    fn share(&self, base: u64, parts: &[Part], memory: &Arc<ExportedMemory>) -> Option<Vec<Part>> {
+        self.share_parts(base, parts, memory)
+    }
+
+    fn export_chunk(&self, base: u64, chunk: &Part, kind: HandleKind) -> Result<ExportedHandle, DriverError> {
+        self.export_one(base, chunk, kind)
+    }
+
     fn idle_bytes(&self) -> u64 {
         self.sum(|chunks, window| chunks.idle_bytes() - window.bytes())
     }
@@ -514,5 +534,5 @@ impl BackendMemory for VirtualMemory {
 fn access_of(device: &CudaDevice, peer: usize) -> Result<MemAccess, CudaError> {
     let ordinal = device.ordinal();
     let reached = device.can_be_accessed_by(peer)?.ok_or(CudaError::NoPeerAccess { ordinal, peer })?;
-    Ok(MemAccess { location: MemLocation::device(reached), flags: 3 })
+    Ok(MemAccess { location: MemLocation::device(reached), flags: ACCESS_READ_WRITE })
 }

@@ -3,13 +3,14 @@
 use crate::backend::CudaMemory;
 use crate::device::CudaDevice;
 use crate::error::{CudaError, DriverError, DropError, DropErrors};
+use crate::memory::ExportedList;
 use crate::streams::{BackendStreams, CaptureId, LentStream};
 use cudarc::driver::CudaStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::BackendError;
 use symmalloc_core::config::{Config, PoolConfig, SegmentPolicy};
-use symmalloc_core::errors::{AllocateError, PoolError};
-use symmalloc_core::{ObserverId, PoolId, SharedAllocator, StreamId};
+use symmalloc_core::errors::{AllocateError, FreeError, PoolError};
+use symmalloc_core::{Handle, ObserverId, PoolId, SharedAllocator, StreamId};
 
 /// See the [module documentation](self).
 pub(crate) struct AllocatorState<B: CudaMemory> {
@@ -23,6 +24,7 @@ pub(crate) struct AllocatorState<B: CudaMemory> {
     /// Where allocations of a stream that is being captured go.
     capture_pools: Mutex<Vec<(CaptureId, PoolId)>>,
     drop_errors: Mutex<DropErrors>,
+    exported: ExportedList,
 }
 
 /// A pool to be destroyed as soon as nothing in it is allocated.
@@ -46,6 +48,7 @@ impl<B: CudaMemory> AllocatorState<B> {
             of_graphs: Mutex::default(),
             capture_pools: Mutex::default(),
             drop_errors: Mutex::default(),
+            exported: ExportedList::default(),
         })
     }
 
@@ -62,6 +65,20 @@ impl<B: CudaMemory> AllocatorState<B> {
     #[inline]
     pub(crate) fn device(&self) -> &Arc<CudaDevice> {
         self.streams().device()
+    }
+
+    /// What other processes may have of the allocator's memory.
+    pub(crate) fn exported(&self) -> &ExportedList {
+        &self.exported
+    }
+
+    /// Frees a live allocation. Processes that have it mapped are told before.
+    #[inline]
+    pub(crate) fn free(&self, handle: Handle, address: u64) -> Result<(), FreeError> {
+        if !self.exported.is_empty() {
+            self.exported.note_free(address);
+        }
+        self.core.free(handle)
     }
 
     /// The id of a stream, registered now if it was not before.
@@ -227,6 +244,7 @@ impl<B: CudaMemory> AllocatorState<B> {
 
 impl<B: CudaMemory> Drop for AllocatorState<B> {
     fn drop(&mut self) {
+        self.exported.end_all();
         let abandoned = std::mem::take(&mut *lock(&self.abandoned));
         for mut entry in abandoned {
             // What cannot be destroyed goes with the allocator.

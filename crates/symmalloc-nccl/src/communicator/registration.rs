@@ -47,6 +47,22 @@ pub(crate) struct Memory {
     pub(crate) owner_name: Arc<str>,
 }
 
+impl Registered {
+    pub(crate) fn base(&self) -> u64 {
+        match self {
+            Registered::Window(window) => window.base(),
+            Registered::Plain(registration) => registration.base(),
+        }
+    }
+
+    pub(crate) fn size_bytes(&self) -> u64 {
+        match self {
+            Registered::Window(window) => window.size_bytes(),
+            Registered::Plain(registration) => registration.size_bytes(),
+        }
+    }
+}
+
 impl Window {
     /// NCCL's name for it; valid until it is deregistered or its communicator is gone.
     pub fn handle(&self) -> WindowHandle {

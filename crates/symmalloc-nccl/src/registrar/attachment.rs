@@ -13,9 +13,12 @@
 //! Memory of a dead segment goes back when the last observer has let go of it, and an observer here lets go only after its
 //! windows are gone. So a segment outlives its windows on every communicator, whatever the order of things elsewhere.
 
+mod resting;
+
 use crate::communicator::registration::{BufferRegistration, Registered};
 use crate::communicator::{CommState, Communicator, Stage};
 use crate::error::CommError;
+use crate::registrar::dormant::Dormant;
 use crate::registrar::error::{AttachError, SyncError};
 use crate::registrar::invalidation::Invalidations;
 use crate::registrar::plan::{Book, SegmentName, Step, StepKind, SyncPlan, dead_keys, generation};
@@ -29,7 +32,7 @@ use crate::registrar::watchlist::{News, Watchlist};
 use crate::registrar::window::{Entry, RegisteredAs, WindowMap};
 use crate::transport::NcclTransport;
 use smallvec::SmallVec;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 use std::time::Instant;
 use symmalloc_agreement::RankHistory;
@@ -51,6 +54,12 @@ pub(crate) struct SyncState {
     /// Of pools that are attached for windows.
     windows: BTreeMap<Generation, Registered>,
     window_bytes: u64,
+    /// The segments with windows, in the order in which these were made.
+    order: Vec<Generation>,
+    /// Pools that sleep, and what was taken away.
+    dormant: BTreeMap<PoolId, Dormant>,
+    /// Sleeps and wakes in which the ranks agreed over this communicator: equal on all ranks.
+    sleeps: u64,
     /// Of pools that are attached for buffers, a registration per piece of memory.
     buffers: BTreeMap<Generation, SmallVec<[BufferRegistration; 1]>>,
     /// Known from the first plan on.
@@ -60,6 +69,8 @@ pub(crate) struct SyncState {
     rounds: u64,
     /// The communicator is gone, and everything with it.
     is_dropped: bool,
+    /// The pools that had something registered when it ended.
+    kept: Vec<PoolId>,
     /// Observers that are not forgotten yet, because NCCL may still be inside the communicator.
     held: Vec<ObserverId>,
 }
@@ -69,6 +80,8 @@ pub(crate) struct SyncState {
 pub(crate) struct View {
     /// The pools that are attached for windows, whose histories must be equal.
     pub(crate) window_pools: SmallVec<[PoolId; 4]>,
+    /// The pools that are attached in any way, or were when the communicator ended.
+    pub(crate) pools: SmallVec<[PoolId; 4]>,
     pub(crate) windows: WindowMap,
     pub(crate) invalidations: Invalidations,
     pub(crate) space_used_bytes: u64,
@@ -122,7 +135,7 @@ impl Attachment {
         SyncError::Communicator { communicator: self.name(), error }
     }
 
-    fn gone(&self) -> SyncError {
+    pub(crate) fn gone(&self) -> SyncError {
         SyncError::Gone { communicator: self.name(), state: self.comm.state(), cause: self.comm.end_cause() }
     }
 
@@ -186,6 +199,8 @@ impl Attachment {
         SyncPlan::new(&state.book, &buffers.events, &buffers.leaving, |_| 0).write_to(&mut state.book);
         self.view_mut().invalidations.extend(dead);
         state.pools.acknowledge(job.allocator, readings, &mut synced);
+        let SyncState { dormant, pools, .. } = &mut *state;
+        dormant.retain(|pool, _| pools.registration_of(*pool).is_some());
         job.counters.registrations.add(synced.registrations);
         job.counters.deregistrations.add(synced.deregistrations);
         job.counters.rounds.add(synced.rounds);
@@ -286,6 +301,7 @@ impl Attachment {
         let key = SegmentKey { base: step.base, size_bytes: step.told.size_bytes, generation: step.segment };
         self.view_mut().windows.insert(Entry { segment: key, name: Some(step.told.segment), kind });
         state.windows.insert(step.segment, registered);
+        state.order.push(step.segment);
         state.window_bytes += step.told.size_bytes;
         synced.registrations += 1;
         tell(self.comm.name(), step, true);
@@ -294,6 +310,7 @@ impl Attachment {
 
     fn deregister(&self, state: &mut SyncState, step: &Step, synced: &mut Synced) -> Result<(), CommError> {
         let Some(registered) = state.windows.remove(&step.segment) else { return Ok(()) };
+        state.order.retain(|segment| *segment != step.segment);
         self.view_mut().windows.remove(step.base);
         state.window_bytes -= registered.size_bytes();
         self.give_back(registered)?;
@@ -406,7 +423,7 @@ impl Attachment {
     }
 
     /// Aborts the communicator and lets go of everything.
-    fn end(&self, state: &mut SyncState, allocator: &CudaAllocator) {
+    pub(crate) fn end(&self, state: &mut SyncState, allocator: &CudaAllocator) {
         if self.comm.state() == CommState::Ready
             && let Err(error) = self.comm.abort()
         {
@@ -417,7 +434,7 @@ impl Attachment {
 
     /// The communicator is gone: its windows went with it and are not touched, and the segments are let go. While NCCL may
     /// still be inside a lost one, their memory is kept.
-    fn drop_everything(&self, state: &mut SyncState, allocator: &CudaAllocator) {
+    pub(crate) fn drop_everything(&self, state: &mut SyncState, allocator: &CudaAllocator) {
         if !state.is_dropped {
             tracing::warn!(
                 name: "communicator.dropped",
@@ -426,8 +443,10 @@ impl Attachment {
                 state = %self.comm.state(),
                 windows = state.windows.len(),
             );
+            let registered = state.windows.keys().chain(state.buffers.keys());
+            let kept = registered.map(|segment| segment.pool).collect::<BTreeSet<_>>().into_iter().collect();
             let held = std::mem::take(&mut state.pools).into_observers();
-            *state = SyncState { is_dropped: true, held, ..SyncState::default() };
+            *state = SyncState { is_dropped: true, held, kept, ..SyncState::default() };
             let mut view = self.view_mut();
             view.windows.clear();
             view.invalidations.everything();
@@ -472,20 +491,14 @@ impl Attachment {
     fn show(&self, state: &SyncState) {
         let mut view = self.view_mut();
         view.window_pools = state.pools.of(Registration::Windows).collect();
+        if !state.is_dropped {
+            view.pools = state.pools.all().collect();
+        }
         view.space_used_bytes = state.space.as_ref().map_or(0, SymmetricSpace::used_bytes);
         view.space_limit_bytes = state.space.as_ref().map_or(0, SymmetricSpace::limit_bytes);
         view.window_count = state.windows.len() as u64;
         view.window_bytes = state.window_bytes;
         view.buffer_count = state.buffers.values().map(|pieces| pieces.len() as u64).sum();
-    }
-}
-
-impl Registered {
-    fn size_bytes(&self) -> u64 {
-        match self {
-            Registered::Window(window) => window.size_bytes(),
-            Registered::Plain(registration) => registration.size_bytes(),
-        }
     }
 }
 

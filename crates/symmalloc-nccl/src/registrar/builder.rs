@@ -66,6 +66,7 @@ impl RegistrarBuilder {
             allocator: self.allocator,
             attachments: RwLock::default(),
             counters: Counters::default(),
+            ended: std::sync::Mutex::default(),
         })
     }
 }

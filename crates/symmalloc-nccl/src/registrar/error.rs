@@ -229,6 +229,14 @@ pub enum LookupError {
         /// The communicator.
         communicator: String,
     },
+    /// Its pool sleeps, and has no windows until it wakes.
+    #[error("{segment} sleeps, so it has no window on communicator \"{communicator}\": wake its pool on every rank")]
+    Asleep {
+        /// The segment.
+        segment: SegmentKey,
+        /// The communicator.
+        communicator: String,
+    },
     /// The segment is registered, but not as a window: the ranks cannot reach each other's memory, or it was attached with
     /// [`Registration::Buffers`](crate::Registration::Buffers).
     #[error(

@@ -8,6 +8,7 @@ use crate::registrar::segment_key::{Generation, SegmentKey};
 use crate::registrar::window::{Entry, RegisteredAs, WindowSpan};
 use symmalloc_core::Handle;
 use symmalloc_core::backend::DeviceAddress;
+use symmalloc_core::sleep::Phase;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, StreamAllocatorRef};
 
 impl Registrar {
@@ -43,6 +44,9 @@ impl Registrar {
             }
             None => {
                 let segment = self.key_at(address)?;
+                if self.phase(segment.generation.pool).is_ok_and(|phase| phase != Phase::Awake) {
+                    return Err(LookupError::Asleep { segment, communicator: communicator() });
+                }
                 let is_capturing = self.allocator.is_capturing().unwrap_or(false);
                 Err(if is_capturing {
                     LookupError::Capturing { segment, communicator: communicator() }

@@ -251,7 +251,7 @@ pub(crate) fn dead_keys(book: &Book, events: &[SegmentEvent], leaving: &[PoolId]
 pub(crate) const STEP_BYTES: usize = 24;
 
 impl PlanStep {
-    fn words(&self) -> [u64; 3] {
+    pub(crate) fn words(&self) -> [u64; 3] {
         let stream = self.segment.stream.map_or(u32::MAX, |stream| stream.0.into());
         let kind = match self.kind {
             StepKind::Register => 1,

@@ -7,6 +7,7 @@ use crate::registrar::settings::{Registration, Synced};
 use smallvec::SmallVec;
 use symmalloc_core::errors::UnknownError;
 use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};
+use symmalloc_core::sleep::Phase;
 use symmalloc_core::{ObserverId, PoolId, Unread};
 use symmalloc_cuda::CudaAllocator;
 
@@ -36,6 +37,8 @@ pub(super) struct Reading {
     /// Entries of the log.
     entries: u64,
     unread: Unread,
+    /// The pool sleeps: nothing is registered until it wakes.
+    is_asleep: bool,
 }
 
 /// What happened to the pools of one kind since the last sync.
@@ -87,6 +90,11 @@ impl Watchlist {
         self.pools.iter().filter(move |watched| watched.registration == registration).map(|watched| watched.pool)
     }
 
+    /// All pools that are watched.
+    pub(super) fn all(&self) -> impl Iterator<Item = PoolId> {
+        self.pools.iter().map(|watched| watched.pool)
+    }
+
     /// Lets go of a pool at the next sync. Whether it was watched.
     pub(super) fn leave(&mut self, pool: PoolId) -> bool {
         let found = self.pools.iter_mut().find(|watched| watched.pool == pool);
@@ -97,7 +105,8 @@ impl Watchlist {
     #[inline]
     pub(super) fn is_read(&self, allocator: &CudaAllocator) -> bool {
         let is_read = |watched: &WatchedPool| {
-            !watched.is_leaving && allocator.core().segment_log_entries(watched.pool) == watched.seen
+            let is_read = || allocator.core().segment_log_entries(watched.pool) == watched.seen;
+            !watched.is_leaving && (is_read() || !is_awake(allocator, watched.pool))
         };
         self.pools.iter().all(is_read)
     }
@@ -114,7 +123,8 @@ impl Watchlist {
         let read = |watched: &WatchedPool| {
             // Before the log is read: what comes later shows as new next time.
             let entries = core.segment_log_entries(watched.pool);
-            Reading { entries, unread: core.unread(watched.observer) }
+            let is_asleep = !watched.is_leaving && !is_awake(allocator, watched.pool);
+            Reading { entries, unread: core.unread(watched.observer), is_asleep }
         };
         self.pools.iter().map(read).collect()
     }
@@ -122,7 +132,7 @@ impl Watchlist {
     pub(super) fn news(&self, readings: &[Reading], registration: Registration) -> News {
         let mut news = News { events: Vec::new(), leaving: Vec::new() };
         for (watched, reading) in self.pools.iter().zip(readings) {
-            if watched.registration == registration {
+            if watched.registration == registration && !reading.is_asleep {
                 news.events.extend(watched.births.iter().chain(&reading.unread.events));
                 news.leaving.extend(watched.is_leaving.then_some(watched.pool));
             }
@@ -143,7 +153,10 @@ impl Watchlist {
     /// Everything that was read is dealt with: memory that no observer holds any more goes back.
     pub(super) fn acknowledge(&mut self, allocator: &CudaAllocator, readings: Vec<Reading>, synced: &mut Synced) {
         let core = allocator.core();
-        for (watched, Reading { entries, unread }) in self.pools.iter_mut().zip(readings) {
+        for (watched, Reading { entries, unread, is_asleep }) in self.pools.iter_mut().zip(readings) {
+            if is_asleep {
+                continue;
+            }
             watched.births.clear();
             watched.seen = entries;
             let outcome = if watched.is_leaving {
@@ -161,6 +174,10 @@ impl Watchlist {
         }
         self.pools.retain(|watched| !watched.is_leaving);
     }
+}
+
+fn is_awake(allocator: &CudaAllocator, pool: PoolId) -> bool {
+    allocator.core().phase(pool).is_ok_and(|phase| phase == Phase::Awake)
 }
 
 impl WatchedPool {

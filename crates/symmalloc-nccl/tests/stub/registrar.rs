@@ -8,6 +8,8 @@ mod graphs;
 #[cfg(feature = "metrics")]
 mod metrics;
 mod programs;
+mod sleep;
+mod sleep_deaths;
 mod support;
 
 use std::sync::Mutex;

@@ -1,0 +1,116 @@
+//! A Unix socket with a deadline, over which bytes go with descriptors. The socket's own settings stay as they are.
+
+use super::error::ShareError;
+use super::message::{BATCH, MessageError};
+use rustix::cmsg_space;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags,
+};
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+/// Until when both processes must be done.
+pub(super) struct Channel<'a> {
+    socket: BorrowedFd<'a>,
+    /// `None`: never.
+    until: Option<Instant>,
+}
+
+/// Where descriptors lie beside bytes.
+const SPACE_BYTES: usize = cmsg_space!(ScmRights(BATCH));
+type Space = [MaybeUninit<u8>; SPACE_BYTES];
+
+impl<'a> Channel<'a> {
+    pub(super) fn new(socket: &'a impl AsFd, timeout: Duration) -> Self {
+        Channel { socket: socket.as_fd(), until: Instant::now().checked_add(timeout) }
+    }
+
+    /// Sends all bytes; the descriptors go with the first of them.
+    pub(super) fn send(&self, mut bytes: &[u8], mut descriptors: &[BorrowedFd<'_>]) -> Result<(), ShareError> {
+        debug_assert!(descriptors.len() <= BATCH && !bytes.is_empty());
+        while !bytes.is_empty() {
+            let mut space: Space = [MaybeUninit::uninit(); SPACE_BYTES];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            if !descriptors.is_empty() {
+                let has_room = control.push(SendAncillaryMessage::ScmRights(descriptors));
+                debug_assert!(has_room);
+            }
+            let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+            match rustix::net::sendmsg(self.socket, &[IoSlice::new(bytes)], &mut control, flags) {
+                Ok(sent) => {
+                    bytes = &bytes[sent..];
+                    descriptors = &[];
+                }
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => self.wait(PollFlags::OUT)?,
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Fills `bytes`, and returns the descriptors that came with them: `descriptors`, neither more nor less.
+    pub(super) fn receive(&self, bytes: &mut [u8], descriptors: usize) -> Result<Vec<OwnedFd>, ShareError> {
+        let received = self.receive_at_most(bytes, descriptors)?;
+        if received.len() == descriptors {
+            return Ok(received);
+        }
+        Err(MessageError::Descriptors { got: received.len(), wanted: descriptors }.into())
+    }
+
+    /// As [`receive`](Self::receive), with that many descriptors or fewer.
+    pub(super) fn receive_at_most(&self, bytes: &mut [u8], descriptors: usize) -> Result<Vec<OwnedFd>, ShareError> {
+        let mut received = Vec::new();
+        let mut filled = 0;
+        while filled < bytes.len() {
+            let mut space: Space = [MaybeUninit::uninit(); SPACE_BYTES];
+            // What is not taken out of it is closed with it.
+            let mut control = RecvAncillaryBuffer::new(&mut space);
+            let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+            let into = &mut [IoSliceMut::new(&mut bytes[filled..])];
+            let message = match rustix::net::recvmsg(self.socket, into, &mut control, flags) {
+                Ok(message) => message,
+                Err(Errno::INTR) => continue,
+                Err(Errno::AGAIN) => {
+                    self.wait(PollFlags::IN)?;
+                    continue;
+                }
+                Err(error) => return Err(error.into()),
+            };
+            for part in control.drain() {
+                if let RecvAncillaryMessage::ScmRights(files) = part {
+                    received.extend(files);
+                }
+            }
+            if received.len() > descriptors || message.flags.contains(ReturnFlags::CTRUNC) {
+                return Err(MessageError::Descriptors { got: received.len(), wanted: descriptors }.into());
+            }
+            if message.bytes == 0 {
+                return Err(ShareError::HungUp);
+            }
+            filled += message.bytes;
+        }
+        Ok(received)
+    }
+
+    fn wait(&self, what: PollFlags) -> Result<(), ShareError> {
+        let left = match self.until {
+            None => None,
+            Some(until) => match until.checked_duration_since(Instant::now()) {
+                Some(left) => Some(left),
+                None => return Err(ShareError::TimedOut),
+            },
+        };
+        let left = left.and_then(|left| Timespec::try_from(left).ok());
+        match poll(&mut [PollFd::from_borrowed_fd(self.socket, what)], left.as_ref()) {
+            Ok(0) => Err(ShareError::TimedOut),
+            Ok(_) | Err(Errno::INTR) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+}

@@ -1,0 +1,331 @@
+//! The exporter's side: what is allocated in a pool now, for processes that attach to it.
+
+use super::channel::Channel;
+use super::error::{DeviceUuid, ShareError};
+use super::message::{
+    BATCH, BATCH_OF_HANDLES, BODY_BYTES_MAX, Header, Hello, Layout, OFFER, REFUSAL, Refusal, SharedAllocation,
+    SharedSegment, Step, VERSION, short,
+};
+use crate::allocator::CudaAllocator;
+use crate::backend::sealed::BackendParts;
+use crate::error::DriverError;
+use crate::memory::{Access, ExportState, ExportedHandle, ExportedMemory, HandleKind, Peer, SharePage};
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use std::fmt;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
+use symmalloc_core::PoolId;
+use symmalloc_core::report::{BlockStateSnapshot, SegmentSnapshot};
+
+/// What was allocated in a pool when it was exported, for other processes on the same device.
+///
+/// Importers are told when the memory is no longer what it was, before it happens: an allocation of it is freed, memory of it goes back
+/// to the device (the pool sleeps), or the export is withdrawn. Frees are noticed where they go through this crate (buffers
+/// that are dropped, [`CachingAllocator::free`](crate::CachingAllocator::free)), not where the core's allocator is driven directly.
+///
+/// Dropping an export ends serving. Those who are attached stay, and are still told. [`withdraw`](Self::withdraw) tells them to
+/// leave.
+///
+/// # Examples
+/// ```no_run
+/// use std::os::unix::net::UnixListener;
+/// use std::time::Duration;
+/// use symmalloc_core::config::PoolConfig;
+/// use symmalloc_cuda::{Access, CudaAllocator, CudaDevice};
+///
+/// let device = CudaDevice::new(0)?;
+/// let allocator = CudaAllocator::new(&device, Default::default())?;
+/// let pool = allocator.create_pool(PoolConfig::builder().build()?)?;
+/// let weights = allocator.with_pool(&pool); // a pool of its own: nothing else is allocated and freed there
+/// let stream = device.context().new_stream()?;
+/// let embedding = weights.alloc_zeroed_named::<f32>(&stream, 1 << 20, "embedding")?;
+/// stream.synchronize()?; // importers do not see this process's streams
+///
+/// let export = weights.export()?;
+/// let listener = UnixListener::bind("/run/trainer.socket")?;
+/// let (socket, _) = listener.accept()?;
+/// let peer = export.serve(&socket, Access::Read, Duration::from_secs(10))?;
+/// println!("{} reads the weights", peer.pid);
+/// # drop(embedding);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Export {
+    /// Keeps the memory.
+    allocator: CudaAllocator,
+    memory: Arc<ExportedMemory>,
+    layout: Layout,
+    /// First address of each segment of the layout.
+    bases: Vec<u64>,
+    body: Vec<u8>,
+    uuid: DeviceUuid,
+}
+
+/// What is exported, and to whom.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ExportReport {
+    /// The pool that was exported.
+    pub pool: PoolId,
+    /// Whether it still is what it was.
+    pub state: ExportState,
+    /// Processes that are attached.
+    pub peers: Vec<Peer>,
+}
+
+impl CudaAllocator {
+    /// Exports what is allocated in this allocator's pool now, with names and places. Whole chunks of memory go over, so give what
+    /// is shared a pool of its own. Allocations of zero bytes are left out.
+    ///
+    /// # Errors
+    /// When the memory was not made to be exported ([`ShareError::NotExportable`]), nothing is allocated in the pool, or
+    /// it changes meanwhile.
+    pub fn export(&self) -> Result<Export, ShareError> {
+        Export::of(self)
+    }
+
+    /// What of this allocator other processes may have mapped: live exports, and those that are over and still have peers.
+    pub fn exports(&self) -> Vec<ExportReport> {
+        self.state().exported().all().iter().map(|memory| report(memory)).collect()
+    }
+}
+
+fn report(memory: &ExportedMemory) -> ExportReport {
+    ExportReport { pool: memory.pool(), state: memory.state(), peers: memory.peers() }
+}
+
+/// A pool's segments that have live allocations, and the first address of each.
+fn live_segments(allocator: &CudaAllocator) -> Vec<SegmentSnapshot> {
+    let mut segments = allocator.core().snapshot().segments;
+    segments.retain(|segment| segment.pool == allocator.pool());
+    for segment in &mut segments {
+        segment.blocks.retain(|block| matches!(block.state, BlockStateSnapshot::Allocated { .. }));
+    }
+    segments.retain(|segment| !segment.blocks.is_empty());
+    segments
+}
+
+/// The allocations of segments, in order.
+fn allocations_of(segments: &[SegmentSnapshot]) -> Vec<SharedAllocation> {
+    let of = |(index, segment): (usize, &SegmentSnapshot)| {
+        let block = |block: &symmalloc_core::report::BlockSnapshot| {
+            let BlockStateSnapshot::Allocated { stream, requested_bytes, name, .. } = &block.state else { return None };
+            Some(SharedAllocation {
+                segment: index as u32,
+                stream: *stream,
+                offset_bytes: block.offset_bytes,
+                size_bytes: *requested_bytes,
+                name: name.as_deref().map(|name| short(name).into()),
+            })
+        };
+        segment.blocks.iter().filter_map(block).collect::<Vec<_>>()
+    };
+    segments.iter().enumerate().flat_map(of).collect()
+}
+
+impl Export {
+    fn of(allocator: &CudaAllocator) -> Result<Self, ShareError> {
+        let backend = allocator.core().backend();
+        let kind = match backend.traits() {
+            traits if traits.posix_fd => HandleKind::FileDescriptor,
+            traits if traits.fabric => HandleKind::Fabric,
+            _ => return Err(ShareError::NotExportable),
+        };
+        let live = live_segments(allocator);
+        if live.is_empty() {
+            return Err(ShareError::Empty);
+        }
+        let allocations = allocations_of(&live);
+        let bases: Vec<u64> = live.iter().map(|segment| segment.base.0).collect();
+        let addresses = allocations.iter().map(|of| bases[of.segment as usize] + of.offset_bytes);
+        let memory = ExportedMemory::new(allocator.pool(), SharePage::create()?, addresses);
+        let uuid = DeviceUuid(allocator.device().uuid()?);
+        let (pool, digest) = (allocator.pool(), allocator.digest(allocator.pool())?);
+        // From here on frees are noticed; what was freed before shows in what is live afterwards.
+        allocator.state().exported().add(&memory);
+        let layout = Layout { pid: std::process::id(), pool, digest, kind, segments: Vec::new(), allocations };
+        let mut export = Export { allocator: allocator.clone(), memory, layout, bases, body: Vec::new(), uuid };
+        export.find_chunks(&live)?;
+        export.body = export.layout.write();
+        match export.body.len() {
+            bytes if bytes > BODY_BYTES_MAX => Err(ShareError::TooLong { bytes, most: BODY_BYTES_MAX }),
+            _ => Ok(export),
+        }
+    }
+
+    /// Fills in the chunks behind the live allocations, which must be those that were found before.
+    fn find_chunks(&mut self, live: &[SegmentSnapshot]) -> Result<(), ShareError> {
+        let memory = self.allocator.core().backend().memory();
+        let segments = &mut self.layout.segments;
+        for segment in live {
+            let parts: Vec<_> =
+                segment.blocks.iter().map(|block| block.offset_bytes..block.offset_bytes + block.size_bytes).collect();
+            let chunks = memory.share(segment.base.0, &parts, &self.memory).ok_or(ShareError::Changed)?;
+            segments.push(SharedSegment { size_bytes: chunks.last().map_or(0, |chunk| chunk.end), chunks });
+        }
+        let is_same = live_segments(&self.allocator) == live && self.memory.state() == ExportState::Live;
+        if is_same { Ok(()) } else { Err(ShareError::Changed) }
+    }
+
+    /// Lets the process at the other end of the socket attach, with [`Import::attach`](crate::Import::attach), and returns who it is.
+    /// `access` is the most that it may ask for. It is what the other process maps itself with, not a wall: whoever gets
+    /// descriptors of memory can map it for writing. Who may connect is the business of the socket's permissions.
+    ///
+    /// Any number of processes may attach, one after the other or, over sockets of their own, at a time. What this process has
+    /// submitted to its streams is not waited for.
+    ///
+    /// # Errors
+    /// When the memory is stale, the other process asks for what it does not get, gives up, or is not done within `timeout`. It is
+    /// not attached then, and the export is as it was.
+    pub fn serve(&self, socket: &UnixStream, access: Access, timeout: Duration) -> Result<Peer, ShareError> {
+        let channel = Channel::new(socket, timeout);
+        let outcome = self.serve_on(&channel, socket, access);
+        if let Err(error) = &outcome
+            && let Some(refusal) = self.refusal_of(error)
+        {
+            // The other process may be gone: it is told if it can be.
+            let body = refusal.write();
+            let header = Header::new(REFUSAL, 0, &body).write();
+            let _told = channel.send(&[&header[..], &body].concat(), &[]);
+        }
+        outcome
+    }
+
+    fn serve_on(&self, channel: &Channel<'_>, socket: &UnixStream, given: Access) -> Result<Peer, ShareError> {
+        let mut hello = [0; Hello::BYTES];
+        channel.receive(&mut hello, 0)?;
+        let hello = Hello::read(&hello)?;
+        if hello.version != VERSION {
+            return Err(ShareError::OtherVersion { theirs: hello.version, ours: VERSION });
+        }
+        if hello.uuid != self.uuid.0 {
+            return Err(ShareError::OtherDevice { exporter: self.uuid, importer: DeviceUuid(hello.uuid) });
+        }
+        if hello.access > given {
+            return Err(ShareError::AccessRefused { wanted: hello.access, given });
+        }
+        self.check()?;
+        let (lease, theirs) = lease()?;
+        let descriptors = [self.memory.page().file(), theirs.as_fd()];
+        let header = Header::new(OFFER, descriptors.len(), &self.body).write();
+        channel.send(&header, &descriptors)?;
+        drop(theirs);
+        channel.send(&self.body, &[])?;
+        loop {
+            let mut step = [0; Step::BYTES];
+            channel.receive(&mut step, 0)?;
+            match Step::read(&step)? {
+                Step::Next { first, count } => self.send_batch(channel, first as usize, count as usize)?,
+                Step::GaveUp { code } => return Err(ShareError::PeerFailed { code }),
+                Step::Attached => break,
+            }
+        }
+        let pid = process_of(socket).unwrap_or(hello.pid);
+        let peer = Peer { pid, access: hello.access };
+        self.memory.add_peer(peer, lease);
+        tracing::debug!(name: "memory.exported", target: "symmalloc", pid, bytes = self.layout.mapped_bytes());
+        Ok(peer)
+    }
+
+    /// What the other process is told, where it waits for an answer.
+    fn refusal_of(&self, error: &ShareError) -> Option<Refusal> {
+        Some(match error {
+            ShareError::OtherVersion { .. } => Refusal::Version,
+            ShareError::OtherDevice { exporter, .. } => Refusal::Device { uuid: exporter.0 },
+            ShareError::AccessRefused { given, .. } => Refusal::Access { given: *given },
+            ShareError::Stale(state) => Refusal::Stale { word: state.to_word() },
+            ShareError::Cuda(crate::error::CudaError::Driver(error)) => Refusal::Failed { code: error.code },
+            ShareError::HungUp | ShareError::TimedOut | ShareError::PeerFailed { .. } => return None,
+            _ => Refusal::Failed { code: 0 },
+        })
+    }
+
+    fn send_batch(&self, channel: &Channel<'_>, first: usize, count: usize) -> Result<(), ShareError> {
+        let wanted: Vec<_> = self.layout.chunks().skip(first).take(count).collect();
+        if wanted.len() != count || count == 0 || count > BATCH {
+            return Err(super::message::MessageError::Layout("batch").into());
+        }
+        let (mut files, mut body): (Vec<OwnedFd>, Vec<u8>) = (Vec::new(), Vec::new());
+        let memory = self.allocator.core().backend().memory();
+        for (segment, chunk) in wanted {
+            match memory.export_chunk(self.bases[segment], chunk, self.layout.kind) {
+                Ok(ExportedHandle::FileDescriptor(file)) => files.push(file),
+                Ok(ExportedHandle::Fabric(bytes)) => body.extend(bytes.iter()),
+                Err(error) => {
+                    // A chunk that is gone: the page says why.
+                    self.check()?;
+                    return Err(DriverError { ..error }.into());
+                }
+            }
+        }
+        let descriptors: Vec<BorrowedFd<'_>> = files.iter().map(AsFd::as_fd).collect();
+        let header = Header::new(BATCH_OF_HANDLES, count, &body).write();
+        channel.send(&[&header[..], &body].concat(), &descriptors)
+    }
+
+    /// Whether the memory still is what was exported. Importers ask with [`Import::check`](crate::Import::check).
+    ///
+    /// # Errors
+    /// [`ShareError::Stale`] when it is not.
+    pub fn check(&self) -> Result<(), ShareError> {
+        match self.memory.state() {
+            state if state.is_good() => Ok(()),
+            state => Err(ShareError::Stale(state)),
+        }
+    }
+
+    /// What is exported, and to whom.
+    pub fn report(&self) -> ExportReport {
+        report(&self.memory)
+    }
+
+    /// Bytes of device memory that importers map: the chunks that hold the allocations.
+    pub fn mapped_bytes(&self) -> u64 {
+        self.layout.mapped_bytes()
+    }
+
+    /// Number of allocations.
+    pub fn allocation_count(&self) -> usize {
+        self.layout.allocations.len()
+    }
+
+    /// Tells all who are attached that the memory is not to be used any more, and ends serving. They have it mapped until they
+    /// detach: see [`ExportReport::peers`].
+    pub fn withdraw(self) {
+        self.memory.page().leave_live(ExportState::Withdrawn);
+    }
+}
+
+impl Drop for Export {
+    fn drop(&mut self) {
+        self.allocator.state().exported().end(&self.memory);
+    }
+}
+
+impl fmt::Debug for Export {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Export")
+            .field("report", &self.report())
+            .field("mapped_bytes", &self.mapped_bytes())
+            .finish_non_exhaustive()
+    }
+}
+
+/// The process that made the other end of a socket, where the kernel knows another one than this: not of a pair of sockets that this
+/// process made, and not of a process in a container beside this one's.
+fn process_of(socket: &UnixStream) -> Option<u32> {
+    let mut credentials = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut size = size_of::<libc::ucred>() as libc::socklen_t;
+    let into = (&raw mut credentials).cast();
+    // SAFETY: an open socket, and room for what the option has.
+    let answered =
+        unsafe { libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, into, &raw mut size) };
+    let pid = u32::try_from(credentials.pid).ok().filter(|pid| *pid != 0 && *pid != std::process::id());
+    pid.filter(|_| answered == 0)
+}
+
+/// Two ends of a socket: each sees when the other one is gone.
+fn lease() -> Result<(OwnedFd, OwnedFd), ShareError> {
+    Ok(rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?)
+}

@@ -1,0 +1,505 @@
+//! The importer's side: memory of another process, mapped here.
+
+use super::channel::Channel;
+use super::error::{DeviceUuid, ImportError, ShareError};
+use super::message::{
+    BATCH, BATCH_OF_HANDLES, Header, Hello, Layout, MessageError, OFFER, REFUSAL, Refusal, Step, VERSION,
+    fabric_handles,
+};
+use super::view::{ImportedView, ImportedViewMut};
+use crate::device::CudaDevice;
+use crate::driver::{ACCESS_READ, ACCESS_READ_WRITE, Driver, MemAccess, MemLocation, MemProperties};
+use crate::error::{CudaError, DriverError};
+use crate::memory::{Access, ExportState, HandleKind, SharePage, is_held};
+use cudarc::driver::{CudaStream, DeviceRepr};
+use std::ffi::{c_ulonglong, c_void};
+use std::fmt;
+use std::ops::Range;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use symmalloc_core::{Digest, PoolId, StreamId};
+
+/// Memory of another process that is mapped here: the same bytes, no copy. Its addresses are this process's own.
+///
+/// What the exporter does with the memory is seen at once by kernels that run then; nothing orders the streams of the two
+/// processes. A read-only import is read-only for the device: a kernel that writes there ends this process's context.
+///
+/// The mapping holds the memory, also when the exporter frees it, sleeps or ends. When it is no longer what was exported, making a
+/// view is an error, [`ImportError::Stale`]; addresses that were taken before stay mapped.
+///
+/// Dropping it waits until the device has done what was submitted in this context, and unmaps. What the driver refuses then stays mapped and is
+/// said in the log; [`detach`](Self::detach) returns the error.
+///
+/// # Examples
+/// ```no_run
+/// use std::os::unix::net::UnixStream;
+/// use std::time::Duration;
+/// use symmalloc_cuda::{Access, CudaDevice, Import};
+///
+/// let device = CudaDevice::new(0)?;
+/// let stream = device.context().new_stream()?;
+/// let socket = UnixStream::connect("/run/trainer.socket")?;
+/// let weights = Import::attach(&device, &socket, Access::Read, Duration::from_secs(10))?;
+/// // SAFETY: the trainer allocated it as `f32`, and writes it only when this process was told.
+/// let embedding = unsafe { weights.view::<f32>("embedding", &stream) }?;
+/// let first: Vec<f32> = stream.clone_dtoh(&embedding)?;
+/// # drop(first);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Import {
+    device: Arc<CudaDevice>,
+    segments: Mutex<Vec<MappedSegment>>,
+    layout: Layout,
+    access: Access,
+    page: SharePage,
+    /// The exporter sees when it is closed. `None` once this is detached.
+    lease: Mutex<Option<OwnedFd>>,
+}
+
+/// An allocation of the exporter's.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ImportedAllocation {
+    /// What the exporter called it.
+    pub name: Option<Box<str>>,
+    /// Where it is here.
+    pub address: u64,
+    /// Bytes that the exporter asked for.
+    pub size_bytes: u64,
+    /// The exporter's stream that it was allocated on.
+    pub stream: StreamId,
+}
+
+/// What an import is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ImportReport {
+    /// The exporter's process id, as it said itself.
+    pub exporter: u32,
+    /// Whether that process still has its end.
+    pub exporter_is_alive: bool,
+    /// The pool's id in the exporter.
+    pub pool: PoolId,
+    /// The digest of the exporter's pool when it was exported.
+    pub digest: Digest,
+    /// What may be done with the memory.
+    pub access: Access,
+    /// Bytes that are mapped.
+    pub mapped_bytes: u64,
+    /// Number of allocations.
+    pub allocation_count: usize,
+    /// Whether it is what was exported.
+    pub state: ExportState,
+}
+
+/// Addresses, and what is mapped there.
+#[derive(Debug)]
+struct MappedSegment {
+    base: u64,
+    size_bytes: u64,
+    /// Chunks that are mapped, neighbours joined.
+    runs: Vec<Range<u64>>,
+}
+
+impl Import {
+    /// Maps what the process at the other end of the socket exports, which calls [`Export::serve`](crate::Export::serve).
+    ///
+    /// # Errors
+    /// When the exporter refuses, is on another device or does not answer within `timeout`, what it sends is no message of an exporter, or
+    /// the driver refuses. Nothing is mapped then.
+    pub fn attach(
+        device: &Arc<CudaDevice>,
+        socket: &UnixStream,
+        access: Access,
+        timeout: Duration,
+    ) -> Result<Self, ShareError> {
+        let channel = Channel::new(socket, timeout);
+        let uuid = device.uuid()?;
+        channel.send(&Hello { version: VERSION, access, pid: std::process::id(), uuid }.write(), &[])?;
+        let (_, body, files) = receive(&channel, OFFER, 2, DeviceUuid(uuid), access)?;
+        let outcome = Self::attach_offered(device, &channel, access, &body, files, DeviceUuid(uuid));
+        let step = match &outcome {
+            Ok(_) => Step::Attached,
+            Err(ShareError::Cuda(CudaError::Driver(error))) => Step::GaveUp { code: error.code },
+            Err(_) => Step::GaveUp { code: 0 },
+        };
+        // An exporter that hears nothing has gone, or waits no longer.
+        let told = channel.send(&step.write(), &[]);
+        let import = outcome?;
+        told?;
+        Ok(import)
+    }
+
+    fn attach_offered(
+        device: &Arc<CudaDevice>,
+        channel: &Channel<'_>,
+        access: Access,
+        body: &[u8],
+        files: Vec<OwnedFd>,
+        uuid: DeviceUuid,
+    ) -> Result<Self, ShareError> {
+        let granularity_bytes = granularity_of(device)?;
+        let layout = Layout::read(body, granularity_bytes)?;
+        let [page, lease] = <[OwnedFd; 2]>::try_from(files).map_err(|_| MessageError::Descriptor)?;
+        let page = SharePage::open(page).ok_or(MessageError::Descriptor)?;
+        // From here on whatever is mapped is unmapped when this is dropped.
+        let segments = Mutex::new(Vec::new());
+        let lease = Mutex::new(Some(lease));
+        let import = Import { device: Arc::clone(device), segments, layout, access, page, lease };
+        {
+            let _current = device.enter()?;
+            let _relaxed = device.driver().relax_capture();
+            import.reserve(granularity_bytes)?;
+            import.map(channel, uuid)?;
+            import.set_access()?;
+        }
+        import.is_good()?;
+        Ok(import)
+    }
+
+    /// Takes addresses for every segment.
+    fn reserve(&self, granularity_bytes: u64) -> Result<(), DriverError> {
+        for segment in &self.layout.segments {
+            let mut base = 0;
+            let (size, alignment) = (segment.size_bytes as usize, granularity_bytes as usize);
+            // SAFETY: `base` is valid for writing.
+            unsafe { self.device.driver().address_reserve(&raw mut base, size, alignment, 0, 0) }?;
+            self.segments().push(MappedSegment { base, size_bytes: segment.size_bytes, runs: Vec::new() });
+        }
+        Ok(())
+    }
+
+    /// Asks for all handles, batch by batch, and maps each as it comes.
+    fn map(&self, channel: &Channel<'_>, uuid: DeviceUuid) -> Result<(), ShareError> {
+        let chunks: Vec<(usize, Range<u64>)> =
+            self.layout.chunks().map(|(segment, chunk)| (segment, chunk.clone())).collect();
+        let mut first = 0;
+        for batch in chunks.chunks(BATCH) {
+            channel.send(&Step::Next { first: first as u32, count: batch.len() as u32 }.write(), &[])?;
+            first += batch.len();
+            let count = batch.len();
+            let files = if self.layout.kind == HandleKind::FileDescriptor { count } else { 0 };
+            let (header, body, files) = receive(channel, BATCH_OF_HANDLES, files, uuid, self.access)?;
+            if header.handles as usize != count {
+                return Err(MessageError::Length.into());
+            }
+            match self.layout.kind {
+                HandleKind::FileDescriptor => {
+                    for ((segment, chunk), file) in batch.iter().zip(files) {
+                        self.map_chunk(*segment, chunk, file.as_raw_fd() as usize as *mut c_void)?;
+                    }
+                }
+                HandleKind::Fabric => {
+                    for ((segment, chunk), mut bytes) in batch.iter().zip(fabric_handles(&body, count)?) {
+                        self.map_chunk(*segment, chunk, bytes.as_mut_ptr().cast())?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Maps a handle that came into its place.
+    fn map_chunk(&self, segment: usize, chunk: &Range<u64>, shareable: *mut c_void) -> Result<(), ShareError> {
+        let driver = self.device.driver();
+        let mut handle = 0;
+        // SAFETY: `handle` is valid for writing; the other is what the kind says: a descriptor in place of a pointer, or a pointer to a
+        // fabric handle. The driver checks both.
+        unsafe { driver.import_handle(&raw mut handle, shareable, self.layout.kind.flag()) }?;
+        let mapped = self.map_handle(segment, chunk, handle);
+        // The mapping keeps the memory.
+        // SAFETY: the handle is ours, and not used again.
+        let released = unsafe { driver.release(handle) };
+        mapped?;
+        let mut segments = self.segments();
+        let runs = &mut segments[segment].runs;
+        match runs.last_mut() {
+            Some(run) if run.end == chunk.start => run.end = chunk.end,
+            _ => runs.push(chunk.clone()),
+        }
+        Ok(released?)
+    }
+
+    fn map_handle(&self, segment: usize, chunk: &Range<u64>, handle: c_ulonglong) -> Result<(), ShareError> {
+        let mut properties = properties_of(&self.device);
+        // SAFETY: valid for writing, and the handle is live.
+        unsafe { self.device.driver().handle_properties(&raw mut properties, handle) }?;
+        if properties.location != MemLocation::device(self.device.raw_device()) {
+            return Err(MessageError::Descriptor.into());
+        }
+        let (base, size) = (self.segments()[segment].base, (chunk.end - chunk.start) as usize);
+        // SAFETY: the addresses are reserved, and no other chunk of the layout has them; the driver refuses a handle of
+        // another size.
+        Ok(unsafe { self.device.driver().map(base + chunk.start, size, 0, handle, 0) }?)
+    }
+
+    fn set_access(&self) -> Result<(), DriverError> {
+        let flags = match self.access {
+            Access::Read => ACCESS_READ,
+            Access::ReadWrite => ACCESS_READ_WRITE,
+        };
+        let access = MemAccess { location: MemLocation::device(self.device.raw_device()), flags };
+        for segment in self.segments().iter() {
+            for run in &segment.runs {
+                let size = (run.end - run.start) as usize;
+                // SAFETY: the run is mapped, and the descriptor is valid for reading.
+                unsafe { self.device.driver().set_access(segment.base + run.start, size, &raw const access, 1) }?;
+            }
+        }
+        Ok(())
+    }
+
+    fn segments(&self) -> MutexGuard<'_, Vec<MappedSegment>> {
+        self.segments.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_good(&self) -> Result<(), ShareError> {
+        match self.page.state() {
+            state if state.is_good() => Ok(()),
+            state => Err(ShareError::Stale(state)),
+        }
+    }
+
+    /// Whether the memory still is what was exported. One load: ask as often as needed. A view asks when it is made.
+    ///
+    /// # Errors
+    /// [`ImportError::Stale`] when it is not, [`ImportError::Detached`] after [`detach`](Self::detach).
+    pub fn check(&self) -> Result<(), ImportError> {
+        let state = self.page.state();
+        if !state.is_good() {
+            let freed = match state {
+                ExportState::Freed(number) => self.layout.allocations.get(number as usize),
+                _ => None,
+            };
+            return Err(ImportError::Stale { state, allocation: freed.and_then(|freed| freed.name.clone()) });
+        }
+        if self.segments().is_empty() { Err(ImportError::Detached) } else { Ok(()) }
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Arc<CudaDevice> {
+        &self.device
+    }
+
+    /// Number of allocations.
+    pub fn len(&self) -> usize {
+        self.layout.allocations.len()
+    }
+
+    /// Whether there are no allocations, which no export has.
+    pub fn is_empty(&self) -> bool {
+        self.layout.allocations.is_empty()
+    }
+
+    /// An allocation, by its number in the order of the export: by the exporter's (stream, segment, offset).
+    ///
+    /// # Errors
+    /// When there is none, or the import is stale or detached.
+    pub fn allocation(&self, number: usize) -> Result<ImportedAllocation, ImportError> {
+        self.check()?;
+        let count = self.len();
+        let of = self.layout.allocations.get(number).ok_or(ImportError::NoSuchAllocation { number, count })?;
+        let base = self.segments().get(of.segment as usize).ok_or(ImportError::Detached)?.base;
+        let (name, stream) = (of.name.clone(), of.stream);
+        Ok(ImportedAllocation { name, address: base + of.offset_bytes, size_bytes: of.size_bytes, stream })
+    }
+
+    /// The number of the only allocation with this name.
+    ///
+    /// # Errors
+    /// When none has it, or several.
+    pub fn find(&self, name: &str) -> Result<usize, ImportError> {
+        let mut named = self.layout.allocations.iter().enumerate().filter(|(_, of)| of.name.as_deref() == Some(name));
+        let (number, _) = named.next().ok_or_else(|| ImportError::Unknown { name: name.into() })?;
+        match named.count() {
+            0 => Ok(number),
+            others => Err(ImportError::Ambiguous { name: name.into(), count: others + 1 }),
+        }
+    }
+
+    /// The bytes of the allocation with this name, to be read by work on a stream.
+    ///
+    /// # Errors
+    /// When there is no such allocation, several, or the import is stale or detached.
+    pub fn bytes<'a>(&'a self, name: &str, stream: &'a Arc<CudaStream>) -> Result<ImportedView<'a, u8>, ImportError> {
+        self.view_of(&self.allocation(self.find(name)?)?, stream)
+    }
+
+    /// The allocation with this name as elements, to be read by work on a stream.
+    ///
+    /// # Safety
+    /// The exporter wrote such elements there, or any bits make a `T`. Nobody writes them while they are read.
+    ///
+    /// # Errors
+    /// As [`bytes`](Self::bytes), and when it is no whole number of elements.
+    pub unsafe fn view<'a, T: DeviceRepr>(
+        &'a self,
+        name: &str,
+        stream: &'a Arc<CudaStream>,
+    ) -> Result<ImportedView<'a, T>, ImportError> {
+        self.view_of(&self.allocation(self.find(name)?)?, stream)
+    }
+
+    /// As [`view`](Self::view), by the allocation's number.
+    ///
+    /// # Safety
+    /// As [`view`](Self::view).
+    ///
+    /// # Errors
+    /// As [`view`](Self::view).
+    pub unsafe fn view_at<'a, T: DeviceRepr>(
+        &'a self,
+        number: usize,
+        stream: &'a Arc<CudaStream>,
+    ) -> Result<ImportedView<'a, T>, ImportError> {
+        self.view_of(&self.allocation(number)?, stream)
+    }
+
+    /// As [`view`](Self::view), to be written too.
+    ///
+    /// # Safety
+    /// As [`view`](Self::view), and nobody else uses the elements meanwhile, in any process.
+    ///
+    /// # Errors
+    /// As [`view`](Self::view), and when the import is read-only.
+    pub unsafe fn view_mut<'a, T: DeviceRepr>(
+        &'a self,
+        name: &str,
+        stream: &'a Arc<CudaStream>,
+    ) -> Result<ImportedViewMut<'a, T>, ImportError> {
+        if self.access != Access::ReadWrite {
+            return Err(ImportError::ReadOnly);
+        }
+        Ok(ImportedViewMut::of(self.view_of(&self.allocation(self.find(name)?)?, stream)?))
+    }
+
+    fn view_of<'a, T>(
+        &'a self,
+        allocation: &ImportedAllocation,
+        stream: &'a Arc<CudaStream>,
+    ) -> Result<ImportedView<'a, T>, ImportError> {
+        let (size_bytes, element_bytes) = (allocation.size_bytes, size_of::<T>());
+        if element_bytes == 0 || !size_bytes.is_multiple_of(element_bytes as u64) {
+            return Err(ImportError::Elements { size_bytes, element_bytes });
+        }
+        Ok(ImportedView::new(allocation.address, size_bytes as usize / element_bytes, stream))
+    }
+
+    /// What this import is.
+    pub fn report(&self) -> ImportReport {
+        let lease = self.lease.lock().unwrap_or_else(PoisonError::into_inner);
+        let mapped = |segment: &MappedSegment| segment.runs.iter().map(|run| run.end - run.start).sum::<u64>();
+        ImportReport {
+            exporter: self.layout.pid,
+            exporter_is_alive: lease.as_ref().is_some_and(is_held),
+            pool: self.layout.pool,
+            digest: self.layout.digest,
+            access: self.access,
+            mapped_bytes: self.segments().iter().map(mapped).sum(),
+            allocation_count: self.len(),
+            state: self.page.state(),
+        }
+    }
+
+    /// Waits until the device has done what was submitted in this context, and gives the memory up: the exporter sees this process leave.
+    ///
+    /// # Errors
+    /// When the driver refuses. What it did not take back stays mapped, and this can be called again.
+    pub fn detach(&mut self) -> Result<(), CudaError> {
+        self.unmap()?;
+        Ok(())
+    }
+
+    fn unmap(&self) -> Result<(), DriverError> {
+        let mut segments = self.segments();
+        if segments.is_empty() {
+            return Ok(());
+        }
+        let driver = self.device.driver();
+        let _current = self.device.enter()?;
+        let _relaxed = driver.relax_capture();
+        // SAFETY: takes no pointers, and the context is current.
+        unsafe { driver.context_synchronize() }?;
+        while let Some(segment) = segments.last_mut() {
+            while let Some(run) = segment.runs.last() {
+                // SAFETY: whole chunks that are mapped, and that no work uses any more.
+                unsafe { driver.unmap(segment.base + run.start, (run.end - run.start) as usize) }?;
+                segment.runs.pop();
+            }
+            // SAFETY: reserved with this size, and nothing is mapped there.
+            unsafe { driver.address_free(segment.base, segment.size_bytes as usize) }?;
+            segments.pop();
+        }
+        // Last, so that whom the exporter does not see has nothing mapped.
+        *self.lease.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        Ok(())
+    }
+}
+
+impl Drop for Import {
+    fn drop(&mut self) {
+        if let Err(error) = self.unmap() {
+            let size_bytes = self.layout.mapped_bytes();
+            tracing::warn!(name: "memory.import_kept", target: "symmalloc", size_bytes, %error);
+            // The exporter must go on seeing it.
+            let lease = self.lease.get_mut().unwrap_or_else(PoisonError::into_inner);
+            lease.take().into_iter().for_each(std::mem::forget);
+        }
+    }
+}
+
+impl fmt::Debug for Import {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Import").field(&self.report()).finish()
+    }
+}
+
+/// Receives one message of the exporter's: of this kind and with these descriptors, or a refusal, which becomes an error.
+fn receive(
+    channel: &Channel<'_>,
+    kind: u32,
+    descriptors: usize,
+    importer: DeviceUuid,
+    wanted: Access,
+) -> Result<(Header, Vec<u8>, Vec<OwnedFd>), ShareError> {
+    let mut header = [0; Header::BYTES];
+    let files = channel.receive_at_most(&mut header, descriptors)?;
+    let header = Header::read(&header)?;
+    let mut body = vec![0; header.length as usize];
+    channel.receive(&mut body, 0)?;
+    header.check(&body)?;
+    if header.kind == REFUSAL {
+        return Err(match Refusal::read(&body)? {
+            Refusal::Version => ShareError::OtherVersion { theirs: header.version, ours: VERSION },
+            Refusal::Device { uuid } => ShareError::OtherDevice { exporter: DeviceUuid(uuid), importer },
+            Refusal::Access { given } => ShareError::AccessRefused { wanted, given },
+            Refusal::Stale { word } => ShareError::Stale(ExportState::of_word(word)),
+            Refusal::Failed { code } => ShareError::PeerFailed { code },
+        });
+    }
+    if header.version != VERSION {
+        return Err(ShareError::OtherVersion { theirs: header.version, ours: VERSION });
+    }
+    if header.kind != kind {
+        return Err(MessageError::Unexpected { kind: header.kind }.into());
+    }
+    if files.len() != descriptors {
+        return Err(MessageError::Descriptors { got: files.len(), wanted: descriptors }.into());
+    }
+    Ok((header, body, files))
+}
+
+fn properties_of(device: &CudaDevice) -> MemProperties {
+    MemProperties::of(MemLocation::device(device.raw_device()), 0, 0)
+}
+
+fn granularity_of(device: &CudaDevice) -> Result<u64, DriverError> {
+    let _current = device.enter()?;
+    let driver: &Driver = device.driver();
+    let (properties, mut bytes) = (properties_of(device), 0_usize);
+    // SAFETY: `bytes` is valid for writing, the properties for reading. 0: the least granularity.
+    unsafe { driver.granularity(&raw mut bytes, &raw const properties, 0) }?;
+    Ok(bytes as u64)
+}

@@ -1,0 +1,114 @@
+use super::*;
+
+const GRANULARITY: u64 = 2 << 20;
+
+fn layout() -> Layout {
+    let allocation = |segment, offset_bytes, size_bytes, name: Option<&str>| SharedAllocation {
+        segment,
+        stream: StreamId(1),
+        offset_bytes,
+        size_bytes,
+        name: name.map(Box::from),
+    };
+    Layout {
+        pid: 17,
+        pool: PoolId(3),
+        digest: Digest { ops: 9, value: 0x1234 },
+        kind: HandleKind::FileDescriptor,
+        segments: vec![
+            SharedSegment { size_bytes: 8 << 20, chunks: vec![0..2 << 20, 2 << 20..4 << 20, 6 << 20..8 << 20] },
+            SharedSegment { size_bytes: 2 << 20, chunks: vec![0..2 << 20] },
+        ],
+        allocations: vec![
+            allocation(0, 0, 4 << 20, Some("weight")),
+            allocation(0, 6 << 20, 1, Some("")),
+            allocation(1, 512, 100, None),
+        ],
+    }
+}
+
+#[test]
+fn a_layout_is_read_as_it_was_written() {
+    assert_eq!(Layout::read(&layout().write(), GRANULARITY), Ok(layout()));
+    assert_eq!(layout().chunks().count(), 4);
+}
+
+#[test]
+fn layouts_that_no_pool_has_are_refused() {
+    let refused = |change: fn(&mut Layout)| {
+        let mut changed = layout();
+        change(&mut changed);
+        Layout::read(&changed.write(), GRANULARITY).expect_err("it cannot be")
+    };
+    let layout = MessageError::Layout;
+    assert_eq!(refused(|of| of.segments[0].chunks[1] = 1 << 20..4 << 20), layout("chunks"));
+    assert_eq!(refused(|of| of.segments[0].chunks.swap(0, 1)), layout("chunks"));
+    assert_eq!(refused(|of| of.segments[0].chunks[2] = 6 << 20..6 << 20), layout("chunks"));
+    assert_eq!(refused(|of| of.segments[0].size_bytes += 2 << 20), layout("segments"));
+    assert_eq!(refused(|of| of.segments[1].chunks.clear()), layout("segments"));
+    assert_eq!(
+        refused(|of| of.segments[1] = SharedSegment { size_bytes: 1 << 60, chunks: vec![0..1 << 60] }),
+        layout("segments")
+    );
+    assert_eq!(refused(|of| of.allocations[0].segment = 2), layout("allocations"));
+    assert_eq!(refused(|of| of.allocations[0].offset_bytes = 1), layout("allocations"), "it runs into a gap");
+    assert_eq!(refused(|of| of.allocations[0].offset_bytes = u64::MAX - 5), layout("allocations"));
+    assert_eq!(refused(|of| of.allocations[2].size_bytes = 0), layout("allocations"));
+    assert_eq!(refused(|of| of.allocations[1].name = Some("x".repeat(5000).into())), layout("names"));
+}
+
+#[test]
+fn torn_and_changed_layouts_are_errors_or_other_layouts_and_never_panics() {
+    let body = layout().write();
+    for length in 0..body.len() {
+        assert!(Layout::read(&body[..length], GRANULARITY).is_err(), "{length} bytes");
+    }
+    assert_eq!(Layout::read(&[&body[..], &[0]].concat(), GRANULARITY), Err(MessageError::Length));
+    for at in 0..body.len() {
+        for value in [0, 1, 0x7f, 0x80, 0xff] {
+            let mut changed = body.clone();
+            changed[at] = value;
+            if let Ok(read) = Layout::read(&changed, GRANULARITY) {
+                assert_eq!(read.write(), changed, "byte {at}");
+            }
+            let header = Header::new(OFFER, 2, &body);
+            assert_eq!(header.check(&changed).is_err(), changed != body);
+        }
+    }
+    // A count beyond what came takes no memory.
+    let huge = [&body[..28], &u32::MAX.to_le_bytes()].concat();
+    assert_eq!(Layout::read(&huge, GRANULARITY), Err(MessageError::Length));
+}
+
+#[test]
+fn small_messages_are_read_as_they_were_written() {
+    let hello = Hello { version: 7, access: Access::ReadWrite, pid: 9, uuid: *b"0123456789abcdef" };
+    assert_eq!(Hello::read(&hello.write()), Ok(hello));
+    for step in [Step::Next { first: 64, count: 3 }, Step::Attached, Step::GaveUp { code: -2 }] {
+        assert_eq!(Step::read(&step.write()), Ok(step));
+    }
+    for refusal in [
+        Refusal::Version,
+        Refusal::Device { uuid: [7; 16] },
+        Refusal::Access { given: Access::Read },
+        Refusal::Stale { word: 0x1002 },
+        Refusal::Failed { code: 700 },
+    ] {
+        assert_eq!(Refusal::read(&refusal.write()), Ok(refusal));
+    }
+    let header = Header::new(BATCH_OF_HANDLES, 64, b"body");
+    assert_eq!(Header::read(&header.write()), Ok(header));
+    let mut long = header.write();
+    long[20..24].copy_from_slice(&u32::MAX.to_le_bytes());
+    assert!(matches!(Header::read(&long), Err(MessageError::TooLong { .. })));
+    assert_eq!(Header::read(&[0; Header::BYTES]), Err(MessageError::Foreign));
+    assert_eq!(Hello::read(&[0; Hello::BYTES]), Err(MessageError::Foreign));
+    assert_eq!(Step::read(&[9; Step::BYTES]), Err(MessageError::Unexpected { kind: 0x0909_0909 }));
+}
+
+#[test]
+fn a_long_name_is_cut_between_characters() {
+    assert_eq!(short("weight"), "weight");
+    assert_eq!(short(&"ä".repeat(3000)).len(), NAME_BYTES_MAX);
+    assert_eq!(short(&format!("x{}", "ä".repeat(3000))).len(), NAME_BYTES_MAX - 1);
+}

@@ -1,0 +1,646 @@
+//! Memory of one process in another one. Most tests are both in two threads; the last ones are two processes.
+
+use crate::process::{calls, device, fail, heal, live, stub_test};
+use cudarc::driver::{CudaStream, DevicePtr};
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+use symmalloc_core::config::PoolConfig;
+use symmalloc_core::op::Contents;
+use symmalloc_cuda::{
+    Access, CudaAllocator, CudaBackend, CudaDevice, CudaError, DeviceBuffer, DriverError, Export, ExportState, Import,
+    ImportError, MessageError, Peer, ShareError,
+};
+
+const LONG: Duration = Duration::from_secs(60);
+const MIB: usize = 1 << 20;
+
+/// Both ends of an attachment, in two threads.
+fn attach(export: &Export, device: &Arc<CudaDevice>, access: Access) -> Result<Import, ShareError> {
+    both(export, device, access).1
+}
+
+fn both(
+    export: &Export,
+    device: &Arc<CudaDevice>,
+    access: Access,
+) -> (Result<Peer, ShareError>, Result<Import, ShareError>) {
+    let (ours, theirs) = UnixStream::pair().expect("sockets");
+    thread::scope(|scope| {
+        let importer = scope.spawn(move || Import::attach(device, &theirs, access, LONG));
+        let served = export.serve(&ours, access, LONG);
+        drop(ours);
+        (served, importer.join().expect("no panic"))
+    })
+}
+
+/// A trainer with three weights in a pool of their own.
+struct Trainer {
+    weights: CudaAllocator,
+    stream: Arc<CudaStream>,
+    embedding: DeviceBuffer<u8>,
+    layer: DeviceBuffer<u8>,
+    unnamed: DeviceBuffer<u8>,
+}
+
+fn filled(allocator: &CudaAllocator, stream: &Arc<CudaStream>, len: usize, name: &str, value: u8) -> DeviceBuffer<u8> {
+    let mut buffer = allocator.alloc_zeroed_named::<u8>(stream, len, name).expect("memory");
+    stream.memset(&mut buffer, value);
+    buffer
+}
+
+trait Memset {
+    fn memset(&self, buffer: &mut DeviceBuffer<u8>, value: u8);
+}
+
+impl Memset for Arc<CudaStream> {
+    fn memset(&self, buffer: &mut DeviceBuffer<u8>, value: u8) {
+        let content = vec![value; buffer.len()];
+        self.memcpy_htod(&content, buffer).expect("copied");
+    }
+}
+
+impl Trainer {
+    fn of(allocator: &CudaAllocator, config: PoolConfig) -> Self {
+        let pool = allocator.create_pool(config).expect("a pool");
+        let weights = allocator.with_pool(&pool);
+        let stream = weights.device().context().new_stream().expect("a stream");
+        let embedding = filled(&weights, &stream, 3 * MIB, "embedding", 1);
+        let layer = filled(&weights, &stream, 1000, "layer", 2);
+        let mut unnamed = weights.alloc_zeroed::<u8>(&stream, 5 * MIB).expect("memory");
+        stream.memset(&mut unnamed, 3);
+        Trainer { weights, stream, embedding, layer, unnamed }
+    }
+
+    fn new(device: &Arc<CudaDevice>) -> Self {
+        Self::of(&allocator(device), PoolConfig::builder().build().expect("valid"))
+    }
+}
+
+/// One whose pools grow by chunks of 2 MiB.
+fn allocator(device: &Arc<CudaDevice>) -> CudaAllocator {
+    let backend = CudaBackend::builder(device).chunk_bytes(2 << 20).build().expect("a backend");
+    CudaAllocator::with_backend(backend, Default::default()).expect("an allocator")
+}
+
+fn content(import: &Import, name: &str, stream: &Arc<CudaStream>) -> Vec<u8> {
+    stream.clone_dtoh(&import.bytes(name, stream).expect("a view")).expect("copied")
+}
+
+/// Open descriptors of this process.
+fn descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").expect("a list").count() - 1
+}
+
+stub_test!(an_importer_sees_the_exporters_bytes_without_a_copy, {
+    let device = device();
+    let mut trainer = Trainer::new(&device);
+    let engine = device.context().new_stream().expect("a stream");
+    let before = (live().device_bytes, descriptors());
+    let export = trainer.weights.export().expect("exported");
+    assert_eq!(
+        (export.allocation_count(), export.mapped_bytes()),
+        (3, 10 << 20),
+        "the chunks that hold 8 MiB and some"
+    );
+    let mut import = attach(&export, &device, Access::ReadWrite).expect("attached");
+    assert_eq!(live().device_bytes, before.0, "no copy");
+
+    assert_eq!(content(&import, "embedding", &engine), vec![1; 3 * MIB]);
+    assert_eq!(content(&import, "layer", &engine), vec![2; 1000]);
+    let unnamed = import.allocation(2).expect("the third");
+    assert_eq!((unnamed.name, unnamed.size_bytes), (None, 5 << 20));
+    assert_ne!(unnamed.address, trainer.unnamed.device_ptr(&trainer.stream).0, "an address of its own");
+    // SAFETY: bytes.
+    let view = unsafe { import.view_at::<u8>(2, &engine) }.expect("a view");
+    assert_eq!(engine.clone_dtoh(&view).expect("copied"), vec![3; 5 * MIB]);
+
+    // Both write, and both see it.
+    trainer.stream.memset(&mut trainer.layer, 9);
+    assert_eq!(content(&import, "layer", &engine), vec![9; 1000]);
+    // SAFETY: bytes, which nobody uses meanwhile.
+    let mut written = unsafe { import.view_mut::<u8>("layer", &engine) }.expect("a view");
+    engine.memcpy_htod(&[7; 1000], &mut written).expect("copied");
+    assert_eq!(trainer.stream.clone_dtoh(&trainer.layer).expect("copied"), vec![7; 1000]);
+
+    let peers = || export.report().peers;
+    assert_eq!(
+        peers().iter().map(|peer| (peer.pid, peer.access)).collect::<Vec<_>>(),
+        [(std::process::id(), Access::ReadWrite)]
+    );
+    assert_eq!(trainer.weights.exports(), [export.report()]);
+    let report = import.report();
+    assert_eq!((report.exporter, report.exporter_is_alive), (std::process::id(), true));
+    assert_eq!((report.mapped_bytes, report.allocation_count, report.pool), (10 << 20, 3, trainer.weights.pool()));
+    assert_eq!(report.digest, trainer.weights.digest(trainer.weights.pool()).expect("a digest"));
+
+    import.detach().expect("detached");
+    assert_eq!((peers(), import.check()), (vec![], Err(ImportError::Detached)));
+    import.detach().expect("nothing to do");
+    assert_eq!(import.allocation(0), Err(ImportError::Detached));
+    drop((import, export));
+    assert_eq!(trainer.weights.exports(), []);
+    assert_eq!((live().device_bytes, descriptors()), before);
+});
+
+stub_test!(what_cannot_be_used_as_asked_is_said, {
+    let device = device();
+    let trainer = Trainer::new(&device);
+    let stream = &trainer.stream;
+    let twice = [filled(&trainer.weights, stream, 100, "twice", 0), filled(&trainer.weights, stream, 100, "twice", 0)];
+    let export = trainer.weights.export().expect("exported");
+    let import = attach(&export, &device, Access::Read).expect("attached");
+    assert_eq!(import.find("no"), Err(ImportError::Unknown { name: "no".into() }));
+    assert_eq!(import.find("twice"), Err(ImportError::Ambiguous { name: "twice".into(), count: 2 }));
+    assert_eq!(import.allocation(9), Err(ImportError::NoSuchAllocation { number: 9, count: 5 }));
+    // SAFETY: no view is made.
+    let elements = unsafe { import.view::<[u8; 7]>("layer", stream) };
+    assert_eq!(elements.map(drop), Err(ImportError::Elements { size_bytes: 1000, element_bytes: 7 }));
+    // SAFETY: as above.
+    let mutable = unsafe { import.view_mut::<u8>("layer", stream) };
+    assert_eq!(mutable.map(drop), Err(ImportError::ReadOnly));
+    drop(twice);
+});
+
+stub_test!(a_stale_import_is_an_error_and_its_memory_stays_mapped, {
+    let device = device();
+    let Trainer { weights, stream, embedding, layer, unnamed } = Trainer::new(&device);
+    let export = weights.export().expect("exported");
+    let import = attach(&export, &device, Access::Read).expect("attached");
+    let address = import.allocation(1).expect("the second").address;
+    let other = weights.alloc_zeroed::<u8>(&stream, 100).expect("not exported");
+    drop(other);
+    import.check().expect("what was not exported may be freed");
+
+    drop(layer);
+    let stale = ImportError::Stale { state: ExportState::Freed(1), allocation: Some("layer".into()) };
+    assert_eq!(import.check(), Err(stale.clone()));
+    assert_eq!(import.bytes("embedding", &stream).map(drop), Err(stale.clone()));
+    assert_eq!(
+        stale.to_string(),
+        "the imported memory is stale: the exporter freed allocation 1 of it, \"layer\"; detach, and attach to a new export"
+    );
+    let (served, attached) = both(&export, &device, Access::Read);
+    assert_eq!(served.expect_err("stale"), ShareError::Stale(ExportState::Freed(1)));
+    assert_eq!(attached.expect_err("stale"), ShareError::Stale(ExportState::Freed(1)));
+    drop((embedding, unnamed));
+    weights.trim().expect("trimmed");
+    // SAFETY: mapped by the import, whatever the exporter did; the stub's memory is the host's.
+    assert_eq!(unsafe { (address as *const u8).read() }, 2, "the last bytes");
+    assert_eq!(weights.exports().len(), 1, "somebody has it");
+    drop((import, export));
+    assert_eq!((weights.exports(), live().device_bytes), (vec![], 0));
+});
+
+stub_test!(a_pool_that_sleeps_makes_imports_stale_and_is_exported_again_when_it_is_awake, {
+    let device = device();
+    let allocator = allocator(&device);
+    let trainer = Trainer::of(&allocator, PoolConfig::builder().build().expect("valid"));
+    let pool = trainer.weights.pool();
+    let export = trainer.weights.export().expect("exported");
+    let import = attach(&export, &device, Access::Read).expect("attached");
+    let address = import.allocation(1).expect("the second").address;
+    allocator.sleep(pool, Contents::Keep).expect("asleep");
+    assert_eq!(import.check(), Err(ImportError::Stale { state: ExportState::Unmapped, allocation: None }));
+    assert_eq!(export.check(), Err(ShareError::Stale(ExportState::Unmapped)));
+    assert!(trainer.weights.export().is_err(), "it has no memory");
+    // SAFETY: mapped by the import, whatever the exporter did; the stub's memory is the host's.
+    assert_eq!(unsafe { (address as *const u8).read() }, 2, "the last bytes");
+    allocator.wake(pool).expect("awake");
+    assert!(import.check().is_err(), "it stays so");
+    drop(import);
+    let again = trainer.weights.export().expect("exported again");
+    let import = attach(&again, &device, Access::Read).expect("attached");
+    assert_eq!(content(&import, "layer", &trainer.stream), vec![2; 1000], "what was kept");
+});
+
+stub_test!(importers_are_told_by_exports_that_are_dropped_withdrawn_and_left, {
+    let device = device();
+    let trainer = Trainer::new(&device);
+    let stream = device.context().new_stream().expect("a stream");
+    let import = attach(&trainer.weights.export().expect("exported"), &device, Access::Read).expect("attached");
+    import.check().expect("an export that is dropped is still told of frees");
+    let second = trainer.weights.export().expect("exported again");
+    let other = attach(&second, &device, Access::Read).expect("attached");
+    second.withdraw();
+    assert_eq!(other.check(), Err(ImportError::Stale { state: ExportState::Withdrawn, allocation: None }));
+    import.check().expect("another export");
+    assert_eq!(trainer.weights.exports().len(), 2);
+
+    // An exporter that ends with live allocations leaves them.
+    let Trainer { weights, stream: own, embedding, layer, unnamed } = trainer;
+    [embedding, layer, unnamed].into_iter().for_each(|buffer| {
+        buffer.leak();
+    });
+    drop((weights, own));
+    import.check().expect("nobody else writes there");
+    let report = import.report();
+    assert_eq!((report.state, report.exporter_is_alive), (ExportState::Ended, false));
+    assert_eq!(content(&import, "embedding", &stream), vec![1; 3 * MIB]);
+});
+
+stub_test!(pools_that_have_nothing_or_cannot_be_exported_say_so, {
+    let device = device();
+    let allocator = allocator(&device);
+    assert_eq!(allocator.export().expect_err("empty"), ShareError::Empty);
+    let plain = CudaAllocator::with_backend(
+        CudaBackend::builder(&device).plain().build().expect("a backend"),
+        Default::default(),
+    );
+    let plain = plain.expect("an allocator");
+    let stream = device.context().new_stream().expect("a stream");
+    let _buffer = plain.alloc_zeroed::<u8>(&stream, 100).expect("memory");
+    assert_eq!(plain.export().expect_err("plain"), ShareError::NotExportable);
+    assert_eq!((plain.exports(), live().mappings), (vec![], 0));
+});
+
+stub_test!(other_devices_and_more_access_than_is_given_are_refused_on_both_sides, ["STUB_DEVICES" = "2"], {
+    let device = device();
+    let trainer = Trainer::new(&device);
+    let export = trainer.weights.export().expect("exported");
+    let other = CudaDevice::new(1).expect("the second");
+    let before = descriptors();
+    let (served, attached) = both(&export, &other, Access::Read);
+    let error = served.expect_err("another device");
+    assert!(matches!(error, ShareError::OtherDevice { .. }), "{error}");
+    assert_eq!(attached.expect_err("another device"), error);
+    let (ours, theirs) = UnixStream::pair().expect("sockets");
+    let error = ShareError::AccessRefused { wanted: Access::ReadWrite, given: Access::Read };
+    thread::scope(|scope| {
+        let importer = scope.spawn(|| Import::attach(&device, &theirs, Access::ReadWrite, LONG));
+        assert_eq!(export.serve(&ours, Access::Read, LONG), Err(error.clone()));
+        assert_eq!(importer.join().expect("no panic").expect_err("refused"), error);
+    });
+    drop((ours, theirs));
+    assert_eq!((descriptors(), export.report().peers), (before, vec![]));
+});
+
+stub_test!(pools_of_every_kind_and_many_chunks_are_shared, {
+    let device = device();
+    let engine = device.context().new_stream().expect("a stream");
+    let configs = [
+        PoolConfig::builder().fixed().build(),
+        PoolConfig::builder().reserved(64 << 20).build(),
+        PoolConfig::builder().build(),
+    ];
+    let prefetching = CudaBackend::builder(&device).chunk_bytes(2 << 20).prefetch_bytes(16 << 20).build();
+    let prefetching = CudaAllocator::with_backend(prefetching.expect("a backend"), Default::default());
+    for allocator in [allocator(&device), prefetching.expect("an allocator")] {
+        for config in configs.clone() {
+            let trainer = Trainer::of(&allocator, config.expect("valid"));
+            let export = trainer.weights.export().expect("exported");
+            let import = attach(&export, &device, Access::Read).expect("attached");
+            assert_eq!(content(&import, "embedding", &engine), vec![1; 3 * MIB]);
+            assert_eq!(content(&import, "layer", &engine), vec![2; 1000]);
+        }
+    }
+    // More chunks than go in one batch, and a hole.
+    let allocator = allocator(&device);
+    let first = filled(&allocator, &engine, 100 * MIB, "first", 1);
+    let hole = filled(&allocator, &engine, 100 * MIB, "hole", 2);
+    let last = filled(&allocator, &engine, 100 * MIB, "last", 3);
+    drop(hole);
+    let export = allocator.export().expect("exported");
+    assert_eq!(export.mapped_bytes(), 200 << 20);
+    let import = attach(&export, &device, Access::Read).expect("attached");
+    assert_eq!(import.report().mapped_bytes, 200 << 20);
+    assert_eq!(content(&import, "last", &engine), vec![3; 100 * MIB]);
+    drop((first, last));
+});
+
+stub_test!(two_thousand_attachments_leave_nothing, {
+    let device = device();
+    let trainer = Trainer::new(&device);
+    let export = trainer.weights.export().expect("exported");
+    drop(attach(&export, &device, Access::Read).expect("attached"));
+    assert_eq!(export.report().peers, []);
+    let before = (live(), descriptors());
+    for _ in 0..2000 {
+        drop(attach(&export, &device, Access::Read).expect("attached"));
+    }
+    assert_eq!(export.report().peers, []);
+    assert_eq!((live(), descriptors()), before);
+});
+
+/// The driver's calls of exporter and importer.
+const CALLS: [&str; 14] = [
+    "cuDeviceGetUuid_v2",
+    "cuMemGetAllocationGranularity",
+    "cuCtxGetCurrent",
+    "cuThreadExchangeStreamCaptureMode",
+    "cuMemRetainAllocationHandle",
+    "cuMemExportToShareableHandle",
+    "cuMemImportFromShareableHandle",
+    "cuMemGetAllocationPropertiesFromHandle",
+    "cuMemAddressReserve",
+    "cuMemMap",
+    "cuMemSetAccess",
+    "cuMemRelease",
+    "cuCtxSynchronize",
+    "cuMemUnmap",
+];
+
+stub_test!(every_driver_call_fails_at_every_occurrence_and_nothing_is_left, {
+    let device = device();
+    let trainer = Trainer::new(&device);
+    let program = || -> Result<(), ShareError> {
+        let export = trainer.weights.export()?;
+        let (served, attached) = both(&export, &device, Access::Read);
+        let (is_served, peers) = (served.is_ok(), export.report().peers.len());
+        assert!(peers == 0 || is_served, "who did not attach is no peer");
+        let mut import = match (served, attached) {
+            // Which call failed knows the one in whose part it was.
+            (Err(ShareError::HungUp), Err(error)) | (Err(error), _) | (Ok(_), Err(error)) => return Err(error),
+            (Ok(_), Ok(import)) => import,
+        };
+        let layer = import.allocation(1).expect("the second").address as *const u8;
+        // SAFETY: mapped; the stub's memory is the host's.
+        assert_eq!(unsafe { std::slice::from_raw_parts(layer, 1000) }, [2; 1000]);
+        let detached = import.detach();
+        if detached.is_err() {
+            assert_eq!(export.report().peers.len(), 1, "the exporter still sees it");
+            heal();
+            import.detach().expect("the second time");
+        }
+        Ok(detached?)
+    };
+    program().expect("it works");
+    assert_eq!(trainer.weights.exports(), []);
+    let before = (live(), descriptors());
+    for call in CALLS.into_iter().chain(["cuMemAddressFree"]) {
+        let mut nth = 1;
+        loop {
+            let made = calls(call);
+            fail(call, nth, 999);
+            let outcome = program();
+            let was_reached = calls(call) - made >= nth;
+            heal();
+            if let Err(error) = &outcome {
+                assert!(error.to_string().contains("999"), "{call} {nth}: {error}");
+            }
+            program().unwrap_or_else(|error| panic!("{call} {nth}, healed: {error}"));
+            if !was_reached {
+                break;
+            }
+            nth += 1;
+        }
+        assert!(nth > 1, "the program never calls {call}");
+        trainer.weights.trim().expect("what was not released is tried again");
+        assert_eq!((live(), descriptors()), before, "{call}");
+    }
+});
+
+stub_test!(peers_that_are_silent_or_gone_hold_nobody_up, {
+    let device = device();
+    let trainer = Trainer::new(&device);
+    let export = trainer.weights.export().expect("exported");
+    let before = descriptors();
+    let short = Duration::from_millis(100);
+    let (ours, theirs) = UnixStream::pair().expect("sockets");
+    let started = Instant::now();
+    assert_eq!(export.serve(&ours, Access::Read, short), Err(ShareError::TimedOut));
+    assert_eq!(Import::attach(&device, &theirs, Access::Read, short).map(drop), Err(ShareError::TimedOut));
+    assert!(started.elapsed() < LONG / 2);
+    drop(theirs);
+    // What it had said lies there.
+    assert_eq!(export.serve(&ours, Access::Read, short), Err(ShareError::HungUp));
+    drop(ours);
+    let (ours, theirs) = UnixStream::pair().expect("sockets");
+    drop(ours);
+    assert_eq!(Import::attach(&device, &theirs, Access::Read, short).map(drop), Err(ShareError::HungUp));
+    drop(theirs);
+    assert_eq!((descriptors(), export.report().peers.len()), (before, 0));
+});
+
+/// What an exporter sends in an offer: header and body, and its descriptors stay here.
+fn real_offer(export: &Export, device: &Arc<CudaDevice>) -> Vec<u8> {
+    let (ours, theirs) = UnixStream::pair().expect("sockets");
+    let (near, mut far) = UnixStream::pair().expect("sockets");
+    thread::scope(|scope| {
+        let serving = scope.spawn(move || export.serve(&ours, Access::Read, LONG).expect_err("nobody attaches"));
+        // The importer's hello, as it sends it.
+        let asking = scope.spawn(move || Import::attach(device, &near, Access::Read, LONG).map(drop));
+        let mut hello = [0; 36];
+        far.read_exact(&mut hello).expect("a hello");
+        (&theirs).write_all(&hello).expect("sent");
+        let mut header = [0; 32];
+        (&theirs).read_exact(&mut header).expect("a header");
+        let length = u32::from_le_bytes(header[20..24].try_into().expect("four bytes"));
+        let mut body = vec![0; length as usize];
+        (&theirs).read_exact(&mut body).expect("a body");
+        drop((theirs, far));
+        assert_eq!(asking.join().expect("no panic"), Err(ShareError::HungUp));
+        assert_eq!(serving.join().expect("no panic"), ShareError::HungUp);
+        [&header[..], &body].concat()
+    })
+}
+
+/// What becomes of an importer that is sent these bytes with these descriptors.
+fn attach_to(bytes: &[u8], files: &[std::os::fd::BorrowedFd<'_>], device: &Arc<CudaDevice>) -> ShareError {
+    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+    let (near, far) = UnixStream::pair().expect("sockets");
+    let mut space = [std::mem::MaybeUninit::uninit(); 256];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    assert!(files.is_empty() || control.push(SendAncillaryMessage::ScmRights(files)));
+    let sent = sendmsg(&far, &[std::io::IoSlice::new(bytes)], &mut control, SendFlags::empty()).expect("sent");
+    assert_eq!(sent, bytes.len());
+    far.shutdown(std::net::Shutdown::Write).expect("shut");
+    Import::attach(device, &near, Access::Read, LONG).map(drop).expect_err("no exporter")
+}
+
+stub_test!(torn_and_hostile_offers_are_typed_errors_and_their_descriptors_are_closed, {
+    use std::os::fd::AsFd;
+    let device = device();
+    let trainer = Trainer::new(&device);
+    let export = trainer.weights.export().expect("exported");
+    let offer = real_offer(&export, &device);
+    let file = std::fs::File::open("/dev/null").expect("a file");
+    let (before, mappings) = (descriptors(), live());
+    let two = [file.as_fd(), file.as_fd()];
+    let mut seen = std::collections::BTreeSet::new();
+    for length in (1..offer.len()).step_by(3) {
+        assert_eq!(attach_to(&offer[..length], &two, &device), ShareError::HungUp, "{length} bytes");
+    }
+    for at in 0..offer.len() {
+        let mut changed = offer.clone();
+        changed[at] ^= 0x41;
+        let error = attach_to(&changed, &two, &device);
+        let is_typed = matches!(error, ShareError::Message(_) | ShareError::HungUp | ShareError::OtherVersion { .. });
+        assert!(is_typed, "byte {at}: {error}");
+        seen.insert(error.to_string());
+    }
+    assert!(seen.len() >= 5, "{seen:#?}");
+    // The right bytes with the wrong descriptors: too few, too many, and files that are no page.
+    let descriptors_of = |got| ShareError::Message(MessageError::Descriptors { got, wanted: 2 });
+    assert_eq!(attach_to(&offer, &[], &device), descriptors_of(0));
+    assert_eq!(attach_to(&offer, &[file.as_fd()], &device), descriptors_of(1));
+    assert_eq!(attach_to(&offer, &[file.as_fd(); 5], &device), descriptors_of(5));
+    assert_eq!(attach_to(&offer, &two, &device), ShareError::Message(MessageError::Descriptor));
+    assert_eq!(attach_to(&[0; 64], &two, &device), ShareError::Message(MessageError::Foreign));
+    assert_eq!((descriptors(), live()), (before, mappings));
+});
+
+stub_test!(hostile_importers_are_typed_errors, {
+    let device = device();
+    let trainer = Trainer::new(&device);
+    let export = trainer.weights.export().expect("exported");
+    let before = descriptors();
+    let serve = |bytes: &[u8]| {
+        let (ours, mut theirs) = UnixStream::pair().expect("sockets");
+        theirs.write_all(bytes).expect("sent");
+        theirs.shutdown(std::net::Shutdown::Write).expect("shut");
+        export.serve(&ours, Access::Read, LONG).expect_err("no importer")
+    };
+    assert_eq!(serve(&[]), ShareError::HungUp);
+    assert_eq!(serve(&[0xab; 36]), ShareError::Message(MessageError::Foreign));
+    let (near, mut far) = UnixStream::pair().expect("sockets");
+    let mut hello = vec![0; 36];
+    let _gone = Import::attach(&device, &near, Access::Read, Duration::from_millis(20));
+    far.read_exact(&mut hello).expect("a hello");
+    drop((near, far));
+    assert_eq!(serve(&hello), ShareError::HungUp);
+    let step = |words: [u32; 3]| {
+        let step: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        serve(&[&hello[..], &step].concat())
+    };
+    assert_eq!(step([1, 0, u32::MAX]), ShareError::Message(MessageError::Layout("batch")));
+    assert_eq!(step([1, u32::MAX, 1]), ShareError::Message(MessageError::Layout("batch")));
+    assert_eq!(step([1, 0, 0]), ShareError::Message(MessageError::Layout("batch")));
+    assert_eq!(step([7, 0, 0]), ShareError::Message(MessageError::Unexpected { kind: 7 }));
+    assert_eq!(step([3, 2, 0]), ShareError::PeerFailed { code: 2 });
+    hello[8] = 9;
+    assert_eq!(serve(&hello), ShareError::OtherVersion { theirs: 9, ours: 1 });
+    assert_eq!((descriptors(), export.report().peers.len()), (before, 0));
+});
+
+stub_test!(an_import_that_the_driver_does_not_take_back_is_kept_and_said, {
+    let device = device();
+    let trainer = Trainer::new(&device);
+    let export = trainer.weights.export().expect("exported");
+    let import = attach(&export, &device, Access::Read).expect("attached");
+    fail("cuMemUnmap", 1, 719);
+    drop(import);
+    assert_eq!(export.report().peers.len(), 1, "it has the memory for good");
+    let mut import = attach(&export, &device, Access::Read).expect("attached");
+    fail("cuCtxSynchronize", 1, 719);
+    let error = CudaError::Driver(DriverError { call: "cuCtxSynchronize", code: 719 });
+    assert_eq!(import.detach(), Err(error));
+    import.check().expect("still attached");
+});
+
+/// The exporter of the tests with two processes: it ends with `end` once an importer is attached.
+fn export_at(path: &Path, end: impl FnOnce(Trainer, Export)) {
+    let device = device();
+    // A channel, as a machine with a fabric shows it; where the stub has descriptors they are what is sent.
+    let channels = path.parent().expect("a folder");
+    let backend =
+        CudaBackend::builder(&device).chunk_bytes(2 << 20).imex_channels(channels).build().expect("a backend");
+    let allocator = CudaAllocator::with_backend(backend, Default::default()).expect("an allocator");
+    let trainer = Trainer::of(&allocator, PoolConfig::builder().build().expect("valid"));
+    let export = trainer.weights.export().expect("exported");
+    let waiting = path.with_extension("new");
+    let listener = UnixListener::bind(&waiting).expect("a socket");
+    std::fs::rename(&waiting, path).expect("in its place");
+    let (socket, _) = listener.accept().expect("an importer");
+    let peer = export.serve(&socket, Access::Read, LONG).expect("attached");
+    assert_ne!(peer.pid, std::process::id());
+    end(trainer, export);
+}
+
+fn import_from(path: &Path) -> (Arc<CudaDevice>, Import) {
+    let until = Instant::now() + LONG;
+    let socket = loop {
+        match UnixStream::connect(path) {
+            Ok(socket) => break socket,
+            Err(error) => assert!(Instant::now() < until, "{error}"),
+        }
+        thread::sleep(Duration::from_millis(5));
+    };
+    let device = device();
+    let import = Import::attach(&device, &socket, Access::Read, LONG).expect("attached");
+    (device, import)
+}
+
+fn until(what: impl Fn() -> bool) {
+    let until = Instant::now() + LONG;
+    while !what() {
+        assert!(Instant::now() < until, "it never comes");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Rank 0 exports, rank 1 imports.
+fn processes(options: &[(&str, &str)], exporter: fn(&Path), importer: fn(&Path)) {
+    let folder = tempfile::tempdir().expect("a folder");
+    std::fs::write(folder.path().join("channel0"), []).expect("a file");
+    let place = folder.path().to_str().expect("plain").to_owned();
+    let options: Vec<_> = options.iter().copied().chain([("SHARE_TEST_FOLDER", &*place)]).collect();
+    let outputs = stub_process::ranks(2, &options, |rank| {
+        let folder = std::env::var("SHARE_TEST_FOLDER").expect("of the test");
+        let path = Path::new(&folder).join("socket");
+        if rank == 0 { exporter(&path) } else { importer(&path) }
+    });
+    for output in outputs.iter().filter(|output| output.rank == 1 || output.text.contains("panicked")) {
+        assert!(output.is_success, "rank {}:\n{}", output.rank, output.text);
+    }
+}
+
+fn exporter_that_is_killed(path: &Path) {
+    export_at(path, |trainer, export| {
+        std::mem::forget((trainer, export));
+        // SAFETY: this process.
+        unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+    });
+}
+
+fn importer_that_goes_on(path: &Path) {
+    let (device, import) = import_from(path);
+    let stream = device.context().new_stream().expect("a stream");
+    assert_eq!((live().device_bytes, live().imports), (0, 5), "memory of the other process");
+    until(|| !import.report().exporter_is_alive);
+    import.check().expect("an exporter that is gone writes no more");
+    assert_eq!(content(&import, "embedding", &stream), vec![1; 3 * MIB]);
+    assert_eq!(content(&import, "layer", &stream), vec![2; 1000]);
+    drop(import);
+    assert_eq!((live().ranges, live().mappings, live().imports), (0, 0, 0));
+}
+
+stub_test!(an_importer_outlives_an_exporter_that_is_killed, {
+    processes(&[], exporter_that_is_killed, importer_that_goes_on);
+});
+
+stub_test!(fabric_handles_are_used_where_there_are_no_descriptors, ["STUB_NO_POSIX_FD" = "1"], {
+    fn exporter(path: &Path) {
+        export_at(path, |trainer, export| {
+            until(|| export.report().peers.is_empty());
+            drop(trainer);
+        });
+    }
+    fn importer(path: &Path) {
+        let (device, import) = import_from(path);
+        let stream = device.context().new_stream().expect("a stream");
+        assert_eq!(content(&import, "embedding", &stream), vec![1; 3 * MIB]);
+        assert_eq!(content(&import, "layer", &stream), vec![2; 1000]);
+    }
+    processes(&[], exporter, importer);
+});
+
+stub_test!(an_importer_in_another_process_learns_of_frees, {
+    fn exporter(path: &Path) {
+        export_at(path, |trainer, export| {
+            assert_eq!(export.report().peers.len(), 1);
+            drop(trainer.layer);
+            until(|| export.report().peers.is_empty());
+        });
+    }
+    fn importer(path: &Path) {
+        let (_device, import) = import_from(path);
+        until(|| import.check().is_err());
+        let stale = ImportError::Stale { state: ExportState::Freed(1), allocation: Some("layer".into()) };
+        assert_eq!(import.check(), Err(stale));
+    }
+    processes(&[], exporter, importer);
+});

@@ -1,0 +1,196 @@
+//! One communicator's part in a pool's sleep: its windows go and come back, in one order on all ranks.
+
+use super::{Attachment, SyncState};
+use crate::communicator::CommState;
+use crate::communicator::registration::Registered;
+use crate::registrar::dormant::{Dormant, DormantBuffers, DormantWindow, digest};
+use crate::registrar::error::SyncError;
+use crate::registrar::plan::{PlanStep, SegmentName, Step, StepKind};
+use crate::registrar::segment_key::{Generation, SegmentKey};
+use crate::registrar::settings::{Registration, Synced};
+use crate::registrar::symmetric_space::SymmetricSpace;
+use crate::transport::NcclTransport;
+use std::collections::BTreeSet;
+use symmalloc_core::PoolId;
+use symmalloc_core::segment_log::SegmentEventKind;
+use symmalloc_cuda::CudaAllocator;
+
+/// What came back of a pool's windows.
+#[derive(Debug, Default)]
+pub(crate) struct BroughtBack {
+    pub(crate) registrations: u64,
+    /// Windows with another handle than before.
+    pub(crate) changed: Vec<SegmentName>,
+}
+
+impl Attachment {
+    pub(crate) fn is_ready(&self, state: &SyncState) -> bool {
+        !state.is_dropped && self.comm.state() == CommState::Ready
+    }
+
+    /// Whether NCCL is still inside the communicator, which has ended with windows of the pool.
+    pub(crate) fn holds(&self, state: &SyncState, pool: PoolId) -> bool {
+        self.comm.state() == CommState::Lost && (state.kept.contains(&pool) || state.has_registered(pool))
+    }
+
+    /// What the ranks talk over.
+    pub(crate) fn transport<'s>(&self, state: &'s mut SyncState) -> Result<&'s NcclTransport, SyncError> {
+        let transport = match state.transport.take() {
+            Some(transport) => transport,
+            None => NcclTransport::new(&self.comm).map_err(|error| self.failed(error))?,
+        };
+        Ok(state.transport.insert(transport))
+    }
+
+    /// Numbers a sleep or wake in which the ranks agree over this communicator: equal on all of them.
+    pub(crate) fn next_sleep(&self, state: &mut SyncState) -> u64 {
+        state.sleeps += 1;
+        state.sleeps
+    }
+
+    /// The windows that the pool has when it is awake next, as ranks compare them.
+    pub(crate) fn windows_digest(&self, state: &SyncState, allocator: &CudaAllocator, pool: PoolId) -> u64 {
+        match state.dormant.get(&pool) {
+            Some(dormant) => digest(&dormant.windows),
+            None => digest(&state.resting(allocator, pool)),
+        }
+    }
+
+    /// Takes everything away that is registered of the pool, and remembers it. Returns how much that was.
+    pub(crate) fn take_away(
+        &self,
+        state: &mut SyncState,
+        allocator: &CudaAllocator,
+        pool: PoolId,
+    ) -> Result<u64, SyncError> {
+        if state.dormant.contains_key(&pool) {
+            return Ok(0);
+        }
+        let mut dormant = Dormant { windows: state.resting(allocator, pool), buffers: Vec::new() };
+        let mut synced = Synced::default();
+        // Dead segments with windows as well: these do not come back.
+        for segment in state.order.iter().filter(|segment| segment.pool == pool).copied().collect::<Vec<_>>() {
+            let Some(registered) = state.windows.get(&segment) else { continue };
+            let step = step_of(state.pools.ordinal(pool), segment, registered);
+            if let Some(space) = &mut state.space {
+                space.give_back(segment);
+            }
+            self.deregister(state, &step, &mut synced).map_err(|error| self.failed(error))?;
+        }
+        let segments: Vec<Generation> = state.buffers.keys().filter(|segment| segment.pool == pool).copied().collect();
+        for segment in segments {
+            let registrations = state.buffers.remove(&segment).unwrap_or_default();
+            let pieces: Vec<(u64, u64)> =
+                registrations.iter().map(|piece| (piece.base(), piece.size_bytes())).collect();
+            let entry = pieces.first().and_then(|(base, _)| self.view().windows.find(*base, 0).copied());
+            for registration in registrations {
+                self.view_mut().windows.remove(registration.base());
+                self.comm.deregister_buffer(registration).map_err(|error| self.failed(error))?;
+                synced.deregistrations += 1;
+            }
+            dormant.buffers.push(DormantBuffers { segment, pieces, entry });
+        }
+        state.dormant.insert(pool, dormant);
+        self.show(state);
+        Ok(synced.deregistrations)
+    }
+
+    /// The symmetric space as it is when the pool's windows are back; the bytes of the first one that finds no place.
+    pub(crate) fn room_for(&self, state: &SyncState, pool: PoolId) -> Result<(), u64> {
+        let (Some(space), Some(dormant)) = (&state.space, state.dormant.get(&pool)) else { return Ok(()) };
+        let mut space: SymmetricSpace = space.clone();
+        let steps = dormant.windows.iter().map(|window| window.step);
+        steps.into_iter().try_for_each(
+            |Step { told, segment, .. }| {
+                if space.take(segment, told.size_bytes) { Ok(()) } else { Err(told.size_bytes) }
+            },
+        )
+    }
+
+    /// Registers again what was taken away, together with the other ranks, in the order in which it was made.
+    pub(crate) fn bring_back(&self, state: &mut SyncState, pool: PoolId) -> Result<BroughtBack, SyncError> {
+        let Dormant { windows, buffers } = state.dormant.remove(&pool).unwrap_or_default();
+        let (mut back, mut synced) = (BroughtBack::default(), Synced::default());
+        for DormantWindow { step, handle } in windows {
+            let has_room = state.space.as_mut().is_none_or(|space| space.take(step.segment, step.told.size_bytes));
+            debug_assert!(has_room, "it was seen before the decision");
+            self.register(state, &step, &mut synced).map_err(|error| self.failed(error))?;
+            if state.windows.get(&step.segment).and_then(handle_of) != handle {
+                back.changed.push(step.told.segment);
+            }
+        }
+        for DormantBuffers { segment, pieces, entry } in buffers {
+            for (base, size_bytes) in pieces {
+                let registration = self.comm.register_buffer(base, size_bytes).map_err(|error| self.failed(error))?;
+                state.buffers.entry(segment).or_default().push(registration);
+                synced.registrations += 1;
+            }
+            if let Some(entry) = entry {
+                self.view_mut().windows.insert(entry);
+            }
+        }
+        back.registrations = synced.registrations;
+        self.show(state);
+        Ok(back)
+    }
+
+    /// What is cached by these segments is void.
+    pub(crate) fn invalidate(&self, state: &SyncState, segments: &BTreeSet<SegmentName>) {
+        let named = |segment: &Generation| SegmentName {
+            pool: state.pools.ordinal(segment.pool),
+            stream: segment.stream,
+            segment: segment.segment,
+        };
+        let keys: Vec<SegmentKey> = state
+            .order
+            .iter()
+            .filter(|segment| segments.contains(&named(segment)))
+            .filter_map(|segment| {
+                let registered = state.windows.get(segment)?;
+                let (base, size_bytes) = (registered.base(), registered.size_bytes());
+                Some(SegmentKey { base, size_bytes, generation: *segment })
+            })
+            .collect();
+        self.view_mut().invalidations.extend(keys);
+    }
+}
+
+impl SyncState {
+    /// Whether anything of the pool is registered.
+    fn has_registered(&self, pool: PoolId) -> bool {
+        self.windows.keys().chain(self.buffers.keys()).any(|segment| segment.pool == pool)
+    }
+
+    /// The windows of the pool's live segments, in the order in which they were made.
+    fn resting(&self, allocator: &CudaAllocator, pool: PoolId) -> Vec<DormantWindow> {
+        let readings = self.pools.read(allocator);
+        let dead: BTreeSet<Generation> = self
+            .pools
+            .news(&readings, Registration::Windows)
+            .events
+            .iter()
+            .filter(|event| event.kind == SegmentEventKind::Death)
+            .map(super::generation)
+            .collect();
+        let ordinal = self.pools.ordinal(pool);
+        let live = self.order.iter().filter(|segment| segment.pool == pool && !dead.contains(segment));
+        live.filter_map(|segment| {
+            let registered = self.windows.get(segment)?;
+            Some(DormantWindow { step: step_of(ordinal, *segment, registered), handle: handle_of(registered) })
+        })
+        .collect()
+    }
+}
+
+fn step_of(ordinal: u32, segment: Generation, registered: &Registered) -> Step {
+    let name = SegmentName { pool: ordinal, stream: segment.stream, segment: segment.segment };
+    let told = PlanStep { kind: StepKind::Register, segment: name, size_bytes: registered.size_bytes() };
+    Step { told, segment, base: registered.base() }
+}
+
+fn handle_of(registered: &Registered) -> Option<crate::handles::WindowHandle> {
+    match registered {
+        Registered::Window(window) => Some(window.handle()),
+        Registered::Plain(_) => None,
+    }
+}

@@ -1,0 +1,569 @@
+//! A pool that sleeps and wakes on all ranks: in place, with windows that are what they were; and every way in which that can go wrong
+//! ends as `docs/sleep-protocol.md` says.
+
+use super::support::{IMPATIENT, Job, MIB, Rank, nothing_is_left};
+use std::sync::Mutex;
+use std::time::Instant;
+use stub_process::{cuda, nccl, nccl_test};
+use symmalloc_core::PoolId;
+use symmalloc_core::op::Contents;
+use symmalloc_core::sleep::Phase;
+use symmalloc_cuda::{CudaBackend, DeviceBuffer, GraphPool, Pool};
+use symmalloc_nccl::{
+    CommState, Communicator, Invalidated, InvalidationCursor, LookupError, Obstacle, RankObstacle, Registration,
+    SleepError, SleepField, SleepStep, SyncError, UniqueId, WakeError, WindowHandle,
+};
+
+fn window(it: &Rank, comm: &Communicator, buffer: &DeviceBuffer<f32>) -> WindowHandle {
+    it.registrar.window_of(comm, buffer).expect("it has a window").window
+}
+
+/// A pool with three segments that is attached to the world, synced.
+fn registered(it: &Rank) -> (Pool<CudaBackend>, Vec<DeviceBuffer<f32>>) {
+    let pool = it.attached_pool();
+    let tensors = [20, 30, 40].map(|size| it.take(&pool, size * MIB)).into();
+    it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+    (pool, tensors)
+}
+
+nccl_test!(a_pool_wakes_in_place_with_the_windows_that_it_had, ["STUB_NCCL_REUSE_WINDOWS" = "1"], {
+    Job::new(4).run(|it| {
+        let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks come").expect("with a color");
+        let pool = it.attached_pool();
+        it.registrar.attach(&pair, &[pool.id()], Registration::Windows).expect("another communicator");
+        let mut tensors: Vec<_> = [20, 30, 40].map(|size| it.take(&pool, size * MIB)).into();
+        it.registrar.sync(&[&it.world, &pair]).expect("all ranks did the same");
+        let other = it.attached_pool();
+        let mut other_tensor = it.take(&other, 25 * MIB);
+        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        let handles = |tensors: &[DeviceBuffer<f32>]| -> Vec<[WindowHandle; 2]> {
+            tensors.iter().map(|tensor| [&it.world, &pair].map(|comm| window(it, comm, tensor))).collect()
+        };
+        let before = handles(&tensors);
+        let mut cursor = InvalidationCursor::default();
+        let _none = it.registrar.invalidations(&it.world, &mut cursor);
+        for _ in 0..20 {
+            let slept = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+            assert_eq!((slept.released_bytes, slept.kept_bytes, slept.deregistrations), (90 * MIB, 0, 6));
+            assert_eq!(it.registrar.phase(pool.id()), Ok(Phase::Asleep));
+            assert_eq!(it.registrar.stats().windows, 1, "the other pool's");
+            // Nothing of it can be used, and everything else can.
+            let error = it.registrar.window_of(&it.world, &tensors[0]).expect_err("it sleeps");
+            assert!(
+                matches!(error, LookupError::Asleep { .. }) && error.to_string().contains("wake its pool"),
+                "{error}"
+            );
+            assert_eq!(it.registrar.sync(&[&it.world, &pair]).expect("it is passed over").registrations, 0);
+            it.reduce_right(&it.world, &mut other_tensor);
+            let again = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("nothing to do");
+            assert_eq!(again.released_bytes, 0);
+
+            let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+            assert_eq!((woken.remapped_bytes, woken.registrations), (90 * MIB, 6));
+            assert_eq!((woken.changed, woken.lost), (vec![], Vec::<String>::new()));
+            assert_eq!(it.registrar.phase(pool.id()), Ok(Phase::Awake));
+            assert_eq!(handles(&tensors), before, "the same windows");
+            assert_eq!(it.registrar.wake(&it.world, pool.id()).expect("nothing to do").registrations, 0);
+            for tensor in &mut tensors {
+                it.reduce_right(&it.world, tensor);
+                it.reduce_right(&pair, tensor);
+            }
+        }
+        assert_eq!(
+            it.registrar.invalidations(&it.world, &mut cursor),
+            Invalidated::Keys(vec![]),
+            "keys outlive a sleep"
+        );
+        // It goes on as ever.
+        tensors.push(it.take(&pool, 50 * MIB));
+        assert_eq!(it.registrar.sync(&[&it.world, &pair]).expect("all ranks did the same").registrations, 2);
+        it.reduce_right(&it.world, tensors.last_mut().expect("just taken"));
+    });
+    nothing_is_left();
+});
+
+nccl_test!(memory_is_back_on_every_device_while_a_pool_sleeps, {
+    Job::new(2).run(|it| {
+        let (pool, tensors) = registered(it);
+        it.meet();
+        assert_eq!(cuda::live().device_bytes, 2 * 90 * MIB);
+        it.meet();
+        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+        it.meet();
+        assert_eq!(cuda::live().device_bytes, 0);
+        assert_eq!(nccl::live().windows, 0);
+        it.meet();
+        it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+        drop(tensors);
+    });
+    nothing_is_left();
+});
+
+nccl_test!(what_is_kept_is_there_again_and_zero_is_zero, {
+    Job::new(2).run(|it| {
+        let (pool, mut tensors) = registered(it);
+        let content: Vec<f32> = (0..tensors[0].len()).map(|at| (at % 1013 + it.rank) as f32).collect();
+        it.stream.memcpy_htod(&content, &mut tensors[0]).expect("copied");
+        let slept = it.registrar.sleep(&it.world, pool.id(), Contents::Keep).expect("all ranks sleep");
+        assert_eq!((slept.kept_bytes, slept.released_bytes), (90 * MIB, 90 * MIB));
+        it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+        assert_eq!(it.stream.clone_dtoh(&tensors[0]).expect("copied"), content);
+        it.registrar.sleep(&it.world, pool.id(), Contents::Zero).expect("all ranks sleep");
+        it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+        assert!(it.stream.clone_dtoh(&tensors[0]).expect("copied").iter().all(|element| *element == 0.0));
+        tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
+    });
+    nothing_is_left();
+});
+
+nccl_test!(buffers_of_a_private_pool_come_back_too, {
+    Job::new(2).run(|it| {
+        let config = symmalloc_core::PoolConfig::builder().build().expect("valid");
+        let pool = it.allocator.create_pool(config).expect("fits the device");
+        it.registrar.attach(&it.world, &[pool.id()], Registration::Buffers).expect("any pool");
+        let tensor = it.take(&pool, 50 * MIB);
+        assert_eq!(it.registrar.sync(&[&it.world]).expect("its own matter").registrations, 1);
+        let slept = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+        assert_eq!((slept.deregistrations, it.registrar.stats().buffers), (1, 0));
+        let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+        assert_eq!((woken.registrations, it.registrar.stats().buffers), (1, 1));
+        assert!(matches!(it.registrar.window_of(&it.world, &tensor), Err(LookupError::Plain { .. })));
+    });
+    nothing_is_left();
+});
+
+nccl_test!(segments_that_died_or_came_before_a_sleep_are_right_after_it, {
+    Job::new(2).run(|it| {
+        let (pool, mut tensors) = registered(it);
+        drop(tensors.remove(1));
+        it.trim(&pool);
+        let mut late = it.take(&pool, 60 * MIB);
+        // Nobody has synced: a dead segment has a window, and a new one has none.
+        let slept = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+        assert_eq!(slept.deregistrations, 3);
+        it.meet();
+        let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+        assert_eq!(woken.registrations, 2, "those that live");
+        let synced = it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        assert_eq!((synced.registrations, synced.deregistrations, synced.released_bytes), (1, 0, 30 * MIB));
+        it.reduce_right(&it.world, &mut late);
+        tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
+    });
+    nothing_is_left();
+});
+
+nccl_test!(a_rank_whose_device_refuses_is_told_to_all_and_all_sleep_on, {
+    Job::new(2).run(|it| {
+        let (pool, mut tensors) = registered(it);
+        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+        for nth in 1..=3 {
+            it.meet();
+            if it.rank == 0 {
+                cuda::fail_elsewhere("cuMemCreate", nth, 2);
+            }
+            it.meet();
+            let error = it.registrar.wake(&it.world, pool.id()).expect_err("rank 1 cannot");
+            let obstacle = Obstacle::Memory { needed_bytes: 90 * MIB, code: 2 };
+            let WakeError::Refused { ranks, .. } = &error else { panic!("{error}") };
+            assert_eq!(ranks.iter().map(|of| (of.rank, of.obstacle)).collect::<Vec<_>>(), [(1, obstacle)], "{nth}");
+            assert_eq!(it.registrar.phase(pool.id()), Ok(Phase::Asleep));
+            it.meet();
+            assert_eq!(cuda::live().device_bytes, 0, "nobody keeps memory");
+            it.meet();
+        }
+        it.registrar.wake(&it.world, pool.id()).expect("now it can");
+        tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
+    });
+    nothing_is_left();
+});
+
+nccl_test!(a_rank_that_works_too_long_is_told_to_all_and_all_stay_awake, {
+    Job::new(2).impatient().run(|it| {
+        let (pool, mut tensors) = registered(it);
+        let graphs = GraphPool::new(&it.allocator, symmalloc_core::PoolConfig::default()).expect("fits the device");
+        let obstacles = |error: SleepError| -> Vec<(u32, Obstacle)> {
+            let SleepError::Refused { ranks, .. } = error else { panic!("{error}") };
+            ranks.iter().map(|RankObstacle { rank, obstacle, .. }| (*rank, *obstacle)).collect()
+        };
+        // The ranks cannot talk in a capture: it is an error before they do.
+        let capture = graphs.begin(&it.stream).expect("not under way yet");
+        let error = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect_err("a capture");
+        assert_eq!(error, SleepError::Capturing);
+        assert_eq!(it.registrar.wake(&it.world, pool.id()), Err(WakeError::Capturing));
+        drop(capture);
+        let work = (it.rank == 0).then(|| cuda::hold(it.stream.cu_stream() as u64));
+        let error = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect_err("rank 0 is busy");
+        assert_eq!(obstacles(error), [(0, Obstacle::Work { waited: IMPATIENT / 2 })]);
+        drop(work);
+        assert_eq!(it.registrar.phase(pool.id()), Ok(Phase::Awake));
+        tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
+        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+        it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+        tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
+    });
+    nothing_is_left();
+});
+
+nccl_test!(ranks_that_make_other_calls_are_told_alike_and_nothing_is_done, {
+    Job::new(2).run(|it| {
+        let (pool, mut tensors) = registered(it);
+        let second = it.attached_pool();
+        let _kept = it.take(&second, 20 * MIB);
+        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        let sleep = |pool: PoolId, contents| it.registrar.sleep(&it.world, pool, contents);
+        let field = |error: SleepError| {
+            let SleepError::Differ { difference, .. } = error else { panic!("{error}") };
+            difference.field
+        };
+        let is_second = it.rank == 1;
+        let contents = if is_second { Contents::Keep } else { Contents::Drop };
+        assert_eq!(field(sleep(pool.id(), contents).expect_err("other contents")), SleepField::Call);
+        let one = if is_second { second.id() } else { pool.id() };
+        assert_eq!(field(sleep(one, Contents::Drop).expect_err("another pool")), SleepField::Pool);
+        // One sleeps, one wakes.
+        let differs = if is_second {
+            matches!(it.registrar.wake(&it.world, pool.id()), Err(WakeError::Differ { .. }))
+        } else {
+            field(sleep(pool.id(), Contents::Drop).expect_err("a wake")) == SleepField::Call
+        };
+        assert!(differs);
+        // One sleeps, one syncs.
+        if is_second {
+            let error = it.registrar.sync(&[&it.world]).expect_err("a sleep");
+            assert!(matches!(error, SyncError::PlansDiffer { .. }), "{error}");
+        } else {
+            assert_eq!(field(sleep(pool.id(), Contents::Drop).expect_err("a sync")), SleepField::Protocol);
+        }
+        assert_eq!(it.registrar.phase(pool.id()), Ok(Phase::Awake));
+        tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
+    });
+    nothing_is_left();
+});
+
+nccl_test!(ranks_whose_histories_differ_do_not_sleep, {
+    Job::new(2).run(|it| {
+        let (pool, mut tensors) = registered(it);
+        if it.rank == 1 {
+            drop(tensors.pop());
+        }
+        let error = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect_err("they differ");
+        assert!(matches!(error, SleepError::Disagreed { .. }), "{error}");
+        assert_eq!(it.registrar.phase(pool.id()), Ok(Phase::Awake));
+    });
+    nothing_is_left();
+});
+
+nccl_test!(a_communicator_with_ranks_that_are_not_here_keeps_the_pool_awake, {
+    Job::new(4).run(|it| {
+        let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks come").expect("with a color");
+        let (pool, mut tensors) = registered(it);
+        let error = it.registrar.sleep(&pair, pool.id(), Contents::Drop).expect_err("it is not attached");
+        assert!(matches!(error, SleepError::NotAttached { .. }), "{error}");
+        it.registrar.attach(&pair, &[pool.id()], Registration::Windows).expect("another communicator");
+        let error = it.registrar.sleep(&pair, pool.id(), Contents::Drop).expect_err("the world has other ranks");
+        let SleepError::Differ { difference, .. } = error else { panic!("{error}") };
+        assert_eq!((difference.field, difference.groups.len()), (SleepField::Communicators, 1));
+        assert_eq!(difference.groups[0].1, 4, "of four ranks two are here");
+        tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
+    });
+    nothing_is_left();
+});
+
+nccl_test!(
+    communicators_that_die_while_a_pool_sleeps_are_left_out_and_all_are_told,
+    ["STUB_NCCL_REUSE_WINDOWS" = "1"],
+    {
+        let shared = Mutex::new(None);
+        Job::new(4).run(|it| {
+            let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks come").expect("with a color");
+            let pool = it.attached_pool();
+            it.registrar.attach(&pair, &[pool.id()], Registration::Windows).expect("another communicator");
+            let mut tensor = it.take(&pool, 30 * MIB);
+            it.registrar.sync(&[&it.world, &pair]).expect("all ranks did the same");
+            it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+            // One rank of four knows that its pair is dead.
+            if it.rank == 1 {
+                pair.abort().expect("ended");
+                it.registrar.sweep();
+            }
+            let begun = Instant::now();
+            let woken = it.registrar.wake(&it.world, pool.id()).expect("the world goes on");
+            assert!(begun.elapsed() < super::support::PATIENT / 2, "nobody waits for it");
+            let is_hit = it.rank < 2;
+            assert_eq!(woken.registrations, if is_hit { 1 } else { 2 });
+            assert_eq!(woken.lost, if is_hit { vec![pair.name().to_owned()] } else { vec![] });
+            assert_eq!(pair.state() == CommState::Ready, !is_hit);
+            it.reduce_right(&it.world, &mut tensor);
+            // A later sleep does not miss it, and a new one takes its place.
+            let next = it.connect("next", &shared);
+            it.registrar.attach(&next, &[pool.id()], Registration::Windows).expect("another communicator");
+            it.registrar.sync(&[&it.world, &next]).expect("all ranks did the same");
+            it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+            let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+            assert_eq!((woken.lost, woken.changed), (Vec::<String>::new(), vec![]));
+            it.reduce_right(&next, &mut tensor);
+            next.destroy().expect("in order");
+            pair.destroy().expect("in order");
+        });
+        nothing_is_left();
+    }
+);
+
+nccl_test!(windows_that_come_back_as_others_are_told_to_all, ["STUB_NCCL_REUSE_WINDOWS" = "1"], {
+    Job::new(2).run(|it| {
+        let (pool, mut tensors) = registered(it);
+        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+        // Another pool takes the place of its windows.
+        let other = it.attached_pool();
+        let _taken = it.take(&other, 64 * MIB);
+        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        let mut cursor = InvalidationCursor::default();
+        let _none = it.registrar.invalidations(&it.world, &mut cursor);
+        let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+        let segments: Vec<u32> = woken.changed.iter().map(|(_, segment)| segment.segment.0).collect();
+        assert!(!segments.is_empty(), "their places are taken");
+        assert!(woken.changed.iter().all(|(communicator, _)| communicator == it.world.name()));
+        let Invalidated::Keys(keys) = it.registrar.invalidations(&it.world, &mut cursor) else { panic!("it lives") };
+        assert_eq!(keys.iter().map(|key| key.generation.segment.0).collect::<Vec<_>>(), segments);
+        tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
+    });
+    nothing_is_left();
+});
+
+nccl_test!(a_pool_that_leaves_while_it_sleeps_has_nothing_left_to_register, {
+    Job::new(2).run(|it| {
+        let (pool, tensors) = registered(it);
+        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+        it.registrar.detach(&it.world, &[pool.id()]).expect("attached");
+        assert_eq!(it.registrar.sync(&[&it.world]).expect("all ranks did the same").deregistrations, 0);
+        let error = it.registrar.wake(&it.world, pool.id()).expect_err("it is not attached");
+        assert!(matches!(error, WakeError::NotAttached { .. }), "{error}");
+        it.allocator.core().wake(pool.id()).expect("its own matter");
+        drop(tensors);
+    });
+    nothing_is_left();
+});
+
+/// What strikes.
+#[derive(Clone, Copy, Debug)]
+enum Fault {
+    /// The n-th call of NCCL's on rank 1 fails.
+    Fails(&'static str, u64),
+    /// It never comes to the other ranks.
+    Hangs(&'static str, u64),
+    /// The n-th call of the driver's on rank 1 fails.
+    Driver(&'static str, u64),
+}
+
+/// How a rank came out of a sleep and a wake.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum End {
+    Done,
+    Sleep(String),
+    Wake(String),
+}
+
+/// A sleep and a wake with a fault in one of them. Each rank is where the tables say, and the pool heals over a new communicator. Says how
+/// the ranks came out; `None` when nothing failed on any.
+fn strike(fault: Fault) -> Option<Vec<End>> {
+    let (before, shared) = (cuda::live().device_bytes, Mutex::new(None));
+    let ends = Job::new(2).impatient().run(|it| {
+        let other = it.world.split(Some(0), 0).expect("all ranks come").expect("with a color");
+        let pool = it.attached_pool();
+        it.registrar.attach(&other, &[pool.id()], Registration::Windows).expect("another communicator");
+        let mut tensors: Vec<_> = [20, 30].map(|size| it.take(&pool, size * MIB)).into();
+        it.registrar.sync(&[&it.world, &other]).expect("all ranks did the same");
+        it.meet();
+        if it.rank == 0 {
+            match fault {
+                Fault::Fails(call, nth) => nccl::fail(call, Some(1), nth, 3),
+                Fault::Hangs(call, nth) => nccl::hang(call, Some(1), nth),
+                Fault::Driver(call, nth) => cuda::fail_elsewhere(call, nth, 719),
+            }
+        }
+        it.meet();
+        let begun = Instant::now();
+        let end = sleep_and_wake(it, &other, pool.id(), fault);
+        assert!(begun.elapsed() < 40 * IMPATIENT, "{fault:?}: {:?}", begun.elapsed());
+        it.check();
+        it.meet();
+        if it.rank == 0 {
+            nccl::heal();
+            cuda::heal();
+        }
+        it.meet();
+        heal(it, &other, pool.id(), &mut tensors, &shared, fault);
+        end
+    });
+    nccl::assert_clean();
+    let live = nccl::live();
+    assert_eq!((live.communicators, live.windows, live.kept_rounds), (0, 0, 0), "{fault:?}");
+    // A window that NCCL does not give back stays its own, on the one rank.
+    let is_refused = matches!(fault, Fault::Fails("ncclCommWindowDeregister", _));
+    let kept = cuda::live().device_bytes - before;
+    assert!(kept == 0 || is_refused && kept <= 50 * MIB, "{fault:?}: {kept} bytes of device memory are left");
+    ends.iter().any(|end| *end != End::Done).then_some(ends)
+}
+
+/// The two ops, and what the tables say of each rank afterwards.
+fn sleep_and_wake(it: &Rank, other: &Communicator, pool: PoolId, fault: Fault) -> End {
+    let phase = || it.registrar.phase(pool).expect("it exists");
+    let is_ready = |comm: &Communicator| comm.state() == CommState::Ready;
+    match it.registrar.sleep(&it.world, pool, Contents::Drop) {
+        Ok(_) => assert_eq!(phase(), Phase::Asleep, "{fault:?}"),
+        Err(error) => {
+            let is_asleep = match &error {
+                SleepError::Refused { .. } | SleepError::Broken { step: SleepStep::Agree | SleepStep::Decide, .. } => {
+                    false
+                }
+                SleepError::Broken { step: SleepStep::Check, .. } | SleepError::Held { .. } => true,
+                error => panic!("{fault:?}: {error}"),
+            };
+            assert_eq!(phase() != Phase::Awake, is_asleep, "{fault:?}: {error}");
+            match &error {
+                // Nothing was done.
+                SleepError::Refused { .. } => assert!(is_ready(&it.world) && is_ready(other), "{fault:?}: {error}"),
+                SleepError::Broken { step: SleepStep::Decide, .. } => {
+                    // Others may sleep: nobody may use windows that have no counterpart.
+                    assert!(!is_ready(&it.world) && !is_ready(other), "{fault:?}: {error}");
+                }
+                SleepError::Broken { .. } => assert!(!is_ready(&it.world), "{fault:?}: {error}"),
+                _ => {}
+            }
+            return End::Sleep(kind_of(&error));
+        }
+    }
+    match it.registrar.wake(&it.world, pool) {
+        Ok(woken) => {
+            assert_eq!(phase(), Phase::Awake, "{fault:?}");
+            let is_lost = !is_ready(other);
+            assert_eq!(woken.lost, if is_lost { vec![other.name().to_owned()] } else { vec![] }, "{fault:?}");
+            if is_lost { End::Wake("lost".into()) } else { End::Done }
+        }
+        Err(error) => {
+            let is_asleep = match &error {
+                WakeError::Refused { .. } | WakeError::Broken { step: SleepStep::Agree | SleepStep::Decide, .. } => {
+                    true
+                }
+                WakeError::Broken { step: SleepStep::Register | SleepStep::Check, .. } => false,
+                WakeError::Gone { .. } => true,
+                error => panic!("{fault:?}: {error}"),
+            };
+            assert_eq!(phase() != Phase::Awake, is_asleep, "{fault:?}: {error}");
+            if let WakeError::Broken { step: SleepStep::Register, .. } = &error {
+                assert!(!is_ready(&it.world) && !is_ready(other), "{fault:?}: {error}");
+            }
+            End::Wake(kind_of(&error))
+        }
+    }
+}
+
+/// The kind of an error, with its step.
+fn kind_of(error: &impl std::fmt::Debug) -> String {
+    let text = format!("{error:?}");
+    let kind = text.split([' ', '(']).next().unwrap_or_default().to_owned();
+    let step =
+        ["Agree", "Decide", "Register", "Check"].into_iter().find(|step| text.contains(&format!("step: {step}")));
+    step.map_or(kind.clone(), |step| format!("{kind} in {step}"))
+}
+
+/// Whatever became of it: over a new communicator all ranks sleep, and wake, and reduce right.
+fn heal(
+    it: &Rank,
+    other: &Communicator,
+    pool: PoolId,
+    tensors: &mut [DeviceBuffer<f32>],
+    shared: &Mutex<Option<UniqueId>>,
+    fault: Fault,
+) {
+    for comm in [other, &it.world] {
+        while comm.state() != CommState::Ready && comm.abort().is_err() {
+            it.registrar.sweep();
+            std::thread::sleep(IMPATIENT / 10);
+        }
+    }
+    it.registrar.sweep();
+    // Programs agree by other means on which are dead: here all that are not alive on both.
+    it.meet();
+    other.abort().expect("ended");
+    it.meet();
+    it.registrar.sweep();
+    let next = it.connect("next", shared);
+    it.registrar.attach(&next, &[pool], Registration::Windows).expect("another communicator");
+    if it.world.state() == CommState::Ready {
+        it.world.abort().expect("ended");
+        it.registrar.sweep();
+    }
+    it.registrar.sleep(&next, pool, Contents::Drop).unwrap_or_else(|error| panic!("{fault:?}: {error}"));
+    assert_eq!(it.registrar.phase(pool), Ok(Phase::Asleep), "{fault:?}");
+    it.registrar.wake(&next, pool).unwrap_or_else(|error| panic!("{fault:?}: {error}"));
+    it.registrar.sync(&[&next]).unwrap_or_else(|error| panic!("{fault:?}: {error}"));
+    tensors.iter_mut().for_each(|tensor| it.reduce_right(&next, tensor));
+    next.destroy().expect("in order");
+    it.registrar.sweep();
+}
+
+/// Strikes at every occurrence, and says how it came out each time.
+fn strike_all(fault: impl Fn(u64) -> Fault) -> Vec<Vec<End>> {
+    let ends: Vec<_> = (1..).map_while(|nth| strike(fault(nth))).collect();
+    for (nth, ends) in ends.iter().enumerate() {
+        println!("{:?}: {ends:?}", fault(nth as u64 + 1));
+    }
+    ends
+}
+
+nccl_test!(a_gather_that_fails_or_hangs_in_any_step_ends_as_the_tables_say, {
+    // Agree, its page, Decide and Check of the sleep; Agree, its page, Decide and Check of the wake.
+    let failed = strike_all(|nth| Fault::Fails("ncclAllGather", nth));
+    assert_eq!(failed.len(), 8);
+    let hung = strike_all(|nth| Fault::Hangs("ncclAllGather", nth));
+    assert_eq!(hung.len(), 8);
+    let step = |ends: &[Vec<End>], at: usize, rank: usize| ends[at][rank].clone();
+    for ends in [&failed, &hung] {
+        assert_eq!(step(ends, 0, 1), End::Sleep("Broken in Agree".into()));
+        assert_eq!(step(ends, 2, 1), End::Sleep("Broken in Decide".into()));
+        assert_eq!(step(ends, 3, 1), End::Sleep("Broken in Check".into()));
+        assert_eq!(step(ends, 4, 1), End::Wake("Broken in Agree".into()));
+        assert_eq!(step(ends, 6, 1), End::Wake("Broken in Decide".into()));
+        assert_eq!(step(ends, 7, 1), End::Wake("Broken in Check".into()));
+    }
+});
+
+nccl_test!(a_registration_that_fails_or_hangs_in_a_wake_ends_as_the_tables_say, {
+    for ends in [
+        strike_all(|nth| Fault::Fails("ncclCommWindowRegister", nth)),
+        strike_all(|nth| Fault::Hangs("ncclCommWindowRegister", nth)),
+    ] {
+        // Two windows on the world, which all ranks talk over, and two on the other one, which is lost alone.
+        assert_eq!(ends.len(), 4);
+        for ends in &ends[..2] {
+            assert_eq!(ends[1], End::Wake("Broken in Register".into()));
+        }
+        for ends in &ends[2..] {
+            assert_eq!(*ends, [End::Wake("lost".into()), End::Wake("lost".into())]);
+        }
+    }
+});
+
+nccl_test!(a_deregistration_that_fails_in_a_sleep_ends_its_communicator, {
+    let ends = strike_all(|nth| Fault::Fails("ncclCommWindowDeregister", nth));
+    assert_eq!(ends.len(), 4);
+    for ends in &ends[..2] {
+        assert_eq!(ends[1], End::Sleep("Broken in Check".into()));
+    }
+});
+
+nccl_test!(driver_calls_that_fail_at_any_point_end_as_the_tables_say, {
+    for call in ["cuMemCreate", "cuMemMap", "cuMemSetAccess"] {
+        let ends = strike_all(|nth| Fault::Driver(call, nth));
+        assert_eq!(ends.len(), 2, "{call}: one for each segment");
+        for ends in ends {
+            assert_eq!(ends, [End::Wake("Refused".into()), End::Wake("Refused".into())], "{call}: all ranks alike");
+        }
+    }
+    let ends = strike_all(|nth| Fault::Driver("cuMemUnmap", nth));
+    assert_eq!(ends.len(), 2);
+    for ends in ends {
+        assert_eq!(ends, [End::Sleep("Held".into()), End::Sleep("Held".into())], "all ranks alike");
+    }
+});

@@ -1,0 +1,164 @@
+//! Ranks are processes, one of which dies or gets stuck in each step of a sleep and a wake, at any call of NCCL's. The others end in time, each
+//! where the tables of `docs/sleep-protocol.md` say, and none goes on alone.
+
+use std::time::{Duration, Instant};
+use stub_process::{nccl, nccl_test, ranks};
+use symmalloc_core::op::Contents;
+use symmalloc_core::sleep::Phase;
+use symmalloc_core::{Config, PoolConfig};
+use symmalloc_cuda::{CudaAllocator, CudaDevice};
+use symmalloc_nccl::{
+    CommState, Communicator, Launch, Registrar, Registration, SleepError, SleepStep, WakeError, WatchdogMode,
+};
+
+const DEADLINE: Duration = Duration::from_secs(3);
+const RANKS: usize = 3;
+const VICTIM: usize = 1;
+const AT: &str = "SYMMALLOC_TEST_AT";
+const STUCK: &str = "SYMMALLOC_TEST_STUCK";
+
+/// One rank's program: a sleep and a wake, in which rank 1 meets its end.
+fn body(rank: usize) {
+    let folder = std::env::var("SYMMALLOC_FLIGHT_RECORDS").expect("set");
+    let variables = [
+        ("RANK", rank.to_string()),
+        ("WORLD_SIZE", RANKS.to_string()),
+        ("LOCAL_RANK", rank.to_string()),
+        ("LOCAL_WORLD_SIZE", RANKS.to_string()),
+        ("TORCHELASTIC_RUN_ID", folder),
+    ];
+    let variable = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.clone());
+    let launch = Launch::from_variables(variable).expect("complete");
+    let id = launch.unique_id(Duration::from_secs(60)).expect("all come");
+    let device = CudaDevice::new(rank).expect("a stub device");
+    let builder = Communicator::builder(&device).deadline(DEADLINE).watchdog(WatchdogMode::Abort);
+    let world = builder.connect(id, rank as u32, RANKS as u32).expect("all come");
+    let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+    let stream = device.context().new_stream().expect("a stream");
+    let registrar = Registrar::builder(&allocator).build().expect("made");
+    let config = PoolConfig::builder().fixed().symmetric(true).build().expect("valid");
+    let pool = allocator.create_pool(config).expect("fits");
+    registrar.attach(&world, &[pool.id()], Registration::Windows).expect("attached");
+    let _tensors =
+        [20_usize, 30].map(|size| allocator.with_pool(&pool).alloc_zeroed::<u8>(&stream, size << 20).expect("fits"));
+    registrar.sync(&[&world]).expect("all ranks did the same");
+    if rank == VICTIM {
+        let at = std::env::var(AT).expect("set").parse().expect("a number");
+        let (call, nth) = if at > 100 { ("ncclCommWindowRegister", at - 100) } else { ("ncclAllGather", at) };
+        match std::env::var(STUCK) {
+            // As a process that is stopped, and goes on when the others have given it up.
+            Ok(_) => nccl::slow(call, Some(VICTIM), nth, 3 * DEADLINE.as_millis() as u64),
+            Err(_) => nccl::die(call, Some(VICTIM), nth),
+        }
+    }
+    let begun = Instant::now();
+    let outcome = sleep_and_wake(&registrar, &world, pool.id());
+    assert!(rank == VICTIM || begun.elapsed() < 2 * DEADLINE, "{:?}", begun.elapsed());
+    println!("rank {rank}: {outcome}");
+    if rank == VICTIM {
+        return;
+    }
+    // The memory of windows is unmapped under nobody.
+    nccl::assert_clean();
+    // Others are dead or stopped: NCCL need not be waited for.
+    std::process::exit(0);
+}
+
+fn sleep_and_wake(registrar: &Registrar, world: &Communicator, pool: symmalloc_core::PoolId) -> String {
+    let phase = || registrar.phase(pool).expect("it exists");
+    match registrar.sleep(world, pool, Contents::Drop) {
+        Ok(_) => assert_eq!(phase(), Phase::Asleep),
+        Err(SleepError::Broken { step, is_asleep, error, .. }) => {
+            assert_eq!(phase() == Phase::Asleep, is_asleep, "{error}");
+            assert_eq!(is_asleep, step == SleepStep::Check, "{step:?}: {error}");
+            assert_ne!(world.state(), CommState::Ready, "{error}");
+            return format!("sleep broken in {step:?}, asleep {is_asleep}");
+        }
+        Err(error) => panic!("{error}"),
+    }
+    match registrar.wake(world, pool) {
+        Ok(_) => {
+            assert_eq!(phase(), Phase::Awake);
+            "done".to_owned()
+        }
+        Err(WakeError::Broken { step, is_asleep, error, .. }) => {
+            assert_eq!(phase() == Phase::Asleep, is_asleep, "{error}");
+            assert_eq!(is_asleep, matches!(step, SleepStep::Agree | SleepStep::Decide), "{step:?}: {error}");
+            assert_ne!(world.state(), CommState::Ready, "{error}");
+            format!("wake broken in {step:?}, asleep {is_asleep}")
+        }
+        // The watchdog was faster than the call.
+        Err(WakeError::Gone { .. }) => {
+            assert_eq!(phase(), Phase::Asleep);
+            "gone before the wake".to_owned()
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// What the survivors say when rank 1 meets its end in this call.
+fn meet(at: u64, is_stuck: bool) -> Vec<String> {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (place, at) = (folder.path().to_string_lossy().into_owned(), at.to_string());
+    let mut options = vec![("SYMMALLOC_FLIGHT_RECORDS", &*place), (AT, &*at)];
+    if is_stuck {
+        options.push((STUCK, "1"));
+    }
+    let outputs = ranks(RANKS, &options, body);
+    let survivors = outputs.into_iter().filter(|output| output.rank != VICTIM);
+    survivors
+        .map(|output| {
+            assert!(output.is_success, "at {at}, rank {}:\n{}", output.rank, output.text);
+            let prefix = format!("rank {}: ", output.rank);
+            let line = output.text.lines().find_map(|line| line.split_once(&*prefix)).map(|(_, said)| said.to_owned());
+            line.unwrap_or_else(|| panic!("at {at}, rank {} says nothing:\n{}", output.rank, output.text))
+        })
+        .collect()
+}
+
+nccl_test!(a_rank_that_dies_in_any_step_leaves_the_others_as_the_tables_say, {
+    let mut seen = Vec::new();
+    // Agree, Decide, Check of the sleep; Agree, Decide, Check of the wake: a gather each.
+    for at in 1..=6 {
+        let said = meet(at, false);
+        println!("gather {at}: {said:?}");
+        seen.push(said);
+    }
+    for at in 101..=102 {
+        let said = meet(at, false);
+        println!("registration {}: {said:?}", at - 100);
+        seen.push(said);
+    }
+    // It dies before it says anything in that step, so nobody hears all of it. And a communicator may end under a rank that has not heard
+    // yet what the dead one knew: that rank breaks one step earlier.
+    let steps = [
+        "sleep broken in Agree, asleep false",
+        "sleep broken in Decide, asleep false",
+        "sleep broken in Check, asleep true",
+        "wake broken in Agree, asleep true",
+        "wake broken in Decide, asleep true",
+        "wake broken in Register, asleep false",
+        "wake broken in Check, asleep false",
+    ];
+    let at_step = [0, 1, 2, 3, 4, 6, 5, 5];
+    for (at, said) in seen.iter().enumerate() {
+        let step = at_step[at];
+        let allowed = [steps[step], steps[step.saturating_sub(1)], if step == 3 { "gone before the wake" } else { "" }];
+        assert!(said.iter().all(|said| allowed.contains(&&**said)), "{at}: {said:?}, not of {allowed:?}");
+        assert!(said.iter().any(|said| said != "done"), "{at}: nobody noticed");
+    }
+});
+
+nccl_test!(a_rank_that_does_not_go_on_in_a_step_is_given_up_within_the_deadline, {
+    let steps = [
+        (2, "sleep broken in Decide, asleep false"),
+        (3, "sleep broken in Check, asleep true"),
+        (5, "wake broken in Decide, asleep true"),
+        (101, "wake broken in Register, asleep false"),
+    ];
+    for (at, expected) in steps {
+        let said = meet(at, true);
+        println!("{at}: {said:?}");
+        assert!(said.iter().all(|said| said == expected), "{at}: {said:?}");
+    }
+});
