@@ -233,7 +233,7 @@ fn a_lost_device_refuses_everything_and_takes_events_back() {
     }
     assert_eq!(device.query(event).unwrap_err().reason, Reason::DeviceLost);
     device.recycle(event);
-    assert_eq!(device.leaks(), Leaks { mapped_bytes: 0, ranges: 1, events: 0 });
+    assert_eq!(device.leaks(), Leaks { mapped_bytes: 0, ranges: 1, events: 0, images: 0 });
 }
 
 #[test]
