@@ -76,7 +76,7 @@ use unborn::Unborn;
 /// # Blocking or not
 /// | | [blocking](CommunicatorBuilder), the default | [`nonblocking`](CommunicatorBuilder::nonblocking) |
 /// |---|---|---|
-/// | a small collective, back to back (8 KiB all-reduce, 2 H200, `docs/nccl.md`) | 10 us | 75 us: NCCL starts a thread for each |
+/// | a small collective, back to back (8 KiB all-reduce, 2 H200, `docs/measured/nccl.md`) | 10 us | 75 us: NCCL starts a thread for each |
 /// | first collective of its kind, type and size, registration, split | on a thread of its own, waited for | polled |
 /// | after a deadline | revoked and aborted; without `ncclCommRevoke` (before 2.28.9), and while connecting, lost | aborted |
 ///
