@@ -247,7 +247,9 @@ impl State {
         }
         let offset = self.memory.take_file(size, device)?;
         let (handle, file) = (self.handle(), self.memory.file);
-        self.memory.physical.insert(handle, Physical { size, offset, device, handle_types, file, is_exported: false, owners: 1 });
+        self.memory
+            .physical
+            .insert(handle, Physical { size, offset, device, handle_types, file, is_exported: false, owners: 1 });
         Some(handle)
     }
 
