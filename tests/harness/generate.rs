@@ -368,11 +368,11 @@ impl Writer {
             13..23 => self.take_live(what).map(|id| Op::Free { id }),
             23..26 => self.find_live(what).map(|id| Op::RecordUse { id, stream: other }),
             26 => Some(Op::Wait { stream, on: other }),
-            27 => Some(Op::Synchronize { stream }),
             27 | 28 if what >= SLEEPS && !self.asleep.contains(&pool) => {
                 self.asleep.push(pool);
                 Some(Op::Sleep { pool, contents: Contents::ALL[usize::from(what) % 3] })
             }
+            27 => Some(Op::Synchronize { stream }),
             28 => Some(Op::Trim { pool: (how & 1 != 0).then_some(pool) }),
             29 => Some(Op::Reserve { pool, stream, size_bytes: SIZES[usize::from(what) % SIZES.len()] }),
             30 if self.pools.len() < 3 => Some(self.create_pool([what, place, how, what ^ how, place ^ how])),

@@ -157,9 +157,9 @@ fn copies(device: &Arc<CudaDevice>, gib: usize) -> Outcome<()> {
     print("symmalloc: reserve_host_memory", bytes as u64, locked);
     for round in 0..4 {
         let full = device.memory_info()?.free_bytes;
-        let slept = seconds(|| Ok(drop(allocator.sleep(pool.id(), Contents::Keep)?)))?;
+        let slept = seconds(|| allocator.sleep(pool.id(), Contents::Keep).map(drop).map_err(Into::into))?;
         let asleep = device.memory_info()?.free_bytes;
-        let woken = seconds(|| Ok(drop(allocator.wake(pool.id())?)))?;
+        let woken = seconds(|| allocator.wake(pool.id()).map(drop).map_err(Into::into))?;
         let awake = device.memory_info()?.free_bytes;
         print("symmalloc: sleep, contents kept", bytes as u64, slept);
         print("symmalloc: wake, contents kept", bytes as u64, woken);
@@ -170,13 +170,13 @@ fn copies(device: &Arc<CudaDevice>, gib: usize) -> Outcome<()> {
         weights.check(&stream, if round % 3 == 0 { 1 } else { 16 })?;
     }
     for _ in 0..4 {
-        let slept = seconds(|| Ok(drop(allocator.sleep(pool.id(), Contents::Drop)?)))?;
-        let woken = seconds(|| Ok(drop(allocator.wake(pool.id())?)))?;
+        let slept = seconds(|| allocator.sleep(pool.id(), Contents::Drop).map(drop).map_err(Into::into))?;
+        let woken = seconds(|| allocator.wake(pool.id()).map(drop).map_err(Into::into))?;
         print("symmalloc: sleep, contents dropped", bytes as u64, slept);
         print("symmalloc: wake, contents dropped", bytes as u64, woken);
     }
-    let slept = seconds(|| Ok(drop(allocator.sleep(pool.id(), Contents::Zero)?)))?;
-    let woken = seconds(|| Ok(drop(allocator.wake(pool.id())?)))?;
+    let slept = seconds(|| allocator.sleep(pool.id(), Contents::Zero).map(drop).map_err(Into::into))?;
+    let woken = seconds(|| allocator.wake(pool.id()).map(drop).map_err(Into::into))?;
     print("symmalloc: sleep, contents to be zero", bytes as u64, slept);
     print("symmalloc: wake, contents made zero", bytes as u64, woken);
     let head = stream.clone_dtoh(&weights.buffers[0].slice(0..MIB))?;

@@ -12,6 +12,7 @@ mod memory;
 mod pools;
 mod races;
 mod raw;
+mod sleep;
 mod slices;
 
 use std::sync::Arc;
