@@ -57,6 +57,7 @@ const CORE_LINES_MAX: usize = 13_850;
 /// A command line for strangers came with 2,300: what lived before a recording and names from frames 700, pictures in pixels, to share
 /// and with tooltips 500, where input comes from and output goes to 350, reports 250, errors and JSON 200.
 /// Any CUDA program under LD_PRELOAD came with 4,900: 3,900 for the library, 800 for `symmalloc run`, 200 for streams that are lent.
+/// Memory shared with other processes came with 2,400, a quarter of them its messages with their tests; sleep and wake over ranks with 1,700.
 const HOUSE_LINES_MAX: usize = 90_000;
 const HOUSE_CIRCLES_MAX: usize = 4;
 

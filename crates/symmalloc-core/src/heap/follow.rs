@@ -179,7 +179,7 @@ impl<L: Lock> Heap<L> {
         tracing::warn!(name: "plan.differs", target: "symmalloc", pool, stream, %difference);
     }
 
-    fn set_watch(&mut self, watch: Watch) {
+    pub(super) fn set_watch(&mut self, watch: Watch) {
         self.watch = watch;
         self.direct_bytes_max = if watch == Watch::Nothing { SEGMENT_BYTES_MAX } else { 0 };
     }

@@ -34,13 +34,13 @@ impl<L: Lock> Heap<L> {
     pub(crate) fn fall_asleep(&mut self) {
         debug_assert!(self.watch == Watch::Nothing && !self.is_asleep());
         self.dormant = Some(Box::new(Dormant::new(self.mappings())));
-        self.watch = Watch::Refuse;
+        self.set_watch(Watch::Refuse);
     }
 
     /// From now on requests are served. All memory is there.
     pub(crate) fn wake_up(&mut self) {
         self.dormant = None;
-        self.watch = Watch::Nothing;
+        self.set_watch(Watch::Nothing);
     }
 
     /// All that is mapped: the memory, then what names it a second time.

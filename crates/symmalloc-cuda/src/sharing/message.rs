@@ -460,4 +460,5 @@ pub(super) fn short(name: &str) -> &str {
 }
 
 #[cfg(test)]
+#[allow(clippy::single_range_in_vec_init, reason = "lists of chunks, some of them short")]
 mod tests;

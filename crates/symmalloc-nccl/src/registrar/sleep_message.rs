@@ -88,7 +88,8 @@ impl Head {
 
     /// The first thing in which ranks differ that must be equal in every call. The phase need not be.
     pub(super) fn compare(heads: &[Head]) -> Option<SleepDifference> {
-        let fields: [(SleepField, fn(&Head) -> u64); 5] = [
+        type Of = fn(&Head) -> u64;
+        let fields: [(SleepField, Of); 5] = [
             (SleepField::Protocol, |head| head.protocol),
             (SleepField::Call, |head| head.call),
             (SleepField::Pool, |head| head.pool),

@@ -1,4 +1,4 @@
-//! Random programs: thousands of seeds of allocations, frees, trims, pools, syncs, communicators that come and go, and faults,
+//! Random programs: thousands of seeds of allocations, frees, trims, pools, syncs, sleeps, communicators that come and go, and faults,
 //! on 2 to 4 ranks. After every sync all-reduces in windows are right, nobody did what nobody should do, and at the end nothing
 //! is left.
 
@@ -7,6 +7,7 @@ use std::collections::BTreeSet;
 use std::sync::Mutex;
 use stub_process::{nccl, nccl_test};
 use symmalloc_agreement::Mode;
+use symmalloc_core::op::Contents;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
 use symmalloc_nccl::{CommState, Communicator, Invalidated, InvalidationCursor, Registration, SegmentKey, UniqueId};
 use symmalloc_sim::SplitMix64;
@@ -58,7 +59,8 @@ impl Program<'_> {
                 let pool = self.below(self.pools.len());
                 self.it.trim(&self.pools[pool]);
             }
-            68..88 => self.sync(),
+            68..84 => self.sync(),
+            84..88 => self.sleep(),
             88..91 if self.pools.len() < 4 => self.make_pool(),
             91..94 if self.comms.len() < 4 => self.connect(),
             94..96 if self.comms.len() > 1 => self.destroy(),
@@ -172,6 +174,55 @@ impl Program<'_> {
                 self.use_windows(&comm);
             }
         }
+    }
+
+    /// A pool sleeps and wakes, and things happen meanwhile that need it not.
+    fn sleep(&mut self) {
+        let index = self.below(self.pools.len());
+        let pool = self.pools[index].id();
+        let contents = if self.below(2) == 0 { Contents::Keep } else { Contents::Drop };
+        let over = self.comms.iter().find(|lane| !lane.is_aborted && lane.pools.contains(&index));
+        let Some(over) = over.map(|lane| lane.comm.clone()) else { return };
+        let strikes = self.faults && self.below(2) == 0;
+        if strikes {
+            self.strike();
+        }
+        let slept = self.it.registrar.sleep(&over, pool, contents);
+        if !strikes {
+            slept.expect("all ranks did the same");
+            if self.below(2) == 0 && !self.tensors.is_empty() {
+                let index = self.below(self.tensors.len());
+                self.tensors.swap_remove(index);
+            }
+            self.private();
+            if self.below(2) == 0 {
+                self.it.registrar.sync(&[&over]).expect("all ranks did the same");
+            }
+        }
+        let woken = self.it.registrar.wake(&over, pool);
+        if !strikes {
+            woken.expect("all ranks did the same");
+            return self.check();
+        }
+        self.clear_up();
+        self.wake_again(index);
+    }
+
+    /// Whatever became of it, over a communicator that lives all ranks sleep, and wake.
+    fn wake_again(&mut self, index: usize) {
+        let pool = self.pools[index].id();
+        if self.comms.iter().all(|lane| lane.is_aborted) {
+            self.connect();
+        }
+        let lane = self.comms.iter_mut().find(|lane| !lane.is_aborted).expect("just connected");
+        if !lane.pools.contains(&index) {
+            attach(self.it, lane, index, &self.pools[index]);
+        }
+        let over = lane.comm.clone();
+        self.it.registrar.sleep(&over, pool, Contents::Drop).expect("it lives");
+        self.it.registrar.wake(&over, pool).expect("it lives");
+        self.it.registrar.sync(&[&over]).expect("it lives");
+        self.check();
     }
 
     /// A call of the next sync fails or hangs on one rank.

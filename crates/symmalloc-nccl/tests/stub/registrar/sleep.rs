@@ -567,3 +567,22 @@ nccl_test!(driver_calls_that_fail_at_any_point_end_as_the_tables_say, {
         assert_eq!(ends, [End::Sleep("Held".into()), End::Sleep("Held".into())], "all ranks alike");
     }
 });
+
+nccl_test!(
+    ranks_that_cannot_reach_each_others_memory_sleep_and_wake_without_windows,
+    ["STUB_NCCL_NO_SYMMETRIC" = "1", "STUB_NCCL_VERSION" = "22902"],
+    {
+        Job::new(2).run(|it| {
+            let (pool, mut tensors) = registered(it);
+            assert!(matches!(it.registrar.window_of(&it.world, &tensors[0]), Err(LookupError::Plain { .. })));
+            for _ in 0..5 {
+                let slept = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+                assert_eq!((slept.deregistrations, slept.released_bytes), (3, 90 * MIB));
+                let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+                assert_eq!((woken.registrations, woken.changed), (3, vec![]));
+                tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
+            }
+        });
+        nothing_is_left();
+    }
+);
