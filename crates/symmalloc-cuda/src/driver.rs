@@ -159,6 +159,8 @@ driver_calls! {
     create = cuMemCreate(handle: *mut c_ulonglong, size: usize, properties: *const MemProperties, flags: c_ulonglong);
     release = cuMemRelease(handle: c_ulonglong);
     retain = cuMemRetainAllocationHandle(handle: *mut c_ulonglong, address: *mut c_void);
+    export = cuMemExportToShareableHandle(out: *mut c_void, handle: c_ulonglong, kind: c_int, flags: c_ulonglong);
+    import = cuMemImportFromShareableHandle(handle: *mut c_ulonglong, os_handle: *mut c_void, kind: c_int);
     map = cuMemMap(address: CUdeviceptr, size: usize, offset: usize, handle: c_ulonglong, flags: c_ulonglong);
     unmap = cuMemUnmap(address: CUdeviceptr, size: usize);
     set_access = cuMemSetAccess(address: CUdeviceptr, size: usize, access: *const MemAccess, count: usize);

@@ -10,11 +10,12 @@
 //! Everything that decides is the core's, and it finds allocations by pointer. What stands here are names: which stream, and
 //! which pool is meant.
 
+use crate::class::memory_events;
 use crate::complaints;
-use crate::cxx_abi::StreamFilter;
 use crate::error::Error;
+use crate::filter::StreamFilter;
 use crate::peak::BytesPeak;
-use crate::private_pools::PrivatePools;
+use crate::private_pools::{PoolPlace, PrivatePools, UNSPLIT_BYTES};
 use crate::refusal::Refusals;
 use crate::registrations::{PoolRegistration, Registrations};
 use crate::scopes::{MempoolId, ScopePurpose, Scopes};
@@ -30,8 +31,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::DeviceAddress;
 use symmalloc_core::config::{Config, PointerLookup, PoolConfig};
 use symmalloc_core::errors::{AllocateError, FreeError, RecordUseError};
-use symmalloc_core::{Allocation, PoolId, SegmentPosition, SharedAllocator};
-use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaError, DriverError, Pool};
+use symmalloc_core::{Allocation, PoolId, SegmentPosition, SharedAllocator, StreamId};
+use symmalloc_cuda::{
+    CudaAllocator, CudaBackend, CudaBackendBuilder, CudaDevice, CudaError, DriverError, MemorySource, Pool,
+};
 use symmalloc_import::compression;
 use symmalloc_trace::plan::{self, PlanTextError};
 
@@ -96,7 +99,19 @@ impl DeviceAllocator {
         if let Some(prefetch_bytes) = settings.prefetch_bytes {
             backend = backend.prefetch_bytes(prefetch_bytes);
         }
+        DeviceAllocator::with_backend(backend, settings, tracing)
+    }
+
+    /// An allocator over memory that functions of the program get.
+    pub(crate) fn over(ordinal: usize, source: Arc<dyn MemorySource>) -> Result<Self, Error> {
+        let backend = CudaBackend::builder(&CudaDevice::new(ordinal)?).source(source);
+        DeviceAllocator::with_backend(backend, "segments:fixed".parse()?, Tracing::OnRequest)
+    }
+
+    fn with_backend(backend: CudaBackendBuilder, settings: TorchSettings, tracing: Tracing) -> Result<Self, Error> {
         let config = findable(&settings.config)?;
+        let ordinal = backend.ordinal();
+        let backend = backend.listener(move |change| memory_events::tell(ordinal, change));
         let allocator = CudaAllocator::with_backend(backend.build()?, config)?;
         let (private_pools, refusals) = (Arc::<PrivatePools>::default(), Arc::<Refusals>::default());
         if settings.out_of_memory == OutOfMemoryPolicy::Trim {
@@ -188,6 +203,51 @@ impl DeviceAllocator {
         self.made(self.core().allocate(pool, stream, size_bytes))
     }
 
+    /// Allocates where the scopes say.
+    ///
+    /// # Safety
+    /// As [`allocate`](Self::allocate).
+    pub(crate) unsafe fn allocate_at(
+        &self,
+        place: PoolPlace,
+        size_bytes: u64,
+        stream: RawStream,
+        name: Option<&str>,
+    ) -> Result<*mut c_void, Error> {
+        let (pool, size_bytes) = match place {
+            // SAFETY: the caller's contract; the allocator is of the same device.
+            PoolPlace::Foreign(other) => {
+                return unsafe { other.allocate_at(PoolPlace::Own(PoolId::DEFAULT), size_bytes, stream, name) };
+            }
+            PoolPlace::Unsplit(pool) => (pool, if size_bytes == 0 { 0 } else { size_bytes.max(UNSPLIT_BYTES) }),
+            PoolPlace::Own(pool) => (pool, size_bytes),
+        };
+        match name {
+            // SAFETY: the caller's contract.
+            Some(name) => unsafe { self.allocate_named(pool, size_bytes, stream, name) },
+            // SAFETY: the caller's contract.
+            None => unsafe { self.allocate(pool, size_bytes, stream) },
+        }
+    }
+
+    /// Allocates from the free memory of private pools that help out, when nothing else is left.
+    ///
+    /// # Safety
+    /// As [`allocate`](Self::allocate).
+    pub(crate) unsafe fn allocate_from_helpers(&self, size_bytes: u64, stream: RawStream) -> Option<*mut c_void> {
+        let helpers = self.private_pools.list().into_iter().filter(|known| known.wishes.helps_out);
+        helpers.filter_map(|known| known.place).find_map(|place| {
+            // SAFETY: the caller's contract.
+            unsafe { self.allocate_at(place, size_bytes, stream, None) }.ok()
+        })
+    }
+
+    /// The allocator over memory of the program's in which the pointer is a live allocation.
+    #[cold]
+    fn foreign_owner(&self, pointer: *const c_void) -> Option<Arc<DeviceAllocator>> {
+        self.private_pools.foreign().into_iter().map(|(_, allocator)| allocator).find(|other| other.owns(pointer))
+    }
+
     /// Counts what was allocated, and gives its pointer.
     #[inline]
     fn made(&self, outcome: Result<Allocation, AllocateError>) -> Result<*mut c_void, Error> {
@@ -233,20 +293,29 @@ impl DeviceAllocator {
         if pointer.is_null() {
             return Ok(());
         }
-        let address = pointer as u64;
-        match self.core().free_at(DeviceAddress(address)) {
+        self.free_block(pointer).map(drop)
+    }
+
+    /// Frees. Returns the bytes of the block.
+    #[inline]
+    pub(crate) fn free_block(&self, pointer: *mut c_void) -> Result<u64, Error> {
+        match self.core().free_at(DeviceAddress(pointer as u64)) {
             Ok(size_bytes) => {
                 self.peak.subtract(size_bytes);
-                Ok(())
+                Ok(size_bytes)
             }
-            Err(error) => Err(self.not_freed(address, error)),
+            Err(error) => self.not_freed(pointer, error),
         }
     }
 
     #[cold]
     #[inline(never)]
-    fn not_freed(&self, address: u64, error: FreeError) -> Error {
-        if let FreeError::Handle(_) = error { self.unknown(address) } else { error.into() }
+    fn not_freed(&self, pointer: *mut c_void, error: FreeError) -> Result<u64, Error> {
+        match (error, self.foreign_owner(pointer)) {
+            (FreeError::Handle(_), Some(other)) => other.free_block(pointer),
+            (FreeError::Handle(_), None) => Err(self.unknown(pointer as u64)),
+            (error, _) => Err(error.into()),
+        }
     }
 
     #[cold]
@@ -254,9 +323,20 @@ impl DeviceAllocator {
         Error::UnknownPointer { address, device: self.ordinal() }
     }
 
+    /// The segment around an address, here or in memory of the program's.
+    pub(crate) fn segment_at(&self, address: DeviceAddress) -> Option<SegmentPosition> {
+        let foreign = || self.private_pools.foreign().into_iter().find_map(|(_, other)| other.segment_at(address));
+        self.core().segment_at(address).or_else(foreign)
+    }
+
     /// Whether the pointer is a live allocation.
     pub(crate) fn owns(&self, pointer: *const c_void) -> bool {
         self.core().handle_at(DeviceAddress(pointer as u64)).is_ok()
+    }
+
+    /// Whether the pointer is a live allocation here, or in memory of the program's.
+    pub(crate) fn knows(&self, pointer: *const c_void) -> bool {
+        self.owns(pointer) || self.foreign_owner(pointer).is_some()
     }
 
     /// Tells that work on the stream, too, uses the allocation.
@@ -270,14 +350,44 @@ impl DeviceAllocator {
         let address = pointer as u64;
         // A call that is refused registers no stream.
         if self.streams.cached(stream).is_none() && !self.owns(pointer) {
-            return Err(self.unknown(address));
+            // SAFETY: the caller's contract.
+            return unsafe { self.record_foreign_use(pointer, stream) };
         }
         // SAFETY: the caller's contract.
-        let stream = unsafe { self.stream(stream) }?.id;
-        self.core().record_use_at(DeviceAddress(address), stream).map_err(|error| match error {
-            RecordUseError::Handle(_) => self.unknown(address),
-            error => error.into(),
-        })
+        let id = unsafe { self.stream(stream) }?.id;
+        match self.core().record_use_at(DeviceAddress(address), id) {
+            Ok(()) => Ok(()),
+            // SAFETY: the caller's contract.
+            Err(RecordUseError::Handle(_)) => unsafe { self.record_foreign_use(pointer, stream) },
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// # Safety
+    /// As [`allocate`](Self::allocate).
+    #[cold]
+    unsafe fn record_foreign_use(&self, pointer: *const c_void, stream: RawStream) -> Result<(), Error> {
+        match self.foreign_owner(pointer) {
+            // SAFETY: the caller's contract; the allocator is of the same device.
+            Some(other) => unsafe { other.record_use(pointer, stream) },
+            None => Err(self.unknown(pointer as u64)),
+        }
+    }
+
+    /// The streams that were used, by id.
+    pub(crate) fn known_streams(&self) -> Vec<(StreamId, RawStream)> {
+        self.streams.all()
+    }
+
+    /// The raw handle of a stream that was used.
+    pub(crate) fn raw_stream(&self, id: StreamId) -> *mut c_void {
+        let known = self.known_streams().into_iter().find(|(known, _)| *known == id);
+        known.map_or(std::ptr::null_mut(), |(_, raw)| raw.handle())
+    }
+
+    /// Counts allocations that came back to life.
+    pub(crate) fn count_revived(&self, size_bytes: u64) {
+        self.peak.add(size_bytes);
     }
 
     /// The most bytes of blocks in use over all heaps since the peaks were reset.
@@ -372,9 +482,15 @@ impl DeviceAllocator {
 
     /// Gives all free memory back but that of private pools in use. Returns the bytes that went back.
     pub(crate) fn trim(&self) -> Result<u64, Error> {
-        let private = self.private_pools.give_back(self.core(), || self.allocator.is_capturing());
+        let private = self.private_pools.give_back(self.core(), None, || self.allocator.is_capturing());
         let others = self.allocator.trim()?;
         private.failure.map_or(Ok(private.released_bytes + others), |failure| Err(failure.into()))
+    }
+
+    /// Gives the free memory of one private pool back, if it was released. Returns the bytes that went back.
+    pub(crate) fn trim_private(&self, id: MempoolId) -> Result<u64, Error> {
+        let given = self.private_pools.give_back(self.core(), Some(id), || self.allocator.is_capturing());
+        given.failure.map_or(Ok(given.released_bytes), |failure| Err(failure.into()))
     }
 
     /// Lets another device read and write the memory: what there is, and what will be.
@@ -394,7 +510,8 @@ impl DeviceAllocator {
     }
 
     /// PyTorch begins to allocate to a private pool on the streams that the filter takes. May throw what the filter throws.
-    pub(crate) fn begin_private(&self, id: MempoolId, filter: StreamFilter) -> Result<(), Error> {
+    /// Returns the number of the scope.
+    pub(crate) fn begin_private(&self, id: MempoolId, filter: StreamFilter) -> Result<u64, Error> {
         let watch = self.allocator.device().watch_captures();
         // SAFETY: streams that were allocated on live as long as the allocator.
         self.scopes.end_failed(|stream| unsafe { watch.is_captured(stream.handle().cast()) }.unwrap_or(true));
@@ -407,9 +524,8 @@ impl DeviceAllocator {
             self.allocator.synchronize_uncaptured()?;
         }
         let purpose = if may_capture && !known.is_empty() { ScopePurpose::Capture } else { ScopePurpose::Unknown };
-        let pool = self.private_pools.begin(self.core(), id)?;
-        self.scopes.begin(id, pool, filter, purpose, watch);
-        Ok(())
+        let place = self.private_pools.begin(self.core(), id)?;
+        Ok(self.scopes.begin((id, place), filter, purpose, watch))
     }
 
     pub(crate) fn end_private(&self, id: MempoolId) -> Result<(), Error> {

@@ -44,10 +44,12 @@
 
 mod alignment;
 mod c_interface;
+mod class;
 mod complaints;
 mod cxx_abi;
 mod device;
 mod error;
+mod filter;
 mod guard;
 mod peak;
 mod private_pools;
@@ -67,7 +69,9 @@ mod virtuals;
 
 pub use alignment::symmalloc_gather_fn;
 pub use c_interface::*;
+pub use class::*;
 pub use device::DeviceAllocator;
+pub use filter::{symmalloc_destroy_fn, symmalloc_filter_fn};
 pub use guard::symmalloc_error_message;
 pub use registrations::{PoolRegistration, RankAnnouncement};
 pub use status::symmalloc_status;

@@ -54,13 +54,13 @@ impl Refusals {
 fn trim_private(core: &SharedAllocator<CudaBackend>, private: &PrivatePools) -> u64 {
     let is_capturing = core.backend().device().is_capturing();
     // The core told of what failed.
-    let mut released_bytes = private.give_back(core, || Ok(is_capturing)).released_bytes;
+    let mut released_bytes = private.give_back(core, None, || Ok(is_capturing)).released_bytes;
     // Counted first: a graph's pool that another thread begins meanwhile is not among them, or is in the list.
     let pools = core.pool_count();
     let in_use = private.list();
     for pool in (0..pools).map(PoolId) {
         let is_symmetric = core.pool_config(pool).is_ok_and(PoolConfig::symmetric);
-        if is_symmetric || in_use.iter().any(|entry| entry.pool == pool) {
+        if is_symmetric || in_use.iter().any(|entry| entry.own() == Some(pool)) {
             continue;
         }
         match core.trim(Some(pool)) {

@@ -14,8 +14,9 @@
 //! A capture that fails leaves its scope open: PyTorch 2.11 raises before it ends it. The next begin does, if the capture took
 //! memory here: otherwise nobody knows its stream, and the scope stays. Its pool stays in use, as in PyTorch's own allocator.
 
-use crate::cxx_abi::StreamFilter;
 use crate::error::Error;
+use crate::filter::StreamFilter;
+use crate::private_pools::PoolPlace;
 use crate::streams::RawStream;
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -39,7 +40,7 @@ pub(crate) enum ScopePurpose {
 struct Begun {
     order: u64,
     id: MempoolId,
-    pool: PoolId,
+    place: PoolPlace,
     filter: StreamFilter,
     purpose: ScopePurpose,
     /// The last stream that the filter took.
@@ -71,7 +72,7 @@ pub(crate) struct Scopes {
     serial: u64,
     /// Open scopes of both kinds. A thread sees those that it opened, and others when it has synchronised with their threads.
     open: Arc<AtomicUsize>,
-    /// Scopes opened so far, which orders those of both kinds.
+    /// The number of the next scope, from 1; it orders those of both kinds.
     opened: AtomicU64,
     begun: Mutex<Vec<Arc<Begun>>>,
     /// Scopes of failed captures that were ended before PyTorch did so, if it ever does.
@@ -108,7 +109,7 @@ impl Scopes {
         Scopes {
             serial: NEXT_SERIAL.fetch_add(1, Ordering::Relaxed),
             open: Arc::default(),
-            opened: AtomicU64::new(0),
+            opened: AtomicU64::new(1),
             begun: Mutex::default(),
             ended_early: Mutex::default(),
         }
@@ -120,33 +121,35 @@ impl Scopes {
         self.open.load(Ordering::Relaxed) != 0
     }
 
-    /// Where an allocation of the calling thread for a stream goes; `None`: to the default pool. Calls PyTorch's filters,
-    /// which may throw: nothing is locked meanwhile.
+    /// Where an allocation of the calling thread for a stream goes. Calls PyTorch's filters, which may throw: nothing is locked
+    /// meanwhile. `inherited` is the number of a scope of another thread for which this one works, as a backward pass does.
     #[cold]
-    pub(crate) fn pool_for(&self, stream: RawStream) -> Option<PoolId> {
+    pub(crate) fn place_for(&self, stream: RawStream, inherited: Option<u64>) -> PoolPlace {
         let pushed = self.last(|pushed| match pushed.what {
             What::Pool(pool) => Some((pushed.order, pool)),
             What::Name(_) => None,
         });
         let begun = self.begun().clone();
         let mut since = begun.iter().rev().take_while(|begun| pushed.is_none_or(|(order, _)| begun.order > order));
-        let taker = since.find(|begun| begun.takes(stream)).map(|begun| begun.pool);
-        taker.or(pushed.map(|(_, pool)| pool))
+        let taker = since.find(|begun| inherited == Some(begun.order) || begun.takes(stream));
+        let pool = pushed.map_or(PoolId::DEFAULT, |(_, pool)| pool);
+        taker.map_or(PoolPlace::Own(pool), |begun| begun.place.clone())
     }
 
-    /// Opens a scope that PyTorch begins.
+    /// Opens a scope that PyTorch begins. Returns its number.
     pub(crate) fn begin(
         &self,
-        id: MempoolId,
-        pool: PoolId,
+        (id, place): (MempoolId, PoolPlace),
         filter: StreamFilter,
         purpose: ScopePurpose,
         watch: CaptureWatch,
-    ) {
+    ) -> u64 {
         let mut all = self.begun();
-        let begun = Begun { order: self.next(), id, pool, filter, purpose, taken: Mutex::default(), _watch: watch };
+        let order = self.next();
+        let begun = Begun { order, id, place, filter, purpose, taken: Mutex::default(), _watch: watch };
         all.push(Arc::new(begun));
         self.open.fetch_add(1, Ordering::Relaxed);
+        order
     }
 
     /// Ends what was begun last for the pool. Whether there was anything.

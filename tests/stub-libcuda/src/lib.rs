@@ -204,6 +204,14 @@ stub! {
         answer(handle, state.retain_at(address as u64).ok_or(INVALID_VALUE)?);
         Ok(())
     };
+    call_outside_capture cuMemExportToShareableHandle(out: *mut c_int, handle: u64, kind: c_int, flags: c_ulonglong) |state| {
+        answer(out, state.export(handle, kind as u32).ok_or(INVALID_VALUE)?);
+        Ok(())
+    };
+    call_outside_capture cuMemImportFromShareableHandle(handle: *mut u64, file: *mut c_void, kind: c_int) |state| {
+        answer(handle, state.import(file as usize as c_int, here()).ok_or(INVALID_VALUE)?);
+        Ok(())
+    };
     call_outside_capture cuMemMap(address: u64, size: usize, offset: usize, handle: u64, flags: c_ulonglong) |state| {
         state.map(address, size as u64, handle).ok_or(INVALID_VALUE)
     };

@@ -49,6 +49,8 @@ pub struct Mapping {
 pub struct Physical {
     /// In bytes.
     pub size: u64,
+    /// Which memory file: this process's, or a descriptor of another's.
+    pub file: c_int,
     /// Where in the memory file.
     pub offset: u64,
     /// Of which device.
@@ -228,7 +230,36 @@ impl State {
         }
         let offset = self.memory.take_file(size, device)?;
         let handle = self.handle();
-        self.memory.physical.insert(handle, Physical { size, offset, device, handle_types, owners: 1 });
+        let file = self.memory.file;
+        self.memory.physical.insert(handle, Physical { size, file, offset, device, handle_types, owners: 1 });
+        Some(handle)
+    }
+
+    /// A descriptor of a handle's memory. Where it is in the file is where the descriptor stands.
+    pub fn export(&mut self, handle: u64, kind: u32) -> Option<c_int> {
+        let physical = self.memory.physical.get(&handle)?;
+        if physical.handle_types & kind == 0 {
+            return None;
+        }
+        let path = std::ffi::CString::new(format!("/proc/self/fd/{}", physical.file)).ok()?;
+        // SAFETY: a C string; a description of its own, so that its place is, too.
+        let file = unsafe { libc::open(path.as_ptr(), libc::O_RDWR | libc::O_CLOEXEC) };
+        // SAFETY: a file of this process.
+        let at = unsafe { libc::lseek(file, physical.offset as libc::off_t, libc::SEEK_SET) };
+        (at >= 0).then_some(file)
+    }
+
+    /// The memory behind a descriptor of another process. How much it is says the first map.
+    pub fn import(&mut self, file: c_int, device: c_int) -> Option<u64> {
+        // SAFETY: asks where the descriptor stands, and for another one.
+        let (offset, file) = unsafe { (libc::lseek(file, 0, libc::SEEK_CUR), libc::dup(file)) };
+        if offset < 0 || file < 0 {
+            return None;
+        }
+        let handle = self.handle();
+        let offset = offset as u64;
+        let physical = Physical { size: 0, file, offset, device, handle_types: 0, owners: 1 };
+        self.memory.physical.insert(handle, physical);
         Some(handle)
     }
 
@@ -251,9 +282,14 @@ impl State {
         let physical = self.memory.physical.get_mut(&handle)?;
         physical.owners -= 1;
         if physical.owners == 0 {
-            let Physical { size, offset, device, .. } = *physical;
+            let Physical { size, file, offset, device, .. } = *physical;
             self.memory.physical.remove(&handle);
-            self.memory.give_file(offset, size, device);
+            if file == self.memory.file {
+                self.memory.give_file(offset, size, device);
+            } else {
+                // SAFETY: made by `import`, and nothing is mapped from it any more.
+                unsafe { libc::close(file) };
+            }
         }
         Some(())
     }
@@ -264,6 +300,9 @@ impl State {
         let is_inside = address + size <= base + range;
         let is_free = self.memory.parts(address, size).is_empty();
         let physical = self.memory.physical.get_mut(&handle)?;
+        if physical.file != self.memory.file && physical.size == 0 {
+            physical.size = size;
+        }
         if !is_inside || !is_free || physical.size != size {
             return None;
         }
@@ -281,8 +320,8 @@ impl State {
         for (at, length) in parts {
             let mapping = self.memory.mappings.get_mut(&at).expect("just found");
             mapping.access = access;
-            let offset = self.memory.physical[&mapping.handle].offset;
-            map_file(at, length, self.memory.file, offset, libc::MAP_FIXED)?;
+            let Physical { file, offset, .. } = self.memory.physical[&mapping.handle];
+            map_file(at, length, file, offset, libc::MAP_FIXED)?;
         }
         Some(())
     }

@@ -17,10 +17,14 @@ mod interface;
 mod prefetch_thread;
 mod prefetch_window;
 mod properties;
+mod sharing;
 mod spare;
 mod virtual_memory;
 
+pub use driver_allocations::MemorySource;
 pub(crate) use driver_allocations::{AllocationKind, DriverAllocations};
 pub(crate) use interface::BackendMemory;
 pub(crate) use prefetch_thread::Prefetching;
+pub(crate) use sharing::export;
+pub use sharing::{ImportedMemory, SharedPiece};
 pub(crate) use virtual_memory::{VirtualMemory, VirtualOptions};
