@@ -6,7 +6,7 @@ use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::layout::Layout;
 use symmalloc_core::restore::RestoreError;
 use symmalloc_core::units::MIB;
-use symmalloc_core::{Allocation, Allocator, DeviceAddress, Digest, PoolId, StreamId};
+use symmalloc_core::{Allocation, Allocator, Digest, Placement, PoolId, StreamId};
 use symmalloc_harness::hooked::{DeviceCall, Hooked};
 use symmalloc_sim::{SimBackend, SplitMix64};
 
@@ -25,8 +25,8 @@ fn rank<'a>(device: &'a SimBackend, policy: &str) -> Rank<'a> {
     allocator
 }
 
-/// What is live: address to (stream, allocation).
-type Live = BTreeMap<DeviceAddress, (StreamId, Allocation)>;
+/// What is live, in an order that is the same on every rank.
+type Live = BTreeMap<(StreamId, Placement), Allocation>;
 
 /// Allocates and frees at random.
 fn wander(allocator: &Rank<'_>, random: &mut SplitMix64, live: &mut Live, ops: u32) {
@@ -35,34 +35,32 @@ fn wander(allocator: &Rank<'_>, random: &mut SplitMix64, live: &mut Live, ops: u
             let stream = StreamId(random.below(2) as u16);
             let bytes = [700, 90_000, MIB, 5 * MIB, 23 * MIB][random.below(5) as usize] + random.below(4096);
             let made = allocator.allocate(POOL, stream, bytes).expect("fits");
-            live.insert(made.address, (stream, made));
+            live.insert((stream, made.placement), made);
         } else {
             let at = random.below(live.len() as u64) as usize;
-            let (&address, &(stream, freed)) = live.iter().nth(at).expect("one of them");
+            let (&key, &freed) = live.iter().nth(at).expect("one of them");
             if random.below(3) == 0 {
-                allocator.record_use(freed.handle, StreamId(1 - stream.0)).expect("live");
+                allocator.record_use(freed.handle, StreamId(1 - key.0.0)).expect("live");
             }
             allocator.free(freed.handle).expect("live");
-            live.remove(&address);
+            live.remove(&key);
         }
     }
 }
 
 /// Frees what the layout does not have, as a tree of graphs does, and revives the rest.
 fn go_back(allocator: &Rank<'_>, layout: &Layout, saved: &Live, now: &Live) {
-    for (address, (_, allocation)) in now {
-        let is_kept = saved.get(address).is_some_and(|(_, before)| before.handle == allocation.handle);
+    for (key, allocation) in now {
+        let is_kept = saved.get(key).is_some_and(|before| before.handle == allocation.handle);
         if !is_kept {
             allocator.free(allocation.handle).expect("live");
         }
     }
     let reserved = allocator.stats().reserved_bytes.current;
     let restored = allocator.revive_layout(POOL, layout).expect("all of it is there");
-    let revived: Vec<_> = restored.allocations().map(|revived| (revived.allocation.address, revived.stream)).collect();
-    let mut expected: Vec<_> = saved.iter().map(|(address, (stream, _))| (*address, *stream)).collect();
-    let (mut found, order) = (revived, |one: &(DeviceAddress, StreamId)| *one);
-    found.sort_by_key(order);
-    expected.sort_by_key(order);
+    let mut found: Vec<_> = restored.allocations().map(|one| (one.stream, one.allocation.placement)).collect();
+    found.sort();
+    let expected: Vec<_> = saved.keys().copied().collect();
     assert_eq!(found, expected, "exactly what was saved is live");
     assert_eq!(allocator.stats().reserved_bytes.current, reserved, "no memory came or went");
     allocator.check().expect("sound");
@@ -82,7 +80,7 @@ fn history(policy: &str, device: &SimBackend, seed: u64) -> Vec<Digest> {
         go_back(&allocator, &layout, &saved, &now);
         // Handles of what was made again are new ones.
         let again = allocator.revive_layout(POOL, &layout).expect("nothing to do");
-        saved = again.allocations().map(|one| (one.allocation.address, (one.stream, one.allocation))).collect();
+        saved = again.allocations().map(|one| ((one.stream, one.allocation.placement), one.allocation)).collect();
         digests.push(allocator.digest(POOL).expect("known"));
     }
     digests

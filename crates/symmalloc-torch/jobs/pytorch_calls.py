@@ -204,6 +204,7 @@ def mem_pool_of_functions() -> Any:
         tensor.record_stream(side)
     torch.cuda.current_stream().wait_stream(side)
     calls = counted(0)
+    torch.cuda.synchronize()
     del tensors, tensor
     gc.collect()
     with torch.cuda.use_mem_pool(pool):
@@ -264,7 +265,7 @@ def out_of_memory() -> Any:
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     device, size, limit, free = seen[-1]
-    assert (device, size) == (0, wanted) and abs(limit - total // 4) <= 1 and free > 0, seen
+    assert (device, size) == (0, wanted) and abs(limit - total // 4) < 2 * MIB and free > 0, seen
     assert torch.cuda.memory_stats()["num_ooms"] >= 1
     return torch.ones(8, device="cuda")
 
@@ -405,7 +406,7 @@ def trackers() -> Any:
             dist.all_reduce(large[:1024])
             del large
             torch.cuda.empty_cache()
-            pool = torch.cuda.MemPool(backend.mem_allocator)
+            pool = torch.cuda.MemPool()
             with torch.cuda.use_mem_pool(pool):
                 tensor = torch.ones(MIB, device="cuda")
             backend.register_mem_pool(pool)

@@ -215,8 +215,8 @@ impl DeviceAllocator {
         name: Option<&str>,
     ) -> Result<*mut c_void, Error> {
         let (pool, size_bytes) = match place {
-            // SAFETY: the caller's contract; the allocator is of the same device.
             PoolPlace::Foreign(other) => {
+                // SAFETY: the caller's contract; the allocator is of the same device.
                 return unsafe { other.allocate_at(PoolPlace::Own(PoolId::DEFAULT), size_bytes, stream, name) };
             }
             PoolPlace::Unsplit(pool) => (pool, if size_bytes == 0 { 0 } else { size_bytes.max(UNSPLIT_BYTES) }),

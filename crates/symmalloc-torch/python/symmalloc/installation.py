@@ -161,7 +161,7 @@ def version(torch: Any) -> tuple[int, ...]:
 def _usable_torch() -> Any:
     try:
         import torch
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         raise TorchError(f"PyTorch cannot be imported ({error}): install() puts symmalloc under it") from error
     if version(torch) < TORCH_MINIMUM:
         raise TorchError(f"PyTorch {torch.__version__} is too old: from {'.'.join(map(str, TORCH_MINIMUM))} on")

@@ -60,15 +60,18 @@ def install(torch: Any) -> None:
         raise Unavailable("PyTorch has used CUDA already")
 
 
+def place(torch: Any) -> tuple[Path, str]:
+    """Where the compiled class for this PyTorch lies or would lie, and its compiler. Raises `Unavailable`."""
+    compiler = _compiler()
+    return _folder() / f"torch-{torch.__version__.replace('/', '_')}-{_key(torch, compiler)}.so", compiler
+
+
 def built(torch: Any) -> Path:
     """The compiled class for this PyTorch. Compiles it if there is none. Raises `Unavailable`."""
-    compiler = _compiler()
-    name = f"torch-{torch.__version__.replace('/', '_')}-{_key(torch, compiler)}.so"
-    folder = _folder()
-    path = folder / name
+    path, compiler = place(torch)
     if path.is_file():
         return path
-    with _alone(folder / f"{name}.lock"):
+    with _alone(path.with_suffix(".lock")):
         # Another rank may have been faster.
         if not path.is_file():
             _compile(torch, compiler, path)

@@ -60,6 +60,7 @@ class Memory {
     if (bytes == 0) {
       return nullptr;
     }
+    last_device() = device;
     void* pointer = nullptr;
     if (C10_UNLIKELY(is_watched_.load(std::memory_order_relaxed))) {
       pointer = allocate_watched(device, bytes, stream);
@@ -89,9 +90,8 @@ class Memory {
     if (C10_UNLIKELY(trace != nullptr)) {
       (*trace)->trace_gpu_memory_deallocation(c10::kCUDA, reinterpret_cast<uintptr_t>(pointer));
     }
-    DeviceIndex device = 0;
-    // A process that ends has no current device, and frees all the same.
-    (void)c10::cuda::GetDevice(&device);
+    // A guess, which is cheaper than a question to the driver: the library looks elsewhere when it is wrong.
+    const DeviceIndex device = last_device();
     uint64_t bytes = 0;
     if (C10_UNLIKELY(is_watched_.load(std::memory_order_relaxed))) {
       free_watched(device, pointer, &bytes);
@@ -166,6 +166,12 @@ class Memory {
   }
 
  private:
+  // The device that this thread allocated on last.
+  static DeviceIndex& last_device() {
+    static thread_local DeviceIndex device = 0;
+    return device;
+  }
+
   void* allocate_watched(DeviceIndex device, size_t bytes, cudaStream_t stream) {
     auto& history = of(device).history;
     const auto context = history.gather(RecordContext::STATE);
