@@ -10,15 +10,14 @@
 //! Everything that decides is the core's, and it finds allocations by pointer. What stands here are names: which stream, and
 //! which pool is meant.
 
-use crate::class::memory_events;
 use crate::complaints;
 use crate::error::Error;
-use crate::filter::StreamFilter;
+use crate::memory_events;
 use crate::peak::BytesPeak;
-use crate::private_pools::{PoolPlace, PrivatePools, UNSPLIT_BYTES};
+use crate::private_pools::{PoolPlace, PrivatePools};
 use crate::refusal::Refusals;
 use crate::registrations::{PoolRegistration, Registrations};
-use crate::scopes::{MempoolId, ScopePurpose, Scopes};
+use crate::scopes::Scopes;
 use crate::settings::{OutOfMemoryPolicy, TorchSettings};
 use crate::streams::{KnownStream, RawStream, StreamRegistry};
 use crate::trace;
@@ -32,28 +31,29 @@ use symmalloc_core::backend::DeviceAddress;
 use symmalloc_core::config::{Config, PointerLookup, PoolConfig};
 use symmalloc_core::errors::{AllocateError, FreeError, RecordUseError};
 use symmalloc_core::{Allocation, PoolId, SegmentPosition, SharedAllocator, StreamId};
-use symmalloc_cuda::{
-    CudaAllocator, CudaBackend, CudaBackendBuilder, CudaDevice, CudaError, DriverError, MemorySource, Pool,
-};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaBackendBuilder, CudaDevice, CudaError, DriverError, Pool};
 use symmalloc_import::compression;
 use symmalloc_trace::plan::{self, PlanTextError};
 
 /// The allocator of one device.
 pub struct DeviceAllocator {
     streams: StreamRegistry,
-    scopes: Scopes,
+    scopes: Scopes<DeviceAllocator>,
     allocator: CudaAllocator,
     settings: TorchSettings,
     tracing: Tracing,
     peak: BytesPeak,
     /// Pools that the program made, by id.
     user_pools: Mutex<BTreeMap<PoolId, Pool<CudaBackend>>>,
-    private_pools: Arc<PrivatePools>,
+    private_pools: Arc<PrivatePools<DeviceAllocator>>,
     refusals: Arc<Refusals>,
     pub(crate) unordered: UnorderedPool,
     pub(crate) registrations: Registrations,
     pub(crate) failures: Failures,
 }
+
+/// Where an allocation of a device goes.
+pub(crate) type Place = PoolPlace<DeviceAllocator>;
 
 /// Found by every thread through a pointer, which the compiler does not look behind.
 const _: () = {
@@ -102,18 +102,16 @@ impl DeviceAllocator {
         DeviceAllocator::with_backend(backend, settings, tracing)
     }
 
-    /// An allocator over memory that functions of the program get.
-    pub(crate) fn over(ordinal: usize, source: Arc<dyn MemorySource>) -> Result<Self, Error> {
-        let backend = CudaBackend::builder(&CudaDevice::new(ordinal)?).source(source);
-        DeviceAllocator::with_backend(backend, "segments:fixed".parse()?, Tracing::OnRequest)
-    }
-
-    fn with_backend(backend: CudaBackendBuilder, settings: TorchSettings, tracing: Tracing) -> Result<Self, Error> {
+    pub(crate) fn with_backend(
+        backend: CudaBackendBuilder,
+        settings: TorchSettings,
+        tracing: Tracing,
+    ) -> Result<Self, Error> {
         let config = findable(&settings.config)?;
         let ordinal = backend.ordinal();
         let backend = backend.listener(move |change| memory_events::tell(ordinal, change));
         let allocator = CudaAllocator::with_backend(backend.build()?, config)?;
-        let (private_pools, refusals) = (Arc::<PrivatePools>::default(), Arc::<Refusals>::default());
+        let (private_pools, refusals) = (Arc::<PrivatePools<_>>::default(), Arc::<Refusals>::default());
         if settings.out_of_memory == OutOfMemoryPolicy::Trim {
             Refusals::trim_when_refused(&refusals, &allocator, &private_pools);
         }
@@ -153,7 +151,7 @@ impl DeviceAllocator {
         &self.refusals
     }
 
-    pub(crate) fn private_pools(&self) -> &PrivatePools {
+    pub(crate) fn private_pools(&self) -> &PrivatePools<DeviceAllocator> {
         &self.private_pools
     }
 
@@ -180,7 +178,7 @@ impl DeviceAllocator {
 
     /// What the open scopes say of an allocation that names no pool.
     #[inline]
-    pub(crate) fn scopes(&self) -> &Scopes {
+    pub(crate) fn scopes(&self) -> &Scopes<DeviceAllocator> {
         &self.scopes
     }
 
@@ -201,51 +199,6 @@ impl DeviceAllocator {
         // SAFETY: the caller's contract.
         let stream = unsafe { self.stream(stream) }?.id;
         self.made(self.core().allocate(pool, stream, size_bytes))
-    }
-
-    /// Allocates where the scopes say.
-    ///
-    /// # Safety
-    /// As [`allocate`](Self::allocate).
-    pub(crate) unsafe fn allocate_at(
-        &self,
-        place: PoolPlace,
-        size_bytes: u64,
-        stream: RawStream,
-        name: Option<&str>,
-    ) -> Result<*mut c_void, Error> {
-        let (pool, size_bytes) = match place {
-            PoolPlace::Foreign(other) => {
-                // SAFETY: the caller's contract; the allocator is of the same device.
-                return unsafe { other.allocate_at(PoolPlace::Own(PoolId::DEFAULT), size_bytes, stream, name) };
-            }
-            PoolPlace::Unsplit(pool) => (pool, if size_bytes == 0 { 0 } else { size_bytes.max(UNSPLIT_BYTES) }),
-            PoolPlace::Own(pool) => (pool, size_bytes),
-        };
-        match name {
-            // SAFETY: the caller's contract.
-            Some(name) => unsafe { self.allocate_named(pool, size_bytes, stream, name) },
-            // SAFETY: the caller's contract.
-            None => unsafe { self.allocate(pool, size_bytes, stream) },
-        }
-    }
-
-    /// Allocates from the free memory of private pools that help out, when nothing else is left.
-    ///
-    /// # Safety
-    /// As [`allocate`](Self::allocate).
-    pub(crate) unsafe fn allocate_from_helpers(&self, size_bytes: u64, stream: RawStream) -> Option<*mut c_void> {
-        let helpers = self.private_pools.list().into_iter().filter(|known| known.wishes.helps_out);
-        helpers.filter_map(|known| known.place).find_map(|place| {
-            // SAFETY: the caller's contract.
-            unsafe { self.allocate_at(place, size_bytes, stream, None) }.ok()
-        })
-    }
-
-    /// The allocator over memory of the program's in which the pointer is a live allocation.
-    #[cold]
-    fn foreign_owner(&self, pointer: *const c_void) -> Option<Arc<DeviceAllocator>> {
-        self.private_pools.foreign().into_iter().map(|(_, allocator)| allocator).find(|other| other.owns(pointer))
     }
 
     /// Counts what was allocated, and gives its pointer.
@@ -313,30 +266,19 @@ impl DeviceAllocator {
     fn not_freed(&self, pointer: *mut c_void, error: FreeError) -> Result<u64, Error> {
         match (error, self.foreign_owner(pointer)) {
             (FreeError::Handle(_), Some(other)) => other.free_block(pointer),
-            (FreeError::Handle(_), None) => Err(self.unknown(pointer as u64)),
+            (FreeError::Handle(_), None) => Err(self.unknown_pointer(pointer as u64)),
             (error, _) => Err(error.into()),
         }
     }
 
     #[cold]
-    fn unknown(&self, address: u64) -> Error {
+    pub(crate) fn unknown_pointer(&self, address: u64) -> Error {
         Error::UnknownPointer { address, device: self.ordinal() }
-    }
-
-    /// The segment around an address, here or in memory of the program's.
-    pub(crate) fn segment_at(&self, address: DeviceAddress) -> Option<SegmentPosition> {
-        let foreign = || self.private_pools.foreign().into_iter().find_map(|(_, other)| other.segment_at(address));
-        self.core().segment_at(address).or_else(foreign)
     }
 
     /// Whether the pointer is a live allocation.
     pub(crate) fn owns(&self, pointer: *const c_void) -> bool {
         self.core().handle_at(DeviceAddress(pointer as u64)).is_ok()
-    }
-
-    /// Whether the pointer is a live allocation here, or in memory of the program's.
-    pub(crate) fn knows(&self, pointer: *const c_void) -> bool {
-        self.owns(pointer) || self.foreign_owner(pointer).is_some()
     }
 
     /// Tells that work on the stream, too, uses the allocation.
@@ -360,17 +302,6 @@ impl DeviceAllocator {
             // SAFETY: the caller's contract.
             Err(RecordUseError::Handle(_)) => unsafe { self.record_foreign_use(pointer, stream) },
             Err(error) => Err(error.into()),
-        }
-    }
-
-    /// # Safety
-    /// As [`allocate`](Self::allocate).
-    #[cold]
-    unsafe fn record_foreign_use(&self, pointer: *const c_void, stream: RawStream) -> Result<(), Error> {
-        match self.foreign_owner(pointer) {
-            // SAFETY: the caller's contract; the allocator is of the same device.
-            Some(other) => unsafe { other.record_use(pointer, stream) },
-            None => Err(self.unknown(pointer as u64)),
         }
     }
 
@@ -404,11 +335,11 @@ impl DeviceAllocator {
     /// The live allocation at a pointer.
     pub(crate) fn find(&self, pointer: *const c_void) -> Result<FoundAllocation, Error> {
         let address = pointer as u64;
-        let (core, unknown) = (self.core(), |_| self.unknown(address));
+        let (core, unknown) = (self.core(), |_| self.unknown_pointer(address));
         let handle = core.handle_at(DeviceAddress(address)).map_err(unknown)?;
         let allocation = core.allocation(handle).map_err(unknown)?;
         let requested_bytes = core.requested_bytes(handle).map_err(unknown)?;
-        let position = core.segment_at(DeviceAddress(address)).ok_or_else(|| self.unknown(address))?;
+        let position = core.segment_at(DeviceAddress(address)).ok_or_else(|| self.unknown_pointer(address))?;
         Ok(FoundAllocation { pool: position.pool, allocation, position, requested_bytes })
     }
 
@@ -487,12 +418,6 @@ impl DeviceAllocator {
         private.failure.map_or(Ok(private.released_bytes + others), |failure| Err(failure.into()))
     }
 
-    /// Gives the free memory of one private pool back, if it was released. Returns the bytes that went back.
-    pub(crate) fn trim_private(&self, id: MempoolId) -> Result<u64, Error> {
-        let given = self.private_pools.give_back(self.core(), Some(id), || self.allocator.is_capturing());
-        given.failure.map_or(Ok(given.released_bytes), |failure| Err(failure.into()))
-    }
-
     /// Lets another device read and write the memory: what there is, and what will be.
     pub(crate) fn grant_access(&self, peer: usize) -> Result<(), Error> {
         Ok(self.core().backend().grant_access(peer)?)
@@ -507,35 +432,6 @@ impl DeviceAllocator {
         let total_bytes = self.allocator.device().memory_info().map_err(CudaError::from)?.total_bytes;
         self.core().set_limit_bytes(Some((fraction * total_bytes as f64) as u64));
         Ok(())
-    }
-
-    /// PyTorch begins to allocate to a private pool on the streams that the filter takes. May throw what the filter throws.
-    /// Returns the number of the scope.
-    pub(crate) fn begin_private(&self, id: MempoolId, filter: StreamFilter) -> Result<u64, Error> {
-        let watch = self.allocator.device().watch_captures();
-        // SAFETY: streams that were allocated on live as long as the allocator.
-        self.scopes.end_failed(|stream| unsafe { watch.is_captured(stream.handle().cast()) }.unwrap_or(true));
-        // A filter of this thread takes any stream; that of a capture none before the capture has begun.
-        let mut known: Vec<_> = self.streams.all().into_iter().map(|(_, raw)| raw.handle()).collect();
-        known.retain(|stream| !stream.is_null());
-        let may_capture = !known.iter().any(|stream| filter.accepts(*stream));
-        if may_capture {
-            // What was submitted so far is in no graph, and no graph has to wait for it.
-            self.allocator.synchronize_uncaptured()?;
-        }
-        let purpose = if may_capture && !known.is_empty() { ScopePurpose::Capture } else { ScopePurpose::Unknown };
-        let place = self.private_pools.begin(self.core(), id)?;
-        Ok(self.scopes.begin((id, place), filter, purpose, watch))
-    }
-
-    pub(crate) fn end_private(&self, id: MempoolId) -> Result<(), Error> {
-        let error = Error::NoScope { device: self.ordinal(), scope: "private pool" };
-        if self.scopes.end(id) { Ok(()) } else { Err(error) }
-    }
-
-    pub(crate) fn release_private(&self, id: MempoolId) -> Result<(), Error> {
-        let error = Error::NoScope { device: self.ordinal(), scope: "use of a private pool" };
-        if self.private_pools.release(id) { Ok(()) } else { Err(error) }
     }
 
     /// Notes an error of a call that can return none. The first one is also written to the error output.

@@ -14,7 +14,6 @@
 //! A graph uses its memory without the allocator's knowledge, so nothing of a pool in use goes back, and the device is waited
 //! for before anything of a released one does.
 
-use crate::device::DeviceAllocator;
 use crate::error::Error;
 use crate::scopes::MempoolId;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -26,18 +25,37 @@ use symmalloc_cuda::{CudaBackend, CudaError, CudaMemory, MemorySource};
 /// Blocks of this size are never split in a pool that splits none: smaller requests are raised to it.
 pub(crate) const UNSPLIT_BYTES: u64 = 12 << 20;
 
+/// An allocator over memory of the program's. A parameter of this file and of `scopes.rs`, which know nothing else of it.
+pub(crate) trait ForeignPool: Sized {
+    /// Makes one on a device.
+    fn over(ordinal: usize, source: Arc<dyn MemorySource>) -> Result<Self, Error>;
+    /// Gives all of its free memory back.
+    fn trim_all(&self) -> Result<u64, TrimError>;
+    /// Whether it has neither allocations nor memory.
+    fn is_empty(&self) -> bool;
+}
+
 /// Where a pool's memory is.
-#[derive(Clone)]
-pub(crate) enum PoolPlace {
+pub(crate) enum PoolPlace<F> {
     /// A pool of the device's allocator.
     Own(PoolId),
     /// A pool of the device's allocator in which every allocation has a segment of its own.
     Unsplit(PoolId),
     /// An allocator over memory of the program's.
-    Foreign(Arc<DeviceAllocator>),
+    Foreign(Arc<F>),
 }
 
-impl PoolPlace {
+impl<F> Clone for PoolPlace<F> {
+    fn clone(&self) -> Self {
+        match self {
+            PoolPlace::Own(pool) => PoolPlace::Own(*pool),
+            PoolPlace::Unsplit(pool) => PoolPlace::Unsplit(*pool),
+            PoolPlace::Foreign(other) => PoolPlace::Foreign(Arc::clone(other)),
+        }
+    }
+}
+
+impl<F> PoolPlace<F> {
     /// The pool of the device's allocator.
     pub(crate) fn own(&self) -> Option<PoolId> {
         match self {
@@ -61,23 +79,33 @@ pub(crate) struct PoolWishes {
 }
 
 /// The private pools of one allocator.
-#[derive(Default)]
-pub(crate) struct PrivatePools {
+pub(crate) struct PrivatePools<F> {
     /// In the order in which they were made.
-    all: Mutex<Vec<PrivatePool>>,
+    all: Mutex<Vec<PrivatePool<F>>>,
 }
 
-#[derive(Clone)]
-pub(crate) struct PrivatePool {
+impl<F> Default for PrivatePools<F> {
+    fn default() -> Self {
+        PrivatePools { all: Mutex::default() }
+    }
+}
+
+pub(crate) struct PrivatePool<F> {
     pub(crate) id: MempoolId,
     /// `None` until something is to be allocated there.
-    pub(crate) place: Option<PoolPlace>,
+    pub(crate) place: Option<PoolPlace<F>>,
     /// Begins and retains without a release.
     pub(crate) uses: u32,
     pub(crate) wishes: PoolWishes,
 }
 
-impl PrivatePool {
+impl<F> Clone for PrivatePool<F> {
+    fn clone(&self) -> Self {
+        PrivatePool { id: self.id, place: self.place.clone(), uses: self.uses, wishes: self.wishes.clone() }
+    }
+}
+
+impl<F> PrivatePool<F> {
     /// Its pool of the device's allocator, if it has one.
     pub(crate) fn own(&self) -> Option<PoolId> {
         self.place.as_ref().and_then(PoolPlace::own)
@@ -106,18 +134,11 @@ impl GivenBack {
             }
         }
     }
-
-    /// The allocator behind a pool trims all of its memory. Whether nothing is left of it.
-    fn trim_foreign(&mut self, allocator: &DeviceAllocator) -> bool {
-        self.add(allocator.core().trim(None));
-        let stats = allocator.core().stats();
-        stats.usage.all.allocations.current == 0 && stats.reserved_bytes.current == 0
-    }
 }
 
-impl PrivatePools {
+impl<F: ForeignPool> PrivatePools<F> {
     /// Takes a pool into use; makes it when there is none of this name.
-    pub(crate) fn begin(&self, core: &SharedAllocator<CudaBackend>, id: MempoolId) -> Result<PoolPlace, Error> {
+    pub(crate) fn begin(&self, core: &SharedAllocator<CudaBackend>, id: MempoolId) -> Result<PoolPlace<F>, Error> {
         let mut all = self.lock();
         let at = find_or_add(&mut all, id, PoolWishes::default());
         let place = match &all[at].place {
@@ -162,13 +183,13 @@ impl PrivatePools {
     }
 
     /// The private pools now.
-    pub(crate) fn list(&self) -> Vec<PrivatePool> {
+    pub(crate) fn list(&self) -> Vec<PrivatePool<F>> {
         self.lock().clone()
     }
 
     /// The allocators over memory of the program's, with their pools' names.
-    pub(crate) fn foreign(&self) -> Vec<(MempoolId, Arc<DeviceAllocator>)> {
-        let foreign = |known: &PrivatePool| match &known.place {
+    pub(crate) fn foreign(&self) -> Vec<(MempoolId, Arc<F>)> {
+        let foreign = |known: &PrivatePool<F>| match &known.place {
             Some(PoolPlace::Foreign(allocator)) => Some((known.id, Arc::clone(allocator))),
             _ => None,
         };
@@ -185,7 +206,7 @@ impl PrivatePools {
     ) -> GivenBack {
         let mut given = GivenBack::default();
         let mut all = self.lock();
-        let is_meant = |entry: &PrivatePool| entry.uses == 0 && only.is_none_or(|id| entry.id == id);
+        let is_meant = |entry: &PrivatePool<F>| entry.uses == 0 && only.is_none_or(|id| entry.id == id);
         if !all.iter().any(is_meant) {
             return given;
         }
@@ -203,7 +224,10 @@ impl PrivatePools {
             }
             match &entry.place {
                 None => false,
-                Some(PoolPlace::Foreign(allocator)) => !given.trim_foreign(allocator),
+                Some(PoolPlace::Foreign(allocator)) => {
+                    given.add(allocator.trim_all());
+                    !allocator.is_empty()
+                }
                 Some(PoolPlace::Own(pool) | PoolPlace::Unsplit(pool)) => {
                     given.add(core.trim(Some(*pool)));
                     // What is still allocated, or registered, keeps its pool for the next time.
@@ -214,22 +238,22 @@ impl PrivatePools {
         given
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<PrivatePool>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<PrivatePool<F>>> {
         self.all.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-fn find_or_add(all: &mut Vec<PrivatePool>, id: MempoolId, wishes: PoolWishes) -> usize {
+fn find_or_add<F>(all: &mut Vec<PrivatePool<F>>, id: MempoolId, wishes: PoolWishes) -> usize {
     all.iter().position(|known| known.id == id).unwrap_or_else(|| {
         all.push(PrivatePool { id, place: None, uses: 0, wishes });
         all.len() - 1
     })
 }
 
-fn make(core: &SharedAllocator<CudaBackend>, wishes: &PoolWishes) -> Result<PoolPlace, Error> {
+fn make<F: ForeignPool>(core: &SharedAllocator<CudaBackend>, wishes: &PoolWishes) -> Result<PoolPlace<F>, Error> {
     if let Some(source) = &wishes.source {
         let ordinal = core.backend().device().ordinal();
-        return Ok(PoolPlace::Foreign(Arc::new(DeviceAllocator::over(ordinal, Arc::clone(source))?)));
+        return Ok(PoolPlace::Foreign(Arc::new(F::over(ordinal, Arc::clone(source))?)));
     }
     let pool = core.create_pool(policy(core.config().default_pool(), wishes)?).map_err(CudaError::from)?;
     Ok(if wishes.is_unsplit { PoolPlace::Unsplit(pool) } else { PoolPlace::Own(pool) })

@@ -37,10 +37,10 @@ pub(crate) enum ScopePurpose {
 }
 
 /// What PyTorch began.
-struct Begun {
+struct Begun<F> {
     order: u64,
     id: MempoolId,
-    place: PoolPlace,
+    place: PoolPlace<F>,
     filter: StreamFilter,
     purpose: ScopePurpose,
     /// The last stream that the filter took.
@@ -49,7 +49,7 @@ struct Begun {
     _watch: CaptureWatch,
 }
 
-impl Begun {
+impl<F> Begun<F> {
     /// Whether allocations on the stream are the scope's. May throw what the filter throws.
     fn takes(&self, stream: RawStream) -> bool {
         let takes = self.filter.accepts(stream.handle());
@@ -67,14 +67,14 @@ impl Begun {
 }
 
 /// The open scopes of one allocator.
-pub(crate) struct Scopes {
+pub(crate) struct Scopes<F> {
     /// Tells this allocator's pushed pools from another's.
     serial: u64,
     /// Open scopes of both kinds. A thread sees those that it opened, and others when it has synchronised with their threads.
     open: Arc<AtomicUsize>,
     /// The number of the next scope, from 1; it orders those of both kinds.
     opened: AtomicU64,
-    begun: Mutex<Vec<Arc<Begun>>>,
+    begun: Mutex<Vec<Arc<Begun<F>>>>,
     /// Scopes of failed captures that were ended before PyTorch did so, if it ever does.
     ended_early: Mutex<Vec<MempoolId>>,
 }
@@ -104,7 +104,7 @@ thread_local! {
     static PUSHED: RefCell<Vec<Pushed>> = const { RefCell::new(Vec::new()) };
 }
 
-impl Scopes {
+impl<F> Scopes<F> {
     pub(crate) fn new() -> Self {
         Scopes {
             serial: NEXT_SERIAL.fetch_add(1, Ordering::Relaxed),
@@ -124,7 +124,7 @@ impl Scopes {
     /// Where an allocation of the calling thread for a stream goes. Calls PyTorch's filters, which may throw: nothing is locked
     /// meanwhile. `inherited` is the number of a scope of another thread for which this one works, as a backward pass does.
     #[cold]
-    pub(crate) fn place_for(&self, stream: RawStream, inherited: Option<u64>) -> PoolPlace {
+    pub(crate) fn place_for(&self, stream: RawStream, inherited: Option<u64>) -> PoolPlace<F> {
         let pushed = self.last(|pushed| match pushed.what {
             What::Pool(pool) => Some((pushed.order, pool)),
             What::Name(_) => None,
@@ -139,7 +139,7 @@ impl Scopes {
     /// Opens a scope that PyTorch begins. Returns its number.
     pub(crate) fn begin(
         &self,
-        (id, place): (MempoolId, PoolPlace),
+        (id, place): (MempoolId, PoolPlace<F>),
         filter: StreamFilter,
         purpose: ScopePurpose,
         watch: CaptureWatch,
@@ -238,7 +238,7 @@ impl Scopes {
         self.opened.fetch_add(1, Ordering::Relaxed)
     }
 
-    fn begun(&self) -> MutexGuard<'_, Vec<Arc<Begun>>> {
+    fn begun(&self) -> MutexGuard<'_, Vec<Arc<Begun<F>>>> {
         self.begun.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

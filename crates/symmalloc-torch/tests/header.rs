@@ -27,7 +27,7 @@ fn the_header_is_what_the_sources_say() {
         "class/counts.rs",
         "class/blocks.rs",
         "class/checkpoints.rs",
-        "class/memory_events.rs",
+        "memory_events.rs",
         "class/sharing.rs",
         "virtuals.rs",
     ];

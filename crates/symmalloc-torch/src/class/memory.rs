@@ -1,7 +1,7 @@
 //! Allocating, freeing, and what PyTorch asks of the caches.
 
 use crate::c_interface::arguments::write;
-use crate::device::DeviceAllocator;
+use crate::device::{DeviceAllocator, Place};
 use crate::error::Error;
 use crate::guard::{guarded, report};
 use crate::private_pools::PoolPlace;
@@ -58,7 +58,7 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_allocate(
 #[cold]
 unsafe fn allocate(
     allocator: &DeviceAllocator,
-    place: PoolPlace,
+    place: Place,
     size_bytes: u64,
     stream: RawStream,
     name: Option<&str>,

@@ -11,16 +11,15 @@
 //! | `pools.rs` | private pools, their scopes, memory of the program's |
 //! | `counts.rs`, `blocks.rs` | statistics; segments and blocks |
 //! | `checkpoints.rs` | what a private pool held, and back to it |
-//! | `memory_events.rs` | memory that comes and goes |
-//! | `sharing.rs` | memory of other processes |
+//! | `sharing.rs`, `channel.rs` | memory of other processes |
 //!
 //! They are stable only within one version: the class comes with the library.
 
 mod blocks;
+mod channel;
 mod checkpoints;
 mod counts;
 mod memory;
-pub(crate) mod memory_events;
 mod pools;
 mod sharing;
 
@@ -29,6 +28,5 @@ pub use checkpoints::*;
 pub use counts::*;
 pub(crate) use memory::largest_block;
 pub use memory::*;
-pub use memory_events::{symmalloc_memory_fn, symmalloc_torch_on_memory};
 pub use pools::*;
 pub use sharing::*;

@@ -11,26 +11,18 @@
 //! they are sent, so that they keep no memory. The socket is an abstract one, and answers processes of the same user only. PyTorch
 //! counts who uses what, and keeps the tensor alive meanwhile.
 
-mod channel;
-mod registry;
-
+use super::channel;
 use crate::c_interface::arguments::{hand_out_text, required_text, write};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
 use crate::guard::report;
 use crate::process;
+use crate::shared_chunks::{self, Ticket};
 use crate::status::symmalloc_status;
 use std::collections::BTreeMap;
 use std::ffi::{c_char, c_void};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
-use symmalloc_cuda::{CudaDevice, CudaError, ImportedMemory, MemoryChange};
-
-use registry::Ticket;
-
-/// Memory that went is not to be opened any more.
-pub(super) fn forget(device: usize, change: MemoryChange) {
-    registry::forget(device, change.address, change.size_bytes);
-}
+use symmalloc_cuda::{CudaDevice, CudaError, ImportedMemory};
 
 /// Makes a text by which another process opens the memory of a live allocation, and says where in it the allocation is. Release the
 /// text with `symmalloc_release_bytes`.
@@ -60,8 +52,8 @@ fn share(allocator: &DeviceAllocator, pointer: *mut c_void) -> Result<(String, u
     let address = pointer as u64;
     let chunks = allocator.core().backend().chunks_behind(address, found.allocation.size_bytes);
     let Some(&(first, _)) = chunks.first() else { return Err(Error::NotShareable { address }) };
-    let socket = channel::serve()?;
-    let tickets = registry::tickets(allocator.ordinal(), &chunks);
+    let socket = channel::serve(export)?;
+    let tickets = shared_chunks::tickets(allocator.ordinal(), &chunks);
     let listed: Vec<String> = tickets.iter().map(Ticket::to_string).collect();
     Ok((format!("symmalloc 1 {socket} {}", listed.join(" ")), address - first))
 }
@@ -145,7 +137,7 @@ pub unsafe extern "C" fn symmalloc_torch_close(opened: *const OpenedMemory) {
 /// Exports a chunk that still has its number.
 fn export(ticket: Ticket) -> Result<symmalloc_cuda::SharedPiece, Error> {
     let gone = Error::SharedMemoryGone { bytes: ticket.bytes };
-    let (device, address) = registry::find(ticket).ok_or(gone)?;
+    let (device, address) = shared_chunks::find(ticket).ok_or(gone)?;
     let allocator = process::allocator(device as i32)?;
     allocator.core().backend().export_chunk(address, ticket.bytes).map_err(CudaError::into)
 }

@@ -224,7 +224,9 @@ stub_test!(a_pool_with_a_source_takes_its_memory_there_and_caches_it, {
     for (_, blocks) in visited(A) {
         assert!(blocks.iter().any(|(_, is_allocated)| *is_allocated));
     }
-    [tensors[0], tensors[1], (1 << 46) + 3 * (64 << 20)].map(free);
+    for tensor in [tensors[0], tensors[1], (1 << 46) + 3 * (64 << 20)] {
+        free(tensor);
+    }
     done(symmalloc_torch_trim(0, 0));
     assert_eq!(SOURCE.lock().expect("no panic").1, [] as [usize; 0]);
     assert!(GIVEN_UP.lock().expect("no panic").contains(&5), "the source was given up with the pool");

@@ -1,4 +1,4 @@
-//! Chunks with a number, as long as their memory is there.
+//! Chunks that other processes may open: each has a number as long as its memory is there.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,9 +6,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// A chunk's number, and its bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Ticket {
-    pub(super) number: u64,
-    pub(super) bytes: u64,
+pub(crate) struct Ticket {
+    pub(crate) number: u64,
+    pub(crate) bytes: u64,
 }
 
 impl fmt::Display for Ticket {
@@ -44,7 +44,7 @@ fn lock() -> MutexGuard<'static, Registry> {
 }
 
 /// The numbers of chunks, given as (address, bytes); those without one get the next.
-pub(super) fn tickets(device: usize, chunks: &[(u64, u64)]) -> Vec<Ticket> {
+pub(crate) fn tickets(device: usize, chunks: &[(u64, u64)]) -> Vec<Ticket> {
     let mut registry = lock();
     let ticket = |&(address, bytes): &(u64, u64)| {
         let same = |entry: &&Entry| (entry.device, entry.address, entry.ticket.bytes) == (device, address, bytes);
@@ -60,12 +60,12 @@ pub(super) fn tickets(device: usize, chunks: &[(u64, u64)]) -> Vec<Ticket> {
 }
 
 /// Where the chunk with this number is: device and address.
-pub(super) fn find(ticket: Ticket) -> Option<(usize, u64)> {
+pub(crate) fn find(ticket: Ticket) -> Option<(usize, u64)> {
     lock().entries.iter().find(|entry| entry.ticket == ticket).map(|entry| (entry.device, entry.address))
 }
 
 /// The memory of some addresses goes.
-pub(super) fn forget(device: usize, address: u64, bytes: u64) {
+pub(crate) fn forget(device: usize, address: u64, bytes: u64) {
     let touches = |entry: &Entry| {
         entry.device == device && entry.address < address + bytes && address < entry.address + entry.ticket.bytes
     };

@@ -1,6 +1,6 @@
 //! Memory that comes and goes: for PyTorch's trace trackers, which register it, and for histories.
 
-use super::sharing;
+use crate::shared_chunks;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use symmalloc_cuda::MemoryChange;
@@ -24,7 +24,7 @@ pub unsafe extern "C" fn symmalloc_torch_on_memory(listener: symmalloc_memory_fn
 
 pub(crate) fn tell(device: usize, change: MemoryChange) {
     if !change.is_mapped {
-        sharing::forget(device, change);
+        shared_chunks::forget(device, change.address, change.size_bytes);
     }
     let listener = LISTENER.load(Ordering::Acquire);
     if !listener.is_null() {

@@ -3,9 +3,8 @@
 //! The one that asks sends numbers, 16 bytes for each chunk; the one that serves answers each with a byte, 1 and a descriptor or 0. An
 //! empty request ends the connection.
 
-use super::export;
-use super::registry::Ticket;
 use crate::error::Error;
+use crate::shared_chunks::Ticket;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::{self, Read, Write};
 use std::mem::MaybeUninit;
@@ -24,8 +23,11 @@ const TICKET_BYTES: usize = 16;
 /// The name of this process's socket, and the process. A child that was forked has none.
 static SERVED: Mutex<Option<(u32, String)>> = Mutex::new(None);
 
+/// Exports a chunk that still has its number.
+pub(super) type Export = fn(Ticket) -> Result<SharedPiece, Error>;
+
 /// The name of this process's socket. Starts to serve with the first call.
-pub(super) fn serve() -> Result<String, Error> {
+pub(super) fn serve(export: Export) -> Result<String, Error> {
     let process = std::process::id();
     let mut served = SERVED.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some((owner, name)) = &*served
@@ -37,20 +39,20 @@ pub(super) fn serve() -> Result<String, Error> {
     let name = format!("symmalloc-{process}-{:016x}", RandomState::new().build_hasher().finish());
     let listener = SocketAddr::from_abstract_name(&name).and_then(|address| UnixListener::bind_addr(&address));
     let listener = listener.map_err(Error::Sharing)?;
-    let accept = move || listener.incoming().flatten().for_each(answer_on_a_thread);
+    let accept = move || listener.incoming().flatten().for_each(|stream| answer_on_a_thread(stream, export));
     thread::Builder::new().name("symmalloc-share".to_owned()).spawn(accept).map_err(Error::Sharing)?;
     Ok(served.insert((process, name)).1.clone())
 }
 
 /// One that does not read does not keep the others waiting.
-fn answer_on_a_thread(stream: UnixStream) {
-    let answering = thread::Builder::new().name("symmalloc-share".to_owned()).spawn(move || answer(stream));
+fn answer_on_a_thread(stream: UnixStream, export: Export) {
+    let answering = thread::Builder::new().name("symmalloc-share".to_owned()).spawn(move || answer(stream, export));
     if let Err(error) = answering {
         tracing::warn!(name: "sharing.unanswered", target: "symmalloc", %error);
     }
 }
 
-fn answer(mut stream: UnixStream) {
+fn answer(mut stream: UnixStream, export: Export) {
     let outcome = is_same_user(&stream).and_then(|is_same| {
         stream.set_read_timeout(Some(PATIENCE))?;
         stream.set_write_timeout(Some(PATIENCE))?;
