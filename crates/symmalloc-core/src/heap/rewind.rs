@@ -12,8 +12,8 @@
 use super::fencing::synchronize;
 use super::{Context, Heap};
 use crate::blocks::table::{BlockState, Slot};
-use crate::config::restore_error::RestoreError;
-use crate::history::digest::{Mark, op_word, placement_word};
+use crate::config::restore_error::{LayoutError, RestoreError};
+use crate::history::digest::{Mark, op_word};
 use crate::history::layout::{AllocationLayout, Extent, HeapLayout, SegmentLayout};
 use crate::streams::fences::{Fence, FenceSetId, Fences};
 use crate::sync::lock::Lock;
@@ -44,10 +44,10 @@ impl<L: Lock> Heap<L> {
         let mut plan = RewindPlan::default();
         let retired_bytes = self.log.retired_bytes();
         if observers > 0 && retired_bytes > 0 {
-            return Err(RestoreError::Retired { pool, retired_bytes });
+            return Err(LayoutError::Retired { pool, retired_bytes }.into());
         }
         if self.has_stitched() {
-            return Err(RestoreError::Stitched { pool, stream: self.identity.stream });
+            return Err(LayoutError::Stitched { pool }.into());
         }
         let mut saved = layout.segments.iter().peekable();
         for segment in self.table.segments_in_order() {
@@ -107,7 +107,8 @@ impl<L: Lock> Heap<L> {
             self.carve_segment(segment, saved, &mut made);
         }
         self.recycle_spent(context);
-        self.take_up_history(layout);
+        self.next_segment = layout.next_segment;
+        self.begin_history(layout.digest);
         made
     }
 
@@ -124,7 +125,7 @@ impl<L: Lock> Heap<L> {
             let id = self.table.segment(segment).id;
             let Some(saved) = saved.next_if(|saved| saved.id == id) else { continue };
             for (slot, allocation) in self.carve_segment(segment, saved, &mut made) {
-                let placed = placement_word(self.placement(slot));
+                let placed = self.table.block(slot).location.word();
                 self.fold(op_word(Mark::Allocate, allocation.stream, allocation.requested_bytes), placed);
             }
         }
@@ -249,8 +250,7 @@ impl<L: Lock> Heap<L> {
                 }
             }
         }
-        let (_, failure) = self.release_retired(context);
-        failure.map_or(Ok(()), Err)
+        self.release_retired(context).error.map_or(Ok(()), Err)
     }
 
     fn is_live(&self, slot: Slot) -> bool {

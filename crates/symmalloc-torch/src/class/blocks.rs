@@ -10,7 +10,11 @@ use crate::status::symmalloc_status;
 use std::ffi::c_void;
 use symmalloc_core::config::SegmentPolicy;
 use symmalloc_core::report::{BlockSnapshot, BlockStateSnapshot, SegmentSnapshot};
-use symmalloc_core::{PoolId, SMALL_BYTES_MAX, StreamId};
+use symmalloc_core::units::MIB;
+use symmalloc_core::{PoolId, StreamId};
+
+/// PyTorch's small blocks have at most so many bytes.
+const SMALL_BYTES_MAX: u64 = MIB;
 
 /// The first word of the id by which pools are shown that PyTorch did not name; the second is the pool's number.
 const OUR_POOLS: u64 = u32::MAX as u64;
