@@ -3,8 +3,8 @@
 use crate::device::{DeviceAllocator, Place, Tracing};
 use crate::error::Error;
 use crate::filter::StreamFilter;
-use crate::private_pools::{ForeignPool, PoolPlace, UNSPLIT_BYTES};
-use crate::scopes::{MempoolId, ScopePurpose};
+use crate::private_pools::{ForeignPool, MempoolId, PoolPlace, UNSPLIT_BYTES};
+use crate::scopes::ScopePurpose;
 use crate::streams::RawStream;
 use std::ffi::c_void;
 use std::sync::Arc;

@@ -15,7 +15,6 @@
 //! for before anything of a released one does.
 
 use crate::error::Error;
-use crate::scopes::MempoolId;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::config::{FixedSegments, PoolConfig, Reclaim, SegmentPolicy};
 use symmalloc_core::errors::{PoolError, TrimError};
@@ -24,6 +23,9 @@ use symmalloc_cuda::{CudaBackend, CudaError, CudaMemory, MemorySource};
 
 /// Blocks of this size are never split in a pool that splits none: smaller requests are raised to it.
 pub(crate) const UNSPLIT_BYTES: u64 = 12 << 20;
+
+/// PyTorch's name of a private pool.
+pub(crate) type MempoolId = (u64, u64);
 
 /// An allocator over memory of the program's. A parameter of this file and of `scopes.rs`, which know nothing else of it.
 pub(crate) trait ForeignPool: Sized {

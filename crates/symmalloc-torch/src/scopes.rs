@@ -16,16 +16,13 @@
 
 use crate::error::Error;
 use crate::filter::StreamFilter;
-use crate::private_pools::PoolPlace;
+use crate::private_pools::{MempoolId, PoolPlace};
 use crate::streams::RawStream;
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::PoolId;
 use symmalloc_cuda::CaptureWatch;
-
-/// PyTorch's name of a private pool.
-pub(crate) type MempoolId = (u64, u64);
 
 /// What a begun scope is for, as far as its filter shows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

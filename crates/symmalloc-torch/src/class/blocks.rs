@@ -4,8 +4,8 @@
 
 use crate::device::DeviceAllocator;
 use crate::guard::report;
+use crate::private_pools::MempoolId;
 use crate::process;
-use crate::scopes::MempoolId;
 use crate::status::symmalloc_status;
 use std::ffi::c_void;
 use symmalloc_core::config::SegmentPolicy;
