@@ -21,7 +21,8 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -204,12 +205,12 @@ def mem_pool_of_functions() -> Any:
         tensor.record_stream(side)
     torch.cuda.current_stream().wait_stream(side)
     calls = counted(0)
-    torch.cuda.synchronize()
     del tensors, tensor
     gc.collect()
     with torch.cuda.use_mem_pool(pool):
         again = torch.ones(256, 1024, device="cuda")
-    assert counted(0) == calls, "the pool did not take its own free memory"
+    # PyTorch's own does not ask its events while a pool is in use.
+    assert ALLOCATOR == "native" or counted(0) == calls, "the pool did not take its own free memory"
     del again, pool
     gc.collect()
     torch.cuda.synchronize()
@@ -265,7 +266,7 @@ def out_of_memory() -> Any:
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     device, size, limit, free = seen[-1]
-    assert (device, size) == (0, wanted) and abs(limit - total // 4) < 2 * MIB and free > 0, seen
+    assert device == 0 and 0 <= size - wanted < 2 * MIB and abs(limit - total // 4) < 2 * MIB and free > 0, seen
     assert torch.cuda.memory_stats()["num_ooms"] >= 1
     return torch.ones(8, device="cuda")
 
@@ -387,40 +388,6 @@ def peers() -> Any:
     return y, y[::3].to("cuda:0")
 
 
-@check("trace trackers, register_mem_pool (NCCL)")
-def trackers() -> Any:
-    import torch
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_nccl_available():
-        raise Skipped("needs NCCL")
-    os.environ["TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"] = "1"
-    with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(f"{folder}/store", 1)
-        device = torch.device("cuda", 0)
-        dist.init_process_group("nccl", rank=0, world_size=1, store=store, device_id=device)
-        try:
-            backend = dist.group.WORLD._get_backend(device)
-            # The group's tracker registers what comes, and deregisters what goes.
-            large = torch.ones(400 * MIB, dtype=torch.uint8, device="cuda")
-            dist.all_reduce(large[:1024])
-            del large
-            torch.cuda.empty_cache()
-            pool = torch.cuda.MemPool()
-            with torch.cuda.use_mem_pool(pool):
-                tensor = torch.ones(MIB, device="cuda")
-            backend.register_mem_pool(pool)
-            dist.all_reduce(tensor)
-            result = tensor.sum()
-            backend.deregister_mem_pool(pool)
-            del tensor, pool
-            gc.collect()
-        finally:
-            dist.destroy_process_group()
-            del os.environ["TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"]
-    return result
-
-
 @check("record_stream, caching_allocator_alloc, without a cache")
 def streams() -> Any:
     import torch
@@ -457,6 +424,61 @@ def profiler() -> Any:
     used = {event.key: event.self_device_memory_usage for event in profiled.key_averages()}
     assert used.get("aten::empty") == held.nbytes, used
     return held[:8]
+
+
+@contextmanager
+def nccl_group() -> Iterator[Any]:
+    """A group of this process alone, and its backend."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_nccl_available():
+        raise Skipped("needs NCCL")
+    with tempfile.TemporaryDirectory() as folder:
+        device = torch.device("cuda", 0)
+        store = dist.FileStore(f"{folder}/store", 1)
+        dist.init_process_group("nccl", rank=0, world_size=1, store=store, device_id=device)
+        try:
+            yield dist.group.WORLD._get_backend(device)
+        finally:
+            dist.destroy_process_group()
+
+
+@check("register_mem_pool (NCCL)")
+def registered_pool() -> Any:
+    import torch
+    import torch.distributed as dist
+
+    with nccl_group() as backend:
+        pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool):
+            tensor = torch.ones(MIB, device="cuda")
+        backend.register_mem_pool(pool)
+        dist.all_reduce(tensor)
+        result = tensor.sum()
+        torch.cuda.synchronize()
+        backend.deregister_mem_pool(pool)
+        del tensor, pool
+        gc.collect()
+    return result
+
+
+@check("trace trackers (NCCL registers what comes)")
+def trackers() -> Any:
+    import torch
+    import torch.distributed as dist
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    os.environ["TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"] = "1"
+    with nccl_group():
+        large = torch.ones(400 * MIB, dtype=torch.uint8, device="cuda")
+        dist.all_reduce(large[:1024])
+        result = large[:1024].sum()
+        torch.cuda.synchronize()
+        del large
+        torch.cuda.empty_cache()
+    return result
 
 
 def compiled(source: str) -> str:
@@ -512,6 +534,7 @@ def carried_out(allocator: str, only: str | None) -> dict[str, dict[str, str]]:
             outcomes[name] = {"outcome": f"RAISES {first[:100]}", "bits": ""}
         gc.collect()
         print(f"{allocator}: {name}: {outcomes[name]['outcome']}", flush=True)
+        print(f"check {json.dumps({name: outcomes[name]})}", flush=True)
     return outcomes
 
 
@@ -520,15 +543,14 @@ def both(only: str | None) -> int:
     for allocator in ("native", "symmalloc"):
         command = [sys.executable, __file__, "--allocator", allocator, *(["--only", only] if only else [])]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        found = re.findall(r"^figures (\{.*\})$", done.stdout, re.MULTILINE)
-        if not found:
-            print(done.stdout)
-            return 1
-        outcomes[allocator] = json.loads(found[-1])["checks"]
+        outcomes[allocator] = {}
+        for line in re.findall(r"^check (\{.*\})$", done.stdout, re.MULTILINE):
+            outcomes[allocator] |= json.loads(line)
     holds = True
     print("\n| call | native | symmalloc | bits |\n|---|---|---|---|")
-    for name, ours in outcomes["symmalloc"].items():
-        native = outcomes["native"][name]
+    ended = {"outcome": "the process ended", "bits": ""}
+    for name in (name for name in CHECKS if not only or only in name):
+        native, ours = (outcomes[allocator].get(name, ended) for allocator in ("native", "symmalloc"))
         same = "equal" if native["bits"] == ours["bits"] else "DIFFER"
         holds &= ours["outcome"].startswith(("works", "skipped")) and (same == "equal" or native["outcome"] != "works")
         print(f"| {name} | {native['outcome']} | {ours['outcome']} | {same if native['bits'] else ''} |")

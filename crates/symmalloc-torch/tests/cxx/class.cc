@@ -89,6 +89,7 @@ static void trackers() {
   ASSERT(seen[5].first == Action::SEGMENT_ALLOC && seen[5].second == 2 * kMib);
   const auto snapshot = caching::snapshot(kPool);
   ASSERT(snapshot.segments.size() == 1 && snapshot.segments[0].owner_private_pool_id == kPool);
+  ASSERT(snapshot.segments[0].registration_counter == 0);
   ASSERT(snapshot.segments[0].blocks[0].allocated && caching::snapshot({5, 5}).segments.empty());
   caching::raw_delete(pointer);
   ASSERT(caching::get()->getPoolUseCount(0, kPool) == 2);

@@ -27,6 +27,8 @@ struct SegmentList {
     segments.emplace_back();
     auto& segment = segments.back();
     segment.device = device;
+    // NCCL registers segments in this order, which is that of pools, streams and births: the same on every rank.
+    segment.registration_counter = static_cast<int32_t>(segments.size() - 1);
     segment.address = seen.address;
     segment.total_size = seen.bytes;
     segment.stream = seen.stream;
