@@ -17,6 +17,7 @@ mod plans;
 mod ranks;
 mod recording;
 mod reports;
+mod revival;
 mod rooms;
 mod seeds;
 mod shared;

@@ -49,6 +49,7 @@ const PLAIN_DATA: [(&str, &str); 17] = [
 const CORE_TOP_MAX: usize = 15;
 /// Stitching came with 700 lines, 230 of them its contract with backends and its configuration; steps that follow plans with 1,650.
 /// Half of that was made room for: before plans there were 11,521 lines, and there may be 1,200 more.
+/// Revivals, for trees of graphs, came with 70.
 const CORE_LINES_MAX: usize = 13_850;
 /// The watchdog and its flight records came with 4,400 lines, offline placement with 1,600, of which exact search
 /// and repeated steps are 900. Steps that follow plans came with 2,200; plans as files, and what the program does with them,
@@ -58,6 +59,8 @@ const CORE_LINES_MAX: usize = 13_850;
 /// and with tooltips 500, where input comes from and output goes to 350, reports 250, errors and JSON 200.
 /// Any CUDA program under LD_PRELOAD came with 4,900: 3,900 for the library, 800 for `symmalloc run`, 200 for streams that are lent.
 /// Memory shared with other processes came with 2,400, a quarter of them its messages with their tests; sleep and wake over ranks with 1,700.
+/// PyTorch's whole allocator came with 1,900: 1,100 for the calls of its class, 250 for memory between processes, 200 for pools over
+/// memory of the program's, 150 for revivals, 200 for what a backend tells and takes.
 const HOUSE_LINES_MAX: usize = 90_000;
 const HOUSE_CIRCLES_MAX: usize = 4;
 

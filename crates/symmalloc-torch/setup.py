@@ -19,6 +19,7 @@ from setuptools.command.build_py import build_py
 CRATE = Path(__file__).resolve().parent
 WORKSPACE = CRATE.parent.parent
 LIBRARY = "libsymmalloc_torch.so"
+HEADER = "symmalloc.h"
 
 
 def workspace_version() -> str:
@@ -51,6 +52,9 @@ class BuildWithLibrary(build_py):
         package = CRATE / "python" / "symmalloc" if self.editable_mode else Path(self.build_lib) / "symmalloc"
         package.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(built_library(), package / LIBRARY)
+        if not self.editable_mode:
+            # The class for PyTorch is compiled against it; in a checkout it finds the one of the crate.
+            shutil.copyfile(CRATE / "include" / HEADER, package / "pytorch" / HEADER)
 
 
 class PlatformWheel(bdist_wheel):

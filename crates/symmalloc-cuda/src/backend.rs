@@ -5,7 +5,8 @@ use crate::device::CudaDevice;
 use crate::driver::{HANDLE_FABRIC, HANDLE_POSIX_FD};
 use crate::error::CudaError;
 use crate::memory::{
-    AllocationKind, BackendMemory, DriverAllocations, Images, Prefetching, VirtualMemory, VirtualOptions,
+    AllocationKind, BackendMemory, DriverAllocations, Images, MemorySource, Prefetching, SharedPiece, VirtualMemory,
+    VirtualOptions, export,
 };
 use crate::streams::BackendStreams;
 use std::fmt;
@@ -24,6 +25,28 @@ pub struct CudaBackend {
     streams: BackendStreams,
     traits: MemoryTraits,
     images: Images,
+    listener: Option<Listener>,
+}
+
+/// Memory that a backend maps or unmaps, as [`CudaBackendBuilder::listener`] hears of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryChange {
+    /// Whether it is there now; otherwise it is about to go.
+    pub is_mapped: bool,
+    /// The first byte.
+    pub address: u64,
+    /// How many bytes.
+    pub size_bytes: u64,
+}
+
+/// Is told of every change.
+#[derive(Clone)]
+struct Listener(Arc<dyn Fn(MemoryChange) + Send + Sync>);
+
+impl fmt::Debug for Listener {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Listener")
+    }
 }
 
 /// What the memory of a [`CudaBackend`] is like.
@@ -48,6 +71,8 @@ pub struct CudaBackendBuilder {
     options: VirtualOptions,
     plain: bool,
     images_in: Option<PathBuf>,
+    source: Option<Arc<dyn MemorySource>>,
+    listener: Option<Listener>,
 }
 
 impl CudaBackendBuilder {
@@ -113,14 +138,38 @@ impl CudaBackendBuilder {
         self
     }
 
+    /// Takes memory from functions of the program, one call per segment: pools need fixed or reserved segments then.
+    pub fn source(mut self, source: Arc<dyn MemorySource>) -> Self {
+        self.source = Some(source);
+        self
+    }
+
+    /// Tells of memory that was mapped, and of memory before it is unmapped: for profilers and libraries that register it. Called
+    /// under the lock of a heap, so it must not use the allocator. It decides nothing.
+    pub fn listener(mut self, listener: impl Fn(MemoryChange) + Send + Sync + 'static) -> Self {
+        self.listener = Some(Listener(Arc::new(listener)));
+        self
+    }
+
+    /// The number of the device.
+    pub fn ordinal(&self) -> usize {
+        self.device.ordinal()
+    }
+
     /// Asks the device what it can do.
     ///
     /// # Errors
     /// When a peer cannot access the memory, a size does not fit, or the driver refuses.
     pub fn build(self) -> Result<CudaBackend, CudaError> {
-        let CudaBackendBuilder { device, options, plain, images_in } = self;
+        let CudaBackendBuilder { device, options, plain, images_in, source, listener } = self;
         let images = Images::new(Arc::clone(&device), images_in);
         let streams = BackendStreams::new(Arc::clone(&device));
+        let none = MemoryTraits { virtual_memory: false, posix_fd: false, fabric: false, gpu_direct_rdma: false };
+        if let Some(source) = source {
+            let kind = AllocationKind::Source(source);
+            let memory = Box::new(DriverAllocations::new(device, kind, WHOLE_GRANULARITY_BYTES));
+            return Ok(CudaBackend { memory, streams, traits: none, images, listener });
+        }
         if plain || !device.features().virtual_memory {
             if let Some(&peer) = options.peers.first() {
                 return Err(CudaError::NoPeerAccess { ordinal: device.ordinal(), peer });
@@ -132,8 +181,7 @@ impl CudaBackendBuilder {
                 "device memory comes from cuMemAlloc: no expandable segments, no NCCL windows",
             );
             let memory = Box::new(DriverAllocations::new(device, AllocationKind::Device, WHOLE_GRANULARITY_BYTES));
-            let traits = MemoryTraits { virtual_memory: false, posix_fd: false, fabric: false, gpu_direct_rdma: false };
-            return Ok(CudaBackend { memory, streams, traits, images });
+            return Ok(CudaBackend { memory, streams, traits: none, images, listener });
         }
         let memory = VirtualMemory::new(device, &options)?;
         let traits = MemoryTraits {
@@ -145,19 +193,15 @@ impl CudaBackendBuilder {
         tracing::debug!(name: "memory.virtual", target: "symmalloc", ?traits, chunk_bytes = options.chunk_bytes);
         let memory: Box<dyn BackendMemory> =
             if memory.is_prefetched() { Box::new(Prefetching::new(memory)) } else { Box::new(memory) };
-        Ok(CudaBackend { memory, streams, traits, images })
+        Ok(CudaBackend { memory, streams, traits, images, listener })
     }
 }
 
 impl CudaBackend {
     /// Starts from the defaults: virtual memory where the device has it, no peers.
     pub fn builder(device: &Arc<CudaDevice>) -> CudaBackendBuilder {
-        CudaBackendBuilder {
-            device: Arc::clone(device),
-            options: VirtualOptions::default(),
-            plain: false,
-            images_in: None,
-        }
+        let (options, device) = (VirtualOptions::default(), Arc::clone(device));
+        CudaBackendBuilder { device, options, plain: false, images_in: None, source: None, listener: None }
     }
 
     /// Lets another device read and write the memory: what is mapped already, and what will be. As
@@ -169,6 +213,27 @@ impl CudaBackend {
     /// then, and will have none to what comes.
     pub fn grant_access(&self, peer: usize) -> Result<(), CudaError> {
         self.memory.grant_access(peer)
+    }
+
+    /// The physical chunks behind some addresses of this backend, as (address, size in bytes), in order. None where memory cannot
+    /// be exported as file descriptors.
+    pub fn chunks_behind(&self, address: u64, size_bytes: u64) -> Vec<(u64, u64)> {
+        self.memory.chunks_behind(address, size_bytes)
+    }
+
+    /// Exports a chunk of [`chunks_behind`](Self::chunks_behind) for another process. The descriptor keeps the memory until it is
+    /// closed.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub fn export_chunk(&self, address: u64, size_bytes: u64) -> Result<SharedPiece, CudaError> {
+        export(self.streams.device(), address, size_bytes)
+    }
+
+    fn tell(&self, is_mapped: bool, range: Range, offset_bytes: u64, size_bytes: u64) {
+        if let Some(Listener(listener)) = &self.listener {
+            listener(MemoryChange { is_mapped, address: range.base.0 + offset_bytes, size_bytes });
+        }
     }
 
     /// What the memory is like.
@@ -195,6 +260,11 @@ impl PinnedBackend {
             streams: BackendStreams::new(Arc::clone(device)),
         }
     }
+}
+
+impl PinnedBackend {
+    /// Nobody listens.
+    fn tell(&self, _is_mapped: bool, _range: Range, _offset_bytes: u64, _size_bytes: u64) {}
 }
 
 /// A backend of this crate: what an allocator with streams needs besides [`Backend`]. Sealed.
@@ -283,11 +353,15 @@ macro_rules! backend {
                 self.watch(DeviceCall::Reserve, || self.memory.reserve(size_bytes))
             }
             fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
-                self.watch(DeviceCall::Map, || self.memory.map(range, offset_bytes, size_bytes))
+                self.watch(DeviceCall::Map, || self.memory.map(range, offset_bytes, size_bytes))?;
+                self.tell(true, range, offset_bytes, size_bytes);
+                Ok(())
             }
             fn map_pieces(&self, at: Place, size_bytes: u64, piece_bytes: u64) -> Result<(), BackendError> {
                 let map = || self.memory.map_pieces(at, size_bytes, piece_bytes);
-                self.watch(DeviceCall::Map, map)
+                self.watch(DeviceCall::Map, map)?;
+                self.tell(true, at.0, at.1, size_bytes);
+                Ok(())
             }
             fn can_alias(&self) -> bool {
                 self.memory.can_alias()
@@ -297,6 +371,7 @@ macro_rules! backend {
                 self.watch(DeviceCall::Map, alias)
             }
             fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
+                self.tell(false, range, offset_bytes, size_bytes);
                 self.watch(DeviceCall::Unmap, || self.memory.unmap(range, offset_bytes, size_bytes))
             }
             fn release(&self, range: Range) -> Result<(), BackendError> {

@@ -102,7 +102,7 @@ mod steps;
 mod streams;
 
 pub use allocator::{CachingAllocator, CudaAllocator};
-pub use backend::{CudaBackend, CudaBackendBuilder, CudaMemory, MemoryTraits, PinnedBackend};
+pub use backend::{CudaBackend, CudaBackendBuilder, CudaMemory, MemoryChange, MemoryTraits, PinnedBackend};
 pub use buffers::{
     BufferPart, BufferView, BufferViewMut, DeviceBuffer, KernelArg, LentSlice, LentSliceMut, PinnedAllocator,
     PinnedBuffer, RawDeviceBuffer, SharedPart,
@@ -111,7 +111,7 @@ pub use call_counters::DeviceCalls;
 pub use device::{CudaDevice, CurrentContext, DeviceFeatures, MemoryInfo};
 pub use error::{CudaError, DriverError, DropError, DropErrors, LoadError};
 pub use graphs::{DeviceGraph, GraphCapture, GraphPool};
-pub use memory::{Access, ExportState, Peer};
+pub use memory::{Access, ExportState, ImportedMemory, MemorySource, Peer, SharedPiece};
 pub use pools::{Pool, StreamAllocator, StreamAllocatorRef};
 pub use sharing::{
     DeviceUuid, Export, ExportReport, Import, ImportError, ImportReport, ImportedAllocation, ImportedView,

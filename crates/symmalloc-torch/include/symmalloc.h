@@ -13,6 +13,7 @@
 
 /* Made by cbindgen from the Rust sources; do not edit. */
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -93,6 +94,16 @@ typedef uint32_t symmalloc_status;
 typedef struct symmalloc_allocator symmalloc_allocator;
 
 /**
+ * Memory of another process, as long as somebody here uses it.
+ */
+typedef struct symmalloc_opened symmalloc_opened;
+
+/**
+ * What a private pool held.
+ */
+typedef struct symmalloc_checkpoint symmalloc_checkpoint;
+
+/**
  * One pool on one communicator.
  */
 typedef struct symmalloc_registrar symmalloc_registrar;
@@ -159,6 +170,219 @@ typedef struct symmalloc_placement {
  * when it is done. It must not throw.
  */
 typedef int (*symmalloc_gather_fn)(void *context, const uint8_t *mine, size_t len, uint8_t *all);
+
+/**
+ * What is known of a live allocation.
+ */
+typedef struct symmalloc_found {
+  /**
+   * Its device.
+   */
+  int32_t device;
+  /**
+   * Memory of its pool comes in segments that grow.
+   */
+  bool is_expandable;
+  /**
+   * The stream it was allocated for.
+   */
+  void *stream;
+  /**
+   * Bytes of its block.
+   */
+  uint64_t bytes;
+  /**
+   * Bytes that were asked for.
+   */
+  uint64_t requested_bytes;
+  /**
+   * PyTorch's name of its pool: (0, 0) for the default pool and those that PyTorch does not know.
+   */
+  uint64_t id_first;
+  /**
+   * Its second word.
+   */
+  uint64_t id_second;
+} symmalloc_found;
+
+/**
+ * Says whether allocations on a stream are the scope's. May throw a C++ exception.
+ */
+typedef bool (*symmalloc_filter_fn)(void *context, void *stream);
+
+/**
+ * Gives up what a callback is called with.
+ */
+typedef void (*symmalloc_destroy_fn)(void *context);
+
+/**
+ * Functions of the program that a pool takes its memory from.
+ */
+typedef struct symmalloc_source {
+  /**
+   * Device memory, or NULL where there is none.
+   */
+  void *(*allocate)(void *context, size_t bytes);
+  /**
+   * Takes it back.
+   */
+  void (*free)(void *context, void *pointer);
+  /**
+   * What they are called with.
+   */
+  void *context;
+  /**
+   * Gives the context up, when the pool and its memory are gone.
+   */
+  symmalloc_destroy_fn destroy;
+} symmalloc_source;
+
+/**
+ * A quantity over time.
+ */
+typedef struct symmalloc_stat {
+  /**
+   * Now.
+   */
+  uint64_t current;
+  /**
+   * The most since peaks were reset.
+   */
+  uint64_t peak;
+  /**
+   * Everything that was ever added.
+   */
+  uint64_t allocated;
+  /**
+   * Everything that was ever taken away.
+   */
+  uint64_t freed;
+} symmalloc_stat;
+
+/**
+ * What a device's allocators counted, those over memory of the program's included. Of three, the first is all, then small blocks,
+ * then large ones.
+ */
+typedef struct symmalloc_counts {
+  /**
+   * Number of allocations.
+   */
+  struct symmalloc_stat allocations[3];
+  /**
+   * Bytes of their blocks.
+   */
+  struct symmalloc_stat allocated_bytes[3];
+  /**
+   * Bytes that were asked for.
+   */
+  struct symmalloc_stat requested_bytes[3];
+  /**
+   * Device memory held, in all.
+   */
+  struct symmalloc_stat reserved_bytes;
+  /**
+   * Live segments.
+   */
+  uint64_t segments;
+  /**
+   * Segments born so far.
+   */
+  uint64_t segments_born;
+  /**
+   * Free blocks.
+   */
+  uint64_t free_blocks;
+  /**
+   * Allocations that were tried again.
+   */
+  uint64_t retries;
+  /**
+   * Allocations that failed.
+   */
+  uint64_t failures;
+  /**
+   * The limit over all pools; 0: none.
+   */
+  uint64_t limit_bytes;
+  /**
+   * Bytes that the device has.
+   */
+  uint64_t total_bytes;
+} symmalloc_counts;
+
+/**
+ * A contiguous part of a segment.
+ */
+typedef struct symmalloc_segment {
+  /**
+   * Its first byte.
+   */
+  uint64_t address;
+  /**
+   * Its bytes.
+   */
+  uint64_t bytes;
+  /**
+   * The stream of its heap; that of its first allocation where streams share, or NULL.
+   */
+  void *stream;
+  /**
+   * PyTorch's name of the pool: (0, 0) for the default pool.
+   */
+  uint64_t id_first;
+  /**
+   * Its second word.
+   */
+  uint64_t id_second;
+  /**
+   * It can grow.
+   */
+  bool is_expandable;
+  /**
+   * It serves large requests, or all.
+   */
+  bool is_large;
+} symmalloc_segment;
+
+/**
+ * A block of the segment that came before it.
+ */
+typedef struct symmalloc_block {
+  /**
+   * Its first byte.
+   */
+  uint64_t address;
+  /**
+   * Its bytes.
+   */
+  uint64_t bytes;
+  /**
+   * Bytes that were asked for; 0 for a free block.
+   */
+  uint64_t requested_bytes;
+  /**
+   * It is a live allocation.
+   */
+  bool is_allocated;
+} symmalloc_block;
+
+/**
+ * Is told of a segment (`block` NULL), then of its blocks (`segment` NULL).
+ */
+typedef void (*symmalloc_visit_fn)(void *context,
+                                   const struct symmalloc_segment *segment,
+                                   const struct symmalloc_block *block);
+
+/**
+ * Is told of an allocation: of one that was live before (`is_live` 0), and then of those that are live now (1).
+ */
+typedef void (*symmalloc_restored_fn)(void *context, void *pointer, uint64_t requested_bytes, uint32_t is_live);
+
+/**
+ * Is told of memory that was mapped (`is_mapped` 1), and of memory before it goes (0). Called under a heap's lock: it must not
+ * allocate or free device memory.
+ */
+typedef void (*symmalloc_memory_fn)(int32_t device, uint32_t is_mapped, uint64_t address, uint64_t bytes);
 
 #ifdef __cplusplus
 extern "C" {
@@ -720,6 +944,239 @@ symmalloc_status symmalloc_torch_push_name(int32_t device, const char *name);
  * Takes back this thread's last pushed name on the device.
  */
 symmalloc_status symmalloc_torch_pop_name(int32_t device);
+
+/**
+ * Allocates for work on a stream, where the scopes say. Zero bytes are a null pointer.
+ *
+ * `inherited` is the number of a scope for whose thread this one works, as a backward pass does, or 0. What the filters of open
+ * scopes throw passes through.
+ *
+ * # Safety
+ * The stream is one of the device's primary context and lives as long as the process; `out` is valid for writing.
+ */
+symmalloc_status symmalloc_torch_allocate(int32_t device,
+                                          size_t bytes,
+                                          void *stream,
+                                          uint64_t inherited,
+                                          void **out);
+
+/**
+ * Frees. `device` is where the pointer probably is, and `block_bytes`, which may be NULL, becomes the size of its block. What fails
+ * is counted, and the first failure is written to the error output, as PyTorch frees in destructors.
+ *
+ * # Safety
+ * `block_bytes` is NULL or valid for writing.
+ */
+symmalloc_status symmalloc_torch_deallocate(int32_t device,
+                                            void *pointer,
+                                            uint64_t *block_bytes);
+
+/**
+ * What is known of a live allocation, on whichever device.
+ *
+ * # Safety
+ * `out` is valid for writing.
+ */
+symmalloc_status symmalloc_torch_find(const void *pointer, struct symmalloc_found *out);
+
+/**
+ * The device of a live allocation, or -1.
+ */
+int32_t symmalloc_torch_device_of(const void *pointer);
+
+/**
+ * Work on another stream uses the allocation, too. A pointer that no allocator of this process gave is passed over.
+ *
+ * # Safety
+ * The stream is one of the primary context of the pointer's device and lives as long as the process.
+ */
+symmalloc_status symmalloc_torch_record_use(void *pointer,
+                                            void *stream);
+
+/**
+ * Gives free memory back: of all devices where the id is (0, 0), memory of private pools in use excepted; otherwise that of the
+ * private pool of this id, if it was released.
+ */
+symmalloc_status symmalloc_torch_trim(uint64_t id_first,
+                                      uint64_t id_second);
+
+/**
+ * Raises `largest` to the largest block that there could be now. It follows from what the program did and from the device's size,
+ * never from what other processes left free (rule D4).
+ *
+ * # Safety
+ * `largest` is valid for reading and writing.
+ */
+symmalloc_status symmalloc_torch_largest_block(int32_t device,
+                                               size_t *largest);
+
+/**
+ * Limits the device's memory to a share of what it has.
+ */
+symmalloc_status symmalloc_torch_set_fraction(int32_t device, double fraction);
+
+/**
+ * Lets a device read and write the memory of another one.
+ */
+symmalloc_status symmalloc_torch_enable_peer(int32_t device, int32_t owner);
+
+/**
+ * Reads the settings that hold, to find their errors early.
+ */
+symmalloc_status symmalloc_torch_check(void);
+
+/**
+ * From now on allocations on the streams that the filter takes come from the private pool of this id, which is made if there is
+ * none. Writes the number of the scope, above 0. The filter is given up when the scope ends, or when the call fails.
+ *
+ * # Safety
+ * The filter may be called with its context on any thread until it is given up; `number` is valid for writing.
+ */
+symmalloc_status symmalloc_torch_begin_scope(int32_t device,
+                                             uint64_t id_first,
+                                             uint64_t id_second,
+                                             symmalloc_filter_fn filter,
+                                             void *context,
+                                             symmalloc_destroy_fn destroy,
+                                             uint64_t *number);
+
+/**
+ * Ends what was begun last for the private pool of this id.
+ */
+symmalloc_status symmalloc_torch_end_scope(int32_t device, uint64_t id_first, uint64_t id_second);
+
+/**
+ * Takes the private pool of this id into use, as a `MemPool` of PyTorch's. With a source, its memory comes from there, where the
+ * pool is new.
+ *
+ * # Safety
+ * `source` is NULL or valid for reading, and its functions may be called with its context on any thread until that is given up.
+ */
+symmalloc_status symmalloc_torch_retain_pool(int32_t device,
+                                             uint64_t id_first,
+                                             uint64_t id_second,
+                                             const struct symmalloc_source *source);
+
+/**
+ * Gives up one use of the private pool of this id. After the last its memory goes back with the next trim, or before an allocation
+ * fails.
+ */
+symmalloc_status symmalloc_torch_release_use(int32_t device,
+                                             uint64_t id_first,
+                                             uint64_t id_second);
+
+/**
+ * How many uses the private pool of this id has.
+ */
+uint32_t symmalloc_torch_pool_uses(int32_t device, uint64_t id_first, uint64_t id_second);
+
+/**
+ * Says whether the free memory of the private pool of this id serves allocations outside of it, before they fail.
+ */
+symmalloc_status symmalloc_torch_pool_helps_out(int32_t device,
+                                                uint64_t id_first,
+                                                uint64_t id_second,
+                                                bool helps_out);
+
+/**
+ * Gives every allocation in the private pool of this id a segment of its own. Before the first of them.
+ */
+symmalloc_status symmalloc_torch_pool_unsplit(int32_t device, uint64_t id_first, uint64_t id_second);
+
+/**
+ * Everything that is counted of a device. Makes no allocator: what was never used is all 0.
+ *
+ * # Safety
+ * `out` is valid for writing.
+ */
+symmalloc_status symmalloc_torch_counts(int32_t device, struct symmalloc_counts *out);
+
+/**
+ * Starts all peaks of a device anew at the current values.
+ */
+symmalloc_status symmalloc_torch_reset_peaks(int32_t device);
+
+/**
+ * Tells of every segment and block of a device, by pool; of one private pool where the id is not (0, 0).
+ *
+ * # Safety
+ * `visit` may be called with `context` until the call returns. It must not use the allocator.
+ */
+symmalloc_status symmalloc_torch_visit(int32_t device,
+                                       uint64_t id_first,
+                                       uint64_t id_second,
+                                       symmalloc_visit_fn visit,
+                                       void *context);
+
+/**
+ * Notes what the private pool of this id holds. Destroy it with `symmalloc_torch_checkpoint_destroy`.
+ *
+ * # Safety
+ * `out` is valid for writing.
+ */
+symmalloc_status symmalloc_torch_checkpoint(int32_t device,
+                                            uint64_t id_first,
+                                            uint64_t id_second,
+                                            struct symmalloc_checkpoint **out);
+
+/**
+ * Gives a checkpoint up. NULL is no op.
+ *
+ * # Safety
+ * It came from `symmalloc_torch_checkpoint` and is not used after this.
+ */
+void symmalloc_torch_checkpoint_destroy(struct symmalloc_checkpoint *checkpoint);
+
+/**
+ * The private pool holds again what it held at the checkpoint, and nothing else; memory obtained since stays. Tells first of every
+ * allocation that was live, then of every one that is.
+ *
+ * # Safety
+ * The checkpoint is live, and no other thread uses the pool; `told` may be called with `context` until the call returns, and must
+ * not use the allocator.
+ */
+symmalloc_status symmalloc_torch_restore(int32_t device,
+                                         const struct symmalloc_checkpoint *checkpoint,
+                                         symmalloc_restored_fn told,
+                                         void *context);
+
+/**
+ * Tells of memory from now on; NULL ends it.
+ *
+ * # Safety
+ * The function may be called on any thread for the rest of the process.
+ */
+void symmalloc_torch_on_memory(symmalloc_memory_fn listener);
+
+/**
+ * Makes a text by which another process opens the memory of a live allocation, and says where in it the allocation is. Release the
+ * text with `symmalloc_release_bytes`.
+ *
+ * # Safety
+ * `text` and `offset` are valid for writing.
+ */
+symmalloc_status symmalloc_torch_share(void *pointer,
+                                       char **text,
+                                       uint64_t *offset);
+
+/**
+ * Opens memory by the text that `symmalloc_torch_share` made in another process. Close it with `symmalloc_torch_close`.
+ *
+ * # Safety
+ * `text` is a C string; `base` and `out` are valid for writing.
+ */
+symmalloc_status symmalloc_torch_open(int32_t device,
+                                      const char *text,
+                                      void **base,
+                                      const struct symmalloc_opened **out);
+
+/**
+ * Gives one use of opened memory up; after the last it is unmapped, when all work of the device is done.
+ *
+ * # Safety
+ * It came from `symmalloc_torch_open` and is not used after this.
+ */
+void symmalloc_torch_close(const struct symmalloc_opened *opened);
 
 /**
  * Gives PyTorch's current allocator the functions that its class refuses. Call it once, after the allocator was made the

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 from job import Job, report
 
 
-def main() -> None:
-    job = Job.from_command_line("gpt2_train", __doc__)
+def training(
+    job: Job, batch: int, lengths_max: int, length: Callable[[int], int], compiled: Callable[[Any], Any] | None = None
+) -> Callable[[int], Any]:
+    """A step of training on sequences of a length for each step."""
     import torch
     from torch import nn
     from torch.nn import functional as F
 
-    layers, heads, width, vocabulary, batch = (2, 2, 32, 128, 2) if job.is_tiny else (12, 12, 768, 50304, 16)
-    lengths_max = 64 if job.is_tiny else 1024
-    period = 4 if job.is_tiny else 24
+    layers, heads, width, vocabulary = (2, 2, 32, 128) if job.is_tiny else (12, 12, 768, 50304)
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -49,12 +51,12 @@ def main() -> None:
     with torch.device(job.device):
         model = Gpt2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    lengths = [random.Random(number).randrange(lengths_max // 16, lengths_max) for number in range(period)]
+    run = model if compiled is None else compiled(model)
 
     def step(number: int) -> torch.Tensor:
-        text = torch.randint(vocabulary, (batch, lengths[number % period] + 1), device=job.device)
+        text = torch.randint(vocabulary, (batch, length(number) + 1), device=job.device)
         with torch.autocast(job.device, torch.bfloat16):
-            logits = model(text[:, :-1])
+            logits = run(text[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -62,6 +64,14 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
+    return step
+
+
+def main() -> None:
+    job = Job.from_command_line("gpt2_train", __doc__)
+    batch, lengths_max, period = (2, 64, 4) if job.is_tiny else (16, 1024, 24)
+    lengths = [random.Random(number).randrange(lengths_max // 16, lengths_max) for number in range(period)]
+    step = training(job, batch, lengths_max, lambda number: lengths[number % period])
     report(job.measure(period, step, periods=2))
     job.end_trace()
 

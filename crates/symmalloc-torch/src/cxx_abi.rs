@@ -236,14 +236,14 @@ const CLONE_FUNCTOR: c_int = 2;
 const DESTROY_FUNCTOR: c_int = 3;
 
 /// A copy of a filter that PyTorch gave.
-pub(crate) struct StreamFilter(StdFunction);
+pub(crate) struct FunctionFilter(StdFunction);
 
 // SAFETY: PyTorch's own allocator keeps and calls its filters on any thread.
-unsafe impl Send for StreamFilter {}
+unsafe impl Send for FunctionFilter {}
 // SAFETY: as above; a filter changes nothing.
-unsafe impl Sync for StreamFilter {}
+unsafe impl Sync for FunctionFilter {}
 
-impl StreamFilter {
+impl FunctionFilter {
     /// Copies a filter. May throw what its copy constructor throws.
     ///
     /// # Safety
@@ -259,7 +259,7 @@ impl StreamFilter {
             copy.manager = function.manager;
             copy.invoker = function.invoker;
         }
-        StreamFilter(copy)
+        FunctionFilter(copy)
     }
 
     /// Whether the filter takes the stream. An empty one takes all. May throw what the filter throws.
@@ -273,7 +273,7 @@ impl StreamFilter {
     }
 }
 
-impl Drop for StreamFilter {
+impl Drop for FunctionFilter {
     fn drop(&mut self) {
         if let Some(manager) = self.0.manager {
             // SAFETY: the functor is alive, and nobody uses it after this.

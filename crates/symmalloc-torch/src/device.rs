@@ -11,13 +11,13 @@
 //! which pool is meant.
 
 use crate::complaints;
-use crate::cxx_abi::StreamFilter;
 use crate::error::Error;
+use crate::memory_events;
 use crate::peak::BytesPeak;
-use crate::private_pools::PrivatePools;
+use crate::private_pools::{PoolPlace, PrivatePools};
 use crate::refusal::Refusals;
 use crate::registrations::{PoolRegistration, Registrations};
-use crate::scopes::{MempoolId, ScopePurpose, Scopes};
+use crate::scopes::Scopes;
 use crate::settings::{OutOfMemoryPolicy, TorchSettings};
 use crate::streams::{KnownStream, RawStream, StreamRegistry};
 use crate::trace;
@@ -30,27 +30,30 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::DeviceAddress;
 use symmalloc_core::config::{Config, PointerLookup, PoolConfig};
 use symmalloc_core::errors::{AllocateError, FreeError, RecordUseError};
-use symmalloc_core::{Allocation, PoolId, SegmentPosition, SharedAllocator};
-use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaError, DriverError, Pool};
+use symmalloc_core::{Allocation, PoolId, SegmentPosition, SharedAllocator, StreamId};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaBackendBuilder, CudaDevice, CudaError, DriverError, Pool};
 use symmalloc_import::compression;
 use symmalloc_trace::plan::{self, PlanTextError};
 
 /// The allocator of one device.
 pub struct DeviceAllocator {
     streams: StreamRegistry,
-    scopes: Scopes,
+    scopes: Scopes<DeviceAllocator>,
     allocator: CudaAllocator,
     settings: TorchSettings,
     tracing: Tracing,
     peak: BytesPeak,
     /// Pools that the program made, by id.
     user_pools: Mutex<BTreeMap<PoolId, Pool<CudaBackend>>>,
-    private_pools: Arc<PrivatePools>,
+    private_pools: Arc<PrivatePools<DeviceAllocator>>,
     refusals: Arc<Refusals>,
     pub(crate) unordered: UnorderedPool,
     pub(crate) registrations: Registrations,
     pub(crate) failures: Failures,
 }
+
+/// Where an allocation of a device goes.
+pub(crate) type Place = PoolPlace<DeviceAllocator>;
 
 /// Found by every thread through a pointer, which the compiler does not look behind.
 const _: () = {
@@ -96,9 +99,19 @@ impl DeviceAllocator {
         if let Some(prefetch_bytes) = settings.prefetch_bytes {
             backend = backend.prefetch_bytes(prefetch_bytes);
         }
+        DeviceAllocator::with_backend(backend, settings, tracing)
+    }
+
+    pub(crate) fn with_backend(
+        backend: CudaBackendBuilder,
+        settings: TorchSettings,
+        tracing: Tracing,
+    ) -> Result<Self, Error> {
         let config = findable(&settings.config)?;
+        let ordinal = backend.ordinal();
+        let backend = backend.listener(move |change| memory_events::tell(ordinal, change));
         let allocator = CudaAllocator::with_backend(backend.build()?, config)?;
-        let (private_pools, refusals) = (Arc::<PrivatePools>::default(), Arc::<Refusals>::default());
+        let (private_pools, refusals) = (Arc::<PrivatePools<_>>::default(), Arc::<Refusals>::default());
         if settings.out_of_memory == OutOfMemoryPolicy::Trim {
             Refusals::trim_when_refused(&refusals, &allocator, &private_pools);
         }
@@ -138,7 +151,7 @@ impl DeviceAllocator {
         &self.refusals
     }
 
-    pub(crate) fn private_pools(&self) -> &PrivatePools {
+    pub(crate) fn private_pools(&self) -> &PrivatePools<DeviceAllocator> {
         &self.private_pools
     }
 
@@ -165,7 +178,7 @@ impl DeviceAllocator {
 
     /// What the open scopes say of an allocation that names no pool.
     #[inline]
-    pub(crate) fn scopes(&self) -> &Scopes {
+    pub(crate) fn scopes(&self) -> &Scopes<DeviceAllocator> {
         &self.scopes
     }
 
@@ -233,24 +246,33 @@ impl DeviceAllocator {
         if pointer.is_null() {
             return Ok(());
         }
-        let address = pointer as u64;
-        match self.core().free_at(DeviceAddress(address)) {
+        self.free_block(pointer).map(drop)
+    }
+
+    /// Frees. Returns the bytes of the block.
+    #[inline]
+    pub(crate) fn free_block(&self, pointer: *mut c_void) -> Result<u64, Error> {
+        match self.core().free_at(DeviceAddress(pointer as u64)) {
             Ok(size_bytes) => {
                 self.peak.subtract(size_bytes);
-                Ok(())
+                Ok(size_bytes)
             }
-            Err(error) => Err(self.not_freed(address, error)),
+            Err(error) => self.not_freed(pointer, error),
         }
     }
 
     #[cold]
     #[inline(never)]
-    fn not_freed(&self, address: u64, error: FreeError) -> Error {
-        if let FreeError::Handle(_) = error { self.unknown(address) } else { error.into() }
+    fn not_freed(&self, pointer: *mut c_void, error: FreeError) -> Result<u64, Error> {
+        match (error, self.foreign_owner(pointer)) {
+            (FreeError::Handle(_), Some(other)) => other.free_block(pointer),
+            (FreeError::Handle(_), None) => Err(self.unknown_pointer(pointer as u64)),
+            (error, _) => Err(error.into()),
+        }
     }
 
     #[cold]
-    fn unknown(&self, address: u64) -> Error {
+    pub(crate) fn unknown_pointer(&self, address: u64) -> Error {
         Error::UnknownPointer { address, device: self.ordinal() }
     }
 
@@ -270,14 +292,33 @@ impl DeviceAllocator {
         let address = pointer as u64;
         // A call that is refused registers no stream.
         if self.streams.cached(stream).is_none() && !self.owns(pointer) {
-            return Err(self.unknown(address));
+            // SAFETY: the caller's contract.
+            return unsafe { self.record_foreign_use(pointer, stream) };
         }
         // SAFETY: the caller's contract.
-        let stream = unsafe { self.stream(stream) }?.id;
-        self.core().record_use_at(DeviceAddress(address), stream).map_err(|error| match error {
-            RecordUseError::Handle(_) => self.unknown(address),
-            error => error.into(),
-        })
+        let id = unsafe { self.stream(stream) }?.id;
+        match self.core().record_use_at(DeviceAddress(address), id) {
+            Ok(()) => Ok(()),
+            // SAFETY: the caller's contract.
+            Err(RecordUseError::Handle(_)) => unsafe { self.record_foreign_use(pointer, stream) },
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// The streams that were used, by id.
+    pub(crate) fn known_streams(&self) -> Vec<(StreamId, RawStream)> {
+        self.streams.all()
+    }
+
+    /// The raw handle of a stream that was used.
+    pub(crate) fn raw_stream(&self, id: StreamId) -> *mut c_void {
+        let known = self.known_streams().into_iter().find(|(known, _)| *known == id);
+        known.map_or(std::ptr::null_mut(), |(_, raw)| raw.handle())
+    }
+
+    /// Counts allocations that came back to life.
+    pub(crate) fn count_revived(&self, size_bytes: u64) {
+        self.peak.add(size_bytes);
     }
 
     /// The most bytes of blocks in use over all heaps since the peaks were reset.
@@ -294,11 +335,11 @@ impl DeviceAllocator {
     /// The live allocation at a pointer.
     pub(crate) fn find(&self, pointer: *const c_void) -> Result<FoundAllocation, Error> {
         let address = pointer as u64;
-        let (core, unknown) = (self.core(), |_| self.unknown(address));
+        let (core, unknown) = (self.core(), |_| self.unknown_pointer(address));
         let handle = core.handle_at(DeviceAddress(address)).map_err(unknown)?;
         let allocation = core.allocation(handle).map_err(unknown)?;
         let requested_bytes = core.requested_bytes(handle).map_err(unknown)?;
-        let position = core.segment_at(DeviceAddress(address)).ok_or_else(|| self.unknown(address))?;
+        let position = core.segment_at(DeviceAddress(address)).ok_or_else(|| self.unknown_pointer(address))?;
         Ok(FoundAllocation { pool: position.pool, allocation, position, requested_bytes })
     }
 
@@ -372,7 +413,7 @@ impl DeviceAllocator {
 
     /// Gives all free memory back but that of private pools in use. Returns the bytes that went back.
     pub(crate) fn trim(&self) -> Result<u64, Error> {
-        let private = self.private_pools.give_back(self.core(), || self.allocator.is_capturing());
+        let private = self.private_pools.give_back(self.core(), None, || self.allocator.is_capturing());
         let others = self.allocator.trim()?;
         private.failure.map_or(Ok(private.released_bytes + others), |failure| Err(failure.into()))
     }
@@ -391,35 +432,6 @@ impl DeviceAllocator {
         let total_bytes = self.allocator.device().memory_info().map_err(CudaError::from)?.total_bytes;
         self.core().set_limit_bytes(Some((fraction * total_bytes as f64) as u64));
         Ok(())
-    }
-
-    /// PyTorch begins to allocate to a private pool on the streams that the filter takes. May throw what the filter throws.
-    pub(crate) fn begin_private(&self, id: MempoolId, filter: StreamFilter) -> Result<(), Error> {
-        let watch = self.allocator.device().watch_captures();
-        // SAFETY: streams that were allocated on live as long as the allocator.
-        self.scopes.end_failed(|stream| unsafe { watch.is_captured(stream.handle().cast()) }.unwrap_or(true));
-        // A filter of this thread takes any stream; that of a capture none before the capture has begun.
-        let mut known: Vec<_> = self.streams.all().into_iter().map(|(_, raw)| raw.handle()).collect();
-        known.retain(|stream| !stream.is_null());
-        let may_capture = !known.iter().any(|stream| filter.accepts(*stream));
-        if may_capture {
-            // What was submitted so far is in no graph, and no graph has to wait for it.
-            self.allocator.synchronize_uncaptured()?;
-        }
-        let purpose = if may_capture && !known.is_empty() { ScopePurpose::Capture } else { ScopePurpose::Unknown };
-        let pool = self.private_pools.begin(self.core(), id)?;
-        self.scopes.begin(id, pool, filter, purpose, watch);
-        Ok(())
-    }
-
-    pub(crate) fn end_private(&self, id: MempoolId) -> Result<(), Error> {
-        let error = Error::NoScope { device: self.ordinal(), scope: "private pool" };
-        if self.scopes.end(id) { Ok(()) } else { Err(error) }
-    }
-
-    pub(crate) fn release_private(&self, id: MempoolId) -> Result<(), Error> {
-        let error = Error::NoScope { device: self.ordinal(), scope: "use of a private pool" };
-        if self.private_pools.release(id) { Ok(()) } else { Err(error) }
     }
 
     /// Notes an error of a call that can return none. The first one is also written to the error output.

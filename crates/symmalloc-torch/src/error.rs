@@ -7,6 +7,7 @@ use symmalloc_agreement::AgreementError;
 use symmalloc_core::errors::{AllocateError, FreeError, RecordUseError, TrimError, UnknownError};
 use symmalloc_core::plans::{PlanError, StepError};
 use symmalloc_core::recording::{RecordingEnd, RecordingError, StartRecordingError};
+use symmalloc_core::restore::{LayoutError, RestoreError};
 use symmalloc_cuda::CudaError;
 use symmalloc_nccl::{AttachError, CommError, SyncError};
 use symmalloc_trace::plan::PlanTextError;
@@ -145,6 +146,36 @@ pub(crate) enum Error {
     /// A trace ended early, or there is none.
     #[error(transparent)]
     Recording(#[from] RecordingError),
+    /// A checkpoint of a private pool cannot be made.
+    #[error(transparent)]
+    Checkpoint(Box<LayoutError>),
+    /// A private pool cannot go back to a checkpoint.
+    #[error("a private pool cannot go back to its checkpoint: {0}")]
+    Restore(Box<RestoreError>),
+    /// The memory cannot leave the process.
+    #[error(
+        "the memory at {address:#x} cannot be shared with other processes: the device, or the pool's allocator, gives no file \
+        descriptors for it"
+    )]
+    NotShareable {
+        /// What was to be shared.
+        address: u64,
+    },
+    /// Another process was to be asked for memory, or asks.
+    #[error("memory cannot be shared with another process, which may have ended: {0}")]
+    Sharing(io::Error),
+    /// A text names no shared memory.
+    #[error("{text:?} names no memory of symmalloc's: both processes need symmalloc.install()")]
+    NotSharedMemory {
+        /// How it begins.
+        text: String,
+    },
+    /// The owner of shared memory gave it up.
+    #[error("{bytes} bytes of shared memory are gone: keep the tensor in the process that sent it")]
+    SharedMemoryGone {
+        /// Of the chunk.
+        bytes: u64,
+    },
     /// An assertion failed.
     #[error("symmalloc found itself in a state that must not be, please report it: {message}")]
     Internal {
@@ -198,7 +229,10 @@ impl Error {
             Error::Step(_) | Error::Plan(PlanError::StepOpen { .. }) => SYMMALLOC_INVALID_STATE,
             Error::Plan(_) | Error::PlanFile { .. } => SYMMALLOC_INVALID_SETTINGS,
             Error::OpenPlan { .. } => SYMMALLOC_IO,
-            Error::Recording(_) => SYMMALLOC_INVALID_STATE,
+            Error::Recording(_) | Error::Checkpoint(_) | Error::Restore(_) => SYMMALLOC_INVALID_STATE,
+            Error::NotShareable { .. } | Error::SharedMemoryGone { .. } => SYMMALLOC_INVALID_STATE,
+            Error::NotSharedMemory { .. } => SYMMALLOC_INVALID_ARGUMENT,
+            Error::Sharing(_) => SYMMALLOC_IO,
             Error::Internal { .. } => SYMMALLOC_INTERNAL,
         }
     }
@@ -235,6 +269,8 @@ macro_rules! boxed {
 boxed! {
     Agreement(AgreementError);
     Attach(AttachError);
+    Checkpoint(LayoutError);
+    Restore(RestoreError);
     Communicator(CommError);
     TorchSettings(SettingsError);
     Sync(SyncError);

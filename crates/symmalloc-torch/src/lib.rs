@@ -1,8 +1,9 @@
 //! symmalloc as PyTorch's CUDA allocator, and as a C library.
 //!
-//! PyTorch lets a program replace its CUDA allocator by functions of a shared library (`CUDAPluggableAllocator`). This crate is
-//! such a library: the placements of `symmalloc-core` on CUDA's memory under every tensor, so that the n-th allocation lies at
-//! the same segment and offset on every rank. The Python package beside it (`python/symmalloc`) installs it:
+//! The placements of `symmalloc-core` on CUDA's memory under every tensor, so that the n-th allocation lies at the same segment and
+//! offset on every rank. PyTorch's own class for allocators is C++ without a stable binary form: `python/symmalloc/pytorch` is ours, compiled
+//! against the PyTorch that is installed, thin over the calls of `class/`. Where it cannot be compiled, PyTorch's class for functions of a
+//! shared library (`CUDAPluggableAllocator`) stands in, over `torch_entry.rs`. The Python package (`python/symmalloc`) installs either:
 //!
 //! ```python
 //! import torch, symmalloc
@@ -15,7 +16,8 @@
 //! | | |
 //! |---|---|
 //! | `symmalloc_create` ... `symmalloc_destroy` | an allocator of a device by raw streams and raw pointers |
-//! | `symmalloc_torch_alloc` ... `symmalloc_torch_release_pool` | PyTorch's entry points, over one allocator per device |
+//! | `symmalloc_torch_allocate` ... `symmalloc_torch_close` | our class's calls, over one allocator per device |
+//! | `symmalloc_torch_alloc` ... `symmalloc_torch_release_pool` | the entry points of PyTorch's class for pluggable allocators |
 //! | `symmalloc_torch_push_pool`, `symmalloc_torch_push_name` ... | a thread's allocations go to a pool, have a name |
 //! | `symmalloc_allocate_unordered`, `symmalloc_ort_alloc` ... | memory for runtimes that name no stream |
 //! | `symmalloc_agree` | ranks compare their histories, over any gather |
@@ -38,24 +40,29 @@
 //! # Implementation
 //! `device.rs` is one device's allocator: `streams.rs` turns raw streams into ids, `scopes.rs` says which pool is meant
 //! and `private_pools.rs` what PyTorch's pool ids stand for; the core finds allocations by pointer. `process.rs` has the
-//! allocators behind PyTorch's entry points (`torch_entry.rs`). `cxx_abi.rs` throws C++ exceptions and calls C++ functions
+//! allocators behind PyTorch's calls (`class/`, `torch_entry.rs`); `pool_memory.rs` is what private pools add. `cxx_abi.rs` throws C++ exceptions and calls C++ functions
 //! without a C++ compiler, and says what it relies on. `c_interface/` is the header, function by function; cbindgen makes
 //! `include/symmalloc.h` of it, and a test says when that is stale.
 
 mod alignment;
 mod c_interface;
+mod class;
 mod complaints;
 mod cxx_abi;
 mod device;
 mod error;
+mod filter;
 mod guard;
+mod memory_events;
 mod peak;
+mod pool_memory;
 mod private_pools;
 mod process;
 mod refusal;
 mod registrations;
 mod scopes;
 mod settings;
+mod shared_chunks;
 mod statistics;
 mod status;
 mod streams;
@@ -67,8 +74,11 @@ mod virtuals;
 
 pub use alignment::symmalloc_gather_fn;
 pub use c_interface::*;
+pub use class::*;
 pub use device::DeviceAllocator;
+pub use filter::{symmalloc_destroy_fn, symmalloc_filter_fn};
 pub use guard::symmalloc_error_message;
+pub use memory_events::{symmalloc_memory_fn, symmalloc_torch_on_memory};
 pub use registrations::{PoolRegistration, RankAnnouncement};
 pub use status::symmalloc_status;
 pub use torch_entry::*;

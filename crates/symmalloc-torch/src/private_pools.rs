@@ -1,33 +1,117 @@
-//! Private pools: those that PyTorch names by a `MempoolId`, for graphs mostly.
+//! Private pools: those that PyTorch names by a `MempoolId`, for graphs and for its `MemPool`.
 //!
 //! ```text
 //!  begin ──► uses 1 ── end ──► uses 1 ── begin again ──► uses 2 ── release, release ──► uses 0 ──► empty_cache
 //!            the same id is the same pool, as long as it has uses or memory                       memory goes back
 //! ```
 //!
+//! | pool | its memory |
+//! |---|---|
+//! | a graph's | as the default pool's |
+//! | a `MemPool` | fixed segments, which libraries can register one by one |
+//! | a `MemPool` with an allocator of its own | segments from that allocator's functions, cached by an allocator of ours |
+//!
 //! A graph uses its memory without the allocator's knowledge, so nothing of a pool in use goes back, and the device is waited
 //! for before anything of a released one does.
 
-use crate::scopes::MempoolId;
-use std::sync::{Mutex, MutexGuard, PoisonError};
-use symmalloc_core::config::{PoolConfig, Reclaim};
+use crate::error::Error;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use symmalloc_core::config::{FixedSegments, PoolConfig, Reclaim, SegmentPolicy};
 use symmalloc_core::errors::{PoolError, TrimError};
 use symmalloc_core::{PoolId, SharedAllocator};
-use symmalloc_cuda::{CudaBackend, CudaError, CudaMemory};
+use symmalloc_cuda::{CudaBackend, CudaError, CudaMemory, MemorySource};
 
-/// The private pools of one allocator.
-#[derive(Default)]
-pub(crate) struct PrivatePools {
-    /// In the order in which they were made.
-    all: Mutex<Vec<PrivatePool>>,
+/// Blocks of this size are never split in a pool that splits none: smaller requests are raised to it.
+pub(crate) const UNSPLIT_BYTES: u64 = 12 << 20;
+
+/// PyTorch's name of a private pool.
+pub(crate) type MempoolId = (u64, u64);
+
+/// An allocator over memory of the program's. A parameter of this file and of `scopes.rs`, which know nothing else of it.
+pub(crate) trait ForeignPool: Sized {
+    /// Makes one on a device.
+    fn over(ordinal: usize, source: Arc<dyn MemorySource>) -> Result<Self, Error>;
+    /// Gives all of its free memory back.
+    fn trim_all(&self) -> Result<u64, TrimError>;
+    /// Whether it has neither allocations nor memory.
+    fn is_empty(&self) -> bool;
 }
 
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct PrivatePool {
-    id: MempoolId,
-    pub(crate) pool: PoolId,
-    /// Begins without a release.
+/// Where a pool's memory is.
+pub(crate) enum PoolPlace<F> {
+    /// A pool of the device's allocator.
+    Own(PoolId),
+    /// A pool of the device's allocator in which every allocation has a segment of its own.
+    Unsplit(PoolId),
+    /// An allocator over memory of the program's.
+    Foreign(Arc<F>),
+}
+
+impl<F> Clone for PoolPlace<F> {
+    fn clone(&self) -> Self {
+        match self {
+            PoolPlace::Own(pool) => PoolPlace::Own(*pool),
+            PoolPlace::Unsplit(pool) => PoolPlace::Unsplit(*pool),
+            PoolPlace::Foreign(other) => PoolPlace::Foreign(Arc::clone(other)),
+        }
+    }
+}
+
+impl<F> PoolPlace<F> {
+    /// The pool of the device's allocator.
+    pub(crate) fn own(&self) -> Option<PoolId> {
+        match self {
+            PoolPlace::Own(pool) | PoolPlace::Unsplit(pool) => Some(*pool),
+            PoolPlace::Foreign(_) => None,
+        }
+    }
+}
+
+/// What a program asked for when it made a `MemPool`.
+#[derive(Clone, Default)]
+pub(crate) struct PoolWishes {
+    /// It is a `MemPool`, not a graph's.
+    pub(crate) is_mem_pool: bool,
+    /// No segment is split.
+    pub(crate) is_unsplit: bool,
+    /// Its free memory serves allocations outside of it before they fail.
+    pub(crate) helps_out: bool,
+    /// Where its memory comes from.
+    pub(crate) source: Option<Arc<dyn MemorySource>>,
+}
+
+/// The private pools of one allocator.
+pub(crate) struct PrivatePools<F> {
+    /// In the order in which they were made.
+    all: Mutex<Vec<PrivatePool<F>>>,
+}
+
+impl<F> Default for PrivatePools<F> {
+    fn default() -> Self {
+        PrivatePools { all: Mutex::default() }
+    }
+}
+
+pub(crate) struct PrivatePool<F> {
+    pub(crate) id: MempoolId,
+    /// `None` until something is to be allocated there.
+    pub(crate) place: Option<PoolPlace<F>>,
+    /// Begins and retains without a release.
     pub(crate) uses: u32,
+    pub(crate) wishes: PoolWishes,
+}
+
+impl<F> Clone for PrivatePool<F> {
+    fn clone(&self) -> Self {
+        PrivatePool { id: self.id, place: self.place.clone(), uses: self.uses, wishes: self.wishes.clone() }
+    }
+}
+
+impl<F> PrivatePool<F> {
+    /// Its pool of the device's allocator, if it has one.
+    pub(crate) fn own(&self) -> Option<PoolId> {
+        self.place.as_ref().and_then(PoolPlace::own)
+    }
 }
 
 /// What went back. A failure stops neither the other pools nor the count.
@@ -54,17 +138,43 @@ impl GivenBack {
     }
 }
 
-impl PrivatePools {
+impl<F: ForeignPool> PrivatePools<F> {
     /// Takes a pool into use; makes it when there is none of this name.
-    pub(crate) fn begin(&self, core: &SharedAllocator<CudaBackend>, id: MempoolId) -> Result<PoolId, CudaError> {
+    pub(crate) fn begin(&self, core: &SharedAllocator<CudaBackend>, id: MempoolId) -> Result<PoolPlace<F>, Error> {
         let mut all = self.lock();
-        if let Some(known) = all.iter_mut().find(|known| known.id == id) {
-            known.uses += 1;
-            return Ok(known.pool);
-        }
-        let pool = core.create_pool(policy(core.config().default_pool())?)?;
-        all.push(PrivatePool { id, pool, uses: 1 });
-        Ok(pool)
+        let at = find_or_add(&mut all, id, PoolWishes::default());
+        let place = match &all[at].place {
+            Some(place) => place.clone(),
+            None => match make(core, &all[at].wishes) {
+                Ok(place) => all[at].place.insert(place).clone(),
+                Err(error) => {
+                    all.retain(|known| known.id != id || known.uses > 0);
+                    return Err(error);
+                }
+            },
+        };
+        all[at].uses += 1;
+        Ok(place)
+    }
+
+    /// Takes a `MemPool` into use, and notes where its memory comes from.
+    pub(crate) fn retain(&self, id: MempoolId, source: Option<Arc<dyn MemorySource>>) {
+        let mut all = self.lock();
+        let wishes = PoolWishes { is_mem_pool: true, source, ..PoolWishes::default() };
+        let at = find_or_add(&mut all, id, wishes);
+        all[at].uses += 1;
+    }
+
+    /// Changes what is wished of a pool that is not used yet. Whether there is such a pool.
+    pub(crate) fn wish(&self, id: MempoolId, change: impl FnOnce(&mut PoolWishes)) -> bool {
+        let mut all = self.lock();
+        let known = all.iter_mut().find(|known| known.id == id);
+        known.map(|known| change(&mut known.wishes)).is_some()
+    }
+
+    /// How many uses a pool has.
+    pub(crate) fn uses(&self, id: MempoolId) -> u32 {
+        self.lock().iter().find(|known| known.id == id).map_or(0, |known| known.uses)
     }
 
     /// Gives up one use. Whether there was one.
@@ -75,20 +185,31 @@ impl PrivatePools {
     }
 
     /// The private pools now.
-    pub(crate) fn list(&self) -> Vec<PrivatePool> {
+    pub(crate) fn list(&self) -> Vec<PrivatePool<F>> {
         self.lock().clone()
     }
 
-    /// Gives the free memory of released pools back, and destroys those of which nothing is allocated. Does nothing while
-    /// `is_capturing`: the device cannot be waited for then.
+    /// The allocators over memory of the program's, with their pools' names.
+    pub(crate) fn foreign(&self) -> Vec<(MempoolId, Arc<F>)> {
+        let foreign = |known: &PrivatePool<F>| match &known.place {
+            Some(PoolPlace::Foreign(allocator)) => Some((known.id, Arc::clone(allocator))),
+            _ => None,
+        };
+        self.lock().iter().filter_map(foreign).collect()
+    }
+
+    /// Gives the free memory of released pools back, and destroys those of which nothing is allocated; of one pool only, where
+    /// one is named. Does nothing while `is_capturing`: the device cannot be waited for then.
     pub(crate) fn give_back(
         &self,
         core: &SharedAllocator<CudaBackend>,
+        only: Option<MempoolId>,
         is_capturing: impl FnOnce() -> Result<bool, CudaError>,
     ) -> GivenBack {
         let mut given = GivenBack::default();
         let mut all = self.lock();
-        if all.iter().all(|pool| pool.uses > 0) {
+        let is_meant = |entry: &PrivatePool<F>| entry.uses == 0 && only.is_none_or(|id| entry.id == id);
+        if !all.iter().any(is_meant) {
             return given;
         }
         match is_capturing() {
@@ -100,24 +221,62 @@ impl PrivatePools {
             return GivenBack { failure: Some(error.into()), ..given };
         }
         all.retain(|entry| {
-            if entry.uses > 0 {
+            if !is_meant(entry) {
                 return true;
             }
-            given.add(core.trim(Some(entry.pool)));
-            // What is still allocated, or registered, keeps its pool for the next time.
-            matches!(core.destroy_pool(entry.pool), Err(PoolError::InUse { .. } | PoolError::Observed { .. }))
+            match &entry.place {
+                None => false,
+                Some(PoolPlace::Foreign(allocator)) => {
+                    given.add(allocator.trim_all());
+                    !allocator.is_empty()
+                }
+                Some(PoolPlace::Own(pool) | PoolPlace::Unsplit(pool)) => {
+                    given.add(core.trim(Some(*pool)));
+                    // What is still allocated, or registered, keeps its pool for the next time.
+                    matches!(core.destroy_pool(*pool), Err(PoolError::InUse { .. } | PoolError::Observed { .. }))
+                }
+            }
         });
         given
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<PrivatePool>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<PrivatePool<F>>> {
         self.all.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
+fn find_or_add<F>(all: &mut Vec<PrivatePool<F>>, id: MempoolId, wishes: PoolWishes) -> usize {
+    all.iter().position(|known| known.id == id).unwrap_or_else(|| {
+        all.push(PrivatePool { id, place: None, uses: 0, wishes });
+        all.len() - 1
+    })
+}
+
+fn make<F: ForeignPool>(core: &SharedAllocator<CudaBackend>, wishes: &PoolWishes) -> Result<PoolPlace<F>, Error> {
+    if let Some(source) = &wishes.source {
+        let ordinal = core.backend().device().ordinal();
+        return Ok(PoolPlace::Foreign(Arc::new(F::over(ordinal, Arc::clone(source))?)));
+    }
+    let pool = core.create_pool(policy(core.config().default_pool(), wishes)?).map_err(CudaError::from)?;
+    Ok(if wishes.is_unsplit { PoolPlace::Unsplit(pool) } else { PoolPlace::Own(pool) })
+}
+
 /// As the default pool, but its memory stays, under the addresses that a graph has captured, and ranks may capture what they like.
-fn policy(default: &PoolConfig) -> Result<PoolConfig, CudaError> {
+fn policy(default: &PoolConfig, wishes: &PoolWishes) -> Result<PoolConfig, CudaError> {
     let policy =
         default.to_builder().stitching(None).reclaim(Reclaim::Never).release_threshold_bytes(None).symmetric(false);
+    let mut fixed = match default.segments() {
+        SegmentPolicy::Fixed(fixed) => fixed.clone(),
+        _ => FixedSegments::default(),
+    };
+    let policy = match wishes {
+        PoolWishes { is_unsplit: true, .. } => {
+            fixed.large_segment_bytes = UNSPLIT_BYTES;
+            fixed.max_split_size_bytes = Some(UNSPLIT_BYTES);
+            policy.segments(SegmentPolicy::Fixed(fixed))
+        }
+        PoolWishes { is_mem_pool: true, .. } => policy.segments(SegmentPolicy::Fixed(fixed)),
+        _ => policy,
+    };
     Ok(policy.build()?)
 }

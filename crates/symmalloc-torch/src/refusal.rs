@@ -5,7 +5,7 @@
 //! back, in the order of their ids, and the allocation is tried again: symmetric pools keep their places, and private ones,
 //! which ranks do not compare, make room.
 
-use crate::private_pools::PrivatePools;
+use crate::private_pools::{ForeignPool, PrivatePools};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use symmalloc_core::errors::TrimError;
@@ -21,7 +21,11 @@ pub(crate) struct Refusals {
 
 impl Refusals {
     /// Answers the core's question.
-    pub(crate) fn trim_when_refused(refusals: &Arc<Self>, allocator: &CudaAllocator, private: &Arc<PrivatePools>) {
+    pub(crate) fn trim_when_refused<F: ForeignPool + Send + Sync + 'static>(
+        refusals: &Arc<Self>,
+        allocator: &CudaAllocator,
+        private: &Arc<PrivatePools<F>>,
+    ) {
         let (refusals, private) = (Arc::clone(refusals), Arc::clone(private));
         allocator.set_failure_callback(move |core, _| {
             let released_bytes = trim_private(core, &private);
@@ -51,16 +55,16 @@ impl Refusals {
 }
 
 /// Gives back the free memory of all pools that are neither symmetric nor a graph's. What cannot go back stays.
-fn trim_private(core: &SharedAllocator<CudaBackend>, private: &PrivatePools) -> u64 {
+fn trim_private<F: ForeignPool>(core: &SharedAllocator<CudaBackend>, private: &PrivatePools<F>) -> u64 {
     let is_capturing = core.backend().device().is_capturing();
     // The core told of what failed.
-    let mut released_bytes = private.give_back(core, || Ok(is_capturing)).released_bytes;
+    let mut released_bytes = private.give_back(core, None, || Ok(is_capturing)).released_bytes;
     // Counted first: a graph's pool that another thread begins meanwhile is not among them, or is in the list.
     let pools = core.pool_count();
     let in_use = private.list();
     for pool in (0..pools).map(PoolId) {
         let is_symmetric = core.pool_config(pool).is_ok_and(PoolConfig::symmetric);
-        if is_symmetric || in_use.iter().any(|entry| entry.pool == pool) {
+        if is_symmetric || in_use.iter().any(|entry| entry.own() == Some(pool)) {
             continue;
         }
         match core.trim(Some(pool)) {

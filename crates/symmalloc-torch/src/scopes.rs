@@ -14,17 +14,15 @@
 //! A capture that fails leaves its scope open: PyTorch 2.11 raises before it ends it. The next begin does, if the capture took
 //! memory here: otherwise nobody knows its stream, and the scope stays. Its pool stays in use, as in PyTorch's own allocator.
 
-use crate::cxx_abi::StreamFilter;
 use crate::error::Error;
+use crate::filter::StreamFilter;
+use crate::private_pools::{MempoolId, PoolPlace};
 use crate::streams::RawStream;
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::PoolId;
 use symmalloc_cuda::CaptureWatch;
-
-/// PyTorch's name of a private pool.
-pub(crate) type MempoolId = (u64, u64);
 
 /// What a begun scope is for, as far as its filter shows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,10 +34,10 @@ pub(crate) enum ScopePurpose {
 }
 
 /// What PyTorch began.
-struct Begun {
+struct Begun<F> {
     order: u64,
     id: MempoolId,
-    pool: PoolId,
+    place: PoolPlace<F>,
     filter: StreamFilter,
     purpose: ScopePurpose,
     /// The last stream that the filter took.
@@ -48,7 +46,7 @@ struct Begun {
     _watch: CaptureWatch,
 }
 
-impl Begun {
+impl<F> Begun<F> {
     /// Whether allocations on the stream are the scope's. May throw what the filter throws.
     fn takes(&self, stream: RawStream) -> bool {
         let takes = self.filter.accepts(stream.handle());
@@ -66,14 +64,14 @@ impl Begun {
 }
 
 /// The open scopes of one allocator.
-pub(crate) struct Scopes {
+pub(crate) struct Scopes<F> {
     /// Tells this allocator's pushed pools from another's.
     serial: u64,
     /// Open scopes of both kinds. A thread sees those that it opened, and others when it has synchronised with their threads.
     open: Arc<AtomicUsize>,
-    /// Scopes opened so far, which orders those of both kinds.
+    /// The number of the next scope, from 1; it orders those of both kinds.
     opened: AtomicU64,
-    begun: Mutex<Vec<Arc<Begun>>>,
+    begun: Mutex<Vec<Arc<Begun<F>>>>,
     /// Scopes of failed captures that were ended before PyTorch did so, if it ever does.
     ended_early: Mutex<Vec<MempoolId>>,
 }
@@ -103,12 +101,12 @@ thread_local! {
     static PUSHED: RefCell<Vec<Pushed>> = const { RefCell::new(Vec::new()) };
 }
 
-impl Scopes {
+impl<F> Scopes<F> {
     pub(crate) fn new() -> Self {
         Scopes {
             serial: NEXT_SERIAL.fetch_add(1, Ordering::Relaxed),
             open: Arc::default(),
-            opened: AtomicU64::new(0),
+            opened: AtomicU64::new(1),
             begun: Mutex::default(),
             ended_early: Mutex::default(),
         }
@@ -120,33 +118,35 @@ impl Scopes {
         self.open.load(Ordering::Relaxed) != 0
     }
 
-    /// Where an allocation of the calling thread for a stream goes; `None`: to the default pool. Calls PyTorch's filters,
-    /// which may throw: nothing is locked meanwhile.
+    /// Where an allocation of the calling thread for a stream goes. Calls PyTorch's filters, which may throw: nothing is locked
+    /// meanwhile. `inherited` is the number of a scope of another thread for which this one works, as a backward pass does.
     #[cold]
-    pub(crate) fn pool_for(&self, stream: RawStream) -> Option<PoolId> {
+    pub(crate) fn place_for(&self, stream: RawStream, inherited: Option<u64>) -> PoolPlace<F> {
         let pushed = self.last(|pushed| match pushed.what {
             What::Pool(pool) => Some((pushed.order, pool)),
             What::Name(_) => None,
         });
         let begun = self.begun().clone();
         let mut since = begun.iter().rev().take_while(|begun| pushed.is_none_or(|(order, _)| begun.order > order));
-        let taker = since.find(|begun| begun.takes(stream)).map(|begun| begun.pool);
-        taker.or(pushed.map(|(_, pool)| pool))
+        let taker = since.find(|begun| inherited == Some(begun.order) || begun.takes(stream));
+        let pool = pushed.map_or(PoolId::DEFAULT, |(_, pool)| pool);
+        taker.map_or(PoolPlace::Own(pool), |begun| begun.place.clone())
     }
 
-    /// Opens a scope that PyTorch begins.
+    /// Opens a scope that PyTorch begins. Returns its number.
     pub(crate) fn begin(
         &self,
-        id: MempoolId,
-        pool: PoolId,
+        (id, place): (MempoolId, PoolPlace<F>),
         filter: StreamFilter,
         purpose: ScopePurpose,
         watch: CaptureWatch,
-    ) {
+    ) -> u64 {
         let mut all = self.begun();
-        let begun = Begun { order: self.next(), id, pool, filter, purpose, taken: Mutex::default(), _watch: watch };
+        let order = self.next();
+        let begun = Begun { order, id, place, filter, purpose, taken: Mutex::default(), _watch: watch };
         all.push(Arc::new(begun));
         self.open.fetch_add(1, Ordering::Relaxed);
+        order
     }
 
     /// Ends what was begun last for the pool. Whether there was anything.
@@ -235,7 +235,7 @@ impl Scopes {
         self.opened.fetch_add(1, Ordering::Relaxed)
     }
 
-    fn begun(&self) -> MutexGuard<'_, Vec<Arc<Begun>>> {
+    fn begun(&self) -> MutexGuard<'_, Vec<Arc<Begun<F>>>> {
         self.begun.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

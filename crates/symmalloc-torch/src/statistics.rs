@@ -64,7 +64,7 @@ fn pools(allocator: &DeviceAllocator) -> Vec<Value> {
     let describe = |pool: PoolId| {
         let (config, stats, digest) =
             (core.pool_config(pool).ok()?, core.pool_stats(pool).ok()?, core.digest(pool).ok()?);
-        let graph = private.iter().find(|entry| entry.pool == pool);
+        let graph = private.iter().find(|entry| entry.own() == Some(pool));
         let kind = match graph {
             _ if pool == PoolId::DEFAULT => "default",
             Some(_) => "graph",

@@ -14,9 +14,10 @@
 
 use crate::c_interface::arguments::{required_text, write};
 use crate::complaints;
-use crate::cxx_abi::{ExceptionKind, StreamFilter, throw};
+use crate::cxx_abi::{ExceptionKind, FunctionFilter, throw};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
+use crate::filter::StreamFilter;
 use crate::guard::{guarded, guarded_or, report};
 use crate::process;
 use crate::status::symmalloc_status;
@@ -87,17 +88,11 @@ unsafe fn allocate_in_scope(
     size_bytes: u64,
     stream: RawStream,
 ) -> Result<*mut c_void, Box<Error>> {
-    let scopes = allocator.scopes();
     // Outside of the guard: a filter of PyTorch's may throw.
-    let pool = scopes.pool_for(stream).unwrap_or(PoolId::DEFAULT);
-    let name = scopes.name();
-    let allocate = || match &name {
-        // SAFETY: the caller's contract.
-        Some(name) => unsafe { allocator.allocate_named(pool, size_bytes, stream, name) },
-        // SAFETY: the caller's contract.
-        None => unsafe { allocator.allocate(pool, size_bytes, stream) },
-    };
-    guarded(allocate).map_err(Box::new)
+    let place = allocator.scopes().place_for(stream, None);
+    let name = allocator.scopes().name();
+    // SAFETY: the caller's contract.
+    guarded(|| unsafe { allocator.allocate_at(place, size_bytes, stream, name.as_deref()) }).map_err(Box::new)
 }
 
 /// Frees; PyTorch's `free_fn`. Never throws: what fails is counted, logged, and once written to the error output.
@@ -159,10 +154,8 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_memory_fraction(fraction: f64, d
 /// `size` is null or valid for writing.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn symmalloc_torch_base_alloc(pointer: *mut c_void, size: *mut usize) -> *mut c_void {
-    let position = process::all().find_map(|allocator| {
-        let found = guarded(|| Ok(allocator.core().segment_at(DeviceAddress(pointer as u64))));
-        found.ok().flatten()
-    });
+    let position = process::all()
+        .find_map(|allocator| guarded(|| Ok(allocator.segment_at(DeviceAddress(pointer as u64)))).ok().flatten());
     let (base, size_bytes) = position.map_or((pointer as u64, 0), |position| (position.base.0, position.size_bytes));
     if !size.is_null() {
         // SAFETY: the caller's contract.
@@ -201,9 +194,10 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_begin_allocate_to_pool(
     filter: *mut c_void,
 ) {
     // SAFETY: the caller's contract.
-    let filter = unsafe { StreamFilter::copy(filter.cast()) };
+    let filter = StreamFilter::Function(unsafe { FunctionFilter::copy(filter.cast()) });
     // Not guarded: the filter, which is asked, may throw. A panic passes as an exception that ends the process.
-    let begun = process::allocator(device).and_then(|allocator| allocator.begin_private((id_first, id_second), filter));
+    let id = (id_first, id_second);
+    let begun = process::allocator(device).and_then(|allocator| allocator.begin_private(id, filter).map(drop));
     if let Err(error) = begun {
         // SAFETY: outside of any `catch_unwind`.
         unsafe { raise(error) };

@@ -19,6 +19,7 @@
 //! order. Where a symbol or its place is missing, that function stays the class's.
 
 use crate::c_interface::arguments::write;
+use crate::class::largest_block;
 use crate::cxx_abi::symbol;
 use crate::error::Error;
 use crate::guard::{guarded, report};
@@ -106,13 +107,7 @@ unsafe fn complete() -> Option<u32> {
 /// # Safety
 /// `largest` is valid for reading and writing.
 unsafe extern "C-unwind" fn cache_info(_this: *mut c_void, device: i8, largest: *mut usize) {
-    let bytes = guarded(|| {
-        let allocator = process::allocator(device.into())?;
-        let total_bytes = allocator.allocator().device().memory_info()?.total_bytes;
-        let limit_bytes = allocator.core().limit_bytes().map_or(total_bytes, |limit| limit.min(total_bytes));
-        let stats = allocator.core().stats();
-        Ok(limit_bytes.saturating_sub(stats.reserved_bytes.current) + stats.largest_free_bytes)
-    });
+    let bytes = guarded(|| largest_block(device.into()));
     match bytes {
         // SAFETY: the caller's contract.
         Ok(bytes) => unsafe { *largest = (*largest).max(bytes as usize) },

@@ -21,6 +21,14 @@ fn the_header_is_what_the_sources_say() {
         "registrations.rs",
         "c_interface/ranks.rs",
         "torch_entry.rs",
+        "filter.rs",
+        "class/memory.rs",
+        "class/pools.rs",
+        "class/counts.rs",
+        "class/blocks.rs",
+        "class/checkpoints.rs",
+        "memory_events.rs",
+        "class/sharing.rs",
         "virtuals.rs",
     ];
     let builder = sources.iter().fold(cbindgen::Builder::new().with_config(config), |builder, source| {

@@ -3,7 +3,8 @@
 //! | the pool | what a restore does | what it is for |
 //! |---|---|---|
 //! | fresh: no op yet | **rejoin**: obtains the segments and makes the saved allocations live | a rank that restarts, on a new device |
-//! | used | **rewind**: carves the saved allocations out of what is free again, gives back what was obtained since | a graph tree that goes back |
+//! | used | **rewind**: carves the saved allocations out of what is free again, gives back what was obtained since | a job that goes back to a checkpoint |
+//! | used, with captured graphs | **revival** ([`revive_layout`](Allocator::revive_layout)): as a rewind, but memory and history stay | a graph tree that goes back |
 //!
 //! ```text
 //!  rewind   saved   │ a │  b  │ free │ c │ free │
@@ -128,6 +129,37 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let heaps = restored?;
         tracing::debug!(name: "pool.restored", target: "symmalloc", pool = pool.0, heaps = heaps.len(), is_fresh);
         Ok(Restored { heaps })
+    }
+
+    /// Makes exactly the allocations of a layout live again, in memory that the pool still holds: a rewind that keeps the
+    /// memory obtained since, and goes on with the pool's history. Captured graphs may use that memory, on other branches of a
+    /// tree of graphs. Each allocation that is made counts as an op of the program.
+    ///
+    /// No other thread may use the pool meanwhile. A pool that holds nothing of the layout any more is refused.
+    ///
+    /// # Errors
+    /// See [`RestoreError`]. Nothing has changed then, unless it is [`RestoreError::Fence`]: then the pool can be revived again.
+    pub fn revive_layout(&self, pool: PoolId, layout: &Layout) -> Result<Restored, RestoreError> {
+        let mut gate = self.gate();
+        let entry = self.pool(pool)?;
+        self.check_it_fits(entry, layout)?;
+        if entry.step.lock().is_some() || entry.heaps().any(|heap| heap.lock().remembers_steps()) {
+            return Err(LayoutError::Planned { pool }.into());
+        }
+        let mut guards: Vec<_> = entry.heaps().map(LockCell::lock).collect();
+        let mut heaps: Vec<_> = guards.iter_mut().map(|heap| Saved::find(heap, layout)).collect();
+        // No observer minds: nothing is given back.
+        let plans =
+            heaps.iter().map(|saved| saved.heap.plan_rewind(&saved.layout, 0)).collect::<Result<Vec<_>, _>>()?;
+        for (Saved { heap, .. }, plan) in heaps.iter_mut().zip(&plans) {
+            heap.wait_for_rewind(&self.context, plan)?;
+        }
+        gate.end(RecordingEnd::Restored { pool });
+        for Saved { heap, layout } in &mut heaps {
+            let made = heap.revive_layout(&self.context, layout);
+            made.iter().for_each(|(size, requested_bytes)| self.count_allocation(*size, *requested_bytes));
+        }
+        Ok(Restored { heaps: heaps.into_iter().map(|Saved { heap, .. }| restored_heap(heap)).collect() })
     }
 
     /// What can be told without looking at blocks.

@@ -1,4 +1,4 @@
-//! Allocations of the driver: of a device without virtual memory, or of pinned host memory.
+//! Allocations of the driver, of a device without virtual memory or of pinned host memory, or of functions of the program's.
 //!
 //! What a range reserves is there until the range is released; parts that are unmapped in between are idle.
 
@@ -7,20 +7,34 @@ use super::interface::BackendMemory;
 use super::spare::with_spare;
 use crate::device::CudaDevice;
 use crate::driver::HOST_PORTABLE;
-use crate::error::{CudaError, DriverError, INVALID_VALUE};
+use crate::error::{CudaError, DriverError, INVALID_VALUE, OUT_OF_MEMORY};
 use cudarc::driver::sys::CUdeviceptr;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
+use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::{BackendError, DeviceAddress, Range};
 
+/// Where a program gets device memory that it manages itself: a library's allocator, `ncclMemAlloc`, another framework.
+///
+/// Called with the device's context current, and without a stream capture in the way. Calls come from any thread, one heap's one
+/// after another.
+pub trait MemorySource: fmt::Debug + Send + Sync {
+    /// So many bytes of the device's memory: the address, or `None` where there are none.
+    fn allocate(&self, size_bytes: u64) -> Option<u64>;
+    /// Takes back what [`allocate`](Self::allocate) gave. No stream uses it any more.
+    fn free(&self, address: u64);
+}
+
 /// What is allocated.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub(crate) enum AllocationKind {
     /// `cuMemAlloc`.
     Device,
     /// `cuMemHostAlloc`: page-locked for every context.
     PinnedHost,
+    /// The program's.
+    Source(Arc<dyn MemorySource>),
 }
 
 pub(crate) struct DriverAllocations {
@@ -46,7 +60,11 @@ impl DriverAllocations {
     }
 
     fn allocate(&self, size_bytes: u64) -> Result<u64, DriverError> {
-        match self.kind {
+        match &self.kind {
+            AllocationKind::Source(source) => {
+                let missing = DriverError { call: "MemorySource::allocate", code: OUT_OF_MEMORY };
+                source.allocate(size_bytes).filter(|address| *address != 0).ok_or(missing)
+            }
             AllocationKind::Device => {
                 let mut address: CUdeviceptr = 0;
                 // SAFETY: `address` is valid for writing, and a context is current.
@@ -63,7 +81,11 @@ impl DriverAllocations {
     }
 
     fn free(&self, address: u64) -> Result<(), DriverError> {
-        match self.kind {
+        match &self.kind {
+            AllocationKind::Source(source) => {
+                source.free(address);
+                Ok(())
+            }
             // SAFETY: allocated by `allocate`, freed once, and by the contract of `Backend` unused by any stream.
             AllocationKind::Device => unsafe { self.device.driver().free(address) },
             // SAFETY: as above.
@@ -103,8 +125,10 @@ impl BackendMemory for DriverAllocations {
     fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver().relax_capture();
-        let (allocation, base) = match self.kind {
-            AllocationKind::Device => with_spare(&self.device, || self.allocate_aligned(size_bytes)),
+        let (allocation, base) = match &self.kind {
+            AllocationKind::Device | AllocationKind::Source(_) => {
+                with_spare(&self.device, || self.allocate_aligned(size_bytes))
+            }
             AllocationKind::PinnedHost => self.allocate_aligned(size_bytes),
         }?;
         let mut chunks = Chunks::default();

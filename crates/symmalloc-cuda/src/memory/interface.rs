@@ -37,6 +37,10 @@ pub trait BackendMemory: Send + Sync {
     fn export_chunk(&self, _base: u64, _chunk: &Part, _kind: HandleKind) -> Result<ExportedHandle, DriverError> {
         Err(DriverError { call: "cuMemExportToShareableHandle", code: INVALID_VALUE })
     }
+    /// The physical chunks behind some addresses, as (address, size in bytes); none for memory that cannot be exported.
+    fn chunks_behind(&self, _address: u64, _size_bytes: u64) -> Vec<(u64, u64)> {
+        Vec::new()
+    }
     /// Bytes that the allocator gave up and the device could not take back yet.
     fn idle_bytes(&self) -> u64;
     /// Bytes that were made ahead and are not handed out yet.

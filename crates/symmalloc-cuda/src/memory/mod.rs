@@ -23,9 +23,11 @@ mod prefetch_thread;
 mod prefetch_window;
 mod properties;
 mod share_page;
+mod sharing;
 mod spare;
 mod virtual_memory;
 
+pub use driver_allocations::MemorySource;
 pub(crate) use driver_allocations::{AllocationKind, DriverAllocations};
 pub(crate) use export::{ExportedHandle, FABRIC_BYTES, HandleKind};
 pub use exported::{Access, Peer};
@@ -35,4 +37,6 @@ pub(crate) use interface::BackendMemory;
 pub(crate) use prefetch_thread::Prefetching;
 pub use share_page::ExportState;
 pub(crate) use share_page::SharePage;
+pub(crate) use sharing::export;
+pub use sharing::{ImportedMemory, SharedPiece};
 pub(crate) use virtual_memory::{VirtualMemory, VirtualOptions};

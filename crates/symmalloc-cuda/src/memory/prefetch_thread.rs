@@ -155,6 +155,10 @@ impl BackendMemory for Prefetching {
         self.memory.grant_access(peer)
     }
 
+    fn chunks_behind(&self, address: u64, size_bytes: u64) -> Vec<(u64, u64)> {
+        self.memory.chunks_behind(address, size_bytes)
+    }
+
     fn idle_bytes(&self) -> u64 {
         self.memory.idle_bytes()
     }

@@ -33,7 +33,7 @@ from .errors import (
     UnknownPointer,
     UnknownPool,
 )
-from .installation import allocator, install, installed
+from .installation import allocator, has_class, install, installed
 from .library import VERSION as __version__
 from .library import library_path, text
 from .naming import named
@@ -48,7 +48,7 @@ __all__ = [
     "Allocator", "CudaError", "Device", "Error", "FileError", "InternalError", "InvalidArgument", "InvalidSettings",
     "InvalidState", "LibraryNotFound", "MemPool", "MemoryTable", "MisalignedError", "NcclError", "NotInstalled", "OutOfMemory",
     "Placement", "Step", "StepReport", "TorchError", "TransportError", "UnknownPointer", "UnknownPool", "__version__", "allocator",
-    "announce", "assert_aligned", "digest", "dump_snapshot", "flight_record", "install", "installed", "last_step", "library_path", "named",
+    "announce", "assert_aligned", "digest", "dump_snapshot", "flight_record", "has_class", "install", "installed", "last_step", "library_path", "named",
     "placement", "show", "snapshot", "start_trace", "stats", "step", "stop_trace", "use_mem_pool",
 ]  # fmt: skip
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from . import errors
-from .installation import TORCH_MINIMUM, installed
+from . import errors, pytorch_class
+from .installation import CLASS_MINIMUM, LACKS, TORCH_MINIMUM, installed, version
 from .library import VERSION, call, encoded, library, library_path
 
 # What CUDA calls the attribute that says whether a device can map memory piece by piece.
@@ -43,6 +43,7 @@ def examine() -> list[Finding]:
         ("SYMMALLOC_CONF", True, _configuration),
         ("NVIDIA driver", True, _driver),
         ("PyTorch", True, _pytorch),
+        ("allocator class", False, _class),
         ("PYTORCH_CUDA_ALLOC_CONF", False, _pytorch_configuration),
         ("NCCL windows", False, _nccl),
     ]
@@ -113,21 +114,34 @@ def _devices(cuda: ctypes.CDLL, count: int) -> Iterator[str]:
 def _torch() -> Any:
     try:
         import torch
-    except ImportError as error:
+    except Exception as error:  # an installation that is not whole raises all sorts
         raise _Missing(f"cannot be imported ({error}): only the C interface works here (symmalloc.Allocator)") from error
     return torch
 
 
 def _pytorch() -> str:
     torch = _torch()
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if version < TORCH_MINIMUM:
+    if version(torch) < TORCH_MINIMUM:
         raise _Missing(f"{torch.__version__} is too old: from {'.'.join(map(str, TORCH_MINIMUM))} on")
     if torch.version.cuda is None or not hasattr(torch._C, "_cuda_customAllocator"):
         raise _Missing(f"{torch.__version__} was built without CUDA: install a CUDA build")
     if torch.cuda.is_initialized() and not installed():
         raise _Missing(f"{torch.__version__} has used CUDA already: call symmalloc.install() right after `import torch`")
     return f"{torch.__version__}, CUDA {torch.version.cuda}"
+
+
+def _class() -> str:
+    """What `install()` would do, without doing it."""
+    torch = _torch()
+    try:
+        if pytorch_class.mode() == "off":
+            raise _Missing(f"{pytorch_class.VARIABLE}=off: PyTorch's class for pluggable allocators stands in, which lacks {LACKS}")
+        if version(torch) < CLASS_MINIMUM:
+            raise pytorch_class.Unavailable(f"PyTorch {torch.__version__} is older than {'.'.join(map(str, CLASS_MINIMUM))}")
+        path, compiler = pytorch_class.place(torch)
+    except pytorch_class.Unavailable as why:
+        raise _Missing(f"{why}; until then PyTorch's class for pluggable allocators stands in, which lacks {LACKS}") from why
+    return f"compiled, {path}" if path.is_file() else f"install() compiles it once, with {compiler}, to {path}"
 
 
 def _pytorch_configuration() -> str:

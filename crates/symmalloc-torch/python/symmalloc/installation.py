@@ -7,6 +7,7 @@ import warnings
 from ctypes import byref, c_uint32
 from typing import Any
 
+from . import pytorch_class
 from . import statistics as pytorch_statistics
 from .allocator import Allocator
 from .devices import Device, device_index
@@ -14,6 +15,8 @@ from .errors import InvalidState, NotInstalled, TorchError
 from .library import address, call, encoded, library, library_path
 
 TORCH_MINIMUM = (2, 5)
+# The class is written for this one's.
+CLASS_MINIMUM = (2, 11)
 # How many functions of PyTorch's object the library replaces, see src/virtuals.rs.
 REPLACED = 2
 
@@ -29,8 +32,15 @@ SETTERS = {
     "set_release_pool": "symmalloc_torch_release_pool",
 }
 
+# What is missing where the class cannot be had.
+LACKS = (
+    "torch.cuda.MemPool, torch.cuda.memory._record_memory_history, trace trackers and out-of-memory observers, "
+    "torch.compile(mode='reduce-overhead'), CUDA tensors sent to other processes, and statistics for C++ extensions"
+)
+
 # What install() was called with; None before. PyTorch keeps the allocator for the rest of the process.
 _installed_with: tuple[str | None, str | None, bool] | None = None
+_has_class = False
 
 
 def install(conf: str | None = None, *, trace: str | os.PathLike[str] | None = None, statistics: bool = True) -> None:
@@ -41,13 +51,17 @@ def install(conf: str | None = None, *, trace: str | os.PathLike[str] | None = N
 
     conf        configuration text, PyTorch's syntax and our keys; None: `SYMMALLOC_CONF`, or the defaults
     trace       record every op to this file, as `SYMMALLOC_TRACE` does; `%r` is the rank, `%d` the device, `%p` the process
-    statistics  teach `torch.cuda.memory_stats`, `memory_allocated`, `max_memory_reserved`, `memory_summary`,
-                `memory._snapshot` and their kin our numbers; PyTorch raises for them with any pluggable allocator
+    statistics  only where PyTorch's class for pluggable allocators stands in: teach `torch.cuda.memory_stats`,
+                `memory_allocated`, `memory._snapshot` and their kin our numbers, for which it raises
+
+    The first call with a PyTorch compiles the allocator for it, see `symmalloc.pytorch_class`. Where that cannot be, PyTorch's class
+    for pluggable allocators stands in, with a warning that says why and what is missing; `SYMMALLOC_TORCH_CLASS=require` makes it an
+    error, and `off` asks for it.
 
     Raises `TorchError` when PyTorch is missing, too old or has used CUDA, `InvalidSettings` for a configuration that is
     not understood, `InvalidState` for a second call with other arguments, `LibraryNotFound`.
     """
-    global _installed_with
+    global _installed_with, _has_class
     arguments = (conf, None if trace is None else os.fspath(trace), statistics)
     if _installed_with is not None:
         if _installed_with != arguments:
@@ -61,15 +75,9 @@ def install(conf: str | None = None, *, trace: str | os.PathLike[str] | None = N
         call("torch_configure", encoded(conf))
     if trace is not None:
         os.environ["SYMMALLOC_TRACE"] = os.fspath(trace)
-    pluggable = torch.cuda.memory.CUDAPluggableAllocator(
-        str(library_path()), "symmalloc_torch_alloc", "symmalloc_torch_free"
-    )
-    for setter, function in SETTERS.items():
-        getattr(pluggable.allocator(), setter)(address(function))
-    torch.cuda.memory.change_current_allocator(pluggable)
-    _complete(torch)
-    if statistics:
-        pytorch_statistics.teach(torch)
+    _has_class = _install_class(torch)
+    if not _has_class:
+        _install_pluggable(torch, statistics)
     _installed_with = arguments
     if _learns(conf):
         from .steps import follow_optimizers
@@ -80,6 +88,44 @@ def install(conf: str | None = None, *, trace: str | os.PathLike[str] | None = N
 def installed() -> bool:
     """Whether `install()` was done in this process."""
     return _installed_with is not None
+
+
+def has_class() -> bool:
+    """Whether PyTorch has the whole allocator: a class of its own, and not the one for pluggable allocators."""
+    return _has_class
+
+
+def _install_class(torch: Any) -> bool:
+    """Whether PyTorch has our class now."""
+    try:
+        mode = pytorch_class.mode()
+        if mode == "off":
+            return False
+        if version(torch) < CLASS_MINIMUM:
+            raise pytorch_class.Unavailable(f"PyTorch {torch.__version__} is older than {'.'.join(map(str, CLASS_MINIMUM))}")
+        pytorch_class.install(torch)
+        return True
+    except pytorch_class.Unavailable as why:
+        if os.environ.get(pytorch_class.VARIABLE, "") == "require":
+            raise TorchError(f"the allocator cannot be compiled for this PyTorch: {why}") from why
+        warnings.warn(
+            f"symmalloc stands in PyTorch's class for pluggable allocators, which lacks {LACKS}: {why}\n"
+            f"{pytorch_class.VARIABLE}=off asks for that, and for no warning",
+            stacklevel=4,
+        )
+        return False
+
+
+def _install_pluggable(torch: Any, statistics: bool) -> None:
+    pluggable = torch.cuda.memory.CUDAPluggableAllocator(
+        str(library_path()), "symmalloc_torch_alloc", "symmalloc_torch_free"
+    )
+    for setter, function in SETTERS.items():
+        getattr(pluggable.allocator(), setter)(address(function))
+    torch.cuda.memory.change_current_allocator(pluggable)
+    _complete(torch)
+    if statistics:
+        pytorch_statistics.teach(torch)
 
 
 def allocator(device: Device = None) -> Allocator:
@@ -107,13 +153,17 @@ def _complete(torch: Any) -> None:
         )
 
 
+def version(torch: Any) -> tuple[int, ...]:
+    """PyTorch's, as two numbers."""
+    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+
 def _usable_torch() -> Any:
     try:
         import torch
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         raise TorchError(f"PyTorch cannot be imported ({error}): install() puts symmalloc under it") from error
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if version < TORCH_MINIMUM:
+    if version(torch) < TORCH_MINIMUM:
         raise TorchError(f"PyTorch {torch.__version__} is too old: from {'.'.join(map(str, TORCH_MINIMUM))} on")
     if torch.version.cuda is None or not hasattr(torch._C, "_cuda_customAllocator"):
         raise TorchError(f"PyTorch {torch.__version__} was built without CUDA")

@@ -17,8 +17,12 @@ device = unittest.skipUnless(
 )
 nccl = unittest.skipUnless(
     any((Path(folder) / "libnccl.so.2").exists() for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":"))
-    and "SYMMALLOC_TEST_STUB" in os.environ,
+    and "SYMMALLOC_TEST_STUB" in os.environ
+    and "SYMMALLOC_TEST_STAND_INS" not in os.environ,
     "needs NCCL: build the stub of libnccl beside that of libcuda",
+)
+stand_ins = unittest.skipUnless(
+    "SYMMALLOC_TEST_STAND_INS" in os.environ, "needs a PyTorch without a GPU: --stand-ins names CUDA's headers"
 )
 torch = unittest.skipUnless(importlib.util.find_spec("torch"), "needs PyTorch")
 

@@ -40,7 +40,8 @@ class Install(unittest.TestCase):
         """)  # fmt: skip
 
     def test_every_function_that_the_class_refuses_is_found_and_replaced(self) -> None:
-        succeeds(self, "import warnings, torch, symmalloc; warnings.simplefilter('error'); symmalloc.install()")
+        program = "import warnings, torch, symmalloc; warnings.simplefilter('error'); symmalloc.install()"
+        succeeds(self, program, SYMMALLOC_TORCH_CLASS="off")
 
     def test_a_wrong_configuration_is_refused_before_anything_is_replaced(self) -> None:
         succeeds(self, """
@@ -70,7 +71,7 @@ class Install(unittest.TestCase):
             before = torch._C._cuda_memoryStats
             symmalloc.install(statistics=False)
             assert torch._C._cuda_memoryStats is before
-        """)  # fmt: skip
+        """, SYMMALLOC_TORCH_CLASS="off")  # fmt: skip
 
 
 @needs.torch
@@ -78,7 +79,8 @@ class Install(unittest.TestCase):
 class Statistics(unittest.TestCase):
     # PyTorch itself cannot use the stub: allocations come through the C interface, and PyTorch is told that CUDA is on.
     START = """
-        import torch, symmalloc
+        import os, torch, symmalloc
+        os.environ["SYMMALLOC_TORCH_CLASS"] = "off"
         symmalloc.install()
         torch.cuda.memory.is_initialized = lambda: True
         torch.cuda.memory._get_device_index = lambda device, optional=False: 0 if device is None else device

@@ -59,7 +59,7 @@ pub(crate) unsafe fn write<T>(out: *mut T, argument: &'static str, value: T) -> 
 
 /// # Safety
 /// As [`write`].
-pub(super) unsafe fn hand_out_text(out: *mut *mut c_char, argument: &'static str, text: &str) -> Result<(), Error> {
+pub(crate) unsafe fn hand_out_text(out: *mut *mut c_char, argument: &'static str, text: &str) -> Result<(), Error> {
     not_null(out, argument)?;
     let bytes = [text.as_bytes(), b"\0"].concat();
     // SAFETY: the caller's contract.

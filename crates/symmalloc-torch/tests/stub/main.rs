@@ -3,6 +3,7 @@
 mod alignment;
 mod c_calls;
 mod captures;
+mod class_calls;
 mod library;
 mod pools;
 mod registrar;

@@ -1,0 +1,474 @@
+// PyTorch's allocator for CUDA tensors, over the library's C interface.
+//
+// Compiled against the PyTorch that is installed, by `build.py`, since its class has no stable binary form. What PyTorch's types need is
+// here: exceptions, `DataPtr`, `std::function`, contexts of a history. Everything that decides is the library's.
+//
+//   torch ──► c10::cuda::CUDACachingAllocator::allocator ──► Allocator ──► symmalloc_torch_...
+#include "blocks.h"
+#include "history.h"
+#include "memory.h"
+#include "program_source.h"
+#include "sharing.h"
+#include "status.h"
+#include "symmalloc.h"
+
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include <cstdlib>
+#include <limits>
+
+namespace symmalloc {
+namespace {
+
+using c10::DataPtr;
+using c10::cuda::CUDAStream;
+using caching::StreamSegmentSize;
+
+void note_free(void* pointer);
+void free_uncached(void* pointer);
+
+// What the program wants without any cache, as PyTorch's own allocator understands it.
+bool is_never_cached() {
+  static const bool never = std::getenv("PYTORCH_NO_CUDA_MEMORY_CACHING") != nullptr;
+  return never;
+}
+
+struct Checkpoint : caching::AllocatorState {
+  explicit Checkpoint(symmalloc_checkpoint* of) : of(of) {}
+  ~Checkpoint() override {
+    symmalloc_torch_checkpoint_destroy(of);
+  }
+  symmalloc_checkpoint* const of;
+};
+
+using Filter = std::function<bool(cudaStream_t)>;
+
+// Whether the filter takes whatever this thread allocates, and not a stream's work. That of a capture takes no stream before the
+// capture has begun, and only one that takes this thread's current stream is asked about a stream that does not exist.
+bool takes_this_thread(const Filter& filter, DeviceIndex device) {
+  const auto nowhere = reinterpret_cast<cudaStream_t>(~uintptr_t{0});
+  return !filter || (filter(c10::cuda::getCurrentCUDAStream(device).stream()) && filter(nowhere));
+}
+
+class Allocator final : public caching::CUDAAllocator {
+ public:
+  // ---- Memory
+
+  DataPtr allocate(size_t bytes) override {
+    constexpr size_t kExbibyte = size_t{1} << 60;
+    TORCH_CHECK_WITH(
+        OutOfMemoryError, bytes < kExbibyte, "CUDA out of memory. Tried to allocate more than 1EB memory.");
+    DeviceIndex device = 0;
+    C10_CUDA_CHECK(c10::cuda::GetDevice(&device));
+    const Device place(c10::DeviceType::CUDA, device);
+    if (C10_UNLIKELY(is_never_cached() || !isEnabled())) {
+      void* pointer = nullptr;
+      if (bytes != 0) {
+        C10_CUDA_CHECK(cudaMalloc(&pointer, bytes));
+      }
+      return {pointer, pointer, &free_uncached, place};
+    }
+    void* pointer = memory_.allocate(device, bytes, c10::cuda::getCurrentCUDAStream(device).stream());
+    return {pointer, pointer, &note_free, place};
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override {
+    return is_never_cached() || !isEnabled() ? &free_uncached : &note_free;
+  }
+
+  void* raw_alloc(size_t bytes) override {
+    DeviceIndex device = 0;
+    C10_CUDA_CHECK(c10::cuda::GetDevice(&device));
+    return memory_.allocate(device, bytes, c10::cuda::getCurrentCUDAStream(device).stream());
+  }
+
+  void* raw_alloc_with_stream(size_t bytes, cudaStream_t stream) override {
+    DeviceIndex device = 0;
+    C10_CUDA_CHECK(c10::cuda::GetDevice(&device));
+    return memory_.allocate(device, bytes, stream);
+  }
+
+  void raw_delete(void* pointer) override {
+    memory_.free(pointer);
+  }
+
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    C10_CUDA_CHECK(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToDevice));
+  }
+
+  void recordStream(const DataPtr& data, CUDAStream stream) override {
+    // What came from another process, or from a pool of another allocator, is not ours to keep.
+    if (data.get() != nullptr && data.get_deleter() == &note_free) {
+      check(symmalloc_torch_record_use(data.get(), stream.stream()));
+    }
+  }
+
+  void emptyCache(MempoolId_t pool) override {
+    check(symmalloc_torch_trim(pool.first, pool.second));
+  }
+
+  void* getBaseAllocation(void* pointer, size_t* bytes) override {
+    return symmalloc_torch_base_alloc(pointer, bytes);
+  }
+
+  void cacheInfo(DeviceIndex device, size_t* largest) override {
+    check(symmalloc_torch_largest_block(device, largest));
+  }
+
+  cudaError_t memcpyAsync(
+      void* to,
+      int to_device,
+      const void* from,
+      int from_device,
+      size_t bytes,
+      cudaStream_t stream,
+      bool has_peer_access) override {
+    // Without access only the copy between two devices goes by the host.
+    if (has_peer_access || to_device == from_device) {
+      return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
+    }
+    return cudaMemcpyPeerAsync(to, to_device, from, from_device, bytes, stream);
+  }
+
+  void enablePeerAccess(DeviceIndex device, DeviceIndex owner) override {
+    c10::cuda::CUDAGuard guard(device);
+    const auto status = cudaDeviceEnablePeerAccess(owner, 0);
+    if (status == cudaErrorPeerAccessAlreadyEnabled) {
+      (void)cudaGetLastError();
+    } else {
+      C10_CUDA_CHECK(status);
+    }
+    check(symmalloc_torch_enable_peer(device, owner));
+  }
+
+  Memory& memory() {
+    return memory_;
+  }
+
+  // ---- The process
+
+  void init(int device_count) override {
+    check(symmalloc_torch_check());
+    device_count_ = std::min<int>(device_count, kDevicesMax);
+  }
+
+  bool initialized() override {
+    return device_count_ > 0;
+  }
+
+  void enable(bool value) override {
+    is_enabled_ = value;
+  }
+
+  bool isEnabled() const override {
+    return is_enabled_;
+  }
+
+  std::string name() override {
+    return "symmalloc";
+  }
+
+  double getMemoryFraction(DeviceIndex device) override {
+    return memory_.of(device).fraction;
+  }
+
+  void setMemoryFraction(double fraction, DeviceIndex device) override {
+    check(symmalloc_torch_set_fraction(device, fraction));
+    memory_.of(device).fraction = fraction;
+  }
+
+  void attachOutOfMemoryObserver(caching::OutOfMemoryObserver observer) override {
+    memory_.observe(std::move(observer));
+  }
+
+  // ---- Statistics and snapshots
+
+  caching::DeviceStats getDeviceStats(DeviceIndex device) override {
+    auto& state = memory_.of(device);
+    std::lock_guard<std::mutex> lock(mutex_);
+    return since(memory_.count(device), state.accumulated_before);
+  }
+
+  void resetAccumulatedStats(DeviceIndex device) override {
+    auto& state = memory_.of(device);
+    std::lock_guard<std::mutex> lock(mutex_);
+    state.accumulated_before = memory_.count(device);
+  }
+
+  void resetPeakStats(DeviceIndex device) override {
+    check(symmalloc_torch_reset_peaks(device));
+  }
+
+  std::vector<StreamSegmentSize> getExpandableSegmentSizes(DeviceIndex device) override {
+    ExpandableSizes sizes;
+    for_each_block(device, kDefaultPool, sizes);
+    return std::move(sizes.sizes);
+  }
+
+  caching::SnapshotInfo snapshot(MempoolId_t pool, bool has_traces) override {
+    const auto to_nanoseconds = clock_.makeConverter();
+    const auto to_microseconds = [&](auto& time) { time.t_ = to_nanoseconds(time.approx_t_) / 1000; };
+    caching::SnapshotInfo snapshot;
+    for (DeviceIndex device = 0; device < device_count_; ++device) {
+      auto& history = memory_.of(device).history;
+      std::lock_guard<std::recursive_mutex> lock(history.order);
+      SegmentList list{device, history, {}};
+      for_each_block(device, pool, list);
+      size_t active_bytes = 0;
+      for (const auto& segment : list.segments) {
+        active_bytes += segment.active_size;
+      }
+      std::sort(list.segments.begin(), list.segments.end(), [](const auto& one, const auto& other) {
+        return one.address < other.address;
+      });
+      history.entry(Action::SNAPSHOT, 0, Noted{active_bytes, nullptr, kDefaultPool, nullptr, false});
+      snapshot.device_traces.emplace_back();
+      if (has_traces) {
+        snapshot.device_traces.back() = history.list();
+        for (auto& entry : snapshot.device_traces.back()) {
+          to_microseconds(entry.time_);
+        }
+      }
+      snapshot.segments.insert(snapshot.segments.end(), list.segments.begin(), list.segments.end());
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    snapshot.external_annotations = annotations_.list();
+    for (auto& annotation : snapshot.external_annotations) {
+      to_microseconds(annotation.time_);
+    }
+    auto& config = snapshot.config_metadata;
+    config = {};
+    config.max_split_size = std::numeric_limits<size_t>::max();
+    config.expandable_segments = is_expandable();
+    config.last_allocator_settings = settings();
+    return snapshot;
+  }
+
+  // ---- Histories
+
+  bool isHistoryEnabled() override {
+    DeviceIndex device = 0;
+    C10_CUDA_CHECK(c10::cuda::GetDevice(&device));
+    return memory_.of(device).history.is_recorded();
+  }
+
+  void recordHistory(
+      bool enabled,
+      caching::CreateContextFn gather,
+      size_t entries_max,
+      RecordContext when,
+      bool clears,
+      const std::vector<std::string>& skipped) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    is_recorded_ = enabled;
+    if (!enabled || clears) {
+      annotations_.set_size(entries_max);
+    }
+    for (DeviceIndex device = 0; device < device_count_; ++device) {
+      memory_.of(device).history.record(enabled, gather, entries_max, when, clears, skipped);
+    }
+    memory_.watch(enabled || has_trackers_);
+  }
+
+  void attachAllocatorTraceTracker(caching::AllocatorTraceTracker tracker) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (DeviceIndex device = 0; device < device_count_; ++device) {
+      memory_.of(device).history.attach(tracker);
+    }
+    has_trackers_ = true;
+    memory_.watch(true);
+  }
+
+  void recordAnnotation(const std::vector<std::pair<std::string, std::string>>& words) override {
+    if (!is_recorded_) {
+      return;
+    }
+    DeviceIndex device = 0;
+    C10_CUDA_CHECK(c10::cuda::GetDevice(&device));
+    c10::CachingDeviceAllocator::AnnotationEntry entry(device, c10::getApproximateTime());
+    for (const auto& [name, value] : words) {
+      entry.recordUserMetadata(name, value);
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    annotations_.add(entry);
+  }
+
+  void pushCompileContext(std::string& context) override {
+    if (is_recorded_) {
+      thread_notes().compile_contexts.push(context);
+    }
+  }
+
+  void popCompileContext() override {
+    if (auto& contexts = thread_notes().compile_contexts; is_recorded_ && !contexts.empty()) {
+      contexts.pop();
+    }
+  }
+
+  void setUserMetadata(const std::string& metadata) override {
+    thread_notes().user_metadata = metadata;
+  }
+
+  std::string getUserMetadata() override {
+    return thread_notes().user_metadata;
+  }
+
+  // ---- Private pools
+
+  void beginAllocateToPool(DeviceIndex device, MempoolId_t pool, Filter filter) override {
+    const bool is_inherited = takes_this_thread(filter, device);
+    const auto accepts = [](void* context, void* stream) {
+      const auto& filter = *static_cast<Filter*>(context);
+      return !filter || filter(static_cast<cudaStream_t>(stream));
+    };
+    const auto destroy = [](void* context) { delete static_cast<Filter*>(context); };
+    uint64_t number = 0;
+    check(symmalloc_torch_begin_scope(
+        device, pool.first, pool.second, accepts, new Filter(std::move(filter)), destroy, &number));
+    if (is_inherited) {
+      memory_.scopes().push(device, pool, number);
+    }
+  }
+
+  void endAllocateToPool(DeviceIndex device, MempoolId_t pool) override {
+    memory_.scopes().pop(device, pool);
+    check(symmalloc_torch_end_scope(device, pool.first, pool.second));
+  }
+
+  void releasePool(DeviceIndex device, MempoolId_t pool) override {
+    check(symmalloc_torch_release_use(device, pool.first, pool.second));
+  }
+
+  int getPoolUseCount(DeviceIndex device, MempoolId_t pool) override {
+    return static_cast<int>(symmalloc_torch_pool_uses(device, pool.first, pool.second));
+  }
+
+  void createOrIncrefPool(
+      DeviceIndex device,
+      MempoolId_t pool,
+      std::shared_ptr<caching::CUDAAllocator> allocator) override {
+    if (allocator == nullptr || allocator.get() == this) {
+      check(symmalloc_torch_retain_pool(device, pool.first, pool.second, nullptr));
+      return;
+    }
+    const auto source = ProgramSource::make(std::move(allocator));
+    check(symmalloc_torch_retain_pool(device, pool.first, pool.second, &source));
+  }
+
+  void setUseOnOOM(DeviceIndex device, MempoolId_t pool, bool use_on_oom) override {
+    check(symmalloc_torch_pool_helps_out(device, pool.first, pool.second, use_on_oom));
+  }
+
+  void setNoSplit(DeviceIndex device, MempoolId_t pool) override {
+    check(symmalloc_torch_pool_unsplit(device, pool.first, pool.second));
+  }
+
+  bool checkPoolLiveAllocations(
+      DeviceIndex device,
+      MempoolId_t pool,
+      const std::unordered_set<void*>& expected) override {
+    LiveSet live;
+    for_each_block(device, pool, live);
+    return live.pointers == expected;
+  }
+
+  std::shared_ptr<caching::AllocatorState> getCheckpointState(DeviceIndex device, MempoolId_t pool) override {
+    symmalloc_checkpoint* checkpoint = nullptr;
+    check(symmalloc_torch_checkpoint(device, pool.first, pool.second, &checkpoint));
+    return std::make_shared<Checkpoint>(checkpoint);
+  }
+
+  caching::CheckpointDelta setCheckpointPoolState(
+      DeviceIndex device,
+      std::shared_ptr<caching::AllocatorState> state) override {
+    const auto checkpoint = std::dynamic_pointer_cast<Checkpoint>(state);
+    TORCH_CHECK(checkpoint, "symmalloc: the state of a pool is another allocator's");
+    auto told = memory_.restore(device, checkpoint->of);
+    caching::CheckpointDelta delta;
+    delta.ptrs_freed = std::move(told.freed);
+    for (const auto& [pointer, bytes] : told.live) {
+      delta.dataptrs_allocd.emplace_back(pointer, pointer, &note_free, Device(c10::DeviceType::CUDA, device));
+    }
+    return delta;
+  }
+
+  // ---- Other processes
+
+  caching::ShareableHandle shareIpcHandle(void* pointer) override {
+    return share(pointer);
+  }
+
+  std::shared_ptr<void> getIpcDevPtr(std::string handle) override {
+    DeviceIndex device = 0;
+    C10_CUDA_CHECK(c10::cuda::GetDevice(&device));
+    return open_shared(device, handle);
+  }
+
+ private:
+  std::string settings() const {
+    symmalloc_allocator* allocator = nullptr;
+    char* text = nullptr;
+    if (device_count_ == 0 || symmalloc_torch_allocator(0, &allocator) != SYMMALLOC_OK ||
+        symmalloc_config(allocator, &text) != SYMMALLOC_OK) {
+      return "";
+    }
+    std::string settings = text;
+    symmalloc_release_bytes(text);
+    return settings;
+  }
+
+  bool is_expandable() const {
+    return settings().find("segments:expandable") != std::string::npos;
+  }
+
+  Memory memory_;
+  std::atomic<int> device_count_{0};
+  std::atomic<bool> is_enabled_{true};
+  std::atomic<bool> is_recorded_{false};
+  // Of what follows.
+  std::mutex mutex_;
+  bool has_trackers_ = false;
+  Ring<c10::CachingDeviceAllocator::AnnotationEntry> annotations_;
+  c10::ApproximateClockToUnixTimeConverter clock_;
+};
+
+// It is freed to while the process ends, so it is never destroyed.
+Allocator& allocator() {
+  static auto* allocator = new Allocator;
+  return *allocator;
+}
+
+void note_free(void* pointer) {
+  allocator().memory().free(pointer);
+}
+
+void free_uncached(void* pointer) {
+  C10_CUDA_CHECK_WARN(cudaFree(pointer));
+}
+
+// What a tracker throws cannot pass through the library, which calls this.
+void memory_changed(int32_t device, uint32_t is_mapped, uint64_t address, uint64_t bytes) {
+  try {
+    allocator().memory().changed(static_cast<DeviceIndex>(device), is_mapped != 0, address, bytes);
+  } catch (const std::exception& error) {
+    TORCH_WARN("symmalloc: a tracker of memory failed: ", error.what());
+  }
+}
+
+} // namespace
+} // namespace symmalloc
+
+// Makes the allocator PyTorch's. Returns 0; 1 when PyTorch has used CUDA already.
+extern "C" __attribute__((visibility("default"))) int symmalloc_install_class() {
+  auto* current = symmalloc::caching::allocator.load();
+  if (current != nullptr && current->initialized()) {
+    return 1;
+  }
+  auto& allocator = symmalloc::allocator();
+  symmalloc_torch_on_memory(symmalloc::memory_changed);
+  symmalloc::caching::allocator.store(&allocator);
+  c10::SetAllocator(c10::DeviceType::CUDA, &allocator);
+  return 0;
+}

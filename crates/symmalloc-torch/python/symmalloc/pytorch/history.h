@@ -1,0 +1,275 @@
+// The history of a device: what PyTorch's snapshots and trace trackers are told of every allocation, free and segment.
+//
+// Nothing here costs an allocation anything while nobody asked for a history and no tracker is attached, but for one load.
+//
+//   allocate ──► context of the caller ──► library ──► segments that came meanwhile ──► ALLOC
+//   free     ──► FREE_REQUESTED ──► library ──► FREE_COMPLETED
+//   memory   ──► SEGMENT_ALLOC, SEGMENT_MAP when the pool is known; SEGMENT_FREE, SEGMENT_UNMAP before it goes
+#pragma once
+
+#include <c10/cuda/CUDACachingAllocator.h>
+
+#include <algorithm>
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stack>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+namespace symmalloc {
+
+namespace caching = c10::cuda::CUDACachingAllocator;
+using Action = caching::TraceEntry::Action;
+using Context = std::shared_ptr<c10::GatheredContext>;
+
+// The last entries, oldest first.
+template <typename Entry>
+class Ring {
+ public:
+  void set_size(size_t size) {
+    size_ = std::max<size_t>(size, 1);
+    clear();
+  }
+
+  void clear() {
+    entries_.clear();
+    next_ = 0;
+  }
+
+  void add(const Entry& entry) {
+    if (entries_.size() < size_) {
+      entries_.push_back(entry);
+      return;
+    }
+    entries_[next_] = entry;
+    next_ = (next_ + 1) % size_;
+  }
+
+  std::vector<Entry> list() const {
+    std::vector<Entry> list(entries_.begin() + next_, entries_.end());
+    list.insert(list.end(), entries_.begin(), entries_.begin() + next_);
+    return list;
+  }
+
+ private:
+  size_t size_ = 1;
+  size_t next_ = 0;
+  std::vector<Entry> entries_;
+};
+
+// What entries of a thread say besides.
+struct ThreadNotes {
+  std::stack<std::string> compile_contexts;
+  std::string user_metadata;
+};
+
+inline ThreadNotes& thread_notes() {
+  static thread_local ThreadNotes notes;
+  return notes;
+}
+
+// What is known of an allocation or of a part of a segment.
+struct Noted {
+  size_t bytes = 0;
+  void* stream = nullptr;
+  c10::MempoolId_t pool{0, 0};
+  Context context;
+  bool is_expandable = false;
+};
+
+class DeviceHistory {
+ public:
+  explicit DeviceHistory(c10::DeviceIndex device) : device_(device) {}
+
+  bool is_watched() const {
+    return is_watched_.load(std::memory_order_relaxed);
+  }
+
+  bool is_recorded() const {
+    return is_recorded_.load(std::memory_order_relaxed);
+  }
+
+  // Turns the record of the device on or off.
+  void record(
+      bool enabled,
+      caching::CreateContextFn gather,
+      size_t entries_max,
+      caching::RecordContext when,
+      bool clears,
+      const std::vector<std::string>& skipped) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    TORCH_CHECK(when == caching::RecordContext::NEVER || gather, "a function that gathers contexts is needed");
+    when_ = enabled ? when : caching::RecordContext::NEVER;
+    gather_ = gather;
+    skipped_.clear();
+    for (const auto& action : skipped) {
+      skipped_.insert(c10::CachingDeviceAllocator::parseTraceEntryAction(action));
+    }
+    if (enabled || clears) {
+      entries_max = std::max<size_t>(entries_max, 1);
+      if (entries_max != entries_max_ || clears) {
+        entries_max_ = entries_max;
+        ring_.set_size(entries_max);
+      }
+    }
+    if (!enabled) {
+      ring_.clear();
+      live_.clear();
+    }
+    is_recorded_ = enabled;
+    is_watched_ = enabled || !trackers_.empty();
+  }
+
+  void attach(caching::AllocatorTraceTracker tracker) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    trackers_.push_back(std::move(tracker));
+    is_watched_ = true;
+  }
+
+  // The context of the caller, if it is wanted at this level. Without the lock: it may need the interpreter's.
+  Context gather(caching::RecordContext level) const {
+    const auto gather = gather_.load();
+    return when_.load() < level || gather == nullptr ? nullptr : gather();
+  }
+
+  // What is said of a live allocation, if it was made while somebody watched.
+  std::optional<Noted> find(void* pointer) const {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    const auto found = live_.find(pointer);
+    return found == live_.end() ? std::nullopt : std::make_optional(found->second);
+  }
+
+  void allocated(void* pointer, const Noted& noted) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    entry(Action::ALLOC, reinterpret_cast<size_t>(pointer), noted);
+    live_[pointer] = noted;
+  }
+
+  void forget(void* pointer) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    live_.erase(pointer);
+  }
+
+  // Memory was mapped. Its pool is told with `segments_came`.
+  void memory_came(size_t address, size_t bytes) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    ++maps;
+    parts_[address] = Noted{bytes, nullptr, {0, 0}, nullptr, false};
+    if (is_watched()) {
+      fresh_.push_back(address);
+    }
+  }
+
+  // Memory that came since is of this pool.
+  void segments_came(const Noted& of, const Context& context) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    for (const auto address : std::exchange(fresh_, {})) {
+      const auto part = parts_.find(address);
+      if (part == parts_.end()) {
+        continue;
+      }
+      part->second = Noted{part->second.bytes, of.stream, of.pool, context, of.is_expandable};
+      entry(of.is_expandable ? Action::SEGMENT_MAP : Action::SEGMENT_ALLOC, address, part->second);
+    }
+  }
+
+  // Memory is about to go: parts of what came.
+  void memory_goes(size_t address, size_t bytes) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    ++unmaps;
+    auto part = parts_.upper_bound(address);
+    if (part != parts_.begin()) {
+      --part;
+    }
+    Noted gone{bytes, nullptr, {0, 0}, nullptr, false};
+    while (part != parts_.end() && part->first < address + bytes) {
+      const auto [start, noted] = *part;
+      if (start + noted.bytes <= address) {
+        ++part;
+        continue;
+      }
+      part = parts_.erase(part);
+      keep(start, address, noted);
+      keep(address + bytes, start + noted.bytes, noted);
+      gone = Noted{bytes, noted.stream, noted.pool, noted.context, noted.is_expandable};
+    }
+    if (is_watched()) {
+      entry(gone.is_expandable ? Action::SEGMENT_UNMAP : Action::SEGMENT_FREE, address, gone);
+    }
+  }
+
+  // The context in which the memory at an address was obtained.
+  Context segment_context(size_t address) const {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    auto part = parts_.upper_bound(address);
+    return part == parts_.begin() ? nullptr : std::prev(part)->second.context;
+  }
+
+  void entry(Action action, size_t address, const Noted& noted) {
+    if (!is_watched()) {
+      return;
+    }
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    const auto& notes = thread_notes();
+    const caching::TraceEntry entry(
+        action,
+        device_,
+        address,
+        noted.bytes,
+        noted.stream,
+        noted.pool,
+        c10::getApproximateTime(),
+        when_.load() >= caching::RecordContext::ALLOC ? noted.context : nullptr,
+        notes.compile_contexts.empty() ? "N/A" : notes.compile_contexts.top(),
+        notes.user_metadata);
+    for (const auto& tracker : trackers_) {
+      tracker(entry);
+    }
+    if (is_recorded() && skipped_.count(action) == 0) {
+      ring_.add(entry);
+    }
+  }
+
+  std::vector<caching::TraceEntry> list() const {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    return ring_.list();
+  }
+
+  // Held around what is recorded, library calls included, so that entries are in the order of what happened. Never taken by who tells
+  // of memory: that is under a lock of the library's.
+  std::recursive_mutex order;
+  // How often memory came and went.
+  std::atomic<int64_t> maps{0};
+  std::atomic<int64_t> unmaps{0};
+
+ private:
+  void keep(size_t from, size_t to, const Noted& noted) {
+    if (from < to) {
+      parts_[from] = Noted{to - from, noted.stream, noted.pool, noted.context, noted.is_expandable};
+    }
+  }
+
+  const c10::DeviceIndex device_;
+  // Of all that follows. Nothing of the library is called under it.
+  mutable std::recursive_mutex mutex_;
+  std::atomic<bool> is_watched_{false};
+  std::atomic<bool> is_recorded_{false};
+  std::atomic<caching::CreateContextFn> gather_{nullptr};
+  std::atomic<caching::RecordContext> when_{caching::RecordContext::NEVER};
+  std::unordered_set<int> skipped_;
+  size_t entries_max_ = 0;
+  Ring<caching::TraceEntry> ring_;
+  std::vector<caching::AllocatorTraceTracker> trackers_;
+  std::unordered_map<void*, Noted> live_;
+  // Mapped memory by address, and what of it no pool is known for.
+  std::map<size_t, Noted> parts_;
+  std::vector<size_t> fresh_;
+};
+
+} // namespace symmalloc

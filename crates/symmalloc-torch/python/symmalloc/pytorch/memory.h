@@ -1,0 +1,296 @@
+// Allocating and freeing, with everything that PyTorch wants to be told of: histories, trackers, observers, profilers.
+//
+// While nobody watches, an allocation is one call of the library's.
+#pragma once
+
+#include "counts.h"
+#include "history.h"
+#include "inherited_scopes.h"
+#include "status.h"
+#include "symmalloc.h"
+
+#include <c10/core/impl/GPUTrace.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAFunctions.h>
+
+#include <array>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace symmalloc {
+
+using c10::Device;
+using c10::DeviceIndex;
+using c10::MempoolId_t;
+using caching::RecordContext;
+
+constexpr MempoolId_t kDefaultPool{0, 0};
+// As many as the library looks for.
+constexpr size_t kDevicesMax = 128;
+
+// What is known of a device besides the library's.
+struct DeviceState {
+  explicit DeviceState(DeviceIndex device) : history(device) {}
+  DeviceHistory history;
+  double fraction = 1.0;
+  caching::DeviceStats accumulated_before{};
+  int64_t segments_peak = 0;
+};
+
+// The allocations that a private pool had, and those that it has.
+struct Restored {
+  std::vector<void*> freed;
+  std::vector<std::pair<void*, uint64_t>> live;
+};
+
+class Memory {
+ public:
+  DeviceState& of(DeviceIndex device) {
+    TORCH_CHECK(
+        0 <= device && static_cast<size_t>(device) < kDevicesMax, "symmalloc: there is no device ", int{device});
+    auto& state = states_[device];
+    std::call_once(made_[device], [&] { state = std::make_unique<DeviceState>(device); });
+    return *state;
+  }
+
+  void* allocate(DeviceIndex device, size_t bytes, cudaStream_t stream) {
+    if (bytes == 0) {
+      return nullptr;
+    }
+    last_device() = device;
+    void* pointer = nullptr;
+    if (C10_UNLIKELY(is_watched_.load(std::memory_order_relaxed))) {
+      pointer = allocate_watched(device, bytes, stream);
+    } else {
+      const auto status = symmalloc_torch_allocate(device, bytes, stream, scopes_.number(device), &pointer);
+      if (C10_UNLIKELY(status != SYMMALLOC_OK)) {
+        pointer = refused(device, bytes, stream, status, nullptr);
+      }
+    }
+    const auto* trace = c10::impl::GPUTrace::get_trace();
+    if (C10_UNLIKELY(trace != nullptr)) {
+      (*trace)->trace_gpu_memory_allocation(c10::kCUDA, reinterpret_cast<uintptr_t>(pointer));
+    }
+    if (C10_UNLIKELY(c10::memoryProfilingEnabled())) {
+      symmalloc_found found{};
+      (void)symmalloc_torch_find(pointer, &found);
+      report(device, pointer, static_cast<int64_t>(found.bytes));
+    }
+    return pointer;
+  }
+
+  void free(void* pointer) {
+    if (pointer == nullptr) {
+      return;
+    }
+    const auto* trace = c10::impl::GPUTrace::get_trace();
+    if (C10_UNLIKELY(trace != nullptr)) {
+      (*trace)->trace_gpu_memory_deallocation(c10::kCUDA, reinterpret_cast<uintptr_t>(pointer));
+    }
+    // A guess, which is cheaper than a question to the driver: the library looks elsewhere when it is wrong.
+    const DeviceIndex device = last_device();
+    uint64_t bytes = 0;
+    if (C10_UNLIKELY(is_watched_.load(std::memory_order_relaxed))) {
+      free_watched(device, pointer, &bytes);
+    } else {
+      // The library complains of what is not its own.
+      (void)symmalloc_torch_deallocate(device, pointer, &bytes);
+    }
+    if (C10_UNLIKELY(c10::memoryProfilingEnabled())) {
+      report(device, pointer, -static_cast<int64_t>(bytes));
+    }
+  }
+
+  // A private pool holds again what it held at a checkpoint.
+  Restored restore(DeviceIndex device, const symmalloc_checkpoint* checkpoint) {
+    Restored told;
+    const auto tell = [](void* context, void* pointer, uint64_t bytes, uint32_t is_live) {
+      auto& told = *static_cast<Restored*>(context);
+      if (is_live != 0) {
+        told.live.emplace_back(pointer, bytes);
+      } else {
+        told.freed.push_back(pointer);
+      }
+    };
+    auto& history = of(device).history;
+    const auto context = history.gather(RecordContext::STATE);
+    std::lock_guard<std::recursive_mutex> lock(history.order);
+    check(symmalloc_torch_restore(device, checkpoint, tell, &told));
+    if (history.is_watched()) {
+      for (void* pointer : told.freed) {
+        note_freed(history, pointer, nullptr);
+      }
+      for (const auto& [pointer, bytes] : told.live) {
+        note_allocated(history, pointer, bytes, context);
+      }
+    }
+    return told;
+  }
+
+  // Memory of a device was mapped, or is about to go.
+  void changed(DeviceIndex device, bool is_mapped, size_t address, size_t bytes) {
+    if (is_mapped) {
+      of(device).history.memory_came(address, bytes);
+    } else {
+      of(device).history.memory_goes(address, bytes);
+    }
+  }
+
+  // Somebody wants to be told of everything, or nobody does any more.
+  void watch(bool is_watched) {
+    is_watched_ = is_watched;
+  }
+
+  void observe(caching::OutOfMemoryObserver observer) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    observers_.push_back(std::move(observer));
+  }
+
+  InheritedScopes& scopes() {
+    return scopes_;
+  }
+
+  caching::DeviceStats count(DeviceIndex device) {
+    symmalloc_counts counts{};
+    check(symmalloc_torch_counts(device, &counts));
+    auto stats = counted(counts);
+    auto& state = of(device);
+    state.segments_peak = std::max(state.segments_peak, stats.segment[0].current);
+    stats.segment[0].peak = state.segments_peak;
+    stats.num_device_alloc = state.history.maps;
+    stats.num_device_free = state.history.unmaps;
+    return stats;
+  }
+
+ private:
+  // The device that this thread allocated on last.
+  static DeviceIndex& last_device() {
+    static thread_local DeviceIndex device = 0;
+    return device;
+  }
+
+  void* allocate_watched(DeviceIndex device, size_t bytes, cudaStream_t stream) {
+    auto& history = of(device).history;
+    const auto context = history.gather(RecordContext::STATE);
+    std::unique_lock<std::recursive_mutex> lock(history.order);
+    void* pointer = nullptr;
+    const auto status = symmalloc_torch_allocate(device, bytes, stream, scopes_.number(device), &pointer);
+    if (status != SYMMALLOC_OK) {
+      const std::string message = symmalloc_error_message();
+      lock.unlock();
+      pointer = refused(device, bytes, stream, status, context);
+      lock.lock();
+    }
+    note_allocated(history, pointer, bytes, context);
+    return pointer;
+  }
+
+  static void note_allocated(DeviceHistory& history, void* pointer, size_t bytes, const Context& context) {
+    symmalloc_found found{};
+    check(symmalloc_torch_find(pointer, &found));
+    const Noted noted{bytes, found.stream, {found.id_first, found.id_second}, context, found.is_expandable};
+    history.segments_came(noted, context);
+    history.allocated(pointer, noted);
+  }
+
+  static void note_freed(DeviceHistory& history, void* pointer, const Context& context) {
+    const auto noted = history.find(pointer);
+    auto said = noted.value_or(Noted{});
+    said.context = context ? context : said.context;
+    history.entry(Action::FREE_REQUESTED, reinterpret_cast<size_t>(pointer), said);
+    history.entry(Action::FREE_COMPLETED, reinterpret_cast<size_t>(pointer), said);
+    history.forget(pointer);
+  }
+
+  void free_watched(DeviceIndex device, void* pointer, uint64_t* bytes) {
+    symmalloc_found found{};
+    if (symmalloc_torch_find(pointer, &found) != SYMMALLOC_OK) {
+      (void)symmalloc_torch_deallocate(device, pointer, bytes);
+      return;
+    }
+    auto& history = of(static_cast<DeviceIndex>(found.device)).history;
+    const auto context = history.gather(RecordContext::ALL);
+    std::lock_guard<std::recursive_mutex> lock(history.order);
+    const auto noted = history.find(pointer);
+    const Noted said{
+        found.requested_bytes,
+        found.stream,
+        {found.id_first, found.id_second},
+        context || !noted ? context : noted->context,
+        found.is_expandable};
+    history.entry(Action::FREE_REQUESTED, reinterpret_cast<size_t>(pointer), said);
+    history.forget(pointer);
+    const auto status = symmalloc_torch_deallocate(found.device, pointer, bytes);
+    if (status == SYMMALLOC_OK) {
+      history.entry(Action::FREE_COMPLETED, reinterpret_cast<size_t>(pointer), said);
+    }
+  }
+
+  // What other parts of PyTorch hold may be given up: then once more. Otherwise everybody is told.
+  void* refused(DeviceIndex device, size_t bytes, cudaStream_t stream, symmalloc_status status, const Context& context) {
+    if (status != SYMMALLOC_OUT_OF_MEMORY) {
+      fail(status);
+    }
+    // The callbacks may fail calls of their own.
+    std::string message = symmalloc_error_message();
+    bool has_freed = false;
+    for (const auto& name : c10::FreeCudaMemoryCallbacksRegistry()->Keys()) {
+      has_freed |= c10::FreeCudaMemoryCallbacksRegistry()->Create(name)->Execute();
+    }
+    if (has_freed) {
+      void* pointer = nullptr;
+      status = symmalloc_torch_allocate(device, bytes, stream, scopes_.number(device), &pointer);
+      if (status == SYMMALLOC_OK) {
+        return pointer;
+      }
+      message = symmalloc_error_message();
+    }
+    symmalloc_counts counts{};
+    (void)symmalloc_torch_counts(device, &counts);
+    const uint64_t limit = counts.limit_bytes != 0 ? counts.limit_bytes : counts.total_bytes;
+    size_t free_bytes = 0;
+    size_t total_bytes = 0;
+    if (cudaMemGetInfo(&free_bytes, &total_bytes) != cudaSuccess) {
+      (void)cudaGetLastError();
+    }
+    of(device).history.entry(Action::OOM, free_bytes, Noted{bytes, stream, kDefaultPool, context, false});
+    c10::reportOutOfMemoryToProfiler(
+        static_cast<int64_t>(bytes),
+        counts.allocated_bytes[0].current,
+        counts.reserved_bytes.current,
+        Device(c10::DeviceType::CUDA, device));
+    std::vector<caching::OutOfMemoryObserver> observers;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      observers = observers_;
+    }
+    for (const auto& observer : observers) {
+      observer(device, bytes, limit, free_bytes);
+    }
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. symmalloc: ", message);
+  }
+
+  static void report(DeviceIndex device, void* pointer, int64_t bytes) {
+    symmalloc_counts counts{};
+    (void)symmalloc_torch_counts(device, &counts);
+    c10::reportMemoryUsageToProfiler(
+        pointer,
+        bytes,
+        counts.allocated_bytes[0].current,
+        counts.reserved_bytes.current,
+        Device(c10::DeviceType::CUDA, device));
+  }
+
+  std::array<std::once_flag, kDevicesMax> made_;
+  std::array<std::unique_ptr<DeviceState>, kDevicesMax> states_;
+  std::atomic<bool> is_watched_{false};
+  // Of the observers.
+  std::mutex mutex_;
+  std::vector<caching::OutOfMemoryObserver> observers_;
+  InheritedScopes scopes_;
+};
+
+} // namespace symmalloc

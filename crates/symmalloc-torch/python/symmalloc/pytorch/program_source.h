@@ -1,0 +1,46 @@
+// Memory of a pool that a program has an allocator for.
+#pragma once
+
+#include "history.h"
+#include "symmalloc.h"
+
+#include <c10/cuda/CUDACachingAllocator.h>
+
+#include <exception>
+#include <memory>
+#include <utility>
+
+namespace symmalloc {
+
+// The functions of an allocator that a program gives to a pool of its own.
+struct ProgramSource {
+  static symmalloc_source make(std::shared_ptr<caching::CUDAAllocator> allocator) {
+    return {allocate, free, new std::shared_ptr<caching::CUDAAllocator>(std::move(allocator)), destroy};
+  }
+
+ private:
+  static caching::CUDAAllocator& of(void* context) {
+    return **static_cast<std::shared_ptr<caching::CUDAAllocator>*>(context);
+  }
+  // What is thrown cannot pass through the library: it means that there is no memory.
+  static void* allocate(void* context, size_t bytes) {
+    try {
+      return of(context).raw_alloc(bytes);
+    } catch (const std::exception& error) {
+      TORCH_WARN("symmalloc: the allocator of a pool failed for ", bytes, " bytes: ", error.what());
+      return nullptr;
+    }
+  }
+  static void free(void* context, void* pointer) {
+    try {
+      of(context).raw_delete(pointer);
+    } catch (const std::exception& error) {
+      TORCH_WARN("symmalloc: the allocator of a pool failed to free: ", error.what());
+    }
+  }
+  static void destroy(void* context) {
+    delete static_cast<std::shared_ptr<caching::CUDAAllocator>*>(context);
+  }
+};
+
+} // namespace symmalloc

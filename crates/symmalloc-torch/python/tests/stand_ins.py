@@ -1,0 +1,89 @@
+"""Libraries that stand in for CUDA's, so that a real PyTorch runs where there is no GPU: `tests --stub libstub_libcuda.so --stand-ins`.
+
+PyTorch's wheel is linked against a dozen libraries of CUDA's. Tests of an allocator need one of them, the runtime, and that is
+`tests/cxx/cudart.c` over the stub of libcuda. The others are made here: every function that PyTorch asks of them, none of which does
+anything. So tensors can be allocated and freed, and streams, events, captures and processes are real; kernels compute nothing.
+
+A PyTorch that was installed without its dependencies will do (`pip install --no-deps torch`, then what `import torch` misses), with the
+headers of `nvidia-cuda-runtime`.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import defaultdict
+from importlib.util import find_spec
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parents[2] / "tests" / "cxx"
+CLASS = Path(__file__).resolve().parents[1] / "symmalloc" / "pytorch"
+SYSTEM = ("libc.so", "libm.so", "libdl.", "libpthread.", "librt.", "ld-linux", "libstdc++", "libgcc_s", "libcuda.so")
+# How the functions of libraries without versions of symbols begin.
+PREFIXES = {"libcudnn": "cudnn", "libcufile": "cuFile", "libcurand": "curand", "libcusparseLt": "cusparseLt", "libnccl": "nccl"}
+
+
+def make(folder: Path, cuda_headers: Path) -> None:
+    """Makes all of them in a folder that has the stub of libcuda."""
+    spec = find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    libraries = sorted((Path(spec.origin).parent / "lib").glob("*.so*"))
+    versioned, plain, needed = _asked_for(libraries)
+    for name in sorted(needed):
+        if name.startswith("libcudart"):
+            _runtime(folder, name, cuda_headers)
+        else:
+            _empty(folder, name, versioned, plain)
+
+
+def _asked_for(libraries: list[Path]) -> tuple[dict[str, set[str]], set[str], set[str]]:
+    """Symbols by version, symbols without one that none of the libraries has, and libraries that none of them is."""
+    versioned: dict[str, set[str]] = defaultdict(set)
+    undefined, defined, needed = set(), set(), set()
+    for library in libraries:
+        for line in _output("nm", "-D", str(library)).splitlines():
+            *_, kind, symbol = line.split()
+            name, _, version = symbol.replace("@@", "@").partition("@")
+            if kind not in ("U", "w"):
+                defined.add(name)
+            elif version:
+                versioned[version].add(name)
+            else:
+                undefined.add(name)
+        needed |= set(re.findall(r"\(NEEDED\).*\[(.+)\]", _output("readelf", "-d", str(library))))
+    ours = {library.name for library in libraries}
+    return versioned, undefined - defined, {name for name in needed - ours if not name.startswith(SYSTEM)}
+
+
+def _empty(folder: Path, name: str, versioned: dict[str, set[str]], plain: set[str]) -> None:
+    stem = name.split(".so")[0]
+    named = {version: symbols for version, symbols in versioned.items() if version.split(".so")[0] == stem}
+    if stem == "libnvshmem_host":
+        named = {version: symbols for version, symbols in versioned.items() if version == "NVSHMEM"}
+    prefix = PREFIXES.get(stem)
+    free = {symbol for symbol in plain if prefix and symbol.startswith(prefix)}
+    functions = set().union(free, *named.values())
+    source, versions = folder / "stand_in.c", folder / "stand_in.map"
+    source.write_text("".join(f"int {symbol}(void) {{ return 1; }}\n" for symbol in sorted(functions)))
+    versions.write_text("".join(f"{version} {{ {'; '.join(sorted(symbols))}; }};\n" for version, symbols in named.items()))
+    script = [f"-Wl,--version-script={versions}"] if named else []
+    _compile(str(source), "-o", str(folder / name), f"-Wl,-soname,{name}", *script)
+
+
+def _runtime(folder: Path, name: str, cuda_headers: Path) -> None:
+    versions = folder / "stand_in.map"
+    versions.write_text(f"{name} {{ *; }};\n")
+    complete = (cuda_headers / "crt" / "host_defines.h").is_file()
+    headers = [] if complete else [f"-I{CLASS / 'cuda'}"]
+    _compile(
+        *headers, f"-I{cuda_headers}", str(SOURCES / "cudart.c"), str(SOURCES / "cudart_refused.c"), "-o", str(folder / name),
+        f"-Wl,-soname,{name}", f"-Wl,--version-script={versions}", f"-L{folder}", "-lcuda",
+    )  # fmt: skip
+
+
+def _compile(*arguments: str) -> None:
+    subprocess.run(["cc", "-shared", "-fPIC", "-w", "-fno-builtin", *arguments], check=True)
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout

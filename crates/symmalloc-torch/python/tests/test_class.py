@@ -1,0 +1,218 @@
+"""Our class for PyTorch: how it is compiled and kept, what stands in for it, and what it does under a PyTorch without a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+import needs
+
+CALLS = Path(__file__).resolve().parents[2] / "jobs" / "pytorch_calls.py"
+INSTALL = "import torch, symmalloc; symmalloc.install(); print('class', symmalloc.has_class())"
+
+
+class Compiled(unittest.TestCase):
+    """One cache for all tests: compiling takes seconds."""
+
+    cache: tempfile.TemporaryDirectory[str]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.cache = tempfile.TemporaryDirectory()
+
+    @classmethod
+    def tearDownClass(cls) -> None:
+        cls.cache.cleanup()
+
+    def run_in(self, cache: str, program: str = INSTALL, **environment: str) -> subprocess.CompletedProcess[str]:
+        environment = {"SYMMALLOC_TORCH_CLASS": "auto"} | environment
+        return needs.process(program, **environment, XDG_CACHE_HOME=cache)
+
+
+@needs.torch
+class Cache(Compiled):
+    def files(self, cache: str) -> list[Path]:
+        return sorted(Path(cache).rglob("*.so*")) + sorted(Path(cache).rglob(".*"))
+
+    def test_ranks_that_start_at_once_compile_one_file_and_later_ones_none(self) -> None:
+        with tempfile.TemporaryDirectory() as cache:
+            environment = os.environ | {"XDG_CACHE_HOME": cache, "SYMMALLOC_TORCH_CLASS": "require"}
+            command = [sys.executable, "-c", INSTALL]
+            ranks = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+            for rank in ranks:
+                said, _ = rank.communicate(timeout=280)
+                self.assertEqual((rank.returncode, said), (0, "class True\n"))
+            (file,) = self.files(cache)
+            written = file.stat().st_mtime_ns
+            self.assertEqual(self.run_in(cache, CXX="true").stdout, "class False\n", "another compiler, another file")
+            self.assertEqual(self.run_in(cache).stdout, "class True\n")
+            self.assertEqual((self.files(cache), file.stat().st_mtime_ns), ([file], written))
+            # A file that cannot be loaded is not kept.
+            file.write_bytes(b"no library")
+            self.assertIn("is compiled anew next time", self.run_in(cache).stderr)
+            self.assertEqual(self.files(cache), [])
+
+    def test_without_a_compiler_pytorchs_class_stands_in_and_says_what_it_lacks(self) -> None:
+        with tempfile.TemporaryDirectory() as cache:
+            done = self.run_in(cache, CXX="/no/compiler")
+            self.assertEqual((done.returncode, done.stdout), (0, "class False\n"), done.stderr)
+            for said in ("CXX=/no/compiler is no program", "torch.cuda.MemPool", "reduce-overhead", "=off asks for that"):
+                self.assertIn(said, done.stderr)
+            required = self.run_in(cache, CXX="/no/compiler", SYMMALLOC_TORCH_CLASS="require")
+            self.assertIn("TorchError: the allocator cannot be compiled for this PyTorch: CXX=/no/compiler", required.stderr)
+            wanted = self.run_in(cache, CXX="/no/compiler", SYMMALLOC_TORCH_CLASS="off")
+            self.assertEqual((wanted.stdout, wanted.stderr), ("class False\n", ""))
+            wrong = self.run_in(cache, SYMMALLOC_TORCH_CLASS="maybe")
+            self.assertIn("SYMMALLOC_TORCH_CLASS='maybe': use auto, require or off", wrong.stderr)
+
+    def test_what_the_compiler_says_is_told(self) -> None:
+        with tempfile.TemporaryDirectory() as cache:
+            compiler = Path(cache) / "c++"
+            compiler.write_text("#!/bin/sh\necho 'allocator.cpp:1: fatal error: it is too old' >&2; exit 1\n")
+            compiler.chmod(0o755)
+            done = self.run_in(cache, CXX=str(compiler))
+            self.assertIn("fatal error: it is too old", done.stderr)
+            self.assertEqual((done.stdout, self.files(cache)), ("class False\n", []))
+
+    def test_a_folder_that_others_write_is_not_used(self) -> None:
+        with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as temporary:
+            (Path(cache) / "symmalloc").mkdir()
+            (Path(cache) / "symmalloc").chmod(0o777)
+            program = "import torch; from symmalloc import pytorch_class; print(pytorch_class._folder())"
+            done = self.run_in(cache, program, TMPDIR=temporary)
+            self.assertEqual(done.stdout.strip(), f"{temporary}/symmalloc-{os.getuid()}", done.stderr)
+
+    def test_a_newer_class_needs_a_newer_pytorch(self) -> None:
+        program = "import torch, symmalloc; torch.__version__ = '2.9.1'; symmalloc.install(); print(symmalloc.has_class())"
+        done = self.run_in(self.cache.name, program)
+        self.assertIn("PyTorch 2.9.1 is older than 2.11", done.stderr)
+        self.assertEqual(done.stdout, "False\n")
+
+
+@needs.torch
+@needs.device
+@needs.stand_ins
+class Calls(Compiled):
+    """A real PyTorch on the stub: everything but what kernels compute."""
+
+    def check(self, name: str) -> None:
+        command = [sys.executable, str(CALLS), "--allocator", "symmalloc", "--only", name]
+        environment = os.environ | {"XDG_CACHE_HOME": self.cache.name, "SYMMALLOC_TORCH_CLASS": "require"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+        self.assertIn(": works", done.stdout, done.stdout + done.stderr)
+        self.assertNotIn("RAISES", done.stdout, done.stderr)
+
+    def succeeds(self, program: str) -> str:
+        done = self.run_in(self.cache.name, program, SYMMALLOC_TORCH_CLASS="require")
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        return done.stdout
+
+    def test_statistics(self) -> None:
+        self.check("statistics")
+
+    def test_histories_with_frames_of_python_and_cxx(self) -> None:
+        self.check("_record_memory_history")
+
+    def test_annotations(self) -> None:
+        self.check("annotations")
+
+    def test_mem_pools(self) -> None:
+        self.check("MemPool")
+
+    def test_mem_pools_in_the_backward_pass(self) -> None:
+        self.check("backward")
+
+    def test_fractions_and_observers(self) -> None:
+        self.check("fraction")
+
+    def test_a_graph_has_memory_of_its_own_and_gives_it_back(self) -> None:
+        self.succeeds("""
+            import torch, symmalloc
+            symmalloc.install()
+            graph, x = torch.cuda.CUDAGraph(), torch.empty(1000, device="cuda")
+            with torch.cuda.graph(graph):
+                y = torch.empty(3 << 20, device="cuda")
+            pools = lambda: [segment["segment_pool_id"] for segment in torch.cuda.memory_snapshot()]
+            pool = graph.pool()
+            assert pool in pools(), pools()
+            torch.cuda.empty_cache()
+            assert pool in pools()
+            del y
+            graph.reset()
+            torch.cuda.empty_cache()
+            assert pool not in pools(), pools()
+        """)
+
+    def test_a_tree_of_graphs_goes_back_to_a_checkpoint(self) -> None:
+        self.succeeds("""
+            import torch, symmalloc
+            symmalloc.install()
+            pool, side, c = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), torch._C
+
+            def inside(*sizes):
+                with torch.cuda.stream(side):
+                    c._cuda_beginAllocateCurrentStreamToPool(0, pool)
+                    made = [torch.empty(size << 20, dtype=torch.uint8, device="cuda") for size in sizes]
+                    c._cuda_endAllocateToPool(0, pool)
+                return made
+
+            a, b = inside(1, 3)
+            addresses = {a.data_ptr(), b.data_ptr()}
+            state = c._cuda_getCheckpointState(0, pool)
+            assert c._cuda_checkPoolLiveAllocations(0, pool, addresses)
+            (branch,) = inside(40)
+            del b
+            for tensor in (a, branch):
+                c._free_And_Remove_DeleterFn(tensor.untyped_storage()._cdata)
+            reserved = torch.cuda.memory_reserved()
+            device = torch.device("cuda:0")
+            storages = [c._construct_storage_from_data_pointer(address, device, 1 << 20) for address in addresses]
+            c._cuda_setCheckpointPoolState(0, state, [], [storage._cdata for storage in storages])
+            assert c._cuda_checkPoolLiveAllocations(0, pool, addresses)
+            assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == (4 << 20, reserved)
+            del storages
+            assert c._cuda_checkPoolLiveAllocations(0, pool, set())
+            assert symmalloc.stats()["errors"]["failed_calls"] == 0
+        """)
+
+    def test_a_tensor_is_the_same_memory_in_another_process(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            script = Path(folder) / "program.py"
+            script.write_text(
+                "import ctypes, torch, symmalloc, torch.multiprocessing as mp\n"
+                "def child(there, back):\n"
+                "    symmalloc.install()\n"
+                "    tensor, sum = there.get(timeout=100), 0\n"
+                "    back.put(ctypes.string_at(tensor.data_ptr() + (39 << 20), 5))\n"
+                "    ctypes.memset(tensor.data_ptr(), 7, 3)\n"
+                "    back.put('done')\n"
+                "    del tensor\n"
+                "if __name__ == '__main__':\n"
+                "    symmalloc.install()\n"
+                "    context = mp.get_context('spawn')\n"
+                "    there, back = context.Queue(), context.Queue()\n"
+                "    process = context.Process(target=child, args=(there, back))\n"
+                "    process.start()\n"
+                "    before, tensor = (torch.empty(n << 20, dtype=torch.uint8, device='cuda') for n in (3, 40))\n"
+                "    ctypes.memmove(tensor.data_ptr() + (39 << 20), b'hello', 5)\n"
+                "    there.put(tensor)\n"
+                "    assert back.get(timeout=100) == b'hello' and back.get(timeout=100) == 'done'\n"
+                "    assert ctypes.string_at(tensor.data_ptr(), 3) == bytes([7, 7, 7])\n"
+                "    process.join(60)\n"
+                "    assert process.exitcode == 0\n"
+                "    del before, tensor\n"
+                "    torch.cuda.ipc_collect()\n"
+                "    torch.cuda.empty_cache()\n"
+                "    assert torch.cuda.memory_reserved() == 0\n"
+            )
+            environment = os.environ | {"XDG_CACHE_HOME": self.cache.name, "SYMMALLOC_TORCH_CLASS": "require"}
+            done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=280)
+            self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()

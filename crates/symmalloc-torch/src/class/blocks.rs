@@ -1,0 +1,160 @@
+//! Segments and blocks, one after another, for PyTorch's snapshots.
+//!
+//! PyTorch shows an expandable segment as its contiguous parts with memory, so holes end a segment here.
+
+use crate::device::DeviceAllocator;
+use crate::guard::report;
+use crate::private_pools::MempoolId;
+use crate::process;
+use crate::status::symmalloc_status;
+use std::ffi::c_void;
+use symmalloc_core::config::SegmentPolicy;
+use symmalloc_core::report::{BlockSnapshot, BlockStateSnapshot, SegmentSnapshot};
+use symmalloc_core::units::MIB;
+use symmalloc_core::{PoolId, StreamId};
+
+/// PyTorch's small blocks have at most so many bytes.
+const SMALL_BYTES_MAX: u64 = MIB;
+
+/// The first word of the id by which pools are shown that PyTorch did not name; the second is the pool's number.
+const OUR_POOLS: u64 = u32::MAX as u64;
+
+/// A contiguous part of a segment.
+#[allow(non_camel_case_types, reason = "C's names")]
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct symmalloc_segment {
+    /// Its first byte.
+    pub address: u64,
+    /// Its bytes.
+    pub bytes: u64,
+    /// The stream of its heap; that of its first allocation where streams share, or NULL.
+    pub stream: *mut c_void,
+    /// PyTorch's name of the pool: (0, 0) for the default pool.
+    pub id_first: u64,
+    /// Its second word.
+    pub id_second: u64,
+    /// It can grow.
+    pub is_expandable: bool,
+    /// It serves large requests, or all.
+    pub is_large: bool,
+}
+
+/// A block of the segment that came before it.
+#[allow(non_camel_case_types, reason = "C's names")]
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct symmalloc_block {
+    /// Its first byte.
+    pub address: u64,
+    /// Its bytes.
+    pub bytes: u64,
+    /// Bytes that were asked for; 0 for a free block.
+    pub requested_bytes: u64,
+    /// It is a live allocation.
+    pub is_allocated: bool,
+}
+
+/// Is told of a segment (`block` NULL), then of its blocks (`segment` NULL).
+#[allow(non_camel_case_types, reason = "C's names")]
+pub type symmalloc_visit_fn = Option<
+    unsafe extern "C" fn(context: *mut c_void, segment: *const symmalloc_segment, block: *const symmalloc_block),
+>;
+
+/// Tells of every segment and block of a device, by pool; of one private pool where the id is not (0, 0).
+///
+/// # Safety
+/// `visit` may be called with `context` until the call returns. It must not use the allocator.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_torch_visit(
+    device: i32,
+    id_first: u64,
+    id_second: u64,
+    visit: symmalloc_visit_fn,
+    context: *mut c_void,
+) -> symmalloc_status {
+    report(|| {
+        let (Some(allocator), Some(visit)) = (process::existing(device), visit) else { return Ok(()) };
+        let only = ((id_first, id_second) != (0, 0)).then_some((id_first, id_second));
+        let mut tell = |segment: *const symmalloc_segment, block: *const symmalloc_block| {
+            // SAFETY: the caller's contract.
+            unsafe { visit(context, segment, block) };
+        };
+        let private = allocator.private_pools().list();
+        let id_of = |pool: PoolId| match private.iter().find(|known| known.own() == Some(pool)) {
+            _ if pool == PoolId::DEFAULT => (0, 0),
+            Some(known) => known.id,
+            None => (OUR_POOLS, pool.0.into()),
+        };
+        show(allocator, only, &id_of, &mut tell);
+        for (id, other) in allocator.private_pools().foreign() {
+            show(&other, only, &|_| id, &mut tell);
+        }
+        Ok(())
+    })
+}
+
+fn show(
+    allocator: &DeviceAllocator,
+    only: Option<MempoolId>,
+    id_of: &dyn Fn(PoolId) -> MempoolId,
+    tell: &mut dyn FnMut(*const symmalloc_segment, *const symmalloc_block),
+) {
+    for segment in allocator.core().snapshot().segments {
+        let id = id_of(segment.pool);
+        if only.is_some_and(|only| only != id) {
+            continue;
+        }
+        let is_expandable = allocator
+            .core()
+            .pool_config(segment.pool)
+            .is_ok_and(|config| matches!(config.segments(), SegmentPolicy::Expandable(_)));
+        for part in parts(&segment) {
+            let first = &part[0];
+            let bytes: u64 = part.iter().map(|block| block.size_bytes).sum();
+            let stream = segment.stream.or_else(|| part.iter().find_map(stream_of));
+            let is_large = is_expandable || bytes > 2 * SMALL_BYTES_MAX || part.iter().any(is_large);
+            let shown = symmalloc_segment {
+                address: segment.base.0 + first.offset_bytes,
+                bytes,
+                stream: stream.map_or(std::ptr::null_mut(), |stream| allocator.raw_stream(stream)),
+                id_first: id.0,
+                id_second: id.1,
+                is_expandable,
+                is_large,
+            };
+            tell(&raw const shown, std::ptr::null());
+            for block in part {
+                let requested_bytes = match &block.state {
+                    BlockStateSnapshot::Allocated { requested_bytes, .. } => Some(*requested_bytes),
+                    _ => None,
+                };
+                let shown = symmalloc_block {
+                    address: segment.base.0 + block.offset_bytes,
+                    bytes: block.size_bytes,
+                    requested_bytes: requested_bytes.unwrap_or(0),
+                    is_allocated: requested_bytes.is_some(),
+                };
+                tell(std::ptr::null(), &raw const shown);
+            }
+        }
+    }
+}
+
+/// Runs of blocks that have memory.
+fn parts(segment: &SegmentSnapshot) -> impl Iterator<Item = &[BlockSnapshot]> {
+    let has_memory =
+        |block: &BlockSnapshot| !matches!(block.state, BlockStateSnapshot::Hole | BlockStateSnapshot::Elsewhere);
+    segment.blocks.split(move |block| !has_memory(block)).filter(|part| !part.is_empty())
+}
+
+fn is_large(block: &BlockSnapshot) -> bool {
+    matches!(block.state, BlockStateSnapshot::Allocated { .. }) && block.size_bytes > SMALL_BYTES_MAX
+}
+
+fn stream_of(block: &BlockSnapshot) -> Option<StreamId> {
+    match &block.state {
+        BlockStateSnapshot::Allocated { stream, .. } => Some(*stream),
+        _ => None,
+    }
+}

@@ -1,0 +1,173 @@
+//! Checkpoints of private pools, for trees of CUDA graphs.
+//!
+//! A tree replays graphs without the allocator's knowledge, and then captures another branch: the pool must hold what the replayed
+//! path holds, at the same addresses. So the pool goes back to a checkpoint: everything live is freed, what the checkpoint had is made
+//! live again, and the memory that other branches captured stays.
+
+use crate::c_interface::arguments::write;
+use crate::device::DeviceAllocator;
+use crate::error::Error;
+use crate::guard::report;
+use crate::private_pools::{MempoolId, PoolPlace};
+use crate::process;
+use crate::status::symmalloc_status;
+use std::ffi::c_void;
+use std::sync::Arc;
+use symmalloc_core::report::BlockStateSnapshot;
+use symmalloc_core::{Layout, PoolId};
+
+/// What a private pool held.
+pub struct PoolCheckpoint {
+    id: MempoolId,
+    layout: Layout,
+}
+
+/// Is told of an allocation: of one that was live before (`is_live` 0), and then of those that are live now (1).
+#[allow(non_camel_case_types, reason = "C's names")]
+pub type symmalloc_restored_fn =
+    Option<unsafe extern "C" fn(context: *mut c_void, pointer: *mut c_void, requested_bytes: u64, is_live: u32)>;
+
+/// The allocator and the pool behind a private pool that is in use.
+fn found(allocator: &'static DeviceAllocator, id: MempoolId) -> Result<(Owner, PoolId), Error> {
+    let missing = Error::NoScope { device: allocator.ordinal(), scope: "private pool of this id in use" };
+    let known = allocator.private_pools().list().into_iter().find(|known| known.id == id && known.uses > 0);
+    match known.and_then(|known| known.place).ok_or(missing)? {
+        PoolPlace::Own(pool) | PoolPlace::Unsplit(pool) => Ok((Owner::Device(allocator), pool)),
+        PoolPlace::Foreign(other) => Ok((Owner::Foreign(other), PoolId::DEFAULT)),
+    }
+}
+
+enum Owner {
+    Device(&'static DeviceAllocator),
+    Foreign(Arc<DeviceAllocator>),
+}
+
+impl Owner {
+    fn allocator(&self) -> &DeviceAllocator {
+        match self {
+            Owner::Device(allocator) => allocator,
+            Owner::Foreign(allocator) => allocator,
+        }
+    }
+}
+
+/// Notes what the private pool of this id holds. Destroy it with `symmalloc_torch_checkpoint_destroy`.
+///
+/// # Safety
+/// `out` is valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_torch_checkpoint(
+    device: i32,
+    id_first: u64,
+    id_second: u64,
+    out: *mut *mut PoolCheckpoint,
+) -> symmalloc_status {
+    report(|| {
+        let id = (id_first, id_second);
+        let (owner, pool) = found(process::allocator(device)?, id)?;
+        let layout = owner.allocator().core().save_layout(pool)?;
+        // SAFETY: the caller's contract.
+        unsafe { write(out, "out", Box::into_raw(Box::new(PoolCheckpoint { id, layout }))) }
+    })
+}
+
+/// Gives a checkpoint up. NULL is no op.
+///
+/// # Safety
+/// It came from `symmalloc_torch_checkpoint` and is not used after this.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_torch_checkpoint_destroy(checkpoint: *mut PoolCheckpoint) {
+    if !checkpoint.is_null() {
+        // SAFETY: the caller's contract.
+        drop(unsafe { Box::from_raw(checkpoint) });
+    }
+}
+
+/// The private pool holds again what it held at the checkpoint, and nothing else; memory obtained since stays. Tells first of every
+/// allocation that was live, then of every one that is.
+///
+/// # Safety
+/// The checkpoint is live, and no other thread uses the pool; `told` may be called with `context` until the call returns, and must
+/// not use the allocator.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_torch_restore(
+    device: i32,
+    checkpoint: *const PoolCheckpoint,
+    told: symmalloc_restored_fn,
+    context: *mut c_void,
+) -> symmalloc_status {
+    report(|| {
+        // SAFETY: the caller's contract.
+        let checkpoint = unsafe { checkpoint.as_ref() }.ok_or(Error::Null { argument: "checkpoint" })?;
+        let tell = |address: u64, requested_bytes: u64, is_live: bool| {
+            if let Some(told) = told {
+                // SAFETY: the caller's contract.
+                unsafe { told(context, address as *mut c_void, requested_bytes, is_live.into()) };
+            }
+        };
+        let (owner, pool) = found(process::allocator(device)?, checkpoint.id)?;
+        let allocator = owner.allocator();
+        let mut kept = Vec::new();
+        for live in live_in(allocator, pool) {
+            tell(live.address, live.requested_bytes, false);
+            if live.is_in(&checkpoint.layout) {
+                kept.push(live.address);
+            } else {
+                allocator.free_block(live.address as *mut c_void)?;
+            }
+        }
+        let restored = allocator.core().revive_layout(pool, &checkpoint.layout)?;
+        for revived in restored.allocations() {
+            let address = revived.allocation.address.0;
+            if !kept.contains(&address) {
+                allocator.count_revived(revived.allocation.size_bytes);
+            }
+            tell(address, revived.requested_bytes, true);
+        }
+        Ok(())
+    })
+}
+
+/// A live allocation, as a layout names it.
+struct Live {
+    address: u64,
+    stream: Option<symmalloc_core::StreamId>,
+    owner: symmalloc_core::StreamId,
+    segment: symmalloc_core::SegmentId,
+    offset_bytes: u64,
+    size_bytes: u64,
+    requested_bytes: u64,
+}
+
+impl Live {
+    fn is_in(&self, layout: &Layout) -> bool {
+        let heap = layout.heaps().iter().find(|heap| heap.stream == self.stream);
+        let segment = heap.and_then(|heap| heap.segments.iter().find(|segment| segment.id == self.segment));
+        segment.is_some_and(|segment| {
+            segment.allocations.iter().any(|saved| {
+                (saved.offset_bytes, saved.size_bytes) == (self.offset_bytes, self.size_bytes)
+                    && (saved.stream, saved.requested_bytes) == (self.owner, self.requested_bytes)
+            })
+        })
+    }
+}
+
+fn live_in(allocator: &DeviceAllocator, pool: PoolId) -> Vec<Live> {
+    let segments = allocator.core().snapshot().segments.into_iter().filter(|segment| segment.pool == pool);
+    let live = segments.flat_map(|segment| {
+        let (base, id, stream) = (segment.base.0, segment.segment, segment.stream);
+        segment.blocks.into_iter().filter_map(move |block| match block.state {
+            BlockStateSnapshot::Allocated { stream: owner, requested_bytes, .. } => Some(Live {
+                address: base + block.offset_bytes,
+                stream,
+                owner,
+                segment: id,
+                offset_bytes: block.offset_bytes,
+                size_bytes: block.size_bytes,
+                requested_bytes,
+            }),
+            _ => None,
+        })
+    });
+    live.collect()
+}

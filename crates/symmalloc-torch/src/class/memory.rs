@@ -1,0 +1,272 @@
+//! Allocating, freeing, and what PyTorch asks of the caches.
+
+use crate::c_interface::arguments::write;
+use crate::device::{DeviceAllocator, Place};
+use crate::error::Error;
+use crate::guard::{guarded, report};
+use crate::private_pools::PoolPlace;
+use crate::process;
+use crate::status::symmalloc_status;
+use crate::streams::RawStream;
+use std::ffi::c_void;
+use symmalloc_core::PoolId;
+use symmalloc_core::config::SegmentPolicy;
+use symmalloc_cuda::CudaError;
+
+/// Allocates for work on a stream, where the scopes say. Zero bytes are a null pointer.
+///
+/// `inherited` is the number of a scope for whose thread this one works, as a backward pass does, or 0. What the filters of open
+/// scopes throw passes through.
+///
+/// # Safety
+/// The stream is one of the device's primary context and lives as long as the process; `out` is valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn symmalloc_torch_allocate(
+    device: i32,
+    bytes: usize,
+    stream: *mut c_void,
+    inherited: u64,
+    out: *mut *mut c_void,
+) -> symmalloc_status {
+    let (size_bytes, stream) = (bytes as u64, RawStream::new(stream));
+    if let Some(allocator) = process::existing(device)
+        && allocator.scopes().any()
+    {
+        // Outside of the guard: a filter of PyTorch's may throw.
+        let place = allocator.scopes().place_for(stream, (inherited > 0).then_some(inherited));
+        let name = allocator.scopes().name();
+        return report(|| {
+            // SAFETY: the caller's contract.
+            unsafe { write(out, "out", allocate(allocator, place, size_bytes, stream, name.as_deref())?) }
+        });
+    }
+    report(|| {
+        let allocator = process::allocator(device)?;
+        // SAFETY: the caller's contract.
+        let pointer = match unsafe { allocator.allocate(PoolId::DEFAULT, size_bytes, stream) } {
+            Ok(pointer) => pointer,
+            // SAFETY: the caller's contract.
+            Err(error) => unsafe { helped_out(allocator, size_bytes, stream, error) }?,
+        };
+        // SAFETY: the caller's contract.
+        unsafe { write(out, "out", pointer) }
+    })
+}
+
+/// # Safety
+/// As [`symmalloc_torch_allocate`].
+#[cold]
+unsafe fn allocate(
+    allocator: &DeviceAllocator,
+    place: Place,
+    size_bytes: u64,
+    stream: RawStream,
+    name: Option<&str>,
+) -> Result<*mut c_void, Error> {
+    let is_default = matches!(place, PoolPlace::Own(PoolId::DEFAULT));
+    // SAFETY: the caller's contract.
+    match unsafe { allocator.allocate_at(place, size_bytes, stream, name) } {
+        // SAFETY: the caller's contract.
+        Err(error) if is_default => unsafe { helped_out(allocator, size_bytes, stream, error) },
+        outcome => outcome,
+    }
+}
+
+/// # Safety
+/// As [`symmalloc_torch_allocate`].
+#[cold]
+unsafe fn helped_out(
+    allocator: &DeviceAllocator,
+    size_bytes: u64,
+    stream: RawStream,
+    error: Error,
+) -> Result<*mut c_void, Error> {
+    if error.status() != symmalloc_status::SYMMALLOC_OUT_OF_MEMORY {
+        return Err(error);
+    }
+    // SAFETY: the caller's contract.
+    unsafe { allocator.allocate_from_helpers(size_bytes, stream) }.ok_or(error)
+}
+
+/// Frees. `device` is where the pointer probably is, and `block_bytes`, which may be NULL, becomes the size of its block. What fails
+/// is counted, and the first failure is written to the error output, as PyTorch frees in destructors.
+///
+/// # Safety
+/// `block_bytes` is NULL or valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_torch_deallocate(
+    device: i32,
+    pointer: *mut c_void,
+    block_bytes: *mut u64,
+) -> symmalloc_status {
+    report(|| {
+        if pointer.is_null() || process::is_forked() {
+            return Ok(());
+        }
+        let freed = match process::existing(device) {
+            Some(allocator) => match allocator.free_block(pointer) {
+                Err(Error::UnknownPointer { .. }) => free_elsewhere(device, pointer),
+                outcome => outcome,
+            },
+            None => free_elsewhere(device, pointer),
+        };
+        match (freed, process::existing(device).or_else(|| process::all().next())) {
+            (Ok(_), _) if block_bytes.is_null() => Ok(()),
+            // SAFETY: the caller's contract.
+            (Ok(bytes), _) => unsafe { write(block_bytes, "block_bytes", bytes) },
+            (Err(error), Some(allocator)) => {
+                allocator.note(&error);
+                Err(error)
+            }
+            (Err(error), None) => Err(error),
+        }
+    })
+}
+
+#[cold]
+fn free_elsewhere(device: i32, pointer: *mut c_void) -> Result<u64, Error> {
+    let others = process::all().filter(|allocator| allocator.ordinal() as i32 != device);
+    let owner = others.into_iter().find(|allocator| allocator.knows(pointer));
+    let unknown = Error::UnknownPointer { address: pointer as u64, device: device.max(0) as usize };
+    owner.map_or(Err(unknown), |allocator| allocator.free_block(pointer))
+}
+
+/// What is known of a live allocation.
+#[allow(non_camel_case_types, reason = "C's names")]
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct symmalloc_found {
+    /// Its device.
+    pub device: i32,
+    /// Memory of its pool comes in segments that grow.
+    pub is_expandable: bool,
+    /// The stream it was allocated for.
+    pub stream: *mut c_void,
+    /// Bytes of its block.
+    pub bytes: u64,
+    /// Bytes that were asked for.
+    pub requested_bytes: u64,
+    /// PyTorch's name of its pool: (0, 0) for the default pool and those that PyTorch does not know.
+    pub id_first: u64,
+    /// Its second word.
+    pub id_second: u64,
+}
+
+/// What is known of a live allocation, on whichever device.
+///
+/// # Safety
+/// `out` is valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_torch_find(pointer: *const c_void, out: *mut symmalloc_found) -> symmalloc_status {
+    report(|| {
+        let unknown = Error::UnknownPointer { address: pointer as u64, device: 0 };
+        let allocator = process::all().find(|allocator| allocator.knows(pointer)).ok_or(unknown)?;
+        // SAFETY: the caller's contract.
+        unsafe { write(out, "out", found(allocator, pointer)?) }
+    })
+}
+
+fn found(allocator: &DeviceAllocator, pointer: *const c_void) -> Result<symmalloc_found, Error> {
+    let foreign = allocator.private_pools().foreign().into_iter().find(|(_, other)| other.owns(pointer));
+    let (id, owner) = match &foreign {
+        Some((id, other)) => (Some(*id), &**other),
+        None => (None, allocator),
+    };
+    let known = owner.find(pointer)?;
+    let id = id.or_else(|| {
+        let private = allocator.private_pools().list().into_iter().find(|entry| entry.own() == Some(known.pool));
+        private.map(|entry| entry.id)
+    });
+    let (id_first, id_second) = id.unwrap_or((0, 0));
+    let config = owner.core().pool_config(known.pool);
+    Ok(symmalloc_found {
+        device: allocator.ordinal() as i32,
+        is_expandable: config.is_ok_and(|config| matches!(config.segments(), SegmentPolicy::Expandable(_))),
+        stream: known.position.stream.map_or(std::ptr::null_mut(), |stream| owner.raw_stream(stream)),
+        bytes: known.allocation.size_bytes,
+        requested_bytes: known.requested_bytes,
+        id_first,
+        id_second,
+    })
+}
+
+/// The device of a live allocation, or -1.
+#[unsafe(no_mangle)]
+pub extern "C" fn symmalloc_torch_device_of(pointer: *const c_void) -> i32 {
+    let owner = guarded(|| Ok(process::all().find(|allocator| allocator.knows(pointer))));
+    owner.ok().flatten().map_or(-1, |allocator| allocator.ordinal() as i32)
+}
+
+/// Work on another stream uses the allocation, too. A pointer that no allocator of this process gave is passed over.
+///
+/// # Safety
+/// The stream is one of the primary context of the pointer's device and lives as long as the process.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_torch_record_use(pointer: *mut c_void, stream: *mut c_void) -> symmalloc_status {
+    report(|| {
+        let Some(allocator) = process::all().find(|allocator| allocator.knows(pointer)) else { return Ok(()) };
+        // SAFETY: the caller's contract.
+        unsafe { allocator.record_use(pointer, RawStream::new(stream)) }
+    })
+}
+
+/// Gives free memory back: of all devices where the id is (0, 0), memory of private pools in use excepted; otherwise that of the
+/// private pool of this id, if it was released.
+#[unsafe(no_mangle)]
+pub extern "C" fn symmalloc_torch_trim(id_first: u64, id_second: u64) -> symmalloc_status {
+    report(|| {
+        let mut outcome = Ok(());
+        for allocator in process::all() {
+            let trimmed = match (id_first, id_second) {
+                (0, 0) => allocator.trim(),
+                id => allocator.trim_private(id),
+            };
+            outcome = outcome.and(trimmed.map(drop));
+        }
+        outcome
+    })
+}
+
+/// Raises `largest` to the largest block that there could be now. It follows from what the program did and from the device's size,
+/// never from what other processes left free (rule D4).
+///
+/// # Safety
+/// `largest` is valid for reading and writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_torch_largest_block(device: i32, largest: *mut usize) -> symmalloc_status {
+    report(|| {
+        let bytes = largest_block(device)?;
+        // SAFETY: the caller's contract.
+        unsafe { write(largest, "largest", (*largest).max(bytes as usize)) }
+    })
+}
+
+pub(crate) fn largest_block(device: i32) -> Result<u64, Error> {
+    let allocator = process::allocator(device)?;
+    let total_bytes = allocator.allocator().device().memory_info().map_err(CudaError::from)?.total_bytes;
+    let limit_bytes = allocator.core().limit_bytes().map_or(total_bytes, |limit| limit.min(total_bytes));
+    let stats = allocator.core().stats();
+    Ok(limit_bytes.saturating_sub(stats.reserved_bytes.current) + stats.largest_free_bytes)
+}
+
+/// Limits the device's memory to a share of what it has.
+#[unsafe(no_mangle)]
+pub extern "C" fn symmalloc_torch_set_fraction(device: i32, fraction: f64) -> symmalloc_status {
+    report(|| process::allocator(device)?.set_memory_fraction(fraction))
+}
+
+/// Lets a device read and write the memory of another one.
+#[unsafe(no_mangle)]
+pub extern "C" fn symmalloc_torch_enable_peer(device: i32, owner: i32) -> symmalloc_status {
+    report(|| {
+        let value = device.into();
+        let wrong = |_| Error::Argument { argument: "device", value, expected: "a device number" };
+        process::allocator(owner)?.grant_access(usize::try_from(device).map_err(wrong)?)
+    })
+}
+
+/// Reads the settings that hold, to find their errors early.
+#[unsafe(no_mangle)]
+pub extern "C" fn symmalloc_torch_check() -> symmalloc_status {
+    report(process::check_settings)
+}

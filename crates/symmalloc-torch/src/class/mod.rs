@@ -1,0 +1,32 @@
+//! The calls of our own class for PyTorch: `python/symmalloc/pytorch/allocator.cpp`, a `CUDAAllocator` that is compiled against the
+//! PyTorch that is installed.
+//!
+//! ```text
+//!  PyTorch ──► CUDAAllocator (C++: exceptions, DataPtr, contexts of a history) ──► these calls ──► DeviceAllocator
+//! ```
+//!
+//! | file | calls |
+//! |---|---|
+//! | `memory.rs` | allocate, free, streams, caches |
+//! | `pools.rs` | private pools, their scopes, memory of the program's |
+//! | `counts.rs`, `blocks.rs` | statistics; segments and blocks |
+//! | `checkpoints.rs` | what a private pool held, and back to it |
+//! | `sharing.rs`, `channel.rs` | memory of other processes |
+//!
+//! They are stable only within one version: the class comes with the library.
+
+mod blocks;
+mod channel;
+mod checkpoints;
+mod counts;
+mod memory;
+mod pools;
+mod sharing;
+
+pub use blocks::*;
+pub use checkpoints::*;
+pub use counts::*;
+pub(crate) use memory::largest_block;
+pub use memory::*;
+pub use pools::*;
+pub use sharing::*;

@@ -1,0 +1,154 @@
+//! Private pools and their scopes.
+
+use crate::c_interface::arguments::write;
+use crate::error::Error;
+use crate::filter::{CallFilter, StreamFilter, symmalloc_destroy_fn, symmalloc_filter_fn};
+use crate::guard::report;
+use crate::process;
+use crate::status::symmalloc_status;
+use std::ffi::c_void;
+use std::fmt;
+use std::sync::Arc;
+use symmalloc_cuda::MemorySource;
+
+/// Functions of the program that a pool takes its memory from.
+#[allow(non_camel_case_types, reason = "C's names")]
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct symmalloc_source {
+    /// Device memory, or NULL where there is none.
+    pub allocate: Option<unsafe extern "C" fn(context: *mut c_void, bytes: usize) -> *mut c_void>,
+    /// Takes it back.
+    pub free: Option<unsafe extern "C" fn(context: *mut c_void, pointer: *mut c_void)>,
+    /// What they are called with.
+    pub context: *mut c_void,
+    /// Gives the context up, when the pool and its memory are gone.
+    pub destroy: symmalloc_destroy_fn,
+}
+
+/// See [`symmalloc_source`].
+struct Source(symmalloc_source);
+
+// SAFETY: the contract of `symmalloc_torch_retain_pool`.
+unsafe impl Send for Source {}
+// SAFETY: as above.
+unsafe impl Sync for Source {}
+
+impl MemorySource for Source {
+    fn allocate(&self, size_bytes: u64) -> Option<u64> {
+        let allocate = self.0.allocate?;
+        // SAFETY: the contract of `symmalloc_torch_retain_pool`.
+        let pointer = unsafe { allocate(self.0.context, size_bytes as usize) };
+        (!pointer.is_null()).then_some(pointer as u64)
+    }
+
+    fn free(&self, address: u64) {
+        if let Some(free) = self.0.free {
+            // SAFETY: the contract of `symmalloc_torch_retain_pool`, and `allocate` gave it.
+            unsafe { free(self.0.context, address as *mut c_void) };
+        }
+    }
+}
+
+impl fmt::Debug for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Source")
+    }
+}
+
+impl Drop for Source {
+    fn drop(&mut self) {
+        if let Some(destroy) = self.0.destroy {
+            // SAFETY: the contract of `symmalloc_torch_retain_pool`; nobody calls the functions any more.
+            unsafe { destroy(self.0.context) };
+        }
+    }
+}
+
+/// From now on allocations on the streams that the filter takes come from the private pool of this id, which is made if there is
+/// none. Writes the number of the scope, above 0. The filter is given up when the scope ends, or when the call fails.
+///
+/// # Safety
+/// The filter may be called with its context on any thread until it is given up; `number` is valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn symmalloc_torch_begin_scope(
+    device: i32,
+    id_first: u64,
+    id_second: u64,
+    filter: symmalloc_filter_fn,
+    context: *mut c_void,
+    destroy: symmalloc_destroy_fn,
+    number: *mut u64,
+) -> symmalloc_status {
+    // SAFETY: the caller's contract.
+    let filter = StreamFilter::Calls(unsafe { CallFilter::new(filter, context, destroy) });
+    // Not guarded: the filter, which is asked, may throw. A panic passes as an exception that ends the process.
+    let begun = process::allocator(device).and_then(|allocator| allocator.begin_private((id_first, id_second), filter));
+    // SAFETY: the caller's contract.
+    report(|| unsafe { write(number, "number", begun?) })
+}
+
+/// Ends what was begun last for the private pool of this id.
+#[unsafe(no_mangle)]
+pub extern "C-unwind" fn symmalloc_torch_end_scope(device: i32, id_first: u64, id_second: u64) -> symmalloc_status {
+    report(|| process::allocator(device)?.end_private((id_first, id_second)))
+}
+
+/// Takes the private pool of this id into use, as a `MemPool` of PyTorch's. With a source, its memory comes from there, where the
+/// pool is new.
+///
+/// # Safety
+/// `source` is NULL or valid for reading, and its functions may be called with its context on any thread until that is given up.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_torch_retain_pool(
+    device: i32,
+    id_first: u64,
+    id_second: u64,
+    source: *const symmalloc_source,
+) -> symmalloc_status {
+    report(|| {
+        // SAFETY: the caller's contract.
+        let source = unsafe { source.as_ref() }.map(|source| Arc::new(Source(*source)) as Arc<dyn MemorySource>);
+        process::allocator(device)?.private_pools().retain((id_first, id_second), source);
+        Ok(())
+    })
+}
+
+/// Gives up one use of the private pool of this id. After the last its memory goes back with the next trim, or before an allocation
+/// fails.
+#[unsafe(no_mangle)]
+pub extern "C" fn symmalloc_torch_release_use(device: i32, id_first: u64, id_second: u64) -> symmalloc_status {
+    report(|| process::allocator(device)?.release_private((id_first, id_second)))
+}
+
+/// How many uses the private pool of this id has.
+#[unsafe(no_mangle)]
+pub extern "C" fn symmalloc_torch_pool_uses(device: i32, id_first: u64, id_second: u64) -> u32 {
+    process::existing(device).map_or(0, |allocator| allocator.private_pools().uses((id_first, id_second)))
+}
+
+/// Says whether the free memory of the private pool of this id serves allocations outside of it, before they fail.
+#[unsafe(no_mangle)]
+pub extern "C" fn symmalloc_torch_pool_helps_out(
+    device: i32,
+    id_first: u64,
+    id_second: u64,
+    helps_out: bool,
+) -> symmalloc_status {
+    wish(device, (id_first, id_second), |wishes| wishes.helps_out = helps_out)
+}
+
+/// Gives every allocation in the private pool of this id a segment of its own. Before the first of them.
+#[unsafe(no_mangle)]
+pub extern "C" fn symmalloc_torch_pool_unsplit(device: i32, id_first: u64, id_second: u64) -> symmalloc_status {
+    wish(device, (id_first, id_second), |wishes| wishes.is_unsplit = true)
+}
+
+fn wish(device: i32, id: (u64, u64), change: impl FnOnce(&mut crate::private_pools::PoolWishes)) -> symmalloc_status {
+    report(|| {
+        let allocator = process::allocator(device)?;
+        let scope = "private pool of this id";
+        let missing = Error::NoScope { device: allocator.ordinal(), scope };
+        if allocator.private_pools().wish(id, change) { Ok(()) } else { Err(missing) }
+    })
+}

@@ -1,0 +1,143 @@
+//! Tensors in other processes: memory by file descriptor, over a socket.
+//!
+//! ```text
+//!  owner                                                     another process
+//!  share(pointer) ─► "symmalloc 1 SOCKET number:bytes ..."  ═══ a queue of the program's ═══►  open(text)
+//!  a thread at SOCKET  ◄─────────────────────────── numbers ──────────────────────────────────  connects
+//!        └─ exports the chunks ─────────────────── descriptors ─────────────────────────────►  maps them
+//! ```
+//!
+//! A chunk has a number as long as its memory is there; when it goes, the number means nothing any more. Descriptors exist only while
+//! they are sent, so that they keep no memory. The socket is an abstract one, and answers processes of the same user only. PyTorch
+//! counts who uses what, and keeps the tensor alive meanwhile.
+
+use super::channel;
+use crate::c_interface::arguments::{hand_out_text, required_text, write};
+use crate::device::DeviceAllocator;
+use crate::error::Error;
+use crate::guard::report;
+use crate::process;
+use crate::shared_chunks::{self, Ticket};
+use crate::status::symmalloc_status;
+use std::collections::BTreeMap;
+use std::ffi::{c_char, c_void};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use symmalloc_cuda::{CudaDevice, CudaError, ImportedMemory};
+
+/// Makes a text by which another process opens the memory of a live allocation, and says where in it the allocation is. Release the
+/// text with `symmalloc_release_bytes`.
+///
+/// # Safety
+/// `text` and `offset` are valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_torch_share(
+    pointer: *mut c_void,
+    text: *mut *mut c_char,
+    offset: *mut u64,
+) -> symmalloc_status {
+    report(|| {
+        let unknown = Error::UnknownPointer { address: pointer as u64, device: 0 };
+        let allocator = process::all().find(|allocator| allocator.owns(pointer)).ok_or(unknown)?;
+        let (shared, offset_bytes) = share(allocator, pointer)?;
+        // SAFETY: the caller's contract.
+        unsafe {
+            write(offset, "offset", offset_bytes)?;
+            hand_out_text(text, "text", &shared)
+        }
+    })
+}
+
+fn share(allocator: &DeviceAllocator, pointer: *mut c_void) -> Result<(String, u64), Error> {
+    let found = allocator.find(pointer)?;
+    let address = pointer as u64;
+    let chunks = allocator.core().backend().chunks_behind(address, found.allocation.size_bytes);
+    let Some(&(first, _)) = chunks.first() else { return Err(Error::NotShareable { address }) };
+    let socket = channel::serve(export)?;
+    let tickets = shared_chunks::tickets(allocator.ordinal(), &chunks);
+    let listed: Vec<String> = tickets.iter().map(Ticket::to_string).collect();
+    Ok((format!("symmalloc 1 {socket} {}", listed.join(" ")), address - first))
+}
+
+/// Memory of another process, as long as somebody here uses it.
+pub struct OpenedMemory {
+    memory: ImportedMemory,
+    device: Arc<CudaDevice>,
+}
+
+impl Drop for OpenedMemory {
+    fn drop(&mut self) {
+        // It is unmapped next.
+        if let Err(error) = self.device.synchronize() {
+            tracing::warn!(name: "sharing.unsynchronized", target: "symmalloc", %error);
+        }
+    }
+}
+
+/// What is open, by its text and device.
+static OPEN: Mutex<BTreeMap<(i32, String), Weak<OpenedMemory>>> = Mutex::new(BTreeMap::new());
+
+/// Opens memory by the text that `symmalloc_torch_share` made in another process. Close it with `symmalloc_torch_close`.
+///
+/// # Safety
+/// `text` is a C string; `base` and `out` are valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_torch_open(
+    device: i32,
+    text: *const c_char,
+    base: *mut *mut c_void,
+    out: *mut *const OpenedMemory,
+) -> symmalloc_status {
+    report(|| {
+        // SAFETY: the caller's contract.
+        let text = unsafe { required_text(text, "text") }?;
+        let opened = open(device, text)?;
+        let address = opened.memory.address();
+        // SAFETY: the caller's contract.
+        unsafe {
+            write(base, "base", address as *mut c_void)?;
+            write(out, "out", Arc::into_raw(opened))
+        }
+    })
+}
+
+fn open(device: i32, text: &str) -> Result<Arc<OpenedMemory>, Error> {
+    let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    let key = (device, text.to_owned());
+    if let Some(opened) = open.get(&key).and_then(Weak::upgrade) {
+        return Ok(opened);
+    }
+    open.retain(|_, opened| opened.strong_count() > 0);
+    let not_ours = || Error::NotSharedMemory { text: text.chars().take(40).collect() };
+    let mut words = text.split(' ');
+    if (words.next(), words.next()) != (Some("symmalloc"), Some("1")) {
+        return Err(not_ours());
+    }
+    let socket = words.next().ok_or_else(not_ours)?;
+    let tickets = words.map(str::parse::<Ticket>).collect::<Result<Vec<_>, _>>().map_err(|()| not_ours())?;
+    let ordinal = usize::try_from(device).map_err(|_| not_ours())?;
+    let cuda = CudaDevice::new(ordinal)?;
+    let memory = ImportedMemory::open(&cuda, channel::fetch(socket, &tickets)?)?;
+    let opened = Arc::new(OpenedMemory { memory, device: cuda });
+    open.insert(key, Arc::downgrade(&opened));
+    Ok(opened)
+}
+
+/// Gives one use of opened memory up; after the last it is unmapped, when all work of the device is done.
+///
+/// # Safety
+/// It came from `symmalloc_torch_open` and is not used after this.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_torch_close(opened: *const OpenedMemory) {
+    if !opened.is_null() && !process::is_forked() {
+        // SAFETY: the caller's contract.
+        drop(unsafe { Arc::from_raw(opened) });
+    }
+}
+
+/// Exports a chunk that still has its number.
+fn export(ticket: Ticket) -> Result<symmalloc_cuda::SharedPiece, Error> {
+    let gone = Error::SharedMemoryGone { bytes: ticket.bytes };
+    let (device, address) = shared_chunks::find(ticket).ok_or(gone)?;
+    let allocator = process::allocator(device as i32)?;
+    allocator.core().backend().export_chunk(address, ticket.bytes).map_err(CudaError::into)
+}

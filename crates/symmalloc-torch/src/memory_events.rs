@@ -1,0 +1,37 @@
+//! Memory that comes and goes: for PyTorch's trace trackers, which register it, and for histories.
+
+use crate::shared_chunks;
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicPtr, Ordering};
+use symmalloc_cuda::MemoryChange;
+
+/// Is told of memory that was mapped (`is_mapped` 1), and of memory before it goes (0). Called under a heap's lock: it must not
+/// allocate or free device memory.
+#[allow(non_camel_case_types, reason = "C's names")]
+pub type symmalloc_memory_fn = Option<unsafe extern "C" fn(device: i32, is_mapped: u32, address: u64, bytes: u64)>;
+
+static LISTENER: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+
+/// Tells of memory from now on; NULL ends it.
+///
+/// # Safety
+/// The function may be called on any thread for the rest of the process.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_torch_on_memory(listener: symmalloc_memory_fn) {
+    let address = listener.map_or(std::ptr::null_mut(), |listener| listener as *mut c_void);
+    LISTENER.store(address, Ordering::Release);
+}
+
+pub(crate) fn tell(device: usize, change: MemoryChange) {
+    if !change.is_mapped {
+        shared_chunks::forget(device, change.address, change.size_bytes);
+    }
+    let listener = LISTENER.load(Ordering::Acquire);
+    if !listener.is_null() {
+        // SAFETY: stored by `symmalloc_torch_on_memory` from a function of this type.
+        let listener =
+            unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn(i32, u32, u64, u64)>(listener) };
+        // SAFETY: the contract of `symmalloc_torch_on_memory`.
+        unsafe { listener(device as i32, change.is_mapped.into(), change.address, change.size_bytes) };
+    }
+}

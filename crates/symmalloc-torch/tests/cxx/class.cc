@@ -1,0 +1,248 @@
+// Our class under the libc10 of a PyTorch, as C++ extensions use it. Kernels and Python are not needed: `../class.rs` puts the stub of
+// libcuda and `cudart.c` under it.
+//
+//   class CASE class.so libsymmalloc_torch.so        a case; `speed` and `native_speed` print nanoseconds
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include <dlfcn.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+
+// libtorch_cuda tells by it which devices have a context. No header declares it.
+namespace c10::cuda::_internal {
+void setHasPrimaryContext(bool (*)(c10::DeviceIndex));
+}
+
+namespace caching = c10::cuda::CUDACachingAllocator;
+using Action = caching::TraceEntry::Action;
+
+#define ASSERT(condition)                                            \
+  do {                                                               \
+    if (!(condition)) {                                              \
+      std::fprintf(stderr, "line %d: %s\n", __LINE__, #condition);   \
+      std::exit(1);                                                  \
+    }                                                                \
+  } while (0)
+
+constexpr size_t kMib = size_t{1} << 20;
+const c10::MempoolId_t kPool{0, 77};
+
+static bool everything(cudaStream_t) {
+  return true;
+}
+
+static void memory() {
+  const auto side = c10::cuda::getStreamFromPool();
+  void* reused = nullptr;
+  {
+    auto tensor = caching::get()->allocate(5 * kMib);
+    ASSERT(tensor.get() == tensor.get_context() && tensor.device().is_cuda());
+    ASSERT(tensor.get_deleter() == caching::get()->raw_deleter());
+    caching::recordStream(tensor, side);
+    const auto stats = caching::getDeviceStats(0);
+    ASSERT(stats.allocated_bytes[0].current == 5 * kMib && stats.reserved_bytes[0].current == 6 * kMib);
+    ASSERT(stats.num_device_alloc == 1);
+    size_t bytes = 0;
+    ASSERT(caching::getBaseAllocation(tensor.get(), &bytes) == tensor.get() && bytes == 6 * kMib);
+    reused = tensor.get();
+  }
+  // Free at once: the next user waits on the device.
+  void* again = caching::raw_alloc(5 * kMib);
+  ASSERT(again == reused);
+  caching::raw_delete(again);
+  ASSERT(caching::get()->allocate(0).get() == nullptr);
+  caching::emptyCache();
+  ASSERT(caching::getDeviceStats(0).reserved_bytes[0].current == 0);
+  ASSERT(caching::getDeviceStats(0).num_device_free == 1);
+  caching::resetAccumulatedStats(0);
+  ASSERT(caching::getDeviceStats(0).allocation[0].allocated == 0);
+  size_t largest = 0;
+  caching::cacheInfo(0, &largest);
+  ASSERT(largest > 100 * kMib);
+  ASSERT(c10::GetAllocator(c10::kCUDA) == caching::get() && caching::name() == "symmalloc");
+}
+
+static void trackers() {
+  std::vector<std::pair<Action, size_t>> seen;
+  caching::attachAllocatorTraceTracker([&](const auto& entry) { seen.emplace_back(entry.action_, entry.size_); });
+  void* pointer = caching::raw_alloc(3 * kMib + 100);
+  caching::raw_delete(pointer);
+  caching::emptyCache();
+  const std::vector<std::pair<Action, size_t>> expected{
+      {Action::SEGMENT_MAP, 4 * kMib},
+      {Action::ALLOC, 3 * kMib + 100},
+      {Action::FREE_REQUESTED, 3 * kMib + 100},
+      {Action::FREE_COMPLETED, 3 * kMib + 100},
+      {Action::SEGMENT_UNMAP, 4 * kMib}};
+  ASSERT(seen == expected);
+  // A pool's memory comes in segments, and says whose it is.
+  caching::createOrIncrefPool(0, kPool);
+  caching::beginAllocateToPool(0, kPool, everything);
+  pointer = caching::raw_alloc(kMib);
+  caching::endAllocateToPool(0, kPool);
+  ASSERT(seen[5].first == Action::SEGMENT_ALLOC && seen[5].second == 2 * kMib);
+  const auto snapshot = caching::snapshot(kPool);
+  ASSERT(snapshot.segments.size() == 1 && snapshot.segments[0].owner_private_pool_id == kPool);
+  ASSERT(snapshot.segments[0].registration_counter == 0);
+  ASSERT(snapshot.segments[0].blocks[0].allocated && caching::snapshot({5, 5}).segments.empty());
+  caching::raw_delete(pointer);
+  ASSERT(caching::get()->getPoolUseCount(0, kPool) == 2);
+}
+
+static void histories() {
+  struct Gathered : c10::GatheredContext {};
+  const auto gather = []() -> std::shared_ptr<c10::GatheredContext> { return std::make_shared<Gathered>(); };
+  void* before = caching::raw_alloc(512);
+  caching::recordHistory(true, gather, 6, caching::RecordContext::ALL, true, {"snapshot"});
+  void* pointer = caching::raw_alloc(512);
+  auto snapshot = caching::snapshot();
+  ASSERT(snapshot.device_traces[0].size() == 1 && snapshot.device_traces[0][0].context_);
+  ASSERT(snapshot.segments[0].blocks[1].context_when_allocated && !snapshot.segments[0].blocks[0].context_when_allocated);
+  caching::raw_delete(before);
+  for (int number = 0; number < 3; ++number) {
+    caching::raw_delete(pointer);
+    pointer = caching::raw_alloc(512);
+  }
+  // The last six, oldest first.
+  snapshot = caching::snapshot();
+  const auto& entries = snapshot.device_traces[0];
+  ASSERT(entries.size() == 6 && entries.back().action_ == Action::ALLOC && entries[2].action_ == Action::ALLOC);
+  for (size_t at = 1; at < entries.size(); ++at) {
+    ASSERT(entries[at - 1].time_.t_ <= entries[at].time_.t_);
+  }
+  ASSERT(caching::isHistoryEnabled());
+  caching::recordHistory(false, nullptr, 0, caching::RecordContext::NEVER, true, {});
+  ASSERT(caching::snapshot().device_traces[0].empty() && !caching::isHistoryEnabled());
+  caching::raw_delete(pointer);
+}
+
+static void refusals() {
+  std::vector<size_t> asked;
+  caching::attachOutOfMemoryObserver([&](int64_t, size_t bytes, size_t limit, size_t) {
+    asked.push_back(bytes);
+    ASSERT(limit == (size_t{1} << 30) / 4);
+    // What an observer allocates is no trouble.
+    caching::raw_delete(caching::raw_alloc(512));
+  });
+  caching::setMemoryFraction(0.25, 0);
+  ASSERT(caching::getMemoryFraction(0) == 0.25);
+  try {
+    caching::raw_alloc(300 * kMib);
+    ASSERT(false);
+  } catch (const c10::OutOfMemoryError& error) {
+    ASSERT(std::strstr(error.what(), "CUDA out of memory. symmalloc: ") != nullptr);
+  }
+  ASSERT(asked == std::vector<size_t>{300 * kMib} && caching::getDeviceStats(0).num_ooms == 1);
+  try {
+    caching::setMemoryFraction(2, 0);
+    ASSERT(false);
+  } catch (const c10::Error& error) {
+    ASSERT(std::strstr(error.what(), "a memory fraction of 2") != nullptr);
+  }
+  // A filter that throws is heard, and leaves nothing locked.
+  caching::beginAllocateToPool(0, kPool, [](cudaStream_t) -> bool {
+    static int calls = 0;
+    if (++calls > 1) TORCH_CHECK(false, "a filter");
+    return false;
+  });
+  try {
+    caching::raw_alloc(512);
+    ASSERT(false);
+  } catch (const c10::Error& error) {
+    ASSERT(std::strstr(error.what(), "a filter") != nullptr);
+  }
+  caching::endAllocateToPool(0, kPool);
+  caching::raw_delete(caching::raw_alloc(512));
+  // What is nobody's is complained of, and thrown by nobody: tensors are freed in destructors.
+  caching::raw_delete(reinterpret_cast<void*>(64));
+}
+
+static void checkpoints() {
+  caching::beginAllocateToPool(0, kPool, everything);
+  void* stem = caching::raw_alloc(3 * kMib);
+  const auto state = caching::getCheckpointState(0, kPool);
+  void* branch = caching::raw_alloc(60 * kMib);
+  caching::endAllocateToPool(0, kPool);
+  ASSERT(caching::checkPoolLiveAllocations(0, kPool, {stem, branch}));
+  const auto reserved = caching::getDeviceStats(0).reserved_bytes[0].current;
+  {
+    auto delta = caching::setCheckpointPoolState(0, state);
+    ASSERT((delta.ptrs_freed == std::vector<void*>{stem, branch}));
+    ASSERT(delta.dataptrs_allocd.size() == 1 && delta.dataptrs_allocd[0].get() == stem);
+    ASSERT(caching::checkPoolLiveAllocations(0, kPool, {stem}));
+  }
+  // Its owner let it go.
+  ASSERT(caching::checkPoolLiveAllocations(0, kPool, {}));
+  ASSERT(caching::getDeviceStats(0).reserved_bytes[0].current == reserved);
+}
+
+static void threads() {
+  // The thread that begins, and whoever works for it with its debug information.
+  caching::createOrIncrefPool(0, kPool);
+  const auto self = std::this_thread::get_id();
+  caching::beginAllocateToPool(0, kPool, [self](cudaStream_t) { return std::this_thread::get_id() == self; });
+  const auto info = c10::ThreadLocalDebugInfo::current();
+  void* pointers[3] = {caching::raw_alloc(512), nullptr, nullptr};
+  std::thread([&] {
+    pointers[1] = caching::raw_alloc(512);
+    c10::DebugInfoGuard guard(info);
+    pointers[2] = caching::raw_alloc(512);
+  }).join();
+  caching::endAllocateToPool(0, kPool);
+  ASSERT(c10::ThreadLocalDebugInfo::current() == nullptr);
+  std::thread([&] {
+    c10::DebugInfoGuard guard(info);
+    void* late = caching::raw_alloc(512);
+    ASSERT(caching::checkPoolLiveAllocations(0, kPool, {pointers[0], pointers[2]}));
+    caching::raw_delete(late);
+  }).join();
+  for (void* pointer : pointers) {
+    caching::raw_delete(pointer);
+  }
+}
+
+static void speed() {
+  const auto stream = c10::cuda::getCurrentCUDAStream(0).stream();
+  auto* allocator = caching::get();
+  for (const size_t bytes : {size_t{1024}, 4 * kMib}) {
+    double best = 1e9;
+    for (int round = 0; round < 20; ++round) {
+      const auto start = std::chrono::steady_clock::now();
+      for (int number = 0; number < 20000; ++number) {
+        allocator->raw_delete(allocator->raw_alloc_with_stream(bytes, stream));
+      }
+      const std::chrono::duration<double, std::nano> took = std::chrono::steady_clock::now() - start;
+      best = std::min(best, took.count() / 20000);
+    }
+    std::printf("%s %zu bytes: %.0f ns\n", allocator->name().c_str(), bytes, best);
+  }
+}
+
+int main(int count, char** words) {
+  ASSERT(count == 4);
+  const std::string name = words[1];
+  if (name != "native_speed") {
+    ASSERT(dlopen(words[3], RTLD_NOW | RTLD_GLOBAL) != nullptr);
+    void* library = dlopen(words[2], RTLD_NOW);
+    if (library == nullptr) std::fprintf(stderr, "%s\n", dlerror());
+    ASSERT(library != nullptr);
+    const auto install = reinterpret_cast<int (*)()>(dlsym(library, "symmalloc_install_class"));
+    ASSERT(install() == 0);
+  }
+  c10::cuda::_internal::setHasPrimaryContext([](c10::DeviceIndex) { return true; });
+  caching::init(c10::cuda::device_count());
+  if (name == "memory") memory();
+  if (name == "trackers") trackers();
+  if (name == "histories") histories();
+  if (name == "refusals") refusals();
+  if (name == "checkpoints") checkpoints();
+  if (name == "threads") threads();
+  if (name == "speed" || name == "native_speed") speed();
+  std::puts("passed");
+}

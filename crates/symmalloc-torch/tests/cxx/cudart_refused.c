@@ -1,0 +1,22 @@
+// Calls that PyTorch's libraries are linked against and that no test without a device makes: see cudart.c.
+#define REFUSED(name) int name(void); int name(void) { return 801; /* cudaErrorNotSupported */ }
+
+REFUSED(cudaDeviceGetDefaultMemPool)
+REFUSED(cudaFreeAsync)
+REFUSED(cudaGetDriverEntryPointByVersion)
+REFUSED(cudaGetSymbolAddress)
+REFUSED(cudaGraphDebugDotPrint)
+REFUSED(cudaGraphNodeGetDependencies)
+REFUSED(cudaHostRegister)
+REFUSED(cudaHostUnregister)
+REFUSED(cudaLaunchHostFunc)
+REFUSED(cudaMallocAsync)
+REFUSED(cudaMemPoolGetAttribute)
+REFUSED(cudaMemPoolSetAccess)
+REFUSED(cudaMemPoolSetAttribute)
+REFUSED(cudaMemPoolTrimTo)
+REFUSED(cudaMemcpy2DAsync)
+REFUSED(cudaMemcpyToSymbol)
+REFUSED(cudaProfilerStart)
+REFUSED(cudaProfilerStop)
+REFUSED(cudaStreamAddCallback)

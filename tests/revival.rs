@@ -1,0 +1,161 @@
+//! Revivals: a pool holds again what it held, and keeps the memory that captured graphs may use.
+
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::layout::Layout;
+use symmalloc_core::restore::RestoreError;
+use symmalloc_core::units::MIB;
+use symmalloc_core::{Allocation, Allocator, Digest, Placement, PoolId, StreamId};
+use symmalloc_harness::hooked::{DeviceCall, Hooked};
+use symmalloc_sim::{SimBackend, SplitMix64};
+
+const POOL: PoolId = PoolId::DEFAULT;
+const S0: StreamId = StreamId(0);
+const S1: StreamId = StreamId(1);
+
+type Rank<'a> = Allocator<&'a SimBackend>;
+
+fn rank<'a>(device: &'a SimBackend, policy: &str) -> Rank<'a> {
+    let pool: PoolConfig = policy.parse().expect("valid");
+    let config = Config::builder().default_pool(pool).build().expect("valid");
+    let allocator = Allocator::new(device, config).expect("valid");
+    allocator.register_stream().expect("few");
+    allocator.register_stream().expect("few");
+    allocator
+}
+
+/// What is live, in an order that is the same on every rank.
+type Live = BTreeMap<(StreamId, Placement), Allocation>;
+
+/// Allocates and frees at random.
+fn wander(allocator: &Rank<'_>, random: &mut SplitMix64, live: &mut Live, ops: u32) {
+    for _ in 0..ops {
+        if live.is_empty() || random.below(5) < 3 {
+            let stream = StreamId(random.below(2) as u16);
+            let bytes = [700, 90_000, MIB, 5 * MIB, 23 * MIB][random.below(5) as usize] + random.below(4096);
+            let made = allocator.allocate(POOL, stream, bytes).expect("fits");
+            live.insert((stream, made.placement), made);
+        } else {
+            let at = random.below(live.len() as u64) as usize;
+            let (&key, &freed) = live.iter().nth(at).expect("one of them");
+            if random.below(3) == 0 {
+                allocator.record_use(freed.handle, StreamId(1 - key.0.0)).expect("live");
+            }
+            allocator.free(freed.handle).expect("live");
+            live.remove(&key);
+        }
+    }
+}
+
+/// Frees what the layout does not have, as a tree of graphs does, and revives the rest.
+fn go_back(allocator: &Rank<'_>, layout: &Layout, saved: &Live, now: &Live) {
+    for (key, allocation) in now {
+        let is_kept = saved.get(key).is_some_and(|before| before.handle == allocation.handle);
+        if !is_kept {
+            allocator.free(allocation.handle).expect("live");
+        }
+    }
+    let reserved = allocator.stats().reserved_bytes.current;
+    let restored = allocator.revive_layout(POOL, layout).expect("all of it is there");
+    let mut found: Vec<_> = restored.allocations().map(|one| (one.stream, one.allocation.placement)).collect();
+    found.sort();
+    let expected: Vec<_> = saved.keys().copied().collect();
+    assert_eq!(found, expected, "exactly what was saved is live");
+    assert_eq!(allocator.stats().reserved_bytes.current, reserved, "no memory came or went");
+    allocator.check().expect("sound");
+}
+
+/// One rank's digests on the way.
+fn history(policy: &str, device: &SimBackend, seed: u64) -> Vec<Digest> {
+    let allocator = rank(device, policy);
+    let mut random = SplitMix64::new(seed);
+    let mut digests = Vec::new();
+    let mut saved = Live::new();
+    wander(&allocator, &mut random, &mut saved, 25);
+    let layout = allocator.save_layout(POOL).expect("nothing is retired");
+    for _ in 0..4 {
+        let mut now = saved.clone();
+        wander(&allocator, &mut random, &mut now, 30);
+        go_back(&allocator, &layout, &saved, &now);
+        // Handles of what was made again are new ones.
+        let again = allocator.revive_layout(POOL, &layout).expect("nothing to do");
+        saved = again.allocations().map(|one| ((one.stream, one.allocation.placement), one.allocation)).collect();
+        digests.push(allocator.digest(POOL).expect("known"));
+    }
+    digests
+}
+
+#[test]
+fn a_pool_goes_back_any_number_of_times_and_alike_on_every_rank() {
+    for policy in ["segments:expandable", "segments:fixed", "streams:shared"] {
+        for seed in 0..60 {
+            let digests = [1, 2].map(|rank| {
+                let device = SimBackend::builder().rank(rank).seed(seed + 7).build();
+                let digests = history(policy, &device, seed);
+                assert!(device.leaks().is_empty(), "{policy}, seed {seed}: {}", device.leaks());
+                digests
+            });
+            assert_eq!(digests[0], digests[1], "{policy}, seed {seed}");
+        }
+    }
+}
+
+#[test]
+fn memory_that_another_branch_obtained_stays_where_a_rewind_gives_it_back() {
+    let device = SimBackend::builder().build();
+    let allocator = rank(&device, "segments:expandable");
+    let stem = allocator.allocate(POOL, S0, 3 * MIB).expect("fits");
+    let layout = allocator.save_layout(POOL).expect("nothing is retired");
+    let branch = allocator.allocate(POOL, S0, 60 * MIB).expect("fits");
+    allocator.free(branch.handle).expect("live");
+    allocator.free(stem.handle).expect("live");
+    let reserved = device.mapped_bytes();
+    let restored = allocator.revive_layout(POOL, &layout).expect("all of it is there");
+    assert_eq!(restored.allocations().next().expect("one").allocation.address, stem.address);
+    assert_eq!(device.mapped_bytes(), reserved);
+    let again = allocator.allocate(POOL, S0, 60 * MIB).expect("fits");
+    assert_eq!((again.address, device.mapped_bytes()), (branch.address, reserved));
+    allocator.free(again.handle).expect("live");
+    allocator.restore_layout(POOL, &layout).expect("all of it is there");
+    assert!(device.mapped_bytes() < reserved);
+}
+
+#[test]
+fn a_revived_allocation_waits_for_those_who_used_its_memory_since() {
+    let device = SimBackend::builder().build();
+    let waits = Cell::new(0);
+    let count = |call| {
+        if let DeviceCall::Wait { stream } = call {
+            assert_eq!(stream, S0);
+            waits.set(waits.get() + 1);
+        }
+    };
+    let config = Config::builder().default_pool("streams:shared".parse().expect("valid")).build().expect("valid");
+    let allocator: Allocator<_> = Allocator::new(Hooked { inner: &device, hook: count }, config).expect("valid");
+    for _ in 0..2 {
+        allocator.register_stream().expect("few");
+    }
+    let saved = allocator.allocate(POOL, S0, MIB).expect("fits");
+    let layout = allocator.save_layout(POOL).expect("nothing is retired");
+    allocator.record_use(saved.handle, S1).expect("live");
+    allocator.free(saved.handle).expect("live");
+    allocator.revive_layout(POOL, &layout).expect("all of it is there");
+    assert_eq!(waits.get(), 1);
+}
+
+#[test]
+fn what_is_live_and_unknown_or_gone_is_refused_and_nothing_changes() {
+    let device = SimBackend::builder().build();
+    let allocator = rank(&device, "segments:fixed");
+    let saved = allocator.allocate(POOL, S0, 30 * MIB).expect("fits");
+    let layout = allocator.save_layout(POOL).expect("nothing is retired");
+    let stray = allocator.allocate(POOL, S0, MIB).expect("fits");
+    let digest = allocator.digest(POOL);
+    assert!(matches!(allocator.revive_layout(POOL, &layout), Err(RestoreError::UnknownLive { .. })));
+    assert_eq!(allocator.digest(POOL), digest);
+    allocator.free(stray.handle).expect("live");
+    allocator.free(saved.handle).expect("live");
+    allocator.trim(None).expect("taken back");
+    assert!(matches!(allocator.revive_layout(POOL, &layout), Err(RestoreError::Gone { .. })));
+}
