@@ -307,16 +307,21 @@ impl PoolRegistration {
         Ok(RankAnnouncement { _open: communicator.announcement(kind.to_owned(), elements, &stream)? })
     }
 
-    /// Deregisters everything, on every rank of the communicator.
+    /// Deregisters everything, on every rank of the communicator, and leaves it to its owner: it is not watched any more.
     pub(crate) fn end(self) -> Result<(), Error> {
         self.all.remove(&self.of);
         let OpenRegistration { registrar, communicator, pool, .. } = &*self.of;
-        match registrar.detach(communicator, &[*pool]) {
-            Ok(()) => registrar.sync(&[communicator]).map(|_| ()).map_err(Error::from),
+        let ended = match registrar.detach(communicator, &[*pool]) {
+            Ok(()) => registrar.sync(&[communicator]).map(|_| ()),
             // The communicator is gone, and its windows with it.
             Err(SyncError::NotAttached { .. } | SyncError::Gone { .. }) => Ok(()),
-            Err(error) => Err(error.into()),
-        }
+            Err(error) => Err(error),
+        };
+        // Its name here, which nobody else has. The owner's is as it was.
+        let left = communicator.destroy();
+        registrar.sweep();
+        ended?;
+        Ok(left?)
     }
 }
 

@@ -48,9 +48,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Allocator", "CudaError", "Device", "Error", "FileError", "InternalError", "InvalidArgument", "InvalidSettings",
-    "InvalidState", "LibraryNotFound", "MemPool", "MemoryTable", "MisalignedError", "Mode", "NcclError", "NotInstalled", "OutOfMemory",
-    "Placement", "Registration", "Step", "StepReport", "TorchError", "TransportError", "UnknownPointer", "UnknownPool", "Window", "Work", "__version__",
-    "all_to_all_single", "allocator", "announce", "assert_aligned", "digest", "dump_snapshot", "exchange_splits", "flight_record", "install", "installed", "last_step", "library_path", "named",
+    "InvalidState", "LibraryNotFound", "MemPool", "MemoryTable", "MisalignedError", "Mode", "NcclError", "NotInstalled",
+    "OutOfMemory", "Placement", "Registration", "Step", "StepReport", "TorchError", "TransportError", "UnknownPointer",
+    "UnknownPool", "Window", "Work", "__version__", "all_to_all_single", "allocator", "announce", "assert_aligned", "digest",
+    "dump_snapshot", "exchange_splits", "flight_record", "install", "installed", "last_step", "library_path", "named",
     "placement", "show", "snapshot", "start_trace", "stats", "step", "stop_trace", "use_mem_pool",
 ]  # fmt: skip
 

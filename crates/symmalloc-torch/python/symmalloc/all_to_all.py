@@ -1,12 +1,12 @@
-"""All-to-all on registered memory: `torch.distributed.all_to_all_single`, with splits that are exchanged when the program says so.
+"""All-to-all on registered memory: `torch.distributed.all_to_all_single`, with splits that are exchanged when asked.
 
     received = symmalloc.exchange_splits(rows_by_rank)          when the splits of any rank changed, on all ranks
     symmalloc.all_to_all_single(output, tokens, received, rows_by_rank)
     ...                                                         the experts
     symmalloc.all_to_all_single(combined, output, rows_by_rank, received)     the way back: nothing is exchanged
 
-A call is sends and receives in one NCCL group on the program's stream, and a copy of what the rank keeps. It allocates nothing, registers
-nothing and waits for nothing on the host, so it can be captured in a graph.
+A call is sends and receives in one NCCL group on the program's stream, and a copy of what the rank keeps. It allocates
+nothing, registers nothing and waits for nothing on the host, so it can be captured in a graph.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def exchange_splits(
 ) -> list[int]:
     """Tells every rank how many rows this one sends to each, and returns how many it receives from each: the `output_splits`.
 
-    Collective: all ranks call it when the splits of any of them changed, and at no other time. The host waits for the answer. The group
-    is one on which a pool is registered. Raises `InvalidArgument` when there are not as many splits as ranks, `MisalignedError` on the
-    other ranks then, `NcclError` when a rank does not come within the deadline, `InvalidState` in a capture.
+    Collective: all ranks call it when the splits of any of them changed, and at no other time. The host waits for the
+    answer. The group is one on which a pool is registered. Raises `InvalidArgument` when there are not as many splits as
+    ranks, `NcclError` when a rank does not come within the deadline, `InvalidState` in a capture.
     """
     registered = _found(group, comm, device_index(device))
     sent = _numbers("input_splits", input_splits, registered.ranks)
@@ -88,19 +88,20 @@ def all_to_all_single(
 ) -> Work | None:
     """Sends the input's rows to all ranks and receives theirs in the output, in rank order.
 
-    output, input       contiguous tensors of one type, with rows of one size: the first dimension counts rows. Each may have more rows
-                        than its splits, so that one buffer serves steps of different sizes
+    output, input       contiguous tensors of one type, with rows of one size: the first dimension counts rows. Each may have
+                        more rows than its splits, so that one buffer serves steps of different sizes
     output_splits       rows from each rank; None, with `input_splits` None: both tensors are split equally
     input_splits        rows for each rank. This rank's own part is the same on both sides
     group               one on which a pool is registered; None: the default group
     comm                a raw communicator, in place of the group's
     async_op            on a stream of its own, behind the current one; `Work.wait()` joins it
     require_registered  refuse tensors that are not in registered memory. NCCL moves others as well, through buffers of its own
-    check_splits        compare the splits of all ranks first, to find a mistake: every rank gets the same error. The host waits
+    check_splits        compare the splits of all ranks first, to find a mistake: every rank gets the same error. The host
+                        waits
 
-    Collective. Nothing is exchanged: a rank that knows its input's splits alone calls `exchange_splits` before. Raises `InvalidArgument`
-    for tensors or splits that do not fit, `InvalidState` for memory that is not registered, `MisalignedError` when
-    checked splits differ, `NcclError` when the communicator failed.
+    Collective. Nothing is exchanged: a rank that knows its input's splits alone calls `exchange_splits` before. Raises
+    `InvalidArgument` for tensors or splits that do not fit, `InvalidState` for memory that is not registered,
+    `MisalignedError` when checked splits differ, `NcclError` when the communicator failed.
     """
     import torch
 
@@ -149,8 +150,8 @@ def _row_bytes(output: torch.Tensor, input: torch.Tensor) -> int:
     """Bytes of a row, which is what one index of the first dimension names."""
     if output.dtype != input.dtype or output.shape[1:] != input.shape[1:] or not output.dim() or not input.dim():
         raise InvalidArgument(
-            f"rows of {tuple(input.shape)} {input.dtype} and {tuple(output.shape)} {output.dtype} differ: give tensors of one type "
-            "whose dimensions are equal but for the first"
+            f"rows of {tuple(input.shape)} {input.dtype} and {tuple(output.shape)} {output.dtype} differ: give tensors of one "
+            "type whose dimensions are equal but for the first"
         )
     if not (output.is_contiguous() and input.is_contiguous()):
         raise InvalidArgument("rows lie one behind the other: give contiguous tensors")
@@ -159,7 +160,9 @@ def _row_bytes(output: torch.Tensor, input: torch.Tensor) -> int:
 
 def _numbers(name: str, splits: Splits, ranks: int) -> Array[c_uint64]:
     if len(splits) != ranks:
-        raise InvalidArgument(f"{name} has {len(splits)} numbers for {ranks} ranks: give a number of rows for each rank")
+        raise InvalidArgument(
+            f"{name} has {len(splits)} numbers for {ranks} ranks: give a number of rows for each rank"
+        )
     if min(splits) < 0:
         raise InvalidArgument(f"{name} has {min(splits)} rows: give numbers from 0 on")
     return (c_uint64 * ranks)(*splits)

@@ -32,9 +32,10 @@ def announce(
         with symmalloc.announce("all_reduce", elements=gradients.numel()):
             torch.distributed.all_reduce(gradients)
 
-    The group (None: the default one), or the raw communicator, is one on which a pool is registered; every rank announces the same in the
-    same order. It is numbered among the group's collectives in flight records and has the deadline of `register()`: a rank that
-    does not come is named on the error output, in a flight record and at the next `sync()`. Nothing of the group is aborted.
+    The group (None: the default one), or the raw communicator, is one on which a pool is registered; every rank announces
+    the same in the same order. It is numbered among the group's collectives in flight records and has the deadline of
+    `register()`: a rank that does not come is named on the error output, in a flight record and at the next `sync()`.
+    Nothing of the group is aborted.
 
     kind      what it is, in flight records: the same on every rank
     elements  how large, the same on every rank; None where ranks may differ

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import socket
 from ctypes import c_void_p
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
 from .errors import InvalidArgument, InvalidState, TorchError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Communicator = Union[int, c_void_p]
+Communicator = int | c_void_p
 """An `ncclComm_t`, as a number or as ctypes has it: what vLLM's and SGLang's `PyNcclCommunicator.comm` is."""
 
 
@@ -42,8 +42,8 @@ class Member:
         return self._pointer
 
     def is_as_it_was(self) -> bool:
-        """Whether the group's communicator is certainly alive. PyTorch says so of the current device alone, which is the pool's as a
-        rule."""
+        """Whether the group's communicator is certainly alive. PyTorch says so of the current device alone, which is the
+        pool's as a rule."""
         if self.backend is None:
             return True
         try:

@@ -54,8 +54,8 @@ class Mode(enum.Enum):
     AT_SYNC = "at_sync"
     """At every sync, in one small collective for which the host waits."""
     OFF = "off"
-    """When `agree()` is called, and at every n-th sync with `agree_every=n`. Other syncs talk only when something is new: a sync that
-    finds nothing new returns at once. Ranks that differ in *whether* something is new are noticed by the deadline."""
+    """When `agree()` is called, and at every n-th sync with `agree_every=n`. Other syncs talk only when something is new: a
+    sync that finds nothing new returns at once. Ranks that differ in *whether* something is new are noticed by the deadline."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Registered:
         call("registrar_destroy", self.registrar)
 
 
-# Pools with windows, in the order of registration, which is the same on every rank: NCCL goes on using their memory when the program
-# lets go of them.
+# Pools with windows, in the order of registration, which is the same on every rank: NCCL goes on using their memory when the
+# program lets go of them.
 _registered: dict[MemPool, None] = {}
 
 
@@ -100,6 +100,8 @@ class MemPool:
     graphs     its memory is that of CUDA graphs: taken in captures alone, so that what a graph has captured is never given to
                anything else, and freed tensors are taken again by the next capture. Needs `reserve`: nothing can be
                registered in a capture
+    stream     what `reserve` is for: a pool has segments of its own for each stream. None: the current one, and for graphs
+               the one on which `torch.cuda.graph` captures by itself
     conf       further configuration of the pool, as `limit_mb:4096` or `streams:shared`
     device     None: the current one
 
@@ -114,6 +116,7 @@ class MemPool:
         symmetric: bool = True,
         reserve: int | None = None,
         graphs: bool = False,
+        stream: torch.cuda.Stream | None = None,
         conf: str | None = None,
         device: Device = None,
     ) -> None:
@@ -123,14 +126,14 @@ class MemPool:
         self.graphs = graphs
         self._allocator = allocator(self.device)
         self.id = self._allocator.create_pool(_pool_conf(symmetric, reserve, conf))
-        self._calls = ScopeCalls()
         self._on: list[Registered] = []
         # Those of them that PyTorch may destroy.
         self._groups: list[Member] = []
+        self._calls = ScopeCalls()
         self._finalizer = weakref.finalize(self, _destroy, self._allocator, self.id)
         self._finalizer.atexit = False  # the process gives everything back
         if reserve is not None:
-            self.reserve(reserve)
+            self.reserve(reserve, _capture_stream() if graphs and stream is None else stream)
 
     def reserve(self, size_bytes: int, stream: torch.cuda.Stream | None = None) -> None:
         """Obtains memory for later allocations on a stream; None: the current one. `sync()` then makes its windows.
@@ -148,8 +151,8 @@ class MemPool:
         return self._allocator.digest(self.id)
 
     def snapshot(self) -> list[dict[str, Any]]:
-        """The pool's segments now, by address, in the form of `torch.cuda.MemPool.snapshot()`: `address`, `total_size`, and `blocks`
-        with their `address`, `size` and `state`."""
+        """The pool's segments now, in the form of `torch.cuda.MemPool.snapshot()`: `address`, `total_size`, and `blocks` with
+        their `address`, `size` and `state`."""
         segments: list[dict[str, Any]] = self._allocator.snapshot()["segments"]
         return [segment for segment in segments if segment["segment_pool_id"] == (0, self.id)]
 
@@ -167,10 +170,10 @@ class MemPool:
         name: str | None = None,
         deadline_seconds: float = DEADLINE_SECONDS,
     ) -> int:
-        """Registers the pool's memory on the group's NCCL communicator (None: the default group), or on one of the program's own.
+        """Registers the pool's memory on the group's NCCL communicator (None: the default group), or on the program's own.
 
-        comm          a raw `ncclComm_t`, in place of the group's. It lives until `deregister(comm=...)` or `close()`, and no other
-                      thread uses it while a call of this pool does
+        comm          a raw `ncclComm_t`, in place of the group's. It lives until `deregister(comm=...)` or `close()`, and no
+                      other thread uses it while a call of this pool does
         rank, world   what the program takes `comm` for: an error when NCCL says otherwise
         registration  windows, or plain buffers
         mode          when the ranks compare what they did
@@ -180,8 +183,9 @@ class MemPool:
                       deadline, without its number
         name          in errors and flight records
 
-        Collective: every rank calls it at the same point, with the same arguments. A pool may be registered on many groups. Segments
-        that come later are registered at the next `sync()`, or at the end of a scope of `use_mem_pool(pool, register=True)`.
+        Collective: every rank calls it at the same point, with the same arguments. A pool may be registered on many groups.
+        Segments that come later are registered at the next `sync()`, or at the end of a scope of
+        `use_mem_pool(pool, register=True)`.
         Returns how many windows were made. Raises `MisalignedError` on every rank alike when the ranks placed differently,
         `NcclError` when a rank does not come within the deadline, `TorchError` for a group without NCCL.
         """
@@ -219,8 +223,8 @@ class MemPool:
     def sync(self) -> tuple[int, int]:
         """Registers new segments and deregisters dead ones, on every group in the order of registration.
 
-        Collective. Returns how many windows were made and how many went. When one group fails the others are synced all the same, and
-        the first error is raised: as `register`, and `InvalidState` when a group was destroyed.
+        Collective. Returns how many windows were made and how many went. When one group fails the others are synced all the
+        same, and the first error is raised: as `register`, and `InvalidState` when a group was destroyed.
         """
         self._check_groups()
         return _counts("pool_sync", self._allocator._handle, self.id)
@@ -287,17 +291,19 @@ class MemPool:
 def use_mem_pool(pool: MemPool, *, register: bool = False) -> Scope:
     """This thread's allocations on the pool's device go to the pool. Scopes nest. Threads started inside are not in it.
 
-    register  when the scope ends, what is new in the pool is registered, as by `pool.sync()`: on every group that the pool was
-              registered on. Collective then: every rank ends the scope at the same point. With `Mode.OFF` an end that finds nothing
-              new costs about a microsecond
+    register  when the scope ends, what is new in the pool is registered, as by `pool.sync()`: on every group that the pool
+              was registered on. Collective then: every rank ends the scope at the same point. With `Mode.OFF` an end that
+              finds nothing new costs about a microsecond
 
-    In a capture nothing can be registered: an end that finds nothing new is quiet, and another is an error (`InvalidState`). Reserve and
-    sync before the capture. An end with an error inside is a sync as well, since the other ranks come to it; the error
-    goes on. Raises `InvalidState` when `register` is asked for and the pool was registered nowhere, and outside of a capture
-    for a pool of graphs.
+    In a capture nothing can be registered: an end that finds nothing new is quiet, and another is an error (`InvalidState`).
+    Reserve for the stream that captures, and sync, before the capture. An end with an error inside is a sync as well, since
+    the other ranks come to it; the error goes on. Raises `InvalidState` when `register` is asked for and the pool was
+    registered nowhere, and outside of a capture for a pool of graphs.
     """
     if register and not pool._on:
-        raise InvalidState("the pool is registered nowhere: MemPool.register() comes before use_mem_pool(register=True)")
+        raise InvalidState(
+            "the pool is registered nowhere: MemPool.register() comes before use_mem_pool(register=True)"
+        )
     return Scope(pool, register)
 
 
@@ -319,6 +325,15 @@ def _pool_conf(symmetric: bool, reserve: int | None, conf: str | None) -> str:
         # A window covers a whole segment, and NCCL before 2.30.3 cannot register one that grows.
         keys += ["segments:fixed"]
     return ",".join(keys + ([conf] if conf else []))
+
+
+def _capture_stream() -> torch.cuda.Stream:
+    """The one that `torch.cuda.graph` takes where the program names none, made as it makes it."""
+    import torch
+
+    if torch.cuda.graph.default_capture_stream is None:
+        torch.cuda.graph.default_capture_stream = torch.cuda.Stream()
+    return torch.cuda.graph.default_capture_stream
 
 
 def _destroy(allocator: Allocator, pool: int) -> None:

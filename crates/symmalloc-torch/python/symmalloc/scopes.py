@@ -26,32 +26,25 @@ class Scope:
             raise InvalidState(
                 "the pool's memory is that of graphs: use it in a capture, so that nothing overwrites what a graph has captured"
             )
-        status = pool._calls.begin(pool.device, pool.id)
-        if status:
+        if status := pool._calls.begin(pool.device, pool.id):
             raise failure("scope_begin", status)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        if error is not None:
-            return self._end_with(error)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         pool = self._pool
-        if not self._registers:
-            status = pool._calls.leave(pool.device)
-            if status:
+        if error is not None:
+            self._end_with(error)
+        elif not self._registers:
+            if status := pool._calls.leave(pool.device):
                 raise failure("torch_pop_pool", status)
-            return None
-        if pool._groups and not _are_alive(pool):
+        elif pool._groups and not _are_alive(pool):
             call("torch_pop_pool", pool.device)
             pool._check_groups()
-        status = pool._calls.end(pool.device, pool.id, None, None)
-        if status:
+        elif status := pool._calls.end(pool.device, pool.id, None, None):
             raise failure("scope_end", status)
-        return None
 
     def _end_with(self, error: BaseException) -> None:
-        """Ends the scope after an error inside, which goes on. The other ranks come to the sync, so this one does; a thread that is
-        interrupted comes to none, and they learn of it by the deadline."""
+        """Ends the scope after an error inside, which goes on. The other ranks come to the sync, so this one does; a thread
+        that is interrupted comes to none, and they learn of it by the deadline."""
         pool = self._pool
         try:
             if self._registers and isinstance(error, Exception) and _are_alive(pool):
@@ -64,7 +57,7 @@ class Scope:
 
 
 class ScopeCalls:
-    """The library's calls of a scope, without types: with those, ctypes takes longer to convert the arguments than the calls take."""
+    """The library's calls of a scope, without types: with those, ctypes takes longer over the arguments than the calls do."""
 
     __slots__ = ("begin", "end", "leave")
 

@@ -1,5 +1,5 @@
-"""What programs of the tests begin with: an engine's own communicators on the stub of libnccl, a rank in each of two threads and on each
-of two devices, without PyTorch."""
+"""What programs of the tests begin with: an engine's own communicators on the stub of libnccl, a rank in each of two threads
+and on each of two devices, without PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What engines do that own their communicators: pools registered on raw ones, scopes that end in a sync, all-to-all. Without PyTorch."""
+"""What engines do that own their communicators: pools on raw ones, scopes that end in a sync, all-to-all. No PyTorch."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class On:
     def __exit__(self, *_): pass
 cuda = types.SimpleNamespace(
     is_current_stream_capturing=lambda: bool(capturing), device=On,
-    current_stream=lambda device: types.SimpleNamespace(cuda_stream=0))
+    graph=types.SimpleNamespace(default_capture_stream=types.SimpleNamespace(cuda_stream=0)))
 sys.modules["torch"] = types.SimpleNamespace(cuda=cuda)
 
 def program(rank):

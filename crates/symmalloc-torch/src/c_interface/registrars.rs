@@ -10,6 +10,7 @@ use crate::status::symmalloc_status;
 use std::ffi::{c_char, c_void};
 use std::num::NonZeroU32;
 use std::time::Duration;
+use symmalloc_core::PoolId;
 use symmalloc_nccl::{Communicator, Registration};
 
 /// `symmalloc_registrar_options.registration`: a symmetric window over each segment of a symmetric pool, made by all ranks together.
@@ -315,7 +316,8 @@ pub unsafe extern "C" fn symmalloc_scope_end(
     report(|| {
         let allocator = process::allocator(device)?;
         allocator.scopes().pop_pool(allocator.ordinal())?;
-        let counts = allocator.registrations.sync_at_scope_end(allocator.known_pool(pool)?)?;
+        // Nothing is registered of a pool that is unknown.
+        let counts = allocator.registrations.sync_at_scope_end(PoolId(pool))?;
         // SAFETY: the caller's contract.
         unsafe { tell(counts, registered, deregistered) };
         Ok(())

@@ -2,7 +2,7 @@
 //! registered.
 
 use crate::library::*;
-use crate::registrar::{POOL, Windows, allocator_of_torch, free_address, ranks, ranks_of};
+use crate::registrar::{POOL, Windows, allocator_of_torch, flight_record, free_address, ranks, ranks_of};
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
@@ -293,7 +293,7 @@ nccl_test!(buffers_are_a_ranks_own_matter_in_any_pool, {
 });
 
 nccl_test!(what_does_not_fit_the_communicator_is_refused, {
-    ranks(|rank, allocator, comm, _| {
+    ranks(|rank, allocator, comm, barrier| {
         let pool = allocator.create_pool(Some(POOL));
         let wrong = [
             (symmalloc_registrar_options { rank: 1 - rank, world: 2, ..options() }, "`rank` is"),
@@ -314,7 +314,11 @@ nccl_test!(what_does_not_fit_the_communicator_is_refused, {
         // SAFETY: a live registrar, and places for the answers.
         done(unsafe { symmalloc_registrar_rank(windows.0, &raw mut place.0, &raw mut place.1) });
         assert_eq!(place, (rank, 2));
+        assert!(flight_record().contains("\"tp\""), "it is watched");
         done(windows.destroy());
+        barrier.wait();
+        assert!(!flight_record().contains("\"tp\""), "it is its owner's again");
+        barrier.wait();
     });
     nccl::assert_clean();
 });
