@@ -193,11 +193,11 @@ def _found(group: ProcessGroup | None, comm: Communicator | None, device: int) -
 
 
 def _made(registered: Registered, options: int) -> c_void_p:
-    made = registered.all_to_alls.get(options)
+    made = registered.exchanges.get(options)
     if made is None:
         made = c_void_p()
         call("all_to_all_create", registered.registrar, options, byref(made))
-        registered.all_to_alls[options] = made
+        registered.exchanges[options] = made
     return made
 
 

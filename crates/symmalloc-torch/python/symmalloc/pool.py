@@ -76,14 +76,14 @@ class Registered:
     registrar: c_void_p
     ranks: int
     # What was made on it, by options: given up before the registrar.
-    all_to_alls: dict[int, c_void_p] = field(default_factory=dict)
+    exchanges: dict[int, c_void_p] = field(default_factory=dict)
     is_ended: bool = False
 
     def end(self) -> None:
         self.is_ended = True
-        for all_to_all in self.all_to_alls.values():
+        for all_to_all in self.exchanges.values():
             call("all_to_all_destroy", all_to_all)
-        self.all_to_alls.clear()
+        self.exchanges.clear()
         call("registrar_destroy", self.registrar)
 
 

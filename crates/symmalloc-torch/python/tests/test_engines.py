@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import tempfile
 import unittest
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import needs
@@ -240,6 +243,63 @@ on_ranks(program)
         print(f"a scope that does nothing {nothing:.0f} ns, a quiet one {scope:.0f} ns")
         # On a machine of its own it is one microsecond; this one may be busy, with libraries that are not optimized.
         self.assertLess(scope, 10_000)
+
+
+@needs.device
+@needs.nccl
+class Processes(unittest.TestCase):
+    PROGRAM = """
+import os, time
+from pathlib import Path
+from symmalloc import installation
+
+number, file = int(os.environ["RANK"]), Path(os.environ["ID_FILE"])
+installation._installed_with = (None, None, True)
+if number == 0:
+    file.with_suffix(".new").write_bytes(bytes(ids[0]))
+    file.with_suffix(".new").rename(file)
+while not file.exists():
+    time.sleep(0.01)
+rank = Rank(number, threading.Barrier(1))
+comm = rank.connect(UniqueId.from_buffer_copy(file.read_bytes()))
+pool = MemPool(device=number)
+pool.register(comm=comm, rank=number, world=2, mode=Mode[os.environ["MODE"]], meet=os.environ["MEET"], deadline_seconds=2)
+with use_mem_pool(pool, register=True):
+    rank.allocate(MIB)
+print("in step", flush=True)
+begun = time.monotonic()
+
+def second():
+    with use_mem_pool(pool, register=True):
+        rank.allocate(4 * MIB)
+        if number == 1:
+            os._exit(9)
+
+error = raises(symmalloc.NcclError, "rank 1", second)
+assert time.monotonic() - begun < 5, error  # the deadline, and three seconds at most
+outside = rank.allocate(MIB)
+assert symmalloc.allocator(number).placement_of(outside).pool == 0, "no scope is left open"
+print("told", flush=True)
+nccl.ncclCommAbort(comm)
+os._exit(0)
+"""
+
+    def test_a_process_that_dies_in_a_scope_is_named_on_the_others_within_the_deadline(self) -> None:
+        for mode in ("AT_SYNC", "OFF"):
+            with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as ranks:
+                shared = {"ID_FILE": f"{folder}/id", "MEET": f"127.0.0.1:{free_port()}", "MODE": mode}
+                survivor, dead = ranks.map(
+                    lambda rank: needs.process(BEGIN + "import threading" + self.PROGRAM, RANK=str(rank), **shared),
+                    range(2),
+                )
+                self.assertEqual((dead.returncode, dead.stdout), (9, "in step\n"), dead.stderr)
+                self.assertEqual((survivor.returncode, survivor.stdout), (0, "in step\ntold\n"), survivor.stderr)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 # Tensors of the stub, whose device memory is the host's, and what is asked of PyTorch.
