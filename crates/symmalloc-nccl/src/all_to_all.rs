@@ -39,7 +39,7 @@ mod transfers;
 pub use error::AllToAllError;
 
 use crate::communicator::Communicator;
-use crate::communicator::buffers::Elements;
+use crate::communicator::buffers::{Elements, Uses};
 use crate::communicator::operation::NcclCall;
 use crate::data_type::DataType;
 use crate::driver;
@@ -49,7 +49,7 @@ use crate::registrar::Registrar;
 use crate::registrar::segment_key::SegmentKey;
 use crate::splits::{Side, Split, Splits};
 use crate::transport::NcclTransport;
-use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop};
+use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceRepr};
 use message::Messages;
 use registered::RegisteredSegments;
 use std::fmt;
@@ -120,7 +120,7 @@ struct ReadyCall<'a> {
     input: Region,
     output: Region,
     /// Uses of both buffers, for as long as work is submitted.
-    _uses: [SyncOnDrop<'a>; 2],
+    _uses: Uses<'a>,
 }
 
 impl AllToAllBuilder {
@@ -222,6 +222,42 @@ impl AllToAll {
         O: DevicePtrMut<T>,
     {
         let call = self.prepare(stream, input, output, row_elements, splits.into());
+        self.submit_checked(stream, call)
+    }
+
+    /// As [`run`](Self::run), over memory that is known by its address. A row is `row_bytes` bytes, and both regions are given in
+    /// bytes.
+    ///
+    /// # Safety
+    /// Both are memory of the communicator's device until the stream is past the call; what wrote the input is before it on the
+    /// stream, and nothing else writes the input or touches the output until then.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub unsafe fn run_raw<'s>(
+        &self,
+        stream: &Arc<CudaStream>,
+        (input, input_bytes): (u64, usize),
+        (output, output_bytes): (u64, usize),
+        row_bytes: usize,
+        splits: impl Into<Option<&'s Splits>>,
+    ) -> Result<(), AllToAllError> {
+        let Messages { rank, ranks, .. } = self.messages;
+        let shape =
+            CallShape { input_len: input_bytes, output_len: output_bytes, element_bytes: 1, row_elements: row_bytes };
+        let call = Transfers::new(rank, ranks, splits.into(), shape).and_then(|transfers| {
+            self.comm.check_stream(stream)?;
+            self.ready(transfers, input, output, Uses::new())
+        });
+        self.submit_checked(stream, call)
+    }
+
+    /// Compares the call with those of other ranks, where calls are checked, and submits it.
+    fn submit_checked(
+        &self,
+        stream: &Arc<CudaStream>,
+        call: Result<ReadyCall<'_>, AllToAllError>,
+    ) -> Result<(), AllToAllError> {
         if self.messages.is_checked && !self.is_captured(stream)? {
             let message =
                 call.as_ref().map_or_else(|_| self.messages.refusal(), |call| self.messages.check(&call.transfers));
@@ -261,8 +297,19 @@ impl AllToAll {
         self.comm.check_stream(stream)?;
         let (input_address, reading) = input.device_ptr(stream);
         let (output_address, writing) = output.device_ptr_mut(stream);
-        let input = Region { address: input_address, size_bytes: transfers.input_bytes };
-        let output = Region { address: output_address, size_bytes: transfers.output_bytes };
+        self.ready(transfers, input_address, output_address, smallvec::smallvec![reading, writing])
+    }
+
+    /// The call over these addresses, if they do for it.
+    fn ready<'a>(
+        &self,
+        transfers: Transfers<'a>,
+        input: u64,
+        output: u64,
+        uses: Uses<'a>,
+    ) -> Result<ReadyCall<'a>, AllToAllError> {
+        let input = Region { address: input, size_bytes: transfers.input_bytes };
+        let output = Region { address: output, size_bytes: transfers.output_bytes };
         if input.overlaps(&output) {
             return Err(AllToAllError::Overlap {
                 input: input.address,
@@ -275,7 +322,7 @@ impl AllToAll {
             registered.check(&self.comm, Side::Input, input)?;
             registered.check(&self.comm, Side::Output, output)?;
         }
-        Ok(ReadyCall { transfers, input, output, _uses: [reading, writing] })
+        Ok(ReadyCall { transfers, input, output, _uses: uses })
     }
 
     fn submit(&self, stream: &Arc<CudaStream>, call: &ReadyCall<'_>) -> Result<(), AllToAllError> {

@@ -207,11 +207,32 @@ impl Registrar {
             self.counters.quiet_syncs.add(1);
             return Ok(Synced::default());
         }
-        self.sync_all(attachments)
+        self.sync_all(attachments, self.settings.mode != Mode::Off)
+    }
+
+    /// As [`sync`](Self::sync), and the ranks compare their histories whatever the registrar's mode is: agreement by hand, where
+    /// that is [`Mode::Off`].
+    ///
+    /// # Errors
+    /// As [`sync`](Self::sync).
+    pub fn agree(&self, comms: &[&Communicator]) -> Result<Synced, SyncError> {
+        self.counters.syncs.add(1);
+        let attachments: Result<_, _> = comms.iter().map(|comm| self.attachment(comm)).collect();
+        self.sync_all(attachments?, true)
+    }
+
+    /// Whether a sync of this communicator finds nothing new on this rank: every segment of the pools is registered, and what is
+    /// dead is deregistered. Never waits for other ranks.
+    ///
+    /// # Errors
+    /// When nothing is attached to the communicator, or it is gone.
+    pub fn is_current(&self, comm: &Communicator) -> Result<bool, SyncError> {
+        let attachment = self.attachment(comm)?;
+        Ok(attachment.is_current(&self.allocator))
     }
 
     #[cold]
-    fn sync_all(&self, mut attachments: SmallVec<[Arc<Attachment>; 4]>) -> Result<Synced, SyncError> {
+    fn sync_all(&self, mut attachments: SmallVec<[Arc<Attachment>; 4]>, compares: bool) -> Result<Synced, SyncError> {
         attachments.sort_by(|one, other| one.comm.order().cmp(other.comm.order()));
         attachments.dedup_by(|one, other| Arc::ptr_eq(one, other));
         let Some(first) = attachments.first() else { return Ok(Synced::default()) };
@@ -226,7 +247,7 @@ impl Registrar {
         // All communicators compare histories up to one moment.
         let history = |attachment: &Arc<Attachment>| {
             let pools = attachment.view().window_pools.clone();
-            (self.settings.mode != Mode::Off).then(|| RankHistory::of_pools(self.allocator.core(), Point::Sync, &pools))
+            compares.then(|| RankHistory::of_pools(self.allocator.core(), Point::Sync, &pools))
         };
         let histories: SmallVec<[Option<RankHistory<'_>>; 4]> = attachments.iter().map(history).collect();
         let job = SyncJob { allocator: &self.allocator, settings: &self.settings, counters: &self.counters };

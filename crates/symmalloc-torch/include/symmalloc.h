@@ -20,6 +20,35 @@
 #define SYMMALLOC_VERSION "0.1.0"
 
 /**
+ * `symmalloc_registrar_options.registration`: a symmetric window over each segment of a symmetric pool, made by all ranks together.
+ */
+#define SYMMALLOC_REGISTER_WINDOWS 0
+
+/**
+ * `symmalloc_registrar_options.registration`: `ncclCommRegister` for each piece of memory, which is this rank's own matter. For any
+ * pool, also one whose segments grow.
+ */
+#define SYMMALLOC_REGISTER_BUFFERS 1
+
+/**
+ * `symmalloc_registrar_options.agree_every`: the ranks compare their histories when `symmalloc_registrar_agree` or
+ * `symmalloc_pool_agree` is called, and never in a sync.
+ */
+#define SYMMALLOC_AGREE_BY_HAND UINT32_MAX
+
+/**
+ * An option of `symmalloc_all_to_all_create`: buffers that are not registered on the communicator are refused. NCCL moves other
+ * memory through buffers of its own.
+ */
+#define SYMMALLOC_ALL_TO_ALL_REGISTERED 1
+
+/**
+ * An option of `symmalloc_all_to_all_create`: the ranks compare their splits before each call, and all get the same error when they
+ * disagree. To find mistakes: the host waits for an exchange.
+ */
+#define SYMMALLOC_ALL_TO_ALL_CHECKED 2
+
+/**
  * How a call ended. After anything but `SYMMALLOC_OK`, `symmalloc_error_message` says what happened and what to do.
  */
 enum symmalloc_status
@@ -109,6 +138,11 @@ typedef struct symmalloc_checkpoint symmalloc_checkpoint;
 typedef struct symmalloc_registrar symmalloc_registrar;
 
 /**
+ * All-to-all-v on one communicator.
+ */
+typedef struct symmalloc_all_to_all symmalloc_all_to_all;
+
+/**
  * Work that the program gives to a stream by itself, until this is dropped.
  */
 typedef struct symmalloc_announcement symmalloc_announcement;
@@ -164,6 +198,44 @@ typedef struct symmalloc_placement {
    */
   uint64_t requested_bytes;
 } symmalloc_placement;
+
+/**
+ * How a pool is registered. All zero: windows, compared at every sync, with a deadline of five minutes. All ranks give the same, but
+ * for `rank`.
+ */
+typedef struct symmalloc_registrar_options {
+  /**
+   * Milliseconds after which anything that waits for other ranks ends; 0: five minutes.
+   */
+  uint32_t deadline_ms;
+  /**
+   * `SYMMALLOC_REGISTER_WINDOWS` or `SYMMALLOC_REGISTER_BUFFERS`.
+   */
+  uint32_t registration;
+  /**
+   * The ranks compare their histories at every so many syncs: 0 and 1 mean each one, `SYMMALLOC_AGREE_BY_HAND` none. A sync that
+   * compares nothing and finds nothing new returns at once; that ranks differ in *whether* there is something new is noticed by the
+   * deadline then.
+   */
+  uint32_t agree_every;
+  /**
+   * What the program takes this rank of the communicator for. Refused when NCCL says another one.
+   */
+  uint32_t rank;
+  /**
+   * What it takes the communicator's number of ranks for; 0: neither is compared.
+   */
+  uint32_t world;
+  /**
+   * "host:port", a free port of the machine of the communicator's rank 0: there the ranks meet, and keep connections by which each
+   * learns which rank died, is stopped or does not come. NULL: nothing tells which rank it is.
+   */
+  const char *rendezvous;
+  /**
+   * The communicator's name in errors and flight records; NULL: "borrowed".
+   */
+  const char *name;
+} symmalloc_registrar_options;
 
 /**
  * Gives `len` bytes of this rank to all ranks and writes everybody's, in rank order, to `all` (world times `len` bytes). Zero
@@ -703,6 +775,182 @@ symmalloc_status symmalloc_trace_start(struct symmalloc_allocator *allocator,
 symmalloc_status symmalloc_trace_stop(struct symmalloc_allocator *allocator);
 
 /**
+ * Attaches a symmetric pool to a communicator that other code owns. Nothing is registered before the first sync. Every rank
+ * of the communicator calls it. Anything that waits for other ranks ends after `deadline_ms` milliseconds; 0: after
+ * five minutes. `rendezvous` is as in `symmalloc_registrar_options`.
+ *
+ * # Safety
+ * `rendezvous` is a C string or NULL; `allocator` is live; `nccl_comm` is a live and ready `ncclComm_t` on its device, of the NCCL library of this process, which
+ * lives until the registrar is destroyed and is not used by other threads while a call of this library uses it; `out` is valid
+ * for writing.
+ */
+symmalloc_status symmalloc_registrar_create(struct symmalloc_allocator *allocator,
+                                            uint32_t pool,
+                                            void *nccl_comm,
+                                            uint32_t deadline_ms,
+                                            const char *rendezvous,
+                                            struct symmalloc_registrar **out);
+
+/**
+ * As `symmalloc_registrar_create`, for any kind of registration, agreement and name.
+ *
+ * # Safety
+ * As `symmalloc_registrar_create`; `options` is valid for reading, and its texts are C strings or NULL.
+ */
+symmalloc_status symmalloc_registrar_create_with(struct symmalloc_allocator *allocator,
+                                                 uint32_t pool,
+                                                 void *nccl_comm,
+                                                 const struct symmalloc_registrar_options *options,
+                                                 struct symmalloc_registrar **out);
+
+/**
+ * Registers new segments of the pool and deregisters dead ones, on every rank of the communicator, after the ranks have
+ * compared what they did. Both counts may be NULL.
+ *
+ * # Safety
+ * The registrar is live; the counts are NULL or valid for writing.
+ */
+symmalloc_status symmalloc_registrar_sync(struct symmalloc_registrar *registrar,
+                                          uint64_t *registered,
+                                          uint64_t *deregistered);
+
+/**
+ * As `symmalloc_registrar_sync`, and the ranks compare their histories also where `agree_every` would not have it.
+ *
+ * # Safety
+ * As `symmalloc_registrar_sync`.
+ */
+symmalloc_status symmalloc_registrar_agree(struct symmalloc_registrar *registrar,
+                                           uint64_t *registered,
+                                           uint64_t *deregistered);
+
+/**
+ * What NCCL says of the registrar's communicator: this rank, and how many ranks there are.
+ *
+ * # Safety
+ * The registrar is live; `rank` and `world` are valid for writing.
+ */
+symmalloc_status symmalloc_registrar_rank(struct symmalloc_registrar *registrar,
+                                          uint32_t *rank,
+                                          uint32_t *world);
+
+/**
+ * The window that all of these bytes lie in, an `ncclWindow_t` of the registrar's communicator, and where they begin in it: at the
+ * same offset on every rank. `SYMMALLOC_INVALID_STATE` when they are in none.
+ *
+ * # Safety
+ * The registrar is live; `window` and `offset_bytes` are valid for writing.
+ */
+symmalloc_status symmalloc_registrar_window(struct symmalloc_registrar *registrar,
+                                            const void *pointer,
+                                            size_t bytes,
+                                            void **window,
+                                            uint64_t *offset_bytes);
+
+/**
+ * Deregisters everything, on every rank of the communicator, and lets go of it. NULL is no op. The registrar is gone also when
+ * an error is returned.
+ *
+ * # Safety
+ * The registrar is live and not used after this.
+ */
+symmalloc_status symmalloc_registrar_destroy(struct symmalloc_registrar *registrar);
+
+/**
+ * Syncs all registrars of a pool, in the order in which they were made, which is the same on every rank. When one fails, the others
+ * are synced all the same, since their ranks wait for this one; the first error is returned. Both counts may be NULL.
+ *
+ * # Safety
+ * `allocator` is live; the counts are NULL or valid for writing.
+ */
+symmalloc_status symmalloc_pool_sync(struct symmalloc_allocator *allocator,
+                                     uint32_t pool,
+                                     uint64_t *registered,
+                                     uint64_t *deregistered);
+
+/**
+ * As `symmalloc_pool_sync`, and the ranks compare their histories.
+ *
+ * # Safety
+ * As `symmalloc_pool_sync`.
+ */
+symmalloc_status symmalloc_pool_agree(struct symmalloc_allocator *allocator,
+                                      uint32_t pool,
+                                      uint64_t *registered,
+                                      uint64_t *deregistered);
+
+/**
+ * What this thread allocates through PyTorch's entry points on the device goes to the pool until `symmalloc_scope_end`, as by
+ * `symmalloc_torch_push_pool`.
+ */
+symmalloc_status symmalloc_scope_begin(int32_t device,
+                                       uint32_t pool);
+
+/**
+ * Ends the scope that this thread began last on the device, and syncs all registrars of the pool, as `symmalloc_pool_sync`: what was
+ * allocated inside is registered then. Every rank does the same. While a graph is captured nothing can be registered and the ranks
+ * cannot talk: the scope ends quietly when it finds nothing new, and with an error otherwise. Reserve and sync before the capture.
+ * Both counts may be NULL.
+ *
+ * # Safety
+ * The counts are NULL or valid for writing.
+ */
+symmalloc_status symmalloc_scope_end(int32_t device,
+                                     uint32_t pool,
+                                     uint64_t *registered,
+                                     uint64_t *deregistered);
+
+/**
+ * Makes an all-to-all-v on the registrar's communicator. Talks to no rank. `options` is a sum of `SYMMALLOC_ALL_TO_ALL_...`, the same
+ * on every rank; 0: any memory, no checks. Destroy it before the registrar.
+ *
+ * # Safety
+ * The registrar is live; `out` is valid for writing.
+ */
+symmalloc_status symmalloc_all_to_all_create(struct symmalloc_registrar *registrar,
+                                             uint32_t options,
+                                             struct symmalloc_all_to_all **out);
+
+/**
+ * Tells all ranks how many rows this one sends to each (`sent`, by rank), and writes how many it receives from each (`received`, by
+ * rank). All ranks call it: when the splits of any of them changed, and at no other time. The host waits for the answer.
+ *
+ * # Safety
+ * `all_to_all` is live; `sent` is valid for reading as many numbers as the communicator has ranks, and `received` for writing them.
+ */
+symmalloc_status symmalloc_all_to_all_exchange(struct symmalloc_all_to_all *all_to_all,
+                                               const uint64_t *sent,
+                                               uint64_t *received);
+
+/**
+ * Sends the input's rows to all ranks and receives theirs in the output, in rank order. A row is `row_bytes` bytes; `sent` and
+ * `received` say how many rows go to and come from each rank. Both NULL: equal parts of both whole buffers. Nothing is exchanged: every
+ * rank knows both. A buffer may be longer than its rows. Returns when the work is in the stream; it can be captured in a graph.
+ *
+ * # Safety
+ * `all_to_all` is live; `stream` is one of its device and lives as long as the communicator; the buffers are memory of the device
+ * until the stream is past the call, and nothing else writes them or reads the output until then; `sent` and `received` are NULL or
+ * valid for reading as many numbers as the communicator has ranks.
+ */
+symmalloc_status symmalloc_all_to_all_run(struct symmalloc_all_to_all *all_to_all,
+                                          void *stream,
+                                          const void *input,
+                                          size_t input_bytes,
+                                          void *output,
+                                          size_t output_bytes,
+                                          size_t row_bytes,
+                                          const uint64_t *sent,
+                                          const uint64_t *received);
+
+/**
+ * Gives it up. What is in streams is carried out. NULL is no op.
+ *
+ * # Safety
+ * It is live and not used after this.
+ */
+symmalloc_status symmalloc_all_to_all_destroy(struct symmalloc_all_to_all *all_to_all);
+
+/**
  * Compares this rank's history in symmetric pools with all other ranks'. Every rank calls it, at the same point of its program.
  *
  * `SYMMALLOC_MISALIGNED` when they differ: on every rank, and the message names the first op that differs.
@@ -728,45 +976,6 @@ symmalloc_status symmalloc_agree_all(struct symmalloc_allocator *allocator,
                                      uint32_t world,
                                      symmalloc_gather_fn gather,
                                      void *context);
-
-/**
- * Attaches a symmetric pool to a communicator that other code owns. Nothing is registered before the first sync. Every rank
- * of the communicator calls it. Anything that waits for other ranks ends after `deadline_ms` milliseconds; 0: after
- * five minutes. `rendezvous` is "host:port", a free port of the machine of the communicator's rank 0 and the same on every rank:
- * there the ranks meet, and keep connections by which each learns which rank died, is stopped or does not come. NULL: nothing tells
- * which rank it is.
- *
- * # Safety
- * `rendezvous` is a C string or NULL; `allocator` is live; `nccl_comm` is a live and ready `ncclComm_t` on its device, of the NCCL library of this process, which
- * lives until the registrar is destroyed and is not used by other threads while a call of this library uses it; `out` is valid
- * for writing.
- */
-symmalloc_status symmalloc_registrar_create(struct symmalloc_allocator *allocator,
-                                            uint32_t pool,
-                                            void *nccl_comm,
-                                            uint32_t deadline_ms,
-                                            const char *rendezvous,
-                                            struct symmalloc_registrar **out);
-
-/**
- * Registers new segments of the pool and deregisters dead ones, on every rank of the communicator, after the ranks have
- * compared what they did. Both counts may be NULL.
- *
- * # Safety
- * The registrar is live; the counts are NULL or valid for writing.
- */
-symmalloc_status symmalloc_registrar_sync(struct symmalloc_registrar *registrar,
-                                          uint64_t *registered,
-                                          uint64_t *deregistered);
-
-/**
- * Deregisters everything, on every rank of the communicator, and lets go of it. NULL is no op. The registrar is gone also when
- * an error is returned.
- *
- * # Safety
- * The registrar is live and not used after this.
- */
-symmalloc_status symmalloc_registrar_destroy(struct symmalloc_registrar *registrar);
 
 /**
  * Tells the watchdog of work that the program gives to a stream by itself and that all ranks of the registrar's communicator give

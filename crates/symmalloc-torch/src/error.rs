@@ -9,7 +9,7 @@ use symmalloc_core::plans::{PlanError, StepError};
 use symmalloc_core::recording::{RecordingEnd, RecordingError, StartRecordingError};
 use symmalloc_core::restore::{LayoutError, RestoreError};
 use symmalloc_cuda::CudaError;
-use symmalloc_nccl::{AttachError, CommError, SyncError};
+use symmalloc_nccl::{AllToAllError, AttachError, CommError, LookupError, SplitsError, SyncError};
 use symmalloc_trace::plan::PlanTextError;
 use thiserror::Error;
 
@@ -137,6 +137,12 @@ pub(crate) enum Error {
     /// Registration failed.
     #[error(transparent)]
     Sync(Box<SyncError>),
+    /// There is no window over the memory.
+    #[error(transparent)]
+    Window(Box<LookupError>),
+    /// An all-to-all was refused, or failed.
+    #[error(transparent)]
+    AllToAll(Box<AllToAllError>),
     /// A snapshot could not be written.
     #[error("the snapshot cannot be written: {0}")]
     Snapshot(#[from] io::Error),
@@ -215,8 +221,11 @@ impl Error {
                 SyncError::Disagreed { .. } | SyncError::PlansDiffer { .. } | SyncError::OffsetsDiffer { .. } => {
                     SYMMALLOC_MISALIGNED
                 }
+                SyncError::Capturing => SYMMALLOC_INVALID_STATE,
                 _ => SYMMALLOC_NCCL,
             },
+            Error::Window(_) => SYMMALLOC_INVALID_STATE,
+            Error::AllToAll(error) => of_all_to_all(error),
             Error::Communicator(_) | Error::Attach(_) => SYMMALLOC_NCCL,
             Error::StartRecording(StartRecordingError::AlreadyRecording | StartRecordingError::InUse { .. }) => {
                 SYMMALLOC_INVALID_STATE
@@ -246,6 +255,18 @@ fn of_allocation(error: &AllocateError) -> symmalloc_status {
     }
 }
 
+fn of_all_to_all(error: &AllToAllError) -> symmalloc_status {
+    match error {
+        AllToAllError::Refused { .. } | AllToAllError::DifferentCalls { .. } | AllToAllError::Disagreement { .. } => {
+            symmalloc_status::SYMMALLOC_MISALIGNED
+        }
+        AllToAllError::NotRegistered { .. } | AllToAllError::Capturing => symmalloc_status::SYMMALLOC_INVALID_STATE,
+        AllToAllError::Comm(_) | AllToAllError::Transport(_) => symmalloc_status::SYMMALLOC_NCCL,
+        AllToAllError::Driver(_) => symmalloc_status::SYMMALLOC_CUDA,
+        _ => symmalloc_status::SYMMALLOC_INVALID_ARGUMENT,
+    }
+}
+
 fn of_unknown(error: &UnknownError) -> symmalloc_status {
     match error {
         UnknownError::Pool { .. } | UnknownError::DestroyedPool { .. } => symmalloc_status::SYMMALLOC_UNKNOWN_POOL,
@@ -268,12 +289,20 @@ macro_rules! boxed {
 
 boxed! {
     Agreement(AgreementError);
+    AllToAll(AllToAllError);
     Attach(AttachError);
     Checkpoint(LayoutError);
     Restore(RestoreError);
     Communicator(CommError);
     TorchSettings(SettingsError);
     Sync(SyncError);
+    Window(LookupError);
+}
+
+impl From<SplitsError> for Error {
+    fn from(error: SplitsError) -> Self {
+        AllToAllError::from(error).into()
+    }
 }
 
 /// Every allocation and free returns one or none.

@@ -23,7 +23,9 @@
 //! | `symmalloc_agree` | ranks compare their histories, over any gather |
 //! | `symmalloc_announce_begin`, `symmalloc_announce_end` | the watchdog learns of a collective that other code submits |
 //! | `symmalloc_flight_record` | what the process's communicators did last, for `symmalloc diff` |
-//! | `symmalloc_registrar_create` ... | NCCL windows over a symmetric pool, on a communicator of PyTorch's |
+//! | `symmalloc_registrar_create` ... | NCCL windows over a symmetric pool, on a communicator of PyTorch's or an engine's |
+//! | `symmalloc_scope_begin`, `symmalloc_scope_end` | a thread's allocations go to a pool, and are registered at the end |
+//! | `symmalloc_all_to_all_run` ... | all-to-all-v on registered memory |
 //!
 //! # What is different from PyTorch's allocator
 //! - A block that other streams used is free at `free`, and its next user waits on the device: `record_stream` costs nothing

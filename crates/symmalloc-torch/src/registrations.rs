@@ -1,33 +1,219 @@
-//! Registrations: NCCL windows over pools, on communicators that another library owns (PyTorch's `ProcessGroupNCCL`).
+//! Registrations: which pools are registered on which communicators that another library owns (PyTorch's `ProcessGroupNCCL`, an
+//! engine's own).
 //!
-//! One registrar of `symmalloc-nccl` per allocator, with an attachment for each communicator.
+//! ```text
+//!  Registrations ── a registrar of symmalloc-nccl for each mode
+//!       └── open: pool 3 on "tp" │ pool 3 on "dp" │ pool 4 on "tp"      in the order of registration, equal on all ranks
+//! ```
+//!
+//! A pool may be registered on many communicators. At a scope's end all of its registrations are brought up to date, in that order.
 
 use crate::error::Error;
 use crate::streams::RawStream;
+use smallvec::SmallVec;
 use std::ffi::c_void;
-use std::sync::{Arc, OnceLock};
+use std::num::NonZeroU32;
+use std::ops::AddAssign;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
+use symmalloc_agreement::Mode;
 use symmalloc_core::PoolId;
 use symmalloc_cuda::CudaAllocator;
-use symmalloc_nccl::{Announcement, Communicator, CommunicatorBuilder, Registrar, Registration, SyncError, Synced};
+use symmalloc_nccl::{
+    AllToAll, Announcement, Communicator, CommunicatorBuilder, Registrar, Registration, SyncError, Synced, WindowSpan,
+};
 
-/// The registrar of one allocator, made when the first communicator comes.
+/// The registrations of one allocator.
 pub(crate) struct Registrations {
     allocator: CudaAllocator,
-    registrar: OnceLock<Arc<Registrar>>,
+    /// Made when the first communicator comes that wants it.
+    at_sync: OnceLock<Arc<Registrar>>,
+    /// As above.
+    off: OnceLock<Arc<Registrar>>,
+    open: Arc<OpenRegistrations>,
+}
+
+/// In the order of registration, which is the same on every rank.
+#[derive(Default)]
+struct OpenRegistrations(RwLock<Vec<Arc<OpenRegistration>>>);
+
+/// When the ranks of a communicator compare their histories.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum AgreementMode {
+    /// At every sync.
+    AtSync,
+    /// When the program asks for it.
+    ByHand,
+    /// Then, and at every n-th sync.
+    EverySyncs(NonZeroU32),
+}
+
+/// How a pool is to be registered.
+pub(crate) struct RegistrationOptions<'a> {
+    pub(crate) deadline: Duration,
+    pub(crate) rendezvous: Option<&'a str>,
+    pub(crate) name: Option<&'a str>,
+    pub(crate) registration: Registration,
+    pub(crate) agreement: AgreementMode,
+    /// Rank and number of ranks, if the program says what it takes the communicator for.
+    pub(crate) place: Option<(u32, u32)>,
+}
+
+/// What memory an all-to-all takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Memory {
+    /// Any.
+    Any,
+    /// What is registered on its communicator.
+    Registered,
+}
+
+/// Whether the ranks compare each all-to-all before it is submitted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Calls {
+    /// No.
+    Trusted,
+    /// Yes.
+    Checked,
+}
+
+/// What syncs did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct SyncCounts {
+    pub(crate) registered: u64,
+    pub(crate) deregistered: u64,
+}
+
+impl From<Synced> for SyncCounts {
+    fn from(synced: Synced) -> Self {
+        SyncCounts { registered: synced.registrations, deregistered: synced.deregistrations }
+    }
+}
+
+impl AddAssign for SyncCounts {
+    fn add_assign(&mut self, other: Self) {
+        self.registered += other.registered;
+        self.deregistered += other.deregistered;
+    }
 }
 
 impl Registrations {
     pub(crate) fn new(allocator: &CudaAllocator) -> Self {
-        Registrations { allocator: allocator.clone(), registrar: OnceLock::new() }
+        let (at_sync, off) = (OnceLock::new(), OnceLock::new());
+        Registrations { allocator: allocator.clone(), at_sync, off, open: Arc::default() }
     }
 
-    fn registrar(&self) -> Result<&Arc<Registrar>, Error> {
-        if let Some(registrar) = self.registrar.get() {
+    fn registrar(&self, agreement: AgreementMode) -> Result<&Arc<Registrar>, Error> {
+        let (place, mode) = match agreement {
+            AgreementMode::AtSync => (&self.at_sync, Mode::AtSync),
+            AgreementMode::ByHand | AgreementMode::EverySyncs(_) => (&self.off, Mode::Off),
+        };
+        if let Some(registrar) = place.get() {
             return Ok(registrar);
         }
-        let registrar = Arc::new(Registrar::builder(&self.allocator).build()?);
-        Ok(self.registrar.get_or_init(|| registrar))
+        let registrar = Arc::new(Registrar::builder(&self.allocator).agreement(mode).build()?);
+        Ok(place.get_or_init(|| registrar))
+    }
+
+    /// Brings all registrations of a pool up to date, also after one of them failed: the other ranks of each wait for this one.
+    /// Returns the first error.
+    pub(crate) fn sync(&self, pool: PoolId) -> Result<SyncCounts, Error> {
+        self.for_each(pool, OpenRegistration::sync)
+    }
+
+    /// As [`sync`](Self::sync), and the ranks compare their histories.
+    pub(crate) fn agree(&self, pool: PoolId) -> Result<SyncCounts, Error> {
+        self.for_each(pool, OpenRegistration::agree)
+    }
+
+    /// As [`sync`](Self::sync), but a capture may be under way as long as nothing is new: nobody talks then.
+    pub(crate) fn sync_at_scope_end(&self, pool: PoolId) -> Result<SyncCounts, Error> {
+        self.for_each(pool, OpenRegistration::sync_at_scope_end)
+    }
+
+    fn for_each(
+        &self,
+        pool: PoolId,
+        act: impl Fn(&OpenRegistration) -> Result<SyncCounts, SyncError>,
+    ) -> Result<SyncCounts, Error> {
+        // Not locked while other ranks are waited for.
+        let of_pool: SmallVec<[Arc<OpenRegistration>; 4]> = self.open.of(pool);
+        let mut outcome = Ok(SyncCounts::default());
+        for registration in &of_pool {
+            match (act(registration), &mut outcome) {
+                (Ok(counts), Ok(total)) => *total += counts,
+                (Err(error), Ok(_)) => outcome = Err(error),
+                (_, Err(_)) => {}
+            }
+        }
+        Ok(outcome?)
+    }
+}
+
+impl OpenRegistrations {
+    fn of(&self, pool: PoolId) -> SmallVec<[Arc<OpenRegistration>; 4]> {
+        let all = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        all.iter().filter(|registration| registration.pool == pool).map(Arc::clone).collect()
+    }
+
+    fn add(&self, registration: &Arc<OpenRegistration>) {
+        self.0.write().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(registration));
+    }
+
+    fn remove(&self, registration: &Arc<OpenRegistration>) {
+        let mut all = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|other| !Arc::ptr_eq(other, registration));
+    }
+}
+
+/// A pool on a communicator.
+struct OpenRegistration {
+    registrar: Arc<Registrar>,
+    communicator: Communicator,
+    pool: PoolId,
+    agreement: AgreementMode,
+    /// Syncs so far, where every n-th one compares: equal on all ranks.
+    syncs: AtomicU32,
+}
+
+impl OpenRegistration {
+    fn sync(&self) -> Result<SyncCounts, SyncError> {
+        if self.compares_now() { self.agree() } else { self.sync_quietly() }
+    }
+
+    fn sync_at_scope_end(&self) -> Result<SyncCounts, SyncError> {
+        let comm = &self.communicator;
+        if !self.compares_now() {
+            return self.sync_quietly();
+        }
+        let is_capturing = self.registrar.allocator().is_capturing();
+        let is_capturing =
+            is_capturing.map_err(|error| SyncError::Cuda { communicator: comm.name().to_owned(), error })?;
+        if is_capturing && self.registrar.is_current(comm)? {
+            return Ok(SyncCounts::default());
+        }
+        self.agree()
+    }
+
+    fn sync_quietly(&self) -> Result<SyncCounts, SyncError> {
+        self.registrar.sync(&[&self.communicator]).map(SyncCounts::from)
+    }
+
+    fn agree(&self) -> Result<SyncCounts, SyncError> {
+        self.registrar.agree(&[&self.communicator]).map(SyncCounts::from)
+    }
+
+    /// Counts a sync, and says whether the ranks compare their histories in it.
+    fn compares_now(&self) -> bool {
+        match self.agreement {
+            AgreementMode::AtSync => true,
+            AgreementMode::ByHand => false,
+            AgreementMode::EverySyncs(every) => {
+                let before = self.syncs.fetch_add(1, Ordering::Relaxed);
+                before.wrapping_add(1).is_multiple_of(every.get())
+            }
+        }
     }
 }
 
@@ -38,9 +224,8 @@ pub struct RankAnnouncement {
 
 /// One pool on one communicator.
 pub struct PoolRegistration {
-    registrar: Arc<Registrar>,
-    communicator: Communicator,
-    pool: PoolId,
+    of: Arc<OpenRegistration>,
+    all: Arc<OpenRegistrations>,
 }
 
 impl PoolRegistration {
@@ -53,21 +238,56 @@ impl PoolRegistration {
         registrations: &Registrations,
         pool: PoolId,
         communicator: *mut c_void,
-        deadline: Duration,
-        rendezvous: Option<&str>,
+        options: &RegistrationOptions<'_>,
     ) -> Result<Self, Error> {
-        let builder = Communicator::builder(registrations.allocator.device()).name("borrowed").deadline(deadline);
-        let builder = rendezvous.into_iter().fold(builder, CommunicatorBuilder::rendezvous);
+        let builder = Communicator::builder(registrations.allocator.device());
+        let builder = builder.name(options.name.unwrap_or("borrowed")).deadline(options.deadline);
+        let builder = options.rendezvous.into_iter().fold(builder, CommunicatorBuilder::rendezvous);
         // SAFETY: the caller's contract.
         let communicator = unsafe { builder.borrow(communicator) }?;
-        let registrar = Arc::clone(registrations.registrar()?);
-        registrar.attach(&communicator, &[pool], Registration::Windows)?;
-        Ok(PoolRegistration { registrar, communicator, pool })
+        if let Some((rank, world)) = options.place {
+            check("rank", rank, communicator.rank(), "what NCCL says of the communicator: is it another group's?")?;
+            check("world", world, communicator.ranks(), "what NCCL says of the communicator: is it another group's?")?;
+        }
+        let registrar = Arc::clone(registrations.registrar(options.agreement)?);
+        registrar.attach(&communicator, &[pool], options.registration)?;
+        let (agreement, syncs) = (options.agreement, AtomicU32::new(0));
+        let of = Arc::new(OpenRegistration { registrar, communicator, pool, agreement, syncs });
+        registrations.open.add(&of);
+        Ok(PoolRegistration { of, all: Arc::clone(&registrations.open) })
     }
 
     /// Brings the windows up to date, on every rank of the communicator.
-    pub(crate) fn sync(&self) -> Result<Synced, Error> {
-        Ok(self.registrar.sync(&[&self.communicator])?)
+    pub(crate) fn sync(&self) -> Result<SyncCounts, Error> {
+        Ok(self.of.sync()?)
+    }
+
+    /// As [`sync`](Self::sync), and the ranks compare their histories.
+    pub(crate) fn agree(&self) -> Result<SyncCounts, Error> {
+        Ok(self.of.agree()?)
+    }
+
+    /// This rank, and the number of ranks.
+    pub(crate) fn place(&self) -> (u32, u32) {
+        (self.of.communicator.rank(), self.of.communicator.ranks())
+    }
+
+    /// The window that all of these bytes lie in.
+    pub(crate) fn window_at(&self, pointer: *const c_void, size_bytes: u64) -> Result<WindowSpan, Error> {
+        Ok(self.of.registrar.window_at(&self.of.communicator, pointer as u64, size_bytes)?)
+    }
+
+    /// All-to-all-v on the communicator.
+    pub(crate) fn all_to_all(&self, memory: Memory, calls: Calls) -> Result<AllToAll, Error> {
+        let OpenRegistration { registrar, communicator, .. } = &*self.of;
+        let mut builder = AllToAll::builder(communicator);
+        if memory == Memory::Registered {
+            builder = builder.require_registered(registrar);
+        }
+        if calls == Calls::Checked {
+            builder = builder.check_calls();
+        }
+        Ok(builder.build()?)
     }
 
     /// Tells the watchdog of work that the program gives to the stream while it holds the answer.
@@ -80,19 +300,31 @@ impl PoolRegistration {
         elements: Option<u64>,
         stream: *mut c_void,
     ) -> Result<RankAnnouncement, Error> {
+        let communicator = &self.of.communicator;
         let raw = RawStream::new(stream).handle();
         // SAFETY: the caller's contract. Nothing is given to it but events.
-        let stream = unsafe { self.communicator.device().context().wrap_borrowed_stream(raw.cast()) };
-        Ok(RankAnnouncement { _open: self.communicator.announcement(kind.to_owned(), elements, &stream)? })
+        let stream = unsafe { communicator.device().context().wrap_borrowed_stream(raw.cast()) };
+        Ok(RankAnnouncement { _open: communicator.announcement(kind.to_owned(), elements, &stream)? })
     }
 
-    /// Deregisters everything, on every rank of the communicator.
+    /// Deregisters everything, on every rank of the communicator, and leaves it to its owner: it is not watched any more.
     pub(crate) fn end(self) -> Result<(), Error> {
-        match self.registrar.detach(&self.communicator, &[self.pool]) {
-            Ok(()) => self.registrar.sync(&[&self.communicator]).map(|_| ()).map_err(Error::from),
+        self.all.remove(&self.of);
+        let OpenRegistration { registrar, communicator, pool, .. } = &*self.of;
+        let ended = match registrar.detach(communicator, &[*pool]) {
+            Ok(()) => registrar.sync(&[communicator]).map(|_| ()),
             // The communicator is gone, and its windows with it.
             Err(SyncError::NotAttached { .. } | SyncError::Gone { .. }) => Ok(()),
-            Err(error) => Err(error.into()),
-        }
+            Err(error) => Err(error),
+        };
+        // Its name here, which nobody else has. The owner's is as it was.
+        let left = communicator.destroy();
+        registrar.sweep();
+        ended?;
+        Ok(left?)
     }
+}
+
+fn check(argument: &'static str, given: u32, is: u32, expected: &'static str) -> Result<(), Error> {
+    if given == is { Ok(()) } else { Err(Error::Argument { argument, value: given.into(), expected }) }
 }

@@ -19,6 +19,8 @@ fn the_header_is_what_the_sources_say() {
         "c_interface/reports.rs",
         "alignment.rs",
         "registrations.rs",
+        "c_interface/registrars.rs",
+        "c_interface/all_to_all.rs",
         "c_interface/ranks.rs",
         "torch_entry.rs",
         "filter.rs",

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .agreement import assert_aligned
+from .all_to_all import Work, all_to_all_single, exchange_splits
 from .allocator import Allocator, Placement, StepReport
+from .announcement import announce
 from .devices import Device
 from .errors import (
     CudaError,
@@ -37,7 +39,7 @@ from .installation import allocator, has_class, install, installed
 from .library import VERSION as __version__
 from .library import library_path, text
 from .naming import named
-from .pool import MemPool, announce, use_mem_pool
+from .pool import MemPool, Mode, Registration, Window, use_mem_pool
 from .showing import MemoryTable, show
 from .steps import Step, last_step, step
 
@@ -46,9 +48,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Allocator", "CudaError", "Device", "Error", "FileError", "InternalError", "InvalidArgument", "InvalidSettings",
-    "InvalidState", "LibraryNotFound", "MemPool", "MemoryTable", "MisalignedError", "NcclError", "NotInstalled", "OutOfMemory",
-    "Placement", "Step", "StepReport", "TorchError", "TransportError", "UnknownPointer", "UnknownPool", "__version__", "allocator",
-    "announce", "assert_aligned", "digest", "dump_snapshot", "flight_record", "has_class", "install", "installed", "last_step", "library_path", "named",
+    "InvalidState", "LibraryNotFound", "MemPool", "MemoryTable", "MisalignedError", "Mode", "NcclError", "NotInstalled",
+    "OutOfMemory", "Placement", "Registration", "Step", "StepReport", "TorchError", "TransportError", "UnknownPointer",
+    "UnknownPool", "Window", "Work", "__version__", "all_to_all_single", "allocator", "announce", "assert_aligned", "digest",
+    "dump_snapshot", "exchange_splits", "flight_record", "has_class", "install", "installed", "last_step", "library_path", "named",
     "placement", "show", "snapshot", "start_trace", "stats", "step", "stop_trace", "use_mem_pool",
 ]  # fmt: skip
 

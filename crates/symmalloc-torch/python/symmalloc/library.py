@@ -42,6 +42,20 @@ class StepReportStruct(ctypes.Structure):
     ]
 
 
+class RegistrarOptionsStruct(ctypes.Structure):
+    """symmalloc_registrar_options in the header."""
+
+    _fields_ = [
+        ("deadline_ms", c_uint32),
+        ("registration", c_uint32),
+        ("agree_every", c_uint32),
+        ("rank", c_uint32),
+        ("world", c_uint32),
+        ("rendezvous", c_char_p),
+        ("name", c_char_p),
+    ]
+
+
 # Calls that return a symmalloc_status.
 CALLS: dict[str, list[Any]] = {
     "create": [c_int32, c_char_p, POINTER(c_void_p)],
@@ -75,8 +89,22 @@ CALLS: dict[str, list[Any]] = {
     "agree": [c_void_p, c_uint32, c_uint32, GatherFunction, c_void_p],
     "agree_all": [c_void_p, c_uint32, c_uint32, GatherFunction, c_void_p],
     "registrar_create": [c_void_p, c_uint32, c_void_p, c_uint32, c_char_p, POINTER(c_void_p)],
+    "registrar_create_with": [c_void_p, c_uint32, c_void_p, POINTER(RegistrarOptionsStruct), POINTER(c_void_p)],
     "registrar_sync": [c_void_p, POINTER(c_uint64), POINTER(c_uint64)],
+    "registrar_agree": [c_void_p, POINTER(c_uint64), POINTER(c_uint64)],
+    "registrar_rank": [c_void_p, POINTER(c_uint32), POINTER(c_uint32)],
+    "registrar_window": [c_void_p, c_void_p, c_size_t, POINTER(c_void_p), POINTER(c_uint64)],
     "registrar_destroy": [c_void_p],
+    "pool_sync": [c_void_p, c_uint32, POINTER(c_uint64), POINTER(c_uint64)],
+    "pool_agree": [c_void_p, c_uint32, POINTER(c_uint64), POINTER(c_uint64)],
+    "scope_begin": [c_int32, c_uint32],
+    "scope_end": [c_int32, c_uint32, POINTER(c_uint64), POINTER(c_uint64)],
+    "all_to_all_create": [c_void_p, c_uint32, POINTER(c_void_p)],
+    "all_to_all_exchange": [c_void_p, POINTER(c_uint64), POINTER(c_uint64)],
+    "all_to_all_run": [
+        c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_size_t, POINTER(c_uint64), POINTER(c_uint64),
+    ],
+    "all_to_all_destroy": [c_void_p],
     "announce_begin": [c_void_p, c_char_p, c_uint64, c_void_p, POINTER(c_void_p)],
     "announce_end": [c_void_p],
     "flight_record": [c_char_p, POINTER(c_void_p)],
@@ -87,7 +115,7 @@ CALLS: dict[str, list[Any]] = {
     "torch_pop_pool": [c_int32],
     "torch_push_name": [c_int32, c_char_p],
     "torch_pop_name": [c_int32],
-}
+}  # fmt: skip
 
 
 def library_path() -> Path:

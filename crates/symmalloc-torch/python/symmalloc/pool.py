@@ -1,39 +1,94 @@
 """Pools of their own, above all for symmetric memory: places equal on all ranks, in NCCL windows.
 
-PyTorch's `torch.cuda.MemPool` needs calls that its class for pluggable allocators lacks. These pools are symmalloc's:
-
     pool = symmalloc.MemPool(reserve=1 << 30)        one segment, obtained now; one window for ever
     with symmalloc.use_mem_pool(pool):
         buffer = torch.empty(...)                    lies in the pool, on every rank at the same place
     pool.register()                                  collective: windows on the group's NCCL communicator
     torch.distributed.all_reduce(buffer)             NCCL takes its symmetric kernels
+
+An engine that owns its communicators registers on them, and its scopes end with what is new registered:
+
+    pool.register(comm=pynccl.comm, rank=pynccl.rank, world=pynccl.world_size, mode=symmalloc.Mode.OFF)
+    with symmalloc.use_mem_pool(pool, register=True):
+        hidden = torch.empty(...)
 """
 
 from __future__ import annotations
 
-import os
-import socket
+import enum
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from ctypes import byref, c_uint64, c_void_p
+from contextlib import suppress
+from ctypes import byref, c_char_p, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .allocator import Allocator
+from .communicators import Communicator, Member, check_raw, rendezvous
 from .devices import Device, device_index
-from .errors import Error, InvalidState, TorchError
+from .errors import Error, InvalidArgument, InvalidState
 from .installation import allocator
-from .library import call
+from .library import RegistrarOptionsStruct, call, encoded
+from .scopes import Scope, ScopeCalls
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
 
 GRANULE_BYTES = 2 << 20
 DEADLINE_SECONDS = 60.0
+BY_HAND = 0xFFFF_FFFF
 
 
-# Pools with windows, in the order of registration, which is the same on every rank: NCCL goes on using their memory when the program
-# lets go of them.
+class Registration(enum.Enum):
+    """How a pool's memory is registered on a communicator."""
+
+    WINDOWS = 0
+    """A symmetric window over each segment, made by all ranks together. For symmetric pools."""
+    BUFFERS = 1
+    """`ncclCommRegister` for each piece of memory: this rank's own matter. For any pool, also one whose segments grow."""
+
+
+class Mode(enum.Enum):
+    """When the ranks of a communicator compare what they allocated in the pool."""
+
+    AT_SYNC = "at_sync"
+    """At every sync, in one small collective for which the host waits."""
+    OFF = "off"
+    """When `agree()` is called, and at every n-th sync with `agree_every=n`. Other syncs talk only when something is new: a
+    sync that finds nothing new returns at once. Ranks that differ in *whether* something is new are noticed by the deadline."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """A place in an NCCL window: what device code addresses a peer's memory by."""
+
+    handle: int
+    """The `ncclWindow_t`."""
+    offset_bytes: int
+    """From the window's first byte, equal on all ranks."""
+
+
+@dataclass(eq=False)
+class Registered:
+    """A pool on a communicator."""
+
+    member: Member
+    registrar: c_void_p
+    ranks: int
+    # What was made on it, by options: given up before the registrar.
+    exchanges: dict[int, c_void_p] = field(default_factory=dict)
+    is_ended: bool = False
+
+    def end(self) -> None:
+        self.is_ended = True
+        for all_to_all in self.exchanges.values():
+            call("all_to_all_destroy", all_to_all)
+        self.exchanges.clear()
+        call("registrar_destroy", self.registrar)
+
+
+# Pools with windows, in the order of registration, which is the same on every rank: NCCL goes on using their memory when the
+# program lets go of them.
 _registered: dict[MemPool, None] = {}
 
 
@@ -42,77 +97,164 @@ class MemPool:
 
     symmetric  all ranks must make the same allocations in it, and get the same places; `assert_aligned` compares it
     reserve    bytes to obtain now, as one segment for the current stream; None: segments come as they are needed
+    graphs     its memory is that of CUDA graphs: taken in captures alone, so that what a graph has captured is never given to
+               anything else, and freed tensors are taken again by the next capture. Needs `reserve`: nothing can be
+               registered in a capture
+    stream     what `reserve` is for: a pool has segments of its own for each stream. None: the current one, and for graphs
+               the one on which `torch.cuda.graph` captures by itself
     conf       further configuration of the pool, as `limit_mb:4096` or `streams:shared`
     device     None: the current one
 
     When the pool is closed or collected and its tensors are gone, its memory goes back with the next `empty_cache()`. A pool
     with windows is not collected before it is deregistered: NCCL uses its memory. Raises `NotInstalled`, `InvalidSettings`,
-    `OutOfMemory`.
+    `OutOfMemory`, and `InvalidArgument` for a graph pool without memory.
     """
 
     def __init__(
-        self, *, symmetric: bool = True, reserve: int | None = None, conf: str | None = None, device: Device = None
+        self,
+        *,
+        symmetric: bool = True,
+        reserve: int | None = None,
+        graphs: bool = False,
+        stream: torch.cuda.Stream | None = None,
+        conf: str | None = None,
+        device: Device = None,
     ) -> None:
+        if graphs and reserve is None:
+            raise InvalidArgument("a pool for graphs needs its memory before the capture: give reserve")
         self.device = device_index(device)
+        self.graphs = graphs
         self._allocator = allocator(self.device)
         self.id = self._allocator.create_pool(_pool_conf(symmetric, reserve, conf))
-        self._registrars: dict[int, tuple[Any, c_void_p]] = {}
+        self._on: list[Registered] = []
+        # Those of them that PyTorch may destroy.
+        self._groups: list[Member] = []
+        self._calls = ScopeCalls()
         self._finalizer = weakref.finalize(self, _destroy, self._allocator, self.id)
         self._finalizer.atexit = False  # the process gives everything back
         if reserve is not None:
+            self.reserve(reserve, _capture_stream() if graphs and stream is None else stream)
+
+    def reserve(self, size_bytes: int, stream: torch.cuda.Stream | None = None) -> None:
+        """Obtains memory for later allocations on a stream; None: the current one. `sync()` then makes its windows.
+
+        Windows are made before a capture: reserve what it will allocate, and sync. Raises `OutOfMemory`.
+        """
+        if stream is None:
             import torch
 
-            self._allocator.reserve(reserve, torch.cuda.current_stream(self.device).cuda_stream, self.id)
+            stream = torch.cuda.current_stream(self.device)
+        self._allocator.reserve(size_bytes, stream.cuda_stream, self.id)
 
     def digest(self) -> int:
         """64 bits over the pool's history: equal on all ranks exactly when ops and placements are."""
         return self._allocator.digest(self.id)
 
-    def register(self, group: ProcessGroup | None = None, *, deadline_seconds: float = DEADLINE_SECONDS) -> int:
-        """Registers the pool's segments as windows on the group's NCCL communicator; None: the default group.
+    def snapshot(self) -> list[dict[str, Any]]:
+        """The pool's segments now, in the form of `torch.cuda.MemPool.snapshot()`: `address`, `total_size`, and `blocks` with
+        their `address`, `size` and `state`."""
+        segments: list[dict[str, Any]] = self._allocator.snapshot()["segments"]
+        return [segment for segment in segments if segment["segment_pool_id"] == (0, self.id)]
 
-        Collective: every rank of the group calls it at the same point. Segments that come later get their windows at
-        the next `sync()`. Returns how many windows were made. Raises `MisalignedError` on every rank alike when the ranks
-        placed differently, `NcclError` when a rank does not come within the deadline, `TorchError` for a group without NCCL.
+    def register(
+        self,
+        group: ProcessGroup | None = None,
+        *,
+        comm: Communicator | None = None,
+        rank: int | None = None,
+        world: int | None = None,
+        registration: Registration = Registration.WINDOWS,
+        mode: Mode = Mode.AT_SYNC,
+        agree_every: int | None = None,
+        meet: str | None = None,
+        name: str | None = None,
+        deadline_seconds: float = DEADLINE_SECONDS,
+    ) -> int:
+        """Registers the pool's memory on the group's NCCL communicator (None: the default group), or on the program's own.
+
+        comm          a raw `ncclComm_t`, in place of the group's. It lives until `deregister(comm=...)` or `close()`, and no
+                      other thread uses it while a call of this pool does
+        rank, world   what the program takes `comm` for: an error when NCCL says otherwise
+        registration  windows, or plain buffers
+        mode          when the ranks compare what they did
+        agree_every   with `Mode.OFF`: also at every so many syncs
+        meet          with `comm`: "host:port", a free port of rank 0's machine, where the ranks meet to learn which of them died.
+                      None: by the store of `group`, if that is given beside `comm`; else a dead rank is noticed by the
+                      deadline, without its number
+        name          in errors and flight records
+
+        Collective: every rank calls it at the same point, with the same arguments. A pool may be registered on many groups.
+        Segments that come later are registered at the next `sync()`, or at the end of a scope of
+        `use_mem_pool(pool, register=True)`.
+        Returns how many windows were made. Raises `MisalignedError` on every rank alike when the ranks placed differently,
+        `NcclError` when a rank does not come within the deadline, `TorchError` for a group without NCCL.
         """
-        backend = _nccl_backend(group, self.device)
-        if id(backend) in self._registrars:
+        check_raw(group, comm, rank, world)
+        if agree_every is not None and (mode is not Mode.OFF or not 0 < agree_every < BY_HAND):
+            raise InvalidArgument("agree_every goes with Mode.OFF, and is a number of syncs above 0")
+        member = Member(group, comm, self.device)
+        if any(member.same(other.member) for other in self._on):
             raise InvalidState("the pool is registered on this group already: sync() registers what is new")
-        registrar = c_void_p()
-        communicator = _communicator(backend, self.device)
-        call(
-            "registrar_create",
-            self._allocator._handle,
-            self.id,
-            communicator,
-            int(deadline_seconds * 1000),
-            _rendezvous(group),
-            byref(registrar),
+        pointer = member.pointer()
+        if any(pointer == other.member.pointer() for other in self._on):
+            raise InvalidState("the pool is registered on this communicator already, by its group or its pointer")
+        if meet is not None:
+            place: bytes | None = meet.encode()
+        else:
+            place = rendezvous(group) if comm is None or group is not None else None
+        options = RegistrarOptionsStruct(
+            deadline_ms=int(deadline_seconds * 1000),
+            registration=registration.value,
+            agree_every=1 if mode is Mode.AT_SYNC else agree_every or BY_HAND,
+            rank=rank or 0,
+            world=world or 0,
+            rendezvous=c_char_p(place),
+            name=c_char_p(encoded(name)),
         )
-        self._registrars[id(backend)] = backend, registrar
+        registrar = c_void_p()
+        call("registrar_create_with", self._allocator._handle, self.id, pointer, byref(options), byref(registrar))
+        rank_there, ranks = c_uint32(), c_uint32()
+        call("registrar_rank", registrar, byref(rank_there), byref(ranks))
+        self._on.append(Registered(member, registrar, ranks.value))
+        self._note_groups()
         _registered[self] = None
-        return _sync(registrar)[0]
+        return _counts("registrar_sync", registrar)[0]
 
     def sync(self) -> tuple[int, int]:
         """Registers new segments and deregisters dead ones, on every group in the order of registration.
 
-        Collective. Returns how many windows were made and how many went. Raises as `register`, and `InvalidState` when a
-        group was destroyed.
+        Collective. Returns how many windows were made and how many went. When one group fails the others are synced all the
+        same, and the first error is raised: as `register`, and `InvalidState` when a group was destroyed.
         """
         self._check_groups()
-        counts = [_sync(registrar) for _, registrar in self._registrars.values()]
-        return sum(made for made, _ in counts), sum(gone for _, gone in counts)
+        return _counts("pool_sync", self._allocator._handle, self.id)
 
-    def deregister(self, group: ProcessGroup | None = None) -> None:
+    def agree(self) -> tuple[int, int]:
+        """As `sync`, and the ranks of every group compare what they allocated in the pool, whatever the mode."""
+        self._check_groups()
+        return _counts("pool_agree", self._allocator._handle, self.id)
+
+    def window(
+        self, tensor: torch.Tensor, group: ProcessGroup | None = None, *, comm: Communicator | None = None
+    ) -> Window:
+        """The window of the group's communicator that a tensor's bytes lie in, and where.
+
+        Raises `InvalidState` when they lie in none, and when the pool is not registered there.
+        """
+        registered = self._registered_on(Member(group, comm, self.device))
+        handle, offset = c_void_p(), c_uint64()
+        bytes_of = tensor.numel() * tensor.element_size()
+        call("registrar_window", registered.registrar, tensor.data_ptr(), bytes_of, byref(handle), byref(offset))
+        return Window(handle.value or 0, offset.value)
+
+    def deregister(self, group: ProcessGroup | None = None, *, comm: Communicator | None = None) -> None:
         """Takes the pool's windows off the group's communicator. On every rank, once no collective in them is running.
 
         Raises `InvalidState` when the pool is not registered there, or the group was destroyed.
         """
-        backend = _nccl_backend(group, self.device)
-        if id(backend) not in self._registrars:
-            raise InvalidState("the pool is not registered on this group")
-        _check_alive(backend, self.device)
-        self._end(id(backend))
+        registered = self._registered_on(Member(group, comm, self.device))
+        registered.member.check_alive()
+        self._end(registered)
 
     def close(self) -> None:
         """Deregisters everywhere (collective, as `deregister`), then gives the pool up; its tensors stay valid.
@@ -120,78 +262,58 @@ class MemPool:
         Raises `InvalidState` when a group was destroyed before.
         """
         self._check_groups()
-        for key in reversed(list(self._registrars)):
-            self._end(key)
+        for registered in reversed(list(self._on)):
+            self._end(registered)
         if self._finalizer.detach():
             self._allocator.destroy_pool(self.id)
 
+    def _registered_on(self, member: Member) -> Registered:
+        for registered in self._on:
+            if member.same(registered.member):
+                return registered
+        raise InvalidState("the pool is not registered on this group")
+
     def _check_groups(self) -> None:
-        for backend, _ in self._registrars.values():
-            _check_alive(backend, self.device)
+        for registered in self._on:
+            registered.member.check_alive()
 
-    def _end(self, key: int) -> None:
-        _, registrar = self._registrars.pop(key)
-        if not self._registrars:
+    def _note_groups(self) -> None:
+        self._groups = [registered.member for registered in self._on if registered.member.backend is not None]
+
+    def _end(self, registered: Registered) -> None:
+        self._on.remove(registered)
+        self._note_groups()
+        if not self._on:
             _registered.pop(self, None)
-        call("registrar_destroy", registrar)
+        registered.end()
 
 
-@contextmanager
-def use_mem_pool(pool: MemPool) -> Iterator[None]:
-    """This thread's allocations on the pool's device go to the pool. Scopes nest. Threads started inside are not in it."""
-    call("torch_push_pool", pool.device, pool.id)
-    try:
-        yield
-    finally:
-        call("torch_pop_pool", pool.device)
+def use_mem_pool(pool: MemPool, *, register: bool = False) -> Scope:
+    """This thread's allocations on the pool's device go to the pool. Scopes nest. Threads started inside are not in it.
 
+    register  when the scope ends, what is new in the pool is registered, as by `pool.sync()`: on every group that the pool
+              was registered on. Collective then: every rank ends the scope at the same point. With `Mode.OFF` an end that
+              finds nothing new costs about a microsecond
 
-@contextmanager
-def announce(
-    kind: str,
-    *,
-    elements: int | None = None,
-    stream: torch.cuda.Stream | None = None,
-    group: ProcessGroup | None = None,
-    device: Device = None,
-) -> Iterator[None]:
-    """Tells the watchdog of a collective that the program submits by other means, inside the `with`:
-
-        with symmalloc.announce("all_reduce", elements=gradients.numel()):
-            torch.distributed.all_reduce(gradients)
-
-    The group (None: the default one) is one on which a pool is registered; every rank announces the same in the same order. It is
-    numbered among the group's collectives in flight records and has the deadline of `register()`: a rank that does not come is
-    named on the error output, in a flight record and at the next `sync()`. Nothing of the group is aborted.
-
-    kind      what it is, in flight records: the same on every rank
-    elements  how large, the same on every rank; None where ranks may differ
-    stream    the one that it ends on; None: the current one, which PyTorch's collectives join unless `async_op` is given
-    device    None: the current one
-
-    Raises `InvalidState` when no pool is registered on the group, `NcclError` when its communicator failed before: what is inside
-    is not run then.
+    In a capture nothing can be registered: an end that finds nothing new is quiet, and another is an error (`InvalidState`).
+    Reserve for the stream that captures, and sync, before the capture. An end with an error inside is a sync as well, since
+    the other ranks come to it; the error goes on. Raises `InvalidState` when `register` is asked for and the pool was
+    registered nowhere, and outside of a capture for a pool of graphs.
     """
-    index = device_index(device)
-    registrar = _registrar(_nccl_backend(group, index))
-    if stream is None:
-        import torch
-
-        stream = torch.cuda.current_stream(index)
-    announcement = c_void_p()
-    call("announce_begin", registrar, kind.encode(), elements or 0, stream.cuda_stream, byref(announcement))
-    try:
-        yield
-    finally:
-        call("announce_end", announcement)
+    if register and not pool._on:
+        raise InvalidState(
+            "the pool is registered nowhere: MemPool.register() comes before use_mem_pool(register=True)"
+        )
+    return Scope(pool, register)
 
 
-def _registrar(backend: Any) -> c_void_p:
-    """Of the pool that was registered on the group first, which is the same one on every rank."""
+def registered_first(member: Member) -> Registered:
+    """What was registered on the group first, which is the same pool on every rank."""
     for pool in _registered:
-        if id(backend) in pool._registrars:
-            return pool._registrars[id(backend)][1]
-    raise InvalidState("no pool is registered on this group: MemPool.register() comes before announce()")
+        for registered in pool._on:
+            if pool.device == member.device and member.same(registered.member):
+                return registered
+    raise InvalidState("no pool is registered on this group: MemPool.register() comes first")
 
 
 def _pool_conf(symmetric: bool, reserve: int | None, conf: str | None) -> str:
@@ -205,88 +327,21 @@ def _pool_conf(symmetric: bool, reserve: int | None, conf: str | None) -> str:
     return ",".join(keys + ([conf] if conf else []))
 
 
+def _capture_stream() -> torch.cuda.Stream:
+    """The one that `torch.cuda.graph` takes where the program names none, made as it makes it."""
+    import torch
+
+    if torch.cuda.graph.default_capture_stream is None:
+        torch.cuda.graph.default_capture_stream = torch.cuda.Stream()
+    return torch.cuda.graph.default_capture_stream
+
+
 def _destroy(allocator: Allocator, pool: int) -> None:
     with suppress(Error):  # the process ends, or is a fork
         allocator.destroy_pool(pool)
 
 
-def _sync(registrar: c_void_p) -> tuple[int, int]:
+def _counts(name: str, *arguments: Any) -> tuple[int, int]:
     made, gone = c_uint64(), c_uint64()
-    call("registrar_sync", registrar, byref(made), byref(gone))
+    call(name, *arguments, byref(made), byref(gone))
     return made.value, gone.value
-
-
-def _nccl_backend(group: ProcessGroup | None, device: int) -> Any:
-    import torch
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        raise TorchError("windows need NCCL: call torch.distributed.init_process_group() first")
-    process_group = group if group is not None else dist.group.WORLD
-    try:
-        backend = process_group._get_backend(torch.device("cuda", device))
-    except RuntimeError as error:
-        raise TorchError(f"the group has no backend for CUDA tensors: {error}") from error
-    if not hasattr(backend, "_comm_ptr"):
-        raise TorchError(f"windows need a group with NCCL; this one has {backend.name()}")
-    return backend
-
-
-# How often this process has met on each group, which is equal on all of the group's ranks.
-_meetings: dict[str, int] = {}
-
-
-def _rendezvous(group: ProcessGroup | None) -> bytes | None:
-    """Where the group's ranks meet, to learn of each other's end: a free port of its rank 0, told through its store.
-
-    None where `SYMMALLOC_WATCHDOG=off` says that they need not, on every rank.
-    """
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d as c10d
-
-    process_group = group if group is not None else dist.group.WORLD
-    if dist.get_world_size(process_group) < 2 or os.environ.get("SYMMALLOC_WATCHDOG", "").strip() == "off":
-        return None
-    store = c10d._get_process_group_store(process_group)
-    turn = _meetings[process_group.group_name] = _meetings.get(process_group.group_name, 0) + 1
-    key = f"symmalloc/rendezvous/{turn}"
-    if dist.get_rank(process_group) == 0:
-        store.set(key, f"{_own_address()}:{_free_port()}")
-    return bytes(store.get(key))
-
-
-def _own_address() -> str:
-    """The address under which this machine reaches the job's master, and others reach it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing
-        return str(probe.getsockname()[0])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
-def _check_alive(backend: Any, device: int) -> None:
-    """Raises when the group's communicator is gone, and the pool's windows with it: nobody may touch it then."""
-    import torch
-
-    with torch.cuda.device(device):
-        try:
-            backend._comm_ptr()
-        except RuntimeError as error:
-            raise InvalidState(
-                "a group was destroyed with the pool's windows on it: call close() or deregister() before "
-                "destroy_process_group()"
-            ) from error
-
-
-def _communicator(backend: Any, device: int) -> int:
-    """The ncclComm_t of a process group. PyTorch makes it at the first collective; here it is made now."""
-    import torch
-
-    with torch.cuda.device(device):
-        if not backend._comm_ptr():
-            backend.eager_connect_single_device(torch.device("cuda", device))
-        return int(backend._comm_ptr())

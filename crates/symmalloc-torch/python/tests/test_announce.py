@@ -7,7 +7,7 @@ import unittest
 
 import needs
 
-# A registrar on a communicator of one rank, as `MemPool.register()` makes it.
+# A pool that is registered on a communicator of one rank.
 BEGIN = """
 import json
 import time
@@ -15,25 +15,18 @@ from ctypes import CDLL, Structure, byref, c_byte, c_int, c_void_p
 from types import SimpleNamespace
 
 import symmalloc
-from symmalloc import library, pool
+from symmalloc import installation
 
 class UniqueId(Structure):
     _fields_ = [("internal", c_byte * 128)]
 
 nccl, unique_id, communicator = CDLL("libnccl.so.2"), UniqueId(), c_void_p()
-allocator = symmalloc.Allocator(0)
+installation._installed_with = (None, None, True)
+pool, stream = symmalloc.MemPool(device=0), SimpleNamespace(cuda_stream=0)
 nccl.ncclCommInitRank.argtypes = [c_void_p, c_int, UniqueId, c_int]
 assert nccl.ncclGetUniqueId(byref(unique_id)) == 0
 assert nccl.ncclCommInitRank(byref(communicator), 1, unique_id, 0) == 0
-registrar, backend, stream = c_void_p(), object(), SimpleNamespace(cuda_stream=0)
-symmetric = allocator.create_pool("symmetric:true,segments:fixed")
-library.call("registrar_create", allocator._handle, symmetric, communicator, 5000, None, byref(registrar))
-pool._nccl_backend = lambda group, device: backend if group is None else group
-
-class Pool:
-    _registrars = {id(backend): (backend, registrar)}
-
-pool._registered[Pool()] = None
+pool.register(comm=communicator, mode=symmalloc.Mode.OFF, deadline_seconds=5)
 
 def collectives():
     return symmalloc.flight_record()["communicators"][0]["collectives"]
@@ -51,7 +44,7 @@ class Announced(unittest.TestCase):
     def test_what_is_announced_is_in_the_flight_record_and_is_done_when_its_stream_is(self) -> None:
         inside, after = self.run_program(
             """
-with symmalloc.announce("all_reduce", elements=1024, stream=stream, device=0):
+with symmalloc.announce("all_reduce", elements=1024, stream=stream, comm=communicator, device=0):
     print(json.dumps(collectives()))
 begun = time.monotonic()
 while collectives()[-1]["state"] != "finished" and time.monotonic() - begun < 20:
@@ -67,7 +60,7 @@ print(json.dumps(collectives()))
         (states,) = self.run_program(
             """
 try:
-    with symmalloc.announce("broken", stream=stream, device=0):
+    with symmalloc.announce("broken", stream=stream, comm=communicator, device=0):
         raise ValueError
 except ValueError:
     pass
@@ -78,17 +71,17 @@ print(json.dumps(["elements" in collectives()[0], collectives()[0]["state"]]))
         self.assertFalse(has_elements)
         self.assertNotEqual(state, "submitting")
 
-    def test_a_group_without_a_registered_pool_is_refused(self) -> None:
+    def test_a_communicator_without_a_registered_pool_is_refused(self) -> None:
         (said,) = self.run_program(
             """
 try:
-    with symmalloc.announce("all_reduce", stream=stream, device=0, group=object()):
+    with symmalloc.announce("all_reduce", stream=stream, device=0, comm=communicator.value + 8):
         print("it is run")
 except symmalloc.InvalidState as error:
     print(error)
 """
         )
-        self.assertIn("register() comes before announce()", said)
+        self.assertIn("register() comes first", said)
 
 
 if __name__ == "__main__":

@@ -180,7 +180,7 @@ class Pools(unittest.TestCase):
     def test_a_pool_with_windows_is_kept_until_they_are_gone(self) -> None:
         succeeds(self, Statistics.START + """
         import contextlib, gc, weakref
-        from symmalloc import pool as pools
+        from symmalloc import communicators, pool as pools
         calls, real = [], pools.call
 
         def call(name, *arguments):
@@ -198,9 +198,9 @@ class Pools(unittest.TestCase):
 
         backend = Backend()
         pools.call = call
-        pools._nccl_backend = lambda group, device: backend
-        pools._communicator = lambda backend, device: 1
-        pools._rendezvous = lambda group: None
+        communicators.nccl_backend = lambda group, device: backend
+        communicators._communicator = lambda backend, device: 1
+        pools.rendezvous = lambda group: None
         torch.cuda.device = lambda device: contextlib.nullcontext()
         pool = symmalloc.MemPool(device=0)
         pool.register()
@@ -217,10 +217,10 @@ class Pools(unittest.TestCase):
                 continue
             raise AssertionError(act)
         del act
-        assert calls == ["registrar_create", "registrar_sync"], calls
+        assert calls == ["registrar_create_with", "registrar_rank", "registrar_sync"], calls
         backend.is_gone = False
         kept().close()
-        assert calls[2:] == ["registrar_destroy"], calls
+        assert calls[3:] == ["registrar_destroy"], calls
         gc.collect()
         assert kept() is None
         """)  # fmt: skip

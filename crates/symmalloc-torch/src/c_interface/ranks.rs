@@ -1,6 +1,6 @@
-//! Ranks that compare themselves, and windows that they register together.
+//! Ranks that compare themselves, and what the watchdog is told of them.
 
-use super::arguments::{hand_out_text, living, not_forked, not_null, required_text, text, write};
+use super::arguments::{hand_out_text, living, not_forked, not_null, required_text, write};
 use crate::alignment::{self, Gathering, symmalloc_gather_fn};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
@@ -8,8 +8,6 @@ use crate::guard::report;
 use crate::registrations::{PoolRegistration, RankAnnouncement};
 use crate::status::symmalloc_status;
 use std::ffi::{c_char, c_void};
-use std::time::Duration;
-use symmalloc_nccl::Communicator;
 
 /// Compares this rank's history in symmetric pools with all other ranks'. Every rank calls it, at the same point of its program.
 ///
@@ -50,88 +48,6 @@ pub unsafe extern "C" fn symmalloc_agree_all(
         let (allocator, ranks) = unsafe { (living(allocator)?, Gathering::new(rank, world, gather, context)?) };
         alignment::compare_symmetric(allocator, &ranks)?;
         alignment::compare_private(allocator, &ranks)
-    })
-}
-
-/// Attaches a symmetric pool to a communicator that other code owns. Nothing is registered before the first sync. Every rank
-/// of the communicator calls it. Anything that waits for other ranks ends after `deadline_ms` milliseconds; 0: after
-/// five minutes. `rendezvous` is "host:port", a free port of the machine of the communicator's rank 0 and the same on every rank:
-/// there the ranks meet, and keep connections by which each learns which rank died, is stopped or does not come. NULL: nothing tells
-/// which rank it is.
-///
-/// # Safety
-/// `rendezvous` is a C string or NULL; `allocator` is live; `nccl_comm` is a live and ready `ncclComm_t` on its device, of the NCCL library of this process, which
-/// lives until the registrar is destroyed and is not used by other threads while a call of this library uses it; `out` is valid
-/// for writing.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn symmalloc_registrar_create(
-    allocator: *mut DeviceAllocator,
-    pool: u32,
-    nccl_comm: *mut c_void,
-    deadline_ms: u32,
-    rendezvous: *const c_char,
-    out: *mut *mut PoolRegistration,
-) -> symmalloc_status {
-    report(|| {
-        // SAFETY: the caller's contract.
-        let allocator = unsafe { living(allocator) }?;
-        not_null(out, "out")?;
-        not_null(nccl_comm, "nccl_comm")?;
-        let pool = allocator.known_pool(pool)?;
-        let deadline = match deadline_ms {
-            0 => Communicator::DEFAULT_DEADLINE,
-            milliseconds => Duration::from_millis(milliseconds.into()),
-        };
-        // SAFETY: the caller's contract.
-        let rendezvous = unsafe { text(rendezvous, "rendezvous") }?;
-        // SAFETY: the caller's contract.
-        let registration =
-            unsafe { PoolRegistration::new(&allocator.registrations, pool, nccl_comm, deadline, rendezvous) }?;
-        // SAFETY: the caller's contract.
-        unsafe { write(out, "out", Box::into_raw(Box::new(registration))) }
-    })
-}
-
-/// Registers new segments of the pool and deregisters dead ones, on every rank of the communicator, after the ranks have
-/// compared what they did. Both counts may be NULL.
-///
-/// # Safety
-/// The registrar is live; the counts are NULL or valid for writing.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn symmalloc_registrar_sync(
-    registrar: *mut PoolRegistration,
-    registered: *mut u64,
-    deregistered: *mut u64,
-) -> symmalloc_status {
-    report(|| {
-        not_forked()?;
-        // SAFETY: the caller's contract.
-        let registrar = unsafe { registrar.as_ref() }.ok_or(Error::Null { argument: "registrar" })?;
-        let synced = registrar.sync()?;
-        for (out, count) in [(registered, synced.registrations), (deregistered, synced.deregistrations)] {
-            if !out.is_null() {
-                // SAFETY: the caller's contract.
-                unsafe { out.write(count) };
-            }
-        }
-        Ok(())
-    })
-}
-
-/// Deregisters everything, on every rank of the communicator, and lets go of it. NULL is no op. The registrar is gone also when
-/// an error is returned.
-///
-/// # Safety
-/// The registrar is live and not used after this.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn symmalloc_registrar_destroy(registrar: *mut PoolRegistration) -> symmalloc_status {
-    report(|| {
-        not_forked()?;
-        if registrar.is_null() {
-            return Ok(());
-        }
-        // SAFETY: the caller's contract; it came from `Box::into_raw`.
-        unsafe { Box::from_raw(registrar) }.end()
     })
 }
 

@@ -1,6 +1,7 @@
 //! The library on a stub of libcuda, through its C functions: everything but C++. Each test is a process of its own.
 
 mod alignment;
+mod all_to_all;
 mod c_calls;
 mod captures;
 mod class_calls;
@@ -8,6 +9,7 @@ mod library;
 mod pools;
 mod registrar;
 mod runtimes;
+mod scopes;
 mod steps;
 mod threads;
 mod torch_calls;

@@ -13,24 +13,24 @@ use symmalloc_nccl::{Communicator, ReduceOp, UniqueId};
 use symmalloc_torch::*;
 
 /// A rank's registrar by its C functions.
-struct Windows(*mut PoolRegistration);
+pub(crate) struct Windows(pub(crate) *mut PoolRegistration);
 
 impl Windows {
-    fn new(allocator: Allocator, pool: u32, comm: *mut c_void) -> Self {
+    pub(crate) fn new(allocator: Allocator, pool: u32, comm: *mut c_void) -> Self {
         let mut out = null_mut();
         // SAFETY: a live allocator and communicator, and a place for the answer.
         done(unsafe { symmalloc_registrar_create(allocator.0, pool, comm, 5000, null(), &raw mut out) });
         Windows(out)
     }
 
-    fn sync(&self) -> (u64, u64) {
+    pub(crate) fn sync(&self) -> (u64, u64) {
         let (mut registered, mut deregistered) = (0, 0);
         // SAFETY: a live registrar, and places for the answers.
         done(unsafe { symmalloc_registrar_sync(self.0, &raw mut registered, &raw mut deregistered) });
         (registered, deregistered)
     }
 
-    fn try_sync(&self) -> symmalloc_status {
+    pub(crate) fn try_sync(&self) -> symmalloc_status {
         // SAFETY: a live registrar; no answers are wanted.
         unsafe { symmalloc_registrar_sync(self.0, null_mut(), null_mut()) }
     }
@@ -44,31 +44,54 @@ impl Windows {
         done(unsafe { symmalloc_announce_end(announcement) });
     }
 
-    fn destroy(self) -> symmalloc_status {
+    pub(crate) fn destroy(self) -> symmalloc_status {
         // SAFETY: used by nobody after this.
         unsafe { symmalloc_registrar_destroy(self.0) }
     }
 }
 
 /// Runs two ranks, each with an allocator of its own device and a communicator that it owns.
-fn ranks(body: impl Fn(u32, Allocator, &Communicator, &Barrier) + Sync) {
-    let (id, barrier, body) = (UniqueId::new().expect("the stub gives ids"), Barrier::new(2), &body);
+pub(crate) fn ranks(body: impl Fn(u32, Allocator, &Communicator, &Barrier) + Sync) {
+    ranks_of(2, allocator_of_its_own, body);
+}
+
+/// An allocator that the program made.
+fn allocator_of_its_own(device: i32) -> Allocator {
+    let mut out = null_mut();
+    // SAFETY: no text, and a place for the answer.
+    done(unsafe { symmalloc_create(device, null(), &raw mut out) });
+    Allocator(out)
+}
+
+/// The one behind PyTorch's entry points.
+pub(crate) fn allocator_of_torch(device: i32) -> Allocator {
+    let mut out = null_mut();
+    // SAFETY: a place for the answer.
+    done(unsafe { symmalloc_torch_allocator(device, &raw mut out) });
+    Allocator(out)
+}
+
+/// As [`ranks`], with any number of ranks and other allocators.
+pub(crate) fn ranks_of(
+    count: u32,
+    allocator: impl Fn(i32) -> Allocator + Sync,
+    body: impl Fn(u32, Allocator, &Communicator, &Barrier) + Sync,
+) {
+    let (id, barrier) = (UniqueId::new().expect("the stub gives ids"), Barrier::new(count as usize));
+    let (allocator, body) = (&allocator, &body);
     thread::scope(|scope| {
-        for rank in 0..2_u32 {
+        for rank in 0..count {
             let barrier = &barrier;
             scope.spawn(move || {
-                let device = CudaDevice::new(rank as usize).expect("the stub has two");
-                let comm = Communicator::builder(&device).connect(id, rank, 2).expect("connected");
-                let mut out = null_mut();
-                // SAFETY: no text, and a place for the answer.
-                done(unsafe { symmalloc_create(rank as i32, null(), &raw mut out) });
-                body(rank, Allocator(out), &comm, barrier);
+                let device = CudaDevice::new(rank as usize).expect("a device for every rank");
+                let comm = Communicator::builder(&device).connect(id, rank, count).expect("connected");
+                body(rank, allocator(rank as i32), &comm, barrier);
             });
         }
     });
 }
 
-const POOL: &str = "symmetric:true,segments:fixed";
+pub(crate) const POOL: &str = "symmetric:true,segments:fixed";
 
 nccl_test!(segments_get_windows_and_lose_them_on_every_rank, {
     ranks(|_, allocator, comm, barrier| {
@@ -117,7 +140,7 @@ nccl_test!(a_pool_that_is_not_symmetric_is_refused, {
     });
 });
 
-fn flight_record() -> String {
+pub(crate) fn flight_record() -> String {
     let mut json = null_mut();
     // SAFETY: a C string, and a place for the answer.
     done(unsafe { symmalloc_flight_record(c"asked for".as_ptr(), &raw mut json) });
@@ -128,7 +151,7 @@ fn flight_record() -> String {
     record
 }
 
-fn free_address() -> CString {
+pub(crate) fn free_address() -> CString {
     let free = std::net::TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
     CString::new(free.expect("a free port").to_string()).expect("no zero byte")
 }

@@ -1,0 +1,209 @@
+"""All-to-all on registered memory: `torch.distributed.all_to_all_single`, with splits that are exchanged when asked.
+
+    received = symmalloc.exchange_splits(rows_by_rank)          when the splits of any rank changed, on all ranks
+    symmalloc.all_to_all_single(output, tokens, received, rows_by_rank)
+    ...                                                         the experts
+    symmalloc.all_to_all_single(combined, output, rows_by_rank, received)     the way back: nothing is exchanged
+
+A call is sends and receives in one NCCL group on the program's stream, and a copy of what the rank keeps. It allocates
+nothing, registers nothing and waits for nothing on the host, so it can be captured in a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import Array, byref, c_uint64, c_void_p
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from .communicators import Communicator, Member
+from .devices import Device, device_index
+from .errors import InvalidArgument
+from .library import call, failure, library
+from .pool import Registered, registered_first
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+# Options of symmalloc_all_to_all_create.
+REGISTERED, CHECKED = 1, 2
+
+Splits = Sequence[int]
+"""Rows for each rank, or from each."""
+
+
+class Work:
+    """An all-to-all that runs on a stream of its own. Keep it until `wait()`: it holds the tensors."""
+
+    def __init__(self, event: Any, tensors: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self._event, self._tensors = event, tensors
+
+    def wait(self) -> None:
+        """The current stream waits for it, on the device. What is given to that stream afterwards finds the rows."""
+        import torch
+
+        torch.cuda.current_stream(self._tensors[0].device).wait_event(self._event)
+
+    def is_completed(self) -> bool:
+        """Whether it is done. Never waits."""
+        return bool(self._event.query())
+
+    def synchronize(self) -> None:
+        """The host waits for it."""
+        self._event.synchronize()
+
+
+def exchange_splits(
+    input_splits: Splits,
+    group: ProcessGroup | None = None,
+    *,
+    comm: Communicator | None = None,
+    device: Device = None,
+) -> list[int]:
+    """Tells every rank how many rows this one sends to each, and returns how many it receives from each: the `output_splits`.
+
+    Collective: all ranks call it when the splits of any of them changed, and at no other time. The host waits for the
+    answer. The group is one on which a pool is registered. Raises `InvalidArgument` when there are not as many splits as
+    ranks, `NcclError` when a rank does not come within the deadline, `InvalidState` in a capture.
+    """
+    registered = _found(group, comm, device_index(device))
+    sent = _numbers("input_splits", input_splits, registered.ranks)
+    received = (c_uint64 * registered.ranks)()
+    call("all_to_all_exchange", _made(registered, 0), sent, received)
+    return list(received)
+
+
+def all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_splits: Splits | None = None,
+    input_splits: Splits | None = None,
+    group: ProcessGroup | None = None,
+    *,
+    comm: Communicator | None = None,
+    async_op: bool = False,
+    require_registered: bool = True,
+    check_splits: bool = False,
+) -> Work | None:
+    """Sends the input's rows to all ranks and receives theirs in the output, in rank order.
+
+    output, input       contiguous tensors of one type, with rows of one size: the first dimension counts rows. Each may have
+                        more rows than its splits, so that one buffer serves steps of different sizes
+    output_splits       rows from each rank; None, with `input_splits` None: both tensors are split equally
+    input_splits        rows for each rank. This rank's own part is the same on both sides
+    group               one on which a pool is registered; None: the default group
+    comm                a raw communicator, in place of the group's
+    async_op            on a stream of its own, behind the current one; `Work.wait()` joins it
+    require_registered  refuse tensors that are not in registered memory. NCCL moves others as well, through buffers of its own
+    check_splits        compare the splits of all ranks first, to find a mistake: every rank gets the same error. The host
+                        waits
+
+    Collective. Nothing is exchanged: a rank that knows its input's splits alone calls `exchange_splits` before. Raises
+    `InvalidArgument` for tensors or splits that do not fit, `InvalidState` for memory that is not registered,
+    `MisalignedError` when checked splits differ, `NcclError` when the communicator failed.
+    """
+    import torch
+
+    index = _device_of(output, input)
+    registered = _found(group, comm, index)
+    row_bytes = _row_bytes(output, input)
+    sent = received = None
+    if input_splits is not None and output_splits is not None:
+        sent = _numbers("input_splits", input_splits, registered.ranks)
+        received = _numbers("output_splits", output_splits, registered.ranks)
+    elif input_splits is not None or output_splits is not None:
+        raise InvalidArgument("give the splits of both sides (exchange_splits() finds the other one), or none")
+    options = (REGISTERED if require_registered else 0) | (CHECKED if check_splits else 0)
+    all_to_all = _made(registered, options)
+    current = torch.cuda.current_stream(index)
+    stream = _side_stream(index, registered.registrar.value) if async_op else current
+    if async_op:
+        stream.wait_stream(current)
+    status = library().symmalloc_all_to_all_run(
+        all_to_all,
+        stream.cuda_stream,
+        input.data_ptr(),
+        input.nbytes,
+        output.data_ptr(),
+        output.nbytes,
+        row_bytes,
+        sent,
+        received,
+    )
+    if status:
+        raise failure("all_to_all_run", status)
+    if not async_op:
+        return None
+    input.record_stream(stream)
+    output.record_stream(stream)
+    return Work(stream.record_event(), (output, input))
+
+
+def _device_of(output: torch.Tensor, input: torch.Tensor) -> int:
+    if not (output.is_cuda and output.device == input.device):
+        raise InvalidArgument(f"the tensors are on {output.device} and {input.device}: give two of one CUDA device")
+    return int(output.device.index)
+
+
+def _row_bytes(output: torch.Tensor, input: torch.Tensor) -> int:
+    """Bytes of a row, which is what one index of the first dimension names."""
+    if output.dtype != input.dtype or output.shape[1:] != input.shape[1:] or not output.dim() or not input.dim():
+        raise InvalidArgument(
+            f"rows of {tuple(input.shape)} {input.dtype} and {tuple(output.shape)} {output.dtype} differ: give tensors of one "
+            "type whose dimensions are equal but for the first"
+        )
+    if not (output.is_contiguous() and input.is_contiguous()):
+        raise InvalidArgument("rows lie one behind the other: give contiguous tensors")
+    return int(output.element_size() * output.shape[1:].numel())
+
+
+def _numbers(name: str, splits: Splits, ranks: int) -> Array[c_uint64]:
+    if len(splits) != ranks:
+        raise InvalidArgument(
+            f"{name} has {len(splits)} numbers for {ranks} ranks: give a number of rows for each rank"
+        )
+    if min(splits) < 0:
+        raise InvalidArgument(f"{name} has {min(splits)} rows: give numbers from 0 on")
+    return (c_uint64 * ranks)(*splits)
+
+
+# What a group, or a raw communicator, was found to be. Emptied when a pool is deregistered.
+_known: dict[tuple[int, int], tuple[Any, Registered]] = {}
+
+
+def _found(group: ProcessGroup | None, comm: Communicator | None, device: int) -> Registered:
+    """What is registered there first."""
+    if comm is None and group is None:
+        import torch.distributed as dist
+
+        group = dist.group.WORLD
+    named = group if comm is None else Member(None, comm, device).pointer()
+    key = (device, named if isinstance(named, int) else id(named))
+    known = _known.get(key)
+    # The group is kept, so its id is no other's.
+    if known is None or known[1].is_ended:
+        for ended in [other for other, (_, registered) in _known.items() if registered.is_ended]:
+            del _known[ended]
+        known = _known[key] = named, registered_first(Member(group, comm, device))
+    registered = known[1]
+    if not registered.member.is_as_it_was():
+        registered.member.check_alive()
+    return registered
+
+
+def _made(registered: Registered, options: int) -> c_void_p:
+    made = registered.exchanges.get(options)
+    if made is None:
+        made = c_void_p()
+        call("all_to_all_create", registered.registrar, options, byref(made))
+        registered.exchanges[options] = made
+    return made
+
+
+@cache
+def _side_stream(device: int, registrar: int) -> torch.cuda.Stream:
+    """One for each communicator, so that its calls keep their order."""
+    import torch
+
+    return torch.cuda.Stream(device)

@@ -1,0 +1,86 @@
+"""The scope of a pool. It is entered and left for every layer of a model, so it makes one call of the library's at each end."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from .errors import Error, InvalidState
+from .library import call, failure, library
+
+if TYPE_CHECKING:
+    from .pool import MemPool
+
+
+class Scope:
+    """What `use_mem_pool` returns. It may be entered again, also while it is open."""
+
+    __slots__ = ("_pool", "_registers")
+
+    def __init__(self, pool: MemPool, registers: bool) -> None:
+        self._pool, self._registers = pool, registers
+
+    def __enter__(self) -> None:
+        pool = self._pool
+        if pool.graphs and not _is_capturing(pool.device):
+            raise InvalidState(
+                "the pool's memory is that of graphs: use it in a capture, so that nothing overwrites what a graph has captured"
+            )
+        if status := pool._calls.begin(pool.device, pool.id):
+            raise failure("scope_begin", status)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        pool = self._pool
+        if error is not None:
+            self._end_with(error)
+        elif not self._registers:
+            if status := pool._calls.leave(pool.device):
+                raise failure("torch_pop_pool", status)
+        elif pool._groups and not _are_alive(pool):
+            call("torch_pop_pool", pool.device)
+            pool._check_groups()
+        elif status := pool._calls.end(pool.device, pool.id, None, None):
+            raise failure("scope_end", status)
+
+    def _end_with(self, error: BaseException) -> None:
+        """Ends the scope after an error inside, which goes on. The other ranks come to the sync, so this one does; a thread
+        that is interrupted comes to none, and they learn of it by the deadline."""
+        pool = self._pool
+        try:
+            if self._registers and isinstance(error, Exception) and _are_alive(pool):
+                call("scope_end", pool.device, pool.id, None, None)
+            else:
+                call("torch_pop_pool", pool.device)
+        except Error as failed:
+            if hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(f"The end of the pool's scope failed as well: {failed}")
+
+
+class ScopeCalls:
+    """The library's calls of a scope, without types: with those, ctypes takes longer over the arguments than the calls do."""
+
+    __slots__ = ("begin", "end", "leave")
+
+    def __init__(self) -> None:
+        loaded = library()
+        self.begin = loaded["symmalloc_scope_begin"]
+        self.end = loaded["symmalloc_scope_end"]
+        self.leave = loaded["symmalloc_torch_pop_pool"]
+
+
+def _are_alive(pool: MemPool) -> bool:
+    """Whether no group of the pool was destroyed."""
+    for member in pool._groups:
+        if not member.is_as_it_was():
+            try:
+                member.check_alive()
+            except Error:
+                return False
+    return True
+
+
+def _is_capturing(device: int) -> bool:
+    import torch
+
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,90 @@
+"""What programs of the tests begin with: an engine's own communicators on the stub of libnccl, a rank in each of two threads
+and on each of two devices, without PyTorch."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable
+from ctypes import CDLL, Structure, byref, c_byte, c_int, c_void_p
+from typing import Any
+
+import symmalloc
+from symmalloc import installation
+from symmalloc.library import library
+
+RANKS = 2
+
+
+class UniqueId(Structure):
+    _fields_ = [("internal", c_byte * 128)]
+
+
+nccl = CDLL("libnccl.so.2")
+nccl.ncclCommInitRank.argtypes = [c_void_p, c_int, UniqueId, c_int]
+nccl.ncclCommAbort.argtypes = [c_void_p]
+nccl.stub_nccl_calls.restype = nccl.stub_nccl_live.restype = ctypes.c_uint64
+driver = CDLL("libcuda.so.1")
+
+allocate = library().symmalloc_torch_alloc
+allocate.restype, allocate.argtypes = c_void_p, [ctypes.c_ssize_t, c_int, c_void_p]
+free = library().symmalloc_torch_free
+free.restype, free.argtypes = None, [c_void_p, ctypes.c_ssize_t, c_int, c_void_p]
+
+
+class Rank:
+    """One rank: its device has its number."""
+
+    def __init__(self, number: int, barrier: threading.Barrier) -> None:
+        self.number, self.wait = number, barrier.wait
+
+    def connect(self, unique_id: UniqueId) -> c_void_p:
+        comm = c_void_p()
+        library().symmalloc_torch_allocator(self.number, byref(c_void_p()))
+        context = c_void_p()
+        driver.cuDevicePrimaryCtxRetain(byref(context), self.number)
+        driver.cuCtxSetCurrent(context)
+        assert nccl.ncclCommInitRank(byref(comm), RANKS, unique_id, self.number) == 0
+        return comm
+
+    def allocate(self, size_bytes: int) -> int:
+        return int(allocate(size_bytes, self.number, None))
+
+    def free(self, pointer: int) -> None:
+        free(pointer, 0, self.number, None)
+
+
+def unique_id() -> UniqueId:
+    made = UniqueId()
+    assert nccl.ncclGetUniqueId(byref(made)) == 0
+    return made
+
+
+def calls(name: str) -> int:
+    return int(nccl.stub_nccl_calls(name.encode()))
+
+
+def on_ranks(program: Callable[[Rank], Any]) -> None:
+    """Runs a program on every rank. Ends the process when one of them fails."""
+    installation._installed_with = (None, None, True)
+    barrier, failures = threading.Barrier(RANKS, timeout=60), []
+
+    def run(number: int) -> None:
+        try:
+            program(Rank(number, barrier))
+        except BaseException as error:
+            failures.append(error)
+            barrier.abort()
+            raise
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        sys.exit(1)
+
+
+__all__ = ["RANKS", "Rank", "UniqueId", "allocate", "calls", "free", "nccl", "on_ranks", "symmalloc", "unique_id"]

@@ -1,0 +1,157 @@
+//! All-to-all-v on a registrar's communicator: PyTorch's `all_to_all_single`, with splits that are exchanged when the program says so.
+
+use super::arguments::{not_forked, not_null, write};
+use crate::error::Error;
+use crate::guard::report;
+use crate::registrations::{Calls, Memory, PoolRegistration};
+use crate::status::symmalloc_status;
+use crate::streams::RawStream;
+use std::ffi::c_void;
+use std::slice;
+use symmalloc_nccl::{AllToAll, Splits};
+
+/// An option of `symmalloc_all_to_all_create`: buffers that are not registered on the communicator are refused. NCCL moves other
+/// memory through buffers of its own.
+pub const SYMMALLOC_ALL_TO_ALL_REGISTERED: u32 = 1;
+
+/// An option of `symmalloc_all_to_all_create`: the ranks compare their splits before each call, and all get the same error when they
+/// disagree. To find mistakes: the host waits for an exchange.
+pub const SYMMALLOC_ALL_TO_ALL_CHECKED: u32 = 2;
+
+/// All-to-all-v on one communicator.
+pub struct RankAllToAll {
+    all_to_all: AllToAll,
+}
+
+impl RankAllToAll {
+    fn ranks(&self) -> usize {
+        self.all_to_all.communicator().ranks() as usize
+    }
+}
+
+/// Makes an all-to-all-v on the registrar's communicator. Talks to no rank. `options` is a sum of `SYMMALLOC_ALL_TO_ALL_...`, the same
+/// on every rank; 0: any memory, no checks. Destroy it before the registrar.
+///
+/// # Safety
+/// The registrar is live; `out` is valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_all_to_all_create(
+    registrar: *mut PoolRegistration,
+    options: u32,
+    out: *mut *mut RankAllToAll,
+) -> symmalloc_status {
+    report(|| {
+        not_forked()?;
+        not_null(out, "out")?;
+        // SAFETY: the caller's contract.
+        let registrar = unsafe { registrar.as_ref() }.ok_or(Error::Null { argument: "registrar" })?;
+        if options & !(SYMMALLOC_ALL_TO_ALL_REGISTERED | SYMMALLOC_ALL_TO_ALL_CHECKED) != 0 {
+            let expected = "a sum of SYMMALLOC_ALL_TO_ALL_...";
+            return Err(Error::Argument { argument: "options", value: options.into(), expected });
+        }
+        let is_registered = options & SYMMALLOC_ALL_TO_ALL_REGISTERED != 0;
+        let is_checked = options & SYMMALLOC_ALL_TO_ALL_CHECKED != 0;
+        let memory = if is_registered { Memory::Registered } else { Memory::Any };
+        let calls = if is_checked { Calls::Checked } else { Calls::Trusted };
+        let all_to_all = RankAllToAll { all_to_all: registrar.all_to_all(memory, calls)? };
+        // SAFETY: the caller's contract.
+        unsafe { write(out, "out", Box::into_raw(Box::new(all_to_all))) }
+    })
+}
+
+/// Tells all ranks how many rows this one sends to each (`sent`, by rank), and writes how many it receives from each (`received`, by
+/// rank). All ranks call it: when the splits of any of them changed, and at no other time. The host waits for the answer.
+///
+/// # Safety
+/// `all_to_all` is live; `sent` is valid for reading as many numbers as the communicator has ranks, and `received` for writing them.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_all_to_all_exchange(
+    all_to_all: *mut RankAllToAll,
+    sent: *const u64,
+    received: *mut u64,
+) -> symmalloc_status {
+    report(|| {
+        // SAFETY: the caller's contract.
+        let it = unsafe { open(all_to_all) }?;
+        not_null(sent.cast_mut(), "sent")?;
+        not_null(received, "received")?;
+        // SAFETY: the caller's contract.
+        let sent = unsafe { slice::from_raw_parts(sent, it.ranks()) };
+        let splits = it.all_to_all.exchange_splits(sent)?;
+        let rows = splits.output().rows();
+        // SAFETY: the caller's contract; what is new overlaps nothing of the caller's.
+        unsafe { std::ptr::copy_nonoverlapping(rows.as_ptr(), received, rows.len()) };
+        Ok(())
+    })
+}
+
+/// Sends the input's rows to all ranks and receives theirs in the output, in rank order. A row is `row_bytes` bytes; `sent` and
+/// `received` say how many rows go to and come from each rank. Both NULL: equal parts of both whole buffers. Nothing is exchanged: every
+/// rank knows both. A buffer may be longer than its rows. Returns when the work is in the stream; it can be captured in a graph.
+///
+/// # Safety
+/// `all_to_all` is live; `stream` is one of its device and lives as long as the communicator; the buffers are memory of the device
+/// until the stream is past the call, and nothing else writes them or reads the output until then; `sent` and `received` are NULL or
+/// valid for reading as many numbers as the communicator has ranks.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_all_to_all_run(
+    all_to_all: *mut RankAllToAll,
+    stream: *mut c_void,
+    input: *const c_void,
+    input_bytes: usize,
+    output: *mut c_void,
+    output_bytes: usize,
+    row_bytes: usize,
+    sent: *const u64,
+    received: *const u64,
+) -> symmalloc_status {
+    report(|| {
+        // SAFETY: the caller's contract.
+        let it = unsafe { open(all_to_all) }?;
+        // SAFETY: the caller's contract.
+        let (sent, received) = unsafe { (rows(sent, it.ranks()), rows(received, it.ranks())) };
+        let splits = match (sent, received) {
+            (None, None) => None,
+            (Some(sent), Some(received)) => Some(Splits::sending(sent).receiving(received)?),
+            (None, Some(_)) => return Err(Error::Null { argument: "sent" }),
+            (Some(_), None) => return Err(Error::Null { argument: "received" }),
+        };
+        let context = it.all_to_all.communicator().device().context();
+        // SAFETY: the caller's contract.
+        let stream = unsafe { context.wrap_borrowed_stream(RawStream::new(stream).handle().cast()) };
+        let (input, output) = ((input as u64, input_bytes), (output as u64, output_bytes));
+        // SAFETY: the caller's contract.
+        Ok(unsafe { it.all_to_all.run_raw(&stream, input, output, row_bytes, &splits) }?)
+    })
+}
+
+/// Gives it up. What is in streams is carried out. NULL is no op.
+///
+/// # Safety
+/// It is live and not used after this.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_all_to_all_destroy(all_to_all: *mut RankAllToAll) -> symmalloc_status {
+    report(|| {
+        not_forked()?;
+        if !all_to_all.is_null() {
+            // SAFETY: the caller's contract; it came from `Box::into_raw`.
+            drop(unsafe { Box::from_raw(all_to_all) });
+        }
+        Ok(())
+    })
+}
+
+/// # Safety
+/// It is NULL or live for as long as the answer is used.
+unsafe fn open<'a>(all_to_all: *mut RankAllToAll) -> Result<&'a RankAllToAll, Error> {
+    not_forked()?;
+    // SAFETY: the caller's contract.
+    unsafe { all_to_all.as_ref() }.ok_or(Error::Null { argument: "all_to_all" })
+}
+
+/// # Safety
+/// NULL, or valid for reading so many numbers for as long as the answer is used.
+unsafe fn rows<'a>(rows: *const u64, ranks: usize) -> Option<&'a [u64]> {
+    // SAFETY: the caller's contract.
+    (!rows.is_null()).then(|| unsafe { slice::from_raw_parts(rows, ranks) })
+}

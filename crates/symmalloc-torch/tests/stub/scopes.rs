@@ -1,0 +1,324 @@
+//! What engines do with communicators of their own: every kind of registration and agreement, and scopes at whose end memory is
+//! registered.
+
+use crate::library::*;
+use crate::registrar::{POOL, Windows, allocator_of_torch, flight_record, free_address, ranks, ranks_of};
+use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
+use std::ffi::c_void;
+use std::ptr::{null, null_mut};
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+use stub_process::{nccl, nccl_test};
+use symmalloc_nccl::Communicator;
+use symmalloc_torch::*;
+
+fn by_hand() -> symmalloc_registrar_options {
+    symmalloc_registrar_options { agree_every: SYMMALLOC_AGREE_BY_HAND, ..options() }
+}
+
+fn options() -> symmalloc_registrar_options {
+    symmalloc_registrar_options {
+        deadline_ms: 5000,
+        registration: SYMMALLOC_REGISTER_WINDOWS,
+        agree_every: 0,
+        rank: 0,
+        world: 0,
+        rendezvous: null(),
+        name: null(),
+    }
+}
+
+fn registered(
+    allocator: Allocator,
+    pool: u32,
+    comm: &Communicator,
+    options: symmalloc_registrar_options,
+) -> Result<Windows, symmalloc_status> {
+    let mut out = null_mut();
+    // SAFETY: a live allocator and communicator, options with C strings or null, and a place for the answer.
+    match unsafe { symmalloc_registrar_create_with(allocator.0, pool, comm.raw(), &raw const options, &raw mut out) } {
+        SYMMALLOC_OK => Ok(Windows(out)),
+        status => Err(status),
+    }
+}
+
+impl Windows {
+    fn agree(&self) -> symmalloc_status {
+        // SAFETY: a live registrar; no answers are wanted.
+        unsafe { symmalloc_registrar_agree(self.0, null_mut(), null_mut()) }
+    }
+
+    fn window(&self, pointer: Pointer, bytes: usize) -> Result<(usize, u64), symmalloc_status> {
+        let (mut window, mut offset_bytes) = (null_mut(), 0);
+        // SAFETY: a live registrar, and places for the answers.
+        match unsafe {
+            symmalloc_registrar_window(self.0, pointer as *const c_void, bytes, &raw mut window, &raw mut offset_bytes)
+        } {
+            SYMMALLOC_OK => Ok((window as usize, offset_bytes)),
+            status => Err(status),
+        }
+    }
+}
+
+/// Runs `inside` in a scope of the pool. Returns what its end registered and deregistered.
+fn scoped(device: u32, pool: u32, inside: impl FnOnce()) -> Result<(u64, u64), symmalloc_status> {
+    done(symmalloc_scope_begin(device as i32, pool));
+    inside();
+    let (mut made, mut gone) = (0, 0);
+    // SAFETY: places for the answers.
+    match unsafe { symmalloc_scope_end(device as i32, pool, &raw mut made, &raw mut gone) } {
+        SYMMALLOC_OK => Ok((made, gone)),
+        status => Err(status),
+    }
+}
+
+/// Through PyTorch's entry points, on the default stream.
+fn allocate(device: u32, bytes: usize) -> Pointer {
+    // SAFETY: the default stream.
+    unsafe { symmalloc_torch_alloc(bytes as isize, device as i32, null_mut()) as Pointer }
+}
+
+fn free(device: u32, pointer: Pointer) {
+    // SAFETY: any pointer may be given.
+    unsafe { symmalloc_torch_free(pointer as *mut c_void, 0, device as i32, null_mut()) };
+}
+
+nccl_test!(what_is_allocated_in_a_scope_has_its_window_at_the_end, {
+    ranks_of(2, allocator_of_torch, |rank, allocator, comm, barrier| {
+        let pool = allocator.create_pool(Some(POOL));
+        let windows = registered(allocator, pool, comm, by_hand()).expect("registered");
+        let mut held = 0;
+        assert_eq!(scoped(rank, pool, || held = allocate(rank, 4 * MIB)), Ok((1, 0)));
+        let (window, offset_bytes) = windows.window(held, 4 * MIB).expect("in a window");
+        assert!(window != 0 && offset_bytes == 0);
+        assert_eq!(windows.window(held + MIB, MIB).expect("within").1, MIB as u64);
+        assert_eq!(windows.window(held + MIB, 32 * MIB), Err(SYMMALLOC_INVALID_STATE), "beyond it");
+        barrier.wait();
+        let before = nccl::all_calls();
+        barrier.wait();
+        for _ in 0..100 {
+            assert_eq!(scoped(rank, pool, || free(rank, allocate(rank, 2 * MIB))), Ok((0, 0)));
+        }
+        barrier.wait();
+        assert_eq!(nccl::all_calls(), before, "a quiet scope calls nothing of NCCL's");
+        barrier.wait();
+        assert_eq!(allocator.placement(allocate(rank, MIB)).pool, 0, "the scope is over");
+        done(windows.destroy());
+        assert_eq!(scoped(rank, pool, || ()), Ok((0, 0)), "registered nowhere");
+        barrier.wait();
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(a_scope_brings_every_communicator_of_its_pool_up_to_date, {
+    ranks_of(2, allocator_of_torch, |rank, allocator, comm, barrier| {
+        let pool = allocator.create_pool(Some(POOL));
+        let other = comm.split(Some(0), rank).expect("split").expect("with a color");
+        let alone = comm.split(Some(rank), 0).expect("split").expect("with a color");
+        let modes = [by_hand(), options(), symmalloc_registrar_options { agree_every: 2, ..options() }];
+        let comms = [comm, &other, &alone];
+        let all: Vec<_> = comms
+            .iter()
+            .zip(modes)
+            .map(|(comm, options)| registered(allocator, pool, comm, options).expect("registered"))
+            .collect();
+        let mut held = 0;
+        assert_eq!(scoped(rank, pool, || held = allocate(rank, 4 * MIB)), Ok((3, 0)));
+        let found: Vec<_> = all.iter().map(|windows| windows.window(held, MIB).expect("in a window").0).collect();
+        assert!(found[0] != found[1] && found[1] != found[2], "{found:?}");
+        free(rank, held);
+        allocator.trim();
+        let (mut made, mut gone) = (9, 9);
+        // SAFETY: a live allocator, and places for the answers.
+        done(unsafe { symmalloc_pool_sync(allocator.0, pool, &raw mut made, &raw mut gone) });
+        assert_eq!((made, gone), (0, 3));
+        barrier.wait();
+        assert_eq!(nccl::live().windows, 0);
+        barrier.wait();
+        all.into_iter().for_each(|windows| done(windows.destroy()));
+        barrier.wait();
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(ranks_compare_when_they_are_asked_to_or_at_every_nth_sync, {
+    ranks(|rank, allocator, comm, barrier| {
+        let pool = allocator.create_pool(Some(POOL));
+        let windows = registered(allocator, pool, comm, by_hand()).expect("registered");
+        // One segment on both ranks, and other places in it.
+        allocator.allocate(pool, MIB / 4 + rank as usize * 4096, null_mut());
+        assert_eq!(windows.sync(), (1, 0), "nothing is compared");
+        assert_eq!(windows.agree(), SYMMALLOC_MISALIGNED);
+        assert!(message().contains("262,144") && message().contains("266,240"), "{}", message());
+        // SAFETY: a live allocator; no answers are wanted.
+        let agreed = unsafe { symmalloc_pool_agree(allocator.0, pool, null_mut(), null_mut()) };
+        assert_eq!(agreed, SYMMALLOC_MISALIGNED);
+        done(windows.destroy());
+        barrier.wait();
+        let third = registered(allocator, pool, comm, symmalloc_registrar_options { agree_every: 3, ..options() });
+        let third = third.expect("registered");
+        let statuses: Vec<_> = (0..6).map(|_| third.try_sync()).collect();
+        let (quiet, told) = (SYMMALLOC_OK, SYMMALLOC_MISALIGNED);
+        assert_eq!(statuses, [quiet, quiet, told, quiet, quiet, told]);
+        done(third.destroy());
+        barrier.wait();
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(in_a_capture_a_scope_with_nothing_new_is_quiet_and_another_is_an_error, {
+    ranks_of(2, allocator_of_torch, |rank, allocator, comm, barrier| {
+        let stream = comm.device().context().new_stream().expect("a stream");
+        let on_stream = |bytes: isize| {
+            // SAFETY: a stream that outlives the allocations on it.
+            unsafe { symmalloc_torch_alloc(bytes, rank as i32, stream.cu_stream().cast()) as Pointer }
+        };
+        let mut all = Vec::new();
+        for options in [by_hand(), options()] {
+            let pool = allocator.create_pool(Some(POOL));
+            all.push(registered(allocator, pool, comm, options).expect("registered"));
+            // SAFETY: a live allocator, and a stream that outlives it.
+            done(unsafe { symmalloc_reserve(allocator.0, pool, stream.cu_stream().cast(), 4 * MIB) });
+            assert_eq!(scoped(rank, pool, || ()), Ok((1, 0)));
+            stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).expect("begun");
+            let mut captured = 0;
+            assert_eq!(scoped(rank, pool, || captured = on_stream(3 << 20)), Ok((0, 0)));
+            assert_eq!(all.last().expect("one").window(captured, 3 * MIB).expect("in a window").1, 0);
+            let refused = scoped(rank, pool, || {
+                on_stream(64 << 20);
+            });
+            assert_eq!(refused, Err(SYMMALLOC_INVALID_STATE));
+            assert!(message().contains("before the capture begins"), "{}", message());
+            drop(stream.end_capture(CUgraphInstantiate_flags(0)));
+            assert_eq!(scoped(rank, pool, || ()), Ok((1, 0)), "it gets its window afterwards");
+            barrier.wait();
+        }
+        all.into_iter().for_each(|windows| done(windows.destroy()));
+        barrier.wait();
+    });
+    nccl::assert_clean();
+});
+
+/// Rank 1 does not come to the end of the scope: it ended.
+fn one_rank_stays_away(agree_every: u32) {
+    let address = free_address();
+    let barrier = Barrier::new(2);
+    ranks_of(2, allocator_of_torch, |rank, allocator, comm, _| {
+        let pool = allocator.create_pool(Some(POOL));
+        let with_rendezvous =
+            symmalloc_registrar_options { deadline_ms: 800, rendezvous: address.as_ptr(), agree_every, ..options() };
+        let windows = registered(allocator, pool, comm, with_rendezvous).expect("registered");
+        assert_eq!(
+            scoped(rank, pool, || {
+                allocate(rank, MIB);
+            }),
+            Ok((1, 0))
+        );
+        if rank == 0 {
+            let begun = Instant::now();
+            let alone = scoped(rank, pool, || {
+                allocate(rank, 32 * MIB);
+            });
+            assert_eq!(alone, Err(SYMMALLOC_NCCL));
+            assert!(message().contains("rank 1"), "{}", message());
+            // The error comes at most three seconds after the deadline.
+            assert!(begun.elapsed() < Duration::from_millis(3800), "{:?}", begun.elapsed());
+            assert_eq!(scoped(rank, pool, || ()), Err(SYMMALLOC_NCCL), "and stays");
+            let outside = allocate(rank, MIB);
+            assert_eq!(allocator.placement(outside).pool, 0, "no scope is left open");
+        }
+        barrier.wait();
+        windows.destroy();
+        comm.abort().expect("in time");
+    });
+}
+
+nccl_test!(a_rank_that_does_not_come_to_the_end_of_a_scope_is_named, {
+    one_rank_stays_away(0);
+});
+
+nccl_test!(a_rank_that_does_not_come_is_named_where_only_new_segments_are_talked_of, {
+    one_rank_stays_away(SYMMALLOC_AGREE_BY_HAND);
+});
+
+nccl_test!(ten_thousand_shapes_have_few_windows, {
+    ranks_of(2, allocator_of_torch, |rank, allocator, comm, barrier| {
+        let pool = allocator.create_pool(Some(POOL));
+        let windows = registered(allocator, pool, comm, by_hand()).expect("registered");
+        let (mut state, mut held, mut made) = (0x2545_f491_4f6c_dd1d_u64, Vec::new(), 0);
+        for _ in 0..10_000 {
+            let (registered, deregistered) = scoped(rank, pool, || {
+                state ^= state << 13;
+                state ^= state >> 7;
+                state ^= state << 17;
+                held.push(allocate(rank, 1 + (state % (64 << 20)) as usize));
+                if held.len() > 4 {
+                    free(rank, held.remove((state >> 32) as usize % 4));
+                }
+            })
+            .expect("in step");
+            assert_eq!(deregistered, 0);
+            made += registered;
+        }
+        // Four tensors live at a time. A rank's windows are its segments, which are those of the largest of them.
+        assert!((4..=16).contains(&made), "{made} windows");
+        barrier.wait();
+        assert_eq!(nccl::live().windows, 2 * made);
+        assert_eq!(windows.agree(), SYMMALLOC_OK, "{}", message());
+        barrier.wait();
+        done(windows.destroy());
+        barrier.wait();
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(buffers_are_a_ranks_own_matter_in_any_pool, {
+    ranks(|rank, allocator, comm, barrier| {
+        let pool = allocator.create_pool(None);
+        let buffers = symmalloc_registrar_options { registration: SYMMALLOC_REGISTER_BUFFERS, ..by_hand() };
+        let registration = registered(allocator, pool, comm, buffers).expect("any pool");
+        let bytes = MIB << (4 * rank);
+        let held = allocator.allocate(pool, bytes, null_mut());
+        assert!(registration.sync().0 > 0);
+        assert_eq!(registration.window(held, bytes), Err(SYMMALLOC_INVALID_STATE));
+        assert!(message().contains("for this rank alone"), "{}", message());
+        barrier.wait();
+        assert_eq!((nccl::live().windows, nccl::calls("ncclCommWindowRegister")), (0, 0));
+        assert!(nccl::calls("ncclCommRegister") >= 2);
+        barrier.wait();
+        done(registration.destroy());
+        barrier.wait();
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(what_does_not_fit_the_communicator_is_refused, {
+    ranks(|rank, allocator, comm, barrier| {
+        let pool = allocator.create_pool(Some(POOL));
+        let wrong = [
+            (symmalloc_registrar_options { rank: 1 - rank, world: 2, ..options() }, "`rank` is"),
+            (symmalloc_registrar_options { rank, world: 3, ..options() }, "`world` is 3"),
+            (symmalloc_registrar_options { registration: 7, ..options() }, "SYMMALLOC_REGISTER_BUFFERS"),
+        ];
+        for (options, says) in wrong {
+            assert_eq!(registered(allocator, pool, comm, options).err(), Some(SYMMALLOC_INVALID_ARGUMENT));
+            assert!(message().contains(says), "{}", message());
+        }
+        let mut out = null_mut();
+        // SAFETY: a live allocator and communicator; no options are refused.
+        let refused = unsafe { symmalloc_registrar_create_with(allocator.0, pool, comm.raw(), null(), &raw mut out) };
+        assert_eq!(refused, SYMMALLOC_INVALID_ARGUMENT);
+        let right = symmalloc_registrar_options { rank, world: 2, name: c"tp".as_ptr(), ..options() };
+        let windows = registered(allocator, pool, comm, right).expect("it fits");
+        let mut place = (9, 9);
+        // SAFETY: a live registrar, and places for the answers.
+        done(unsafe { symmalloc_registrar_rank(windows.0, &raw mut place.0, &raw mut place.1) });
+        assert_eq!(place, (rank, 2));
+        assert!(flight_record().contains("\"tp\""), "it is watched");
+        done(windows.destroy());
+        barrier.wait();
+        assert!(!flight_record().contains("\"tp\""), "it is its owner's again");
+        barrier.wait();
+    });
+    nccl::assert_clean();
+});
