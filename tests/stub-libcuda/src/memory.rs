@@ -51,8 +51,6 @@ pub struct Mapping {
 pub struct Physical {
     /// In bytes.
     pub size: u64,
-    /// Which memory file: this process's, or a descriptor of another's.
-    pub file: c_int,
     /// Where in the memory file.
     pub offset: u64,
     /// Of which device.
@@ -287,9 +285,6 @@ impl State {
         let is_inside = address + size <= base + range;
         let is_free = self.memory.parts(address, size).is_empty();
         let physical = self.memory.physical.get_mut(&handle)?;
-        if physical.file != self.memory.file && physical.size == 0 {
-            physical.size = size;
-        }
         if !is_inside || !is_free || physical.size != size {
             return None;
         }
