@@ -4,8 +4,8 @@
 //! needs the handle (NCCL does) gets it with `cuMemRetainAllocationHandle`.
 //!
 //! How large chunks are: a map of a whole range (fixed and reserved segments) is one chunk, because NCCL before 2.30.3 takes
-//! one physical allocation per window. Growth of an expandable range is cut into chunks of at most `chunk_bytes`, since trimming
-//! gives back whole chunks only. On an H200 a chunk of 2 to 64 MiB costs 34 to 38 us to make and 29 to 45 us to give
+//! one physical allocation per window. Growth of an expandable range is cut into chunks of at most `chunk_bytes`, or of a 64th of
+//! what is mapped at once, since trimming gives back whole chunks only. On an H200 a chunk of 2 to 64 MiB costs 34 to 38 us to make and 29 to 45 us to give
 //! back: their number counts, not their size, and setting access for many in one call saves nothing (`docs/gpu.md`).
 //!
 //! What may be stitched is mapped in chunks of one piece each, and a piece is mapped into another range by its handle: a map
@@ -36,6 +36,9 @@ use symmalloc_core::backend::{BackendError, DeviceAddress, Place, Range};
 
 /// What growth is cut into unless the program says otherwise: what PyTorch maps at once for its large blocks.
 const CHUNK_BYTES: u64 = 20 << 20;
+
+/// About so many chunks back what is mapped at once, however large that is: 8 GiB that wake are 64 chunks of 128 MiB.
+const CHUNKS_MAX: u64 = 64;
 
 pub(crate) struct VirtualMemory {
     device: Arc<CudaDevice>,
@@ -194,9 +197,13 @@ impl VirtualMemory {
         Ok(())
     }
 
-    /// How large chunks are: a whole range is one.
+    /// How large chunks are: a whole range is one, and no gap has more than some [`CHUNKS_MAX`].
     fn step(&self, range: Range, gap: &Part) -> u64 {
-        if *gap == (0..range.size_bytes) { range.size_bytes } else { self.chunk_bytes }
+        let size_bytes = gap.end - gap.start;
+        if size_bytes == range.size_bytes {
+            return size_bytes;
+        }
+        self.chunk_bytes.max(size_bytes.div_ceil(CHUNKS_MAX).next_multiple_of(self.granularity_bytes))
     }
 
     /// Backs `gap` with new chunks, which are accessible and end every `step` bytes behind `cut_from`; on an error none is left,

@@ -450,6 +450,7 @@ impl<'a> Run<'a> {
         allocator.core().quiesce(pool, contents).map_err(|error| match error {
             core::SleepError::StepOpen { .. } => unseen(Obstacle::StepOpen),
             core::SleepError::Busy { .. } => unseen(Obstacle::Busy),
+            core::SleepError::Retired { .. } => Obstacle::Retired,
             core::SleepError::Synchronize { error, .. } => Obstacle::Stream { code: error.code },
             core::SleepError::Save { live_bytes, error, .. } => Obstacle::Save { live_bytes, code: error.code },
             _ => unseen(Obstacle::Other { number: 0 }),

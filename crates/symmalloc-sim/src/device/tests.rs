@@ -233,7 +233,7 @@ fn a_lost_device_refuses_everything_and_takes_events_back() {
     }
     assert_eq!(device.query(event).unwrap_err().reason, Reason::DeviceLost);
     device.recycle(event);
-    assert_eq!(device.leaks(), Leaks { mapped_bytes: 0, ranges: 1, events: 0 });
+    assert_eq!(device.leaks(), Leaks { ranges: 1, ..Leaks::default() });
 }
 
 #[test]
@@ -242,7 +242,7 @@ fn leaks_say_what_is_left() {
     assert!(device.leaks().is_empty());
     let range = mapped(&device);
     let event = device.record(S0).unwrap();
-    assert_eq!(device.leaks().to_string(), "8388608 bytes mapped, 1 ranges reserved, 1 events live");
+    assert_eq!(device.leaks().to_string(), "8388608 bytes mapped, 1 ranges reserved, 1 events live, 0 images kept");
     device.recycle(event);
     device.unmap(range, 0, 4 * GRANULE).unwrap();
     device.release(range).unwrap();

@@ -124,6 +124,7 @@ pub(crate) enum Purpose {
     Private,
     Checks,
     Repeats,
+    Sleeps,
 }
 
 /// The sequence of a purpose under a seed.

@@ -3,6 +3,7 @@
 use std::fmt;
 use symmalloc_core::errors::{AllocateError, FreeError, OutOfMemoryCause, PoolError, RecordUseError, TrimError};
 use symmalloc_core::plans::StepError;
+use symmalloc_core::sleep::{SleepError, WakeError};
 use symmalloc_core::{LimitScope, Placement};
 
 /// An answer. Equal on two ranks exactly when they decided alike.
@@ -46,6 +47,8 @@ pub enum DecidedRefusal {
     StepOpen,
     /// No step of the pool is open.
     NoStepOpen,
+    /// The pool sleeps.
+    Asleep,
     /// The driver.
     Driver,
 }
@@ -77,6 +80,7 @@ impl fmt::Display for DecidedRefusal {
             DecidedRefusal::NoSuchPool => "no such pool",
             DecidedRefusal::StepOpen => "a step of the pool is open",
             DecidedRefusal::NoStepOpen => "no step of the pool is open",
+            DecidedRefusal::Asleep => "the pool sleeps",
             DecidedRefusal::Driver => "the driver",
         })
     }
@@ -86,6 +90,7 @@ impl From<&AllocateError> for DecidedRefusal {
     fn from(error: &AllocateError) -> Self {
         match error {
             AllocateError::Unknown(_) => DecidedRefusal::NoSuchPool,
+            AllocateError::Sleeps(_) => DecidedRefusal::Asleep,
             AllocateError::TooLarge { .. } => DecidedRefusal::TooLarge,
             AllocateError::OutOfMemory(error) => match error.cause {
                 OutOfMemoryCause::Limit { scope: LimitScope::Pool, .. } => DecidedRefusal::PoolLimit,
@@ -121,7 +126,28 @@ impl From<&StepError> for DecidedRefusal {
         match error {
             StepError::Unknown(_) => DecidedRefusal::NoSuchPool,
             StepError::Open { .. } => DecidedRefusal::StepOpen,
+            StepError::Sleeps(_) => DecidedRefusal::Asleep,
             _ => DecidedRefusal::NoStepOpen,
+        }
+    }
+}
+
+impl From<&SleepError> for DecidedRefusal {
+    fn from(error: &SleepError) -> Self {
+        match error {
+            SleepError::Unknown(_) => DecidedRefusal::NoSuchPool,
+            SleepError::StepOpen { .. } => DecidedRefusal::StepOpen,
+            _ => DecidedRefusal::Driver,
+        }
+    }
+}
+
+impl From<&WakeError> for DecidedRefusal {
+    fn from(error: &WakeError) -> Self {
+        match error {
+            WakeError::Unknown(_) => DecidedRefusal::NoSuchPool,
+            WakeError::Limit { .. } => DecidedRefusal::LimitOverAll,
+            _ => DecidedRefusal::Driver,
         }
     }
 }

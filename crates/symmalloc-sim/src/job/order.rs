@@ -124,7 +124,9 @@ impl<'a> Resources<'a> {
             Op::Trim { pool: Some(pool) }
             | Op::DestroyPool { pool }
             | Op::BeginStep { pool, .. }
-            | Op::EndStep { pool } => self.touch_pool(pool, touched),
+            | Op::EndStep { pool }
+            | Op::Sleep { pool, .. }
+            | Op::Wake { pool } => self.touch_pool(pool, touched),
             Op::Trim { pool: None } => self.policies.pools().for_each(|pool| self.touch_pool(pool, touched)),
             Op::CreatePool { pool, .. } => {
                 touched.push(self.list_of_pools());

@@ -267,6 +267,8 @@ fn kind(op: &Op) -> &'static str {
         Op::Trim { .. } => "trim",
         Op::BeginStep { .. } => "begin_step",
         Op::EndStep { .. } => "end_step",
+        Op::Sleep { .. } => "sleep",
+        Op::Wake { .. } => "wake",
         _ => "sync",
     }
 }

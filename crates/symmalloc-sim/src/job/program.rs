@@ -97,7 +97,7 @@ fn stretches(steps: &[JobStep], stretch_max: usize) -> Vec<Range<usize>> {
 /// What ends every run: everything is freed, and everything goes back.
 fn liveness_phase(steps: &[JobStep], pools: u32) -> [Vec<JobStep>; 2] {
     let mut live: BTreeMap<AllocationId, u8> = BTreeMap::new();
-    let mut open = BTreeSet::new();
+    let (mut open, mut slept) = (BTreeSet::new(), false);
     let mut threads = 1;
     for step in steps {
         threads = threads.max(step.thread + 1);
@@ -107,6 +107,7 @@ fn liveness_phase(steps: &[JobStep], pools: u32) -> [Vec<JobStep>; 2] {
             Op::Free { id } => drop(live.remove(&id)),
             Op::BeginStep { pool, .. } => drop(open.insert(pool)),
             Op::EndStep { pool } | Op::DestroyPool { pool } => drop(open.remove(&pool)),
+            Op::Sleep { pool: PoolId::DEFAULT, .. } => slept = true,
             _ => {}
         }
     }
@@ -119,6 +120,10 @@ fn liveness_phase(steps: &[JobStep], pools: u32) -> [Vec<JobStep>; 2] {
     }
     trims.push(Op::Trim { pool: None });
     trims.extend((1..pools).map(|pool| Op::DestroyPool { pool: PoolId(pool) }));
+    if slept {
+        // It has addresses to give back, and may need the memory of others to wake.
+        trims.push(Op::Wake { pool: PoolId::DEFAULT });
+    }
     trims.push(Op::Trim { pool: None });
     let trims = trims.into_iter().map(|op| JobStep::new(op, 0)).collect();
     [end.chain(live.into_iter().map(free)).collect(), trims]

@@ -45,6 +45,7 @@ impl RankJob {
         match op {
             Op::Allocate { pool, .. } | Op::Reserve { pool, .. } | Op::DestroyPool { pool } => Some(*pool),
             Op::BeginStep { pool, .. } | Op::EndStep { pool } => Some(*pool),
+            Op::Sleep { pool, .. } | Op::Wake { pool } => Some(*pool),
             Op::Trim { pool } => *pool,
             Op::Free { id } | Op::RecordUse { id, .. } => self.program.homes.get(id).map(|(pool, _)| *pool),
             _ => None,
@@ -324,6 +325,8 @@ impl<L: Lock> Rank<L> {
             | Op::DestroyPool { pool }
             | Op::BeginStep { pool, .. }
             | Op::EndStep { pool }
+            | Op::Sleep { pool, .. }
+            | Op::Wake { pool }
                 if job.compares(*pool) =>
             {
                 self.add_digests(*pool, |_| true, &mut digests);

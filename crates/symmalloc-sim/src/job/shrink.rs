@@ -192,7 +192,9 @@ fn renumbered(steps: &[JobStep]) -> Vec<JobStep> {
             Op::Trim { pool: Some(pool) }
             | Op::DestroyPool { pool }
             | Op::BeginStep { pool, .. }
-            | Op::EndStep { pool } => drop(pools.insert(pool)),
+            | Op::EndStep { pool }
+            | Op::Sleep { pool, .. }
+            | Op::Wake { pool } => drop(pools.insert(pool)),
             _ => {}
         }
     }
@@ -212,7 +214,9 @@ fn renumbered(steps: &[JobStep]) -> Vec<JobStep> {
             Op::Trim { pool: Some(pool) }
             | Op::DestroyPool { pool }
             | Op::BeginStep { pool, .. }
-            | Op::EndStep { pool } => *pool = pools[pool],
+            | Op::EndStep { pool }
+            | Op::Sleep { pool, .. }
+            | Op::Wake { pool } => *pool = pools[pool],
             _ => {}
         }
         Some(step)

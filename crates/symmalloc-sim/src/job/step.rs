@@ -14,6 +14,7 @@ use symmalloc_core::backend::Backend;
 use symmalloc_core::config::PoolConfig;
 use symmalloc_core::errors::{AllocateError, FreeError};
 use symmalloc_core::lock::Lock;
+use symmalloc_core::sleep::{Phase, SleepError, WakeError};
 
 /// Attempts at a call that the driver refuses, before a program gives up.
 const ATTEMPTS_MAX: usize = 100;
@@ -62,7 +63,7 @@ impl<L: Lock> Rank<L> {
                 }
                 self.live[slot] = None;
             }
-            Op::RecordUse { stream, .. } => {
+            Op::RecordUse { id, stream } => {
                 let is_by_address = self.goes_by_address(number);
                 let Some(live) = &mut self.live[slot] else { return refused(DecidedRefusal::NotLive) };
                 let noted = match (live.address().filter(|_| is_by_address), live.handle) {
@@ -73,7 +74,10 @@ impl<L: Lock> Rank<L> {
                 if let Err(error) = noted {
                     return refused(DecidedRefusal::from(&error));
                 }
-                live.shared(self.allocator.backend(), stream)?;
+                // Nobody uses what sleeps.
+                if self.allocator.phase(self.pools[job.program.homes[&id].0.index()]) == Ok(Phase::Awake) {
+                    live.shared(self.allocator.backend(), stream)?;
+                }
             }
             Op::Wait { stream, on } => {
                 let backend = self.allocator.backend();
@@ -124,6 +128,21 @@ impl<L: Lock> Rank<L> {
                 Ok(()) => Decision::Done,
                 Err(error) => refused(DecidedRefusal::from(&error)),
             },
+            // Each attempt shows in the digest: a rank that needs several is another one.
+            Op::Sleep { pool, contents } => {
+                let pool = self.pools[pool.index()];
+                match insist(|| self.allocator.sleep(pool, *contents), |error| !is_misuse(error)) {
+                    Ok(_) => Decision::Done,
+                    Err(error) => refused(DecidedRefusal::from(&error)),
+                }
+            }
+            Op::Wake { pool } => {
+                let pool = self.pools[pool.index()];
+                match insist(|| self.allocator.wake(pool), |error| !matches!(error, WakeError::Unknown(_))) {
+                    Ok(_) => Decision::Done,
+                    Err(error) => refused(DecidedRefusal::from(&error)),
+                }
+            }
             Op::BeginStep { pool, key } => match self.allocator.begin_step(self.pools[pool.index()], *key) {
                 Ok(()) => Decision::Done,
                 Err(error) => refused(DecidedRefusal::from(&error)),
@@ -151,6 +170,10 @@ impl<L: Lock> Rank<L> {
     pub(crate) fn create_pool(&mut self, config: &PoolConfig) {
         self.pools.push(self.allocator.create_pool(config.clone()).expect("it always can"));
     }
+}
+
+fn is_misuse(error: &SleepError) -> bool {
+    matches!(error, SleepError::Unknown(_) | SleepError::StepOpen { .. })
 }
 
 /// Tries again what failed for a reason that may pass.

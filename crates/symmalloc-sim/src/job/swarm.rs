@@ -4,7 +4,8 @@
 //! trimmed. So each seed first draws weights, many of them zero, and only then the steps. (Groce and others, "Swarm
 //! testing", ISSTA 2012.)
 //!
-//! Half of the programs have steps as well: in pools that learn plans, a body is carried out several times.
+//! Half of the programs have steps as well: in pools that learn plans, a body is carried out several times. In half of them pools
+//! sleep between syncs.
 
 use crate::device::SplitMix64;
 use crate::job::body::{Body, BodyOp};
@@ -14,6 +15,7 @@ use symmalloc_core::config::{
     Config, ExpandableSegments, FixedSegments, PlanPolicy, PoolConfig, Reclaim, RoundupPower2Divisions, SegmentPolicy,
     Stitching, StreamPolicy,
 };
+use symmalloc_core::op::Contents;
 use symmalloc_core::units::{KIB, MIB};
 use symmalloc_core::{AllocationId, Op, PoolId, StreamId};
 
@@ -96,7 +98,7 @@ pub(crate) fn draw(seed: u64, ops: usize) -> Drawn {
     let mut repeats = Repeats::draw(seed);
     let default_pool = repeats.plan(PoolId::DEFAULT, pool_config(&mut random));
     let config = Config::builder().default_pool(default_pool).limit_bytes(limit_bytes).build().expect("in range");
-    let mut writer = Writer::new(seed, &mut random, repeats);
+    let mut writer = Writer::new(seed, &mut random, repeats, limit_bytes.is_none());
     while writer.steps.len() < ops {
         writer.write();
     }
@@ -203,8 +205,44 @@ impl Repeats {
     }
 }
 
+/// Whether and when pools sleep.
+struct Sleeps {
+    random: SplitMix64,
+    /// How often a pool falls asleep, or one that sleeps wakes, per million ops; 0 when none does.
+    per_million: u32,
+    asleep: Vec<PoolId>,
+}
+
+impl Sleeps {
+    /// Under a limit over all pools none does: it might not let a pool wake before the sync.
+    fn draw(seed: u64, may_sleep: bool) -> Self {
+        let mut random = sequence(seed, Purpose::Sleeps, 0);
+        let per_million = pick(&mut random, &[0, 0, 0, 10_000, 30_000, 80_000]) * u32::from(may_sleep);
+        Sleeps { random, per_million, asleep: Vec::new() }
+    }
+
+    /// What one of these pools does now. What sleeps wakes sooner than others fall asleep.
+    fn next(&mut self, pools: &[PoolId]) -> Option<Op> {
+        let per_million = if self.asleep.is_empty() { self.per_million } else { 4 * self.per_million };
+        if !self.random.chance(per_million) {
+            return None;
+        }
+        if !self.asleep.is_empty() && self.random.below(4) > 0 {
+            let index = self.random.below(self.asleep.len() as u64) as usize;
+            return Some(Op::Wake { pool: self.asleep.swap_remove(index) });
+        }
+        let index = self.random.below(pools.len() as u64 + 1) as usize;
+        let pool = pools.get(index).copied().unwrap_or(PoolId::DEFAULT);
+        if !self.asleep.contains(&pool) {
+            self.asleep.push(pool);
+        }
+        Some(Op::Sleep { pool, contents: pick(&mut self.random, &Contents::ALL) })
+    }
+}
+
 /// Draws steps that are valid after those before them.
 struct Writer {
+    sleeps: Sleeps,
     repeats: Repeats,
     random: SplitMix64,
     steps: Vec<JobStep>,
@@ -223,7 +261,7 @@ struct Writer {
 }
 
 impl Writer {
-    fn new(seed: u64, random: &mut SplitMix64, repeats: Repeats) -> Self {
+    fn new(seed: u64, random: &mut SplitMix64, repeats: Repeats, may_sleep: bool) -> Self {
         let weights = KINDS.map(|(kind, weights)| (kind, pick(random, &weights))).to_vec();
         let sizes = match random.below(4) {
             0 => SIZES.to_vec(),
@@ -234,6 +272,7 @@ impl Writer {
         };
         let streams_max = 1 + random.below(6) as u16;
         let mut writer = Writer {
+            sleeps: Sleeps::draw(seed, may_sleep),
             repeats,
             random: sequence(seed, Purpose::Steps, 0),
             steps: Vec::new(),
@@ -282,6 +321,11 @@ impl Writer {
         let pool = self.pools.swap_remove(index);
         self.repeats.pools.retain(|other| *other != pool);
         let thread = self.any_thread();
+        if self.sleeps.asleep.contains(&pool) {
+            // It may be in use, and live on.
+            self.sleeps.asleep.retain(|other| *other != pool);
+            self.push(Op::Wake { pool }, thread);
+        }
         self.push(Op::DestroyPool { pool }, thread);
     }
 
@@ -322,6 +366,12 @@ impl Writer {
         if let Some(pool) = self.repeats.next() {
             return self.repeat(pool);
         }
+        if self.repeats.open.is_none()
+            && let Some(op) = self.sleeps.next(&self.pools)
+        {
+            let thread = self.sleeps.random.below(self.threads.into()) as u8;
+            return self.push(op, thread);
+        }
         let kind = if self.live.len() >= LIVE_MAX { StepKind::Free } else { self.kind() };
         match kind {
             StepKind::Free => self.free(),
@@ -353,9 +403,17 @@ impl Writer {
             StepKind::CreatePool if self.streams < self.streams_max => self.register_stream(),
             // It may still be in use: then it is refused, and lives on without being named again.
             StepKind::DestroyPool if !self.pools.is_empty() => self.destroy_pool(),
-            StepKind::Sync => self.push(Op::Sync, 0),
+            StepKind::Sync => self.sync(),
             StepKind::Allocate | StepKind::CreatePool | StepKind::DestroyPool => self.allocate(),
         }
+    }
+
+    /// A rank that starts again at a sync takes up a layout, and what sleeps has none.
+    fn sync(&mut self) {
+        for pool in std::mem::take(&mut self.sleeps.asleep) {
+            self.push(Op::Wake { pool }, 0);
+        }
+        self.push(Op::Sync, 0);
     }
 
     fn size(&mut self) -> u64 {
@@ -375,6 +433,11 @@ impl Writer {
         let body = Body::draw(&mut repeats, self.streams, || pick(&mut drawn, &sizes));
         let (key, times) = (repeats.below(2), 3 + repeats.below(4));
         self.repeats.open = Some(pool);
+        if let Some(at) = self.sleeps.asleep.iter().position(|asleep| *asleep == pool) {
+            self.sleeps.asleep.swap_remove(at);
+            let thread = self.sleeps.random.below(self.threads.into()) as u8;
+            self.push(Op::Wake { pool }, thread);
+        }
         // By number in the step before.
         let mut before = vec![None; body.allocation_count()];
         for _ in 0..times {
@@ -390,7 +453,7 @@ impl Writer {
             let thread = self.any_thread();
             self.push(Op::EndStep { pool }, thread);
             if repeats.below(3) == 0 {
-                self.push(Op::Sync, 0);
+                self.sync();
             }
             self.live.extend(before.iter_mut().filter_map(Option::take));
             before[..made.len()].clone_from_slice(&made);
