@@ -14,7 +14,7 @@
 //! | `plan.rs`, `plan_summary.rs` | what that sync is to do, and how ranks compare it |
 //! | `round.rs` | the collective in which they do |
 //! | `sleep.rs`, `sleep_message.rs`, `sleep_error.rs` | a pool that sleeps and wakes on all ranks, what they say meanwhile, and what may go wrong |
-//! | `attachment/resting.rs`, `dormant.rs` | its windows on one communicator, that go and come back |
+//! | `ended.rs`, `attachment/resting.rs`, `dormant.rs` | communicators that ended; a pool's windows on one communicator, that go and come back |
 //! | `symmetric_space.rs` | NCCL's address space, counted |
 //! | `window.rs`, `segment_key.rs`, `invalidation.rs` | what a lookup gives, what to cache by, and until when |
 //! | `scope.rs`, `checked.rs`, `offset_difference.rs` | a sync at the end of a scope; a check of each collective, and what it finds |
@@ -28,6 +28,7 @@ mod attachment;
 mod builder;
 pub(crate) mod checked;
 mod dormant;
+mod ended;
 pub(crate) mod error;
 pub(crate) mod invalidation;
 mod lookup;
@@ -54,9 +55,9 @@ use crate::communicator::{CommState, Communicator};
 use crate::error::CommError;
 use crate::version::{Capability, NcclVersion};
 use attachment::{Attachment, SyncJob};
+use ended::Ended;
 use error::{AttachError, SyncError};
 use settings::{Registration, Settings, Synced};
-use sleep::Ended;
 use smallvec::SmallVec;
 use stats::{CommunicatorStats, Counters, RegistrarStats};
 use std::fmt;

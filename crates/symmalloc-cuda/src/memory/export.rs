@@ -3,42 +3,12 @@
 use super::backing::Backed;
 use super::chunks::Part;
 use super::exported::ExportedMemory;
+use super::handle::{ExportedHandle, FABRIC_BYTES, HandleKind};
 use super::virtual_memory::VirtualMemory;
-use crate::driver::{HANDLE_FABRIC, HANDLE_POSIX_FD};
 use crate::error::{DriverError, INVALID_VALUE};
-use std::ffi::{c_int, c_uint, c_void};
+use std::ffi::{c_int, c_void};
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::Arc;
-
-/// Bytes of a fabric handle.
-pub(crate) const FABRIC_BYTES: usize = 64;
-
-/// How physical memory goes to another process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum HandleKind {
-    /// As a file descriptor, to a process on the same machine.
-    FileDescriptor,
-    /// As a fabric handle: plain bytes, which any process of the same IMEX domain can import.
-    Fabric,
-}
-
-impl HandleKind {
-    pub(crate) fn flag(self) -> c_uint {
-        match self {
-            HandleKind::FileDescriptor => HANDLE_POSIX_FD,
-            HandleKind::Fabric => HANDLE_FABRIC,
-        }
-    }
-}
-
-/// A handle of a chunk, for another process.
-#[derive(Debug)]
-#[doc(hidden)]
-pub enum ExportedHandle {
-    FileDescriptor(OwnedFd),
-    Fabric(Box<[u8; FABRIC_BYTES]>),
-}
 
 impl VirtualMemory {
     /// The chunks behind some parts of a range, in order, each once, when they cover the parts; `memory` is told when one of them goes

@@ -1,8 +1,8 @@
 //! What all kinds of memory do.
 
 use super::chunks::Part;
-use super::export::{ExportedHandle, HandleKind};
 use super::exported::ExportedMemory;
+use super::handle::{ExportedHandle, HandleKind};
 use crate::error::{CudaError, DriverError, INVALID_VALUE};
 use std::sync::Arc;
 use symmalloc_core::backend::{BackendError, Place, Range, Reason};

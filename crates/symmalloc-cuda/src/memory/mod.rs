@@ -17,6 +17,7 @@ mod chunks;
 mod driver_allocations;
 mod export;
 mod exported;
+mod handle;
 mod images;
 mod interface;
 mod prefetch_thread;
@@ -29,9 +30,9 @@ mod virtual_memory;
 
 pub use driver_allocations::MemorySource;
 pub(crate) use driver_allocations::{AllocationKind, DriverAllocations};
-pub(crate) use export::{ExportedHandle, FABRIC_BYTES, HandleKind};
 pub use exported::{Access, Peer};
 pub(crate) use exported::{ExportedList, ExportedMemory, is_held};
+pub(crate) use handle::{ExportedHandle, FABRIC_BYTES, HandleKind};
 pub(crate) use images::Images;
 pub(crate) use interface::BackendMemory;
 pub(crate) use prefetch_thread::Prefetching;

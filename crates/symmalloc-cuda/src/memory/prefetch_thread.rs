@@ -16,8 +16,8 @@
 
 use super::backing::Backing;
 use super::chunks::Part;
-use super::export::{ExportedHandle, HandleKind};
 use super::exported::ExportedMemory;
+use super::handle::{ExportedHandle, HandleKind};
 use super::interface::BackendMemory;
 use super::spare::{self, Prefetched};
 use super::virtual_memory::VirtualMemory;

@@ -17,8 +17,8 @@
 use super::addresses::{AddressSource, Descending};
 use super::backing::{Backed, Backing};
 use super::chunks::{Chunks, Part};
-use super::export::{ExportedHandle, HandleKind};
 use super::exported::ExportedMemory;
+use super::handle::{ExportedHandle, HandleKind};
 use super::interface::BackendMemory;
 use super::prefetch_window::{PrefetchRule, PrefetchWindow};
 use super::properties::{granularity_of, supported_properties};

@@ -9,6 +9,7 @@
 
 use crate::communicator::Communicator;
 use crate::registrar::attachment::{Attachment, SyncState};
+use crate::registrar::ended::Ended;
 use crate::registrar::error::SyncError;
 use crate::registrar::plan::{SegmentName, fold};
 use crate::registrar::sleep_error::{
@@ -32,15 +33,6 @@ use symmalloc_core::op::Contents;
 use symmalloc_core::sleep as core;
 use symmalloc_core::sleep::Phase;
 use symmalloc_cuda::CudaBackend;
-
-/// A communicator that ended and that this rank has let go of.
-#[derive(Clone, Debug)]
-pub(super) struct Ended {
-    name: String,
-    communicator: u64,
-    ranks: u32,
-    pools: Vec<PoolId>,
-}
 
 /// Why an op goes no further than `Agree`.
 enum Stop {
@@ -458,6 +450,7 @@ impl<'a> Run<'a> {
         allocator.core().quiesce(pool, contents).map_err(|error| match error {
             core::SleepError::StepOpen { .. } => unseen(Obstacle::StepOpen),
             core::SleepError::Busy { .. } => unseen(Obstacle::Busy),
+            core::SleepError::Retired { .. } => Obstacle::Retired,
             core::SleepError::Synchronize { error, .. } => Obstacle::Stream { code: error.code },
             core::SleepError::Save { live_bytes, error, .. } => Obstacle::Save { live_bytes, code: error.code },
             _ => unseen(Obstacle::Other { number: 0 }),

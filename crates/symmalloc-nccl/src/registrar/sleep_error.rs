@@ -151,6 +151,9 @@ pub enum Obstacle {
         /// The code.
         code: i32,
     },
+    /// Dead stitched ranges name the pool's memory.
+    #[error("dead stitched ranges of the pool are not given back: sync, trim, and try again")]
+    Retired,
     /// A communicator that NCCL does not come out of has windows on the pool.
     #[error("a lost communicator has windows on the pool: end the processes that it waits for, and try again")]
     Lost,

@@ -253,6 +253,7 @@ pub(super) fn write_verdict(obstacle: Option<Obstacle>) -> Vec<u8> {
         Some(Obstacle::Limit { needed_bytes, limit_bytes }) => [9, needed_bytes, limit_bytes, 0],
         Some(Obstacle::Load { code: of }) => [10, 0, code(of), 0],
         Some(Obstacle::SymmetricSpace { needed_bytes }) => [11, needed_bytes, 0, 0],
+        Some(Obstacle::Retired) => [13, 0, 0, 0],
         Some(Obstacle::Other { number }) => [12, number, 0, 0],
     };
     let mut message = Vec::new();
@@ -279,6 +280,7 @@ pub(super) fn read_verdict(message: &[u8]) -> Option<Obstacle> {
         10 => Obstacle::Load { code },
         11 => Obstacle::SymmetricSpace { needed_bytes: first },
         12 => Obstacle::Other { number: first },
+        13 => Obstacle::Retired,
         number => Obstacle::Other { number },
     })
 }
@@ -355,6 +357,7 @@ mod tests {
             Obstacle::Stream { code: -1 },
             Obstacle::Save { live_bytes: 1 << 40, code: 2 },
             Obstacle::Lost,
+            Obstacle::Retired,
             Obstacle::Memory { needed_bytes: 9, code: 2 },
             Obstacle::Limit { needed_bytes: 9, limit_bytes: 8 },
             Obstacle::Load { code: 700 },
