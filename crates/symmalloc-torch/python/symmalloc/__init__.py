@@ -48,8 +48,8 @@ __all__ = [
     "Allocator", "CudaError", "Device", "Error", "FileError", "InternalError", "InvalidArgument", "InvalidSettings",
     "InvalidState", "LibraryNotFound", "MemPool", "MemoryTable", "MisalignedError", "NcclError", "NotInstalled", "OutOfMemory",
     "Placement", "Step", "StepReport", "TorchError", "TransportError", "UnknownPointer", "UnknownPool", "__version__", "allocator",
-    "announce", "assert_aligned", "digest", "dump_snapshot", "flight_record", "has_class", "install", "installed", "last_step", "library_path", "named",
-    "placement", "show", "snapshot", "start_trace", "stats", "step", "stop_trace", "use_mem_pool",
+    "announce", "assert_aligned", "digest", "dump_snapshot", "flight_record", "has_class", "install", "installed", "last_step",
+    "library_path", "named", "placement", "show", "snapshot", "start_trace", "stats", "step", "stop_trace", "use_mem_pool",
 ]  # fmt: skip
 
 
