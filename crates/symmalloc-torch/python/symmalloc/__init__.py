@@ -51,8 +51,8 @@ __all__ = [
     "InvalidState", "LibraryNotFound", "MemPool", "MemoryTable", "MisalignedError", "Mode", "NcclError", "NotInstalled",
     "OutOfMemory", "Placement", "Registration", "Step", "StepReport", "TorchError", "TransportError", "UnknownPointer",
     "UnknownPool", "Window", "Work", "__version__", "all_to_all_single", "allocator", "announce", "assert_aligned", "digest",
-    "dump_snapshot", "exchange_splits", "flight_record", "has_class", "install", "installed", "last_step", "library_path", "named",
-    "placement", "show", "snapshot", "start_trace", "stats", "step", "stop_trace", "use_mem_pool",
+    "dump_snapshot", "exchange_splits", "flight_record", "has_class", "install", "installed", "last_step", "library_path",
+    "named", "placement", "show", "snapshot", "start_trace", "stats", "step", "stop_trace", "use_mem_pool",
 ]  # fmt: skip
 
 

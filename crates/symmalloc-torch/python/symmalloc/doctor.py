@@ -135,7 +135,8 @@ def _class() -> str:
     torch = _torch()
     try:
         if pytorch_class.mode() == "off":
-            raise _Missing(f"{pytorch_class.VARIABLE}=off: PyTorch's class for pluggable allocators stands in, which lacks {LACKS}")
+            off = f"{pytorch_class.VARIABLE}=off: PyTorch's class for pluggable allocators stands in"
+            raise _Missing(f"{off}, which lacks {LACKS}")
         if version(torch) < CLASS_MINIMUM:
             raise pytorch_class.Unavailable(f"PyTorch {torch.__version__} is older than {'.'.join(map(str, CLASS_MINIMUM))}")
         path, compiler = pytorch_class.place(torch)

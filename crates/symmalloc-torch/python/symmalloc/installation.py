@@ -54,9 +54,9 @@ def install(conf: str | None = None, *, trace: str | os.PathLike[str] | None = N
     statistics  only where PyTorch's class for pluggable allocators stands in: teach `torch.cuda.memory_stats`,
                 `memory_allocated`, `memory._snapshot` and their kin our numbers, for which it raises
 
-    The first call with a PyTorch compiles the allocator for it, see `symmalloc.pytorch_class`. Where that cannot be, PyTorch's class
-    for pluggable allocators stands in, with a warning that says why and what is missing; `SYMMALLOC_TORCH_CLASS=require` makes it an
-    error, and `off` asks for it.
+    The first call with a PyTorch compiles the allocator for it, see `symmalloc.pytorch_class`. Where that cannot be, PyTorch's
+    class for pluggable allocators stands in, with a warning that says why and what is missing. `SYMMALLOC_TORCH_CLASS=require`
+    makes it an error, and `off` asks for it.
 
     Raises `TorchError` when PyTorch is missing, too old or has used CUDA, `InvalidSettings` for a configuration that is
     not understood, `InvalidState` for a second call with other arguments, `LibraryNotFound`.

@@ -1,9 +1,9 @@
 """The allocator as a class of PyTorch's: C++ that is compiled against the PyTorch that is installed, once, and kept.
 
-PyTorch's allocators have no stable binary form, so no wheel can bring one that fits every PyTorch. `pytorch/allocator.cpp` is compiled
-at the first `install()` with a PyTorch, which takes some seconds, and lies in `$XDG_CACHE_HOME/symmalloc` (`~/.cache/symmalloc`) from
-then on, under a name of PyTorch, compiler and sources. Needed are a C++ compiler (`CXX`, or `c++`, `g++`, `clang++`) and CUDA's headers,
-which come with PyTorch's wheels.
+PyTorch's allocators have no stable binary form, so no wheel can bring one that fits every PyTorch. `pytorch/allocator.cpp` is
+compiled at the first `install()` with a PyTorch, which takes some seconds. From then on it lies in `$XDG_CACHE_HOME/symmalloc`
+(`~/.cache/symmalloc`), under a name of PyTorch, compiler and sources. Needed are a C++ compiler (`CXX`, or `c++`, `g++`,
+`clang++`) and CUDA's headers, which come with PyTorch's wheels.
 """
 
 from __future__ import annotations

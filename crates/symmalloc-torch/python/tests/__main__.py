@@ -20,7 +20,7 @@ STUB = "SYMMALLOC_TEST_STUB"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stub", type=Path, help="the library of tests/stub-libcuda")
-    parser.add_argument("--stand-ins", type=Path, metavar="HEADERS", help="also run what a PyTorch does without a GPU; CUDA's headers")
+    parser.add_argument("--stand-ins", type=Path, metavar="HEADERS", help="CUDA's: also run a PyTorch without a GPU")
     options, names = parser.parse_known_args()
     here = Path(__file__).resolve().parent
     sys.path.insert(0, str(here))

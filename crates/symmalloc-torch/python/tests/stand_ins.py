@@ -1,11 +1,11 @@
-"""Libraries that stand in for CUDA's, so that a real PyTorch runs where there is no GPU: `tests --stub libstub_libcuda.so --stand-ins`.
+"""Libraries that stand in for CUDA's, so that a real PyTorch runs where there is no GPU: `tests --stub ... --stand-ins HEADERS`.
 
 PyTorch's wheel is linked against a dozen libraries of CUDA's. Tests of an allocator need one of them, the runtime, and that is
-`tests/cxx/cudart.c` over the stub of libcuda. The others are made here: every function that PyTorch asks of them, none of which does
-anything. So tensors can be allocated and freed, and streams, events, captures and processes are real; kernels compute nothing.
+`tests/cxx/cudart.c` over the stub of libcuda. The others are made here: every function that PyTorch asks of them, none of which
+does anything. So tensors can be allocated and freed, and streams, events, captures and processes are real; kernels compute nothing.
 
-A PyTorch that was installed without its dependencies will do (`pip install --no-deps torch`, then what `import torch` misses), with the
-headers of `nvidia-cuda-runtime`.
+A PyTorch that was installed without its dependencies will do (`pip install --no-deps torch`, then what `import torch` misses),
+with the headers of `nvidia-cuda-runtime`.
 """
 
 from __future__ import annotations
